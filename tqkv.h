@@ -3200,6 +3200,11 @@ TQKV_API tqkv_result tqkv_unrotate(float *rows, int n_rows, int head_dim)
    the limit keeps their sums in the L2 cache. */
 #define TQKV__CHUNK_ROWS 64
 
+/* Positions, or ranks of a list: [from, to) */
+typedef struct tqkv__range {
+    int64_t from, to;
+} tqkv__range;
+
 /* A checked tqkv_attention. A row is one query of one head: row = query * group + (head within the group). */
 typedef struct tqkv__attention {
     tqkv_attention call;                       /* defaults resolved */
@@ -8689,12 +8694,13 @@ static const tqkv__stream *tqkv__stream_read(const tqkv__attention *a, int i)
     return i == 0 ? &a->keys : i == 1 ? &a->values : a->call.tail ? &a->tail : NULL;
 }
 
-/* Of the positions [*low, *high) those that may be read from stream i. */
-static void tqkv__positions_read(const tqkv__attention *a, int i, int64_t *low, int64_t *high)
+/* The positions of a range that may be read from stream i. */
+static tqkv__range tqkv__positions_read(const tqkv__attention *a, int i, tqkv__range range)
 {
     const bool halves = i >= TQKV__FIRST_HALVES, last = i >= TQKV__FIRST_HALVES + 2;
-    if (last && a->exact_from > *low) *low = a->exact_from;
-    if (halves && !last && a->exact_below < *high) *high = a->exact_below;
+    if (last && a->exact_from > range.from) range.from = a->exact_from;
+    if (halves && !last && a->exact_below < range.to) range.to = a->exact_below;
+    return range;
 }
 
 static const int32_t *tqkv__list_row(const tqkv__attention *a, int query, int kv_head)
@@ -8760,24 +8766,24 @@ static tqkv_result tqkv__attention_open(const tqkv_attention *a, tqkv__attention
     return tqkv__take_ends(r, tqkv__stream_open);
 }
 
-/* The positions that a query sees: [*from, *to), within [first, end). */
-static void tqkv__visible(const tqkv__attention *a, int query, int64_t first, int64_t end, int64_t *from, int64_t *to)
+/* The positions of a range that a query sees. */
+static tqkv__range tqkv__visible(const tqkv__attention *a, int query, tqkv__range range)
 {
     const int64_t position = a->call.end - a->call.n_queries + query;
     const int64_t ahead = !a->call.non_causal ? 1 : a->call.window ? a->call.window : INT64_MAX;
-    *to = end - position > ahead ? position + ahead : end;
-    *from = a->call.window && position - a->call.window + 1 > first ? position - a->call.window + 1 : first;
-    if (*from > end) *from = end;
-    if (*to < *from) *to = *from;
+    const int64_t oldest = a->call.window ? position - a->call.window + 1 : range.from, end = range.to;
+    if (end - position > ahead) range.to = position + ahead;
+    if (oldest > range.from) range.from = oldest;
+    if (range.from > end) range.from = end;
+    if (range.to < range.from) range.to = range.from;
+    return range;
 }
 
-/* What the queries [first_query, last_query] see together. */
-static void tqkv__visible_to(const tqkv__attention *a, int first_query, int last_query, int64_t first, int64_t end,
-                             int64_t *from, int64_t *to)
+/* What the queries [first, last] see together. */
+static tqkv__range tqkv__visible_to(const tqkv__attention *a, int first, int last, tqkv__range range)
 {
-    int64_t unused;
-    tqkv__visible(a, first_query, first, end, from, &unused);
-    tqkv__visible(a, last_query, first, end, &unused, to);
+    const tqkv__range seen = {tqkv__visible(a, first, range).from, tqkv__visible(a, last, range).to};
+    return seen;
 }
 
 /* Whether a query sees position j of the newest n_queries. */
@@ -8797,7 +8803,8 @@ typedef struct tqkv__list {
     const int32_t *entries;           /* from the first visible block on */
     int shift;                        /* a block is 1 << shift positions */
     int64_t n_before, recent, hidden; /* positions of block `recent` before `hidden` are not seen */
-    int64_t base, from, to;           /* ranks from .. to are visible */
+    int64_t base;
+    tqkv__range seen; /* ranks */
 } tqkv__list;
 
 /* The first of n ascending entries that is not below `block`. */
@@ -8839,35 +8846,35 @@ static bool tqkv__tree_hides(const tqkv__attention *a, int query, int64_t positi
     return a->call.tree && j >= 0 && !(a->call.tree[query] >> j & 1);
 }
 
-/* Where the newest list_newest positions of [from, to) begin that a query sees. */
-static int64_t tqkv__newest_from(const tqkv__attention *a, int query, int64_t from, int64_t to)
+/* Where the newest list_newest positions of a range begin that a query sees. */
+static int64_t tqkv__newest_from(const tqkv__attention *a, int query, tqkv__range range)
 {
     int left = a->call.list_newest;
-    while (a->call.tree && left > 0 && to > from && to > a->call.end - a->call.n_queries)
-        left -= !tqkv__tree_hides(a, query, --to);
-    return to - from < left ? from : to - left;
+    while (a->call.tree && left > 0 && range.to > range.from && range.to > a->call.end - a->call.n_queries)
+        left -= !tqkv__tree_hides(a, query, --range.to);
+    return range.to - range.from < left ? range.from : range.to - left;
 }
 
-/* The list of a query, as far as it looks at positions [first, end). */
-static tqkv__list tqkv__open_list(const tqkv__attention *a, int query, int kv_head, int64_t first, int64_t end)
+/* The list of a query, as far as it looks at a range of positions. */
+static tqkv__list tqkv__open_list(const tqkv__attention *a, int query, int kv_head, tqkv__range range)
 {
     tqkv__list l;
-    int64_t from, to, n = 0;
+    const tqkv__range resident = {a->first, a->call.end}, all = tqkv__visible(a, query, resident);
+    int64_t n = 0;
     l.entries = tqkv__list_row(a, query, kv_head);
     l.shift = tqkv__list_shift(a->call.list_block);
     while (n < a->call.list_length && l.entries[n] >= 0) n++;
-    tqkv__visible(a, query, a->first, a->call.end, &from, &to);
-    const int64_t gone = tqkv__entry_at(l.entries, n, from >> l.shift);
+    const int64_t gone = tqkv__entry_at(l.entries, n, all.from >> l.shift);
     l.entries += gone;
     n -= gone;
-    l.base = from >> l.shift << l.shift;
-    l.hidden = tqkv__newest_from(a, query, from, to);
-    l.recent = l.hidden < to ? l.hidden >> l.shift : (to >> l.shift) + (to % ((int64_t)1 << l.shift) > 0);
+    l.base = all.from >> l.shift << l.shift;
+    l.hidden = tqkv__newest_from(a, query, all);
+    l.recent = l.hidden < all.to ? l.hidden >> l.shift : (all.to >> l.shift) + (all.to % ((int64_t)1 << l.shift) > 0);
     l.n_before = tqkv__entry_at(l.entries, n, l.recent);
-    if (l.hidden == to || (l.n_before < n && l.entries[l.n_before] == l.recent)) l.hidden = 0;
-    tqkv__visible(a, query, first, end, &from, &to);
-    l.from = tqkv__rank_of(&l, from);
-    l.to = tqkv__rank_of(&l, to);
+    if (l.hidden == all.to || (l.n_before < n && l.entries[l.n_before] == l.recent)) l.hidden = 0;
+    range = tqkv__visible(a, query, range);
+    l.seen.from = tqkv__rank_of(&l, range.from);
+    l.seen.to = tqkv__rank_of(&l, range.to);
     return l;
 }
 
@@ -8887,72 +8894,69 @@ static uint64_t tqkv__hidden_ranks(const tqkv__attention *a, int query, const tq
     return hidden;
 }
 
-/* The ranks that some query looks at in [first, end). */
-static void tqkv__listed_to(const tqkv__attention *a, int64_t first, int64_t end, int64_t *from, int64_t *to)
+/* The ranks that some query sees of a range of positions. */
+static tqkv__range tqkv__listed_to(const tqkv__attention *a, tqkv__range range)
 {
-    *from = INT64_MAX;
-    *to = 0;
+    tqkv__range all = {INT64_MAX, 0};
     for (int i = 0; i < a->call.n_queries; i++)
         for (int h = 0; h < a->call.list_heads; h++) {
-            const tqkv__list l = tqkv__open_list(a, i, h, first, end);
-            if (l.from < *from) *from = l.from;
-            if (l.to > *to) *to = l.to;
+            const tqkv__range seen = tqkv__open_list(a, i, h, range).seen;
+            if (seen.from < all.from) all.from = seen.from;
+            if (seen.to > all.to) all.to = seen.to;
         }
-    if (*from > *to) *from = *to;
+    if (all.from > all.to) all.from = all.to;
+    return all;
 }
 
 /* As tqkv__check_pages, for the positions of a list in stream i. */
-static tqkv_result tqkv__check_listed(const tqkv__attention *a, int i, int64_t first, int64_t end, int query,
+static tqkv_result tqkv__check_listed(const tqkv__attention *a, int i, tqkv__range range, int query,
                                       const tqkv__list *l)
 {
     const tqkv__stream *s = tqkv__stream_read(a, i);
-    int64_t next = first; /* behind the last page that was checked */
     tqkv_result r = TQKV_OK;
     if (!s || !s->pages) return r;
-    tqkv__positions_read(a, i, &next, &end);
-    for (int64_t rank = l->from; r == TQKV_OK && rank < l->to; rank++) {
+    range = tqkv__positions_read(a, i, range);
+    for (int64_t rank = l->seen.from; r == TQKV_OK && rank < l->seen.to; rank++) {
         const int64_t position = tqkv__position_of(l, rank);
-        if (position < next || position >= end || tqkv__hidden_ranks(a, query, l, rank, 1)) continue;
+        if (position < range.from || position >= range.to || tqkv__hidden_ranks(a, query, l, rank, 1)) continue;
         r = tqkv__check_pages(s, position, position + 1);
-        next = (position / s->page_size + 1) * s->page_size;
+        range.from = (position / s->page_size + 1) * s->page_size; /* its page has been checked */
     }
     return r;
 }
 
-static tqkv_result tqkv__check_lists_seen(const tqkv__attention *a, int64_t first, int64_t end)
+static tqkv_result tqkv__check_lists_seen(const tqkv__attention *a, tqkv__range range)
 {
     tqkv_result r = TQKV_OK;
     for (int i = 0; i < a->call.n_queries; i++)
         for (int h = 0; r == TQKV_OK && h < a->call.list_heads; h++) {
-            const tqkv__list l = tqkv__open_list(a, i, h, first, end);
-            for (int j = 0; r == TQKV_OK && j < TQKV__STREAMS; j++) r = tqkv__check_listed(a, j, first, end, i, &l);
+            const tqkv__list l = tqkv__open_list(a, i, h, range);
+            for (int j = 0; r == TQKV_OK && j < TQKV__STREAMS; j++) r = tqkv__check_listed(a, j, range, i, &l);
         }
     return r;
 }
 
-/* Checks the entries of the pages that hold positions of [first, end), in all streams. */
+/* Checks the entries of the pages that hold a range of positions, in all streams. */
 static tqkv_result tqkv__check_entries(const tqkv__attention *a, int64_t first, int64_t end)
 {
     tqkv_result r = TQKV_OK;
     for (int i = 0; r == TQKV_OK && i < TQKV__STREAMS; i++) {
-        const tqkv__stream *s = tqkv__stream_read(a, i);
-        int64_t low = first, high = end;
-        tqkv__positions_read(a, i, &low, &high);
-        if (s) r = tqkv__check_pages(s, low, high);
+        const tqkv__range all = {first, end}, range = tqkv__positions_read(a, i, all);
+        if (tqkv__stream_read(a, i)) r = tqkv__check_pages(tqkv__stream_read(a, i), range.from, range.to);
     }
     return r;
 }
 
 /* As tqkv__check_entries, for the positions that some query sees. */
-static tqkv_result tqkv__check_seen(const tqkv__attention *a, int64_t first, int64_t end)
+static tqkv_result tqkv__check_seen(const tqkv__attention *a, tqkv__range range)
 {
-    int64_t from, to, base = a->call.end - a->call.n_queries; /* of the tree */
-    if (a->call.list) return tqkv__check_lists_seen(a, first, end);
-    tqkv__visible_to(a, 0, a->call.n_queries - 1, first, end, &from, &to);
-    if (!a->call.tree || base > to) base = to;
-    tqkv_result r = tqkv__check_entries(a, from, base);
-    for (int64_t at = base < from ? from : base; r == TQKV_OK && at < to; at++)
-        if (tqkv__tree_has(a, (int)(at - (a->call.end - a->call.n_queries)))) r = tqkv__check_entries(a, at, at + 1);
+    const int64_t first = a->call.end - a->call.n_queries; /* of the tree */
+    if (a->call.list) return tqkv__check_lists_seen(a, range);
+    const tqkv__range seen = tqkv__visible_to(a, 0, a->call.n_queries - 1, range);
+    const int64_t base = a->call.tree && first < seen.to ? first : seen.to;
+    tqkv_result r = tqkv__check_entries(a, seen.from, base);
+    for (int64_t at = base < seen.from ? seen.from : base; r == TQKV_OK && at < seen.to; at++)
+        if (tqkv__tree_has(a, (int)(at - first))) r = tqkv__check_entries(a, at, at + 1);
     return r;
 }
 
@@ -9102,14 +9106,12 @@ static void tqkv__add_values(tqkv__tile *tile, int n_rows, float *out)
 /* The numbers below n, at most 64, as bits */
 static uint64_t tqkv__bits_below(int n) { return n < 64 ? ((uint64_t)1 << n) - 1 : UINT64_MAX; }
 
-/* What a query sees of a tile's scores, when it looks at [first, end). */
-static tqkv__span tqkv__span_of(const tqkv__attention *a, int query, const tqkv__tile *tile, int64_t first, int64_t end)
+/* What a query sees of a tile's scores, when it looks at a range. */
+static tqkv__span tqkv__span_of(const tqkv__attention *a, int query, const tqkv__tile *tile, tqkv__range range)
 {
-    tqkv__span span = {0, 0, 0};
-    int64_t from, to;
-    tqkv__visible(a, query, first, end, &from, &to);
-    span.from = tile->begin + tqkv__clamp(from - tile->position, 0, tile->n);
-    span.to = tile->begin + tqkv__clamp(to - tile->position, 0, tile->n);
+    const tqkv__range seen = tqkv__visible(a, query, range);
+    tqkv__span span = {tile->begin + tqkv__clamp(seen.from - tile->position, 0, tile->n),
+                       tile->begin + tqkv__clamp(seen.to - tile->position, 0, tile->n), 0};
     if (!a->call.tree) return span;
     const uint64_t hidden = ~a->call.tree[query];
     const int64_t shift = a->call.end - a->call.n_queries - (tile->position - tile->begin); /* of bit 0 */
@@ -9225,21 +9227,19 @@ typedef struct tqkv__work {
     tqkv__ranks ranks[3];            /* likewise: of the tile before, of this one and of the next */
 } tqkv__work;
 
-/* What the rows see together of [first, end), positions or, with a list, ranks. */
-static void tqkv__range_of_rows(const tqkv__work *w, int64_t first, int64_t end, int64_t *from, int64_t *to)
+/* What the rows see together of a range of positions or, with a list, ranks. */
+static tqkv__range tqkv__range_of_rows(const tqkv__work *w, tqkv__range range)
 {
     const tqkv__item *item = w->item;
     const int group = w->a->group, last_row = item->first_row + item->n_rows - 1;
-    if (!w->list) {
-        tqkv__visible_to(w->a, item->first_row / group, last_row / group, first, end, from, to);
-        return;
-    }
-    *from = first > w->list->from ? first : w->list->from;
-    *to = end < w->list->to ? end : w->list->to;
+    if (!w->list) return tqkv__visible_to(w->a, item->first_row / group, last_row / group, range);
+    if (range.from < w->list->seen.from) range.from = w->list->seen.from;
+    if (range.to > w->list->seen.to) range.to = w->list->seen.to;
+    return range;
 }
 
 /* Finds what each row sees of a tile; false: none sees any of it. */
-static bool tqkv__find_spans(const tqkv__work *w, int64_t first, int64_t end, tqkv__tile *tile)
+static bool tqkv__find_spans(const tqkv__work *w, tqkv__range range, tqkv__tile *tile)
 {
     const tqkv__item *item = w->item;
     const int group = w->a->group;
@@ -9251,7 +9251,7 @@ static bool tqkv__find_spans(const tqkv__work *w, int64_t first, int64_t end, tq
         if (w->list)
             span.hidden = tile->ranks->hidden << tile->begin;
         else
-            span = tqkv__span_of(w->a, query, tile, first, end);
+            span = tqkv__span_of(w->a, query, tile, range);
         for (; row < next && row < item->n_rows; row++) tile->spans[row] = span;
         seen = seen || span.to > span.from;
         tile->whole = tile->whole && span.to - span.from == tile->n && !span.hidden;
@@ -9383,23 +9383,22 @@ static void tqkv__touch_streams(const tqkv__tile *tile)
     if (!a->shared) tqkv__touch_next(tile->place.values, tile->kv_head, &tile->values);
 }
 
-/* Adds positions [first, end) to the sums of an item's rows. */
-static void tqkv__attend_rows(tqkv__work *w, int64_t first, int64_t end)
+/* Adds a range of positions to the sums of an item's rows. */
+static void tqkv__attend_rows(tqkv__work *w, tqkv__range range)
 {
     const tqkv__attention *a = w->a;
-    int64_t from, to;
-    tqkv__range_of_rows(w, first, end, &from, &to);
-    tqkv__place place = tqkv__place_at(a, from);
-    for (int64_t position = from, n; position < to; position += n) {
+    const tqkv__range seen = tqkv__range_of_rows(w, range);
+    tqkv__place place = tqkv__place_at(a, seen.from);
+    for (int64_t position = seen.from, n; position < seen.to; position += n) {
         if (position >= place.end) place = tqkv__place_at(a, position);
-        n = tqkv__tile_length(a, &place, position, to);
+        n = tqkv__tile_length(a, &place, position, seen.to);
         tqkv__tile *tile = tqkv__next_tile(w, position, (int)n);
-        if (!tqkv__find_spans(w, first, end, tile)) continue; /* a tree hides it */
+        if (!tqkv__find_spans(w, range, tile)) continue; /* a tree hides it */
         tile->place = place;
-        tile->keys = tqkv__run_of(place.keys, position, tile->n, to);
-        tile->values = tqkv__run_of(place.values, position, tile->n, to);
-        if (a->call.tail) tile->tail = tqkv__run_of(&a->tail, position, tile->n, to);
-        if (position + n < to) tqkv__touch_streams(tile);
+        tile->keys = tqkv__run_of(place.keys, position, tile->n, seen.to);
+        tile->values = tqkv__run_of(place.values, position, tile->n, seen.to);
+        if (a->call.tail) tile->tail = tqkv__run_of(&a->tail, position, tile->n, seen.to);
+        if (position + n < seen.to) tqkv__touch_streams(tile);
         tqkv__attend_tile(w, tile);
     }
 }
@@ -9577,33 +9576,32 @@ static bool tqkv__heads_follow(const tqkv__attention *a)
 }
 
 /* Asks for the first tile of the next KV head, which has the same list and comes next: nothing else would in time. */
-static void tqkv__ask_next_head(const tqkv__work *w, int64_t from, int64_t to)
+static void tqkv__ask_next_head(const tqkv__work *w, tqkv__range seen)
 {
     tqkv__ranks ranks;
     const int kv_head = w->item->kv_head + 1;
     if (!w->list || kv_head == w->a->n_kv_heads || !tqkv__heads_follow(w->a)) return;
-    tqkv__find_ranks(w, from, to, &ranks);
+    tqkv__find_ranks(w, seen.from, seen.to, &ranks);
     tqkv__ask_keys(w->a, kv_head, &ranks);
     tqkv__ask_values(w->a, kv_head, &ranks);
 }
 
-/* As tqkv__attend_rows, for lists and small pages; [first, end): ranks. */
-static void tqkv__attend_ranks(tqkv__work *w, int64_t first, int64_t end)
+/* As tqkv__attend_rows, for lists and small pages; range: of ranks. */
+static void tqkv__attend_ranks(tqkv__work *w, tqkv__range range)
 {
     const tqkv__attention *a = w->a;
     const int kv_head = w->item->kv_head;
     const bool asked = w->list && kv_head > 0 && tqkv__heads_follow(a);
-    int64_t from, to;
-    tqkv__range_of_rows(w, first, end, &from, &to);
-    tqkv__find_ranks(w, from, to, &w->ranks[0]);
+    const tqkv__range seen = tqkv__range_of_rows(w, range);
+    tqkv__find_ranks(w, seen.from, seen.to, &w->ranks[0]);
     if (!asked) tqkv__ask_keys(a, kv_head, &w->ranks[0]);
     for (int now = 0; w->ranks[now].n; now = (now + 1) % 3) {
         const tqkv__ranks *ranks = &w->ranks[now];
         tqkv__ranks *next = &w->ranks[(now + 1) % 3];
-        tqkv__find_ranks(w, ranks->rank + ranks->n, to, next);
-        if (!next->n) tqkv__ask_next_head(w, from, to);
+        tqkv__find_ranks(w, ranks->rank + ranks->n, seen.to, next);
+        if (!next->n) tqkv__ask_next_head(w, seen);
         tqkv__tile *tile = tqkv__place_tile(w, ranks, next);
-        tqkv__find_spans(w, first, end, tile);
+        tqkv__find_spans(w, range, tile);
         tqkv__attend_tile(w, tile);
     }
 }
@@ -9648,8 +9646,8 @@ typedef struct tqkv__part {
     const void *q; /* the caller's, as out, max and sum */
     void *out;
     float *max, *sum;             /* NULL: finish the rows */
-    int64_t slice[2];             /* the positions looked at */
-    int64_t first, end;           /* those that some query sees; of lists: ranks */
+    tqkv__range slice;            /* the positions looked at */
+    tqkv__range seen;             /* by some query; of lists: ranks */
     int64_t stretch, n_stretches; /* the first stretch, and their number */
     int n_rows; /* of a KV head that may share an item: all of them, or with a list those of a query */
     int rows_each, n_items;
@@ -9839,9 +9837,10 @@ static TQKV__NOINLINE void tqkv__deliver(const tqkv__part *part, const tqkv__ite
 /* The sums of one stretch */
 static void tqkv__attend_stretch(const tqkv__part *part, tqkv__work *w, int64_t stretch, const tqkv__sums *sums)
 {
-    const int64_t begin = stretch * TQKV__STRETCH, first = begin > part->first ? begin : part->first;
-    const int64_t end =
-        part->end - begin > TQKV__STRETCH ? begin + TQKV__STRETCH : part->end; /* the last may end early */
+    const int64_t begin = stretch * TQKV__STRETCH;
+    tqkv__range range = part->seen;
+    if (range.from < begin) range.from = begin;
+    if (range.to - begin > TQKV__STRETCH) range.to = begin + TQKV__STRETCH;
     const int n_rows = w->item->n_rows;
     w->before = NULL;
     w->sums = *sums;
@@ -9850,9 +9849,9 @@ static void tqkv__attend_stretch(const tqkv__part *part, tqkv__work *w, int64_t 
     for (int i = 0; i < 2; i++) /* value_tile reads whole vectors behind the last row: no NaN or Inf of old scratch */
         memset(w->tiles[i].scores + n_rows * TQKV__TILE, 0, TQKV__TILE * sizeof(float));
     if (w->list || w->small_pages)
-        tqkv__attend_ranks(w, first, end);
+        tqkv__attend_ranks(w, range);
     else
-        tqkv__attend_rows(w, first, end);
+        tqkv__attend_rows(w, range);
     tqkv__add_before(w);
     tqkv__end_piece(w->a, n_rows, &w->piece, sums);
     if (w->before) tqkv__turn_sums(w->a, w->before->place.values, &w->a->values, n_rows, sums->out);
@@ -9896,7 +9895,7 @@ static TQKV__NOINLINE void tqkv__attend_unit(const tqkv__job *job, const tqkv__p
     w.small_pages = tqkv__small_pages(a);
     w.gathered = &gathered;
     next += floats;
-    if (w.list) list = tqkv__open_list(a, item.first_row / a->group, item.kv_head, part->slice[0], part->slice[1]);
+    if (w.list) list = tqkv__open_list(a, item.first_row / a->group, item.kv_head, part->slice);
     if (w.list || w.small_pages) tqkv__open_gathered(a, next, &gathered);
     next += tqkv__gathered_floats(a);
     tqkv__arrange_queries(a, &item, part->q, q);
@@ -9963,27 +9962,24 @@ static int tqkv__item_rows(const tqkv__attention *a, int all, int64_t others)
     return (all - 1) / n + 1;
 }
 
-/* Finds the stretches and items of a call over [first, end). max and sum NULL: finishes the rows. */
-static void tqkv__cut(const tqkv__attention *a, int64_t first, int64_t end, const void *q, void *out, float *max,
-                      float *sum, tqkv__part *part)
+/* Finds the stretches and items of a call over a slice. max and sum NULL: finishes the rows. */
+static void tqkv__cut(const tqkv__attention *a, tqkv__range slice, const void *q, void *out, float *max, float *sum,
+                      tqkv__part *part)
 {
+    const tqkv__range seen =
+        a->call.list ? tqkv__listed_to(a, slice) : tqkv__visible_to(a, 0, a->call.n_queries - 1, slice);
+    const int parts = a->n_kv_heads * (a->call.list ? a->call.n_queries : 1);
     memset(part, 0, sizeof *part);
     part->a = a;
     part->q = q;
     part->out = out;
     part->max = max;
     part->sum = sum;
-    part->slice[0] = first;
-    part->slice[1] = end;
-    if (a->call.list)
-        tqkv__listed_to(a, first, end, &part->first, &part->end);
-    else
-        tqkv__visible_to(a, 0, a->call.n_queries - 1, first, end, &part->first, &part->end);
-    if (part->end < part->first) part->end = part->first;
-    part->stretch = part->wave = part->first / TQKV__STRETCH;
-    part->n_stretches = part->end > part->first ? (part->end - 1) / TQKV__STRETCH - part->stretch + 1 : 1;
+    part->slice = slice;
+    part->seen = seen;
+    part->stretch = part->wave = seen.from / TQKV__STRETCH;
+    part->n_stretches = seen.to > seen.from ? (seen.to - 1) / TQKV__STRETCH - part->stretch + 1 : 1;
     part->n_rows = a->call.list ? a->group : a->call.n_queries * a->group;
-    const int parts = a->n_kv_heads * (a->call.list ? a->call.n_queries : 1);
     part->rows_each = tqkv__item_rows(a, part->n_rows, part->n_stretches * parts);
     part->n_items = parts * ((part->n_rows - 1) / part->rows_each + 1);
     part->sums_floats = a->n_rows * ((size_t)a->value_dim + 2);
@@ -10178,9 +10174,10 @@ static tqkv_result tqkv__check_q_out(const tqkv__attention *a, const void *q, co
 /* Checks the arrays of a call over all resident positions and cuts it; follows tqkv__attention_open. */
 static tqkv_result tqkv__cut_whole(const tqkv__attention *a, const void *q, void *out, tqkv__part *part)
 {
+    const tqkv__range all = {a->first, a->call.end};
     tqkv_result r = tqkv__check_q_out(a, q, out);
-    if (r == TQKV_OK) r = tqkv__check_seen(a, a->first, a->call.end);
-    if (r == TQKV_OK) tqkv__cut(a, a->first, a->call.end, q, out, NULL, NULL, part);
+    if (r == TQKV_OK) r = tqkv__check_seen(a, all);
+    if (r == TQKV_OK) tqkv__cut(a, all, q, out, NULL, NULL, part);
     return r;
 }
 
@@ -10349,11 +10346,12 @@ TQKV_API tqkv_result tqkv_attend_partial(const tqkv_attention *attention, const 
     tqkv__arrays arrays = {{NULL}, {0}, 0, sizeof(float)};
     tqkv_result r = tqkv__attention_open(attention, &a);
     if (r == TQKV_OK) r = tqkv__check_slice_range(&a, first, count);
-    if (r == TQKV_OK) r = tqkv__check_seen(&a, first, first + count);
     if (r != TQKV_OK) return r;
+    const tqkv__range slice = {first, first + count};
+    if ((r = tqkv__check_seen(&a, slice)) != TQKV_OK) return r;
     tqkv__add_slice(&arrays, &a, out, max, sum);
     if ((r = tqkv__check_attend(&a, q, &arrays)) != TQKV_OK) return r;
-    tqkv__cut(&a, first, first + count, q, out, max, sum, &part);
+    tqkv__cut(&a, slice, q, out, max, sum, &part);
     return tqkv__run_job(&part, 1);
 }
 
@@ -10833,13 +10831,14 @@ static tqkv_store *tqkv__store_of(const tqkv_cache *c, int i)
     return i < TQKV__CACHE_STREAMS ? tqkv__stream_of(c, i) : tqkv__end_of(c, i - TQKV__CACHE_STREAMS);
 }
 
-/* The positions [*low, *high) that store i holds. Of the newest halves these may be more than exact_last: a truncation takes
+/* The positions that store i holds. Of the newest halves these may be more than exact_last: a truncation takes
    from them first. */
-static void tqkv__range_of(const tqkv_cache *c, int i, int64_t *low, int64_t *high)
+static tqkv__range tqkv__range_of(const tqkv_cache *c, int i)
 {
-    const bool first = i >= TQKV__FIRST_ENDS && i < TQKV__LAST_ENDS;
-    *low = first ? 0 : i < TQKV__FIRST_ENDS || c->first > c->exact_from ? c->first : c->exact_from;
-    *high = first ? c->exact_below : c->attention.end;
+    const tqkv__range all = {c->first, c->attention.end}, first = {0, c->exact_below};
+    tqkv__range newest = all;
+    if (c->exact_from > c->first) newest.from = c->exact_from;
+    return i < TQKV__FIRST_ENDS ? all : i < TQKV__LAST_ENDS ? first : newest;
 }
 
 /* Floats of the centres of the streams before number n; false on overflow. */
@@ -11122,10 +11121,9 @@ TQKV_API tqkv_result tqkv_cache_append(tqkv_cache *c, const void *k, const void 
 
 static void tqkv__count_ends(const tqkv_cache *c, tqkv_attention *a)
 {
-    int64_t low, high;
-    tqkv__range_of(c, TQKV__LAST_ENDS, &low, &high);
+    const tqkv__range newest = tqkv__range_of(c, TQKV__LAST_ENDS);
     a->exact_first = (int)c->exact_below;
-    a->exact_last = high - low < c->exact_last ? (int)(high - low) : c->exact_last;
+    a->exact_last = newest.to - newest.from < c->exact_last ? (int)(newest.to - newest.from) : c->exact_last;
 }
 
 TQKV_API tqkv_attention tqkv_cache_view(const tqkv_cache *c)
@@ -11403,15 +11401,15 @@ static bool tqkv__desc_matches(const tqkv_cache_desc *wanted, const tqkv_cache_d
 static tqkv_result tqkv__fork_store(const tqkv_cache *c, int i, const tqkv_cache *copy, const tqkv_parallel *parallel)
 {
     const tqkv_store *to = tqkv__store_of(copy, i), *from = tqkv__store_of(c, i);
-    int64_t low, high;
-    tqkv__range_of(c, i, &low, &high);
+    tqkv__range range = tqkv__range_of(c, i);
     if (!to) return TQKV_OK;
-    if (!from && low < c->first) {
-        low = c->first;
+    if (!from && range.from < c->first) {
+        range.from = c->first;
         memset(to->codes, 0, to->codes_size);
     }
     if (!from) from = tqkv__stream_of(c, (i - TQKV__FIRST_ENDS) % 2);
-    return low < high ? tqkv__convert(to, from, low, (int)(high - low), parallel) : TQKV_OK;
+    if (range.from >= range.to) return TQKV_OK;
+    return tqkv__convert(to, from, range.from, (int)(range.to - range.from), parallel);
 }
 
 TQKV_API tqkv_result tqkv_cache_fork(const tqkv_cache *c, const tqkv_cache_desc *desc, tqkv_cache **out)
@@ -11442,7 +11440,8 @@ TQKV_API tqkv_result tqkv_cache_fork(const tqkv_cache *c, const tqkv_cache_desc 
     for (int i = 0; r == TQKV_OK && i < TQKV__CACHE_STORES; i++) r = tqkv__fork_store(c, i, copy, &copied.parallel);
     copy->first = c->first;
     copy->exact_below = c->exact_below;
-    tqkv__range_of(c, TQKV__LAST_ENDS, &copy->exact_from, &copy->attention.end);
+    copy->exact_from = tqkv__range_of(c, TQKV__LAST_ENDS).from;
+    copy->attention.end = c->attention.end;
     if (r == TQKV_OK)
         *out = copy;
     else
@@ -11561,21 +11560,20 @@ static tqkv_result tqkv__move_floats(tqkv__pipe *pipe, float *x, size_t n)
     return TQKV_OK;
 }
 
-/* Moves the codes of positions [first, end), then their norms, then the hash. */
-static tqkv_result tqkv__move_stored(tqkv__pipe *pipe, const tqkv__stream *s, int64_t first, int64_t end)
+/* Moves the codes of a range of positions, then their norms, then the hash. */
+static tqkv_result tqkv__move_stored(tqkv__pipe *pipe, const tqkv__stream *s, tqkv__range range)
 {
     tqkv_result r = TQKV_OK;
     for (int norms = 0; norms < 2; norms++)
         for (int h = 0; h < s->n_kv_heads; h++)
-            for (int64_t position = first; position < end;) {
-                const int slot = tqkv__slot(s, position);
-                const int64_t room = tqkv__slots_left(s, position), n = end - position < room ? end - position : room;
+            for (int64_t position = range.from, n; position < range.to; position += n) {
+                const int slot = tqkv__slot(s, position), room = tqkv__slots_left(s, position);
+                n = range.to - position < room ? range.to - position : room;
                 if (!norms)
                     r = tqkv__move(pipe, tqkv__codes_at(s, h, slot), (size_t)n * s->row_bytes);
                 else
                     r = tqkv__move_floats(pipe, tqkv__norms_at(s, h, slot), (size_t)n * (size_t)s->norms_per_row);
                 if (r != TQKV_OK) return r;
-                position += n;
             }
     return tqkv__move_hash(pipe);
 }
@@ -11595,12 +11593,10 @@ static tqkv_result tqkv__move_stores(tqkv__pipe *pipe, const tqkv_cache *c)
     tqkv_result r = TQKV_OK;
     for (int i = 0; r == TQKV_OK && i < TQKV__CACHE_STORES; i++) {
         tqkv__stream s;
-        int64_t low, high;
         if (!tqkv__store_of(c, i)) continue;
-        tqkv__range_of(c, i, &low, &high);
         r = tqkv__stream_open(tqkv__store_of(c, i), &s);
         if (r == TQKV_OK && i < TQKV__CACHE_STREAMS) r = tqkv__move_center(pipe, &s);
-        if (r == TQKV_OK) r = tqkv__move_stored(pipe, &s, low, high);
+        if (r == TQKV_OK) r = tqkv__move_stored(pipe, &s, tqkv__range_of(c, i));
     }
     return r;
 }
@@ -11643,10 +11639,10 @@ static void tqkv__cache_header(const tqkv_cache *c, uint32_t version, uint8_t *h
                                  (uint32_t)a->window,
                                  tqkv__bits(a->scale),
                                  tqkv__bits(a->softcap)};
-    int64_t low, high;
-    tqkv__range_of(c, TQKV__LAST_ENDS, &low, &high);
-    const uint32_t more[6] = {(uint32_t)c->tail.head_dim, (uint32_t)c->tail.format, (uint32_t)c->exact_first,
-                              (uint32_t)c->exact_last,    (uint32_t)c->exact_below, (uint32_t)(high - low)};
+    const tqkv__range newest = tqkv__range_of(c, TQKV__LAST_ENDS);
+    const uint32_t more[6] = {(uint32_t)c->tail.head_dim, (uint32_t)c->tail.format,
+                              (uint32_t)c->exact_first,   (uint32_t)c->exact_last,
+                              (uint32_t)c->exact_below,   (uint32_t)(newest.to - newest.from)};
     memcpy(header, tqkv__magic, 8);
     for (int i = 0; i < 12; i++) tqkv__put(header + 8 + 4 * i, 4, fields[i]);
     tqkv__put(header + 56, 8, (uint64_t)c->first);
@@ -11802,13 +11798,12 @@ static size_t tqkv__wanted_ahead(const tqkv_cache *c, uint32_t centers)
     size_t all = 0, announced = 0;
     for (int i = 0; i < TQKV__CACHE_STORES; i++) {
         const tqkv_store *s = tqkv__store_of(c, i);
-        int64_t low, high;
+        const tqkv__range range = tqkv__range_of(c, i);
         if (!s) continue;
-        tqkv__range_of(c, i, &low, &high);
         const size_t rows = tqkv_codes_size(s) + tqkv_norms_size(s);
         const size_t center = i < TQKV__CACHE_STREAMS ? (size_t)s->n_kv_heads * (size_t)s->head_dim * sizeof(float) : 0;
-        all += rows + center;                                               /* there is always room for centres */
-        announced += rows / (size_t)s->capacity * (size_t)(high - low) + 8; /* and a hash */
+        all += rows + center; /* there is always room for centres */
+        announced += rows / (size_t)s->capacity * (size_t)(range.to - range.from) + 8; /* and a hash */
         if (centers >> i & 1) announced += center;
     }
     return all <= 1048576 ? 0 : announced < all / 16 ? announced : all / 16;
@@ -11920,7 +11915,8 @@ TQKV_API tqkv_result tqkv_store_save(const tqkv_store *store, int64_t position, 
     tqkv__pipe_open(&pipe, write, NULL, user);
     r = tqkv__move(&pipe, header, sizeof header);
     if (r == TQKV_OK) r = tqkv__move_hash(&pipe);
-    return r == TQKV_OK ? tqkv__move_stored(&pipe, &s, position, position + n_positions) : r;
+    const tqkv__range range = {position, position + n_positions};
+    return r == TQKV_OK ? tqkv__move_stored(&pipe, &s, range) : r;
 }
 
 /* Every size comes from the store: a header that differs from the one that this store writes is refused, but for the first
@@ -11945,7 +11941,8 @@ TQKV_API tqkv_result tqkv_store_load(const tqkv_store *store, int64_t position, 
     memcpy(expected + 32, header + 32, 8); /* where the positions were is not compared */
     if (memcmp(header, expected, sizeof header) != 0)
         return TQKV__INVALID("the snapshot is of another store or of another number of positions");
-    return tqkv__move_stored(&pipe, &s, position, position + n_positions);
+    const tqkv__range range = {position, position + n_positions};
+    return tqkv__move_stored(&pipe, &s, range);
 }
 
 #endif /* TQKV_IMPLEMENTATION, to be continued */
@@ -12922,9 +12919,8 @@ static int tqkv__stretch_of(int64_t tile, int n_short)
 /* Slots of the keys before slice_end that some query sees, as tiles [*first, *end). A ring that wraps: all. */
 static void tqkv__tiles_seen(const tqkv__attention *a, int64_t slice_end, int64_t *first, int64_t *end)
 {
-    int64_t from, to;
-    tqkv__visible_to(a, 0, a->call.n_queries - 1, a->first, slice_end, &from, &to);
-    const int64_t seen = to - from, slot = seen > 0 ? tqkv__slot(&a->keys, from) : 0;
+    const tqkv__range slice = {a->first, slice_end}, visible = tqkv__visible_to(a, 0, a->call.n_queries - 1, slice);
+    const int64_t seen = visible.to - visible.from, slot = seen > 0 ? tqkv__slot(&a->keys, visible.from) : 0;
     const bool wraps = seen > a->keys.capacity - slot;
     *first = wraps ? 0 : slot / TQKV__SIMD_WIDTH;
     *end = ((wraps ? a->keys.capacity : slot + seen) + TQKV__SIMD_WIDTH - 1) / TQKV__SIMD_WIDTH;
@@ -13709,9 +13705,9 @@ static tqkv_result tqkv__plan_range(const tqkv_metal_attention *from, int64_t fi
         if (r != TQKV_OK) return r;
         b->slice_end = first + count;
     }
-    const int64_t from_position = b->slice.to ? first : a->first;
-    const tqkv_result r = known ? tqkv__check_seen(a, from_position, b->slice_end) : TQKV_OK;
-    a->first = from_position;
+    const tqkv__range slice = {b->slice.to ? first : a->first, b->slice_end};
+    const tqkv_result r = known ? tqkv__check_seen(a, slice) : TQKV_OK;
+    a->first = slice.from;
     return r;
 }
 
