@@ -8960,38 +8960,42 @@ static tqkv_result tqkv__check_seen(const tqkv__attention *a, tqkv__range range)
     return r;
 }
 
-/* from: [rows][columns] -> to: [columns][rows] */
-static inline void tqkv__transpose(const float *from, int rows, int columns, float *to)
+/* from: [rows][columns] -> to: [columns][rows], plus zero */
+static inline void tqkv__transpose(const float *from, int rows, int columns, float zero, float *to)
 {
-    for (int column = 0; column < columns; column++)
-        for (int row = 0; row < rows; row++) *to++ = from[row * columns + column];
+    for (int column = 0; column < columns; column++, from++) {
+        const float *x = from;
+        for (int row = 0; row < rows; row++, x += columns) *to++ = *x + zero;
+    }
 }
 
 /* Instruction sets decode packed codes in their own order: each rows * columns values, a matrix [rows][columns], come
    transposed. The tail of a block is a matrix of fewer columns. Other codes keep their order. Queries take the decoded order;
    sums of values are put back. from, to: [head_dim] */
-static void tqkv__reorder(const tqkv__isa *isa, const tqkv__stream *s, bool decoded, const float *from, float *to)
+static void tqkv__reorder(const tqkv__isa *isa, const tqkv__stream *s, bool decoded, float zero, const float *from,
+                          float *to)
 {
-    const int rows = isa->nibble_order[0];
-    if (s->main_bits >= 8 || isa->lanes == 1) memcpy(to, from, (size_t)s->head_dim * sizeof(float));
-    if (s->main_bits >= 8 || isa->lanes == 1) return;
-    for (int at = 0, columns; at < s->head_dim; at += rows * columns) {
-        const int left = (s->head_dim - at - 1) % s->block_dim + 1;
-        for (columns = isa->nibble_order[1]; rows * columns > left;) columns /= 2;
-        tqkv__transpose(from + at, decoded ? rows : columns, decoded ? columns : rows, to + at);
-    }
+    const bool packed = s->main_bits < 8 && isa->lanes > 1;
+    const int rows = packed ? isa->nibble_order[0] : s->block_dim, most = packed ? isa->nibble_order[1] : 1;
+    for (const float *end = from + s->head_dim; from < end;)
+        for (int left = s->block_dim, columns; left > 0; left -= rows * columns) {
+            for (columns = most; rows * columns > left;) columns /= 2;
+            tqkv__transpose(from, decoded ? rows : columns, decoded ? columns : rows, zero, to);
+            from += rows * columns;
+            to += rows * columns;
+        }
 }
 
+/* -0 changes nothing. */
 static void tqkv__to_decoded(const tqkv__isa *isa, const tqkv__stream *s, const float *natural, float *decoded)
 {
-    tqkv__reorder(isa, s, true, natural, decoded);
+    tqkv__reorder(isa, s, true, -0.0f, natural, decoded);
 }
 
-/* Of sums. + 0: codes of masked slots have the weight 0, and their signs stay in a sum that has underflowed to -0 or 0. */
+/* Of sums. 0: codes of masked slots have the weight 0, and their signs stay in a sum that has underflowed to -0 or 0. */
 static void tqkv__to_natural(const tqkv__isa *isa, const tqkv__stream *s, const float *decoded, float *natural)
 {
-    tqkv__reorder(isa, s, false, decoded, natural);
-    for (int d = 0; d < s->head_dim; d++) natural[d] += 0.0f;
+    tqkv__reorder(isa, s, false, 0.0f, decoded, natural);
 }
 
 static int tqkv__clamp(int64_t x, int low, int high) { return x < low ? low : x > high ? high : (int)x; }
