@@ -1577,20 +1577,32 @@ static const float *tqkv__center_of(const tqkv__stream *s, int kv_head)
 /* In bytes */
 static size_t tqkv__table_size(const tqkv__stream *s) { return (size_t)s->n_pages * sizeof(int32_t); }
 
-/* The bytes of the centroids, repeated where they are few. Codebooks are symmetric: centroid n - 1 - c is -centroid c.
-   For TQ8 the lower half is enough: look-ups take ~c for a code c of the upper half, and flip the sign. */
-static void tqkv__fill_planes(tqkv__stream *s)
+/* The bytes of n floats, byte p of each in planes[p], repeated: what look-ups of bytes take. n: a power of two up to 128 */
+static void tqkv__split_floats(const float *x, int n, uint8_t planes[4][128])
 {
-    if (s->kind == TQKV__BOOK)
-        for (int i = 0; i < 128; i++)
-            for (int p = 0; p < 4; p++)
-                s->planes[p][i] = (uint8_t)(tqkv__bits(s->codebook[i % (1 << s->book_bits)]) >> (8 * p));
+    for (int i = 0; i < n; i++)
+        for (int p = 0; p < 4; p++) planes[p][i] = (uint8_t)(tqkv__bits(x[i]) >> (8 * p));
+    for (; n < 128; n *= 2)
+        for (int p = 0; p < 4; p++) memcpy(planes[p] + n, planes[p], (size_t)n);
 }
 
-static tqkv_result tqkv__stream_open(const tqkv_store *store, tqkv__stream *s)
+/* Codebooks are symmetric: centroid n - 1 - c is -centroid c. For TQ8 the lower half is enough: look-ups take ~c for a code c
+   of the upper half, and flip the sign. */
+static void tqkv__fill_planes(tqkv__stream *s)
 {
-    tqkv_result r = tqkv__stream_shape(store, s);
-    if (r == TQKV_OK) r = tqkv__stream_center(store, s);
+    if (s->kind == TQKV__BOOK) tqkv__split_floats(s->codebook, s->book_bits < 8 ? 1 << s->book_bits : 128, s->planes);
+}
+
+/* Whether encoding into a stream overwrites memory at p. */
+static bool tqkv__encoding_overlaps(const tqkv__stream *s, const void *p, size_t size)
+{
+    return tqkv__overlap(s->codes, s->codes_size, p, size) || tqkv__overlap(s->norms, s->norms_size, p, size);
+}
+
+/* Takes the buffers of a store; follows tqkv__stream_shape. */
+static tqkv_result tqkv__stream_memory(const tqkv_store *store, tqkv__stream *s)
+{
+    const tqkv_result r = tqkv__stream_center(store, s);
     if (r != TQKV_OK) return r;
     if (!store->codes || store->codes_size < s->codes_size) return TQKV__INVALID("codes: NULL or too small");
     if (s->norms_size && (!store->norms || store->norms_size < s->norms_size))
@@ -1601,19 +1613,22 @@ static tqkv_result tqkv__stream_open(const tqkv_store *store, tqkv__stream *s)
     s->codes = (uint8_t *)store->codes;
     s->norms = store->norms;
     tqkv__fill_planes(s);
-    if (tqkv__overlap(s->codes, s->codes_size, s->center, tqkv__center_size(s)) ||
-        tqkv__overlap(s->norms, s->norms_size, s->center, tqkv__center_size(s)))
+    if (tqkv__encoding_overlaps(s, s->center, tqkv__center_size(s)))
         return TQKV__INVALID("center overlaps codes or norms");
-    if (tqkv__overlap(s->codes, s->codes_size, s->pages, tqkv__table_size(s)) ||
-        tqkv__overlap(s->norms, s->norms_size, s->pages, tqkv__table_size(s)))
-        return TQKV__INVALID("pages overlap codes or norms");
+    if (tqkv__encoding_overlaps(s, s->pages, tqkv__table_size(s))) return TQKV__INVALID("pages overlap codes or norms");
     return TQKV_OK;
 }
 
+static tqkv_result tqkv__stream_open(const tqkv_store *store, tqkv__stream *s)
+{
+    const tqkv_result r = tqkv__stream_shape(store, s);
+    return r == TQKV_OK ? tqkv__stream_memory(store, s) : r;
+}
+
+/* Whether memory at p is any of a stream's, read or written. */
 static bool tqkv__stream_overlaps(const tqkv__stream *s, const void *p, size_t size)
 {
-    return tqkv__overlap(s->codes, s->codes_size, p, size) || tqkv__overlap(s->norms, s->norms_size, p, size) ||
-           tqkv__overlap(s->center, tqkv__center_size(s), p, size) ||
+    return tqkv__encoding_overlaps(s, p, size) || tqkv__overlap(s->center, tqkv__center_size(s), p, size) ||
            tqkv__overlap(s->pages, tqkv__table_size(s), p, size);
 }
 
@@ -1791,12 +1806,6 @@ static tqkv_result tqkv__check_rows(const tqkv__stream *s, const void *p, int n,
     return TQKV_OK;
 }
 
-/* Whether encoding into a stream overwrites memory at p. */
-static bool tqkv__encoding_overlaps(const tqkv__stream *s, const void *p, size_t size)
-{
-    return tqkv__overlap(s->codes, s->codes_size, p, size) || tqkv__overlap(s->norms, s->norms_size, p, size);
-}
-
 TQKV_API size_t tqkv__rows_size(const tqkv_store *s, int n_tokens)
 {
     size_t bytes;
@@ -1866,7 +1875,9 @@ static void *tqkv__team_alloc(void *user, size_t size)
     tqkv_team *team = (tqkv_team *)user;
     int best = -1; /* the smallest of those kept that is large enough */
     for (int i = 0; i < TQKV__KEPT; i++)
-        if (team->kept_size[i] >= size && (best < 0 || team->kept_size[i] < team->kept_size[best])) best = i;
+        if (team->kept_size[i] && team->kept_size[i] >= size &&
+            (best < 0 || team->kept_size[i] < team->kept_size[best]))
+            best = i;
     uint8_t *block = NULL;
     if (best >= 0) {
         block = team->kept[best];
@@ -2403,9 +2414,7 @@ static uint8_t tqkv__quantise_i8(float v)
 /* Rounds to nearest even, and clamps beyond 65504. Integer arithmetic does not depend on the rounding mode. */
 static uint16_t tqkv__half_from_float(float x)
 {
-    uint32_t bits;
-    memcpy(&bits, &x, sizeof bits);
-    const uint32_t sign = (bits >> 16) & 0x8000u, magnitude = bits & 0x7fffffffu;
+    const uint32_t bits = tqkv__bits(x), sign = (bits >> 16) & 0x8000u, magnitude = bits & 0x7fffffffu;
     uint32_t half;
     if (magnitude >= 0x477ff000u) { /* 65520: would round to infinity */
         half = 0x7bffu;
@@ -2421,14 +2430,11 @@ static uint16_t tqkv__half_from_float(float x)
 static float tqkv__float_from_half(uint16_t half)
 {
     const uint32_t sign = (half & 0x8000u) << 16, magnitude = half & 0x7fffu;
-    uint32_t bits = sign | ((magnitude << 13) + (magnitude < 0x7c00u ? 0x38000000u : 0x70000000u));
-    float x;
     if (magnitude < 0x400u) { /* a multiple of 2^-24 */
-        x = (float)magnitude * (1.0f / 16777216.0f);
+        const float x = (float)magnitude * (1.0f / 16777216.0f);
         return sign ? -x : x;
     }
-    memcpy(&x, &bits, sizeof x);
-    return x;
+    return tqkv__float(sign | ((magnitude << 13) + (magnitude < 0x7c00u ? 0x38000000u : 0x70000000u)));
 }
 
 /* A row as floats, which is exact, less its centre unless that is NULL. src, center, row: [n] */
@@ -2540,9 +2546,7 @@ static void tqkv__quantiser_open(const tqkv__stream *s, tqkv__quantiser *q)
         const float centroid = bits <= 4 ? s->codebook[i % (1 << bits)] : 0.0f;
         q->squares_by_code[i] = TQKV__AS_FLOAT(centroid * centroid);
     }
-    if (bits == 8)
-        for (int p = 0; p < 4; p++)
-            for (int i = 0; i < 128; i++) q->planes[p][i] = (uint8_t)(tqkv__bits(q->bounds[i]) >> (8 * p));
+    if (bits == 8) tqkv__split_floats(q->bounds, 128, q->planes);
 }
 
 /* Source and destination of a row. src, of the stream's type, center (or NULL): [head_dim], codes: [row_bytes], norms:
@@ -2672,24 +2676,17 @@ static bool tqkv__rows_finite(const tqkv__stream *s, const void *src, int n_toke
                                  s->head_dim);
 }
 
-static tqkv_result tqkv__check_finite(const tqkv__stream *s, const void *src, int n_tokens)
+/* Checks a source, and the array `to` that a call makes of it without a store. */
+static tqkv_result tqkv__check_source(const tqkv__stream *s, const void *src, int n_tokens, const void *to,
+                                      size_t alignment, size_t size)
 {
+    size_t bytes;
+    const tqkv_result r = tqkv__check_rows(s, src, n_tokens, &bytes);
+    if (r != TQKV_OK) return r;
+    if (!tqkv__aligned_at(to, alignment) || tqkv__overlap(src, bytes, to, size) ||
+        tqkv__overlap(s->center, tqkv__center_size(s), to, size))
+        return TQKV__INVALID("scaled, mean or out: NULL, not aligned as its type, or overlaps src or the centre");
     return tqkv__rows_finite(s, src, n_tokens) ? TQKV_OK : TQKV__REFUSE(NOT_FINITE, "src holds NaN or infinity");
-}
-
-/* Opens a shape, whose buffers are not looked at, for rows of a source; *bytes: their size. */
-static tqkv_result tqkv__open_source(const tqkv_store *shape, const void *src, int n_tokens, tqkv__stream *s,
-                                     size_t *bytes)
-{
-    tqkv_result r = tqkv__stream_shape(shape, s);
-    if (r == TQKV_OK) r = tqkv__stream_center(shape, s);
-    return r == TQKV_OK ? tqkv__check_rows(s, src, n_tokens, bytes) : r;
-}
-
-/* Whether a call that reads a source writes over it or over the centre. */
-static bool tqkv__source_overlaps(const tqkv__stream *s, const void *src, size_t bytes, const void *to, size_t size)
-{
-    return tqkv__overlap(src, bytes, to, size) || tqkv__overlap(s->center, tqkv__center_size(s), to, size);
 }
 
 /* The first token to write. Of a run longer than a ring only the last tokens are kept: each slot is written once. */
@@ -2847,14 +2844,12 @@ TQKV_API tqkv_result tqkv_encode_slots(const tqkv_store *store, const void *src,
 TQKV_API tqkv_result tqkv_probe(const tqkv_store *store, const void *src, int n_tokens, float *scaled)
 {
     tqkv__stream s;
-    size_t bytes;
     float norms[TQKV_MAX_HEAD_DIM / 128];
-    tqkv_result r = tqkv__open_source(store, src, n_tokens, &s, &bytes);
+    tqkv_result r = tqkv__stream_shape(store, &s);
+    if (r == TQKV_OK) r = tqkv__stream_center(store, &s);
+    const size_t size = (size_t)n_tokens * tqkv__center_size(&s); /* overflows only if the rows do */
+    if (r == TQKV_OK) r = tqkv__check_source(&s, src, n_tokens, scaled, sizeof(float), size);
     if (r != TQKV_OK) return r;
-    const size_t scaled_bytes = (size_t)n_tokens * (size_t)s.n_kv_heads * (size_t)s.head_dim * sizeof(float);
-    if (!tqkv__floats_at(scaled) || tqkv__source_overlaps(&s, src, bytes, scaled, scaled_bytes))
-        return TQKV__INVALID("scaled: NULL, not aligned as floats, or overlaps src or the centre");
-    if ((r = tqkv__check_finite(&s, src, n_tokens)) != TQKV_OK) return r;
     const tqkv__codec *codec = tqkv__codec_for(s.head_dim);
     const uint64_t mode = tqkv__fp_exact();
     for (int i = 0; i < n_tokens; i++)
@@ -3072,12 +3067,9 @@ TQKV_API tqkv_result tqkv_store_convert(const tqkv_store *to, const tqkv_store *
 TQKV_API tqkv_result tqkv_mean(const tqkv_store *shape, const void *src, int n_tokens, float *mean)
 {
     tqkv__stream s;
-    size_t bytes;
     tqkv_result r = tqkv__stream_shape(shape, &s);
-    if (r != TQKV_OK || (r = tqkv__check_rows(&s, src, n_tokens, &bytes)) != TQKV_OK) return r;
-    if (!tqkv__floats_at(mean) || tqkv__overlap(src, bytes, mean, tqkv__center_size(&s)))
-        return TQKV__INVALID("mean: NULL, not aligned as floats, or overlaps src");
-    if ((r = tqkv__check_finite(&s, src, n_tokens)) != TQKV_OK) return r;
+    if (r == TQKV_OK) r = tqkv__check_source(&s, src, n_tokens, mean, sizeof(float), tqkv__center_size(&s));
+    if (r != TQKV_OK) return r;
     const size_t head_dim = (size_t)s.head_dim, n_kv_heads = (size_t)s.n_kv_heads;
     for (size_t h = 0; h < n_kv_heads; h++) {
         double sums[TQKV_MAX_HEAD_DIM] = {0};
@@ -3153,13 +3145,11 @@ TQKV_API tqkv_result tqkv_measure(const tqkv_store *shape, const void *src, int 
     tqkv__moments m;
     uint8_t codes[2 * TQKV_MAX_HEAD_DIM];
     float norms[TQKV_MAX_HEAD_DIM / 128];
-    size_t bytes;
-    tqkv_result r = tqkv__open_source(shape, src, n_tokens, &s, &bytes);
-    if (r != TQKV_OK) return r;
+    tqkv_result r = tqkv__stream_shape(shape, &s);
+    if (r == TQKV_OK) r = tqkv__stream_center(shape, &s);
     const size_t out_size = (size_t)s.n_kv_heads * sizeof *out;
-    if (!tqkv__aligned_at(out, __alignof__(tqkv_quality)) || tqkv__source_overlaps(&s, src, bytes, out, out_size))
-        return TQKV__INVALID("out: NULL, not aligned as tqkv_quality, or overlaps src or the centre");
-    if ((r = tqkv__check_finite(&s, src, n_tokens)) != TQKV_OK) return r;
+    if (r == TQKV_OK) r = tqkv__check_source(&s, src, n_tokens, out, __alignof__(tqkv_quality), out_size);
+    if (r != TQKV_OK) return r;
     const uint64_t mode = tqkv__fp_exact();
     if (s.kind == TQKV__BOOK) tqkv__quantiser_open(&s, &q);
     tqkv__fill_planes(&s);
@@ -3211,10 +3201,15 @@ TQKV_API tqkv_result tqkv_unrotate(float *rows, int n_rows, int head_dim)
    the limit keeps their sums in the L2 cache. */
 #define TQKV__CHUNK_ROWS 64
 
+/* Positions, or ranks of a list: [from, to) */
+typedef struct tqkv__range {
+    int64_t from, to;
+} tqkv__range;
+
 /* A checked tqkv_attention. A row is one query of one head: row = query * group + (head within the group). */
 typedef struct tqkv__attention {
     tqkv_attention call;                       /* defaults resolved */
-    tqkv__stream keys, values, tail;           /* tail: if call.tail is set, see tqkv__key_part */
+    tqkv__stream keys, values, tail;           /* tail: if call.tail is set */
     int n_kv_heads, group, key_dim, value_dim; /* dims: of a query with all its parts, of an output */
     int64_t first;                             /* resident positions [first, call.end) */
     bool rotate_queries, unrotate_output;      /* rotate_queries: the keys' part */
@@ -8396,12 +8391,7 @@ static const tqkv__isa *tqkv__isa_for(int head_dim)
     return isa;
 }
 
-/* The set for keys and values of different head_dim: the narrower one. */
-static const tqkv__isa *tqkv__isa_for_both(int key_dim, int value_dim)
-{
-    const tqkv__isa *keys = tqkv__isa_for(key_dim), *values = tqkv__isa_for(value_dim);
-    return keys->lanes < values->lanes ? keys : values;
-}
+static const tqkv__isa *tqkv__narrower(const tqkv__isa *a, const tqkv__isa *b) { return a->lanes < b->lanes ? a : b; }
 
 static const tqkv__codec *tqkv__codec_for(int head_dim) { return tqkv__isa_for(head_dim)->codec; }
 
@@ -8518,13 +8508,10 @@ static tqkv_result tqkv__take_arithmetic(tqkv__attention *a)
     const tqkv__integers *integers = tqkv__integers_for(a->isa);
     a->isa = &integers->isa;
     a->round_query = integers->round_query;
+    tqkv__fill_integers(&a->keys);
+    tqkv__fill_integers(&a->values);
+    if (a->call.tail) tqkv__fill_integers(&a->tail);
     return TQKV_OK;
-}
-
-/* Part 0 or 1 of the keys: their stream, then the tail; NULL: no such part. */
-static const tqkv__stream *tqkv__key_part(const tqkv__attention *a, int part)
-{
-    return part == 0 ? &a->keys : part == 1 && a->call.tail ? &a->tail : NULL;
 }
 
 /* Takes the tail, which lies in the slots of the keys. */
@@ -8540,7 +8527,7 @@ static tqkv_result tqkv__take_tail(tqkv__attention *a)
     if (tail->pages != keys->pages || tail->n_pages != keys->n_pages || tail->page_size != keys->page_size)
         return TQKV__INVALID("tail: the page table is not that of the keys");
     a->key_dim += tail->head_dim;
-    if (tqkv__isa_for(tail->head_dim)->lanes < a->isa->lanes) a->isa = tqkv__isa_for(tail->head_dim);
+    a->isa = tqkv__narrower(a->isa, tqkv__isa_for(tail->head_dim));
     return TQKV_OK;
 }
 
@@ -8586,7 +8573,7 @@ static tqkv_result tqkv__attention_shape(const tqkv_attention *a, tqkv__attentio
     r->n_kv_heads = r->keys.n_kv_heads;
     if (!call->n_heads) call->n_heads = r->n_kv_heads;
     if (!call->n_queries) call->n_queries = 1;
-    r->isa = tqkv__isa_for_both(r->key_dim, r->value_dim);
+    r->isa = tqkv__narrower(tqkv__isa_for(r->key_dim), tqkv__isa_for(r->value_dim));
     if ((result = tqkv__take_tail(r)) != TQKV_OK) return result;
     if (call->scale == 0.0f) call->scale = tqkv__inverse_root(r->key_dim);
     if (!(call->softcap > 0.0f)) call->softcap = 0.0f;
@@ -8707,17 +8694,39 @@ static const tqkv__stream *tqkv__stream_at(const tqkv__attention *a, int side, i
     return side ? &a->values : &a->keys;
 }
 
-/* Tells positions apart that may lie in different streams. */
-static int tqkv__place_of(const tqkv__attention *a, int64_t position)
+/* Positions that are read from the same streams. */
+typedef struct tqkv__place {
+    int number; /* tells places apart */
+    const tqkv__stream *keys, *values;
+    int64_t end; /* the first position behind them */
+} tqkv__place;
+
+static tqkv__place tqkv__place_at(const tqkv__attention *a, int64_t position)
 {
-    return (position < a->exact_below) + 2 * (position >= a->exact_from);
+    const bool first = position < a->exact_below, last = position >= a->exact_from;
+    tqkv__place place = {first + 2 * last, tqkv__stream_at(a, 0, position), tqkv__stream_at(a, 1, position), INT64_MAX};
+    if (!last) place.end = a->exact_from;
+    if (first && a->exact_below < place.end) place.end = a->exact_below;
+    return place;
 }
 
-/* The first position behind this one that has another place. */
-static int64_t tqkv__border_behind(const tqkv__attention *a, int64_t position)
+/* The streams of an attention: keys, values, tail, then the halves of the first positions' keys and values and of the newest
+   ones'. NULL: it has no such stream. */
+enum { TQKV__STREAMS = 7, TQKV__FIRST_HALVES = 3 };
+static const tqkv__stream *tqkv__stream_read(const tqkv__attention *a, int i)
 {
-    const int64_t from = position < a->exact_from ? a->exact_from : INT64_MAX;
-    return position < a->exact_below && a->exact_below < from ? a->exact_below : from;
+    const int last = i >= TQKV__FIRST_HALVES + 2, side = (i - TQKV__FIRST_HALVES) % 2;
+    if (i >= TQKV__FIRST_HALVES) return a->exact[last][side] ? &a->ends[last][side] : NULL;
+    return i == 0 ? &a->keys : i == 1 ? &a->values : a->call.tail ? &a->tail : NULL;
+}
+
+/* The positions of a range that may be read from stream i. */
+static tqkv__range tqkv__positions_read(const tqkv__attention *a, int i, tqkv__range range)
+{
+    const bool halves = i >= TQKV__FIRST_HALVES, last = i >= TQKV__FIRST_HALVES + 2;
+    if (last && a->exact_from > range.from) range.from = a->exact_from;
+    if (halves && !last && a->exact_below < range.to) range.to = a->exact_below;
+    return range;
 }
 
 static const int32_t *tqkv__list_row(const tqkv__attention *a, int query, int kv_head)
@@ -8773,37 +8782,34 @@ static tqkv_result tqkv__check_list(tqkv__attention *a)
 static tqkv_result tqkv__attention_open(const tqkv_attention *a, tqkv__attention *r)
 {
     tqkv_result result = tqkv__attention_shape(a, r);
-    if (result != TQKV_OK) return result;
-    if ((result = tqkv__stream_open(a->keys, &r->keys)) != TQKV_OK) return result;
-    if ((result = tqkv__stream_open(a->values, &r->values)) != TQKV_OK) return result;
-    if (a->tail && (result = tqkv__stream_open(a->tail, &r->tail)) != TQKV_OK) return result;
-    if ((result = tqkv__check_streams(r)) != TQKV_OK) return result;
-    if ((result = tqkv__attention_range(a, r)) != TQKV_OK) return result;
-    if ((result = tqkv__check_list(r)) != TQKV_OK) return result;
-    if (r->round_query) tqkv__fill_integers(&r->keys);
-    if (r->round_query) tqkv__fill_integers(&r->values);
-    if (r->round_query && a->tail) tqkv__fill_integers(&r->tail);
-    return a->exact_first || a->exact_last ? tqkv__take_ends(r, tqkv__stream_open) : TQKV_OK;
+    if (result == TQKV_OK) result = tqkv__stream_memory(a->keys, &r->keys);
+    if (result == TQKV_OK) result = tqkv__stream_memory(a->values, &r->values);
+    if (result == TQKV_OK && a->tail) result = tqkv__stream_memory(a->tail, &r->tail);
+    if (result == TQKV_OK) result = tqkv__check_streams(r);
+    if (result == TQKV_OK) result = tqkv__attention_range(a, r);
+    if (result == TQKV_OK) result = tqkv__check_list(r);
+    if (result != TQKV_OK || (!a->exact_first && !a->exact_last)) return result;
+    return tqkv__take_ends(r, tqkv__stream_open);
 }
 
-/* The positions that a query sees: [*from, *to), within [first, end). */
-static void tqkv__visible(const tqkv__attention *a, int query, int64_t first, int64_t end, int64_t *from, int64_t *to)
+/* The positions of a range that a query sees. */
+static tqkv__range tqkv__visible(const tqkv__attention *a, int query, tqkv__range range)
 {
     const int64_t position = a->call.end - a->call.n_queries + query;
     const int64_t ahead = !a->call.non_causal ? 1 : a->call.window ? a->call.window : INT64_MAX;
-    *to = end - position > ahead ? position + ahead : end;
-    *from = a->call.window && position - a->call.window + 1 > first ? position - a->call.window + 1 : first;
-    if (*from > end) *from = end;
-    if (*to < *from) *to = *from;
+    const int64_t oldest = a->call.window ? position - a->call.window + 1 : range.from, end = range.to;
+    if (end - position > ahead) range.to = position + ahead;
+    if (oldest > range.from) range.from = oldest;
+    if (range.from > end) range.from = end;
+    if (range.to < range.from) range.to = range.from;
+    return range;
 }
 
-/* What the queries [first_query, last_query] see together. */
-static void tqkv__visible_to(const tqkv__attention *a, int first_query, int last_query, int64_t first, int64_t end,
-                             int64_t *from, int64_t *to)
+/* What the queries [first, last] see together. */
+static tqkv__range tqkv__visible_to(const tqkv__attention *a, int first, int last, tqkv__range range)
 {
-    int64_t unused;
-    tqkv__visible(a, first_query, first, end, from, &unused);
-    tqkv__visible(a, last_query, first, end, &unused, to);
+    const tqkv__range seen = {tqkv__visible(a, first, range).from, tqkv__visible(a, last, range).to};
+    return seen;
 }
 
 /* Whether a query sees position j of the newest n_queries. */
@@ -8823,7 +8829,8 @@ typedef struct tqkv__list {
     const int32_t *entries;           /* from the first visible block on */
     int shift;                        /* a block is 1 << shift positions */
     int64_t n_before, recent, hidden; /* positions of block `recent` before `hidden` are not seen */
-    int64_t base, from, to;           /* ranks from .. to are visible */
+    int64_t base;
+    tqkv__range seen; /* ranks */
 } tqkv__list;
 
 /* The first of n ascending entries that is not below `block`. */
@@ -8849,8 +8856,10 @@ static int64_t tqkv__rank_of(const tqkv__list *l, int64_t position)
     return l->base + (at << l->shift) + (at < l->n_before && l->entries[at] == block ? inside : 0);
 }
 
+/* Without a list ranks are positions. */
 static int64_t tqkv__position_of(const tqkv__list *l, int64_t rank)
 {
+    if (!l) return rank;
     const int64_t at = (rank - l->base) >> l->shift;
     const int64_t block = at < l->n_before ? l->entries[at] : l->recent + at - l->n_before;
     return (block << l->shift) + (rank & (((int64_t)1 << l->shift) - 1));
@@ -8863,35 +8872,35 @@ static bool tqkv__tree_hides(const tqkv__attention *a, int query, int64_t positi
     return a->call.tree && j >= 0 && !(a->call.tree[query] >> j & 1);
 }
 
-/* Where the newest list_newest positions of [from, to) begin that a query sees. */
-static int64_t tqkv__newest_from(const tqkv__attention *a, int query, int64_t from, int64_t to)
+/* Where the newest list_newest positions of a range begin that a query sees. */
+static int64_t tqkv__newest_from(const tqkv__attention *a, int query, tqkv__range range)
 {
     int left = a->call.list_newest;
-    while (a->call.tree && left > 0 && to > from && to > a->call.end - a->call.n_queries)
-        left -= !tqkv__tree_hides(a, query, --to);
-    return to - from < left ? from : to - left;
+    while (a->call.tree && left > 0 && range.to > range.from && range.to > a->call.end - a->call.n_queries)
+        left -= !tqkv__tree_hides(a, query, --range.to);
+    return range.to - range.from < left ? range.from : range.to - left;
 }
 
-/* The list of a query, as far as it looks at positions [first, end). */
-static tqkv__list tqkv__open_list(const tqkv__attention *a, int query, int kv_head, int64_t first, int64_t end)
+/* The list of a query, as far as it looks at a range of positions. */
+static tqkv__list tqkv__open_list(const tqkv__attention *a, int query, int kv_head, tqkv__range range)
 {
     tqkv__list l;
-    int64_t from, to, n = 0;
+    const tqkv__range resident = {a->first, a->call.end}, all = tqkv__visible(a, query, resident);
+    int64_t n = 0;
     l.entries = tqkv__list_row(a, query, kv_head);
     l.shift = tqkv__list_shift(a->call.list_block);
     while (n < a->call.list_length && l.entries[n] >= 0) n++;
-    tqkv__visible(a, query, a->first, a->call.end, &from, &to);
-    const int64_t gone = tqkv__entry_at(l.entries, n, from >> l.shift);
+    const int64_t gone = tqkv__entry_at(l.entries, n, all.from >> l.shift);
     l.entries += gone;
     n -= gone;
-    l.base = from >> l.shift << l.shift;
-    l.hidden = tqkv__newest_from(a, query, from, to);
-    l.recent = l.hidden < to ? l.hidden >> l.shift : (to >> l.shift) + (to % ((int64_t)1 << l.shift) > 0);
+    l.base = all.from >> l.shift << l.shift;
+    l.hidden = tqkv__newest_from(a, query, all);
+    l.recent = l.hidden < all.to ? l.hidden >> l.shift : (all.to >> l.shift) + (all.to % ((int64_t)1 << l.shift) > 0);
     l.n_before = tqkv__entry_at(l.entries, n, l.recent);
-    if (l.hidden == to || (l.n_before < n && l.entries[l.n_before] == l.recent)) l.hidden = 0;
-    tqkv__visible(a, query, first, end, &from, &to);
-    l.from = tqkv__rank_of(&l, from);
-    l.to = tqkv__rank_of(&l, to);
+    if (l.hidden == all.to || (l.n_before < n && l.entries[l.n_before] == l.recent)) l.hidden = 0;
+    range = tqkv__visible(a, query, range);
+    l.seen.from = tqkv__rank_of(&l, range.from);
+    l.seen.to = tqkv__rank_of(&l, range.to);
     return l;
 }
 
@@ -8899,6 +8908,7 @@ static tqkv__list tqkv__open_list(const tqkv__attention *a, int query, int kv_he
 static uint64_t tqkv__hidden_ranks(const tqkv__attention *a, int query, const tqkv__list *l, int64_t rank, int n)
 {
     uint64_t hidden = 0;
+    if (!l) return 0; /* see tqkv__find_spans */
     const int64_t last = tqkv__position_of(l, rank + n - 1);
     const bool tree = a->call.tree && last >= a->call.end - a->call.n_queries;
     if (!tree && (l->hidden == 0 || rank + n <= l->base + (l->n_before << l->shift))) return 0;
@@ -8910,109 +8920,108 @@ static uint64_t tqkv__hidden_ranks(const tqkv__attention *a, int query, const tq
     return hidden;
 }
 
-/* The ranks that some query looks at in [first, end). */
-static void tqkv__listed_to(const tqkv__attention *a, int64_t first, int64_t end, int64_t *from, int64_t *to)
+/* The ranks that some query sees of a range of positions. */
+static tqkv__range tqkv__listed_to(const tqkv__attention *a, tqkv__range range)
 {
-    *from = INT64_MAX;
-    *to = 0;
+    tqkv__range all = {INT64_MAX, 0};
     for (int i = 0; i < a->call.n_queries; i++)
         for (int h = 0; h < a->call.list_heads; h++) {
-            const tqkv__list l = tqkv__open_list(a, i, h, first, end);
-            if (l.from < *from) *from = l.from;
-            if (l.to > *to) *to = l.to;
+            const tqkv__range seen = tqkv__open_list(a, i, h, range).seen;
+            if (seen.from < all.from) all.from = seen.from;
+            if (seen.to > all.to) all.to = seen.to;
         }
-    if (*from > *to) *from = *to;
+    if (all.from > all.to) all.from = all.to;
+    return all;
 }
 
-/* As tqkv__check_pages, for the positions of a list in [low, high). */
-static tqkv_result tqkv__check_listed(const tqkv__attention *a, const tqkv__stream *s, int64_t low, int64_t high,
-                                      int query, const tqkv__list *l)
+/* As tqkv__check_pages, for the positions of a list in stream i. */
+static tqkv_result tqkv__check_listed(const tqkv__attention *a, int i, tqkv__range range, int query,
+                                      const tqkv__list *l)
 {
-    int64_t checked = 0; /* the end of the last page that was checked */
+    const tqkv__stream *s = tqkv__stream_read(a, i);
     tqkv_result r = TQKV_OK;
-    for (int64_t rank = l->from; s->pages && r == TQKV_OK && rank < l->to; rank++) {
+    if (!s || !s->pages) return r;
+    range = tqkv__positions_read(a, i, range);
+    for (int64_t rank = l->seen.from; r == TQKV_OK && rank < l->seen.to; rank++) {
         const int64_t position = tqkv__position_of(l, rank);
-        if (position < checked || position < low || position >= high || tqkv__hidden_ranks(a, query, l, rank, 1))
-            continue;
+        if (position < range.from || position >= range.to || tqkv__hidden_ranks(a, query, l, rank, 1)) continue;
         r = tqkv__check_pages(s, position, position + 1);
-        checked = (position / s->page_size + 1) * s->page_size;
+        range.from = (position / s->page_size + 1) * s->page_size; /* its page has been checked */
     }
     return r;
 }
 
-static tqkv_result tqkv__check_lists_seen(const tqkv__attention *a, int64_t first, int64_t end)
+static tqkv_result tqkv__check_lists_seen(const tqkv__attention *a, tqkv__range range)
 {
     tqkv_result r = TQKV_OK;
     for (int i = 0; i < a->call.n_queries; i++)
         for (int h = 0; r == TQKV_OK && h < a->call.list_heads; h++) {
-            const tqkv__list l = tqkv__open_list(a, i, h, first, end);
-            r = tqkv__check_listed(a, &a->keys, 0, end, i, &l);
-            if (r == TQKV_OK) r = tqkv__check_listed(a, &a->values, 0, end, i, &l);
-            for (int e = 0; r == TQKV_OK && e < 4; e++)
-                if (a->exact[e / 2][e % 2])
-                    r = tqkv__check_listed(a, &a->ends[e / 2][e % 2], e / 2 ? a->exact_from : 0,
-                                           e / 2 ? end : a->exact_below, i, &l);
+            const tqkv__list l = tqkv__open_list(a, i, h, range);
+            for (int j = 0; r == TQKV_OK && j < TQKV__STREAMS; j++) r = tqkv__check_listed(a, j, range, i, &l);
         }
     return r;
 }
 
-/* Checks the entries of the pages that hold positions of [first, end), in all streams. */
+/* Checks the entries of the pages that hold a range of positions, in all streams. */
 static tqkv_result tqkv__check_entries(const tqkv__attention *a, int64_t first, int64_t end)
 {
-    tqkv_result r = tqkv__check_pages(&a->keys, first, end);
-    if (r == TQKV_OK) r = tqkv__check_pages(&a->values, first, end);
-    for (int i = 0; r == TQKV_OK && i < 4; i++) {
-        const int64_t low = i / 2 && a->exact_from > first ? a->exact_from : first;
-        const int64_t high = i / 2 || a->exact_below > end ? end : a->exact_below;
-        if (a->exact[i / 2][i % 2]) r = tqkv__check_pages(&a->ends[i / 2][i % 2], low, high);
+    tqkv_result r = TQKV_OK;
+    for (int i = 0; r == TQKV_OK && i < TQKV__STREAMS; i++) {
+        const tqkv__range all = {first, end}, range = tqkv__positions_read(a, i, all);
+        if (tqkv__stream_read(a, i)) r = tqkv__check_pages(tqkv__stream_read(a, i), range.from, range.to);
     }
     return r;
 }
 
 /* As tqkv__check_entries, for the positions that some query sees. */
-static tqkv_result tqkv__check_seen(const tqkv__attention *a, int64_t first, int64_t end)
+static tqkv_result tqkv__check_seen(const tqkv__attention *a, tqkv__range range)
 {
-    int64_t from, to, base = a->call.end - a->call.n_queries; /* of the tree */
-    if (a->call.list) return tqkv__check_lists_seen(a, first, end);
-    tqkv__visible_to(a, 0, a->call.n_queries - 1, first, end, &from, &to);
-    if (!a->call.tree || base > to) base = to;
-    tqkv_result r = tqkv__check_entries(a, from, base);
-    for (int64_t at = base < from ? from : base; r == TQKV_OK && at < to; at++)
-        if (tqkv__tree_has(a, (int)(at - (a->call.end - a->call.n_queries)))) r = tqkv__check_entries(a, at, at + 1);
+    const int64_t first = a->call.end - a->call.n_queries; /* of the tree */
+    if (a->call.list) return tqkv__check_lists_seen(a, range);
+    const tqkv__range seen = tqkv__visible_to(a, 0, a->call.n_queries - 1, range);
+    const int64_t base = a->call.tree && first < seen.to ? first : seen.to;
+    tqkv_result r = tqkv__check_entries(a, seen.from, base);
+    for (int64_t at = base < seen.from ? seen.from : base; r == TQKV_OK && at < seen.to; at++)
+        if (tqkv__tree_has(a, (int)(at - first))) r = tqkv__check_entries(a, at, at + 1);
     return r;
 }
 
+/* from: [rows][columns] -> to: [columns][rows], plus zero */
+static inline void tqkv__transpose(const float *from, int rows, int columns, float zero, float *to)
+{
+    for (int column = 0; column < columns; column++, from++) {
+        const float *x = from;
+        for (int row = 0; row < rows; row++, x += columns) *to++ = *x + zero;
+    }
+}
+
 /* Instruction sets decode packed codes in their own order: each rows * columns values, a matrix [rows][columns], come
-   transposed. The tail of a block, where `left` values are left, is a matrix of fewer columns. Other codes keep their
-   order. Queries take the decoded order; sums of values are put back. */
-static void tqkv__order(const tqkv__isa *isa, const tqkv__stream *s, int left, int *rows, int *columns)
+   transposed. The tail of a block is a matrix of fewer columns. Other codes keep their order. Queries take the decoded order;
+   sums of values are put back. from, to: [head_dim] */
+static void tqkv__reorder(const tqkv__isa *isa, const tqkv__stream *s, bool decoded, float zero, const float *from,
+                          float *to)
 {
     const bool packed = s->main_bits < 8 && isa->lanes > 1;
-    *rows = packed ? isa->nibble_order[0] : left;
-    *columns = packed ? isa->nibble_order[1] : 1;
-    while (*rows * *columns > left) *columns /= 2;
+    const int rows = packed ? isa->nibble_order[0] : s->block_dim, most = packed ? isa->nibble_order[1] : 1;
+    for (const float *end = from + s->head_dim; from < end;)
+        for (int left = s->block_dim, columns; left > 0; left -= rows * columns) {
+            for (columns = most; rows * columns > left;) columns /= 2;
+            tqkv__transpose(from, decoded ? rows : columns, decoded ? columns : rows, zero, to);
+            from += rows * columns;
+            to += rows * columns;
+        }
 }
 
-/* decoded, natural: [head_dim] */
+/* -0 changes nothing. */
 static void tqkv__to_decoded(const tqkv__isa *isa, const tqkv__stream *s, const float *natural, float *decoded)
 {
-    int rows, columns;
-    for (const float *end = natural + s->head_dim; natural < end; natural += rows * columns) {
-        tqkv__order(isa, s, (int)(end - natural - 1) % s->block_dim + 1, &rows, &columns);
-        for (int column = 0; column < columns; column++)
-            for (int row = 0; row < rows; row++) *decoded++ = natural[row * columns + column];
-    }
+    tqkv__reorder(isa, s, true, -0.0f, natural, decoded);
 }
 
-/* Of sums. + 0: codes of masked slots have the weight 0, and their signs stay in a sum that has underflowed to -0 or 0. */
+/* Of sums. 0: codes of masked slots have the weight 0, and their signs stay in a sum that has underflowed to -0 or 0. */
 static void tqkv__to_natural(const tqkv__isa *isa, const tqkv__stream *s, const float *decoded, float *natural)
 {
-    int rows, columns;
-    for (const float *end = decoded + s->head_dim; decoded < end; decoded += rows * columns) {
-        tqkv__order(isa, s, (int)(end - decoded - 1) % s->block_dim + 1, &rows, &columns);
-        for (int row = 0; row < rows; row++)
-            for (int column = 0; column < columns; column++) *natural++ = decoded[column * rows + row] + 0.0f;
-    }
+    tqkv__reorder(isa, s, false, 0.0f, decoded, natural);
 }
 
 static int tqkv__clamp(int64_t x, int low, int high) { return x < low ? low : x > high ? high : (int)x; }
@@ -9020,20 +9029,21 @@ static int tqkv__clamp(int64_t x, int low, int high) { return x < low ? low : x 
 /* Whether pages end within tiles: rows are then gathered where they do not lie together. */
 static bool tqkv__small_pages(const tqkv__attention *a)
 {
-    bool small = a->keys.page_size % TQKV__TILE || a->values.page_size % TQKV__TILE;
-    for (int i = 0; i < 4; i++)
-        small = small || (a->exact[i / 2][i % 2] && a->ends[i / 2][i % 2].page_size % TQKV__TILE);
-    return small;
+    for (int i = 0; i < TQKV__STREAMS; i++) {
+        const tqkv__stream *s = tqkv__stream_read(a, i);
+        if (s && s->page_size % TQKV__TILE) return true;
+    }
+    return false;
 }
-
-static bool tqkv__odd_ring(const tqkv__stream *s) { return s->ring && s->capacity % TQKV__TILE; }
 
 /* Whether a ring may wrap within a tile, which is then gathered. */
 static bool tqkv__odd_rings(const tqkv__attention *a)
 {
-    bool odd = tqkv__odd_ring(&a->keys) || tqkv__odd_ring(&a->values);
-    for (int i = 0; i < 4; i++) odd = odd || (a->exact[i / 2][i % 2] && tqkv__odd_ring(&a->ends[i / 2][i % 2]));
-    return odd;
+    for (int i = 0; i < TQKV__STREAMS; i++) {
+        const tqkv__stream *s = tqkv__stream_read(a, i);
+        if (s && s->ring && s->capacity % TQKV__TILE) return true;
+    }
+    return false;
 }
 
 /* Positions from this one on that a tile may take. */
@@ -9048,20 +9058,19 @@ static bool tqkv__wraps(const tqkv__stream *s, int64_t position, int64_t n)
     return s->ring && tqkv__slots_left(s, position) < n;
 }
 
-/* A tile is contiguous in all its streams, or gathered: it ends where a large page ends, or other streams begin, and at
-   positions that are a multiple of TQKV__TILE. Its scores are at the position modulo TQKV__TILE. A query's sums are
-   then the same bits alone or in a batch, and in a store of any kind and size. Otherwise prefill and decode drift apart: a last
-   bit changes the next layer's keys, and now and then a code. */
-static int tqkv__tile_length(const tqkv__attention *a, int64_t position, int64_t end)
+/* A tile is contiguous in all its streams, or gathered: it ends where a large page ends, or another place begins, and at
+   positions that are a multiple of TQKV__TILE. Its scores are at the position modulo TQKV__TILE. A query's sums are then the
+   same bits alone or in a batch, and in a store of any kind and size. Otherwise prefill and decode drift apart: a last bit
+   changes the next layer's keys, and now and then a code. */
+static int tqkv__tile_length(const tqkv__attention *a, const tqkv__place *place, int64_t position, int64_t end)
 {
-    const int64_t aligned = TQKV__TILE - position % TQKV__TILE, border = tqkv__border_behind(a, position) - position;
+    const int64_t aligned = TQKV__TILE - position % TQKV__TILE, border = place->end - position;
+    const int key_room = tqkv__tile_room(place->keys, position), value_room = tqkv__tile_room(place->values, position);
     int64_t n = end - position < aligned ? end - position : aligned;
-    const tqkv__stream *keys = tqkv__stream_at(a, 0, position), *values = tqkv__stream_at(a, 1, position);
-    const int key_room = tqkv__tile_room(keys, position), value_room = tqkv__tile_room(values, position);
     if (n > border) n = border;
     if (n > key_room) n = key_room;
     if (n > value_room) n = value_room;
-    if (a->call.tail && n > tqkv__tile_room(&a->keys, position)) n = tqkv__tile_room(&a->keys, position);
+    if (a->call.tail && n > tqkv__tile_room(&a->tail, position)) n = tqkv__tile_room(&a->tail, position);
     return (int)n;
 }
 
@@ -9069,9 +9078,9 @@ static int tqkv__tile_length(const tqkv__attention *a, int64_t position, int64_t
 typedef struct tqkv__ranks {
     int64_t rank;
     int n;
-    bool together;                                                  /* in all streams one row after the other */
-    uint64_t hidden;                                                /* places that the query does not see, as bits */
-    const tqkv__stream *streams[2];                                 /* keys and values */
+    bool together;   /* in all streams one row after the other */
+    uint64_t hidden; /* ranks that the query does not see, as bits */
+    tqkv__place place;
     int32_t keys[TQKV__TILE], values[TQKV__TILE], tail[TQKV__TILE]; /* slots; -1: hidden, or no page */
 } tqkv__ranks;
 
@@ -9079,10 +9088,9 @@ typedef struct tqkv__ranks {
 typedef struct tqkv__tile {
     int64_t position;
     int n, begin;
-    int place; /* see tqkv__place_of */
-    const tqkv__stream *key_stream, *value_stream;
+    tqkv__place place;
     tqkv__run keys, values, tail;
-    const struct tqkv__ranks *ranks;                                 /* of a list or of gathered rows, or NULL */
+    const tqkv__ranks *ranks;                                        /* of a list or of gathered rows, or NULL */
     const tqkv__attention *streams;                                  /* that hold it: the caller's, or gathered ones */
     int kv_head;                                                     /* there */
     bool whole;                                                      /* every row sees all of it */
@@ -9101,6 +9109,15 @@ static tqkv__run tqkv__run_of(const tqkv__stream *s, int64_t position, int n, in
     const int32_t page = s->pages[next / s->page_size]; /* not checked if a tree hides it */
     if (page >= 0 && page < s->capacity / s->page_size) run.ahead = page * s->page_size - run.slot;
     return run;
+}
+
+/* The runs of a tile of a place, which is contiguous in all its streams. */
+static void tqkv__find_runs(const tqkv__attention *a, const tqkv__place *place, int64_t end, tqkv__tile *tile)
+{
+    tile->place = *place;
+    tile->keys = tqkv__run_of(place->keys, tile->position, tile->n, end);
+    tile->values = tqkv__run_of(place->values, tile->position, tile->n, end);
+    if (a->call.tail) tile->tail = tqkv__run_of(&a->tail, tile->position, tile->n, end);
 }
 
 /* Asks for a line of each 4 KiB of the next tile, and for its norms, a tile early. The loops ask for the other lines, but late
@@ -9126,7 +9143,7 @@ static void tqkv__touch_next(const tqkv__stream *s, int kv_head, const tqkv__run
 static void tqkv__add_values(tqkv__tile *tile, int n_rows, float *out)
 {
     const tqkv__attention *a = tile->streams;
-    const tqkv__stream *s = tile->value_stream;
+    const tqkv__stream *s = tile->place.values;
     const tqkv__run *run = &tile->values;
     const int kv_head = tile->kv_head;
     const float *weights = tile->scores + tile->begin;
@@ -9148,14 +9165,12 @@ static void tqkv__add_values(tqkv__tile *tile, int n_rows, float *out)
 /* The numbers below n, at most 64, as bits */
 static uint64_t tqkv__bits_below(int n) { return n < 64 ? ((uint64_t)1 << n) - 1 : UINT64_MAX; }
 
-/* What a query sees of a tile's scores, when it looks at [first, end). */
-static tqkv__span tqkv__span_of(const tqkv__attention *a, int query, const tqkv__tile *tile, int64_t first, int64_t end)
+/* What a query sees of a tile's scores, when it looks at a range. */
+static tqkv__span tqkv__span_of(const tqkv__attention *a, int query, const tqkv__tile *tile, tqkv__range range)
 {
-    tqkv__span span = {0, 0, 0};
-    int64_t from, to;
-    tqkv__visible(a, query, first, end, &from, &to);
-    span.from = tile->begin + tqkv__clamp(from - tile->position, 0, tile->n);
-    span.to = tile->begin + tqkv__clamp(to - tile->position, 0, tile->n);
+    const tqkv__range seen = tqkv__visible(a, query, range);
+    tqkv__span span = {tile->begin + tqkv__clamp(seen.from - tile->position, 0, tile->n),
+                       tile->begin + tqkv__clamp(seen.to - tile->position, 0, tile->n), 0};
     if (!a->call.tree) return span;
     const uint64_t hidden = ~a->call.tree[query];
     const int64_t shift = a->call.end - a->call.n_queries - (tile->position - tile->begin); /* of bit 0 */
@@ -9176,23 +9191,6 @@ typedef struct tqkv__sums {
     float *out, *max, *sum;
 } tqkv__sums;
 
-/* Finds what each row of an item sees of a tile; false: none sees any of it. */
-static bool tqkv__find_spans(const tqkv__attention *a, const tqkv__item *item, int64_t first, int64_t end,
-                             tqkv__tile *tile)
-{
-    bool seen = false;
-    tile->whole = true;
-    for (int row = 0; row < item->n_rows;) {
-        const int query = (item->first_row + row) / a->group, last = (query + 1) * a->group - item->first_row;
-        const tqkv__span span = tqkv__span_of(a, query, tile, first, end);
-        const int n = span.to - span.from;
-        for (; row < last && row < item->n_rows; row++) tile->spans[row] = span;
-        seen = seen || n > 0;
-        tile->whole = tile->whole && n == tile->n && !span.hidden;
-    }
-    return seen;
-}
-
 /* Adds the slice (source, source_max, source_sum) of one row to (out, max, sum). */
 static TQKV__NOINLINE void tqkv__merge_row(int value_dim, float *out, float *max, float *sum, const float *source,
                                            float source_max, float source_sum)
@@ -9204,12 +9202,6 @@ static TQKV__NOINLINE void tqkv__merge_row(int value_dim, float *out, float *max
     for (int d = 0; d < value_dim; d++) out[d] = tqkv__sum_of_products(out[d], keep, source[d], add);
     *sum = tqkv__sum_of_products(*sum, keep, source_sum, add);
     *max = largest;
-}
-
-static tqkv__sums tqkv__sums_from(const tqkv__sums *sums, size_t row, int value_dim)
-{
-    const tqkv__sums from = {sums->out + row * (size_t)value_dim, sums->max + row, sums->sum + row};
-    return from;
 }
 
 static void tqkv__clear_sums(const tqkv__sums *sums, size_t n_rows, int value_dim)
@@ -9255,8 +9247,8 @@ static void tqkv__score_tile(tqkv__tile *tile, const float *q, int n_rows)
 {
     const tqkv__attention *a = tile->streams;
     float *scores = tile->scores + tile->begin;
-    const int before = tile->key_stream == &a->keys ? 0 : a->key_dim; /* dimensions of q before those for halves */
-    a->isa->score_tile(tile->key_stream, tile->kv_head, &tile->keys, q + (size_t)n_rows * (size_t)before, n_rows, false,
+    const int before = tile->place.keys == &a->keys ? 0 : a->key_dim; /* dimensions of q before those for halves */
+    a->isa->score_tile(tile->place.keys, tile->kv_head, &tile->keys, q + (size_t)n_rows * (size_t)before, n_rows, false,
                        scores);
     if (!a->call.tail) return;
     a->isa->score_tile(&a->tail, tile->kv_head, &tile->tail, q + (size_t)n_rows * (size_t)a->keys.head_dim, n_rows,
@@ -9289,9 +9281,42 @@ typedef struct tqkv__work {
     tqkv__tile *before;
     tqkv__sums piece, sums;
     const tqkv__list *list;          /* or NULL: ranks are positions */
+    bool small_pages, odd_rings;     /* pages, or rings, may end within a tile */
     const tqkv__attention *gathered; /* streams in scratch, for rows that do not lie together */
     tqkv__ranks ranks[3];            /* likewise: of the tile before, of this one and of the next */
 } tqkv__work;
+
+/* What the rows see together of a range of positions or, with a list, ranks. */
+static tqkv__range tqkv__range_of_rows(const tqkv__work *w, tqkv__range range)
+{
+    const tqkv__item *item = w->item;
+    const int group = w->a->group, last_row = item->first_row + item->n_rows - 1;
+    if (!w->list) return tqkv__visible_to(w->a, item->first_row / group, last_row / group, range);
+    if (range.from < w->list->seen.from) range.from = w->list->seen.from;
+    if (range.to > w->list->seen.to) range.to = w->list->seen.to;
+    return range;
+}
+
+/* Finds what each row sees of a tile; false: none sees any of it. */
+static bool tqkv__find_spans(const tqkv__work *w, tqkv__range range, tqkv__tile *tile)
+{
+    const tqkv__item *item = w->item;
+    const int group = w->a->group;
+    bool seen = false;
+    tile->whole = true;
+    for (int row = 0; row < item->n_rows;) {
+        const int query = (item->first_row + row) / group, next = (query + 1) * group - item->first_row;
+        tqkv__span span = {tile->begin, tile->begin + tile->n, 0};
+        if (w->list)
+            span.hidden = tile->ranks->hidden << tile->begin;
+        else
+            span = tqkv__span_of(w->a, query, tile, range);
+        for (; row < next && row < item->n_rows; row++) tile->spans[row] = span;
+        seen = seen || span.to > span.from;
+        tile->whole = tile->whole && span.to - span.from == tile->n && !span.hidden;
+    }
+    return seen;
+}
 
 /* Rows are short: a call of memcpy for each would take longer than the copy. */
 static inline void tqkv__copy_row(uint8_t *to, const uint8_t *from, size_t size)
@@ -9353,13 +9378,13 @@ static void tqkv__ask(const tqkv__stream *s, int kv_head, const tqkv__ranks *ran
 static void tqkv__ask_keys(const tqkv__attention *a, int kv_head, const tqkv__ranks *ranks)
 {
     if (!ranks->n) return;
-    tqkv__ask(ranks->streams[0], kv_head, ranks, ranks->keys);
+    tqkv__ask(ranks->place.keys, kv_head, ranks, ranks->keys);
     if (a->call.tail) tqkv__ask(&a->tail, kv_head, ranks, ranks->tail);
 }
 
 static void tqkv__ask_values(const tqkv__attention *a, int kv_head, const tqkv__ranks *ranks)
 {
-    if (!a->shared && ranks->n) tqkv__ask(ranks->streams[1], kv_head, ranks, ranks->values);
+    if (!a->shared && ranks->n) tqkv__ask(ranks->place.values, kv_head, ranks, ranks->values);
 }
 
 /* The tile that is free. */
@@ -9380,7 +9405,7 @@ static void tqkv__add_before(tqkv__work *w)
     tqkv__tile *tile = w->before;
     if (!tile) return;
     if (tile->ranks && !tile->ranks->together && !w->a->shared)
-        tqkv__gather(tile->ranks->streams[1], w->item->kv_head, tile->ranks, tile->ranks->values, tile->value_stream,
+        tqkv__gather(tile->ranks->place.values, w->item->kv_head, tile->ranks, tile->ranks->values, tile->place.values,
                      tile->values.slot);
     tqkv__add_values(tile, w->item->n_rows, w->piece.out);
 }
@@ -9391,9 +9416,10 @@ static void tqkv__end_piece_before(const tqkv__work *w, const tqkv__tile *tile)
     const tqkv__tile *before = w->before;
     const int n_rows = w->item->n_rows;
     if (!before) return;
-    if (before->place == tile->place && before->position / TQKV__PIECE == tile->position / TQKV__PIECE) return;
+    if (before->place.number == tile->place.number && before->position / TQKV__PIECE == tile->position / TQKV__PIECE)
+        return;
     tqkv__end_piece(w->a, n_rows, &w->piece, &w->sums);
-    tqkv__turn_sums(w->a, before->value_stream, tile->value_stream, n_rows, w->sums.out);
+    tqkv__turn_sums(w->a, before->place.values, tile->place.values, n_rows, w->sums.out);
 }
 
 static void tqkv__attend_tile(tqkv__work *w, tqkv__tile *tile)
@@ -9408,23 +9434,12 @@ static void tqkv__attend_tile(tqkv__work *w, tqkv__tile *tile)
     w->before = tile;
 }
 
-/* Finds where a tile lies; the next one of [.., end) is fetched while it is computed. */
-static void tqkv__find_runs(const tqkv__attention *a, int64_t end, tqkv__tile *tile)
-{
-    tile->place = tqkv__place_of(a, tile->position);
-    tile->key_stream = tqkv__stream_at(a, 0, tile->position);
-    tile->value_stream = tqkv__stream_at(a, 1, tile->position);
-    tile->keys = tqkv__run_of(tile->key_stream, tile->position, tile->n, end);
-    tile->values = tqkv__run_of(tile->value_stream, tile->position, tile->n, end);
-    if (a->call.tail) tile->tail = tqkv__run_of(&a->tail, tile->position, tile->n, end);
-}
-
 static void tqkv__touch_streams(const tqkv__tile *tile)
 {
     const tqkv__attention *a = tile->streams;
-    tqkv__touch_next(tile->key_stream, tile->kv_head, &tile->keys);
+    tqkv__touch_next(tile->place.keys, tile->kv_head, &tile->keys);
     if (a->call.tail) tqkv__touch_next(&a->tail, tile->kv_head, &tile->tail);
-    if (!a->shared) tqkv__touch_next(tile->value_stream, tile->kv_head, &tile->values);
+    if (!a->shared) tqkv__touch_next(tile->place.values, tile->kv_head, &tile->values);
 }
 
 /* -- Lists, small pages and the ends of rings: tiles of ranks. Scattered rows are gathered into scratch, where they are a tile as
@@ -9440,12 +9455,11 @@ static size_t tqkv__gathered_size(const tqkv__stream *s)
 /* Scratch for the scattered rows of an attention, in floats. */
 static size_t tqkv__gathered_floats(const tqkv__attention *a)
 {
-    size_t size = 0;
+    size_t size = 64;
     if (!a->call.list && !tqkv__small_pages(a) && !tqkv__odd_rings(a)) return 0;
-    for (int i = 0; i < 4; i++)
-        if (a->exact[i / 2][i % 2]) size += tqkv__gathered_size(&a->ends[i / 2][i % 2]);
-    if (a->call.tail) size += tqkv__gathered_size(&a->tail);
-    return (tqkv__gathered_size(&a->keys) + tqkv__gathered_size(&a->values) + size) / sizeof(float) + 16;
+    for (int i = 0; i < TQKV__STREAMS; i++)
+        if (tqkv__stream_read(a, i)) size += tqkv__gathered_size(tqkv__stream_read(a, i));
+    return size / sizeof(float);
 }
 
 /* Puts a stream of two tiles at `memory`; returns what is behind it. */
@@ -9467,11 +9481,10 @@ static void tqkv__open_gathered(const tqkv__attention *a, float *scratch, tqkv__
     uint8_t *memory = (uint8_t *)scratch;
     memory += (64 - (uintptr_t)memory % 64) % 64;
     *gathered = *a;
-    memory = tqkv__place_stream(&gathered->keys, memory);
-    if (a->call.tail) memory = tqkv__place_stream(&gathered->tail, memory);
-    if (!a->shared) memory = tqkv__place_stream(&gathered->values, memory);
-    for (int i = 0; i < 4; i++)
-        if (a->exact[i / 2][i % 2]) memory = tqkv__place_stream(&gathered->ends[i / 2][i % 2], memory);
+    for (int i = 0; i < TQKV__STREAMS; i++) {
+        tqkv__stream *s = (tqkv__stream *)(uintptr_t)tqkv__stream_read(gathered, i);
+        if (s) memory = tqkv__place_stream(s, memory);
+    }
     if (!a->shared) return;
     gathered->values = gathered->keys;
     for (int i = 0; i < 2; i++)
@@ -9512,12 +9525,10 @@ static void tqkv__find_slots(const tqkv__stream *s, const tqkv__list *l, const t
     }
 }
 
-/* The same for all streams of a tile, which begins at `position`; without a list ranks are positions. */
-static void tqkv__find_slots_of(const tqkv__attention *a, const tqkv__list *l, int64_t position, tqkv__ranks *ranks)
+/* The same for all streams of a tile. */
+static void tqkv__find_slots_of(const tqkv__attention *a, const tqkv__list *l, tqkv__ranks *ranks)
 {
-    const tqkv__stream *k = tqkv__stream_at(a, 0, position), *v = tqkv__stream_at(a, 1, position);
-    ranks->streams[0] = k;
-    ranks->streams[1] = v;
+    const tqkv__stream *k = ranks->place.keys, *v = ranks->place.values;
     tqkv__find_slots(k, l, ranks, ranks->keys);
     if (k->pages == v->pages && k->page_size == v->page_size && k->ring == v->ring && k->capacity == v->capacity)
         memcpy(ranks->values, ranks->keys, (size_t)ranks->n * sizeof *ranks->keys);
@@ -9540,43 +9551,29 @@ static bool tqkv__lies_together(const tqkv__attention *a, const tqkv__ranks *ran
            (!a->call.tail || tqkv__in_order(ranks->tail, ranks->n));
 }
 
-/* Finds the tile at `position`, before `end`, of stores with small pages; n is 0 if there is none. What a row sees of
-   it stands in the tile's spans. */
-static void tqkv__find_paged(const tqkv__attention *a, int64_t position, int64_t end, tqkv__ranks *ranks)
-{
-    ranks->rank = position;
-    ranks->n = position < end ? tqkv__tile_length(a, position, end) : 0;
-    ranks->hidden = 0;
-    ranks->together = false;
-    if (!ranks->n) return;
-    tqkv__find_slots_of(a, NULL, position, ranks);
-    ranks->together = tqkv__lies_together(a, ranks);
-}
-
-/* Finds the next tile of ranks [rank, end) of which the query sees something; n is 0 if there is none. */
+/* Finds the next tile of ranks [rank, end); n is 0 if there is none. A list's tile has something that its query sees. */
 static void tqkv__find_ranks(const tqkv__work *w, int64_t rank, int64_t end, tqkv__ranks *ranks)
 {
     const tqkv__attention *a = w->a;
-    const bool small = tqkv__small_pages(a) || tqkv__odd_rings(a);
+    const bool scattered = w->small_pages || w->odd_rings;
     ranks->n = 0;
-    ranks->together = false;
     for (int64_t n; rank < end; rank += n) {
         n = TQKV__TILE - rank % TQKV__TILE;
         if (n > end - rank) n = end - rank;
         const int64_t position = tqkv__position_of(w->list, rank), last = tqkv__position_of(w->list, rank + n - 1);
-        const int64_t border = tqkv__border_behind(a, position);
-        ranks->together = last - position == n - 1;
-        if (ranks->together)
-            n = tqkv__tile_length(a, position, last + 1); /* as without a list */
-        else if (last >= border)
-            n = tqkv__rank_of(w->list, border) - rank;
-        ranks->together = ranks->together && !small;
+        const bool together = last - position == n - 1;
+        ranks->place = tqkv__place_at(a, position);
+        if (together)
+            n = tqkv__tile_length(a, &ranks->place, position, last + 1); /* as without a list */
+        else if (last >= ranks->place.end)
+            n = tqkv__rank_of(w->list, ranks->place.end) - rank;
+        ranks->together = together && !scattered;
         ranks->hidden = tqkv__hidden_ranks(a, w->item->first_row / a->group, w->list, rank, (int)n);
         if (ranks->hidden == tqkv__bits_below((int)n)) continue;
         ranks->rank = rank;
         ranks->n = (int)n;
-        tqkv__find_slots_of(a, w->list, position, ranks);
-        if (small) ranks->together = tqkv__lies_together(a, ranks);
+        tqkv__find_slots_of(a, w->list, ranks);
+        if (scattered) ranks->together = tqkv__lies_together(a, ranks);
         return;
     }
 }
@@ -9593,16 +9590,10 @@ static tqkv__tile *tqkv__place_tile(const tqkv__work *w, const tqkv__ranks *rank
 {
     const tqkv__attention *a = w->a, *streams = ranks->together ? a : w->gathered;
     tqkv__tile *tile = tqkv__next_tile(w, ranks->rank, ranks->n);
-    const int64_t position = w->list ? tqkv__position_of(w->list, ranks->rank) : ranks->rank;
     const int kv_head = tile->kv_head, slot = tile == w->tiles ? 0 : TQKV__TILE;
-    const bool ahead = ranks->together && next->n && next->together && ranks->streams[0] == next->streams[0] &&
-                       ranks->streams[1] == next->streams[1]; /* the loops ask for the next tile */
-    const tqkv__span span = {tile->begin, tile->begin + ranks->n, ranks->hidden << tile->begin};
-    for (int row = 0; row < w->item->n_rows; row++) tile->spans[row] = span;
-    tile->whole = !ranks->hidden;
-    tile->place = tqkv__place_of(a, position);
-    tile->key_stream = tqkv__stream_at(streams, 0, position);
-    tile->value_stream = tqkv__stream_at(streams, 1, position);
+    const bool ahead = ranks->together && next->n && next->together && ranks->place.keys == next->place.keys &&
+                       ranks->place.values == next->place.values; /* the loops ask for the next tile */
+    tile->place = tqkv__place_at(streams, tqkv__position_of(w->list, ranks->rank));
     tile->keys = tqkv__run_of_ranks(ranks, ranks->keys, slot, ahead ? next->keys[0] : -1);
     tile->values = tqkv__run_of_ranks(ranks, ranks->values, slot, ahead ? next->values[0] : -1);
     if (a->call.tail) tile->tail = tqkv__run_of_ranks(ranks, ranks->tail, slot, ahead ? next->tail[0] : -1);
@@ -9612,7 +9603,7 @@ static tqkv__tile *tqkv__place_tile(const tqkv__work *w, const tqkv__ranks *rank
         tqkv__ask_keys(a, kv_head, next);
     tile->ranks = ranks;
     if (ranks->together) return tile;
-    tqkv__gather(ranks->streams[0], kv_head, ranks, ranks->keys, tile->key_stream, slot);
+    tqkv__gather(ranks->place.keys, kv_head, ranks, ranks->keys, tile->place.keys, slot);
     if (a->call.tail) tqkv__gather(&a->tail, kv_head, ranks, ranks->tail, &streams->tail, slot);
     tile->streams = streams;
     tile->kv_head = 0;
@@ -9624,47 +9615,26 @@ static tqkv__tile *tqkv__wrapped_tile(tqkv__work *w, int64_t position, int64_t e
 {
     tqkv__ranks *ranks = &w->ranks[w->before == &w->tiles[0]]; /* those of the tile before are in use */
     w->ranks[2].n = 0;                                         /* no tile to ask for */
-    tqkv__find_paged(w->a, position, end, ranks);
+    tqkv__find_ranks(w, position, end, ranks);
     return tqkv__place_tile(w, ranks, &w->ranks[2]);
 }
 
-/* Adds positions [first, end) to the sums of an item's rows. */
-static void tqkv__attend_rows(tqkv__work *w, int64_t first, int64_t end)
+/* Adds a range of positions to the sums of an item's rows. */
+static void tqkv__attend_rows(tqkv__work *w, tqkv__range range)
 {
     const tqkv__attention *a = w->a;
-    const tqkv__item *item = w->item;
-    int64_t from, to;
-    tqkv__visible_to(a, item->first_row / a->group, (item->first_row + item->n_rows - 1) / a->group, first, end, &from,
-                     &to);
-    for (int64_t position = from, n; position < to; position += n) {
-        n = tqkv__tile_length(a, position, to);
-        const bool wraps = tqkv__wraps(tqkv__stream_at(a, 0, position), position, n) ||
-                           tqkv__wraps(tqkv__stream_at(a, 1, position), position, n) ||
-                           (a->call.tail && tqkv__wraps(&a->keys, position, n));
-        tqkv__tile *tile = wraps ? tqkv__wrapped_tile(w, position, to) : tqkv__next_tile(w, position, (int)n);
-        if (!tqkv__find_spans(a, item, first, end, tile)) continue; /* a tree hides it */
-        if (!wraps) tqkv__find_runs(a, to, tile);
-        if (!wraps && position + n < to) tqkv__touch_streams(tile);
-        tqkv__attend_tile(w, tile);
-    }
-}
-
-/* As tqkv__attend_rows, for small pages. */
-static void tqkv__attend_pages(tqkv__work *w, int64_t first, int64_t end)
-{
-    const tqkv__attention *a = w->a;
-    const tqkv__item *item = w->item;
-    int64_t from, to;
-    tqkv__visible_to(a, item->first_row / a->group, (item->first_row + item->n_rows - 1) / a->group, first, end, &from,
-                     &to);
-    tqkv__find_paged(a, from, to, &w->ranks[0]);
-    tqkv__ask_keys(a, item->kv_head, &w->ranks[0]);
-    for (int now = 0; w->ranks[now].n; now = (now + 1) % 3) {
-        const tqkv__ranks *ranks = &w->ranks[now];
-        tqkv__ranks *next = &w->ranks[(now + 1) % 3];
-        tqkv__find_paged(a, ranks->rank + ranks->n, to, next);
-        tqkv__tile *tile = tqkv__place_tile(w, ranks, next);
-        tqkv__find_spans(a, item, first, end, tile);
+    const tqkv__range seen = tqkv__range_of_rows(w, range);
+    tqkv__place place = tqkv__place_at(a, seen.from);
+    for (int64_t position = seen.from, n; position < seen.to; position += n) {
+        if (position >= place.end) place = tqkv__place_at(a, position);
+        n = tqkv__tile_length(a, &place, position, seen.to);
+        const bool wraps =
+            w->odd_rings && (tqkv__wraps(place.keys, position, n) || tqkv__wraps(place.values, position, n) ||
+                             (a->call.tail && tqkv__wraps(&a->tail, position, n)));
+        tqkv__tile *tile = wraps ? tqkv__wrapped_tile(w, position, seen.to) : tqkv__next_tile(w, position, (int)n);
+        if (!tqkv__find_spans(w, range, tile)) continue; /* a tree hides it */
+        if (!wraps) tqkv__find_runs(a, &place, seen.to, tile);
+        if (!wraps && position + n < seen.to) tqkv__touch_streams(tile);
         tqkv__attend_tile(w, tile);
     }
 }
@@ -9677,37 +9647,69 @@ static bool tqkv__heads_follow(const tqkv__attention *a)
 }
 
 /* Asks for the first tile of the next KV head, which has the same list and comes next: nothing else would in time. */
-static void tqkv__ask_next_head(const tqkv__work *w, int64_t first, int64_t end)
+static void tqkv__ask_next_head(const tqkv__work *w, tqkv__range seen)
 {
     tqkv__ranks ranks;
     const int kv_head = w->item->kv_head + 1;
-    if (kv_head == w->a->n_kv_heads || !tqkv__heads_follow(w->a)) return;
-    tqkv__find_ranks(w, first, end, &ranks);
+    if (!w->list || kv_head == w->a->n_kv_heads || !tqkv__heads_follow(w->a)) return;
+    tqkv__find_ranks(w, seen.from, seen.to, &ranks);
     tqkv__ask_keys(w->a, kv_head, &ranks);
     tqkv__ask_values(w->a, kv_head, &ranks);
 }
 
-/* Adds ranks [first, end) of the list of an item's query to the sums of its rows. */
-static void tqkv__attend_ranks(tqkv__work *w, int64_t first, int64_t end)
+/* As tqkv__attend_rows, for lists and small pages; range: of ranks. */
+static void tqkv__attend_ranks(tqkv__work *w, tqkv__range range)
 {
     const tqkv__attention *a = w->a;
-    if (first < w->list->from) first = w->list->from;
-    if (end > w->list->to) end = w->list->to;
-    tqkv__find_ranks(w, first, end, &w->ranks[0]);
-    if (w->item->kv_head == 0 || !tqkv__heads_follow(a)) tqkv__ask_keys(a, w->item->kv_head, &w->ranks[0]);
+    const int kv_head = w->item->kv_head;
+    const bool asked = w->list && kv_head > 0 && tqkv__heads_follow(a);
+    const tqkv__range seen = tqkv__range_of_rows(w, range);
+    tqkv__find_ranks(w, seen.from, seen.to, &w->ranks[0]);
+    if (!asked) tqkv__ask_keys(a, kv_head, &w->ranks[0]);
     for (int now = 0; w->ranks[now].n; now = (now + 1) % 3) {
         const tqkv__ranks *ranks = &w->ranks[now];
         tqkv__ranks *next = &w->ranks[(now + 1) % 3];
-        tqkv__find_ranks(w, ranks->rank + ranks->n, end, next);
-        if (!next->n) tqkv__ask_next_head(w, first, end);
-        tqkv__attend_tile(w, tqkv__place_tile(w, ranks, next));
+        tqkv__find_ranks(w, ranks->rank + ranks->n, seen.to, next);
+        if (!next->n) tqkv__ask_next_head(w, seen);
+        tqkv__tile *tile = tqkv__place_tile(w, ranks, next);
+        tqkv__find_spans(w, range, tile);
+        tqkv__attend_tile(w, tile);
     }
 }
 
+/* Units of work. Tasks take one after the other, so none waits for a longer one; each task has scratch of its own. */
+enum { TQKV__TASKS = 32 };
+typedef struct tqkv__queue {
+    int n_units, n_tasks;
+    int next; /* unit; atomic */
+    size_t slot_floats;
+    float *slots;  /* [n_tasks][slot_floats], on cache lines of their own */
+    float *memory; /* that holds them */
+    size_t size;
+} tqkv__queue;
+
+/* Gets memory for the slots and, behind them, more floats; false if there is none. */
+static bool tqkv__queue_open(tqkv__queue *queue, const tqkv_allocator *allocator, size_t more)
+{
+    queue->slot_floats = (queue->slot_floats + 15) / 16 * 16;
+    if (queue->slot_floats > (SIZE_MAX / 8 - more) / (size_t)queue->n_tasks) return false;
+    queue->size = ((size_t)queue->n_tasks * queue->slot_floats + more + 16) * sizeof(float);
+    queue->memory = (float *)allocator->alloc(allocator->user, queue->size);
+    if (!queue->memory) return false;
+    queue->slots = queue->memory + (64 - (uintptr_t)queue->memory % 64) % 64 / sizeof(float);
+    return true;
+}
+
+/* The next unit; -1 when all are taken. */
+static int tqkv__queue_take(tqkv__queue *queue)
+{
+    const int unit = __atomic_fetch_add(&queue->next, 1, __ATOMIC_RELAXED);
+    return unit < queue->n_units ? unit : -1;
+}
+
 /* A job is one call or many. A unit of its work is an item over all stretches or, if some item alone is much of the work
-   ("spread"), an item over one stretch of a wave. Tasks take one unit after the other, so no call waits for a longer
-   one. Both ways do the same additions in the same order. */
-enum { TQKV__TASKS = 32, TQKV__WAVE_FLOATS = 1 << 20 };
+   ("spread"), an item over one stretch of a wave. Both ways do the same additions in the same order. */
+enum { TQKV__WAVE_FLOATS = 1 << 20 };
 
 /* One call of a job. */
 typedef struct tqkv__part {
@@ -9715,8 +9717,8 @@ typedef struct tqkv__part {
     const void *q; /* the caller's, as out, max and sum */
     void *out;
     float *max, *sum;             /* NULL: finish the rows */
-    int64_t slice[2];             /* the positions looked at */
-    int64_t first, end;           /* those that some query sees; of lists: ranks */
+    tqkv__range slice;            /* the positions looked at */
+    tqkv__range seen;             /* by some query; of lists: ranks */
     int64_t stretch, n_stretches; /* the first stretch, and their number */
     int n_rows; /* of a KV head that may share an item: all of them, or with a list those of a query */
     int rows_each, n_items;
@@ -9727,14 +9729,12 @@ typedef struct tqkv__part {
 } tqkv__part;
 
 typedef struct tqkv__job {
+    tqkv__queue queue; /* slots: tiles, queries, gathered rows, sums of a piece, of all stretches, of one */
     tqkv__part *parts;
-    int n_parts, n_units, n_tasks;
-    int next; /* the next unit; atomic */
+    int n_parts;
     bool spread;
-    float *
-        slots; /* [n_tasks][slot_floats]: scratch of each task: tiles, queries, sums of a piece, of all stretches, of one */
+    size_t wave_floats;
     float *waves; /* [wave_floats] */
-    size_t slot_floats, wave_floats;
 } tqkv__job;
 
 static tqkv__item tqkv__item_of(const tqkv__part *part, int index)
@@ -9818,12 +9818,12 @@ static void tqkv__arrange_queries(const tqkv__attention *a, const tqkv__item *it
         tqkv__arrange_part(a, item, q, 0, &a->ends[!a->exact[0][0]][0], arranged + n_rows * (size_t)a->key_dim);
 }
 
-/* q.c, for the centre c of a part of the keys. query: [key_dim], the caller's */
+/* q.c, for the centre c of part 0 or 1 of the keys. query: [key_dim], the caller's */
 static TQKV__NOINLINE double tqkv__center_product(const tqkv__attention *a, int kv_head, int part, const void *query)
 {
     float q[TQKV_MAX_HEAD_DIM];
     double c[TQKV_MAX_HEAD_DIM], sum = 0.0;
-    const tqkv__stream *s = tqkv__key_part(a, part);
+    const tqkv__stream *s = part ? &a->tail : &a->keys;
     const float *center = tqkv__center_of(s, kv_head);
     if (!center) return 0.0;
     for (int d = 0; d < s->head_dim; d++) c[d] = (double)center[d];
@@ -9866,14 +9866,18 @@ static void tqkv__add_centers(const tqkv__attention *a, double score, const floa
     *max = rounded;
 }
 
-static TQKV__NOINLINE void tqkv__finish_row(const tqkv__attention *a, int head, float *out, float max, float sum);
-
-/* To nearest even, whatever the caller's mode. out: [value_dim], to: of the output's type */
-static void tqkv__round_output(const tqkv__attention *a, const float *out, void *to)
+/* out = out / (sum + exp(sink - max)), rotated back; zeros if the row saw nothing. out: [value_dim] */
+static TQKV__NOINLINE void tqkv__finish_row(const tqkv__attention *a, int head, float *out, float max, float sum)
 {
-    const uint64_t mode = tqkv__fp_exact();
-    a->isa->codec->narrow(a->call.output_type, out, a->value_dim, to);
-    tqkv__fp_restore(mode);
+    float factor = 0.0f;
+    if (sum != 0.0f) {
+        const float sink = a->call.sinks ? a->call.sinks[head] : -INFINITY;
+        const float largest = sink > max ? sink : max, keep = tqkv__exp(TQKV__AS_FLOAT(max - largest));
+        const float of_sink = tqkv__exp(TQKV__AS_FLOAT(sink - largest));
+        factor = TQKV__AS_FLOAT(keep / tqkv__sum_of_products(sum, keep, of_sink, 1.0f));
+    }
+    tqkv__scale(out, a->value_dim, factor);
+    if (a->unrotate_output) a->isa->codec->unrotate(out, a->value_dim);
 }
 
 /* Writes an item's sums to the caller; finishes and rounds them unless the call is partial. */
@@ -9899,16 +9903,17 @@ static TQKV__NOINLINE void tqkv__deliver(const tqkv__part *part, const tqkv__ite
             continue;
         }
         tqkv__finish_row(a, (int)(row % (size_t)a->call.n_heads), out, max, sum);
-        if (out == wide) tqkv__round_output(a, wide, to);
+        if (out == wide) a->isa->codec->narrow(type, wide, a->value_dim, to);
     }
 }
 
 /* The sums of one stretch */
 static void tqkv__attend_stretch(const tqkv__part *part, tqkv__work *w, int64_t stretch, const tqkv__sums *sums)
 {
-    const int64_t begin = stretch * TQKV__STRETCH, first = begin > part->first ? begin : part->first;
-    const int64_t end =
-        part->end - begin > TQKV__STRETCH ? begin + TQKV__STRETCH : part->end; /* the last may end early */
+    const int64_t begin = stretch * TQKV__STRETCH;
+    tqkv__range range = part->seen;
+    if (range.from < begin) range.from = begin;
+    if (range.to - begin > TQKV__STRETCH) range.to = begin + TQKV__STRETCH;
     const int n_rows = w->item->n_rows;
     w->before = NULL;
     w->sums = *sums;
@@ -9916,15 +9921,13 @@ static void tqkv__attend_stretch(const tqkv__part *part, tqkv__work *w, int64_t 
     tqkv__clear_sums(sums, (size_t)n_rows, part->a->value_dim);
     for (int i = 0; i < 2; i++) /* value_tile reads whole vectors behind the last row: no NaN or Inf of old scratch */
         memset(w->tiles[i].scores + n_rows * TQKV__TILE, 0, TQKV__TILE * sizeof(float));
-    if (w->list)
-        tqkv__attend_ranks(w, first, end);
-    else if (tqkv__small_pages(w->a))
-        tqkv__attend_pages(w, first, end);
+    if (w->list || w->small_pages)
+        tqkv__attend_ranks(w, range);
     else
-        tqkv__attend_rows(w, first, end);
+        tqkv__attend_rows(w, range);
     tqkv__add_before(w);
     tqkv__end_piece(w->a, n_rows, &w->piece, sums);
-    if (w->before) tqkv__turn_sums(w->a, w->before->value_stream, &w->a->values, n_rows, sums->out);
+    if (w->before) tqkv__turn_sums(w->a, w->before->place.values, &w->a->values, n_rows, sums->out);
 }
 
 /* The sums of n_rows rows in memory. */
@@ -9940,8 +9943,9 @@ static tqkv__sums tqkv__sums_of_item(const tqkv__part *part, const tqkv__item *i
 {
     const tqkv__attention *a = part->a;
     const tqkv__sums all = tqkv__sums_at(memory, a->n_rows, a->value_dim);
-    const size_t before = (size_t)item->kv_head * (size_t)(a->call.n_queries * a->group);
-    return tqkv__sums_from(&all, before + (size_t)item->first_row, a->value_dim);
+    const size_t row = (size_t)item->kv_head * (size_t)(a->call.n_queries * a->group) + (size_t)item->first_row;
+    const tqkv__sums own = {all.out + row * (size_t)a->value_dim, all.max + row, all.sum + row};
+    return own;
 }
 
 static TQKV__NOINLINE void tqkv__attend_unit(const tqkv__job *job, const tqkv__part *part, int unit, float *slot)
@@ -9961,10 +9965,12 @@ static TQKV__NOINLINE void tqkv__attend_unit(const tqkv__job *job, const tqkv__p
     w.tiles = (tqkv__tile *)(void *)slot;
     w.piece = tqkv__sums_at(next, rows, a->value_dim);
     w.list = a->call.list ? &list : NULL;
+    w.small_pages = tqkv__small_pages(a);
+    w.odd_rings = tqkv__odd_rings(a);
     w.gathered = &gathered;
     next += floats;
-    if (w.list) list = tqkv__open_list(a, item.first_row / a->group, item.kv_head, part->slice[0], part->slice[1]);
-    if (tqkv__gathered_floats(a)) tqkv__open_gathered(a, next, &gathered);
+    if (w.list) list = tqkv__open_list(a, item.first_row / a->group, item.kv_head, part->slice);
+    if (w.list || w.small_pages || w.odd_rings) tqkv__open_gathered(a, next, &gathered);
     next += tqkv__gathered_floats(a);
     tqkv__arrange_queries(a, &item, part->q, q);
     tqkv__find_offsets(a, &item, part->q, offsets);
@@ -10001,11 +10007,9 @@ static const tqkv__part *tqkv__part_of(const tqkv__job *job, int unit)
 static void tqkv__attend_task(void *context, int index)
 {
     tqkv__job *job = (tqkv__job *)context;
-    float *slot = job->slots + (size_t)index * job->slot_floats;
+    float *slot = job->queue.slots + (size_t)index * job->queue.slot_floats;
     const uint64_t mode = tqkv__fp_exact();
-    for (;;) {
-        const int unit = __atomic_fetch_add(&job->next, 1, __ATOMIC_RELAXED);
-        if (unit >= job->n_units) break;
+    for (int unit; (unit = tqkv__queue_take(&job->queue)) >= 0;) {
         const tqkv__part *part = tqkv__part_of(job, unit);
         tqkv__attend_unit(job, part, unit - part->first_unit, slot);
     }
@@ -10032,27 +10036,24 @@ static int tqkv__item_rows(const tqkv__attention *a, int all, int64_t others)
     return (all - 1) / n + 1;
 }
 
-/* Finds the stretches and items of a call over [first, end). max and sum NULL: finishes the rows. */
-static void tqkv__cut(const tqkv__attention *a, int64_t first, int64_t end, const void *q, void *out, float *max,
-                      float *sum, tqkv__part *part)
+/* Finds the stretches and items of a call over a slice. max and sum NULL: finishes the rows. */
+static void tqkv__cut(const tqkv__attention *a, tqkv__range slice, const void *q, void *out, float *max, float *sum,
+                      tqkv__part *part)
 {
+    const tqkv__range seen =
+        a->call.list ? tqkv__listed_to(a, slice) : tqkv__visible_to(a, 0, a->call.n_queries - 1, slice);
+    const int parts = a->n_kv_heads * (a->call.list ? a->call.n_queries : 1);
     memset(part, 0, sizeof *part);
     part->a = a;
     part->q = q;
     part->out = out;
     part->max = max;
     part->sum = sum;
-    part->slice[0] = first;
-    part->slice[1] = end;
-    if (a->call.list)
-        tqkv__listed_to(a, first, end, &part->first, &part->end);
-    else
-        tqkv__visible_to(a, 0, a->call.n_queries - 1, first, end, &part->first, &part->end);
-    if (part->end < part->first) part->end = part->first;
-    part->stretch = part->wave = part->first / TQKV__STRETCH;
-    part->n_stretches = part->end > part->first ? (part->end - 1) / TQKV__STRETCH - part->stretch + 1 : 1;
+    part->slice = slice;
+    part->seen = seen;
+    part->stretch = part->wave = seen.from / TQKV__STRETCH;
+    part->n_stretches = seen.to > seen.from ? (seen.to - 1) / TQKV__STRETCH - part->stretch + 1 : 1;
     part->n_rows = a->call.list ? a->group : a->call.n_queries * a->group;
-    const int parts = a->n_kv_heads * (a->call.list ? a->call.n_queries : 1);
     part->rows_each = tqkv__item_rows(a, part->n_rows, part->n_stretches * parts);
     part->n_items = parts * ((part->n_rows - 1) / part->rows_each + 1);
     part->sums_floats = a->n_rows * ((size_t)a->value_dim + 2);
@@ -10075,7 +10076,7 @@ static size_t tqkv__divide(tqkv__job *job)
         if (totals <= SIZE_MAX / 64) totals += part->sums_floats; /* each is below, see tqkv__attention_shape */
     }
     const int most_tasks = TQKV__TASKS;
-    job->n_tasks = !hook ? 1 : all < (double)most_tasks ? (int)all : most_tasks;
+    job->queue.n_tasks = !hook ? 1 : all < (double)most_tasks ? (int)all : most_tasks;
     job->spread = hook && longest > 1.0 && 4.0 * longest * (double)most_tasks > all && totals <= SIZE_MAX / 64;
     job->wave_floats = !job->spread ? 0 : waves > most ? waves : most;
     return job->spread ? totals : 0;
@@ -10085,7 +10086,7 @@ static size_t tqkv__divide(tqkv__job *job)
 static void tqkv__next_wave(tqkv__job *job)
 {
     size_t used = 0;
-    job->n_units = job->next = 0;
+    job->queue.n_units = job->queue.next = 0;
     for (int i = 0; i < job->n_parts; i++) {
         tqkv__part *part = &job->parts[i];
         part->wave += part->n_wave;
@@ -10093,48 +10094,52 @@ static void tqkv__next_wave(tqkv__job *job)
         const int64_t fit = (int64_t)((job->wave_floats - used) / part->sums_floats);
         part->n_wave = left < fit ? left : fit;
         part->now = job->waves + used;
-        part->first_unit = job->n_units;
+        part->first_unit = job->queue.n_units;
         used += (size_t)part->n_wave * part->sums_floats;
-        job->n_units += (int)part->n_wave * part->n_items;
+        job->queue.n_units += (int)part->n_wave * part->n_items;
     }
 }
 
-static void tqkv__run_tasks(tqkv__job *job)
+/* Adds the stretches of this wave to the total of a part. */
+static void tqkv__merge_wave(const tqkv__part *part)
 {
-    const tqkv_parallel *parallel = &job->parts[0].a->call.parallel;
-    parallel->run(parallel->user, job->n_tasks, tqkv__attend_task, job);
+    const size_t n_rows = part->a->n_rows;
+    const int value_dim = part->a->value_dim;
+    const tqkv__sums total = tqkv__sums_at(part->total, n_rows, value_dim);
+    if (part->wave == part->stretch) tqkv__clear_sums(&total, n_rows, value_dim);
+    for (int64_t w = 0; w < part->n_wave; w++) {
+        const tqkv__sums now = tqkv__sums_at(part->now + (size_t)w * part->sums_floats, n_rows, value_dim);
+        tqkv__merge_sums(&total, &now, n_rows, value_dim);
+    }
 }
 
-/* Runs the waves of a spread job and merges the stretches of each part in order. */
-static void tqkv__run_waves(tqkv__job *job)
+/* Runs the waves of a spread job and merges the stretches of each part in order. totals: sums of all rows of each part */
+static void tqkv__run_waves(tqkv__job *job, const tqkv_parallel *parallel, float *totals)
 {
-    for (tqkv__next_wave(job); job->n_units > 0; tqkv__next_wave(job)) {
-        tqkv__run_tasks(job);
-        for (int i = 0; i < job->n_parts; i++) {
-            const tqkv__part *part = &job->parts[i];
-            const size_t n_rows = part->a->n_rows;
-            const int value_dim = part->a->value_dim;
-            const tqkv__sums total = tqkv__sums_at(part->total, n_rows, value_dim);
-            if (part->wave == part->stretch) tqkv__clear_sums(&total, n_rows, value_dim);
-            for (int64_t w = 0; w < part->n_wave; w++) {
-                const tqkv__sums now = tqkv__sums_at(part->now + (size_t)w * part->sums_floats, n_rows, value_dim);
-                tqkv__merge_sums(&total, &now, n_rows, value_dim);
-            }
-        }
+    for (int i = 0; i < job->n_parts; totals += job->parts[i++].sums_floats) job->parts[i].total = totals;
+    for (tqkv__next_wave(job); job->queue.n_units > 0; tqkv__next_wave(job)) {
+        parallel->run(parallel->user, job->queue.n_tasks, tqkv__attend_task, job);
+        const uint64_t mode = tqkv__fp_exact();
+        for (int i = 0; i < job->n_parts; i++) tqkv__merge_wave(&job->parts[i]);
+        tqkv__fp_restore(mode);
     }
+    const uint64_t mode = tqkv__fp_exact();
     for (int i = 0; i < job->n_parts; i++)
         for (int j = 0; j < job->parts[i].n_items; j++) {
             const tqkv__item item = tqkv__item_of(&job->parts[i], j);
             const tqkv__sums sums = tqkv__sums_of_item(&job->parts[i], &item, job->parts[i].total);
             tqkv__deliver(&job->parts[i], &item, &sums);
         }
+    tqkv__fp_restore(mode);
 }
 
 /* Attends all parts after all checks, with the hooks of the first. */
 static tqkv_result tqkv__run_job(tqkv__part *parts, int n_parts)
 {
     tqkv__job job;
+    tqkv__queue *queue = &job.queue;
     const tqkv_allocator *allocator = &parts[0].a->call.allocator;
+    const tqkv_parallel *parallel = &parts[0].a->call.parallel;
     memset(&job, 0, sizeof job);
     job.parts = parts;
     job.n_parts = n_parts;
@@ -10144,62 +10149,21 @@ static tqkv_result tqkv__run_job(tqkv__part *parts, int n_parts)
         const size_t rows = (size_t)parts[i].rows_each, sums = rows * (size_t)(parts[i].a->value_dim + 2);
         const size_t slot = 2 * sizeof(tqkv__tile) / sizeof(float) + rows * tqkv__query_floats(parts[i].a) +
                             (job.spread ? 1 : 3) * sums + tqkv__gathered_floats(parts[i].a);
-        if (slot > job.slot_floats) job.slot_floats = slot;
+        if (slot > queue->slot_floats) queue->slot_floats = slot;
         parts[i].first_unit = (int)n_units;
         n_units += parts[i].n_items;
         if (n_units > INT_MAX - TQKV__TASKS) return TQKV__INVALID("more query rows than an int counts");
     }
-    job.n_units = (int)n_units;
-    job.slot_floats = (job.slot_floats + 15) / 16 * 16; /* whole cache lines */
-    if (!job.spread && job.n_tasks > job.n_units) job.n_tasks = job.n_units;
-    const size_t size = ((size_t)job.n_tasks * job.slot_floats + job.wave_floats + totals + 16) * sizeof(float);
-    float *memory = (float *)allocator->alloc(allocator->user, size);
-    if (!memory) return TQKV_OUT_OF_MEMORY;
-    job.slots = memory + (64 - (uintptr_t)memory % 64) % 64 / sizeof(float);
-    job.waves = job.slots + (size_t)job.n_tasks * job.slot_floats;
-    float *total = job.waves + job.wave_floats;
+    queue->n_units = (int)n_units;
+    if (!job.spread && queue->n_tasks > queue->n_units) queue->n_tasks = queue->n_units;
+    if (!tqkv__queue_open(queue, allocator, job.wave_floats + totals)) return TQKV_OUT_OF_MEMORY;
+    job.waves = queue->slots + (size_t)queue->n_tasks * queue->slot_floats;
     if (job.spread)
-        for (int i = 0; i < n_parts; i++) {
-            parts[i].total = total;
-            total += parts[i].sums_floats;
-        }
-    if (job.spread)
-        tqkv__run_waves(&job);
+        tqkv__run_waves(&job, parallel, job.waves + job.wave_floats);
     else
-        tqkv__run_tasks(&job);
-    allocator->free(allocator->user, memory, size);
+        parallel->run(parallel->user, queue->n_tasks, tqkv__attend_task, &job);
+    allocator->free(allocator->user, queue->memory, queue->size);
     return TQKV_OK;
-}
-
-/* Attends over [first, end) after all checks. max and sum NULL: finishes the rows. */
-static tqkv_result tqkv__attend_range(const tqkv__attention *a, int64_t first, int64_t end, const void *q, void *out,
-                                      float *max, float *sum)
-{
-    tqkv__part part;
-    tqkv__cut(a, first, end, q, out, max, sum, &part);
-    return tqkv__run_job(&part, 1);
-}
-
-/* out = out / (sum + exp(sink - max)), rotated back; zeros if the row saw nothing. out: [value_dim] */
-static TQKV__NOINLINE void tqkv__finish_row(const tqkv__attention *a, int head, float *out, float max, float sum)
-{
-    float factor = 0.0f;
-    if (sum != 0.0f) {
-        const float sink = a->call.sinks ? a->call.sinks[head] : -INFINITY;
-        const float largest = sink > max ? sink : max, keep = tqkv__exp(TQKV__AS_FLOAT(max - largest));
-        const float of_sink = tqkv__exp(TQKV__AS_FLOAT(sink - largest));
-        factor = TQKV__AS_FLOAT(keep / tqkv__sum_of_products(sum, keep, of_sink, 1.0f));
-    }
-    tqkv__scale(out, a->value_dim, factor);
-    if (a->unrotate_output) a->isa->codec->unrotate(out, a->value_dim);
-}
-
-static void tqkv__finish(const tqkv__attention *a, float *out, const float *max, const float *sum)
-{
-    const uint64_t mode = tqkv__fp_exact();
-    for (size_t row = 0; row < a->n_rows; row++)
-        tqkv__finish_row(a, (int)(row % (size_t)a->call.n_heads), out + row * (size_t)a->value_dim, max[row], sum[row]);
-    tqkv__fp_restore(mode);
 }
 
 /* The arrays of one call. No written array may overlap another one. */
@@ -10249,10 +10213,11 @@ static size_t tqkv__list_size(const tqkv__attention *a)
 /* Whether an attention reads memory at p. */
 static bool tqkv__reads(const tqkv__attention *a, const void *q, const void *p, size_t size)
 {
-    for (int i = 0; i < 4; i++)
-        if (a->exact[i / 2][i % 2] && tqkv__stream_overlaps(&a->ends[i / 2][i % 2], p, size)) return true;
-    return tqkv__stream_overlaps(&a->keys, p, size) || tqkv__stream_overlaps(&a->values, p, size) ||
-           (a->call.tail && tqkv__stream_overlaps(&a->tail, p, size)) || tqkv__overlap(q, a->q_size, p, size) ||
+    for (int i = 0; i < TQKV__STREAMS; i++) {
+        const tqkv__stream *s = tqkv__stream_read(a, i);
+        if (s && tqkv__stream_overlaps(s, p, size)) return true;
+    }
+    return tqkv__overlap(q, a->q_size, p, size) ||
            tqkv__overlap(a->call.sinks, (size_t)a->call.n_heads * sizeof(float), p, size) ||
            tqkv__overlap(a->call.tree, (size_t)a->call.n_queries * sizeof(uint64_t), p, size) ||
            tqkv__overlap(a->call.list, tqkv__list_size(a), p, size);
@@ -10280,12 +10245,21 @@ static tqkv_result tqkv__check_q_out(const tqkv__attention *a, const void *q, co
     return tqkv__check_attend(a, q, &arrays);
 }
 
-/* Attends over all resident positions after tqkv__attention_open. */
+/* Checks the arrays of a call over all resident positions and cuts it; follows tqkv__attention_open. */
+static tqkv_result tqkv__cut_whole(const tqkv__attention *a, const void *q, void *out, tqkv__part *part)
+{
+    const tqkv__range all = {a->first, a->call.end};
+    tqkv_result r = tqkv__check_q_out(a, q, out);
+    if (r == TQKV_OK) r = tqkv__check_seen(a, all);
+    if (r == TQKV_OK) tqkv__cut(a, all, q, out, NULL, NULL, part);
+    return r;
+}
+
 static tqkv_result tqkv__attend(const tqkv__attention *a, const void *q, void *out)
 {
-    tqkv_result r = tqkv__check_q_out(a, q, out);
-    if (r == TQKV_OK) r = tqkv__check_seen(a, a->first, a->call.end);
-    return r == TQKV_OK ? tqkv__attend_range(a, a->first, a->call.end, q, out, NULL, NULL) : r;
+    tqkv__part part;
+    const tqkv_result r = tqkv__cut_whole(a, q, out, &part);
+    return r == TQKV_OK ? tqkv__run_job(&part, 1) : r;
 }
 
 TQKV_API tqkv_result tqkv_attend(const tqkv_attention *attention, const void *q, void *out)
@@ -10302,16 +10276,13 @@ typedef struct tqkv__output {
     int n, n_heads;
 } tqkv__output;
 
-static tqkv__output tqkv__output_of(const tqkv__attention *a, uint64_t begin)
+static tqkv__output tqkv__output_of(const tqkv__part *part)
 {
-    const size_t size = tqkv__type_size(a->call.output_type);
-    const tqkv__output x = {begin,
-                            a->out_size,
-                            (int64_t)(a->call.output_strides.token * size),
-                            (int64_t)(a->call.output_strides.head * size),
-                            (int64_t)((size_t)a->value_dim * size),
-                            a->call.n_queries,
-                            a->call.n_heads};
+    const tqkv__attention *a = part->a;
+    const int64_t size = (int64_t)tqkv__type_size(a->call.output_type);
+    const int64_t token = (int64_t)a->call.output_strides.token, head = (int64_t)a->call.output_strides.head;
+    const tqkv__output x = {(uintptr_t)part->out, a->out_size,       token * size,   head * size,
+                            a->value_dim * size,  a->call.n_queries, a->call.n_heads};
     return x;
 }
 
@@ -10372,36 +10343,36 @@ static bool tqkv__reads_output(const tqkv__part *parts, int j, int low, int high
     return tqkv__reads_output(parts, j, low, middle) || tqkv__reads_output(parts, j, middle, high);
 }
 
-/* Whether the output of one call overlaps an array of another. Outputs that lie between each other's rows, apart from all that
-   is read, need no comparison of each with each either. */
+/* Whether outputs ascend or lie between each other's rows, apart from all that is read: then a comparison of each with each is not
+   needed. */
+static bool tqkv__parts_ascend(const tqkv__part *parts, int n)
+{
+    const tqkv__output first = tqkv__output_of(&parts[0]);
+    tqkv__ascent all = tqkv__begin_ascent(&first);
+    uint64_t high = first.begin + first.size;
+    for (int i = 1; i < n; i++) {
+        const tqkv__output next = tqkv__output_of(&parts[i]);
+        tqkv__ascend(&all, &next);
+        if (next.begin + next.size > high) high = next.begin + next.size;
+    }
+    bool apart = all.behind || all.between;
+    for (int i = 0; i < n && apart; i++)
+        apart = all.behind ? !tqkv__reads_output(parts, i, 0, n)
+                           : !tqkv__reads(parts[i].a, parts[i].q, parts[0].out, (size_t)(high - first.begin));
+    return apart;
+}
+
+/* Whether the output of one call overlaps an array of another. */
 static bool tqkv__parts_overlap(const tqkv__part *parts, int n)
 {
-    const tqkv__output first = tqkv__output_of(parts[0].a, (uintptr_t)parts[0].out);
-    const uintptr_t low = (uintptr_t)parts[0].out;
-    uintptr_t high = low;
-    tqkv__ascent all = tqkv__begin_ascent(&first);
-    for (int i = 0; i < n; i++) {
-        const tqkv__output own = tqkv__output_of(parts[i].a, (uintptr_t)parts[i].out);
-        const uintptr_t end = (uintptr_t)parts[i].out + parts[i].a->out_size;
-        if (i) tqkv__ascend(&all, &own);
-        if (end > high) high = end;
-    }
-    if (all.behind) {
-        for (int j = 0; j < n; j++)
-            if (tqkv__reads_output(parts, j, 0, n)) return true;
-        return false;
-    }
-    bool apart = all.between;
-    for (int i = 0; i < n; i++) apart = apart && !tqkv__reads(parts[i].a, parts[i].q, (const void *)low, high - low);
-    if (!apart)
-        for (int i = 0; i < n; i++)
-            for (int j = 0; j < n; j++) {
-                if (i == j) continue;
-                if (tqkv__reads(parts[j].a, parts[j].q, parts[i].out, parts[i].a->out_size)) return true;
-                const tqkv__output x = tqkv__output_of(parts[i].a, (uintptr_t)parts[i].out),
-                                   y = tqkv__output_of(parts[j].a, (uintptr_t)parts[j].out);
-                if (tqkv__output_rows_overlap(&x, &y)) return true;
-            }
+    if (tqkv__parts_ascend(parts, n)) return false;
+    for (int i = 0; i < n; i++)
+        for (int j = 0; j < n; j++) {
+            const tqkv__output x = tqkv__output_of(&parts[i]), y = tqkv__output_of(&parts[j]);
+            if (i == j) continue;
+            if (tqkv__reads(parts[j].a, parts[j].q, parts[i].out, parts[i].a->out_size)) return true;
+            if (tqkv__output_rows_overlap(&x, &y)) return true;
+        }
     return false;
 }
 
@@ -10412,11 +10383,8 @@ static tqkv_result tqkv__open_item(const tqkv_attention *items, int i, const voi
     tqkv_attention item = items[i];
     item.parallel = items[0].parallel;
     item.allocator = items[0].allocator;
-    tqkv_result r = tqkv__attention_open(&item, a);
-    if (r == TQKV_OK) r = tqkv__check_q_out(a, q, out);
-    if (r == TQKV_OK) r = tqkv__check_seen(a, a->first, a->call.end);
-    if (r == TQKV_OK) tqkv__cut(a, a->first, a->call.end, q, out, NULL, NULL, part);
-    return r;
+    const tqkv_result r = tqkv__attention_open(&item, a);
+    return r == TQKV_OK ? tqkv__cut_whole(a, q, out, part) : r;
 }
 
 TQKV_API tqkv_result tqkv_attend_batch(const tqkv_attention *items, int n_items, const void *const *q, void *const *out)
@@ -10450,12 +10418,6 @@ static tqkv_result tqkv__check_slice_range(const tqkv__attention *a, int64_t fir
     return TQKV_OK;
 }
 
-static tqkv_result tqkv__check_slice(const tqkv__attention *a, int64_t first, int count)
-{
-    const tqkv_result r = tqkv__check_slice_range(a, first, count);
-    return r == TQKV_OK ? tqkv__check_seen(a, first, first + count) : r;
-}
-
 static tqkv_result tqkv__check_slices_match(const tqkv__attention *a, const tqkv__attention *from)
 {
     if (from->value_dim == a->value_dim && from->call.n_heads == a->call.n_heads &&
@@ -10468,13 +10430,17 @@ TQKV_API tqkv_result tqkv_attend_partial(const tqkv_attention *attention, const 
                                          float *out, float *max, float *sum)
 {
     tqkv__attention a;
+    tqkv__part part;
     tqkv__arrays arrays = {{NULL}, {0}, 0, sizeof(float)};
     tqkv_result r = tqkv__attention_open(attention, &a);
+    if (r == TQKV_OK) r = tqkv__check_slice_range(&a, first, count);
     if (r != TQKV_OK) return r;
-    if ((r = tqkv__check_slice(&a, first, count)) != TQKV_OK) return r;
+    const tqkv__range slice = {first, first + count};
+    if ((r = tqkv__check_seen(&a, slice)) != TQKV_OK) return r;
     tqkv__add_slice(&arrays, &a, out, max, sum);
     if ((r = tqkv__check_attend(&a, q, &arrays)) != TQKV_OK) return r;
-    return tqkv__attend_range(&a, first, first + count, q, out, max, sum);
+    tqkv__cut(&a, slice, q, out, max, sum, &part);
+    return tqkv__run_job(&part, 1);
 }
 
 TQKV_API tqkv_result tqkv_attend_merge_slice(const tqkv_attention *attention, float *out, float *max, float *sum,
@@ -10517,7 +10483,11 @@ TQKV_API tqkv_result tqkv_attend_finish(const tqkv_attention *attention, float *
     if (r != TQKV_OK) return r;
     tqkv__add_slice(&arrays, &a, out, max, sum);
     if (a.call.sinks) tqkv__add_array(&arrays, a.call.sinks, (size_t)a.call.n_heads * sizeof(float));
-    if ((r = tqkv__check_arrays(&arrays, 1)) == TQKV_OK) tqkv__finish(&a, out, max, sum);
+    if ((r = tqkv__check_arrays(&arrays, 1)) != TQKV_OK) return r;
+    const uint64_t mode = tqkv__fp_exact();
+    for (size_t row = 0; row < a.n_rows; row++)
+        tqkv__finish_row(&a, (int)(row % (size_t)a.call.n_heads), out + row * (size_t)a.value_dim, max[row], sum[row]);
+    tqkv__fp_restore(mode);
     return r;
 }
 
@@ -10586,11 +10556,9 @@ typedef struct tqkv__scoring {
     const tqkv__index *x;
     const void *q;
     float *scores;
-    int queries_each, n_items, n_units, n_tasks; /* queries of an item */
-    int64_t blocks_each;                         /* of a range */
-    int next;                                    /* unit; atomic */
-    float *slots;                                /* [n_tasks][slot_floats] */
-    size_t slot_floats;
+    int queries_each, n_items; /* queries of an item */
+    int64_t blocks_each;       /* of a range */
+    tqkv__queue queue;
 } tqkv__scoring;
 
 /* An item at work; all but the tile lies in the task's slot. */
@@ -10716,12 +10684,9 @@ static TQKV__NOINLINE void tqkv__score_unit(const tqkv__scoring *job, int unit, 
 static void tqkv__score_task(void *context, int index)
 {
     tqkv__scoring *job = (tqkv__scoring *)context;
+    float *slot = job->queue.slots + (size_t)index * job->queue.slot_floats;
     const uint64_t mode = tqkv__fp_exact();
-    for (;;) {
-        const int unit = __atomic_fetch_add(&job->next, 1, __ATOMIC_RELAXED);
-        if (unit >= job->n_units) break;
-        tqkv__score_unit(job, unit, job->slots + (size_t)index * job->slot_floats);
-    }
+    for (int unit; (unit = tqkv__queue_take(&job->queue)) >= 0;) tqkv__score_unit(job, unit, slot);
     tqkv__fp_restore(mode);
 }
 
@@ -10738,27 +10703,23 @@ static tqkv_result tqkv__divide_scoring(tqkv__scoring *job)
     if (job->blocks_each < 1) job->blocks_each = 1;
     const int64_t ranges = (x->blocks + job->blocks_each - 1) / job->blocks_each;
     if (ranges > (INT_MAX - TQKV__TASKS) / job->n_items) return TQKV__INVALID("more units of work than an int counts");
-    job->n_units = (int)ranges * job->n_items;
-    job->n_tasks = !hook ? 1 : job->n_units < TQKV__TASKS ? job->n_units : (int)TQKV__TASKS;
+    job->queue.n_units = (int)ranges * job->n_items;
+    job->queue.n_tasks = !hook ? 1 : job->queue.n_units < TQKV__TASKS ? job->queue.n_units : (int)TQKV__TASKS;
     const size_t each = (size_t)job->queries_each, all = each * (size_t)n_heads;
-    job->slot_floats = ((size_t)rows + each) * TQKV__TILE + all * (size_t)(x->a.key_dim + 2) + 2 * each;
-    job->slot_floats = (job->slot_floats + 15) / 16 * 16; /* whole cache lines */
+    job->queue.slot_floats = ((size_t)rows + each) * TQKV__TILE + all * (size_t)(x->a.key_dim + 2) + 2 * each;
     return TQKV_OK;
 }
 
 static tqkv_result tqkv__run_scoring(tqkv__scoring *job)
 {
     const tqkv_attention *call = &job->x->a.call;
+    tqkv__queue *queue = &job->queue;
     const tqkv_result r = tqkv__divide_scoring(job);
-    if (r != TQKV_OK || job->n_units == 0) return r;
-    const size_t size = ((size_t)job->n_tasks * job->slot_floats + 16) * sizeof(float);
-    float *memory = (float *)call->allocator.alloc(call->allocator.user, size);
-    if (!memory) return TQKV_OUT_OF_MEMORY;
-    job->slots = memory + (64 - (uintptr_t)memory % 64) % 64 / sizeof(float);
-    memset(job->slots, 0,
-           (size_t)job->n_tasks * job->slot_floats * sizeof(float)); /* scores behind a run's end are read */
-    call->parallel.run(call->parallel.user, job->n_tasks, tqkv__score_task, job);
-    call->allocator.free(call->allocator.user, memory, size);
+    if (r != TQKV_OK || queue->n_units == 0) return r;
+    if (!tqkv__queue_open(queue, &call->allocator, 0)) return TQKV_OUT_OF_MEMORY;
+    memset(queue->memory, 0, queue->size); /* scores behind a run's end are read */
+    call->parallel.run(call->parallel.user, queue->n_tasks, tqkv__score_task, job);
+    call->allocator.free(call->allocator.user, queue->memory, queue->size);
     return TQKV_OK;
 }
 
@@ -10768,7 +10729,7 @@ TQKV_API tqkv_result tqkv_index_scores(const tqkv_index *index, const void *q, f
     tqkv__scoring job;
     tqkv__arrays arrays = {{scores}, {0}, 1, sizeof(float)};
     tqkv_result r = tqkv__index_shape(index, &x);
-    if (r == TQKV_OK) r = tqkv__stream_open(index->keys, &x.a.keys);
+    if (r == TQKV_OK) r = tqkv__stream_memory(index->keys, &x.a.keys);
     if (r == TQKV_OK) r = tqkv__index_array(&x, scores, &arrays.size[0]);
     if (r == TQKV_OK) r = tqkv__check_attend(&x.a, q, &arrays);
     if (r == TQKV_OK) r = tqkv__check_pages(&x.a.keys, x.a.first, tqkv__index_end(&x, x.a.call.n_queries - 1));
@@ -10778,7 +10739,6 @@ TQKV_API tqkv_result tqkv_index_scores(const tqkv_index *index, const void *q, f
         return TQKV__INVALID("scores overlap the weights");
     if (index->weights && !tqkv__all_finite(index->weights, x.a.n_rows))
         return TQKV__REFUSE(NOT_FINITE, "weights hold NaN or infinity");
-    if (x.a.round_query) tqkv__fill_integers(&x.a.keys);
     memset(&job, 0, sizeof job);
     job.x = &x;
     job.q = q;
@@ -10936,7 +10896,7 @@ struct tqkv_cache {
 };
 
 /* The streams of a cache, in the order of its memory and of snapshots: keys, values, tail. NULL: it has no such stream. */
-enum { TQKV__CACHE_STREAMS = 3, TQKV__CACHE_STORES = 7 };
+enum { TQKV__CACHE_STREAMS = 3 };
 static tqkv_store *tqkv__stream_of(const tqkv_cache *c, int i)
 {
     const tqkv_store *const all[TQKV__CACHE_STREAMS] = {&c->keys, c->shared ? NULL : &c->values,
@@ -10952,25 +10912,21 @@ static tqkv_store *tqkv__end_of(const tqkv_cache *c, int i)
     return s->head_dim ? (tqkv_store *)(uintptr_t)s : NULL;
 }
 
-/* All stores: the streams, then the halves. */
+/* All stores: the streams, then the halves, of first and of newest positions. */
+enum { TQKV__CACHE_STORES = 7, TQKV__FIRST_ENDS = 3, TQKV__LAST_ENDS = 5 };
 static tqkv_store *tqkv__store_of(const tqkv_cache *c, int i)
 {
     return i < TQKV__CACHE_STREAMS ? tqkv__stream_of(c, i) : tqkv__end_of(c, i - TQKV__CACHE_STREAMS);
 }
 
-/* The resident positions [*low, *high) that halves number i hold. Of the newest ones these may be more than exact_last: a
-   truncation takes from them first. */
-static void tqkv__end_range(const tqkv_cache *c, int i, int64_t *low, int64_t *high)
+/* The positions that store i holds. Of the newest halves these may be more than exact_last: a truncation takes
+   from them first. */
+static tqkv__range tqkv__range_of(const tqkv_cache *c, int i)
 {
-    *low = i < 2 ? 0 : c->first > c->exact_from ? c->first : c->exact_from;
-    *high = i < 2 ? c->exact_below : c->attention.end;
-}
-
-/* The halves take over the centres of the codes. */
-static void tqkv__share_centers(tqkv_cache *c)
-{
-    for (int i = 0; i < TQKV__CACHE_ENDS; i++)
-        if (tqkv__end_of(c, i)) tqkv__end_of(c, i)->center = tqkv__stream_of(c, i % 2)->center;
+    const tqkv__range all = {c->first, c->attention.end}, first = {0, c->exact_below};
+    tqkv__range newest = all;
+    if (c->exact_from > c->first) newest.from = c->exact_from;
+    return i < TQKV__FIRST_ENDS ? all : i < TQKV__LAST_ENDS ? first : newest;
 }
 
 /* Floats of the centres of the streams before number n; false on overflow. */
@@ -11184,56 +11140,43 @@ TQKV_API void tqkv__cache_advance(tqkv_cache *c, int n_tokens)
     c->first = tqkv__oldest(c, end);
 }
 
-/* The streams that an append fills, with their sources, and halves, with theirs. */
+/* The stores that an append fills, with their sources. */
 typedef struct tqkv__append {
-    tqkv__stream streams[TQKV__CACHE_STREAMS], ends[TQKV__CACHE_ENDS];
-    const void *src[TQKV__CACHE_STREAMS], *end_src[TQKV__CACHE_ENDS];
-    size_t size[TQKV__CACHE_STREAMS]; /* of src */
-    int n, n_ends, end_tokens[TQKV__CACHE_ENDS];
+    int n, n_streams; /* streams come first, then halves */
+    tqkv__stream streams[TQKV__CACHE_STORES];
+    const void *src[TQKV__CACHE_STORES];
+    size_t size[TQKV__CACHE_STORES]; /* of src */
+    int n_tokens[TQKV__CACHE_STORES];
 } tqkv__append;
 
-/* Opens the halves of keys or values for the tokens that they keep: a ring all of them, the others those below exact_first. */
-static tqkv_result tqkv__append_ends(const tqkv_cache *c, int side, const tqkv_store *codes, const void *src,
-                                     int n_tokens, tqkv__append *append)
-{
-    for (int i = side; i < TQKV__CACHE_ENDS; i += 2) {
-        if (!tqkv__end_of(c, i)) continue;
-        tqkv_store store = *tqkv__end_of(c, i);
-        const int64_t left = i < 2 ? c->exact_first - c->attention.end : n_tokens;
-        store.type = codes->type;
-        store.strides = codes->strides;
-        const tqkv_result r = tqkv__stream_open(&store, &append->ends[append->n_ends]);
-        if (r != TQKV_OK) return r;
-        append->end_src[append->n_ends] = src;
-        append->end_tokens[append->n_ends++] = left < 0 ? 0 : left < n_tokens ? (int)left : n_tokens;
-    }
-    return TQKV_OK;
-}
-
-/* Opens stream i for its part of the caller's rows. Rows of k hold those of the tail, too. */
+/* Opens store i for its part of the caller's rows. Rows of k hold those of the tail, too. Halves of the first positions keep
+   the tokens below exact_first. */
 static tqkv_result tqkv__append_open(const tqkv_cache *c, int i, const void *k, const void *v, int n_tokens,
                                      tqkv__append *append)
 {
-    tqkv_store store = *tqkv__stream_of(c, i);
-    const void *src = i == 1 ? v : k;
-    if (i != 1)
-        store.strides = tqkv__strides_of(c->keys.strides, store.n_kv_heads, c->keys.head_dim + c->tail.head_dim);
+    const bool first = i >= TQKV__FIRST_ENDS && i < TQKV__LAST_ENDS;
+    const bool of_values = i == 1 || i == TQKV__FIRST_ENDS + 1 || i == TQKV__LAST_ENDS + 1;
+    const int64_t left = first ? c->exact_first - c->attention.end : n_tokens;
+    const int key_dim = c->keys.head_dim + c->tail.head_dim;
+    const void *src = of_values ? v : k;
+    tqkv_store store = *tqkv__store_of(c, i);
+    if (first && left <= 0) return TQKV_OK;
+    const int n = left < n_tokens ? (int)left : n_tokens;
+    store.strides = of_values ? c->values.strides : tqkv__strides_of(c->keys.strides, store.n_kv_heads, key_dim);
     if (i == 2 && k) src = (const uint8_t *)k + (size_t)c->keys.head_dim * tqkv__type_size(store.type);
-    const tqkv_result r = tqkv__encode_open(&store, src, n_tokens, c->attention.end, &append->streams[append->n]);
-    if (r != TQKV_OK) return r;
+    const tqkv_result r = tqkv__encode_open(&store, src, n, c->attention.end, &append->streams[append->n]);
     append->src[append->n] = src;
-    append->size[append->n++] = tqkv__rows_size(&store, n_tokens);
-    return i < 2 ? tqkv__append_ends(c, i, &store, src, n_tokens, append) : TQKV_OK;
+    append->size[append->n] = tqkv__rows_size(&store, n);
+    append->n_tokens[append->n++] = n;
+    if (i < TQKV__CACHE_STREAMS) append->n_streams = append->n;
+    return r;
 }
 
 static bool tqkv__append_overlaps(const tqkv__append *append)
 {
-    for (int j = 0; j < append->n; j++) {
-        for (int i = 0; i < append->n; i++)
+    for (int i = 0; i < append->n; i++)
+        for (int j = 0; j < append->n_streams; j++)
             if (tqkv__encoding_overlaps(&append->streams[i], append->src[j], append->size[j])) return true;
-        for (int i = 0; i < append->n_ends; i++)
-            if (tqkv__encoding_overlaps(&append->ends[i], append->src[j], append->size[j])) return true;
-    }
     return false;
 }
 
@@ -11244,12 +11187,12 @@ TQKV_API tqkv_result tqkv_cache_append(tqkv_cache *c, const void *k, const void 
     tqkv_result r = TQKV_OK;
     if (!c) return TQKV__INVALID("the cache is NULL");
     if (c->shared && v) return TQKV__INVALID("v: the keys are the values");
-    append.n = append.n_ends = 0;
-    for (int i = 0; i < TQKV__CACHE_STREAMS; i++)
-        if (tqkv__stream_of(c, i) && (r = tqkv__append_open(c, i, k, v, n_tokens, &append)) != TQKV_OK) return r;
+    append.n = 0;
+    for (int i = 0; i < TQKV__CACHE_STORES; i++)
+        if (tqkv__store_of(c, i) && (r = tqkv__append_open(c, i, k, v, n_tokens, &append)) != TQKV_OK) return r;
     if (tqkv__append_overlaps(&append)) return TQKV__INVALID("k or v overlaps the cache");
     tqkv__encode_job_open(&job, &c->attention.parallel, n_tokens, c->attention.end);
-    for (int i = 0; i < append.n; i++) tqkv__add_stream(&job, &append.streams[i], append.src[i]);
+    for (int i = 0; i < append.n_streams; i++) tqkv__add_stream(&job, &append.streams[i], append.src[i]);
     if (!c->metal)
         r = tqkv__encode_sources(&job);
     else if (tqkv__sources_finite(&job))
@@ -11257,19 +11200,18 @@ TQKV_API tqkv_result tqkv_cache_append(tqkv_cache *c, const void *k, const void 
     else
         r = TQKV__REFUSE(NOT_FINITE, "k or v holds NaN or infinity");
     if (r != TQKV_OK) return r;
-    for (int i = 0; i < append.n_ends && !c->metal; i++) /* few rows */
-        tqkv__encode_tokens(&append.ends[i], append.end_src[i], tqkv__first_kept(&append.ends[i], append.end_tokens[i]),
-                            append.end_tokens[i], c->attention.end);
+    for (int i = append.n_streams; i < append.n && !c->metal; i++) /* halves: few rows */
+        tqkv__encode_tokens(&append.streams[i], append.src[i], tqkv__first_kept(&append.streams[i], append.n_tokens[i]),
+                            append.n_tokens[i], c->attention.end);
     tqkv__cache_advance(c, n_tokens);
     return r;
 }
 
 static void tqkv__count_ends(const tqkv_cache *c, tqkv_attention *a)
 {
-    int64_t low, high;
-    tqkv__end_range(c, 2, &low, &high);
+    const tqkv__range newest = tqkv__range_of(c, TQKV__LAST_ENDS);
     a->exact_first = (int)c->exact_below;
-    a->exact_last = high - low < c->exact_last ? (int)(high - low) : c->exact_last;
+    a->exact_last = newest.to - newest.from < c->exact_last ? (int)(newest.to - newest.from) : c->exact_last;
 }
 
 TQKV_API tqkv_attention tqkv_cache_view(const tqkv_cache *c)
@@ -11337,7 +11279,7 @@ static float *tqkv__center_room(const tqkv_cache *c, int i)
     return c->centers + before;
 }
 
-/* Takes center as that of stream i, its heads `stride` floats apart; NULL: none. */
+/* Takes center as that of stream i and its halves, its heads `stride` floats apart; NULL: none. */
 static void tqkv__cache_center(tqkv_cache *c, int i, const float *center, size_t stride)
 {
     tqkv_store *s = tqkv__stream_of(c, i);
@@ -11347,6 +11289,7 @@ static void tqkv__cache_center(tqkv_cache *c, int i, const float *center, size_t
     s->center = center ? own : NULL;
     for (size_t h = 0; center && h < (size_t)s->n_kv_heads; h++)
         memmove(own + h * dim, center + h * stride, dim * sizeof(float));
+    for (int end = i; i < 2 && end < TQKV__CACHE_ENDS; end += 2) c->ends[end / 2][i].center = s->center;
 }
 
 TQKV_API tqkv_result tqkv_cache_set_center(tqkv_cache *c, const float *keys, const float *values)
@@ -11366,7 +11309,6 @@ TQKV_API tqkv_result tqkv_cache_set_center(tqkv_cache *c, const float *keys, con
     tqkv__cache_center(c, 0, keys, key_dim);
     tqkv__cache_center(c, 1, values, (size_t)c->values.head_dim);
     tqkv__cache_center(c, 2, keys ? keys + c->keys.head_dim : NULL, key_dim);
-    tqkv__share_centers(c);
     return TQKV_OK;
 }
 
@@ -11409,25 +11351,17 @@ TQKV_API tqkv_result tqkv_cache_truncate(tqkv_cache *c, int64_t end)
     return TQKV_OK;
 }
 
-/* Moves n positions of all streams down; see tqkv__move_rows. */
+/* Moves n positions down, see tqkv__move_rows: halves of the first positions as far as there are any, of the newest ones if all
+   have them. */
 static void tqkv__move_positions(const tqkv_cache *c, int64_t source, int64_t target, int64_t n)
 {
-    for (int i = 0; i < TQKV__CACHE_STREAMS; i++) {
-        tqkv__stream s;
-        const tqkv_store *store = tqkv__stream_of(c, i);
-        if (store && tqkv__stream_open(store, &s) == TQKV_OK) tqkv__move_rows(&s, source, &s, target, n);
-    }
-}
-
-/* The same for the halves: of the first positions as far as there are any, of the newest ones if all have them. */
-static void tqkv__move_ends(const tqkv_cache *c, int64_t source, int64_t target, int64_t n)
-{
     const int64_t below = c->exact_below - source < n ? c->exact_below - source : n;
-    for (int i = 0; i < TQKV__CACHE_ENDS; i++) {
+    for (int i = 0; i < TQKV__CACHE_STORES; i++) {
         tqkv__stream s;
-        const tqkv_store *store = tqkv__end_of(c, i);
-        if (!store || (i >= 2 && target < c->exact_from) || tqkv__stream_open(store, &s) != TQKV_OK) continue;
-        tqkv__move_rows(&s, source, &s, target, i < 2 ? below : n);
+        const tqkv_store *store = tqkv__store_of(c, i);
+        const bool first = i >= TQKV__FIRST_ENDS && i < TQKV__LAST_ENDS;
+        if (!store || (i >= TQKV__LAST_ENDS && target < c->exact_from)) continue;
+        if (tqkv__stream_open(store, &s) == TQKV_OK) tqkv__move_rows(&s, source, &s, target, first ? below : n);
     }
 }
 
@@ -11467,7 +11401,6 @@ TQKV_API tqkv_result tqkv_cache_remove(tqkv_cache *c, int64_t first, int64_t cou
         return TQKV__REFUSE(OUT_OF_RANGE, "first, count: not among the resident positions");
     const int64_t behind = first + count, n = c->attention.end - behind;
     tqkv__move_positions(c, behind, first, n);
-    tqkv__move_ends(c, behind, first, n);
     if (first < c->exact_from) {
         tqkv__turn_rings(c, count);
         c->exact_from = (behind > c->exact_from ? behind : c->exact_from) - count;
@@ -11493,7 +11426,6 @@ TQKV_API tqkv_result tqkv_cache_keep(tqkv_cache *c, int n, const int *kept, int 
     for (int i = 0, next; i < n_kept; i = next) {
         for (next = i + 1; next < n_kept && kept[next] == kept[next - 1] + 1;) next++;
         tqkv__move_positions(c, first + kept[i], first + i, next - i);
-        tqkv__move_ends(c, first + kept[i], first + i, next - i);
         for (int j = i; j < next && first + kept[j] < c->exact_below;) below = first + ++j;
     }
     c->attention.end = first + n_kept;
@@ -11553,25 +11485,19 @@ static bool tqkv__desc_matches(const tqkv_cache_desc *wanted, const tqkv_cache_d
     return true TQKV__CACHE_SHAPE(TQKV__FIELD_MATCHES);
 }
 
-/* Copies the halves, or makes them of a stream that was F16: zeros for positions that are gone from a ring. */
-static tqkv_result tqkv__fork_ends(const tqkv_cache *c, tqkv_cache *copy, const tqkv_parallel *parallel)
+/* Copies a store, or makes halves of a stream that was F16: zeros for positions that are gone from a ring. */
+static tqkv_result tqkv__fork_store(const tqkv_cache *c, int i, const tqkv_cache *copy, const tqkv_parallel *parallel)
 {
-    tqkv_result r = TQKV_OK;
-    tqkv__share_centers(copy);
-    for (int i = 0; r == TQKV_OK && i < TQKV__CACHE_ENDS; i++) {
-        const tqkv_store *to = tqkv__end_of(copy, i), *from = tqkv__end_of(c, i);
-        int64_t low, high;
-        tqkv__end_range(c, i, &low, &high);
-        if (!from && low < c->first) {
-            low = c->first;
-            if (to) memset(to->codes, 0, to->codes_size);
-        }
-        if (to && low < high)
-            r = tqkv__convert(to, from ? from : tqkv__stream_of(c, i % 2), low, (int)(high - low), parallel);
-        if (i >= 2) copy->exact_from = low;
+    const tqkv_store *to = tqkv__store_of(copy, i), *from = tqkv__store_of(c, i);
+    tqkv__range range = tqkv__range_of(c, i);
+    if (!to) return TQKV_OK;
+    if (!from && range.from < c->first) {
+        range.from = c->first;
+        memset(to->codes, 0, to->codes_size);
     }
-    copy->exact_below = c->exact_below;
-    return r;
+    if (!from) from = tqkv__stream_of(c, (i - TQKV__FIRST_ENDS) % 2);
+    if (range.from >= range.to) return TQKV_OK;
+    return tqkv__convert(to, from, range.from, (int)(range.to - range.from), parallel);
 }
 
 TQKV_API tqkv_result tqkv_cache_fork(const tqkv_cache *c, const tqkv_cache_desc *desc, tqkv_cache **out)
@@ -11595,15 +11521,14 @@ TQKV_API tqkv_result tqkv_cache_fork(const tqkv_cache *c, const tqkv_cache_desc 
         return TQKV__REFUSE(OUT_OF_RANGE, "capacity: too small for the resident positions");
     tqkv_result r = tqkv_cache_create(&copied, &copy);
     if (r != TQKV_OK) return r;
-    const int resident = (int)(c->attention.end - c->first);
-    for (int i = 0; r == TQKV_OK && i < TQKV__CACHE_STREAMS; i++) {
+    for (int i = 0; i < TQKV__CACHE_STREAMS; i++) {
         const tqkv_store *from = tqkv__stream_of(c, i);
-        if (!from) continue;
-        tqkv__cache_center(copy, i, from->center, (size_t)from->head_dim);
-        r = tqkv__convert(tqkv__stream_of(copy, i), from, c->first, resident, &copied.parallel);
+        if (from) tqkv__cache_center(copy, i, from->center, (size_t)from->head_dim);
     }
-    if (r == TQKV_OK) r = tqkv__fork_ends(c, copy, &copied.parallel);
+    for (int i = 0; r == TQKV_OK && i < TQKV__CACHE_STORES; i++) r = tqkv__fork_store(c, i, copy, &copied.parallel);
     copy->first = c->first;
+    copy->exact_below = c->exact_below;
+    copy->exact_from = tqkv__range_of(c, TQKV__LAST_ENDS).from;
     copy->attention.end = c->attention.end;
     if (r == TQKV_OK)
         *out = copy;
@@ -11725,53 +11650,43 @@ static tqkv_result tqkv__move_floats(tqkv__pipe *pipe, float *x, size_t n)
     return TQKV_OK;
 }
 
-/* Moves the codes of positions [first, end), then their norms, then the hash. */
-static tqkv_result tqkv__move_stored(tqkv__pipe *pipe, const tqkv__stream *s, int64_t first, int64_t end)
+/* Moves the codes of a range of positions, then their norms, then the hash. */
+static tqkv_result tqkv__move_stored(tqkv__pipe *pipe, const tqkv__stream *s, tqkv__range range)
 {
     tqkv_result r = TQKV_OK;
     for (int norms = 0; norms < 2; norms++)
         for (int h = 0; h < s->n_kv_heads; h++)
-            for (int64_t position = first; position < end;) {
-                const int slot = tqkv__slot(s, position);
-                const int64_t room = tqkv__slots_left(s, position), n = end - position < room ? end - position : room;
+            for (int64_t position = range.from, n; position < range.to; position += n) {
+                const int slot = tqkv__slot(s, position), room = tqkv__slots_left(s, position);
+                n = range.to - position < room ? range.to - position : room;
                 if (!norms)
                     r = tqkv__move(pipe, tqkv__codes_at(s, h, slot), (size_t)n * s->row_bytes);
                 else
                     r = tqkv__move_floats(pipe, tqkv__norms_at(s, h, slot), (size_t)n * (size_t)s->norms_per_row);
                 if (r != TQKV_OK) return r;
-                position += n;
             }
     return tqkv__move_hash(pipe);
 }
 
-/* Moves the centre of a cache's stream, which lies in the cache's own memory, and the resident positions. */
-static tqkv_result tqkv__move_stream(tqkv__pipe *pipe, const tqkv__stream *s, int64_t first, int64_t end)
+/* Moves a centre, which when it is read lies in the cache's own memory. */
+static tqkv_result tqkv__move_center(tqkv__pipe *pipe, const tqkv__stream *s)
 {
-    if (s->center) {
-        const size_t n = (size_t)s->n_kv_heads * (size_t)s->head_dim;
-        const tqkv_result r = tqkv__move_floats(pipe, (float *)(uintptr_t)s->center, n);
-        if (r != TQKV_OK) return r;
-        if (!tqkv__all_finite(s->center, n)) return TQKV_CORRUPT;
-    }
-    return tqkv__move_stored(pipe, s, first, end);
+    const size_t n = tqkv__center_size(s) / sizeof(float);
+    if (!s->center) return TQKV_OK;
+    const tqkv_result r = tqkv__move_floats(pipe, (float *)(uintptr_t)s->center, n);
+    return r != TQKV_OK || tqkv__all_finite(s->center, n) ? r : TQKV_CORRUPT;
 }
 
-static tqkv_result tqkv__move_streams(tqkv__pipe *pipe, const tqkv_cache *c)
+/* Moves all stores of a cache: centres of streams, and what the stores hold. */
+static tqkv_result tqkv__move_stores(tqkv__pipe *pipe, const tqkv_cache *c)
 {
     tqkv_result r = TQKV_OK;
-    for (int i = 0; r == TQKV_OK && i < TQKV__CACHE_STREAMS; i++) {
+    for (int i = 0; r == TQKV_OK && i < TQKV__CACHE_STORES; i++) {
         tqkv__stream s;
-        if (!tqkv__stream_of(c, i)) continue;
-        r = tqkv__stream_open(tqkv__stream_of(c, i), &s);
-        if (r == TQKV_OK) r = tqkv__move_stream(pipe, &s, c->first, c->attention.end);
-    }
-    for (int i = 0; r == TQKV_OK && i < TQKV__CACHE_ENDS; i++) {
-        tqkv__stream s;
-        int64_t low, high;
-        if (!tqkv__end_of(c, i)) continue;
-        tqkv__end_range(c, i, &low, &high);
-        r = tqkv__stream_open(tqkv__end_of(c, i), &s);
-        if (r == TQKV_OK) r = tqkv__move_stored(pipe, &s, low, high);
+        if (!tqkv__store_of(c, i)) continue;
+        r = tqkv__stream_open(tqkv__store_of(c, i), &s);
+        if (r == TQKV_OK && i < TQKV__CACHE_STREAMS) r = tqkv__move_center(pipe, &s);
+        if (r == TQKV_OK) r = tqkv__move_stored(pipe, &s, tqkv__range_of(c, i));
     }
     return r;
 }
@@ -11814,10 +11729,10 @@ static void tqkv__cache_header(const tqkv_cache *c, uint32_t version, uint8_t *h
                                  (uint32_t)a->window,
                                  tqkv__bits(a->scale),
                                  tqkv__bits(a->softcap)};
-    int64_t low, high;
-    tqkv__end_range(c, 2, &low, &high);
-    const uint32_t more[6] = {(uint32_t)c->tail.head_dim, (uint32_t)c->tail.format, (uint32_t)c->exact_first,
-                              (uint32_t)c->exact_last,    (uint32_t)c->exact_below, (uint32_t)(high - low)};
+    const tqkv__range newest = tqkv__range_of(c, TQKV__LAST_ENDS);
+    const uint32_t more[6] = {(uint32_t)c->tail.head_dim, (uint32_t)c->tail.format,
+                              (uint32_t)c->exact_first,   (uint32_t)c->exact_last,
+                              (uint32_t)c->exact_below,   (uint32_t)(newest.to - newest.from)};
     memcpy(header, tqkv__magic, 8);
     for (int i = 0; i < 12; i++) tqkv__put(header + 8 + 4 * i, 4, fields[i]);
     tqkv__put(header + 56, 8, (uint64_t)c->first);
@@ -11836,37 +11751,47 @@ TQKV_API tqkv_result tqkv_cache_save(const tqkv_cache *c, tqkv_write write, void
     tqkv__pipe_open(&pipe, write, NULL, user);
     tqkv_result r = tqkv__move(&pipe, header, tqkv__header_size(version));
     if (r == TQKV_OK) r = tqkv__move_hash(&pipe);
-    return r == TQKV_OK ? tqkv__move_streams(&pipe, c) : r;
+    return r == TQKV_OK ? tqkv__move_stores(&pipe, c) : r;
 }
 
-/* Takes what only versions 3 and 4 have; ends: the numbers of positions with halves. False if no cache can have written it. */
-static bool tqkv__parse_more(const uint8_t *header, uint32_t flags, tqkv_cache_desc *d, int ends[2])
+/* What a header says. */
+typedef struct tqkv__header {
+    tqkv_cache_desc desc;
+    uint32_t centers; /* a bit a stream */
+    int64_t first, end, exact_below, exact_from;
+} tqkv__header;
+
+/* Takes what only versions 3 and 4 have. False if no cache can have written it. */
+static bool tqkv__parse_more(const uint8_t *header, uint32_t flags, tqkv__header *h)
 {
     uint32_t more[6];
+    tqkv_cache_desc *d = &h->desc;
     const bool exact = (uint32_t)tqkv__get(header + 8, 4) == 4;
     for (int i = 0; i < 6; i++) more[i] = (uint32_t)tqkv__get(header + TQKV__HEADER_SIZE + 4 * i, 4);
     if (more[0] > TQKV_MAX_HEAD_DIM || more[1] > 15 || !more[0] != !more[1] || exact == (!more[2] && !more[3]))
         return false;
-    if (more[2] > (uint32_t)INT_MAX || more[3] > (uint32_t)INT_MAX || more[4] > more[2] ||
-        more[5] > tqkv__end_room(more[3]))
+    if (more[2] > (uint32_t)INT_MAX || more[3] > (uint32_t)INT_MAX || more[4] > more[2] || more[4] > h->end ||
+        more[5] > tqkv__end_room(more[3]) || more[5] > h->end)
         return false;
     d->shared = flags & 16;
     d->tail_dim = (int)more[0];
     d->tail_format = (tqkv_format)more[1];
     d->exact_first = (int)more[2];
     d->exact_last = (int)more[3];
-    ends[0] = (int)more[4];
-    ends[1] = (int)more[5];
+    h->exact_below = more[4];
+    h->exact_from = h->end - more[5];
     if (d->shared && (flags & 4 || d->value_format != d->key_format || d->value_dim != d->head_dim)) return false;
     if (!d->tail_dim) return (d->shared || exact) && !(flags & 8);
     return tqkv__format_known(d->tail_format);
 }
 
-/* The desc, the centres' flags, a bit a stream, and the resident range of a header; false if no cache can have written it. */
-static bool tqkv__parse_header(const uint8_t *header, tqkv_cache_desc *d, uint32_t *centers, int64_t *first,
-                               int64_t *end, int ends[2])
+/* False if no cache can have written it. */
+static bool tqkv__parse_header(const uint8_t *header, tqkv__header *h)
 {
     uint32_t fields[12];
+    tqkv_cache_desc *d = &h->desc;
+    memset(h, 0, sizeof *h);
+    if (memcmp(header, tqkv__magic, 8) != 0) return false;
     for (int i = 0; i < 12; i++) fields[i] = (uint32_t)tqkv__get(header + 8 + 4 * i, 4);
     const bool old = fields[0] == 1 && fields[1] == 1, latest = fields[0] >= 3;
     if (fields[0] > TQKV__SNAPSHOT_VERSION || fields[1] > TQKV__CODES_VERSION_OLD) {
@@ -11891,18 +11816,24 @@ static bool tqkv__parse_header(const uint8_t *header, tqkv_cache_desc *d, uint32
     d->key_format = (tqkv_format)fields[6];
     d->value_format = (tqkv_format)fields[7];
     d->ring = flags & 1;
-    *centers = flags >> 1 & 7;
     d->window = (int)fields[9];
     d->scale = tqkv__float(fields[10]);
     d->softcap = tqkv__float(fields[11]);
-    *first = (int64_t)tqkv__get(header + 56, 8);
-    *end = (int64_t)tqkv__get(header + 64, 8);
-    ends[0] = ends[1] = 0;
-    if (latest && !tqkv__parse_more(header, flags, d, ends)) return false;
-    if (ends[0] > *end || ends[1] > *end) return false;
-    if (fields[11] >> 31) return false; /* no cache has a negative softcap */
-    return d->scale != 0.0f && *first >= 0 && *first <= *end && *end - *first <= d->capacity &&
-           (d->ring || *first == 0);
+    h->centers = flags >> 1 & 7;
+    h->first = (int64_t)tqkv__get(header + 56, 8);
+    h->end = h->exact_from = (int64_t)tqkv__get(header + 64, 8);
+    if (h->first < 0 || h->first > h->end || h->end - h->first > d->capacity || (!d->ring && h->first)) return false;
+    if (fields[11] >> 31 || d->scale == 0.0f) return false; /* no cache has a negative softcap */
+    return !latest || tqkv__parse_more(header, flags, h);
+}
+
+/* A cache that holds what a header says. */
+static void tqkv__set_range(tqkv_cache *c, const tqkv__header *h)
+{
+    c->first = h->first;
+    c->attention.end = h->end;
+    c->exact_below = h->exact_below;
+    c->exact_from = h->exact_from;
 }
 
 /* A reader that holds the first `filled` bytes and has passed on `taken` of them. */
@@ -11954,35 +11885,31 @@ static tqkv_result tqkv__hold(tqkv__read_ahead *a, size_t wanted)
 
 /* Bytes to read before the cache is created: none up to 1 MiB; then a sixteenth of the cache's size, or all that the
    header announces if that is less. A file that was cut short cannot make load allocate much. */
-static size_t tqkv__wanted_ahead(const tqkv_cache *c, uint32_t centers, int64_t resident, const int ends[2])
+static size_t tqkv__wanted_ahead(const tqkv_cache *c, uint32_t centers)
 {
     size_t all = 0, announced = 0;
-    for (int i = 0; i < TQKV__CACHE_STREAMS; i++) {
-        const tqkv_store *s = tqkv__stream_of(c, i);
+    for (int i = 0; i < TQKV__CACHE_STORES; i++) {
+        const tqkv_store *s = tqkv__store_of(c, i);
+        const tqkv__range range = tqkv__range_of(c, i);
         if (!s) continue;
         const size_t rows = tqkv_codes_size(s) + tqkv_norms_size(s);
-        const size_t center = (size_t)s->n_kv_heads * (size_t)s->head_dim * sizeof(float);
+        const size_t center = i < TQKV__CACHE_STREAMS ? (size_t)s->n_kv_heads * (size_t)s->head_dim * sizeof(float) : 0;
         all += rows + center; /* there is always room for centres */
-        announced +=
-            rows / (size_t)s->capacity * (size_t)resident + (centers >> i & 1 ? center : 0) + 8; /* and a hash */
-    }
-    for (int i = 0; i < TQKV__CACHE_ENDS; i++) {
-        const tqkv_store *s = tqkv__end_of(c, i);
-        if (!s) continue;
-        all += tqkv_codes_size(s);
-        announced += tqkv_codes_size(s) / (size_t)s->capacity * (size_t)ends[i / 2] + 8;
+        announced += rows / (size_t)s->capacity * (size_t)(range.to - range.from) + 8; /* and a hash */
+        if (centers >> i & 1) announced += center;
     }
     return all <= 1048576 ? 0 : announced < all / 16 ? announced : all / 16;
 }
 
-/* Reads the header, as long as its version has it, and its hash. header: [TQKV__HEADER_SIZE + TQKV__HEADER_MORE] */
-static tqkv_result tqkv__read_header(tqkv__pipe *pipe, uint8_t *header)
+/* Reads a header, as long as its version has it, and its hash. */
+static tqkv_result tqkv__read_header(tqkv__pipe *pipe, tqkv__header *h)
 {
-    memset(header, 0, TQKV__HEADER_SIZE + TQKV__HEADER_MORE);
+    uint8_t header[TQKV__HEADER_SIZE + TQKV__HEADER_MORE] = {0};
     tqkv_result r = tqkv__move(pipe, header, TQKV__HEADER_SIZE);
     const size_t size = tqkv__header_size((uint32_t)tqkv__get(header + 8, 4));
     if (r == TQKV_OK) r = tqkv__move(pipe, header + TQKV__HEADER_SIZE, size - TQKV__HEADER_SIZE);
-    return r == TQKV_OK ? tqkv__move_hash(pipe) : r;
+    if (r == TQKV_OK) r = tqkv__move_hash(pipe);
+    return r != TQKV_OK || tqkv__parse_header(header, h) ? r : TQKV_CORRUPT;
 }
 
 /* Room for the centres that the snapshot has: zeros, until they are read. */
@@ -11992,47 +11919,38 @@ static void tqkv__open_centers(tqkv_cache *c, uint32_t centers)
     (void)tqkv__center_floats(c, TQKV__CACHE_STREAMS, &floats);
     memset(c->centers, 0, floats * sizeof(float));
     for (int i = 0; i < TQKV__CACHE_STREAMS; i++)
-        if (centers >> i & 1) tqkv__stream_of(c, i)->center = tqkv__center_room(c, i);
-    tqkv__share_centers(c);
+        if (centers >> i & 1)
+            tqkv__cache_center(c, i, tqkv__center_room(c, i), (size_t)tqkv__stream_of(c, i)->head_dim);
 }
 
 TQKV_API tqkv_result tqkv_cache_load(const tqkv_cache_desc *desc, tqkv_read read, void *user, tqkv_cache **out)
 {
     tqkv__pipe pipe;
     tqkv__read_ahead ahead = {read, user, {NULL, NULL, NULL}, NULL, 0, 0, 0};
-    uint8_t header[TQKV__HEADER_SIZE + TQKV__HEADER_MORE];
-    tqkv_cache_desc found;
+    tqkv__header found;
     tqkv_cache *c, checked;
-    uint32_t centers;
-    int64_t first, end;
-    int ends[2];
     if (!out) return TQKV__INVALID("out is NULL");
     *out = NULL;
     if (!desc || !read) return TQKV__INVALID("desc or read is NULL");
     tqkv__pipe_open(&pipe, NULL, tqkv__read_held, &ahead);
-    tqkv_result r = tqkv__read_header(&pipe, header);
+    tqkv_result r = tqkv__read_header(&pipe, &found);
     if (r != TQKV_OK) return r;
-    memset(&found, 0, sizeof found);
-    if (memcmp(header, tqkv__magic, 8) != 0 || !tqkv__parse_header(header, &found, &centers, &first, &end, ends) ||
-        tqkv__cache_resolve(&found, &checked) != TQKV_OK)
-        return TQKV_CORRUPT;
-    if (!tqkv__desc_matches(desc, &found) || (desc->type && found.type && desc->type != found.type))
+    if (tqkv__cache_resolve(&found.desc, &checked) != TQKV_OK) return TQKV_CORRUPT;
+    if (!tqkv__desc_matches(desc, &found.desc) || (desc->type && found.desc.type && desc->type != found.desc.type))
         return TQKV__INVALID("a field of desc is not the snapshot's");
-    tqkv__take_use(desc, &found);
-    if (!tqkv__resolve_allocator(&found.allocator)) return TQKV__INVALID("allocator: one of alloc and free is missing");
-    ahead.memory = found.allocator;
-    r = tqkv__hold(&ahead, tqkv__wanted_ahead(&checked, centers, end - first, ends));
-    if (r == TQKV_OK) r = tqkv_cache_create(&found, &c);
+    tqkv__take_use(desc, &found.desc);
+    ahead.memory = found.desc.allocator;
+    if (!tqkv__resolve_allocator(&ahead.memory)) return TQKV__INVALID("allocator: one of alloc and free is missing");
+    tqkv__set_range(&checked, &found);
+    r = tqkv__hold(&ahead, tqkv__wanted_ahead(&checked, found.centers));
+    if (r == TQKV_OK) r = tqkv_cache_create(&found.desc, &c);
     if (r != TQKV_OK) {
         tqkv__drop_held(&ahead);
         return r;
     }
-    tqkv__open_centers(c, centers);
-    c->first = first;
-    c->attention.end = end;
-    c->exact_below = ends[0];
-    c->exact_from = end - ends[1];
-    r = tqkv__move_streams(&pipe, c);
+    tqkv__set_range(c, &found);
+    tqkv__open_centers(c, found.centers);
+    r = tqkv__move_stores(&pipe, c);
     tqkv__drop_held(&ahead);
     if (r == TQKV_OK)
         *out = c;
@@ -12041,23 +11959,20 @@ TQKV_API tqkv_result tqkv_cache_load(const tqkv_cache_desc *desc, tqkv_read read
     return r;
 }
 
+static size_t tqkv__write_nowhere(void *user, const void *bytes, size_t n)
+{
+    (void)user, (void)bytes;
+    return n;
+}
+
 /* The hash of a centre's bytes in a snapshot; 0 without one. */
 static uint64_t tqkv__center_hash(const tqkv__stream *s)
 {
-    enum { CHUNK = 64 };
-    const size_t count = tqkv__center_size(s) / sizeof(float);
-    XXH3_state_t hash;
-    uint8_t bytes[4 * CHUNK] = {0};
+    tqkv__pipe pipe;
     if (!s->center) return 0;
-    XXH3_INITSTATE(&hash);
-    XXH3_64bits_reset(&hash);
-    for (size_t done = 0; done < count;) {
-        const size_t n = count - done < (size_t)CHUNK ? count - done : (size_t)CHUNK;
-        for (size_t i = 0; i < n; i++) tqkv__put(bytes + 4 * i, 4, tqkv__bits(s->center[done + i]));
-        XXH3_64bits_update(&hash, bytes, 4 * n);
-        done += n;
-    }
-    return XXH3_64bits_digest(&hash);
+    tqkv__pipe_open(&pipe, tqkv__write_nowhere, NULL, NULL);
+    (void)tqkv__move_center(&pipe, s);
+    return XXH3_64bits_digest(&pipe.hash);
 }
 
 static const char tqkv__store_magic[9] = "tqks\r\n\x1a\n";
@@ -12093,7 +12008,8 @@ TQKV_API tqkv_result tqkv_store_save(const tqkv_store *store, int64_t position, 
     tqkv__pipe_open(&pipe, write, NULL, user);
     r = tqkv__move(&pipe, header, sizeof header);
     if (r == TQKV_OK) r = tqkv__move_hash(&pipe);
-    return r == TQKV_OK ? tqkv__move_stored(&pipe, &s, position, position + n_positions) : r;
+    const tqkv__range range = {position, position + n_positions};
+    return r == TQKV_OK ? tqkv__move_stored(&pipe, &s, range) : r;
 }
 
 /* Every size comes from the store: a header that differs from the one that this store writes is refused, but for the first
@@ -12118,7 +12034,8 @@ TQKV_API tqkv_result tqkv_store_load(const tqkv_store *store, int64_t position, 
     memcpy(expected + 32, header + 32, 8); /* where the positions were is not compared */
     if (memcmp(header, expected, sizeof header) != 0)
         return TQKV__INVALID("the snapshot is of another store or of another number of positions");
-    return tqkv__move_stored(&pipe, &s, position, position + n_positions);
+    const tqkv__range range = {position, position + n_positions};
+    return tqkv__move_stored(&pipe, &s, range);
 }
 
 #endif /* TQKV_IMPLEMENTATION, to be continued */
@@ -13103,9 +13020,8 @@ static int tqkv__stretch_of(int64_t tile, int n_short)
 /* Slots of the keys before slice_end that some query sees, as tiles [*first, *end). A ring that wraps: all. */
 static void tqkv__tiles_seen(const tqkv__attention *a, int64_t slice_end, int64_t *first, int64_t *end)
 {
-    int64_t from, to;
-    tqkv__visible_to(a, 0, a->call.n_queries - 1, a->first, slice_end, &from, &to);
-    const int64_t seen = to - from, slot = seen > 0 ? tqkv__slot(&a->keys, from) : 0;
+    const tqkv__range slice = {a->first, slice_end}, visible = tqkv__visible_to(a, 0, a->call.n_queries - 1, slice);
+    const int64_t seen = visible.to - visible.from, slot = seen > 0 ? tqkv__slot(&a->keys, visible.from) : 0;
     const bool wraps = seen > a->keys.capacity - slot;
     *first = wraps ? 0 : slot / TQKV__SIMD_WIDTH;
     *end = ((wraps ? a->keys.capacity : slot + seen) + TQKV__SIMD_WIDTH - 1) / TQKV__SIMD_WIDTH;
@@ -13879,10 +13795,10 @@ static tqkv_result tqkv__plan_range(const tqkv_metal_attention *from, int64_t fi
     tqkv_result r = slice ? tqkv__check_slice_range(a, first, count) : TQKV_OK;
     if (r != TQKV_OK) return r;
     if (!slice) b->sinks = from->sinks;
-    b->slice_end = slice ? first + count : a->call.end;
-    if (!slice) first = a->first;
-    if (known) r = tqkv__check_seen(a, first, b->slice_end);
-    a->first = first;
+    const tqkv__range range = {slice ? first : a->first, slice ? first + count : a->call.end};
+    if (known) r = tqkv__check_seen(a, range);
+    a->first = range.from;
+    b->slice_end = range.to;
     return r;
 }
 

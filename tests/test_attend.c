@@ -1,6 +1,7 @@
 /* Attention against the double-precision reference: formats, shapes, slices and the parallel hook. */
 #include "attend_fixture.h"
 
+#include <fenv.h>
 #include <pthread.h>
 
 /* ---- The parallel hook: three threads, shuffled tasks ---- */
@@ -79,6 +80,34 @@ static void attend_in_parallel(attend_problem *problem, bool reversed)
     CHECK(pool.calls > 0, "the hook was not called");
     problem->attention.parallel.user = NULL; /* the pool goes out of scope */
     free(serial);
+}
+
+/* The caller's rounding mode changes no bit, where stretches are merged by the calling thread neither. */
+static void check_mode(const void *parameters)
+{
+    attend_row row = attend_default_row(TQKV_I8, TQKV_TQ4, *(const int *)parameters);
+    row.end = row.key_capacity = row.value_capacity = 5000;
+    row.sinks = SINKS_SOME;
+    row.key_center = row.value_center = 3.0f;
+    attend_problem problem;
+    attend_set_up(&problem, &row);
+    const size_t bytes = problem.n_rows * problem.value_dim * sizeof(float);
+    float *out = (float *)test_alloc(bytes);
+    task_pool pool;
+    memset(&pool, 0, sizeof pool);
+    CHECK_RESULT(tqkv_attend(&problem.attention, problem.q, problem.out), TQKV_OK);
+    problem.attention.parallel.run = run_reversed;
+    problem.attention.parallel.user = &pool;
+#ifdef FE_UPWARD
+    fesetround(FE_UPWARD);
+#endif
+    CHECK_RESULT(tqkv_attend(&problem.attention, problem.q, out), TQKV_OK);
+#ifdef FE_UPWARD
+    fesetround(FE_TONEAREST);
+#endif
+    CHECK(!memcmp(out, problem.out, bytes), "the rounding mode changes the output");
+    free(out);
+    attend_tear_down(&problem);
 }
 
 /* ---- Slices ---- */
@@ -437,6 +466,8 @@ void test_attend_cases(void)
     add_query_counts();
     add_groups();
     add_exact();
+    for (int d = 0; d < 6; d += 2)
+        test_add(check_mode, &test_head_dims[d], sizeof(int), "attend/mode/%d", test_head_dims[d]);
     for (int d = 0; d < 6; d++)
         test_add(check_partial_parts, &test_head_dims[d], sizeof(int), "attend/partial_parts/%d", test_head_dims[d]);
 }

@@ -476,6 +476,11 @@ static void check_team_refusals(const void *parameters)
     CHECK_RESULT(tqkv_encode(&problem.keys, source, 40, 0), TQKV_NOT_FINITE);
     CHECK_RESULT(tqkv_attend(&problem.attention, problem.q, problem.out), TQKV_OK);
     attend_check(&problem, problem.out, "after a refused encode");
+    const tqkv_allocator scratch = tqkv_team_allocator(team);
+    void *one = scratch.alloc(scratch.user, 0), *other = scratch.alloc(scratch.user, 0);
+    CHECK(one && other && one != other, "blocks of no bytes: %p, %p", one, other);
+    scratch.free(scratch.user, one, 0);
+    scratch.free(scratch.user, other, 0);
     free(source);
     attend_tear_down(&problem);
     tqkv_team_destroy(team);
