@@ -9052,7 +9052,7 @@ static int tqkv__tile_room(const tqkv__stream *s, int64_t position)
     return s->page_size % TQKV__TILE || s->ring ? TQKV__TILE : tqkv__slots_left(s, position);
 }
 
-/* Whether a tile's slots end before it: its ring wraps. */
+/* Whether a ring wraps within n positions. */
 static bool tqkv__wraps(const tqkv__stream *s, int64_t position, int64_t n)
 {
     return s->ring && tqkv__slots_left(s, position) < n;
