@@ -2,38 +2,7 @@
 # Compiles the header as its users do: compile.sh FOLDER, with CPPFLAGS and WARNINGS set. Prints 'N passed, N failed'.
 folder=$1
 mkdir -p "$folder"
-passed=0
-failed=0
-
-# report NAME STATUS: counts one case
-report() {
-    if [ "$2" -eq 0 ]; then
-        passed=$((passed + 1))
-    else
-        failed=$((failed + 1))
-        echo "FAIL compile/$1"
-        cat "$folder/log"
-    fi
-}
-
-# accepts NAME COMMAND...: the command must succeed
-accepts() {
-    name=$1
-    shift
-    "$@" >"$folder/log" 2>&1
-    report "$name" $?
-}
-
-# refuses NAME TEXT COMMAND...: the command must fail with the text
-refuses() {
-    name=$1
-    text=$2
-    shift 2
-    "$@" >"$folder/log" 2>&1
-    status=$?
-    test $status -ne 0 && grep -q -e "$text" "$folder/log"
-    report "$name" $?
-}
+. tests/report.sh
 
 # The runners compile the vector sets in each language and at each level of optimisation.
 one_set=-DTQKV_NO_AVX2
@@ -148,5 +117,4 @@ if [ "$(uname -s)" = Linux ]; then
         -isystem "$folder/xxhash" -I. -E tests/compile_impl.c -o "$folder/clang-cl.i"
 fi
 
-echo "$passed passed, $failed failed"
-test "$failed" -eq 0
+finish
