@@ -70,8 +70,9 @@ $(HOST_BUILD)/metal_encode_attend-arc: $(HOST_BUILD)/arc/examples/metal_encode_a
 		$(HOST_BUILD)/$(STANDIN)/arc.o $(HOST_BUILD)/$(STANDIN)/standin.o $(HOST_TQKV)
 	@clang++ $^ -o $@ $(HOST_LINK)
 
-# The shaders as position-independent code for the stand-in's library.
-STANDIN_SHADER := clang++ -fPIC $(STANDIN_SANITIZE) $(SHADER_CPU)
+# The shaders as position-independent code for the stand-in's library. UBSan's other checks, which double the time to compile
+# them, are in `make test-shaders`.
+STANDIN_SHADER := clang++ -fPIC -g1 -O1 -fsanitize=address,bounds,alignment -fno-sanitize-recover=all -fno-omit-frame-pointer $(SHADER_CPU)
 
 $(HOST_BUILD)/library/%.metal.o: $(METAL_BUILD)/cpu/prepared tqkv.h tests/metal/simt.h tests/metal/shim/cpu/metal_stdlib
 	@mkdir -p $(@D)
