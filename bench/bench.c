@@ -1,5 +1,4 @@
 /* Measures tqkv against this core's limits and against peers. `bench --help` names the options. */
-#define TQKV_IMPLEMENTATION
 #include "bench.h"
 
 #include <dlfcn.h>
@@ -54,10 +53,17 @@ double stored_bytes(const bench *b, const pair *p)
     return (double)(keys->codes_size + keys->norms_size + values->codes_size + values->norms_size);
 }
 
+/* By way of halves, in rows of 32. */
 void *typed_copy(tqkv_type type, const float *values, size_t n)
 {
     void *typed = bench_alloc(n * sizeof *values);
-    tqkv__narrow_row(type, values, (int)n, typed);
+    tqkv_store rows = {.format = TQKV_F16, .head_dim = 32, .n_kv_heads = 1, .capacity = (int)(n / 32)};
+    rows.codes_size = tqkv_codes_size(&rows);
+    rows.codes = bench_alloc(rows.codes_size);
+    bench_check(tqkv_encode(&rows, values, rows.capacity, 0));
+    rows.type = type;
+    bench_check(tqkv_decode(&rows, 0, rows.capacity, TQKV_ORIGINAL, typed));
+    free(rows.codes);
     return typed;
 }
 

@@ -6,10 +6,11 @@ METALLIB_TARGETS := macos13 macos14 macos15 macos26 ios16
 METALLIB_BUILD := $(BUILD)/metallib
 METALLIB_SOURCE := metallib/tqkv.metal
 # The library in the repository is for macOS 13; others stay in the build folder. It changes once for a series of changes,
-# because git keeps every version: the tests use the one and the source that they build of the present shaders.
+# because git keeps every version: where it is of other shaders, or by another builder, the tests build one of the present.
 METALLIB := metallib/default.metallib
 METALLIB_PRESENT := $(METALLIB_BUILD)/air/macos13/default.metallib
 METALLIB_PRESENT_SOURCE := $(METALLIB_BUILD)/current.metal
+METALLIB_TESTED := $(METALLIB_BUILD)/tested.metallib
 METALLIB_OUTPUT = $(if $(filter macos13,$(TARGET)),$(METALLIB),$(METALLIB_BUILD)/$(TARGET).metallib)
 
 # $(1): of air or xcrun
@@ -68,16 +69,23 @@ AIR_TOOLS := clang-$(AIR_LLVM) opt-$(AIR_LLVM) llvm-as-$(AIR_LLVM)
 AIR_SOURCES := $(wildcard metallib/air/*.py) metallib/air/shim/metal_stdlib metallib/msl.py
 AIR_BUILD := metallib/air/build.py --llvm $(AIR_LLVM)
 
+# $(1): the target
+air_library = python3 $(AIR_BUILD) --target $(1) --keep $(METALLIB_BUILD)/air/$(1)/modules -o $@ $(SHADER_KERNELS)
+
 # Through the one file: a change of tqkv.h that Metal does not see builds nothing.
 $(METALLIB_BUILD)/air/%/default.metallib: $(AIR_SOURCES) $(METALLIB_PRESENT_SOURCE)
 	@for tool in $(AIR_TOOLS); do command -v $$tool >/dev/null || { echo "$$tool is missing: make deps-test"; exit 1; }; done
 	@mkdir -p $(@D)
-	@python3 $(AIR_BUILD) --target $* --keep $(@D)/modules -o $@ $(SHADER_KERNELS)
+	@$(call air_library,$*)
 
 $(METALLIB_PRESENT_SOURCE): metallib-source
 	@cmp -s $(METALLIB_BUILD)/tqkv.metal $@ || cp $(METALLIB_BUILD)/tqkv.metal $@
 
 # ---- The library in the repository ----
+
+$(METALLIB_TESTED): $(METALLIB_PRESENT_SOURCE) $(AIR_SOURCES) $(METALLIB)
+	@if cmp -s $< $(METALLIB_SOURCE) && python3 metallib/record.py check metallib/README.md $(METALLIB) $(METALLIB_SOURCE) && \
+		python3 metallib/record.py builder metallib/README.md; then cp $(METALLIB) $@; else $(call air_library,macos13); fi
 
 .PHONY: check-metallib-record check-metallib check-metallib-rebuilt
 # Part of `make test`: the library, the source and the table in the README belong together.

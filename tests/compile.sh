@@ -2,38 +2,7 @@
 # Compiles the header as its users do: compile.sh FOLDER, with CPPFLAGS and WARNINGS set. Prints 'N passed, N failed'.
 folder=$1
 mkdir -p "$folder"
-passed=0
-failed=0
-
-# report NAME STATUS: counts one case
-report() {
-    if [ "$2" -eq 0 ]; then
-        passed=$((passed + 1))
-    else
-        failed=$((failed + 1))
-        echo "FAIL compile/$1"
-        cat "$folder/log"
-    fi
-}
-
-# accepts NAME COMMAND...: the command must succeed
-accepts() {
-    name=$1
-    shift
-    "$@" >"$folder/log" 2>&1
-    report "$name" $?
-}
-
-# refuses NAME TEXT COMMAND...: the command must fail with the text
-refuses() {
-    name=$1
-    text=$2
-    shift 2
-    "$@" >"$folder/log" 2>&1
-    status=$?
-    test $status -ne 0 && grep -q -e "$text" "$folder/log"
-    report "$name" $?
-}
+. tests/report.sh
 
 # The runners compile the vector sets in each language and at each level of optimisation.
 one_set=-DTQKV_NO_AVX2
@@ -51,9 +20,9 @@ in_language() {
     accepts "$tag/link" "$compiler" "$folder/$tag-impl.o" "$folder/$tag-user.o" -o "$folder/$tag" -lm
     accepts "$tag/run" "$folder/$tag"
     for flag in -ffast-math -ffinite-math-only; do
-        refuses "$tag/refuses$flag" 'error:.*fast-math' $compile $flag -fsyntax-only tests/compile_impl.c
-        accepts "$tag/allows$flag" $compile $flag -DTQKV_ALLOW_FAST_MATH -fsyntax-only tests/compile_impl.c
+        refuses "$tag/refuses$flag" 'error:.*fast-math' $compile $flag -Wfatal-errors -fsyntax-only tests/compile_impl.c
     done
+    accepts "$tag/allows-ffast-math" $compile -ffast-math -DTQKV_ALLOW_FAST_MATH -fsyntax-only tests/compile_impl.c
 }
 
 for compiler in gcc clang; do
@@ -67,14 +36,19 @@ in_language clang++ c++11
 accepts gcc-c99/static-sets gcc -std=c99 $WARNINGS $CPPFLAGS -I. -DTQKV_STATIC -fsyntax-only tests/compile_impl.c
 accepts gcc-c99/static gcc -std=c99 -Og $one_set $WARNINGS $CPPFLAGS -I. -DTQKV_STATIC tests/compile_impl.c -o "$folder/static" -lm
 accepts gcc-c99/static-run "$folder/static"
-# Flags that change the order of sums, of which clang says nothing to the preprocessor, change no stored byte.
+# Flags that change the order of sums, of which clang says nothing to the preprocessor, change no stored byte. Sets may be left
+# out: the programs say which one they use.
+bytes() { "$folder/$1" >"$folder/$1.txt" 2>"$folder/log"; }
 accepts bytes/plain gcc -std=c99 -O2 $one_set $WARNINGS $CPPFLAGS -I. tests/compile_bytes.c -o "$folder/bytes" -lm
-"$folder/bytes" >"$folder/bytes.txt"
+bytes bytes && grep -qx 'scalar\|neon' "$folder/log"
+report sets/no-avx2 $?
 accepts bytes/reordered clang -std=c99 -O1 -DTQKV_NO_AVX512 -fassociative-math -freciprocal-math -fno-signed-zeros -fno-trapping-math \
     $WARNINGS $CPPFLAGS -I. tests/compile_bytes.c -o "$folder/bytes-reordered" -lm
-"$folder/bytes-reordered" >"$folder/bytes-reordered.txt"
+bytes bytes-reordered && grep -qx 'avx2\|scalar\|neon' "$folder/log"
+report sets/no-avx512 $?
 accepts bytes/equal cmp "$folder/bytes.txt" "$folder/bytes-reordered.txt"
-# Sets that are left out, and what only a GPU needs. The program prints the best set that is left.
+
+# With what only a GPU needs, and without. clang compiles no sets where it does not optimise; gcc optimises them.
 # sets NAME SETS COMMAND...: the compiled program finds one of the sets
 sets() {
     name=$1
@@ -84,10 +58,7 @@ sets() {
     "$folder/sets" >"$folder/log" 2>&1 && grep -qx "$expected" "$folder/log"
     report "sets/$name/run" $?
 }
-sets no-avx512 'avx2\|scalar\|neon' gcc -std=c99 -O0 -DTQKV_NO_AVX512
-sets no-avx2 'scalar\|neon' gcc -std=c99 -O0 -DTQKV_NO_AVX2
 sets metal 'scalar\|neon' gcc -std=c99 -O0 -DTQKV_NO_AVX2 -DTQKV_METAL
-# clang compiles no sets where it does not optimise; gcc optimises them.
 sets clang-O0 scalar clang -std=c99 -O0
 
 # Private means private: a second program may hold its own static copy beside the extern one.
@@ -138,7 +109,7 @@ if [ "$(uname -s)" = Linux ]; then
     # All parts of fast math, and the bytes of the run above, on arm64.
     accepts bytes/arm64 clang --target=aarch64-linux-gnu -std=c99 -O2 -funsafe-math-optimizations \
         $WARNINGS -isystem "$folder/xxhash" -I. tests/compile_bytes.c -o "$folder/bytes-arm64" -lm
-    qemu-aarch64 -L /usr/aarch64-linux-gnu "$folder/bytes-arm64" >"$folder/bytes-arm64.txt"
+    qemu-aarch64 -L /usr/aarch64-linux-gnu "$folder/bytes-arm64" >"$folder/bytes-arm64.txt" 2>"$folder/log"
     accepts bytes/arm64-equal cmp "$folder/bytes.txt" "$folder/bytes-arm64.txt"
 
     refuses xxhash/missing 'error:.*0\.8\.0.*missing.*libxxhash-dev.*Homebrew xxhash.*beside tqkv\.h' \
@@ -148,5 +119,4 @@ if [ "$(uname -s)" = Linux ]; then
         -isystem "$folder/xxhash" -I. -E tests/compile_impl.c -o "$folder/clang-cl.i"
 fi
 
-echo "$passed passed, $failed failed"
-test "$failed" -eq 0
+finish

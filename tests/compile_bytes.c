@@ -1,4 +1,4 @@
-/* Prints a hash of the codes and norms of each format: compile.sh compares it between compiler flags. */
+/* Prints a hash of the codes and norms of each format, which compile.sh compares between compiler flags, and the set in use. */
 #define TQKV_IMPLEMENTATION
 #include "tqkv.h"
 #include <stdio.h>
@@ -31,5 +31,6 @@ int main(void)
                    (unsigned long long)XXH3_64bits(codes, tqkv_codes_size(&s)),
                    (unsigned long long)XXH3_64bits(norms, tqkv_norms_size(&s)));
         }
+    fprintf(stderr, "%s\n", tqkv_isa_name());
     return 0;
 }

@@ -22,16 +22,24 @@ ONE_KIND := -/outliers -/magnitudes -/one_hot -/constant -golden/attend/tq3- -go
 # Formats whose loops are those of others: four of nine are enough for the emulator.
 ONE_WIDTH := -exact/tq2 -exact/tq3 -exact/tq5 -exact/tq6
 
+# qemu calculates the x87's registers by integers, at a hundredth of the speed: formats, sizes and contexts that show how they
+# round. The runs on plain C have the others.
+X87_CASES := golden tables codec/reference/tq4 codec/reference/i8 codec/reference/tq5/ codec/environment codec/half codec/decode \
+	types/codec types/rounding snapshot -held_back attend/exact/tq4/64 attend/exact/i8/96 attend/ring attend/group/9/ \
+	attend/pair/tq4-tq4 attend/pair/i8-i8 defect -all_queries/1024 $(NOT_PLAIN) $(filter -golden%,$(ONE_KIND)) -/long -/many
+
 # The build whose tests the others link.
 REFERENCE_BUILD := $(if $(filter Darwin,$(SYSTEM)),default,gcc)
 
 # $(1) name, $(2) compiler, $(3) flags, $(4) command that runs the program, $(5) parts of case names; empty for all,
 # $(6) stems of the tests that are compiled so, too, and linked; empty: those of the reference build,
-# $(7) further prerequisites of an object
+# $(7) further prerequisites of an object, $(8) flags of the tests, where the implementation alone needs those of (3)
 define runner_variant
+FLAGS_OF_$(1) := $(3)
+FLAGS_OF_TESTS_$(1) := $(8)
 $(TEST_BUILD)/$(1)/%.o: tests/%.c $(TEST_HEADERS) tests/rules.mk $(7)
 	@mkdir -p $$(@D)
-	@$(2) $(3) $$(TEST_FLAGS) -c $$< -o $$@
+	@$(2) $$(or $$(if $$(filter-out test_tables,$$*),$$(FLAGS_OF_TESTS_$(1))),$$(FLAGS_OF_$(1))) $$(TEST_FLAGS) -c $$< -o $$@
 
 $(if $(6),$(TEST_BUILD)/$(1)/main.o: TEST_STEMS := tables $(6))
 $(TEST_BUILD)/$(1)/runner: $(TEST_BUILD)/$(1)/test_tables.o $(if $(6),$(patsubst %,$(TEST_BUILD)/$(1)/%.o,main runner $(6:%=test_%)),\
@@ -61,6 +69,8 @@ MSAN_CASES := attend/softcap attend/window attend/ring attend/exceptions attend/
 # pointer-overflow, for a wrap at the end of memory, would take another half minute: clang-O0 has it.
 SANITIZE := -O1 -g1 -fno-omit-frame-pointer -fsanitize=address,undefined -fno-sanitize=null,object-size,pointer-overflow \
 	-fno-sanitize-recover=all
+# What the tests themselves do is no part of the library: UBSan there would cost another third of their time to compile.
+SANITIZE_TESTS := -std=c99 -O1 -g1 -fno-omit-frame-pointer -fsanitize=address
 OVERFLOW := -fsanitize=pointer-overflow -fno-sanitize-recover=all
 AGGRESSIVE := -O3 -march=native -ffp-contract=fast
 
@@ -69,7 +79,7 @@ $(eval $(call runner_variant,default,$(CC),-std=c99 -O2,,))
 $(eval $(call runner_variant,O0,$(CC),-std=c99 -O0,,$(EXACT_CASES)))
 $(eval $(call runner_variant,O3,$(CC),-std=c11 -O3 -ffp-contract=fast,,$(EXACT_CASES) $(ATTEND_CASES)))
 $(eval $(call runner_variant,cxx,$(CXX),-x c++ -std=c++11 -O2,,$(EXACT_CASES)))
-$(eval $(call runner_variant,sanitize,$(CC),-std=c99 $(SANITIZE),,$(SANITIZED_CASES),$(filter-out tables,$(TEST_STEMS))))
+$(eval $(call runner_variant,sanitize,$(CC),-std=c99 $(SANITIZE),,$(SANITIZED_CASES),$(filter-out tables,$(TEST_STEMS)),,$(SANITIZE_TESTS)))
 else
 $(eval $(call runner_variant,gcc,gcc,-std=c99 -O2,,))
 $(eval $(call runner_variant,gcc-O0,gcc,-std=c11 -O0 -DTQKV_NO_AVX2,,golden $(NOT_PLAIN) tables codec/decode types/))
@@ -77,7 +87,7 @@ $(eval $(call runner_variant,gcc-O0,gcc,-std=c11 -O0 -DTQKV_NO_AVX2,,golden $(NO
 $(eval $(call runner_variant,gxx-O3,g++,-x c++ -std=c++11 $(AGGRESSIVE) -Wno-uninitialized -Wno-maybe-uninitialized,,$(EXACT_CASES) $(ATTEND_CASES)))
 $(eval $(call runner_variant,clang-O0,clang,-std=c99 -O0 $(OVERFLOW),,golden $(NOT_PLAIN) tables codec/decode attend/ring cache -threads/ -cache/parallel))
 $(eval $(call runner_variant,clangxx-O3,clang++,-x c++ -std=c++11 $(AGGRESSIVE),,$(EXACT_CASES)))
-$(eval $(call runner_variant,sanitize,gcc,-std=c99 $(SANITIZE),,$(SANITIZED_CASES),$(filter-out tables,$(TEST_STEMS))))
+$(eval $(call runner_variant,sanitize,gcc,-std=c99 $(SANITIZE),,$(SANITIZED_CASES),$(filter-out tables,$(TEST_STEMS)),,$(SANITIZE_TESTS)))
 $(eval $(call runner_variant,msan,clang,-std=c99 -O1 -g1 -DTQKV_NO_AVX512 -fsanitize=memory -fno-sanitize-recover=all,,$(MSAN_CASES),$(MSAN_STEMS)))
 $(eval $(call runner_variant,tsan,gcc,-std=c99 -O1 -g1 -DTQKV_NO_AVX512 -fsanitize=thread,,threads/ batch/bits batch/waves,batch snapshot threads))
 endif
@@ -125,7 +135,7 @@ $(CROSS_INCLUDE)/xxhash.h: /usr/include/xxhash.h
 	@cp /usr/include/xxhash.h /usr/include/xxh3.h $(@D)
 
 $(eval $(call runner_variant,aarch64,aarch64-linux-gnu-gcc,-std=c99 -O2 -isystem $(CROSS_INCLUDE),$(QEMU_aarch64),$(EMULATED_CASES) $(ONE_WIDTH),$(EMULATED_STEMS),$(CROSS_INCLUDE)/xxhash.h))
-$(eval $(call runner_variant,i386,i686-linux-gnu-gcc,-std=c99 -O2 -mno-sse -static -isystem $(CROSS_INCLUDE),$(QEMU_i386),$(EMULATED_CASES) $(NOT_PLAIN),$(EMULATED_STEMS),$(CROSS_INCLUDE)/xxhash.h))
+$(eval $(call runner_variant,i386,i686-linux-gnu-gcc,-std=c99 -O2 -mno-sse -static -isystem $(CROSS_INCLUDE),$(QEMU_i386),$(X87_CASES),$(EMULATED_STEMS),$(CROSS_INCLUDE)/xxhash.h))
 $(eval $(call runner_variant,s390x,s390x-linux-gnu-gcc,-std=c99 -O2 -isystem $(CROSS_INCLUDE),$(QEMU_s390x),golden $(NOT_PLAIN) $(ONE_KIND) tables codec/reference/tq5/ codec/environment codec/half snapshot -held_back attend/pair/tq4 attend/pair/i8-i8,attend codec golden snapshot store_snapshot,$(CROSS_INCLUDE)/xxhash.h))
 
 .PHONY: test-snapshot-crossing

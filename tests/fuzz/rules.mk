@@ -53,7 +53,7 @@ fuzz-afl: $(FUZZERS:%=$(FUZZ_BUILD)/afl/fuzz_%)
 
 $(TEST_BUILD)/sanitize/fuzz/%.o: tests/fuzz/%.c $(FUZZ_HEADERS)
 	@mkdir -p $(@D)
-	@$(FUZZ_CC) -std=c99 $(SANITIZE) $(TEST_FLAGS) -c $< -o $@
+	@$(FUZZ_CC) $(SANITIZE_TESTS) $(TEST_FLAGS) -c $< -o $@
 
 $(TEST_BUILD)/sanitize/fuzz_%: $(TEST_BUILD)/sanitize/fuzz/fuzz_%.o $(TEST_BUILD)/sanitize/fuzz/replay.o \
 	$(FUZZ_SUPPORT:%=$(TEST_BUILD)/sanitize/%.o)

@@ -5,7 +5,7 @@ LIBRARY_TESTS := tests/metal/library
 LIBRARY_LATER := -random/ -company -planned -slice/ -strides/ -attend/shape -pages/attend -latent/d512 -latent/rounds
 
 # Another library, and the source beside it: make test-metallib-quick LIBRARY=FILE LIBRARY_SOURCE=FILE
-LIBRARY ?= $(METALLIB_PRESENT)
+LIBRARY ?= $(METALLIB_TESTED)
 LIBRARY_SOURCE ?= $(METALLIB_PRESENT_SOURCE)
 LLC := llc-$(AIR_LLVM)
 LIBRARY_CPP := clang++ -std=c++14 -Itests/metal

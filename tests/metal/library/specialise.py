@@ -3,8 +3,8 @@
 
 usage: specialise.py LIBRARY [--all] [--list] [--table] [part of a name]...
 
-A case is KERNEL/FORMATS/COLUMNS/OPTION. Without --all: one or a few of each kernel; with it every format, number of columns
-and option, and every pair of formats at head_dim 128. Of what is left of a kernel there must be no array in thread memory, no
+A case is KERNEL/FORMATS/COLUMNS/OPTION. Without --all: one or a few of each kernel, and not of the head_dims whose loops are
+those of others; with it every format, number of columns and option, and every pair of formats at head_dim 128. Of what is left of a kernel there must be no array in thread memory, no
 pointer to thread memory that is chosen while it runs, no loop that was to be unrolled, and no calculation of constants; as
 many products of matrices as its columns need. --table prints what each family of kernels comes to.
 
@@ -31,6 +31,7 @@ FORMATS = {name: 1 + i for i, name in enumerate(re.findall(r'row\(x, TQKV_\w+, +
 NUMBERS = {name: int(n) for name, n in re.findall(r"(?m)^#define TQKV_FC_(\w+)\s+(\d+)", HEADER)}
 DEFAULTS = {**dict.fromkeys(NUMBERS, 0), "ROTATED": 1, "VALUE_ROTATED": 1, "UNROTATE": 1, "ROTATE_QUERIES": 1, "SAME_SLOTS": 1}
 PAIR = ("i8", "tq4")
+LIKE_OTHERS = r"_d(32|48|64|96|192|256)$"
 # What a pipeline may have besides. Names of function constants: those that change.
 EVERYTHING = ("MANY_QUERIES", "SOFTCAP", "SHORT_STORE", "SINKS", "CENTER", "VALUE_CENTER", "PAGES", "VALUE_PAGES", "TREE", "BATCH", "LIST")
 OPTIONS = {"": {}, "everything": dict.fromkeys(EVERYTHING, 1),
@@ -67,6 +68,8 @@ def cases(kernel, constants, everything):
         columns = [n for n in (1, 2, 4, 8, 16, 32) if n <= most and (n >= 8 or "matrix" not in kernel and "scores" not in kernel)]
         middle = columns[len(columns) // 2]
     if not everything:
+        if re.search(LIKE_OTHERS, kernel):
+            return []
         found = [Case(kernel, usual, middle, "")]
         if kernel.endswith("_d128"):
             found += [Case(kernel, ("f16", "f16")[:len(usual)], columns[-1], ""), Case(kernel, usual, columns[0], "everything")]

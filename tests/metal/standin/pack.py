@@ -1,10 +1,11 @@
 #!/usr/bin/env python3
 """Makes the stand-in's libraries, and versions of tqkv.h whose shaders must be refused as stale or find other matrices.
 
-usage: pack.py library SHARED_OBJECT OUTPUT
-       pack.py stale WHAT TQKV_H OUTPUT     WHAT: a table of tqkv__table_set, `version`, `dispatch`, `matrices`, an
-                                            argument struct
+usage: pack.py library SHARED_OBJECT...      X.so becomes the library X
+       pack.py stale TQKV_H FOLDER WHAT...   writes FOLDER/WHAT/tqkv.h; WHAT: a table of tqkv__table_set, `version`, `dispatch`,
+                                             `matrices`, an argument struct; `tables_alone` changes nothing
 """
+import os
 import re
 import struct
 import sys
@@ -12,16 +13,17 @@ import sys
 TABLES = [f"{table}_{bits}" for table in ("codebook", "boundaries") for bits in (2, 3, 4, 5, 6, 8)] + ["signs"]
 
 
-def pack(shared_object, output):
-    with open(shared_object, "rb") as f:
-        content = f.read()
-    with open(output, "wb") as f:
-        f.write(b"STANDINL" + struct.pack("<Q", len(content)) + content)
+def pack(*shared_objects):
+    for path in shared_objects:
+        with open(path, "rb") as f:
+            content = f.read()
+        with open(path.removesuffix(".so"), "wb") as f:
+            f.write(b"STANDINL" + struct.pack("<Q", len(content)) + content)
 
 
-def stale(what, header, output):
-    with open(header, encoding="utf-8") as f:
-        text = f.read()
+def changed_for(what, text):
+    if what == "tables_alone":
+        return text
     if what == "version":
         changed = re.sub(r"(#define TQKV_TABLE_VERSION) \d+", r"\1 999", text)
     elif what == "dispatch":
@@ -38,8 +40,16 @@ def stale(what, header, output):
         changed = re.sub(r"(TQKV__ASSERT_SIZE)\((type, bytes)\).*", r"\1(\2)", changed)
     if changed == text:
         raise SystemExit(f"nothing to change for {what}")
-    with open(output, "w", encoding="utf-8") as f:
-        f.write(changed)
+    return changed
+
+
+def stale(header, folder, *names):
+    with open(header, encoding="utf-8") as f:
+        text = f.read()
+    for what in names:
+        os.makedirs(os.path.join(folder, what), exist_ok=True)
+        with open(os.path.join(folder, what, "tqkv.h"), "w", encoding="utf-8") as f:
+            f.write(changed_for(what, text))
 
 
 if __name__ == "__main__":
