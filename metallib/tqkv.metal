@@ -769,19 +769,22 @@ inline void load_floats(device const float *from, thread float *x)
 template <int N>
 inline void load_narrow(uint type, device const ushort *from, thread float *x)
 {
+    uint bits[N];
     if (N % 4 == 0) {
         TQKV_UNROLL
         for (int i = 0; i < N / 4; i++) {
             packed_ushort4 four = ((device const packed_ushort4 *)from)[i];
-            x[4 * i] = widened(type, uint(four.x));
-            x[4 * i + 1] = widened(type, uint(four.y));
-            x[4 * i + 2] = widened(type, uint(four.z));
-            x[4 * i + 3] = widened(type, uint(four.w));
+            bits[4 * i] = uint(four.x);
+            bits[4 * i + 1] = uint(four.y);
+            bits[4 * i + 2] = uint(four.z);
+            bits[4 * i + 3] = uint(four.w);
         }
     } else {
         TQKV_UNROLL
-        for (int i = 0; i < N; i++) x[i] = widened(type, uint(from[i]));
+        for (int i = 0; i < N; i++) bits[i] = uint(from[i]);
     }
+    TQKV_UNROLL
+    for (int i = 0; i < N; i++) x[i] = widened(type, bits[i]);
 }
 
 // ---- A row over lanes: L lanes, pieces of C values a lane. lane: among the row's lanes ----
@@ -852,8 +855,16 @@ inline void store_typed_row(uint type, thread const float *x, uint lane, device 
 
 // ---- The shape of a row: a field of main bits a value, then a field of upper bits a value (TQKV__FORMATS) ----
 
-inline uint main_bits(uint format) { return uint(TQKV__MAIN_BITS(format)); }
-inline uint upper_bits(uint format) { return uint(TQKV__UPPER_BITS(format)); }
+// The columns of TQKV__FORMATS as words with a field a format. A pipeline has a constant, and until then a shift is shorter
+// than a chain of comparisons, of which LLVM makes branches. Of the main bits 2, 4, 8 and 16 the power of two, less 1.
+#define KIND_FIELD(x, format, name, kind, main, upper, book, plain)  | uint(kind) << (2 * (format))
+#define MAIN_FIELD(x, format, name, kind, main, upper, book, plain)  | uint((main) / 8 + ((main) > 2)) << (2 * (format))
+#define UPPER_FIELD(x, format, name, kind, main, upper, book, plain) | uint(upper) << (2 * (format))
+#define BOOK_FIELD(x, format, name, kind, main, upper, book, plain)  | ulong(book) << (4 * (format))
+
+inline uint kind_of(uint format) { return (0u TQKV__FORMATS(KIND_FIELD, )) >> (2u * format) & 3u; }
+inline uint main_bits(uint format) { return 2u << ((2u TQKV__FORMATS(MAIN_FIELD, )) >> (2u * format) & 3u); }
+inline uint upper_bits(uint format) { return (0u TQKV__FORMATS(UPPER_FIELD, )) >> (2u * format) & 3u; }
 
 // The bits that code is written for. Fields of 2 bits take the code of 4, and load half as many words. Not by max: that
 // may be a call that stays a call, and a pipeline would keep the code of all widths.
@@ -883,13 +894,13 @@ inline uint code_width(uint format) { return main_bits(format) < 4u ? 4u : main_
     }
 
 // log2 of the number of centroids; 0 without a codebook.
-inline uint codebook_bits(uint format) { return uint(TQKV__BOOK_BITS(format)); }
+inline uint codebook_bits(uint format) { return uint((ulong(0) TQKV__FORMATS(BOOK_FIELD, )) >> (4u * format)) & 15u; }
 
 // F16 stores values, not codes: it has no norms.
-inline bool has_norms(uint format) { return TQKV__KIND(format) != TQKV__HALF; }
+inline bool has_norms(uint format) { return kind_of(format) != TQKV__HALF; }
 
 // Codes are numbers of centroids; without a codebook they are integers of 8 bits.
-inline bool has_codebook(uint format) { return TQKV__KIND(format) == TQKV__BOOK; }
+inline bool has_codebook(uint format) { return kind_of(format) == TQKV__BOOK; }
 
 template <int D>
 inline uint row_bytes(uint format)
@@ -901,7 +912,7 @@ inline uint row_bytes(uint format)
 template <int D>
 inline uint norm_block(uint format)
 {
-    return uint(TQKV__NORM_BLOCK(TQKV__KIND(format), D));
+    return uint(TQKV__NORM_BLOCK(kind_of(format), D));
 }
 
 // Factor of a decoded code, from its block's norm.
@@ -1550,7 +1561,8 @@ inline uint slot_of_row(device const int *pages, int page_size, int last_page, u
     return page * size + slot % size;
 }
 
-inline tile_memory find_row(constant tqkv__attend_args &args, thread const page_tables &pages, uint slot)
+// Through the tables: where a row lies. row: of its tile
+inline tile_memory find_row(constant tqkv__attend_args &args, thread const page_tables &pages, uint slot, uint row)
 {
     tile_memory result = {0u, 0u, 0, 0u};
     if (small_pages) {
@@ -1559,36 +1571,33 @@ inline tile_memory find_row(constant tqkv__attend_args &args, thread const page_
         result.values =
             same_slots ? result.keys : slot_of_row(pages.values, args.value_page_size, args.value_last_page, slot);
     } else {
-        tile_memory tile = find_in_pages(args, pages, slot / 32u * 32u);
-        result.keys = tile.keys + slot % 32u;
-        result.values = tile.values + slot % 32u;
+        result = find_in_pages(args, pages, slot - row);
+        result.keys += row;
+        result.values += row;
     }
     return result;
 }
 
-// The row with the lane's number. One that is not seen lies where the oldest position does.
-inline tile_memory find_listed(constant tqkv__attend_args &args, thread const page_tables &pages, uint number)
+// The keys' slot of a position in a list. One that is not seen lies where the oldest position does.
+inline uint listed_slot(constant tqkv__attend_args &args, int position)
 {
-    int position = listed_position(args, pages.list, number, pages.lane);
-    uint at = position == 0x7fffffff ? 0u : uint(position), keys = uint(args.key_oldest_slot) + at;
-    keys = keys < uint(args.key_capacity) ? keys : keys - uint(args.key_capacity);
-    tile_memory result = {keys, keys, position, 0u};
-    if (paged) {
-        result = find_row(args, pages, keys);
-        result.position = position;
-    } else if (!same_slots) {
-        result.values = value_slot_of(args, keys);
-    }
-    return result;
+    uint slot = uint(args.key_oldest_slot) + (position == 0x7fffffff ? 0u : uint(position));
+    return slot < uint(args.key_capacity) ? slot : slot - uint(args.key_capacity);
 }
 
+// Without the tail. Where rows lie apart, of the row with the lane's number.
 inline tile_memory find_keys(constant tqkv__attend_args &args, thread const page_tables &pages, uint number)
 {
-    if (has_list) return find_listed(args, pages, number);
-    uint first = first_slot_of_tile(args, number);
-    if (small_pages) return find_row(args, pages, first + existing_row(args, pages.lane));
-    tile_memory result = {first, first, 0, 0u};
-    return paged ? find_in_pages(args, pages, first) : result;
+    int position = has_list ? listed_position(args, pages.list, number, pages.lane) : 0;
+    uint slot = has_list ? listed_slot(args, position) : first_slot_of_tile(args, number);
+    if (small_pages && !has_list) slot += existing_row(args, pages.lane);
+    tile_memory result = {slot, slot, 0, 0u};
+    if (paged)
+        result = find_row(args, pages, slot, has_list ? slot % 32u : 0u);
+    else if (has_list)
+        result.values = value_slot_of(args, slot);
+    result.position = position;
+    return result;
 }
 
 inline tile_memory find_tile(constant tqkv__attend_args &args, thread const page_tables &pages, uint number)
@@ -2795,17 +2804,22 @@ inline void add_tiles(constant tqkv__attend_args &args, thread const attend_task
     }
 }
 
-// Adds a stretch to the partial results. Returns the number of the one that has the total.
+// Adds a stretch to the partial results: that of its section and, at the section's end, that of all. Returns the number of
+// the one that has the total.
 template <int D>
 inline uint keep_stretch(constant tqkv__attend_args &args, thread const attend_task &task, stretch_range own,
                          uint stretch, thread column_state<D> &state)
 {
     uint partial = partial_of_section(args, task.split);
-    add_to_partial<D>(args, task, partial, begins_section(own, stretch), task.kept, state);
-    if (!ends_section(args, own, stretch)) return partial;
-    threadgroup float *kept = task.kept + 2 * TQKV__MAX_COLUMNS(D);
-    add_to_partial<D>(args, task, 0u, in_first_section(own, stretch), kept, state);
-    return 0u;
+    threadgroup float *kept = task.kept;
+    bool copy = begins_section(own, stretch);
+    for (bool last = !ends_section(args, own, stretch);; last = true) {
+        add_to_partial<D>(args, task, partial, copy, kept, state);
+        if (last) return partial;
+        partial = 0u;
+        kept = task.kept + 2 * TQKV__MAX_COLUMNS(D);
+        copy = in_first_section(own, stretch);
+    }
 }
 
 template <int KD, int VD>
@@ -4873,6 +4887,8 @@ inline void add_part(constant tqkv__attend_args &args, thread const attend_task 
         }
         if (j + 1 < chunks) load_part<D, W>(args, task, base, uint(j + 1), values.chunk);
     }
+    // Not once a round: ptxas serialises all products of warpgroups where some are under way over a loop or a branch.
+    finish_products<F>(state.out, TQKV__LONG_PART / 8);
 }
 
 // Word by word: Apple's modules copy no structs by a call.
@@ -4909,7 +4925,6 @@ inline void add_parts(constant tqkv__attend_args &args, thread const attend_task
         copy_part<D, W>(next, values);
         base = next_base;
     }
-    finish_products<F>(state.out, TQKV__LONG_PART / 8);
 }
 
 template <int D>
@@ -6105,7 +6120,7 @@ template <int D>
 inline void load_source(thread const encode_source &source, ulong from, uint lane, thread float *x)
 {
     const int L = ENCODE_LANES(D);
-    if (source.rotated)
+    if (!TQKV__HAS_MATRIX(D) || source.rotated) // else pieces are the same
         load_typed_pieces<D, L, ROTATED_PIECE(D)>(source.type, source.rows, from, lane, x);
     else
         load_typed_pieces<D, L, ENCODE_PIECE(D)>(source.type, source.rows, from, lane, x);
@@ -6117,7 +6132,7 @@ inline void subtract_center(thread const encode_source &source, uint head, uint 
     const int L = ENCODE_LANES(D);
     float center[ENCODE_VALUES(D)];
     device const float *from = source.center + row_offset(head, D);
-    if (source.rotated)
+    if (!TQKV__HAS_MATRIX(D) || source.rotated)
         load_pieces<D, L, ROTATED_PIECE(D)>(from, lane, center);
     else
         load_pieces<D, L, ENCODE_PIECE(D)>(from, lane, center);
@@ -6134,24 +6149,27 @@ inline void rotate_source(thread const row_signs<D> &signs, uint lane, thread fl
         rotate_values<D, ENCODE_LANES(D), ROTATED_PIECE(D)>(x, lane, signs.bits);
 }
 
-// The first steps: raises the flag, centres and rotates. Every value of a rotated row is a sum over the row, so one
-// value shows that there may be a NaN or Inf. Then the row is checked itself. x: as load_source has loaded it; head: of
-// the row; lane: of the simdgroup
+// The first steps: centres and rotates. Every value of a rotated row is a sum over the row, so one value shows that there
+// may be a NaN or Inf. Then the row is loaded again, checked itself, which raises the flag, and rotated: by the same code,
+// which is long. x: as load_source has loaded it; head: of the row; lane: of the simdgroup
 template <int D>
 inline void prepare_row(thread const encode_source &source, thread const row_signs<D> &signs, ulong from, uint head,
                         uint lane, thread float *x)
 {
     uint part = lane % uint(ENCODE_LANES(D));
-    if (source.rotated) {
-        if (source.centered) subtract_center<D>(source, head, part, x);
-        rotate_source<D>(signs, part, x);
-    }
-    if (!source.rotated || simd_any(!is_finite(x[0]))) {
-        if (source.rotated) load_source<D>(source, from, part, x);
-        bool cleared = clear_if_not_finite<D>(x);
-        if (cleared && source.has_flag && part == 0) atomic_store_explicit(source.not_finite, 1u, memory_order_relaxed);
+    bool checks = !source.rotated, again = true;
+    while (again) {
+        bool cleared = false;
+        if (checks) {
+            if (source.rotated) load_source<D>(source, from, part, x);
+            cleared = clear_if_not_finite<D>(x);
+            if (cleared && source.has_flag && part == 0)
+                atomic_store_explicit(source.not_finite, 1u, memory_order_relaxed);
+        }
         if (source.centered && !cleared) subtract_center<D>(source, head, part, x);
         if (source.rotated) rotate_source<D>(signs, part, x);
+        again = !checks && simd_any(!is_finite(x[0]));
+        checks = true;
     }
     if (source.rotated && TQKV__HAS_MATRIX(D)) gather_neighbours<D>(lane, source.space, x);
 }
@@ -6810,7 +6828,7 @@ inline uint slot_of_key(constant tqkv__index_args &call, thread const attend_tas
     uint key = min(first + task.lane - uint(call.first_key), uint(args.kv_len) - 1u);
     uint slot = uint(args.key_oldest_slot) + key;
     slot = slot < uint(args.key_capacity) ? slot : slot - uint(args.key_capacity);
-    return paged ? find_row(args, task.pages, slot).keys : slot;
+    return paged ? find_row(args, task.pages, slot, slot % 32u).keys : slot;
 }
 
 // The sum over the lanes that have the same row of a matrix. Every lane gets it.

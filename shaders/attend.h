@@ -635,17 +635,22 @@ inline void add_tiles(constant tqkv__attend_args &args, thread const attend_task
     }
 }
 
-// Adds a stretch to the partial results. Returns the number of the one that has the total.
+// Adds a stretch to the partial results: that of its section and, at the section's end, that of all. Returns the number of
+// the one that has the total.
 template <int D>
 inline uint keep_stretch(constant tqkv__attend_args &args, thread const attend_task &task, stretch_range own,
                          uint stretch, thread column_state<D> &state)
 {
     uint partial = partial_of_section(args, task.split);
-    add_to_partial<D>(args, task, partial, begins_section(own, stretch), task.kept, state);
-    if (!ends_section(args, own, stretch)) return partial;
-    threadgroup float *kept = task.kept + 2 * TQKV__MAX_COLUMNS(D);
-    add_to_partial<D>(args, task, 0u, in_first_section(own, stretch), kept, state);
-    return 0u;
+    threadgroup float *kept = task.kept;
+    bool copy = begins_section(own, stretch);
+    for (bool last = !ends_section(args, own, stretch);; last = true) {
+        add_to_partial<D>(args, task, partial, copy, kept, state);
+        if (last) return partial;
+        partial = 0u;
+        kept = task.kept + 2 * TQKV__MAX_COLUMNS(D);
+        copy = in_first_section(own, stretch);
+    }
 }
 
 template <int KD, int VD>

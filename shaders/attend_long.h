@@ -403,6 +403,8 @@ inline void add_part(constant tqkv__attend_args &args, thread const attend_task 
         }
         if (j + 1 < chunks) load_part<D, W>(args, task, base, uint(j + 1), values.chunk);
     }
+    // Not once a round: ptxas serialises all products of warpgroups where some are under way over a loop or a branch.
+    finish_products<F>(state.out, TQKV__LONG_PART / 8);
 }
 
 // Word by word: Apple's modules copy no structs by a call.
@@ -439,7 +441,6 @@ inline void add_parts(constant tqkv__attend_args &args, thread const attend_task
         copy_part<D, W>(next, values);
         base = next_base;
     }
-    finish_products<F>(state.out, TQKV__LONG_PART / 8);
 }
 
 template <int D>

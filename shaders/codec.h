@@ -6,8 +6,16 @@
 
 // ---- The shape of a row: a field of main bits a value, then a field of upper bits a value (TQKV__FORMATS) ----
 
-inline uint main_bits(uint format) { return uint(TQKV__MAIN_BITS(format)); }
-inline uint upper_bits(uint format) { return uint(TQKV__UPPER_BITS(format)); }
+// The columns of TQKV__FORMATS as words with a field a format. A pipeline has a constant, and until then a shift is shorter
+// than a chain of comparisons, of which LLVM makes branches. Of the main bits 2, 4, 8 and 16 the power of two, less 1.
+#define KIND_FIELD(x, format, name, kind, main, upper, book, plain)  | uint(kind) << (2 * (format))
+#define MAIN_FIELD(x, format, name, kind, main, upper, book, plain)  | uint((main) / 8 + ((main) > 2)) << (2 * (format))
+#define UPPER_FIELD(x, format, name, kind, main, upper, book, plain) | uint(upper) << (2 * (format))
+#define BOOK_FIELD(x, format, name, kind, main, upper, book, plain)  | ulong(book) << (4 * (format))
+
+inline uint kind_of(uint format) { return (0u TQKV__FORMATS(KIND_FIELD, )) >> (2u * format) & 3u; }
+inline uint main_bits(uint format) { return 2u << ((2u TQKV__FORMATS(MAIN_FIELD, )) >> (2u * format) & 3u); }
+inline uint upper_bits(uint format) { return (0u TQKV__FORMATS(UPPER_FIELD, )) >> (2u * format) & 3u; }
 
 // The bits that code is written for. Fields of 2 bits take the code of 4, and load half as many words. Not by max: that
 // may be a call that stays a call, and a pipeline would keep the code of all widths.
@@ -37,13 +45,13 @@ inline uint code_width(uint format) { return main_bits(format) < 4u ? 4u : main_
     }
 
 // log2 of the number of centroids; 0 without a codebook.
-inline uint codebook_bits(uint format) { return uint(TQKV__BOOK_BITS(format)); }
+inline uint codebook_bits(uint format) { return uint((ulong(0) TQKV__FORMATS(BOOK_FIELD, )) >> (4u * format)) & 15u; }
 
 // F16 stores values, not codes: it has no norms.
-inline bool has_norms(uint format) { return TQKV__KIND(format) != TQKV__HALF; }
+inline bool has_norms(uint format) { return kind_of(format) != TQKV__HALF; }
 
 // Codes are numbers of centroids; without a codebook they are integers of 8 bits.
-inline bool has_codebook(uint format) { return TQKV__KIND(format) == TQKV__BOOK; }
+inline bool has_codebook(uint format) { return kind_of(format) == TQKV__BOOK; }
 
 template <int D>
 inline uint row_bytes(uint format)
@@ -55,7 +63,7 @@ inline uint row_bytes(uint format)
 template <int D>
 inline uint norm_block(uint format)
 {
-    return uint(TQKV__NORM_BLOCK(TQKV__KIND(format), D));
+    return uint(TQKV__NORM_BLOCK(kind_of(format), D));
 }
 
 // Factor of a decoded code, from its block's norm.

@@ -471,7 +471,7 @@ template <int D>
 inline void load_source(thread const encode_source &source, ulong from, uint lane, thread float *x)
 {
     const int L = ENCODE_LANES(D);
-    if (source.rotated)
+    if (!TQKV__HAS_MATRIX(D) || source.rotated) // else pieces are the same
         load_typed_pieces<D, L, ROTATED_PIECE(D)>(source.type, source.rows, from, lane, x);
     else
         load_typed_pieces<D, L, ENCODE_PIECE(D)>(source.type, source.rows, from, lane, x);
@@ -483,7 +483,7 @@ inline void subtract_center(thread const encode_source &source, uint head, uint 
     const int L = ENCODE_LANES(D);
     float center[ENCODE_VALUES(D)];
     device const float *from = source.center + row_offset(head, D);
-    if (source.rotated)
+    if (!TQKV__HAS_MATRIX(D) || source.rotated)
         load_pieces<D, L, ROTATED_PIECE(D)>(from, lane, center);
     else
         load_pieces<D, L, ENCODE_PIECE(D)>(from, lane, center);
@@ -500,24 +500,27 @@ inline void rotate_source(thread const row_signs<D> &signs, uint lane, thread fl
         rotate_values<D, ENCODE_LANES(D), ROTATED_PIECE(D)>(x, lane, signs.bits);
 }
 
-// The first steps: raises the flag, centres and rotates. Every value of a rotated row is a sum over the row, so one
-// value shows that there may be a NaN or Inf. Then the row is checked itself. x: as load_source has loaded it; head: of
-// the row; lane: of the simdgroup
+// The first steps: centres and rotates. Every value of a rotated row is a sum over the row, so one value shows that there
+// may be a NaN or Inf. Then the row is loaded again, checked itself, which raises the flag, and rotated: by the same code,
+// which is long. x: as load_source has loaded it; head: of the row; lane: of the simdgroup
 template <int D>
 inline void prepare_row(thread const encode_source &source, thread const row_signs<D> &signs, ulong from, uint head,
                         uint lane, thread float *x)
 {
     uint part = lane % uint(ENCODE_LANES(D));
-    if (source.rotated) {
-        if (source.centered) subtract_center<D>(source, head, part, x);
-        rotate_source<D>(signs, part, x);
-    }
-    if (!source.rotated || simd_any(!is_finite(x[0]))) {
-        if (source.rotated) load_source<D>(source, from, part, x);
-        bool cleared = clear_if_not_finite<D>(x);
-        if (cleared && source.has_flag && part == 0) atomic_store_explicit(source.not_finite, 1u, memory_order_relaxed);
+    bool checks = !source.rotated, again = true;
+    while (again) {
+        bool cleared = false;
+        if (checks) {
+            if (source.rotated) load_source<D>(source, from, part, x);
+            cleared = clear_if_not_finite<D>(x);
+            if (cleared && source.has_flag && part == 0)
+                atomic_store_explicit(source.not_finite, 1u, memory_order_relaxed);
+        }
         if (source.centered && !cleared) subtract_center<D>(source, head, part, x);
         if (source.rotated) rotate_source<D>(signs, part, x);
+        again = !checks && simd_any(!is_finite(x[0]));
+        checks = true;
     }
     if (source.rotated && TQKV__HAS_MATRIX(D)) gather_neighbours<D>(lane, source.space, x);
 }

@@ -36,7 +36,7 @@ inline uint slot_of_key(constant tqkv__index_args &call, thread const attend_tas
     uint key = min(first + task.lane - uint(call.first_key), uint(args.kv_len) - 1u);
     uint slot = uint(args.key_oldest_slot) + key;
     slot = slot < uint(args.key_capacity) ? slot : slot - uint(args.key_capacity);
-    return paged ? find_row(args, task.pages, slot).keys : slot;
+    return paged ? find_row(args, task.pages, slot, slot % 32u).keys : slot;
 }
 
 // The sum over the lanes that have the same row of a matrix. Every lane gets it.

@@ -325,7 +325,8 @@ inline uint slot_of_row(device const int *pages, int page_size, int last_page, u
     return page * size + slot % size;
 }
 
-inline tile_memory find_row(constant tqkv__attend_args &args, thread const page_tables &pages, uint slot)
+// Through the tables: where a row lies. row: of its tile
+inline tile_memory find_row(constant tqkv__attend_args &args, thread const page_tables &pages, uint slot, uint row)
 {
     tile_memory result = {0u, 0u, 0, 0u};
     if (small_pages) {
@@ -334,36 +335,33 @@ inline tile_memory find_row(constant tqkv__attend_args &args, thread const page_
         result.values =
             same_slots ? result.keys : slot_of_row(pages.values, args.value_page_size, args.value_last_page, slot);
     } else {
-        tile_memory tile = find_in_pages(args, pages, slot / 32u * 32u);
-        result.keys = tile.keys + slot % 32u;
-        result.values = tile.values + slot % 32u;
+        result = find_in_pages(args, pages, slot - row);
+        result.keys += row;
+        result.values += row;
     }
     return result;
 }
 
-// The row with the lane's number. One that is not seen lies where the oldest position does.
-inline tile_memory find_listed(constant tqkv__attend_args &args, thread const page_tables &pages, uint number)
+// The keys' slot of a position in a list. One that is not seen lies where the oldest position does.
+inline uint listed_slot(constant tqkv__attend_args &args, int position)
 {
-    int position = listed_position(args, pages.list, number, pages.lane);
-    uint at = position == 0x7fffffff ? 0u : uint(position), keys = uint(args.key_oldest_slot) + at;
-    keys = keys < uint(args.key_capacity) ? keys : keys - uint(args.key_capacity);
-    tile_memory result = {keys, keys, position, 0u};
-    if (paged) {
-        result = find_row(args, pages, keys);
-        result.position = position;
-    } else if (!same_slots) {
-        result.values = value_slot_of(args, keys);
-    }
-    return result;
+    uint slot = uint(args.key_oldest_slot) + (position == 0x7fffffff ? 0u : uint(position));
+    return slot < uint(args.key_capacity) ? slot : slot - uint(args.key_capacity);
 }
 
+// Without the tail. Where rows lie apart, of the row with the lane's number.
 inline tile_memory find_keys(constant tqkv__attend_args &args, thread const page_tables &pages, uint number)
 {
-    if (has_list) return find_listed(args, pages, number);
-    uint first = first_slot_of_tile(args, number);
-    if (small_pages) return find_row(args, pages, first + existing_row(args, pages.lane));
-    tile_memory result = {first, first, 0, 0u};
-    return paged ? find_in_pages(args, pages, first) : result;
+    int position = has_list ? listed_position(args, pages.list, number, pages.lane) : 0;
+    uint slot = has_list ? listed_slot(args, position) : first_slot_of_tile(args, number);
+    if (small_pages && !has_list) slot += existing_row(args, pages.lane);
+    tile_memory result = {slot, slot, 0, 0u};
+    if (paged)
+        result = find_row(args, pages, slot, has_list ? slot % 32u : 0u);
+    else if (has_list)
+        result.values = value_slot_of(args, slot);
+    result.position = position;
+    return result;
 }
 
 inline tile_memory find_tile(constant tqkv__attend_args &args, thread const page_tables &pages, uint number)

@@ -60,19 +60,22 @@ inline void load_floats(device const float *from, thread float *x)
 template <int N>
 inline void load_narrow(uint type, device const ushort *from, thread float *x)
 {
+    uint bits[N];
     if (N % 4 == 0) {
         TQKV_UNROLL
         for (int i = 0; i < N / 4; i++) {
             packed_ushort4 four = ((device const packed_ushort4 *)from)[i];
-            x[4 * i] = widened(type, uint(four.x));
-            x[4 * i + 1] = widened(type, uint(four.y));
-            x[4 * i + 2] = widened(type, uint(four.z));
-            x[4 * i + 3] = widened(type, uint(four.w));
+            bits[4 * i] = uint(four.x);
+            bits[4 * i + 1] = uint(four.y);
+            bits[4 * i + 2] = uint(four.z);
+            bits[4 * i + 3] = uint(four.w);
         }
     } else {
         TQKV_UNROLL
-        for (int i = 0; i < N; i++) x[i] = widened(type, uint(from[i]));
+        for (int i = 0; i < N; i++) bits[i] = uint(from[i]);
     }
+    TQKV_UNROLL
+    for (int i = 0; i < N; i++) x[i] = widened(type, bits[i]);
 }
 
 // ---- A row over lanes: L lanes, pieces of C values a lane. lane: among the row's lanes ----

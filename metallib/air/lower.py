@@ -76,7 +76,16 @@ class Kernel:
         self.globals = [re.sub(r"\b(dso_local|local_unnamed_addr) ", "", g) for g in re.findall(r"(?m)^(@.*)$", text)]
         self.others = [d for d in re.findall(r"(?m)^define .*@(\S+?)\(", text) if d != name]
         self.nodes = dict(re.findall(r"(?m)^!(\d+) = (.*)$", text))
+        self.forget_progress()
         self.place = self.line_of(re.search(rf"(?m)^define .*@{name}\(.*$", text).group(0))
+
+    def forget_progress(self):
+        """Loops without the promise that they end. It helps no loop of the shaders, and most have nothing else to say."""
+        promise = next((n for n, node in self.nodes.items() if node == '!{!"llvm.loop.mustprogress"}'), "none")
+        plain = {n for n, node in self.nodes.items() if node == f"distinct !{{!{n}, !{promise}}}"}
+        self.body = [re.sub(r", !llvm\.loop !(\d+)", lambda m: "" if m.group(1) in plain else m.group(0), line)
+                     for line in self.body]
+        self.nodes = {n: re.sub(rf", !{promise}\b", "", node) for n, node in self.nodes.items() if n not in plain | {promise}}
 
     def lower(self):
         out, byte_steps = [], {}

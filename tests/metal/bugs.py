@@ -301,7 +301,7 @@ BUGS = {
         "shaders/tiles.h", "slot_in_pages(pages.values,", "slot_in_pages(pages.keys,", "attend", (64,), "plain",
         "pages/attend/", "not the bits of a linear store"),
     "small_pages_by_tiles": (
-        "shaders/tiles.h", "    if (small_pages) return find_row(args, pages, first + existing_row(args, pages.lane));\n", "",
+        "shaders/tiles.h", "    if (small_pages && !has_list) slot += existing_row(args, pages.lane);\n", "",
         "attend", (64,), "plain", "pages/attend/2", "not the bits of a linear store"),
     "next_page_not_checked": (
         "shaders/tiles.h", "min(uint(pages[at]), uint(last_page))", "uint(pages[at]) + 0u * uint(last_page)",
