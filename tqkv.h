@@ -9330,13 +9330,13 @@ static inline void tqkv__copy_row(uint8_t *to, const uint8_t *from, size_t size)
 static TQKV__INLINE void tqkv__gather_rows(const uint8_t *codes, const float *of_rows, const size_t size,
                                            const size_t norms, const int32_t *slots, int n, uint8_t *row, float *norm)
 {
-    for (int j = 0; j < n; j++, row += size, norm += norms) {
+    for (int j = 0; j < n; j++, row += size) {
         const size_t from = slots[j] < 0 ? 0 : (size_t)slots[j];
         if (slots[j] < 0)
             memset(row, 0, size);
         else
             tqkv__copy_row(row, codes + from * size, size);
-        for (size_t i = 0; i < norms; i++) norm[i] = slots[j] < 0 ? 0.0f : of_rows[from * norms + i];
+        for (size_t i = 0; i < norms; i++) *norm++ = slots[j] < 0 ? 0.0f : of_rows[from * norms + i];
     }
 }
 
@@ -9858,8 +9858,7 @@ static void tqkv__add_centers(const tqkv__attention *a, double score, const floa
     if (*sum == 0.0f) return;
     const double exact = (double)*max + score;
     const float rounded = TQKV__AS_FLOAT((float)exact), rest = (float)(exact - (double)rounded);
-    const float factor =
-        tqkv__exp(rest - rest == 0.0f ? rest : (float)NAN); /* the score is beyond the range of float */
+    const float factor = tqkv__exp(rest - rest == 0.0f ? rest : NAN); /* the score is beyond the range of float */
     *sum = TQKV__AS_FLOAT(*sum * factor);
     for (int d = 0; d < a->value_dim; d++)
         out[d] = tqkv__sum_of_products(out[d], factor, *sum, value_center ? value_center[d] : 0.0f);
@@ -10349,16 +10348,18 @@ static bool tqkv__parts_ascend(const tqkv__part *parts, int n)
 {
     const tqkv__output first = tqkv__output_of(&parts[0]);
     tqkv__ascent all = tqkv__begin_ascent(&first);
-    uint64_t high = first.begin + first.size;
-    for (int i = 1; i < n; i++) {
+    const uintptr_t low = (uintptr_t)parts[0].out;
+    uintptr_t high = low;
+    for (int i = 0; i < n; i++) {
         const tqkv__output next = tqkv__output_of(&parts[i]);
-        tqkv__ascend(&all, &next);
-        if (next.begin + next.size > high) high = next.begin + next.size;
+        const uintptr_t end = (uintptr_t)parts[i].out + parts[i].a->out_size;
+        if (i) tqkv__ascend(&all, &next);
+        if (end > high) high = end;
     }
     bool apart = all.behind || all.between;
     for (int i = 0; i < n && apart; i++)
         apart = all.behind ? !tqkv__reads_output(parts, i, 0, n)
-                           : !tqkv__reads(parts[i].a, parts[i].q, parts[0].out, (size_t)(high - first.begin));
+                           : !tqkv__reads(parts[i].a, parts[i].q, parts[0].out, high - low);
     return apart;
 }
 

@@ -165,16 +165,15 @@ static inline void data_rows_alone(uint64_t seed, data_kind kind, float *rows, i
     }
     for (; wanted.n_rows < n_rows; wanted.n_rows++)
         data_row(&wanted.random, kind, rows + (size_t)wanted.n_rows * d, head_dim);
-    free(wanted.rows);
     if (n_made == DATA_MADE || n_kept + n > DATA_KEPT) {
         while (n_made > 0) free(made[--n_made].rows);
         n_kept = 0;
     }
-    if (n > DATA_KEPT) return;
-    wanted.rows = (float *)malloc(n * sizeof *rows);
-    if (!wanted.rows) return;
-    memcpy(wanted.rows, rows, n * sizeof *rows);
-    made[n_made++] = wanted;
+    free(wanted.rows);
+    made[n_made] = wanted;
+    made[n_made].rows = n > DATA_KEPT ? NULL : (float *)malloc(n * sizeof *rows);
+    if (!made[n_made].rows) return;
+    memcpy(made[n_made++].rows, rows, n * sizeof *rows);
     n_kept += n;
 }
 

@@ -166,14 +166,12 @@ static inline float reference_sum_of_squares(const float *row, int head_dim, int
 {
     const int all_lanes = head_dim % REFERENCE_LANES ? REFERENCE_LANES / 2 : REFERENCE_LANES;
     const int per_lane = head_dim / all_lanes, lanes = reference_block(TQKV_TQ4, head_dim) / per_lane;
-    float sums[REFERENCE_LANES], next[REFERENCE_LANES];
-    for (int l = 0; l < lanes; l++) {
-        sums[l] = 0.0f;
+    float sums[REFERENCE_LANES] = {0}, next[REFERENCE_LANES] = {0};
+    for (int l = 0; l < lanes; l++)
         for (int e = 0; e < per_lane; e++) {
-            float value = row[first + l * per_lane + e];
+            const float value = row[first + l * per_lane + e];
             sums[l] = reference_add(sums[l], reference_multiply(value, value));
         }
-    }
     for (int distance = 1; distance < lanes; distance *= 2) {
         for (int l = 0; l < lanes; l++) next[l] = reference_add(sums[l], sums[l ^ distance]);
         memcpy(sums, next, sizeof sums);

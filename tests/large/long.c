@@ -63,7 +63,7 @@ static tqkv_store fill(const long_row *row, tqkv_format format, float sigma, flo
 static void expect_row(const tqkv_attention *a, int head, int query, const float *q, double *out)
 {
     const reference_shape shape = reference_attention_shape(a);
-    const int d = shape.head_dim, kv_head = head / shape.group;
+    const int d = shape.key_dim, kv_head = head / shape.group; /* that of the values, too */
     tqkv_store keys = *a->keys, values = *a->values;
     double rotated[REFERENCE_MAX_DIM], row[REFERENCE_MAX_DIM];
     for (int i = 0; i < d; i++) rotated[i] = (double)q[i];

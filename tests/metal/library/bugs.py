@@ -101,7 +101,7 @@ BUGS = {
         ("return main_bits(format) < 4u ? 4u : main_bits(format);", "AIR(float, sqrt,", "return a > b ? a : b;", "CALLS = {"),
         ("return max(main_bits(format), 4u);", 'AIR(uint, max, "max.u.i32", uint, uint);\nAIR(float, sqrt,',
          "return T(air::max(uint(a), uint(b)));", 'CALLS = {"air.max.u.i32": ("i32", "i32, i32", CONST),'),
-        "attend_d64", SPECIALISE, r"constants that are not calculated: air\.max\.u\.i32"),
+        "attend_d80", SPECIALISE, r"constants that are not calculated: air\.max\.u\.i32"),
     "computed_index": (
         "shaders/attend.h", "float keep = upper ? high : low, give = upper ? low : high;",
         "float keep = total[r + int(upper) * distance][c], give = upper ? low : high;", "attend_d128", SPECIALISE,
