@@ -24,9 +24,10 @@ ONE_WIDTH := -exact/tq2 -exact/tq3 -exact/tq5 -exact/tq6
 
 # qemu calculates the x87's registers by integers, at a hundredth of the speed: formats, sizes and contexts that show how they
 # round. The runs on plain C have the others.
-X87_CASES := golden tables codec/reference/tq4 codec/reference/i8 codec/reference/tq5/ codec/environment codec/half codec/decode \
-	types/codec types/rounding snapshot -held_back attend/exact/tq4/64 attend/exact/i8/96 attend/ring attend/group/9/ \
-	attend/pair/tq4-tq4 attend/pair/i8-i8 defect -all_queries/1024 $(NOT_PLAIN) $(filter -golden%,$(ONE_KIND)) -/long -/many
+X87_CASES := golden tables codec/reference/tq4 codec/reference/i8 codec/environment codec/half codec/decode \
+	types/codec/f16/f16 types/rounding snapshot -held_back attend/exact/tq4/64 attend/exact/i8/96 attend/ring_wrapped/64 \
+	attend/ring_often/128 attend/group/9/ attend/pair/tq4-tq4 attend/pair/i8-i8 defect -all_queries/1024 $(NOT_PLAIN) \
+	$(filter -golden%,$(ONE_KIND)) $(patsubst %,-golden/attend/%-,tq2 tq5 f16) -/long -/many
 
 # The build whose tests the others link.
 REFERENCE_BUILD := $(if $(filter Darwin,$(SYSTEM)),default,gcc)
@@ -59,7 +60,8 @@ ONCE_CASES := -attend/more_bits -attend/scratch/8x -attend/scratch/100x -attend/
 # Besides, what sanitizers see in other cases: means of errors, bits of many contexts, each golden's loop, widths that share
 # a loop.
 SANITIZED_CASES := $(ONCE_CASES) -codec_error -attend/bits -attend/equal -golden/tq -golden/convert $(ONE_WIDTH) \
-	-captured -integer/hard -score_error -attend/length -integer/long_in -integer/long_w -ends_long -cache/parallel_append -latent/integer
+	-captured -integer/hard -score_error -attend/length -attend/mode -integer/long_in -integer/long_w -ends_long -non_causal_long \
+	-long_context -cache/parallel_append -latent/integer
 
 # Reads of memory that nothing wrote, by what was computed from it.
 MSAN_STEMS := attend attend_options cache codec latent_cache length list snapshot store_snapshot
@@ -108,7 +110,7 @@ ISA_CASES := golden codec/ types/ value_dim/ latent/ attend/ pages/ batch/ strid
 test-isa: $(TEST_BUILD)/$(REFERENCE_BUILD)/runner
 	@echo "== runner on the other instruction sets"
 	@for isa in $(ISAS); do test $$isa = $$($< --best) || $< --isa $$isa $(ISA_CASES) $(ONCE_CASES) \
-		-cache/parallel_append -ends_long -long_in_slices || exit 1; done
+		-cache/parallel_append -ends_long -non_causal_long -long_context -long_in_slices || exit 1; done
 
 test-isa-sanitize: $(TEST_BUILD)/sanitize/runner
 	@echo "== runner on the other instruction sets, sanitized"
@@ -134,7 +136,7 @@ $(CROSS_INCLUDE)/xxhash.h: /usr/include/xxhash.h
 	@mkdir -p $(@D)
 	@cp /usr/include/xxhash.h /usr/include/xxh3.h $(@D)
 
-$(eval $(call runner_variant,aarch64,aarch64-linux-gnu-gcc,-std=c99 -O2 -isystem $(CROSS_INCLUDE),$(QEMU_aarch64),$(EMULATED_CASES) $(ONE_WIDTH),$(EMULATED_STEMS),$(CROSS_INCLUDE)/xxhash.h))
+$(eval $(call runner_variant,aarch64,aarch64-linux-gnu-gcc,-std=c99 -O2 -isystem $(CROSS_INCLUDE),$(QEMU_aarch64),$(EMULATED_CASES) $(ONE_WIDTH) $(filter -golden%,$(ONE_KIND)),$(EMULATED_STEMS),$(CROSS_INCLUDE)/xxhash.h))
 $(eval $(call runner_variant,i386,i686-linux-gnu-gcc,-std=c99 -O2 -mno-sse -static -isystem $(CROSS_INCLUDE),$(QEMU_i386),$(X87_CASES),$(EMULATED_STEMS),$(CROSS_INCLUDE)/xxhash.h))
 $(eval $(call runner_variant,s390x,s390x-linux-gnu-gcc,-std=c99 -O2 -isystem $(CROSS_INCLUDE),$(QEMU_s390x),golden $(NOT_PLAIN) $(ONE_KIND) tables codec/reference/tq5/ codec/environment codec/half snapshot -held_back attend/pair/tq4 attend/pair/i8-i8,attend codec golden snapshot store_snapshot,$(CROSS_INCLUDE)/xxhash.h))
 

@@ -129,7 +129,7 @@ endif
 
 # Every case in one order of the simdgroups, and in all orders those whose simdgroups share memory in every way there is.
 # Left to `make test-shaders`: more pairs of long rows, whose formats the pairs of short ones have, and more random cases.
-SCHEDULED_CASES := attend/shape attend/option attend/planned attend/tree attend/poison batch/ pages/encode pages/slots rotate/ encode_kv/
+SCHEDULED_CASES := attend/shape attend/option attend/tree attend/poison batch/ pages/slots rotate/
 MORE_PAIRS := $(patsubst %,-_%/d512,f16 tq2 tq3 tq6 tq5_bytes tq6_bytes)
 MORE_RANDOM := -random/1 -random/2 -random/8
 # Latent rows in formats whose loops are those of others.

@@ -157,8 +157,7 @@ $(HOST_BUILD)/metal_encode_attend: $(HOST_BUILD)/examples/metal_encode_attend.o 
 	@clang++ $^ -o $@ $(HOST_LINK)
 
 # What makes, keeps or frees an object, and of the rest one format.
-HOST_ARC_CASES := context/ cache/ pages/ refusals/ not_finite/ standin/ rotate/ types/ attend/scratch attend/matrices \
-	attend/pair/tq4_ encode/tq4/ pair/tq4_
+HOST_ARC_CASES := context/ cache/ pages/ refusals/ not_finite/ standin/ rotate/ types/ attend/pair/tq4_ encode/tq4/ pair/tq4_
 
 HOST_PROGRAMS := $(HOST_BUILD)/runner $(HOST_BUILD)/runner-embedded $(HOST_BUILD)/metal_encode_attend \
 	$(REPORT_PROGRAMS:%=$(HOST_BUILD)/mac/%) \

@@ -1,7 +1,9 @@
 # The library of the present shaders: its own bitcode on the machine of simt.h, and what a reader that shares nothing with the builder finds in it.
 
 LIBRARY_TESTS := tests/metal/library
-# Left to `make test-metallib`: cases that launch the same kernels in another way.
+# Left to `make test-metallib`: modules of most head_dims, other versions of LLVM and targets; cases that launch the same kernels in
+# another way.
+LIBRARY_CHECKS := library/kernels library/attributes _d128 index tables attend_list damage/ refusals/ lowering
 LIBRARY_LATER := -random/ -company -planned -slice/ -strides/ -attend/shape -pages/attend -latent/d512 -latent/rounds
 
 # Another library, and the source beside it: make test-metallib-quick LIBRARY=FILE LIBRARY_SOURCE=FILE
@@ -41,7 +43,7 @@ $(METALLIB_BUILD)/source/default.metallib: $(LIBRARY_SOURCE) $(AIR_SOURCES)
 ifneq ($(and $(AIR_INSTALLED),$(shell command -v $(LLC) 2>/dev/null)),)
 test-metallib-quick: $(METAL_BUILD)/library/driver check-metallib-source
 	@echo "== $(LIBRARY): container, modules, refusals"
-	@python3 $(LIBRARY_TESTS)/check.py $(LIBRARY) $(LIBRARY_SOURCE) $(METAL_BUILD)/library/check
+	@python3 $(LIBRARY_TESTS)/check.py $(LIBRARY) $(LIBRARY_SOURCE) $(METAL_BUILD)/library/check $(LIBRARY_CHECKS)
 	@echo "== $(LIBRARY): pipelines of it, by LLVM's optimiser"
 	@python3 $(LIBRARY_TESTS)/specialise.py $(LIBRARY)
 	@echo "== $(LIBRARY): its bitcode on the CPU"
@@ -49,6 +51,8 @@ test-metallib-quick: $(METAL_BUILD)/library/driver check-metallib-source
 
 test-metallib: ## the library in the box: its bitcode on the CPU, an independent reader, planted bugs
 test-metallib: check-metallib-rebuilt test-metallib-quick $(METAL_BUILD)/library-of-source/driver check-metallib-source-cuda test-metallib-bugs
+	@echo "== $(LIBRARY): container, modules, refusals"
+	@python3 $(LIBRARY_TESTS)/check.py $(LIBRARY) $(LIBRARY_SOURCE) $(METAL_BUILD)/library/check
 	@echo "== $(LIBRARY): all its pipelines, by LLVM's optimiser"
 	@python3 $(LIBRARY_TESTS)/specialise.py $(LIBRARY) --all --table
 	@echo "== $(LIBRARY): its bitcode on the CPU, every schedule"
