@@ -8404,7 +8404,7 @@ static bool tqkv__processor_has(const char *name)
 }
 #endif
 
-static char tqkv__find_products(void)
+static int tqkv__find_products(void)
 {
     bool best = false, matrices = false;
 #if defined(TQKV__AVX2)
@@ -8432,7 +8432,7 @@ static char tqkv__find_products(void)
 static char tqkv__products_now(void)
 {
     char known = __atomic_load_n(&tqkv__products, __ATOMIC_RELAXED);
-    if (!known) known = tqkv__find_products();
+    if (!known) known = (char)tqkv__find_products();
     __atomic_store_n(&tqkv__products, known, __ATOMIC_RELAXED);
     return known;
 }
@@ -9344,11 +9344,11 @@ static TQKV__INLINE void tqkv__gather_rows(const uint8_t *codes, const float *of
 static void tqkv__gather(const tqkv__stream *from, int kv_head, const tqkv__ranks *ranks, const int32_t *slots,
                          const tqkv__stream *to, int slot)
 {
-    const size_t norms = (size_t)from->norms_per_row, size = from->row_bytes;
     const uint8_t *codes = tqkv__codes_at(from, kv_head, 0);
     const float *of_rows = tqkv__norms_at(from, kv_head, 0);
     uint8_t *row = tqkv__codes_at(to, 0, slot);
     float *norm = tqkv__norms_at(to, 0, slot);
+    const size_t size = from->row_bytes, norms = norm ? (size_t)from->norms_per_row : 0;
     if (size == 64 && norms == 1) /* TQ4 of 128: 0.9 times as long */
         tqkv__gather_rows(codes, of_rows, 64, 1, slots, ranks->n, row, norm);
     else
@@ -13683,6 +13683,7 @@ static bool tqkv__plan_shared(const tqkv_metal_attention *from, const tqkv__atte
 static tqkv_result tqkv__plan_check_streams(const tqkv_metal_attention *from, const tqkv__attention *a)
 {
     const tqkv__stream *k = &a->keys, *v = &a->values;
+    /* tqkv__plan_shape has seen that there is one. NOLINTNEXTLINE(clang-analyzer-core.NullDereference) */
     const bool paged = from->keys->pages.buffer && from->values->pages.buffer;
     if (!(tqkv__plan_alike(from, a) && paged) && !tqkv__plan_shared(from, a) &&
         tqkv__stores_overlap(from->keys, k, from->values, v))

@@ -21,7 +21,7 @@ static double multiply_adds(const bench_shape *shape)
 /* limits: [n_rounds], the least time by a round's measured peaks: the larger of arithmetic time and memory time. */
 static void find_limits(const bench *b, const timing *t, double macs, double bytes, double *fma, double *limits)
 {
-    const timing_entry *fma_entry = timing_find(t, "fma"), *read_entry = timing_find(t, "read");
+    const timing_entry *fma_entry = timing_of(t, "fma"), *read_entry = timing_of(t, "read");
     for (int i = 0; i < t->n_rounds; i++) {
         const double read = bytes / PEAK_READ_BYTES * read_entry->cpu[i];
         fma[i] = macs / peak_fma_count(b->peak) * fma_entry->cpu[i];
@@ -189,7 +189,7 @@ static void open_latent(bench_stream *stream, tqkv_format format, int head_dim)
 /* Prints the time of each row and its share of the multiply-add peak in the same round. */
 static void print_latent(const bench *b, const timing *t, const attend_work *works)
 {
-    const timing_entry *fma = timing_find(t, "fma");
+    const timing_entry *fma = timing_of(t, "fma");
     printf("\nlatent: %d heads over one stream of %d, %d positions; %d rounds\n", LATENT_HEADS, LATENT_DIM,
            LATENT_POSITIONS, t->n_rounds);
     for (int i = 0; i + 1 < t->n_entries; i++) {

@@ -43,7 +43,7 @@ enum { ENCODE_SOURCE_BYTES = 256 << 10 };
 
 static void print_encoder(const bench *b, const timing *t, const timing_entry *entry, int head_dim, bool ratios)
 {
-    const timing_entry *copy = timing_find(t, "memcpy");
+    const timing_entry *copy = timing_of(t, "memcpy");
     const bool own = tqkv_format_from_name(entry->name) != TQKV_FORMAT_DEFAULT;
     const double rate = ENCODE_SOURCE_BYTES / timing_median(entry->cpu, t->n_rounds) * 1e-9;
     char name[64];
@@ -55,7 +55,7 @@ static void print_encoder(const bench *b, const timing *t, const timing_entry *e
     for (int i = 0; i < TYPED_ROWS; i++) {
         if (strcmp(entry->name, typed_rows[i].name) != 0) continue;
         snprintf(name, sizeof name, "encode_%s_d%d", entry->name, head_dim);
-        const timing_entry *floats = timing_find(t, tqkv_format_name(typed_rows[i].format));
+        const timing_entry *floats = timing_of(t, tqkv_format_name(typed_rows[i].format));
         print_ratio(b, name, "floats", timing_ratio(t, entry, floats));
     }
     if (!own) return;

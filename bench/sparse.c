@@ -74,8 +74,7 @@ static void run_index_choose(void *user)
 static void print_index(const bench *b, const timing *t)
 {
     const double products = (double)INDEX_HEADS * PAGED_DIM * INDEX_KEYS;
-    const timing_entry *fma = timing_find(t, "fma"), *scores = timing_find(t, "scores"),
-                       *choice = timing_find(t, "choice");
+    const timing_entry *fma = timing_of(t, "fma"), *scores = timing_of(t, "scores"), *choice = timing_of(t, "choice");
     printf("\nindex: tq4, %d heads of %d, %d keys, %d of them chosen; %d rounds\n", INDEX_HEADS, PAGED_DIM, INDEX_KEYS,
            LISTED, t->n_rounds);
     for (int i = 1; i < t->n_entries; i++) {

@@ -100,7 +100,7 @@ static void run_machine_read(void *user)
 /* Prints wall times, and the bytes of codes and norms a second, of the read bandwidth of the same threads and rounds. */
 static void print_machine(const bench *b, const timing *t, int threads)
 {
-    const timing_entry *read = timing_find(t, "read");
+    const timing_entry *read = timing_of(t, "read");
     const double read_rate = (double)MACHINE_READS * PEAK_READ_BYTES / timing_median(read->wall, t->n_rounds);
     printf("\n%d threads: head_dim %d, %d positions, group %d; read %.1f GB/s; %d rounds\n", threads, MACHINE_DIM,
            MACHINE_POSITIONS, MACHINE_GROUP, 1e-9 * read_rate, t->n_rounds);

@@ -88,6 +88,14 @@ static inline const timing_entry *timing_find(const timing *t, const char *name)
     return NULL;
 }
 
+/* Of an entry that is there. */
+static inline const timing_entry *timing_of(const timing *t, const char *name)
+{
+    const timing_entry *entry = timing_find(t, name);
+    if (!entry) abort();
+    return entry;
+}
+
 static inline int timing_compare(const void *a, const void *b)
 {
     const double x = *(const double *)a, y = *(const double *)b;

@@ -252,11 +252,11 @@ static void print_verdict(const stream *s)
 static void print_later(const stream *s, int n_positions)
 {
     const double change = s->later[1] / s->later[0] - 1;
-    printf("  a centre of the first %d positions takes tq4's error in the others from %.2g to %.2g", n_positions / 2,
-           s->later[0], s->later[1]);
+    const int half = n_positions / 2;
+    printf("  a centre of the first %d positions takes tq4's error in the others from %.2g to %.2g", half, s->later[0],
+           s->later[1]);
     if (change > 0)
-        printf(": %.0f%% worse; it wants about %.0f positions to add 1%%", 100 * change,
-               n_positions / 2 * change / 0.01);
+        printf(": %.0f%% worse; it wants about %.0f positions to add 1%%", 100 * change, half * change / 0.01);
     printf("\n");
 }
 

@@ -243,7 +243,7 @@ static inline void attend_set_up(attend_problem *problem, const attend_row *row)
     problem->tolerance = ATTEND_TOLERANCE;
     if (row->arithmetic == TQKV_INTEGER)
         problem->tolerance = 2e-4 + 5e-5 * (double)row->query_size *
-                                        (row->scale != 0.0f ? fabs(row->scale) * sqrt((double)query_dim) : 1.0);
+                                        (row->scale != 0.0f ? fabs((double)row->scale) * sqrt((double)query_dim) : 1.0);
     attend_make_list(problem, row);
     attend_fill_store(&problem->keys, a, 11, DATA_GAUSSIAN);
     attend_fill_others(problem, row);

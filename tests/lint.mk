@@ -8,11 +8,11 @@ LINT_IMPLEMENTATION := tests/test_tables.c
 LINT_OTHERS := $(filter-out tests/compile_%.c examples/mpi_context.c bench/ggml.c $(LINT_IMPLEMENTATION),\
 	$(wildcard tests/*.c tests/fuzz/*.c tests/large/*.c examples/*.c examples/tests/tinylm_test.c bench/*.c))
 
-.PHONY: deps-lint lint lint-tidy lint-analyzer lint-gcc lint-cppcheck lint-shell
+.PHONY: deps-lint lint lint-tidy lint-gcc lint-cppcheck lint-shell
 deps-lint: ## install what `make lint` needs
 	@$(call install,$(DEB_LINT))
 
-lint: lint-gcc lint-analyzer lint-tidy lint-cppcheck lint-shell ## static analysis: gcc, clang, clang-tidy, cppcheck, shellcheck
+lint: lint-gcc lint-tidy lint-cppcheck lint-shell ## static analysis: gcc, clang-tidy with clang's analyzer, cppcheck, shellcheck
 	@echo "lint: clean"
 
 # gcc's analyzer. Of the implementation the portable code: the sets have its loops, and neither allocate nor open anything.
@@ -23,14 +23,7 @@ $(BUILD)/lint/%.c.analyzed: %.c $(TEST_HEADERS) tests/lint.mk
 	@mkdir -p $(@D)
 	gcc -O1 -fanalyzer $(LINT_FLAGS) $(WARNINGS) $(or $(LINT_AS),-DTQKV_NO_AVX2) -c $< -o /dev/null && touch $@
 
-# clang's analyzer: its default checkers without what .clang-tidy leaves out, for the same reasons. It looks at the functions of
-# the main file only, so that is tqkv.h.
-lint-analyzer: tqkv.h
-	clang --analyze --analyzer-output text -Xclang -analyzer-disable-checker -Xclang core.uninitialized \
-		-Xclang -analyzer-disable-checker -Xclang core.UndefinedBinaryOperatorResult \
-		-Xclang -analyzer-config -Xclang core.CallAndMessage:ArgInitializedness=false -Xclang -analyzer-werror \
-		-x c -DTQKV_IMPLEMENTATION $(LINT_FLAGS) $<
-
+# clang's analyzer is among its checks.
 lint-tidy:
 	clang-tidy --quiet tqkv.h -- -x c -DTQKV_IMPLEMENTATION $(LINT_FLAGS)
 	clang-tidy --quiet $(LINT_IMPLEMENTATION) -- $(LINT_FLAGS)

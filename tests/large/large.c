@@ -39,7 +39,8 @@ static tqkv_store make_store(tqkv_format format, const large_row *row, uint64_t 
 static double times_stored(int i, int capacity)
 {
     if (i == PATTERN) return 1.0;
-    return (double)((capacity - 1) / PATTERN + (i < (capacity - 1) % PATTERN));
+    const int times = (capacity - 1) / PATTERN + (i < (capacity - 1) % PATTERN);
+    return times;
 }
 
 /* The softmax over all positions, from the pattern alone. query, out: [DIM] */

@@ -68,7 +68,7 @@ test-metallib-bugs: $(METAL_BUILD)/library/driver
 	CPP="$(LIBRARY_CPP) -O1" LIBRARY="$(LIBRARY)" LIBRARY_SOURCE="$(LIBRARY_SOURCE)" python3 $(LIBRARY_TESTS)/bugs.py $(METAL_BUILD) $(BUGS)
 
 # Compares with libraries of Apple's compiler in a folder: shapes of metadata, records, attributes, functions.
-compare-metallib: ## compare the library with libraries made by Apple's compiler: APPLE=FOLDER
+compare-metallib: $(LIBRARY) ## compare the library with libraries made by Apple's compiler: APPLE=FOLDER
 	@test -n "$(APPLE)" || { echo "compare-metallib needs APPLE=FOLDER with .metallib files"; exit 1; }
 	@python3 $(LIBRARY_TESTS)/compare.py $(LIBRARY) $(APPLE)
 else
