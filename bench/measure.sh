@@ -56,7 +56,10 @@ run_bench() {
             "$decode --queries 1 --context 32768 --head-dim 128" \
             "$decode --queries 8 --context 4096 --head-dim 128" \
             "$decode --queries 128 --context 4096 --head-dim 128" \
-            "--only pages" "--only threads"; do
+            "--only decode --group 8 --queries 1 --context 4096 --head-dim 64" \
+            "--only decode --group 6 --queries 1 --context 4096 --head-dim 256" \
+            "--only decode --group 64 --queries 1 --context 4096 --head-dim 512" \
+            "--only latent" "--only sparse" "--only pages" "--only threads"; do
             # shellcheck disable=SC2086
             build/bench --isa $isa $peers $shape $FLAGS
         done

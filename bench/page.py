@@ -35,7 +35,7 @@ class Set:
     """One instruction set of a processor: times of encoding by head_dim, of attention by shape, and peaks."""
 
     def __init__(self):
-        self.peak, self.attend, self.encode, self.ratios, self.threads = "", {}, {}, {}, {}
+        self.peak, self.attend, self.encode, self.ratios, self.threads, self.others = "", {}, {}, {}, {}, {}
 
 
 class Result:
@@ -55,6 +55,7 @@ class Result:
         encode = re.match(r"encode: head_dim (\d+)", line)
         threads = re.match(r"(\d+) threads: .*read ([\d.]+) GB/s", line)
         attend = re.match(r"attention: head_dim (\d+), (\d+) positions, group (\d+), (\d+) quer", line)
+        other = re.match(r"(latent|index|lists\w*): ", line)
         if fact:
             self.facts[fact[1]] = fact[2]
         elif isa:
@@ -66,6 +67,8 @@ class Result:
             self.table = self.set.encode.setdefault(int(encode[1]), {})
         elif attend:
             self.table = self.set.attend.setdefault(tuple(int(x) for x in attend.groups()), {})
+        elif other:
+            self.table = self.set.others.setdefault(other[1], {})
         elif threads:
             self.table = self.set.threads.setdefault((threads[1], threads[2]), {})
         elif line.startswith("  ") and self.sets and len(words) >= 4 and re.fullmatch(r"[\d.]+", words[1]):
@@ -150,7 +153,7 @@ def peer_rows(one):
 
 
 def set_table(isa, one):
-    entries = [e for e in one.attend.get(DECODE, {}) if not is_peer(e)]
+    entries = [e for e in one.attend.get(DECODE, {}) if not is_peer(e) and not e.endswith("_bytes")]
     head = ["", "1 query", "share", "× F16", "× ggml", "8 queries", "share", "128 queries", "share", "encode, GB/s"]
     return f"**{SETS[isa]}**: {one.peak}\n\n" + table(head, [main_row(one, e) for e in entries] + peer_rows(one))
 
@@ -193,6 +196,54 @@ def threads_table(result):
     return table(head, [[name_of(e)] + [cell(rows.get(e)) for *_, rows in found] for e in entries]) if found else ""
 
 
+def wide_table(result):
+    """One query of many heads a KV head, by set."""
+    shapes = {(64, 4096, 8, 1): "8 heads of 64", (256, 4096, 6, 1): "6 heads of 256", (512, 4096, 64, 1): "64 heads of 512"}
+    sets = list(result.sets.values())
+    entries = [e for e in dict.fromkeys(e for one in sets for s in shapes for e in one.attend.get(s, {}))
+               if not is_peer(e) and not re.search("_bytes|bf16", e)]
+
+    def cells(shape, entry):
+        rows = [one.attend.get(shape, {}).get(entry) for one in sets]
+        return " / ".join(f"{microseconds(row)} ({row[6]})" if row else "-" for row in rows)
+
+    return table(["a KV head"] + [*shapes.values()], [[name_of(e)] + [cells(s, e) for s in shapes] for e in entries]) \
+        if entries else ""
+
+
+def latent_table(result):
+    """Milliseconds for all heads over one latent stream, and the share of the multiply-add peak."""
+    rows = {}
+    for i, one in enumerate(result.sets.values()):
+        for entry, row in one.others.get("latent", {}).items():
+            base, tail = re.match(r"(\w+?)_d\d+(_t\d+)?$", entry).groups()
+            cells = rows.setdefault(name_of(base) + (", tail of halves" if tail else ""), ["-"] * len(result.sets))
+            cells[i] = f"{float(row[0]) / 1e3:.0f} ({row[4]})"
+    return table([""] + [SETS[isa] for isa in result.sets], [[name] + cells for name, cells in rows.items()]) if rows else ""
+
+
+def sparse_lines(result):
+    """Lists, the index and the choice of each set, as sentences."""
+    lines = []
+    for isa, one in result.sets.items():
+        def faster(entry, threads):
+            found = [one.ratios.get(f"list_{entry}_d128_n32768_blocks_of_{b}{threads}_all") for b in (1, 16, 64)]
+            return ", ".join(f"{v:.1f}" for v in found) if all(found) else "-"
+
+        index, ratios = one.others.get("index", {}), one.ratios
+        if not index:
+            continue
+        names = "index_tq4_d128_n262144_scores_fma", "index_tq4_d128_n262144_scores_int_fma"
+        lines.append(
+            f"{SETS[isa]}: a list of 2,048 of 32,768 positions, in blocks of 1, 16 and 64, is {faster('tq4', '')} times as "
+            f"fast as all positions of TQ4, in integers {faster('tq4_int', '')}; by two threads {faster('tq4', '_t2')} and "
+            f"{faster('tq4_int', '_t2')}. Index scores of 64 heads of 128 over 262,144 TQ4 keys take "
+            f"{float(index['scores'][0]) / 1e3:.0f} ms ({ratios[names[0]]:.2f} of the multiply-add peak), in integers "
+            f"{float(index['scores_int'][0]) / 1e3:.0f} ({ratios[names[1]]:.2f}), the choice of 2,048 of them "
+            f"{float(index['choice'][0]) / 1e3:.2f}.")
+    return lines
+
+
 def build_table(result):
     names = {"default": "all sets", "TQKV_NO_AVX512": "`TQKV_NO_AVX512`", "TQKV_METAL": "`TQKV_METAL`",
              "TQKV_NO_AVX2": "`TQKV_NO_AVX2`: plain C alone", "debug": "all sets, -O0"}
@@ -229,6 +280,14 @@ def processor_section(result):
     threads = threads_table(result)
     if threads:
         parts += ["One token over 32,768 positions by all threads, microseconds of wall time:", threads]
+    wide, latent = wide_table(result), latent_table(result)
+    if wide:
+        parts += [f"Many heads a KV head, as in today's models: one query over 4,096 positions, microseconds (share), {sets}:",
+                  wide]
+    if latent:
+        parts += ["64 heads over one latent stream of 512 that is keys and values, 32,768 positions, milliseconds (share of "
+                  "the float multiply-add peak):", latent]
+    parts += sparse_lines(result)
     if result.builds:
         parts += ["What the build options cost, by `bench/build.sh`; the seconds follow the machine:", build_table(result)]
     return paragraphs(parts)
@@ -267,6 +326,37 @@ def gpu_sizes(result, entries):
     return table(["head_dim"] + [str(d) for d in dims], [[name_of(e)] + [cell(e, d) for d in dims] for e in entries])
 
 
+def gpu_latent(result):
+    """[text, table]: one query of 64 heads over a latent stream."""
+    names = {"tq4_f16": "TQ4, tail of halves", "i8_f16": "I8, tail of halves", "f16_f16": "F16, tail of halves", "tq4": "TQ4"}
+    lengths = 32768, LONG
+
+    def cell(entry, n):
+        name = f"latent/{entry}/d512/h64/{n}"
+        copy, of_torch = result.ratios.get(f"{name}/times_the_copy"), result.ratios.get(f"{name}/torch")
+        return f"{result.times[name]:,.0f} ({copy:.1f}; {of_torch:.2f})" if name in result.times else "-"
+
+    if f"latent/tq4/d512/h64/{LONG}" not in result.times:
+        return []
+    torch = ["PyTorch, bfloat16, its fastest way"] + [f"{result.times[f'torch/bf16/latent/h64/{n}']:,.0f}" for n in lengths]
+    return ["64 heads over one latent stream of 512, microseconds (times what copying its bytes takes; speed, of PyTorch's):",
+            table([""] + [f"{n:,} positions" for n in lengths],
+                  [[names[e]] + [cell(e, n) for n in lengths] for e in names] + [torch])]
+
+
+def gpu_sparse(result):
+    """[text]: lists, index scores and the choice."""
+    lists = [f"{1 / result.ratios[f'{at}/block1/all']:.1f} and {1 / result.ratios[f'{at}/block64/all']:.1f} at a group of {g}"
+             for g in (2, 8, 16) for at in [f"list/tq4/d128/kv8/g{g}/32768"] if f"{at}/block1/all" in result.ratios]
+    index = [f"{name_of(e)} {result.times[at + '/scores']:.0f} and {result.times[at + '/choose']:.0f}"
+             for e in ("tq4", "i8", "f16") for at in [f"index/{e}/d128/h64/262144"] if at + "/scores" in result.times]
+    if not lists or not index:
+        return []
+    return ["A list of 2,048 of 32,768 positions, in blocks of 1 and of 64, is so many times as fast as all positions of TQ4: " +
+            "; ".join(lists) + ". Index scores of 64 heads of 128 over 262,144 keys and the choice of 2,048, microseconds: " +
+            "; ".join(index) + "."]
+
+
 def gpu_section(result):
     entries = list(dict.fromkeys(m[1] for n in result.times for m in [re.match(r"attend/(\w+)/d128/", n)] if m))
     copy, adds = result.limits["copy_bandwidth"], result.limits["multiply_adds"]
@@ -285,7 +375,7 @@ def gpu_section(result):
                for n in result.times for m in [re.match(r"batch/(\w+)/d128/g(\d+)/16$", n)] if m]
     if batches:
         parts.append("16 sequences of 500 to 8,000 positions in one call: " + "; ".join(batches) + ".")
-    return paragraphs(parts)
+    return paragraphs(parts + gpu_latent(result) + gpu_sparse(result))
 
 
 # ---- The page ----
@@ -312,8 +402,8 @@ Made by `make bench-page` from `bench/results`; `bench/page.py` has the words.
 
 ## Make it anew
 
-    make bench-results NAME=zen4          # five minutes; GGML_PREFIX=... GGML_AVX2_PREFIX=... IK_PREFIX=...: peers
-    make bench-results-gpu NAME=h200      # on a machine with an NVIDIA GPU
+    make bench-results NAME=zen4          # six minutes; GGML_PREFIX=... GGML_AVX2_PREFIX=... IK_PREFIX=...: peers
+    make bench-results-gpu NAME=h100      # on a machine with an NVIDIA GPU
     make bench-page                       # this page, and the tables of README and docs/formats.md
 
 A prefix is a folder with `include` and `lib` of ggml, built as Release without OpenMP, with `GGML_LLAMAFILE=ON` as in

@@ -2,7 +2,7 @@
 # IK_PREFIX=FOLDER the ggml of ik_llama.cpp: headers are in FOLDER/include and libraries in FOLDER/lib. BENCH_FLAGS: see
 # build/bench --help.
 #
-# `make bench-results NAME=zen4` writes bench/results/zen4.txt in about five minutes, `make bench-page` then BENCHMARKS.md.
+# `make bench-results NAME=zen4` writes bench/results/zen4.txt in about six minutes, `make bench-page` then BENCHMARKS.md.
 # GGML_AVX2_PREFIX: a ggml without AVX-512, to compare with on AVX2. THREADS=16: one token by so many threads, too.
 
 BENCH_FLAGS ?=
