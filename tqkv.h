@@ -9868,14 +9868,14 @@ static void tqkv__add_centers(const tqkv__attention *a, double score, const floa
 /* out = out / (sum + exp(sink - max)), rotated back; zeros if the row saw nothing. out: [value_dim] */
 static TQKV__NOINLINE void tqkv__finish_row(const tqkv__attention *a, int head, float *out, float max, float sum)
 {
-    float factor = 0.0f;
-    if (sum != 0.0f) {
-        const float sink = a->call.sinks ? a->call.sinks[head] : -INFINITY;
-        const float largest = sink > max ? sink : max, keep = tqkv__exp(TQKV__AS_FLOAT(max - largest));
-        const float of_sink = tqkv__exp(TQKV__AS_FLOAT(sink - largest));
-        factor = TQKV__AS_FLOAT(keep / tqkv__sum_of_products(sum, keep, of_sink, 1.0f));
+    if (sum == 0.0f) { /* rotated back, half of the zeros would be negative */
+        memset(out, 0, (size_t)a->value_dim * sizeof(float));
+        return;
     }
-    tqkv__scale(out, a->value_dim, factor);
+    const float sink = a->call.sinks ? a->call.sinks[head] : -INFINITY;
+    const float largest = sink > max ? sink : max, keep = tqkv__exp(TQKV__AS_FLOAT(max - largest));
+    const float of_sink = tqkv__exp(TQKV__AS_FLOAT(sink - largest));
+    tqkv__scale(out, a->value_dim, TQKV__AS_FLOAT(keep / tqkv__sum_of_products(sum, keep, of_sink, 1.0f)));
     if (a->unrotate_output) a->isa->codec->unrotate(out, a->value_dim);
 }
 
@@ -11772,7 +11772,7 @@ static bool tqkv__parse_more(const uint8_t *header, uint32_t flags, tqkv__header
     if (more[0] > TQKV_MAX_HEAD_DIM || more[1] > 15 || !more[0] != !more[1] || exact == (!more[2] && !more[3]))
         return false;
     if (more[2] > (uint32_t)INT_MAX || more[3] > (uint32_t)INT_MAX || more[4] > more[2] || more[4] > h->end ||
-        more[5] > tqkv__end_room(more[3]) || more[5] > h->end)
+        more[5] > tqkv__end_room(more[3]) || more[5] > h->end - h->first)
         return false;
     d->shared = flags & 16;
     d->tail_dim = (int)more[0];
@@ -11929,6 +11929,7 @@ TQKV_API tqkv_result tqkv_cache_load(const tqkv_cache_desc *desc, tqkv_read read
     tqkv__pipe pipe;
     tqkv__read_ahead ahead = {read, user, {NULL, NULL, NULL}, NULL, 0, 0, 0};
     tqkv__header found;
+    tqkv__cache_block block;
     tqkv_cache *c, checked;
     if (!out) return TQKV__INVALID("out is NULL");
     *out = NULL;
@@ -11936,7 +11937,8 @@ TQKV_API tqkv_result tqkv_cache_load(const tqkv_cache_desc *desc, tqkv_read read
     tqkv__pipe_open(&pipe, NULL, tqkv__read_held, &ahead);
     tqkv_result r = tqkv__read_header(&pipe, &found);
     if (r != TQKV_OK) return r;
-    if (tqkv__cache_resolve(&found.desc, &checked) != TQKV_OK) return TQKV_CORRUPT;
+    if (tqkv__cache_resolve(&found.desc, &checked) != TQKV_OK || !tqkv__divide_block(&checked, 0, &block))
+        return TQKV_CORRUPT;
     if (!tqkv__desc_matches(desc, &found.desc) || (desc->type && found.desc.type && desc->type != found.desc.type))
         return TQKV__INVALID("a field of desc is not the snapshot's");
     tqkv__take_use(desc, &found.desc);
