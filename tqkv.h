@@ -349,7 +349,8 @@ typedef struct tqkv_quality {
     double mean_share; /* |mean of the rows|^2 / mean |row|^2 of the source: what a centre would take away */
     double error;    /* mean |x - x'|^2 / mean |x - mean of the rows|^2, x' decoded: noise against what differs between
                           positions. INFINITY if nothing differs but there is noise */
-    double kurtosis; /* of the values that tqkv_probe shows: fourth moment over squared second; 3: Gaussian */
+    double kurtosis; /* of the values that tqkv_probe shows: fourth moment over squared second; 3: Gaussian. INFINITY if
+                        one is infinite: a value of F16 that overflows when the centre is subtracted */
     double beyond;   /* share of these values beyond the last boundary */
 } tqkv_quality;
 /* Encodes and decodes the rows, without a store; out: [n_kv_heads], zeros for no tokens. codes and norms may be NULL. A stream
@@ -3064,22 +3065,28 @@ TQKV_API tqkv_result tqkv_store_convert(const tqkv_store *to, const tqkv_store *
     return tqkv__convert(to, from, position, n_positions, to ? &to->parallel : &serial);
 }
 
+/* mean: [head_dim] */
+static TQKV__NOINLINE void tqkv__mean_of(const tqkv__stream *s, const void *src, int n_tokens, size_t h, float *mean)
+{
+    double sums[TQKV_MAX_HEAD_DIM] = {0};
+    for (int t = 0; t < n_tokens; t++) {
+        float row[TQKV_MAX_HEAD_DIM];
+        tqkv__codec_for(s->head_dim)->widen(s->type, tqkv__source_row(s, src, (size_t)t, h), NULL, s->head_dim, row);
+        for (int d = 0; d < s->head_dim; d++) sums[d] += (double)row[d];
+    }
+    for (int d = 0; d < s->head_dim; d++) mean[d] = n_tokens ? (float)(sums[d] / n_tokens) : 0.0f;
+}
+
 TQKV_API tqkv_result tqkv_mean(const tqkv_store *shape, const void *src, int n_tokens, float *mean)
 {
     tqkv__stream s;
     tqkv_result r = tqkv__stream_shape(shape, &s);
     if (r == TQKV_OK) r = tqkv__check_source(&s, src, n_tokens, mean, sizeof(float), tqkv__center_size(&s));
     if (r != TQKV_OK) return r;
-    const size_t head_dim = (size_t)s.head_dim, n_kv_heads = (size_t)s.n_kv_heads;
-    for (size_t h = 0; h < n_kv_heads; h++) {
-        double sums[TQKV_MAX_HEAD_DIM] = {0};
-        for (size_t t = 0; t < (size_t)n_tokens; t++) {
-            float row[TQKV_MAX_HEAD_DIM];
-            tqkv__codec_for(s.head_dim)->widen(s.type, tqkv__source_row(&s, src, t, h), NULL, s.head_dim, row);
-            for (size_t d = 0; d < head_dim; d++) sums[d] += (double)row[d];
-        }
-        for (size_t d = 0; d < head_dim; d++) mean[h * head_dim + d] = n_tokens ? (float)(sums[d] / n_tokens) : 0.0f;
-    }
+    const uint64_t mode = tqkv__fp_exact();
+    for (size_t h = 0; h < (size_t)s.n_kv_heads; h++)
+        tqkv__mean_of(&s, src, n_tokens, h, mean + h * (size_t)s.head_dim);
+    tqkv__fp_restore(mode);
     return TQKV_OK;
 }
 
@@ -3134,7 +3141,8 @@ static TQKV__NOINLINE void tqkv__quality_of(const tqkv__stream *s, const tqkv__m
     }
     if (m->squares > 0.0) out->mean_share = n * mean / m->squares;
     if (!(m->noise == 0.0)) out->error = differs > 0.0 && m->noise >= 0.0 ? m->noise / differs : (double)INFINITY;
-    if (m->second > 0.0) out->kurtosis = values * m->fourth / (m->second * m->second);
+    const bool finite = m->second - m->second == 0.0; /* halves less a centre may overflow */
+    if (m->second > 0.0) out->kurtosis = finite ? values * m->fourth / (m->second * m->second) : (double)INFINITY;
     out->beyond = m->beyond / values;
 }
 
