@@ -349,7 +349,8 @@ typedef struct tqkv_quality {
     double mean_share; /* |mean of the rows|^2 / mean |row|^2 of the source: what a centre would take away */
     double error;    /* mean |x - x'|^2 / mean |x - mean of the rows|^2, x' decoded: noise against what differs between
                           positions. INFINITY if nothing differs but there is noise */
-    double kurtosis; /* of the values that tqkv_probe shows: fourth moment over squared second; 3: Gaussian */
+    double kurtosis; /* of the values that tqkv_probe shows: fourth moment over squared second; 3: Gaussian. INFINITY if
+                        one is infinite: a value of F16 that overflows when the centre is subtracted */
     double beyond;   /* share of these values beyond the last boundary */
 } tqkv_quality;
 /* Encodes and decodes the rows, without a store; out: [n_kv_heads], zeros for no tokens. codes and norms may be NULL. A stream
@@ -3064,22 +3065,28 @@ TQKV_API tqkv_result tqkv_store_convert(const tqkv_store *to, const tqkv_store *
     return tqkv__convert(to, from, position, n_positions, to ? &to->parallel : &serial);
 }
 
+/* mean: [head_dim] */
+static TQKV__NOINLINE void tqkv__mean_of(const tqkv__stream *s, const void *src, int n_tokens, size_t h, float *mean)
+{
+    double sums[TQKV_MAX_HEAD_DIM] = {0};
+    for (int t = 0; t < n_tokens; t++) {
+        float row[TQKV_MAX_HEAD_DIM];
+        tqkv__codec_for(s->head_dim)->widen(s->type, tqkv__source_row(s, src, (size_t)t, h), NULL, s->head_dim, row);
+        for (int d = 0; d < s->head_dim; d++) sums[d] += (double)row[d];
+    }
+    for (int d = 0; d < s->head_dim; d++) mean[d] = n_tokens ? (float)(sums[d] / n_tokens) : 0.0f;
+}
+
 TQKV_API tqkv_result tqkv_mean(const tqkv_store *shape, const void *src, int n_tokens, float *mean)
 {
     tqkv__stream s;
     tqkv_result r = tqkv__stream_shape(shape, &s);
     if (r == TQKV_OK) r = tqkv__check_source(&s, src, n_tokens, mean, sizeof(float), tqkv__center_size(&s));
     if (r != TQKV_OK) return r;
-    const size_t head_dim = (size_t)s.head_dim, n_kv_heads = (size_t)s.n_kv_heads;
-    for (size_t h = 0; h < n_kv_heads; h++) {
-        double sums[TQKV_MAX_HEAD_DIM] = {0};
-        for (size_t t = 0; t < (size_t)n_tokens; t++) {
-            float row[TQKV_MAX_HEAD_DIM];
-            tqkv__codec_for(s.head_dim)->widen(s.type, tqkv__source_row(&s, src, t, h), NULL, s.head_dim, row);
-            for (size_t d = 0; d < head_dim; d++) sums[d] += (double)row[d];
-        }
-        for (size_t d = 0; d < head_dim; d++) mean[h * head_dim + d] = n_tokens ? (float)(sums[d] / n_tokens) : 0.0f;
-    }
+    const uint64_t mode = tqkv__fp_exact();
+    for (size_t h = 0; h < (size_t)s.n_kv_heads; h++)
+        tqkv__mean_of(&s, src, n_tokens, h, mean + h * (size_t)s.head_dim);
+    tqkv__fp_restore(mode);
     return TQKV_OK;
 }
 
@@ -3134,7 +3141,8 @@ static TQKV__NOINLINE void tqkv__quality_of(const tqkv__stream *s, const tqkv__m
     }
     if (m->squares > 0.0) out->mean_share = n * mean / m->squares;
     if (!(m->noise == 0.0)) out->error = differs > 0.0 && m->noise >= 0.0 ? m->noise / differs : (double)INFINITY;
-    if (m->second > 0.0) out->kurtosis = values * m->fourth / (m->second * m->second);
+    const bool finite = m->second - m->second == 0.0; /* halves less a centre may overflow */
+    if (m->second > 0.0) out->kurtosis = finite ? values * m->fourth / (m->second * m->second) : (double)INFINITY;
     out->beyond = m->beyond / values;
 }
 
@@ -9868,14 +9876,14 @@ static void tqkv__add_centers(const tqkv__attention *a, double score, const floa
 /* out = out / (sum + exp(sink - max)), rotated back; zeros if the row saw nothing. out: [value_dim] */
 static TQKV__NOINLINE void tqkv__finish_row(const tqkv__attention *a, int head, float *out, float max, float sum)
 {
-    float factor = 0.0f;
-    if (sum != 0.0f) {
-        const float sink = a->call.sinks ? a->call.sinks[head] : -INFINITY;
-        const float largest = sink > max ? sink : max, keep = tqkv__exp(TQKV__AS_FLOAT(max - largest));
-        const float of_sink = tqkv__exp(TQKV__AS_FLOAT(sink - largest));
-        factor = TQKV__AS_FLOAT(keep / tqkv__sum_of_products(sum, keep, of_sink, 1.0f));
+    if (sum == 0.0f) { /* rotated back, half of the zeros would be negative */
+        memset(out, 0, (size_t)a->value_dim * sizeof(float));
+        return;
     }
-    tqkv__scale(out, a->value_dim, factor);
+    const float sink = a->call.sinks ? a->call.sinks[head] : -INFINITY;
+    const float largest = sink > max ? sink : max, keep = tqkv__exp(TQKV__AS_FLOAT(max - largest));
+    const float of_sink = tqkv__exp(TQKV__AS_FLOAT(sink - largest));
+    tqkv__scale(out, a->value_dim, TQKV__AS_FLOAT(keep / tqkv__sum_of_products(sum, keep, of_sink, 1.0f)));
     if (a->unrotate_output) a->isa->codec->unrotate(out, a->value_dim);
 }
 
@@ -11772,7 +11780,7 @@ static bool tqkv__parse_more(const uint8_t *header, uint32_t flags, tqkv__header
     if (more[0] > TQKV_MAX_HEAD_DIM || more[1] > 15 || !more[0] != !more[1] || exact == (!more[2] && !more[3]))
         return false;
     if (more[2] > (uint32_t)INT_MAX || more[3] > (uint32_t)INT_MAX || more[4] > more[2] || more[4] > h->end ||
-        more[5] > tqkv__end_room(more[3]) || more[5] > h->end)
+        more[5] > tqkv__end_room(more[3]) || more[5] > h->end - h->first)
         return false;
     d->shared = flags & 16;
     d->tail_dim = (int)more[0];
@@ -11929,6 +11937,7 @@ TQKV_API tqkv_result tqkv_cache_load(const tqkv_cache_desc *desc, tqkv_read read
     tqkv__pipe pipe;
     tqkv__read_ahead ahead = {read, user, {NULL, NULL, NULL}, NULL, 0, 0, 0};
     tqkv__header found;
+    tqkv__cache_block block;
     tqkv_cache *c, checked;
     if (!out) return TQKV__INVALID("out is NULL");
     *out = NULL;
@@ -11936,7 +11945,8 @@ TQKV_API tqkv_result tqkv_cache_load(const tqkv_cache_desc *desc, tqkv_read read
     tqkv__pipe_open(&pipe, NULL, tqkv__read_held, &ahead);
     tqkv_result r = tqkv__read_header(&pipe, &found);
     if (r != TQKV_OK) return r;
-    if (tqkv__cache_resolve(&found.desc, &checked) != TQKV_OK) return TQKV_CORRUPT;
+    if (tqkv__cache_resolve(&found.desc, &checked) != TQKV_OK || !tqkv__divide_block(&checked, 0, &block))
+        return TQKV_CORRUPT;
     if (!tqkv__desc_matches(desc, &found.desc) || (desc->type && found.desc.type && desc->type != found.desc.type))
         return TQKV__INVALID("a field of desc is not the snapshot's");
     tqkv__take_use(desc, &found.desc);

@@ -9,6 +9,7 @@
 #define XXH_INLINE_ALL
 #include <xxhash.h>
 
+#include <fenv.h>
 #include <math.h>
 
 enum { D = 64, HEADS = 2, TOKENS = 40 };
@@ -29,7 +30,13 @@ static void check_mean(const void *parameters)
     tqkv_store shape = test_store(TQKV_TQ4, head_dim, HEADS, 1, false);
     const double n = (double)TOKENS;
     float *rows = biased_rows(TOKENS, head_dim, 30.0f), mean[HEADS * REFERENCE_MAX_DIM];
+#ifdef FE_UPWARD
+    fesetround(FE_UPWARD); /* the caller's rounding mode has no effect */
+#endif
     CHECK_RESULT(tqkv_mean(&shape, rows, TOKENS, mean), TQKV_OK);
+#ifdef FE_UPWARD
+    fesetround(FE_TONEAREST);
+#endif
     for (int i = 0; i < HEADS * head_dim; i++) {
         double sum = 0.0;
         for (int t = 0; t < TOKENS; t++) sum += (double)rows[t * HEADS * head_dim + i];
@@ -114,7 +121,7 @@ static void check_measure(const void *parameters)
     test_store_free(&store);
 }
 
-/* Rows that are all equal, and rows of zeros: no division by zero. */
+/* Rows that are all equal, rows of zeros, rows that overflow: no division by zero, no NaN. */
 static void check_measure_edges(const void *parameters)
 {
     (void)parameters;
@@ -131,6 +138,18 @@ static void check_measure_edges(const void *parameters)
     CHECK_RESULT(tqkv_measure(&shape, rows, 3, &out), TQKV_OK);
     CHECK(isinf(out.error), "rows that decode to NaN have an error of %g", out.error);
     test_store_free(&shape);
+    float center[D];
+    for (int i = 0; i < 3 * D; i++) rows[i] = 3e38f;
+    for (int i = 0; i < D; i++) center[i] = -3e38f; /* what is left overflows */
+    for (int i = 0; i < TEST_FORMATS; i++) {
+        shape = test_store(test_formats[i], D, 1, 1, false);
+        shape.center = center;
+        CHECK_RESULT(tqkv_measure(&shape, rows, 3, &out), TQKV_OK);
+        CHECK(fabs(out.mean_share - 1.0) < 1e-12 && isinf(out.error) && out.kurtosis >= 0.0 && out.beyond >= 0.0,
+              "%s: rows that overflow measure %g %g %g %g", tqkv_format_name(shape.format), out.mean_share, out.error,
+              out.kurtosis, out.beyond);
+        test_store_free(&shape);
+    }
 }
 
 /* A bias a hundred times as large as the rest: with a centre the error is that of rows without a bias. */

@@ -336,12 +336,42 @@ static void check_center_overflow(const void *parameters)
     tqkv_cache_destroy(cache);
 }
 
+/* Zeros of a query that sees nothing are +0 in every type: rotated back, half of them were -0. */
+static void check_nothing_seen(const void *parameters)
+{
+    enum { DIM = 48, QUERIES = 3 };
+    const tqkv_format format = *(const tqkv_format *)parameters;
+    static float q[QUERIES * DIM];
+    unsigned char out[QUERIES * DIM * sizeof(float)];
+    float sums[QUERIES * DIM], max[QUERIES], sum[QUERIES], sink = 1.0f;
+    tqkv_store store = test_store(format, DIM, 1, 4, false);
+    tqkv_attention a;
+    data_rows(3, DATA_GAUSSIAN, q, QUERIES, DIM);
+    memset(&a, 0, sizeof a);
+    a.keys = a.values = &store;
+    a.n_queries = QUERIES;
+    a.sinks = &sink;
+    for (int type = 0; type < 3; type++) {
+        size_t set = 0;
+        a.output_type = (tqkv_type)type;
+        memset(out, 0, sizeof out);
+        CHECK_RESULT(tqkv_attend(&a, q, out), TQKV_OK);
+        for (size_t i = 0; i < sizeof out; i++) set += out[i] != 0;
+        CHECK(set == 0, "type %d: %d bytes are not 0", type, (int)set);
+    }
+    CHECK_RESULT(tqkv_attend_partial(&a, q, 0, 0, sums, max, sum), TQKV_OK);
+    CHECK_RESULT(tqkv_attend_finish(&a, sums, max, sum), TQKV_OK);
+    for (int i = 0; i < QUERIES * DIM; i++) CHECK(sums[i] == 0.0f && !signbit(sums[i]), "element %d", i);
+    test_store_free(&store);
+}
+
 void test_defects_cases(void)
 {
     test_add(check_poison_alone, NULL, 0, "defect/poison_alone");
     test_add(check_center_overflow, NULL, 0, "defect/center_overflow");
     for (int i = 0; i < TEST_FORMATS; i++) {
         const char *name = tqkv_format_name(test_formats[i]);
+        test_add(check_nothing_seen, &test_formats[i], sizeof test_formats[i], "defect/nothing_seen/%s", name);
         if (reference_is_codebook(test_formats[i])) {
             test_add(check_block_norms, &test_formats[i], sizeof *test_formats, "defect/block_norms/%s", name);
             test_add(check_own_codebook, &test_formats[i], sizeof *test_formats, "defect/own_codebook/%s", name);

@@ -213,6 +213,21 @@ static void check_header(const void *parameters)
     stream_free(&s);
 }
 
+/* An empty cache whose streams each have a size, but not together. */
+static void check_huge_header(const void *parameters)
+{
+    (void)parameters;
+    cache_row shape = {TQKV_TQ2, TQKV_TQ2, 32, 6, false, 0, -1};
+    counting counter = {0, 0, 0, 0, 0};
+    tqkv_cache_desc desc = cache_desc(&shape, NULL);
+    stream s = make_snapshot(&shape, &desc);
+    REQUIRE(s.bytes, "no snapshot");
+    for (size_t offset = 20; offset <= 28; offset += 4) /* KV heads, heads, capacity */
+        put_hashed(&s, 0, HEADER_SIZE, offset, 4, 1 << 30);
+    expect_corrupt(&s, &counter, "2^30 heads of 2^30 positions", 0);
+    stream_free(&s);
+}
+
 /* The versions of the codes that other builds wrote for the same tables and rotation: 2 to 6. */
 static void check_codes_version(const void *parameters)
 {
@@ -681,6 +696,7 @@ void test_snapshot_cases(void)
     for (int i = 0; i < 7; i++)
         test_add(check_held_back, held_back[i], sizeof *held_back, "snapshot/held_back/%d_of_%d%s", held_back[i][1],
                  held_back[i][0], held_back[i][3] ? "_with_centers" : "");
+    test_add(check_huge_header, NULL, 0, "snapshot/huge_header");
     test_add(check_codes_version, NULL, 0, "snapshot/codes_version");
     for (int i = 0; i < 24; i++) {
         static const int shapes[4][3] = {{0, 0, -1}, {1, 23, -1}, {0, 7, -1}, {1, 23, 19}}; /* ring, tokens, truncate */
