@@ -171,7 +171,7 @@ static inline void data_rows_alone(uint64_t seed, data_kind kind, float *rows, i
     }
     free(wanted.rows);
     made[n_made] = wanted;
-    made[n_made].rows = n == 0 || n > DATA_KEPT ? NULL : (float *)malloc(n * sizeof *rows);
+    made[n_made].rows = n > DATA_KEPT ? NULL : (float *)malloc(n * sizeof *rows);
     if (!made[n_made].rows) return;
     memcpy(made[n_made++].rows, rows, n * sizeof *rows);
     n_kept += n;

@@ -69,6 +69,64 @@ static void check_equal(const void *parameters)
     test_store_free(&values);
 }
 
+/* Two keys parallel to the query, all others 0: scores of 50 and a little less, of a standard deviation of 8.7. All products of a
+ * constant row are equal, so a long chain of additions rounds all of them to the same side. */
+typedef struct parallel_row {
+    tqkv_format keys;
+    int head_dim;
+    data_kind kind;
+} parallel_row;
+
+enum { PARALLEL = 64, PARALLEL_TRIALS = 40 };
+
+static double parallel_error(const parallel_row *row, int trial, tqkv_attention *a, float *rows, float *q)
+{
+    const int d = row->head_dim;
+    float out[32];
+    double expected[32], square = 0.0;
+    const float first = 1.0f + 0.02f * (float)trial, second = first * (1.0f - 0.0005f * (float)trial);
+    memset(rows, 0, (size_t)PARALLEL * (size_t)d * sizeof *rows);
+    data_rows(51 + (uint64_t)trial, row->kind, rows, 1, d);
+    for (int i = 0; i < d; i++) {
+        rows[d + i] = second * rows[i];
+        rows[i] *= first;
+    }
+    CHECK_RESULT(tqkv_encode(a->keys, rows, PARALLEL, 0), TQKV_OK);
+    CHECK_RESULT(tqkv_decode(a->keys, 0, 1, TQKV_ROTATED, q), TQKV_OK);
+    for (int i = 0; i < d; i++) square += (double)q[i] * (double)q[i];
+    const double factor = (50.0 - 0.01 * trial) * sqrt((double)d) / square;
+    for (int i = 0; i < d; i++) q[i] = (float)(factor * (double)q[i]);
+    CHECK_RESULT(tqkv_attend(a, q, out), TQKV_OK);
+    reference_attend(a, q, expected);
+    return reference_relative_error(out, expected, 32);
+}
+
+static void check_parallel(const void *parameters)
+{
+    const parallel_row *row = (const parallel_row *)parameters;
+    tqkv_store keys = test_store(row->keys, row->head_dim, 1, PARALLEL, false);
+    tqkv_store values = test_store(TQKV_F16, 32, 1, PARALLEL, false);
+    float *rows = (float *)test_alloc((size_t)PARALLEL * (size_t)row->head_dim * sizeof(float));
+    float of_values[PARALLEL * 32] = {0}, q[1024];
+    double worst = 0.0;
+    tqkv_attention a;
+    of_values[0] = of_values[32 + 1] = 1.0f;
+    CHECK_RESULT(tqkv_encode(&values, of_values, PARALLEL, 0), TQKV_OK);
+    memset(&a, 0, sizeof a);
+    a.keys = &keys;
+    a.values = &values;
+    a.end = PARALLEL;
+    a.query_basis = TQKV_ROTATED;
+    for (int trial = 0; trial < PARALLEL_TRIALS; trial++) {
+        const double error = parallel_error(row, trial, &a, rows, q);
+        if (error > worst) worst = error;
+    }
+    CHECK(worst <= ATTEND_TOLERANCE, "relative error %.3g", worst);
+    free(rows);
+    test_store_free(&keys);
+    test_store_free(&values);
+}
+
 /* ---- A query's bits: alone, beside others, by any hook ---- */
 
 static void run_backwards(void *user, int count, tqkv_task task, void *context)
@@ -458,6 +516,12 @@ void test_length_cases(void)
     for (int i = 0; i < TEST_FORMATS; i++)
         test_add(check_equal, &test_formats[i], sizeof *test_formats, "attend/equal/%s",
                  tqkv_format_name(test_formats[i]));
+    for (int i = 0; i < 4 * 5; i++) {
+        static const tqkv_format formats[] = {TQKV_F16, TQKV_TQ8, TQKV_TQ4, TQKV_TQ2};
+        static const int dims[] = {128, 192, 256, 512, 1024};
+        const parallel_row row = {formats[i / 5], dims[i % 5], i / 5 ? DATA_GAUSSIAN : DATA_CONSTANT};
+        test_add(check_parallel, &row, sizeof row, "attend/parallel/%s/%d", tqkv_format_name(row.keys), row.head_dim);
+    }
     for (int i = 0; i < 16; i++) test_add(check_exceptions, &i, sizeof i, "attend/exceptions/%d", i);
     test_add(check_far_below, NULL, 0, "attend/far_below");
     for (int i = 0; i < 18; i++) {
