@@ -5821,12 +5821,12 @@ TQKV__OP void TQKV__I(score_packed_as)(const tqkv_format format, const int rows,
 /* -- Few rows: four positions at a time are looked up where they are multiplied, 16 dimensions of each in a quarter of a vector, so
    that no size leaves lanes empty. Integers and codes are the bytes that they are above. -- */
 
-/* Of what is not packed, TQ2 and TQ4 with fewer rows than take lanes, TQ3 with two. More rows of more dimensions share bytes. */
+/* Of what is not packed, TQ2 and TQ4 with fewer rows than take lanes, TQ3 and TQ5 with two. More rows of more dimensions share bytes. */
 static bool TQKV__I(is_quartered)(const tqkv__stream *s, int n, int n_rows)
 {
     int most = 0;
     if (s->format == TQKV_TQ2 || s->format == TQKV_TQ4) most = s->block_dim > 80 ? 2 : TQKV__LANES_ROWS - 1;
-    if (s->format == TQKV_TQ3) most = s->block_dim > 128 ? 1 : 2;
+    if (s->format == TQKV_TQ3 || s->format == TQKV_TQ5) most = s->block_dim > 128 ? 1 : 2;
     return n_rows <= most && n % TQKV__SLICE == 0;
 }
 
@@ -5911,7 +5911,8 @@ TQKV__OP void TQKV__I(score_pieces)(const tqkv_format format, const int rows, co
 
 /* macro(format, rows) */
 #define TQKV__BY_PIECES(macro)                                                                                         \
-    macro(TQKV_TQ2, 1) macro(TQKV_TQ2, 2) macro(TQKV_TQ3, 1) macro(TQKV_TQ3, 2) macro(TQKV_TQ4, 1) macro(TQKV_TQ4, 2)
+    macro(TQKV_TQ2, 1) macro(TQKV_TQ2, 2) macro(TQKV_TQ3, 1) macro(TQKV_TQ3, 2) macro(TQKV_TQ4, 1) macro(TQKV_TQ4, 2)  \
+        macro(TQKV_TQ5, 1) macro(TQKV_TQ5, 2)
 
 /* Functions of their own, because loops that share one spill. The copy tells the compiler that sums lie elsewhere. */
 #define TQKV__SCORE_PIECES(format, rows)                                                                               \
