@@ -5885,7 +5885,7 @@ TQKV__OP void TQKV__I(score_pieces)(const tqkv_format format, const int rows, co
     const TQKV__(codes) book = TQKV__I(load_book)(p->centroids);
     for (int v = 0; v < p->n / 4; v++) {
         const size_t at = (size_t)(v / 4 * 16 + v % 4) * p->stride;
-        TQKV__(codes) high[2], low[2], raw[2][2], fields[2];
+        TQKV__(codes) high[4], low[4], raw[2][2], fields[2];
         if (p->ahead)
             tqkv__prefetch(TQKV__L2, p->fields[0] + (ptrdiff_t)((size_t)v * 4 * p->stride) + p->ahead, 4 * p->stride);
         TQKV__UNROLL
@@ -5913,6 +5913,7 @@ TQKV__OP void TQKV__I(score_pieces)(const tqkv_format format, const int rows, co
 #define TQKV__BY_PIECES(macro)                                                                                         \
     macro(TQKV_TQ2, 1) macro(TQKV_TQ2, 2) macro(TQKV_TQ3, 1) macro(TQKV_TQ3, 2) macro(TQKV_TQ4, 1) macro(TQKV_TQ4, 2)  \
         macro(TQKV_TQ5, 1) macro(TQKV_TQ5, 2)
+#define TQKV__BY_FOUR_ROWS(macro) macro(TQKV_TQ2, 4) macro(TQKV_TQ4, 4) /* scores alone: values have four sums a row */
 
 /* Functions of their own, because loops that share one spill. The copy tells the compiler that sums lie elsewhere. */
 #define TQKV__SCORE_PIECES(format, rows)                                                                               \
@@ -5923,6 +5924,7 @@ TQKV__OP void TQKV__I(score_pieces)(const tqkv_format format, const int rows, co
         TQKV__I(score_pieces)(format, rows, &copy, q, d, sums);                                                        \
     }
 TQKV__BY_PIECES(TQKV__SCORE_PIECES)
+TQKV__BY_FOUR_ROWS(TQKV__SCORE_PIECES)
 
 /* Dimensions [first + d, first + dim), at most 64 of them */
 TQKV__OP TQKV__I(chunk)
@@ -5944,8 +5946,8 @@ TQKV__TARGET static TQKV__NOINLINE void TQKV__I(score_quarters)(const tqkv__stre
                                                                 const tqkv__run *run, int first, int rows,
                                                                 const TQKV__I(product) * p)
 {
-    TQKV__I(quarters) quarters[2];
-    TQKV__(codes) sums[2][TQKV__TILE / 4];
+    TQKV__I(quarters) quarters[4];
+    TQKV__(codes) sums[4][TQKV__TILE / 4];
     for (int r = 0; r < rows; r++) {
         TQKV__I(open_quarters)(p->rows + 2 * r * p->row_floats, p->dim, &quarters[r]);
         for (int v = 0; v < p->n / 4; v++) sums[r][v] = quarters[r].start;
@@ -5955,6 +5957,7 @@ TQKV__TARGET static TQKV__NOINLINE void TQKV__I(score_quarters)(const tqkv__stre
 #define TQKV__SCORE_QUARTERS(which, n)                                                                                 \
     if (s->format == which && rows == n) TQKV__I(score_##which##_##n)(&chunk, quarters, d, sums);
         TQKV__BY_PIECES(TQKV__SCORE_QUARTERS)
+        TQKV__BY_FOUR_ROWS(TQKV__SCORE_QUARTERS)
     }
     for (int j = 0; j < p->n; j += 16)
         for (int r = 0; r < rows; r++) TQKV__I(add_scores)(p, r, j, TQKV__S(sum_four_codes)(sums[r] + j / 4));
@@ -5973,7 +5976,7 @@ TQKV__TARGET static TQKV__NOINLINE void TQKV__I(score_few)(const tqkv__stream *s
         p.n = run->n;
         TQKV__I(open_scores)(s, b, q, add, factors, scores, &p);
         for (int left = n_rows, now; left > 0; left -= now) {
-            now = left >= 2 ? 2 : 1;
+            now = !packed && left >= 4 ? 4 : left >= 2 ? 2 : 1;
 #define TQKV__SCORE_PACKED(which, rows)                                                                                \
     if (s->format == which && now == rows) TQKV__I(score_packed_as)(which, rows, &p, s, row, b * p.dim, bytes);
             if (packed) {
@@ -6466,6 +6469,7 @@ static const tqkv__integers TQKV__I(integers) = {&TQKV__(isa),
 #undef TQKV__SCORE_PACKED
 #undef TQKV__ADD_PACKED
 #undef TQKV__BY_PIECES
+#undef TQKV__BY_FOUR_ROWS
 #undef TQKV__SCORE_PIECES
 #undef TQKV__SCORE_QUARTERS
 #undef TQKV__ADD_PIECES
