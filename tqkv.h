@@ -5413,8 +5413,8 @@ static const tqkv__isa TQKV__(isa) = {TQKV__ISA_NAME,   TQKV__LANES,        {TQK
      load_row, repeat           those of a vector of dimensions, those of TQKV__PRODUCTS positions in each lane
      transpose                  16 bytes of TQKV__INTEGER_LANES positions to lanes, as repeat has TQKV__PRODUCTS integers
      lanes, repeated, dot_lanes, whole_lanes   as codes, row, dot, whole, for lanes of eight products
-     TQKV__PACKED_ROWS          0, or the rows up to which codes without upper bits are not stored as bytes first: with
-                                widen, half of the bytes as words, and interleave_bytes, or load_part and dot_bytes    */
+     TQKV__LOOKED_UP            whether few rows multiply codes without storing their bytes first: with load_part, or with
+                                load_quarters, order_fields and look_up_fields, and with dot_bytes                     */
 #ifdef TQKV__INTEGER_LANES
 
 #define TQKV__VECTOR TQKV__(vector)
@@ -5510,11 +5510,9 @@ static const TQKV__S(decoder) TQKV__S(decoders)[] = {NULL, TQKV__FORMATS(TQKV__D
 
 /* Where products find the integers of positions. */
 typedef struct TQKV__I(source) {
-    tqkv_format format; /* TQKV_I8: bytes, else codes for the loops that look them up */
     const int8_t *codes;
     size_t stride;   /* of positions */
     ptrdiff_t ahead; /* to those of the next tile, if they are read in place */
-    const int8_t *centroids;
 } TQKV__I(source);
 
 /* Copies dim integers of a row, and zeros behind them; to: [padded]. Sizes that the compiler knows take no calls. */
@@ -5524,19 +5522,17 @@ TQKV__OP void TQKV__I(copy_integers)(const uint8_t *row, int dim, int padded, in
     for (int d = dim; d < padded; d += 16) memset(to + d, 0, 16);
 }
 
-/* The integers [first, first + dim) of `n` slots from that of the run's position j on, for n_rows rows. What can be read in
-   place stays there: I8, and codes that few rows look up. room: [n rounded up to slices][TQKV__PADDED(dim)] */
+/* The integers [first, first + dim) of `n` slots from that of the run's position j on. I8 is read in place where that goes.
+   room: [n rounded up to slices][TQKV__PADDED(dim)] */
 TQKV__TARGET static TQKV__I(source) TQKV__I(open_integers)(const tqkv__stream *s, int kv_head, const tqkv__run *run,
-                                                           int j, int n, int first, int dim, int n_rows, int8_t *room)
+                                                           int j, int n, int first, int dim, int8_t *room)
 {
     const uint8_t *row = tqkv__codes_at(s, kv_head, run->slot + j);
     const ptrdiff_t ahead = (ptrdiff_t)run->ahead * (ptrdiff_t)s->row_bytes;
     const int padded = TQKV__PADDED(dim), rows = (n + TQKV__SLICE - 1) / TQKV__SLICE * TQKV__SLICE;
-    const bool looked_up = s->main_bits < 8 && !s->upper_bits && n_rows <= TQKV__PACKED_ROWS;
-    const TQKV__I(source)
-        in_place = {s->format, (const int8_t *)(row + first * s->main_bits / 8), s->row_bytes, ahead, s->centroids};
-    const TQKV__I(source) decoded = {TQKV_I8, room, (size_t)padded, 0, NULL};
-    if ((s->kind == TQKV__GRID || looked_up) && n == rows) return in_place;
+    const TQKV__I(source) in_place = {(const int8_t *)row + first, s->row_bytes, ahead};
+    const TQKV__I(source) decoded = {room, (size_t)padded, 0};
+    if (s->kind == TQKV__GRID && n == rows) return in_place;
     for (int i = 0; i < n; i += TQKV__SLICE, row += TQKV__SLICE * s->row_bytes) {
         const int now = n - i < TQKV__SLICE ? n - i : TQKV__SLICE;
         int8_t *to = room + i * padded;
@@ -5596,50 +5592,28 @@ typedef struct TQKV__I(product) {
     bool add;             /* to the scores */
 } TQKV__I(product);
 
-/* Words of four positions from d on, half `half` of the bytes that were looked up; format: of the source */
-TQKV__OP void TQKV__I(open_four)(const tqkv_format format, const TQKV__(codes) * bytes, const int half,
-                                 const int8_t *codes, size_t stride, int left, TQKV__(codes) * x)
+/* fours[row]: the products of four positions with a row, summed over the lanes. rows: a constant */
+TQKV__OP void TQKV__I(score_four)(const int rows, const TQKV__I(product) * p, const int8_t *codes,
+                                  TQKV__(codes) * fours, int distance)
 {
-    TQKV__UNROLL
-    for (int i = 0; i < 4; i++) {
-        if (format == TQKV_I8) x[i] = TQKV__I(open)(codes + (size_t)i * stride, left);
-#if TQKV__PACKED_ROWS
-        if (format != TQKV_I8) x[i] = TQKV__I(widen)(bytes[i], half);
-#endif
-    }
-    (void)bytes, (void)half, (void)left;
-}
-
-/* fours[row]: the products of four positions with a row, summed over the lanes. format, rows: constants */
-TQKV__OP void TQKV__I(score_four)(const tqkv_format format, const int rows, const TQKV__I(product) * p,
-                                  const TQKV__(codes) * books, const int8_t *codes, TQKV__(codes) * fours, int distance)
-{
-    const int halves = format == TQKV_I8 ? 1 : 2, step = halves * TQKV__WORDS;
     const int16_t *q = p->rows;
     const size_t stride = p->at.stride;
     TQKV__I(sum) sums[TQKV__PRODUCT_ROWS][4];
-    TQKV__(codes) bytes[4], x[4];
+    TQKV__(codes) x[4];
     TQKV__UNROLL
     for (int i = 0; i < 4 * rows; i++) sums[i / 4][i % 4] = TQKV__I(no_sum)();
-    for (int d = 0; d < p->dim; d += step) {
-        const int8_t *at = codes + d * TQKV__MAIN_BITS(format) / 8;
-        const int left = p->dim - d;
+    for (int d = 0; d < p->dim; d += TQKV__WORDS, q += TQKV__WORDS) {
         TQKV__UNROLL
-        for (int i = 0; i < 4; i++) {
-            const uint8_t *row = (const uint8_t *)at + (size_t)i * stride;
-            if (d * TQKV__MAIN_BITS(format) / 8 % 64 == 0) tqkv__prefetch(TQKV__L2, row + p->at.ahead, 1);
-            if (format != TQKV_I8) bytes[i] = TQKV__S(look_up)(format, books, left, row, row);
-        }
+        for (int i = 0; i < 4; i++)
+            if (d % 64 == 0)
+                tqkv__prefetch(TQKV__L2, (const uint8_t *)codes + d + (ptrdiff_t)((size_t)i * stride) + p->at.ahead, 1);
         TQKV__UNROLL
-        for (int half = 0; half < halves; half++, q += TQKV__WORDS) {
-            if (half && left <= TQKV__WORDS) break;
-            TQKV__I(open_four)(format, bytes, half, at, stride, left, x);
+        for (int i = 0; i < 4; i++) x[i] = TQKV__I(open)(codes + d + (size_t)i * stride, p->dim - d);
+        TQKV__UNROLL
+        for (int r = 0; r < rows; r++) {
+            const TQKV__I(row) y = TQKV__I(load_row)(q + 2 * r * p->row_floats);
             TQKV__UNROLL
-            for (int r = 0; r < rows; r++) {
-                const TQKV__I(row) y = TQKV__I(load_row)(q + 2 * r * p->row_floats);
-                TQKV__UNROLL
-                for (int i = 0; i < 4; i++) sums[r][i] = TQKV__I(dot)(sums[r][i], x[i], y);
-            }
+            for (int i = 0; i < 4; i++) sums[r][i] = TQKV__I(dot)(sums[r][i], x[i], y);
         }
     }
     TQKV__UNROLL
@@ -5660,15 +5634,13 @@ TQKV__OP void TQKV__I(add_scores)(const TQKV__I(product) * p, int r, int j, TQKV
 }
 
 /* results[row][j] (+)= (sum_d rows[row][d] * codes[j][d]) * factors[j] * unit of the row, LANES positions at a time */
-TQKV__OP void TQKV__I(score_rows_of)(const tqkv_format format, const int rows, const TQKV__I(product) * p)
+TQKV__OP void TQKV__I(score_rows_of)(const int rows, const TQKV__I(product) * p)
 {
-    TQKV__(codes) books[4];
-    if (format != TQKV_I8) TQKV__S(load_books)(TQKV__BOOK_BITS(format), p->at.centroids, books);
     for (int j = 0; j < p->n; j += TQKV__INTEGER_LANES) {
         TQKV__(codes) fours[TQKV__PRODUCT_ROWS * TQKV__INTEGER_LANES / 4];
         for (int i = 0; i < TQKV__INTEGER_LANES / 4; i++) {
             const int8_t *codes = p->at.codes + (size_t)(j + 4 * i) * p->at.stride;
-            TQKV__I(score_four)(format, rows, p, books, codes, fours + i, TQKV__INTEGER_LANES / 4);
+            TQKV__I(score_four)(rows, p, codes, fours + i, TQKV__INTEGER_LANES / 4);
         }
         TQKV__UNROLL
         for (int r = 0; r < rows; r++)
@@ -5684,37 +5656,16 @@ TQKV__OP void TQKV__I(advance)(TQKV__I(product) * p, int rows)
     p->results += rows * p->result_floats;
 }
 
-#if TQKV__PACKED_ROWS
-/* As score_integers, for codes that are looked up. */
-TQKV__TARGET static void TQKV__I(score_looked_up)(const TQKV__I(product) * p, int n_rows)
-{
-    if (p->at.format == TQKV_TQ4 && n_rows == 1)
-        TQKV__I(score_rows_of)(TQKV_TQ4, 1, p);
-    else if (p->at.format == TQKV_TQ4)
-        TQKV__I(score_rows_of)(TQKV_TQ4, 2, p);
-    else if (n_rows == 1)
-        TQKV__I(score_rows_of)(TQKV_TQ2, 1, p);
-    else
-        TQKV__I(score_rows_of)(TQKV_TQ2, 2, p);
-}
-#endif
-
 TQKV__TARGET static void TQKV__I(score_integers)(TQKV__I(product) p, int n_rows)
 {
-#if TQKV__PACKED_ROWS
-    if (p.at.format != TQKV_I8) {
-        TQKV__I(score_looked_up)(&p, n_rows);
-        return;
-    }
-#endif
     for (int left = n_rows, now; left > 0; left -= now) {
         now = left >= TQKV__PRODUCT_ROWS ? TQKV__PRODUCT_ROWS : left >= 2 ? 2 : 1;
         if (now == 1)
-            TQKV__I(score_rows_of)(TQKV_I8, 1, &p);
+            TQKV__I(score_rows_of)(1, &p);
         else if (now == 2)
-            TQKV__I(score_rows_of)(TQKV_I8, 2, &p);
+            TQKV__I(score_rows_of)(2, &p);
         else
-            TQKV__I(score_rows_of)(TQKV_I8, TQKV__PRODUCT_ROWS, &p);
+            TQKV__I(score_rows_of)(TQKV__PRODUCT_ROWS, &p);
         TQKV__I(advance)(&p, now);
     }
 }
@@ -5786,7 +5737,7 @@ TQKV__OP void TQKV__I(open_scores)(const tqkv__stream *s, int b, const float *q,
     p->add = add || b > 0;
 }
 
-#if TQKV__PACKED_ROWS
+#if TQKV__LOOKED_UP
 /* -- Few rows: fields of 4 bits are multiplied as bytes, in the order in which they are stored, and an integer is 256 times its
    high byte plus its low one, both signed. Part 0 is the lower code of each byte, part 1 the upper one. Codes are c + 128,
    because the products want one factor unsigned; sums begin with -128 times that of the other. -- */
@@ -5794,11 +5745,11 @@ TQKV__OP void TQKV__I(open_scores)(const tqkv__stream *s, int b, const float *q,
 /* Dimensions in both parts of a vector of codes */
 #define TQKV__CHUNK (2 * TQKV__BYTES)
 
-/* TQ4 with fewer rows than take lanes, two at a time, TQ5 with two, TQ6 with one. 64 dimensions fill half a vector, and gain
-   nothing. */
+/* TQ4 with fewer rows than take lanes, two at a time, TQ5 with two, TQ6 with one, where they fill more than half a vector. Four
+   rows of 80 dimensions take less time in quarters. */
 static bool TQKV__I(is_packed)(const tqkv__stream *s, int n, int n_rows)
 {
-    const int most = s->upper_bits ? 3 - s->upper_bits : TQKV__LANES_ROWS - 1;
+    const int most = s->upper_bits ? 3 - s->upper_bits : s->block_dim > 80 ? TQKV__LANES_ROWS - 1 : 2;
     return n_rows <= most && n % TQKV__SLICE == 0 && s->main_bits == 4 && s->block_dim > TQKV__BYTES;
 }
 
@@ -5808,7 +5759,7 @@ typedef struct TQKV__I(digits) {
     TQKV__(codes) starts[2];
 } TQKV__I(digits);
 
-TQKV__OP void TQKV__I(open_digits)(const int16_t *words, int dim, TQKV__I(digits) * to)
+TQKV__TARGET static TQKV__NOINLINE void TQKV__I(open_digits)(const int16_t *words, int dim, TQKV__I(digits) * to)
 {
     to->starts[0] = to->starts[1] = TQKV__I(no_sum)();
     for (int d = 0; d < dim; d += TQKV__CHUNK)
@@ -5891,22 +5842,172 @@ TQKV__OP void TQKV__I(score_packed_as)(const tqkv_format format, const int rows,
 #define TQKV__BY_PARTS(macro)                                                                                          \
     macro(TQKV_TQ4, 1) macro(TQKV_TQ4, 2) macro(TQKV_TQ5, 1) macro(TQKV_TQ5, 2) macro(TQKV_TQ6, 1)
 
-TQKV__TARGET static TQKV__NOINLINE void TQKV__I(score_packed)(const tqkv__stream *s, int kv_head, const tqkv__run *run,
-                                                              const float *q, int n_rows, bool add, float *scores)
+/* -- Few rows: four positions at a time are looked up where they are multiplied, 16 dimensions of each in a quarter of a vector, so
+   that no size leaves lanes empty. Integers and codes are the bytes that they are above. -- */
+
+/* Of what is not packed, TQ2 and TQ4 with fewer rows than take lanes, TQ3 and TQ5 with two. More rows of more dimensions share bytes. */
+static bool TQKV__I(is_quartered)(const tqkv__stream *s, int n, int n_rows)
+{
+    int most = 0;
+    if (s->format == TQKV_TQ2 || s->format == TQKV_TQ4) most = s->block_dim > 80 ? 2 : TQKV__LANES_ROWS - 1;
+    if (s->format == TQKV_TQ3 || s->format == TQKV_TQ5) most = s->block_dim > 128 ? 1 : 2;
+    return n_rows <= most && n % TQKV__SLICE == 0;
+}
+
+/* The integers of a row of queries, 16 of them in each quarter, their high bytes and their low ones; start: the first sums */
+typedef struct TQKV__I(quarters) {
+    int8_t pieces[TQKV__BLOCK / 16][2][TQKV__BYTES];
+    TQKV__(codes) start;
+} TQKV__I(quarters);
+
+TQKV__TARGET static TQKV__NOINLINE void TQKV__I(open_quarters)(const int16_t *words, int dim, TQKV__I(quarters) * to)
+{
+    TQKV__(codes) starts[2] = {TQKV__I(no_sum)(), TQKV__I(no_sum)()};
+    for (int d = 0; d < dim; d += TQKV__BYTES) {
+        TQKV__(codes) bytes[2];
+        TQKV__I(split)(words + d, dim - d, bytes);
+        TQKV__UNROLL
+        for (int i = 0; i < 8; i++) {
+            const TQKV__(codes) x = TQKV__I(repeat_quarter)(bytes[i % 2], i / 2);
+            memcpy(to->pieces[d / 16 + i / 2][i % 2], &x, sizeof x);
+            starts[i % 2] = TQKV__I(less_bytes)(starts[i % 2], x);
+        }
+    }
+    to->start = TQKV__I(join)(starts[0], starts[1]);
+}
+
+/* 64 dimensions of the positions of a tile, or what is left of them */
+typedef struct TQKV__I(chunk) {
+    const uint8_t *fields[2]; /* main ones, upper ones */
+    uint32_t masks[2];        /* a bit for each 16 bits of fields */
+    size_t stride;
+    ptrdiff_t ahead; /* to the next tile, 0: not asked for */
+    const int8_t *centroids;
+    int n, left; /* positions, dimensions */
+} TQKV__I(chunk);
+
+/* 16 codes of four positions, piece `piece` of 64; raw, fields: what was loaded with an earlier piece */
+TQKV__OP TQKV__(codes) TQKV__I(look_up_piece)(const tqkv_format format, const bool lanes, const int piece,
+                                              TQKV__(codes) book, const TQKV__I(chunk) * p, size_t at, size_t stride,
+                                              TQKV__(codes) (*raw)[2], TQKV__(codes) * fields)
+{
+    TQKV__UNROLL
+    for (int i = 0; i < 2; i++) {
+        const int bits = i ? TQKV__UPPER_BITS(format) : TQKV__MAIN_BITS(format);
+        if (!bits) break;
+        if (piece == 0) TQKV__I(load_quarters)(bits, p->masks[i], p->fields[i] + at, stride, raw[i]);
+        if (piece == 0 || (piece == 2 && (lanes || bits == 4)))
+            fields[i] = TQKV__I(order_fields)(bits, lanes, piece, raw[i]);
+    }
+    return TQKV__I(look_up_fields)(format, lanes, piece, fields, book);
+}
+
+/* sums[row][v]: the products of the positions v, v + 4, v + 8 and v + 12 of 16 with a row, in a quarter each, for 64 dimensions */
+TQKV__OP void TQKV__I(score_pieces)(const tqkv_format format, const int rows, const TQKV__I(chunk) * p,
+                                    const TQKV__I(quarters) * q, int d, TQKV__(codes) (*sums)[TQKV__TILE / 4])
+{
+    const TQKV__(codes) book = TQKV__I(load_book)(p->centroids);
+    for (int v = 0; v < p->n / 4; v++) {
+        const size_t at = (size_t)(v / 4 * 16 + v % 4) * p->stride;
+        TQKV__(codes) high[4], low[4], raw[2][2], fields[2];
+        if (p->ahead)
+            tqkv__prefetch(TQKV__L2, p->fields[0] + (ptrdiff_t)((size_t)v * 4 * p->stride) + p->ahead, 4 * p->stride);
+        TQKV__UNROLL
+        for (int r = 0; r < rows; r++) {
+            high[r] = TQKV__I(no_sum)();
+            low[r] = sums[r][v];
+        }
+        TQKV__UNROLL
+        for (int k = 0; k < 4; k++) {
+            if (k * 16 >= p->left) break;
+            const TQKV__(codes) x = TQKV__I(look_up_piece)(format, false, k, book, p, at, 4 * p->stride, raw, fields);
+            TQKV__UNROLL
+            for (int r = 0; r < rows; r++) {
+                const int8_t(*y)[TQKV__BYTES] = q[r].pieces[d / 16 + k];
+                high[r] = TQKV__I(dot_bytes)(high[r], x, TQKV__I(load_codes)(y[0]));
+                low[r] = TQKV__I(dot_bytes)(low[r], x, TQKV__I(load_codes)(y[1]));
+            }
+        }
+        TQKV__UNROLL
+        for (int r = 0; r < rows; r++) sums[r][v] = TQKV__I(join)(high[r], low[r]);
+    }
+}
+
+/* macro(format, rows) */
+#define TQKV__BY_PIECES(macro)                                                                                         \
+    macro(TQKV_TQ2, 1) macro(TQKV_TQ2, 2) macro(TQKV_TQ3, 1) macro(TQKV_TQ3, 2) macro(TQKV_TQ4, 1) macro(TQKV_TQ4, 2)  \
+        macro(TQKV_TQ5, 1) macro(TQKV_TQ5, 2)
+#define TQKV__BY_FOUR_ROWS(macro) macro(TQKV_TQ2, 4) macro(TQKV_TQ4, 4) /* scores alone: values have four sums a row */
+
+/* Functions of their own, because loops that share one spill. The copy tells the compiler that sums lie elsewhere. */
+#define TQKV__SCORE_PIECES(format, rows)                                                                               \
+    TQKV__TARGET static TQKV__NOINLINE void TQKV__I(score_##format##_##rows)(                                          \
+        const TQKV__I(chunk) * p, const TQKV__I(quarters) * q, int d, TQKV__(codes)(*sums)[TQKV__TILE / 4])            \
+    {                                                                                                                  \
+        const TQKV__I(chunk) copy = *p;                                                                                \
+        TQKV__I(score_pieces)(format, rows, &copy, q, d, sums);                                                        \
+    }
+TQKV__BY_PIECES(TQKV__SCORE_PIECES)
+TQKV__BY_FOUR_ROWS(TQKV__SCORE_PIECES)
+
+/* Dimensions [first + d, first + dim), at most 64 of them */
+TQKV__OP TQKV__I(chunk)
+    TQKV__I(open_chunk)(const tqkv__stream *s, int kv_head, const tqkv__run *run, int first, int d, int dim)
+{
+    const uint8_t *row = tqkv__codes_at(s, kv_head, run->slot);
+    const int left = dim - d < 64 ? dim - d : 64, main = s->main_bits, upper = s->upper_bits;
+    const TQKV__I(chunk) p = {{row + (first + d) * main / 8, row + (s->head_dim * main + (first + d) * upper) / 8},
+                              {((uint32_t)1 << left * main / 16) - 1, ((uint32_t)1 << left * upper / 16) - 1},
+                              s->row_bytes,
+                              first + d == 0 ? (ptrdiff_t)run->ahead * (ptrdiff_t)s->row_bytes : 0,
+                              s->centroids,
+                              run->n,
+                              left};
+    return p;
+}
+
+TQKV__TARGET static TQKV__NOINLINE void TQKV__I(score_quarters)(const tqkv__stream *s, int kv_head,
+                                                                const tqkv__run *run, int first, int rows,
+                                                                const TQKV__I(product) * p)
+{
+    TQKV__I(quarters) quarters[4];
+    TQKV__(codes) sums[4][TQKV__TILE / 4];
+    for (int r = 0; r < rows; r++) {
+        TQKV__I(open_quarters)(p->rows + 2 * r * p->row_floats, p->dim, &quarters[r]);
+        for (int v = 0; v < p->n / 4; v++) sums[r][v] = quarters[r].start;
+    }
+    for (int d = 0; d < p->dim; d += 64) {
+        const TQKV__I(chunk) chunk = TQKV__I(open_chunk)(s, kv_head, run, first, d, p->dim);
+#define TQKV__SCORE_QUARTERS(which, n)                                                                                 \
+    if (s->format == which && rows == n) TQKV__I(score_##which##_##n)(&chunk, quarters, d, sums);
+        TQKV__BY_PIECES(TQKV__SCORE_QUARTERS)
+        TQKV__BY_FOUR_ROWS(TQKV__SCORE_QUARTERS)
+    }
+    for (int j = 0; j < p->n; j += 16)
+        for (int r = 0; r < rows; r++) TQKV__I(add_scores)(p, r, j, TQKV__S(sum_four_codes)(sums[r] + j / 4));
+}
+
+TQKV__TARGET static TQKV__NOINLINE void TQKV__I(score_few)(const tqkv__stream *s, int kv_head, const tqkv__run *run,
+                                                           const float *q, int n_rows, bool add, float *scores)
 {
     TQKV__ALIGNED float factors[TQKV_MAX_HEAD_DIM / 128 * TQKV__TILE];
     const uint8_t *row = tqkv__codes_at(s, kv_head, run->slot);
     const ptrdiff_t bytes = (ptrdiff_t)run->ahead * (ptrdiff_t)s->row_bytes;
+    const bool packed = TQKV__I(is_packed)(s, run->n, n_rows);
     TQKV__(factors)(s, tqkv__norms_at(s, kv_head, run->slot), run, true, factors);
     for (int b = 0; b < s->head_dim / s->block_dim; b++) {
         TQKV__I(product) p;
         p.n = run->n;
         TQKV__I(open_scores)(s, b, q, add, factors, scores, &p);
         for (int left = n_rows, now; left > 0; left -= now) {
-            now = left >= 2 ? 2 : 1;
+            now = !packed && left >= 4 ? 4 : left >= 2 ? 2 : 1;
 #define TQKV__SCORE_PACKED(which, rows)                                                                                \
-    if (s->format == which && now == rows) TQKV__I(score_packed_as)(which, rows, &p, s, row, b * s->block_dim, bytes);
-            TQKV__BY_PARTS(TQKV__SCORE_PACKED)
+    if (s->format == which && now == rows) TQKV__I(score_packed_as)(which, rows, &p, s, row, b * p.dim, bytes);
+            if (packed) {
+                TQKV__BY_PARTS(TQKV__SCORE_PACKED)
+            } else {
+                TQKV__I(score_quarters)(s, kv_head, run, b * p.dim, now, &p);
+            }
             TQKV__I(advance)(&p, now);
         }
     }
@@ -5962,9 +6063,9 @@ TQKV__TARGET static void TQKV__I(integer_score_tile)(const tqkv__stream *s, int 
         TQKV__I(score_tile_of_halves)(s, tqkv__codes_at(s, kv_head, run->slot), run, q, n_rows, add, scores);
         return;
     }
-#if TQKV__PACKED_ROWS
-    if (TQKV__I(is_packed)(s, run->n, n_rows)) {
-        TQKV__I(score_packed)(s, kv_head, run, q, n_rows, add, scores);
+#if TQKV__LOOKED_UP
+    if (TQKV__I(is_packed)(s, run->n, n_rows) || TQKV__I(is_quartered)(s, run->n, n_rows)) {
+        TQKV__I(score_few)(s, kv_head, run, q, n_rows, add, scores);
         return;
     }
 #endif
@@ -5974,7 +6075,7 @@ TQKV__TARGET static void TQKV__I(integer_score_tile)(const tqkv__stream *s, int 
             TQKV__I(product) p;
             p.n = run->n - j < step ? run->n - j : step;
             TQKV__I(open_scores)(s, b, q, add, factors + j, scores + j, &p);
-            p.at = TQKV__I(open_integers)(s, kv_head, run, j, p.n, b * dim, dim, n_rows, room);
+            p.at = TQKV__I(open_integers)(s, kv_head, run, j, p.n, b * dim, dim, room);
             if (lanes)
                 TQKV__I(score_lanes)(p, n_rows);
             else
@@ -6019,34 +6120,24 @@ TQKV__TARGET static void TQKV__I(round_weights)(const tqkv__stream *s, const flo
 }
 
 /* TQKV__STEP dimensions of TQKV__PRODUCTS positions, interleaved; asks for those of the next tile. */
-TQKV__OP void TQKV__I(open_group)(const tqkv_format format, const TQKV__(codes) * books, const uint8_t *at,
-                                  size_t stride, ptrdiff_t ahead, int left, TQKV__I(lanes) * x)
+TQKV__OP void TQKV__I(open_group)(const int8_t *at, size_t stride, ptrdiff_t ahead, int left, TQKV__I(lanes) * x)
 {
     TQKV__UNROLL
-    for (int i = 0; i < TQKV__PRODUCTS; i++) tqkv__prefetch(TQKV__L2, at + i * (ptrdiff_t)stride + ahead, 1);
-    if (format == TQKV_I8) TQKV__I(interleave)((const int8_t *)at, stride, left, x);
-#if TQKV__PACKED_ROWS
-    if (format != TQKV_I8) {
-        const TQKV__(codes) a = TQKV__S(look_up)(format, books, left, at, at);
-        const TQKV__(codes) b = TQKV__S(look_up)(format, books, left, at + stride, at + stride);
-        TQKV__I(interleave_bytes)(a, b, x);
-    }
-#endif
-    (void)books;
+    for (int i = 0; i < TQKV__PRODUCTS; i++)
+        tqkv__prefetch(TQKV__L2, (const uint8_t *)at + i * (ptrdiff_t)stride + ahead, 1);
+    TQKV__I(interleave)(at, stride, left, x);
 }
 
 /* results[row][d] += (sum_j rows[row][j] * codes[j][d]) * unit of the row, for TQKV__STEP dimensions from `first` on,
-   or only for the half of them that the first two vectors hold. format: of the source; ready: it is interleaved in tile.
-   format, rows, ready, vectors: constants */
-TQKV__OP void TQKV__I(add_vectors_of)(const tqkv_format format, const int rows, const bool ready, const int vectors,
-                                      const TQKV__I(product) * p, int first, const int8_t *tile)
+   or only for the half of them that the first two vectors hold. ready: it is interleaved in tile. rows, ready, vectors: constants */
+TQKV__OP void TQKV__I(add_vectors_of)(const int rows, const bool ready, const int vectors, const TQKV__I(product) * p,
+                                      int first, const int8_t *tile)
 {
     const int16_t *w = p->rows;
-    const int8_t *at = p->at.codes + first * TQKV__MAIN_BITS(format) / 8;
+    const int8_t *at = p->at.codes + first;
     TQKV__I(sum) sums[TQKV__PRODUCT_ROWS][4];
     TQKV__I(lanes) x[4];
-    TQKV__(codes) whole[4], books[4];
-    if (format != TQKV_I8) TQKV__S(load_books)(TQKV__BOOK_BITS(format), p->at.centroids, books);
+    TQKV__(codes) whole[4];
     TQKV__UNROLL
     for (int i = 0; i < vectors * rows; i++) sums[i / vectors][i % vectors] = TQKV__I(no_sum)();
     for (int j = 0; j < p->n; j += TQKV__PRODUCTS, w += TQKV__PRODUCTS, at += TQKV__PRODUCTS * p->at.stride) {
@@ -6055,7 +6146,7 @@ TQKV__OP void TQKV__I(add_vectors_of)(const tqkv_format format, const int rows, 
             for (int v = 0; v < vectors; v++) x[v] = TQKV__I(load_lanes)(tile + v * TQKV__LANE_BYTES);
             tile += 4 * TQKV__LANE_BYTES;
         } else {
-            TQKV__I(open_group)(format, books, (const uint8_t *)at, p->at.stride, p->at.ahead, p->dim - first, x);
+            TQKV__I(open_group)(at, p->at.stride, p->at.ahead, p->dim - first, x);
         }
         TQKV__UNROLL
         for (int r = 0; r < rows; r++) {
@@ -6078,31 +6169,14 @@ TQKV__OP void TQKV__I(add_vectors_of)(const tqkv_format format, const int rows, 
     }
 }
 
-TQKV__OP void TQKV__I(add_rows_of)(const tqkv_format format, const int rows, const bool ready,
-                                   const TQKV__I(product) * p, int first, const int8_t *tile)
+TQKV__OP void TQKV__I(add_rows_of)(const int rows, const bool ready, const TQKV__I(product) * p, int first,
+                                   const int8_t *tile)
 {
     if (TQKV__STEP > 16 && p->dim - first <= TQKV__STEP / 2)
-        TQKV__I(add_vectors_of)(format, rows, ready, 2, p, first, tile);
+        TQKV__I(add_vectors_of)(rows, ready, 2, p, first, tile);
     else
-        TQKV__I(add_vectors_of)(format, rows, ready, 4, p, first, tile);
+        TQKV__I(add_vectors_of)(rows, ready, 4, p, first, tile);
 }
-
-#if TQKV__PACKED_ROWS
-/* As add_integers, for codes that are looked up. */
-TQKV__TARGET static void TQKV__I(add_looked_up)(const TQKV__I(product) * p, int n_rows)
-{
-    for (int d = 0; d < p->dim; d += TQKV__STEP) {
-        if (p->at.format == TQKV_TQ4 && n_rows == 1)
-            TQKV__I(add_rows_of)(TQKV_TQ4, 1, false, p, d, NULL);
-        else if (p->at.format == TQKV_TQ4)
-            TQKV__I(add_rows_of)(TQKV_TQ4, 2, false, p, d, NULL);
-        else if (n_rows == 1)
-            TQKV__I(add_rows_of)(TQKV_TQ2, 1, false, p, d, NULL);
-        else
-            TQKV__I(add_rows_of)(TQKV_TQ2, 2, false, p, d, NULL);
-    }
-}
-#endif
 
 /* The sums of all rows for TQKV__STEP dimensions from d on, whose positions they share interleaved. */
 TQKV__TARGET static void TQKV__I(add_interleaved)(TQKV__I(product) p, int d, int n_rows)
@@ -6110,19 +6184,17 @@ TQKV__TARGET static void TQKV__I(add_interleaved)(TQKV__I(product) p, int d, int
     TQKV__ALIGNED int8_t tile[TQKV__TILE / TQKV__PRODUCTS * 4 * TQKV__LANE_BYTES];
     for (int j = 0; j < p.n; j += TQKV__PRODUCTS) {
         TQKV__I(lanes) x[4];
-        TQKV__I(open_group)
-        (TQKV_I8, NULL, (const uint8_t *)p.at.codes + (size_t)j * p.at.stride + d, p.at.stride, p.at.ahead, p.dim - d,
-         x);
+        TQKV__I(open_group)(p.at.codes + (size_t)j * p.at.stride + d, p.at.stride, p.at.ahead, p.dim - d, x);
         memcpy(tile + j / TQKV__PRODUCTS * 4 * TQKV__LANE_BYTES, x, sizeof x);
     }
     for (int left = n_rows, rows; left > 0; left -= rows) {
         rows = left >= TQKV__PRODUCT_ROWS ? TQKV__PRODUCT_ROWS : left >= 2 ? 2 : 1;
         if (rows == 1)
-            TQKV__I(add_rows_of)(TQKV_I8, 1, true, &p, d, tile);
+            TQKV__I(add_rows_of)(1, true, &p, d, tile);
         else if (rows == 2)
-            TQKV__I(add_rows_of)(TQKV_I8, 2, true, &p, d, tile);
+            TQKV__I(add_rows_of)(2, true, &p, d, tile);
         else
-            TQKV__I(add_rows_of)(TQKV_I8, TQKV__PRODUCT_ROWS, true, &p, d, tile);
+            TQKV__I(add_rows_of)(TQKV__PRODUCT_ROWS, true, &p, d, tile);
         TQKV__I(advance)(&p, rows);
     }
 }
@@ -6130,34 +6202,38 @@ TQKV__TARGET static void TQKV__I(add_interleaved)(TQKV__I(product) p, int d, int
 /* Few rows interleave the positions for themselves. */
 TQKV__TARGET static void TQKV__I(add_integers)(const TQKV__I(product) * p, int n_rows)
 {
-#if TQKV__PACKED_ROWS
-    if (p->at.format != TQKV_I8) {
-        TQKV__I(add_looked_up)(p, n_rows);
-        return;
-    }
-#endif
     for (int d = 0; d < p->dim; d += TQKV__STEP) {
         if (n_rows == 1)
-            TQKV__I(add_rows_of)(TQKV_I8, 1, false, p, d, NULL);
+            TQKV__I(add_rows_of)(1, false, p, d, NULL);
         else if (n_rows == 2)
-            TQKV__I(add_rows_of)(TQKV_I8, 2, false, p, d, NULL);
+            TQKV__I(add_rows_of)(2, false, p, d, NULL);
         else
             TQKV__I(add_interleaved)(*p, d, n_rows);
     }
 }
 
-#if TQKV__PACKED_ROWS
+#if TQKV__LOOKED_UP
+/* The weights of a row as bytes, and -128 times their sum */
+typedef struct TQKV__I(parts) {
+    int8_t bytes[2][TQKV__TILE];
+    int32_t start;
+} TQKV__I(parts);
+
+TQKV__TARGET static TQKV__NOINLINE void TQKV__I(open_parts)(const int16_t *words, TQKV__I(parts) * to)
+{
+    to->start = TQKV__I(split_weights)(words, to->bytes);
+}
+
 /* The sums of one part of a chunk: dword i of results[t] is byte 16 l + 4 t + i of the chunk, where l is its quarter. */
 TQKV__OP void TQKV__I(sum_part)(const tqkv_format format, const int part, const int rows, const TQKV__I(product) * p,
                                 TQKV__(codes) book, const uint8_t *row, const uint8_t *upper, size_t stride,
-                                ptrdiff_t ahead, int left, int8_t (*weights)[2][TQKV__TILE], const int32_t *starts,
-                                TQKV__(codes) (*results)[4])
+                                ptrdiff_t ahead, int left, const TQKV__I(parts) * weights, TQKV__(codes) (*results)[4])
 {
     TQKV__(codes) high[2][4], low[2][4];
     TQKV__UNROLL
     for (int i = 0; i < 4 * rows; i++) {
         high[i / 4][i % 4] = TQKV__I(no_sum)();
-        low[i / 4][i % 4] = TQKV__I(set_lanes)(starts[i / 4]);
+        low[i / 4][i % 4] = TQKV__I(set_lanes)(weights[i / 4].start);
     }
     for (int j = 0; j < p->n; j += 4) {
         TQKV__(codes) x[4];
@@ -6171,8 +6247,8 @@ TQKV__OP void TQKV__I(sum_part)(const tqkv_format format, const int part, const 
         TQKV__I(interleave_four)(x);
         TQKV__UNROLL
         for (int r = 0; r < rows; r++) {
-            const TQKV__(codes) y = TQKV__I(repeat_four)(weights[r][0] + j);
-            const TQKV__(codes) z = TQKV__I(repeat_four)(weights[r][1] + j);
+            const TQKV__(codes) y = TQKV__I(repeat_four)(weights[r].bytes[0] + j);
+            const TQKV__(codes) z = TQKV__I(repeat_four)(weights[r].bytes[1] + j);
             TQKV__UNROLL
             for (int t = 0; t < 4; t++) {
                 high[r][t] = TQKV__I(dot_bytes)(high[r][t], x[t], y);
@@ -6187,34 +6263,79 @@ TQKV__OP void TQKV__I(sum_part)(const tqkv_format format, const int part, const 
     }
 }
 
+/* Adds the sums of both parts of a chunk of row r. */
+TQKV__TARGET static TQKV__NOINLINE void TQKV__I(close_parts)(const TQKV__I(product) * p, int r, int d,
+                                                             const TQKV__(codes) * even, const TQKV__(codes) * odd)
+{
+    TQKV__(codes) x[8];
+    float *to = p->results + r * p->result_floats + d;
+    const TQKV__VECTOR unit = TQKV__(set1)(p->units[r * p->row_floats]);
+    TQKV__I(order_parts)(even, odd, x);
+    TQKV__UNROLL
+    for (int i = 0; i < 8; i++, to += TQKV__INTEGER_LANES)
+        if (d + i * TQKV__INTEGER_LANES < p->dim)
+            TQKV__(store)(to, TQKV__(fma)(TQKV__S(to_floats)(x[i]), unit, TQKV__(load)(to)));
+}
+
 /* results[row][d] += (sum_j rows[row][j] * codes[j][d]) * unit of the row */
 TQKV__OP void TQKV__I(add_packed_as)(const tqkv_format format, const int rows, const TQKV__I(product) * p,
                                      const tqkv__stream *s, const uint8_t *row, int first, ptrdiff_t ahead)
 {
-    TQKV__ALIGNED int8_t weights[2][2][TQKV__TILE];
-    int32_t starts[2];
+    TQKV__I(parts) weights[2];
     const TQKV__(codes) book = TQKV__I(load_book)(s->centroids);
     const uint8_t *upper = row + s->head_dim / 2 + first * TQKV__UPPER_BITS(format) / 8;
     row += first / 2;
-    TQKV__UNROLL
-    for (int r = 0; r < rows; r++) starts[r] = TQKV__I(split_weights)(p->rows + 2 * r * p->row_floats, weights[r]);
+    for (int r = 0; r < rows; r++) TQKV__I(open_parts)(p->rows + 2 * r * p->row_floats, &weights[r]);
     for (int d = 0; d < p->dim; d += TQKV__CHUNK) {
-        TQKV__(codes) sums[2][2][4], x[8];
+        TQKV__(codes) sums[2][2][4];
         TQKV__UNROLL
         for (int part = 0; part < 2; part++) TQKV__I(sum_part)
         (format, part, rows, p, book, row + d / 2, upper + d * TQKV__UPPER_BITS(format) / 8, s->row_bytes, ahead,
-         p->dim - d, weights, starts, sums[part]);
-        for (int r = 0; r < rows; r++) {
-            float *to = p->results + r * p->result_floats + d;
-            const TQKV__VECTOR unit = TQKV__(set1)(p->units[r * p->row_floats]);
-            TQKV__I(order_parts)(sums[0][r], sums[1][r], x);
-            TQKV__UNROLL
-            for (int i = 0; i < 8; i++, to += TQKV__INTEGER_LANES)
-                if (d + i * TQKV__INTEGER_LANES < p->dim)
-                    TQKV__(store)(to, TQKV__(fma)(TQKV__S(to_floats)(x[i]), unit, TQKV__(load)(to)));
-        }
+         p->dim - d, weights, sums[part]);
+        for (int r = 0; r < rows; r++) TQKV__I(close_parts)(p, r, d, sums[0][r], sums[1][r]);
     }
 }
+
+/* sums[row][k] = sum_j weights[row][j] * codes[j][d], for 16 dimensions of piece k of 64 */
+TQKV__OP void TQKV__I(add_pieces)(const tqkv_format format, const int rows, const TQKV__I(chunk) * p,
+                                  const TQKV__I(parts) * weights, TQKV__(codes) (*sums)[4])
+{
+    const TQKV__(codes) book = TQKV__I(load_book)(p->centroids);
+    TQKV__(codes) high[2][4], low[2][4], raw[2][2], fields[2];
+    TQKV__UNROLL
+    for (int i = 0; i < 4 * rows; i++) {
+        high[i / 4][i % 4] = TQKV__I(no_sum)();
+        low[i / 4][i % 4] = TQKV__I(set_lanes)(weights[i / 4].start);
+    }
+    for (int j = 0; j < p->n; j += 4) {
+        const size_t at = (size_t)j * p->stride;
+        if (p->ahead) tqkv__prefetch(TQKV__L2, p->fields[0] + (ptrdiff_t)at + p->ahead, 4 * p->stride);
+        TQKV__UNROLL
+        for (int k = 0; k < 4; k++) {
+            if (k * 16 >= p->left) break;
+            const TQKV__(codes) x = TQKV__I(look_up_piece)(format, true, k, book, p, at, p->stride, raw, fields);
+            TQKV__UNROLL
+            for (int r = 0; r < rows; r++) {
+                high[r][k] = TQKV__I(dot_bytes)(high[r][k], x, TQKV__I(repeat_four)(weights[r].bytes[0] + j));
+                low[r][k] = TQKV__I(dot_bytes)(low[r][k], x, TQKV__I(repeat_four)(weights[r].bytes[1] + j));
+            }
+        }
+    }
+    TQKV__UNROLL
+    for (int r = 0; r < rows; r++) {
+        TQKV__UNROLL
+        for (int k = 0; k < 4; k++) sums[r][k] = TQKV__I(join)(high[r][k], low[r][k]);
+    }
+}
+
+#define TQKV__ADD_PIECES(format, rows)                                                                                 \
+    TQKV__TARGET static TQKV__NOINLINE void TQKV__I(add_##format##_##rows)(                                            \
+        const TQKV__I(chunk) * p, const TQKV__I(parts) * weights, TQKV__(codes)(*sums)[4])                             \
+    {                                                                                                                  \
+        const TQKV__I(chunk) copy = *p;                                                                                \
+        TQKV__I(add_pieces)(format, rows, &copy, weights, sums);                                                       \
+    }
+TQKV__BY_PIECES(TQKV__ADD_PIECES)
 
 #endif
 
@@ -6257,13 +6378,34 @@ TQKV__OP void TQKV__I(open_sums)(const tqkv__stream *s, int b, int n, const floa
     p->add = true;
 }
 
-#if TQKV__PACKED_ROWS
-TQKV__TARGET static TQKV__NOINLINE void TQKV__I(add_packed)(const tqkv__stream *s, int kv_head, const tqkv__run *run,
-                                                            const float *weights, int n_rows, float *scaled, float *out)
+#if TQKV__LOOKED_UP
+TQKV__TARGET static TQKV__NOINLINE void TQKV__I(add_quarters)(const tqkv__stream *s, int kv_head, const tqkv__run *run,
+                                                              int first, int rows, const TQKV__I(product) * p)
+{
+    TQKV__I(parts) parts[2];
+    TQKV__(codes) sums[2][4];
+    for (int r = 0; r < rows; r++) TQKV__I(open_parts)(p->rows + 2 * r * p->row_floats, &parts[r]);
+    for (int d = 0; d < p->dim; d += 64) {
+        const TQKV__I(chunk) chunk = TQKV__I(open_chunk)(s, kv_head, run, first, d, p->dim);
+#define TQKV__ADD_QUARTERS(which, n)                                                                                   \
+    if (s->format == which && rows == n) TQKV__I(add_##which##_##n)(&chunk, parts, sums);
+        TQKV__BY_PIECES(TQKV__ADD_QUARTERS)
+        for (int r = 0; r < rows; r++) {
+            float *to = p->results + r * p->result_floats + d;
+            const TQKV__VECTOR unit = TQKV__(set1)(p->units[r * p->row_floats]);
+            for (int k = 0; k * 16 < chunk.left; k++, to += 16)
+                TQKV__(store)(to, TQKV__(fma)(TQKV__S(to_floats)(sums[r][k]), unit, TQKV__(load)(to)));
+        }
+    }
+}
+
+TQKV__TARGET static TQKV__NOINLINE void TQKV__I(add_few)(const tqkv__stream *s, int kv_head, const tqkv__run *run,
+                                                         const float *weights, int n_rows, float *scaled, float *out)
 {
     TQKV__ALIGNED float factors[TQKV_MAX_HEAD_DIM / 128 * TQKV__TILE];
     const uint8_t *row = tqkv__codes_at(s, kv_head, run->slot);
     const ptrdiff_t bytes = (ptrdiff_t)run->ahead * (ptrdiff_t)s->row_bytes;
+    const bool packed = TQKV__I(is_packed)(s, run->n, n_rows);
     TQKV__(factors)(s, tqkv__norms_at(s, kv_head, run->slot), run, false, factors);
     for (int b = 0; b < s->head_dim / s->block_dim; b++) {
         TQKV__I(product) p;
@@ -6271,8 +6413,12 @@ TQKV__TARGET static TQKV__NOINLINE void TQKV__I(add_packed)(const tqkv__stream *
         for (int left = n_rows, now; left > 0; left -= now) {
             now = left >= 2 ? 2 : 1;
 #define TQKV__ADD_PACKED(which, rows)                                                                                  \
-    if (s->format == which && now == rows) TQKV__I(add_packed_as)(which, rows, &p, s, row, b * s->block_dim, bytes);
-            TQKV__BY_PARTS(TQKV__ADD_PACKED)
+    if (s->format == which && now == rows) TQKV__I(add_packed_as)(which, rows, &p, s, row, b * p.dim, bytes);
+            if (packed) {
+                TQKV__BY_PARTS(TQKV__ADD_PACKED)
+            } else {
+                TQKV__I(add_quarters)(s, kv_head, run, b * p.dim, now, &p);
+            }
             TQKV__I(advance)(&p, now);
         }
     }
@@ -6293,9 +6439,9 @@ TQKV__TARGET static void TQKV__I(integer_value_tile)(const tqkv__stream *s, int 
             TQKV__I(add_halves)(s, codes, run, weights + row * TQKV__TILE, out + row * head_dim);
         return;
     }
-#if TQKV__PACKED_ROWS
-    if (TQKV__I(is_packed)(s, run->n, n_rows)) {
-        TQKV__I(add_packed)(s, kv_head, run, weights, n_rows, scaled, out);
+#if TQKV__LOOKED_UP
+    if (TQKV__I(is_packed)(s, run->n, n_rows) || TQKV__I(is_quartered)(s, run->n, n_rows)) {
+        TQKV__I(add_few)(s, kv_head, run, weights, n_rows, scaled, out);
         return;
     }
 #endif
@@ -6303,7 +6449,7 @@ TQKV__TARGET static void TQKV__I(integer_value_tile)(const tqkv__stream *s, int 
     for (int b = 0; b < head_dim / dim; b++) {
         TQKV__I(product) p;
         TQKV__I(open_sums)(s, b, run->n, weights, n_rows, factors, scaled, out, &p);
-        p.at = TQKV__I(open_integers)(s, kv_head, run, 0, run->n, b * dim, dim, n_rows, room);
+        p.at = TQKV__I(open_integers)(s, kv_head, run, 0, run->n, b * dim, dim, room);
         TQKV__I(add_integers)(&p, n_rows);
     }
 }
@@ -6341,11 +6487,17 @@ static const tqkv__integers TQKV__I(integers) = {&TQKV__(isa),
 #undef TQKV__WEIGHTS_UNIT
 #undef TQKV__INTEGER_LANES
 #undef TQKV__PRODUCT_ROWS
-#undef TQKV__PACKED_ROWS
+#undef TQKV__LOOKED_UP
 #undef TQKV__CHUNK
 #undef TQKV__BY_PARTS
 #undef TQKV__SCORE_PACKED
 #undef TQKV__ADD_PACKED
+#undef TQKV__BY_PIECES
+#undef TQKV__BY_FOUR_ROWS
+#undef TQKV__SCORE_PIECES
+#undef TQKV__SCORE_QUARTERS
+#undef TQKV__ADD_PIECES
+#undef TQKV__ADD_QUARTERS
 #undef TQKV__ISA_NAME
 #undef TQKV__
 #undef TQKV__I
@@ -7639,15 +7791,6 @@ TQKV__OP __m512i tqkv__i_repeat_avx512(const int16_t *p)
     memcpy(&lane, p, sizeof lane);
     return _mm512_set1_epi32(lane);
 }
-/* Half h of vector v: dimensions 16 h + 8 v on, of v + 2 from 32 on */
-TQKV__OP void tqkv__i_interleave_bytes_avx512(__m512i a, __m512i b, __m512i *x)
-{
-    const __m512i low = _mm512_unpacklo_epi8(a, b), high = _mm512_unpackhi_epi8(a, b);
-    x[0] = _mm512_cvtepi8_epi16(_mm512_castsi512_si256(low));
-    x[1] = _mm512_cvtepi8_epi16(_mm512_castsi512_si256(high));
-    x[2] = _mm512_cvtepi8_epi16(_mm512_extracti64x4_epi64(low, 1));
-    x[3] = _mm512_cvtepi8_epi16(_mm512_extracti64x4_epi64(high, 1));
-}
 TQKV__OP void tqkv__i_transpose_avx512(const int8_t *p, size_t stride, __m512i *x)
 {
     __m512i rows[4]; /* quarter l of rows[i]: position 4 l + i */
@@ -7675,13 +7818,15 @@ TQKV__OP __m512i tqkv__i_load_left_avx512(const int8_t *p, int left)
     if (left >= 64) return _mm512_loadu_si512((const void *)p);
     return _mm512_maskz_loadu_epi8(((uint64_t)1 << left) - 1, (const void *)p);
 }
+/* Half h of vector v: dimensions 16 h + 8 v on, of v + 2 from 32 on */
 TQKV__OP void tqkv__i_interleave_avx512(const int8_t *p, size_t stride, int left, __m512i *x)
 {
-    tqkv__i_interleave_bytes_avx512(tqkv__i_load_left_avx512(p, left), tqkv__i_load_left_avx512(p + stride, left), x);
-}
-TQKV__OP __m512i tqkv__i_widen_avx512(__m512i bytes, const int half)
-{
-    return _mm512_cvtepi8_epi16(half ? _mm512_extracti64x4_epi64(bytes, 1) : _mm512_castsi512_si256(bytes));
+    const __m512i a = tqkv__i_load_left_avx512(p, left), b = tqkv__i_load_left_avx512(p + stride, left);
+    const __m512i low = _mm512_unpacklo_epi8(a, b), high = _mm512_unpackhi_epi8(a, b);
+    x[0] = _mm512_cvtepi8_epi16(_mm512_castsi512_si256(low));
+    x[1] = _mm512_cvtepi8_epi16(_mm512_castsi512_si256(high));
+    x[2] = _mm512_cvtepi8_epi16(_mm512_extracti64x4_epi64(low, 1));
+    x[3] = _mm512_cvtepi8_epi16(_mm512_extracti64x4_epi64(high, 1));
 }
 TQKV__OP void tqkv__i_natural_order_avx512(__m512i *x)
 {
@@ -7826,6 +7971,63 @@ TQKV__OP void tqkv__i_order_parts_avx512(const __m512i *even, const __m512i *odd
     }
 }
 
+/* Quarter i in all quarters */
+TQKV__OP __m512i tqkv__i_repeat_quarter_avx512(__m512i x, const int i)
+{
+    const __m512i index = _mm512_set4_epi32(4 * i + 3, 4 * i + 2, 4 * i + 1, 4 * i);
+    return _mm512_permutexvar_epi32(index, x);
+}
+/* Fields of 64 codes of four positions, each in a half of a vector or in a quarter of the first one. mask: a bit for 16 bits */
+TQKV__OP void tqkv__i_load_quarters_avx512(const int bits, uint32_t mask, const uint8_t *p, size_t stride, __m512i *x)
+{
+    if (bits == 4) {
+        const __mmask16 halves = (__mmask16)mask;
+        TQKV__UNROLL
+        for (int i = 0; i < 2; i++, p += 2 * stride)
+            x[i] = _mm512_inserti64x4(_mm512_castsi256_si512(_mm256_maskz_loadu_epi16(halves, (const void *)p)),
+                                      _mm256_maskz_loadu_epi16(halves, (const void *)(p + stride)), 1);
+        return;
+    }
+    const __mmask8 quarters = (__mmask8)mask;
+    x[0] = _mm512_castsi128_si512(_mm_maskz_loadu_epi16(quarters, (const void *)p));
+    x[0] = _mm512_inserti32x4(x[0], _mm_maskz_loadu_epi16(quarters, (const void *)(p + stride)), 1);
+    x[0] = _mm512_inserti32x4(x[0], _mm_maskz_loadu_epi16(quarters, (const void *)(p + 2 * stride)), 2);
+    x[0] = _mm512_inserti32x4(x[0], _mm_maskz_loadu_epi16(quarters, (const void *)(p + 3 * stride)), 3);
+}
+/* The bytes from which the lookups of this piece and the next ones take their bits. Without lanes: in half h of each quarter
+   those of the codes from 16 k + 8 h on. With them: in eight bytes those of two dimensions of all positions, for two pieces. */
+TQKV__OP __m512i tqkv__i_order_fields_avx512(const int bits, const bool lanes, const int piece, const __m512i *x)
+{
+    TQKV__ALIGNED int8_t at[64];
+    const int size = bits == 4 ? 32 : 16; /* bytes from one position to the next */
+    for (int i = 0; i < 64 && lanes; i++)
+        at[i] = (int8_t)(i % 4 * size + (16 * (piece + i / 4 % 2) + i / 8 * 2) * bits / 8 % size);
+    for (int i = 0; i < 64 && !lanes; i++)
+        at[i] = (int8_t)(i / 16 * size + (piece * 2 * bits + (i % 8 / bits * 2 + i % 16 / 8) * bits + i % bits) % size);
+    const __m512i index = _mm512_load_si512((const void *)at);
+    return bits == 4 ? _mm512_permutex2var_epi8(x[0], index, x[1]) : _mm512_permutexvar_epi8(index, x[0]);
+}
+/* Eight bits a code, the first of which is `low` bits before it */
+TQKV__OP __m512i tqkv__i_piece_avx512(const int bits, const int low, const bool lanes, const int piece, __m512i fields)
+{
+    TQKV__ALIGNED int8_t at[64];
+    for (int i = 0; i < 64 && lanes; i++)
+        at[i] = (int8_t)((piece % 2 * 32 + i % 4 * 8 + (i / 8 * 2 + i % 8 / 4) * bits % 8 + 64 - low) % 64);
+    for (int i = 0; i < 64 && !lanes; i++) at[i] = (int8_t)((piece * 8 * bits + i % 8 * bits + 64 - low) % 64);
+    return _mm512_multishift_epi64_epi8(_mm512_load_si512((const void *)at), fields);
+}
+/* fields: the main ones, the upper ones */
+TQKV__OP __m512i tqkv__i_look_up_fields_avx512(const tqkv_format format, const bool lanes, const int piece,
+                                               const __m512i *fields, __m512i book)
+{
+    const int main = TQKV__MAIN_BITS(format), upper_bits = TQKV__UPPER_BITS(format);
+    __m512i index = tqkv__i_piece_avx512(main, 0, lanes, piece, fields[0]);
+    if (upper_bits)
+        index = _mm512_ternarylogic_epi64(_mm512_set1_epi8((char)((1 << main) - 1)), index,
+                                          tqkv__i_piece_avx512(upper_bits, main, lanes, piece, fields[1]), 0xca);
+    return _mm512_permutexvar_epi8(index, book);
+}
+
 #define TQKV__(name)        tqkv__##name##_avx512
 #define TQKV__I(name)       tqkv__i_##name##_avx512
 #define TQKV__S(name)       tqkv__i_##name##_avx512
@@ -7833,7 +8035,7 @@ TQKV__OP void tqkv__i_order_parts_avx512(const __m512i *even, const __m512i *odd
 #define TQKV__INTEGER_LANES 16
 #define TQKV__PRODUCTS      2
 #define TQKV__PRODUCT_ROWS  4 /* rows whose sums fit in registers */
-#define TQKV__PACKED_ROWS   2
+#define TQKV__LOOKED_UP     1
 #include "tqkv.h"
 #endif
 
@@ -7984,7 +8186,7 @@ TQKV__OP uint32_t tqkv__i_largest_code_avx2(__m256i x)
 #define TQKV__INTEGER_LANES 8
 #define TQKV__PRODUCTS      2
 #define TQKV__PRODUCT_ROWS  2
-#define TQKV__PACKED_ROWS   0
+#define TQKV__LOOKED_UP     0
 #include "tqkv.h"
 
 /* -- AVX2, with a product and a sum in one instruction: AVX-VNNI -- */
@@ -8016,7 +8218,7 @@ TQKV__OP __m256i tqkv__i_dot_avxvnni(__m256i sums, __m256i codes, __m256i intege
 #define TQKV__INTEGER_LANES 8
 #define TQKV__PRODUCTS      2
 #define TQKV__PRODUCT_ROWS  2
-#define TQKV__PACKED_ROWS   0
+#define TQKV__LOOKED_UP     0
 #define TQKV__DECODED       1
 #include "tqkv.h"
 #if defined(__GNUC__) && !defined(__clang__)
@@ -8140,7 +8342,7 @@ TQKV__OP uint32_t tqkv__i_largest_code_neon(uint32x4_t x) { return vmaxvq_u32(x)
 #define TQKV__INTEGER_LANES 4
 #define TQKV__PRODUCTS      2
 #define TQKV__PRODUCT_ROWS  4
-#define TQKV__PACKED_ROWS   0
+#define TQKV__LOOKED_UP     0
 #include "tqkv.h"
 
 /* -- NEON, with products of four bytes: DotProd. An integer is 256 times its high byte plus its low one, both signed. -- */
@@ -8241,7 +8443,7 @@ TQKV__OP void tqkv__i_interleave_dotprod(const int8_t *p, size_t stride, int lef
 #define TQKV__INTEGER_LANES 4
 #define TQKV__PRODUCTS      4
 #define TQKV__PRODUCT_ROWS  2
-#define TQKV__PACKED_ROWS   0
+#define TQKV__LOOKED_UP     0
 #define TQKV__DECODED       1
 #include "tqkv.h"
 
@@ -8337,7 +8539,7 @@ TQKV__OP void tqkv__i_interleave_i8mm(const int8_t *p, size_t stride, int left, 
 #define TQKV__PRODUCTS      8
 #define TQKV__PRODUCT_ROWS  2
 #define TQKV__LANES_ROWS    4
-#define TQKV__PACKED_ROWS   0
+#define TQKV__LOOKED_UP     0
 #define TQKV__DECODED       1
 #include "tqkv.h"
 #endif
