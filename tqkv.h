@@ -5693,7 +5693,7 @@ TQKV__OP void TQKV__I(score_lanes_of)(const int rows, const TQKV__I(product) * p
 }
 
 /* score_integers for many rows: turning the positions into lanes takes less time than adding up the lanes of each sum. */
-TQKV__TARGET static void TQKV__I(score_lanes)(TQKV__I(product) p, int n_rows)
+TQKV__TARGET static TQKV__NOINLINE void TQKV__I(score_lanes)(TQKV__I(product) p, int n_rows)
 {
     TQKV__ALIGNED int8_t tile[TQKV__BLOCK / TQKV__PRODUCTS * 2 * TQKV__LANE_BYTES];
     for (int v = 0; v < 2; v++) {
@@ -6179,7 +6179,7 @@ TQKV__OP void TQKV__I(add_rows_of)(const int rows, const bool ready, const TQKV_
 }
 
 /* The sums of all rows for TQKV__STEP dimensions from d on, whose positions they share interleaved. */
-TQKV__TARGET static void TQKV__I(add_interleaved)(TQKV__I(product) p, int d, int n_rows)
+TQKV__TARGET static TQKV__NOINLINE void TQKV__I(add_interleaved)(TQKV__I(product) p, int d, int n_rows)
 {
     TQKV__ALIGNED int8_t tile[TQKV__TILE / TQKV__PRODUCTS * 4 * TQKV__LANE_BYTES];
     for (int j = 0; j < p.n; j += TQKV__PRODUCTS) {
