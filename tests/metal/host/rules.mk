@@ -87,8 +87,9 @@ $(HOST_BUILD)/library/library.o: $(STANDIN)/library.cpp $(STANDIN)/standin.h tes
 	@mkdir -p $(@D)
 	@clang++ -fPIC -O1 $(SHADER_TEST_FLAGS) -I$(STANDIN) -c $< -o $@
 
+# Each context reads it, writes it as a file, and loads that.
 $(HOST_LIBRARY): $(SHADER_NAMES:%=$(HOST_BUILD)/library/%.metal.o) $(HOST_BUILD)/library/simt.o $(HOST_BUILD)/library/library.o
-	@clang++ -shared $(STANDIN_SANITIZE) $^ -o $@.so
+	@clang++ -shared $(STANDIN_SANITIZE) -Wl,--compress-debug-sections=zlib $^ -o $@.so
 	@python3 $(STANDIN)/pack.py library $@.so
 
 # Libraries of a changed tqkv.h, each with the kernel `tables` alone. Without sanitizers: a context reads its tables and refuses.
