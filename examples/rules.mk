@@ -7,6 +7,8 @@ FLAGS_threads_openmp = $(shell echo 'int main(void) { return 0; }' | \
 	$(CC) -fopenmp -x c - -o /dev/null 2>/dev/null && echo -fopenmp)
 
 # For this machine: the model's products take most of the time.
+$(foreach demo,tinylm pressure checkpoints server,$(eval FLAGS_$(demo) := -march=native))
+
 $(BUILD)/tinylm_test: examples/tests/tinylm_test.c $(BUILD)/tqkv.o $(wildcard examples/*.[ch])
 	$(CC) $(STANDARD) $(CPPFLAGS) $(CFLAGS) -march=native $(WARNINGS) -I. $< $(BUILD)/tqkv.o -o $@ $(LIBRARIES)
 

@@ -62,8 +62,9 @@ SHADER_TSAN := -O1 -fsanitize=thread
 SHADER_TSAN_RUN := TSAN_OPTIONS=suppress_equal_addresses=0:suppress_equal_stacks=0:halt_on_error=1 \
 	$(if $(filter Linux,$(SYSTEM)),setarch -R)
 
-# Position-independent for the library of host/rules.mk without sanitizers.
-$(eval $(call shader_variant,plain,$(CXX),-O2 -fPIC,-fPIC,,))
+# Position-independent for the library of host/rules.mk without sanitizers. -O2 takes half as long again to compile, for a tenth
+# of the run.
+$(eval $(call shader_variant,plain,$(CXX),-O1 -fPIC,-fPIC,,))
 $(eval $(call shader_variant,asan,clang++,$(SHADER_ASAN),-DSIMT_ASAN,,--one-schedule))
 $(eval $(call shader_variant,tsan,clang++,$(SHADER_TSAN),-DSIMT_TSAN,$(SHADER_TSAN_RUN),--one-schedule))
 

@@ -33,7 +33,8 @@ HOST_GNUSTEP := -fobjc-runtime=gcc -DGNUSTEP -DGNUSTEP_BASE_LIBRARY=1 -DGNU_RUNT
 	-D_NATIVE_OBJC_EXCEPTIONS -fconstant-string-class=NSConstantString -isystem /usr/include/GNUstep \
 	-isystem $(HOST_BUILD)/gnustep -I$(STANDIN)
 HOST_FLAGS := $(STANDIN_SANITIZE) $(HOST_WARNINGS) -DSTANDIN -D_GNU_SOURCE -I. $(CPPFLAGS)
-HOST_LINK := $(STANDIN_SANITIZE) -lgnustep-base -lobjc -ldl -lm -pthread
+GNUSTEP_LINK := -lgnustep-base -lobjc -ldl -lm -pthread
+HOST_LINK := $(STANDIN_SANITIZE) $(GNUSTEP_LINK)
 HOST_FAILING := -Dcalloc=standin_calloc -Dpthread_mutex_init=standin_mutex_init
 HOST_LIBRARY := $(HOST_BUILD)/standin.metallib
 HOST_RUN := LSAN_OPTIONS=suppressions=$(STANDIN)/leaks.txt:print_suppressions=0
@@ -86,8 +87,9 @@ $(HOST_BUILD)/library/library.o: $(STANDIN)/library.cpp $(STANDIN)/standin.h tes
 	@mkdir -p $(@D)
 	@clang++ -fPIC -O1 $(SHADER_TEST_FLAGS) -I$(STANDIN) -c $< -o $@
 
+# Each context reads it, writes it as a file, and loads that.
 $(HOST_LIBRARY): $(SHADER_NAMES:%=$(HOST_BUILD)/library/%.metal.o) $(HOST_BUILD)/library/simt.o $(HOST_BUILD)/library/library.o
-	@clang++ -shared $(STANDIN_SANITIZE) $^ -o $@.so
+	@clang++ -shared $(STANDIN_SANITIZE) -Wl,--compress-debug-sections=zlib $^ -o $@.so
 	@python3 $(STANDIN)/pack.py library $@.so
 
 # Libraries of a changed tqkv.h, each with the kernel `tables` alone. Without sanitizers: a context reads its tables and refuses.
@@ -95,7 +97,7 @@ $(HOST_BUILD)/stale/made: $(METAL_BUILD)/cpu/prepared tqkv.h $(STANDIN)/pack.py 
 		$(HOST_BUILD)/library/library.o
 	@mkdir -p $(HOST_STALE:%=$(@D)/%/shaders)
 	@python3 $(STANDIN)/pack.py stale tqkv.h $(@D) $(HOST_STALE)
-	@for stale in $(HOST_STALE); do clang++ -shared -fPIC -O1 $(SHADER_CPU) -I$(@D)/$$stale/shaders \
+	@for stale in $(HOST_STALE); do clang++ -fuse-ld=lld -shared -fPIC -O0 $(filter-out -g1,$(SHADER_CPU)) -I$(@D)/$$stale/shaders \
 		$(METAL_BUILD)/cpu/source/tables.metal.cpp $(filter %.o,$^) -o $(@D)/$$stale.metallib.so || exit 1; done
 	@python3 $(STANDIN)/pack.py library $(HOST_STALE:%=$(@D)/%.metallib.so)
 	@touch $@
@@ -127,7 +129,14 @@ $(HOST_BUILD)/runner: $(HOST_OBJECTS:%=$(HOST_BUILD)/%.o)
 REPORT_PROGRAMS := pipelines report speed
 REPORT_FLAGS := -O2 $(HOST_WARNINGS) -DTQKV_METAL_ANY_FAMILY -D_DARWIN_C_SOURCE -I.
 REPORT_TQKV := $(if $(HOST_GNUSTEP),$(HOST_TQKV),$(HOST_BUILD)/mac/tqkv.o)
-REPORT_LINK := $(if $(HOST_GNUSTEP),$(HOST_LINK),-framework Metal -framework Foundation)
+REPORT_LINK := $(if $(HOST_GNUSTEP),$(GNUSTEP_LINK),-framework Metal -framework Foundation)
+# As on a Mac the programs, the stand-in and the shaders under them have no sanitizers: they run seven times.
+PLAIN_LIBRARY := $(if $(HOST_GNUSTEP),$(HOST_BUILD)/tsan/standin.metallib,$(HOST_LIBRARY))
+
+$(HOST_BUILD)/mac/standin.o: $(STANDIN)/standin.m $(HOST_HEADERS) $(wildcard tests/metal/standin/*.h tests/metal/standin/*/*.h) \
+		$(if $(HOST_GNUSTEP),$(HOST_BUILD)/gnustep/objc)
+	@mkdir -p $(@D)
+	@clang $(filter-out $(STANDIN_SANITIZE),$(HOST_FLAGS)) -O1 $(HOST_GNUSTEP) -c $< -o $@
 
 $(HOST_BUILD)/mac/tqkv.o: examples/make/tqkv.c tqkv.h
 	@mkdir -p $(@D)
@@ -142,7 +151,7 @@ $(HOST_BUILD)/mac/%.o: tests/metal/mac/%.m tests/metal/mac/report.h tqkv.h $(if 
 	@clang $(REPORT_FLAGS) $(HOST_GNUSTEP) $(IMPLEMENTED) -c $< -o $@
 
 $(REPORT_PROGRAMS:%=$(HOST_BUILD)/mac/%): $(HOST_BUILD)/mac/%: $(HOST_BUILD)/mac/%.o $(HOST_BUILD)/mac/tqkv_metal.o \
-		$(REPORT_TQKV) $(filter %/standin.o,$(HOST_OBJECTS:%=$(HOST_BUILD)/%.o))
+		$(REPORT_TQKV) $(if $(HOST_GNUSTEP),$(HOST_BUILD)/mac/standin.o)
 	@clang++ $^ -o $@ $(REPORT_LINK)
 
 # The library is embedded in the object file.
@@ -164,12 +173,12 @@ HOST_PROGRAMS := $(HOST_BUILD)/runner $(HOST_BUILD)/runner-embedded $(HOST_BUILD
 	$(if $(HOST_GNUSTEP),$(HOST_BUILD)/runner-arc $(HOST_BUILD)/metal_encode_attend-arc)
 
 .PHONY: test-metal
-test-metal: $(HOST_PROGRAMS) $(HOST_LIBRARY) $(if $(HOST_STALE),$(HOST_BUILD)/stale/made)
+test-metal: $(HOST_PROGRAMS) $(HOST_LIBRARY) $(PLAIN_LIBRARY) $(if $(HOST_STALE),$(HOST_BUILD)/stale/made)
 	@echo "== tqkv_metal.m: $(if $(HOST_GNUSTEP),stand-in$(comma) shaders on the CPU,Metal)"
 	@$(HOST_RUN) $< --library $(HOST_LIBRARY) --stale $(HOST_BUILD)/stale
 	@$(HOST_RUN) $(HOST_BUILD)/runner-embedded --library $(HOST_LIBRARY) --embedded context/embedded context/source/failures
 	@$(HOST_RUN) $(HOST_BUILD)/metal_encode_attend $(HOST_LIBRARY)
-	@$(HOST_RUN) sh tests/metal/mac/test.sh $(HOST_BUILD) $(HOST_LIBRARY)
+	@$(HOST_RUN) sh tests/metal/mac/test.sh $(HOST_BUILD) $(PLAIN_LIBRARY)
 ifneq ($(HOST_GNUSTEP),)
 	@clang -fsyntax-only $(HOST_GNUSTEP) -fmodules -fmodules-cache-path=$(HOST_BUILD)/modules -Ipackaging/swift/CTqkv/include \
 		-fmodule-map-file=packaging/swift/CTqkv/include/module.modulemap -D_GNU_SOURCE -DTQKV_METAL \
@@ -203,7 +212,6 @@ TEST_TARGETS += test-metal test-metal-threads
 HOST_TSAN := $(HOST_BUILD)/tsan
 HOST_TSAN_FLAGS := -fsanitize=thread $(filter-out $(STANDIN_SANITIZE),$(HOST_FLAGS)) -g -O1 $(HOST_GNUSTEP)
 HOST_TSAN_RUN := TSAN_OPTIONS=halt_on_error=1:detect_deadlocks=0 setarch -R
-HOST_TSAN_LINK := -lgnustep-base -lobjc -ldl -lm -pthread
 TSAN_NAMES := $(filter-out tests/test_tables,$(HOST_OBJECTS))
 
 $(HOST_TSAN)/%.o: %.m $(HOST_HEADERS) $(HOST_BUILD)/gnustep/objc $(wildcard tests/metal/standin/*.h tests/metal/standin/*/*.h)
@@ -221,7 +229,7 @@ $(HOST_TSAN)/standin.metallib: $(SHADER_NAMES:%=$(METAL_BUILD)/plain/%.metal.o) 
 	@python3 $(STANDIN)/pack.py library $@.so
 
 $(HOST_TSAN)/runner: $(TSAN_NAMES:%=$(HOST_TSAN)/%.o) $(HOST_BUILD)/tests/test_tables.o
-	@clang++ -fsanitize=thread $^ -o $@ $(HOST_TSAN_LINK)
+	@clang++ -fsanitize=thread $^ -o $@ $(GNUSTEP_LINK)
 
 # Plants bugs, one at a time, in copies of tqkv_metal.m. BUGS: parts of names.
 .PHONY: test-metal-bugs
@@ -231,7 +239,7 @@ test-metal-bugs: test-metal $(HOST_TSAN)/runner $(HOST_TSAN)/standin.metallib
 	ASAN_RUN="$(HOST_RUN) RUNNER --library $(HOST_LIBRARY) --stale $(HOST_BUILD)/stale"; \
 	ASAN="clang $(HOST_FLAGS) $(HOST_FAILING) $(HOST_GNUSTEP)" ARC="clang $(HOST_FLAGS) $(HOST_FAILING) $(HOST_ARC)" \
 	ARC_LINK="$$ASAN_LINK" ARC_OBJECTS="$$ASAN_OBJECTS $(HOST_BUILD)/$(STANDIN)/arc.o" ARC_RUN="$$ASAN_RUN" \
-	TSAN="clang $(HOST_TSAN_FLAGS)" TSAN_LINK="-fsanitize=thread $(HOST_TSAN_LINK)" \
+	TSAN="clang $(HOST_TSAN_FLAGS)" TSAN_LINK="-fsanitize=thread $(GNUSTEP_LINK)" \
 	TSAN_OBJECTS="$(filter-out %/tqkv_metal.o,$(TSAN_NAMES:%=$(HOST_TSAN)/%.o)) $(HOST_BUILD)/tests/test_tables.o" \
 	TSAN_RUN="$(HOST_TSAN_RUN) RUNNER --library $(HOST_TSAN)/standin.metallib" \
 	python3 tests/metal/host/bugs.py $(HOST_BUILD) $(BUGS)
