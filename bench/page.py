@@ -187,7 +187,7 @@ def pages_table(result):
 def threads_table(result):
     """One token by all threads: microseconds of wall time, and GB/s of codes and norms."""
     found = [(isa, n, read, rows) for isa, one in result.sets.items() for (n, read), rows in one.threads.items()]
-    entries = list(dict.fromkeys(e for *_, rows in found for e in rows))
+    entries = list(dict.fromkeys(e for *_, rows in found for e in rows if not e.endswith("_bytes")))
     head = [""] + [f"{SETS[isa]}, {n} threads, read {read} GB/s" for isa, n, read, _ in found]
 
     def cell(row):
