@@ -132,9 +132,9 @@ endif
 # Left to `make test-shaders`: more pairs of long rows, whose formats the pairs of short ones have, and more random cases.
 SCHEDULED_CASES := attend/shape attend/option attend/tree attend/poison batch/ pages/slots rotate/
 MORE_PAIRS := $(patsubst %,-_%/d512,f16 tq2 tq3 tq6 tq5_bytes tq6_bytes)
-MORE_RANDOM := -random/1 -random/2 -random/8
+MORE_RANDOM := -random/1 -random/2 -random/3 -random/8
 # Latent rows in formats whose loops are those of others.
-MORE_LATENT := $(foreach place,d448 tail,$(patsubst %,-latent/$(place)/%,tq2 tq3 tq5 tq6 tq8))
+MORE_LATENT := $(foreach place,d448 d512 tail,$(patsubst %,-latent/$(place)/%,tq2 tq3 tq5 tq6 tq8))
 
 .PHONY: test-shaders-once test-shaders-quick test-shaders
 test-shaders-once: $(METAL_BUILD)/plain/driver $(METAL_BUILD)/plain/metal_plan
