@@ -26,6 +26,10 @@ endif
 
 # What `make test` runs; included files add to it.
 TEST_TARGETS :=
+TEST_BUILD := $(BUILD)/tests
+# The runner's build whose tests the others link, and the implementation in it, for any program that only needs one.
+REFERENCE_BUILD := $(if $(filter Darwin,$(SYSTEM)),default,gcc)
+TEST_TQKV := $(patsubst %,$(TEST_BUILD)/$(REFERENCE_BUILD)/%.o,test_tables runner)
 
 # Without lint_bugs.metal: lint.py expects findings on its lines as they are.
 SOURCES_FORMATTED := $(filter-out tests/metal/lint_bugs.metal,$(sort $(shell find *.h *.m shaders metallib/air tests examples bench \
@@ -72,9 +76,6 @@ deps-test: ## install what the tests need
 
 # ---- Examples ----
 
-DEMOS := encode_attend real_kv
--include examples/rules.mk
-
 # The implementation takes a quarter of a minute to compile: the examples share this object.
 $(BUILD)/tqkv.o: examples/make/tqkv.c tqkv.h
 	@mkdir -p $(@D)
@@ -82,11 +83,19 @@ $(BUILD)/tqkv.o: examples/make/tqkv.c tqkv.h
 
 # Programs that define TQKV_IMPLEMENTATION, as their users do, take it from an object, too.
 IMPLEMENTED := -DTQKV_NO_IMPLEMENTATION
-# FLAGS_name: of one example, not of the object that it shares.
+# FLAGS_name, CC_name: of one example, not of the object that it shares.
 FLAGS_encode_attend := $(IMPLEMENTED)
 
-$(BUILD)/%: examples/%.c $(BUILD)/tqkv.o $(wildcard examples/*.h)
-	$(CC) $(STANDARD) $(CPPFLAGS) $(CFLAGS) $(FLAGS_$*) $(WARNINGS) -I. $< $(BUILD)/tqkv.o -o $@ $(LIBRARIES)
+# $(1) folder, $(2) the implementation. `make test` builds them with objects that it has anyway.
+define example_programs
+$(1)/%: examples/%.c $(2) $(wildcard examples/*.h)
+	@mkdir -p $$(@D)
+	$$(or $$(CC_$$*),$(CC)) $(STANDARD) $(CPPFLAGS) $(CFLAGS) $$(FLAGS_$$*) $(WARNINGS) -I. $$< $(2) -o $$@ $(LIBRARIES)
+endef
+$(eval $(call example_programs,$(BUILD),$(BUILD)/tqkv.o))
+
+DEMOS := encode_attend real_kv
+-include examples/rules.mk
 
 .PHONY: demo
 demo: $(DEMOS:%=$(BUILD)/%) ## build and run the examples

@@ -13,8 +13,10 @@ BENCH_PEERS := $(if $(GGML_PREFIX),$(BUILD)/peer-ggml.so) $(if $(IK_PREFIX),$(BU
 
 BENCH_SOURCES := $(filter-out bench/ggml.c,$(wildcard bench/*.c))
 
-$(BUILD)/bench: $(BENCH_SOURCES) $(BENCH_HEADERS) $(BUILD)/tqkv.o
-	$(BENCH_COMPILE) $(BENCH_SOURCES) $(BUILD)/tqkv.o -o $@ $(LIBRARIES) -ldl
+$(BUILD)/bench: $(BUILD)/tqkv.o
+$(TEST_BUILD)/bench: $(TEST_TQKV)
+$(BUILD)/bench $(TEST_BUILD)/bench: $(BENCH_SOURCES) $(BENCH_HEADERS)
+	$(BENCH_COMPILE) $(BENCH_SOURCES) $(filter %.o,$^) -o $@ $(LIBRARIES) -ldl
 
 $(BUILD)/peer-ggml.so: PREFIX_OF_PEER = $(GGML_PREFIX)
 $(BUILD)/peer-ggml.so: PEER_FLAGS = -lggml -lggml-cpu -lggml-base
@@ -52,7 +54,7 @@ TEST_TARGETS += test-bench-page
 
 # Checks that the benchmark builds and measures, not the speed.
 .PHONY: test-bench
-test-bench: $(BUILD)/bench
+test-bench: $(TEST_BUILD)/bench
 	@echo "== bench"
 	@$< --quick --rounds 1 --format tq4 | awk '/^ratio [a-z0-9_]+ [0-9.e+-]+$$/ && $$3 > 0 { ratios++ } \
 		END { print (ratios > 0) + 0 " passed, " (ratios == 0) + 0 " failed"; exit ratios == 0 }'

@@ -9,9 +9,6 @@ FLAGS_threads_openmp = $(shell echo 'int main(void) { return 0; }' | \
 # For this machine: the model's products take most of the time.
 $(foreach demo,tinylm pressure checkpoints server,$(eval FLAGS_$(demo) := -march=native))
 
-$(BUILD)/tinylm_test: examples/tests/tinylm_test.c $(BUILD)/tqkv.o $(wildcard examples/*.[ch])
-	$(CC) $(STANDARD) $(CPPFLAGS) $(CFLAGS) -march=native $(WARNINGS) -I. $< $(BUILD)/tqkv.o -o $@ $(LIBRARIES)
-
 # ---- With MPI: one context over four ranks ----
 
 MPI_FOUND := $(shell command -v mpicc)
@@ -19,8 +16,7 @@ MPI_FOUND := $(shell command -v mpicc)
 MPI_RUN = mpirun $(shell mpirun --version 2>/dev/null | grep -q 'Open MPI' && echo --oversubscribe --timeout 60 && \
 	test "$$(id -u)" = 0 && echo --allow-run-as-root)
 
-$(BUILD)/mpi_context: examples/mpi_context.c $(BUILD)/tqkv.o
-	mpicc $(STANDARD) $(CPPFLAGS) $(CFLAGS) $(WARNINGS) -I. $< $(BUILD)/tqkv.o -o $@ $(LIBRARIES)
+CC_mpi_context := mpicc
 
 .PHONY: deps-mpi demo-mpi
 deps-mpi: ## install what `make demo-mpi` needs: Open MPI
@@ -51,12 +47,19 @@ TEST_TARGETS += $(if $(GGML_PREFIX),test-ggml)
 
 # ---- The tests ----
 
+EXAMPLE_TESTS := $(TEST_BUILD)/examples
+$(eval $(call example_programs,$(EXAMPLE_TESTS),$(TEST_TQKV)))
+
+$(EXAMPLE_TESTS)/tinylm_test: examples/tests/tinylm_test.c $(TEST_TQKV) $(wildcard examples/*.[ch])
+	@mkdir -p $(@D)
+	$(CC) $(STANDARD) $(CPPFLAGS) $(CFLAGS) -march=native $(WARNINGS) -I. $< $(TEST_TQKV) -o $@ $(LIBRARIES)
+
 .PHONY: test-examples
-test-examples: $(addprefix $(BUILD)/,encode_attend engine latent sparse real_kv advise tinylm tinylm_test context_shift pressure checkpoints server threads_pthread threads_openmp snapshot_file $(MPI_FOUND:%=mpi_context))
+test-examples: $(DEMOS:%=$(EXAMPLE_TESTS)/%) $(EXAMPLE_TESTS)/tinylm_test $(MPI_FOUND:%=$(EXAMPLE_TESTS)/mpi_context)
 	@echo "== examples"
-	@MPI_RUN="$(if $(MPI_FOUND),$(MPI_RUN))" sh examples/tests/test.sh $(BUILD)
+	@MPI_RUN="$(if $(MPI_FOUND),$(MPI_RUN))" sh examples/tests/test.sh $(EXAMPLE_TESTS)
 	@CC="$(CC)" CFLAGS="$(STANDARD) $(CPPFLAGS) $(IMPLEMENTED) $(WARNINGS) -Wno-unknown-pragmas" \
-		sh examples/tests/snippets.sh $(BUILD)/snippets $(BUILD)/tqkv.o
+		sh examples/tests/snippets.sh $(BUILD)/snippets $(TEST_TQKV)
 
 .PHONY: test-projects
 test-projects:

@@ -3,7 +3,6 @@
 
 TEST_SOURCES := $(sort $(filter-out tests/make_goldens.c tests/compile_%.c,$(wildcard tests/*.c)))
 TEST_HEADERS := tqkv.h $(wildcard tests/*.h) examples/thread_pool.h examples/data_file.h examples/snapshot_file.h
-TEST_BUILD := $(BUILD)/tests
 # The sets that `make test` runs; isa/known compares them with tqkv.h. POSIX is for popen and pthreads.
 ISAS := scalar avx2 avx512 neon
 # The STEM of each test_STEM.c, whose cases main.c adds.
@@ -31,9 +30,6 @@ X87_CASES := golden tables $(foreach d,$(X87_SIZES),codec/reference/tq4/$(d)/ co
 	codec/decode types/codec/f16/f16 types/rounding snapshot -held_back attend/exact/tq4/64 attend/exact/i8/96 attend/ring_wrapped/64 \
 	attend/ring_often/128 attend/group/9/ -group/9/512 -group/9/1024 attend/pair/tq4-tq4 attend/pair/i8-i8 defect -all_queries/1024 $(NOT_PLAIN) $(OTHER_SIZES) \
 	$(filter -golden%,$(ONE_KIND)) $(patsubst %,-golden/attend/%-,tq2 tq5 f16) -/long -/many
-
-# The build whose tests the others link.
-REFERENCE_BUILD := $(if $(filter Darwin,$(SYSTEM)),default,gcc)
 
 # $(1) name, $(2) compiler, $(3) flags, $(4) command that runs the program, $(5) parts of case names; empty for all,
 # $(6) stems of the tests that are compiled so, too, and linked; empty: those of the reference build,
@@ -74,6 +70,8 @@ MSAN_CASES := attend/softcap attend/window attend/ring attend/exceptions attend/
 # pointer-overflow, for a wrap at the end of memory, would take another half minute: clang-O0 has it.
 SANITIZE := -O1 -g1 -fno-omit-frame-pointer -fsanitize=address,undefined -fno-sanitize=null,object-size,pointer-overflow \
 	-fno-sanitize-recover=all
+# AVX-512 takes half a minute more: test-sanitize-avx512, by hand. Electric Fence runs it in `make test`, see test-fence.
+SANITIZE_QUICK := $(SANITIZE) -DTQKV_NO_AVX512
 # What the tests themselves do is no part of the library: UBSan there would cost another third of their time to compile.
 SANITIZE_TESTS := -std=c99 -O1 -g1 -fno-omit-frame-pointer -fsanitize=address
 # AddressSanitizer keeps freed memory, by default 256 MiB of it, and then takes each page from the system anew: a third of its
@@ -94,9 +92,24 @@ $(eval $(call runner_variant,gcc,gcc,-std=c99 -O2 -ffp-contract=fast,,,,,-std=c9
 $(eval $(call runner_variant,gcc-O0,gcc,-std=c11 -O0 -DTQKV_NO_AVX2,,golden $(NOT_PLAIN) tables codec/decode types/))
 $(eval $(call runner_variant,clang-O0,clang,-std=c99 -O0 $(OVERFLOW),,golden $(NOT_PLAIN) tables codec/decode attend/ring cache -threads/ -cache/parallel))
 $(eval $(call runner_variant,clangxx-O3,clang++,-x c++ -std=c++11 -O3 -march=native -ffp-contract=fast,,$(EXACT_CASES) $(ATTEND_CASES)))
-$(eval $(call runner_variant,sanitize,gcc,-std=c99 $(SANITIZE),,$(SANITIZED_CASES),$(filter-out tables,$(TEST_STEMS)),,$(SANITIZE_TESTS)))
+$(eval $(call runner_variant,sanitize,gcc,-std=c99 $(SANITIZE_QUICK),,$(SANITIZED_CASES),$(filter-out tables,$(TEST_STEMS)),,$(SANITIZE_TESTS)))
 $(eval $(call runner_variant,msan,clang,-std=c99 -O1 -g1 -DTQKV_NO_AVX512 -fsanitize=memory -fno-sanitize-recover=all,,$(MSAN_CASES),$(MSAN_STEMS)))
 $(eval $(call runner_variant,tsan,gcc,-std=c99 -O1 -g1 -DTQKV_NO_AVX512 -fsanitize=thread,,threads/ -threads/team/1 batch/bits batch/waves,batch snapshot threads))
+$(eval $(call runner_variant,sanitize-avx512,gcc,-std=c99 $(SANITIZE),,$(SANITIZED_CASES),$(filter-out tables,$(TEST_STEMS)),,$(SANITIZE_TESTS)))
+TEST_TARGETS := $(filter-out test-sanitize-avx512,$(TEST_TARGETS))
+
+# Each allocation ends where a page without access begins: reads behind it by code as it is delivered, on the best set.
+FENCED_CASES := attend/group/1/ attend/group/3/ attend/group/4/ $(foreach f,tq2 tq3 tq4 tq5 tq6 tq8 i8 f16,attend/exact/$(f)/80/ attend/exact/$(f)/112/) \
+	value_dim/attend types/attend strides/ list/full index/scores integer/pair/tq4 integer/pair/tq5 integer/pair/i8 codec/decode \
+	codec/reference/tq4 codec/reference/tq8 codec/reference/i8
+DEB_TEST += electric-fence
+
+.PHONY: test-fence
+test-fence: $(TEST_BUILD)/$(REFERENCE_BUILD)/runner
+	@echo "== runner under Electric Fence"
+	@EF_DISABLE_BANNER=1 EF_ALIGNMENT=1 LD_PRELOAD=libefence.so.0 $< $(FENCED_CASES)
+
+TEST_TARGETS += test-fence
 endif
 
 # The example with client threads, a scheduler and a thread pool. By hand only: the model's products take three minutes.
@@ -113,8 +126,8 @@ ISA_CASES := golden codec/ types/ value_dim/ latent/ attend/ pages/ batch/ strid
 
 # Goldens of the sets by gcc without contraction; the runs of test-gcc and test-isa contract.
 UNCONTRACTED_CASES := golden/tq4/128/ golden/tq5/128/ golden/tq8/80/ golden/tq3/144/
-# The runs at -O0 have all goldens of plain C, and so have s390x and, of some sizes, i386.
-SCALAR_CASES := -golden/
+# The runs at -O0 have all goldens of plain C, of attention in integers too, and so have s390x and, of some sizes, i386.
+SCALAR_CASES := -golden/ -latent/integer -attend/bits -attend/equal
 
 .PHONY: test-isa test-isa-sanitize
 test-isa: $(TEST_BUILD)/$(REFERENCE_BUILD)/runner
@@ -170,8 +183,7 @@ endif
 # ---- positions in 0.8 GiB, some of 65536 under qemu ----
 
 LARGE_FLAGS = -O2 $(TEST_FLAGS)
-$(TEST_BUILD)/large $(TEST_BUILD)/long: $(TEST_BUILD)/%: tests/large/%.c tests/attend_fixture.h \
-	$(TEST_BUILD)/$(REFERENCE_BUILD)/test_tables.o $(TEST_BUILD)/$(REFERENCE_BUILD)/runner.o
+$(TEST_BUILD)/large $(TEST_BUILD)/long: $(TEST_BUILD)/%: tests/large/%.c tests/attend_fixture.h $(TEST_TQKV)
 	@$(CC) $(STANDARD) $(LARGE_FLAGS) $(filter %.c %.o,$^) -o $@ $(LIBRARIES)
 
 .PHONY: test-large test-long test-long-aarch64

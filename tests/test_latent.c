@@ -107,9 +107,11 @@ static void check_copies(const attend_problem *p)
     a.values = &again;
     check_same(p, &a, p->q, "a second description");
     copy.codes = test_alloc(copy.codes_size);
-    copy.norms = (float *)test_alloc(copy.norms_size);
     memcpy(copy.codes, again.codes, copy.codes_size);
-    if (copy.norms_size) memcpy(copy.norms, again.norms, copy.norms_size);
+    if (copy.norms_size) {
+        copy.norms = (float *)test_alloc(copy.norms_size);
+        memcpy(copy.norms, again.norms, copy.norms_size);
+    }
     a.values = &copy;
     check_same(p, &a, p->q, "a copy");
     test_store_free(&copy);

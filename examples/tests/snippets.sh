@@ -1,8 +1,9 @@
 #!/bin/sh
-# Compiles and runs the C code of README.md, the guides and tqkv.h's comments. Usage: snippets.sh FOLDER OBJECT, from the
-# top folder, with CC and CFLAGS set. OBJECT holds the implementation of tqkv.h. A block that starts with "```c NAME"
+# Compiles and runs the C code of README.md, the guides and tqkv.h's comments. Usage: snippets.sh FOLDER OBJECT..., from the
+# top folder, with CC and CFLAGS set. The objects hold the implementation of tqkv.h. A block that starts with "```c NAME"
 # becomes FOLDER/NAME.h; examples/tests/snippets.c includes it.
 out=$1
+shift
 rm -rf "$out"
 mkdir -p "$out"
 
@@ -26,4 +27,4 @@ for block in "$out"/*.h; do
 done
 
 # shellcheck disable=SC2086
-$CC $CFLAGS -I. -I"$out" examples/tests/snippets.c "$2" -o "$out/snippets" -lm && "$out/snippets"
+$CC $CFLAGS -I. -I"$out" examples/tests/snippets.c "$@" -o "$out/snippets" -lm -pthread && "$out/snippets"

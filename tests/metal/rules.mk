@@ -129,9 +129,11 @@ else
 endif
 
 # Every case in one order of the simdgroups, and in all orders those whose simdgroups share memory in every way there is.
-# Left to `make test-shaders`: more pairs of long rows, whose formats the pairs of short ones have, and more random cases.
+# Left to `make test-shaders`: the largest shapes in all orders, more pairs of long rows, whose formats the pairs of short ones have,
+# and more random cases.
 SCHEDULED_CASES := attend/shape attend/option attend/tree attend/poison batch/ pages/slots rotate/
-MORE_PAIRS := $(patsubst %,-_%/d512,f16 tq2 tq3 tq6 tq5_bytes tq6_bytes)
+LARGE_SHAPES := attend/shape/group1_queries600 attend/shape/group2_queries200
+MORE_PAIRS := $(patsubst %,-_%/d512,f16 tq2 tq3 tq5 tq6 tq8 tq5_bytes tq6_bytes)
 MORE_RANDOM := -random/1 -random/2 -random/3 -random/8
 # Latent rows in formats whose loops are those of others.
 MORE_LATENT := $(foreach place,d448 d512 tail,$(patsubst %,-latent/$(place)/%,tq2 tq3 tq5 tq6 tq8))
@@ -140,7 +142,8 @@ MORE_LATENT := $(foreach place,d448 d512 tail,$(patsubst %,-latent/$(place)/%,tq
 test-shaders-once: $(METAL_BUILD)/plain/driver $(METAL_BUILD)/plain/metal_plan
 	@echo "== shaders on the CPU"
 	@$< --one-schedule $(SCHEDULED_CASES:%=-%) $(MORE_PAIRS) $(MORE_RANDOM) $(MORE_LATENT)
-	@$< $(SCHEDULED_CASES)
+	@$< $(SCHEDULED_CASES) $(LARGE_SHAPES:%=-%)
+	@$< --one-schedule $(LARGE_SHAPES)
 	@$(METAL_BUILD)/plain/metal_plan >/dev/null && echo "1 passed, 0 failed"
 
 test-shaders-quick: check-shaders lint-shaders test-shaders-once
