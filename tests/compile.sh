@@ -84,8 +84,8 @@ cat >"$folder/old/xxhash.h" <<'END'
 #define XXH_VERSION_RELEASE 4
 #define XXH_VERSION_NUMBER 704
 END
-check="gcc -std=c99 -fsyntax-only -I."
-accepts xxhash/beside gcc -std=c99 -fsyntax-only "$folder/beside.c"
+check="gcc -std=c99 -fsyntax-only -Wfatal-errors $one_set -I."
+accepts xxhash/beside gcc -std=c99 -fsyntax-only $one_set "$folder/beside.c"
 accepts xxhash/options $check $WARNINGS $CPPFLAGS -DXXH_INLINE_ALL -DXXH_NO_INLINE_HINTS=0 tests/compile_impl.c
 refuses xxhash/old 'error:.*too old.*0\.8\.0.*libxxhash-dev.*Homebrew xxhash' $check -I"$folder/old" tests/compile_impl.c
 refuses xxhash/old-version 'found xxhash.h 0\.7\.4' $check -I"$folder/old" tests/compile_impl.c
@@ -113,7 +113,7 @@ if [ "$(uname -s)" = Linux ]; then
     accepts bytes/arm64-equal cmp "$folder/bytes.txt" "$folder/bytes-arm64.txt"
 
     refuses xxhash/missing 'error:.*0\.8\.0.*missing.*libxxhash-dev.*Homebrew xxhash.*beside tqkv\.h' \
-        x86_64-w64-mingw32-gcc -std=c99 -fsyntax-only -I. tests/compile_impl.c
+        x86_64-w64-mingw32-gcc -std=c99 -fsyntax-only -Wfatal-errors -I. tests/compile_impl.c
     # clang-cl also defines _MSC_VER; these are MinGW's headers, which it can preprocess but not parse.
     accepts clang-cl clang --target=x86_64-pc-windows-msvc -isystem /usr/x86_64-w64-mingw32/include \
         -isystem "$folder/xxhash" -I. -E tests/compile_impl.c -o "$folder/clang-cl.i"

@@ -356,11 +356,10 @@ void library_host_cases(void)
     for (int i = 0; i < 4; i++)
         test_add(run_source_fallback, &refused[i], sizeof refused[i], "context/source/%s", refused[i].name);
 #ifdef STANDIN
-    const char *const stale[] = {"codebook_2",   "codebook_3",   "codebook_4",   "codebook_5",   "codebook_6",
-                                 "codebook_8",   "boundaries_2", "boundaries_3", "boundaries_4", "boundaries_5",
-                                 "boundaries_6", "boundaries_8", "signs",        "version",      "rows_args",
-                                 "rotate_args",  "attend_args",  "merge_args",   "batch_item",   "dispatch"};
-    for (int i = 0; i < 20; i++) test_add(run_stale, stale[i], strlen(stale[i]) + 1, "context/stale/%s", stale[i]);
+    const char *const stale[] = {"codebook_2", "codebook_8",  "boundaries_2", "boundaries_8", "signs",      "version",
+                                 "rows_args",  "rotate_args", "attend_args",  "merge_args",   "batch_item", "dispatch"};
+    for (size_t i = 0; i < sizeof stale / sizeof *stale; i++)
+        test_add(run_stale, stale[i], strlen(stale[i]) + 1, "context/stale/%s", stale[i]);
     const refused_library stale_libraries[] = {{"stale", "signs", 0, "signs differs"},
                                                {"no_kernels", "tables_alone", 0, ""}};
     for (int i = 0; i < 2; i++)

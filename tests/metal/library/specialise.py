@@ -31,7 +31,7 @@ FORMATS = {name: 1 + i for i, name in enumerate(re.findall(r'row\(x, TQKV_\w+, +
 NUMBERS = {name: int(n) for name, n in re.findall(r"(?m)^#define TQKV_FC_(\w+)\s+(\d+)", HEADER)}
 DEFAULTS = {**dict.fromkeys(NUMBERS, 0), "ROTATED": 1, "VALUE_ROTATED": 1, "UNROTATE": 1, "ROTATE_QUERIES": 1, "SAME_SLOTS": 1}
 PAIR = ("i8", "tq4")
-LIKE_OTHERS = r"_d(32|48|64|96|192|256)$"
+LIKE_OTHERS = r"_d(32|48|64|96|192|256)$|^tqkv_(?!attend_d|attend_matrix)\w+_d(80|448|1024)$"
 # What a pipeline may have besides. Names of function constants: those that change.
 EVERYTHING = ("MANY_QUERIES", "SOFTCAP", "SHORT_STORE", "SINKS", "CENTER", "VALUE_CENTER", "PAGES", "VALUE_PAGES", "TREE", "BATCH", "LIST")
 OPTIONS = {"": {}, "everything": dict.fromkeys(EVERYTHING, 1),
