@@ -129,47 +129,66 @@ def share(row):
     return f"{row[6]} {row[5][0]}"
 
 
+def is_shown(entry):
+    """Without the variants whose times follow from the others: bytes, and rows of other types."""
+    return not is_peer(entry) and not re.search("memcpy|_bytes|_of_", entry)
+
+
+def all_threads(one, entry):
+    return next((rows[entry] for rows in one.threads.values() if entry in rows), None)
+
+
 def main_row(one, entry):
-    """[format, one token, share, x F16, x ggml, 8 queries, share, 128 queries, share, encode]"""
-    decode, of_peer = one.attend[DECODE][entry], one.ratios.get(f"decode_{entry}_d128_n32768_g2_peers_best_f16")
-    of_f16 = "-" if entry == "f16" else decode[7]
-    row = [microseconds(decode), share(decode), of_f16, f"{of_peer:.1f}" if of_peer else "-"]
+    """One token, share, x F16, x ggml, 8 queries, 128 queries, all threads, encode"""
+    decode, of_peer = one.attend[DECODE].get(entry), one.ratios.get(f"decode_{entry}_d128_n32768_g2_peers_best_f16")
+    row = [microseconds(decode), share(decode), "-" if entry == "f16" else decode[7]] if decode else ["-"] * 3
+    row.append(f"{of_peer:.1f}" if of_peer else "-")
     for shape in (EIGHT, MANY):
         found = one.attend.get(shape, {}).get(entry)
-        row += [microseconds(found), found[6]] if found else ["-", "-"]
-    encode = one.encode.get(128, {}).get(entry)
-    return [name_of(entry)] + row + [gigabytes(encode) if encode else "-"]
+        row.append(f"{microseconds(found)} ({found[6]})" if found else "-")
+    threads, encode = all_threads(one, entry), one.encode.get(128, {}).get(entry)
+    return row + [microseconds(threads) if threads else "-", gigabytes(encode) if encode else "-"]
 
 
-def peer_rows(one):
-    peers = [dict(best_peers(one.attend.get(shape, {}))) for shape in (DECODE, EIGHT, MANY)]
-    rows = []
-    for name in dict.fromkeys(n for p in peers for n in p):
-        cells = [microseconds(p[name]) if name in p else "-" for p in peers]
-        label = {"ggml": "ggml", "ik_llama.cpp": "ik_ggml"}[name.split()[0]] + "_" + name.split()[-1]
-        encode = [r for e, r in one.encode.get(128, {}).items() if e == label]
-        rows.append([name, cells[0], "", "", "", cells[1], "", cells[2], "", gigabytes(encode[0]) if encode else "-"])
-    return rows
+def peer_row(one, name):
+    """As main_row, of a peer's fastest way."""
+    cells = [dict(best_peers(one.attend.get(shape, {}))).get(name) for shape in (DECODE, EIGHT, MANY)]
+    label = {"ggml": "ggml", "ik_llama.cpp": "ik_ggml"}[name.split()[0]] + "_" + name.split()[-1]
+    encode = one.encode.get(128, {}).get(label)
+    token, eight, many = [microseconds(c) if c else "-" for c in cells]
+    return [token, "", "", "", eight, many, "", gigabytes(encode) if encode else "-"]
 
 
-def set_table(isa, one):
-    entries = [e for e in one.attend.get(DECODE, {}) if not is_peer(e) and not e.endswith("_bytes")]
-    head = ["", "1 query", "share", "× F16", "× ggml", "8 queries", "share", "128 queries", "share", "encode, GB/s"]
-    return f"**{SETS[isa]}**: {one.peak}\n\n" + table(head, [main_row(one, e) for e in entries] + peer_rows(one))
+def joined(cells):
+    """The cells of each set as one; nothing where no set has anything."""
+    return " / ".join(cells) if any(cells) else ""
 
 
-def by_head_dim(result, values):
-    """Rows of formats, columns of head sizes; a cell has a number for each set. values(one, head_dim): {entry: text}
+def main_table(result):
+    sets = list(result.sets.values())
+    entries = [e for e in dict.fromkeys(e for one in sets for e in one.attend.get(DECODE, {})) if is_shown(e)]
+    peers = list(dict.fromkeys(name for one in sets for name, _ in best_peers(one.attend.get(DECODE, {}))))
+    threads = sorted({n for one in sets for n, _ in one.threads})
+    head = ["", "1 query", "share", "× F16", "× ggml", "8 queries (share)", "128 queries (share)",
+            "1 query, " + ("/".join(threads) or "all") + " threads", "encode, GB/s"]
+    rows = [[name_of(e)] + [joined(c) for c in zip(*(main_row(one, e) for one in sets))] for e in entries]
+    return table(head, rows + [[p] + [joined(c) for c in zip(*(peer_row(one, p) for one in sets))] for p in peers])
 
-    Without the variants whose times follow from the others: bytes, and rows of other types.
-    """
-    sets = [result.sets[isa] for isa in result.sets]
-    dims = sorted({d for one in sets for d in one.encode} | {s[0] for one in sets for s in one.attend})
-    found = {d: [values(one, d) for one in sets] for d in dims}
-    entries = [e for e in dict.fromkeys(e for d in dims for cells in found[d] for e in cells)
-               if not is_peer(e) and not re.search("memcpy|_bytes|_of_|bf16", e)]
-    rows = [[name_of(e)] + [" / ".join(cells.get(e, "-") for cells in found[d]) for d in dims] for e in entries]
-    return table(["head_dim"] + [str(d) for d in dims], rows)
+
+def limits_of(result):
+    """Each set's peaks, and the bandwidth of all threads."""
+    return ". ".join(f"{SETS[isa]}: {one.peak}" + "".join(f", by {n} threads {read} GB/s" for n, read in one.threads)
+                     for isa, one in result.sets.items()) + "."
+
+
+def by_column(result, first, columns):
+    """Rows of formats; a cell has a number for each set. columns: [(title, values)], values(one): {entry: text}"""
+    sets = list(result.sets.values())
+    found = [(title, [values(one) for one in sets]) for title, values in columns]
+    entries = [e for e in dict.fromkeys(e for _, cells in found for c in cells for e in c)
+               if is_shown(e) and "bf16" not in e]
+    rows = [[name_of(e)] + [" / ".join(c.get(e, "-") for c in cells) for _, cells in found] for e in entries]
+    return table([first] + [title for title, _ in found], rows)
 
 
 def pages_table(result):
@@ -182,33 +201,6 @@ def pages_table(result):
         head = [name_of(e) for e in paged] + ["batch of 16", "two threads append"]
         rows.append([SETS[isa]] + [f"{v:.2f}" if v else "-" for v in [*paged.values(), *others]])
     return table([""] + head, rows) if len(head) > 2 else ""
-
-
-def threads_table(result):
-    """One token by all threads: microseconds of wall time, and GB/s of codes and norms."""
-    found = [(isa, n, read, rows) for isa, one in result.sets.items() for (n, read), rows in one.threads.items()]
-    entries = list(dict.fromkeys(e for *_, rows in found for e in rows if not e.endswith("_bytes")))
-    head = [""] + [f"{SETS[isa]}, {n} threads, read {read} GB/s" for isa, n, read, _ in found]
-
-    def cell(row):
-        return f"{microseconds(row)} ({float(row[1]):.0f} GB/s)" if row else "-"
-
-    return table(head, [[name_of(e)] + [cell(rows.get(e)) for *_, rows in found] for e in entries]) if found else ""
-
-
-def wide_table(result):
-    """One query of many heads a KV head, by set."""
-    shapes = {(64, 4096, 8, 1): "8 heads of 64", (256, 4096, 6, 1): "6 heads of 256", (512, 4096, 64, 1): "64 heads of 512"}
-    sets = list(result.sets.values())
-    entries = [e for e in dict.fromkeys(e for one in sets for s in shapes for e in one.attend.get(s, {}))
-               if not is_peer(e) and not re.search("_bytes|bf16", e)]
-
-    def cells(shape, entry):
-        rows = [one.attend.get(shape, {}).get(entry) for one in sets]
-        return " / ".join(f"{microseconds(row)} ({row[6]})" if row else "-" for row in rows)
-
-    return table(["a KV head"] + [*shapes.values()], [[name_of(e)] + [cells(s, e) for s in shapes] for e in entries]) \
-        if entries else ""
 
 
 def latent_table(result):
@@ -259,38 +251,33 @@ def facts_lines(result):
 
 
 def processor_section(result):
-    parts = [f"## {result.facts['machine']}", facts_lines(result),
-             "head_dim 128, 16 query heads over 8 KV heads, one thread. 1 query: over 32,768 positions. 8 and 128: over "
-             "4,096. Microseconds."]
-    parts += [set_table(isa, one) for isa, one in result.sets.items()]
     sets = " / ".join(SETS[isa] for isa in result.sets)
+    dims = sorted({d for one in result.sets.values() for d in one.encode})
+    wide = {"8 heads of 64": (64, 4096, 8, 1), "6 of 256": (256, 4096, 6, 1), "64 of 512": (512, 4096, 64, 1)}
+    shapes = [(str(d), (d, 4096, 2, 1)) for d in dims]
+    shapes += [(name, shape) for name, shape in wide.items() if any(shape in one.attend for one in result.sets.values())]
 
-    def attend(one, d):
-        return {e: microseconds(row) for e, row in one.attend.get((d, 4096, 2, 1), {}).items()}
+    def attend(shape):
+        return lambda one: {e: microseconds(row) for e, row in one.attend.get(shape, {}).items()}
 
-    def encode(one, d):
-        return {e: gigabytes(row) for e, row in one.encode.get(d, {}).items()}
+    def encode(d):
+        return lambda one: {e: gigabytes(row) for e, row in one.encode.get(d, {}).items()}
 
-    parts += [f"One query over 4,096 positions, microseconds, {sets}:", by_head_dim(result, attend),
-              f"Encoding, GB/s of float32 input, {sets}:", by_head_dim(result, encode)]
+    parts = [f"## {result.facts['machine']}", facts_lines(result), limits_of(result),
+             "head_dim 128, 16 query heads over 8 KV heads, one thread but where the column says more. 1 query: over 32,768 "
+             f"positions. 8 and 128: over 4,096. Microseconds, {sets}.", main_table(result),
+             f"One query over 4,096 positions, by head_dim with 2 query heads a KV head, then with more; microseconds, {sets}:",
+             by_column(result, "head_dim", [(title, attend(shape)) for title, shape in shapes]),
+             f"Encoding, GB/s of float32 input, {sets}:", by_column(result, "head_dim", [(str(d), encode(d)) for d in dims])]
     pages = pages_table(result)
     if pages:
         parts += ["Speed over pages of 64 in random order, of a linear store's; of a batch, of a loop of calls; of two "
                   "threads, of one:", pages]
-    threads = threads_table(result)
-    if threads:
-        parts += ["One token over 32,768 positions by all threads, microseconds of wall time:", threads]
-    wide, latent = wide_table(result), latent_table(result)
-    if wide:
-        parts += [f"Many heads a KV head, as in today's models: one query over 4,096 positions, microseconds (share), {sets}:",
-                  wide]
+    latent = latent_table(result)
     if latent:
         parts += ["64 heads over one latent stream of 512 that is keys and values, 32,768 positions, milliseconds (share of "
                   "the float multiply-add peak):", latent]
-    parts += sparse_lines(result)
-    if result.builds:
-        parts += ["What the build options cost, by `bench/build.sh`; the seconds follow the machine:", build_table(result)]
-    return paragraphs(parts)
+    return paragraphs(parts + sparse_lines(result))
 
 
 # ---- A GPU ----
