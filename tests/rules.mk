@@ -21,6 +21,9 @@ ONE_KIND := -/outliers -/magnitudes -/one_hot -/constant -golden/attend/tq3- -go
 # Formats whose loops are those of others: four of nine are enough for the emulator.
 ONE_WIDTH := -exact/tq2 -exact/tq3 -exact/tq5 -exact/tq6
 
+# Formats that plain C on any machine has in common with others.
+ONE_PLAIN := $(patsubst %,-golden/attend/%-,tq2 f16 tq6_bytes)
+
 # qemu calculates the x87's registers by integers, at a hundredth of the speed: formats, sizes and contexts that show how they
 # round. The runs on plain C have the others.
 # A head_dim of each order of the rotation, and the largest.
@@ -29,7 +32,7 @@ OTHER_SIZES := $(patsubst %,-/%/,48 64 160 192 224 256 288 320 384 448 512 576 6
 X87_CASES := golden tables $(foreach d,$(X87_SIZES),codec/reference/tq4/$(d)/ codec/reference/i8/$(d)/) codec/environment codec/half \
 	codec/decode types/codec/f16/f16 types/rounding snapshot -held_back attend/exact/tq4/64 attend/exact/i8/96 attend/ring_wrapped/64 \
 	attend/ring_often/128 attend/group/9/ -group/9/512 -group/9/1024 attend/pair/tq4-tq4 attend/pair/i8-i8 defect -all_queries/1024 $(NOT_PLAIN) $(OTHER_SIZES) \
-	$(filter -golden%,$(ONE_KIND)) $(patsubst %,-golden/attend/%-,tq2 tq5 f16) -/long -/many
+	$(filter -golden%,$(ONE_KIND)) $(ONE_PLAIN) -golden/attend/tq5- -/long -/many
 
 # $(1) name, $(2) compiler, $(3) flags, $(4) command that runs the program, $(5) parts of case names; empty for all,
 # $(6) stems of the tests that are compiled so, too, and linked; empty: those of the reference build,
@@ -164,7 +167,7 @@ $(CROSS_INCLUDE)/xxhash.h: /usr/include/xxhash.h
 
 $(eval $(call runner_variant,aarch64,aarch64-linux-gnu-gcc,-std=c99 -O3 -ffp-contract=fast -isystem $(CROSS_INCLUDE),$(QEMU_aarch64),$(EMULATED_CASES) -held_back $(ONE_WIDTH) $(filter -golden%,$(ONE_KIND)),$(EMULATED_STEMS),$(CROSS_INCLUDE)/xxhash.h,-std=c99 -O2 -isystem $(CROSS_INCLUDE)))
 $(eval $(call runner_variant,i386,i686-linux-gnu-gcc,-std=c99 -O2 -mno-sse -static -isystem $(CROSS_INCLUDE),$(QEMU_i386),$(X87_CASES),$(EMULATED_STEMS),$(CROSS_INCLUDE)/xxhash.h))
-$(eval $(call runner_variant,s390x,s390x-linux-gnu-gcc,-std=c99 -O2 -isystem $(CROSS_INCLUDE),$(QEMU_s390x),golden $(NOT_PLAIN) -/long -/many $(ONE_KIND) tables codec/reference/tq5/ codec/environment codec/half snapshot -held_back attend/pair/tq4 attend/pair/i8-i8,attend codec golden snapshot store_snapshot,$(CROSS_INCLUDE)/xxhash.h))
+$(eval $(call runner_variant,s390x,s390x-linux-gnu-gcc,-std=c99 -O2 -isystem $(CROSS_INCLUDE),$(QEMU_s390x),golden $(NOT_PLAIN) -/long -/many $(ONE_KIND) $(ONE_PLAIN) tables codec/reference/tq5/ codec/environment codec/half snapshot -held_back attend/pair/tq4 attend/pair/i8-i8,attend codec golden snapshot store_snapshot,$(CROSS_INCLUDE)/xxhash.h))
 
 .PHONY: test-snapshot-crossing
 test-snapshot-crossing: $(TEST_BUILD)/gcc/runner $(CROSS_MACHINES:%=$(TEST_BUILD)/%/runner)
