@@ -63,7 +63,8 @@ ONCE_CASES := -attend/more_bits -attend/scratch/8x -attend/scratch/100x -attend/
 # a loop; claims of snapshots that cost a second of the largest allocations.
 SANITIZED_CASES := $(ONCE_CASES) -codec_error -attend/bits -attend/equal -golden/tq -golden/convert $(ONE_WIDTH) \
 	-held_back/0_of_1_with -held_back/9000 -captured -integer/hard -score_error -attend/length -attend/mode -integer/long_in \
-	-integer/long_w -ends_long -non_causal_long -long_context -cache/parallel_append -latent/integer -golden/attend -attend/parallel
+	-integer/long_w -ends_long -non_causal_long -long_context -cache/parallel_append -latent/integer -golden/attend -attend/parallel \
+	-threads/one_cache -threads/hook -threads/pool
 
 # Reads of memory that nothing wrote, by what was computed from it.
 MSAN_STEMS := attend attend_options cache codec latent_cache length list snapshot store_snapshot
