@@ -8,7 +8,7 @@
 #include <unistd.h>
 
 enum { THREADS = 6, ROUNDS = 2, QUERIES = 3, DIM = 64, OUT = QUERIES * CACHE_HEADS * CACHE_GROUP * DIM };
-enum { HELPERS = 3, DEADLOCK_SECONDS = 60 };
+enum { HELPERS = 3, DEADLOCK_SECONDS = 300 };
 
 static void report_deadlock(int signal_number)
 {
@@ -212,7 +212,7 @@ static void check_one_cache(const void *parameters)
 
 /* ---- examples/thread_pool.h: each task runs once and has ended when its run returns ---- */
 
-enum { MOST_TASKS = 1000, RUNS = 200 };
+enum { MOST_TASKS = 1000, RUNS = 50 };
 
 typedef struct pool_row {
     const char *name;
