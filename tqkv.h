@@ -3875,26 +3875,31 @@ TQKV__TARGET static void TQKV__(sum_heads)(const float *scores, const float *wei
 }
 
 /* The factors of a tile's codes, per block and position. Those of keys that are infinite become NaN: a score of -infinity
-   would leave the position out. factors: [n_blocks][TQKV__TILE], zero beyond n */
+   would leave the position out. norms: NULL for halves, whose factors are all 1; factors: [n_blocks][TQKV__TILE], of others zero
+   beyond n */
 TQKV__TARGET static void TQKV__(factors)(const tqkv__stream *s, const float *norms, const tqkv__run *run, bool keys,
                                          float *factors)
 {
-    const TQKV__VECTOR zero = TQKV__(set1)(0.0f);
-    const bool one = s->norms_per_row <= 1 || s->kind == TQKV__GRID; /* norm * factor; else norm / block_scale */
-    const TQKV__VECTOR factor = TQKV__(set1)(!norms ? 1.0f : one ? tqkv__factor(s, 1.0f) : s->block_scale);
-    const int blocks = s->head_dim / s->block_dim, per_row = s->norms_per_row, n = run->n;
-    const size_t tile_size = (size_t)(TQKV__TILE * per_row) * sizeof(float);
-    if (norms) tqkv__prefetch(TQKV__L2, (const uint8_t *)(norms + (ptrdiff_t)run->ahead * per_row), tile_size);
-    for (int b = 0; b < blocks; b++, factors += TQKV__TILE) {
-        const float *norm = norms ? norms + b * s->block_dim / s->norm_dim : NULL;
-        const bool whole = norm && per_row == 1 && n == TQKV__TILE;
-        if (!whole)
-            for (int j = 0; j < TQKV__TILE; j++) factors[j] = j >= n ? 0.0f : norm ? norm[j * per_row] : 1.0f;
+    const TQKV__VECTOR zero = TQKV__(set1)(0.0f), same = TQKV__(set1)(1.0f);
+    const int dim = s->head_dim, per_row = s->norms_per_row, n = run->n;
+    for (int d = 0; !norms && d < dim; d += s->block_dim, factors += TQKV__TILE)
+        for (int j = 0; j < TQKV__TILE; j += TQKV__LANES) TQKV__(store)(factors + j, same);
+    if (!norms) return;
+    const bool divided = per_row > 1 && s->kind == TQKV__BOOK && s->block_scale != 1.0f;
+    const TQKV__VECTOR factor = divided ? same : TQKV__(set1)(tqkv__factor(s, 1.0f));
+    for (int d = 0; d < dim; d += s->block_dim, factors += TQKV__TILE) {
+        const float *norm = per_row > 1 ? norms + d / s->norm_dim : norms;
+        if (per_row > 1 || n < TQKV__TILE) {
+            for (int j = 0; j < n; j++, norm += per_row) factors[j] = *norm;
+            for (int j = n; j < TQKV__TILE; j++) factors[j] = 0.0f;
+            norm = factors;
+        }
+        for (int j = 0; divided && j < TQKV__TILE; j += TQKV__LANES)
+            TQKV__(store)(factors + j, TQKV__(load)(factors + j) / TQKV__(set1)(s->block_scale));
         for (int j = 0; j < TQKV__TILE; j += TQKV__LANES) {
-            const TQKV__VECTOR x = TQKV__(load)(whole ? norm + j : factors + j);
-            TQKV__VECTOR y = one ? x * factor : x / factor;
-            if (keys) y = y + y * zero;
-            TQKV__(store)(factors + j, y);
+            TQKV__VECTOR x = TQKV__(load)(norm + j) * factor;
+            if (keys) x = x + x * zero;
+            TQKV__(store)(factors + j, x);
         }
     }
 }
@@ -4568,19 +4573,32 @@ TQKV__TARGET static void TQKV__(score_tile)(const tqkv__stream *s, int kv_head, 
     /* Rotation makes products unequal, and of more sums each is smaller. */
     const int most = s->rotated || TQKV__LANES == 16 ? s->block_dim : TQKV__MOST_ADDITIONS * TQKV__LANES;
     TQKV__(block) block;
+    const float *of_block = factors;
+    int left = s->block_dim; /* of a block */
     TQKV__(factors)(s, tqkv__norms_at(s, kv_head, run->slot), run, true, factors);
     for (int d = 0; d < s->head_dim; d += block.dim) {
         TQKV__(open_block)(s, kv_head, run, d, &block);
-        block.dim -= d % s->block_dim;
-        if (block.dim > most) block.dim = most;
+        block.dim = left < most ? left : most;
         block.rows = q + d;
         block.row_stride = s->head_dim;
         block.results = scores;
         block.result_stride = TQKV__TILE;
-        block.factors = factors + d / s->block_dim * TQKV__TILE;
+        block.factors = of_block;
         block.add = add || d > 0;
         TQKV__(attend_block)(&block, n_rows, true);
+        left -= block.dim;
+        if (left) continue;
+        left = s->block_dim;
+        of_block += TQKV__TILE;
     }
+}
+
+/* weights, scaled: [n_rows][TQKV__TILE], factors: [TQKV__TILE] */
+TQKV__OP void TQKV__(scale_weights)(const float *weights, int n_rows, const float *factors, float *scaled)
+{
+    for (int row = 0; row < n_rows; row++, weights += TQKV__TILE, scaled += TQKV__TILE)
+        for (int j = 0; j < TQKV__TILE; j += TQKV__LANES)
+            TQKV__(store)(scaled + j, TQKV__(mul_nonzero)(TQKV__(load)(weights + j), TQKV__(load)(factors + j)));
 }
 
 TQKV__TARGET static void TQKV__(value_tile)(const tqkv__stream *s, int kv_head, const tqkv__run *run,
@@ -4588,15 +4606,13 @@ TQKV__TARGET static void TQKV__(value_tile)(const tqkv__stream *s, int kv_head, 
 {
     TQKV__ALIGNED float factors[TQKV_MAX_HEAD_DIM / 128 * TQKV__TILE];
     TQKV__(block) block;
-    TQKV__(factors)(s, tqkv__norms_at(s, kv_head, run->slot), run, false, factors);
-    for (int d = 0; d < s->head_dim; d += s->block_dim) {
-        const float *of_block = factors + d / s->block_dim * TQKV__TILE;
-        for (int i = 0; i < n_rows * TQKV__TILE; i += TQKV__LANES) {
-            const TQKV__VECTOR factor = TQKV__(load)(of_block + i % TQKV__TILE);
-            TQKV__(store)(scaled + i, TQKV__(mul_nonzero)(TQKV__(load)(weights + i), factor));
-        }
+    const float *norms = tqkv__norms_at(s, kv_head, run->slot);
+    const float *of_block = factors;
+    if (norms) TQKV__(factors)(s, norms, run, false, factors);
+    for (int d = 0; d < s->head_dim; d += s->block_dim, of_block += TQKV__TILE) {
+        if (norms) TQKV__(scale_weights)(weights, n_rows, of_block, scaled);
         TQKV__(open_block)(s, kv_head, run, d, &block);
-        block.rows = scaled;
+        block.rows = norms ? scaled : weights;
         block.row_stride = TQKV__TILE;
         block.results = out + d;
         block.result_stride = s->head_dim;
