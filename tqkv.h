@@ -2190,6 +2190,7 @@ static TQKV__NOINLINE float tqkv__exp(float x)
 {
     float power, tail;
     if (x != x) return x;
+    if (x == 0.0f) return 1.0f; /* of two maxima the larger one gives it */
     if (x < -87.0f) return 0.0f;
     tqkv__exp_parts(x < 87.0f ? x : 87.0f, &power, &tail);
     return tqkv__fma(power, tail, power);
@@ -3246,6 +3247,11 @@ typedef struct tqkv__span {
     uint64_t hidden;
 } tqkv__span;
 
+/* Unnormalised attention of some rows. out: [n_rows][value_dim], max, sum: [n_rows] */
+typedef struct tqkv__sums {
+    float *out, *max, *sum;
+} tqkv__sums;
+
 /* The functions of attention in one instruction set. */
 typedef struct tqkv__isa {
     const char *name;
@@ -3261,8 +3267,9 @@ typedef struct tqkv__isa {
        [n_rows][TQKV__TILE], out: [n_rows][value_dim] */
     void (*softmax_tile)(const tqkv__attention *a, const tqkv__span *spans, const float *offsets, int n_rows,
                          float *scores, float *max, float *sum, float *out);
-    /* sums = sums * factor + added, in one rounding, and added = 0; sums, added: [n] */
-    void (*add_sums)(int n, float factor, float *added, float *sums);
+    /* Adds the sums of a piece to those of its stretch, each rounded once, and clears them for the next piece, whose maximum
+       goes on from here. */
+    void (*end_piece)(int n_rows, int value_dim, const tqkv__sums *piece, const tqkv__sums *sums);
     /* out[row] += sum_j weights[row][j] * value[slot + j] for j < n. A weight of 0 adds nothing, even beside a NaN norm
        in a slot that this row does not see. weights, scaled (scratch): [n_rows][TQKV__TILE], out: [n_rows][head_dim] */
     void (*value_tile)(const tqkv__stream *s, int kv_head, const tqkv__run *run, const float *weights, int n_rows,
@@ -3361,11 +3368,23 @@ static void tqkv__softmax_tile_scalar(const tqkv__attention *a, const tqkv__span
                                  out + (size_t)row * (size_t)a->value_dim);
 }
 
-static void tqkv__add_sums_scalar(int n, float factor, float *added, float *sums)
+/* What the sum of a stretch loses to the maximum of a piece of it, as the exponent of a factor. */
+static inline float tqkv__loss(float max, float piece_max)
 {
-    for (int i = 0; i < n; i++) {
-        sums[i] = tqkv__fma(sums[i], factor, added[i]);
-        added[i] = 0.0f;
+    return piece_max > max ? TQKV__AS_FLOAT(max - piece_max) : 0.0f;
+}
+
+static void tqkv__end_piece_scalar(int n_rows, int value_dim, const tqkv__sums *piece, const tqkv__sums *sums)
+{
+    for (int row = 0; row < n_rows; row++) {
+        if (piece->sum[row] == 0.0f) continue;
+        const float factor = tqkv__exp(tqkv__loss(sums->max[row], piece->max[row]));
+        float *added = piece->out + (size_t)row * (size_t)value_dim, *to = sums->out + (size_t)row * (size_t)value_dim;
+        for (int d = 0; d < value_dim; d++) to[d] = tqkv__fma(to[d], factor, added[d]);
+        memset(added, 0, (size_t)value_dim * sizeof(float));
+        sums->sum[row] = tqkv__fma(sums->sum[row], factor, piece->sum[row]);
+        sums->max[row] = piece->max[row];
+        piece->sum[row] = 0.0f;
     }
 }
 
@@ -3401,7 +3420,7 @@ static const tqkv__isa tqkv__isa_scalar = {"scalar",
                                            &tqkv__codec_scalar,
                                            tqkv__score_tile_scalar,
                                            tqkv__softmax_tile_scalar,
-                                           tqkv__add_sums_scalar,
+                                           tqkv__end_piece_scalar,
                                            tqkv__value_tile_scalar,
                                            tqkv__sum_heads_scalar};
 
@@ -3652,7 +3671,7 @@ static const tqkv__integers tqkv__integers_scalar = {&tqkv__isa_scalar,
                                                       &tqkv__codec_scalar,
                                                       tqkv__integer_score_tile_scalar,
                                                       tqkv__integer_softmax_tile_scalar,
-                                                      tqkv__add_sums_scalar,
+                                                      tqkv__end_piece_scalar,
                                                       tqkv__integer_value_tile_scalar,
                                                       tqkv__sum_heads_scalar}};
 
@@ -3851,12 +3870,21 @@ TQKV__TARGET static void TQKV__(softmax_tile)(const tqkv__attention *a, const tq
         if (spans[row].to > spans[row].from) sum[row] += TQKV__(weigh)(scores + row * TQKV__TILE, max[row]);
 }
 
-TQKV__TARGET static void TQKV__(add_sums)(int n, float factor, float *added, float *sums)
+TQKV__TARGET static void TQKV__(end_piece)(int n_rows, int value_dim, const tqkv__sums *piece, const tqkv__sums *sums)
 {
-    const TQKV__VECTOR factors = TQKV__(set1)(factor);
-    for (int i = 0; i < n; i += TQKV__LANES) {
-        TQKV__(store)(sums + i, TQKV__(fma)(TQKV__(load)(sums + i), factors, TQKV__(load)(added + i)));
-        TQKV__(store)(added + i, TQKV__(set1)(0.0f));
+    const TQKV__VECTOR zero = TQKV__(set1)(0.0f);
+    for (int row = 0; row < n_rows; row++) {
+        float *added = piece->out + (size_t)row * (size_t)value_dim, *to = sums->out + (size_t)row * (size_t)value_dim;
+        const TQKV__VECTOR sum = TQKV__(set1)(piece->sum[row]);
+        if (piece->sum[row] == 0.0f) continue;
+        const TQKV__VECTOR factor = TQKV__(exp)(TQKV__(set1)(tqkv__loss(sums->max[row], piece->max[row])));
+        for (int d = 0; d < value_dim; d += TQKV__LANES) {
+            TQKV__(store)(to + d, TQKV__(fma)(TQKV__(load)(to + d), factor, TQKV__(load)(added + d)));
+            TQKV__(store)(added + d, zero);
+        }
+        sums->sum[row] = TQKV__(first_lane)(TQKV__(fma)(TQKV__(set1)(sums->sum[row]), factor, sum));
+        sums->max[row] = piece->max[row];
+        piece->sum[row] = 0.0f;
     }
 }
 
@@ -5391,9 +5419,9 @@ TQKV__TARGET static bool TQKV__(rows_finite)(tqkv_type type, const void *x, size
 static const tqkv__codec TQKV__(codec) = {TQKV__(rows_finite), TQKV__(widen),     TQKV__(narrow_row), TQKV__(rotate),
                                           TQKV__(unrotate),    TQKV__(scale_row), TQKV__(encode_rows)};
 
-static const tqkv__isa TQKV__(isa) = {TQKV__ISA_NAME,   TQKV__LANES,        {TQKV__NIBBLE_ORDER},
-                                      &TQKV__(codec),   TQKV__(score_tile), TQKV__(softmax_tile),
-                                      TQKV__(add_sums), TQKV__(value_tile), TQKV__(sum_heads)};
+static const tqkv__isa TQKV__(isa) = {TQKV__ISA_NAME,    TQKV__LANES,        {TQKV__NIBBLE_ORDER},
+                                      &TQKV__(codec),    TQKV__(score_tile), TQKV__(softmax_tile),
+                                      TQKV__(end_piece), TQKV__(value_tile), TQKV__(sum_heads)};
 
 /* These macros belong to one set. */
 #undef TQKV__VECTOR
@@ -6478,7 +6506,7 @@ static const tqkv__integers TQKV__I(integers) = {&TQKV__(isa),
                                                   &TQKV__(codec),
                                                   TQKV__I(integer_score_tile),
                                                   TQKV__(softmax_tile),
-                                                  TQKV__(add_sums),
+                                                  TQKV__(end_piece),
                                                   TQKV__I(integer_value_tile),
                                                   TQKV__(sum_heads)}};
 
@@ -9428,11 +9456,6 @@ typedef struct tqkv__item {
     int kv_head, first_row, n_rows;
 } tqkv__item;
 
-/* Unnormalised attention of some rows. out: [n_rows][value_dim], max, sum: [n_rows] */
-typedef struct tqkv__sums {
-    float *out, *max, *sum;
-} tqkv__sums;
-
 /* Adds the slice (source, source_max, source_sum) of one row to (out, max, sum). */
 static TQKV__NOINLINE void tqkv__merge_row(int value_dim, float *out, float *max, float *sum, const float *source,
                                            float source_max, float source_sum)
@@ -9467,22 +9490,6 @@ static TQKV__NOINLINE void tqkv__merge_sums(const tqkv__sums *into, const tqkv__
    other queries or on tasks. A merge costs as much as half a position. */
 #define TQKV__STRETCH 2048
 #define TQKV__PIECE   256
-
-/* Adds the sums of a piece to those of its stretch, and clears them for the next one, whose maximum goes on from here. */
-static TQKV__NOINLINE void tqkv__end_piece(const tqkv__attention *a, int n_rows, const tqkv__sums *piece,
-                                           const tqkv__sums *sums)
-{
-    for (int row = 0; row < n_rows; row++) {
-        if (piece->sum[row] == 0.0f) continue;
-        const bool more = piece->max[row] > sums->max[row];
-        const float factor = more ? tqkv__exp(TQKV__AS_FLOAT(sums->max[row] - piece->max[row])) : 1.0f;
-        const size_t at = (size_t)row * (size_t)a->value_dim;
-        a->isa->add_sums(a->value_dim, factor, piece->out + at, sums->out + at);
-        sums->sum[row] = tqkv__fma(sums->sum[row], factor, piece->sum[row]);
-        sums->max[row] = piece->max[row];
-        piece->sum[row] = 0.0f;
-    }
-}
 
 /* The scores of a tile: the sum of those of the parts of the keys, in their order. q: as tqkv__arrange_queries gives them */
 static void tqkv__score_tile(tqkv__tile *tile, const float *q, int n_rows)
@@ -9660,7 +9667,7 @@ static void tqkv__end_piece_before(const tqkv__work *w, const tqkv__tile *tile)
     if (!before) return;
     if (before->place.number == tile->place.number && before->position / TQKV__PIECE == tile->position / TQKV__PIECE)
         return;
-    tqkv__end_piece(w->a, n_rows, &w->piece, &w->sums);
+    w->a->isa->end_piece(n_rows, w->a->value_dim, &w->piece, &w->sums);
     tqkv__turn_sums(w->a, before->place.values, tile->place.values, n_rows, w->sums.out);
 }
 
@@ -10167,7 +10174,7 @@ static void tqkv__attend_stretch(const tqkv__part *part, tqkv__work *w, int64_t 
     else
         tqkv__attend_rows(w, range);
     tqkv__add_before(w);
-    tqkv__end_piece(w->a, n_rows, &w->piece, sums);
+    w->a->isa->end_piece(n_rows, w->a->value_dim, &w->piece, sums);
     if (w->before) tqkv__turn_sums(w->a, w->before->place.values, &w->a->values, n_rows, sums->out);
 }
 
