@@ -9530,6 +9530,7 @@ typedef struct tqkv__work {
     tqkv__tile *before;
     tqkv__sums piece, sums;
     const tqkv__list *list;          /* or NULL: ranks are positions */
+    tqkv__range common;              /* what all rows see of a stretch, without a list */
     bool small_pages, odd_rings;     /* pages, or rings, may end within a tile */
     const tqkv__attention *gathered; /* streams in scratch, for rows that do not lie together */
     tqkv__ranks ranks[3];            /* likewise: of the tile before, of this one and of the next */
@@ -9546,20 +9547,33 @@ static tqkv__range tqkv__range_of_rows(const tqkv__work *w, tqkv__range range)
     return range;
 }
 
+/* What every row sees all of, of a range of positions. */
+static tqkv__range tqkv__common_range(const tqkv__work *w, tqkv__range range)
+{
+    const tqkv__item *item = w->item;
+    const int group = w->a->group, last_row = item->first_row + item->n_rows - 1;
+    const int64_t tree = w->a->call.end - w->a->call.n_queries; /* where it begins */
+    tqkv__range all = {tqkv__visible(w->a, last_row / group, range).from,
+                       tqkv__visible(w->a, item->first_row / group, range).to};
+    if (w->a->call.tree && all.to > tree) all.to = tree;
+    return all;
+}
+
 /* Finds what each row sees of a tile; false: none sees any of it. */
 static bool tqkv__find_spans(const tqkv__work *w, tqkv__range range, tqkv__tile *tile)
 {
     const tqkv__item *item = w->item;
     const int group = w->a->group;
+    tqkv__span span = {tile->begin, tile->begin + tile->n, w->list ? tile->ranks->hidden << tile->begin : 0};
     bool seen = false;
-    tile->whole = true;
+    tile->whole = !span.hidden;
+    if (w->list || (tile->position >= w->common.from && tile->position + tile->n <= w->common.to)) {
+        for (int row = 0; row < item->n_rows; row++) tile->spans[row] = span;
+        return true;
+    }
     for (int row = 0; row < item->n_rows;) {
         const int query = (item->first_row + row) / group, next = (query + 1) * group - item->first_row;
-        tqkv__span span = {tile->begin, tile->begin + tile->n, 0};
-        if (w->list)
-            span.hidden = tile->ranks->hidden << tile->begin;
-        else
-            span = tqkv__span_of(w->a, query, tile, range);
+        span = tqkv__span_of(w->a, query, tile, range);
         for (; row < next && row < item->n_rows; row++) tile->spans[row] = span;
         seen = seen || span.to > span.from;
         tile->whole = tile->whole && span.to - span.from == tile->n && !span.hidden;
@@ -10165,6 +10179,7 @@ static void tqkv__attend_stretch(const tqkv__part *part, tqkv__work *w, int64_t 
     const int n_rows = w->item->n_rows;
     w->before = NULL;
     w->sums = *sums;
+    if (!w->list) w->common = tqkv__common_range(w, range);
     tqkv__clear_sums(&w->piece, (size_t)n_rows, part->a->value_dim);
     tqkv__clear_sums(sums, (size_t)n_rows, part->a->value_dim);
     for (int i = 0; i < 2; i++) /* value_tile reads whole vectors behind the last row: no NaN or Inf of old scratch */
