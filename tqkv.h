@@ -3944,8 +3944,8 @@ typedef struct TQKV__(block) {
     bool first;           /* of its rows, whose codes begin with it */
     int n, dim;           /* positions; values of the block */
     const float *rows;
+    int row_stride, result_stride; /* between the pointers: read as one vector, they would wait for their two stores */
     float *results;
-    int row_stride, result_stride;
     int n_rows;           /* at most as many as the loop's; the last one takes the place of those that are missing */
     const float *factors; /* [n], keys only */
     bool add;             /* add to the scores in results */
@@ -9371,23 +9371,24 @@ typedef struct tqkv__tile {
 
 /* The slots of a tile of n positions. While it is computed the next tile of [.., end) is fetched, which a page table
    may put anywhere. */
-static tqkv__run tqkv__run_of(const tqkv__stream *s, int64_t position, int n, int64_t end)
+static void tqkv__open_run(const tqkv__stream *s, int64_t position, int n, int64_t end, tqkv__run *run)
 {
-    tqkv__run run = {tqkv__slot(s, position), n, TQKV__TILE};
     const int64_t next = position + n;
-    if (!s->pages || next >= end || next % s->page_size) return run;
+    run->slot = tqkv__slot(s, position);
+    run->n = n;
+    run->ahead = TQKV__TILE;
+    if (!s->pages || next >= end || next % s->page_size) return;
     const int32_t page = s->pages[next / s->page_size]; /* not checked if a tree hides it */
-    if (page >= 0 && page < s->capacity / s->page_size) run.ahead = page * s->page_size - run.slot;
-    return run;
+    if (page >= 0 && page < s->capacity / s->page_size) run->ahead = page * s->page_size - run->slot;
 }
 
 /* The runs of a tile of a place, which is contiguous in all its streams. */
 static void tqkv__find_runs(const tqkv__attention *a, const tqkv__place *place, int64_t end, tqkv__tile *tile)
 {
     tile->place = *place;
-    tile->keys = tqkv__run_of(place->keys, tile->position, tile->n, end);
-    tile->values = tqkv__run_of(place->values, tile->position, tile->n, end);
-    if (a->call.tail) tile->tail = tqkv__run_of(&a->tail, tile->position, tile->n, end);
+    tqkv__open_run(place->keys, tile->position, tile->n, end, &tile->keys);
+    tqkv__open_run(place->values, tile->position, tile->n, end, &tile->values);
+    if (a->call.tail) tqkv__open_run(&a->tail, tile->position, tile->n, end, &tile->tail);
 }
 
 /* Asks for a line of each 4 KiB of the next tile, and for its norms, a tile early. The loops ask for the other lines, but late
@@ -10935,7 +10936,8 @@ static TQKV__NOINLINE void tqkv__score_unit(const tqkv__scoring *job, int unit, 
         n = TQKV__TILE - position % TQKV__TILE;
         if (n > room) n = room;
         if (n > to - position) n = to - position;
-        const tqkv__run run = tqkv__run_of(keys, position, (int)n, to);
+        tqkv__run run;
+        tqkv__open_run(keys, position, (int)n, to, &run);
         if (position + n < to) tqkv__touch_next(keys, 0, &run);
         tqkv__score_keys(x, &s, &run);
         for (int i = 0; i < s.n_queries; i++) {
