@@ -4213,6 +4213,14 @@ TQKV__OP void TQKV__(ask_ahead)(const tqkv_format format, const bool begin, cons
                        (size_t)TQKV__(run_bytes)(format, TQKV__RUN(format)));
 }
 
+/* Goes on behind a run of `count` vectors. */
+TQKV__OP void TQKV__(advance)(const tqkv_format format, int count, TQKV__(keys) * keys, TQKV__(rows) * queries)
+{
+    keys->at += (size_t)TQKV__(run_bytes)(format, count);
+    keys->upper += (size_t)TQKV__(upper_bytes)(format, count);
+    queries->at += count * TQKV__LANES;
+}
+
 /* sums[row][m]: products, lane by lane, of query `row` and key m; m < 4. On vectors of 16 most runs are taken one vector
    after the other: code for all vectors of a run gains nothing there, but 3% for whole runs of halves, and short runs of
    packed codes. */
@@ -4222,24 +4230,28 @@ TQKV__OP void TQKV__(dot_keys)(const tqkv_format format, const int rows, const T
     const int run = TQKV__RUN(format);
     const bool wide = TQKV__LANES == 16, packed = TQKV__PACKED(format), grid = TQKV__KIND(format) == TQKV__GRID;
     const bool any = wide && !packed && TQKV__KIND(format) != TQKV__BOOK; /* are there runs of any length? */
+    const bool apart = wide && TQKV__(whole_runs)(format);                /* whole runs in a loop of their own */
+    int left = block->dim;
     TQKV__(rows) queries = TQKV__(open_rows)(rows, block->row_stride, block);
     TQKV__(ask_ahead)(format, true, block, keys);
     TQKV__UNROLL
     for (int i = 0; i < 4 * rows; i++) sums[i / 4][i % 4] = TQKV__(set1)(0.0f);
-    for (int left = block->dim, count; left > 0; left -= count * TQKV__LANES) {
+    for (; apart && left >= run * TQKV__LANES; left -= run * TQKV__LANES) {
+        TQKV__(ask_ahead)(format, false, block, keys);
+        TQKV__(dot_run)(TQKV__RUN(format), format, rows, table, keys, &queries, sums);
+        TQKV__(advance)(format, run, keys, &queries);
+    }
+    for (int count; left > 0; left -= count * TQKV__LANES) {
         const bool whole = left >= run * TQKV__LANES;
         count = any && !whole ? left / TQKV__LANES : TQKV__(run_length)(format, left);
-        const int bytes = TQKV__(run_bytes)(format, count), upper_bytes = TQKV__(upper_bytes)(format, count);
         TQKV__(ask_ahead)(format, false, block, keys);
-        if ((wide && packed && count > 2) || (any && (grid || !whole)))
+        if (any ? grid || !whole : wide && packed && count > 2)
             TQKV__(dot_vectors)(format, rows, count, table, keys, &queries, sums);
-        else if (whole)
+        else if (whole && !apart && !(wide && packed))
             TQKV__(dot_run)(TQKV__RUN(format), format, rows, table, keys, &queries, sums);
         else
             TQKV__SHORTER(TQKV__(dot_run), format, rows, table, keys, &queries, sums);
-        keys->at += (size_t)bytes;
-        keys->upper += (size_t)upper_bytes;
-        queries.at += count * TQKV__LANES;
+        TQKV__(advance)(format, count, keys, &queries);
     }
 }
 
