@@ -4145,29 +4145,30 @@ TQKV__OP void TQKV__(open_runs)(const tqkv_format format, const int count, const
     }
 }
 
-/* Vector k of the runs, after those before it; x: [4] */
-TQKV__OP void TQKV__(next_vectors)(const tqkv_format format, int k, const TQKV__VECTOR *table, TQKV__(rest) * rest,
+/* Joins the codes from vector k of the runs on. */
+TQKV__OP void TQKV__(join_runs)(const tqkv_format format, int k, TQKV__(rest) * rest)
+{
+    (void)k; /* only on vectors of 16 */
+    if (!TQKV__PACKED(format)) return;
+    TQKV__UNROLL
+    for (int m = 0; m < 4; m++, rest++)
+        rest->codes = TQKV__(join_fields)(TQKV__BOOK_BITS(format), k, rest->main, rest->upper);
+}
+
+/* The next vector of each run, whose codes are joined; x: [4] */
+TQKV__OP void TQKV__(next_vectors)(const tqkv_format format, const TQKV__VECTOR *table, TQKV__(rest) * rest,
                                    TQKV__VECTOR *x)
 {
-    const int bits = TQKV__BOOK_BITS(format);
-    (void)bits; /* only on vectors of 16 */
-    if (!TQKV__PACKED(format)) {
-        TQKV__UNROLL
-        for (int m = 0; m < 4; m++, rest++) {
+    TQKV__UNROLL
+    for (int m = 0; m < 4; m++, rest++) {
+        if (TQKV__PACKED(format)) {
+            x[m] = TQKV__(look_up)(TQKV__BOOK_BITS(format), table, rest->codes);
+            TQKV__(next_codes)(TQKV__BOOK_BITS(format), &rest->codes);
+        } else {
             x[m] = TQKV__(value)(format, 1, 0, table, rest->p, rest->p);
             rest->p += TQKV__(run_bytes)(format, 1);
         }
-        return;
     }
-    if (k % TQKV__JOINED(format) == 0) {
-        TQKV__UNROLL
-        for (int m = 0; m < 4; m++) rest[m].codes = TQKV__(join_fields)(bits, k, rest[m].main, rest[m].upper);
-    } else {
-        TQKV__UNROLL
-        for (int m = 0; m < 4; m++) TQKV__(next_codes)(bits, &rest[m].codes);
-    }
-    TQKV__UNROLL
-    for (int m = 0; m < 4; m++) x[m] = TQKV__(look_up)(bits, table, rest[m].codes);
 }
 
 /* As dot_run for any number of vectors, one after the other; of packed codes 8 or 4. */
@@ -4175,20 +4176,24 @@ TQKV__OP void TQKV__(dot_vectors)(const tqkv_format format, const int rows, int 
                                   const TQKV__(keys) * keys, const TQKV__(rows) * queries, TQKV__VECTOR (*sums)[4])
 {
     const float *at = queries->at;
+    const int part = TQKV__JOINED(format) == 8 ? count : 4;
     TQKV__(rest) rest[4];
     if (count == 8)
         TQKV__(open_runs)(format, 8, keys, rest);
     else
         TQKV__(open_runs)(format, 4, keys, rest);
-    for (int k = 0; k < count; k++, at += TQKV__LANES) {
-        TQKV__VECTOR query[TQKV__ROWS], v[4];
-        TQKV__UNROLL
-        for (int r = 0; r < rows; r++) query[r] = TQKV__(load)(at + queries->offset[r]);
-        TQKV__(next_vectors)(format, k, table, rest, v);
-        TQKV__UNROLL
-        for (int m = 0; m < 4; m++) {
+    for (int k = 0; k < count; k += part) {
+        TQKV__(join_runs)(format, k, rest);
+        for (int i = 0; i < part; i++, at += TQKV__LANES) {
+            TQKV__VECTOR query[TQKV__ROWS], v[4];
             TQKV__UNROLL
-            for (int r = 0; r < rows; r++) sums[r][m] = TQKV__(fma)(query[r], v[m], sums[r][m]);
+            for (int r = 0; r < rows; r++) query[r] = TQKV__(load)(at + queries->offset[r]);
+            TQKV__(next_vectors)(format, table, rest, v);
+            TQKV__UNROLL
+            for (int m = 0; m < 4; m++) {
+                TQKV__UNROLL
+                for (int r = 0; r < rows; r++) sums[r][m] = TQKV__(fma)(query[r], v[m], sums[r][m]);
+            }
         }
     }
 }
