@@ -9411,13 +9411,13 @@ static void tqkv__find_runs(const tqkv__attention *a, const tqkv__place *place, 
 /* Asks for a line of each 4 KiB of the next tile, and for its norms, a tile early. The loops ask for the other lines, but late
    where the processor does not know the memory page yet. With codes that come from memory (32 heads of 128, 32768 positions, AMD
    EPYC) this takes away 24% of the time of F16 and 3 to 7% of I8 keys and TQ4, paged or not; with codes in a cache it adds 1%.
-   Not for codes of at most a line a row that go on where this tile ends: the processor sees one stream and reads it ahead by
-   itself, and a touch out of its order adds 10% to 18% (TQ4 of 128, I8 and F16 of 64; Zen 5). */
+   Not for codes of less than two lines a row that go on where this tile ends: the processor sees one stream and reads it ahead by
+   itself, and a touch out of its order adds 10% to 18% (TQ4 of 128, I8 and F16 of 64; Zen 5), 2% to 8% (I8 of 96, TQ4 of 192). */
 static void tqkv__touch_next(const tqkv__stream *s, int kv_head, const tqkv__run *run)
 {
     const size_t size = TQKV__TILE * s->row_bytes, norms_size = (size_t)(TQKV__TILE * s->norms_per_row) * sizeof(float);
     const uint8_t *codes = tqkv__codes_at(s, kv_head, run->slot) + (ptrdiff_t)run->ahead * (ptrdiff_t)s->row_bytes;
-    if (run->ahead != TQKV__TILE || s->row_bytes > 64) {
+    if (run->ahead != TQKV__TILE || s->row_bytes >= 128) {
         for (size_t i = 0; i < size; i += 4096) tqkv__prefetch(TQKV__L1, codes + i, 1);
         tqkv__prefetch(TQKV__L1, codes + size - 1, 1);
     }
