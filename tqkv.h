@@ -9288,8 +9288,11 @@ static inline void tqkv__transpose(const float *from, int rows, int columns, flo
 static void tqkv__reorder(const tqkv__isa *isa, const tqkv__stream *s, bool decoded, float zero, const float *from,
                           float *to)
 {
-    const bool packed = s->main_bits < 8 && isa->lanes > 1;
-    const int rows = packed ? isa->nibble_order[0] : s->block_dim, most = packed ? isa->nibble_order[1] : 1;
+    const int rows = isa->nibble_order[0], most = isa->nibble_order[1];
+    if (s->main_bits >= 8 || isa->lanes == 1) {
+        tqkv__transpose(from, s->head_dim, 1, zero, to);
+        return;
+    }
     for (const float *end = from + s->head_dim; from < end;)
         for (int left = s->block_dim, columns; left > 0; left -= rows * columns) {
             for (columns = most; rows * columns > left;) columns /= 2;
