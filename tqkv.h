@@ -4381,34 +4381,42 @@ TQKV__OP void TQKV__(accumulate_run)(const tqkv_format format, const int rows, c
         TQKV__(accumulate_vectors)(format, per_lane, rows, k, width, block, table, p, upper, out);
 }
 
-/* The same for a run of per_lane vectors, 4 or 2, if there is one, and one vector behind it, if `single`: in one pass, because
-   the sums of one vector alone would wait for each other. `run` and `single` are constants for a run of 2: tests in its loop
+/* The same for a run of per_lane vectors, 4 or 2, or 0 for none, and `behind` vectors behind it: in one pass, because the sums of
+   few vectors would wait for each other. `behind` is 0, 1 or, after a run of 4, 2, and a constant but there: tests in the loop
    cost up to 0.1 of attention's time at head_dim 48. */
-TQKV__OP void TQKV__(accumulate_rest)(const tqkv_format format, const int per_lane, const bool run, const bool single,
-                                      const int rows, const TQKV__(block) * block, const TQKV__VECTOR *table,
-                                      const uint8_t *p, const uint8_t *upper, float *out)
+TQKV__OP void TQKV__(accumulate_rest)(const tqkv_format format, const int per_lane, const int behind, const int rows,
+                                      const TQKV__(block) * block, const TQKV__VECTOR *table, const uint8_t *p,
+                                      const uint8_t *upper, float *out)
 {
-    const int n = block->n, behind = run ? per_lane : 0;
-    const int bytes = TQKV__(run_bytes)(format, behind), upper_bytes = TQKV__(upper_bytes)(format, behind);
+    const int n = block->n, asked = per_lane > 2 ? per_lane + 1 : 3;
+    const int bytes = TQKV__(run_bytes)(format, per_lane), upper_bytes = TQKV__(upper_bytes)(format, per_lane);
+    const bool pair = per_lane == 4 && 6 * rows <= TQKV__SUMS && behind == 2;
     const size_t stride = TQKV__(stride)(format, block);
-    const size_t size = (size_t)(TQKV__(run_bytes)(format, per_lane + 1) + TQKV__(upper_bytes)(format, per_lane + 1));
+    const size_t size = (size_t)(TQKV__(run_bytes)(format, asked) + TQKV__(upper_bytes)(format, asked));
     const ptrdiff_t ahead = block->ahead;
     TQKV__(rows) weights = TQKV__(open_rows)(rows, TQKV__TILE, block);
-    TQKV__VECTOR sums[TQKV__ROWS][8], one[TQKV__ROWS][8];
-    float *last = out + behind * TQKV__LANES;
+    TQKV__VECTOR sums[TQKV__ROWS][8], more[TQKV__ROWS][8];
+    float *last = out + per_lane * TQKV__LANES;
     int j = 0;
-    if (run) TQKV__(move_sums)(false, rows, per_lane, block, sums, out);
-    if (single) TQKV__(move_sums)(false, rows, 1, block, one, last);
+    if (per_lane) TQKV__(move_sums)(false, rows, per_lane, block, sums, out);
+    if (behind && !pair) TQKV__(move_sums)(false, rows, 1, block, more, last);
+    if (pair) TQKV__(move_sums)(false, rows, 2, block, more, last);
     do {
         if (format != TQKV__FLOATS) tqkv__prefetch(TQKV__NEAR(format), p + ahead, size);
-        if (run) TQKV__(add_weighted)(format, per_lane, rows, 0, per_lane, table, p, upper, &weights, sums);
-        if (single) TQKV__(add_weighted)(format, 1, rows, 0, 1, table, p + bytes, upper + upper_bytes, &weights, one);
+        if (per_lane) TQKV__(add_weighted)(format, per_lane, rows, 0, per_lane, table, p, upper, &weights, sums);
+        if (behind) {
+            if (pair)
+                TQKV__(add_weighted)(format, 2, rows, 0, 2, table, p + bytes, upper + upper_bytes, &weights, more);
+            else
+                TQKV__(add_weighted)(format, 1, rows, 0, 1, table, p + bytes, upper + upper_bytes, &weights, more);
+        }
         p += stride;
         upper += stride;
         weights.at++;
     } while (++j < n);
-    if (run) TQKV__(move_sums)(true, rows, per_lane, block, sums, out);
-    if (single) TQKV__(move_sums)(true, rows, 1, block, one, last);
+    if (per_lane) TQKV__(move_sums)(true, rows, per_lane, block, sums, out);
+    if (behind && !pair) TQKV__(move_sums)(true, rows, 1, block, more, last);
+    if (pair) TQKV__(move_sums)(true, rows, 2, block, more, last);
 }
 
 /* out[row] += sum_j weights[row][j] * value[j], for the whole runs of a block */
@@ -4430,24 +4438,24 @@ TQKV__OP void TQKV__(accumulate)(const tqkv_format format, const int rows, const
 TQKV__OP void TQKV__(add_rest)(const tqkv_format format, const int rows, const TQKV__(block) * block)
 {
     const int run = TQKV__RUN(format), vectors = block->dim / TQKV__LANES, whole = vectors / run * run;
+    const bool wide = TQKV__LANES == 16;
     const uint8_t *p = block->codes + TQKV__(run_bytes)(format, whole);
     const uint8_t *upper = block->codes + block->upper + TQKV__(upper_bytes)(format, whole);
     float *out = block->results + whole * TQKV__LANES;
     TQKV__VECTOR table[8];
     TQKV__(load_codebook)(format, block->stream, table);
     for (int left = vectors - whole, count; left > 0; left -= count, out += count * TQKV__LANES) {
-        const bool five = 5 * rows <= TQKV__SUMS;
-        count = run > 4 && left >= 4 ? (five && left == 5 ? 5 : 4) : left;
+        const int behind = wide && left < 7 && left * rows <= TQKV__SUMS ? left - 4 : 0; /* a run of 4 */
+        count = run > 4 && left >= 4 ? 4 + behind : left;
         if (run > 4 && left >= 4) {
-            const bool last = TQKV__LANES == 16 && count == 5;
-            TQKV__(accumulate_rest)(format, 4, true, last, rows, block, table, p, upper, out);
+            TQKV__(accumulate_rest)(format, 4, behind, rows, block, table, p, upper, out);
         } else if (run * TQKV__LANES > 16) {
-            if (TQKV__LANES == 16 && left == 1)
-                TQKV__(accumulate_rest)(format, 2, false, true, rows, block, table, p, upper, out);
-            else if (TQKV__LANES == 16 && left == 3)
-                TQKV__(accumulate_rest)(format, 2, true, true, rows, block, table, p, upper, out);
+            if (wide && left == 1)
+                TQKV__(accumulate_rest)(format, 0, 1, rows, block, table, p, upper, out);
+            else if (wide && left == 3)
+                TQKV__(accumulate_rest)(format, 2, 1, rows, block, table, p, upper, out);
             else
-                TQKV__(accumulate_rest)(format, 2, true, false, rows, block, table, p, upper, out);
+                TQKV__(accumulate_rest)(format, 2, 0, rows, block, table, p, upper, out);
         }
         p += TQKV__(run_bytes)(format, count);
         upper += TQKV__(upper_bytes)(format, count);
