@@ -4247,8 +4247,9 @@ TQKV__OP void TQKV__(dot_keys)(const tqkv_format format, const int rows, const T
         TQKV__(advance)(format, run, keys, &queries);
     }
     for (int count; left > 0; left -= count * TQKV__LANES) {
-        const bool whole = left >= run * TQKV__LANES;
-        count = any && !whole ? left / TQKV__LANES : TQKV__(run_length)(format, left);
+        const int room = run * TQKV__LANES;
+        const bool whole = left >= room;
+        count = any ? (left < room ? left : room) / TQKV__LANES : TQKV__(run_length)(format, left);
         TQKV__(ask_ahead)(format, false, block, keys);
         if (any ? grid || !whole : wide && packed && count > 2)
             TQKV__(dot_vectors)(format, rows, count, table, keys, &queries, sums);
