@@ -2190,6 +2190,7 @@ static TQKV__NOINLINE float tqkv__exp(float x)
 {
     float power, tail;
     if (x != x) return x;
+    if (x == 0.0f) return 1.0f; /* of two maxima the larger one gives it */
     if (x < -87.0f) return 0.0f;
     tqkv__exp_parts(x < 87.0f ? x : 87.0f, &power, &tail);
     return tqkv__fma(power, tail, power);
@@ -3246,6 +3247,11 @@ typedef struct tqkv__span {
     uint64_t hidden;
 } tqkv__span;
 
+/* Unnormalised attention of some rows. out: [n_rows][value_dim], max, sum: [n_rows] */
+typedef struct tqkv__sums {
+    float *out, *max, *sum;
+} tqkv__sums;
+
 /* The functions of attention in one instruction set. */
 typedef struct tqkv__isa {
     const char *name;
@@ -3261,8 +3267,9 @@ typedef struct tqkv__isa {
        [n_rows][TQKV__TILE], out: [n_rows][value_dim] */
     void (*softmax_tile)(const tqkv__attention *a, const tqkv__span *spans, const float *offsets, int n_rows,
                          float *scores, float *max, float *sum, float *out);
-    /* sums = sums * factor + added, in one rounding, and added = 0; sums, added: [n] */
-    void (*add_sums)(int n, float factor, float *added, float *sums);
+    /* Adds the sums of a piece to those of its stretch, each rounded once, and clears them for the next piece, whose maximum
+       goes on from here. */
+    void (*end_piece)(int n_rows, int value_dim, const tqkv__sums *piece, const tqkv__sums *sums);
     /* out[row] += sum_j weights[row][j] * value[slot + j] for j < n. A weight of 0 adds nothing, even beside a NaN norm
        in a slot that this row does not see. weights, scaled (scratch): [n_rows][TQKV__TILE], out: [n_rows][head_dim] */
     void (*value_tile)(const tqkv__stream *s, int kv_head, const tqkv__run *run, const float *weights, int n_rows,
@@ -3361,11 +3368,23 @@ static void tqkv__softmax_tile_scalar(const tqkv__attention *a, const tqkv__span
                                  out + (size_t)row * (size_t)a->value_dim);
 }
 
-static void tqkv__add_sums_scalar(int n, float factor, float *added, float *sums)
+/* What the sum of a stretch loses to the maximum of a piece of it, as the exponent of a factor. */
+static inline float tqkv__loss(float max, float piece_max)
 {
-    for (int i = 0; i < n; i++) {
-        sums[i] = tqkv__fma(sums[i], factor, added[i]);
-        added[i] = 0.0f;
+    return piece_max > max ? TQKV__AS_FLOAT(max - piece_max) : 0.0f;
+}
+
+static void tqkv__end_piece_scalar(int n_rows, int value_dim, const tqkv__sums *piece, const tqkv__sums *sums)
+{
+    for (int row = 0; row < n_rows; row++) {
+        if (piece->sum[row] == 0.0f) continue;
+        const float factor = tqkv__exp(tqkv__loss(sums->max[row], piece->max[row]));
+        float *added = piece->out + (size_t)row * (size_t)value_dim, *to = sums->out + (size_t)row * (size_t)value_dim;
+        for (int d = 0; d < value_dim; d++) to[d] = tqkv__fma(to[d], factor, added[d]);
+        memset(added, 0, (size_t)value_dim * sizeof(float));
+        sums->sum[row] = tqkv__fma(sums->sum[row], factor, piece->sum[row]);
+        sums->max[row] = piece->max[row];
+        piece->sum[row] = 0.0f;
     }
 }
 
@@ -3401,7 +3420,7 @@ static const tqkv__isa tqkv__isa_scalar = {"scalar",
                                            &tqkv__codec_scalar,
                                            tqkv__score_tile_scalar,
                                            tqkv__softmax_tile_scalar,
-                                           tqkv__add_sums_scalar,
+                                           tqkv__end_piece_scalar,
                                            tqkv__value_tile_scalar,
                                            tqkv__sum_heads_scalar};
 
@@ -3652,7 +3671,7 @@ static const tqkv__integers tqkv__integers_scalar = {&tqkv__isa_scalar,
                                                       &tqkv__codec_scalar,
                                                       tqkv__integer_score_tile_scalar,
                                                       tqkv__integer_softmax_tile_scalar,
-                                                      tqkv__add_sums_scalar,
+                                                      tqkv__end_piece_scalar,
                                                       tqkv__integer_value_tile_scalar,
                                                       tqkv__sum_heads_scalar}};
 
@@ -3851,12 +3870,21 @@ TQKV__TARGET static void TQKV__(softmax_tile)(const tqkv__attention *a, const tq
         if (spans[row].to > spans[row].from) sum[row] += TQKV__(weigh)(scores + row * TQKV__TILE, max[row]);
 }
 
-TQKV__TARGET static void TQKV__(add_sums)(int n, float factor, float *added, float *sums)
+TQKV__TARGET static void TQKV__(end_piece)(int n_rows, int value_dim, const tqkv__sums *piece, const tqkv__sums *sums)
 {
-    const TQKV__VECTOR factors = TQKV__(set1)(factor);
-    for (int i = 0; i < n; i += TQKV__LANES) {
-        TQKV__(store)(sums + i, TQKV__(fma)(TQKV__(load)(sums + i), factors, TQKV__(load)(added + i)));
-        TQKV__(store)(added + i, TQKV__(set1)(0.0f));
+    const TQKV__VECTOR zero = TQKV__(set1)(0.0f);
+    for (int row = 0; row < n_rows; row++) {
+        float *added = piece->out + (size_t)row * (size_t)value_dim, *to = sums->out + (size_t)row * (size_t)value_dim;
+        const TQKV__VECTOR sum = TQKV__(set1)(piece->sum[row]);
+        if (piece->sum[row] == 0.0f) continue;
+        const TQKV__VECTOR factor = TQKV__(exp)(TQKV__(set1)(tqkv__loss(sums->max[row], piece->max[row])));
+        for (int d = 0; d < value_dim; d += TQKV__LANES) {
+            TQKV__(store)(to + d, TQKV__(fma)(TQKV__(load)(to + d), factor, TQKV__(load)(added + d)));
+            TQKV__(store)(added + d, zero);
+        }
+        sums->sum[row] = TQKV__(first_lane)(TQKV__(fma)(TQKV__(set1)(sums->sum[row]), factor, sum));
+        sums->max[row] = piece->max[row];
+        piece->sum[row] = 0.0f;
     }
 }
 
@@ -3875,26 +3903,31 @@ TQKV__TARGET static void TQKV__(sum_heads)(const float *scores, const float *wei
 }
 
 /* The factors of a tile's codes, per block and position. Those of keys that are infinite become NaN: a score of -infinity
-   would leave the position out. factors: [n_blocks][TQKV__TILE], zero beyond n */
+   would leave the position out. norms: NULL for halves, whose factors are all 1; factors: [n_blocks][TQKV__TILE], of others zero
+   beyond n */
 TQKV__TARGET static void TQKV__(factors)(const tqkv__stream *s, const float *norms, const tqkv__run *run, bool keys,
                                          float *factors)
 {
-    const TQKV__VECTOR zero = TQKV__(set1)(0.0f);
-    const bool one = s->norms_per_row <= 1 || s->kind == TQKV__GRID; /* norm * factor; else norm / block_scale */
-    const TQKV__VECTOR factor = TQKV__(set1)(!norms ? 1.0f : one ? tqkv__factor(s, 1.0f) : s->block_scale);
-    const int blocks = s->head_dim / s->block_dim, per_row = s->norms_per_row, n = run->n;
-    const size_t tile_size = (size_t)(TQKV__TILE * per_row) * sizeof(float);
-    if (norms) tqkv__prefetch(TQKV__L2, (const uint8_t *)(norms + (ptrdiff_t)run->ahead * per_row), tile_size);
-    for (int b = 0; b < blocks; b++, factors += TQKV__TILE) {
-        const float *norm = norms ? norms + b * s->block_dim / s->norm_dim : NULL;
-        const bool whole = norm && per_row == 1 && n == TQKV__TILE;
-        if (!whole)
-            for (int j = 0; j < TQKV__TILE; j++) factors[j] = j >= n ? 0.0f : norm ? norm[j * per_row] : 1.0f;
+    const TQKV__VECTOR zero = TQKV__(set1)(0.0f), same = TQKV__(set1)(1.0f);
+    const int dim = s->head_dim, per_row = s->norms_per_row, n = run->n;
+    for (int d = 0; !norms && d < dim; d += s->block_dim, factors += TQKV__TILE)
+        for (int j = 0; j < TQKV__TILE; j += TQKV__LANES) TQKV__(store)(factors + j, same);
+    if (!norms) return;
+    const bool divided = per_row > 1 && s->kind == TQKV__BOOK && s->block_scale != 1.0f;
+    const TQKV__VECTOR factor = divided ? same : TQKV__(set1)(tqkv__factor(s, 1.0f));
+    for (int d = 0; d < dim; d += s->block_dim, factors += TQKV__TILE) {
+        const float *norm = per_row > 1 ? norms + d / s->norm_dim : norms;
+        if (per_row > 1 || n < TQKV__TILE) {
+            for (int j = 0; j < n; j++, norm += per_row) factors[j] = *norm;
+            for (int j = n; j < TQKV__TILE; j++) factors[j] = 0.0f;
+            norm = factors;
+        }
+        for (int j = 0; divided && j < TQKV__TILE; j += TQKV__LANES)
+            TQKV__(store)(factors + j, TQKV__(load)(factors + j) / TQKV__(set1)(s->block_scale));
         for (int j = 0; j < TQKV__TILE; j += TQKV__LANES) {
-            const TQKV__VECTOR x = TQKV__(load)(whole ? norm + j : factors + j);
-            TQKV__VECTOR y = one ? x * factor : x / factor;
-            if (keys) y = y + y * zero;
-            TQKV__(store)(factors + j, y);
+            TQKV__VECTOR x = TQKV__(load)(norm + j) * factor;
+            if (keys) x = x + x * zero;
+            TQKV__(store)(factors + j, x);
         }
     }
 }
@@ -3911,8 +3944,8 @@ typedef struct TQKV__(block) {
     bool first;           /* of its rows, whose codes begin with it */
     int n, dim;           /* positions; values of the block */
     const float *rows;
+    int row_stride, result_stride; /* between the pointers: read as one vector, they would wait for their two stores */
     float *results;
-    int row_stride, result_stride;
     int n_rows;           /* at most as many as the loop's; the last one takes the place of those that are missing */
     const float *factors; /* [n], keys only */
     bool add;             /* add to the scores in results */
@@ -4112,29 +4145,30 @@ TQKV__OP void TQKV__(open_runs)(const tqkv_format format, const int count, const
     }
 }
 
-/* Vector k of the runs, after those before it; x: [4] */
-TQKV__OP void TQKV__(next_vectors)(const tqkv_format format, int k, const TQKV__VECTOR *table, TQKV__(rest) * rest,
+/* Joins the codes from vector k of the runs on. */
+TQKV__OP void TQKV__(join_runs)(const tqkv_format format, int k, TQKV__(rest) * rest)
+{
+    (void)k; /* only on vectors of 16 */
+    if (!TQKV__PACKED(format)) return;
+    TQKV__UNROLL
+    for (int m = 0; m < 4; m++, rest++)
+        rest->codes = TQKV__(join_fields)(TQKV__BOOK_BITS(format), k, rest->main, rest->upper);
+}
+
+/* The next vector of each run, whose codes are joined; x: [4] */
+TQKV__OP void TQKV__(next_vectors)(const tqkv_format format, const TQKV__VECTOR *table, TQKV__(rest) * rest,
                                    TQKV__VECTOR *x)
 {
-    const int bits = TQKV__BOOK_BITS(format);
-    (void)bits; /* only on vectors of 16 */
-    if (!TQKV__PACKED(format)) {
-        TQKV__UNROLL
-        for (int m = 0; m < 4; m++, rest++) {
+    TQKV__UNROLL
+    for (int m = 0; m < 4; m++, rest++) {
+        if (TQKV__PACKED(format)) {
+            x[m] = TQKV__(look_up)(TQKV__BOOK_BITS(format), table, rest->codes);
+            TQKV__(next_codes)(TQKV__BOOK_BITS(format), &rest->codes);
+        } else {
             x[m] = TQKV__(value)(format, 1, 0, table, rest->p, rest->p);
             rest->p += TQKV__(run_bytes)(format, 1);
         }
-        return;
     }
-    if (k % TQKV__JOINED(format) == 0) {
-        TQKV__UNROLL
-        for (int m = 0; m < 4; m++) rest[m].codes = TQKV__(join_fields)(bits, k, rest[m].main, rest[m].upper);
-    } else {
-        TQKV__UNROLL
-        for (int m = 0; m < 4; m++) TQKV__(next_codes)(bits, &rest[m].codes);
-    }
-    TQKV__UNROLL
-    for (int m = 0; m < 4; m++) x[m] = TQKV__(look_up)(bits, table, rest[m].codes);
 }
 
 /* As dot_run for any number of vectors, one after the other; of packed codes 8 or 4. */
@@ -4142,20 +4176,24 @@ TQKV__OP void TQKV__(dot_vectors)(const tqkv_format format, const int rows, int 
                                   const TQKV__(keys) * keys, const TQKV__(rows) * queries, TQKV__VECTOR (*sums)[4])
 {
     const float *at = queries->at;
+    const int part = TQKV__JOINED(format) == 8 ? count : 4;
     TQKV__(rest) rest[4];
     if (count == 8)
         TQKV__(open_runs)(format, 8, keys, rest);
     else
         TQKV__(open_runs)(format, 4, keys, rest);
-    for (int k = 0; k < count; k++, at += TQKV__LANES) {
-        TQKV__VECTOR query[TQKV__ROWS], v[4];
-        TQKV__UNROLL
-        for (int r = 0; r < rows; r++) query[r] = TQKV__(load)(at + queries->offset[r]);
-        TQKV__(next_vectors)(format, k, table, rest, v);
-        TQKV__UNROLL
-        for (int m = 0; m < 4; m++) {
+    for (int k = 0; k < count; k += part) {
+        TQKV__(join_runs)(format, k, rest);
+        for (int i = 0; i < part; i++, at += TQKV__LANES) {
+            TQKV__VECTOR query[TQKV__ROWS], v[4];
             TQKV__UNROLL
-            for (int r = 0; r < rows; r++) sums[r][m] = TQKV__(fma)(query[r], v[m], sums[r][m]);
+            for (int r = 0; r < rows; r++) query[r] = TQKV__(load)(at + queries->offset[r]);
+            TQKV__(next_vectors)(format, table, rest, v);
+            TQKV__UNROLL
+            for (int m = 0; m < 4; m++) {
+                TQKV__UNROLL
+                for (int r = 0; r < rows; r++) sums[r][m] = TQKV__(fma)(query[r], v[m], sums[r][m]);
+            }
         }
     }
 }
@@ -4180,6 +4218,14 @@ TQKV__OP void TQKV__(ask_ahead)(const tqkv_format format, const bool begin, cons
                        (size_t)TQKV__(run_bytes)(format, TQKV__RUN(format)));
 }
 
+/* Goes on behind a run of `count` vectors. */
+TQKV__OP void TQKV__(advance)(const tqkv_format format, int count, TQKV__(keys) * keys, TQKV__(rows) * queries)
+{
+    keys->at += (size_t)TQKV__(run_bytes)(format, count);
+    keys->upper += (size_t)TQKV__(upper_bytes)(format, count);
+    queries->at += count * TQKV__LANES;
+}
+
 /* sums[row][m]: products, lane by lane, of query `row` and key m; m < 4. On vectors of 16 most runs are taken one vector
    after the other: code for all vectors of a run gains nothing there, but 3% for whole runs of halves, and short runs of
    packed codes. */
@@ -4189,24 +4235,29 @@ TQKV__OP void TQKV__(dot_keys)(const tqkv_format format, const int rows, const T
     const int run = TQKV__RUN(format);
     const bool wide = TQKV__LANES == 16, packed = TQKV__PACKED(format), grid = TQKV__KIND(format) == TQKV__GRID;
     const bool any = wide && !packed && TQKV__KIND(format) != TQKV__BOOK; /* are there runs of any length? */
+    const bool apart = wide && TQKV__(whole_runs)(format);                /* whole runs in a loop of their own */
+    int left = block->dim;
     TQKV__(rows) queries = TQKV__(open_rows)(rows, block->row_stride, block);
     TQKV__(ask_ahead)(format, true, block, keys);
     TQKV__UNROLL
     for (int i = 0; i < 4 * rows; i++) sums[i / 4][i % 4] = TQKV__(set1)(0.0f);
-    for (int left = block->dim, count; left > 0; left -= count * TQKV__LANES) {
-        const bool whole = left >= run * TQKV__LANES;
-        count = any && !whole ? left / TQKV__LANES : TQKV__(run_length)(format, left);
-        const int bytes = TQKV__(run_bytes)(format, count), upper_bytes = TQKV__(upper_bytes)(format, count);
+    for (; apart && left >= run * TQKV__LANES; left -= run * TQKV__LANES) {
         TQKV__(ask_ahead)(format, false, block, keys);
-        if ((wide && packed && count > 2) || (any && (grid || !whole)))
+        TQKV__(dot_run)(TQKV__RUN(format), format, rows, table, keys, &queries, sums);
+        TQKV__(advance)(format, run, keys, &queries);
+    }
+    for (int count; left > 0; left -= count * TQKV__LANES) {
+        const int room = run * TQKV__LANES;
+        const bool whole = left >= room;
+        count = any ? (left < room ? left : room) / TQKV__LANES : TQKV__(run_length)(format, left);
+        TQKV__(ask_ahead)(format, false, block, keys);
+        if (any ? grid || !whole : wide && packed && count > 2)
             TQKV__(dot_vectors)(format, rows, count, table, keys, &queries, sums);
-        else if (whole)
+        else if (whole && !apart && !(wide && packed))
             TQKV__(dot_run)(TQKV__RUN(format), format, rows, table, keys, &queries, sums);
         else
             TQKV__SHORTER(TQKV__(dot_run), format, rows, table, keys, &queries, sums);
-        keys->at += (size_t)bytes;
-        keys->upper += (size_t)upper_bytes;
-        queries.at += count * TQKV__LANES;
+        TQKV__(advance)(format, count, keys, &queries);
     }
 }
 
@@ -4331,34 +4382,42 @@ TQKV__OP void TQKV__(accumulate_run)(const tqkv_format format, const int rows, c
         TQKV__(accumulate_vectors)(format, per_lane, rows, k, width, block, table, p, upper, out);
 }
 
-/* The same for a run of per_lane vectors, 4 or 2, if there is one, and one vector behind it, if `single`: in one pass, because
-   the sums of one vector alone would wait for each other. `run` and `single` are constants for a run of 2: tests in its loop
+/* The same for a run of per_lane vectors, 4 or 2, or 0 for none, and `behind` vectors behind it: in one pass, because the sums of
+   few vectors would wait for each other. `behind` is 0, 1 or, after a run of 4, 2, and a constant but there: tests in the loop
    cost up to 0.1 of attention's time at head_dim 48. */
-TQKV__OP void TQKV__(accumulate_rest)(const tqkv_format format, const int per_lane, const bool run, const bool single,
-                                      const int rows, const TQKV__(block) * block, const TQKV__VECTOR *table,
-                                      const uint8_t *p, const uint8_t *upper, float *out)
+TQKV__OP void TQKV__(accumulate_rest)(const tqkv_format format, const int per_lane, const int behind, const int rows,
+                                      const TQKV__(block) * block, const TQKV__VECTOR *table, const uint8_t *p,
+                                      const uint8_t *upper, float *out)
 {
-    const int n = block->n, behind = run ? per_lane : 0;
-    const int bytes = TQKV__(run_bytes)(format, behind), upper_bytes = TQKV__(upper_bytes)(format, behind);
+    const int n = block->n, asked = per_lane > 2 ? per_lane + 1 : 3;
+    const int bytes = TQKV__(run_bytes)(format, per_lane), upper_bytes = TQKV__(upper_bytes)(format, per_lane);
+    const bool pair = per_lane == 4 && 6 * rows <= TQKV__SUMS && behind == 2;
     const size_t stride = TQKV__(stride)(format, block);
-    const size_t size = (size_t)(TQKV__(run_bytes)(format, per_lane + 1) + TQKV__(upper_bytes)(format, per_lane + 1));
+    const size_t size = (size_t)(TQKV__(run_bytes)(format, asked) + TQKV__(upper_bytes)(format, asked));
     const ptrdiff_t ahead = block->ahead;
     TQKV__(rows) weights = TQKV__(open_rows)(rows, TQKV__TILE, block);
-    TQKV__VECTOR sums[TQKV__ROWS][8], one[TQKV__ROWS][8];
-    float *last = out + behind * TQKV__LANES;
+    TQKV__VECTOR sums[TQKV__ROWS][8], more[TQKV__ROWS][8];
+    float *last = out + per_lane * TQKV__LANES;
     int j = 0;
-    if (run) TQKV__(move_sums)(false, rows, per_lane, block, sums, out);
-    if (single) TQKV__(move_sums)(false, rows, 1, block, one, last);
+    if (per_lane) TQKV__(move_sums)(false, rows, per_lane, block, sums, out);
+    if (behind && !pair) TQKV__(move_sums)(false, rows, 1, block, more, last);
+    if (pair) TQKV__(move_sums)(false, rows, 2, block, more, last);
     do {
         if (format != TQKV__FLOATS) tqkv__prefetch(TQKV__NEAR(format), p + ahead, size);
-        if (run) TQKV__(add_weighted)(format, per_lane, rows, 0, per_lane, table, p, upper, &weights, sums);
-        if (single) TQKV__(add_weighted)(format, 1, rows, 0, 1, table, p + bytes, upper + upper_bytes, &weights, one);
+        if (per_lane) TQKV__(add_weighted)(format, per_lane, rows, 0, per_lane, table, p, upper, &weights, sums);
+        if (behind) {
+            if (pair)
+                TQKV__(add_weighted)(format, 2, rows, 0, 2, table, p + bytes, upper + upper_bytes, &weights, more);
+            else
+                TQKV__(add_weighted)(format, 1, rows, 0, 1, table, p + bytes, upper + upper_bytes, &weights, more);
+        }
         p += stride;
         upper += stride;
         weights.at++;
     } while (++j < n);
-    if (run) TQKV__(move_sums)(true, rows, per_lane, block, sums, out);
-    if (single) TQKV__(move_sums)(true, rows, 1, block, one, last);
+    if (per_lane) TQKV__(move_sums)(true, rows, per_lane, block, sums, out);
+    if (behind && !pair) TQKV__(move_sums)(true, rows, 1, block, more, last);
+    if (pair) TQKV__(move_sums)(true, rows, 2, block, more, last);
 }
 
 /* out[row] += sum_j weights[row][j] * value[j], for the whole runs of a block */
@@ -4380,24 +4439,24 @@ TQKV__OP void TQKV__(accumulate)(const tqkv_format format, const int rows, const
 TQKV__OP void TQKV__(add_rest)(const tqkv_format format, const int rows, const TQKV__(block) * block)
 {
     const int run = TQKV__RUN(format), vectors = block->dim / TQKV__LANES, whole = vectors / run * run;
+    const bool wide = TQKV__LANES == 16;
     const uint8_t *p = block->codes + TQKV__(run_bytes)(format, whole);
     const uint8_t *upper = block->codes + block->upper + TQKV__(upper_bytes)(format, whole);
     float *out = block->results + whole * TQKV__LANES;
     TQKV__VECTOR table[8];
     TQKV__(load_codebook)(format, block->stream, table);
     for (int left = vectors - whole, count; left > 0; left -= count, out += count * TQKV__LANES) {
-        const bool five = 5 * rows <= TQKV__SUMS;
-        count = run > 4 && left >= 4 ? (five && left == 5 ? 5 : 4) : left;
+        const int behind = wide && left < 7 && left * rows <= TQKV__SUMS ? left - 4 : 0; /* a run of 4 */
+        count = run > 4 && left >= 4 ? 4 + behind : left;
         if (run > 4 && left >= 4) {
-            const bool last = TQKV__LANES == 16 && count == 5;
-            TQKV__(accumulate_rest)(format, 4, true, last, rows, block, table, p, upper, out);
+            TQKV__(accumulate_rest)(format, 4, behind, rows, block, table, p, upper, out);
         } else if (run * TQKV__LANES > 16) {
-            if (TQKV__LANES == 16 && left == 1)
-                TQKV__(accumulate_rest)(format, 2, false, true, rows, block, table, p, upper, out);
-            else if (TQKV__LANES == 16 && left == 3)
-                TQKV__(accumulate_rest)(format, 2, true, true, rows, block, table, p, upper, out);
+            if (wide && left == 1)
+                TQKV__(accumulate_rest)(format, 0, 1, rows, block, table, p, upper, out);
+            else if (wide && left == 3)
+                TQKV__(accumulate_rest)(format, 2, 1, rows, block, table, p, upper, out);
             else
-                TQKV__(accumulate_rest)(format, 2, true, false, rows, block, table, p, upper, out);
+                TQKV__(accumulate_rest)(format, 2, 0, rows, block, table, p, upper, out);
         }
         p += TQKV__(run_bytes)(format, count);
         upper += TQKV__(upper_bytes)(format, count);
@@ -4568,19 +4627,32 @@ TQKV__TARGET static void TQKV__(score_tile)(const tqkv__stream *s, int kv_head, 
     /* Rotation makes products unequal, and of more sums each is smaller. */
     const int most = s->rotated || TQKV__LANES == 16 ? s->block_dim : TQKV__MOST_ADDITIONS * TQKV__LANES;
     TQKV__(block) block;
+    const float *of_block = factors;
+    int left = s->block_dim; /* of a block */
     TQKV__(factors)(s, tqkv__norms_at(s, kv_head, run->slot), run, true, factors);
     for (int d = 0; d < s->head_dim; d += block.dim) {
         TQKV__(open_block)(s, kv_head, run, d, &block);
-        block.dim -= d % s->block_dim;
-        if (block.dim > most) block.dim = most;
+        block.dim = left < most ? left : most;
         block.rows = q + d;
         block.row_stride = s->head_dim;
         block.results = scores;
         block.result_stride = TQKV__TILE;
-        block.factors = factors + d / s->block_dim * TQKV__TILE;
+        block.factors = of_block;
         block.add = add || d > 0;
         TQKV__(attend_block)(&block, n_rows, true);
+        left -= block.dim;
+        if (left) continue;
+        left = s->block_dim;
+        of_block += TQKV__TILE;
     }
+}
+
+/* weights, scaled: [n_rows][TQKV__TILE], factors: [TQKV__TILE] */
+TQKV__OP void TQKV__(scale_weights)(const float *weights, int n_rows, const float *factors, float *scaled)
+{
+    for (int row = 0; row < n_rows; row++, weights += TQKV__TILE, scaled += TQKV__TILE)
+        for (int j = 0; j < TQKV__TILE; j += TQKV__LANES)
+            TQKV__(store)(scaled + j, TQKV__(mul_nonzero)(TQKV__(load)(weights + j), TQKV__(load)(factors + j)));
 }
 
 TQKV__TARGET static void TQKV__(value_tile)(const tqkv__stream *s, int kv_head, const tqkv__run *run,
@@ -4588,15 +4660,13 @@ TQKV__TARGET static void TQKV__(value_tile)(const tqkv__stream *s, int kv_head, 
 {
     TQKV__ALIGNED float factors[TQKV_MAX_HEAD_DIM / 128 * TQKV__TILE];
     TQKV__(block) block;
-    TQKV__(factors)(s, tqkv__norms_at(s, kv_head, run->slot), run, false, factors);
-    for (int d = 0; d < s->head_dim; d += s->block_dim) {
-        const float *of_block = factors + d / s->block_dim * TQKV__TILE;
-        for (int i = 0; i < n_rows * TQKV__TILE; i += TQKV__LANES) {
-            const TQKV__VECTOR factor = TQKV__(load)(of_block + i % TQKV__TILE);
-            TQKV__(store)(scaled + i, TQKV__(mul_nonzero)(TQKV__(load)(weights + i), factor));
-        }
+    const float *norms = tqkv__norms_at(s, kv_head, run->slot);
+    const float *of_block = factors;
+    if (norms) TQKV__(factors)(s, norms, run, false, factors);
+    for (int d = 0; d < s->head_dim; d += s->block_dim, of_block += TQKV__TILE) {
+        if (norms) TQKV__(scale_weights)(weights, n_rows, of_block, scaled);
         TQKV__(open_block)(s, kv_head, run, d, &block);
-        block.rows = scaled;
+        block.rows = norms ? scaled : weights;
         block.row_stride = TQKV__TILE;
         block.results = out + d;
         block.result_stride = s->head_dim;
@@ -5375,9 +5445,9 @@ TQKV__TARGET static bool TQKV__(rows_finite)(tqkv_type type, const void *x, size
 static const tqkv__codec TQKV__(codec) = {TQKV__(rows_finite), TQKV__(widen),     TQKV__(narrow_row), TQKV__(rotate),
                                           TQKV__(unrotate),    TQKV__(scale_row), TQKV__(encode_rows)};
 
-static const tqkv__isa TQKV__(isa) = {TQKV__ISA_NAME,   TQKV__LANES,        {TQKV__NIBBLE_ORDER},
-                                      &TQKV__(codec),   TQKV__(score_tile), TQKV__(softmax_tile),
-                                      TQKV__(add_sums), TQKV__(value_tile), TQKV__(sum_heads)};
+static const tqkv__isa TQKV__(isa) = {TQKV__ISA_NAME,    TQKV__LANES,        {TQKV__NIBBLE_ORDER},
+                                      &TQKV__(codec),    TQKV__(score_tile), TQKV__(softmax_tile),
+                                      TQKV__(end_piece), TQKV__(value_tile), TQKV__(sum_heads)};
 
 /* These macros belong to one set. */
 #undef TQKV__VECTOR
@@ -6462,7 +6532,7 @@ static const tqkv__integers TQKV__I(integers) = {&TQKV__(isa),
                                                   &TQKV__(codec),
                                                   TQKV__I(integer_score_tile),
                                                   TQKV__(softmax_tile),
-                                                  TQKV__(add_sums),
+                                                  TQKV__(end_piece),
                                                   TQKV__I(integer_value_tile),
                                                   TQKV__(sum_heads)}};
 
@@ -9227,8 +9297,11 @@ static inline void tqkv__transpose(const float *from, int rows, int columns, flo
 static void tqkv__reorder(const tqkv__isa *isa, const tqkv__stream *s, bool decoded, float zero, const float *from,
                           float *to)
 {
-    const bool packed = s->main_bits < 8 && isa->lanes > 1;
-    const int rows = packed ? isa->nibble_order[0] : s->block_dim, most = packed ? isa->nibble_order[1] : 1;
+    const int rows = isa->nibble_order[0], most = isa->nibble_order[1];
+    if (s->main_bits >= 8 || isa->lanes == 1) {
+        tqkv__transpose(from, s->head_dim, 1, zero, to);
+        return;
+    }
     for (const float *end = from + s->head_dim; from < end;)
         for (int left = s->block_dim, columns; left > 0; left -= rows * columns) {
             for (columns = most; rows * columns > left;) columns /= 2;
@@ -9327,35 +9400,36 @@ typedef struct tqkv__tile {
 
 /* The slots of a tile of n positions. While it is computed the next tile of [.., end) is fetched, which a page table
    may put anywhere. */
-static tqkv__run tqkv__run_of(const tqkv__stream *s, int64_t position, int n, int64_t end)
+static void tqkv__open_run(const tqkv__stream *s, int64_t position, int n, int64_t end, tqkv__run *run)
 {
-    tqkv__run run = {tqkv__slot(s, position), n, TQKV__TILE};
     const int64_t next = position + n;
-    if (!s->pages || next >= end || next % s->page_size) return run;
+    run->slot = tqkv__slot(s, position);
+    run->n = n;
+    run->ahead = TQKV__TILE;
+    if (!s->pages || next >= end || next % s->page_size) return;
     const int32_t page = s->pages[next / s->page_size]; /* not checked if a tree hides it */
-    if (page >= 0 && page < s->capacity / s->page_size) run.ahead = page * s->page_size - run.slot;
-    return run;
+    if (page >= 0 && page < s->capacity / s->page_size) run->ahead = page * s->page_size - run->slot;
 }
 
 /* The runs of a tile of a place, which is contiguous in all its streams. */
 static void tqkv__find_runs(const tqkv__attention *a, const tqkv__place *place, int64_t end, tqkv__tile *tile)
 {
     tile->place = *place;
-    tile->keys = tqkv__run_of(place->keys, tile->position, tile->n, end);
-    tile->values = tqkv__run_of(place->values, tile->position, tile->n, end);
-    if (a->call.tail) tile->tail = tqkv__run_of(&a->tail, tile->position, tile->n, end);
+    tqkv__open_run(place->keys, tile->position, tile->n, end, &tile->keys);
+    tqkv__open_run(place->values, tile->position, tile->n, end, &tile->values);
+    if (a->call.tail) tqkv__open_run(&a->tail, tile->position, tile->n, end, &tile->tail);
 }
 
 /* Asks for a line of each 4 KiB of the next tile, and for its norms, a tile early. The loops ask for the other lines, but late
    where the processor does not know the memory page yet. With codes that come from memory (32 heads of 128, 32768 positions, AMD
    EPYC) this takes away 24% of the time of F16 and 3 to 7% of I8 keys and TQ4, paged or not; with codes in a cache it adds 1%.
-   Not for codes of at most a line a row that go on where this tile ends: the processor sees one stream and reads it ahead by
-   itself, and a touch out of its order adds 10% to 18% (TQ4 of 128, I8 and F16 of 64; Zen 5). */
+   Not for codes of less than two lines a row that go on where this tile ends: the processor sees one stream and reads it ahead by
+   itself, and a touch out of its order adds 10% to 18% (TQ4 of 128, I8 and F16 of 64; Zen 5), 2% to 8% (I8 of 96, TQ4 of 192). */
 static void tqkv__touch_next(const tqkv__stream *s, int kv_head, const tqkv__run *run)
 {
     const size_t size = TQKV__TILE * s->row_bytes, norms_size = (size_t)(TQKV__TILE * s->norms_per_row) * sizeof(float);
     const uint8_t *codes = tqkv__codes_at(s, kv_head, run->slot) + (ptrdiff_t)run->ahead * (ptrdiff_t)s->row_bytes;
-    if (run->ahead != TQKV__TILE || s->row_bytes > 64) {
+    if (run->ahead != TQKV__TILE || s->row_bytes >= 128) {
         for (size_t i = 0; i < size; i += 4096) tqkv__prefetch(TQKV__L1, codes + i, 1);
         tqkv__prefetch(TQKV__L1, codes + size - 1, 1);
     }
@@ -9412,11 +9486,6 @@ typedef struct tqkv__item {
     int kv_head, first_row, n_rows;
 } tqkv__item;
 
-/* Unnormalised attention of some rows. out: [n_rows][value_dim], max, sum: [n_rows] */
-typedef struct tqkv__sums {
-    float *out, *max, *sum;
-} tqkv__sums;
-
 /* Adds the slice (source, source_max, source_sum) of one row to (out, max, sum). */
 static TQKV__NOINLINE void tqkv__merge_row(int value_dim, float *out, float *max, float *sum, const float *source,
                                            float source_max, float source_sum)
@@ -9451,22 +9520,6 @@ static TQKV__NOINLINE void tqkv__merge_sums(const tqkv__sums *into, const tqkv__
    other queries or on tasks. A merge costs as much as half a position. */
 #define TQKV__STRETCH 2048
 #define TQKV__PIECE   256
-
-/* Adds the sums of a piece to those of its stretch, and clears them for the next one, whose maximum goes on from here. */
-static TQKV__NOINLINE void tqkv__end_piece(const tqkv__attention *a, int n_rows, const tqkv__sums *piece,
-                                           const tqkv__sums *sums)
-{
-    for (int row = 0; row < n_rows; row++) {
-        if (piece->sum[row] == 0.0f) continue;
-        const bool more = piece->max[row] > sums->max[row];
-        const float factor = more ? tqkv__exp(TQKV__AS_FLOAT(sums->max[row] - piece->max[row])) : 1.0f;
-        const size_t at = (size_t)row * (size_t)a->value_dim;
-        a->isa->add_sums(a->value_dim, factor, piece->out + at, sums->out + at);
-        sums->sum[row] = tqkv__fma(sums->sum[row], factor, piece->sum[row]);
-        sums->max[row] = piece->max[row];
-        piece->sum[row] = 0.0f;
-    }
-}
 
 /* The scores of a tile: the sum of those of the parts of the keys, in their order. q: as tqkv__arrange_queries gives them */
 static void tqkv__score_tile(tqkv__tile *tile, const float *q, int n_rows)
@@ -9507,6 +9560,7 @@ typedef struct tqkv__work {
     tqkv__tile *before;
     tqkv__sums piece, sums;
     const tqkv__list *list;          /* or NULL: ranks are positions */
+    tqkv__range common;              /* what all rows see of a stretch, without a list */
     bool small_pages, odd_rings;     /* pages, or rings, may end within a tile */
     const tqkv__attention *gathered; /* streams in scratch, for rows that do not lie together */
     tqkv__ranks ranks[3];            /* likewise: of the tile before, of this one and of the next */
@@ -9523,20 +9577,33 @@ static tqkv__range tqkv__range_of_rows(const tqkv__work *w, tqkv__range range)
     return range;
 }
 
+/* What every row sees all of, of a range of positions. */
+static tqkv__range tqkv__common_range(const tqkv__work *w, tqkv__range range)
+{
+    const tqkv__item *item = w->item;
+    const int group = w->a->group, last_row = item->first_row + item->n_rows - 1;
+    const int64_t tree = w->a->call.end - w->a->call.n_queries; /* where it begins */
+    tqkv__range all = {tqkv__visible(w->a, last_row / group, range).from,
+                       tqkv__visible(w->a, item->first_row / group, range).to};
+    if (w->a->call.tree && all.to > tree) all.to = tree;
+    return all;
+}
+
 /* Finds what each row sees of a tile; false: none sees any of it. */
 static bool tqkv__find_spans(const tqkv__work *w, tqkv__range range, tqkv__tile *tile)
 {
     const tqkv__item *item = w->item;
     const int group = w->a->group;
+    tqkv__span span = {tile->begin, tile->begin + tile->n, w->list ? tile->ranks->hidden << tile->begin : 0};
     bool seen = false;
-    tile->whole = true;
+    tile->whole = !span.hidden;
+    if (w->list || (tile->position >= w->common.from && tile->position + tile->n <= w->common.to)) {
+        for (int row = 0; row < item->n_rows; row++) tile->spans[row] = span;
+        return true;
+    }
     for (int row = 0; row < item->n_rows;) {
         const int query = (item->first_row + row) / group, next = (query + 1) * group - item->first_row;
-        tqkv__span span = {tile->begin, tile->begin + tile->n, 0};
-        if (w->list)
-            span.hidden = tile->ranks->hidden << tile->begin;
-        else
-            span = tqkv__span_of(w->a, query, tile, range);
+        span = tqkv__span_of(w->a, query, tile, range);
         for (; row < next && row < item->n_rows; row++) tile->spans[row] = span;
         seen = seen || span.to > span.from;
         tile->whole = tile->whole && span.to - span.from == tile->n && !span.hidden;
@@ -9644,7 +9711,7 @@ static void tqkv__end_piece_before(const tqkv__work *w, const tqkv__tile *tile)
     if (!before) return;
     if (before->place.number == tile->place.number && before->position / TQKV__PIECE == tile->position / TQKV__PIECE)
         return;
-    tqkv__end_piece(w->a, n_rows, &w->piece, &w->sums);
+    w->a->isa->end_piece(n_rows, w->a->value_dim, &w->piece, &w->sums);
     tqkv__turn_sums(w->a, before->place.values, tile->place.values, n_rows, w->sums.out);
 }
 
@@ -10142,6 +10209,7 @@ static void tqkv__attend_stretch(const tqkv__part *part, tqkv__work *w, int64_t 
     const int n_rows = w->item->n_rows;
     w->before = NULL;
     w->sums = *sums;
+    if (!w->list) w->common = tqkv__common_range(w, range);
     tqkv__clear_sums(&w->piece, (size_t)n_rows, part->a->value_dim);
     tqkv__clear_sums(sums, (size_t)n_rows, part->a->value_dim);
     for (int i = 0; i < 2; i++) /* value_tile reads whole vectors behind the last row: no NaN or Inf of old scratch */
@@ -10151,7 +10219,7 @@ static void tqkv__attend_stretch(const tqkv__part *part, tqkv__work *w, int64_t 
     else
         tqkv__attend_rows(w, range);
     tqkv__add_before(w);
-    tqkv__end_piece(w->a, n_rows, &w->piece, sums);
+    w->a->isa->end_piece(n_rows, w->a->value_dim, &w->piece, sums);
     if (w->before) tqkv__turn_sums(w->a, w->before->place.values, &w->a->values, n_rows, sums->out);
 }
 
@@ -10897,7 +10965,8 @@ static TQKV__NOINLINE void tqkv__score_unit(const tqkv__scoring *job, int unit, 
         n = TQKV__TILE - position % TQKV__TILE;
         if (n > room) n = room;
         if (n > to - position) n = to - position;
-        const tqkv__run run = tqkv__run_of(keys, position, (int)n, to);
+        tqkv__run run;
+        tqkv__open_run(keys, position, (int)n, to, &run);
         if (position + n < to) tqkv__touch_next(keys, 0, &run);
         tqkv__score_keys(x, &s, &run);
         for (int i = 0; i < s.n_queries; i++) {
