@@ -1429,7 +1429,37 @@ static size_t tqkv__type_size(tqkv_type type)
 #define TQKV__SIZE_TEXT(x, dim, ...) #dim ", "
 #define TQKV__HEAD_DIMS                                                                                                \
     "head_dim: none of " TQKV__SIZES(TQKV__SIZE_TEXT, ) "to which rows can be padded with zeros; set scale then"
-static bool tqkv__head_dim_known(int head_dim) { return TQKV__MATRIX_ORDER(head_dim) != 0; }
+
+/* A row of TQKV__SIZES for a head_dim that the compiler does not know, where its columns would be chains of comparisons,
+   half a KB each; zeros without a row. */
+typedef struct tqkv__size {
+    int order, run, grid; /* run: values in each of `order` runs */
+    float root, inverse_root;
+} tqkv__size;
+
+static inline const tqkv__size *tqkv__size_of(int head_dim)
+{
+#define TQKV__SIZE_ROW(x, dim, m, grid, root, inverse) {m, (dim) / (m), grid, root, inverse},
+#define TQKV__SIZE_NAME(x, dim, ...)                   TQKV__SIZE_##dim,
+#define TQKV__SIZE_CASE(x, dim, ...)                                                                                   \
+    case (dim) / 16:                                                                                                   \
+        row = TQKV__SIZE_##dim;                                                                                        \
+        break;
+    enum { no_row, TQKV__SIZES(TQKV__SIZE_NAME, ) n_rows };
+    static const tqkv__size rows[n_rows] = {{0, 0, 0, 0.0f, 0.0f}, TQKV__SIZES(TQKV__SIZE_ROW, )};
+    int row = no_row;
+    switch (head_dim / 16) {
+        TQKV__SIZES(TQKV__SIZE_CASE, )
+    }
+    return &rows[head_dim % 16 ? no_row : row];
+}
+static bool tqkv__head_dim_known(int head_dim) { return tqkv__size_of(head_dim)->order != 0; }
+
+/* TQKV__NORM_BLOCK of such a head_dim */
+static int tqkv__norm_block(int kind, int head_dim)
+{
+    return kind == TQKV__GRID ? tqkv__size_of(head_dim)->grid : TQKV__NORM_BLOCK(kind, head_dim);
+}
 
 #define TQKV__BLOCK 256
 
@@ -1444,6 +1474,7 @@ typedef struct tqkv__stream {
     size_t row_bytes;
     int norms_per_row, norm_dim; /* values that share a norm */
     int block_dim;               /* values that attention decodes at a time, all of one norm, at most TQKV__BLOCK */
+    float root, inverse_root;    /* of head_dim */
     uint8_t *codes;
     float *norms;
     size_t codes_size, norms_size; /* bytes in use */
@@ -1531,6 +1562,8 @@ static tqkv_result tqkv__stream_shape(const tqkv_store *store, tqkv__stream *s)
     s->codebook = s->book_bits ? TQKV__CODEBOOK(s->book_bits) : NULL;
     s->boundaries = s->book_bits ? TQKV__BOUNDARIES(s->book_bits) : NULL;
     s->head_dim = store->head_dim;
+    s->root = tqkv__size_of(s->head_dim)->root;
+    s->inverse_root = tqkv__size_of(s->head_dim)->inverse_root;
     s->n_kv_heads = store->n_kv_heads;
     s->capacity = store->capacity;
     s->type = store->type;
@@ -1540,7 +1573,7 @@ static tqkv_result tqkv__stream_shape(const tqkv_store *store, tqkv__stream *s)
     s->block_scale = store->block_scale > 0.0f ? store->block_scale : 1.0f;
     s->row_bytes = tqkv_row_bytes(store->format, store->head_dim);
     s->norms_per_row = tqkv_norms_per_row(store->format, store->head_dim);
-    s->norm_dim = TQKV__NORM_BLOCK(s->kind, s->head_dim);
+    s->norm_dim = tqkv__norm_block(s->kind, s->head_dim);
     int blocks = (s->norm_dim + TQKV__BLOCK - 1) / TQKV__BLOCK;
     while (s->norm_dim % blocks) blocks++;
     s->block_dim = s->norm_dim / blocks;
@@ -1703,7 +1736,7 @@ TQKV_API size_t tqkv_row_bytes(tqkv_format f, int head_dim)
 TQKV_API int tqkv_norms_per_row(tqkv_format f, int head_dim)
 {
     if (!tqkv__format_known(f) || !tqkv__head_dim_known(head_dim) || TQKV__KIND(f) == TQKV__HALF) return 0;
-    const int block = TQKV__NORM_BLOCK(TQKV__KIND(f), head_dim);
+    const int block = tqkv__norm_block(TQKV__KIND(f), head_dim);
     return block ? head_dim / block : 0;
 }
 
@@ -2247,7 +2280,7 @@ static void tqkv__mix_runs(float *x, int m, int n)
 /* Walsh-Hadamard transform of each run in natural order, then the matrix across the runs; unnormalised. x: [head_dim] */
 static void tqkv__hadamard(float *x, int head_dim)
 {
-    const int m = TQKV__MATRIX_ORDER(head_dim), n = m > 1 ? head_dim / m : head_dim;
+    const int m = tqkv__size_of(head_dim)->order, n = tqkv__size_of(head_dim)->run;
     for (int h = 1; h < n; h *= 2)
         for (int i = 0; i < head_dim; i += 2 * h)
             for (int j = i; j < i + h; j++) {
@@ -2267,7 +2300,7 @@ static void tqkv__flip_signs(float *x, int head_dim)
 /* y = R(s*x)/sqrt(D) in double, for sums of far larger terms. */
 static void tqkv__rotate_double(double *x, int head_dim)
 {
-    const int m = TQKV__MATRIX_ORDER(head_dim), n = m > 1 ? head_dim / m : head_dim;
+    const int m = tqkv__size_of(head_dim)->order, n = tqkv__size_of(head_dim)->run;
     double y[TQKV_MAX_HEAD_DIM];
     for (int j = 0; j < head_dim; j++)
         if ((tqkv__tables.signs[j % 512 / 8] >> (j % 8)) & 1) x[j] = -x[j];
@@ -2297,14 +2330,14 @@ static TQKV__NOINLINE void tqkv__rotate_row(float *x, int head_dim)
 {
     tqkv__flip_signs(x, head_dim);
     tqkv__hadamard(x, head_dim);
-    tqkv__scale(x, head_dim, TQKV__INV_SQRT(head_dim));
+    tqkv__scale(x, head_dim, tqkv__size_of(head_dim)->inverse_root);
 }
 
 /* x = s*R(y)/sqrt(D) */
 static TQKV__NOINLINE void tqkv__unrotate_row(float *y, int head_dim)
 {
     tqkv__hadamard(y, head_dim);
-    tqkv__scale(y, head_dim, TQKV__INV_SQRT(head_dim));
+    tqkv__scale(y, head_dim, tqkv__size_of(head_dim)->inverse_root);
     tqkv__flip_signs(y, head_dim);
 }
 
@@ -2315,7 +2348,7 @@ static float tqkv__norm_tq(const tqkv__stream *s, float sum, float *scale)
     const bool one = s->norms_per_row == 1;
     const float norm = fabsf(TQKV__AS_FLOAT(sqrtf(one ? sum : TQKV__AS_FLOAT(sum / 256.0f))));
     const float inverse = norm > TQKV__MIN_NORM ? TQKV__AS_FLOAT(1.0f / norm) : 0.0f;
-    *scale = TQKV__AS_FLOAT(inverse * (one ? TQKV__SQRT(s->head_dim) : s->block_scale));
+    *scale = TQKV__AS_FLOAT(inverse * (one ? s->root : s->block_scale));
     return norm;
 }
 
@@ -2362,7 +2395,7 @@ static void tqkv__correct_norms(const tqkv__stream *s, const float *centroids, f
 {
     float sums[TQKV_MAX_HEAD_DIM / 256];
     const bool one = s->norms_per_row == 1;
-    const float root = one ? TQKV__SQRT(s->head_dim) : s->block_scale;
+    const float root = one ? s->root : s->block_scale;
     tqkv__sums_tq(s, centroids, sums);
     for (int b = 0; b < s->norms_per_row; b++) {
         const float length = TQKV__AS_FLOAT(sqrtf(one ? sums[b] : TQKV__AS_FLOAT(sums[b] / 256.0f)));
@@ -2607,7 +2640,7 @@ static const tqkv__codec *tqkv__codec_for(int head_dim);
 static float tqkv__factor(const tqkv__stream *s, float norm)
 {
     if (s->kind == TQKV__GRID) return norm;
-    return TQKV__AS_FLOAT(s->norms_per_row == 1 ? norm * TQKV__INV_SQRT(s->head_dim) : norm / s->block_scale);
+    return TQKV__AS_FLOAT(s->norms_per_row == 1 ? norm * s->inverse_root : norm / s->block_scale);
 }
 
 /* row, norms -> dst: [head_dim], in the basis of the stream. */
@@ -4665,7 +4698,7 @@ TQKV__OP void TQKV__(hadamard_runs)(const int count, const int length, tqkv_type
 /* Stages h to h * count / 2, in place; count is a constant. */
 TQKV__OP void TQKV__(hadamard_across)(const int count, int h, int head_dim, float *x)
 {
-    const TQKV__VECTOR factor = TQKV__(set1)(h * count == head_dim ? TQKV__INV_SQRT(head_dim) : 1.0f);
+    const TQKV__VECTOR factor = TQKV__(set1)(h * count == head_dim ? tqkv__size_of(head_dim)->inverse_root : 1.0f);
     for (int run = 0; run < head_dim; run += h * count)
         for (int j = run; j < run + h; j += TQKV__LANES) {
             TQKV__VECTOR v[4];
@@ -4789,8 +4822,9 @@ TQKV__TARGET static TQKV__NOINLINE void TQKV__(rotate_runs)(tqkv_type type, cons
                                                             float *out)
 {
     TQKV__ALIGNED float runs[TQKV_MAX_HEAD_DIM];
-    const int m = TQKV__MATRIX_ORDER(head_dim), n = head_dim / m; /* n: 4 to 64 */
-    const float factor = TQKV__INV_SQRT(head_dim);
+    const tqkv__size *size = tqkv__size_of(head_dim);
+    const int m = size->order, n = size->run; /* n: 4 to 64 */
+    const float factor = size->inverse_root;
     if (n == 4 && TQKV__LANES > 4)
         TQKV__(hadamard_runs)(1, 4, type, in, head_dim, flip, runs);
     else if (n == 8 && TQKV__LANES > 8)
@@ -5074,7 +5108,7 @@ TQKV__TARGET static void TQKV__(norms_tq)(const tqkv__stream *s, const float *co
     const bool several = s->norms_per_row > 1;
     const TQKV__VECTOR part =
         TQKV__(set1)(several ? 1.0f / 256.0f : 1.0f); /* 1/256 is exact: same result as the division */
-    const TQKV__VECTOR factor = TQKV__(set1)(several ? s->block_scale : TQKV__SQRT(s->head_dim));
+    const TQKV__VECTOR factor = TQKV__(set1)(several ? s->block_scale : s->root);
     const int n = n_rows * s->norms_per_row;
     for (int i = 0; i < n_rows; i++) TQKV__(sums_tq)(s, values[i], norms + i * s->norms_per_row);
     for (int i = n; i % TQKV__LANES; i++) norms[i] = 0.0f;
@@ -5091,7 +5125,7 @@ TQKV__TARGET static void TQKV__(correct_norms)(const tqkv__stream *s, int n, con
 {
     const bool several = s->norms_per_row > 1;
     const TQKV__VECTOR part = TQKV__(set1)(several ? 1.0f / 256.0f : 1.0f);
-    const TQKV__VECTOR root = TQKV__(set1)(several ? s->block_scale : TQKV__SQRT(s->head_dim));
+    const TQKV__VECTOR root = TQKV__(set1)(several ? s->block_scale : s->root);
     for (int i = 0; i < n; i += TQKV__LANES) {
         const TQKV__VECTOR norm = TQKV__(load)(norms + i), length = TQKV__(sqrt)(TQKV__(load)(sums + i) * part);
         const TQKV__VECTOR next = norm * TQKV__(rounded)(root / length);
