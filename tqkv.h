@@ -4897,18 +4897,6 @@ TQKV__OP void TQKV__(squares)(const int bits, const tqkv__quantiser *q, TQKV__VE
     }
 }
 
-/* Adds to each lane's sum the squares of one float or, with a codebook, of the centroids of four codes. short_lanes:
-   lanes have one or two codes, and the first steps of the tree are taken here. */
-TQKV__OP TQKV__VECTOR TQKV__(add_squares)(const int bits, const bool short_lanes, const tqkv__quantiser *q,
-                                          TQKV__VECTOR sum, TQKV__VECTOR x)
-{
-    TQKV__VECTOR four[4] = {x, x, x, x};
-    if (bits == 0) return sum + TQKV__(rounded)(x * x);
-    TQKV__(squares)(bits, q, x, four);
-    if (short_lanes) return (four[0] + four[1]) + (four[2] + four[3]);
-    return (((sum + four[0]) + four[1]) + four[2]) + four[3];
-}
-
 /* Transposes count * count squares of `count` vectors; count is a constant. */
 TQKV__OP void TQKV__(transpose)(const int count, TQKV__VECTOR *x)
 {
@@ -4925,28 +4913,33 @@ TQKV__OP void TQKV__(transpose)(const int count, TQKV__VECTOR *x)
         }
 }
 
-/* Sums of squares of LANES lanes, each over its per_lane neighbours in order. A transpose brings the e-th neighbours of
-   all lanes into one vector. If per_lane < LANES, bit j of a lane's number moves to bit (j + log2(per_lane)) modulo
-   log2(LANES) of its place. y: floats or, if bits is not 0, words of codes. bits and per_lane are constants. */
-TQKV__OP TQKV__VECTOR TQKV__(lane_sums)(const int bits, const bool short_lanes, const int per_lane,
-                                        const tqkv__quantiser *q, const uint8_t *y)
+/* The words of LANES lanes, each of per_lane neighbours: x[e] has the e-th of each. If per_lane < LANES, bit j of a lane's
+   number moves to bit (j + log2(per_lane)) modulo log2(LANES) of its place. Only per_lane words from the first of count,
+   a constant: the smaller of per_lane and LANES. */
+TQKV__OP void TQKV__(load_lanes)(const int count, int per_lane, const uint8_t *words, TQKV__VECTOR *x)
 {
-    const int width = per_lane < TQKV__LANES ? per_lane : TQKV__LANES;
     const int stride = per_lane < TQKV__LANES ? TQKV__LANES : per_lane;
+    TQKV__UNROLL
+    for (int i = 0; i < count; i++, words += 4 * stride) memcpy(&x[i], words, sizeof x[i]);
+    TQKV__(transpose)(count, x);
+}
+
+/* Sums of squares of LANES lanes, each over its per_lane floats in order; most: a constant, per_lane or LANES */
+TQKV__OP TQKV__VECTOR TQKV__(lane_sums)(const int most, int per_lane, const uint8_t *floats)
+{
+    const int count = most < TQKV__LANES ? most : TQKV__LANES;
     TQKV__VECTOR sum = TQKV__(set1)(0.0f);
-    for (int part = 0; part < per_lane; part += width) {
+    for (int part = 0; part < per_lane; part += count) {
         TQKV__VECTOR x[16];
+        TQKV__(load_lanes)(count, per_lane, floats + 4 * part, x);
         TQKV__UNROLL
-        for (int i = 0; i < width; i++) memcpy(&x[i], y + 4 * (part + i * stride), sizeof x[i]);
-        TQKV__(transpose)(width, x);
-        TQKV__UNROLL
-        for (int i = 0; i < width; i++) sum = TQKV__(add_squares)(bits, short_lanes, q, sum, x[i]);
+        for (int i = 0; i < count; i++) sum += TQKV__(rounded)(x[i] * x[i]);
     }
     return sum;
 }
 
 /* Adds lanes by the xor-tree of tqkv__sums_tq up to those that share a norm. x: the sums of n_lanes lanes of per_lane
-   words each; sums: one a norm. The parameters are constants. */
+   words each, in the places of load_lanes; sums: one a norm. All numbers are constants. */
 TQKV__OP void TQKV__(add_lanes)(const int n_lanes, const int per_lane, const int n_norms, TQKV__VECTOR *x, float *sums)
 {
     const int width = per_lane < TQKV__LANES ? per_lane : TQKV__LANES, vectors = n_lanes / TQKV__LANES;
@@ -4965,10 +4958,12 @@ TQKV__OP void TQKV__(add_lanes)(const int n_lanes, const int per_lane, const int
         for (int i = 0; i < vectors; i++)
             if (!(i & step)) x[i] = x[i | step] = x[i] + x[i | step];
     }
+    sums[0] = TQKV__(first_lane)(x[0]);
+    if (n_norms == 1) return;
     TQKV__UNROLL
     for (int i = 0; i < vectors; i++) TQKV__(store)(lanes + i * TQKV__LANES, x[i]);
     TQKV__UNROLL
-    for (int b = 0; b < n_norms; b++) {
+    for (int b = 1; b < n_norms; b++) {
         const int lane = n_lanes / n_norms * b, place = lane % TQKV__LANES * width;
         sums[b] = lanes[lane / TQKV__LANES * TQKV__LANES + place % TQKV__LANES + place / TQKV__LANES];
     }
@@ -4976,7 +4971,7 @@ TQKV__OP void TQKV__(add_lanes)(const int n_lanes, const int per_lane, const int
 
 /* Sums of lanes of any length, in the lanes' own order; squared: x holds the squares. Reads up to three floats behind the
    last lane. */
-TQKV__OP TQKV__VECTOR TQKV__(sums_of_lanes)(const bool squared, const float *x, int per_lane)
+TQKV__OP TQKV__VECTOR TQKV__(sums_of_lanes)(bool squared, const float *x, int per_lane)
 {
     TQKV__VECTOR sum = TQKV__(set1)(0.0f);
     for (int e = 0; e < per_lane; e += 4) {
@@ -4992,13 +4987,13 @@ TQKV__OP TQKV__VECTOR TQKV__(sums_of_lanes)(const bool squared, const float *x, 
 }
 
 /* The sum of squares of a row of head_dim that is no power of two; three more floats are readable behind x. */
-TQKV__OP void TQKV__(sum_of_row)(const bool squared, const float *x, int head_dim, float *sum)
+TQKV__TARGET static TQKV__NOINLINE void TQKV__(sum_of_row)(bool squared, const float *x, int head_dim, float *sum)
 {
-    const int lanes = TQKV__NORM_LANES(head_dim), per_lane = head_dim / lanes;
+    const int n = TQKV__NORM_LANES(head_dim), per_lane = head_dim / n;
     TQKV__VECTOR sums[32 / TQKV__LANES];
-    for (int i = 0; i < lanes; i += TQKV__LANES)
+    for (int i = 0; i < n; i += TQKV__LANES)
         sums[i / TQKV__LANES] = TQKV__(sums_of_lanes)(squared, x + i * per_lane, per_lane);
-    if (lanes == 16)
+    if (n == 16)
         TQKV__(add_lanes)(16, TQKV__LANES, 1, sums, sum);
     else
         TQKV__(add_lanes)(32, TQKV__LANES, 1, sums, sum);
@@ -5016,12 +5011,19 @@ TQKV__TARGET static void TQKV__(sums_tq)(const tqkv__stream *s, const float *y, 
 {
     const uint8_t *bytes = (const uint8_t *)(const void *)y;
     TQKV__VECTOR x[32 / TQKV__LANES];
-    if (TQKV__HAS_MATRIX(s->head_dim)) TQKV__(sum_of_row)(false, y, s->head_dim, sums);
+    if (TQKV__HAS_MATRIX(s->head_dim)) {
+        TQKV__(sum_of_row)(false, y, s->head_dim, sums);
+        return;
+    }
+    if (s->head_dim >= 32 * TQKV__LANES)
+        for (int i = 0; i < 32 / TQKV__LANES; i++)
+            x[i] = TQKV__(lane_sums)(TQKV__LANES, s->head_dim / 32, bytes + i * TQKV__LANES * (s->head_dim / 8));
 #define TQKV__SUM_FLOATS(D, n)                                                                                         \
     case D:                                                                                                            \
         TQKV__UNROLL                                                                                                   \
         for (int i = 0; i < 32 / TQKV__LANES; i++)                                                                     \
-            x[i] = TQKV__(lane_sums)(0, false, (D) / 32, NULL, bytes + i * TQKV__LANES * ((D) / 8));                   \
+            if ((D) < 32 * TQKV__LANES)                                                                                \
+                x[i] = TQKV__(lane_sums)((D) / 32, (D) / 32, bytes + i * TQKV__LANES * ((D) / 8));                     \
         TQKV__(add_lanes)(32, (D) / 32, n, x, sums);                                                                   \
         break;
     TQKV__BY_HEAD_DIM(TQKV__SUM_FLOATS)
@@ -5032,35 +5034,84 @@ TQKV__TARGET static void TQKV__(sums_tq)(const tqkv__stream *s, const float *y, 
 #define TQKV__WORD_LANES(D) ((D) < 128 ? (D) / 4 : 32)
 #define TQKV__LANE_WORDS(D) ((D) / 4 / TQKV__WORD_LANES(D))
 
-/* The sums of the lanes of a row's codes; bits is a constant. lanes: [TQKV__WORD_LANES]. If head_dim is no power of two,
-   only their sum. */
-TQKV__OP void TQKV__(lanes_of_codes)(const int bits, const tqkv__stream *s, const tqkv__quantiser *q,
-                                     const uint8_t *codes, float *lanes, float *total)
+/* Brings `words` words of each lane into the places of load_lanes; to: in vectors */
+TQKV__OP void TQKV__(turn_lanes)(const int count, int words, const uint8_t *codes, float *to)
 {
-    TQKV__ALIGNED float x[TQKV_MAX_HEAD_DIM];
-    const int words = TQKV__LANE_WORDS(s->head_dim);
-    if (TQKV__HAS_MATRIX(s->head_dim)) {
-        for (int d = 0; d < s->head_dim; d += TQKV__LANES) {
-            TQKV__VECTOR four[4];
-            TQKV__(squares)(bits, q, TQKV__(widen_bytes)(codes + d), four);
-            TQKV__(store)(x + d, four[0]);
-        }
-        TQKV__(sum_of_row)(true, x, s->head_dim, total);
-        return;
-    }
-    for (int i = 0; i < TQKV__WORD_LANES(s->head_dim); i += TQKV__LANES, codes += 4 * TQKV__LANES * words) {
-        const bool short_lanes = s->head_dim < 128;
-        TQKV__VECTOR sum;
-        if (words == 1)
-            sum =
-                short_lanes ? TQKV__(lane_sums)(bits, true, 1, q, codes) : TQKV__(lane_sums)(bits, false, 1, q, codes);
-        else if (words == 2)
-            sum = TQKV__(lane_sums)(bits, false, 2, q, codes);
-        else if (words == 4)
-            sum = TQKV__(lane_sums)(bits, false, 4, q, codes);
+    TQKV__VECTOR x[8];
+    TQKV__(load_lanes)(count, words, codes, x);
+    TQKV__UNROLL
+    for (int i = 0; i < count; i++) TQKV__(store)(to + i * TQKV__LANES, x[i]);
+}
+
+/* Those of a row's codes, the lanes of a vector after those of another; lanes have two words or more. to: [head_dim / 4] */
+TQKV__OP void TQKV__(turn_words)(int words, const uint8_t *codes, int head_dim, float *to)
+{
+    const int step = words * TQKV__LANES;
+    for (int at = 0; at < head_dim / 4; at += step, codes += 4 * step) {
+        if (words == 4)
+            TQKV__(turn_lanes)(4, 4, codes, to + at);
+        else if (TQKV__LANES > 4)
+            TQKV__(turn_lanes)(8, 8, codes, to + at);
         else
-            sum = TQKV__(lane_sums)(bits, false, 8, q, codes);
-        TQKV__(store)(lanes + i, sum);
+            for (int w = 0; w < 8; w += 4) TQKV__(turn_lanes)(4, 8, codes + 4 * w, to + at + w * TQKV__LANES);
+    }
+}
+
+/* Sums of lanes of codes, LANES of them in a vector, each over its words in order. short_lanes: lanes have one or two codes, and
+   the first steps of the tree are taken here. bits is a constant. */
+TQKV__OP void TQKV__(sums_of_words)(const int bits, bool short_lanes, int words, int n_vectors,
+                                    const tqkv__quantiser *q, const uint8_t *codes, TQKV__VECTOR *sums)
+{
+    for (const TQKV__VECTOR *end = sums + n_vectors; sums < end; sums++) {
+        TQKV__VECTOR sum = TQKV__(set1)(0.0f), word[2], x[4];
+        if (words == 1) {
+            memcpy(&word[0], codes, sizeof word[0]);
+            codes += sizeof word[0];
+            TQKV__(squares)(bits, q, word[0], x);
+            *sums = short_lanes ? (x[0] + x[1]) + (x[2] + x[3]) : ((x[0] + x[1]) + x[2]) + x[3];
+            continue;
+        }
+        for (int w = 0; w < words; w += 2, codes += 2 * sizeof word[0]) {
+            memcpy(&word[0], codes, sizeof word[0]);
+            memcpy(&word[1], codes + sizeof word[0], sizeof word[0]);
+            if (words == 2) TQKV__(transpose)(2, word);
+            TQKV__UNROLL
+            for (int i = 0; i < 2; i++) {
+                TQKV__(squares)(bits, q, word[i], x);
+                sum = (((sum + x[0]) + x[1]) + x[2]) + x[3];
+            }
+        }
+        *sums = sum;
+    }
+}
+
+/* The sums of the lanes of a row's codes */
+TQKV__OP void TQKV__(lanes_of_codes)(const tqkv__stream *s, const tqkv__quantiser *q, const uint8_t *codes,
+                                     TQKV__VECTOR *sums)
+{
+    const int words = TQKV__LANE_WORDS(s->head_dim), n = TQKV__WORD_LANES(s->head_dim) / TQKV__LANES;
+    const bool short_lanes = s->head_dim < 128;
+    TQKV__ALIGNED float turned[TQKV_MAX_HEAD_DIM / 4];
+    if (words > 2) {
+        TQKV__(turn_words)(words, codes, s->head_dim, turned);
+        codes = (const uint8_t *)(const void *)turned;
+    }
+    if (s->book_bits == 6)
+        TQKV__(sums_of_words)(6, short_lanes, words, n, q, codes, sums);
+    else if (s->book_bits == 5)
+        TQKV__(sums_of_words)(5, short_lanes, words, n, q, codes, sums);
+    else /* fewer centroids are in the same registers */
+        TQKV__(sums_of_words)(4, short_lanes, words, n, q, codes, sums);
+}
+
+/* The squares of a row's centroids; bits is a constant. x: [head_dim] */
+TQKV__OP void TQKV__(squares_of_codes)(const int bits, const tqkv__stream *s, const tqkv__quantiser *q,
+                                       const uint8_t *codes, float *x)
+{
+    for (int d = 0; d < s->head_dim; d += TQKV__LANES) {
+        TQKV__VECTOR four[4];
+        TQKV__(squares)(bits, q, TQKV__(widen_bytes)(codes + d), four);
+        TQKV__(store)(x + d, four[0]);
     }
 }
 
@@ -5068,31 +5119,33 @@ TQKV__OP void TQKV__(lanes_of_codes)(const int bits, const tqkv__stream *s, cons
 TQKV__TARGET static TQKV__NOINLINE void TQKV__(centroid_sums)(const tqkv__stream *s, const tqkv__quantiser *q,
                                                               const uint8_t *codes, float *sums)
 {
-    TQKV__ALIGNED float lanes[32];
-    TQKV__VECTOR x[32 / TQKV__LANES];
+    TQKV__ALIGNED float x[TQKV__X_STRIDE(TQKV_MAX_HEAD_DIM)];
+    TQKV__VECTOR lanes[32 / TQKV__LANES];
     if (s->book_bits == 8) {
-        TQKV__ALIGNED float decoded[TQKV__X_STRIDE(TQKV_MAX_HEAD_DIM)];
         TQKV__(block) row;
         memset(&row, 0, sizeof row);
         row.stream = s;
         row.codes = codes;
         row.stride = (size_t)s->head_dim;
         row.dim = s->head_dim;
-        TQKV__(decode_TQKV_TQ8)(&row, 1, decoded);
-        TQKV__(sums_tq)(s, decoded, sums);
+        TQKV__(decode_TQKV_TQ8)(&row, 1, x);
+        TQKV__(sums_tq)(s, x, sums);
         return;
     }
-    if (s->book_bits == 6)
-        TQKV__(lanes_of_codes)(6, s, q, codes, lanes, sums);
-    else if (s->book_bits == 5)
-        TQKV__(lanes_of_codes)(5, s, q, codes, lanes, sums);
-    else /* fewer centroids are in the same registers */
-        TQKV__(lanes_of_codes)(4, s, q, codes, lanes, sums);
+    if (TQKV__HAS_MATRIX(s->head_dim)) {
+        if (s->book_bits == 6)
+            TQKV__(squares_of_codes)(6, s, q, codes, x);
+        else if (s->book_bits == 5)
+            TQKV__(squares_of_codes)(5, s, q, codes, x);
+        else
+            TQKV__(squares_of_codes)(4, s, q, codes, x);
+        TQKV__(sum_of_row)(true, x, s->head_dim, sums);
+        return;
+    }
+    TQKV__(lanes_of_codes)(s, q, codes, lanes);
 #define TQKV__SUM_LANES(D, n)                                                                                          \
     case D:                                                                                                            \
-        TQKV__UNROLL                                                                                                   \
-        for (int i = 0; i < TQKV__WORD_LANES(D) / TQKV__LANES; i++) x[i] = TQKV__(load)(lanes + i * TQKV__LANES);      \
-        TQKV__(add_lanes)(TQKV__WORD_LANES(D), TQKV__LANE_WORDS(D), n, x, sums);                                       \
+        TQKV__(add_lanes)(TQKV__WORD_LANES(D), TQKV__LANE_WORDS(D), n, lanes, sums);                                   \
         break;
     TQKV__BY_HEAD_DIM(TQKV__SUM_LANES)
 #undef TQKV__SUM_LANES
