@@ -5234,9 +5234,11 @@ TQKV__OP TQKV__(codes) TQKV__(quantise)(const int bits, const tqkv__quantiser *q
     return TQKV__(code_from)(count, TQKV__(bound)(bits, bounds, count), w, side);
 }
 
+#if TQKV__LANES < 16
 /* Quantises TQ8 where tables are too large for instructions: vectors find the cells of a block, loads the counts and
    bounds, vectors compare. One loop a step: a vector load that follows its parts' stores at once would wait for them. */
-TQKV__OP void TQKV__(quantise_loads)(const tqkv__quantiser *q, const float *y, int n, float scale, uint8_t *codes)
+TQKV__TARGET static TQKV__NOINLINE void TQKV__(quantise_loads)(const tqkv__quantiser *q, const float *y, int n,
+                                                               float scale, uint8_t *codes)
 {
     TQKV__ALIGNED float bounds[256]; /* n is at most that */
     TQKV__ALIGNED int32_t cells[256];
@@ -5266,6 +5268,7 @@ TQKV__OP void TQKV__(quantise_loads)(const tqkv__quantiser *q, const float *y, i
         memcpy(codes + d, &narrow, sizeof narrow);
     }
 }
+#endif
 
 /* The codes of TQ8 for n values with one scale: 256 at a time, then whole vectors, then a tail with zeros behind it. */
 TQKV__OP void TQKV__(quantise_block_tq8)(const tqkv__quantiser *q, const float *y, int n, float scale, uint8_t *codes)
@@ -5549,7 +5552,7 @@ TQKV__OP TQKV__I(lanes) TQKV__I(load_lanes)(const void *p)
     return x;
 }
 
-#ifndef TQKV__DECODED /* true: another set of the same name has the decoders */
+#ifndef TQKV__DECODED /* true: another set of the same name has the decoders, and what takes floats */
 
 /* Decodes `left` of the integers of n rows, at most TQKV__STEP; p, upper: the fields of the first row, to: as wide as `stride` */
 TQKV__OP void TQKV__S(decode_step)(const tqkv_format format, const TQKV__(codes) * books, int left, size_t row_bytes,
@@ -5593,17 +5596,16 @@ TQKV__FORMATS(TQKV__DECODE_INTEGERS, )
 typedef void (*TQKV__S(decoder))(const tqkv__stream *, const uint8_t *, int, int, int, int8_t *);
 #define TQKV__DECODER_OF(unused, format, ...) TQKV__S(integers_##format),
 static const TQKV__S(decoder) TQKV__S(decoders)[] = {NULL, TQKV__FORMATS(TQKV__DECODER_OF, )};
-#endif
 
 /* Where products find the integers of positions. */
-typedef struct TQKV__I(source) {
+typedef struct TQKV__S(source) {
     const int8_t *codes;
     size_t stride;   /* of positions */
     ptrdiff_t ahead; /* to those of the next tile, if they are read in place */
-} TQKV__I(source);
+} TQKV__S(source);
 
 /* Copies dim integers of a row, and zeros behind them; to: [padded]. Sizes that the compiler knows take no calls. */
-TQKV__OP void TQKV__I(copy_integers)(const uint8_t *row, int dim, int padded, int8_t *to)
+TQKV__OP void TQKV__S(copy_integers)(const uint8_t *row, int dim, int padded, int8_t *to)
 {
     for (int d = 0; d < dim; d += 16) memcpy(to + d, row + d, 16);
     for (int d = dim; d < padded; d += 16) memset(to + d, 0, 16);
@@ -5611,14 +5613,14 @@ TQKV__OP void TQKV__I(copy_integers)(const uint8_t *row, int dim, int padded, in
 
 /* The integers [first, first + dim) of `n` slots from that of the run's position j on. I8 is read in place where that goes.
    room: [n rounded up to slices][TQKV__PADDED(dim)] */
-TQKV__TARGET static TQKV__I(source) TQKV__I(open_integers)(const tqkv__stream *s, int kv_head, const tqkv__run *run,
+TQKV__TARGET static TQKV__S(source) TQKV__S(open_integers)(const tqkv__stream *s, int kv_head, const tqkv__run *run,
                                                            int j, int n, int first, int dim, int8_t *room)
 {
     const uint8_t *row = tqkv__codes_at(s, kv_head, run->slot + j);
     const ptrdiff_t ahead = (ptrdiff_t)run->ahead * (ptrdiff_t)s->row_bytes;
     const int padded = TQKV__PADDED(dim), rows = (n + TQKV__SLICE - 1) / TQKV__SLICE * TQKV__SLICE;
-    const TQKV__I(source) in_place = {(const int8_t *)row + first, s->row_bytes, ahead};
-    const TQKV__I(source) decoded = {room, (size_t)padded, 0};
+    const TQKV__S(source) in_place = {(const int8_t *)row + first, s->row_bytes, ahead};
+    const TQKV__S(source) decoded = {room, (size_t)padded, 0};
     if (s->kind == TQKV__GRID && n == rows) return in_place;
     for (int i = 0; i < n; i += TQKV__SLICE, row += TQKV__SLICE * s->row_bytes) {
         const int now = n - i < TQKV__SLICE ? n - i : TQKV__SLICE;
@@ -5627,20 +5629,85 @@ TQKV__TARGET static TQKV__I(source) TQKV__I(open_integers)(const tqkv__stream *s
         if (s->kind != TQKV__GRID) TQKV__S(decoders)[s->format](s, row, first, now, dim, to);
         if (s->kind == TQKV__GRID)
             for (int k = 0; k < now; k++)
-                TQKV__I(copy_integers)(row + (size_t)k * s->row_bytes + first, dim, padded, to + k * padded);
+                TQKV__S(copy_integers)(row + (size_t)k * s->row_bytes + first, dim, padded, to + k * padded);
     }
     if (n < rows) memset(room + n * padded, 0, (size_t)((rows - n) * padded)); /* their products are not used */
     return decoded;
 }
 
 /* The largest magnitude of n floats, as bits: NaN is above all others. n: a multiple of LANES */
-TQKV__OP uint32_t TQKV__I(largest_bits)(const float *x, int n)
+TQKV__OP uint32_t TQKV__S(largest_bits)(const float *x, int n)
 {
     TQKV__(codes) largest;
     memset(&largest, 0, sizeof largest);
     for (int i = 0; i < n; i += TQKV__INTEGER_LANES) largest = TQKV__(larger_bits)(largest, TQKV__(load)(x + i));
     return TQKV__S(largest_code)(largest);
 }
+
+/* scores[row][j] (+)= query[row] . key j of halves, in 16 sums */
+TQKV__OP void TQKV__S(score_halves)(const int rows, const tqkv__stream *s, const uint8_t *codes, int n, const float *q,
+                                    bool add, float *scores)
+{
+    for (int j = 0; j < n; j++, codes += s->row_bytes) {
+        TQKV__VECTOR sums[2][16 / TQKV__INTEGER_LANES];
+        TQKV__UNROLL
+        for (int i = 0; i < 32 / TQKV__INTEGER_LANES; i++) sums[i % 2][i / 2] = TQKV__(set1)(0.0f);
+        for (int d = 0; d < s->head_dim; d += 16) {
+            TQKV__UNROLL
+            for (int i = 0; i < 16 / TQKV__INTEGER_LANES; i++) {
+                const int at = d + i * TQKV__INTEGER_LANES;
+                const TQKV__VECTOR x = TQKV__(load_f16)(codes + 2 * at);
+                TQKV__UNROLL
+                for (int r = 0; r < rows; r++)
+                    sums[r][i] = TQKV__(fma)(TQKV__(load)(q + r * s->head_dim + at), x, sums[r][i]);
+            }
+        }
+        TQKV__UNROLL
+        for (int r = 0; r < rows; r++)
+            scores[r * TQKV__TILE + j] = (add ? scores[r * TQKV__TILE + j] : 0.0f) + TQKV__(sum_16)(sums[r]);
+    }
+}
+
+TQKV__TARGET static void TQKV__S(score_tile_of_halves)(const tqkv__stream *s, const uint8_t *codes,
+                                                       const tqkv__run *run, const float *q, int n_rows, bool add,
+                                                       float *scores)
+{
+    tqkv__prefetch(TQKV__L2, codes + (ptrdiff_t)run->ahead * (ptrdiff_t)s->row_bytes, (size_t)run->n * s->row_bytes);
+    for (int row = 0; row < n_rows; row += 2, q += 2 * s->head_dim, scores += 2 * TQKV__TILE) {
+        if (row + 1 < n_rows)
+            TQKV__S(score_halves)(2, s, codes, run->n, q, add, scores);
+        else
+            TQKV__S(score_halves)(1, s, codes, run->n, q, add, scores);
+    }
+}
+
+/* out[d] += weights[j] * value j of halves, in the order of positions; a weight of 0 adds nothing. weights: [n] */
+TQKV__TARGET static void TQKV__S(add_halves)(const tqkv__stream *s, const uint8_t *codes, const tqkv__run *run,
+                                             const float *weights, float *out)
+{
+    for (int d = 0; d < s->head_dim; d += 16) {
+        TQKV__VECTOR sums[16 / TQKV__INTEGER_LANES];
+        TQKV__UNROLL
+        for (int i = 0; i < 16 / TQKV__INTEGER_LANES; i++) sums[i] = TQKV__(load)(out + d + i * TQKV__INTEGER_LANES);
+        for (int j = 0; j < run->n; j++) {
+            if (weights[j] == 0.0f) continue;
+            TQKV__UNROLL
+            for (int i = 0; i < 16 / TQKV__INTEGER_LANES; i++)
+                sums[i] = TQKV__(fma)(
+                    TQKV__(set1)(weights[j]),
+                    TQKV__(load_f16)(codes + (size_t)j * s->row_bytes + 2 * (d + i * TQKV__INTEGER_LANES)), sums[i]);
+        }
+        TQKV__UNROLL
+        for (int i = 0; i < 16 / TQKV__INTEGER_LANES; i++) TQKV__(store)(out + d + i * TQKV__INTEGER_LANES, sums[i]);
+    }
+}
+#endif
+
+/* Of a block of a query, padded to whole vectors */
+#define TQKV__QUERY_BLOCK(dim) (((dim) + TQKV__WORDS - 1) / TQKV__WORDS * TQKV__WORDS)
+#define TQKV__WEIGHTS_UNIT     (TQKV__TILE / 2)
+
+#ifndef TQKV__ROUNDED /* true: the integers of another set lie in the same order */
 
 /* Rounds n floats times scale to integers; a scale of 0 gives 0, whatever the floats are. to: [n] */
 TQKV__OP void TQKV__I(round_floats)(const float *x, int n, float scale, int16_t *to)
@@ -5653,11 +5720,10 @@ TQKV__OP void TQKV__I(round_floats)(const float *x, int n, float scale, int16_t 
 
 /* The integers of a query, each block's padded with zeros to whole vectors. Its unit is in the place of the last value.
    query, to: [head_dim] */
-#define TQKV__QUERY_BLOCK(dim) (((dim) + TQKV__WORDS - 1) / TQKV__WORDS * TQKV__WORDS)
 TQKV__TARGET static void TQKV__I(round_query)(const tqkv__stream *s, const float *query, float *to)
 {
     const int dim = s->block_dim, size = TQKV__QUERY_BLOCK(dim);
-    const uint32_t largest = TQKV__I(largest_bits)(query, s->head_dim);
+    const uint32_t largest = TQKV__S(largest_bits)(query, s->head_dim);
     int16_t *words = (int16_t *)(void *)to;
     for (int d = 0; d < s->head_dim; d += dim, words += size) {
         TQKV__I(round_floats)(query + d, dim, tqkv__integer_scale(largest), words);
@@ -5666,9 +5732,45 @@ TQKV__TARGET static void TQKV__I(round_query)(const tqkv__stream *s, const float
     to[s->head_dim - 1] = tqkv__integer_unit(largest, s->step);
 }
 
+/* The weights of a row times the norms of a block as integers; behind them, at TQKV__WEIGHTS_UNIT, their unit. Weights
+   from n on are another row's. */
+TQKV__TARGET static void TQKV__I(round_weights)(const tqkv__stream *s, const float *weights, const float *factors,
+                                                int n, float *to)
+{
+    enum { VECTORS = TQKV__TILE / TQKV__INTEGER_LANES };
+    TQKV__ALIGNED float room[TQKV__TILE];
+    TQKV__VECTOR x[VECTORS];
+    TQKV__(codes) largest_of;
+    memset(&largest_of, 0, sizeof largest_of);
+    if (n < TQKV__TILE) {
+        memset(room, 0, sizeof room);
+        memcpy(room, weights, (size_t)n * sizeof *room);
+        weights = room;
+    }
+    TQKV__UNROLL
+    for (int i = 0; i < VECTORS; i++) {
+        const int j = i * TQKV__INTEGER_LANES;
+        x[i] = TQKV__(mul_nonzero)(TQKV__(load)(weights + j), TQKV__(load)(factors + j));
+        largest_of = TQKV__(larger_bits)(largest_of, x[i]);
+    }
+    const uint32_t largest = TQKV__S(largest_code)(largest_of);
+    const float scale = tqkv__integer_scale(largest);
+    if (scale > 0.0f) {
+        TQKV__UNROLL
+        for (int i = 0; i < VECTORS; i++) {
+            const TQKV__(codes) rounded = TQKV__S(round_codes)(x[i] * TQKV__(set1)(scale));
+            TQKV__I(store_words)((int16_t *)(void *)to, i * TQKV__INTEGER_LANES, rounded);
+        }
+    } else {
+        memset(to, 0, TQKV__TILE * sizeof(int16_t));
+    }
+    to[TQKV__WEIGHTS_UNIT] = tqkv__integer_unit(largest, s->step);
+}
+#endif
+
 /* A product of a tile: integers of positions, and the rows that they are multiplied with. */
 typedef struct TQKV__I(product) {
-    TQKV__I(source) at;
+    TQKV__S(source) at;
     int n, dim;
     const int16_t *rows; /* integers of the first row, and its unit; those of the next are row_floats floats apart */
     const float *units;
@@ -6101,43 +6203,6 @@ TQKV__TARGET static TQKV__NOINLINE void TQKV__I(score_few)(const tqkv__stream *s
 }
 #endif
 
-/* scores[row][j] (+)= query[row] . key j of halves, in 16 sums */
-TQKV__OP void TQKV__I(score_halves)(const int rows, const tqkv__stream *s, const uint8_t *codes, int n, const float *q,
-                                    bool add, float *scores)
-{
-    for (int j = 0; j < n; j++, codes += s->row_bytes) {
-        TQKV__VECTOR sums[2][16 / TQKV__INTEGER_LANES];
-        TQKV__UNROLL
-        for (int i = 0; i < 32 / TQKV__INTEGER_LANES; i++) sums[i % 2][i / 2] = TQKV__(set1)(0.0f);
-        for (int d = 0; d < s->head_dim; d += 16) {
-            TQKV__UNROLL
-            for (int i = 0; i < 16 / TQKV__INTEGER_LANES; i++) {
-                const int at = d + i * TQKV__INTEGER_LANES;
-                const TQKV__VECTOR x = TQKV__(load_f16)(codes + 2 * at);
-                TQKV__UNROLL
-                for (int r = 0; r < rows; r++)
-                    sums[r][i] = TQKV__(fma)(TQKV__(load)(q + r * s->head_dim + at), x, sums[r][i]);
-            }
-        }
-        TQKV__UNROLL
-        for (int r = 0; r < rows; r++)
-            scores[r * TQKV__TILE + j] = (add ? scores[r * TQKV__TILE + j] : 0.0f) + TQKV__(sum_16)(sums[r]);
-    }
-}
-
-TQKV__TARGET static void TQKV__I(score_tile_of_halves)(const tqkv__stream *s, const uint8_t *codes,
-                                                       const tqkv__run *run, const float *q, int n_rows, bool add,
-                                                       float *scores)
-{
-    tqkv__prefetch(TQKV__L2, codes + (ptrdiff_t)run->ahead * (ptrdiff_t)s->row_bytes, (size_t)run->n * s->row_bytes);
-    for (int row = 0; row < n_rows; row += 2, q += 2 * s->head_dim, scores += 2 * TQKV__TILE) {
-        if (row + 1 < n_rows)
-            TQKV__I(score_halves)(2, s, codes, run->n, q, add, scores);
-        else
-            TQKV__I(score_halves)(1, s, codes, run->n, q, add, scores);
-    }
-}
-
 TQKV__TARGET static void TQKV__I(integer_score_tile)(const tqkv__stream *s, int kv_head, const tqkv__run *run,
                                                      const float *q, int n_rows, bool add, float *scores)
 {
@@ -6147,7 +6212,7 @@ TQKV__TARGET static void TQKV__I(integer_score_tile)(const tqkv__stream *s, int 
     const int step = lanes ? 2 * TQKV__INTEGER_LANES : TQKV__SLICE;
     const int dim = s->block_dim, head_dim = s->head_dim;
     if (s->kind == TQKV__HALF) {
-        TQKV__I(score_tile_of_halves)(s, tqkv__codes_at(s, kv_head, run->slot), run, q, n_rows, add, scores);
+        TQKV__S(score_tile_of_halves)(s, tqkv__codes_at(s, kv_head, run->slot), run, q, n_rows, add, scores);
         return;
     }
 #if TQKV__LOOKED_UP
@@ -6162,48 +6227,12 @@ TQKV__TARGET static void TQKV__I(integer_score_tile)(const tqkv__stream *s, int 
             TQKV__I(product) p;
             p.n = run->n - j < step ? run->n - j : step;
             TQKV__I(open_scores)(s, b, q, add, factors + j, scores + j, &p);
-            p.at = TQKV__I(open_integers)(s, kv_head, run, j, p.n, b * dim, dim, room);
+            p.at = TQKV__S(open_integers)(s, kv_head, run, j, p.n, b * dim, dim, room);
             if (lanes)
                 TQKV__I(score_lanes)(p, n_rows);
             else
                 TQKV__I(score_integers)(p, n_rows);
         }
-}
-
-/* The weights of a row times the norms of a block as integers; behind them, at TQKV__WEIGHTS_UNIT, their unit. Weights
-   from n on are another row's. */
-#define TQKV__WEIGHTS_UNIT (TQKV__TILE / 2)
-TQKV__TARGET static void TQKV__I(round_weights)(const tqkv__stream *s, const float *weights, const float *factors,
-                                                int n, float *to)
-{
-    enum { VECTORS = TQKV__TILE / TQKV__INTEGER_LANES };
-    TQKV__ALIGNED float room[TQKV__TILE];
-    TQKV__VECTOR x[VECTORS];
-    TQKV__(codes) largest_of;
-    memset(&largest_of, 0, sizeof largest_of);
-    if (n < TQKV__TILE) {
-        memset(room, 0, sizeof room);
-        memcpy(room, weights, (size_t)n * sizeof *room);
-        weights = room;
-    }
-    TQKV__UNROLL
-    for (int i = 0; i < VECTORS; i++) {
-        const int j = i * TQKV__INTEGER_LANES;
-        x[i] = TQKV__(mul_nonzero)(TQKV__(load)(weights + j), TQKV__(load)(factors + j));
-        largest_of = TQKV__(larger_bits)(largest_of, x[i]);
-    }
-    const uint32_t largest = TQKV__S(largest_code)(largest_of);
-    const float scale = tqkv__integer_scale(largest);
-    if (scale > 0.0f) {
-        TQKV__UNROLL
-        for (int i = 0; i < VECTORS; i++) {
-            const TQKV__(codes) rounded = TQKV__S(round_codes)(x[i] * TQKV__(set1)(scale));
-            TQKV__I(store_words)((int16_t *)(void *)to, i * TQKV__INTEGER_LANES, rounded);
-        }
-    } else {
-        memset(to, 0, TQKV__TILE * sizeof(int16_t));
-    }
-    to[TQKV__WEIGHTS_UNIT] = tqkv__integer_unit(largest, s->step);
 }
 
 /* TQKV__STEP dimensions of TQKV__PRODUCTS positions, interleaved; asks for those of the next tile. */
@@ -6426,27 +6455,6 @@ TQKV__BY_PIECES(TQKV__ADD_PIECES)
 
 #endif
 
-/* out[d] += weights[j] * value j of halves, in the order of positions; a weight of 0 adds nothing. weights: [n] */
-TQKV__TARGET static void TQKV__I(add_halves)(const tqkv__stream *s, const uint8_t *codes, const tqkv__run *run,
-                                             const float *weights, float *out)
-{
-    for (int d = 0; d < s->head_dim; d += 16) {
-        TQKV__VECTOR sums[16 / TQKV__INTEGER_LANES];
-        TQKV__UNROLL
-        for (int i = 0; i < 16 / TQKV__INTEGER_LANES; i++) sums[i] = TQKV__(load)(out + d + i * TQKV__INTEGER_LANES);
-        for (int j = 0; j < run->n; j++) {
-            if (weights[j] == 0.0f) continue;
-            TQKV__UNROLL
-            for (int i = 0; i < 16 / TQKV__INTEGER_LANES; i++)
-                sums[i] = TQKV__(fma)(
-                    TQKV__(set1)(weights[j]),
-                    TQKV__(load_f16)(codes + (size_t)j * s->row_bytes + 2 * (d + i * TQKV__INTEGER_LANES)), sums[i]);
-        }
-        TQKV__UNROLL
-        for (int i = 0; i < 16 / TQKV__INTEGER_LANES; i++) TQKV__(store)(out + d + i * TQKV__INTEGER_LANES, sums[i]);
-    }
-}
-
 /* The sums of block b, but for its codes. */
 TQKV__OP void TQKV__I(open_sums)(const tqkv__stream *s, int b, int n, const float *weights, int n_rows,
                                  const float *factors, float *scaled, float *out, TQKV__I(product) * p)
@@ -6523,7 +6531,7 @@ TQKV__TARGET static void TQKV__I(integer_value_tile)(const tqkv__stream *s, int 
         tqkv__prefetch(TQKV__L2, codes + (ptrdiff_t)run->ahead * (ptrdiff_t)s->row_bytes,
                        (size_t)run->n * s->row_bytes);
         for (int row = 0; row < n_rows; row++)
-            TQKV__I(add_halves)(s, codes, run, weights + row * TQKV__TILE, out + row * head_dim);
+            TQKV__S(add_halves)(s, codes, run, weights + row * TQKV__TILE, out + row * head_dim);
         return;
     }
 #if TQKV__LOOKED_UP
@@ -6536,7 +6544,7 @@ TQKV__TARGET static void TQKV__I(integer_value_tile)(const tqkv__stream *s, int 
     for (int b = 0; b < head_dim / dim; b++) {
         TQKV__I(product) p;
         TQKV__I(open_sums)(s, b, run->n, weights, n_rows, factors, scaled, out, &p);
-        p.at = TQKV__I(open_integers)(s, kv_head, run, 0, run->n, b * dim, dim, room);
+        p.at = TQKV__S(open_integers)(s, kv_head, run, 0, run->n, b * dim, dim, room);
         TQKV__I(add_integers)(&p, n_rows);
     }
 }
@@ -6568,6 +6576,7 @@ static const tqkv__integers TQKV__I(integers) = {&TQKV__(isa),
 #undef TQKV__SLICES
 #undef TQKV__LANES_ROWS
 #undef TQKV__DECODED
+#undef TQKV__ROUNDED
 #undef TQKV__DECODE_INTEGERS
 #undef TQKV__DECODER_OF
 #undef TQKV__QUERY_BLOCK
@@ -8290,13 +8299,14 @@ TQKV__OP __m256i tqkv__i_dot_avxvnni(__m256i sums, __m256i codes, __m256i intege
     return sums;
 #endif
 }
-#define tqkv__i_open_avxvnni        tqkv__i_open_avx2
-#define tqkv__i_whole_avxvnni       tqkv__i_whole_avx2
-#define tqkv__i_load_row_avxvnni    tqkv__i_load_codes_avxvnni
-#define tqkv__i_repeat_avxvnni      tqkv__i_repeat_avx2
-#define tqkv__i_interleave_avxvnni  tqkv__i_interleave_avx2
-#define tqkv__i_transpose_avxvnni   tqkv__i_transpose_avx2
-#define tqkv__i_store_words_avxvnni tqkv__i_store_words_avx2
+#define tqkv__i_open_avxvnni          tqkv__i_open_avx2
+#define tqkv__i_whole_avxvnni         tqkv__i_whole_avx2
+#define tqkv__i_load_row_avxvnni      tqkv__i_load_codes_avxvnni
+#define tqkv__i_repeat_avxvnni        tqkv__i_repeat_avx2
+#define tqkv__i_interleave_avxvnni    tqkv__i_interleave_avx2
+#define tqkv__i_transpose_avxvnni     tqkv__i_transpose_avx2
+#define tqkv__i_round_query_avxvnni   tqkv__i_round_query_avx2
+#define tqkv__i_round_weights_avxvnni tqkv__i_round_weights_avx2
 
 #define TQKV__(name)        tqkv__##name##_avx2
 #define TQKV__I(name)       tqkv__i_##name##_avxvnni
@@ -8307,6 +8317,7 @@ TQKV__OP __m256i tqkv__i_dot_avxvnni(__m256i sums, __m256i codes, __m256i intege
 #define TQKV__PRODUCT_ROWS  2
 #define TQKV__LOOKED_UP     0
 #define TQKV__DECODED       1
+#define TQKV__ROUNDED       1
 #include "tqkv.h"
 #if defined(__GNUC__) && !defined(__clang__)
 #pragma GCC diagnostic pop
