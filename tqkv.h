@@ -1383,6 +1383,7 @@ TQKV_API void tqkv__cache_advance(tqkv_cache *c, int n_tokens);
 #endif
 
 #define TQKV__NOINLINE __attribute__((noinline))
+#define TQKV__COLD     __attribute__((cold))        /* for size: calls that are rare beside appending and attending */
 #define TQKV__ALIGNED  __attribute__((aligned(64))) /* a vector that crosses cache lines is loaded twice */
 #define TQKV__INLINE   inline __attribute__((always_inline))
 #define TQKV__OP       TQKV__TARGET static TQKV__INLINE /* a part of a loop, in the current instruction set */
@@ -2041,7 +2042,7 @@ TQKV_API void tqkv_team_end(tqkv_team *team)
     tqkv__team_leave(team, team->n_threads);
 }
 
-TQKV_API tqkv_result tqkv_team_create(const tqkv_allocator *allocator, tqkv_team **out)
+TQKV__COLD TQKV_API tqkv_result tqkv_team_create(const tqkv_allocator *allocator, tqkv_team **out)
 {
     tqkv_allocator memory = {NULL, NULL, NULL};
     if (!out) return TQKV__INVALID("out is NULL");
@@ -2056,7 +2057,7 @@ TQKV_API tqkv_result tqkv_team_create(const tqkv_allocator *allocator, tqkv_team
     return TQKV_OK;
 }
 
-TQKV_API void tqkv_team_destroy(tqkv_team *team)
+TQKV__COLD TQKV_API void tqkv_team_destroy(tqkv_team *team)
 {
     if (!team) return;
     const tqkv_allocator memory = team->memory;
@@ -2994,8 +2995,8 @@ static bool tqkv__same_center(const tqkv__stream *a, const tqkv__stream *b)
 }
 
 /* Opens two stores whose positions [position, position + n) are to be converted, and makes all checks. */
-static tqkv_result tqkv__convert_open(const tqkv_store *to_store, const tqkv_store *from_store, int64_t position, int n,
-                                      tqkv__stream *to, tqkv__stream *from)
+TQKV__COLD static tqkv_result tqkv__convert_open(const tqkv_store *to_store, const tqkv_store *from_store,
+                                                 int64_t position, int n, tqkv__stream *to, tqkv__stream *from)
 {
     tqkv_result r = tqkv__open_positions(to_store, n, position, to);
     if (r == TQKV_OK) r = tqkv__open_positions(from_store, n, position, from);
@@ -3159,8 +3160,8 @@ static TQKV__NOINLINE void tqkv__add_moments(const tqkv__stream *s, int kv_head,
     }
 }
 
-static TQKV__NOINLINE void tqkv__quality_of(const tqkv__stream *s, const tqkv__moments *m, int n_tokens,
-                                            tqkv_quality *out)
+TQKV__COLD static TQKV__NOINLINE void tqkv__quality_of(const tqkv__stream *s, const tqkv__moments *m, int n_tokens,
+                                                       tqkv_quality *out)
 {
     float first[TQKV_MAX_HEAD_DIM] = {0};
     double mean = 0.0, differs = m->differs;
@@ -11409,7 +11410,7 @@ static bool tqkv__divide_block(const tqkv_cache *c, size_t sinks_size, tqkv__cac
     return fits && block->size <= SIZE_MAX - 63;
 }
 
-TQKV_API tqkv_result tqkv_cache_create(const tqkv_cache_desc *desc, tqkv_cache **out)
+TQKV__COLD TQKV_API tqkv_result tqkv_cache_create(const tqkv_cache_desc *desc, tqkv_cache **out)
 {
     tqkv_cache c;
     tqkv__cache_block block;
@@ -11443,7 +11444,7 @@ TQKV_API tqkv_result tqkv_cache_create(const tqkv_cache_desc *desc, tqkv_cache *
     return TQKV_OK;
 }
 
-TQKV_API void tqkv_cache_destroy(tqkv_cache *c)
+TQKV__COLD TQKV_API void tqkv_cache_destroy(tqkv_cache *c)
 {
     if (!c) return;
     const tqkv_allocator memory = c->memory;
@@ -11617,7 +11618,7 @@ static void tqkv__cache_center(tqkv_cache *c, int i, const float *center, size_t
     for (int end = i; i < 2 && end < TQKV__CACHE_ENDS; end += 2) c->ends[end / 2][i].center = s->center;
 }
 
-TQKV_API tqkv_result tqkv_cache_set_center(tqkv_cache *c, const float *keys, const float *values)
+TQKV__COLD TQKV_API tqkv_result tqkv_cache_set_center(tqkv_cache *c, const float *keys, const float *values)
 {
     if (!c) return TQKV__INVALID("the cache is NULL");
     if (c->attention.end != 0) return TQKV__INVALID("a centre: the cache holds positions encoded without it");
@@ -11637,7 +11638,7 @@ TQKV_API tqkv_result tqkv_cache_set_center(tqkv_cache *c, const float *keys, con
     return TQKV_OK;
 }
 
-TQKV_API tqkv_result tqkv_cache_set_layout(tqkv_cache *c, const tqkv_cache_layout *layout)
+TQKV__COLD TQKV_API tqkv_result tqkv_cache_set_layout(tqkv_cache *c, const tqkv_cache_layout *layout)
 {
     tqkv_cache_layout none;
     memset(&none, 0, sizeof none);
@@ -11717,7 +11718,7 @@ static void tqkv__turn_rings(const tqkv_cache *c, int64_t by)
     }
 }
 
-TQKV_API tqkv_result tqkv_cache_remove(tqkv_cache *c, int64_t first, int64_t count)
+TQKV__COLD TQKV_API tqkv_result tqkv_cache_remove(tqkv_cache *c, int64_t first, int64_t count)
 {
     if (!c) return TQKV__INVALID("the cache is NULL");
     if (c->keys.ring) return TQKV__REFUSE(UNSUPPORTED, "remove: the cache is a ring");
@@ -11735,7 +11736,7 @@ TQKV_API tqkv_result tqkv_cache_remove(tqkv_cache *c, int64_t first, int64_t cou
     return TQKV_OK;
 }
 
-TQKV_API tqkv_result tqkv_cache_keep(tqkv_cache *c, int n, const int *kept, int n_kept)
+TQKV__COLD TQKV_API tqkv_result tqkv_cache_keep(tqkv_cache *c, int n, const int *kept, int n_kept)
 {
     if (!c) return TQKV__INVALID("the cache is NULL");
     if (n < 0 || n_kept < 0 || (n_kept > 0 && !kept)) return TQKV__INVALID("n or n_kept is negative, or kept is NULL");
@@ -11825,7 +11826,7 @@ static tqkv_result tqkv__fork_store(const tqkv_cache *c, int i, const tqkv_cache
     return tqkv__convert(to, from, range.from, (int)(range.to - range.from), parallel);
 }
 
-TQKV_API tqkv_result tqkv_cache_fork(const tqkv_cache *c, const tqkv_cache_desc *desc, tqkv_cache **out)
+TQKV__COLD TQKV_API tqkv_result tqkv_cache_fork(const tqkv_cache *c, const tqkv_cache_desc *desc, tqkv_cache **out)
 {
     if (!out) return TQKV__INVALID("out is NULL");
     *out = NULL;
@@ -12066,7 +12067,7 @@ static void tqkv__cache_header(const tqkv_cache *c, uint32_t version, uint8_t *h
         tqkv__put(header + at, 4, more[i]);
 }
 
-TQKV_API tqkv_result tqkv_cache_save(const tqkv_cache *c, tqkv_write write, void *user)
+TQKV__COLD TQKV_API tqkv_result tqkv_cache_save(const tqkv_cache *c, tqkv_write write, void *user)
 {
     tqkv__pipe pipe;
     uint8_t header[TQKV__HEADER_SIZE + TQKV__HEADER_MORE];
@@ -12248,7 +12249,8 @@ static void tqkv__open_centers(tqkv_cache *c, uint32_t centers)
             tqkv__cache_center(c, i, tqkv__center_room(c, i), (size_t)tqkv__stream_of(c, i)->head_dim);
 }
 
-TQKV_API tqkv_result tqkv_cache_load(const tqkv_cache_desc *desc, tqkv_read read, void *user, tqkv_cache **out)
+TQKV__COLD TQKV_API tqkv_result tqkv_cache_load(const tqkv_cache_desc *desc, tqkv_read read, void *user,
+                                                tqkv_cache **out)
 {
     tqkv__pipe pipe;
     tqkv__read_ahead ahead = {read, user, {NULL, NULL, NULL}, NULL, 0, 0, 0};
