@@ -5966,33 +5966,69 @@ TQKV__TARGET static TQKV__NOINLINE void TQKV__I(open_digits)(const int16_t *word
         }
 }
 
-/* The scores of 16 positions with one or two rows. p->at: not used */
-TQKV__OP void TQKV__I(score_packed_16)(const tqkv_format format, const int rows, const TQKV__I(product) * p,
-                                       const TQKV__I(digits) * digits, TQKV__(codes) book, const uint8_t *row,
-                                       const uint8_t *upper, size_t stride, ptrdiff_t ahead, int j)
+/* Dimensions of the positions of a tile: of a block, or 64 of them or what is left */
+typedef struct TQKV__I(chunk) {
+    const uint8_t *fields[2]; /* main ones, upper ones */
+    uint32_t masks[2];        /* a bit for each 16 bits of 64 fields */
+    size_t stride;
+    ptrdiff_t ahead; /* to the next tile, 0: not asked for */
+    const int8_t *centroids;
+    int n, left; /* positions, dimensions */
+} TQKV__I(chunk);
+
+/* Dimensions [first + d, first + dim), at most 64 of them */
+TQKV__OP TQKV__I(chunk)
+    TQKV__I(open_chunk)(const tqkv__stream *s, int kv_head, const tqkv__run *run, int first, int d, int dim)
 {
-    TQKV__(codes) sums[2][4];
-    for (int four = 0; four < 4; four++, row += 4 * stride, upper += 4 * stride) {
+    const uint8_t *row = tqkv__codes_at(s, kv_head, run->slot);
+    const int left = dim - d < 64 ? dim - d : 64, main = s->main_bits, upper = s->upper_bits;
+    const TQKV__I(chunk) p = {{row + (first + d) * main / 8, row + (s->head_dim * main + (first + d) * upper) / 8},
+                              {((uint32_t)1 << left * main / 16) - 1, ((uint32_t)1 << left * upper / 16) - 1},
+                              s->row_bytes,
+                              first + d == 0 ? (ptrdiff_t)run->ahead * (ptrdiff_t)s->row_bytes : 0,
+                              s->centroids,
+                              run->n,
+                              left};
+    return p;
+}
+
+/* All dimensions of a block: its packed codes are walked by lines, each of which asks for that of the next tile. */
+TQKV__OP TQKV__I(chunk) TQKV__I(open_block)(const tqkv__stream *s, int kv_head, const tqkv__run *run, int first)
+{
+    TQKV__I(chunk) p = TQKV__I(open_chunk)(s, kv_head, run, first, 0, s->block_dim);
+    p.ahead = (ptrdiff_t)run->ahead * (ptrdiff_t)s->row_bytes;
+    p.left = s->block_dim;
+    return p;
+}
+
+/* sums[row][i]: the products of four positions from 4 i on with one or two rows, in the lanes that sum_codes_across adds up */
+TQKV__OP void TQKV__I(score_parts)(const tqkv_format format, const int rows, const TQKV__I(chunk) * p,
+                                   const TQKV__I(digits) * digits, TQKV__(codes) (*sums)[TQKV__TILE / 4])
+{
+    const TQKV__(codes) book = TQKV__I(load_book)(p->centroids);
+    const size_t stride = p->stride;
+    const uint8_t *row = p->fields[0], *upper = p->fields[1];
+    for (int four = 0; four < p->n / 4; four++, row += 4 * stride, upper += 4 * stride) {
         TQKV__(codes) high[2][4], low[2][4];
         TQKV__UNROLL
         for (int i = 0; i < 4 * rows; i++) {
             high[i / 4][i % 4] = digits[i / 4].starts[0];
             low[i / 4][i % 4] = digits[i / 4].starts[1];
         }
-        for (int d = 0; d < p->dim; d += TQKV__CHUNK) {
+        for (int d = 0; d < p->left; d += TQKV__CHUNK) {
             const uint8_t *main_at = row + d / 2, *upper_at = upper + d * TQKV__UPPER_BITS(format) / 8;
             TQKV__UNROLL
             for (int i = 0; i < 4; i++) {
-                tqkv__prefetch(TQKV__L2, main_at + (ptrdiff_t)((size_t)i * stride) + ahead, 1);
+                tqkv__prefetch(TQKV__L2, main_at + (ptrdiff_t)((size_t)i * stride) + p->ahead, 1);
                 if (TQKV__UPPER_BITS(format))
-                    tqkv__prefetch(TQKV__L2, upper_at + (ptrdiff_t)((size_t)i * stride) + ahead, 1);
+                    tqkv__prefetch(TQKV__L2, upper_at + (ptrdiff_t)((size_t)i * stride) + p->ahead, 1);
             }
             TQKV__UNROLL
             for (int part = 0; part < 2; part++) {
                 TQKV__UNROLL
                 for (int i = 0; i < 4; i++) {
                     const TQKV__(codes) x = TQKV__I(load_part)(
-                        format, part, book, p->dim - d, main_at + (size_t)i * stride, upper_at + (size_t)i * stride);
+                        format, part, book, p->left - d, main_at + (size_t)i * stride, upper_at + (size_t)i * stride);
                     TQKV__UNROLL
                     for (int r = 0; r < rows; r++) {
                         const int8_t(*y)[TQKV__BYTES] = digits[r].parts[d / TQKV__BYTES + part];
@@ -6009,28 +6045,36 @@ TQKV__OP void TQKV__I(score_packed_16)(const tqkv_format format, const int rows,
             sums[r][four] = TQKV__S(sum_four_codes)(high[r]);
         }
     }
-    TQKV__UNROLL
-    for (int r = 0; r < rows; r++) TQKV__I(add_scores)(p, r, j, TQKV__S(sum_codes_across)(sums[r]));
-}
-
-TQKV__OP void TQKV__I(score_packed_as)(const tqkv_format format, const int rows, const TQKV__I(product) * p,
-                                       const tqkv__stream *s, const uint8_t *row, int first, ptrdiff_t ahead)
-{
-    TQKV__I(digits) digits[2];
-    const TQKV__(codes) book = TQKV__I(load_book)(s->centroids);
-    const uint8_t *upper = row + s->head_dim / 2 + first * TQKV__UPPER_BITS(format) / 8;
-    row += first / 2;
-    for (int r = 0; r < rows; r++) TQKV__I(open_digits)(p->rows + 2 * r * p->row_floats, p->dim, &digits[r]);
-    for (int j = 0; j < p->n; j += TQKV__SLICE) {
-        const size_t at = (size_t)j * s->row_bytes;
-        TQKV__I(score_packed_16)(format, rows, p, digits, book, row + at, upper + at, s->row_bytes, ahead, j);
-    }
 }
 
 /* macro(format, rows): where this takes less time than words, or than storing the bytes first (D=128, one core of a Zen 5: TQ4
    0.78 of it, TQ5 0.77, with one row TQ6 0.68; two rows of TQ4 after two 0.88 of four at once) */
 #define TQKV__BY_PARTS(macro)                                                                                          \
     macro(TQKV_TQ4, 1) macro(TQKV_TQ4, 2) macro(TQKV_TQ5, 1) macro(TQKV_TQ5, 2) macro(TQKV_TQ6, 1)
+
+/* Functions of their own, because loops that share one spill. The copy tells the compiler that sums lie elsewhere. */
+#define TQKV__SCORE_PARTS(format, rows)                                                                                \
+    TQKV__TARGET static TQKV__NOINLINE void TQKV__I(score_parts_##format##_##rows)(                                    \
+        const TQKV__I(chunk) * p, const TQKV__I(digits) * digits, TQKV__(codes)(*sums)[TQKV__TILE / 4])                \
+    {                                                                                                                  \
+        const TQKV__I(chunk) copy = *p;                                                                                \
+        TQKV__I(score_parts)(format, rows, &copy, digits, sums);                                                       \
+    }
+TQKV__BY_PARTS(TQKV__SCORE_PARTS)
+
+TQKV__TARGET static TQKV__NOINLINE void TQKV__I(score_packed)(const tqkv__stream *s, int kv_head, const tqkv__run *run,
+                                                              int first, int rows, const TQKV__I(product) * p)
+{
+    const TQKV__I(chunk) block = TQKV__I(open_block)(s, kv_head, run, first);
+    TQKV__I(digits) digits[2];
+    TQKV__(codes) sums[2][TQKV__TILE / 4];
+    for (int r = 0; r < rows; r++) TQKV__I(open_digits)(p->rows + 2 * r * p->row_floats, p->dim, &digits[r]);
+#define TQKV__SCORE_PACKED(which, n)                                                                                   \
+    if (s->format == which && rows == n) TQKV__I(score_parts_##which##_##n)(&block, digits, sums);
+    TQKV__BY_PARTS(TQKV__SCORE_PACKED)
+    for (int j = 0; j < p->n; j += 16)
+        for (int r = 0; r < rows; r++) TQKV__I(add_scores)(p, r, j, TQKV__S(sum_codes_across)(sums[r] + j / 4));
+}
 
 /* -- Few rows: four positions at a time are looked up where they are multiplied, 16 dimensions of each in a quarter of a vector, so
    that no size leaves lanes empty. Integers and codes are the bytes that they are above. -- */
@@ -6065,16 +6109,6 @@ TQKV__TARGET static TQKV__NOINLINE void TQKV__I(open_quarters)(const int16_t *wo
     }
     to->start = TQKV__I(join)(starts[0], starts[1]);
 }
-
-/* 64 dimensions of the positions of a tile, or what is left of them */
-typedef struct TQKV__I(chunk) {
-    const uint8_t *fields[2]; /* main ones, upper ones */
-    uint32_t masks[2];        /* a bit for each 16 bits of fields */
-    size_t stride;
-    ptrdiff_t ahead; /* to the next tile, 0: not asked for */
-    const int8_t *centroids;
-    int n, left; /* positions, dimensions */
-} TQKV__I(chunk);
 
 /* 16 codes of four positions, piece `piece` of 64; raw, fields: what was loaded with an earlier piece */
 TQKV__OP TQKV__(codes) TQKV__I(look_up_piece)(const tqkv_format format, const bool lanes, const int piece,
@@ -6129,7 +6163,6 @@ TQKV__OP void TQKV__I(score_pieces)(const tqkv_format format, const int rows, co
         macro(TQKV_TQ5, 1) macro(TQKV_TQ5, 2)
 #define TQKV__BY_FOUR_ROWS(macro) macro(TQKV_TQ2, 4) macro(TQKV_TQ4, 4) /* scores alone: values have four sums a row */
 
-/* Functions of their own, because loops that share one spill. The copy tells the compiler that sums lie elsewhere. */
 #define TQKV__SCORE_PIECES(format, rows)                                                                               \
     TQKV__TARGET static TQKV__NOINLINE void TQKV__I(score_##format##_##rows)(                                          \
         const TQKV__I(chunk) * p, const TQKV__I(quarters) * q, int d, TQKV__(codes)(*sums)[TQKV__TILE / 4])            \
@@ -6139,22 +6172,6 @@ TQKV__OP void TQKV__I(score_pieces)(const tqkv_format format, const int rows, co
     }
 TQKV__BY_PIECES(TQKV__SCORE_PIECES)
 TQKV__BY_FOUR_ROWS(TQKV__SCORE_PIECES)
-
-/* Dimensions [first + d, first + dim), at most 64 of them */
-TQKV__OP TQKV__I(chunk)
-    TQKV__I(open_chunk)(const tqkv__stream *s, int kv_head, const tqkv__run *run, int first, int d, int dim)
-{
-    const uint8_t *row = tqkv__codes_at(s, kv_head, run->slot);
-    const int left = dim - d < 64 ? dim - d : 64, main = s->main_bits, upper = s->upper_bits;
-    const TQKV__I(chunk) p = {{row + (first + d) * main / 8, row + (s->head_dim * main + (first + d) * upper) / 8},
-                              {((uint32_t)1 << left * main / 16) - 1, ((uint32_t)1 << left * upper / 16) - 1},
-                              s->row_bytes,
-                              first + d == 0 ? (ptrdiff_t)run->ahead * (ptrdiff_t)s->row_bytes : 0,
-                              s->centroids,
-                              run->n,
-                              left};
-    return p;
-}
 
 TQKV__TARGET static TQKV__NOINLINE void TQKV__I(score_quarters)(const tqkv__stream *s, int kv_head,
                                                                 const tqkv__run *run, int first, int rows,
@@ -6181,8 +6198,6 @@ TQKV__TARGET static TQKV__NOINLINE void TQKV__I(score_few)(const tqkv__stream *s
                                                            const float *q, int n_rows, bool add, float *scores)
 {
     TQKV__ALIGNED float factors[TQKV_MAX_HEAD_DIM / 128 * TQKV__TILE];
-    const uint8_t *row = tqkv__codes_at(s, kv_head, run->slot);
-    const ptrdiff_t bytes = (ptrdiff_t)run->ahead * (ptrdiff_t)s->row_bytes;
     const bool packed = TQKV__I(is_packed)(s, run->n, n_rows);
     TQKV__(factors)(s, tqkv__norms_at(s, kv_head, run->slot), run, true, factors);
     for (int b = 0; b < s->head_dim / s->block_dim; b++) {
@@ -6191,13 +6206,10 @@ TQKV__TARGET static TQKV__NOINLINE void TQKV__I(score_few)(const tqkv__stream *s
         TQKV__I(open_scores)(s, b, q, add, factors, scores, &p);
         for (int left = n_rows, now; left > 0; left -= now) {
             now = !packed && left >= 4 ? 4 : left >= 2 ? 2 : 1;
-#define TQKV__SCORE_PACKED(which, rows)                                                                                \
-    if (s->format == which && now == rows) TQKV__I(score_packed_as)(which, rows, &p, s, row, b * p.dim, bytes);
-            if (packed) {
-                TQKV__BY_PARTS(TQKV__SCORE_PACKED)
-            } else {
+            if (packed)
+                TQKV__I(score_packed)(s, kv_head, run, b * p.dim, now, &p);
+            else
                 TQKV__I(score_quarters)(s, kv_head, run, b * p.dim, now, &p);
-            }
             TQKV__I(advance)(&p, now);
         }
     }
@@ -6342,10 +6354,11 @@ TQKV__TARGET static TQKV__NOINLINE void TQKV__I(open_parts)(const int16_t *words
 }
 
 /* The sums of one part of a chunk: dword i of results[t] is byte 16 l + 4 t + i of the chunk, where l is its quarter. */
-TQKV__OP void TQKV__I(sum_part)(const tqkv_format format, const int part, const int rows, const TQKV__I(product) * p,
-                                TQKV__(codes) book, const uint8_t *row, const uint8_t *upper, size_t stride,
-                                ptrdiff_t ahead, int left, const TQKV__I(parts) * weights, TQKV__(codes) (*results)[4])
+TQKV__OP void TQKV__I(sum_part)(const tqkv_format format, const int part, const int rows, const TQKV__I(chunk) * p,
+                                const TQKV__I(parts) * weights, TQKV__(codes) (*results)[4])
 {
+    const TQKV__(codes) book = TQKV__I(load_book)(p->centroids);
+    const uint8_t *row = p->fields[0], *upper = p->fields[1];
     TQKV__(codes) high[2][4], low[2][4];
     TQKV__UNROLL
     for (int i = 0; i < 4 * rows; i++) {
@@ -6356,10 +6369,10 @@ TQKV__OP void TQKV__I(sum_part)(const tqkv_format format, const int part, const 
         TQKV__(codes) x[4];
         TQKV__UNROLL
         for (int i = 0; i < 4; i++) {
-            const size_t at = (size_t)(j + i) * stride;
-            if (part == 0) tqkv__prefetch(TQKV__L2, row + at + ahead, 1);
-            if (part == 0 && TQKV__UPPER_BITS(format)) tqkv__prefetch(TQKV__L2, upper + at + ahead, 1);
-            x[i] = TQKV__I(load_part)(format, part, book, left, row + at, upper + at);
+            const size_t at = (size_t)(j + i) * p->stride;
+            if (part == 0) tqkv__prefetch(TQKV__L2, row + at + p->ahead, 1);
+            if (part == 0 && TQKV__UPPER_BITS(format)) tqkv__prefetch(TQKV__L2, upper + at + p->ahead, 1);
+            x[i] = TQKV__I(load_part)(format, part, book, p->left, row + at, upper + at);
         }
         TQKV__I(interleave_four)(x);
         TQKV__UNROLL
@@ -6394,22 +6407,32 @@ TQKV__TARGET static TQKV__NOINLINE void TQKV__I(close_parts)(const TQKV__I(produ
             TQKV__(store)(to, TQKV__(fma)(TQKV__S(to_floats)(x[i]), unit, TQKV__(load)(to)));
 }
 
+/* sums[part][row]: of the first chunk of p */
+#define TQKV__ADD_PARTS(format, rows)                                                                                  \
+    TQKV__TARGET static TQKV__NOINLINE void TQKV__I(add_parts_##format##_##rows)(                                      \
+        const TQKV__I(chunk) * p, const TQKV__I(parts) * weights, TQKV__(codes)(*sums)[2][4])                          \
+    {                                                                                                                  \
+        const TQKV__I(chunk) copy = *p;                                                                                \
+        TQKV__I(sum_part)(format, 0, rows, &copy, weights, sums[0]);                                                   \
+        TQKV__I(sum_part)(format, 1, rows, &copy, weights, sums[1]);                                                   \
+    }
+TQKV__BY_PARTS(TQKV__ADD_PARTS)
+
 /* results[row][d] += (sum_j rows[row][j] * codes[j][d]) * unit of the row */
-TQKV__OP void TQKV__I(add_packed_as)(const tqkv_format format, const int rows, const TQKV__I(product) * p,
-                                     const tqkv__stream *s, const uint8_t *row, int first, ptrdiff_t ahead)
+TQKV__TARGET static TQKV__NOINLINE void TQKV__I(add_packed)(const tqkv__stream *s, int kv_head, const tqkv__run *run,
+                                                            int first, int rows, const TQKV__I(product) * p)
 {
+    TQKV__I(chunk) block = TQKV__I(open_block)(s, kv_head, run, first);
     TQKV__I(parts) weights[2];
-    const TQKV__(codes) book = TQKV__I(load_book)(s->centroids);
-    const uint8_t *upper = row + s->head_dim / 2 + first * TQKV__UPPER_BITS(format) / 8;
-    row += first / 2;
+    TQKV__(codes) sums[2][2][4];
     for (int r = 0; r < rows; r++) TQKV__I(open_parts)(p->rows + 2 * r * p->row_floats, &weights[r]);
-    for (int d = 0; d < p->dim; d += TQKV__CHUNK) {
-        TQKV__(codes) sums[2][2][4];
-        TQKV__UNROLL
-        for (int part = 0; part < 2; part++) TQKV__I(sum_part)
-        (format, part, rows, p, book, row + d / 2, upper + d * TQKV__UPPER_BITS(format) / 8, s->row_bytes, ahead,
-         p->dim - d, weights, sums[part]);
+    for (int d = 0; d < p->dim; d += TQKV__CHUNK, block.left -= TQKV__CHUNK) {
+#define TQKV__ADD_PACKED(which, n)                                                                                     \
+    if (s->format == which && rows == n) TQKV__I(add_parts_##which##_##n)(&block, weights, sums);
+        TQKV__BY_PARTS(TQKV__ADD_PACKED)
         for (int r = 0; r < rows; r++) TQKV__I(close_parts)(p, r, d, sums[0][r], sums[1][r]);
+        block.fields[0] += TQKV__CHUNK / 2;
+        block.fields[1] += TQKV__CHUNK * s->upper_bits / 8;
     }
 }
 
@@ -6499,8 +6522,6 @@ TQKV__TARGET static TQKV__NOINLINE void TQKV__I(add_few)(const tqkv__stream *s, 
                                                          const float *weights, int n_rows, float *scaled, float *out)
 {
     TQKV__ALIGNED float factors[TQKV_MAX_HEAD_DIM / 128 * TQKV__TILE];
-    const uint8_t *row = tqkv__codes_at(s, kv_head, run->slot);
-    const ptrdiff_t bytes = (ptrdiff_t)run->ahead * (ptrdiff_t)s->row_bytes;
     const bool packed = TQKV__I(is_packed)(s, run->n, n_rows);
     TQKV__(factors)(s, tqkv__norms_at(s, kv_head, run->slot), run, false, factors);
     for (int b = 0; b < s->head_dim / s->block_dim; b++) {
@@ -6508,13 +6529,10 @@ TQKV__TARGET static TQKV__NOINLINE void TQKV__I(add_few)(const tqkv__stream *s, 
         TQKV__I(open_sums)(s, b, run->n, weights, n_rows, factors, scaled, out, &p);
         for (int left = n_rows, now; left > 0; left -= now) {
             now = left >= 2 ? 2 : 1;
-#define TQKV__ADD_PACKED(which, rows)                                                                                  \
-    if (s->format == which && now == rows) TQKV__I(add_packed_as)(which, rows, &p, s, row, b * p.dim, bytes);
-            if (packed) {
-                TQKV__BY_PARTS(TQKV__ADD_PACKED)
-            } else {
+            if (packed)
+                TQKV__I(add_packed)(s, kv_head, run, b * p.dim, now, &p);
+            else
                 TQKV__I(add_quarters)(s, kv_head, run, b * p.dim, now, &p);
-            }
             TQKV__I(advance)(&p, now);
         }
     }
@@ -6587,7 +6605,9 @@ static const tqkv__integers TQKV__I(integers) = {&TQKV__(isa),
 #undef TQKV__LOOKED_UP
 #undef TQKV__CHUNK
 #undef TQKV__BY_PARTS
+#undef TQKV__SCORE_PARTS
 #undef TQKV__SCORE_PACKED
+#undef TQKV__ADD_PARTS
 #undef TQKV__ADD_PACKED
 #undef TQKV__BY_PIECES
 #undef TQKV__BY_FOUR_ROWS
