@@ -4792,30 +4792,30 @@ TQKV__OP void TQKV__(mix_12)(const float *runs, float factor, int n, float *out)
     }
 }
 
-#define TQKV__MIX(m)                                                                                                   \
+#define TQKV__MIX(m, at_once)                                                                                          \
     case m:                                                                                                            \
-        if (n >= TQKV__LANES)                                                                                          \
-            TQKV__(mix)(m, 1, runs, factor, n, out);                                                                   \
-        else if ((m) != 20)                                                                                            \
-            TQKV__(mix)(m, TQKV__LANES == 8 ? 2 : 1, runs, factor, n, out);                                            \
+        TQKV__(mix)(m, at_once, runs, factor, n, out);                                                                 \
         break;
 
+/* n below LANES is 4 of 8 lanes: other sets leave shorter runs to AVX2, or have none. */
 TQKV__TARGET static TQKV__NOINLINE void TQKV__(mix_by_order)(int m, const float *runs, float factor, int n, float *out)
 {
-    if (m == 12 && n >= TQKV__LANES) {
+    if (m == 12 && n >= TQKV__LANES)
         TQKV__(mix_12)(runs, factor, n, out);
-        return;
-    }
-    if (m == 20 && n == 4 && TQKV__LANES == 8) {
+    else if (n >= TQKV__LANES)
+        switch (m) {
+            TQKV__MIX(20, 1)
+            TQKV__MIX(28, 1)
+            TQKV__MIX(36, 1)
+        }
+    else if (m == 20)
         TQKV__(mix_20)(runs, factor, out);
-        return;
-    }
-    switch (m) {
-        TQKV__MIX(12)
-        TQKV__MIX(20)
-        TQKV__MIX(28)
-        TQKV__MIX(36)
-    }
+    else if (TQKV__LANES == 8)
+        switch (m) {
+            TQKV__MIX(12, 2)
+            TQKV__MIX(28, 2)
+            TQKV__MIX(36, 2)
+        }
 }
 
 /* As hadamard for head_dim = m * n, m > 1: H over the runs, then the matrix across them */
@@ -6194,24 +6194,19 @@ TQKV__TARGET static TQKV__NOINLINE void TQKV__I(score_quarters)(const tqkv__stre
         for (int r = 0; r < rows; r++) TQKV__I(add_scores)(p, r, j, TQKV__S(sum_four_codes)(sums[r] + j / 4));
 }
 
+/* The scores of a block with few rows. p: without positions */
 TQKV__TARGET static TQKV__NOINLINE void TQKV__I(score_few)(const tqkv__stream *s, int kv_head, const tqkv__run *run,
-                                                           const float *q, int n_rows, bool add, float *scores)
+                                                           int first, int n_rows, TQKV__I(product) * p)
 {
-    TQKV__ALIGNED float factors[TQKV_MAX_HEAD_DIM / 128 * TQKV__TILE];
     const bool packed = TQKV__I(is_packed)(s, run->n, n_rows);
-    TQKV__(factors)(s, tqkv__norms_at(s, kv_head, run->slot), run, true, factors);
-    for (int b = 0; b < s->head_dim / s->block_dim; b++) {
-        TQKV__I(product) p;
-        p.n = run->n;
-        TQKV__I(open_scores)(s, b, q, add, factors, scores, &p);
-        for (int left = n_rows, now; left > 0; left -= now) {
-            now = !packed && left >= 4 ? 4 : left >= 2 ? 2 : 1;
-            if (packed)
-                TQKV__I(score_packed)(s, kv_head, run, b * p.dim, now, &p);
-            else
-                TQKV__I(score_quarters)(s, kv_head, run, b * p.dim, now, &p);
-            TQKV__I(advance)(&p, now);
-        }
+    p->n = run->n;
+    for (int left = n_rows, now; left > 0; left -= now) {
+        now = !packed && left >= 4 ? 4 : left >= 2 ? 2 : 1;
+        if (packed)
+            TQKV__I(score_packed)(s, kv_head, run, first, now, p);
+        else
+            TQKV__I(score_quarters)(s, kv_head, run, first, now, p);
+        TQKV__I(advance)(p, now);
     }
 }
 #endif
@@ -6228,16 +6223,17 @@ TQKV__TARGET static void TQKV__I(integer_score_tile)(const tqkv__stream *s, int 
         TQKV__S(score_tile_of_halves)(s, tqkv__codes_at(s, kv_head, run->slot), run, q, n_rows, add, scores);
         return;
     }
-#if TQKV__LOOKED_UP
-    if (TQKV__I(is_packed)(s, run->n, n_rows) || TQKV__I(is_quartered)(s, run->n, n_rows)) {
-        TQKV__I(score_few)(s, kv_head, run, q, n_rows, add, scores);
-        return;
-    }
-#endif
     TQKV__(factors)(s, tqkv__norms_at(s, kv_head, run->slot), run, true, factors);
-    for (int b = 0; b < head_dim / dim; b++)
+    for (int b = 0; b < head_dim / dim; b++) {
+        TQKV__I(product) p;
+#if TQKV__LOOKED_UP
+        if (TQKV__I(is_packed)(s, run->n, n_rows) || TQKV__I(is_quartered)(s, run->n, n_rows)) {
+            TQKV__I(open_scores)(s, b, q, add, factors, scores, &p);
+            TQKV__I(score_few)(s, kv_head, run, b * dim, n_rows, &p);
+            continue;
+        }
+#endif
         for (int j = 0; j < run->n; j += step) {
-            TQKV__I(product) p;
             p.n = run->n - j < step ? run->n - j : step;
             TQKV__I(open_scores)(s, b, q, add, factors + j, scores + j, &p);
             p.at = TQKV__S(open_integers)(s, kv_head, run, j, p.n, b * dim, dim, room);
@@ -6246,6 +6242,7 @@ TQKV__TARGET static void TQKV__I(integer_score_tile)(const tqkv__stream *s, int 
             else
                 TQKV__I(score_integers)(p, n_rows);
         }
+    }
 }
 
 /* TQKV__STEP dimensions of TQKV__PRODUCTS positions, interleaved; asks for those of the next tile. */
@@ -6518,23 +6515,18 @@ TQKV__TARGET static TQKV__NOINLINE void TQKV__I(add_quarters)(const tqkv__stream
     }
 }
 
+/* The sums of a block with few rows. p: without p.at */
 TQKV__TARGET static TQKV__NOINLINE void TQKV__I(add_few)(const tqkv__stream *s, int kv_head, const tqkv__run *run,
-                                                         const float *weights, int n_rows, float *scaled, float *out)
+                                                         int first, int n_rows, TQKV__I(product) * p)
 {
-    TQKV__ALIGNED float factors[TQKV_MAX_HEAD_DIM / 128 * TQKV__TILE];
     const bool packed = TQKV__I(is_packed)(s, run->n, n_rows);
-    TQKV__(factors)(s, tqkv__norms_at(s, kv_head, run->slot), run, false, factors);
-    for (int b = 0; b < s->head_dim / s->block_dim; b++) {
-        TQKV__I(product) p;
-        TQKV__I(open_sums)(s, b, run->n, weights, n_rows, factors, scaled, out, &p);
-        for (int left = n_rows, now; left > 0; left -= now) {
-            now = left >= 2 ? 2 : 1;
-            if (packed)
-                TQKV__I(add_packed)(s, kv_head, run, b * p.dim, now, &p);
-            else
-                TQKV__I(add_quarters)(s, kv_head, run, b * p.dim, now, &p);
-            TQKV__I(advance)(&p, now);
-        }
+    for (int left = n_rows, now; left > 0; left -= now) {
+        now = left >= 2 ? 2 : 1;
+        if (packed)
+            TQKV__I(add_packed)(s, kv_head, run, first, now, p);
+        else
+            TQKV__I(add_quarters)(s, kv_head, run, first, now, p);
+        TQKV__I(advance)(p, now);
     }
 }
 #endif
@@ -6553,16 +6545,16 @@ TQKV__TARGET static void TQKV__I(integer_value_tile)(const tqkv__stream *s, int 
             TQKV__S(add_halves)(s, codes, run, weights + row * TQKV__TILE, out + row * head_dim);
         return;
     }
-#if TQKV__LOOKED_UP
-    if (TQKV__I(is_packed)(s, run->n, n_rows) || TQKV__I(is_quartered)(s, run->n, n_rows)) {
-        TQKV__I(add_few)(s, kv_head, run, weights, n_rows, scaled, out);
-        return;
-    }
-#endif
     TQKV__(factors)(s, tqkv__norms_at(s, kv_head, run->slot), run, false, factors);
     for (int b = 0; b < head_dim / dim; b++) {
         TQKV__I(product) p;
         TQKV__I(open_sums)(s, b, run->n, weights, n_rows, factors, scaled, out, &p);
+#if TQKV__LOOKED_UP
+        if (TQKV__I(is_packed)(s, run->n, n_rows) || TQKV__I(is_quartered)(s, run->n, n_rows)) {
+            TQKV__I(add_few)(s, kv_head, run, b * dim, n_rows, &p);
+            continue;
+        }
+#endif
         p.at = TQKV__S(open_integers)(s, kv_head, run, 0, run->n, b * dim, dim, room);
         TQKV__I(add_integers)(&p, n_rows);
     }
