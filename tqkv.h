@@ -3767,8 +3767,8 @@ TQKV__TARGET static void TQKV__(narrow_row)(tqkv_type type, const float *row, in
 /* Formats with loops straight from the codes. Not those of 5 and 6 bits in bytes, which are there for existing caches: the
    loops of two formats would take 26 KB for 1.1 to 1.5 times the speed. On NEON no codebook for bytes: it leaves no
    registers for sums. */
-#define TQKV__DIRECT(format)                                                                                           \
-    (TQKV__PACKED(format) || TQKV__KIND(format) != TQKV__BOOK || (TQKV__LANES > 4 && TQKV__BOOK_BITS(format) == 8))
+#define TQKV__HAS_LOOPS(kind, main, book) ((main) < 8 || (kind) != TQKV__BOOK || (TQKV__LANES > 4 && (book) == 8))
+#define TQKV__DIRECT(format)              TQKV__HAS_LOOPS(TQKV__KIND(format), TQKV__MAIN_BITS(format), TQKV__BOOK_BITS(format))
 /* Rows of a codebook's loops. More take decoded rows: on AVX2 four took as long or longer straight from the codes (Zen 4,
    D=128: TQ3 1.10, TQ2 1.04, TQ5 to TQ8 0.99 times). */
 #define TQKV__BOOK_ROWS(format, keys) (TQKV__LANES == 8 && ((keys) || TQKV__BOOK_BITS(format) != 4) ? 2 : 4)
@@ -4459,17 +4459,17 @@ TQKV__OP void TQKV__(decode_by_loads)(const TQKV__(block) * block, int n, float 
 
 TQKV__OP void TQKV__(score_rows)(const tqkv_format format, const TQKV__(block) * block, int rows)
 {
-    if (TQKV__DIRECT(format)) TQKV__BY_ROWS(score, TQKV__KEY_ROWS(format));
+    TQKV__BY_ROWS(score, TQKV__KEY_ROWS(format));
 }
 
 TQKV__OP void TQKV__(accumulate_rows)(const tqkv_format format, const TQKV__(block) * block, int rows)
 {
-    if (TQKV__DIRECT(format)) TQKV__BY_ROWS(accumulate, TQKV__VALUE_ROWS(format));
+    TQKV__BY_ROWS(accumulate, TQKV__VALUE_ROWS(format));
 }
 
 TQKV__OP void TQKV__(rest_rows)(const tqkv_format format, const TQKV__(block) * block, int rows)
 {
-    if (TQKV__DIRECT(format)) TQKV__BY_ROWS(add_rest, TQKV__VALUE_ROWS(format));
+    TQKV__BY_ROWS(add_rest, TQKV__VALUE_ROWS(format));
 }
 
 TQKV__OP void TQKV__(decode_rows)(const tqkv_format format, const TQKV__(block) * block, int n, float *x)
@@ -4480,18 +4480,19 @@ TQKV__OP void TQKV__(decode_rows)(const tqkv_format format, const TQKV__(block) 
         TQKV__(decode)(format, block, n, x);
 }
 
-#define TQKV__ROW_LOOPS(unused, format, ...)                                                                           \
+/* By the columns of a row: what is left out here is not inlined to be thrown away. */
+#define TQKV__ROW_LOOPS(unused, format, name, kind, main, upper, book, plain)                                          \
     TQKV__TARGET static void TQKV__(score_##format)(const TQKV__(block) * block, int rows)                             \
     {                                                                                                                  \
-        TQKV__(score_rows)(format, block, rows);                                                                       \
+        if (TQKV__HAS_LOOPS(kind, main, book)) TQKV__(score_rows)(format, block, rows);                                \
     }                                                                                                                  \
     TQKV__TARGET static void TQKV__(accumulate_##format)(const TQKV__(block) * block, int rows)                        \
     {                                                                                                                  \
-        TQKV__(accumulate_rows)(format, block, rows);                                                                  \
+        if (TQKV__HAS_LOOPS(kind, main, book)) TQKV__(accumulate_rows)(format, block, rows);                           \
     }                                                                                                                  \
     TQKV__TARGET static void TQKV__(rest_##format)(const TQKV__(block) * block, int rows)                              \
     {                                                                                                                  \
-        TQKV__(rest_rows)(format, block, rows);                                                                        \
+        if (TQKV__HAS_LOOPS(kind, main, book)) TQKV__(rest_rows)(format, block, rows);                                 \
     }
 #define TQKV__DECODE_LOOP(unused, format, ...)                                                                         \
     TQKV__TARGET static void TQKV__(decode_##format)(const TQKV__(block) * block, int n, float *x)                     \
@@ -4500,7 +4501,7 @@ TQKV__OP void TQKV__(decode_rows)(const tqkv_format format, const TQKV__(block) 
     }
 TQKV__FORMATS(TQKV__DECODE_LOOP, )
 TQKV__FORMATS(TQKV__ROW_LOOPS, )
-TQKV__ROW_LOOPS(, TQKV__FLOATS, )
+TQKV__ROW_LOOPS(, TQKV__FLOATS, , TQKV__HALF, 32, 0, 0, 0)
 
 #define TQKV__LOOPS_OF(unused, format, ...)                                                                            \
     {TQKV__(decode_##format), TQKV__(score_##format), TQKV__(accumulate_##format), TQKV__(rest_##format)},
@@ -5572,7 +5573,6 @@ TQKV__OP void TQKV__S(decode_integers)(const tqkv_format format, const tqkv__str
     const int main = TQKV__MAIN_BITS(format), upper_bits = TQKV__UPPER_BITS(format);
     const uint8_t *p = row + first * main / 8, *upper = row + (s->head_dim * main + first * upper_bits) / 8;
     TQKV__(codes) books[4];
-    if (TQKV__KIND(format) != TQKV__BOOK || TQKV__BOOK_BITS(format) > 6) return; /* not called */
     TQKV__S(load_books)(TQKV__BOOK_BITS(format), s->centroids, books);
     for (int d = 0; d < dim; d += TQKV__STEP) {
         const uint8_t *at = p + d * main / 8, *upper_at = upper + d * upper_bits / 8;
@@ -5586,11 +5586,12 @@ TQKV__OP void TQKV__S(decode_integers)(const tqkv_format format, const tqkv__str
     }
 }
 
-#define TQKV__DECODE_INTEGERS(unused, format, ...)                                                                     \
+#define TQKV__DECODE_INTEGERS(unused, format, name, kind, main, upper, book, plain)                                    \
     TQKV__TARGET static void TQKV__S(integers_##format)(const tqkv__stream *s, const uint8_t *row, int first, int n,   \
                                                         int dim, int8_t *to)                                           \
     {                                                                                                                  \
-        TQKV__S(decode_integers)(format, s, row, first, n, dim, to);                                                   \
+        if ((kind) == TQKV__BOOK && (book) <= 6) /* others are not called */                                           \
+            TQKV__S(decode_integers)(format, s, row, first, n, dim, to);                                               \
     }
 TQKV__FORMATS(TQKV__DECODE_INTEGERS, )
 
