@@ -3771,19 +3771,17 @@ TQKV__TARGET static void TQKV__(narrow_row)(tqkv_type type, const float *row, in
 #define TQKV__DIRECT(format)              TQKV__HAS_LOOPS(TQKV__KIND(format), TQKV__MAIN_BITS(format), TQKV__BOOK_BITS(format))
 /* Rows of a codebook's loops. More take decoded rows: on AVX2 four took as long or longer straight from the codes (Zen 4,
    D=128: TQ3 1.10, TQ2 1.04, TQ5 to TQ8 0.99 times). */
-#define TQKV__BOOK_ROWS(format, keys) (TQKV__LANES == 8 && ((keys) || TQKV__BOOK_BITS(format) != 4) ? 2 : 4)
-/* Most rows of a format's loops, which are compiled for 1, 2 and so many. */
-#define TQKV__KEY_ROWS(format)                                                                                         \
-    ((format) == TQKV__FLOATS           ? TQKV__DECODED_SCORE_ROWS                                                     \
-     : TQKV__KIND(format) == TQKV__BOOK ? TQKV__BOOK_ROWS(format, true)                                                \
-                                        : TQKV__SCORE_ROWS)
-#define TQKV__VALUE_ROWS(format) (TQKV__KIND(format) == TQKV__BOOK ? TQKV__BOOK_ROWS(format, false) : TQKV__ROWS)
+#define TQKV__BOOK_ROWS(book, keys) (TQKV__LANES == 8 && ((keys) || (book) != 4) ? 2 : 4)
+/* Most rows of a format's loops, which are compiled for 1, 2 and so many. No kind: decoded rows. */
+#define TQKV__KEY_ROWS(kind, book)                                                                                     \
+    ((kind) == TQKV__BOOK ? TQKV__BOOK_ROWS(book, true) : (kind) ? TQKV__SCORE_ROWS : TQKV__DECODED_SCORE_ROWS)
+#define TQKV__VALUE_ROWS(kind, book) ((kind) == TQKV__BOOK ? TQKV__BOOK_ROWS(book, false) : TQKV__ROWS)
 
 /* Distance between decoded rows. The gap keeps equal columns of many rows out of the same cache sets. */
 #define TQKV__X_STRIDE(dim) ((dim) + 16)
 
 /* Calls the loop for 1, 2 or `most` rows, each a constant. */
-#define TQKV__BY_ROWS(loop, most)                                                                                      \
+#define TQKV__BY_ROWS(loop, format, most)                                                                              \
     (rows == 1    ? TQKV__(loop)(format, 1, block)                                                                     \
      : rows == 2  ? TQKV__(loop)(format, 2, block)                                                                     \
      : (most) > 2 ? TQKV__(loop)(format, most, block)                                                                  \
@@ -4457,21 +4455,6 @@ TQKV__OP void TQKV__(decode_by_loads)(const TQKV__(block) * block, int n, float 
     }
 }
 
-TQKV__OP void TQKV__(score_rows)(const tqkv_format format, const TQKV__(block) * block, int rows)
-{
-    TQKV__BY_ROWS(score, TQKV__KEY_ROWS(format));
-}
-
-TQKV__OP void TQKV__(accumulate_rows)(const tqkv_format format, const TQKV__(block) * block, int rows)
-{
-    TQKV__BY_ROWS(accumulate, TQKV__VALUE_ROWS(format));
-}
-
-TQKV__OP void TQKV__(rest_rows)(const tqkv_format format, const TQKV__(block) * block, int rows)
-{
-    TQKV__BY_ROWS(add_rest, TQKV__VALUE_ROWS(format));
-}
-
 TQKV__OP void TQKV__(decode_rows)(const tqkv_format format, const TQKV__(block) * block, int n, float *x)
 {
     if (TQKV__BOOK_BITS(format) == 8 && !TQKV__DIRECT(format))
@@ -4484,15 +4467,15 @@ TQKV__OP void TQKV__(decode_rows)(const tqkv_format format, const TQKV__(block) 
 #define TQKV__ROW_LOOPS(unused, format, name, kind, main, upper, book, plain)                                          \
     TQKV__TARGET static void TQKV__(score_##format)(const TQKV__(block) * block, int rows)                             \
     {                                                                                                                  \
-        if (TQKV__HAS_LOOPS(kind, main, book)) TQKV__(score_rows)(format, block, rows);                                \
+        if (TQKV__HAS_LOOPS(kind, main, book)) TQKV__BY_ROWS(score, format, TQKV__KEY_ROWS(kind, book));               \
     }                                                                                                                  \
     TQKV__TARGET static void TQKV__(accumulate_##format)(const TQKV__(block) * block, int rows)                        \
     {                                                                                                                  \
-        if (TQKV__HAS_LOOPS(kind, main, book)) TQKV__(accumulate_rows)(format, block, rows);                           \
+        if (TQKV__HAS_LOOPS(kind, main, book)) TQKV__BY_ROWS(accumulate, format, TQKV__VALUE_ROWS(kind, book));        \
     }                                                                                                                  \
     TQKV__TARGET static void TQKV__(rest_##format)(const TQKV__(block) * block, int rows)                              \
     {                                                                                                                  \
-        if (TQKV__HAS_LOOPS(kind, main, book)) TQKV__(rest_rows)(format, block, rows);                                 \
+        if (TQKV__HAS_LOOPS(kind, main, book)) TQKV__BY_ROWS(add_rest, format, TQKV__VALUE_ROWS(kind, book));          \
     }
 #define TQKV__DECODE_LOOP(unused, format, ...)                                                                         \
     TQKV__TARGET static void TQKV__(decode_##format)(const TQKV__(block) * block, int n, float *x)                     \
@@ -4501,7 +4484,7 @@ TQKV__OP void TQKV__(decode_rows)(const tqkv_format format, const TQKV__(block) 
     }
 TQKV__FORMATS(TQKV__DECODE_LOOP, )
 TQKV__FORMATS(TQKV__ROW_LOOPS, )
-TQKV__ROW_LOOPS(, TQKV__FLOATS, , TQKV__HALF, 32, 0, 0, 0)
+TQKV__ROW_LOOPS(, TQKV__FLOATS, , 0, 32, 0, 0, 0)
 
 #define TQKV__LOOPS_OF(unused, format, ...)                                                                            \
     {TQKV__(decode_##format), TQKV__(score_##format), TQKV__(accumulate_##format), TQKV__(rest_##format)},
@@ -4569,7 +4552,7 @@ TQKV__TARGET static void TQKV__(attend_block)(TQKV__(block) * block, int n_rows,
     const tqkv__stream *s = block->stream;
     const TQKV__(loops) *loops = &TQKV__(loops_by_format)[s->format];
     const bool any = !keys && TQKV__LANES == 16 && s->book_bits < 6 && (!s->upper_bits || n_rows <= 8);
-    const int most = keys ? TQKV__KEY_ROWS(s->format) : TQKV__VALUE_ROWS(s->format);
+    const int most = keys ? TQKV__KEY_ROWS(s->kind, s->book_bits) : TQKV__VALUE_ROWS(s->kind, s->book_bits);
     if (!TQKV__DIRECT(s->format) || (n_rows > (s->kind == TQKV__BOOK ? most : TQKV__ROWS) && !any))
         TQKV__(attend_decoded)(block, n_rows, keys);
     else if (keys)
