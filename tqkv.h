@@ -3774,7 +3774,7 @@ TQKV__TARGET static void TQKV__(narrow_row)(tqkv_type type, const float *row, in
 #define TQKV__BOOK_ROWS(book, keys) (TQKV__LANES == 8 && ((keys) || (book) != 4) ? 2 : 4)
 /* Most rows of a format's loops, which are compiled for 1, 2 and so many. No kind: decoded rows. */
 #define TQKV__KEY_ROWS(kind, book)                                                                                     \
-    ((kind) == TQKV__BOOK ? TQKV__BOOK_ROWS(book, true) : (kind) ? TQKV__SCORE_ROWS : TQKV__DECODED_SCORE_ROWS)
+    ((kind) == TQKV__BOOK ? TQKV__BOOK_ROWS(book, true) : (kind) == 0 ? TQKV__DECODED_SCORE_ROWS : TQKV__SCORE_ROWS)
 #define TQKV__VALUE_ROWS(kind, book) ((kind) == TQKV__BOOK ? TQKV__BOOK_ROWS(book, false) : TQKV__ROWS)
 
 /* Distance between decoded rows. The gap keeps equal columns of many rows out of the same cache sets. */
