@@ -5326,9 +5326,9 @@ TQKV__TARGET static const uint8_t *TQKV__(quantise_row)(const tqkv__stream *s, c
             TQKV__(quantise_block_tq8)(q, y + b, s->norm_dim, *scales++, row + b);
     else if (s->book_bits == 6)
         TQKV__(quantise_as)(6, s, q, y, scales, codes);
-    else if (s->book_bits == 5)
+    else if (s->book_bits == 5 && TQKV__LANES < 16)
         TQKV__(quantise_as)(5, s, q, y, scales, codes);
-    else if (s->book_bits)
+    else if (s->book_bits) /* vectors of 16 hold the bounds of 5 bits as well */
         TQKV__(quantise_as)(4, s, q, y, scales, codes);
     else
         TQKV__(quantise_as)(0, s, q, y, scales, codes);
