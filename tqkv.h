@@ -4995,14 +4995,20 @@ TQKV__TARGET static TQKV__NOINLINE void TQKV__(sum_of_row)(bool squared, const f
 TQKV__TARGET static void TQKV__(sums_tq)(const tqkv__stream *s, const float *y, float *sums)
 {
     const uint8_t *bytes = (const uint8_t *)(const void *)y;
+    const int per_lane = s->head_dim / 32;
     TQKV__VECTOR x[32 / TQKV__LANES];
     if (TQKV__HAS_MATRIX(s->head_dim)) {
         TQKV__(sum_of_row)(false, y, s->head_dim, sums);
         return;
     }
-    if (s->head_dim >= 32 * TQKV__LANES)
-        for (int i = 0; i < 32 / TQKV__LANES; i++)
-            x[i] = TQKV__(lane_sums)(TQKV__LANES, s->head_dim / 32, bytes + i * TQKV__LANES * (s->head_dim / 8));
+    if (per_lane >= TQKV__LANES)
+        for (int i = 0; i < 32 / TQKV__LANES; i++) {
+            const uint8_t *at = bytes + 4 * i * TQKV__LANES * per_lane;
+            if (per_lane == TQKV__LANES) /* with constant offsets */
+                x[i] = TQKV__(lane_sums)(TQKV__LANES, TQKV__LANES, at);
+            else
+                x[i] = TQKV__(lane_sums)(TQKV__LANES, per_lane, at);
+        }
 #define TQKV__SUM_FLOATS(D, n)                                                                                         \
     case D:                                                                                                            \
         TQKV__UNROLL                                                                                                   \
