@@ -1475,18 +1475,17 @@ typedef struct tqkv__stream {
     size_t row_bytes;
     int norms_per_row, norm_dim; /* values that share a norm */
     int block_dim;               /* values that attention decodes at a time, all of one norm, at most TQKV__BLOCK */
-    float root, inverse_root;    /* of head_dim */
     uint8_t *codes;
     float *norms;
-    size_t codes_size, norms_size; /* bytes in use */
-    tqkv_type type;                /* of the caller's rows; tqkv__check_rows checks it */
-    tqkv_strides strides;          /* likewise */
-    const float *center;           /* [n_kv_heads][head_dim] or NULL */
-    const int32_t *pages;          /* [n_pages] or NULL: no table, or one that the processor does not know */
-    int n_pages, page_size;        /* 0 without a table */
-    uint8_t planes[4][128];        /* byte p of each centroid in planes[p], for byte look-ups; see tqkv__fill_planes */
-    int8_t centroids[64];          /* integers, and their step; see tqkv__fill_integers */
-    float step;
+    size_t codes_size, norms_size;  /* bytes in use */
+    tqkv_type type;                 /* of the caller's rows; tqkv__check_rows checks it */
+    tqkv_strides strides;           /* likewise */
+    const float *center;            /* [n_kv_heads][head_dim] or NULL */
+    const int32_t *pages;           /* [n_pages] or NULL: no table, or one that the processor does not know */
+    int n_pages, page_size;         /* 0 without a table */
+    uint8_t planes[4][128];         /* byte p of each centroid in planes[p], for byte look-ups; see tqkv__fill_planes */
+    int8_t centroids[64];           /* integers, and their step; see tqkv__fill_integers */
+    float step, root, inverse_root; /* root: of head_dim */
 } tqkv__stream;
 
 /* Strides with their defaults. n_heads * dim does not overflow. */
@@ -1616,9 +1615,13 @@ static size_t tqkv__table_size(const tqkv__stream *s) { return (size_t)s->n_page
 static void tqkv__split_floats(const float *x, int n, uint8_t planes[4][128])
 {
     for (int i = 0; i < n; i++)
-        for (int p = 0; p < 4; p++) planes[p][i] = (uint8_t)(tqkv__bits(x[i]) >> (8 * p));
-    for (; n < 128; n *= 2)
-        for (int p = 0; p < 4; p++) memcpy(planes[p] + n, planes[p], (size_t)n);
+        for (int at = i; at < 128; at += n) {
+            const uint32_t bits = tqkv__bits(x[i]);
+            planes[0][at] = (uint8_t)bits;
+            planes[1][at] = (uint8_t)(bits >> 8);
+            planes[2][at] = (uint8_t)(bits >> 16);
+            planes[3][at] = (uint8_t)(bits >> 24);
+        }
 }
 
 /* Codebooks are symmetric: centroid n - 1 - c is -centroid c. For TQ8 the lower half is enough: look-ups take ~c for a code c
