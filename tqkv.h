@@ -1383,6 +1383,7 @@ TQKV_API void tqkv__cache_advance(tqkv_cache *c, int n_tokens);
 #endif
 
 #define TQKV__NOINLINE __attribute__((noinline))
+#define TQKV__COLD     __attribute__((cold))        /* for size: calls that are rare beside appending and attending */
 #define TQKV__ALIGNED  __attribute__((aligned(64))) /* a vector that crosses cache lines is loaded twice */
 #define TQKV__INLINE   inline __attribute__((always_inline))
 #define TQKV__OP       TQKV__TARGET static TQKV__INLINE /* a part of a loop, in the current instruction set */
@@ -1429,7 +1430,37 @@ static size_t tqkv__type_size(tqkv_type type)
 #define TQKV__SIZE_TEXT(x, dim, ...) #dim ", "
 #define TQKV__HEAD_DIMS                                                                                                \
     "head_dim: none of " TQKV__SIZES(TQKV__SIZE_TEXT, ) "to which rows can be padded with zeros; set scale then"
-static bool tqkv__head_dim_known(int head_dim) { return TQKV__MATRIX_ORDER(head_dim) != 0; }
+
+/* A row of TQKV__SIZES for a head_dim that the compiler does not know, where its columns would be chains of comparisons,
+   half a KB each; zeros without a row. */
+typedef struct tqkv__size {
+    int order, run, grid; /* run: values in each of `order` runs */
+    float root, inverse_root;
+} tqkv__size;
+
+static inline const tqkv__size *tqkv__size_of(int head_dim)
+{
+#define TQKV__SIZE_ROW(x, dim, m, grid, root, inverse) {m, (dim) / (m), grid, root, inverse},
+#define TQKV__SIZE_NAME(x, dim, ...)                   TQKV__SIZE_##dim,
+#define TQKV__SIZE_CASE(x, dim, ...)                                                                                   \
+    case (dim) / 16:                                                                                                   \
+        row = TQKV__SIZE_##dim;                                                                                        \
+        break;
+    enum { no_row, TQKV__SIZES(TQKV__SIZE_NAME, ) n_rows };
+    static const tqkv__size rows[n_rows] = {{0, 0, 0, 0.0f, 0.0f}, TQKV__SIZES(TQKV__SIZE_ROW, )};
+    int row = no_row;
+    switch (head_dim / 16) {
+        TQKV__SIZES(TQKV__SIZE_CASE, )
+    }
+    return &rows[head_dim % 16 ? no_row : row];
+}
+static bool tqkv__head_dim_known(int head_dim) { return tqkv__size_of(head_dim)->order != 0; }
+
+/* TQKV__NORM_BLOCK of such a head_dim */
+static int tqkv__norm_block(int kind, int head_dim)
+{
+    return kind == TQKV__GRID ? tqkv__size_of(head_dim)->grid : TQKV__NORM_BLOCK(kind, head_dim);
+}
 
 #define TQKV__BLOCK 256
 
@@ -1446,15 +1477,15 @@ typedef struct tqkv__stream {
     int block_dim;               /* values that attention decodes at a time, all of one norm, at most TQKV__BLOCK */
     uint8_t *codes;
     float *norms;
-    size_t codes_size, norms_size; /* bytes in use */
-    tqkv_type type;                /* of the caller's rows; tqkv__check_rows checks it */
-    tqkv_strides strides;          /* likewise */
-    const float *center;           /* [n_kv_heads][head_dim] or NULL */
-    const int32_t *pages;          /* [n_pages] or NULL: no table, or one that the processor does not know */
-    int n_pages, page_size;        /* 0 without a table */
-    uint8_t planes[4][128];        /* byte p of each centroid in planes[p], for byte look-ups; see tqkv__fill_planes */
-    int8_t centroids[64];          /* integers, and their step; see tqkv__fill_integers */
-    float step;
+    size_t codes_size, norms_size;  /* bytes in use */
+    tqkv_type type;                 /* of the caller's rows; tqkv__check_rows checks it */
+    tqkv_strides strides;           /* likewise */
+    const float *center;            /* [n_kv_heads][head_dim] or NULL */
+    const int32_t *pages;           /* [n_pages] or NULL: no table, or one that the processor does not know */
+    int n_pages, page_size;         /* 0 without a table */
+    uint8_t planes[4][128];         /* byte p of each centroid in planes[p], for byte look-ups; see tqkv__fill_planes */
+    int8_t centroids[64];           /* integers, and their step; see tqkv__fill_integers */
+    float step, root, inverse_root; /* root: of head_dim */
 } tqkv__stream;
 
 /* Strides with their defaults. n_heads * dim does not overflow. */
@@ -1531,6 +1562,8 @@ static tqkv_result tqkv__stream_shape(const tqkv_store *store, tqkv__stream *s)
     s->codebook = s->book_bits ? TQKV__CODEBOOK(s->book_bits) : NULL;
     s->boundaries = s->book_bits ? TQKV__BOUNDARIES(s->book_bits) : NULL;
     s->head_dim = store->head_dim;
+    s->root = tqkv__size_of(s->head_dim)->root;
+    s->inverse_root = tqkv__size_of(s->head_dim)->inverse_root;
     s->n_kv_heads = store->n_kv_heads;
     s->capacity = store->capacity;
     s->type = store->type;
@@ -1540,7 +1573,7 @@ static tqkv_result tqkv__stream_shape(const tqkv_store *store, tqkv__stream *s)
     s->block_scale = store->block_scale > 0.0f ? store->block_scale : 1.0f;
     s->row_bytes = tqkv_row_bytes(store->format, store->head_dim);
     s->norms_per_row = tqkv_norms_per_row(store->format, store->head_dim);
-    s->norm_dim = TQKV__NORM_BLOCK(s->kind, s->head_dim);
+    s->norm_dim = tqkv__norm_block(s->kind, s->head_dim);
     int blocks = (s->norm_dim + TQKV__BLOCK - 1) / TQKV__BLOCK;
     while (s->norm_dim % blocks) blocks++;
     s->block_dim = s->norm_dim / blocks;
@@ -1582,9 +1615,13 @@ static size_t tqkv__table_size(const tqkv__stream *s) { return (size_t)s->n_page
 static void tqkv__split_floats(const float *x, int n, uint8_t planes[4][128])
 {
     for (int i = 0; i < n; i++)
-        for (int p = 0; p < 4; p++) planes[p][i] = (uint8_t)(tqkv__bits(x[i]) >> (8 * p));
-    for (; n < 128; n *= 2)
-        for (int p = 0; p < 4; p++) memcpy(planes[p] + n, planes[p], (size_t)n);
+        for (int at = i; at < 128; at += n) {
+            const uint32_t bits = tqkv__bits(x[i]);
+            planes[0][at] = (uint8_t)bits;
+            planes[1][at] = (uint8_t)(bits >> 8);
+            planes[2][at] = (uint8_t)(bits >> 16);
+            planes[3][at] = (uint8_t)(bits >> 24);
+        }
 }
 
 /* Codebooks are symmetric: centroid n - 1 - c is -centroid c. For TQ8 the lower half is enough: look-ups take ~c for a code c
@@ -1703,7 +1740,7 @@ TQKV_API size_t tqkv_row_bytes(tqkv_format f, int head_dim)
 TQKV_API int tqkv_norms_per_row(tqkv_format f, int head_dim)
 {
     if (!tqkv__format_known(f) || !tqkv__head_dim_known(head_dim) || TQKV__KIND(f) == TQKV__HALF) return 0;
-    const int block = TQKV__NORM_BLOCK(TQKV__KIND(f), head_dim);
+    const int block = tqkv__norm_block(TQKV__KIND(f), head_dim);
     return block ? head_dim / block : 0;
 }
 
@@ -2008,7 +2045,7 @@ TQKV_API void tqkv_team_end(tqkv_team *team)
     tqkv__team_leave(team, team->n_threads);
 }
 
-TQKV_API tqkv_result tqkv_team_create(const tqkv_allocator *allocator, tqkv_team **out)
+TQKV__COLD TQKV_API tqkv_result tqkv_team_create(const tqkv_allocator *allocator, tqkv_team **out)
 {
     tqkv_allocator memory = {NULL, NULL, NULL};
     if (!out) return TQKV__INVALID("out is NULL");
@@ -2023,7 +2060,7 @@ TQKV_API tqkv_result tqkv_team_create(const tqkv_allocator *allocator, tqkv_team
     return TQKV_OK;
 }
 
-TQKV_API void tqkv_team_destroy(tqkv_team *team)
+TQKV__COLD TQKV_API void tqkv_team_destroy(tqkv_team *team)
 {
     if (!team) return;
     const tqkv_allocator memory = team->memory;
@@ -2248,7 +2285,7 @@ static void tqkv__mix_runs(float *x, int m, int n)
 /* Walsh-Hadamard transform of each run in natural order, then the matrix across the runs; unnormalised. x: [head_dim] */
 static void tqkv__hadamard(float *x, int head_dim)
 {
-    const int m = TQKV__MATRIX_ORDER(head_dim), n = m > 1 ? head_dim / m : head_dim;
+    const int m = tqkv__size_of(head_dim)->order, n = tqkv__size_of(head_dim)->run;
     for (int h = 1; h < n; h *= 2)
         for (int i = 0; i < head_dim; i += 2 * h)
             for (int j = i; j < i + h; j++) {
@@ -2268,7 +2305,7 @@ static void tqkv__flip_signs(float *x, int head_dim)
 /* y = R(s*x)/sqrt(D) in double, for sums of far larger terms. */
 static void tqkv__rotate_double(double *x, int head_dim)
 {
-    const int m = TQKV__MATRIX_ORDER(head_dim), n = m > 1 ? head_dim / m : head_dim;
+    const int m = tqkv__size_of(head_dim)->order, n = tqkv__size_of(head_dim)->run;
     double y[TQKV_MAX_HEAD_DIM];
     for (int j = 0; j < head_dim; j++)
         if ((tqkv__tables.signs[j % 512 / 8] >> (j % 8)) & 1) x[j] = -x[j];
@@ -2298,14 +2335,14 @@ static TQKV__NOINLINE void tqkv__rotate_row(float *x, int head_dim)
 {
     tqkv__flip_signs(x, head_dim);
     tqkv__hadamard(x, head_dim);
-    tqkv__scale(x, head_dim, TQKV__INV_SQRT(head_dim));
+    tqkv__scale(x, head_dim, tqkv__size_of(head_dim)->inverse_root);
 }
 
 /* x = s*R(y)/sqrt(D) */
 static TQKV__NOINLINE void tqkv__unrotate_row(float *y, int head_dim)
 {
     tqkv__hadamard(y, head_dim);
-    tqkv__scale(y, head_dim, TQKV__INV_SQRT(head_dim));
+    tqkv__scale(y, head_dim, tqkv__size_of(head_dim)->inverse_root);
     tqkv__flip_signs(y, head_dim);
 }
 
@@ -2316,7 +2353,7 @@ static float tqkv__norm_tq(const tqkv__stream *s, float sum, float *scale)
     const bool one = s->norms_per_row == 1;
     const float norm = fabsf(TQKV__AS_FLOAT(sqrtf(one ? sum : TQKV__AS_FLOAT(sum / 256.0f))));
     const float inverse = norm > TQKV__MIN_NORM ? TQKV__AS_FLOAT(1.0f / norm) : 0.0f;
-    *scale = TQKV__AS_FLOAT(inverse * (one ? TQKV__SQRT(s->head_dim) : s->block_scale));
+    *scale = TQKV__AS_FLOAT(inverse * (one ? s->root : s->block_scale));
     return norm;
 }
 
@@ -2363,7 +2400,7 @@ static void tqkv__correct_norms(const tqkv__stream *s, const float *centroids, f
 {
     float sums[TQKV_MAX_HEAD_DIM / 256];
     const bool one = s->norms_per_row == 1;
-    const float root = one ? TQKV__SQRT(s->head_dim) : s->block_scale;
+    const float root = one ? s->root : s->block_scale;
     tqkv__sums_tq(s, centroids, sums);
     for (int b = 0; b < s->norms_per_row; b++) {
         const float length = TQKV__AS_FLOAT(sqrtf(one ? sums[b] : TQKV__AS_FLOAT(sums[b] / 256.0f)));
@@ -2608,7 +2645,7 @@ static const tqkv__codec *tqkv__codec_for(int head_dim);
 static float tqkv__factor(const tqkv__stream *s, float norm)
 {
     if (s->kind == TQKV__GRID) return norm;
-    return TQKV__AS_FLOAT(s->norms_per_row == 1 ? norm * TQKV__INV_SQRT(s->head_dim) : norm / s->block_scale);
+    return TQKV__AS_FLOAT(s->norms_per_row == 1 ? norm * s->inverse_root : norm / s->block_scale);
 }
 
 /* row, norms -> dst: [head_dim], in the basis of the stream. */
@@ -2962,8 +2999,8 @@ static bool tqkv__same_center(const tqkv__stream *a, const tqkv__stream *b)
 }
 
 /* Opens two stores whose positions [position, position + n) are to be converted, and makes all checks. */
-static tqkv_result tqkv__convert_open(const tqkv_store *to_store, const tqkv_store *from_store, int64_t position, int n,
-                                      tqkv__stream *to, tqkv__stream *from)
+TQKV__COLD static tqkv_result tqkv__convert_open(const tqkv_store *to_store, const tqkv_store *from_store,
+                                                 int64_t position, int n, tqkv__stream *to, tqkv__stream *from)
 {
     tqkv_result r = tqkv__open_positions(to_store, n, position, to);
     if (r == TQKV_OK) r = tqkv__open_positions(from_store, n, position, from);
@@ -3127,8 +3164,8 @@ static TQKV__NOINLINE void tqkv__add_moments(const tqkv__stream *s, int kv_head,
     }
 }
 
-static TQKV__NOINLINE void tqkv__quality_of(const tqkv__stream *s, const tqkv__moments *m, int n_tokens,
-                                            tqkv_quality *out)
+TQKV__COLD static TQKV__NOINLINE void tqkv__quality_of(const tqkv__stream *s, const tqkv__moments *m, int n_tokens,
+                                                       tqkv_quality *out)
 {
     float first[TQKV_MAX_HEAD_DIM] = {0};
     double mean = 0.0, differs = m->differs;
@@ -3752,23 +3789,21 @@ TQKV__TARGET static void TQKV__(narrow_row)(tqkv_type type, const float *row, in
 /* Formats with loops straight from the codes. Not those of 5 and 6 bits in bytes, which are there for existing caches: the
    loops of two formats would take 26 KB for 1.1 to 1.5 times the speed. On NEON no codebook for bytes: it leaves no
    registers for sums. */
-#define TQKV__DIRECT(format)                                                                                           \
-    (TQKV__PACKED(format) || TQKV__KIND(format) != TQKV__BOOK || (TQKV__LANES > 4 && TQKV__BOOK_BITS(format) == 8))
+#define TQKV__HAS_LOOPS(kind, main, book) ((main) < 8 || (kind) != TQKV__BOOK || (TQKV__LANES > 4 && (book) == 8))
+#define TQKV__DIRECT(format)              TQKV__HAS_LOOPS(TQKV__KIND(format), TQKV__MAIN_BITS(format), TQKV__BOOK_BITS(format))
 /* Rows of a codebook's loops. More take decoded rows: on AVX2 four took as long or longer straight from the codes (Zen 4,
    D=128: TQ3 1.10, TQ2 1.04, TQ5 to TQ8 0.99 times). */
-#define TQKV__BOOK_ROWS(format, keys) (TQKV__LANES == 8 && ((keys) || TQKV__BOOK_BITS(format) != 4) ? 2 : 4)
-/* Most rows of a format's loops, which are compiled for 1, 2 and so many. */
-#define TQKV__KEY_ROWS(format)                                                                                         \
-    ((format) == TQKV__FLOATS           ? TQKV__DECODED_SCORE_ROWS                                                     \
-     : TQKV__KIND(format) == TQKV__BOOK ? TQKV__BOOK_ROWS(format, true)                                                \
-                                        : TQKV__SCORE_ROWS)
-#define TQKV__VALUE_ROWS(format) (TQKV__KIND(format) == TQKV__BOOK ? TQKV__BOOK_ROWS(format, false) : TQKV__ROWS)
+#define TQKV__BOOK_ROWS(book, keys) (TQKV__LANES == 8 && ((keys) || (book) != 4) ? 2 : 4)
+/* Most rows of a format's loops, which are compiled for 1, 2 and so many. No kind: decoded rows. */
+#define TQKV__KEY_ROWS(kind, book)                                                                                     \
+    ((kind) == TQKV__BOOK ? TQKV__BOOK_ROWS(book, true) : (kind) == 0 ? TQKV__DECODED_SCORE_ROWS : TQKV__SCORE_ROWS)
+#define TQKV__VALUE_ROWS(kind, book) ((kind) == TQKV__BOOK ? TQKV__BOOK_ROWS(book, false) : TQKV__ROWS)
 
 /* Distance between decoded rows. The gap keeps equal columns of many rows out of the same cache sets. */
 #define TQKV__X_STRIDE(dim) ((dim) + 16)
 
 /* Calls the loop for 1, 2 or `most` rows, each a constant. */
-#define TQKV__BY_ROWS(loop, most)                                                                                      \
+#define TQKV__BY_ROWS(loop, format, most)                                                                              \
     (rows == 1    ? TQKV__(loop)(format, 1, block)                                                                     \
      : rows == 2  ? TQKV__(loop)(format, 2, block)                                                                     \
      : (most) > 2 ? TQKV__(loop)(format, most, block)                                                                  \
@@ -4482,21 +4517,6 @@ TQKV__OP void TQKV__(decode_by_loads)(const TQKV__(block) * block, int n, float 
     }
 }
 
-TQKV__OP void TQKV__(score_rows)(const tqkv_format format, const TQKV__(block) * block, int rows)
-{
-    if (TQKV__DIRECT(format)) TQKV__BY_ROWS(score, TQKV__KEY_ROWS(format));
-}
-
-TQKV__OP void TQKV__(accumulate_rows)(const tqkv_format format, const TQKV__(block) * block, int rows)
-{
-    if (TQKV__DIRECT(format)) TQKV__BY_ROWS(accumulate, TQKV__VALUE_ROWS(format));
-}
-
-TQKV__OP void TQKV__(rest_rows)(const tqkv_format format, const TQKV__(block) * block, int rows)
-{
-    if (TQKV__DIRECT(format)) TQKV__BY_ROWS(add_rest, TQKV__VALUE_ROWS(format));
-}
-
 TQKV__OP void TQKV__(decode_rows)(const tqkv_format format, const TQKV__(block) * block, int n, float *x)
 {
     if (TQKV__BOOK_BITS(format) == 8 && !TQKV__DIRECT(format))
@@ -4505,18 +4525,19 @@ TQKV__OP void TQKV__(decode_rows)(const tqkv_format format, const TQKV__(block) 
         TQKV__(decode)(format, block, n, x);
 }
 
-#define TQKV__ROW_LOOPS(unused, format, ...)                                                                           \
+/* By the columns of a row: what is left out here is not inlined to be thrown away. */
+#define TQKV__ROW_LOOPS(unused, format, name, kind, main, upper, book, plain)                                          \
     TQKV__TARGET static void TQKV__(score_##format)(const TQKV__(block) * block, int rows)                             \
     {                                                                                                                  \
-        TQKV__(score_rows)(format, block, rows);                                                                       \
+        if (TQKV__HAS_LOOPS(kind, main, book)) TQKV__BY_ROWS(score, format, TQKV__KEY_ROWS(kind, book));               \
     }                                                                                                                  \
     TQKV__TARGET static void TQKV__(accumulate_##format)(const TQKV__(block) * block, int rows)                        \
     {                                                                                                                  \
-        TQKV__(accumulate_rows)(format, block, rows);                                                                  \
+        if (TQKV__HAS_LOOPS(kind, main, book)) TQKV__BY_ROWS(accumulate, format, TQKV__VALUE_ROWS(kind, book));        \
     }                                                                                                                  \
     TQKV__TARGET static void TQKV__(rest_##format)(const TQKV__(block) * block, int rows)                              \
     {                                                                                                                  \
-        TQKV__(rest_rows)(format, block, rows);                                                                        \
+        if (TQKV__HAS_LOOPS(kind, main, book)) TQKV__BY_ROWS(add_rest, format, TQKV__VALUE_ROWS(kind, book));          \
     }
 #define TQKV__DECODE_LOOP(unused, format, ...)                                                                         \
     TQKV__TARGET static void TQKV__(decode_##format)(const TQKV__(block) * block, int n, float *x)                     \
@@ -4525,7 +4546,7 @@ TQKV__OP void TQKV__(decode_rows)(const tqkv_format format, const TQKV__(block) 
     }
 TQKV__FORMATS(TQKV__DECODE_LOOP, )
 TQKV__FORMATS(TQKV__ROW_LOOPS, )
-TQKV__ROW_LOOPS(, TQKV__FLOATS, )
+TQKV__ROW_LOOPS(, TQKV__FLOATS, , 0, 32, 0, 0, 0)
 
 #define TQKV__LOOPS_OF(unused, format, ...)                                                                            \
     {TQKV__(decode_##format), TQKV__(score_##format), TQKV__(accumulate_##format), TQKV__(rest_##format)},
@@ -4593,7 +4614,7 @@ TQKV__TARGET static void TQKV__(attend_block)(TQKV__(block) * block, int n_rows,
     const tqkv__stream *s = block->stream;
     const TQKV__(loops) *loops = &TQKV__(loops_by_format)[s->format];
     const bool any = !keys && TQKV__LANES == 16 && s->book_bits < 6 && (!s->upper_bits || n_rows <= 8);
-    const int most = keys ? TQKV__KEY_ROWS(s->format) : TQKV__VALUE_ROWS(s->format);
+    const int most = keys ? TQKV__KEY_ROWS(s->kind, s->book_bits) : TQKV__VALUE_ROWS(s->kind, s->book_bits);
     if (!TQKV__DIRECT(s->format) || (n_rows > (s->kind == TQKV__BOOK ? most : TQKV__ROWS) && !any))
         TQKV__(attend_decoded)(block, n_rows, keys);
     else if (keys)
@@ -4735,7 +4756,7 @@ TQKV__OP void TQKV__(hadamard_runs)(const int count, const int length, tqkv_type
 /* Stages h to h * count / 2, in place; count is a constant. */
 TQKV__OP void TQKV__(hadamard_across)(const int count, int h, int head_dim, float *x)
 {
-    const TQKV__VECTOR factor = TQKV__(set1)(h * count == head_dim ? TQKV__INV_SQRT(head_dim) : 1.0f);
+    const TQKV__VECTOR factor = TQKV__(set1)(h * count == head_dim ? tqkv__size_of(head_dim)->inverse_root : 1.0f);
     for (int run = 0; run < head_dim; run += h * count)
         for (int j = run; j < run + h; j += TQKV__LANES) {
             TQKV__VECTOR v[4];
@@ -4828,30 +4849,30 @@ TQKV__OP void TQKV__(mix_12)(const float *runs, float factor, int n, float *out)
     }
 }
 
-#define TQKV__MIX(m)                                                                                                   \
+#define TQKV__MIX(m, at_once)                                                                                          \
     case m:                                                                                                            \
-        if (n >= TQKV__LANES)                                                                                          \
-            TQKV__(mix)(m, 1, runs, factor, n, out);                                                                   \
-        else if ((m) != 20)                                                                                            \
-            TQKV__(mix)(m, TQKV__LANES == 8 ? 2 : 1, runs, factor, n, out);                                            \
+        TQKV__(mix)(m, at_once, runs, factor, n, out);                                                                 \
         break;
 
+/* n below LANES is 4 of 8 lanes: other sets leave shorter runs to AVX2, or have none. */
 TQKV__TARGET static TQKV__NOINLINE void TQKV__(mix_by_order)(int m, const float *runs, float factor, int n, float *out)
 {
-    if (m == 12 && n >= TQKV__LANES) {
+    if (m == 12 && n >= TQKV__LANES)
         TQKV__(mix_12)(runs, factor, n, out);
-        return;
-    }
-    if (m == 20 && n == 4 && TQKV__LANES == 8) {
+    else if (n >= TQKV__LANES)
+        switch (m) {
+            TQKV__MIX(20, 1)
+            TQKV__MIX(28, 1)
+            TQKV__MIX(36, 1)
+        }
+    else if (m == 20)
         TQKV__(mix_20)(runs, factor, out);
-        return;
-    }
-    switch (m) {
-        TQKV__MIX(12)
-        TQKV__MIX(20)
-        TQKV__MIX(28)
-        TQKV__MIX(36)
-    }
+    else if (TQKV__LANES == 8)
+        switch (m) {
+            TQKV__MIX(12, 2)
+            TQKV__MIX(28, 2)
+            TQKV__MIX(36, 2)
+        }
 }
 
 /* As hadamard for head_dim = m * n, m > 1: H over the runs, then the matrix across them */
@@ -4859,8 +4880,9 @@ TQKV__TARGET static TQKV__NOINLINE void TQKV__(rotate_runs)(tqkv_type type, cons
                                                             float *out)
 {
     TQKV__ALIGNED float runs[TQKV_MAX_HEAD_DIM];
-    const int m = TQKV__MATRIX_ORDER(head_dim), n = head_dim / m; /* n: 4 to 64 */
-    const float factor = TQKV__INV_SQRT(head_dim);
+    const tqkv__size *size = tqkv__size_of(head_dim);
+    const int m = size->order, n = size->run; /* n: 4 to 64 */
+    const float factor = size->inverse_root;
     if (n == 4 && TQKV__LANES > 4)
         TQKV__(hadamard_runs)(1, 4, type, in, head_dim, flip, runs);
     else if (n == 8 && TQKV__LANES > 8)
@@ -4933,18 +4955,6 @@ TQKV__OP void TQKV__(squares)(const int bits, const tqkv__quantiser *q, TQKV__VE
     }
 }
 
-/* Adds to each lane's sum the squares of one float or, with a codebook, of the centroids of four codes. short_lanes:
-   lanes have one or two codes, and the first steps of the tree are taken here. */
-TQKV__OP TQKV__VECTOR TQKV__(add_squares)(const int bits, const bool short_lanes, const tqkv__quantiser *q,
-                                          TQKV__VECTOR sum, TQKV__VECTOR x)
-{
-    TQKV__VECTOR four[4] = {x, x, x, x};
-    if (bits == 0) return sum + TQKV__(rounded)(x * x);
-    TQKV__(squares)(bits, q, x, four);
-    if (short_lanes) return (four[0] + four[1]) + (four[2] + four[3]);
-    return (((sum + four[0]) + four[1]) + four[2]) + four[3];
-}
-
 /* Transposes count * count squares of `count` vectors; count is a constant. */
 TQKV__OP void TQKV__(transpose)(const int count, TQKV__VECTOR *x)
 {
@@ -4961,28 +4971,33 @@ TQKV__OP void TQKV__(transpose)(const int count, TQKV__VECTOR *x)
         }
 }
 
-/* Sums of squares of LANES lanes, each over its per_lane neighbours in order. A transpose brings the e-th neighbours of
-   all lanes into one vector. If per_lane < LANES, bit j of a lane's number moves to bit (j + log2(per_lane)) modulo
-   log2(LANES) of its place. y: floats or, if bits is not 0, words of codes. bits and per_lane are constants. */
-TQKV__OP TQKV__VECTOR TQKV__(lane_sums)(const int bits, const bool short_lanes, const int per_lane,
-                                        const tqkv__quantiser *q, const uint8_t *y)
+/* The words of LANES lanes, each of per_lane neighbours: x[e] has the e-th of each. If per_lane < LANES, bit j of a lane's
+   number moves to bit (j + log2(per_lane)) modulo log2(LANES) of its place. Only per_lane words from the first of count,
+   a constant: the smaller of per_lane and LANES. */
+TQKV__OP void TQKV__(load_lanes)(const int count, int per_lane, const uint8_t *words, TQKV__VECTOR *x)
 {
-    const int width = per_lane < TQKV__LANES ? per_lane : TQKV__LANES;
     const int stride = per_lane < TQKV__LANES ? TQKV__LANES : per_lane;
+    TQKV__UNROLL
+    for (int i = 0; i < count; i++, words += 4 * stride) memcpy(&x[i], words, sizeof x[i]);
+    TQKV__(transpose)(count, x);
+}
+
+/* Sums of squares of LANES lanes, each over its per_lane floats in order; most: a constant, per_lane or LANES */
+TQKV__OP TQKV__VECTOR TQKV__(lane_sums)(const int most, int per_lane, const uint8_t *floats)
+{
+    const int count = most < TQKV__LANES ? most : TQKV__LANES;
     TQKV__VECTOR sum = TQKV__(set1)(0.0f);
-    for (int part = 0; part < per_lane; part += width) {
+    for (int part = 0; part < per_lane; part += count) {
         TQKV__VECTOR x[16];
+        TQKV__(load_lanes)(count, per_lane, floats + 4 * part, x);
         TQKV__UNROLL
-        for (int i = 0; i < width; i++) memcpy(&x[i], y + 4 * (part + i * stride), sizeof x[i]);
-        TQKV__(transpose)(width, x);
-        TQKV__UNROLL
-        for (int i = 0; i < width; i++) sum = TQKV__(add_squares)(bits, short_lanes, q, sum, x[i]);
+        for (int i = 0; i < count; i++) sum += TQKV__(rounded)(x[i] * x[i]);
     }
     return sum;
 }
 
 /* Adds lanes by the xor-tree of tqkv__sums_tq up to those that share a norm. x: the sums of n_lanes lanes of per_lane
-   words each; sums: one a norm. The parameters are constants. */
+   words each, in the places of load_lanes; sums: one a norm. All numbers are constants. */
 TQKV__OP void TQKV__(add_lanes)(const int n_lanes, const int per_lane, const int n_norms, TQKV__VECTOR *x, float *sums)
 {
     const int width = per_lane < TQKV__LANES ? per_lane : TQKV__LANES, vectors = n_lanes / TQKV__LANES;
@@ -5001,10 +5016,12 @@ TQKV__OP void TQKV__(add_lanes)(const int n_lanes, const int per_lane, const int
         for (int i = 0; i < vectors; i++)
             if (!(i & step)) x[i] = x[i | step] = x[i] + x[i | step];
     }
+    sums[0] = TQKV__(first_lane)(x[0]);
+    if (n_norms == 1) return;
     TQKV__UNROLL
     for (int i = 0; i < vectors; i++) TQKV__(store)(lanes + i * TQKV__LANES, x[i]);
     TQKV__UNROLL
-    for (int b = 0; b < n_norms; b++) {
+    for (int b = 1; b < n_norms; b++) {
         const int lane = n_lanes / n_norms * b, place = lane % TQKV__LANES * width;
         sums[b] = lanes[lane / TQKV__LANES * TQKV__LANES + place % TQKV__LANES + place / TQKV__LANES];
     }
@@ -5012,7 +5029,7 @@ TQKV__OP void TQKV__(add_lanes)(const int n_lanes, const int per_lane, const int
 
 /* Sums of lanes of any length, in the lanes' own order; squared: x holds the squares. Reads up to three floats behind the
    last lane. */
-TQKV__OP TQKV__VECTOR TQKV__(sums_of_lanes)(const bool squared, const float *x, int per_lane)
+TQKV__OP TQKV__VECTOR TQKV__(sums_of_lanes)(bool squared, const float *x, int per_lane)
 {
     TQKV__VECTOR sum = TQKV__(set1)(0.0f);
     for (int e = 0; e < per_lane; e += 4) {
@@ -5028,13 +5045,13 @@ TQKV__OP TQKV__VECTOR TQKV__(sums_of_lanes)(const bool squared, const float *x, 
 }
 
 /* The sum of squares of a row of head_dim that is no power of two; three more floats are readable behind x. */
-TQKV__OP void TQKV__(sum_of_row)(const bool squared, const float *x, int head_dim, float *sum)
+TQKV__TARGET static TQKV__NOINLINE void TQKV__(sum_of_row)(bool squared, const float *x, int head_dim, float *sum)
 {
-    const int lanes = TQKV__NORM_LANES(head_dim), per_lane = head_dim / lanes;
+    const int n = TQKV__NORM_LANES(head_dim), per_lane = head_dim / n;
     TQKV__VECTOR sums[32 / TQKV__LANES];
-    for (int i = 0; i < lanes; i += TQKV__LANES)
+    for (int i = 0; i < n; i += TQKV__LANES)
         sums[i / TQKV__LANES] = TQKV__(sums_of_lanes)(squared, x + i * per_lane, per_lane);
-    if (lanes == 16)
+    if (n == 16)
         TQKV__(add_lanes)(16, TQKV__LANES, 1, sums, sum);
     else
         TQKV__(add_lanes)(32, TQKV__LANES, 1, sums, sum);
@@ -5051,13 +5068,26 @@ TQKV__OP void TQKV__(sum_of_row)(const bool squared, const float *x, int head_di
 TQKV__TARGET static void TQKV__(sums_tq)(const tqkv__stream *s, const float *y, float *sums)
 {
     const uint8_t *bytes = (const uint8_t *)(const void *)y;
+    const int per_lane = s->head_dim / 32;
     TQKV__VECTOR x[32 / TQKV__LANES];
-    if (TQKV__HAS_MATRIX(s->head_dim)) TQKV__(sum_of_row)(false, y, s->head_dim, sums);
+    if (TQKV__HAS_MATRIX(s->head_dim)) {
+        TQKV__(sum_of_row)(false, y, s->head_dim, sums);
+        return;
+    }
+    if (per_lane >= TQKV__LANES)
+        for (int i = 0; i < 32 / TQKV__LANES; i++) {
+            const uint8_t *at = bytes + 4 * i * TQKV__LANES * per_lane;
+            if (per_lane == TQKV__LANES) /* with constant offsets */
+                x[i] = TQKV__(lane_sums)(TQKV__LANES, TQKV__LANES, at);
+            else
+                x[i] = TQKV__(lane_sums)(TQKV__LANES, per_lane, at);
+        }
 #define TQKV__SUM_FLOATS(D, n)                                                                                         \
     case D:                                                                                                            \
         TQKV__UNROLL                                                                                                   \
         for (int i = 0; i < 32 / TQKV__LANES; i++)                                                                     \
-            x[i] = TQKV__(lane_sums)(0, false, (D) / 32, NULL, bytes + i * TQKV__LANES * ((D) / 8));                   \
+            if ((D) < 32 * TQKV__LANES)                                                                                \
+                x[i] = TQKV__(lane_sums)((D) / 32, (D) / 32, bytes + i * TQKV__LANES * ((D) / 8));                     \
         TQKV__(add_lanes)(32, (D) / 32, n, x, sums);                                                                   \
         break;
     TQKV__BY_HEAD_DIM(TQKV__SUM_FLOATS)
@@ -5068,35 +5098,84 @@ TQKV__TARGET static void TQKV__(sums_tq)(const tqkv__stream *s, const float *y, 
 #define TQKV__WORD_LANES(D) ((D) < 128 ? (D) / 4 : 32)
 #define TQKV__LANE_WORDS(D) ((D) / 4 / TQKV__WORD_LANES(D))
 
-/* The sums of the lanes of a row's codes; bits is a constant. lanes: [TQKV__WORD_LANES]. If head_dim is no power of two,
-   only their sum. */
-TQKV__OP void TQKV__(lanes_of_codes)(const int bits, const tqkv__stream *s, const tqkv__quantiser *q,
-                                     const uint8_t *codes, float *lanes, float *total)
+/* Brings `words` words of each lane into the places of load_lanes; to: in vectors */
+TQKV__OP void TQKV__(turn_lanes)(const int count, int words, const uint8_t *codes, float *to)
 {
-    TQKV__ALIGNED float x[TQKV_MAX_HEAD_DIM];
-    const int words = TQKV__LANE_WORDS(s->head_dim);
-    if (TQKV__HAS_MATRIX(s->head_dim)) {
-        for (int d = 0; d < s->head_dim; d += TQKV__LANES) {
-            TQKV__VECTOR four[4];
-            TQKV__(squares)(bits, q, TQKV__(widen_bytes)(codes + d), four);
-            TQKV__(store)(x + d, four[0]);
-        }
-        TQKV__(sum_of_row)(true, x, s->head_dim, total);
-        return;
-    }
-    for (int i = 0; i < TQKV__WORD_LANES(s->head_dim); i += TQKV__LANES, codes += 4 * TQKV__LANES * words) {
-        const bool short_lanes = s->head_dim < 128;
-        TQKV__VECTOR sum;
-        if (words == 1)
-            sum =
-                short_lanes ? TQKV__(lane_sums)(bits, true, 1, q, codes) : TQKV__(lane_sums)(bits, false, 1, q, codes);
-        else if (words == 2)
-            sum = TQKV__(lane_sums)(bits, false, 2, q, codes);
-        else if (words == 4)
-            sum = TQKV__(lane_sums)(bits, false, 4, q, codes);
+    TQKV__VECTOR x[8];
+    TQKV__(load_lanes)(count, words, codes, x);
+    TQKV__UNROLL
+    for (int i = 0; i < count; i++) TQKV__(store)(to + i * TQKV__LANES, x[i]);
+}
+
+/* Those of a row's codes, the lanes of a vector after those of another; lanes have two words or more. to: [head_dim / 4] */
+TQKV__OP void TQKV__(turn_words)(int words, const uint8_t *codes, int head_dim, float *to)
+{
+    const int step = words * TQKV__LANES;
+    for (int at = 0; at < head_dim / 4; at += step, codes += 4 * step) {
+        if (words == 4)
+            TQKV__(turn_lanes)(4, 4, codes, to + at);
+        else if (TQKV__LANES > 4)
+            TQKV__(turn_lanes)(8, 8, codes, to + at);
         else
-            sum = TQKV__(lane_sums)(bits, false, 8, q, codes);
-        TQKV__(store)(lanes + i, sum);
+            for (int w = 0; w < 8; w += 4) TQKV__(turn_lanes)(4, 8, codes + 4 * w, to + at + w * TQKV__LANES);
+    }
+}
+
+/* Sums of lanes of codes, LANES of them in a vector, each over its words in order. short_lanes: lanes have one or two codes, and
+   the first steps of the tree are taken here. bits is a constant. */
+TQKV__OP void TQKV__(sums_of_words)(const int bits, bool short_lanes, int words, int n_vectors,
+                                    const tqkv__quantiser *q, const uint8_t *codes, TQKV__VECTOR *sums)
+{
+    for (const TQKV__VECTOR *end = sums + n_vectors; sums < end; sums++) {
+        TQKV__VECTOR sum = TQKV__(set1)(0.0f), word[2], x[4];
+        if (words == 1) {
+            memcpy(&word[0], codes, sizeof word[0]);
+            codes += sizeof word[0];
+            TQKV__(squares)(bits, q, word[0], x);
+            *sums = short_lanes ? (x[0] + x[1]) + (x[2] + x[3]) : ((x[0] + x[1]) + x[2]) + x[3];
+            continue;
+        }
+        for (int w = 0; w < words; w += 2, codes += 2 * sizeof word[0]) {
+            memcpy(&word[0], codes, sizeof word[0]);
+            memcpy(&word[1], codes + sizeof word[0], sizeof word[0]);
+            if (words == 2) TQKV__(transpose)(2, word);
+            TQKV__UNROLL
+            for (int i = 0; i < 2; i++) {
+                TQKV__(squares)(bits, q, word[i], x);
+                sum = (((sum + x[0]) + x[1]) + x[2]) + x[3];
+            }
+        }
+        *sums = sum;
+    }
+}
+
+/* The sums of the lanes of a row's codes */
+TQKV__OP void TQKV__(lanes_of_codes)(const tqkv__stream *s, const tqkv__quantiser *q, const uint8_t *codes,
+                                     TQKV__VECTOR *sums)
+{
+    const int words = TQKV__LANE_WORDS(s->head_dim), n = TQKV__WORD_LANES(s->head_dim) / TQKV__LANES;
+    const bool short_lanes = s->head_dim < 128;
+    TQKV__ALIGNED float turned[TQKV_MAX_HEAD_DIM / 4];
+    if (words > 2) {
+        TQKV__(turn_words)(words, codes, s->head_dim, turned);
+        codes = (const uint8_t *)(const void *)turned;
+    }
+    if (s->book_bits == 6)
+        TQKV__(sums_of_words)(6, short_lanes, words, n, q, codes, sums);
+    else if (s->book_bits == 5)
+        TQKV__(sums_of_words)(5, short_lanes, words, n, q, codes, sums);
+    else /* fewer centroids are in the same registers */
+        TQKV__(sums_of_words)(4, short_lanes, words, n, q, codes, sums);
+}
+
+/* The squares of a row's centroids; bits is a constant. x: [head_dim] */
+TQKV__OP void TQKV__(squares_of_codes)(const int bits, const tqkv__stream *s, const tqkv__quantiser *q,
+                                       const uint8_t *codes, float *x)
+{
+    for (int d = 0; d < s->head_dim; d += TQKV__LANES) {
+        TQKV__VECTOR four[4];
+        TQKV__(squares)(bits, q, TQKV__(widen_bytes)(codes + d), four);
+        TQKV__(store)(x + d, four[0]);
     }
 }
 
@@ -5104,31 +5183,33 @@ TQKV__OP void TQKV__(lanes_of_codes)(const int bits, const tqkv__stream *s, cons
 TQKV__TARGET static TQKV__NOINLINE void TQKV__(centroid_sums)(const tqkv__stream *s, const tqkv__quantiser *q,
                                                               const uint8_t *codes, float *sums)
 {
-    TQKV__ALIGNED float lanes[32];
-    TQKV__VECTOR x[32 / TQKV__LANES];
+    TQKV__ALIGNED float x[TQKV__X_STRIDE(TQKV_MAX_HEAD_DIM)];
+    TQKV__VECTOR lanes[32 / TQKV__LANES];
     if (s->book_bits == 8) {
-        TQKV__ALIGNED float decoded[TQKV__X_STRIDE(TQKV_MAX_HEAD_DIM)];
         TQKV__(block) row;
         memset(&row, 0, sizeof row);
         row.stream = s;
         row.codes = codes;
         row.stride = (size_t)s->head_dim;
         row.dim = s->head_dim;
-        TQKV__(decode_TQKV_TQ8)(&row, 1, decoded);
-        TQKV__(sums_tq)(s, decoded, sums);
+        TQKV__(decode_TQKV_TQ8)(&row, 1, x);
+        TQKV__(sums_tq)(s, x, sums);
         return;
     }
-    if (s->book_bits == 6)
-        TQKV__(lanes_of_codes)(6, s, q, codes, lanes, sums);
-    else if (s->book_bits == 5)
-        TQKV__(lanes_of_codes)(5, s, q, codes, lanes, sums);
-    else /* fewer centroids are in the same registers */
-        TQKV__(lanes_of_codes)(4, s, q, codes, lanes, sums);
+    if (TQKV__HAS_MATRIX(s->head_dim)) {
+        if (s->book_bits == 6)
+            TQKV__(squares_of_codes)(6, s, q, codes, x);
+        else if (s->book_bits == 5)
+            TQKV__(squares_of_codes)(5, s, q, codes, x);
+        else
+            TQKV__(squares_of_codes)(4, s, q, codes, x);
+        TQKV__(sum_of_row)(true, x, s->head_dim, sums);
+        return;
+    }
+    TQKV__(lanes_of_codes)(s, q, codes, lanes);
 #define TQKV__SUM_LANES(D, n)                                                                                          \
     case D:                                                                                                            \
-        TQKV__UNROLL                                                                                                   \
-        for (int i = 0; i < TQKV__WORD_LANES(D) / TQKV__LANES; i++) x[i] = TQKV__(load)(lanes + i * TQKV__LANES);      \
-        TQKV__(add_lanes)(TQKV__WORD_LANES(D), TQKV__LANE_WORDS(D), n, x, sums);                                       \
+        TQKV__(add_lanes)(TQKV__WORD_LANES(D), TQKV__LANE_WORDS(D), n, lanes, sums);                                   \
         break;
     TQKV__BY_HEAD_DIM(TQKV__SUM_LANES)
 #undef TQKV__SUM_LANES
@@ -5144,7 +5225,7 @@ TQKV__TARGET static void TQKV__(norms_tq)(const tqkv__stream *s, const float *co
     const bool several = s->norms_per_row > 1;
     const TQKV__VECTOR part =
         TQKV__(set1)(several ? 1.0f / 256.0f : 1.0f); /* 1/256 is exact: same result as the division */
-    const TQKV__VECTOR factor = TQKV__(set1)(several ? s->block_scale : TQKV__SQRT(s->head_dim));
+    const TQKV__VECTOR factor = TQKV__(set1)(several ? s->block_scale : s->root);
     const int n = n_rows * s->norms_per_row;
     for (int i = 0; i < n_rows; i++) TQKV__(sums_tq)(s, values[i], norms + i * s->norms_per_row);
     for (int i = n; i % TQKV__LANES; i++) norms[i] = 0.0f;
@@ -5161,7 +5242,7 @@ TQKV__TARGET static void TQKV__(correct_norms)(const tqkv__stream *s, int n, con
 {
     const bool several = s->norms_per_row > 1;
     const TQKV__VECTOR part = TQKV__(set1)(several ? 1.0f / 256.0f : 1.0f);
-    const TQKV__VECTOR root = TQKV__(set1)(several ? s->block_scale : TQKV__SQRT(s->head_dim));
+    const TQKV__VECTOR root = TQKV__(set1)(several ? s->block_scale : s->root);
     for (int i = 0; i < n; i += TQKV__LANES) {
         const TQKV__VECTOR norm = TQKV__(load)(norms + i), length = TQKV__(sqrt)(TQKV__(load)(sums + i) * part);
         const TQKV__VECTOR next = norm * TQKV__(rounded)(root / length);
@@ -5217,9 +5298,11 @@ TQKV__OP TQKV__(codes) TQKV__(quantise)(const int bits, const tqkv__quantiser *q
     return TQKV__(code_from)(count, TQKV__(bound)(bits, bounds, count), w, side);
 }
 
+#if TQKV__LANES < 16
 /* Quantises TQ8 where tables are too large for instructions: vectors find the cells of a block, loads the counts and
    bounds, vectors compare. One loop a step: a vector load that follows its parts' stores at once would wait for them. */
-TQKV__OP void TQKV__(quantise_loads)(const tqkv__quantiser *q, const float *y, int n, float scale, uint8_t *codes)
+TQKV__TARGET static TQKV__NOINLINE void TQKV__(quantise_loads)(const tqkv__quantiser *q, const float *y, int n,
+                                                               float scale, uint8_t *codes)
 {
     TQKV__ALIGNED float bounds[256]; /* n is at most that */
     TQKV__ALIGNED int32_t cells[256];
@@ -5249,6 +5332,7 @@ TQKV__OP void TQKV__(quantise_loads)(const tqkv__quantiser *q, const float *y, i
         memcpy(codes + d, &narrow, sizeof narrow);
     }
 }
+#endif
 
 /* The codes of TQ8 for n values with one scale: 256 at a time, then whole vectors, then a tail with zeros behind it. */
 TQKV__OP void TQKV__(quantise_block_tq8)(const tqkv__quantiser *q, const float *y, int n, float scale, uint8_t *codes)
@@ -5321,9 +5405,9 @@ TQKV__TARGET static const uint8_t *TQKV__(quantise_row)(const tqkv__stream *s, c
             TQKV__(quantise_block_tq8)(q, y + b, s->norm_dim, *scales++, row + b);
     else if (s->book_bits == 6)
         TQKV__(quantise_as)(6, s, q, y, scales, codes);
-    else if (s->book_bits == 5)
+    else if (s->book_bits == 5 && TQKV__LANES < 16)
         TQKV__(quantise_as)(5, s, q, y, scales, codes);
-    else if (s->book_bits)
+    else if (s->book_bits) /* vectors of 16 hold the bounds of 5 bits as well */
         TQKV__(quantise_as)(4, s, q, y, scales, codes);
     else
         TQKV__(quantise_as)(0, s, q, y, scales, codes);
@@ -5532,7 +5616,7 @@ TQKV__OP TQKV__I(lanes) TQKV__I(load_lanes)(const void *p)
     return x;
 }
 
-#ifndef TQKV__DECODED /* true: another set of the same name has the decoders */
+#ifndef TQKV__DECODED /* true: another set of the same name has the decoders, and what takes floats */
 
 /* Decodes `left` of the integers of n rows, at most TQKV__STEP; p, upper: the fields of the first row, to: as wide as `stride` */
 TQKV__OP void TQKV__S(decode_step)(const tqkv_format format, const TQKV__(codes) * books, int left, size_t row_bytes,
@@ -5551,7 +5635,6 @@ TQKV__OP void TQKV__S(decode_integers)(const tqkv_format format, const tqkv__str
     const int main = TQKV__MAIN_BITS(format), upper_bits = TQKV__UPPER_BITS(format);
     const uint8_t *p = row + first * main / 8, *upper = row + (s->head_dim * main + first * upper_bits) / 8;
     TQKV__(codes) books[4];
-    if (TQKV__KIND(format) != TQKV__BOOK || TQKV__BOOK_BITS(format) > 6) return; /* not called */
     TQKV__S(load_books)(TQKV__BOOK_BITS(format), s->centroids, books);
     for (int d = 0; d < dim; d += TQKV__STEP) {
         const uint8_t *at = p + d * main / 8, *upper_at = upper + d * upper_bits / 8;
@@ -5565,28 +5648,28 @@ TQKV__OP void TQKV__S(decode_integers)(const tqkv_format format, const tqkv__str
     }
 }
 
-#define TQKV__DECODE_INTEGERS(unused, format, ...)                                                                     \
+#define TQKV__DECODE_INTEGERS(unused, format, name, kind, main, upper, book, plain)                                    \
     TQKV__TARGET static void TQKV__S(integers_##format)(const tqkv__stream *s, const uint8_t *row, int first, int n,   \
                                                         int dim, int8_t *to)                                           \
     {                                                                                                                  \
-        TQKV__S(decode_integers)(format, s, row, first, n, dim, to);                                                   \
+        if ((kind) == TQKV__BOOK && (book) <= 6) /* others are not called */                                           \
+            TQKV__S(decode_integers)(format, s, row, first, n, dim, to);                                               \
     }
 TQKV__FORMATS(TQKV__DECODE_INTEGERS, )
 
 typedef void (*TQKV__S(decoder))(const tqkv__stream *, const uint8_t *, int, int, int, int8_t *);
 #define TQKV__DECODER_OF(unused, format, ...) TQKV__S(integers_##format),
 static const TQKV__S(decoder) TQKV__S(decoders)[] = {NULL, TQKV__FORMATS(TQKV__DECODER_OF, )};
-#endif
 
 /* Where products find the integers of positions. */
-typedef struct TQKV__I(source) {
+typedef struct TQKV__S(source) {
     const int8_t *codes;
     size_t stride;   /* of positions */
     ptrdiff_t ahead; /* to those of the next tile, if they are read in place */
-} TQKV__I(source);
+} TQKV__S(source);
 
 /* Copies dim integers of a row, and zeros behind them; to: [padded]. Sizes that the compiler knows take no calls. */
-TQKV__OP void TQKV__I(copy_integers)(const uint8_t *row, int dim, int padded, int8_t *to)
+TQKV__OP void TQKV__S(copy_integers)(const uint8_t *row, int dim, int padded, int8_t *to)
 {
     for (int d = 0; d < dim; d += 16) memcpy(to + d, row + d, 16);
     for (int d = dim; d < padded; d += 16) memset(to + d, 0, 16);
@@ -5594,14 +5677,14 @@ TQKV__OP void TQKV__I(copy_integers)(const uint8_t *row, int dim, int padded, in
 
 /* The integers [first, first + dim) of `n` slots from that of the run's position j on. I8 is read in place where that goes.
    room: [n rounded up to slices][TQKV__PADDED(dim)] */
-TQKV__TARGET static TQKV__I(source) TQKV__I(open_integers)(const tqkv__stream *s, int kv_head, const tqkv__run *run,
+TQKV__TARGET static TQKV__S(source) TQKV__S(open_integers)(const tqkv__stream *s, int kv_head, const tqkv__run *run,
                                                            int j, int n, int first, int dim, int8_t *room)
 {
     const uint8_t *row = tqkv__codes_at(s, kv_head, run->slot + j);
     const ptrdiff_t ahead = (ptrdiff_t)run->ahead * (ptrdiff_t)s->row_bytes;
     const int padded = TQKV__PADDED(dim), rows = (n + TQKV__SLICE - 1) / TQKV__SLICE * TQKV__SLICE;
-    const TQKV__I(source) in_place = {(const int8_t *)row + first, s->row_bytes, ahead};
-    const TQKV__I(source) decoded = {room, (size_t)padded, 0};
+    const TQKV__S(source) in_place = {(const int8_t *)row + first, s->row_bytes, ahead};
+    const TQKV__S(source) decoded = {room, (size_t)padded, 0};
     if (s->kind == TQKV__GRID && n == rows) return in_place;
     for (int i = 0; i < n; i += TQKV__SLICE, row += TQKV__SLICE * s->row_bytes) {
         const int now = n - i < TQKV__SLICE ? n - i : TQKV__SLICE;
@@ -5610,20 +5693,85 @@ TQKV__TARGET static TQKV__I(source) TQKV__I(open_integers)(const tqkv__stream *s
         if (s->kind != TQKV__GRID) TQKV__S(decoders)[s->format](s, row, first, now, dim, to);
         if (s->kind == TQKV__GRID)
             for (int k = 0; k < now; k++)
-                TQKV__I(copy_integers)(row + (size_t)k * s->row_bytes + first, dim, padded, to + k * padded);
+                TQKV__S(copy_integers)(row + (size_t)k * s->row_bytes + first, dim, padded, to + k * padded);
     }
     if (n < rows) memset(room + n * padded, 0, (size_t)((rows - n) * padded)); /* their products are not used */
     return decoded;
 }
 
 /* The largest magnitude of n floats, as bits: NaN is above all others. n: a multiple of LANES */
-TQKV__OP uint32_t TQKV__I(largest_bits)(const float *x, int n)
+TQKV__OP uint32_t TQKV__S(largest_bits)(const float *x, int n)
 {
     TQKV__(codes) largest;
     memset(&largest, 0, sizeof largest);
     for (int i = 0; i < n; i += TQKV__INTEGER_LANES) largest = TQKV__(larger_bits)(largest, TQKV__(load)(x + i));
     return TQKV__S(largest_code)(largest);
 }
+
+/* scores[row][j] (+)= query[row] . key j of halves, in 16 sums */
+TQKV__OP void TQKV__S(score_halves)(const int rows, const tqkv__stream *s, const uint8_t *codes, int n, const float *q,
+                                    bool add, float *scores)
+{
+    for (int j = 0; j < n; j++, codes += s->row_bytes) {
+        TQKV__VECTOR sums[2][16 / TQKV__INTEGER_LANES];
+        TQKV__UNROLL
+        for (int i = 0; i < 32 / TQKV__INTEGER_LANES; i++) sums[i % 2][i / 2] = TQKV__(set1)(0.0f);
+        for (int d = 0; d < s->head_dim; d += 16) {
+            TQKV__UNROLL
+            for (int i = 0; i < 16 / TQKV__INTEGER_LANES; i++) {
+                const int at = d + i * TQKV__INTEGER_LANES;
+                const TQKV__VECTOR x = TQKV__(load_f16)(codes + 2 * at);
+                TQKV__UNROLL
+                for (int r = 0; r < rows; r++)
+                    sums[r][i] = TQKV__(fma)(TQKV__(load)(q + r * s->head_dim + at), x, sums[r][i]);
+            }
+        }
+        TQKV__UNROLL
+        for (int r = 0; r < rows; r++)
+            scores[r * TQKV__TILE + j] = (add ? scores[r * TQKV__TILE + j] : 0.0f) + TQKV__(sum_16)(sums[r]);
+    }
+}
+
+TQKV__TARGET static void TQKV__S(score_tile_of_halves)(const tqkv__stream *s, const uint8_t *codes,
+                                                       const tqkv__run *run, const float *q, int n_rows, bool add,
+                                                       float *scores)
+{
+    tqkv__prefetch(TQKV__L2, codes + (ptrdiff_t)run->ahead * (ptrdiff_t)s->row_bytes, (size_t)run->n * s->row_bytes);
+    for (int row = 0; row < n_rows; row += 2, q += 2 * s->head_dim, scores += 2 * TQKV__TILE) {
+        if (row + 1 < n_rows)
+            TQKV__S(score_halves)(2, s, codes, run->n, q, add, scores);
+        else
+            TQKV__S(score_halves)(1, s, codes, run->n, q, add, scores);
+    }
+}
+
+/* out[d] += weights[j] * value j of halves, in the order of positions; a weight of 0 adds nothing. weights: [n] */
+TQKV__TARGET static void TQKV__S(add_halves)(const tqkv__stream *s, const uint8_t *codes, const tqkv__run *run,
+                                             const float *weights, float *out)
+{
+    for (int d = 0; d < s->head_dim; d += 16) {
+        TQKV__VECTOR sums[16 / TQKV__INTEGER_LANES];
+        TQKV__UNROLL
+        for (int i = 0; i < 16 / TQKV__INTEGER_LANES; i++) sums[i] = TQKV__(load)(out + d + i * TQKV__INTEGER_LANES);
+        for (int j = 0; j < run->n; j++) {
+            if (weights[j] == 0.0f) continue;
+            TQKV__UNROLL
+            for (int i = 0; i < 16 / TQKV__INTEGER_LANES; i++)
+                sums[i] = TQKV__(fma)(
+                    TQKV__(set1)(weights[j]),
+                    TQKV__(load_f16)(codes + (size_t)j * s->row_bytes + 2 * (d + i * TQKV__INTEGER_LANES)), sums[i]);
+        }
+        TQKV__UNROLL
+        for (int i = 0; i < 16 / TQKV__INTEGER_LANES; i++) TQKV__(store)(out + d + i * TQKV__INTEGER_LANES, sums[i]);
+    }
+}
+#endif
+
+/* Of a block of a query, padded to whole vectors */
+#define TQKV__QUERY_BLOCK(dim) (((dim) + TQKV__WORDS - 1) / TQKV__WORDS * TQKV__WORDS)
+#define TQKV__WEIGHTS_UNIT     (TQKV__TILE / 2)
+
+#ifndef TQKV__ROUNDED /* true: the integers of another set lie in the same order */
 
 /* Rounds n floats times scale to integers; a scale of 0 gives 0, whatever the floats are. to: [n] */
 TQKV__OP void TQKV__I(round_floats)(const float *x, int n, float scale, int16_t *to)
@@ -5636,11 +5784,10 @@ TQKV__OP void TQKV__I(round_floats)(const float *x, int n, float scale, int16_t 
 
 /* The integers of a query, each block's padded with zeros to whole vectors. Its unit is in the place of the last value.
    query, to: [head_dim] */
-#define TQKV__QUERY_BLOCK(dim) (((dim) + TQKV__WORDS - 1) / TQKV__WORDS * TQKV__WORDS)
 TQKV__TARGET static void TQKV__I(round_query)(const tqkv__stream *s, const float *query, float *to)
 {
     const int dim = s->block_dim, size = TQKV__QUERY_BLOCK(dim);
-    const uint32_t largest = TQKV__I(largest_bits)(query, s->head_dim);
+    const uint32_t largest = TQKV__S(largest_bits)(query, s->head_dim);
     int16_t *words = (int16_t *)(void *)to;
     for (int d = 0; d < s->head_dim; d += dim, words += size) {
         TQKV__I(round_floats)(query + d, dim, tqkv__integer_scale(largest), words);
@@ -5649,9 +5796,45 @@ TQKV__TARGET static void TQKV__I(round_query)(const tqkv__stream *s, const float
     to[s->head_dim - 1] = tqkv__integer_unit(largest, s->step);
 }
 
+/* The weights of a row times the norms of a block as integers; behind them, at TQKV__WEIGHTS_UNIT, their unit. Weights
+   from n on are another row's. */
+TQKV__TARGET static void TQKV__I(round_weights)(const tqkv__stream *s, const float *weights, const float *factors,
+                                                int n, float *to)
+{
+    enum { VECTORS = TQKV__TILE / TQKV__INTEGER_LANES };
+    TQKV__ALIGNED float room[TQKV__TILE];
+    TQKV__VECTOR x[VECTORS];
+    TQKV__(codes) largest_of;
+    memset(&largest_of, 0, sizeof largest_of);
+    if (n < TQKV__TILE) {
+        memset(room, 0, sizeof room);
+        memcpy(room, weights, (size_t)n * sizeof *room);
+        weights = room;
+    }
+    TQKV__UNROLL
+    for (int i = 0; i < VECTORS; i++) {
+        const int j = i * TQKV__INTEGER_LANES;
+        x[i] = TQKV__(mul_nonzero)(TQKV__(load)(weights + j), TQKV__(load)(factors + j));
+        largest_of = TQKV__(larger_bits)(largest_of, x[i]);
+    }
+    const uint32_t largest = TQKV__S(largest_code)(largest_of);
+    const float scale = tqkv__integer_scale(largest);
+    if (scale > 0.0f) {
+        TQKV__UNROLL
+        for (int i = 0; i < VECTORS; i++) {
+            const TQKV__(codes) rounded = TQKV__S(round_codes)(x[i] * TQKV__(set1)(scale));
+            TQKV__I(store_words)((int16_t *)(void *)to, i * TQKV__INTEGER_LANES, rounded);
+        }
+    } else {
+        memset(to, 0, TQKV__TILE * sizeof(int16_t));
+    }
+    to[TQKV__WEIGHTS_UNIT] = tqkv__integer_unit(largest, s->step);
+}
+#endif
+
 /* A product of a tile: integers of positions, and the rows that they are multiplied with. */
 typedef struct TQKV__I(product) {
-    TQKV__I(source) at;
+    TQKV__S(source) at;
     int n, dim;
     const int16_t *rows; /* integers of the first row, and its unit; those of the next are row_floats floats apart */
     const float *units;
@@ -5846,33 +6029,69 @@ TQKV__TARGET static TQKV__NOINLINE void TQKV__I(open_digits)(const int16_t *word
         }
 }
 
-/* The scores of 16 positions with one or two rows. p->at: not used */
-TQKV__OP void TQKV__I(score_packed_16)(const tqkv_format format, const int rows, const TQKV__I(product) * p,
-                                       const TQKV__I(digits) * digits, TQKV__(codes) book, const uint8_t *row,
-                                       const uint8_t *upper, size_t stride, ptrdiff_t ahead, int j)
+/* Dimensions of the positions of a tile: of a block, or 64 of them or what is left */
+typedef struct TQKV__I(chunk) {
+    const uint8_t *fields[2]; /* main ones, upper ones */
+    uint32_t masks[2];        /* a bit for each 16 bits of 64 fields */
+    size_t stride;
+    ptrdiff_t ahead; /* to the next tile, 0: not asked for */
+    const int8_t *centroids;
+    int n, left; /* positions, dimensions */
+} TQKV__I(chunk);
+
+/* Dimensions [first + d, first + dim), at most 64 of them */
+TQKV__OP TQKV__I(chunk)
+    TQKV__I(open_chunk)(const tqkv__stream *s, int kv_head, const tqkv__run *run, int first, int d, int dim)
 {
-    TQKV__(codes) sums[2][4];
-    for (int four = 0; four < 4; four++, row += 4 * stride, upper += 4 * stride) {
+    const uint8_t *row = tqkv__codes_at(s, kv_head, run->slot);
+    const int left = dim - d < 64 ? dim - d : 64, main = s->main_bits, upper = s->upper_bits;
+    const TQKV__I(chunk) p = {{row + (first + d) * main / 8, row + (s->head_dim * main + (first + d) * upper) / 8},
+                              {((uint32_t)1 << left * main / 16) - 1, ((uint32_t)1 << left * upper / 16) - 1},
+                              s->row_bytes,
+                              first + d == 0 ? (ptrdiff_t)run->ahead * (ptrdiff_t)s->row_bytes : 0,
+                              s->centroids,
+                              run->n,
+                              left};
+    return p;
+}
+
+/* All dimensions of a block: its packed codes are walked by lines, each of which asks for that of the next tile. */
+TQKV__OP TQKV__I(chunk) TQKV__I(open_block)(const tqkv__stream *s, int kv_head, const tqkv__run *run, int first)
+{
+    TQKV__I(chunk) p = TQKV__I(open_chunk)(s, kv_head, run, first, 0, s->block_dim);
+    p.ahead = (ptrdiff_t)run->ahead * (ptrdiff_t)s->row_bytes;
+    p.left = s->block_dim;
+    return p;
+}
+
+/* sums[row][i]: the products of four positions from 4 i on with one or two rows, in the lanes that sum_codes_across adds up */
+TQKV__OP void TQKV__I(score_parts)(const tqkv_format format, const int rows, const TQKV__I(chunk) * p,
+                                   const TQKV__I(digits) * digits, TQKV__(codes) (*sums)[TQKV__TILE / 4])
+{
+    const TQKV__(codes) book = TQKV__I(load_book)(p->centroids);
+    const size_t stride = p->stride;
+    const uint8_t *row = p->fields[0], *upper = p->fields[1];
+    for (int four = 0; four < p->n / 4; four++, row += 4 * stride, upper += 4 * stride) {
         TQKV__(codes) high[2][4], low[2][4];
         TQKV__UNROLL
         for (int i = 0; i < 4 * rows; i++) {
             high[i / 4][i % 4] = digits[i / 4].starts[0];
             low[i / 4][i % 4] = digits[i / 4].starts[1];
         }
-        for (int d = 0; d < p->dim; d += TQKV__CHUNK) {
+        for (int d = 0; d < p->left; d += TQKV__CHUNK) {
             const uint8_t *main_at = row + d / 2, *upper_at = upper + d * TQKV__UPPER_BITS(format) / 8;
             TQKV__UNROLL
             for (int i = 0; i < 4; i++) {
-                tqkv__prefetch(TQKV__L2, main_at + (ptrdiff_t)((size_t)i * stride) + ahead, 1);
+                tqkv__prefetch(TQKV__L2, main_at + (ptrdiff_t)((size_t)i * stride) + p->ahead, 1);
                 if (TQKV__UPPER_BITS(format))
-                    tqkv__prefetch(TQKV__L2, upper_at + (ptrdiff_t)((size_t)i * stride) + ahead, 1);
+                    tqkv__prefetch(TQKV__L2, upper_at + (ptrdiff_t)((size_t)i * stride) + p->ahead, 1);
             }
             TQKV__UNROLL
             for (int part = 0; part < 2; part++) {
                 TQKV__UNROLL
                 for (int i = 0; i < 4; i++) {
                     const TQKV__(codes) x = TQKV__I(load_part)(
-                        format, part, book, p->dim - d, main_at + (size_t)i * stride, upper_at + (size_t)i * stride);
+                        format, part, book, p->left - d, main_at + (size_t)i * stride, upper_at + (size_t)i * stride);
                     TQKV__UNROLL
                     for (int r = 0; r < rows; r++) {
                         const int8_t(*y)[TQKV__BYTES] = digits[r].parts[d / TQKV__BYTES + part];
@@ -5889,28 +6108,36 @@ TQKV__OP void TQKV__I(score_packed_16)(const tqkv_format format, const int rows,
             sums[r][four] = TQKV__S(sum_four_codes)(high[r]);
         }
     }
-    TQKV__UNROLL
-    for (int r = 0; r < rows; r++) TQKV__I(add_scores)(p, r, j, TQKV__S(sum_codes_across)(sums[r]));
-}
-
-TQKV__OP void TQKV__I(score_packed_as)(const tqkv_format format, const int rows, const TQKV__I(product) * p,
-                                       const tqkv__stream *s, const uint8_t *row, int first, ptrdiff_t ahead)
-{
-    TQKV__I(digits) digits[2];
-    const TQKV__(codes) book = TQKV__I(load_book)(s->centroids);
-    const uint8_t *upper = row + s->head_dim / 2 + first * TQKV__UPPER_BITS(format) / 8;
-    row += first / 2;
-    for (int r = 0; r < rows; r++) TQKV__I(open_digits)(p->rows + 2 * r * p->row_floats, p->dim, &digits[r]);
-    for (int j = 0; j < p->n; j += TQKV__SLICE) {
-        const size_t at = (size_t)j * s->row_bytes;
-        TQKV__I(score_packed_16)(format, rows, p, digits, book, row + at, upper + at, s->row_bytes, ahead, j);
-    }
 }
 
 /* macro(format, rows): where this takes less time than words, or than storing the bytes first (D=128, one core of a Zen 5: TQ4
    0.78 of it, TQ5 0.77, with one row TQ6 0.68; two rows of TQ4 after two 0.88 of four at once) */
 #define TQKV__BY_PARTS(macro)                                                                                          \
     macro(TQKV_TQ4, 1) macro(TQKV_TQ4, 2) macro(TQKV_TQ5, 1) macro(TQKV_TQ5, 2) macro(TQKV_TQ6, 1)
+
+/* Functions of their own, because loops that share one spill. The copy tells the compiler that sums lie elsewhere. */
+#define TQKV__SCORE_PARTS(format, rows)                                                                                \
+    TQKV__TARGET static TQKV__NOINLINE void TQKV__I(score_parts_##format##_##rows)(                                    \
+        const TQKV__I(chunk) * p, const TQKV__I(digits) * digits, TQKV__(codes)(*sums)[TQKV__TILE / 4])                \
+    {                                                                                                                  \
+        const TQKV__I(chunk) copy = *p;                                                                                \
+        TQKV__I(score_parts)(format, rows, &copy, digits, sums);                                                       \
+    }
+TQKV__BY_PARTS(TQKV__SCORE_PARTS)
+
+TQKV__TARGET static TQKV__NOINLINE void TQKV__I(score_packed)(const tqkv__stream *s, int kv_head, const tqkv__run *run,
+                                                              int first, int rows, const TQKV__I(product) * p)
+{
+    const TQKV__I(chunk) block = TQKV__I(open_block)(s, kv_head, run, first);
+    TQKV__I(digits) digits[2];
+    TQKV__(codes) sums[2][TQKV__TILE / 4];
+    for (int r = 0; r < rows; r++) TQKV__I(open_digits)(p->rows + 2 * r * p->row_floats, p->dim, &digits[r]);
+#define TQKV__SCORE_PACKED(which, n)                                                                                   \
+    if (s->format == which && rows == n) TQKV__I(score_parts_##which##_##n)(&block, digits, sums);
+    TQKV__BY_PARTS(TQKV__SCORE_PACKED)
+    for (int j = 0; j < p->n; j += 16)
+        for (int r = 0; r < rows; r++) TQKV__I(add_scores)(p, r, j, TQKV__S(sum_codes_across)(sums[r] + j / 4));
+}
 
 /* -- Few rows: four positions at a time are looked up where they are multiplied, 16 dimensions of each in a quarter of a vector, so
    that no size leaves lanes empty. Integers and codes are the bytes that they are above. -- */
@@ -5945,16 +6172,6 @@ TQKV__TARGET static TQKV__NOINLINE void TQKV__I(open_quarters)(const int16_t *wo
     }
     to->start = TQKV__I(join)(starts[0], starts[1]);
 }
-
-/* 64 dimensions of the positions of a tile, or what is left of them */
-typedef struct TQKV__I(chunk) {
-    const uint8_t *fields[2]; /* main ones, upper ones */
-    uint32_t masks[2];        /* a bit for each 16 bits of fields */
-    size_t stride;
-    ptrdiff_t ahead; /* to the next tile, 0: not asked for */
-    const int8_t *centroids;
-    int n, left; /* positions, dimensions */
-} TQKV__I(chunk);
 
 /* 16 codes of four positions, piece `piece` of 64; raw, fields: what was loaded with an earlier piece */
 TQKV__OP TQKV__(codes) TQKV__I(look_up_piece)(const tqkv_format format, const bool lanes, const int piece,
@@ -6009,7 +6226,6 @@ TQKV__OP void TQKV__I(score_pieces)(const tqkv_format format, const int rows, co
         macro(TQKV_TQ5, 1) macro(TQKV_TQ5, 2)
 #define TQKV__BY_FOUR_ROWS(macro) macro(TQKV_TQ2, 4) macro(TQKV_TQ4, 4) /* scores alone: values have four sums a row */
 
-/* Functions of their own, because loops that share one spill. The copy tells the compiler that sums lie elsewhere. */
 #define TQKV__SCORE_PIECES(format, rows)                                                                               \
     TQKV__TARGET static TQKV__NOINLINE void TQKV__I(score_##format##_##rows)(                                          \
         const TQKV__I(chunk) * p, const TQKV__I(quarters) * q, int d, TQKV__(codes)(*sums)[TQKV__TILE / 4])            \
@@ -6019,22 +6235,6 @@ TQKV__OP void TQKV__I(score_pieces)(const tqkv_format format, const int rows, co
     }
 TQKV__BY_PIECES(TQKV__SCORE_PIECES)
 TQKV__BY_FOUR_ROWS(TQKV__SCORE_PIECES)
-
-/* Dimensions [first + d, first + dim), at most 64 of them */
-TQKV__OP TQKV__I(chunk)
-    TQKV__I(open_chunk)(const tqkv__stream *s, int kv_head, const tqkv__run *run, int first, int d, int dim)
-{
-    const uint8_t *row = tqkv__codes_at(s, kv_head, run->slot);
-    const int left = dim - d < 64 ? dim - d : 64, main = s->main_bits, upper = s->upper_bits;
-    const TQKV__I(chunk) p = {{row + (first + d) * main / 8, row + (s->head_dim * main + (first + d) * upper) / 8},
-                              {((uint32_t)1 << left * main / 16) - 1, ((uint32_t)1 << left * upper / 16) - 1},
-                              s->row_bytes,
-                              first + d == 0 ? (ptrdiff_t)run->ahead * (ptrdiff_t)s->row_bytes : 0,
-                              s->centroids,
-                              run->n,
-                              left};
-    return p;
-}
 
 TQKV__TARGET static TQKV__NOINLINE void TQKV__I(score_quarters)(const tqkv__stream *s, int kv_head,
                                                                 const tqkv__run *run, int first, int rows,
@@ -6057,69 +6257,22 @@ TQKV__TARGET static TQKV__NOINLINE void TQKV__I(score_quarters)(const tqkv__stre
         for (int r = 0; r < rows; r++) TQKV__I(add_scores)(p, r, j, TQKV__S(sum_four_codes)(sums[r] + j / 4));
 }
 
+/* The scores of a block with few rows. p: without positions */
 TQKV__TARGET static TQKV__NOINLINE void TQKV__I(score_few)(const tqkv__stream *s, int kv_head, const tqkv__run *run,
-                                                           const float *q, int n_rows, bool add, float *scores)
+                                                           int first, int n_rows, TQKV__I(product) * p)
 {
-    TQKV__ALIGNED float factors[TQKV_MAX_HEAD_DIM / 128 * TQKV__TILE];
-    const uint8_t *row = tqkv__codes_at(s, kv_head, run->slot);
-    const ptrdiff_t bytes = (ptrdiff_t)run->ahead * (ptrdiff_t)s->row_bytes;
     const bool packed = TQKV__I(is_packed)(s, run->n, n_rows);
-    TQKV__(factors)(s, tqkv__norms_at(s, kv_head, run->slot), run, true, factors);
-    for (int b = 0; b < s->head_dim / s->block_dim; b++) {
-        TQKV__I(product) p;
-        p.n = run->n;
-        TQKV__I(open_scores)(s, b, q, add, factors, scores, &p);
-        for (int left = n_rows, now; left > 0; left -= now) {
-            now = !packed && left >= 4 ? 4 : left >= 2 ? 2 : 1;
-#define TQKV__SCORE_PACKED(which, rows)                                                                                \
-    if (s->format == which && now == rows) TQKV__I(score_packed_as)(which, rows, &p, s, row, b * p.dim, bytes);
-            if (packed) {
-                TQKV__BY_PARTS(TQKV__SCORE_PACKED)
-            } else {
-                TQKV__I(score_quarters)(s, kv_head, run, b * p.dim, now, &p);
-            }
-            TQKV__I(advance)(&p, now);
-        }
+    p->n = run->n;
+    for (int left = n_rows, now; left > 0; left -= now) {
+        now = !packed && left >= 4 ? 4 : left >= 2 ? 2 : 1;
+        if (packed)
+            TQKV__I(score_packed)(s, kv_head, run, first, now, p);
+        else
+            TQKV__I(score_quarters)(s, kv_head, run, first, now, p);
+        TQKV__I(advance)(p, now);
     }
 }
 #endif
-
-/* scores[row][j] (+)= query[row] . key j of halves, in 16 sums */
-TQKV__OP void TQKV__I(score_halves)(const int rows, const tqkv__stream *s, const uint8_t *codes, int n, const float *q,
-                                    bool add, float *scores)
-{
-    for (int j = 0; j < n; j++, codes += s->row_bytes) {
-        TQKV__VECTOR sums[2][16 / TQKV__INTEGER_LANES];
-        TQKV__UNROLL
-        for (int i = 0; i < 32 / TQKV__INTEGER_LANES; i++) sums[i % 2][i / 2] = TQKV__(set1)(0.0f);
-        for (int d = 0; d < s->head_dim; d += 16) {
-            TQKV__UNROLL
-            for (int i = 0; i < 16 / TQKV__INTEGER_LANES; i++) {
-                const int at = d + i * TQKV__INTEGER_LANES;
-                const TQKV__VECTOR x = TQKV__(load_f16)(codes + 2 * at);
-                TQKV__UNROLL
-                for (int r = 0; r < rows; r++)
-                    sums[r][i] = TQKV__(fma)(TQKV__(load)(q + r * s->head_dim + at), x, sums[r][i]);
-            }
-        }
-        TQKV__UNROLL
-        for (int r = 0; r < rows; r++)
-            scores[r * TQKV__TILE + j] = (add ? scores[r * TQKV__TILE + j] : 0.0f) + TQKV__(sum_16)(sums[r]);
-    }
-}
-
-TQKV__TARGET static void TQKV__I(score_tile_of_halves)(const tqkv__stream *s, const uint8_t *codes,
-                                                       const tqkv__run *run, const float *q, int n_rows, bool add,
-                                                       float *scores)
-{
-    tqkv__prefetch(TQKV__L2, codes + (ptrdiff_t)run->ahead * (ptrdiff_t)s->row_bytes, (size_t)run->n * s->row_bytes);
-    for (int row = 0; row < n_rows; row += 2, q += 2 * s->head_dim, scores += 2 * TQKV__TILE) {
-        if (row + 1 < n_rows)
-            TQKV__I(score_halves)(2, s, codes, run->n, q, add, scores);
-        else
-            TQKV__I(score_halves)(1, s, codes, run->n, q, add, scores);
-    }
-}
 
 TQKV__TARGET static void TQKV__I(integer_score_tile)(const tqkv__stream *s, int kv_head, const tqkv__run *run,
                                                      const float *q, int n_rows, bool add, float *scores)
@@ -6130,63 +6283,29 @@ TQKV__TARGET static void TQKV__I(integer_score_tile)(const tqkv__stream *s, int 
     const int step = lanes ? 2 * TQKV__INTEGER_LANES : TQKV__SLICE;
     const int dim = s->block_dim, head_dim = s->head_dim;
     if (s->kind == TQKV__HALF) {
-        TQKV__I(score_tile_of_halves)(s, tqkv__codes_at(s, kv_head, run->slot), run, q, n_rows, add, scores);
+        TQKV__S(score_tile_of_halves)(s, tqkv__codes_at(s, kv_head, run->slot), run, q, n_rows, add, scores);
         return;
     }
-#if TQKV__LOOKED_UP
-    if (TQKV__I(is_packed)(s, run->n, n_rows) || TQKV__I(is_quartered)(s, run->n, n_rows)) {
-        TQKV__I(score_few)(s, kv_head, run, q, n_rows, add, scores);
-        return;
-    }
-#endif
     TQKV__(factors)(s, tqkv__norms_at(s, kv_head, run->slot), run, true, factors);
-    for (int b = 0; b < head_dim / dim; b++)
+    for (int b = 0; b < head_dim / dim; b++) {
+        TQKV__I(product) p;
+#if TQKV__LOOKED_UP
+        if (TQKV__I(is_packed)(s, run->n, n_rows) || TQKV__I(is_quartered)(s, run->n, n_rows)) {
+            TQKV__I(open_scores)(s, b, q, add, factors, scores, &p);
+            TQKV__I(score_few)(s, kv_head, run, b * dim, n_rows, &p);
+            continue;
+        }
+#endif
         for (int j = 0; j < run->n; j += step) {
-            TQKV__I(product) p;
             p.n = run->n - j < step ? run->n - j : step;
             TQKV__I(open_scores)(s, b, q, add, factors + j, scores + j, &p);
-            p.at = TQKV__I(open_integers)(s, kv_head, run, j, p.n, b * dim, dim, room);
+            p.at = TQKV__S(open_integers)(s, kv_head, run, j, p.n, b * dim, dim, room);
             if (lanes)
                 TQKV__I(score_lanes)(p, n_rows);
             else
                 TQKV__I(score_integers)(p, n_rows);
         }
-}
-
-/* The weights of a row times the norms of a block as integers; behind them, at TQKV__WEIGHTS_UNIT, their unit. Weights
-   from n on are another row's. */
-#define TQKV__WEIGHTS_UNIT (TQKV__TILE / 2)
-TQKV__TARGET static void TQKV__I(round_weights)(const tqkv__stream *s, const float *weights, const float *factors,
-                                                int n, float *to)
-{
-    enum { VECTORS = TQKV__TILE / TQKV__INTEGER_LANES };
-    TQKV__ALIGNED float room[TQKV__TILE];
-    TQKV__VECTOR x[VECTORS];
-    TQKV__(codes) largest_of;
-    memset(&largest_of, 0, sizeof largest_of);
-    if (n < TQKV__TILE) {
-        memset(room, 0, sizeof room);
-        memcpy(room, weights, (size_t)n * sizeof *room);
-        weights = room;
     }
-    TQKV__UNROLL
-    for (int i = 0; i < VECTORS; i++) {
-        const int j = i * TQKV__INTEGER_LANES;
-        x[i] = TQKV__(mul_nonzero)(TQKV__(load)(weights + j), TQKV__(load)(factors + j));
-        largest_of = TQKV__(larger_bits)(largest_of, x[i]);
-    }
-    const uint32_t largest = TQKV__S(largest_code)(largest_of);
-    const float scale = tqkv__integer_scale(largest);
-    if (scale > 0.0f) {
-        TQKV__UNROLL
-        for (int i = 0; i < VECTORS; i++) {
-            const TQKV__(codes) rounded = TQKV__S(round_codes)(x[i] * TQKV__(set1)(scale));
-            TQKV__I(store_words)((int16_t *)(void *)to, i * TQKV__INTEGER_LANES, rounded);
-        }
-    } else {
-        memset(to, 0, TQKV__TILE * sizeof(int16_t));
-    }
-    to[TQKV__WEIGHTS_UNIT] = tqkv__integer_unit(largest, s->step);
 }
 
 /* TQKV__STEP dimensions of TQKV__PRODUCTS positions, interleaved; asks for those of the next tile. */
@@ -6295,10 +6414,11 @@ TQKV__TARGET static TQKV__NOINLINE void TQKV__I(open_parts)(const int16_t *words
 }
 
 /* The sums of one part of a chunk: dword i of results[t] is byte 16 l + 4 t + i of the chunk, where l is its quarter. */
-TQKV__OP void TQKV__I(sum_part)(const tqkv_format format, const int part, const int rows, const TQKV__I(product) * p,
-                                TQKV__(codes) book, const uint8_t *row, const uint8_t *upper, size_t stride,
-                                ptrdiff_t ahead, int left, const TQKV__I(parts) * weights, TQKV__(codes) (*results)[4])
+TQKV__OP void TQKV__I(sum_part)(const tqkv_format format, const int part, const int rows, const TQKV__I(chunk) * p,
+                                const TQKV__I(parts) * weights, TQKV__(codes) (*results)[4])
 {
+    const TQKV__(codes) book = TQKV__I(load_book)(p->centroids);
+    const uint8_t *row = p->fields[0], *upper = p->fields[1];
     TQKV__(codes) high[2][4], low[2][4];
     TQKV__UNROLL
     for (int i = 0; i < 4 * rows; i++) {
@@ -6309,10 +6429,10 @@ TQKV__OP void TQKV__I(sum_part)(const tqkv_format format, const int part, const 
         TQKV__(codes) x[4];
         TQKV__UNROLL
         for (int i = 0; i < 4; i++) {
-            const size_t at = (size_t)(j + i) * stride;
-            if (part == 0) tqkv__prefetch(TQKV__L2, row + at + ahead, 1);
-            if (part == 0 && TQKV__UPPER_BITS(format)) tqkv__prefetch(TQKV__L2, upper + at + ahead, 1);
-            x[i] = TQKV__I(load_part)(format, part, book, left, row + at, upper + at);
+            const size_t at = (size_t)(j + i) * p->stride;
+            if (part == 0) tqkv__prefetch(TQKV__L2, row + at + p->ahead, 1);
+            if (part == 0 && TQKV__UPPER_BITS(format)) tqkv__prefetch(TQKV__L2, upper + at + p->ahead, 1);
+            x[i] = TQKV__I(load_part)(format, part, book, p->left, row + at, upper + at);
         }
         TQKV__I(interleave_four)(x);
         TQKV__UNROLL
@@ -6347,22 +6467,32 @@ TQKV__TARGET static TQKV__NOINLINE void TQKV__I(close_parts)(const TQKV__I(produ
             TQKV__(store)(to, TQKV__(fma)(TQKV__S(to_floats)(x[i]), unit, TQKV__(load)(to)));
 }
 
+/* sums[part][row]: of the first chunk of p */
+#define TQKV__ADD_PARTS(format, rows)                                                                                  \
+    TQKV__TARGET static TQKV__NOINLINE void TQKV__I(add_parts_##format##_##rows)(                                      \
+        const TQKV__I(chunk) * p, const TQKV__I(parts) * weights, TQKV__(codes)(*sums)[2][4])                          \
+    {                                                                                                                  \
+        const TQKV__I(chunk) copy = *p;                                                                                \
+        TQKV__I(sum_part)(format, 0, rows, &copy, weights, sums[0]);                                                   \
+        TQKV__I(sum_part)(format, 1, rows, &copy, weights, sums[1]);                                                   \
+    }
+TQKV__BY_PARTS(TQKV__ADD_PARTS)
+
 /* results[row][d] += (sum_j rows[row][j] * codes[j][d]) * unit of the row */
-TQKV__OP void TQKV__I(add_packed_as)(const tqkv_format format, const int rows, const TQKV__I(product) * p,
-                                     const tqkv__stream *s, const uint8_t *row, int first, ptrdiff_t ahead)
+TQKV__TARGET static TQKV__NOINLINE void TQKV__I(add_packed)(const tqkv__stream *s, int kv_head, const tqkv__run *run,
+                                                            int first, int rows, const TQKV__I(product) * p)
 {
+    TQKV__I(chunk) block = TQKV__I(open_block)(s, kv_head, run, first);
     TQKV__I(parts) weights[2];
-    const TQKV__(codes) book = TQKV__I(load_book)(s->centroids);
-    const uint8_t *upper = row + s->head_dim / 2 + first * TQKV__UPPER_BITS(format) / 8;
-    row += first / 2;
+    TQKV__(codes) sums[2][2][4];
     for (int r = 0; r < rows; r++) TQKV__I(open_parts)(p->rows + 2 * r * p->row_floats, &weights[r]);
-    for (int d = 0; d < p->dim; d += TQKV__CHUNK) {
-        TQKV__(codes) sums[2][2][4];
-        TQKV__UNROLL
-        for (int part = 0; part < 2; part++) TQKV__I(sum_part)
-        (format, part, rows, p, book, row + d / 2, upper + d * TQKV__UPPER_BITS(format) / 8, s->row_bytes, ahead,
-         p->dim - d, weights, sums[part]);
+    for (int d = 0; d < p->dim; d += TQKV__CHUNK, block.left -= TQKV__CHUNK) {
+#define TQKV__ADD_PACKED(which, n)                                                                                     \
+    if (s->format == which && rows == n) TQKV__I(add_parts_##which##_##n)(&block, weights, sums);
+        TQKV__BY_PARTS(TQKV__ADD_PACKED)
         for (int r = 0; r < rows; r++) TQKV__I(close_parts)(p, r, d, sums[0][r], sums[1][r]);
+        block.fields[0] += TQKV__CHUNK / 2;
+        block.fields[1] += TQKV__CHUNK * s->upper_bits / 8;
     }
 }
 
@@ -6409,27 +6539,6 @@ TQKV__BY_PIECES(TQKV__ADD_PIECES)
 
 #endif
 
-/* out[d] += weights[j] * value j of halves, in the order of positions; a weight of 0 adds nothing. weights: [n] */
-TQKV__TARGET static void TQKV__I(add_halves)(const tqkv__stream *s, const uint8_t *codes, const tqkv__run *run,
-                                             const float *weights, float *out)
-{
-    for (int d = 0; d < s->head_dim; d += 16) {
-        TQKV__VECTOR sums[16 / TQKV__INTEGER_LANES];
-        TQKV__UNROLL
-        for (int i = 0; i < 16 / TQKV__INTEGER_LANES; i++) sums[i] = TQKV__(load)(out + d + i * TQKV__INTEGER_LANES);
-        for (int j = 0; j < run->n; j++) {
-            if (weights[j] == 0.0f) continue;
-            TQKV__UNROLL
-            for (int i = 0; i < 16 / TQKV__INTEGER_LANES; i++)
-                sums[i] = TQKV__(fma)(
-                    TQKV__(set1)(weights[j]),
-                    TQKV__(load_f16)(codes + (size_t)j * s->row_bytes + 2 * (d + i * TQKV__INTEGER_LANES)), sums[i]);
-        }
-        TQKV__UNROLL
-        for (int i = 0; i < 16 / TQKV__INTEGER_LANES; i++) TQKV__(store)(out + d + i * TQKV__INTEGER_LANES, sums[i]);
-    }
-}
-
 /* The sums of block b, but for its codes. */
 TQKV__OP void TQKV__I(open_sums)(const tqkv__stream *s, int b, int n, const float *weights, int n_rows,
                                  const float *factors, float *scaled, float *out, TQKV__I(product) * p)
@@ -6469,28 +6578,18 @@ TQKV__TARGET static TQKV__NOINLINE void TQKV__I(add_quarters)(const tqkv__stream
     }
 }
 
+/* The sums of a block with few rows. p: without p.at */
 TQKV__TARGET static TQKV__NOINLINE void TQKV__I(add_few)(const tqkv__stream *s, int kv_head, const tqkv__run *run,
-                                                         const float *weights, int n_rows, float *scaled, float *out)
+                                                         int first, int n_rows, TQKV__I(product) * p)
 {
-    TQKV__ALIGNED float factors[TQKV_MAX_HEAD_DIM / 128 * TQKV__TILE];
-    const uint8_t *row = tqkv__codes_at(s, kv_head, run->slot);
-    const ptrdiff_t bytes = (ptrdiff_t)run->ahead * (ptrdiff_t)s->row_bytes;
     const bool packed = TQKV__I(is_packed)(s, run->n, n_rows);
-    TQKV__(factors)(s, tqkv__norms_at(s, kv_head, run->slot), run, false, factors);
-    for (int b = 0; b < s->head_dim / s->block_dim; b++) {
-        TQKV__I(product) p;
-        TQKV__I(open_sums)(s, b, run->n, weights, n_rows, factors, scaled, out, &p);
-        for (int left = n_rows, now; left > 0; left -= now) {
-            now = left >= 2 ? 2 : 1;
-#define TQKV__ADD_PACKED(which, rows)                                                                                  \
-    if (s->format == which && now == rows) TQKV__I(add_packed_as)(which, rows, &p, s, row, b * p.dim, bytes);
-            if (packed) {
-                TQKV__BY_PARTS(TQKV__ADD_PACKED)
-            } else {
-                TQKV__I(add_quarters)(s, kv_head, run, b * p.dim, now, &p);
-            }
-            TQKV__I(advance)(&p, now);
-        }
+    for (int left = n_rows, now; left > 0; left -= now) {
+        now = left >= 2 ? 2 : 1;
+        if (packed)
+            TQKV__I(add_packed)(s, kv_head, run, first, now, p);
+        else
+            TQKV__I(add_quarters)(s, kv_head, run, first, now, p);
+        TQKV__I(advance)(p, now);
     }
 }
 #endif
@@ -6506,20 +6605,20 @@ TQKV__TARGET static void TQKV__I(integer_value_tile)(const tqkv__stream *s, int 
         tqkv__prefetch(TQKV__L2, codes + (ptrdiff_t)run->ahead * (ptrdiff_t)s->row_bytes,
                        (size_t)run->n * s->row_bytes);
         for (int row = 0; row < n_rows; row++)
-            TQKV__I(add_halves)(s, codes, run, weights + row * TQKV__TILE, out + row * head_dim);
+            TQKV__S(add_halves)(s, codes, run, weights + row * TQKV__TILE, out + row * head_dim);
         return;
     }
-#if TQKV__LOOKED_UP
-    if (TQKV__I(is_packed)(s, run->n, n_rows) || TQKV__I(is_quartered)(s, run->n, n_rows)) {
-        TQKV__I(add_few)(s, kv_head, run, weights, n_rows, scaled, out);
-        return;
-    }
-#endif
     TQKV__(factors)(s, tqkv__norms_at(s, kv_head, run->slot), run, false, factors);
     for (int b = 0; b < head_dim / dim; b++) {
         TQKV__I(product) p;
         TQKV__I(open_sums)(s, b, run->n, weights, n_rows, factors, scaled, out, &p);
-        p.at = TQKV__I(open_integers)(s, kv_head, run, 0, run->n, b * dim, dim, room);
+#if TQKV__LOOKED_UP
+        if (TQKV__I(is_packed)(s, run->n, n_rows) || TQKV__I(is_quartered)(s, run->n, n_rows)) {
+            TQKV__I(add_few)(s, kv_head, run, b * dim, n_rows, &p);
+            continue;
+        }
+#endif
+        p.at = TQKV__S(open_integers)(s, kv_head, run, 0, run->n, b * dim, dim, room);
         TQKV__I(add_integers)(&p, n_rows);
     }
 }
@@ -6551,6 +6650,7 @@ static const tqkv__integers TQKV__I(integers) = {&TQKV__(isa),
 #undef TQKV__SLICES
 #undef TQKV__LANES_ROWS
 #undef TQKV__DECODED
+#undef TQKV__ROUNDED
 #undef TQKV__DECODE_INTEGERS
 #undef TQKV__DECODER_OF
 #undef TQKV__QUERY_BLOCK
@@ -6560,7 +6660,9 @@ static const tqkv__integers TQKV__I(integers) = {&TQKV__(isa),
 #undef TQKV__LOOKED_UP
 #undef TQKV__CHUNK
 #undef TQKV__BY_PARTS
+#undef TQKV__SCORE_PARTS
 #undef TQKV__SCORE_PACKED
+#undef TQKV__ADD_PARTS
 #undef TQKV__ADD_PACKED
 #undef TQKV__BY_PIECES
 #undef TQKV__BY_FOUR_ROWS
@@ -8273,13 +8375,14 @@ TQKV__OP __m256i tqkv__i_dot_avxvnni(__m256i sums, __m256i codes, __m256i intege
     return sums;
 #endif
 }
-#define tqkv__i_open_avxvnni        tqkv__i_open_avx2
-#define tqkv__i_whole_avxvnni       tqkv__i_whole_avx2
-#define tqkv__i_load_row_avxvnni    tqkv__i_load_codes_avxvnni
-#define tqkv__i_repeat_avxvnni      tqkv__i_repeat_avx2
-#define tqkv__i_interleave_avxvnni  tqkv__i_interleave_avx2
-#define tqkv__i_transpose_avxvnni   tqkv__i_transpose_avx2
-#define tqkv__i_store_words_avxvnni tqkv__i_store_words_avx2
+#define tqkv__i_open_avxvnni          tqkv__i_open_avx2
+#define tqkv__i_whole_avxvnni         tqkv__i_whole_avx2
+#define tqkv__i_load_row_avxvnni      tqkv__i_load_codes_avxvnni
+#define tqkv__i_repeat_avxvnni        tqkv__i_repeat_avx2
+#define tqkv__i_interleave_avxvnni    tqkv__i_interleave_avx2
+#define tqkv__i_transpose_avxvnni     tqkv__i_transpose_avx2
+#define tqkv__i_round_query_avxvnni   tqkv__i_round_query_avx2
+#define tqkv__i_round_weights_avxvnni tqkv__i_round_weights_avx2
 
 #define TQKV__(name)        tqkv__##name##_avx2
 #define TQKV__I(name)       tqkv__i_##name##_avxvnni
@@ -8290,6 +8393,7 @@ TQKV__OP __m256i tqkv__i_dot_avxvnni(__m256i sums, __m256i codes, __m256i intege
 #define TQKV__PRODUCT_ROWS  2
 #define TQKV__LOOKED_UP     0
 #define TQKV__DECODED       1
+#define TQKV__ROUNDED       1
 #include "tqkv.h"
 #if defined(__GNUC__) && !defined(__clang__)
 #pragma GCC diagnostic pop
@@ -11380,7 +11484,7 @@ static bool tqkv__divide_block(const tqkv_cache *c, size_t sinks_size, tqkv__cac
     return fits && block->size <= SIZE_MAX - 63;
 }
 
-TQKV_API tqkv_result tqkv_cache_create(const tqkv_cache_desc *desc, tqkv_cache **out)
+TQKV__COLD TQKV_API tqkv_result tqkv_cache_create(const tqkv_cache_desc *desc, tqkv_cache **out)
 {
     tqkv_cache c;
     tqkv__cache_block block;
@@ -11414,7 +11518,7 @@ TQKV_API tqkv_result tqkv_cache_create(const tqkv_cache_desc *desc, tqkv_cache *
     return TQKV_OK;
 }
 
-TQKV_API void tqkv_cache_destroy(tqkv_cache *c)
+TQKV__COLD TQKV_API void tqkv_cache_destroy(tqkv_cache *c)
 {
     if (!c) return;
     const tqkv_allocator memory = c->memory;
@@ -11588,7 +11692,7 @@ static void tqkv__cache_center(tqkv_cache *c, int i, const float *center, size_t
     for (int end = i; i < 2 && end < TQKV__CACHE_ENDS; end += 2) c->ends[end / 2][i].center = s->center;
 }
 
-TQKV_API tqkv_result tqkv_cache_set_center(tqkv_cache *c, const float *keys, const float *values)
+TQKV__COLD TQKV_API tqkv_result tqkv_cache_set_center(tqkv_cache *c, const float *keys, const float *values)
 {
     if (!c) return TQKV__INVALID("the cache is NULL");
     if (c->attention.end != 0) return TQKV__INVALID("a centre: the cache holds positions encoded without it");
@@ -11608,7 +11712,7 @@ TQKV_API tqkv_result tqkv_cache_set_center(tqkv_cache *c, const float *keys, con
     return TQKV_OK;
 }
 
-TQKV_API tqkv_result tqkv_cache_set_layout(tqkv_cache *c, const tqkv_cache_layout *layout)
+TQKV__COLD TQKV_API tqkv_result tqkv_cache_set_layout(tqkv_cache *c, const tqkv_cache_layout *layout)
 {
     tqkv_cache_layout none;
     memset(&none, 0, sizeof none);
@@ -11688,7 +11792,7 @@ static void tqkv__turn_rings(const tqkv_cache *c, int64_t by)
     }
 }
 
-TQKV_API tqkv_result tqkv_cache_remove(tqkv_cache *c, int64_t first, int64_t count)
+TQKV__COLD TQKV_API tqkv_result tqkv_cache_remove(tqkv_cache *c, int64_t first, int64_t count)
 {
     if (!c) return TQKV__INVALID("the cache is NULL");
     if (c->keys.ring) return TQKV__REFUSE(UNSUPPORTED, "remove: the cache is a ring");
@@ -11706,7 +11810,7 @@ TQKV_API tqkv_result tqkv_cache_remove(tqkv_cache *c, int64_t first, int64_t cou
     return TQKV_OK;
 }
 
-TQKV_API tqkv_result tqkv_cache_keep(tqkv_cache *c, int n, const int *kept, int n_kept)
+TQKV__COLD TQKV_API tqkv_result tqkv_cache_keep(tqkv_cache *c, int n, const int *kept, int n_kept)
 {
     if (!c) return TQKV__INVALID("the cache is NULL");
     if (n < 0 || n_kept < 0 || (n_kept > 0 && !kept)) return TQKV__INVALID("n or n_kept is negative, or kept is NULL");
@@ -11796,7 +11900,7 @@ static tqkv_result tqkv__fork_store(const tqkv_cache *c, int i, const tqkv_cache
     return tqkv__convert(to, from, range.from, (int)(range.to - range.from), parallel);
 }
 
-TQKV_API tqkv_result tqkv_cache_fork(const tqkv_cache *c, const tqkv_cache_desc *desc, tqkv_cache **out)
+TQKV__COLD TQKV_API tqkv_result tqkv_cache_fork(const tqkv_cache *c, const tqkv_cache_desc *desc, tqkv_cache **out)
 {
     if (!out) return TQKV__INVALID("out is NULL");
     *out = NULL;
@@ -12037,7 +12141,7 @@ static void tqkv__cache_header(const tqkv_cache *c, uint32_t version, uint8_t *h
         tqkv__put(header + at, 4, more[i]);
 }
 
-TQKV_API tqkv_result tqkv_cache_save(const tqkv_cache *c, tqkv_write write, void *user)
+TQKV__COLD TQKV_API tqkv_result tqkv_cache_save(const tqkv_cache *c, tqkv_write write, void *user)
 {
     tqkv__pipe pipe;
     uint8_t header[TQKV__HEADER_SIZE + TQKV__HEADER_MORE];
@@ -12219,7 +12323,8 @@ static void tqkv__open_centers(tqkv_cache *c, uint32_t centers)
             tqkv__cache_center(c, i, tqkv__center_room(c, i), (size_t)tqkv__stream_of(c, i)->head_dim);
 }
 
-TQKV_API tqkv_result tqkv_cache_load(const tqkv_cache_desc *desc, tqkv_read read, void *user, tqkv_cache **out)
+TQKV__COLD TQKV_API tqkv_result tqkv_cache_load(const tqkv_cache_desc *desc, tqkv_read read, void *user,
+                                                tqkv_cache **out)
 {
     tqkv__pipe pipe;
     tqkv__read_ahead ahead = {read, user, {NULL, NULL, NULL}, NULL, 0, 0, 0};
