@@ -71,7 +71,7 @@
      TQKV_API               linkage of the public functions, by default `extern`
      TQKV_EXPLAIN(text)     receives the reason of a refused call, a string that names the argument. Example:
                             fprintf(stderr, "tqkv: %s\n", text). Default: nothing.
-     TQKV_NO_AVX512         leaves AVX-512 out, which halves the code and the time to compile it (README has KB and seconds)
+     TQKV_NO_AVX512         leaves AVX-512 out: half the code, half the time to compile it (docs/integrating.md has both)
      TQKV_NO_AVX2           leaves both out, because AVX-512 takes short rows from AVX2: a quarter of the code
      TQKV_METAL             adds what tqkv_metal.m needs: define it for both files. On Apple's systems it is there, unless
                             TQKV_NO_METAL is defined
