@@ -15,6 +15,7 @@ BENCH_SOURCES := $(filter-out bench/ggml.c,$(wildcard bench/*.c))
 
 $(BUILD)/bench: $(BUILD)/tqkv.o
 $(TEST_BUILD)/bench: $(TEST_TQKV)
+$(TEST_BUILD)/bench: CFLAGS += -O0
 $(BUILD)/bench $(TEST_BUILD)/bench: $(BENCH_SOURCES) $(BENCH_HEADERS)
 	$(BENCH_COMPILE) $(BENCH_SOURCES) $(filter %.o,$^) -o $@ $(LIBRARIES) -ldl
 
