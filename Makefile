@@ -141,7 +141,7 @@ test-docs:
 
 .PHONY: test clean format format-check
 # The longest start first: the others then fill the cores to the end.
-LONGEST := test-sanitize test-metallib-quick test-metal test-isa test-shaders-quick test-aarch64 test-s390x
+LONGEST := test-sanitize test-metallib-quick test-metal test-metal-arc test-isa test-shaders-quick test-aarch64 test-s390x
 test: $(filter $(TEST_TARGETS),$(LONGEST)) $(filter-out $(LONGEST),$(TEST_TARGETS)) ## run all tests: no GPU, no network
 
 format: ## lay out the sources

@@ -170,8 +170,7 @@ $(HOST_BUILD)/metal_encode_attend: $(HOST_BUILD)/examples/metal_encode_attend.o 
 HOST_ARC_CASES := context/ cache/ pages/ refusals/ not_finite/ standin/ rotate/ types/ attend/pair/tq4_ encode/tq4/ pair/tq4_
 
 HOST_PROGRAMS := $(HOST_BUILD)/runner $(HOST_BUILD)/runner-embedded $(HOST_BUILD)/metal_encode_attend \
-	$(REPORT_PROGRAMS:%=$(HOST_BUILD)/mac/%) \
-	$(if $(HOST_GNUSTEP),$(HOST_BUILD)/runner-arc $(HOST_BUILD)/metal_encode_attend-arc)
+	$(REPORT_PROGRAMS:%=$(HOST_BUILD)/mac/%)
 
 .PHONY: test-metal
 test-metal: $(HOST_PROGRAMS) $(HOST_LIBRARY) $(PLAIN_LIBRARY) $(if $(HOST_STALE),$(HOST_BUILD)/stale/made)
@@ -184,9 +183,14 @@ ifneq ($(HOST_GNUSTEP),)
 	@clang -fsyntax-only $(HOST_GNUSTEP) -fmodules -fmodules-cache-path=$(HOST_BUILD)/modules -Ipackaging/swift/CTqkv/include \
 		-fmodule-map-file=packaging/swift/CTqkv/include/module.modulemap -D_GNU_SOURCE -DTQKV_METAL \
 		packaging/swift/CTqkvMetal/tqkv_metal.m && echo "1 passed, 0 failed"
+
+.PHONY: test-metal-arc
+test-metal-arc: $(HOST_BUILD)/runner-arc $(HOST_BUILD)/metal_encode_attend-arc $(HOST_LIBRARY) $(HOST_BUILD)/stale/made
 	@echo "== tqkv_metal.m: under ARC"
-	@$(HOST_RUN) $(HOST_BUILD)/runner-arc --library $(HOST_LIBRARY) --stale $(HOST_BUILD)/stale $(HOST_ARC_CASES)
+	@$(HOST_RUN) $< --library $(HOST_LIBRARY) --stale $(HOST_BUILD)/stale $(HOST_ARC_CASES)
 	@$(HOST_RUN) $(HOST_BUILD)/metal_encode_attend-arc $(HOST_LIBRARY)
+
+TEST_TARGETS += test-metal-arc
 endif
 
 # What a Mac's owner sends back. report.sh builds what it runs: where that fails the report says so.
@@ -234,7 +238,7 @@ $(HOST_TSAN)/runner: $(TSAN_NAMES:%=$(HOST_TSAN)/%.o) $(HOST_BUILD)/tests/test_t
 
 # Plants bugs, one at a time, in copies of tqkv_metal.m. BUGS: parts of names.
 .PHONY: test-metal-bugs
-test-metal-bugs: test-metal $(HOST_TSAN)/runner $(HOST_TSAN)/standin.metallib
+test-metal-bugs: test-metal test-metal-arc $(HOST_TSAN)/runner $(HOST_TSAN)/standin.metallib
 	@echo "== tqkv_metal.m: planted bugs"
 	@export ASAN_LINK="$(HOST_LINK)" ASAN_OBJECTS="$(filter-out %/tqkv_metal.o,$(HOST_OBJECTS:%=$(HOST_BUILD)/%.o))" \
 	ASAN_RUN="$(HOST_RUN) RUNNER --library $(HOST_LIBRARY) --stale $(HOST_BUILD)/stale"; \
