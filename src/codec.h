@@ -277,21 +277,8 @@ static void tqkv__encode_rows(const tqkv__stream *s, const tqkv__quantiser *q, c
     for (int i = 0; i < n_rows; i++) tqkv__encode_row(s, &rows[i]);
 }
 
-/* The encoding functions of an instruction set; every set gives the same bytes. */
-typedef struct tqkv__codec {
-    bool (*rows_finite)(tqkv_type type, const void *x, size_t n); /* n: a multiple of head_dim */
-    void (*widen)(tqkv_type type, const void *src, const float *center, int n, float *row);
-    void (*narrow)(tqkv_type type, const float *row, int n, void *dst);
-    void (*rotate)(float *x, int head_dim);
-    void (*unrotate)(float *y, int head_dim);
-    void (*scale_row)(const tqkv__stream *s, float *row, float *norms);
-    void (*encode_rows)(const tqkv__stream *s, const tqkv__quantiser *q, const tqkv__row *rows, int n_rows);
-} tqkv__codec;
-
 static const tqkv__codec tqkv__codec_scalar = {tqkv__values_finite, tqkv__widen_row, tqkv__narrow_row, tqkv__rotate_row,
                                                tqkv__unrotate_row,  tqkv__scale_row, tqkv__encode_rows};
-
-static const tqkv__codec *tqkv__codec_for(int head_dim);
 
 /* The factor of the centroids or integers that share a norm. */
 static float tqkv__factor(const tqkv__stream *s, float norm)

@@ -1,11 +1,3 @@
-/* Only bytes that no encoder wrote can be NaN or Inf. */
-static bool tqkv__halves_finite(const uint8_t *halves, size_t n)
-{
-    bool finite = true;
-    for (size_t i = 0; i < n; i++) finite &= (halves[2 * i + 1] & 0x7c) != 0x7c;
-    return finite;
-}
-
 /* Moves the rows of n positions from `source` on to `target` on, in the same stream (downwards) or in another one. In
    ascending order no row is overwritten before it has moved: in a ring too, whose resident positions differ in slot. */
 static void tqkv__move_rows(const tqkv__stream *from, int64_t source, const tqkv__stream *to, int64_t target, int64_t n)

@@ -1,27 +1,54 @@
-static const tqkv__codec TQKV__(codec) = {TQKV__(rows_finite), TQKV__(widen),     TQKV__(narrow_row), TQKV__(rotate),
-                                          TQKV__(unrotate),    TQKV__(scale_row), TQKV__(encode_rows)};
-
-static const tqkv__isa TQKV__(isa) = {TQKV__ISA_NAME,    TQKV__LANES,        {TQKV__NIBBLE_ORDER},
-                                      &TQKV__(codec),    TQKV__(score_tile), TQKV__(softmax_tile),
-                                      TQKV__(end_piece), TQKV__(value_tile), TQKV__(sum_heads)};
-
 /* These macros belong to one set. */
-#undef TQKV__VECTOR
-#undef TQKV__ROW_LOOPS
-#undef TQKV__DECODE_LOOP
-#undef TQKV__LOOPS_OF
-#undef TQKV__WIDTH
-#undef TQKV__SCORE_ROWS
+#undef TQKV__ADD_PACKED
+#undef TQKV__ADD_PARTS
+#undef TQKV__ADD_PIECES
+#undef TQKV__ADD_QUARTERS
+#undef TQKV__BYTES
+#undef TQKV__BY_FOUR_ROWS
+#undef TQKV__BY_PARTS
+#undef TQKV__BY_PIECES
+#undef TQKV__CHUNK
+#undef TQKV__DECODED
 #undef TQKV__DECODED_SCORE_ROWS
-#undef TQKV__ROWS
-#undef TQKV__SUMS
-#undef TQKV__SHORTER
-#undef TQKV__SHORT_RUNS
+#undef TQKV__DECODER_OF
+#undef TQKV__DECODE_INTEGERS
+#undef TQKV__DECODE_LOOP
+#undef TQKV__DOT_LANES
+#undef TQKV__INTEGER_LANES
+#undef TQKV__ISA_NAME
 #undef TQKV__LANES
+#undef TQKV__LANES_ROWS
+#undef TQKV__LANE_BYTES
+#undef TQKV__LOOKED_UP
+#undef TQKV__LOOPS_OF
+#undef TQKV__MIX_SHORT_RUNS
 #undef TQKV__NIBBLE_ORDER
 #undef TQKV__NIBBLE_RUN
+#undef TQKV__PADDED
+#undef TQKV__PRODUCTS
+#undef TQKV__PRODUCT_ROWS
+#undef TQKV__QUERY_BLOCK
+#undef TQKV__ROUNDED
+#undef TQKV__ROWS
+#undef TQKV__ROW_LOOPS
 #undef TQKV__RUN_TOGETHER
-#undef TQKV__ISA_NAME
-#undef TQKV__MIX_SHORT_RUNS
+#undef TQKV__SCORE_PACKED
+#undef TQKV__SCORE_PARTS
+#undef TQKV__SCORE_PIECES
+#undef TQKV__SCORE_QUARTERS
+#undef TQKV__SCORE_ROWS
+#undef TQKV__SHORTER
+#undef TQKV__SHORT_RUNS
+#undef TQKV__SLICE
+#undef TQKV__SLICES
+#undef TQKV__STEP
+#undef TQKV__SUMS
+#undef TQKV__VECTOR
+#undef TQKV__WEIGHTS_UNIT
+#undef TQKV__WHOLE_LANES
+#undef TQKV__WIDTH
+#undef TQKV__WORDS
 #undef TQKV__
+#undef TQKV__I
+#undef TQKV__S
 #undef TQKV__TARGET

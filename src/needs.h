@@ -54,3 +54,26 @@
 #if defined(__SSE2__)
 #include <xmmintrin.h>
 #endif
+
+#ifndef TQKV_EXPLAIN
+#define TQKV_EXPLAIN(text) ((void)0)
+#endif
+/* Passes text to TQKV_EXPLAIN and evaluates to the result. */
+#define TQKV__REFUSE(result, text) (TQKV_EXPLAIN(text), TQKV_##result)
+#define TQKV__INVALID(text)        TQKV__REFUSE(INVALID_ARGUMENT, text)
+
+/* Checks of what private functions take for granted; for tests. */
+#ifndef TQKV_ASSERT
+#define TQKV_ASSERT(condition) ((void)0)
+#endif
+
+#define TQKV__NOINLINE __attribute__((noinline))
+#define TQKV__COLD     __attribute__((cold))        /* for size: calls that are rare beside appending and attending */
+#define TQKV__ALIGNED  __attribute__((aligned(64))) /* a vector that crosses cache lines is loaded twice */
+#define TQKV__INLINE   inline __attribute__((always_inline))
+#define TQKV__OP       TQKV__TARGET static TQKV__INLINE /* a part of a loop, in the current instruction set */
+#ifdef __clang__
+#define TQKV__UNROLL _Pragma("clang loop unroll(full)")
+#else
+#define TQKV__UNROLL _Pragma("GCC unroll 16")
+#endif

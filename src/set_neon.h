@@ -248,7 +248,7 @@ TQKV__OP uint32x4_t tqkv__below_neon(const int bits, const uint32x4_t *below, ui
     TQKV__UNROLL
     for (int i = 0; i < 4; i++) t.val[i] = vreinterpretq_u8_u32(below[bits > 4 && i < 1 << (bits - 4) ? i : 0]);
     const uint8x16x2_t half = {{t.val[0], t.val[1]}};
-    return vreinterpretq_u32_u8(bits <= 4 ? vqtbl1q_u8(t.val[0], index)
+    return vreinterpretq_u32_u8(bits <= 4   ? vqtbl1q_u8(t.val[0], index)
                                 : bits == 5 ? vqtbl2q_u8(half, index)
                                             : vqtbl4q_u8(t, index));
 }
@@ -301,7 +301,7 @@ TQKV__OP void tqkv__store_words_neon(uint8_t *p, uint32x4_t words)
 {
     vst1_u8(p, vreinterpret_u8_u16(vmovn_u32(words)));
 }
-#define tqkv__quantise_tq8_neon              tqkv__quantise_loads_neon
+#define tqkv__quantise_tq8_neon tqkv__quantise_loads_neon
 
 /* Only for vectors of 16. */
 #define tqkv__load_fields_neon(bits, count, p, upper, low, high)                                                       \

@@ -1,28 +1,5 @@
 /* >>common: sizes, formats, the checks of a store, of its positions and of rows */
 
-#ifndef TQKV_EXPLAIN
-#define TQKV_EXPLAIN(text) ((void)0)
-#endif
-/* Passes text to TQKV_EXPLAIN and evaluates to the result. */
-#define TQKV__REFUSE(result, text) (TQKV_EXPLAIN(text), TQKV_##result)
-#define TQKV__INVALID(text)        TQKV__REFUSE(INVALID_ARGUMENT, text)
-
-/* Checks of what private functions take for granted; for tests. */
-#ifndef TQKV_ASSERT
-#define TQKV_ASSERT(condition) ((void)0)
-#endif
-
-#define TQKV__NOINLINE __attribute__((noinline))
-#define TQKV__COLD     __attribute__((cold))        /* for size: calls that are rare beside appending and attending */
-#define TQKV__ALIGNED  __attribute__((aligned(64))) /* a vector that crosses cache lines is loaded twice */
-#define TQKV__INLINE   inline __attribute__((always_inline))
-#define TQKV__OP       TQKV__TARGET static TQKV__INLINE /* a part of a loop, in the current instruction set */
-#ifdef __clang__
-#define TQKV__UNROLL _Pragma("clang loop unroll(full)")
-#else
-#define TQKV__UNROLL _Pragma("GCC unroll 16")
-#endif
-
 static bool tqkv__size_multiply(size_t a, size_t b, size_t *product)
 {
     if (b != 0 && a > SIZE_MAX / b) return false;
@@ -212,9 +189,6 @@ static tqkv_result tqkv__stream_shape(const tqkv_store *store, tqkv__stream *s)
         return TQKV__INVALID("a store of more than SIZE_MAX bytes");
     return store->pages ? tqkv__table_shape(store, s) : TQKV_OK;
 }
-
-static bool tqkv__all_finite(const float *x, size_t n);
-static uint32_t tqkv__bits(float x);
 
 /* Follows tqkv__stream_shape in calls that add or subtract the centre. */
 static tqkv_result tqkv__stream_center(const tqkv_store *store, tqkv__stream *s)

@@ -53,11 +53,13 @@ extern "C" {
 
 #include "needs.h"
 
+#include "exact.h"
+
 #include "store.h"
 
 #include "team.h"
 
-#include "exact.h"
+#include "set.h"
 
 #include "rotate.h"
 
@@ -82,14 +84,39 @@ extern "C" {
 
 #include "kernels.h"
 
-#include "attend_kernels.h"
+#include "k_softmax.h"
 
-#include "encode_kernels.h"
+#include "k_decode.h"
 
-#include "kernels_end.h"
+#include "k_dot.h"
+
+#include "k_accumulate.h"
+
+#include "k_tiles.h"
+
+#include "k_rotate.h"
+
+#include "k_norms.h"
+
+#include "k_quantise.h"
+
+#include "k_table.h"
+
 #endif /* TQKV__LANES */
 
-#include "integer_kernels.h"
+#ifdef TQKV__INTEGER_LANES
+
+#include "k_integer.h"
+
+#include "k_integer_few.h"
+
+#include "k_integer_tiles.h"
+
+#endif /* TQKV__INTEGER_LANES */
+
+#if defined(TQKV__LANES) || defined(TQKV__INTEGER_LANES)
+#include "kernels_end.h"
+#endif
 
 #if defined(TQKV_IMPLEMENTATION) && !defined(TQKV__SETS)
 #define TQKV__SETS
@@ -166,11 +193,11 @@ int sysctlbyname(const char *name, void *value, size_t *size, void *to, size_t t
 
 #include "tile.h"
 
-#include "sums.h"
-
 #include "walk.h"
 
 #include "gather.h"
+
+#include "query.h"
 
 #include "job.h"
 
@@ -179,6 +206,8 @@ int sysctlbyname(const char *name, void *value, size_t *size, void *to, size_t t
 #include "index.h"
 
 #include "cache.h"
+
+#include "cache_edit.h"
 
 #include "snapshot.h"
 
@@ -198,7 +227,15 @@ int sysctlbyname(const char *name, void *value, size_t *size, void *to, size_t t
 
 #include "plan_rows.h"
 
+#include "plan_split.h"
+
+#include "plan_list.h"
+
 #include "plan_attend.h"
+
+#include "plan_shape.h"
+
+#include "plan_calls.h"
 
 #include "plan_batch.h"
 
