@@ -89,12 +89,17 @@ check-header: ## fail where tqkv.h is not what src/ gives
 	@if awk -f src/amalgamate.awk src/tqkv.h | cmp - tqkv.h; then echo "1 passed, 0 failed"; \
 	else echo "tqkv.h is joined from src/: edit src/, then make tqkv.h"; echo "0 passed, 1 failed"; exit 1; fi
 
+# What everything here is built from: src, or . for the joined file.
+TQKV ?= src
+TQKV_FILES := $(if $(filter .,$(TQKV)),tqkv.h,$(wildcard src/*.h))
+INCLUDE = -I$(TQKV) -I.
+
 # ---- Examples ----
 
 # The implementation takes a quarter of a minute to compile: the examples share this object.
-$(BUILD)/tqkv.o: examples/make/tqkv.c tqkv.h
+$(BUILD)/tqkv.o: examples/make/tqkv.c $(TQKV_FILES)
 	@mkdir -p $(@D)
-	$(CC) $(STANDARD) $(CPPFLAGS) $(CFLAGS) $(WARNINGS) -I. -c $< -o $@
+	$(CC) $(STANDARD) $(CPPFLAGS) $(CFLAGS) $(WARNINGS) $(INCLUDE) -c $< -o $@
 
 # Programs that define TQKV_IMPLEMENTATION, as their users do, take it from an object, too.
 IMPLEMENTED := -DTQKV_NO_IMPLEMENTATION
@@ -105,7 +110,7 @@ FLAGS_encode_attend := $(IMPLEMENTED)
 define example_programs
 $(1)/%: examples/%.c $(2) $(wildcard examples/*.h)
 	@mkdir -p $$(@D)
-	$$(or $$(CC_$$*),$(CC)) $(STANDARD) $(CPPFLAGS) $(CFLAGS) $$(FLAGS_$$*) $(WARNINGS) -I. $$< $(2) -o $$@ $(LIBRARIES)
+	$$(or $$(CC_$$*),$(CC)) $(STANDARD) $(CPPFLAGS) $(CFLAGS) $$(FLAGS_$$*) $(WARNINGS) $(INCLUDE) $$< $(2) -o $$@ $(LIBRARIES)
 endef
 $(eval $(call example_programs,$(BUILD),$(BUILD)/tqkv.o))
 
