@@ -75,6 +75,7 @@ static void tqkv__encode_tokens(const tqkv__stream *s, const void *src, int from
                 rows[n].center = tqkv__center_of(s, h);
                 rows[n].codes = tqkv__codes_at(s, h, slot);
                 rows[n].norms = tqkv__norms_at(s, h, slot);
+                rows[n].factors = NULL;
                 if (++n == batch) codec->encode_rows(s, &q, rows, n);
                 n %= batch;
             }
