@@ -134,7 +134,8 @@ TQKV__OP void TQKV__(try_factors)(const int bits, const tqkv__stream *s, const t
         for (int lane = 0; lane < n_lanes; lane += TQKV__LANES) {
             TQKV__VECTOR products = TQKV__(set1)(0.0f), squares = products;
             for (int at = lane; at < s->head_dim; at += n_lanes) {
-                const TQKV__VECTOR c = TQKV__(nearest)(bits, q, &book, t->cells + at, TQKV__(sizes_times)(t, at, factor));
+                const TQKV__VECTOR c =
+                    TQKV__(nearest)(bits, q, &book, t->cells + at, TQKV__(sizes_times)(t, at, factor));
                 products += TQKV__(rounded)(TQKV__(load)(t->sizes + at) * c);
                 squares += TQKV__(rounded)(c * c);
             }
@@ -184,8 +185,7 @@ TQKV__OP void TQKV__(add_norms)(int n_lanes, int together, int n_norms, const fl
             for (int i = 0; i < vectors; i++) all[g][i] = x[i];
         }
         for (int near = 1; near < per_norm; near *= 2)
-            for (int g = 0; g < per_norm; g += 2 * near)
-                TQKV__UNROLL
+            for (int g = 0; g < per_norm; g += 2 * near) TQKV__UNROLL
         for (int i = 0; i < vectors; i++) all[g][i] += all[g + near][i];
         memcpy(sums, all[0], sizeof all[0]);
     }
@@ -197,8 +197,9 @@ TQKV__OP void TQKV__(add_norms)(int n_lanes, int together, int n_norms, const fl
 }
 
 /* Turns one row and tries the factors: sums as in add_norms */
-TQKV__TARGET static TQKV__NOINLINE void TQKV__(search_row)(const tqkv__stream *s, const tqkv__quantiser *q, const float *y,
-                                                           const float *scales, float *v, float (*sums)[16])
+TQKV__TARGET static TQKV__NOINLINE void TQKV__(search_row)(const tqkv__stream *s, const tqkv__quantiser *q,
+                                                           const float *y, const float *scales, float *v,
+                                                           float (*sums)[16])
 {
     TQKV__(turned) t;
     TQKV__ALIGNED float lanes[TQKV__(sums_tried)][32];
@@ -240,8 +241,8 @@ TQKV__OP void TQKV__(choose_factors)(const tqkv__stream *s, int n, float (*tried
 
 /* Scales a few rows; then their scales become the factors of the search. values: [n_rows], of which each becomes a row of
    `rows`, [n_rows][head_dim] and room for three more; scales, squares: [n_rows][norms_per_row] and room for whole vectors */
-TQKV__TARGET static void TQKV__(search)(const tqkv__stream *s, const tqkv__quantiser *q, int n_rows, const float **values,
-                                        float *rows, float *scales, float *squares)
+TQKV__TARGET static void TQKV__(search)(const tqkv__stream *s, const tqkv__quantiser *q, int n_rows,
+                                        const float **values, float *rows, float *scales, float *squares)
 {
     enum { most = 96 };
     float tried[most][16];
