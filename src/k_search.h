@@ -5,8 +5,7 @@
    symmetric, a value has the sign of its centroid, and a product of 0 adds nothing. */
 typedef struct TQKV__(turned) {
     TQKV__ALIGNED float sizes[TQKV_MAX_HEAD_DIM];
-    TQKV__ALIGNED int32_t less[TQKV_MAX_HEAD_DIM];  /* -1 for positive values, see TQKV__(fold) */
-    TQKV__ALIGNED int32_t cells[TQKV_MAX_HEAD_DIM]; /* scratch */
+    TQKV__ALIGNED int32_t less[TQKV_MAX_HEAD_DIM]; /* -1 for positive values, see TQKV__(fold) */
 } TQKV__(turned);
 
 /* NaN becomes infinity, which is no larger with any factor either, and has the square of NaN's code. */
@@ -125,17 +124,18 @@ TQKV__OP void TQKV__(try_factors)(const int bits, const tqkv__stream *s, const t
     const int n_lanes = TQKV__NORM_LANES(s->head_dim);
     TQKV__(book) book;
     TQKV__(load_book)(bits, q, &book);
+    TQKV__ALIGNED int32_t cells[32][TQKV__LANES]; /* a lane has at most 32 values */
     for (int f = 0; f < TQKV__MOST_FACTORS; f++) {
         const TQKV__VECTOR factor = TQKV__(set1)(s->factors[f]);
-        for (int at = 0; at < s->head_dim && TQKV__BY_ENTRIES(bits); at += TQKV__LANES) {
-            const TQKV__(codes) cells = TQKV__(cells)(&book, TQKV__(sizes_times)(t, at, factor));
-            memcpy(t->cells + at, &cells, sizeof cells);
-        }
         for (int lane = 0; lane < n_lanes; lane += TQKV__LANES) {
             TQKV__VECTOR products = TQKV__(set1)(0.0f), squares = products;
-            for (int at = lane; at < s->head_dim; at += n_lanes) {
+            for (int at = lane, e = 0; at < s->head_dim && TQKV__BY_ENTRIES(bits); at += n_lanes, e++) {
+                const TQKV__(codes) own = TQKV__(cells)(&book, TQKV__(sizes_times)(t, at, factor));
+                memcpy(cells[e], &own, sizeof own);
+            }
+            for (int at = lane, e = 0; at < s->head_dim; at += n_lanes, e++) {
                 const TQKV__VECTOR c =
-                    TQKV__(nearest)(bits, q, &book, t->cells + at, TQKV__(sizes_times)(t, at, factor));
+                    TQKV__(nearest)(bits, q, &book, cells[e], TQKV__(sizes_times)(t, at, factor));
                 products += TQKV__(rounded)(TQKV__(load)(t->sizes + at) * c);
                 squares += TQKV__(rounded)(c * c);
             }
@@ -244,12 +244,14 @@ TQKV__OP void TQKV__(choose_factors)(const tqkv__stream *s, int n, float (*tried
 TQKV__TARGET static void TQKV__(search)(const tqkv__stream *s, const tqkv__quantiser *q, int n_rows,
                                         const float **values, float *rows, float *scales, float *squares)
 {
-    enum { most = 96 };
-    float tried[most][16];
-    const int n = s->norms_per_row;
-    for (int i = 0; i < n_rows; i++, rows += s->head_dim) {
-        TQKV__(search_row)(s, q, values[i], scales + i * n, rows, tried + i * n);
-        values[i] = rows;
+    float tried[16][16];
+    const int n = s->norms_per_row, step = 16 / n;
+    for (int first = 0; first < n_rows; first += step) {
+        const int end = first + step < n_rows ? first + step : n_rows;
+        for (int i = first; i < end; i++, rows += s->head_dim) {
+            TQKV__(search_row)(s, q, values[i], scales + i * n, rows, tried + (i - first) * n);
+            values[i] = rows;
+        }
+        TQKV__(choose_factors)(s, (end - first) * n, tried, scales + first * n, squares + first * n);
     }
-    TQKV__(choose_factors)(s, n_rows * n, tried, scales, squares);
 }
