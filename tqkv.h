@@ -672,7 +672,7 @@ typedef struct tqkv_metal_buffer {
 typedef struct tqkv_metal_store {
     tqkv_store shape;
     tqkv_metal_buffer codes, norms;
-    tqkv_metal_buffer center; /* as tqkv_store's; zero = none. Its values are not checked. */
+    tqkv_metal_buffer center;        /* as tqkv_store's; zero = none. Its values are not checked. */
     tqkv_metal_buffer channel_scale; /* the same */
     /* int32_t [shape.n_pages]; zero = not paged. Kernels read it when they run. shape.pages, if it is not NULL, is what it
        will hold then: a bad entry is refused, as on the processor. Without it a bad entry leaves its tokens out in
@@ -805,8 +805,8 @@ TQKV_METAL_API tqkv_result tqkv_metal_index_choose(tqkv_metal *m, tqkv_metal_obj
 
 /* For programs without an encoder: calls record(user, encoder), commits to the context's queue and waits. If record
    fails, nothing runs and its result is returned. */
-typedef tqkv_result (*tqkv_metal_record)(void *user, tqkv_metal_object encoder);
-TQKV_METAL_API tqkv_result tqkv_metal_run(tqkv_metal *m, tqkv_metal_record record, void *user);
+typedef tqkv_result (*tqkv_metal_work)(void *user, tqkv_metal_object encoder);
+TQKV_METAL_API tqkv_result tqkv_metal_run(tqkv_metal *m, tqkv_metal_work record, void *user);
 /* Memory shared by processor and GPU: buffers of storage mode shared, addressed by their contents. */
 TQKV_METAL_API tqkv_allocator tqkv_metal_allocator(tqkv_metal *m);
 /* The buffer behind a pointer into such memory; TQKV_INVALID_ARGUMENT for any other. */
@@ -852,18 +852,18 @@ TQKV_METAL_API tqkv_result tqkv_metal_cache_prepare(tqkv_metal *m, const tqkv_ca
 #ifdef TQKV_METAL
 /* >>metal-plan
    The same calls for engines that encode their own dispatches: Metal 4, MLX, ggml-metal. tqkv_metal_plan_X says what
-   tqkv_metal_X records: one dispatch, or two that run one after the other. It needs TQKV_METAL beside TQKV_IMPLEMENTATION,
-   but neither tqkv_metal.m nor Metal: buffers are only compared, so `buffer` may be any pointer that stands for one.
-   For each dispatch, unless launch.threadgroups[0] is 0: take the pipeline of `kernel`, give it arguments and bindings,
-   wait for the dispatch before if there is a barrier, and run what tqkv_metal_plan_launch says. docs/metal.md has the
-   steps for Metal, examples/metal_plan.cpp is such an engine. */
+   tqkv_metal_X records. It needs TQKV_METAL beside TQKV_IMPLEMENTATION, but neither tqkv_metal.m nor Metal: buffers are
+   only compared, so `buffer` may be any pointer that stands for one.
+   For each dispatch of a plan, unless launch.threadgroups[0] is 0: take the pipeline of `kernel`, give it arguments and
+   bindings, wait for the dispatch before if there is a barrier, and run what tqkv_metal_plan_launch says. docs/metal.md has
+   the steps for Metal, examples/metal_plan.cpp is such an engine. */
 enum {
     TQKV_METAL_NAME = 48,       /* bytes of a kernel's name, with the zero */
     TQKV_METAL_CONSTANTS = 40,  /* function constants have indices below */
     TQKV_METAL_ARGUMENTS = 256, /* most bytes of an argument struct */
     TQKV_METAL_BINDINGS = 28,
     TQKV_METAL_MEMORIES = 4,
-    TQKV_METAL_CHOOSE_DISPATCHES = 3,
+    TQKV_METAL_DISPATCHES = 7,   /* most of a plan */
     TQKV_METAL_ONLY_CHECKED = -1 /* in place of a binding's index */
 };
 
@@ -890,6 +890,9 @@ typedef struct tqkv_metal_kernel {
 
 /* The name of its function in the library. */
 TQKV_API void tqkv_metal_kernel_name(const tqkv_metal_kernel *kernel, char name[TQKV_METAL_NAME]);
+/* The most threads of a threadgroup that plans give it, a multiple of 32: maxTotalThreadsPerThreadgroup of its pipeline's
+   descriptor. Otherwise compilers plan for 1024, with fewer registers for each. */
+TQKV_API int tqkv_metal_kernel_threads(const tqkv_metal_kernel *kernel);
 typedef enum tqkv_metal_constant { TQKV_METAL_UNSET, TQKV_METAL_BOOL, TQKV_METAL_UINT } tqkv_metal_constant;
 /* The type of function constant `index` and, unless it is not set, its value: 0 or 1 of a bool. */
 TQKV_API tqkv_metal_constant tqkv_metal_kernel_constant(const tqkv_metal_kernel *kernel, int index, uint32_t *value);
@@ -925,6 +928,18 @@ typedef struct tqkv_metal_dispatch {
     int n_simdgroups; /* of a threadgroup, or as many as the pipeline allows */
 } tqkv_metal_dispatch;
 
+/* The dispatches of a call, which run one after another. */
+typedef struct tqkv_metal_plan {
+    const char *call;   /* its name, for error texts */
+    tqkv_result result; /* of the function that made the plan. After a failure there are no dispatches. */
+    int n;
+    tqkv_metal_dispatch d[TQKV_METAL_DISPATCHES];
+} tqkv_metal_plan;
+
+/* Records a plan as tqkv_metal_X does it: checked, with pipelines and barriers. If the plan was refused, says so. Where
+   the context multiplies no matrices: tqkv_metal_plan_lanes. */
+TQKV_METAL_API tqkv_result tqkv_metal_record(tqkv_metal *m, tqkv_metal_object encoder, tqkv_metal_plan *plan);
+
 /* What a pipeline runs. max_threads: the most that it allows a threadgroup, at least 32 */
 typedef struct tqkv_metal_launch {
     size_t threadgroups[3];             /* nothing to do if the first is 0 */
@@ -938,73 +953,90 @@ TQKV_API const tqkv_metal_binding *tqkv_metal_overlapping(const tqkv_metal_dispa
 /* Once a library: whether it was built from this header. Both dispatches write `report`, of so many bytes, zero before.
    The first holds the tables, the second the product of two matrices, which a system may refuse. */
 TQKV_API size_t tqkv_metal_report_size(void);
-TQKV_API tqkv_result tqkv_metal_plan_tables(tqkv_metal_buffer report, tqkv_metal_dispatch d[2]);
+TQKV_API tqkv_result tqkv_metal_plan_tables(tqkv_metal_buffer report, tqkv_metal_plan *plan);
 /* The first difference between the library's tables and sizes and this header's; NULL if there is none. */
 TQKV_API const char *tqkv_metal_stale_table(const void *report);
 /* Whether the GPU's matrices lie as attend_matrix needs them. If not, or if the system refuses that kernel:
    tqkv_metal_plan_lanes. */
 TQKV_API bool tqkv_metal_has_matrices(const void *report);
+/* Puts attend in the place of attend_matrix; buffers and arguments stay. False for a batch, which has to be planned without
+   matrices. */
+TQKV_API bool tqkv_metal_plan_lanes(tqkv_metal_plan *plan);
 
-/* Shapes, units and results are those of tqkv_metal_X. On failure *d is undefined. */
+/* Shapes, units and results are those of tqkv_metal_X. */
 TQKV_API tqkv_result tqkv_metal_plan_encode(const tqkv_metal_store *s, tqkv_metal_buffer src, int n_tokens,
-                                            int64_t position, tqkv_metal_buffer not_finite, tqkv_metal_dispatch *d);
+                                            int64_t position, tqkv_metal_buffer not_finite, tqkv_metal_plan *plan);
 TQKV_API tqkv_result tqkv_metal_plan_encode_kv(const tqkv_metal_store *keys, const tqkv_metal_store *values,
                                                tqkv_metal_buffer k, tqkv_metal_buffer v, int n_tokens, int64_t position,
-                                               tqkv_metal_buffer not_finite, tqkv_metal_dispatch *d);
+                                               tqkv_metal_buffer not_finite, tqkv_metal_plan *plan);
 TQKV_API tqkv_result tqkv_metal_plan_encode_slots(const tqkv_metal_store *s, tqkv_metal_buffer src, int n_tokens,
                                                   tqkv_metal_buffer slots, const int32_t *known,
-                                                  tqkv_metal_buffer not_finite, tqkv_metal_dispatch *d);
+                                                  tqkv_metal_buffer not_finite, tqkv_metal_plan *plan);
 TQKV_API tqkv_result tqkv_metal_plan_encode_kv_slots(const tqkv_metal_store *keys, const tqkv_metal_store *values,
                                                      tqkv_metal_buffer k, tqkv_metal_buffer v, int n_tokens,
                                                      tqkv_metal_buffer slots, const int32_t *known,
-                                                     tqkv_metal_buffer not_finite, tqkv_metal_dispatch *d);
+                                                     tqkv_metal_buffer not_finite, tqkv_metal_plan *plan);
 TQKV_API tqkv_result tqkv_metal_plan_probe(const tqkv_metal_store *store, tqkv_metal_buffer src, int n_tokens,
                                            tqkv_metal_buffer scaled, tqkv_metal_buffer not_finite,
-                                           tqkv_metal_dispatch *d);
+                                           tqkv_metal_plan *plan);
 TQKV_API tqkv_result tqkv_metal_plan_decode(const tqkv_metal_store *s, int64_t position, int n_positions,
-                                            tqkv_basis basis, tqkv_metal_buffer dst, tqkv_metal_dispatch *d);
+                                            tqkv_basis basis, tqkv_metal_buffer dst, tqkv_metal_plan *plan);
 TQKV_API tqkv_result tqkv_metal_plan_rotate(tqkv_metal_buffer rows, int n_rows, int head_dim, bool unrotate,
-                                            tqkv_metal_dispatch *d);
+                                            tqkv_metal_plan *plan);
 TQKV_API tqkv_result tqkv_metal_plan_attend_scratch(const tqkv_metal_attention *a, size_t *bytes);
 TQKV_API tqkv_result tqkv_metal_plan_attend(const tqkv_metal_attention *a, tqkv_metal_buffer q,
-                                            tqkv_metal_buffer scratch, tqkv_metal_buffer out, tqkv_metal_dispatch d[2]);
+                                            tqkv_metal_buffer scratch, tqkv_metal_buffer out, tqkv_metal_plan *plan);
 TQKV_API tqkv_result tqkv_metal_plan_attend_partial(const tqkv_metal_attention *a, tqkv_metal_buffer q, int64_t first,
                                                     int count, tqkv_metal_buffer scratch, tqkv_metal_buffer out,
                                                     tqkv_metal_buffer max, tqkv_metal_buffer sum,
-                                                    tqkv_metal_dispatch d[2]);
-TQKV_API tqkv_result tqkv_metal_plan_attend_merge(const tqkv_metal_attention *a, tqkv_metal_buffer out,
-                                                  tqkv_metal_buffer max, tqkv_metal_buffer sum,
-                                                  tqkv_metal_buffer src_out, tqkv_metal_buffer src_max,
-                                                  tqkv_metal_buffer src_sum, tqkv_metal_dispatch *d);
+                                                    tqkv_metal_plan *plan);
+/* slice may be a: then it is tqkv_metal_attend_merge. */
 TQKV_API tqkv_result tqkv_metal_plan_attend_merge_slice(const tqkv_metal_attention *a, tqkv_metal_buffer out,
                                                         tqkv_metal_buffer max, tqkv_metal_buffer sum,
                                                         const tqkv_metal_attention *slice, tqkv_metal_buffer src_out,
                                                         tqkv_metal_buffer src_max, tqkv_metal_buffer src_sum,
-                                                        tqkv_metal_dispatch *d);
+                                                        tqkv_metal_plan *plan);
 TQKV_API tqkv_result tqkv_metal_plan_attend_finish(const tqkv_metal_attention *a, tqkv_metal_buffer src_out,
                                                    tqkv_metal_buffer src_max, tqkv_metal_buffer src_sum,
-                                                   tqkv_metal_buffer out, tqkv_metal_dispatch *d);
-/* With lists: the dispatch that comes before those of tqkv_metal_plan_attend. Exact ends, and lists in slices and batches, take
-   more dispatches than these plans have: TQKV_UNSUPPORTED. */
-TQKV_API tqkv_result tqkv_metal_plan_attend_list(const tqkv_metal_attention *a, tqkv_metal_buffer scratch,
-                                                 tqkv_metal_dispatch *d);
-/* Puts attend in the place of attend_matrix in a planned attention; buffers and arguments stay. d: its first dispatch */
-TQKV_API void tqkv_metal_plan_lanes(tqkv_metal_dispatch *d);
+                                                   tqkv_metal_buffer out, tqkv_metal_plan *plan);
+/* Either size may be NULL. */
 TQKV_API tqkv_result tqkv_metal_plan_attend_batch_sizes(const tqkv_metal_attention *items, int n_items,
                                                         size_t *arguments, size_t *scratch);
 /* contents: where the processor writes the bytes of arguments. matrices: whether attend_matrix may be used */
 TQKV_API tqkv_result tqkv_metal_plan_attend_batch(const tqkv_metal_attention *items, int n_items,
                                                   const tqkv_metal_buffer *q, tqkv_metal_buffer arguments,
                                                   void *contents, tqkv_metal_buffer scratch,
-                                                  const tqkv_metal_buffer *out, bool matrices,
-                                                  tqkv_metal_dispatch d[2]);
+                                                  const tqkv_metal_buffer *out, bool matrices, tqkv_metal_plan *plan);
 TQKV_API tqkv_result tqkv_metal_plan_index_scores(const tqkv_metal_index *x, tqkv_metal_buffer q,
-                                                  tqkv_metal_buffer scores, tqkv_metal_dispatch *d);
+                                                  tqkv_metal_buffer scores, tqkv_metal_plan *plan);
 TQKV_API tqkv_result tqkv_metal_plan_index_choose_scratch(const tqkv_metal_index *x, size_t *bytes);
-/* n: how many of the dispatches are used, which run one after the other */
 TQKV_API tqkv_result tqkv_metal_plan_index_choose(const tqkv_metal_index *x, tqkv_metal_buffer scores, int k,
                                                   tqkv_metal_buffer scratch, tqkv_metal_buffer list,
-                                                  tqkv_metal_dispatch d[TQKV_METAL_CHOOSE_DISPATCHES], int *n);
+                                                  tqkv_metal_plan *plan);
+
+/* Of a cache at the beginning of `memory`. layout: as tqkv_cache_set_layout's, or NULL: the one that was set. some: as
+   tqkv_metal_cache_attend_some's, or NULL. An append counts when tqkv_metal_cache_appended is called. */
+TQKV_API tqkv_result tqkv_metal_plan_cache_append(const tqkv_cache *c, tqkv_metal_buffer memory,
+                                                  const tqkv_cache_layout *layout, tqkv_metal_buffer k,
+                                                  tqkv_metal_buffer v, int n_tokens, tqkv_metal_buffer not_finite,
+                                                  tqkv_metal_plan *plan);
+TQKV_API void tqkv_metal_cache_appended(tqkv_cache *c, int n_tokens);
+TQKV_API tqkv_result tqkv_metal_plan_cache_scratch(const tqkv_cache *c, const tqkv_metal_attention *some, int n_queries,
+                                                   size_t *bytes);
+TQKV_API tqkv_result tqkv_metal_plan_cache_attend(const tqkv_cache *c, tqkv_metal_buffer memory,
+                                                  const tqkv_cache_layout *layout, const tqkv_metal_attention *some,
+                                                  tqkv_metal_buffer q, int n_queries, tqkv_metal_buffer scratch,
+                                                  tqkv_metal_buffer out, tqkv_metal_plan *plan);
+
+/* Plans whose kernels are all that such calls will need: as tqkv_metal_prepare, tqkv_metal_index_prepare and
+   tqkv_metal_cache_prepare. `visit` sees each plan, and must build its pipelines and not run it; its failure ends the call. */
+typedef tqkv_result (*tqkv_metal_visit)(void *user, tqkv_metal_plan *plan);
+TQKV_API tqkv_result tqkv_metal_plan_prepare(const tqkv_metal_attention *a, int max_queries, int also,
+                                             tqkv_metal_visit visit, void *user);
+TQKV_API tqkv_result tqkv_metal_plan_index_prepare(const tqkv_metal_index *x, int max_queries, tqkv_metal_visit visit,
+                                                   void *user);
+TQKV_API tqkv_result tqkv_metal_plan_cache_prepare(const tqkv_cache *c, tqkv_metal_buffer memory, int max_queries,
+                                                   tqkv_metal_visit visit, void *user);
 #endif /* TQKV_METAL */
 
 #ifdef __cplusplus
@@ -1297,10 +1329,6 @@ typedef struct tqkv__backend {
     tqkv_result (*attend)(tqkv_metal *m, const tqkv_cache *c, const tqkv_attention *some, const void *q, int n_queries,
                           void *out);
 } tqkv__backend;
-
-/* What tqkv_metal.m takes of >>common and >>cache-code. rows_size: bytes of the caller's rows of so many tokens */
-TQKV_API size_t tqkv__rows_size(const tqkv_store *s, int n_tokens);
-TQKV_API void tqkv__cache_advance(tqkv_cache *c, int n_tokens);
 #ifdef __cplusplus
 }
 #endif
@@ -2018,7 +2046,8 @@ static tqkv_result tqkv__check_rows(const tqkv__stream *s, const void *p, int n,
     return TQKV_OK;
 }
 
-TQKV_API size_t tqkv__rows_size(const tqkv_store *s, int n_tokens)
+/* Bytes of the caller's rows of so many tokens. */
+static size_t tqkv__rows_size(const tqkv_store *s, int n_tokens)
 {
     size_t bytes;
     const tqkv_strides strides = tqkv__strides_of(s->strides, s->n_kv_heads, s->head_dim);
@@ -8912,8 +8941,6 @@ static tqkv_result tqkv__check_tree_and_sinks(const tqkv_attention *a)
 }
 
 #define TQKV__FLOATS_ON_GPU "arithmetic: a GPU multiplies floats only"
-#define TQKV__ENDS_ON_GPU   "exact_first, exact_last: more dispatches than this plan has"
-#define TQKV__LISTS_IN_PLAN "list: more dispatches than this plan has"
 
 /* Changes to the integers of the set, if the call asks for them. */
 static tqkv_result tqkv__take_arithmetic(tqkv__attention *a)
@@ -11552,7 +11579,7 @@ static int64_t tqkv__oldest(const tqkv_cache *c, int64_t end)
     return end - c->first > c->keys.capacity ? end - c->keys.capacity : c->first;
 }
 
-TQKV_API void tqkv__cache_advance(tqkv_cache *c, int n_tokens)
+static void tqkv__cache_advance(tqkv_cache *c, int n_tokens)
 {
     const int64_t end = c->attention.end + n_tokens, room = tqkv__end_room(c->exact_last);
     if (c->attention.end <= c->exact_below) c->exact_below = end < c->exact_first ? end : c->exact_first;
@@ -12519,9 +12546,9 @@ TQKV_API tqkv_result tqkv_store_load(const tqkv_store *store, int64_t position, 
 #define TQKV_FC_TAIL_SCALED        32 /* bool: attend: as TQKV_FC_SCALED, of the tail */
 #define TQKV_FC_TAIL_CENTER_SCALED 33 /* bool: attend: as TQKV_FC_CENTER_SCALED, of the tail */
 #define TQKV_FC_HALVES             34 /* uint: attend: which positions a query sees, TQKV__ALL_POSITIONS or: */
-#define TQKV__ALL_POSITIONS 0
-#define TQKV__BEFORE_HALVES 1 /* those before its newest halves, or */
-#define TQKV__NEWEST_HALVES 2 /* these alone */
+#define TQKV__ALL_POSITIONS        0
+#define TQKV__BEFORE_HALVES        1 /* those before its newest halves, or */
+#define TQKV__NEWEST_HALVES        2 /* these alone */
 
 #define TQKV__CONSTANTS 35 /* of them */
 /* Whether a function constant is a uint. */
@@ -12759,8 +12786,8 @@ typedef struct tqkv__batch_item {
 /* calibrate: centre and scales of the channels of a KV head, from rows and, if there are any, queries. */
 typedef struct tqkv__calibrate_args {
     int32_t head_dim, n_tokens, n_queries, n_kv_heads;
-    int32_t group; /* query heads a KV head */
-    int32_t pairs; /* tqkv_pairs */
+    int32_t group;                                                             /* query heads a KV head */
+    int32_t pairs;                                                             /* tqkv_pairs */
     uint32_t token_stride, head_stride, query_token_stride, query_head_stride; /* in values */
 } tqkv__calibrate_args;
 
@@ -12793,13 +12820,9 @@ TQKV__ASSERT_SIZE(tqkv__table_report, 4676);
 #endif
 /* <<metal-sizes */
 
-/* >>metal-host: what tqkv_metal.m and the tests take from >>metal-code beside >>metal-plan, visible with TQKV_SHARED */
+/* >>metal-host: numbers that tqkv_metal.m and the tests share with >>metal-code, visible with TQKV_SHARED */
 #if defined(TQKV__METAL_SIZES) && !defined(__METAL_VERSION__) && !defined(TQKV__NESTED) && !defined(TQKV__METAL_HOST)
 #define TQKV__METAL_HOST
-#ifdef __cplusplus
-extern "C" {
-#endif
-
 enum {
     TQKV__SIMD_WIDTH = 32,
     TQKV__ITEMS_OF_ATTEND = 12, /* index of a batch's items */
@@ -12816,62 +12839,11 @@ enum {
     "a GPU takes head_dim " TQKV__KERNELS(                                                                             \
         TQKV__KERNEL_DIM_TEXT, ) "and keys of 192 with values of 128, of 448 or 512 with a tail of 64"
 
-/* The arguments of a dispatch of attend, of attend_merge, and number i of one that encodes or decodes. */
-TQKV_API tqkv__attend_args tqkv__attend_args_of(const tqkv_metal_dispatch *d);
-TQKV_API tqkv__merge_args tqkv__merge_args_of(const tqkv_metal_dispatch *d);
-TQKV_API tqkv__rows_args tqkv__rows_args_of(const tqkv_metal_dispatch *d, int i);
-/* Puts others in their place. */
-TQKV_API void tqkv__replace_args(tqkv_metal_dispatch *d, const void *args);
-/* Attention with all options: for each part of the context (first positions, codes, newest positions) its lists, then for each
-   attend, then the merge. */
-enum { TQKV__MOST_DISPATCHES = 7 };
-TQKV_API tqkv_result tqkv__plan_attend_parts(const tqkv_metal_attention *a, tqkv_metal_buffer q,
-                                             tqkv_metal_buffer scratch, tqkv_metal_buffer out, tqkv_metal_dispatch *d,
-                                             int *n);
-TQKV_API tqkv_result tqkv__plan_partial_parts(const tqkv_metal_attention *a, tqkv_metal_buffer q, int64_t first,
-                                              int count, tqkv_metal_buffer scratch, tqkv_metal_buffer out,
-                                              tqkv_metal_buffer max, tqkv_metal_buffer sum, tqkv_metal_dispatch *d,
-                                              int *n);
-TQKV_API tqkv_result tqkv__plan_batch_parts(const tqkv_metal_attention *items, int n_items, const tqkv_metal_buffer *q,
-                                            tqkv_metal_buffer arguments, void *contents, tqkv_metal_buffer scratch,
-                                            const tqkv_metal_buffer *out, bool matrices, tqkv_metal_dispatch *d,
-                                            int *n);
-/* Bytes of a batch's arguments. n_items: not negative */
-TQKV_API tqkv_result tqkv__batch_arguments(const tqkv_metal_attention *items, int n_items, size_t *bytes);
-/* Gives an attention positions in every part that its context can have, as far as the stores go: what is planned of it names
-   all pipelines. */
-TQKV_API void tqkv__take_all_parts(tqkv_attention *a, const tqkv_store *keys, const tqkv_store *values);
-/* Gives a planned attend or attend_matrix this kernel and so many columns a threadgroup, at most as many as it takes. */
-TQKV_API void tqkv__plan_columns(tqkv_metal_dispatch *d, bool matrix, int columns);
-
-/* One value of a row. */
-TQKV_API float tqkv__value_to_float(tqkv_type type, const void *value);
-TQKV_API void tqkv__value_from_float(tqkv_type type, float x, void *value);
-/* The strides of tqkv_cache_append and tqkv_cache_attend, with their defaults. */
-TQKV_API tqkv_cache_layout tqkv__cache_layout_of(const tqkv_cache *c);
-/* For a cache that lies at `memory`. packed: rows without gaps, whatever its layout. some: its lists and tree, or NULL.
-   rows_sizes: bytes of q and output without gaps. */
-TQKV_API tqkv_result tqkv__plan_cache_append(const tqkv_cache *c, tqkv_metal_buffer memory, bool packed,
-                                             tqkv_metal_buffer k, tqkv_metal_buffer v, int n_tokens,
-                                             tqkv_metal_buffer not_finite, tqkv_metal_dispatch *d, int *n);
-TQKV_API tqkv_result tqkv__plan_cache_sizes(const tqkv_cache *c, const tqkv_metal_attention *some, int n_queries,
-                                            size_t rows_sizes[2], size_t *scratch_size);
-TQKV_API tqkv_result tqkv__plan_cache_attend(const tqkv_cache *c, tqkv_metal_buffer memory, bool packed,
-                                             const tqkv_metal_attention *some, tqkv_metal_buffer q, int n_queries,
-                                             tqkv_metal_buffer scratch, tqkv_metal_buffer out, tqkv_metal_dispatch *d,
-                                             int *n);
-/* The same with positions in all parts, for the pipelines. */
-TQKV_API tqkv_result tqkv__plan_cache_all_parts(const tqkv_cache *c, tqkv_metal_buffer memory, int n_queries,
-                                                tqkv_metal_dispatch *d, int *n);
-
-#ifdef __cplusplus
-}
-#endif
 #endif
 
 #if defined(TQKV_IMPLEMENTATION) && defined(TQKV_METAL) && !defined(TQKV__NESTED) && !defined(TQKV__METAL_CODE)
 #define TQKV__METAL_CODE
-#define TQKV__NO_DISPATCH      "d: NULL"
+#define TQKV__NO_PLAN          "plan: NULL"
 #define TQKV__NO_CACHE_QUERIES "the cache is NULL or n_queries not positive"
 #define TQKV__LARGE_SCRATCH    "more scratch than a size_t can count"
 
@@ -12912,6 +12884,12 @@ static bool tqkv__bindings_overlap(const tqkv_metal_binding *a, const tqkv_metal
     return a->at.offset < b->at.offset ? b->at.offset - a->at.offset < a->size : a->at.offset - b->at.offset < b->size;
 }
 
+/* Whether the simdgroups of a threadgroup share rows: it needs all of them. */
+static bool tqkv__shares_rows(const tqkv_metal_kernel *kernel)
+{
+    return kernel->family == TQKV_METAL_ATTEND_MATRIX && tqkv__is_long(kernel->head_dim * TQKV__DIM_UNIT);
+}
+
 TQKV_API const tqkv_metal_binding *tqkv_metal_overlapping(const tqkv_metal_dispatch *d, int i)
 {
     for (int j = 0; d && i < d->n_bindings && j < i; j++)
@@ -12941,6 +12919,21 @@ TQKV_API void tqkv_metal_kernel_name(const tqkv_metal_kernel *kernel, char name[
     *at = 0;
 }
 
+TQKV_API int tqkv_metal_kernel_threads(const tqkv_metal_kernel *kernel)
+{
+    switch (kernel->family) {
+    case TQKV_METAL_TABLES:
+        return TQKV__SIMD_WIDTH;
+    case TQKV_METAL_INDEX_CHOICE:
+    case TQKV_METAL_ATTEND_LIST:
+        return 1024;
+    case TQKV_METAL_ATTEND_MERGE:
+        return TQKV__MERGE_SIMDGROUPS(kernel->head_dim * TQKV__DIM_UNIT) * TQKV__SIMD_WIDTH;
+    default:
+        return (tqkv__shares_rows(kernel) ? TQKV__LONG_SIMDGROUPS : 4) * TQKV__SIMD_WIDTH;
+    }
+}
+
 TQKV_API tqkv_metal_constant tqkv_metal_kernel_constant(const tqkv_metal_kernel *kernel, int index, uint32_t *value)
 {
     if (index < 0 || index >= TQKV_METAL_CONSTANTS || !kernel->constants[index]) return TQKV_METAL_UNSET;
@@ -12953,7 +12946,7 @@ TQKV_API tqkv_result tqkv_metal_plan_launch(const tqkv_metal_dispatch *d, size_t
     if (!d || !out || max_threads < TQKV__SIMD_WIDTH) return TQKV__INVALID("d or out is NULL, or max_threads below 32");
     const size_t most = max_threads / TQKV__SIMD_WIDTH, planned = (size_t)d->n_simdgroups,
                  n = planned < most ? planned : most;
-    if (n < planned && d->kernel.family == TQKV_METAL_ATTEND_MATRIX && planned == TQKV__LONG_SIMDGROUPS)
+    if (n < planned && tqkv__shares_rows(&d->kernel))
         return TQKV__REFUSE(UNSUPPORTED, "max_threads is below the 256 of this kernel: see tqkv_metal_plan_lanes");
     out->threadgroups[0] = d->rows ? d->grid[0] / n + (d->grid[0] % n != 0) : d->grid[0];
     out->threadgroups[1] = d->grid[1];
@@ -12966,28 +12959,21 @@ TQKV_API tqkv_result tqkv_metal_plan_launch(const tqkv_metal_dispatch *d, size_t
     return TQKV_OK;
 }
 
-TQKV_API tqkv__attend_args tqkv__attend_args_of(const tqkv_metal_dispatch *d)
+static tqkv__attend_args tqkv__attend_args_of(const tqkv_metal_dispatch *d)
 {
     tqkv__attend_args args;
     memcpy(&args, d->arguments[0].bytes, sizeof args);
     return args;
 }
 
-TQKV_API tqkv__merge_args tqkv__merge_args_of(const tqkv_metal_dispatch *d)
+static tqkv__merge_args tqkv__merge_args_of(const tqkv_metal_dispatch *d)
 {
     tqkv__merge_args args;
     memcpy(&args, d->arguments[0].bytes, sizeof args);
     return args;
 }
 
-TQKV_API tqkv__rows_args tqkv__rows_args_of(const tqkv_metal_dispatch *d, int i)
-{
-    tqkv__rows_args args;
-    memcpy(&args, d->arguments[i].bytes, sizeof args);
-    return args;
-}
-
-TQKV_API void tqkv__replace_args(tqkv_metal_dispatch *d, const void *args)
+static void tqkv__replace_args(tqkv_metal_dispatch *d, const void *args)
 {
     memcpy(d->arguments[0].bytes, args, d->arguments[0].size);
 }
@@ -12996,9 +12982,34 @@ TQKV_API void tqkv__replace_args(tqkv_metal_dispatch *d, const void *args)
 typedef char tqkv__args_fit[sizeof(tqkv__attend_args) <= TQKV_METAL_ARGUMENTS ? 1 : -1];
 typedef char tqkv__item_fits[sizeof(tqkv__batch_item) <= TQKV__UNUSED_BYTES ? 1 : -1];
 
+/* Begins the plan of a call, without dispatches. False for NULL. */
+static bool tqkv__open_plan(tqkv_metal_plan *plan, const char *call)
+{
+    if (!plan) return false;
+    plan->call = call;
+    plan->n = 0;
+    return true;
+}
+
+/* Ends it with the result of the call. */
+static tqkv_result tqkv__close_plan(tqkv_metal_plan *plan, tqkv_result r)
+{
+    plan->result = r;
+    if (r != TQKV_OK) plan->n = 0;
+    return r;
+}
+
+/* Its next dispatch. */
+static tqkv_metal_dispatch *tqkv__add_dispatch(tqkv_metal_plan *plan)
+{
+    TQKV_ASSERT(plan->n < TQKV_METAL_DISPATCHES);
+    return &plan->d[plan->n++];
+}
+
 /* What plans are made of is called, not inlined: a fifth of their code. */
 static TQKV__NOINLINE void tqkv__plan_args(tqkv_metal_dispatch *d, const void *args, size_t size)
 {
+    TQKV_ASSERT(d->n_arguments < 2 && size <= TQKV_METAL_ARGUMENTS);
     tqkv_metal_arguments *to = &d->arguments[d->n_arguments];
     to->index = d->n_arguments++ ? TQKV__SECOND_ARGS : 0;
     to->size = size;
@@ -13024,6 +13035,7 @@ static TQKV__NOINLINE void tqkv__plan_bind(tqkv_metal_dispatch *d, const char *n
                                            size_t size, bool written)
 {
     const tqkv_metal_binding binding = {name, index, at, size, 4, written};
+    TQKV_ASSERT(d->n_bindings < TQKV_METAL_BINDINGS);
     d->bindings[d->n_bindings++] = binding;
 }
 
@@ -13274,62 +13286,56 @@ static tqkv_result tqkv__plan_stream(tqkv_metal_dispatch *d, const tqkv__encode_
 
 TQKV_API size_t tqkv_metal_report_size(void) { return sizeof(tqkv__table_report); }
 
-TQKV_API tqkv_result tqkv_metal_plan_tables(tqkv_metal_buffer report, tqkv_metal_dispatch d[2])
+TQKV_API tqkv_result tqkv_metal_plan_tables(tqkv_metal_buffer report, tqkv_metal_plan *plan)
 {
-    if (!d) return TQKV__INVALID(TQKV__NO_DISPATCH);
+    if (!tqkv__open_plan(plan, "tables")) return TQKV__INVALID(TQKV__NO_PLAN);
     for (int i = 0; i < 2; i++) {
-        tqkv__plan_begin(&d[i], TQKV_METAL_TABLES, 0, 0);
-        tqkv__plan_constant(&d[i], TQKV_FC_UNROTATE, i);
-        tqkv__plan_bind(&d[i], "report", 0, report, sizeof(tqkv__table_report), true);
-        d[i].grid[0] = 1;
-        d[i].n_simdgroups = 1;
+        tqkv_metal_dispatch *d = tqkv__add_dispatch(plan);
+        tqkv__plan_begin(d, TQKV_METAL_TABLES, 0, 0);
+        tqkv__plan_constant(d, TQKV_FC_UNROTATE, i);
+        tqkv__plan_bind(d, "report", 0, report, sizeof(tqkv__table_report), true);
+        d->grid[0] = 1;
+        d->n_simdgroups = 1;
     }
-    return TQKV_OK;
+    return tqkv__close_plan(plan, TQKV_OK);
 }
 
-static tqkv_result tqkv__plan_encode_at(const tqkv_metal_store *store, tqkv_metal_buffer src,
-                                        const tqkv__places *places, tqkv_metal_buffer not_finite,
-                                        tqkv_metal_dispatch *d)
+static tqkv_result tqkv__add_encode(const tqkv_metal_store *store, tqkv_metal_buffer src, const tqkv__places *places,
+                                    tqkv_metal_buffer not_finite, tqkv_metal_plan *plan)
 {
     tqkv__stream s;
     const tqkv__encode_stream e = {
         {"src", "codes", "norms", "center", "pages", "channel_scale"}, store, &s, src, 5, 6, 7};
-    if (!d) return TQKV__INVALID(TQKV__NO_DISPATCH);
     tqkv_result r = tqkv__plan_target(store, places, &s);
     if (r == TQKV_OK) r = tqkv__check_kernels(s.head_dim, s.head_dim);
     if (r != TQKV_OK) return r;
+    tqkv_metal_dispatch *d = tqkv__add_dispatch(plan);
     tqkv__plan_begin(d, TQKV_METAL_ENCODE, s.head_dim, s.head_dim);
     tqkv__plan_bind_flag(d, 4, not_finite);
     return tqkv__plan_stream(d, &e, places);
 }
 
-TQKV_API tqkv_result tqkv_metal_plan_encode(const tqkv_metal_store *store, tqkv_metal_buffer src, int n_tokens,
-                                            int64_t position, tqkv_metal_buffer not_finite, tqkv_metal_dispatch *d)
-{
-    const tqkv__places places = {n_tokens, position, false, {NULL, 0}, NULL};
-    return tqkv__plan_encode_at(store, src, &places, not_finite, d);
-}
-
-TQKV_API tqkv_result tqkv_metal_plan_encode_slots(const tqkv_metal_store *store, tqkv_metal_buffer src, int n_tokens,
-                                                  tqkv_metal_buffer slots, const int32_t *known,
-                                                  tqkv_metal_buffer not_finite, tqkv_metal_dispatch *d)
-{
-    const tqkv__places places = {n_tokens, 0, true, slots, known};
-    return tqkv__plan_encode_at(store, src, &places, not_finite, d);
-}
-
-static tqkv_result tqkv__plan_encode_kv_at(const tqkv_metal_store *keys, const tqkv_metal_store *values,
-                                           tqkv_metal_buffer k, tqkv_metal_buffer v, const tqkv__places *places,
-                                           tqkv_metal_buffer not_finite, tqkv_metal_dispatch *d)
+static tqkv_result tqkv__add_encode_kv(const tqkv_metal_store *keys, const tqkv_metal_store *values,
+                                       tqkv_metal_buffer k, tqkv_metal_buffer v, const tqkv__places *places,
+                                       tqkv_metal_buffer not_finite, tqkv_metal_plan *plan)
 {
     tqkv__stream ks, vs;
     const tqkv__encode_stream key = {
         {"k", "keys' codes", "keys' norms", "keys' center", "keys' pages", "keys' channel_scale"},
-        keys, &ks, k, 9, 11, 13};
+        keys,
+        &ks,
+        k,
+        9,
+        11,
+        13};
     const tqkv__encode_stream value = {
         {"v", "values' codes", "values' norms", "values' center", "values' pages", "values' channel_scale"},
-        values, &vs, v, 10, 12, 14};
-    if (!d) return TQKV__INVALID(TQKV__NO_DISPATCH);
+        values,
+        &vs,
+        v,
+        10,
+        12,
+        14};
     tqkv_result r = tqkv__plan_target(keys, places, &ks);
     if (r == TQKV_OK) r = tqkv__plan_target(values, places, &vs);
     if (r != TQKV_OK) return r;
@@ -13337,6 +13343,7 @@ static tqkv_result tqkv__plan_encode_kv_at(const tqkv_metal_store *keys, const t
     const bool tail = vs.head_dim == TQKV__TAIL_DIM(ks.head_dim);
     r = tail ? TQKV_OK : tqkv__check_kernels(ks.head_dim, vs.head_dim);
     if (r != TQKV_OK) return r;
+    tqkv_metal_dispatch *d = tqkv__add_dispatch(plan);
     tqkv__plan_begin(d, TQKV_METAL_ENCODE_KV, ks.head_dim, vs.head_dim);
     tqkv__plan_bind_flag(d, 8, not_finite);
     d->grid[2] = 2;
@@ -13344,33 +13351,58 @@ static tqkv_result tqkv__plan_encode_kv_at(const tqkv_metal_store *keys, const t
     return r == TQKV_OK ? tqkv__plan_stream(d, &value, places) : r;
 }
 
-TQKV_API tqkv_result tqkv_metal_plan_encode_kv(const tqkv_metal_store *keys, const tqkv_metal_store *values,
-                                               tqkv_metal_buffer k, tqkv_metal_buffer v, int n_tokens, int64_t position,
-                                               tqkv_metal_buffer not_finite, tqkv_metal_dispatch *d)
+static tqkv__places tqkv__places_from(int n_tokens, int64_t position)
 {
     const tqkv__places places = {n_tokens, position, false, {NULL, 0}, NULL};
-    return tqkv__plan_encode_kv_at(keys, values, k, v, &places, not_finite, d);
+    return places;
+}
+
+TQKV_API tqkv_result tqkv_metal_plan_encode(const tqkv_metal_store *store, tqkv_metal_buffer src, int n_tokens,
+                                            int64_t position, tqkv_metal_buffer not_finite, tqkv_metal_plan *plan)
+{
+    const tqkv__places places = tqkv__places_from(n_tokens, position);
+    if (!tqkv__open_plan(plan, "encode")) return TQKV__INVALID(TQKV__NO_PLAN);
+    return tqkv__close_plan(plan, tqkv__add_encode(store, src, &places, not_finite, plan));
+}
+
+TQKV_API tqkv_result tqkv_metal_plan_encode_slots(const tqkv_metal_store *store, tqkv_metal_buffer src, int n_tokens,
+                                                  tqkv_metal_buffer slots, const int32_t *known,
+                                                  tqkv_metal_buffer not_finite, tqkv_metal_plan *plan)
+{
+    const tqkv__places places = {n_tokens, 0, true, slots, known};
+    if (!tqkv__open_plan(plan, "encode_slots")) return TQKV__INVALID(TQKV__NO_PLAN);
+    return tqkv__close_plan(plan, tqkv__add_encode(store, src, &places, not_finite, plan));
+}
+
+TQKV_API tqkv_result tqkv_metal_plan_encode_kv(const tqkv_metal_store *keys, const tqkv_metal_store *values,
+                                               tqkv_metal_buffer k, tqkv_metal_buffer v, int n_tokens, int64_t position,
+                                               tqkv_metal_buffer not_finite, tqkv_metal_plan *plan)
+{
+    const tqkv__places places = tqkv__places_from(n_tokens, position);
+    if (!tqkv__open_plan(plan, "encode_kv")) return TQKV__INVALID(TQKV__NO_PLAN);
+    return tqkv__close_plan(plan, tqkv__add_encode_kv(keys, values, k, v, &places, not_finite, plan));
 }
 
 TQKV_API tqkv_result tqkv_metal_plan_encode_kv_slots(const tqkv_metal_store *keys, const tqkv_metal_store *values,
                                                      tqkv_metal_buffer k, tqkv_metal_buffer v, int n_tokens,
                                                      tqkv_metal_buffer slots, const int32_t *known,
-                                                     tqkv_metal_buffer not_finite, tqkv_metal_dispatch *d)
+                                                     tqkv_metal_buffer not_finite, tqkv_metal_plan *plan)
 {
     const tqkv__places places = {n_tokens, 0, true, slots, known};
-    return tqkv__plan_encode_kv_at(keys, values, k, v, &places, not_finite, d);
+    if (!tqkv__open_plan(plan, "encode_kv_slots")) return TQKV__INVALID(TQKV__NO_PLAN);
+    return tqkv__close_plan(plan, tqkv__add_encode_kv(keys, values, k, v, &places, not_finite, plan));
 }
 
-TQKV_API tqkv_result tqkv_metal_plan_probe(const tqkv_metal_store *store, tqkv_metal_buffer src, int n_tokens,
-                                           tqkv_metal_buffer scaled, tqkv_metal_buffer not_finite,
-                                           tqkv_metal_dispatch *d)
+static tqkv_result tqkv__add_probe(const tqkv_metal_store *store, tqkv_metal_buffer src, int n_tokens,
+                                   tqkv_metal_buffer scaled, tqkv_metal_buffer not_finite, tqkv_metal_plan *plan)
 {
     tqkv__stream s;
     size_t bytes;
-    if (!store || !d) return TQKV__INVALID(d ? "a store is NULL" : TQKV__NO_DISPATCH);
+    if (!store) return TQKV__INVALID("a store is NULL");
     tqkv_result r = tqkv__stream_shape(&store->shape, &s);
     if (r == TQKV_OK) r = tqkv__check_kernels(s.head_dim, s.head_dim);
     if (r != TQKV_OK) return r;
+    tqkv_metal_dispatch *d = tqkv__add_dispatch(plan);
     tqkv__plan_begin(d, TQKV_METAL_PROBE, s.head_dim, s.head_dim);
     tqkv__plan_bind_flag(d, 3, not_finite);
     r = tqkv__plan_extent(&s, n_tokens, &bytes);
@@ -13388,12 +13420,19 @@ TQKV_API tqkv_result tqkv_metal_plan_probe(const tqkv_metal_store *store, tqkv_m
     return TQKV_OK;
 }
 
-TQKV_API tqkv_result tqkv_metal_plan_decode(const tqkv_metal_store *store, int64_t position, int n_positions,
-                                            tqkv_basis basis, tqkv_metal_buffer dst, tqkv_metal_dispatch *d)
+TQKV_API tqkv_result tqkv_metal_plan_probe(const tqkv_metal_store *store, tqkv_metal_buffer src, int n_tokens,
+                                           tqkv_metal_buffer scaled, tqkv_metal_buffer not_finite,
+                                           tqkv_metal_plan *plan)
+{
+    if (!tqkv__open_plan(plan, "probe")) return TQKV__INVALID(TQKV__NO_PLAN);
+    return tqkv__close_plan(plan, tqkv__add_probe(store, src, n_tokens, scaled, not_finite, plan));
+}
+
+static tqkv_result tqkv__add_decode(const tqkv_metal_store *store, int64_t position, int n_positions, tqkv_basis basis,
+                                    tqkv_metal_buffer dst, tqkv_metal_plan *plan)
 {
     tqkv__stream s;
     size_t bytes;
-    if (!d) return TQKV__INVALID(TQKV__NO_DISPATCH);
     tqkv_result r = tqkv__plan_open(store, &s);
     if (r == TQKV_OK) r = tqkv__check_kernels(s.head_dim, s.head_dim);
     if (r != TQKV_OK) return r;
@@ -13404,6 +13443,7 @@ TQKV_API tqkv_result tqkv_metal_plan_decode(const tqkv_metal_store *store, int64
     if (n_positions > slots) return TQKV__REFUSE(OUT_OF_RANGE, "n_positions is above the capacity");
     if ((r = tqkv__check_positions(&s, n_positions, position)) != TQKV_OK) return r;
     if ((r = tqkv__plan_check_pages(&store->shape, position, n_positions, false)) != TQKV_OK) return r;
+    tqkv_metal_dispatch *d = tqkv__add_dispatch(plan);
     tqkv__plan_begin(d, TQKV_METAL_DECODE, s.head_dim, s.head_dim);
     r = tqkv__plan_extent(&s, n_positions, &bytes);
     if (r == TQKV_OK) r = tqkv__plan_rows(d, &s, slots, n_positions, position);
@@ -13425,15 +13465,22 @@ TQKV_API tqkv_result tqkv_metal_plan_decode(const tqkv_metal_store *store, int64
     return TQKV_OK;
 }
 
-TQKV_API tqkv_result tqkv_metal_plan_rotate(tqkv_metal_buffer rows, int n_rows, int head_dim, bool unrotate,
-                                            tqkv_metal_dispatch *d)
+TQKV_API tqkv_result tqkv_metal_plan_decode(const tqkv_metal_store *store, int64_t position, int n_positions,
+                                            tqkv_basis basis, tqkv_metal_buffer dst, tqkv_metal_plan *plan)
+{
+    if (!tqkv__open_plan(plan, "decode")) return TQKV__INVALID(TQKV__NO_PLAN);
+    return tqkv__close_plan(plan, tqkv__add_decode(store, position, n_positions, basis, dst, plan));
+}
+
+static tqkv_result tqkv__add_rotate(tqkv_metal_buffer rows, int n_rows, int head_dim, bool unrotate,
+                                    tqkv_metal_plan *plan)
 {
     size_t size;
-    if (!d) return TQKV__INVALID(TQKV__NO_DISPATCH);
     const tqkv_result r = tqkv__check_kernels(head_dim, head_dim);
     if (r != TQKV_OK) return r;
     if (n_rows < 0 || !tqkv__array_size(n_rows, head_dim, 1, sizeof(float), &size))
         return TQKV__INVALID("n_rows is negative or too large");
+    tqkv_metal_dispatch *d = tqkv__add_dispatch(plan);
     tqkv__plan_begin(d, TQKV_METAL_ROTATE, head_dim, head_dim);
     tqkv__plan_constant(d, TQKV_FC_UNROTATE, unrotate);
     const tqkv__rotate_args args = {n_rows};
@@ -13441,6 +13488,13 @@ TQKV_API tqkv_result tqkv_metal_plan_rotate(tqkv_metal_buffer rows, int n_rows, 
     tqkv__plan_bind(d, "rows", 1, rows, size, true);
     tqkv__plan_simdgroups(d, (size_t)n_rows * (size_t)TQKV__ROW_LANES(head_dim), TQKV__SIMD_WIDTH);
     return TQKV_OK;
+}
+
+TQKV_API tqkv_result tqkv_metal_plan_rotate(tqkv_metal_buffer rows, int n_rows, int head_dim, bool unrotate,
+                                            tqkv_metal_plan *plan)
+{
+    if (!tqkv__open_plan(plan, unrotate ? "unrotate" : "rotate")) return TQKV__INVALID(TQKV__NO_PLAN);
+    return tqkv__close_plan(plan, tqkv__add_rotate(rows, n_rows, head_dim, unrotate, plan));
 }
 
 /* >>plan-split: how the threadgroups share attention. */
@@ -13869,7 +13923,7 @@ static size_t tqkv__row_blocks(const tqkv_metal_dispatch *d, const tqkv__attend_
     return (rows + columns - 1) / columns * (list ? n_queries : 1);
 }
 
-TQKV_API void tqkv__plan_columns(tqkv_metal_dispatch *d, bool matrix, int columns)
+static void tqkv__plan_columns(tqkv_metal_dispatch *d, bool matrix, int columns)
 {
     const int head_dim = d->kernel.head_dim * TQKV__DIM_UNIT, value_dim = d->kernel.value_dim * TQKV__DIM_UNIT;
     const int most = matrix ? TQKV__MOST_MATRIX_COLUMNS(head_dim) : TQKV__MAX_COLUMNS(head_dim);
@@ -13884,11 +13938,22 @@ TQKV_API void tqkv__plan_columns(tqkv_metal_dispatch *d, bool matrix, int column
     d->grid[1] = tqkv__row_blocks(d, &args, (size_t)columns);
 }
 
-TQKV_API void tqkv_metal_plan_lanes(tqkv_metal_dispatch *d)
+/* Puts attend in the place of attend_matrix. */
+static void tqkv__plan_lanes(tqkv_metal_dispatch *d)
 {
     if (d->kernel.family != TQKV_METAL_ATTEND_MATRIX) return;
     tqkv__plan_columns(d, false, d->kernel.constants[TQKV_FC_COLUMNS] - 1);
     if (d->n_simdgroups > 4) d->n_simdgroups = 4;
+}
+
+TQKV_API bool tqkv_metal_plan_lanes(tqkv_metal_plan *plan)
+{
+    for (int i = 0; i < plan->n; i++) {
+        const tqkv_metal_kernel *kernel = &plan->d[i].kernel;
+        if (kernel->family == TQKV_METAL_ATTEND_MATRIX && kernel->constants[TQKV_FC_BATCH] == 1 + true) return false;
+        tqkv__plan_lanes(&plan->d[i]);
+    }
+    return true;
 }
 
 static void tqkv__plan_attend_splits(tqkv_metal_dispatch *d, const tqkv__attention *a, const tqkv__attend_buffers *b,
@@ -14104,15 +14169,14 @@ static tqkv_result tqkv__plan_attention(const tqkv__attention *a, const tqkv__at
     return TQKV_OK;
 }
 
-/* The dispatches of a plan, in their order: *n of them. */
-static void tqkv__order_dispatches(const tqkv__attend_plan *plan, tqkv_metal_dispatch d[TQKV__MOST_DISPATCHES], int *n)
+/* Adds all of them, in their order. */
+static void tqkv__order_dispatches(const tqkv__attend_plan *from, tqkv_metal_plan *plan)
 {
-    *n = 0;
     for (int p = 0; p < TQKV__PARTS; p++)
-        if (plan->has[p] && plan->listed) d[(*n)++] = plan->lists[p];
+        if (from->has[p] && from->listed) *tqkv__add_dispatch(plan) = from->lists[p];
     for (int p = 0; p < TQKV__PARTS; p++)
-        if (plan->has[p]) d[(*n)++] = plan->attends[p];
-    d[(*n)++] = plan->merge;
+        if (from->has[p]) *tqkv__add_dispatch(plan) = from->attends[p];
+    *tqkv__add_dispatch(plan) = from->merge;
 }
 
 /* attend_merge of a slice of the caller: b->slice.to: adds it to another, else finishes it. */
@@ -14331,31 +14395,14 @@ static tqkv_result tqkv__plan_call_of(const tqkv_metal_attention *from, int64_t 
 
 /* >>plan-calls: the calls of attention on a GPU. */
 
-/* All its dispatches, in their order. */
-static tqkv_result tqkv__plan_dispatches(const tqkv_metal_attention *from, int64_t first, int count,
-                                         tqkv__attend_buffers *b, tqkv_metal_dispatch *d, int *n)
+/* All its dispatches. */
+static tqkv_result tqkv__add_attention(const tqkv_metal_attention *from, int64_t first, int count,
+                                       tqkv__attend_buffers *b, tqkv_metal_plan *plan)
 {
-    tqkv__attend_plan plan;
-    const tqkv_result r = tqkv__plan_call_of(from, first, count, TQKV__MOST_SUMS, b, &plan);
-    if (r == TQKV_OK) tqkv__order_dispatches(&plan, d, n);
+    tqkv__attend_plan parts;
+    const tqkv_result r = tqkv__plan_call_of(from, first, count, TQKV__MOST_SUMS, b, &parts);
+    if (r == TQKV_OK) tqkv__order_dispatches(&parts, plan);
     return r;
-}
-
-/* Of one without exact ends attend and merge, or the list before them: that of the two which is not NULL. */
-static tqkv_result tqkv__plan_codes(const tqkv_metal_attention *from, int64_t first, int count, tqkv__attend_buffers *b,
-                                    tqkv_metal_dispatch d[2], tqkv_metal_dispatch *list)
-{
-    tqkv__attend_plan plan;
-    if (!d && !list) return TQKV__INVALID(TQKV__NO_DISPATCH);
-    if (from && (from->attention.exact_first || from->attention.exact_last))
-        return TQKV__REFUSE(UNSUPPORTED, TQKV__ENDS_ON_GPU);
-    const tqkv_result r = tqkv__plan_call_of(from, first, count, TQKV__MOST_SUMS, b, &plan);
-    if (r != TQKV_OK) return r;
-    if (list && !plan.listed) return TQKV__INVALID("list: no buffer");
-    if (list) *list = plan.lists[TQKV__CODES_PART];
-    if (d) d[0] = plan.attends[TQKV__CODES_PART];
-    if (d) d[1] = plan.merge;
-    return TQKV_OK;
 }
 
 static tqkv__attend_buffers tqkv__buffers_of_call(tqkv_metal_buffer q, tqkv_metal_buffer scratch, tqkv_metal_buffer out)
@@ -14368,45 +14415,12 @@ static tqkv__attend_buffers tqkv__buffers_of_call(tqkv_metal_buffer q, tqkv_meta
     return b;
 }
 
-TQKV_API tqkv_result tqkv__plan_attend_parts(const tqkv_metal_attention *from, tqkv_metal_buffer q,
-                                             tqkv_metal_buffer scratch, tqkv_metal_buffer out, tqkv_metal_dispatch *d,
-                                             int *n)
-{
-    tqkv__attend_buffers b = tqkv__buffers_of_call(q, scratch, out);
-    return tqkv__plan_dispatches(from, 0, 0, &b, d, n);
-}
-
-static int64_t tqkv__positions_in(const tqkv_store *s)
-{
-    return s->n_pages ? (int64_t)s->n_pages * s->page_size : s->capacity;
-}
-
-TQKV_API void tqkv__take_all_parts(tqkv_attention *a, const tqkv_store *keys, const tqkv_store *values)
-{
-    const tqkv_store *const stores[] = {keys, values};
-    const int64_t end = (int64_t)a->exact_first + a->exact_last + 1; /* one that is neither */
-    a->end = end;
-    a->kv_len = end < INT_MAX ? (int)end : INT_MAX;
-    for (int i = 0; i < 2; i++) {
-        const int64_t room = tqkv__positions_in(stores[i]);
-        if (room < a->kv_len) a->kv_len = (int)room;
-        if (room < a->end && !stores[i]->ring) a->end = room;
-    }
-}
-
 TQKV_API tqkv_result tqkv_metal_plan_attend(const tqkv_metal_attention *from, tqkv_metal_buffer q,
-                                            tqkv_metal_buffer scratch, tqkv_metal_buffer out, tqkv_metal_dispatch d[2])
+                                            tqkv_metal_buffer scratch, tqkv_metal_buffer out, tqkv_metal_plan *plan)
 {
     tqkv__attend_buffers b = tqkv__buffers_of_call(q, scratch, out);
-    return tqkv__plan_codes(from, 0, 0, &b, d, NULL);
-}
-
-TQKV_API tqkv_result tqkv_metal_plan_attend_list(const tqkv_metal_attention *from, tqkv_metal_buffer scratch,
-                                                 tqkv_metal_dispatch *d)
-{
-    const tqkv_metal_buffer none = {NULL, 0};
-    tqkv__attend_buffers b = tqkv__buffers_of_call(none, scratch, none);
-    return tqkv__plan_codes(from, 0, 0, &b, NULL, d);
+    if (!tqkv__open_plan(plan, "attend")) return TQKV__INVALID(TQKV__NO_PLAN);
+    return tqkv__close_plan(plan, tqkv__add_attention(from, 0, 0, &b, plan));
 }
 
 static tqkv__attend_buffers tqkv__buffers_of_slice(tqkv_metal_buffer q, tqkv_metal_buffer scratch,
@@ -14419,74 +14433,65 @@ static tqkv__attend_buffers tqkv__buffers_of_slice(tqkv_metal_buffer q, tqkv_met
     return b;
 }
 
-TQKV_API tqkv_result tqkv__plan_partial_parts(const tqkv_metal_attention *from, tqkv_metal_buffer q, int64_t first,
-                                              int count, tqkv_metal_buffer scratch, tqkv_metal_buffer out,
-                                              tqkv_metal_buffer max, tqkv_metal_buffer sum, tqkv_metal_dispatch *d,
-                                              int *n)
-{
-    tqkv__attend_buffers b = tqkv__buffers_of_slice(q, scratch, out, max, sum);
-    return tqkv__plan_dispatches(from, first, count, &b, d, n);
-}
-
 TQKV_API tqkv_result tqkv_metal_plan_attend_partial(const tqkv_metal_attention *from, tqkv_metal_buffer q,
                                                     int64_t first, int count, tqkv_metal_buffer scratch,
                                                     tqkv_metal_buffer out, tqkv_metal_buffer max, tqkv_metal_buffer sum,
-                                                    tqkv_metal_dispatch d[2])
+                                                    tqkv_metal_plan *plan)
 {
     tqkv__attend_buffers b = tqkv__buffers_of_slice(q, scratch, out, max, sum);
-    if (from && from->list.buffer) return TQKV__REFUSE(UNSUPPORTED, TQKV__LISTS_IN_PLAN);
-    return tqkv__plan_codes(from, first, count, &b, d, NULL);
+    if (!tqkv__open_plan(plan, "attend_partial")) return TQKV__INVALID(TQKV__NO_PLAN);
+    return tqkv__close_plan(plan, tqkv__add_attention(from, first, count, &b, plan));
 }
 
-TQKV_API tqkv_result tqkv_metal_plan_attend_merge_slice(const tqkv_metal_attention *from, tqkv_metal_buffer out,
-                                                        tqkv_metal_buffer max, tqkv_metal_buffer sum,
-                                                        const tqkv_metal_attention *slice, tqkv_metal_buffer src_out,
-                                                        tqkv_metal_buffer src_max, tqkv_metal_buffer src_sum,
-                                                        tqkv_metal_dispatch *d)
+static tqkv_result tqkv__add_merge(const tqkv_metal_attention *from, const tqkv_metal_attention *slice,
+                                   tqkv__attend_buffers *b, tqkv_metal_buffer src_out, tqkv_metal_plan *plan)
 {
     tqkv__plan_call call;
     tqkv__attention a, other;
-    tqkv__attend_buffers b = tqkv__buffers_of_call(src_out, src_out, out);
-    const tqkv__slice_buffers slices = {true, true, max, sum, src_max, src_sum};
-    if (!d) return TQKV__INVALID(TQKV__NO_DISPATCH);
     tqkv_result r = tqkv__plan_shape(from, &call, &a);
     if (r == TQKV_OK) r = tqkv__plan_shape(slice, &call, &other);
     if (r == TQKV_OK) r = tqkv__check_slices_match(&a, &other);
     if (r != TQKV_OK) return r;
     if (!from->values->channel_scale.buffer != !slice->values->channel_scale.buffer)
         return TQKV__INVALID("slices of values with and without scales of their channels");
-    b.slice = slices;
-    b.values = from->values;
-    tqkv__plan_slice(d, &a, &b, src_out, other.values.rotated && !a.values.rotated);
+    b->values = from->values;
+    tqkv_metal_dispatch *d = tqkv__add_dispatch(plan);
+    tqkv__plan_slice(d, &a, b, src_out, other.values.rotated && !a.values.rotated);
     tqkv__plan_constant(d, TQKV_FC_ROTATED, a.values.rotated && !other.values.rotated);
     return TQKV_OK;
 }
 
-TQKV_API tqkv_result tqkv_metal_plan_attend_merge(const tqkv_metal_attention *a, tqkv_metal_buffer out,
-                                                  tqkv_metal_buffer max, tqkv_metal_buffer sum,
-                                                  tqkv_metal_buffer src_out, tqkv_metal_buffer src_max,
-                                                  tqkv_metal_buffer src_sum, tqkv_metal_dispatch *d)
+TQKV_API tqkv_result tqkv_metal_plan_attend_merge_slice(const tqkv_metal_attention *from, tqkv_metal_buffer out,
+                                                        tqkv_metal_buffer max, tqkv_metal_buffer sum,
+                                                        const tqkv_metal_attention *slice, tqkv_metal_buffer src_out,
+                                                        tqkv_metal_buffer src_max, tqkv_metal_buffer src_sum,
+                                                        tqkv_metal_plan *plan)
 {
-    return tqkv_metal_plan_attend_merge_slice(a, out, max, sum, a, src_out, src_max, src_sum, d);
+    tqkv__attend_buffers b = tqkv__buffers_of_slice(src_out, src_out, out, max, sum);
+    if (!tqkv__open_plan(plan, "attend_merge")) return TQKV__INVALID(TQKV__NO_PLAN);
+    b.slice.from = true;
+    b.slice.src_max = src_max;
+    b.slice.src_sum = src_sum;
+    return tqkv__close_plan(plan, tqkv__add_merge(from, slice, &b, src_out, plan));
 }
 
 TQKV_API tqkv_result tqkv_metal_plan_attend_finish(const tqkv_metal_attention *from, tqkv_metal_buffer src_out,
                                                    tqkv_metal_buffer src_max, tqkv_metal_buffer src_sum,
-                                                   tqkv_metal_buffer out, tqkv_metal_dispatch *d)
+                                                   tqkv_metal_buffer out, tqkv_metal_plan *plan)
 {
     tqkv__plan_call call;
     tqkv__attention a;
     tqkv__attend_buffers b = tqkv__buffers_of_call(src_out, src_out, out);
-    if (!d) return TQKV__INVALID(TQKV__NO_DISPATCH);
+    if (!tqkv__open_plan(plan, "attend_finish")) return TQKV__INVALID(TQKV__NO_PLAN);
     const tqkv_result r = tqkv__plan_shape(from, &call, &a);
-    if (r != TQKV_OK) return r;
+    if (r != TQKV_OK) return tqkv__close_plan(plan, r);
     b.sinks = from->sinks;
     b.values = from->values;
     b.slice.from = true;
     b.slice.src_max = src_max;
     b.slice.src_sum = src_sum;
-    tqkv__plan_slice(d, &a, &b, src_out, a.unrotate_output);
-    return TQKV_OK;
+    tqkv__plan_slice(tqkv__add_dispatch(plan), &a, &b, src_out, a.unrotate_output);
+    return tqkv__close_plan(plan, TQKV_OK);
 }
 
 /* Adds the most scratch for positions that are kept as halves: a stretch more than they fill, or all of a ring. */
@@ -14574,7 +14579,7 @@ static tqkv_result tqkv__plan_batch_item(const tqkv__batch *b, int i, size_t *us
     const tqkv_result r = tqkv__plan_call_of(&b->items[i], 0, 0, (size_t)TQKV__MOST_SUMS / (size_t)b->n, &buffers, own);
     if (r != TQKV_OK) return r;
     for (int p = 0; p < TQKV__PARTS && !b->matrices; p++)
-        if (own->has[p]) tqkv_metal_plan_lanes(&own->attends[p]);
+        if (own->has[p]) tqkv__plan_lanes(&own->attends[p]);
     if (own->has[TQKV__CODES_PART] && tqkv__sees_nothing(&own->attends[TQKV__CODES_PART])) {
         tqkv__merge_args merge = tqkv__merge_args_of(&own->merge);
         merge.n_partials = merge.before = 0;
@@ -14746,7 +14751,8 @@ static size_t tqkv__batch_table_size(int n)
     return ((size_t)n * sizeof(tqkv__batch_item) + unit - 1) / unit * unit;
 }
 
-TQKV_API tqkv_result tqkv__batch_arguments(const tqkv_metal_attention *items, int n_items, size_t *bytes)
+/* Bytes of a batch's arguments. n_items: not negative */
+static tqkv_result tqkv__batch_arguments(const tqkv_metal_attention *items, int n_items, size_t *bytes)
 {
     const int n = tqkv__batch_tables(items, n_items);
     if ((size_t)n_items > SIZE_MAX / 8 / sizeof(tqkv__batch_item)) return TQKV__INVALID("n_items is too large");
@@ -14899,54 +14905,38 @@ static tqkv_result tqkv__plan_batch(const tqkv__batch *b, void *contents, tqkv__
     return tqkv__outputs_overlap(merges, b->n, value, head_dim) ? TQKV__INVALID("outputs of a batch overlap") : TQKV_OK;
 }
 
-TQKV_API tqkv_result tqkv__plan_batch_parts(const tqkv_metal_attention *items, int n_items, const tqkv_metal_buffer *q,
-                                            tqkv_metal_buffer arguments, void *contents, tqkv_metal_buffer scratch,
-                                            const tqkv_metal_buffer *out, bool matrices, tqkv_metal_dispatch *d, int *n)
-{
-    tqkv__attend_plan all;
-    memset(d, 0, 2 * sizeof *d);
-    *n = 2;
-    if (n_items < 0) return TQKV__INVALID("n_items is negative");
-    if (n_items == 0) return TQKV_OK;
-    const int tables = items ? tqkv__batch_tables(items, n_items) : 1;
-    const tqkv__batch b = {items, n_items, tables, q, out, arguments, scratch, matrices};
-    const tqkv_result r = tqkv__plan_batch(&b, contents, &all);
-    if (r == TQKV_OK) tqkv__order_dispatches(&all, d, n);
-    return r;
-}
-
 TQKV_API tqkv_result tqkv_metal_plan_attend_batch(const tqkv_metal_attention *items, int n_items,
                                                   const tqkv_metal_buffer *q, tqkv_metal_buffer arguments,
                                                   void *contents, tqkv_metal_buffer scratch,
-                                                  const tqkv_metal_buffer *out, bool matrices, tqkv_metal_dispatch d[2])
+                                                  const tqkv_metal_buffer *out, bool matrices, tqkv_metal_plan *plan)
 {
-    tqkv_metal_dispatch all[TQKV__MOST_DISPATCHES];
-    int n;
-    if (!d) return TQKV__INVALID(TQKV__NO_DISPATCH);
-    for (int i = 0; items && i < n_items; i++)
-        if (items[i].list.buffer) return TQKV__REFUSE(UNSUPPORTED, TQKV__LISTS_IN_PLAN);
-    if (items && tqkv__batch_tables(items, n_items) > 1) return TQKV__REFUSE(UNSUPPORTED, TQKV__ENDS_ON_GPU);
-    const tqkv_result r =
-        tqkv__plan_batch_parts(items, n_items, q, arguments, contents, scratch, out, matrices, all, &n);
-    for (int i = 0; i < 2; i++) d[i] = all[i];
-    return r;
+    tqkv__attend_plan all;
+    if (!tqkv__open_plan(plan, "attend_batch")) return TQKV__INVALID(TQKV__NO_PLAN);
+    if (n_items < 0) return tqkv__close_plan(plan, TQKV__INVALID("n_items is negative"));
+    if (n_items == 0) return tqkv__close_plan(plan, TQKV_OK);
+    const int tables = items ? tqkv__batch_tables(items, n_items) : 1;
+    const tqkv__batch b = {items, n_items, tables, q, out, arguments, scratch, matrices};
+    const tqkv_result r = tqkv__plan_batch(&b, contents, &all);
+    if (r == TQKV_OK) tqkv__order_dispatches(&all, plan);
+    return tqkv__close_plan(plan, r);
 }
 
 TQKV_API tqkv_result tqkv_metal_plan_attend_batch_sizes(const tqkv_metal_attention *items, int n_items,
                                                         size_t *arguments, size_t *scratch)
 {
-    size_t all = 0, own = 0;
-    if (n_items < 0 || (n_items && !items) || !arguments || !scratch)
-        return TQKV__INVALID("n_items is negative, or items, arguments or scratch is NULL");
-    tqkv_result r = tqkv__batch_arguments(items, n_items, arguments);
-    for (int i = 0; i < n_items && r == TQKV_OK; i++) {
+    size_t bytes = 0, all = 0, own = 0;
+    if (n_items < 0 || (n_items && !items)) return TQKV__INVALID("n_items is negative, or items is NULL");
+    tqkv_result r = tqkv__batch_arguments(items, n_items, &bytes);
+    for (int i = 0; scratch && i < n_items && r == TQKV_OK; i++) {
         r = tqkv__plan_scratch_within(&items[i], (size_t)TQKV__MOST_SUMS / (size_t)n_items, &own);
         if (r != TQKV_OK) return r;
         if (own > SIZE_MAX - all) return TQKV__INVALID(TQKV__LARGE_SCRATCH);
         all += own;
     }
-    *scratch = all;
-    return r;
+    if (r != TQKV_OK) return r;
+    if (arguments) *arguments = bytes;
+    if (scratch) *scratch = all;
+    return TQKV_OK;
 }
 
 /* ---- Indexes ---- */
@@ -15022,8 +15012,8 @@ static void tqkv__plan_score(const tqkv__index *x, const tqkv__index_args *args,
     const bool center = tqkv__plan_bind_channels(d, "keys' center", 6, from->keys->center, &a->keys, true);
     tqkv__plan_bind_pages(d, "keys' pages", 7, from->keys->pages, &a->keys, TQKV_FC_PAGES);
     tqkv__plan_key_constants(d, a, center, false);
-    tqkv__plan_bind_key_scale(d, "keys' channel_scale", 8, from->keys, &a->keys,
-                              a->call.query_basis == TQKV_ORIGINAL, center, scales);
+    tqkv__plan_bind_key_scale(d, "keys' channel_scale", 8, from->keys, &a->keys, a->call.query_basis == TQKV_ORIGINAL,
+                              center, scales);
     tqkv__plan_constant(d, TQKV_FC_TAIL_SCALED, false);
     tqkv__plan_constant(d, TQKV_FC_TAIL_CENTER_SCALED, false);
     tqkv__plan_constant(d, TQKV_FC_HALVES, TQKV__ALL_POSITIONS);
@@ -15041,13 +15031,12 @@ static void tqkv__plan_score(const tqkv__index *x, const tqkv__index_args *args,
     d->n_simdgroups = TQKV__MATRIX_SIMDGROUPS;
 }
 
-TQKV_API tqkv_result tqkv_metal_plan_index_scores(const tqkv_metal_index *from, tqkv_metal_buffer q,
-                                                  tqkv_metal_buffer scores, tqkv_metal_dispatch *d)
+static tqkv_result tqkv__add_scores(const tqkv_metal_index *from, tqkv_metal_buffer q, tqkv_metal_buffer scores,
+                                    tqkv_metal_plan *plan)
 {
     tqkv__index_args args;
     tqkv__index x;
     size_t size;
-    if (!d) return TQKV__INVALID(TQKV__NO_DISPATCH);
     tqkv_result r = tqkv__plan_index_open(from, &x);
     if (r != TQKV_OK) return r;
     if (x.a.key_dim != 64 && x.a.key_dim != 128)
@@ -15061,8 +15050,15 @@ TQKV_API tqkv_result tqkv_metal_plan_index_scores(const tqkv_metal_index *from, 
     if ((r = tqkv__plan_positions(&x.a.keys)) != TQKV_OK) return r;
     if ((r = tqkv__check_strides(x.a.call.query_strides)) != TQKV_OK) return r;
     tqkv__plan_index_args(&x, from, &args);
-    tqkv__plan_score(&x, &args, from, q, scores, d);
+    tqkv__plan_score(&x, &args, from, q, scores, tqkv__add_dispatch(plan));
     return TQKV_OK;
+}
+
+TQKV_API tqkv_result tqkv_metal_plan_index_scores(const tqkv_metal_index *from, tqkv_metal_buffer q,
+                                                  tqkv_metal_buffer scores, tqkv_metal_plan *plan)
+{
+    if (!tqkv__open_plan(plan, "index_scores")) return TQKV__INVALID(TQKV__NO_PLAN);
+    return tqkv__close_plan(plan, tqkv__add_scores(from, q, scores, plan));
 }
 
 /* How the resident blocks of a row are divided: one threadgroup up to 16384, or where many queries fill the GPU. Else at most
@@ -15120,15 +15116,13 @@ static void tqkv__plan_choose(const tqkv__choose_args *args, size_t n_queries, c
     d->n_simdgroups = args->chunk / each < most ? args->chunk / each + 1 : most;
 }
 
-TQKV_API tqkv_result tqkv_metal_plan_index_choose(const tqkv_metal_index *from, tqkv_metal_buffer scores, int k,
-                                                  tqkv_metal_buffer scratch, tqkv_metal_buffer list,
-                                                  tqkv_metal_dispatch d[TQKV_METAL_CHOOSE_DISPATCHES], int *n)
+static tqkv_result tqkv__add_choice(const tqkv_metal_index *from, tqkv_metal_buffer scores, int k,
+                                    tqkv_metal_buffer scratch, tqkv_metal_buffer list, tqkv_metal_plan *plan)
 {
     const tqkv_metal_buffer buffers[3] = {scores, scratch, list};
     tqkv__choose_args args;
     tqkv__index x;
     size_t size;
-    if (!d || !n) return TQKV__INVALID("d or n is NULL");
     const tqkv_result r = tqkv__plan_index_open(from, &x);
     if (r != TQKV_OK) return r;
     const int n_queries = x.a.call.n_queries;
@@ -15146,13 +15140,21 @@ TQKV_API tqkv_result tqkv_metal_plan_index_choose(const tqkv_metal_index *from, 
     args.k = k;
     args.first = x.call.first;
     args.newest = x.call.newest;
-    *n = args.n_chunks > 1 ? TQKV_METAL_CHOOSE_DISPATCHES : 1;
-    for (int i = 0; i < *n; i++) {
-        args.step = *n > 1 ? i : TQKV__CHOOSE_ALONE;
-        tqkv__plan_choose(&args, (size_t)n_queries, buffers, &d[i]);
-        if (i) d[i].barrier = scratch.buffer;
+    for (int i = 0; i < (args.n_chunks > 1 ? 3 : 1); i++) {
+        tqkv_metal_dispatch *d = tqkv__add_dispatch(plan);
+        args.step = args.n_chunks > 1 ? i : TQKV__CHOOSE_ALONE;
+        tqkv__plan_choose(&args, (size_t)n_queries, buffers, d);
+        if (i) d->barrier = scratch.buffer;
     }
     return TQKV_OK;
+}
+
+TQKV_API tqkv_result tqkv_metal_plan_index_choose(const tqkv_metal_index *from, tqkv_metal_buffer scores, int k,
+                                                  tqkv_metal_buffer scratch, tqkv_metal_buffer list,
+                                                  tqkv_metal_plan *plan)
+{
+    if (!tqkv__open_plan(plan, "index_choose")) return TQKV__INVALID(TQKV__NO_PLAN);
+    return tqkv__close_plan(plan, tqkv__add_choice(from, scores, k, scratch, list, plan));
 }
 
 static tqkv_metal_buffer tqkv__buffer_of_part(const tqkv_cache *c, tqkv_metal_buffer memory, const void *part)
@@ -15174,73 +15176,73 @@ static tqkv_metal_store tqkv__store_in_buffer(const tqkv_cache *c, tqkv_metal_bu
     return store;
 }
 
-TQKV_API float tqkv__value_to_float(tqkv_type type, const void *value)
+/* The strides of calls: those that are given, or the cache's. */
+static tqkv_cache_layout tqkv__layout_of_call(const tqkv_cache *c, const tqkv_cache_layout *given)
 {
-    float x;
-    tqkv__widen_row(type, value, NULL, 1, &x);
-    return x;
-}
-
-TQKV_API void tqkv__value_from_float(tqkv_type type, float x, void *value) { tqkv__narrow_row(type, &x, 1, value); }
-
-TQKV_API tqkv_cache_layout tqkv__cache_layout_of(const tqkv_cache *c)
-{
-    const tqkv_attention *a = &c->attention;
-    const int key_dim = c->keys.head_dim + c->tail.head_dim, value_dim = (c->shared ? &c->keys : &c->values)->head_dim;
-    const tqkv_cache_layout layout = {tqkv__strides_of(c->keys.strides, c->keys.n_kv_heads, key_dim),
-                                      tqkv__strides_of(c->values.strides, c->keys.n_kv_heads, value_dim),
-                                      tqkv__strides_of(a->query_strides, a->n_heads, key_dim),
-                                      tqkv__strides_of(a->output_strides, a->n_heads, value_dim)};
-    return layout;
+    const tqkv_cache_layout own = {c->keys.strides, c->values.strides, c->attention.query_strides,
+                                   c->attention.output_strides};
+    return given ? *given : own;
 }
 
 /* The halves of the first (0) or newest (2) positions for the tokens that they keep: those of keys, of values or of both. */
-static tqkv_result tqkv__plan_append_halves(const tqkv_cache *c, tqkv_metal_buffer memory, bool packed, int first,
-                                            tqkv_metal_buffer k, tqkv_metal_buffer v, int n_tokens,
-                                            tqkv_metal_buffer not_finite, tqkv_metal_dispatch *d, int *n)
+static tqkv_result tqkv__plan_halves(const tqkv_cache *c, tqkv_metal_buffer memory, const tqkv_strides strides[2],
+                                     int first, const tqkv_metal_buffer rows[2], int n_tokens,
+                                     tqkv_metal_buffer not_finite, tqkv_metal_plan *plan)
 {
     const tqkv_store *const ends[2] = {tqkv__end_of(c, first), tqkv__end_of(c, first + 1)};
     const int64_t end = c->attention.end, left = first ? n_tokens : c->exact_first - end;
     const int kept = left < 0 ? 0 : left < n_tokens ? (int)left : n_tokens;
+    const tqkv__places places = tqkv__places_from(kept, kept ? end : 0);
     tqkv_metal_store stores[2];
     if ((!ends[0] && !ends[1]) || (n_tokens && !kept)) return TQKV_OK;
     for (int side = 0; side < 2; side++) {
         if (!ends[side]) continue;
         stores[side] = tqkv__store_in_buffer(c, memory, ends[side]);
         stores[side].shape.type = tqkv__stream_of(c, side)->type;
-        if (!packed) stores[side].shape.strides = tqkv__stream_of(c, side)->strides;
+        stores[side].shape.strides = strides[side];
     }
-    d += (*n)++;
-    const int64_t at = kept ? end : 0;
-    if (ends[0] && ends[1]) return tqkv_metal_plan_encode_kv(&stores[0], &stores[1], k, v, kept, at, not_finite, d);
-    return tqkv_metal_plan_encode(&stores[!ends[0]], ends[0] ? k : v, kept, at, not_finite, d);
+    if (ends[0] && ends[1])
+        return tqkv__add_encode_kv(&stores[0], &stores[1], rows[0], rows[1], &places, not_finite, plan);
+    return tqkv__add_encode(&stores[!ends[0]], rows[!ends[0]], &places, not_finite, plan);
 }
 
-TQKV_API tqkv_result tqkv__plan_cache_append(const tqkv_cache *c, tqkv_metal_buffer memory, bool packed,
-                                             tqkv_metal_buffer k, tqkv_metal_buffer v, int n_tokens,
-                                             tqkv_metal_buffer not_finite, tqkv_metal_dispatch *d, int *n)
+/* The rows of a tail that lies apart from the keys come behind all of theirs. */
+static tqkv_result tqkv__add_tail(const tqkv_cache *c, tqkv_metal_buffer memory, const tqkv__places *places,
+                                  tqkv_metal_buffer not_finite, tqkv_metal_plan *plan)
 {
-    const bool tail = c->tail.head_dim > 0, apart = tail && !c->shared;
-    const int64_t end = c->attention.end;
     const tqkv_strides none = {0, 0};
+    const tqkv_metal_binding *keys = tqkv__binding_at(&plan->d[0], 1);
+    const tqkv_metal_buffer rows = tqkv__buffer_after(keys->at, keys->size);
+    tqkv_metal_store tail = tqkv__store_in_buffer(c, memory, &c->tail);
+    tail.shape.strides = none;
+    return tqkv__add_encode(&tail, rows, places, not_finite, plan);
+}
+
+TQKV_API tqkv_result tqkv_metal_plan_cache_append(const tqkv_cache *c, tqkv_metal_buffer memory,
+                                                  const tqkv_cache_layout *layout, tqkv_metal_buffer k,
+                                                  tqkv_metal_buffer v, int n_tokens, tqkv_metal_buffer not_finite,
+                                                  tqkv_metal_plan *plan)
+{
+    if (!tqkv__open_plan(plan, "cache_append")) return TQKV__INVALID(TQKV__NO_PLAN);
+    if (!c) return tqkv__close_plan(plan, TQKV__INVALID("the cache is NULL"));
+    const bool tail = c->tail.head_dim > 0, apart = tail && !c->shared;
+    const tqkv__places places = tqkv__places_from(n_tokens, c->attention.end);
+    const tqkv_cache_layout own = tqkv__layout_of_call(c, layout);
+    const tqkv_strides strides[] = {own.k, own.v};
+    const tqkv_metal_buffer rows[] = {k, v};
     tqkv_metal_store keys = tqkv__store_in_buffer(c, memory, &c->keys),
                      others = tqkv__store_in_buffer(c, memory, tail && !apart ? &c->tail : &c->values);
-    keys.shape.strides = packed ? none : c->keys.strides;
-    others.shape.strides = packed ? none : c->values.strides;
-    tqkv_result r = c->shared && !tail ? tqkv_metal_plan_encode(&keys, k, n_tokens, end, not_finite, d)
-                                       : tqkv_metal_plan_encode_kv(&keys, &others, k, v, n_tokens, end, not_finite, d);
-    *n = 1;
-    if (r == TQKV_OK && apart) {
-        tqkv_metal_store third = tqkv__store_in_buffer(c, memory, &c->tail);
-        third.shape.strides = none;
-        const tqkv_metal_binding *rows = tqkv__binding_at(d, 1);
-        r = tqkv_metal_plan_encode(&third, tqkv__buffer_after(rows->at, rows->size), n_tokens, end, not_finite,
-                                   &d[(*n)++]);
-    }
+    keys.shape.strides = own.k;
+    others.shape.strides = own.v;
+    tqkv_result r = c->shared && !tail ? tqkv__add_encode(&keys, k, &places, not_finite, plan)
+                                       : tqkv__add_encode_kv(&keys, &others, k, v, &places, not_finite, plan);
+    if (r == TQKV_OK && apart) r = tqkv__add_tail(c, memory, &places, not_finite, plan);
     for (int first = 0; r == TQKV_OK && first <= 2; first += 2)
-        r = tqkv__plan_append_halves(c, memory, packed, first, k, v, n_tokens, not_finite, d, n);
-    return r;
+        r = tqkv__plan_halves(c, memory, strides, first, rows, n_tokens, not_finite, plan);
+    return tqkv__close_plan(plan, r);
 }
+
+TQKV_API void tqkv_metal_cache_appended(tqkv_cache *c, int n_tokens) { tqkv__cache_advance(c, n_tokens); }
 
 /* The attention of a cache over its stores, with the lists and the tree of `some`. */
 typedef struct tqkv__cache_call {
@@ -15284,54 +15286,221 @@ static void tqkv__open_cache_call(const tqkv_cache *c, tqkv_metal_buffer memory,
     a->attention.list_newest = some->attention.list_newest;
 }
 
-TQKV_API tqkv_result tqkv__plan_cache_sizes(const tqkv_cache *c, const tqkv_metal_attention *some, int n_queries,
-                                            size_t rows_sizes[2], size_t *scratch_size)
+TQKV_API tqkv_result tqkv_metal_plan_cache_scratch(const tqkv_cache *c, const tqkv_metal_attention *some, int n_queries,
+                                                   size_t *bytes)
 {
     const tqkv_metal_buffer none = {NULL, 0};
-    const tqkv_strides any = {0, 0}; /* the sizes are those without gaps */
     tqkv__cache_call call;
     if (!c || n_queries <= 0) return TQKV__INVALID(TQKV__NO_CACHE_QUERIES);
     tqkv__open_cache_call(c, none, some, &call);
-    tqkv_attention *a = &call.attention.attention;
-    a->n_queries = n_queries;
-    a->query_strides = a->output_strides = any;
-    a->exact_first = c->exact_first; /* as many as there will ever be */
-    a->exact_last = c->exact_last;
-    const tqkv_result r = tqkv_metal_plan_attend_scratch(&call.attention, scratch_size);
-    if (r != TQKV_OK) return r;
-    const size_t rows = (size_t)n_queries * (size_t)a->n_heads * tqkv__type_size(c->keys.type);
-    rows_sizes[0] = rows * (size_t)(c->keys.head_dim + c->tail.head_dim);
-    rows_sizes[1] = rows * (size_t)call.attention.values->shape.head_dim;
-    return TQKV_OK;
+    call.attention.attention.n_queries = n_queries;
+    call.attention.attention.exact_first = c->exact_first; /* as many as there will ever be */
+    call.attention.attention.exact_last = c->exact_last;
+    return tqkv_metal_plan_attend_scratch(&call.attention, bytes);
 }
 
-TQKV_API tqkv_result tqkv__plan_cache_attend(const tqkv_cache *c, tqkv_metal_buffer memory, bool packed,
-                                             const tqkv_metal_attention *some, tqkv_metal_buffer q, int n_queries,
-                                             tqkv_metal_buffer scratch, tqkv_metal_buffer out, tqkv_metal_dispatch *d,
-                                             int *n)
+TQKV_API tqkv_result tqkv_metal_plan_cache_attend(const tqkv_cache *c, tqkv_metal_buffer memory,
+                                                  const tqkv_cache_layout *layout, const tqkv_metal_attention *some,
+                                                  tqkv_metal_buffer q, int n_queries, tqkv_metal_buffer scratch,
+                                                  tqkv_metal_buffer out, tqkv_metal_plan *plan)
 {
-    const tqkv_strides none = {0, 0};
     tqkv__cache_call call;
-    if (!c || n_queries <= 0) return TQKV__INVALID(TQKV__NO_CACHE_QUERIES);
+    if (!tqkv__open_plan(plan, "attend")) return TQKV__INVALID(TQKV__NO_PLAN);
+    if (!c || n_queries <= 0) return tqkv__close_plan(plan, TQKV__INVALID(TQKV__NO_CACHE_QUERIES));
+    const tqkv_cache_layout own = tqkv__layout_of_call(c, layout);
     tqkv__open_cache_call(c, memory, some, &call);
-    tqkv_attention *a = &call.attention.attention;
-    a->n_queries = n_queries;
-    if (packed) a->query_strides = a->output_strides = none;
-    return tqkv__plan_attend_parts(&call.attention, q, scratch, out, d, n);
+    call.attention.attention.n_queries = n_queries;
+    call.attention.attention.query_strides = own.q;
+    call.attention.attention.output_strides = own.out;
+    return tqkv_metal_plan_attend(&call.attention, q, scratch, out, plan);
 }
 
-TQKV_API tqkv_result tqkv__plan_cache_all_parts(const tqkv_cache *c, tqkv_metal_buffer memory, int n_queries,
-                                                tqkv_metal_dispatch *d, int *n)
+/* >>plan-prepare: what calls will need, planned ahead of time so that pipelines can be built. */
+
+/* The last number of queries that can need a pipeline of its own: more of them fill all columns of a threadgroup. */
+enum { TQKV__MOST_PREPARED = TQKV__MOST_MATRIX_COLUMNS(64) };
+
+/* Who sees the plans. */
+typedef struct tqkv__visitor {
+    tqkv_metal_visit visit;
+    void *user;
+    tqkv_metal_plan plan;
+} tqkv__visitor;
+
+static tqkv_result tqkv__check_visit(tqkv_metal_visit visit, int max_queries)
+{
+    return visit && max_queries >= 0 ? TQKV_OK : TQKV__INVALID("visit is NULL, or max_queries negative");
+}
+
+/* planned: the result of what made the plan */
+static tqkv_result tqkv__visit(tqkv__visitor *v, tqkv_result planned)
+{
+    return planned == TQKV_OK ? v->visit(v->user, &v->plan) : planned;
+}
+
+/* As planned, and for a page table that is shorter than a tile where it is not, or the reverse. */
+static tqkv_result tqkv__visit_tables(tqkv__visitor *v, tqkv_result planned)
+{
+    bool other = false;
+    const tqkv_result r = tqkv__visit(v, planned);
+    for (int i = 0; i < v->plan.n && r == TQKV_OK; i++) {
+        tqkv_metal_dispatch *d = &v->plan.d[i];
+        const bool attend = d->kernel.family == TQKV_METAL_ATTEND || d->kernel.family == TQKV_METAL_ATTEND_MATRIX;
+        const int page_size = attend ? tqkv__attend_args_of(d).key_page_size : 0;
+        if (!page_size || page_size >= TQKV__SIMD_WIDTH) continue;
+        tqkv__plan_constant(d, TQKV_FC_SHORT_STORE, d->kernel.constants[TQKV_FC_SHORT_STORE] == 1 + false);
+        other = true;
+    }
+    return other ? tqkv__visit(v, r) : r;
+}
+
+/* Attention, alone and in batches. */
+static tqkv_result tqkv__visit_attention(tqkv__visitor *v, tqkv_result planned, bool batches)
+{
+    const tqkv_result r = tqkv__visit_tables(v, planned);
+    if (r != TQKV_OK || !batches) return r;
+    for (int i = 0; i < v->plan.n; i++) tqkv__plan_constant(&v->plan.d[i], TQKV_FC_BATCH, true);
+    return tqkv__visit_tables(v, r);
+}
+
+/* What writes keys and values, or one of them. */
+static tqkv_result tqkv__visit_encoding(tqkv__visitor *v, const tqkv_metal_store *keys, const tqkv_metal_store *values)
+{
+    const tqkv_metal_buffer none = {NULL, 0};
+    if (!keys && !values) return TQKV_OK;
+    return tqkv__visit(v, keys && values ? tqkv_metal_plan_encode_kv(keys, values, none, none, 0, 0, none, &v->plan)
+                                         : tqkv_metal_plan_encode(keys ? keys : values, none, 0, 0, none, &v->plan));
+}
+
+/* Slices of it, their merge and their end. */
+static tqkv_result tqkv__visit_slices(tqkv__visitor *v, const tqkv_metal_attention *a)
+{
+    const tqkv_metal_buffer none = {NULL, 0};
+    const int count = a->attention.kv_len;
+    const int64_t first = a->attention.end - count;
+    tqkv_result r = tqkv_metal_plan_attend_partial(a, none, first, count, none, none, none, none, &v->plan);
+    r = tqkv__visit_attention(v, r, false);
+    if (r != TQKV_OK) return r;
+    r = tqkv__visit(v, tqkv_metal_plan_attend_merge_slice(a, none, none, none, a, none, none, none, &v->plan));
+    return r == TQKV_OK ? tqkv__visit(v, tqkv_metal_plan_attend_finish(a, none, none, none, none, &v->plan)) : r;
+}
+
+/* The store without the processor's copy of its page table. */
+static tqkv_metal_store tqkv__any_pages(const tqkv_metal_store *s)
+{
+    tqkv_metal_store any = *s;
+    if (s->pages.buffer) any.shape.pages = NULL;
+    return any;
+}
+
+static int64_t tqkv__positions_in(const tqkv_store *s)
+{
+    return s->n_pages ? (int64_t)s->n_pages * s->page_size : s->capacity;
+}
+
+/* Gives an attention positions in every part that its context can have, as far as the stores go. */
+static void tqkv__take_all_parts(tqkv_attention *a, const tqkv_store *keys, const tqkv_store *values)
+{
+    const tqkv_store *const stores[] = {keys, values};
+    const int64_t end = (int64_t)a->exact_first + a->exact_last + 1; /* one that is neither */
+    a->end = end;
+    a->kv_len = end < INT_MAX ? (int)end : INT_MAX;
+    for (int i = 0; i < 2; i++) {
+        const int64_t room = tqkv__positions_in(stores[i]);
+        if (room < a->kv_len) a->kv_len = (int)room;
+        if (room < a->end && !stores[i]->ring) a->end = room;
+    }
+}
+
+/* Whether attention of n queries is to be planned. */
+static bool tqkv__prepares(int n, int max_queries)
+{
+    return n <= (max_queries ? max_queries : 1) && n <= TQKV__MOST_PREPARED;
+}
+
+/* Attention of all numbers of queries. call: in all parts */
+static tqkv_result tqkv__visit_queries(tqkv__visitor *v, tqkv_metal_attention *call, int max_queries, int also)
+{
+    const tqkv_metal_buffer none = {NULL, 0};
+    tqkv_result r = TQKV_OK;
+    for (int n = 1; r == TQKV_OK && tqkv__prepares(n, max_queries); n++) {
+        call->attention.n_queries = n;
+        r = tqkv_metal_plan_attend(call, none, none, none, &v->plan);
+        r = tqkv__visit_attention(v, r, also & TQKV_METAL_BATCHES);
+        if (r == TQKV_OK && (also & TQKV_METAL_SLICES)) r = tqkv__visit_slices(v, call);
+    }
+    return r;
+}
+
+TQKV_API tqkv_result tqkv_metal_plan_prepare(const tqkv_metal_attention *a, int max_queries, int also,
+                                             tqkv_metal_visit visit, void *user)
+{
+    tqkv__visitor v;
+    tqkv_result r = tqkv__check_visit(visit, max_queries);
+    if (r != TQKV_OK) return r;
+    if (!a || !a->keys || !a->values) return TQKV__INVALID("the attention or a store is NULL");
+    v.visit = visit;
+    v.user = user;
+    const bool shared = a->keys == a->values;
+    const tqkv_metal_store keys = tqkv__any_pages(a->keys), values = tqkv__any_pages(a->values),
+                           others = tqkv__any_pages(a->tail ? a->tail : a->values);
+    tqkv_metal_attention call = *a;
+    call.keys = &keys;
+    call.values = &values;
+    call.tail = a->tail ? &others : NULL;
+    call.attention.tree = NULL; /* what the processor knows of it, and of the list, is of another number of queries */
+    call.attention.list = NULL;
+    tqkv__take_all_parts(&call.attention, &keys.shape, &values.shape);
+    r = tqkv__visit_encoding(&v, &keys, shared && !a->tail ? NULL : &others);
+    if (r == TQKV_OK && a->attention.exact_first)
+        r = tqkv__visit_encoding(&v, a->first_keys, shared ? NULL : a->first_values);
+    if (r == TQKV_OK && a->attention.exact_last)
+        r = tqkv__visit_encoding(&v, a->last_keys, shared ? NULL : a->last_values);
+    return r == TQKV_OK ? tqkv__visit_queries(&v, &call, max_queries, also) : r;
+}
+
+TQKV_API tqkv_result tqkv_metal_plan_index_prepare(const tqkv_metal_index *x, int max_queries, tqkv_metal_visit visit,
+                                                   void *user)
+{
+    const tqkv_metal_buffer none = {NULL, 0};
+    tqkv__visitor v;
+    tqkv_result r = tqkv__check_visit(visit, max_queries);
+    if (r != TQKV_OK) return r;
+    if (!x || !x->keys) return TQKV__INVALID("the index or its keys are NULL");
+    v.visit = visit;
+    v.user = user;
+    const tqkv_metal_store keys = tqkv__any_pages(x->keys);
+    tqkv_metal_index call = *x;
+    call.keys = &keys;
+    call.index.end = call.index.positions = 0;
+    call.index.kv_len = 0;
+    r = tqkv__visit_encoding(&v, &keys, NULL);
+    for (int n = 1; r == TQKV_OK && n <= 2 && tqkv__prepares(n, max_queries); n++) { /* one, or several */
+        call.index.n_queries = n;
+        r = tqkv__visit(&v, tqkv_metal_plan_index_scores(&call, none, none, &v.plan));
+        if (r == TQKV_OK) r = tqkv__visit(&v, tqkv_metal_plan_index_choose(&call, none, 1, none, none, &v.plan));
+    }
+    return r;
+}
+
+TQKV_API tqkv_result tqkv_metal_plan_cache_prepare(const tqkv_cache *c, tqkv_metal_buffer memory, int max_queries,
+                                                   tqkv_metal_visit visit, void *user)
 {
     const tqkv_metal_buffer none = {NULL, 0};
     tqkv__cache_call call;
+    tqkv__visitor v;
+    tqkv_result r = tqkv__check_visit(visit, max_queries);
+    if (r == TQKV_OK && !c) r = TQKV__INVALID("the cache is NULL");
+    if (r != TQKV_OK) return r;
+    v.visit = visit;
+    v.user = user;
+    r = tqkv__visit(&v, tqkv_metal_plan_cache_append(c, memory, NULL, none, none, 0, none, &v.plan));
+    if (r != TQKV_OK) return r;
     tqkv__open_cache_call(c, memory, NULL, &call);
-    tqkv_attention *a = &call.attention.attention;
-    a->n_queries = n_queries;
-    a->exact_first = c->exact_first;
-    a->exact_last = c->exact_last;
-    tqkv__take_all_parts(a, &call.attention.keys->shape, &call.attention.values->shape);
-    return tqkv__plan_attend_parts(&call.attention, none, none, none, d, n);
+    call.attention.attention.exact_first = c->exact_first;
+    call.attention.attention.exact_last = c->exact_last;
+    tqkv__take_all_parts(&call.attention.attention, &call.attention.keys->shape, &call.attention.values->shape);
+    return tqkv__visit_queries(&v, &call.attention, max_queries, 0);
 }
 
 TQKV_API bool tqkv_metal_has_matrices(const void *bytes)

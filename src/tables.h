@@ -276,10 +276,6 @@ typedef struct tqkv__backend {
     tqkv_result (*attend)(tqkv_metal *m, const tqkv_cache *c, const tqkv_attention *some, const void *q, int n_queries,
                           void *out);
 } tqkv__backend;
-
-/* What tqkv_metal.m takes of >>common and >>cache-code. rows_size: bytes of the caller's rows of so many tokens */
-TQKV_API size_t tqkv__rows_size(const tqkv_store *s, int n_tokens);
-TQKV_API void tqkv__cache_advance(tqkv_cache *c, int n_tokens);
 #ifdef __cplusplus
 }
 #endif
