@@ -1,6 +1,4 @@
 /* >>metal-host: numbers that tqkv_metal.m and the tests share with >>metal-code, visible with TQKV_SHARED */
-#if defined(TQKV__METAL_SIZES) && !defined(__METAL_VERSION__) && !defined(TQKV__NESTED) && !defined(TQKV__METAL_HOST)
-#define TQKV__METAL_HOST
 enum {
     TQKV__SIMD_WIDTH = 32,
     TQKV__ITEMS_OF_ATTEND = 12, /* index of a batch's items */
@@ -16,5 +14,3 @@ enum {
 #define TQKV__KERNELS_TEXT                                                                                             \
     "a GPU takes head_dim " TQKV__KERNELS(                                                                             \
         TQKV__KERNEL_DIM_TEXT, ) "and keys of 192 with values of 128, of 448 or 512 with a tail of 64"
-
-#endif
