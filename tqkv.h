@@ -14477,7 +14477,8 @@ TQKV_API tqkv_result tqkv_metal_plan_attend_merge_slice(const tqkv_metal_attenti
                                                         tqkv_metal_plan *plan)
 {
     tqkv__attend_buffers b = tqkv__buffers_of_slice(src_out, src_out, out, max, sum);
-    if (!tqkv__open_plan(plan, "attend_merge")) return TQKV__INVALID(TQKV__NO_PLAN);
+    if (!tqkv__open_plan(plan, slice == from ? "attend_merge" : "attend_merge_slice"))
+        return TQKV__INVALID(TQKV__NO_PLAN);
     b.slice.from = true;
     b.slice.src_max = src_max;
     b.slice.src_sum = src_sum;

@@ -14,7 +14,8 @@
 #include <unistd.h>
 
 NSString *const MTLCommandBufferEncoderInfoErrorKey = @"MTLCommandBufferEncoderInfoErrorKey";
-static atomic_int live, calls, fail_at, devices, spoil; /* spoil: dispatches until the one with wrong values */
+static atomic_int live, calls, fail_at, devices, unlimited,
+    spoil; /* spoil: dispatches until the one with wrong values */
 static standin_device the_device;
 static const char *refused; /* part of the names of kernels without pipelines */
 static bool refused_everywhere;
@@ -730,9 +731,12 @@ static void *open_library(NSData *data, NSError **error)
     pipeline->function = (StandinFunction *)[function retain];
     pipeline->most = limit && limit < the_device.max_threads ? limit : the_device.max_threads;
     pipeline->whole = [descriptor threadGroupSizeIsMultipleOfThreadExecutionWidth];
+    if (!limit || !pipeline->whole) count(&unlimited, 1);
     return pipeline;
 }
 @end
+
+int standin_unlimited(void) { return count(&unlimited, 0); }
 
 id<MTLDevice> MTLCreateSystemDefaultDevice(void)
 {
