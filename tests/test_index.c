@@ -10,7 +10,7 @@ typedef struct problem {
     int32_t pages[8];
     int64_t first, n_blocks; /* the oldest resident key */
     int n_rows;              /* queries times heads */
-    float *q, *weights, *center, *scores;
+    float *q, *weights, *center, *scales, *scores;
     uint16_t *halves; /* q as bfloat16 */
 } problem;
 
@@ -71,8 +71,10 @@ static void set_up(problem *p, int seed)
     p->n_rows = n_queries * p->index.n_heads;
     p->n_blocks = (p->index.end + size - 1) / size;
     if (data_below(&random, 2)) p->keys.center = p->center = test_rows(3, DATA_GAUSSIAN, 1, d);
+    if (data_below(&random, 2)) p->keys.channel_scale = p->scales = test_scales(4, 1, d, 8.0);
     const int resident = (int)(p->index.end - p->first);
     float *rows = test_rows((uint64_t)seed, DATA_GAUSSIAN, resident, d);
+    for (int i = 0; p->scales && i < resident * d; i++) rows[i] *= p->scales[i % d];
     CHECK_RESULT(tqkv_encode(&p->keys, rows, resident, p->first), TQKV_OK);
     free(rows);
     p->q = test_rows((uint64_t)seed + 1, DATA_GAUSSIAN, p->n_rows, d);
@@ -102,6 +104,7 @@ static void tear_down(problem *p)
     free(p->halves);
     free(p->weights);
     free(p->center);
+    free(p->scales);
     free(p->scores);
 }
 
