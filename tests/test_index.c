@@ -75,6 +75,7 @@ static void set_up(problem *p, int seed)
     const int resident = (int)(p->index.end - p->first);
     float *rows = test_rows((uint64_t)seed, DATA_GAUSSIAN, resident, d);
     for (int i = 0; p->scales && i < resident * d; i++) rows[i] *= p->scales[i % d];
+    for (int i = 0; p->scales && p->center && i < d; i++) p->center[i] *= p->scales[i];
     CHECK_RESULT(tqkv_encode(&p->keys, rows, resident, p->first), TQKV_OK);
     free(rows);
     p->q = test_rows((uint64_t)seed + 1, DATA_GAUSSIAN, p->n_rows, d);
@@ -130,7 +131,7 @@ static double expected_key(const problem *p, int query, const double *key)
         const int at = query * x->n_heads + h;
         double sum = 0.0;
         for (int i = 0; i < d; i++) row[i] = (double)p->q[at * d + i];
-        if (x->query_basis == TQKV_ROTATED && reference_is_rotated(&p->keys)) reference_unrotate_double(row, d);
+        if (x->query_basis == TQKV_ROTATED) reference_original_query(&p->keys, 0, row);
         for (int i = 0; i < d; i++) sum += row[i] * key[i];
         total += (p->weights ? (double)p->weights[at] : 1.0) * (x->relu && sum < 0.0 ? 0.0 : sum);
     }
