@@ -423,15 +423,17 @@ typedef struct tqkv_attention {
     const int32_t *list;
     int list_length, list_heads; /* list_heads: 0 = 1, or n_kv_heads: a row for each */
     int list_block, list_newest; /* list_block: 1, 4, 16, 64 or 128 positions */
-    /* Some positions as halves, too: those below exact_first are read from first_keys and first_values, and the newest
-       exact_last, up to `end`, from last_keys and last_values; all others, and those of a stream whose store here is NULL or
-       that is F16 itself, from keys and values, whose codes at these positions are not looked at. Stores of F16 with n_kv_heads,
-       head_dim, centre and scale of the codes, and rotated if these are; linear, rings (multiples of 64 read fastest) or
-       paged, as long as they hold these positions: else TQKV_OUT_OF_RANGE. If the keys are the values, so are their
-       halves. A tail is always read from its own store. On a GPU the stores of halves have no pages, and keys with a
-       tail have none beside them. */
+    /* Some positions as halves, too: a query at position p reads those below exact_first from first_keys and first_values, and
+       those above p - exact_last, but none below exact_from, from last_keys and last_values; all others, and those of a stream
+       whose store here is NULL or that is F16 itself, from keys and values. It gets the same bits alone and in a batch. With
+       a tree, too, p is where a query stands, and not its depth. Stores of F16 with n_kv_heads, head_dim, centre and scale of
+       the codes, and rotated if these are; linear, rings (multiples of 64 read fastest) or paged, as long as they hold these
+       positions, of last_keys and last_values the newest exact_last + n_queries - 1 up to `end`: else TQKV_OUT_OF_RANGE. If
+       the keys are the values, so are their halves. A tail is always read from its own store. On a GPU the stores of
+       halves have no pages, and keys with a tail have none beside them. */
     const tqkv_store *first_keys, *first_values, *last_keys, *last_values;
     int exact_first, exact_last;
+    int64_t exact_from; /* what a truncation, for example, has left as codes; 0: nothing */
 } tqkv_attention;
 
 /* q: [n_queries][n_heads][head_dim of the keys, then of the tail], out: [n_queries][n_heads][head_dim of the values].
@@ -523,10 +525,10 @@ typedef struct tqkv_cache_desc {
     bool shared;     /* a latent cache: the keys are the values. value_format and value_dim: those of the keys, or 0 */
     int tail_dim;    /* further dimensions of each key, in a stream of their own; 0: none */
     tqkv_format tail_format; /* 0 = F16 */
-    /* So many of the first and of the newest positions are kept as halves, too, and read as these: most of the weight is
-       there. Their sum is at most the capacity; F16 streams and the tail need none. Which positions are halves depends on
-       the end alone: queries of a batch that stand before it have fewer of them behind them. After truncate, remove and keep the
-       newest may be left as codes until new ones come. */
+    /* So many of the first positions, and of the newest before each query, are kept as halves, too, and read as these: most of
+       the weight is there. Their sum is at most the capacity; F16 streams and the tail need none. The halves of the newest are
+       room for 64 queries of one call; an append of more tokens makes more room, for as many. After truncate, remove and
+       keep the newest may be left as codes until new ones come. */
     int exact_first, exact_last;
 } tqkv_cache_desc;
 
@@ -3497,8 +3499,8 @@ typedef struct tqkv__attention {
     int matrix_group; /* on a GPU; 0 = the default */
     /* Makes integers of a query; NULL: floats. See tqkv__integers. */
     void (*round_query)(const tqkv__stream *s, const float *query, float *to);
-    /* Positions below exact_below are halves in ends[0][side], and from exact_from on in ends[1][side], where exact[][side] is
-       set; side 0: keys, 1: values. See tqkv__stream_at. */
+    /* Positions below exact_below are halves in ends[0][side], and those from tqkv__exact_at on in ends[1][side], where
+       exact[][side] is set; side 0: keys, 1: values. exact_from: for the last query, on a GPU for all. See tqkv__place_at. */
     int64_t exact_below, exact_from;
     bool exact[2][2];
     tqkv__stream ends[2][2]; /* not cleared if unused: that would take as long as a few positions */
@@ -9206,7 +9208,8 @@ static tqkv_result tqkv__attention_shape(const tqkv_attention *a, tqkv__attentio
     if (call->n_heads < 0 || call->n_heads % r->n_kv_heads != 0)
         return TQKV__INVALID("n_heads is not a multiple of n_kv_heads");
     if (call->n_queries < 0 || call->window < 0) return TQKV__INVALID("n_queries or window is negative");
-    if (call->exact_first < 0 || call->exact_last < 0) return TQKV__INVALID("exact_first or exact_last is negative");
+    if (call->exact_first < 0 || call->exact_last < 0 || call->exact_from < 0)
+        return TQKV__INVALID("exact_first, exact_last or exact_from is negative");
     if (!tqkv__all_finite(&a->scale, 1) || !tqkv__all_finite(&a->softcap, 1))
         return TQKV__INVALID("scale or softcap is NaN or infinite");
     if (!tqkv__basis_known(a->query_basis) || !tqkv__basis_known(a->output_basis))
@@ -9283,6 +9286,15 @@ static tqkv_result tqkv__check_end(const tqkv__attention *a, const tqkv__stream 
     return TQKV_OK;
 }
 
+/* The first position that a query reads from the halves of the newest. With none all are, and these are codes. */
+static int64_t tqkv__exact_at(const tqkv__attention *a, int query)
+{
+    const tqkv_attention *call = &a->call;
+    const int64_t from = call->end - call->n_queries + query + 1 - call->exact_last;
+    if (!a->exact[1][0] && !a->exact[1][1]) return 0;
+    return from > call->exact_from ? from : call->exact_from;
+}
+
 /* Takes the positions that are kept as halves, from stores opened by `open`; follows tqkv__check_streams and
    tqkv__attention_range. */
 static tqkv_result tqkv__take_ends(tqkv__attention *a, tqkv_result (*open)(const tqkv_store *, tqkv__stream *))
@@ -9291,46 +9303,52 @@ static tqkv_result tqkv__take_ends(tqkv__attention *a, tqkv_result (*open)(const
     const tqkv_store *const stores[2][2] = {{call->first_keys, call->first_values},
                                             {call->last_keys, call->last_values}};
     const int64_t below = call->exact_first < call->end ? call->exact_first : call->end;
-    const int64_t from = call->exact_last < call->end ? call->end - call->exact_last : 0;
+    const int64_t newest = call->end - call->exact_last, oldest = newest - call->n_queries + 1;
+    int64_t from = oldest > call->exact_from ? oldest : call->exact_from; /* for all queries together */
+    if (from < a->first) from = a->first;
+    if (from > call->end) from = call->end;
     for (int i = 0; i < 4; i++) {
         const int last = i / 2, side = i % 2;
         const tqkv__stream *codes = side ? &a->values : &a->keys;
         const tqkv_store *store = stores[last][a->shared ? 0 : side];
-        if (!store || codes->kind == TQKV__HALF || (last ? from == call->end : below == 0)) continue;
+        if (!store || codes->kind == TQKV__HALF || (last ? !call->exact_last : below == 0)) continue;
         tqkv__stream *s = &a->ends[last][side];
         tqkv_result r = open(store, s);
         if (r == TQKV_OK) r = tqkv__check_end(a, codes, last ? from : 0, last ? call->end : below, s);
         if (r != TQKV_OK) return r;
         a->exact[last][side] = true;
         if (last)
-            a->exact_from = from;
+            a->exact_from = newest > call->exact_from ? newest : call->exact_from;
         else
             a->exact_below = below;
     }
     return TQKV_OK;
 }
 
-/* The keys (side 0) or values (1) of a position. */
-static const tqkv__stream *tqkv__stream_at(const tqkv__attention *a, int side, int64_t position)
-{
-    if (position < a->exact_below && a->exact[0][side]) return &a->ends[0][side];
-    if (position >= a->exact_from && a->exact[1][side]) return &a->ends[1][side];
-    return side ? &a->values : &a->keys;
-}
-
-/* Positions that are read from the same streams. */
+/* Positions that are read from the same streams. A query reads [0, b) in its first pass and [b, end) in its second, where b is
+   tqkv__exact_at. Queries of an item have other b: each looks only at its own positions of the tiles that both passes have, so
+   its sums are added in the same order alone and in a batch. */
+enum { TQKV__PASSES = 2 };
 typedef struct tqkv__place {
-    int number; /* tells places apart */
+    int number; /* tells places apart: 2 * pass, plus 1 for the first positions */
     const tqkv__stream *keys, *values;
     int64_t end; /* the first position behind them */
 } tqkv__place;
 
-static tqkv__place tqkv__place_at(const tqkv__attention *a, int64_t position)
+/* The keys (side 0) or values (1) of a place. */
+static const tqkv__stream *tqkv__stream_at(const tqkv__attention *a, int side, int number)
 {
-    const bool first = position < a->exact_below, last = position >= a->exact_from;
-    tqkv__place place = {first + 2 * last, tqkv__stream_at(a, 0, position), tqkv__stream_at(a, 1, position), INT64_MAX};
-    if (!last) place.end = a->exact_from;
-    if (first && a->exact_below < place.end) place.end = a->exact_below;
+    if (number % 2 && a->exact[0][side]) return &a->ends[0][side];
+    if (number / 2 && a->exact[1][side]) return &a->ends[1][side];
+    return side ? &a->values : &a->keys;
+}
+
+static tqkv__place tqkv__place_at(const tqkv__attention *a, int64_t position, int pass)
+{
+    const bool first = position < a->exact_below;
+    const int number = 2 * pass + first;
+    const tqkv__place place = {number, tqkv__stream_at(a, 0, number), tqkv__stream_at(a, 1, number),
+                               first ? a->exact_below : INT64_MAX};
     return place;
 }
 
@@ -9344,11 +9362,11 @@ static const tqkv__stream *tqkv__stream_read(const tqkv__attention *a, int i)
     return i == 0 ? &a->keys : i == 1 ? &a->values : a->call.tail ? &a->tail : NULL;
 }
 
-/* The positions of a range that may be read from stream i. */
-static tqkv__range tqkv__positions_read(const tqkv__attention *a, int i, tqkv__range range)
+/* The positions of a range that a query, or one behind it, may read from stream i. */
+static tqkv__range tqkv__positions_read(const tqkv__attention *a, int i, tqkv__range range, int query)
 {
     const bool halves = i >= TQKV__FIRST_HALVES, last = i >= TQKV__FIRST_HALVES + 2;
-    if (last && a->exact_from > range.from) range.from = a->exact_from;
+    if (last && tqkv__exact_at(a, query) > range.from) range.from = tqkv__exact_at(a, query);
     if (halves && !last && a->exact_below < range.to) range.to = a->exact_below;
     return range;
 }
@@ -9565,7 +9583,7 @@ static tqkv_result tqkv__check_listed(const tqkv__attention *a, int i, tqkv__ran
     const tqkv__stream *s = tqkv__stream_read(a, i);
     tqkv_result r = TQKV_OK;
     if (!s || !s->pages) return r;
-    range = tqkv__positions_read(a, i, range);
+    range = tqkv__positions_read(a, i, range, query);
     for (int64_t rank = l->seen.from; r == TQKV_OK && rank < l->seen.to; rank++) {
         const int64_t position = tqkv__position_of(l, rank);
         if (position < range.from || position >= range.to || tqkv__hidden_ranks(a, query, l, rank, 1)) continue;
@@ -9591,7 +9609,7 @@ static tqkv_result tqkv__check_entries(const tqkv__attention *a, int64_t first, 
 {
     tqkv_result r = TQKV_OK;
     for (int i = 0; r == TQKV_OK && i < TQKV__STREAMS; i++) {
-        const tqkv__range all = {first, end}, range = tqkv__positions_read(a, i, all);
+        const tqkv__range all = {first, end}, range = tqkv__positions_read(a, i, all, 0);
         if (tqkv__stream_read(a, i)) r = tqkv__check_pages(tqkv__stream_read(a, i), range.from, range.to);
     }
     return r;
@@ -9887,11 +9905,13 @@ typedef struct tqkv__work {
     tqkv__tile *tiles; /* [2] */
     tqkv__tile *before;
     tqkv__sums piece, sums;
-    const tqkv__list *list;          /* or NULL: ranks are positions */
-    tqkv__range common;              /* what all rows see of a stretch, without a list */
-    bool small_pages, odd_rings;     /* pages, or rings, may end within a tile */
-    const tqkv__attention *gathered; /* streams in scratch, for rows that do not lie together */
-    tqkv__ranks ranks[3];            /* likewise: of the tile before, of this one and of the next */
+    const tqkv__list *list;           /* or NULL: ranks are positions */
+    int64_t exact[2];                 /* tqkv__exact_at of the first and the last row's query */
+    tqkv__range passes[TQKV__PASSES]; /* of ranks, in a stretch */
+    tqkv__range common[TQKV__PASSES]; /* what all rows see of these, without a list */
+    bool small_pages, odd_rings;      /* pages, or rings, may end within a tile */
+    const tqkv__attention *gathered;  /* streams in scratch, for rows that do not lie together */
+    tqkv__ranks ranks[3];             /* likewise: of the tile before, of this one and of the next */
 } tqkv__work;
 
 /* What the rows see together of a range of positions or, with a list, ranks. */
@@ -9917,21 +9937,43 @@ static tqkv__range tqkv__common_range(const tqkv__work *w, tqkv__range range)
     return all;
 }
 
+/* Finds both passes through a range of positions or ranks, and what all rows see of them. Without halves of the newest all is in
+   the second. */
+static void tqkv__find_passes(tqkv__work *w, tqkv__range range)
+{
+    const tqkv__range seen = tqkv__range_of_rows(w, range);
+    const int64_t low = w->list ? tqkv__rank_of(w->list, w->exact[0]) : w->exact[0];
+    const int64_t high = w->list ? tqkv__rank_of(w->list, w->exact[1]) : w->exact[1];
+    w->passes[0] = w->passes[1] = seen;
+    if (w->passes[0].to > high) w->passes[0].to = high;
+    if (w->passes[1].from < low) w->passes[1].from = low;
+    if (w->list) return;
+    w->common[0] = w->common[1] = tqkv__common_range(w, range);
+    if (w->common[0].to > low) w->common[0].to = low;
+    if (w->common[1].from < high) w->common[1].from = high;
+}
+
 /* Finds what each row sees of a tile; false: none sees any of it. */
 static bool tqkv__find_spans(const tqkv__work *w, tqkv__range range, tqkv__tile *tile)
 {
+    const int pass = tile->place.number / 2;
+    const tqkv__range *common = &w->common[pass];
     const tqkv__item *item = w->item;
     const int group = w->a->group;
     tqkv__span span = {tile->begin, tile->begin + tile->n, w->list ? tile->ranks->hidden << tile->begin : 0};
     bool seen = false;
     tile->whole = !span.hidden;
-    if (w->list || (tile->position >= w->common.from && tile->position + tile->n <= w->common.to)) {
+    if (w->list || (tile->position >= common->from && tile->position + tile->n <= common->to)) {
         for (int row = 0; row < item->n_rows; row++) tile->spans[row] = span;
         return true;
     }
     for (int row = 0; row < item->n_rows;) {
         const int query = (item->first_row + row) / group, next = (query + 1) * group - item->first_row;
-        span = tqkv__span_of(w->a, query, tile, range);
+        const int64_t exact = tqkv__exact_at(w->a, query);
+        tqkv__range part = range;
+        if (pass == 0 && part.to > exact) part.to = exact;
+        if (pass == 1 && part.from < exact) part.from = exact;
+        span = tqkv__span_of(w->a, query, tile, part);
         for (; row < next && row < item->n_rows; row++) tile->spans[row] = span;
         seen = seen || span.to > span.from;
         tile->whole = tile->whole && span.to - span.from == tile->n && !span.hidden;
@@ -10172,18 +10214,25 @@ static bool tqkv__lies_together(const tqkv__attention *a, const tqkv__ranks *ran
            (!a->call.tail || tqkv__in_order(ranks->tail, ranks->n));
 }
 
-/* Finds the next tile of ranks [rank, end); n is 0 if there is none. A list's tile has something that its query sees. */
-static void tqkv__find_ranks(const tqkv__work *w, int64_t rank, int64_t end, tqkv__ranks *ranks)
+/* Finds the next tile of ranks from `rank` of a pass on; n is 0 if there is none. A list's tile has something that its query
+   sees. */
+static void tqkv__find_ranks(const tqkv__work *w, int pass, int64_t rank, tqkv__ranks *ranks)
 {
     const tqkv__attention *a = w->a;
     const bool scattered = w->small_pages || w->odd_rings;
     ranks->n = 0;
-    for (int64_t n; rank < end; rank += n) {
+    for (int64_t n; pass < TQKV__PASSES; rank += n) {
+        const int64_t end = w->passes[pass].to;
+        n = 0;
+        if (rank >= end) {
+            if (++pass < TQKV__PASSES) rank = w->passes[pass].from;
+            continue;
+        }
         n = TQKV__TILE - rank % TQKV__TILE;
         if (n > end - rank) n = end - rank;
         const int64_t position = tqkv__position_of(w->list, rank), last = tqkv__position_of(w->list, rank + n - 1);
         const bool together = last - position == n - 1;
-        ranks->place = tqkv__place_at(a, position);
+        ranks->place = tqkv__place_at(a, position, pass);
         if (together)
             n = tqkv__tile_length(a, &ranks->place, position, last + 1); /* as without a list */
         else if (last >= ranks->place.end)
@@ -10214,7 +10263,7 @@ static tqkv__tile *tqkv__place_tile(const tqkv__work *w, const tqkv__ranks *rank
     const int kv_head = tile->kv_head, slot = tile == w->tiles ? 0 : TQKV__TILE;
     const bool ahead = ranks->together && next->n && next->together && ranks->place.keys == next->place.keys &&
                        ranks->place.values == next->place.values; /* the loops ask for the next tile */
-    tile->place = tqkv__place_at(streams, tqkv__position_of(w->list, ranks->rank));
+    tile->place = tqkv__place_at(streams, tqkv__position_of(w->list, ranks->rank), ranks->place.number / 2);
     tile->keys = tqkv__run_of_ranks(ranks, ranks->keys, slot, ahead ? next->keys[0] : -1);
     tile->values = tqkv__run_of_ranks(ranks, ranks->values, slot, ahead ? next->values[0] : -1);
     if (a->call.tail) tile->tail = tqkv__run_of_ranks(ranks, ranks->tail, slot, ahead ? next->tail[0] : -1);
@@ -10232,27 +10281,28 @@ static tqkv__tile *tqkv__place_tile(const tqkv__work *w, const tqkv__ranks *rank
 }
 
 /* A tile in which a ring wraps: its rows are gathered. */
-static tqkv__tile *tqkv__wrapped_tile(tqkv__work *w, int64_t position, int64_t end)
+static tqkv__tile *tqkv__wrapped_tile(tqkv__work *w, int pass, int64_t position)
 {
     tqkv__ranks *ranks = &w->ranks[w->before == &w->tiles[0]]; /* those of the tile before are in use */
     w->ranks[2].n = 0;                                         /* no tile to ask for */
-    tqkv__find_ranks(w, position, end, ranks);
+    tqkv__find_ranks(w, pass, position, ranks);
     return tqkv__place_tile(w, ranks, &w->ranks[2]);
 }
 
-/* Adds a range of positions to the sums of an item's rows. */
-static void tqkv__attend_rows(tqkv__work *w, tqkv__range range)
+/* Adds a pass through a range of positions to the sums of an item's rows. */
+static void tqkv__attend_rows(tqkv__work *w, int pass, tqkv__range range)
 {
     const tqkv__attention *a = w->a;
-    const tqkv__range seen = tqkv__range_of_rows(w, range);
-    tqkv__place place = tqkv__place_at(a, seen.from);
+    const tqkv__range seen = w->passes[pass];
+    tqkv__place place = tqkv__place_at(a, seen.from, pass);
     for (int64_t position = seen.from, n; position < seen.to; position += n) {
-        if (position >= place.end) place = tqkv__place_at(a, position);
+        if (position >= place.end) place = tqkv__place_at(a, position, pass);
         n = tqkv__tile_length(a, &place, position, seen.to);
         const bool wraps =
             w->odd_rings && (tqkv__wraps(place.keys, position, n) || tqkv__wraps(place.values, position, n) ||
                              (a->call.tail && tqkv__wraps(&a->tail, position, n)));
-        tqkv__tile *tile = wraps ? tqkv__wrapped_tile(w, position, seen.to) : tqkv__next_tile(w, position, (int)n);
+        tqkv__tile *tile = wraps ? tqkv__wrapped_tile(w, pass, position) : tqkv__next_tile(w, position, (int)n);
+        if (!wraps) tile->place = place;
         if (!tqkv__find_spans(w, range, tile)) continue; /* a tree hides it */
         if (!wraps) tqkv__find_runs(a, &place, seen.to, tile);
         if (!wraps && position + n < seen.to) tqkv__touch_streams(tile);
@@ -10268,12 +10318,12 @@ static bool tqkv__heads_follow(const tqkv__attention *a)
 }
 
 /* Asks for the first tile of the next KV head, which has the same list and comes next: nothing else would in time. */
-static void tqkv__ask_next_head(const tqkv__work *w, tqkv__range seen)
+static void tqkv__ask_next_head(const tqkv__work *w)
 {
     tqkv__ranks ranks;
     const int kv_head = w->item->kv_head + 1;
     if (!w->list || kv_head == w->a->n_kv_heads || !tqkv__heads_follow(w->a)) return;
-    tqkv__find_ranks(w, seen.from, seen.to, &ranks);
+    tqkv__find_ranks(w, 0, w->passes[0].from, &ranks);
     tqkv__ask_keys(w->a, kv_head, &ranks);
     tqkv__ask_values(w->a, kv_head, &ranks);
 }
@@ -10284,14 +10334,13 @@ static void tqkv__attend_ranks(tqkv__work *w, tqkv__range range)
     const tqkv__attention *a = w->a;
     const int kv_head = w->item->kv_head;
     const bool asked = w->list && kv_head > 0 && tqkv__heads_follow(a);
-    const tqkv__range seen = tqkv__range_of_rows(w, range);
-    tqkv__find_ranks(w, seen.from, seen.to, &w->ranks[0]);
+    tqkv__find_ranks(w, 0, w->passes[0].from, &w->ranks[0]);
     if (!asked) tqkv__ask_keys(a, kv_head, &w->ranks[0]);
     for (int now = 0; w->ranks[now].n; now = (now + 1) % 3) {
         const tqkv__ranks *ranks = &w->ranks[now];
         tqkv__ranks *next = &w->ranks[(now + 1) % 3];
-        tqkv__find_ranks(w, ranks->rank + ranks->n, seen.to, next);
-        if (!next->n) tqkv__ask_next_head(w, seen);
+        tqkv__find_ranks(w, ranks->place.number / 2, ranks->rank + ranks->n, next);
+        if (!next->n) tqkv__ask_next_head(w);
         tqkv__tile *tile = tqkv__place_tile(w, ranks, next);
         tqkv__find_spans(w, range, tile);
         tqkv__attend_tile(w, tile);
@@ -10561,7 +10610,7 @@ static void tqkv__attend_stretch(const tqkv__part *part, tqkv__work *w, int64_t 
     const int n_rows = w->item->n_rows;
     w->before = NULL;
     w->sums = *sums;
-    if (!w->list) w->common = tqkv__common_range(w, range);
+    tqkv__find_passes(w, range);
     tqkv__clear_sums(&w->piece, (size_t)n_rows, part->a->value_dim);
     tqkv__clear_sums(sums, (size_t)n_rows, part->a->value_dim);
     for (int i = 0; i < 2; i++) /* value_tile reads whole vectors behind the last row: no NaN or Inf of old scratch */
@@ -10569,7 +10618,7 @@ static void tqkv__attend_stretch(const tqkv__part *part, tqkv__work *w, int64_t 
     if (w->list || w->small_pages)
         tqkv__attend_ranks(w, range);
     else
-        tqkv__attend_rows(w, range);
+        for (int pass = 0; pass < TQKV__PASSES; pass++) tqkv__attend_rows(w, pass, range);
     tqkv__add_before(w);
     w->a->isa->end_piece(n_rows, w->a->value_dim, &w->piece, sums);
     if (w->before) tqkv__turn_sums(w->a, w->before->place.values, &w->a->values, n_rows, sums->out);
@@ -10610,6 +10659,8 @@ static TQKV__NOINLINE void tqkv__attend_unit(const tqkv__job *job, const tqkv__p
     w.tiles = (tqkv__tile *)(void *)slot;
     w.piece = tqkv__sums_at(next, rows, a->value_dim);
     w.list = a->call.list ? &list : NULL;
+    w.exact[0] = tqkv__exact_at(a, item.first_row / a->group);
+    w.exact[1] = tqkv__exact_at(a, (item.first_row + item.n_rows - 1) / a->group);
     w.small_pages = tqkv__small_pages(a);
     w.odd_rings = tqkv__odd_rings(a);
     w.gathered = &gathered;
@@ -11548,8 +11599,11 @@ struct tqkv_cache {
     tqkv_store ends[2][2];         /* halves of the first and of the newest positions: keys, values; zeros without */
     int exact_first, exact_last;
     int64_t exact_below, exact_from; /* positions [0, exact_below) and [exact_from, end) have halves */
-    float *centers;                  /* room for those of its streams, one after the other: [n_kv_heads][head_dim] */
-    int64_t first;                   /* resident positions [first, attention.end) */
+    int64_t exact_floor; /* positions below are read as codes since an edit; no lower than exact_from then */
+    void *grown;         /* memory of halves of the newest that the block has no room for, or NULL */
+    size_t grown_size;
+    float *centers; /* room for those of its streams, one after the other: [n_kv_heads][head_dim] */
+    int64_t first;  /* resident positions [first, attention.end) */
     tqkv_metal *metal;
     int matrix_group;
     tqkv_allocator memory;
@@ -11580,13 +11634,34 @@ static tqkv_store *tqkv__store_of(const tqkv_cache *c, int i)
     return i < TQKV__CACHE_STREAMS ? tqkv__stream_of(c, i) : tqkv__end_of(c, i - TQKV__CACHE_STREAMS);
 }
 
-/* The positions that store i holds. Of the newest halves these may be more than exact_last: a truncation takes
-   from them first. */
+/* Positions of a ring of halves: whole tiles, none of which wraps. With room for TQKV__TILE queries, as many as a tree has. */
+static int64_t tqkv__end_room(int64_t exact_last)
+{
+    return exact_last ? (exact_last + 2 * TQKV__TILE - 2) / TQKV__TILE * TQKV__TILE : 0;
+}
+
+/* Those of a cache, which may have grown. */
+static int64_t tqkv__end_room_of(const tqkv_cache *c)
+{
+    const tqkv_store *keys = tqkv__end_of(c, 2), *values = tqkv__end_of(c, 3);
+    return keys ? keys->capacity : values ? values->capacity : tqkv__end_room(c->exact_last);
+}
+
+/* The oldest position that an edit leaves as halves: as in a cache that has not grown, so that no bit depends on how the positions
+   came. */
+static int64_t tqkv__exact_kept(const tqkv_cache *c)
+{
+    const int64_t oldest = c->attention.end - tqkv__end_room(c->exact_last);
+    return oldest > c->exact_floor ? oldest : c->exact_floor;
+}
+
+/* The positions that store i holds; of the newest halves those that an edit leaves. These may be more than exact_last: a truncation
+   takes from them first. */
 static tqkv__range tqkv__range_of(const tqkv_cache *c, int i)
 {
     const tqkv__range all = {c->first, c->attention.end}, first = {0, c->exact_below};
     tqkv__range newest = all;
-    if (c->exact_from > c->first) newest.from = c->exact_from;
+    if (tqkv__exact_kept(c) > newest.from) newest.from = tqkv__exact_kept(c);
     return i < TQKV__FIRST_ENDS ? all : i < TQKV__LAST_ENDS ? first : newest;
 }
 
@@ -11629,9 +11704,6 @@ static tqkv_result tqkv__check_metal(const tqkv_store *keys, const tqkv_store *v
 #endif
 }
 
-/* Positions of a ring of halves: whole tiles, none of which wraps. */
-static int64_t tqkv__end_room(int64_t exact_last) { return (exact_last + TQKV__TILE - 1) / TQKV__TILE * TQKV__TILE; }
-
 /* Takes the shapes of the halves. */
 static tqkv_result tqkv__end_shapes(const tqkv_cache_desc *desc, tqkv_cache *c)
 {
@@ -11639,7 +11711,7 @@ static tqkv_result tqkv__end_shapes(const tqkv_cache_desc *desc, tqkv_cache *c)
     if (first < 0 || last < 0) return TQKV__INVALID("exact_first or exact_last is negative");
     if ((first || last) && (int64_t)first + last > desc->capacity)
         return TQKV__INVALID("exact_first + exact_last is above the capacity");
-    if (last > INT_MAX - TQKV__TILE) return TQKV__INVALID("exact_last is too large");
+    if (last > INT_MAX - 2 * TQKV__TILE) return TQKV__INVALID("exact_last is too large");
     c->exact_first = first;
     c->exact_last = last;
     for (int i = 0; i < TQKV__CACHE_ENDS; i++) {
@@ -11783,6 +11855,7 @@ TQKV__COLD TQKV_API void tqkv_cache_destroy(tqkv_cache *c)
 {
     if (!c) return;
     const tqkv_allocator memory = c->memory;
+    if (c->grown) memory.free(memory.user, c->grown, c->grown_size);
     memory.free(memory.user, c, c->size);
 }
 
@@ -11794,7 +11867,7 @@ static int64_t tqkv__oldest(const tqkv_cache *c, int64_t end)
 
 static void tqkv__cache_advance(tqkv_cache *c, int n_tokens)
 {
-    const int64_t end = c->attention.end + n_tokens, room = tqkv__end_room(c->exact_last);
+    const int64_t end = c->attention.end + n_tokens, room = tqkv__end_room_of(c);
     if (c->attention.end <= c->exact_below) c->exact_below = end < c->exact_first ? end : c->exact_first;
     if (c->exact_from < end - room) c->exact_from = end - room;
     c->attention.end = end;
@@ -11841,6 +11914,53 @@ static bool tqkv__append_overlaps(const tqkv__append *append)
     return false;
 }
 
+/* Copies positions [from, to) of a ring to a larger one. */
+static void tqkv__copy_ring(const tqkv_store *old, const tqkv_store *grown, int64_t from, int64_t to)
+{
+    const size_t size = tqkv_row_bytes(TQKV_F16, old->head_dim);
+    for (int h = 0; h < old->n_kv_heads; h++)
+        for (int64_t p = from, n; p < to; p += n) {
+            const int64_t at = p % old->capacity, room = grown->capacity - p % grown->capacity;
+            const size_t slot = (size_t)h * (size_t)old->capacity + (size_t)at;
+            const size_t place = (size_t)h * (size_t)grown->capacity + (size_t)(p % grown->capacity);
+            n = to - p < old->capacity - at ? to - p : old->capacity - at;
+            if (n > room) n = room;
+            memcpy((uint8_t *)grown->codes + place * size, (const uint8_t *)old->codes + slot * size, (size_t)n * size);
+        }
+}
+
+/* Makes room for halves of n_tokens that come, and of those before them that their queries read as such. */
+static tqkv_result tqkv__grow_ends(tqkv_cache *c, int n_tokens)
+{
+    int64_t wanted = (int64_t)c->exact_last + n_tokens - 1;
+    size_t at[2] = {0, 0}, size = 0;
+    tqkv_store grown[2] = {c->ends[1][0], c->ends[1][1]};
+    if (wanted > c->keys.capacity) wanted = c->keys.capacity; /* of a ring no query sees more */
+    if (c->metal || !c->exact_last || wanted <= tqkv__end_room_of(c)) return TQKV_OK;
+    wanted = (wanted + TQKV__TILE - 1) / TQKV__TILE * TQKV__TILE;
+    if (wanted > INT_MAX) return TQKV_OUT_OF_MEMORY;
+    for (int i = 0; i < 2; i++) {
+        if (!grown[i].head_dim) continue;
+        grown[i].capacity = (int)wanted;
+        grown[i].codes_size = tqkv_codes_size(&grown[i]);
+        if (!tqkv__reserve(&size, grown[i].codes_size, &at[i])) return TQKV_OUT_OF_MEMORY;
+    }
+    if (!size) return TQKV_OK; /* all streams are F16 */
+    if (size > SIZE_MAX - 63) return TQKV_OUT_OF_MEMORY;
+    char *memory = (char *)c->memory.alloc(c->memory.user, size + 63);
+    if (!memory) return TQKV_OUT_OF_MEMORY;
+    for (int i = 0; i < 2; i++) {
+        if (!grown[i].head_dim) continue;
+        grown[i].codes = memory + (64 - (uintptr_t)memory % 64) % 64 + at[i];
+        tqkv__copy_ring(&c->ends[1][i], &grown[i], c->exact_from, c->attention.end);
+        c->ends[1][i] = grown[i];
+    }
+    if (c->grown) c->memory.free(c->memory.user, c->grown, c->grown_size);
+    c->grown = memory;
+    c->grown_size = size + 63;
+    return TQKV_OK;
+}
+
 TQKV_API tqkv_result tqkv_cache_append(tqkv_cache *c, const void *k, const void *v, int n_tokens)
 {
     tqkv__append append;
@@ -11848,9 +11968,14 @@ TQKV_API tqkv_result tqkv_cache_append(tqkv_cache *c, const void *k, const void 
     tqkv_result r = TQKV_OK;
     if (!c) return TQKV__INVALID("the cache is NULL");
     if (c->shared && v) return TQKV__INVALID("v: the keys are the values");
-    append.n = 0;
-    for (int i = 0; i < TQKV__CACHE_STORES; i++)
-        if (tqkv__store_of(c, i) && (r = tqkv__append_open(c, i, k, v, n_tokens, &append)) != TQKV_OK) return r;
+    for (int grown = 0; grown < 2; grown++) {
+        append.n = 0;
+        for (int i = 0; i < TQKV__CACHE_STORES; i++)
+            if (tqkv__store_of(c, i) && (r = tqkv__append_open(c, i, k, v, n_tokens, &append)) != TQKV_OK) return r;
+        const void *halves = c->grown;
+        if (!grown && (r = tqkv__grow_ends(c, n_tokens)) != TQKV_OK) return r;
+        if (c->grown == halves) break;
+    }
     if (tqkv__append_overlaps(&append)) return TQKV__INVALID("k or v overlaps the cache");
     tqkv__encode_job_open(&job, &c->attention.parallel, n_tokens, c->attention.end);
     for (int i = 0; i < append.n_streams; i++) tqkv__add_stream(&job, &append.streams[i], append.src[i]);
@@ -11861,9 +11986,12 @@ TQKV_API tqkv_result tqkv_cache_append(tqkv_cache *c, const void *k, const void 
     else
         r = TQKV__REFUSE(NOT_FINITE, "k or v holds NaN or infinity");
     if (r != TQKV_OK) return r;
-    for (int i = append.n_streams; i < append.n && !c->metal; i++) /* halves: few rows */
-        tqkv__encode_tokens(&append.streams[i], append.src[i], tqkv__first_kept(&append.streams[i], append.n_tokens[i]),
-                            append.n_tokens[i], c->attention.end);
+    for (int i = append.n_streams; i < append.n && !c->metal; i++) {
+        tqkv__encode_job_open(&job, &c->attention.parallel, append.n_tokens[i], c->attention.end);
+        tqkv__add_stream(&job, &append.streams[i], append.src[i]);
+        job.encode = true;
+        tqkv__run_encode_tasks(&job);
+    }
     tqkv__cache_advance(c, n_tokens);
     return r;
 }
@@ -11873,6 +12001,7 @@ static void tqkv__count_ends(const tqkv_cache *c, tqkv_attention *a)
     const tqkv__range newest = tqkv__range_of(c, TQKV__LAST_ENDS);
     a->exact_first = (int)c->exact_below;
     a->exact_last = newest.to - newest.from < c->exact_last ? (int)(newest.to - newest.from) : c->exact_last;
+    a->exact_from = c->exact_floor;
 }
 
 TQKV_API tqkv_attention tqkv_cache_view(const tqkv_cache *c)
@@ -12014,6 +12143,7 @@ TQKV_API tqkv_result tqkv_cache_truncate(tqkv_cache *c, int64_t end)
     if (end == 0) c->first = 0;
     if (c->exact_below > end) c->exact_below = end;
     if (c->exact_from > end) c->exact_from = end;
+    if (end < c->attention.end) c->exact_floor = tqkv__exact_kept(c) < end ? tqkv__exact_kept(c) : end;
     c->attention.end = end;
     return TQKV_OK;
 }
@@ -12068,10 +12198,12 @@ TQKV__COLD TQKV_API tqkv_result tqkv_cache_remove(tqkv_cache *c, int64_t first, 
         return TQKV__REFUSE(OUT_OF_RANGE, "first, count: not among the resident positions");
     const int64_t behind = first + count, n = c->attention.end - behind;
     tqkv__move_positions(c, behind, first, n);
+    const int64_t kept = tqkv__exact_kept(c);
     if (first < c->exact_from) {
         tqkv__turn_rings(c, count);
         c->exact_from = (behind > c->exact_from ? behind : c->exact_from) - count;
     }
+    if (count) c->exact_floor = first < kept ? (behind > kept ? behind : kept) - count : kept;
     if (first < c->exact_below) c->exact_below = c->exact_below > behind ? c->exact_below - count : first;
     c->attention.end -= count;
     return TQKV_OK;
@@ -12088,7 +12220,7 @@ TQKV__COLD TQKV_API tqkv_result tqkv_cache_keep(tqkv_cache *c, int n, const int 
         if (kept[i] < 0 || kept[i] >= n) return TQKV__REFUSE(OUT_OF_RANGE, "kept: not one of the newest n positions");
         if (i && kept[i] <= kept[i - 1]) return TQKV__INVALID("kept: not ascending");
     }
-    const int64_t first = c->attention.end - n;
+    const int64_t first = c->attention.end - n, kept_from = tqkv__exact_kept(c);
     int64_t below = first;
     for (int i = 0, next; i < n_kept; i = next) {
         for (next = i + 1; next < n_kept && kept[next] == kept[next - 1] + 1;) next++;
@@ -12098,6 +12230,7 @@ TQKV__COLD TQKV_API tqkv_result tqkv_cache_keep(tqkv_cache *c, int n, const int 
     c->attention.end = first + n_kept;
     if (c->exact_below > below) c->exact_below = below;
     if (first < c->exact_from) c->exact_from = c->attention.end; /* their rows did not move */
+    if (n_kept < n) c->exact_floor = first < kept_from ? c->attention.end : kept_from;
     return TQKV_OK;
 }
 
@@ -12196,6 +12329,7 @@ TQKV__COLD TQKV_API tqkv_result tqkv_cache_fork(const tqkv_cache *c, const tqkv_
     copy->first = c->first;
     copy->exact_below = c->exact_below;
     copy->exact_from = tqkv__range_of(c, TQKV__LAST_ENDS).from;
+    copy->exact_floor = c->exact_floor;
     copy->attention.end = c->attention.end;
     if (r == TQKV_OK)
         *out = copy;
@@ -12496,7 +12630,7 @@ static void tqkv__set_range(tqkv_cache *c, const tqkv__header *h)
     c->first = h->first;
     c->attention.end = h->end;
     c->exact_below = h->exact_below;
-    c->exact_from = h->exact_from;
+    c->exact_from = c->exact_floor = h->exact_from;
 }
 
 /* A reader that holds the first `filled` bytes and has passed on `taken` of them. */
