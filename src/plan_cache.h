@@ -21,7 +21,7 @@ static tqkv_metal_store tqkv__store_in_buffer(const tqkv_cache *c, tqkv_metal_bu
 TQKV_API float tqkv__value_to_float(tqkv_type type, const void *value)
 {
     float x;
-    tqkv__widen_row(type, value, NULL, 1, &x);
+    tqkv__widen_row(type, value, NULL, NULL, 1, &x);
     return x;
 }
 
