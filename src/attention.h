@@ -1,3 +1,5 @@
+/* >>attention-code: opening a tqkv_attention: every default resolved, every field checked */
+
 static bool tqkv__sinks_valid(const float *sinks, int n_heads)
 {
     if (sinks)

@@ -1,3 +1,5 @@
+/* >>plan-cache: appending to a cache and attending to it */
+
 static tqkv_metal_buffer tqkv__buffer_of_part(const tqkv_cache *c, tqkv_metal_buffer memory, const void *part)
 {
     memory.offset += (size_t)((const char *)part - (const char *)c);

@@ -1,4 +1,4 @@
-/* >>common: sizes, formats, the checks of a store, of its positions and of rows */
+/* >>store-code: sizes, formats, the checks of a store, of its positions and of rows */
 
 static bool tqkv__size_multiply(size_t a, size_t b, size_t *product)
 {
