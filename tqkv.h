@@ -26,9 +26,8 @@
          tqkv_cache_attend(cache, q, 1, out);     // q, out: [1 query][32 heads][128]
          tqkv_cache_destroy(cache);
 
-   CONTENTS (search for the tag)
+   CONTENTS (search for the tag; those of the implementation stand at its beginning)
 
-     declarations
      >>formats        formats and their sizes
      >>result         result codes
      >>isa            the instruction set in use
@@ -40,31 +39,6 @@
      >>cache          a cache that owns its memory; save and load, of stores too
      >>metal          all of it on Apple's GPUs, with tqkv_metal.m
      >>metal-plan     the same as plans, for engines that dispatch kernels themselves
-
-     implementation
-     >>shared         one row a format, tables; the shaders include it, too
-     >>backend        what a cache and the context of a GPU know of each other
-     >>needs          what the implementation needs of the compiler, and xxHash
-     >>common         sizes, names, what a valid store is, which positions and rows are valid
-     >>exact          arithmetic whose bits depend on nothing but its operands
-     >>team           tqkv_team
-     >>codec          rotation, norms, quantising, packing, and back: the specification
-     >>attend         types of attention, and attention in plain C
-     >>integer        attention in integers, in plain C
-     >>kernels, >>attend-kernels, >>encode-kernels, >>integer-kernels
-                      loops, compiled once for each instruction set
-     >>avx512, >>avx2, >>neon, >>integer-sets
-                      what a set brings to them
-     >>driver         which set is in use; tqkv_attend: checks, tasks, results
-     >>index-code     tqkv_index_scores, tqkv_index_choose
-     >>cache-code     tqkv_cache
-     >>snapshot       save and load
-
-     for GPUs alone
-     >>metal-sizes    function constants, sizes, argument structs; the shaders include it, too
-     >>metal-host     what tqkv_metal.m takes beside >>metal-plan
-     >>metal-code     each Metal call as a plan of dispatches
-     >>licence
 
    BUILD OPTIONS (define before the include that has TQKV_IMPLEMENTATION)
 
@@ -1052,7 +1026,74 @@ TQKV_API tqkv_result tqkv_metal_plan_cache_prepare(const tqkv_cache *c, tqkv_met
 #endif
 #endif /* TQKV_H */
 
-/* ---- The implementation starts here: stop reading if you only want the API. ---- */
+/* ---- The implementation starts here: stop reading if you only want the API. ----
+
+   It is joined from the files of src/, one a tag: plan_rows.h is >>plan-rows, store.h >>store-code. Each uses what stands
+   above it.
+
+     >>tables         one row a format, one row a head_dim, codebooks; the shaders include it, too
+     >>backend        what a cache and the context of a GPU know of each other
+     >>needs          what the implementation needs of the compiler, and xxHash
+     >>exact          arithmetic whose bits depend on nothing but its operands
+     >>store-code     sizes, names, what a valid store is, which positions and rows are valid
+     >>team           tqkv_team
+     >>set            what an instruction set provides
+     >>rotate-code    the rotation
+     >>codec          norms, quantising, packing, and back: the specification
+     >>encode         tqkv_encode, tqkv_probe, tqkv_decode
+     >>convert        tqkv_store_convert, and rows that move
+     >>measure        tqkv_mean, tqkv_measure, tqkv_rotate
+     >>attend         types of attention, and attention of a tile in plain C
+     >>integer        the same in integers
+
+     compiled once for each instruction set
+     >>kernels        what the loops share
+     >>k-softmax      exp, tanh, weights out of scores
+     >>k-decode       codes as floats
+     >>k-dot          scores straight from the codes
+     >>k-accumulate   sums of values straight from the codes
+     >>k-tiles        the scores and the sums of a tile
+     >>k-rotate       rows to floats, and the rotation
+     >>k-norms        sums of squares, norms
+     >>k-quantise     codes, packed, of whole rows
+     >>k-table        all of these as a table of functions
+     >>k-integer      the loops of integers
+     >>k-integer-few  one and two rows of them
+     >>k-integer-tiles  the scores and the sums of a tile
+     >>set-avx512, >>set-avx2, >>set-neon
+                      what a set brings to the loops
+     >>integer-avx512, >>integer-avx2, >>integer-neon
+                      what it brings to those of integers
+
+     >>isa-code       which set is in use
+     >>attention-code a tqkv_attention, opened and checked
+     >>visible        which positions a query sees
+     >>tile           tiles, the order of decoded values, sums
+     >>walk           from tile to tile
+     >>gather         tiles of scattered rows
+     >>query          a row of a call: its query, its centres, its result
+     >>job            a call cut into tasks
+     >>attend-calls   tqkv_attend and its slices
+     >>index-code     tqkv_index_scores, tqkv_index_choose
+     >>cache-code     tqkv_cache
+     >>cache-edit     tqkv_cache_truncate, remove, keep, fork
+     >>snapshot       save and load
+
+     for GPUs alone
+     >>metal-sizes    function constants, sizes, argument structs; the shaders include it, too
+     >>metal-host     what tqkv_metal.m takes beside >>metal-plan
+     >>plan-rows      plans: bindings; encode, probe, decode, rotate
+     >>plan-split     how threadgroups share attention
+     >>plan-list      which tiles lists name
+     >>plan-attend    the dispatches of an attention
+     >>plan-shape     an attention over buffers as one over stores
+     >>plan-calls     the calls of attention
+     >>plan-batch     batches
+     >>plan-index     an index
+     >>plan-cache     a cache
+     >>plan-report    what the shaders say that they were compiled with
+
+     >>licence                                                                                                        */
 
 #ifdef TQKV_NO_IMPLEMENTATION
 #undef TQKV_IMPLEMENTATION
@@ -1061,7 +1102,7 @@ TQKV_API tqkv_result tqkv_metal_plan_cache_prepare(const tqkv_cache *c, tqkv_met
 #if (defined(TQKV_IMPLEMENTATION) || defined(TQKV_SHARED)) && !defined(TQKV__SHARED)
 #define TQKV__SHARED
 
-/* >>shared: one row a format, and tables: one source for C, Objective-C and the Metal shaders. TQKV_SHARED makes it visible
+/* >>tables: one row a format, and tables: one source for C, Objective-C and the Metal shaders. TQKV_SHARED makes it visible
    without the implementation. */
 #define TQKV_TABLE_VERSION 8 /* changes with the tables, the argument structs, or their meaning in the kernels */
 
@@ -1622,7 +1663,7 @@ static bool tqkv__halves_finite(const uint8_t *halves, size_t n)
     return finite;
 }
 
-/* >>common: sizes, formats, the checks of a store, of its positions and of rows */
+/* >>store-code: sizes, formats, the checks of a store, of its positions and of rows */
 
 static bool tqkv__size_multiply(size_t a, size_t b, size_t *product)
 {
@@ -2344,7 +2385,7 @@ TQKV_API tqkv_allocator tqkv_team_allocator(tqkv_team *team)
     return allocator;
 }
 
-/* >>set: what an instruction set provides, in plain C or by vectors. Which one is in use is decided in >>driver. */
+/* >>set: what an instruction set provides, in plain C or by vectors. Which one is in use >>isa-code decides. */
 
 struct tqkv__attention;
 struct tqkv__quantiser;
@@ -2431,7 +2472,7 @@ typedef struct tqkv__isa {
 
 static const tqkv__isa *tqkv__isa_for(int head_dim);
 
-/* >>codec: rotation, norms, quantising, packing, and back */
+/* >>rotate-code: the rotation, in plain C */
 
 /* Row `row` of the Hadamard matrix of order m: bit j = (p[j>>3] >> (j&7)) & 1, 1 is -1 */
 static const uint8_t *tqkv__matrix_row(int m, int row)
@@ -2527,6 +2568,8 @@ static TQKV__NOINLINE void tqkv__unrotate_row(float *y, int head_dim)
     tqkv__scale(y, head_dim, tqkv__size_of(head_dim)->inverse_root);
     tqkv__flip_signs(y, head_dim);
 }
+
+/* >>codec: norms, quantising, packing, and back, in plain C: the specification */
 
 /* Norm of a TQ row or block from the sum of its squares; scale: the factor that brings its values to variance 1. If the
    rotation of a row overflows, the sum is NaN, whose sign depends on the machine: fabsf clears the norm's. */
@@ -2876,6 +2919,8 @@ static TQKV__NOINLINE void tqkv__add_center(const tqkv__stream *s, int kv_head, 
     for (int d = 0; d < s->head_dim; d++) dst[d] = TQKV__AS_FLOAT(dst[d] + center[d]);
 }
 
+/* >>encode: rows into a store and out of it; how they lie on the scale */
+
 /* Opens a store to encode into, somewhere. */
 static tqkv_result tqkv__encode_target(const tqkv_store *store, const void *src, int n_tokens, tqkv__stream *s)
 {
@@ -3157,6 +3202,8 @@ TQKV_API tqkv_result tqkv_decode(const tqkv_store *store, int64_t position, int 
     return TQKV_OK;
 }
 
+/* >>convert: rows moved, and stores in another format */
+
 /* Moves the rows of n positions from `source` on to `target` on, in the same stream (downwards) or in another one. In
    ascending order no row is overwritten before it has moved: in a ring too, whose resident positions differ in slot. */
 static void tqkv__move_rows(const tqkv__stream *from, int64_t source, const tqkv__stream *to, int64_t target, int64_t n)
@@ -3332,6 +3379,8 @@ TQKV_API tqkv_result tqkv_store_convert(const tqkv_store *to, const tqkv_store *
     const tqkv_parallel serial = {NULL, NULL};
     return tqkv__convert(to, from, position, n_positions, to ? &to->parallel : &serial);
 }
+
+/* >>measure: means, errors, and the rotation of rows alone */
 
 /* mean: [head_dim] */
 static TQKV__NOINLINE void tqkv__mean_of(const tqkv__stream *s, const void *src, int n_tokens, size_t h, float *mean)
@@ -3902,10 +3951,12 @@ static const tqkv__integers tqkv__integers_scalar = {&tqkv__isa_scalar,
 
 #endif /* TQKV_IMPLEMENTATION, to be continued */
 
-/* >>kernels: what the loops of attention and of encoding share. The implementation includes this file again for each
-   instruction set, and compiles the sections from here to >>avx512 for it. TQKV__(name) is that set's version of name,
+/* The loops of attention and of encoding. The implementation includes this file again for each
+   instruction set, and compiles the sections from here to >>set-avx512 for it. TQKV__(name) is that set's version of name,
    TQKV__LANES the number of floats in its vector, and TQKV__TARGET the attribute that enables it in the compiler. */
 #ifdef TQKV__LANES
+
+/* >>kernels: what the loops of attention and of encoding share */
 
 #define TQKV__VECTOR TQKV__(vector)
 typedef uint32_t TQKV__(words) __attribute__((vector_size(4 * TQKV__LANES)));
@@ -5765,7 +5816,7 @@ static const tqkv__isa TQKV__(isa) = {TQKV__ISA_NAME,    TQKV__LANES,        {TQ
 
 #ifdef TQKV__INTEGER_LANES
 
-/* >>integer-kernels: the loops of >>integer, written once. Codes become bytes, in the order of their dimensions. A lane of
+/* >>k-integer: the loops of >>integer, written once. Codes become bytes, in the order of their dimensions. A lane of
    32 bits adds up TQKV__PRODUCTS products: two of words, to which the bytes are widened, or four or eight of bytes with
    the high and the low bytes of an integer, in two sums. What a set brings besides its floats, with TQKV__(codes) for a
    vector of TQKV__INTEGER_LANES lanes, as TQKV__S(name) if it has nothing to do with products, else as TQKV__I(name):
@@ -6936,7 +6987,8 @@ static const tqkv__integers TQKV__I(integers) = {&TQKV__(isa),
 static inline __m128i tqkv__load_64(const uint8_t *p) { return _mm_loadl_epi64((const __m128i *)(const void *)p); }
 static inline __m128i tqkv__load_128(const uint8_t *p) { return _mm_loadu_si128((const __m128i *)(const void *)p); }
 
-/* >>avx512: with the byte permutes of VBMI. A function has the same name in all sets, except for the suffix. */
+/* >>set-avx512: with the byte permutes of VBMI. A function has the same name in all sets, except for the suffix. */
+
 #ifdef TQKV__AVX512
 
 #define TQKV__TARGET __attribute__((target("avx512f,avx512bw,avx512vl,avx512dq,avx512vbmi,avx2,fma,f16c")))
@@ -7168,7 +7220,7 @@ TQKV__OP __m512 tqkv__signs_avx512(uint32_t bits)
 {
     return _mm512_mask_blend_ps((__mmask16)bits, _mm512_set1_ps(1.0f), _mm512_set1_ps(-1.0f));
 }
-/* See >>avx2. Runs that do not fill a vector of 16 are rotated there. */
+/* See >>set-avx2. Runs that do not fill a vector of 16 are rotated there. */
 #define tqkv__repeat_avx512(n, p)              _mm512_set1_ps(*(p))
 #define tqkv__spread_avx512(n, i, x)           (x)
 #define tqkv__unite_avx512(n, x)               (x)
@@ -7373,7 +7425,7 @@ static void tqkv__mix_by_order_avx2(int m, const float *runs, float factor, int 
 
 #endif /* TQKV__AVX512 */
 
-/* >>avx2: with FMA and F16C */
+/* >>set-avx2: with FMA and F16C */
 
 #define TQKV__TARGET __attribute__((target("avx2,fma,f16c")))
 typedef __m256 tqkv__vector_avx2;
@@ -7799,7 +7851,7 @@ int sysctlbyname(const char *name, void *value, size_t *size, void *to, size_t t
 #endif
 #endif
 
-/* >>neon: part of every AArch64 */
+/* >>set-neon: part of every AArch64 */
 
 #define TQKV__TARGET
 typedef float32x4_t tqkv__vector_neon;
@@ -8126,10 +8178,9 @@ TQKV__OP void tqkv__store_words_neon(uint8_t *p, uint32x4_t words)
 #include "tqkv.h"
 #endif
 
-/* >>integer-sets: what each instruction set brings to >>integer-kernels */
+/* >>integer-avx512: what AVX-512 brings to >>k-integer, with the products of VNNI */
 
 #ifdef TQKV__AVX512
-/* -- AVX-512, with the products of VNNI -- */
 
 #define TQKV__TARGET __attribute__((target("avx512f,avx512bw,avx512vl,avx512dq,avx512vbmi,avx512vnni,avx2,fma,f16c")))
 
@@ -8437,8 +8488,9 @@ TQKV__OP __m512i tqkv__i_look_up_fields_avx512(const tqkv_format format, const b
 #include "tqkv.h"
 #endif
 
+/* >>integer-avx2: what AVX2 brings to >>k-integer, and AVX-VNNI */
+
 #ifdef TQKV__AVX2
-/* -- AVX2 -- */
 
 #define TQKV__TARGET __attribute__((target("avx2,fma,f16c")))
 
@@ -8626,8 +8678,9 @@ TQKV__OP __m256i tqkv__i_dot_avxvnni(__m256i sums, __m256i codes, __m256i intege
 #endif
 #endif
 
+/* >>integer-neon: what NEON brings to >>k-integer */
+
 #ifdef TQKV__NEON
-/* -- NEON -- */
 
 #define TQKV__TARGET
 
@@ -8951,7 +9004,7 @@ TQKV__OP void tqkv__i_interleave_i8mm(const int8_t *p, size_t stride, int left, 
 #pragma GCC pop_options
 #endif
 
-/* >>driver: which instruction set is in use; tqkv_attend and its slices: checks, tasks, results */
+/* >>isa-code: which instruction set is in use */
 
 /* Best first; the choice is among those that the processor has. */
 static const tqkv__isa *const tqkv__isas[] = {
@@ -9093,6 +9146,8 @@ TQKV_API tqkv_result tqkv_isa_force(const char *name)
     __atomic_store_n(&tqkv__isa_chosen, isa, __ATOMIC_RELEASE);
     return TQKV_OK;
 }
+
+/* >>attention-code: opening a tqkv_attention: every default resolved, every field checked */
 
 static bool tqkv__sinks_valid(const float *sinks, int n_heads)
 {
@@ -9435,6 +9490,8 @@ static tqkv_result tqkv__attention_open(const tqkv_attention *a, tqkv__attention
     return tqkv__take_ends(r, tqkv__stream_open);
 }
 
+/* >>visible: which positions a query sees: windows, trees, lists */
+
 /* The positions of a range that a query sees. */
 static tqkv__range tqkv__visible(const tqkv__attention *a, int query, tqkv__range range)
 {
@@ -9628,6 +9685,8 @@ static tqkv_result tqkv__check_seen(const tqkv__attention *a, tqkv__range range)
         if (tqkv__tree_has(a, (int)(at - first))) r = tqkv__check_entries(a, at, at + 1);
     return r;
 }
+
+/* >>tile: the order of decoded values, tiles, and the sums of a tile, of a piece and of a stretch */
 
 /* from: [rows][columns] -> to: [columns][rows], plus zero */
 static inline void tqkv__transpose(const float *from, int rows, int columns, float zero, float *to)
@@ -9896,6 +9955,8 @@ static void tqkv__turn_sums(const tqkv__attention *a, const tqkv__stream *from, 
     }
 }
 
+/* >>walk: an item from tile to tile */
+
 /* An item at work: its queries as tqkv__arrange_queries gives them, what centres add to its scores, and its sums, of a piece
    and of a stretch. A tile's values are added after the next tile's scores. These steps are independent, and the processor
    overlaps them. */
@@ -10106,8 +10167,8 @@ static void tqkv__touch_streams(const tqkv__tile *tile)
     if (!a->shared) tqkv__touch_next(tile->place.values, tile->kv_head, &tile->values);
 }
 
-/* -- Lists, small pages and the ends of rings: tiles of ranks. Scattered rows are gathered into scratch, where they are a tile as
-   others are. -- */
+/* >>gather: lists, small pages and the ends of rings: tiles of ranks. Scattered rows are gathered into scratch, where they
+   are a tile as others are. */
 
 /* Bytes of the scratch of a stream: rows of two tiles, then their norms. */
 static size_t tqkv__gathered_codes(const tqkv__stream *s) { return (2 * TQKV__TILE * s->row_bytes + 63) / 64 * 64; }
@@ -10862,6 +10923,8 @@ static tqkv_result tqkv__run_job(tqkv__part *parts, int n_parts)
     allocator->free(allocator->user, queue->memory, queue->size);
     return TQKV_OK;
 }
+
+/* >>attend-calls: the arrays of a call, checked, and the public calls of attention */
 
 /* The arrays of one call. No written array may overlap another one. */
 typedef struct tqkv__arrays {
@@ -13187,7 +13250,7 @@ enum {
 #define TQKV__NO_CACHE_QUERIES "the cache is NULL or n_queries not positive"
 #define TQKV__LARGE_SCRATCH    "more scratch than a size_t can count"
 
-/* >>metal-code: the plans of >>metal-plan */
+/* >>plan-rows: bindings; encode, probe, decode, rotate */
 
 /* Follows tqkv__stream_shape and tqkv__attention_shape. value_dim: in calls of both streams, else head_dim */
 static tqkv_result tqkv__check_kernels(int head_dim, int value_dim)
@@ -14924,7 +14987,7 @@ TQKV_API tqkv_result tqkv_metal_plan_attend_scratch(const tqkv_metal_attention *
     return bytes ? tqkv__plan_scratch_within(from, TQKV__MOST_SUMS, bytes) : TQKV_INVALID_ARGUMENT;
 }
 
-/* ---- Batches: each item planned as a call of its own, and the plans joined ---- */
+/* >>plan-batch: batches. Each item is planned as a call of its own, and the plans are joined. */
 
 static tqkv_metal_binding *tqkv__binding_at(tqkv_metal_dispatch *d, int index)
 {
@@ -15318,7 +15381,7 @@ TQKV_API tqkv_result tqkv_metal_plan_attend_batch_sizes(const tqkv_metal_attenti
     return TQKV_OK;
 }
 
-/* ---- Indexes ---- */
+/* >>plan-index: the scores of an index and the choice of blocks */
 
 /* tqkv__index_shape of `from` */
 static tqkv_result tqkv__plan_index_open(const tqkv_metal_index *from, tqkv__index *x)
@@ -15535,6 +15598,8 @@ TQKV_API tqkv_result tqkv_metal_plan_index_choose(const tqkv_metal_index *from, 
     if (!tqkv__open_plan(plan, "index_choose")) return TQKV__INVALID(TQKV__NO_PLAN);
     return tqkv__close_plan(plan, tqkv__add_choice(from, scores, k, scratch, list, plan));
 }
+
+/* >>plan-cache: appending to a cache and attending to it */
 
 static tqkv_metal_buffer tqkv__buffer_of_part(const tqkv_cache *c, tqkv_metal_buffer memory, const void *part)
 {
@@ -15882,6 +15947,8 @@ TQKV_API tqkv_result tqkv_metal_plan_cache_prepare(const tqkv_cache *c, tqkv_met
     tqkv__take_all_parts(&call.attention.attention, &call.attention.keys->shape, &call.attention.values->shape);
     return tqkv__visit_queries(&v, &call.attention, max_queries, 0);
 }
+
+/* >>plan-report: what the kernel `tables` reports, compared with what the host has */
 
 TQKV_API bool tqkv_metal_has_matrices(const void *bytes)
 {
