@@ -57,8 +57,10 @@ static int tqkv__first_kept(const tqkv__stream *s, int n_tokens)
     return s->ring && n_tokens > s->capacity ? n_tokens - s->capacity : 0;
 }
 
-/* Encodes tokens [from, to) of src after tqkv__encode_open; src[0] is for `position`. */
-static void tqkv__encode_tokens(const tqkv__stream *s, const void *src, int from, int to, int64_t position)
+/* Encodes tokens [from, to) of src after tqkv__encode_open; src[0] is for `position`. halves: a ring of halves that takes what
+   remains in it of the tokens up to `end`, too, or NULL */
+static void tqkv__encode_tokens(const tqkv__stream *s, const tqkv__stream *halves, const void *src, int from, int to,
+                                int64_t position, int64_t end)
 {
     enum { batch = 64 };
     const tqkv__codec *codec = tqkv__codec_for(s->head_dim);
@@ -69,12 +71,15 @@ static void tqkv__encode_tokens(const tqkv__stream *s, const void *src, int from
     if (s->kind == TQKV__BOOK) tqkv__quantiser_open(s, &q);
     for (int t = from; t < to; t++) {
         const int slot = tqkv__slot(s, position + t);
+        const bool half = halves && end - (position + t) <= halves->capacity;
+        const int half_slot = half ? tqkv__slot(halves, position + t) : 0;
         if (slot >= 0)
             for (int h = 0; h < s->n_kv_heads; h++) {
                 rows[n].src = tqkv__source_row(s, src, (size_t)t, (size_t)h);
                 rows[n].center = tqkv__center_of(s, h);
                 rows[n].codes = tqkv__codes_at(s, h, slot);
                 rows[n].norms = tqkv__norms_at(s, h, slot);
+                rows[n].half = half ? tqkv__codes_at(halves, h, half_slot) : NULL;
                 if (++n == batch) codec->encode_rows(s, &q, rows, n);
                 n %= batch;
             }
@@ -87,7 +92,7 @@ static void tqkv__encode_tokens(const tqkv__stream *s, const void *src, int from
    for NaN and Inf, the next encodes. */
 enum { TQKV__ENCODE_STREAMS = 3, TQKV__ENCODE_TASKS = 16 };
 typedef struct tqkv__encode_job {
-    const tqkv__stream *streams[TQKV__ENCODE_STREAMS];
+    const tqkv__stream *streams[TQKV__ENCODE_STREAMS], *halves[TQKV__ENCODE_STREAMS]; /* see tqkv__encode_tokens */
     const void *src[TQKV__ENCODE_STREAMS];
     tqkv_parallel parallel;
     int n_streams, n_tokens, n_tasks; /* n_tasks: of each stream */
@@ -106,7 +111,7 @@ static void tqkv__encode_task(void *context, int index)
     const int from = first + (int)((int64_t)(job->n_tokens - first) * part / job->n_tasks);
     const int to = first + (int)((int64_t)(job->n_tokens - first) * (part + 1) / job->n_tasks);
     if (job->encode)
-        tqkv__encode_tokens(s, src, from, to, job->position);
+        tqkv__encode_tokens(s, job->halves[stream], src, from, to, job->position, job->position + job->n_tokens);
     else
         job->bad[index] = !tqkv__rows_finite(s, tqkv__source_row(s, src, (size_t)from, 0), to - from);
 }

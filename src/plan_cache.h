@@ -36,7 +36,8 @@ TQKV_API tqkv_cache_layout tqkv__cache_layout_of(const tqkv_cache *c)
     return layout;
 }
 
-/* The halves of the first (0) or newest (2) positions for the tokens that they keep: those of keys, of values or of both. */
+/* The halves of the first (0) or newest (TQKV__LAST_KEYS) positions for the tokens that they keep: those of keys, of values or of
+   both. */
 static tqkv_result tqkv__plan_append_halves(const tqkv_cache *c, tqkv_metal_buffer memory, bool packed, int first,
                                             tqkv_metal_buffer k, tqkv_metal_buffer v, int n_tokens,
                                             tqkv_metal_buffer not_finite, tqkv_metal_dispatch *d, int *n)
@@ -58,6 +59,20 @@ static tqkv_result tqkv__plan_append_halves(const tqkv_cache *c, tqkv_metal_buff
     return tqkv_metal_plan_encode(&stores[!ends[0]], ends[0] ? k : v, kept, at, not_finite, d);
 }
 
+/* Whether a GPU can append n_tokens to a cache in its memory: it has one block, of what kernels write. */
+static tqkv_result tqkv__check_on_gpu(const tqkv_cache *c, int n_tokens)
+{
+    const int64_t wanted = (int64_t)c->exact_last + n_tokens - 1;
+    if (c->grown) return TQKV__REFUSE(UNSUPPORTED, "the processor has appended more tokens than exact_batch");
+    if (tqkv__newest_room(c) && n_tokens &&
+        (wanted < c->keys.capacity ? wanted : c->keys.capacity) > tqkv__newest_room(c))
+        return TQKV__REFUSE(OUT_OF_RANGE, "n_tokens: more than exact_batch");
+    for (int i = 0; i < TQKV__CACHE_STREAMS; i++)
+        if (tqkv__end_of(c, i) && (i == 2 || tqkv__stream_of(c, i)->format == TQKV_F16))
+            return TQKV__REFUSE(UNSUPPORTED, "exact_first of a ring with F16 or a tail: not on a GPU");
+    return TQKV_OK;
+}
+
 TQKV_API tqkv_result tqkv__plan_cache_append(const tqkv_cache *c, tqkv_metal_buffer memory, bool packed,
                                              tqkv_metal_buffer k, tqkv_metal_buffer v, int n_tokens,
                                              tqkv_metal_buffer not_finite, tqkv_metal_dispatch *d, int *n)
@@ -69,8 +84,10 @@ TQKV_API tqkv_result tqkv__plan_cache_append(const tqkv_cache *c, tqkv_metal_buf
                      others = tqkv__store_in_buffer(c, memory, tail && !apart ? &c->tail : &c->values);
     keys.shape.strides = packed ? none : c->keys.strides;
     others.shape.strides = packed ? none : c->values.strides;
-    tqkv_result r = c->shared && !tail ? tqkv_metal_plan_encode(&keys, k, n_tokens, end, not_finite, d)
-                                       : tqkv_metal_plan_encode_kv(&keys, &others, k, v, n_tokens, end, not_finite, d);
+    tqkv_result r = tqkv__check_on_gpu(c, n_tokens);
+    if (r != TQKV_OK) return r;
+    r = c->shared && !tail ? tqkv_metal_plan_encode(&keys, k, n_tokens, end, not_finite, d)
+                           : tqkv_metal_plan_encode_kv(&keys, &others, k, v, n_tokens, end, not_finite, d);
     *n = 1;
     if (r == TQKV_OK && apart) {
         tqkv_metal_store third = tqkv__store_in_buffer(c, memory, &c->tail);
@@ -79,7 +96,7 @@ TQKV_API tqkv_result tqkv__plan_cache_append(const tqkv_cache *c, tqkv_metal_buf
         r = tqkv_metal_plan_encode(&third, tqkv__buffer_after(rows->at, rows->size), n_tokens, end, not_finite,
                                    &d[(*n)++]);
     }
-    for (int first = 0; r == TQKV_OK && first <= 2; first += 2)
+    for (int first = 0; r == TQKV_OK && first <= TQKV__LAST_KEYS; first += TQKV__LAST_KEYS)
         r = tqkv__plan_append_halves(c, memory, packed, first, k, v, n_tokens, not_finite, d, n);
     return r;
 }
@@ -99,7 +116,7 @@ static const tqkv_metal_store *tqkv__store_of_call(const tqkv_cache *c, const tq
 static void tqkv__open_cache_call(const tqkv_cache *c, tqkv_metal_buffer memory, const tqkv_metal_attention *some,
                                   tqkv__cache_call *call)
 {
-    const int values = c->shared ? 0 : 1, ends = TQKV__CACHE_STREAMS;
+    const int values = c->shared ? 0 : 1;
     tqkv_metal_attention *a = &call->attention;
     memset(call, 0, sizeof *call);
     for (int i = 0; i < TQKV__CACHE_STORES; i++)
@@ -109,10 +126,10 @@ static void tqkv__open_cache_call(const tqkv_cache *c, tqkv_metal_buffer memory,
     a->keys = &call->stores[0];
     a->values = &call->stores[values];
     a->tail = tqkv__store_of_call(c, call, 2);
-    a->first_keys = tqkv__store_of_call(c, call, ends);
-    a->first_values = tqkv__store_of_call(c, call, ends + values);
-    a->last_keys = tqkv__store_of_call(c, call, ends + 2);
-    a->last_values = tqkv__store_of_call(c, call, ends + 2 + values);
+    a->first_keys = tqkv__store_of_call(c, call, TQKV__FIRST_ENDS);
+    a->first_values = tqkv__store_of_call(c, call, TQKV__FIRST_ENDS + values);
+    a->last_keys = tqkv__store_of_call(c, call, TQKV__LAST_ENDS);
+    a->last_values = tqkv__store_of_call(c, call, TQKV__LAST_ENDS + values);
     a->matrix_group = c->matrix_group;
     if (c->attention.sinks) a->sinks = tqkv__buffer_of_part(c, memory, c->attention.sinks);
     if (!some) return;
@@ -155,6 +172,8 @@ TQKV_API tqkv_result tqkv__plan_cache_attend(const tqkv_cache *c, tqkv_metal_buf
     const tqkv_strides none = {0, 0};
     tqkv__cache_call call;
     if (!c || n_queries <= 0) return TQKV__INVALID(TQKV__NO_CACHE_QUERIES);
+    const tqkv_result on_gpu = tqkv__check_on_gpu(c, 0);
+    if (on_gpu != TQKV_OK) return on_gpu;
     tqkv__open_cache_call(c, memory, some, &call);
     tqkv_attention *a = &call.attention.attention;
     a->n_queries = n_queries;
