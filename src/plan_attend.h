@@ -63,14 +63,15 @@ static TQKV__NOINLINE void tqkv__plan_key_args(const tqkv__attention *a, int slo
    it matters, so that no sum is too large. */
 static void tqkv__plan_boundary(const tqkv__attention *a, tqkv__attend_args *args)
 {
-    const int own = args->kv_len - a->call.n_queries,
-              most = args->kv_len + a->call.n_queries; /* own: the first query's */
-    const int64_t from = a->call.exact_from - a->first;
+    const int own = args->kv_len - a->call.n_queries, most = args->kv_len + a->call.n_queries; /* own: the first query's */
+    const bool one = a->call.non_causal && !a->call.window;
+    const int64_t from = (one ? tqkv__exact_at(a, 0) : a->call.exact_from) - a->first;
     if (!a->exact[1][0] && !a->exact[1][1]) {
         args->exact_from = INT_MAX;
         return;
     }
-    args->exact_last = (a->call.exact_last < most ? a->call.exact_last : most) + args->first_newest - own;
+    args->exact_last = one || a->call.exact_last > most ? most : a->call.exact_last;
+    args->exact_last += args->first_newest - own;
     args->exact_from = from < 0 ? 0 : from < INT_MAX ? (int)from : INT_MAX;
 }
 
