@@ -129,36 +129,43 @@ inline void share_blocks(float own, uint lane, thread float *all)
     }
 }
 
-// The length of the lane's own block or, if the row has several, its root mean square. squares: of the lane's values. A
-// part is added up in order, by one lane after the other.
+// The sum of a piece's numbers, C of them. A part is added up in order, by one lane after the other, and then the parts of the
+// lane are added in pairs.
 template <int D>
-inline float block_length(uint lane, thread const float *squares)
+inline float sum_of_piece(thread const float *numbers)
 {
-    const int J = ENCODE_PIECES(D), C = ENCODE_PIECE(D), S = PART_LANES(D);
-    const int E = PART_VALUES(D) < C ? PART_VALUES(D) : C, PARTS = C / E;
-    float sum[J];
+    const int C = ENCODE_PIECE(D), E = PART_VALUES(D) < C ? PART_VALUES(D) : C, PARTS = C / E;
+    float part[PARTS];
     TQKV_UNROLL
-    for (int j = 0; j < J; j++) {
-        float part[PARTS];
+    for (int s = 0; s < PART_LANES(D); s++) {
         TQKV_UNROLL
-        for (int s = 0; s < S; s++) {
+        for (int p = 0; p < PARTS; p++) {
+            thread const float *own = numbers + p * E;
+            part[p] = s == 0 ? own[0] : simd_shuffle_xor(part[p], ushort(s ^ (s - 1))) + own[0];
             TQKV_UNROLL
-            for (int p = 0; p < PARTS; p++) {
-                thread const float *own = squares + j * C + p * E;
-                part[p] = s == 0 ? own[0] : simd_shuffle_xor(part[p], ushort(s ^ (s - 1))) + own[0];
-                TQKV_UNROLL
-                for (int i = 1; i < E; i++) part[p] = part[p] + own[i];
-            }
+            for (int i = 1; i < E; i++) part[p] = part[p] + own[i];
         }
-        TQKV_UNROLL
-        for (int distance = 1; distance < PARTS; distance *= 2) {
-            TQKV_UNROLL
-            for (int p = 0; p + distance < PARTS; p += 2 * distance) part[p] = part[p] + part[p + distance];
-        }
-        sum[j] = part[0];
     }
-    float total = reduce_block<D, NORM_BLOCK(D), S>(false, lane, sum);
-    return precise::sqrt(NORM_BLOCK(D) == D ? total : total / float(NORM_BLOCK(D)));
+    TQKV_UNROLL
+    for (int distance = 1; distance < PARTS; distance *= 2) {
+        TQKV_UNROLL
+        for (int p = 0; p + distance < PARTS; p += 2 * distance) part[p] = part[p] + part[p + distance];
+    }
+    return part[0];
+}
+
+// The sum over the lane's own block of what its pieces add up to.
+template <int D>
+inline float sum_of_block(uint lane, thread float *piece)
+{
+    return reduce_block<D, NORM_BLOCK(D), PART_LANES(D)>(false, lane, piece);
+}
+
+// The length of a block of that sum of squares or, if the row has several, its root mean square.
+template <int D>
+inline float block_length(float squares)
+{
+    return precise::sqrt(NORM_BLOCK(D) == D ? squares : squares / float(NORM_BLOCK(D)));
 }
 
 // The largest magnitude in the lane's own block.
@@ -199,20 +206,25 @@ inline float normalise(uint format, float block_scale, uint lane, thread float *
         scale_blocks<D, MAXIMUM_BLOCK(D)>(zero ? 0.0f : 127.0f / largest, lane, x);
         return zero ? 0.0f : largest / 127.0f;
     }
-    float squares[ENCODE_VALUES(D)];
+    float sums[ENCODE_PIECES(D)];
     TQKV_UNROLL
-    for (int i = 0; i < ENCODE_VALUES(D); i++) squares[i] = x[i] * x[i];
-    float norm = block_length<D>(lane, squares), inverse = norm > TQKV__MIN_NORM ? 1.0f / norm : 0.0f;
+    for (int j = 0; j < ENCODE_PIECES(D); j++) {
+        float squares[ENCODE_PIECE(D)];
+        TQKV_UNROLL
+        for (int i = 0; i < ENCODE_PIECE(D); i++) squares[i] = x[j * ENCODE_PIECE(D) + i] * x[j * ENCODE_PIECE(D) + i];
+        sums[j] = sum_of_piece<D>(squares);
+    }
+    float norm = block_length<D>(sum_of_block<D>(lane, sums)), inverse = norm > TQKV__MIN_NORM ? 1.0f / norm : 0.0f;
     scale_blocks<D, NORM_BLOCK(D)>(inverse * (NORM_BLOCK(D) == D ? TQKV__SQRT(D) : block_scale), lane, x);
     return norm;
 }
 
-// Quantising shortens a row by its error. The stored norm makes the decoded row as long as the row was. squares: of the
-// centroids of the lane's codes
+// Quantising shortens a row by its error. The stored norm makes the decoded row as long as the row was. squares: the sum of
+// those of the centroids in the lane's own block
 template <int D>
-inline float corrected_norm(float block_scale, uint lane, thread const float *squares, float norm)
+inline float corrected_norm(float block_scale, float squares, float norm)
 {
-    float factor = (NORM_BLOCK(D) == D ? TQKV__SQRT(D) : block_scale) / block_length<D>(lane, squares);
+    float factor = (NORM_BLOCK(D) == D ? TQKV__SQRT(D) : block_scale) / block_length<D>(squares);
     norm = norm <= TQKV__MIN_NORM ? 0.0f : norm * factor;
     // The rotation may overflow to NaN. Which of all NaNs differs between machines: store always the same.
     return (as_type<uint>(norm) & 0x7fffffffu) > 0x7f800000u ? as_type<float>(0x7fc00000u) : norm;
@@ -366,23 +378,73 @@ inline void store_halves(thread const encode_place &at, thread const float *x, d
     }
 }
 
-// The codes of the lane's values, which become the squares of their centroids. All lanes come here together; those whose
-// row does not exist store nothing. row: in the store
+// Sums over the lane's own block: of the squares of the codes' centroids, and of value times centroid.
+struct block_fit {
+    float squares, products;
+};
+
+// Those of the codes that x has under a factor. All lanes come here together.
 template <int D>
-inline void store_codes(uint format, thread const encode_target &target, thread const encode_place &at,
-                        device uchar *row, thread float *x)
+inline block_fit fit_of(uint bits, float factor, thread const quantiser &book, uint lane, thread const float *x)
+{
+    const int J = ENCODE_PIECES(D), C = ENCODE_PIECE(D);
+    float squares[J], products[J];
+    TQKV_UNROLL
+    for (int j = 0; j < J; j++) {
+        float square[C], product[C];
+        TQKV_UNROLL
+        for (int i = 0; i < C; i++) {
+            float v = x[j * C + i], centroid = centroid_of_value(v * factor, bits, book);
+            square[i] = centroid * centroid;
+            product[i] = v * centroid;
+        }
+        squares[j] = sum_of_piece<D>(square);
+        products[j] = sum_of_piece<D>(product);
+    }
+    block_fit fit;
+    fit.squares = sum_of_block<D>(lane, squares);
+    fit.products = sum_of_block<D>(lane, products);
+    return fit;
+}
+
+// Of the format's factors the one whose codes fit the lane's own block best: the part of the block's length that lies along
+// them is the largest. The first of equal ones, and the first of all if there is a NaN. squares: of the best codes
+template <int D>
+inline float best_factor(uint bits, thread const quantiser &book, uint lane, thread const float *x,
+                         thread float &squares)
+{
+    constant float *factors = TQKV__FACTORS(bits);
+    float best = factors[0], most = 0.0f;
+    for (uint i = 0; i < uint(TQKV__N_FACTORS(bits)); i++) {
+        float factor = factors[i];
+        block_fit fit = fit_of<D>(bits, factor, book, lane, x);
+        float share = fit.products * fit.products / fit.squares;
+        bool better = i == 0 || share > most;
+        best = better ? factor : best;
+        most = better ? share : most;
+        squares = better ? fit.squares : squares;
+    }
+    return best;
+}
+
+// The codes of the lane's values. Returns the sum of the squares of their centroids in the lane's own block, 0 without a codebook.
+// All lanes come here together; those whose row does not exist store nothing. row: in the store
+template <int D>
+inline float store_codes(uint format, thread const encode_target &target, thread const encode_place &at,
+                         device uchar *row, thread float *x)
 {
     const int N = ENCODE_VALUES(D);
     uint codes[N], bits = codebook_bits(format);
+    float squares = 0.0f;
     if (main_bits(format) == 16) {
         store_halves<D>(at, x, row);
-        return;
+        return squares;
     }
+    if (has_codebook(format))
+        scale_blocks<D, NORM_BLOCK(D)>(best_factor<D>(bits, target.book, at.lane, x, squares), at.lane, x);
     TQKV_UNROLL
     for (int i = 0; i < N; i++)
         codes[i] = has_codebook(format) ? quantise(x[i], bits, target.book) : quantise_grid(x[i]);
-    TQKV_UNROLL
-    for (int i = 0; i < N; i++) x[i] = has_codebook(format) ? square_of(codes[i], bits, target.book) : 0.0f;
     bool whole = upper_bits(format) == 0;
     uint offset = has_codebook(format) ? code_offset(bits) : 0u;
     if (main_bits(format) == 2) store_field<D, 2>(codes, 0u, whole, offset, at, row);
@@ -391,6 +453,7 @@ inline void store_codes(uint format, thread const encode_target &target, thread 
     device uchar *upper = row + upper_offset<D>(format);
     if (upper_bits(format) == 1) store_field<D, 1>(codes, main_bits(format), false, 0u, at, upper);
     if (upper_bits(format) == 2) store_field<D, 2>(codes, main_bits(format), false, 0u, at, upper);
+    return squares;
 }
 
 // The signs of the lane's values in every row: bits and, where a lane has few values, +-1.
@@ -527,10 +590,10 @@ inline void prepare_row(thread const encode_source &source, thread const row_sig
 
 // The corrected norm of the lane's own block. to: the row in the store
 template <int D>
-inline void store_norms(uint format, float block_scale, ulong to, thread const encode_place &at,
-                        thread const float *squares, float norm, device float *norms)
+inline void store_norms(uint format, float block_scale, ulong to, thread const encode_place &at, float squares,
+                        float norm, device float *norms)
 {
-    if (has_codebook(format)) norm = corrected_norm<D>(block_scale, at.lane, squares, norm);
+    if (has_codebook(format)) norm = corrected_norm<D>(block_scale, squares, norm);
     norms += to * ulong(uint(D) / norm_block<D>(format));
     if (!at.exists || !has_norms(format)) return;
     if (has_codebook(format))
@@ -571,9 +634,9 @@ inline void encode_rows(constant tqkv__rows_args &args, thread const encode_sour
                                  : slot_of(args, at.token);
         if (target.paged) at.exists = at.exists && slot < uint(args.capacity);
         ulong to = row_in_store(args, slot, at.head);
-        store_codes<D>(format, target, at, target.codes + to * ulong(row_bytes<D>(format)), x);
+        float squares = store_codes<D>(format, target, at, target.codes + to * ulong(row_bytes<D>(format)), x);
         if (!LOADS_EARLY(D)) load_source<D>(source, from, at.lane, next);
-        store_norms<D>(format, args.block_scale, to, at, x, norm, target.norms);
+        store_norms<D>(format, args.block_scale, to, at, squares, norm, target.norms);
         next_place<D>(args, step_tokens, step_heads, at);
     }
 }

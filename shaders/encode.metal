@@ -19,7 +19,7 @@ constant bool paged [[function_constant(TQKV_FC_PAGES)]];
         device const int *pages [[buffer(6)]], \
         threadgroup uint2 *cells [[threadgroup(0)]], \
         threadgroup float *space [[threadgroup(1)]], \
-        threadgroup float *squares [[threadgroup(2)]], \
+        threadgroup float *centroids [[threadgroup(2)]], \
         uint3 group [[threadgroup_position_in_grid]], \
         uint thread_index [[thread_index_in_threadgroup]], \
         uint lane [[thread_index_in_simdgroup]], \
@@ -27,11 +27,11 @@ constant bool paged [[function_constant(TQKV_FC_PAGES)]];
         uint n_simdgroups [[simdgroups_per_threadgroup]]) \
     { \
         load_cells(stream_format, cells, thread_index, n_simdgroups * 32u); \
-        load_squares(stream_format, squares, thread_index, n_simdgroups * 32u); \
+        load_codebook(stream_format, centroids, thread_index, n_simdgroups * 32u); \
         threadgroup_barrier(mem_flags::mem_threadgroup); \
         encode_source source = {stream_format, row_type, rotated, centered, args.has_flag != 0, rows, center, \
                                 space_of_simdgroup<D>(space, simdgroup), not_finite}; \
-        encode_target target = {codes, norms, open_quantiser(stream_format, cells, squares, lane), paged, pages}; \
+        encode_target target = {codes, norms, open_quantiser(stream_format, cells, centroids, lane), paged, pages}; \
         encode_rows<D>(args, source, target, (group.x * n_simdgroups + simdgroup) * uint(TQKV__ENCODE_ROWS(D)), lane); \
     }
 // clang-format on
