@@ -256,47 +256,28 @@ inline void store_bits(device uchar *to, thread const uint *words)
     }
 }
 
-// The row that a lane encodes, and the lane's number among the lanes of the row.
-struct encode_place {
-    uint lane, token, head;
-    bool exists; // the row
+// The rows of a simdgroup: TQKV__ENCODE_ROWS(D) tokens of one head, whose centre and scales it loads once. Neighbouring simdgroups
+// have neighbouring heads.
+struct encode_range {
+    uint head, begin, end; // tokens
 };
 
-// The lane's row of the first pass. first_row: the simdgroup's first.
 template <int D>
-inline encode_place first_place(constant tqkv__rows_args &args, uint first_row, uint lane)
+inline encode_range range_of_simdgroup(constant tqkv__rows_args &args, uint number)
 {
-    encode_place at;
-    at.lane = lane % uint(ENCODE_LANES(D));
-    uint row = first_row + lane / uint(ENCODE_LANES(D));
-    at.token = row / uint(args.n_kv_heads);
-    at.head = row % uint(args.n_kv_heads);
-    at.exists = at.token < uint(args.n_tokens);
-    return at;
+    const uint each = uint(TQKV__ENCODE_ROWS(D));
+    encode_range range;
+    range.head = number % uint(args.n_kv_heads);
+    range.begin = number / uint(args.n_kv_heads) * each;
+    range.end = min(range.begin + each, uint(args.n_tokens));
+    return range;
 }
 
-// The lane's row of the next pass, without another division.
-template <int D>
-inline void next_place(constant tqkv__rows_args &args, uint step_tokens, uint step_heads, thread encode_place &at)
-{
-    at.token += step_tokens;
-    at.head += step_heads;
-    bool wrap = at.head >= uint(args.n_kv_heads);
-    at.token += wrap ? 1u : 0u;
-    at.head -= wrap ? uint(args.n_kv_heads) : 0u;
-    at.exists = at.token < uint(args.n_tokens);
-}
-
-// The lane's row of the caller in the next pass, which begins at `from` in this one. A lane without one keeps the one it has.
-inline ulong next_source(constant tqkv__rows_args &args, uint step_tokens, uint step_heads,
-                         thread const encode_place &at, ulong from)
-{
-    bool wrap = at.head + step_heads >= uint(args.n_kv_heads);
-    ulong step = source_offset(args, step_tokens, step_heads),
-          back = source_offset(args, 1u, 0u) - source_offset(args, 0u, uint(args.n_kv_heads));
-    bool exists = at.token + step_tokens + (wrap ? 1u : 0u) < uint(args.n_tokens);
-    return exists ? from + step + (wrap ? back : 0u) : from;
-}
+// The row that a lane encodes, and the lane's number among the lanes of the row.
+struct encode_place {
+    uint lane, token;
+    bool exists; // the row
+};
 
 // Stores the lower 16 bits of each word, those of a piece, 32 bits at a time: of two pieces a lane has one from its
 // neighbour and gives away the other.
@@ -522,9 +503,10 @@ inline threadgroup float *space_of_simdgroup(threadgroup float *space, uint simd
 // The rows of one stream, and what prepares them.
 struct encode_source {
     uint format, type;
-    bool rotated, centered, has_flag;
+    bool rotated, centered, scaled, has_flag;
     device const uchar *rows;       // [n_tokens][n_kv_heads][D], with strides
     device const float *center;     // [n_kv_heads][D]
+    device const float *scale;      // the same, of the channels
     threadgroup float *space;       // space_of_simdgroup
     device atomic_uint *not_finite; // becomes 1 if a row has a NaN or Inf, with has_flag
 };
@@ -540,18 +522,33 @@ inline void load_source(thread const encode_source &source, ulong from, uint lan
         load_typed_pieces<D, L, ENCODE_PIECE(D)>(source.type, source.rows, from, lane, x);
 }
 
+// The lane's part of what a head's channels have, [n_kv_heads][D], likewise.
 template <int D>
-inline void subtract_center(thread const encode_source &source, uint head, uint lane, thread float *x)
+inline void load_channels(thread const encode_source &source, device const float *channels, uint head, uint lane,
+                          thread float *x)
 {
     const int L = ENCODE_LANES(D);
-    float center[ENCODE_VALUES(D)];
-    device const float *from = source.center + row_offset(head, D);
+    device const float *from = channels + row_offset(head, D);
     if (!TQKV__HAS_MATRIX(D) || source.rotated)
-        load_pieces<D, L, ROTATED_PIECE(D)>(from, lane, center);
+        load_pieces<D, L, ROTATED_PIECE(D)>(from, lane, x);
     else
-        load_pieces<D, L, ENCODE_PIECE(D)>(from, lane, center);
+        load_pieces<D, L, ENCODE_PIECE(D)>(from, lane, x);
+}
+
+// The centre of the lane's values, and what they are then multiplied by: as in tqkv_encode a rounded reciprocal.
+template <int D>
+struct row_channels {
+    float center[ENCODE_VALUES(D)], factor[ENCODE_VALUES(D)];
+};
+
+template <int D>
+inline void open_channels(thread const encode_source &source, uint head, uint lane, thread row_channels<D> &channels)
+{
+    if (source.centered) load_channels<D>(source, source.center, head, lane, channels.center);
+    if (!source.scaled) return;
+    load_channels<D>(source, source.scale, head, lane, channels.factor);
     TQKV_UNROLL
-    for (int i = 0; i < ENCODE_VALUES(D); i++) x[i] = x[i] - center[i];
+    for (int i = 0; i < ENCODE_VALUES(D); i++) channels.factor[i] = 1.0f / channels.factor[i];
 }
 
 template <int D>
@@ -563,12 +560,15 @@ inline void rotate_source(thread const row_signs<D> &signs, uint lane, thread fl
         rotate_values<D, ENCODE_LANES(D), ROTATED_PIECE(D)>(x, lane, signs.bits);
 }
 
-// The first steps: centres and rotates. Every value of a rotated row is a sum over the row, so one value shows that there
+// Whether a lane has registers for its part of the next row, and of the channels, besides that of a row.
+#define HOLDS_ROWS(D) (ENCODE_VALUES(D) <= 20)
+
+// The first steps: centres, scales and rotates. Every value of a rotated row is a sum over the row, so one value shows that there
 // may be a NaN or Inf. Then the row is loaded again, checked itself, which raises the flag, and rotated: by the same code,
-// which is long. x: as load_source has loaded it; head: of the row; lane: of the simdgroup
+// which is long. x: as load_source has loaded it; lane: of the simdgroup
 template <int D>
 inline void prepare_row(thread const encode_source &source, thread const row_signs<D> &signs, ulong from, uint head,
-                        uint lane, thread float *x)
+                        uint lane, thread row_channels<D> &channels, thread float *x)
 {
     uint part = lane % uint(ENCODE_LANES(D));
     bool checks = !source.rotated, again = true;
@@ -580,7 +580,12 @@ inline void prepare_row(thread const encode_source &source, thread const row_sig
             if (cleared && source.has_flag && part == 0)
                 atomic_store_explicit(source.not_finite, 1u, memory_order_relaxed);
         }
-        if (source.centered && !cleared) subtract_center<D>(source, head, part, x);
+        if (!HOLDS_ROWS(D)) open_channels<D>(source, head, part, channels);
+        TQKV_UNROLL
+        for (int i = 0; i < ENCODE_VALUES(D); i++) {
+            if (source.centered) x[i] = cleared ? x[i] : x[i] - channels.center[i];
+            if (source.scaled) x[i] = x[i] * channels.factor[i];
+        }
         if (source.rotated) rotate_source<D>(signs, part, x);
         again = !checks && simd_any(!is_finite(x[0]));
         checks = true;
@@ -602,64 +607,65 @@ inline void store_norms(uint format, float block_scale, ulong to, thread const e
         store_norm<D, MAXIMUM_BLOCK(D)>(norm, at.lane, norms);
 }
 
-// A lane asks for its part of the next row as soon as it has registers for it: after the rotation or, if a row takes
-// many, after the codes.
-#define LOADS_EARLY(D) (ENCODE_VALUES(D) <= 20)
-
-// A simdgroup encodes up to TQKV__ENCODE_ROWS(D) rows from `first_row` on. Lanes without a row repeat the last one and
-// store nothing.
+// A simdgroup encodes its rows, 32 / L at a time. Lanes without a row repeat the last one and store nothing. A lane asks for its
+// part of the next row as soon as it has registers for it: after the rotation or after the codes. number: of the simdgroup
 template <int D>
 inline void encode_rows(constant tqkv__rows_args &args, thread const encode_source &source,
-                        thread const encode_target &target, uint first_row, uint lane)
+                        thread const encode_target &target, uint number, uint lane)
 {
     const int ROWS = 32 / ENCODE_LANES(D), N = ENCODE_VALUES(D);
-    const uint format = source.format;
-    uint n_heads = uint(args.n_kv_heads), n_rows = uint(args.n_tokens) * n_heads;
-    uint step_tokens = uint(ROWS) / n_heads, step_heads = uint(ROWS) % n_heads;
-    encode_place at = first_place<D>(args, first_row, lane);
+    const uint format = source.format, last = uint(args.n_tokens) - 1u;
+    encode_range range = range_of_simdgroup<D>(args, number);
+    encode_place at = {lane % uint(ENCODE_LANES(D)), range.begin + lane / uint(ENCODE_LANES(D)), true};
     row_signs<D> signs = open_signs<D>(at.lane);
+    row_channels<D> channels;
     float next[N];
-    ulong from = source_offset(args, min(at.token, uint(args.n_tokens) - 1u), at.head);
+    if (range.begin >= range.end) return;
+    ulong from = source_offset(args, min(at.token, last), range.head);
     load_source<D>(source, from, at.lane, next);
-    for (uint row = first_row; row < min(first_row + uint(TQKV__ENCODE_ROWS(D)), n_rows); row += uint(ROWS)) {
-        ulong after = next_source(args, step_tokens, step_heads, at, from);
+    if (HOLDS_ROWS(D)) open_channels<D>(source, range.head, at.lane, channels);
+    for (uint first = range.begin; first < range.end; first += uint(ROWS)) {
+        ulong own = from;
         float x[N];
         TQKV_UNROLL
         for (int i = 0; i < N; i++) x[i] = next[i];
-        prepare_row<D>(source, signs, from, at.head, lane, x);
-        from = after;
-        if (LOADS_EARLY(D)) load_source<D>(source, from, at.lane, next);
+        prepare_row<D>(source, signs, own, range.head, lane, channels, x);
+        from = source_offset(args, min(at.token + uint(ROWS), last), range.head);
+        if (HOLDS_ROWS(D)) load_source<D>(source, from, at.lane, next);
         float norm = normalise<D>(format, args.block_scale, at.lane, x);
-        uint slot = target.paged ? paged_slot_of(args, target.pages, min(at.token, uint(args.n_tokens) - 1u))
-                                 : slot_of(args, at.token);
-        if (target.paged) at.exists = at.exists && slot < uint(args.capacity);
-        ulong to = row_in_store(args, slot, at.head);
+        uint slot = target.paged ? paged_slot_of(args, target.pages, min(at.token, last)) : slot_of(args, at.token);
+        at.exists = at.token < range.end && (!target.paged || slot < uint(args.capacity));
+        ulong to = row_in_store(args, slot, range.head);
         float squares = store_codes<D>(format, target, at, target.codes + to * ulong(row_bytes<D>(format)), x);
-        if (!LOADS_EARLY(D)) load_source<D>(source, from, at.lane, next);
+        if (!HOLDS_ROWS(D)) load_source<D>(source, from, at.lane, next);
         store_norms<D>(format, args.block_scale, to, at, squares, norm, target.norms);
-        next_place<D>(args, step_tokens, step_heads, at);
+        at.token += uint(ROWS);
     }
 }
 
 // The same rows as values that encode_rows would make codes of. scaled: [n_tokens][n_kv_heads][D]
 template <int D>
-inline void probe_rows(constant tqkv__rows_args &args, thread const encode_source &source, uint first_row, uint lane,
+inline void probe_rows(constant tqkv__rows_args &args, thread const encode_source &source, uint number, uint lane,
                        device float *scaled)
 {
     const int L = ENCODE_LANES(D), C = ENCODE_PIECE(D), ROWS = 32 / L;
-    uint n_rows = uint(args.n_tokens) * uint(args.n_kv_heads), part = lane % uint(L);
+    encode_range range = range_of_simdgroup<D>(args, number);
+    uint part = lane % uint(L);
     row_signs<D> signs = open_signs<D>(part);
-    for (uint row = first_row; row < min(first_row + uint(TQKV__ENCODE_ROWS(D)), n_rows); row += uint(ROWS)) {
+    row_channels<D> channels;
+    if (range.begin >= range.end) return;
+    if (HOLDS_ROWS(D)) open_channels<D>(source, range.head, part, channels);
+    for (uint first = range.begin; first < range.end; first += uint(ROWS)) {
         float x[ENCODE_VALUES(D)];
-        uint own = row + lane / uint(L), existing = min(own, n_rows - 1u);
-        uint head = existing % uint(args.n_kv_heads);
-        ulong from = source_offset(args, existing / uint(args.n_kv_heads), head);
+        uint own = first + lane / uint(L), existing = min(own, uint(args.n_tokens) - 1u);
+        ulong from = source_offset(args, existing, range.head);
         load_source<D>(source, from, part, x);
-        prepare_row<D>(source, signs, from, head, lane, x);
+        prepare_row<D>(source, signs, from, range.head, lane, channels, x);
         normalise<D>(source.format, args.block_scale, part, x);
+        device float *to = scaled + row_offset(own * uint(args.n_kv_heads) + range.head, D);
         TQKV_UNROLL
         for (int i = 0; i < ENCODE_VALUES(D); i++)
-            if (own < n_rows) scaled[row_offset(own, D) + value_of_lane<L, C>(part, i)] = x[i];
+            if (own < range.end) to[value_of_lane<L, C>(part, i)] = x[i];
     }
 }
 
