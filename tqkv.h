@@ -672,7 +672,8 @@ typedef struct tqkv_metal_buffer {
 typedef struct tqkv_metal_store {
     tqkv_store shape;
     tqkv_metal_buffer codes, norms;
-    tqkv_metal_buffer center; /* as tqkv_store's; zero = none. Its values are not checked. */
+    tqkv_metal_buffer center;        /* as tqkv_store's; zero = none. Its values are not checked. */
+    tqkv_metal_buffer channel_scale; /* the same */
     /* int32_t [shape.n_pages]; zero = not paged. Kernels read it when they run. shape.pages, if it is not NULL, is what it
        will hold then: a bad entry is refused, as on the processor. Without it a bad entry leaves its tokens out in
        encoding, and elsewhere stands for another page. Attention takes keys and values both with pages or both without,
@@ -858,9 +859,9 @@ TQKV_METAL_API tqkv_result tqkv_metal_cache_prepare(tqkv_metal *m, const tqkv_ca
    steps for Metal, examples/metal_plan.cpp is such an engine. */
 enum {
     TQKV_METAL_NAME = 48,       /* bytes of a kernel's name, with the zero */
-    TQKV_METAL_CONSTANTS = 32,  /* function constants have indices below */
+    TQKV_METAL_CONSTANTS = 40,  /* function constants have indices below */
     TQKV_METAL_ARGUMENTS = 256, /* most bytes of an argument struct */
-    TQKV_METAL_BINDINGS = 24,
+    TQKV_METAL_BINDINGS = 28,
     TQKV_METAL_MEMORIES = 4,
     TQKV_METAL_CHOOSE_DISPATCHES = 3,
     TQKV_METAL_ONLY_CHECKED = -1 /* in place of a binding's index */
@@ -12532,11 +12533,23 @@ TQKV_API tqkv_result tqkv_store_load(const tqkv_store *store, int64_t position, 
 #define TQKV_FC_SMALL_PAGES    27 /* bool: attend: some pages end within tiles */
 #define TQKV_FC_TAIL_ELSEWHERE 28 /* bool: attend: a position has another slot in the tail than in the keys */
 
-#define TQKV__CONSTANTS 29 /* of them */
-/* Those that are uint, a bit each. */
-#define TQKV__NUMBERS                                                                                                  \
-    (1u << TQKV_FC_FORMAT | 1u << TQKV_FC_VALUE_FORMAT | 1u << TQKV_FC_COLUMNS | 1u << TQKV_FC_TYPE |                  \
-     1u << TQKV_FC_VALUE_TYPE | 1u << TQKV_FC_TAIL_FORMAT)
+#define TQKV_FC_SCALED 29 /* bool: encode, probe: channels of rows have scales; encode_kv: those of keys */
+                          /* decode: rows are multiplied by them; attend: queries are, by those of the keys */
+#define TQKV_FC_VALUE_SCALED       30 /* bool: encode_kv: values have scales; attend_merge: multiply the output by them */
+#define TQKV_FC_CENTER_SCALED      31 /* bool: decode, attend, attend_merge: divide the centre before it is rotated */
+#define TQKV_FC_TAIL_SCALED        32 /* bool: attend: as TQKV_FC_SCALED, of the tail */
+#define TQKV_FC_TAIL_CENTER_SCALED 33 /* bool: attend: as TQKV_FC_CENTER_SCALED, of the tail */
+#define TQKV_FC_HALVES             34 /* uint: attend: which positions a query sees, TQKV__ALL_POSITIONS or: */
+#define TQKV__ALL_POSITIONS        0
+#define TQKV__BEFORE_HALVES        1 /* those before its newest halves, or */
+#define TQKV__NEWEST_HALVES        2 /* these alone */
+
+#define TQKV__CONSTANTS 35 /* of them */
+/* Whether a function constant is a uint. */
+#define TQKV__IS_NUMBER(constant)                                                                                      \
+    ((constant) == TQKV_FC_FORMAT || (constant) == TQKV_FC_VALUE_FORMAT || (constant) == TQKV_FC_COLUMNS ||            \
+     (constant) == TQKV_FC_TYPE || (constant) == TQKV_FC_VALUE_TYPE || (constant) == TQKV_FC_TAIL_FORMAT ||            \
+     (constant) == TQKV_FC_HALVES)
 
 /* Most query rows of a threadgroup of attend: their sums take 64 registers, 8 a lane and row up to D=256. */
 #define TQKV__MAX_COLUMNS(D) ((D) <= 256 ? 8 : (D) <= 512 ? 4 : 2)
@@ -12701,6 +12714,9 @@ typedef struct tqkv__attend_args {
     uint32_t query_token_stride, query_head_stride; /* in values */
     int32_t tail_slots;                             /* of a KV head in memory, as key_slots */
     int32_t tail_capacity, tail_oldest_slot;        /* read if TQKV_FC_TAIL_ELSEWHERE */
+    /* Read if TQKV_FC_HALVES: a query's newest halves begin exact_last positions before the one behind its newest, but not
+       before exact_from. */
+    int32_t exact_last, exact_from;
 } tqkv__attend_args;
 
 /* attend_list has the arguments of attend. A row of a list has list_row - TQKV__LIST_HEADER entries. A row that it writes: how
@@ -12758,13 +12774,22 @@ typedef struct tqkv__batch_item {
     uint32_t q, key_codes, key_norms, value_codes, value_norms, partial_out, partial_state, key_center;
     uint32_t key_pages, value_pages, tree, out, value_center, tail_codes, tail_norms, tail_center;
     uint32_t list, list_rows; /* list_rows: in the buffer of partial_out */
+    uint32_t key_scale, tail_scale, value_scale;
 } tqkv__batch_item;
+
+/* calibrate: centre and scales of the channels of a KV head, from rows and, if there are any, queries. */
+typedef struct tqkv__calibrate_args {
+    int32_t head_dim, n_tokens, n_queries, n_kv_heads;
+    int32_t group;                                                             /* query heads a KV head */
+    int32_t pairs;                                                             /* tqkv_pairs */
+    uint32_t token_stride, head_stride, query_token_stride, query_head_stride; /* in values */
+} tqkv__calibrate_args;
 
 /* The structs that C and the shaders share. */
 #define TQKV__SHARED_STRUCTS(row)                                                                                      \
     row(table_set) row(rows_args) row(rotate_args) row(attend_args) row(merge_args) row(batch_item) row(choose_args)   \
-        row(index_args)
-enum { TQKV__N_SHARED_STRUCTS = 8 };
+        row(index_args) row(calibrate_args)
+enum { TQKV__N_SHARED_STRUCTS = 9 };
 
 /* Output of the kernel `tables`: the tables and sizes that the shaders were compiled with. */
 typedef struct tqkv__table_report {
@@ -12777,12 +12802,13 @@ typedef struct tqkv__table_report {
 
 TQKV__ASSERT_SIZE(tqkv__rows_args, 40);
 TQKV__ASSERT_SIZE(tqkv__rotate_args, 4);
-TQKV__ASSERT_SIZE(tqkv__attend_args, 176);
+TQKV__ASSERT_SIZE(tqkv__attend_args, 184);
 TQKV__ASSERT_SIZE(tqkv__merge_args, 40);
-TQKV__ASSERT_SIZE(tqkv__batch_item, 304);
+TQKV__ASSERT_SIZE(tqkv__batch_item, 324);
 TQKV__ASSERT_SIZE(tqkv__choose_args, 52);
-TQKV__ASSERT_SIZE(tqkv__index_args, 220);
-TQKV__ASSERT_SIZE(tqkv__table_report, 4776);
+TQKV__ASSERT_SIZE(tqkv__index_args, 228);
+TQKV__ASSERT_SIZE(tqkv__calibrate_args, 40);
+TQKV__ASSERT_SIZE(tqkv__table_report, 4780);
 
 #endif
 #endif
@@ -12940,7 +12966,7 @@ TQKV_API tqkv_metal_constant tqkv_metal_kernel_constant(const tqkv_metal_kernel 
 {
     if (index < 0 || index >= TQKV_METAL_CONSTANTS || !kernel->constants[index]) return TQKV_METAL_UNSET;
     *value = kernel->constants[index] - 1u;
-    return TQKV__NUMBERS >> index & 1u ? TQKV_METAL_UINT : TQKV_METAL_BOOL;
+    return TQKV__IS_NUMBER(index) ? TQKV_METAL_UINT : TQKV_METAL_BOOL;
 }
 
 TQKV_API tqkv_result tqkv_metal_plan_launch(const tqkv_metal_dispatch *d, size_t max_threads, tqkv_metal_launch *out)
@@ -13042,13 +13068,13 @@ static TQKV__NOINLINE void tqkv__plan_bind_store(tqkv_metal_dispatch *d, const c
     tqkv__plan_bind(d, norms, index + 1, store->norms, s->norms_size, written);
 }
 
-/* Binds the centre at index, if the call uses it. Returns whether it does. */
-static TQKV__NOINLINE bool tqkv__plan_bind_center(tqkv_metal_dispatch *d, const char *name, int index,
-                                                  const tqkv_metal_store *store, const tqkv__stream *s, bool used)
+/* Binds the centre or the scales of a stream's channels at index, if the call uses them. Returns whether it does. */
+static TQKV__NOINLINE bool tqkv__plan_bind_channels(tqkv_metal_dispatch *d, const char *name, int index,
+                                                    tqkv_metal_buffer channels, const tqkv__stream *s, bool used)
 {
     const size_t size = (size_t)s->n_kv_heads * (size_t)s->head_dim * sizeof(float);
-    used = used && store->center.buffer;
-    tqkv__plan_bind(d, name, index, store->center, used ? size : 0, false);
+    used = used && channels.buffer;
+    tqkv__plan_bind(d, name, index, channels, used ? size : 0, false);
     return used;
 }
 
@@ -13165,7 +13191,7 @@ static tqkv_result tqkv__plan_rows(tqkv_metal_dispatch *d, const tqkv__stream *s
                                    int64_t position)
 {
     if (n_tokens > INT_MAX / s->n_kv_heads) return TQKV__INVALID("2^31 rows or more");
-    const size_t n_rows = (size_t)n_tokens * (size_t)s->n_kv_heads;
+    const size_t tokens = (size_t)n_tokens, heads = (size_t)s->n_kv_heads, each = (size_t)TQKV__ENCODE_ROWS(s->head_dim);
     tqkv__rows_args args;
     args.n_tokens = n_tokens;
     args.n_kv_heads = s->n_kv_heads;
@@ -13179,9 +13205,9 @@ static tqkv_result tqkv__plan_rows(tqkv_metal_dispatch *d, const tqkv__stream *s
     args.has_flag = d->n_bindings > 0 && d->bindings[0].size > 0;
     tqkv__plan_args(d, &args, sizeof args);
     if (d->kernel.family == TQKV_METAL_DECODE)
-        tqkv__plan_simdgroups(d, n_rows * (size_t)TQKV__ROW_LANES(s->head_dim), TQKV__SIMD_WIDTH);
+        tqkv__plan_simdgroups(d, tokens * heads * (size_t)TQKV__ROW_LANES(s->head_dim), TQKV__SIMD_WIDTH);
     else
-        tqkv__plan_simdgroups(d, n_rows, (size_t)TQKV__ENCODE_ROWS(s->head_dim));
+        tqkv__plan_simdgroups(d, (tokens / each + (tokens % each != 0)) * heads, 1); /* each has tokens of one head */
     return TQKV_OK;
 }
 
@@ -13196,11 +13222,11 @@ typedef struct tqkv__places {
 
 /* What an encode call takes of one stream. */
 typedef struct tqkv__encode_stream {
-    const char *names[5]; /* source, codes, norms, centre, pages */
+    const char *names[6]; /* source, codes, norms, centre, pages, scales of channels */
     const tqkv_metal_store *store;
     tqkv__stream *stream;
     tqkv_metal_buffer src;
-    int center, pages; /* indices */
+    int center, pages, scale; /* indices */
 } tqkv__encode_stream;
 
 /* Memory at `index` for the rows of each simdgroup. Metal takes no empty memory. */
@@ -13236,7 +13262,7 @@ static tqkv_result tqkv__plan_places(const tqkv_store *shape, const tqkv__places
     return r == TQKV_OK ? tqkv__plan_check_pages(shape, places->position, n, true) : r;
 }
 
-/* Adds a stream to encode: arguments at index 0 or 4, then source, codes and norms; the centre where it says. */
+/* Adds a stream to encode: arguments at index 0 or 4, then source, codes and norms; centre, pages and scales where it says. */
 static tqkv_result tqkv__plan_stream(tqkv_metal_dispatch *d, const tqkv__encode_stream *e, const tqkv__places *places)
 {
     size_t all, kept;
@@ -13255,7 +13281,9 @@ static tqkv_result tqkv__plan_stream(tqkv_metal_dispatch *d, const tqkv__encode_
                          index ? TQKV_FC_VALUE_TYPE : TQKV_FC_TYPE, s->type, kept, false);
     tqkv__plan_bind_store(d, e->names[1], e->names[2], index + 2, e->store, s, true);
     tqkv__plan_constant(d, index ? TQKV_FC_VALUE_CENTER : TQKV_FC_CENTER,
-                        tqkv__plan_bind_center(d, e->names[3], e->center, e->store, s, true));
+                        tqkv__plan_bind_channels(d, e->names[3], e->center, e->store->center, s, true));
+    tqkv__plan_constant(d, index ? TQKV_FC_VALUE_SCALED : TQKV_FC_SCALED,
+                        tqkv__plan_bind_channels(d, e->names[5], e->scale, e->store->channel_scale, s, true));
     tqkv__plan_bind_pages(d, places->by_slots ? "slots" : e->names[4], e->pages,
                           places->by_slots ? places->slots : e->store->pages, s,
                           index ? TQKV_FC_VALUE_PAGES : TQKV_FC_PAGES);
@@ -13285,7 +13313,8 @@ static tqkv_result tqkv__plan_encode_at(const tqkv_metal_store *store, tqkv_meta
                                         tqkv_metal_dispatch *d)
 {
     tqkv__stream s;
-    const tqkv__encode_stream e = {{"src", "codes", "norms", "center", "pages"}, store, &s, src, 5, 6};
+    const tqkv__encode_stream e = {
+        {"src", "codes", "norms", "center", "pages", "channel_scale"}, store, &s, src, 5, 6, 7};
     if (!d) return TQKV__INVALID(TQKV__NO_DISPATCH);
     tqkv_result r = tqkv__plan_target(store, places, &s);
     if (r == TQKV_OK) r = tqkv__check_kernels(s.head_dim, s.head_dim);
@@ -13316,9 +13345,21 @@ static tqkv_result tqkv__plan_encode_kv_at(const tqkv_metal_store *keys, const t
 {
     tqkv__stream ks, vs;
     const tqkv__encode_stream key = {
-        {"k", "keys' codes", "keys' norms", "keys' center", "keys' pages"}, keys, &ks, k, 9, 11};
+        {"k", "keys' codes", "keys' norms", "keys' center", "keys' pages", "keys' channel_scale"},
+        keys,
+        &ks,
+        k,
+        9,
+        11,
+        13};
     const tqkv__encode_stream value = {
-        {"v", "values' codes", "values' norms", "values' center", "values' pages"}, values, &vs, v, 10, 12};
+        {"v", "values' codes", "values' norms", "values' center", "values' pages", "values' channel_scale"},
+        values,
+        &vs,
+        v,
+        10,
+        12,
+        14};
     if (!d) return TQKV__INVALID(TQKV__NO_DISPATCH);
     tqkv_result r = tqkv__plan_target(keys, places, &ks);
     if (r == TQKV_OK) r = tqkv__plan_target(values, places, &vs);
@@ -13372,7 +13413,9 @@ TQKV_API tqkv_result tqkv_metal_plan_probe(const tqkv_metal_store *store, tqkv_m
     tqkv__plan_bind_rows(d, "src", 1, src, TQKV_FC_TYPE, s.type, bytes, false);
     tqkv__plan_bind(d, "scaled", 2, scaled,
                     (size_t)n_tokens * (size_t)s.n_kv_heads * (size_t)s.head_dim * sizeof(float), true);
-    tqkv__plan_constant(d, TQKV_FC_CENTER, tqkv__plan_bind_center(d, "center", 4, store, &s, true));
+    tqkv__plan_constant(d, TQKV_FC_CENTER, tqkv__plan_bind_channels(d, "center", 4, store->center, &s, true));
+    tqkv__plan_constant(d, TQKV_FC_SCALED,
+                        tqkv__plan_bind_channels(d, "channel_scale", 5, store->channel_scale, &s, true));
     return TQKV_OK;
 }
 
@@ -13401,9 +13444,14 @@ TQKV_API tqkv_result tqkv_metal_plan_decode(const tqkv_metal_store *store, int64
     tqkv__plan_constant(d, TQKV_FC_UNROTATE, s.rotated && basis == TQKV_ORIGINAL);
     tqkv__plan_bind_store(d, "codes", "norms", 1, store, &s, false);
     tqkv__plan_bind_rows(d, "dst", 3, dst, TQKV_FC_TYPE, s.type, bytes, true);
-    tqkv__plan_constant(d, TQKV_FC_CENTER, tqkv__plan_bind_center(d, "center", 4, store, &s, true));
-    tqkv__plan_constant(d, TQKV_FC_ROTATED, s.rotated && basis == TQKV_ROTATED);
+    const bool center = tqkv__plan_bind_channels(d, "center", 4, store->center, &s, true),
+               original = basis == TQKV_ORIGINAL;
+    tqkv__plan_constant(d, TQKV_FC_CENTER, center);
+    tqkv__plan_constant(d, TQKV_FC_ROTATED, s.rotated && !original);
     tqkv__plan_bind_pages(d, "pages", 5, store->pages, &s, TQKV_FC_PAGES);
+    const bool scale = tqkv__plan_bind_channels(d, "channel_scale", 6, store->channel_scale, &s, original || center);
+    tqkv__plan_constant(d, TQKV_FC_SCALED, scale && original);
+    tqkv__plan_constant(d, TQKV_FC_CENTER_SCALED, scale && !original);
     d->memory[0] = TQKV__TABLE_BYTES;
     return TQKV_OK;
 }
@@ -13749,6 +13797,17 @@ static void tqkv__plan_key_constants(tqkv_metal_dispatch *d, const tqkv__attenti
     tqkv__plan_constant(d, TQKV_FC_TAIL_ROTATED, tail_center && a->tail.rotated && !rotate);
 }
 
+/* Scales of the channels of the keys or of their tail: of queries in the original basis or, beside others, of the centre. The two
+   constants say which. */
+static void tqkv__plan_bind_key_scale(tqkv_metal_dispatch *d, const char *name, int index, const tqkv_metal_store *keys,
+                                      const tqkv__stream *s, bool original, bool center, const int constants[2])
+{
+    const bool used = s->head_dim > 0 && (original || center),
+               scaled = tqkv__plan_bind_channels(d, name, index, keys->channel_scale, s, used);
+    tqkv__plan_constant(d, constants[0], scaled && original);
+    tqkv__plan_constant(d, constants[1], scaled && !original);
+}
+
 /* Of attention: which streams have a position in the same slot. */
 static void tqkv__plan_slot_constants(tqkv_metal_dispatch *d, const tqkv__attention *a, const tqkv__attend_buffers *b,
                                       const tqkv__attend_args *args)
@@ -13866,7 +13925,10 @@ TQKV_API void tqkv_metal_plan_lanes(tqkv_metal_dispatch *d)
 static void tqkv__plan_attend_splits(tqkv_metal_dispatch *d, const tqkv__attention *a, const tqkv__attend_buffers *b,
                                      const tqkv__split *split)
 {
-    const bool center = tqkv__center_counts(a, b, b->keys), tail_center = tqkv__center_counts(a, b, b->tail);
+    static const int key_scales[] = {TQKV_FC_SCALED, TQKV_FC_CENTER_SCALED},
+                     tail_scales[] = {TQKV_FC_TAIL_SCALED, TQKV_FC_TAIL_CENTER_SCALED};
+    const bool center = tqkv__center_counts(a, b, b->keys), tail_center = tqkv__center_counts(a, b, b->tail),
+               original = a->call.query_basis == TQKV_ORIGINAL;
     const tqkv_metal_store *tail = b->tail ? b->tail : b->keys; /* then nothing of it is bound */
     tqkv__plan_begin(d, TQKV_METAL_ATTEND, a->keys.head_dim, a->value_dim);
     tqkv__attend_args args;
@@ -13881,14 +13943,19 @@ static void tqkv__plan_attend_splits(tqkv_metal_dispatch *d, const tqkv__attenti
     tqkv__plan_bind(d, "sinks", TQKV_METAL_ONLY_CHECKED, b->sinks,
                     b->sinks.buffer ? (size_t)a->call.n_heads * sizeof(float) : 0, false);
     tqkv__plan_bind_partials(d, 6, b->scratch, split, true);
-    tqkv__plan_bind_center(d, "keys' center", 8, b->keys, &a->keys, center);
-    tqkv__plan_bind_center(d, "values' center", TQKV_METAL_ONLY_CHECKED, b->values, &a->values, true);
+    tqkv__plan_bind_channels(d, "keys' center", 8, b->keys->center, &a->keys, center);
+    tqkv__plan_bind_channels(d, "values' center", TQKV_METAL_ONLY_CHECKED, b->values->center, &a->values, true);
+    tqkv__plan_bind_channels(d, "values' channel_scale", TQKV_METAL_ONLY_CHECKED, b->values->channel_scale, &a->values,
+                             true);
     tqkv__plan_bind_pages(d, "keys' pages", 9, b->keys->pages, &a->keys, TQKV_FC_PAGES);
     tqkv__plan_bind_pages(d, "values' pages", 10, b->values->pages, &a->values, TQKV_FC_PAGES);
     tqkv__plan_bind(d, "tree", 11, b->tree, a->call.tree ? (size_t)a->call.n_queries * sizeof(uint64_t) : 0, false);
     tqkv__plan_bind(d, "arguments", TQKV__ITEMS_OF_ATTEND, b->tree, 0, false);
     tqkv__plan_bind_store(d, "tail's codes", "tail's norms", 13, tail, &a->tail, false);
-    tqkv__plan_bind_center(d, "tail's center", 15, tail, &a->tail, tail_center);
+    tqkv__plan_bind_channels(d, "tail's center", 15, tail->center, &a->tail, tail_center);
+    tqkv__plan_bind_key_scale(d, "keys' channel_scale", 17, b->keys, &a->keys, original, center, key_scales);
+    tqkv__plan_bind_key_scale(d, "tail's channel_scale", 18, tail, &a->tail, original, tail_center, tail_scales);
+    tqkv__plan_constant(d, TQKV_FC_HALVES, TQKV__ALL_POSITIONS);
     tqkv__plan_bind(d, "lists", 16, b->list_rows, tqkv__list_rows_size(a), false);
     if (a->call.list) d->barrier = b->list_rows.buffer;
     tqkv__plan_bind_rows(d, "out", TQKV_METAL_ONLY_CHECKED, b->out, TQKV_FC_TYPE, a->call.output_type,
@@ -13946,6 +14013,17 @@ static void tqkv__plan_merge_begin(tqkv_metal_dispatch *d, const tqkv__attention
     d->n_simdgroups = 1;
 }
 
+/* Scales of the values' channels: of an output in the original basis or, beside others, of the centre. */
+static void tqkv__plan_bind_value_scale(tqkv_metal_dispatch *d, const tqkv__attention *a, const tqkv__attend_buffers *b,
+                                        bool center)
+{
+    const bool original = a->call.output_basis == TQKV_ORIGINAL && !b->slice.to,
+               scaled = tqkv__plan_bind_channels(d, "values' channel_scale", 11, b->values->channel_scale, &a->values,
+                                                 original || center);
+    tqkv__plan_constant(d, TQKV_FC_VALUE_SCALED, scaled && original);
+    tqkv__plan_constant(d, TQKV_FC_CENTER_SCALED, scaled && !original);
+}
+
 /* Merges all parts of the context: splits [first positions, others, last positions], of those that there are. */
 static void tqkv__plan_attend_merge(tqkv_metal_dispatch *d, const tqkv__attention *a, const tqkv__attend_buffers *b,
                                     const tqkv__split splits[3], const tqkv__split *all)
@@ -13960,7 +14038,8 @@ static void tqkv__plan_attend_merge(tqkv_metal_dispatch *d, const tqkv__attentio
                                    0, 0};
     tqkv__plan_merge_begin(d, a, b, args, unrotate);
     tqkv__plan_bind_partials(d, 1, b->scratch, all, false);
-    const bool center = tqkv__plan_bind_center(d, "values' center", 5, b->values, &a->values, true);
+    const bool center = tqkv__plan_bind_channels(d, "values' center", 5, b->values->center, &a->values, true);
+    tqkv__plan_bind_value_scale(d, a, b, center);
     const bool shifted = tqkv__center_counts(a, b, b->keys) || tqkv__center_counts(a, b, b->tail);
     tqkv__plan_constant(d, TQKV_FC_CENTER, shifted && !(a->call.softcap > 0.0f));
     tqkv__plan_constant(d, TQKV_FC_VALUE_CENTER, center);
@@ -14076,6 +14155,7 @@ static void tqkv__plan_slice(tqkv_metal_dispatch *d, const tqkv__attention *a, c
     tqkv__plan_bind(d, "src_out", 1, src_out, a->out_elements * sizeof(float), false);
     tqkv__plan_bind(d, "scratch", 2, src_out, 0, false);
     tqkv__plan_bind(d, "values' center", 5, src_out, 0, false);
+    tqkv__plan_bind_value_scale(d, a, b, false);
     tqkv__plan_constant(d, TQKV_FC_CENTER, false); /* the slices have what the centres add */
     tqkv__plan_constant(d, TQKV_FC_VALUE_CENTER, false);
     tqkv__plan_constant(d, TQKV_FC_VALUE_ROTATED, false);
@@ -14129,7 +14209,8 @@ static bool tqkv__plan_alike(const tqkv_metal_attention *from, const tqkv__atten
 static bool tqkv__plan_shared(const tqkv_metal_attention *from, const tqkv__attention *a)
 {
     return tqkv__plan_alike(from, a) && from->keys->codes.buffer && tqkv__same_table(from->keys, from->values) &&
-           a->keys.ring == a->values.ring && tqkv__same_buffer(from->keys->center, from->values->center);
+           a->keys.ring == a->values.ring && tqkv__same_buffer(from->keys->center, from->values->center) &&
+           tqkv__same_buffer(from->keys->channel_scale, from->values->channel_scale);
 }
 
 /* Streams that share bytes must be one stream, or by their page tables two in one pool. The tail lies in the keys' slots. */
@@ -14163,8 +14244,9 @@ static tqkv_result tqkv__plan_end_shapes(const tqkv_metal_attention *from, tqkv_
         if (!end || !(i / 2 ? to->exact_last : to->exact_first)) continue;
         tqkv__plan_store(end, shape);
         shape->center = codes->shape.center;
-        if (!tqkv__same_buffer(end->center, codes->center))
-            return TQKV__INVALID("exact_first or exact_last: a store with another centre than the codes");
+        if (!tqkv__same_buffer(end->center, codes->center) ||
+            !tqkv__same_buffer(end->channel_scale, codes->channel_scale))
+            return TQKV__INVALID("exact_first or exact_last: a store with another centre or scale than the codes");
         if (end->pages.buffer || shape->n_pages)
             return TQKV__REFUSE(UNSUPPORTED, "exact_first or exact_last with pages of their own: not on a GPU");
     }
@@ -14402,7 +14484,10 @@ TQKV_API tqkv_result tqkv_metal_plan_attend_merge_slice(const tqkv_metal_attenti
     if (r == TQKV_OK) r = tqkv__plan_shape(slice, &call, &other);
     if (r == TQKV_OK) r = tqkv__check_slices_match(&a, &other);
     if (r != TQKV_OK) return r;
+    if (!from->values->channel_scale.buffer != !slice->values->channel_scale.buffer)
+        return TQKV__INVALID("slices of values with and without scales of their channels");
     b.slice = slices;
+    b.values = from->values;
     tqkv__plan_slice(d, &a, &b, src_out, other.values.rotated && !a.values.rotated);
     tqkv__plan_constant(d, TQKV_FC_ROTATED, a.values.rotated && !other.values.rotated);
     return TQKV_OK;
@@ -14427,6 +14512,7 @@ TQKV_API tqkv_result tqkv_metal_plan_attend_finish(const tqkv_metal_attention *f
     const tqkv_result r = tqkv__plan_shape(from, &call, &a);
     if (r != TQKV_OK) return r;
     b.sinks = from->sinks;
+    b.values = from->values;
     b.slice.from = true;
     b.slice.src_max = src_max;
     b.slice.src_sum = src_sum;
@@ -14655,7 +14741,8 @@ static tqkv_result tqkv__write_part(tqkv__attend_plan *all, tqkv__attend_plan *o
         {9, 9, 4, TQKV__PLACE(key_pages)},       {10, 10, 4, TQKV__PLACE(value_pages)},
         {11, 11, 4, TQKV__PLACE(tree)},          {13, 13, TQKV__CODES_UNIT, TQKV__PLACE(tail_codes)},
         {14, 14, 4, TQKV__PLACE(tail_norms)},    {15, 15, 4, TQKV__PLACE(tail_center)},
-        {6, 16, 4, TQKV__PLACE(list_rows)}};
+        {6, 16, 4, TQKV__PLACE(list_rows)},      {17, 17, 4, TQKV__PLACE(key_scale)},
+        {18, 18, 4, TQKV__PLACE(tail_scale)}};
     static const tqkv__batch_array list = {1, 1, 4, TQKV__PLACE(list)};
     to->attend = tqkv__attend_args_of(&own->attends[p]);
     const tqkv_result r =
@@ -14669,7 +14756,8 @@ static tqkv_result tqkv__write_merge(tqkv__attend_plan *all, tqkv__attend_plan *
     static const tqkv__batch_array arrays[] = {{1, 1, 4, TQKV__PLACE(partial_out)},
                                                {1, 2, 4, TQKV__PLACE(partial_state)},
                                                {4, 4, TQKV__ROWS_UNIT, TQKV__PLACE(out)},
-                                               {5, 5, 4, TQKV__PLACE(value_center)}};
+                                               {5, 5, 4, TQKV__PLACE(value_center)},
+                                               {11, 11, 4, TQKV__PLACE(value_scale)}};
     to->merge = tqkv__merge_args_of(&own->merge);
     return tqkv__write_offsets(&all->merge, &own->merge, arrays, sizeof arrays / sizeof *arrays, to);
 }
@@ -14952,6 +15040,7 @@ static void tqkv__plan_score(const tqkv__index *x, const tqkv__index_args *args,
                              tqkv_metal_buffer q, tqkv_metal_buffer scores, tqkv_metal_dispatch *d)
 {
     const tqkv__attention *a = &x->a;
+    static const int scales[] = {TQKV_FC_SCALED, TQKV_FC_CENTER_SCALED};
     const size_t n_queries = (size_t)a->call.n_queries, head_dim = (size_t)a->key_dim;
     const int columns = a->call.n_heads < TQKV__INDEX_COLUMNS ? a->call.n_heads : TQKV__INDEX_COLUMNS;
     const size_t matrices = TQKV__MATRICES(columns);
@@ -14961,9 +15050,14 @@ static void tqkv__plan_score(const tqkv__index *x, const tqkv__index_args *args,
     tqkv__plan_bind_store(d, "keys' codes", "keys' norms", 2, from->keys, &a->keys, false);
     tqkv__plan_bind(d, "weights", 4, from->weights, from->weights.buffer ? a->n_rows * sizeof(float) : 0, false);
     tqkv__plan_bind(d, "scores", 5, scores, n_queries * (size_t)x->blocks * sizeof(float), true);
-    const bool center = tqkv__plan_bind_center(d, "keys' center", 6, from->keys, &a->keys, true);
+    const bool center = tqkv__plan_bind_channels(d, "keys' center", 6, from->keys->center, &a->keys, true);
     tqkv__plan_bind_pages(d, "keys' pages", 7, from->keys->pages, &a->keys, TQKV_FC_PAGES);
     tqkv__plan_key_constants(d, a, center, false);
+    tqkv__plan_bind_key_scale(d, "keys' channel_scale", 8, from->keys, &a->keys, a->call.query_basis == TQKV_ORIGINAL,
+                              center, scales);
+    tqkv__plan_constant(d, TQKV_FC_TAIL_SCALED, false);
+    tqkv__plan_constant(d, TQKV_FC_TAIL_CENTER_SCALED, false);
+    tqkv__plan_constant(d, TQKV_FC_HALVES, TQKV__ALL_POSITIONS);
     tqkv__plan_constant(d, TQKV_FC_COLUMNS, columns);
     tqkv__plan_constant(d, TQKV_FC_SAME_SLOTS, true);
     tqkv__plan_constant(d, TQKV_FC_SHORT_STORE, false);
@@ -15105,6 +15199,7 @@ static tqkv_metal_store tqkv__store_in_buffer(const tqkv_cache *c, tqkv_metal_bu
     store.codes = tqkv__buffer_of_part(c, memory, s->codes);
     store.norms = tqkv__buffer_of_part(c, memory, s->norms);
     memset(&store.center, 0, sizeof store.center);
+    memset(&store.channel_scale, 0, sizeof store.channel_scale);
     if (s->center) store.center = tqkv__buffer_of_part(c, memory, s->center);
     memset(&store.pages, 0, sizeof store.pages);
     return store;

@@ -38,22 +38,26 @@ struct key_part {
     threadgroup float *queries;
     bool rotate, scaled, with_center, rotate_center, scale_center;
     device const float *center, *scale; // of the channels
-    uint first; // value of a query
-    bool apart; // of rows of a tile
+    uint first;                         // value of a query
+    bool apart;                         // of rows of a tile
 };
 
 inline key_part first_part(constant tqkv__attend_args &args, thread const attend_task &task)
 {
-    key_part part = {key_format,    task.keys,    args.key_block_scale, task.queries, rotate_queries, key_scaled, key_centered,
-                     rotate_center, scale_center, task.center,          task.scale,   0u,             rows_apart()};
+    key_part part = {key_format, task.keys,    args.key_block_scale, task.queries, rotate_queries,
+                     key_scaled, key_centered, rotate_center,        scale_center, task.center,
+                     task.scale, 0u,           rows_apart()};
     return part;
 }
 
 template <int D>
 inline key_part tail_part(thread const attend_task &task)
 {
-    key_part part = {tail_format, task.tail, 1.0f, task.tail_queries, rotate_tail, tail_scaled, tail_centered,
-                     rotate_tail_center, scale_tail_center, task.tail_center, task.tail_scale, uint(D), tail_rows_apart()};
+    key_part part = {tail_format,       task.tail,          1.0f,
+                     task.tail_queries, rotate_tail,        tail_scaled,
+                     tail_centered,     rotate_tail_center, scale_tail_center,
+                     task.tail_center,  task.tail_scale,    uint(D),
+                     tail_rows_apart()};
     return part;
 }
 

@@ -7,9 +7,9 @@
    steps for Metal, examples/metal_plan.cpp is such an engine. */
 enum {
     TQKV_METAL_NAME = 48,       /* bytes of a kernel's name, with the zero */
-    TQKV_METAL_CONSTANTS = 32,  /* function constants have indices below */
+    TQKV_METAL_CONSTANTS = 40,  /* function constants have indices below */
     TQKV_METAL_ARGUMENTS = 256, /* most bytes of an argument struct */
-    TQKV_METAL_BINDINGS = 24,
+    TQKV_METAL_BINDINGS = 28,
     TQKV_METAL_MEMORIES = 4,
     TQKV_METAL_CHOOSE_DISPATCHES = 3,
     TQKV_METAL_ONLY_CHECKED = -1 /* in place of a binding's index */

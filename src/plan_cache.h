@@ -11,6 +11,7 @@ static tqkv_metal_store tqkv__store_in_buffer(const tqkv_cache *c, tqkv_metal_bu
     store.codes = tqkv__buffer_of_part(c, memory, s->codes);
     store.norms = tqkv__buffer_of_part(c, memory, s->norms);
     memset(&store.center, 0, sizeof store.center);
+    memset(&store.channel_scale, 0, sizeof store.channel_scale);
     if (s->center) store.center = tqkv__buffer_of_part(c, memory, s->center);
     memset(&store.pages, 0, sizeof store.pages);
     return store;

@@ -122,7 +122,10 @@ TQKV_API tqkv_result tqkv_metal_plan_attend_merge_slice(const tqkv_metal_attenti
     if (r == TQKV_OK) r = tqkv__plan_shape(slice, &call, &other);
     if (r == TQKV_OK) r = tqkv__check_slices_match(&a, &other);
     if (r != TQKV_OK) return r;
+    if (!from->values->channel_scale.buffer != !slice->values->channel_scale.buffer)
+        return TQKV__INVALID("slices of values with and without scales of their channels");
     b.slice = slices;
+    b.values = from->values;
     tqkv__plan_slice(d, &a, &b, src_out, other.values.rotated && !a.values.rotated);
     tqkv__plan_constant(d, TQKV_FC_ROTATED, a.values.rotated && !other.values.rotated);
     return TQKV_OK;
@@ -147,6 +150,7 @@ TQKV_API tqkv_result tqkv_metal_plan_attend_finish(const tqkv_metal_attention *f
     const tqkv_result r = tqkv__plan_shape(from, &call, &a);
     if (r != TQKV_OK) return r;
     b.sinks = from->sinks;
+    b.values = from->values;
     b.slice.from = true;
     b.slice.src_max = src_max;
     b.slice.src_sum = src_sum;

@@ -68,7 +68,7 @@ TQKV_API tqkv_metal_constant tqkv_metal_kernel_constant(const tqkv_metal_kernel 
 {
     if (index < 0 || index >= TQKV_METAL_CONSTANTS || !kernel->constants[index]) return TQKV_METAL_UNSET;
     *value = kernel->constants[index] - 1u;
-    return TQKV__NUMBERS >> index & 1u ? TQKV_METAL_UINT : TQKV_METAL_BOOL;
+    return TQKV__IS_NUMBER(index) ? TQKV_METAL_UINT : TQKV_METAL_BOOL;
 }
 
 TQKV_API tqkv_result tqkv_metal_plan_launch(const tqkv_metal_dispatch *d, size_t max_threads, tqkv_metal_launch *out)
@@ -170,13 +170,13 @@ static TQKV__NOINLINE void tqkv__plan_bind_store(tqkv_metal_dispatch *d, const c
     tqkv__plan_bind(d, norms, index + 1, store->norms, s->norms_size, written);
 }
 
-/* Binds the centre at index, if the call uses it. Returns whether it does. */
-static TQKV__NOINLINE bool tqkv__plan_bind_center(tqkv_metal_dispatch *d, const char *name, int index,
-                                                  const tqkv_metal_store *store, const tqkv__stream *s, bool used)
+/* Binds the centre or the scales of a stream's channels at index, if the call uses them. Returns whether it does. */
+static TQKV__NOINLINE bool tqkv__plan_bind_channels(tqkv_metal_dispatch *d, const char *name, int index,
+                                                    tqkv_metal_buffer channels, const tqkv__stream *s, bool used)
 {
     const size_t size = (size_t)s->n_kv_heads * (size_t)s->head_dim * sizeof(float);
-    used = used && store->center.buffer;
-    tqkv__plan_bind(d, name, index, store->center, used ? size : 0, false);
+    used = used && channels.buffer;
+    tqkv__plan_bind(d, name, index, channels, used ? size : 0, false);
     return used;
 }
 
@@ -293,7 +293,8 @@ static tqkv_result tqkv__plan_rows(tqkv_metal_dispatch *d, const tqkv__stream *s
                                    int64_t position)
 {
     if (n_tokens > INT_MAX / s->n_kv_heads) return TQKV__INVALID("2^31 rows or more");
-    const size_t tokens = (size_t)n_tokens, heads = (size_t)s->n_kv_heads, each = (size_t)TQKV__ENCODE_ROWS(s->head_dim);
+    const size_t tokens = (size_t)n_tokens, heads = (size_t)s->n_kv_heads,
+                 each = (size_t)TQKV__ENCODE_ROWS(s->head_dim);
     tqkv__rows_args args;
     args.n_tokens = n_tokens;
     args.n_kv_heads = s->n_kv_heads;
@@ -324,11 +325,11 @@ typedef struct tqkv__places {
 
 /* What an encode call takes of one stream. */
 typedef struct tqkv__encode_stream {
-    const char *names[5]; /* source, codes, norms, centre, pages */
+    const char *names[6]; /* source, codes, norms, centre, pages, scales of channels */
     const tqkv_metal_store *store;
     tqkv__stream *stream;
     tqkv_metal_buffer src;
-    int center, pages; /* indices */
+    int center, pages, scale; /* indices */
 } tqkv__encode_stream;
 
 /* Memory at `index` for the rows of each simdgroup. Metal takes no empty memory. */
@@ -364,7 +365,7 @@ static tqkv_result tqkv__plan_places(const tqkv_store *shape, const tqkv__places
     return r == TQKV_OK ? tqkv__plan_check_pages(shape, places->position, n, true) : r;
 }
 
-/* Adds a stream to encode: arguments at index 0 or 4, then source, codes and norms; the centre where it says. */
+/* Adds a stream to encode: arguments at index 0 or 4, then source, codes and norms; centre, pages and scales where it says. */
 static tqkv_result tqkv__plan_stream(tqkv_metal_dispatch *d, const tqkv__encode_stream *e, const tqkv__places *places)
 {
     size_t all, kept;
@@ -383,7 +384,9 @@ static tqkv_result tqkv__plan_stream(tqkv_metal_dispatch *d, const tqkv__encode_
                          index ? TQKV_FC_VALUE_TYPE : TQKV_FC_TYPE, s->type, kept, false);
     tqkv__plan_bind_store(d, e->names[1], e->names[2], index + 2, e->store, s, true);
     tqkv__plan_constant(d, index ? TQKV_FC_VALUE_CENTER : TQKV_FC_CENTER,
-                        tqkv__plan_bind_center(d, e->names[3], e->center, e->store, s, true));
+                        tqkv__plan_bind_channels(d, e->names[3], e->center, e->store->center, s, true));
+    tqkv__plan_constant(d, index ? TQKV_FC_VALUE_SCALED : TQKV_FC_SCALED,
+                        tqkv__plan_bind_channels(d, e->names[5], e->scale, e->store->channel_scale, s, true));
     tqkv__plan_bind_pages(d, places->by_slots ? "slots" : e->names[4], e->pages,
                           places->by_slots ? places->slots : e->store->pages, s,
                           index ? TQKV_FC_VALUE_PAGES : TQKV_FC_PAGES);
@@ -413,7 +416,8 @@ static tqkv_result tqkv__plan_encode_at(const tqkv_metal_store *store, tqkv_meta
                                         tqkv_metal_dispatch *d)
 {
     tqkv__stream s;
-    const tqkv__encode_stream e = {{"src", "codes", "norms", "center", "pages"}, store, &s, src, 5, 6};
+    const tqkv__encode_stream e = {
+        {"src", "codes", "norms", "center", "pages", "channel_scale"}, store, &s, src, 5, 6, 7};
     if (!d) return TQKV__INVALID(TQKV__NO_DISPATCH);
     tqkv_result r = tqkv__plan_target(store, places, &s);
     if (r == TQKV_OK) r = tqkv__check_kernels(s.head_dim, s.head_dim);
@@ -444,9 +448,21 @@ static tqkv_result tqkv__plan_encode_kv_at(const tqkv_metal_store *keys, const t
 {
     tqkv__stream ks, vs;
     const tqkv__encode_stream key = {
-        {"k", "keys' codes", "keys' norms", "keys' center", "keys' pages"}, keys, &ks, k, 9, 11};
+        {"k", "keys' codes", "keys' norms", "keys' center", "keys' pages", "keys' channel_scale"},
+        keys,
+        &ks,
+        k,
+        9,
+        11,
+        13};
     const tqkv__encode_stream value = {
-        {"v", "values' codes", "values' norms", "values' center", "values' pages"}, values, &vs, v, 10, 12};
+        {"v", "values' codes", "values' norms", "values' center", "values' pages", "values' channel_scale"},
+        values,
+        &vs,
+        v,
+        10,
+        12,
+        14};
     if (!d) return TQKV__INVALID(TQKV__NO_DISPATCH);
     tqkv_result r = tqkv__plan_target(keys, places, &ks);
     if (r == TQKV_OK) r = tqkv__plan_target(values, places, &vs);
@@ -500,7 +516,9 @@ TQKV_API tqkv_result tqkv_metal_plan_probe(const tqkv_metal_store *store, tqkv_m
     tqkv__plan_bind_rows(d, "src", 1, src, TQKV_FC_TYPE, s.type, bytes, false);
     tqkv__plan_bind(d, "scaled", 2, scaled,
                     (size_t)n_tokens * (size_t)s.n_kv_heads * (size_t)s.head_dim * sizeof(float), true);
-    tqkv__plan_constant(d, TQKV_FC_CENTER, tqkv__plan_bind_center(d, "center", 4, store, &s, true));
+    tqkv__plan_constant(d, TQKV_FC_CENTER, tqkv__plan_bind_channels(d, "center", 4, store->center, &s, true));
+    tqkv__plan_constant(d, TQKV_FC_SCALED,
+                        tqkv__plan_bind_channels(d, "channel_scale", 5, store->channel_scale, &s, true));
     return TQKV_OK;
 }
 
@@ -529,9 +547,14 @@ TQKV_API tqkv_result tqkv_metal_plan_decode(const tqkv_metal_store *store, int64
     tqkv__plan_constant(d, TQKV_FC_UNROTATE, s.rotated && basis == TQKV_ORIGINAL);
     tqkv__plan_bind_store(d, "codes", "norms", 1, store, &s, false);
     tqkv__plan_bind_rows(d, "dst", 3, dst, TQKV_FC_TYPE, s.type, bytes, true);
-    tqkv__plan_constant(d, TQKV_FC_CENTER, tqkv__plan_bind_center(d, "center", 4, store, &s, true));
-    tqkv__plan_constant(d, TQKV_FC_ROTATED, s.rotated && basis == TQKV_ROTATED);
+    const bool center = tqkv__plan_bind_channels(d, "center", 4, store->center, &s, true),
+               original = basis == TQKV_ORIGINAL;
+    tqkv__plan_constant(d, TQKV_FC_CENTER, center);
+    tqkv__plan_constant(d, TQKV_FC_ROTATED, s.rotated && !original);
     tqkv__plan_bind_pages(d, "pages", 5, store->pages, &s, TQKV_FC_PAGES);
+    const bool scale = tqkv__plan_bind_channels(d, "channel_scale", 6, store->channel_scale, &s, original || center);
+    tqkv__plan_constant(d, TQKV_FC_SCALED, scale && original);
+    tqkv__plan_constant(d, TQKV_FC_CENTER_SCALED, scale && !original);
     d->memory[0] = TQKV__TABLE_BYTES;
     return TQKV_OK;
 }

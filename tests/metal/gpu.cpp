@@ -34,7 +34,7 @@ gpu_dispatch::gpu_dispatch(const char *family, int head_dim, int value_dim) : de
 gpu_dispatch &gpu_dispatch::constant(int index, int value)
 {
     constant_set[index] = true;
-    constant_is_bool[index] = !(TQKV__NUMBERS >> index & 1u);
+    constant_is_bool[index] = !TQKV__IS_NUMBER(index);
     constants[index] = (uint32_t)value;
     return *this;
 }
