@@ -4,7 +4,7 @@
 constant uint stream_format [[function_constant(TQKV_FC_FORMAT)]];
 constant bool unrotate [[function_constant(TQKV_FC_UNROTATE)]];
 constant bool centered [[function_constant(TQKV_FC_CENTER)]];
-constant bool scaled [[function_constant(TQKV_FC_SCALED)]];
+constant bool with_scale [[function_constant(TQKV_FC_SCALED)]];
 constant bool center_scaled [[function_constant(TQKV_FC_CENTER_SCALED)]];
 constant bool rotate_center [[function_constant(TQKV_FC_ROTATED)]];
 constant uint row_type [[function_constant(TQKV_FC_TYPE)]];
@@ -29,7 +29,7 @@ constant bool paged [[function_constant(TQKV_FC_PAGES)]];
     { \
         load_codebook(stream_format, table, thread_index, n_simdgroups * 32u); \
         threadgroup_barrier(mem_flags::mem_threadgroup); \
-        decode_task task = {stream_format, row_type, unrotate, scaled, centered, rotate_center, center_scaled, codes, norms, \
+        decode_task task = {stream_format, row_type, unrotate, with_scale, centered, rotate_center, center_scaled, codes, norms, \
                             out, center, scale, paged, pages, open_codebook(stream_format, table, lane)}; \
         decode_rows<D>(args, task, (group.x * n_simdgroups + simdgroup) * uint(TQKV_ROWS(D)), lane); \
     }

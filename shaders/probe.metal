@@ -5,7 +5,7 @@
 constant uint stream_format [[function_constant(TQKV_FC_FORMAT)]];
 constant bool rotated [[function_constant(TQKV_FC_ROTATED)]];
 constant bool centered [[function_constant(TQKV_FC_CENTER)]];
-constant bool scaled [[function_constant(TQKV_FC_SCALED)]];
+constant bool with_scale [[function_constant(TQKV_FC_SCALED)]];
 constant uint row_type [[function_constant(TQKV_FC_TYPE)]];
 
 // clang-format off
@@ -23,7 +23,7 @@ constant uint row_type [[function_constant(TQKV_FC_TYPE)]];
         uint simdgroup [[simdgroup_index_in_threadgroup]], \
         uint n_simdgroups [[simdgroups_per_threadgroup]]) \
     { \
-        encode_source source = {stream_format, row_type, rotated, centered, scaled, args.has_flag != 0, rows, center, \
+        encode_source source = {stream_format, row_type, rotated, centered, with_scale, args.has_flag != 0, rows, center, \
                                 scale, space_of_simdgroup<D>(space, simdgroup), not_finite}; \
         probe_rows<D>(args, source, group.x * n_simdgroups + simdgroup, lane, scaled); \
     }

@@ -157,8 +157,8 @@ tqkv_metal_buffer gpu_buffer(const void *bytes) { return {const_cast<void *>(byt
 
 tqkv_metal_store gpu_store(const tqkv_store *s)
 {
-    tqkv_metal_store store = {*s, gpu_buffer(s->codes), gpu_buffer(s->norms), gpu_buffer(s->center),
-                              gpu_buffer(s->pages)};
+    tqkv_metal_store store = {*s,           gpu_buffer(s->codes), gpu_buffer(s->norms), gpu_buffer(s->center),
+                              {nullptr, 0}, gpu_buffer(s->pages)};
     if (!gpu_known_tables) store.shape.pages = nullptr;
     return store;
 }
