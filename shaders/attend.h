@@ -408,6 +408,7 @@ inline void weigh_tile(constant tqkv__attend_args &args, thread const attend_tas
     {
         int newest = state.newest[c];
         seen[c] = at.position <= newest && (args.window == 0 || at.position > newest - args.window);
+        seen[c] = seen[c] && reads_here(args, newest, at.position);
         if (has_tree) seen[c] = seen[c] && tree_shows(args, task.tree, newest, at.position);
         score[c] = seen[c] ? score_of(args, score[c], factor, state.shift[c]) : -INFINITY;
         raise = raise || score[c] > state.maximum[c] + 11.0f;
