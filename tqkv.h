@@ -26,9 +26,8 @@
          tqkv_cache_attend(cache, q, 1, out);     // q, out: [1 query][32 heads][128]
          tqkv_cache_destroy(cache);
 
-   CONTENTS (search for the tag)
+   CONTENTS (search for the tag; those of the implementation stand at its beginning)
 
-     declarations
      >>formats        formats and their sizes
      >>result         result codes
      >>isa            the instruction set in use
@@ -40,30 +39,6 @@
      >>cache          a cache that owns its memory; save and load, of stores too
      >>metal          all of it on Apple's GPUs, with tqkv_metal.m
      >>metal-plan     the same as plans, for engines that dispatch kernels themselves
-
-     implementation
-     >>shared         one row a format, tables; also compiled as Metal
-     >>needs          what the implementation needs of the compiler, and xxHash
-     >>common         sizes, names, what a valid store is, which positions and rows are valid
-     >>exact          arithmetic whose bits depend on nothing but its operands
-     >>team           tqkv_team
-     >>codec          rotation, norms, quantising, packing, and back: the specification
-     >>attend         types of attention, and attention in plain C
-     >>integer        attention in integers, in plain C
-     >>kernels, >>attend-kernels, >>encode-kernels, >>integer-kernels
-                      loops, compiled once for each instruction set
-     >>avx512, >>avx2, >>neon, >>integer-sets
-                      what a set brings to them
-     >>driver         which set is in use; tqkv_attend: checks, tasks, results
-     >>index-code     tqkv_index_scores, tqkv_index_choose
-     >>cache-code     tqkv_cache
-     >>snapshot       save and load
-
-     for GPUs alone
-     >>metal-sizes    function constants, sizes, argument structs; also compiled as Metal
-     >>metal-host     what tqkv_metal.m takes beside >>metal-plan
-     >>metal-code     each Metal call as a plan of dispatches
-     >>licence
 
    BUILD OPTIONS (define before the include that has TQKV_IMPLEMENTATION)
 
@@ -147,8 +122,6 @@ typedef enum tqkv_type {
     TQKV_TYPE_F16,     /* IEEE half */
     TQKV_TYPE_BF16     /* bfloat16: the upper half of a float */
 } tqkv_type;
-
-#ifndef __METAL_VERSION__
 
 #include <stdbool.h>
 #include <stddef.h>
@@ -299,6 +272,11 @@ typedef struct tqkv_store {
     tqkv_parallel parallel; /* for encode, encode_slots and convert, of many rows; zero = the calling thread alone */
     tqkv_strides strides;   /* of rows given to encode, probe, mean and measure, and written by decode */
     bool rotated; /* F16 alone: halves of the rotated row, less the centre, in the basis of other formats' codes */
+    /* [n_kv_heads][head_dim], in [2^-32, 2^32], or NULL: a scale for each channel, by which encoding divides what is left of a
+       row without its centre (it multiplies by 1 / channel_scale), and by which decoding and attention multiply. For keys with
+       channels far larger than others, whose error the rotation would spread over all. TQKV_ROTATED rows, queries and outputs
+       are those of the scaled basis. The same for all positions, as the centre. */
+    const float *channel_scale;
 } tqkv_store;
 
 /* Bytes of the codes and of the norms; 0 if the store's shape is invalid or its size overflows. F16 has no norms. */
@@ -318,10 +296,12 @@ TQKV_API tqkv_result tqkv_encode_slots(const tqkv_store *s, const void *src, int
    [n_tokens][n_kv_heads][head_dim]. Writes no store; codes and norms may be NULL. */
 TQKV_API tqkv_result tqkv_probe(const tqkv_store *s, const void *src, int n_tokens, float *scaled);
 
-/* The basis of a vector. Streams without rotation (F16, unrotated) stay in the original basis. */
+/* The basis of a vector. Streams without rotation (F16, unrotated) and without a scale have one basis. */
 typedef enum tqkv_basis {
     TQKV_ORIGINAL = 0,
-    TQKV_ROTATED /* after the rotation: the basis of the codes */
+    /* The basis of the codes: after scale and rotation. Rows have the centre in them, scaled and rotated: a caller's query q is
+       R(q * channel_scale), an output is R(v / channel_scale) of the original one. */
+    TQKV_ROTATED
 } tqkv_basis;
 
 /* Decodes [position, position + n_positions), of a ring at most `capacity`; dst: [n_positions][n_kv_heads][head_dim]. */
@@ -330,8 +310,8 @@ TQKV_API tqkv_result tqkv_decode(const tqkv_store *s, int64_t position, int n_po
 /* Writes the positions [position, position + n_positions) of `from` into `to`, which may have another format, block_scale,
    capacity and page table: decoded in the basis of the codes and encoded there, the same bytes on every machine. Rows of
    F16 that are not rotated are on the way, rows of the same format and block_scale are copied. TQKV_INVALID_ARGUMENT unless
-   n_kv_heads, head_dim, unrotated (F16 goes with either) and the centre are the same. A page may not occur twice among
-   those written. TQKV_NOT_FINITE if a row to encode holds NaN, infinity or a norm of 1e30 or more.
+   n_kv_heads, head_dim, unrotated (F16 goes with either), the centre and the scale are the same. A page may not occur twice
+   among those written. TQKV_NOT_FINITE if a row to encode holds NaN, infinity or a norm of 1e30 or more.
    Many rows go to tasks of to->parallel.
    In place: codes, norms or both may begin where those of `from` begin, if capacity and ring are the same, neither store
    has pages, and the row of `to` (row_bytes, norms_per_row) is no longer. Rows move down in ascending order, each
@@ -341,10 +321,10 @@ TQKV_API tqkv_result tqkv_store_convert(const tqkv_store *to, const tqkv_store *
                                         int n_positions);
 
 /* The mean of the rows of each head, a centre for such rows; mean: [n_kv_heads][head_dim], zeros for no tokens. Sums in
-   double. shape and src as for tqkv_probe; the centre and the format of shape do not matter. */
+   double. shape and src as for tqkv_probe; the centre, the scale and the format of shape do not matter. */
 TQKV_API tqkv_result tqkv_mean(const tqkv_store *shape, const void *src, int n_tokens, float *mean);
 
-/* How well a store of this format and centre keeps the rows of one head. */
+/* How well a store of this format, centre and scale keeps the rows of one head. */
 typedef struct tqkv_quality {
     double mean_share; /* |mean of the rows|^2 / mean |row|^2 of the source: what a centre would take away */
     double error;    /* mean |x - x'|^2 / mean |x - mean of the rows|^2, x' decoded: noise against what differs between
@@ -384,7 +364,7 @@ typedef enum tqkv_arithmetic { TQKV_FLOAT = 0, TQKV_INTEGER } tqkv_arithmetic;
 typedef struct tqkv_attention {
     /* same n_kv_heads; head_dim may differ. One stream may be both, as in a latent cache: the same store, or two that
        describe the same bytes in the same way. Its rows are fetched once for scores and sums, and its centre is added back to
-       both. */
+       both, as both are scaled. */
     const tqkv_store *keys, *values;
     int n_heads;   /* query heads; 0 = n_kv_heads */
     int n_queries; /* 0 = 1 */
@@ -406,9 +386,9 @@ typedef struct tqkv_attention {
     const uint64_t *tree;
     tqkv_arithmetic arithmetic;
     bool non_causal; /* not with a tree */
-    /* More dimensions of each key, or NULL: a stream with a format, rotation and centre of its own, and n_kv_heads,
+    /* More dimensions of each key, or NULL: a stream with a format, rotation, centre and scale of its own, and n_kv_heads,
        capacity, ring and page table of the keys. A row of q is the keys' part, then the tail's; query_basis is that of
-       each part whose stream is rotated. */
+       each part. */
     const tqkv_store *tail;
     /* [n_queries][list_heads][list_length], or NULL: all positions. Ascending numbers of blocks, the first -1 ends a row; block
        b is the positions from b * list_block on. A query sees what it would see without a list, if it is in a block of its row
@@ -420,7 +400,7 @@ typedef struct tqkv_attention {
     /* Some positions as halves, too: those below exact_first are read from first_keys and first_values, and the newest
        exact_last, up to `end`, from last_keys and last_values; all others, and those of a stream whose store here is NULL or
        that is F16 itself, from keys and values, whose codes at these positions are not looked at. Stores of F16 with n_kv_heads,
-       head_dim and centre of the codes, and rotated if these are; linear, rings (multiples of 64 read fastest) or
+       head_dim, centre and scale of the codes, and rotated if these are; linear, rings (multiples of 64 read fastest) or
        paged, as long as they hold these positions: else TQKV_OUT_OF_RANGE. If the keys are the values, so are their
        halves. A tail is always read from its own store. On a GPU the stores of halves have no pages, and keys with a
        tail have none beside them. */
@@ -441,21 +421,21 @@ TQKV_API tqkv_result tqkv_attend_batch(const tqkv_attention *items, int n_items,
 
 /* Attends one slice [first, first + count) of the resident positions, without sinks, for tqkv_attend_merge;
    TQKV_OUT_OF_RANGE if it leaves them. max, sum: [n_queries][n_heads]: the largest score, and the sum of
-   exp(score - max). out: as tqkv_attend's, but float: the sum of exp(score - max) * value, in the values' basis. A query
-   without positions: -INFINITY, 0, zeros. */
+   exp(score - max). out: as tqkv_attend's, but float: the sum of exp(score - max) * value, in the basis of the values' codes.
+   A query without positions: -INFINITY, 0, zeros. */
 TQKV_API tqkv_result tqkv_attend_partial(const tqkv_attention *a, const void *q, int64_t first, int count, float *out,
                                          float *max, float *sum);
 /* Merges the slice src into dst. Both slices must have values in the same basis, which this call cannot check: its sums
-   are wrong if one is rotated (TQ, I8) and the other not (F16, unrotated). For those use tqkv_attend_merge_slice. This
-   call and the two below read only the shapes of a->keys and a->values. */
+   are wrong if one is rotated (TQ, I8) and the other not (F16, unrotated), or if their scales differ. For the former use
+   tqkv_attend_merge_slice. This call and the two below read only the shapes of a->keys and a->values, and the values' scale. */
 TQKV_API tqkv_result tqkv_attend_merge(const tqkv_attention *a, float *out, float *max, float *sum,
                                        const float *src_out, const float *src_max, const float *src_sum);
 /* As tqkv_attend_merge, for a slice attended with `slice`, over stores of other formats: converts its sums to the basis
-   of a->values. n_heads, n_queries and the values' head_dim are the same in both. */
+   of a->values. n_heads, n_queries, the values' head_dim and their scale are the same in both. */
 TQKV_API tqkv_result tqkv_attend_merge_slice(const tqkv_attention *a, float *out, float *max, float *sum,
                                              const tqkv_attention *slice, const float *src_out, const float *src_max,
                                              const float *src_sum);
-/* Adds the sinks, divides and rotates back: out becomes the output of tqkv_attend. */
+/* Adds the sinks, divides, rotates back and scales: out becomes the output of tqkv_attend. */
 TQKV_API tqkv_result tqkv_attend_finish(const tqkv_attention *a, float *out, const float *max, const float *sum);
 
 /* >>index
@@ -805,8 +785,8 @@ TQKV_METAL_API tqkv_result tqkv_metal_index_choose(tqkv_metal *m, tqkv_metal_obj
 
 /* For programs without an encoder: calls record(user, encoder), commits to the context's queue and waits. If record
    fails, nothing runs and its result is returned. */
-typedef tqkv_result (*tqkv_metal_record)(void *user, tqkv_metal_object encoder);
-TQKV_METAL_API tqkv_result tqkv_metal_run(tqkv_metal *m, tqkv_metal_record record, void *user);
+typedef tqkv_result (*tqkv_metal_work)(void *user, tqkv_metal_object encoder);
+TQKV_METAL_API tqkv_result tqkv_metal_run(tqkv_metal *m, tqkv_metal_work record, void *user);
 /* Memory shared by processor and GPU: buffers of storage mode shared, addressed by their contents. */
 TQKV_METAL_API tqkv_allocator tqkv_metal_allocator(tqkv_metal *m);
 /* The buffer behind a pointer into such memory; TQKV_INVALID_ARGUMENT for any other. */
@@ -852,18 +832,18 @@ TQKV_METAL_API tqkv_result tqkv_metal_cache_prepare(tqkv_metal *m, const tqkv_ca
 #ifdef TQKV_METAL
 /* >>metal-plan
    The same calls for engines that encode their own dispatches: Metal 4, MLX, ggml-metal. tqkv_metal_plan_X says what
-   tqkv_metal_X records: one dispatch, or two that run one after the other. It needs TQKV_METAL beside TQKV_IMPLEMENTATION,
-   but neither tqkv_metal.m nor Metal: buffers are only compared, so `buffer` may be any pointer that stands for one.
-   For each dispatch, unless launch.threadgroups[0] is 0: take the pipeline of `kernel`, give it arguments and bindings,
-   wait for the dispatch before if there is a barrier, and run what tqkv_metal_plan_launch says. docs/metal.md has the
-   steps for Metal, examples/metal_plan.cpp is such an engine. */
+   tqkv_metal_X records. It needs TQKV_METAL beside TQKV_IMPLEMENTATION, but neither tqkv_metal.m nor Metal: buffers are
+   only compared, so `buffer` may be any pointer that stands for one.
+   For each dispatch of a plan, unless launch.threadgroups[0] is 0: take the pipeline of `kernel`, give it arguments and
+   bindings, wait for the dispatch before if there is a barrier, and run what tqkv_metal_plan_launch says. docs/metal.md has
+   the steps for Metal, examples/metal_plan.cpp is such an engine. */
 enum {
     TQKV_METAL_NAME = 48,       /* bytes of a kernel's name, with the zero */
     TQKV_METAL_CONSTANTS = 40,  /* function constants have indices below */
     TQKV_METAL_ARGUMENTS = 256, /* most bytes of an argument struct */
     TQKV_METAL_BINDINGS = 28,
     TQKV_METAL_MEMORIES = 4,
-    TQKV_METAL_CHOOSE_DISPATCHES = 3,
+    TQKV_METAL_DISPATCHES = 7,   /* most of a plan */
     TQKV_METAL_ONLY_CHECKED = -1 /* in place of a binding's index */
 };
 
@@ -890,6 +870,9 @@ typedef struct tqkv_metal_kernel {
 
 /* The name of its function in the library. */
 TQKV_API void tqkv_metal_kernel_name(const tqkv_metal_kernel *kernel, char name[TQKV_METAL_NAME]);
+/* The most threads of a threadgroup that plans give it, a multiple of 32: maxTotalThreadsPerThreadgroup of its pipeline's
+   descriptor. Otherwise compilers plan for 1024, with fewer registers for each. */
+TQKV_API int tqkv_metal_kernel_threads(const tqkv_metal_kernel *kernel);
 typedef enum tqkv_metal_constant { TQKV_METAL_UNSET, TQKV_METAL_BOOL, TQKV_METAL_UINT } tqkv_metal_constant;
 /* The type of function constant `index` and, unless it is not set, its value: 0 or 1 of a bool. */
 TQKV_API tqkv_metal_constant tqkv_metal_kernel_constant(const tqkv_metal_kernel *kernel, int index, uint32_t *value);
@@ -925,6 +908,18 @@ typedef struct tqkv_metal_dispatch {
     int n_simdgroups; /* of a threadgroup, or as many as the pipeline allows */
 } tqkv_metal_dispatch;
 
+/* The dispatches of a call, which run one after another. */
+typedef struct tqkv_metal_plan {
+    const char *call;   /* its name, for error texts */
+    tqkv_result result; /* of the function that made the plan. After a failure there are no dispatches. */
+    int n;
+    tqkv_metal_dispatch d[TQKV_METAL_DISPATCHES];
+} tqkv_metal_plan;
+
+/* Records a plan as tqkv_metal_X does it: checked, with pipelines and barriers. If the plan was refused, says so. Where
+   the context multiplies no matrices: tqkv_metal_plan_lanes. */
+TQKV_METAL_API tqkv_result tqkv_metal_record(tqkv_metal *m, tqkv_metal_object encoder, tqkv_metal_plan *plan);
+
 /* What a pipeline runs. max_threads: the most that it allows a threadgroup, at least 32 */
 typedef struct tqkv_metal_launch {
     size_t threadgroups[3];             /* nothing to do if the first is 0 */
@@ -938,92 +933,175 @@ TQKV_API const tqkv_metal_binding *tqkv_metal_overlapping(const tqkv_metal_dispa
 /* Once a library: whether it was built from this header. Both dispatches write `report`, of so many bytes, zero before.
    The first holds the tables, the second the product of two matrices, which a system may refuse. */
 TQKV_API size_t tqkv_metal_report_size(void);
-TQKV_API tqkv_result tqkv_metal_plan_tables(tqkv_metal_buffer report, tqkv_metal_dispatch d[2]);
+TQKV_API tqkv_result tqkv_metal_plan_tables(tqkv_metal_buffer report, tqkv_metal_plan *plan);
 /* The first difference between the library's tables and sizes and this header's; NULL if there is none. */
 TQKV_API const char *tqkv_metal_stale_table(const void *report);
 /* Whether the GPU's matrices lie as attend_matrix needs them. If not, or if the system refuses that kernel:
    tqkv_metal_plan_lanes. */
 TQKV_API bool tqkv_metal_has_matrices(const void *report);
+/* Puts attend in the place of attend_matrix; buffers and arguments stay. False for a batch, which has to be planned without
+   matrices. */
+TQKV_API bool tqkv_metal_plan_lanes(tqkv_metal_plan *plan);
 
-/* Shapes, units and results are those of tqkv_metal_X. On failure *d is undefined. */
+/* Shapes, units and results are those of tqkv_metal_X. */
 TQKV_API tqkv_result tqkv_metal_plan_encode(const tqkv_metal_store *s, tqkv_metal_buffer src, int n_tokens,
-                                            int64_t position, tqkv_metal_buffer not_finite, tqkv_metal_dispatch *d);
+                                            int64_t position, tqkv_metal_buffer not_finite, tqkv_metal_plan *plan);
 TQKV_API tqkv_result tqkv_metal_plan_encode_kv(const tqkv_metal_store *keys, const tqkv_metal_store *values,
                                                tqkv_metal_buffer k, tqkv_metal_buffer v, int n_tokens, int64_t position,
-                                               tqkv_metal_buffer not_finite, tqkv_metal_dispatch *d);
+                                               tqkv_metal_buffer not_finite, tqkv_metal_plan *plan);
 TQKV_API tqkv_result tqkv_metal_plan_encode_slots(const tqkv_metal_store *s, tqkv_metal_buffer src, int n_tokens,
                                                   tqkv_metal_buffer slots, const int32_t *known,
-                                                  tqkv_metal_buffer not_finite, tqkv_metal_dispatch *d);
+                                                  tqkv_metal_buffer not_finite, tqkv_metal_plan *plan);
 TQKV_API tqkv_result tqkv_metal_plan_encode_kv_slots(const tqkv_metal_store *keys, const tqkv_metal_store *values,
                                                      tqkv_metal_buffer k, tqkv_metal_buffer v, int n_tokens,
                                                      tqkv_metal_buffer slots, const int32_t *known,
-                                                     tqkv_metal_buffer not_finite, tqkv_metal_dispatch *d);
+                                                     tqkv_metal_buffer not_finite, tqkv_metal_plan *plan);
 TQKV_API tqkv_result tqkv_metal_plan_probe(const tqkv_metal_store *store, tqkv_metal_buffer src, int n_tokens,
                                            tqkv_metal_buffer scaled, tqkv_metal_buffer not_finite,
-                                           tqkv_metal_dispatch *d);
+                                           tqkv_metal_plan *plan);
 TQKV_API tqkv_result tqkv_metal_plan_decode(const tqkv_metal_store *s, int64_t position, int n_positions,
-                                            tqkv_basis basis, tqkv_metal_buffer dst, tqkv_metal_dispatch *d);
+                                            tqkv_basis basis, tqkv_metal_buffer dst, tqkv_metal_plan *plan);
 TQKV_API tqkv_result tqkv_metal_plan_rotate(tqkv_metal_buffer rows, int n_rows, int head_dim, bool unrotate,
-                                            tqkv_metal_dispatch *d);
+                                            tqkv_metal_plan *plan);
 TQKV_API tqkv_result tqkv_metal_plan_attend_scratch(const tqkv_metal_attention *a, size_t *bytes);
 TQKV_API tqkv_result tqkv_metal_plan_attend(const tqkv_metal_attention *a, tqkv_metal_buffer q,
-                                            tqkv_metal_buffer scratch, tqkv_metal_buffer out, tqkv_metal_dispatch d[2]);
+                                            tqkv_metal_buffer scratch, tqkv_metal_buffer out, tqkv_metal_plan *plan);
 TQKV_API tqkv_result tqkv_metal_plan_attend_partial(const tqkv_metal_attention *a, tqkv_metal_buffer q, int64_t first,
                                                     int count, tqkv_metal_buffer scratch, tqkv_metal_buffer out,
                                                     tqkv_metal_buffer max, tqkv_metal_buffer sum,
-                                                    tqkv_metal_dispatch d[2]);
-TQKV_API tqkv_result tqkv_metal_plan_attend_merge(const tqkv_metal_attention *a, tqkv_metal_buffer out,
-                                                  tqkv_metal_buffer max, tqkv_metal_buffer sum,
-                                                  tqkv_metal_buffer src_out, tqkv_metal_buffer src_max,
-                                                  tqkv_metal_buffer src_sum, tqkv_metal_dispatch *d);
+                                                    tqkv_metal_plan *plan);
+/* slice may be a: then it is tqkv_metal_attend_merge. */
 TQKV_API tqkv_result tqkv_metal_plan_attend_merge_slice(const tqkv_metal_attention *a, tqkv_metal_buffer out,
                                                         tqkv_metal_buffer max, tqkv_metal_buffer sum,
                                                         const tqkv_metal_attention *slice, tqkv_metal_buffer src_out,
                                                         tqkv_metal_buffer src_max, tqkv_metal_buffer src_sum,
-                                                        tqkv_metal_dispatch *d);
+                                                        tqkv_metal_plan *plan);
 TQKV_API tqkv_result tqkv_metal_plan_attend_finish(const tqkv_metal_attention *a, tqkv_metal_buffer src_out,
                                                    tqkv_metal_buffer src_max, tqkv_metal_buffer src_sum,
-                                                   tqkv_metal_buffer out, tqkv_metal_dispatch *d);
-/* With lists: the dispatch that comes before those of tqkv_metal_plan_attend. Exact ends, and lists in slices and batches, take
-   more dispatches than these plans have: TQKV_UNSUPPORTED. */
-TQKV_API tqkv_result tqkv_metal_plan_attend_list(const tqkv_metal_attention *a, tqkv_metal_buffer scratch,
-                                                 tqkv_metal_dispatch *d);
-/* Puts attend in the place of attend_matrix in a planned attention; buffers and arguments stay. d: its first dispatch */
-TQKV_API void tqkv_metal_plan_lanes(tqkv_metal_dispatch *d);
+                                                   tqkv_metal_buffer out, tqkv_metal_plan *plan);
+/* Either size may be NULL. */
 TQKV_API tqkv_result tqkv_metal_plan_attend_batch_sizes(const tqkv_metal_attention *items, int n_items,
                                                         size_t *arguments, size_t *scratch);
 /* contents: where the processor writes the bytes of arguments. matrices: whether attend_matrix may be used */
 TQKV_API tqkv_result tqkv_metal_plan_attend_batch(const tqkv_metal_attention *items, int n_items,
                                                   const tqkv_metal_buffer *q, tqkv_metal_buffer arguments,
                                                   void *contents, tqkv_metal_buffer scratch,
-                                                  const tqkv_metal_buffer *out, bool matrices,
-                                                  tqkv_metal_dispatch d[2]);
+                                                  const tqkv_metal_buffer *out, bool matrices, tqkv_metal_plan *plan);
 TQKV_API tqkv_result tqkv_metal_plan_index_scores(const tqkv_metal_index *x, tqkv_metal_buffer q,
-                                                  tqkv_metal_buffer scores, tqkv_metal_dispatch *d);
+                                                  tqkv_metal_buffer scores, tqkv_metal_plan *plan);
 TQKV_API tqkv_result tqkv_metal_plan_index_choose_scratch(const tqkv_metal_index *x, size_t *bytes);
-/* n: how many of the dispatches are used, which run one after the other */
 TQKV_API tqkv_result tqkv_metal_plan_index_choose(const tqkv_metal_index *x, tqkv_metal_buffer scores, int k,
                                                   tqkv_metal_buffer scratch, tqkv_metal_buffer list,
-                                                  tqkv_metal_dispatch d[TQKV_METAL_CHOOSE_DISPATCHES], int *n);
+                                                  tqkv_metal_plan *plan);
+
+/* Of a cache at the beginning of `memory`. layout: as tqkv_cache_set_layout's, or NULL: the one that was set. some: as
+   tqkv_metal_cache_attend_some's, or NULL. An append counts when tqkv_metal_cache_appended is called. */
+TQKV_API tqkv_result tqkv_metal_plan_cache_append(const tqkv_cache *c, tqkv_metal_buffer memory,
+                                                  const tqkv_cache_layout *layout, tqkv_metal_buffer k,
+                                                  tqkv_metal_buffer v, int n_tokens, tqkv_metal_buffer not_finite,
+                                                  tqkv_metal_plan *plan);
+TQKV_API void tqkv_metal_cache_appended(tqkv_cache *c, int n_tokens);
+TQKV_API tqkv_result tqkv_metal_plan_cache_scratch(const tqkv_cache *c, const tqkv_metal_attention *some, int n_queries,
+                                                   size_t *bytes);
+TQKV_API tqkv_result tqkv_metal_plan_cache_attend(const tqkv_cache *c, tqkv_metal_buffer memory,
+                                                  const tqkv_cache_layout *layout, const tqkv_metal_attention *some,
+                                                  tqkv_metal_buffer q, int n_queries, tqkv_metal_buffer scratch,
+                                                  tqkv_metal_buffer out, tqkv_metal_plan *plan);
+
+/* Plans whose kernels are all that such calls will need: as tqkv_metal_prepare, tqkv_metal_index_prepare and
+   tqkv_metal_cache_prepare. `visit` sees each plan, and must build its pipelines and not run it; its failure ends the call. */
+typedef tqkv_result (*tqkv_metal_visit)(void *user, tqkv_metal_plan *plan);
+TQKV_API tqkv_result tqkv_metal_plan_prepare(const tqkv_metal_attention *a, int max_queries, int also,
+                                             tqkv_metal_visit visit, void *user);
+TQKV_API tqkv_result tqkv_metal_plan_index_prepare(const tqkv_metal_index *x, int max_queries, tqkv_metal_visit visit,
+                                                   void *user);
+TQKV_API tqkv_result tqkv_metal_plan_cache_prepare(const tqkv_cache *c, tqkv_metal_buffer memory, int max_queries,
+                                                   tqkv_metal_visit visit, void *user);
 #endif /* TQKV_METAL */
 
 #ifdef __cplusplus
 }
 #endif
-#endif /* __METAL_VERSION__ */
 #endif /* TQKV_H */
 
-/* ---- The implementation starts here: stop reading if you only want the API. ---- */
+/* ---- The implementation starts here: stop reading if you only want the API. ----
+
+   It is joined from the files of src/, one a tag: plan_rows.h is >>plan-rows, store.h >>store-code. Each uses what stands
+   above it.
+
+     >>tables         one row a format, one row a head_dim, codebooks; the shaders include it, too
+     >>backend        what a cache and the context of a GPU know of each other
+     >>needs          what the implementation needs of the compiler, and xxHash
+     >>exact          arithmetic whose bits depend on nothing but its operands
+     >>store-code     sizes, names, what a valid store is, which positions and rows are valid
+     >>team           tqkv_team
+     >>set            what an instruction set provides
+     >>rotate-code    the rotation
+     >>codec          norms, quantising, packing, and back: the specification
+     >>encode         tqkv_encode, tqkv_probe, tqkv_decode
+     >>convert        tqkv_store_convert, and rows that move
+     >>measure        tqkv_mean, tqkv_measure, tqkv_rotate
+     >>attend         types of attention, and attention of a tile in plain C
+     >>integer        the same in integers
+
+     compiled once for each instruction set
+     >>kernels        what the loops share
+     >>k-softmax      exp, tanh, weights out of scores
+     >>k-decode       codes as floats
+     >>k-dot          scores straight from the codes
+     >>k-accumulate   sums of values straight from the codes
+     >>k-tiles        the scores and the sums of a tile
+     >>k-rotate       rows to floats, and the rotation
+     >>k-norms        sums of squares, norms
+     >>k-quantise     codes, packed, of whole rows
+     >>k-table        all of these as a table of functions
+     >>k-integer      the loops of integers
+     >>k-integer-few  one and two rows of them
+     >>k-integer-tiles  the scores and the sums of a tile
+     >>set-avx512, >>set-avx2, >>set-neon
+                      what a set brings to the loops
+     >>integer-avx512, >>integer-avx2, >>integer-neon
+                      what it brings to those of integers
+
+     >>isa-code       which set is in use
+     >>attention-code a tqkv_attention, opened and checked
+     >>visible        which positions a query sees
+     >>tile           tiles, the order of decoded values, sums
+     >>walk           from tile to tile
+     >>gather         tiles of scattered rows
+     >>query          a row of a call: its query, its centres, its result
+     >>job            a call cut into tasks
+     >>attend-calls   tqkv_attend and its slices
+     >>index-code     tqkv_index_scores, tqkv_index_choose
+     >>cache-code     tqkv_cache
+     >>cache-edit     tqkv_cache_truncate, remove, keep, fork
+     >>snapshot       save and load
+
+     for GPUs alone
+     >>metal-sizes    function constants, sizes, argument structs; the shaders include it, too
+     >>metal-host     what tqkv_metal.m takes beside >>metal-plan
+     >>plan-rows      plans: bindings; encode, probe, decode, rotate
+     >>plan-split     how threadgroups share attention
+     >>plan-list      which tiles lists name
+     >>plan-attend    the dispatches of an attention
+     >>plan-shape     an attention over buffers as one over stores
+     >>plan-calls     the calls of attention
+     >>plan-batch     batches
+     >>plan-index     an index
+     >>plan-cache     a cache
+     >>plan-report    what the shaders say that they were compiled with
+
+     >>licence                                                                                                        */
 
 #ifdef TQKV_NO_IMPLEMENTATION
 #undef TQKV_IMPLEMENTATION
 #endif
 
-/* >>shared: one row a format, and tables: one source for C, Objective-C and the Metal shaders. TQKV_SHARED makes it visible
-   without the implementation. */
-#if (defined(TQKV_IMPLEMENTATION) || defined(TQKV_SHARED) || defined(__METAL_VERSION__)) && !defined(TQKV__SHARED)
+#if (defined(TQKV_IMPLEMENTATION) || defined(TQKV_SHARED)) && !defined(TQKV__SHARED)
 #define TQKV__SHARED
 
+/* >>tables: one row a format, and tables: one source for C, Objective-C and the Metal shaders. TQKV_SHARED makes it visible
+   without the implementation. */
 #define TQKV_TABLE_VERSION 8 /* changes with the tables, the argument structs, or their meaning in the kernels */
 
 #ifndef TQKV_TABLE
@@ -1306,7 +1384,8 @@ TQKV_TABLE tqkv__table_set tqkv__tables = {
 #define TQKV__ASSERT_SIZE(type, bytes) typedef char type##_has_its_size[sizeof(type) == (bytes) ? 1 : -1]
 #endif
 TQKV__ASSERT_SIZE(tqkv__table_set, 3560);
-#ifndef __METAL_VERSION__
+
+/* >>backend: what a cache and the context of a GPU know of each other, visible with TQKV_SHARED. */
 #ifdef __cplusplus
 extern "C" {
 #endif
@@ -1318,17 +1397,10 @@ typedef struct tqkv__backend {
     tqkv_result (*attend)(tqkv_metal *m, const tqkv_cache *c, const tqkv_attention *some, const void *q, int n_queries,
                           void *out);
 } tqkv__backend;
-
-/* What tqkv_metal.m takes of >>common and >>cache-code. rows_size: bytes of the caller's rows of so many tokens */
-TQKV_API size_t tqkv__rows_size(const tqkv_store *s, int n_tokens);
-TQKV_API void tqkv__cache_advance(tqkv_cache *c, int n_tokens);
 #ifdef __cplusplus
 }
 #endif
 #endif
-
-#endif
-/* <<shared */
 
 #if defined(TQKV_IMPLEMENTATION) && !defined(TQKV__IMPLEMENTED)
 #define TQKV__IMPLEMENTED
@@ -1589,7 +1661,7 @@ static bool tqkv__halves_finite(const uint8_t *halves, size_t n)
     return finite;
 }
 
-/* >>common: sizes, formats, the checks of a store, of its positions and of rows */
+/* >>store-code: sizes, formats, the checks of a store, of its positions and of rows */
 
 static bool tqkv__size_multiply(size_t a, size_t b, size_t *product)
 {
@@ -1679,6 +1751,8 @@ typedef struct tqkv__stream {
     tqkv_type type;                 /* of the caller's rows; tqkv__check_rows checks it */
     tqkv_strides strides;           /* likewise */
     const float *center;            /* [n_kv_heads][head_dim] or NULL */
+    const float *channel_scale;     /* likewise */
+    const float *factors;           /* 1 / channel_scale, where they are kept; else NULL, see tqkv__factors_of */
     const int32_t *pages;           /* [n_pages] or NULL: no table, or one that the processor does not know */
     int n_pages, page_size;         /* 0 without a table */
     uint8_t planes[4][128];         /* byte p of each centroid in planes[p], for byte look-ups; see tqkv__fill_planes */
@@ -1781,26 +1855,50 @@ static tqkv_result tqkv__stream_shape(const tqkv_store *store, tqkv__stream *s)
     return store->pages ? tqkv__table_shape(store, s) : TQKV_OK;
 }
 
-/* Follows tqkv__stream_shape in calls that add or subtract the centre. */
-static tqkv_result tqkv__stream_center(const tqkv_store *store, tqkv__stream *s)
+/* Whether a value of each channel, x: [n_kv_heads][head_dim], is finite, or a scale that is allowed; by the set in use. */
+static bool tqkv__channels_finite(const tqkv__stream *s, const float *x);
+static bool tqkv__channels_scale(const tqkv__stream *s, const float *x);
+
+/* Takes the scale; follows tqkv__stream_shape. */
+static tqkv_result tqkv__stream_scale(const tqkv_store *store, tqkv__stream *s)
 {
-    if ((uintptr_t)store->center % sizeof(float)) return TQKV__INVALID("center: not aligned as floats");
-    if (store->center && !tqkv__all_finite(store->center, (size_t)s->n_kv_heads * (size_t)s->head_dim))
-        return TQKV__REFUSE(NOT_FINITE, "center holds NaN or infinity");
-    s->center = store->center;
+    const float *scale = store->channel_scale;
+    if ((uintptr_t)scale % sizeof(float)) return TQKV__INVALID("channel_scale: not aligned as floats");
+    if (scale && !tqkv__channels_scale(s, scale)) {
+        if (!tqkv__channels_finite(s, scale)) return TQKV__REFUSE(NOT_FINITE, "channel_scale holds NaN or infinity");
+        return TQKV__INVALID("channel_scale: not in [2^-32, 2^32]");
+    }
+    s->channel_scale = scale;
     return TQKV_OK;
 }
 
-/* In bytes. A stream of `capacity` such rows has a size, so this does not overflow. */
+/* Takes centre and scale; follows tqkv__stream_shape in calls that use them. */
+static tqkv_result tqkv__stream_channels(const tqkv_store *store, tqkv__stream *s)
+{
+    if ((uintptr_t)store->center % sizeof(float)) return TQKV__INVALID("center: not aligned as floats");
+    if (store->center && !tqkv__channels_finite(s, store->center))
+        return TQKV__REFUSE(NOT_FINITE, "center holds NaN or infinity");
+    s->center = store->center;
+    return tqkv__stream_scale(store, s);
+}
+
+/* Of a centre, or of a scale, in bytes. A stream of `capacity` such rows has a size, so this does not overflow. */
 static size_t tqkv__center_size(const tqkv__stream *s)
 {
     return (size_t)s->n_kv_heads * (size_t)s->head_dim * sizeof(float);
 }
 
-/* The centre of a head, [head_dim], or NULL */
-static const float *tqkv__center_of(const tqkv__stream *s, int kv_head)
+/* The part of a head in centre, scale or factors, [head_dim]; NULL of NULL */
+static const float *tqkv__of_head(const tqkv__stream *s, const float *channels, int kv_head)
 {
-    return s->center ? s->center + (size_t)kv_head * (size_t)s->head_dim : NULL;
+    return channels ? channels + (size_t)kv_head * (size_t)s->head_dim : NULL;
+}
+
+static const float *tqkv__center_of(const tqkv__stream *s, int kv_head) { return tqkv__of_head(s, s->center, kv_head); }
+
+static const float *tqkv__scale_of(const tqkv__stream *s, int kv_head)
+{
+    return tqkv__of_head(s, s->channel_scale, kv_head);
 }
 
 /* In bytes */
@@ -1835,7 +1933,7 @@ static bool tqkv__encoding_overlaps(const tqkv__stream *s, const void *p, size_t
 /* Takes the buffers of a store; follows tqkv__stream_shape. */
 static tqkv_result tqkv__stream_memory(const tqkv_store *store, tqkv__stream *s)
 {
-    const tqkv_result r = tqkv__stream_center(store, s);
+    const tqkv_result r = tqkv__stream_channels(store, s);
     if (r != TQKV_OK) return r;
     if (!store->codes || store->codes_size < s->codes_size) return TQKV__INVALID("codes: NULL or too small");
     if (s->norms_size && (!store->norms || store->norms_size < s->norms_size))
@@ -1848,6 +1946,8 @@ static tqkv_result tqkv__stream_memory(const tqkv_store *store, tqkv__stream *s)
     tqkv__fill_planes(s);
     if (tqkv__encoding_overlaps(s, s->center, tqkv__center_size(s)))
         return TQKV__INVALID("center overlaps codes or norms");
+    if (tqkv__encoding_overlaps(s, s->channel_scale, tqkv__center_size(s)))
+        return TQKV__INVALID("channel_scale overlaps codes or norms");
     if (tqkv__encoding_overlaps(s, s->pages, tqkv__table_size(s))) return TQKV__INVALID("pages overlap codes or norms");
     return TQKV_OK;
 }
@@ -1858,10 +1958,16 @@ static tqkv_result tqkv__stream_open(const tqkv_store *store, tqkv__stream *s)
     return r == TQKV_OK ? tqkv__stream_memory(store, s) : r;
 }
 
+static bool tqkv__channels_overlap(const tqkv__stream *s, const void *p, size_t size)
+{
+    return tqkv__overlap(s->center, tqkv__center_size(s), p, size) ||
+           tqkv__overlap(s->channel_scale, tqkv__center_size(s), p, size);
+}
+
 /* Whether memory at p is any of a stream's, read or written. */
 static bool tqkv__stream_overlaps(const tqkv__stream *s, const void *p, size_t size)
 {
-    return tqkv__encoding_overlaps(s, p, size) || tqkv__overlap(s->center, tqkv__center_size(s), p, size) ||
+    return tqkv__encoding_overlaps(s, p, size) || tqkv__channels_overlap(s, p, size) ||
            tqkv__overlap(s->pages, tqkv__table_size(s), p, size);
 }
 
@@ -2039,7 +2145,8 @@ static tqkv_result tqkv__check_rows(const tqkv__stream *s, const void *p, int n,
     return TQKV_OK;
 }
 
-TQKV_API size_t tqkv__rows_size(const tqkv_store *s, int n_tokens)
+/* Bytes of the caller's rows of so many tokens. */
+static size_t tqkv__rows_size(const tqkv_store *s, int n_tokens)
 {
     size_t bytes;
     const tqkv_strides strides = tqkv__strides_of(s->strides, s->n_kv_heads, s->head_dim);
@@ -2276,7 +2383,7 @@ TQKV_API tqkv_allocator tqkv_team_allocator(tqkv_team *team)
     return allocator;
 }
 
-/* >>set: what an instruction set provides, in plain C or by vectors. Which one is in use is decided in >>driver. */
+/* >>set: what an instruction set provides, in plain C or by vectors. Which one is in use >>isa-code decides. */
 
 struct tqkv__attention;
 struct tqkv__quantiser;
@@ -2285,7 +2392,9 @@ struct tqkv__row;
 /* The encoding functions of an instruction set; every set gives the same bytes. */
 typedef struct tqkv__codec {
     bool (*rows_finite)(tqkv_type type, const void *x, size_t n); /* n: a multiple of head_dim */
-    void (*widen)(tqkv_type type, const void *src, const float *center, int n, float *row);
+    bool (*scales_valid)(const float *x, size_t n);               /* likewise */
+    void (*invert)(const float *scales, int n, float *factors);   /* likewise: 1 / scale, rounded once */
+    void (*widen)(tqkv_type type, const void *src, const float *center, const float *factors, int n, float *row);
     void (*narrow)(tqkv_type type, const float *row, int n, void *dst);
     void (*rotate)(float *x, int head_dim);
     void (*unrotate)(float *y, int head_dim);
@@ -2295,6 +2404,25 @@ typedef struct tqkv__codec {
 } tqkv__codec;
 
 static const tqkv__codec *tqkv__codec_for(int head_dim);
+
+static bool tqkv__channels_finite(const tqkv__stream *s, const float *x)
+{
+    return tqkv__codec_for(s->head_dim)->rows_finite(TQKV_TYPE_F32, x, (size_t)s->n_kv_heads * (size_t)s->head_dim);
+}
+
+static bool tqkv__channels_scale(const tqkv__stream *s, const float *x)
+{
+    return tqkv__codec_for(s->head_dim)->scales_valid(x, (size_t)s->n_kv_heads * (size_t)s->head_dim);
+}
+
+/* The factors by which encoding multiplies the channels of the heads [first, first + n): those that the stream keeps, or in
+   room: [n][head_dim]. NULL without a scale */
+static const float *tqkv__factors_of(const tqkv__stream *s, int first, int n, float *room)
+{
+    if (s->factors || !s->channel_scale) return tqkv__of_head(s, s->factors, first);
+    tqkv__codec_for(s->head_dim)->invert(tqkv__scale_of(s, first), n * s->head_dim, room);
+    return room;
+}
 
 /* Slots of a tile in one stream: [slot, slot + n). The codes `ahead` slots further on will be read next. */
 typedef struct tqkv__run {
@@ -2342,7 +2470,7 @@ typedef struct tqkv__isa {
 
 static const tqkv__isa *tqkv__isa_for(int head_dim);
 
-/* >>codec: rotation, norms, quantising, packing, and back */
+/* >>rotate-code: the rotation, in plain C */
 
 /* Row `row` of the Hadamard matrix of order m: bit j = (p[j>>3] >> (j&7)) & 1, 1 is -1 */
 static const uint8_t *tqkv__matrix_row(int m, int row)
@@ -2438,6 +2566,8 @@ static TQKV__NOINLINE void tqkv__unrotate_row(float *y, int head_dim)
     tqkv__scale(y, head_dim, tqkv__size_of(head_dim)->inverse_root);
     tqkv__flip_signs(y, head_dim);
 }
+
+/* >>codec: norms, quantising, packing, and back, in plain C: the specification */
 
 /* Norm of a TQ row or block from the sum of its squares; scale: the factor that brings its values to variance 1. If the
    rotation of a row overflows, the sum is NaN, whose sign depends on the machine: fabsf clears the norm's. */
@@ -2569,8 +2699,28 @@ static float tqkv__float_from_half(uint16_t half)
     return tqkv__float(sign | ((magnitude << 13) + (magnitude < 0x7c00u ? 0x38000000u : 0x70000000u)));
 }
 
-/* A row as floats, which is exact, less its centre unless that is NULL. src, center, row: [n] */
-static void tqkv__widen_row(tqkv_type type, const void *src, const float *center, int n, float *row)
+/* Scales are in [2^-32, 2^32]: their bits, those of positive floats, are ordered as they are. */
+#define TQKV__LEAST_SCALE  0x2f800000u
+#define TQKV__SCALES_RANGE 0x20000000u
+static bool tqkv__scales_valid(const float *x, size_t n)
+{
+    uint32_t bad = 0;
+    for (size_t i = 0; i < n; i++) bad |= tqkv__bits(x[i]) - TQKV__LEAST_SCALE > TQKV__SCALES_RANGE;
+    return !bad;
+}
+
+/* Compilers may replace a division by a constant; see tqkv__norm_i8. */
+static TQKV__NOINLINE void tqkv__invert(const float *scales, int n, float *factors)
+{
+    const volatile float one = 1.0f;
+    const float dividend = one;
+    for (int i = 0; i < n; i++) factors[i] = TQKV__AS_FLOAT(dividend / scales[i]);
+}
+
+/* A row as floats, which is exact, less its centre and times its factors, unless these are NULL. src, center, factors, row:
+   [n] */
+static void tqkv__widen_row(tqkv_type type, const void *src, const float *center, const float *factors, int n,
+                            float *row)
 {
     if (type == TQKV_TYPE_F32)
         memcpy(row, src, (size_t)n * sizeof(float));
@@ -2580,6 +2730,8 @@ static void tqkv__widen_row(tqkv_type type, const void *src, const float *center
         for (int i = 0; i < n; i++) row[i] = tqkv__float((uint32_t)tqkv__half_at(src, (size_t)i) << 16);
     if (center)
         for (int i = 0; i < n; i++) row[i] = TQKV__AS_FLOAT(row[i] - center[i]);
+    if (factors)
+        for (int i = 0; i < n; i++) row[i] = tqkv__rounded(row[i] * factors[i]);
 }
 
 /* Rounds to nearest even, beyond the largest half to infinity. NaN stays NaN: it keeps its upper bits and becomes quiet, as
@@ -2681,11 +2833,11 @@ static void tqkv__quantiser_open(const tqkv__stream *s, tqkv__quantiser *q)
     if (bits == 8) tqkv__split_floats(q->bounds, 128, q->planes);
 }
 
-/* Source and destination of a row. src, of the stream's type, center (or NULL): [head_dim], codes: [row_bytes], norms:
-   [norms_per_row] */
+/* Source and destination of a row. src, of the stream's type, center and factors (or NULL): [head_dim], codes: [row_bytes],
+   norms: [norms_per_row] */
 typedef struct tqkv__row {
     const void *src;
-    const float *center;
+    const float *center, *factors; /* factors: see tqkv__factors_of */
     uint8_t *codes;
     float *norms;
 } tqkv__row;
@@ -2694,7 +2846,7 @@ static TQKV__NOINLINE void tqkv__encode_row(const tqkv__stream *s, const tqkv__r
 {
     float x[TQKV_MAX_HEAD_DIM];
     uint8_t codes[TQKV_MAX_HEAD_DIM];
-    tqkv__widen_row(s->type, row->src, row->center, s->head_dim, x);
+    tqkv__widen_row(s->type, row->src, row->center, row->factors, s->head_dim, x);
     tqkv__scale_row(s, x, row->norms);
     for (int i = 0; i < s->head_dim; i++) {
         if (s->kind == TQKV__HALF) {
@@ -2718,8 +2870,9 @@ static void tqkv__encode_rows(const tqkv__stream *s, const tqkv__quantiser *q, c
     for (int i = 0; i < n_rows; i++) tqkv__encode_row(s, &rows[i]);
 }
 
-static const tqkv__codec tqkv__codec_scalar = {tqkv__values_finite, tqkv__widen_row, tqkv__narrow_row, tqkv__rotate_row,
-                                               tqkv__unrotate_row,  tqkv__scale_row, tqkv__encode_rows};
+static const tqkv__codec tqkv__codec_scalar = {tqkv__values_finite, tqkv__scales_valid, tqkv__invert,
+                                               tqkv__widen_row,     tqkv__narrow_row,   tqkv__rotate_row,
+                                               tqkv__unrotate_row,  tqkv__scale_row,    tqkv__encode_rows};
 
 /* The factor of the centroids or integers that share a norm. */
 static float tqkv__factor(const tqkv__stream *s, float norm)
@@ -2745,15 +2898,26 @@ static TQKV__NOINLINE void tqkv__decode_row(const tqkv__stream *s, const uint8_t
     }
 }
 
-/* dst += centre of the head, rotated if asked; dst: [head_dim] */
-static TQKV__NOINLINE void tqkv__add_center(const tqkv__stream *s, int kv_head, bool rotated, float *dst)
+/* dst *= scale of the head; dst: [head_dim], in the original basis */
+static TQKV__NOINLINE void tqkv__apply_scale(const tqkv__stream *s, int kv_head, float *dst)
 {
-    float center[TQKV_MAX_HEAD_DIM];
+    const float *scale = tqkv__scale_of(s, kv_head);
+    for (int d = 0; scale && d < s->head_dim; d++) dst[d] = TQKV__AS_FLOAT(dst[d] * scale[d]);
+}
+
+/* dst += centre of the head, or, in the basis of the codes, what encoding makes of it; dst: [head_dim] */
+static TQKV__NOINLINE void tqkv__add_center(const tqkv__stream *s, int kv_head, bool coded, float *dst)
+{
+    float center[TQKV_MAX_HEAD_DIM], room[TQKV_MAX_HEAD_DIM];
+    const tqkv__codec *codec = tqkv__codec_for(s->head_dim);
     if (!s->center) return;
-    memcpy(center, tqkv__center_of(s, kv_head), (size_t)s->head_dim * sizeof(float));
-    if (rotated) tqkv__codec_for(s->head_dim)->rotate(center, s->head_dim);
+    const float *factors = coded ? tqkv__factors_of(s, kv_head, 1, room) : NULL;
+    codec->widen(TQKV_TYPE_F32, tqkv__center_of(s, kv_head), NULL, factors, s->head_dim, center);
+    if (coded && s->rotated) codec->rotate(center, s->head_dim);
     for (int d = 0; d < s->head_dim; d++) dst[d] = TQKV__AS_FLOAT(dst[d] + center[d]);
 }
+
+/* >>encode: rows into a store and out of it; how they lie on the scale */
 
 /* Opens a store to encode into, somewhere. */
 static tqkv_result tqkv__encode_target(const tqkv_store *store, const void *src, int n_tokens, tqkv__stream *s)
@@ -2802,9 +2966,9 @@ static tqkv_result tqkv__check_source(const tqkv__stream *s, const void *src, in
     size_t bytes;
     const tqkv_result r = tqkv__check_rows(s, src, n_tokens, &bytes);
     if (r != TQKV_OK) return r;
-    if (!tqkv__aligned_at(to, alignment) || tqkv__overlap(src, bytes, to, size) ||
-        tqkv__overlap(s->center, tqkv__center_size(s), to, size))
-        return TQKV__INVALID("scaled, mean or out: NULL, not aligned as its type, or overlaps src or the centre");
+    if (!tqkv__aligned_at(to, alignment) || tqkv__overlap(src, bytes, to, size) || tqkv__channels_overlap(s, to, size))
+        return TQKV__INVALID(
+            "scaled, mean or out: NULL, not aligned as its type, or overlaps src, the centre or the scale");
     return tqkv__rows_finite(s, src, n_tokens) ? TQKV_OK : TQKV__REFUSE(NOT_FINITE, "src holds NaN or infinity");
 }
 
@@ -2814,29 +2978,51 @@ static int tqkv__first_kept(const tqkv__stream *s, int n_tokens)
     return s->ring && n_tokens > s->capacity ? n_tokens - s->capacity : 0;
 }
 
-/* Encodes tokens [from, to) of src after tqkv__encode_open; src[0] is for `position`. */
-static void tqkv__encode_tokens(const tqkv__stream *s, const void *src, int from, int to, int64_t position)
+/* Some heads of a stream at work: [first, first + n). factors: theirs, [n][head_dim], or NULL */
+typedef struct tqkv__heads {
+    int first, n;
+    const float *factors;
+} tqkv__heads;
+
+/* Encodes tokens [from, to) of some heads; src[0] is for `position`. */
+static void tqkv__encode_heads(const tqkv__stream *s, const tqkv__quantiser *q, const tqkv__heads *heads,
+                               const void *src, int from, int to, int64_t position)
 {
     enum { batch = 64 };
     const tqkv__codec *codec = tqkv__codec_for(s->head_dim);
-    const uint64_t mode = tqkv__fp_exact();
-    tqkv__quantiser q;
     tqkv__row rows[batch];
     int n = 0;
-    if (s->kind == TQKV__BOOK) tqkv__quantiser_open(s, &q);
     for (int t = from; t < to; t++) {
         const int slot = tqkv__slot(s, position + t);
         if (slot >= 0)
-            for (int h = 0; h < s->n_kv_heads; h++) {
+            for (int i = 0; i < heads->n; i++) {
+                const int h = heads->first + i;
                 rows[n].src = tqkv__source_row(s, src, (size_t)t, (size_t)h);
                 rows[n].center = tqkv__center_of(s, h);
+                rows[n].factors = tqkv__of_head(s, heads->factors, i);
                 rows[n].codes = tqkv__codes_at(s, h, slot);
                 rows[n].norms = tqkv__norms_at(s, h, slot);
-                if (++n == batch) codec->encode_rows(s, &q, rows, n);
+                if (++n == batch) codec->encode_rows(s, q, rows, n);
                 n %= batch;
             }
     }
-    if (n) codec->encode_rows(s, &q, rows, n);
+    if (n) codec->encode_rows(s, q, rows, n);
+}
+
+/* Encodes tokens [from, to) of src after tqkv__encode_open; src[0] is for `position`. With a scale as many heads at a time as
+   have their factors in 4 KiB, so that each factor is found once. */
+static void tqkv__encode_tokens(const tqkv__stream *s, const void *src, int from, int to, int64_t position)
+{
+    float room[TQKV_MAX_HEAD_DIM];
+    const uint64_t mode = tqkv__fp_exact();
+    const int most = s->channel_scale && !s->factors ? TQKV_MAX_HEAD_DIM / s->head_dim : s->n_kv_heads;
+    tqkv__quantiser q;
+    if (s->kind == TQKV__BOOK) tqkv__quantiser_open(s, &q);
+    for (int h = 0; h < s->n_kv_heads; h += most) {
+        tqkv__heads heads = {h, s->n_kv_heads - h < most ? s->n_kv_heads - h : most, NULL};
+        heads.factors = tqkv__factors_of(s, h, heads.n, room);
+        tqkv__encode_heads(s, &q, &heads, src, from, to, position);
+    }
     tqkv__fp_restore(mode);
 }
 
@@ -2963,20 +3149,23 @@ TQKV_API tqkv_result tqkv_encode_slots(const tqkv_store *store, const void *src,
 TQKV_API tqkv_result tqkv_probe(const tqkv_store *store, const void *src, int n_tokens, float *scaled)
 {
     tqkv__stream s;
-    float norms[TQKV_MAX_HEAD_DIM / 128];
+    float norms[TQKV_MAX_HEAD_DIM / 128], room[TQKV_MAX_HEAD_DIM];
     tqkv_result r = tqkv__stream_shape(store, &s);
-    if (r == TQKV_OK) r = tqkv__stream_center(store, &s);
+    if (r == TQKV_OK) r = tqkv__stream_channels(store, &s);
     const size_t size = (size_t)n_tokens * tqkv__center_size(&s); /* overflows only if the rows do */
     if (r == TQKV_OK) r = tqkv__check_source(&s, src, n_tokens, scaled, sizeof(float), size);
     if (r != TQKV_OK) return r;
     const tqkv__codec *codec = tqkv__codec_for(s.head_dim);
     const uint64_t mode = tqkv__fp_exact();
-    for (int i = 0; i < n_tokens; i++)
-        for (int h = 0; h < s.n_kv_heads; h++, scaled += s.head_dim) {
-            const void *row = tqkv__source_row(&s, src, (size_t)i, (size_t)h);
-            codec->widen(s.type, row, tqkv__center_of(&s, h), s.head_dim, scaled);
-            codec->scale_row(&s, scaled, norms);
+    for (size_t h = 0; h < (size_t)s.n_kv_heads; h++) {
+        const float *factors = tqkv__factors_of(&s, (int)h, 1, room);
+        for (size_t i = 0; i < (size_t)n_tokens; i++) {
+            float *row = scaled + (i * (size_t)s.n_kv_heads + h) * (size_t)s.head_dim;
+            codec->widen(s.type, tqkv__source_row(&s, src, i, h), tqkv__center_of(&s, (int)h), factors, s.head_dim,
+                         row);
+            codec->scale_row(&s, row, norms);
         }
+    }
     tqkv__fp_restore(mode);
     return TQKV_OK;
 }
@@ -3002,13 +3191,16 @@ TQKV_API tqkv_result tqkv_decode(const tqkv_store *store, int64_t position, int 
             float *row = s.type == TQKV_TYPE_F32 ? (float *)to : wide;
             tqkv__decode_row(&s, tqkv__codes_at(&s, h, slot), tqkv__norms_at(&s, h, slot), row);
             if (s.rotated && basis == TQKV_ORIGINAL) codec->unrotate(row, s.head_dim);
-            tqkv__add_center(&s, h, s.rotated && basis == TQKV_ROTATED, row);
+            if (basis == TQKV_ORIGINAL) tqkv__apply_scale(&s, h, row);
+            tqkv__add_center(&s, h, basis == TQKV_ROTATED, row);
             if (row == wide) codec->narrow(s.type, row, s.head_dim, to);
         }
     }
     tqkv__fp_restore(mode);
     return TQKV_OK;
 }
+
+/* >>convert: rows moved, and stores in another format */
 
 /* Moves the rows of n positions from `source` on to `target` on, in the same stream (downwards) or in another one. In
    ascending order no row is overwritten before it has moved: in a ring too, whose resident positions differ in slot. */
@@ -3053,6 +3245,7 @@ static bool tqkv__stays_apart(const tqkv__stream *to, const tqkv__stream *from)
            !tqkv__overlap(to->codes, to->codes_size, from->norms, from->norms_size) &&
            !tqkv__overlap(to->norms, to->norms_size, from->codes, from->codes_size) &&
            !tqkv__encoding_overlaps(to, from->center, tqkv__center_size(from)) &&
+           !tqkv__encoding_overlaps(to, from->channel_scale, tqkv__center_size(from)) &&
            !tqkv__encoding_overlaps(to, from->pages, tqkv__table_size(from));
 }
 
@@ -3064,10 +3257,19 @@ static bool tqkv__same_rows(const tqkv__stream *a, const tqkv__stream *b)
 }
 
 /* Of streams with the same n_kv_heads and head_dim. */
+static bool tqkv__same_channels(const tqkv__stream *s, const float *a, const float *b)
+{
+    return a == b || (a && b && memcmp(a, b, tqkv__center_size(s)) == 0);
+}
+
 static bool tqkv__same_center(const tqkv__stream *a, const tqkv__stream *b)
 {
-    return a->center == b->center ||
-           (a->center && b->center && memcmp(a->center, b->center, tqkv__center_size(a)) == 0);
+    return tqkv__same_channels(a, a->center, b->center);
+}
+
+static bool tqkv__same_scale(const tqkv__stream *a, const tqkv__stream *b)
+{
+    return tqkv__same_channels(a, a->channel_scale, b->channel_scale);
 }
 
 /* Opens two stores whose positions [position, position + n) are to be converted, and makes all checks. */
@@ -3083,6 +3285,7 @@ TQKV__COLD static tqkv_result tqkv__convert_open(const tqkv_store *to_store, con
     if (to->rotated != from->rotated && to->kind != TQKV__HALF && from->kind != TQKV__HALF)
         return TQKV__INVALID("unrotated: the stores differ in it");
     if (!tqkv__same_center(to, from)) return TQKV__INVALID("center: the stores differ in it");
+    if (!tqkv__same_scale(to, from)) return TQKV__INVALID("channel_scale: the stores differ in it");
     if (!tqkv__stays_apart(to, from))
         return TQKV__INVALID("`to` overlaps `from`, other than with shorter rows from the same address on");
     for (int p = 0; p < n && !tqkv__same_rows(to, from); p++)
@@ -3114,7 +3317,7 @@ static TQKV__NOINLINE void tqkv__convert_rows(const tqkv__stream *from, const tq
             tqkv__decode_row(from, tqkv__codes_at(from, kv_head, source), tqkv__norms_at(from, kv_head, source), row);
             if (from->rotated && !to->rotated) codec->unrotate(row, to->head_dim);
             rows[i].src = row;
-            rows[i].center = NULL;
+            rows[i].center = rows[i].factors = NULL;
             rows[i].codes = tqkv__codes_at(to, kv_head, target);
             rows[i].norms = tqkv__norms_at(to, kv_head, target);
         }
@@ -3175,13 +3378,16 @@ TQKV_API tqkv_result tqkv_store_convert(const tqkv_store *to, const tqkv_store *
     return tqkv__convert(to, from, position, n_positions, to ? &to->parallel : &serial);
 }
 
+/* >>measure: means, errors, and the rotation of rows alone */
+
 /* mean: [head_dim] */
 static TQKV__NOINLINE void tqkv__mean_of(const tqkv__stream *s, const void *src, int n_tokens, size_t h, float *mean)
 {
     double sums[TQKV_MAX_HEAD_DIM] = {0};
     for (int t = 0; t < n_tokens; t++) {
         float row[TQKV_MAX_HEAD_DIM];
-        tqkv__codec_for(s->head_dim)->widen(s->type, tqkv__source_row(s, src, (size_t)t, h), NULL, s->head_dim, row);
+        tqkv__codec_for(s->head_dim)
+            ->widen(s->type, tqkv__source_row(s, src, (size_t)t, h), NULL, NULL, s->head_dim, row);
         for (int d = 0; d < s->head_dim; d++) sums[d] += (double)row[d];
     }
     for (int d = 0; d < s->head_dim; d++) mean[d] = n_tokens ? (float)(sums[d] / n_tokens) : 0.0f;
@@ -3214,7 +3420,7 @@ static TQKV__NOINLINE void tqkv__add_moments(const tqkv__stream *s, int kv_head,
     float source[TQKV_MAX_HEAD_DIM], first[TQKV_MAX_HEAD_DIM], x[TQKV_MAX_HEAD_DIM], norms[TQKV_MAX_HEAD_DIM / 128];
     const float last = tqkv_last_boundary(s->format);
     const tqkv__codec *codec = tqkv__codec_for(s->head_dim);
-    codec->widen(s->type, row->src, row->center, s->head_dim, x);
+    codec->widen(s->type, row->src, row->center, row->factors, s->head_dim, x);
     codec->scale_row(s, x, norms);
     for (int d = 0; d < s->head_dim; d++) {
         const double square = (double)x[d] * (double)x[d];
@@ -3223,9 +3429,10 @@ static TQKV__NOINLINE void tqkv__add_moments(const tqkv__stream *s, int kv_head,
         m->beyond += fabsf(x[d]) > last;
     }
     tqkv__decode_row(s, row->codes, row->norms, x);
-    codec->widen(s->type, row->src, NULL, s->head_dim, source);
-    codec->widen(s->type, m->first, NULL, s->head_dim, first);
+    codec->widen(s->type, row->src, NULL, NULL, s->head_dim, source);
+    codec->widen(s->type, m->first, NULL, NULL, s->head_dim, first);
     if (s->rotated) codec->unrotate(x, s->head_dim);
+    tqkv__apply_scale(s, kv_head, x);
     tqkv__add_center(s, kv_head, false, x);
     for (int d = 0; d < s->head_dim; d++) {
         const double value = (double)source[d], noise = value - (double)x[d], less = value - (double)first[d];
@@ -3243,7 +3450,7 @@ TQKV__COLD static TQKV__NOINLINE void tqkv__quality_of(const tqkv__stream *s, co
     double mean = 0.0, differs = m->differs;
     const double n = n_tokens ? n_tokens : 1, values = n * s->head_dim;
     memset(out, 0, sizeof *out);
-    if (n_tokens) tqkv__codec_for(s->head_dim)->widen(s->type, m->first, NULL, s->head_dim, first);
+    if (n_tokens) tqkv__codec_for(s->head_dim)->widen(s->type, m->first, NULL, NULL, s->head_dim, first);
     for (int d = 0; d < s->head_dim; d++) {
         const double less = m->row[d] / n, value = (double)first[d] + less;
         mean += value * value;
@@ -3262,9 +3469,9 @@ TQKV_API tqkv_result tqkv_measure(const tqkv_store *shape, const void *src, int 
     tqkv__quantiser q;
     tqkv__moments m;
     uint8_t codes[2 * TQKV_MAX_HEAD_DIM];
-    float norms[TQKV_MAX_HEAD_DIM / 128];
+    float norms[TQKV_MAX_HEAD_DIM / 128], room[TQKV_MAX_HEAD_DIM];
     tqkv_result r = tqkv__stream_shape(shape, &s);
-    if (r == TQKV_OK) r = tqkv__stream_center(shape, &s);
+    if (r == TQKV_OK) r = tqkv__stream_channels(shape, &s);
     const size_t out_size = (size_t)s.n_kv_heads * sizeof *out;
     if (r == TQKV_OK) r = tqkv__check_source(&s, src, n_tokens, out, __alignof__(tqkv_quality), out_size);
     if (r != TQKV_OK) return r;
@@ -3275,9 +3482,10 @@ TQKV_API tqkv_result tqkv_measure(const tqkv_store *shape, const void *src, int 
     for (int h = 0; h < s.n_kv_heads; h++) {
         memset(&m, 0, sizeof m);
         m.first = tqkv__source_row(&s, src, 0, (size_t)h);
+        const float *factors = tqkv__factors_of(&s, h, 1, room);
         for (int t = 0; t < n_tokens; t++) {
             const void *at = tqkv__source_row(&s, src, (size_t)t, (size_t)h);
-            const tqkv__row row = {at, tqkv__center_of(&s, h), codes, norms};
+            const tqkv__row row = {at, tqkv__center_of(&s, h), factors, codes, norms};
             codec->encode_rows(&s, &q, &row, 1);
             tqkv__add_moments(&s, h, &row, &m);
         }
@@ -3740,10 +3948,12 @@ static const tqkv__integers tqkv__integers_scalar = {&tqkv__isa_scalar,
 
 #endif /* TQKV_IMPLEMENTATION, to be continued */
 
-/* >>kernels: what the loops of attention and of encoding share. The implementation includes this file again for each
-   instruction set, and compiles the sections from here to >>avx512 for it. TQKV__(name) is that set's version of name,
+/* The loops of attention and of encoding. The implementation includes this file again for each
+   instruction set, and compiles the sections from here to >>set-avx512 for it. TQKV__(name) is that set's version of name,
    TQKV__LANES the number of floats in its vector, and TQKV__TARGET the attribute that enables it in the compiler. */
 #ifdef TQKV__LANES
+
+/* >>kernels: what the loops of attention and of encoding share */
 
 #define TQKV__VECTOR TQKV__(vector)
 typedef uint32_t TQKV__(words) __attribute__((vector_size(4 * TQKV__LANES)));
@@ -3767,23 +3977,47 @@ TQKV__OP TQKV__VECTOR TQKV__(load_as)(const tqkv_type type, const void *values, 
 }
 
 /* As tqkv__widen_row and tqkv__narrow_row. */
-TQKV__OP void TQKV__(widen_as)(const tqkv_type type, const void *src, const float *center, int n, float *row)
+TQKV__OP void TQKV__(widen_as)(const tqkv_type type, const void *src, const float *center, const float *factors, int n,
+                               float *row)
 {
     for (int i = 0; i < n; i += TQKV__LANES) {
         TQKV__VECTOR x = TQKV__(load_as)(type, src, i);
         if (center) x -= TQKV__(load)(center + i);
+        if (factors) x = TQKV__(rounded)(x * TQKV__(load)(factors + i));
         TQKV__(store)(row + i, x);
     }
 }
 
-TQKV__TARGET static void TQKV__(widen)(tqkv_type type, const void *src, const float *center, int n, float *row)
+TQKV__TARGET static void TQKV__(widen)(tqkv_type type, const void *src, const float *center, const float *factors,
+                                       int n, float *row)
 {
     if (type == TQKV_TYPE_F16)
-        TQKV__(widen_as)(TQKV_TYPE_F16, src, center, n, row);
+        TQKV__(widen_as)(TQKV_TYPE_F16, src, center, factors, n, row);
     else if (type == TQKV_TYPE_BF16)
-        TQKV__(widen_as)(TQKV_TYPE_BF16, src, center, n, row);
+        TQKV__(widen_as)(TQKV_TYPE_BF16, src, center, factors, n, row);
     else
-        TQKV__(widen_as)(TQKV_TYPE_F32, src, center, n, row);
+        TQKV__(widen_as)(TQKV_TYPE_F32, src, center, factors, n, row);
+}
+
+/* As tqkv__scales_valid and tqkv__invert, for whole rows. */
+TQKV__TARGET static bool TQKV__(scales_valid)(const float *x, size_t n)
+{
+    TQKV__(words) bad, bits;
+    uint32_t lanes[TQKV__LANES], all = 0;
+    memset(&bad, 0, sizeof bad);
+    for (size_t i = 0; i < n; i += TQKV__LANES) {
+        memcpy(&bits, x + i, sizeof bits);
+        bad |= (TQKV__(words))(bits - TQKV__LEAST_SCALE > TQKV__SCALES_RANGE);
+    }
+    memcpy(lanes, &bad, sizeof lanes);
+    for (int i = 0; i < TQKV__LANES; i++) all |= lanes[i];
+    return !all;
+}
+
+TQKV__TARGET static void TQKV__(invert)(const float *scales, int n, float *factors)
+{
+    for (int i = 0; i < n; i += TQKV__LANES)
+        TQKV__(store)(factors + i, TQKV__(invert_above)(0.0f, TQKV__(load)(scales + i)));
 }
 
 TQKV__TARGET static void TQKV__(narrow_row)(tqkv_type type, const float *row, int n, void *dst)
@@ -5473,16 +5707,17 @@ TQKV__TARGET static void TQKV__(store_f16_row)(tqkv_type type, const void *src, 
         TQKV__(store_f16_as)(TQKV_TYPE_F32, src, head_dim, row);
 }
 
-/* The values of a row that are to be quantised: less its centre, rotated, in row: [head_dim] or, where nothing is to be done,
-   in the source. Halves are not widened first: that pass would make them a tenth slower than floats. F16 is stored. The
+/* The values of a row that are to be quantised: less its centre, times its factors, rotated, in row: [head_dim] or, where
+   nothing is to be done, in the source. Halves are not widened first: that pass would make them a tenth slower than floats. F16 is stored. The
    sums of a row that is not rotated may read behind it: a copy. */
 TQKV__TARGET static const float *TQKV__(open_row)(const tqkv__stream *s, const tqkv__row *source, float *row)
 {
     const bool half = s->kind == TQKV__HALF;
     const void *src = source->src;
     tqkv_type type = s->type;
-    if (source->center || (!s->rotated && !half && (type != TQKV_TYPE_F32 || TQKV__HAS_MATRIX(s->head_dim)))) {
-        TQKV__(widen)(type, src, source->center, s->head_dim, row);
+    const bool widens = !s->rotated && !half && (type != TQKV_TYPE_F32 || TQKV__HAS_MATRIX(s->head_dim));
+    if (source->center || source->factors || widens) {
+        TQKV__(widen)(type, src, source->center, source->factors, s->head_dim, row);
         type = TQKV_TYPE_F32;
         src = row;
     }
@@ -5566,8 +5801,9 @@ TQKV__TARGET static bool TQKV__(rows_finite)(tqkv_type type, const void *x, size
 
 /* >>k-table: the functions of a set. */
 
-static const tqkv__codec TQKV__(codec) = {TQKV__(rows_finite), TQKV__(widen),     TQKV__(narrow_row), TQKV__(rotate),
-                                          TQKV__(unrotate),    TQKV__(scale_row), TQKV__(encode_rows)};
+static const tqkv__codec TQKV__(codec) = {TQKV__(rows_finite), TQKV__(scales_valid), TQKV__(invert),
+                                          TQKV__(widen),       TQKV__(narrow_row),   TQKV__(rotate),
+                                          TQKV__(unrotate),    TQKV__(scale_row),    TQKV__(encode_rows)};
 
 static const tqkv__isa TQKV__(isa) = {TQKV__ISA_NAME,    TQKV__LANES,        {TQKV__NIBBLE_ORDER},
                                       &TQKV__(codec),    TQKV__(score_tile), TQKV__(softmax_tile),
@@ -5577,7 +5813,7 @@ static const tqkv__isa TQKV__(isa) = {TQKV__ISA_NAME,    TQKV__LANES,        {TQ
 
 #ifdef TQKV__INTEGER_LANES
 
-/* >>integer-kernels: the loops of >>integer, written once. Codes become bytes, in the order of their dimensions. A lane of
+/* >>k-integer: the loops of >>integer, written once. Codes become bytes, in the order of their dimensions. A lane of
    32 bits adds up TQKV__PRODUCTS products: two of words, to which the bytes are widened, or four or eight of bytes with
    the high and the low bytes of an integer, in two sums. What a set brings besides its floats, with TQKV__(codes) for a
    vector of TQKV__INTEGER_LANES lanes, as TQKV__S(name) if it has nothing to do with products, else as TQKV__I(name):
@@ -6748,7 +6984,8 @@ static const tqkv__integers TQKV__I(integers) = {&TQKV__(isa),
 static inline __m128i tqkv__load_64(const uint8_t *p) { return _mm_loadl_epi64((const __m128i *)(const void *)p); }
 static inline __m128i tqkv__load_128(const uint8_t *p) { return _mm_loadu_si128((const __m128i *)(const void *)p); }
 
-/* >>avx512: with the byte permutes of VBMI. A function has the same name in all sets, except for the suffix. */
+/* >>set-avx512: with the byte permutes of VBMI. A function has the same name in all sets, except for the suffix. */
+
 #ifdef TQKV__AVX512
 
 #define TQKV__TARGET __attribute__((target("avx512f,avx512bw,avx512vl,avx512dq,avx512vbmi,avx2,fma,f16c")))
@@ -6980,7 +7217,7 @@ TQKV__OP __m512 tqkv__signs_avx512(uint32_t bits)
 {
     return _mm512_mask_blend_ps((__mmask16)bits, _mm512_set1_ps(1.0f), _mm512_set1_ps(-1.0f));
 }
-/* See >>avx2. Runs that do not fill a vector of 16 are rotated there. */
+/* See >>set-avx2. Runs that do not fill a vector of 16 are rotated there. */
 #define tqkv__repeat_avx512(n, p)              _mm512_set1_ps(*(p))
 #define tqkv__spread_avx512(n, i, x)           (x)
 #define tqkv__unite_avx512(n, x)               (x)
@@ -7185,7 +7422,7 @@ static void tqkv__mix_by_order_avx2(int m, const float *runs, float factor, int 
 
 #endif /* TQKV__AVX512 */
 
-/* >>avx2: with FMA and F16C */
+/* >>set-avx2: with FMA and F16C */
 
 #define TQKV__TARGET __attribute__((target("avx2,fma,f16c")))
 typedef __m256 tqkv__vector_avx2;
@@ -7611,7 +7848,7 @@ int sysctlbyname(const char *name, void *value, size_t *size, void *to, size_t t
 #endif
 #endif
 
-/* >>neon: part of every AArch64 */
+/* >>set-neon: part of every AArch64 */
 
 #define TQKV__TARGET
 typedef float32x4_t tqkv__vector_neon;
@@ -7938,10 +8175,9 @@ TQKV__OP void tqkv__store_words_neon(uint8_t *p, uint32x4_t words)
 #include "tqkv.h"
 #endif
 
-/* >>integer-sets: what each instruction set brings to >>integer-kernels */
+/* >>integer-avx512: what AVX-512 brings to >>k-integer, with the products of VNNI */
 
 #ifdef TQKV__AVX512
-/* -- AVX-512, with the products of VNNI -- */
 
 #define TQKV__TARGET __attribute__((target("avx512f,avx512bw,avx512vl,avx512dq,avx512vbmi,avx512vnni,avx2,fma,f16c")))
 
@@ -8249,8 +8485,9 @@ TQKV__OP __m512i tqkv__i_look_up_fields_avx512(const tqkv_format format, const b
 #include "tqkv.h"
 #endif
 
+/* >>integer-avx2: what AVX2 brings to >>k-integer, and AVX-VNNI */
+
 #ifdef TQKV__AVX2
-/* -- AVX2 -- */
 
 #define TQKV__TARGET __attribute__((target("avx2,fma,f16c")))
 
@@ -8438,8 +8675,9 @@ TQKV__OP __m256i tqkv__i_dot_avxvnni(__m256i sums, __m256i codes, __m256i intege
 #endif
 #endif
 
+/* >>integer-neon: what NEON brings to >>k-integer */
+
 #ifdef TQKV__NEON
-/* -- NEON -- */
 
 #define TQKV__TARGET
 
@@ -8763,7 +9001,7 @@ TQKV__OP void tqkv__i_interleave_i8mm(const int8_t *p, size_t stride, int left, 
 #pragma GCC pop_options
 #endif
 
-/* >>driver: which instruction set is in use; tqkv_attend and its slices: checks, tasks, results */
+/* >>isa-code: which instruction set is in use */
 
 /* Best first; the choice is among those that the processor has. */
 static const tqkv__isa *const tqkv__isas[] = {
@@ -8906,6 +9144,8 @@ TQKV_API tqkv_result tqkv_isa_force(const char *name)
     return TQKV_OK;
 }
 
+/* >>attention-code: opening a tqkv_attention: every default resolved, every field checked */
+
 static bool tqkv__sinks_valid(const float *sinks, int n_heads)
 {
     if (sinks)
@@ -8933,8 +9173,6 @@ static tqkv_result tqkv__check_tree_and_sinks(const tqkv_attention *a)
 }
 
 #define TQKV__FLOATS_ON_GPU "arithmetic: a GPU multiplies floats only"
-#define TQKV__ENDS_ON_GPU   "exact_first, exact_last: more dispatches than this plan has"
-#define TQKV__LISTS_IN_PLAN "list: more dispatches than this plan has"
 
 /* Changes to the integers of the set, if the call asks for them. */
 static tqkv_result tqkv__take_arithmetic(tqkv__attention *a)
@@ -9069,7 +9307,8 @@ static tqkv_result tqkv__check_streams(tqkv__attention *a)
 {
     const tqkv__stream *k = &a->keys, *v = &a->values;
     const bool alike = tqkv__same_bytes(k, v), one_table = k->pages == v->pages && k->n_pages == v->n_pages;
-    a->shared = alike && one_table && k->page_size == v->page_size && k->ring == v->ring && k->center == v->center;
+    a->shared = alike && one_table && k->page_size == v->page_size && k->ring == v->ring && k->center == v->center &&
+                k->channel_scale == v->channel_scale;
     for (int part = 0; part < 2 && a->call.tail; part++) {
         const tqkv__stream *s = part ? v : k;
         if (tqkv__encoding_overlaps(s, a->tail.codes, a->tail.codes_size) ||
@@ -9092,6 +9331,8 @@ static tqkv_result tqkv__check_end(const tqkv__attention *a, const tqkv__stream 
         return TQKV__INVALID("exact_first or exact_last: a store of other head_dim or n_kv_heads than the codes");
     if (!tqkv__same_center(s, codes))
         return TQKV__INVALID("exact_first or exact_last: a store with another centre than the codes");
+    if (!tqkv__same_scale(s, codes))
+        return TQKV__INVALID("exact_first or exact_last: a store with another channel_scale than the codes");
     if (s->ring ? a->call.end - low > s->capacity : high > tqkv__room(s))
         return TQKV__REFUSE(OUT_OF_RANGE, "exact_first or exact_last: a store that does not hold so many positions");
     return TQKV_OK;
@@ -9229,6 +9470,8 @@ static tqkv_result tqkv__attention_open(const tqkv_attention *a, tqkv__attention
     if (result != TQKV_OK || (!a->exact_first && !a->exact_last)) return result;
     return tqkv__take_ends(r, tqkv__stream_open);
 }
+
+/* >>visible: which positions a query sees: windows, trees, lists */
 
 /* The positions of a range that a query sees. */
 static tqkv__range tqkv__visible(const tqkv__attention *a, int query, tqkv__range range)
@@ -9423,6 +9666,8 @@ static tqkv_result tqkv__check_seen(const tqkv__attention *a, tqkv__range range)
         if (tqkv__tree_has(a, (int)(at - first))) r = tqkv__check_entries(a, at, at + 1);
     return r;
 }
+
+/* >>tile: the order of decoded values, tiles, and the sums of a tile, of a piece and of a stretch */
 
 /* from: [rows][columns] -> to: [columns][rows], plus zero */
 static inline void tqkv__transpose(const float *from, int rows, int columns, float zero, float *to)
@@ -9691,6 +9936,8 @@ static void tqkv__turn_sums(const tqkv__attention *a, const tqkv__stream *from, 
     }
 }
 
+/* >>walk: an item from tile to tile */
+
 /* An item at work: its queries as tqkv__arrange_queries gives them, what centres add to its scores, and its sums, of a piece
    and of a stretch. A tile's values are added after the next tile's scores. These steps are independent, and the processor
    overlaps them. */
@@ -9877,8 +10124,8 @@ static void tqkv__touch_streams(const tqkv__tile *tile)
     if (!a->shared) tqkv__touch_next(tile->place.values, tile->kv_head, &tile->values);
 }
 
-/* -- Lists, small pages and the ends of rings: tiles of ranks. Scattered rows are gathered into scratch, where they are a tile as
-   others are. -- */
+/* >>gather: lists, small pages and the ends of rings: tiles of ranks. Scattered rows are gathered into scratch, where they
+   are a tile as others are. */
 
 /* Bytes of the scratch of a stream: rows of two tiles, then their norms. */
 static size_t tqkv__gathered_codes(const tqkv__stream *s) { return (2 * TQKV__TILE * s->row_bytes + 63) / 64 * 64; }
@@ -10172,8 +10419,10 @@ static void tqkv__arrange_part(const tqkv__attention *a, const tqkv__item *item,
     TQKV__ALIGNED float natural[TQKV_MAX_HEAD_DIM];
     for (int i = 0; i < item->n_rows; i++, arranged += s->head_dim) {
         const void *query = tqkv__query_at(a, q, tqkv__caller_row(a, item, i));
-        a->isa->codec->widen(a->call.query_type, tqkv__query_part(a, query, part), NULL, s->head_dim, natural);
-        if (s->rotated && a->call.query_basis == TQKV_ORIGINAL) a->isa->codec->rotate(natural, s->head_dim);
+        const bool original = a->call.query_basis == TQKV_ORIGINAL;
+        const float *scale = original ? tqkv__scale_of(s, item->kv_head) : NULL;
+        a->isa->codec->widen(a->call.query_type, tqkv__query_part(a, query, part), NULL, scale, s->head_dim, natural);
+        if (s->rotated && original) a->isa->codec->rotate(natural, s->head_dim);
         tqkv__scale(natural, s->head_dim, a->call.scale);
         if (a->round_query && s->kind != TQKV__HALF)
             a->round_query(s, natural, arranged);
@@ -10198,17 +10447,19 @@ static void tqkv__arrange_queries(const tqkv__attention *a, const tqkv__item *it
         tqkv__arrange_part(a, item, q, 0, &a->ends[!a->exact[0][0]][0], arranged + n_rows * (size_t)a->key_dim);
 }
 
-/* q.c, for the centre c of part 0 or 1 of the keys. query: [key_dim], the caller's */
+/* q.c, for the centre c of part 0 or 1 of the keys, in the query's basis. query: [key_dim], the caller's */
 static TQKV__NOINLINE double tqkv__center_product(const tqkv__attention *a, int kv_head, int part, const void *query)
 {
-    float q[TQKV_MAX_HEAD_DIM];
+    float q[TQKV_MAX_HEAD_DIM], room[TQKV_MAX_HEAD_DIM];
     double c[TQKV_MAX_HEAD_DIM], sum = 0.0;
+    const bool coded = a->call.query_basis == TQKV_ROTATED;
     const tqkv__stream *s = part ? &a->tail : &a->keys;
     const float *center = tqkv__center_of(s, kv_head);
     if (!center) return 0.0;
-    for (int d = 0; d < s->head_dim; d++) c[d] = (double)center[d];
-    if (s->rotated && a->call.query_basis == TQKV_ROTATED) tqkv__rotate_double(c, s->head_dim);
-    a->isa->codec->widen(a->call.query_type, tqkv__query_part(a, query, part), NULL, s->head_dim, q);
+    const float *factors = coded ? tqkv__factors_of(s, kv_head, 1, room) : NULL;
+    for (int d = 0; d < s->head_dim; d++) c[d] = (double)(factors ? tqkv__rounded(center[d] * factors[d]) : center[d]);
+    if (coded && s->rotated) tqkv__rotate_double(c, s->head_dim);
+    a->isa->codec->widen(a->call.query_type, tqkv__query_part(a, query, part), NULL, NULL, s->head_dim, q);
     for (int d = 0; d < s->head_dim; d++) sum += tqkv__rounded_double(c[d] * (double)q[d]);
     return sum;
 }
@@ -10231,7 +10482,7 @@ static void tqkv__find_offsets(const tqkv__attention *a, const tqkv__item *item,
 }
 
 /* Adds the centres to the sums of a row. The keys' belongs to the maximum, where a float has lost the last bits of the
-   sum; they go into the weights. value_center, out: [value_dim], in the values' basis; value_center may be NULL */
+   sum; they go into the weights. value_center, out: [value_dim], in the basis of the values' codes; value_center may be NULL */
 static void tqkv__add_centers(const tqkv__attention *a, double score, const float *value_center, float *out, float *max,
                               float *sum)
 {
@@ -10245,8 +10496,16 @@ static void tqkv__add_centers(const tqkv__attention *a, double score, const floa
     *max = rounded;
 }
 
-/* out = out / (sum + exp(sink - max)), rotated back; zeros if the row saw nothing. out: [value_dim] */
-static TQKV__NOINLINE void tqkv__finish_row(const tqkv__attention *a, int head, float *out, float max, float sum)
+/* out += share * center; share: that of the positions in all weights. center, out: [value_dim] */
+static void tqkv__add_share(const tqkv__attention *a, const float *center, float share, float *out)
+{
+    for (int d = 0; d < a->value_dim; d++) out[d] = TQKV__AS_FLOAT(out[d] + tqkv__rounded(share * center[d]));
+}
+
+/* out = out / (sum + exp(sink - max)), rotated back and scaled, then the centre unless that is NULL; zeros if the row saw nothing.
+   center, out: [value_dim], center in the original basis */
+static TQKV__NOINLINE void tqkv__finish_row(const tqkv__attention *a, int head, const float *center, float *out,
+                                            float max, float sum)
 {
     if (sum == 0.0f) { /* rotated back, half of the zeros would be negative */
         memset(out, 0, (size_t)a->value_dim * sizeof(float));
@@ -10255,33 +10514,41 @@ static TQKV__NOINLINE void tqkv__finish_row(const tqkv__attention *a, int head, 
     const float sink = a->call.sinks ? a->call.sinks[head] : -INFINITY;
     const float largest = sink > max ? sink : max, keep = tqkv__exp(TQKV__AS_FLOAT(max - largest));
     const float of_sink = tqkv__exp(TQKV__AS_FLOAT(sink - largest));
-    tqkv__scale(out, a->value_dim, TQKV__AS_FLOAT(keep / tqkv__sum_of_products(sum, keep, of_sink, 1.0f)));
+    const float all = tqkv__sum_of_products(sum, keep, of_sink, 1.0f);
+    tqkv__scale(out, a->value_dim, TQKV__AS_FLOAT(keep / all));
     if (a->unrotate_output) a->isa->codec->unrotate(out, a->value_dim);
+    if (a->call.output_basis == TQKV_ORIGINAL) tqkv__apply_scale(&a->values, head / a->group, out);
+    if (center) tqkv__add_share(a, center, TQKV__AS_FLOAT(tqkv__rounded(sum * keep) / all), out);
 }
 
-/* Writes an item's sums to the caller; finishes and rounds them unless the call is partial. */
+/* Writes an item's sums to the caller; finishes and rounds them unless the call is partial. The values' centre is added to the
+   sums, in the basis of the codes; with a scale, where the row is finished, behind the scale: a channel is then not rounded
+   against larger ones. */
 static TQKV__NOINLINE void tqkv__deliver(const tqkv__part *part, const tqkv__item *item, const tqkv__sums *sums)
 {
     const tqkv__attention *a = part->a;
     float center[TQKV_MAX_HEAD_DIM]; /* of the values */
+    const bool behind = a->values.channel_scale && !part->max && a->call.output_basis == TQKV_ORIGINAL;
+    const float *last = behind ? tqkv__center_of(&a->values, item->kv_head) : NULL;
+    const float *coded = a->values.center && !behind ? center : NULL;
     TQKV__ALIGNED float wide[TQKV_MAX_HEAD_DIM];
     const tqkv_type type = part->max ? TQKV_TYPE_F32 : a->call.output_type;
     const bool scored = (a->keys.center || a->tail.center) && a->call.softcap == 0.0f && (part->max || a->call.sinks);
     memset(center, 0, sizeof center);
-    tqkv__add_center(&a->values, item->kv_head, a->values.rotated, center);
+    if (coded) tqkv__add_center(&a->values, item->kv_head, true, center);
     for (int i = 0; i < item->n_rows; i++) {
         const size_t row = tqkv__caller_row(a, item, i);
         void *to = tqkv__output_at(part, row);
         float *out = type == TQKV_TYPE_F32 ? (float *)to : wide, max = sums->max[i], sum = sums->sum[i];
         const double score = scored ? tqkv__center_score(a, item->kv_head, tqkv__query_at(a, part->q, row)) : 0.0;
         tqkv__to_natural(a->isa, &a->values, sums->out + (size_t)i * (size_t)a->value_dim, out);
-        if (scored || a->values.center) tqkv__add_centers(a, score, a->values.center ? center : NULL, out, &max, &sum);
+        if (scored || coded) tqkv__add_centers(a, score, coded, out, &max, &sum);
         if (part->max) {
             part->max[row] = max;
             part->sum[row] = sum;
             continue;
         }
-        tqkv__finish_row(a, (int)(row % (size_t)a->call.n_heads), out, max, sum);
+        tqkv__finish_row(a, (int)(row % (size_t)a->call.n_heads), last, out, max, sum);
         if (out == wide) a->isa->codec->narrow(type, wide, a->value_dim, to);
     }
 }
@@ -10605,6 +10872,8 @@ static tqkv_result tqkv__run_job(tqkv__part *parts, int n_parts)
     return TQKV_OK;
 }
 
+/* >>attend-calls: the arrays of a call, checked, and the public calls of attention */
+
 /* The arrays of one call. No written array may overlap another one. */
 typedef struct tqkv__arrays {
     const void *at[8];
@@ -10861,10 +11130,21 @@ static tqkv_result tqkv__check_slice_range(const tqkv__attention *a, int64_t fir
 
 static tqkv_result tqkv__check_slices_match(const tqkv__attention *a, const tqkv__attention *from)
 {
-    if (from->value_dim == a->value_dim && from->call.n_heads == a->call.n_heads &&
-        from->call.n_queries == a->call.n_queries)
-        return TQKV_OK;
-    return TQKV__INVALID("the slices differ in the values' head_dim, n_heads or n_queries");
+    if (from->value_dim != a->value_dim || from->call.n_heads != a->call.n_heads ||
+        from->call.n_queries != a->call.n_queries)
+        return TQKV__INVALID("the slices differ in the values' head_dim, n_heads or n_queries");
+    if (from->n_kv_heads != a->n_kv_heads && (from->values.channel_scale || a->values.channel_scale))
+        return TQKV__INVALID("the slices differ in n_kv_heads");
+    return tqkv__same_scale(&a->values, &from->values)
+               ? TQKV_OK
+               : TQKV__INVALID("the slices differ in the values' channel_scale");
+}
+
+/* Opens the shape of an attention, and the scale of its values, which is in the sums of its slices. */
+static tqkv_result tqkv__slice_shape(const tqkv_attention *attention, tqkv__attention *a)
+{
+    const tqkv_result r = tqkv__attention_shape(attention, a);
+    return r == TQKV_OK ? tqkv__stream_scale(attention->values, &a->values) : r;
 }
 
 TQKV_API tqkv_result tqkv_attend_partial(const tqkv_attention *attention, const void *q, int64_t first, int count,
@@ -10890,8 +11170,8 @@ TQKV_API tqkv_result tqkv_attend_merge_slice(const tqkv_attention *attention, fl
 {
     tqkv__attention a, from;
     tqkv__arrays arrays = {{NULL}, {0}, 0, sizeof(float)};
-    tqkv_result r = tqkv__attention_shape(attention, &a);
-    if (r == TQKV_OK) r = tqkv__attention_shape(slice, &from);
+    tqkv_result r = tqkv__slice_shape(attention, &a);
+    if (r == TQKV_OK) r = tqkv__slice_shape(slice, &from);
     if (r == TQKV_OK) r = tqkv__check_slices_match(&a, &from);
     if (r != TQKV_OK) return r;
     tqkv__add_slice(&arrays, &a, out, max, sum);
@@ -10920,14 +11200,16 @@ TQKV_API tqkv_result tqkv_attend_finish(const tqkv_attention *attention, float *
 {
     tqkv__attention a;
     tqkv__arrays arrays = {{NULL}, {0}, 0, sizeof(float)};
-    tqkv_result r = tqkv__attention_shape(attention, &a);
+    tqkv_result r = tqkv__slice_shape(attention, &a);
     if (r != TQKV_OK) return r;
     tqkv__add_slice(&arrays, &a, out, max, sum);
     if (a.call.sinks) tqkv__add_array(&arrays, a.call.sinks, (size_t)a.call.n_heads * sizeof(float));
+    if (a.values.channel_scale) tqkv__add_array(&arrays, a.values.channel_scale, tqkv__center_size(&a.values));
     if ((r = tqkv__check_arrays(&arrays, 1)) != TQKV_OK) return r;
     const uint64_t mode = tqkv__fp_exact();
     for (size_t row = 0; row < a.n_rows; row++)
-        tqkv__finish_row(&a, (int)(row % (size_t)a.call.n_heads), out + row * (size_t)a.value_dim, max[row], sum[row]);
+        tqkv__finish_row(&a, (int)(row % (size_t)a.call.n_heads), NULL, out + row * (size_t)a.value_dim, max[row],
+                         sum[row]);
     tqkv__fp_restore(mode);
     return r;
 }
@@ -11573,7 +11855,7 @@ static int64_t tqkv__oldest(const tqkv_cache *c, int64_t end)
     return end - c->first > c->keys.capacity ? end - c->keys.capacity : c->first;
 }
 
-TQKV_API void tqkv__cache_advance(tqkv_cache *c, int n_tokens)
+static void tqkv__cache_advance(tqkv_cache *c, int n_tokens)
 {
     const int64_t end = c->attention.end + n_tokens, room = tqkv__end_room(c->exact_last);
     if (c->attention.end <= c->exact_below) c->exact_below = end < c->exact_first ? end : c->exact_first;
@@ -12489,11 +12771,10 @@ TQKV_API tqkv_result tqkv_store_load(const tqkv_store *store, int64_t position, 
 
 /* ---- From here on all is for GPUs: stop reading if the processor is enough for you. ---- */
 
-/* >>metal-sizes: function constants, sizes of dispatches and argument structs; also compiled as Metal */
-#if (defined(TQKV_METAL) && defined(TQKV__SHARED) && !defined(TQKV__NESTED)) || defined(__METAL_VERSION__)
-#ifndef TQKV__METAL_SIZES
+#if defined(TQKV_METAL) && defined(TQKV__SHARED) && !defined(TQKV__NESTED) && !defined(TQKV__METAL_SIZES)
 #define TQKV__METAL_SIZES
 
+/* >>metal-sizes: function constants, sizes of dispatches and argument structs; the shaders include it, too */
 /* The Metal kernels, tqkv_<family>_d<head_dim>; tqkv_<family>_d<head_dim>_<value_dim> for keys and values that differ. A
    kernel and its function constants make a pipeline. */
 #define TQKV_FC_FORMAT       0    /* uint: encode, probe, decode: tqkv_format; encode_kv, attend: that of the keys */
@@ -12810,17 +13091,7 @@ TQKV__ASSERT_SIZE(tqkv__index_args, 228);
 TQKV__ASSERT_SIZE(tqkv__calibrate_args, 40);
 TQKV__ASSERT_SIZE(tqkv__table_report, 4780);
 
-#endif
-#endif
-/* <<metal-sizes */
-
-/* >>metal-host: what tqkv_metal.m and the tests take from >>metal-code beside >>metal-plan, visible with TQKV_SHARED */
-#if defined(TQKV__METAL_SIZES) && !defined(__METAL_VERSION__) && !defined(TQKV__NESTED) && !defined(TQKV__METAL_HOST)
-#define TQKV__METAL_HOST
-#ifdef __cplusplus
-extern "C" {
-#endif
-
+/* >>metal-host: numbers that tqkv_metal.m and the tests share with >>metal-code, visible with TQKV_SHARED */
 enum {
     TQKV__SIMD_WIDTH = 32,
     TQKV__ITEMS_OF_ATTEND = 12, /* index of a batch's items */
@@ -12836,67 +13107,15 @@ enum {
 #define TQKV__KERNELS_TEXT                                                                                             \
     "a GPU takes head_dim " TQKV__KERNELS(                                                                             \
         TQKV__KERNEL_DIM_TEXT, ) "and keys of 192 with values of 128, of 448 or 512 with a tail of 64"
-
-/* The arguments of a dispatch of attend, of attend_merge, and number i of one that encodes or decodes. */
-TQKV_API tqkv__attend_args tqkv__attend_args_of(const tqkv_metal_dispatch *d);
-TQKV_API tqkv__merge_args tqkv__merge_args_of(const tqkv_metal_dispatch *d);
-TQKV_API tqkv__rows_args tqkv__rows_args_of(const tqkv_metal_dispatch *d, int i);
-/* Puts others in their place. */
-TQKV_API void tqkv__replace_args(tqkv_metal_dispatch *d, const void *args);
-/* Attention with all options: for each part of the context (first positions, codes, newest positions) its lists, then for each
-   attend, then the merge. */
-enum { TQKV__MOST_DISPATCHES = 7 };
-TQKV_API tqkv_result tqkv__plan_attend_parts(const tqkv_metal_attention *a, tqkv_metal_buffer q,
-                                             tqkv_metal_buffer scratch, tqkv_metal_buffer out, tqkv_metal_dispatch *d,
-                                             int *n);
-TQKV_API tqkv_result tqkv__plan_partial_parts(const tqkv_metal_attention *a, tqkv_metal_buffer q, int64_t first,
-                                              int count, tqkv_metal_buffer scratch, tqkv_metal_buffer out,
-                                              tqkv_metal_buffer max, tqkv_metal_buffer sum, tqkv_metal_dispatch *d,
-                                              int *n);
-TQKV_API tqkv_result tqkv__plan_batch_parts(const tqkv_metal_attention *items, int n_items, const tqkv_metal_buffer *q,
-                                            tqkv_metal_buffer arguments, void *contents, tqkv_metal_buffer scratch,
-                                            const tqkv_metal_buffer *out, bool matrices, tqkv_metal_dispatch *d,
-                                            int *n);
-/* Bytes of a batch's arguments. n_items: not negative */
-TQKV_API tqkv_result tqkv__batch_arguments(const tqkv_metal_attention *items, int n_items, size_t *bytes);
-/* Gives an attention positions in every part that its context can have, as far as the stores go: what is planned of it names
-   all pipelines. */
-TQKV_API void tqkv__take_all_parts(tqkv_attention *a, const tqkv_store *keys, const tqkv_store *values);
-/* Gives a planned attend or attend_matrix this kernel and so many columns a threadgroup, at most as many as it takes. */
-TQKV_API void tqkv__plan_columns(tqkv_metal_dispatch *d, bool matrix, int columns);
-
-/* One value of a row. */
-TQKV_API float tqkv__value_to_float(tqkv_type type, const void *value);
-TQKV_API void tqkv__value_from_float(tqkv_type type, float x, void *value);
-/* The strides of tqkv_cache_append and tqkv_cache_attend, with their defaults. */
-TQKV_API tqkv_cache_layout tqkv__cache_layout_of(const tqkv_cache *c);
-/* For a cache that lies at `memory`. packed: rows without gaps, whatever its layout. some: its lists and tree, or NULL.
-   rows_sizes: bytes of q and output without gaps. */
-TQKV_API tqkv_result tqkv__plan_cache_append(const tqkv_cache *c, tqkv_metal_buffer memory, bool packed,
-                                             tqkv_metal_buffer k, tqkv_metal_buffer v, int n_tokens,
-                                             tqkv_metal_buffer not_finite, tqkv_metal_dispatch *d, int *n);
-TQKV_API tqkv_result tqkv__plan_cache_sizes(const tqkv_cache *c, const tqkv_metal_attention *some, int n_queries,
-                                            size_t rows_sizes[2], size_t *scratch_size);
-TQKV_API tqkv_result tqkv__plan_cache_attend(const tqkv_cache *c, tqkv_metal_buffer memory, bool packed,
-                                             const tqkv_metal_attention *some, tqkv_metal_buffer q, int n_queries,
-                                             tqkv_metal_buffer scratch, tqkv_metal_buffer out, tqkv_metal_dispatch *d,
-                                             int *n);
-/* The same with positions in all parts, for the pipelines. */
-TQKV_API tqkv_result tqkv__plan_cache_all_parts(const tqkv_cache *c, tqkv_metal_buffer memory, int n_queries,
-                                                tqkv_metal_dispatch *d, int *n);
-
-#ifdef __cplusplus
-}
-#endif
 #endif
 
 #if defined(TQKV_IMPLEMENTATION) && defined(TQKV_METAL) && !defined(TQKV__NESTED) && !defined(TQKV__METAL_CODE)
 #define TQKV__METAL_CODE
-#define TQKV__NO_DISPATCH      "d: NULL"
+#define TQKV__NO_PLAN          "plan: NULL"
 #define TQKV__NO_CACHE_QUERIES "the cache is NULL or n_queries not positive"
 #define TQKV__LARGE_SCRATCH    "more scratch than a size_t can count"
 
-/* >>metal-code: the plans of >>metal-plan */
+/* >>plan-rows: bindings; encode, probe, decode, rotate */
 
 /* Follows tqkv__stream_shape and tqkv__attention_shape. value_dim: in calls of both streams, else head_dim */
 static tqkv_result tqkv__check_kernels(int head_dim, int value_dim)
@@ -12933,6 +13152,12 @@ static bool tqkv__bindings_overlap(const tqkv_metal_binding *a, const tqkv_metal
     return a->at.offset < b->at.offset ? b->at.offset - a->at.offset < a->size : a->at.offset - b->at.offset < b->size;
 }
 
+/* Whether the simdgroups of a threadgroup share rows: it needs all of them. */
+static bool tqkv__shares_rows(const tqkv_metal_kernel *kernel)
+{
+    return kernel->family == TQKV_METAL_ATTEND_MATRIX && tqkv__is_long(kernel->head_dim * TQKV__DIM_UNIT);
+}
+
 TQKV_API const tqkv_metal_binding *tqkv_metal_overlapping(const tqkv_metal_dispatch *d, int i)
 {
     for (int j = 0; d && i < d->n_bindings && j < i; j++)
@@ -12962,6 +13187,21 @@ TQKV_API void tqkv_metal_kernel_name(const tqkv_metal_kernel *kernel, char name[
     *at = 0;
 }
 
+TQKV_API int tqkv_metal_kernel_threads(const tqkv_metal_kernel *kernel)
+{
+    switch (kernel->family) {
+    case TQKV_METAL_TABLES:
+        return TQKV__SIMD_WIDTH;
+    case TQKV_METAL_INDEX_CHOICE:
+    case TQKV_METAL_ATTEND_LIST:
+        return 1024;
+    case TQKV_METAL_ATTEND_MERGE:
+        return TQKV__MERGE_SIMDGROUPS(kernel->head_dim * TQKV__DIM_UNIT) * TQKV__SIMD_WIDTH;
+    default:
+        return (tqkv__shares_rows(kernel) ? TQKV__LONG_SIMDGROUPS : 4) * TQKV__SIMD_WIDTH;
+    }
+}
+
 TQKV_API tqkv_metal_constant tqkv_metal_kernel_constant(const tqkv_metal_kernel *kernel, int index, uint32_t *value)
 {
     if (index < 0 || index >= TQKV_METAL_CONSTANTS || !kernel->constants[index]) return TQKV_METAL_UNSET;
@@ -12974,7 +13214,7 @@ TQKV_API tqkv_result tqkv_metal_plan_launch(const tqkv_metal_dispatch *d, size_t
     if (!d || !out || max_threads < TQKV__SIMD_WIDTH) return TQKV__INVALID("d or out is NULL, or max_threads below 32");
     const size_t most = max_threads / TQKV__SIMD_WIDTH, planned = (size_t)d->n_simdgroups,
                  n = planned < most ? planned : most;
-    if (n < planned && d->kernel.family == TQKV_METAL_ATTEND_MATRIX && planned == TQKV__LONG_SIMDGROUPS)
+    if (n < planned && tqkv__shares_rows(&d->kernel))
         return TQKV__REFUSE(UNSUPPORTED, "max_threads is below the 256 of this kernel: see tqkv_metal_plan_lanes");
     out->threadgroups[0] = d->rows ? d->grid[0] / n + (d->grid[0] % n != 0) : d->grid[0];
     out->threadgroups[1] = d->grid[1];
@@ -12987,28 +13227,21 @@ TQKV_API tqkv_result tqkv_metal_plan_launch(const tqkv_metal_dispatch *d, size_t
     return TQKV_OK;
 }
 
-TQKV_API tqkv__attend_args tqkv__attend_args_of(const tqkv_metal_dispatch *d)
+static tqkv__attend_args tqkv__attend_args_of(const tqkv_metal_dispatch *d)
 {
     tqkv__attend_args args;
     memcpy(&args, d->arguments[0].bytes, sizeof args);
     return args;
 }
 
-TQKV_API tqkv__merge_args tqkv__merge_args_of(const tqkv_metal_dispatch *d)
+static tqkv__merge_args tqkv__merge_args_of(const tqkv_metal_dispatch *d)
 {
     tqkv__merge_args args;
     memcpy(&args, d->arguments[0].bytes, sizeof args);
     return args;
 }
 
-TQKV_API tqkv__rows_args tqkv__rows_args_of(const tqkv_metal_dispatch *d, int i)
-{
-    tqkv__rows_args args;
-    memcpy(&args, d->arguments[i].bytes, sizeof args);
-    return args;
-}
-
-TQKV_API void tqkv__replace_args(tqkv_metal_dispatch *d, const void *args)
+static void tqkv__replace_args(tqkv_metal_dispatch *d, const void *args)
 {
     memcpy(d->arguments[0].bytes, args, d->arguments[0].size);
 }
@@ -13017,9 +13250,34 @@ TQKV_API void tqkv__replace_args(tqkv_metal_dispatch *d, const void *args)
 typedef char tqkv__args_fit[sizeof(tqkv__attend_args) <= TQKV_METAL_ARGUMENTS ? 1 : -1];
 typedef char tqkv__item_fits[sizeof(tqkv__batch_item) <= TQKV__UNUSED_BYTES ? 1 : -1];
 
+/* Begins the plan of a call, without dispatches. False for NULL. */
+static bool tqkv__open_plan(tqkv_metal_plan *plan, const char *call)
+{
+    if (!plan) return false;
+    plan->call = call;
+    plan->n = 0;
+    return true;
+}
+
+/* Ends it with the result of the call. */
+static tqkv_result tqkv__close_plan(tqkv_metal_plan *plan, tqkv_result r)
+{
+    plan->result = r;
+    if (r != TQKV_OK) plan->n = 0;
+    return r;
+}
+
+/* Its next dispatch. */
+static tqkv_metal_dispatch *tqkv__add_dispatch(tqkv_metal_plan *plan)
+{
+    TQKV_ASSERT(plan->n < TQKV_METAL_DISPATCHES);
+    return &plan->d[plan->n++];
+}
+
 /* What plans are made of is called, not inlined: a fifth of their code. */
 static TQKV__NOINLINE void tqkv__plan_args(tqkv_metal_dispatch *d, const void *args, size_t size)
 {
+    TQKV_ASSERT(d->n_arguments < 2 && size <= TQKV_METAL_ARGUMENTS);
     tqkv_metal_arguments *to = &d->arguments[d->n_arguments];
     to->index = d->n_arguments++ ? TQKV__SECOND_ARGS : 0;
     to->size = size;
@@ -13045,6 +13303,7 @@ static TQKV__NOINLINE void tqkv__plan_bind(tqkv_metal_dispatch *d, const char *n
                                            size_t size, bool written)
 {
     const tqkv_metal_binding binding = {name, index, at, size, 4, written};
+    TQKV_ASSERT(d->n_bindings < TQKV_METAL_BINDINGS);
     d->bindings[d->n_bindings++] = binding;
 }
 
@@ -13191,7 +13450,8 @@ static tqkv_result tqkv__plan_rows(tqkv_metal_dispatch *d, const tqkv__stream *s
                                    int64_t position)
 {
     if (n_tokens > INT_MAX / s->n_kv_heads) return TQKV__INVALID("2^31 rows or more");
-    const size_t tokens = (size_t)n_tokens, heads = (size_t)s->n_kv_heads, each = (size_t)TQKV__ENCODE_ROWS(s->head_dim);
+    const size_t tokens = (size_t)n_tokens, heads = (size_t)s->n_kv_heads,
+                 each = (size_t)TQKV__ENCODE_ROWS(s->head_dim);
     tqkv__rows_args args;
     args.n_tokens = n_tokens;
     args.n_kv_heads = s->n_kv_heads;
@@ -13295,53 +13555,38 @@ static tqkv_result tqkv__plan_stream(tqkv_metal_dispatch *d, const tqkv__encode_
 
 TQKV_API size_t tqkv_metal_report_size(void) { return sizeof(tqkv__table_report); }
 
-TQKV_API tqkv_result tqkv_metal_plan_tables(tqkv_metal_buffer report, tqkv_metal_dispatch d[2])
+TQKV_API tqkv_result tqkv_metal_plan_tables(tqkv_metal_buffer report, tqkv_metal_plan *plan)
 {
-    if (!d) return TQKV__INVALID(TQKV__NO_DISPATCH);
+    if (!tqkv__open_plan(plan, "tables")) return TQKV__INVALID(TQKV__NO_PLAN);
     for (int i = 0; i < 2; i++) {
-        tqkv__plan_begin(&d[i], TQKV_METAL_TABLES, 0, 0);
-        tqkv__plan_constant(&d[i], TQKV_FC_UNROTATE, i);
-        tqkv__plan_bind(&d[i], "report", 0, report, sizeof(tqkv__table_report), true);
-        d[i].grid[0] = 1;
-        d[i].n_simdgroups = 1;
+        tqkv_metal_dispatch *d = tqkv__add_dispatch(plan);
+        tqkv__plan_begin(d, TQKV_METAL_TABLES, 0, 0);
+        tqkv__plan_constant(d, TQKV_FC_UNROTATE, i);
+        tqkv__plan_bind(d, "report", 0, report, sizeof(tqkv__table_report), true);
+        d->grid[0] = 1;
+        d->n_simdgroups = 1;
     }
-    return TQKV_OK;
+    return tqkv__close_plan(plan, TQKV_OK);
 }
 
-static tqkv_result tqkv__plan_encode_at(const tqkv_metal_store *store, tqkv_metal_buffer src,
-                                        const tqkv__places *places, tqkv_metal_buffer not_finite,
-                                        tqkv_metal_dispatch *d)
+static tqkv_result tqkv__add_encode(const tqkv_metal_store *store, tqkv_metal_buffer src, const tqkv__places *places,
+                                    tqkv_metal_buffer not_finite, tqkv_metal_plan *plan)
 {
     tqkv__stream s;
     const tqkv__encode_stream e = {
         {"src", "codes", "norms", "center", "pages", "channel_scale"}, store, &s, src, 5, 6, 7};
-    if (!d) return TQKV__INVALID(TQKV__NO_DISPATCH);
     tqkv_result r = tqkv__plan_target(store, places, &s);
     if (r == TQKV_OK) r = tqkv__check_kernels(s.head_dim, s.head_dim);
     if (r != TQKV_OK) return r;
+    tqkv_metal_dispatch *d = tqkv__add_dispatch(plan);
     tqkv__plan_begin(d, TQKV_METAL_ENCODE, s.head_dim, s.head_dim);
     tqkv__plan_bind_flag(d, 4, not_finite);
     return tqkv__plan_stream(d, &e, places);
 }
 
-TQKV_API tqkv_result tqkv_metal_plan_encode(const tqkv_metal_store *store, tqkv_metal_buffer src, int n_tokens,
-                                            int64_t position, tqkv_metal_buffer not_finite, tqkv_metal_dispatch *d)
-{
-    const tqkv__places places = {n_tokens, position, false, {NULL, 0}, NULL};
-    return tqkv__plan_encode_at(store, src, &places, not_finite, d);
-}
-
-TQKV_API tqkv_result tqkv_metal_plan_encode_slots(const tqkv_metal_store *store, tqkv_metal_buffer src, int n_tokens,
-                                                  tqkv_metal_buffer slots, const int32_t *known,
-                                                  tqkv_metal_buffer not_finite, tqkv_metal_dispatch *d)
-{
-    const tqkv__places places = {n_tokens, 0, true, slots, known};
-    return tqkv__plan_encode_at(store, src, &places, not_finite, d);
-}
-
-static tqkv_result tqkv__plan_encode_kv_at(const tqkv_metal_store *keys, const tqkv_metal_store *values,
-                                           tqkv_metal_buffer k, tqkv_metal_buffer v, const tqkv__places *places,
-                                           tqkv_metal_buffer not_finite, tqkv_metal_dispatch *d)
+static tqkv_result tqkv__add_encode_kv(const tqkv_metal_store *keys, const tqkv_metal_store *values,
+                                       tqkv_metal_buffer k, tqkv_metal_buffer v, const tqkv__places *places,
+                                       tqkv_metal_buffer not_finite, tqkv_metal_plan *plan)
 {
     tqkv__stream ks, vs;
     const tqkv__encode_stream key = {
@@ -13360,7 +13605,6 @@ static tqkv_result tqkv__plan_encode_kv_at(const tqkv_metal_store *keys, const t
         10,
         12,
         14};
-    if (!d) return TQKV__INVALID(TQKV__NO_DISPATCH);
     tqkv_result r = tqkv__plan_target(keys, places, &ks);
     if (r == TQKV_OK) r = tqkv__plan_target(values, places, &vs);
     if (r != TQKV_OK) return r;
@@ -13368,6 +13612,7 @@ static tqkv_result tqkv__plan_encode_kv_at(const tqkv_metal_store *keys, const t
     const bool tail = vs.head_dim == TQKV__TAIL_DIM(ks.head_dim);
     r = tail ? TQKV_OK : tqkv__check_kernels(ks.head_dim, vs.head_dim);
     if (r != TQKV_OK) return r;
+    tqkv_metal_dispatch *d = tqkv__add_dispatch(plan);
     tqkv__plan_begin(d, TQKV_METAL_ENCODE_KV, ks.head_dim, vs.head_dim);
     tqkv__plan_bind_flag(d, 8, not_finite);
     d->grid[2] = 2;
@@ -13375,33 +13620,58 @@ static tqkv_result tqkv__plan_encode_kv_at(const tqkv_metal_store *keys, const t
     return r == TQKV_OK ? tqkv__plan_stream(d, &value, places) : r;
 }
 
-TQKV_API tqkv_result tqkv_metal_plan_encode_kv(const tqkv_metal_store *keys, const tqkv_metal_store *values,
-                                               tqkv_metal_buffer k, tqkv_metal_buffer v, int n_tokens, int64_t position,
-                                               tqkv_metal_buffer not_finite, tqkv_metal_dispatch *d)
+static tqkv__places tqkv__places_from(int n_tokens, int64_t position)
 {
     const tqkv__places places = {n_tokens, position, false, {NULL, 0}, NULL};
-    return tqkv__plan_encode_kv_at(keys, values, k, v, &places, not_finite, d);
+    return places;
+}
+
+TQKV_API tqkv_result tqkv_metal_plan_encode(const tqkv_metal_store *store, tqkv_metal_buffer src, int n_tokens,
+                                            int64_t position, tqkv_metal_buffer not_finite, tqkv_metal_plan *plan)
+{
+    const tqkv__places places = tqkv__places_from(n_tokens, position);
+    if (!tqkv__open_plan(plan, "encode")) return TQKV__INVALID(TQKV__NO_PLAN);
+    return tqkv__close_plan(plan, tqkv__add_encode(store, src, &places, not_finite, plan));
+}
+
+TQKV_API tqkv_result tqkv_metal_plan_encode_slots(const tqkv_metal_store *store, tqkv_metal_buffer src, int n_tokens,
+                                                  tqkv_metal_buffer slots, const int32_t *known,
+                                                  tqkv_metal_buffer not_finite, tqkv_metal_plan *plan)
+{
+    const tqkv__places places = {n_tokens, 0, true, slots, known};
+    if (!tqkv__open_plan(plan, "encode_slots")) return TQKV__INVALID(TQKV__NO_PLAN);
+    return tqkv__close_plan(plan, tqkv__add_encode(store, src, &places, not_finite, plan));
+}
+
+TQKV_API tqkv_result tqkv_metal_plan_encode_kv(const tqkv_metal_store *keys, const tqkv_metal_store *values,
+                                               tqkv_metal_buffer k, tqkv_metal_buffer v, int n_tokens, int64_t position,
+                                               tqkv_metal_buffer not_finite, tqkv_metal_plan *plan)
+{
+    const tqkv__places places = tqkv__places_from(n_tokens, position);
+    if (!tqkv__open_plan(plan, "encode_kv")) return TQKV__INVALID(TQKV__NO_PLAN);
+    return tqkv__close_plan(plan, tqkv__add_encode_kv(keys, values, k, v, &places, not_finite, plan));
 }
 
 TQKV_API tqkv_result tqkv_metal_plan_encode_kv_slots(const tqkv_metal_store *keys, const tqkv_metal_store *values,
                                                      tqkv_metal_buffer k, tqkv_metal_buffer v, int n_tokens,
                                                      tqkv_metal_buffer slots, const int32_t *known,
-                                                     tqkv_metal_buffer not_finite, tqkv_metal_dispatch *d)
+                                                     tqkv_metal_buffer not_finite, tqkv_metal_plan *plan)
 {
     const tqkv__places places = {n_tokens, 0, true, slots, known};
-    return tqkv__plan_encode_kv_at(keys, values, k, v, &places, not_finite, d);
+    if (!tqkv__open_plan(plan, "encode_kv_slots")) return TQKV__INVALID(TQKV__NO_PLAN);
+    return tqkv__close_plan(plan, tqkv__add_encode_kv(keys, values, k, v, &places, not_finite, plan));
 }
 
-TQKV_API tqkv_result tqkv_metal_plan_probe(const tqkv_metal_store *store, tqkv_metal_buffer src, int n_tokens,
-                                           tqkv_metal_buffer scaled, tqkv_metal_buffer not_finite,
-                                           tqkv_metal_dispatch *d)
+static tqkv_result tqkv__add_probe(const tqkv_metal_store *store, tqkv_metal_buffer src, int n_tokens,
+                                   tqkv_metal_buffer scaled, tqkv_metal_buffer not_finite, tqkv_metal_plan *plan)
 {
     tqkv__stream s;
     size_t bytes;
-    if (!store || !d) return TQKV__INVALID(d ? "a store is NULL" : TQKV__NO_DISPATCH);
+    if (!store) return TQKV__INVALID("a store is NULL");
     tqkv_result r = tqkv__stream_shape(&store->shape, &s);
     if (r == TQKV_OK) r = tqkv__check_kernels(s.head_dim, s.head_dim);
     if (r != TQKV_OK) return r;
+    tqkv_metal_dispatch *d = tqkv__add_dispatch(plan);
     tqkv__plan_begin(d, TQKV_METAL_PROBE, s.head_dim, s.head_dim);
     tqkv__plan_bind_flag(d, 3, not_finite);
     r = tqkv__plan_extent(&s, n_tokens, &bytes);
@@ -13419,12 +13689,19 @@ TQKV_API tqkv_result tqkv_metal_plan_probe(const tqkv_metal_store *store, tqkv_m
     return TQKV_OK;
 }
 
-TQKV_API tqkv_result tqkv_metal_plan_decode(const tqkv_metal_store *store, int64_t position, int n_positions,
-                                            tqkv_basis basis, tqkv_metal_buffer dst, tqkv_metal_dispatch *d)
+TQKV_API tqkv_result tqkv_metal_plan_probe(const tqkv_metal_store *store, tqkv_metal_buffer src, int n_tokens,
+                                           tqkv_metal_buffer scaled, tqkv_metal_buffer not_finite,
+                                           tqkv_metal_plan *plan)
+{
+    if (!tqkv__open_plan(plan, "probe")) return TQKV__INVALID(TQKV__NO_PLAN);
+    return tqkv__close_plan(plan, tqkv__add_probe(store, src, n_tokens, scaled, not_finite, plan));
+}
+
+static tqkv_result tqkv__add_decode(const tqkv_metal_store *store, int64_t position, int n_positions, tqkv_basis basis,
+                                    tqkv_metal_buffer dst, tqkv_metal_plan *plan)
 {
     tqkv__stream s;
     size_t bytes;
-    if (!d) return TQKV__INVALID(TQKV__NO_DISPATCH);
     tqkv_result r = tqkv__plan_open(store, &s);
     if (r == TQKV_OK) r = tqkv__check_kernels(s.head_dim, s.head_dim);
     if (r != TQKV_OK) return r;
@@ -13435,6 +13712,7 @@ TQKV_API tqkv_result tqkv_metal_plan_decode(const tqkv_metal_store *store, int64
     if (n_positions > slots) return TQKV__REFUSE(OUT_OF_RANGE, "n_positions is above the capacity");
     if ((r = tqkv__check_positions(&s, n_positions, position)) != TQKV_OK) return r;
     if ((r = tqkv__plan_check_pages(&store->shape, position, n_positions, false)) != TQKV_OK) return r;
+    tqkv_metal_dispatch *d = tqkv__add_dispatch(plan);
     tqkv__plan_begin(d, TQKV_METAL_DECODE, s.head_dim, s.head_dim);
     r = tqkv__plan_extent(&s, n_positions, &bytes);
     if (r == TQKV_OK) r = tqkv__plan_rows(d, &s, slots, n_positions, position);
@@ -13456,15 +13734,22 @@ TQKV_API tqkv_result tqkv_metal_plan_decode(const tqkv_metal_store *store, int64
     return TQKV_OK;
 }
 
-TQKV_API tqkv_result tqkv_metal_plan_rotate(tqkv_metal_buffer rows, int n_rows, int head_dim, bool unrotate,
-                                            tqkv_metal_dispatch *d)
+TQKV_API tqkv_result tqkv_metal_plan_decode(const tqkv_metal_store *store, int64_t position, int n_positions,
+                                            tqkv_basis basis, tqkv_metal_buffer dst, tqkv_metal_plan *plan)
+{
+    if (!tqkv__open_plan(plan, "decode")) return TQKV__INVALID(TQKV__NO_PLAN);
+    return tqkv__close_plan(plan, tqkv__add_decode(store, position, n_positions, basis, dst, plan));
+}
+
+static tqkv_result tqkv__add_rotate(tqkv_metal_buffer rows, int n_rows, int head_dim, bool unrotate,
+                                    tqkv_metal_plan *plan)
 {
     size_t size;
-    if (!d) return TQKV__INVALID(TQKV__NO_DISPATCH);
     const tqkv_result r = tqkv__check_kernels(head_dim, head_dim);
     if (r != TQKV_OK) return r;
     if (n_rows < 0 || !tqkv__array_size(n_rows, head_dim, 1, sizeof(float), &size))
         return TQKV__INVALID("n_rows is negative or too large");
+    tqkv_metal_dispatch *d = tqkv__add_dispatch(plan);
     tqkv__plan_begin(d, TQKV_METAL_ROTATE, head_dim, head_dim);
     tqkv__plan_constant(d, TQKV_FC_UNROTATE, unrotate);
     const tqkv__rotate_args args = {n_rows};
@@ -13472,6 +13757,13 @@ TQKV_API tqkv_result tqkv_metal_plan_rotate(tqkv_metal_buffer rows, int n_rows, 
     tqkv__plan_bind(d, "rows", 1, rows, size, true);
     tqkv__plan_simdgroups(d, (size_t)n_rows * (size_t)TQKV__ROW_LANES(head_dim), TQKV__SIMD_WIDTH);
     return TQKV_OK;
+}
+
+TQKV_API tqkv_result tqkv_metal_plan_rotate(tqkv_metal_buffer rows, int n_rows, int head_dim, bool unrotate,
+                                            tqkv_metal_plan *plan)
+{
+    if (!tqkv__open_plan(plan, unrotate ? "unrotate" : "rotate")) return TQKV__INVALID(TQKV__NO_PLAN);
+    return tqkv__close_plan(plan, tqkv__add_rotate(rows, n_rows, head_dim, unrotate, plan));
 }
 
 /* >>plan-split: how the threadgroups share attention. */
@@ -13900,7 +14192,7 @@ static size_t tqkv__row_blocks(const tqkv_metal_dispatch *d, const tqkv__attend_
     return (rows + columns - 1) / columns * (list ? n_queries : 1);
 }
 
-TQKV_API void tqkv__plan_columns(tqkv_metal_dispatch *d, bool matrix, int columns)
+static void tqkv__plan_columns(tqkv_metal_dispatch *d, bool matrix, int columns)
 {
     const int head_dim = d->kernel.head_dim * TQKV__DIM_UNIT, value_dim = d->kernel.value_dim * TQKV__DIM_UNIT;
     const int most = matrix ? TQKV__MOST_MATRIX_COLUMNS(head_dim) : TQKV__MAX_COLUMNS(head_dim);
@@ -13915,11 +14207,22 @@ TQKV_API void tqkv__plan_columns(tqkv_metal_dispatch *d, bool matrix, int column
     d->grid[1] = tqkv__row_blocks(d, &args, (size_t)columns);
 }
 
-TQKV_API void tqkv_metal_plan_lanes(tqkv_metal_dispatch *d)
+/* Puts attend in the place of attend_matrix. */
+static void tqkv__plan_lanes(tqkv_metal_dispatch *d)
 {
     if (d->kernel.family != TQKV_METAL_ATTEND_MATRIX) return;
     tqkv__plan_columns(d, false, d->kernel.constants[TQKV_FC_COLUMNS] - 1);
     if (d->n_simdgroups > 4) d->n_simdgroups = 4;
+}
+
+TQKV_API bool tqkv_metal_plan_lanes(tqkv_metal_plan *plan)
+{
+    for (int i = 0; i < plan->n; i++) {
+        const tqkv_metal_kernel *kernel = &plan->d[i].kernel;
+        if (kernel->family == TQKV_METAL_ATTEND_MATRIX && kernel->constants[TQKV_FC_BATCH] == 1 + true) return false;
+        tqkv__plan_lanes(&plan->d[i]);
+    }
+    return true;
 }
 
 static void tqkv__plan_attend_splits(tqkv_metal_dispatch *d, const tqkv__attention *a, const tqkv__attend_buffers *b,
@@ -14135,15 +14438,14 @@ static tqkv_result tqkv__plan_attention(const tqkv__attention *a, const tqkv__at
     return TQKV_OK;
 }
 
-/* The dispatches of a plan, in their order: *n of them. */
-static void tqkv__order_dispatches(const tqkv__attend_plan *plan, tqkv_metal_dispatch d[TQKV__MOST_DISPATCHES], int *n)
+/* Adds all of them, in their order. */
+static void tqkv__order_dispatches(const tqkv__attend_plan *from, tqkv_metal_plan *plan)
 {
-    *n = 0;
     for (int p = 0; p < TQKV__PARTS; p++)
-        if (plan->has[p] && plan->listed) d[(*n)++] = plan->lists[p];
+        if (from->has[p] && from->listed) *tqkv__add_dispatch(plan) = from->lists[p];
     for (int p = 0; p < TQKV__PARTS; p++)
-        if (plan->has[p]) d[(*n)++] = plan->attends[p];
-    d[(*n)++] = plan->merge;
+        if (from->has[p]) *tqkv__add_dispatch(plan) = from->attends[p];
+    *tqkv__add_dispatch(plan) = from->merge;
 }
 
 /* attend_merge of a slice of the caller: b->slice.to: adds it to another, else finishes it. */
@@ -14362,31 +14664,14 @@ static tqkv_result tqkv__plan_call_of(const tqkv_metal_attention *from, int64_t 
 
 /* >>plan-calls: the calls of attention on a GPU. */
 
-/* All its dispatches, in their order. */
-static tqkv_result tqkv__plan_dispatches(const tqkv_metal_attention *from, int64_t first, int count,
-                                         tqkv__attend_buffers *b, tqkv_metal_dispatch *d, int *n)
+/* All its dispatches. */
+static tqkv_result tqkv__add_attention(const tqkv_metal_attention *from, int64_t first, int count,
+                                       tqkv__attend_buffers *b, tqkv_metal_plan *plan)
 {
-    tqkv__attend_plan plan;
-    const tqkv_result r = tqkv__plan_call_of(from, first, count, TQKV__MOST_SUMS, b, &plan);
-    if (r == TQKV_OK) tqkv__order_dispatches(&plan, d, n);
+    tqkv__attend_plan parts;
+    const tqkv_result r = tqkv__plan_call_of(from, first, count, TQKV__MOST_SUMS, b, &parts);
+    if (r == TQKV_OK) tqkv__order_dispatches(&parts, plan);
     return r;
-}
-
-/* Of one without exact ends attend and merge, or the list before them: that of the two which is not NULL. */
-static tqkv_result tqkv__plan_codes(const tqkv_metal_attention *from, int64_t first, int count, tqkv__attend_buffers *b,
-                                    tqkv_metal_dispatch d[2], tqkv_metal_dispatch *list)
-{
-    tqkv__attend_plan plan;
-    if (!d && !list) return TQKV__INVALID(TQKV__NO_DISPATCH);
-    if (from && (from->attention.exact_first || from->attention.exact_last))
-        return TQKV__REFUSE(UNSUPPORTED, TQKV__ENDS_ON_GPU);
-    const tqkv_result r = tqkv__plan_call_of(from, first, count, TQKV__MOST_SUMS, b, &plan);
-    if (r != TQKV_OK) return r;
-    if (list && !plan.listed) return TQKV__INVALID("list: no buffer");
-    if (list) *list = plan.lists[TQKV__CODES_PART];
-    if (d) d[0] = plan.attends[TQKV__CODES_PART];
-    if (d) d[1] = plan.merge;
-    return TQKV_OK;
 }
 
 static tqkv__attend_buffers tqkv__buffers_of_call(tqkv_metal_buffer q, tqkv_metal_buffer scratch, tqkv_metal_buffer out)
@@ -14399,45 +14684,12 @@ static tqkv__attend_buffers tqkv__buffers_of_call(tqkv_metal_buffer q, tqkv_meta
     return b;
 }
 
-TQKV_API tqkv_result tqkv__plan_attend_parts(const tqkv_metal_attention *from, tqkv_metal_buffer q,
-                                             tqkv_metal_buffer scratch, tqkv_metal_buffer out, tqkv_metal_dispatch *d,
-                                             int *n)
-{
-    tqkv__attend_buffers b = tqkv__buffers_of_call(q, scratch, out);
-    return tqkv__plan_dispatches(from, 0, 0, &b, d, n);
-}
-
-static int64_t tqkv__positions_in(const tqkv_store *s)
-{
-    return s->n_pages ? (int64_t)s->n_pages * s->page_size : s->capacity;
-}
-
-TQKV_API void tqkv__take_all_parts(tqkv_attention *a, const tqkv_store *keys, const tqkv_store *values)
-{
-    const tqkv_store *const stores[] = {keys, values};
-    const int64_t end = (int64_t)a->exact_first + a->exact_last + 1; /* one that is neither */
-    a->end = end;
-    a->kv_len = end < INT_MAX ? (int)end : INT_MAX;
-    for (int i = 0; i < 2; i++) {
-        const int64_t room = tqkv__positions_in(stores[i]);
-        if (room < a->kv_len) a->kv_len = (int)room;
-        if (room < a->end && !stores[i]->ring) a->end = room;
-    }
-}
-
 TQKV_API tqkv_result tqkv_metal_plan_attend(const tqkv_metal_attention *from, tqkv_metal_buffer q,
-                                            tqkv_metal_buffer scratch, tqkv_metal_buffer out, tqkv_metal_dispatch d[2])
+                                            tqkv_metal_buffer scratch, tqkv_metal_buffer out, tqkv_metal_plan *plan)
 {
     tqkv__attend_buffers b = tqkv__buffers_of_call(q, scratch, out);
-    return tqkv__plan_codes(from, 0, 0, &b, d, NULL);
-}
-
-TQKV_API tqkv_result tqkv_metal_plan_attend_list(const tqkv_metal_attention *from, tqkv_metal_buffer scratch,
-                                                 tqkv_metal_dispatch *d)
-{
-    const tqkv_metal_buffer none = {NULL, 0};
-    tqkv__attend_buffers b = tqkv__buffers_of_call(none, scratch, none);
-    return tqkv__plan_codes(from, 0, 0, &b, NULL, d);
+    if (!tqkv__open_plan(plan, "attend")) return TQKV__INVALID(TQKV__NO_PLAN);
+    return tqkv__close_plan(plan, tqkv__add_attention(from, 0, 0, &b, plan));
 }
 
 static tqkv__attend_buffers tqkv__buffers_of_slice(tqkv_metal_buffer q, tqkv_metal_buffer scratch,
@@ -14450,74 +14702,66 @@ static tqkv__attend_buffers tqkv__buffers_of_slice(tqkv_metal_buffer q, tqkv_met
     return b;
 }
 
-TQKV_API tqkv_result tqkv__plan_partial_parts(const tqkv_metal_attention *from, tqkv_metal_buffer q, int64_t first,
-                                              int count, tqkv_metal_buffer scratch, tqkv_metal_buffer out,
-                                              tqkv_metal_buffer max, tqkv_metal_buffer sum, tqkv_metal_dispatch *d,
-                                              int *n)
-{
-    tqkv__attend_buffers b = tqkv__buffers_of_slice(q, scratch, out, max, sum);
-    return tqkv__plan_dispatches(from, first, count, &b, d, n);
-}
-
 TQKV_API tqkv_result tqkv_metal_plan_attend_partial(const tqkv_metal_attention *from, tqkv_metal_buffer q,
                                                     int64_t first, int count, tqkv_metal_buffer scratch,
                                                     tqkv_metal_buffer out, tqkv_metal_buffer max, tqkv_metal_buffer sum,
-                                                    tqkv_metal_dispatch d[2])
+                                                    tqkv_metal_plan *plan)
 {
     tqkv__attend_buffers b = tqkv__buffers_of_slice(q, scratch, out, max, sum);
-    if (from && from->list.buffer) return TQKV__REFUSE(UNSUPPORTED, TQKV__LISTS_IN_PLAN);
-    return tqkv__plan_codes(from, first, count, &b, d, NULL);
+    if (!tqkv__open_plan(plan, "attend_partial")) return TQKV__INVALID(TQKV__NO_PLAN);
+    return tqkv__close_plan(plan, tqkv__add_attention(from, first, count, &b, plan));
 }
 
-TQKV_API tqkv_result tqkv_metal_plan_attend_merge_slice(const tqkv_metal_attention *from, tqkv_metal_buffer out,
-                                                        tqkv_metal_buffer max, tqkv_metal_buffer sum,
-                                                        const tqkv_metal_attention *slice, tqkv_metal_buffer src_out,
-                                                        tqkv_metal_buffer src_max, tqkv_metal_buffer src_sum,
-                                                        tqkv_metal_dispatch *d)
+static tqkv_result tqkv__add_merge(const tqkv_metal_attention *from, const tqkv_metal_attention *slice,
+                                   tqkv__attend_buffers *b, tqkv_metal_buffer src_out, tqkv_metal_plan *plan)
 {
     tqkv__plan_call call;
     tqkv__attention a, other;
-    tqkv__attend_buffers b = tqkv__buffers_of_call(src_out, src_out, out);
-    const tqkv__slice_buffers slices = {true, true, max, sum, src_max, src_sum};
-    if (!d) return TQKV__INVALID(TQKV__NO_DISPATCH);
     tqkv_result r = tqkv__plan_shape(from, &call, &a);
     if (r == TQKV_OK) r = tqkv__plan_shape(slice, &call, &other);
     if (r == TQKV_OK) r = tqkv__check_slices_match(&a, &other);
     if (r != TQKV_OK) return r;
     if (!from->values->channel_scale.buffer != !slice->values->channel_scale.buffer)
         return TQKV__INVALID("slices of values with and without scales of their channels");
-    b.slice = slices;
-    b.values = from->values;
-    tqkv__plan_slice(d, &a, &b, src_out, other.values.rotated && !a.values.rotated);
+    b->values = from->values;
+    tqkv_metal_dispatch *d = tqkv__add_dispatch(plan);
+    tqkv__plan_slice(d, &a, b, src_out, other.values.rotated && !a.values.rotated);
     tqkv__plan_constant(d, TQKV_FC_ROTATED, a.values.rotated && !other.values.rotated);
     return TQKV_OK;
 }
 
-TQKV_API tqkv_result tqkv_metal_plan_attend_merge(const tqkv_metal_attention *a, tqkv_metal_buffer out,
-                                                  tqkv_metal_buffer max, tqkv_metal_buffer sum,
-                                                  tqkv_metal_buffer src_out, tqkv_metal_buffer src_max,
-                                                  tqkv_metal_buffer src_sum, tqkv_metal_dispatch *d)
+TQKV_API tqkv_result tqkv_metal_plan_attend_merge_slice(const tqkv_metal_attention *from, tqkv_metal_buffer out,
+                                                        tqkv_metal_buffer max, tqkv_metal_buffer sum,
+                                                        const tqkv_metal_attention *slice, tqkv_metal_buffer src_out,
+                                                        tqkv_metal_buffer src_max, tqkv_metal_buffer src_sum,
+                                                        tqkv_metal_plan *plan)
 {
-    return tqkv_metal_plan_attend_merge_slice(a, out, max, sum, a, src_out, src_max, src_sum, d);
+    tqkv__attend_buffers b = tqkv__buffers_of_slice(src_out, src_out, out, max, sum);
+    if (!tqkv__open_plan(plan, slice == from ? "attend_merge" : "attend_merge_slice"))
+        return TQKV__INVALID(TQKV__NO_PLAN);
+    b.slice.from = true;
+    b.slice.src_max = src_max;
+    b.slice.src_sum = src_sum;
+    return tqkv__close_plan(plan, tqkv__add_merge(from, slice, &b, src_out, plan));
 }
 
 TQKV_API tqkv_result tqkv_metal_plan_attend_finish(const tqkv_metal_attention *from, tqkv_metal_buffer src_out,
                                                    tqkv_metal_buffer src_max, tqkv_metal_buffer src_sum,
-                                                   tqkv_metal_buffer out, tqkv_metal_dispatch *d)
+                                                   tqkv_metal_buffer out, tqkv_metal_plan *plan)
 {
     tqkv__plan_call call;
     tqkv__attention a;
     tqkv__attend_buffers b = tqkv__buffers_of_call(src_out, src_out, out);
-    if (!d) return TQKV__INVALID(TQKV__NO_DISPATCH);
+    if (!tqkv__open_plan(plan, "attend_finish")) return TQKV__INVALID(TQKV__NO_PLAN);
     const tqkv_result r = tqkv__plan_shape(from, &call, &a);
-    if (r != TQKV_OK) return r;
+    if (r != TQKV_OK) return tqkv__close_plan(plan, r);
     b.sinks = from->sinks;
     b.values = from->values;
     b.slice.from = true;
     b.slice.src_max = src_max;
     b.slice.src_sum = src_sum;
-    tqkv__plan_slice(d, &a, &b, src_out, a.unrotate_output);
-    return TQKV_OK;
+    tqkv__plan_slice(tqkv__add_dispatch(plan), &a, &b, src_out, a.unrotate_output);
+    return tqkv__close_plan(plan, TQKV_OK);
 }
 
 /* Adds the most scratch for positions that are kept as halves: a stretch more than they fill, or all of a ring. */
@@ -14571,7 +14815,7 @@ TQKV_API tqkv_result tqkv_metal_plan_attend_scratch(const tqkv_metal_attention *
     return bytes ? tqkv__plan_scratch_within(from, TQKV__MOST_SUMS, bytes) : TQKV_INVALID_ARGUMENT;
 }
 
-/* ---- Batches: each item planned as a call of its own, and the plans joined ---- */
+/* >>plan-batch: batches. Each item is planned as a call of its own, and the plans are joined. */
 
 static tqkv_metal_binding *tqkv__binding_at(tqkv_metal_dispatch *d, int index)
 {
@@ -14605,7 +14849,7 @@ static tqkv_result tqkv__plan_batch_item(const tqkv__batch *b, int i, size_t *us
     const tqkv_result r = tqkv__plan_call_of(&b->items[i], 0, 0, (size_t)TQKV__MOST_SUMS / (size_t)b->n, &buffers, own);
     if (r != TQKV_OK) return r;
     for (int p = 0; p < TQKV__PARTS && !b->matrices; p++)
-        if (own->has[p]) tqkv_metal_plan_lanes(&own->attends[p]);
+        if (own->has[p]) tqkv__plan_lanes(&own->attends[p]);
     if (own->has[TQKV__CODES_PART] && tqkv__sees_nothing(&own->attends[TQKV__CODES_PART])) {
         tqkv__merge_args merge = tqkv__merge_args_of(&own->merge);
         merge.n_partials = merge.before = 0;
@@ -14777,7 +15021,8 @@ static size_t tqkv__batch_table_size(int n)
     return ((size_t)n * sizeof(tqkv__batch_item) + unit - 1) / unit * unit;
 }
 
-TQKV_API tqkv_result tqkv__batch_arguments(const tqkv_metal_attention *items, int n_items, size_t *bytes)
+/* Bytes of a batch's arguments. n_items: not negative */
+static tqkv_result tqkv__batch_arguments(const tqkv_metal_attention *items, int n_items, size_t *bytes)
 {
     const int n = tqkv__batch_tables(items, n_items);
     if ((size_t)n_items > SIZE_MAX / 8 / sizeof(tqkv__batch_item)) return TQKV__INVALID("n_items is too large");
@@ -14930,57 +15175,41 @@ static tqkv_result tqkv__plan_batch(const tqkv__batch *b, void *contents, tqkv__
     return tqkv__outputs_overlap(merges, b->n, value, head_dim) ? TQKV__INVALID("outputs of a batch overlap") : TQKV_OK;
 }
 
-TQKV_API tqkv_result tqkv__plan_batch_parts(const tqkv_metal_attention *items, int n_items, const tqkv_metal_buffer *q,
-                                            tqkv_metal_buffer arguments, void *contents, tqkv_metal_buffer scratch,
-                                            const tqkv_metal_buffer *out, bool matrices, tqkv_metal_dispatch *d, int *n)
-{
-    tqkv__attend_plan all;
-    memset(d, 0, 2 * sizeof *d);
-    *n = 2;
-    if (n_items < 0) return TQKV__INVALID("n_items is negative");
-    if (n_items == 0) return TQKV_OK;
-    const int tables = items ? tqkv__batch_tables(items, n_items) : 1;
-    const tqkv__batch b = {items, n_items, tables, q, out, arguments, scratch, matrices};
-    const tqkv_result r = tqkv__plan_batch(&b, contents, &all);
-    if (r == TQKV_OK) tqkv__order_dispatches(&all, d, n);
-    return r;
-}
-
 TQKV_API tqkv_result tqkv_metal_plan_attend_batch(const tqkv_metal_attention *items, int n_items,
                                                   const tqkv_metal_buffer *q, tqkv_metal_buffer arguments,
                                                   void *contents, tqkv_metal_buffer scratch,
-                                                  const tqkv_metal_buffer *out, bool matrices, tqkv_metal_dispatch d[2])
+                                                  const tqkv_metal_buffer *out, bool matrices, tqkv_metal_plan *plan)
 {
-    tqkv_metal_dispatch all[TQKV__MOST_DISPATCHES];
-    int n;
-    if (!d) return TQKV__INVALID(TQKV__NO_DISPATCH);
-    for (int i = 0; items && i < n_items; i++)
-        if (items[i].list.buffer) return TQKV__REFUSE(UNSUPPORTED, TQKV__LISTS_IN_PLAN);
-    if (items && tqkv__batch_tables(items, n_items) > 1) return TQKV__REFUSE(UNSUPPORTED, TQKV__ENDS_ON_GPU);
-    const tqkv_result r =
-        tqkv__plan_batch_parts(items, n_items, q, arguments, contents, scratch, out, matrices, all, &n);
-    for (int i = 0; i < 2; i++) d[i] = all[i];
-    return r;
+    tqkv__attend_plan all;
+    if (!tqkv__open_plan(plan, "attend_batch")) return TQKV__INVALID(TQKV__NO_PLAN);
+    if (n_items < 0) return tqkv__close_plan(plan, TQKV__INVALID("n_items is negative"));
+    if (n_items == 0) return tqkv__close_plan(plan, TQKV_OK);
+    const int tables = items ? tqkv__batch_tables(items, n_items) : 1;
+    const tqkv__batch b = {items, n_items, tables, q, out, arguments, scratch, matrices};
+    const tqkv_result r = tqkv__plan_batch(&b, contents, &all);
+    if (r == TQKV_OK) tqkv__order_dispatches(&all, plan);
+    return tqkv__close_plan(plan, r);
 }
 
 TQKV_API tqkv_result tqkv_metal_plan_attend_batch_sizes(const tqkv_metal_attention *items, int n_items,
                                                         size_t *arguments, size_t *scratch)
 {
-    size_t all = 0, own = 0;
-    if (n_items < 0 || (n_items && !items) || !arguments || !scratch)
-        return TQKV__INVALID("n_items is negative, or items, arguments or scratch is NULL");
-    tqkv_result r = tqkv__batch_arguments(items, n_items, arguments);
-    for (int i = 0; i < n_items && r == TQKV_OK; i++) {
+    size_t bytes = 0, all = 0, own = 0;
+    if (n_items < 0 || (n_items && !items)) return TQKV__INVALID("n_items is negative, or items is NULL");
+    tqkv_result r = tqkv__batch_arguments(items, n_items, &bytes);
+    for (int i = 0; scratch && i < n_items && r == TQKV_OK; i++) {
         r = tqkv__plan_scratch_within(&items[i], (size_t)TQKV__MOST_SUMS / (size_t)n_items, &own);
         if (r != TQKV_OK) return r;
         if (own > SIZE_MAX - all) return TQKV__INVALID(TQKV__LARGE_SCRATCH);
         all += own;
     }
-    *scratch = all;
-    return r;
+    if (r != TQKV_OK) return r;
+    if (arguments) *arguments = bytes;
+    if (scratch) *scratch = all;
+    return TQKV_OK;
 }
 
-/* ---- Indexes ---- */
+/* >>plan-index: the scores of an index and the choice of blocks */
 
 /* tqkv__index_shape of `from` */
 static tqkv_result tqkv__plan_index_open(const tqkv_metal_index *from, tqkv__index *x)
@@ -15072,13 +15301,12 @@ static void tqkv__plan_score(const tqkv__index *x, const tqkv__index_args *args,
     d->n_simdgroups = TQKV__MATRIX_SIMDGROUPS;
 }
 
-TQKV_API tqkv_result tqkv_metal_plan_index_scores(const tqkv_metal_index *from, tqkv_metal_buffer q,
-                                                  tqkv_metal_buffer scores, tqkv_metal_dispatch *d)
+static tqkv_result tqkv__add_scores(const tqkv_metal_index *from, tqkv_metal_buffer q, tqkv_metal_buffer scores,
+                                    tqkv_metal_plan *plan)
 {
     tqkv__index_args args;
     tqkv__index x;
     size_t size;
-    if (!d) return TQKV__INVALID(TQKV__NO_DISPATCH);
     tqkv_result r = tqkv__plan_index_open(from, &x);
     if (r != TQKV_OK) return r;
     if (x.a.key_dim != 64 && x.a.key_dim != 128)
@@ -15092,8 +15320,15 @@ TQKV_API tqkv_result tqkv_metal_plan_index_scores(const tqkv_metal_index *from, 
     if ((r = tqkv__plan_positions(&x.a.keys)) != TQKV_OK) return r;
     if ((r = tqkv__check_strides(x.a.call.query_strides)) != TQKV_OK) return r;
     tqkv__plan_index_args(&x, from, &args);
-    tqkv__plan_score(&x, &args, from, q, scores, d);
+    tqkv__plan_score(&x, &args, from, q, scores, tqkv__add_dispatch(plan));
     return TQKV_OK;
+}
+
+TQKV_API tqkv_result tqkv_metal_plan_index_scores(const tqkv_metal_index *from, tqkv_metal_buffer q,
+                                                  tqkv_metal_buffer scores, tqkv_metal_plan *plan)
+{
+    if (!tqkv__open_plan(plan, "index_scores")) return TQKV__INVALID(TQKV__NO_PLAN);
+    return tqkv__close_plan(plan, tqkv__add_scores(from, q, scores, plan));
 }
 
 /* How the resident blocks of a row are divided: one threadgroup up to 16384, or where many queries fill the GPU. Else at most
@@ -15151,15 +15386,13 @@ static void tqkv__plan_choose(const tqkv__choose_args *args, size_t n_queries, c
     d->n_simdgroups = args->chunk / each < most ? args->chunk / each + 1 : most;
 }
 
-TQKV_API tqkv_result tqkv_metal_plan_index_choose(const tqkv_metal_index *from, tqkv_metal_buffer scores, int k,
-                                                  tqkv_metal_buffer scratch, tqkv_metal_buffer list,
-                                                  tqkv_metal_dispatch d[TQKV_METAL_CHOOSE_DISPATCHES], int *n)
+static tqkv_result tqkv__add_choice(const tqkv_metal_index *from, tqkv_metal_buffer scores, int k,
+                                    tqkv_metal_buffer scratch, tqkv_metal_buffer list, tqkv_metal_plan *plan)
 {
     const tqkv_metal_buffer buffers[3] = {scores, scratch, list};
     tqkv__choose_args args;
     tqkv__index x;
     size_t size;
-    if (!d || !n) return TQKV__INVALID("d or n is NULL");
     const tqkv_result r = tqkv__plan_index_open(from, &x);
     if (r != TQKV_OK) return r;
     const int n_queries = x.a.call.n_queries;
@@ -15177,14 +15410,24 @@ TQKV_API tqkv_result tqkv_metal_plan_index_choose(const tqkv_metal_index *from, 
     args.k = k;
     args.first = x.call.first;
     args.newest = x.call.newest;
-    *n = args.n_chunks > 1 ? TQKV_METAL_CHOOSE_DISPATCHES : 1;
-    for (int i = 0; i < *n; i++) {
-        args.step = *n > 1 ? i : TQKV__CHOOSE_ALONE;
-        tqkv__plan_choose(&args, (size_t)n_queries, buffers, &d[i]);
-        if (i) d[i].barrier = scratch.buffer;
+    for (int i = 0; i < (args.n_chunks > 1 ? 3 : 1); i++) {
+        tqkv_metal_dispatch *d = tqkv__add_dispatch(plan);
+        args.step = args.n_chunks > 1 ? i : TQKV__CHOOSE_ALONE;
+        tqkv__plan_choose(&args, (size_t)n_queries, buffers, d);
+        if (i) d->barrier = scratch.buffer;
     }
     return TQKV_OK;
 }
+
+TQKV_API tqkv_result tqkv_metal_plan_index_choose(const tqkv_metal_index *from, tqkv_metal_buffer scores, int k,
+                                                  tqkv_metal_buffer scratch, tqkv_metal_buffer list,
+                                                  tqkv_metal_plan *plan)
+{
+    if (!tqkv__open_plan(plan, "index_choose")) return TQKV__INVALID(TQKV__NO_PLAN);
+    return tqkv__close_plan(plan, tqkv__add_choice(from, scores, k, scratch, list, plan));
+}
+
+/* >>plan-cache: appending to a cache and attending to it */
 
 static tqkv_metal_buffer tqkv__buffer_of_part(const tqkv_cache *c, tqkv_metal_buffer memory, const void *part)
 {
@@ -15205,73 +15448,73 @@ static tqkv_metal_store tqkv__store_in_buffer(const tqkv_cache *c, tqkv_metal_bu
     return store;
 }
 
-TQKV_API float tqkv__value_to_float(tqkv_type type, const void *value)
+/* The strides of calls: those that are given, or the cache's. */
+static tqkv_cache_layout tqkv__layout_of_call(const tqkv_cache *c, const tqkv_cache_layout *given)
 {
-    float x;
-    tqkv__widen_row(type, value, NULL, 1, &x);
-    return x;
-}
-
-TQKV_API void tqkv__value_from_float(tqkv_type type, float x, void *value) { tqkv__narrow_row(type, &x, 1, value); }
-
-TQKV_API tqkv_cache_layout tqkv__cache_layout_of(const tqkv_cache *c)
-{
-    const tqkv_attention *a = &c->attention;
-    const int key_dim = c->keys.head_dim + c->tail.head_dim, value_dim = (c->shared ? &c->keys : &c->values)->head_dim;
-    const tqkv_cache_layout layout = {tqkv__strides_of(c->keys.strides, c->keys.n_kv_heads, key_dim),
-                                      tqkv__strides_of(c->values.strides, c->keys.n_kv_heads, value_dim),
-                                      tqkv__strides_of(a->query_strides, a->n_heads, key_dim),
-                                      tqkv__strides_of(a->output_strides, a->n_heads, value_dim)};
-    return layout;
+    const tqkv_cache_layout own = {c->keys.strides, c->values.strides, c->attention.query_strides,
+                                   c->attention.output_strides};
+    return given ? *given : own;
 }
 
 /* The halves of the first (0) or newest (2) positions for the tokens that they keep: those of keys, of values or of both. */
-static tqkv_result tqkv__plan_append_halves(const tqkv_cache *c, tqkv_metal_buffer memory, bool packed, int first,
-                                            tqkv_metal_buffer k, tqkv_metal_buffer v, int n_tokens,
-                                            tqkv_metal_buffer not_finite, tqkv_metal_dispatch *d, int *n)
+static tqkv_result tqkv__plan_halves(const tqkv_cache *c, tqkv_metal_buffer memory, const tqkv_strides strides[2],
+                                     int first, const tqkv_metal_buffer rows[2], int n_tokens,
+                                     tqkv_metal_buffer not_finite, tqkv_metal_plan *plan)
 {
     const tqkv_store *const ends[2] = {tqkv__end_of(c, first), tqkv__end_of(c, first + 1)};
     const int64_t end = c->attention.end, left = first ? n_tokens : c->exact_first - end;
     const int kept = left < 0 ? 0 : left < n_tokens ? (int)left : n_tokens;
+    const tqkv__places places = tqkv__places_from(kept, kept ? end : 0);
     tqkv_metal_store stores[2];
     if ((!ends[0] && !ends[1]) || (n_tokens && !kept)) return TQKV_OK;
     for (int side = 0; side < 2; side++) {
         if (!ends[side]) continue;
         stores[side] = tqkv__store_in_buffer(c, memory, ends[side]);
         stores[side].shape.type = tqkv__stream_of(c, side)->type;
-        if (!packed) stores[side].shape.strides = tqkv__stream_of(c, side)->strides;
+        stores[side].shape.strides = strides[side];
     }
-    d += (*n)++;
-    const int64_t at = kept ? end : 0;
-    if (ends[0] && ends[1]) return tqkv_metal_plan_encode_kv(&stores[0], &stores[1], k, v, kept, at, not_finite, d);
-    return tqkv_metal_plan_encode(&stores[!ends[0]], ends[0] ? k : v, kept, at, not_finite, d);
+    if (ends[0] && ends[1])
+        return tqkv__add_encode_kv(&stores[0], &stores[1], rows[0], rows[1], &places, not_finite, plan);
+    return tqkv__add_encode(&stores[!ends[0]], rows[!ends[0]], &places, not_finite, plan);
 }
 
-TQKV_API tqkv_result tqkv__plan_cache_append(const tqkv_cache *c, tqkv_metal_buffer memory, bool packed,
-                                             tqkv_metal_buffer k, tqkv_metal_buffer v, int n_tokens,
-                                             tqkv_metal_buffer not_finite, tqkv_metal_dispatch *d, int *n)
+/* The rows of a tail that lies apart from the keys come behind all of theirs. */
+static tqkv_result tqkv__add_tail(const tqkv_cache *c, tqkv_metal_buffer memory, const tqkv__places *places,
+                                  tqkv_metal_buffer not_finite, tqkv_metal_plan *plan)
 {
-    const bool tail = c->tail.head_dim > 0, apart = tail && !c->shared;
-    const int64_t end = c->attention.end;
     const tqkv_strides none = {0, 0};
+    const tqkv_metal_binding *keys = tqkv__binding_at(&plan->d[0], 1);
+    const tqkv_metal_buffer rows = tqkv__buffer_after(keys->at, keys->size);
+    tqkv_metal_store tail = tqkv__store_in_buffer(c, memory, &c->tail);
+    tail.shape.strides = none;
+    return tqkv__add_encode(&tail, rows, places, not_finite, plan);
+}
+
+TQKV_API tqkv_result tqkv_metal_plan_cache_append(const tqkv_cache *c, tqkv_metal_buffer memory,
+                                                  const tqkv_cache_layout *layout, tqkv_metal_buffer k,
+                                                  tqkv_metal_buffer v, int n_tokens, tqkv_metal_buffer not_finite,
+                                                  tqkv_metal_plan *plan)
+{
+    if (!tqkv__open_plan(plan, "cache_append")) return TQKV__INVALID(TQKV__NO_PLAN);
+    if (!c) return tqkv__close_plan(plan, TQKV__INVALID("the cache is NULL"));
+    const bool tail = c->tail.head_dim > 0, apart = tail && !c->shared;
+    const tqkv__places places = tqkv__places_from(n_tokens, c->attention.end);
+    const tqkv_cache_layout own = tqkv__layout_of_call(c, layout);
+    const tqkv_strides strides[] = {own.k, own.v};
+    const tqkv_metal_buffer rows[] = {k, v};
     tqkv_metal_store keys = tqkv__store_in_buffer(c, memory, &c->keys),
                      others = tqkv__store_in_buffer(c, memory, tail && !apart ? &c->tail : &c->values);
-    keys.shape.strides = packed ? none : c->keys.strides;
-    others.shape.strides = packed ? none : c->values.strides;
-    tqkv_result r = c->shared && !tail ? tqkv_metal_plan_encode(&keys, k, n_tokens, end, not_finite, d)
-                                       : tqkv_metal_plan_encode_kv(&keys, &others, k, v, n_tokens, end, not_finite, d);
-    *n = 1;
-    if (r == TQKV_OK && apart) {
-        tqkv_metal_store third = tqkv__store_in_buffer(c, memory, &c->tail);
-        third.shape.strides = none;
-        const tqkv_metal_binding *rows = tqkv__binding_at(d, 1);
-        r = tqkv_metal_plan_encode(&third, tqkv__buffer_after(rows->at, rows->size), n_tokens, end, not_finite,
-                                   &d[(*n)++]);
-    }
+    keys.shape.strides = own.k;
+    others.shape.strides = own.v;
+    tqkv_result r = c->shared && !tail ? tqkv__add_encode(&keys, k, &places, not_finite, plan)
+                                       : tqkv__add_encode_kv(&keys, &others, k, v, &places, not_finite, plan);
+    if (r == TQKV_OK && apart) r = tqkv__add_tail(c, memory, &places, not_finite, plan);
     for (int first = 0; r == TQKV_OK && first <= 2; first += 2)
-        r = tqkv__plan_append_halves(c, memory, packed, first, k, v, n_tokens, not_finite, d, n);
-    return r;
+        r = tqkv__plan_halves(c, memory, strides, first, rows, n_tokens, not_finite, plan);
+    return tqkv__close_plan(plan, r);
 }
+
+TQKV_API void tqkv_metal_cache_appended(tqkv_cache *c, int n_tokens) { tqkv__cache_advance(c, n_tokens); }
 
 /* The attention of a cache over its stores, with the lists and the tree of `some`. */
 typedef struct tqkv__cache_call {
@@ -15315,55 +15558,224 @@ static void tqkv__open_cache_call(const tqkv_cache *c, tqkv_metal_buffer memory,
     a->attention.list_newest = some->attention.list_newest;
 }
 
-TQKV_API tqkv_result tqkv__plan_cache_sizes(const tqkv_cache *c, const tqkv_metal_attention *some, int n_queries,
-                                            size_t rows_sizes[2], size_t *scratch_size)
+TQKV_API tqkv_result tqkv_metal_plan_cache_scratch(const tqkv_cache *c, const tqkv_metal_attention *some, int n_queries,
+                                                   size_t *bytes)
 {
     const tqkv_metal_buffer none = {NULL, 0};
-    const tqkv_strides any = {0, 0}; /* the sizes are those without gaps */
     tqkv__cache_call call;
     if (!c || n_queries <= 0) return TQKV__INVALID(TQKV__NO_CACHE_QUERIES);
     tqkv__open_cache_call(c, none, some, &call);
-    tqkv_attention *a = &call.attention.attention;
-    a->n_queries = n_queries;
-    a->query_strides = a->output_strides = any;
-    a->exact_first = c->exact_first; /* as many as there will ever be */
-    a->exact_last = c->exact_last;
-    const tqkv_result r = tqkv_metal_plan_attend_scratch(&call.attention, scratch_size);
-    if (r != TQKV_OK) return r;
-    const size_t rows = (size_t)n_queries * (size_t)a->n_heads * tqkv__type_size(c->keys.type);
-    rows_sizes[0] = rows * (size_t)(c->keys.head_dim + c->tail.head_dim);
-    rows_sizes[1] = rows * (size_t)call.attention.values->shape.head_dim;
-    return TQKV_OK;
+    call.attention.attention.n_queries = n_queries;
+    call.attention.attention.exact_first = c->exact_first; /* as many as there will ever be */
+    call.attention.attention.exact_last = c->exact_last;
+    return tqkv_metal_plan_attend_scratch(&call.attention, bytes);
 }
 
-TQKV_API tqkv_result tqkv__plan_cache_attend(const tqkv_cache *c, tqkv_metal_buffer memory, bool packed,
-                                             const tqkv_metal_attention *some, tqkv_metal_buffer q, int n_queries,
-                                             tqkv_metal_buffer scratch, tqkv_metal_buffer out, tqkv_metal_dispatch *d,
-                                             int *n)
+TQKV_API tqkv_result tqkv_metal_plan_cache_attend(const tqkv_cache *c, tqkv_metal_buffer memory,
+                                                  const tqkv_cache_layout *layout, const tqkv_metal_attention *some,
+                                                  tqkv_metal_buffer q, int n_queries, tqkv_metal_buffer scratch,
+                                                  tqkv_metal_buffer out, tqkv_metal_plan *plan)
 {
-    const tqkv_strides none = {0, 0};
     tqkv__cache_call call;
-    if (!c || n_queries <= 0) return TQKV__INVALID(TQKV__NO_CACHE_QUERIES);
+    if (!tqkv__open_plan(plan, "attend")) return TQKV__INVALID(TQKV__NO_PLAN);
+    if (!c || n_queries <= 0) return tqkv__close_plan(plan, TQKV__INVALID(TQKV__NO_CACHE_QUERIES));
+    const tqkv_cache_layout own = tqkv__layout_of_call(c, layout);
     tqkv__open_cache_call(c, memory, some, &call);
-    tqkv_attention *a = &call.attention.attention;
-    a->n_queries = n_queries;
-    if (packed) a->query_strides = a->output_strides = none;
-    return tqkv__plan_attend_parts(&call.attention, q, scratch, out, d, n);
+    call.attention.attention.n_queries = n_queries;
+    call.attention.attention.query_strides = own.q;
+    call.attention.attention.output_strides = own.out;
+    return tqkv_metal_plan_attend(&call.attention, q, scratch, out, plan);
 }
 
-TQKV_API tqkv_result tqkv__plan_cache_all_parts(const tqkv_cache *c, tqkv_metal_buffer memory, int n_queries,
-                                                tqkv_metal_dispatch *d, int *n)
+/* >>plan-prepare: what calls will need, planned ahead of time so that pipelines can be built. */
+
+/* The last number of queries that can need a pipeline of its own: more of them fill all columns of a threadgroup. */
+enum { TQKV__MOST_PREPARED = TQKV__MOST_MATRIX_COLUMNS(64) };
+
+/* Who sees the plans. */
+typedef struct tqkv__visitor {
+    tqkv_metal_visit visit;
+    void *user;
+    tqkv_metal_plan plan;
+} tqkv__visitor;
+
+static tqkv_result tqkv__check_visit(tqkv_metal_visit visit, int max_queries)
+{
+    return visit && max_queries >= 0 ? TQKV_OK : TQKV__INVALID("visit is NULL, or max_queries negative");
+}
+
+/* planned: the result of what made the plan */
+static tqkv_result tqkv__visit(tqkv__visitor *v, tqkv_result planned)
+{
+    return planned == TQKV_OK ? v->visit(v->user, &v->plan) : planned;
+}
+
+/* As planned, and for a page table that is shorter than a tile where it is not, or the reverse. */
+static tqkv_result tqkv__visit_tables(tqkv__visitor *v, tqkv_result planned)
+{
+    bool other = false;
+    const tqkv_result r = tqkv__visit(v, planned);
+    for (int i = 0; i < v->plan.n && r == TQKV_OK; i++) {
+        tqkv_metal_dispatch *d = &v->plan.d[i];
+        const bool attend = d->kernel.family == TQKV_METAL_ATTEND || d->kernel.family == TQKV_METAL_ATTEND_MATRIX;
+        const int page_size = attend ? tqkv__attend_args_of(d).key_page_size : 0;
+        if (!page_size || page_size >= TQKV__SIMD_WIDTH) continue;
+        tqkv__plan_constant(d, TQKV_FC_SHORT_STORE, d->kernel.constants[TQKV_FC_SHORT_STORE] == 1 + false);
+        other = true;
+    }
+    return other ? tqkv__visit(v, r) : r;
+}
+
+/* Attention, alone and in batches. */
+static tqkv_result tqkv__visit_attention(tqkv__visitor *v, tqkv_result planned, bool batches)
+{
+    const tqkv_result r = tqkv__visit_tables(v, planned);
+    if (r != TQKV_OK || !batches) return r;
+    for (int i = 0; i < v->plan.n; i++) tqkv__plan_constant(&v->plan.d[i], TQKV_FC_BATCH, true);
+    return tqkv__visit_tables(v, r);
+}
+
+/* What writes keys and values, or one of them. */
+static tqkv_result tqkv__visit_encoding(tqkv__visitor *v, const tqkv_metal_store *keys, const tqkv_metal_store *values)
+{
+    const tqkv_metal_buffer none = {NULL, 0};
+    if (!keys && !values) return TQKV_OK;
+    return tqkv__visit(v, keys && values ? tqkv_metal_plan_encode_kv(keys, values, none, none, 0, 0, none, &v->plan)
+                                         : tqkv_metal_plan_encode(keys ? keys : values, none, 0, 0, none, &v->plan));
+}
+
+/* Slices of it, their merge and their end. */
+static tqkv_result tqkv__visit_slices(tqkv__visitor *v, const tqkv_metal_attention *a)
+{
+    const tqkv_metal_buffer none = {NULL, 0};
+    const int count = a->attention.kv_len;
+    const int64_t first = a->attention.end - count;
+    tqkv_result r = tqkv_metal_plan_attend_partial(a, none, first, count, none, none, none, none, &v->plan);
+    r = tqkv__visit_attention(v, r, false);
+    if (r != TQKV_OK) return r;
+    r = tqkv__visit(v, tqkv_metal_plan_attend_merge_slice(a, none, none, none, a, none, none, none, &v->plan));
+    return r == TQKV_OK ? tqkv__visit(v, tqkv_metal_plan_attend_finish(a, none, none, none, none, &v->plan)) : r;
+}
+
+/* The store without the processor's copy of its page table. */
+static tqkv_metal_store tqkv__any_pages(const tqkv_metal_store *s)
+{
+    tqkv_metal_store any = *s;
+    if (s->pages.buffer) any.shape.pages = NULL;
+    return any;
+}
+
+static int64_t tqkv__positions_in(const tqkv_store *s)
+{
+    return s->n_pages ? (int64_t)s->n_pages * s->page_size : s->capacity;
+}
+
+/* Gives an attention positions in every part that its context can have, as far as the stores go. */
+static void tqkv__take_all_parts(tqkv_attention *a, const tqkv_store *keys, const tqkv_store *values)
+{
+    const tqkv_store *const stores[] = {keys, values};
+    const int64_t end = (int64_t)a->exact_first + a->exact_last + 1; /* one that is neither */
+    a->end = end;
+    a->kv_len = end < INT_MAX ? (int)end : INT_MAX;
+    for (int i = 0; i < 2; i++) {
+        const int64_t room = tqkv__positions_in(stores[i]);
+        if (room < a->kv_len) a->kv_len = (int)room;
+        if (room < a->end && !stores[i]->ring) a->end = room;
+    }
+}
+
+/* Whether attention of n queries is to be planned. */
+static bool tqkv__prepares(int n, int max_queries)
+{
+    return n <= (max_queries ? max_queries : 1) && n <= TQKV__MOST_PREPARED;
+}
+
+/* Attention of all numbers of queries. call: in all parts */
+static tqkv_result tqkv__visit_queries(tqkv__visitor *v, tqkv_metal_attention *call, int max_queries, int also)
+{
+    const tqkv_metal_buffer none = {NULL, 0};
+    tqkv_result r = TQKV_OK;
+    for (int n = 1; r == TQKV_OK && tqkv__prepares(n, max_queries); n++) {
+        call->attention.n_queries = n;
+        r = tqkv_metal_plan_attend(call, none, none, none, &v->plan);
+        r = tqkv__visit_attention(v, r, also & TQKV_METAL_BATCHES);
+        if (r == TQKV_OK && (also & TQKV_METAL_SLICES)) r = tqkv__visit_slices(v, call);
+    }
+    return r;
+}
+
+TQKV_API tqkv_result tqkv_metal_plan_prepare(const tqkv_metal_attention *a, int max_queries, int also,
+                                             tqkv_metal_visit visit, void *user)
+{
+    tqkv__visitor v;
+    tqkv_result r = tqkv__check_visit(visit, max_queries);
+    if (r != TQKV_OK) return r;
+    if (!a || !a->keys || !a->values) return TQKV__INVALID("the attention or a store is NULL");
+    v.visit = visit;
+    v.user = user;
+    const bool shared = a->keys == a->values;
+    const tqkv_metal_store keys = tqkv__any_pages(a->keys), values = tqkv__any_pages(a->values),
+                           others = tqkv__any_pages(a->tail ? a->tail : a->values);
+    tqkv_metal_attention call = *a;
+    call.keys = &keys;
+    call.values = &values;
+    call.tail = a->tail ? &others : NULL;
+    call.attention.tree = NULL; /* what the processor knows of it, and of the list, is of another number of queries */
+    call.attention.list = NULL;
+    tqkv__take_all_parts(&call.attention, &keys.shape, &values.shape);
+    r = tqkv__visit_encoding(&v, &keys, shared && !a->tail ? NULL : &others);
+    if (r == TQKV_OK && a->attention.exact_first)
+        r = tqkv__visit_encoding(&v, a->first_keys, shared ? NULL : a->first_values);
+    if (r == TQKV_OK && a->attention.exact_last)
+        r = tqkv__visit_encoding(&v, a->last_keys, shared ? NULL : a->last_values);
+    return r == TQKV_OK ? tqkv__visit_queries(&v, &call, max_queries, also) : r;
+}
+
+TQKV_API tqkv_result tqkv_metal_plan_index_prepare(const tqkv_metal_index *x, int max_queries, tqkv_metal_visit visit,
+                                                   void *user)
+{
+    const tqkv_metal_buffer none = {NULL, 0};
+    tqkv__visitor v;
+    tqkv_result r = tqkv__check_visit(visit, max_queries);
+    if (r != TQKV_OK) return r;
+    if (!x || !x->keys) return TQKV__INVALID("the index or its keys are NULL");
+    v.visit = visit;
+    v.user = user;
+    const tqkv_metal_store keys = tqkv__any_pages(x->keys);
+    tqkv_metal_index call = *x;
+    call.keys = &keys;
+    call.index.end = call.index.positions = 0;
+    call.index.kv_len = 0;
+    r = tqkv__visit_encoding(&v, &keys, NULL);
+    for (int n = 1; r == TQKV_OK && n <= 2 && tqkv__prepares(n, max_queries); n++) { /* one, or several */
+        call.index.n_queries = n;
+        r = tqkv__visit(&v, tqkv_metal_plan_index_scores(&call, none, none, &v.plan));
+        if (r == TQKV_OK) r = tqkv__visit(&v, tqkv_metal_plan_index_choose(&call, none, 1, none, none, &v.plan));
+    }
+    return r;
+}
+
+TQKV_API tqkv_result tqkv_metal_plan_cache_prepare(const tqkv_cache *c, tqkv_metal_buffer memory, int max_queries,
+                                                   tqkv_metal_visit visit, void *user)
 {
     const tqkv_metal_buffer none = {NULL, 0};
     tqkv__cache_call call;
+    tqkv__visitor v;
+    tqkv_result r = tqkv__check_visit(visit, max_queries);
+    if (r == TQKV_OK && !c) r = TQKV__INVALID("the cache is NULL");
+    if (r != TQKV_OK) return r;
+    v.visit = visit;
+    v.user = user;
+    r = tqkv__visit(&v, tqkv_metal_plan_cache_append(c, memory, NULL, none, none, 0, none, &v.plan));
+    if (r != TQKV_OK) return r;
     tqkv__open_cache_call(c, memory, NULL, &call);
-    tqkv_attention *a = &call.attention.attention;
-    a->n_queries = n_queries;
-    a->exact_first = c->exact_first;
-    a->exact_last = c->exact_last;
-    tqkv__take_all_parts(a, &call.attention.keys->shape, &call.attention.values->shape);
-    return tqkv__plan_attend_parts(&call.attention, none, none, none, d, n);
+    call.attention.attention.exact_first = c->exact_first;
+    call.attention.attention.exact_last = c->exact_last;
+    tqkv__take_all_parts(&call.attention.attention, &call.attention.keys->shape, &call.attention.values->shape);
+    return tqkv__visit_queries(&v, &call.attention, max_queries, 0);
 }
+
+/* >>plan-report: what the kernel `tables` reports, compared with what the host has */
 
 TQKV_API bool tqkv_metal_has_matrices(const void *bytes)
 {

@@ -28,6 +28,8 @@ void standin_spoil(int n);
 /* Libraries that are no compiled source have no pipeline for kernels whose names, with a space and function constant 4 behind
    them, contain this; NULL: all have. everywhere: nor have compiled sources. */
 void standin_refuse(const char *part, bool everywhere);
+/* Pipelines built without a limit of threads, or without the promise of whole simdgroups, since the program started. */
+int standin_unlimited(void);
 /* The text of an injected failure. */
 #define STANDIN_WORDS "injected failure"
 
