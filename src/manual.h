@@ -33,7 +33,7 @@
      >>result         result codes
      >>isa            the instruction set in use
      >>threads        who runs the tasks of a call
-     >>store          one stream in the caller's memory: encode, decode, probe
+     >>store          one stream in the caller's memory: encode, decode, probe, calibrate
      >>rotate         the rotation alone
      >>attention      attention over two stores, whole or in slices
      >>index          scores of an index, and the choice of blocks by them
@@ -49,6 +49,7 @@
      >>exact          arithmetic whose bits depend on nothing but its operands
      >>team           tqkv_team
      >>codec          rotation, norms, quantising, packing, and back: the specification
+     >>calibrate      tqkv_calibrate, tqkv_logit_noise
      >>attend         types of attention, and attention in plain C
      >>integer        attention in integers, in plain C
      >>kernels, >>attend-kernels, >>encode-kernels, >>integer-kernels
