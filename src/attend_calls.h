@@ -1,3 +1,5 @@
+/* >>attend-calls: the arrays of a call, checked, and the public calls of attention */
+
 /* The arrays of one call. No written array may overlap another one. */
 typedef struct tqkv__arrays {
     const void *at[8];

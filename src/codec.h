@@ -1,3 +1,5 @@
+/* >>codec: norms, quantising, packing, and back, in plain C: the specification */
+
 /* Norm of a TQ row or block from the sum of its squares; scale: the factor that brings its values to variance 1. If the
    rotation of a row overflows, the sum is NaN, whose sign depends on the machine: fabsf clears the norm's. */
 static float tqkv__norm_tq(const tqkv__stream *s, float sum, float *scale)

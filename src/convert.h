@@ -1,3 +1,5 @@
+/* >>convert: rows moved, and stores in another format */
+
 /* Moves the rows of n positions from `source` on to `target` on, in the same stream (downwards) or in another one. In
    ascending order no row is overwritten before it has moved: in a ring too, whose resident positions differ in slot. */
 static void tqkv__move_rows(const tqkv__stream *from, int64_t source, const tqkv__stream *to, int64_t target, int64_t n)

@@ -1,3 +1,5 @@
+/* >>encode: rows into a store and out of it; how they lie on the scale */
+
 /* Opens a store to encode into, somewhere. */
 static tqkv_result tqkv__encode_target(const tqkv_store *store, const void *src, int n_tokens, tqkv__stream *s)
 {

@@ -1,3 +1,5 @@
+/* >>kernels: what the loops of attention and of encoding share */
+
 #define TQKV__VECTOR TQKV__(vector)
 typedef uint32_t TQKV__(words) __attribute__((vector_size(4 * TQKV__LANES)));
 

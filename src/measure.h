@@ -1,3 +1,5 @@
+/* >>measure: means, errors, and the rotation of rows alone */
+
 /* mean: [head_dim] */
 static TQKV__NOINLINE void tqkv__mean_of(const tqkv__stream *s, const void *src, int n_tokens, size_t h, float *mean)
 {

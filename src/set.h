@@ -1,4 +1,4 @@
-/* >>set: what an instruction set provides, in plain C or by vectors. Which one is in use is decided in >>driver. */
+/* >>set: what an instruction set provides, in plain C or by vectors. Which one is in use >>isa-code decides. */
 
 struct tqkv__attention;
 struct tqkv__quantiser;
