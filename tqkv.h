@@ -735,8 +735,7 @@ typedef struct tqkv_metal_attention {
     /* uint64_t [n_queries], at most 64; zero = none. attention.tree, if it is not NULL, is what it will hold when the
        kernels run. It is read only to know which entries of pages are seen. */
     tqkv_metal_buffer tree;
-    /* Groups of at least so many query heads multiply 8x8 matrices, at head_dim 64, 128 and 256, 0 = 4, and at 448 and 512,
-       0 = 8. With a small
+    /* Groups of at least so many query heads multiply 8x8 matrices, at head_dim 64, 128, 256, 448 and 512; 0 = 8. With a small
        number narrow groups prefill faster and may decode slower. It decides bits: keep it the same for a sequence. */
     int matrix_group;
     const tqkv_metal_store *tail; /* as tqkv_attention's; NULL = none. With the keys' page table in the same buffer. */
@@ -14539,8 +14538,8 @@ static void tqkv__tiles_seen(const tqkv__attention *a, int64_t slice_end, int64_
    speed there: hence 4. */
 static bool tqkv__choose_matrix(const tqkv__attention *a)
 {
-    const int head_dim = a->keys.head_dim, least = tqkv__is_long(head_dim) ? 8 : 4;
-    return a->group >= (a->matrix_group ? a->matrix_group : least) && head_dim == a->value_dim &&
+    const int head_dim = a->keys.head_dim, least = a->matrix_group ? a->matrix_group : 8;
+    return a->group >= least && head_dim == a->value_dim &&
            (head_dim == 64 || head_dim == 128 || head_dim == 256 || tqkv__is_long(head_dim));
 }
 
@@ -14762,7 +14761,8 @@ static TQKV__NOINLINE void tqkv__plan_key_args(const tqkv__attention *a, int slo
    it matters, so that no sum is too large. */
 static void tqkv__plan_boundary(const tqkv__attention *a, tqkv__attend_args *args)
 {
-    const int own = args->kv_len - a->call.n_queries, most = args->kv_len + a->call.n_queries; /* own: the first query's */
+    const int own = args->kv_len - a->call.n_queries,
+              most = args->kv_len + a->call.n_queries; /* own: the first query's */
     const bool one = a->call.non_causal && !a->call.window;
     const int64_t from = (one ? tqkv__exact_at(a, 0) : a->call.exact_from) - a->first;
     if (!a->exact[1][0] && !a->exact[1][1]) {

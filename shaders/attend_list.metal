@@ -33,7 +33,8 @@ inline list_range range_of_query(constant tqkv__attend_args &args, device const 
     list_range range;
     int end = args.first_newest + int(query) + 1, to = max(min(end, args.kv_len), 0);
     range.from = args.window != 0 ? max(end - args.window, 0) : 0;
-    int begin = min(halves_begin(args, end - 1), to); // what the query reads here ends or begins with its own newest halves
+    int begin =
+        min(halves_begin(args, end - 1), to); // what the query reads here ends or begins with its own newest halves
     if (halves == TQKV__NEWEST_HALVES) range.from = max(range.from, begin);
     range.newest = newest_from(args, tree, query, range.from, to);
     int begins =

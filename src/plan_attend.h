@@ -63,7 +63,8 @@ static TQKV__NOINLINE void tqkv__plan_key_args(const tqkv__attention *a, int slo
    it matters, so that no sum is too large. */
 static void tqkv__plan_boundary(const tqkv__attention *a, tqkv__attend_args *args)
 {
-    const int own = args->kv_len - a->call.n_queries, most = args->kv_len + a->call.n_queries; /* own: the first query's */
+    const int own = args->kv_len - a->call.n_queries,
+              most = args->kv_len + a->call.n_queries; /* own: the first query's */
     const bool one = a->call.non_causal && !a->call.window;
     const int64_t from = (one ? tqkv__exact_at(a, 0) : a->call.exact_from) - a->first;
     if (!a->exact[1][0] && !a->exact[1][1]) {

@@ -754,7 +754,7 @@ static void check_cache_kernels(const void *row)
             CHECK_RESULT(tqkv_cache_create(&desc, &cache), TQKV_OK);
             if (!cache) return;
             CHECK_RESULT(tqkv_cache_fork(cache, NULL, &fork), TQKV_OK);
-            const bool matrix = group >= (least ? least : 4);
+            const bool matrix = group >= (least ? least : 8);
             for (int i = 0; i < 2; i++) {
                 CHECK_RESULT(tqkv_metal_plan_cache_attend(i ? fork : cache, at(0, 0), NULL, NULL, at(1, 0), 1, at(2, 0),
                                                           at(3, 0), &plan),
