@@ -194,6 +194,31 @@ typedef struct tqkv_quality {
    that its products have of them. */
 TQKV_API tqkv_result tqkv_measure(const tqkv_store *shape, const void *src, int n_tokens, tqkv_quality *out);
 
+/* Channels of the rotary embedding that share a scale. Such a scale commutes with the rotation of positions: an engine may fold
+   it into its projections, and may shift contexts. */
+typedef enum tqkv_pairs {
+    TQKV_PAIRS_NONE = 0,
+    TQKV_PAIRS_NEIGHBOURS, /* channels 2i and 2i + 1 */
+    TQKV_PAIRS_HALVES      /* channels i and i + head_dim / 2 */
+} tqkv_pairs;
+/* Learns centre and scale of keys from rows and, if given, from queries, which say what reads a channel's error:
+
+     center = mean,  s = deviation from it,  channel_scale = sqrt(s), or sqrt(s / r) with r = root mean square of the queries,
+
+   then divided by its root mean square over the head's channels and kept in [2^-10, 2^10]. A channel of deviation 0 counts as that
+   of the smallest other. The same bits on every machine. Values need neither.
+   src: [n_tokens][n_kv_heads][head_dim], of the shape's type and strides; q: [n_queries][n_heads][head_dim] of its type, without
+   gaps, or NULL; n_heads: 0 = n_kv_heads. center, channel_scale: [n_kv_heads][head_dim], one may be NULL. No tokens: 0 and 1. The
+   shape's format, centre and scale do not matter. TQKV_NOT_FINITE: NaN, infinity or a magnitude beyond 1e12. */
+TQKV_API tqkv_result tqkv_calibrate(const tqkv_store *shape, const void *src, int n_tokens, const void *q, int n_heads,
+                                    int n_queries, tqkv_pairs pairs, float *center, float *channel_scale);
+/* What the shape's format, centre and scale would add to the logits: the standard deviation of q.(k' - k)/sqrt(head_dim) over
+   the rows k, root mean square over the queries that read the head. Up to 0.1 predictions hardly change; at 1 they are another
+   model's. Rows and queries as tqkv_calibrate's, q not NULL; noise: [n_kv_heads], zeros for no tokens or queries, INFINITY if
+   rows decode to NaN. */
+TQKV_API tqkv_result tqkv_logit_noise(const tqkv_store *shape, const void *src, int n_tokens, const void *q,
+                                      int n_heads, int n_queries, double *noise);
+
 /* >>rotate
    y = R(s*x)/sqrt(D) and its inverse x = s*R(y)/sqrt(D), in place; rows: [n_rows][head_dim]. NaN and Inf spread. */
 TQKV_API tqkv_result tqkv_rotate(float *rows, int n_rows, int head_dim);
