@@ -40,7 +40,7 @@ HOST_LIBRARY := $(HOST_BUILD)/standin.metallib
 HOST_RUN := LSAN_OPTIONS=suppressions=$(STANDIN)/leaks.txt:print_suppressions=0
 HOST_OBJECTS := tqkv_metal $(HOST_TESTS:%=tests/metal/host/%) tests/runner tests/test_tables $(STANDIN)/standin
 # Of the codebooks and boundaries the first and the last: one loop compares them.
-HOST_STALE := tables_alone $(foreach bits,2 8,codebook_$(bits) boundaries_$(bits)) signs version dispatch matrices \
+HOST_STALE := tables_alone $(foreach bits,2 8,codebook_$(bits) boundaries_$(bits) factors_$(bits)) signs version dispatch matrices \
 	rows_args rotate_args attend_args merge_args batch_item
 
 # clang uses gcc's Objective-C runtime: link its headers, and no other header of gcc, into the include path.
@@ -58,7 +58,7 @@ $(HOST_BUILD)/arc/objc: $(HOST_BUILD)/gnustep/objc
 
 $(HOST_BUILD)/arc/examples/%.o: examples/%.m $(HOST_HEADERS) $(HOST_BUILD)/arc/objc
 	@mkdir -p $(@D)
-	@clang $(HOST_WARNINGS) $(CPPFLAGS) $(HOST_ARC) $(IMPLEMENTED) -c $< -o $@
+	@clang $(HOST_WARNINGS) $(INCLUDE) $(CPPFLAGS) $(HOST_ARC) $(IMPLEMENTED) -c $< -o $@
 
 $(HOST_BUILD)/arc/%.o: %.m $(HOST_HEADERS) $(wildcard tests/metal/standin/*.h tests/metal/standin/*/*.h) $(HOST_BUILD)/arc/objc
 	@mkdir -p $(@D)
@@ -93,11 +93,11 @@ $(HOST_LIBRARY): $(SHADER_NAMES:%=$(HOST_BUILD)/library/%.metal.o) $(HOST_BUILD)
 	@clang++ -shared $(STANDIN_SANITIZE) -Wl,--compress-debug-sections=zlib $^ -o $@.so
 	@python3 $(STANDIN)/pack.py library $@.so
 
-# Libraries of a changed tqkv.h, each with the kernel `tables` alone. Without sanitizers: a context reads its tables and refuses.
+# Libraries of changed headers, each with the kernel `tables` alone. Without sanitizers: a context reads its tables and refuses.
 $(HOST_BUILD)/stale/made: $(METAL_BUILD)/cpu/prepared $(TQKV_FILES) $(STANDIN)/pack.py $(HOST_BUILD)/library/simt.o \
 		$(HOST_BUILD)/library/library.o
 	@mkdir -p $(HOST_STALE:%=$(@D)/%/shaders)
-	@python3 $(STANDIN)/pack.py stale tqkv.h $(@D) $(HOST_STALE)
+	@python3 $(STANDIN)/pack.py stale src $(@D) $(HOST_STALE)
 	@for stale in $(HOST_STALE); do clang++ -fuse-ld=lld -shared -fPIC -O0 $(filter-out -g1,$(SHADER_CPU)) -I$(@D)/$$stale/shaders \
 		$(METAL_BUILD)/cpu/source/tables.metal.cpp $(filter %.o,$^) -o $(@D)/$$stale.metallib.so || exit 1; done
 	@python3 $(STANDIN)/pack.py library $(HOST_STALE:%=$(@D)/%.metallib.so)
@@ -110,7 +110,7 @@ endif
 
 $(HOST_BUILD)/examples/%.o: examples/%.m $(HOST_HEADERS) $(if $(HOST_GNUSTEP),$(HOST_BUILD)/gnustep/objc)
 	@mkdir -p $(@D)
-	@clang $(HOST_WARNINGS) $(CPPFLAGS) $(HOST_GNUSTEP) $(IMPLEMENTED) -c $< -o $@
+	@clang $(HOST_WARNINGS) $(INCLUDE) $(CPPFLAGS) $(HOST_GNUSTEP) $(IMPLEMENTED) -c $< -o $@
 
 $(HOST_BUILD)/%.o: %.m $(HOST_HEADERS) $(wildcard tests/metal/standin/*.h tests/metal/standin/*/*.h) \
 		$(if $(HOST_GNUSTEP),$(HOST_BUILD)/gnustep/objc)
