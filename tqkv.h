@@ -385,7 +385,7 @@ typedef enum tqkv_arithmetic { TQKV_FLOAT = 0, TQKV_INTEGER } tqkv_arithmetic;
    On the processor the relative L2 error against double precision on the same codes is at most 2e-5 at any length, for
    scores with a standard deviation up to 10; beyond, 2e-6 times the deviation: a float score s is rounded by up to
    2^-24 |s|, and exp turns that into a share of its weight. TQKV_INTEGER: against double precision with the integer
-   centroids, at most 2e-4 plus 5e-5 times the deviation of the scores. */
+   centroids, at most 2e-4 plus 5e-5 times the deviation of the scores, for any query; a NaN is 0x7fc00000. */
 typedef struct tqkv_attention {
     /* same n_kv_heads; head_dim may differ. One stream may be both, as in a latent cache: the same store, or two that
        describe the same bytes in the same way. Its rows are fetched once for scores and sums, and its centre is added back to
@@ -476,8 +476,10 @@ TQKV_API tqkv_result tqkv_attend_finish(const tqkv_attention *a, float *out, con
 
        s(i, j) = sum_h weights[i][h] * f( q(i, h).k(j) ),   f(x) = max(x, 0) with relu, else x
 
-   The score of a block of keys is the largest or the mean of its keys' scores that the query sees. Within 2e-5 of the
-   largest |s| against double precision on the same codes; the same bits alone and among other queries. */
+   The score of a block of keys is the largest or the mean of its keys' scores that the query sees; the same bits alone and
+   among other queries. Against double precision on the same codes a key's score is within 2e-5 of
+   sum_h |weights[i][h] f(q.k)|, and 1e-4 in integers with their centroids; where the products of a few heads nearly vanish, one
+   adds 2e-7, and 2e-5 in integers, of sum_h |weights[i][h]| |q(i, h)| |k(j)|. */
 typedef enum tqkv_pool { TQKV_POOL_MAX = 0, TQKV_POOL_MEAN } tqkv_pool;
 typedef struct tqkv_index {
     const tqkv_store *keys; /* n_kv_heads 1, any format */
@@ -4065,6 +4067,9 @@ static const tqkv__isa tqkv__isa_scalar = {"scalar",
      p_j = exp(s_j - max),  W = max_j |p_j f_j|,  w_j = round(p_j f_j T/W)
      out_d += (sum_j w_j c_jd) * (step W/T)                                in each tile
 
+   A query whose largest value stands far above the others has a second digit, the same again of what the first leaves:
+   rest_d = query_d - q_d Q/T, whose products are added to the scores. See tqkv__round_rest.
+
    The sums in brackets are exact, so their order is free. No such sum leaves 32 bits: |q_d|, |w_j| <= 32639 and
    |c| <= 128, so a score of a block of 256 dimensions stays below 1.07e9, and the 64 positions of a tile below 2.7e8.
    Floats have one order everywhere: products that a sum follows are an fma or rounded first, quotients are divisions,
@@ -4144,6 +4149,29 @@ static void tqkv__round_query_scalar(const tqkv__stream *s, const float *query, 
     to[s->head_dim - 1] = tqkv__to_integers(query, s->head_dim, s->step, integers);
     memcpy(to, integers, (size_t)s->head_dim * sizeof *integers);
 }
+
+/* Turns a query into what its integers leave of it, and says whether that is worth a second digit: if fewer than 19 of 32
+   values reach an eighth of the largest. Of Gaussian rows that are those whose largest is above 4.3 times their deviation:
+   one in 400 at head_dim 128. One coordinate a thousand times the others would leave these five bits. */
+static bool tqkv__round_rest(float *query, int n)
+{
+    uint32_t largest = 0;
+    int high = 0;
+    for (int d = 0; d < n; d++) {
+        const uint32_t size = tqkv__bits(query[d]) & 0x7fffffffu;
+        if (size > largest) largest = size;
+    }
+    if (largest >= 0x7f800000u || tqkv__float(largest) <= TQKV__INTEGER_LEAST) return false;
+    const uint32_t eighth = largest - (3u << 23);
+    for (int d = 0; d < n; d++) high += (tqkv__bits(query[d]) & 0x7fffffffu) >= eighth;
+    if (32 * high >= 19 * n) return false;
+    const float scale = tqkv__integer_scale(largest), unit = tqkv__integer_unit(largest, 1.0f);
+    for (int d = 0; d < n; d++) query[d] = tqkv__fma(-tqkv__round(tqkv__rounded(query[d] * scale)), unit, query[d]);
+    return true;
+}
+
+/* Results that are NaN have one pattern of bits, whatever the processor makes of them. */
+static float tqkv__one_nan(float x) { return x != x ? tqkv__float(0x7fc00000u) : x; }
 
 /* The factor of block `block` of block_dim values of a row. */
 static float tqkv__block_factor(const tqkv__stream *s, const float *norms, int block)
@@ -10413,17 +10441,28 @@ static TQKV__NOINLINE void tqkv__merge_sums(const tqkv__sums *into, const tqkv__
 #define TQKV__STRETCH 2048
 #define TQKV__PIECE   256
 
-/* The scores of a tile: the sum of those of the parts of the keys, in their order. q: as tqkv__arrange_queries gives them */
-static void tqkv__score_tile(tqkv__tile *tile, const float *q, int n_rows)
+/* Floats of an arranged query, without its second digits. */
+static size_t tqkv__first_floats(const tqkv__attention *a)
+{
+    return (size_t)(a->key_dim + (a->exact[0][0] || a->exact[1][0] ? a->keys.head_dim : 0));
+}
+
+/* The scores of a tile: the sum of those of the parts of the keys, in their order, and of the second digits. q, digits: as
+   tqkv__arrange_queries gives them */
+static void tqkv__score_tile(tqkv__tile *tile, const float *q, int digits, int n_rows)
 {
     const tqkv__attention *a = tile->streams;
     float *scores = tile->scores + tile->begin;
-    const int before = tile->place.keys == &a->keys ? 0 : a->key_dim; /* dimensions of q before those for halves */
-    a->isa->score_tile(tile->place.keys, tile->kv_head, &tile->keys, q + (size_t)n_rows * (size_t)before, n_rows, false,
-                       scores);
-    if (!a->call.tail) return;
-    a->isa->score_tile(tile->place.tail, tile->kv_head, &tile->tail, q + (size_t)n_rows * (size_t)a->keys.head_dim,
-                       n_rows, true, scores);
+    const bool codes = tile->place.keys == &a->keys;
+    const size_t all = (size_t)n_rows, of_keys = all * (size_t)a->keys.head_dim;
+    const float *rest = q + all * tqkv__first_floats(a);
+    a->isa->score_tile(tile->place.keys, tile->kv_head, &tile->keys, codes ? q : q + all * (size_t)a->key_dim, n_rows,
+                       false, scores);
+    if (a->call.tail)
+        a->isa->score_tile(tile->place.tail, tile->kv_head, &tile->tail, q + of_keys, n_rows, true, scores);
+    if ((digits & 1) && codes) a->isa->score_tile(&a->keys, tile->kv_head, &tile->keys, rest, n_rows, true, scores);
+    if (digits & 2)
+        a->isa->score_tile(tile->place.tail, tile->kv_head, &tile->tail, rest + of_keys, n_rows, true, scores);
 }
 
 /* Sums of values have the order of the stream that is added to them: brings them into that of another. */
@@ -10450,6 +10489,7 @@ typedef struct tqkv__work {
     const tqkv__attention *a;
     const tqkv__item *item;
     const float *q, *offsets;
+    int digits;        /* of the queries: see tqkv__arrange_queries */
     tqkv__tile *tiles; /* [2] */
     tqkv__tile *before;
     tqkv__sums piece, sums;
@@ -10667,7 +10707,7 @@ static void tqkv__end_piece_before(const tqkv__work *w, const tqkv__tile *tile)
 static void tqkv__attend_tile(tqkv__work *w, tqkv__tile *tile)
 {
     const int n_rows = w->item->n_rows;
-    tqkv__score_tile(tile, w->q, n_rows);
+    tqkv__score_tile(tile, w->q, w->digits, n_rows);
     if (tile->ranks) tqkv__ask_values(w->a, w->item->kv_head, tile->ranks);
     tqkv__add_before(w);
     tqkv__end_piece_before(w, tile);
@@ -10997,11 +11037,13 @@ static const void *tqkv__query_part(const tqkv__attention *a, const void *query,
     return (const uint8_t *)query + (part ? (size_t)a->keys.head_dim * tqkv__type_size(a->call.query_type) : 0);
 }
 
-/* Brings part 0 or 1 of an item's queries into the basis and order of a stream, times scale; arranged: [n_rows][head_dim] */
-static void tqkv__arrange_part(const tqkv__attention *a, const tqkv__item *item, const void *q, int part,
-                               const tqkv__stream *s, float *arranged)
+/* Brings part 0 or 1 of an item's queries into the basis and order of a stream, times scale. arranged: [n_rows][head_dim]; so
+   is rest, the second digits of integers. Whether there are any. */
+static bool tqkv__arrange_part(const tqkv__attention *a, const tqkv__item *item, const void *q, int part,
+                               const tqkv__stream *s, float *arranged, float *rest)
 {
     TQKV__ALIGNED float natural[TQKV_MAX_HEAD_DIM];
+    bool digits = false;
     for (int i = 0; i < item->n_rows; i++, arranged += s->head_dim) {
         const void *query = tqkv__query_at(a, q, tqkv__caller_row(a, item, i));
         const bool original = a->call.query_basis == TQKV_ORIGINAL;
@@ -11009,27 +11051,39 @@ static void tqkv__arrange_part(const tqkv__attention *a, const tqkv__item *item,
         a->isa->codec->widen(a->call.query_type, tqkv__query_part(a, query, part), NULL, scale, s->head_dim, natural);
         if (s->rotated && original) a->isa->codec->rotate(natural, s->head_dim);
         tqkv__scale(natural, s->head_dim, a->call.scale);
-        if (a->round_query && s->kind != TQKV__HALF)
-            a->round_query(s, natural, arranged);
-        else
+        if (!a->round_query || s->kind == TQKV__HALF) {
             tqkv__to_decoded(a->isa, s, natural, arranged);
+            continue;
+        }
+        a->round_query(s, natural, arranged);
+        float *second = rest + (size_t)i * (size_t)s->head_dim;
+        if (tqkv__round_rest(natural, s->head_dim)) {
+            a->round_query(s, natural, second);
+            digits = true;
+        } else {
+            memset(second, 0, (size_t)s->head_dim * sizeof(float));
+        }
     }
+    return digits;
 }
 
-/* Floats of an arranged query. */
+/* Floats of an arranged query with its second digits. */
 static size_t tqkv__query_floats(const tqkv__attention *a)
 {
-    return (size_t)(a->key_dim + (a->exact[0][0] || a->exact[1][0] ? a->keys.head_dim : 0));
+    return tqkv__first_floats(a) + (a->round_query ? (size_t)a->key_dim : 0);
 }
 
-/* arranged: [n_rows][head_dim] of the keys, of the tail and, if some keys are halves, of the keys for these */
-static void tqkv__arrange_queries(const tqkv__attention *a, const tqkv__item *item, const void *q, float *arranged)
+/* arranged: [n_rows][head_dim] of the keys, of the tail and, if some keys are halves, of the keys for these; then second digits of
+   integers, of the keys and of the tail. Returns which of these two have any: 1 and 2. */
+static int tqkv__arrange_queries(const tqkv__attention *a, const tqkv__item *item, const void *q, float *arranged)
 {
-    const size_t n_rows = (size_t)item->n_rows;
-    tqkv__arrange_part(a, item, q, 0, &a->keys, arranged);
-    if (a->call.tail) tqkv__arrange_part(a, item, q, 1, &a->tail, arranged + n_rows * (size_t)a->keys.head_dim);
+    const size_t n_rows = (size_t)item->n_rows, of_keys = n_rows * (size_t)a->keys.head_dim;
+    float *rest = arranged + n_rows * tqkv__first_floats(a);
+    int digits = tqkv__arrange_part(a, item, q, 0, &a->keys, arranged, rest) ? 1 : 0;
+    if (a->call.tail && tqkv__arrange_part(a, item, q, 1, &a->tail, arranged + of_keys, rest + of_keys)) digits |= 2;
     if (a->exact[0][0] || a->exact[1][0])
-        tqkv__arrange_part(a, item, q, 0, &a->ends[!a->exact[0][0]][0], arranged + n_rows * (size_t)a->key_dim);
+        tqkv__arrange_part(a, item, q, 0, &a->ends[!a->exact[0][0]][0], arranged + n_rows * (size_t)a->key_dim, NULL);
+    return digits;
 }
 
 /* q.c, for the centre c of part 0 or 1 of the keys, in the query's basis. query: [key_dim], the caller's */
@@ -11106,6 +11160,15 @@ static TQKV__NOINLINE void tqkv__finish_row(const tqkv__attention *a, int head, 
     if (center) tqkv__add_share(a, center, TQKV__AS_FLOAT(tqkv__rounded(sum * keep) / all), out);
 }
 
+/* Of integers: see tqkv__one_nan. out: [value_dim] */
+static void tqkv__settle_row(const tqkv__attention *a, float *out, float *max, float *sum)
+{
+    if (!a->round_query) return;
+    for (int d = 0; d < a->value_dim; d++) out[d] = tqkv__one_nan(out[d]);
+    *max = tqkv__one_nan(TQKV__AS_FLOAT(*max + 0.0f)); /* second digits of other rows turn -0 into 0 */
+    *sum = tqkv__one_nan(*sum);
+}
+
 /* Writes an item's sums to the caller; finishes and rounds them unless the call is partial. The values' centre is added to the
    sums, in the basis of the codes; with a scale, where the row is finished, behind the scale: a channel is then not rounded
    against larger ones. */
@@ -11128,12 +11191,12 @@ static TQKV__NOINLINE void tqkv__deliver(const tqkv__part *part, const tqkv__ite
         const double score = scored ? tqkv__center_score(a, item->kv_head, tqkv__query_at(a, part->q, row)) : 0.0;
         tqkv__to_natural(a->isa, &a->values, sums->out + (size_t)i * (size_t)a->value_dim, out);
         if (scored || coded) tqkv__add_centers(a, score, coded, out, &max, &sum);
+        if (!part->max) tqkv__finish_row(a, (int)(row % (size_t)a->call.n_heads), last, out, max, sum);
+        tqkv__settle_row(a, out, &max, &sum);
         if (part->max) {
             part->max[row] = max;
             part->sum[row] = sum;
-            continue;
         }
-        tqkv__finish_row(a, (int)(row % (size_t)a->call.n_heads), last, out, max, sum);
         if (out == wide) a->isa->codec->narrow(type, wide, a->value_dim, to);
     }
 }
@@ -11265,7 +11328,7 @@ static TQKV__NOINLINE void tqkv__attend_unit(const tqkv__job *job, const tqkv__p
     if (w.list) list = tqkv__open_list(a, item.first_row / a->group, item.kv_head, part->slice);
     if (w.list || w.small_pages || w.odd_rings) tqkv__open_gathered(a, next, &gathered);
     next += tqkv__gathered_floats(a);
-    tqkv__arrange_queries(a, &item, part->q, q);
+    w.digits = tqkv__arrange_queries(a, &item, part->q, q);
     tqkv__find_offsets(a, &item, part->q, offsets);
     if (job->spread) {
         const int64_t stretch = unit / part->n_items;
@@ -11776,6 +11839,7 @@ TQKV_API tqkv_result tqkv_attend_merge_slice(const tqkv_attention *attention, fl
         if (from.values.rotated && !a.values.rotated) a.isa->codec->unrotate(source, a.value_dim);
         if (a.values.rotated && !from.values.rotated) a.isa->codec->rotate(source, a.value_dim);
         tqkv__merge_row(a.value_dim, out + row * value_dim, &max[row], &sum[row], source, src_max[row], src_sum[row]);
+        tqkv__settle_row(&a, out + row * value_dim, &max[row], &sum[row]);
     }
     tqkv__fp_restore(mode);
     return TQKV_OK;
@@ -11798,9 +11862,11 @@ TQKV_API tqkv_result tqkv_attend_finish(const tqkv_attention *attention, float *
     if (a.values.channel_scale) tqkv__add_array(&arrays, a.values.channel_scale, tqkv__center_size(&a.values));
     if ((r = tqkv__check_arrays(&arrays, 1)) != TQKV_OK) return r;
     const uint64_t mode = tqkv__fp_exact();
-    for (size_t row = 0; row < a.n_rows; row++)
-        tqkv__finish_row(&a, (int)(row % (size_t)a.call.n_heads), NULL, out + row * (size_t)a.value_dim, max[row],
-                         sum[row]);
+    for (size_t row = 0; row < a.n_rows; row++) {
+        float *at = out + row * (size_t)a.value_dim, of[2] = {max[row], sum[row]};
+        tqkv__finish_row(&a, (int)(row % (size_t)a.call.n_heads), NULL, at, of[0], of[1]);
+        tqkv__settle_row(&a, at, &of[0], &of[1]);
+    }
     tqkv__fp_restore(mode);
     return r;
 }
@@ -11880,7 +11946,8 @@ typedef struct tqkv__scored {
     int first_query, n_queries;
     double *totals;           /* [n_queries], of the block in progress: TQKV_POOL_MEAN */
     float *tile, *sums;       /* [rows of a tile][TQKV__TILE], [n_queries][TQKV__TILE] */
-    float *q;                 /* arranged: [n_queries][n_heads][head_dim] */
+    float *q, *rest;          /* arranged, and second digits: [n_queries][n_heads][head_dim] */
+    int digits;               /* whether there are any */
     float *weights, *offsets; /* [n_queries][n_heads] */
 } tqkv__scored;
 
@@ -11901,19 +11968,20 @@ static tqkv__scored tqkv__open_scored(const tqkv__scoring *job, int item, float 
     s.tile = slot;
     s.sums = s.tile + tqkv__tile_rows(x) * TQKV__TILE;
     s.q = s.sums + each * TQKV__TILE;
-    s.totals = (double *)(void *)(s.q + rows * (size_t)x->a.key_dim);
+    s.rest = s.q + rows * tqkv__first_floats(&x->a);
+    s.totals = (double *)(void *)(s.q + rows * tqkv__query_floats(&x->a));
     s.weights = (float *)(void *)(s.totals + each);
     s.offsets = s.weights + rows;
     return s;
 }
 
 /* Brings the queries of an item into the order of the keys, with their weights and what a centre adds to their scores. */
-static void tqkv__arrange_scored(const tqkv__scoring *job, const tqkv__scored *s)
+static void tqkv__arrange_scored(const tqkv__scoring *job, tqkv__scored *s)
 {
     const tqkv__attention *a = &job->x->a;
     const int n_heads = a->call.n_heads;
     const tqkv__item item = {0, s->first_query * n_heads, s->n_queries * n_heads};
-    tqkv__arrange_queries(a, &item, job->q, s->q);
+    s->digits = tqkv__arrange_queries(a, &item, job->q, s->q);
     for (int i = 0; i < item.n_rows; i++) {
         const size_t row = (size_t)item.first_row + (size_t)i;
         s->weights[i] = job->x->call.weights ? job->x->call.weights[row] : 1.0f;
@@ -11929,7 +11997,9 @@ static void tqkv__score_keys(const tqkv__index *x, const tqkv__scored *s, const 
     for (int row = 0, n; row < n_rows; row += n) {
         n = n_rows - row < most ? n_rows - row : most;
         const int heads = n < n_heads ? n : n_heads; /* whole queries, or some heads of one */
-        x->a.isa->score_tile(&x->a.keys, 0, run, s->q + (size_t)row * (size_t)x->a.key_dim, n, false, s->tile);
+        const size_t at = (size_t)row * (size_t)x->a.key_dim;
+        x->a.isa->score_tile(&x->a.keys, 0, run, s->q + at, n, false, s->tile);
+        if (s->digits) x->a.isa->score_tile(&x->a.keys, 0, run, s->rest + at, n, true, s->tile);
         for (int i = 0; i < n; i += heads)
             x->a.isa->sum_heads(s->tile + i * TQKV__TILE, s->weights + row + i, s->offsets + row + i, x->call.relu,
                                 heads, s->sums + (row + i) / n_heads * TQKV__TILE);
@@ -11967,7 +12037,7 @@ static TQKV__NOINLINE void tqkv__score_unit(const tqkv__scoring *job, int unit, 
 {
     const tqkv__index *x = job->x;
     const tqkv__stream *keys = &x->a.keys;
-    const tqkv__scored s = tqkv__open_scored(job, unit % job->n_items, slot);
+    tqkv__scored s = tqkv__open_scored(job, unit % job->n_items, slot);
     const int64_t block = unit / job->n_items * job->blocks_each;
     const int64_t n_blocks = x->blocks - block < job->blocks_each ? x->blocks - block : job->blocks_each;
     int64_t from = block * x->call.block, to = tqkv__index_end(x, s.first_query + s.n_queries - 1);
@@ -11993,6 +12063,10 @@ static TQKV__NOINLINE void tqkv__score_unit(const tqkv__scoring *job, int unit, 
             float *out = job->scores + (int64_t)(s.first_query + i) * x->blocks;
             if (seen > 0) tqkv__pool(x, s.sums + i * TQKV__TILE, position, (int)seen, end, &s.totals[i], out);
         }
+    }
+    for (int i = 0; x->a.round_query && i < s.n_queries; i++) {
+        float *out = job->scores + (int64_t)(s.first_query + i) * x->blocks + block;
+        for (int64_t b = 0; b < n_blocks; b++) out[b] = tqkv__one_nan(out[b]);
     }
 }
 
@@ -12021,7 +12095,7 @@ static tqkv_result tqkv__divide_scoring(tqkv__scoring *job)
     job->queue.n_units = (int)ranges * job->n_items;
     job->queue.n_tasks = !hook ? 1 : job->queue.n_units < TQKV__TASKS ? job->queue.n_units : (int)TQKV__TASKS;
     const size_t each = (size_t)job->queries_each, all = each * (size_t)n_heads;
-    job->queue.slot_floats = ((size_t)rows + each) * TQKV__TILE + all * (size_t)(x->a.key_dim + 2) + 2 * each;
+    job->queue.slot_floats = ((size_t)rows + each) * TQKV__TILE + all * (tqkv__query_floats(&x->a) + 2) + 2 * each;
     return TQKV_OK;
 }
 
