@@ -59,10 +59,13 @@ static int tqkv__first_kept(const tqkv__stream *s, int n_tokens)
     return s->ring && n_tokens > s->capacity ? n_tokens - s->capacity : 0;
 }
 
-/* Some heads of a stream at work: [first, first + n). factors: theirs, [n][head_dim], or NULL */
+/* Some heads of a stream at work: [first, first + n). factors: theirs, [n][head_dim], or NULL; halves: a ring of halves that takes
+   what remains in it of the tokens up to `end`, too, or NULL */
 typedef struct tqkv__heads {
     int first, n;
     const float *factors;
+    const tqkv__stream *halves;
+    int64_t end;
 } tqkv__heads;
 
 /* Encodes tokens [from, to) of some heads; src[0] is for `position`. */
@@ -71,10 +74,13 @@ static void tqkv__encode_heads(const tqkv__stream *s, const tqkv__quantiser *q, 
 {
     enum { batch = 64 };
     const tqkv__codec *codec = tqkv__codec_for(s->head_dim);
+    const tqkv__stream *halves = heads->halves;
     tqkv__row rows[batch];
     int n = 0;
     for (int t = from; t < to; t++) {
         const int slot = tqkv__slot(s, position + t);
+        const bool half = halves && heads->end - (position + t) <= halves->capacity;
+        const int half_slot = half ? tqkv__slot(halves, position + t) : 0;
         if (slot >= 0)
             for (int i = 0; i < heads->n; i++) {
                 const int h = heads->first + i;
@@ -83,6 +89,7 @@ static void tqkv__encode_heads(const tqkv__stream *s, const tqkv__quantiser *q, 
                 rows[n].factors = tqkv__of_head(s, heads->factors, i);
                 rows[n].codes = tqkv__codes_at(s, h, slot);
                 rows[n].norms = tqkv__norms_at(s, h, slot);
+                rows[n].half = half ? tqkv__codes_at(halves, h, half_slot) : NULL;
                 if (++n == batch) codec->encode_rows(s, q, rows, n);
                 n %= batch;
             }
@@ -91,8 +98,9 @@ static void tqkv__encode_heads(const tqkv__stream *s, const tqkv__quantiser *q, 
 }
 
 /* Encodes tokens [from, to) of src after tqkv__encode_open; src[0] is for `position`. With a scale as many heads at a time as
-   have their factors in 4 KiB, so that each factor is found once. */
-static void tqkv__encode_tokens(const tqkv__stream *s, const void *src, int from, int to, int64_t position)
+   have their factors in 4 KiB, so that each factor is found once. halves, end: as of tqkv__heads */
+static void tqkv__encode_tokens(const tqkv__stream *s, const tqkv__stream *halves, const void *src, int from, int to,
+                                int64_t position, int64_t end)
 {
     float room[TQKV_MAX_HEAD_DIM];
     const uint64_t mode = tqkv__fp_exact();
@@ -100,7 +108,7 @@ static void tqkv__encode_tokens(const tqkv__stream *s, const void *src, int from
     tqkv__quantiser q;
     if (s->kind == TQKV__BOOK) tqkv__quantiser_open(s, &q);
     for (int h = 0; h < s->n_kv_heads; h += most) {
-        tqkv__heads heads = {h, s->n_kv_heads - h < most ? s->n_kv_heads - h : most, NULL};
+        tqkv__heads heads = {h, s->n_kv_heads - h < most ? s->n_kv_heads - h : most, NULL, halves, end};
         heads.factors = tqkv__factors_of(s, h, heads.n, room);
         tqkv__encode_heads(s, &q, &heads, src, from, to, position);
     }
@@ -111,7 +119,7 @@ static void tqkv__encode_tokens(const tqkv__stream *s, const void *src, int from
    for NaN and Inf, the next encodes. */
 enum { TQKV__ENCODE_STREAMS = 3, TQKV__ENCODE_TASKS = 16 };
 typedef struct tqkv__encode_job {
-    const tqkv__stream *streams[TQKV__ENCODE_STREAMS];
+    const tqkv__stream *streams[TQKV__ENCODE_STREAMS], *halves[TQKV__ENCODE_STREAMS]; /* see tqkv__encode_tokens */
     const void *src[TQKV__ENCODE_STREAMS];
     tqkv_parallel parallel;
     int n_streams, n_tokens, n_tasks; /* n_tasks: of each stream */
@@ -130,7 +138,7 @@ static void tqkv__encode_task(void *context, int index)
     const int from = first + (int)((int64_t)(job->n_tokens - first) * part / job->n_tasks);
     const int to = first + (int)((int64_t)(job->n_tokens - first) * (part + 1) / job->n_tasks);
     if (job->encode)
-        tqkv__encode_tokens(s, src, from, to, job->position);
+        tqkv__encode_tokens(s, job->halves[stream], src, from, to, job->position, job->position + job->n_tokens);
     else
         job->bad[index] = !tqkv__rows_finite(s, tqkv__source_row(s, src, (size_t)from, 0), to - from);
 }
