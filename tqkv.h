@@ -535,7 +535,23 @@ typedef struct tqkv_cache_desc {
        keep the newest may be left as codes until new ones come. */
     int exact_first, exact_last;
     int exact_batch; /* make room for the halves of one append of so many tokens at once. On a GPU, which cannot make more, 0 = 512 */
+    /* The cache learns centre and scale of its keys (tqkv_calibrate) from the first so many positions, without the exact_first: at
+       least 16, and of a smaller cache a quarter of the capacity. 0: not. Until the append that reaches them keys and values are
+       halves as they came, and attention is exact. That append encodes them; queries at these positions still read the halves,
+       until the next append gives their memory back (with non_causal, until this one). The same codes however positions came. What
+       it has learned is in tqkv_cache_keys. Not on a GPU: there a cache is given what another one learned. */
+    int calibrate;
 } tqkv_cache_desc;
+
+/* A desc with formats, calibrate 512, exact_first 4 and exact_last 128 filled in; the caller adds the shape. Bits a value, with norms,
+   at head_dim 64 / 128 / 256. */
+typedef enum tqkv_preset {
+    TQKV_SAFE = 0, /* I8 keys, TQ4 values: 6.5 / 6.25 / 6.19 */
+    TQKV_SMALL, /* TQ4, TQ4: 4.5 / 4.25 / 4.13. TQ5 keys with TQ3 values lose a third less at as many bits, and take up to a fifth
+                      more time */
+    TQKV_TINY /* TQ3, TQ2: 3 / 2.75 / 2.63 */
+} tqkv_preset;
+TQKV_API tqkv_cache_desc tqkv_cache_preset(tqkv_preset preset); /* zeros for an unknown one */
 
 /* *out is NULL on failure. */
 TQKV_API tqkv_result tqkv_cache_create(const tqkv_cache_desc *desc, tqkv_cache **out);
@@ -560,11 +576,13 @@ TQKV_API int64_t tqkv_cache_end(const tqkv_cache *c); /* positions appended; 0 f
 /* The oldest resident position; 0 for NULL. After truncate, keep, fork or load a ring may hold fewer positions than its
    capacity: tqkv_attend over its stores then needs kv_len = end - first, which is not its default. */
 TQKV_API int64_t tqkv_cache_first(const tqkv_cache *c);
-TQKV_API size_t tqkv_cache_bytes(const tqkv_cache *c); /* codes + norms of all streams; 0 for NULL */
-/* Centres as tqkv_store's, copied; NULL: none. keys: [n_kv_heads][head_dim, then tail_dim]; values: [n_kv_heads][value_dim],
-   NULL if the keys are the values, which then have the keys' centre. Only while end is 0, else TQKV_INVALID_ARGUMENT. Snapshots
-   keep them; tqkv_cache_bytes does not count them. */
+/* Codes and norms of all streams, and the halves kept besides, now; 0 for NULL. */
+TQKV_API size_t tqkv_cache_bytes(const tqkv_cache *c);
+/* Centres and scales as tqkv_store's, copied; NULL: none. keys: [n_kv_heads][head_dim, then tail_dim]; values:
+   [n_kv_heads][value_dim], NULL if the keys are the values, which then have those of the keys. Only while end is 0, else
+   TQKV_INVALID_ARGUMENT. Snapshots keep them; tqkv_cache_bytes does not count them. The cache then does not learn its own. */
 TQKV_API tqkv_result tqkv_cache_set_center(tqkv_cache *c, const float *keys, const float *values);
+TQKV_API tqkv_result tqkv_cache_set_scale(tqkv_cache *c, const float *keys, const float *values);
 /* Strides of the rows that later calls take and give; NULL, and at first: none. Copies and snapshots have none. */
 typedef struct tqkv_cache_layout {
     tqkv_strides k, v, q, out;
@@ -1108,6 +1126,7 @@ TQKV_API tqkv_result tqkv_metal_plan_cache_prepare(const tqkv_cache *c, tqkv_met
      >>attend-calls   tqkv_attend and its slices
      >>index-code     tqkv_index_scores, tqkv_index_choose
      >>cache-code     tqkv_cache
+     >>cache-calibrate  a cache that learns from its first positions; tqkv_cache_preset
      >>cache-edit     tqkv_cache_truncate, remove, keep, fork
      >>snapshot       save and load
 
@@ -3603,6 +3622,13 @@ static TQKV__NOINLINE void tqkv__add_row(const float *x, bool squared, int n, fl
     for (int d = 0; d < n; d++) sums[d] = TQKV__AS_FLOAT(sums[d] + (squared ? tqkv__rounded(x[d] * x[d]) : x[d]));
 }
 
+/* The means of so many values, zeros of none. sums: [head_dim] */
+static TQKV__NOINLINE void tqkv__divide_sums(float *sums, int head_dim, float values)
+{
+    const volatile float by = values > 0.0f ? values : 1.0f; /* see tqkv__norm_i8 */
+    for (int d = 0; d < head_dim; d++) sums[d] = TQKV__AS_FLOAT(sums[d] / by);
+}
+
 /* The mean over n rows, or that of the squares, of the differences from a centre, unless that is NULL: one float a channel, rows
    in order. means: [head_dim] */
 static void tqkv__channel_means(const tqkv__stream *s, const void *src, int n, int first_head, int n_heads,
@@ -3610,14 +3636,13 @@ static void tqkv__channel_means(const tqkv__stream *s, const void *src, int n, i
 {
     float row[TQKV_MAX_HEAD_DIM];
     const tqkv__codec *codec = tqkv__codec_for(s->head_dim);
-    const volatile float rows = n ? (float)n * (float)n_heads : 1.0f; /* see tqkv__norm_i8 */
     memset(means, 0, (size_t)s->head_dim * sizeof(float));
     for (int t = 0; t < n; t++)
         for (int h = first_head; h < first_head + n_heads; h++) {
             codec->widen(s->type, tqkv__source_row(s, src, (size_t)t, (size_t)h), center, NULL, s->head_dim, row);
             tqkv__add_row(row, squared, s->head_dim, means);
         }
-    for (int d = 0; d < s->head_dim; d++) means[d] = TQKV__AS_FLOAT(means[d] / rows);
+    tqkv__divide_sums(means, s->head_dim, (float)n * (float)n_heads);
 }
 
 /* The two channels of a rotary pair: [head_dim / 2] */
@@ -9753,6 +9778,8 @@ static tqkv_result tqkv__check_first_tail(const tqkv__attention *a, const tqkv__
     if (s->head_dim != tail->head_dim || s->n_kv_heads != tail->n_kv_heads)
         return TQKV__INVALID("first_tail: a store of other head_dim or n_kv_heads than the tail");
     if (!tqkv__same_center(s, tail)) return TQKV__INVALID("first_tail: a store with another centre than the tail");
+    if (!tqkv__same_scale(s, tail))
+        return TQKV__INVALID("first_tail: a store with another channel_scale than the tail");
     if (s->ring || a->call.exact_first > tqkv__room(s))
         return TQKV__REFUSE(OUT_OF_RANGE, "first_tail: a store that does not hold so many positions");
     return TQKV_OK;
@@ -12203,8 +12230,14 @@ struct tqkv_cache {
     int own_room;        /* their capacity */
     void *grown;         /* memory of newest halves for which the block has no room, or NULL */
     size_t grown_size;
-    float *centers; /* room for those of its streams, one after the other: [n_kv_heads][head_dim] */
-    int64_t first;  /* resident positions [first, attention.end) */
+    float *
+        channels; /* room for centres, scales and factors of its streams, one after the other: [n_kv_heads][head_dim] */
+    int64_t first;     /* resident positions [first, attention.end) */
+    int calibrate;     /* as in the desc */
+    bool learning;     /* positions are in `raw` alone; see >>cache-calibrate */
+    tqkv_store raw[3]; /* rows as they came of keys and values, as halves, and of the tail; zeros without */
+    void *raw_memory;  /* that holds them, or NULL */
+    size_t raw_size;
     tqkv_metal *metal;
     int matrix_group;
     tqkv_allocator memory;
@@ -12228,10 +12261,12 @@ static tqkv_store *tqkv__end_of(const tqkv_cache *c, int i)
     return s->head_dim ? (tqkv_store *)(uintptr_t)s : NULL;
 }
 
-/* All stores: the streams, then what is kept besides. */
-enum { TQKV__CACHE_STORES = 9, TQKV__FIRST_ENDS = 3, TQKV__LAST_ENDS = 6 };
+/* All stores: the streams, then what is kept besides, then what is raw; all but the last lie in the cache's block. */
+enum { TQKV__CACHE_STORES = 12, TQKV__FIRST_ENDS = 3, TQKV__LAST_ENDS = 6, TQKV__RAW = 9 };
 static tqkv_store *tqkv__store_of(const tqkv_cache *c, int i)
 {
+    const tqkv_store *raw = i >= TQKV__RAW ? &c->raw[i - TQKV__RAW] : NULL;
+    if (raw) return c->raw_memory && raw->head_dim ? (tqkv_store *)(uintptr_t)raw : NULL;
     return i < TQKV__CACHE_STREAMS ? tqkv__stream_of(c, i) : tqkv__end_of(c, i - TQKV__CACHE_STREAMS);
 }
 
@@ -12259,20 +12294,39 @@ static int64_t tqkv__newest_room(const tqkv_cache *c)
    takes from them first. */
 static tqkv__range tqkv__range_of(const tqkv_cache *c, int i)
 {
-    const tqkv__range all = {c->first, c->attention.end}, first = {0, c->exact_below};
+    const tqkv__range all = {c->first, c->attention.end}, first = {0, c->exact_below}, none = {0, 0};
     tqkv__range newest = all;
+    if (i >= TQKV__RAW || c->learning) return i >= TQKV__RAW && c->learning ? all : none;
     if (tqkv__exact_kept(c) > newest.from) newest.from = tqkv__exact_kept(c);
     return i < TQKV__FIRST_ENDS ? all : i < TQKV__LAST_ENDS ? first : newest;
 }
 
-/* Floats of the centres of the streams before number n; false on overflow. */
-static bool tqkv__center_floats(const tqkv_cache *c, int n, size_t *floats)
+/* What a stream has a value a channel of. */
+typedef enum tqkv__channels {
+    TQKV__CENTERS,
+    TQKV__SCALES,
+    TQKV__INVERSES, /* of the scales: what encoding multiplies by */
+    TQKV__CHANNELS
+} tqkv__channels;
+
+/* Channels of the streams before number n; false if their room overflows. */
+static bool tqkv__count_channels(const tqkv_cache *c, int n, size_t *channels)
 {
     size_t dims = 0;
     for (int i = 0; i < n; i++)
         if (tqkv__stream_of(c, i)) dims += (size_t)tqkv__stream_of(c, i)->head_dim;
-    return tqkv__size_multiply(dims, (size_t)c->keys.n_kv_heads, floats) && *floats <= SIZE_MAX / sizeof(float);
+    return tqkv__size_multiply(dims, (size_t)c->keys.n_kv_heads, channels) &&
+           *channels <= SIZE_MAX / sizeof(float) / TQKV__CHANNELS;
 }
+
+static tqkv_result tqkv__raw_shapes(const tqkv_cache_desc *desc, tqkv_cache *c);
+static tqkv_result tqkv__get_raw(tqkv_cache *c);
+static void tqkv__drop_raw(tqkv_cache *c);
+struct tqkv__append;
+static void tqkv__append_learning(tqkv_cache *c, struct tqkv__append *append);
+static bool tqkv__view_raw(const tqkv_cache *c, tqkv_attention *view);
+static tqkv_result tqkv__attend_raw(const tqkv_cache *c, const tqkv_attention *some, const void *q, int n_queries,
+                                    void *out);
 
 /* Starts each part of the block on a cache line: attention to codes that straddle two takes a tenth longer. */
 static bool tqkv__reserve(size_t *end, size_t size, size_t *begin)
@@ -12383,6 +12437,7 @@ static tqkv_result tqkv__cache_resolve(const tqkv_cache_desc *desc, tqkv_cache *
     memset(c, 0, sizeof *c);
     tqkv_result r = tqkv__cache_shapes(desc, c);
     if (r == TQKV_OK) r = tqkv__end_shapes(desc, c);
+    if (r == TQKV_OK) r = tqkv__raw_shapes(desc, c);
     if (r != TQKV_OK) return r;
     c->attention.query_type = c->attention.output_type = desc->type;
     tqkv__cache_attach(&c->attention, c);
@@ -12410,19 +12465,19 @@ static tqkv_result tqkv__cache_resolve(const tqkv_cache_desc *desc, tqkv_cache *
 
 /* Where the parts of a cache's block begin. */
 typedef struct tqkv__cache_block {
-    size_t sinks, centers, codes[TQKV__CACHE_STORES], norms[TQKV__CACHE_STORES], size;
+    size_t sinks, channels, codes[TQKV__RAW], norms[TQKV__RAW], size;
 } tqkv__cache_block;
 
 /* Divides the block; false on overflow. */
 static bool tqkv__divide_block(const tqkv_cache *c, size_t sinks_size, tqkv__cache_block *block)
 {
-    size_t floats;
+    size_t channels;
     memset(block, 0, sizeof *block);
     block->size = sizeof *c;
-    bool fits = tqkv__center_floats(c, TQKV__CACHE_STREAMS, &floats) &&
+    bool fits = tqkv__count_channels(c, TQKV__CACHE_STREAMS, &channels) &&
                 tqkv__reserve(&block->size, sinks_size, &block->sinks) &&
-                tqkv__reserve(&block->size, floats * sizeof(float), &block->centers);
-    for (int i = 0; i < TQKV__CACHE_STORES; i++) {
+                tqkv__reserve(&block->size, TQKV__CHANNELS * channels * sizeof(float), &block->channels);
+    for (int i = 0; i < TQKV__RAW; i++) {
         const tqkv_store *s = tqkv__store_of(c, i);
         if (!s) continue;
         fits = fits && tqkv__reserve(&block->size, tqkv_codes_size(s), &block->codes[i]) &&
@@ -12438,16 +12493,20 @@ TQKV__COLD TQKV_API tqkv_result tqkv_cache_create(const tqkv_cache_desc *desc, t
     if (!out) return TQKV__INVALID("out is NULL");
     *out = NULL;
     if (!desc) return TQKV__INVALID("desc is NULL");
-    const tqkv_result r = tqkv__cache_resolve(desc, &c);
+    tqkv_result r = tqkv__cache_resolve(desc, &c);
     if (r != TQKV_OK) return r;
     const size_t sinks_size = desc->sinks ? (size_t)c.attention.n_heads * sizeof(float) : 0;
     if (!tqkv__divide_block(&c, sinks_size, &block)) return TQKV__INVALID("a cache of more than SIZE_MAX bytes");
+    if ((r = tqkv__get_raw(&c)) != TQKV_OK) return r;
     c.size = block.size + 63;
     char *memory = (char *)c.memory.alloc(c.memory.user, c.size);
-    if (!memory) return TQKV_OUT_OF_MEMORY;
+    if (!memory) {
+        tqkv__drop_raw(&c);
+        return TQKV_OUT_OF_MEMORY;
+    }
     char *lines = memory + (64 - (uintptr_t)memory % 64) % 64;
-    c.centers = (float *)(void *)(lines + block.centers);
-    for (int i = 0; i < TQKV__CACHE_STORES; i++) {
+    c.channels = (float *)(void *)(lines + block.channels);
+    for (int i = 0; i < TQKV__RAW; i++) {
         tqkv_store *s = tqkv__store_of(&c, i);
         if (!s) continue;
         s->codes_size = tqkv_codes_size(s);
@@ -12472,6 +12531,7 @@ TQKV__COLD TQKV_API void tqkv_cache_destroy(tqkv_cache *c)
     if (!c) return;
     const tqkv_allocator memory = c->memory;
     if (c->grown) memory.free(memory.user, c->grown, c->grown_size);
+    tqkv__drop_raw(c);
     memory.free(memory.user, c, c->size);
 }
 
@@ -12493,7 +12553,37 @@ static void tqkv__cache_advance(tqkv_cache *c, int n_tokens)
 /* Whether memory lies in that of a cache. */
 static bool tqkv__in_cache(const tqkv_cache *c, const void *p, size_t size)
 {
-    return tqkv__overlap(c, c->size, p, size) || tqkv__overlap(c->grown, c->grown_size, p, size);
+    return tqkv__overlap(c, c->size, p, size) || tqkv__overlap(c->grown, c->grown_size, p, size) ||
+           tqkv__overlap(c->raw_memory, c->raw_size, p, size);
+}
+
+/* Where the channels of stream i lie. */
+static float *tqkv__channel_room(const tqkv_cache *c, int i, tqkv__channels kind)
+{
+    size_t before = 0, all = 0; /* of a cache that exists */
+    (void)tqkv__count_channels(c, i, &before);
+    (void)tqkv__count_channels(c, TQKV__CACHE_STREAMS, &all);
+    return c->channels + (size_t)kind * all + before;
+}
+
+/* Takes values as centres or scales of stream i and what is kept of it besides, its heads `stride` floats apart; NULL: none. */
+static void tqkv__cache_channels(tqkv_cache *c, int i, tqkv__channels kind, const float *values, size_t stride)
+{
+    tqkv_store *s = tqkv__stream_of(c, i);
+    if (!s) return;
+    const size_t dim = (size_t)s->head_dim, n_kv_heads = (size_t)s->n_kv_heads;
+    float *own = tqkv__channel_room(c, i, kind);
+    for (size_t h = 0; values && h < n_kv_heads; h++) memmove(own + h * dim, values + h * stride, dim * sizeof(float));
+    if (kind == TQKV__SCALES && values) {
+        const uint64_t mode = tqkv__fp_exact();
+        tqkv__invert(own, (int)(n_kv_heads * dim), tqkv__channel_room(c, i, TQKV__INVERSES));
+        tqkv__fp_restore(mode);
+    }
+    *(kind == TQKV__CENTERS ? &s->center : &s->channel_scale) = values ? own : NULL;
+    for (int last = 0; last < 2; last++) {
+        c->ends[last][i].center = s->center;
+        c->ends[last][i].channel_scale = s->channel_scale;
+    }
 }
 
 /* What an append encodes: the streams, and the first positions that are kept besides. */
@@ -12515,6 +12605,7 @@ static tqkv_result tqkv__append_open(const tqkv_cache *c, int i, const void *k, 
     tqkv_result r = tqkv__encode_open(&store, src, n_tokens, c->attention.end, &append->streams[i]);
     if (r != TQKV_OK) return r;
     if (tqkv__in_cache(c, src, tqkv__rows_size(&store, n_tokens))) return TQKV__INVALID("k or v overlaps the cache");
+    if (store.channel_scale) append->streams[i].factors = tqkv__channel_room(c, i, TQKV__INVERSES);
     tqkv__add_stream(&append->job, &append->streams[i], src);
     if (!tqkv__end_of(c, i) || left <= 0) return TQKV_OK;
     tqkv_store first = *tqkv__end_of(c, i);
@@ -12616,7 +12707,10 @@ TQKV_API tqkv_result tqkv_cache_append(tqkv_cache *c, const void *k, const void 
         r = TQKV__REFUSE(NOT_FINITE, "k or v holds NaN or infinity");
     if (r == TQKV_OK) r = tqkv__fit_newest(c, n_tokens);
     if (r != TQKV_OK) return r;
-    if (!c->metal)
+    if (!c->learning && n_tokens) tqkv__drop_raw(c); /* the queries that read them have come */
+    if (c->learning)
+        tqkv__append_learning(c, &append);
+    else if (!c->metal)
         tqkv__append_rows(c, &append);
     else if ((r = tqkv__backend_of(c->metal)->append(c->metal, c, k, v, n_tokens)) != TQKV_OK)
         return r;
@@ -12637,7 +12731,7 @@ TQKV_API tqkv_attention tqkv_cache_view(const tqkv_cache *c)
 {
     tqkv_attention view;
     memset(&view, 0, sizeof view);
-    if (!c) return view;
+    if (!c || tqkv__view_raw(c, &view)) return view;
     view = c->attention;
     view.kv_len = (int)(c->attention.end - c->first);
     tqkv__count_ends(c, &view);
@@ -12646,20 +12740,25 @@ TQKV_API tqkv_attention tqkv_cache_view(const tqkv_cache *c)
     return view;
 }
 
+/* Takes the list and the tree of `some`, unless that is NULL. */
+static void tqkv__take_some(const tqkv_attention *some, tqkv_attention *a)
+{
+    if (!some) return;
+    a->tree = some->tree;
+    a->list = some->list;
+    a->list_length = some->list_length;
+    a->list_heads = some->list_heads;
+    a->list_block = some->list_block;
+    a->list_newest = some->list_newest;
+}
+
 /* some: NULL, or an attention with the list and the tree */
 static tqkv_result tqkv__cache_attention(const tqkv_cache *c, const tqkv_attention *some, int n_queries,
                                          tqkv__attention *a)
 {
     tqkv_attention attention = c->attention;
     attention.n_queries = n_queries;
-    if (some) {
-        attention.tree = some->tree;
-        attention.list = some->list;
-        attention.list_length = some->list_length;
-        attention.list_heads = some->list_heads;
-        attention.list_block = some->list_block;
-        attention.list_newest = some->list_newest;
-    }
+    tqkv__take_some(some, &attention);
     tqkv__count_ends(c, &attention);
     tqkv_result r = tqkv__attention_streams(&attention, a);
     a->first = c->first; /* after a truncation fewer positions than kv_len's default, or none */
@@ -12676,6 +12775,7 @@ static tqkv_result tqkv__cache_attend(tqkv_cache *c, const tqkv_attention *some,
     tqkv__attention a;
     if (!c || n_queries < 0) return TQKV__INVALID("the cache is NULL or n_queries negative");
     if (n_queries == 0) return TQKV_OK;
+    if (c->raw_memory) return tqkv__attend_raw(c, some, q, n_queries, out);
     tqkv_result r = tqkv__cache_attention(c, some, n_queries, &a);
     if (r != TQKV_OK) return r;
     if (!c->metal) return tqkv__attend(&a, q, out);
@@ -12695,44 +12795,45 @@ TQKV_API tqkv_result tqkv_cache_attend_some(tqkv_cache *c, const tqkv_attention 
     return tqkv__cache_attend(c, a, q, n_queries, out);
 }
 
-/* Where the centre of stream i lies. */
-static float *tqkv__center_room(const tqkv_cache *c, int i)
+/* Whether n values may be centres or scales. */
+static tqkv_result tqkv__check_channels(tqkv__channels kind, const float *values, size_t n)
 {
-    size_t before = 0;
-    (void)tqkv__center_floats(c, i, &before); /* of a cache that exists */
-    return c->centers + before;
+    if ((uintptr_t)values % sizeof(float)) return TQKV__INVALID("a centre or a scale is not aligned as floats");
+    if (values && !tqkv__all_finite(values, n))
+        return TQKV__REFUSE(NOT_FINITE, "a centre or a scale holds NaN or infinity");
+    if (values && kind == TQKV__SCALES && !tqkv__scales_valid(values, n))
+        return TQKV__INVALID("a scale is not in [2^-32, 2^32]");
+    return TQKV_OK;
 }
 
-/* Takes center as that of stream i and its halves, its heads `stride` floats apart; NULL: none. */
-static void tqkv__cache_center(tqkv_cache *c, int i, const float *center, size_t stride)
+/* Sets centres or scales of all streams; what the cache would have learned is not wanted then. */
+static tqkv_result tqkv__set_channels(tqkv_cache *c, tqkv__channels kind, const float *keys, const float *values)
 {
-    tqkv_store *s = tqkv__stream_of(c, i);
-    if (!s) return;
-    const size_t dim = (size_t)s->head_dim;
-    float *own = tqkv__center_room(c, i);
-    s->center = center ? own : NULL;
-    for (size_t h = 0; center && h < (size_t)s->n_kv_heads; h++)
-        memmove(own + h * dim, center + h * stride, dim * sizeof(float));
-    for (int last = 0; last < 2; last++) c->ends[last][i].center = s->center;
+    if (!c) return TQKV__INVALID("the cache is NULL");
+    if (c->attention.end != 0) return TQKV__INVALID("centre, scale: the cache holds positions encoded without them");
+    if (c->shared && values) return TQKV__INVALID("values: they have centre and scale of the keys");
+    const size_t n_kv_heads = (size_t)c->keys.n_kv_heads, key_dim = (size_t)(c->keys.head_dim + c->tail.head_dim);
+    const size_t n_keys = n_kv_heads * key_dim, n_values = n_kv_heads * (size_t)c->values.head_dim;
+    tqkv_result r = tqkv__check_channels(kind, keys, n_keys);
+    if (r == TQKV_OK) r = tqkv__check_channels(kind, values, n_values);
+    if (r != TQKV_OK) return r;
+    if (tqkv__in_cache(c, keys, n_keys * sizeof(float)) || tqkv__in_cache(c, values, n_values * sizeof(float)))
+        return TQKV__INVALID("a centre or a scale lies in the cache");
+    tqkv__drop_raw(c);
+    tqkv__cache_channels(c, 0, kind, keys, key_dim);
+    tqkv__cache_channels(c, 1, kind, values, (size_t)c->values.head_dim);
+    tqkv__cache_channels(c, 2, kind, keys ? keys + c->keys.head_dim : NULL, key_dim);
+    return TQKV_OK;
 }
 
 TQKV__COLD TQKV_API tqkv_result tqkv_cache_set_center(tqkv_cache *c, const float *keys, const float *values)
 {
-    if (!c) return TQKV__INVALID("the cache is NULL");
-    if (c->attention.end != 0) return TQKV__INVALID("a centre: the cache holds positions encoded without it");
-    if (c->shared && values) return TQKV__INVALID("values: they have the centre of the keys");
-    const size_t n_kv_heads = (size_t)c->keys.n_kv_heads, key_dim = (size_t)(c->keys.head_dim + c->tail.head_dim);
-    const size_t n_keys = n_kv_heads * key_dim, n_values = n_kv_heads * (size_t)c->values.head_dim;
-    if ((uintptr_t)keys % sizeof(float) || (uintptr_t)values % sizeof(float))
-        return TQKV__INVALID("a centre is not aligned as floats");
-    if ((keys && !tqkv__all_finite(keys, n_keys)) || (values && !tqkv__all_finite(values, n_values)))
-        return TQKV__REFUSE(NOT_FINITE, "a centre holds NaN or infinity");
-    if (tqkv__in_cache(c, keys, n_keys * sizeof(float)) || tqkv__in_cache(c, values, n_values * sizeof(float)))
-        return TQKV__INVALID("a centre lies in the cache");
-    tqkv__cache_center(c, 0, keys, key_dim);
-    tqkv__cache_center(c, 1, values, (size_t)c->values.head_dim);
-    tqkv__cache_center(c, 2, keys ? keys + c->keys.head_dim : NULL, key_dim);
-    return TQKV_OK;
+    return tqkv__set_channels(c, TQKV__CENTERS, keys, values);
+}
+
+TQKV__COLD TQKV_API tqkv_result tqkv_cache_set_scale(tqkv_cache *c, const float *keys, const float *values)
+{
+    return tqkv__set_channels(c, TQKV__SCALES, keys, values);
 }
 
 TQKV__COLD TQKV_API tqkv_result tqkv_cache_set_layout(tqkv_cache *c, const tqkv_cache_layout *layout)
@@ -12769,6 +12870,400 @@ TQKV_API const tqkv_store *tqkv_cache_keys(const tqkv_cache *c) { return c ? &c-
 TQKV_API const tqkv_store *tqkv_cache_values(const tqkv_cache *c) { return c ? c->attention.values : NULL; }
 TQKV_API const tqkv_store *tqkv_cache_tail(const tqkv_cache *c) { return c ? c->attention.tail : NULL; }
 
+/* >>cache-calibrate: a cache that learns centre and scale of its keys from its first positions, and presets. Until then keys and
+   values are halves of the rows as they came, `raw`; the append that reaches the last of these positions encodes all. */
+
+/* Positions from which a scale can be learned. */
+#define TQKV__LEAST_POSITIONS 16
+
+/* Finds from how many positions a cache learns, and the shapes of its raw halves; follows tqkv__cache_shapes. */
+static tqkv_result tqkv__raw_shapes(const tqkv_cache_desc *desc, tqkv_cache *c)
+{
+    const int quarter = desc->capacity / 4, least = TQKV__LEAST_POSITIONS;
+    if (desc->calibrate < 0) return TQKV__INVALID("calibrate is negative");
+    if (desc->calibrate == 0) return TQKV_OK;
+    if (desc->calibrate < least) return TQKV__INVALID("calibrate: fewer than 16 positions");
+    if (desc->capacity < least) return TQKV__INVALID("calibrate: the capacity is less than 16");
+    if (desc->metal) return TQKV__REFUSE(UNSUPPORTED, "calibrate: a GPU's cache takes what another one learned");
+    c->calibrate = desc->calibrate;
+    c->learning = true;
+    const int most = quarter > least ? quarter : least, n = desc->calibrate < most ? desc->calibrate : most;
+    for (int i = 0; i < TQKV__CACHE_STREAMS; i++) {
+        const tqkv_store *s = tqkv__stream_of(c, i);
+        if (!s) continue;
+        c->raw[i] = *s;
+        if (i < 2) c->raw[i].format = TQKV_F16;
+        c->raw[i].ring = false;
+        c->raw[i].capacity = n;
+    }
+    return TQKV_OK;
+}
+
+/* Gets memory for what a cache that learns keeps raw. */
+static tqkv_result tqkv__get_raw(tqkv_cache *c)
+{
+    size_t codes[TQKV__CACHE_STREAMS] = {0}, norms[TQKV__CACHE_STREAMS] = {0}, size = 0;
+    for (int i = 0; i < TQKV__CACHE_STREAMS; i++) {
+        tqkv_store *raw = &c->raw[i];
+        if (!raw->head_dim) continue;
+        raw->codes_size = tqkv_codes_size(raw);
+        raw->norms_size = tqkv_norms_size(raw);
+        if (!tqkv__reserve(&size, raw->codes_size, &codes[i]) || !tqkv__reserve(&size, raw->norms_size, &norms[i]))
+            return TQKV__INVALID("a cache of more than SIZE_MAX bytes");
+    }
+    if (!size) return TQKV_OK;
+    c->raw_size = size + 63;
+    c->raw_memory = c->memory.alloc(c->memory.user, c->raw_size);
+    if (!c->raw_memory) return TQKV_OUT_OF_MEMORY;
+    char *lines = (char *)c->raw_memory + (64 - (uintptr_t)c->raw_memory % 64) % 64;
+    for (int i = 0; i < TQKV__CACHE_STREAMS; i++) {
+        if (!c->raw[i].head_dim) continue;
+        c->raw[i].codes = lines + codes[i];
+        c->raw[i].norms = (float *)(void *)(lines + norms[i]);
+    }
+    return TQKV_OK;
+}
+
+/* Gives the raw halves back. */
+static void tqkv__drop_raw(tqkv_cache *c)
+{
+    if (c->raw_memory) c->memory.free(c->memory.user, c->raw_memory, c->raw_size);
+    c->raw_memory = NULL;
+    c->learning = false;
+    memset(c->raw, 0, sizeof c->raw);
+}
+
+/* -- Learning -- */
+
+/* Row of a store of halves that are not rotated, as floats; row: [head_dim] */
+static void tqkv__raw_row(const tqkv__stream *raw, int kv_head, int slot, float *row)
+{
+    const tqkv__codec *codec = tqkv__codec_for(raw->head_dim);
+    const uint8_t *codes = tqkv__codes_at(raw, kv_head, slot);
+    if (codec ==
+        &tqkv__codec_scalar) /* on any machine: codes are little-endian; where there are vectors, floats are, too */
+        tqkv__decode_row(raw, codes, NULL, row);
+    else
+        codec->widen(TQKV_TYPE_F16, codes, NULL, NULL, raw->head_dim, row);
+}
+
+/* As tqkv__channel_means, of the raw halves [first, end) of a head. */
+static void tqkv__raw_means(const tqkv__stream *raw, int kv_head, int first, int end, const float *center, bool squared,
+                            float *means)
+{
+    float row[TQKV_MAX_HEAD_DIM], less[TQKV_MAX_HEAD_DIM];
+    memset(means, 0, (size_t)raw->head_dim * sizeof(float));
+    for (int slot = first; slot < end; slot++) {
+        tqkv__raw_row(raw, kv_head, slot, row);
+        if (center) tqkv__codec_for(raw->head_dim)->widen(TQKV_TYPE_F32, row, center, NULL, raw->head_dim, less);
+        tqkv__add_row(center ? less : row, squared, raw->head_dim, means);
+    }
+    tqkv__divide_sums(means, raw->head_dim, (float)(end - first));
+}
+
+/* Learns centre and scale of the keys from the raw halves of the positions before n, without those that stay exact, if enough
+   remain. */
+static void tqkv__learn(tqkv_cache *c, const tqkv__stream *raw, int n)
+{
+    tqkv__learnt learnt;
+    const int first = n - c->exact_first >= TQKV__LEAST_POSITIONS ? c->exact_first : 0;
+    const size_t dim = (size_t)raw->head_dim;
+    float *center = tqkv__channel_room(c, 0, TQKV__CENTERS), *scale = tqkv__channel_room(c, 0, TQKV__SCALES);
+    const uint64_t mode = tqkv__fp_exact();
+    for (int h = 0; h < raw->n_kv_heads; h++) {
+        tqkv__raw_means(raw, h, first, n, NULL, false, learnt.center);
+        tqkv__raw_means(raw, h, first, n, learnt.center, true, learnt.rows);
+        tqkv__deviations(TQKV_PAIRS_NONE, raw->head_dim, learnt.rows);
+        memcpy(center + (size_t)h * dim, learnt.center, dim * sizeof(float));
+        tqkv__scales_of(learnt.rows, NULL, raw->head_dim, scale + (size_t)h * dim);
+    }
+    tqkv__fp_restore(mode);
+    tqkv__cache_channels(c, 0, TQKV__CENTERS, center, dim);
+    tqkv__cache_channels(c, 0, TQKV__SCALES, scale, dim);
+}
+
+/* -- Encoding what was raw -- */
+
+/* The raw halves of a cache, and where they go: tasks for each head of each stream. end: of the append, what the rings of the
+   newest halves must hold up to */
+typedef struct tqkv__raw_job {
+    tqkv__stream raw[2], to[2], first[2], newest[2];
+    bool has_first[2], has_newest[2];
+    int n, n_heads;
+    int64_t end;
+} tqkv__raw_job;
+
+/* Encodes n raw halves of a head; newest: NULL, or a ring of halves that takes those that it will hold at `end`. */
+static TQKV__NOINLINE void tqkv__encode_raw(const tqkv__stream *raw, const tqkv__stream *to, const tqkv__stream *newest,
+                                            int kv_head, int n, int64_t end)
+{
+    enum { buffer = 2048 };
+    TQKV__ALIGNED float values[buffer + 16]; /* encoding loads whole vectors */
+    float room[TQKV_MAX_HEAD_DIM];
+    tqkv__row rows[buffer / 32];
+    tqkv__quantiser q;
+    tqkv__stream floats = *to;
+    const int batch = buffer / to->head_dim;
+    const float *factors = tqkv__factors_of(to, kv_head, 1, room);
+    floats.type = TQKV_TYPE_F32;
+    if (to->kind == TQKV__BOOK) tqkv__quantiser_open(to, &q);
+    for (int p = 0; p < n; p += batch) {
+        const int now = n - p < batch ? n - p : batch;
+        for (int i = 0; i < now; i++) {
+            float *row = values + i * to->head_dim;
+            const int slot = tqkv__slot(to, p + i);
+            const bool half = newest && end - (p + i) <= newest->capacity;
+            tqkv__raw_row(raw, kv_head, p + i, row);
+            rows[i].src = row;
+            rows[i].center = tqkv__center_of(to, kv_head);
+            rows[i].factors = factors;
+            rows[i].codes = tqkv__codes_at(to, kv_head, slot);
+            rows[i].norms = tqkv__norms_at(to, kv_head, slot);
+            rows[i].half = half ? tqkv__codes_at(newest, kv_head, tqkv__slot(newest, p + i)) : NULL;
+        }
+        tqkv__codec_for(to->head_dim)->encode_rows(&floats, &q, rows, now);
+    }
+}
+
+static void tqkv__raw_task(void *context, int index)
+{
+    const tqkv__raw_job *job = (const tqkv__raw_job *)context;
+    const int side = index / job->n_heads, h = index % job->n_heads;
+    const int first = job->n < job->first[side].capacity ? job->n : job->first[side].capacity;
+    const uint64_t mode = tqkv__fp_exact();
+    tqkv__encode_raw(&job->raw[side], &job->to[side], job->has_newest[side] ? &job->newest[side] : NULL, h, job->n,
+                     job->end);
+    if (job->has_first[side]) tqkv__encode_raw(&job->raw[side], &job->first[side], NULL, h, first, job->end);
+    tqkv__fp_restore(mode);
+}
+
+/* Opens the stores of one side; their buffers were checked when the cache was made. */
+static void tqkv__open_raw_side(const tqkv_cache *c, const tqkv_store *raw, int side, tqkv__raw_job *job)
+{
+    const tqkv_store *first = tqkv__end_of(c, side), *newest = tqkv__end_of(c, TQKV__LAST_KEYS + side);
+    (void)tqkv__stream_open(&raw[side], &job->raw[side]);
+    (void)tqkv__stream_open(tqkv__stream_of(c, side), &job->to[side]);
+    job->has_first[side] = first && tqkv__stream_open(first, &job->first[side]) == TQKV_OK;
+    job->has_newest[side] = newest && tqkv__stream_open(newest, &job->newest[side]) == TQKV_OK;
+}
+
+/* Brings the raw rows of a tail to its stores. */
+static tqkv_result tqkv__settle_tail(const tqkv_cache *c, const tqkv_store *raw, int n)
+{
+    const tqkv_store *const stores[2] = {tqkv__stream_of(c, 2), tqkv__end_of(c, 2)};
+    tqkv_result r = TQKV_OK;
+    for (int i = 0; r == TQKV_OK && i < 2; i++)
+        if (raw[2].head_dim && stores[i])
+            r = tqkv__convert(stores[i], &raw[2], 0, i && n > c->exact_first ? c->exact_first : n,
+                              &c->attention.parallel);
+    return r;
+}
+
+/* Learns from the n positions that are raw, and encodes them, with what is kept besides of them at `end`. raw: [3], the cache's or
+   another one's, whose tail may have another format and then cannot always be converted */
+static tqkv_result tqkv__settle(tqkv_cache *c, const tqkv_store *raw, int n, int64_t end)
+{
+    tqkv__raw_job job;
+    const int sides = c->shared ? 1 : 2;
+    const tqkv_parallel *parallel = &c->attention.parallel;
+    memset(&job, 0, sizeof job);
+    (void)tqkv__stream_open(&raw[0], &job.raw[0]);
+    tqkv__learn(c, &job.raw[0], n);
+    for (int side = 0; side < sides; side++) tqkv__open_raw_side(c, raw, side, &job);
+    job.n = n;
+    job.n_heads = c->keys.n_kv_heads;
+    job.end = end;
+    parallel->run(parallel->user, sides * job.n_heads, tqkv__raw_task, &job);
+    c->learning = false;
+    c->exact_below = n < c->exact_first ? n : c->exact_first;
+    c->exact_from = c->exact_held = 0;
+    if (end > tqkv__newest_room(c)) c->exact_held = end - tqkv__newest_room(c) < n ? end - tqkv__newest_room(c) : n;
+    return tqkv__settle_tail(c, raw, n);
+}
+
+/* -- Appending -- */
+
+/* Leaves the first n tokens of a job out. */
+static void tqkv__skip_tokens(tqkv__encode_job *job, int n)
+{
+    if (n > job->n_tokens) n = job->n_tokens < 0 ? 0 : job->n_tokens;
+    for (int i = 0; i < job->n_streams; i++) job->src[i] = tqkv__source_row(job->streams[i], job->src[i], (size_t)n, 0);
+    job->n_tokens -= n;
+    job->position += n;
+    if (job->n_tokens <= 0) job->n_streams = 0;
+}
+
+/* Keeps the first n tokens of an append raw. */
+static void tqkv__append_raw(const tqkv_cache *c, const tqkv__append *append, int n)
+{
+    tqkv__stream raw[TQKV__CACHE_STREAMS];
+    tqkv__encode_job job = append->job;
+    if (job.n_tokens > n) job.n_tokens = n;
+    for (int i = 0; i < job.n_streams; i++) {
+        const int stream = (int)(job.streams[i] - append->streams);
+        (void)tqkv__stream_open(&c->raw[stream], &raw[i]);
+        raw[i].strides = job.streams[i]->strides;
+        job.streams[i] = &raw[i];
+    }
+    job.encode = true;
+    tqkv__run_encode_tasks(&job);
+}
+
+/* Takes over what the cache has learned. */
+static void tqkv__take_learnt(const tqkv_cache *c, tqkv__append *append)
+{
+    tqkv__stream *const streams[2] = {&append->streams[0], &append->first[0]};
+    for (int i = 0; i < 2; i++) {
+        streams[i]->center = c->keys.center;
+        streams[i]->channel_scale = c->keys.channel_scale;
+        streams[i]->factors = tqkv__channel_room(c, 0, TQKV__INVERSES);
+    }
+}
+
+static void tqkv__append_learning(tqkv_cache *c, tqkv__append *append)
+{
+    const int64_t end = c->attention.end + append->job.n_tokens;
+    const int left = c->raw[0].capacity - (int)c->attention.end;
+    tqkv__append_raw(c, append, left);
+    if (append->job.n_tokens < left) return;
+    (void)tqkv__settle(c, c->raw, c->raw[0].capacity, end); /* rows of the same format are copied */
+    if (c->attention.non_causal) tqkv__drop_raw(c);         /* all queries see what is encoded */
+    tqkv__take_learnt(c, append);
+    tqkv__skip_tokens(&append->job, left);
+    tqkv__skip_tokens(&append->first_job, left);
+    if (append->job.n_tokens) tqkv__append_rows(c, append);
+}
+
+/* -- Attending -- */
+
+/* How many of the newest n_queries queries stand at positions that are read raw. */
+static int tqkv__raw_queries(const tqkv_cache *c, int n_queries)
+{
+    const int64_t first = c->attention.end - n_queries, n = c->raw[0].capacity;
+    if (!c->raw_memory || first >= n) return 0;
+    return c->attention.end <= n ? n_queries : (int)(n - first);
+}
+
+/* The attention of n_queries queries, the last of which stands before `end`, to what is raw. */
+static tqkv_attention tqkv__raw_attention(const tqkv_cache *c, int64_t end, int n_queries)
+{
+    tqkv_attention a = c->attention;
+    a.keys = &c->raw[0];
+    a.values = &c->raw[c->shared ? 0 : 1];
+    a.tail = c->tail.head_dim ? &c->raw[2] : NULL;
+    a.first_keys = a.first_values = a.first_tail = a.last_keys = a.last_values = NULL;
+    a.end = end;
+    a.kv_len = (int)end;
+    a.n_queries = n_queries;
+    return a;
+}
+
+static bool tqkv__view_raw(const tqkv_cache *c, tqkv_attention *view)
+{
+    if (!tqkv__raw_queries(c, 1)) return false;
+    *view = tqkv__raw_attention(c, c->attention.end, 1);
+    return true;
+}
+
+/* A call of a cache that is cut at the position from which queries read codes. The second part has the other queries or, with a
+   tree, which counts from the first query of a call, all of them, and an output of its own. */
+typedef struct tqkv__cut_call {
+    tqkv__attention a[2];
+    tqkv__part parts[2];
+    int n_parts, n_raw;
+} tqkv__cut_call;
+
+/* Opens the part whose queries read what is raw. */
+static tqkv_result tqkv__cut_raw(const tqkv_cache *c, const tqkv_attention *some, const void *q, int n_queries,
+                                 void *out, tqkv__cut_call *cut)
+{
+    tqkv__attention *a = &cut->a[0];
+    tqkv_attention raw = tqkv__raw_attention(c, c->attention.end - (n_queries - cut->n_raw), cut->n_raw);
+    tqkv__take_some(some, &raw);
+    tqkv_result r = tqkv__attention_streams(&raw, a);
+    if (r != TQKV_OK) return r;
+    a->first = 0;
+    if ((r = tqkv__attention_ends(a)) == TQKV_OK) r = tqkv__cut_whole(a, q, out, &cut->parts[cut->n_parts]);
+    cut->n_parts++;
+    return r;
+}
+
+/* Opens the part whose queries, from number `first` on, read codes. */
+static tqkv_result tqkv__cut_coded(const tqkv_cache *c, const tqkv_attention *some, const void *q, int first,
+                                   int n_queries, void *out, tqkv__cut_call *cut)
+{
+    tqkv__attention *a = &cut->a[1];
+    tqkv_attention part;
+    memset(&part, 0, sizeof part);
+    tqkv__take_some(some, &part);
+    const size_t heads = (size_t)(part.list_heads ? part.list_heads : 1);
+    if (part.list) part.list += (size_t)first * heads * (size_t)part.list_length;
+    tqkv_result r = tqkv__cache_attention(c, some ? &part : NULL, n_queries - first, a);
+    if (r != TQKV_OK) return r;
+    const size_t size = tqkv__type_size(a->call.query_type), skipped = (size_t)first;
+    const void *rest = (const uint8_t *)q + skipped * a->call.query_strides.token * size;
+    void *to = (uint8_t *)out + skipped * a->call.output_strides.token * tqkv__type_size(a->call.output_type);
+    r = tqkv__cut_whole(a, q ? rest : NULL, out ? to : NULL, &cut->parts[cut->n_parts]);
+    cut->n_parts++;
+    return r;
+}
+
+/* As tqkv__attend_raw, for a tree that stands on both sides: all queries read codes into memory of their own, of which those that do
+   are copied. */
+static tqkv_result tqkv__attend_cut_tree(const tqkv_cache *c, const tqkv_attention *some, const void *q, int n_queries,
+                                         void *out, tqkv__cut_call *cut)
+{
+    tqkv_cache without_gaps = *c;
+    tqkv_allocator memory = c->attention.allocator;
+    const tqkv_strides none = {0, 0};
+    const int value_dim = c->attention.values->head_dim, n_heads = c->attention.n_heads;
+    const size_t row = (size_t)value_dim * tqkv__type_size(c->attention.output_type), heads = (size_t)n_heads;
+    const tqkv_strides strides = tqkv__strides_of(c->attention.output_strides, n_heads, value_dim);
+    const size_t size = (size_t)n_queries * heads * row;
+    without_gaps.attention.output_strides = none;
+    uint8_t *own = (uint8_t *)memory.alloc(memory.user, size);
+    if (!own) return TQKV_OUT_OF_MEMORY;
+    tqkv_result r = tqkv__cut_coded(&without_gaps, some, q, 0, n_queries, own, cut);
+    if (r == TQKV_OK) r = tqkv__check_q_out(&cut->a[0], q, out);
+    if (r == TQKV_OK) r = tqkv__run_job(cut->parts, cut->n_parts);
+    for (size_t i = (size_t)cut->n_raw; r == TQKV_OK && i < (size_t)n_queries; i++)
+        for (size_t h = 0; h < heads; h++)
+            memcpy((uint8_t *)out + (i * strides.token + h * strides.head) * (row / (size_t)value_dim),
+                   own + (i * heads + h) * row, row);
+    memory.free(memory.user, own, size);
+    return r;
+}
+
+static tqkv_result tqkv__attend_raw(const tqkv_cache *c, const tqkv_attention *some, const void *q, int n_queries,
+                                    void *out)
+{
+    tqkv__cut_call cut;
+    cut.n_parts = 0;
+    cut.n_raw = tqkv__raw_queries(c, n_queries);
+    tqkv_result r = cut.n_raw ? tqkv__cut_raw(c, some, q, n_queries, out, &cut) : TQKV_OK;
+    if (r != TQKV_OK) return r;
+    if (cut.n_raw && cut.n_raw < n_queries && some && some->tree)
+        return tqkv__attend_cut_tree(c, some, q, n_queries, out, &cut);
+    if (cut.n_raw < n_queries) r = tqkv__cut_coded(c, some, q, cut.n_raw, n_queries, out, &cut);
+    return r == TQKV_OK ? tqkv__run_job(cut.parts, cut.n_parts) : r;
+}
+
+/* -- Presets -- */
+
+TQKV_API tqkv_cache_desc tqkv_cache_preset(tqkv_preset preset)
+{
+    static const tqkv_format formats[3][2] = {{TQKV_I8, TQKV_TQ4}, {TQKV_TQ4, TQKV_TQ4}, {TQKV_TQ3, TQKV_TQ2}};
+    tqkv_cache_desc desc;
+    memset(&desc, 0, sizeof desc);
+    if (preset != TQKV_SAFE && preset != TQKV_SMALL && preset != TQKV_TINY) return desc;
+    desc.key_format = formats[preset][0];
+    desc.value_format = formats[preset][1];
+    desc.calibrate = 512;
+    desc.exact_first = 4;
+    desc.exact_last = 128;
+    return desc;
+}
+
 /* >>cache-edit: truncate, remove, keep, fork. */
 
 TQKV_API tqkv_result tqkv_cache_truncate(tqkv_cache *c, int64_t end)
@@ -12776,6 +13271,7 @@ TQKV_API tqkv_result tqkv_cache_truncate(tqkv_cache *c, int64_t end)
     if (!c) return TQKV__INVALID("the cache is NULL");
     if (end < 0 || end > c->attention.end || (end < c->first && end != 0))
         return TQKV__REFUSE(OUT_OF_RANGE, "end: not among the resident positions");
+    if (!c->learning && end < c->attention.end) tqkv__drop_raw(c);
     if (end == 0) c->first = 0;
     if (c->exact_below > end) c->exact_below = end;
     if (end < c->attention.end) c->exact_from = tqkv__exact_kept(c) < end ? tqkv__exact_kept(c) : end;
@@ -12793,7 +13289,8 @@ static void tqkv__move_positions(const tqkv_cache *c, int64_t source, int64_t ta
         tqkv__stream s;
         const tqkv_store *store = tqkv__store_of(c, i);
         const bool first = i >= TQKV__FIRST_ENDS && i < TQKV__LAST_ENDS;
-        if (!store || (i >= TQKV__LAST_ENDS && target < c->exact_held)) continue;
+        const bool newest = i >= TQKV__LAST_ENDS && i < TQKV__RAW;
+        if (!store || (newest && target < c->exact_held) || c->learning != (i >= TQKV__RAW)) continue;
         if (tqkv__stream_open(store, &s) == TQKV_OK) tqkv__move_rows(&s, source, &s, target, first ? below : n);
     }
 }
@@ -12832,6 +13329,7 @@ TQKV__COLD TQKV_API tqkv_result tqkv_cache_remove(tqkv_cache *c, int64_t first, 
     if (count < 0) return TQKV__INVALID("count is negative");
     if (first < 0 || first > c->attention.end || count > c->attention.end - first)
         return TQKV__REFUSE(OUT_OF_RANGE, "first, count: not among the resident positions");
+    if (!c->learning && count) tqkv__drop_raw(c);
     const int64_t behind = first + count, n = c->attention.end - behind;
     tqkv__move_positions(c, behind, first, n);
     const int64_t kept = tqkv__exact_kept(c);
@@ -12856,6 +13354,7 @@ TQKV__COLD TQKV_API tqkv_result tqkv_cache_keep(tqkv_cache *c, int n, const int 
         if (kept[i] < 0 || kept[i] >= n) return TQKV__REFUSE(OUT_OF_RANGE, "kept: not one of the newest n positions");
         if (i && kept[i] <= kept[i - 1]) return TQKV__INVALID("kept: not ascending");
     }
+    if (!c->learning && n_kept < n) tqkv__drop_raw(c);
     const int64_t first = c->attention.end - n, kept_from = tqkv__exact_kept(c);
     int64_t below = first;
     for (int i = 0, next; i < n_kept; i = next) {
@@ -12879,7 +13378,7 @@ TQKV__COLD TQKV_API tqkv_result tqkv_cache_keep(tqkv_cache *c, int n, const int 
     row(key_format,   keys.format)         row(value_format, values.format)                                            \
     row(window,       attention.window)    row(scale,      attention.scale)     row(softcap,  attention.softcap)       \
     row(shared,       shared)              row(tail_dim,   tail.head_dim)       row(tail_format, tail.format)          \
-    row(exact_first,  exact_first)         row(exact_last, exact_last)
+    row(exact_first,  exact_first)         row(exact_last, exact_last)          row(calibrate, calibrate)
 #define TQKV__CACHE_USE(row)                                                                                           \
     row(type,         keys.type)           row(sinks,      attention.sinks)     row(metal,    metal)                   \
     row(parallel,     attention.parallel)  row(allocator,  attention.allocator)                                        \
@@ -12932,9 +13431,34 @@ static tqkv_result tqkv__fork_store(const tqkv_cache *c, int i, const tqkv_cache
         range.from = c->first;
         memset(to->codes, 0, to->codes_size);
     }
-    if (!from) from = tqkv__stream_of(c, (i - TQKV__FIRST_ENDS) % 3);
+    if (!from && i < TQKV__RAW) from = tqkv__stream_of(c, (i - TQKV__FIRST_ENDS) % 3);
     if (range.from >= range.to) return TQKV_OK;
     return tqkv__convert(to, from, range.from, (int)(range.to - range.from), parallel);
+}
+
+/* Copies what a cache holds to a new one of its shape. One that learns, and has more positions than the copy learns from, is
+   calibrated with these. */
+static tqkv_result tqkv__copy_cache(const tqkv_cache *c, tqkv_cache *copy, const tqkv_parallel *parallel)
+{
+    tqkv_result r = TQKV_OK;
+    const bool settles = c->learning && c->attention.end >= copy->raw[0].capacity;
+    for (int i = 0; i < TQKV__CACHE_STREAMS; i++) {
+        const tqkv_store *from = tqkv__stream_of(c, i);
+        if (!from) continue;
+        tqkv__cache_channels(copy, i, TQKV__CENTERS, from->center, (size_t)from->head_dim);
+        tqkv__cache_channels(copy, i, TQKV__SCALES, from->channel_scale, (size_t)from->head_dim);
+    }
+    for (int i = 0; !settles && r == TQKV_OK && i < TQKV__CACHE_STORES; i++) r = tqkv__fork_store(c, i, copy, parallel);
+    copy->calibrate = c->calibrate;
+    copy->first = c->first;
+    copy->exact_below = c->exact_below;
+    copy->exact_from = c->exact_from;
+    copy->exact_held = tqkv__range_of(c, TQKV__LAST_ENDS).from;
+    copy->attention.end = c->attention.end;
+    if (!settles) return r;
+    r = tqkv__settle(copy, c->raw, (int)c->attention.end, c->attention.end);
+    tqkv__drop_raw(copy);
+    return r;
 }
 
 TQKV__COLD TQKV_API tqkv_result tqkv_cache_fork(const tqkv_cache *c, const tqkv_cache_desc *desc, tqkv_cache **out)
@@ -12956,19 +13480,10 @@ TQKV__COLD TQKV_API tqkv_result tqkv_cache_fork(const tqkv_cache *c, const tqkv_
     }
     if (copied.capacity > 0 && copied.capacity < c->attention.end - c->first)
         return TQKV__REFUSE(OUT_OF_RANGE, "capacity: too small for the resident positions");
+    if (!c->learning) copied.calibrate = 0;
     tqkv_result r = tqkv_cache_create(&copied, &copy);
     if (r != TQKV_OK) return r;
-    for (int i = 0; i < TQKV__CACHE_STREAMS; i++) {
-        const tqkv_store *from = tqkv__stream_of(c, i);
-        if (from) tqkv__cache_center(copy, i, from->center, (size_t)from->head_dim);
-    }
-    for (int i = 0; r == TQKV_OK && i < TQKV__CACHE_STORES; i++) r = tqkv__fork_store(c, i, copy, &copied.parallel);
-    copy->first = c->first;
-    copy->exact_below = c->exact_below;
-    copy->exact_from = c->exact_from;
-    copy->exact_held = tqkv__range_of(c, TQKV__LAST_ENDS).from;
-    copy->attention.end = c->attention.end;
-    if (r == TQKV_OK)
+    if ((r = tqkv__copy_cache(c, copy, &copied.parallel)) == TQKV_OK)
         *out = copy;
     else
         tqkv_cache_destroy(copy);
@@ -13349,12 +13864,13 @@ static tqkv_result tqkv__read_header(tqkv__pipe *pipe, tqkv__header *h)
 /* Room for the centres that the snapshot has: zeros, until they are read. */
 static void tqkv__open_centers(tqkv_cache *c, uint32_t centers)
 {
-    size_t floats = 0;
-    (void)tqkv__center_floats(c, TQKV__CACHE_STREAMS, &floats);
-    memset(c->centers, 0, floats * sizeof(float));
+    size_t channels = 0;
+    (void)tqkv__count_channels(c, TQKV__CACHE_STREAMS, &channels);
+    memset(c->channels, 0, channels * sizeof(float));
     for (int i = 0; i < TQKV__CACHE_STREAMS; i++)
         if (centers >> i & 1)
-            tqkv__cache_center(c, i, tqkv__center_room(c, i), (size_t)tqkv__stream_of(c, i)->head_dim);
+            tqkv__cache_channels(c, i, TQKV__CENTERS, tqkv__channel_room(c, i, TQKV__CENTERS),
+                                 (size_t)tqkv__stream_of(c, i)->head_dim);
 }
 
 TQKV__COLD TQKV_API tqkv_result tqkv_cache_load(const tqkv_cache_desc *desc, tqkv_read read, void *user,

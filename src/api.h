@@ -390,7 +390,23 @@ typedef struct tqkv_cache_desc {
        keep the newest may be left as codes until new ones come. */
     int exact_first, exact_last;
     int exact_batch; /* make room for the halves of one append of so many tokens at once. On a GPU, which cannot make more, 0 = 512 */
+    /* The cache learns centre and scale of its keys (tqkv_calibrate) from the first so many positions, without the exact_first: at
+       least 16, and of a smaller cache a quarter of the capacity. 0: not. Until the append that reaches them keys and values are
+       halves as they came, and attention is exact. That append encodes them; queries at these positions still read the halves,
+       until the next append gives their memory back (with non_causal, until this one). The same codes however positions came. What
+       it has learned is in tqkv_cache_keys. Not on a GPU: there a cache is given what another one learned. */
+    int calibrate;
 } tqkv_cache_desc;
+
+/* A desc with formats, calibrate 512, exact_first 4 and exact_last 128 filled in; the caller adds the shape. Bits a value, with norms,
+   at head_dim 64 / 128 / 256. */
+typedef enum tqkv_preset {
+    TQKV_SAFE = 0, /* I8 keys, TQ4 values: 6.5 / 6.25 / 6.19 */
+    TQKV_SMALL, /* TQ4, TQ4: 4.5 / 4.25 / 4.13. TQ5 keys with TQ3 values lose a third less at as many bits, and take up to a fifth
+                      more time */
+    TQKV_TINY /* TQ3, TQ2: 3 / 2.75 / 2.63 */
+} tqkv_preset;
+TQKV_API tqkv_cache_desc tqkv_cache_preset(tqkv_preset preset); /* zeros for an unknown one */
 
 /* *out is NULL on failure. */
 TQKV_API tqkv_result tqkv_cache_create(const tqkv_cache_desc *desc, tqkv_cache **out);
@@ -415,11 +431,13 @@ TQKV_API int64_t tqkv_cache_end(const tqkv_cache *c); /* positions appended; 0 f
 /* The oldest resident position; 0 for NULL. After truncate, keep, fork or load a ring may hold fewer positions than its
    capacity: tqkv_attend over its stores then needs kv_len = end - first, which is not its default. */
 TQKV_API int64_t tqkv_cache_first(const tqkv_cache *c);
-TQKV_API size_t tqkv_cache_bytes(const tqkv_cache *c); /* codes + norms of all streams; 0 for NULL */
-/* Centres as tqkv_store's, copied; NULL: none. keys: [n_kv_heads][head_dim, then tail_dim]; values: [n_kv_heads][value_dim],
-   NULL if the keys are the values, which then have the keys' centre. Only while end is 0, else TQKV_INVALID_ARGUMENT. Snapshots
-   keep them; tqkv_cache_bytes does not count them. */
+/* Codes and norms of all streams, and the halves kept besides, now; 0 for NULL. */
+TQKV_API size_t tqkv_cache_bytes(const tqkv_cache *c);
+/* Centres and scales as tqkv_store's, copied; NULL: none. keys: [n_kv_heads][head_dim, then tail_dim]; values:
+   [n_kv_heads][value_dim], NULL if the keys are the values, which then have those of the keys. Only while end is 0, else
+   TQKV_INVALID_ARGUMENT. Snapshots keep them; tqkv_cache_bytes does not count them. The cache then does not learn its own. */
 TQKV_API tqkv_result tqkv_cache_set_center(tqkv_cache *c, const float *keys, const float *values);
+TQKV_API tqkv_result tqkv_cache_set_scale(tqkv_cache *c, const float *keys, const float *values);
 /* Strides of the rows that later calls take and give; NULL, and at first: none. Copies and snapshots have none. */
 typedef struct tqkv_cache_layout {
     tqkv_strides k, v, q, out;

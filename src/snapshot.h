@@ -372,12 +372,13 @@ static tqkv_result tqkv__read_header(tqkv__pipe *pipe, tqkv__header *h)
 /* Room for the centres that the snapshot has: zeros, until they are read. */
 static void tqkv__open_centers(tqkv_cache *c, uint32_t centers)
 {
-    size_t floats = 0;
-    (void)tqkv__center_floats(c, TQKV__CACHE_STREAMS, &floats);
-    memset(c->centers, 0, floats * sizeof(float));
+    size_t channels = 0;
+    (void)tqkv__count_channels(c, TQKV__CACHE_STREAMS, &channels);
+    memset(c->channels, 0, channels * sizeof(float));
     for (int i = 0; i < TQKV__CACHE_STREAMS; i++)
         if (centers >> i & 1)
-            tqkv__cache_center(c, i, tqkv__center_room(c, i), (size_t)tqkv__stream_of(c, i)->head_dim);
+            tqkv__cache_channels(c, i, TQKV__CENTERS, tqkv__channel_room(c, i, TQKV__CENTERS),
+                                 (size_t)tqkv__stream_of(c, i)->head_dim);
 }
 
 TQKV__COLD TQKV_API tqkv_result tqkv_cache_load(const tqkv_cache_desc *desc, tqkv_read read, void *user,
