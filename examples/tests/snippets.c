@@ -429,7 +429,7 @@ static void test_latent(void)
     check("latent/rows", error < 0.02 * size);
 }
 
-/* Keys with one channel a thousand times as large as the others: with the pool's scale these are kept, too. */
+/* Keys with some channels a thousand times as large as the others: with the pool's scale these are kept, too. */
 static void test_scaled_pool(void)
 {
     enum { N = 100 };
@@ -442,15 +442,15 @@ static void test_scaled_pool(void)
     pool.norms = norms;
     pool.norms_size = sizeof norms;
     fill(keys, N * ROW);
-    for (int i = 0; i < N * ROW; i += DIM) keys[i] *= 1000.0f;
+    for (int i = 0; i < N * ROW; i += 8) keys[i] *= 1000.0f;
     for (int scaled = 0; scaled < 2; scaled++) {
         if (scaled) check("scaled_pool/calibrate", scale_pool(&pool, keys, N, center, scale) == TQKV_OK);
         check("scaled_pool/encode", tqkv_encode(&pool, keys, N, 0) == TQKV_OK);
         check("scaled_pool/decode", tqkv_decode(&pool, 0, N, TQKV_ORIGINAL, decoded) == TQKV_OK);
         for (int i = 0; i < N * ROW; i++)
-            if (i % DIM) errors[scaled] += pow((double)keys[i] - (double)decoded[i], 2.0);
+            if (i % 8) errors[scaled] += pow((double)keys[i] - (double)decoded[i], 2.0);
     }
-    check("scaled_pool/error", errors[1] < 0.01 * errors[0]);
+    check("scaled_pool/error", errors[1] < 0.05 * errors[0]);
 }
 
 int main(void)
