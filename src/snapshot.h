@@ -24,25 +24,30 @@
    caches with halves of the first and the newest positions, has exact_first and exact_last in place of the zeros, and
    8 more bytes: how many first and how many newest positions have halves. These follow the streams: first positions' keys and
    values, newest ones' keys and values, as codes with a hash; those of F16 streams, and values that are the keys, have none.
+   Version 5, for caches with scales, or with calibrate, has 8 more: calibrate, and bits 0 to 2: keys, values and tail have a
+   scale, [n_kv_heads][head_dim] behind the centre; bit 8: the cache has not learned yet. Then all stores are without
+   positions; behind them come the rows as they came, of keys and values as halves, and of the tail.
 
    Positions of a store:
      offset  bytes  field                                 offset  bytes  field
           0      8  "tqks" CR LF SUB LF                        32      8  first position
           8      4  version: 1                                 40      8  number of positions
-         12      4  format                                     48      8  XXH3-64 of the centre [n_kv_heads][head_dim];
-         16      4  head_dim                                              0 without one
+         12      4  format                                     48      8  XXH3-64 of centre and scale, as there are,
+         16      4  head_dim                                              [n_kv_heads][head_dim] each; 0 without
          20      4  n_kv_heads                                 56      8  XXH3-64 of the 56 bytes before
          24      4  bit 0: unrotated; bit 1: has a           then:
-                    centre; bit 2: F16, rotated                       codes, norms and their hash, as above
+                    centre; bit 2: F16, rotated;                      codes, norms and their hash, as above
+                    bit 3: has a scale
          28      4  block_scale (float32); 1 where it
                     has no effect                                                                                     */
 
-#define TQKV__SNAPSHOT_VERSION  4 /* 2 or 3 for caches that need no more */
+#define TQKV__SNAPSHOT_VERSION  5 /* 2, 3 or 4 for caches that need no more */
 #define TQKV__CODES_VERSION     2 /* changes with the tables or the rotation */
 #define TQKV__CODES_VERSION_OLD 6 /* builds wrote 2 to 6 for the same ones */
 #define TQKV__STORE_VERSION     1
 #define TQKV__HEADER_SIZE       72 /* without its hash */
-#define TQKV__HEADER_MORE       24 /* of version 4; version 3 has 16 */
+#define TQKV__HEADER_MORE       32 /* of version 5; version 3 has 16, version 4 has 24 */
+#define TQKV__LEARNING          0x100u
 #define TQKV__STORE_HEADER_SIZE 56
 
 static void tqkv__put(uint8_t *bytes, int n, uint64_t x)
@@ -125,24 +130,26 @@ static tqkv_result tqkv__move_stored(tqkv__pipe *pipe, const tqkv__stream *s, tq
     return tqkv__move_hash(pipe);
 }
 
-/* Moves a centre, which when it is read lies in the cache's own memory. */
-static tqkv_result tqkv__move_center(tqkv__pipe *pipe, const tqkv__stream *s)
+/* Moves centre and scale, which when they are read lie in the cache's own memory. */
+static tqkv_result tqkv__move_channels(tqkv__pipe *pipe, const tqkv__stream *s)
 {
     const size_t n = tqkv__center_size(s) / sizeof(float);
-    if (!s->center) return TQKV_OK;
-    const tqkv_result r = tqkv__move_floats(pipe, (float *)(uintptr_t)s->center, n);
-    return r != TQKV_OK || tqkv__all_finite(s->center, n) ? r : TQKV_CORRUPT;
+    tqkv_result r = s->center ? tqkv__move_floats(pipe, (float *)(uintptr_t)s->center, n) : TQKV_OK;
+    if (r == TQKV_OK && s->channel_scale) r = tqkv__move_floats(pipe, (float *)(uintptr_t)s->channel_scale, n);
+    const bool valid = (!s->center || tqkv__all_finite(s->center, n)) &&
+                       (!s->channel_scale || tqkv__scales_valid(s->channel_scale, n));
+    return r != TQKV_OK || valid ? r : TQKV_CORRUPT;
 }
 
-/* Moves all stores of a cache: centres of streams, and what the stores hold. */
+/* Moves all stores of a cache: centres and scales of streams, and what the stores hold. */
 static tqkv_result tqkv__move_stores(tqkv__pipe *pipe, const tqkv_cache *c)
 {
     tqkv_result r = TQKV_OK;
     for (int i = 0; r == TQKV_OK && i < TQKV__CACHE_STORES; i++) {
         tqkv__stream s;
-        if (!tqkv__store_of(c, i)) continue;
+        if (!tqkv__store_of(c, i) || (i >= TQKV__RAW && !c->learning)) continue;
         r = tqkv__stream_open(tqkv__store_of(c, i), &s);
-        if (r == TQKV_OK && i < TQKV__CACHE_STREAMS) r = tqkv__move_center(pipe, &s);
+        if (r == TQKV_OK && i < TQKV__CACHE_STREAMS) r = tqkv__move_channels(pipe, &s);
         if (r == TQKV_OK) r = tqkv__move_stored(pipe, &s, tqkv__range_of(c, i));
     }
     return r;
@@ -162,7 +169,14 @@ static const char tqkv__magic[9] = "tqkv\r\n\x1a\n";
 /* Bytes of a header of that version. */
 static size_t tqkv__header_size(uint32_t version)
 {
-    return TQKV__HEADER_SIZE + (version == 4 ? TQKV__HEADER_MORE : version == 3 ? 16 : 0);
+    return TQKV__HEADER_SIZE + (version == 5 ? TQKV__HEADER_MORE : version == 4 ? 24 : version == 3 ? 16 : 0);
+}
+
+/* A bit for each stream with a scale. */
+static uint32_t tqkv__scaled_streams(const tqkv_cache *c)
+{
+    return (c->keys.channel_scale ? 1u : 0u) | (!c->shared && c->values.channel_scale ? 2u : 0u) |
+           (c->tail.channel_scale ? 4u : 0u);
 }
 
 /* header: [tqkv__header_size(version)] */
@@ -186,10 +200,12 @@ static void tqkv__cache_header(const tqkv_cache *c, uint32_t version, uint8_t *h
                                  (uint32_t)a->window,
                                  tqkv__bits(a->scale),
                                  tqkv__bits(a->softcap)};
-    const tqkv__range newest = tqkv__range_of(c, TQKV__LAST_ENDS);
-    const uint32_t more[6] = {(uint32_t)c->tail.head_dim, (uint32_t)c->tail.format,
-                              (uint32_t)c->exact_first,   (uint32_t)c->exact_last,
-                              (uint32_t)c->exact_below,   (uint32_t)(newest.to - newest.from)};
+    const tqkv__range first = tqkv__range_of(c, TQKV__FIRST_ENDS), newest = tqkv__range_of(c, TQKV__LAST_ENDS);
+    const uint32_t more[8] = {
+        (uint32_t)c->tail.head_dim, (uint32_t)c->tail.format,
+        (uint32_t)c->exact_first,   (uint32_t)c->exact_last,
+        (uint32_t)first.to,         (uint32_t)(newest.to - newest.from),
+        (uint32_t)c->calibrate,     tqkv__scaled_streams(c) | (c->learning ? TQKV__LEARNING : 0u)};
     memcpy(header, tqkv__magic, 8);
     for (int i = 0; i < 12; i++) tqkv__put(header + 8 + 4 * i, 4, fields[i]);
     tqkv__put(header + 56, 8, (uint64_t)c->first);
@@ -203,7 +219,8 @@ TQKV__COLD TQKV_API tqkv_result tqkv_cache_save(const tqkv_cache *c, tqkv_write 
     tqkv__pipe pipe;
     uint8_t header[TQKV__HEADER_SIZE + TQKV__HEADER_MORE];
     if (!c || !write) return TQKV__INVALID("the cache or write is NULL");
-    const uint32_t version = c->exact_first || c->exact_last ? 4 : c->shared || c->tail.head_dim ? 3 : 2;
+    uint32_t version = c->exact_first || c->exact_last ? 4 : c->shared || c->tail.head_dim ? 3 : 2;
+    if (c->calibrate || tqkv__scaled_streams(c)) version = 5;
     tqkv__cache_header(c, version, header);
     tqkv__pipe_open(&pipe, write, NULL, user);
     tqkv_result r = tqkv__move(&pipe, header, tqkv__header_size(version));
@@ -214,19 +231,33 @@ TQKV__COLD TQKV_API tqkv_result tqkv_cache_save(const tqkv_cache *c, tqkv_write 
 /* What a header says. */
 typedef struct tqkv__header {
     tqkv_cache_desc desc;
-    uint32_t centers; /* a bit a stream */
+    uint32_t centers, scales; /* a bit a stream */
+    bool learning;
     int64_t first, end, exact_below, exact_from;
 } tqkv__header;
 
-/* Takes what only versions 3 and 4 have. False if no cache can have written it. */
+/* Takes what only version 5 has. */
+static bool tqkv__parse_learning(const uint32_t more[8], tqkv__header *h)
+{
+    const bool values = !h->desc.shared, tail = h->desc.tail_dim != 0;
+    const uint32_t known = 1u | (values ? 2u : 0u) | (tail ? 4u : 0u) | TQKV__LEARNING;
+    h->desc.calibrate = (int)more[6];
+    h->scales = more[7] & 7;
+    h->learning = more[7] & TQKV__LEARNING;
+    if (h->learning && (h->centers || h->scales || h->exact_below || h->exact_from != h->end)) return false;
+    return more[6] <= (uint32_t)INT_MAX && !(more[7] & ~known) && (more[6] || h->scales) && (!h->learning || more[6]);
+}
+
+/* Takes what only versions 3 to 5 have. False if no cache can have written it. */
 static bool tqkv__parse_more(const uint8_t *header, uint32_t flags, tqkv__header *h)
 {
-    uint32_t more[6];
+    uint32_t more[8];
     tqkv_cache_desc *d = &h->desc;
-    const bool exact = (uint32_t)tqkv__get(header + 8, 4) == 4;
-    for (int i = 0; i < 6; i++) more[i] = (uint32_t)tqkv__get(header + TQKV__HEADER_SIZE + 4 * i, 4);
-    if (more[0] > TQKV_MAX_HEAD_DIM || more[1] > 15 || !more[0] != !more[1] || exact == (!more[2] && !more[3]))
-        return false;
+    const uint32_t version = (uint32_t)tqkv__get(header + 8, 4);
+    const bool exact = version == 4, latest = version == 5;
+    for (int i = 0; i < 8; i++) more[i] = (uint32_t)tqkv__get(header + TQKV__HEADER_SIZE + 4 * i, 4);
+    if (more[0] > TQKV_MAX_HEAD_DIM || more[1] > 15 || !more[0] != !more[1]) return false;
+    if (!latest && exact == (!more[2] && !more[3])) return false;
     if (more[2] > (uint32_t)INT_MAX || more[3] > (uint32_t)INT_MAX || more[4] > more[2] || more[4] > h->end ||
         more[5] > tqkv__end_room(more[3], TQKV__TILE) || more[5] > h->end - h->first)
         return false;
@@ -238,7 +269,8 @@ static bool tqkv__parse_more(const uint8_t *header, uint32_t flags, tqkv__header
     h->exact_below = more[4];
     h->exact_from = h->end - more[5];
     if (d->shared && (flags & 4 || d->value_format != d->key_format || d->value_dim != d->head_dim)) return false;
-    if (!d->tail_dim) return (d->shared || exact) && !(flags & 8);
+    if (latest && !tqkv__parse_learning(more, h)) return false;
+    if (!d->tail_dim) return (d->shared || exact || latest) && !(flags & 8);
     return tqkv__format_known(d->tail_format);
 }
 
@@ -291,6 +323,7 @@ static void tqkv__set_range(tqkv_cache *c, const tqkv__header *h)
     c->attention.end = h->end;
     c->exact_below = h->exact_below;
     c->exact_from = c->exact_held = h->exact_from;
+    c->learning = h->learning;
 }
 
 /* A reader that holds the first `filled` bytes and has passed on `taken` of them. */
@@ -342,18 +375,19 @@ static tqkv_result tqkv__hold(tqkv__read_ahead *a, size_t wanted)
 
 /* Bytes to read before the cache is created: none up to 1 MiB; then a sixteenth of the cache's size, or all that the
    header announces if that is less. A file that was cut short cannot make load allocate much. */
-static size_t tqkv__wanted_ahead(const tqkv_cache *c, uint32_t centers)
+static size_t tqkv__wanted_ahead(const tqkv_cache *c, uint32_t centers, uint32_t scales)
 {
     size_t all = 0, announced = 0;
     for (int i = 0; i < TQKV__CACHE_STORES; i++) {
-        const tqkv_store *s = tqkv__store_of(c, i);
+        const tqkv_store *s = i < TQKV__RAW ? tqkv__store_of(c, i) : &c->raw[i - TQKV__RAW]; /* has no memory yet */
         const tqkv__range range = tqkv__range_of(c, i);
-        if (!s) continue;
+        if (!s || !s->head_dim) continue;
         const size_t rows = tqkv_codes_size(s) + tqkv_norms_size(s);
         const size_t center = i < TQKV__CACHE_STREAMS ? (size_t)s->n_kv_heads * (size_t)s->head_dim * sizeof(float) : 0;
-        all += rows + center; /* there is always room for centres */
+        all += rows + TQKV__CHANNELS * center; /* there is always room for them */
         announced += rows / (size_t)s->capacity * (size_t)(range.to - range.from) + 8; /* and a hash */
         if (centers >> i & 1) announced += center;
+        if (scales >> i & 1) announced += center;
     }
     return all <= 1048576 ? 0 : announced < all / 16 ? announced : all / 16;
 }
@@ -369,16 +403,26 @@ static tqkv_result tqkv__read_header(tqkv__pipe *pipe, tqkv__header *h)
     return r != TQKV_OK || tqkv__parse_header(header, h) ? r : TQKV_CORRUPT;
 }
 
-/* Room for the centres that the snapshot has: zeros, until they are read. */
-static void tqkv__open_centers(tqkv_cache *c, uint32_t centers)
+/* Takes centres and scales of the streams whose bits are set from where they lie in the cache: before these are read, and with
+   factors after it. */
+static void tqkv__take_channels(tqkv_cache *c, uint32_t centers, uint32_t scales)
+{
+    for (int i = 0; i < TQKV__CACHE_STREAMS; i++)
+        for (int k = 0; k < 2; k++) {
+            const tqkv__channels kind = k ? TQKV__SCALES : TQKV__CENTERS;
+            if ((k ? scales : centers) >> i & 1)
+                tqkv__cache_channels(c, i, kind, tqkv__channel_room(c, i, kind),
+                                     (size_t)tqkv__stream_of(c, i)->head_dim);
+        }
+}
+
+/* Room for the centres and scales that the snapshot has: ones, until they are read. */
+static void tqkv__open_channels(tqkv_cache *c, uint32_t centers, uint32_t scales)
 {
     size_t channels = 0;
     (void)tqkv__count_channels(c, TQKV__CACHE_STREAMS, &channels);
-    memset(c->channels, 0, channels * sizeof(float));
-    for (int i = 0; i < TQKV__CACHE_STREAMS; i++)
-        if (centers >> i & 1)
-            tqkv__cache_channels(c, i, TQKV__CENTERS, tqkv__channel_room(c, i, TQKV__CENTERS),
-                                 (size_t)tqkv__stream_of(c, i)->head_dim);
+    for (size_t i = 0; i < TQKV__CHANNELS * channels; i++) c->channels[i] = 1.0f;
+    tqkv__take_channels(c, centers, scales);
 }
 
 TQKV__COLD TQKV_API tqkv_result tqkv_cache_load(const tqkv_cache_desc *desc, tqkv_read read, void *user,
@@ -397,21 +441,26 @@ TQKV__COLD TQKV_API tqkv_result tqkv_cache_load(const tqkv_cache_desc *desc, tqk
     if (r != TQKV_OK) return r;
     if (tqkv__cache_resolve(&found.desc, &checked) != TQKV_OK || !tqkv__divide_block(&checked, 0, &block))
         return TQKV_CORRUPT;
+    if (found.learning && found.end >= checked.raw[0].capacity) return TQKV_CORRUPT;
     if (!tqkv__desc_matches(desc, &found.desc) || (desc->type && found.desc.type && desc->type != found.desc.type))
         return TQKV__INVALID("a field of desc is not the snapshot's");
     tqkv__take_use(desc, &found.desc);
     ahead.memory = found.desc.allocator;
     if (!tqkv__resolve_allocator(&ahead.memory)) return TQKV__INVALID("allocator: one of alloc and free is missing");
     tqkv__set_range(&checked, &found);
-    r = tqkv__hold(&ahead, tqkv__wanted_ahead(&checked, found.centers));
+    r = tqkv__hold(&ahead, tqkv__wanted_ahead(&checked, found.centers, found.scales));
+    const int calibrate = found.desc.calibrate;
+    if (!found.learning) found.desc.calibrate = 0; /* without raw memory */
     if (r == TQKV_OK) r = tqkv_cache_create(&found.desc, &c);
     if (r != TQKV_OK) {
         tqkv__drop_held(&ahead);
         return r;
     }
+    c->calibrate = calibrate;
     tqkv__set_range(c, &found);
-    tqkv__open_centers(c, found.centers);
+    tqkv__open_channels(c, found.centers, found.scales);
     r = tqkv__move_stores(&pipe, c);
+    if (r == TQKV_OK) tqkv__take_channels(c, 0, found.scales);
     tqkv__drop_held(&ahead);
     if (r == TQKV_OK)
         *out = c;
@@ -426,13 +475,13 @@ static size_t tqkv__write_nowhere(void *user, const void *bytes, size_t n)
     return n;
 }
 
-/* The hash of a centre's bytes in a snapshot; 0 without one. */
-static uint64_t tqkv__center_hash(const tqkv__stream *s)
+/* The hash of the bytes of centre and scale in a snapshot; 0 without. */
+static uint64_t tqkv__channels_hash(const tqkv__stream *s)
 {
     tqkv__pipe pipe;
-    if (!s->center) return 0;
+    if (!s->center && !s->channel_scale) return 0;
     tqkv__pipe_open(&pipe, tqkv__write_nowhere, NULL, NULL);
-    (void)tqkv__move_center(&pipe, s);
+    (void)tqkv__move_channels(&pipe, s);
     return XXH3_64bits_digest(&pipe.hash);
 }
 
@@ -447,13 +496,13 @@ static void tqkv__store_header(const tqkv__stream *s, int64_t position, int n, u
                                 (uint32_t)s->format,
                                 (uint32_t)s->head_dim,
                                 (uint32_t)s->n_kv_heads,
-                                other_basis | (s->center ? 2u : 0u),
+                                other_basis | (s->center ? 2u : 0u) | (s->channel_scale ? 8u : 0u),
                                 tqkv__bits(scaled ? s->block_scale : 1.0f)};
     memcpy(header, tqkv__store_magic, 8);
     for (int i = 0; i < 6; i++) tqkv__put(header + 8 + 4 * i, 4, fields[i]);
     tqkv__put(header + 32, 8, (uint64_t)position);
     tqkv__put(header + 40, 8, (uint64_t)n);
-    tqkv__put(header + 48, 8, tqkv__center_hash(s));
+    tqkv__put(header + 48, 8, tqkv__channels_hash(s));
 }
 
 TQKV_API tqkv_result tqkv_store_save(const tqkv_store *store, int64_t position, int n_positions, tqkv_write write,

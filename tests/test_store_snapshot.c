@@ -283,7 +283,7 @@ static void check_field(const void *parameters)
 
 /* ---- Stores that are not the snapshot's ---- */
 
-static float centers[2][HEADS * 512];
+static float centers[2][HEADS * 512], scales[2][HEADS * 512];
 
 typedef struct store_row {
     const char *name;
@@ -300,6 +300,8 @@ static void other_scale(tqkv_store *to) { to->block_scale = 0.5f; }
 static void scale_of_one(tqkv_store *to) { to->block_scale = 1.0f; }
 static void no_center(tqkv_store *to) { to->center = NULL; }
 static void other_center(tqkv_store *to) { to->center = centers[1]; }
+static void no_scale(tqkv_store *to) { to->channel_scale = NULL; }
+static void other_channels(tqkv_store *to) { to->channel_scale = scales[1]; }
 static void other_type(tqkv_store *to) { to->type = TQKV_TYPE_BF16; }
 static void smaller(tqkv_store *to) { to->capacity = 142; }
 
@@ -313,11 +315,13 @@ static const store_row store_rows[] = {
     {"default_block_scale", scale_of_one, TQKV_OK},
     {"no_center", no_center, TQKV_INVALID_ARGUMENT},
     {"center", other_center, TQKV_INVALID_ARGUMENT},
+    {"no_scale", no_scale, TQKV_INVALID_ARGUMENT},
+    {"scale", other_channels, TQKV_INVALID_ARGUMENT},
     {"type", other_type, TQKV_OK},
     {"capacity", smaller, TQKV_OK},
 };
 
-/* With head_dim 512 and a centre all fields count. */
+/* With head_dim 512, a centre and a scale all fields count. */
 static void check_store(const void *parameters)
 {
     const store_row *row = (const store_row *)parameters;
@@ -326,6 +330,9 @@ static void check_store(const void *parameters)
     memcpy(centers[1], centers[0], sizeof *centers);
     centers[1][HEADS * 512 - 1] += 1.0f;
     from.center = to.center = centers[0];
+    for (int i = 0; i < HEADS * 512; i++) scales[0][i] = scales[1][i] = 0.5f + (float)(i % 7);
+    scales[1][HEADS * 512 - 1] = 0.25f;
+    from.channel_scale = to.channel_scale = scales[0];
     memset(from.codes, 1, from.codes_size);
     memset(from.norms, 1, from.norms_size);
     stream s = save(&from, 139, SMALL_N);
