@@ -212,6 +212,8 @@ int sysctlbyname(const char *name, void *value, size_t *size, void *to, size_t t
 
 #include "cache.h"
 
+#include "cache_calibrate.h"
+
 #include "cache_edit.h"
 
 #include "snapshot.h"
