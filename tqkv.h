@@ -358,9 +358,9 @@ typedef enum tqkv_pairs {
 TQKV_API tqkv_result tqkv_calibrate(const tqkv_store *shape, const void *src, int n_tokens, const void *q, int n_heads,
                                     int n_queries, tqkv_pairs pairs, float *center, float *channel_scale);
 /* What the shape's format, centre and scale would add to the logits: the standard deviation of q.(k' - k)/sqrt(head_dim) over
-   the rows k, root mean square over the queries that read the head. Up to 0.1 predictions hardly change; at 1 they are another
-   model's. Rows and queries as tqkv_calibrate's, q not NULL; noise: [n_kv_heads], zeros for no tokens or queries, INFINITY if
-   rows decode to NaN. */
+   the rows k, root mean square over the queries that read the head. With 24 in its first layer Qwen2.5-Coder-0.5B is ruined,
+   with 5 it loses 0.25 nats, with 0.7 it loses 0.026, or with exact ends 0.003. Rows and queries as tqkv_calibrate's, q not NULL;
+   noise: [n_kv_heads], zeros for no tokens or queries, INFINITY if rows decode to NaN. */
 TQKV_API tqkv_result tqkv_logit_noise(const tqkv_store *shape, const void *src, int n_tokens, const void *q,
                                       int n_heads, int n_queries, double *noise);
 
@@ -537,7 +537,24 @@ typedef struct tqkv_cache_desc {
        keep the newest may be left as codes until new ones come. */
     int exact_first, exact_last;
     int exact_batch; /* make room for the halves of one append of so many tokens at once. On a GPU, which cannot make more, 0 = 512 */
+    /* The cache learns centre and scale of its keys (tqkv_calibrate) from the first so many positions, without the exact_first: at
+       least 16, and of a smaller cache a quarter of the capacity. 0: not. Until the append that reaches them keys and values are
+       halves as they came, and attention is exact. That append encodes them; queries at these positions still read the halves,
+       until the next append gives their memory back (with non_causal, until this one). The same codes however positions came. What
+       it has learned is in tqkv_cache_keys. Not on a GPU: there a cache is given what another one learned. */
+    int calibrate;
+    uint64_t tag; /* the caller's name for the model, 0: none; a snapshot or a fork of another is refused */
 } tqkv_cache_desc;
+
+/* A desc with formats, calibrate 512, exact_first 4 and exact_last 128 filled in; the caller adds the shape. Bits a value, with norms,
+   at head_dim 64 / 128 / 256. */
+typedef enum tqkv_preset {
+    TQKV_SAFE = 0, /* I8 keys, TQ4 values: 6.5 / 6.25 / 6.19 */
+    TQKV_SMALL, /* TQ4, TQ4: 4.5 / 4.25 / 4.13. TQ5 keys with TQ3 values lose a third less at as many bits, and take up to a fifth
+                      more time */
+    TQKV_TINY /* TQ3, TQ2: 3 / 2.75 / 2.63 */
+} tqkv_preset;
+TQKV_API tqkv_cache_desc tqkv_cache_preset(tqkv_preset preset); /* zeros for an unknown one */
 
 /* *out is NULL on failure. */
 TQKV_API tqkv_result tqkv_cache_create(const tqkv_cache_desc *desc, tqkv_cache **out);
@@ -562,11 +579,13 @@ TQKV_API int64_t tqkv_cache_end(const tqkv_cache *c); /* positions appended; 0 f
 /* The oldest resident position; 0 for NULL. After truncate, keep, fork or load a ring may hold fewer positions than its
    capacity: tqkv_attend over its stores then needs kv_len = end - first, which is not its default. */
 TQKV_API int64_t tqkv_cache_first(const tqkv_cache *c);
-TQKV_API size_t tqkv_cache_bytes(const tqkv_cache *c); /* codes + norms of all streams; 0 for NULL */
-/* Centres as tqkv_store's, copied; NULL: none. keys: [n_kv_heads][head_dim, then tail_dim]; values: [n_kv_heads][value_dim],
-   NULL if the keys are the values, which then have the keys' centre. Only while end is 0, else TQKV_INVALID_ARGUMENT. Snapshots
-   keep them; tqkv_cache_bytes does not count them. */
+/* Codes and norms of all streams, and the halves kept besides, now; 0 for NULL. */
+TQKV_API size_t tqkv_cache_bytes(const tqkv_cache *c);
+/* Centres and scales as tqkv_store's, copied; NULL: none. keys: [n_kv_heads][head_dim, then tail_dim]; values:
+   [n_kv_heads][value_dim], NULL if the keys are the values, which then have those of the keys. Only while end is 0, else
+   TQKV_INVALID_ARGUMENT. Snapshots keep them; tqkv_cache_bytes does not count them. The cache then does not learn its own. */
 TQKV_API tqkv_result tqkv_cache_set_center(tqkv_cache *c, const float *keys, const float *values);
+TQKV_API tqkv_result tqkv_cache_set_scale(tqkv_cache *c, const float *keys, const float *values);
 /* Strides of the rows that later calls take and give; NULL, and at first: none. Copies and snapshots have none. */
 typedef struct tqkv_cache_layout {
     tqkv_strides k, v, q, out;
@@ -583,7 +602,7 @@ TQKV_API tqkv_result tqkv_cache_remove(tqkv_cache *c, int64_t first, int64_t cou
 TQKV_API tqkv_result tqkv_cache_keep(tqkv_cache *c, int n, const int *kept, int n_kept);
 /* A copy with the resident positions at their places. desc: NULL, or nonzero fields for what the copy has otherwise:
    capacity (TQKV_OUT_OF_RANGE if too small for them), ring, formats of the streams (as tqkv_store_convert, on the hook's
-   threads), type, sinks, parallel, allocator, metal, matrix_group, arithmetic, non_causal. Its other nonzero fields
+   threads), type, sinks, parallel, allocator, metal, matrix_group, arithmetic, non_causal, exact_batch, a tag. Its other nonzero fields
    must match. So a full linear cache grows, or with ring = true goes on as a ring, and one that needs less memory goes
    on in fewer bits. *out is NULL on failure. */
 TQKV_API tqkv_result tqkv_cache_fork(const tqkv_cache *c, const tqkv_cache_desc *desc, tqkv_cache **out);
@@ -599,8 +618,9 @@ typedef size_t (*tqkv_read)(void *user, void *bytes, size_t n);
    TQKV_IO the output is no snapshot: write to a temporary file, then rename it. */
 TQKV_API tqkv_result tqkv_cache_save(const tqkv_cache *c, tqkv_write write, void *user);
 /* desc supplies what a snapshot lacks: parallel, allocator, metal, matrix_group, arithmetic, non_causal, and sinks for the
-   snapshot's n_heads. Its other nonzero fields must match, else TQKV_INVALID_ARGUMENT; but for the type where the snapshot says
-   float32, which older versions wrote for every type. TQKV_CORRUPT: a missing or changed byte. *out is NULL on failure. */
+   snapshot's n_heads, or a tag. Its other nonzero fields must match, else TQKV_INVALID_ARGUMENT; the tags, too, unless one is 0.
+   TQKV_CORRUPT: a missing or changed byte, or a newer version of tqkv, which TQKV_EXPLAIN tells apart. *out is NULL on
+   failure. */
 TQKV_API tqkv_result tqkv_cache_load(const tqkv_cache_desc *desc, tqkv_read read, void *user, tqkv_cache **out);
 
 /* The same for the positions [position, position + n_positions) of one store, in the caller's memory: a sequence leaves a
@@ -608,8 +628,8 @@ TQKV_API tqkv_result tqkv_cache_load(const tqkv_cache_desc *desc, tqkv_read read
    it lies: a snapshot of a paged store loads into other pages, a linear store or a ring. */
 TQKV_API tqkv_result tqkv_store_save(const tqkv_store *s, int64_t position, int n_positions, tqkv_write write,
                                      void *user);
-/* The snapshot must be of as many positions, of a store with the same format, head_dim, n_kv_heads, unrotated, block_scale
-   and centre, else TQKV_INVALID_ARGUMENT. They may have been other positions: rows come back in their order, to where there
+/* The snapshot must be of as many positions, of a store with the same format, head_dim, n_kv_heads, unrotated, block_scale,
+   centre and scale, else TQKV_INVALID_ARGUMENT. They may have been other positions: rows come back in their order, to where there
    is room. A page may not occur twice among those written. TQKV_CORRUPT: a missing or changed byte. After TQKV_CORRUPT or
    TQKV_IO these positions may hold anything; all others are as they were. */
 TQKV_API tqkv_result tqkv_store_load(const tqkv_store *s, int64_t position, int n_positions, tqkv_read read,
@@ -1110,6 +1130,7 @@ TQKV_API tqkv_result tqkv_metal_plan_cache_prepare(const tqkv_cache *c, tqkv_met
      >>attend-calls   tqkv_attend and its slices
      >>index-code     tqkv_index_scores, tqkv_index_choose
      >>cache-code     tqkv_cache
+     >>cache-calibrate  a cache that learns from its first positions; tqkv_cache_preset
      >>cache-edit     tqkv_cache_truncate, remove, keep, fork
      >>snapshot       save and load
 
@@ -3049,7 +3070,7 @@ typedef struct tqkv__tokens {
 static void tqkv__encode_heads(const tqkv__stream *s, const tqkv__quantiser *q, const tqkv__heads *heads,
                                const tqkv__tokens *tokens)
 {
-    enum { batch = 16 }; /* of one codec call; 64 would take 3 KB more of the stack */
+    enum { batch = 64 };
     const tqkv__codec *codec = tqkv__codec_for(s->head_dim);
     tqkv__row rows[batch];
     const tqkv__stream *halves = tokens->halves;
@@ -3612,6 +3633,13 @@ static TQKV__NOINLINE void tqkv__add_row(const float *x, bool squared, int n, fl
     for (int d = 0; d < n; d++) sums[d] = TQKV__AS_FLOAT(sums[d] + (squared ? tqkv__rounded(x[d] * x[d]) : x[d]));
 }
 
+/* The means of so many values, zeros of none. sums: [head_dim] */
+static TQKV__NOINLINE void tqkv__divide_sums(float *sums, int head_dim, float values)
+{
+    const volatile float by = values > 0.0f ? values : 1.0f; /* see tqkv__norm_i8 */
+    for (int d = 0; d < head_dim; d++) sums[d] = TQKV__AS_FLOAT(sums[d] / by);
+}
+
 /* The mean over n rows, or that of the squares, of the differences from a centre, unless that is NULL: one float a channel, rows
    in order. means: [head_dim] */
 static void tqkv__channel_means(const tqkv__stream *s, const void *src, int n, int first_head, int n_heads,
@@ -3619,14 +3647,13 @@ static void tqkv__channel_means(const tqkv__stream *s, const void *src, int n, i
 {
     float row[TQKV_MAX_HEAD_DIM];
     const tqkv__codec *codec = tqkv__codec_for(s->head_dim);
-    const volatile float rows = n ? (float)n * (float)n_heads : 1.0f; /* see tqkv__norm_i8 */
     memset(means, 0, (size_t)s->head_dim * sizeof(float));
     for (int t = 0; t < n; t++)
         for (int h = first_head; h < first_head + n_heads; h++) {
             codec->widen(s->type, tqkv__source_row(s, src, (size_t)t, (size_t)h), center, NULL, s->head_dim, row);
             tqkv__add_row(row, squared, s->head_dim, means);
         }
-    for (int d = 0; d < s->head_dim; d++) means[d] = TQKV__AS_FLOAT(means[d] / rows);
+    tqkv__divide_sums(means, s->head_dim, (float)n * (float)n_heads);
 }
 
 /* The two channels of a rotary pair: [head_dim / 2] */
@@ -9788,6 +9815,8 @@ static tqkv_result tqkv__check_first_tail(const tqkv__attention *a, const tqkv__
     if (s->head_dim != tail->head_dim || s->n_kv_heads != tail->n_kv_heads)
         return TQKV__INVALID("first_tail: a store of other head_dim or n_kv_heads than the tail");
     if (!tqkv__same_center(s, tail)) return TQKV__INVALID("first_tail: a store with another centre than the tail");
+    if (!tqkv__same_scale(s, tail))
+        return TQKV__INVALID("first_tail: a store with another channel_scale than the tail");
     if (s->ring || a->call.exact_first > tqkv__room(s))
         return TQKV__REFUSE(OUT_OF_RANGE, "first_tail: a store that does not hold so many positions");
     return TQKV_OK;
@@ -12284,8 +12313,15 @@ struct tqkv_cache {
     int own_room;        /* their capacity */
     void *grown;         /* memory of newest halves for which the block has no room, or NULL */
     size_t grown_size;
-    float *centers; /* room for those of its streams, one after the other: [n_kv_heads][head_dim] */
-    int64_t first;  /* resident positions [first, attention.end) */
+    float *
+        channels; /* room for centres, scales and factors of its streams, one after the other: [n_kv_heads][head_dim] */
+    int64_t first;     /* resident positions [first, attention.end) */
+    int calibrate;     /* as in the desc */
+    uint64_t tag;      /* likewise */
+    bool learning;     /* positions are in `raw` alone; see >>cache-calibrate */
+    tqkv_store raw[3]; /* rows as they came of keys and values, as halves, and of the tail; zeros without */
+    void *raw_memory;  /* that holds them, or NULL */
+    size_t raw_size;
     tqkv_metal *metal;
     int matrix_group;
     tqkv_allocator memory;
@@ -12309,10 +12345,12 @@ static tqkv_store *tqkv__end_of(const tqkv_cache *c, int i)
     return s->head_dim ? (tqkv_store *)(uintptr_t)s : NULL;
 }
 
-/* All stores: the streams, then what is kept besides. */
-enum { TQKV__CACHE_STORES = 9, TQKV__FIRST_ENDS = 3, TQKV__LAST_ENDS = 6 };
+/* All stores: the streams, then what is kept besides, then what is raw; all but the last lie in the cache's block. */
+enum { TQKV__CACHE_STORES = 12, TQKV__FIRST_ENDS = 3, TQKV__LAST_ENDS = 6, TQKV__RAW = 9 };
 static tqkv_store *tqkv__store_of(const tqkv_cache *c, int i)
 {
+    const tqkv_store *raw = i >= TQKV__RAW ? &c->raw[i - TQKV__RAW] : NULL;
+    if (raw) return c->raw_memory && raw->head_dim ? (tqkv_store *)(uintptr_t)raw : NULL;
     return i < TQKV__CACHE_STREAMS ? tqkv__stream_of(c, i) : tqkv__end_of(c, i - TQKV__CACHE_STREAMS);
 }
 
@@ -12340,20 +12378,39 @@ static int64_t tqkv__newest_room(const tqkv_cache *c)
    takes from them first. */
 static tqkv__range tqkv__range_of(const tqkv_cache *c, int i)
 {
-    const tqkv__range all = {c->first, c->attention.end}, first = {0, c->exact_below};
+    const tqkv__range all = {c->first, c->attention.end}, first = {0, c->exact_below}, none = {0, 0};
     tqkv__range newest = all;
+    if (i >= TQKV__RAW || c->learning) return i >= TQKV__RAW && c->learning ? all : none;
     if (tqkv__exact_kept(c) > newest.from) newest.from = tqkv__exact_kept(c);
     return i < TQKV__FIRST_ENDS ? all : i < TQKV__LAST_ENDS ? first : newest;
 }
 
-/* Floats of the centres of the streams before number n; false on overflow. */
-static bool tqkv__center_floats(const tqkv_cache *c, int n, size_t *floats)
+/* What a stream has a value a channel of. */
+typedef enum tqkv__channels {
+    TQKV__CENTERS,
+    TQKV__SCALES,
+    TQKV__INVERSES, /* of the scales: what encoding multiplies by */
+    TQKV__CHANNELS
+} tqkv__channels;
+
+/* Channels of the streams before number n; false if their room overflows. */
+static bool tqkv__count_channels(const tqkv_cache *c, int n, size_t *channels)
 {
     size_t dims = 0;
     for (int i = 0; i < n; i++)
         if (tqkv__stream_of(c, i)) dims += (size_t)tqkv__stream_of(c, i)->head_dim;
-    return tqkv__size_multiply(dims, (size_t)c->keys.n_kv_heads, floats) && *floats <= SIZE_MAX / sizeof(float);
+    return tqkv__size_multiply(dims, (size_t)c->keys.n_kv_heads, channels) &&
+           *channels <= SIZE_MAX / sizeof(float) / TQKV__CHANNELS;
 }
+
+static tqkv_result tqkv__raw_shapes(const tqkv_cache_desc *desc, tqkv_cache *c);
+static tqkv_result tqkv__get_raw(tqkv_cache *c);
+static void tqkv__drop_raw(tqkv_cache *c);
+struct tqkv__append;
+static void tqkv__append_learning(tqkv_cache *c, struct tqkv__append *append);
+static bool tqkv__view_raw(const tqkv_cache *c, tqkv_attention *view);
+static tqkv_result tqkv__attend_raw(const tqkv_cache *c, const tqkv_attention *some, const void *q, int n_queries,
+                                    void *out);
 
 /* Starts each part of the block on a cache line: attention to codes that straddle two takes a tenth longer. */
 static bool tqkv__reserve(size_t *end, size_t size, size_t *begin)
@@ -12416,6 +12473,7 @@ static tqkv_result tqkv__end_shapes(const tqkv_cache_desc *desc, tqkv_cache *c)
     c->exact_first = first;
     c->exact_last = last;
     c->exact_batch = batch;
+    c->tag = desc->tag;
     for (int i = 0; i < TQKV__CACHE_ENDS; i++) tqkv__end_shape(desc, i / 3, i % 3, c);
     return TQKV_OK;
 }
@@ -12464,6 +12522,7 @@ static tqkv_result tqkv__cache_resolve(const tqkv_cache_desc *desc, tqkv_cache *
     memset(c, 0, sizeof *c);
     tqkv_result r = tqkv__cache_shapes(desc, c);
     if (r == TQKV_OK) r = tqkv__end_shapes(desc, c);
+    if (r == TQKV_OK) r = tqkv__raw_shapes(desc, c);
     if (r != TQKV_OK) return r;
     c->attention.query_type = c->attention.output_type = desc->type;
     tqkv__cache_attach(&c->attention, c);
@@ -12491,19 +12550,19 @@ static tqkv_result tqkv__cache_resolve(const tqkv_cache_desc *desc, tqkv_cache *
 
 /* Where the parts of a cache's block begin. */
 typedef struct tqkv__cache_block {
-    size_t sinks, centers, codes[TQKV__CACHE_STORES], norms[TQKV__CACHE_STORES], size;
+    size_t sinks, channels, codes[TQKV__RAW], norms[TQKV__RAW], size;
 } tqkv__cache_block;
 
 /* Divides the block; false on overflow. */
 static bool tqkv__divide_block(const tqkv_cache *c, size_t sinks_size, tqkv__cache_block *block)
 {
-    size_t floats;
+    size_t channels;
     memset(block, 0, sizeof *block);
     block->size = sizeof *c;
-    bool fits = tqkv__center_floats(c, TQKV__CACHE_STREAMS, &floats) &&
+    bool fits = tqkv__count_channels(c, TQKV__CACHE_STREAMS, &channels) &&
                 tqkv__reserve(&block->size, sinks_size, &block->sinks) &&
-                tqkv__reserve(&block->size, floats * sizeof(float), &block->centers);
-    for (int i = 0; i < TQKV__CACHE_STORES; i++) {
+                tqkv__reserve(&block->size, TQKV__CHANNELS * channels * sizeof(float), &block->channels);
+    for (int i = 0; i < TQKV__RAW; i++) {
         const tqkv_store *s = tqkv__store_of(c, i);
         if (!s) continue;
         fits = fits && tqkv__reserve(&block->size, tqkv_codes_size(s), &block->codes[i]) &&
@@ -12519,16 +12578,20 @@ TQKV__COLD TQKV_API tqkv_result tqkv_cache_create(const tqkv_cache_desc *desc, t
     if (!out) return TQKV__INVALID("out is NULL");
     *out = NULL;
     if (!desc) return TQKV__INVALID("desc is NULL");
-    const tqkv_result r = tqkv__cache_resolve(desc, &c);
+    tqkv_result r = tqkv__cache_resolve(desc, &c);
     if (r != TQKV_OK) return r;
     const size_t sinks_size = desc->sinks ? (size_t)c.attention.n_heads * sizeof(float) : 0;
     if (!tqkv__divide_block(&c, sinks_size, &block)) return TQKV__INVALID("a cache of more than SIZE_MAX bytes");
+    if ((r = tqkv__get_raw(&c)) != TQKV_OK) return r;
     c.size = block.size + 63;
     char *memory = (char *)c.memory.alloc(c.memory.user, c.size);
-    if (!memory) return TQKV_OUT_OF_MEMORY;
+    if (!memory) {
+        tqkv__drop_raw(&c);
+        return TQKV_OUT_OF_MEMORY;
+    }
     char *lines = memory + (64 - (uintptr_t)memory % 64) % 64;
-    c.centers = (float *)(void *)(lines + block.centers);
-    for (int i = 0; i < TQKV__CACHE_STORES; i++) {
+    c.channels = (float *)(void *)(lines + block.channels);
+    for (int i = 0; i < TQKV__RAW; i++) {
         tqkv_store *s = tqkv__store_of(&c, i);
         if (!s) continue;
         s->codes_size = tqkv_codes_size(s);
@@ -12553,6 +12616,7 @@ TQKV__COLD TQKV_API void tqkv_cache_destroy(tqkv_cache *c)
     if (!c) return;
     const tqkv_allocator memory = c->memory;
     if (c->grown) memory.free(memory.user, c->grown, c->grown_size);
+    tqkv__drop_raw(c);
     memory.free(memory.user, c, c->size);
 }
 
@@ -12574,7 +12638,37 @@ static void tqkv__cache_advance(tqkv_cache *c, int n_tokens)
 /* Whether memory lies in that of a cache. */
 static bool tqkv__in_cache(const tqkv_cache *c, const void *p, size_t size)
 {
-    return tqkv__overlap(c, c->size, p, size) || tqkv__overlap(c->grown, c->grown_size, p, size);
+    return tqkv__overlap(c, c->size, p, size) || tqkv__overlap(c->grown, c->grown_size, p, size) ||
+           tqkv__overlap(c->raw_memory, c->raw_size, p, size);
+}
+
+/* Where the channels of stream i lie. */
+static float *tqkv__channel_room(const tqkv_cache *c, int i, tqkv__channels kind)
+{
+    size_t before = 0, all = 0; /* of a cache that exists */
+    (void)tqkv__count_channels(c, i, &before);
+    (void)tqkv__count_channels(c, TQKV__CACHE_STREAMS, &all);
+    return c->channels + (size_t)kind * all + before;
+}
+
+/* Takes values as centres or scales of stream i and what is kept of it besides, its heads `stride` floats apart; NULL: none. */
+static void tqkv__cache_channels(tqkv_cache *c, int i, tqkv__channels kind, const float *values, size_t stride)
+{
+    tqkv_store *s = tqkv__stream_of(c, i);
+    if (!s) return;
+    const size_t dim = (size_t)s->head_dim, n_kv_heads = (size_t)s->n_kv_heads;
+    float *own = tqkv__channel_room(c, i, kind);
+    for (size_t h = 0; values && h < n_kv_heads; h++) memmove(own + h * dim, values + h * stride, dim * sizeof(float));
+    if (kind == TQKV__SCALES && values) {
+        const uint64_t mode = tqkv__fp_exact();
+        tqkv__invert(own, (int)(n_kv_heads * dim), tqkv__channel_room(c, i, TQKV__INVERSES));
+        tqkv__fp_restore(mode);
+    }
+    *(kind == TQKV__CENTERS ? &s->center : &s->channel_scale) = values ? own : NULL;
+    for (int last = 0; last < 2; last++) {
+        c->ends[last][i].center = s->center;
+        c->ends[last][i].channel_scale = s->channel_scale;
+    }
 }
 
 /* What an append encodes: the streams, and the first positions that are kept besides. */
@@ -12596,6 +12690,7 @@ static tqkv_result tqkv__append_open(const tqkv_cache *c, int i, const void *k, 
     tqkv_result r = tqkv__encode_open(&store, src, n_tokens, c->attention.end, &append->streams[i]);
     if (r != TQKV_OK) return r;
     if (tqkv__in_cache(c, src, tqkv__rows_size(&store, n_tokens))) return TQKV__INVALID("k or v overlaps the cache");
+    if (store.channel_scale) append->streams[i].factors = tqkv__channel_room(c, i, TQKV__INVERSES);
     tqkv__add_stream(&append->job, &append->streams[i], src);
     if (!tqkv__end_of(c, i) || left <= 0) return TQKV_OK;
     tqkv_store first = *tqkv__end_of(c, i);
@@ -12697,7 +12792,10 @@ TQKV_API tqkv_result tqkv_cache_append(tqkv_cache *c, const void *k, const void 
         r = TQKV__REFUSE(NOT_FINITE, "k or v holds NaN or infinity");
     if (r == TQKV_OK) r = tqkv__fit_newest(c, n_tokens);
     if (r != TQKV_OK) return r;
-    if (!c->metal)
+    if (!c->learning && n_tokens) tqkv__drop_raw(c); /* the queries that read them have come */
+    if (c->learning)
+        tqkv__append_learning(c, &append);
+    else if (!c->metal)
         tqkv__append_rows(c, &append);
     else if ((r = tqkv__backend_of(c->metal)->append(c->metal, c, k, v, n_tokens)) != TQKV_OK)
         return r;
@@ -12718,7 +12816,7 @@ TQKV_API tqkv_attention tqkv_cache_view(const tqkv_cache *c)
 {
     tqkv_attention view;
     memset(&view, 0, sizeof view);
-    if (!c) return view;
+    if (!c || tqkv__view_raw(c, &view)) return view;
     view = c->attention;
     view.kv_len = (int)(c->attention.end - c->first);
     tqkv__count_ends(c, &view);
@@ -12727,20 +12825,25 @@ TQKV_API tqkv_attention tqkv_cache_view(const tqkv_cache *c)
     return view;
 }
 
+/* Takes the list and the tree of `some`, unless that is NULL. */
+static void tqkv__take_some(const tqkv_attention *some, tqkv_attention *a)
+{
+    if (!some) return;
+    a->tree = some->tree;
+    a->list = some->list;
+    a->list_length = some->list_length;
+    a->list_heads = some->list_heads;
+    a->list_block = some->list_block;
+    a->list_newest = some->list_newest;
+}
+
 /* some: NULL, or an attention with the list and the tree */
 static tqkv_result tqkv__cache_attention(const tqkv_cache *c, const tqkv_attention *some, int n_queries,
                                          tqkv__attention *a)
 {
     tqkv_attention attention = c->attention;
     attention.n_queries = n_queries;
-    if (some) {
-        attention.tree = some->tree;
-        attention.list = some->list;
-        attention.list_length = some->list_length;
-        attention.list_heads = some->list_heads;
-        attention.list_block = some->list_block;
-        attention.list_newest = some->list_newest;
-    }
+    tqkv__take_some(some, &attention);
     tqkv__count_ends(c, &attention);
     tqkv_result r = tqkv__attention_streams(&attention, a);
     a->first = c->first; /* after a truncation fewer positions than kv_len's default, or none */
@@ -12757,6 +12860,7 @@ static tqkv_result tqkv__cache_attend(tqkv_cache *c, const tqkv_attention *some,
     tqkv__attention a;
     if (!c || n_queries < 0) return TQKV__INVALID("the cache is NULL or n_queries negative");
     if (n_queries == 0) return TQKV_OK;
+    if (c->raw_memory) return tqkv__attend_raw(c, some, q, n_queries, out);
     tqkv_result r = tqkv__cache_attention(c, some, n_queries, &a);
     if (r != TQKV_OK) return r;
     if (!c->metal) return tqkv__attend(&a, q, out);
@@ -12776,44 +12880,45 @@ TQKV_API tqkv_result tqkv_cache_attend_some(tqkv_cache *c, const tqkv_attention 
     return tqkv__cache_attend(c, a, q, n_queries, out);
 }
 
-/* Where the centre of stream i lies. */
-static float *tqkv__center_room(const tqkv_cache *c, int i)
+/* Whether n values may be centres or scales. */
+static tqkv_result tqkv__check_channels(tqkv__channels kind, const float *values, size_t n)
 {
-    size_t before = 0;
-    (void)tqkv__center_floats(c, i, &before); /* of a cache that exists */
-    return c->centers + before;
+    if ((uintptr_t)values % sizeof(float)) return TQKV__INVALID("a centre or a scale is not aligned as floats");
+    if (values && !tqkv__all_finite(values, n))
+        return TQKV__REFUSE(NOT_FINITE, "a centre or a scale holds NaN or infinity");
+    if (values && kind == TQKV__SCALES && !tqkv__scales_valid(values, n))
+        return TQKV__INVALID("a scale is not in [2^-32, 2^32]");
+    return TQKV_OK;
 }
 
-/* Takes center as that of stream i and its halves, its heads `stride` floats apart; NULL: none. */
-static void tqkv__cache_center(tqkv_cache *c, int i, const float *center, size_t stride)
+/* Sets centres or scales of all streams; what the cache would have learned is not wanted then. */
+static tqkv_result tqkv__set_channels(tqkv_cache *c, tqkv__channels kind, const float *keys, const float *values)
 {
-    tqkv_store *s = tqkv__stream_of(c, i);
-    if (!s) return;
-    const size_t dim = (size_t)s->head_dim;
-    float *own = tqkv__center_room(c, i);
-    s->center = center ? own : NULL;
-    for (size_t h = 0; center && h < (size_t)s->n_kv_heads; h++)
-        memmove(own + h * dim, center + h * stride, dim * sizeof(float));
-    for (int last = 0; last < 2; last++) c->ends[last][i].center = s->center;
+    if (!c) return TQKV__INVALID("the cache is NULL");
+    if (c->attention.end != 0) return TQKV__INVALID("centre, scale: the cache holds positions encoded without them");
+    if (c->shared && values) return TQKV__INVALID("values: they have centre and scale of the keys");
+    const size_t n_kv_heads = (size_t)c->keys.n_kv_heads, key_dim = (size_t)(c->keys.head_dim + c->tail.head_dim);
+    const size_t n_keys = n_kv_heads * key_dim, n_values = n_kv_heads * (size_t)c->values.head_dim;
+    tqkv_result r = tqkv__check_channels(kind, keys, n_keys);
+    if (r == TQKV_OK) r = tqkv__check_channels(kind, values, n_values);
+    if (r != TQKV_OK) return r;
+    if (tqkv__in_cache(c, keys, n_keys * sizeof(float)) || tqkv__in_cache(c, values, n_values * sizeof(float)))
+        return TQKV__INVALID("a centre or a scale lies in the cache");
+    tqkv__drop_raw(c);
+    tqkv__cache_channels(c, 0, kind, keys, key_dim);
+    tqkv__cache_channels(c, 1, kind, values, (size_t)c->values.head_dim);
+    tqkv__cache_channels(c, 2, kind, keys ? keys + c->keys.head_dim : NULL, key_dim);
+    return TQKV_OK;
 }
 
 TQKV__COLD TQKV_API tqkv_result tqkv_cache_set_center(tqkv_cache *c, const float *keys, const float *values)
 {
-    if (!c) return TQKV__INVALID("the cache is NULL");
-    if (c->attention.end != 0) return TQKV__INVALID("a centre: the cache holds positions encoded without it");
-    if (c->shared && values) return TQKV__INVALID("values: they have the centre of the keys");
-    const size_t n_kv_heads = (size_t)c->keys.n_kv_heads, key_dim = (size_t)(c->keys.head_dim + c->tail.head_dim);
-    const size_t n_keys = n_kv_heads * key_dim, n_values = n_kv_heads * (size_t)c->values.head_dim;
-    if ((uintptr_t)keys % sizeof(float) || (uintptr_t)values % sizeof(float))
-        return TQKV__INVALID("a centre is not aligned as floats");
-    if ((keys && !tqkv__all_finite(keys, n_keys)) || (values && !tqkv__all_finite(values, n_values)))
-        return TQKV__REFUSE(NOT_FINITE, "a centre holds NaN or infinity");
-    if (tqkv__in_cache(c, keys, n_keys * sizeof(float)) || tqkv__in_cache(c, values, n_values * sizeof(float)))
-        return TQKV__INVALID("a centre lies in the cache");
-    tqkv__cache_center(c, 0, keys, key_dim);
-    tqkv__cache_center(c, 1, values, (size_t)c->values.head_dim);
-    tqkv__cache_center(c, 2, keys ? keys + c->keys.head_dim : NULL, key_dim);
-    return TQKV_OK;
+    return tqkv__set_channels(c, TQKV__CENTERS, keys, values);
+}
+
+TQKV__COLD TQKV_API tqkv_result tqkv_cache_set_scale(tqkv_cache *c, const float *keys, const float *values)
+{
+    return tqkv__set_channels(c, TQKV__SCALES, keys, values);
 }
 
 TQKV__COLD TQKV_API tqkv_result tqkv_cache_set_layout(tqkv_cache *c, const tqkv_cache_layout *layout)
@@ -12850,16 +12955,414 @@ TQKV_API const tqkv_store *tqkv_cache_keys(const tqkv_cache *c) { return c ? &c-
 TQKV_API const tqkv_store *tqkv_cache_values(const tqkv_cache *c) { return c ? c->attention.values : NULL; }
 TQKV_API const tqkv_store *tqkv_cache_tail(const tqkv_cache *c) { return c ? c->attention.tail : NULL; }
 
+/* >>cache-calibrate: a cache that learns centre and scale of its keys from its first positions, and presets. Until then keys and
+   values are halves of the rows as they came, `raw`; the append that reaches the last of these positions encodes all. */
+
+/* Positions from which a scale can be learned. */
+#define TQKV__LEAST_POSITIONS 16
+
+/* Finds from how many positions a cache learns, and the shapes of its raw halves; follows tqkv__cache_shapes. */
+static tqkv_result tqkv__raw_shapes(const tqkv_cache_desc *desc, tqkv_cache *c)
+{
+    const int quarter = desc->capacity / 4, least = TQKV__LEAST_POSITIONS;
+    if (desc->calibrate < 0) return TQKV__INVALID("calibrate is negative");
+    if (desc->calibrate == 0) return TQKV_OK;
+    if (desc->calibrate < least) return TQKV__INVALID("calibrate: fewer than 16 positions");
+    if (desc->capacity < least) return TQKV__INVALID("calibrate: the capacity is less than 16");
+    if (desc->metal) return TQKV__REFUSE(UNSUPPORTED, "calibrate: a GPU's cache takes what another one learned");
+    c->calibrate = desc->calibrate;
+    c->learning = true;
+    const int most = quarter > least ? quarter : least, n = desc->calibrate < most ? desc->calibrate : most;
+    for (int i = 0; i < TQKV__CACHE_STREAMS; i++) {
+        const tqkv_store *s = tqkv__stream_of(c, i);
+        if (!s) continue;
+        c->raw[i] = *s;
+        if (i < 2) c->raw[i].format = TQKV_F16;
+        c->raw[i].ring = false;
+        c->raw[i].capacity = n;
+    }
+    return TQKV_OK;
+}
+
+/* Gets memory for what a cache that learns keeps raw. */
+static tqkv_result tqkv__get_raw(tqkv_cache *c)
+{
+    size_t codes[TQKV__CACHE_STREAMS] = {0}, norms[TQKV__CACHE_STREAMS] = {0}, size = 0;
+    for (int i = 0; i < TQKV__CACHE_STREAMS; i++) {
+        tqkv_store *raw = &c->raw[i];
+        if (!raw->head_dim) continue;
+        raw->codes_size = tqkv_codes_size(raw);
+        raw->norms_size = tqkv_norms_size(raw);
+        if (!tqkv__reserve(&size, raw->codes_size, &codes[i]) || !tqkv__reserve(&size, raw->norms_size, &norms[i]))
+            return TQKV__INVALID("a cache of more than SIZE_MAX bytes");
+    }
+    if (!size) return TQKV_OK;
+    c->raw_size = size + 63;
+    c->raw_memory = c->memory.alloc(c->memory.user, c->raw_size);
+    if (!c->raw_memory) return TQKV_OUT_OF_MEMORY;
+    char *lines = (char *)c->raw_memory + (64 - (uintptr_t)c->raw_memory % 64) % 64;
+    for (int i = 0; i < TQKV__CACHE_STREAMS; i++) {
+        if (!c->raw[i].head_dim) continue;
+        c->raw[i].codes = lines + codes[i];
+        c->raw[i].norms = (float *)(void *)(lines + norms[i]);
+    }
+    return TQKV_OK;
+}
+
+/* Gives the raw halves back. */
+static void tqkv__drop_raw(tqkv_cache *c)
+{
+    if (c->raw_memory) c->memory.free(c->memory.user, c->raw_memory, c->raw_size);
+    c->raw_memory = NULL;
+    c->learning = false;
+    memset(c->raw, 0, sizeof c->raw);
+}
+
+/* -- Learning -- */
+
+/* Row of a store of halves that are not rotated, as floats; row: [head_dim] */
+static void tqkv__raw_row(const tqkv__stream *raw, int kv_head, int slot, float *row)
+{
+    const tqkv__codec *codec = tqkv__codec_for(raw->head_dim);
+    const uint8_t *codes = tqkv__codes_at(raw, kv_head, slot);
+    if (codec ==
+        &tqkv__codec_scalar) /* on any machine: codes are little-endian; where there are vectors, floats are, too */
+        tqkv__decode_row(raw, codes, NULL, row);
+    else
+        codec->widen(TQKV_TYPE_F16, codes, NULL, NULL, raw->head_dim, row);
+}
+
+/* As tqkv__channel_means, of the raw halves [first, end) of a head. */
+static void tqkv__raw_means(const tqkv__stream *raw, int kv_head, int first, int end, const float *center, bool squared,
+                            float *means)
+{
+    float row[TQKV_MAX_HEAD_DIM], less[TQKV_MAX_HEAD_DIM];
+    memset(means, 0, (size_t)raw->head_dim * sizeof(float));
+    for (int slot = first; slot < end; slot++) {
+        tqkv__raw_row(raw, kv_head, slot, row);
+        if (center) tqkv__codec_for(raw->head_dim)->widen(TQKV_TYPE_F32, row, center, NULL, raw->head_dim, less);
+        tqkv__add_row(center ? less : row, squared, raw->head_dim, means);
+    }
+    tqkv__divide_sums(means, raw->head_dim, (float)(end - first));
+}
+
+/* Learns centre and scale of the keys from the raw halves of the positions before n, without those that stay exact, if enough
+   remain. */
+static void tqkv__learn(tqkv_cache *c, const tqkv__stream *raw, int n)
+{
+    tqkv__learnt learnt;
+    const int first = n - c->exact_first >= TQKV__LEAST_POSITIONS ? c->exact_first : 0;
+    const size_t dim = (size_t)raw->head_dim;
+    float *center = tqkv__channel_room(c, 0, TQKV__CENTERS), *scale = tqkv__channel_room(c, 0, TQKV__SCALES);
+    const uint64_t mode = tqkv__fp_exact();
+    for (int h = 0; h < raw->n_kv_heads; h++) {
+        tqkv__raw_means(raw, h, first, n, NULL, false, learnt.center);
+        tqkv__raw_means(raw, h, first, n, learnt.center, true, learnt.rows);
+        tqkv__deviations(TQKV_PAIRS_NONE, raw->head_dim, learnt.rows);
+        memcpy(center + (size_t)h * dim, learnt.center, dim * sizeof(float));
+        tqkv__scales_of(learnt.rows, NULL, raw->head_dim, scale + (size_t)h * dim);
+    }
+    tqkv__fp_restore(mode);
+    tqkv__cache_channels(c, 0, TQKV__CENTERS, center, dim);
+    tqkv__cache_channels(c, 0, TQKV__SCALES, scale, dim);
+}
+
+/* -- Encoding what was raw -- */
+
+/* The raw halves of a cache, and where they go: tasks for each head of each stream. end: of the append, what the rings of the
+   newest halves must hold up to */
+typedef struct tqkv__raw_job {
+    tqkv__stream raw[2], to[2], first[2], newest[2];
+    bool has_first[2], has_newest[2];
+    int n, n_heads;
+    int64_t end;
+} tqkv__raw_job;
+
+/* Encodes n raw halves of a head; newest: NULL, or a ring of halves that takes those that it will hold at `end`. */
+static TQKV__NOINLINE void tqkv__encode_raw(const tqkv__stream *raw, const tqkv__stream *to, const tqkv__stream *newest,
+                                            int kv_head, int n, int64_t end)
+{
+    enum { buffer = 2048 };
+    TQKV__ALIGNED float values[buffer + 16]; /* encoding loads whole vectors */
+    float room[TQKV_MAX_HEAD_DIM];
+    tqkv__row rows[buffer / 32];
+    tqkv__quantiser q;
+    tqkv__stream floats = *to;
+    const int batch = buffer / to->head_dim;
+    const float *factors = tqkv__factors_of(to, kv_head, 1, room);
+    floats.type = TQKV_TYPE_F32;
+    if (to->kind == TQKV__BOOK) tqkv__quantiser_open(to, &q);
+    for (int p = 0; p < n; p += batch) {
+        const int now = n - p < batch ? n - p : batch;
+        for (int i = 0; i < now; i++) {
+            float *row = values + i * to->head_dim;
+            const int slot = tqkv__slot(to, p + i);
+            const bool half = newest && end - (p + i) <= newest->capacity;
+            tqkv__raw_row(raw, kv_head, p + i, row);
+            rows[i].src = row;
+            rows[i].center = tqkv__center_of(to, kv_head);
+            rows[i].factors = factors;
+            rows[i].codes = tqkv__codes_at(to, kv_head, slot);
+            rows[i].norms = tqkv__norms_at(to, kv_head, slot);
+            rows[i].half = half ? tqkv__codes_at(newest, kv_head, tqkv__slot(newest, p + i)) : NULL;
+        }
+        tqkv__codec_for(to->head_dim)->encode_rows(&floats, &q, rows, now);
+    }
+}
+
+static void tqkv__raw_task(void *context, int index)
+{
+    const tqkv__raw_job *job = (const tqkv__raw_job *)context;
+    const int side = index / job->n_heads, h = index % job->n_heads;
+    const int first = job->n < job->first[side].capacity ? job->n : job->first[side].capacity;
+    const uint64_t mode = tqkv__fp_exact();
+    tqkv__encode_raw(&job->raw[side], &job->to[side], job->has_newest[side] ? &job->newest[side] : NULL, h, job->n,
+                     job->end);
+    if (job->has_first[side]) tqkv__encode_raw(&job->raw[side], &job->first[side], NULL, h, first, job->end);
+    tqkv__fp_restore(mode);
+}
+
+/* Opens the stores of one side; their buffers were checked when the cache was made. */
+static void tqkv__open_raw_side(const tqkv_cache *c, const tqkv_store *raw, int side, tqkv__raw_job *job)
+{
+    const tqkv_store *first = tqkv__end_of(c, side), *newest = tqkv__end_of(c, TQKV__LAST_KEYS + side);
+    (void)tqkv__stream_open(&raw[side], &job->raw[side]);
+    (void)tqkv__stream_open(tqkv__stream_of(c, side), &job->to[side]);
+    job->has_first[side] = first && tqkv__stream_open(first, &job->first[side]) == TQKV_OK;
+    job->has_newest[side] = newest && tqkv__stream_open(newest, &job->newest[side]) == TQKV_OK;
+}
+
+/* Brings the raw rows of a tail to its stores. */
+static tqkv_result tqkv__settle_tail(const tqkv_cache *c, const tqkv_store *raw, int n)
+{
+    const tqkv_store *const stores[2] = {tqkv__stream_of(c, 2), tqkv__end_of(c, 2)};
+    tqkv_result r = TQKV_OK;
+    for (int i = 0; r == TQKV_OK && i < 2; i++)
+        if (raw[2].head_dim && stores[i])
+            r = tqkv__convert(stores[i], &raw[2], 0, i && n > c->exact_first ? c->exact_first : n,
+                              &c->attention.parallel);
+    return r;
+}
+
+/* Learns from the n positions that are raw, and encodes them, with what is kept besides of them at `end`. raw: [3], the cache's or
+   another one's, whose tail may have another format and then cannot always be converted */
+static tqkv_result tqkv__settle(tqkv_cache *c, const tqkv_store *raw, int n, int64_t end)
+{
+    tqkv__raw_job job;
+    const int sides = c->shared ? 1 : 2;
+    const tqkv_parallel *parallel = &c->attention.parallel;
+    memset(&job, 0, sizeof job);
+    (void)tqkv__stream_open(&raw[0], &job.raw[0]);
+    tqkv__learn(c, &job.raw[0], n);
+    for (int side = 0; side < sides; side++) tqkv__open_raw_side(c, raw, side, &job);
+    job.n = n;
+    job.n_heads = c->keys.n_kv_heads;
+    job.end = end;
+    parallel->run(parallel->user, sides * job.n_heads, tqkv__raw_task, &job);
+    c->learning = false;
+    c->exact_below = n < c->exact_first ? n : c->exact_first;
+    c->exact_from = c->exact_held = 0;
+    if (end > tqkv__newest_room(c)) c->exact_held = end - tqkv__newest_room(c) < n ? end - tqkv__newest_room(c) : n;
+    return tqkv__settle_tail(c, raw, n);
+}
+
+/* -- Appending -- */
+
+/* Leaves the first n tokens of a job out. */
+static void tqkv__skip_tokens(tqkv__encode_job *job, int n)
+{
+    if (n > job->n_tokens) n = job->n_tokens < 0 ? 0 : job->n_tokens;
+    for (int i = 0; i < job->n_streams; i++) job->src[i] = tqkv__source_row(job->streams[i], job->src[i], (size_t)n, 0);
+    job->n_tokens -= n;
+    job->position += n;
+    if (job->n_tokens <= 0) job->n_streams = 0;
+}
+
+/* Keeps the first n tokens of an append raw. */
+static void tqkv__append_raw(const tqkv_cache *c, const tqkv__append *append, int n)
+{
+    tqkv__stream raw[TQKV__CACHE_STREAMS];
+    tqkv__encode_job job = append->job;
+    if (job.n_tokens > n) job.n_tokens = n;
+    for (int i = 0; i < job.n_streams; i++) {
+        const int stream = (int)(job.streams[i] - append->streams);
+        (void)tqkv__stream_open(&c->raw[stream], &raw[i]);
+        raw[i].strides = job.streams[i]->strides;
+        job.streams[i] = &raw[i];
+    }
+    job.encode = true;
+    tqkv__run_encode_tasks(&job);
+}
+
+/* Takes over what the cache has learned. */
+static void tqkv__take_learnt(const tqkv_cache *c, tqkv__append *append)
+{
+    tqkv__stream *const streams[2] = {&append->streams[0], &append->first[0]};
+    for (int i = 0; i < 2; i++) {
+        streams[i]->center = c->keys.center;
+        streams[i]->channel_scale = c->keys.channel_scale;
+        streams[i]->factors = tqkv__channel_room(c, 0, TQKV__INVERSES);
+    }
+}
+
+static void tqkv__append_learning(tqkv_cache *c, tqkv__append *append)
+{
+    const int64_t end = c->attention.end + append->job.n_tokens;
+    const int left = c->raw[0].capacity - (int)c->attention.end;
+    tqkv__append_raw(c, append, left);
+    if (append->job.n_tokens < left) return;
+    (void)tqkv__settle(c, c->raw, c->raw[0].capacity, end); /* rows of the same format are copied */
+    if (c->attention.non_causal) tqkv__drop_raw(c);         /* all queries see what is encoded */
+    tqkv__take_learnt(c, append);
+    tqkv__skip_tokens(&append->job, left);
+    tqkv__skip_tokens(&append->first_job, left);
+    if (append->job.n_tokens) tqkv__append_rows(c, append);
+}
+
+/* -- Attending -- */
+
+/* How many of the newest n_queries queries stand at positions that are read raw. */
+static int tqkv__raw_queries(const tqkv_cache *c, int n_queries)
+{
+    const int64_t first = c->attention.end - n_queries, n = c->raw[0].capacity;
+    if (!c->raw_memory || first >= n) return 0;
+    return c->attention.end <= n ? n_queries : (int)(n - first);
+}
+
+/* The attention of n_queries queries, the last of which stands before `end`, to what is raw. */
+static tqkv_attention tqkv__raw_attention(const tqkv_cache *c, int64_t end, int n_queries)
+{
+    tqkv_attention a = c->attention;
+    a.keys = &c->raw[0];
+    a.values = &c->raw[c->shared ? 0 : 1];
+    a.tail = c->tail.head_dim ? &c->raw[2] : NULL;
+    a.first_keys = a.first_values = a.first_tail = a.last_keys = a.last_values = NULL;
+    a.end = end;
+    a.kv_len = (int)end;
+    a.n_queries = n_queries;
+    return a;
+}
+
+static bool tqkv__view_raw(const tqkv_cache *c, tqkv_attention *view)
+{
+    if (!tqkv__raw_queries(c, 1)) return false;
+    *view = tqkv__raw_attention(c, c->attention.end, 1);
+    return true;
+}
+
+/* A call of a cache that is cut at the position from which queries read codes. The second part has the other queries or, with a
+   tree, which counts from the first query of a call, all of them, and an output of its own. */
+typedef struct tqkv__cut_call {
+    tqkv__attention a[2];
+    tqkv__part parts[2];
+    int n_parts, n_raw;
+} tqkv__cut_call;
+
+/* Opens the part whose queries read what is raw. */
+static tqkv_result tqkv__cut_raw(const tqkv_cache *c, const tqkv_attention *some, const void *q, int n_queries,
+                                 void *out, tqkv__cut_call *cut)
+{
+    tqkv__attention *a = &cut->a[0];
+    tqkv_attention raw = tqkv__raw_attention(c, c->attention.end - (n_queries - cut->n_raw), cut->n_raw);
+    tqkv__take_some(some, &raw);
+    tqkv_result r = tqkv__attention_streams(&raw, a);
+    if (r != TQKV_OK) return r;
+    a->first = 0;
+    if ((r = tqkv__attention_ends(a)) == TQKV_OK) r = tqkv__cut_whole(a, q, out, &cut->parts[cut->n_parts]);
+    cut->n_parts++;
+    return r;
+}
+
+/* Opens the part whose queries, from number `first` on, read codes. */
+static tqkv_result tqkv__cut_coded(const tqkv_cache *c, const tqkv_attention *some, const void *q, int first,
+                                   int n_queries, void *out, tqkv__cut_call *cut)
+{
+    tqkv__attention *a = &cut->a[1];
+    tqkv_attention part;
+    memset(&part, 0, sizeof part);
+    tqkv__take_some(some, &part);
+    const size_t heads = (size_t)(part.list_heads ? part.list_heads : 1);
+    if (part.list) part.list += (size_t)first * heads * (size_t)part.list_length;
+    tqkv_result r = tqkv__cache_attention(c, some ? &part : NULL, n_queries - first, a);
+    if (r != TQKV_OK) return r;
+    const size_t size = tqkv__type_size(a->call.query_type), skipped = (size_t)first;
+    const void *rest = (const uint8_t *)q + skipped * a->call.query_strides.token * size;
+    void *to = (uint8_t *)out + skipped * a->call.output_strides.token * tqkv__type_size(a->call.output_type);
+    r = tqkv__cut_whole(a, q ? rest : NULL, out ? to : NULL, &cut->parts[cut->n_parts]);
+    cut->n_parts++;
+    return r;
+}
+
+/* As tqkv__attend_raw, for a tree that stands on both sides: all queries read codes into memory of their own, of which those that do
+   are copied. */
+static tqkv_result tqkv__attend_cut_tree(const tqkv_cache *c, const tqkv_attention *some, const void *q, int n_queries,
+                                         void *out, tqkv__cut_call *cut)
+{
+    tqkv_cache without_gaps = *c;
+    tqkv_allocator memory = c->attention.allocator;
+    const tqkv_strides none = {0, 0};
+    const int value_dim = c->attention.values->head_dim, n_heads = c->attention.n_heads;
+    const size_t row = (size_t)value_dim * tqkv__type_size(c->attention.output_type), heads = (size_t)n_heads;
+    const tqkv_strides strides = tqkv__strides_of(c->attention.output_strides, n_heads, value_dim);
+    const size_t size = (size_t)n_queries * heads * row;
+    without_gaps.attention.output_strides = none;
+    uint8_t *own = (uint8_t *)memory.alloc(memory.user, size);
+    if (!own) return TQKV_OUT_OF_MEMORY;
+    tqkv_result r = tqkv__cut_coded(&without_gaps, some, q, 0, n_queries, own, cut);
+    if (r == TQKV_OK) r = tqkv__check_q_out(&cut->a[0], q, out);
+    if (r == TQKV_OK) r = tqkv__run_job(cut->parts, cut->n_parts);
+    for (size_t i = (size_t)cut->n_raw; r == TQKV_OK && i < (size_t)n_queries; i++)
+        for (size_t h = 0; h < heads; h++)
+            memcpy((uint8_t *)out + (i * strides.token + h * strides.head) * (row / (size_t)value_dim),
+                   own + (i * heads + h) * row, row);
+    memory.free(memory.user, own, size);
+    return r;
+}
+
+static tqkv_result tqkv__attend_raw(const tqkv_cache *c, const tqkv_attention *some, const void *q, int n_queries,
+                                    void *out)
+{
+    tqkv__cut_call cut;
+    cut.n_parts = 0;
+    cut.n_raw = tqkv__raw_queries(c, n_queries);
+    tqkv_result r = cut.n_raw ? tqkv__cut_raw(c, some, q, n_queries, out, &cut) : TQKV_OK;
+    if (r != TQKV_OK) return r;
+    if (cut.n_raw && cut.n_raw < n_queries && some && some->tree)
+        return tqkv__attend_cut_tree(c, some, q, n_queries, out, &cut);
+    if (cut.n_raw < n_queries) r = tqkv__cut_coded(c, some, q, cut.n_raw, n_queries, out, &cut);
+    return r == TQKV_OK ? tqkv__run_job(cut.parts, cut.n_parts) : r;
+}
+
+/* -- Presets -- */
+
+TQKV_API tqkv_cache_desc tqkv_cache_preset(tqkv_preset preset)
+{
+    static const tqkv_format formats[3][2] = {{TQKV_I8, TQKV_TQ4}, {TQKV_TQ4, TQKV_TQ4}, {TQKV_TQ3, TQKV_TQ2}};
+    tqkv_cache_desc desc;
+    memset(&desc, 0, sizeof desc);
+    if (preset != TQKV_SAFE && preset != TQKV_SMALL && preset != TQKV_TINY) return desc;
+    desc.key_format = formats[preset][0];
+    desc.value_format = formats[preset][1];
+    desc.calibrate = 512;
+    desc.exact_first = 4;
+    desc.exact_last = 128;
+    return desc;
+}
+
 /* >>cache-edit: truncate, remove, keep, fork. */
+
+/* After an edit positions below `from` are read as codes: nothing to say where none is kept as halves. */
+static void tqkv__exact_begins(tqkv_cache *c, int64_t from) { c->exact_from = c->exact_last ? from : 0; }
 
 TQKV_API tqkv_result tqkv_cache_truncate(tqkv_cache *c, int64_t end)
 {
     if (!c) return TQKV__INVALID("the cache is NULL");
     if (end < 0 || end > c->attention.end || (end < c->first && end != 0))
         return TQKV__REFUSE(OUT_OF_RANGE, "end: not among the resident positions");
+    if (!c->learning && end < c->attention.end) tqkv__drop_raw(c);
     if (end == 0) c->first = 0;
     if (c->exact_below > end) c->exact_below = end;
-    if (end < c->attention.end) c->exact_from = tqkv__exact_kept(c) < end ? tqkv__exact_kept(c) : end;
+    if (end < c->attention.end) tqkv__exact_begins(c, tqkv__exact_kept(c) < end ? tqkv__exact_kept(c) : end);
     if (c->exact_held > end) c->exact_held = end;
     c->attention.end = end;
     return TQKV_OK;
@@ -12874,7 +13377,8 @@ static void tqkv__move_positions(const tqkv_cache *c, int64_t source, int64_t ta
         tqkv__stream s;
         const tqkv_store *store = tqkv__store_of(c, i);
         const bool first = i >= TQKV__FIRST_ENDS && i < TQKV__LAST_ENDS;
-        if (!store || (i >= TQKV__LAST_ENDS && target < c->exact_held)) continue;
+        const bool newest = i >= TQKV__LAST_ENDS && i < TQKV__RAW;
+        if (!store || (newest && target < c->exact_held) || c->learning != (i >= TQKV__RAW)) continue;
         if (tqkv__stream_open(store, &s) == TQKV_OK) tqkv__move_rows(&s, source, &s, target, first ? below : n);
     }
 }
@@ -12913,6 +13417,7 @@ TQKV__COLD TQKV_API tqkv_result tqkv_cache_remove(tqkv_cache *c, int64_t first, 
     if (count < 0) return TQKV__INVALID("count is negative");
     if (first < 0 || first > c->attention.end || count > c->attention.end - first)
         return TQKV__REFUSE(OUT_OF_RANGE, "first, count: not among the resident positions");
+    if (!c->learning && count) tqkv__drop_raw(c);
     const int64_t behind = first + count, n = c->attention.end - behind;
     tqkv__move_positions(c, behind, first, n);
     const int64_t kept = tqkv__exact_kept(c);
@@ -12920,7 +13425,7 @@ TQKV__COLD TQKV_API tqkv_result tqkv_cache_remove(tqkv_cache *c, int64_t first, 
         tqkv__turn_rings(c, count);
         c->exact_held = (behind > c->exact_held ? behind : c->exact_held) - count;
     }
-    if (count) c->exact_from = first < kept ? (behind > kept ? behind : kept) - count : kept;
+    if (count) tqkv__exact_begins(c, first < kept ? (behind > kept ? behind : kept) - count : kept);
     if (first < c->exact_below) c->exact_below = c->exact_below > behind ? c->exact_below - count : first;
     c->attention.end -= count;
     return TQKV_OK;
@@ -12937,6 +13442,7 @@ TQKV__COLD TQKV_API tqkv_result tqkv_cache_keep(tqkv_cache *c, int n, const int 
         if (kept[i] < 0 || kept[i] >= n) return TQKV__REFUSE(OUT_OF_RANGE, "kept: not one of the newest n positions");
         if (i && kept[i] <= kept[i - 1]) return TQKV__INVALID("kept: not ascending");
     }
+    if (!c->learning && n_kept < n) tqkv__drop_raw(c);
     const int64_t first = c->attention.end - n, kept_from = tqkv__exact_kept(c);
     int64_t below = first;
     for (int i = 0, next; i < n_kept; i = next) {
@@ -12947,7 +13453,7 @@ TQKV__COLD TQKV_API tqkv_result tqkv_cache_keep(tqkv_cache *c, int n, const int 
     c->attention.end = first + n_kept;
     if (c->exact_below > below) c->exact_below = below;
     if (first < c->exact_held) c->exact_held = c->attention.end; /* their rows did not move */
-    if (n_kept < n) c->exact_from = first < kept_from ? c->attention.end : kept_from;
+    if (n_kept < n) tqkv__exact_begins(c, first < kept_from ? c->attention.end : kept_from);
     return TQKV_OK;
 }
 
@@ -12960,12 +13466,12 @@ TQKV__COLD TQKV_API tqkv_result tqkv_cache_keep(tqkv_cache *c, int n, const int 
     row(key_format,   keys.format)         row(value_format, values.format)                                            \
     row(window,       attention.window)    row(scale,      attention.scale)     row(softcap,  attention.softcap)       \
     row(shared,       shared)              row(tail_dim,   tail.head_dim)       row(tail_format, tail.format)          \
-    row(exact_first,  exact_first)         row(exact_last, exact_last)
+    row(exact_first,  exact_first)         row(exact_last, exact_last)          row(calibrate, calibrate)
 #define TQKV__CACHE_USE(row)                                                                                           \
     row(type,         keys.type)           row(sinks,      attention.sinks)     row(metal,    metal)                   \
     row(parallel,     attention.parallel)  row(allocator,  attention.allocator)                                        \
     row(matrix_group, matrix_group)        row(arithmetic, attention.arithmetic)                                       \
-    row(non_causal,   attention.non_causal) row(exact_batch, exact_batch)
+    row(non_causal,   attention.non_causal) row(exact_batch, exact_batch)       row(tag,      tag)
 // clang-format on
 
 /* The desc that makes a cache like c. */
@@ -12990,6 +13496,7 @@ static void tqkv__take_use(const tqkv_cache_desc *from, tqkv_cache_desc *to)
     if (from->matrix_group) to->matrix_group = from->matrix_group;
     if (from->arithmetic) to->arithmetic = from->arithmetic;
     if (from->exact_batch) to->exact_batch = from->exact_batch;
+    if (from->tag) to->tag = from->tag;
     to->non_causal = to->non_causal || from->non_causal;
 }
 
@@ -13000,6 +13507,7 @@ static bool tqkv__desc_matches(const tqkv_cache_desc *wanted, const tqkv_cache_d
     tqkv_cache_desc meant = *wanted;
     if (meant.softcap < 0.0f && found->softcap == 0.0f) meant.softcap = 0.0f; /* off in both */
     wanted = &meant;
+    if (wanted->tag && found->tag && wanted->tag != found->tag) return false;
     return true TQKV__CACHE_SHAPE(TQKV__FIELD_MATCHES);
 }
 
@@ -13013,9 +13521,34 @@ static tqkv_result tqkv__fork_store(const tqkv_cache *c, int i, const tqkv_cache
         range.from = c->first;
         memset(to->codes, 0, to->codes_size);
     }
-    if (!from) from = tqkv__stream_of(c, (i - TQKV__FIRST_ENDS) % 3);
+    if (!from && i < TQKV__RAW) from = tqkv__stream_of(c, (i - TQKV__FIRST_ENDS) % 3);
     if (range.from >= range.to) return TQKV_OK;
     return tqkv__convert(to, from, range.from, (int)(range.to - range.from), parallel);
+}
+
+/* Copies what a cache holds to a new one of its shape. One that learns, and has more positions than the copy learns from, is
+   calibrated with these. */
+static tqkv_result tqkv__copy_cache(const tqkv_cache *c, tqkv_cache *copy, const tqkv_parallel *parallel)
+{
+    tqkv_result r = TQKV_OK;
+    const bool settles = c->learning && c->attention.end >= copy->raw[0].capacity;
+    for (int i = 0; i < TQKV__CACHE_STREAMS; i++) {
+        const tqkv_store *from = tqkv__stream_of(c, i);
+        if (!from) continue;
+        tqkv__cache_channels(copy, i, TQKV__CENTERS, from->center, (size_t)from->head_dim);
+        tqkv__cache_channels(copy, i, TQKV__SCALES, from->channel_scale, (size_t)from->head_dim);
+    }
+    for (int i = 0; !settles && r == TQKV_OK && i < TQKV__CACHE_STORES; i++) r = tqkv__fork_store(c, i, copy, parallel);
+    copy->calibrate = c->calibrate;
+    copy->first = c->first;
+    copy->exact_below = c->exact_below;
+    copy->exact_from = c->exact_from;
+    copy->exact_held = tqkv__range_of(c, TQKV__LAST_ENDS).from;
+    copy->attention.end = c->attention.end;
+    if (!settles) return r;
+    r = tqkv__settle(copy, c->raw, (int)c->attention.end, c->attention.end);
+    tqkv__drop_raw(copy);
+    return r;
 }
 
 TQKV__COLD TQKV_API tqkv_result tqkv_cache_fork(const tqkv_cache *c, const tqkv_cache_desc *desc, tqkv_cache **out)
@@ -13037,19 +13570,10 @@ TQKV__COLD TQKV_API tqkv_result tqkv_cache_fork(const tqkv_cache *c, const tqkv_
     }
     if (copied.capacity > 0 && copied.capacity < c->attention.end - c->first)
         return TQKV__REFUSE(OUT_OF_RANGE, "capacity: too small for the resident positions");
+    if (!c->learning) copied.calibrate = 0;
     tqkv_result r = tqkv_cache_create(&copied, &copy);
     if (r != TQKV_OK) return r;
-    for (int i = 0; i < TQKV__CACHE_STREAMS; i++) {
-        const tqkv_store *from = tqkv__stream_of(c, i);
-        if (from) tqkv__cache_center(copy, i, from->center, (size_t)from->head_dim);
-    }
-    for (int i = 0; r == TQKV_OK && i < TQKV__CACHE_STORES; i++) r = tqkv__fork_store(c, i, copy, &copied.parallel);
-    copy->first = c->first;
-    copy->exact_below = c->exact_below;
-    copy->exact_from = c->exact_from;
-    copy->exact_held = tqkv__range_of(c, TQKV__LAST_ENDS).from;
-    copy->attention.end = c->attention.end;
-    if (r == TQKV_OK)
+    if ((r = tqkv__copy_cache(c, copy, &copied.parallel)) == TQKV_OK)
         *out = copy;
     else
         tqkv_cache_destroy(copy);
@@ -13060,48 +13584,51 @@ TQKV__COLD TQKV_API tqkv_result tqkv_cache_fork(const tqkv_cache *c, const tqkv_
 
    A cache:
      offset  bytes  field                                 offset  bytes  field
-          0      8  "tqkv" CR LF SUB LF                        44      4  window
-          8      4  snapshot version                           48      4  scale (float32)
-         12      4  version of the codes                       52      4  softcap (float32)
-         16      4  head_dim                                   56      8  oldest resident position
-         20      4  n_kv_heads                                 64      8  end
-         24      4  n_heads                                    72      8  XXH3-64 of the 72 bytes before
-         28      4  capacity
-         32      4  key format                            then, keys first, values second:
-         36      4  value format                                       centre [n_kv_heads][head_dim], if there is one
-         40      4  bit 0: ring; bits 1 and 2: keys                    codes [n_kv_heads][resident][row_bytes]
-                    and values have a centre; bits 5                   norms [n_kv_heads][resident][norms_per_row]
-                    to 15: the type; bits 16 to 31:                 8  XXH3-64 of this centre, codes and norms
-                    the values' head_dim, or 0 where
-                    it is the keys'. Older builds
-                    wrote 0 for each type
+          0      8  "tqkv" CR LF SUB LF                        72      4  window
+          8      4  snapshot version                           76      4  scale (float32)
+         12      4  bytes of the header, with its hash         80      4  softcap (float32)
+         16      8  tag                                        84      4  calibrate
+         24      4  version of the codes                       88      4  exact_first
+         28      4  head_dim                                   92      4  exact_last
+         32      4  head_dim of the values                     96      4  first positions that are kept besides
+         36      4  head_dim of the tail, or 0                100      4  0
+         40      4  n_kv_heads                                104      8  oldest resident position
+         44      4  n_heads                                   112      8  end
+         48      4  capacity                                  120      8  exact_from
+         52      4  key format                                128      8  XXH3-64 of the bytes before
+         56      4  value format
+         60      4  tail format, or 0                       then, for each stream: keys, values unless they are the keys, tail:
+         64      4  type                                              centre, then scale [n_kv_heads][head_dim], if any
+         68      4  bit 0: ring; 1: shared; 2: the                    codes [n_kv_heads][positions][row_bytes]
+                    cache has not learned yet; 8 to 10:               norms [n_kv_heads][positions][norms_per_row]
+                    keys, values and tail have a                   8  XXH3-64 of these
+                    centre; 16 to 18: a scale
 
-   Version 1, always with version 1 of the codes, has one head_dim, no centres and neither TQ3 nor TQ2. Version 3, for
-   caches whose keys are the values (bit 4 at 40: there are no others) or with a tail, which comes last (bit 3: it has a
-   centre), has 16 more bytes before the header's hash: the tail's head_dim, its format, and two zeros. Version 4, for
-   caches with halves of the first and the newest positions, has exact_first and exact_last in place of the zeros, and
-   8 more bytes: how many first and how many newest positions have halves. These follow the streams: first positions' keys and
-   values, newest ones' keys and values, as codes with a hash; those of F16 streams, and values that are the keys, have none.
+   Behind the streams come, likewise but without centre and scale, what is kept of the first positions' keys, values and tail, then the
+   halves of the newest keys and values, as far as the cache has these stores. The newest halves are those of the positions from
+   exact_from on, but no more than an edit leaves, see tqkv__exact_kept. In a cache that has not learned yet all these have no
+   positions; behind them come the rows as they came, of keys and values as halves, and of the tail.
 
    Positions of a store:
      offset  bytes  field                                 offset  bytes  field
-          0      8  "tqks" CR LF SUB LF                        32      8  first position
-          8      4  version: 1                                 40      8  number of positions
-         12      4  format                                     48      8  XXH3-64 of the centre [n_kv_heads][head_dim];
-         16      4  head_dim                                              0 without one
-         20      4  n_kv_heads                                 56      8  XXH3-64 of the 56 bytes before
-         24      4  bit 0: unrotated; bit 1: has a           then:
-                    centre; bit 2: F16, rotated                       codes, norms and their hash, as above
-         28      4  block_scale (float32); 1 where it
-                    has no effect                                                                                     */
+          0      8  "tqks" CR LF SUB LF                        32      4  block_scale (float32); 1 where it has no effect
+          8      4  snapshot version                           36      4  0
+         12      4  bytes of the header, with its hash         40      8  first position
+         16      4  format                                     48      8  number of positions
+         20      4  head_dim                                   56      8  XXH3-64 of centre and scale, as there are,
+         24      4  n_kv_heads                                            [n_kv_heads][head_dim] each; 0 without
+         28      4  bit 0: unrotated; 1: has a centre;         64      8  XXH3-64 of the bytes before
+                    2: F16, rotated; 3: has a scale         then codes, norms and their hash, as above
 
-#define TQKV__SNAPSHOT_VERSION  4 /* 2 or 3 for caches that need no more */
-#define TQKV__CODES_VERSION     2 /* changes with the tables or the rotation */
-#define TQKV__CODES_VERSION_OLD 6 /* builds wrote 2 to 6 for the same ones */
-#define TQKV__STORE_VERSION     1
-#define TQKV__HEADER_SIZE       72 /* without its hash */
-#define TQKV__HEADER_MORE       24 /* of version 4; version 3 has 16 */
-#define TQKV__STORE_HEADER_SIZE 56
+   All later versions begin with magic, version and size, so that a build knows a newer snapshot from a damaged one. */
+
+#define TQKV__SNAPSHOT_VERSION  6  /* of both kinds; older ones were never released */
+#define TQKV__CODES_VERSION     2  /* changes with the tables or the rotation */
+#define TQKV__NAME_SIZE         16 /* magic, version, size */
+#define TQKV__HEADER_FIELDS     20
+#define TQKV__HEADER_SIZE       128 /* without its hash */
+#define TQKV__STORE_HEADER_SIZE 64
+#define TQKV__HASH_SIZE         8
 
 static void tqkv__put(uint8_t *bytes, int n, uint64_t x)
 {
@@ -13183,24 +13710,26 @@ static tqkv_result tqkv__move_stored(tqkv__pipe *pipe, const tqkv__stream *s, tq
     return tqkv__move_hash(pipe);
 }
 
-/* Moves a centre, which when it is read lies in the cache's own memory. */
-static tqkv_result tqkv__move_center(tqkv__pipe *pipe, const tqkv__stream *s)
+/* Moves centre and scale, which when they are read lie in the cache's own memory. */
+static tqkv_result tqkv__move_channels(tqkv__pipe *pipe, const tqkv__stream *s)
 {
     const size_t n = tqkv__center_size(s) / sizeof(float);
-    if (!s->center) return TQKV_OK;
-    const tqkv_result r = tqkv__move_floats(pipe, (float *)(uintptr_t)s->center, n);
-    return r != TQKV_OK || tqkv__all_finite(s->center, n) ? r : TQKV_CORRUPT;
+    tqkv_result r = s->center ? tqkv__move_floats(pipe, (float *)(uintptr_t)s->center, n) : TQKV_OK;
+    if (r == TQKV_OK && s->channel_scale) r = tqkv__move_floats(pipe, (float *)(uintptr_t)s->channel_scale, n);
+    const bool valid = (!s->center || tqkv__all_finite(s->center, n)) &&
+                       (!s->channel_scale || tqkv__scales_valid(s->channel_scale, n));
+    return r != TQKV_OK || valid ? r : TQKV_CORRUPT;
 }
 
-/* Moves all stores of a cache: centres of streams, and what the stores hold. */
+/* Moves all stores of a cache: centres and scales of streams, and what the stores hold. */
 static tqkv_result tqkv__move_stores(tqkv__pipe *pipe, const tqkv_cache *c)
 {
     tqkv_result r = TQKV_OK;
     for (int i = 0; r == TQKV_OK && i < TQKV__CACHE_STORES; i++) {
         tqkv__stream s;
-        if (!tqkv__store_of(c, i)) continue;
+        if (!tqkv__store_of(c, i) || (i >= TQKV__RAW && !c->learning)) continue;
         r = tqkv__stream_open(tqkv__store_of(c, i), &s);
-        if (r == TQKV_OK && i < TQKV__CACHE_STREAMS) r = tqkv__move_center(pipe, &s);
+        if (r == TQKV_OK && i < TQKV__CACHE_STREAMS) r = tqkv__move_channels(pipe, &s);
         if (r == TQKV_OK) r = tqkv__move_stored(pipe, &s, tqkv__range_of(c, i));
     }
     return r;
@@ -13215,56 +13744,85 @@ static void tqkv__pipe_open(tqkv__pipe *pipe, tqkv_write write, tqkv_read read, 
     XXH3_64bits_reset(&pipe->hash);
 }
 
-static const char tqkv__magic[9] = "tqkv\r\n\x1a\n";
+static const char tqkv__magic[9] = "tqkv\r\n\x1a\n", tqkv__store_magic[9] = "tqks\r\n\x1a\n";
 
-/* Bytes of a header of that version. */
-static size_t tqkv__header_size(uint32_t version)
+/* Writes magic, version and size of a header of `size` bytes without its hash. */
+static void tqkv__put_name(const char *magic, size_t size, uint8_t *header)
 {
-    return TQKV__HEADER_SIZE + (version == 4 ? TQKV__HEADER_MORE : version == 3 ? 16 : 0);
+    memcpy(header, magic, 8);
+    tqkv__put(header + 8, 4, TQKV__SNAPSHOT_VERSION);
+    tqkv__put(header + 12, 4, size + TQKV__HASH_SIZE);
 }
 
-/* header: [tqkv__header_size(version)] */
-static void tqkv__cache_header(const tqkv_cache *c, uint32_t version, uint8_t *header)
+/* Reads a header and its hash; header: [size] */
+static tqkv_result tqkv__read_header(tqkv__pipe *pipe, const char *magic, size_t size, uint8_t *header)
+{
+    uint8_t name[TQKV__NAME_SIZE];
+    tqkv_result r = tqkv__move(pipe, header, TQKV__NAME_SIZE);
+    if (r != TQKV_OK) return r;
+    tqkv__put_name(magic, size, name);
+    if (memcmp(header, magic, 8) != 0) return TQKV_CORRUPT;
+    if (tqkv__get(header + 8, 4) > TQKV__SNAPSHOT_VERSION)
+        return TQKV__REFUSE(CORRUPT, "the snapshot was written by a newer version of tqkv");
+    if (memcmp(header, name, sizeof name) != 0) return TQKV_CORRUPT;
+    r = tqkv__move(pipe, header + sizeof name, size - sizeof name);
+    return r == TQKV_OK ? tqkv__move_hash(pipe) : r;
+}
+
+/* A bit for each stream with a centre, or with a scale. */
+static uint32_t tqkv__streams_with(const tqkv_cache *c, bool scales)
+{
+    uint32_t bits = 0;
+    for (int i = 0; i < TQKV__CACHE_STREAMS; i++) {
+        const tqkv_store *s = tqkv__stream_of(c, i);
+        if (s && (scales ? s->channel_scale : s->center)) bits |= 1u << i;
+    }
+    return bits;
+}
+
+/* header: [TQKV__HEADER_SIZE] */
+static void tqkv__cache_header(const tqkv_cache *c, uint8_t *header)
 {
     const tqkv_store *keys = &c->keys;
     const tqkv_attention *a = &c->attention;
-    const uint32_t value_dim = c->values.head_dim == keys->head_dim ? 0 : (uint32_t)c->values.head_dim;
-    const uint32_t flags = (keys->ring ? 1u : 0u) | (keys->center ? 2u : 0u) |
-                           (!c->shared && c->values.center ? 4u : 0u) | (c->tail.center ? 8u : 0u) |
-                           (c->shared ? 16u : 0u) | (uint32_t)keys->type << 5 | value_dim << 16;
-    const uint32_t fields[12] = {version,
-                                 TQKV__CODES_VERSION,
-                                 (uint32_t)keys->head_dim,
-                                 (uint32_t)keys->n_kv_heads,
-                                 (uint32_t)a->n_heads,
-                                 (uint32_t)keys->capacity,
-                                 (uint32_t)keys->format,
-                                 (uint32_t)c->values.format,
-                                 flags,
-                                 (uint32_t)a->window,
-                                 tqkv__bits(a->scale),
-                                 tqkv__bits(a->softcap)};
-    const tqkv__range newest = tqkv__range_of(c, TQKV__LAST_ENDS);
-    const uint32_t more[6] = {(uint32_t)c->tail.head_dim, (uint32_t)c->tail.format,
-                              (uint32_t)c->exact_first,   (uint32_t)c->exact_last,
-                              (uint32_t)c->exact_below,   (uint32_t)(newest.to - newest.from)};
-    memcpy(header, tqkv__magic, 8);
-    for (int i = 0; i < 12; i++) tqkv__put(header + 8 + 4 * i, 4, fields[i]);
-    tqkv__put(header + 56, 8, (uint64_t)c->first);
-    tqkv__put(header + 64, 8, (uint64_t)c->attention.end);
-    for (size_t at = TQKV__HEADER_SIZE, i = 0; at < tqkv__header_size(version); at += 4, i++)
-        tqkv__put(header + at, 4, more[i]);
+    const uint32_t flags = (keys->ring ? 1u : 0u) | (c->shared ? 2u : 0u) | (c->learning ? 4u : 0u) |
+                           tqkv__streams_with(c, false) << 8 | tqkv__streams_with(c, true) << 16;
+    const uint32_t fields[TQKV__HEADER_FIELDS] = {TQKV__CODES_VERSION,
+                                                  (uint32_t)keys->head_dim,
+                                                  (uint32_t)c->values.head_dim,
+                                                  (uint32_t)c->tail.head_dim,
+                                                  (uint32_t)keys->n_kv_heads,
+                                                  (uint32_t)a->n_heads,
+                                                  (uint32_t)keys->capacity,
+                                                  (uint32_t)keys->format,
+                                                  (uint32_t)c->values.format,
+                                                  (uint32_t)c->tail.format,
+                                                  (uint32_t)keys->type,
+                                                  flags,
+                                                  (uint32_t)a->window,
+                                                  tqkv__bits(a->scale),
+                                                  tqkv__bits(a->softcap),
+                                                  (uint32_t)c->calibrate,
+                                                  (uint32_t)c->exact_first,
+                                                  (uint32_t)c->exact_last,
+                                                  (uint32_t)tqkv__range_of(c, TQKV__FIRST_ENDS).to,
+                                                  0};
+    tqkv__put_name(tqkv__magic, TQKV__HEADER_SIZE, header);
+    tqkv__put(header + 16, 8, c->tag);
+    for (int i = 0; i < TQKV__HEADER_FIELDS; i++) tqkv__put(header + 24 + 4 * i, 4, fields[i]);
+    tqkv__put(header + 104, 8, (uint64_t)c->first);
+    tqkv__put(header + 112, 8, (uint64_t)c->attention.end);
+    tqkv__put(header + 120, 8, (uint64_t)c->exact_from);
 }
 
 TQKV__COLD TQKV_API tqkv_result tqkv_cache_save(const tqkv_cache *c, tqkv_write write, void *user)
 {
     tqkv__pipe pipe;
-    uint8_t header[TQKV__HEADER_SIZE + TQKV__HEADER_MORE];
+    uint8_t header[TQKV__HEADER_SIZE];
     if (!c || !write) return TQKV__INVALID("the cache or write is NULL");
-    const uint32_t version = c->exact_first || c->exact_last ? 4 : c->shared || c->tail.head_dim ? 3 : 2;
-    tqkv__cache_header(c, version, header);
+    tqkv__cache_header(c, header);
     tqkv__pipe_open(&pipe, write, NULL, user);
-    tqkv_result r = tqkv__move(&pipe, header, tqkv__header_size(version));
+    tqkv_result r = tqkv__move(&pipe, header, sizeof header);
     if (r == TQKV_OK) r = tqkv__move_hash(&pipe);
     return r == TQKV_OK ? tqkv__move_stores(&pipe, c) : r;
 }
@@ -13272,74 +13830,63 @@ TQKV__COLD TQKV_API tqkv_result tqkv_cache_save(const tqkv_cache *c, tqkv_write 
 /* What a header says. */
 typedef struct tqkv__header {
     tqkv_cache_desc desc;
-    uint32_t centers; /* a bit a stream */
+    uint32_t centers, scales; /* a bit a stream */
+    bool learning;
     int64_t first, end, exact_below, exact_from;
 } tqkv__header;
 
-/* Takes what only versions 3 and 4 have. False if no cache can have written it. */
-static bool tqkv__parse_more(const uint8_t *header, uint32_t flags, tqkv__header *h)
+/* Takes the shape that a header's fields describe; false if no cache has it. tqkv__cache_resolve looks closer. */
+static bool tqkv__parse_shape(const uint32_t fields[TQKV__HEADER_FIELDS], tqkv_cache_desc *d)
 {
-    uint32_t more[6];
-    tqkv_cache_desc *d = &h->desc;
-    const bool exact = (uint32_t)tqkv__get(header + 8, 4) == 4;
-    for (int i = 0; i < 6; i++) more[i] = (uint32_t)tqkv__get(header + TQKV__HEADER_SIZE + 4 * i, 4);
-    if (more[0] > TQKV_MAX_HEAD_DIM || more[1] > 15 || !more[0] != !more[1] || exact == (!more[2] && !more[3]))
-        return false;
-    if (more[2] > (uint32_t)INT_MAX || more[3] > (uint32_t)INT_MAX || more[4] > more[2] || more[4] > h->end ||
-        more[5] > tqkv__end_room(more[3], TQKV__TILE) || more[5] > h->end - h->first)
-        return false;
-    d->shared = flags & 16;
-    d->tail_dim = (int)more[0];
-    d->tail_format = (tqkv_format)more[1];
-    d->exact_first = (int)more[2];
-    d->exact_last = (int)more[3];
-    h->exact_below = more[4];
-    h->exact_from = h->end - more[5];
-    if (d->shared && (flags & 4 || d->value_format != d->key_format || d->value_dim != d->head_dim)) return false;
-    if (!d->tail_dim) return (d->shared || exact) && !(flags & 8);
-    return tqkv__format_known(d->tail_format);
+    for (int i = 1; i < TQKV__HEADER_FIELDS; i++)
+        if (fields[i] > (uint32_t)INT_MAX && i != 13 && i != 14) return false; /* scale and softcap are floats */
+    for (int i = 7; i < 10; i++) /* formats; in C++ the enum takes 4 bits */
+        if (fields[i] > 15 || (!tqkv__format_known((tqkv_format)fields[i]) && (i < 9 || fields[i]))) return false;
+    if (fields[10] > 2 || !fields[2] || !fields[5] || !fields[3] != !fields[9] || fields[19]) return false;
+    d->head_dim = (int)fields[1];
+    d->value_dim = (int)fields[2];
+    d->tail_dim = (int)fields[3];
+    d->n_kv_heads = (int)fields[4];
+    d->n_heads = (int)fields[5];
+    d->capacity = (int)fields[6];
+    d->key_format = (tqkv_format)fields[7];
+    d->value_format = (tqkv_format)fields[8];
+    d->tail_format = (tqkv_format)fields[9];
+    d->type = (tqkv_type)fields[10];
+    d->ring = fields[11] & 1;
+    d->shared = fields[11] & 2;
+    d->window = (int)fields[12];
+    d->scale = tqkv__float(fields[13]);
+    d->softcap = tqkv__float(fields[14]);
+    d->calibrate = (int)fields[15];
+    d->exact_first = (int)fields[16];
+    d->exact_last = (int)fields[17];
+    if (fields[14] >> 31 || d->scale == 0.0f) return false; /* no cache has a negative softcap */
+    return !d->shared || (d->value_format == d->key_format && d->value_dim == d->head_dim);
 }
 
 /* False if no cache can have written it. */
 static bool tqkv__parse_header(const uint8_t *header, tqkv__header *h)
 {
-    uint32_t fields[12];
+    uint32_t fields[TQKV__HEADER_FIELDS];
     tqkv_cache_desc *d = &h->desc;
     memset(h, 0, sizeof *h);
-    if (memcmp(header, tqkv__magic, 8) != 0) return false;
-    for (int i = 0; i < 12; i++) fields[i] = (uint32_t)tqkv__get(header + 8 + 4 * i, 4);
-    const bool old = fields[0] == 1 && fields[1] == 1, latest = fields[0] >= 3;
-    if (fields[0] > TQKV__SNAPSHOT_VERSION || fields[1] > TQKV__CODES_VERSION_OLD) {
-        TQKV_EXPLAIN("the snapshot was written by a newer version of tqkv");
-        return false;
-    }
-    if (!old && (fields[0] < 2 || fields[1] < TQKV__CODES_VERSION)) return false;
-    for (int i = 6; i < 8; i++) /* in C++ the enum takes 4 bits */
-        if (fields[i] > 15 || !tqkv__format_known((tqkv_format)fields[i]) || (old && fields[i] > TQKV_I8)) return false;
-    if (old && fields[8] > 1) return false;
-    for (int i = 2; i < 10; i++)
-        if (fields[i] > (uint32_t)INT_MAX) return false;
-    const uint32_t flags = fields[8] & 0xffffu, value_dim = fields[8] >> 16;
-    const uint32_t type = flags >> 5;
-    if ((flags & 31) > (latest ? 31u : 7u) || type > 2 || fields[4] == 0 || value_dim == fields[2]) return false;
-    d->type = (tqkv_type)type;
-    d->head_dim = (int)fields[2];
-    d->value_dim = (int)(value_dim ? value_dim : fields[2]);
-    d->n_kv_heads = (int)fields[3];
-    d->n_heads = (int)fields[4];
-    d->capacity = (int)fields[5];
-    d->key_format = (tqkv_format)fields[6];
-    d->value_format = (tqkv_format)fields[7];
-    d->ring = flags & 1;
-    d->window = (int)fields[9];
-    d->scale = tqkv__float(fields[10]);
-    d->softcap = tqkv__float(fields[11]);
-    h->centers = flags >> 1 & 7;
-    h->first = (int64_t)tqkv__get(header + 56, 8);
-    h->end = h->exact_from = (int64_t)tqkv__get(header + 64, 8);
+    for (int i = 0; i < TQKV__HEADER_FIELDS; i++) fields[i] = (uint32_t)tqkv__get(header + 24 + 4 * i, 4);
+    if (fields[0] != TQKV__CODES_VERSION || !tqkv__parse_shape(fields, d)) return false;
+    const uint32_t streams = 1u | (d->shared ? 0u : 2u) | (d->tail_dim ? 4u : 0u);
+    d->tag = tqkv__get(header + 16, 8);
+    h->centers = fields[11] >> 8 & streams;
+    h->scales = fields[11] >> 16 & streams;
+    h->learning = fields[11] & 4;
+    if (fields[11] != ((fields[11] & 7) | h->centers << 8 | h->scales << 16)) return false;
+    h->exact_below = fields[18];
+    h->first = (int64_t)tqkv__get(header + 104, 8);
+    h->end = (int64_t)tqkv__get(header + 112, 8);
+    h->exact_from = (int64_t)tqkv__get(header + 120, 8);
     if (h->first < 0 || h->first > h->end || h->end - h->first > d->capacity || (!d->ring && h->first)) return false;
-    if (fields[11] >> 31 || d->scale == 0.0f) return false; /* no cache has a negative softcap */
-    return !latest || tqkv__parse_more(header, flags, h);
+    if (h->exact_from < 0 || h->exact_from > h->end || h->exact_below > d->exact_first || h->exact_below > h->end)
+        return false;
+    return !h->learning || (d->calibrate && !h->centers && !h->scales && !h->exact_below);
 }
 
 /* A cache that holds what a header says. */
@@ -13348,7 +13895,9 @@ static void tqkv__set_range(tqkv_cache *c, const tqkv__header *h)
     c->first = h->first;
     c->attention.end = h->end;
     c->exact_below = h->exact_below;
-    c->exact_from = c->exact_held = h->exact_from;
+    c->exact_from = h->exact_from;
+    c->learning = h->learning;
+    c->exact_held = tqkv__range_of(c, TQKV__LAST_ENDS).from;
 }
 
 /* A reader that holds the first `filled` bytes and has passed on `taken` of them. */
@@ -13400,42 +13949,43 @@ static tqkv_result tqkv__hold(tqkv__read_ahead *a, size_t wanted)
 
 /* Bytes to read before the cache is created: none up to 1 MiB; then a sixteenth of the cache's size, or all that the
    header announces if that is less. A file that was cut short cannot make load allocate much. */
-static size_t tqkv__wanted_ahead(const tqkv_cache *c, uint32_t centers)
+static size_t tqkv__wanted_ahead(const tqkv_cache *c, uint32_t centers, uint32_t scales)
 {
     size_t all = 0, announced = 0;
     for (int i = 0; i < TQKV__CACHE_STORES; i++) {
-        const tqkv_store *s = tqkv__store_of(c, i);
+        const tqkv_store *s = i < TQKV__RAW ? tqkv__store_of(c, i) : &c->raw[i - TQKV__RAW]; /* has no memory yet */
         const tqkv__range range = tqkv__range_of(c, i);
-        if (!s) continue;
+        if (!s || !s->head_dim) continue;
         const size_t rows = tqkv_codes_size(s) + tqkv_norms_size(s);
         const size_t center = i < TQKV__CACHE_STREAMS ? (size_t)s->n_kv_heads * (size_t)s->head_dim * sizeof(float) : 0;
-        all += rows + center; /* there is always room for centres */
+        all += rows + TQKV__CHANNELS * center; /* there is always room for them */
         announced += rows / (size_t)s->capacity * (size_t)(range.to - range.from) + 8; /* and a hash */
         if (centers >> i & 1) announced += center;
+        if (scales >> i & 1) announced += center;
     }
     return all <= 1048576 ? 0 : announced < all / 16 ? announced : all / 16;
 }
 
-/* Reads a header, as long as its version has it, and its hash. */
-static tqkv_result tqkv__read_header(tqkv__pipe *pipe, tqkv__header *h)
+/* Takes centres and scales of the streams whose bits are set from where they lie in the cache: before these are read, and with
+   factors after it. */
+static void tqkv__take_channels(tqkv_cache *c, uint32_t centers, uint32_t scales)
 {
-    uint8_t header[TQKV__HEADER_SIZE + TQKV__HEADER_MORE] = {0};
-    tqkv_result r = tqkv__move(pipe, header, TQKV__HEADER_SIZE);
-    const size_t size = tqkv__header_size((uint32_t)tqkv__get(header + 8, 4));
-    if (r == TQKV_OK) r = tqkv__move(pipe, header + TQKV__HEADER_SIZE, size - TQKV__HEADER_SIZE);
-    if (r == TQKV_OK) r = tqkv__move_hash(pipe);
-    return r != TQKV_OK || tqkv__parse_header(header, h) ? r : TQKV_CORRUPT;
+    for (int i = 0; i < TQKV__CACHE_STREAMS; i++)
+        for (int k = 0; k < 2; k++) {
+            const tqkv__channels kind = k ? TQKV__SCALES : TQKV__CENTERS;
+            if ((k ? scales : centers) >> i & 1)
+                tqkv__cache_channels(c, i, kind, tqkv__channel_room(c, i, kind),
+                                     (size_t)tqkv__stream_of(c, i)->head_dim);
+        }
 }
 
-/* Room for the centres that the snapshot has: zeros, until they are read. */
-static void tqkv__open_centers(tqkv_cache *c, uint32_t centers)
+/* Room for the centres and scales that the snapshot has: ones, until they are read. */
+static void tqkv__open_channels(tqkv_cache *c, uint32_t centers, uint32_t scales)
 {
-    size_t floats = 0;
-    (void)tqkv__center_floats(c, TQKV__CACHE_STREAMS, &floats);
-    memset(c->centers, 0, floats * sizeof(float));
-    for (int i = 0; i < TQKV__CACHE_STREAMS; i++)
-        if (centers >> i & 1)
-            tqkv__cache_center(c, i, tqkv__center_room(c, i), (size_t)tqkv__stream_of(c, i)->head_dim);
+    size_t channels = 0;
+    (void)tqkv__count_channels(c, TQKV__CACHE_STREAMS, &channels);
+    for (size_t i = 0; i < TQKV__CHANNELS * channels; i++) c->channels[i] = 1.0f;
+    tqkv__take_channels(c, centers, scales);
 }
 
 TQKV__COLD TQKV_API tqkv_result tqkv_cache_load(const tqkv_cache_desc *desc, tqkv_read read, void *user,
@@ -13444,31 +13994,38 @@ TQKV__COLD TQKV_API tqkv_result tqkv_cache_load(const tqkv_cache_desc *desc, tqk
     tqkv__pipe pipe;
     tqkv__read_ahead ahead = {read, user, {NULL, NULL, NULL}, NULL, 0, 0, 0};
     tqkv__header found;
+    uint8_t header[TQKV__HEADER_SIZE];
     tqkv__cache_block block;
     tqkv_cache *c, checked;
     if (!out) return TQKV__INVALID("out is NULL");
     *out = NULL;
     if (!desc || !read) return TQKV__INVALID("desc or read is NULL");
     tqkv__pipe_open(&pipe, NULL, tqkv__read_held, &ahead);
-    tqkv_result r = tqkv__read_header(&pipe, &found);
+    tqkv_result r = tqkv__read_header(&pipe, tqkv__magic, sizeof header, header);
     if (r != TQKV_OK) return r;
-    if (tqkv__cache_resolve(&found.desc, &checked) != TQKV_OK || !tqkv__divide_block(&checked, 0, &block))
+    if (!tqkv__parse_header(header, &found) || tqkv__cache_resolve(&found.desc, &checked) != TQKV_OK ||
+        !tqkv__divide_block(&checked, 0, &block))
         return TQKV_CORRUPT;
-    if (!tqkv__desc_matches(desc, &found.desc) || (desc->type && found.desc.type && desc->type != found.desc.type))
+    if (found.learning && found.end >= checked.raw[0].capacity) return TQKV_CORRUPT;
+    if (!tqkv__desc_matches(desc, &found.desc) || (desc->type && desc->type != found.desc.type))
         return TQKV__INVALID("a field of desc is not the snapshot's");
     tqkv__take_use(desc, &found.desc);
     ahead.memory = found.desc.allocator;
     if (!tqkv__resolve_allocator(&ahead.memory)) return TQKV__INVALID("allocator: one of alloc and free is missing");
     tqkv__set_range(&checked, &found);
-    r = tqkv__hold(&ahead, tqkv__wanted_ahead(&checked, found.centers));
+    r = tqkv__hold(&ahead, tqkv__wanted_ahead(&checked, found.centers, found.scales));
+    const int calibrate = found.desc.calibrate;
+    if (!found.learning) found.desc.calibrate = 0; /* without raw memory */
     if (r == TQKV_OK) r = tqkv_cache_create(&found.desc, &c);
     if (r != TQKV_OK) {
         tqkv__drop_held(&ahead);
         return r;
     }
+    c->calibrate = calibrate;
     tqkv__set_range(c, &found);
-    tqkv__open_centers(c, found.centers);
+    tqkv__open_channels(c, found.centers, found.scales);
     r = tqkv__move_stores(&pipe, c);
+    if (r == TQKV_OK) tqkv__take_channels(c, 0, found.scales);
     tqkv__drop_held(&ahead);
     if (r == TQKV_OK)
         *out = c;
@@ -13483,34 +14040,32 @@ static size_t tqkv__write_nowhere(void *user, const void *bytes, size_t n)
     return n;
 }
 
-/* The hash of a centre's bytes in a snapshot; 0 without one. */
-static uint64_t tqkv__center_hash(const tqkv__stream *s)
+/* The hash of the bytes of centre and scale in a snapshot; 0 without. */
+static uint64_t tqkv__channels_hash(const tqkv__stream *s)
 {
     tqkv__pipe pipe;
-    if (!s->center) return 0;
+    if (!s->center && !s->channel_scale) return 0;
     tqkv__pipe_open(&pipe, tqkv__write_nowhere, NULL, NULL);
-    (void)tqkv__move_center(&pipe, s);
+    (void)tqkv__move_channels(&pipe, s);
     return XXH3_64bits_digest(&pipe.hash);
 }
-
-static const char tqkv__store_magic[9] = "tqks\r\n\x1a\n";
 
 /* header: [TQKV__STORE_HEADER_SIZE] */
 static void tqkv__store_header(const tqkv__stream *s, int64_t position, int n, uint8_t *header)
 {
     const bool half = s->kind == TQKV__HALF, scaled = s->kind == TQKV__BOOK && s->norms_per_row > 1;
     const uint32_t other_basis = s->rotated == half ? half ? 4u : 1u : 0u;
-    const uint32_t fields[6] = {TQKV__STORE_VERSION,
-                                (uint32_t)s->format,
+    const uint32_t fields[6] = {(uint32_t)s->format,
                                 (uint32_t)s->head_dim,
                                 (uint32_t)s->n_kv_heads,
-                                other_basis | (s->center ? 2u : 0u),
-                                tqkv__bits(scaled ? s->block_scale : 1.0f)};
-    memcpy(header, tqkv__store_magic, 8);
-    for (int i = 0; i < 6; i++) tqkv__put(header + 8 + 4 * i, 4, fields[i]);
-    tqkv__put(header + 32, 8, (uint64_t)position);
-    tqkv__put(header + 40, 8, (uint64_t)n);
-    tqkv__put(header + 48, 8, tqkv__center_hash(s));
+                                other_basis | (s->center ? 2u : 0u) | (s->channel_scale ? 8u : 0u),
+                                tqkv__bits(scaled ? s->block_scale : 1.0f),
+                                0};
+    tqkv__put_name(tqkv__store_magic, TQKV__STORE_HEADER_SIZE, header);
+    for (int i = 0; i < 6; i++) tqkv__put(header + 16 + 4 * i, 4, fields[i]);
+    tqkv__put(header + 40, 8, (uint64_t)position);
+    tqkv__put(header + 48, 8, (uint64_t)n);
+    tqkv__put(header + 56, 8, tqkv__channels_hash(s));
 }
 
 TQKV_API tqkv_result tqkv_store_save(const tqkv_store *store, int64_t position, int n_positions, tqkv_write write,
@@ -13535,7 +14090,7 @@ TQKV_API tqkv_result tqkv_store_save(const tqkv_store *store, int64_t position, 
 TQKV_API tqkv_result tqkv_store_load(const tqkv_store *store, int64_t position, int n_positions, tqkv_read read,
                                      void *user)
 {
-    enum { name = 12 }; /* bytes of magic and version */
+    enum { position_at = 40 }; /* in the header; where the positions were is not compared */
     tqkv__stream s;
     tqkv__pipe pipe;
     uint8_t header[TQKV__STORE_HEADER_SIZE], expected[TQKV__STORE_HEADER_SIZE];
@@ -13545,11 +14100,10 @@ TQKV_API tqkv_result tqkv_store_load(const tqkv_store *store, int64_t position, 
     if (r != TQKV_OK) return r;
     tqkv__store_header(&s, position, n_positions, expected);
     tqkv__pipe_open(&pipe, NULL, read, user);
-    r = tqkv__move(&pipe, header, sizeof header);
-    if (r == TQKV_OK) r = tqkv__move_hash(&pipe);
+    r = tqkv__read_header(&pipe, tqkv__store_magic, sizeof header, header);
     if (r != TQKV_OK) return r;
-    if (memcmp(header, expected, name) != 0 || tqkv__get(header + 32, 8) > (uint64_t)INT64_MAX) return TQKV_CORRUPT;
-    memcpy(expected + 32, header + 32, 8); /* where the positions were is not compared */
+    if (tqkv__get(header + position_at, 8) > (uint64_t)INT64_MAX) return TQKV_CORRUPT;
+    memcpy(expected + position_at, header + position_at, 8);
     if (memcmp(header, expected, sizeof header) != 0)
         return TQKV__INVALID("the snapshot is of another store or of another number of positions");
     const tqkv__range range = {position, position + n_positions};
