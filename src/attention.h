@@ -251,6 +251,8 @@ static tqkv_result tqkv__check_first_tail(const tqkv__attention *a, const tqkv__
     if (s->head_dim != tail->head_dim || s->n_kv_heads != tail->n_kv_heads)
         return TQKV__INVALID("first_tail: a store of other head_dim or n_kv_heads than the tail");
     if (!tqkv__same_center(s, tail)) return TQKV__INVALID("first_tail: a store with another centre than the tail");
+    if (!tqkv__same_scale(s, tail))
+        return TQKV__INVALID("first_tail: a store with another channel_scale than the tail");
     if (s->ring || a->call.exact_first > tqkv__room(s))
         return TQKV__REFUSE(OUT_OF_RANGE, "first_tail: a store that does not hold so many positions");
     return TQKV_OK;

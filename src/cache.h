@@ -15,8 +15,15 @@ struct tqkv_cache {
     int own_room;        /* their capacity */
     void *grown;         /* memory of newest halves for which the block has no room, or NULL */
     size_t grown_size;
-    float *centers; /* room for those of its streams, one after the other: [n_kv_heads][head_dim] */
-    int64_t first;  /* resident positions [first, attention.end) */
+    float *
+        channels; /* room for centres, scales and inverses of its streams, one after the other: [n_kv_heads][head_dim] */
+    int64_t first;     /* resident positions [first, attention.end) */
+    int calibrate;     /* as in the desc */
+    uint64_t tag;      /* likewise */
+    bool learning;     /* positions are in `raw` alone; see >>cache-calibrate */
+    tqkv_store raw[3]; /* rows as they came of keys and values, as halves, and of the tail; zeros without */
+    void *raw_memory;  /* that holds them, or NULL */
+    size_t raw_size;
     tqkv_metal *metal;
     int matrix_group;
     tqkv_allocator memory;
@@ -40,10 +47,12 @@ static tqkv_store *tqkv__end_of(const tqkv_cache *c, int i)
     return s->head_dim ? (tqkv_store *)(uintptr_t)s : NULL;
 }
 
-/* All stores: the streams, then what is kept besides. */
-enum { TQKV__CACHE_STORES = 9, TQKV__FIRST_ENDS = 3, TQKV__LAST_ENDS = 6 };
+/* All stores: the streams, then what is kept besides, then what is raw; all but the last lie in the cache's block. */
+enum { TQKV__CACHE_STORES = 12, TQKV__FIRST_ENDS = 3, TQKV__LAST_ENDS = 6, TQKV__RAW = 9 };
 static tqkv_store *tqkv__store_of(const tqkv_cache *c, int i)
 {
+    const tqkv_store *raw = i >= TQKV__RAW ? &c->raw[i - TQKV__RAW] : NULL;
+    if (raw) return c->raw_memory && raw->head_dim ? (tqkv_store *)(uintptr_t)raw : NULL;
     return i < TQKV__CACHE_STREAMS ? tqkv__stream_of(c, i) : tqkv__end_of(c, i - TQKV__CACHE_STREAMS);
 }
 
@@ -71,20 +80,39 @@ static int64_t tqkv__newest_room(const tqkv_cache *c)
    takes from them first. */
 static tqkv__range tqkv__range_of(const tqkv_cache *c, int i)
 {
-    const tqkv__range all = {c->first, c->attention.end}, first = {0, c->exact_below};
+    const tqkv__range all = {c->first, c->attention.end}, first = {0, c->exact_below}, none = {0, 0};
     tqkv__range newest = all;
+    if (i >= TQKV__RAW || c->learning) return i >= TQKV__RAW && c->learning ? all : none;
     if (tqkv__exact_kept(c) > newest.from) newest.from = tqkv__exact_kept(c);
     return i < TQKV__FIRST_ENDS ? all : i < TQKV__LAST_ENDS ? first : newest;
 }
 
-/* Floats of the centres of the streams before number n; false on overflow. */
-static bool tqkv__center_floats(const tqkv_cache *c, int n, size_t *floats)
+/* What a stream has a value a channel of. */
+typedef enum tqkv__channels {
+    TQKV__CENTERS,
+    TQKV__SCALES,
+    TQKV__INVERSES, /* of the scales: what encoding multiplies by */
+    TQKV__CHANNELS
+} tqkv__channels;
+
+/* Channels of the streams before number n; false if their room overflows. */
+static bool tqkv__count_channels(const tqkv_cache *c, int n, size_t *channels)
 {
     size_t dims = 0;
     for (int i = 0; i < n; i++)
         if (tqkv__stream_of(c, i)) dims += (size_t)tqkv__stream_of(c, i)->head_dim;
-    return tqkv__size_multiply(dims, (size_t)c->keys.n_kv_heads, floats) && *floats <= SIZE_MAX / sizeof(float);
+    return tqkv__size_multiply(dims, (size_t)c->keys.n_kv_heads, channels) &&
+           *channels <= SIZE_MAX / sizeof(float) / TQKV__CHANNELS;
 }
+
+static tqkv_result tqkv__raw_shapes(const tqkv_cache_desc *desc, tqkv_cache *c);
+static tqkv_result tqkv__get_raw(tqkv_cache *c);
+static void tqkv__drop_raw(tqkv_cache *c);
+struct tqkv__append;
+static void tqkv__append_learning(tqkv_cache *c, struct tqkv__append *append);
+static bool tqkv__view_raw(const tqkv_cache *c, tqkv_attention *view);
+static tqkv_result tqkv__attend_raw(const tqkv_cache *c, const tqkv_attention *some, const void *q, int n_queries,
+                                    void *out);
 
 /* Starts each part of the block on a cache line: attention to codes that straddle two takes a tenth longer. */
 static bool tqkv__reserve(size_t *end, size_t size, size_t *begin)
@@ -147,6 +175,7 @@ static tqkv_result tqkv__end_shapes(const tqkv_cache_desc *desc, tqkv_cache *c)
     c->exact_first = first;
     c->exact_last = last;
     c->exact_batch = batch;
+    c->tag = desc->tag;
     for (int i = 0; i < TQKV__CACHE_ENDS; i++) tqkv__end_shape(desc, i / 3, i % 3, c);
     return TQKV_OK;
 }
@@ -195,6 +224,7 @@ static tqkv_result tqkv__cache_resolve(const tqkv_cache_desc *desc, tqkv_cache *
     memset(c, 0, sizeof *c);
     tqkv_result r = tqkv__cache_shapes(desc, c);
     if (r == TQKV_OK) r = tqkv__end_shapes(desc, c);
+    if (r == TQKV_OK) r = tqkv__raw_shapes(desc, c);
     if (r != TQKV_OK) return r;
     c->attention.query_type = c->attention.output_type = desc->type;
     tqkv__cache_attach(&c->attention, c);
@@ -222,19 +252,19 @@ static tqkv_result tqkv__cache_resolve(const tqkv_cache_desc *desc, tqkv_cache *
 
 /* Where the parts of a cache's block begin. */
 typedef struct tqkv__cache_block {
-    size_t sinks, centers, codes[TQKV__CACHE_STORES], norms[TQKV__CACHE_STORES], size;
+    size_t sinks, channels, codes[TQKV__RAW], norms[TQKV__RAW], size;
 } tqkv__cache_block;
 
 /* Divides the block; false on overflow. */
 static bool tqkv__divide_block(const tqkv_cache *c, size_t sinks_size, tqkv__cache_block *block)
 {
-    size_t floats;
+    size_t channels;
     memset(block, 0, sizeof *block);
     block->size = sizeof *c;
-    bool fits = tqkv__center_floats(c, TQKV__CACHE_STREAMS, &floats) &&
+    bool fits = tqkv__count_channels(c, TQKV__CACHE_STREAMS, &channels) &&
                 tqkv__reserve(&block->size, sinks_size, &block->sinks) &&
-                tqkv__reserve(&block->size, floats * sizeof(float), &block->centers);
-    for (int i = 0; i < TQKV__CACHE_STORES; i++) {
+                tqkv__reserve(&block->size, TQKV__CHANNELS * channels * sizeof(float), &block->channels);
+    for (int i = 0; i < TQKV__RAW; i++) {
         const tqkv_store *s = tqkv__store_of(c, i);
         if (!s) continue;
         fits = fits && tqkv__reserve(&block->size, tqkv_codes_size(s), &block->codes[i]) &&
@@ -250,16 +280,20 @@ TQKV__COLD TQKV_API tqkv_result tqkv_cache_create(const tqkv_cache_desc *desc, t
     if (!out) return TQKV__INVALID("out is NULL");
     *out = NULL;
     if (!desc) return TQKV__INVALID("desc is NULL");
-    const tqkv_result r = tqkv__cache_resolve(desc, &c);
+    tqkv_result r = tqkv__cache_resolve(desc, &c);
     if (r != TQKV_OK) return r;
     const size_t sinks_size = desc->sinks ? (size_t)c.attention.n_heads * sizeof(float) : 0;
     if (!tqkv__divide_block(&c, sinks_size, &block)) return TQKV__INVALID("a cache of more than SIZE_MAX bytes");
+    if ((r = tqkv__get_raw(&c)) != TQKV_OK) return r;
     c.size = block.size + 63;
     char *memory = (char *)c.memory.alloc(c.memory.user, c.size);
-    if (!memory) return TQKV_OUT_OF_MEMORY;
+    if (!memory) {
+        tqkv__drop_raw(&c);
+        return TQKV_OUT_OF_MEMORY;
+    }
     char *lines = memory + (64 - (uintptr_t)memory % 64) % 64;
-    c.centers = (float *)(void *)(lines + block.centers);
-    for (int i = 0; i < TQKV__CACHE_STORES; i++) {
+    c.channels = (float *)(void *)(lines + block.channels);
+    for (int i = 0; i < TQKV__RAW; i++) {
         tqkv_store *s = tqkv__store_of(&c, i);
         if (!s) continue;
         s->codes_size = tqkv_codes_size(s);
@@ -284,6 +318,7 @@ TQKV__COLD TQKV_API void tqkv_cache_destroy(tqkv_cache *c)
     if (!c) return;
     const tqkv_allocator memory = c->memory;
     if (c->grown) memory.free(memory.user, c->grown, c->grown_size);
+    tqkv__drop_raw(c);
     memory.free(memory.user, c, c->size);
 }
 
@@ -305,7 +340,37 @@ static void tqkv__cache_advance(tqkv_cache *c, int n_tokens)
 /* Whether memory lies in that of a cache. */
 static bool tqkv__in_cache(const tqkv_cache *c, const void *p, size_t size)
 {
-    return tqkv__overlap(c, c->size, p, size) || tqkv__overlap(c->grown, c->grown_size, p, size);
+    return tqkv__overlap(c, c->size, p, size) || tqkv__overlap(c->grown, c->grown_size, p, size) ||
+           tqkv__overlap(c->raw_memory, c->raw_size, p, size);
+}
+
+/* Where the channels of stream i lie. */
+static float *tqkv__channel_room(const tqkv_cache *c, int i, tqkv__channels kind)
+{
+    size_t before = 0, all = 0; /* of a cache that exists */
+    (void)tqkv__count_channels(c, i, &before);
+    (void)tqkv__count_channels(c, TQKV__CACHE_STREAMS, &all);
+    return c->channels + (size_t)kind * all + before;
+}
+
+/* Takes values as centres or scales of stream i and what is kept of it besides, its heads `stride` floats apart; NULL: none. */
+static void tqkv__cache_channels(tqkv_cache *c, int i, tqkv__channels kind, const float *values, size_t stride)
+{
+    tqkv_store *s = tqkv__stream_of(c, i);
+    if (!s) return;
+    const size_t dim = (size_t)s->head_dim, n_kv_heads = (size_t)s->n_kv_heads;
+    float *own = tqkv__channel_room(c, i, kind);
+    for (size_t h = 0; values && h < n_kv_heads; h++) memmove(own + h * dim, values + h * stride, dim * sizeof(float));
+    if (kind == TQKV__SCALES && values) {
+        const uint64_t mode = tqkv__fp_exact();
+        tqkv__invert(own, (int)(n_kv_heads * dim), tqkv__channel_room(c, i, TQKV__INVERSES));
+        tqkv__fp_restore(mode);
+    }
+    *(kind == TQKV__CENTERS ? &s->center : &s->channel_scale) = values ? own : NULL;
+    for (int last = 0; last < 2; last++) {
+        c->ends[last][i].center = s->center;
+        c->ends[last][i].channel_scale = s->channel_scale;
+    }
 }
 
 /* What an append encodes: the streams, and the first positions that are kept besides. */
@@ -327,6 +392,7 @@ static tqkv_result tqkv__append_open(const tqkv_cache *c, int i, const void *k, 
     tqkv_result r = tqkv__encode_open(&store, src, n_tokens, c->attention.end, &append->streams[i]);
     if (r != TQKV_OK) return r;
     if (tqkv__in_cache(c, src, tqkv__rows_size(&store, n_tokens))) return TQKV__INVALID("k or v overlaps the cache");
+    if (store.channel_scale) append->streams[i].inverses = tqkv__channel_room(c, i, TQKV__INVERSES);
     tqkv__add_stream(&append->job, &append->streams[i], src);
     if (!tqkv__end_of(c, i) || left <= 0) return TQKV_OK;
     tqkv_store first = *tqkv__end_of(c, i);
@@ -428,7 +494,10 @@ TQKV_API tqkv_result tqkv_cache_append(tqkv_cache *c, const void *k, const void 
         r = TQKV__REFUSE(NOT_FINITE, "k or v holds NaN or infinity");
     if (r == TQKV_OK) r = tqkv__fit_newest(c, n_tokens);
     if (r != TQKV_OK) return r;
-    if (!c->metal)
+    if (!c->learning && n_tokens) tqkv__drop_raw(c); /* the queries that read them have come */
+    if (c->learning)
+        tqkv__append_learning(c, &append);
+    else if (!c->metal)
         tqkv__append_rows(c, &append);
     else if ((r = tqkv__backend_of(c->metal)->append(c->metal, c, k, v, n_tokens)) != TQKV_OK)
         return r;
@@ -449,7 +518,7 @@ TQKV_API tqkv_attention tqkv_cache_view(const tqkv_cache *c)
 {
     tqkv_attention view;
     memset(&view, 0, sizeof view);
-    if (!c) return view;
+    if (!c || tqkv__view_raw(c, &view)) return view;
     view = c->attention;
     view.kv_len = (int)(c->attention.end - c->first);
     tqkv__count_ends(c, &view);
@@ -458,20 +527,25 @@ TQKV_API tqkv_attention tqkv_cache_view(const tqkv_cache *c)
     return view;
 }
 
+/* Takes the list and the tree of `some`, unless that is NULL. */
+static void tqkv__take_some(const tqkv_attention *some, tqkv_attention *a)
+{
+    if (!some) return;
+    a->tree = some->tree;
+    a->list = some->list;
+    a->list_length = some->list_length;
+    a->list_heads = some->list_heads;
+    a->list_block = some->list_block;
+    a->list_newest = some->list_newest;
+}
+
 /* some: NULL, or an attention with the list and the tree */
 static tqkv_result tqkv__cache_attention(const tqkv_cache *c, const tqkv_attention *some, int n_queries,
                                          tqkv__attention *a)
 {
     tqkv_attention attention = c->attention;
     attention.n_queries = n_queries;
-    if (some) {
-        attention.tree = some->tree;
-        attention.list = some->list;
-        attention.list_length = some->list_length;
-        attention.list_heads = some->list_heads;
-        attention.list_block = some->list_block;
-        attention.list_newest = some->list_newest;
-    }
+    tqkv__take_some(some, &attention);
     tqkv__count_ends(c, &attention);
     tqkv_result r = tqkv__attention_streams(&attention, a);
     a->first = c->first; /* after a truncation fewer positions than kv_len's default, or none */
@@ -488,6 +562,7 @@ static tqkv_result tqkv__cache_attend(tqkv_cache *c, const tqkv_attention *some,
     tqkv__attention a;
     if (!c || n_queries < 0) return TQKV__INVALID("the cache is NULL or n_queries negative");
     if (n_queries == 0) return TQKV_OK;
+    if (c->raw_memory) return tqkv__attend_raw(c, some, q, n_queries, out);
     tqkv_result r = tqkv__cache_attention(c, some, n_queries, &a);
     if (r != TQKV_OK) return r;
     if (!c->metal) return tqkv__attend(&a, q, out);
@@ -507,44 +582,45 @@ TQKV_API tqkv_result tqkv_cache_attend_some(tqkv_cache *c, const tqkv_attention 
     return tqkv__cache_attend(c, a, q, n_queries, out);
 }
 
-/* Where the centre of stream i lies. */
-static float *tqkv__center_room(const tqkv_cache *c, int i)
+/* Whether n values may be centres or scales. */
+static tqkv_result tqkv__check_channels(tqkv__channels kind, const float *values, size_t n)
 {
-    size_t before = 0;
-    (void)tqkv__center_floats(c, i, &before); /* of a cache that exists */
-    return c->centers + before;
+    if ((uintptr_t)values % sizeof(float)) return TQKV__INVALID("a centre or a scale is not aligned as floats");
+    if (values && !tqkv__all_finite(values, n))
+        return TQKV__REFUSE(NOT_FINITE, "a centre or a scale holds NaN or infinity");
+    if (values && kind == TQKV__SCALES && !tqkv__scales_valid(values, n))
+        return TQKV__INVALID("a scale is not in [2^-32, 2^32]");
+    return TQKV_OK;
 }
 
-/* Takes center as that of stream i and its halves, its heads `stride` floats apart; NULL: none. */
-static void tqkv__cache_center(tqkv_cache *c, int i, const float *center, size_t stride)
+/* Sets centres or scales of all streams; what the cache would have learned is not wanted then. */
+static tqkv_result tqkv__set_channels(tqkv_cache *c, tqkv__channels kind, const float *keys, const float *values)
 {
-    tqkv_store *s = tqkv__stream_of(c, i);
-    if (!s) return;
-    const size_t dim = (size_t)s->head_dim;
-    float *own = tqkv__center_room(c, i);
-    s->center = center ? own : NULL;
-    for (size_t h = 0; center && h < (size_t)s->n_kv_heads; h++)
-        memmove(own + h * dim, center + h * stride, dim * sizeof(float));
-    for (int last = 0; last < 2; last++) c->ends[last][i].center = s->center;
+    if (!c) return TQKV__INVALID("the cache is NULL");
+    if (c->attention.end != 0) return TQKV__INVALID("centre, scale: the cache holds positions encoded without them");
+    if (c->shared && values) return TQKV__INVALID("values: they have centre and scale of the keys");
+    const size_t n_kv_heads = (size_t)c->keys.n_kv_heads, key_dim = (size_t)(c->keys.head_dim + c->tail.head_dim);
+    const size_t n_keys = n_kv_heads * key_dim, n_values = n_kv_heads * (size_t)c->values.head_dim;
+    tqkv_result r = tqkv__check_channels(kind, keys, n_keys);
+    if (r == TQKV_OK) r = tqkv__check_channels(kind, values, n_values);
+    if (r != TQKV_OK) return r;
+    if (tqkv__in_cache(c, keys, n_keys * sizeof(float)) || tqkv__in_cache(c, values, n_values * sizeof(float)))
+        return TQKV__INVALID("a centre or a scale lies in the cache");
+    tqkv__drop_raw(c);
+    tqkv__cache_channels(c, 0, kind, keys, key_dim);
+    tqkv__cache_channels(c, 1, kind, values, (size_t)c->values.head_dim);
+    tqkv__cache_channels(c, 2, kind, keys ? keys + c->keys.head_dim : NULL, key_dim);
+    return TQKV_OK;
 }
 
 TQKV__COLD TQKV_API tqkv_result tqkv_cache_set_center(tqkv_cache *c, const float *keys, const float *values)
 {
-    if (!c) return TQKV__INVALID("the cache is NULL");
-    if (c->attention.end != 0) return TQKV__INVALID("a centre: the cache holds positions encoded without it");
-    if (c->shared && values) return TQKV__INVALID("values: they have the centre of the keys");
-    const size_t n_kv_heads = (size_t)c->keys.n_kv_heads, key_dim = (size_t)(c->keys.head_dim + c->tail.head_dim);
-    const size_t n_keys = n_kv_heads * key_dim, n_values = n_kv_heads * (size_t)c->values.head_dim;
-    if ((uintptr_t)keys % sizeof(float) || (uintptr_t)values % sizeof(float))
-        return TQKV__INVALID("a centre is not aligned as floats");
-    if ((keys && !tqkv__all_finite(keys, n_keys)) || (values && !tqkv__all_finite(values, n_values)))
-        return TQKV__REFUSE(NOT_FINITE, "a centre holds NaN or infinity");
-    if (tqkv__in_cache(c, keys, n_keys * sizeof(float)) || tqkv__in_cache(c, values, n_values * sizeof(float)))
-        return TQKV__INVALID("a centre lies in the cache");
-    tqkv__cache_center(c, 0, keys, key_dim);
-    tqkv__cache_center(c, 1, values, (size_t)c->values.head_dim);
-    tqkv__cache_center(c, 2, keys ? keys + c->keys.head_dim : NULL, key_dim);
-    return TQKV_OK;
+    return tqkv__set_channels(c, TQKV__CENTERS, keys, values);
+}
+
+TQKV__COLD TQKV_API tqkv_result tqkv_cache_set_scale(tqkv_cache *c, const float *keys, const float *values)
+{
+    return tqkv__set_channels(c, TQKV__SCALES, keys, values);
 }
 
 TQKV__COLD TQKV_API tqkv_result tqkv_cache_set_layout(tqkv_cache *c, const tqkv_cache_layout *layout)
