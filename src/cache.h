@@ -7,8 +7,11 @@ struct tqkv_cache {
     tqkv_store ends[2][2];         /* halves of the first and of the newest positions: keys, values; zeros without */
     int exact_first, exact_last;
     int64_t exact_below, exact_from; /* positions [0, exact_below) and [exact_from, end) have halves */
-    float *centers;                  /* room for those of its streams, one after the other: [n_kv_heads][head_dim] */
-    int64_t first;                   /* resident positions [first, attention.end) */
+    int64_t exact_floor; /* positions below are read as codes since an edit; no lower than exact_from then */
+    void *grown;         /* memory of halves of the newest that the block has no room for, or NULL */
+    size_t grown_size;
+    float *centers; /* room for those of its streams, one after the other: [n_kv_heads][head_dim] */
+    int64_t first;  /* resident positions [first, attention.end) */
     tqkv_metal *metal;
     int matrix_group;
     tqkv_allocator memory;
@@ -39,13 +42,34 @@ static tqkv_store *tqkv__store_of(const tqkv_cache *c, int i)
     return i < TQKV__CACHE_STREAMS ? tqkv__stream_of(c, i) : tqkv__end_of(c, i - TQKV__CACHE_STREAMS);
 }
 
-/* The positions that store i holds. Of the newest halves these may be more than exact_last: a truncation takes
-   from them first. */
+/* Positions of a ring of halves: whole tiles, none of which wraps. With room for TQKV__TILE queries, as many as a tree has. */
+static int64_t tqkv__end_room(int64_t exact_last)
+{
+    return exact_last ? (exact_last + 2 * TQKV__TILE - 2) / TQKV__TILE * TQKV__TILE : 0;
+}
+
+/* Those of a cache, which may have grown. */
+static int64_t tqkv__end_room_of(const tqkv_cache *c)
+{
+    const tqkv_store *keys = tqkv__end_of(c, 2), *values = tqkv__end_of(c, 3);
+    return keys ? keys->capacity : values ? values->capacity : tqkv__end_room(c->exact_last);
+}
+
+/* The oldest position that an edit leaves as halves: as in a cache that has not grown, so that no bit depends on how the positions
+   came. */
+static int64_t tqkv__exact_kept(const tqkv_cache *c)
+{
+    const int64_t oldest = c->attention.end - tqkv__end_room(c->exact_last);
+    return oldest > c->exact_floor ? oldest : c->exact_floor;
+}
+
+/* The positions that store i holds; of the newest halves those that an edit leaves. These may be more than exact_last: a truncation
+   takes from them first. */
 static tqkv__range tqkv__range_of(const tqkv_cache *c, int i)
 {
     const tqkv__range all = {c->first, c->attention.end}, first = {0, c->exact_below};
     tqkv__range newest = all;
-    if (c->exact_from > c->first) newest.from = c->exact_from;
+    if (tqkv__exact_kept(c) > newest.from) newest.from = tqkv__exact_kept(c);
     return i < TQKV__FIRST_ENDS ? all : i < TQKV__LAST_ENDS ? first : newest;
 }
 
@@ -88,9 +112,6 @@ static tqkv_result tqkv__check_metal(const tqkv_store *keys, const tqkv_store *v
 #endif
 }
 
-/* Positions of a ring of halves: whole tiles, none of which wraps. */
-static int64_t tqkv__end_room(int64_t exact_last) { return (exact_last + TQKV__TILE - 1) / TQKV__TILE * TQKV__TILE; }
-
 /* Takes the shapes of the halves. */
 static tqkv_result tqkv__end_shapes(const tqkv_cache_desc *desc, tqkv_cache *c)
 {
@@ -98,7 +119,7 @@ static tqkv_result tqkv__end_shapes(const tqkv_cache_desc *desc, tqkv_cache *c)
     if (first < 0 || last < 0) return TQKV__INVALID("exact_first or exact_last is negative");
     if ((first || last) && (int64_t)first + last > desc->capacity)
         return TQKV__INVALID("exact_first + exact_last is above the capacity");
-    if (last > INT_MAX - TQKV__TILE) return TQKV__INVALID("exact_last is too large");
+    if (last > INT_MAX - 2 * TQKV__TILE) return TQKV__INVALID("exact_last is too large");
     c->exact_first = first;
     c->exact_last = last;
     for (int i = 0; i < TQKV__CACHE_ENDS; i++) {
@@ -242,6 +263,7 @@ TQKV__COLD TQKV_API void tqkv_cache_destroy(tqkv_cache *c)
 {
     if (!c) return;
     const tqkv_allocator memory = c->memory;
+    if (c->grown) memory.free(memory.user, c->grown, c->grown_size);
     memory.free(memory.user, c, c->size);
 }
 
@@ -253,7 +275,7 @@ static int64_t tqkv__oldest(const tqkv_cache *c, int64_t end)
 
 static void tqkv__cache_advance(tqkv_cache *c, int n_tokens)
 {
-    const int64_t end = c->attention.end + n_tokens, room = tqkv__end_room(c->exact_last);
+    const int64_t end = c->attention.end + n_tokens, room = tqkv__end_room_of(c);
     if (c->attention.end <= c->exact_below) c->exact_below = end < c->exact_first ? end : c->exact_first;
     if (c->exact_from < end - room) c->exact_from = end - room;
     c->attention.end = end;
@@ -300,6 +322,53 @@ static bool tqkv__append_overlaps(const tqkv__append *append)
     return false;
 }
 
+/* Copies positions [from, to) of a ring to a larger one. */
+static void tqkv__copy_ring(const tqkv_store *old, const tqkv_store *grown, int64_t from, int64_t to)
+{
+    const size_t size = tqkv_row_bytes(TQKV_F16, old->head_dim);
+    for (int h = 0; h < old->n_kv_heads; h++)
+        for (int64_t p = from, n; p < to; p += n) {
+            const int64_t at = p % old->capacity, room = grown->capacity - p % grown->capacity;
+            const size_t slot = (size_t)h * (size_t)old->capacity + (size_t)at;
+            const size_t place = (size_t)h * (size_t)grown->capacity + (size_t)(p % grown->capacity);
+            n = to - p < old->capacity - at ? to - p : old->capacity - at;
+            if (n > room) n = room;
+            memcpy((uint8_t *)grown->codes + place * size, (const uint8_t *)old->codes + slot * size, (size_t)n * size);
+        }
+}
+
+/* Makes room for halves of n_tokens that come, and of those before them that their queries read as such. */
+static tqkv_result tqkv__grow_ends(tqkv_cache *c, int n_tokens)
+{
+    int64_t wanted = (int64_t)c->exact_last + n_tokens - 1;
+    size_t at[2] = {0, 0}, size = 0;
+    tqkv_store grown[2] = {c->ends[1][0], c->ends[1][1]};
+    if (wanted > c->keys.capacity) wanted = c->keys.capacity; /* of a ring no query sees more */
+    if (c->metal || !c->exact_last || wanted <= tqkv__end_room_of(c)) return TQKV_OK;
+    wanted = (wanted + TQKV__TILE - 1) / TQKV__TILE * TQKV__TILE;
+    if (wanted > INT_MAX) return TQKV_OUT_OF_MEMORY;
+    for (int i = 0; i < 2; i++) {
+        if (!grown[i].head_dim) continue;
+        grown[i].capacity = (int)wanted;
+        grown[i].codes_size = tqkv_codes_size(&grown[i]);
+        if (!tqkv__reserve(&size, grown[i].codes_size, &at[i])) return TQKV_OUT_OF_MEMORY;
+    }
+    if (!size) return TQKV_OK; /* all streams are F16 */
+    if (size > SIZE_MAX - 63) return TQKV_OUT_OF_MEMORY;
+    char *memory = (char *)c->memory.alloc(c->memory.user, size + 63);
+    if (!memory) return TQKV_OUT_OF_MEMORY;
+    for (int i = 0; i < 2; i++) {
+        if (!grown[i].head_dim) continue;
+        grown[i].codes = memory + (64 - (uintptr_t)memory % 64) % 64 + at[i];
+        tqkv__copy_ring(&c->ends[1][i], &grown[i], c->exact_from, c->attention.end);
+        c->ends[1][i] = grown[i];
+    }
+    if (c->grown) c->memory.free(c->memory.user, c->grown, c->grown_size);
+    c->grown = memory;
+    c->grown_size = size + 63;
+    return TQKV_OK;
+}
+
 TQKV_API tqkv_result tqkv_cache_append(tqkv_cache *c, const void *k, const void *v, int n_tokens)
 {
     tqkv__append append;
@@ -307,9 +376,14 @@ TQKV_API tqkv_result tqkv_cache_append(tqkv_cache *c, const void *k, const void 
     tqkv_result r = TQKV_OK;
     if (!c) return TQKV__INVALID("the cache is NULL");
     if (c->shared && v) return TQKV__INVALID("v: the keys are the values");
-    append.n = 0;
-    for (int i = 0; i < TQKV__CACHE_STORES; i++)
-        if (tqkv__store_of(c, i) && (r = tqkv__append_open(c, i, k, v, n_tokens, &append)) != TQKV_OK) return r;
+    for (int grown = 0; grown < 2; grown++) {
+        append.n = 0;
+        for (int i = 0; i < TQKV__CACHE_STORES; i++)
+            if (tqkv__store_of(c, i) && (r = tqkv__append_open(c, i, k, v, n_tokens, &append)) != TQKV_OK) return r;
+        const void *halves = c->grown;
+        if (!grown && (r = tqkv__grow_ends(c, n_tokens)) != TQKV_OK) return r;
+        if (c->grown == halves) break;
+    }
     if (tqkv__append_overlaps(&append)) return TQKV__INVALID("k or v overlaps the cache");
     tqkv__encode_job_open(&job, &c->attention.parallel, n_tokens, c->attention.end);
     for (int i = 0; i < append.n_streams; i++) tqkv__add_stream(&job, &append.streams[i], append.src[i]);
@@ -320,9 +394,12 @@ TQKV_API tqkv_result tqkv_cache_append(tqkv_cache *c, const void *k, const void 
     else
         r = TQKV__REFUSE(NOT_FINITE, "k or v holds NaN or infinity");
     if (r != TQKV_OK) return r;
-    for (int i = append.n_streams; i < append.n && !c->metal; i++) /* halves: few rows */
-        tqkv__encode_tokens(&append.streams[i], append.src[i], tqkv__first_kept(&append.streams[i], append.n_tokens[i]),
-                            append.n_tokens[i], c->attention.end);
+    for (int i = append.n_streams; i < append.n && !c->metal; i++) {
+        tqkv__encode_job_open(&job, &c->attention.parallel, append.n_tokens[i], c->attention.end);
+        tqkv__add_stream(&job, &append.streams[i], append.src[i]);
+        job.encode = true;
+        tqkv__run_encode_tasks(&job);
+    }
     tqkv__cache_advance(c, n_tokens);
     return r;
 }
@@ -332,6 +409,7 @@ static void tqkv__count_ends(const tqkv_cache *c, tqkv_attention *a)
     const tqkv__range newest = tqkv__range_of(c, TQKV__LAST_ENDS);
     a->exact_first = (int)c->exact_below;
     a->exact_last = newest.to - newest.from < c->exact_last ? (int)(newest.to - newest.from) : c->exact_last;
+    a->exact_from = c->exact_floor;
 }
 
 TQKV_API tqkv_attention tqkv_cache_view(const tqkv_cache *c)

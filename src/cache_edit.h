@@ -8,6 +8,7 @@ TQKV_API tqkv_result tqkv_cache_truncate(tqkv_cache *c, int64_t end)
     if (end == 0) c->first = 0;
     if (c->exact_below > end) c->exact_below = end;
     if (c->exact_from > end) c->exact_from = end;
+    if (end < c->attention.end) c->exact_floor = tqkv__exact_kept(c) < end ? tqkv__exact_kept(c) : end;
     c->attention.end = end;
     return TQKV_OK;
 }
@@ -62,10 +63,12 @@ TQKV__COLD TQKV_API tqkv_result tqkv_cache_remove(tqkv_cache *c, int64_t first, 
         return TQKV__REFUSE(OUT_OF_RANGE, "first, count: not among the resident positions");
     const int64_t behind = first + count, n = c->attention.end - behind;
     tqkv__move_positions(c, behind, first, n);
+    const int64_t kept = tqkv__exact_kept(c);
     if (first < c->exact_from) {
         tqkv__turn_rings(c, count);
         c->exact_from = (behind > c->exact_from ? behind : c->exact_from) - count;
     }
+    if (count) c->exact_floor = first < kept ? (behind > kept ? behind : kept) - count : kept;
     if (first < c->exact_below) c->exact_below = c->exact_below > behind ? c->exact_below - count : first;
     c->attention.end -= count;
     return TQKV_OK;
@@ -82,7 +85,7 @@ TQKV__COLD TQKV_API tqkv_result tqkv_cache_keep(tqkv_cache *c, int n, const int 
         if (kept[i] < 0 || kept[i] >= n) return TQKV__REFUSE(OUT_OF_RANGE, "kept: not one of the newest n positions");
         if (i && kept[i] <= kept[i - 1]) return TQKV__INVALID("kept: not ascending");
     }
-    const int64_t first = c->attention.end - n;
+    const int64_t first = c->attention.end - n, kept_from = tqkv__exact_kept(c);
     int64_t below = first;
     for (int i = 0, next; i < n_kept; i = next) {
         for (next = i + 1; next < n_kept && kept[next] == kept[next - 1] + 1;) next++;
@@ -92,6 +95,7 @@ TQKV__COLD TQKV_API tqkv_result tqkv_cache_keep(tqkv_cache *c, int n, const int 
     c->attention.end = first + n_kept;
     if (c->exact_below > below) c->exact_below = below;
     if (first < c->exact_from) c->exact_from = c->attention.end; /* their rows did not move */
+    if (n_kept < n) c->exact_floor = first < kept_from ? c->attention.end : kept_from;
     return TQKV_OK;
 }
 
@@ -190,6 +194,7 @@ TQKV__COLD TQKV_API tqkv_result tqkv_cache_fork(const tqkv_cache *c, const tqkv_
     copy->first = c->first;
     copy->exact_below = c->exact_below;
     copy->exact_from = tqkv__range_of(c, TQKV__LAST_ENDS).from;
+    copy->exact_floor = c->exact_floor;
     copy->attention.end = c->attention.end;
     if (r == TQKV_OK)
         *out = copy;
