@@ -32,7 +32,7 @@
      >>result         result codes
      >>isa            the instruction set in use
      >>threads        who runs the tasks of a call
-     >>store          one stream in the caller's memory: encode, decode, probe
+     >>store          one stream in the caller's memory: encode, decode, probe, calibrate
      >>rotate         the rotation alone
      >>attention      attention over two stores, whole or in slices
      >>index          scores of an index, and the choice of blocks by them
@@ -339,6 +339,31 @@ typedef struct tqkv_quality {
    that its products have of them. */
 TQKV_API tqkv_result tqkv_measure(const tqkv_store *shape, const void *src, int n_tokens, tqkv_quality *out);
 
+/* Channels of the rotary embedding that share a scale. Such a scale commutes with the rotation of positions: an engine may fold
+   it into its projections, and may shift contexts. */
+typedef enum tqkv_pairs {
+    TQKV_PAIRS_NONE = 0,
+    TQKV_PAIRS_NEIGHBOURS, /* channels 2i and 2i + 1 */
+    TQKV_PAIRS_HALVES      /* channels i and i + head_dim / 2 */
+} tqkv_pairs;
+/* Learns centre and scale of keys from rows and, if given, from queries, which say what reads a channel's error:
+
+     center = mean,  s = deviation from it,  channel_scale = sqrt(s), or sqrt(s / r) with r = root mean square of the queries,
+
+   then divided by its root mean square over the head's channels and kept in [2^-10, 2^10]. A channel of deviation 0 counts as that
+   of the smallest other. The same bits on every machine. Values need neither.
+   src: [n_tokens][n_kv_heads][head_dim], of the shape's type and strides; q: [n_queries][n_heads][head_dim] of its type, without
+   gaps, or NULL; n_heads: 0 = n_kv_heads. center, channel_scale: [n_kv_heads][head_dim], one may be NULL. No tokens: 0 and 1. The
+   shape's format, centre and scale do not matter. TQKV_NOT_FINITE: NaN, infinity or a magnitude beyond 1e12. */
+TQKV_API tqkv_result tqkv_calibrate(const tqkv_store *shape, const void *src, int n_tokens, const void *q, int n_heads,
+                                    int n_queries, tqkv_pairs pairs, float *center, float *channel_scale);
+/* What the shape's format, centre and scale would add to the logits: the standard deviation of q.(k' - k)/sqrt(head_dim) over
+   the rows k, root mean square over the queries that read the head. Up to 0.1 predictions hardly change; at 1 they are another
+   model's. Rows and queries as tqkv_calibrate's, q not NULL; noise: [n_kv_heads], zeros for no tokens or queries, INFINITY if
+   rows decode to NaN. */
+TQKV_API tqkv_result tqkv_logit_noise(const tqkv_store *shape, const void *src, int n_tokens, const void *q,
+                                      int n_heads, int n_queries, double *noise);
+
 /* >>rotate
    y = R(s*x)/sqrt(D) and its inverse x = s*R(y)/sqrt(D), in place; rows: [n_rows][head_dim]. NaN and Inf spread. */
 TQKV_API tqkv_result tqkv_rotate(float *rows, int n_rows, int head_dim);
@@ -397,15 +422,17 @@ typedef struct tqkv_attention {
     const int32_t *list;
     int list_length, list_heads; /* list_heads: 0 = 1, or n_kv_heads: a row for each */
     int list_block, list_newest; /* list_block: 1, 4, 16, 64 or 128 positions */
-    /* Some positions as halves, too: those below exact_first are read from first_keys and first_values, and the newest
-       exact_last, up to `end`, from last_keys and last_values; all others, and those of a stream whose store here is NULL or
-       that is F16 itself, from keys and values, whose codes at these positions are not looked at. Stores of F16 with n_kv_heads,
-       head_dim, centre and scale of the codes, and rotated if these are; linear, rings (multiples of 64 read fastest) or
-       paged, as long as they hold these positions: else TQKV_OUT_OF_RANGE. If the keys are the values, so are their
-       halves. A tail is always read from its own store. On a GPU the stores of halves have no pages, and keys with a
-       tail have none beside them. */
+    /* Some positions as halves, too: a query at position p reads those below exact_first from first_keys and first_values, and
+       those above p - exact_last, but none below exact_from, from last_keys and last_values; all others, and those of a stream
+       whose store here is NULL or that is F16 itself, from keys and values. It gets the same bits alone and in a batch. With
+       a tree, too, p is where a query stands, and not its depth. Stores of F16 with n_kv_heads, head_dim, centre and scale of
+       the codes, and rotated if these are; linear, rings (multiples of 64 read fastest) or paged, as long as they hold these
+       positions, of last_keys and last_values the newest exact_last + n_queries - 1 up to `end`: else TQKV_OUT_OF_RANGE. If
+       the keys are the values, so are their halves. A tail is always read from its own store. On a GPU the stores of
+       halves have no pages, and keys with a tail have none beside them. */
     const tqkv_store *first_keys, *first_values, *last_keys, *last_values;
     int exact_first, exact_last;
+    int64_t exact_from; /* what a truncation, for example, has left as codes; 0: nothing */
 } tqkv_attention;
 
 /* q: [n_queries][n_heads][head_dim of the keys, then of the tail], out: [n_queries][n_heads][head_dim of the values].
@@ -497,10 +524,10 @@ typedef struct tqkv_cache_desc {
     bool shared;     /* a latent cache: the keys are the values. value_format and value_dim: those of the keys, or 0 */
     int tail_dim;    /* further dimensions of each key, in a stream of their own; 0: none */
     tqkv_format tail_format; /* 0 = F16 */
-    /* So many of the first and of the newest positions are kept as halves, too, and read as these: most of the weight is
-       there. Their sum is at most the capacity; F16 streams and the tail need none. Which positions are halves depends on
-       the end alone: queries of a batch that stand before it have fewer of them behind them. After truncate, remove and keep the
-       newest may be left as codes until new ones come. */
+    /* So many of the first positions, and of the newest before each query, are kept as halves, too, and read as these: most of
+       the weight is there. Their sum is at most the capacity; F16 streams and the tail need none. The halves of the newest are
+       room for 64 queries of one call; an append of more tokens makes more room, for as many. After truncate, remove and
+       keep the newest may be left as codes until new ones come. */
     int exact_first, exact_last;
 } tqkv_cache_desc;
 
@@ -1041,6 +1068,7 @@ TQKV_API tqkv_result tqkv_metal_plan_cache_prepare(const tqkv_cache *c, tqkv_met
      >>encode         tqkv_encode, tqkv_probe, tqkv_decode
      >>convert        tqkv_store_convert, and rows that move
      >>measure        tqkv_mean, tqkv_measure, tqkv_rotate
+     >>calibrate      tqkv_calibrate, tqkv_logit_noise
      >>attend         types of attention, and attention of a tile in plain C
      >>integer        the same in integers
 
@@ -3519,6 +3547,299 @@ TQKV_API tqkv_result tqkv_unrotate(float *rows, int n_rows, int head_dim)
     return tqkv__rotate_rows(rows, n_rows, head_dim, true);
 }
 
+/* >>calibrate: tqkv_calibrate, tqkv_logit_noise */
+
+/* Magnitudes to which no sum of squares leaves the range of float. */
+#define TQKV__LARGEST_CALIBRATED 1.0e12f
+#define TQKV__LEAST_LEARNT       (1.0f / 1024.0f)
+#define TQKV__LARGEST_LEARNT     1024.0f
+
+/* Queries as rows of a stream, whose heads are those of the queries. */
+typedef struct tqkv__queries {
+    tqkv__stream rows;
+    const void *q;
+    int n, group;
+} tqkv__queries;
+
+/* Of one head, [head_dim] each: mean, and mean squares of rows and of the queries that read them. */
+typedef struct tqkv__learnt {
+    float center[TQKV_MAX_HEAD_DIM], rows[TQKV_MAX_HEAD_DIM], queries[TQKV_MAX_HEAD_DIM];
+} tqkv__learnt;
+
+/* sums += x, or its square; x, sums: [n] */
+static TQKV__NOINLINE void tqkv__add_row(const float *x, bool squared, int n, float *sums)
+{
+    for (int d = 0; d < n; d++) sums[d] = TQKV__AS_FLOAT(sums[d] + (squared ? tqkv__rounded(x[d] * x[d]) : x[d]));
+}
+
+/* The mean over n rows, or that of the squares, of the differences from a centre, unless that is NULL: one float a channel, rows
+   in order. means: [head_dim] */
+static void tqkv__channel_means(const tqkv__stream *s, const void *src, int n, int first_head, int n_heads,
+                                const float *center, bool squared, float *means)
+{
+    float row[TQKV_MAX_HEAD_DIM];
+    const tqkv__codec *codec = tqkv__codec_for(s->head_dim);
+    const volatile float rows = n ? (float)n * (float)n_heads : 1.0f; /* see tqkv__norm_i8 */
+    memset(means, 0, (size_t)s->head_dim * sizeof(float));
+    for (int t = 0; t < n; t++)
+        for (int h = first_head; h < first_head + n_heads; h++) {
+            codec->widen(s->type, tqkv__source_row(s, src, (size_t)t, (size_t)h), center, NULL, s->head_dim, row);
+            tqkv__add_row(row, squared, s->head_dim, means);
+        }
+    for (int d = 0; d < s->head_dim; d++) means[d] = TQKV__AS_FLOAT(means[d] / rows);
+}
+
+/* The two channels of a rotary pair: [head_dim / 2] */
+static void tqkv__pair_of(tqkv_pairs pairs, int head_dim, int i, int *low, int *high)
+{
+    *low = pairs == TQKV_PAIRS_HALVES ? i : 2 * i;
+    *high = pairs == TQKV_PAIRS_HALVES ? i + head_dim / 2 : 2 * i + 1;
+}
+
+/* Turns mean squares into deviations; channels of a pair share theirs, zeros become the smallest that is none. */
+static TQKV__NOINLINE void tqkv__deviations(tqkv_pairs pairs, int head_dim, float *squares)
+{
+    float least = 1.0f;
+    bool any = false;
+    for (int i = 0; pairs != TQKV_PAIRS_NONE && i < head_dim / 2; i++) {
+        int low, high;
+        tqkv__pair_of(pairs, head_dim, i, &low, &high);
+        squares[low] = squares[high] = tqkv__rounded(squares[low] + squares[high]) * 0.5f;
+    }
+    for (int d = 0; d < head_dim; d++) {
+        squares[d] = TQKV__AS_FLOAT(sqrtf(squares[d]));
+        if (squares[d] > 0.0f && (!any || squares[d] < least)) least = squares[d];
+        any = any || squares[d] > 0.0f;
+    }
+    for (int d = 0; d < head_dim; d++) squares[d] = squares[d] > 0.0f ? squares[d] : least;
+}
+
+/* g = sqrt(s / r), divided by its root mean square. r: NULL: 1. scales may be s. */
+static TQKV__NOINLINE void tqkv__scales_of(const float *s, const float *r, int head_dim, float *scales)
+{
+    float sum = 0.0f;
+    for (int d = 0; d < head_dim; d++) {
+        scales[d] = TQKV__AS_FLOAT(sqrtf(r ? TQKV__AS_FLOAT(s[d] / r[d]) : s[d]));
+        sum = TQKV__AS_FLOAT(sum + tqkv__rounded(scales[d] * scales[d]));
+    }
+    const volatile float n = (float)head_dim;
+    const volatile float root = TQKV__AS_FLOAT(sqrtf(TQKV__AS_FLOAT(sum / n)));
+    for (int d = 0; d < head_dim; d++) {
+        const float g = TQKV__AS_FLOAT(scales[d] / root);
+        scales[d] = g < TQKV__LEAST_LEARNT ? TQKV__LEAST_LEARNT : g > TQKV__LARGEST_LEARNT ? TQKV__LARGEST_LEARNT : g;
+    }
+}
+
+/* Centre and scale of a head; center, scale: [head_dim], either may be NULL. queries may be NULL. */
+static TQKV__NOINLINE void tqkv__calibrate_head(const tqkv__stream *s, const void *src, int n_tokens, int kv_head,
+                                                const tqkv__queries *queries, tqkv_pairs pairs, float *center,
+                                                float *scale)
+{
+    tqkv__learnt learnt;
+    const size_t size = (size_t)s->head_dim * sizeof(float);
+    tqkv__channel_means(s, src, n_tokens, kv_head, 1, NULL, false, learnt.center);
+    if (center) memcpy(center, learnt.center, size);
+    if (!scale) return;
+    tqkv__channel_means(s, src, n_tokens, kv_head, 1, learnt.center, true, learnt.rows);
+    tqkv__deviations(pairs, s->head_dim, learnt.rows);
+    if (queries) {
+        tqkv__channel_means(&queries->rows, queries->q, queries->n, kv_head * queries->group, queries->group, NULL,
+                            true, learnt.queries);
+        tqkv__deviations(pairs, s->head_dim, learnt.queries);
+    }
+    tqkv__scales_of(learnt.rows, queries ? learnt.queries : NULL, s->head_dim, learnt.rows);
+    memcpy(scale, learnt.rows, size);
+}
+
+/* Takes queries of the stream's type, [n_queries][n_heads][head_dim], or none; *bytes: their size. Follows
+   tqkv__stream_shape. */
+static tqkv_result tqkv__take_queries(const tqkv__stream *s, const void *q, int n_heads, int n_queries,
+                                      tqkv__queries *queries, size_t *bytes)
+{
+    if (!n_heads) n_heads = s->n_kv_heads;
+    if (n_heads < 0 || n_heads % s->n_kv_heads) return TQKV__INVALID("n_heads is not a multiple of n_kv_heads");
+    if (n_queries < 0) return TQKV__INVALID("n_queries is negative");
+    *bytes = 0;
+    queries->rows = *s;
+    queries->rows.n_kv_heads = n_heads;
+    queries->rows.strides.token = queries->rows.strides.head = 0;
+    queries->rows.strides = tqkv__strides_of(queries->rows.strides, n_heads, s->head_dim);
+    queries->q = q;
+    queries->n = n_queries;
+    queries->group = n_heads / s->n_kv_heads;
+    if (!q) return TQKV_OK;
+    const tqkv_result r = tqkv__check_rows(&queries->rows, q, n_queries, bytes);
+    if (r != TQKV_OK) return r;
+    return tqkv__rows_finite(&queries->rows, q, n_queries) ? TQKV_OK
+                                                           : TQKV__REFUSE(NOT_FINITE, "q holds NaN or infinity");
+}
+
+/* Whether no value is so large that its square may leave the range of float, summed up; rows are finite. */
+static bool tqkv__rows_moderate(const tqkv__stream *s, const void *src, int n)
+{
+    float row[TQKV_MAX_HEAD_DIM];
+    const tqkv__codec *codec = tqkv__codec_for(s->head_dim);
+    if (s->type == TQKV_TYPE_F16) return true;
+    for (size_t t = 0; t < (size_t)n; t++)
+        for (size_t h = 0; h < (size_t)s->n_kv_heads; h++) {
+            bool beyond = false;
+            codec->widen(s->type, tqkv__source_row(s, src, t, h), NULL, NULL, s->head_dim, row);
+            for (int d = 0; d < s->head_dim; d++) beyond |= fabsf(row[d]) > TQKV__LARGEST_CALIBRATED;
+            if (beyond) return false;
+        }
+    return true;
+}
+
+/* Whether an output may be written: floats, apart from what is read. */
+static bool tqkv__may_write(const float *to, size_t size, const void *src, size_t src_bytes, const void *q,
+                            size_t q_bytes)
+{
+    return !to ||
+           (tqkv__floats_at(to) && !tqkv__overlap(to, size, src, src_bytes) && !tqkv__overlap(to, size, q, q_bytes));
+}
+
+/* Checks the arguments of tqkv_calibrate. */
+static tqkv_result tqkv__check_calibration(const tqkv__stream *s, const void *src, int n_tokens,
+                                           const tqkv__queries *queries, size_t q_bytes, const float *center,
+                                           const float *scale)
+{
+    size_t bytes;
+    const size_t size = tqkv__center_size(s);
+    const tqkv_result r = tqkv__check_rows(s, src, n_tokens, &bytes);
+    if (r != TQKV_OK) return r;
+    if (!center && !scale) return TQKV__INVALID("center and channel_scale are NULL: nothing to find");
+    if (!tqkv__may_write(center, size, src, bytes, queries->q, q_bytes) ||
+        !tqkv__may_write(scale, size, src, bytes, queries->q, q_bytes) || tqkv__overlap(center, size, scale, size))
+        return TQKV__INVALID("center or channel_scale: not aligned as floats, or overlaps src, q or the other");
+    if (!tqkv__rows_finite(s, src, n_tokens)) return TQKV__REFUSE(NOT_FINITE, "src holds NaN or infinity");
+    if (!tqkv__rows_moderate(s, src, n_tokens)) return TQKV__REFUSE(NOT_FINITE, "src holds values beyond 1e12");
+    if (queries->q && !tqkv__rows_moderate(&queries->rows, queries->q, queries->n))
+        return TQKV__REFUSE(NOT_FINITE, "q holds values beyond 1e12");
+    return TQKV_OK;
+}
+
+TQKV_API tqkv_result tqkv_calibrate(const tqkv_store *shape, const void *src, int n_tokens, const void *q, int n_heads,
+                                    int n_queries, tqkv_pairs pairs, float *center, float *channel_scale)
+{
+    tqkv__stream s;
+    tqkv__queries queries;
+    size_t q_bytes;
+    tqkv_result r = tqkv__stream_shape(shape, &s);
+    if (r != TQKV_OK) return r;
+    if (pairs != TQKV_PAIRS_NONE && pairs != TQKV_PAIRS_NEIGHBOURS && pairs != TQKV_PAIRS_HALVES)
+        return TQKV__INVALID("pairs: no tqkv_pairs");
+    if ((r = tqkv__take_queries(&s, q, n_heads, n_queries, &queries, &q_bytes)) != TQKV_OK) return r;
+    if ((r = tqkv__check_calibration(&s, src, n_tokens, &queries, q_bytes, center, channel_scale)) != TQKV_OK) return r;
+    const uint64_t mode = tqkv__fp_exact();
+    for (int h = 0; h < s.n_kv_heads; h++)
+        tqkv__calibrate_head(&s, src, n_tokens, h, q && n_queries ? &queries : NULL, pairs,
+                             center ? center + (size_t)h * (size_t)s.head_dim : NULL,
+                             channel_scale ? channel_scale + (size_t)h * (size_t)s.head_dim : NULL);
+    tqkv__fp_restore(mode);
+    return TQKV_OK;
+}
+
+/* -- The noise of the logits -- */
+
+/* Queries at work, as many as have their sums on the stack; sums of q.e and of its square over the rows */
+enum { TQKV__NOISE_ROWS = 128 };
+typedef struct tqkv__noises {
+    double first[TQKV__NOISE_ROWS], second[TQKV__NOISE_ROWS];
+} tqkv__noises;
+
+/* What encoding and decoding adds to a row; error: [head_dim], in the original basis */
+static TQKV__NOINLINE void tqkv__row_error(const tqkv__stream *s, const tqkv__quantiser *q, int kv_head,
+                                           const tqkv__row *row, float *error)
+{
+    float source[TQKV_MAX_HEAD_DIM];
+    const tqkv__codec *codec = tqkv__codec_for(s->head_dim);
+    codec->encode_rows(s, q, row, 1);
+    tqkv__decode_row(s, row->codes, row->norms, error);
+    if (s->rotated) codec->unrotate(error, s->head_dim);
+    tqkv__apply_scale(s, kv_head, error);
+    tqkv__add_center(s, kv_head, false, error);
+    codec->widen(s->type, row->src, NULL, NULL, s->head_dim, source);
+    for (int d = 0; d < s->head_dim; d++) error[d] -= source[d];
+}
+
+/* q.e of a query and an error, in four sums; n: a multiple of 16 */
+static double tqkv__noise_of(const float *q, const float *error, int n)
+{
+    double sums[4] = {0.0, 0.0, 0.0, 0.0};
+    for (int d = 0; d < n; d += 4)
+        for (int i = 0; i < 4; i++) sums[i] += (double)q[d + i] * (double)error[d + i];
+    return (sums[0] + sums[1]) + (sums[2] + sums[3]);
+}
+
+/* Adds what a row of a head adds to the scores of its query rows [first, first + n). */
+static void tqkv__add_noise(const tqkv__queries *queries, int kv_head, int first, int n, const float *error,
+                            tqkv__noises *sums)
+{
+    float q[TQKV_MAX_HEAD_DIM];
+    const tqkv__stream *s = &queries->rows;
+    for (int i = 0; i < n; i++) {
+        const int row = first + i, head = kv_head * queries->group + row % queries->group;
+        const void *at = tqkv__source_row(s, queries->q, (size_t)(row / queries->group), (size_t)head);
+        tqkv__codec_for(s->head_dim)->widen(s->type, at, NULL, NULL, s->head_dim, q);
+        const double noise = tqkv__noise_of(q, error, s->head_dim);
+        sums->first[i] += noise;
+        sums->second[i] += noise * noise;
+    }
+}
+
+/* The variance over the rows of what a head's rows add to scores, mean over its queries. */
+static TQKV__NOINLINE double tqkv__head_noise(const tqkv__stream *s, const tqkv__quantiser *q, const void *src,
+                                              int n_tokens, int kv_head, const tqkv__queries *queries)
+{
+    uint8_t codes[2 * TQKV_MAX_HEAD_DIM];
+    float norms[TQKV_MAX_HEAD_DIM / 128], room[TQKV_MAX_HEAD_DIM], error[TQKV_MAX_HEAD_DIM];
+    const float *factors = tqkv__factors_of(s, kv_head, 1, room), *center = tqkv__center_of(s, kv_head);
+    const int64_t n_rows = (int64_t)queries->n * queries->group;
+    double total = 0.0;
+    for (int64_t first = 0; first < n_rows; first += TQKV__NOISE_ROWS) {
+        const int n = n_rows - first < TQKV__NOISE_ROWS ? (int)(n_rows - first) : TQKV__NOISE_ROWS;
+        tqkv__noises sums;
+        memset(&sums, 0, sizeof sums);
+        for (int t = 0; t < n_tokens; t++) {
+            const void *at = tqkv__source_row(s, src, (size_t)t, (size_t)kv_head);
+            const tqkv__row row = {at, center, factors, codes, norms};
+            tqkv__row_error(s, q, kv_head, &row, error);
+            tqkv__add_noise(queries, kv_head, (int)first, n, error, &sums);
+        }
+        for (int i = 0; i < n; i++) {
+            const double mean = sums.first[i] / n_tokens;
+            total += sums.second[i] / n_tokens - mean * mean;
+        }
+    }
+    return total > 0.0 ? total / (double)n_rows : total == 0.0 || total < 0.0 ? 0.0 : (double)INFINITY;
+}
+
+TQKV_API tqkv_result tqkv_logit_noise(const tqkv_store *shape, const void *src, int n_tokens, const void *q,
+                                      int n_heads, int n_queries, double *noise)
+{
+    tqkv__stream s;
+    tqkv__quantiser quantiser;
+    tqkv__queries queries;
+    size_t q_bytes;
+    tqkv_result r = tqkv__stream_shape(shape, &s);
+    if (r == TQKV_OK) r = tqkv__stream_channels(shape, &s);
+    if (r != TQKV_OK) return r;
+    if ((r = tqkv__take_queries(&s, q, n_heads, n_queries, &queries, &q_bytes)) != TQKV_OK) return r;
+    if (!q) return TQKV__INVALID("q is NULL");
+    const size_t size = (size_t)s.n_kv_heads * sizeof *noise;
+    if (tqkv__overlap(noise, size, q, q_bytes)) return TQKV__INVALID("noise overlaps q");
+    if ((r = tqkv__check_source(&s, src, n_tokens, noise, __alignof__(double), size)) != TQKV_OK) return r;
+    const uint64_t mode = tqkv__fp_exact();
+    if (s.kind == TQKV__BOOK) tqkv__quantiser_open(&s, &quantiser);
+    tqkv__fill_planes(&s);
+    for (int h = 0; h < s.n_kv_heads; h++)
+        noise[h] = n_tokens && n_queries
+                       ? sqrt(tqkv__head_noise(&s, &quantiser, src, n_tokens, h, &queries) / s.head_dim)
+                       : 0.0;
+    tqkv__fp_restore(mode);
+    return TQKV_OK;
+}
+
 /* >>attend: softmax(q.k) v in one pass over tiles of positions; a decoded key or value serves all its queries */
 
 /* Positions in a tile, which attention scores, weights and sums together. Their scores stay in the L1 cache. */
@@ -3546,9 +3867,10 @@ typedef struct tqkv__attention {
     int matrix_group; /* on a GPU; 0 = the default */
     /* Makes integers of a query; NULL: floats. See tqkv__integers. */
     void (*round_query)(const tqkv__stream *s, const float *query, float *to);
-    /* Positions below exact_below are halves in ends[0][side], and from exact_from on in ends[1][side], where exact[][side] is
-       set; side 0: keys, 1: values. See tqkv__stream_at. */
+    /* Positions below exact_below are halves in ends[0][side], and those from tqkv__exact_at on in ends[1][side], where
+       exact[][side] is set; side 0: keys, 1: values. exact_from: for the last query, on a GPU for all. See tqkv__place_at. */
     int64_t exact_below, exact_from;
+    bool newest_halves; /* on a GPU: this is the part of a context that queries read from halves of the newest */
     bool exact[2][2];
     tqkv__stream ends[2][2]; /* not cleared if unused: that would take as long as a few positions */
 } tqkv__attention;
@@ -9261,7 +9583,8 @@ static tqkv_result tqkv__attention_shape(const tqkv_attention *a, tqkv__attentio
     if (call->n_heads < 0 || call->n_heads % r->n_kv_heads != 0)
         return TQKV__INVALID("n_heads is not a multiple of n_kv_heads");
     if (call->n_queries < 0 || call->window < 0) return TQKV__INVALID("n_queries or window is negative");
-    if (call->exact_first < 0 || call->exact_last < 0) return TQKV__INVALID("exact_first or exact_last is negative");
+    if (call->exact_first < 0 || call->exact_last < 0 || call->exact_from < 0)
+        return TQKV__INVALID("exact_first, exact_last or exact_from is negative");
     if (!tqkv__all_finite(&a->scale, 1) || !tqkv__all_finite(&a->softcap, 1))
         return TQKV__INVALID("scale or softcap is NaN or infinite");
     if (!tqkv__basis_known(a->query_basis) || !tqkv__basis_known(a->output_basis))
@@ -9338,6 +9661,15 @@ static tqkv_result tqkv__check_end(const tqkv__attention *a, const tqkv__stream 
     return TQKV_OK;
 }
 
+/* The first position that a query reads from the halves of the newest. With none all are, and these are codes. */
+static int64_t tqkv__exact_at(const tqkv__attention *a, int query)
+{
+    const tqkv_attention *call = &a->call;
+    const int64_t from = call->end - call->n_queries + query + 1 - call->exact_last;
+    if (!a->exact[1][0] && !a->exact[1][1]) return 0;
+    return from > call->exact_from ? from : call->exact_from;
+}
+
 /* Takes the positions that are kept as halves, from stores opened by `open`; follows tqkv__check_streams and
    tqkv__attention_range. */
 static tqkv_result tqkv__take_ends(tqkv__attention *a, tqkv_result (*open)(const tqkv_store *, tqkv__stream *))
@@ -9346,46 +9678,52 @@ static tqkv_result tqkv__take_ends(tqkv__attention *a, tqkv_result (*open)(const
     const tqkv_store *const stores[2][2] = {{call->first_keys, call->first_values},
                                             {call->last_keys, call->last_values}};
     const int64_t below = call->exact_first < call->end ? call->exact_first : call->end;
-    const int64_t from = call->exact_last < call->end ? call->end - call->exact_last : 0;
+    const int64_t newest = call->end - call->exact_last, oldest = newest - call->n_queries + 1;
+    int64_t from = oldest > call->exact_from ? oldest : call->exact_from; /* for all queries together */
+    if (from < a->first) from = a->first;
+    if (from > call->end) from = call->end;
     for (int i = 0; i < 4; i++) {
         const int last = i / 2, side = i % 2;
         const tqkv__stream *codes = side ? &a->values : &a->keys;
         const tqkv_store *store = stores[last][a->shared ? 0 : side];
-        if (!store || codes->kind == TQKV__HALF || (last ? from == call->end : below == 0)) continue;
+        if (!store || codes->kind == TQKV__HALF || (last ? !call->exact_last : below == 0)) continue;
         tqkv__stream *s = &a->ends[last][side];
         tqkv_result r = open(store, s);
         if (r == TQKV_OK) r = tqkv__check_end(a, codes, last ? from : 0, last ? call->end : below, s);
         if (r != TQKV_OK) return r;
         a->exact[last][side] = true;
         if (last)
-            a->exact_from = from;
+            a->exact_from = newest > call->exact_from ? newest : call->exact_from;
         else
             a->exact_below = below;
     }
     return TQKV_OK;
 }
 
-/* The keys (side 0) or values (1) of a position. */
-static const tqkv__stream *tqkv__stream_at(const tqkv__attention *a, int side, int64_t position)
-{
-    if (position < a->exact_below && a->exact[0][side]) return &a->ends[0][side];
-    if (position >= a->exact_from && a->exact[1][side]) return &a->ends[1][side];
-    return side ? &a->values : &a->keys;
-}
-
-/* Positions that are read from the same streams. */
+/* Positions that are read from the same streams. A query reads [0, b) in its first pass and [b, end) in its second, where b is
+   tqkv__exact_at. Queries of an item have other b: each looks only at its own positions of the tiles that both passes have, so
+   its sums are added in the same order alone and in a batch. */
+enum { TQKV__PASSES = 2 };
 typedef struct tqkv__place {
-    int number; /* tells places apart */
+    int number; /* tells places apart: 2 * pass, plus 1 for the first positions */
     const tqkv__stream *keys, *values;
     int64_t end; /* the first position behind them */
 } tqkv__place;
 
-static tqkv__place tqkv__place_at(const tqkv__attention *a, int64_t position)
+/* The keys (side 0) or values (1) of a place. */
+static const tqkv__stream *tqkv__stream_at(const tqkv__attention *a, int side, int number)
 {
-    const bool first = position < a->exact_below, last = position >= a->exact_from;
-    tqkv__place place = {first + 2 * last, tqkv__stream_at(a, 0, position), tqkv__stream_at(a, 1, position), INT64_MAX};
-    if (!last) place.end = a->exact_from;
-    if (first && a->exact_below < place.end) place.end = a->exact_below;
+    if (number % 2 && a->exact[0][side]) return &a->ends[0][side];
+    if (number / 2 && a->exact[1][side]) return &a->ends[1][side];
+    return side ? &a->values : &a->keys;
+}
+
+static tqkv__place tqkv__place_at(const tqkv__attention *a, int64_t position, int pass)
+{
+    const bool first = position < a->exact_below;
+    const int number = 2 * pass + first;
+    const tqkv__place place = {number, tqkv__stream_at(a, 0, number), tqkv__stream_at(a, 1, number),
+                               first ? a->exact_below : INT64_MAX};
     return place;
 }
 
@@ -9399,11 +9737,11 @@ static const tqkv__stream *tqkv__stream_read(const tqkv__attention *a, int i)
     return i == 0 ? &a->keys : i == 1 ? &a->values : a->call.tail ? &a->tail : NULL;
 }
 
-/* The positions of a range that may be read from stream i. */
-static tqkv__range tqkv__positions_read(const tqkv__attention *a, int i, tqkv__range range)
+/* The positions of a range that a query, or one behind it, may read from stream i. */
+static tqkv__range tqkv__positions_read(const tqkv__attention *a, int i, tqkv__range range, int query)
 {
     const bool halves = i >= TQKV__FIRST_HALVES, last = i >= TQKV__FIRST_HALVES + 2;
-    if (last && a->exact_from > range.from) range.from = a->exact_from;
+    if (last && tqkv__exact_at(a, query) > range.from) range.from = tqkv__exact_at(a, query);
     if (halves && !last && a->exact_below < range.to) range.to = a->exact_below;
     return range;
 }
@@ -9622,7 +9960,7 @@ static tqkv_result tqkv__check_listed(const tqkv__attention *a, int i, tqkv__ran
     const tqkv__stream *s = tqkv__stream_read(a, i);
     tqkv_result r = TQKV_OK;
     if (!s || !s->pages) return r;
-    range = tqkv__positions_read(a, i, range);
+    range = tqkv__positions_read(a, i, range, query);
     for (int64_t rank = l->seen.from; r == TQKV_OK && rank < l->seen.to; rank++) {
         const int64_t position = tqkv__position_of(l, rank);
         if (position < range.from || position >= range.to || tqkv__hidden_ranks(a, query, l, rank, 1)) continue;
@@ -9648,7 +9986,7 @@ static tqkv_result tqkv__check_entries(const tqkv__attention *a, int64_t first, 
 {
     tqkv_result r = TQKV_OK;
     for (int i = 0; r == TQKV_OK && i < TQKV__STREAMS; i++) {
-        const tqkv__range all = {first, end}, range = tqkv__positions_read(a, i, all);
+        const tqkv__range all = {first, end}, range = tqkv__positions_read(a, i, all, 0);
         if (tqkv__stream_read(a, i)) r = tqkv__check_pages(tqkv__stream_read(a, i), range.from, range.to);
     }
     return r;
@@ -9948,11 +10286,13 @@ typedef struct tqkv__work {
     tqkv__tile *tiles; /* [2] */
     tqkv__tile *before;
     tqkv__sums piece, sums;
-    const tqkv__list *list;          /* or NULL: ranks are positions */
-    tqkv__range common;              /* what all rows see of a stretch, without a list */
-    bool small_pages, odd_rings;     /* pages, or rings, may end within a tile */
-    const tqkv__attention *gathered; /* streams in scratch, for rows that do not lie together */
-    tqkv__ranks ranks[3];            /* likewise: of the tile before, of this one and of the next */
+    const tqkv__list *list;           /* or NULL: ranks are positions */
+    int64_t exact[2];                 /* tqkv__exact_at of the first and the last row's query */
+    tqkv__range passes[TQKV__PASSES]; /* of ranks, in a stretch */
+    tqkv__range common[TQKV__PASSES]; /* what all rows see of these, without a list */
+    bool small_pages, odd_rings;      /* pages, or rings, may end within a tile */
+    const tqkv__attention *gathered;  /* streams in scratch, for rows that do not lie together */
+    tqkv__ranks ranks[3];             /* likewise: of the tile before, of this one and of the next */
 } tqkv__work;
 
 /* What the rows see together of a range of positions or, with a list, ranks. */
@@ -9978,21 +10318,43 @@ static tqkv__range tqkv__common_range(const tqkv__work *w, tqkv__range range)
     return all;
 }
 
+/* Finds both passes through a range of positions or ranks, and what all rows see of them. Without halves of the newest all is in
+   the second. */
+static void tqkv__find_passes(tqkv__work *w, tqkv__range range)
+{
+    const tqkv__range seen = tqkv__range_of_rows(w, range);
+    const int64_t low = w->list ? tqkv__rank_of(w->list, w->exact[0]) : w->exact[0];
+    const int64_t high = w->list ? tqkv__rank_of(w->list, w->exact[1]) : w->exact[1];
+    w->passes[0] = w->passes[1] = seen;
+    if (w->passes[0].to > high) w->passes[0].to = high;
+    if (w->passes[1].from < low) w->passes[1].from = low;
+    if (w->list) return;
+    w->common[0] = w->common[1] = tqkv__common_range(w, range);
+    if (w->common[0].to > low) w->common[0].to = low;
+    if (w->common[1].from < high) w->common[1].from = high;
+}
+
 /* Finds what each row sees of a tile; false: none sees any of it. */
 static bool tqkv__find_spans(const tqkv__work *w, tqkv__range range, tqkv__tile *tile)
 {
+    const int pass = tile->place.number / 2;
+    const tqkv__range *common = &w->common[pass];
     const tqkv__item *item = w->item;
     const int group = w->a->group;
     tqkv__span span = {tile->begin, tile->begin + tile->n, w->list ? tile->ranks->hidden << tile->begin : 0};
     bool seen = false;
     tile->whole = !span.hidden;
-    if (w->list || (tile->position >= w->common.from && tile->position + tile->n <= w->common.to)) {
+    if (w->list || (tile->position >= common->from && tile->position + tile->n <= common->to)) {
         for (int row = 0; row < item->n_rows; row++) tile->spans[row] = span;
         return true;
     }
     for (int row = 0; row < item->n_rows;) {
         const int query = (item->first_row + row) / group, next = (query + 1) * group - item->first_row;
-        span = tqkv__span_of(w->a, query, tile, range);
+        const int64_t exact = tqkv__exact_at(w->a, query);
+        tqkv__range part = range;
+        if (pass == 0 && part.to > exact) part.to = exact;
+        if (pass == 1 && part.from < exact) part.from = exact;
+        span = tqkv__span_of(w->a, query, tile, part);
         for (; row < next && row < item->n_rows; row++) tile->spans[row] = span;
         seen = seen || span.to > span.from;
         tile->whole = tile->whole && span.to - span.from == tile->n && !span.hidden;
@@ -10233,18 +10595,25 @@ static bool tqkv__lies_together(const tqkv__attention *a, const tqkv__ranks *ran
            (!a->call.tail || tqkv__in_order(ranks->tail, ranks->n));
 }
 
-/* Finds the next tile of ranks [rank, end); n is 0 if there is none. A list's tile has something that its query sees. */
-static void tqkv__find_ranks(const tqkv__work *w, int64_t rank, int64_t end, tqkv__ranks *ranks)
+/* Finds the next tile of ranks from `rank` of a pass on; n is 0 if there is none. A list's tile has something that its query
+   sees. */
+static void tqkv__find_ranks(const tqkv__work *w, int pass, int64_t rank, tqkv__ranks *ranks)
 {
     const tqkv__attention *a = w->a;
     const bool scattered = w->small_pages || w->odd_rings;
     ranks->n = 0;
-    for (int64_t n; rank < end; rank += n) {
+    for (int64_t n; pass < TQKV__PASSES; rank += n) {
+        const int64_t end = w->passes[pass].to;
+        n = 0;
+        if (rank >= end) {
+            if (++pass < TQKV__PASSES) rank = w->passes[pass].from;
+            continue;
+        }
         n = TQKV__TILE - rank % TQKV__TILE;
         if (n > end - rank) n = end - rank;
         const int64_t position = tqkv__position_of(w->list, rank), last = tqkv__position_of(w->list, rank + n - 1);
         const bool together = last - position == n - 1;
-        ranks->place = tqkv__place_at(a, position);
+        ranks->place = tqkv__place_at(a, position, pass);
         if (together)
             n = tqkv__tile_length(a, &ranks->place, position, last + 1); /* as without a list */
         else if (last >= ranks->place.end)
@@ -10275,7 +10644,7 @@ static tqkv__tile *tqkv__place_tile(const tqkv__work *w, const tqkv__ranks *rank
     const int kv_head = tile->kv_head, slot = tile == w->tiles ? 0 : TQKV__TILE;
     const bool ahead = ranks->together && next->n && next->together && ranks->place.keys == next->place.keys &&
                        ranks->place.values == next->place.values; /* the loops ask for the next tile */
-    tile->place = tqkv__place_at(streams, tqkv__position_of(w->list, ranks->rank));
+    tile->place = tqkv__place_at(streams, tqkv__position_of(w->list, ranks->rank), ranks->place.number / 2);
     tile->keys = tqkv__run_of_ranks(ranks, ranks->keys, slot, ahead ? next->keys[0] : -1);
     tile->values = tqkv__run_of_ranks(ranks, ranks->values, slot, ahead ? next->values[0] : -1);
     if (a->call.tail) tile->tail = tqkv__run_of_ranks(ranks, ranks->tail, slot, ahead ? next->tail[0] : -1);
@@ -10293,27 +10662,28 @@ static tqkv__tile *tqkv__place_tile(const tqkv__work *w, const tqkv__ranks *rank
 }
 
 /* A tile in which a ring wraps: its rows are gathered. */
-static tqkv__tile *tqkv__wrapped_tile(tqkv__work *w, int64_t position, int64_t end)
+static tqkv__tile *tqkv__wrapped_tile(tqkv__work *w, int pass, int64_t position)
 {
     tqkv__ranks *ranks = &w->ranks[w->before == &w->tiles[0]]; /* those of the tile before are in use */
     w->ranks[2].n = 0;                                         /* no tile to ask for */
-    tqkv__find_ranks(w, position, end, ranks);
+    tqkv__find_ranks(w, pass, position, ranks);
     return tqkv__place_tile(w, ranks, &w->ranks[2]);
 }
 
-/* Adds a range of positions to the sums of an item's rows. */
-static void tqkv__attend_rows(tqkv__work *w, tqkv__range range)
+/* Adds a pass through a range of positions to the sums of an item's rows. */
+static void tqkv__attend_rows(tqkv__work *w, int pass, tqkv__range range)
 {
     const tqkv__attention *a = w->a;
-    const tqkv__range seen = tqkv__range_of_rows(w, range);
-    tqkv__place place = tqkv__place_at(a, seen.from);
+    const tqkv__range seen = w->passes[pass];
+    tqkv__place place = tqkv__place_at(a, seen.from, pass);
     for (int64_t position = seen.from, n; position < seen.to; position += n) {
-        if (position >= place.end) place = tqkv__place_at(a, position);
+        if (position >= place.end) place = tqkv__place_at(a, position, pass);
         n = tqkv__tile_length(a, &place, position, seen.to);
         const bool wraps =
             w->odd_rings && (tqkv__wraps(place.keys, position, n) || tqkv__wraps(place.values, position, n) ||
                              (a->call.tail && tqkv__wraps(&a->tail, position, n)));
-        tqkv__tile *tile = wraps ? tqkv__wrapped_tile(w, position, seen.to) : tqkv__next_tile(w, position, (int)n);
+        tqkv__tile *tile = wraps ? tqkv__wrapped_tile(w, pass, position) : tqkv__next_tile(w, position, (int)n);
+        if (!wraps) tile->place = place;
         if (!tqkv__find_spans(w, range, tile)) continue; /* a tree hides it */
         if (!wraps) tqkv__find_runs(a, &place, seen.to, tile);
         if (!wraps && position + n < seen.to) tqkv__touch_streams(tile);
@@ -10329,12 +10699,12 @@ static bool tqkv__heads_follow(const tqkv__attention *a)
 }
 
 /* Asks for the first tile of the next KV head, which has the same list and comes next: nothing else would in time. */
-static void tqkv__ask_next_head(const tqkv__work *w, tqkv__range seen)
+static void tqkv__ask_next_head(const tqkv__work *w)
 {
     tqkv__ranks ranks;
     const int kv_head = w->item->kv_head + 1;
     if (!w->list || kv_head == w->a->n_kv_heads || !tqkv__heads_follow(w->a)) return;
-    tqkv__find_ranks(w, seen.from, seen.to, &ranks);
+    tqkv__find_ranks(w, 0, w->passes[0].from, &ranks);
     tqkv__ask_keys(w->a, kv_head, &ranks);
     tqkv__ask_values(w->a, kv_head, &ranks);
 }
@@ -10345,14 +10715,13 @@ static void tqkv__attend_ranks(tqkv__work *w, tqkv__range range)
     const tqkv__attention *a = w->a;
     const int kv_head = w->item->kv_head;
     const bool asked = w->list && kv_head > 0 && tqkv__heads_follow(a);
-    const tqkv__range seen = tqkv__range_of_rows(w, range);
-    tqkv__find_ranks(w, seen.from, seen.to, &w->ranks[0]);
+    tqkv__find_ranks(w, 0, w->passes[0].from, &w->ranks[0]);
     if (!asked) tqkv__ask_keys(a, kv_head, &w->ranks[0]);
     for (int now = 0; w->ranks[now].n; now = (now + 1) % 3) {
         const tqkv__ranks *ranks = &w->ranks[now];
         tqkv__ranks *next = &w->ranks[(now + 1) % 3];
-        tqkv__find_ranks(w, ranks->rank + ranks->n, seen.to, next);
-        if (!next->n) tqkv__ask_next_head(w, seen);
+        tqkv__find_ranks(w, ranks->place.number / 2, ranks->rank + ranks->n, next);
+        if (!next->n) tqkv__ask_next_head(w);
         tqkv__tile *tile = tqkv__place_tile(w, ranks, next);
         tqkv__find_spans(w, range, tile);
         tqkv__attend_tile(w, tile);
@@ -10622,7 +10991,7 @@ static void tqkv__attend_stretch(const tqkv__part *part, tqkv__work *w, int64_t 
     const int n_rows = w->item->n_rows;
     w->before = NULL;
     w->sums = *sums;
-    if (!w->list) w->common = tqkv__common_range(w, range);
+    tqkv__find_passes(w, range);
     tqkv__clear_sums(&w->piece, (size_t)n_rows, part->a->value_dim);
     tqkv__clear_sums(sums, (size_t)n_rows, part->a->value_dim);
     for (int i = 0; i < 2; i++) /* value_tile reads whole vectors behind the last row: no NaN or Inf of old scratch */
@@ -10630,7 +10999,7 @@ static void tqkv__attend_stretch(const tqkv__part *part, tqkv__work *w, int64_t 
     if (w->list || w->small_pages)
         tqkv__attend_ranks(w, range);
     else
-        tqkv__attend_rows(w, range);
+        for (int pass = 0; pass < TQKV__PASSES; pass++) tqkv__attend_rows(w, pass, range);
     tqkv__add_before(w);
     w->a->isa->end_piece(n_rows, w->a->value_dim, &w->piece, sums);
     if (w->before) tqkv__turn_sums(w->a, w->before->place.values, &w->a->values, n_rows, sums->out);
@@ -10671,6 +11040,8 @@ static TQKV__NOINLINE void tqkv__attend_unit(const tqkv__job *job, const tqkv__p
     w.tiles = (tqkv__tile *)(void *)slot;
     w.piece = tqkv__sums_at(next, rows, a->value_dim);
     w.list = a->call.list ? &list : NULL;
+    w.exact[0] = tqkv__exact_at(a, item.first_row / a->group);
+    w.exact[1] = tqkv__exact_at(a, (item.first_row + item.n_rows - 1) / a->group);
     w.small_pages = tqkv__small_pages(a);
     w.odd_rings = tqkv__odd_rings(a);
     w.gathered = &gathered;
@@ -11611,8 +11982,11 @@ struct tqkv_cache {
     tqkv_store ends[2][2];         /* halves of the first and of the newest positions: keys, values; zeros without */
     int exact_first, exact_last;
     int64_t exact_below, exact_from; /* positions [0, exact_below) and [exact_from, end) have halves */
-    float *centers;                  /* room for those of its streams, one after the other: [n_kv_heads][head_dim] */
-    int64_t first;                   /* resident positions [first, attention.end) */
+    int64_t exact_floor; /* positions below are read as codes since an edit; no lower than exact_from then */
+    void *grown;         /* memory of halves of the newest that the block has no room for, or NULL */
+    size_t grown_size;
+    float *centers; /* room for those of its streams, one after the other: [n_kv_heads][head_dim] */
+    int64_t first;  /* resident positions [first, attention.end) */
     tqkv_metal *metal;
     int matrix_group;
     tqkv_allocator memory;
@@ -11643,13 +12017,34 @@ static tqkv_store *tqkv__store_of(const tqkv_cache *c, int i)
     return i < TQKV__CACHE_STREAMS ? tqkv__stream_of(c, i) : tqkv__end_of(c, i - TQKV__CACHE_STREAMS);
 }
 
-/* The positions that store i holds. Of the newest halves these may be more than exact_last: a truncation takes
-   from them first. */
+/* Positions of a ring of halves: whole tiles, none of which wraps. With room for TQKV__TILE queries, as many as a tree has. */
+static int64_t tqkv__end_room(int64_t exact_last)
+{
+    return exact_last ? (exact_last + 2 * TQKV__TILE - 2) / TQKV__TILE * TQKV__TILE : 0;
+}
+
+/* Those of a cache, which may have grown. */
+static int64_t tqkv__end_room_of(const tqkv_cache *c)
+{
+    const tqkv_store *keys = tqkv__end_of(c, 2), *values = tqkv__end_of(c, 3);
+    return keys ? keys->capacity : values ? values->capacity : tqkv__end_room(c->exact_last);
+}
+
+/* The oldest position that an edit leaves as halves: as in a cache that has not grown, so that no bit depends on how the positions
+   came. */
+static int64_t tqkv__exact_kept(const tqkv_cache *c)
+{
+    const int64_t oldest = c->attention.end - tqkv__end_room(c->exact_last);
+    return oldest > c->exact_floor ? oldest : c->exact_floor;
+}
+
+/* The positions that store i holds; of the newest halves those that an edit leaves. These may be more than exact_last: a truncation
+   takes from them first. */
 static tqkv__range tqkv__range_of(const tqkv_cache *c, int i)
 {
     const tqkv__range all = {c->first, c->attention.end}, first = {0, c->exact_below};
     tqkv__range newest = all;
-    if (c->exact_from > c->first) newest.from = c->exact_from;
+    if (tqkv__exact_kept(c) > newest.from) newest.from = tqkv__exact_kept(c);
     return i < TQKV__FIRST_ENDS ? all : i < TQKV__LAST_ENDS ? first : newest;
 }
 
@@ -11692,9 +12087,6 @@ static tqkv_result tqkv__check_metal(const tqkv_store *keys, const tqkv_store *v
 #endif
 }
 
-/* Positions of a ring of halves: whole tiles, none of which wraps. */
-static int64_t tqkv__end_room(int64_t exact_last) { return (exact_last + TQKV__TILE - 1) / TQKV__TILE * TQKV__TILE; }
-
 /* Takes the shapes of the halves. */
 static tqkv_result tqkv__end_shapes(const tqkv_cache_desc *desc, tqkv_cache *c)
 {
@@ -11702,7 +12094,7 @@ static tqkv_result tqkv__end_shapes(const tqkv_cache_desc *desc, tqkv_cache *c)
     if (first < 0 || last < 0) return TQKV__INVALID("exact_first or exact_last is negative");
     if ((first || last) && (int64_t)first + last > desc->capacity)
         return TQKV__INVALID("exact_first + exact_last is above the capacity");
-    if (last > INT_MAX - TQKV__TILE) return TQKV__INVALID("exact_last is too large");
+    if (last > INT_MAX - 2 * TQKV__TILE) return TQKV__INVALID("exact_last is too large");
     c->exact_first = first;
     c->exact_last = last;
     for (int i = 0; i < TQKV__CACHE_ENDS; i++) {
@@ -11846,6 +12238,7 @@ TQKV__COLD TQKV_API void tqkv_cache_destroy(tqkv_cache *c)
 {
     if (!c) return;
     const tqkv_allocator memory = c->memory;
+    if (c->grown) memory.free(memory.user, c->grown, c->grown_size);
     memory.free(memory.user, c, c->size);
 }
 
@@ -11857,7 +12250,7 @@ static int64_t tqkv__oldest(const tqkv_cache *c, int64_t end)
 
 static void tqkv__cache_advance(tqkv_cache *c, int n_tokens)
 {
-    const int64_t end = c->attention.end + n_tokens, room = tqkv__end_room(c->exact_last);
+    const int64_t end = c->attention.end + n_tokens, room = tqkv__end_room_of(c);
     if (c->attention.end <= c->exact_below) c->exact_below = end < c->exact_first ? end : c->exact_first;
     if (c->exact_from < end - room) c->exact_from = end - room;
     c->attention.end = end;
@@ -11904,6 +12297,53 @@ static bool tqkv__append_overlaps(const tqkv__append *append)
     return false;
 }
 
+/* Copies positions [from, to) of a ring to a larger one. */
+static void tqkv__copy_ring(const tqkv_store *old, const tqkv_store *grown, int64_t from, int64_t to)
+{
+    const size_t size = tqkv_row_bytes(TQKV_F16, old->head_dim);
+    for (int h = 0; h < old->n_kv_heads; h++)
+        for (int64_t p = from, n; p < to; p += n) {
+            const int64_t at = p % old->capacity, room = grown->capacity - p % grown->capacity;
+            const size_t slot = (size_t)h * (size_t)old->capacity + (size_t)at;
+            const size_t place = (size_t)h * (size_t)grown->capacity + (size_t)(p % grown->capacity);
+            n = to - p < old->capacity - at ? to - p : old->capacity - at;
+            if (n > room) n = room;
+            memcpy((uint8_t *)grown->codes + place * size, (const uint8_t *)old->codes + slot * size, (size_t)n * size);
+        }
+}
+
+/* Makes room for halves of n_tokens that come, and of those before them that their queries read as such. */
+static tqkv_result tqkv__grow_ends(tqkv_cache *c, int n_tokens)
+{
+    int64_t wanted = (int64_t)c->exact_last + n_tokens - 1;
+    size_t at[2] = {0, 0}, size = 0;
+    tqkv_store grown[2] = {c->ends[1][0], c->ends[1][1]};
+    if (wanted > c->keys.capacity) wanted = c->keys.capacity; /* of a ring no query sees more */
+    if (c->metal || !c->exact_last || wanted <= tqkv__end_room_of(c)) return TQKV_OK;
+    wanted = (wanted + TQKV__TILE - 1) / TQKV__TILE * TQKV__TILE;
+    if (wanted > INT_MAX) return TQKV_OUT_OF_MEMORY;
+    for (int i = 0; i < 2; i++) {
+        if (!grown[i].head_dim) continue;
+        grown[i].capacity = (int)wanted;
+        grown[i].codes_size = tqkv_codes_size(&grown[i]);
+        if (!tqkv__reserve(&size, grown[i].codes_size, &at[i])) return TQKV_OUT_OF_MEMORY;
+    }
+    if (!size) return TQKV_OK; /* all streams are F16 */
+    if (size > SIZE_MAX - 63) return TQKV_OUT_OF_MEMORY;
+    char *memory = (char *)c->memory.alloc(c->memory.user, size + 63);
+    if (!memory) return TQKV_OUT_OF_MEMORY;
+    for (int i = 0; i < 2; i++) {
+        if (!grown[i].head_dim) continue;
+        grown[i].codes = memory + (64 - (uintptr_t)memory % 64) % 64 + at[i];
+        tqkv__copy_ring(&c->ends[1][i], &grown[i], c->exact_from, c->attention.end);
+        c->ends[1][i] = grown[i];
+    }
+    if (c->grown) c->memory.free(c->memory.user, c->grown, c->grown_size);
+    c->grown = memory;
+    c->grown_size = size + 63;
+    return TQKV_OK;
+}
+
 TQKV_API tqkv_result tqkv_cache_append(tqkv_cache *c, const void *k, const void *v, int n_tokens)
 {
     tqkv__append append;
@@ -11911,9 +12351,14 @@ TQKV_API tqkv_result tqkv_cache_append(tqkv_cache *c, const void *k, const void 
     tqkv_result r = TQKV_OK;
     if (!c) return TQKV__INVALID("the cache is NULL");
     if (c->shared && v) return TQKV__INVALID("v: the keys are the values");
-    append.n = 0;
-    for (int i = 0; i < TQKV__CACHE_STORES; i++)
-        if (tqkv__store_of(c, i) && (r = tqkv__append_open(c, i, k, v, n_tokens, &append)) != TQKV_OK) return r;
+    for (int grown = 0; grown < 2; grown++) {
+        append.n = 0;
+        for (int i = 0; i < TQKV__CACHE_STORES; i++)
+            if (tqkv__store_of(c, i) && (r = tqkv__append_open(c, i, k, v, n_tokens, &append)) != TQKV_OK) return r;
+        const void *halves = c->grown;
+        if (!grown && (r = tqkv__grow_ends(c, n_tokens)) != TQKV_OK) return r;
+        if (c->grown == halves) break;
+    }
     if (tqkv__append_overlaps(&append)) return TQKV__INVALID("k or v overlaps the cache");
     tqkv__encode_job_open(&job, &c->attention.parallel, n_tokens, c->attention.end);
     for (int i = 0; i < append.n_streams; i++) tqkv__add_stream(&job, &append.streams[i], append.src[i]);
@@ -11924,9 +12369,12 @@ TQKV_API tqkv_result tqkv_cache_append(tqkv_cache *c, const void *k, const void 
     else
         r = TQKV__REFUSE(NOT_FINITE, "k or v holds NaN or infinity");
     if (r != TQKV_OK) return r;
-    for (int i = append.n_streams; i < append.n && !c->metal; i++) /* halves: few rows */
-        tqkv__encode_tokens(&append.streams[i], append.src[i], tqkv__first_kept(&append.streams[i], append.n_tokens[i]),
-                            append.n_tokens[i], c->attention.end);
+    for (int i = append.n_streams; i < append.n && !c->metal; i++) {
+        tqkv__encode_job_open(&job, &c->attention.parallel, append.n_tokens[i], c->attention.end);
+        tqkv__add_stream(&job, &append.streams[i], append.src[i]);
+        job.encode = true;
+        tqkv__run_encode_tasks(&job);
+    }
     tqkv__cache_advance(c, n_tokens);
     return r;
 }
@@ -11936,6 +12384,7 @@ static void tqkv__count_ends(const tqkv_cache *c, tqkv_attention *a)
     const tqkv__range newest = tqkv__range_of(c, TQKV__LAST_ENDS);
     a->exact_first = (int)c->exact_below;
     a->exact_last = newest.to - newest.from < c->exact_last ? (int)(newest.to - newest.from) : c->exact_last;
+    a->exact_from = c->exact_floor;
 }
 
 TQKV_API tqkv_attention tqkv_cache_view(const tqkv_cache *c)
@@ -12077,6 +12526,7 @@ TQKV_API tqkv_result tqkv_cache_truncate(tqkv_cache *c, int64_t end)
     if (end == 0) c->first = 0;
     if (c->exact_below > end) c->exact_below = end;
     if (c->exact_from > end) c->exact_from = end;
+    if (end < c->attention.end) c->exact_floor = tqkv__exact_kept(c) < end ? tqkv__exact_kept(c) : end;
     c->attention.end = end;
     return TQKV_OK;
 }
@@ -12131,10 +12581,12 @@ TQKV__COLD TQKV_API tqkv_result tqkv_cache_remove(tqkv_cache *c, int64_t first, 
         return TQKV__REFUSE(OUT_OF_RANGE, "first, count: not among the resident positions");
     const int64_t behind = first + count, n = c->attention.end - behind;
     tqkv__move_positions(c, behind, first, n);
+    const int64_t kept = tqkv__exact_kept(c);
     if (first < c->exact_from) {
         tqkv__turn_rings(c, count);
         c->exact_from = (behind > c->exact_from ? behind : c->exact_from) - count;
     }
+    if (count) c->exact_floor = first < kept ? (behind > kept ? behind : kept) - count : kept;
     if (first < c->exact_below) c->exact_below = c->exact_below > behind ? c->exact_below - count : first;
     c->attention.end -= count;
     return TQKV_OK;
@@ -12151,7 +12603,7 @@ TQKV__COLD TQKV_API tqkv_result tqkv_cache_keep(tqkv_cache *c, int n, const int 
         if (kept[i] < 0 || kept[i] >= n) return TQKV__REFUSE(OUT_OF_RANGE, "kept: not one of the newest n positions");
         if (i && kept[i] <= kept[i - 1]) return TQKV__INVALID("kept: not ascending");
     }
-    const int64_t first = c->attention.end - n;
+    const int64_t first = c->attention.end - n, kept_from = tqkv__exact_kept(c);
     int64_t below = first;
     for (int i = 0, next; i < n_kept; i = next) {
         for (next = i + 1; next < n_kept && kept[next] == kept[next - 1] + 1;) next++;
@@ -12161,6 +12613,7 @@ TQKV__COLD TQKV_API tqkv_result tqkv_cache_keep(tqkv_cache *c, int n, const int 
     c->attention.end = first + n_kept;
     if (c->exact_below > below) c->exact_below = below;
     if (first < c->exact_from) c->exact_from = c->attention.end; /* their rows did not move */
+    if (n_kept < n) c->exact_floor = first < kept_from ? c->attention.end : kept_from;
     return TQKV_OK;
 }
 
@@ -12259,6 +12712,7 @@ TQKV__COLD TQKV_API tqkv_result tqkv_cache_fork(const tqkv_cache *c, const tqkv_
     copy->first = c->first;
     copy->exact_below = c->exact_below;
     copy->exact_from = tqkv__range_of(c, TQKV__LAST_ENDS).from;
+    copy->exact_floor = c->exact_floor;
     copy->attention.end = c->attention.end;
     if (r == TQKV_OK)
         *out = copy;
@@ -12559,7 +13013,7 @@ static void tqkv__set_range(tqkv_cache *c, const tqkv__header *h)
     c->first = h->first;
     c->attention.end = h->end;
     c->exact_below = h->exact_below;
-    c->exact_from = h->exact_from;
+    c->exact_from = c->exact_floor = h->exact_from;
 }
 
 /* A reader that holds the first `filled` bytes and has passed on `taken` of them. */
@@ -13930,22 +14384,29 @@ static int tqkv__list_inside(const tqkv__attention *a) { return (int)(a->first %
 static bool tqkv__list_in_order(const tqkv__attention *a, int64_t slice_end)
 {
     const int64_t slot = slice_end > a->first ? tqkv__slot(&a->keys, a->first) : 0;
+    if (a->newest_halves) return false;
     return slot >= tqkv__list_inside(a) && slot + (slice_end - a->first) <= a->keys.capacity;
 }
 
-/* The slot of the first position of the block of the oldest resident one. */
+/* The slot of the first position of the block of the oldest resident one. Of newest halves, whose ring is short and whose oldest
+   position depends on all queries of the call: its place in a stretch, so that a query's ranks are divided as if it were alone. */
 static int64_t tqkv__list_base(const tqkv__attention *a, int64_t slice_end)
 {
+    const int64_t length = TQKV__STRETCH_TILES * TQKV__SIMD_WIDTH;
+    if (a->newest_halves) return (a->first - tqkv__list_inside(a)) % length;
     if (!tqkv__list_in_order(a, slice_end) || slice_end == a->first) return 0;
     return tqkv__slot(&a->keys, a->first) - tqkv__list_inside(a);
 }
 
-/* The first position, counted from the oldest resident one, of the block where the window of a query begins. */
+/* The first position, counted from the oldest resident one, of the block where the window of a query begins, or its newest
+   halves. */
 static int64_t tqkv__window_block(const tqkv__attention *a, int query)
 {
     int32_t newest, window;
     tqkv__plan_seen(a, &newest, &window);
-    const int64_t end = (int64_t)newest + query + 1, from = window && end > window ? end - window : 0;
+    const int64_t end = (int64_t)newest + query + 1, own = tqkv__exact_at(a, query) - a->first;
+    int64_t from = window && end > window ? end - window : 0;
+    if (a->newest_halves && own > from) from = own;
     return (from + tqkv__list_inside(a)) / a->call.list_block * a->call.list_block;
 }
 
@@ -13994,6 +14455,7 @@ typedef struct tqkv__attend_buffers {
     tqkv_metal_buffer sinks, tree, q, scratch, out;
     tqkv__slice_buffers slice;          /* zero: attends to all positions */
     int64_t slice_end;                  /* of the positions to attend to */
+    int halves;                         /* TQKV_FC_HALVES */
     const tqkv_metal_store *ends[2][2]; /* of tqkv__attention */
     tqkv_metal_buffer list, list_rows;  /* the caller's, and what attend_list makes of them */
 } tqkv__attend_buffers;
@@ -14041,12 +14503,28 @@ static TQKV__NOINLINE void tqkv__plan_key_args(const tqkv__attention *a, int slo
         tqkv__plan_division(a->keys.page_size, &args->key_page_factor, &args->key_page_shift);
 }
 
+/* Where the newest halves of each query begin, from the newest position that it sees; without halves behind all of them. As far as
+   it matters, so that no sum is too large. */
+static void tqkv__plan_boundary(const tqkv__attention *a, tqkv__attend_args *args)
+{
+    const int own = args->kv_len - a->call.n_queries,
+              most = args->kv_len + a->call.n_queries; /* own: the first query's */
+    const int64_t from = a->call.exact_from - a->first;
+    if (!a->exact[1][0] && !a->exact[1][1]) {
+        args->exact_from = INT_MAX;
+        return;
+    }
+    args->exact_last = (a->call.exact_last < most ? a->call.exact_last : most) + args->first_newest - own;
+    args->exact_from = from < 0 ? 0 : from < INT_MAX ? (int)from : INT_MAX;
+}
+
 static void tqkv__plan_attend_args(const tqkv__attention *a, const tqkv__attend_buffers *b, const tqkv__split *split,
                                    tqkv__attend_args *args)
 {
     tqkv__plan_key_args(a, b->keys->shape.capacity, args);
     tqkv__plan_seen(a, &args->first_newest, &args->window);
     args->slice_end = (int)(b->slice_end - a->first);
+    tqkv__plan_boundary(a, args);
     args->first_stretch = split->first_stretch;
     args->stretch_tiles = TQKV__STRETCH_TILES;
     args->n_short = split->n_short;
@@ -14258,7 +14736,7 @@ static void tqkv__plan_attend_splits(tqkv_metal_dispatch *d, const tqkv__attenti
     tqkv__plan_bind_channels(d, "tail's center", 15, tail->center, &a->tail, tail_center);
     tqkv__plan_bind_key_scale(d, "keys' channel_scale", 17, b->keys, &a->keys, original, center, key_scales);
     tqkv__plan_bind_key_scale(d, "tail's channel_scale", 18, tail, &a->tail, original, tail_center, tail_scales);
-    tqkv__plan_constant(d, TQKV_FC_HALVES, TQKV__ALL_POSITIONS);
+    tqkv__plan_constant(d, TQKV_FC_HALVES, b->halves);
     tqkv__plan_bind(d, "lists", 16, b->list_rows, tqkv__list_rows_size(a), false);
     if (a->call.list) d->barrier = b->list_rows.buffer;
     tqkv__plan_bind_rows(d, "out", TQKV_METAL_ONLY_CHECKED, b->out, TQKV_FC_TYPE, a->call.output_type,
@@ -14284,6 +14762,7 @@ static void tqkv__plan_list(tqkv_metal_dispatch *d, const tqkv__attention *a, co
     tqkv__plan_bind(d, "arguments", TQKV__ITEMS_OF_LIST, b->tree, 0, false);
     tqkv__plan_constant(d, TQKV_FC_TREE, a->call.tree != NULL);
     tqkv__plan_constant(d, TQKV_FC_BATCH, false);
+    tqkv__plan_constant(d, TQKV_FC_HALVES, b->halves);
     d->memory[0] = TQKV__SIMD_WIDTH * sizeof(uint32_t);
     d->grid[0] = n_rows;
     d->n_simdgroups = length / 32 < 31 ? (int)length / 32 + 1 : 32;
@@ -14351,39 +14830,51 @@ static void tqkv__plan_attend_merge(tqkv_metal_dispatch *d, const tqkv__attentio
     d->barrier = b->scratch.buffer;
 }
 
-/* Part i of the context, [borders[i], borders[i + 1]): 0 and 2 are read as halves where stores hold them so. */
-static void tqkv__find_borders(const tqkv__attention *a, int64_t slice_end, int64_t borders[4])
+/* The positions of each part of the context up to slice_end. First and last are read as halves where stores hold them so. What a
+   query reads as newest halves depends on its own position: where several begin the last part and the codes overlap. */
+static void tqkv__find_parts(const tqkv__attention *a, int64_t slice_end, tqkv__range parts[TQKV__PARTS])
 {
     const bool first = a->exact[0][0] || a->exact[0][1], last = a->exact[1][0] || a->exact[1][1];
-    borders[0] = borders[1] = a->first;
-    borders[2] = borders[3] = slice_end;
-    if (first && a->exact_below > a->first) borders[1] = a->exact_below < slice_end ? a->exact_below : slice_end;
-    if (last && a->exact_from < slice_end) borders[2] = a->exact_from;
-    if (borders[2] < borders[1]) borders[2] = borders[1];
+    const int64_t low = tqkv__exact_at(a, 0), high = tqkv__exact_at(a, a->call.n_queries - 1);
+    tqkv__range *codes = &parts[TQKV__CODES_PART], *newest = &parts[TQKV__LAST_PART];
+    for (int i = 0; i < TQKV__PARTS; i++) parts[i].from = parts[i].to = i == TQKV__LAST_PART ? slice_end : a->first;
+    codes->to = slice_end;
+    if (first && a->exact_below > a->first) codes->from = a->exact_below < slice_end ? a->exact_below : slice_end;
+    parts[TQKV__FIRST_PART].to = codes->from;
+    if (!last) return;
+    if (low < slice_end) newest->from = low > codes->from ? low : codes->from;
+    if (high < slice_end) codes->to = high > codes->from ? high : codes->from;
 }
 
-/* The attention to part i alone. */
-static void tqkv__take_part(const tqkv__attention *a, const tqkv__attend_buffers *b, int i, const int64_t borders[4],
+/* The attention to part i alone, and its streams. */
+static void tqkv__take_part(const tqkv__attention *a, const tqkv__attend_buffers *b, int i, tqkv__range positions,
                             tqkv__attention *part, tqkv__attend_buffers *buffers)
 {
-    const int last = i / 2;
+    const int last = i == TQKV__LAST_PART;
+    const bool ends = a->exact[1][0] || a->exact[1][1];
     *part = *a;
     *buffers = *b;
-    part->first = borders[i];
-    buffers->slice_end = borders[i + 1];
-    if (i != 1 && a->exact[last][0]) part->keys = a->ends[last][0];
-    if (i != 1 && a->exact[last][0]) buffers->keys = b->ends[last][0];
-    if (i != 1 && a->exact[last][1]) part->values = a->ends[last][1];
-    if (i != 1 && a->exact[last][1]) buffers->values = b->ends[last][1];
+    part->first = positions.from;
+    part->newest_halves = last;
+    buffers->slice_end = positions.to;
+    buffers->halves = last                            ? TQKV__NEWEST_HALVES
+                      : ends && i == TQKV__CODES_PART ? TQKV__BEFORE_HALVES
+                                                      : TQKV__ALL_POSITIONS;
+    if (i != TQKV__CODES_PART && a->exact[last][0]) part->keys = a->ends[last][0];
+    if (i != TQKV__CODES_PART && a->exact[last][0]) buffers->keys = b->ends[last][0];
+    if (i != TQKV__CODES_PART && a->exact[last][1]) part->values = a->ends[last][1];
+    if (i != TQKV__CODES_PART && a->exact[last][1]) buffers->values = b->ends[last][1];
 }
 
 /* Divides each part, and scratch: rows of lists, then sums, then states. Those of the first and last part lie before the others,
    whose number may be more than the merge reads. *all: of all parts */
-static tqkv_result tqkv__split_parts(const tqkv__attention *a, const tqkv__attend_buffers *b, const int64_t borders[4],
-                                     size_t most_sums, tqkv__split splits[TQKV__PARTS], tqkv__split *all)
+static tqkv_result tqkv__split_parts(const tqkv__attention *a, const tqkv__attend_buffers *b,
+                                     const tqkv__range parts[TQKV__PARTS], size_t most_sums,
+                                     tqkv__split splits[TQKV__PARTS], tqkv__split *all)
 {
     static const int order[] = {TQKV__FIRST_PART, TQKV__LAST_PART, TQKV__CODES_PART};
-    const bool halves = borders[0] < borders[1] || borders[2] < borders[3];
+    const tqkv__range *first_part = &parts[TQKV__FIRST_PART], *last_part = &parts[TQKV__LAST_PART];
+    const bool halves = first_part->from < first_part->to || last_part->from < last_part->to;
     tqkv__attention part;
     tqkv__attend_buffers buffers;
     int64_t first, end;
@@ -14392,8 +14883,8 @@ static tqkv_result tqkv__split_parts(const tqkv__attention *a, const tqkv__atten
     for (int i = 0; i < TQKV__PARTS; i++) {
         const int p = order[i];
         tqkv__split *own = &splits[p];
-        if (borders[p] == borders[p + 1] && (p != TQKV__CODES_PART || halves)) continue;
-        tqkv__take_part(a, b, p, borders, &part, &buffers);
+        if (parts[p].from == parts[p].to && (p != TQKV__CODES_PART || halves)) continue;
+        tqkv__take_part(a, b, p, parts[p], &part, &buffers);
         tqkv__tiles_seen(&part, buffers.slice_end, &first, &end);
         if (a->call.list) tqkv__listed_tiles(&part, buffers.slice_end, &first, &end);
         const tqkv_result r = tqkv__choose_split(&part, first, end, p == TQKV__CODES_PART ? most_sums : SIZE_MAX, own);
@@ -14417,10 +14908,10 @@ static tqkv_result tqkv__plan_attention(const tqkv__attention *a, const tqkv__at
     tqkv__split splits[TQKV__PARTS], all;
     tqkv__attention part;
     tqkv__attend_buffers behind = *b, buffers;
-    int64_t borders[4];
-    tqkv__find_borders(a, b->slice_end, borders);
+    tqkv__range parts[TQKV__PARTS];
+    tqkv__find_parts(a, b->slice_end, parts);
     tqkv_result r = tqkv__check_non_causal(a);
-    if (r == TQKV_OK) r = tqkv__split_parts(a, b, borders, most_sums, splits, &all);
+    if (r == TQKV_OK) r = tqkv__split_parts(a, b, parts, most_sums, splits, &all);
     if (r != TQKV_OK) return r;
     behind.scratch = tqkv__buffer_after(b->scratch, all.list_at);
     plan->listed = a->call.list != NULL;
@@ -14429,7 +14920,7 @@ static tqkv_result tqkv__plan_attention(const tqkv__attention *a, const tqkv__at
         plan->has[p] = splits[p].n_partials > 0;
         if (!plan->has[p]) continue;
         splits[p].states_at += all.sums_size;
-        tqkv__take_part(a, &behind, p, borders, &part, &buffers);
+        tqkv__take_part(a, &behind, p, parts[p], &part, &buffers);
         buffers.list_rows = tqkv__buffer_after(b->scratch, splits[p].list_at);
         tqkv__plan_attend_splits(&plan->attends[p], &part, &buffers, &splits[p]);
         if (plan->listed) tqkv__plan_list(&plan->lists[p], &part, &buffers, &plan->attends[p]);
@@ -14621,7 +15112,7 @@ static tqkv_result tqkv__plan_ends(const tqkv_metal_attention *from, tqkv__atten
         if (a->keys.page_size && a->exact[last][0] && from->tail)
             return TQKV__REFUSE(UNSUPPORTED, "exact_first or exact_last of keys with a tail in pages: not on a GPU");
     }
-    const bool last = a->exact[1][0] || a->exact[1][1], meet = last && a->exact_from < a->exact_below;
+    const bool last = a->exact[1][0] || a->exact[1][1], meet = last && tqkv__exact_at(a, 0) < a->exact_below;
     if (!meet || (a->exact[0][0] == a->exact[1][0] && a->exact[0][1] == a->exact[1][1])) return TQKV_OK;
     return TQKV__REFUSE(UNSUPPORTED, "exact_first and exact_last meet, and are of different streams: not on a GPU");
 }
@@ -14770,7 +15261,8 @@ static tqkv_result tqkv__add_scratch_of_end(const tqkv__attention *a, int last, 
     const tqkv_attention *call = &a->call;
     const tqkv_store *keys = last ? call->last_keys : call->first_keys,
                      *values = last ? call->last_values : call->first_values;
-    const int64_t n = last ? call->exact_last : call->exact_first, length = TQKV__STRETCH_TILES * TQKV__SIMD_WIDTH;
+    const int64_t newest = call->exact_last ? (int64_t)call->exact_last + call->n_queries : 0,
+                  n = last ? newest : call->exact_first, length = TQKV__STRETCH_TILES * TQKV__SIMD_WIDTH;
     if (!n || (!keys && !values)) return TQKV_OK;
     const bool ring = keys ? keys->ring : a->keys.ring;
     const int64_t room = !ring ? 0 : keys ? keys->capacity : a->keys.capacity;
@@ -14829,7 +15321,7 @@ static bool tqkv__joins(int constant)
 {
     return constant == TQKV_FC_COLUMNS || constant == TQKV_FC_MANY_QUERIES || constant == TQKV_FC_SAME_SLOTS ||
            constant == TQKV_FC_SHORT_STORE || constant == TQKV_FC_PAGES || constant == TQKV_FC_SMALL_PAGES ||
-           constant == TQKV_FC_TREE || constant == TQKV_FC_TAIL_ELSEWHERE;
+           constant == TQKV_FC_TREE || constant == TQKV_FC_TAIL_ELSEWHERE || constant == TQKV_FC_HALVES;
 }
 
 static bool tqkv__sees_nothing(const tqkv_metal_dispatch *attend) { return tqkv__attend_args_of(attend).kv_len == 0; }
@@ -15676,6 +16168,7 @@ static void tqkv__take_all_parts(tqkv_attention *a, const tqkv_store *keys, cons
     const tqkv_store *const stores[] = {keys, values};
     const int64_t end = (int64_t)a->exact_first + a->exact_last + 1; /* one that is neither */
     a->end = end;
+    a->exact_from = 0;
     a->kv_len = end < INT_MAX ? (int)end : INT_MAX;
     for (int i = 0; i < 2; i++) {
         const int64_t room = tqkv__positions_in(stores[i]);
