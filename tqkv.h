@@ -358,9 +358,9 @@ typedef enum tqkv_pairs {
 TQKV_API tqkv_result tqkv_calibrate(const tqkv_store *shape, const void *src, int n_tokens, const void *q, int n_heads,
                                     int n_queries, tqkv_pairs pairs, float *center, float *channel_scale);
 /* What the shape's format, centre and scale would add to the logits: the standard deviation of q.(k' - k)/sqrt(head_dim) over
-   the rows k, root mean square over the queries that read the head. Up to 0.1 predictions hardly change; at 1 they are another
-   model's. Rows and queries as tqkv_calibrate's, q not NULL; noise: [n_kv_heads], zeros for no tokens or queries, INFINITY if
-   rows decode to NaN. */
+   the rows k, root mean square over the queries that read the head. With 24 in its first layer Qwen2.5-Coder-0.5B is ruined,
+   with 5 it loses 0.25 nats, with 0.7 it loses 0.026, or with exact ends 0.003. Rows and queries as tqkv_calibrate's, q not NULL;
+   noise: [n_kv_heads], zeros for no tokens or queries, INFINITY if rows decode to NaN. */
 TQKV_API tqkv_result tqkv_logit_noise(const tqkv_store *shape, const void *src, int n_tokens, const void *q,
                                       int n_heads, int n_queries, double *noise);
 
@@ -385,7 +385,7 @@ typedef enum tqkv_arithmetic { TQKV_FLOAT = 0, TQKV_INTEGER } tqkv_arithmetic;
    On the processor the relative L2 error against double precision on the same codes is at most 2e-5 at any length, for
    scores with a standard deviation up to 10; beyond, 2e-6 times the deviation: a float score s is rounded by up to
    2^-24 |s|, and exp turns that into a share of its weight. TQKV_INTEGER: against double precision with the integer
-   centroids, at most 2e-4 plus 5e-5 times the deviation of the scores. */
+   centroids, at most 2e-4 plus 5e-5 times the deviation of the scores, for any query; a NaN is 0x7fc00000. */
 typedef struct tqkv_attention {
     /* same n_kv_heads; head_dim may differ. One stream may be both, as in a latent cache: the same store, or two that
        describe the same bytes in the same way. Its rows are fetched once for scores and sums, and its centre is added back to
@@ -428,11 +428,16 @@ typedef struct tqkv_attention {
        a tree, too, p is where a query stands, and not its depth. Stores of F16 with n_kv_heads, head_dim, centre and scale of
        the codes, and rotated if these are; linear, rings (multiples of 64 read fastest) or paged, as long as they hold these
        positions, of last_keys and last_values the newest exact_last + n_queries - 1 up to `end`: else TQKV_OUT_OF_RANGE. If
-       the keys are the values, so are their halves. A tail is always read from its own store. On a GPU the stores of
-       halves have no pages, and keys with a tail have none beside them. */
+       the keys are the values, so are their halves. A resident position's tail is read from its own store. On a GPU the
+       stores of halves have no pages, and keys with a tail have none beside them. */
     const tqkv_store *first_keys, *first_values, *last_keys, *last_values;
     int exact_first, exact_last;
     int64_t exact_from; /* what a truncation, for example, has left as codes; 0: nothing */
+    /* Positions below exact_first that are no longer resident are seen, as if they were, where first_keys, first_values and, with
+       a tail, first_tail have them: streams of F16 need theirs for that, too. first_tail: a store of the tail's kind. A slice has
+       them if it begins with the oldest resident position. On a GPU they are not seen. */
+    const tqkv_store *first_tail;
+    bool whole_window; /* TQKV_OUT_OF_RANGE if a position of a query's window is gone; else it sees what is there */
 } tqkv_attention;
 
 /* q: [n_queries][n_heads][head_dim of the keys, then of the tail], out: [n_queries][n_heads][head_dim of the values].
@@ -471,8 +476,10 @@ TQKV_API tqkv_result tqkv_attend_finish(const tqkv_attention *a, float *out, con
 
        s(i, j) = sum_h weights[i][h] * f( q(i, h).k(j) ),   f(x) = max(x, 0) with relu, else x
 
-   The score of a block of keys is the largest or the mean of its keys' scores that the query sees. Within 2e-5 of the
-   largest |s| against double precision on the same codes; the same bits alone and among other queries. */
+   The score of a block of keys is the largest or the mean of its keys' scores that the query sees; the same bits alone and
+   among other queries. Against double precision on the same codes a key's score is within 2e-5 of
+   sum_h |weights[i][h] f(q.k)|, and 1e-4 in integers with their centroids; where the products of a few heads nearly vanish, one
+   adds 2e-7, and 2e-5 in integers, of sum_h |weights[i][h]| |q(i, h)| |k(j)|. */
 typedef enum tqkv_pool { TQKV_POOL_MAX = 0, TQKV_POOL_MEAN } tqkv_pool;
 typedef struct tqkv_index {
     const tqkv_store *keys; /* n_kv_heads 1, any format */
@@ -529,7 +536,25 @@ typedef struct tqkv_cache_desc {
        room for 64 queries of one call; an append of more tokens makes more room, for as many. After truncate, remove and
        keep the newest may be left as codes until new ones come. */
     int exact_first, exact_last;
+    int exact_batch; /* make room for the halves of one append of so many tokens at once. On a GPU, which cannot make more, 0 = 512 */
+    /* The cache learns centre and scale of its keys (tqkv_calibrate) from the first so many positions, without the exact_first: at
+       least 16, and of a smaller cache a quarter of the capacity. 0: not. Until the append that reaches them keys and values are
+       halves as they came, and attention is exact. That append encodes them; queries at these positions still read the halves,
+       until the next append gives their memory back (with non_causal, until this one). The same codes however positions came. What
+       it has learned is in tqkv_cache_keys. Not on a GPU: there a cache is given what another one learned. */
+    int calibrate;
+    uint64_t tag; /* the caller's name for the model, 0: none; a snapshot or a fork of another is refused */
 } tqkv_cache_desc;
+
+/* A desc with formats, calibrate 512, exact_first 4 and exact_last 128 filled in; the caller adds the shape. Bits a value, with norms,
+   at head_dim 64 / 128 / 256. */
+typedef enum tqkv_preset {
+    TQKV_SAFE = 0, /* I8 keys, TQ4 values: 6.5 / 6.25 / 6.19 */
+    TQKV_SMALL, /* TQ4, TQ4: 4.5 / 4.25 / 4.13. TQ5 keys with TQ3 values lose a third less at as many bits, and take up to a fifth
+                      more time */
+    TQKV_TINY /* TQ3, TQ2: 3 / 2.75 / 2.63 */
+} tqkv_preset;
+TQKV_API tqkv_cache_desc tqkv_cache_preset(tqkv_preset preset); /* zeros for an unknown one */
 
 /* *out is NULL on failure. */
 TQKV_API tqkv_result tqkv_cache_create(const tqkv_cache_desc *desc, tqkv_cache **out);
@@ -554,11 +579,13 @@ TQKV_API int64_t tqkv_cache_end(const tqkv_cache *c); /* positions appended; 0 f
 /* The oldest resident position; 0 for NULL. After truncate, keep, fork or load a ring may hold fewer positions than its
    capacity: tqkv_attend over its stores then needs kv_len = end - first, which is not its default. */
 TQKV_API int64_t tqkv_cache_first(const tqkv_cache *c);
-TQKV_API size_t tqkv_cache_bytes(const tqkv_cache *c); /* codes + norms of all streams; 0 for NULL */
-/* Centres as tqkv_store's, copied; NULL: none. keys: [n_kv_heads][head_dim, then tail_dim]; values: [n_kv_heads][value_dim],
-   NULL if the keys are the values, which then have the keys' centre. Only while end is 0, else TQKV_INVALID_ARGUMENT. Snapshots
-   keep them; tqkv_cache_bytes does not count them. */
+/* Codes and norms of all streams, and the halves kept besides, now; 0 for NULL. */
+TQKV_API size_t tqkv_cache_bytes(const tqkv_cache *c);
+/* Centres and scales as tqkv_store's, copied; NULL: none. keys: [n_kv_heads][head_dim, then tail_dim]; values:
+   [n_kv_heads][value_dim], NULL if the keys are the values, which then have those of the keys. Only while end is 0, else
+   TQKV_INVALID_ARGUMENT. Snapshots keep them; tqkv_cache_bytes does not count them. The cache then does not learn its own. */
 TQKV_API tqkv_result tqkv_cache_set_center(tqkv_cache *c, const float *keys, const float *values);
+TQKV_API tqkv_result tqkv_cache_set_scale(tqkv_cache *c, const float *keys, const float *values);
 /* Strides of the rows that later calls take and give; NULL, and at first: none. Copies and snapshots have none. */
 typedef struct tqkv_cache_layout {
     tqkv_strides k, v, q, out;
@@ -575,7 +602,7 @@ TQKV_API tqkv_result tqkv_cache_remove(tqkv_cache *c, int64_t first, int64_t cou
 TQKV_API tqkv_result tqkv_cache_keep(tqkv_cache *c, int n, const int *kept, int n_kept);
 /* A copy with the resident positions at their places. desc: NULL, or nonzero fields for what the copy has otherwise:
    capacity (TQKV_OUT_OF_RANGE if too small for them), ring, formats of the streams (as tqkv_store_convert, on the hook's
-   threads), type, sinks, parallel, allocator, metal, matrix_group, arithmetic, non_causal. Its other nonzero fields
+   threads), type, sinks, parallel, allocator, metal, matrix_group, arithmetic, non_causal, exact_batch, a tag. Its other nonzero fields
    must match. So a full linear cache grows, or with ring = true goes on as a ring, and one that needs less memory goes
    on in fewer bits. *out is NULL on failure. */
 TQKV_API tqkv_result tqkv_cache_fork(const tqkv_cache *c, const tqkv_cache_desc *desc, tqkv_cache **out);
@@ -591,8 +618,9 @@ typedef size_t (*tqkv_read)(void *user, void *bytes, size_t n);
    TQKV_IO the output is no snapshot: write to a temporary file, then rename it. */
 TQKV_API tqkv_result tqkv_cache_save(const tqkv_cache *c, tqkv_write write, void *user);
 /* desc supplies what a snapshot lacks: parallel, allocator, metal, matrix_group, arithmetic, non_causal, and sinks for the
-   snapshot's n_heads. Its other nonzero fields must match, else TQKV_INVALID_ARGUMENT; but for the type where the snapshot says
-   float32, which older versions wrote for every type. TQKV_CORRUPT: a missing or changed byte. *out is NULL on failure. */
+   snapshot's n_heads, or a tag. Its other nonzero fields must match, else TQKV_INVALID_ARGUMENT; the tags, too, unless one is 0.
+   TQKV_CORRUPT: a missing or changed byte, or a newer version of tqkv, which TQKV_EXPLAIN tells apart. *out is NULL on
+   failure. */
 TQKV_API tqkv_result tqkv_cache_load(const tqkv_cache_desc *desc, tqkv_read read, void *user, tqkv_cache **out);
 
 /* The same for the positions [position, position + n_positions) of one store, in the caller's memory: a sequence leaves a
@@ -600,8 +628,8 @@ TQKV_API tqkv_result tqkv_cache_load(const tqkv_cache_desc *desc, tqkv_read read
    it lies: a snapshot of a paged store loads into other pages, a linear store or a ring. */
 TQKV_API tqkv_result tqkv_store_save(const tqkv_store *s, int64_t position, int n_positions, tqkv_write write,
                                      void *user);
-/* The snapshot must be of as many positions, of a store with the same format, head_dim, n_kv_heads, unrotated, block_scale
-   and centre, else TQKV_INVALID_ARGUMENT. They may have been other positions: rows come back in their order, to where there
+/* The snapshot must be of as many positions, of a store with the same format, head_dim, n_kv_heads, unrotated, block_scale,
+   centre and scale, else TQKV_INVALID_ARGUMENT. They may have been other positions: rows come back in their order, to where there
    is room. A page may not occur twice among those written. TQKV_CORRUPT: a missing or changed byte. After TQKV_CORRUPT or
    TQKV_IO these positions may hold anything; all others are as they were. */
 TQKV_API tqkv_result tqkv_store_load(const tqkv_store *s, int64_t position, int n_positions, tqkv_read read,
@@ -1102,6 +1130,7 @@ TQKV_API tqkv_result tqkv_metal_plan_cache_prepare(const tqkv_cache *c, tqkv_met
      >>attend-calls   tqkv_attend and its slices
      >>index-code     tqkv_index_scores, tqkv_index_choose
      >>cache-code     tqkv_cache
+     >>cache-calibrate  a cache that learns from its first positions; tqkv_cache_preset
      >>cache-edit     tqkv_cache_truncate, remove, keep, fork
      >>snapshot       save and load
 
@@ -1767,6 +1796,8 @@ typedef struct tqkv__stream {
     tqkv_format format;
     int kind, main_bits, upper_bits, book_bits; /* the format's row in TQKV__FORMATS */
     const float *codebook, *boundaries;         /* [1 << book_bits], [(1 << book_bits) - 1]; BOOK only */
+    const float *factors;                       /* [n_factors], which encoding tries; BOOK only */
+    int n_factors;
     int head_dim, n_kv_heads, capacity;
     bool ring, rotated;
     float block_scale;
@@ -1780,7 +1811,7 @@ typedef struct tqkv__stream {
     tqkv_strides strides;           /* likewise */
     const float *center;            /* [n_kv_heads][head_dim] or NULL */
     const float *channel_scale;     /* likewise */
-    const float *factors;           /* 1 / channel_scale, where they are kept; else NULL, see tqkv__factors_of */
+    const float *inverses;          /* 1 / channel_scale, where they are kept; else NULL, see tqkv__inverses_of */
     const int32_t *pages;           /* [n_pages] or NULL: no table, or one that the processor does not know */
     int n_pages, page_size;         /* 0 without a table */
     uint8_t planes[4][128];         /* byte p of each centroid in planes[p], for byte look-ups; see tqkv__fill_planes */
@@ -1861,6 +1892,8 @@ static tqkv_result tqkv__stream_shape(const tqkv_store *store, tqkv__stream *s)
     s->book_bits = TQKV__BOOK_BITS(s->format);
     s->codebook = s->book_bits ? TQKV__CODEBOOK(s->book_bits) : NULL;
     s->boundaries = s->book_bits ? TQKV__BOUNDARIES(s->book_bits) : NULL;
+    s->factors = s->book_bits ? TQKV__FACTORS(s->book_bits) : NULL;
+    s->n_factors = TQKV__N_FACTORS(s->book_bits);
     s->head_dim = store->head_dim;
     s->root = tqkv__size_of(s->head_dim)->root;
     s->inverse_root = tqkv__size_of(s->head_dim)->inverse_root;
@@ -1916,7 +1949,7 @@ static size_t tqkv__center_size(const tqkv__stream *s)
     return (size_t)s->n_kv_heads * (size_t)s->head_dim * sizeof(float);
 }
 
-/* The part of a head in centre, scale or factors, [head_dim]; NULL of NULL */
+/* The part of a head in centre, scale or inverses, [head_dim]; NULL of NULL */
 static const float *tqkv__of_head(const tqkv__stream *s, const float *channels, int kv_head)
 {
     return channels ? channels + (size_t)kv_head * (size_t)s->head_dim : NULL;
@@ -2421,8 +2454,8 @@ struct tqkv__row;
 typedef struct tqkv__codec {
     bool (*rows_finite)(tqkv_type type, const void *x, size_t n); /* n: a multiple of head_dim */
     bool (*scales_valid)(const float *x, size_t n);               /* likewise */
-    void (*invert)(const float *scales, int n, float *factors);   /* likewise: 1 / scale, rounded once */
-    void (*widen)(tqkv_type type, const void *src, const float *center, const float *factors, int n, float *row);
+    void (*invert)(const float *scales, int n, float *inverses);  /* likewise: 1 / scale, rounded once */
+    void (*widen)(tqkv_type type, const void *src, const float *center, const float *inverses, int n, float *row);
     void (*narrow)(tqkv_type type, const float *row, int n, void *dst);
     void (*rotate)(float *x, int head_dim);
     void (*unrotate)(float *y, int head_dim);
@@ -2443,11 +2476,11 @@ static bool tqkv__channels_scale(const tqkv__stream *s, const float *x)
     return tqkv__codec_for(s->head_dim)->scales_valid(x, (size_t)s->n_kv_heads * (size_t)s->head_dim);
 }
 
-/* The factors by which encoding multiplies the channels of the heads [first, first + n): those that the stream keeps, or in
+/* The inverses by which encoding multiplies the channels of the heads [first, first + n): those that the stream keeps, or in
    room: [n][head_dim]. NULL without a scale */
-static const float *tqkv__factors_of(const tqkv__stream *s, int first, int n, float *room)
+static const float *tqkv__inverses_of(const tqkv__stream *s, int first, int n, float *room)
 {
-    if (s->factors || !s->channel_scale) return tqkv__of_head(s, s->factors, first);
+    if (s->inverses || !s->channel_scale) return tqkv__of_head(s, s->inverses, first);
     tqkv__codec_for(s->head_dim)->invert(tqkv__scale_of(s, first), n * s->head_dim, room);
     return room;
 }
@@ -2620,9 +2653,9 @@ static float tqkv__norm_i8(float largest, float *scale)
     return TQKV__AS_FLOAT(largest / steps);
 }
 
-/* Sums of squares of a TQ row, one for each norm, in the order of a GPU's group of 32 (or 16) lanes: each lane adds the
-   squares of its neighbours in order, then an xor-tree adds the lanes that share a norm. */
-static void tqkv__sums_tq(const tqkv__stream *s, const float *y, float *sums)
+/* Sums of products of a TQ row, one for each norm, in the order of a GPU's group of 32 (or 16) lanes: each lane adds the
+   products of its neighbours in order, then an xor-tree adds the lanes that share a norm. x, y: [head_dim] */
+static void tqkv__sums_of_products(const tqkv__stream *s, const float *x, const float *y, float *sums)
 {
     float lanes[32], other[32];
     const int n_lanes = TQKV__NORM_LANES(s->head_dim);
@@ -2630,7 +2663,7 @@ static void tqkv__sums_tq(const tqkv__stream *s, const float *y, float *sums)
     for (int l = 0; l < n_lanes; l++) {
         lanes[l] = 0.0f;
         for (int e = l * per_lane; e < (l + 1) * per_lane; e++)
-            lanes[l] = TQKV__AS_FLOAT(lanes[l] + tqkv__rounded(y[e] * y[e]));
+            lanes[l] = TQKV__AS_FLOAT(lanes[l] + tqkv__rounded(x[e] * y[e]));
     }
     for (int distance = 1; distance < lanes_per_norm; distance *= 2) {
         memcpy(other, lanes, sizeof other);
@@ -2641,18 +2674,17 @@ static void tqkv__sums_tq(const tqkv__stream *s, const float *y, float *sums)
 
 static void tqkv__norms_tq(const tqkv__stream *s, const float *y, float *norms, float *scales)
 {
-    tqkv__sums_tq(s, y, norms);
+    tqkv__sums_of_products(s, y, y, norms);
     for (int b = 0; b < s->norms_per_row; b++) norms[b] = tqkv__norm_tq(s, norms[b], &scales[b]);
 }
 
 /* Quantising shortens a row by its error, and with it every score. The stored norm makes the decoded row as long as the
-   row was: norm * sqrt(D)/|c|, where c are the centroids of the codes. Blocks: norm * block_scale / RMS of c. */
-static void tqkv__correct_norms(const tqkv__stream *s, const float *centroids, float *norms)
+   row was: norm * sqrt(D)/|c|, where c are the centroids of the codes. Blocks: norm * block_scale / RMS of c. sums: of the
+   squares of c */
+static void tqkv__correct_norms(const tqkv__stream *s, const float *sums, float *norms)
 {
-    float sums[TQKV_MAX_HEAD_DIM / 256];
     const bool one = s->norms_per_row == 1;
     const float root = one ? s->root : s->block_scale;
-    tqkv__sums_tq(s, centroids, sums);
     for (int b = 0; b < s->norms_per_row; b++) {
         const float length = TQKV__AS_FLOAT(sqrtf(one ? sums[b] : TQKV__AS_FLOAT(sums[b] / 256.0f)));
         const float factor = tqkv__rounded(root / length);
@@ -2738,16 +2770,16 @@ static bool tqkv__scales_valid(const float *x, size_t n)
 }
 
 /* Compilers may replace a division by a constant; see tqkv__norm_i8. */
-static TQKV__NOINLINE void tqkv__invert(const float *scales, int n, float *factors)
+static TQKV__NOINLINE void tqkv__invert(const float *scales, int n, float *inverses)
 {
     const volatile float one = 1.0f;
     const float dividend = one;
-    for (int i = 0; i < n; i++) factors[i] = TQKV__AS_FLOAT(dividend / scales[i]);
+    for (int i = 0; i < n; i++) inverses[i] = TQKV__AS_FLOAT(dividend / scales[i]);
 }
 
-/* A row as floats, which is exact, less its centre and times its factors, unless these are NULL. src, center, factors, row:
+/* A row as floats, which is exact, less its centre and times its inverses, unless these are NULL. src, center, inverses, row:
    [n] */
-static void tqkv__widen_row(tqkv_type type, const void *src, const float *center, const float *factors, int n,
+static void tqkv__widen_row(tqkv_type type, const void *src, const float *center, const float *inverses, int n,
                             float *row)
 {
     if (type == TQKV_TYPE_F32)
@@ -2758,8 +2790,8 @@ static void tqkv__widen_row(tqkv_type type, const void *src, const float *center
         for (int i = 0; i < n; i++) row[i] = tqkv__float((uint32_t)tqkv__half_at(src, (size_t)i) << 16);
     if (center)
         for (int i = 0; i < n; i++) row[i] = TQKV__AS_FLOAT(row[i] - center[i]);
-    if (factors)
-        for (int i = 0; i < n; i++) row[i] = tqkv__rounded(row[i] * factors[i]);
+    if (inverses)
+        for (int i = 0; i < n; i++) row[i] = tqkv__rounded(row[i] * inverses[i]);
 }
 
 /* Rounds to nearest even, beyond the largest half to infinity. NaN stays NaN: it keeps its upper bits and becomes quiet, as
@@ -2831,6 +2863,10 @@ typedef struct tqkv__quantiser {
     float squares[32];         /* of the positive centroids, up to 6 bits */
     float squares_by_code[16]; /* of all centroids, up to 4 bits; 2 and 3 bits: repeated */
     uint8_t planes[4][128];    /* TQ8: byte p of each bound in planes[p], for byte look-ups */
+    float centroids[32];       /* the positive ones, up to 6 bits */
+    /* Of each cell, from 5 bits up: the bound that a value there is compared with, the centroid below it, the one above. Where
+       tables do not fit registers one load takes all. */
+    float entries[256][4];
 } tqkv__quantiser;
 
 static void tqkv__quantiser_open(const tqkv__stream *s, tqkv__quantiser *q)
@@ -2851,45 +2887,98 @@ static void tqkv__quantiser_open(const tqkv__stream *s, tqkv__quantiser *q)
     for (; cell < 256; cell++) q->below[cell] = (uint8_t)n;
     for (int i = n; i < 128; i++) q->bounds[i] = INFINITY;
     for (int i = 0; i < 32; i++) {
-        const float centroid = i <= n ? s->codebook[n + 1 + i] : 0.0f;
-        q->squares[i] = TQKV__AS_FLOAT(centroid * centroid);
+        q->centroids[i] = i <= n ? s->codebook[n + 1 + i] : 0.0f;
+        q->squares[i] = TQKV__AS_FLOAT(q->centroids[i] * q->centroids[i]);
     }
     for (int i = 0; i < 16; i++) {
         const float centroid = bits <= 4 ? s->codebook[i % (1 << bits)] : 0.0f;
         q->squares_by_code[i] = TQKV__AS_FLOAT(centroid * centroid);
     }
     if (bits == 8) tqkv__split_floats(q->bounds, 128, q->planes);
+    for (int i = 0; i < 1 << bits && bits > 4; i++) {
+        const int below = q->below[i];
+        q->entries[i][0] = q->bounds[below];
+        q->entries[i][1] = s->codebook[n + 1 + below];
+        q->entries[i][2] = s->codebook[n + 1 + (below < n ? below + 1 : n)];
+        q->entries[i][3] = 0.0f;
+    }
 }
 
-/* Source and destination of a row. src, of the stream's type, center and factors (or NULL): [head_dim], codes: [row_bytes],
-   norms: [norms_per_row] */
+/* Source and destination of a row. src, of the stream's type, center and inverses (or NULL): [head_dim], codes: [row_bytes], norms,
+   and factors (or NULL), those that a search chose: [norms_per_row]; half: [2 * head_dim] or NULL, takes the rotated row as halves,
+   too */
 typedef struct tqkv__row {
     const void *src;
-    const float *center, *factors; /* factors: see tqkv__factors_of */
+    const float *center, *inverses; /* inverses: see tqkv__inverses_of */
     uint8_t *codes;
-    float *norms;
+    float *norms, *factors;
+    uint8_t *half;
 } tqkv__row;
+
+static void tqkv__store_halves(const float *x, int n, uint8_t *to)
+{
+    for (int i = 0; i < n; i++) {
+        const uint16_t half = tqkv__half_from_float(x[i]);
+        to[2 * i] = (uint8_t)(half & 255);
+        to[2 * i + 1] = (uint8_t)(half >> 8);
+    }
+}
+
+/* The norm of a row is not the scale that its values are best coded with. Tries the format's factors on the scaled values of
+   a row, and takes for each norm the first whose codes are nearest in direction: the largest (sum of v*c)^2 / (sum of c*c),
+   c being the codes' centroids; the first of all if that is NaN. v: [head_dim] -> codes: [head_dim], squares: sums of c*c,
+   factors: both [norms_per_row] */
+static TQKV__NOINLINE void tqkv__search_row(const tqkv__stream *s, const float *v, uint8_t *codes, float *squares,
+                                            float *factors)
+{
+    enum { most_norms = TQKV_MAX_HEAD_DIM / 256 };
+    float centroids[TQKV_MAX_HEAD_DIM], best[most_norms], products[most_norms], sums[most_norms];
+    uint8_t tried[TQKV_MAX_HEAD_DIM];
+    const size_t n = (size_t)s->norm_dim;
+    for (int f = 0; f < s->n_factors; f++) {
+        for (int i = 0; i < s->head_dim; i++) {
+            tried[i] = (uint8_t)tqkv__quantise(s->boundaries, s->book_bits, TQKV__AS_FLOAT(v[i] * s->factors[f]));
+            centroids[i] = s->codebook[tried[i]];
+        }
+        tqkv__sums_of_products(s, v, centroids, products);
+        tqkv__sums_of_products(s, centroids, centroids, sums);
+        for (int b = 0; b < s->norms_per_row; b++) {
+            const float share = TQKV__AS_FLOAT(tqkv__rounded(products[b] * products[b]) / sums[b]);
+            if (f > 0 && !(share > best[b])) continue;
+            best[b] = share;
+            squares[b] = sums[b];
+            factors[b] = s->factors[f];
+            memcpy(codes + (size_t)b * n, tried + (size_t)b * n, n);
+        }
+    }
+}
 
 static TQKV__NOINLINE void tqkv__encode_row(const tqkv__stream *s, const tqkv__row *row)
 {
-    float x[TQKV_MAX_HEAD_DIM];
+    float x[TQKV_MAX_HEAD_DIM], squares[TQKV_MAX_HEAD_DIM / 256], factors[TQKV_MAX_HEAD_DIM / 256];
     uint8_t codes[TQKV_MAX_HEAD_DIM];
-    tqkv__widen_row(s->type, row->src, row->center, row->factors, s->head_dim, x);
+    tqkv__widen_row(s->type, row->src, row->center, row->inverses, s->head_dim, x);
+    if (row->half) {
+        float rotated[TQKV_MAX_HEAD_DIM];
+        memcpy(rotated, x, (size_t)s->head_dim * sizeof(float));
+        if (s->rotated) tqkv__rotate_row(rotated, s->head_dim);
+        tqkv__store_halves(rotated, s->head_dim, row->half);
+    }
     tqkv__scale_row(s, x, row->norms);
+    if (s->kind == TQKV__HALF) {
+        tqkv__store_halves(x, s->head_dim, row->codes);
+        return;
+    }
     for (int i = 0; i < s->head_dim; i++) {
-        if (s->kind == TQKV__HALF) {
-            const uint16_t half = tqkv__half_from_float(x[i]);
-            row->codes[2 * i] = (uint8_t)(half & 255);
-            row->codes[2 * i + 1] = (uint8_t)(half >> 8);
-        } else if (s->kind == TQKV__GRID) {
+        if (s->kind == TQKV__GRID) {
             codes[i] = tqkv__quantise_i8(x[i]);
-        } else {
-            codes[i] = (uint8_t)tqkv__quantise(s->boundaries, s->book_bits, x[i]);
-            x[i] = s->codebook[codes[i]];
         }
     }
-    if (s->kind == TQKV__BOOK) tqkv__correct_norms(s, x, row->norms);
-    if (s->kind != TQKV__HALF) tqkv__pack(s, codes, row->codes);
+    if (s->kind == TQKV__BOOK) {
+        tqkv__search_row(s, x, codes, squares, row->factors ? row->factors : factors);
+        tqkv__correct_norms(s, squares, row->norms);
+    }
+    tqkv__pack(s, codes, row->codes);
 }
 
 static void tqkv__encode_rows(const tqkv__stream *s, const tqkv__quantiser *q, const tqkv__row *rows, int n_rows)
@@ -2939,8 +3028,8 @@ static TQKV__NOINLINE void tqkv__add_center(const tqkv__stream *s, int kv_head, 
     float center[TQKV_MAX_HEAD_DIM], room[TQKV_MAX_HEAD_DIM];
     const tqkv__codec *codec = tqkv__codec_for(s->head_dim);
     if (!s->center) return;
-    const float *factors = coded ? tqkv__factors_of(s, kv_head, 1, room) : NULL;
-    codec->widen(TQKV_TYPE_F32, tqkv__center_of(s, kv_head), NULL, factors, s->head_dim, center);
+    const float *inverses = coded ? tqkv__inverses_of(s, kv_head, 1, room) : NULL;
+    codec->widen(TQKV_TYPE_F32, tqkv__center_of(s, kv_head), NULL, inverses, s->head_dim, center);
     if (coded && s->rotated) codec->rotate(center, s->head_dim);
     for (int d = 0; d < s->head_dim; d++) dst[d] = TQKV__AS_FLOAT(dst[d] + center[d]);
 }
@@ -3006,30 +3095,45 @@ static int tqkv__first_kept(const tqkv__stream *s, int n_tokens)
     return s->ring && n_tokens > s->capacity ? n_tokens - s->capacity : 0;
 }
 
-/* Some heads of a stream at work: [first, first + n). factors: theirs, [n][head_dim], or NULL */
+/* Some heads of a stream at work: [first, first + n). inverses: theirs, [n][head_dim], or NULL */
 typedef struct tqkv__heads {
     int first, n;
-    const float *factors;
+    const float *inverses;
 } tqkv__heads;
 
-/* Encodes tokens [from, to) of some heads; src[0] is for `position`. */
+/* Tokens [from, to) of src; src[0] is for `position`. halves: a ring of halves that takes what remains in it of the tokens up to
+   `end`, too, or NULL */
+typedef struct tqkv__tokens {
+    const tqkv__stream *halves;
+    const void *src;
+    int from, to;
+    int64_t position, end;
+} tqkv__tokens;
+
+/* Encodes tokens of some heads. */
 static void tqkv__encode_heads(const tqkv__stream *s, const tqkv__quantiser *q, const tqkv__heads *heads,
-                               const void *src, int from, int to, int64_t position)
+                               const tqkv__tokens *tokens)
 {
     enum { batch = 64 };
     const tqkv__codec *codec = tqkv__codec_for(s->head_dim);
     tqkv__row rows[batch];
+    const tqkv__stream *halves = tokens->halves;
     int n = 0;
-    for (int t = from; t < to; t++) {
-        const int slot = tqkv__slot(s, position + t);
+    for (int t = tokens->from; t < tokens->to; t++) {
+        const int64_t position = tokens->position + t;
+        const int slot = tqkv__slot(s, position);
+        const bool half = halves && tokens->end - position <= halves->capacity;
+        const int half_slot = half ? tqkv__slot(halves, position) : 0;
         if (slot >= 0)
             for (int i = 0; i < heads->n; i++) {
                 const int h = heads->first + i;
-                rows[n].src = tqkv__source_row(s, src, (size_t)t, (size_t)h);
+                rows[n].src = tqkv__source_row(s, tokens->src, (size_t)t, (size_t)h);
                 rows[n].center = tqkv__center_of(s, h);
-                rows[n].factors = tqkv__of_head(s, heads->factors, i);
+                rows[n].inverses = tqkv__of_head(s, heads->inverses, i);
                 rows[n].codes = tqkv__codes_at(s, h, slot);
                 rows[n].norms = tqkv__norms_at(s, h, slot);
+                rows[n].factors = NULL;
+                rows[n].half = half ? tqkv__codes_at(halves, h, half_slot) : NULL;
                 if (++n == batch) codec->encode_rows(s, q, rows, n);
                 n %= batch;
             }
@@ -3037,19 +3141,19 @@ static void tqkv__encode_heads(const tqkv__stream *s, const tqkv__quantiser *q, 
     if (n) codec->encode_rows(s, q, rows, n);
 }
 
-/* Encodes tokens [from, to) of src after tqkv__encode_open; src[0] is for `position`. With a scale as many heads at a time as
-   have their factors in 4 KiB, so that each factor is found once. */
-static void tqkv__encode_tokens(const tqkv__stream *s, const void *src, int from, int to, int64_t position)
+/* Encodes tokens after tqkv__encode_open. With a scale as many heads at a time as have their inverses in 4 KiB, so that each inverse
+   is found once. */
+static void tqkv__encode_tokens(const tqkv__stream *s, const tqkv__tokens *tokens)
 {
     float room[TQKV_MAX_HEAD_DIM];
     const uint64_t mode = tqkv__fp_exact();
-    const int most = s->channel_scale && !s->factors ? TQKV_MAX_HEAD_DIM / s->head_dim : s->n_kv_heads;
+    const int most = s->channel_scale && !s->inverses ? TQKV_MAX_HEAD_DIM / s->head_dim : s->n_kv_heads;
     tqkv__quantiser q;
     if (s->kind == TQKV__BOOK) tqkv__quantiser_open(s, &q);
     for (int h = 0; h < s->n_kv_heads; h += most) {
         tqkv__heads heads = {h, s->n_kv_heads - h < most ? s->n_kv_heads - h : most, NULL};
-        heads.factors = tqkv__factors_of(s, h, heads.n, room);
-        tqkv__encode_heads(s, &q, &heads, src, from, to, position);
+        heads.inverses = tqkv__inverses_of(s, h, heads.n, room);
+        tqkv__encode_heads(s, &q, &heads, tokens);
     }
     tqkv__fp_restore(mode);
 }
@@ -3058,7 +3162,7 @@ static void tqkv__encode_tokens(const tqkv__stream *s, const void *src, int from
    for NaN and Inf, the next encodes. */
 enum { TQKV__ENCODE_STREAMS = 3, TQKV__ENCODE_TASKS = 16 };
 typedef struct tqkv__encode_job {
-    const tqkv__stream *streams[TQKV__ENCODE_STREAMS];
+    const tqkv__stream *streams[TQKV__ENCODE_STREAMS], *halves[TQKV__ENCODE_STREAMS]; /* see tqkv__encode_tokens */
     const void *src[TQKV__ENCODE_STREAMS];
     tqkv_parallel parallel;
     int n_streams, n_tokens, n_tasks; /* n_tasks: of each stream */
@@ -3076,8 +3180,9 @@ static void tqkv__encode_task(void *context, int index)
     const int first = job->encode ? tqkv__first_kept(s, job->n_tokens) : 0;
     const int from = first + (int)((int64_t)(job->n_tokens - first) * part / job->n_tasks);
     const int to = first + (int)((int64_t)(job->n_tokens - first) * (part + 1) / job->n_tasks);
+    const tqkv__tokens tokens = {job->halves[stream], src, from, to, job->position, job->position + job->n_tokens};
     if (job->encode)
-        tqkv__encode_tokens(s, src, from, to, job->position);
+        tqkv__encode_tokens(s, &tokens);
     else
         job->bad[index] = !tqkv__rows_finite(s, tqkv__source_row(s, src, (size_t)from, 0), to - from);
 }
@@ -3186,10 +3291,10 @@ TQKV_API tqkv_result tqkv_probe(const tqkv_store *store, const void *src, int n_
     const tqkv__codec *codec = tqkv__codec_for(s.head_dim);
     const uint64_t mode = tqkv__fp_exact();
     for (size_t h = 0; h < (size_t)s.n_kv_heads; h++) {
-        const float *factors = tqkv__factors_of(&s, (int)h, 1, room);
+        const float *inverses = tqkv__inverses_of(&s, (int)h, 1, room);
         for (size_t i = 0; i < (size_t)n_tokens; i++) {
             float *row = scaled + (i * (size_t)s.n_kv_heads + h) * (size_t)s.head_dim;
-            codec->widen(s.type, tqkv__source_row(&s, src, i, h), tqkv__center_of(&s, (int)h), factors, s.head_dim,
+            codec->widen(s.type, tqkv__source_row(&s, src, i, h), tqkv__center_of(&s, (int)h), inverses, s.head_dim,
                          row);
             codec->scale_row(&s, row, norms);
         }
@@ -3345,9 +3450,11 @@ static TQKV__NOINLINE void tqkv__convert_rows(const tqkv__stream *from, const tq
             tqkv__decode_row(from, tqkv__codes_at(from, kv_head, source), tqkv__norms_at(from, kv_head, source), row);
             if (from->rotated && !to->rotated) codec->unrotate(row, to->head_dim);
             rows[i].src = row;
-            rows[i].center = rows[i].factors = NULL;
+            rows[i].center = rows[i].inverses = NULL;
             rows[i].codes = tqkv__codes_at(to, kv_head, target);
             rows[i].norms = tqkv__norms_at(to, kv_head, target);
+            rows[i].half = NULL;
+            rows[i].factors = NULL;
         }
         codec->encode_rows(&decoded, &q, rows, now);
     }
@@ -3448,13 +3555,13 @@ static TQKV__NOINLINE void tqkv__add_moments(const tqkv__stream *s, int kv_head,
     float source[TQKV_MAX_HEAD_DIM], first[TQKV_MAX_HEAD_DIM], x[TQKV_MAX_HEAD_DIM], norms[TQKV_MAX_HEAD_DIM / 128];
     const float last = tqkv_last_boundary(s->format);
     const tqkv__codec *codec = tqkv__codec_for(s->head_dim);
-    codec->widen(s->type, row->src, row->center, row->factors, s->head_dim, x);
+    codec->widen(s->type, row->src, row->center, row->inverses, s->head_dim, x);
     codec->scale_row(s, x, norms);
     for (int d = 0; d < s->head_dim; d++) {
         const double square = (double)x[d] * (double)x[d];
         m->second += square;
         m->fourth += square * square;
-        m->beyond += fabsf(x[d]) > last;
+        m->beyond += fabsf(tqkv__rounded(x[d] * (row->factors ? row->factors[d / s->norm_dim] : 1.0f))) > last;
     }
     tqkv__decode_row(s, row->codes, row->norms, x);
     codec->widen(s->type, row->src, NULL, NULL, s->head_dim, source);
@@ -3497,7 +3604,7 @@ TQKV_API tqkv_result tqkv_measure(const tqkv_store *shape, const void *src, int 
     tqkv__quantiser q;
     tqkv__moments m;
     uint8_t codes[2 * TQKV_MAX_HEAD_DIM];
-    float norms[TQKV_MAX_HEAD_DIM / 128], room[TQKV_MAX_HEAD_DIM];
+    float norms[TQKV_MAX_HEAD_DIM / 128], factors[TQKV_MAX_HEAD_DIM / 256], room[TQKV_MAX_HEAD_DIM];
     tqkv_result r = tqkv__stream_shape(shape, &s);
     if (r == TQKV_OK) r = tqkv__stream_channels(shape, &s);
     const size_t out_size = (size_t)s.n_kv_heads * sizeof *out;
@@ -3510,10 +3617,11 @@ TQKV_API tqkv_result tqkv_measure(const tqkv_store *shape, const void *src, int 
     for (int h = 0; h < s.n_kv_heads; h++) {
         memset(&m, 0, sizeof m);
         m.first = tqkv__source_row(&s, src, 0, (size_t)h);
-        const float *factors = tqkv__factors_of(&s, h, 1, room);
+        const float *inverses = tqkv__inverses_of(&s, h, 1, room);
         for (int t = 0; t < n_tokens; t++) {
             const void *at = tqkv__source_row(&s, src, (size_t)t, (size_t)h);
-            const tqkv__row row = {at, tqkv__center_of(&s, h), factors, codes, norms};
+            const tqkv__row row = {at,    tqkv__center_of(&s, h),           inverses, codes,
+                                   norms, s.n_factors > 1 ? factors : NULL, NULL};
             codec->encode_rows(&s, &q, &row, 1);
             tqkv__add_moments(&s, h, &row, &m);
         }
@@ -3572,6 +3680,13 @@ static TQKV__NOINLINE void tqkv__add_row(const float *x, bool squared, int n, fl
     for (int d = 0; d < n; d++) sums[d] = TQKV__AS_FLOAT(sums[d] + (squared ? tqkv__rounded(x[d] * x[d]) : x[d]));
 }
 
+/* The means of so many values, zeros of none. sums: [head_dim] */
+static TQKV__NOINLINE void tqkv__divide_sums(float *sums, int head_dim, float values)
+{
+    const volatile float by = values > 0.0f ? values : 1.0f; /* see tqkv__norm_i8 */
+    for (int d = 0; d < head_dim; d++) sums[d] = TQKV__AS_FLOAT(sums[d] / by);
+}
+
 /* The mean over n rows, or that of the squares, of the differences from a centre, unless that is NULL: one float a channel, rows
    in order. means: [head_dim] */
 static void tqkv__channel_means(const tqkv__stream *s, const void *src, int n, int first_head, int n_heads,
@@ -3579,14 +3694,13 @@ static void tqkv__channel_means(const tqkv__stream *s, const void *src, int n, i
 {
     float row[TQKV_MAX_HEAD_DIM];
     const tqkv__codec *codec = tqkv__codec_for(s->head_dim);
-    const volatile float rows = n ? (float)n * (float)n_heads : 1.0f; /* see tqkv__norm_i8 */
     memset(means, 0, (size_t)s->head_dim * sizeof(float));
     for (int t = 0; t < n; t++)
         for (int h = first_head; h < first_head + n_heads; h++) {
             codec->widen(s->type, tqkv__source_row(s, src, (size_t)t, (size_t)h), center, NULL, s->head_dim, row);
             tqkv__add_row(row, squared, s->head_dim, means);
         }
-    for (int d = 0; d < s->head_dim; d++) means[d] = TQKV__AS_FLOAT(means[d] / rows);
+    tqkv__divide_sums(means, s->head_dim, (float)n * (float)n_heads);
 }
 
 /* The two channels of a rotary pair: [head_dim / 2] */
@@ -3793,7 +3907,7 @@ static TQKV__NOINLINE double tqkv__head_noise(const tqkv__stream *s, const tqkv_
 {
     uint8_t codes[2 * TQKV_MAX_HEAD_DIM];
     float norms[TQKV_MAX_HEAD_DIM / 128], room[TQKV_MAX_HEAD_DIM], error[TQKV_MAX_HEAD_DIM];
-    const float *factors = tqkv__factors_of(s, kv_head, 1, room), *center = tqkv__center_of(s, kv_head);
+    const float *inverses = tqkv__inverses_of(s, kv_head, 1, room), *center = tqkv__center_of(s, kv_head);
     const int64_t n_rows = (int64_t)queries->n * queries->group;
     double total = 0.0;
     for (int64_t first = 0; first < n_rows; first += TQKV__NOISE_ROWS) {
@@ -3802,7 +3916,7 @@ static TQKV__NOINLINE double tqkv__head_noise(const tqkv__stream *s, const tqkv_
         memset(&sums, 0, sizeof sums);
         for (int t = 0; t < n_tokens; t++) {
             const void *at = tqkv__source_row(s, src, (size_t)t, (size_t)kv_head);
-            const tqkv__row row = {at, center, factors, codes, norms};
+            const tqkv__row row = {at, center, inverses, codes, norms, NULL, NULL};
             tqkv__row_error(s, q, kv_head, &row, error);
             tqkv__add_noise(queries, kv_head, (int)first, n, error, &sums);
         }
@@ -3872,7 +3986,8 @@ typedef struct tqkv__attention {
     int64_t exact_below, exact_from;
     bool newest_halves; /* on a GPU: this is the part of a context that queries read from halves of the newest */
     bool exact[2][2];
-    tqkv__stream ends[2][2]; /* not cleared if unused: that would take as long as a few positions */
+    int64_t kept; /* positions below are seen though they are no longer resident: in ends[0] and first_tail */
+    tqkv__stream ends[2][2], first_tail; /* not cleared if unused: that would take as long as a few positions */
 } tqkv__attention;
 
 /* Additions in a row to one sum of products. Longer ones may all be rounded to the same side, where keys are parallel to the query
@@ -4027,6 +4142,9 @@ static const tqkv__isa tqkv__isa_scalar = {"scalar",
      p_j = exp(s_j - max),  W = max_j |p_j f_j|,  w_j = round(p_j f_j T/W)
      out_d += (sum_j w_j c_jd) * (step W/T)                                in each tile
 
+   A query whose largest value stands far above the others has a second digit, the same again of what the first leaves:
+   rest_d = query_d - q_d Q/T, whose products are added to the scores. See tqkv__round_rest.
+
    The sums in brackets are exact, so their order is free. No such sum leaves 32 bits: |q_d|, |w_j| <= 32639 and
    |c| <= 128, so a score of a block of 256 dimensions stays below 1.07e9, and the 64 positions of a tile below 2.7e8.
    Floats have one order everywhere: products that a sum follows are an fma or rounded first, quotients are divisions,
@@ -4106,6 +4224,29 @@ static void tqkv__round_query_scalar(const tqkv__stream *s, const float *query, 
     to[s->head_dim - 1] = tqkv__to_integers(query, s->head_dim, s->step, integers);
     memcpy(to, integers, (size_t)s->head_dim * sizeof *integers);
 }
+
+/* Turns a query into what its integers leave of it, and says whether that is worth a second digit: if fewer than 19 of 32
+   values reach an eighth of the largest. Of Gaussian rows that are those whose largest is above 4.3 times their deviation:
+   one in 400 at head_dim 128. One coordinate a thousand times the others would leave these five bits. */
+static bool tqkv__round_rest(float *query, int n)
+{
+    uint32_t largest = 0;
+    int high = 0;
+    for (int d = 0; d < n; d++) {
+        const uint32_t size = tqkv__bits(query[d]) & 0x7fffffffu;
+        if (size > largest) largest = size;
+    }
+    if (largest >= 0x7f800000u || tqkv__float(largest) <= TQKV__INTEGER_LEAST) return false;
+    const uint32_t eighth = largest - (3u << 23);
+    for (int d = 0; d < n; d++) high += (tqkv__bits(query[d]) & 0x7fffffffu) >= eighth;
+    if (32 * high >= 19 * n) return false;
+    const float scale = tqkv__integer_scale(largest), unit = tqkv__integer_unit(largest, 1.0f);
+    for (int d = 0; d < n; d++) query[d] = tqkv__fma(-tqkv__round(tqkv__rounded(query[d] * scale)), unit, query[d]);
+    return true;
+}
+
+/* Results that are NaN have one pattern of bits, whatever the processor makes of them. */
+static float tqkv__one_nan(float x) { return x != x ? tqkv__float(0x7fc00000u) : x; }
 
 /* The factor of block `block` of block_dim values of a row. */
 static float tqkv__block_factor(const tqkv__stream *s, const float *norms, int block)
@@ -4299,26 +4440,26 @@ TQKV__OP TQKV__VECTOR TQKV__(load_as)(const tqkv_type type, const void *values, 
 }
 
 /* As tqkv__widen_row and tqkv__narrow_row. */
-TQKV__OP void TQKV__(widen_as)(const tqkv_type type, const void *src, const float *center, const float *factors, int n,
+TQKV__OP void TQKV__(widen_as)(const tqkv_type type, const void *src, const float *center, const float *inverses, int n,
                                float *row)
 {
     for (int i = 0; i < n; i += TQKV__LANES) {
         TQKV__VECTOR x = TQKV__(load_as)(type, src, i);
         if (center) x -= TQKV__(load)(center + i);
-        if (factors) x = TQKV__(rounded)(x * TQKV__(load)(factors + i));
+        if (inverses) x = TQKV__(rounded)(x * TQKV__(load)(inverses + i));
         TQKV__(store)(row + i, x);
     }
 }
 
-TQKV__TARGET static void TQKV__(widen)(tqkv_type type, const void *src, const float *center, const float *factors,
+TQKV__TARGET static void TQKV__(widen)(tqkv_type type, const void *src, const float *center, const float *inverses,
                                        int n, float *row)
 {
     if (type == TQKV_TYPE_F16)
-        TQKV__(widen_as)(TQKV_TYPE_F16, src, center, factors, n, row);
+        TQKV__(widen_as)(TQKV_TYPE_F16, src, center, inverses, n, row);
     else if (type == TQKV_TYPE_BF16)
-        TQKV__(widen_as)(TQKV_TYPE_BF16, src, center, factors, n, row);
+        TQKV__(widen_as)(TQKV_TYPE_BF16, src, center, inverses, n, row);
     else
-        TQKV__(widen_as)(TQKV_TYPE_F32, src, center, factors, n, row);
+        TQKV__(widen_as)(TQKV_TYPE_F32, src, center, inverses, n, row);
 }
 
 /* As tqkv__scales_valid and tqkv__invert, for whole rows. */
@@ -4336,10 +4477,10 @@ TQKV__TARGET static bool TQKV__(scales_valid)(const float *x, size_t n)
     return !all;
 }
 
-TQKV__TARGET static void TQKV__(invert)(const float *scales, int n, float *factors)
+TQKV__TARGET static void TQKV__(invert)(const float *scales, int n, float *inverses)
 {
     for (int i = 0; i < n; i += TQKV__LANES)
-        TQKV__(store)(factors + i, TQKV__(invert_above)(0.0f, TQKV__(load)(scales + i)));
+        TQKV__(store)(inverses + i, TQKV__(invert_above)(0.0f, TQKV__(load)(scales + i)));
 }
 
 TQKV__TARGET static void TQKV__(narrow_row)(tqkv_type type, const float *row, int n, void *dst)
@@ -5879,6 +6020,262 @@ TQKV__TARGET static void TQKV__(scale_row)(const tqkv__stream *s, float *row, fl
         TQKV__(store)(row + d, TQKV__(load)(row + d) * TQKV__(set1)(scales[d / s->norm_dim]));
 }
 
+/* >>k-search: the factors of a few rows, by vectors; what tqkv__search_row does with one. */
+
+/* The scaled values of a row in the places that the sums take: element e of the lanes of a vector side by side, a vector of
+   each lane's next element n_lanes further on. So the sums of lanes are sums of vectors. Magnitudes are enough: codebooks are
+   symmetric, a value has the sign of its centroid, and a product of 0 adds nothing. */
+typedef struct TQKV__(turned) {
+    TQKV__ALIGNED float sizes[TQKV_MAX_HEAD_DIM];
+    TQKV__ALIGNED int32_t less[TQKV_MAX_HEAD_DIM];  /* -1 for positive values, see TQKV__(fold) */
+    TQKV__ALIGNED int32_t cells[TQKV_MAX_HEAD_DIM]; /* scratch */
+} TQKV__(turned);
+
+/* NaN becomes infinity, which is no larger with any factor either, and has the square of NaN's code. */
+TQKV__OP void TQKV__(turn_value)(TQKV__(turned) * t, int at, TQKV__VECTOR v)
+{
+    const TQKV__(words) positive = (TQKV__(words))(v > TQKV__(set1)(0.0f));
+    TQKV__(store)(t->sizes + at, TQKV__(abs)(TQKV__(max)(v, TQKV__(set1)(-INFINITY))));
+    memcpy(t->less + at, &positive, sizeof positive);
+}
+
+/* Lanes of three values and more: loads of four neighbours; reads up to three floats behind the last lane. Shorter ones: a load
+   has the values of two or four lanes, which come to different vectors. per_lane: a constant for 1, 2 and 4. v: [head_dim] */
+TQKV__OP void TQKV__(turn_places)(const int per_lane, int n_lanes, const float *v, TQKV__(turned) * t)
+{
+    const int together = per_lane < 3 ? 4 / per_lane : 1, run = together * per_lane;
+    for (int lane = 0; lane < n_lanes; lane += together * TQKV__LANES)
+        for (int e = 0; e < run; e += 4) {
+            TQKV__VECTOR four[4];
+            TQKV__UNROLL
+            for (int i = 0; i < 4; i++) four[i] = TQKV__(load_fours)(v + lane * per_lane + i * run + e, 4 * run);
+            TQKV__(transpose)(4, four);
+            TQKV__UNROLL
+            for (int i = 0; i < 4; i++)
+                if (per_lane < 3)
+                    TQKV__(turn_value)(t, i % per_lane * n_lanes + lane + i / per_lane * TQKV__LANES, four[i]);
+                else if (e + i < run)
+                    TQKV__(turn_value)(t, (e + i) * n_lanes + lane, four[i]);
+        }
+}
+
+/* y: [head_dim], scales: [norms_per_row] -> v: scaled, [head_dim] and room for three more, and turned */
+TQKV__OP void TQKV__(turn_row)(const tqkv__stream *s, const float *y, const float *scales, float *v, TQKV__(turned) * t)
+{
+    const int n_lanes = TQKV__NORM_LANES(s->head_dim), per_lane = s->head_dim / n_lanes;
+    for (int b = 0, d = 0; b < s->norms_per_row; b++)
+        for (const int end = d + s->norm_dim; d < end; d += TQKV__LANES)
+            TQKV__(store)(v + d, TQKV__(load)(y + d) * TQKV__(set1)(scales[b]));
+    if (per_lane == 1)
+        TQKV__(turn_places)(1, n_lanes, v, t);
+    else if (per_lane == 2)
+        TQKV__(turn_places)(2, n_lanes, v, t);
+    else if (per_lane == 4)
+        TQKV__(turn_places)(4, n_lanes, v, t);
+    else
+        TQKV__(turn_places)(per_lane, n_lanes, v, t);
+}
+
+/* Codebooks whose tables do not fit registers */
+#define TQKV__BY_ENTRIES(bits) ((bits) > (TQKV__LANES == 16 ? 6 : 4))
+
+/* Sizes times a factor, and the next float below where the value is positive: see TQKV__(fold). */
+TQKV__OP TQKV__VECTOR TQKV__(sizes_times)(const TQKV__(turned) * t, int at, TQKV__VECTOR factor)
+{
+    const TQKV__VECTOR size = TQKV__(load)(t->sizes + at) * factor;
+    TQKV__VECTOR w;
+    TQKV__(words) bits, less;
+    memcpy(&bits, &size, sizeof bits);
+    memcpy(&less, t->less + at, sizeof less);
+    bits += less;
+    memcpy(&w, &bits, sizeof w);
+    return w;
+}
+
+/* The tables of a codebook of up to 6 bits, in registers */
+typedef struct TQKV__(book) {
+    TQKV__VECTOR slope, top, bounds[2], centroids[2];
+    TQKV__(codes) below[4];
+} TQKV__(book);
+
+TQKV__OP void TQKV__(load_book)(const int bits, const tqkv__quantiser *q, TQKV__(book) * book)
+{
+    book->slope = TQKV__(set1)(q->slope);
+    book->top = TQKV__(set1)(q->top);
+    TQKV__(load_below)(bits, q->below, book->below);
+    for (int i = 0; i < 2; i++) {
+        book->bounds[i] = TQKV__(load)(q->bounds + i * TQKV__LANES);
+        book->centroids[i] = TQKV__(load)(q->centroids + i * TQKV__LANES);
+    }
+}
+
+TQKV__OP TQKV__(codes) TQKV__(cells)(const TQKV__(book) * book, TQKV__VECTOR w)
+{
+    return TQKV__(truncate)(TQKV__(min)(w * book->slope, book->top));
+}
+
+/* The centroids of sizes_times; bits is a constant. For 3 bits three comparisons are quicker than a cell. Tables that do not fit
+   registers: bound and centroids of each cell by one load; cells: of w, stored */
+TQKV__OP TQKV__VECTOR TQKV__(nearest)(const int bits, const tqkv__quantiser *q, const TQKV__(book) * book,
+                                      const int32_t *cells, TQKV__VECTOR w)
+{
+    TQKV__(codes) index;
+    TQKV__VECTOR four[4];
+    memset(&index, 0, sizeof index);
+    const TQKV__(codes) none = index;
+    if (TQKV__BY_ENTRIES(bits)) {
+        TQKV__UNROLL
+        for (int i = 0; i < 4; i++) four[i] = TQKV__(load_entries)(q->entries, cells + i);
+        TQKV__(transpose)(4, four);
+        return TQKV__(choose)(four[0], w, four[1], four[2]);
+    }
+    if (bits == 3) {
+        TQKV__UNROLL
+        for (int b = 0; b < 3; b++) index = TQKV__(code_from)(index, TQKV__(set1)(q->bounds[b]), w, none);
+        return TQKV__(bound)(bits, book->centroids, index);
+    }
+    index = TQKV__(below)(bits, book->below, TQKV__(cells)(book, w));
+    index = TQKV__(code_from)(index, TQKV__(bound)(bits, book->bounds, index), w, none);
+    return TQKV__(bound)(bits, book->centroids, index);
+}
+
+/* The sums of v*c and of c*c of each lane: lanes[2f], lanes[2f + 1] of factor f */
+enum { TQKV__(sums_tried) = 2 * TQKV__MOST_FACTORS };
+TQKV__OP void TQKV__(try_factors)(const int bits, const tqkv__stream *s, const tqkv__quantiser *q, TQKV__(turned) * t,
+                                  float (*lanes)[32])
+{
+    const int n_lanes = TQKV__NORM_LANES(s->head_dim);
+    TQKV__(book) book;
+    TQKV__(load_book)(bits, q, &book);
+    for (int f = 0; f < TQKV__MOST_FACTORS; f++) {
+        const TQKV__VECTOR factor = TQKV__(set1)(s->factors[f]);
+        for (int at = 0; at < s->head_dim && TQKV__BY_ENTRIES(bits); at += TQKV__LANES) {
+            const TQKV__(codes) cells = TQKV__(cells)(&book, TQKV__(sizes_times)(t, at, factor));
+            memcpy(t->cells + at, &cells, sizeof cells);
+        }
+        for (int lane = 0; lane < n_lanes; lane += TQKV__LANES) {
+            TQKV__VECTOR products = TQKV__(set1)(0.0f), squares = products;
+            for (int at = lane; at < s->head_dim; at += n_lanes) {
+                const TQKV__VECTOR c =
+                    TQKV__(nearest)(bits, q, &book, t->cells + at, TQKV__(sizes_times)(t, at, factor));
+                products += TQKV__(rounded)(TQKV__(load)(t->sizes + at) * c);
+                squares += TQKV__(rounded)(c * c);
+            }
+            TQKV__(store)(lanes[2 * f] + lane, products);
+            TQKV__(store)(lanes[2 * f + 1] + lane, squares);
+        }
+    }
+}
+
+/* Adds lanes that are 1 << stage apart: places with that bit clear have the sums of a, the others those of b. */
+TQKV__OP TQKV__VECTOR TQKV__(add_pairs)(const int stage, TQKV__VECTOR a, TQKV__VECTOR b)
+{
+    return TQKV__(even)(stage, a, b) + TQKV__(odd)(stage, a, b);
+}
+
+/* The xor-tree of tqkv__sums_of_products over `together` vectors of lanes, for all sums: sum k in x[k / LANES], place
+   k % LANES. Of 16 places where a norm has 8 lanes, the last step is left out. */
+TQKV__OP void TQKV__(add_tried)(const float (*lanes)[32], int at, int together, bool whole, TQKV__VECTOR *x)
+{
+    TQKV__UNROLL
+    for (int k = 0; k < TQKV__(sums_tried); k++) {
+        const float *from = lanes[k] + at;
+        x[k] = TQKV__(load)(from);
+        if (together > 1) x[k] += TQKV__(load)(from + TQKV__LANES);
+        if (together > 2) x[k] += TQKV__(load)(from + 2 * TQKV__LANES) + TQKV__(load)(from + 3 * TQKV__LANES);
+    }
+    TQKV__UNROLL
+    for (int stage = 0; stage < 4; stage++) {
+        const int last = (TQKV__(sums_tried) - 1) >> stage;
+        if (1 << stage >= TQKV__LANES || (stage == 3 && !whole)) continue;
+        TQKV__UNROLL
+        for (int i = 0; i < TQKV__(sums_tried); i += 2)
+            if (i <= last) x[i / 2] = TQKV__(add_pairs)(stage, x[i], x[i < last ? i + 1 : i]);
+    }
+}
+
+/* lanes, of `together` vectors whose values came in one load -> sums: [n_norms][16] */
+TQKV__OP void TQKV__(add_norms)(int n_lanes, int together, int n_norms, const float (*lanes)[32], float (*sums)[16])
+{
+    enum { vectors = (TQKV__(sums_tried) + TQKV__LANES - 1) / TQKV__LANES };
+    const int step = together * TQKV__LANES, per_norm = n_lanes / step / n_norms;
+    TQKV__VECTOR x[TQKV__(sums_tried)], all[8][vectors];
+    for (int b = 0; b < n_norms && per_norm; b++, sums++) {
+        for (int g = 0; g < per_norm; g++) {
+            TQKV__(add_tried)(lanes, (b * per_norm + g) * step, together, true, x);
+            TQKV__UNROLL
+            for (int i = 0; i < vectors; i++) all[g][i] = x[i];
+        }
+        for (int near = 1; near < per_norm; near *= 2)
+            for (int g = 0; g < per_norm; g += 2 * near) TQKV__UNROLL
+        for (int i = 0; i < vectors; i++) all[g][i] += all[g + near][i];
+        memcpy(sums, all[0], sizeof all[0]);
+    }
+    for (int b = 0; b < n_norms && !per_norm && TQKV__LANES == 16; b += 2, sums += 2) {
+        TQKV__(add_tried)(lanes, b * 8, 1, false, x);
+        TQKV__(store)(sums[0], TQKV__(even)(3, x[0], x[1]));
+        TQKV__(store)(sums[1], TQKV__(odd)(3, x[0], x[1]));
+    }
+}
+
+/* Turns one row and tries the factors: sums as in add_norms */
+TQKV__TARGET static TQKV__NOINLINE void TQKV__(search_row)(const tqkv__stream *s, const tqkv__quantiser *q,
+                                                           const float *y, const float *scales, float *v,
+                                                           float (*sums)[16])
+{
+    TQKV__(turned) t;
+    TQKV__ALIGNED float lanes[TQKV__(sums_tried)][32];
+    const int n_lanes = TQKV__NORM_LANES(s->head_dim), per_lane = s->head_dim / n_lanes;
+    TQKV__(turn_row)(s, y, scales, v, &t);
+    if (s->book_bits == 3)
+        TQKV__(try_factors)(3, s, q, &t, lanes);
+    else if (s->book_bits == 4)
+        TQKV__(try_factors)(4, s, q, &t, lanes);
+    else if (s->book_bits == 5 && TQKV__LANES == 16)
+        TQKV__(try_factors)(5, s, q, &t, lanes);
+    else if (s->book_bits == 6 && TQKV__LANES == 16)
+        TQKV__(try_factors)(6, s, q, &t, lanes);
+    else
+        TQKV__(try_factors)(8, s, q, &t, lanes);
+    TQKV__(add_norms)(n_lanes, per_lane < 3 ? 4 / per_lane : 1, s->norms_per_row, (const float(*)[32])lanes, sums);
+}
+
+/* The best factors of n norms, each the first of the largest (sum v*c)^2 / (sum c*c), and their sums of c*c. tried: [n][16],
+   factors, squares: [n]; room for whole vectors */
+TQKV__OP void TQKV__(choose_factors)(const tqkv__stream *s, int n, float (*tried)[16], float *factors, float *squares)
+{
+    for (int first = 0; first < n; first += TQKV__LANES) {
+        TQKV__ALIGNED float sums[TQKV__(sums_tried)][TQKV__LANES];
+        TQKV__VECTOR best = TQKV__(set1)(0.0f), factor = best, square = best;
+        for (int k = 0; k < TQKV__(sums_tried); k++)
+            for (int i = 0; i < TQKV__LANES; i++) sums[k][i] = first + i < n ? tried[first + i][k] : 1.0f;
+        for (int f = 0; f < TQKV__MOST_FACTORS; f++) {
+            const TQKV__VECTOR u = TQKV__(load)(sums[2 * f]), t = TQKV__(load)(sums[2 * f + 1]);
+            const TQKV__VECTOR share = TQKV__(rounded)(u * u) / t;
+            factor = f ? TQKV__(choose)(share, best, TQKV__(set1)(s->factors[f]), factor) : TQKV__(set1)(s->factors[f]);
+            square = f ? TQKV__(choose)(share, best, t, square) : t;
+            best = f ? TQKV__(choose)(share, best, share, best) : share;
+        }
+        TQKV__(store)(factors + first, factor);
+        TQKV__(store)(squares + first, square);
+    }
+}
+
+/* Scales a few rows; then their scales become the factors of the search. values: [n_rows], of which each becomes a row of
+   `rows`, [n_rows][head_dim] and room for three more; scales, squares: [n_rows][norms_per_row] and room for whole vectors */
+TQKV__TARGET static void TQKV__(search)(const tqkv__stream *s, const tqkv__quantiser *q, int n_rows,
+                                        const float **values, float *rows, float *scales, float *squares)
+{
+    enum { most = 96 };
+    float tried[most][16];
+    const int n = s->norms_per_row;
+    for (int i = 0; i < n_rows; i++, rows += s->head_dim) {
+        TQKV__(search_row)(s, q, values[i], scales + i * n, rows, tried + i * n);
+        values[i] = rows;
+    }
+    TQKV__(choose_factors)(s, n_rows * n, tried, scales, squares);
+}
+
 /* >>k-quantise: codes, packed, of whole rows. */
 
 /* As tqkv__quantise, with the cells of tqkv__quantiser. bits is a constant, 4 for fewer, too. */
@@ -6029,7 +6426,7 @@ TQKV__TARGET static void TQKV__(store_f16_row)(tqkv_type type, const void *src, 
         TQKV__(store_f16_as)(TQKV_TYPE_F32, src, head_dim, row);
 }
 
-/* The values of a row that are to be quantised: less its centre, times its factors, rotated, in row: [head_dim] or, where
+/* The values of a row that are to be quantised: less its centre, times its inverses, rotated, in row: [head_dim] or, where
    nothing is to be done, in the source. Halves are not widened first: that pass would make them a tenth slower than floats. F16 is stored. The
    sums of a row that is not rotated may read behind it: a copy. */
 TQKV__TARGET static const float *TQKV__(open_row)(const tqkv__stream *s, const tqkv__row *source, float *row)
@@ -6038,8 +6435,8 @@ TQKV__TARGET static const float *TQKV__(open_row)(const tqkv__stream *s, const t
     const void *src = source->src;
     tqkv_type type = s->type;
     const bool widens = !s->rotated && !half && (type != TQKV_TYPE_F32 || TQKV__HAS_MATRIX(s->head_dim));
-    if (source->center || source->factors || widens) {
-        TQKV__(widen)(type, src, source->center, source->factors, s->head_dim, row);
+    if (source->center || source->inverses || widens) {
+        TQKV__(widen)(type, src, source->center, source->inverses, s->head_dim, row);
         type = TQKV_TYPE_F32;
         src = row;
     }
@@ -6058,19 +6455,25 @@ TQKV__TARGET static void TQKV__(encode_rows)(const tqkv__stream *s, const tqkv__
 {
     enum { buffer = 3072, most_norms = buffer / 32 }; /* 12 KiB: a part of an L1 cache, and of the stack */
     TQKV__ALIGNED float rotated[buffer + 16], norms[most_norms], scales[most_norms]; /* fours are loaded beyond a row */
-    float *sums = scales; /* a row that is quantised needs its scales no more */
+    TQKV__ALIGNED float sums[most_norms];
     TQKV__ALIGNED uint8_t bytes[TQKV_MAX_HEAD_DIM + 64];
     const float *values[most_norms];
     const int batch = buffer / s->head_dim, norms_per_row = s->norms_per_row;
     for (int first = 0; first < n_rows; first += batch, rows += batch) {
         const int n = n_rows - first < batch ? n_rows - first : batch;
-        for (int i = 0; i < n; i++) values[i] = TQKV__(open_row)(s, &rows[i], rotated + i * s->head_dim);
+        for (int i = 0; i < n; i++) {
+            values[i] = TQKV__(open_row)(s, &rows[i], rotated + i * s->head_dim);
+            if (rows[i].half) TQKV__(store_f16_row)(TQKV_TYPE_F32, values[i], s->head_dim, rows[i].half);
+        }
         if (s->kind == TQKV__HALF) continue;
         TQKV__(norms)(s, values, n, norms, scales);
+        if (s->n_factors > 1) TQKV__(search)(s, q, n, values, rotated, scales, sums);
         for (int i = 0; i < n; i++) {
             const uint8_t *codes =
                 TQKV__(quantise_row)(s, q, values[i], scales + i * norms_per_row, rows[i].codes, bytes);
-            if (s->kind == TQKV__BOOK) TQKV__(centroid_sums)(s, q, codes, sums + i * norms_per_row);
+            if (s->n_factors == 1) TQKV__(centroid_sums)(s, q, codes, sums + i * norms_per_row);
+            if (s->n_factors > 1 && rows[i].factors)
+                memcpy(rows[i].factors, scales + i * norms_per_row, (size_t)norms_per_row * sizeof(float));
         }
         for (int i = n * norms_per_row; i % TQKV__LANES; i++) sums[i] = 1.0f;
         if (s->kind == TQKV__BOOK) TQKV__(correct_norms)(s, n * norms_per_row, sums, norms);
@@ -7222,6 +7625,7 @@ static const tqkv__integers TQKV__I(integers) = {&TQKV__(isa),
 #undef TQKV__ADD_PIECES
 #undef TQKV__ADD_QUARTERS
 #undef TQKV__BYTES
+#undef TQKV__BY_ENTRIES
 #undef TQKV__BY_FOUR_ROWS
 #undef TQKV__BY_PARTS
 #undef TQKV__BY_PIECES
@@ -7624,6 +8028,19 @@ TQKV__OP __m512i tqkv__code_from_avx512(__m512i count, __m512 bound, __m512 w, _
 {
     const __mmask16 above = _mm512_cmp_ps_mask(bound, w, _CMP_LE_OQ);
     return _mm512_xor_si512(_mm512_mask_sub_epi32(count, above, count, _mm512_set1_epi32(-1)), side);
+}
+/* above where bound <= w, else below */
+TQKV__OP __m512 tqkv__choose_avx512(__m512 bound, __m512 w, __m512 below, __m512 above)
+{
+    return _mm512_mask_blend_ps(_mm512_cmp_ps_mask(bound, w, _CMP_LE_OQ), below, above);
+}
+/* The entries of every fourth cell, side by side */
+TQKV__OP __m512 tqkv__load_entries_avx512(const float (*entries)[4], const int32_t *cells)
+{
+    __m512 x = _mm512_castps128_ps512(_mm_loadu_ps(entries[cells[0]]));
+    x = _mm512_insertf32x4(x, _mm_loadu_ps(entries[cells[4]]), 1);
+    x = _mm512_insertf32x4(x, _mm_loadu_ps(entries[cells[8]]), 2);
+    return _mm512_insertf32x4(x, _mm_loadu_ps(entries[cells[12]]), 3);
 }
 TQKV__OP __m512i tqkv__quantise_i8_avx512(__m512 v)
 {
@@ -8057,6 +8474,16 @@ TQKV__OP __m256i tqkv__code_from_avx2(__m256i count, __m256 bound, __m256 w, __m
     const __m256i above = _mm256_castps_si256(_mm256_cmp_ps(bound, w, _CMP_LE_OQ));
     return _mm256_xor_si256(_mm256_sub_epi32(count, above), side);
 }
+/* above where bound <= w, else below */
+TQKV__OP __m256 tqkv__choose_avx2(__m256 bound, __m256 w, __m256 below, __m256 above)
+{
+    return _mm256_blendv_ps(below, above, _mm256_cmp_ps(bound, w, _CMP_LE_OQ));
+}
+/* The entries of every fourth cell, side by side */
+TQKV__OP __m256 tqkv__load_entries_avx2(const float (*entries)[4], const int32_t *cells)
+{
+    return _mm256_set_m128(_mm_loadu_ps(entries[cells[4]]), _mm_loadu_ps(entries[cells[0]]));
+}
 TQKV__OP __m256i tqkv__quantise_i8_avx2(__m256 v)
 {
     v = _mm256_max_ps(_mm256_min_ps(v, _mm256_set1_ps(127.0f)), _mm256_set1_ps(-127.0f));
@@ -8431,6 +8858,15 @@ TQKV__OP float32x4_t tqkv__bound_neon(const int bits, const float32x4_t *bounds,
 TQKV__OP uint32x4_t tqkv__code_from_neon(uint32x4_t count, float32x4_t bound, float32x4_t w, uint32x4_t side)
 {
     return veorq_u32(vsubq_u32(count, vcleq_f32(bound, w)), side);
+}
+/* above where bound <= w, else below */
+TQKV__OP float32x4_t tqkv__choose_neon(float32x4_t bound, float32x4_t w, float32x4_t below, float32x4_t above)
+{
+    return vbslq_f32(vcleq_f32(bound, w), above, below);
+}
+TQKV__OP float32x4_t tqkv__load_entries_neon(const float (*entries)[4], const int32_t *cells)
+{
+    return vld1q_f32(entries[*cells]);
 }
 TQKV__OP uint32x4_t tqkv__quantise_i8_neon(float32x4_t v)
 {
@@ -9661,13 +10097,26 @@ static tqkv_result tqkv__check_end(const tqkv__attention *a, const tqkv__stream 
     return TQKV_OK;
 }
 
-/* The first position that a query reads from the halves of the newest. With none all are, and these are codes. */
+/* The first position that a query reads from the halves of the newest. With none all are, and these are codes. A query whose own
+   position does not matter stands at the end. */
 static int64_t tqkv__exact_at(const tqkv__attention *a, int query)
 {
     const tqkv_attention *call = &a->call;
-    const int64_t from = call->end - call->n_queries + query + 1 - call->exact_last;
+    const bool at_end = call->non_causal && !call->window;
+    const int64_t from = call->end - (at_end ? 0 : call->n_queries - 1 - query) - call->exact_last;
     if (!a->exact[1][0] && !a->exact[1][1]) return 0;
     return from > call->exact_from ? from : call->exact_from;
+}
+
+/* The oldest position that some query reads from the halves of the newest; they are asked for, but nothing else is known of them. */
+static int64_t tqkv__exact_oldest(const tqkv__attention *a)
+{
+    const tqkv_attention *call = &a->call;
+    const bool at_end = call->non_causal && !call->window;
+    int64_t from = call->end - (at_end ? 0 : call->n_queries - 1) - call->exact_last;
+    if (from < call->exact_from) from = call->exact_from;
+    if (from < a->first) from = a->first;
+    return from < call->end ? from : call->end;
 }
 
 /* Takes the positions that are kept as halves, from stores opened by `open`; follows tqkv__check_streams and
@@ -9678,10 +10127,7 @@ static tqkv_result tqkv__take_ends(tqkv__attention *a, tqkv_result (*open)(const
     const tqkv_store *const stores[2][2] = {{call->first_keys, call->first_values},
                                             {call->last_keys, call->last_values}};
     const int64_t below = call->exact_first < call->end ? call->exact_first : call->end;
-    const int64_t newest = call->end - call->exact_last, oldest = newest - call->n_queries + 1;
-    int64_t from = oldest > call->exact_from ? oldest : call->exact_from; /* for all queries together */
-    if (from < a->first) from = a->first;
-    if (from > call->end) from = call->end;
+    const int64_t newest = call->end - call->exact_last, oldest = tqkv__exact_oldest(a);
     for (int i = 0; i < 4; i++) {
         const int last = i / 2, side = i % 2;
         const tqkv__stream *codes = side ? &a->values : &a->keys;
@@ -9689,7 +10135,7 @@ static tqkv_result tqkv__take_ends(tqkv__attention *a, tqkv_result (*open)(const
         if (!store || codes->kind == TQKV__HALF || (last ? !call->exact_last : below == 0)) continue;
         tqkv__stream *s = &a->ends[last][side];
         tqkv_result r = open(store, s);
-        if (r == TQKV_OK) r = tqkv__check_end(a, codes, last ? from : 0, last ? call->end : below, s);
+        if (r == TQKV_OK) r = tqkv__check_end(a, codes, last ? oldest : 0, last ? call->end : below, s);
         if (r != TQKV_OK) return r;
         a->exact[last][side] = true;
         if (last)
@@ -9700,13 +10146,56 @@ static tqkv_result tqkv__take_ends(tqkv__attention *a, tqkv_result (*open)(const
     return TQKV_OK;
 }
 
-/* Positions that are read from the same streams. A query reads [0, b) in its first pass and [b, end) in its second, where b is
-   tqkv__exact_at. Queries of an item have other b: each looks only at its own positions of the tiles that both passes have, so
-   its sums are added in the same order alone and in a batch. */
-enum { TQKV__PASSES = 2 };
+/* Checks the store that keeps the first positions of a tail. */
+static tqkv_result tqkv__check_first_tail(const tqkv__attention *a, const tqkv__stream *s)
+{
+    const tqkv__stream *tail = &a->tail;
+    if (s->format != tail->format || s->rotated != tail->rotated || s->block_scale != tail->block_scale)
+        return TQKV__INVALID("first_tail: a store of another format or basis than the tail");
+    if (s->head_dim != tail->head_dim || s->n_kv_heads != tail->n_kv_heads)
+        return TQKV__INVALID("first_tail: a store of other head_dim or n_kv_heads than the tail");
+    if (!tqkv__same_center(s, tail)) return TQKV__INVALID("first_tail: a store with another centre than the tail");
+    if (!tqkv__same_scale(s, tail))
+        return TQKV__INVALID("first_tail: a store with another channel_scale than the tail");
+    if (s->ring || a->call.exact_first > tqkv__room(s))
+        return TQKV__REFUSE(OUT_OF_RANGE, "first_tail: a store that does not hold so many positions");
+    return TQKV_OK;
+}
+
+/* Takes the first positions that are no longer resident, if all streams have them; follows tqkv__take_ends. */
+static tqkv_result tqkv__take_kept(tqkv__attention *a)
+{
+    const tqkv_attention *call = &a->call;
+    const tqkv_store *const stores[2] = {call->first_keys, call->first_values};
+    const int64_t below = call->exact_first < call->end ? call->exact_first : call->end;
+    if (!below || !a->first || !stores[0] || (!a->shared && !stores[1]) || (call->tail && !call->first_tail))
+        return TQKV_OK;
+    for (int side = 0; side < 2; side++) {
+        tqkv__stream *s = &a->ends[0][side];
+        if (a->exact[0][side]) continue; /* a stream of F16 has no other halves */
+        tqkv_result r = tqkv__stream_open(stores[a->shared ? 0 : side], s);
+        if (r == TQKV_OK) r = tqkv__check_end(a, side ? &a->values : &a->keys, 0, below, s);
+        if (r != TQKV_OK) return r;
+        a->exact[0][side] = true;
+    }
+    if (call->tail) {
+        tqkv_result r = tqkv__stream_open(call->first_tail, &a->first_tail);
+        if (r == TQKV_OK) r = tqkv__check_first_tail(a, &a->first_tail);
+        if (r != TQKV_OK) return r;
+        if (a->round_query) tqkv__fill_integers(&a->first_tail);
+    }
+    a->exact_below = below;
+    a->kept = below < a->first ? below : a->first;
+    return TQKV_OK;
+}
+
+/* Positions that are read from the same streams. A query reads what is no longer resident in its first pass, then [0, b) and
+   [b, end), where b is tqkv__exact_at. Queries of an item have other b: each looks only at its own positions of the tiles that both
+   passes have, so its sums are added in the same order alone and in a batch. */
+enum { TQKV__GONE, TQKV__OLDER, TQKV__NEWEST, TQKV__PASSES };
 typedef struct tqkv__place {
     int number; /* tells places apart: 2 * pass, plus 1 for the first positions */
-    const tqkv__stream *keys, *values;
+    const tqkv__stream *keys, *values, *tail;
     int64_t end; /* the first position behind them */
 } tqkv__place;
 
@@ -9714,7 +10203,7 @@ typedef struct tqkv__place {
 static const tqkv__stream *tqkv__stream_at(const tqkv__attention *a, int side, int number)
 {
     if (number % 2 && a->exact[0][side]) return &a->ends[0][side];
-    if (number / 2 && a->exact[1][side]) return &a->ends[1][side];
+    if (number / 2 == TQKV__NEWEST && a->exact[1][side]) return &a->ends[1][side];
     return side ? &a->values : &a->keys;
 }
 
@@ -9723,26 +10212,29 @@ static tqkv__place tqkv__place_at(const tqkv__attention *a, int64_t position, in
     const bool first = position < a->exact_below;
     const int number = 2 * pass + first;
     const tqkv__place place = {number, tqkv__stream_at(a, 0, number), tqkv__stream_at(a, 1, number),
-                               first ? a->exact_below : INT64_MAX};
+                               pass == TQKV__GONE ? &a->first_tail : &a->tail, first ? a->exact_below : INT64_MAX};
     return place;
 }
 
 /* The streams of an attention: keys, values, tail, then the halves of the first positions' keys and values and of the newest
-   ones'. NULL: it has no such stream. */
-enum { TQKV__STREAMS = 7, TQKV__FIRST_HALVES = 3 };
+   ones', then the tail of the first positions. NULL: it has no such stream. */
+enum { TQKV__STREAMS = 8, TQKV__FIRST_HALVES = 3, TQKV__LAST_HALVES = 5, TQKV__FIRST_TAIL = 7 };
 static const tqkv__stream *tqkv__stream_read(const tqkv__attention *a, int i)
 {
-    const int last = i >= TQKV__FIRST_HALVES + 2, side = (i - TQKV__FIRST_HALVES) % 2;
+    const int last = i >= TQKV__LAST_HALVES, side = (i - TQKV__FIRST_HALVES) % 2;
+    if (i == TQKV__FIRST_TAIL) return a->kept && a->call.tail ? &a->first_tail : NULL;
     if (i >= TQKV__FIRST_HALVES) return a->exact[last][side] ? &a->ends[last][side] : NULL;
     return i == 0 ? &a->keys : i == 1 ? &a->values : a->call.tail ? &a->tail : NULL;
 }
 
-/* The positions of a range that a query, or one behind it, may read from stream i. */
+/* The resident positions of a range that a query, or one behind it, may read from stream i. */
 static tqkv__range tqkv__positions_read(const tqkv__attention *a, int i, tqkv__range range, int query)
 {
-    const bool halves = i >= TQKV__FIRST_HALVES, last = i >= TQKV__FIRST_HALVES + 2;
+    const bool first = i >= TQKV__FIRST_HALVES && i < TQKV__LAST_HALVES;
+    const bool last = i >= TQKV__LAST_HALVES && i < TQKV__FIRST_TAIL;
     if (last && tqkv__exact_at(a, query) > range.from) range.from = tqkv__exact_at(a, query);
-    if (halves && !last && a->exact_below < range.to) range.to = a->exact_below;
+    if (first && a->exact_below < range.to) range.to = a->exact_below;
+    if (i == TQKV__FIRST_TAIL) range.to = range.from;
     return range;
 }
 
@@ -9796,7 +10288,44 @@ static tqkv_result tqkv__check_list(tqkv__attention *a)
     return r;
 }
 
-static tqkv_result tqkv__attention_open(const tqkv_attention *a, tqkv__attention *r)
+/* The positions of a query's window that are not there any more. */
+static tqkv__range tqkv__gone_from_window(const tqkv__attention *a, int query)
+{
+    const int64_t oldest = a->call.end - a->call.n_queries + query - a->call.window + 1;
+    const tqkv__range gone = {oldest > a->kept ? oldest : a->kept, a->first};
+    return gone;
+}
+
+/* Whether a query's list, or its newest positions, have some of those that are gone. */
+static bool tqkv__list_meets(const tqkv__attention *a, int query, int kv_head, tqkv__range gone)
+{
+    const int32_t *row = tqkv__list_row(a, query, kv_head);
+    const int shift = tqkv__list_shift(a->call.list_block);
+    const int64_t position = a->call.end - a->call.n_queries + query;
+    const int64_t resident = (a->call.non_causal ? a->call.end : position + 1) - a->first;
+    for (int i = 0; i < a->call.list_length && row[i] >= 0; i++)
+        if (((int64_t)row[i] + 1) << shift > gone.from && (int64_t)row[i] << shift < gone.to) return true;
+    return a->call.list_newest > resident;
+}
+
+/* Refuses queries whose window was longer than what is there. What a list leaves out, nobody misses. */
+static tqkv_result tqkv__check_window(const tqkv__attention *a)
+{
+    const tqkv_attention *call = &a->call;
+    if (!call->window || !call->whole_window) return TQKV_OK;
+    for (int i = 0; i < call->n_queries; i++) {
+        const tqkv__range gone = tqkv__gone_from_window(a, i);
+        bool missed = gone.from < gone.to && !call->list;
+        for (int h = 0; h < call->list_heads && call->list && gone.from < gone.to && !missed; h++)
+            missed = tqkv__list_meets(a, i, h, gone);
+        if (missed) return TQKV__REFUSE(OUT_OF_RANGE, "a query's window begins before the oldest resident position");
+        if (gone.from >= gone.to) break; /* nor do those behind it */
+    }
+    return TQKV_OK;
+}
+
+/* Opens all but what is kept as halves. */
+static tqkv_result tqkv__attention_streams(const tqkv_attention *a, tqkv__attention *r)
 {
     tqkv_result result = tqkv__attention_shape(a, r);
     if (result == TQKV_OK) result = tqkv__stream_memory(a->keys, &r->keys);
@@ -9804,9 +10333,22 @@ static tqkv_result tqkv__attention_open(const tqkv_attention *a, tqkv__attention
     if (result == TQKV_OK && a->tail) result = tqkv__stream_memory(a->tail, &r->tail);
     if (result == TQKV_OK) result = tqkv__check_streams(r);
     if (result == TQKV_OK) result = tqkv__attention_range(a, r);
-    if (result == TQKV_OK) result = tqkv__check_list(r);
-    if (result != TQKV_OK || (!a->exact_first && !a->exact_last)) return result;
-    return tqkv__take_ends(r, tqkv__stream_open);
+    return result == TQKV_OK ? tqkv__check_list(r) : result;
+}
+
+/* Opens the rest, and checks the windows. */
+static tqkv_result tqkv__attention_ends(tqkv__attention *a)
+{
+    tqkv_result r = TQKV_OK;
+    if (a->call.exact_first || a->call.exact_last) r = tqkv__take_ends(a, tqkv__stream_open);
+    if (r == TQKV_OK && a->call.exact_first) r = tqkv__take_kept(a);
+    return r == TQKV_OK ? tqkv__check_window(a) : r;
+}
+
+static tqkv_result tqkv__attention_open(const tqkv_attention *a, tqkv__attention *r)
+{
+    const tqkv_result result = tqkv__attention_streams(a, r);
+    return result == TQKV_OK ? tqkv__attention_ends(r) : result;
 }
 
 /* >>visible: which positions a query sees: windows, trees, lists */
@@ -9850,6 +10392,10 @@ typedef struct tqkv__list {
     int64_t n_before, recent, hidden; /* positions of block `recent` before `hidden` are not seen */
     int64_t base;
     tqkv__range seen; /* ranks */
+    /* Of the positions that are no longer resident those in the blocks row[0 .. n_row), and those from kept_from on. They have no
+       ranks. */
+    const int32_t *row;
+    int64_t n_row, kept_from;
 } tqkv__list;
 
 /* The first of n ascending entries that is not below `block`. */
@@ -9891,29 +10437,33 @@ static bool tqkv__tree_hides(const tqkv__attention *a, int query, int64_t positi
     return a->call.tree && j >= 0 && !(a->call.tree[query] >> j & 1);
 }
 
-/* Where the newest list_newest positions of a range begin that a query sees. */
-static int64_t tqkv__newest_from(const tqkv__attention *a, int query, tqkv__range range)
+/* Where the newest `left` positions of a range begin that a query sees; takes their number from `left`. */
+static int64_t tqkv__newest_from(const tqkv__attention *a, int query, tqkv__range range, int *left)
 {
-    int left = a->call.list_newest;
-    while (a->call.tree && left > 0 && range.to > range.from && range.to > a->call.end - a->call.n_queries)
-        left -= !tqkv__tree_hides(a, query, --range.to);
-    return range.to - range.from < left ? range.from : range.to - left;
+    while (a->call.tree && *left > 0 && range.to > range.from && range.to > a->call.end - a->call.n_queries)
+        *left -= !tqkv__tree_hides(a, query, --range.to);
+    const int n = range.to - range.from < *left ? (int)(range.to - range.from) : *left;
+    *left -= n;
+    return range.to - n;
 }
 
 /* The list of a query, as far as it looks at a range of positions. */
 static tqkv__list tqkv__open_list(const tqkv__attention *a, int query, int kv_head, tqkv__range range)
 {
     tqkv__list l;
-    const tqkv__range resident = {a->first, a->call.end}, all = tqkv__visible(a, query, resident);
+    const tqkv__range resident = {a->first, a->call.end}, all = tqkv__visible(a, query, resident), kept = {0, a->kept};
     int64_t n = 0;
-    l.entries = tqkv__list_row(a, query, kv_head);
+    int newest = a->call.list_newest;
+    l.entries = l.row = tqkv__list_row(a, query, kv_head);
     l.shift = tqkv__list_shift(a->call.list_block);
     while (n < a->call.list_length && l.entries[n] >= 0) n++;
+    l.n_row = n;
     const int64_t gone = tqkv__entry_at(l.entries, n, all.from >> l.shift);
     l.entries += gone;
     n -= gone;
     l.base = all.from >> l.shift << l.shift;
-    l.hidden = tqkv__newest_from(a, query, all);
+    l.hidden = tqkv__newest_from(a, query, all, &newest);
+    l.kept_from = tqkv__newest_from(a, query, tqkv__visible(a, query, kept), &newest);
     l.recent = l.hidden < all.to ? l.hidden >> l.shift : (all.to >> l.shift) + (all.to % ((int64_t)1 << l.shift) > 0);
     l.n_before = tqkv__entry_at(l.entries, n, l.recent);
     if (l.hidden == all.to || (l.n_before < n && l.entries[l.n_before] == l.recent)) l.hidden = 0;
@@ -9992,14 +10542,28 @@ static tqkv_result tqkv__check_entries(const tqkv__attention *a, int64_t first, 
     return r;
 }
 
+/* As tqkv__check_entries, for the positions that are no longer resident. */
+static tqkv_result tqkv__check_kept(const tqkv__attention *a)
+{
+    const tqkv__range kept = {0, a->kept}, seen = tqkv__visible_to(a, 0, a->call.n_queries - 1, kept);
+    const int streams[3] = {TQKV__FIRST_HALVES, TQKV__FIRST_HALVES + 1, TQKV__FIRST_TAIL};
+    tqkv_result r = TQKV_OK;
+    for (int i = 0; r == TQKV_OK && a->kept && i < 3; i++)
+        if (tqkv__stream_read(a, streams[i]))
+            r = tqkv__check_pages(tqkv__stream_read(a, streams[i]), seen.from, seen.to);
+    return r;
+}
+
 /* As tqkv__check_entries, for the positions that some query sees. */
 static tqkv_result tqkv__check_seen(const tqkv__attention *a, tqkv__range range)
 {
     const int64_t first = a->call.end - a->call.n_queries; /* of the tree */
-    if (a->call.list) return tqkv__check_lists_seen(a, range);
+    tqkv_result r = tqkv__check_kept(a);
+    if (r == TQKV_OK && a->call.list) r = tqkv__check_lists_seen(a, range);
+    if (r != TQKV_OK || a->call.list) return r;
     const tqkv__range seen = tqkv__visible_to(a, 0, a->call.n_queries - 1, range);
     const int64_t base = a->call.tree && first < seen.to ? first : seen.to;
-    tqkv_result r = tqkv__check_entries(a, seen.from, base);
+    r = tqkv__check_entries(a, seen.from, base);
     for (int64_t at = base < seen.from ? seen.from : base; r == TQKV_OK && at < seen.to; at++)
         if (tqkv__tree_has(a, (int)(at - first))) r = tqkv__check_entries(a, at, at + 1);
     return r;
@@ -10094,7 +10658,7 @@ static int tqkv__tile_length(const tqkv__attention *a, const tqkv__place *place,
     if (n > border) n = border;
     if (n > key_room) n = key_room;
     if (n > value_room) n = value_room;
-    if (a->call.tail && n > tqkv__tile_room(&a->tail, position)) n = tqkv__tile_room(&a->tail, position);
+    if (a->call.tail && n > tqkv__tile_room(place->tail, position)) n = tqkv__tile_room(place->tail, position);
     return (int)n;
 }
 
@@ -10142,7 +10706,7 @@ static void tqkv__find_runs(const tqkv__attention *a, const tqkv__place *place, 
     tile->place = *place;
     tqkv__open_run(place->keys, tile->position, tile->n, end, &tile->keys);
     tqkv__open_run(place->values, tile->position, tile->n, end, &tile->values);
-    if (a->call.tail) tqkv__open_run(&a->tail, tile->position, tile->n, end, &tile->tail);
+    if (a->call.tail) tqkv__open_run(place->tail, tile->position, tile->n, end, &tile->tail);
 }
 
 /* Asks for a line of each 4 KiB of the next tile, and for its norms, a tile early. The loops ask for the other lines, but late
@@ -10246,17 +10810,28 @@ static TQKV__NOINLINE void tqkv__merge_sums(const tqkv__sums *into, const tqkv__
 #define TQKV__STRETCH 2048
 #define TQKV__PIECE   256
 
-/* The scores of a tile: the sum of those of the parts of the keys, in their order. q: as tqkv__arrange_queries gives them */
-static void tqkv__score_tile(tqkv__tile *tile, const float *q, int n_rows)
+/* Floats of an arranged query, without its second digits. */
+static size_t tqkv__first_floats(const tqkv__attention *a)
+{
+    return (size_t)(a->key_dim + (a->exact[0][0] || a->exact[1][0] ? a->keys.head_dim : 0));
+}
+
+/* The scores of a tile: the sum of those of the parts of the keys, in their order, and of the second digits. q, digits: as
+   tqkv__arrange_queries gives them */
+static void tqkv__score_tile(tqkv__tile *tile, const float *q, int digits, int n_rows)
 {
     const tqkv__attention *a = tile->streams;
     float *scores = tile->scores + tile->begin;
-    const int before = tile->place.keys == &a->keys ? 0 : a->key_dim; /* dimensions of q before those for halves */
-    a->isa->score_tile(tile->place.keys, tile->kv_head, &tile->keys, q + (size_t)n_rows * (size_t)before, n_rows, false,
-                       scores);
-    if (!a->call.tail) return;
-    a->isa->score_tile(&a->tail, tile->kv_head, &tile->tail, q + (size_t)n_rows * (size_t)a->keys.head_dim, n_rows,
-                       true, scores);
+    const bool codes = tile->place.keys == &a->keys;
+    const size_t all = (size_t)n_rows, of_keys = all * (size_t)a->keys.head_dim;
+    const float *rest = q + all * tqkv__first_floats(a);
+    a->isa->score_tile(tile->place.keys, tile->kv_head, &tile->keys, codes ? q : q + all * (size_t)a->key_dim, n_rows,
+                       false, scores);
+    if (a->call.tail)
+        a->isa->score_tile(tile->place.tail, tile->kv_head, &tile->tail, q + of_keys, n_rows, true, scores);
+    if ((digits & 1) && codes) a->isa->score_tile(&a->keys, tile->kv_head, &tile->keys, rest, n_rows, true, scores);
+    if (digits & 2)
+        a->isa->score_tile(tile->place.tail, tile->kv_head, &tile->tail, rest + of_keys, n_rows, true, scores);
 }
 
 /* Sums of values have the order of the stream that is added to them: brings them into that of another. */
@@ -10283,6 +10858,7 @@ typedef struct tqkv__work {
     const tqkv__attention *a;
     const tqkv__item *item;
     const float *q, *offsets;
+    int digits;        /* of the queries: see tqkv__arrange_queries */
     tqkv__tile *tiles; /* [2] */
     tqkv__tile *before;
     tqkv__sums piece, sums;
@@ -10318,43 +10894,74 @@ static tqkv__range tqkv__common_range(const tqkv__work *w, tqkv__range range)
     return all;
 }
 
-/* Finds both passes through a range of positions or ranks, and what all rows see of them. Without halves of the newest all is in
-   the second. */
-static void tqkv__find_passes(tqkv__work *w, tqkv__range range)
+/* Finds the passes through a range of positions or ranks or, for `kept`, through what is no longer resident, and what all rows see of
+   them. Without halves of the newest all is in the last. */
+static void tqkv__find_passes(tqkv__work *w, tqkv__range range, bool kept)
 {
-    const tqkv__range seen = tqkv__range_of_rows(w, range);
+    const tqkv__range none = {0, 0}, before = {0, w->a->kept};
+    for (int pass = 0; pass < TQKV__PASSES; pass++) w->passes[pass] = w->common[pass] = none;
+    if (kept) {
+        const int group = w->a->group, last_row = w->item->first_row + w->item->n_rows - 1;
+        w->passes[TQKV__GONE] = tqkv__visible_to(w->a, w->item->first_row / group, last_row / group, before);
+        if (!w->list) w->common[TQKV__GONE] = tqkv__common_range(w, before);
+        return;
+    }
     const int64_t low = w->list ? tqkv__rank_of(w->list, w->exact[0]) : w->exact[0];
     const int64_t high = w->list ? tqkv__rank_of(w->list, w->exact[1]) : w->exact[1];
-    w->passes[0] = w->passes[1] = seen;
-    if (w->passes[0].to > high) w->passes[0].to = high;
-    if (w->passes[1].from < low) w->passes[1].from = low;
+    tqkv__range *older = &w->passes[TQKV__OLDER], *newest = &w->passes[TQKV__NEWEST];
+    *older = *newest = tqkv__range_of_rows(w, range);
+    if (older->to > high) older->to = high;
+    if (newest->from < low) newest->from = low;
     if (w->list) return;
-    w->common[0] = w->common[1] = tqkv__common_range(w, range);
-    if (w->common[0].to > low) w->common[0].to = low;
-    if (w->common[1].from < high) w->common[1].from = high;
+    older = &w->common[TQKV__OLDER];
+    newest = &w->common[TQKV__NEWEST];
+    *older = *newest = tqkv__common_range(w, range);
+    if (older->to > low) older->to = low;
+    if (newest->from < high) newest->from = high;
+}
+
+/* The part of a range that a query reads in a pass. */
+static tqkv__range tqkv__range_in_pass(const tqkv__work *w, int pass, int query, tqkv__range range)
+{
+    const tqkv__range kept = {0, w->a->kept};
+    const int64_t exact = tqkv__exact_at(w->a, query);
+    if (pass == TQKV__GONE) return kept;
+    if (pass == TQKV__OLDER && range.to > exact) range.to = exact;
+    if (pass == TQKV__NEWEST && range.from < exact) range.from = exact;
+    return range;
+}
+
+/* Takes from a span of a tile what its query's list does not name of the positions that are no longer resident. */
+static void tqkv__hide_kept(const tqkv__list *l, const tqkv__tile *tile, tqkv__span *span)
+{
+    bool seen = false;
+    for (int j = span->from; j < span->to; j++) {
+        const int64_t position = tile->position + (j - tile->begin), block = position >> l->shift;
+        const int64_t at = tqkv__entry_at(l->row, l->n_row, block);
+        if (position < l->kept_from && (at == l->n_row || l->row[at] != block)) span->hidden |= (uint64_t)1 << j;
+        seen = seen || !(span->hidden >> j & 1);
+    }
+    if (!seen) span->to = span->from;
 }
 
 /* Finds what each row sees of a tile; false: none sees any of it. */
 static bool tqkv__find_spans(const tqkv__work *w, tqkv__range range, tqkv__tile *tile)
 {
-    const int pass = tile->place.number / 2;
+    const int pass = tile->place.number / 2, group = w->a->group;
     const tqkv__range *common = &w->common[pass];
     const tqkv__item *item = w->item;
-    const int group = w->a->group;
-    tqkv__span span = {tile->begin, tile->begin + tile->n, w->list ? tile->ranks->hidden << tile->begin : 0};
+    const bool listed = w->list && pass != TQKV__GONE;
+    tqkv__span span = {tile->begin, tile->begin + tile->n, listed ? tile->ranks->hidden << tile->begin : 0};
     bool seen = false;
     tile->whole = !span.hidden;
-    if (w->list || (tile->position >= common->from && tile->position + tile->n <= common->to)) {
+    if (listed || (tile->position >= common->from && tile->position + tile->n <= common->to)) {
         for (int row = 0; row < item->n_rows; row++) tile->spans[row] = span;
         return true;
     }
     for (int row = 0; row < item->n_rows;) {
         const int query = (item->first_row + row) / group, next = (query + 1) * group - item->first_row;
-        const int64_t exact = tqkv__exact_at(w->a, query);
-        tqkv__range part = range;
-        if (pass == 0 && part.to > exact) part.to = exact;
-        if (pass == 1 && part.from < exact) part.from = exact;
-        span = tqkv__span_of(w->a, query, tile, part);
+        span = tqkv__span_of(w->a, query, tile, tqkv__range_in_pass(w, pass, query, range));
+        if (w->list) tqkv__hide_kept(w->list, tile, &span);
         for (; row < next && row < item->n_rows; row++) tile->spans[row] = span;
         seen = seen || span.to > span.from;
         tile->whole = tile->whole && span.to - span.from == tile->n && !span.hidden;
@@ -10423,7 +11030,7 @@ static void tqkv__ask_keys(const tqkv__attention *a, int kv_head, const tqkv__ra
 {
     if (!ranks->n) return;
     tqkv__ask(ranks->place.keys, kv_head, ranks, ranks->keys);
-    if (a->call.tail) tqkv__ask(&a->tail, kv_head, ranks, ranks->tail);
+    if (a->call.tail) tqkv__ask(ranks->place.tail, kv_head, ranks, ranks->tail);
 }
 
 static void tqkv__ask_values(const tqkv__attention *a, int kv_head, const tqkv__ranks *ranks)
@@ -10469,7 +11076,7 @@ static void tqkv__end_piece_before(const tqkv__work *w, const tqkv__tile *tile)
 static void tqkv__attend_tile(tqkv__work *w, tqkv__tile *tile)
 {
     const int n_rows = w->item->n_rows;
-    tqkv__score_tile(tile, w->q, n_rows);
+    tqkv__score_tile(tile, w->q, w->digits, n_rows);
     if (tile->ranks) tqkv__ask_values(w->a, w->item->kv_head, tile->ranks);
     tqkv__add_before(w);
     tqkv__end_piece_before(w, tile);
@@ -10482,7 +11089,7 @@ static void tqkv__touch_streams(const tqkv__tile *tile)
 {
     const tqkv__attention *a = tile->streams;
     tqkv__touch_next(tile->place.keys, tile->kv_head, &tile->keys);
-    if (a->call.tail) tqkv__touch_next(&a->tail, tile->kv_head, &tile->tail);
+    if (a->call.tail) tqkv__touch_next(tile->place.tail, tile->kv_head, &tile->tail);
     if (!a->shared) tqkv__touch_next(tile->place.values, tile->kv_head, &tile->values);
 }
 
@@ -10578,7 +11185,7 @@ static void tqkv__find_slots_of(const tqkv__attention *a, const tqkv__list *l, t
         memcpy(ranks->values, ranks->keys, (size_t)ranks->n * sizeof *ranks->keys);
     else
         tqkv__find_slots(v, l, ranks, ranks->values);
-    if (a->call.tail) tqkv__find_slots(&a->tail, l, ranks, ranks->tail);
+    if (a->call.tail) tqkv__find_slots(ranks->place.tail, l, ranks, ranks->tail);
 }
 
 static bool tqkv__in_order(const int32_t *slots, int n)
@@ -10595,38 +11202,54 @@ static bool tqkv__lies_together(const tqkv__attention *a, const tqkv__ranks *ran
            (!a->call.tail || tqkv__in_order(ranks->tail, ranks->n));
 }
 
-/* Finds the next tile of ranks from `rank` of a pass on; n is 0 if there is none. A list's tile has something that its query
-   sees. */
-static void tqkv__find_ranks(const tqkv__work *w, int pass, int64_t rank, tqkv__ranks *ranks)
+/* Ranks of a pass. */
+static const tqkv__list *tqkv__list_in_pass(const tqkv__work *w, int pass)
+{
+    return pass == TQKV__GONE ? NULL : w->list;
+}
+
+/* Finds the tile of the ranks from `rank` to at most `end`; its n is 0 if a list's query sees none of it. Returns the rank behind. */
+static int64_t tqkv__find_ranks_at(const tqkv__work *w, int pass, int64_t rank, int64_t end, tqkv__ranks *ranks)
 {
     const tqkv__attention *a = w->a;
+    const tqkv__list *l = tqkv__list_in_pass(w, pass);
     const bool scattered = w->small_pages || w->odd_rings;
+    int64_t n = TQKV__TILE - rank % TQKV__TILE;
+    if (n > end - rank) n = end - rank;
+    const int64_t position = tqkv__position_of(l, rank), last = tqkv__position_of(l, rank + n - 1);
+    const bool together = last - position == n - 1;
     ranks->n = 0;
-    for (int64_t n; pass < TQKV__PASSES; rank += n) {
-        const int64_t end = w->passes[pass].to;
-        n = 0;
-        if (rank >= end) {
-            if (++pass < TQKV__PASSES) rank = w->passes[pass].from;
-            continue;
-        }
-        n = TQKV__TILE - rank % TQKV__TILE;
-        if (n > end - rank) n = end - rank;
-        const int64_t position = tqkv__position_of(w->list, rank), last = tqkv__position_of(w->list, rank + n - 1);
-        const bool together = last - position == n - 1;
-        ranks->place = tqkv__place_at(a, position, pass);
-        if (together)
-            n = tqkv__tile_length(a, &ranks->place, position, last + 1); /* as without a list */
-        else if (last >= ranks->place.end)
-            n = tqkv__rank_of(w->list, ranks->place.end) - rank;
-        ranks->together = together && !scattered;
-        ranks->hidden = tqkv__hidden_ranks(a, w->item->first_row / a->group, w->list, rank, (int)n);
-        if (ranks->hidden == tqkv__bits_below((int)n)) continue;
-        ranks->rank = rank;
-        ranks->n = (int)n;
-        tqkv__find_slots_of(a, w->list, ranks);
-        if (scattered) ranks->together = tqkv__lies_together(a, ranks);
-        return;
+    ranks->place = tqkv__place_at(a, position, pass);
+    if (together)
+        n = tqkv__tile_length(a, &ranks->place, position, last + 1); /* as without a list */
+    else if (last >= ranks->place.end)
+        n = tqkv__rank_of(l, ranks->place.end) - rank;
+    ranks->together = together && !scattered;
+    ranks->hidden = tqkv__hidden_ranks(a, w->item->first_row / a->group, l, rank, (int)n);
+    if (ranks->hidden == tqkv__bits_below((int)n)) return rank + n;
+    ranks->rank = rank;
+    ranks->n = (int)n;
+    tqkv__find_slots_of(a, l, ranks);
+    if (scattered) ranks->together = tqkv__lies_together(a, ranks);
+    return rank + n;
+}
+
+/* Finds the next tile of ranks from `rank` of a pass on; n is 0 if there is none. */
+static void tqkv__find_ranks(const tqkv__work *w, int pass, int64_t rank, tqkv__ranks *ranks)
+{
+    ranks->n = 0;
+    for (;;) {
+        while (rank < w->passes[pass].to && !ranks->n)
+            rank = tqkv__find_ranks_at(w, pass, rank, w->passes[pass].to, ranks);
+        if (ranks->n || ++pass == TQKV__PASSES) return;
+        rank = w->passes[pass].from;
     }
+}
+
+/* The first one of a stretch. */
+static void tqkv__find_first_ranks(const tqkv__work *w, tqkv__ranks *ranks)
+{
+    tqkv__find_ranks(w, 0, w->passes[0].from, ranks);
 }
 
 /* Slots of a tile: those of its rows, if these are together, else in scratch. ahead: the next tile's first slot, or -1 */
@@ -10644,7 +11267,8 @@ static tqkv__tile *tqkv__place_tile(const tqkv__work *w, const tqkv__ranks *rank
     const int kv_head = tile->kv_head, slot = tile == w->tiles ? 0 : TQKV__TILE;
     const bool ahead = ranks->together && next->n && next->together && ranks->place.keys == next->place.keys &&
                        ranks->place.values == next->place.values; /* the loops ask for the next tile */
-    tile->place = tqkv__place_at(streams, tqkv__position_of(w->list, ranks->rank), ranks->place.number / 2);
+    const int pass = ranks->place.number / 2;
+    tile->place = tqkv__place_at(streams, tqkv__position_of(tqkv__list_in_pass(w, pass), ranks->rank), pass);
     tile->keys = tqkv__run_of_ranks(ranks, ranks->keys, slot, ahead ? next->keys[0] : -1);
     tile->values = tqkv__run_of_ranks(ranks, ranks->values, slot, ahead ? next->values[0] : -1);
     if (a->call.tail) tile->tail = tqkv__run_of_ranks(ranks, ranks->tail, slot, ahead ? next->tail[0] : -1);
@@ -10655,7 +11279,7 @@ static tqkv__tile *tqkv__place_tile(const tqkv__work *w, const tqkv__ranks *rank
     tile->ranks = ranks;
     if (ranks->together) return tile;
     tqkv__gather(ranks->place.keys, kv_head, ranks, ranks->keys, tile->place.keys, slot);
-    if (a->call.tail) tqkv__gather(&a->tail, kv_head, ranks, ranks->tail, &streams->tail, slot);
+    if (a->call.tail) tqkv__gather(ranks->place.tail, kv_head, ranks, ranks->tail, tile->place.tail, slot);
     tile->streams = streams;
     tile->kv_head = 0;
     return tile;
@@ -10681,7 +11305,7 @@ static void tqkv__attend_rows(tqkv__work *w, int pass, tqkv__range range)
         n = tqkv__tile_length(a, &place, position, seen.to);
         const bool wraps =
             w->odd_rings && (tqkv__wraps(place.keys, position, n) || tqkv__wraps(place.values, position, n) ||
-                             (a->call.tail && tqkv__wraps(&a->tail, position, n)));
+                             (a->call.tail && tqkv__wraps(place.tail, position, n)));
         tqkv__tile *tile = wraps ? tqkv__wrapped_tile(w, pass, position) : tqkv__next_tile(w, position, (int)n);
         if (!wraps) tile->place = place;
         if (!tqkv__find_spans(w, range, tile)) continue; /* a tree hides it */
@@ -10704,7 +11328,7 @@ static void tqkv__ask_next_head(const tqkv__work *w)
     tqkv__ranks ranks;
     const int kv_head = w->item->kv_head + 1;
     if (!w->list || kv_head == w->a->n_kv_heads || !tqkv__heads_follow(w->a)) return;
-    tqkv__find_ranks(w, 0, w->passes[0].from, &ranks);
+    tqkv__find_first_ranks(w, &ranks);
     tqkv__ask_keys(w->a, kv_head, &ranks);
     tqkv__ask_values(w->a, kv_head, &ranks);
 }
@@ -10715,7 +11339,7 @@ static void tqkv__attend_ranks(tqkv__work *w, tqkv__range range)
     const tqkv__attention *a = w->a;
     const int kv_head = w->item->kv_head;
     const bool asked = w->list && kv_head > 0 && tqkv__heads_follow(a);
-    tqkv__find_ranks(w, 0, w->passes[0].from, &w->ranks[0]);
+    tqkv__find_first_ranks(w, &w->ranks[0]);
     if (!asked) tqkv__ask_keys(a, kv_head, &w->ranks[0]);
     for (int now = 0; w->ranks[now].n; now = (now + 1) % 3) {
         const tqkv__ranks *ranks = &w->ranks[now];
@@ -10739,6 +11363,7 @@ typedef struct tqkv__part {
     tqkv__range slice;            /* the positions looked at */
     tqkv__range seen;             /* by some query; of lists: ranks */
     int64_t stretch, n_stretches; /* the first stretch, and their number */
+    bool kept;                    /* the first stretch is what is no longer resident */
     int n_rows; /* of a KV head that may share an item: all of them, or with a list those of a query */
     int rows_each, n_items;
     int first_unit;       /* units of the parts before, in this wave */
@@ -10781,11 +11406,13 @@ static const void *tqkv__query_part(const tqkv__attention *a, const void *query,
     return (const uint8_t *)query + (part ? (size_t)a->keys.head_dim * tqkv__type_size(a->call.query_type) : 0);
 }
 
-/* Brings part 0 or 1 of an item's queries into the basis and order of a stream, times scale; arranged: [n_rows][head_dim] */
-static void tqkv__arrange_part(const tqkv__attention *a, const tqkv__item *item, const void *q, int part,
-                               const tqkv__stream *s, float *arranged)
+/* Brings part 0 or 1 of an item's queries into the basis and order of a stream, times scale. arranged: [n_rows][head_dim]; so
+   is rest, the second digits of integers. Whether there are any. */
+static bool tqkv__arrange_part(const tqkv__attention *a, const tqkv__item *item, const void *q, int part,
+                               const tqkv__stream *s, float *arranged, float *rest)
 {
     TQKV__ALIGNED float natural[TQKV_MAX_HEAD_DIM];
+    bool digits = false;
     for (int i = 0; i < item->n_rows; i++, arranged += s->head_dim) {
         const void *query = tqkv__query_at(a, q, tqkv__caller_row(a, item, i));
         const bool original = a->call.query_basis == TQKV_ORIGINAL;
@@ -10793,40 +11420,53 @@ static void tqkv__arrange_part(const tqkv__attention *a, const tqkv__item *item,
         a->isa->codec->widen(a->call.query_type, tqkv__query_part(a, query, part), NULL, scale, s->head_dim, natural);
         if (s->rotated && original) a->isa->codec->rotate(natural, s->head_dim);
         tqkv__scale(natural, s->head_dim, a->call.scale);
-        if (a->round_query && s->kind != TQKV__HALF)
-            a->round_query(s, natural, arranged);
-        else
+        if (!a->round_query || s->kind == TQKV__HALF) {
             tqkv__to_decoded(a->isa, s, natural, arranged);
+            continue;
+        }
+        a->round_query(s, natural, arranged);
+        float *second = rest + (size_t)i * (size_t)s->head_dim;
+        if (tqkv__round_rest(natural, s->head_dim)) {
+            a->round_query(s, natural, second);
+            digits = true;
+        } else {
+            memset(second, 0, (size_t)s->head_dim * sizeof(float));
+        }
     }
+    return digits;
 }
 
-/* Floats of an arranged query. */
+/* Floats of an arranged query with its second digits. */
 static size_t tqkv__query_floats(const tqkv__attention *a)
 {
-    return (size_t)(a->key_dim + (a->exact[0][0] || a->exact[1][0] ? a->keys.head_dim : 0));
+    return tqkv__first_floats(a) + (a->round_query ? (size_t)a->key_dim : 0);
 }
 
-/* arranged: [n_rows][head_dim] of the keys, of the tail and, if some keys are halves, of the keys for these */
-static void tqkv__arrange_queries(const tqkv__attention *a, const tqkv__item *item, const void *q, float *arranged)
+/* arranged: [n_rows][head_dim] of the keys, of the tail and, if some keys are halves, of the keys for these; then second digits of
+   integers, of the keys and of the tail. Returns which of these two have any: 1 and 2. */
+static int tqkv__arrange_queries(const tqkv__attention *a, const tqkv__item *item, const void *q, float *arranged)
 {
-    const size_t n_rows = (size_t)item->n_rows;
-    tqkv__arrange_part(a, item, q, 0, &a->keys, arranged);
-    if (a->call.tail) tqkv__arrange_part(a, item, q, 1, &a->tail, arranged + n_rows * (size_t)a->keys.head_dim);
+    const size_t n_rows = (size_t)item->n_rows, of_keys = n_rows * (size_t)a->keys.head_dim;
+    float *rest = arranged + n_rows * tqkv__first_floats(a);
+    int digits = tqkv__arrange_part(a, item, q, 0, &a->keys, arranged, rest) ? 1 : 0;
+    if (a->call.tail && tqkv__arrange_part(a, item, q, 1, &a->tail, arranged + of_keys, rest + of_keys)) digits |= 2;
     if (a->exact[0][0] || a->exact[1][0])
-        tqkv__arrange_part(a, item, q, 0, &a->ends[!a->exact[0][0]][0], arranged + n_rows * (size_t)a->key_dim);
+        tqkv__arrange_part(a, item, q, 0, &a->ends[!a->exact[0][0]][0], arranged + n_rows * (size_t)a->key_dim, NULL);
+    return digits;
 }
 
 /* q.c, for the centre c of part 0 or 1 of the keys, in the query's basis. query: [key_dim], the caller's */
 static TQKV__NOINLINE double tqkv__center_product(const tqkv__attention *a, int kv_head, int part, const void *query)
 {
-    float q[TQKV_MAX_HEAD_DIM], room[TQKV_MAX_HEAD_DIM];
+    float q[TQKV_MAX_HEAD_DIM]; /* first room for the inverses */
     double c[TQKV_MAX_HEAD_DIM], sum = 0.0;
     const bool coded = a->call.query_basis == TQKV_ROTATED;
     const tqkv__stream *s = part ? &a->tail : &a->keys;
     const float *center = tqkv__center_of(s, kv_head);
     if (!center) return 0.0;
-    const float *factors = coded ? tqkv__factors_of(s, kv_head, 1, room) : NULL;
-    for (int d = 0; d < s->head_dim; d++) c[d] = (double)(factors ? tqkv__rounded(center[d] * factors[d]) : center[d]);
+    const float *inverses = coded ? tqkv__inverses_of(s, kv_head, 1, q) : NULL;
+    for (int d = 0; d < s->head_dim; d++)
+        c[d] = (double)(inverses ? tqkv__rounded(center[d] * inverses[d]) : center[d]);
     if (coded && s->rotated) tqkv__rotate_double(c, s->head_dim);
     a->isa->codec->widen(a->call.query_type, tqkv__query_part(a, query, part), NULL, NULL, s->head_dim, q);
     for (int d = 0; d < s->head_dim; d++) sum += tqkv__rounded_double(c[d] * (double)q[d]);
@@ -10890,6 +11530,15 @@ static TQKV__NOINLINE void tqkv__finish_row(const tqkv__attention *a, int head, 
     if (center) tqkv__add_share(a, center, TQKV__AS_FLOAT(tqkv__rounded(sum * keep) / all), out);
 }
 
+/* Of integers: see tqkv__one_nan. out: [value_dim] */
+static void tqkv__settle_row(const tqkv__attention *a, float *out, float *max, float *sum)
+{
+    if (!a->round_query) return;
+    for (int d = 0; d < a->value_dim; d++) out[d] = tqkv__one_nan(out[d]);
+    *max = tqkv__one_nan(TQKV__AS_FLOAT(*max + 0.0f)); /* second digits of other rows turn -0 into 0 */
+    *sum = tqkv__one_nan(*sum);
+}
+
 /* Writes an item's sums to the caller; finishes and rounds them unless the call is partial. The values' centre is added to the
    sums, in the basis of the codes; with a scale, where the row is finished, behind the scale: a channel is then not rounded
    against larger ones. */
@@ -10912,12 +11561,12 @@ static TQKV__NOINLINE void tqkv__deliver(const tqkv__part *part, const tqkv__ite
         const double score = scored ? tqkv__center_score(a, item->kv_head, tqkv__query_at(a, part->q, row)) : 0.0;
         tqkv__to_natural(a->isa, &a->values, sums->out + (size_t)i * (size_t)a->value_dim, out);
         if (scored || coded) tqkv__add_centers(a, score, coded, out, &max, &sum);
+        if (!part->max) tqkv__finish_row(a, (int)(row % (size_t)a->call.n_heads), last, out, max, sum);
+        tqkv__settle_row(a, out, &max, &sum);
         if (part->max) {
             part->max[row] = max;
             part->sum[row] = sum;
-            continue;
         }
-        tqkv__finish_row(a, (int)(row % (size_t)a->call.n_heads), last, out, max, sum);
         if (out == wide) a->isa->codec->narrow(type, wide, a->value_dim, to);
     }
 }
@@ -10981,7 +11630,7 @@ static tqkv__item tqkv__item_of(const tqkv__part *part, int index)
     return item;
 }
 
-/* The sums of one stretch */
+/* The sums of one stretch; that before the first is of positions that are no longer resident. */
 static void tqkv__attend_stretch(const tqkv__part *part, tqkv__work *w, int64_t stretch, const tqkv__sums *sums)
 {
     const int64_t begin = stretch * TQKV__STRETCH;
@@ -10991,7 +11640,7 @@ static void tqkv__attend_stretch(const tqkv__part *part, tqkv__work *w, int64_t 
     const int n_rows = w->item->n_rows;
     w->before = NULL;
     w->sums = *sums;
-    tqkv__find_passes(w, range);
+    tqkv__find_passes(w, range, part->kept && stretch == part->stretch);
     tqkv__clear_sums(&w->piece, (size_t)n_rows, part->a->value_dim);
     tqkv__clear_sums(sums, (size_t)n_rows, part->a->value_dim);
     for (int i = 0; i < 2; i++) /* value_tile reads whole vectors behind the last row: no NaN or Inf of old scratch */
@@ -11049,7 +11698,7 @@ static TQKV__NOINLINE void tqkv__attend_unit(const tqkv__job *job, const tqkv__p
     if (w.list) list = tqkv__open_list(a, item.first_row / a->group, item.kv_head, part->slice);
     if (w.list || w.small_pages || w.odd_rings) tqkv__open_gathered(a, next, &gathered);
     next += tqkv__gathered_floats(a);
-    tqkv__arrange_queries(a, &item, part->q, q);
+    w.digits = tqkv__arrange_queries(a, &item, part->q, q);
     tqkv__find_offsets(a, &item, part->q, offsets);
     if (job->spread) {
         const int64_t stretch = unit / part->n_items;
@@ -11128,8 +11777,12 @@ static void tqkv__cut(const tqkv__attention *a, tqkv__range slice, const void *q
     part->sum = sum;
     part->slice = slice;
     part->seen = seen;
-    part->stretch = part->wave = seen.from / TQKV__STRETCH;
+    part->stretch = seen.from / TQKV__STRETCH;
     part->n_stretches = seen.to > seen.from ? (seen.to - 1) / TQKV__STRETCH - part->stretch + 1 : 1;
+    part->kept = a->kept && slice.from == a->first && (slice.from < slice.to || slice.to == a->call.end);
+    part->stretch -= part->kept;
+    part->n_stretches += part->kept;
+    part->wave = part->stretch;
     part->n_rows = a->call.list ? a->group : a->call.n_queries * a->group;
     part->rows_each = tqkv__item_rows(a, part->n_rows, part->n_stretches * parts);
     part->n_items = parts * ((part->n_rows - 1) / part->rows_each + 1);
@@ -11556,6 +12209,7 @@ TQKV_API tqkv_result tqkv_attend_merge_slice(const tqkv_attention *attention, fl
         if (from.values.rotated && !a.values.rotated) a.isa->codec->unrotate(source, a.value_dim);
         if (a.values.rotated && !from.values.rotated) a.isa->codec->rotate(source, a.value_dim);
         tqkv__merge_row(a.value_dim, out + row * value_dim, &max[row], &sum[row], source, src_max[row], src_sum[row]);
+        tqkv__settle_row(&a, out + row * value_dim, &max[row], &sum[row]);
     }
     tqkv__fp_restore(mode);
     return TQKV_OK;
@@ -11578,9 +12232,11 @@ TQKV_API tqkv_result tqkv_attend_finish(const tqkv_attention *attention, float *
     if (a.values.channel_scale) tqkv__add_array(&arrays, a.values.channel_scale, tqkv__center_size(&a.values));
     if ((r = tqkv__check_arrays(&arrays, 1)) != TQKV_OK) return r;
     const uint64_t mode = tqkv__fp_exact();
-    for (size_t row = 0; row < a.n_rows; row++)
-        tqkv__finish_row(&a, (int)(row % (size_t)a.call.n_heads), NULL, out + row * (size_t)a.value_dim, max[row],
-                         sum[row]);
+    for (size_t row = 0; row < a.n_rows; row++) {
+        float *at = out + row * (size_t)a.value_dim, of[2] = {max[row], sum[row]};
+        tqkv__finish_row(&a, (int)(row % (size_t)a.call.n_heads), NULL, at, of[0], of[1]);
+        tqkv__settle_row(&a, at, &of[0], &of[1]);
+    }
     tqkv__fp_restore(mode);
     return r;
 }
@@ -11660,7 +12316,8 @@ typedef struct tqkv__scored {
     int first_query, n_queries;
     double *totals;           /* [n_queries], of the block in progress: TQKV_POOL_MEAN */
     float *tile, *sums;       /* [rows of a tile][TQKV__TILE], [n_queries][TQKV__TILE] */
-    float *q;                 /* arranged: [n_queries][n_heads][head_dim] */
+    float *q, *rest;          /* arranged, and second digits: [n_queries][n_heads][head_dim] */
+    int digits;               /* whether there are any */
     float *weights, *offsets; /* [n_queries][n_heads] */
 } tqkv__scored;
 
@@ -11681,19 +12338,20 @@ static tqkv__scored tqkv__open_scored(const tqkv__scoring *job, int item, float 
     s.tile = slot;
     s.sums = s.tile + tqkv__tile_rows(x) * TQKV__TILE;
     s.q = s.sums + each * TQKV__TILE;
-    s.totals = (double *)(void *)(s.q + rows * (size_t)x->a.key_dim);
+    s.rest = s.q + rows * tqkv__first_floats(&x->a);
+    s.totals = (double *)(void *)(s.q + rows * tqkv__query_floats(&x->a));
     s.weights = (float *)(void *)(s.totals + each);
     s.offsets = s.weights + rows;
     return s;
 }
 
 /* Brings the queries of an item into the order of the keys, with their weights and what a centre adds to their scores. */
-static void tqkv__arrange_scored(const tqkv__scoring *job, const tqkv__scored *s)
+static void tqkv__arrange_scored(const tqkv__scoring *job, tqkv__scored *s)
 {
     const tqkv__attention *a = &job->x->a;
     const int n_heads = a->call.n_heads;
     const tqkv__item item = {0, s->first_query * n_heads, s->n_queries * n_heads};
-    tqkv__arrange_queries(a, &item, job->q, s->q);
+    s->digits = tqkv__arrange_queries(a, &item, job->q, s->q);
     for (int i = 0; i < item.n_rows; i++) {
         const size_t row = (size_t)item.first_row + (size_t)i;
         s->weights[i] = job->x->call.weights ? job->x->call.weights[row] : 1.0f;
@@ -11709,7 +12367,9 @@ static void tqkv__score_keys(const tqkv__index *x, const tqkv__scored *s, const 
     for (int row = 0, n; row < n_rows; row += n) {
         n = n_rows - row < most ? n_rows - row : most;
         const int heads = n < n_heads ? n : n_heads; /* whole queries, or some heads of one */
-        x->a.isa->score_tile(&x->a.keys, 0, run, s->q + (size_t)row * (size_t)x->a.key_dim, n, false, s->tile);
+        const size_t at = (size_t)row * (size_t)x->a.key_dim;
+        x->a.isa->score_tile(&x->a.keys, 0, run, s->q + at, n, false, s->tile);
+        if (s->digits) x->a.isa->score_tile(&x->a.keys, 0, run, s->rest + at, n, true, s->tile);
         for (int i = 0; i < n; i += heads)
             x->a.isa->sum_heads(s->tile + i * TQKV__TILE, s->weights + row + i, s->offsets + row + i, x->call.relu,
                                 heads, s->sums + (row + i) / n_heads * TQKV__TILE);
@@ -11747,7 +12407,7 @@ static TQKV__NOINLINE void tqkv__score_unit(const tqkv__scoring *job, int unit, 
 {
     const tqkv__index *x = job->x;
     const tqkv__stream *keys = &x->a.keys;
-    const tqkv__scored s = tqkv__open_scored(job, unit % job->n_items, slot);
+    tqkv__scored s = tqkv__open_scored(job, unit % job->n_items, slot);
     const int64_t block = unit / job->n_items * job->blocks_each;
     const int64_t n_blocks = x->blocks - block < job->blocks_each ? x->blocks - block : job->blocks_each;
     int64_t from = block * x->call.block, to = tqkv__index_end(x, s.first_query + s.n_queries - 1);
@@ -11773,6 +12433,10 @@ static TQKV__NOINLINE void tqkv__score_unit(const tqkv__scoring *job, int unit, 
             float *out = job->scores + (int64_t)(s.first_query + i) * x->blocks;
             if (seen > 0) tqkv__pool(x, s.sums + i * TQKV__TILE, position, (int)seen, end, &s.totals[i], out);
         }
+    }
+    for (int i = 0; x->a.round_query && i < s.n_queries; i++) {
+        float *out = job->scores + (int64_t)(s.first_query + i) * x->blocks + block;
+        for (int64_t b = 0; b < n_blocks; b++) out[b] = tqkv__one_nan(out[b]);
     }
 }
 
@@ -11801,7 +12465,7 @@ static tqkv_result tqkv__divide_scoring(tqkv__scoring *job)
     job->queue.n_units = (int)ranges * job->n_items;
     job->queue.n_tasks = !hook ? 1 : job->queue.n_units < TQKV__TASKS ? job->queue.n_units : (int)TQKV__TASKS;
     const size_t each = (size_t)job->queries_each, all = each * (size_t)n_heads;
-    job->queue.slot_floats = ((size_t)rows + each) * TQKV__TILE + all * (size_t)(x->a.key_dim + 2) + 2 * each;
+    job->queue.slot_floats = ((size_t)rows + each) * TQKV__TILE + all * (tqkv__query_floats(&x->a) + 2) + 2 * each;
     return TQKV_OK;
 }
 
@@ -11979,14 +12643,26 @@ struct tqkv_cache {
     tqkv_attention attention;      /* one query over all appended positions; defaults resolved, sinks in the block */
     tqkv_store keys, values, tail; /* values: only their shape if the keys are the values; tail: zeros without one */
     bool shared;                   /* the keys are the values */
-    tqkv_store ends[2][2];         /* halves of the first and of the newest positions: keys, values; zeros without */
-    int exact_first, exact_last;
-    int64_t exact_below, exact_from; /* positions [0, exact_below) and [exact_from, end) have halves */
-    int64_t exact_floor; /* positions below are read as codes since an edit; no lower than exact_from then */
-    void *grown;         /* memory of halves of the newest that the block has no room for, or NULL */
+    /* What is kept besides of the first and of the newest positions, of keys, values and tail; zeros without. Halves; in a ring the
+       first ones' rows of F16 streams and of the tail as they are. */
+    tqkv_store ends[2][3];
+    int exact_first, exact_last, exact_batch;
+    int64_t exact_below; /* positions below it are among the first ones kept */
+    int64_t exact_from;  /* positions below it are read as codes since an edit */
+    int64_t exact_held;  /* the newest halves are there from it on */
+    void *own[2];        /* codes of the newest halves' rings in the block, of keys and values */
+    int own_room;        /* their capacity */
+    void *grown;         /* memory of newest halves for which the block has no room, or NULL */
     size_t grown_size;
-    float *centers; /* room for those of its streams, one after the other: [n_kv_heads][head_dim] */
-    int64_t first;  /* resident positions [first, attention.end) */
+    float *
+        channels; /* room for centres, scales and inverses of its streams, one after the other: [n_kv_heads][head_dim] */
+    int64_t first;     /* resident positions [first, attention.end) */
+    int calibrate;     /* as in the desc */
+    uint64_t tag;      /* likewise */
+    bool learning;     /* positions are in `raw` alone; see >>cache-calibrate */
+    tqkv_store raw[3]; /* rows as they came of keys and values, as halves, and of the tail; zeros without */
+    void *raw_memory;  /* that holds them, or NULL */
+    size_t raw_size;
     tqkv_metal *metal;
     int matrix_group;
     tqkv_allocator memory;
@@ -12002,60 +12678,80 @@ static tqkv_store *tqkv__stream_of(const tqkv_cache *c, int i)
     return (tqkv_store *)(uintptr_t)all[i];
 }
 
-/* Halves number i: of the first positions' keys and values, then of the newest ones'. NULL: there are none. */
-enum { TQKV__CACHE_ENDS = 4 };
+/* What is kept besides, number i: of the first positions' keys, values and tail, then of the newest ones'. NULL: there is none. */
+enum { TQKV__CACHE_ENDS = 6, TQKV__LAST_KEYS = 3 };
 static tqkv_store *tqkv__end_of(const tqkv_cache *c, int i)
 {
-    const tqkv_store *s = &c->ends[i / 2][i % 2];
+    const tqkv_store *s = &c->ends[i / 3][i % 3];
     return s->head_dim ? (tqkv_store *)(uintptr_t)s : NULL;
 }
 
-/* All stores: the streams, then the halves, of first and of newest positions. */
-enum { TQKV__CACHE_STORES = 7, TQKV__FIRST_ENDS = 3, TQKV__LAST_ENDS = 5 };
+/* All stores: the streams, then what is kept besides, then what is raw; all but the last lie in the cache's block. */
+enum { TQKV__CACHE_STORES = 12, TQKV__FIRST_ENDS = 3, TQKV__LAST_ENDS = 6, TQKV__RAW = 9 };
 static tqkv_store *tqkv__store_of(const tqkv_cache *c, int i)
 {
+    const tqkv_store *raw = i >= TQKV__RAW ? &c->raw[i - TQKV__RAW] : NULL;
+    if (raw) return c->raw_memory && raw->head_dim ? (tqkv_store *)(uintptr_t)raw : NULL;
     return i < TQKV__CACHE_STREAMS ? tqkv__stream_of(c, i) : tqkv__end_of(c, i - TQKV__CACHE_STREAMS);
 }
 
-/* Positions of a ring of halves: whole tiles, none of which wraps. With room for TQKV__TILE queries, as many as a tree has. */
-static int64_t tqkv__end_room(int64_t exact_last)
+/* Positions of a ring of halves that serves so many queries: whole tiles, none of which wraps. */
+static int64_t tqkv__end_room(int64_t exact_last, int64_t n_queries)
 {
-    return exact_last ? (exact_last + 2 * TQKV__TILE - 2) / TQKV__TILE * TQKV__TILE : 0;
+    return exact_last ? (exact_last + n_queries - 1 + TQKV__TILE - 1) / TQKV__TILE * TQKV__TILE : 0;
 }
 
-/* Those of a cache, which may have grown. */
-static int64_t tqkv__end_room_of(const tqkv_cache *c)
-{
-    const tqkv_store *keys = tqkv__end_of(c, 2), *values = tqkv__end_of(c, 3);
-    return keys ? keys->capacity : values ? values->capacity : tqkv__end_room(c->exact_last);
-}
-
-/* The oldest position that an edit leaves as halves: as in a cache that has not grown, so that no bit depends on how the positions
-   came. */
+/* The oldest position that an edit leaves as halves: as if the ring had room for a tile of queries, so that no bit depends on how
+   positions came. exact_held is no higher. */
 static int64_t tqkv__exact_kept(const tqkv_cache *c)
 {
-    const int64_t oldest = c->attention.end - tqkv__end_room(c->exact_last);
-    return oldest > c->exact_floor ? oldest : c->exact_floor;
+    const int64_t oldest = c->attention.end - tqkv__end_room(c->exact_last, TQKV__TILE);
+    return oldest > c->exact_from ? oldest : c->exact_from;
+}
+
+/* Positions for which the rings of the newest halves have room; 0 without. */
+static int64_t tqkv__newest_room(const tqkv_cache *c)
+{
+    return c->ends[1][0].capacity ? c->ends[1][0].capacity : c->ends[1][1].capacity;
 }
 
 /* The positions that store i holds; of the newest halves those that an edit leaves. These may be more than exact_last: a truncation
    takes from them first. */
 static tqkv__range tqkv__range_of(const tqkv_cache *c, int i)
 {
-    const tqkv__range all = {c->first, c->attention.end}, first = {0, c->exact_below};
+    const tqkv__range all = {c->first, c->attention.end}, first = {0, c->exact_below}, none = {0, 0};
     tqkv__range newest = all;
+    if (i >= TQKV__RAW || c->learning) return i >= TQKV__RAW && c->learning ? all : none;
     if (tqkv__exact_kept(c) > newest.from) newest.from = tqkv__exact_kept(c);
     return i < TQKV__FIRST_ENDS ? all : i < TQKV__LAST_ENDS ? first : newest;
 }
 
-/* Floats of the centres of the streams before number n; false on overflow. */
-static bool tqkv__center_floats(const tqkv_cache *c, int n, size_t *floats)
+/* What a stream has a value a channel of. */
+typedef enum tqkv__channels {
+    TQKV__CENTERS,
+    TQKV__SCALES,
+    TQKV__INVERSES, /* of the scales: what encoding multiplies by */
+    TQKV__CHANNELS
+} tqkv__channels;
+
+/* Channels of the streams before number n; false if their room overflows. */
+static bool tqkv__count_channels(const tqkv_cache *c, int n, size_t *channels)
 {
     size_t dims = 0;
     for (int i = 0; i < n; i++)
         if (tqkv__stream_of(c, i)) dims += (size_t)tqkv__stream_of(c, i)->head_dim;
-    return tqkv__size_multiply(dims, (size_t)c->keys.n_kv_heads, floats) && *floats <= SIZE_MAX / sizeof(float);
+    return tqkv__size_multiply(dims, (size_t)c->keys.n_kv_heads, channels) &&
+           *channels <= SIZE_MAX / sizeof(float) / TQKV__CHANNELS;
 }
+
+static tqkv_result tqkv__raw_shapes(const tqkv_cache_desc *desc, tqkv_cache *c);
+static tqkv_result tqkv__get_raw(tqkv_cache *c);
+static void tqkv__drop_raw(tqkv_cache *c);
+struct tqkv__append;
+static void tqkv__append_learning(tqkv_cache *c, struct tqkv__append *append);
+static bool tqkv__view_raw(const tqkv_cache *c, tqkv_attention *view);
+static tqkv_result tqkv__attend_raw(const tqkv_cache *c, const tqkv_attention *some, const void *q, int n_queries,
+                                    void *out);
 
 /* Starts each part of the block on a cache line: attention to codes that straddle two takes a tenth longer. */
 static bool tqkv__reserve(size_t *end, size_t size, size_t *begin)
@@ -12087,26 +12783,39 @@ static tqkv_result tqkv__check_metal(const tqkv_store *keys, const tqkv_store *v
 #endif
 }
 
-/* Takes the shapes of the halves. */
-static tqkv_result tqkv__end_shapes(const tqkv_cache_desc *desc, tqkv_cache *c)
+/* Takes the shape of what is kept of stream i besides, of the first or of the newest positions. */
+static void tqkv__end_shape(const tqkv_cache_desc *desc, int last, int i, tqkv_cache *c)
 {
-    const int first = desc->exact_first, last = desc->exact_last;
-    if (first < 0 || last < 0) return TQKV__INVALID("exact_first or exact_last is negative");
-    if ((first || last) && (int64_t)first + last > desc->capacity)
-        return TQKV__INVALID("exact_first + exact_last is above the capacity");
-    if (last > INT_MAX - 2 * TQKV__TILE) return TQKV__INVALID("exact_last is too large");
-    c->exact_first = first;
-    c->exact_last = last;
-    for (int i = 0; i < TQKV__CACHE_ENDS; i++) {
-        const tqkv_store *codes = i % 2 ? &c->values : &c->keys;
-        tqkv_store *s = &c->ends[i / 2][i % 2];
-        if (!(i < 2 ? first : last) || codes->format == TQKV_F16 || (i % 2 && c->shared)) continue;
-        *s = *codes;
+    const tqkv_store *stream = tqkv__stream_of(c, i);
+    const int64_t batch = desc->exact_batch ? desc->exact_batch : desc->metal ? 512 : 1;
+    const int64_t room = tqkv__end_room(desc->exact_last, batch > TQKV__TILE ? batch : TQKV__TILE);
+    const bool halves = stream && i < 2 && stream->format != TQKV_F16;
+    const bool as_it_is = stream && !halves && !last && desc->ring && !desc->metal;
+    tqkv_store *s = &c->ends[last][i];
+    if (!(last ? desc->exact_last : desc->exact_first) || (!halves && !as_it_is)) return;
+    *s = *stream;
+    if (halves) {
         s->format = TQKV_F16;
         s->rotated = true;
-        s->ring = i >= 2;
-        s->capacity = i < 2 ? first : (int)tqkv__end_room(last);
     }
+    s->ring = last;
+    s->capacity = last ? (int)room : desc->exact_first;
+}
+
+/* Takes the shapes of what is kept besides. */
+static tqkv_result tqkv__end_shapes(const tqkv_cache_desc *desc, tqkv_cache *c)
+{
+    const int first = desc->exact_first, last = desc->exact_last, batch = desc->exact_batch;
+    if (first < 0 || last < 0 || batch < 0) return TQKV__INVALID("exact_first, exact_last or exact_batch is negative");
+    if ((first || last) && (int64_t)first + last > desc->capacity)
+        return TQKV__INVALID("exact_first + exact_last is above the capacity");
+    if (tqkv__end_room(last, (int64_t)batch + 512) > INT_MAX)
+        return TQKV__INVALID("exact_last or exact_batch is too large");
+    c->exact_first = first;
+    c->exact_last = last;
+    c->exact_batch = batch;
+    c->tag = desc->tag;
+    for (int i = 0; i < TQKV__CACHE_ENDS; i++) tqkv__end_shape(desc, i / 3, i % 3, c);
     return TQKV_OK;
 }
 
@@ -12142,8 +12851,9 @@ static void tqkv__cache_attach(tqkv_attention *a, const tqkv_cache *c)
     a->tail = c->tail.head_dim ? &c->tail : NULL;
     a->first_keys = tqkv__end_of(c, 0);
     a->first_values = tqkv__end_of(c, c->shared ? 0 : 1);
-    a->last_keys = tqkv__end_of(c, 2);
-    a->last_values = tqkv__end_of(c, c->shared ? 2 : 3);
+    a->first_tail = tqkv__end_of(c, 2);
+    a->last_keys = tqkv__end_of(c, TQKV__LAST_KEYS);
+    a->last_values = tqkv__end_of(c, c->shared ? TQKV__LAST_KEYS : TQKV__LAST_KEYS + 1);
 }
 
 /* Resolves the defaults of a desc; checks it and the shapes of all streams. */
@@ -12153,11 +12863,13 @@ static tqkv_result tqkv__cache_resolve(const tqkv_cache_desc *desc, tqkv_cache *
     memset(c, 0, sizeof *c);
     tqkv_result r = tqkv__cache_shapes(desc, c);
     if (r == TQKV_OK) r = tqkv__end_shapes(desc, c);
+    if (r == TQKV_OK) r = tqkv__raw_shapes(desc, c);
     if (r != TQKV_OK) return r;
     c->attention.query_type = c->attention.output_type = desc->type;
     tqkv__cache_attach(&c->attention, c);
     c->attention.n_heads = desc->n_heads;
     c->attention.window = desc->window;
+    c->attention.whole_window = true;
     c->attention.scale = desc->scale;
     c->attention.softcap = desc->softcap;
     c->attention.sinks = desc->sinks;
@@ -12179,19 +12891,19 @@ static tqkv_result tqkv__cache_resolve(const tqkv_cache_desc *desc, tqkv_cache *
 
 /* Where the parts of a cache's block begin. */
 typedef struct tqkv__cache_block {
-    size_t sinks, centers, codes[TQKV__CACHE_STORES], norms[TQKV__CACHE_STORES], size;
+    size_t sinks, channels, codes[TQKV__RAW], norms[TQKV__RAW], size;
 } tqkv__cache_block;
 
 /* Divides the block; false on overflow. */
 static bool tqkv__divide_block(const tqkv_cache *c, size_t sinks_size, tqkv__cache_block *block)
 {
-    size_t floats;
+    size_t channels;
     memset(block, 0, sizeof *block);
     block->size = sizeof *c;
-    bool fits = tqkv__center_floats(c, TQKV__CACHE_STREAMS, &floats) &&
+    bool fits = tqkv__count_channels(c, TQKV__CACHE_STREAMS, &channels) &&
                 tqkv__reserve(&block->size, sinks_size, &block->sinks) &&
-                tqkv__reserve(&block->size, floats * sizeof(float), &block->centers);
-    for (int i = 0; i < TQKV__CACHE_STORES; i++) {
+                tqkv__reserve(&block->size, TQKV__CHANNELS * channels * sizeof(float), &block->channels);
+    for (int i = 0; i < TQKV__RAW; i++) {
         const tqkv_store *s = tqkv__store_of(c, i);
         if (!s) continue;
         fits = fits && tqkv__reserve(&block->size, tqkv_codes_size(s), &block->codes[i]) &&
@@ -12207,16 +12919,20 @@ TQKV__COLD TQKV_API tqkv_result tqkv_cache_create(const tqkv_cache_desc *desc, t
     if (!out) return TQKV__INVALID("out is NULL");
     *out = NULL;
     if (!desc) return TQKV__INVALID("desc is NULL");
-    const tqkv_result r = tqkv__cache_resolve(desc, &c);
+    tqkv_result r = tqkv__cache_resolve(desc, &c);
     if (r != TQKV_OK) return r;
     const size_t sinks_size = desc->sinks ? (size_t)c.attention.n_heads * sizeof(float) : 0;
     if (!tqkv__divide_block(&c, sinks_size, &block)) return TQKV__INVALID("a cache of more than SIZE_MAX bytes");
+    if ((r = tqkv__get_raw(&c)) != TQKV_OK) return r;
     c.size = block.size + 63;
     char *memory = (char *)c.memory.alloc(c.memory.user, c.size);
-    if (!memory) return TQKV_OUT_OF_MEMORY;
+    if (!memory) {
+        tqkv__drop_raw(&c);
+        return TQKV_OUT_OF_MEMORY;
+    }
     char *lines = memory + (64 - (uintptr_t)memory % 64) % 64;
-    c.centers = (float *)(void *)(lines + block.centers);
-    for (int i = 0; i < TQKV__CACHE_STORES; i++) {
+    c.channels = (float *)(void *)(lines + block.channels);
+    for (int i = 0; i < TQKV__RAW; i++) {
         tqkv_store *s = tqkv__store_of(&c, i);
         if (!s) continue;
         s->codes_size = tqkv_codes_size(s);
@@ -12228,6 +12944,8 @@ TQKV__COLD TQKV_API tqkv_result tqkv_cache_create(const tqkv_cache_desc *desc, t
         memcpy(lines + block.sinks, desc->sinks, sinks_size);
         c.attention.sinks = (const float *)(const void *)(lines + block.sinks);
     }
+    for (int side = 0; side < 2; side++) c.own[side] = c.ends[1][side].codes;
+    c.own_room = (int)tqkv__newest_room(&c);
     *out = (tqkv_cache *)(void *)memory;
     memcpy(memory, &c, sizeof c);
     tqkv__cache_attach(&(*out)->attention, *out);
@@ -12239,6 +12957,7 @@ TQKV__COLD TQKV_API void tqkv_cache_destroy(tqkv_cache *c)
     if (!c) return;
     const tqkv_allocator memory = c->memory;
     if (c->grown) memory.free(memory.user, c->grown, c->grown_size);
+    tqkv__drop_raw(c);
     memory.free(memory.user, c, c->size);
 }
 
@@ -12250,152 +12969,213 @@ static int64_t tqkv__oldest(const tqkv_cache *c, int64_t end)
 
 static void tqkv__cache_advance(tqkv_cache *c, int n_tokens)
 {
-    const int64_t end = c->attention.end + n_tokens, room = tqkv__end_room_of(c);
+    const int64_t end = c->attention.end + n_tokens;
     if (c->attention.end <= c->exact_below) c->exact_below = end < c->exact_first ? end : c->exact_first;
-    if (c->exact_from < end - room) c->exact_from = end - room;
+    if (c->exact_held < end - tqkv__newest_room(c)) c->exact_held = end - tqkv__newest_room(c);
     c->attention.end = end;
     c->first = tqkv__oldest(c, end);
 }
 
-/* The stores that an append fills, with their sources. */
+/* Whether memory lies in that of a cache. */
+static bool tqkv__in_cache(const tqkv_cache *c, const void *p, size_t size)
+{
+    return tqkv__overlap(c, c->size, p, size) || tqkv__overlap(c->grown, c->grown_size, p, size) ||
+           tqkv__overlap(c->raw_memory, c->raw_size, p, size);
+}
+
+/* Where the channels of stream i lie. */
+static float *tqkv__channel_room(const tqkv_cache *c, int i, tqkv__channels kind)
+{
+    size_t before = 0, all = 0; /* of a cache that exists */
+    (void)tqkv__count_channels(c, i, &before);
+    (void)tqkv__count_channels(c, TQKV__CACHE_STREAMS, &all);
+    return c->channels + (size_t)kind * all + before;
+}
+
+/* Takes values as centres or scales of stream i and what is kept of it besides, its heads `stride` floats apart; NULL: none. */
+static void tqkv__cache_channels(tqkv_cache *c, int i, tqkv__channels kind, const float *values, size_t stride)
+{
+    tqkv_store *s = tqkv__stream_of(c, i);
+    if (!s) return;
+    const size_t dim = (size_t)s->head_dim, n_kv_heads = (size_t)s->n_kv_heads;
+    float *own = tqkv__channel_room(c, i, kind);
+    for (size_t h = 0; values && h < n_kv_heads; h++) memmove(own + h * dim, values + h * stride, dim * sizeof(float));
+    if (kind == TQKV__SCALES && values) {
+        const uint64_t mode = tqkv__fp_exact();
+        tqkv__invert(own, (int)(n_kv_heads * dim), tqkv__channel_room(c, i, TQKV__INVERSES));
+        tqkv__fp_restore(mode);
+    }
+    *(kind == TQKV__CENTERS ? &s->center : &s->channel_scale) = values ? own : NULL;
+    for (int last = 0; last < 2; last++) {
+        c->ends[last][i].center = s->center;
+        c->ends[last][i].channel_scale = s->channel_scale;
+    }
+}
+
+/* What an append encodes: the streams, and the first positions that are kept besides. */
 typedef struct tqkv__append {
-    int n, n_streams; /* streams come first, then halves */
-    tqkv__stream streams[TQKV__CACHE_STORES];
-    const void *src[TQKV__CACHE_STORES];
-    size_t size[TQKV__CACHE_STORES]; /* of src */
-    int n_tokens[TQKV__CACHE_STORES];
+    tqkv__encode_job job, first_job;
+    tqkv__stream streams[TQKV__CACHE_STREAMS], newest[2], first[TQKV__CACHE_STREAMS];
 } tqkv__append;
 
-/* Opens store i for its part of the caller's rows. Rows of k hold those of the tail, too. Halves of the first positions keep
-   the tokens below exact_first. */
+/* Opens stream i for its part of the caller's rows. Rows of k hold those of the tail, too. */
 static tqkv_result tqkv__append_open(const tqkv_cache *c, int i, const void *k, const void *v, int n_tokens,
                                      tqkv__append *append)
 {
-    const bool first = i >= TQKV__FIRST_ENDS && i < TQKV__LAST_ENDS;
-    const bool of_values = i == 1 || i == TQKV__FIRST_ENDS + 1 || i == TQKV__LAST_ENDS + 1;
-    const int64_t left = first ? c->exact_first - c->attention.end : n_tokens;
     const int key_dim = c->keys.head_dim + c->tail.head_dim;
-    const void *src = of_values ? v : k;
-    tqkv_store store = *tqkv__store_of(c, i);
-    if (first && left <= 0) return TQKV_OK;
-    const int n = left < n_tokens ? (int)left : n_tokens;
-    store.strides = of_values ? c->values.strides : tqkv__strides_of(c->keys.strides, store.n_kv_heads, key_dim);
+    const int64_t left = c->exact_first - c->attention.end;
+    const void *src = i == 1 ? v : k;
+    tqkv_store store = *tqkv__stream_of(c, i);
+    store.strides = i == 1 ? c->values.strides : tqkv__strides_of(c->keys.strides, store.n_kv_heads, key_dim);
     if (i == 2 && k) src = (const uint8_t *)k + (size_t)c->keys.head_dim * tqkv__type_size(store.type);
-    const tqkv_result r = tqkv__encode_open(&store, src, n, c->attention.end, &append->streams[append->n]);
-    append->src[append->n] = src;
-    append->size[append->n] = tqkv__rows_size(&store, n);
-    append->n_tokens[append->n++] = n;
-    if (i < TQKV__CACHE_STREAMS) append->n_streams = append->n;
+    tqkv_result r = tqkv__encode_open(&store, src, n_tokens, c->attention.end, &append->streams[i]);
+    if (r != TQKV_OK) return r;
+    if (tqkv__in_cache(c, src, tqkv__rows_size(&store, n_tokens))) return TQKV__INVALID("k or v overlaps the cache");
+    if (store.channel_scale) append->streams[i].inverses = tqkv__channel_room(c, i, TQKV__INVERSES);
+    tqkv__add_stream(&append->job, &append->streams[i], src);
+    if (!tqkv__end_of(c, i) || left <= 0) return TQKV_OK;
+    tqkv_store first = *tqkv__end_of(c, i);
+    first.strides = store.strides;
+    r = tqkv__stream_open(&first, &append->first[i]);
+    tqkv__add_stream(&append->first_job, &append->first[i], src);
     return r;
 }
 
-static bool tqkv__append_overlaps(const tqkv__append *append)
+/* Copies the newest halves from position `from` on to a ring of another size. */
+static void tqkv__copy_newest(const tqkv_cache *c, int side, int64_t from, const tqkv_store *to)
 {
-    for (int i = 0; i < append->n; i++)
-        for (int j = 0; j < append->n_streams; j++)
-            if (tqkv__encoding_overlaps(&append->streams[i], append->src[j], append->size[j])) return true;
-    return false;
-}
-
-/* Copies positions [from, to) of a ring to a larger one. */
-static void tqkv__copy_ring(const tqkv_store *old, const tqkv_store *grown, int64_t from, int64_t to)
-{
+    const tqkv_store *old = &c->ends[1][side];
     const size_t size = tqkv_row_bytes(TQKV_F16, old->head_dim);
     for (int h = 0; h < old->n_kv_heads; h++)
-        for (int64_t p = from, n; p < to; p += n) {
-            const int64_t at = p % old->capacity, room = grown->capacity - p % grown->capacity;
-            const size_t slot = (size_t)h * (size_t)old->capacity + (size_t)at;
-            const size_t place = (size_t)h * (size_t)grown->capacity + (size_t)(p % grown->capacity);
-            n = to - p < old->capacity - at ? to - p : old->capacity - at;
-            if (n > room) n = room;
-            memcpy((uint8_t *)grown->codes + place * size, (const uint8_t *)old->codes + slot * size, (size_t)n * size);
+        for (int64_t p = from; p < c->attention.end; p++) {
+            const size_t source = (size_t)h * (size_t)old->capacity + (size_t)(p % old->capacity);
+            const size_t target = (size_t)h * (size_t)to->capacity + (size_t)(p % to->capacity);
+            memcpy((uint8_t *)to->codes + target * size, (const uint8_t *)old->codes + source * size, size);
         }
 }
 
-/* Makes room for halves of n_tokens that come, and of those before them that their queries read as such. */
-static tqkv_result tqkv__grow_ends(tqkv_cache *c, int n_tokens)
+/* Gets memory for rings of `room` positions: the cache's own, and NULL, where they are that large. */
+static tqkv_result tqkv__get_newest(const tqkv_cache *c, int64_t room, tqkv_store rings[2], void **memory, size_t *size)
 {
-    int64_t wanted = (int64_t)c->exact_last + n_tokens - 1;
-    size_t at[2] = {0, 0}, size = 0;
-    tqkv_store grown[2] = {c->ends[1][0], c->ends[1][1]};
-    if (wanted > c->keys.capacity) wanted = c->keys.capacity; /* of a ring no query sees more */
-    if (c->metal || !c->exact_last || wanted <= tqkv__end_room_of(c)) return TQKV_OK;
-    wanted = (wanted + TQKV__TILE - 1) / TQKV__TILE * TQKV__TILE;
-    if (wanted > INT_MAX) return TQKV_OUT_OF_MEMORY;
-    for (int i = 0; i < 2; i++) {
-        if (!grown[i].head_dim) continue;
-        grown[i].capacity = (int)wanted;
-        grown[i].codes_size = tqkv_codes_size(&grown[i]);
-        if (!tqkv__reserve(&size, grown[i].codes_size, &at[i])) return TQKV_OUT_OF_MEMORY;
+    size_t at[2] = {0, 0};
+    for (int side = 0; side < 2; side++) {
+        if (!rings[side].head_dim) continue;
+        rings[side].capacity = (int)room;
+        rings[side].codes = c->own[side];
+        rings[side].codes_size = tqkv_codes_size(&rings[side]);
+        if (room > c->own_room && (!rings[side].codes_size || !tqkv__reserve(size, rings[side].codes_size, &at[side])))
+            return TQKV_OUT_OF_MEMORY;
     }
-    if (!size) return TQKV_OK; /* all streams are F16 */
-    if (size > SIZE_MAX - 63) return TQKV_OUT_OF_MEMORY;
-    char *memory = (char *)c->memory.alloc(c->memory.user, size + 63);
-    if (!memory) return TQKV_OUT_OF_MEMORY;
-    for (int i = 0; i < 2; i++) {
-        if (!grown[i].head_dim) continue;
-        grown[i].codes = memory + (64 - (uintptr_t)memory % 64) % 64 + at[i];
-        tqkv__copy_ring(&c->ends[1][i], &grown[i], c->exact_from, c->attention.end);
-        c->ends[1][i] = grown[i];
+    if (!*size) return TQKV_OK;
+    if (*size > SIZE_MAX - 63) return TQKV_OUT_OF_MEMORY;
+    *size += 63;
+    *memory = c->memory.alloc(c->memory.user, *size);
+    if (!*memory) return TQKV_OUT_OF_MEMORY;
+    for (int side = 0; side < 2; side++)
+        if (rings[side].head_dim) rings[side].codes = (char *)*memory + (64 - (uintptr_t)*memory % 64) % 64 + at[side];
+    return TQKV_OK;
+}
+
+/* Makes the rings of the newest halves as large as n_tokens more need them: all of their queries find what they read. Back in the
+   block when that is enough. */
+static tqkv_result tqkv__fit_newest(tqkv_cache *c, int n_tokens)
+{
+    const int64_t most = (int64_t)c->keys.capacity - c->exact_last + 1; /* of a ring no query sees more */
+    int64_t room = tqkv__end_room(c->exact_last, n_tokens < most ? n_tokens : most), from = c->exact_held;
+    tqkv_store rings[2] = {c->ends[1][0], c->ends[1][1]};
+    void *memory = NULL;
+    size_t size = 0;
+    if (room < c->own_room) room = c->own_room;
+    if (!n_tokens || !tqkv__newest_room(c) || room == tqkv__newest_room(c)) return TQKV_OK;
+    if (c->metal) return TQKV__REFUSE(OUT_OF_RANGE, "n_tokens: more than exact_batch");
+    if (room > INT_MAX) return TQKV_OUT_OF_MEMORY;
+    const tqkv_result r = tqkv__get_newest(c, room, rings, &memory, &size);
+    if (r != TQKV_OK) return r;
+    if (from < c->attention.end + n_tokens - room) from = c->attention.end + n_tokens - room;
+    for (int side = 0; side < 2; side++) {
+        if (!rings[side].head_dim) continue;
+        tqkv__copy_newest(c, side, from, &rings[side]);
+        c->ends[1][side] = rings[side];
     }
     if (c->grown) c->memory.free(c->memory.user, c->grown, c->grown_size);
     c->grown = memory;
-    c->grown_size = size + 63;
+    c->grown_size = size;
+    c->exact_held = from < c->attention.end ? from : c->attention.end;
     return TQKV_OK;
+}
+
+/* Encodes after all checks. */
+static void tqkv__append_rows(const tqkv_cache *c, tqkv__append *append)
+{
+    for (int side = 0; side < 2; side++) {
+        const tqkv_store *newest = tqkv__end_of(c, TQKV__LAST_KEYS + side);
+        if (!newest || tqkv__stream_open(newest, &append->newest[side]) != TQKV_OK) continue;
+        append->job.halves[side] = &append->newest[side];
+    }
+    append->job.encode = append->first_job.encode = true;
+    tqkv__run_encode_tasks(&append->job);
+    if (append->first_job.n_streams) tqkv__run_encode_tasks(&append->first_job);
 }
 
 TQKV_API tqkv_result tqkv_cache_append(tqkv_cache *c, const void *k, const void *v, int n_tokens)
 {
     tqkv__append append;
-    tqkv__encode_job job;
     tqkv_result r = TQKV_OK;
     if (!c) return TQKV__INVALID("the cache is NULL");
     if (c->shared && v) return TQKV__INVALID("v: the keys are the values");
-    for (int grown = 0; grown < 2; grown++) {
-        append.n = 0;
-        for (int i = 0; i < TQKV__CACHE_STORES; i++)
-            if (tqkv__store_of(c, i) && (r = tqkv__append_open(c, i, k, v, n_tokens, &append)) != TQKV_OK) return r;
-        const void *halves = c->grown;
-        if (!grown && (r = tqkv__grow_ends(c, n_tokens)) != TQKV_OK) return r;
-        if (c->grown == halves) break;
-    }
-    if (tqkv__append_overlaps(&append)) return TQKV__INVALID("k or v overlaps the cache");
-    tqkv__encode_job_open(&job, &c->attention.parallel, n_tokens, c->attention.end);
-    for (int i = 0; i < append.n_streams; i++) tqkv__add_stream(&job, &append.streams[i], append.src[i]);
-    if (!c->metal)
-        r = tqkv__encode_sources(&job);
-    else if (tqkv__sources_finite(&job))
-        r = tqkv__backend_of(c->metal)->append(c->metal, c, k, v, n_tokens);
-    else
+    const int64_t left = c->exact_first - c->attention.end;
+    tqkv__encode_job_open(&append.job, &c->attention.parallel, n_tokens, c->attention.end);
+    tqkv__encode_job_open(&append.first_job, &c->attention.parallel, left < n_tokens ? (int)left : n_tokens,
+                          c->attention.end);
+    for (int i = 0; r == TQKV_OK && i < TQKV__CACHE_STREAMS; i++)
+        if (tqkv__stream_of(c, i)) r = tqkv__append_open(c, i, k, v, n_tokens, &append);
+    if (r == TQKV_OK && !tqkv__sources_finite(&append.job))
         r = TQKV__REFUSE(NOT_FINITE, "k or v holds NaN or infinity");
+    if (r == TQKV_OK) r = tqkv__fit_newest(c, n_tokens);
     if (r != TQKV_OK) return r;
-    for (int i = append.n_streams; i < append.n && !c->metal; i++) {
-        tqkv__encode_job_open(&job, &c->attention.parallel, append.n_tokens[i], c->attention.end);
-        tqkv__add_stream(&job, &append.streams[i], append.src[i]);
-        job.encode = true;
-        tqkv__run_encode_tasks(&job);
-    }
+    if (!c->learning && n_tokens) tqkv__drop_raw(c); /* the queries that read them have come */
+    if (c->learning)
+        tqkv__append_learning(c, &append);
+    else if (!c->metal)
+        tqkv__append_rows(c, &append);
+    else if ((r = tqkv__backend_of(c->metal)->append(c->metal, c, k, v, n_tokens)) != TQKV_OK)
+        return r;
     tqkv__cache_advance(c, n_tokens);
     return r;
 }
 
+/* Counts what is kept as halves. */
 static void tqkv__count_ends(const tqkv_cache *c, tqkv_attention *a)
 {
     const tqkv__range newest = tqkv__range_of(c, TQKV__LAST_ENDS);
     a->exact_first = (int)c->exact_below;
     a->exact_last = newest.to - newest.from < c->exact_last ? (int)(newest.to - newest.from) : c->exact_last;
-    a->exact_from = c->exact_floor;
+    a->exact_from = c->exact_from;
 }
 
 TQKV_API tqkv_attention tqkv_cache_view(const tqkv_cache *c)
 {
     tqkv_attention view;
     memset(&view, 0, sizeof view);
-    if (!c) return view;
+    if (!c || tqkv__view_raw(c, &view)) return view;
     view = c->attention;
     view.kv_len = (int)(c->attention.end - c->first);
     tqkv__count_ends(c, &view);
+    const bool full = c->exact_held <= c->attention.end - tqkv__newest_room(c); /* of halves that came */
+    if (!full && view.exact_from < c->exact_held) view.exact_from = c->exact_held;
     return view;
+}
+
+/* Takes the list and the tree of `some`, unless that is NULL. */
+static void tqkv__take_some(const tqkv_attention *some, tqkv_attention *a)
+{
+    if (!some) return;
+    a->tree = some->tree;
+    a->list = some->list;
+    a->list_length = some->list_length;
+    a->list_heads = some->list_heads;
+    a->list_block = some->list_block;
+    a->list_newest = some->list_newest;
 }
 
 /* some: NULL, or an attention with the list and the tree */
@@ -12404,19 +13184,15 @@ static tqkv_result tqkv__cache_attention(const tqkv_cache *c, const tqkv_attenti
 {
     tqkv_attention attention = c->attention;
     attention.n_queries = n_queries;
-    if (some) {
-        attention.tree = some->tree;
-        attention.list = some->list;
-        attention.list_length = some->list_length;
-        attention.list_heads = some->list_heads;
-        attention.list_block = some->list_block;
-        attention.list_newest = some->list_newest;
-    }
+    tqkv__take_some(some, &attention);
     tqkv__count_ends(c, &attention);
-    const tqkv_result r = tqkv__attention_open(&attention, a);
+    tqkv_result r = tqkv__attention_streams(&attention, a);
     a->first = c->first; /* after a truncation fewer positions than kv_len's default, or none */
     a->matrix_group = c->matrix_group;
-    return r;
+    if (r != TQKV_OK) return r;
+    if (tqkv__newest_room(c) && tqkv__exact_oldest(a) < c->exact_held)
+        return TQKV__REFUSE(OUT_OF_RANGE, "n_queries: halves of the newest are kept for 64, or as many as came last");
+    return tqkv__attention_ends(a);
 }
 
 static tqkv_result tqkv__cache_attend(tqkv_cache *c, const tqkv_attention *some, const void *q, int n_queries,
@@ -12425,6 +13201,7 @@ static tqkv_result tqkv__cache_attend(tqkv_cache *c, const tqkv_attention *some,
     tqkv__attention a;
     if (!c || n_queries < 0) return TQKV__INVALID("the cache is NULL or n_queries negative");
     if (n_queries == 0) return TQKV_OK;
+    if (c->raw_memory) return tqkv__attend_raw(c, some, q, n_queries, out);
     tqkv_result r = tqkv__cache_attention(c, some, n_queries, &a);
     if (r != TQKV_OK) return r;
     if (!c->metal) return tqkv__attend(&a, q, out);
@@ -12444,45 +13221,45 @@ TQKV_API tqkv_result tqkv_cache_attend_some(tqkv_cache *c, const tqkv_attention 
     return tqkv__cache_attend(c, a, q, n_queries, out);
 }
 
-/* Where the centre of stream i lies. */
-static float *tqkv__center_room(const tqkv_cache *c, int i)
+/* Whether n values may be centres or scales. */
+static tqkv_result tqkv__check_channels(tqkv__channels kind, const float *values, size_t n)
 {
-    size_t before = 0;
-    (void)tqkv__center_floats(c, i, &before); /* of a cache that exists */
-    return c->centers + before;
+    if ((uintptr_t)values % sizeof(float)) return TQKV__INVALID("a centre or a scale is not aligned as floats");
+    if (values && !tqkv__all_finite(values, n))
+        return TQKV__REFUSE(NOT_FINITE, "a centre or a scale holds NaN or infinity");
+    if (values && kind == TQKV__SCALES && !tqkv__scales_valid(values, n))
+        return TQKV__INVALID("a scale is not in [2^-32, 2^32]");
+    return TQKV_OK;
 }
 
-/* Takes center as that of stream i and its halves, its heads `stride` floats apart; NULL: none. */
-static void tqkv__cache_center(tqkv_cache *c, int i, const float *center, size_t stride)
+/* Sets centres or scales of all streams; what the cache would have learned is not wanted then. */
+static tqkv_result tqkv__set_channels(tqkv_cache *c, tqkv__channels kind, const float *keys, const float *values)
 {
-    tqkv_store *s = tqkv__stream_of(c, i);
-    if (!s) return;
-    const size_t dim = (size_t)s->head_dim;
-    float *own = tqkv__center_room(c, i);
-    s->center = center ? own : NULL;
-    for (size_t h = 0; center && h < (size_t)s->n_kv_heads; h++)
-        memmove(own + h * dim, center + h * stride, dim * sizeof(float));
-    for (int end = i; i < 2 && end < TQKV__CACHE_ENDS; end += 2) c->ends[end / 2][i].center = s->center;
+    if (!c) return TQKV__INVALID("the cache is NULL");
+    if (c->attention.end != 0) return TQKV__INVALID("centre, scale: the cache holds positions encoded without them");
+    if (c->shared && values) return TQKV__INVALID("values: they have centre and scale of the keys");
+    const size_t n_kv_heads = (size_t)c->keys.n_kv_heads, key_dim = (size_t)(c->keys.head_dim + c->tail.head_dim);
+    const size_t n_keys = n_kv_heads * key_dim, n_values = n_kv_heads * (size_t)c->values.head_dim;
+    tqkv_result r = tqkv__check_channels(kind, keys, n_keys);
+    if (r == TQKV_OK) r = tqkv__check_channels(kind, values, n_values);
+    if (r != TQKV_OK) return r;
+    if (tqkv__in_cache(c, keys, n_keys * sizeof(float)) || tqkv__in_cache(c, values, n_values * sizeof(float)))
+        return TQKV__INVALID("a centre or a scale lies in the cache");
+    tqkv__drop_raw(c);
+    tqkv__cache_channels(c, 0, kind, keys, key_dim);
+    tqkv__cache_channels(c, 1, kind, values, (size_t)c->values.head_dim);
+    tqkv__cache_channels(c, 2, kind, keys ? keys + c->keys.head_dim : NULL, key_dim);
+    return TQKV_OK;
 }
 
 TQKV__COLD TQKV_API tqkv_result tqkv_cache_set_center(tqkv_cache *c, const float *keys, const float *values)
 {
-    if (!c) return TQKV__INVALID("the cache is NULL");
-    if (c->attention.end != 0) return TQKV__INVALID("a centre: the cache holds positions encoded without it");
-    if (c->shared && values) return TQKV__INVALID("values: they have the centre of the keys");
-    const size_t n_kv_heads = (size_t)c->keys.n_kv_heads, key_dim = (size_t)(c->keys.head_dim + c->tail.head_dim);
-    const size_t n_keys = n_kv_heads * key_dim, n_values = n_kv_heads * (size_t)c->values.head_dim;
-    if ((uintptr_t)keys % sizeof(float) || (uintptr_t)values % sizeof(float))
-        return TQKV__INVALID("a centre is not aligned as floats");
-    if ((keys && !tqkv__all_finite(keys, n_keys)) || (values && !tqkv__all_finite(values, n_values)))
-        return TQKV__REFUSE(NOT_FINITE, "a centre holds NaN or infinity");
-    if (tqkv__overlap(c, c->size, keys, n_keys * sizeof(float)) ||
-        tqkv__overlap(c, c->size, values, n_values * sizeof(float)))
-        return TQKV__INVALID("a centre lies in the cache");
-    tqkv__cache_center(c, 0, keys, key_dim);
-    tqkv__cache_center(c, 1, values, (size_t)c->values.head_dim);
-    tqkv__cache_center(c, 2, keys ? keys + c->keys.head_dim : NULL, key_dim);
-    return TQKV_OK;
+    return tqkv__set_channels(c, TQKV__CENTERS, keys, values);
+}
+
+TQKV__COLD TQKV_API tqkv_result tqkv_cache_set_scale(tqkv_cache *c, const float *keys, const float *values)
+{
+    return tqkv__set_channels(c, TQKV__SCALES, keys, values);
 }
 
 TQKV__COLD TQKV_API tqkv_result tqkv_cache_set_layout(tqkv_cache *c, const tqkv_cache_layout *layout)
@@ -12509,6 +13286,9 @@ TQKV_API size_t tqkv_cache_bytes(const tqkv_cache *c)
         const tqkv_store *s = tqkv__store_of(c, i);
         if (s) bytes += s->codes_size + s->norms_size;
     }
+    for (int side = 0; c && c->grown && side < 2; side++)
+        if (c->own[side])
+            bytes += c->ends[1][side].codes_size / (size_t)c->ends[1][side].capacity * (size_t)c->own_room;
     return bytes;
 }
 
@@ -12516,17 +13296,416 @@ TQKV_API const tqkv_store *tqkv_cache_keys(const tqkv_cache *c) { return c ? &c-
 TQKV_API const tqkv_store *tqkv_cache_values(const tqkv_cache *c) { return c ? c->attention.values : NULL; }
 TQKV_API const tqkv_store *tqkv_cache_tail(const tqkv_cache *c) { return c ? c->attention.tail : NULL; }
 
+/* >>cache-calibrate: a cache that learns centre and scale of its keys from its first positions, and presets. Until then keys and
+   values are halves of the rows as they came, `raw`; the append that reaches the last of these positions encodes all. */
+
+/* Positions from which a scale can be learned. */
+#define TQKV__LEAST_POSITIONS 16
+
+/* Finds from how many positions a cache learns, and the shapes of its raw halves; follows tqkv__cache_shapes. */
+static tqkv_result tqkv__raw_shapes(const tqkv_cache_desc *desc, tqkv_cache *c)
+{
+    const int quarter = desc->capacity / 4, least = TQKV__LEAST_POSITIONS;
+    if (desc->calibrate < 0) return TQKV__INVALID("calibrate is negative");
+    if (desc->calibrate == 0) return TQKV_OK;
+    if (desc->calibrate < least) return TQKV__INVALID("calibrate: fewer than 16 positions");
+    if (desc->capacity < least) return TQKV__INVALID("calibrate: the capacity is less than 16");
+    if (desc->metal) return TQKV__REFUSE(UNSUPPORTED, "calibrate: a GPU's cache takes what another one learned");
+    c->calibrate = desc->calibrate;
+    c->learning = true;
+    const int most = quarter > least ? quarter : least, n = desc->calibrate < most ? desc->calibrate : most;
+    for (int i = 0; i < TQKV__CACHE_STREAMS; i++) {
+        const tqkv_store *s = tqkv__stream_of(c, i);
+        if (!s) continue;
+        c->raw[i] = *s;
+        if (i < 2) c->raw[i].format = TQKV_F16;
+        c->raw[i].ring = false;
+        c->raw[i].capacity = n;
+    }
+    return TQKV_OK;
+}
+
+/* Gets memory for what a cache that learns keeps raw. */
+static tqkv_result tqkv__get_raw(tqkv_cache *c)
+{
+    size_t codes[TQKV__CACHE_STREAMS] = {0}, norms[TQKV__CACHE_STREAMS] = {0}, size = 0;
+    for (int i = 0; i < TQKV__CACHE_STREAMS; i++) {
+        tqkv_store *raw = &c->raw[i];
+        if (!raw->head_dim) continue;
+        raw->codes_size = tqkv_codes_size(raw);
+        raw->norms_size = tqkv_norms_size(raw);
+        if (!tqkv__reserve(&size, raw->codes_size, &codes[i]) || !tqkv__reserve(&size, raw->norms_size, &norms[i]))
+            return TQKV__INVALID("a cache of more than SIZE_MAX bytes");
+    }
+    if (!size) return TQKV_OK;
+    c->raw_size = size + 63;
+    c->raw_memory = c->memory.alloc(c->memory.user, c->raw_size);
+    if (!c->raw_memory) return TQKV_OUT_OF_MEMORY;
+    char *lines = (char *)c->raw_memory + (64 - (uintptr_t)c->raw_memory % 64) % 64;
+    for (int i = 0; i < TQKV__CACHE_STREAMS; i++) {
+        if (!c->raw[i].head_dim) continue;
+        c->raw[i].codes = lines + codes[i];
+        c->raw[i].norms = (float *)(void *)(lines + norms[i]);
+    }
+    return TQKV_OK;
+}
+
+/* Gives the raw halves back. */
+static void tqkv__drop_raw(tqkv_cache *c)
+{
+    if (c->raw_memory) c->memory.free(c->memory.user, c->raw_memory, c->raw_size);
+    c->raw_memory = NULL;
+    c->learning = false;
+    memset(c->raw, 0, sizeof c->raw);
+}
+
+/* -- Learning -- */
+
+/* Row of a store of halves that are not rotated, as floats; row: [head_dim] */
+static void tqkv__raw_row(const tqkv__stream *raw, int kv_head, int slot, float *row)
+{
+    const tqkv__codec *codec = tqkv__codec_for(raw->head_dim);
+    const uint8_t *codes = tqkv__codes_at(raw, kv_head, slot);
+    if (codec ==
+        &tqkv__codec_scalar) /* on any machine: codes are little-endian; where there are vectors, floats are, too */
+        tqkv__decode_row(raw, codes, NULL, row);
+    else
+        codec->widen(TQKV_TYPE_F16, codes, NULL, NULL, raw->head_dim, row);
+}
+
+/* As tqkv__channel_means, of the raw halves [first, end) of a head. */
+static void tqkv__raw_means(const tqkv__stream *raw, int kv_head, int first, int end, const float *center, bool squared,
+                            float *means)
+{
+    float row[TQKV_MAX_HEAD_DIM], less[TQKV_MAX_HEAD_DIM];
+    memset(means, 0, (size_t)raw->head_dim * sizeof(float));
+    for (int slot = first; slot < end; slot++) {
+        tqkv__raw_row(raw, kv_head, slot, row);
+        if (center) tqkv__codec_for(raw->head_dim)->widen(TQKV_TYPE_F32, row, center, NULL, raw->head_dim, less);
+        tqkv__add_row(center ? less : row, squared, raw->head_dim, means);
+    }
+    tqkv__divide_sums(means, raw->head_dim, (float)(end - first));
+}
+
+/* Learns centre and scale of the keys from the raw halves of the positions before n, without those that stay exact, if enough
+   remain. */
+static void tqkv__learn(tqkv_cache *c, const tqkv__stream *raw, int n)
+{
+    tqkv__learnt learnt;
+    const int first = n - c->exact_first >= TQKV__LEAST_POSITIONS ? c->exact_first : 0;
+    const size_t dim = (size_t)raw->head_dim;
+    float *center = tqkv__channel_room(c, 0, TQKV__CENTERS), *scale = tqkv__channel_room(c, 0, TQKV__SCALES);
+    const uint64_t mode = tqkv__fp_exact();
+    for (int h = 0; h < raw->n_kv_heads; h++) {
+        tqkv__raw_means(raw, h, first, n, NULL, false, learnt.center);
+        tqkv__raw_means(raw, h, first, n, learnt.center, true, learnt.rows);
+        tqkv__deviations(TQKV_PAIRS_NONE, raw->head_dim, learnt.rows);
+        memcpy(center + (size_t)h * dim, learnt.center, dim * sizeof(float));
+        tqkv__scales_of(learnt.rows, NULL, raw->head_dim, scale + (size_t)h * dim);
+    }
+    tqkv__fp_restore(mode);
+    tqkv__cache_channels(c, 0, TQKV__CENTERS, center, dim);
+    tqkv__cache_channels(c, 0, TQKV__SCALES, scale, dim);
+}
+
+/* -- Encoding what was raw -- */
+
+/* The raw halves of a cache, and where they go: tasks for each head of each stream. end: of the append, what the rings of the
+   newest halves must hold up to */
+typedef struct tqkv__raw_job {
+    tqkv__stream raw[2], to[2], first[2], newest[2];
+    bool has_first[2], has_newest[2];
+    int n, n_heads;
+    int64_t end;
+} tqkv__raw_job;
+
+/* Encodes n raw halves of a head; newest: NULL, or a ring of halves that takes those that it will hold at `end`. */
+static TQKV__NOINLINE void tqkv__encode_raw(const tqkv__stream *raw, const tqkv__stream *to, const tqkv__stream *newest,
+                                            int kv_head, int n, int64_t end)
+{
+    enum { buffer = 2048 };
+    TQKV__ALIGNED float values[buffer + 16]; /* encoding loads whole vectors */
+    float room[TQKV_MAX_HEAD_DIM];
+    tqkv__row rows[buffer / 32];
+    tqkv__quantiser q;
+    tqkv__stream floats = *to;
+    const int batch = buffer / to->head_dim;
+    const float *inverses = tqkv__inverses_of(to, kv_head, 1, room);
+    floats.type = TQKV_TYPE_F32;
+    if (to->kind == TQKV__BOOK) tqkv__quantiser_open(to, &q);
+    for (int p = 0; p < n; p += batch) {
+        const int now = n - p < batch ? n - p : batch;
+        for (int i = 0; i < now; i++) {
+            float *row = values + i * to->head_dim;
+            const int slot = tqkv__slot(to, p + i);
+            const bool half = newest && end - (p + i) <= newest->capacity;
+            tqkv__raw_row(raw, kv_head, p + i, row);
+            rows[i].src = row;
+            rows[i].center = tqkv__center_of(to, kv_head);
+            rows[i].inverses = inverses;
+            rows[i].codes = tqkv__codes_at(to, kv_head, slot);
+            rows[i].norms = tqkv__norms_at(to, kv_head, slot);
+            rows[i].factors = NULL;
+            rows[i].half = half ? tqkv__codes_at(newest, kv_head, tqkv__slot(newest, p + i)) : NULL;
+        }
+        tqkv__codec_for(to->head_dim)->encode_rows(&floats, &q, rows, now);
+    }
+}
+
+static void tqkv__raw_task(void *context, int index)
+{
+    const tqkv__raw_job *job = (const tqkv__raw_job *)context;
+    const int side = index / job->n_heads, h = index % job->n_heads;
+    const int first = job->n < job->first[side].capacity ? job->n : job->first[side].capacity;
+    const uint64_t mode = tqkv__fp_exact();
+    tqkv__encode_raw(&job->raw[side], &job->to[side], job->has_newest[side] ? &job->newest[side] : NULL, h, job->n,
+                     job->end);
+    if (job->has_first[side]) tqkv__encode_raw(&job->raw[side], &job->first[side], NULL, h, first, job->end);
+    tqkv__fp_restore(mode);
+}
+
+/* Opens the stores of one side; their buffers were checked when the cache was made. */
+static void tqkv__open_raw_side(const tqkv_cache *c, const tqkv_store *raw, int side, tqkv__raw_job *job)
+{
+    const tqkv_store *first = tqkv__end_of(c, side), *newest = tqkv__end_of(c, TQKV__LAST_KEYS + side);
+    (void)tqkv__stream_open(&raw[side], &job->raw[side]);
+    (void)tqkv__stream_open(tqkv__stream_of(c, side), &job->to[side]);
+    job->has_first[side] = first && tqkv__stream_open(first, &job->first[side]) == TQKV_OK;
+    job->has_newest[side] = newest && tqkv__stream_open(newest, &job->newest[side]) == TQKV_OK;
+}
+
+/* Brings the raw rows of a tail to its stores. */
+static tqkv_result tqkv__settle_tail(const tqkv_cache *c, const tqkv_store *raw, int n)
+{
+    const tqkv_store *const stores[2] = {tqkv__stream_of(c, 2), tqkv__end_of(c, 2)};
+    tqkv_result r = TQKV_OK;
+    for (int i = 0; r == TQKV_OK && i < 2; i++)
+        if (raw[2].head_dim && stores[i])
+            r = tqkv__convert(stores[i], &raw[2], 0, i && n > c->exact_first ? c->exact_first : n,
+                              &c->attention.parallel);
+    return r;
+}
+
+/* Learns from the n positions that are raw, and encodes them, with what is kept besides of them at `end`. raw: [3], the cache's or
+   another one's, whose tail may have another format and then cannot always be converted */
+static tqkv_result tqkv__settle(tqkv_cache *c, const tqkv_store *raw, int n, int64_t end)
+{
+    tqkv__raw_job job;
+    const int sides = c->shared ? 1 : 2;
+    const tqkv_parallel *parallel = &c->attention.parallel;
+    memset(&job, 0, sizeof job);
+    (void)tqkv__stream_open(&raw[0], &job.raw[0]);
+    tqkv__learn(c, &job.raw[0], n);
+    for (int side = 0; side < sides; side++) tqkv__open_raw_side(c, raw, side, &job);
+    job.n = n;
+    job.n_heads = c->keys.n_kv_heads;
+    job.end = end;
+    parallel->run(parallel->user, sides * job.n_heads, tqkv__raw_task, &job);
+    c->learning = false;
+    c->exact_below = n < c->exact_first ? n : c->exact_first;
+    c->exact_from = c->exact_held = 0;
+    if (end > tqkv__newest_room(c)) c->exact_held = end - tqkv__newest_room(c) < n ? end - tqkv__newest_room(c) : n;
+    return tqkv__settle_tail(c, raw, n);
+}
+
+/* -- Appending -- */
+
+/* Leaves the first n tokens of a job out. */
+static void tqkv__skip_tokens(tqkv__encode_job *job, int n)
+{
+    if (n > job->n_tokens) n = job->n_tokens < 0 ? 0 : job->n_tokens;
+    for (int i = 0; i < job->n_streams; i++) job->src[i] = tqkv__source_row(job->streams[i], job->src[i], (size_t)n, 0);
+    job->n_tokens -= n;
+    job->position += n;
+    if (job->n_tokens <= 0) job->n_streams = 0;
+}
+
+/* Keeps the first n tokens of an append raw. */
+static void tqkv__append_raw(const tqkv_cache *c, const tqkv__append *append, int n)
+{
+    tqkv__stream raw[TQKV__CACHE_STREAMS];
+    tqkv__encode_job job = append->job;
+    if (job.n_tokens > n) job.n_tokens = n;
+    for (int i = 0; i < job.n_streams; i++) {
+        const int stream = (int)(job.streams[i] - append->streams);
+        (void)tqkv__stream_open(&c->raw[stream], &raw[i]);
+        raw[i].strides = job.streams[i]->strides;
+        job.streams[i] = &raw[i];
+    }
+    job.encode = true;
+    tqkv__run_encode_tasks(&job);
+}
+
+/* Takes over what the cache has learned. */
+static void tqkv__take_learnt(const tqkv_cache *c, tqkv__append *append)
+{
+    tqkv__stream *const streams[2] = {&append->streams[0], &append->first[0]};
+    for (int i = 0; i < 2; i++) {
+        streams[i]->center = c->keys.center;
+        streams[i]->channel_scale = c->keys.channel_scale;
+        streams[i]->inverses = tqkv__channel_room(c, 0, TQKV__INVERSES);
+    }
+}
+
+static void tqkv__append_learning(tqkv_cache *c, tqkv__append *append)
+{
+    const int64_t end = c->attention.end + append->job.n_tokens;
+    const int left = c->raw[0].capacity - (int)c->attention.end;
+    tqkv__append_raw(c, append, left);
+    if (append->job.n_tokens < left) return;
+    (void)tqkv__settle(c, c->raw, c->raw[0].capacity, end); /* rows of the same format are copied */
+    if (c->attention.non_causal) tqkv__drop_raw(c);         /* all queries see what is encoded */
+    tqkv__take_learnt(c, append);
+    tqkv__skip_tokens(&append->job, left);
+    tqkv__skip_tokens(&append->first_job, left);
+    if (append->job.n_tokens) tqkv__append_rows(c, append);
+}
+
+/* -- Attending -- */
+
+/* How many of the newest n_queries queries stand at positions that are read raw. */
+static int tqkv__raw_queries(const tqkv_cache *c, int n_queries)
+{
+    const int64_t first = c->attention.end - n_queries, n = c->raw[0].capacity;
+    if (!c->raw_memory || first >= n) return 0;
+    return c->attention.end <= n ? n_queries : (int)(n - first);
+}
+
+/* The attention of n_queries queries, the last of which stands before `end`, to what is raw. */
+static tqkv_attention tqkv__raw_attention(const tqkv_cache *c, int64_t end, int n_queries)
+{
+    tqkv_attention a = c->attention;
+    a.keys = &c->raw[0];
+    a.values = &c->raw[c->shared ? 0 : 1];
+    a.tail = c->tail.head_dim ? &c->raw[2] : NULL;
+    a.first_keys = a.first_values = a.first_tail = a.last_keys = a.last_values = NULL;
+    a.end = end;
+    a.kv_len = (int)end;
+    a.n_queries = n_queries;
+    return a;
+}
+
+static bool tqkv__view_raw(const tqkv_cache *c, tqkv_attention *view)
+{
+    if (!tqkv__raw_queries(c, 1)) return false;
+    *view = tqkv__raw_attention(c, c->attention.end, 1);
+    return true;
+}
+
+/* A call of a cache that is cut at the position from which queries read codes. The second part has the other queries or, with a
+   tree, which counts from the first query of a call, all of them, and an output of its own. */
+typedef struct tqkv__cut_call {
+    tqkv__attention a[2];
+    tqkv__part parts[2];
+    int n_parts, n_raw;
+} tqkv__cut_call;
+
+/* Opens the part whose queries read what is raw. */
+static tqkv_result tqkv__cut_raw(const tqkv_cache *c, const tqkv_attention *some, const void *q, int n_queries,
+                                 void *out, tqkv__cut_call *cut)
+{
+    tqkv__attention *a = &cut->a[0];
+    tqkv_attention raw = tqkv__raw_attention(c, c->attention.end - (n_queries - cut->n_raw), cut->n_raw);
+    tqkv__take_some(some, &raw);
+    tqkv_result r = tqkv__attention_streams(&raw, a);
+    if (r != TQKV_OK) return r;
+    a->first = 0;
+    if ((r = tqkv__attention_ends(a)) == TQKV_OK) r = tqkv__cut_whole(a, q, out, &cut->parts[cut->n_parts]);
+    cut->n_parts++;
+    return r;
+}
+
+/* Opens the part whose queries, from number `first` on, read codes. */
+static tqkv_result tqkv__cut_coded(const tqkv_cache *c, const tqkv_attention *some, const void *q, int first,
+                                   int n_queries, void *out, tqkv__cut_call *cut)
+{
+    tqkv__attention *a = &cut->a[1];
+    tqkv_attention part;
+    memset(&part, 0, sizeof part);
+    tqkv__take_some(some, &part);
+    const size_t heads = (size_t)(part.list_heads ? part.list_heads : 1);
+    if (part.list) part.list += (size_t)first * heads * (size_t)part.list_length;
+    tqkv_result r = tqkv__cache_attention(c, some ? &part : NULL, n_queries - first, a);
+    if (r != TQKV_OK) return r;
+    const size_t size = tqkv__type_size(a->call.query_type), skipped = (size_t)first;
+    const void *rest = (const uint8_t *)q + skipped * a->call.query_strides.token * size;
+    void *to = (uint8_t *)out + skipped * a->call.output_strides.token * tqkv__type_size(a->call.output_type);
+    r = tqkv__cut_whole(a, q ? rest : NULL, out ? to : NULL, &cut->parts[cut->n_parts]);
+    cut->n_parts++;
+    return r;
+}
+
+/* As tqkv__attend_raw, for a tree that stands on both sides: all queries read codes into memory of their own, of which those that do
+   are copied. */
+static tqkv_result tqkv__attend_cut_tree(const tqkv_cache *c, const tqkv_attention *some, const void *q, int n_queries,
+                                         void *out, tqkv__cut_call *cut)
+{
+    tqkv_cache without_gaps = *c;
+    tqkv_allocator memory = c->attention.allocator;
+    const tqkv_strides none = {0, 0};
+    const int value_dim = c->attention.values->head_dim, n_heads = c->attention.n_heads;
+    const size_t row = (size_t)value_dim * tqkv__type_size(c->attention.output_type), heads = (size_t)n_heads;
+    const tqkv_strides strides = tqkv__strides_of(c->attention.output_strides, n_heads, value_dim);
+    const size_t size = (size_t)n_queries * heads * row;
+    without_gaps.attention.output_strides = none;
+    uint8_t *own = (uint8_t *)memory.alloc(memory.user, size);
+    if (!own) return TQKV_OUT_OF_MEMORY;
+    tqkv_result r = tqkv__cut_coded(&without_gaps, some, q, 0, n_queries, own, cut);
+    if (r == TQKV_OK) r = tqkv__check_q_out(&cut->a[0], q, out);
+    if (r == TQKV_OK) r = tqkv__run_job(cut->parts, cut->n_parts);
+    for (size_t i = (size_t)cut->n_raw; r == TQKV_OK && i < (size_t)n_queries; i++)
+        for (size_t h = 0; h < heads; h++)
+            memcpy((uint8_t *)out + (i * strides.token + h * strides.head) * (row / (size_t)value_dim),
+                   own + (i * heads + h) * row, row);
+    memory.free(memory.user, own, size);
+    return r;
+}
+
+static tqkv_result tqkv__attend_raw(const tqkv_cache *c, const tqkv_attention *some, const void *q, int n_queries,
+                                    void *out)
+{
+    tqkv__cut_call cut;
+    cut.n_parts = 0;
+    cut.n_raw = tqkv__raw_queries(c, n_queries);
+    tqkv_result r = cut.n_raw ? tqkv__cut_raw(c, some, q, n_queries, out, &cut) : TQKV_OK;
+    if (r != TQKV_OK) return r;
+    if (cut.n_raw && cut.n_raw < n_queries && some && some->tree)
+        return tqkv__attend_cut_tree(c, some, q, n_queries, out, &cut);
+    if (cut.n_raw < n_queries) r = tqkv__cut_coded(c, some, q, cut.n_raw, n_queries, out, &cut);
+    return r == TQKV_OK ? tqkv__run_job(cut.parts, cut.n_parts) : r;
+}
+
+/* -- Presets -- */
+
+TQKV_API tqkv_cache_desc tqkv_cache_preset(tqkv_preset preset)
+{
+    static const tqkv_format formats[3][2] = {{TQKV_I8, TQKV_TQ4}, {TQKV_TQ4, TQKV_TQ4}, {TQKV_TQ3, TQKV_TQ2}};
+    tqkv_cache_desc desc;
+    memset(&desc, 0, sizeof desc);
+    if (preset != TQKV_SAFE && preset != TQKV_SMALL && preset != TQKV_TINY) return desc;
+    desc.key_format = formats[preset][0];
+    desc.value_format = formats[preset][1];
+    desc.calibrate = 512;
+    desc.exact_first = 4;
+    desc.exact_last = 128;
+    return desc;
+}
+
 /* >>cache-edit: truncate, remove, keep, fork. */
+
+/* After an edit positions below `from` are read as codes: nothing to say where none is kept as halves. */
+static void tqkv__exact_begins(tqkv_cache *c, int64_t from) { c->exact_from = c->exact_last ? from : 0; }
 
 TQKV_API tqkv_result tqkv_cache_truncate(tqkv_cache *c, int64_t end)
 {
     if (!c) return TQKV__INVALID("the cache is NULL");
     if (end < 0 || end > c->attention.end || (end < c->first && end != 0))
         return TQKV__REFUSE(OUT_OF_RANGE, "end: not among the resident positions");
+    if (!c->learning && end < c->attention.end) tqkv__drop_raw(c);
     if (end == 0) c->first = 0;
     if (c->exact_below > end) c->exact_below = end;
-    if (c->exact_from > end) c->exact_from = end;
-    if (end < c->attention.end) c->exact_floor = tqkv__exact_kept(c) < end ? tqkv__exact_kept(c) : end;
+    if (end < c->attention.end) tqkv__exact_begins(c, tqkv__exact_kept(c) < end ? tqkv__exact_kept(c) : end);
+    if (c->exact_held > end) c->exact_held = end;
     c->attention.end = end;
     return TQKV_OK;
 }
@@ -12540,7 +13719,8 @@ static void tqkv__move_positions(const tqkv_cache *c, int64_t source, int64_t ta
         tqkv__stream s;
         const tqkv_store *store = tqkv__store_of(c, i);
         const bool first = i >= TQKV__FIRST_ENDS && i < TQKV__LAST_ENDS;
-        if (!store || (i >= TQKV__LAST_ENDS && target < c->exact_from)) continue;
+        const bool newest = i >= TQKV__LAST_ENDS && i < TQKV__RAW;
+        if (!store || (newest && target < c->exact_held) || c->learning != (i >= TQKV__RAW)) continue;
         if (tqkv__stream_open(store, &s) == TQKV_OK) tqkv__move_rows(&s, source, &s, target, first ? below : n);
     }
 }
@@ -12559,7 +13739,7 @@ static void tqkv__reverse_rows(uint8_t *rows, int n, size_t size)
 /* Position p + by of the rings of halves becomes position p. */
 static void tqkv__turn_rings(const tqkv_cache *c, int64_t by)
 {
-    for (int i = 2; i < TQKV__CACHE_ENDS; i++) {
+    for (int i = TQKV__LAST_KEYS; i < TQKV__CACHE_ENDS; i++) {
         tqkv__stream s;
         if (!tqkv__end_of(c, i) || tqkv__stream_open(tqkv__end_of(c, i), &s) != TQKV_OK) continue;
         const int n = (int)(by % s.capacity);
@@ -12579,14 +13759,15 @@ TQKV__COLD TQKV_API tqkv_result tqkv_cache_remove(tqkv_cache *c, int64_t first, 
     if (count < 0) return TQKV__INVALID("count is negative");
     if (first < 0 || first > c->attention.end || count > c->attention.end - first)
         return TQKV__REFUSE(OUT_OF_RANGE, "first, count: not among the resident positions");
+    if (!c->learning && count) tqkv__drop_raw(c);
     const int64_t behind = first + count, n = c->attention.end - behind;
     tqkv__move_positions(c, behind, first, n);
     const int64_t kept = tqkv__exact_kept(c);
-    if (first < c->exact_from) {
+    if (first < c->exact_held) {
         tqkv__turn_rings(c, count);
-        c->exact_from = (behind > c->exact_from ? behind : c->exact_from) - count;
+        c->exact_held = (behind > c->exact_held ? behind : c->exact_held) - count;
     }
-    if (count) c->exact_floor = first < kept ? (behind > kept ? behind : kept) - count : kept;
+    if (count) tqkv__exact_begins(c, first < kept ? (behind > kept ? behind : kept) - count : kept);
     if (first < c->exact_below) c->exact_below = c->exact_below > behind ? c->exact_below - count : first;
     c->attention.end -= count;
     return TQKV_OK;
@@ -12597,12 +13778,13 @@ TQKV__COLD TQKV_API tqkv_result tqkv_cache_keep(tqkv_cache *c, int n, const int 
     if (!c) return TQKV__INVALID("the cache is NULL");
     if (n < 0 || n_kept < 0 || (n_kept > 0 && !kept)) return TQKV__INVALID("n or n_kept is negative, or kept is NULL");
     if (n > c->attention.end - c->first) return TQKV__REFUSE(OUT_OF_RANGE, "n: more positions than are resident");
-    if ((uintptr_t)kept % sizeof(int) || tqkv__overlap(c, c->size, kept, (size_t)n_kept * sizeof(int)))
+    if ((uintptr_t)kept % sizeof(int) || tqkv__in_cache(c, kept, (size_t)n_kept * sizeof(int)))
         return TQKV__INVALID("kept: not aligned as int, or in the cache");
     for (int i = 0; i < n_kept; i++) {
         if (kept[i] < 0 || kept[i] >= n) return TQKV__REFUSE(OUT_OF_RANGE, "kept: not one of the newest n positions");
         if (i && kept[i] <= kept[i - 1]) return TQKV__INVALID("kept: not ascending");
     }
+    if (!c->learning && n_kept < n) tqkv__drop_raw(c);
     const int64_t first = c->attention.end - n, kept_from = tqkv__exact_kept(c);
     int64_t below = first;
     for (int i = 0, next; i < n_kept; i = next) {
@@ -12612,8 +13794,8 @@ TQKV__COLD TQKV_API tqkv_result tqkv_cache_keep(tqkv_cache *c, int n, const int 
     }
     c->attention.end = first + n_kept;
     if (c->exact_below > below) c->exact_below = below;
-    if (first < c->exact_from) c->exact_from = c->attention.end; /* their rows did not move */
-    if (n_kept < n) c->exact_floor = first < kept_from ? c->attention.end : kept_from;
+    if (first < c->exact_held) c->exact_held = c->attention.end; /* their rows did not move */
+    if (n_kept < n) tqkv__exact_begins(c, first < kept_from ? c->attention.end : kept_from);
     return TQKV_OK;
 }
 
@@ -12626,12 +13808,12 @@ TQKV__COLD TQKV_API tqkv_result tqkv_cache_keep(tqkv_cache *c, int n, const int 
     row(key_format,   keys.format)         row(value_format, values.format)                                            \
     row(window,       attention.window)    row(scale,      attention.scale)     row(softcap,  attention.softcap)       \
     row(shared,       shared)              row(tail_dim,   tail.head_dim)       row(tail_format, tail.format)          \
-    row(exact_first,  exact_first)         row(exact_last, exact_last)
+    row(exact_first,  exact_first)         row(exact_last, exact_last)          row(calibrate, calibrate)
 #define TQKV__CACHE_USE(row)                                                                                           \
     row(type,         keys.type)           row(sinks,      attention.sinks)     row(metal,    metal)                   \
     row(parallel,     attention.parallel)  row(allocator,  attention.allocator)                                        \
     row(matrix_group, matrix_group)        row(arithmetic, attention.arithmetic)                                       \
-    row(non_causal,   attention.non_causal)
+    row(non_causal,   attention.non_causal) row(exact_batch, exact_batch)       row(tag,      tag)
 // clang-format on
 
 /* The desc that makes a cache like c. */
@@ -12655,6 +13837,8 @@ static void tqkv__take_use(const tqkv_cache_desc *from, tqkv_cache_desc *to)
     if (from->metal) to->metal = from->metal;
     if (from->matrix_group) to->matrix_group = from->matrix_group;
     if (from->arithmetic) to->arithmetic = from->arithmetic;
+    if (from->exact_batch) to->exact_batch = from->exact_batch;
+    if (from->tag) to->tag = from->tag;
     to->non_causal = to->non_causal || from->non_causal;
 }
 
@@ -12665,6 +13849,7 @@ static bool tqkv__desc_matches(const tqkv_cache_desc *wanted, const tqkv_cache_d
     tqkv_cache_desc meant = *wanted;
     if (meant.softcap < 0.0f && found->softcap == 0.0f) meant.softcap = 0.0f; /* off in both */
     wanted = &meant;
+    if (wanted->tag && found->tag && wanted->tag != found->tag) return false;
     return true TQKV__CACHE_SHAPE(TQKV__FIELD_MATCHES);
 }
 
@@ -12678,9 +13863,34 @@ static tqkv_result tqkv__fork_store(const tqkv_cache *c, int i, const tqkv_cache
         range.from = c->first;
         memset(to->codes, 0, to->codes_size);
     }
-    if (!from) from = tqkv__stream_of(c, (i - TQKV__FIRST_ENDS) % 2);
+    if (!from && i < TQKV__RAW) from = tqkv__stream_of(c, (i - TQKV__FIRST_ENDS) % 3);
     if (range.from >= range.to) return TQKV_OK;
     return tqkv__convert(to, from, range.from, (int)(range.to - range.from), parallel);
+}
+
+/* Copies what a cache holds to a new one of its shape. One that learns, and has more positions than the copy learns from, is
+   calibrated with these. */
+static tqkv_result tqkv__copy_cache(const tqkv_cache *c, tqkv_cache *copy, const tqkv_parallel *parallel)
+{
+    tqkv_result r = TQKV_OK;
+    const bool settles = c->learning && c->attention.end >= copy->raw[0].capacity;
+    for (int i = 0; i < TQKV__CACHE_STREAMS; i++) {
+        const tqkv_store *from = tqkv__stream_of(c, i);
+        if (!from) continue;
+        tqkv__cache_channels(copy, i, TQKV__CENTERS, from->center, (size_t)from->head_dim);
+        tqkv__cache_channels(copy, i, TQKV__SCALES, from->channel_scale, (size_t)from->head_dim);
+    }
+    for (int i = 0; !settles && r == TQKV_OK && i < TQKV__CACHE_STORES; i++) r = tqkv__fork_store(c, i, copy, parallel);
+    copy->calibrate = c->calibrate;
+    copy->first = c->first;
+    copy->exact_below = c->exact_below;
+    copy->exact_from = c->exact_from;
+    copy->exact_held = tqkv__range_of(c, TQKV__LAST_ENDS).from;
+    copy->attention.end = c->attention.end;
+    if (!settles) return r;
+    r = tqkv__settle(copy, c->raw, (int)c->attention.end, c->attention.end);
+    tqkv__drop_raw(copy);
+    return r;
 }
 
 TQKV__COLD TQKV_API tqkv_result tqkv_cache_fork(const tqkv_cache *c, const tqkv_cache_desc *desc, tqkv_cache **out)
@@ -12702,19 +13912,10 @@ TQKV__COLD TQKV_API tqkv_result tqkv_cache_fork(const tqkv_cache *c, const tqkv_
     }
     if (copied.capacity > 0 && copied.capacity < c->attention.end - c->first)
         return TQKV__REFUSE(OUT_OF_RANGE, "capacity: too small for the resident positions");
+    if (!c->learning) copied.calibrate = 0;
     tqkv_result r = tqkv_cache_create(&copied, &copy);
     if (r != TQKV_OK) return r;
-    for (int i = 0; i < TQKV__CACHE_STREAMS; i++) {
-        const tqkv_store *from = tqkv__stream_of(c, i);
-        if (from) tqkv__cache_center(copy, i, from->center, (size_t)from->head_dim);
-    }
-    for (int i = 0; r == TQKV_OK && i < TQKV__CACHE_STORES; i++) r = tqkv__fork_store(c, i, copy, &copied.parallel);
-    copy->first = c->first;
-    copy->exact_below = c->exact_below;
-    copy->exact_from = tqkv__range_of(c, TQKV__LAST_ENDS).from;
-    copy->exact_floor = c->exact_floor;
-    copy->attention.end = c->attention.end;
-    if (r == TQKV_OK)
+    if ((r = tqkv__copy_cache(c, copy, &copied.parallel)) == TQKV_OK)
         *out = copy;
     else
         tqkv_cache_destroy(copy);
@@ -12725,48 +13926,51 @@ TQKV__COLD TQKV_API tqkv_result tqkv_cache_fork(const tqkv_cache *c, const tqkv_
 
    A cache:
      offset  bytes  field                                 offset  bytes  field
-          0      8  "tqkv" CR LF SUB LF                        44      4  window
-          8      4  snapshot version                           48      4  scale (float32)
-         12      4  version of the codes                       52      4  softcap (float32)
-         16      4  head_dim                                   56      8  oldest resident position
-         20      4  n_kv_heads                                 64      8  end
-         24      4  n_heads                                    72      8  XXH3-64 of the 72 bytes before
-         28      4  capacity
-         32      4  key format                            then, keys first, values second:
-         36      4  value format                                       centre [n_kv_heads][head_dim], if there is one
-         40      4  bit 0: ring; bits 1 and 2: keys                    codes [n_kv_heads][resident][row_bytes]
-                    and values have a centre; bits 5                   norms [n_kv_heads][resident][norms_per_row]
-                    to 15: the type; bits 16 to 31:                 8  XXH3-64 of this centre, codes and norms
-                    the values' head_dim, or 0 where
-                    it is the keys'. Older builds
-                    wrote 0 for each type
+          0      8  "tqkv" CR LF SUB LF                        72      4  window
+          8      4  snapshot version                           76      4  scale (float32)
+         12      4  bytes of the header, with its hash         80      4  softcap (float32)
+         16      8  tag                                        84      4  calibrate
+         24      4  version of the codes                       88      4  exact_first
+         28      4  head_dim                                   92      4  exact_last
+         32      4  head_dim of the values                     96      4  first positions that are kept besides
+         36      4  head_dim of the tail, or 0                100      4  0
+         40      4  n_kv_heads                                104      8  oldest resident position
+         44      4  n_heads                                   112      8  end
+         48      4  capacity                                  120      8  exact_from
+         52      4  key format                                128      8  XXH3-64 of the bytes before
+         56      4  value format
+         60      4  tail format, or 0                       then, for each stream: keys, values unless they are the keys, tail:
+         64      4  type                                              centre, then scale [n_kv_heads][head_dim], if any
+         68      4  bit 0: ring; 1: shared; 2: the                    codes [n_kv_heads][positions][row_bytes]
+                    cache has not learned yet; 8 to 10:               norms [n_kv_heads][positions][norms_per_row]
+                    keys, values and tail have a                   8  XXH3-64 of these
+                    centre; 16 to 18: a scale
 
-   Version 1, always with version 1 of the codes, has one head_dim, no centres and neither TQ3 nor TQ2. Version 3, for
-   caches whose keys are the values (bit 4 at 40: there are no others) or with a tail, which comes last (bit 3: it has a
-   centre), has 16 more bytes before the header's hash: the tail's head_dim, its format, and two zeros. Version 4, for
-   caches with halves of the first and the newest positions, has exact_first and exact_last in place of the zeros, and
-   8 more bytes: how many first and how many newest positions have halves. These follow the streams: first positions' keys and
-   values, newest ones' keys and values, as codes with a hash; those of F16 streams, and values that are the keys, have none.
+   Behind the streams come, likewise but without centre and scale, what is kept of the first positions' keys, values and tail, then the
+   halves of the newest keys and values, as far as the cache has these stores. The newest halves are those of the positions from
+   exact_from on, but no more than an edit leaves, see tqkv__exact_kept. In a cache that has not learned yet all these have no
+   positions; behind them come the rows as they came, of keys and values as halves, and of the tail.
 
    Positions of a store:
      offset  bytes  field                                 offset  bytes  field
-          0      8  "tqks" CR LF SUB LF                        32      8  first position
-          8      4  version: 1                                 40      8  number of positions
-         12      4  format                                     48      8  XXH3-64 of the centre [n_kv_heads][head_dim];
-         16      4  head_dim                                              0 without one
-         20      4  n_kv_heads                                 56      8  XXH3-64 of the 56 bytes before
-         24      4  bit 0: unrotated; bit 1: has a           then:
-                    centre; bit 2: F16, rotated                       codes, norms and their hash, as above
-         28      4  block_scale (float32); 1 where it
-                    has no effect                                                                                     */
+          0      8  "tqks" CR LF SUB LF                        32      4  block_scale (float32); 1 where it has no effect
+          8      4  snapshot version                           36      4  0
+         12      4  bytes of the header, with its hash         40      8  first position
+         16      4  format                                     48      8  number of positions
+         20      4  head_dim                                   56      8  XXH3-64 of centre and scale, as there are,
+         24      4  n_kv_heads                                            [n_kv_heads][head_dim] each; 0 without
+         28      4  bit 0: unrotated; 1: has a centre;         64      8  XXH3-64 of the bytes before
+                    2: F16, rotated; 3: has a scale         then codes, norms and their hash, as above
 
-#define TQKV__SNAPSHOT_VERSION  4 /* 2 or 3 for caches that need no more */
-#define TQKV__CODES_VERSION     2 /* changes with the tables or the rotation */
-#define TQKV__CODES_VERSION_OLD 6 /* builds wrote 2 to 6 for the same ones */
-#define TQKV__STORE_VERSION     1
-#define TQKV__HEADER_SIZE       72 /* without its hash */
-#define TQKV__HEADER_MORE       24 /* of version 4; version 3 has 16 */
-#define TQKV__STORE_HEADER_SIZE 56
+   All later versions begin with magic, version and size, so that a build knows a newer snapshot from a damaged one. */
+
+#define TQKV__SNAPSHOT_VERSION  6  /* of both kinds; older ones were never released */
+#define TQKV__CODES_VERSION     2  /* changes with the tables or the rotation */
+#define TQKV__NAME_SIZE         16 /* magic, version, size */
+#define TQKV__HEADER_FIELDS     20
+#define TQKV__HEADER_SIZE       128 /* without its hash */
+#define TQKV__STORE_HEADER_SIZE 64
+#define TQKV__HASH_SIZE         8
 
 static void tqkv__put(uint8_t *bytes, int n, uint64_t x)
 {
@@ -12848,24 +14052,26 @@ static tqkv_result tqkv__move_stored(tqkv__pipe *pipe, const tqkv__stream *s, tq
     return tqkv__move_hash(pipe);
 }
 
-/* Moves a centre, which when it is read lies in the cache's own memory. */
-static tqkv_result tqkv__move_center(tqkv__pipe *pipe, const tqkv__stream *s)
+/* Moves centre and scale, which when they are read lie in the cache's own memory. */
+static tqkv_result tqkv__move_channels(tqkv__pipe *pipe, const tqkv__stream *s)
 {
     const size_t n = tqkv__center_size(s) / sizeof(float);
-    if (!s->center) return TQKV_OK;
-    const tqkv_result r = tqkv__move_floats(pipe, (float *)(uintptr_t)s->center, n);
-    return r != TQKV_OK || tqkv__all_finite(s->center, n) ? r : TQKV_CORRUPT;
+    tqkv_result r = s->center ? tqkv__move_floats(pipe, (float *)(uintptr_t)s->center, n) : TQKV_OK;
+    if (r == TQKV_OK && s->channel_scale) r = tqkv__move_floats(pipe, (float *)(uintptr_t)s->channel_scale, n);
+    const bool valid = (!s->center || tqkv__all_finite(s->center, n)) &&
+                       (!s->channel_scale || tqkv__scales_valid(s->channel_scale, n));
+    return r != TQKV_OK || valid ? r : TQKV_CORRUPT;
 }
 
-/* Moves all stores of a cache: centres of streams, and what the stores hold. */
+/* Moves all stores of a cache: centres and scales of streams, and what the stores hold. */
 static tqkv_result tqkv__move_stores(tqkv__pipe *pipe, const tqkv_cache *c)
 {
     tqkv_result r = TQKV_OK;
     for (int i = 0; r == TQKV_OK && i < TQKV__CACHE_STORES; i++) {
         tqkv__stream s;
-        if (!tqkv__store_of(c, i)) continue;
+        if (!tqkv__store_of(c, i) || (i >= TQKV__RAW && !c->learning)) continue;
         r = tqkv__stream_open(tqkv__store_of(c, i), &s);
-        if (r == TQKV_OK && i < TQKV__CACHE_STREAMS) r = tqkv__move_center(pipe, &s);
+        if (r == TQKV_OK && i < TQKV__CACHE_STREAMS) r = tqkv__move_channels(pipe, &s);
         if (r == TQKV_OK) r = tqkv__move_stored(pipe, &s, tqkv__range_of(c, i));
     }
     return r;
@@ -12880,56 +14086,85 @@ static void tqkv__pipe_open(tqkv__pipe *pipe, tqkv_write write, tqkv_read read, 
     XXH3_64bits_reset(&pipe->hash);
 }
 
-static const char tqkv__magic[9] = "tqkv\r\n\x1a\n";
+static const char tqkv__magic[9] = "tqkv\r\n\x1a\n", tqkv__store_magic[9] = "tqks\r\n\x1a\n";
 
-/* Bytes of a header of that version. */
-static size_t tqkv__header_size(uint32_t version)
+/* Writes magic, version and size of a header of `size` bytes without its hash. */
+static void tqkv__put_name(const char *magic, size_t size, uint8_t *header)
 {
-    return TQKV__HEADER_SIZE + (version == 4 ? TQKV__HEADER_MORE : version == 3 ? 16 : 0);
+    memcpy(header, magic, 8);
+    tqkv__put(header + 8, 4, TQKV__SNAPSHOT_VERSION);
+    tqkv__put(header + 12, 4, size + TQKV__HASH_SIZE);
 }
 
-/* header: [tqkv__header_size(version)] */
-static void tqkv__cache_header(const tqkv_cache *c, uint32_t version, uint8_t *header)
+/* Reads a header and its hash; header: [size] */
+static tqkv_result tqkv__read_header(tqkv__pipe *pipe, const char *magic, size_t size, uint8_t *header)
+{
+    uint8_t name[TQKV__NAME_SIZE];
+    tqkv_result r = tqkv__move(pipe, header, TQKV__NAME_SIZE);
+    if (r != TQKV_OK) return r;
+    tqkv__put_name(magic, size, name);
+    if (memcmp(header, magic, 8) != 0) return TQKV_CORRUPT;
+    if (tqkv__get(header + 8, 4) > TQKV__SNAPSHOT_VERSION)
+        return TQKV__REFUSE(CORRUPT, "the snapshot was written by a newer version of tqkv");
+    if (memcmp(header, name, sizeof name) != 0) return TQKV_CORRUPT;
+    r = tqkv__move(pipe, header + sizeof name, size - sizeof name);
+    return r == TQKV_OK ? tqkv__move_hash(pipe) : r;
+}
+
+/* A bit for each stream with a centre, or with a scale. */
+static uint32_t tqkv__streams_with(const tqkv_cache *c, bool scales)
+{
+    uint32_t bits = 0;
+    for (int i = 0; i < TQKV__CACHE_STREAMS; i++) {
+        const tqkv_store *s = tqkv__stream_of(c, i);
+        if (s && (scales ? s->channel_scale : s->center)) bits |= 1u << i;
+    }
+    return bits;
+}
+
+/* header: [TQKV__HEADER_SIZE] */
+static void tqkv__cache_header(const tqkv_cache *c, uint8_t *header)
 {
     const tqkv_store *keys = &c->keys;
     const tqkv_attention *a = &c->attention;
-    const uint32_t value_dim = c->values.head_dim == keys->head_dim ? 0 : (uint32_t)c->values.head_dim;
-    const uint32_t flags = (keys->ring ? 1u : 0u) | (keys->center ? 2u : 0u) |
-                           (!c->shared && c->values.center ? 4u : 0u) | (c->tail.center ? 8u : 0u) |
-                           (c->shared ? 16u : 0u) | (uint32_t)keys->type << 5 | value_dim << 16;
-    const uint32_t fields[12] = {version,
-                                 TQKV__CODES_VERSION,
-                                 (uint32_t)keys->head_dim,
-                                 (uint32_t)keys->n_kv_heads,
-                                 (uint32_t)a->n_heads,
-                                 (uint32_t)keys->capacity,
-                                 (uint32_t)keys->format,
-                                 (uint32_t)c->values.format,
-                                 flags,
-                                 (uint32_t)a->window,
-                                 tqkv__bits(a->scale),
-                                 tqkv__bits(a->softcap)};
-    const tqkv__range newest = tqkv__range_of(c, TQKV__LAST_ENDS);
-    const uint32_t more[6] = {(uint32_t)c->tail.head_dim, (uint32_t)c->tail.format,
-                              (uint32_t)c->exact_first,   (uint32_t)c->exact_last,
-                              (uint32_t)c->exact_below,   (uint32_t)(newest.to - newest.from)};
-    memcpy(header, tqkv__magic, 8);
-    for (int i = 0; i < 12; i++) tqkv__put(header + 8 + 4 * i, 4, fields[i]);
-    tqkv__put(header + 56, 8, (uint64_t)c->first);
-    tqkv__put(header + 64, 8, (uint64_t)c->attention.end);
-    for (size_t at = TQKV__HEADER_SIZE, i = 0; at < tqkv__header_size(version); at += 4, i++)
-        tqkv__put(header + at, 4, more[i]);
+    const uint32_t flags = (keys->ring ? 1u : 0u) | (c->shared ? 2u : 0u) | (c->learning ? 4u : 0u) |
+                           tqkv__streams_with(c, false) << 8 | tqkv__streams_with(c, true) << 16;
+    const uint32_t fields[TQKV__HEADER_FIELDS] = {TQKV__CODES_VERSION,
+                                                  (uint32_t)keys->head_dim,
+                                                  (uint32_t)c->values.head_dim,
+                                                  (uint32_t)c->tail.head_dim,
+                                                  (uint32_t)keys->n_kv_heads,
+                                                  (uint32_t)a->n_heads,
+                                                  (uint32_t)keys->capacity,
+                                                  (uint32_t)keys->format,
+                                                  (uint32_t)c->values.format,
+                                                  (uint32_t)c->tail.format,
+                                                  (uint32_t)keys->type,
+                                                  flags,
+                                                  (uint32_t)a->window,
+                                                  tqkv__bits(a->scale),
+                                                  tqkv__bits(a->softcap),
+                                                  (uint32_t)c->calibrate,
+                                                  (uint32_t)c->exact_first,
+                                                  (uint32_t)c->exact_last,
+                                                  (uint32_t)tqkv__range_of(c, TQKV__FIRST_ENDS).to,
+                                                  0};
+    tqkv__put_name(tqkv__magic, TQKV__HEADER_SIZE, header);
+    tqkv__put(header + 16, 8, c->tag);
+    for (int i = 0; i < TQKV__HEADER_FIELDS; i++) tqkv__put(header + 24 + 4 * i, 4, fields[i]);
+    tqkv__put(header + 104, 8, (uint64_t)c->first);
+    tqkv__put(header + 112, 8, (uint64_t)c->attention.end);
+    tqkv__put(header + 120, 8, (uint64_t)c->exact_from);
 }
 
 TQKV__COLD TQKV_API tqkv_result tqkv_cache_save(const tqkv_cache *c, tqkv_write write, void *user)
 {
     tqkv__pipe pipe;
-    uint8_t header[TQKV__HEADER_SIZE + TQKV__HEADER_MORE];
+    uint8_t header[TQKV__HEADER_SIZE];
     if (!c || !write) return TQKV__INVALID("the cache or write is NULL");
-    const uint32_t version = c->exact_first || c->exact_last ? 4 : c->shared || c->tail.head_dim ? 3 : 2;
-    tqkv__cache_header(c, version, header);
+    tqkv__cache_header(c, header);
     tqkv__pipe_open(&pipe, write, NULL, user);
-    tqkv_result r = tqkv__move(&pipe, header, tqkv__header_size(version));
+    tqkv_result r = tqkv__move(&pipe, header, sizeof header);
     if (r == TQKV_OK) r = tqkv__move_hash(&pipe);
     return r == TQKV_OK ? tqkv__move_stores(&pipe, c) : r;
 }
@@ -12937,74 +14172,63 @@ TQKV__COLD TQKV_API tqkv_result tqkv_cache_save(const tqkv_cache *c, tqkv_write 
 /* What a header says. */
 typedef struct tqkv__header {
     tqkv_cache_desc desc;
-    uint32_t centers; /* a bit a stream */
+    uint32_t centers, scales; /* a bit a stream */
+    bool learning;
     int64_t first, end, exact_below, exact_from;
 } tqkv__header;
 
-/* Takes what only versions 3 and 4 have. False if no cache can have written it. */
-static bool tqkv__parse_more(const uint8_t *header, uint32_t flags, tqkv__header *h)
+/* Takes the shape that a header's fields describe; false if no cache has it. tqkv__cache_resolve looks closer. */
+static bool tqkv__parse_shape(const uint32_t fields[TQKV__HEADER_FIELDS], tqkv_cache_desc *d)
 {
-    uint32_t more[6];
-    tqkv_cache_desc *d = &h->desc;
-    const bool exact = (uint32_t)tqkv__get(header + 8, 4) == 4;
-    for (int i = 0; i < 6; i++) more[i] = (uint32_t)tqkv__get(header + TQKV__HEADER_SIZE + 4 * i, 4);
-    if (more[0] > TQKV_MAX_HEAD_DIM || more[1] > 15 || !more[0] != !more[1] || exact == (!more[2] && !more[3]))
-        return false;
-    if (more[2] > (uint32_t)INT_MAX || more[3] > (uint32_t)INT_MAX || more[4] > more[2] || more[4] > h->end ||
-        more[5] > tqkv__end_room(more[3]) || more[5] > h->end - h->first)
-        return false;
-    d->shared = flags & 16;
-    d->tail_dim = (int)more[0];
-    d->tail_format = (tqkv_format)more[1];
-    d->exact_first = (int)more[2];
-    d->exact_last = (int)more[3];
-    h->exact_below = more[4];
-    h->exact_from = h->end - more[5];
-    if (d->shared && (flags & 4 || d->value_format != d->key_format || d->value_dim != d->head_dim)) return false;
-    if (!d->tail_dim) return (d->shared || exact) && !(flags & 8);
-    return tqkv__format_known(d->tail_format);
+    for (int i = 1; i < TQKV__HEADER_FIELDS; i++)
+        if (fields[i] > (uint32_t)INT_MAX && i != 13 && i != 14) return false; /* scale and softcap are floats */
+    for (int i = 7; i < 10; i++) /* formats; in C++ the enum takes 4 bits */
+        if (fields[i] > 15 || (!tqkv__format_known((tqkv_format)fields[i]) && (i < 9 || fields[i]))) return false;
+    if (fields[10] > 2 || !fields[2] || !fields[5] || !fields[3] != !fields[9] || fields[19]) return false;
+    d->head_dim = (int)fields[1];
+    d->value_dim = (int)fields[2];
+    d->tail_dim = (int)fields[3];
+    d->n_kv_heads = (int)fields[4];
+    d->n_heads = (int)fields[5];
+    d->capacity = (int)fields[6];
+    d->key_format = (tqkv_format)fields[7];
+    d->value_format = (tqkv_format)fields[8];
+    d->tail_format = (tqkv_format)fields[9];
+    d->type = (tqkv_type)fields[10];
+    d->ring = fields[11] & 1;
+    d->shared = fields[11] & 2;
+    d->window = (int)fields[12];
+    d->scale = tqkv__float(fields[13]);
+    d->softcap = tqkv__float(fields[14]);
+    d->calibrate = (int)fields[15];
+    d->exact_first = (int)fields[16];
+    d->exact_last = (int)fields[17];
+    if (fields[14] >> 31 || d->scale == 0.0f) return false; /* no cache has a negative softcap */
+    return !d->shared || (d->value_format == d->key_format && d->value_dim == d->head_dim);
 }
 
 /* False if no cache can have written it. */
 static bool tqkv__parse_header(const uint8_t *header, tqkv__header *h)
 {
-    uint32_t fields[12];
+    uint32_t fields[TQKV__HEADER_FIELDS];
     tqkv_cache_desc *d = &h->desc;
     memset(h, 0, sizeof *h);
-    if (memcmp(header, tqkv__magic, 8) != 0) return false;
-    for (int i = 0; i < 12; i++) fields[i] = (uint32_t)tqkv__get(header + 8 + 4 * i, 4);
-    const bool old = fields[0] == 1 && fields[1] == 1, latest = fields[0] >= 3;
-    if (fields[0] > TQKV__SNAPSHOT_VERSION || fields[1] > TQKV__CODES_VERSION_OLD) {
-        TQKV_EXPLAIN("the snapshot was written by a newer version of tqkv");
-        return false;
-    }
-    if (!old && (fields[0] < 2 || fields[1] < TQKV__CODES_VERSION)) return false;
-    for (int i = 6; i < 8; i++) /* in C++ the enum takes 4 bits */
-        if (fields[i] > 15 || !tqkv__format_known((tqkv_format)fields[i]) || (old && fields[i] > TQKV_I8)) return false;
-    if (old && fields[8] > 1) return false;
-    for (int i = 2; i < 10; i++)
-        if (fields[i] > (uint32_t)INT_MAX) return false;
-    const uint32_t flags = fields[8] & 0xffffu, value_dim = fields[8] >> 16;
-    const uint32_t type = flags >> 5;
-    if ((flags & 31) > (latest ? 31u : 7u) || type > 2 || fields[4] == 0 || value_dim == fields[2]) return false;
-    d->type = (tqkv_type)type;
-    d->head_dim = (int)fields[2];
-    d->value_dim = (int)(value_dim ? value_dim : fields[2]);
-    d->n_kv_heads = (int)fields[3];
-    d->n_heads = (int)fields[4];
-    d->capacity = (int)fields[5];
-    d->key_format = (tqkv_format)fields[6];
-    d->value_format = (tqkv_format)fields[7];
-    d->ring = flags & 1;
-    d->window = (int)fields[9];
-    d->scale = tqkv__float(fields[10]);
-    d->softcap = tqkv__float(fields[11]);
-    h->centers = flags >> 1 & 7;
-    h->first = (int64_t)tqkv__get(header + 56, 8);
-    h->end = h->exact_from = (int64_t)tqkv__get(header + 64, 8);
+    for (int i = 0; i < TQKV__HEADER_FIELDS; i++) fields[i] = (uint32_t)tqkv__get(header + 24 + 4 * i, 4);
+    if (fields[0] != TQKV__CODES_VERSION || !tqkv__parse_shape(fields, d)) return false;
+    const uint32_t streams = 1u | (d->shared ? 0u : 2u) | (d->tail_dim ? 4u : 0u);
+    d->tag = tqkv__get(header + 16, 8);
+    h->centers = fields[11] >> 8 & streams;
+    h->scales = fields[11] >> 16 & streams;
+    h->learning = fields[11] & 4;
+    if (fields[11] != ((fields[11] & 7) | h->centers << 8 | h->scales << 16)) return false;
+    h->exact_below = fields[18];
+    h->first = (int64_t)tqkv__get(header + 104, 8);
+    h->end = (int64_t)tqkv__get(header + 112, 8);
+    h->exact_from = (int64_t)tqkv__get(header + 120, 8);
     if (h->first < 0 || h->first > h->end || h->end - h->first > d->capacity || (!d->ring && h->first)) return false;
-    if (fields[11] >> 31 || d->scale == 0.0f) return false; /* no cache has a negative softcap */
-    return !latest || tqkv__parse_more(header, flags, h);
+    if (h->exact_from < 0 || h->exact_from > h->end || h->exact_below > d->exact_first || h->exact_below > h->end)
+        return false;
+    return !h->learning || (d->calibrate && !h->centers && !h->scales && !h->exact_below);
 }
 
 /* A cache that holds what a header says. */
@@ -13013,7 +14237,9 @@ static void tqkv__set_range(tqkv_cache *c, const tqkv__header *h)
     c->first = h->first;
     c->attention.end = h->end;
     c->exact_below = h->exact_below;
-    c->exact_from = c->exact_floor = h->exact_from;
+    c->exact_from = h->exact_from;
+    c->learning = h->learning;
+    c->exact_held = tqkv__range_of(c, TQKV__LAST_ENDS).from;
 }
 
 /* A reader that holds the first `filled` bytes and has passed on `taken` of them. */
@@ -13065,42 +14291,43 @@ static tqkv_result tqkv__hold(tqkv__read_ahead *a, size_t wanted)
 
 /* Bytes to read before the cache is created: none up to 1 MiB; then a sixteenth of the cache's size, or all that the
    header announces if that is less. A file that was cut short cannot make load allocate much. */
-static size_t tqkv__wanted_ahead(const tqkv_cache *c, uint32_t centers)
+static size_t tqkv__wanted_ahead(const tqkv_cache *c, uint32_t centers, uint32_t scales)
 {
     size_t all = 0, announced = 0;
     for (int i = 0; i < TQKV__CACHE_STORES; i++) {
-        const tqkv_store *s = tqkv__store_of(c, i);
+        const tqkv_store *s = i < TQKV__RAW ? tqkv__store_of(c, i) : &c->raw[i - TQKV__RAW]; /* has no memory yet */
         const tqkv__range range = tqkv__range_of(c, i);
-        if (!s) continue;
+        if (!s || !s->head_dim) continue;
         const size_t rows = tqkv_codes_size(s) + tqkv_norms_size(s);
         const size_t center = i < TQKV__CACHE_STREAMS ? (size_t)s->n_kv_heads * (size_t)s->head_dim * sizeof(float) : 0;
-        all += rows + center; /* there is always room for centres */
+        all += rows + TQKV__CHANNELS * center; /* there is always room for them */
         announced += rows / (size_t)s->capacity * (size_t)(range.to - range.from) + 8; /* and a hash */
         if (centers >> i & 1) announced += center;
+        if (scales >> i & 1) announced += center;
     }
     return all <= 1048576 ? 0 : announced < all / 16 ? announced : all / 16;
 }
 
-/* Reads a header, as long as its version has it, and its hash. */
-static tqkv_result tqkv__read_header(tqkv__pipe *pipe, tqkv__header *h)
+/* Takes centres and scales of the streams whose bits are set from where they lie in the cache: before these are read, and with
+   inverses after it. */
+static void tqkv__take_channels(tqkv_cache *c, uint32_t centers, uint32_t scales)
 {
-    uint8_t header[TQKV__HEADER_SIZE + TQKV__HEADER_MORE] = {0};
-    tqkv_result r = tqkv__move(pipe, header, TQKV__HEADER_SIZE);
-    const size_t size = tqkv__header_size((uint32_t)tqkv__get(header + 8, 4));
-    if (r == TQKV_OK) r = tqkv__move(pipe, header + TQKV__HEADER_SIZE, size - TQKV__HEADER_SIZE);
-    if (r == TQKV_OK) r = tqkv__move_hash(pipe);
-    return r != TQKV_OK || tqkv__parse_header(header, h) ? r : TQKV_CORRUPT;
+    for (int i = 0; i < TQKV__CACHE_STREAMS; i++)
+        for (int k = 0; k < 2; k++) {
+            const tqkv__channels kind = k ? TQKV__SCALES : TQKV__CENTERS;
+            if ((k ? scales : centers) >> i & 1)
+                tqkv__cache_channels(c, i, kind, tqkv__channel_room(c, i, kind),
+                                     (size_t)tqkv__stream_of(c, i)->head_dim);
+        }
 }
 
-/* Room for the centres that the snapshot has: zeros, until they are read. */
-static void tqkv__open_centers(tqkv_cache *c, uint32_t centers)
+/* Room for the centres and scales that the snapshot has: ones, until they are read. */
+static void tqkv__open_channels(tqkv_cache *c, uint32_t centers, uint32_t scales)
 {
-    size_t floats = 0;
-    (void)tqkv__center_floats(c, TQKV__CACHE_STREAMS, &floats);
-    memset(c->centers, 0, floats * sizeof(float));
-    for (int i = 0; i < TQKV__CACHE_STREAMS; i++)
-        if (centers >> i & 1)
-            tqkv__cache_center(c, i, tqkv__center_room(c, i), (size_t)tqkv__stream_of(c, i)->head_dim);
+    size_t channels = 0;
+    (void)tqkv__count_channels(c, TQKV__CACHE_STREAMS, &channels);
+    for (size_t i = 0; i < TQKV__CHANNELS * channels; i++) c->channels[i] = 1.0f;
+    tqkv__take_channels(c, centers, scales);
 }
 
 TQKV__COLD TQKV_API tqkv_result tqkv_cache_load(const tqkv_cache_desc *desc, tqkv_read read, void *user,
@@ -13109,31 +14336,38 @@ TQKV__COLD TQKV_API tqkv_result tqkv_cache_load(const tqkv_cache_desc *desc, tqk
     tqkv__pipe pipe;
     tqkv__read_ahead ahead = {read, user, {NULL, NULL, NULL}, NULL, 0, 0, 0};
     tqkv__header found;
+    uint8_t header[TQKV__HEADER_SIZE];
     tqkv__cache_block block;
     tqkv_cache *c, checked;
     if (!out) return TQKV__INVALID("out is NULL");
     *out = NULL;
     if (!desc || !read) return TQKV__INVALID("desc or read is NULL");
     tqkv__pipe_open(&pipe, NULL, tqkv__read_held, &ahead);
-    tqkv_result r = tqkv__read_header(&pipe, &found);
+    tqkv_result r = tqkv__read_header(&pipe, tqkv__magic, sizeof header, header);
     if (r != TQKV_OK) return r;
-    if (tqkv__cache_resolve(&found.desc, &checked) != TQKV_OK || !tqkv__divide_block(&checked, 0, &block))
+    if (!tqkv__parse_header(header, &found) || tqkv__cache_resolve(&found.desc, &checked) != TQKV_OK ||
+        !tqkv__divide_block(&checked, 0, &block))
         return TQKV_CORRUPT;
-    if (!tqkv__desc_matches(desc, &found.desc) || (desc->type && found.desc.type && desc->type != found.desc.type))
+    if (found.learning && found.end >= checked.raw[0].capacity) return TQKV_CORRUPT;
+    if (!tqkv__desc_matches(desc, &found.desc) || (desc->type && desc->type != found.desc.type))
         return TQKV__INVALID("a field of desc is not the snapshot's");
     tqkv__take_use(desc, &found.desc);
     ahead.memory = found.desc.allocator;
     if (!tqkv__resolve_allocator(&ahead.memory)) return TQKV__INVALID("allocator: one of alloc and free is missing");
     tqkv__set_range(&checked, &found);
-    r = tqkv__hold(&ahead, tqkv__wanted_ahead(&checked, found.centers));
+    r = tqkv__hold(&ahead, tqkv__wanted_ahead(&checked, found.centers, found.scales));
+    const int calibrate = found.desc.calibrate;
+    if (!found.learning) found.desc.calibrate = 0; /* without raw memory */
     if (r == TQKV_OK) r = tqkv_cache_create(&found.desc, &c);
     if (r != TQKV_OK) {
         tqkv__drop_held(&ahead);
         return r;
     }
+    c->calibrate = calibrate;
     tqkv__set_range(c, &found);
-    tqkv__open_centers(c, found.centers);
+    tqkv__open_channels(c, found.centers, found.scales);
     r = tqkv__move_stores(&pipe, c);
+    if (r == TQKV_OK) tqkv__take_channels(c, 0, found.scales);
     tqkv__drop_held(&ahead);
     if (r == TQKV_OK)
         *out = c;
@@ -13148,34 +14382,32 @@ static size_t tqkv__write_nowhere(void *user, const void *bytes, size_t n)
     return n;
 }
 
-/* The hash of a centre's bytes in a snapshot; 0 without one. */
-static uint64_t tqkv__center_hash(const tqkv__stream *s)
+/* The hash of the bytes of centre and scale in a snapshot; 0 without. */
+static uint64_t tqkv__channels_hash(const tqkv__stream *s)
 {
     tqkv__pipe pipe;
-    if (!s->center) return 0;
+    if (!s->center && !s->channel_scale) return 0;
     tqkv__pipe_open(&pipe, tqkv__write_nowhere, NULL, NULL);
-    (void)tqkv__move_center(&pipe, s);
+    (void)tqkv__move_channels(&pipe, s);
     return XXH3_64bits_digest(&pipe.hash);
 }
-
-static const char tqkv__store_magic[9] = "tqks\r\n\x1a\n";
 
 /* header: [TQKV__STORE_HEADER_SIZE] */
 static void tqkv__store_header(const tqkv__stream *s, int64_t position, int n, uint8_t *header)
 {
     const bool half = s->kind == TQKV__HALF, scaled = s->kind == TQKV__BOOK && s->norms_per_row > 1;
     const uint32_t other_basis = s->rotated == half ? half ? 4u : 1u : 0u;
-    const uint32_t fields[6] = {TQKV__STORE_VERSION,
-                                (uint32_t)s->format,
+    const uint32_t fields[6] = {(uint32_t)s->format,
                                 (uint32_t)s->head_dim,
                                 (uint32_t)s->n_kv_heads,
-                                other_basis | (s->center ? 2u : 0u),
-                                tqkv__bits(scaled ? s->block_scale : 1.0f)};
-    memcpy(header, tqkv__store_magic, 8);
-    for (int i = 0; i < 6; i++) tqkv__put(header + 8 + 4 * i, 4, fields[i]);
-    tqkv__put(header + 32, 8, (uint64_t)position);
-    tqkv__put(header + 40, 8, (uint64_t)n);
-    tqkv__put(header + 48, 8, tqkv__center_hash(s));
+                                other_basis | (s->center ? 2u : 0u) | (s->channel_scale ? 8u : 0u),
+                                tqkv__bits(scaled ? s->block_scale : 1.0f),
+                                0};
+    tqkv__put_name(tqkv__store_magic, TQKV__STORE_HEADER_SIZE, header);
+    for (int i = 0; i < 6; i++) tqkv__put(header + 16 + 4 * i, 4, fields[i]);
+    tqkv__put(header + 40, 8, (uint64_t)position);
+    tqkv__put(header + 48, 8, (uint64_t)n);
+    tqkv__put(header + 56, 8, tqkv__channels_hash(s));
 }
 
 TQKV_API tqkv_result tqkv_store_save(const tqkv_store *store, int64_t position, int n_positions, tqkv_write write,
@@ -13200,7 +14432,7 @@ TQKV_API tqkv_result tqkv_store_save(const tqkv_store *store, int64_t position, 
 TQKV_API tqkv_result tqkv_store_load(const tqkv_store *store, int64_t position, int n_positions, tqkv_read read,
                                      void *user)
 {
-    enum { name = 12 }; /* bytes of magic and version */
+    enum { position_at = 40 }; /* in the header; where the positions were is not compared */
     tqkv__stream s;
     tqkv__pipe pipe;
     uint8_t header[TQKV__STORE_HEADER_SIZE], expected[TQKV__STORE_HEADER_SIZE];
@@ -13210,11 +14442,10 @@ TQKV_API tqkv_result tqkv_store_load(const tqkv_store *store, int64_t position, 
     if (r != TQKV_OK) return r;
     tqkv__store_header(&s, position, n_positions, expected);
     tqkv__pipe_open(&pipe, NULL, read, user);
-    r = tqkv__move(&pipe, header, sizeof header);
-    if (r == TQKV_OK) r = tqkv__move_hash(&pipe);
+    r = tqkv__read_header(&pipe, tqkv__store_magic, sizeof header, header);
     if (r != TQKV_OK) return r;
-    if (memcmp(header, expected, name) != 0 || tqkv__get(header + 32, 8) > (uint64_t)INT64_MAX) return TQKV_CORRUPT;
-    memcpy(expected + 32, header + 32, 8); /* where the positions were is not compared */
+    if (tqkv__get(header + position_at, 8) > (uint64_t)INT64_MAX) return TQKV_CORRUPT;
+    memcpy(expected + position_at, header + position_at, 8);
     if (memcmp(header, expected, sizeof header) != 0)
         return TQKV__INVALID("the snapshot is of another store or of another number of positions");
     const tqkv__range range = {position, position + n_positions};
@@ -15948,7 +17179,8 @@ static tqkv_cache_layout tqkv__layout_of_call(const tqkv_cache *c, const tqkv_ca
     return given ? *given : own;
 }
 
-/* The halves of the first (0) or newest (2) positions for the tokens that they keep: those of keys, of values or of both. */
+/* The halves of the first (0) or newest (TQKV__LAST_KEYS) positions for the tokens that they keep: those of keys, of values or of
+   both. */
 static tqkv_result tqkv__plan_halves(const tqkv_cache *c, tqkv_metal_buffer memory, const tqkv_strides strides[2],
                                      int first, const tqkv_metal_buffer rows[2], int n_tokens,
                                      tqkv_metal_buffer not_finite, tqkv_metal_plan *plan)
@@ -15968,6 +17200,20 @@ static tqkv_result tqkv__plan_halves(const tqkv_cache *c, tqkv_metal_buffer memo
     if (ends[0] && ends[1])
         return tqkv__add_encode_kv(&stores[0], &stores[1], rows[0], rows[1], &places, not_finite, plan);
     return tqkv__add_encode(&stores[!ends[0]], rows[!ends[0]], &places, not_finite, plan);
+}
+
+/* Whether a GPU can append n_tokens to a cache in its memory: it has one block, of what kernels write. */
+static tqkv_result tqkv__check_on_gpu(const tqkv_cache *c, int n_tokens)
+{
+    const int64_t wanted = (int64_t)c->exact_last + n_tokens - 1;
+    if (c->grown) return TQKV__REFUSE(UNSUPPORTED, "the processor has appended more tokens than exact_batch");
+    if (tqkv__newest_room(c) && n_tokens &&
+        (wanted < c->keys.capacity ? wanted : c->keys.capacity) > tqkv__newest_room(c))
+        return TQKV__REFUSE(OUT_OF_RANGE, "n_tokens: more than exact_batch");
+    for (int i = 0; i < TQKV__CACHE_STREAMS; i++)
+        if (tqkv__end_of(c, i) && (i == 2 || tqkv__stream_of(c, i)->format == TQKV_F16))
+            return TQKV__REFUSE(UNSUPPORTED, "exact_first of a ring with F16 or a tail: not on a GPU");
+    return TQKV_OK;
 }
 
 /* The rows of a tail that lies apart from the keys come behind all of theirs. */
@@ -15998,10 +17244,12 @@ TQKV_API tqkv_result tqkv_metal_plan_cache_append(const tqkv_cache *c, tqkv_meta
                      others = tqkv__store_in_buffer(c, memory, tail && !apart ? &c->tail : &c->values);
     keys.shape.strides = own.k;
     others.shape.strides = own.v;
-    tqkv_result r = c->shared && !tail ? tqkv__add_encode(&keys, k, &places, not_finite, plan)
-                                       : tqkv__add_encode_kv(&keys, &others, k, v, &places, not_finite, plan);
+    tqkv_result r = tqkv__check_on_gpu(c, n_tokens);
+    if (r == TQKV_OK)
+        r = c->shared && !tail ? tqkv__add_encode(&keys, k, &places, not_finite, plan)
+                               : tqkv__add_encode_kv(&keys, &others, k, v, &places, not_finite, plan);
     if (r == TQKV_OK && apart) r = tqkv__add_tail(c, memory, &places, not_finite, plan);
-    for (int first = 0; r == TQKV_OK && first <= 2; first += 2)
+    for (int first = 0; r == TQKV_OK && first <= TQKV__LAST_KEYS; first += TQKV__LAST_KEYS)
         r = tqkv__plan_halves(c, memory, strides, first, rows, n_tokens, not_finite, plan);
     return tqkv__close_plan(plan, r);
 }
@@ -16023,7 +17271,7 @@ static const tqkv_metal_store *tqkv__store_of_call(const tqkv_cache *c, const tq
 static void tqkv__open_cache_call(const tqkv_cache *c, tqkv_metal_buffer memory, const tqkv_metal_attention *some,
                                   tqkv__cache_call *call)
 {
-    const int values = c->shared ? 0 : 1, ends = TQKV__CACHE_STREAMS;
+    const int values = c->shared ? 0 : 1;
     tqkv_metal_attention *a = &call->attention;
     memset(call, 0, sizeof *call);
     for (int i = 0; i < TQKV__CACHE_STORES; i++)
@@ -16033,10 +17281,10 @@ static void tqkv__open_cache_call(const tqkv_cache *c, tqkv_metal_buffer memory,
     a->keys = &call->stores[0];
     a->values = &call->stores[values];
     a->tail = tqkv__store_of_call(c, call, 2);
-    a->first_keys = tqkv__store_of_call(c, call, ends);
-    a->first_values = tqkv__store_of_call(c, call, ends + values);
-    a->last_keys = tqkv__store_of_call(c, call, ends + 2);
-    a->last_values = tqkv__store_of_call(c, call, ends + 2 + values);
+    a->first_keys = tqkv__store_of_call(c, call, TQKV__FIRST_ENDS);
+    a->first_values = tqkv__store_of_call(c, call, TQKV__FIRST_ENDS + values);
+    a->last_keys = tqkv__store_of_call(c, call, TQKV__LAST_ENDS);
+    a->last_values = tqkv__store_of_call(c, call, TQKV__LAST_ENDS + values);
     a->matrix_group = c->matrix_group;
     if (c->attention.sinks) a->sinks = tqkv__buffer_of_part(c, memory, c->attention.sinks);
     if (!some) return;
@@ -16072,6 +17320,8 @@ TQKV_API tqkv_result tqkv_metal_plan_cache_attend(const tqkv_cache *c, tqkv_meta
     if (!tqkv__open_plan(plan, "attend")) return TQKV__INVALID(TQKV__NO_PLAN);
     if (!c || n_queries <= 0) return tqkv__close_plan(plan, TQKV__INVALID(TQKV__NO_CACHE_QUERIES));
     const tqkv_cache_layout own = tqkv__layout_of_call(c, layout);
+    const tqkv_result on_gpu = tqkv__check_on_gpu(c, 0);
+    if (on_gpu != TQKV_OK) return tqkv__close_plan(plan, on_gpu);
     tqkv__open_cache_call(c, memory, some, &call);
     call.attention.attention.n_queries = n_queries;
     call.attention.attention.query_strides = own.q;

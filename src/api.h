@@ -213,9 +213,9 @@ typedef enum tqkv_pairs {
 TQKV_API tqkv_result tqkv_calibrate(const tqkv_store *shape, const void *src, int n_tokens, const void *q, int n_heads,
                                     int n_queries, tqkv_pairs pairs, float *center, float *channel_scale);
 /* What the shape's format, centre and scale would add to the logits: the standard deviation of q.(k' - k)/sqrt(head_dim) over
-   the rows k, root mean square over the queries that read the head. Up to 0.1 predictions hardly change; at 1 they are another
-   model's. Rows and queries as tqkv_calibrate's, q not NULL; noise: [n_kv_heads], zeros for no tokens or queries, INFINITY if
-   rows decode to NaN. */
+   the rows k, root mean square over the queries that read the head. With 24 in its first layer Qwen2.5-Coder-0.5B is ruined,
+   with 5 it loses 0.25 nats, with 0.7 it loses 0.026, or with exact ends 0.003. Rows and queries as tqkv_calibrate's, q not NULL;
+   noise: [n_kv_heads], zeros for no tokens or queries, INFINITY if rows decode to NaN. */
 TQKV_API tqkv_result tqkv_logit_noise(const tqkv_store *shape, const void *src, int n_tokens, const void *q,
                                       int n_heads, int n_queries, double *noise);
 
@@ -240,7 +240,7 @@ typedef enum tqkv_arithmetic { TQKV_FLOAT = 0, TQKV_INTEGER } tqkv_arithmetic;
    On the processor the relative L2 error against double precision on the same codes is at most 2e-5 at any length, for
    scores with a standard deviation up to 10; beyond, 2e-6 times the deviation: a float score s is rounded by up to
    2^-24 |s|, and exp turns that into a share of its weight. TQKV_INTEGER: against double precision with the integer
-   centroids, at most 2e-4 plus 5e-5 times the deviation of the scores. */
+   centroids, at most 2e-4 plus 5e-5 times the deviation of the scores, for any query; a NaN is 0x7fc00000. */
 typedef struct tqkv_attention {
     /* same n_kv_heads; head_dim may differ. One stream may be both, as in a latent cache: the same store, or two that
        describe the same bytes in the same way. Its rows are fetched once for scores and sums, and its centre is added back to
@@ -283,11 +283,16 @@ typedef struct tqkv_attention {
        a tree, too, p is where a query stands, and not its depth. Stores of F16 with n_kv_heads, head_dim, centre and scale of
        the codes, and rotated if these are; linear, rings (multiples of 64 read fastest) or paged, as long as they hold these
        positions, of last_keys and last_values the newest exact_last + n_queries - 1 up to `end`: else TQKV_OUT_OF_RANGE. If
-       the keys are the values, so are their halves. A tail is always read from its own store. On a GPU the stores of
-       halves have no pages, and keys with a tail have none beside them. */
+       the keys are the values, so are their halves. A resident position's tail is read from its own store. On a GPU the
+       stores of halves have no pages, and keys with a tail have none beside them. */
     const tqkv_store *first_keys, *first_values, *last_keys, *last_values;
     int exact_first, exact_last;
     int64_t exact_from; /* what a truncation, for example, has left as codes; 0: nothing */
+    /* Positions below exact_first that are no longer resident are seen, as if they were, where first_keys, first_values and, with
+       a tail, first_tail have them: streams of F16 need theirs for that, too. first_tail: a store of the tail's kind. A slice has
+       them if it begins with the oldest resident position. On a GPU they are not seen. */
+    const tqkv_store *first_tail;
+    bool whole_window; /* TQKV_OUT_OF_RANGE if a position of a query's window is gone; else it sees what is there */
 } tqkv_attention;
 
 /* q: [n_queries][n_heads][head_dim of the keys, then of the tail], out: [n_queries][n_heads][head_dim of the values].
@@ -326,8 +331,10 @@ TQKV_API tqkv_result tqkv_attend_finish(const tqkv_attention *a, float *out, con
 
        s(i, j) = sum_h weights[i][h] * f( q(i, h).k(j) ),   f(x) = max(x, 0) with relu, else x
 
-   The score of a block of keys is the largest or the mean of its keys' scores that the query sees. Within 2e-5 of the
-   largest |s| against double precision on the same codes; the same bits alone and among other queries. */
+   The score of a block of keys is the largest or the mean of its keys' scores that the query sees; the same bits alone and
+   among other queries. Against double precision on the same codes a key's score is within 2e-5 of
+   sum_h |weights[i][h] f(q.k)|, and 1e-4 in integers with their centroids; where the products of a few heads nearly vanish, one
+   adds 2e-7, and 2e-5 in integers, of sum_h |weights[i][h]| |q(i, h)| |k(j)|. */
 typedef enum tqkv_pool { TQKV_POOL_MAX = 0, TQKV_POOL_MEAN } tqkv_pool;
 typedef struct tqkv_index {
     const tqkv_store *keys; /* n_kv_heads 1, any format */
@@ -384,7 +391,25 @@ typedef struct tqkv_cache_desc {
        room for 64 queries of one call; an append of more tokens makes more room, for as many. After truncate, remove and
        keep the newest may be left as codes until new ones come. */
     int exact_first, exact_last;
+    int exact_batch; /* make room for the halves of one append of so many tokens at once. On a GPU, which cannot make more, 0 = 512 */
+    /* The cache learns centre and scale of its keys (tqkv_calibrate) from the first so many positions, without the exact_first: at
+       least 16, and of a smaller cache a quarter of the capacity. 0: not. Until the append that reaches them keys and values are
+       halves as they came, and attention is exact. That append encodes them; queries at these positions still read the halves,
+       until the next append gives their memory back (with non_causal, until this one). The same codes however positions came. What
+       it has learned is in tqkv_cache_keys. Not on a GPU: there a cache is given what another one learned. */
+    int calibrate;
+    uint64_t tag; /* the caller's name for the model, 0: none; a snapshot or a fork of another is refused */
 } tqkv_cache_desc;
+
+/* A desc with formats, calibrate 512, exact_first 4 and exact_last 128 filled in; the caller adds the shape. Bits a value, with norms,
+   at head_dim 64 / 128 / 256. */
+typedef enum tqkv_preset {
+    TQKV_SAFE = 0, /* I8 keys, TQ4 values: 6.5 / 6.25 / 6.19 */
+    TQKV_SMALL, /* TQ4, TQ4: 4.5 / 4.25 / 4.13. TQ5 keys with TQ3 values lose a third less at as many bits, and take up to a fifth
+                      more time */
+    TQKV_TINY /* TQ3, TQ2: 3 / 2.75 / 2.63 */
+} tqkv_preset;
+TQKV_API tqkv_cache_desc tqkv_cache_preset(tqkv_preset preset); /* zeros for an unknown one */
 
 /* *out is NULL on failure. */
 TQKV_API tqkv_result tqkv_cache_create(const tqkv_cache_desc *desc, tqkv_cache **out);
@@ -409,11 +434,13 @@ TQKV_API int64_t tqkv_cache_end(const tqkv_cache *c); /* positions appended; 0 f
 /* The oldest resident position; 0 for NULL. After truncate, keep, fork or load a ring may hold fewer positions than its
    capacity: tqkv_attend over its stores then needs kv_len = end - first, which is not its default. */
 TQKV_API int64_t tqkv_cache_first(const tqkv_cache *c);
-TQKV_API size_t tqkv_cache_bytes(const tqkv_cache *c); /* codes + norms of all streams; 0 for NULL */
-/* Centres as tqkv_store's, copied; NULL: none. keys: [n_kv_heads][head_dim, then tail_dim]; values: [n_kv_heads][value_dim],
-   NULL if the keys are the values, which then have the keys' centre. Only while end is 0, else TQKV_INVALID_ARGUMENT. Snapshots
-   keep them; tqkv_cache_bytes does not count them. */
+/* Codes and norms of all streams, and the halves kept besides, now; 0 for NULL. */
+TQKV_API size_t tqkv_cache_bytes(const tqkv_cache *c);
+/* Centres and scales as tqkv_store's, copied; NULL: none. keys: [n_kv_heads][head_dim, then tail_dim]; values:
+   [n_kv_heads][value_dim], NULL if the keys are the values, which then have those of the keys. Only while end is 0, else
+   TQKV_INVALID_ARGUMENT. Snapshots keep them; tqkv_cache_bytes does not count them. The cache then does not learn its own. */
 TQKV_API tqkv_result tqkv_cache_set_center(tqkv_cache *c, const float *keys, const float *values);
+TQKV_API tqkv_result tqkv_cache_set_scale(tqkv_cache *c, const float *keys, const float *values);
 /* Strides of the rows that later calls take and give; NULL, and at first: none. Copies and snapshots have none. */
 typedef struct tqkv_cache_layout {
     tqkv_strides k, v, q, out;
@@ -430,7 +457,7 @@ TQKV_API tqkv_result tqkv_cache_remove(tqkv_cache *c, int64_t first, int64_t cou
 TQKV_API tqkv_result tqkv_cache_keep(tqkv_cache *c, int n, const int *kept, int n_kept);
 /* A copy with the resident positions at their places. desc: NULL, or nonzero fields for what the copy has otherwise:
    capacity (TQKV_OUT_OF_RANGE if too small for them), ring, formats of the streams (as tqkv_store_convert, on the hook's
-   threads), type, sinks, parallel, allocator, metal, matrix_group, arithmetic, non_causal. Its other nonzero fields
+   threads), type, sinks, parallel, allocator, metal, matrix_group, arithmetic, non_causal, exact_batch, a tag. Its other nonzero fields
    must match. So a full linear cache grows, or with ring = true goes on as a ring, and one that needs less memory goes
    on in fewer bits. *out is NULL on failure. */
 TQKV_API tqkv_result tqkv_cache_fork(const tqkv_cache *c, const tqkv_cache_desc *desc, tqkv_cache **out);
@@ -446,8 +473,9 @@ typedef size_t (*tqkv_read)(void *user, void *bytes, size_t n);
    TQKV_IO the output is no snapshot: write to a temporary file, then rename it. */
 TQKV_API tqkv_result tqkv_cache_save(const tqkv_cache *c, tqkv_write write, void *user);
 /* desc supplies what a snapshot lacks: parallel, allocator, metal, matrix_group, arithmetic, non_causal, and sinks for the
-   snapshot's n_heads. Its other nonzero fields must match, else TQKV_INVALID_ARGUMENT; but for the type where the snapshot says
-   float32, which older versions wrote for every type. TQKV_CORRUPT: a missing or changed byte. *out is NULL on failure. */
+   snapshot's n_heads, or a tag. Its other nonzero fields must match, else TQKV_INVALID_ARGUMENT; the tags, too, unless one is 0.
+   TQKV_CORRUPT: a missing or changed byte, or a newer version of tqkv, which TQKV_EXPLAIN tells apart. *out is NULL on
+   failure. */
 TQKV_API tqkv_result tqkv_cache_load(const tqkv_cache_desc *desc, tqkv_read read, void *user, tqkv_cache **out);
 
 /* The same for the positions [position, position + n_positions) of one store, in the caller's memory: a sequence leaves a
@@ -455,8 +483,8 @@ TQKV_API tqkv_result tqkv_cache_load(const tqkv_cache_desc *desc, tqkv_read read
    it lies: a snapshot of a paged store loads into other pages, a linear store or a ring. */
 TQKV_API tqkv_result tqkv_store_save(const tqkv_store *s, int64_t position, int n_positions, tqkv_write write,
                                      void *user);
-/* The snapshot must be of as many positions, of a store with the same format, head_dim, n_kv_heads, unrotated, block_scale
-   and centre, else TQKV_INVALID_ARGUMENT. They may have been other positions: rows come back in their order, to where there
+/* The snapshot must be of as many positions, of a store with the same format, head_dim, n_kv_heads, unrotated, block_scale,
+   centre and scale, else TQKV_INVALID_ARGUMENT. They may have been other positions: rows come back in their order, to where there
    is room. A page may not occur twice among those written. TQKV_CORRUPT: a missing or changed byte. After TQKV_CORRUPT or
    TQKV_IO these positions may hold anything; all others are as they were. */
 TQKV_API tqkv_result tqkv_store_load(const tqkv_store *s, int64_t position, int n_positions, tqkv_read read,

@@ -30,7 +30,8 @@ typedef struct tqkv__attention {
     int64_t exact_below, exact_from;
     bool newest_halves; /* on a GPU: this is the part of a context that queries read from halves of the newest */
     bool exact[2][2];
-    tqkv__stream ends[2][2]; /* not cleared if unused: that would take as long as a few positions */
+    int64_t kept; /* positions below are seen though they are no longer resident: in ends[0] and first_tail */
+    tqkv__stream ends[2][2], first_tail; /* not cleared if unused: that would take as long as a few positions */
 } tqkv__attention;
 
 /* Additions in a row to one sum of products. Longer ones may all be rounded to the same side, where keys are parallel to the query

@@ -23,6 +23,13 @@ static TQKV__NOINLINE void tqkv__add_row(const float *x, bool squared, int n, fl
     for (int d = 0; d < n; d++) sums[d] = TQKV__AS_FLOAT(sums[d] + (squared ? tqkv__rounded(x[d] * x[d]) : x[d]));
 }
 
+/* The means of so many values, zeros of none. sums: [head_dim] */
+static TQKV__NOINLINE void tqkv__divide_sums(float *sums, int head_dim, float values)
+{
+    const volatile float by = values > 0.0f ? values : 1.0f; /* see tqkv__norm_i8 */
+    for (int d = 0; d < head_dim; d++) sums[d] = TQKV__AS_FLOAT(sums[d] / by);
+}
+
 /* The mean over n rows, or that of the squares, of the differences from a centre, unless that is NULL: one float a channel, rows
    in order. means: [head_dim] */
 static void tqkv__channel_means(const tqkv__stream *s, const void *src, int n, int first_head, int n_heads,
@@ -30,14 +37,13 @@ static void tqkv__channel_means(const tqkv__stream *s, const void *src, int n, i
 {
     float row[TQKV_MAX_HEAD_DIM];
     const tqkv__codec *codec = tqkv__codec_for(s->head_dim);
-    const volatile float rows = n ? (float)n * (float)n_heads : 1.0f; /* see tqkv__norm_i8 */
     memset(means, 0, (size_t)s->head_dim * sizeof(float));
     for (int t = 0; t < n; t++)
         for (int h = first_head; h < first_head + n_heads; h++) {
             codec->widen(s->type, tqkv__source_row(s, src, (size_t)t, (size_t)h), center, NULL, s->head_dim, row);
             tqkv__add_row(row, squared, s->head_dim, means);
         }
-    for (int d = 0; d < s->head_dim; d++) means[d] = TQKV__AS_FLOAT(means[d] / rows);
+    tqkv__divide_sums(means, s->head_dim, (float)n * (float)n_heads);
 }
 
 /* The two channels of a rotary pair: [head_dim / 2] */
@@ -244,7 +250,7 @@ static TQKV__NOINLINE double tqkv__head_noise(const tqkv__stream *s, const tqkv_
 {
     uint8_t codes[2 * TQKV_MAX_HEAD_DIM];
     float norms[TQKV_MAX_HEAD_DIM / 128], room[TQKV_MAX_HEAD_DIM], error[TQKV_MAX_HEAD_DIM];
-    const float *factors = tqkv__factors_of(s, kv_head, 1, room), *center = tqkv__center_of(s, kv_head);
+    const float *inverses = tqkv__inverses_of(s, kv_head, 1, room), *center = tqkv__center_of(s, kv_head);
     const int64_t n_rows = (int64_t)queries->n * queries->group;
     double total = 0.0;
     for (int64_t first = 0; first < n_rows; first += TQKV__NOISE_ROWS) {
@@ -253,7 +259,7 @@ static TQKV__NOINLINE double tqkv__head_noise(const tqkv__stream *s, const tqkv_
         memset(&sums, 0, sizeof sums);
         for (int t = 0; t < n_tokens; t++) {
             const void *at = tqkv__source_row(s, src, (size_t)t, (size_t)kv_head);
-            const tqkv__row row = {at, center, factors, codes, norms};
+            const tqkv__row row = {at, center, inverses, codes, norms, NULL, NULL};
             tqkv__row_error(s, q, kv_head, &row, error);
             tqkv__add_noise(queries, kv_head, (int)first, n, error, &sums);
         }

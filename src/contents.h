@@ -49,6 +49,7 @@
      >>attend-calls   tqkv_attend and its slices
      >>index-code     tqkv_index_scores, tqkv_index_choose
      >>cache-code     tqkv_cache
+     >>cache-calibrate  a cache that learns from its first positions; tqkv_cache_preset
      >>cache-edit     tqkv_cache_truncate, remove, keep, fork
      >>snapshot       save and load
 

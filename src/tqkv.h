@@ -103,6 +103,8 @@ extern "C" {
 
 #include "k_norms.h"
 
+#include "k_search.h"
+
 #include "k_quantise.h"
 
 #include "k_table.h"
@@ -211,6 +213,8 @@ int sysctlbyname(const char *name, void *value, size_t *size, void *to, size_t t
 #include "index.h"
 
 #include "cache.h"
+
+#include "cache_calibrate.h"
 
 #include "cache_edit.h"
 

@@ -331,6 +331,12 @@ CHANGE(desc_ends_far_beyond, CREATE, INVALID_ARGUMENT, w->desc.exact_first = w->
 CHANGE(desc_ends_of_all, CREATE, OK, w->desc.exact_first = CAPACITY - 1; w->desc.exact_last = 1)
 CHANGE(desc_ends_of_f16, CREATE, OK, w->desc.key_format = w->desc.value_format = TQKV_F16; w->desc.exact_last = 1)
 CHANGE(desc_other_ends, LOAD | FORK, INVALID_ARGUMENT, w->desc.exact_last = 1)
+CHANGE(desc_calibrate, CREATE | LOAD | FORK, INVALID_ARGUMENT, w->desc.calibrate = 16) /* 8 positions are too few */
+CHANGE(desc_calibrate_negative, CREATE | LOAD | FORK, INVALID_ARGUMENT, w->desc.capacity = 200; w->desc.calibrate = -1)
+CHANGE(desc_calibrate_few, CREATE, INVALID_ARGUMENT, w->desc.capacity = 200; w->desc.calibrate = 15)
+CHANGE(desc_calibrate_one, CREATE, INVALID_ARGUMENT, w->desc.capacity = 200; w->desc.calibrate = 1)
+CHANGE(desc_calibrate_in_16, CREATE, OK, w->desc.capacity = 16; w->desc.calibrate = INT_MAX)
+CHANGE(desc_calibrate_in_15, CREATE, INVALID_ARGUMENT, w->desc.capacity = 15; w->desc.calibrate = 512)
 CHANGE(desc_sinks, CREATE | LOAD | FORK, NOT_FINITE, w->m->sinks[0] = (float)NAN)
 CHANGE(desc_misaligned_sinks, CREATE | LOAD | FORK, INVALID_ARGUMENT,
        w->desc.sinks = (const float *)((uintptr_t)w->m->sinks + 2))

@@ -131,7 +131,7 @@ advice() {
     name=$1
     wanted=$2
     shift 2
-    "$bin/advise" "$@" >"$work/advise"
+    "$bin/advise" "$@" $data/real_kv.bin >"$work/advise"
     verdicts "$work/advise" >"$work/verdicts"
     check "advise/$name: $(cat "$work/verdicts")" test "$(cat "$work/verdicts")" = "$wanted"
 }
@@ -144,10 +144,18 @@ check "advise/pair" grep -q "for 5 bits a value: keys tq5, values tq4 (4.68 bits
 # tqkv_measure's error of tq4 is that of real_kv where little is constant, and larger by its share elsewhere.
 check "advise/error" awk '$1 == "tq4" { n++; bad += $4 < 8e-3 || $4 > 1e-2 || $3 < $4 * 0.99 || $3 > 2 * $4 }
     END { exit bad > 0 || n != 8 }' "$work/advise"
-"$bin/advise" --bits 2 >"$work/advise"
+"$bin/advise" --bits 2 $data/real_kv.bin >"$work/advise"
 check "advise/no pair" grep -q "no pair takes 2 bits" "$work/advise"
+# Pretrained models: centre and scale take the noise of the logits away, and with them four bits are enough.
+"$bin/advise" >"$work/advise"
+check "advise/logits" awk '$1 == "logits" { table = 1; next } !NF || /verdict/ { table = 0 }
+    table && $1 == "tq4" { n++; bad += !($4 < 0.75 && $4 < 1.1 * $3 && $3 < $2 && $5 <= $4 && $6 < 1) }
+    END { exit bad > 0 || n != 4 }' "$work/advise"
+check "advise/preset" grep -q "^preset: TQKV_SMALL" "$work/advise"
+check "advise/biased keys" awk '/^ keys/ { keys = 1 } /^ values/ { keys = 0 } keys && $1 == "tq4" && NF == 7 { n++; bad += $4 > 2e-2 }
+    END { exit bad > 0 || n != 4 }' "$work/advise"
 # The errors of one stream as keys and as values add up.
-"$bin/advise" --shared >"$work/advise"
+"$bin/advise" --shared $data/real_kv.bin >"$work/advise"
 check "advise/shared" grep -q "for 5 bits a value: tq4 (4.18 bits" "$work/advise"
 check "advise/both" awk '$1 == "tq4" && NF == 5 { n++; bad += $5 < 0.9 * ($3 + $4) || $5 > 1.1 * ($3 + $4) }
     END { exit bad > 0 || n != 4 }' "$work/advise"
@@ -155,7 +163,7 @@ check "advise/both" awk '$1 == "tq4" && NF == 5 { n++; bad += $5 < 0.9 * ($3 + $
 advice tail "4 keys: fine,3 tail: fine,4 values: fine" --tail 64
 check "advise/tail's output" awk '/^ [kvt]/ { stream = $1 } $1 == "tq4" && stream == "tail:" { n++; bad += !($5 > 1e-6 && $5 < 5e-3) }
     END { exit bad > 0 || n != 3 }' "$work/advise"
-"$bin/advise" --shared --tail 64 >"$work/advise"
+"$bin/advise" --shared --tail 64 $data/real_kv.bin >"$work/advise"
 check "advise/shared and a tail" grep -q "for 5 bits a value: tq5, tail tq3 (4.82 bits" "$work/advise"
 refused "advise/tail's size" "not supported" "$bin/advise" --tail 10
 refused "advise/short" "damaged" "$bin/advise" "$work/short"
