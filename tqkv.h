@@ -1142,6 +1142,7 @@ TQKV_API tqkv_result tqkv_metal_plan_cache_prepare(const tqkv_cache *c, tqkv_met
      >>plan-batch     batches
      >>plan-index     an index
      >>plan-cache     a cache
+     >>plan-prepare   what calls will need, planned ahead
      >>plan-report    what the shaders say that they were compiled with
 
      >>licence                                                                                                        */
@@ -16723,6 +16724,7 @@ static tqkv_metal_store tqkv__store_in_buffer(const tqkv_cache *c, tqkv_metal_bu
     memset(&store.center, 0, sizeof store.center);
     memset(&store.channel_scale, 0, sizeof store.channel_scale);
     if (s->center) store.center = tqkv__buffer_of_part(c, memory, s->center);
+    if (s->channel_scale) store.channel_scale = tqkv__buffer_of_part(c, memory, s->channel_scale);
     memset(&store.pages, 0, sizeof store.pages);
     return store;
 }
