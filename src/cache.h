@@ -19,6 +19,7 @@ struct tqkv_cache {
         channels; /* room for centres, scales and factors of its streams, one after the other: [n_kv_heads][head_dim] */
     int64_t first;     /* resident positions [first, attention.end) */
     int calibrate;     /* as in the desc */
+    uint64_t tag;      /* likewise */
     bool learning;     /* positions are in `raw` alone; see >>cache-calibrate */
     tqkv_store raw[3]; /* rows as they came of keys and values, as halves, and of the tail; zeros without */
     void *raw_memory;  /* that holds them, or NULL */
@@ -174,6 +175,7 @@ static tqkv_result tqkv__end_shapes(const tqkv_cache_desc *desc, tqkv_cache *c)
     c->exact_first = first;
     c->exact_last = last;
     c->exact_batch = batch;
+    c->tag = desc->tag;
     for (int i = 0; i < TQKV__CACHE_ENDS; i++) tqkv__end_shape(desc, i / 3, i % 3, c);
     return TQKV_OK;
 }

@@ -1,5 +1,8 @@
 /* >>cache-edit: truncate, remove, keep, fork. */
 
+/* After an edit positions below `from` are read as codes: nothing to say where none is kept as halves. */
+static void tqkv__exact_begins(tqkv_cache *c, int64_t from) { c->exact_from = c->exact_last ? from : 0; }
+
 TQKV_API tqkv_result tqkv_cache_truncate(tqkv_cache *c, int64_t end)
 {
     if (!c) return TQKV__INVALID("the cache is NULL");
@@ -8,7 +11,7 @@ TQKV_API tqkv_result tqkv_cache_truncate(tqkv_cache *c, int64_t end)
     if (!c->learning && end < c->attention.end) tqkv__drop_raw(c);
     if (end == 0) c->first = 0;
     if (c->exact_below > end) c->exact_below = end;
-    if (end < c->attention.end) c->exact_from = tqkv__exact_kept(c) < end ? tqkv__exact_kept(c) : end;
+    if (end < c->attention.end) tqkv__exact_begins(c, tqkv__exact_kept(c) < end ? tqkv__exact_kept(c) : end);
     if (c->exact_held > end) c->exact_held = end;
     c->attention.end = end;
     return TQKV_OK;
@@ -71,7 +74,7 @@ TQKV__COLD TQKV_API tqkv_result tqkv_cache_remove(tqkv_cache *c, int64_t first, 
         tqkv__turn_rings(c, count);
         c->exact_held = (behind > c->exact_held ? behind : c->exact_held) - count;
     }
-    if (count) c->exact_from = first < kept ? (behind > kept ? behind : kept) - count : kept;
+    if (count) tqkv__exact_begins(c, first < kept ? (behind > kept ? behind : kept) - count : kept);
     if (first < c->exact_below) c->exact_below = c->exact_below > behind ? c->exact_below - count : first;
     c->attention.end -= count;
     return TQKV_OK;
@@ -99,7 +102,7 @@ TQKV__COLD TQKV_API tqkv_result tqkv_cache_keep(tqkv_cache *c, int n, const int 
     c->attention.end = first + n_kept;
     if (c->exact_below > below) c->exact_below = below;
     if (first < c->exact_held) c->exact_held = c->attention.end; /* their rows did not move */
-    if (n_kept < n) c->exact_from = first < kept_from ? c->attention.end : kept_from;
+    if (n_kept < n) tqkv__exact_begins(c, first < kept_from ? c->attention.end : kept_from);
     return TQKV_OK;
 }
 
@@ -117,7 +120,7 @@ TQKV__COLD TQKV_API tqkv_result tqkv_cache_keep(tqkv_cache *c, int n, const int 
     row(type,         keys.type)           row(sinks,      attention.sinks)     row(metal,    metal)                   \
     row(parallel,     attention.parallel)  row(allocator,  attention.allocator)                                        \
     row(matrix_group, matrix_group)        row(arithmetic, attention.arithmetic)                                       \
-    row(non_causal,   attention.non_causal) row(exact_batch, exact_batch)
+    row(non_causal,   attention.non_causal) row(exact_batch, exact_batch)       row(tag,      tag)
 // clang-format on
 
 /* The desc that makes a cache like c. */
@@ -142,6 +145,7 @@ static void tqkv__take_use(const tqkv_cache_desc *from, tqkv_cache_desc *to)
     if (from->matrix_group) to->matrix_group = from->matrix_group;
     if (from->arithmetic) to->arithmetic = from->arithmetic;
     if (from->exact_batch) to->exact_batch = from->exact_batch;
+    if (from->tag) to->tag = from->tag;
     to->non_causal = to->non_causal || from->non_causal;
 }
 
@@ -152,6 +156,7 @@ static bool tqkv__desc_matches(const tqkv_cache_desc *wanted, const tqkv_cache_d
     tqkv_cache_desc meant = *wanted;
     if (meant.softcap < 0.0f && found->softcap == 0.0f) meant.softcap = 0.0f; /* off in both */
     wanted = &meant;
+    if (wanted->tag && found->tag && wanted->tag != found->tag) return false;
     return true TQKV__CACHE_SHAPE(TQKV__FIELD_MATCHES);
 }
 

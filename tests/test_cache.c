@@ -351,7 +351,7 @@ static void check_fork(const void *parameters)
     REQUIRE(copy, "no fork");
     CHECK(other.live == (row->capacity ? 1 : 0), "the fork lies in another allocator's memory");
     stream forked = stream_of_cache(copy);
-    CHECK(before.size == forked.size && !memcmp(before.bytes + 80, forked.bytes + 80, before.size - 80),
+    CHECK(before.size == forked.size && !memcmp(before.bytes + 136, forked.bytes + 136, before.size - 136),
           "the fork's snapshot differs");
     CHECK_RESULT(tqkv_cache_attend(cache, q, 2, a), TQKV_OK);
     CHECK_RESULT(tqkv_cache_attend(copy, q, 2, b), TQKV_OK);

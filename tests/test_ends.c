@@ -2,9 +2,6 @@
  * over them; snapshots and forks. */
 #include "cache_fixture.h"
 
-#define XXH_INLINE_ALL
-#include <xxhash.h>
-
 enum { MOST = 400, QUERIES = 3 };
 
 typedef struct ends_row {
@@ -381,34 +378,6 @@ static void check_pages(const void *parameters)
     CHECK(!memcmp(outs[0], outs[1], sizeof outs[0]), "pages change bits");
 }
 
-/* A header, with a valid hash, that counts one newest half more than a full ring has positions. */
-static void check_header(const void *parameters)
-{
-    enum { CAPACITY = 80, TOKENS = 85, HALVES = 92, HEADER_SIZE = 96 };
-    tqkv_cache_desc desc;
-    tqkv_cache *cache, *loaded = NULL;
-    (void)parameters;
-    memset(&desc, 0, sizeof desc);
-    desc.head_dim = 64;
-    desc.n_kv_heads = 1;
-    desc.capacity = CAPACITY;
-    desc.ring = true;
-    desc.exact_last = 70;
-    float *rows = test_rows(1, DATA_GAUSSIAN, TOKENS, 64);
-    CHECK_RESULT(tqkv_cache_create(&desc, &cache), TQKV_OK);
-    CHECK_RESULT(tqkv_cache_append(cache, rows, rows, TOKENS), TQKV_OK);
-    stream s = stream_of_cache(cache);
-    CHECK(s.bytes[HALVES] == CAPACITY, "%d newest halves", s.bytes[HALVES]);
-    s.bytes[HALVES]++;
-    const uint64_t hash = XXH3_64bits(s.bytes, HEADER_SIZE);
-    for (int i = 0; i < 8; i++) s.bytes[HEADER_SIZE + i] = (unsigned char)(hash >> (8 * i));
-    CHECK_RESULT(tqkv_cache_load(&desc, stream_read, &s, &loaded), TQKV_CORRUPT);
-    tqkv_cache_destroy(loaded);
-    tqkv_cache_destroy(cache);
-    stream_free(&s);
-    free(rows);
-}
-
 void test_ends_cases(void)
 {
     static const int page_sizes[3] = {64, 48, 1};
@@ -428,7 +397,6 @@ void test_ends_cases(void)
         test_add(check_edits, &rows[i], sizeof rows[i], "ends/edits/%d", i);
     }
     for (int way = 0; way < 3; way++) test_add(check_remains, &way, sizeof way, "ends/remains/%s", ways[way]);
-    test_add(check_header, NULL, 0, "ends/header");
     test_add(check_fork_from_f16, NULL, 0, "ends/fork_from_f16");
     test_add(check_fork_from_f16_ring, NULL, 0, "ends/fork_from_f16_ring");
 }

@@ -413,8 +413,8 @@ static void move_positions(model *m, stream *s, uint64_t bits)
     m->base = base <= farthest ? base : farthest;
     positions[0] = (uint64_t)(m->base + m->first);
     positions[1] = (uint64_t)(m->base + m->end);
-    for (int i = 0; i < 16; i++) s->bytes[56 + i] = (uint8_t)(positions[i / 8] >> (8 * (i % 8)));
-    const size_t header = s->bytes[8] == 3 ? 88 : 72; /* by its version */
+    for (int i = 0; i < 16; i++) s->bytes[104 + i] = (uint8_t)(positions[i / 8] >> (8 * (i % 8)));
+    const size_t header = 128;
     hash = XXH3_64bits(s->bytes, header);
     for (size_t i = 0; i < 8; i++) s->bytes[header + i] = (uint8_t)(hash >> (8 * i));
 }
