@@ -385,7 +385,7 @@ typedef enum tqkv_arithmetic { TQKV_FLOAT = 0, TQKV_INTEGER } tqkv_arithmetic;
    On the processor the relative L2 error against double precision on the same codes is at most 2e-5 at any length, for
    scores with a standard deviation up to 10; beyond, 2e-6 times the deviation: a float score s is rounded by up to
    2^-24 |s|, and exp turns that into a share of its weight. TQKV_INTEGER: against double precision with the integer
-   centroids, at most 2e-4 plus 5e-5 times the deviation of the scores. */
+   centroids, at most 2e-4 plus 5e-5 times the deviation of the scores, for any query; a NaN is 0x7fc00000. */
 typedef struct tqkv_attention {
     /* same n_kv_heads; head_dim may differ. One stream may be both, as in a latent cache: the same store, or two that
        describe the same bytes in the same way. Its rows are fetched once for scores and sums, and its centre is added back to
@@ -476,8 +476,10 @@ TQKV_API tqkv_result tqkv_attend_finish(const tqkv_attention *a, float *out, con
 
        s(i, j) = sum_h weights[i][h] * f( q(i, h).k(j) ),   f(x) = max(x, 0) with relu, else x
 
-   The score of a block of keys is the largest or the mean of its keys' scores that the query sees. Within 2e-5 of the
-   largest |s| against double precision on the same codes; the same bits alone and among other queries. */
+   The score of a block of keys is the largest or the mean of its keys' scores that the query sees; the same bits alone and
+   among other queries. Against double precision on the same codes a key's score is within 2e-5 of
+   sum_h |weights[i][h] f(q.k)|, and 1e-4 in integers with their centroids; where the products of a few heads nearly vanish, one
+   adds 2e-7, and 2e-5 in integers, of sum_h |weights[i][h]| |q(i, h)| |k(j)|. */
 typedef enum tqkv_pool { TQKV_POOL_MAX = 0, TQKV_POOL_MEAN } tqkv_pool;
 typedef struct tqkv_index {
     const tqkv_store *keys; /* n_kv_heads 1, any format */
@@ -541,6 +543,7 @@ typedef struct tqkv_cache_desc {
        until the next append gives their memory back (with non_causal, until this one). The same codes however positions came. What
        it has learned is in tqkv_cache_keys. Not on a GPU: there a cache is given what another one learned. */
     int calibrate;
+    uint64_t tag; /* the caller's name for the model, 0: none; a snapshot or a fork of another is refused */
 } tqkv_cache_desc;
 
 /* A desc with formats, calibrate 512, exact_first 4 and exact_last 128 filled in; the caller adds the shape. Bits a value, with norms,
@@ -599,7 +602,7 @@ TQKV_API tqkv_result tqkv_cache_remove(tqkv_cache *c, int64_t first, int64_t cou
 TQKV_API tqkv_result tqkv_cache_keep(tqkv_cache *c, int n, const int *kept, int n_kept);
 /* A copy with the resident positions at their places. desc: NULL, or nonzero fields for what the copy has otherwise:
    capacity (TQKV_OUT_OF_RANGE if too small for them), ring, formats of the streams (as tqkv_store_convert, on the hook's
-   threads), type, sinks, parallel, allocator, metal, matrix_group, arithmetic, non_causal. Its other nonzero fields
+   threads), type, sinks, parallel, allocator, metal, matrix_group, arithmetic, non_causal, exact_batch, a tag. Its other nonzero fields
    must match. So a full linear cache grows, or with ring = true goes on as a ring, and one that needs less memory goes
    on in fewer bits. *out is NULL on failure. */
 TQKV_API tqkv_result tqkv_cache_fork(const tqkv_cache *c, const tqkv_cache_desc *desc, tqkv_cache **out);
@@ -615,8 +618,9 @@ typedef size_t (*tqkv_read)(void *user, void *bytes, size_t n);
    TQKV_IO the output is no snapshot: write to a temporary file, then rename it. */
 TQKV_API tqkv_result tqkv_cache_save(const tqkv_cache *c, tqkv_write write, void *user);
 /* desc supplies what a snapshot lacks: parallel, allocator, metal, matrix_group, arithmetic, non_causal, and sinks for the
-   snapshot's n_heads. Its other nonzero fields must match, else TQKV_INVALID_ARGUMENT; but for the type where the snapshot says
-   float32, which older versions wrote for every type. TQKV_CORRUPT: a missing or changed byte. *out is NULL on failure. */
+   snapshot's n_heads, or a tag. Its other nonzero fields must match, else TQKV_INVALID_ARGUMENT; the tags, too, unless one is 0.
+   TQKV_CORRUPT: a missing or changed byte, or a newer version of tqkv, which TQKV_EXPLAIN tells apart. *out is NULL on
+   failure. */
 TQKV_API tqkv_result tqkv_cache_load(const tqkv_cache_desc *desc, tqkv_read read, void *user, tqkv_cache **out);
 
 /* The same for the positions [position, position + n_positions) of one store, in the caller's memory: a sequence leaves a
@@ -4091,6 +4095,9 @@ static const tqkv__isa tqkv__isa_scalar = {"scalar",
      p_j = exp(s_j - max),  W = max_j |p_j f_j|,  w_j = round(p_j f_j T/W)
      out_d += (sum_j w_j c_jd) * (step W/T)                                in each tile
 
+   A query whose largest value stands far above the others has a second digit, the same again of what the first leaves:
+   rest_d = query_d - q_d Q/T, whose products are added to the scores. See tqkv__round_rest.
+
    The sums in brackets are exact, so their order is free. No such sum leaves 32 bits: |q_d|, |w_j| <= 32639 and
    |c| <= 128, so a score of a block of 256 dimensions stays below 1.07e9, and the 64 positions of a tile below 2.7e8.
    Floats have one order everywhere: products that a sum follows are an fma or rounded first, quotients are divisions,
@@ -4170,6 +4177,29 @@ static void tqkv__round_query_scalar(const tqkv__stream *s, const float *query, 
     to[s->head_dim - 1] = tqkv__to_integers(query, s->head_dim, s->step, integers);
     memcpy(to, integers, (size_t)s->head_dim * sizeof *integers);
 }
+
+/* Turns a query into what its integers leave of it, and says whether that is worth a second digit: if fewer than 19 of 32
+   values reach an eighth of the largest. Of Gaussian rows that are those whose largest is above 4.3 times their deviation:
+   one in 400 at head_dim 128. One coordinate a thousand times the others would leave these five bits. */
+static bool tqkv__round_rest(float *query, int n)
+{
+    uint32_t largest = 0;
+    int high = 0;
+    for (int d = 0; d < n; d++) {
+        const uint32_t size = tqkv__bits(query[d]) & 0x7fffffffu;
+        if (size > largest) largest = size;
+    }
+    if (largest >= 0x7f800000u || tqkv__float(largest) <= TQKV__INTEGER_LEAST) return false;
+    const uint32_t eighth = largest - (3u << 23);
+    for (int d = 0; d < n; d++) high += (tqkv__bits(query[d]) & 0x7fffffffu) >= eighth;
+    if (32 * high >= 19 * n) return false;
+    const float scale = tqkv__integer_scale(largest), unit = tqkv__integer_unit(largest, 1.0f);
+    for (int d = 0; d < n; d++) query[d] = tqkv__fma(-tqkv__round(tqkv__rounded(query[d] * scale)), unit, query[d]);
+    return true;
+}
+
+/* Results that are NaN have one pattern of bits, whatever the processor makes of them. */
+static float tqkv__one_nan(float x) { return x != x ? tqkv__float(0x7fc00000u) : x; }
 
 /* The factor of block `block` of block_dim values of a row. */
 static float tqkv__block_factor(const tqkv__stream *s, const float *norms, int block)
@@ -10441,17 +10471,28 @@ static TQKV__NOINLINE void tqkv__merge_sums(const tqkv__sums *into, const tqkv__
 #define TQKV__STRETCH 2048
 #define TQKV__PIECE   256
 
-/* The scores of a tile: the sum of those of the parts of the keys, in their order. q: as tqkv__arrange_queries gives them */
-static void tqkv__score_tile(tqkv__tile *tile, const float *q, int n_rows)
+/* Floats of an arranged query, without its second digits. */
+static size_t tqkv__first_floats(const tqkv__attention *a)
+{
+    return (size_t)(a->key_dim + (a->exact[0][0] || a->exact[1][0] ? a->keys.head_dim : 0));
+}
+
+/* The scores of a tile: the sum of those of the parts of the keys, in their order, and of the second digits. q, digits: as
+   tqkv__arrange_queries gives them */
+static void tqkv__score_tile(tqkv__tile *tile, const float *q, int digits, int n_rows)
 {
     const tqkv__attention *a = tile->streams;
     float *scores = tile->scores + tile->begin;
-    const int before = tile->place.keys == &a->keys ? 0 : a->key_dim; /* dimensions of q before those for halves */
-    a->isa->score_tile(tile->place.keys, tile->kv_head, &tile->keys, q + (size_t)n_rows * (size_t)before, n_rows, false,
-                       scores);
-    if (!a->call.tail) return;
-    a->isa->score_tile(tile->place.tail, tile->kv_head, &tile->tail, q + (size_t)n_rows * (size_t)a->keys.head_dim,
-                       n_rows, true, scores);
+    const bool codes = tile->place.keys == &a->keys;
+    const size_t all = (size_t)n_rows, of_keys = all * (size_t)a->keys.head_dim;
+    const float *rest = q + all * tqkv__first_floats(a);
+    a->isa->score_tile(tile->place.keys, tile->kv_head, &tile->keys, codes ? q : q + all * (size_t)a->key_dim, n_rows,
+                       false, scores);
+    if (a->call.tail)
+        a->isa->score_tile(tile->place.tail, tile->kv_head, &tile->tail, q + of_keys, n_rows, true, scores);
+    if ((digits & 1) && codes) a->isa->score_tile(&a->keys, tile->kv_head, &tile->keys, rest, n_rows, true, scores);
+    if (digits & 2)
+        a->isa->score_tile(tile->place.tail, tile->kv_head, &tile->tail, rest + of_keys, n_rows, true, scores);
 }
 
 /* Sums of values have the order of the stream that is added to them: brings them into that of another. */
@@ -10478,6 +10519,7 @@ typedef struct tqkv__work {
     const tqkv__attention *a;
     const tqkv__item *item;
     const float *q, *offsets;
+    int digits;        /* of the queries: see tqkv__arrange_queries */
     tqkv__tile *tiles; /* [2] */
     tqkv__tile *before;
     tqkv__sums piece, sums;
@@ -10695,7 +10737,7 @@ static void tqkv__end_piece_before(const tqkv__work *w, const tqkv__tile *tile)
 static void tqkv__attend_tile(tqkv__work *w, tqkv__tile *tile)
 {
     const int n_rows = w->item->n_rows;
-    tqkv__score_tile(tile, w->q, n_rows);
+    tqkv__score_tile(tile, w->q, w->digits, n_rows);
     if (tile->ranks) tqkv__ask_values(w->a, w->item->kv_head, tile->ranks);
     tqkv__add_before(w);
     tqkv__end_piece_before(w, tile);
@@ -11025,11 +11067,13 @@ static const void *tqkv__query_part(const tqkv__attention *a, const void *query,
     return (const uint8_t *)query + (part ? (size_t)a->keys.head_dim * tqkv__type_size(a->call.query_type) : 0);
 }
 
-/* Brings part 0 or 1 of an item's queries into the basis and order of a stream, times scale; arranged: [n_rows][head_dim] */
-static void tqkv__arrange_part(const tqkv__attention *a, const tqkv__item *item, const void *q, int part,
-                               const tqkv__stream *s, float *arranged)
+/* Brings part 0 or 1 of an item's queries into the basis and order of a stream, times scale. arranged: [n_rows][head_dim]; so
+   is rest, the second digits of integers. Whether there are any. */
+static bool tqkv__arrange_part(const tqkv__attention *a, const tqkv__item *item, const void *q, int part,
+                               const tqkv__stream *s, float *arranged, float *rest)
 {
     TQKV__ALIGNED float natural[TQKV_MAX_HEAD_DIM];
+    bool digits = false;
     for (int i = 0; i < item->n_rows; i++, arranged += s->head_dim) {
         const void *query = tqkv__query_at(a, q, tqkv__caller_row(a, item, i));
         const bool original = a->call.query_basis == TQKV_ORIGINAL;
@@ -11037,39 +11081,51 @@ static void tqkv__arrange_part(const tqkv__attention *a, const tqkv__item *item,
         a->isa->codec->widen(a->call.query_type, tqkv__query_part(a, query, part), NULL, scale, s->head_dim, natural);
         if (s->rotated && original) a->isa->codec->rotate(natural, s->head_dim);
         tqkv__scale(natural, s->head_dim, a->call.scale);
-        if (a->round_query && s->kind != TQKV__HALF)
-            a->round_query(s, natural, arranged);
-        else
+        if (!a->round_query || s->kind == TQKV__HALF) {
             tqkv__to_decoded(a->isa, s, natural, arranged);
+            continue;
+        }
+        a->round_query(s, natural, arranged);
+        float *second = rest + (size_t)i * (size_t)s->head_dim;
+        if (tqkv__round_rest(natural, s->head_dim)) {
+            a->round_query(s, natural, second);
+            digits = true;
+        } else {
+            memset(second, 0, (size_t)s->head_dim * sizeof(float));
+        }
     }
+    return digits;
 }
 
-/* Floats of an arranged query. */
+/* Floats of an arranged query with its second digits. */
 static size_t tqkv__query_floats(const tqkv__attention *a)
 {
-    return (size_t)(a->key_dim + (a->exact[0][0] || a->exact[1][0] ? a->keys.head_dim : 0));
+    return tqkv__first_floats(a) + (a->round_query ? (size_t)a->key_dim : 0);
 }
 
-/* arranged: [n_rows][head_dim] of the keys, of the tail and, if some keys are halves, of the keys for these */
-static void tqkv__arrange_queries(const tqkv__attention *a, const tqkv__item *item, const void *q, float *arranged)
+/* arranged: [n_rows][head_dim] of the keys, of the tail and, if some keys are halves, of the keys for these; then second digits of
+   integers, of the keys and of the tail. Returns which of these two have any: 1 and 2. */
+static int tqkv__arrange_queries(const tqkv__attention *a, const tqkv__item *item, const void *q, float *arranged)
 {
-    const size_t n_rows = (size_t)item->n_rows;
-    tqkv__arrange_part(a, item, q, 0, &a->keys, arranged);
-    if (a->call.tail) tqkv__arrange_part(a, item, q, 1, &a->tail, arranged + n_rows * (size_t)a->keys.head_dim);
+    const size_t n_rows = (size_t)item->n_rows, of_keys = n_rows * (size_t)a->keys.head_dim;
+    float *rest = arranged + n_rows * tqkv__first_floats(a);
+    int digits = tqkv__arrange_part(a, item, q, 0, &a->keys, arranged, rest) ? 1 : 0;
+    if (a->call.tail && tqkv__arrange_part(a, item, q, 1, &a->tail, arranged + of_keys, rest + of_keys)) digits |= 2;
     if (a->exact[0][0] || a->exact[1][0])
-        tqkv__arrange_part(a, item, q, 0, &a->ends[!a->exact[0][0]][0], arranged + n_rows * (size_t)a->key_dim);
+        tqkv__arrange_part(a, item, q, 0, &a->ends[!a->exact[0][0]][0], arranged + n_rows * (size_t)a->key_dim, NULL);
+    return digits;
 }
 
 /* q.c, for the centre c of part 0 or 1 of the keys, in the query's basis. query: [key_dim], the caller's */
 static TQKV__NOINLINE double tqkv__center_product(const tqkv__attention *a, int kv_head, int part, const void *query)
 {
-    float q[TQKV_MAX_HEAD_DIM], room[TQKV_MAX_HEAD_DIM];
+    float q[TQKV_MAX_HEAD_DIM]; /* first room for the factors */
     double c[TQKV_MAX_HEAD_DIM], sum = 0.0;
     const bool coded = a->call.query_basis == TQKV_ROTATED;
     const tqkv__stream *s = part ? &a->tail : &a->keys;
     const float *center = tqkv__center_of(s, kv_head);
     if (!center) return 0.0;
-    const float *factors = coded ? tqkv__factors_of(s, kv_head, 1, room) : NULL;
+    const float *factors = coded ? tqkv__factors_of(s, kv_head, 1, q) : NULL;
     for (int d = 0; d < s->head_dim; d++) c[d] = (double)(factors ? tqkv__rounded(center[d] * factors[d]) : center[d]);
     if (coded && s->rotated) tqkv__rotate_double(c, s->head_dim);
     a->isa->codec->widen(a->call.query_type, tqkv__query_part(a, query, part), NULL, NULL, s->head_dim, q);
@@ -11134,6 +11190,15 @@ static TQKV__NOINLINE void tqkv__finish_row(const tqkv__attention *a, int head, 
     if (center) tqkv__add_share(a, center, TQKV__AS_FLOAT(tqkv__rounded(sum * keep) / all), out);
 }
 
+/* Of integers: see tqkv__one_nan. out: [value_dim] */
+static void tqkv__settle_row(const tqkv__attention *a, float *out, float *max, float *sum)
+{
+    if (!a->round_query) return;
+    for (int d = 0; d < a->value_dim; d++) out[d] = tqkv__one_nan(out[d]);
+    *max = tqkv__one_nan(TQKV__AS_FLOAT(*max + 0.0f)); /* second digits of other rows turn -0 into 0 */
+    *sum = tqkv__one_nan(*sum);
+}
+
 /* Writes an item's sums to the caller; finishes and rounds them unless the call is partial. The values' centre is added to the
    sums, in the basis of the codes; with a scale, where the row is finished, behind the scale: a channel is then not rounded
    against larger ones. */
@@ -11156,12 +11221,12 @@ static TQKV__NOINLINE void tqkv__deliver(const tqkv__part *part, const tqkv__ite
         const double score = scored ? tqkv__center_score(a, item->kv_head, tqkv__query_at(a, part->q, row)) : 0.0;
         tqkv__to_natural(a->isa, &a->values, sums->out + (size_t)i * (size_t)a->value_dim, out);
         if (scored || coded) tqkv__add_centers(a, score, coded, out, &max, &sum);
+        if (!part->max) tqkv__finish_row(a, (int)(row % (size_t)a->call.n_heads), last, out, max, sum);
+        tqkv__settle_row(a, out, &max, &sum);
         if (part->max) {
             part->max[row] = max;
             part->sum[row] = sum;
-            continue;
         }
-        tqkv__finish_row(a, (int)(row % (size_t)a->call.n_heads), last, out, max, sum);
         if (out == wide) a->isa->codec->narrow(type, wide, a->value_dim, to);
     }
 }
@@ -11293,7 +11358,7 @@ static TQKV__NOINLINE void tqkv__attend_unit(const tqkv__job *job, const tqkv__p
     if (w.list) list = tqkv__open_list(a, item.first_row / a->group, item.kv_head, part->slice);
     if (w.list || w.small_pages || w.odd_rings) tqkv__open_gathered(a, next, &gathered);
     next += tqkv__gathered_floats(a);
-    tqkv__arrange_queries(a, &item, part->q, q);
+    w.digits = tqkv__arrange_queries(a, &item, part->q, q);
     tqkv__find_offsets(a, &item, part->q, offsets);
     if (job->spread) {
         const int64_t stretch = unit / part->n_items;
@@ -11804,6 +11869,7 @@ TQKV_API tqkv_result tqkv_attend_merge_slice(const tqkv_attention *attention, fl
         if (from.values.rotated && !a.values.rotated) a.isa->codec->unrotate(source, a.value_dim);
         if (a.values.rotated && !from.values.rotated) a.isa->codec->rotate(source, a.value_dim);
         tqkv__merge_row(a.value_dim, out + row * value_dim, &max[row], &sum[row], source, src_max[row], src_sum[row]);
+        tqkv__settle_row(&a, out + row * value_dim, &max[row], &sum[row]);
     }
     tqkv__fp_restore(mode);
     return TQKV_OK;
@@ -11826,9 +11892,11 @@ TQKV_API tqkv_result tqkv_attend_finish(const tqkv_attention *attention, float *
     if (a.values.channel_scale) tqkv__add_array(&arrays, a.values.channel_scale, tqkv__center_size(&a.values));
     if ((r = tqkv__check_arrays(&arrays, 1)) != TQKV_OK) return r;
     const uint64_t mode = tqkv__fp_exact();
-    for (size_t row = 0; row < a.n_rows; row++)
-        tqkv__finish_row(&a, (int)(row % (size_t)a.call.n_heads), NULL, out + row * (size_t)a.value_dim, max[row],
-                         sum[row]);
+    for (size_t row = 0; row < a.n_rows; row++) {
+        float *at = out + row * (size_t)a.value_dim, of[2] = {max[row], sum[row]};
+        tqkv__finish_row(&a, (int)(row % (size_t)a.call.n_heads), NULL, at, of[0], of[1]);
+        tqkv__settle_row(&a, at, &of[0], &of[1]);
+    }
     tqkv__fp_restore(mode);
     return r;
 }
@@ -11908,7 +11976,8 @@ typedef struct tqkv__scored {
     int first_query, n_queries;
     double *totals;           /* [n_queries], of the block in progress: TQKV_POOL_MEAN */
     float *tile, *sums;       /* [rows of a tile][TQKV__TILE], [n_queries][TQKV__TILE] */
-    float *q;                 /* arranged: [n_queries][n_heads][head_dim] */
+    float *q, *rest;          /* arranged, and second digits: [n_queries][n_heads][head_dim] */
+    int digits;               /* whether there are any */
     float *weights, *offsets; /* [n_queries][n_heads] */
 } tqkv__scored;
 
@@ -11929,19 +11998,20 @@ static tqkv__scored tqkv__open_scored(const tqkv__scoring *job, int item, float 
     s.tile = slot;
     s.sums = s.tile + tqkv__tile_rows(x) * TQKV__TILE;
     s.q = s.sums + each * TQKV__TILE;
-    s.totals = (double *)(void *)(s.q + rows * (size_t)x->a.key_dim);
+    s.rest = s.q + rows * tqkv__first_floats(&x->a);
+    s.totals = (double *)(void *)(s.q + rows * tqkv__query_floats(&x->a));
     s.weights = (float *)(void *)(s.totals + each);
     s.offsets = s.weights + rows;
     return s;
 }
 
 /* Brings the queries of an item into the order of the keys, with their weights and what a centre adds to their scores. */
-static void tqkv__arrange_scored(const tqkv__scoring *job, const tqkv__scored *s)
+static void tqkv__arrange_scored(const tqkv__scoring *job, tqkv__scored *s)
 {
     const tqkv__attention *a = &job->x->a;
     const int n_heads = a->call.n_heads;
     const tqkv__item item = {0, s->first_query * n_heads, s->n_queries * n_heads};
-    tqkv__arrange_queries(a, &item, job->q, s->q);
+    s->digits = tqkv__arrange_queries(a, &item, job->q, s->q);
     for (int i = 0; i < item.n_rows; i++) {
         const size_t row = (size_t)item.first_row + (size_t)i;
         s->weights[i] = job->x->call.weights ? job->x->call.weights[row] : 1.0f;
@@ -11957,7 +12027,9 @@ static void tqkv__score_keys(const tqkv__index *x, const tqkv__scored *s, const 
     for (int row = 0, n; row < n_rows; row += n) {
         n = n_rows - row < most ? n_rows - row : most;
         const int heads = n < n_heads ? n : n_heads; /* whole queries, or some heads of one */
-        x->a.isa->score_tile(&x->a.keys, 0, run, s->q + (size_t)row * (size_t)x->a.key_dim, n, false, s->tile);
+        const size_t at = (size_t)row * (size_t)x->a.key_dim;
+        x->a.isa->score_tile(&x->a.keys, 0, run, s->q + at, n, false, s->tile);
+        if (s->digits) x->a.isa->score_tile(&x->a.keys, 0, run, s->rest + at, n, true, s->tile);
         for (int i = 0; i < n; i += heads)
             x->a.isa->sum_heads(s->tile + i * TQKV__TILE, s->weights + row + i, s->offsets + row + i, x->call.relu,
                                 heads, s->sums + (row + i) / n_heads * TQKV__TILE);
@@ -11995,7 +12067,7 @@ static TQKV__NOINLINE void tqkv__score_unit(const tqkv__scoring *job, int unit, 
 {
     const tqkv__index *x = job->x;
     const tqkv__stream *keys = &x->a.keys;
-    const tqkv__scored s = tqkv__open_scored(job, unit % job->n_items, slot);
+    tqkv__scored s = tqkv__open_scored(job, unit % job->n_items, slot);
     const int64_t block = unit / job->n_items * job->blocks_each;
     const int64_t n_blocks = x->blocks - block < job->blocks_each ? x->blocks - block : job->blocks_each;
     int64_t from = block * x->call.block, to = tqkv__index_end(x, s.first_query + s.n_queries - 1);
@@ -12021,6 +12093,10 @@ static TQKV__NOINLINE void tqkv__score_unit(const tqkv__scoring *job, int unit, 
             float *out = job->scores + (int64_t)(s.first_query + i) * x->blocks;
             if (seen > 0) tqkv__pool(x, s.sums + i * TQKV__TILE, position, (int)seen, end, &s.totals[i], out);
         }
+    }
+    for (int i = 0; x->a.round_query && i < s.n_queries; i++) {
+        float *out = job->scores + (int64_t)(s.first_query + i) * x->blocks + block;
+        for (int64_t b = 0; b < n_blocks; b++) out[b] = tqkv__one_nan(out[b]);
     }
 }
 
@@ -12049,7 +12125,7 @@ static tqkv_result tqkv__divide_scoring(tqkv__scoring *job)
     job->queue.n_units = (int)ranges * job->n_items;
     job->queue.n_tasks = !hook ? 1 : job->queue.n_units < TQKV__TASKS ? job->queue.n_units : (int)TQKV__TASKS;
     const size_t each = (size_t)job->queries_each, all = each * (size_t)n_heads;
-    job->queue.slot_floats = ((size_t)rows + each) * TQKV__TILE + all * (size_t)(x->a.key_dim + 2) + 2 * each;
+    job->queue.slot_floats = ((size_t)rows + each) * TQKV__TILE + all * (tqkv__query_floats(&x->a) + 2) + 2 * each;
     return TQKV_OK;
 }
 
@@ -12242,6 +12318,7 @@ struct tqkv_cache {
         channels; /* room for centres, scales and factors of its streams, one after the other: [n_kv_heads][head_dim] */
     int64_t first;     /* resident positions [first, attention.end) */
     int calibrate;     /* as in the desc */
+    uint64_t tag;      /* likewise */
     bool learning;     /* positions are in `raw` alone; see >>cache-calibrate */
     tqkv_store raw[3]; /* rows as they came of keys and values, as halves, and of the tail; zeros without */
     void *raw_memory;  /* that holds them, or NULL */
@@ -12397,6 +12474,7 @@ static tqkv_result tqkv__end_shapes(const tqkv_cache_desc *desc, tqkv_cache *c)
     c->exact_first = first;
     c->exact_last = last;
     c->exact_batch = batch;
+    c->tag = desc->tag;
     for (int i = 0; i < TQKV__CACHE_ENDS; i++) tqkv__end_shape(desc, i / 3, i % 3, c);
     return TQKV_OK;
 }
@@ -13274,6 +13352,9 @@ TQKV_API tqkv_cache_desc tqkv_cache_preset(tqkv_preset preset)
 
 /* >>cache-edit: truncate, remove, keep, fork. */
 
+/* After an edit positions below `from` are read as codes: nothing to say where none is kept as halves. */
+static void tqkv__exact_begins(tqkv_cache *c, int64_t from) { c->exact_from = c->exact_last ? from : 0; }
+
 TQKV_API tqkv_result tqkv_cache_truncate(tqkv_cache *c, int64_t end)
 {
     if (!c) return TQKV__INVALID("the cache is NULL");
@@ -13282,7 +13363,7 @@ TQKV_API tqkv_result tqkv_cache_truncate(tqkv_cache *c, int64_t end)
     if (!c->learning && end < c->attention.end) tqkv__drop_raw(c);
     if (end == 0) c->first = 0;
     if (c->exact_below > end) c->exact_below = end;
-    if (end < c->attention.end) c->exact_from = tqkv__exact_kept(c) < end ? tqkv__exact_kept(c) : end;
+    if (end < c->attention.end) tqkv__exact_begins(c, tqkv__exact_kept(c) < end ? tqkv__exact_kept(c) : end);
     if (c->exact_held > end) c->exact_held = end;
     c->attention.end = end;
     return TQKV_OK;
@@ -13345,7 +13426,7 @@ TQKV__COLD TQKV_API tqkv_result tqkv_cache_remove(tqkv_cache *c, int64_t first, 
         tqkv__turn_rings(c, count);
         c->exact_held = (behind > c->exact_held ? behind : c->exact_held) - count;
     }
-    if (count) c->exact_from = first < kept ? (behind > kept ? behind : kept) - count : kept;
+    if (count) tqkv__exact_begins(c, first < kept ? (behind > kept ? behind : kept) - count : kept);
     if (first < c->exact_below) c->exact_below = c->exact_below > behind ? c->exact_below - count : first;
     c->attention.end -= count;
     return TQKV_OK;
@@ -13373,7 +13454,7 @@ TQKV__COLD TQKV_API tqkv_result tqkv_cache_keep(tqkv_cache *c, int n, const int 
     c->attention.end = first + n_kept;
     if (c->exact_below > below) c->exact_below = below;
     if (first < c->exact_held) c->exact_held = c->attention.end; /* their rows did not move */
-    if (n_kept < n) c->exact_from = first < kept_from ? c->attention.end : kept_from;
+    if (n_kept < n) tqkv__exact_begins(c, first < kept_from ? c->attention.end : kept_from);
     return TQKV_OK;
 }
 
@@ -13391,7 +13472,7 @@ TQKV__COLD TQKV_API tqkv_result tqkv_cache_keep(tqkv_cache *c, int n, const int 
     row(type,         keys.type)           row(sinks,      attention.sinks)     row(metal,    metal)                   \
     row(parallel,     attention.parallel)  row(allocator,  attention.allocator)                                        \
     row(matrix_group, matrix_group)        row(arithmetic, attention.arithmetic)                                       \
-    row(non_causal,   attention.non_causal) row(exact_batch, exact_batch)
+    row(non_causal,   attention.non_causal) row(exact_batch, exact_batch)       row(tag,      tag)
 // clang-format on
 
 /* The desc that makes a cache like c. */
@@ -13416,6 +13497,7 @@ static void tqkv__take_use(const tqkv_cache_desc *from, tqkv_cache_desc *to)
     if (from->matrix_group) to->matrix_group = from->matrix_group;
     if (from->arithmetic) to->arithmetic = from->arithmetic;
     if (from->exact_batch) to->exact_batch = from->exact_batch;
+    if (from->tag) to->tag = from->tag;
     to->non_causal = to->non_causal || from->non_causal;
 }
 
@@ -13426,6 +13508,7 @@ static bool tqkv__desc_matches(const tqkv_cache_desc *wanted, const tqkv_cache_d
     tqkv_cache_desc meant = *wanted;
     if (meant.softcap < 0.0f && found->softcap == 0.0f) meant.softcap = 0.0f; /* off in both */
     wanted = &meant;
+    if (wanted->tag && found->tag && wanted->tag != found->tag) return false;
     return true TQKV__CACHE_SHAPE(TQKV__FIELD_MATCHES);
 }
 
@@ -13502,53 +13585,51 @@ TQKV__COLD TQKV_API tqkv_result tqkv_cache_fork(const tqkv_cache *c, const tqkv_
 
    A cache:
      offset  bytes  field                                 offset  bytes  field
-          0      8  "tqkv" CR LF SUB LF                        44      4  window
-          8      4  snapshot version                           48      4  scale (float32)
-         12      4  version of the codes                       52      4  softcap (float32)
-         16      4  head_dim                                   56      8  oldest resident position
-         20      4  n_kv_heads                                 64      8  end
-         24      4  n_heads                                    72      8  XXH3-64 of the 72 bytes before
-         28      4  capacity
-         32      4  key format                            then, keys first, values second:
-         36      4  value format                                       centre [n_kv_heads][head_dim], if there is one
-         40      4  bit 0: ring; bits 1 and 2: keys                    codes [n_kv_heads][resident][row_bytes]
-                    and values have a centre; bits 5                   norms [n_kv_heads][resident][norms_per_row]
-                    to 15: the type; bits 16 to 31:                 8  XXH3-64 of this centre, codes and norms
-                    the values' head_dim, or 0 where
-                    it is the keys'. Older builds
-                    wrote 0 for each type
+          0      8  "tqkv" CR LF SUB LF                        72      4  window
+          8      4  snapshot version                           76      4  scale (float32)
+         12      4  bytes of the header, with its hash         80      4  softcap (float32)
+         16      8  tag                                        84      4  calibrate
+         24      4  version of the codes                       88      4  exact_first
+         28      4  head_dim                                   92      4  exact_last
+         32      4  head_dim of the values                     96      4  first positions that are kept besides
+         36      4  head_dim of the tail, or 0                100      4  0
+         40      4  n_kv_heads                                104      8  oldest resident position
+         44      4  n_heads                                   112      8  end
+         48      4  capacity                                  120      8  exact_from
+         52      4  key format                                128      8  XXH3-64 of the bytes before
+         56      4  value format
+         60      4  tail format, or 0                       then, for each stream: keys, values unless they are the keys, tail:
+         64      4  type                                              centre, then scale [n_kv_heads][head_dim], if any
+         68      4  bit 0: ring; 1: shared; 2: the                    codes [n_kv_heads][positions][row_bytes]
+                    cache has not learned yet; 8 to 10:               norms [n_kv_heads][positions][norms_per_row]
+                    keys, values and tail have a                   8  XXH3-64 of these
+                    centre; 16 to 18: a scale
 
-   Version 1, always with version 1 of the codes, has one head_dim, no centres and neither TQ3 nor TQ2. Version 3, for
-   caches whose keys are the values (bit 4 at 40: there are no others) or with a tail, which comes last (bit 3: it has a
-   centre), has 16 more bytes before the header's hash: the tail's head_dim, its format, and two zeros. Version 4, for
-   caches with halves of the first and the newest positions, has exact_first and exact_last in place of the zeros, and
-   8 more bytes: how many first and how many newest positions have halves. These follow the streams: first positions' keys and
-   values, newest ones' keys and values, as codes with a hash; those of F16 streams, and values that are the keys, have none.
-   Version 5, for caches with scales, or with calibrate, has 8 more: calibrate, and bits 0 to 2: keys, values and tail have a
-   scale, [n_kv_heads][head_dim] behind the centre; bit 8: the cache has not learned yet. Then all stores are without
+   Behind the streams come, likewise but without centre and scale, what is kept of the first positions' keys, values and tail, then the
+   halves of the newest keys and values, as far as the cache has these stores. The newest halves are those of the positions from
+   exact_from on, but no more than an edit leaves, see tqkv__exact_kept. In a cache that has not learned yet all these have no
    positions; behind them come the rows as they came, of keys and values as halves, and of the tail.
 
    Positions of a store:
      offset  bytes  field                                 offset  bytes  field
-          0      8  "tqks" CR LF SUB LF                        32      8  first position
-          8      4  version: 1                                 40      8  number of positions
-         12      4  format                                     48      8  XXH3-64 of centre and scale, as there are,
-         16      4  head_dim                                              [n_kv_heads][head_dim] each; 0 without
-         20      4  n_kv_heads                                 56      8  XXH3-64 of the 56 bytes before
-         24      4  bit 0: unrotated; bit 1: has a           then:
-                    centre; bit 2: F16, rotated;                      codes, norms and their hash, as above
-                    bit 3: has a scale
-         28      4  block_scale (float32); 1 where it
-                    has no effect                                                                                     */
+          0      8  "tqks" CR LF SUB LF                        32      4  block_scale (float32); 1 where it has no effect
+          8      4  snapshot version                           36      4  0
+         12      4  bytes of the header, with its hash         40      8  first position
+         16      4  format                                     48      8  number of positions
+         20      4  head_dim                                   56      8  XXH3-64 of centre and scale, as there are,
+         24      4  n_kv_heads                                            [n_kv_heads][head_dim] each; 0 without
+         28      4  bit 0: unrotated; 1: has a centre;         64      8  XXH3-64 of the bytes before
+                    2: F16, rotated; 3: has a scale         then codes, norms and their hash, as above
 
-#define TQKV__SNAPSHOT_VERSION  5 /* 2, 3 or 4 for caches that need no more */
-#define TQKV__CODES_VERSION     2 /* changes with the tables or the rotation */
-#define TQKV__CODES_VERSION_OLD 6 /* builds wrote 2 to 6 for the same ones */
-#define TQKV__STORE_VERSION     1
-#define TQKV__HEADER_SIZE       72 /* without its hash */
-#define TQKV__HEADER_MORE       32 /* of version 5; version 3 has 16, version 4 has 24 */
-#define TQKV__LEARNING          0x100u
-#define TQKV__STORE_HEADER_SIZE 56
+   All later versions begin with magic, version and size, so that a build knows a newer snapshot from a damaged one. */
+
+#define TQKV__SNAPSHOT_VERSION  6  /* of both kinds; older ones were never released */
+#define TQKV__CODES_VERSION     2  /* changes with the tables or the rotation */
+#define TQKV__NAME_SIZE         16 /* magic, version, size */
+#define TQKV__HEADER_FIELDS     20
+#define TQKV__HEADER_SIZE       128 /* without its hash */
+#define TQKV__STORE_HEADER_SIZE 64
+#define TQKV__HASH_SIZE         8
 
 static void tqkv__put(uint8_t *bytes, int n, uint64_t x)
 {
@@ -13664,66 +13745,85 @@ static void tqkv__pipe_open(tqkv__pipe *pipe, tqkv_write write, tqkv_read read, 
     XXH3_64bits_reset(&pipe->hash);
 }
 
-static const char tqkv__magic[9] = "tqkv\r\n\x1a\n";
+static const char tqkv__magic[9] = "tqkv\r\n\x1a\n", tqkv__store_magic[9] = "tqks\r\n\x1a\n";
 
-/* Bytes of a header of that version. */
-static size_t tqkv__header_size(uint32_t version)
+/* Writes magic, version and size of a header of `size` bytes without its hash. */
+static void tqkv__put_name(const char *magic, size_t size, uint8_t *header)
 {
-    return TQKV__HEADER_SIZE + (version == 5 ? TQKV__HEADER_MORE : version == 4 ? 24 : version == 3 ? 16 : 0);
+    memcpy(header, magic, 8);
+    tqkv__put(header + 8, 4, TQKV__SNAPSHOT_VERSION);
+    tqkv__put(header + 12, 4, size + TQKV__HASH_SIZE);
 }
 
-/* A bit for each stream with a scale. */
-static uint32_t tqkv__scaled_streams(const tqkv_cache *c)
+/* Reads a header and its hash; header: [size] */
+static tqkv_result tqkv__read_header(tqkv__pipe *pipe, const char *magic, size_t size, uint8_t *header)
 {
-    return (c->keys.channel_scale ? 1u : 0u) | (!c->shared && c->values.channel_scale ? 2u : 0u) |
-           (c->tail.channel_scale ? 4u : 0u);
+    uint8_t name[TQKV__NAME_SIZE];
+    tqkv_result r = tqkv__move(pipe, header, TQKV__NAME_SIZE);
+    if (r != TQKV_OK) return r;
+    tqkv__put_name(magic, size, name);
+    if (memcmp(header, magic, 8) != 0) return TQKV_CORRUPT;
+    if (tqkv__get(header + 8, 4) > TQKV__SNAPSHOT_VERSION)
+        return TQKV__REFUSE(CORRUPT, "the snapshot was written by a newer version of tqkv");
+    if (memcmp(header, name, sizeof name) != 0) return TQKV_CORRUPT;
+    r = tqkv__move(pipe, header + sizeof name, size - sizeof name);
+    return r == TQKV_OK ? tqkv__move_hash(pipe) : r;
 }
 
-/* header: [tqkv__header_size(version)] */
-static void tqkv__cache_header(const tqkv_cache *c, uint32_t version, uint8_t *header)
+/* A bit for each stream with a centre, or with a scale. */
+static uint32_t tqkv__streams_with(const tqkv_cache *c, bool scales)
+{
+    uint32_t bits = 0;
+    for (int i = 0; i < TQKV__CACHE_STREAMS; i++) {
+        const tqkv_store *s = tqkv__stream_of(c, i);
+        if (s && (scales ? s->channel_scale : s->center)) bits |= 1u << i;
+    }
+    return bits;
+}
+
+/* header: [TQKV__HEADER_SIZE] */
+static void tqkv__cache_header(const tqkv_cache *c, uint8_t *header)
 {
     const tqkv_store *keys = &c->keys;
     const tqkv_attention *a = &c->attention;
-    const uint32_t value_dim = c->values.head_dim == keys->head_dim ? 0 : (uint32_t)c->values.head_dim;
-    const uint32_t flags = (keys->ring ? 1u : 0u) | (keys->center ? 2u : 0u) |
-                           (!c->shared && c->values.center ? 4u : 0u) | (c->tail.center ? 8u : 0u) |
-                           (c->shared ? 16u : 0u) | (uint32_t)keys->type << 5 | value_dim << 16;
-    const uint32_t fields[12] = {version,
-                                 TQKV__CODES_VERSION,
-                                 (uint32_t)keys->head_dim,
-                                 (uint32_t)keys->n_kv_heads,
-                                 (uint32_t)a->n_heads,
-                                 (uint32_t)keys->capacity,
-                                 (uint32_t)keys->format,
-                                 (uint32_t)c->values.format,
-                                 flags,
-                                 (uint32_t)a->window,
-                                 tqkv__bits(a->scale),
-                                 tqkv__bits(a->softcap)};
-    const tqkv__range first = tqkv__range_of(c, TQKV__FIRST_ENDS), newest = tqkv__range_of(c, TQKV__LAST_ENDS);
-    const uint32_t more[8] = {
-        (uint32_t)c->tail.head_dim, (uint32_t)c->tail.format,
-        (uint32_t)c->exact_first,   (uint32_t)c->exact_last,
-        (uint32_t)first.to,         (uint32_t)(newest.to - newest.from),
-        (uint32_t)c->calibrate,     tqkv__scaled_streams(c) | (c->learning ? TQKV__LEARNING : 0u)};
-    memcpy(header, tqkv__magic, 8);
-    for (int i = 0; i < 12; i++) tqkv__put(header + 8 + 4 * i, 4, fields[i]);
-    tqkv__put(header + 56, 8, (uint64_t)c->first);
-    tqkv__put(header + 64, 8, (uint64_t)c->attention.end);
-    for (size_t at = TQKV__HEADER_SIZE, i = 0; at < tqkv__header_size(version); at += 4, i++)
-        tqkv__put(header + at, 4, more[i]);
+    const uint32_t flags = (keys->ring ? 1u : 0u) | (c->shared ? 2u : 0u) | (c->learning ? 4u : 0u) |
+                           tqkv__streams_with(c, false) << 8 | tqkv__streams_with(c, true) << 16;
+    const uint32_t fields[TQKV__HEADER_FIELDS] = {TQKV__CODES_VERSION,
+                                                  (uint32_t)keys->head_dim,
+                                                  (uint32_t)c->values.head_dim,
+                                                  (uint32_t)c->tail.head_dim,
+                                                  (uint32_t)keys->n_kv_heads,
+                                                  (uint32_t)a->n_heads,
+                                                  (uint32_t)keys->capacity,
+                                                  (uint32_t)keys->format,
+                                                  (uint32_t)c->values.format,
+                                                  (uint32_t)c->tail.format,
+                                                  (uint32_t)keys->type,
+                                                  flags,
+                                                  (uint32_t)a->window,
+                                                  tqkv__bits(a->scale),
+                                                  tqkv__bits(a->softcap),
+                                                  (uint32_t)c->calibrate,
+                                                  (uint32_t)c->exact_first,
+                                                  (uint32_t)c->exact_last,
+                                                  (uint32_t)tqkv__range_of(c, TQKV__FIRST_ENDS).to,
+                                                  0};
+    tqkv__put_name(tqkv__magic, TQKV__HEADER_SIZE, header);
+    tqkv__put(header + 16, 8, c->tag);
+    for (int i = 0; i < TQKV__HEADER_FIELDS; i++) tqkv__put(header + 24 + 4 * i, 4, fields[i]);
+    tqkv__put(header + 104, 8, (uint64_t)c->first);
+    tqkv__put(header + 112, 8, (uint64_t)c->attention.end);
+    tqkv__put(header + 120, 8, (uint64_t)c->exact_from);
 }
 
 TQKV__COLD TQKV_API tqkv_result tqkv_cache_save(const tqkv_cache *c, tqkv_write write, void *user)
 {
     tqkv__pipe pipe;
-    uint8_t header[TQKV__HEADER_SIZE + TQKV__HEADER_MORE];
+    uint8_t header[TQKV__HEADER_SIZE];
     if (!c || !write) return TQKV__INVALID("the cache or write is NULL");
-    uint32_t version = c->exact_first || c->exact_last ? 4 : c->shared || c->tail.head_dim ? 3 : 2;
-    if (c->calibrate || tqkv__scaled_streams(c)) version = 5;
-    tqkv__cache_header(c, version, header);
+    tqkv__cache_header(c, header);
     tqkv__pipe_open(&pipe, write, NULL, user);
-    tqkv_result r = tqkv__move(&pipe, header, tqkv__header_size(version));
+    tqkv_result r = tqkv__move(&pipe, header, sizeof header);
     if (r == TQKV_OK) r = tqkv__move_hash(&pipe);
     return r == TQKV_OK ? tqkv__move_stores(&pipe, c) : r;
 }
@@ -13736,84 +13836,58 @@ typedef struct tqkv__header {
     int64_t first, end, exact_below, exact_from;
 } tqkv__header;
 
-/* Takes what only version 5 has. */
-static bool tqkv__parse_learning(const uint32_t more[8], tqkv__header *h)
+/* Takes the shape that a header's fields describe; false if no cache has it. tqkv__cache_resolve looks closer. */
+static bool tqkv__parse_shape(const uint32_t fields[TQKV__HEADER_FIELDS], tqkv_cache_desc *d)
 {
-    const bool values = !h->desc.shared, tail = h->desc.tail_dim != 0;
-    const uint32_t known = 1u | (values ? 2u : 0u) | (tail ? 4u : 0u) | TQKV__LEARNING;
-    h->desc.calibrate = (int)more[6];
-    h->scales = more[7] & 7;
-    h->learning = more[7] & TQKV__LEARNING;
-    if (h->learning && (h->centers || h->scales || h->exact_below || h->exact_from != h->end)) return false;
-    return more[6] <= (uint32_t)INT_MAX && !(more[7] & ~known) && (more[6] || h->scales) && (!h->learning || more[6]);
-}
-
-/* Takes what only versions 3 to 5 have. False if no cache can have written it. */
-static bool tqkv__parse_more(const uint8_t *header, uint32_t flags, tqkv__header *h)
-{
-    uint32_t more[8];
-    tqkv_cache_desc *d = &h->desc;
-    const uint32_t version = (uint32_t)tqkv__get(header + 8, 4);
-    const bool exact = version == 4, latest = version == 5;
-    for (int i = 0; i < 8; i++) more[i] = (uint32_t)tqkv__get(header + TQKV__HEADER_SIZE + 4 * i, 4);
-    if (more[0] > TQKV_MAX_HEAD_DIM || more[1] > 15 || !more[0] != !more[1]) return false;
-    if (!latest && exact == (!more[2] && !more[3])) return false;
-    if (more[2] > (uint32_t)INT_MAX || more[3] > (uint32_t)INT_MAX || more[4] > more[2] || more[4] > h->end ||
-        more[5] > tqkv__end_room(more[3], TQKV__TILE) || more[5] > h->end - h->first)
-        return false;
-    d->shared = flags & 16;
-    d->tail_dim = (int)more[0];
-    d->tail_format = (tqkv_format)more[1];
-    d->exact_first = (int)more[2];
-    d->exact_last = (int)more[3];
-    h->exact_below = more[4];
-    h->exact_from = h->end - more[5];
-    if (d->shared && (flags & 4 || d->value_format != d->key_format || d->value_dim != d->head_dim)) return false;
-    if (latest && !tqkv__parse_learning(more, h)) return false;
-    if (!d->tail_dim) return (d->shared || exact || latest) && !(flags & 8);
-    return tqkv__format_known(d->tail_format);
+    for (int i = 1; i < TQKV__HEADER_FIELDS; i++)
+        if (fields[i] > (uint32_t)INT_MAX && i != 13 && i != 14) return false; /* scale and softcap are floats */
+    for (int i = 7; i < 10; i++) /* formats; in C++ the enum takes 4 bits */
+        if (fields[i] > 15 || (!tqkv__format_known((tqkv_format)fields[i]) && (i < 9 || fields[i]))) return false;
+    if (fields[10] > 2 || !fields[2] || !fields[5] || !fields[3] != !fields[9] || fields[19]) return false;
+    d->head_dim = (int)fields[1];
+    d->value_dim = (int)fields[2];
+    d->tail_dim = (int)fields[3];
+    d->n_kv_heads = (int)fields[4];
+    d->n_heads = (int)fields[5];
+    d->capacity = (int)fields[6];
+    d->key_format = (tqkv_format)fields[7];
+    d->value_format = (tqkv_format)fields[8];
+    d->tail_format = (tqkv_format)fields[9];
+    d->type = (tqkv_type)fields[10];
+    d->ring = fields[11] & 1;
+    d->shared = fields[11] & 2;
+    d->window = (int)fields[12];
+    d->scale = tqkv__float(fields[13]);
+    d->softcap = tqkv__float(fields[14]);
+    d->calibrate = (int)fields[15];
+    d->exact_first = (int)fields[16];
+    d->exact_last = (int)fields[17];
+    if (fields[14] >> 31 || d->scale == 0.0f) return false; /* no cache has a negative softcap */
+    return !d->shared || (d->value_format == d->key_format && d->value_dim == d->head_dim);
 }
 
 /* False if no cache can have written it. */
 static bool tqkv__parse_header(const uint8_t *header, tqkv__header *h)
 {
-    uint32_t fields[12];
+    uint32_t fields[TQKV__HEADER_FIELDS];
     tqkv_cache_desc *d = &h->desc;
     memset(h, 0, sizeof *h);
-    if (memcmp(header, tqkv__magic, 8) != 0) return false;
-    for (int i = 0; i < 12; i++) fields[i] = (uint32_t)tqkv__get(header + 8 + 4 * i, 4);
-    const bool old = fields[0] == 1 && fields[1] == 1, latest = fields[0] >= 3;
-    if (fields[0] > TQKV__SNAPSHOT_VERSION || fields[1] > TQKV__CODES_VERSION_OLD) {
-        TQKV_EXPLAIN("the snapshot was written by a newer version of tqkv");
-        return false;
-    }
-    if (!old && (fields[0] < 2 || fields[1] < TQKV__CODES_VERSION)) return false;
-    for (int i = 6; i < 8; i++) /* in C++ the enum takes 4 bits */
-        if (fields[i] > 15 || !tqkv__format_known((tqkv_format)fields[i]) || (old && fields[i] > TQKV_I8)) return false;
-    if (old && fields[8] > 1) return false;
-    for (int i = 2; i < 10; i++)
-        if (fields[i] > (uint32_t)INT_MAX) return false;
-    const uint32_t flags = fields[8] & 0xffffu, value_dim = fields[8] >> 16;
-    const uint32_t type = flags >> 5;
-    if ((flags & 31) > (latest ? 31u : 7u) || type > 2 || fields[4] == 0 || value_dim == fields[2]) return false;
-    d->type = (tqkv_type)type;
-    d->head_dim = (int)fields[2];
-    d->value_dim = (int)(value_dim ? value_dim : fields[2]);
-    d->n_kv_heads = (int)fields[3];
-    d->n_heads = (int)fields[4];
-    d->capacity = (int)fields[5];
-    d->key_format = (tqkv_format)fields[6];
-    d->value_format = (tqkv_format)fields[7];
-    d->ring = flags & 1;
-    d->window = (int)fields[9];
-    d->scale = tqkv__float(fields[10]);
-    d->softcap = tqkv__float(fields[11]);
-    h->centers = flags >> 1 & 7;
-    h->first = (int64_t)tqkv__get(header + 56, 8);
-    h->end = h->exact_from = (int64_t)tqkv__get(header + 64, 8);
+    for (int i = 0; i < TQKV__HEADER_FIELDS; i++) fields[i] = (uint32_t)tqkv__get(header + 24 + 4 * i, 4);
+    if (fields[0] != TQKV__CODES_VERSION || !tqkv__parse_shape(fields, d)) return false;
+    const uint32_t streams = 1u | (d->shared ? 0u : 2u) | (d->tail_dim ? 4u : 0u);
+    d->tag = tqkv__get(header + 16, 8);
+    h->centers = fields[11] >> 8 & streams;
+    h->scales = fields[11] >> 16 & streams;
+    h->learning = fields[11] & 4;
+    if (fields[11] != ((fields[11] & 7) | h->centers << 8 | h->scales << 16)) return false;
+    h->exact_below = fields[18];
+    h->first = (int64_t)tqkv__get(header + 104, 8);
+    h->end = (int64_t)tqkv__get(header + 112, 8);
+    h->exact_from = (int64_t)tqkv__get(header + 120, 8);
     if (h->first < 0 || h->first > h->end || h->end - h->first > d->capacity || (!d->ring && h->first)) return false;
-    if (fields[11] >> 31 || d->scale == 0.0f) return false; /* no cache has a negative softcap */
-    return !latest || tqkv__parse_more(header, flags, h);
+    if (h->exact_from < 0 || h->exact_from > h->end || h->exact_below > d->exact_first || h->exact_below > h->end)
+        return false;
+    return !h->learning || (d->calibrate && !h->centers && !h->scales && !h->exact_below);
 }
 
 /* A cache that holds what a header says. */
@@ -13822,8 +13896,9 @@ static void tqkv__set_range(tqkv_cache *c, const tqkv__header *h)
     c->first = h->first;
     c->attention.end = h->end;
     c->exact_below = h->exact_below;
-    c->exact_from = c->exact_held = h->exact_from;
+    c->exact_from = h->exact_from;
     c->learning = h->learning;
+    c->exact_held = tqkv__range_of(c, TQKV__LAST_ENDS).from;
 }
 
 /* A reader that holds the first `filled` bytes and has passed on `taken` of them. */
@@ -13892,17 +13967,6 @@ static size_t tqkv__wanted_ahead(const tqkv_cache *c, uint32_t centers, uint32_t
     return all <= 1048576 ? 0 : announced < all / 16 ? announced : all / 16;
 }
 
-/* Reads a header, as long as its version has it, and its hash. */
-static tqkv_result tqkv__read_header(tqkv__pipe *pipe, tqkv__header *h)
-{
-    uint8_t header[TQKV__HEADER_SIZE + TQKV__HEADER_MORE] = {0};
-    tqkv_result r = tqkv__move(pipe, header, TQKV__HEADER_SIZE);
-    const size_t size = tqkv__header_size((uint32_t)tqkv__get(header + 8, 4));
-    if (r == TQKV_OK) r = tqkv__move(pipe, header + TQKV__HEADER_SIZE, size - TQKV__HEADER_SIZE);
-    if (r == TQKV_OK) r = tqkv__move_hash(pipe);
-    return r != TQKV_OK || tqkv__parse_header(header, h) ? r : TQKV_CORRUPT;
-}
-
 /* Takes centres and scales of the streams whose bits are set from where they lie in the cache: before these are read, and with
    factors after it. */
 static void tqkv__take_channels(tqkv_cache *c, uint32_t centers, uint32_t scales)
@@ -13931,18 +13995,20 @@ TQKV__COLD TQKV_API tqkv_result tqkv_cache_load(const tqkv_cache_desc *desc, tqk
     tqkv__pipe pipe;
     tqkv__read_ahead ahead = {read, user, {NULL, NULL, NULL}, NULL, 0, 0, 0};
     tqkv__header found;
+    uint8_t header[TQKV__HEADER_SIZE];
     tqkv__cache_block block;
     tqkv_cache *c, checked;
     if (!out) return TQKV__INVALID("out is NULL");
     *out = NULL;
     if (!desc || !read) return TQKV__INVALID("desc or read is NULL");
     tqkv__pipe_open(&pipe, NULL, tqkv__read_held, &ahead);
-    tqkv_result r = tqkv__read_header(&pipe, &found);
+    tqkv_result r = tqkv__read_header(&pipe, tqkv__magic, sizeof header, header);
     if (r != TQKV_OK) return r;
-    if (tqkv__cache_resolve(&found.desc, &checked) != TQKV_OK || !tqkv__divide_block(&checked, 0, &block))
+    if (!tqkv__parse_header(header, &found) || tqkv__cache_resolve(&found.desc, &checked) != TQKV_OK ||
+        !tqkv__divide_block(&checked, 0, &block))
         return TQKV_CORRUPT;
     if (found.learning && found.end >= checked.raw[0].capacity) return TQKV_CORRUPT;
-    if (!tqkv__desc_matches(desc, &found.desc) || (desc->type && found.desc.type && desc->type != found.desc.type))
+    if (!tqkv__desc_matches(desc, &found.desc) || (desc->type && desc->type != found.desc.type))
         return TQKV__INVALID("a field of desc is not the snapshot's");
     tqkv__take_use(desc, &found.desc);
     ahead.memory = found.desc.allocator;
@@ -13985,24 +14051,22 @@ static uint64_t tqkv__channels_hash(const tqkv__stream *s)
     return XXH3_64bits_digest(&pipe.hash);
 }
 
-static const char tqkv__store_magic[9] = "tqks\r\n\x1a\n";
-
 /* header: [TQKV__STORE_HEADER_SIZE] */
 static void tqkv__store_header(const tqkv__stream *s, int64_t position, int n, uint8_t *header)
 {
     const bool half = s->kind == TQKV__HALF, scaled = s->kind == TQKV__BOOK && s->norms_per_row > 1;
     const uint32_t other_basis = s->rotated == half ? half ? 4u : 1u : 0u;
-    const uint32_t fields[6] = {TQKV__STORE_VERSION,
-                                (uint32_t)s->format,
+    const uint32_t fields[6] = {(uint32_t)s->format,
                                 (uint32_t)s->head_dim,
                                 (uint32_t)s->n_kv_heads,
                                 other_basis | (s->center ? 2u : 0u) | (s->channel_scale ? 8u : 0u),
-                                tqkv__bits(scaled ? s->block_scale : 1.0f)};
-    memcpy(header, tqkv__store_magic, 8);
-    for (int i = 0; i < 6; i++) tqkv__put(header + 8 + 4 * i, 4, fields[i]);
-    tqkv__put(header + 32, 8, (uint64_t)position);
-    tqkv__put(header + 40, 8, (uint64_t)n);
-    tqkv__put(header + 48, 8, tqkv__channels_hash(s));
+                                tqkv__bits(scaled ? s->block_scale : 1.0f),
+                                0};
+    tqkv__put_name(tqkv__store_magic, TQKV__STORE_HEADER_SIZE, header);
+    for (int i = 0; i < 6; i++) tqkv__put(header + 16 + 4 * i, 4, fields[i]);
+    tqkv__put(header + 40, 8, (uint64_t)position);
+    tqkv__put(header + 48, 8, (uint64_t)n);
+    tqkv__put(header + 56, 8, tqkv__channels_hash(s));
 }
 
 TQKV_API tqkv_result tqkv_store_save(const tqkv_store *store, int64_t position, int n_positions, tqkv_write write,
@@ -14027,7 +14091,7 @@ TQKV_API tqkv_result tqkv_store_save(const tqkv_store *store, int64_t position, 
 TQKV_API tqkv_result tqkv_store_load(const tqkv_store *store, int64_t position, int n_positions, tqkv_read read,
                                      void *user)
 {
-    enum { name = 12 }; /* bytes of magic and version */
+    enum { position_at = 40 }; /* in the header; where the positions were is not compared */
     tqkv__stream s;
     tqkv__pipe pipe;
     uint8_t header[TQKV__STORE_HEADER_SIZE], expected[TQKV__STORE_HEADER_SIZE];
@@ -14037,11 +14101,10 @@ TQKV_API tqkv_result tqkv_store_load(const tqkv_store *store, int64_t position, 
     if (r != TQKV_OK) return r;
     tqkv__store_header(&s, position, n_positions, expected);
     tqkv__pipe_open(&pipe, NULL, read, user);
-    r = tqkv__move(&pipe, header, sizeof header);
-    if (r == TQKV_OK) r = tqkv__move_hash(&pipe);
+    r = tqkv__read_header(&pipe, tqkv__store_magic, sizeof header, header);
     if (r != TQKV_OK) return r;
-    if (memcmp(header, expected, name) != 0 || tqkv__get(header + 32, 8) > (uint64_t)INT64_MAX) return TQKV_CORRUPT;
-    memcpy(expected + 32, header + 32, 8); /* where the positions were is not compared */
+    if (tqkv__get(header + position_at, 8) > (uint64_t)INT64_MAX) return TQKV_CORRUPT;
+    memcpy(expected + position_at, header + position_at, 8);
     if (memcmp(header, expected, sizeof header) != 0)
         return TQKV__INVALID("the snapshot is of another store or of another number of positions");
     const tqkv__range range = {position, position + n_positions};
