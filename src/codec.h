@@ -141,16 +141,16 @@ static bool tqkv__scales_valid(const float *x, size_t n)
 }
 
 /* Compilers may replace a division by a constant; see tqkv__norm_i8. */
-static TQKV__NOINLINE void tqkv__invert(const float *scales, int n, float *factors)
+static TQKV__NOINLINE void tqkv__invert(const float *scales, int n, float *inverses)
 {
     const volatile float one = 1.0f;
     const float dividend = one;
-    for (int i = 0; i < n; i++) factors[i] = TQKV__AS_FLOAT(dividend / scales[i]);
+    for (int i = 0; i < n; i++) inverses[i] = TQKV__AS_FLOAT(dividend / scales[i]);
 }
 
-/* A row as floats, which is exact, less its centre and times its factors, unless these are NULL. src, center, factors, row:
+/* A row as floats, which is exact, less its centre and times its inverses, unless these are NULL. src, center, inverses, row:
    [n] */
-static void tqkv__widen_row(tqkv_type type, const void *src, const float *center, const float *factors, int n,
+static void tqkv__widen_row(tqkv_type type, const void *src, const float *center, const float *inverses, int n,
                             float *row)
 {
     if (type == TQKV_TYPE_F32)
@@ -161,8 +161,8 @@ static void tqkv__widen_row(tqkv_type type, const void *src, const float *center
         for (int i = 0; i < n; i++) row[i] = tqkv__float((uint32_t)tqkv__half_at(src, (size_t)i) << 16);
     if (center)
         for (int i = 0; i < n; i++) row[i] = TQKV__AS_FLOAT(row[i] - center[i]);
-    if (factors)
-        for (int i = 0; i < n; i++) row[i] = tqkv__rounded(row[i] * factors[i]);
+    if (inverses)
+        for (int i = 0; i < n; i++) row[i] = tqkv__rounded(row[i] * inverses[i]);
 }
 
 /* Rounds to nearest even, beyond the largest half to infinity. NaN stays NaN: it keeps its upper bits and becomes quiet, as
@@ -264,11 +264,11 @@ static void tqkv__quantiser_open(const tqkv__stream *s, tqkv__quantiser *q)
     if (bits == 8) tqkv__split_floats(q->bounds, 128, q->planes);
 }
 
-/* Source and destination of a row. src, of the stream's type, center and factors (or NULL): [head_dim], codes: [row_bytes],
+/* Source and destination of a row. src, of the stream's type, center and inverses (or NULL): [head_dim], codes: [row_bytes],
    norms: [norms_per_row], half: [2 * head_dim] or NULL, takes the rotated row as halves, too */
 typedef struct tqkv__row {
     const void *src;
-    const float *center, *factors; /* factors: see tqkv__factors_of */
+    const float *center, *inverses; /* inverses: see tqkv__inverses_of */
     uint8_t *codes;
     float *norms;
     uint8_t *half;
@@ -287,7 +287,7 @@ static TQKV__NOINLINE void tqkv__encode_row(const tqkv__stream *s, const tqkv__r
 {
     float x[TQKV_MAX_HEAD_DIM];
     uint8_t codes[TQKV_MAX_HEAD_DIM];
-    tqkv__widen_row(s->type, row->src, row->center, row->factors, s->head_dim, x);
+    tqkv__widen_row(s->type, row->src, row->center, row->inverses, s->head_dim, x);
     if (row->half) {
         float rotated[TQKV_MAX_HEAD_DIM];
         memcpy(rotated, x, (size_t)s->head_dim * sizeof(float));
@@ -358,8 +358,8 @@ static TQKV__NOINLINE void tqkv__add_center(const tqkv__stream *s, int kv_head, 
     float center[TQKV_MAX_HEAD_DIM], room[TQKV_MAX_HEAD_DIM];
     const tqkv__codec *codec = tqkv__codec_for(s->head_dim);
     if (!s->center) return;
-    const float *factors = coded ? tqkv__factors_of(s, kv_head, 1, room) : NULL;
-    codec->widen(TQKV_TYPE_F32, tqkv__center_of(s, kv_head), NULL, factors, s->head_dim, center);
+    const float *inverses = coded ? tqkv__inverses_of(s, kv_head, 1, room) : NULL;
+    codec->widen(TQKV_TYPE_F32, tqkv__center_of(s, kv_head), NULL, inverses, s->head_dim, center);
     if (coded && s->rotated) codec->rotate(center, s->head_dim);
     for (int d = 0; d < s->head_dim; d++) dst[d] = TQKV__AS_FLOAT(dst[d] + center[d]);
 }

@@ -59,10 +59,10 @@ static int tqkv__first_kept(const tqkv__stream *s, int n_tokens)
     return s->ring && n_tokens > s->capacity ? n_tokens - s->capacity : 0;
 }
 
-/* Some heads of a stream at work: [first, first + n). factors: theirs, [n][head_dim], or NULL */
+/* Some heads of a stream at work: [first, first + n). inverses: theirs, [n][head_dim], or NULL */
 typedef struct tqkv__heads {
     int first, n;
-    const float *factors;
+    const float *inverses;
 } tqkv__heads;
 
 /* Tokens [from, to) of src; src[0] is for `position`. halves: a ring of halves that takes what remains in it of the tokens up to
@@ -93,7 +93,7 @@ static void tqkv__encode_heads(const tqkv__stream *s, const tqkv__quantiser *q, 
                 const int h = heads->first + i;
                 rows[n].src = tqkv__source_row(s, tokens->src, (size_t)t, (size_t)h);
                 rows[n].center = tqkv__center_of(s, h);
-                rows[n].factors = tqkv__of_head(s, heads->factors, i);
+                rows[n].inverses = tqkv__of_head(s, heads->inverses, i);
                 rows[n].codes = tqkv__codes_at(s, h, slot);
                 rows[n].norms = tqkv__norms_at(s, h, slot);
                 rows[n].half = half ? tqkv__codes_at(halves, h, half_slot) : NULL;
@@ -104,18 +104,18 @@ static void tqkv__encode_heads(const tqkv__stream *s, const tqkv__quantiser *q, 
     if (n) codec->encode_rows(s, q, rows, n);
 }
 
-/* Encodes tokens after tqkv__encode_open. With a scale as many heads at a time as have their factors in 4 KiB, so that each factor
+/* Encodes tokens after tqkv__encode_open. With a scale as many heads at a time as have their inverses in 4 KiB, so that each inverse
    is found once. */
 static void tqkv__encode_tokens(const tqkv__stream *s, const tqkv__tokens *tokens)
 {
     float room[TQKV_MAX_HEAD_DIM];
     const uint64_t mode = tqkv__fp_exact();
-    const int most = s->channel_scale && !s->factors ? TQKV_MAX_HEAD_DIM / s->head_dim : s->n_kv_heads;
+    const int most = s->channel_scale && !s->inverses ? TQKV_MAX_HEAD_DIM / s->head_dim : s->n_kv_heads;
     tqkv__quantiser q;
     if (s->kind == TQKV__BOOK) tqkv__quantiser_open(s, &q);
     for (int h = 0; h < s->n_kv_heads; h += most) {
         tqkv__heads heads = {h, s->n_kv_heads - h < most ? s->n_kv_heads - h : most, NULL};
-        heads.factors = tqkv__factors_of(s, h, heads.n, room);
+        heads.inverses = tqkv__inverses_of(s, h, heads.n, room);
         tqkv__encode_heads(s, &q, &heads, tokens);
     }
     tqkv__fp_restore(mode);
@@ -254,10 +254,10 @@ TQKV_API tqkv_result tqkv_probe(const tqkv_store *store, const void *src, int n_
     const tqkv__codec *codec = tqkv__codec_for(s.head_dim);
     const uint64_t mode = tqkv__fp_exact();
     for (size_t h = 0; h < (size_t)s.n_kv_heads; h++) {
-        const float *factors = tqkv__factors_of(&s, (int)h, 1, room);
+        const float *inverses = tqkv__inverses_of(&s, (int)h, 1, room);
         for (size_t i = 0; i < (size_t)n_tokens; i++) {
             float *row = scaled + (i * (size_t)s.n_kv_heads + h) * (size_t)s.head_dim;
-            codec->widen(s.type, tqkv__source_row(&s, src, i, h), tqkv__center_of(&s, (int)h), factors, s.head_dim,
+            codec->widen(s.type, tqkv__source_row(&s, src, i, h), tqkv__center_of(&s, (int)h), inverses, s.head_dim,
                          row);
             codec->scale_row(&s, row, norms);
         }
