@@ -1810,7 +1810,7 @@ typedef struct tqkv__stream {
     tqkv_strides strides;           /* likewise */
     const float *center;            /* [n_kv_heads][head_dim] or NULL */
     const float *channel_scale;     /* likewise */
-    const float *factors;           /* 1 / channel_scale, where they are kept; else NULL, see tqkv__factors_of */
+    const float *inverses;          /* 1 / channel_scale, where they are kept; else NULL, see tqkv__inverses_of */
     const int32_t *pages;           /* [n_pages] or NULL: no table, or one that the processor does not know */
     int n_pages, page_size;         /* 0 without a table */
     uint8_t planes[4][128];         /* byte p of each centroid in planes[p], for byte look-ups; see tqkv__fill_planes */
@@ -1946,7 +1946,7 @@ static size_t tqkv__center_size(const tqkv__stream *s)
     return (size_t)s->n_kv_heads * (size_t)s->head_dim * sizeof(float);
 }
 
-/* The part of a head in centre, scale or factors, [head_dim]; NULL of NULL */
+/* The part of a head in centre, scale or inverses, [head_dim]; NULL of NULL */
 static const float *tqkv__of_head(const tqkv__stream *s, const float *channels, int kv_head)
 {
     return channels ? channels + (size_t)kv_head * (size_t)s->head_dim : NULL;
@@ -2451,8 +2451,8 @@ struct tqkv__row;
 typedef struct tqkv__codec {
     bool (*rows_finite)(tqkv_type type, const void *x, size_t n); /* n: a multiple of head_dim */
     bool (*scales_valid)(const float *x, size_t n);               /* likewise */
-    void (*invert)(const float *scales, int n, float *factors);   /* likewise: 1 / scale, rounded once */
-    void (*widen)(tqkv_type type, const void *src, const float *center, const float *factors, int n, float *row);
+    void (*invert)(const float *scales, int n, float *inverses);  /* likewise: 1 / scale, rounded once */
+    void (*widen)(tqkv_type type, const void *src, const float *center, const float *inverses, int n, float *row);
     void (*narrow)(tqkv_type type, const float *row, int n, void *dst);
     void (*rotate)(float *x, int head_dim);
     void (*unrotate)(float *y, int head_dim);
@@ -2473,11 +2473,11 @@ static bool tqkv__channels_scale(const tqkv__stream *s, const float *x)
     return tqkv__codec_for(s->head_dim)->scales_valid(x, (size_t)s->n_kv_heads * (size_t)s->head_dim);
 }
 
-/* The factors by which encoding multiplies the channels of the heads [first, first + n): those that the stream keeps, or in
+/* The inverses by which encoding multiplies the channels of the heads [first, first + n): those that the stream keeps, or in
    room: [n][head_dim]. NULL without a scale */
-static const float *tqkv__factors_of(const tqkv__stream *s, int first, int n, float *room)
+static const float *tqkv__inverses_of(const tqkv__stream *s, int first, int n, float *room)
 {
-    if (s->factors || !s->channel_scale) return tqkv__of_head(s, s->factors, first);
+    if (s->inverses || !s->channel_scale) return tqkv__of_head(s, s->inverses, first);
     tqkv__codec_for(s->head_dim)->invert(tqkv__scale_of(s, first), n * s->head_dim, room);
     return room;
 }
@@ -2768,16 +2768,16 @@ static bool tqkv__scales_valid(const float *x, size_t n)
 }
 
 /* Compilers may replace a division by a constant; see tqkv__norm_i8. */
-static TQKV__NOINLINE void tqkv__invert(const float *scales, int n, float *factors)
+static TQKV__NOINLINE void tqkv__invert(const float *scales, int n, float *inverses)
 {
     const volatile float one = 1.0f;
     const float dividend = one;
-    for (int i = 0; i < n; i++) factors[i] = TQKV__AS_FLOAT(dividend / scales[i]);
+    for (int i = 0; i < n; i++) inverses[i] = TQKV__AS_FLOAT(dividend / scales[i]);
 }
 
-/* A row as floats, which is exact, less its centre and times its factors, unless these are NULL. src, center, factors, row:
+/* A row as floats, which is exact, less its centre and times its inverses, unless these are NULL. src, center, inverses, row:
    [n] */
-static void tqkv__widen_row(tqkv_type type, const void *src, const float *center, const float *factors, int n,
+static void tqkv__widen_row(tqkv_type type, const void *src, const float *center, const float *inverses, int n,
                             float *row)
 {
     if (type == TQKV_TYPE_F32)
@@ -2788,8 +2788,8 @@ static void tqkv__widen_row(tqkv_type type, const void *src, const float *center
         for (int i = 0; i < n; i++) row[i] = tqkv__float((uint32_t)tqkv__half_at(src, (size_t)i) << 16);
     if (center)
         for (int i = 0; i < n; i++) row[i] = TQKV__AS_FLOAT(row[i] - center[i]);
-    if (factors)
-        for (int i = 0; i < n; i++) row[i] = tqkv__rounded(row[i] * factors[i]);
+    if (inverses)
+        for (int i = 0; i < n; i++) row[i] = tqkv__rounded(row[i] * inverses[i]);
 }
 
 /* Rounds to nearest even, beyond the largest half to infinity. NaN stays NaN: it keeps its upper bits and becomes quiet, as
@@ -2891,11 +2891,11 @@ static void tqkv__quantiser_open(const tqkv__stream *s, tqkv__quantiser *q)
     if (bits == 8) tqkv__split_floats(q->bounds, 128, q->planes);
 }
 
-/* Source and destination of a row. src, of the stream's type, center and factors (or NULL): [head_dim], codes: [row_bytes],
+/* Source and destination of a row. src, of the stream's type, center and inverses (or NULL): [head_dim], codes: [row_bytes],
    norms: [norms_per_row], half: [2 * head_dim] or NULL, takes the rotated row as halves, too */
 typedef struct tqkv__row {
     const void *src;
-    const float *center, *factors; /* factors: see tqkv__factors_of */
+    const float *center, *inverses; /* inverses: see tqkv__inverses_of */
     uint8_t *codes;
     float *norms;
     uint8_t *half;
@@ -2914,7 +2914,7 @@ static TQKV__NOINLINE void tqkv__encode_row(const tqkv__stream *s, const tqkv__r
 {
     float x[TQKV_MAX_HEAD_DIM];
     uint8_t codes[TQKV_MAX_HEAD_DIM];
-    tqkv__widen_row(s->type, row->src, row->center, row->factors, s->head_dim, x);
+    tqkv__widen_row(s->type, row->src, row->center, row->inverses, s->head_dim, x);
     if (row->half) {
         float rotated[TQKV_MAX_HEAD_DIM];
         memcpy(rotated, x, (size_t)s->head_dim * sizeof(float));
@@ -2985,8 +2985,8 @@ static TQKV__NOINLINE void tqkv__add_center(const tqkv__stream *s, int kv_head, 
     float center[TQKV_MAX_HEAD_DIM], room[TQKV_MAX_HEAD_DIM];
     const tqkv__codec *codec = tqkv__codec_for(s->head_dim);
     if (!s->center) return;
-    const float *factors = coded ? tqkv__factors_of(s, kv_head, 1, room) : NULL;
-    codec->widen(TQKV_TYPE_F32, tqkv__center_of(s, kv_head), NULL, factors, s->head_dim, center);
+    const float *inverses = coded ? tqkv__inverses_of(s, kv_head, 1, room) : NULL;
+    codec->widen(TQKV_TYPE_F32, tqkv__center_of(s, kv_head), NULL, inverses, s->head_dim, center);
     if (coded && s->rotated) codec->rotate(center, s->head_dim);
     for (int d = 0; d < s->head_dim; d++) dst[d] = TQKV__AS_FLOAT(dst[d] + center[d]);
 }
@@ -3052,10 +3052,10 @@ static int tqkv__first_kept(const tqkv__stream *s, int n_tokens)
     return s->ring && n_tokens > s->capacity ? n_tokens - s->capacity : 0;
 }
 
-/* Some heads of a stream at work: [first, first + n). factors: theirs, [n][head_dim], or NULL */
+/* Some heads of a stream at work: [first, first + n). inverses: theirs, [n][head_dim], or NULL */
 typedef struct tqkv__heads {
     int first, n;
-    const float *factors;
+    const float *inverses;
 } tqkv__heads;
 
 /* Tokens [from, to) of src; src[0] is for `position`. halves: a ring of halves that takes what remains in it of the tokens up to
@@ -3086,7 +3086,7 @@ static void tqkv__encode_heads(const tqkv__stream *s, const tqkv__quantiser *q, 
                 const int h = heads->first + i;
                 rows[n].src = tqkv__source_row(s, tokens->src, (size_t)t, (size_t)h);
                 rows[n].center = tqkv__center_of(s, h);
-                rows[n].factors = tqkv__of_head(s, heads->factors, i);
+                rows[n].inverses = tqkv__of_head(s, heads->inverses, i);
                 rows[n].codes = tqkv__codes_at(s, h, slot);
                 rows[n].norms = tqkv__norms_at(s, h, slot);
                 rows[n].half = half ? tqkv__codes_at(halves, h, half_slot) : NULL;
@@ -3097,18 +3097,18 @@ static void tqkv__encode_heads(const tqkv__stream *s, const tqkv__quantiser *q, 
     if (n) codec->encode_rows(s, q, rows, n);
 }
 
-/* Encodes tokens after tqkv__encode_open. With a scale as many heads at a time as have their factors in 4 KiB, so that each factor
+/* Encodes tokens after tqkv__encode_open. With a scale as many heads at a time as have their inverses in 4 KiB, so that each inverse
    is found once. */
 static void tqkv__encode_tokens(const tqkv__stream *s, const tqkv__tokens *tokens)
 {
     float room[TQKV_MAX_HEAD_DIM];
     const uint64_t mode = tqkv__fp_exact();
-    const int most = s->channel_scale && !s->factors ? TQKV_MAX_HEAD_DIM / s->head_dim : s->n_kv_heads;
+    const int most = s->channel_scale && !s->inverses ? TQKV_MAX_HEAD_DIM / s->head_dim : s->n_kv_heads;
     tqkv__quantiser q;
     if (s->kind == TQKV__BOOK) tqkv__quantiser_open(s, &q);
     for (int h = 0; h < s->n_kv_heads; h += most) {
         tqkv__heads heads = {h, s->n_kv_heads - h < most ? s->n_kv_heads - h : most, NULL};
-        heads.factors = tqkv__factors_of(s, h, heads.n, room);
+        heads.inverses = tqkv__inverses_of(s, h, heads.n, room);
         tqkv__encode_heads(s, &q, &heads, tokens);
     }
     tqkv__fp_restore(mode);
@@ -3247,10 +3247,10 @@ TQKV_API tqkv_result tqkv_probe(const tqkv_store *store, const void *src, int n_
     const tqkv__codec *codec = tqkv__codec_for(s.head_dim);
     const uint64_t mode = tqkv__fp_exact();
     for (size_t h = 0; h < (size_t)s.n_kv_heads; h++) {
-        const float *factors = tqkv__factors_of(&s, (int)h, 1, room);
+        const float *inverses = tqkv__inverses_of(&s, (int)h, 1, room);
         for (size_t i = 0; i < (size_t)n_tokens; i++) {
             float *row = scaled + (i * (size_t)s.n_kv_heads + h) * (size_t)s.head_dim;
-            codec->widen(s.type, tqkv__source_row(&s, src, i, h), tqkv__center_of(&s, (int)h), factors, s.head_dim,
+            codec->widen(s.type, tqkv__source_row(&s, src, i, h), tqkv__center_of(&s, (int)h), inverses, s.head_dim,
                          row);
             codec->scale_row(&s, row, norms);
         }
@@ -3406,7 +3406,7 @@ static TQKV__NOINLINE void tqkv__convert_rows(const tqkv__stream *from, const tq
             tqkv__decode_row(from, tqkv__codes_at(from, kv_head, source), tqkv__norms_at(from, kv_head, source), row);
             if (from->rotated && !to->rotated) codec->unrotate(row, to->head_dim);
             rows[i].src = row;
-            rows[i].center = rows[i].factors = NULL;
+            rows[i].center = rows[i].inverses = NULL;
             rows[i].codes = tqkv__codes_at(to, kv_head, target);
             rows[i].norms = tqkv__norms_at(to, kv_head, target);
             rows[i].half = NULL;
@@ -3510,7 +3510,7 @@ static TQKV__NOINLINE void tqkv__add_moments(const tqkv__stream *s, int kv_head,
     float source[TQKV_MAX_HEAD_DIM], first[TQKV_MAX_HEAD_DIM], x[TQKV_MAX_HEAD_DIM], norms[TQKV_MAX_HEAD_DIM / 128];
     const float last = tqkv_last_boundary(s->format);
     const tqkv__codec *codec = tqkv__codec_for(s->head_dim);
-    codec->widen(s->type, row->src, row->center, row->factors, s->head_dim, x);
+    codec->widen(s->type, row->src, row->center, row->inverses, s->head_dim, x);
     codec->scale_row(s, x, norms);
     for (int d = 0; d < s->head_dim; d++) {
         const double square = (double)x[d] * (double)x[d];
@@ -3572,10 +3572,10 @@ TQKV_API tqkv_result tqkv_measure(const tqkv_store *shape, const void *src, int 
     for (int h = 0; h < s.n_kv_heads; h++) {
         memset(&m, 0, sizeof m);
         m.first = tqkv__source_row(&s, src, 0, (size_t)h);
-        const float *factors = tqkv__factors_of(&s, h, 1, room);
+        const float *inverses = tqkv__inverses_of(&s, h, 1, room);
         for (int t = 0; t < n_tokens; t++) {
             const void *at = tqkv__source_row(&s, src, (size_t)t, (size_t)h);
-            const tqkv__row row = {at, tqkv__center_of(&s, h), factors, codes, norms, NULL};
+            const tqkv__row row = {at, tqkv__center_of(&s, h), inverses, codes, norms, NULL};
             codec->encode_rows(&s, &q, &row, 1);
             tqkv__add_moments(&s, h, &row, &m);
         }
@@ -3861,7 +3861,7 @@ static TQKV__NOINLINE double tqkv__head_noise(const tqkv__stream *s, const tqkv_
 {
     uint8_t codes[2 * TQKV_MAX_HEAD_DIM];
     float norms[TQKV_MAX_HEAD_DIM / 128], room[TQKV_MAX_HEAD_DIM], error[TQKV_MAX_HEAD_DIM];
-    const float *factors = tqkv__factors_of(s, kv_head, 1, room), *center = tqkv__center_of(s, kv_head);
+    const float *inverses = tqkv__inverses_of(s, kv_head, 1, room), *center = tqkv__center_of(s, kv_head);
     const int64_t n_rows = (int64_t)queries->n * queries->group;
     double total = 0.0;
     for (int64_t first = 0; first < n_rows; first += TQKV__NOISE_ROWS) {
@@ -3870,7 +3870,7 @@ static TQKV__NOINLINE double tqkv__head_noise(const tqkv__stream *s, const tqkv_
         memset(&sums, 0, sizeof sums);
         for (int t = 0; t < n_tokens; t++) {
             const void *at = tqkv__source_row(s, src, (size_t)t, (size_t)kv_head);
-            const tqkv__row row = {at, center, factors, codes, norms, NULL};
+            const tqkv__row row = {at, center, inverses, codes, norms, NULL};
             tqkv__row_error(s, q, kv_head, &row, error);
             tqkv__add_noise(queries, kv_head, (int)first, n, error, &sums);
         }
@@ -4393,26 +4393,26 @@ TQKV__OP TQKV__VECTOR TQKV__(load_as)(const tqkv_type type, const void *values, 
 }
 
 /* As tqkv__widen_row and tqkv__narrow_row. */
-TQKV__OP void TQKV__(widen_as)(const tqkv_type type, const void *src, const float *center, const float *factors, int n,
+TQKV__OP void TQKV__(widen_as)(const tqkv_type type, const void *src, const float *center, const float *inverses, int n,
                                float *row)
 {
     for (int i = 0; i < n; i += TQKV__LANES) {
         TQKV__VECTOR x = TQKV__(load_as)(type, src, i);
         if (center) x -= TQKV__(load)(center + i);
-        if (factors) x = TQKV__(rounded)(x * TQKV__(load)(factors + i));
+        if (inverses) x = TQKV__(rounded)(x * TQKV__(load)(inverses + i));
         TQKV__(store)(row + i, x);
     }
 }
 
-TQKV__TARGET static void TQKV__(widen)(tqkv_type type, const void *src, const float *center, const float *factors,
+TQKV__TARGET static void TQKV__(widen)(tqkv_type type, const void *src, const float *center, const float *inverses,
                                        int n, float *row)
 {
     if (type == TQKV_TYPE_F16)
-        TQKV__(widen_as)(TQKV_TYPE_F16, src, center, factors, n, row);
+        TQKV__(widen_as)(TQKV_TYPE_F16, src, center, inverses, n, row);
     else if (type == TQKV_TYPE_BF16)
-        TQKV__(widen_as)(TQKV_TYPE_BF16, src, center, factors, n, row);
+        TQKV__(widen_as)(TQKV_TYPE_BF16, src, center, inverses, n, row);
     else
-        TQKV__(widen_as)(TQKV_TYPE_F32, src, center, factors, n, row);
+        TQKV__(widen_as)(TQKV_TYPE_F32, src, center, inverses, n, row);
 }
 
 /* As tqkv__scales_valid and tqkv__invert, for whole rows. */
@@ -4430,10 +4430,10 @@ TQKV__TARGET static bool TQKV__(scales_valid)(const float *x, size_t n)
     return !all;
 }
 
-TQKV__TARGET static void TQKV__(invert)(const float *scales, int n, float *factors)
+TQKV__TARGET static void TQKV__(invert)(const float *scales, int n, float *inverses)
 {
     for (int i = 0; i < n; i += TQKV__LANES)
-        TQKV__(store)(factors + i, TQKV__(invert_above)(0.0f, TQKV__(load)(scales + i)));
+        TQKV__(store)(inverses + i, TQKV__(invert_above)(0.0f, TQKV__(load)(scales + i)));
 }
 
 TQKV__TARGET static void TQKV__(narrow_row)(tqkv_type type, const float *row, int n, void *dst)
@@ -6123,7 +6123,7 @@ TQKV__TARGET static void TQKV__(store_f16_row)(tqkv_type type, const void *src, 
         TQKV__(store_f16_as)(TQKV_TYPE_F32, src, head_dim, row);
 }
 
-/* The values of a row that are to be quantised: less its centre, times its factors, rotated, in row: [head_dim] or, where
+/* The values of a row that are to be quantised: less its centre, times its inverses, rotated, in row: [head_dim] or, where
    nothing is to be done, in the source. Halves are not widened first: that pass would make them a tenth slower than floats. F16 is stored. The
    sums of a row that is not rotated may read behind it: a copy. */
 TQKV__TARGET static const float *TQKV__(open_row)(const tqkv__stream *s, const tqkv__row *source, float *row)
@@ -6132,8 +6132,8 @@ TQKV__TARGET static const float *TQKV__(open_row)(const tqkv__stream *s, const t
     const void *src = source->src;
     tqkv_type type = s->type;
     const bool widens = !s->rotated && !half && (type != TQKV_TYPE_F32 || TQKV__HAS_MATRIX(s->head_dim));
-    if (source->center || source->factors || widens) {
-        TQKV__(widen)(type, src, source->center, source->factors, s->head_dim, row);
+    if (source->center || source->inverses || widens) {
+        TQKV__(widen)(type, src, source->center, source->inverses, s->head_dim, row);
         type = TQKV_TYPE_F32;
         src = row;
     }
@@ -11119,14 +11119,15 @@ static int tqkv__arrange_queries(const tqkv__attention *a, const tqkv__item *ite
 /* q.c, for the centre c of part 0 or 1 of the keys, in the query's basis. query: [key_dim], the caller's */
 static TQKV__NOINLINE double tqkv__center_product(const tqkv__attention *a, int kv_head, int part, const void *query)
 {
-    float q[TQKV_MAX_HEAD_DIM]; /* first room for the factors */
+    float q[TQKV_MAX_HEAD_DIM]; /* first room for the inverses */
     double c[TQKV_MAX_HEAD_DIM], sum = 0.0;
     const bool coded = a->call.query_basis == TQKV_ROTATED;
     const tqkv__stream *s = part ? &a->tail : &a->keys;
     const float *center = tqkv__center_of(s, kv_head);
     if (!center) return 0.0;
-    const float *factors = coded ? tqkv__factors_of(s, kv_head, 1, q) : NULL;
-    for (int d = 0; d < s->head_dim; d++) c[d] = (double)(factors ? tqkv__rounded(center[d] * factors[d]) : center[d]);
+    const float *inverses = coded ? tqkv__inverses_of(s, kv_head, 1, q) : NULL;
+    for (int d = 0; d < s->head_dim; d++)
+        c[d] = (double)(inverses ? tqkv__rounded(center[d] * inverses[d]) : center[d]);
     if (coded && s->rotated) tqkv__rotate_double(c, s->head_dim);
     a->isa->codec->widen(a->call.query_type, tqkv__query_part(a, query, part), NULL, NULL, s->head_dim, q);
     for (int d = 0; d < s->head_dim; d++) sum += tqkv__rounded_double(c[d] * (double)q[d]);
@@ -12315,7 +12316,7 @@ struct tqkv_cache {
     void *grown;         /* memory of newest halves for which the block has no room, or NULL */
     size_t grown_size;
     float *
-        channels; /* room for centres, scales and factors of its streams, one after the other: [n_kv_heads][head_dim] */
+        channels; /* room for centres, scales and inverses of its streams, one after the other: [n_kv_heads][head_dim] */
     int64_t first;     /* resident positions [first, attention.end) */
     int calibrate;     /* as in the desc */
     uint64_t tag;      /* likewise */
@@ -12691,7 +12692,7 @@ static tqkv_result tqkv__append_open(const tqkv_cache *c, int i, const void *k, 
     tqkv_result r = tqkv__encode_open(&store, src, n_tokens, c->attention.end, &append->streams[i]);
     if (r != TQKV_OK) return r;
     if (tqkv__in_cache(c, src, tqkv__rows_size(&store, n_tokens))) return TQKV__INVALID("k or v overlaps the cache");
-    if (store.channel_scale) append->streams[i].factors = tqkv__channel_room(c, i, TQKV__INVERSES);
+    if (store.channel_scale) append->streams[i].inverses = tqkv__channel_room(c, i, TQKV__INVERSES);
     tqkv__add_stream(&append->job, &append->streams[i], src);
     if (!tqkv__end_of(c, i) || left <= 0) return TQKV_OK;
     tqkv_store first = *tqkv__end_of(c, i);
@@ -13090,7 +13091,7 @@ static TQKV__NOINLINE void tqkv__encode_raw(const tqkv__stream *raw, const tqkv_
     tqkv__quantiser q;
     tqkv__stream floats = *to;
     const int batch = buffer / to->head_dim;
-    const float *factors = tqkv__factors_of(to, kv_head, 1, room);
+    const float *inverses = tqkv__inverses_of(to, kv_head, 1, room);
     floats.type = TQKV_TYPE_F32;
     if (to->kind == TQKV__BOOK) tqkv__quantiser_open(to, &q);
     for (int p = 0; p < n; p += batch) {
@@ -13102,7 +13103,7 @@ static TQKV__NOINLINE void tqkv__encode_raw(const tqkv__stream *raw, const tqkv_
             tqkv__raw_row(raw, kv_head, p + i, row);
             rows[i].src = row;
             rows[i].center = tqkv__center_of(to, kv_head);
-            rows[i].factors = factors;
+            rows[i].inverses = inverses;
             rows[i].codes = tqkv__codes_at(to, kv_head, slot);
             rows[i].norms = tqkv__norms_at(to, kv_head, slot);
             rows[i].half = half ? tqkv__codes_at(newest, kv_head, tqkv__slot(newest, p + i)) : NULL;
@@ -13202,7 +13203,7 @@ static void tqkv__take_learnt(const tqkv_cache *c, tqkv__append *append)
     for (int i = 0; i < 2; i++) {
         streams[i]->center = c->keys.center;
         streams[i]->channel_scale = c->keys.channel_scale;
-        streams[i]->factors = tqkv__channel_room(c, 0, TQKV__INVERSES);
+        streams[i]->inverses = tqkv__channel_room(c, 0, TQKV__INVERSES);
     }
 }
 
@@ -13968,7 +13969,7 @@ static size_t tqkv__wanted_ahead(const tqkv_cache *c, uint32_t centers, uint32_t
 }
 
 /* Takes centres and scales of the streams whose bits are set from where they lie in the cache: before these are read, and with
-   factors after it. */
+   inverses after it. */
 static void tqkv__take_channels(tqkv_cache *c, uint32_t centers, uint32_t scales)
 {
     for (int i = 0; i < TQKV__CACHE_STREAMS; i++)
