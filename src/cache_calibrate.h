@@ -147,6 +147,7 @@ static TQKV__NOINLINE void tqkv__encode_raw(const tqkv__stream *raw, const tqkv_
             rows[i].inverses = inverses;
             rows[i].codes = tqkv__codes_at(to, kv_head, slot);
             rows[i].norms = tqkv__norms_at(to, kv_head, slot);
+            rows[i].factors = NULL;
             rows[i].half = half ? tqkv__codes_at(newest, kv_head, tqkv__slot(newest, p + i)) : NULL;
         }
         tqkv__codec_for(to->head_dim)->encode_rows(&floats, &q, rows, now);

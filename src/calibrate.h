@@ -259,7 +259,7 @@ static TQKV__NOINLINE double tqkv__head_noise(const tqkv__stream *s, const tqkv_
         memset(&sums, 0, sizeof sums);
         for (int t = 0; t < n_tokens; t++) {
             const void *at = tqkv__source_row(s, src, (size_t)t, (size_t)kv_head);
-            const tqkv__row row = {at, center, inverses, codes, norms, NULL};
+            const tqkv__row row = {at, center, inverses, codes, norms, NULL, NULL};
             tqkv__row_error(s, q, kv_head, &row, error);
             tqkv__add_noise(queries, kv_head, (int)first, n, error, &sums);
         }

@@ -119,6 +119,7 @@ static TQKV__NOINLINE void tqkv__convert_rows(const tqkv__stream *from, const tq
             rows[i].codes = tqkv__codes_at(to, kv_head, target);
             rows[i].norms = tqkv__norms_at(to, kv_head, target);
             rows[i].half = NULL;
+            rows[i].factors = NULL;
         }
         codec->encode_rows(&decoded, &q, rows, now);
     }

@@ -96,6 +96,7 @@ static void tqkv__encode_heads(const tqkv__stream *s, const tqkv__quantiser *q, 
                 rows[n].inverses = tqkv__of_head(s, heads->inverses, i);
                 rows[n].codes = tqkv__codes_at(s, h, slot);
                 rows[n].norms = tqkv__norms_at(s, h, slot);
+                rows[n].factors = NULL;
                 rows[n].half = half ? tqkv__codes_at(halves, h, half_slot) : NULL;
                 if (++n == batch) codec->encode_rows(s, q, rows, n);
                 n %= batch;

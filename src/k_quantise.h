@@ -177,7 +177,7 @@ TQKV__TARGET static void TQKV__(encode_rows)(const tqkv__stream *s, const tqkv__
 {
     enum { buffer = 3072, most_norms = buffer / 32 }; /* 12 KiB: a part of an L1 cache, and of the stack */
     TQKV__ALIGNED float rotated[buffer + 16], norms[most_norms], scales[most_norms]; /* fours are loaded beyond a row */
-    float *sums = scales; /* a row that is quantised needs its scales no more */
+    TQKV__ALIGNED float sums[most_norms];
     TQKV__ALIGNED uint8_t bytes[TQKV_MAX_HEAD_DIM + 64];
     const float *values[most_norms];
     const int batch = buffer / s->head_dim, norms_per_row = s->norms_per_row;
@@ -189,10 +189,13 @@ TQKV__TARGET static void TQKV__(encode_rows)(const tqkv__stream *s, const tqkv__
         }
         if (s->kind == TQKV__HALF) continue;
         TQKV__(norms)(s, values, n, norms, scales);
+        if (s->n_factors > 1) TQKV__(search)(s, q, n, values, rotated, scales, sums);
         for (int i = 0; i < n; i++) {
             const uint8_t *codes =
                 TQKV__(quantise_row)(s, q, values[i], scales + i * norms_per_row, rows[i].codes, bytes);
-            if (s->kind == TQKV__BOOK) TQKV__(centroid_sums)(s, q, codes, sums + i * norms_per_row);
+            if (s->n_factors == 1) TQKV__(centroid_sums)(s, q, codes, sums + i * norms_per_row);
+            if (s->n_factors > 1 && rows[i].factors)
+                memcpy(rows[i].factors, scales + i * norms_per_row, (size_t)norms_per_row * sizeof(float));
         }
         for (int i = n * norms_per_row; i % TQKV__LANES; i++) sums[i] = 1.0f;
         if (s->kind == TQKV__BOOK) TQKV__(correct_norms)(s, n * norms_per_row, sums, norms);

@@ -76,6 +76,8 @@ typedef struct tqkv__stream {
     tqkv_format format;
     int kind, main_bits, upper_bits, book_bits; /* the format's row in TQKV__FORMATS */
     const float *codebook, *boundaries;         /* [1 << book_bits], [(1 << book_bits) - 1]; BOOK only */
+    const float *factors;                       /* [n_factors], which encoding tries; BOOK only */
+    int n_factors;
     int head_dim, n_kv_heads, capacity;
     bool ring, rotated;
     float block_scale;
@@ -170,6 +172,8 @@ static tqkv_result tqkv__stream_shape(const tqkv_store *store, tqkv__stream *s)
     s->book_bits = TQKV__BOOK_BITS(s->format);
     s->codebook = s->book_bits ? TQKV__CODEBOOK(s->book_bits) : NULL;
     s->boundaries = s->book_bits ? TQKV__BOUNDARIES(s->book_bits) : NULL;
+    s->factors = s->book_bits ? TQKV__FACTORS(s->book_bits) : NULL;
+    s->n_factors = TQKV__N_FACTORS(s->book_bits);
     s->head_dim = store->head_dim;
     s->root = tqkv__size_of(s->head_dim)->root;
     s->inverse_root = tqkv__size_of(s->head_dim)->inverse_root;
