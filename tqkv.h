@@ -15,7 +15,7 @@
 
    EXAMPLE
 
-         tqkv_cache_desc desc = {0};              // zero means default: I8 keys, TQ4 values
+         tqkv_cache_desc desc = tqkv_cache_preset(TQKV_SAFE); // or TQKV_SMALL, TQKV_TINY; {0}: all defaults
          desc.head_dim = 128;
          desc.n_kv_heads = 8;
          desc.n_heads = 32;
@@ -358,8 +358,8 @@ typedef enum tqkv_pairs {
 TQKV_API tqkv_result tqkv_calibrate(const tqkv_store *shape, const void *src, int n_tokens, const void *q, int n_heads,
                                     int n_queries, tqkv_pairs pairs, float *center, float *channel_scale);
 /* What the shape's format, centre and scale would add to the logits: the standard deviation of q.(k' - k)/sqrt(head_dim) over
-   the rows k, root mean square over the queries that read the head. With 24 in its first layer Qwen2.5-Coder-0.5B is ruined,
-   with 5 it loses 0.25 nats, with 0.7 it loses 0.026, or with exact ends 0.003. Rows and queries as tqkv_calibrate's, q not NULL;
+   the rows k, root mean square over the queries that read the head. With 20 in its first layer Qwen2.5-Coder-0.5B is ruined,
+   with 5 it loses 0.25 nats, with 0.7 it loses 0.03, or with exact ends 0.003. Rows and queries as tqkv_calibrate's, q not NULL;
    noise: [n_kv_heads], zeros for no tokens or queries, INFINITY if rows decode to NaN. */
 TQKV_API tqkv_result tqkv_logit_noise(const tqkv_store *shape, const void *src, int n_tokens, const void *q,
                                       int n_heads, int n_queries, double *noise);
@@ -1109,6 +1109,7 @@ TQKV_API tqkv_result tqkv_metal_plan_cache_prepare(const tqkv_cache *c, tqkv_met
      >>k-tiles        the scores and the sums of a tile
      >>k-rotate       rows to floats, and the rotation
      >>k-norms        sums of squares, norms
+     >>k-search       the factor whose codes are best for a row
      >>k-quantise     codes, packed, of whole rows
      >>k-table        all of these as a table of functions
      >>k-integer      the loops of integers
@@ -1797,6 +1798,8 @@ typedef struct tqkv__stream {
     tqkv_format format;
     int kind, main_bits, upper_bits, book_bits; /* the format's row in TQKV__FORMATS */
     const float *codebook, *boundaries;         /* [1 << book_bits], [(1 << book_bits) - 1]; BOOK only */
+    const float *factors;                       /* [n_factors], which encoding tries; BOOK only */
+    int n_factors;
     int head_dim, n_kv_heads, capacity;
     bool ring, rotated;
     float block_scale;
@@ -1891,6 +1894,8 @@ static tqkv_result tqkv__stream_shape(const tqkv_store *store, tqkv__stream *s)
     s->book_bits = TQKV__BOOK_BITS(s->format);
     s->codebook = s->book_bits ? TQKV__CODEBOOK(s->book_bits) : NULL;
     s->boundaries = s->book_bits ? TQKV__BOUNDARIES(s->book_bits) : NULL;
+    s->factors = s->book_bits ? TQKV__FACTORS(s->book_bits) : NULL;
+    s->n_factors = TQKV__N_FACTORS(s->book_bits);
     s->head_dim = store->head_dim;
     s->root = tqkv__size_of(s->head_dim)->root;
     s->inverse_root = tqkv__size_of(s->head_dim)->inverse_root;
@@ -2650,9 +2655,9 @@ static float tqkv__norm_i8(float largest, float *scale)
     return TQKV__AS_FLOAT(largest / steps);
 }
 
-/* Sums of squares of a TQ row, one for each norm, in the order of a GPU's group of 32 (or 16) lanes: each lane adds the
-   squares of its neighbours in order, then an xor-tree adds the lanes that share a norm. */
-static void tqkv__sums_tq(const tqkv__stream *s, const float *y, float *sums)
+/* Sums of products of a TQ row, one for each norm, in the order of a GPU's group of 32 (or 16) lanes: each lane adds the
+   products of its neighbours in order, then an xor-tree adds the lanes that share a norm. x, y: [head_dim] */
+static void tqkv__sums_of_products(const tqkv__stream *s, const float *x, const float *y, float *sums)
 {
     float lanes[32], other[32];
     const int n_lanes = TQKV__NORM_LANES(s->head_dim);
@@ -2660,7 +2665,7 @@ static void tqkv__sums_tq(const tqkv__stream *s, const float *y, float *sums)
     for (int l = 0; l < n_lanes; l++) {
         lanes[l] = 0.0f;
         for (int e = l * per_lane; e < (l + 1) * per_lane; e++)
-            lanes[l] = TQKV__AS_FLOAT(lanes[l] + tqkv__rounded(y[e] * y[e]));
+            lanes[l] = TQKV__AS_FLOAT(lanes[l] + tqkv__rounded(x[e] * y[e]));
     }
     for (int distance = 1; distance < lanes_per_norm; distance *= 2) {
         memcpy(other, lanes, sizeof other);
@@ -2671,18 +2676,17 @@ static void tqkv__sums_tq(const tqkv__stream *s, const float *y, float *sums)
 
 static void tqkv__norms_tq(const tqkv__stream *s, const float *y, float *norms, float *scales)
 {
-    tqkv__sums_tq(s, y, norms);
+    tqkv__sums_of_products(s, y, y, norms);
     for (int b = 0; b < s->norms_per_row; b++) norms[b] = tqkv__norm_tq(s, norms[b], &scales[b]);
 }
 
 /* Quantising shortens a row by its error, and with it every score. The stored norm makes the decoded row as long as the
-   row was: norm * sqrt(D)/|c|, where c are the centroids of the codes. Blocks: norm * block_scale / RMS of c. */
-static void tqkv__correct_norms(const tqkv__stream *s, const float *centroids, float *norms)
+   row was: norm * sqrt(D)/|c|, where c are the centroids of the codes. Blocks: norm * block_scale / RMS of c. sums: of the
+   squares of c */
+static void tqkv__correct_norms(const tqkv__stream *s, const float *sums, float *norms)
 {
-    float sums[TQKV_MAX_HEAD_DIM / 256];
     const bool one = s->norms_per_row == 1;
     const float root = one ? s->root : s->block_scale;
-    tqkv__sums_tq(s, centroids, sums);
     for (int b = 0; b < s->norms_per_row; b++) {
         const float length = TQKV__AS_FLOAT(sqrtf(one ? sums[b] : TQKV__AS_FLOAT(sums[b] / 256.0f)));
         const float factor = tqkv__rounded(root / length);
@@ -2861,6 +2865,10 @@ typedef struct tqkv__quantiser {
     float squares[32];         /* of the positive centroids, up to 6 bits */
     float squares_by_code[16]; /* of all centroids, up to 4 bits; 2 and 3 bits: repeated */
     uint8_t planes[4][128];    /* TQ8: byte p of each bound in planes[p], for byte look-ups */
+    float centroids[32];       /* the positive ones, up to 6 bits */
+    /* Of each cell, from 5 bits up: the bound that a value there is compared with, the centroid below it, the one above. Where
+       tables do not fit registers one load takes all. */
+    float entries[256][4];
 } tqkv__quantiser;
 
 static void tqkv__quantiser_open(const tqkv__stream *s, tqkv__quantiser *q)
@@ -2881,23 +2889,31 @@ static void tqkv__quantiser_open(const tqkv__stream *s, tqkv__quantiser *q)
     for (; cell < 256; cell++) q->below[cell] = (uint8_t)n;
     for (int i = n; i < 128; i++) q->bounds[i] = INFINITY;
     for (int i = 0; i < 32; i++) {
-        const float centroid = i <= n ? s->codebook[n + 1 + i] : 0.0f;
-        q->squares[i] = TQKV__AS_FLOAT(centroid * centroid);
+        q->centroids[i] = i <= n ? s->codebook[n + 1 + i] : 0.0f;
+        q->squares[i] = TQKV__AS_FLOAT(q->centroids[i] * q->centroids[i]);
     }
     for (int i = 0; i < 16; i++) {
         const float centroid = bits <= 4 ? s->codebook[i % (1 << bits)] : 0.0f;
         q->squares_by_code[i] = TQKV__AS_FLOAT(centroid * centroid);
     }
     if (bits == 8) tqkv__split_floats(q->bounds, 128, q->planes);
+    for (int i = 0; i < 1 << bits && bits > 4; i++) {
+        const int below = q->below[i];
+        q->entries[i][0] = q->bounds[below];
+        q->entries[i][1] = s->codebook[n + 1 + below];
+        q->entries[i][2] = s->codebook[n + 1 + (below < n ? below + 1 : n)];
+        q->entries[i][3] = 0.0f;
+    }
 }
 
-/* Source and destination of a row. src, of the stream's type, center and inverses (or NULL): [head_dim], codes: [row_bytes],
-   norms: [norms_per_row], half: [2 * head_dim] or NULL, takes the rotated row as halves, too */
+/* Source and destination of a row. src, of the stream's type, center and inverses (or NULL): [head_dim], codes: [row_bytes], norms,
+   and factors (or NULL), those that a search chose: [norms_per_row]; half: [2 * head_dim] or NULL, takes the rotated row as halves,
+   too */
 typedef struct tqkv__row {
     const void *src;
     const float *center, *inverses; /* inverses: see tqkv__inverses_of */
     uint8_t *codes;
-    float *norms;
+    float *norms, *factors;
     uint8_t *half;
 } tqkv__row;
 
@@ -2910,9 +2926,38 @@ static void tqkv__store_halves(const float *x, int n, uint8_t *to)
     }
 }
 
+/* The norm of a row is not the scale that its values are best coded with. Tries the format's factors on the scaled values of
+   a row, and takes for each norm the first whose codes are nearest in direction: the largest (sum of v*c)^2 / (sum of c*c),
+   c being the codes' centroids; the first of all if that is NaN. v: [head_dim] -> codes: [head_dim], squares: sums of c*c,
+   factors: both [norms_per_row] */
+static TQKV__NOINLINE void tqkv__search_row(const tqkv__stream *s, const float *v, uint8_t *codes, float *squares,
+                                            float *factors)
+{
+    enum { most_norms = TQKV_MAX_HEAD_DIM / 256 };
+    float centroids[TQKV_MAX_HEAD_DIM], best[most_norms], products[most_norms], sums[most_norms];
+    uint8_t tried[TQKV_MAX_HEAD_DIM];
+    const size_t n = (size_t)s->norm_dim;
+    for (int f = 0; f < s->n_factors; f++) {
+        for (int i = 0; i < s->head_dim; i++) {
+            tried[i] = (uint8_t)tqkv__quantise(s->boundaries, s->book_bits, TQKV__AS_FLOAT(v[i] * s->factors[f]));
+            centroids[i] = s->codebook[tried[i]];
+        }
+        tqkv__sums_of_products(s, v, centroids, products);
+        tqkv__sums_of_products(s, centroids, centroids, sums);
+        for (int b = 0; b < s->norms_per_row; b++) {
+            const float share = TQKV__AS_FLOAT(tqkv__rounded(products[b] * products[b]) / sums[b]);
+            if (f > 0 && !(share > best[b])) continue;
+            best[b] = share;
+            squares[b] = sums[b];
+            factors[b] = s->factors[f];
+            memcpy(codes + (size_t)b * n, tried + (size_t)b * n, n);
+        }
+    }
+}
+
 static TQKV__NOINLINE void tqkv__encode_row(const tqkv__stream *s, const tqkv__row *row)
 {
-    float x[TQKV_MAX_HEAD_DIM];
+    float x[TQKV_MAX_HEAD_DIM], squares[TQKV_MAX_HEAD_DIM / 256], factors[TQKV_MAX_HEAD_DIM / 256];
     uint8_t codes[TQKV_MAX_HEAD_DIM];
     tqkv__widen_row(s->type, row->src, row->center, row->inverses, s->head_dim, x);
     if (row->half) {
@@ -2929,12 +2974,12 @@ static TQKV__NOINLINE void tqkv__encode_row(const tqkv__stream *s, const tqkv__r
     for (int i = 0; i < s->head_dim; i++) {
         if (s->kind == TQKV__GRID) {
             codes[i] = tqkv__quantise_i8(x[i]);
-        } else {
-            codes[i] = (uint8_t)tqkv__quantise(s->boundaries, s->book_bits, x[i]);
-            x[i] = s->codebook[codes[i]];
         }
     }
-    if (s->kind == TQKV__BOOK) tqkv__correct_norms(s, x, row->norms);
+    if (s->kind == TQKV__BOOK) {
+        tqkv__search_row(s, x, codes, squares, row->factors ? row->factors : factors);
+        tqkv__correct_norms(s, squares, row->norms);
+    }
     tqkv__pack(s, codes, row->codes);
 }
 
@@ -3089,6 +3134,7 @@ static void tqkv__encode_heads(const tqkv__stream *s, const tqkv__quantiser *q, 
                 rows[n].inverses = tqkv__of_head(s, heads->inverses, i);
                 rows[n].codes = tqkv__codes_at(s, h, slot);
                 rows[n].norms = tqkv__norms_at(s, h, slot);
+                rows[n].factors = NULL;
                 rows[n].half = half ? tqkv__codes_at(halves, h, half_slot) : NULL;
                 if (++n == batch) codec->encode_rows(s, q, rows, n);
                 n %= batch;
@@ -3410,6 +3456,7 @@ static TQKV__NOINLINE void tqkv__convert_rows(const tqkv__stream *from, const tq
             rows[i].codes = tqkv__codes_at(to, kv_head, target);
             rows[i].norms = tqkv__norms_at(to, kv_head, target);
             rows[i].half = NULL;
+            rows[i].factors = NULL;
         }
         codec->encode_rows(&decoded, &q, rows, now);
     }
@@ -3516,7 +3563,7 @@ static TQKV__NOINLINE void tqkv__add_moments(const tqkv__stream *s, int kv_head,
         const double square = (double)x[d] * (double)x[d];
         m->second += square;
         m->fourth += square * square;
-        m->beyond += fabsf(x[d]) > last;
+        m->beyond += fabsf(tqkv__rounded(x[d] * (row->factors ? row->factors[d / s->norm_dim] : 1.0f))) > last;
     }
     tqkv__decode_row(s, row->codes, row->norms, x);
     codec->widen(s->type, row->src, NULL, NULL, s->head_dim, source);
@@ -3559,7 +3606,7 @@ TQKV_API tqkv_result tqkv_measure(const tqkv_store *shape, const void *src, int 
     tqkv__quantiser q;
     tqkv__moments m;
     uint8_t codes[2 * TQKV_MAX_HEAD_DIM];
-    float norms[TQKV_MAX_HEAD_DIM / 128], room[TQKV_MAX_HEAD_DIM];
+    float norms[TQKV_MAX_HEAD_DIM / 128], factors[TQKV_MAX_HEAD_DIM / 256], room[TQKV_MAX_HEAD_DIM];
     tqkv_result r = tqkv__stream_shape(shape, &s);
     if (r == TQKV_OK) r = tqkv__stream_channels(shape, &s);
     const size_t out_size = (size_t)s.n_kv_heads * sizeof *out;
@@ -3575,7 +3622,8 @@ TQKV_API tqkv_result tqkv_measure(const tqkv_store *shape, const void *src, int 
         const float *inverses = tqkv__inverses_of(&s, h, 1, room);
         for (int t = 0; t < n_tokens; t++) {
             const void *at = tqkv__source_row(&s, src, (size_t)t, (size_t)h);
-            const tqkv__row row = {at, tqkv__center_of(&s, h), inverses, codes, norms, NULL};
+            const tqkv__row row = {at,    tqkv__center_of(&s, h),           inverses, codes,
+                                   norms, s.n_factors > 1 ? factors : NULL, NULL};
             codec->encode_rows(&s, &q, &row, 1);
             tqkv__add_moments(&s, h, &row, &m);
         }
@@ -3870,7 +3918,7 @@ static TQKV__NOINLINE double tqkv__head_noise(const tqkv__stream *s, const tqkv_
         memset(&sums, 0, sizeof sums);
         for (int t = 0; t < n_tokens; t++) {
             const void *at = tqkv__source_row(s, src, (size_t)t, (size_t)kv_head);
-            const tqkv__row row = {at, center, inverses, codes, norms, NULL};
+            const tqkv__row row = {at, center, inverses, codes, norms, NULL, NULL};
             tqkv__row_error(s, q, kv_head, &row, error);
             tqkv__add_noise(queries, kv_head, (int)first, n, error, &sums);
         }
@@ -5973,6 +6021,262 @@ TQKV__TARGET static void TQKV__(scale_row)(const tqkv__stream *s, float *row, fl
         TQKV__(store)(row + d, TQKV__(load)(row + d) * TQKV__(set1)(scales[d / s->norm_dim]));
 }
 
+/* >>k-search: the factors of a few rows, by vectors; what tqkv__search_row does with one. */
+
+/* The scaled values of a row in the places that the sums take: element e of the lanes of a vector side by side, a vector of
+   each lane's next element n_lanes further on. So the sums of lanes are sums of vectors. Magnitudes are enough: codebooks are
+   symmetric, a value has the sign of its centroid, and a product of 0 adds nothing. */
+typedef struct TQKV__(turned) {
+    TQKV__ALIGNED float sizes[TQKV_MAX_HEAD_DIM];
+    TQKV__ALIGNED int32_t less[TQKV_MAX_HEAD_DIM];  /* -1 for positive values, see TQKV__(fold) */
+    TQKV__ALIGNED int32_t cells[TQKV_MAX_HEAD_DIM]; /* scratch */
+} TQKV__(turned);
+
+/* NaN becomes infinity, which is no larger with any factor either, and has the square of NaN's code. */
+TQKV__OP void TQKV__(turn_value)(TQKV__(turned) * t, int at, TQKV__VECTOR v)
+{
+    const TQKV__(words) positive = (TQKV__(words))(v > TQKV__(set1)(0.0f));
+    TQKV__(store)(t->sizes + at, TQKV__(abs)(TQKV__(max)(v, TQKV__(set1)(-INFINITY))));
+    memcpy(t->less + at, &positive, sizeof positive);
+}
+
+/* Lanes of three values and more: loads of four neighbours; reads up to three floats behind the last lane. Shorter ones: a load
+   has the values of two or four lanes, which come to different vectors. per_lane: a constant for 1, 2 and 4. v: [head_dim] */
+TQKV__OP void TQKV__(turn_places)(const int per_lane, int n_lanes, const float *v, TQKV__(turned) * t)
+{
+    const int together = per_lane < 3 ? 4 / per_lane : 1, run = together * per_lane;
+    for (int lane = 0; lane < n_lanes; lane += together * TQKV__LANES)
+        for (int e = 0; e < run; e += 4) {
+            TQKV__VECTOR four[4];
+            TQKV__UNROLL
+            for (int i = 0; i < 4; i++) four[i] = TQKV__(load_fours)(v + lane * per_lane + i * run + e, 4 * run);
+            TQKV__(transpose)(4, four);
+            TQKV__UNROLL
+            for (int i = 0; i < 4; i++)
+                if (per_lane < 3)
+                    TQKV__(turn_value)(t, i % per_lane * n_lanes + lane + i / per_lane * TQKV__LANES, four[i]);
+                else if (e + i < run)
+                    TQKV__(turn_value)(t, (e + i) * n_lanes + lane, four[i]);
+        }
+}
+
+/* y: [head_dim], scales: [norms_per_row] -> v: scaled, [head_dim] and room for three more, and turned */
+TQKV__OP void TQKV__(turn_row)(const tqkv__stream *s, const float *y, const float *scales, float *v, TQKV__(turned) * t)
+{
+    const int n_lanes = TQKV__NORM_LANES(s->head_dim), per_lane = s->head_dim / n_lanes;
+    for (int b = 0, d = 0; b < s->norms_per_row; b++)
+        for (const int end = d + s->norm_dim; d < end; d += TQKV__LANES)
+            TQKV__(store)(v + d, TQKV__(load)(y + d) * TQKV__(set1)(scales[b]));
+    if (per_lane == 1)
+        TQKV__(turn_places)(1, n_lanes, v, t);
+    else if (per_lane == 2)
+        TQKV__(turn_places)(2, n_lanes, v, t);
+    else if (per_lane == 4)
+        TQKV__(turn_places)(4, n_lanes, v, t);
+    else
+        TQKV__(turn_places)(per_lane, n_lanes, v, t);
+}
+
+/* Codebooks whose tables do not fit registers */
+#define TQKV__BY_ENTRIES(bits) ((bits) > (TQKV__LANES == 16 ? 6 : 4))
+
+/* Sizes times a factor, and the next float below where the value is positive: see TQKV__(fold). */
+TQKV__OP TQKV__VECTOR TQKV__(sizes_times)(const TQKV__(turned) * t, int at, TQKV__VECTOR factor)
+{
+    const TQKV__VECTOR size = TQKV__(load)(t->sizes + at) * factor;
+    TQKV__VECTOR w;
+    TQKV__(words) bits, less;
+    memcpy(&bits, &size, sizeof bits);
+    memcpy(&less, t->less + at, sizeof less);
+    bits += less;
+    memcpy(&w, &bits, sizeof w);
+    return w;
+}
+
+/* The tables of a codebook of up to 6 bits, in registers */
+typedef struct TQKV__(book) {
+    TQKV__VECTOR slope, top, bounds[2], centroids[2];
+    TQKV__(codes) below[4];
+} TQKV__(book);
+
+TQKV__OP void TQKV__(load_book)(const int bits, const tqkv__quantiser *q, TQKV__(book) * book)
+{
+    book->slope = TQKV__(set1)(q->slope);
+    book->top = TQKV__(set1)(q->top);
+    TQKV__(load_below)(bits, q->below, book->below);
+    for (int i = 0; i < 2; i++) {
+        book->bounds[i] = TQKV__(load)(q->bounds + i * TQKV__LANES);
+        book->centroids[i] = TQKV__(load)(q->centroids + i * TQKV__LANES);
+    }
+}
+
+TQKV__OP TQKV__(codes) TQKV__(cells)(const TQKV__(book) * book, TQKV__VECTOR w)
+{
+    return TQKV__(truncate)(TQKV__(min)(w * book->slope, book->top));
+}
+
+/* The centroids of sizes_times; bits is a constant. For 3 bits three comparisons are quicker than a cell. Tables that do not fit
+   registers: bound and centroids of each cell by one load; cells: of w, stored */
+TQKV__OP TQKV__VECTOR TQKV__(nearest)(const int bits, const tqkv__quantiser *q, const TQKV__(book) * book,
+                                      const int32_t *cells, TQKV__VECTOR w)
+{
+    TQKV__(codes) index;
+    TQKV__VECTOR four[4];
+    memset(&index, 0, sizeof index);
+    const TQKV__(codes) none = index;
+    if (TQKV__BY_ENTRIES(bits)) {
+        TQKV__UNROLL
+        for (int i = 0; i < 4; i++) four[i] = TQKV__(load_entries)(q->entries, cells + i);
+        TQKV__(transpose)(4, four);
+        return TQKV__(choose)(four[0], w, four[1], four[2]);
+    }
+    if (bits == 3) {
+        TQKV__UNROLL
+        for (int b = 0; b < 3; b++) index = TQKV__(code_from)(index, TQKV__(set1)(q->bounds[b]), w, none);
+        return TQKV__(bound)(bits, book->centroids, index);
+    }
+    index = TQKV__(below)(bits, book->below, TQKV__(cells)(book, w));
+    index = TQKV__(code_from)(index, TQKV__(bound)(bits, book->bounds, index), w, none);
+    return TQKV__(bound)(bits, book->centroids, index);
+}
+
+/* The sums of v*c and of c*c of each lane: lanes[2f], lanes[2f + 1] of factor f */
+enum { TQKV__(sums_tried) = 2 * TQKV__MOST_FACTORS };
+TQKV__OP void TQKV__(try_factors)(const int bits, const tqkv__stream *s, const tqkv__quantiser *q, TQKV__(turned) * t,
+                                  float (*lanes)[32])
+{
+    const int n_lanes = TQKV__NORM_LANES(s->head_dim);
+    TQKV__(book) book;
+    TQKV__(load_book)(bits, q, &book);
+    for (int f = 0; f < TQKV__MOST_FACTORS; f++) {
+        const TQKV__VECTOR factor = TQKV__(set1)(s->factors[f]);
+        for (int at = 0; at < s->head_dim && TQKV__BY_ENTRIES(bits); at += TQKV__LANES) {
+            const TQKV__(codes) cells = TQKV__(cells)(&book, TQKV__(sizes_times)(t, at, factor));
+            memcpy(t->cells + at, &cells, sizeof cells);
+        }
+        for (int lane = 0; lane < n_lanes; lane += TQKV__LANES) {
+            TQKV__VECTOR products = TQKV__(set1)(0.0f), squares = products;
+            for (int at = lane; at < s->head_dim; at += n_lanes) {
+                const TQKV__VECTOR c =
+                    TQKV__(nearest)(bits, q, &book, t->cells + at, TQKV__(sizes_times)(t, at, factor));
+                products += TQKV__(rounded)(TQKV__(load)(t->sizes + at) * c);
+                squares += TQKV__(rounded)(c * c);
+            }
+            TQKV__(store)(lanes[2 * f] + lane, products);
+            TQKV__(store)(lanes[2 * f + 1] + lane, squares);
+        }
+    }
+}
+
+/* Adds lanes that are 1 << stage apart: places with that bit clear have the sums of a, the others those of b. */
+TQKV__OP TQKV__VECTOR TQKV__(add_pairs)(const int stage, TQKV__VECTOR a, TQKV__VECTOR b)
+{
+    return TQKV__(even)(stage, a, b) + TQKV__(odd)(stage, a, b);
+}
+
+/* The xor-tree of tqkv__sums_of_products over `together` vectors of lanes, for all sums: sum k in x[k / LANES], place
+   k % LANES. Of 16 places where a norm has 8 lanes, the last step is left out. */
+TQKV__OP void TQKV__(add_tried)(const float (*lanes)[32], int at, int together, bool whole, TQKV__VECTOR *x)
+{
+    TQKV__UNROLL
+    for (int k = 0; k < TQKV__(sums_tried); k++) {
+        const float *from = lanes[k] + at;
+        x[k] = TQKV__(load)(from);
+        if (together > 1) x[k] += TQKV__(load)(from + TQKV__LANES);
+        if (together > 2) x[k] += TQKV__(load)(from + 2 * TQKV__LANES) + TQKV__(load)(from + 3 * TQKV__LANES);
+    }
+    TQKV__UNROLL
+    for (int stage = 0; stage < 4; stage++) {
+        const int last = (TQKV__(sums_tried) - 1) >> stage;
+        if (1 << stage >= TQKV__LANES || (stage == 3 && !whole)) continue;
+        TQKV__UNROLL
+        for (int i = 0; i < TQKV__(sums_tried); i += 2)
+            if (i <= last) x[i / 2] = TQKV__(add_pairs)(stage, x[i], x[i < last ? i + 1 : i]);
+    }
+}
+
+/* lanes, of `together` vectors whose values came in one load -> sums: [n_norms][16] */
+TQKV__OP void TQKV__(add_norms)(int n_lanes, int together, int n_norms, const float (*lanes)[32], float (*sums)[16])
+{
+    enum { vectors = (TQKV__(sums_tried) + TQKV__LANES - 1) / TQKV__LANES };
+    const int step = together * TQKV__LANES, per_norm = n_lanes / step / n_norms;
+    TQKV__VECTOR x[TQKV__(sums_tried)], all[8][vectors];
+    for (int b = 0; b < n_norms && per_norm; b++, sums++) {
+        for (int g = 0; g < per_norm; g++) {
+            TQKV__(add_tried)(lanes, (b * per_norm + g) * step, together, true, x);
+            TQKV__UNROLL
+            for (int i = 0; i < vectors; i++) all[g][i] = x[i];
+        }
+        for (int near = 1; near < per_norm; near *= 2)
+            for (int g = 0; g < per_norm; g += 2 * near) TQKV__UNROLL
+        for (int i = 0; i < vectors; i++) all[g][i] += all[g + near][i];
+        memcpy(sums, all[0], sizeof all[0]);
+    }
+    for (int b = 0; b < n_norms && !per_norm && TQKV__LANES == 16; b += 2, sums += 2) {
+        TQKV__(add_tried)(lanes, b * 8, 1, false, x);
+        TQKV__(store)(sums[0], TQKV__(even)(3, x[0], x[1]));
+        TQKV__(store)(sums[1], TQKV__(odd)(3, x[0], x[1]));
+    }
+}
+
+/* Turns one row and tries the factors: sums as in add_norms */
+TQKV__TARGET static TQKV__NOINLINE void TQKV__(search_row)(const tqkv__stream *s, const tqkv__quantiser *q,
+                                                           const float *y, const float *scales, float *v,
+                                                           float (*sums)[16])
+{
+    TQKV__(turned) t;
+    TQKV__ALIGNED float lanes[TQKV__(sums_tried)][32];
+    const int n_lanes = TQKV__NORM_LANES(s->head_dim), per_lane = s->head_dim / n_lanes;
+    TQKV__(turn_row)(s, y, scales, v, &t);
+    if (s->book_bits == 3)
+        TQKV__(try_factors)(3, s, q, &t, lanes);
+    else if (s->book_bits == 4)
+        TQKV__(try_factors)(4, s, q, &t, lanes);
+    else if (s->book_bits == 5 && TQKV__LANES == 16)
+        TQKV__(try_factors)(5, s, q, &t, lanes);
+    else if (s->book_bits == 6 && TQKV__LANES == 16)
+        TQKV__(try_factors)(6, s, q, &t, lanes);
+    else
+        TQKV__(try_factors)(8, s, q, &t, lanes);
+    TQKV__(add_norms)(n_lanes, per_lane < 3 ? 4 / per_lane : 1, s->norms_per_row, (const float(*)[32])lanes, sums);
+}
+
+/* The best factors of n norms, each the first of the largest (sum v*c)^2 / (sum c*c), and their sums of c*c. tried: [n][16],
+   factors, squares: [n]; room for whole vectors */
+TQKV__OP void TQKV__(choose_factors)(const tqkv__stream *s, int n, float (*tried)[16], float *factors, float *squares)
+{
+    for (int first = 0; first < n; first += TQKV__LANES) {
+        TQKV__ALIGNED float sums[TQKV__(sums_tried)][TQKV__LANES];
+        TQKV__VECTOR best = TQKV__(set1)(0.0f), factor = best, square = best;
+        for (int k = 0; k < TQKV__(sums_tried); k++)
+            for (int i = 0; i < TQKV__LANES; i++) sums[k][i] = first + i < n ? tried[first + i][k] : 1.0f;
+        for (int f = 0; f < TQKV__MOST_FACTORS; f++) {
+            const TQKV__VECTOR u = TQKV__(load)(sums[2 * f]), t = TQKV__(load)(sums[2 * f + 1]);
+            const TQKV__VECTOR share = TQKV__(rounded)(u * u) / t;
+            factor = f ? TQKV__(choose)(share, best, TQKV__(set1)(s->factors[f]), factor) : TQKV__(set1)(s->factors[f]);
+            square = f ? TQKV__(choose)(share, best, t, square) : t;
+            best = f ? TQKV__(choose)(share, best, share, best) : share;
+        }
+        TQKV__(store)(factors + first, factor);
+        TQKV__(store)(squares + first, square);
+    }
+}
+
+/* Scales a few rows; then their scales become the factors of the search. values: [n_rows], of which each becomes a row of
+   `rows`, [n_rows][head_dim] and room for three more; scales, squares: [n_rows][norms_per_row] and room for whole vectors */
+TQKV__TARGET static void TQKV__(search)(const tqkv__stream *s, const tqkv__quantiser *q, int n_rows,
+                                        const float **values, float *rows, float *scales, float *squares)
+{
+    enum { most = 96 };
+    float tried[most][16];
+    const int n = s->norms_per_row;
+    for (int i = 0; i < n_rows; i++, rows += s->head_dim) {
+        TQKV__(search_row)(s, q, values[i], scales + i * n, rows, tried + i * n);
+        values[i] = rows;
+    }
+    TQKV__(choose_factors)(s, n_rows * n, tried, scales, squares);
+}
+
 /* >>k-quantise: codes, packed, of whole rows. */
 
 /* As tqkv__quantise, with the cells of tqkv__quantiser. bits is a constant, 4 for fewer, too. */
@@ -6152,7 +6456,7 @@ TQKV__TARGET static void TQKV__(encode_rows)(const tqkv__stream *s, const tqkv__
 {
     enum { buffer = 3072, most_norms = buffer / 32 }; /* 12 KiB: a part of an L1 cache, and of the stack */
     TQKV__ALIGNED float rotated[buffer + 16], norms[most_norms], scales[most_norms]; /* fours are loaded beyond a row */
-    float *sums = scales; /* a row that is quantised needs its scales no more */
+    TQKV__ALIGNED float sums[most_norms];
     TQKV__ALIGNED uint8_t bytes[TQKV_MAX_HEAD_DIM + 64];
     const float *values[most_norms];
     const int batch = buffer / s->head_dim, norms_per_row = s->norms_per_row;
@@ -6164,10 +6468,13 @@ TQKV__TARGET static void TQKV__(encode_rows)(const tqkv__stream *s, const tqkv__
         }
         if (s->kind == TQKV__HALF) continue;
         TQKV__(norms)(s, values, n, norms, scales);
+        if (s->n_factors > 1) TQKV__(search)(s, q, n, values, rotated, scales, sums);
         for (int i = 0; i < n; i++) {
             const uint8_t *codes =
                 TQKV__(quantise_row)(s, q, values[i], scales + i * norms_per_row, rows[i].codes, bytes);
-            if (s->kind == TQKV__BOOK) TQKV__(centroid_sums)(s, q, codes, sums + i * norms_per_row);
+            if (s->n_factors == 1) TQKV__(centroid_sums)(s, q, codes, sums + i * norms_per_row);
+            if (s->n_factors > 1 && rows[i].factors)
+                memcpy(rows[i].factors, scales + i * norms_per_row, (size_t)norms_per_row * sizeof(float));
         }
         for (int i = n * norms_per_row; i % TQKV__LANES; i++) sums[i] = 1.0f;
         if (s->kind == TQKV__BOOK) TQKV__(correct_norms)(s, n * norms_per_row, sums, norms);
@@ -7319,6 +7626,7 @@ static const tqkv__integers TQKV__I(integers) = {&TQKV__(isa),
 #undef TQKV__ADD_PIECES
 #undef TQKV__ADD_QUARTERS
 #undef TQKV__BYTES
+#undef TQKV__BY_ENTRIES
 #undef TQKV__BY_FOUR_ROWS
 #undef TQKV__BY_PARTS
 #undef TQKV__BY_PIECES
@@ -7721,6 +8029,19 @@ TQKV__OP __m512i tqkv__code_from_avx512(__m512i count, __m512 bound, __m512 w, _
 {
     const __mmask16 above = _mm512_cmp_ps_mask(bound, w, _CMP_LE_OQ);
     return _mm512_xor_si512(_mm512_mask_sub_epi32(count, above, count, _mm512_set1_epi32(-1)), side);
+}
+/* above where bound <= w, else below */
+TQKV__OP __m512 tqkv__choose_avx512(__m512 bound, __m512 w, __m512 below, __m512 above)
+{
+    return _mm512_mask_blend_ps(_mm512_cmp_ps_mask(bound, w, _CMP_LE_OQ), below, above);
+}
+/* The entries of every fourth cell, side by side */
+TQKV__OP __m512 tqkv__load_entries_avx512(const float (*entries)[4], const int32_t *cells)
+{
+    __m512 x = _mm512_castps128_ps512(_mm_loadu_ps(entries[cells[0]]));
+    x = _mm512_insertf32x4(x, _mm_loadu_ps(entries[cells[4]]), 1);
+    x = _mm512_insertf32x4(x, _mm_loadu_ps(entries[cells[8]]), 2);
+    return _mm512_insertf32x4(x, _mm_loadu_ps(entries[cells[12]]), 3);
 }
 TQKV__OP __m512i tqkv__quantise_i8_avx512(__m512 v)
 {
@@ -8154,6 +8475,16 @@ TQKV__OP __m256i tqkv__code_from_avx2(__m256i count, __m256 bound, __m256 w, __m
     const __m256i above = _mm256_castps_si256(_mm256_cmp_ps(bound, w, _CMP_LE_OQ));
     return _mm256_xor_si256(_mm256_sub_epi32(count, above), side);
 }
+/* above where bound <= w, else below */
+TQKV__OP __m256 tqkv__choose_avx2(__m256 bound, __m256 w, __m256 below, __m256 above)
+{
+    return _mm256_blendv_ps(below, above, _mm256_cmp_ps(bound, w, _CMP_LE_OQ));
+}
+/* The entries of every fourth cell, side by side */
+TQKV__OP __m256 tqkv__load_entries_avx2(const float (*entries)[4], const int32_t *cells)
+{
+    return _mm256_set_m128(_mm_loadu_ps(entries[cells[4]]), _mm_loadu_ps(entries[cells[0]]));
+}
 TQKV__OP __m256i tqkv__quantise_i8_avx2(__m256 v)
 {
     v = _mm256_max_ps(_mm256_min_ps(v, _mm256_set1_ps(127.0f)), _mm256_set1_ps(-127.0f));
@@ -8528,6 +8859,15 @@ TQKV__OP float32x4_t tqkv__bound_neon(const int bits, const float32x4_t *bounds,
 TQKV__OP uint32x4_t tqkv__code_from_neon(uint32x4_t count, float32x4_t bound, float32x4_t w, uint32x4_t side)
 {
     return veorq_u32(vsubq_u32(count, vcleq_f32(bound, w)), side);
+}
+/* above where bound <= w, else below */
+TQKV__OP float32x4_t tqkv__choose_neon(float32x4_t bound, float32x4_t w, float32x4_t below, float32x4_t above)
+{
+    return vbslq_f32(vcleq_f32(bound, w), above, below);
+}
+TQKV__OP float32x4_t tqkv__load_entries_neon(const float (*entries)[4], const int32_t *cells)
+{
+    return vld1q_f32(entries[*cells]);
 }
 TQKV__OP uint32x4_t tqkv__quantise_i8_neon(float32x4_t v)
 {
@@ -13106,6 +13446,7 @@ static TQKV__NOINLINE void tqkv__encode_raw(const tqkv__stream *raw, const tqkv_
             rows[i].inverses = inverses;
             rows[i].codes = tqkv__codes_at(to, kv_head, slot);
             rows[i].norms = tqkv__norms_at(to, kv_head, slot);
+            rows[i].factors = NULL;
             rows[i].half = half ? tqkv__codes_at(newest, kv_head, tqkv__slot(newest, p + i)) : NULL;
         }
         tqkv__codec_for(to->head_dim)->encode_rows(&floats, &q, rows, now);
