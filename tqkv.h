@@ -15,7 +15,7 @@
 
    EXAMPLE
 
-         tqkv_cache_desc desc = {0};              // zero means default: I8 keys, TQ4 values
+         tqkv_cache_desc desc = tqkv_cache_preset(TQKV_SAFE); // or TQKV_SMALL, TQKV_TINY; {0}: all defaults
          desc.head_dim = 128;
          desc.n_kv_heads = 8;
          desc.n_heads = 32;
@@ -358,8 +358,8 @@ typedef enum tqkv_pairs {
 TQKV_API tqkv_result tqkv_calibrate(const tqkv_store *shape, const void *src, int n_tokens, const void *q, int n_heads,
                                     int n_queries, tqkv_pairs pairs, float *center, float *channel_scale);
 /* What the shape's format, centre and scale would add to the logits: the standard deviation of q.(k' - k)/sqrt(head_dim) over
-   the rows k, root mean square over the queries that read the head. With 24 in its first layer Qwen2.5-Coder-0.5B is ruined,
-   with 5 it loses 0.25 nats, with 0.7 it loses 0.026, or with exact ends 0.003. Rows and queries as tqkv_calibrate's, q not NULL;
+   the rows k, root mean square over the queries that read the head. With 20 in its first layer Qwen2.5-Coder-0.5B is ruined,
+   with 5 it loses 0.25 nats, with 0.7 it loses 0.03, or with exact ends 0.003. Rows and queries as tqkv_calibrate's, q not NULL;
    noise: [n_kv_heads], zeros for no tokens or queries, INFINITY if rows decode to NaN. */
 TQKV_API tqkv_result tqkv_logit_noise(const tqkv_store *shape, const void *src, int n_tokens, const void *q,
                                       int n_heads, int n_queries, double *noise);
@@ -1109,6 +1109,7 @@ TQKV_API tqkv_result tqkv_metal_plan_cache_prepare(const tqkv_cache *c, tqkv_met
      >>k-tiles        the scores and the sums of a tile
      >>k-rotate       rows to floats, and the rotation
      >>k-norms        sums of squares, norms
+     >>k-search       the factor whose codes are best for a row
      >>k-quantise     codes, packed, of whole rows
      >>k-table        all of these as a table of functions
      >>k-integer      the loops of integers
@@ -1146,6 +1147,7 @@ TQKV_API tqkv_result tqkv_metal_plan_cache_prepare(const tqkv_cache *c, tqkv_met
      >>plan-batch     batches
      >>plan-index     an index
      >>plan-cache     a cache
+     >>plan-prepare   what calls will need, planned ahead
      >>plan-report    what the shaders say that they were compiled with
 
      >>licence                                                                                                        */
@@ -17127,6 +17129,7 @@ static tqkv_metal_store tqkv__store_in_buffer(const tqkv_cache *c, tqkv_metal_bu
     memset(&store.center, 0, sizeof store.center);
     memset(&store.channel_scale, 0, sizeof store.channel_scale);
     if (s->center) store.center = tqkv__buffer_of_part(c, memory, s->center);
+    if (s->channel_scale) store.channel_scale = tqkv__buffer_of_part(c, memory, s->channel_scale);
     memset(&store.pages, 0, sizeof store.pages);
     return store;
 }

@@ -213,8 +213,8 @@ typedef enum tqkv_pairs {
 TQKV_API tqkv_result tqkv_calibrate(const tqkv_store *shape, const void *src, int n_tokens, const void *q, int n_heads,
                                     int n_queries, tqkv_pairs pairs, float *center, float *channel_scale);
 /* What the shape's format, centre and scale would add to the logits: the standard deviation of q.(k' - k)/sqrt(head_dim) over
-   the rows k, root mean square over the queries that read the head. With 24 in its first layer Qwen2.5-Coder-0.5B is ruined,
-   with 5 it loses 0.25 nats, with 0.7 it loses 0.026, or with exact ends 0.003. Rows and queries as tqkv_calibrate's, q not NULL;
+   the rows k, root mean square over the queries that read the head. With 20 in its first layer Qwen2.5-Coder-0.5B is ruined,
+   with 5 it loses 0.25 nats, with 0.7 it loses 0.03, or with exact ends 0.003. Rows and queries as tqkv_calibrate's, q not NULL;
    noise: [n_kv_heads], zeros for no tokens or queries, INFINITY if rows decode to NaN. */
 TQKV_API tqkv_result tqkv_logit_noise(const tqkv_store *shape, const void *src, int n_tokens, const void *q,
                                       int n_heads, int n_queries, double *noise);

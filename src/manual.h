@@ -15,7 +15,7 @@
 
    EXAMPLE
 
-         tqkv_cache_desc desc = {0};              // zero means default: I8 keys, TQ4 values
+         tqkv_cache_desc desc = tqkv_cache_preset(TQKV_SAFE); // or TQKV_SMALL, TQKV_TINY; {0}: all defaults
          desc.head_dim = 128;
          desc.n_kv_heads = 8;
          desc.n_heads = 32;
