@@ -385,7 +385,7 @@ typedef enum tqkv_arithmetic { TQKV_FLOAT = 0, TQKV_INTEGER } tqkv_arithmetic;
    On the processor the relative L2 error against double precision on the same codes is at most 2e-5 at any length, for
    scores with a standard deviation up to 10; beyond, 2e-6 times the deviation: a float score s is rounded by up to
    2^-24 |s|, and exp turns that into a share of its weight. TQKV_INTEGER: against double precision with the integer
-   centroids, at most 2e-4 plus 5e-5 times the deviation of the scores. */
+   centroids, at most 2e-4 plus 5e-5 times the deviation of the scores, for any query; a NaN is 0x7fc00000. */
 typedef struct tqkv_attention {
     /* same n_kv_heads; head_dim may differ. One stream may be both, as in a latent cache: the same store, or two that
        describe the same bytes in the same way. Its rows are fetched once for scores and sums, and its centre is added back to
@@ -476,8 +476,10 @@ TQKV_API tqkv_result tqkv_attend_finish(const tqkv_attention *a, float *out, con
 
        s(i, j) = sum_h weights[i][h] * f( q(i, h).k(j) ),   f(x) = max(x, 0) with relu, else x
 
-   The score of a block of keys is the largest or the mean of its keys' scores that the query sees. Within 2e-5 of the
-   largest |s| against double precision on the same codes; the same bits alone and among other queries. */
+   The score of a block of keys is the largest or the mean of its keys' scores that the query sees; the same bits alone and
+   among other queries. Against double precision on the same codes a key's score is within 2e-5 of
+   sum_h |weights[i][h] f(q.k)|, and 1e-4 in integers with their centroids; where the products of a few heads nearly vanish, one
+   adds 2e-7, and 2e-5 in integers, of sum_h |weights[i][h]| |q(i, h)| |k(j)|. */
 typedef enum tqkv_pool { TQKV_POOL_MAX = 0, TQKV_POOL_MEAN } tqkv_pool;
 typedef struct tqkv_index {
     const tqkv_store *keys; /* n_kv_heads 1, any format */
@@ -1794,6 +1796,8 @@ typedef struct tqkv__stream {
     tqkv_format format;
     int kind, main_bits, upper_bits, book_bits; /* the format's row in TQKV__FORMATS */
     const float *codebook, *boundaries;         /* [1 << book_bits], [(1 << book_bits) - 1]; BOOK only */
+    const float *factors;                       /* [n_factors], which encoding tries; BOOK only */
+    int n_factors;
     int head_dim, n_kv_heads, capacity;
     bool ring, rotated;
     float block_scale;
@@ -1807,7 +1811,7 @@ typedef struct tqkv__stream {
     tqkv_strides strides;           /* likewise */
     const float *center;            /* [n_kv_heads][head_dim] or NULL */
     const float *channel_scale;     /* likewise */
-    const float *factors;           /* 1 / channel_scale, where they are kept; else NULL, see tqkv__factors_of */
+    const float *inverses;          /* 1 / channel_scale, where they are kept; else NULL, see tqkv__inverses_of */
     const int32_t *pages;           /* [n_pages] or NULL: no table, or one that the processor does not know */
     int n_pages, page_size;         /* 0 without a table */
     uint8_t planes[4][128];         /* byte p of each centroid in planes[p], for byte look-ups; see tqkv__fill_planes */
@@ -1888,6 +1892,8 @@ static tqkv_result tqkv__stream_shape(const tqkv_store *store, tqkv__stream *s)
     s->book_bits = TQKV__BOOK_BITS(s->format);
     s->codebook = s->book_bits ? TQKV__CODEBOOK(s->book_bits) : NULL;
     s->boundaries = s->book_bits ? TQKV__BOUNDARIES(s->book_bits) : NULL;
+    s->factors = s->book_bits ? TQKV__FACTORS(s->book_bits) : NULL;
+    s->n_factors = TQKV__N_FACTORS(s->book_bits);
     s->head_dim = store->head_dim;
     s->root = tqkv__size_of(s->head_dim)->root;
     s->inverse_root = tqkv__size_of(s->head_dim)->inverse_root;
@@ -1943,7 +1949,7 @@ static size_t tqkv__center_size(const tqkv__stream *s)
     return (size_t)s->n_kv_heads * (size_t)s->head_dim * sizeof(float);
 }
 
-/* The part of a head in centre, scale or factors, [head_dim]; NULL of NULL */
+/* The part of a head in centre, scale or inverses, [head_dim]; NULL of NULL */
 static const float *tqkv__of_head(const tqkv__stream *s, const float *channels, int kv_head)
 {
     return channels ? channels + (size_t)kv_head * (size_t)s->head_dim : NULL;
@@ -2448,8 +2454,8 @@ struct tqkv__row;
 typedef struct tqkv__codec {
     bool (*rows_finite)(tqkv_type type, const void *x, size_t n); /* n: a multiple of head_dim */
     bool (*scales_valid)(const float *x, size_t n);               /* likewise */
-    void (*invert)(const float *scales, int n, float *factors);   /* likewise: 1 / scale, rounded once */
-    void (*widen)(tqkv_type type, const void *src, const float *center, const float *factors, int n, float *row);
+    void (*invert)(const float *scales, int n, float *inverses);  /* likewise: 1 / scale, rounded once */
+    void (*widen)(tqkv_type type, const void *src, const float *center, const float *inverses, int n, float *row);
     void (*narrow)(tqkv_type type, const float *row, int n, void *dst);
     void (*rotate)(float *x, int head_dim);
     void (*unrotate)(float *y, int head_dim);
@@ -2470,11 +2476,11 @@ static bool tqkv__channels_scale(const tqkv__stream *s, const float *x)
     return tqkv__codec_for(s->head_dim)->scales_valid(x, (size_t)s->n_kv_heads * (size_t)s->head_dim);
 }
 
-/* The factors by which encoding multiplies the channels of the heads [first, first + n): those that the stream keeps, or in
+/* The inverses by which encoding multiplies the channels of the heads [first, first + n): those that the stream keeps, or in
    room: [n][head_dim]. NULL without a scale */
-static const float *tqkv__factors_of(const tqkv__stream *s, int first, int n, float *room)
+static const float *tqkv__inverses_of(const tqkv__stream *s, int first, int n, float *room)
 {
-    if (s->factors || !s->channel_scale) return tqkv__of_head(s, s->factors, first);
+    if (s->inverses || !s->channel_scale) return tqkv__of_head(s, s->inverses, first);
     tqkv__codec_for(s->head_dim)->invert(tqkv__scale_of(s, first), n * s->head_dim, room);
     return room;
 }
@@ -2647,9 +2653,9 @@ static float tqkv__norm_i8(float largest, float *scale)
     return TQKV__AS_FLOAT(largest / steps);
 }
 
-/* Sums of squares of a TQ row, one for each norm, in the order of a GPU's group of 32 (or 16) lanes: each lane adds the
-   squares of its neighbours in order, then an xor-tree adds the lanes that share a norm. */
-static void tqkv__sums_tq(const tqkv__stream *s, const float *y, float *sums)
+/* Sums of products of a TQ row, one for each norm, in the order of a GPU's group of 32 (or 16) lanes: each lane adds the
+   products of its neighbours in order, then an xor-tree adds the lanes that share a norm. x, y: [head_dim] */
+static void tqkv__sums_of_products(const tqkv__stream *s, const float *x, const float *y, float *sums)
 {
     float lanes[32], other[32];
     const int n_lanes = TQKV__NORM_LANES(s->head_dim);
@@ -2657,7 +2663,7 @@ static void tqkv__sums_tq(const tqkv__stream *s, const float *y, float *sums)
     for (int l = 0; l < n_lanes; l++) {
         lanes[l] = 0.0f;
         for (int e = l * per_lane; e < (l + 1) * per_lane; e++)
-            lanes[l] = TQKV__AS_FLOAT(lanes[l] + tqkv__rounded(y[e] * y[e]));
+            lanes[l] = TQKV__AS_FLOAT(lanes[l] + tqkv__rounded(x[e] * y[e]));
     }
     for (int distance = 1; distance < lanes_per_norm; distance *= 2) {
         memcpy(other, lanes, sizeof other);
@@ -2668,18 +2674,17 @@ static void tqkv__sums_tq(const tqkv__stream *s, const float *y, float *sums)
 
 static void tqkv__norms_tq(const tqkv__stream *s, const float *y, float *norms, float *scales)
 {
-    tqkv__sums_tq(s, y, norms);
+    tqkv__sums_of_products(s, y, y, norms);
     for (int b = 0; b < s->norms_per_row; b++) norms[b] = tqkv__norm_tq(s, norms[b], &scales[b]);
 }
 
 /* Quantising shortens a row by its error, and with it every score. The stored norm makes the decoded row as long as the
-   row was: norm * sqrt(D)/|c|, where c are the centroids of the codes. Blocks: norm * block_scale / RMS of c. */
-static void tqkv__correct_norms(const tqkv__stream *s, const float *centroids, float *norms)
+   row was: norm * sqrt(D)/|c|, where c are the centroids of the codes. Blocks: norm * block_scale / RMS of c. sums: of the
+   squares of c */
+static void tqkv__correct_norms(const tqkv__stream *s, const float *sums, float *norms)
 {
-    float sums[TQKV_MAX_HEAD_DIM / 256];
     const bool one = s->norms_per_row == 1;
     const float root = one ? s->root : s->block_scale;
-    tqkv__sums_tq(s, centroids, sums);
     for (int b = 0; b < s->norms_per_row; b++) {
         const float length = TQKV__AS_FLOAT(sqrtf(one ? sums[b] : TQKV__AS_FLOAT(sums[b] / 256.0f)));
         const float factor = tqkv__rounded(root / length);
@@ -2765,16 +2770,16 @@ static bool tqkv__scales_valid(const float *x, size_t n)
 }
 
 /* Compilers may replace a division by a constant; see tqkv__norm_i8. */
-static TQKV__NOINLINE void tqkv__invert(const float *scales, int n, float *factors)
+static TQKV__NOINLINE void tqkv__invert(const float *scales, int n, float *inverses)
 {
     const volatile float one = 1.0f;
     const float dividend = one;
-    for (int i = 0; i < n; i++) factors[i] = TQKV__AS_FLOAT(dividend / scales[i]);
+    for (int i = 0; i < n; i++) inverses[i] = TQKV__AS_FLOAT(dividend / scales[i]);
 }
 
-/* A row as floats, which is exact, less its centre and times its factors, unless these are NULL. src, center, factors, row:
+/* A row as floats, which is exact, less its centre and times its inverses, unless these are NULL. src, center, inverses, row:
    [n] */
-static void tqkv__widen_row(tqkv_type type, const void *src, const float *center, const float *factors, int n,
+static void tqkv__widen_row(tqkv_type type, const void *src, const float *center, const float *inverses, int n,
                             float *row)
 {
     if (type == TQKV_TYPE_F32)
@@ -2785,8 +2790,8 @@ static void tqkv__widen_row(tqkv_type type, const void *src, const float *center
         for (int i = 0; i < n; i++) row[i] = tqkv__float((uint32_t)tqkv__half_at(src, (size_t)i) << 16);
     if (center)
         for (int i = 0; i < n; i++) row[i] = TQKV__AS_FLOAT(row[i] - center[i]);
-    if (factors)
-        for (int i = 0; i < n; i++) row[i] = tqkv__rounded(row[i] * factors[i]);
+    if (inverses)
+        for (int i = 0; i < n; i++) row[i] = tqkv__rounded(row[i] * inverses[i]);
 }
 
 /* Rounds to nearest even, beyond the largest half to infinity. NaN stays NaN: it keeps its upper bits and becomes quiet, as
@@ -2858,6 +2863,10 @@ typedef struct tqkv__quantiser {
     float squares[32];         /* of the positive centroids, up to 6 bits */
     float squares_by_code[16]; /* of all centroids, up to 4 bits; 2 and 3 bits: repeated */
     uint8_t planes[4][128];    /* TQ8: byte p of each bound in planes[p], for byte look-ups */
+    float centroids[32];       /* the positive ones, up to 6 bits */
+    /* Of each cell, from 5 bits up: the bound that a value there is compared with, the centroid below it, the one above. Where
+       tables do not fit registers one load takes all. */
+    float entries[256][4];
 } tqkv__quantiser;
 
 static void tqkv__quantiser_open(const tqkv__stream *s, tqkv__quantiser *q)
@@ -2878,23 +2887,31 @@ static void tqkv__quantiser_open(const tqkv__stream *s, tqkv__quantiser *q)
     for (; cell < 256; cell++) q->below[cell] = (uint8_t)n;
     for (int i = n; i < 128; i++) q->bounds[i] = INFINITY;
     for (int i = 0; i < 32; i++) {
-        const float centroid = i <= n ? s->codebook[n + 1 + i] : 0.0f;
-        q->squares[i] = TQKV__AS_FLOAT(centroid * centroid);
+        q->centroids[i] = i <= n ? s->codebook[n + 1 + i] : 0.0f;
+        q->squares[i] = TQKV__AS_FLOAT(q->centroids[i] * q->centroids[i]);
     }
     for (int i = 0; i < 16; i++) {
         const float centroid = bits <= 4 ? s->codebook[i % (1 << bits)] : 0.0f;
         q->squares_by_code[i] = TQKV__AS_FLOAT(centroid * centroid);
     }
     if (bits == 8) tqkv__split_floats(q->bounds, 128, q->planes);
+    for (int i = 0; i < 1 << bits && bits > 4; i++) {
+        const int below = q->below[i];
+        q->entries[i][0] = q->bounds[below];
+        q->entries[i][1] = s->codebook[n + 1 + below];
+        q->entries[i][2] = s->codebook[n + 1 + (below < n ? below + 1 : n)];
+        q->entries[i][3] = 0.0f;
+    }
 }
 
-/* Source and destination of a row. src, of the stream's type, center and factors (or NULL): [head_dim], codes: [row_bytes],
-   norms: [norms_per_row], half: [2 * head_dim] or NULL, takes the rotated row as halves, too */
+/* Source and destination of a row. src, of the stream's type, center and inverses (or NULL): [head_dim], codes: [row_bytes], norms,
+   and factors (or NULL), those that a search chose: [norms_per_row]; half: [2 * head_dim] or NULL, takes the rotated row as halves,
+   too */
 typedef struct tqkv__row {
     const void *src;
-    const float *center, *factors; /* factors: see tqkv__factors_of */
+    const float *center, *inverses; /* inverses: see tqkv__inverses_of */
     uint8_t *codes;
-    float *norms;
+    float *norms, *factors;
     uint8_t *half;
 } tqkv__row;
 
@@ -2907,11 +2924,40 @@ static void tqkv__store_halves(const float *x, int n, uint8_t *to)
     }
 }
 
+/* The norm of a row is not the scale that its values are best coded with. Tries the format's factors on the scaled values of
+   a row, and takes for each norm the first whose codes are nearest in direction: the largest (sum of v*c)^2 / (sum of c*c),
+   c being the codes' centroids; the first of all if that is NaN. v: [head_dim] -> codes: [head_dim], squares: sums of c*c,
+   factors: both [norms_per_row] */
+static TQKV__NOINLINE void tqkv__search_row(const tqkv__stream *s, const float *v, uint8_t *codes, float *squares,
+                                            float *factors)
+{
+    enum { most_norms = TQKV_MAX_HEAD_DIM / 256 };
+    float centroids[TQKV_MAX_HEAD_DIM], best[most_norms], products[most_norms], sums[most_norms];
+    uint8_t tried[TQKV_MAX_HEAD_DIM];
+    const size_t n = (size_t)s->norm_dim;
+    for (int f = 0; f < s->n_factors; f++) {
+        for (int i = 0; i < s->head_dim; i++) {
+            tried[i] = (uint8_t)tqkv__quantise(s->boundaries, s->book_bits, TQKV__AS_FLOAT(v[i] * s->factors[f]));
+            centroids[i] = s->codebook[tried[i]];
+        }
+        tqkv__sums_of_products(s, v, centroids, products);
+        tqkv__sums_of_products(s, centroids, centroids, sums);
+        for (int b = 0; b < s->norms_per_row; b++) {
+            const float share = TQKV__AS_FLOAT(tqkv__rounded(products[b] * products[b]) / sums[b]);
+            if (f > 0 && !(share > best[b])) continue;
+            best[b] = share;
+            squares[b] = sums[b];
+            factors[b] = s->factors[f];
+            memcpy(codes + (size_t)b * n, tried + (size_t)b * n, n);
+        }
+    }
+}
+
 static TQKV__NOINLINE void tqkv__encode_row(const tqkv__stream *s, const tqkv__row *row)
 {
-    float x[TQKV_MAX_HEAD_DIM];
+    float x[TQKV_MAX_HEAD_DIM], squares[TQKV_MAX_HEAD_DIM / 256], factors[TQKV_MAX_HEAD_DIM / 256];
     uint8_t codes[TQKV_MAX_HEAD_DIM];
-    tqkv__widen_row(s->type, row->src, row->center, row->factors, s->head_dim, x);
+    tqkv__widen_row(s->type, row->src, row->center, row->inverses, s->head_dim, x);
     if (row->half) {
         float rotated[TQKV_MAX_HEAD_DIM];
         memcpy(rotated, x, (size_t)s->head_dim * sizeof(float));
@@ -2926,12 +2972,12 @@ static TQKV__NOINLINE void tqkv__encode_row(const tqkv__stream *s, const tqkv__r
     for (int i = 0; i < s->head_dim; i++) {
         if (s->kind == TQKV__GRID) {
             codes[i] = tqkv__quantise_i8(x[i]);
-        } else {
-            codes[i] = (uint8_t)tqkv__quantise(s->boundaries, s->book_bits, x[i]);
-            x[i] = s->codebook[codes[i]];
         }
     }
-    if (s->kind == TQKV__BOOK) tqkv__correct_norms(s, x, row->norms);
+    if (s->kind == TQKV__BOOK) {
+        tqkv__search_row(s, x, codes, squares, row->factors ? row->factors : factors);
+        tqkv__correct_norms(s, squares, row->norms);
+    }
     tqkv__pack(s, codes, row->codes);
 }
 
@@ -2982,8 +3028,8 @@ static TQKV__NOINLINE void tqkv__add_center(const tqkv__stream *s, int kv_head, 
     float center[TQKV_MAX_HEAD_DIM], room[TQKV_MAX_HEAD_DIM];
     const tqkv__codec *codec = tqkv__codec_for(s->head_dim);
     if (!s->center) return;
-    const float *factors = coded ? tqkv__factors_of(s, kv_head, 1, room) : NULL;
-    codec->widen(TQKV_TYPE_F32, tqkv__center_of(s, kv_head), NULL, factors, s->head_dim, center);
+    const float *inverses = coded ? tqkv__inverses_of(s, kv_head, 1, room) : NULL;
+    codec->widen(TQKV_TYPE_F32, tqkv__center_of(s, kv_head), NULL, inverses, s->head_dim, center);
     if (coded && s->rotated) codec->rotate(center, s->head_dim);
     for (int d = 0; d < s->head_dim; d++) dst[d] = TQKV__AS_FLOAT(dst[d] + center[d]);
 }
@@ -3049,36 +3095,44 @@ static int tqkv__first_kept(const tqkv__stream *s, int n_tokens)
     return s->ring && n_tokens > s->capacity ? n_tokens - s->capacity : 0;
 }
 
-/* Some heads of a stream at work: [first, first + n). factors: theirs, [n][head_dim], or NULL; halves: a ring of halves that takes
-   what remains in it of the tokens up to `end`, too, or NULL */
+/* Some heads of a stream at work: [first, first + n). inverses: theirs, [n][head_dim], or NULL */
 typedef struct tqkv__heads {
     int first, n;
-    const float *factors;
-    const tqkv__stream *halves;
-    int64_t end;
+    const float *inverses;
 } tqkv__heads;
 
-/* Encodes tokens [from, to) of some heads; src[0] is for `position`. */
+/* Tokens [from, to) of src; src[0] is for `position`. halves: a ring of halves that takes what remains in it of the tokens up to
+   `end`, too, or NULL */
+typedef struct tqkv__tokens {
+    const tqkv__stream *halves;
+    const void *src;
+    int from, to;
+    int64_t position, end;
+} tqkv__tokens;
+
+/* Encodes tokens of some heads. */
 static void tqkv__encode_heads(const tqkv__stream *s, const tqkv__quantiser *q, const tqkv__heads *heads,
-                               const void *src, int from, int to, int64_t position)
+                               const tqkv__tokens *tokens)
 {
     enum { batch = 64 };
     const tqkv__codec *codec = tqkv__codec_for(s->head_dim);
-    const tqkv__stream *halves = heads->halves;
     tqkv__row rows[batch];
+    const tqkv__stream *halves = tokens->halves;
     int n = 0;
-    for (int t = from; t < to; t++) {
-        const int slot = tqkv__slot(s, position + t);
-        const bool half = halves && heads->end - (position + t) <= halves->capacity;
-        const int half_slot = half ? tqkv__slot(halves, position + t) : 0;
+    for (int t = tokens->from; t < tokens->to; t++) {
+        const int64_t position = tokens->position + t;
+        const int slot = tqkv__slot(s, position);
+        const bool half = halves && tokens->end - position <= halves->capacity;
+        const int half_slot = half ? tqkv__slot(halves, position) : 0;
         if (slot >= 0)
             for (int i = 0; i < heads->n; i++) {
                 const int h = heads->first + i;
-                rows[n].src = tqkv__source_row(s, src, (size_t)t, (size_t)h);
+                rows[n].src = tqkv__source_row(s, tokens->src, (size_t)t, (size_t)h);
                 rows[n].center = tqkv__center_of(s, h);
-                rows[n].factors = tqkv__of_head(s, heads->factors, i);
+                rows[n].inverses = tqkv__of_head(s, heads->inverses, i);
                 rows[n].codes = tqkv__codes_at(s, h, slot);
                 rows[n].norms = tqkv__norms_at(s, h, slot);
+                rows[n].factors = NULL;
                 rows[n].half = half ? tqkv__codes_at(halves, h, half_slot) : NULL;
                 if (++n == batch) codec->encode_rows(s, q, rows, n);
                 n %= batch;
@@ -3087,20 +3141,19 @@ static void tqkv__encode_heads(const tqkv__stream *s, const tqkv__quantiser *q, 
     if (n) codec->encode_rows(s, q, rows, n);
 }
 
-/* Encodes tokens [from, to) of src after tqkv__encode_open; src[0] is for `position`. With a scale as many heads at a time as
-   have their factors in 4 KiB, so that each factor is found once. halves, end: as of tqkv__heads */
-static void tqkv__encode_tokens(const tqkv__stream *s, const tqkv__stream *halves, const void *src, int from, int to,
-                                int64_t position, int64_t end)
+/* Encodes tokens after tqkv__encode_open. With a scale as many heads at a time as have their inverses in 4 KiB, so that each inverse
+   is found once. */
+static void tqkv__encode_tokens(const tqkv__stream *s, const tqkv__tokens *tokens)
 {
     float room[TQKV_MAX_HEAD_DIM];
     const uint64_t mode = tqkv__fp_exact();
-    const int most = s->channel_scale && !s->factors ? TQKV_MAX_HEAD_DIM / s->head_dim : s->n_kv_heads;
+    const int most = s->channel_scale && !s->inverses ? TQKV_MAX_HEAD_DIM / s->head_dim : s->n_kv_heads;
     tqkv__quantiser q;
     if (s->kind == TQKV__BOOK) tqkv__quantiser_open(s, &q);
     for (int h = 0; h < s->n_kv_heads; h += most) {
-        tqkv__heads heads = {h, s->n_kv_heads - h < most ? s->n_kv_heads - h : most, NULL, halves, end};
-        heads.factors = tqkv__factors_of(s, h, heads.n, room);
-        tqkv__encode_heads(s, &q, &heads, src, from, to, position);
+        tqkv__heads heads = {h, s->n_kv_heads - h < most ? s->n_kv_heads - h : most, NULL};
+        heads.inverses = tqkv__inverses_of(s, h, heads.n, room);
+        tqkv__encode_heads(s, &q, &heads, tokens);
     }
     tqkv__fp_restore(mode);
 }
@@ -3127,8 +3180,9 @@ static void tqkv__encode_task(void *context, int index)
     const int first = job->encode ? tqkv__first_kept(s, job->n_tokens) : 0;
     const int from = first + (int)((int64_t)(job->n_tokens - first) * part / job->n_tasks);
     const int to = first + (int)((int64_t)(job->n_tokens - first) * (part + 1) / job->n_tasks);
+    const tqkv__tokens tokens = {job->halves[stream], src, from, to, job->position, job->position + job->n_tokens};
     if (job->encode)
-        tqkv__encode_tokens(s, job->halves[stream], src, from, to, job->position, job->position + job->n_tokens);
+        tqkv__encode_tokens(s, &tokens);
     else
         job->bad[index] = !tqkv__rows_finite(s, tqkv__source_row(s, src, (size_t)from, 0), to - from);
 }
@@ -3237,10 +3291,10 @@ TQKV_API tqkv_result tqkv_probe(const tqkv_store *store, const void *src, int n_
     const tqkv__codec *codec = tqkv__codec_for(s.head_dim);
     const uint64_t mode = tqkv__fp_exact();
     for (size_t h = 0; h < (size_t)s.n_kv_heads; h++) {
-        const float *factors = tqkv__factors_of(&s, (int)h, 1, room);
+        const float *inverses = tqkv__inverses_of(&s, (int)h, 1, room);
         for (size_t i = 0; i < (size_t)n_tokens; i++) {
             float *row = scaled + (i * (size_t)s.n_kv_heads + h) * (size_t)s.head_dim;
-            codec->widen(s.type, tqkv__source_row(&s, src, i, h), tqkv__center_of(&s, (int)h), factors, s.head_dim,
+            codec->widen(s.type, tqkv__source_row(&s, src, i, h), tqkv__center_of(&s, (int)h), inverses, s.head_dim,
                          row);
             codec->scale_row(&s, row, norms);
         }
@@ -3396,10 +3450,11 @@ static TQKV__NOINLINE void tqkv__convert_rows(const tqkv__stream *from, const tq
             tqkv__decode_row(from, tqkv__codes_at(from, kv_head, source), tqkv__norms_at(from, kv_head, source), row);
             if (from->rotated && !to->rotated) codec->unrotate(row, to->head_dim);
             rows[i].src = row;
-            rows[i].center = rows[i].factors = NULL;
+            rows[i].center = rows[i].inverses = NULL;
             rows[i].codes = tqkv__codes_at(to, kv_head, target);
             rows[i].norms = tqkv__norms_at(to, kv_head, target);
             rows[i].half = NULL;
+            rows[i].factors = NULL;
         }
         codec->encode_rows(&decoded, &q, rows, now);
     }
@@ -3500,13 +3555,13 @@ static TQKV__NOINLINE void tqkv__add_moments(const tqkv__stream *s, int kv_head,
     float source[TQKV_MAX_HEAD_DIM], first[TQKV_MAX_HEAD_DIM], x[TQKV_MAX_HEAD_DIM], norms[TQKV_MAX_HEAD_DIM / 128];
     const float last = tqkv_last_boundary(s->format);
     const tqkv__codec *codec = tqkv__codec_for(s->head_dim);
-    codec->widen(s->type, row->src, row->center, row->factors, s->head_dim, x);
+    codec->widen(s->type, row->src, row->center, row->inverses, s->head_dim, x);
     codec->scale_row(s, x, norms);
     for (int d = 0; d < s->head_dim; d++) {
         const double square = (double)x[d] * (double)x[d];
         m->second += square;
         m->fourth += square * square;
-        m->beyond += fabsf(x[d]) > last;
+        m->beyond += fabsf(tqkv__rounded(x[d] * (row->factors ? row->factors[d / s->norm_dim] : 1.0f))) > last;
     }
     tqkv__decode_row(s, row->codes, row->norms, x);
     codec->widen(s->type, row->src, NULL, NULL, s->head_dim, source);
@@ -3549,7 +3604,7 @@ TQKV_API tqkv_result tqkv_measure(const tqkv_store *shape, const void *src, int 
     tqkv__quantiser q;
     tqkv__moments m;
     uint8_t codes[2 * TQKV_MAX_HEAD_DIM];
-    float norms[TQKV_MAX_HEAD_DIM / 128], room[TQKV_MAX_HEAD_DIM];
+    float norms[TQKV_MAX_HEAD_DIM / 128], factors[TQKV_MAX_HEAD_DIM / 256], room[TQKV_MAX_HEAD_DIM];
     tqkv_result r = tqkv__stream_shape(shape, &s);
     if (r == TQKV_OK) r = tqkv__stream_channels(shape, &s);
     const size_t out_size = (size_t)s.n_kv_heads * sizeof *out;
@@ -3562,10 +3617,11 @@ TQKV_API tqkv_result tqkv_measure(const tqkv_store *shape, const void *src, int 
     for (int h = 0; h < s.n_kv_heads; h++) {
         memset(&m, 0, sizeof m);
         m.first = tqkv__source_row(&s, src, 0, (size_t)h);
-        const float *factors = tqkv__factors_of(&s, h, 1, room);
+        const float *inverses = tqkv__inverses_of(&s, h, 1, room);
         for (int t = 0; t < n_tokens; t++) {
             const void *at = tqkv__source_row(&s, src, (size_t)t, (size_t)h);
-            const tqkv__row row = {at, tqkv__center_of(&s, h), factors, codes, norms, NULL};
+            const tqkv__row row = {at,    tqkv__center_of(&s, h),           inverses, codes,
+                                   norms, s.n_factors > 1 ? factors : NULL, NULL};
             codec->encode_rows(&s, &q, &row, 1);
             tqkv__add_moments(&s, h, &row, &m);
         }
@@ -3851,7 +3907,7 @@ static TQKV__NOINLINE double tqkv__head_noise(const tqkv__stream *s, const tqkv_
 {
     uint8_t codes[2 * TQKV_MAX_HEAD_DIM];
     float norms[TQKV_MAX_HEAD_DIM / 128], room[TQKV_MAX_HEAD_DIM], error[TQKV_MAX_HEAD_DIM];
-    const float *factors = tqkv__factors_of(s, kv_head, 1, room), *center = tqkv__center_of(s, kv_head);
+    const float *inverses = tqkv__inverses_of(s, kv_head, 1, room), *center = tqkv__center_of(s, kv_head);
     const int64_t n_rows = (int64_t)queries->n * queries->group;
     double total = 0.0;
     for (int64_t first = 0; first < n_rows; first += TQKV__NOISE_ROWS) {
@@ -3860,7 +3916,7 @@ static TQKV__NOINLINE double tqkv__head_noise(const tqkv__stream *s, const tqkv_
         memset(&sums, 0, sizeof sums);
         for (int t = 0; t < n_tokens; t++) {
             const void *at = tqkv__source_row(s, src, (size_t)t, (size_t)kv_head);
-            const tqkv__row row = {at, center, factors, codes, norms, NULL};
+            const tqkv__row row = {at, center, inverses, codes, norms, NULL, NULL};
             tqkv__row_error(s, q, kv_head, &row, error);
             tqkv__add_noise(queries, kv_head, (int)first, n, error, &sums);
         }
@@ -4085,6 +4141,9 @@ static const tqkv__isa tqkv__isa_scalar = {"scalar",
      p_j = exp(s_j - max),  W = max_j |p_j f_j|,  w_j = round(p_j f_j T/W)
      out_d += (sum_j w_j c_jd) * (step W/T)                                in each tile
 
+   A query whose largest value stands far above the others has a second digit, the same again of what the first leaves:
+   rest_d = query_d - q_d Q/T, whose products are added to the scores. See tqkv__round_rest.
+
    The sums in brackets are exact, so their order is free. No such sum leaves 32 bits: |q_d|, |w_j| <= 32639 and
    |c| <= 128, so a score of a block of 256 dimensions stays below 1.07e9, and the 64 positions of a tile below 2.7e8.
    Floats have one order everywhere: products that a sum follows are an fma or rounded first, quotients are divisions,
@@ -4164,6 +4223,29 @@ static void tqkv__round_query_scalar(const tqkv__stream *s, const float *query, 
     to[s->head_dim - 1] = tqkv__to_integers(query, s->head_dim, s->step, integers);
     memcpy(to, integers, (size_t)s->head_dim * sizeof *integers);
 }
+
+/* Turns a query into what its integers leave of it, and says whether that is worth a second digit: if fewer than 19 of 32
+   values reach an eighth of the largest. Of Gaussian rows that are those whose largest is above 4.3 times their deviation:
+   one in 400 at head_dim 128. One coordinate a thousand times the others would leave these five bits. */
+static bool tqkv__round_rest(float *query, int n)
+{
+    uint32_t largest = 0;
+    int high = 0;
+    for (int d = 0; d < n; d++) {
+        const uint32_t size = tqkv__bits(query[d]) & 0x7fffffffu;
+        if (size > largest) largest = size;
+    }
+    if (largest >= 0x7f800000u || tqkv__float(largest) <= TQKV__INTEGER_LEAST) return false;
+    const uint32_t eighth = largest - (3u << 23);
+    for (int d = 0; d < n; d++) high += (tqkv__bits(query[d]) & 0x7fffffffu) >= eighth;
+    if (32 * high >= 19 * n) return false;
+    const float scale = tqkv__integer_scale(largest), unit = tqkv__integer_unit(largest, 1.0f);
+    for (int d = 0; d < n; d++) query[d] = tqkv__fma(-tqkv__round(tqkv__rounded(query[d] * scale)), unit, query[d]);
+    return true;
+}
+
+/* Results that are NaN have one pattern of bits, whatever the processor makes of them. */
+static float tqkv__one_nan(float x) { return x != x ? tqkv__float(0x7fc00000u) : x; }
 
 /* The factor of block `block` of block_dim values of a row. */
 static float tqkv__block_factor(const tqkv__stream *s, const float *norms, int block)
@@ -4357,26 +4439,26 @@ TQKV__OP TQKV__VECTOR TQKV__(load_as)(const tqkv_type type, const void *values, 
 }
 
 /* As tqkv__widen_row and tqkv__narrow_row. */
-TQKV__OP void TQKV__(widen_as)(const tqkv_type type, const void *src, const float *center, const float *factors, int n,
+TQKV__OP void TQKV__(widen_as)(const tqkv_type type, const void *src, const float *center, const float *inverses, int n,
                                float *row)
 {
     for (int i = 0; i < n; i += TQKV__LANES) {
         TQKV__VECTOR x = TQKV__(load_as)(type, src, i);
         if (center) x -= TQKV__(load)(center + i);
-        if (factors) x = TQKV__(rounded)(x * TQKV__(load)(factors + i));
+        if (inverses) x = TQKV__(rounded)(x * TQKV__(load)(inverses + i));
         TQKV__(store)(row + i, x);
     }
 }
 
-TQKV__TARGET static void TQKV__(widen)(tqkv_type type, const void *src, const float *center, const float *factors,
+TQKV__TARGET static void TQKV__(widen)(tqkv_type type, const void *src, const float *center, const float *inverses,
                                        int n, float *row)
 {
     if (type == TQKV_TYPE_F16)
-        TQKV__(widen_as)(TQKV_TYPE_F16, src, center, factors, n, row);
+        TQKV__(widen_as)(TQKV_TYPE_F16, src, center, inverses, n, row);
     else if (type == TQKV_TYPE_BF16)
-        TQKV__(widen_as)(TQKV_TYPE_BF16, src, center, factors, n, row);
+        TQKV__(widen_as)(TQKV_TYPE_BF16, src, center, inverses, n, row);
     else
-        TQKV__(widen_as)(TQKV_TYPE_F32, src, center, factors, n, row);
+        TQKV__(widen_as)(TQKV_TYPE_F32, src, center, inverses, n, row);
 }
 
 /* As tqkv__scales_valid and tqkv__invert, for whole rows. */
@@ -4394,10 +4476,10 @@ TQKV__TARGET static bool TQKV__(scales_valid)(const float *x, size_t n)
     return !all;
 }
 
-TQKV__TARGET static void TQKV__(invert)(const float *scales, int n, float *factors)
+TQKV__TARGET static void TQKV__(invert)(const float *scales, int n, float *inverses)
 {
     for (int i = 0; i < n; i += TQKV__LANES)
-        TQKV__(store)(factors + i, TQKV__(invert_above)(0.0f, TQKV__(load)(scales + i)));
+        TQKV__(store)(inverses + i, TQKV__(invert_above)(0.0f, TQKV__(load)(scales + i)));
 }
 
 TQKV__TARGET static void TQKV__(narrow_row)(tqkv_type type, const float *row, int n, void *dst)
@@ -5937,6 +6019,262 @@ TQKV__TARGET static void TQKV__(scale_row)(const tqkv__stream *s, float *row, fl
         TQKV__(store)(row + d, TQKV__(load)(row + d) * TQKV__(set1)(scales[d / s->norm_dim]));
 }
 
+/* >>k-search: the factors of a few rows, by vectors; what tqkv__search_row does with one. */
+
+/* The scaled values of a row in the places that the sums take: element e of the lanes of a vector side by side, a vector of
+   each lane's next element n_lanes further on. So the sums of lanes are sums of vectors. Magnitudes are enough: codebooks are
+   symmetric, a value has the sign of its centroid, and a product of 0 adds nothing. */
+typedef struct TQKV__(turned) {
+    TQKV__ALIGNED float sizes[TQKV_MAX_HEAD_DIM];
+    TQKV__ALIGNED int32_t less[TQKV_MAX_HEAD_DIM];  /* -1 for positive values, see TQKV__(fold) */
+    TQKV__ALIGNED int32_t cells[TQKV_MAX_HEAD_DIM]; /* scratch */
+} TQKV__(turned);
+
+/* NaN becomes infinity, which is no larger with any factor either, and has the square of NaN's code. */
+TQKV__OP void TQKV__(turn_value)(TQKV__(turned) * t, int at, TQKV__VECTOR v)
+{
+    const TQKV__(words) positive = (TQKV__(words))(v > TQKV__(set1)(0.0f));
+    TQKV__(store)(t->sizes + at, TQKV__(abs)(TQKV__(max)(v, TQKV__(set1)(-INFINITY))));
+    memcpy(t->less + at, &positive, sizeof positive);
+}
+
+/* Lanes of three values and more: loads of four neighbours; reads up to three floats behind the last lane. Shorter ones: a load
+   has the values of two or four lanes, which come to different vectors. per_lane: a constant for 1, 2 and 4. v: [head_dim] */
+TQKV__OP void TQKV__(turn_places)(const int per_lane, int n_lanes, const float *v, TQKV__(turned) * t)
+{
+    const int together = per_lane < 3 ? 4 / per_lane : 1, run = together * per_lane;
+    for (int lane = 0; lane < n_lanes; lane += together * TQKV__LANES)
+        for (int e = 0; e < run; e += 4) {
+            TQKV__VECTOR four[4];
+            TQKV__UNROLL
+            for (int i = 0; i < 4; i++) four[i] = TQKV__(load_fours)(v + lane * per_lane + i * run + e, 4 * run);
+            TQKV__(transpose)(4, four);
+            TQKV__UNROLL
+            for (int i = 0; i < 4; i++)
+                if (per_lane < 3)
+                    TQKV__(turn_value)(t, i % per_lane * n_lanes + lane + i / per_lane * TQKV__LANES, four[i]);
+                else if (e + i < run)
+                    TQKV__(turn_value)(t, (e + i) * n_lanes + lane, four[i]);
+        }
+}
+
+/* y: [head_dim], scales: [norms_per_row] -> v: scaled, [head_dim] and room for three more, and turned */
+TQKV__OP void TQKV__(turn_row)(const tqkv__stream *s, const float *y, const float *scales, float *v, TQKV__(turned) * t)
+{
+    const int n_lanes = TQKV__NORM_LANES(s->head_dim), per_lane = s->head_dim / n_lanes;
+    for (int b = 0, d = 0; b < s->norms_per_row; b++)
+        for (const int end = d + s->norm_dim; d < end; d += TQKV__LANES)
+            TQKV__(store)(v + d, TQKV__(load)(y + d) * TQKV__(set1)(scales[b]));
+    if (per_lane == 1)
+        TQKV__(turn_places)(1, n_lanes, v, t);
+    else if (per_lane == 2)
+        TQKV__(turn_places)(2, n_lanes, v, t);
+    else if (per_lane == 4)
+        TQKV__(turn_places)(4, n_lanes, v, t);
+    else
+        TQKV__(turn_places)(per_lane, n_lanes, v, t);
+}
+
+/* Codebooks whose tables do not fit registers */
+#define TQKV__BY_ENTRIES(bits) ((bits) > (TQKV__LANES == 16 ? 6 : 4))
+
+/* Sizes times a factor, and the next float below where the value is positive: see TQKV__(fold). */
+TQKV__OP TQKV__VECTOR TQKV__(sizes_times)(const TQKV__(turned) * t, int at, TQKV__VECTOR factor)
+{
+    const TQKV__VECTOR size = TQKV__(load)(t->sizes + at) * factor;
+    TQKV__VECTOR w;
+    TQKV__(words) bits, less;
+    memcpy(&bits, &size, sizeof bits);
+    memcpy(&less, t->less + at, sizeof less);
+    bits += less;
+    memcpy(&w, &bits, sizeof w);
+    return w;
+}
+
+/* The tables of a codebook of up to 6 bits, in registers */
+typedef struct TQKV__(book) {
+    TQKV__VECTOR slope, top, bounds[2], centroids[2];
+    TQKV__(codes) below[4];
+} TQKV__(book);
+
+TQKV__OP void TQKV__(load_book)(const int bits, const tqkv__quantiser *q, TQKV__(book) * book)
+{
+    book->slope = TQKV__(set1)(q->slope);
+    book->top = TQKV__(set1)(q->top);
+    TQKV__(load_below)(bits, q->below, book->below);
+    for (int i = 0; i < 2; i++) {
+        book->bounds[i] = TQKV__(load)(q->bounds + i * TQKV__LANES);
+        book->centroids[i] = TQKV__(load)(q->centroids + i * TQKV__LANES);
+    }
+}
+
+TQKV__OP TQKV__(codes) TQKV__(cells)(const TQKV__(book) * book, TQKV__VECTOR w)
+{
+    return TQKV__(truncate)(TQKV__(min)(w * book->slope, book->top));
+}
+
+/* The centroids of sizes_times; bits is a constant. For 3 bits three comparisons are quicker than a cell. Tables that do not fit
+   registers: bound and centroids of each cell by one load; cells: of w, stored */
+TQKV__OP TQKV__VECTOR TQKV__(nearest)(const int bits, const tqkv__quantiser *q, const TQKV__(book) * book,
+                                      const int32_t *cells, TQKV__VECTOR w)
+{
+    TQKV__(codes) index;
+    TQKV__VECTOR four[4];
+    memset(&index, 0, sizeof index);
+    const TQKV__(codes) none = index;
+    if (TQKV__BY_ENTRIES(bits)) {
+        TQKV__UNROLL
+        for (int i = 0; i < 4; i++) four[i] = TQKV__(load_entries)(q->entries, cells + i);
+        TQKV__(transpose)(4, four);
+        return TQKV__(choose)(four[0], w, four[1], four[2]);
+    }
+    if (bits == 3) {
+        TQKV__UNROLL
+        for (int b = 0; b < 3; b++) index = TQKV__(code_from)(index, TQKV__(set1)(q->bounds[b]), w, none);
+        return TQKV__(bound)(bits, book->centroids, index);
+    }
+    index = TQKV__(below)(bits, book->below, TQKV__(cells)(book, w));
+    index = TQKV__(code_from)(index, TQKV__(bound)(bits, book->bounds, index), w, none);
+    return TQKV__(bound)(bits, book->centroids, index);
+}
+
+/* The sums of v*c and of c*c of each lane: lanes[2f], lanes[2f + 1] of factor f */
+enum { TQKV__(sums_tried) = 2 * TQKV__MOST_FACTORS };
+TQKV__OP void TQKV__(try_factors)(const int bits, const tqkv__stream *s, const tqkv__quantiser *q, TQKV__(turned) * t,
+                                  float (*lanes)[32])
+{
+    const int n_lanes = TQKV__NORM_LANES(s->head_dim);
+    TQKV__(book) book;
+    TQKV__(load_book)(bits, q, &book);
+    for (int f = 0; f < TQKV__MOST_FACTORS; f++) {
+        const TQKV__VECTOR factor = TQKV__(set1)(s->factors[f]);
+        for (int at = 0; at < s->head_dim && TQKV__BY_ENTRIES(bits); at += TQKV__LANES) {
+            const TQKV__(codes) cells = TQKV__(cells)(&book, TQKV__(sizes_times)(t, at, factor));
+            memcpy(t->cells + at, &cells, sizeof cells);
+        }
+        for (int lane = 0; lane < n_lanes; lane += TQKV__LANES) {
+            TQKV__VECTOR products = TQKV__(set1)(0.0f), squares = products;
+            for (int at = lane; at < s->head_dim; at += n_lanes) {
+                const TQKV__VECTOR c =
+                    TQKV__(nearest)(bits, q, &book, t->cells + at, TQKV__(sizes_times)(t, at, factor));
+                products += TQKV__(rounded)(TQKV__(load)(t->sizes + at) * c);
+                squares += TQKV__(rounded)(c * c);
+            }
+            TQKV__(store)(lanes[2 * f] + lane, products);
+            TQKV__(store)(lanes[2 * f + 1] + lane, squares);
+        }
+    }
+}
+
+/* Adds lanes that are 1 << stage apart: places with that bit clear have the sums of a, the others those of b. */
+TQKV__OP TQKV__VECTOR TQKV__(add_pairs)(const int stage, TQKV__VECTOR a, TQKV__VECTOR b)
+{
+    return TQKV__(even)(stage, a, b) + TQKV__(odd)(stage, a, b);
+}
+
+/* The xor-tree of tqkv__sums_of_products over `together` vectors of lanes, for all sums: sum k in x[k / LANES], place
+   k % LANES. Of 16 places where a norm has 8 lanes, the last step is left out. */
+TQKV__OP void TQKV__(add_tried)(const float (*lanes)[32], int at, int together, bool whole, TQKV__VECTOR *x)
+{
+    TQKV__UNROLL
+    for (int k = 0; k < TQKV__(sums_tried); k++) {
+        const float *from = lanes[k] + at;
+        x[k] = TQKV__(load)(from);
+        if (together > 1) x[k] += TQKV__(load)(from + TQKV__LANES);
+        if (together > 2) x[k] += TQKV__(load)(from + 2 * TQKV__LANES) + TQKV__(load)(from + 3 * TQKV__LANES);
+    }
+    TQKV__UNROLL
+    for (int stage = 0; stage < 4; stage++) {
+        const int last = (TQKV__(sums_tried) - 1) >> stage;
+        if (1 << stage >= TQKV__LANES || (stage == 3 && !whole)) continue;
+        TQKV__UNROLL
+        for (int i = 0; i < TQKV__(sums_tried); i += 2)
+            if (i <= last) x[i / 2] = TQKV__(add_pairs)(stage, x[i], x[i < last ? i + 1 : i]);
+    }
+}
+
+/* lanes, of `together` vectors whose values came in one load -> sums: [n_norms][16] */
+TQKV__OP void TQKV__(add_norms)(int n_lanes, int together, int n_norms, const float (*lanes)[32], float (*sums)[16])
+{
+    enum { vectors = (TQKV__(sums_tried) + TQKV__LANES - 1) / TQKV__LANES };
+    const int step = together * TQKV__LANES, per_norm = n_lanes / step / n_norms;
+    TQKV__VECTOR x[TQKV__(sums_tried)], all[8][vectors];
+    for (int b = 0; b < n_norms && per_norm; b++, sums++) {
+        for (int g = 0; g < per_norm; g++) {
+            TQKV__(add_tried)(lanes, (b * per_norm + g) * step, together, true, x);
+            TQKV__UNROLL
+            for (int i = 0; i < vectors; i++) all[g][i] = x[i];
+        }
+        for (int near = 1; near < per_norm; near *= 2)
+            for (int g = 0; g < per_norm; g += 2 * near) TQKV__UNROLL
+        for (int i = 0; i < vectors; i++) all[g][i] += all[g + near][i];
+        memcpy(sums, all[0], sizeof all[0]);
+    }
+    for (int b = 0; b < n_norms && !per_norm && TQKV__LANES == 16; b += 2, sums += 2) {
+        TQKV__(add_tried)(lanes, b * 8, 1, false, x);
+        TQKV__(store)(sums[0], TQKV__(even)(3, x[0], x[1]));
+        TQKV__(store)(sums[1], TQKV__(odd)(3, x[0], x[1]));
+    }
+}
+
+/* Turns one row and tries the factors: sums as in add_norms */
+TQKV__TARGET static TQKV__NOINLINE void TQKV__(search_row)(const tqkv__stream *s, const tqkv__quantiser *q,
+                                                           const float *y, const float *scales, float *v,
+                                                           float (*sums)[16])
+{
+    TQKV__(turned) t;
+    TQKV__ALIGNED float lanes[TQKV__(sums_tried)][32];
+    const int n_lanes = TQKV__NORM_LANES(s->head_dim), per_lane = s->head_dim / n_lanes;
+    TQKV__(turn_row)(s, y, scales, v, &t);
+    if (s->book_bits == 3)
+        TQKV__(try_factors)(3, s, q, &t, lanes);
+    else if (s->book_bits == 4)
+        TQKV__(try_factors)(4, s, q, &t, lanes);
+    else if (s->book_bits == 5 && TQKV__LANES == 16)
+        TQKV__(try_factors)(5, s, q, &t, lanes);
+    else if (s->book_bits == 6 && TQKV__LANES == 16)
+        TQKV__(try_factors)(6, s, q, &t, lanes);
+    else
+        TQKV__(try_factors)(8, s, q, &t, lanes);
+    TQKV__(add_norms)(n_lanes, per_lane < 3 ? 4 / per_lane : 1, s->norms_per_row, (const float(*)[32])lanes, sums);
+}
+
+/* The best factors of n norms, each the first of the largest (sum v*c)^2 / (sum c*c), and their sums of c*c. tried: [n][16],
+   factors, squares: [n]; room for whole vectors */
+TQKV__OP void TQKV__(choose_factors)(const tqkv__stream *s, int n, float (*tried)[16], float *factors, float *squares)
+{
+    for (int first = 0; first < n; first += TQKV__LANES) {
+        TQKV__ALIGNED float sums[TQKV__(sums_tried)][TQKV__LANES];
+        TQKV__VECTOR best = TQKV__(set1)(0.0f), factor = best, square = best;
+        for (int k = 0; k < TQKV__(sums_tried); k++)
+            for (int i = 0; i < TQKV__LANES; i++) sums[k][i] = first + i < n ? tried[first + i][k] : 1.0f;
+        for (int f = 0; f < TQKV__MOST_FACTORS; f++) {
+            const TQKV__VECTOR u = TQKV__(load)(sums[2 * f]), t = TQKV__(load)(sums[2 * f + 1]);
+            const TQKV__VECTOR share = TQKV__(rounded)(u * u) / t;
+            factor = f ? TQKV__(choose)(share, best, TQKV__(set1)(s->factors[f]), factor) : TQKV__(set1)(s->factors[f]);
+            square = f ? TQKV__(choose)(share, best, t, square) : t;
+            best = f ? TQKV__(choose)(share, best, share, best) : share;
+        }
+        TQKV__(store)(factors + first, factor);
+        TQKV__(store)(squares + first, square);
+    }
+}
+
+/* Scales a few rows; then their scales become the factors of the search. values: [n_rows], of which each becomes a row of
+   `rows`, [n_rows][head_dim] and room for three more; scales, squares: [n_rows][norms_per_row] and room for whole vectors */
+TQKV__TARGET static void TQKV__(search)(const tqkv__stream *s, const tqkv__quantiser *q, int n_rows,
+                                        const float **values, float *rows, float *scales, float *squares)
+{
+    enum { most = 96 };
+    float tried[most][16];
+    const int n = s->norms_per_row;
+    for (int i = 0; i < n_rows; i++, rows += s->head_dim) {
+        TQKV__(search_row)(s, q, values[i], scales + i * n, rows, tried + i * n);
+        values[i] = rows;
+    }
+    TQKV__(choose_factors)(s, n_rows * n, tried, scales, squares);
+}
+
 /* >>k-quantise: codes, packed, of whole rows. */
 
 /* As tqkv__quantise, with the cells of tqkv__quantiser. bits is a constant, 4 for fewer, too. */
@@ -6087,7 +6425,7 @@ TQKV__TARGET static void TQKV__(store_f16_row)(tqkv_type type, const void *src, 
         TQKV__(store_f16_as)(TQKV_TYPE_F32, src, head_dim, row);
 }
 
-/* The values of a row that are to be quantised: less its centre, times its factors, rotated, in row: [head_dim] or, where
+/* The values of a row that are to be quantised: less its centre, times its inverses, rotated, in row: [head_dim] or, where
    nothing is to be done, in the source. Halves are not widened first: that pass would make them a tenth slower than floats. F16 is stored. The
    sums of a row that is not rotated may read behind it: a copy. */
 TQKV__TARGET static const float *TQKV__(open_row)(const tqkv__stream *s, const tqkv__row *source, float *row)
@@ -6096,8 +6434,8 @@ TQKV__TARGET static const float *TQKV__(open_row)(const tqkv__stream *s, const t
     const void *src = source->src;
     tqkv_type type = s->type;
     const bool widens = !s->rotated && !half && (type != TQKV_TYPE_F32 || TQKV__HAS_MATRIX(s->head_dim));
-    if (source->center || source->factors || widens) {
-        TQKV__(widen)(type, src, source->center, source->factors, s->head_dim, row);
+    if (source->center || source->inverses || widens) {
+        TQKV__(widen)(type, src, source->center, source->inverses, s->head_dim, row);
         type = TQKV_TYPE_F32;
         src = row;
     }
@@ -6116,7 +6454,7 @@ TQKV__TARGET static void TQKV__(encode_rows)(const tqkv__stream *s, const tqkv__
 {
     enum { buffer = 3072, most_norms = buffer / 32 }; /* 12 KiB: a part of an L1 cache, and of the stack */
     TQKV__ALIGNED float rotated[buffer + 16], norms[most_norms], scales[most_norms]; /* fours are loaded beyond a row */
-    float *sums = scales; /* a row that is quantised needs its scales no more */
+    TQKV__ALIGNED float sums[most_norms];
     TQKV__ALIGNED uint8_t bytes[TQKV_MAX_HEAD_DIM + 64];
     const float *values[most_norms];
     const int batch = buffer / s->head_dim, norms_per_row = s->norms_per_row;
@@ -6128,10 +6466,13 @@ TQKV__TARGET static void TQKV__(encode_rows)(const tqkv__stream *s, const tqkv__
         }
         if (s->kind == TQKV__HALF) continue;
         TQKV__(norms)(s, values, n, norms, scales);
+        if (s->n_factors > 1) TQKV__(search)(s, q, n, values, rotated, scales, sums);
         for (int i = 0; i < n; i++) {
             const uint8_t *codes =
                 TQKV__(quantise_row)(s, q, values[i], scales + i * norms_per_row, rows[i].codes, bytes);
-            if (s->kind == TQKV__BOOK) TQKV__(centroid_sums)(s, q, codes, sums + i * norms_per_row);
+            if (s->n_factors == 1) TQKV__(centroid_sums)(s, q, codes, sums + i * norms_per_row);
+            if (s->n_factors > 1 && rows[i].factors)
+                memcpy(rows[i].factors, scales + i * norms_per_row, (size_t)norms_per_row * sizeof(float));
         }
         for (int i = n * norms_per_row; i % TQKV__LANES; i++) sums[i] = 1.0f;
         if (s->kind == TQKV__BOOK) TQKV__(correct_norms)(s, n * norms_per_row, sums, norms);
@@ -7283,6 +7624,7 @@ static const tqkv__integers TQKV__I(integers) = {&TQKV__(isa),
 #undef TQKV__ADD_PIECES
 #undef TQKV__ADD_QUARTERS
 #undef TQKV__BYTES
+#undef TQKV__BY_ENTRIES
 #undef TQKV__BY_FOUR_ROWS
 #undef TQKV__BY_PARTS
 #undef TQKV__BY_PIECES
@@ -7685,6 +8027,19 @@ TQKV__OP __m512i tqkv__code_from_avx512(__m512i count, __m512 bound, __m512 w, _
 {
     const __mmask16 above = _mm512_cmp_ps_mask(bound, w, _CMP_LE_OQ);
     return _mm512_xor_si512(_mm512_mask_sub_epi32(count, above, count, _mm512_set1_epi32(-1)), side);
+}
+/* above where bound <= w, else below */
+TQKV__OP __m512 tqkv__choose_avx512(__m512 bound, __m512 w, __m512 below, __m512 above)
+{
+    return _mm512_mask_blend_ps(_mm512_cmp_ps_mask(bound, w, _CMP_LE_OQ), below, above);
+}
+/* The entries of every fourth cell, side by side */
+TQKV__OP __m512 tqkv__load_entries_avx512(const float (*entries)[4], const int32_t *cells)
+{
+    __m512 x = _mm512_castps128_ps512(_mm_loadu_ps(entries[cells[0]]));
+    x = _mm512_insertf32x4(x, _mm_loadu_ps(entries[cells[4]]), 1);
+    x = _mm512_insertf32x4(x, _mm_loadu_ps(entries[cells[8]]), 2);
+    return _mm512_insertf32x4(x, _mm_loadu_ps(entries[cells[12]]), 3);
 }
 TQKV__OP __m512i tqkv__quantise_i8_avx512(__m512 v)
 {
@@ -8118,6 +8473,16 @@ TQKV__OP __m256i tqkv__code_from_avx2(__m256i count, __m256 bound, __m256 w, __m
     const __m256i above = _mm256_castps_si256(_mm256_cmp_ps(bound, w, _CMP_LE_OQ));
     return _mm256_xor_si256(_mm256_sub_epi32(count, above), side);
 }
+/* above where bound <= w, else below */
+TQKV__OP __m256 tqkv__choose_avx2(__m256 bound, __m256 w, __m256 below, __m256 above)
+{
+    return _mm256_blendv_ps(below, above, _mm256_cmp_ps(bound, w, _CMP_LE_OQ));
+}
+/* The entries of every fourth cell, side by side */
+TQKV__OP __m256 tqkv__load_entries_avx2(const float (*entries)[4], const int32_t *cells)
+{
+    return _mm256_set_m128(_mm_loadu_ps(entries[cells[4]]), _mm_loadu_ps(entries[cells[0]]));
+}
 TQKV__OP __m256i tqkv__quantise_i8_avx2(__m256 v)
 {
     v = _mm256_max_ps(_mm256_min_ps(v, _mm256_set1_ps(127.0f)), _mm256_set1_ps(-127.0f));
@@ -8492,6 +8857,15 @@ TQKV__OP float32x4_t tqkv__bound_neon(const int bits, const float32x4_t *bounds,
 TQKV__OP uint32x4_t tqkv__code_from_neon(uint32x4_t count, float32x4_t bound, float32x4_t w, uint32x4_t side)
 {
     return veorq_u32(vsubq_u32(count, vcleq_f32(bound, w)), side);
+}
+/* above where bound <= w, else below */
+TQKV__OP float32x4_t tqkv__choose_neon(float32x4_t bound, float32x4_t w, float32x4_t below, float32x4_t above)
+{
+    return vbslq_f32(vcleq_f32(bound, w), above, below);
+}
+TQKV__OP float32x4_t tqkv__load_entries_neon(const float (*entries)[4], const int32_t *cells)
+{
+    return vld1q_f32(entries[*cells]);
 }
 TQKV__OP uint32x4_t tqkv__quantise_i8_neon(float32x4_t v)
 {
@@ -10435,17 +10809,28 @@ static TQKV__NOINLINE void tqkv__merge_sums(const tqkv__sums *into, const tqkv__
 #define TQKV__STRETCH 2048
 #define TQKV__PIECE   256
 
-/* The scores of a tile: the sum of those of the parts of the keys, in their order. q: as tqkv__arrange_queries gives them */
-static void tqkv__score_tile(tqkv__tile *tile, const float *q, int n_rows)
+/* Floats of an arranged query, without its second digits. */
+static size_t tqkv__first_floats(const tqkv__attention *a)
+{
+    return (size_t)(a->key_dim + (a->exact[0][0] || a->exact[1][0] ? a->keys.head_dim : 0));
+}
+
+/* The scores of a tile: the sum of those of the parts of the keys, in their order, and of the second digits. q, digits: as
+   tqkv__arrange_queries gives them */
+static void tqkv__score_tile(tqkv__tile *tile, const float *q, int digits, int n_rows)
 {
     const tqkv__attention *a = tile->streams;
     float *scores = tile->scores + tile->begin;
-    const int before = tile->place.keys == &a->keys ? 0 : a->key_dim; /* dimensions of q before those for halves */
-    a->isa->score_tile(tile->place.keys, tile->kv_head, &tile->keys, q + (size_t)n_rows * (size_t)before, n_rows, false,
-                       scores);
-    if (!a->call.tail) return;
-    a->isa->score_tile(tile->place.tail, tile->kv_head, &tile->tail, q + (size_t)n_rows * (size_t)a->keys.head_dim,
-                       n_rows, true, scores);
+    const bool codes = tile->place.keys == &a->keys;
+    const size_t all = (size_t)n_rows, of_keys = all * (size_t)a->keys.head_dim;
+    const float *rest = q + all * tqkv__first_floats(a);
+    a->isa->score_tile(tile->place.keys, tile->kv_head, &tile->keys, codes ? q : q + all * (size_t)a->key_dim, n_rows,
+                       false, scores);
+    if (a->call.tail)
+        a->isa->score_tile(tile->place.tail, tile->kv_head, &tile->tail, q + of_keys, n_rows, true, scores);
+    if ((digits & 1) && codes) a->isa->score_tile(&a->keys, tile->kv_head, &tile->keys, rest, n_rows, true, scores);
+    if (digits & 2)
+        a->isa->score_tile(tile->place.tail, tile->kv_head, &tile->tail, rest + of_keys, n_rows, true, scores);
 }
 
 /* Sums of values have the order of the stream that is added to them: brings them into that of another. */
@@ -10472,6 +10857,7 @@ typedef struct tqkv__work {
     const tqkv__attention *a;
     const tqkv__item *item;
     const float *q, *offsets;
+    int digits;        /* of the queries: see tqkv__arrange_queries */
     tqkv__tile *tiles; /* [2] */
     tqkv__tile *before;
     tqkv__sums piece, sums;
@@ -10689,7 +11075,7 @@ static void tqkv__end_piece_before(const tqkv__work *w, const tqkv__tile *tile)
 static void tqkv__attend_tile(tqkv__work *w, tqkv__tile *tile)
 {
     const int n_rows = w->item->n_rows;
-    tqkv__score_tile(tile, w->q, n_rows);
+    tqkv__score_tile(tile, w->q, w->digits, n_rows);
     if (tile->ranks) tqkv__ask_values(w->a, w->item->kv_head, tile->ranks);
     tqkv__add_before(w);
     tqkv__end_piece_before(w, tile);
@@ -11019,11 +11405,13 @@ static const void *tqkv__query_part(const tqkv__attention *a, const void *query,
     return (const uint8_t *)query + (part ? (size_t)a->keys.head_dim * tqkv__type_size(a->call.query_type) : 0);
 }
 
-/* Brings part 0 or 1 of an item's queries into the basis and order of a stream, times scale; arranged: [n_rows][head_dim] */
-static void tqkv__arrange_part(const tqkv__attention *a, const tqkv__item *item, const void *q, int part,
-                               const tqkv__stream *s, float *arranged)
+/* Brings part 0 or 1 of an item's queries into the basis and order of a stream, times scale. arranged: [n_rows][head_dim]; so
+   is rest, the second digits of integers. Whether there are any. */
+static bool tqkv__arrange_part(const tqkv__attention *a, const tqkv__item *item, const void *q, int part,
+                               const tqkv__stream *s, float *arranged, float *rest)
 {
     TQKV__ALIGNED float natural[TQKV_MAX_HEAD_DIM];
+    bool digits = false;
     for (int i = 0; i < item->n_rows; i++, arranged += s->head_dim) {
         const void *query = tqkv__query_at(a, q, tqkv__caller_row(a, item, i));
         const bool original = a->call.query_basis == TQKV_ORIGINAL;
@@ -11031,40 +11419,53 @@ static void tqkv__arrange_part(const tqkv__attention *a, const tqkv__item *item,
         a->isa->codec->widen(a->call.query_type, tqkv__query_part(a, query, part), NULL, scale, s->head_dim, natural);
         if (s->rotated && original) a->isa->codec->rotate(natural, s->head_dim);
         tqkv__scale(natural, s->head_dim, a->call.scale);
-        if (a->round_query && s->kind != TQKV__HALF)
-            a->round_query(s, natural, arranged);
-        else
+        if (!a->round_query || s->kind == TQKV__HALF) {
             tqkv__to_decoded(a->isa, s, natural, arranged);
+            continue;
+        }
+        a->round_query(s, natural, arranged);
+        float *second = rest + (size_t)i * (size_t)s->head_dim;
+        if (tqkv__round_rest(natural, s->head_dim)) {
+            a->round_query(s, natural, second);
+            digits = true;
+        } else {
+            memset(second, 0, (size_t)s->head_dim * sizeof(float));
+        }
     }
+    return digits;
 }
 
-/* Floats of an arranged query. */
+/* Floats of an arranged query with its second digits. */
 static size_t tqkv__query_floats(const tqkv__attention *a)
 {
-    return (size_t)(a->key_dim + (a->exact[0][0] || a->exact[1][0] ? a->keys.head_dim : 0));
+    return tqkv__first_floats(a) + (a->round_query ? (size_t)a->key_dim : 0);
 }
 
-/* arranged: [n_rows][head_dim] of the keys, of the tail and, if some keys are halves, of the keys for these */
-static void tqkv__arrange_queries(const tqkv__attention *a, const tqkv__item *item, const void *q, float *arranged)
+/* arranged: [n_rows][head_dim] of the keys, of the tail and, if some keys are halves, of the keys for these; then second digits of
+   integers, of the keys and of the tail. Returns which of these two have any: 1 and 2. */
+static int tqkv__arrange_queries(const tqkv__attention *a, const tqkv__item *item, const void *q, float *arranged)
 {
-    const size_t n_rows = (size_t)item->n_rows;
-    tqkv__arrange_part(a, item, q, 0, &a->keys, arranged);
-    if (a->call.tail) tqkv__arrange_part(a, item, q, 1, &a->tail, arranged + n_rows * (size_t)a->keys.head_dim);
+    const size_t n_rows = (size_t)item->n_rows, of_keys = n_rows * (size_t)a->keys.head_dim;
+    float *rest = arranged + n_rows * tqkv__first_floats(a);
+    int digits = tqkv__arrange_part(a, item, q, 0, &a->keys, arranged, rest) ? 1 : 0;
+    if (a->call.tail && tqkv__arrange_part(a, item, q, 1, &a->tail, arranged + of_keys, rest + of_keys)) digits |= 2;
     if (a->exact[0][0] || a->exact[1][0])
-        tqkv__arrange_part(a, item, q, 0, &a->ends[!a->exact[0][0]][0], arranged + n_rows * (size_t)a->key_dim);
+        tqkv__arrange_part(a, item, q, 0, &a->ends[!a->exact[0][0]][0], arranged + n_rows * (size_t)a->key_dim, NULL);
+    return digits;
 }
 
 /* q.c, for the centre c of part 0 or 1 of the keys, in the query's basis. query: [key_dim], the caller's */
 static TQKV__NOINLINE double tqkv__center_product(const tqkv__attention *a, int kv_head, int part, const void *query)
 {
-    float q[TQKV_MAX_HEAD_DIM], room[TQKV_MAX_HEAD_DIM];
+    float q[TQKV_MAX_HEAD_DIM]; /* first room for the inverses */
     double c[TQKV_MAX_HEAD_DIM], sum = 0.0;
     const bool coded = a->call.query_basis == TQKV_ROTATED;
     const tqkv__stream *s = part ? &a->tail : &a->keys;
     const float *center = tqkv__center_of(s, kv_head);
     if (!center) return 0.0;
-    const float *factors = coded ? tqkv__factors_of(s, kv_head, 1, room) : NULL;
-    for (int d = 0; d < s->head_dim; d++) c[d] = (double)(factors ? tqkv__rounded(center[d] * factors[d]) : center[d]);
+    const float *inverses = coded ? tqkv__inverses_of(s, kv_head, 1, q) : NULL;
+    for (int d = 0; d < s->head_dim; d++)
+        c[d] = (double)(inverses ? tqkv__rounded(center[d] * inverses[d]) : center[d]);
     if (coded && s->rotated) tqkv__rotate_double(c, s->head_dim);
     a->isa->codec->widen(a->call.query_type, tqkv__query_part(a, query, part), NULL, NULL, s->head_dim, q);
     for (int d = 0; d < s->head_dim; d++) sum += tqkv__rounded_double(c[d] * (double)q[d]);
@@ -11128,6 +11529,15 @@ static TQKV__NOINLINE void tqkv__finish_row(const tqkv__attention *a, int head, 
     if (center) tqkv__add_share(a, center, TQKV__AS_FLOAT(tqkv__rounded(sum * keep) / all), out);
 }
 
+/* Of integers: see tqkv__one_nan. out: [value_dim] */
+static void tqkv__settle_row(const tqkv__attention *a, float *out, float *max, float *sum)
+{
+    if (!a->round_query) return;
+    for (int d = 0; d < a->value_dim; d++) out[d] = tqkv__one_nan(out[d]);
+    *max = tqkv__one_nan(TQKV__AS_FLOAT(*max + 0.0f)); /* second digits of other rows turn -0 into 0 */
+    *sum = tqkv__one_nan(*sum);
+}
+
 /* Writes an item's sums to the caller; finishes and rounds them unless the call is partial. The values' centre is added to the
    sums, in the basis of the codes; with a scale, where the row is finished, behind the scale: a channel is then not rounded
    against larger ones. */
@@ -11150,12 +11560,12 @@ static TQKV__NOINLINE void tqkv__deliver(const tqkv__part *part, const tqkv__ite
         const double score = scored ? tqkv__center_score(a, item->kv_head, tqkv__query_at(a, part->q, row)) : 0.0;
         tqkv__to_natural(a->isa, &a->values, sums->out + (size_t)i * (size_t)a->value_dim, out);
         if (scored || coded) tqkv__add_centers(a, score, coded, out, &max, &sum);
+        if (!part->max) tqkv__finish_row(a, (int)(row % (size_t)a->call.n_heads), last, out, max, sum);
+        tqkv__settle_row(a, out, &max, &sum);
         if (part->max) {
             part->max[row] = max;
             part->sum[row] = sum;
-            continue;
         }
-        tqkv__finish_row(a, (int)(row % (size_t)a->call.n_heads), last, out, max, sum);
         if (out == wide) a->isa->codec->narrow(type, wide, a->value_dim, to);
     }
 }
@@ -11287,7 +11697,7 @@ static TQKV__NOINLINE void tqkv__attend_unit(const tqkv__job *job, const tqkv__p
     if (w.list) list = tqkv__open_list(a, item.first_row / a->group, item.kv_head, part->slice);
     if (w.list || w.small_pages || w.odd_rings) tqkv__open_gathered(a, next, &gathered);
     next += tqkv__gathered_floats(a);
-    tqkv__arrange_queries(a, &item, part->q, q);
+    w.digits = tqkv__arrange_queries(a, &item, part->q, q);
     tqkv__find_offsets(a, &item, part->q, offsets);
     if (job->spread) {
         const int64_t stretch = unit / part->n_items;
@@ -11798,6 +12208,7 @@ TQKV_API tqkv_result tqkv_attend_merge_slice(const tqkv_attention *attention, fl
         if (from.values.rotated && !a.values.rotated) a.isa->codec->unrotate(source, a.value_dim);
         if (a.values.rotated && !from.values.rotated) a.isa->codec->rotate(source, a.value_dim);
         tqkv__merge_row(a.value_dim, out + row * value_dim, &max[row], &sum[row], source, src_max[row], src_sum[row]);
+        tqkv__settle_row(&a, out + row * value_dim, &max[row], &sum[row]);
     }
     tqkv__fp_restore(mode);
     return TQKV_OK;
@@ -11820,9 +12231,11 @@ TQKV_API tqkv_result tqkv_attend_finish(const tqkv_attention *attention, float *
     if (a.values.channel_scale) tqkv__add_array(&arrays, a.values.channel_scale, tqkv__center_size(&a.values));
     if ((r = tqkv__check_arrays(&arrays, 1)) != TQKV_OK) return r;
     const uint64_t mode = tqkv__fp_exact();
-    for (size_t row = 0; row < a.n_rows; row++)
-        tqkv__finish_row(&a, (int)(row % (size_t)a.call.n_heads), NULL, out + row * (size_t)a.value_dim, max[row],
-                         sum[row]);
+    for (size_t row = 0; row < a.n_rows; row++) {
+        float *at = out + row * (size_t)a.value_dim, of[2] = {max[row], sum[row]};
+        tqkv__finish_row(&a, (int)(row % (size_t)a.call.n_heads), NULL, at, of[0], of[1]);
+        tqkv__settle_row(&a, at, &of[0], &of[1]);
+    }
     tqkv__fp_restore(mode);
     return r;
 }
@@ -11902,7 +12315,8 @@ typedef struct tqkv__scored {
     int first_query, n_queries;
     double *totals;           /* [n_queries], of the block in progress: TQKV_POOL_MEAN */
     float *tile, *sums;       /* [rows of a tile][TQKV__TILE], [n_queries][TQKV__TILE] */
-    float *q;                 /* arranged: [n_queries][n_heads][head_dim] */
+    float *q, *rest;          /* arranged, and second digits: [n_queries][n_heads][head_dim] */
+    int digits;               /* whether there are any */
     float *weights, *offsets; /* [n_queries][n_heads] */
 } tqkv__scored;
 
@@ -11923,19 +12337,20 @@ static tqkv__scored tqkv__open_scored(const tqkv__scoring *job, int item, float 
     s.tile = slot;
     s.sums = s.tile + tqkv__tile_rows(x) * TQKV__TILE;
     s.q = s.sums + each * TQKV__TILE;
-    s.totals = (double *)(void *)(s.q + rows * (size_t)x->a.key_dim);
+    s.rest = s.q + rows * tqkv__first_floats(&x->a);
+    s.totals = (double *)(void *)(s.q + rows * tqkv__query_floats(&x->a));
     s.weights = (float *)(void *)(s.totals + each);
     s.offsets = s.weights + rows;
     return s;
 }
 
 /* Brings the queries of an item into the order of the keys, with their weights and what a centre adds to their scores. */
-static void tqkv__arrange_scored(const tqkv__scoring *job, const tqkv__scored *s)
+static void tqkv__arrange_scored(const tqkv__scoring *job, tqkv__scored *s)
 {
     const tqkv__attention *a = &job->x->a;
     const int n_heads = a->call.n_heads;
     const tqkv__item item = {0, s->first_query * n_heads, s->n_queries * n_heads};
-    tqkv__arrange_queries(a, &item, job->q, s->q);
+    s->digits = tqkv__arrange_queries(a, &item, job->q, s->q);
     for (int i = 0; i < item.n_rows; i++) {
         const size_t row = (size_t)item.first_row + (size_t)i;
         s->weights[i] = job->x->call.weights ? job->x->call.weights[row] : 1.0f;
@@ -11951,7 +12366,9 @@ static void tqkv__score_keys(const tqkv__index *x, const tqkv__scored *s, const 
     for (int row = 0, n; row < n_rows; row += n) {
         n = n_rows - row < most ? n_rows - row : most;
         const int heads = n < n_heads ? n : n_heads; /* whole queries, or some heads of one */
-        x->a.isa->score_tile(&x->a.keys, 0, run, s->q + (size_t)row * (size_t)x->a.key_dim, n, false, s->tile);
+        const size_t at = (size_t)row * (size_t)x->a.key_dim;
+        x->a.isa->score_tile(&x->a.keys, 0, run, s->q + at, n, false, s->tile);
+        if (s->digits) x->a.isa->score_tile(&x->a.keys, 0, run, s->rest + at, n, true, s->tile);
         for (int i = 0; i < n; i += heads)
             x->a.isa->sum_heads(s->tile + i * TQKV__TILE, s->weights + row + i, s->offsets + row + i, x->call.relu,
                                 heads, s->sums + (row + i) / n_heads * TQKV__TILE);
@@ -11989,7 +12406,7 @@ static TQKV__NOINLINE void tqkv__score_unit(const tqkv__scoring *job, int unit, 
 {
     const tqkv__index *x = job->x;
     const tqkv__stream *keys = &x->a.keys;
-    const tqkv__scored s = tqkv__open_scored(job, unit % job->n_items, slot);
+    tqkv__scored s = tqkv__open_scored(job, unit % job->n_items, slot);
     const int64_t block = unit / job->n_items * job->blocks_each;
     const int64_t n_blocks = x->blocks - block < job->blocks_each ? x->blocks - block : job->blocks_each;
     int64_t from = block * x->call.block, to = tqkv__index_end(x, s.first_query + s.n_queries - 1);
@@ -12015,6 +12432,10 @@ static TQKV__NOINLINE void tqkv__score_unit(const tqkv__scoring *job, int unit, 
             float *out = job->scores + (int64_t)(s.first_query + i) * x->blocks;
             if (seen > 0) tqkv__pool(x, s.sums + i * TQKV__TILE, position, (int)seen, end, &s.totals[i], out);
         }
+    }
+    for (int i = 0; x->a.round_query && i < s.n_queries; i++) {
+        float *out = job->scores + (int64_t)(s.first_query + i) * x->blocks + block;
+        for (int64_t b = 0; b < n_blocks; b++) out[b] = tqkv__one_nan(out[b]);
     }
 }
 
@@ -12043,7 +12464,7 @@ static tqkv_result tqkv__divide_scoring(tqkv__scoring *job)
     job->queue.n_units = (int)ranges * job->n_items;
     job->queue.n_tasks = !hook ? 1 : job->queue.n_units < TQKV__TASKS ? job->queue.n_units : (int)TQKV__TASKS;
     const size_t each = (size_t)job->queries_each, all = each * (size_t)n_heads;
-    job->queue.slot_floats = ((size_t)rows + each) * TQKV__TILE + all * (size_t)(x->a.key_dim + 2) + 2 * each;
+    job->queue.slot_floats = ((size_t)rows + each) * TQKV__TILE + all * (tqkv__query_floats(&x->a) + 2) + 2 * each;
     return TQKV_OK;
 }
 
@@ -12233,7 +12654,7 @@ struct tqkv_cache {
     void *grown;         /* memory of newest halves for which the block has no room, or NULL */
     size_t grown_size;
     float *
-        channels; /* room for centres, scales and factors of its streams, one after the other: [n_kv_heads][head_dim] */
+        channels; /* room for centres, scales and inverses of its streams, one after the other: [n_kv_heads][head_dim] */
     int64_t first;     /* resident positions [first, attention.end) */
     int calibrate;     /* as in the desc */
     uint64_t tag;      /* likewise */
@@ -12609,7 +13030,7 @@ static tqkv_result tqkv__append_open(const tqkv_cache *c, int i, const void *k, 
     tqkv_result r = tqkv__encode_open(&store, src, n_tokens, c->attention.end, &append->streams[i]);
     if (r != TQKV_OK) return r;
     if (tqkv__in_cache(c, src, tqkv__rows_size(&store, n_tokens))) return TQKV__INVALID("k or v overlaps the cache");
-    if (store.channel_scale) append->streams[i].factors = tqkv__channel_room(c, i, TQKV__INVERSES);
+    if (store.channel_scale) append->streams[i].inverses = tqkv__channel_room(c, i, TQKV__INVERSES);
     tqkv__add_stream(&append->job, &append->streams[i], src);
     if (!tqkv__end_of(c, i) || left <= 0) return TQKV_OK;
     tqkv_store first = *tqkv__end_of(c, i);
@@ -13008,7 +13429,7 @@ static TQKV__NOINLINE void tqkv__encode_raw(const tqkv__stream *raw, const tqkv_
     tqkv__quantiser q;
     tqkv__stream floats = *to;
     const int batch = buffer / to->head_dim;
-    const float *factors = tqkv__factors_of(to, kv_head, 1, room);
+    const float *inverses = tqkv__inverses_of(to, kv_head, 1, room);
     floats.type = TQKV_TYPE_F32;
     if (to->kind == TQKV__BOOK) tqkv__quantiser_open(to, &q);
     for (int p = 0; p < n; p += batch) {
@@ -13020,9 +13441,10 @@ static TQKV__NOINLINE void tqkv__encode_raw(const tqkv__stream *raw, const tqkv_
             tqkv__raw_row(raw, kv_head, p + i, row);
             rows[i].src = row;
             rows[i].center = tqkv__center_of(to, kv_head);
-            rows[i].factors = factors;
+            rows[i].inverses = inverses;
             rows[i].codes = tqkv__codes_at(to, kv_head, slot);
             rows[i].norms = tqkv__norms_at(to, kv_head, slot);
+            rows[i].factors = NULL;
             rows[i].half = half ? tqkv__codes_at(newest, kv_head, tqkv__slot(newest, p + i)) : NULL;
         }
         tqkv__codec_for(to->head_dim)->encode_rows(&floats, &q, rows, now);
@@ -13120,7 +13542,7 @@ static void tqkv__take_learnt(const tqkv_cache *c, tqkv__append *append)
     for (int i = 0; i < 2; i++) {
         streams[i]->center = c->keys.center;
         streams[i]->channel_scale = c->keys.channel_scale;
-        streams[i]->factors = tqkv__channel_room(c, 0, TQKV__INVERSES);
+        streams[i]->inverses = tqkv__channel_room(c, 0, TQKV__INVERSES);
     }
 }
 
@@ -13886,7 +14308,7 @@ static size_t tqkv__wanted_ahead(const tqkv_cache *c, uint32_t centers, uint32_t
 }
 
 /* Takes centres and scales of the streams whose bits are set from where they lie in the cache: before these are read, and with
-   factors after it. */
+   inverses after it. */
 static void tqkv__take_channels(tqkv_cache *c, uint32_t centers, uint32_t scales)
 {
     for (int i = 0; i < TQKV__CACHE_STREAMS; i++)
@@ -16717,7 +17139,8 @@ static tqkv_cache_layout tqkv__layout_of_call(const tqkv_cache *c, const tqkv_ca
     return given ? *given : own;
 }
 
-/* The halves of the first (0) or newest (TQKV__LAST_KEYS) positions for the tokens that they keep: those of keys, of values or of both. */
+/* The halves of the first (0) or newest (TQKV__LAST_KEYS) positions for the tokens that they keep: those of keys, of values or of
+   both. */
 static tqkv_result tqkv__plan_halves(const tqkv_cache *c, tqkv_metal_buffer memory, const tqkv_strides strides[2],
                                      int first, const tqkv_metal_buffer rows[2], int n_tokens,
                                      tqkv_metal_buffer not_finite, tqkv_metal_plan *plan)

@@ -16,7 +16,7 @@ struct tqkv_cache {
     void *grown;         /* memory of newest halves for which the block has no room, or NULL */
     size_t grown_size;
     float *
-        channels; /* room for centres, scales and factors of its streams, one after the other: [n_kv_heads][head_dim] */
+        channels; /* room for centres, scales and inverses of its streams, one after the other: [n_kv_heads][head_dim] */
     int64_t first;     /* resident positions [first, attention.end) */
     int calibrate;     /* as in the desc */
     uint64_t tag;      /* likewise */
@@ -392,7 +392,7 @@ static tqkv_result tqkv__append_open(const tqkv_cache *c, int i, const void *k, 
     tqkv_result r = tqkv__encode_open(&store, src, n_tokens, c->attention.end, &append->streams[i]);
     if (r != TQKV_OK) return r;
     if (tqkv__in_cache(c, src, tqkv__rows_size(&store, n_tokens))) return TQKV__INVALID("k or v overlaps the cache");
-    if (store.channel_scale) append->streams[i].factors = tqkv__channel_room(c, i, TQKV__INVERSES);
+    if (store.channel_scale) append->streams[i].inverses = tqkv__channel_room(c, i, TQKV__INVERSES);
     tqkv__add_stream(&append->job, &append->streams[i], src);
     if (!tqkv__end_of(c, i) || left <= 0) return TQKV_OK;
     tqkv_store first = *tqkv__end_of(c, i);

@@ -132,7 +132,7 @@ static TQKV__NOINLINE void tqkv__encode_raw(const tqkv__stream *raw, const tqkv_
     tqkv__quantiser q;
     tqkv__stream floats = *to;
     const int batch = buffer / to->head_dim;
-    const float *factors = tqkv__factors_of(to, kv_head, 1, room);
+    const float *inverses = tqkv__inverses_of(to, kv_head, 1, room);
     floats.type = TQKV_TYPE_F32;
     if (to->kind == TQKV__BOOK) tqkv__quantiser_open(to, &q);
     for (int p = 0; p < n; p += batch) {
@@ -144,9 +144,10 @@ static TQKV__NOINLINE void tqkv__encode_raw(const tqkv__stream *raw, const tqkv_
             tqkv__raw_row(raw, kv_head, p + i, row);
             rows[i].src = row;
             rows[i].center = tqkv__center_of(to, kv_head);
-            rows[i].factors = factors;
+            rows[i].inverses = inverses;
             rows[i].codes = tqkv__codes_at(to, kv_head, slot);
             rows[i].norms = tqkv__norms_at(to, kv_head, slot);
+            rows[i].factors = NULL;
             rows[i].half = half ? tqkv__codes_at(newest, kv_head, tqkv__slot(newest, p + i)) : NULL;
         }
         tqkv__codec_for(to->head_dim)->encode_rows(&floats, &q, rows, now);
@@ -244,7 +245,7 @@ static void tqkv__take_learnt(const tqkv_cache *c, tqkv__append *append)
     for (int i = 0; i < 2; i++) {
         streams[i]->center = c->keys.center;
         streams[i]->channel_scale = c->keys.channel_scale;
-        streams[i]->factors = tqkv__channel_room(c, 0, TQKV__INVERSES);
+        streams[i]->inverses = tqkv__channel_room(c, 0, TQKV__INVERSES);
     }
 }
 

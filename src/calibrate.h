@@ -250,7 +250,7 @@ static TQKV__NOINLINE double tqkv__head_noise(const tqkv__stream *s, const tqkv_
 {
     uint8_t codes[2 * TQKV_MAX_HEAD_DIM];
     float norms[TQKV_MAX_HEAD_DIM / 128], room[TQKV_MAX_HEAD_DIM], error[TQKV_MAX_HEAD_DIM];
-    const float *factors = tqkv__factors_of(s, kv_head, 1, room), *center = tqkv__center_of(s, kv_head);
+    const float *inverses = tqkv__inverses_of(s, kv_head, 1, room), *center = tqkv__center_of(s, kv_head);
     const int64_t n_rows = (int64_t)queries->n * queries->group;
     double total = 0.0;
     for (int64_t first = 0; first < n_rows; first += TQKV__NOISE_ROWS) {
@@ -259,7 +259,7 @@ static TQKV__NOINLINE double tqkv__head_noise(const tqkv__stream *s, const tqkv_
         memset(&sums, 0, sizeof sums);
         for (int t = 0; t < n_tokens; t++) {
             const void *at = tqkv__source_row(s, src, (size_t)t, (size_t)kv_head);
-            const tqkv__row row = {at, center, factors, codes, norms, NULL};
+            const tqkv__row row = {at, center, inverses, codes, norms, NULL, NULL};
             tqkv__row_error(s, q, kv_head, &row, error);
             tqkv__add_noise(queries, kv_head, (int)first, n, error, &sums);
         }

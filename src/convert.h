@@ -115,10 +115,11 @@ static TQKV__NOINLINE void tqkv__convert_rows(const tqkv__stream *from, const tq
             tqkv__decode_row(from, tqkv__codes_at(from, kv_head, source), tqkv__norms_at(from, kv_head, source), row);
             if (from->rotated && !to->rotated) codec->unrotate(row, to->head_dim);
             rows[i].src = row;
-            rows[i].center = rows[i].factors = NULL;
+            rows[i].center = rows[i].inverses = NULL;
             rows[i].codes = tqkv__codes_at(to, kv_head, target);
             rows[i].norms = tqkv__norms_at(to, kv_head, target);
             rows[i].half = NULL;
+            rows[i].factors = NULL;
         }
         codec->encode_rows(&decoded, &q, rows, now);
     }

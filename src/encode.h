@@ -59,36 +59,44 @@ static int tqkv__first_kept(const tqkv__stream *s, int n_tokens)
     return s->ring && n_tokens > s->capacity ? n_tokens - s->capacity : 0;
 }
 
-/* Some heads of a stream at work: [first, first + n). factors: theirs, [n][head_dim], or NULL; halves: a ring of halves that takes
-   what remains in it of the tokens up to `end`, too, or NULL */
+/* Some heads of a stream at work: [first, first + n). inverses: theirs, [n][head_dim], or NULL */
 typedef struct tqkv__heads {
     int first, n;
-    const float *factors;
-    const tqkv__stream *halves;
-    int64_t end;
+    const float *inverses;
 } tqkv__heads;
 
-/* Encodes tokens [from, to) of some heads; src[0] is for `position`. */
+/* Tokens [from, to) of src; src[0] is for `position`. halves: a ring of halves that takes what remains in it of the tokens up to
+   `end`, too, or NULL */
+typedef struct tqkv__tokens {
+    const tqkv__stream *halves;
+    const void *src;
+    int from, to;
+    int64_t position, end;
+} tqkv__tokens;
+
+/* Encodes tokens of some heads. */
 static void tqkv__encode_heads(const tqkv__stream *s, const tqkv__quantiser *q, const tqkv__heads *heads,
-                               const void *src, int from, int to, int64_t position)
+                               const tqkv__tokens *tokens)
 {
     enum { batch = 64 };
     const tqkv__codec *codec = tqkv__codec_for(s->head_dim);
-    const tqkv__stream *halves = heads->halves;
     tqkv__row rows[batch];
+    const tqkv__stream *halves = tokens->halves;
     int n = 0;
-    for (int t = from; t < to; t++) {
-        const int slot = tqkv__slot(s, position + t);
-        const bool half = halves && heads->end - (position + t) <= halves->capacity;
-        const int half_slot = half ? tqkv__slot(halves, position + t) : 0;
+    for (int t = tokens->from; t < tokens->to; t++) {
+        const int64_t position = tokens->position + t;
+        const int slot = tqkv__slot(s, position);
+        const bool half = halves && tokens->end - position <= halves->capacity;
+        const int half_slot = half ? tqkv__slot(halves, position) : 0;
         if (slot >= 0)
             for (int i = 0; i < heads->n; i++) {
                 const int h = heads->first + i;
-                rows[n].src = tqkv__source_row(s, src, (size_t)t, (size_t)h);
+                rows[n].src = tqkv__source_row(s, tokens->src, (size_t)t, (size_t)h);
                 rows[n].center = tqkv__center_of(s, h);
-                rows[n].factors = tqkv__of_head(s, heads->factors, i);
+                rows[n].inverses = tqkv__of_head(s, heads->inverses, i);
                 rows[n].codes = tqkv__codes_at(s, h, slot);
                 rows[n].norms = tqkv__norms_at(s, h, slot);
+                rows[n].factors = NULL;
                 rows[n].half = half ? tqkv__codes_at(halves, h, half_slot) : NULL;
                 if (++n == batch) codec->encode_rows(s, q, rows, n);
                 n %= batch;
@@ -97,20 +105,19 @@ static void tqkv__encode_heads(const tqkv__stream *s, const tqkv__quantiser *q, 
     if (n) codec->encode_rows(s, q, rows, n);
 }
 
-/* Encodes tokens [from, to) of src after tqkv__encode_open; src[0] is for `position`. With a scale as many heads at a time as
-   have their factors in 4 KiB, so that each factor is found once. halves, end: as of tqkv__heads */
-static void tqkv__encode_tokens(const tqkv__stream *s, const tqkv__stream *halves, const void *src, int from, int to,
-                                int64_t position, int64_t end)
+/* Encodes tokens after tqkv__encode_open. With a scale as many heads at a time as have their inverses in 4 KiB, so that each inverse
+   is found once. */
+static void tqkv__encode_tokens(const tqkv__stream *s, const tqkv__tokens *tokens)
 {
     float room[TQKV_MAX_HEAD_DIM];
     const uint64_t mode = tqkv__fp_exact();
-    const int most = s->channel_scale && !s->factors ? TQKV_MAX_HEAD_DIM / s->head_dim : s->n_kv_heads;
+    const int most = s->channel_scale && !s->inverses ? TQKV_MAX_HEAD_DIM / s->head_dim : s->n_kv_heads;
     tqkv__quantiser q;
     if (s->kind == TQKV__BOOK) tqkv__quantiser_open(s, &q);
     for (int h = 0; h < s->n_kv_heads; h += most) {
-        tqkv__heads heads = {h, s->n_kv_heads - h < most ? s->n_kv_heads - h : most, NULL, halves, end};
-        heads.factors = tqkv__factors_of(s, h, heads.n, room);
-        tqkv__encode_heads(s, &q, &heads, src, from, to, position);
+        tqkv__heads heads = {h, s->n_kv_heads - h < most ? s->n_kv_heads - h : most, NULL};
+        heads.inverses = tqkv__inverses_of(s, h, heads.n, room);
+        tqkv__encode_heads(s, &q, &heads, tokens);
     }
     tqkv__fp_restore(mode);
 }
@@ -137,8 +144,9 @@ static void tqkv__encode_task(void *context, int index)
     const int first = job->encode ? tqkv__first_kept(s, job->n_tokens) : 0;
     const int from = first + (int)((int64_t)(job->n_tokens - first) * part / job->n_tasks);
     const int to = first + (int)((int64_t)(job->n_tokens - first) * (part + 1) / job->n_tasks);
+    const tqkv__tokens tokens = {job->halves[stream], src, from, to, job->position, job->position + job->n_tokens};
     if (job->encode)
-        tqkv__encode_tokens(s, job->halves[stream], src, from, to, job->position, job->position + job->n_tokens);
+        tqkv__encode_tokens(s, &tokens);
     else
         job->bad[index] = !tqkv__rows_finite(s, tqkv__source_row(s, src, (size_t)from, 0), to - from);
 }
@@ -247,10 +255,10 @@ TQKV_API tqkv_result tqkv_probe(const tqkv_store *store, const void *src, int n_
     const tqkv__codec *codec = tqkv__codec_for(s.head_dim);
     const uint64_t mode = tqkv__fp_exact();
     for (size_t h = 0; h < (size_t)s.n_kv_heads; h++) {
-        const float *factors = tqkv__factors_of(&s, (int)h, 1, room);
+        const float *inverses = tqkv__inverses_of(&s, (int)h, 1, room);
         for (size_t i = 0; i < (size_t)n_tokens; i++) {
             float *row = scaled + (i * (size_t)s.n_kv_heads + h) * (size_t)s.head_dim;
-            codec->widen(s.type, tqkv__source_row(&s, src, i, h), tqkv__center_of(&s, (int)h), factors, s.head_dim,
+            codec->widen(s.type, tqkv__source_row(&s, src, i, h), tqkv__center_of(&s, (int)h), inverses, s.head_dim,
                          row);
             codec->scale_row(&s, row, norms);
         }

@@ -40,13 +40,13 @@ static TQKV__NOINLINE void tqkv__add_moments(const tqkv__stream *s, int kv_head,
     float source[TQKV_MAX_HEAD_DIM], first[TQKV_MAX_HEAD_DIM], x[TQKV_MAX_HEAD_DIM], norms[TQKV_MAX_HEAD_DIM / 128];
     const float last = tqkv_last_boundary(s->format);
     const tqkv__codec *codec = tqkv__codec_for(s->head_dim);
-    codec->widen(s->type, row->src, row->center, row->factors, s->head_dim, x);
+    codec->widen(s->type, row->src, row->center, row->inverses, s->head_dim, x);
     codec->scale_row(s, x, norms);
     for (int d = 0; d < s->head_dim; d++) {
         const double square = (double)x[d] * (double)x[d];
         m->second += square;
         m->fourth += square * square;
-        m->beyond += fabsf(x[d]) > last;
+        m->beyond += fabsf(tqkv__rounded(x[d] * (row->factors ? row->factors[d / s->norm_dim] : 1.0f))) > last;
     }
     tqkv__decode_row(s, row->codes, row->norms, x);
     codec->widen(s->type, row->src, NULL, NULL, s->head_dim, source);
@@ -89,7 +89,7 @@ TQKV_API tqkv_result tqkv_measure(const tqkv_store *shape, const void *src, int 
     tqkv__quantiser q;
     tqkv__moments m;
     uint8_t codes[2 * TQKV_MAX_HEAD_DIM];
-    float norms[TQKV_MAX_HEAD_DIM / 128], room[TQKV_MAX_HEAD_DIM];
+    float norms[TQKV_MAX_HEAD_DIM / 128], factors[TQKV_MAX_HEAD_DIM / 256], room[TQKV_MAX_HEAD_DIM];
     tqkv_result r = tqkv__stream_shape(shape, &s);
     if (r == TQKV_OK) r = tqkv__stream_channels(shape, &s);
     const size_t out_size = (size_t)s.n_kv_heads * sizeof *out;
@@ -102,10 +102,11 @@ TQKV_API tqkv_result tqkv_measure(const tqkv_store *shape, const void *src, int 
     for (int h = 0; h < s.n_kv_heads; h++) {
         memset(&m, 0, sizeof m);
         m.first = tqkv__source_row(&s, src, 0, (size_t)h);
-        const float *factors = tqkv__factors_of(&s, h, 1, room);
+        const float *inverses = tqkv__inverses_of(&s, h, 1, room);
         for (int t = 0; t < n_tokens; t++) {
             const void *at = tqkv__source_row(&s, src, (size_t)t, (size_t)h);
-            const tqkv__row row = {at, tqkv__center_of(&s, h), factors, codes, norms, NULL};
+            const tqkv__row row = {at,    tqkv__center_of(&s, h),           inverses, codes,
+                                   norms, s.n_factors > 1 ? factors : NULL, NULL};
             codec->encode_rows(&s, &q, &row, 1);
             tqkv__add_moments(&s, h, &row, &m);
         }

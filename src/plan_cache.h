@@ -27,7 +27,8 @@ static tqkv_cache_layout tqkv__layout_of_call(const tqkv_cache *c, const tqkv_ca
     return given ? *given : own;
 }
 
-/* The halves of the first (0) or newest (TQKV__LAST_KEYS) positions for the tokens that they keep: those of keys, of values or of both. */
+/* The halves of the first (0) or newest (TQKV__LAST_KEYS) positions for the tokens that they keep: those of keys, of values or of
+   both. */
 static tqkv_result tqkv__plan_halves(const tqkv_cache *c, tqkv_metal_buffer memory, const tqkv_strides strides[2],
                                      int first, const tqkv_metal_buffer rows[2], int n_tokens,
                                      tqkv_metal_buffer not_finite, tqkv_metal_plan *plan)

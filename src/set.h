@@ -8,8 +8,8 @@ struct tqkv__row;
 typedef struct tqkv__codec {
     bool (*rows_finite)(tqkv_type type, const void *x, size_t n); /* n: a multiple of head_dim */
     bool (*scales_valid)(const float *x, size_t n);               /* likewise */
-    void (*invert)(const float *scales, int n, float *factors);   /* likewise: 1 / scale, rounded once */
-    void (*widen)(tqkv_type type, const void *src, const float *center, const float *factors, int n, float *row);
+    void (*invert)(const float *scales, int n, float *inverses);  /* likewise: 1 / scale, rounded once */
+    void (*widen)(tqkv_type type, const void *src, const float *center, const float *inverses, int n, float *row);
     void (*narrow)(tqkv_type type, const float *row, int n, void *dst);
     void (*rotate)(float *x, int head_dim);
     void (*unrotate)(float *y, int head_dim);
@@ -30,11 +30,11 @@ static bool tqkv__channels_scale(const tqkv__stream *s, const float *x)
     return tqkv__codec_for(s->head_dim)->scales_valid(x, (size_t)s->n_kv_heads * (size_t)s->head_dim);
 }
 
-/* The factors by which encoding multiplies the channels of the heads [first, first + n): those that the stream keeps, or in
+/* The inverses by which encoding multiplies the channels of the heads [first, first + n): those that the stream keeps, or in
    room: [n][head_dim]. NULL without a scale */
-static const float *tqkv__factors_of(const tqkv__stream *s, int first, int n, float *room)
+static const float *tqkv__inverses_of(const tqkv__stream *s, int first, int n, float *room)
 {
-    if (s->factors || !s->channel_scale) return tqkv__of_head(s, s->factors, first);
+    if (s->inverses || !s->channel_scale) return tqkv__of_head(s, s->inverses, first);
     tqkv__codec_for(s->head_dim)->invert(tqkv__scale_of(s, first), n * s->head_dim, room);
     return room;
 }

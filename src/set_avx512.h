@@ -317,6 +317,19 @@ TQKV__OP __m512i tqkv__code_from_avx512(__m512i count, __m512 bound, __m512 w, _
     const __mmask16 above = _mm512_cmp_ps_mask(bound, w, _CMP_LE_OQ);
     return _mm512_xor_si512(_mm512_mask_sub_epi32(count, above, count, _mm512_set1_epi32(-1)), side);
 }
+/* above where bound <= w, else below */
+TQKV__OP __m512 tqkv__choose_avx512(__m512 bound, __m512 w, __m512 below, __m512 above)
+{
+    return _mm512_mask_blend_ps(_mm512_cmp_ps_mask(bound, w, _CMP_LE_OQ), below, above);
+}
+/* The entries of every fourth cell, side by side */
+TQKV__OP __m512 tqkv__load_entries_avx512(const float (*entries)[4], const int32_t *cells)
+{
+    __m512 x = _mm512_castps128_ps512(_mm_loadu_ps(entries[cells[0]]));
+    x = _mm512_insertf32x4(x, _mm_loadu_ps(entries[cells[4]]), 1);
+    x = _mm512_insertf32x4(x, _mm_loadu_ps(entries[cells[8]]), 2);
+    return _mm512_insertf32x4(x, _mm_loadu_ps(entries[cells[12]]), 3);
+}
 TQKV__OP __m512i tqkv__quantise_i8_avx512(__m512 v)
 {
     v = _mm512_min_ps(v, _mm512_set1_ps(127.0f)); /* gives the second operand if either is NaN */

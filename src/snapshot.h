@@ -385,7 +385,7 @@ static size_t tqkv__wanted_ahead(const tqkv_cache *c, uint32_t centers, uint32_t
 }
 
 /* Takes centres and scales of the streams whose bits are set from where they lie in the cache: before these are read, and with
-   factors after it. */
+   inverses after it. */
 static void tqkv__take_channels(tqkv_cache *c, uint32_t centers, uint32_t scales)
 {
     for (int i = 0; i < TQKV__CACHE_STREAMS; i++)

@@ -76,6 +76,8 @@ typedef struct tqkv__stream {
     tqkv_format format;
     int kind, main_bits, upper_bits, book_bits; /* the format's row in TQKV__FORMATS */
     const float *codebook, *boundaries;         /* [1 << book_bits], [(1 << book_bits) - 1]; BOOK only */
+    const float *factors;                       /* [n_factors], which encoding tries; BOOK only */
+    int n_factors;
     int head_dim, n_kv_heads, capacity;
     bool ring, rotated;
     float block_scale;
@@ -89,7 +91,7 @@ typedef struct tqkv__stream {
     tqkv_strides strides;           /* likewise */
     const float *center;            /* [n_kv_heads][head_dim] or NULL */
     const float *channel_scale;     /* likewise */
-    const float *factors;           /* 1 / channel_scale, where they are kept; else NULL, see tqkv__factors_of */
+    const float *inverses;          /* 1 / channel_scale, where they are kept; else NULL, see tqkv__inverses_of */
     const int32_t *pages;           /* [n_pages] or NULL: no table, or one that the processor does not know */
     int n_pages, page_size;         /* 0 without a table */
     uint8_t planes[4][128];         /* byte p of each centroid in planes[p], for byte look-ups; see tqkv__fill_planes */
@@ -170,6 +172,8 @@ static tqkv_result tqkv__stream_shape(const tqkv_store *store, tqkv__stream *s)
     s->book_bits = TQKV__BOOK_BITS(s->format);
     s->codebook = s->book_bits ? TQKV__CODEBOOK(s->book_bits) : NULL;
     s->boundaries = s->book_bits ? TQKV__BOUNDARIES(s->book_bits) : NULL;
+    s->factors = s->book_bits ? TQKV__FACTORS(s->book_bits) : NULL;
+    s->n_factors = TQKV__N_FACTORS(s->book_bits);
     s->head_dim = store->head_dim;
     s->root = tqkv__size_of(s->head_dim)->root;
     s->inverse_root = tqkv__size_of(s->head_dim)->inverse_root;
@@ -225,7 +229,7 @@ static size_t tqkv__center_size(const tqkv__stream *s)
     return (size_t)s->n_kv_heads * (size_t)s->head_dim * sizeof(float);
 }
 
-/* The part of a head in centre, scale or factors, [head_dim]; NULL of NULL */
+/* The part of a head in centre, scale or inverses, [head_dim]; NULL of NULL */
 static const float *tqkv__of_head(const tqkv__stream *s, const float *channels, int kv_head)
 {
     return channels ? channels + (size_t)kv_head * (size_t)s->head_dim : NULL;

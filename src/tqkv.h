@@ -103,6 +103,8 @@ extern "C" {
 
 #include "k_norms.h"
 
+#include "k_search.h"
+
 #include "k_quantise.h"
 
 #include "k_table.h"

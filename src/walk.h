@@ -7,6 +7,7 @@ typedef struct tqkv__work {
     const tqkv__attention *a;
     const tqkv__item *item;
     const float *q, *offsets;
+    int digits;        /* of the queries: see tqkv__arrange_queries */
     tqkv__tile *tiles; /* [2] */
     tqkv__tile *before;
     tqkv__sums piece, sums;
@@ -224,7 +225,7 @@ static void tqkv__end_piece_before(const tqkv__work *w, const tqkv__tile *tile)
 static void tqkv__attend_tile(tqkv__work *w, tqkv__tile *tile)
 {
     const int n_rows = w->item->n_rows;
-    tqkv__score_tile(tile, w->q, n_rows);
+    tqkv__score_tile(tile, w->q, w->digits, n_rows);
     if (tile->ranks) tqkv__ask_values(w->a, w->item->kv_head, tile->ranks);
     tqkv__add_before(w);
     tqkv__end_piece_before(w, tile);

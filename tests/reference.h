@@ -160,17 +160,17 @@ static inline void reference_rotate_row(float *row, int head_dim)
     for (int i = 0; i < head_dim; i++) row[i] = reference_multiply(row[i], (float)(1.0 / sqrt((double)head_dim)));
 }
 
-/* Sum of squares of the block that begins at `first`, added in the order of 32 or 16 lanes and an xor-tree.
-   row: [head_dim] */
-static inline float reference_sum_of_squares(const float *row, int head_dim, int first)
+/* Sum of the products of the block that begins at `first`, added in the order of 32 or 16 lanes and an xor-tree.
+   x, y: [head_dim] */
+static inline float reference_sum_of_products(const float *x, const float *y, int head_dim, int first)
 {
     const int all_lanes = head_dim % REFERENCE_LANES ? REFERENCE_LANES / 2 : REFERENCE_LANES;
     const int per_lane = head_dim / all_lanes, lanes = reference_block(TQKV_TQ4, head_dim) / per_lane;
     float sums[REFERENCE_LANES] = {0}, next[REFERENCE_LANES] = {0};
     for (int l = 0; l < lanes; l++)
         for (int e = 0; e < per_lane; e++) {
-            const float value = row[first + l * per_lane + e];
-            sums[l] = reference_add(sums[l], reference_multiply(value, value));
+            const int at = first + l * per_lane + e;
+            sums[l] = reference_add(sums[l], reference_multiply(x[at], y[at]));
         }
     for (int distance = 1; distance < lanes; distance *= 2) {
         for (int l = 0; l < lanes; l++) next[l] = reference_add(sums[l], sums[l ^ distance]);
@@ -183,9 +183,21 @@ static inline int reference_code(int bits, float scaled)
 {
     const float *boundaries = test_boundaries(bits);
     int code = 0;
-    for (int i = 0; i < (1 << bits) - 1; i++)
-        if (boundaries[i] < scaled) code++;
+    while (code < (1 << bits) - 1 && boundaries[code] < scaled) code++;
     return code;
+}
+
+/* What encoding tries on the scale of a row, in order; *n: their number */
+static inline const float *reference_factors(int bits, int *n)
+{
+    static const float factors[6][5] = {{1.0f},
+                                        {1.0f, 0.92f, 1.08f, 0.82f, 1.18f},
+                                        {1.0f, 0.88f, 1.06f, 1.14f, 1.24f},
+                                        {1.0f, 0.9f, 1.1f, 1.18f, 1.24f},
+                                        {0.95f, 1.05f, 1.1f, 1.15f, 1.2f},
+                                        {1.125f, 1.45f, 1.475f, 1.5f, 1.525f}};
+    *n = bits == 2 ? 1 : 5;
+    return factors[bits == 8 ? 5 : bits - 2];
 }
 
 /* Rounds to nearest even; finite values beyond 65504 become 65504. */
@@ -289,7 +301,7 @@ static inline void reference_scale_row(const tqkv_store *s, const float *row, fl
     int d = s->head_dim, block = reference_block(s->format, d);
     const bool one = reference_has_one_norm(d);
     for (int first = 0; first < d; first += block) {
-        float sum = reference_sum_of_squares(row, d, first);
+        float sum = reference_sum_of_products(row, row, d, first);
         float norm = reference_root(one ? sum : reference_divide(sum, 256.0f));
         float inverse = norm > (float)1e-10 ? reference_divide(1.0f, norm) : 0.0f;
         float scale = reference_multiply(inverse, one ? (float)sqrt((double)d) : reference_block_scale(s));
@@ -298,13 +310,37 @@ static inline void reference_scale_row(const tqkv_store *s, const float *row, fl
     }
 }
 
+/* Step 8 of a codebook format for a block of `size` values from `first` on: of all factors' codes those with the largest
+   (sum of value * centroid)^2 / (sum of centroid^2), of equal ones the earliest; NaN is not larger. Returns their factor.
+   scaled: [head_dim]; codes, centroids: the block's part of [head_dim] is written */
+static inline float reference_search(int bits, const float *scaled, int head_dim, int first, int size, uint8_t *codes,
+                                     float *centroids)
+{
+    float shares[5] = {0}, tried[REFERENCE_MAX_DIM] = {0};
+    int n, best = 0;
+    const float *factors = reference_factors(bits, &n);
+    for (int f = 0; f < n; f++) {
+        for (int j = first; j < first + size; j++)
+            tried[j] = test_codebook(bits)[reference_code(bits, reference_multiply(scaled[j], factors[f]))];
+        const float product = reference_sum_of_products(scaled, tried, head_dim, first);
+        const float square = reference_sum_of_products(tried, tried, head_dim, first);
+        shares[f] = reference_divide(reference_multiply(product, product), square);
+        if (shares[f] > shares[best]) best = f;
+    }
+    for (int j = first; j < first + size; j++) {
+        codes[j] = (uint8_t)reference_code(bits, reference_multiply(scaled[j], factors[best]));
+        centroids[j] = test_codebook(bits)[codes[j]];
+    }
+    return factors[best];
+}
+
 /* Step 9 of a codebook format: the decoded row is as long as the source. centroids: [head_dim] */
 static inline void reference_correct_norms(const tqkv_store *s, const float *centroids, float *norms)
 {
     int d = s->head_dim, block = reference_block(s->format, d);
     const bool one = reference_has_one_norm(d);
     for (int first = 0; first < d; first += block) {
-        float sum = reference_sum_of_squares(centroids, d, first);
+        float sum = reference_sum_of_products(centroids, centroids, d, first);
         float length = reference_root(one ? sum : reference_divide(sum, 256.0f));
         float factor = reference_divide(one ? (float)sqrt((double)d) : reference_block_scale(s), length);
         float *norm = &norms[first / block];
@@ -366,13 +402,12 @@ static inline void reference_encode_row(const tqkv_store *s, int kv_head, const 
             codes[j] = (uint8_t)(int)code;
         }
     } else {
-        const int bits = reference_bits(s->format);
+        const int block = reference_block(s->format, d);
+        uint8_t chosen[REFERENCE_MAX_DIM];
         reference_scale_row(s, row, norms, scaled);
-        for (int j = 0; j < d; j++) {
-            const int code = reference_code(bits, scaled[j]);
-            reference_put_code(codes, s->format, d, j, code);
-            row[j] = test_codebook(bits)[code];
-        }
+        for (int first = 0; first < d; first += block)
+            reference_search(reference_bits(s->format), scaled, d, first, block, chosen, row);
+        for (int j = 0; j < d; j++) reference_put_code(codes, s->format, d, j, chosen[j]);
         reference_correct_norms(s, row, norms);
     }
 }

@@ -171,7 +171,7 @@ $(CROSS_INCLUDE)/xxhash.h: /usr/include/xxhash.h
 
 $(eval $(call runner_variant,aarch64,aarch64-linux-gnu-gcc,-std=c99 -O3 -ffp-contract=fast -isystem $(CROSS_INCLUDE),$(QEMU_aarch64),$(EMULATED_CASES) -held_back $(ONE_WIDTH) $(patsubst %,-codec/reference/%/,tq2 tq6 tq5_bytes tq6_bytes) $(filter -golden%,$(ONE_KIND)),$(EMULATED_STEMS),$(CROSS_INCLUDE)/xxhash.h,-std=c99 -O2 -isystem $(CROSS_INCLUDE)))
 $(eval $(call runner_variant,i386,i686-linux-gnu-gcc,-std=c99 -O2 -mno-sse -static -isystem $(CROSS_INCLUDE),$(QEMU_i386),$(X87_CASES),$(EMULATED_STEMS),$(CROSS_INCLUDE)/xxhash.h))
-$(eval $(call runner_variant,s390x,s390x-linux-gnu-gcc,-std=c99 -O2 -isystem $(CROSS_INCLUDE),$(QEMU_s390x),golden $(NOT_PLAIN) -/long -/many $(ONE_KIND) $(ONE_PLAIN) tables codec/reference/tq5/ codec/environment codec/half snapshot -held_back attend/pair/tq4 attend/pair/i8-i8,attend codec golden snapshot store_snapshot,$(CROSS_INCLUDE)/xxhash.h))
+$(eval $(call runner_variant,s390x,s390x-linux-gnu-gcc,-std=c99 -O2 -isystem $(CROSS_INCLUDE),$(QEMU_s390x),golden $(NOT_PLAIN) -/long -/many $(ONE_KIND) $(ONE_PLAIN) tables codec/reference/tq5/ codec/environment codec/half snapshot -held_back attend/pair/tq4 attend/pair/i8-i8 learn/chunks/3 learn/copies/3 calibrate/exact/64,attend calibrate codec golden learn snapshot store_snapshot,$(CROSS_INCLUDE)/xxhash.h))
 
 .PHONY: test-snapshot-crossing
 test-snapshot-crossing: $(TEST_BUILD)/gcc/runner $(CROSS_MACHINES:%=$(TEST_BUILD)/%/runner)

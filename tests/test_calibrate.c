@@ -31,7 +31,7 @@ static float plain_mean(const float *x, int n, size_t stride, const float *cente
 /* Mean squares become deviations; zeros and pairs as tqkv_calibrate says. squares: [d] */
 static void plain_deviations(tqkv_pairs pairs, int d, float *squares)
 {
-    float least = 1e38f;
+    float least = 0.0f; /* 0: all are */
     for (int i = 0; i < d; i++) {
         const int other = pairs == TQKV_PAIRS_NEIGHBOURS ? i ^ 1 : (i + d / 2) % d;
         if (pairs == TQKV_PAIRS_NONE || other < i) continue;
@@ -39,10 +39,10 @@ static void plain_deviations(tqkv_pairs pairs, int d, float *squares)
     }
     for (int i = 0; i < d; i++) {
         squares[i] = reference_root(squares[i]);
-        if (squares[i] > 0.0f && squares[i] < least) least = squares[i];
+        if (squares[i] > 0.0f && (least == 0.0f || squares[i] < least)) least = squares[i];
     }
     for (int i = 0; i < d; i++)
-        if (squares[i] == 0.0f) squares[i] = least == 1e38f ? 1.0f : least;
+        if (squares[i] == 0.0f) squares[i] = least == 0.0f ? 1.0f : least;
 }
 
 /* rows: [n_tokens][HEADS][d], q: [n_queries][HEADS * GROUP][d] or NULL */

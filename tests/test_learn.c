@@ -347,7 +347,6 @@ static void check_edits(const void *parameters)
     for (int how = 0; how < EDITS; how++) {
         const tqkv_cache_desc desc = describe(row);
         tqkv_cache *cache = NULL;
-        const int kept[2] = {0, 1};
         CHECK_RESULT(tqkv_cache_create(&desc, &cache), TQKV_OK);
         append(&m, cache, 0, 5);
         append(&m, cache, 100, 4);
@@ -373,7 +372,6 @@ static void check_edits(const void *parameters)
             CHECK_RESULT(tqkv_cache_set_scale(cache, NULL, NULL), TQKV_OK);
             CHECK(!tqkv_cache_keys(cache)->channel_scale, "a scale is left");
         }
-        (void)kept;
         tqkv_cache_destroy(cache);
     }
     model_close(&m);
@@ -611,10 +609,14 @@ static void check_set(const void *parameters)
                            !memcmp(keys->channel_scale, scales, sizeof(float) * CACHE_HEADS * D)),
               "the scale is no copy");
         CHECK_RESULT(tqkv_cache_set_scale(cache, scales, NULL), TQKV_INVALID_ARGUMENT);
-        tqkv_cache *copies[2] = {
-            NULL, reloaded(&(const learn_row){TQKV_TQ4, TQKV_TQ3, D, 0, 100, 20, 20, 0, 0, 0, 0, 0, false, false, false,
-                                              false, false, TQKV_TYPE_F32, TQKV_FLOAT},
-                           cache)};
+        learn_row of_copy;
+        memset(&of_copy, 0, sizeof of_copy);
+        of_copy.head_dim = D;
+        of_copy.capacity = 100;
+        of_copy.calibrate = 20;
+        of_copy.key_format = TQKV_TQ4;
+        of_copy.value_format = TQKV_TQ3;
+        tqkv_cache *copies[2] = {NULL, reloaded(&of_copy, cache)};
         CHECK_RESULT(tqkv_cache_fork(cache, NULL, &copies[0]), TQKV_OK);
         for (int i = 0; i < 2; i++) {
             stream a = stream_of_cache(cache), b = stream_of_cache(copies[i]);
@@ -708,7 +710,8 @@ static void check_preset(const void *parameters)
         CHECK(desc.calibrate == 512 && desc.exact_first == 4 && desc.exact_last == 128, "preset %d", i);
         others.key_format = others.value_format = TQKV_FORMAT_DEFAULT;
         others.calibrate = others.exact_first = others.exact_last = 0;
-        static const tqkv_cache_desc none;
+        tqkv_cache_desc none;
+        memset(&none, 0, sizeof none);
         CHECK(!memcmp(&others, &none, sizeof none), "preset %d sets another field", i);
         tqkv_cache *cache = NULL;
         desc.head_dim = 64;
