@@ -348,7 +348,6 @@ static void check_overlaps(const void *parameters)
     const void *grown = view.last_keys->codes;
     CHECK_RESULT(tqkv_cache_append(cache, grown, data.v, 1), TQKV_INVALID_ARGUMENT);
     CHECK_RESULT(tqkv_cache_keep(cache, 2, (const int *)grown, 1), TQKV_INVALID_ARGUMENT);
-    CHECK_RESULT(tqkv_cache_attend(cache, (const float *)grown, 1, data.v),
     CHECK_RESULT(tqkv_cache_attend(cache, data.q, 1, (void *)(uintptr_t)grown), TQKV_INVALID_ARGUMENT);
     CHECK_RESULT(tqkv_cache_truncate(cache, 0), TQKV_OK);
     CHECK_RESULT(tqkv_cache_set_center(cache, (const float *)grown, NULL), TQKV_INVALID_ARGUMENT);
