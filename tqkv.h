@@ -6103,7 +6103,7 @@ TQKV__OP void TQKV__(load_book)(const int bits, const tqkv__quantiser *q, TQKV__
 {
     book->slope = TQKV__(set1)(q->slope);
     book->top = TQKV__(set1)(q->top);
-    TQKV__(load_below)(bits, q->below, book->below);
+    if (bits <= 6) TQKV__(load_below)(bits, q->below, book->below);
     for (int i = 0; i < 2; i++) {
         book->bounds[i] = TQKV__(load)(q->bounds + i * TQKV__LANES);
         book->centroids[i] = TQKV__(load)(q->centroids + i * TQKV__LANES);
@@ -14343,6 +14343,7 @@ TQKV__COLD TQKV_API tqkv_result tqkv_cache_load(const tqkv_cache_desc *desc, tqk
     if (!out) return TQKV__INVALID("out is NULL");
     *out = NULL;
     if (!desc || !read) return TQKV__INVALID("desc or read is NULL");
+    if (!tqkv__type_size(desc->type)) return TQKV__REFUSE(UNSUPPORTED, TQKV__NO_TYPE);
     tqkv__pipe_open(&pipe, NULL, tqkv__read_held, &ahead);
     tqkv_result r = tqkv__read_header(&pipe, tqkv__magic, sizeof header, header);
     if (r != TQKV_OK) return r;
