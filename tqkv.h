@@ -48,6 +48,8 @@
                             fprintf(stderr, "tqkv: %s\n", text). Default: nothing.
      TQKV_NO_AVX512         leaves AVX-512 out: half the code, half the time to compile it (docs/integrating.md has both)
      TQKV_NO_AVX2           leaves both out, because AVX-512 takes short rows from AVX2: a quarter of the code
+     TQKV_NO_INTEGER        leaves out the vector loops of attention in integers, a fifth of the code: TQKV_INTEGER then takes
+                            plain C, with the same bits
      TQKV_METAL             adds what tqkv_metal.m needs: define it for both files. On Apple's systems it is there, unless
                             TQKV_NO_METAL is defined
      TQKV_NO_IMPLEMENTATION makes TQKV_IMPLEMENTATION void: for a build that compiles files which define it, and links
@@ -1429,9 +1431,25 @@ typedef struct tqkv__backend {
 #include <math.h>
 #include <stdlib.h>
 #include <string.h>
+/* Gives the core to another thread, and gives up what another thread of the core needs. */
+#if defined(__x86_64__) || defined(__i386__)
+#define TQKV__PAUSE() __builtin_ia32_pause()
+#elif defined(__aarch64__)
+#define TQKV__PAUSE() __asm__ volatile("yield")
+#else
+#define TQKV__PAUSE() ((void)0)
+#endif
 #if defined(__unix__) || defined(__APPLE__)
 #include <sched.h>
-#define TQKV__YIELD sched_yield
+#define TQKV__YIELD() sched_yield()
+#elif defined(_WIN32) /* without windows.h and its macros */
+#ifdef __cplusplus
+extern "C"
+#endif
+    __declspec(dllimport) int __stdcall SwitchToThread(void);
+#define TQKV__YIELD() SwitchToThread()
+#else
+#define TQKV__YIELD() TQKV__PAUSE()
 #endif
 
 #ifdef __has_include
@@ -2256,17 +2274,12 @@ static void tqkv__team_free(void *user, void *pointer, size_t size)
 static void tqkv__spin(int *spins)
 {
     enum { patience = 100 }; /* some microseconds */
-    if (++*spins < patience) {
-#if defined(__x86_64__) || defined(__i386__)
-        __builtin_ia32_pause();
-#elif defined(__aarch64__)
-        __asm__ volatile("yield");
-#endif
+    if (*spins < patience) {
+        ++*spins;
+        TQKV__PAUSE();
         return;
     }
-#ifdef TQKV__YIELD
     TQKV__YIELD();
-#endif
 }
 
 static void tqkv__take_tasks(tqkv_team *team)
@@ -4206,10 +4219,10 @@ TQKV__TARGET static void TQKV__(factors)(const tqkv__stream *s, const float *nor
 #define TQKV__PACKED(format) (TQKV__MAIN_BITS(format) < 8)
 /* Vectors in a run, which is decoded together. */
 #define TQKV__RUN(format) (TQKV__PACKED(format) ? TQKV__NIBBLE_RUN : 4)
-/* Formats with loops straight from the codes. Not those of 5 and 6 bits in bytes, which are there for existing caches: the
-   loops of two formats would take 26 KB for 1.1 to 1.5 times the speed. On NEON no codebook for bytes: it leaves no
-   registers for sums. */
-#define TQKV__HAS_LOOPS(kind, main, book) ((main) < 8 || (kind) != TQKV__BOOK || (TQKV__LANES > 4 && (book) == 8))
+/* Formats with loops straight from the codes. Not those of codebooks in bytes, and on AVX2 none of 6 bits: their rows are decoded
+   first, which takes 1.1 to 1.4 times as long for one and two query rows. I8 and TQ5 are as exact or smaller, and faster; the
+   loops would take 35 KB. */
+#define TQKV__HAS_LOOPS(kind, main, book) ((kind) != TQKV__BOOK || ((main) < 8 && (TQKV__LANES != 8 || (book) < 6)))
 #define TQKV__DIRECT(format)              TQKV__HAS_LOOPS(TQKV__KIND(format), TQKV__MAIN_BITS(format), TQKV__BOOK_BITS(format))
 /* Rows of a codebook's loops. More take decoded rows: on AVX2 four took as long or longer straight from the codes (Zen 4,
    D=128: TQ3 1.10, TQ2 1.04, TQ5 to TQ8 0.99 times). */
@@ -4787,7 +4800,7 @@ TQKV__OP void TQKV__(decode_by_loads)(const TQKV__(block) * block, int n, float 
 
 TQKV__OP void TQKV__(decode_rows)(const tqkv_format format, const TQKV__(block) * block, int n, float *x)
 {
-    if (TQKV__BOOK_BITS(format) == 8 && !TQKV__DIRECT(format))
+    if (TQKV__BOOK_BITS(format) == 8 && TQKV__LANES == 4)
         TQKV__(decode_by_loads)(block, n, x);
     else
         TQKV__(decode)(format, block, n, x);
@@ -8175,6 +8188,7 @@ TQKV__OP void tqkv__store_words_neon(uint8_t *p, uint32x4_t words)
 #include "tqkv.h"
 #endif
 
+#ifndef TQKV_NO_INTEGER
 /* >>integer-avx512: what AVX-512 brings to >>k-integer, with the products of VNNI */
 
 #ifdef TQKV__AVX512
@@ -8994,6 +9008,7 @@ TQKV__OP void tqkv__i_interleave_i8mm(const int8_t *p, size_t stride, int left, 
 #include "tqkv.h"
 #endif
 #endif
+#endif
 
 #undef TQKV__NESTED
 #ifdef TQKV__OPTIMISED
@@ -9035,9 +9050,8 @@ static bool tqkv__isa_present(const tqkv__isa *isa)
     return isa != NULL;
 }
 
-/* The library's only variables: set once, or by tqkv_isa_force */
+/* The library's only variable beside tqkv__products: set once, or by tqkv_isa_force */
 static const tqkv__isa *tqkv__isa_chosen;
-static char tqkv__products; /* of integers. 1: what every processor of a set has, 2: AVX-VNNI or DotProd, 3: I8MM */
 
 static const tqkv__isa *tqkv__isa_named(const char *name)
 {
@@ -9070,6 +9084,16 @@ static const tqkv__isa *tqkv__isa_for(int head_dim)
 static const tqkv__isa *tqkv__narrower(const tqkv__isa *a, const tqkv__isa *b) { return a->lanes < b->lanes ? a : b; }
 
 static const tqkv__codec *tqkv__codec_for(int head_dim) { return tqkv__isa_for(head_dim)->codec; }
+
+#ifdef TQKV_NO_INTEGER
+/* Plain C for all sets: only the time differs. */
+static const tqkv__integers *tqkv__integers_for(const tqkv__isa *isa)
+{
+    (void)isa;
+    return &tqkv__integers_scalar;
+}
+#else
+static char tqkv__products; /* set once. 1: what every processor of a set has, 2: AVX-VNNI or DotProd, 3: I8MM */
 
 #if defined(TQKV__NEON) && defined(__APPLE__)
 static bool tqkv__processor_has(const char *name)
@@ -9132,6 +9156,7 @@ static const tqkv__integers *tqkv__integers_for(const tqkv__isa *isa)
     (void)isa, (void)products;
     return &tqkv__integers_scalar;
 }
+#endif
 
 TQKV_API const char *tqkv_isa_name(void) { return tqkv__isa_now()->name; }
 

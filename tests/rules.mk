@@ -97,6 +97,8 @@ $(eval $(call runner_variant,gcc-O0,gcc,-std=c11 -O0 -DTQKV_NO_AVX2,,golden $(NO
 # This build takes the file that users copy; the others take src/.
 $(TEST_BUILD)/gcc-O0/test_tables.o: TQKV := .
 $(TEST_BUILD)/gcc-O0/test_tables.o: $(wildcard tqkv.h)
+# Attention in integers by plain C beside floats by vectors: the same bits.
+$(eval $(call runner_variant,no-integer,gcc,-std=c99 -O1 -DTQKV_NO_AVX512 -DTQKV_NO_INTEGER,,golden/attend integer/pair integer/hard -/many -/long -integer/long))
 $(eval $(call runner_variant,clang-O0,clang,-std=c99 -O0 $(OVERFLOW),,golden $(NOT_PLAIN) tables codec/decode attend/ring cache -threads/ -cache/parallel))
 $(eval $(call runner_variant,clangxx-O3,clang++,-x c++ -std=c++11 -O3 -march=native -ffp-contract=fast,,$(EXACT_CASES) $(ATTEND_CASES)))
 $(eval $(call runner_variant,sanitize,gcc,-std=c99 $(SANITIZE_QUICK),,$(SANITIZED_CASES),$(filter-out tables,$(TEST_STEMS)),,$(SANITIZE_TESTS)))
