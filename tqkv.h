@@ -760,8 +760,7 @@ typedef struct tqkv_metal_attention {
     /* uint64_t [n_queries], at most 64; zero = none. attention.tree, if it is not NULL, is what it will hold when the
        kernels run. It is read only to know which entries of pages are seen. */
     tqkv_metal_buffer tree;
-    /* Groups of at least so many query heads multiply 8x8 matrices, at head_dim 64, 128 and 256, 0 = 4, and at 448 and 512,
-       0 = 8. With a small
+    /* Groups of at least so many query heads multiply 8x8 matrices, at head_dim 64, 128, 256, 448 and 512; 0 = 8. With a small
        number narrow groups prefill faster and may decode slower. It decides bits: keep it the same for a sequence. */
     int matrix_group;
     const tqkv_metal_store *tail; /* as tqkv_attention's; NULL = none. With the keys' page table in the same buffer. */
@@ -4020,6 +4019,7 @@ typedef struct tqkv__attention {
     /* Positions below exact_below are halves in ends[0][side], and those from tqkv__exact_at on in ends[1][side], where
        exact[][side] is set; side 0: keys, 1: values. exact_from: for the last query, on a GPU for all. See tqkv__place_at. */
     int64_t exact_below, exact_from;
+    bool newest_halves; /* on a GPU: this is the part of a context that queries read from halves of the newest */
     bool exact[2][2];
     int64_t kept; /* positions below are seen though they are no longer resident: in ends[0] and first_tail */
     tqkv__stream ends[2][2], first_tail; /* not cleared if unused: that would take as long as a few positions */
@@ -15185,7 +15185,8 @@ static tqkv_result tqkv__plan_rows(tqkv_metal_dispatch *d, const tqkv__stream *s
                                    int64_t position)
 {
     if (n_tokens > INT_MAX / s->n_kv_heads) return TQKV__INVALID("2^31 rows or more");
-    const size_t n_rows = (size_t)n_tokens * (size_t)s->n_kv_heads;
+    const size_t tokens = (size_t)n_tokens, heads = (size_t)s->n_kv_heads,
+                 each = (size_t)TQKV__ENCODE_ROWS(s->head_dim);
     tqkv__rows_args args;
     args.n_tokens = n_tokens;
     args.n_kv_heads = s->n_kv_heads;
@@ -15199,9 +15200,9 @@ static tqkv_result tqkv__plan_rows(tqkv_metal_dispatch *d, const tqkv__stream *s
     args.has_flag = d->n_bindings > 0 && d->bindings[0].size > 0;
     tqkv__plan_args(d, &args, sizeof args);
     if (d->kernel.family == TQKV_METAL_DECODE)
-        tqkv__plan_simdgroups(d, n_rows * (size_t)TQKV__ROW_LANES(s->head_dim), TQKV__SIMD_WIDTH);
+        tqkv__plan_simdgroups(d, tokens * heads * (size_t)TQKV__ROW_LANES(s->head_dim), TQKV__SIMD_WIDTH);
     else
-        tqkv__plan_simdgroups(d, n_rows, (size_t)TQKV__ENCODE_ROWS(s->head_dim));
+        tqkv__plan_simdgroups(d, (tokens / each + (tokens % each != 0)) * heads, 1); /* each has tokens of one head */
     return TQKV_OK;
 }
 
@@ -15564,8 +15565,8 @@ static void tqkv__tiles_seen(const tqkv__attention *a, int64_t slice_end, int64_
    speed there: hence 4. */
 static bool tqkv__choose_matrix(const tqkv__attention *a)
 {
-    const int head_dim = a->keys.head_dim, least = tqkv__is_long(head_dim) ? 8 : 4;
-    return a->group >= (a->matrix_group ? a->matrix_group : least) && head_dim == a->value_dim &&
+    const int head_dim = a->keys.head_dim, least = a->matrix_group ? a->matrix_group : 8;
+    return a->group >= least && head_dim == a->value_dim &&
            (head_dim == 64 || head_dim == 128 || head_dim == 256 || tqkv__is_long(head_dim));
 }
 
@@ -15664,22 +15665,29 @@ static int tqkv__list_inside(const tqkv__attention *a) { return (int)(a->first %
 static bool tqkv__list_in_order(const tqkv__attention *a, int64_t slice_end)
 {
     const int64_t slot = slice_end > a->first ? tqkv__slot(&a->keys, a->first) : 0;
+    if (a->newest_halves) return false;
     return slot >= tqkv__list_inside(a) && slot + (slice_end - a->first) <= a->keys.capacity;
 }
 
-/* The slot of the first position of the block of the oldest resident one. */
+/* The slot of the first position of the block of the oldest resident one. Of newest halves, whose ring is short and whose oldest
+   position depends on all queries of the call: its place in a stretch, so that a query's ranks are divided as if it were alone. */
 static int64_t tqkv__list_base(const tqkv__attention *a, int64_t slice_end)
 {
+    const int64_t length = TQKV__STRETCH_TILES * TQKV__SIMD_WIDTH;
+    if (a->newest_halves) return (a->first - tqkv__list_inside(a)) % length;
     if (!tqkv__list_in_order(a, slice_end) || slice_end == a->first) return 0;
     return tqkv__slot(&a->keys, a->first) - tqkv__list_inside(a);
 }
 
-/* The first position, counted from the oldest resident one, of the block where the window of a query begins. */
+/* The first position, counted from the oldest resident one, of the block where the window of a query begins, or its newest
+   halves. */
 static int64_t tqkv__window_block(const tqkv__attention *a, int query)
 {
     int32_t newest, window;
     tqkv__plan_seen(a, &newest, &window);
-    const int64_t end = (int64_t)newest + query + 1, from = window && end > window ? end - window : 0;
+    const int64_t end = (int64_t)newest + query + 1, own = tqkv__exact_at(a, query) - a->first;
+    int64_t from = window && end > window ? end - window : 0;
+    if (a->newest_halves && own > from) from = own;
     return (from + tqkv__list_inside(a)) / a->call.list_block * a->call.list_block;
 }
 
@@ -15728,6 +15736,7 @@ typedef struct tqkv__attend_buffers {
     tqkv_metal_buffer sinks, tree, q, scratch, out;
     tqkv__slice_buffers slice;          /* zero: attends to all positions */
     int64_t slice_end;                  /* of the positions to attend to */
+    int halves;                         /* TQKV_FC_HALVES */
     const tqkv_metal_store *ends[2][2]; /* of tqkv__attention */
     tqkv_metal_buffer list, list_rows;  /* the caller's, and what attend_list makes of them */
 } tqkv__attend_buffers;
@@ -15775,12 +15784,30 @@ static TQKV__NOINLINE void tqkv__plan_key_args(const tqkv__attention *a, int slo
         tqkv__plan_division(a->keys.page_size, &args->key_page_factor, &args->key_page_shift);
 }
 
+/* Where the newest halves of each query begin, from the newest position that it sees; without halves behind all of them. As far as
+   it matters, so that no sum is too large. */
+static void tqkv__plan_boundary(const tqkv__attention *a, tqkv__attend_args *args)
+{
+    const int own = args->kv_len - a->call.n_queries,
+              most = args->kv_len + a->call.n_queries; /* own: the first query's */
+    const bool one = a->call.non_causal && !a->call.window;
+    const int64_t from = (one ? tqkv__exact_at(a, 0) : a->call.exact_from) - a->first;
+    if (!a->exact[1][0] && !a->exact[1][1]) {
+        args->exact_from = INT_MAX;
+        return;
+    }
+    args->exact_last = one || a->call.exact_last > most ? most : a->call.exact_last;
+    args->exact_last += args->first_newest - own;
+    args->exact_from = from < 0 ? 0 : from < INT_MAX ? (int)from : INT_MAX;
+}
+
 static void tqkv__plan_attend_args(const tqkv__attention *a, const tqkv__attend_buffers *b, const tqkv__split *split,
                                    tqkv__attend_args *args)
 {
     tqkv__plan_key_args(a, b->keys->shape.capacity, args);
     tqkv__plan_seen(a, &args->first_newest, &args->window);
     args->slice_end = (int)(b->slice_end - a->first);
+    tqkv__plan_boundary(a, args);
     args->first_stretch = split->first_stretch;
     args->stretch_tiles = TQKV__STRETCH_TILES;
     args->n_short = split->n_short;
@@ -15992,7 +16019,7 @@ static void tqkv__plan_attend_splits(tqkv_metal_dispatch *d, const tqkv__attenti
     tqkv__plan_bind_channels(d, "tail's center", 15, tail->center, &a->tail, tail_center);
     tqkv__plan_bind_key_scale(d, "keys' channel_scale", 17, b->keys, &a->keys, original, center, key_scales);
     tqkv__plan_bind_key_scale(d, "tail's channel_scale", 18, tail, &a->tail, original, tail_center, tail_scales);
-    tqkv__plan_constant(d, TQKV_FC_HALVES, TQKV__ALL_POSITIONS);
+    tqkv__plan_constant(d, TQKV_FC_HALVES, b->halves);
     tqkv__plan_bind(d, "lists", 16, b->list_rows, tqkv__list_rows_size(a), false);
     if (a->call.list) d->barrier = b->list_rows.buffer;
     tqkv__plan_bind_rows(d, "out", TQKV_METAL_ONLY_CHECKED, b->out, TQKV_FC_TYPE, a->call.output_type,
@@ -16018,6 +16045,7 @@ static void tqkv__plan_list(tqkv_metal_dispatch *d, const tqkv__attention *a, co
     tqkv__plan_bind(d, "arguments", TQKV__ITEMS_OF_LIST, b->tree, 0, false);
     tqkv__plan_constant(d, TQKV_FC_TREE, a->call.tree != NULL);
     tqkv__plan_constant(d, TQKV_FC_BATCH, false);
+    tqkv__plan_constant(d, TQKV_FC_HALVES, b->halves);
     d->memory[0] = TQKV__SIMD_WIDTH * sizeof(uint32_t);
     d->grid[0] = n_rows;
     d->n_simdgroups = length / 32 < 31 ? (int)length / 32 + 1 : 32;
@@ -16085,39 +16113,51 @@ static void tqkv__plan_attend_merge(tqkv_metal_dispatch *d, const tqkv__attentio
     d->barrier = b->scratch.buffer;
 }
 
-/* Part i of the context, [borders[i], borders[i + 1]): 0 and 2 are read as halves where stores hold them so. */
-static void tqkv__find_borders(const tqkv__attention *a, int64_t slice_end, int64_t borders[4])
+/* The positions of each part of the context up to slice_end. First and last are read as halves where stores hold them so. What a
+   query reads as newest halves depends on its own position: where several begin the last part and the codes overlap. */
+static void tqkv__find_parts(const tqkv__attention *a, int64_t slice_end, tqkv__range parts[TQKV__PARTS])
 {
     const bool first = a->exact[0][0] || a->exact[0][1], last = a->exact[1][0] || a->exact[1][1];
-    borders[0] = borders[1] = a->first;
-    borders[2] = borders[3] = slice_end;
-    if (first && a->exact_below > a->first) borders[1] = a->exact_below < slice_end ? a->exact_below : slice_end;
-    if (last && a->exact_from < slice_end) borders[2] = a->exact_from;
-    if (borders[2] < borders[1]) borders[2] = borders[1];
+    const int64_t low = tqkv__exact_at(a, 0), high = tqkv__exact_at(a, a->call.n_queries - 1);
+    tqkv__range *codes = &parts[TQKV__CODES_PART], *newest = &parts[TQKV__LAST_PART];
+    for (int i = 0; i < TQKV__PARTS; i++) parts[i].from = parts[i].to = i == TQKV__LAST_PART ? slice_end : a->first;
+    codes->to = slice_end;
+    if (first && a->exact_below > a->first) codes->from = a->exact_below < slice_end ? a->exact_below : slice_end;
+    parts[TQKV__FIRST_PART].to = codes->from;
+    if (!last) return;
+    if (low < slice_end) newest->from = low > codes->from ? low : codes->from;
+    if (high < slice_end) codes->to = high > codes->from ? high : codes->from;
 }
 
-/* The attention to part i alone. */
-static void tqkv__take_part(const tqkv__attention *a, const tqkv__attend_buffers *b, int i, const int64_t borders[4],
+/* The attention to part i alone, and its streams. */
+static void tqkv__take_part(const tqkv__attention *a, const tqkv__attend_buffers *b, int i, tqkv__range positions,
                             tqkv__attention *part, tqkv__attend_buffers *buffers)
 {
-    const int last = i / 2;
+    const int last = i == TQKV__LAST_PART;
+    const bool ends = a->exact[1][0] || a->exact[1][1];
     *part = *a;
     *buffers = *b;
-    part->first = borders[i];
-    buffers->slice_end = borders[i + 1];
-    if (i != 1 && a->exact[last][0]) part->keys = a->ends[last][0];
-    if (i != 1 && a->exact[last][0]) buffers->keys = b->ends[last][0];
-    if (i != 1 && a->exact[last][1]) part->values = a->ends[last][1];
-    if (i != 1 && a->exact[last][1]) buffers->values = b->ends[last][1];
+    part->first = positions.from;
+    part->newest_halves = last;
+    buffers->slice_end = positions.to;
+    buffers->halves = last                            ? TQKV__NEWEST_HALVES
+                      : ends && i == TQKV__CODES_PART ? TQKV__BEFORE_HALVES
+                                                      : TQKV__ALL_POSITIONS;
+    if (i != TQKV__CODES_PART && a->exact[last][0]) part->keys = a->ends[last][0];
+    if (i != TQKV__CODES_PART && a->exact[last][0]) buffers->keys = b->ends[last][0];
+    if (i != TQKV__CODES_PART && a->exact[last][1]) part->values = a->ends[last][1];
+    if (i != TQKV__CODES_PART && a->exact[last][1]) buffers->values = b->ends[last][1];
 }
 
 /* Divides each part, and scratch: rows of lists, then sums, then states. Those of the first and last part lie before the others,
    whose number may be more than the merge reads. *all: of all parts */
-static tqkv_result tqkv__split_parts(const tqkv__attention *a, const tqkv__attend_buffers *b, const int64_t borders[4],
-                                     size_t most_sums, tqkv__split splits[TQKV__PARTS], tqkv__split *all)
+static tqkv_result tqkv__split_parts(const tqkv__attention *a, const tqkv__attend_buffers *b,
+                                     const tqkv__range parts[TQKV__PARTS], size_t most_sums,
+                                     tqkv__split splits[TQKV__PARTS], tqkv__split *all)
 {
     static const int order[] = {TQKV__FIRST_PART, TQKV__LAST_PART, TQKV__CODES_PART};
-    const bool halves = borders[0] < borders[1] || borders[2] < borders[3];
+    const tqkv__range *first_part = &parts[TQKV__FIRST_PART], *last_part = &parts[TQKV__LAST_PART];
+    const bool halves = first_part->from < first_part->to || last_part->from < last_part->to;
     tqkv__attention part;
     tqkv__attend_buffers buffers;
     int64_t first, end;
@@ -16126,8 +16166,8 @@ static tqkv_result tqkv__split_parts(const tqkv__attention *a, const tqkv__atten
     for (int i = 0; i < TQKV__PARTS; i++) {
         const int p = order[i];
         tqkv__split *own = &splits[p];
-        if (borders[p] == borders[p + 1] && (p != TQKV__CODES_PART || halves)) continue;
-        tqkv__take_part(a, b, p, borders, &part, &buffers);
+        if (parts[p].from == parts[p].to && (p != TQKV__CODES_PART || halves)) continue;
+        tqkv__take_part(a, b, p, parts[p], &part, &buffers);
         tqkv__tiles_seen(&part, buffers.slice_end, &first, &end);
         if (a->call.list) tqkv__listed_tiles(&part, buffers.slice_end, &first, &end);
         const tqkv_result r = tqkv__choose_split(&part, first, end, p == TQKV__CODES_PART ? most_sums : SIZE_MAX, own);
@@ -16151,10 +16191,10 @@ static tqkv_result tqkv__plan_attention(const tqkv__attention *a, const tqkv__at
     tqkv__split splits[TQKV__PARTS], all;
     tqkv__attention part;
     tqkv__attend_buffers behind = *b, buffers;
-    int64_t borders[4];
-    tqkv__find_borders(a, b->slice_end, borders);
+    tqkv__range parts[TQKV__PARTS];
+    tqkv__find_parts(a, b->slice_end, parts);
     tqkv_result r = tqkv__check_non_causal(a);
-    if (r == TQKV_OK) r = tqkv__split_parts(a, b, borders, most_sums, splits, &all);
+    if (r == TQKV_OK) r = tqkv__split_parts(a, b, parts, most_sums, splits, &all);
     if (r != TQKV_OK) return r;
     behind.scratch = tqkv__buffer_after(b->scratch, all.list_at);
     plan->listed = a->call.list != NULL;
@@ -16163,7 +16203,7 @@ static tqkv_result tqkv__plan_attention(const tqkv__attention *a, const tqkv__at
         plan->has[p] = splits[p].n_partials > 0;
         if (!plan->has[p]) continue;
         splits[p].states_at += all.sums_size;
-        tqkv__take_part(a, &behind, p, borders, &part, &buffers);
+        tqkv__take_part(a, &behind, p, parts[p], &part, &buffers);
         buffers.list_rows = tqkv__buffer_after(b->scratch, splits[p].list_at);
         tqkv__plan_attend_splits(&plan->attends[p], &part, &buffers, &splits[p]);
         if (plan->listed) tqkv__plan_list(&plan->lists[p], &part, &buffers, &plan->attends[p]);
@@ -16355,7 +16395,7 @@ static tqkv_result tqkv__plan_ends(const tqkv_metal_attention *from, tqkv__atten
         if (a->keys.page_size && a->exact[last][0] && from->tail)
             return TQKV__REFUSE(UNSUPPORTED, "exact_first or exact_last of keys with a tail in pages: not on a GPU");
     }
-    const bool last = a->exact[1][0] || a->exact[1][1], meet = last && a->exact_from < a->exact_below;
+    const bool last = a->exact[1][0] || a->exact[1][1], meet = last && tqkv__exact_at(a, 0) < a->exact_below;
     if (!meet || (a->exact[0][0] == a->exact[1][0] && a->exact[0][1] == a->exact[1][1])) return TQKV_OK;
     return TQKV__REFUSE(UNSUPPORTED, "exact_first and exact_last meet, and are of different streams: not on a GPU");
 }
@@ -16504,7 +16544,8 @@ static tqkv_result tqkv__add_scratch_of_end(const tqkv__attention *a, int last, 
     const tqkv_attention *call = &a->call;
     const tqkv_store *keys = last ? call->last_keys : call->first_keys,
                      *values = last ? call->last_values : call->first_values;
-    const int64_t n = last ? call->exact_last : call->exact_first, length = TQKV__STRETCH_TILES * TQKV__SIMD_WIDTH;
+    const int64_t newest = call->exact_last ? (int64_t)call->exact_last + call->n_queries : 0,
+                  n = last ? newest : call->exact_first, length = TQKV__STRETCH_TILES * TQKV__SIMD_WIDTH;
     if (!n || (!keys && !values)) return TQKV_OK;
     const bool ring = keys ? keys->ring : a->keys.ring;
     const int64_t room = !ring ? 0 : keys ? keys->capacity : a->keys.capacity;
@@ -16563,7 +16604,7 @@ static bool tqkv__joins(int constant)
 {
     return constant == TQKV_FC_COLUMNS || constant == TQKV_FC_MANY_QUERIES || constant == TQKV_FC_SAME_SLOTS ||
            constant == TQKV_FC_SHORT_STORE || constant == TQKV_FC_PAGES || constant == TQKV_FC_SMALL_PAGES ||
-           constant == TQKV_FC_TREE || constant == TQKV_FC_TAIL_ELSEWHERE;
+           constant == TQKV_FC_TREE || constant == TQKV_FC_TAIL_ELSEWHERE || constant == TQKV_FC_HALVES;
 }
 
 static bool tqkv__sees_nothing(const tqkv_metal_dispatch *attend) { return tqkv__attend_args_of(attend).kv_len == 0; }
@@ -17331,9 +17372,9 @@ TQKV_API tqkv_result tqkv_metal_plan_cache_attend(const tqkv_cache *c, tqkv_meta
     tqkv__cache_call call;
     if (!tqkv__open_plan(plan, "attend")) return TQKV__INVALID(TQKV__NO_PLAN);
     if (!c || n_queries <= 0) return tqkv__close_plan(plan, TQKV__INVALID(TQKV__NO_CACHE_QUERIES));
+    const tqkv_result r = tqkv__check_on_gpu(c, 0);
+    if (r != TQKV_OK) return tqkv__close_plan(plan, r);
     const tqkv_cache_layout own = tqkv__layout_of_call(c, layout);
-    const tqkv_result on_gpu = tqkv__check_on_gpu(c, 0);
-    if (on_gpu != TQKV_OK) return tqkv__close_plan(plan, on_gpu);
     tqkv__open_cache_call(c, memory, some, &call);
     call.attention.attention.n_queries = n_queries;
     call.attention.attention.query_strides = own.q;
@@ -17430,6 +17471,7 @@ static void tqkv__take_all_parts(tqkv_attention *a, const tqkv_store *keys, cons
     const tqkv_store *const stores[] = {keys, values};
     const int64_t end = (int64_t)a->exact_first + a->exact_last + 1; /* one that is neither */
     a->end = end;
+    a->exact_from = 0;
     a->kv_len = end < INT_MAX ? (int)end : INT_MAX;
     for (int i = 0; i < 2; i++) {
         const int64_t room = tqkv__positions_in(stores[i]);

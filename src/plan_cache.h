@@ -168,9 +168,9 @@ TQKV_API tqkv_result tqkv_metal_plan_cache_attend(const tqkv_cache *c, tqkv_meta
     tqkv__cache_call call;
     if (!tqkv__open_plan(plan, "attend")) return TQKV__INVALID(TQKV__NO_PLAN);
     if (!c || n_queries <= 0) return tqkv__close_plan(plan, TQKV__INVALID(TQKV__NO_CACHE_QUERIES));
+    const tqkv_result r = tqkv__check_on_gpu(c, 0);
+    if (r != TQKV_OK) return tqkv__close_plan(plan, r);
     const tqkv_cache_layout own = tqkv__layout_of_call(c, layout);
-    const tqkv_result on_gpu = tqkv__check_on_gpu(c, 0);
-    if (on_gpu != TQKV_OK) return tqkv__close_plan(plan, on_gpu);
     tqkv__open_cache_call(c, memory, some, &call);
     call.attention.attention.n_queries = n_queries;
     call.attention.attention.query_strides = own.q;

@@ -62,8 +62,8 @@ static void tqkv__tiles_seen(const tqkv__attention *a, int64_t slice_end, int64_
    speed there: hence 4. */
 static bool tqkv__choose_matrix(const tqkv__attention *a)
 {
-    const int head_dim = a->keys.head_dim, least = tqkv__is_long(head_dim) ? 8 : 4;
-    return a->group >= (a->matrix_group ? a->matrix_group : least) && head_dim == a->value_dim &&
+    const int head_dim = a->keys.head_dim, least = a->matrix_group ? a->matrix_group : 8;
+    return a->group >= least && head_dim == a->value_dim &&
            (head_dim == 64 || head_dim == 128 || head_dim == 256 || tqkv__is_long(head_dim));
 }
 

@@ -168,7 +168,7 @@ tqkv_metal_store gpu_store(const tqkv_store *s)
                               gpu_buffer(s->codes),
                               gpu_buffer(s->norms),
                               gpu_buffer(s->center),
-                              gpu_buffer(nullptr),
+                              gpu_buffer(s->channel_scale),
                               gpu_buffer(s->pages)};
     if (!gpu_known_tables) store.shape.pages = nullptr;
     return store;
