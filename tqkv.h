@@ -438,7 +438,7 @@ typedef struct tqkv_attention {
     int64_t exact_from; /* what a truncation, for example, has left as codes; 0: nothing */
     /* Positions below exact_first that are no longer resident are seen, as if they were, where first_keys, first_values and, with
        a tail, first_tail have them: streams of F16 need theirs for that, too. first_tail: a store of the tail's kind. A slice has
-       them if it begins with the oldest resident position. On a GPU they are not seen. */
+       them if it begins with the oldest resident position. */
     const tqkv_store *first_tail;
     bool whole_window; /* TQKV_OUT_OF_RANGE if a position of a query's window is gone; else it sees what is there */
 } tqkv_attention;
@@ -772,6 +772,7 @@ typedef struct tqkv_metal_attention {
     /* With attention.exact_first and exact_last, as tqkv_attention's. Without pages and, where keys have a tail, not
        beside codes in pages. */
     const tqkv_metal_store *first_keys, *first_values, *last_keys, *last_values;
+    const tqkv_metal_store *first_tail; /* as tqkv_attention's */
 } tqkv_metal_attention;
 
 /* Bytes of scratch that attend needs at most, for any resident range: end and kv_len may be 0. */
@@ -10209,8 +10210,9 @@ static tqkv_result tqkv__check_first_tail(const tqkv__attention *a, const tqkv__
     return TQKV_OK;
 }
 
-/* Takes the first positions that are no longer resident, if all streams have them; follows tqkv__take_ends. */
-static tqkv_result tqkv__take_kept(tqkv__attention *a)
+/* Takes the first positions that are no longer resident, if all streams have them, from stores opened by `open`; follows
+   tqkv__take_ends. */
+static tqkv_result tqkv__take_kept(tqkv__attention *a, tqkv_result (*open)(const tqkv_store *, tqkv__stream *))
 {
     const tqkv_attention *call = &a->call;
     const tqkv_store *const stores[2] = {call->first_keys, call->first_values};
@@ -10220,13 +10222,13 @@ static tqkv_result tqkv__take_kept(tqkv__attention *a)
     for (int side = 0; side < 2; side++) {
         tqkv__stream *s = &a->ends[0][side];
         if (a->exact[0][side]) continue; /* a stream of F16 has no other halves */
-        tqkv_result r = tqkv__stream_open(stores[a->shared ? 0 : side], s);
+        tqkv_result r = open(stores[a->shared ? 0 : side], s);
         if (r == TQKV_OK) r = tqkv__check_end(a, side ? &a->values : &a->keys, 0, below, s);
         if (r != TQKV_OK) return r;
         a->exact[0][side] = true;
     }
     if (call->tail) {
-        tqkv_result r = tqkv__stream_open(call->first_tail, &a->first_tail);
+        tqkv_result r = open(call->first_tail, &a->first_tail);
         if (r == TQKV_OK) r = tqkv__check_first_tail(a, &a->first_tail);
         if (r != TQKV_OK) return r;
         if (a->round_query) tqkv__fill_integers(&a->first_tail);
@@ -10388,7 +10390,7 @@ static tqkv_result tqkv__attention_ends(tqkv__attention *a)
 {
     tqkv_result r = TQKV_OK;
     if (a->call.exact_first || a->call.exact_last) r = tqkv__take_ends(a, tqkv__stream_open);
-    if (r == TQKV_OK && a->call.exact_first) r = tqkv__take_kept(a);
+    if (r == TQKV_OK && a->call.exact_first) r = tqkv__take_kept(a, tqkv__stream_open);
     return r == TQKV_OK ? tqkv__check_window(a) : r;
 }
 
@@ -12839,7 +12841,7 @@ static void tqkv__end_shape(const tqkv_cache_desc *desc, int last, int i, tqkv_c
     const int64_t batch = desc->exact_batch ? desc->exact_batch : desc->metal ? 512 : 1;
     const int64_t room = tqkv__end_room(desc->exact_last, batch > TQKV__TILE ? batch : TQKV__TILE);
     const bool halves = stream && i < 2 && stream->format != TQKV_F16;
-    const bool as_it_is = stream && !halves && !last && desc->ring && !desc->metal;
+    const bool as_it_is = stream && !halves && !last && desc->ring;
     tqkv_store *s = &c->ends[last][i];
     if (!(last ? desc->exact_last : desc->exact_first) || (!halves && !as_it_is)) return;
     *s = *stream;
@@ -15618,11 +15620,19 @@ static tqkv_result tqkv__choose_split(const tqkv__attention *a, int64_t first, i
     return TQKV_OK;
 }
 
+/* The positions from the oldest one of a part of the context on. Only the first ones of a ring, which end long before the queries'
+   own, have more behind them than an int counts. */
+static int tqkv__positions_behind(const tqkv__attention *a)
+{
+    const int64_t n = a->call.end - a->first;
+    return n < INT_MAX ? (int)n : 1 << 30;
+}
+
 /* What a query sees, counted from the oldest resident position: the positions up to first_newest and its number, and of those
    the last `window`, or all. Without causality it looks as far ahead as back. */
 static void tqkv__plan_seen(const tqkv__attention *a, int32_t *first_newest, int32_t *window)
 {
-    const int kv_len = (int)(a->call.end - a->first), n = a->call.n_queries, own = a->call.window;
+    const int kv_len = tqkv__positions_behind(a), n = a->call.n_queries, own = a->call.window;
     *first_newest = kv_len - n;
     *window = own < kv_len ? own : 0;
     if (!a->call.non_causal) return;
@@ -15734,11 +15744,11 @@ typedef struct tqkv__slice_buffers {
 typedef struct tqkv__attend_buffers {
     const tqkv_metal_store *keys, *values, *tail; /* tail: NULL without one */
     tqkv_metal_buffer sinks, tree, q, scratch, out;
-    tqkv__slice_buffers slice;          /* zero: attends to all positions */
-    int64_t slice_end;                  /* of the positions to attend to */
-    int halves;                         /* TQKV_FC_HALVES */
-    const tqkv_metal_store *ends[2][2]; /* of tqkv__attention */
-    tqkv_metal_buffer list, list_rows;  /* the caller's, and what attend_list makes of them */
+    tqkv__slice_buffers slice;                       /* zero: attends to all positions */
+    int64_t slice_end;                               /* of the positions to attend to */
+    int halves;                                      /* TQKV_FC_HALVES */
+    const tqkv_metal_store *ends[2][2], *first_tail; /* of tqkv__attention */
+    tqkv_metal_buffer list, list_rows;               /* the caller's, and what attend_list makes of them */
 } tqkv__attend_buffers;
 
 /* Whether keys and values look up the same entries of one table. */
@@ -15769,7 +15779,7 @@ static TQKV__NOINLINE void tqkv__plan_key_args(const tqkv__attention *a, int slo
     args->n_queries = a->call.n_queries;
     args->n_kv_heads = a->n_kv_heads;
     args->group = a->group;
-    args->kv_len = (int)(a->call.end - a->first);
+    args->kv_len = tqkv__positions_behind(a);
     args->query_token_stride = (uint32_t)a->call.query_strides.token;
     args->query_head_stride = (uint32_t)a->call.query_strides.head;
     args->scale = a->call.scale;
@@ -16124,6 +16134,10 @@ static void tqkv__find_parts(const tqkv__attention *a, int64_t slice_end, tqkv__
     codes->to = slice_end;
     if (first && a->exact_below > a->first) codes->from = a->exact_below < slice_end ? a->exact_below : slice_end;
     parts[TQKV__FIRST_PART].to = codes->from;
+    if (a->kept) {
+        parts[TQKV__FIRST_PART].from = 0;
+        parts[TQKV__FIRST_PART].to = a->exact_below < slice_end ? a->exact_below : slice_end;
+    }
     if (!last) return;
     if (low < slice_end) newest->from = low > codes->from ? low : codes->from;
     if (high < slice_end) codes->to = high > codes->from ? high : codes->from;
@@ -16134,6 +16148,8 @@ static void tqkv__take_part(const tqkv__attention *a, const tqkv__attend_buffers
                             tqkv__attention *part, tqkv__attend_buffers *buffers)
 {
     const int last = i == TQKV__LAST_PART;
+    const int64_t gone =
+        a->first - a->kept; /* between the first positions, where they are kept, and the oldest resident one */
     const bool ends = a->exact[1][0] || a->exact[1][1];
     *part = *a;
     *buffers = *b;
@@ -16147,6 +16163,11 @@ static void tqkv__take_part(const tqkv__attention *a, const tqkv__attend_buffers
     if (i != TQKV__CODES_PART && a->exact[last][0]) buffers->keys = b->ends[last][0];
     if (i != TQKV__CODES_PART && a->exact[last][1]) part->values = a->ends[last][1];
     if (i != TQKV__CODES_PART && a->exact[last][1]) buffers->values = b->ends[last][1];
+    if (i != TQKV__FIRST_PART || !a->kept) return;
+    if (a->call.tail) part->tail = a->first_tail;
+    if (a->call.tail) buffers->tail = b->first_tail;
+    if (a->call.list_newest) /* counts what there is */
+        part->call.list_newest = gone < INT_MAX - a->call.list_newest ? a->call.list_newest + (int)gone : INT_MAX;
 }
 
 /* Divides each part, and scratch: rows of lists, then sums, then states. Those of the first and last part lie before the others,
@@ -16242,7 +16263,7 @@ static void tqkv__plan_slice(tqkv_metal_dispatch *d, const tqkv__attention *a, c
 /* An attention over buffers as one over stores. */
 typedef struct tqkv__plan_call {
     tqkv_attention attention;
-    tqkv_store keys, values, tail, ends[2][2];
+    tqkv_store keys, values, tail, ends[2][2], first_tail;
 } tqkv__plan_call;
 
 static bool tqkv__same_buffer(tqkv_metal_buffer a, tqkv_metal_buffer b)
@@ -16349,6 +16370,16 @@ static tqkv_result tqkv__plan_shape(const tqkv_metal_attention *from, tqkv__plan
     to->keys = &call->keys;
     to->values = &call->values;
     to->tail = from->tail ? &call->tail : NULL;
+    to->first_tail = NULL;
+    if (from->tail && from->first_tail && to->exact_first) {
+        if (!tqkv__same_buffer(from->first_tail->center, from->tail->center) ||
+            !tqkv__same_buffer(from->first_tail->channel_scale, from->tail->channel_scale))
+            return TQKV__INVALID("first_tail: a store with another centre or scale than the tail");
+        tqkv__plan_store(from->first_tail, &call->first_tail);
+        call->first_tail.center = call->tail.center;
+        call->first_tail.channel_scale = call->tail.channel_scale;
+        to->first_tail = &call->first_tail;
+    }
     if ((r = tqkv__plan_end_shapes(from, call)) != TQKV_OK) return r;
     if (from->tree.buffer && !to->tree) to->tree = tqkv__unknown_tree;
     if (from->list.buffer && !to->list) to->list = tqkv__unknown_list;
@@ -16383,8 +16414,12 @@ static tqkv_result tqkv__plan_ends(const tqkv_metal_attention *from, tqkv__atten
 {
     if (!a->call.exact_first && !a->call.exact_last) return TQKV_OK;
     a->shared = tqkv__plan_shared(from, a);
-    const tqkv_result r = tqkv__take_ends(a, tqkv__stream_shape);
+    tqkv_result r = tqkv__take_ends(a, tqkv__stream_shape);
+    if (r == TQKV_OK && a->call.exact_first) r = tqkv__take_kept(a, tqkv__stream_shape);
     if (r != TQKV_OK) return r;
+    if (a->kept && a->call.window && a->call.end > 1 << 30)
+        return TQKV__REFUSE(UNSUPPORTED, "exact_first of a ring behind 2^30 positions, and a window: not on a GPU");
+    b->first_tail = from->first_tail;
     b->ends[0][0] = from->first_keys;
     b->ends[0][1] = a->shared ? from->first_keys : from->first_values;
     b->ends[1][0] = from->last_keys;
@@ -16396,7 +16431,7 @@ static tqkv_result tqkv__plan_ends(const tqkv_metal_attention *from, tqkv__atten
             return TQKV__REFUSE(UNSUPPORTED, "exact_first or exact_last of keys with a tail in pages: not on a GPU");
     }
     const bool last = a->exact[1][0] || a->exact[1][1], meet = last && tqkv__exact_at(a, 0) < a->exact_below;
-    if (!meet || (a->exact[0][0] == a->exact[1][0] && a->exact[0][1] == a->exact[1][1])) return TQKV_OK;
+    if (!meet || ((a->exact[0][0] || !a->exact[1][0]) && (a->exact[0][1] || !a->exact[1][1]))) return TQKV_OK;
     return TQKV__REFUSE(UNSUPPORTED, "exact_first and exact_last meet, and are of different streams: not on a GPU");
 }
 
@@ -16409,7 +16444,9 @@ static tqkv_result tqkv__plan_range(const tqkv_metal_attention *from, int64_t fi
     if (r != TQKV_OK) return r;
     if (!slice) b->sinks = from->sinks;
     const tqkv__range range = {slice ? first : a->first, slice ? first + count : a->call.end};
+    const bool begins = range.from == a->first && (range.from < range.to || range.to == a->call.end);
     if (known) r = tqkv__check_seen(a, range);
+    if (!begins) a->kept = 0;
     a->first = range.from;
     b->slice_end = range.to;
     return r;
@@ -16425,6 +16462,7 @@ static tqkv_result tqkv__plan_call_of(const tqkv_metal_attention *from, int64_t 
     if (r == TQKV_OK) r = tqkv__plan_check_streams(from, &a);
     if (r == TQKV_OK) r = tqkv__attention_range(&call.attention, &a);
     if (r == TQKV_OK) r = tqkv__plan_ends(from, &a, b);
+    if (r == TQKV_OK) r = tqkv__check_window(&a);
     if (r == TQKV_OK) r = tqkv__plan_range(from, first, count, &a, b);
     if (r == TQKV_OK) r = tqkv__plan_attention_positions(&a);
     if (r != TQKV_OK) return r;
@@ -17263,21 +17301,17 @@ static tqkv_result tqkv__check_on_gpu(const tqkv_cache *c, int n_tokens)
     if (tqkv__newest_room(c) && n_tokens &&
         (wanted < c->keys.capacity ? wanted : c->keys.capacity) > tqkv__newest_room(c))
         return TQKV__REFUSE(OUT_OF_RANGE, "n_tokens: more than exact_batch");
-    for (int i = 0; i < TQKV__CACHE_STREAMS; i++)
-        if (tqkv__end_of(c, i) && (i == 2 || tqkv__stream_of(c, i)->format == TQKV_F16))
-            return TQKV__REFUSE(UNSUPPORTED, "exact_first of a ring with F16 or a tail: not on a GPU");
     return TQKV_OK;
 }
 
-/* The rows of a tail that lies apart from the keys come behind all of theirs. */
-static tqkv_result tqkv__add_tail(const tqkv_cache *c, tqkv_metal_buffer memory, const tqkv__places *places,
+/* The tail, whose rows lie apart from the keys, and in a ring its first positions. */
+static tqkv_result tqkv__add_tail(const tqkv_cache *c, tqkv_metal_buffer memory, const tqkv_store *to,
+                                  tqkv_metal_buffer rows, tqkv_strides strides, const tqkv__places *places,
                                   tqkv_metal_buffer not_finite, tqkv_metal_plan *plan)
 {
-    const tqkv_strides none = {0, 0};
-    const tqkv_metal_binding *keys = tqkv__binding_at(&plan->d[0], 1);
-    const tqkv_metal_buffer rows = tqkv__buffer_after(keys->at, keys->size);
-    tqkv_metal_store tail = tqkv__store_in_buffer(c, memory, &c->tail);
-    tail.shape.strides = none;
+    tqkv_metal_store tail = tqkv__store_in_buffer(c, memory, to);
+    tail.shape.type = c->tail.type;
+    tail.shape.strides = strides;
     return tqkv__add_encode(&tail, rows, places, not_finite, plan);
 }
 
@@ -17293,6 +17327,8 @@ TQKV_API tqkv_result tqkv_metal_plan_cache_append(const tqkv_cache *c, tqkv_meta
     const tqkv_cache_layout own = tqkv__layout_of_call(c, layout);
     const tqkv_strides strides[] = {own.k, own.v};
     const tqkv_metal_buffer rows[] = {k, v};
+    tqkv_metal_buffer tail_rows = v;
+    tqkv_strides tail_strides = own.v;
     tqkv_metal_store keys = tqkv__store_in_buffer(c, memory, &c->keys),
                      others = tqkv__store_in_buffer(c, memory, tail && !apart ? &c->tail : &c->values);
     keys.shape.strides = own.k;
@@ -17301,7 +17337,19 @@ TQKV_API tqkv_result tqkv_metal_plan_cache_append(const tqkv_cache *c, tqkv_meta
     if (r == TQKV_OK)
         r = c->shared && !tail ? tqkv__add_encode(&keys, k, &places, not_finite, plan)
                                : tqkv__add_encode_kv(&keys, &others, k, v, &places, not_finite, plan);
-    if (r == TQKV_OK && apart) r = tqkv__add_tail(c, memory, &places, not_finite, plan);
+    if (r == TQKV_OK && apart) { /* its rows come behind all of the keys' */
+        const tqkv_strides none = {0, 0};
+        const tqkv_metal_binding *of_keys = tqkv__binding_at(&plan->d[0], 1);
+        tail_rows = tqkv__buffer_after(of_keys->at, of_keys->size);
+        tail_strides = none;
+        r = tqkv__add_tail(c, memory, &c->tail, tail_rows, tail_strides, &places, not_finite, plan);
+    }
+    const int64_t left = c->exact_first - c->attention.end;
+    if (r == TQKV_OK && tqkv__end_of(c, 2) && (left > 0 || !n_tokens)) {
+        const tqkv__places kept =
+            tqkv__places_from(left < n_tokens && n_tokens ? (int)left : n_tokens, n_tokens ? c->attention.end : 0);
+        r = tqkv__add_tail(c, memory, tqkv__end_of(c, 2), tail_rows, tail_strides, &kept, not_finite, plan);
+    }
     for (int first = 0; r == TQKV_OK && first <= TQKV__LAST_KEYS; first += TQKV__LAST_KEYS)
         r = tqkv__plan_halves(c, memory, strides, first, rows, n_tokens, not_finite, plan);
     return tqkv__close_plan(plan, r);
@@ -17335,6 +17383,7 @@ static void tqkv__open_cache_call(const tqkv_cache *c, tqkv_metal_buffer memory,
     a->values = &call->stores[values];
     a->tail = tqkv__store_of_call(c, call, 2);
     a->first_keys = tqkv__store_of_call(c, call, TQKV__FIRST_ENDS);
+    a->first_tail = tqkv__store_of_call(c, call, TQKV__FIRST_ENDS + 2);
     a->first_values = tqkv__store_of_call(c, call, TQKV__FIRST_ENDS + values);
     a->last_keys = tqkv__store_of_call(c, call, TQKV__LAST_ENDS);
     a->last_values = tqkv__store_of_call(c, call, TQKV__LAST_ENDS + values);
