@@ -48,6 +48,8 @@
                             fprintf(stderr, "tqkv: %s\n", text). Default: nothing.
      TQKV_NO_AVX512         leaves AVX-512 out: half the code, half the time to compile it (docs/integrating.md has both)
      TQKV_NO_AVX2           leaves both out, because AVX-512 takes short rows from AVX2: a quarter of the code
+     TQKV_NO_INTEGER        leaves out the vector loops of attention in integers, a fifth of the code: TQKV_INTEGER then takes
+                            plain C, with the same bits
      TQKV_METAL             adds what tqkv_metal.m needs: define it for both files. On Apple's systems it is there, unless
                             TQKV_NO_METAL is defined
      TQKV_NO_IMPLEMENTATION makes TQKV_IMPLEMENTATION void: for a build that compiles files which define it, and links
@@ -285,7 +287,8 @@ TQKV_API size_t tqkv_norms_size(const tqkv_store *s);
 
 /* Encodes tokens at position, position+1 ...; src: [n_tokens][n_kv_heads][head_dim]. A ring keeps only the last
    `capacity` tokens. A page may not occur twice among those written. TQKV_NOT_FINITE if src holds NaN or Inf, even in
-   tokens that a ring drops. Values near 1e19, whose squared length overflows, give an infinite norm. */
+   tokens that a ring drops. Values near 1e19, whose squared length overflows, give an infinite norm. What shares a norm becomes
+   zeros where all is at most 1e-10: the length of a row, or of I8 its largest value. */
 TQKV_API tqkv_result tqkv_encode(const tqkv_store *s, const void *src, int n_tokens, int64_t position);
 /* Token t goes to slot slots[t] of the pool, a token with slot -1 nowhere; no slot twice. For tokens of many sequences at
    once: pages and ring are not looked at. NaN and Inf are refused in all rows, left-out ones too. slots: [n_tokens] */
@@ -1488,9 +1491,25 @@ typedef struct tqkv__backend {
 #include <math.h>
 #include <stdlib.h>
 #include <string.h>
+/* Gives the core to another thread, and gives up what another thread of the core needs. */
+#if defined(__x86_64__) || defined(__i386__)
+#define TQKV__PAUSE() __builtin_ia32_pause()
+#elif defined(__aarch64__)
+#define TQKV__PAUSE() __asm__ volatile("yield")
+#else
+#define TQKV__PAUSE() ((void)0)
+#endif
 #if defined(__unix__) || defined(__APPLE__)
 #include <sched.h>
-#define TQKV__YIELD sched_yield
+#define TQKV__YIELD() sched_yield()
+#elif defined(_WIN32) /* without windows.h and its macros */
+#ifdef __cplusplus
+extern "C"
+#endif
+    __declspec(dllimport) int __stdcall SwitchToThread(void);
+#define TQKV__YIELD() SwitchToThread()
+#else
+#define TQKV__YIELD() TQKV__PAUSE()
 #endif
 
 #ifdef __has_include
@@ -1508,6 +1527,9 @@ typedef struct tqkv__backend {
 #define XXH_NO_INLINE_HINTS (XXH_VERSION_NUMBER == 801)
 #endif
 #include "xxhash.h"
+#if defined(XXH_NO_XXH3) || defined(XXH_NO_LONG_LONG)
+#error "tqkv.h needs XXH3: xxhash.h was included with XXH_NO_XXH3 or XXH_NO_LONG_LONG"
+#endif
 #if defined(XXH_VERSION_NUMBER) && XXH_VERSION_NUMBER < 800
 #define TQKV__STRING(x) #x
 #define TQKV__EXPAND(x) TQKV__STRING(x)
@@ -1516,6 +1538,21 @@ typedef struct tqkv__backend {
 #pragma message("tqkv.h: found xxhash.h " TQKV__XXH_FOUND)
 #error "tqkv.h: xxhash.h is too old, 0.8.0 is needed: Debian libxxhash-dev, Homebrew xxhash, or a copy beside tqkv.h"
 #endif
+
+/* With -fshort-enums or -fpack-struct for this file alone what callers pass has another layout. 32-bit ARM has short enums in some
+   systems, and says so. */
+enum tqkv__smallest { TQKV__SMALLEST };
+struct tqkv__gap {
+    char before;
+    void *behind;
+};
+#ifdef __ARM_SIZEOF_MINIMAL_ENUM
+#define TQKV__WHOLE_ENUMS true
+#else
+#define TQKV__WHOLE_ENUMS (sizeof(enum tqkv__smallest) == sizeof(int))
+#endif
+typedef char tqkv__compiled_with_fshort_enums_or_fpack_struct
+    [TQKV__WHOLE_ENUMS && sizeof(struct tqkv__gap) > 1 + sizeof(void *) ? 1 : -1];
 
 #if defined(__SSE2__)
 #include <xmmintrin.h>
@@ -1584,8 +1621,8 @@ static inline float tqkv__fma(float a, float b, float c)
     const double product = tqkv__rounded_double((double)a * (double)b), addend = (double)c;
     const bool first = fabs(product) > fabs(addend);
     double sum = tqkv__rounded_double(product + addend);
-    const double large = first ? product : addend, small = first ? addend : product;
-    const double error = tqkv__rounded_double(small - tqkv__rounded_double(sum - large));
+    const double large = first ? product : addend, smaller = first ? addend : product;
+    const double error = tqkv__rounded_double(smaller - tqkv__rounded_double(sum - large));
     uint64_t bits;
     memcpy(&bits, &sum, sizeof bits);
     if (error != 0.0 && !(bits & 1) && fabs(sum) < (double)INFINITY)
@@ -2319,17 +2356,12 @@ static void tqkv__team_free(void *user, void *pointer, size_t size)
 static void tqkv__spin(int *spins)
 {
     enum { patience = 100 }; /* some microseconds */
-    if (++*spins < patience) {
-#if defined(__x86_64__) || defined(__i386__)
-        __builtin_ia32_pause();
-#elif defined(__aarch64__)
-        __asm__ volatile("yield");
-#endif
+    if (*spins < patience) {
+        ++*spins;
+        TQKV__PAUSE();
         return;
     }
-#ifdef TQKV__YIELD
     TQKV__YIELD();
-#endif
 }
 
 static void tqkv__take_tasks(tqkv_team *team)
@@ -3252,17 +3284,19 @@ TQKV_API tqkv_result tqkv_encode(const tqkv_store *store, const void *src, int n
     return tqkv__encode_sources(&job);
 }
 
-static tqkv_result tqkv__check_slots(const tqkv__stream *s, const int32_t *slots, int n)
+static tqkv_result tqkv__check_slots(const tqkv__stream *s, const int32_t *slot_list, int n)
 {
-    const size_t size = (size_t)n * sizeof *slots;
-    if (!slots || (uintptr_t)slots % sizeof *slots) return TQKV__INVALID("slots: NULL, or not aligned as int32_t");
-    if (tqkv__encoding_overlaps(s, slots, size)) return TQKV__INVALID("slots overlap the store");
+    const size_t size = (size_t)n * sizeof *slot_list;
+    if (!slot_list || (uintptr_t)slot_list % sizeof *slot_list)
+        return TQKV__INVALID("slots: NULL, or not aligned as int32_t");
+    if (tqkv__encoding_overlaps(s, slot_list, size)) return TQKV__INVALID("slots overlap the store");
     for (int t = 0; t < n; t++)
-        if (slots[t] < -1 || slots[t] >= s->capacity) return TQKV__REFUSE(OUT_OF_RANGE, "slots: outside the store");
-    return tqkv__all_distinct(slots, n) ? TQKV_OK : TQKV__INVALID("slots: a slot twice");
+        if (slot_list[t] < -1 || slot_list[t] >= s->capacity)
+            return TQKV__REFUSE(OUT_OF_RANGE, "slots: outside the store");
+    return tqkv__all_distinct(slot_list, n) ? TQKV_OK : TQKV__INVALID("slots: a slot twice");
 }
 
-TQKV_API tqkv_result tqkv_encode_slots(const tqkv_store *store, const void *src, int n_tokens, const int32_t *slots)
+TQKV_API tqkv_result tqkv_encode_slots(const tqkv_store *store, const void *src, int n_tokens, const int32_t *slot_list)
 {
     tqkv__stream s;
     tqkv__encode_job job;
@@ -3271,9 +3305,9 @@ TQKV_API tqkv_result tqkv_encode_slots(const tqkv_store *store, const void *src,
     pool.ring = false;
     pool.pages = NULL;
     tqkv_result r = tqkv__encode_target(&pool, src, n_tokens, &s);
-    if (r == TQKV_OK) r = tqkv__check_slots(&s, slots, n_tokens);
+    if (r == TQKV_OK) r = tqkv__check_slots(&s, slot_list, n_tokens);
     if (r != TQKV_OK) return r;
-    s.pages = slots; /* a table with pages of one position; -1 leaves it out */
+    s.pages = slot_list; /* a table with pages of one position; -1 leaves it out */
     s.n_pages = n_tokens;
     s.page_size = 1;
     tqkv__encode_job_open(&job, &store->parallel, n_tokens, 0);
@@ -4670,10 +4704,10 @@ TQKV__TARGET static void TQKV__(factors)(const tqkv__stream *s, const float *nor
 #define TQKV__PACKED(format) (TQKV__MAIN_BITS(format) < 8)
 /* Vectors in a run, which is decoded together. */
 #define TQKV__RUN(format) (TQKV__PACKED(format) ? TQKV__NIBBLE_RUN : 4)
-/* Formats with loops straight from the codes. Not those of 5 and 6 bits in bytes, which are there for existing caches: the
-   loops of two formats would take 26 KB for 1.1 to 1.5 times the speed. On NEON no codebook for bytes: it leaves no
-   registers for sums. */
-#define TQKV__HAS_LOOPS(kind, main, book) ((main) < 8 || (kind) != TQKV__BOOK || (TQKV__LANES > 4 && (book) == 8))
+/* Formats with loops straight from the codes. Not those of codebooks in bytes, and on AVX2 none of 6 bits: their rows are decoded
+   first, which takes 1.1 to 1.4 times as long for one and two query rows. I8 and TQ5 are as exact or smaller, and faster; the
+   loops would take 35 KB. */
+#define TQKV__HAS_LOOPS(kind, main, book) ((kind) != TQKV__BOOK || ((main) < 8 && (TQKV__LANES != 8 || (book) < 6)))
 #define TQKV__DIRECT(format)              TQKV__HAS_LOOPS(TQKV__KIND(format), TQKV__MAIN_BITS(format), TQKV__BOOK_BITS(format))
 /* Rows of a codebook's loops. More take decoded rows: on AVX2 four took as long or longer straight from the codes (Zen 4,
    D=128: TQ3 1.10, TQ2 1.04, TQ5 to TQ8 0.99 times). */
@@ -5251,7 +5285,7 @@ TQKV__OP void TQKV__(decode_by_loads)(const TQKV__(block) * block, int n, float 
 
 TQKV__OP void TQKV__(decode_rows)(const tqkv_format format, const TQKV__(block) * block, int n, float *x)
 {
-    if (TQKV__BOOK_BITS(format) == 8 && !TQKV__DIRECT(format))
+    if (TQKV__BOOK_BITS(format) == 8 && TQKV__LANES == 4)
         TQKV__(decode_by_loads)(block, n, x);
     else
         TQKV__(decode)(format, block, n, x);
@@ -6103,7 +6137,7 @@ TQKV__OP void TQKV__(load_book)(const int bits, const tqkv__quantiser *q, TQKV__
 {
     book->slope = TQKV__(set1)(q->slope);
     book->top = TQKV__(set1)(q->top);
-    TQKV__(load_below)(bits, q->below, book->below);
+    if (bits <= 6) TQKV__(load_below)(bits, q->below, book->below);
     for (int i = 0; i < 2; i++) {
         book->bounds[i] = TQKV__(load)(q->bounds + i * TQKV__LANES);
         book->centroids[i] = TQKV__(load)(q->centroids + i * TQKV__LANES);
@@ -8934,6 +8968,7 @@ TQKV__OP void tqkv__store_words_neon(uint8_t *p, uint32x4_t words)
 #include "tqkv.h"
 #endif
 
+#ifndef TQKV_NO_INTEGER
 /* >>integer-avx512: what AVX-512 brings to >>k-integer, with the products of VNNI */
 
 #ifdef TQKV__AVX512
@@ -9753,6 +9788,7 @@ TQKV__OP void tqkv__i_interleave_i8mm(const int8_t *p, size_t stride, int left, 
 #include "tqkv.h"
 #endif
 #endif
+#endif
 
 #undef TQKV__NESTED
 #ifdef TQKV__OPTIMISED
@@ -9794,9 +9830,8 @@ static bool tqkv__isa_present(const tqkv__isa *isa)
     return isa != NULL;
 }
 
-/* The library's only variables: set once, or by tqkv_isa_force */
+/* The library's only variable beside tqkv__products: set once, or by tqkv_isa_force */
 static const tqkv__isa *tqkv__isa_chosen;
-static char tqkv__products; /* of integers. 1: what every processor of a set has, 2: AVX-VNNI or DotProd, 3: I8MM */
 
 static const tqkv__isa *tqkv__isa_named(const char *name)
 {
@@ -9829,6 +9864,16 @@ static const tqkv__isa *tqkv__isa_for(int head_dim)
 static const tqkv__isa *tqkv__narrower(const tqkv__isa *a, const tqkv__isa *b) { return a->lanes < b->lanes ? a : b; }
 
 static const tqkv__codec *tqkv__codec_for(int head_dim) { return tqkv__isa_for(head_dim)->codec; }
+
+#ifdef TQKV_NO_INTEGER
+/* Plain C for all sets: only the time differs. */
+static const tqkv__integers *tqkv__integers_for(const tqkv__isa *isa)
+{
+    (void)isa;
+    return &tqkv__integers_scalar;
+}
+#else
+static char tqkv__products; /* set once. 1: what every processor of a set has, 2: AVX-VNNI or DotProd, 3: I8MM */
 
 #if defined(TQKV__NEON) && defined(__APPLE__)
 static bool tqkv__processor_has(const char *name)
@@ -9891,6 +9936,7 @@ static const tqkv__integers *tqkv__integers_for(const tqkv__isa *isa)
     (void)isa, (void)products;
     return &tqkv__integers_scalar;
 }
+#endif
 
 TQKV_API const char *tqkv_isa_name(void) { return tqkv__isa_now()->name; }
 
@@ -10980,20 +11026,21 @@ static inline void tqkv__copy_row(uint8_t *to, const uint8_t *from, size_t size)
 
 /* size and norms (floats a row) may be constants. */
 static TQKV__INLINE void tqkv__gather_rows(const uint8_t *codes, const float *of_rows, const size_t size,
-                                           const size_t norms, const int32_t *slots, int n, uint8_t *row, float *norm)
+                                           const size_t norms, const int32_t *slot_list, int n, uint8_t *row,
+                                           float *norm)
 {
     for (int j = 0; j < n; j++, row += size) {
-        const size_t from = slots[j] < 0 ? 0 : (size_t)slots[j];
-        if (slots[j] < 0)
+        const size_t from = slot_list[j] < 0 ? 0 : (size_t)slot_list[j];
+        if (slot_list[j] < 0)
             memset(row, 0, size);
         else
             tqkv__copy_row(row, codes + from * size, size);
-        for (size_t i = 0; i < norms; i++) *norm++ = slots[j] < 0 ? 0.0f : of_rows[from * norms + i];
+        for (size_t i = 0; i < norms; i++) *norm++ = slot_list[j] < 0 ? 0.0f : of_rows[from * norms + i];
     }
 }
 
 /* Copies rows to slots of another stream from `slot` on; those that are hidden become zeros, because they may be NaN. */
-static void tqkv__gather(const tqkv__stream *from, int kv_head, const tqkv__ranks *ranks, const int32_t *slots,
+static void tqkv__gather(const tqkv__stream *from, int kv_head, const tqkv__ranks *ranks, const int32_t *slot_list,
                          const tqkv__stream *to, int slot)
 {
     const uint8_t *codes = tqkv__codes_at(from, kv_head, 0);
@@ -11002,28 +11049,28 @@ static void tqkv__gather(const tqkv__stream *from, int kv_head, const tqkv__rank
     float *norm = tqkv__norms_at(to, 0, slot);
     const size_t size = from->row_bytes, norms = norm ? (size_t)from->norms_per_row : 0;
     if (size == 64 && norms == 1) /* TQ4 of 128: 0.9 times as long */
-        tqkv__gather_rows(codes, of_rows, 64, 1, slots, ranks->n, row, norm);
+        tqkv__gather_rows(codes, of_rows, 64, 1, slot_list, ranks->n, row, norm);
     else
-        tqkv__gather_rows(codes, of_rows, size, norms, slots, ranks->n, row, norm);
+        tqkv__gather_rows(codes, of_rows, size, norms, slot_list, ranks->n, row, norm);
 }
 
 /* Asks for the rows of a tile, to the L1 cache. With requests to the L2 a list of 2,048 of 32,768 positions takes 1.4 times as
    long from memory (TQ4 of 128, group 4, blocks of 1, Zen 5), and F16 of 512, whose tiles are larger than an L1, as long. */
-static void tqkv__ask(const tqkv__stream *s, int kv_head, const tqkv__ranks *ranks, const int32_t *slots)
+static void tqkv__ask(const tqkv__stream *s, int kv_head, const tqkv__ranks *ranks, const int32_t *slot_list)
 {
     const size_t norms = (size_t)s->norms_per_row * sizeof(float), size = s->row_bytes;
     const uint8_t *codes = tqkv__codes_at(s, kv_head, 0), *of_rows = (const uint8_t *)tqkv__norms_at(s, kv_head, 0);
     if (ranks->together) {
-        tqkv__prefetch(TQKV__L1, codes + (size_t)slots[0] * size, (size_t)ranks->n * size);
-        if (norms) tqkv__prefetch(TQKV__L1, of_rows + (size_t)slots[0] * norms, (size_t)ranks->n * norms);
+        tqkv__prefetch(TQKV__L1, codes + (size_t)slot_list[0] * size, (size_t)ranks->n * size);
+        if (norms) tqkv__prefetch(TQKV__L1, of_rows + (size_t)slot_list[0] * norms, (size_t)ranks->n * norms);
         return;
     }
     for (int j = 0; j < ranks->n; j++) {
-        if (slots[j] < 0) continue;
-        const uint8_t *row = codes + (size_t)slots[j] * size;
+        if (slot_list[j] < 0) continue;
+        const uint8_t *row = codes + (size_t)slot_list[j] * size;
         tqkv__prefetch(TQKV__L1, row, 1); /* by the line: a loop over a size takes 1.1 times as long in all */
         for (size_t i = 64; i < size; i += 64) tqkv__prefetch(TQKV__L1, row + i, 1);
-        if (norms) tqkv__prefetch(TQKV__L1, of_rows + (size_t)slots[j] * norms, 1);
+        if (norms) tqkv__prefetch(TQKV__L1, of_rows + (size_t)slot_list[j] * norms, 1);
     }
 }
 
@@ -11144,7 +11191,7 @@ static void tqkv__open_gathered(const tqkv__attention *a, float *scratch, tqkv__
 }
 
 /* The slots of n positions; -1 where a page is none: nothing sees it, for it would have been refused. */
-static void tqkv__slots_of(const tqkv__stream *s, int64_t position, int n, int32_t *slots)
+static void tqkv__slots_of(const tqkv__stream *s, int64_t position, int n, int32_t *slot_list)
 {
     const int size = s->pages ? s->page_size : n, n_pages = s->pages ? s->capacity / size : 0;
     const int32_t *page = s->pages ? s->pages + position / size : NULL;
@@ -11153,27 +11200,27 @@ static void tqkv__slots_of(const tqkv__stream *s, int64_t position, int n, int32
         const bool known = !page || (*page >= 0 && *page < n_pages);
         int slot = page ? *page++ * (known ? size : 0) + at : at;
         const int room = page ? size - at : s->capacity - at;
-        for (end = n - j < room ? n : j + room; j < end; j++) slots[j] = known ? slot++ : -1;
+        for (end = n - j < room ? n : j + room; j < end; j++) slot_list[j] = known ? slot++ : -1;
     }
 }
 
-static void tqkv__find_slots(const tqkv__stream *s, const tqkv__list *l, const tqkv__ranks *ranks, int32_t *slots)
+static void tqkv__find_slots(const tqkv__stream *s, const tqkv__list *l, const tqkv__ranks *ranks, int32_t *slot_list)
 {
     const bool hidden = ranks->hidden && !ranks->together;
     if (!l) {
-        tqkv__slots_of(s, ranks->rank, ranks->n, slots);
+        tqkv__slots_of(s, ranks->rank, ranks->n, slot_list);
         return;
     }
     if (!s->pages && !s->ring && !hidden && l->shift == 0 && ranks->rank + ranks->n <= l->base + l->n_before) {
         /* The entries are the slots. */
-        memcpy(slots, l->entries + (ranks->rank - l->base), (size_t)ranks->n * sizeof *slots);
+        memcpy(slot_list, l->entries + (ranks->rank - l->base), (size_t)ranks->n * sizeof *slot_list);
         return;
     }
     for (int j = 0, left; j < ranks->n;) { /* block after block */
         int64_t position = tqkv__position_of(l, ranks->rank + j);
         left = (1 << l->shift) - (int)((ranks->rank + j - l->base) & ((1 << l->shift) - 1));
         for (; left > 0 && j < ranks->n; left--, j++, position++)
-            slots[j] = hidden && ranks->hidden >> j & 1 ? -1 : tqkv__slot(s, position);
+            slot_list[j] = hidden && ranks->hidden >> j & 1 ? -1 : tqkv__slot(s, position);
     }
 }
 
@@ -11189,11 +11236,11 @@ static void tqkv__find_slots_of(const tqkv__attention *a, const tqkv__list *l, t
     if (a->call.tail) tqkv__find_slots(ranks->place.tail, l, ranks, ranks->tail);
 }
 
-static bool tqkv__in_order(const int32_t *slots, int n)
+static bool tqkv__in_order(const int32_t *slot_list, int n)
 {
     int32_t differs = 0;
-    for (int j = 0; j < n; j++) differs |= slots[j] ^ (slots[0] + j);
-    return !differs && slots[0] >= 0;
+    for (int j = 0; j < n; j++) differs |= slot_list[j] ^ (slot_list[0] + j);
+    return !differs && slot_list[0] >= 0;
 }
 
 /* Whether the rows of a tile lie together, although pages end within it. */
@@ -11254,9 +11301,10 @@ static void tqkv__find_first_ranks(const tqkv__work *w, tqkv__ranks *ranks)
 }
 
 /* Slots of a tile: those of its rows, if these are together, else in scratch. ahead: the next tile's first slot, or -1 */
-static tqkv__run tqkv__run_of_ranks(const tqkv__ranks *ranks, const int32_t *slots, int scratch, int64_t ahead)
+static tqkv__run tqkv__run_of_ranks(const tqkv__ranks *ranks, const int32_t *slot_list, int scratch, int64_t ahead)
 {
-    const tqkv__run run = {ranks->together ? slots[0] : scratch, ranks->n, ahead < 0 ? 0 : (int)ahead - slots[0]};
+    const tqkv__run run = {ranks->together ? slot_list[0] : scratch, ranks->n,
+                           ahead < 0 ? 0 : (int)ahead - slot_list[0]};
     return run;
 }
 
@@ -11580,8 +11628,8 @@ typedef struct tqkv__queue {
     int n_units, n_tasks;
     int next; /* unit; atomic */
     size_t slot_floats;
-    float *slots;  /* [n_tasks][slot_floats], on cache lines of their own */
-    float *memory; /* that holds them */
+    float *slot_list; /* [n_tasks][slot_floats], on cache lines of their own */
+    float *memory;    /* that holds them */
     size_t size;
 } tqkv__queue;
 
@@ -11593,7 +11641,7 @@ static bool tqkv__queue_open(tqkv__queue *queue, const tqkv_allocator *allocator
     queue->size = ((size_t)queue->n_tasks * queue->slot_floats + more + 16) * sizeof(float);
     queue->memory = (float *)allocator->alloc(allocator->user, queue->size);
     if (!queue->memory) return false;
-    queue->slots = queue->memory + (64 - (uintptr_t)queue->memory % 64) % 64 / sizeof(float);
+    queue->slot_list = queue->memory + (64 - (uintptr_t)queue->memory % 64) % 64 / sizeof(float);
     return true;
 }
 
@@ -11734,7 +11782,7 @@ static const tqkv__part *tqkv__part_of(const tqkv__job *job, int unit)
 static void tqkv__attend_task(void *context, int index)
 {
     tqkv__job *job = (tqkv__job *)context;
-    float *slot = job->queue.slots + (size_t)index * job->queue.slot_floats;
+    float *slot = job->queue.slot_list + (size_t)index * job->queue.slot_floats;
     const uint64_t mode = tqkv__fp_exact();
     for (int unit; (unit = tqkv__queue_take(&job->queue)) >= 0;) {
         const tqkv__part *part = tqkv__part_of(job, unit);
@@ -11888,7 +11936,7 @@ static tqkv_result tqkv__run_job(tqkv__part *parts, int n_parts)
     queue->n_units = (int)n_units;
     if (!job.spread && queue->n_tasks > queue->n_units) queue->n_tasks = queue->n_units;
     if (!tqkv__queue_open(queue, allocator, job.wave_floats + totals)) return TQKV_OUT_OF_MEMORY;
-    job.waves = queue->slots + (size_t)queue->n_tasks * queue->slot_floats;
+    job.waves = queue->slot_list + (size_t)queue->n_tasks * queue->slot_floats;
     if (job.spread)
         tqkv__run_waves(&job, parallel, job.waves + job.wave_floats);
     else
@@ -12444,7 +12492,7 @@ static TQKV__NOINLINE void tqkv__score_unit(const tqkv__scoring *job, int unit, 
 static void tqkv__score_task(void *context, int index)
 {
     tqkv__scoring *job = (tqkv__scoring *)context;
-    float *slot = job->queue.slots + (size_t)index * job->queue.slot_floats;
+    float *slot = job->queue.slot_list + (size_t)index * job->queue.slot_floats;
     const uint64_t mode = tqkv__fp_exact();
     for (int unit; (unit = tqkv__queue_take(&job->queue)) >= 0;) tqkv__score_unit(job, unit, slot);
     tqkv__fp_restore(mode);
@@ -14343,6 +14391,7 @@ TQKV__COLD TQKV_API tqkv_result tqkv_cache_load(const tqkv_cache_desc *desc, tqk
     if (!out) return TQKV__INVALID("out is NULL");
     *out = NULL;
     if (!desc || !read) return TQKV__INVALID("desc or read is NULL");
+    if (!tqkv__type_size(desc->type)) return TQKV__REFUSE(UNSUPPORTED, TQKV__NO_TYPE);
     tqkv__pipe_open(&pipe, NULL, tqkv__read_held, &ahead);
     tqkv_result r = tqkv__read_header(&pipe, tqkv__magic, sizeof header, header);
     if (r != TQKV_OK) return r;
@@ -15132,7 +15181,7 @@ static TQKV__NOINLINE tqkv_result tqkv__plan_extent(const tqkv__stream *s, int n
 
 /* Adds arguments for the rows of tokens from `position` on. slots: of a KV head in memory. What encodes has bound its flag
    before, as its first buffer. */
-static tqkv_result tqkv__plan_rows(tqkv_metal_dispatch *d, const tqkv__stream *s, int slots, int n_tokens,
+static tqkv_result tqkv__plan_rows(tqkv_metal_dispatch *d, const tqkv__stream *s, int slot_list, int n_tokens,
                                    int64_t position)
 {
     if (n_tokens > INT_MAX / s->n_kv_heads) return TQKV__INVALID("2^31 rows or more");
@@ -15140,11 +15189,11 @@ static tqkv_result tqkv__plan_rows(tqkv_metal_dispatch *d, const tqkv__stream *s
     tqkv__rows_args args;
     args.n_tokens = n_tokens;
     args.n_kv_heads = s->n_kv_heads;
-    args.capacity = slots;
+    args.capacity = slot_list;
     args.first_slot = n_tokens ? tqkv__slot(s, position) : 0;
     args.block_scale = s->block_scale;
     args.page_size = s->n_pages ? s->page_size : 0;
-    args.n_pages = s->n_pages ? slots / s->page_size : 0;
+    args.n_pages = s->n_pages ? slot_list / s->page_size : 0;
     args.token_stride = (uint32_t)s->strides.token;
     args.head_stride = (uint32_t)s->strides.head;
     args.has_flag = d->n_bindings > 0 && d->bindings[0].size > 0;
@@ -15161,7 +15210,7 @@ typedef struct tqkv__places {
     int n_tokens;
     int64_t position;
     bool by_slots;
-    tqkv_metal_buffer slots;
+    tqkv_metal_buffer slot_list;
     const int32_t *known; /* [n_tokens] or NULL */
 } tqkv__places;
 
@@ -15212,13 +15261,13 @@ static tqkv_result tqkv__plan_stream(tqkv_metal_dispatch *d, const tqkv__encode_
 {
     size_t all, kept;
     tqkv__stream *s = e->stream;
-    const int index = d->n_arguments ? TQKV__SECOND_ARGS : 0, slots = s->capacity, n_tokens = places->n_tokens;
+    const int index = d->n_arguments ? TQKV__SECOND_ARGS : 0, slot_list = s->capacity, n_tokens = places->n_tokens;
     tqkv_result r = tqkv__plan_extent(s, n_tokens, &all);
     if (r == TQKV_OK) r = tqkv__plan_places(&e->store->shape, places, s);
     if (r != TQKV_OK) return r;
     const int skipped = tqkv__first_kept(s, n_tokens);
     r = tqkv__plan_extent(s, n_tokens - skipped, &kept);
-    if (r == TQKV_OK) r = tqkv__plan_rows(d, s, slots, n_tokens - skipped, places->position + skipped);
+    if (r == TQKV_OK) r = tqkv__plan_rows(d, s, slot_list, n_tokens - skipped, places->position + skipped);
     if (r != TQKV_OK) return r;
     tqkv__plan_constant(d, index ? TQKV_FC_VALUE_FORMAT : TQKV_FC_FORMAT, (int)s->format);
     tqkv__plan_constant(d, index ? TQKV_FC_VALUE_ROTATED : TQKV_FC_ROTATED, s->rotated);
@@ -15230,7 +15279,7 @@ static tqkv_result tqkv__plan_stream(tqkv_metal_dispatch *d, const tqkv__encode_
     tqkv__plan_constant(d, index ? TQKV_FC_VALUE_SCALED : TQKV_FC_SCALED,
                         tqkv__plan_bind_channels(d, e->names[5], e->scale, e->store->channel_scale, s, true));
     tqkv__plan_bind_pages(d, places->by_slots ? "slots" : e->names[4], e->pages,
-                          places->by_slots ? places->slots : e->store->pages, s,
+                          places->by_slots ? places->slot_list : e->store->pages, s,
                           index ? TQKV_FC_VALUE_PAGES : TQKV_FC_PAGES);
     d->memory[0] = TQKV__CELL_BYTES;
     tqkv__plan_encode_memory(d, 1, s->head_dim);
@@ -15320,10 +15369,10 @@ TQKV_API tqkv_result tqkv_metal_plan_encode(const tqkv_metal_store *store, tqkv_
 }
 
 TQKV_API tqkv_result tqkv_metal_plan_encode_slots(const tqkv_metal_store *store, tqkv_metal_buffer src, int n_tokens,
-                                                  tqkv_metal_buffer slots, const int32_t *known,
+                                                  tqkv_metal_buffer slot_list, const int32_t *known,
                                                   tqkv_metal_buffer not_finite, tqkv_metal_plan *plan)
 {
-    const tqkv__places places = {n_tokens, 0, true, slots, known};
+    const tqkv__places places = {n_tokens, 0, true, slot_list, known};
     if (!tqkv__open_plan(plan, "encode_slots")) return TQKV__INVALID(TQKV__NO_PLAN);
     return tqkv__close_plan(plan, tqkv__add_encode(store, src, &places, not_finite, plan));
 }
@@ -15339,10 +15388,10 @@ TQKV_API tqkv_result tqkv_metal_plan_encode_kv(const tqkv_metal_store *keys, con
 
 TQKV_API tqkv_result tqkv_metal_plan_encode_kv_slots(const tqkv_metal_store *keys, const tqkv_metal_store *values,
                                                      tqkv_metal_buffer k, tqkv_metal_buffer v, int n_tokens,
-                                                     tqkv_metal_buffer slots, const int32_t *known,
+                                                     tqkv_metal_buffer slot_list, const int32_t *known,
                                                      tqkv_metal_buffer not_finite, tqkv_metal_plan *plan)
 {
-    const tqkv__places places = {n_tokens, 0, true, slots, known};
+    const tqkv__places places = {n_tokens, 0, true, slot_list, known};
     if (!tqkv__open_plan(plan, "encode_kv_slots")) return TQKV__INVALID(TQKV__NO_PLAN);
     return tqkv__close_plan(plan, tqkv__add_encode_kv(keys, values, k, v, &places, not_finite, plan));
 }
@@ -15390,17 +15439,17 @@ static tqkv_result tqkv__add_decode(const tqkv_metal_store *store, int64_t posit
     tqkv_result r = tqkv__plan_open(store, &s);
     if (r == TQKV_OK) r = tqkv__check_kernels(s.head_dim, s.head_dim);
     if (r != TQKV_OK) return r;
-    const int slots = s.capacity;
+    const int slot_list = s.capacity;
     if ((r = tqkv__plan_positions(&s)) != TQKV_OK) return r;
     if (n_positions < 0 || !tqkv__basis_known(basis))
         return TQKV__INVALID("n_positions is negative, or basis no tqkv_basis");
-    if (n_positions > slots) return TQKV__REFUSE(OUT_OF_RANGE, "n_positions is above the capacity");
+    if (n_positions > slot_list) return TQKV__REFUSE(OUT_OF_RANGE, "n_positions is above the capacity");
     if ((r = tqkv__check_positions(&s, n_positions, position)) != TQKV_OK) return r;
     if ((r = tqkv__plan_check_pages(&store->shape, position, n_positions, false)) != TQKV_OK) return r;
     tqkv_metal_dispatch *d = tqkv__add_dispatch(plan);
     tqkv__plan_begin(d, TQKV_METAL_DECODE, s.head_dim, s.head_dim);
     r = tqkv__plan_extent(&s, n_positions, &bytes);
-    if (r == TQKV_OK) r = tqkv__plan_rows(d, &s, slots, n_positions, position);
+    if (r == TQKV_OK) r = tqkv__plan_rows(d, &s, slot_list, n_positions, position);
     if (r != TQKV_OK) return r;
     if (!tqkv__rows_distinct(s.strides, n_positions, s.n_kv_heads, s.head_dim)) return TQKV__INVALID(TQKV__ROWS_SHARED);
     tqkv__plan_constant(d, TQKV_FC_FORMAT, (int)s.format);
@@ -15705,7 +15754,7 @@ static void tqkv__plan_list_args(const tqkv__attention *a, int64_t slice_end, tq
 }
 
 /* What attention and index_scores have in common. slots: of a KV head in memory */
-static TQKV__NOINLINE void tqkv__plan_key_args(const tqkv__attention *a, int slots, tqkv__attend_args *args)
+static TQKV__NOINLINE void tqkv__plan_key_args(const tqkv__attention *a, int slot_list, tqkv__attend_args *args)
 {
     memset(args, 0, sizeof *args);
     args->n_queries = a->call.n_queries;
@@ -15718,10 +15767,10 @@ static TQKV__NOINLINE void tqkv__plan_key_args(const tqkv__attention *a, int slo
     args->key_capacity = a->keys.capacity;
     args->key_oldest_slot = args->kv_len ? tqkv__slot(&a->keys, a->first) : 0;
     args->key_block_scale = a->keys.block_scale;
-    args->key_slots = slots;
+    args->key_slots = slot_list;
     if (!a->keys.n_pages) return;
     args->key_page_size = a->keys.page_size;
-    args->key_last_page = slots / a->keys.page_size - 1;
+    args->key_last_page = slot_list / a->keys.page_size - 1;
     if (!tqkv__has_small_pages(a))
         tqkv__plan_division(a->keys.page_size, &args->key_page_factor, &args->key_page_shift);
 }
