@@ -38,7 +38,7 @@ static void tqkv__plan_list_args(const tqkv__attention *a, int64_t slice_end, tq
 }
 
 /* What attention and index_scores have in common. slots: of a KV head in memory */
-static TQKV__NOINLINE void tqkv__plan_key_args(const tqkv__attention *a, int slots, tqkv__attend_args *args)
+static TQKV__NOINLINE void tqkv__plan_key_args(const tqkv__attention *a, int slot_list, tqkv__attend_args *args)
 {
     memset(args, 0, sizeof *args);
     args->n_queries = a->call.n_queries;
@@ -51,10 +51,10 @@ static TQKV__NOINLINE void tqkv__plan_key_args(const tqkv__attention *a, int slo
     args->key_capacity = a->keys.capacity;
     args->key_oldest_slot = args->kv_len ? tqkv__slot(&a->keys, a->first) : 0;
     args->key_block_scale = a->keys.block_scale;
-    args->key_slots = slots;
+    args->key_slots = slot_list;
     if (!a->keys.n_pages) return;
     args->key_page_size = a->keys.page_size;
-    args->key_last_page = slots / a->keys.page_size - 1;
+    args->key_last_page = slot_list / a->keys.page_size - 1;
     if (!tqkv__has_small_pages(a))
         tqkv__plan_division(a->keys.page_size, &args->key_page_factor, &args->key_page_shift);
 }

@@ -15,6 +15,7 @@ static tqkv_metal_store tqkv__store_in_buffer(const tqkv_cache *c, tqkv_metal_bu
     memset(&store.center, 0, sizeof store.center);
     memset(&store.channel_scale, 0, sizeof store.channel_scale);
     if (s->center) store.center = tqkv__buffer_of_part(c, memory, s->center);
+    if (s->channel_scale) store.channel_scale = tqkv__buffer_of_part(c, memory, s->channel_scale);
     memset(&store.pages, 0, sizeof store.pages);
     return store;
 }
