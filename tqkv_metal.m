@@ -1452,13 +1452,8 @@ static bool tqkv__all_zero(const char *bytes, size_t size)
 static tqkv_result tqkv__check_product(tqkv_metal *m, tqkv_metal_plan *plan, const void *report)
 {
     char text[300];
-<<<<<<< HEAD
-    tqkv_result r = tqkv__run(m, plan);
-    if (r == TQKV_METAL_ERROR && (r = tqkv__run(m, plan)) == TQKV_OK) tqkv__fail(m, r, "%s", "");
-=======
     tqkv_result r = tqkv__run_plan(m, plan);
-    if (r == TQKV_METAL_ERROR) r = tqkv__run_plan(m, plan);
->>>>>>> main
+    if (r == TQKV_METAL_ERROR && (r = tqkv__run_plan(m, plan)) == TQKV_OK) tqkv__fail(m, r, "%s", "");
     if (r != TQKV_OK && (r != TQKV_METAL_ERROR || tqkv__is_built(m, &plan->d[0].kernel))) return r;
     m->matrices = r == TQKV_OK && tqkv_metal_has_matrices(report);
     tqkv_metal_error(m, text, sizeof text);
