@@ -145,7 +145,7 @@ static void check_engine(const void *row)
     char text[TQKV_METAL_TEXT], other[TQKV_METAL_TEXT];
     tqkv_metal_kernel_text(&d[2].kernel, text);
     tqkv_metal_kernel_text(&d[3].kernel, other);
-    CHECK(!strncmp(text, "tqkv_encode_kv_d192_128-8_5_1_1_x_", 34) && strlen(text) < TQKV_METAL_TEXT - 40 &&
+    CHECK(!strncmp(text, "tqkv_encode_kv_d192_128-8_3_1_1_x_", 34) && strlen(text) < TQKV_METAL_TEXT - 40 &&
               strcmp(text, other),
           "the text %s", text);
     CHECK(d[2].arguments[0].index == 0 && d[2].arguments[1].index == 4 &&
