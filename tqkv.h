@@ -15588,6 +15588,24 @@ TQKV_API tqkv_result tqkv_metal_plan_rotate(tqkv_metal_buffer rows, int n_rows, 
     return tqkv__close_plan(plan, tqkv__add_rotate(rows, n_rows, head_dim, unrotate, plan));
 }
 
+static void tqkv__plan_calibrate_args(tqkv_metal_dispatch *d, const tqkv__stream *s, int n_tokens, int n_heads,
+                                      int n_queries, tqkv_pairs pairs)
+{
+    const uint32_t dim = (uint32_t)s->head_dim;
+    tqkv__calibrate_args args;
+    args.head_dim = s->head_dim;
+    args.n_tokens = n_tokens;
+    args.n_queries = n_queries;
+    args.n_kv_heads = s->n_kv_heads;
+    args.group = n_heads / s->n_kv_heads;
+    args.pairs = (int32_t)pairs;
+    args.token_stride = (uint32_t)s->strides.token;
+    args.head_stride = (uint32_t)s->strides.head;
+    args.query_token_stride = (uint32_t)n_heads * dim;
+    args.query_head_stride = dim;
+    tqkv__plan_args(d, &args, sizeof args);
+}
+
 static tqkv_result tqkv__add_calibration(const tqkv_metal_store *shape, tqkv_metal_buffer src, int n_tokens,
                                          tqkv_metal_buffer q, int n_heads, int n_queries, tqkv_pairs pairs,
                                          const tqkv_metal_buffer results[2], tqkv_metal_plan *plan)
@@ -15609,20 +15627,10 @@ static tqkv_result tqkv__add_calibration(const tqkv_metal_store *shape, tqkv_met
     if (!tqkv__array_size(n_queries, n_heads, s.head_dim, sizeof(float), &q_bytes))
         return TQKV__INVALID("q: too large");
     if ((r = tqkv__check_strides(strides)) != TQKV_OK) return r;
-    const tqkv__calibrate_args args = {s.head_dim,
-                                       n_tokens,
-                                       n_queries,
-                                       s.n_kv_heads,
-                                       n_heads / s.n_kv_heads,
-                                       (int32_t)pairs,
-                                       (uint32_t)s.strides.token,
-                                       (uint32_t)s.strides.head,
-                                       (uint32_t)strides.token,
-                                       (uint32_t)strides.head};
     const size_t value = tqkv__type_size(s.type), size = (size_t)s.n_kv_heads * (size_t)s.head_dim * sizeof(float);
     tqkv_metal_dispatch *d = tqkv__add_dispatch(plan);
     tqkv__plan_begin(d, TQKV_METAL_CALIBRATE, 0, 0);
-    tqkv__plan_args(d, &args, sizeof args);
+    tqkv__plan_calibrate_args(d, &s, n_tokens, n_heads, n_queries, pairs);
     tqkv__plan_bind_rows(d, "src", 1, src, TQKV_FC_TYPE, s.type, bytes, false);
     tqkv__plan_bind_rows(d, "q", 2, q, TQKV_FC_VALUE_TYPE, s.type, q_bytes / sizeof(float) * value, false);
     tqkv__plan_bind(d, "center", 3, results[0], size, true);
@@ -16137,13 +16145,20 @@ TQKV_API bool tqkv_metal_plan_lanes(tqkv_metal_plan *plan)
     return true;
 }
 
-static void tqkv__plan_attend_splits(tqkv_metal_dispatch *d, const tqkv__attention *a, const tqkv__attend_buffers *b,
-                                     const tqkv__split *split)
+static void tqkv__plan_bind_key_scales(tqkv_metal_dispatch *d, const tqkv__attention *a, const tqkv_metal_store *keys,
+                                       const tqkv_metal_store *tail, bool center, bool tail_center)
 {
     static const int key_scales[] = {TQKV_FC_SCALED, TQKV_FC_CENTER_SCALED},
                      tail_scales[] = {TQKV_FC_TAIL_SCALED, TQKV_FC_TAIL_CENTER_SCALED};
-    const bool center = tqkv__center_counts(a, b, b->keys), tail_center = tqkv__center_counts(a, b, b->tail),
-               original = a->call.query_basis == TQKV_ORIGINAL;
+    const bool original = a->call.query_basis == TQKV_ORIGINAL;
+    tqkv__plan_bind_key_scale(d, "keys' channel_scale", 17, keys, &a->keys, original, center, key_scales);
+    tqkv__plan_bind_key_scale(d, "tail's channel_scale", 18, tail, &a->tail, original, tail_center, tail_scales);
+}
+
+static void tqkv__plan_attend_splits(tqkv_metal_dispatch *d, const tqkv__attention *a, const tqkv__attend_buffers *b,
+                                     const tqkv__split *split)
+{
+    const bool center = tqkv__center_counts(a, b, b->keys), tail_center = tqkv__center_counts(a, b, b->tail);
     const tqkv_metal_store *tail = b->tail ? b->tail : b->keys; /* then nothing of it is bound */
     tqkv__plan_begin(d, TQKV_METAL_ATTEND, a->keys.head_dim, a->value_dim);
     tqkv__attend_args args;
@@ -16168,8 +16183,7 @@ static void tqkv__plan_attend_splits(tqkv_metal_dispatch *d, const tqkv__attenti
     tqkv__plan_bind(d, "arguments", TQKV__ITEMS_OF_ATTEND, b->tree, 0, false);
     tqkv__plan_bind_store(d, "tail's codes", "tail's norms", 13, tail, &a->tail, false);
     tqkv__plan_bind_channels(d, "tail's center", 15, tail->center, &a->tail, tail_center);
-    tqkv__plan_bind_key_scale(d, "keys' channel_scale", 17, b->keys, &a->keys, original, center, key_scales);
-    tqkv__plan_bind_key_scale(d, "tail's channel_scale", 18, tail, &a->tail, original, tail_center, tail_scales);
+    tqkv__plan_bind_key_scales(d, a, b->keys, tail, center, tail_center);
     tqkv__plan_constant(d, TQKV_FC_HALVES, b->halves);
     tqkv__plan_bind(d, "lists", 16, b->list_rows, tqkv__list_rows_size(a), false);
     if (a->call.list) d->barrier = b->list_rows.buffer;
@@ -16491,6 +16505,22 @@ static tqkv_result tqkv__plan_end_shapes(const tqkv_metal_attention *from, tqkv_
     return TQKV_OK;
 }
 
+/* The store of a tail's first positions; follows what takes the tail. */
+static tqkv_result tqkv__plan_first_tail(const tqkv_metal_attention *from, tqkv__plan_call *call)
+{
+    tqkv_attention *to = &call->attention;
+    to->first_tail = NULL;
+    if (!from->tail || !from->first_tail || !to->exact_first) return TQKV_OK;
+    if (!tqkv__same_buffer(from->first_tail->center, from->tail->center) ||
+        !tqkv__same_buffer(from->first_tail->channel_scale, from->tail->channel_scale))
+        return TQKV__INVALID("first_tail: a store with another centre or scale than the tail");
+    tqkv__plan_store(from->first_tail, &call->first_tail);
+    call->first_tail.center = call->tail.center;
+    call->first_tail.channel_scale = call->tail.channel_scale;
+    to->first_tail = &call->first_tail;
+    return TQKV_OK;
+}
+
 /* In place of what the processor does not know. A tree of as many queries as one has: none sees any of its positions. */
 static const uint64_t tqkv__unknown_tree[64] = {0};
 static const int32_t tqkv__unknown_list[1] = {0};
@@ -16511,16 +16541,7 @@ static tqkv_result tqkv__plan_shape(const tqkv_metal_attention *from, tqkv__plan
     to->keys = &call->keys;
     to->values = &call->values;
     to->tail = from->tail ? &call->tail : NULL;
-    to->first_tail = NULL;
-    if (from->tail && from->first_tail && to->exact_first) {
-        if (!tqkv__same_buffer(from->first_tail->center, from->tail->center) ||
-            !tqkv__same_buffer(from->first_tail->channel_scale, from->tail->channel_scale))
-            return TQKV__INVALID("first_tail: a store with another centre or scale than the tail");
-        tqkv__plan_store(from->first_tail, &call->first_tail);
-        call->first_tail.center = call->tail.center;
-        call->first_tail.channel_scale = call->tail.channel_scale;
-        to->first_tail = &call->first_tail;
-    }
+    if ((r = tqkv__plan_first_tail(from, call)) != TQKV_OK) return r;
     if ((r = tqkv__plan_end_shapes(from, call)) != TQKV_OK) return r;
     if (from->tree.buffer && !to->tree) to->tree = tqkv__unknown_tree;
     if (from->list.buffer && !to->list) to->list = tqkv__unknown_list;

@@ -667,6 +667,24 @@ TQKV_API tqkv_result tqkv_metal_plan_rotate(tqkv_metal_buffer rows, int n_rows, 
     return tqkv__close_plan(plan, tqkv__add_rotate(rows, n_rows, head_dim, unrotate, plan));
 }
 
+static void tqkv__plan_calibrate_args(tqkv_metal_dispatch *d, const tqkv__stream *s, int n_tokens, int n_heads,
+                                      int n_queries, tqkv_pairs pairs)
+{
+    const uint32_t dim = (uint32_t)s->head_dim;
+    tqkv__calibrate_args args;
+    args.head_dim = s->head_dim;
+    args.n_tokens = n_tokens;
+    args.n_queries = n_queries;
+    args.n_kv_heads = s->n_kv_heads;
+    args.group = n_heads / s->n_kv_heads;
+    args.pairs = (int32_t)pairs;
+    args.token_stride = (uint32_t)s->strides.token;
+    args.head_stride = (uint32_t)s->strides.head;
+    args.query_token_stride = (uint32_t)n_heads * dim;
+    args.query_head_stride = dim;
+    tqkv__plan_args(d, &args, sizeof args);
+}
+
 static tqkv_result tqkv__add_calibration(const tqkv_metal_store *shape, tqkv_metal_buffer src, int n_tokens,
                                          tqkv_metal_buffer q, int n_heads, int n_queries, tqkv_pairs pairs,
                                          const tqkv_metal_buffer results[2], tqkv_metal_plan *plan)
@@ -688,20 +706,10 @@ static tqkv_result tqkv__add_calibration(const tqkv_metal_store *shape, tqkv_met
     if (!tqkv__array_size(n_queries, n_heads, s.head_dim, sizeof(float), &q_bytes))
         return TQKV__INVALID("q: too large");
     if ((r = tqkv__check_strides(strides)) != TQKV_OK) return r;
-    const tqkv__calibrate_args args = {s.head_dim,
-                                       n_tokens,
-                                       n_queries,
-                                       s.n_kv_heads,
-                                       n_heads / s.n_kv_heads,
-                                       (int32_t)pairs,
-                                       (uint32_t)s.strides.token,
-                                       (uint32_t)s.strides.head,
-                                       (uint32_t)strides.token,
-                                       (uint32_t)strides.head};
     const size_t value = tqkv__type_size(s.type), size = (size_t)s.n_kv_heads * (size_t)s.head_dim * sizeof(float);
     tqkv_metal_dispatch *d = tqkv__add_dispatch(plan);
     tqkv__plan_begin(d, TQKV_METAL_CALIBRATE, 0, 0);
-    tqkv__plan_args(d, &args, sizeof args);
+    tqkv__plan_calibrate_args(d, &s, n_tokens, n_heads, n_queries, pairs);
     tqkv__plan_bind_rows(d, "src", 1, src, TQKV_FC_TYPE, s.type, bytes, false);
     tqkv__plan_bind_rows(d, "q", 2, q, TQKV_FC_VALUE_TYPE, s.type, q_bytes / sizeof(float) * value, false);
     tqkv__plan_bind(d, "center", 3, results[0], size, true);

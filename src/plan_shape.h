@@ -90,6 +90,22 @@ static tqkv_result tqkv__plan_end_shapes(const tqkv_metal_attention *from, tqkv_
     return TQKV_OK;
 }
 
+/* The store of a tail's first positions; follows what takes the tail. */
+static tqkv_result tqkv__plan_first_tail(const tqkv_metal_attention *from, tqkv__plan_call *call)
+{
+    tqkv_attention *to = &call->attention;
+    to->first_tail = NULL;
+    if (!from->tail || !from->first_tail || !to->exact_first) return TQKV_OK;
+    if (!tqkv__same_buffer(from->first_tail->center, from->tail->center) ||
+        !tqkv__same_buffer(from->first_tail->channel_scale, from->tail->channel_scale))
+        return TQKV__INVALID("first_tail: a store with another centre or scale than the tail");
+    tqkv__plan_store(from->first_tail, &call->first_tail);
+    call->first_tail.center = call->tail.center;
+    call->first_tail.channel_scale = call->tail.channel_scale;
+    to->first_tail = &call->first_tail;
+    return TQKV_OK;
+}
+
 /* In place of what the processor does not know. A tree of as many queries as one has: none sees any of its positions. */
 static const uint64_t tqkv__unknown_tree[64] = {0};
 static const int32_t tqkv__unknown_list[1] = {0};
@@ -110,16 +126,7 @@ static tqkv_result tqkv__plan_shape(const tqkv_metal_attention *from, tqkv__plan
     to->keys = &call->keys;
     to->values = &call->values;
     to->tail = from->tail ? &call->tail : NULL;
-    to->first_tail = NULL;
-    if (from->tail && from->first_tail && to->exact_first) {
-        if (!tqkv__same_buffer(from->first_tail->center, from->tail->center) ||
-            !tqkv__same_buffer(from->first_tail->channel_scale, from->tail->channel_scale))
-            return TQKV__INVALID("first_tail: a store with another centre or scale than the tail");
-        tqkv__plan_store(from->first_tail, &call->first_tail);
-        call->first_tail.center = call->tail.center;
-        call->first_tail.channel_scale = call->tail.channel_scale;
-        to->first_tail = &call->first_tail;
-    }
+    if ((r = tqkv__plan_first_tail(from, call)) != TQKV_OK) return r;
     if ((r = tqkv__plan_end_shapes(from, call)) != TQKV_OK) return r;
     if (from->tree.buffer && !to->tree) to->tree = tqkv__unknown_tree;
     if (from->list.buffer && !to->list) to->list = tqkv__unknown_list;
