@@ -69,7 +69,7 @@
      while others attend to those before it.
      The only hidden state is the choice of an instruction set, made once. The hook tqkv_parallel runs tasks of one call
      on the caller's threads; tqkv_team is such a hook for threads that call at once. The number of threads does not change
-     any bit of the results. A call takes at most 48 KiB of stack.
+     any bit of the results. A call takes at most 64 KiB of stack.
 
    MATHEMATICS
 
@@ -2622,7 +2622,7 @@ static void tqkv__flip_signs(float *x, int head_dim)
 static void tqkv__rotate_double(double *x, int head_dim)
 {
     const int m = tqkv__size_of(head_dim)->order, n = tqkv__size_of(head_dim)->run;
-    double y[TQKV_MAX_HEAD_DIM];
+    double y[36]; /* by runs, a place of all at a time: a row would take 8 KB more of the stack */
     for (int j = 0; j < head_dim; j++)
         if ((tqkv__tables.signs[j % 512 / 8] >> (j % 8)) & 1) x[j] = -x[j];
     for (int h = 1; h < n; h *= 2)
@@ -2632,13 +2632,15 @@ static void tqkv__rotate_double(double *x, int head_dim)
             x[i] = a + b;
             x[i | h] = a - b;
         }
-    for (int j = 0; j < head_dim; j++) {
-        y[j] = m > 1 ? 0.0 : x[j];
-        if (m > 1)
+    for (int i = 0; m > 1 && i < n; i++) {
+        for (int b = 0; b < m; b++) {
+            y[b] = 0.0;
             for (int c = 0; c < m; c++)
-                y[j] += (tqkv__matrix_row(m, j / n)[c / 8] >> (c % 8)) & 1 ? -x[c * n + j % n] : x[c * n + j % n];
+                y[b] += (tqkv__matrix_row(m, b)[c / 8] >> (c % 8)) & 1 ? -x[c * n + i] : x[c * n + i];
+        }
+        for (int b = 0; b < m; b++) x[b * n + i] = y[b];
     }
-    for (int j = 0; j < head_dim; j++) x[j] = y[j] / sqrt((double)head_dim);
+    for (int j = 0; j < head_dim; j++) x[j] = x[j] / sqrt((double)head_dim);
 }
 
 static void tqkv__scale(float *x, int n, float factor)
@@ -3148,7 +3150,7 @@ typedef struct tqkv__tokens {
 static void tqkv__encode_heads(const tqkv__stream *s, const tqkv__quantiser *q, const tqkv__heads *heads,
                                const tqkv__tokens *tokens)
 {
-    enum { batch = 64 };
+    enum { batch = 32 };
     const tqkv__codec *codec = tqkv__codec_for(s->head_dim);
     tqkv__row rows[batch];
     const tqkv__stream *halves = tokens->halves;
@@ -3468,7 +3470,7 @@ TQKV__COLD static tqkv_result tqkv__convert_open(const tqkv_store *to_store, con
 static TQKV__NOINLINE void tqkv__convert_rows(const tqkv__stream *from, const tqkv__stream *to, int kv_head,
                                               int64_t position, int64_t n)
 {
-    enum { buffer = 2048 };
+    enum { buffer = 1024 };
     TQKV__ALIGNED float values[buffer + 16]; /* encoding loads whole vectors */
     tqkv__row rows[buffer / 32];
     tqkv__quantiser q;
@@ -6301,7 +6303,7 @@ TQKV__OP void TQKV__(choose_factors)(const tqkv__stream *s, int n, float (*tried
 TQKV__TARGET static void TQKV__(search)(const tqkv__stream *s, const tqkv__quantiser *q, int n_rows,
                                         const float **values, float *rows, float *scales, float *squares)
 {
-    enum { most = 96 };
+    enum { most = 48 }; /* as encode_rows has */
     float tried[most][16];
     const int n = s->norms_per_row;
     for (int i = 0; i < n_rows; i++, rows += s->head_dim) {
@@ -6488,7 +6490,7 @@ TQKV__TARGET static const float *TQKV__(open_row)(const tqkv__stream *s, const t
 TQKV__TARGET static void TQKV__(encode_rows)(const tqkv__stream *s, const tqkv__quantiser *q, const tqkv__row *rows,
                                              int n_rows)
 {
-    enum { buffer = 3072, most_norms = buffer / 32 }; /* 12 KiB: a part of an L1 cache, and of the stack */
+    enum { buffer = 1536, most_norms = buffer / 32 }; /* 6 KiB: a part of an L1 cache, and of the stack */
     TQKV__ALIGNED float rotated[buffer + 16], norms[most_norms], scales[most_norms]; /* fours are loaded beyond a row */
     TQKV__ALIGNED float sums[most_norms];
     TQKV__ALIGNED uint8_t bytes[TQKV_MAX_HEAD_DIM + 64];
@@ -13492,7 +13494,7 @@ static void tqkv__raw_means(const tqkv__stream *raw, int kv_head, int first, int
 
 /* Learns centre and scale of the keys from the raw halves of the positions before n, without those that stay exact, if enough
    remain. */
-static void tqkv__learn(tqkv_cache *c, const tqkv__stream *raw, int n)
+static TQKV__NOINLINE void tqkv__learn(tqkv_cache *c, const tqkv__stream *raw, int n)
 {
     tqkv__learnt learnt;
     const int first = n - c->exact_first >= TQKV__LEAST_POSITIONS ? c->exact_first : 0;
@@ -13526,7 +13528,7 @@ typedef struct tqkv__raw_job {
 static TQKV__NOINLINE void tqkv__encode_raw(const tqkv__stream *raw, const tqkv__stream *to, const tqkv__stream *newest,
                                             int kv_head, int n, int64_t end)
 {
-    enum { buffer = 2048 };
+    enum { buffer = 1024 };
     TQKV__ALIGNED float values[buffer + 16]; /* encoding loads whole vectors */
     float room[TQKV_MAX_HEAD_DIM];
     tqkv__row rows[buffer / 32];
@@ -13764,8 +13766,8 @@ static tqkv_result tqkv__attend_cut_tree(const tqkv_cache *c, const tqkv_attenti
     return r;
 }
 
-static tqkv_result tqkv__attend_raw(const tqkv_cache *c, const tqkv_attention *some, const void *q, int n_queries,
-                                    void *out)
+static TQKV__NOINLINE tqkv_result tqkv__attend_raw(const tqkv_cache *c, const tqkv_attention *some, const void *q,
+                                                   int n_queries, void *out)
 {
     tqkv__cut_call cut;
     cut.n_parts = 0;
