@@ -570,7 +570,7 @@ TQKV_API void tqkv_cache_destroy(tqkv_cache *c); /* NULL is fine */
    still finds its whole window. */
 TQKV_API tqkv_result tqkv_cache_append(tqkv_cache *c, const void *k, const void *v, int n_tokens);
 /* The newest n_queries positions attend; q: [n_queries][n_heads][head_dim, then tail_dim], out: with value_dim. Nothing to
-   do for 0. */
+   do for 0. TQKV_OUT_OF_RANGE, and nothing is written, where a query's window, or a half that it reads, is gone. */
 TQKV_API tqkv_result tqkv_cache_attend(tqkv_cache *c, const void *q, int n_queries, void *out);
 /* The same with a list of blocks, a tree or both: those of `a`, whose other fields are ignored. */
 TQKV_API tqkv_result tqkv_cache_attend_some(tqkv_cache *c, const tqkv_attention *a, const void *q, int n_queries,
@@ -595,13 +595,15 @@ typedef struct tqkv_cache_layout {
 } tqkv_cache_layout;
 TQKV_API tqkv_result tqkv_cache_set_layout(tqkv_cache *c, const tqkv_cache_layout *layout);
 /* Forgets the positions from `end` on. A ring cannot restore overwritten positions: TQKV_OUT_OF_RANGE for an end before
-   the oldest resident position. 0 is always valid and empties the cache. */
+   the oldest resident position. 0 is always valid and empties the cache. With a window the next query that is answered
+   stands at tqkv_cache_first + window - 1 or behind. */
 TQKV_API tqkv_result tqkv_cache_truncate(tqkv_cache *c, int64_t end);
 /* Removes the positions [first, first + count); those behind move down, with their codes as they are: a key keeps the
    rotary embedding of its old position. For linear caches; TQKV_UNSUPPORTED for a ring. */
 TQKV_API tqkv_result tqkv_cache_remove(tqkv_cache *c, int64_t first, int64_t count);
 /* Of the newest n positions, numbered 0 to n - 1 from the oldest, keeps those named and forgets the others. kept:
-   [n_kept], ascending. For a tree of drafts after its verification. TQKV_OUT_OF_RANGE if n positions are not resident. */
+   [n_kept], ascending. For a tree of drafts after its verification. TQKV_OUT_OF_RANGE if n positions are not resident.
+   Windows as after tqkv_cache_truncate. */
 TQKV_API tqkv_result tqkv_cache_keep(tqkv_cache *c, int n, const int *kept, int n_kept);
 /* A copy with the resident positions at their places. desc: NULL, or nonzero fields for what the copy has otherwise:
    capacity (TQKV_OUT_OF_RANGE if too small for them), ring, formats of the streams (as tqkv_store_convert, on the hook's
@@ -14402,7 +14404,7 @@ static size_t tqkv__wanted_ahead(const tqkv_cache *c, uint32_t centers, uint32_t
     for (int i = 0; i < TQKV__CACHE_STORES; i++) {
         const tqkv_store *s = i < TQKV__RAW ? tqkv__store_of(c, i) : &c->raw[i - TQKV__RAW]; /* has no memory yet */
         const tqkv__range range = tqkv__range_of(c, i);
-        if (!s || !s->head_dim) continue;
+        if (!s || !s->head_dim || (i >= TQKV__RAW && !c->learning)) continue;
         const size_t rows = tqkv_codes_size(s) + tqkv_norms_size(s);
         const size_t center = i < TQKV__CACHE_STREAMS ? (size_t)s->n_kv_heads * (size_t)s->head_dim * sizeof(float) : 0;
         all += rows + TQKV__CHANNELS * center; /* there is always room for them */
