@@ -112,6 +112,13 @@ TQKV_METAL_API tqkv_result tqkv_metal_rotate(tqkv_metal *m, tqkv_metal_object en
 TQKV_METAL_API tqkv_result tqkv_metal_unrotate(tqkv_metal *m, tqkv_metal_object encoder, tqkv_metal_buffer rows,
                                                int n_rows, int head_dim);
 
+/* As tqkv_calibrate, to the same bits, but both results are written, and NaN, infinity and large magnitudes are not detected. q:
+   zero for none. Of shape no buffer is read. */
+TQKV_METAL_API tqkv_result tqkv_metal_calibrate(tqkv_metal *m, tqkv_metal_object encoder, const tqkv_metal_store *shape,
+                                                tqkv_metal_buffer src, int n_tokens, tqkv_metal_buffer q, int n_heads,
+                                                int n_queries, tqkv_pairs pairs, tqkv_metal_buffer center,
+                                                tqkv_metal_buffer channel_scale);
+
 /* tqkv_attention with buffers. NaN and Inf in q or sinks are not detected; they spread. */
 typedef struct tqkv_metal_attention {
     tqkv_attention attention; /* its keys, values, tail, sinks, parallel and allocator are not read */
