@@ -500,7 +500,7 @@ static tqkv_result tqkv__record_call(void *user, tqkv_metal_object encoder)
     return tqkv_metal_record(c->m, encoder, c->plan);
 }
 
-static tqkv_result tqkv__run(tqkv_metal *m, tqkv_metal_plan *plan)
+static tqkv_result tqkv__run_plan(tqkv_metal *m, tqkv_metal_plan *plan)
 {
     tqkv__call call = {m, plan};
     return tqkv__run_as(m, plan->call, tqkv__record_call, &call);
@@ -955,7 +955,7 @@ static tqkv_result tqkv__cache_append(tqkv_metal *m, const tqkv_cache *c, const 
     if (v) tqkv__copy_in(&third, v, block->begin + staged[1].offset);
     if (!v) staged[1].offset = k_size; /* a shared cache takes the tail as v */
     tqkv_metal_plan_cache_append(c, memory, &tqkv__no_gaps, staged[0], staged[1], n_tokens, none, &plan);
-    r = tqkv__run(m, &plan);
+    r = tqkv__run_plan(m, &plan);
     tqkv__give_back(m, block);
     return r;
 }
@@ -979,7 +979,7 @@ static tqkv_result tqkv__size_attend(tqkv_metal *m, const tqkv_cache *c, tqkv_me
     return tqkv__planned(m, tqkv_metal_plan_cache_scratch(c, call, n_queries, &sizes[TQKV__CALL_SCRATCH]), "attend");
 }
 
-static tqkv_result tqkv__cache_attend(tqkv_metal *m, const tqkv_cache *c, const tqkv_attention *some, const void *q,
+static tqkv_result tqkv__attend_cache(tqkv_metal *m, const tqkv_cache *c, const tqkv_attention *some, const void *q,
                                       int n_queries, void *out)
 {
     tqkv_metal_plan plan;
@@ -1011,7 +1011,7 @@ static tqkv_result tqkv__cache_attend(tqkv_metal *m, const tqkv_cache *c, const 
     }
     tqkv_metal_plan_cache_attend(c, memory, &tqkv__no_gaps, &call, parts[TQKV__CALL_Q], n_queries,
                                  parts[TQKV__CALL_SCRATCH], parts[TQKV__CALL_OUT], &plan);
-    r = tqkv__run(m, &plan);
+    r = tqkv__run_plan(m, &plan);
     if (r == TQKV_OK) tqkv__copy_out(&outputs, block->begin + parts[TQKV__CALL_OUT].offset, out);
     tqkv__give_back(m, block);
     return r;
@@ -1443,8 +1443,8 @@ static bool tqkv__all_zero(const char *bytes, size_t size)
 static tqkv_result tqkv__check_product(tqkv_metal *m, tqkv_metal_plan *plan, const void *report)
 {
     char text[300];
-    tqkv_result r = tqkv__run(m, plan);
-    if (r == TQKV_METAL_ERROR) r = tqkv__run(m, plan);
+    tqkv_result r = tqkv__run_plan(m, plan);
+    if (r == TQKV_METAL_ERROR) r = tqkv__run_plan(m, plan);
     if (r != TQKV_OK && (r != TQKV_METAL_ERROR || tqkv__is_built(m, &plan->d[0].kernel))) return r;
     m->matrices = r == TQKV_OK && tqkv_metal_has_matrices(report);
     tqkv_metal_error(m, text, sizeof text);
@@ -1465,7 +1465,7 @@ static tqkv_result tqkv__check_tables(tqkv_metal *m)
     memset(block->begin, 0, size);
     tqkv_metal_plan_tables(buffer, &plan);
     plan.n = 1; /* the other one may fail */
-    tqkv_result r = tqkv__run(m, &plan);
+    tqkv_result r = tqkv__run_plan(m, &plan);
     const char *stale = r == TQKV_OK ? tqkv_metal_stale_table(block->begin) : NULL;
     if (stale && tqkv__all_zero(block->begin, size))
         r = tqkv__fail(m, TQKV_METAL_ERROR, "tables: the kernel wrote nothing");
@@ -1530,7 +1530,7 @@ tqkv_result tqkv_metal_create(const tqkv_metal_desc *desc, tqkv_metal **out)
     m->backend.memory.free = tqkv__memory_free;
     m->backend.memory.user = m;
     m->backend.append = tqkv__cache_append;
-    m->backend.attend = tqkv__cache_attend;
+    m->backend.attend = tqkv__attend_cache;
     tqkv_result r;
     @autoreleasepool {
         r = tqkv__open_device(m, desc);

@@ -28,6 +28,7 @@
      >>k-tiles        the scores and the sums of a tile
      >>k-rotate       rows to floats, and the rotation
      >>k-norms        sums of squares, norms
+     >>k-search       the factor whose codes are best for a row
      >>k-quantise     codes, packed, of whole rows
      >>k-table        all of these as a table of functions
      >>k-integer      the loops of integers
@@ -65,6 +66,7 @@
      >>plan-batch     batches
      >>plan-index     an index
      >>plan-cache     a cache
+     >>plan-prepare   what calls will need, planned ahead
      >>plan-report    what the shaders say that they were compiled with
 
      >>licence                                                                                                        */

@@ -48,7 +48,7 @@ static void tqkv__open_gathered(const tqkv__attention *a, float *scratch, tqkv__
 }
 
 /* The slots of n positions; -1 where a page is none: nothing sees it, for it would have been refused. */
-static void tqkv__slots_of(const tqkv__stream *s, int64_t position, int n, int32_t *slots)
+static void tqkv__slots_of(const tqkv__stream *s, int64_t position, int n, int32_t *slot_list)
 {
     const int size = s->pages ? s->page_size : n, n_pages = s->pages ? s->capacity / size : 0;
     const int32_t *page = s->pages ? s->pages + position / size : NULL;
@@ -57,27 +57,27 @@ static void tqkv__slots_of(const tqkv__stream *s, int64_t position, int n, int32
         const bool known = !page || (*page >= 0 && *page < n_pages);
         int slot = page ? *page++ * (known ? size : 0) + at : at;
         const int room = page ? size - at : s->capacity - at;
-        for (end = n - j < room ? n : j + room; j < end; j++) slots[j] = known ? slot++ : -1;
+        for (end = n - j < room ? n : j + room; j < end; j++) slot_list[j] = known ? slot++ : -1;
     }
 }
 
-static void tqkv__find_slots(const tqkv__stream *s, const tqkv__list *l, const tqkv__ranks *ranks, int32_t *slots)
+static void tqkv__find_slots(const tqkv__stream *s, const tqkv__list *l, const tqkv__ranks *ranks, int32_t *slot_list)
 {
     const bool hidden = ranks->hidden && !ranks->together;
     if (!l) {
-        tqkv__slots_of(s, ranks->rank, ranks->n, slots);
+        tqkv__slots_of(s, ranks->rank, ranks->n, slot_list);
         return;
     }
     if (!s->pages && !s->ring && !hidden && l->shift == 0 && ranks->rank + ranks->n <= l->base + l->n_before) {
         /* The entries are the slots. */
-        memcpy(slots, l->entries + (ranks->rank - l->base), (size_t)ranks->n * sizeof *slots);
+        memcpy(slot_list, l->entries + (ranks->rank - l->base), (size_t)ranks->n * sizeof *slot_list);
         return;
     }
     for (int j = 0, left; j < ranks->n;) { /* block after block */
         int64_t position = tqkv__position_of(l, ranks->rank + j);
         left = (1 << l->shift) - (int)((ranks->rank + j - l->base) & ((1 << l->shift) - 1));
         for (; left > 0 && j < ranks->n; left--, j++, position++)
-            slots[j] = hidden && ranks->hidden >> j & 1 ? -1 : tqkv__slot(s, position);
+            slot_list[j] = hidden && ranks->hidden >> j & 1 ? -1 : tqkv__slot(s, position);
     }
 }
 
@@ -93,11 +93,11 @@ static void tqkv__find_slots_of(const tqkv__attention *a, const tqkv__list *l, t
     if (a->call.tail) tqkv__find_slots(ranks->place.tail, l, ranks, ranks->tail);
 }
 
-static bool tqkv__in_order(const int32_t *slots, int n)
+static bool tqkv__in_order(const int32_t *slot_list, int n)
 {
     int32_t differs = 0;
-    for (int j = 0; j < n; j++) differs |= slots[j] ^ (slots[0] + j);
-    return !differs && slots[0] >= 0;
+    for (int j = 0; j < n; j++) differs |= slot_list[j] ^ (slot_list[0] + j);
+    return !differs && slot_list[0] >= 0;
 }
 
 /* Whether the rows of a tile lie together, although pages end within it. */
@@ -158,9 +158,10 @@ static void tqkv__find_first_ranks(const tqkv__work *w, tqkv__ranks *ranks)
 }
 
 /* Slots of a tile: those of its rows, if these are together, else in scratch. ahead: the next tile's first slot, or -1 */
-static tqkv__run tqkv__run_of_ranks(const tqkv__ranks *ranks, const int32_t *slots, int scratch, int64_t ahead)
+static tqkv__run tqkv__run_of_ranks(const tqkv__ranks *ranks, const int32_t *slot_list, int scratch, int64_t ahead)
 {
-    const tqkv__run run = {ranks->together ? slots[0] : scratch, ranks->n, ahead < 0 ? 0 : (int)ahead - slots[0]};
+    const tqkv__run run = {ranks->together ? slot_list[0] : scratch, ranks->n,
+                           ahead < 0 ? 0 : (int)ahead - slot_list[0]};
     return run;
 }
 

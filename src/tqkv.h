@@ -180,11 +180,13 @@ int sysctlbyname(const char *name, void *value, size_t *size, void *to, size_t t
 #include "set_neon.h"
 #endif
 
+#ifndef TQKV_NO_INTEGER
 #include "integer_avx512.h"
 
 #include "integer_avx2.h"
 
 #include "integer_neon.h"
+#endif
 
 #undef TQKV__NESTED
 #ifdef TQKV__OPTIMISED

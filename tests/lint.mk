@@ -5,7 +5,7 @@ LINT_FLAGS := -std=c99 -D_POSIX_C_SOURCE=200809L -DTQKV_METAL $(INCLUDE) $(CPPFL
 # The implementation is analysed once, in this file; the others see declarations.
 LINT_IMPLEMENTATION := tests/test_tables.c
 # MPI is not among the packages of the lint.
-LINT_OTHERS := $(filter-out tests/compile_%.c examples/mpi_context.c bench/ggml.c $(LINT_IMPLEMENTATION),\
+LINT_OTHERS := $(filter-out examples/mpi_context.c bench/ggml.c $(LINT_IMPLEMENTATION),\
 	$(wildcard tests/*.c tests/fuzz/*.c tests/large/*.c examples/*.c examples/tests/tinylm_test.c bench/*.c))
 
 .PHONY: deps-lint lint lint-tidy lint-gcc lint-cppcheck lint-shell
@@ -42,4 +42,4 @@ lint-cppcheck:
 
 # SC2086: options in one variable must be split. SC2016: $1 in single quotes belongs to awk.
 lint-shell:
-	shellcheck -e SC2086,SC2016 $(wildcard tests/*.sh tests/metal/mac/*.sh examples/tests/*.sh bench/*.sh .ci/run)
+	shellcheck -e SC2086,SC2016 $(wildcard tests/build/*.sh tests/metal/mac/*.sh examples/tests/*.sh bench/*.sh .ci/run)

@@ -521,20 +521,10 @@ static inline int64_t reference_room(const tqkv_store *s)
     return s->pages ? (int64_t)s->n_pages * s->page_size : s->capacity;
 }
 
-/* Where a query reads a position of the keys (side 0) or the values: from the codes, or as halves. */
-static inline const tqkv_store *reference_store_of(const tqkv_attention *a, int side, int query, int64_t position)
-{
-    const tqkv_store *codes = side ? a->values : a->keys, *first = side ? a->first_values : a->first_keys,
-                     *last = side ? a->last_values : a->last_keys;
-    if (codes->format == TQKV_F16) return codes;
-    if (first && position < a->exact_first) return first;
-    const int64_t at = a->end - (a->n_queries ? a->n_queries : 1) + query;
-    return last && position > at - a->exact_last && position >= a->exact_from ? last : codes;
-}
-
 typedef struct reference_shape {
     int key_dim, value_dim, n_heads, n_queries, group; /* key_dim: of a query, with the tail's */
     int64_t oldest, end;                               /* resident positions are [oldest, end) */
+    int64_t kept, lowest; /* [0, kept) are seen, too, though they are not resident; the first of all that are seen */
     double scale;
 } reference_shape;
 
@@ -550,8 +540,24 @@ static inline reference_shape reference_attention_shape(const tqkv_attention *a)
     shape.group = shape.n_heads / a->keys->n_kv_heads;
     shape.end = a->end;
     shape.oldest = a->end - (a->kv_len ? a->kv_len : a->end < capacity ? a->end : capacity);
+    const bool kept = a->first_keys && a->first_values && (!a->tail || a->first_tail);
+    shape.kept = !kept ? 0 : a->exact_first < shape.oldest ? a->exact_first : shape.oldest;
+    shape.lowest = shape.kept ? 0 : shape.oldest;
     shape.scale = a->scale != 0.0f ? (double)a->scale : 1.0 / sqrt((double)shape.key_dim);
     return shape;
+}
+
+/* Where a query reads a position of the keys (side 0) or the values: from the codes, or as halves. */
+static inline const tqkv_store *reference_store_of(const tqkv_attention *a, int side, int query, int64_t position)
+{
+    const tqkv_store *codes = side ? a->values : a->keys, *first = side ? a->first_values : a->first_keys,
+                     *last = side ? a->last_values : a->last_keys;
+    if (position < reference_attention_shape(a).kept) return first;
+    if (codes->format == TQKV_F16) return codes;
+    if (first && position < a->exact_first) return first;
+    const int n_queries = a->n_queries ? a->n_queries : 1;
+    const int64_t at = a->end - (a->non_causal && !a->window ? 1 : n_queries - query);
+    return last && position > at - a->exact_last && position >= a->exact_from ? last : codes;
 }
 
 static inline bool reference_is_visible(const tqkv_attention *a, int query, int64_t position)
@@ -560,8 +566,8 @@ static inline bool reference_is_visible(const tqkv_attention *a, int query, int6
     int64_t at = shape.end - shape.n_queries + query, guess = position - (shape.end - shape.n_queries);
     if (a->tree && guess >= 0 && guess < 64 && !(a->tree[query] >> guess & 1)) return false;
     if (a->non_causal && a->window > 0 && position - at >= a->window) return false;
-    return position >= shape.oldest && position < shape.end && (a->non_causal || position <= at) &&
-           (a->window <= 0 || position > at - a->window);
+    return (position >= shape.oldest || position < shape.kept) && position < shape.end &&
+           (a->non_causal || position <= at) && (a->window <= 0 || position > at - a->window);
 }
 
 /* Whether a list shows a position to a query, which would see it without one. */
@@ -587,28 +593,39 @@ static inline double *reference_decode_all(const tqkv_store *s, int kv_head, int
     return rows;
 }
 
-/* All resident values of one head in the original basis: [end - oldest][value_dim]. Freed by the caller. */
+static inline double *reference_zeros(size_t n)
+{
+    double *rows = (double *)test_alloc(n * sizeof *rows);
+    for (size_t i = 0; i < n; i++) rows[i] = 0.0;
+    return rows;
+}
+
+/* All values of one head that are seen in the original basis, zeros between: [end - lowest][value_dim]. Freed by the caller. */
 static inline double *reference_decode_values(const tqkv_attention *a, int query, int kv_head, bool integers)
 {
     reference_shape shape = reference_attention_shape(a);
     size_t d = (size_t)shape.value_dim;
-    double *rows = (double *)test_alloc((size_t)(shape.end - shape.oldest) * d * sizeof *rows);
-    for (int64_t p = shape.oldest; p < shape.end; p++)
-        reference_decode_as(integers, reference_store_of(a, 1, query, p), kv_head, p,
-                            rows + (size_t)(p - shape.oldest) * d);
+    double *rows = reference_zeros((size_t)(shape.end - shape.lowest) * d);
+    for (int64_t p = shape.lowest; p < shape.end; p++)
+        if (p < shape.kept || p >= shape.oldest)
+            reference_decode_as(integers, reference_store_of(a, 1, query, p), kv_head, p,
+                                rows + (size_t)(p - shape.lowest) * d);
     return rows;
 }
 
-/* The same of the keys and their tail together: [end - oldest][key_dim] */
+/* The same of the keys and their tail together: [end - lowest][key_dim] */
 static inline double *reference_decode_keys(const tqkv_attention *a, int query, int kv_head, bool integers)
 {
     reference_shape shape = reference_attention_shape(a);
     size_t d = (size_t)shape.key_dim;
-    double *rows = (double *)test_alloc((size_t)(shape.end - shape.oldest) * d * sizeof *rows);
-    for (int64_t p = shape.oldest; p < shape.end; p++) {
-        double *row = rows + (size_t)(p - shape.oldest) * d;
+    double *rows = reference_zeros((size_t)(shape.end - shape.lowest) * d);
+    for (int64_t p = shape.lowest; p < shape.end; p++) {
+        double *row = rows + (size_t)(p - shape.lowest) * d;
+        if (p >= shape.kept && p < shape.oldest) continue;
         reference_decode_as(integers, reference_store_of(a, 0, query, p), kv_head, p, row);
-        if (a->tail) reference_decode_as(integers, a->tail, kv_head, p, row + a->keys->head_dim);
+        if (a->tail)
+            reference_decode_as(integers, p < shape.kept ? a->first_tail : a->tail, kv_head, p,
+                                row + a->keys->head_dim);
     }
     return rows;
 }
@@ -622,21 +639,21 @@ static inline double reference_score(const tqkv_attention *a, const double *quer
     return cap > 0.0 ? cap * tanh(sum * scale / cap) : sum * scale;
 }
 
-/* One query of one head. query: [key_dim], out: [value_dim], original basis; keys: [end - oldest][key_dim], values: with
+/* One query of one head. query: [key_dim], out: [value_dim], original basis; keys: [end - lowest][key_dim], values: with
  * value_dim */
 static inline void reference_attend_row(const tqkv_attention *a, int head, int query_index, const double *query,
                                         const double *keys, const double *values, double *out)
 {
     reference_shape shape = reference_attention_shape(a);
-    size_t d = (size_t)shape.key_dim, value_dim = (size_t)shape.value_dim, count = (size_t)(shape.end - shape.oldest);
+    size_t d = (size_t)shape.key_dim, value_dim = (size_t)shape.value_dim, count = (size_t)(shape.end - shape.lowest);
     double *scores = (double *)test_alloc(count * sizeof *scores);
     bool *seen = (bool *)test_alloc(count * sizeof *seen);
     double largest = a->sinks ? (double)a->sinks[head] : -INFINITY, sum = 0.0;
     bool any = false;
     memset(out, 0, value_dim * sizeof *out);
     for (size_t i = 0; i < count; i++) {
-        seen[i] = reference_is_visible(a, query_index, shape.oldest + (int64_t)i) &&
-                  reference_is_listed(a, query_index, head / shape.group, shape.oldest + (int64_t)i);
+        seen[i] = reference_is_visible(a, query_index, shape.lowest + (int64_t)i) &&
+                  reference_is_listed(a, query_index, head / shape.group, shape.lowest + (int64_t)i);
         if (!seen[i]) continue;
         scores[i] = reference_score(a, query, keys + i * d, shape.scale);
         largest = scores[i] > largest ? scores[i] : largest;

@@ -1,7 +1,7 @@
 # Builds the runner in many ways: `make test-gcc` and so on. Each prints 'N passed, N failed'.
 # The implementation, in test_tables.c, is compiled in each way; the tests only where sanitizers or another machine need it.
 
-TEST_SOURCES := $(sort $(filter-out tests/make_goldens.c tests/compile_%.c,$(wildcard tests/*.c)))
+TEST_SOURCES := $(sort $(filter-out tests/make_goldens.c,$(wildcard tests/*.c)))
 TEST_HEADERS := $(TQKV_FILES) $(wildcard tests/*.h) examples/thread_pool.h examples/data_file.h examples/snapshot_file.h
 # The sets that `make test` runs; isa/known compares them with tqkv.h. POSIX is for popen and pthreads.
 ISAS := scalar avx2 avx512 neon
@@ -97,6 +97,8 @@ $(eval $(call runner_variant,gcc-O0,gcc,-std=c11 -O0 -DTQKV_NO_AVX2,,golden $(NO
 # This build takes the file that users copy; the others take src/.
 $(TEST_BUILD)/gcc-O0/test_tables.o: TQKV := .
 $(TEST_BUILD)/gcc-O0/test_tables.o: $(wildcard tqkv.h)
+# Attention in integers by plain C beside floats by vectors: the same bits.
+$(eval $(call runner_variant,no-integer,gcc,-std=c99 -O1 -DTQKV_NO_AVX512 -DTQKV_NO_INTEGER,,golden/attend integer/pair integer/hard -/many -/long -integer/long))
 $(eval $(call runner_variant,clang-O0,clang,-std=c99 -O0 $(OVERFLOW),,golden $(NOT_PLAIN) tables codec/decode attend/ring cache -threads/ -cache/parallel))
 $(eval $(call runner_variant,clangxx-O3,clang++,-x c++ -std=c++11 -O3 -march=native -ffp-contract=fast,,$(EXACT_CASES) $(ATTEND_CASES)))
 $(eval $(call runner_variant,sanitize,gcc,-std=c99 $(SANITIZE_QUICK),,$(SANITIZED_CASES),$(filter-out tables,$(TEST_STEMS)),,$(SANITIZE_TESTS)))
@@ -157,7 +159,7 @@ TEST_TARGETS += test-isa test-isa-sanitize
 ifneq ($(filter x86_64,$(MACHINE)),)
 ifneq ($(SYSTEM),Darwin)
 QEMU_aarch64 := qemu-aarch64 -L /usr/aarch64-linux-gnu
-QEMU_i386 := sh tests/run_i386.sh
+QEMU_i386 := sh tests/build/run_i386.sh
 QEMU_s390x := qemu-s390x -L /usr/s390x-linux-gnu
 QEMU := $(QEMU_aarch64)
 CROSS_INCLUDE := $(TEST_BUILD)/include
@@ -227,7 +229,7 @@ VALGRIND_CASES := fault/cache fault/attend_partial snapshot/round_trip/1/ snapsh
 test-compile:
 	@echo "== compile tests"
 	@clang++ -x c++ -std=c++11 $(TEST_FLAGS) -fsyntax-only $(filter-out tests/test_tables.c,$(TEST_SOURCES)) && echo "1 passed, 0 failed"
-	@CPPFLAGS="$(CPPFLAGS)" WARNINGS="$(WARNINGS)" sh tests/compile.sh $(TEST_BUILD)/compile
+	@CPPFLAGS="$(CPPFLAGS)" WARNINGS="$(WARNINGS)" sh tests/build/compile.sh $(TEST_BUILD)/compile
 TEST_TARGETS += test-compile
 
 # ---- Goldens and coverage ----

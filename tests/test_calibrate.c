@@ -377,7 +377,7 @@ void test_calibrate_cases(void)
                  row.head_dim);
     }
     static const captured_noise layers[CAPTURED_LAYERS] = {
-        {0, 20.0, 0.75}, {1, 6.0, 0.45}, {2, 10.0, 0.55}, {3, 0.3, 0.22}};
+        {0, 20.0, 0.75}, {1, 4.0, 0.45}, {2, 10.0, 0.55}, {3, 0.3, 0.22}};
     for (int i = 0; i < CAPTURED_LAYERS; i++)
         test_add(check_captured, &layers[i], sizeof layers[i], "calibrate/captured/%d", i);
     test_add(check_edges, NULL, 0, "calibrate/edges");

@@ -322,8 +322,7 @@ static float alternating_factor(int bits, float v, int per_lane)
             square = reference_add(square, reference_multiply(c, c));
         }
         const float doubled = product * (float)(256 / per_lane);
-        const float share =
-            reference_divide(reference_multiply(doubled, doubled), square * (float)(256 / per_lane));
+        const float share = reference_divide(reference_multiply(doubled, doubled), square * (float)(256 / per_lane));
         if (f == 0 || share > best) {
             best = share;
             chosen = f;

@@ -22,7 +22,8 @@ static void check_encode(const void *row)
               constant(d, TQKV_FC_ROTATED) == 1 && constant(d, TQKV_FC_FORMAT) == TQKV_I8 &&
               constant(d, TQKV_FC_VALUE_FORMAT) == -1,
           "the kernel");
-    CHECK(d->rows && d->grid[0] == 4 && rows_args(d, 0).block_scale == 1.0f, "%zu simdgroups for 30 rows", d->grid[0]);
+    CHECK(d->rows && d->grid[0] == 6 && rows_args(d, 0).block_scale == 1.0f, "%zu simdgroups for 10 rows of 3 heads",
+          d->grid[0]);
     CHECK_RESULT(tqkv_metal_plan_encode(&ring, at(4, SIZE_MAX - 3), 24, 7, none, &plan), TQKV_OK);
     CHECK(binding(d, "src").at.offset > SIZE_MAX - 16, "an offset that wraps");
     CHECK_RESULT(tqkv_metal_plan_encode(&linear, at(4, 0), 4, 6, none, &plan), TQKV_OK);
@@ -48,7 +49,7 @@ static void check_encode_kv(const void *row)
     CHECK_RESULT(tqkv_metal_plan_encode_kv(&keys, &values, at(4, 0), at(5, 0), 11, 3, at(6, 0), &plan), TQKV_OK);
     check_dispatch(d);
     CHECK(d->n_arguments == 2 && rows_args(d, 0).n_tokens == 10 && rows_args(d, 1).n_tokens == 11, "tokens of both");
-    CHECK(d->grid[0] == 1 && d->grid[2] == 2, "simdgroups for the 33 rows of the longer");
+    CHECK(d->grid[0] == 3 && d->grid[2] == 2, "simdgroups for the 11 rows of 3 heads of the longer");
     CHECK(constant(d, TQKV_FC_FORMAT) == TQKV_F16 && constant(d, TQKV_FC_VALUE_FORMAT) == TQKV_TQ8 &&
               constant(d, TQKV_FC_ROTATED) == 0 && constant(d, TQKV_FC_VALUE_ROTATED) == 1,
           "the kernel");
@@ -135,8 +136,8 @@ static void check_engine(const void *row)
     CHECK(d[2].arguments[0].index == 0 && d[2].arguments[1].index == 4 &&
               d[2].arguments[1].size == sizeof(tqkv__rows_args),
           "arguments");
-    CHECK_RESULT(tqkv_metal_plan_launch(&d[1], 64, &launch), TQKV_OK); /* 27 rows, 4 a simdgroup */
-    CHECK(launch.threadgroups[0] == 4 && launch.threads == 64 && launch.memory[3] == 16, "%zu threadgroups of %zu",
+    CHECK_RESULT(tqkv_metal_plan_launch(&d[1], 64, &launch), TQKV_OK); /* 9 rows of 3 heads, 4 a simdgroup */
+    CHECK(launch.threadgroups[0] == 5 && launch.threads == 64 && launch.memory[3] == 16, "%zu threadgroups of %zu",
           launch.threadgroups[0], launch.threads);
     CHECK_RESULT(tqkv_metal_plan_launch(&d[1], 31, &launch), TQKV_INVALID_ARGUMENT);
     CHECK_RESULT(tqkv_metal_plan_launch(NULL, 64, &launch), TQKV_INVALID_ARGUMENT);

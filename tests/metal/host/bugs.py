@@ -42,7 +42,7 @@ BUGS = {
         "tqkv__lend", r"        TQKV__RELEASE\(block->buffer\);\n        free\(block\);\n", "", "ASAN",
         "context/failures", "LeakSanitizer"),
     "block_not_given_back": (
-        "tqkv__cache_attend", r"    tqkv__give_back\(m, block\);\n", "", "ASAN", "context/given_back",
+        "tqkv__attend_cache", r"    tqkv__give_back\(m, block\);\n", "", "ASAN", "context/given_back",
         "FAIL context/given_back"),
     "staging_shared_by_threads": (
         "tqkv__take_staging", r"    m->staging = NULL;\n", "", "TSAN", "context/threads/caches", "ThreadSanitizer"),
