@@ -1,12 +1,12 @@
 """Counts the registers of 32 bits that a lane needs at the heads of a kernel's loops, from the text of its optimised LLVM function.
 
 Counted are values that are live there and differ between lanes: what comes from the lane's number, from shuffles and from loads
-at such addresses. Pointers and conditions are not, and of a matrix of 8x8 a lane has two elements. A compiler for a GPU moves
+at such addresses. Addresses, which have 64 bits, and conditions are not; of a matrix of 8x8 a lane has two elements. A compiler for a GPU moves
 loads and folds addresses, so this is what the code asks for, not what a GPU takes.
 """
 import re
 
-BITS = {"float": 32, "i32": 32, "i64": 64, "double": 64, "half": 32, "i16": 32, "i8": 32}
+BITS = {"float": 32, "i32": 32, "half": 32, "i16": 32, "i8": 32}
 UNIFORM_CALLS = re.compile(r"@air\.(simd_(sum|max|min|any|all)|simd_vote|atomic)")
 LANE = r'i32 (\d+), !"air\.(?:thread_index_in_simdgroup|thread_index_in_threadgroup|thread_position_in_\w+)"'
 NAME = re.compile(r'%(?:[\w.$-]+|"[^"]*")')
