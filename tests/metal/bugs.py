@@ -88,7 +88,7 @@ BUGS = {
         "codes differ"),
     "halves_of_the_last_query": (
         "shaders/common.h", "max(newest - args.exact_last + 1, args.exact_from)",
-        "max(args.first_newest + args.n_queries - args.exact_last, args.exact_from)", "attend", (64, 128, 512), "plain",
+        "max(max(newest, args.first_newest + args.n_queries - 1) - args.exact_last + 1, args.exact_from)", "attend", (64, 128, 512), "plain",
         "slice/ends", "relative error"),
     "scales_of_rows_not_of_pairs": (
         "shaders/calibrate.metal", "if (args.pairs != 0)", "if (args.pairs == 1)", "calibrate", (), "plain", "calibrate/",
