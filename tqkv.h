@@ -438,7 +438,7 @@ typedef struct tqkv_attention {
     int64_t exact_from; /* what a truncation, for example, has left as codes; 0: nothing */
     /* Positions below exact_first that are no longer resident are seen, as if they were, where first_keys, first_values and, with
        a tail, first_tail have them: streams of F16 need theirs for that, too. first_tail: a store of the tail's kind. A slice has
-       them if it begins with the oldest resident position. On a GPU they are not seen. */
+       them if it begins with the oldest resident position. */
     const tqkv_store *first_tail;
     bool whole_window; /* TQKV_OUT_OF_RANGE if a position of a query's window is gone; else it sees what is there */
 } tqkv_attention;
@@ -760,8 +760,7 @@ typedef struct tqkv_metal_attention {
     /* uint64_t [n_queries], at most 64; zero = none. attention.tree, if it is not NULL, is what it will hold when the
        kernels run. It is read only to know which entries of pages are seen. */
     tqkv_metal_buffer tree;
-    /* Groups of at least so many query heads multiply 8x8 matrices, at head_dim 64, 128 and 256, 0 = 4, and at 448 and 512,
-       0 = 8. With a small
+    /* Groups of at least so many query heads multiply 8x8 matrices, at head_dim 64, 128, 256, 448 and 512; 0 = 8. With a small
        number narrow groups prefill faster and may decode slower. It decides bits: keep it the same for a sequence. */
     int matrix_group;
     const tqkv_metal_store *tail; /* as tqkv_attention's; NULL = none. With the keys' page table in the same buffer. */
@@ -773,6 +772,7 @@ typedef struct tqkv_metal_attention {
     /* With attention.exact_first and exact_last, as tqkv_attention's. Without pages and, where keys have a tail, not
        beside codes in pages. */
     const tqkv_metal_store *first_keys, *first_values, *last_keys, *last_values;
+    const tqkv_metal_store *first_tail; /* as tqkv_attention's */
 } tqkv_metal_attention;
 
 /* Bytes of scratch that attend needs at most, for any resident range: end and kv_len may be 0. */
@@ -4020,6 +4020,7 @@ typedef struct tqkv__attention {
     /* Positions below exact_below are halves in ends[0][side], and those from tqkv__exact_at on in ends[1][side], where
        exact[][side] is set; side 0: keys, 1: values. exact_from: for the last query, on a GPU for all. See tqkv__place_at. */
     int64_t exact_below, exact_from;
+    bool newest_halves; /* on a GPU: this is the part of a context that queries read from halves of the newest */
     bool exact[2][2];
     int64_t kept; /* positions below are seen though they are no longer resident: in ends[0] and first_tail */
     tqkv__stream ends[2][2], first_tail; /* not cleared if unused: that would take as long as a few positions */
@@ -4383,7 +4384,6 @@ static void tqkv__add_halves(const tqkv__stream *s, int kv_head, const tqkv__run
 {
     float value[TQKV_MAX_HEAD_DIM];
     for (int j = 0; j < run->n; j++) {
-        if (weights[j] == 0.0f) continue;
         tqkv__decode_row(s, tqkv__codes_at(s, kv_head, run->slot + j), NULL, value);
         for (int d = 0; d < s->head_dim; d++) out[d] = tqkv__fma(weights[j], value[d], out[d]);
     }
@@ -6725,62 +6725,119 @@ TQKV__OP uint32_t TQKV__S(largest_bits)(const float *x, int n)
     return TQKV__S(largest_code)(largest);
 }
 
-/* scores[row][j] (+)= query[row] . key j of halves, in 16 sums */
-TQKV__OP void TQKV__S(score_halves)(const int rows, const tqkv__stream *s, const uint8_t *codes, int n, const float *q,
-                                    bool add, float *scores)
+/* Keys, and rows of values, that share a loop: enough sums in progress to hide their latency, few enough for the registers. */
+#define TQKV__HALF_KEYS (TQKV__INTEGER_LANES == 16 ? 4 : 3)
+#define TQKV__HALF_ROWS (TQKV__INTEGER_LANES == 16 ? 8 : 4)
+
+/* scores[row][j] (+)= query[row] . key j, in 16 sums each; keys: [keys][dim] floats. rows and keys are constants. */
+TQKV__OP void TQKV__S(score_halves)(const int rows, const int keys, int dim, const float *key, const float *q, bool add,
+                                    float *scores)
 {
-    for (int j = 0; j < n; j++, codes += s->row_bytes) {
-        TQKV__VECTOR sums[2][16 / TQKV__INTEGER_LANES];
+    TQKV__VECTOR sums[2][TQKV__HALF_KEYS][16 / TQKV__INTEGER_LANES];
+    TQKV__UNROLL
+    for (int r = 0; r < rows; r++) TQKV__UNROLL
+    for (int j = 0; j < keys; j++) TQKV__UNROLL
+    for (int i = 0; i < 16 / TQKV__INTEGER_LANES; i++) sums[r][j][i] = TQKV__(set1)(0.0f);
+    for (int d = 0; d < dim; d += 16) {
         TQKV__UNROLL
-        for (int i = 0; i < 32 / TQKV__INTEGER_LANES; i++) sums[i % 2][i / 2] = TQKV__(set1)(0.0f);
-        for (int d = 0; d < s->head_dim; d += 16) {
+        for (int i = 0; i < 16 / TQKV__INTEGER_LANES; i++) {
+            TQKV__VECTOR x[2];
+            const int at = d + i * TQKV__INTEGER_LANES;
             TQKV__UNROLL
-            for (int i = 0; i < 16 / TQKV__INTEGER_LANES; i++) {
-                const int at = d + i * TQKV__INTEGER_LANES;
-                const TQKV__VECTOR x = TQKV__(load_f16)(codes + 2 * at);
+            for (int r = 0; r < rows; r++) x[r] = TQKV__(load)(q + r * dim + at);
+            TQKV__UNROLL
+            for (int j = 0; j < keys; j++) {
+                const TQKV__VECTOR k = TQKV__(load)(key + j * dim + at);
                 TQKV__UNROLL
-                for (int r = 0; r < rows; r++)
-                    sums[r][i] = TQKV__(fma)(TQKV__(load)(q + r * s->head_dim + at), x, sums[r][i]);
+                for (int r = 0; r < rows; r++) sums[r][j][i] = TQKV__(fma)(x[r], k, sums[r][j][i]);
+            }
+        }
+    }
+    TQKV__UNROLL
+    for (int r = 0; r < rows; r++) TQKV__UNROLL
+    for (int j = 0; j < keys; j++) {
+        float *score = scores + r * TQKV__TILE + j;
+        *score = (add ? *score : 0.0f) + TQKV__(sum_16)(sums[r][j]);
+    }
+}
+
+/* The same for n keys of one or two rows. */
+TQKV__OP void TQKV__S(score_keys)(const int rows, int n, int dim, const float *key, const float *q, bool add,
+                                  float *scores)
+{
+    int j = 0;
+    for (; j + TQKV__HALF_KEYS <= n; j += TQKV__HALF_KEYS)
+        TQKV__S(score_halves)(rows, TQKV__HALF_KEYS, dim, key + j * dim, q, add, scores + j);
+    for (; j < n; j++) TQKV__S(score_halves)(rows, 1, dim, key + j * dim, q, add, scores + j);
+}
+
+/* Some keys become floats, which all rows read. */
+TQKV__TARGET static TQKV__NOINLINE void TQKV__S(score_tile_of_halves)(const tqkv__stream *s, const uint8_t *codes,
+                                                                      const tqkv__run *run, const float *q, int n_rows,
+                                                                      bool add, float *scores)
+{
+    enum { buffer = 2048 }; /* 8 KiB: a part of an L1 cache, and of the stack */
+    TQKV__ALIGNED float keys[buffer];
+    const int dim = s->head_dim, fit = buffer / dim, most = fit > 12 ? 12 : fit;
+    tqkv__prefetch(TQKV__L2, codes + (ptrdiff_t)run->ahead * (ptrdiff_t)s->row_bytes, (size_t)run->n * s->row_bytes);
+    for (int j = 0; j < run->n; j += most) {
+        const int n = run->n - j < most ? run->n - j : most;
+        const uint8_t *from = codes + (size_t)j * s->row_bytes;
+        for (int d = 0; d < n * dim; d += TQKV__INTEGER_LANES) TQKV__(store)(keys + d, TQKV__(load_f16)(from + 2 * d));
+        for (int row = 0; row < n_rows; row += 2) {
+            const float *query = q + (size_t)row * (size_t)dim;
+            float *to = scores + row * TQKV__TILE + j;
+            if (row + 1 < n_rows)
+                TQKV__S(score_keys)(2, n, dim, keys, query, add, to);
+            else
+                TQKV__S(score_keys)(1, n, dim, keys, query, add, to);
+        }
+    }
+}
+
+/* out[row][d] += weights[row][j] * value j of halves, in the order of positions; rows is a constant. */
+TQKV__OP void TQKV__S(add_half_rows)(const int rows, const tqkv__stream *s, const uint8_t *codes, int n,
+                                     const float *weights, float *out)
+{
+    const int dim = s->head_dim;
+    for (int d = 0; d < dim; d += 16) {
+        TQKV__VECTOR sums[TQKV__HALF_ROWS][16 / TQKV__INTEGER_LANES];
+        const uint8_t *value = codes + 2 * d;
+        TQKV__UNROLL
+        for (int r = 0; r < rows; r++) TQKV__UNROLL
+        for (int i = 0; i < 16 / TQKV__INTEGER_LANES; i++)
+            sums[r][i] = TQKV__(load)(out + r * dim + d + i * TQKV__INTEGER_LANES);
+        for (int j = 0; j < n; j++, value += s->row_bytes) {
+            TQKV__VECTOR x[16 / TQKV__INTEGER_LANES];
+            TQKV__UNROLL
+            for (int i = 0; i < 16 / TQKV__INTEGER_LANES; i++)
+                x[i] = TQKV__(load_f16)(value + 2 * i * TQKV__INTEGER_LANES);
+            TQKV__UNROLL
+            for (int r = 0; r < rows; r++) {
+                const TQKV__VECTOR weight = TQKV__(set1)(weights[r * TQKV__TILE + j]);
+                TQKV__UNROLL
+                for (int i = 0; i < 16 / TQKV__INTEGER_LANES; i++) sums[r][i] = TQKV__(fma)(weight, x[i], sums[r][i]);
             }
         }
         TQKV__UNROLL
-        for (int r = 0; r < rows; r++)
-            scores[r * TQKV__TILE + j] = (add ? scores[r * TQKV__TILE + j] : 0.0f) + TQKV__(sum_16)(sums[r]);
+        for (int r = 0; r < rows; r++) TQKV__UNROLL
+        for (int i = 0; i < 16 / TQKV__INTEGER_LANES; i++)
+            TQKV__(store)(out + r * dim + d + i * TQKV__INTEGER_LANES, sums[r][i]);
     }
 }
 
-TQKV__TARGET static void TQKV__S(score_tile_of_halves)(const tqkv__stream *s, const uint8_t *codes,
-                                                       const tqkv__run *run, const float *q, int n_rows, bool add,
-                                                       float *scores)
+TQKV__TARGET static TQKV__NOINLINE void TQKV__S(add_halves)(const tqkv__stream *s, const uint8_t *codes,
+                                                            const tqkv__run *run, const float *weights, int n_rows,
+                                                            float *out)
 {
+    int row = 0;
     tqkv__prefetch(TQKV__L2, codes + (ptrdiff_t)run->ahead * (ptrdiff_t)s->row_bytes, (size_t)run->n * s->row_bytes);
-    for (int row = 0; row < n_rows; row += 2, q += 2 * s->head_dim, scores += 2 * TQKV__TILE) {
-        if (row + 1 < n_rows)
-            TQKV__S(score_halves)(2, s, codes, run->n, q, add, scores);
-        else
-            TQKV__S(score_halves)(1, s, codes, run->n, q, add, scores);
-    }
-}
-
-/* out[d] += weights[j] * value j of halves, in the order of positions; a weight of 0 adds nothing. weights: [n] */
-TQKV__TARGET static void TQKV__S(add_halves)(const tqkv__stream *s, const uint8_t *codes, const tqkv__run *run,
-                                             const float *weights, float *out)
-{
-    for (int d = 0; d < s->head_dim; d += 16) {
-        TQKV__VECTOR sums[16 / TQKV__INTEGER_LANES];
-        TQKV__UNROLL
-        for (int i = 0; i < 16 / TQKV__INTEGER_LANES; i++) sums[i] = TQKV__(load)(out + d + i * TQKV__INTEGER_LANES);
-        for (int j = 0; j < run->n; j++) {
-            if (weights[j] == 0.0f) continue;
-            TQKV__UNROLL
-            for (int i = 0; i < 16 / TQKV__INTEGER_LANES; i++)
-                sums[i] = TQKV__(fma)(
-                    TQKV__(set1)(weights[j]),
-                    TQKV__(load_f16)(codes + (size_t)j * s->row_bytes + 2 * (d + i * TQKV__INTEGER_LANES)), sums[i]);
-        }
-        TQKV__UNROLL
-        for (int i = 0; i < 16 / TQKV__INTEGER_LANES; i++) TQKV__(store)(out + d + i * TQKV__INTEGER_LANES, sums[i]);
-    }
+    for (; row + TQKV__HALF_ROWS <= n_rows; row += TQKV__HALF_ROWS)
+        TQKV__S(add_half_rows)(TQKV__HALF_ROWS, s, codes, run->n, weights + row * TQKV__TILE, out + row * s->head_dim);
+    for (; row + 2 <= n_rows; row += 2)
+        TQKV__S(add_half_rows)(2, s, codes, run->n, weights + row * TQKV__TILE, out + row * s->head_dim);
+    for (; row < n_rows; row++)
+        TQKV__S(add_half_rows)(1, s, codes, run->n, weights + row * TQKV__TILE, out + row * s->head_dim);
 }
 #endif
 
@@ -7617,11 +7674,7 @@ TQKV__TARGET static void TQKV__I(integer_value_tile)(const tqkv__stream *s, int 
     TQKV__ALIGNED int8_t room[TQKV__TILE * TQKV__BLOCK];
     const int dim = s->block_dim, head_dim = s->head_dim;
     if (s->kind == TQKV__HALF) {
-        const uint8_t *codes = tqkv__codes_at(s, kv_head, run->slot);
-        tqkv__prefetch(TQKV__L2, codes + (ptrdiff_t)run->ahead * (ptrdiff_t)s->row_bytes,
-                       (size_t)run->n * s->row_bytes);
-        for (int row = 0; row < n_rows; row++)
-            TQKV__S(add_halves)(s, codes, run, weights + row * TQKV__TILE, out + row * head_dim);
+        TQKV__S(add_halves)(s, tqkv__codes_at(s, kv_head, run->slot), run, weights, n_rows, out);
         return;
     }
     TQKV__(factors)(s, tqkv__norms_at(s, kv_head, run->slot), run, false, factors);
@@ -10209,8 +10262,9 @@ static tqkv_result tqkv__check_first_tail(const tqkv__attention *a, const tqkv__
     return TQKV_OK;
 }
 
-/* Takes the first positions that are no longer resident, if all streams have them; follows tqkv__take_ends. */
-static tqkv_result tqkv__take_kept(tqkv__attention *a)
+/* Takes the first positions that are no longer resident, if all streams have them, from stores opened by `open`; follows
+   tqkv__take_ends. */
+static tqkv_result tqkv__take_kept(tqkv__attention *a, tqkv_result (*open)(const tqkv_store *, tqkv__stream *))
 {
     const tqkv_attention *call = &a->call;
     const tqkv_store *const stores[2] = {call->first_keys, call->first_values};
@@ -10220,13 +10274,13 @@ static tqkv_result tqkv__take_kept(tqkv__attention *a)
     for (int side = 0; side < 2; side++) {
         tqkv__stream *s = &a->ends[0][side];
         if (a->exact[0][side]) continue; /* a stream of F16 has no other halves */
-        tqkv_result r = tqkv__stream_open(stores[a->shared ? 0 : side], s);
+        tqkv_result r = open(stores[a->shared ? 0 : side], s);
         if (r == TQKV_OK) r = tqkv__check_end(a, side ? &a->values : &a->keys, 0, below, s);
         if (r != TQKV_OK) return r;
         a->exact[0][side] = true;
     }
     if (call->tail) {
-        tqkv_result r = tqkv__stream_open(call->first_tail, &a->first_tail);
+        tqkv_result r = open(call->first_tail, &a->first_tail);
         if (r == TQKV_OK) r = tqkv__check_first_tail(a, &a->first_tail);
         if (r != TQKV_OK) return r;
         if (a->round_query) tqkv__fill_integers(&a->first_tail);
@@ -10388,7 +10442,7 @@ static tqkv_result tqkv__attention_ends(tqkv__attention *a)
 {
     tqkv_result r = TQKV_OK;
     if (a->call.exact_first || a->call.exact_last) r = tqkv__take_ends(a, tqkv__stream_open);
-    if (r == TQKV_OK && a->call.exact_first) r = tqkv__take_kept(a);
+    if (r == TQKV_OK && a->call.exact_first) r = tqkv__take_kept(a, tqkv__stream_open);
     return r == TQKV_OK ? tqkv__check_window(a) : r;
 }
 
@@ -12839,7 +12893,7 @@ static void tqkv__end_shape(const tqkv_cache_desc *desc, int last, int i, tqkv_c
     const int64_t batch = desc->exact_batch ? desc->exact_batch : desc->metal ? 512 : 1;
     const int64_t room = tqkv__end_room(desc->exact_last, batch > TQKV__TILE ? batch : TQKV__TILE);
     const bool halves = stream && i < 2 && stream->format != TQKV_F16;
-    const bool as_it_is = stream && !halves && !last && desc->ring && !desc->metal;
+    const bool as_it_is = stream && !halves && !last && desc->ring;
     tqkv_store *s = &c->ends[last][i];
     if (!(last ? desc->exact_last : desc->exact_first) || (!halves && !as_it_is)) return;
     *s = *stream;
@@ -15185,7 +15239,8 @@ static tqkv_result tqkv__plan_rows(tqkv_metal_dispatch *d, const tqkv__stream *s
                                    int64_t position)
 {
     if (n_tokens > INT_MAX / s->n_kv_heads) return TQKV__INVALID("2^31 rows or more");
-    const size_t n_rows = (size_t)n_tokens * (size_t)s->n_kv_heads;
+    const size_t tokens = (size_t)n_tokens, heads = (size_t)s->n_kv_heads,
+                 each = (size_t)TQKV__ENCODE_ROWS(s->head_dim);
     tqkv__rows_args args;
     args.n_tokens = n_tokens;
     args.n_kv_heads = s->n_kv_heads;
@@ -15199,9 +15254,9 @@ static tqkv_result tqkv__plan_rows(tqkv_metal_dispatch *d, const tqkv__stream *s
     args.has_flag = d->n_bindings > 0 && d->bindings[0].size > 0;
     tqkv__plan_args(d, &args, sizeof args);
     if (d->kernel.family == TQKV_METAL_DECODE)
-        tqkv__plan_simdgroups(d, n_rows * (size_t)TQKV__ROW_LANES(s->head_dim), TQKV__SIMD_WIDTH);
+        tqkv__plan_simdgroups(d, tokens * heads * (size_t)TQKV__ROW_LANES(s->head_dim), TQKV__SIMD_WIDTH);
     else
-        tqkv__plan_simdgroups(d, n_rows, (size_t)TQKV__ENCODE_ROWS(s->head_dim));
+        tqkv__plan_simdgroups(d, (tokens / each + (tokens % each != 0)) * heads, 1); /* each has tokens of one head */
     return TQKV_OK;
 }
 
@@ -15564,8 +15619,8 @@ static void tqkv__tiles_seen(const tqkv__attention *a, int64_t slice_end, int64_
    speed there: hence 4. */
 static bool tqkv__choose_matrix(const tqkv__attention *a)
 {
-    const int head_dim = a->keys.head_dim, least = tqkv__is_long(head_dim) ? 8 : 4;
-    return a->group >= (a->matrix_group ? a->matrix_group : least) && head_dim == a->value_dim &&
+    const int head_dim = a->keys.head_dim, least = a->matrix_group ? a->matrix_group : 8;
+    return a->group >= least && head_dim == a->value_dim &&
            (head_dim == 64 || head_dim == 128 || head_dim == 256 || tqkv__is_long(head_dim));
 }
 
@@ -15617,11 +15672,19 @@ static tqkv_result tqkv__choose_split(const tqkv__attention *a, int64_t first, i
     return TQKV_OK;
 }
 
+/* The positions from the oldest one of a part of the context on. Only the first ones of a ring, which end long before the queries'
+   own, have more behind them than an int counts. */
+static int tqkv__positions_behind(const tqkv__attention *a)
+{
+    const int64_t n = a->call.end - a->first;
+    return n < INT_MAX ? (int)n : 1 << 30;
+}
+
 /* What a query sees, counted from the oldest resident position: the positions up to first_newest and its number, and of those
    the last `window`, or all. Without causality it looks as far ahead as back. */
 static void tqkv__plan_seen(const tqkv__attention *a, int32_t *first_newest, int32_t *window)
 {
-    const int kv_len = (int)(a->call.end - a->first), n = a->call.n_queries, own = a->call.window;
+    const int kv_len = tqkv__positions_behind(a), n = a->call.n_queries, own = a->call.window;
     *first_newest = kv_len - n;
     *window = own < kv_len ? own : 0;
     if (!a->call.non_causal) return;
@@ -15664,22 +15727,29 @@ static int tqkv__list_inside(const tqkv__attention *a) { return (int)(a->first %
 static bool tqkv__list_in_order(const tqkv__attention *a, int64_t slice_end)
 {
     const int64_t slot = slice_end > a->first ? tqkv__slot(&a->keys, a->first) : 0;
+    if (a->newest_halves) return false;
     return slot >= tqkv__list_inside(a) && slot + (slice_end - a->first) <= a->keys.capacity;
 }
 
-/* The slot of the first position of the block of the oldest resident one. */
+/* The slot of the first position of the block of the oldest resident one. Of newest halves, whose ring is short and whose oldest
+   position depends on all queries of the call: its place in a stretch, so that a query's ranks are divided as if it were alone. */
 static int64_t tqkv__list_base(const tqkv__attention *a, int64_t slice_end)
 {
+    const int64_t length = TQKV__STRETCH_TILES * TQKV__SIMD_WIDTH;
+    if (a->newest_halves) return (a->first - tqkv__list_inside(a)) % length;
     if (!tqkv__list_in_order(a, slice_end) || slice_end == a->first) return 0;
     return tqkv__slot(&a->keys, a->first) - tqkv__list_inside(a);
 }
 
-/* The first position, counted from the oldest resident one, of the block where the window of a query begins. */
+/* The first position, counted from the oldest resident one, of the block where the window of a query begins, or its newest
+   halves. */
 static int64_t tqkv__window_block(const tqkv__attention *a, int query)
 {
     int32_t newest, window;
     tqkv__plan_seen(a, &newest, &window);
-    const int64_t end = (int64_t)newest + query + 1, from = window && end > window ? end - window : 0;
+    const int64_t end = (int64_t)newest + query + 1, own = tqkv__exact_at(a, query) - a->first;
+    int64_t from = window && end > window ? end - window : 0;
+    if (a->newest_halves && own > from) from = own;
     return (from + tqkv__list_inside(a)) / a->call.list_block * a->call.list_block;
 }
 
@@ -15726,10 +15796,11 @@ typedef struct tqkv__slice_buffers {
 typedef struct tqkv__attend_buffers {
     const tqkv_metal_store *keys, *values, *tail; /* tail: NULL without one */
     tqkv_metal_buffer sinks, tree, q, scratch, out;
-    tqkv__slice_buffers slice;          /* zero: attends to all positions */
-    int64_t slice_end;                  /* of the positions to attend to */
-    const tqkv_metal_store *ends[2][2]; /* of tqkv__attention */
-    tqkv_metal_buffer list, list_rows;  /* the caller's, and what attend_list makes of them */
+    tqkv__slice_buffers slice;                       /* zero: attends to all positions */
+    int64_t slice_end;                               /* of the positions to attend to */
+    int halves;                                      /* TQKV_FC_HALVES */
+    const tqkv_metal_store *ends[2][2], *first_tail; /* of tqkv__attention */
+    tqkv_metal_buffer list, list_rows;               /* the caller's, and what attend_list makes of them */
 } tqkv__attend_buffers;
 
 /* Whether keys and values look up the same entries of one table. */
@@ -15760,7 +15831,7 @@ static TQKV__NOINLINE void tqkv__plan_key_args(const tqkv__attention *a, int slo
     args->n_queries = a->call.n_queries;
     args->n_kv_heads = a->n_kv_heads;
     args->group = a->group;
-    args->kv_len = (int)(a->call.end - a->first);
+    args->kv_len = tqkv__positions_behind(a);
     args->query_token_stride = (uint32_t)a->call.query_strides.token;
     args->query_head_stride = (uint32_t)a->call.query_strides.head;
     args->scale = a->call.scale;
@@ -15775,12 +15846,30 @@ static TQKV__NOINLINE void tqkv__plan_key_args(const tqkv__attention *a, int slo
         tqkv__plan_division(a->keys.page_size, &args->key_page_factor, &args->key_page_shift);
 }
 
+/* Where the newest halves of each query begin, from the newest position that it sees; without halves behind all of them. As far as
+   it matters, so that no sum is too large. */
+static void tqkv__plan_boundary(const tqkv__attention *a, tqkv__attend_args *args)
+{
+    const int own = args->kv_len - a->call.n_queries,
+              most = args->kv_len + a->call.n_queries; /* own: the first query's */
+    const bool one = a->call.non_causal && !a->call.window;
+    const int64_t from = (one ? tqkv__exact_at(a, 0) : a->call.exact_from) - a->first;
+    if (!a->exact[1][0] && !a->exact[1][1]) {
+        args->exact_from = INT_MAX;
+        return;
+    }
+    args->exact_last = one || a->call.exact_last > most ? most : a->call.exact_last;
+    args->exact_last += args->first_newest - own;
+    args->exact_from = from < 0 ? 0 : from < INT_MAX ? (int)from : INT_MAX;
+}
+
 static void tqkv__plan_attend_args(const tqkv__attention *a, const tqkv__attend_buffers *b, const tqkv__split *split,
                                    tqkv__attend_args *args)
 {
     tqkv__plan_key_args(a, b->keys->shape.capacity, args);
     tqkv__plan_seen(a, &args->first_newest, &args->window);
     args->slice_end = (int)(b->slice_end - a->first);
+    tqkv__plan_boundary(a, args);
     args->first_stretch = split->first_stretch;
     args->stretch_tiles = TQKV__STRETCH_TILES;
     args->n_short = split->n_short;
@@ -15992,7 +16081,7 @@ static void tqkv__plan_attend_splits(tqkv_metal_dispatch *d, const tqkv__attenti
     tqkv__plan_bind_channels(d, "tail's center", 15, tail->center, &a->tail, tail_center);
     tqkv__plan_bind_key_scale(d, "keys' channel_scale", 17, b->keys, &a->keys, original, center, key_scales);
     tqkv__plan_bind_key_scale(d, "tail's channel_scale", 18, tail, &a->tail, original, tail_center, tail_scales);
-    tqkv__plan_constant(d, TQKV_FC_HALVES, TQKV__ALL_POSITIONS);
+    tqkv__plan_constant(d, TQKV_FC_HALVES, b->halves);
     tqkv__plan_bind(d, "lists", 16, b->list_rows, tqkv__list_rows_size(a), false);
     if (a->call.list) d->barrier = b->list_rows.buffer;
     tqkv__plan_bind_rows(d, "out", TQKV_METAL_ONLY_CHECKED, b->out, TQKV_FC_TYPE, a->call.output_type,
@@ -16018,6 +16107,7 @@ static void tqkv__plan_list(tqkv_metal_dispatch *d, const tqkv__attention *a, co
     tqkv__plan_bind(d, "arguments", TQKV__ITEMS_OF_LIST, b->tree, 0, false);
     tqkv__plan_constant(d, TQKV_FC_TREE, a->call.tree != NULL);
     tqkv__plan_constant(d, TQKV_FC_BATCH, false);
+    tqkv__plan_constant(d, TQKV_FC_HALVES, b->halves);
     d->memory[0] = TQKV__SIMD_WIDTH * sizeof(uint32_t);
     d->grid[0] = n_rows;
     d->n_simdgroups = length / 32 < 31 ? (int)length / 32 + 1 : 32;
@@ -16085,39 +16175,62 @@ static void tqkv__plan_attend_merge(tqkv_metal_dispatch *d, const tqkv__attentio
     d->barrier = b->scratch.buffer;
 }
 
-/* Part i of the context, [borders[i], borders[i + 1]): 0 and 2 are read as halves where stores hold them so. */
-static void tqkv__find_borders(const tqkv__attention *a, int64_t slice_end, int64_t borders[4])
+/* The positions of each part of the context up to slice_end. First and last are read as halves where stores hold them so. What a
+   query reads as newest halves depends on its own position: where several begin the last part and the codes overlap. */
+static void tqkv__find_parts(const tqkv__attention *a, int64_t slice_end, tqkv__range parts[TQKV__PARTS])
 {
     const bool first = a->exact[0][0] || a->exact[0][1], last = a->exact[1][0] || a->exact[1][1];
-    borders[0] = borders[1] = a->first;
-    borders[2] = borders[3] = slice_end;
-    if (first && a->exact_below > a->first) borders[1] = a->exact_below < slice_end ? a->exact_below : slice_end;
-    if (last && a->exact_from < slice_end) borders[2] = a->exact_from;
-    if (borders[2] < borders[1]) borders[2] = borders[1];
+    const int64_t low = tqkv__exact_at(a, 0), high = tqkv__exact_at(a, a->call.n_queries - 1);
+    tqkv__range *codes = &parts[TQKV__CODES_PART], *newest = &parts[TQKV__LAST_PART];
+    for (int i = 0; i < TQKV__PARTS; i++) parts[i].from = parts[i].to = i == TQKV__LAST_PART ? slice_end : a->first;
+    codes->to = slice_end;
+    if (first && a->exact_below > a->first) codes->from = a->exact_below < slice_end ? a->exact_below : slice_end;
+    parts[TQKV__FIRST_PART].to = codes->from;
+    if (a->kept) {
+        parts[TQKV__FIRST_PART].from = 0;
+        parts[TQKV__FIRST_PART].to = a->exact_below < slice_end ? a->exact_below : slice_end;
+    }
+    if (!last) return;
+    if (low < slice_end) newest->from = low > codes->from ? low : codes->from;
+    if (high < slice_end) codes->to = high > codes->from ? high : codes->from;
 }
 
-/* The attention to part i alone. */
-static void tqkv__take_part(const tqkv__attention *a, const tqkv__attend_buffers *b, int i, const int64_t borders[4],
+/* The attention to part i alone, and its streams. */
+static void tqkv__take_part(const tqkv__attention *a, const tqkv__attend_buffers *b, int i, tqkv__range positions,
                             tqkv__attention *part, tqkv__attend_buffers *buffers)
 {
-    const int last = i / 2;
+    const int last = i == TQKV__LAST_PART;
+    const int64_t gone =
+        a->first - a->kept; /* between the first positions, where they are kept, and the oldest resident one */
+    const bool ends = a->exact[1][0] || a->exact[1][1];
     *part = *a;
     *buffers = *b;
-    part->first = borders[i];
-    buffers->slice_end = borders[i + 1];
-    if (i != 1 && a->exact[last][0]) part->keys = a->ends[last][0];
-    if (i != 1 && a->exact[last][0]) buffers->keys = b->ends[last][0];
-    if (i != 1 && a->exact[last][1]) part->values = a->ends[last][1];
-    if (i != 1 && a->exact[last][1]) buffers->values = b->ends[last][1];
+    part->first = positions.from;
+    part->newest_halves = last;
+    buffers->slice_end = positions.to;
+    buffers->halves = last                            ? TQKV__NEWEST_HALVES
+                      : ends && i == TQKV__CODES_PART ? TQKV__BEFORE_HALVES
+                                                      : TQKV__ALL_POSITIONS;
+    if (i != TQKV__CODES_PART && a->exact[last][0]) part->keys = a->ends[last][0];
+    if (i != TQKV__CODES_PART && a->exact[last][0]) buffers->keys = b->ends[last][0];
+    if (i != TQKV__CODES_PART && a->exact[last][1]) part->values = a->ends[last][1];
+    if (i != TQKV__CODES_PART && a->exact[last][1]) buffers->values = b->ends[last][1];
+    if (i != TQKV__FIRST_PART || !a->kept) return;
+    if (a->call.tail) part->tail = a->first_tail;
+    if (a->call.tail) buffers->tail = b->first_tail;
+    if (a->call.list_newest) /* counts what there is */
+        part->call.list_newest = gone < INT_MAX - a->call.list_newest ? a->call.list_newest + (int)gone : INT_MAX;
 }
 
 /* Divides each part, and scratch: rows of lists, then sums, then states. Those of the first and last part lie before the others,
    whose number may be more than the merge reads. *all: of all parts */
-static tqkv_result tqkv__split_parts(const tqkv__attention *a, const tqkv__attend_buffers *b, const int64_t borders[4],
-                                     size_t most_sums, tqkv__split splits[TQKV__PARTS], tqkv__split *all)
+static tqkv_result tqkv__split_parts(const tqkv__attention *a, const tqkv__attend_buffers *b,
+                                     const tqkv__range parts[TQKV__PARTS], size_t most_sums,
+                                     tqkv__split splits[TQKV__PARTS], tqkv__split *all)
 {
     static const int order[] = {TQKV__FIRST_PART, TQKV__LAST_PART, TQKV__CODES_PART};
-    const bool halves = borders[0] < borders[1] || borders[2] < borders[3];
+    const tqkv__range *first_part = &parts[TQKV__FIRST_PART], *last_part = &parts[TQKV__LAST_PART];
+    const bool halves = first_part->from < first_part->to || last_part->from < last_part->to;
     tqkv__attention part;
     tqkv__attend_buffers buffers;
     int64_t first, end;
@@ -16126,8 +16239,8 @@ static tqkv_result tqkv__split_parts(const tqkv__attention *a, const tqkv__atten
     for (int i = 0; i < TQKV__PARTS; i++) {
         const int p = order[i];
         tqkv__split *own = &splits[p];
-        if (borders[p] == borders[p + 1] && (p != TQKV__CODES_PART || halves)) continue;
-        tqkv__take_part(a, b, p, borders, &part, &buffers);
+        if (parts[p].from == parts[p].to && (p != TQKV__CODES_PART || halves)) continue;
+        tqkv__take_part(a, b, p, parts[p], &part, &buffers);
         tqkv__tiles_seen(&part, buffers.slice_end, &first, &end);
         if (a->call.list) tqkv__listed_tiles(&part, buffers.slice_end, &first, &end);
         const tqkv_result r = tqkv__choose_split(&part, first, end, p == TQKV__CODES_PART ? most_sums : SIZE_MAX, own);
@@ -16151,10 +16264,10 @@ static tqkv_result tqkv__plan_attention(const tqkv__attention *a, const tqkv__at
     tqkv__split splits[TQKV__PARTS], all;
     tqkv__attention part;
     tqkv__attend_buffers behind = *b, buffers;
-    int64_t borders[4];
-    tqkv__find_borders(a, b->slice_end, borders);
+    tqkv__range parts[TQKV__PARTS];
+    tqkv__find_parts(a, b->slice_end, parts);
     tqkv_result r = tqkv__check_non_causal(a);
-    if (r == TQKV_OK) r = tqkv__split_parts(a, b, borders, most_sums, splits, &all);
+    if (r == TQKV_OK) r = tqkv__split_parts(a, b, parts, most_sums, splits, &all);
     if (r != TQKV_OK) return r;
     behind.scratch = tqkv__buffer_after(b->scratch, all.list_at);
     plan->listed = a->call.list != NULL;
@@ -16163,7 +16276,7 @@ static tqkv_result tqkv__plan_attention(const tqkv__attention *a, const tqkv__at
         plan->has[p] = splits[p].n_partials > 0;
         if (!plan->has[p]) continue;
         splits[p].states_at += all.sums_size;
-        tqkv__take_part(a, &behind, p, borders, &part, &buffers);
+        tqkv__take_part(a, &behind, p, parts[p], &part, &buffers);
         buffers.list_rows = tqkv__buffer_after(b->scratch, splits[p].list_at);
         tqkv__plan_attend_splits(&plan->attends[p], &part, &buffers, &splits[p]);
         if (plan->listed) tqkv__plan_list(&plan->lists[p], &part, &buffers, &plan->attends[p]);
@@ -16202,7 +16315,7 @@ static void tqkv__plan_slice(tqkv_metal_dispatch *d, const tqkv__attention *a, c
 /* An attention over buffers as one over stores. */
 typedef struct tqkv__plan_call {
     tqkv_attention attention;
-    tqkv_store keys, values, tail, ends[2][2];
+    tqkv_store keys, values, tail, ends[2][2], first_tail;
 } tqkv__plan_call;
 
 static bool tqkv__same_buffer(tqkv_metal_buffer a, tqkv_metal_buffer b)
@@ -16309,6 +16422,16 @@ static tqkv_result tqkv__plan_shape(const tqkv_metal_attention *from, tqkv__plan
     to->keys = &call->keys;
     to->values = &call->values;
     to->tail = from->tail ? &call->tail : NULL;
+    to->first_tail = NULL;
+    if (from->tail && from->first_tail && to->exact_first) {
+        if (!tqkv__same_buffer(from->first_tail->center, from->tail->center) ||
+            !tqkv__same_buffer(from->first_tail->channel_scale, from->tail->channel_scale))
+            return TQKV__INVALID("first_tail: a store with another centre or scale than the tail");
+        tqkv__plan_store(from->first_tail, &call->first_tail);
+        call->first_tail.center = call->tail.center;
+        call->first_tail.channel_scale = call->tail.channel_scale;
+        to->first_tail = &call->first_tail;
+    }
     if ((r = tqkv__plan_end_shapes(from, call)) != TQKV_OK) return r;
     if (from->tree.buffer && !to->tree) to->tree = tqkv__unknown_tree;
     if (from->list.buffer && !to->list) to->list = tqkv__unknown_list;
@@ -16343,8 +16466,12 @@ static tqkv_result tqkv__plan_ends(const tqkv_metal_attention *from, tqkv__atten
 {
     if (!a->call.exact_first && !a->call.exact_last) return TQKV_OK;
     a->shared = tqkv__plan_shared(from, a);
-    const tqkv_result r = tqkv__take_ends(a, tqkv__stream_shape);
+    tqkv_result r = tqkv__take_ends(a, tqkv__stream_shape);
+    if (r == TQKV_OK && a->call.exact_first) r = tqkv__take_kept(a, tqkv__stream_shape);
     if (r != TQKV_OK) return r;
+    if (a->kept && a->call.window && a->call.end > 1 << 30)
+        return TQKV__REFUSE(UNSUPPORTED, "exact_first of a ring behind 2^30 positions, and a window: not on a GPU");
+    b->first_tail = from->first_tail;
     b->ends[0][0] = from->first_keys;
     b->ends[0][1] = a->shared ? from->first_keys : from->first_values;
     b->ends[1][0] = from->last_keys;
@@ -16355,8 +16482,8 @@ static tqkv_result tqkv__plan_ends(const tqkv_metal_attention *from, tqkv__atten
         if (a->keys.page_size && a->exact[last][0] && from->tail)
             return TQKV__REFUSE(UNSUPPORTED, "exact_first or exact_last of keys with a tail in pages: not on a GPU");
     }
-    const bool last = a->exact[1][0] || a->exact[1][1], meet = last && a->exact_from < a->exact_below;
-    if (!meet || (a->exact[0][0] == a->exact[1][0] && a->exact[0][1] == a->exact[1][1])) return TQKV_OK;
+    const bool last = a->exact[1][0] || a->exact[1][1], meet = last && tqkv__exact_at(a, 0) < a->exact_below;
+    if (!meet || ((a->exact[0][0] || !a->exact[1][0]) && (a->exact[0][1] || !a->exact[1][1]))) return TQKV_OK;
     return TQKV__REFUSE(UNSUPPORTED, "exact_first and exact_last meet, and are of different streams: not on a GPU");
 }
 
@@ -16369,7 +16496,9 @@ static tqkv_result tqkv__plan_range(const tqkv_metal_attention *from, int64_t fi
     if (r != TQKV_OK) return r;
     if (!slice) b->sinks = from->sinks;
     const tqkv__range range = {slice ? first : a->first, slice ? first + count : a->call.end};
+    const bool begins = range.from == a->first && (range.from < range.to || range.to == a->call.end);
     if (known) r = tqkv__check_seen(a, range);
+    if (!begins) a->kept = 0;
     a->first = range.from;
     b->slice_end = range.to;
     return r;
@@ -16385,6 +16514,7 @@ static tqkv_result tqkv__plan_call_of(const tqkv_metal_attention *from, int64_t 
     if (r == TQKV_OK) r = tqkv__plan_check_streams(from, &a);
     if (r == TQKV_OK) r = tqkv__attention_range(&call.attention, &a);
     if (r == TQKV_OK) r = tqkv__plan_ends(from, &a, b);
+    if (r == TQKV_OK) r = tqkv__check_window(&a);
     if (r == TQKV_OK) r = tqkv__plan_range(from, first, count, &a, b);
     if (r == TQKV_OK) r = tqkv__plan_attention_positions(&a);
     if (r != TQKV_OK) return r;
@@ -16504,7 +16634,8 @@ static tqkv_result tqkv__add_scratch_of_end(const tqkv__attention *a, int last, 
     const tqkv_attention *call = &a->call;
     const tqkv_store *keys = last ? call->last_keys : call->first_keys,
                      *values = last ? call->last_values : call->first_values;
-    const int64_t n = last ? call->exact_last : call->exact_first, length = TQKV__STRETCH_TILES * TQKV__SIMD_WIDTH;
+    const int64_t newest = call->exact_last ? (int64_t)call->exact_last + call->n_queries : 0,
+                  n = last ? newest : call->exact_first, length = TQKV__STRETCH_TILES * TQKV__SIMD_WIDTH;
     if (!n || (!keys && !values)) return TQKV_OK;
     const bool ring = keys ? keys->ring : a->keys.ring;
     const int64_t room = !ring ? 0 : keys ? keys->capacity : a->keys.capacity;
@@ -16563,7 +16694,7 @@ static bool tqkv__joins(int constant)
 {
     return constant == TQKV_FC_COLUMNS || constant == TQKV_FC_MANY_QUERIES || constant == TQKV_FC_SAME_SLOTS ||
            constant == TQKV_FC_SHORT_STORE || constant == TQKV_FC_PAGES || constant == TQKV_FC_SMALL_PAGES ||
-           constant == TQKV_FC_TREE || constant == TQKV_FC_TAIL_ELSEWHERE;
+           constant == TQKV_FC_TREE || constant == TQKV_FC_TAIL_ELSEWHERE || constant == TQKV_FC_HALVES;
 }
 
 static bool tqkv__sees_nothing(const tqkv_metal_dispatch *attend) { return tqkv__attend_args_of(attend).kv_len == 0; }
@@ -17222,21 +17353,17 @@ static tqkv_result tqkv__check_on_gpu(const tqkv_cache *c, int n_tokens)
     if (tqkv__newest_room(c) && n_tokens &&
         (wanted < c->keys.capacity ? wanted : c->keys.capacity) > tqkv__newest_room(c))
         return TQKV__REFUSE(OUT_OF_RANGE, "n_tokens: more than exact_batch");
-    for (int i = 0; i < TQKV__CACHE_STREAMS; i++)
-        if (tqkv__end_of(c, i) && (i == 2 || tqkv__stream_of(c, i)->format == TQKV_F16))
-            return TQKV__REFUSE(UNSUPPORTED, "exact_first of a ring with F16 or a tail: not on a GPU");
     return TQKV_OK;
 }
 
-/* The rows of a tail that lies apart from the keys come behind all of theirs. */
-static tqkv_result tqkv__add_tail(const tqkv_cache *c, tqkv_metal_buffer memory, const tqkv__places *places,
+/* The tail, whose rows lie apart from the keys, and in a ring its first positions. */
+static tqkv_result tqkv__add_tail(const tqkv_cache *c, tqkv_metal_buffer memory, const tqkv_store *to,
+                                  tqkv_metal_buffer rows, tqkv_strides strides, const tqkv__places *places,
                                   tqkv_metal_buffer not_finite, tqkv_metal_plan *plan)
 {
-    const tqkv_strides none = {0, 0};
-    const tqkv_metal_binding *keys = tqkv__binding_at(&plan->d[0], 1);
-    const tqkv_metal_buffer rows = tqkv__buffer_after(keys->at, keys->size);
-    tqkv_metal_store tail = tqkv__store_in_buffer(c, memory, &c->tail);
-    tail.shape.strides = none;
+    tqkv_metal_store tail = tqkv__store_in_buffer(c, memory, to);
+    tail.shape.type = c->tail.type;
+    tail.shape.strides = strides;
     return tqkv__add_encode(&tail, rows, places, not_finite, plan);
 }
 
@@ -17252,6 +17379,8 @@ TQKV_API tqkv_result tqkv_metal_plan_cache_append(const tqkv_cache *c, tqkv_meta
     const tqkv_cache_layout own = tqkv__layout_of_call(c, layout);
     const tqkv_strides strides[] = {own.k, own.v};
     const tqkv_metal_buffer rows[] = {k, v};
+    tqkv_metal_buffer tail_rows = v;
+    tqkv_strides tail_strides = own.v;
     tqkv_metal_store keys = tqkv__store_in_buffer(c, memory, &c->keys),
                      others = tqkv__store_in_buffer(c, memory, tail && !apart ? &c->tail : &c->values);
     keys.shape.strides = own.k;
@@ -17260,7 +17389,19 @@ TQKV_API tqkv_result tqkv_metal_plan_cache_append(const tqkv_cache *c, tqkv_meta
     if (r == TQKV_OK)
         r = c->shared && !tail ? tqkv__add_encode(&keys, k, &places, not_finite, plan)
                                : tqkv__add_encode_kv(&keys, &others, k, v, &places, not_finite, plan);
-    if (r == TQKV_OK && apart) r = tqkv__add_tail(c, memory, &places, not_finite, plan);
+    if (r == TQKV_OK && apart) { /* its rows come behind all of the keys' */
+        const tqkv_strides none = {0, 0};
+        const tqkv_metal_binding *of_keys = tqkv__binding_at(&plan->d[0], 1);
+        tail_rows = tqkv__buffer_after(of_keys->at, of_keys->size);
+        tail_strides = none;
+        r = tqkv__add_tail(c, memory, &c->tail, tail_rows, tail_strides, &places, not_finite, plan);
+    }
+    const int64_t left = c->exact_first - c->attention.end;
+    if (r == TQKV_OK && tqkv__end_of(c, 2) && (left > 0 || !n_tokens)) {
+        const tqkv__places kept =
+            tqkv__places_from(left < n_tokens && n_tokens ? (int)left : n_tokens, n_tokens ? c->attention.end : 0);
+        r = tqkv__add_tail(c, memory, tqkv__end_of(c, 2), tail_rows, tail_strides, &kept, not_finite, plan);
+    }
     for (int first = 0; r == TQKV_OK && first <= TQKV__LAST_KEYS; first += TQKV__LAST_KEYS)
         r = tqkv__plan_halves(c, memory, strides, first, rows, n_tokens, not_finite, plan);
     return tqkv__close_plan(plan, r);
@@ -17294,6 +17435,7 @@ static void tqkv__open_cache_call(const tqkv_cache *c, tqkv_metal_buffer memory,
     a->values = &call->stores[values];
     a->tail = tqkv__store_of_call(c, call, 2);
     a->first_keys = tqkv__store_of_call(c, call, TQKV__FIRST_ENDS);
+    a->first_tail = tqkv__store_of_call(c, call, TQKV__FIRST_ENDS + 2);
     a->first_values = tqkv__store_of_call(c, call, TQKV__FIRST_ENDS + values);
     a->last_keys = tqkv__store_of_call(c, call, TQKV__LAST_ENDS);
     a->last_values = tqkv__store_of_call(c, call, TQKV__LAST_ENDS + values);
@@ -17331,9 +17473,9 @@ TQKV_API tqkv_result tqkv_metal_plan_cache_attend(const tqkv_cache *c, tqkv_meta
     tqkv__cache_call call;
     if (!tqkv__open_plan(plan, "attend")) return TQKV__INVALID(TQKV__NO_PLAN);
     if (!c || n_queries <= 0) return tqkv__close_plan(plan, TQKV__INVALID(TQKV__NO_CACHE_QUERIES));
+    const tqkv_result r = tqkv__check_on_gpu(c, 0);
+    if (r != TQKV_OK) return tqkv__close_plan(plan, r);
     const tqkv_cache_layout own = tqkv__layout_of_call(c, layout);
-    const tqkv_result on_gpu = tqkv__check_on_gpu(c, 0);
-    if (on_gpu != TQKV_OK) return tqkv__close_plan(plan, on_gpu);
     tqkv__open_cache_call(c, memory, some, &call);
     call.attention.attention.n_queries = n_queries;
     call.attention.attention.query_strides = own.q;
@@ -17430,6 +17572,7 @@ static void tqkv__take_all_parts(tqkv_attention *a, const tqkv_store *keys, cons
     const tqkv_store *const stores[] = {keys, values};
     const int64_t end = (int64_t)a->exact_first + a->exact_last + 1; /* one that is neither */
     a->end = end;
+    a->exact_from = 0;
     a->kv_len = end < INT_MAX ? (int)end : INT_MAX;
     for (int i = 0; i < 2; i++) {
         const int64_t room = tqkv__positions_in(stores[i]);

@@ -283,19 +283,26 @@ static bool tqkv__has_matrices(tqkv_metal *m)
     return has;
 }
 
-/* Whether pipelines of a plan could not be built because Metal refuses attend_matrix. Then the context does without from now on,
-   and its text says so. */
+static bool tqkv__is_built(tqkv_metal *m, const tqkv_metal_kernel *kernel)
+{
+    pthread_mutex_lock(&m->lock);
+    const bool built = tqkv__find_kept(m->pipelines, kernel) != NULL;
+    pthread_mutex_unlock(&m->lock);
+    return built;
+}
+
+/* Whether pipelines of a plan could not be built because Metal refuses attend_matrix, twice: its compiler may have been restarted.
+   Then the context does without from now on, and its text says so. */
 static bool tqkv__lost_matrices(tqkv_metal *m, tqkv_result r, const tqkv_metal_plan *plan)
 {
     char text[300];
     const tqkv__kept *attend;
     const tqkv_metal_dispatch *missing = NULL;
     if (r != TQKV_METAL_ERROR) return false;
-    pthread_mutex_lock(&m->lock);
     for (int i = 0; i < plan->n && !missing; i++)
-        if (!tqkv__find_kept(m->pipelines, &plan->d[i].kernel)) missing = &plan->d[i];
-    pthread_mutex_unlock(&m->lock);
+        if (!tqkv__is_built(m, &plan->d[i].kernel)) missing = &plan->d[i];
     if (!missing || missing->kernel.family != TQKV_METAL_ATTEND_MATRIX) return false; /* something else failed */
+    if (tqkv__get_pipeline(m, &missing->kernel, &attend) == TQKV_OK) return true;
     tqkv_metal_plan lanes;
     tqkv_metal_kernel *kernel = &lanes.d[0].kernel;
     lanes.n = 1;
@@ -328,7 +335,8 @@ static tqkv_result tqkv__try_pipelines(tqkv_metal *m, tqkv_metal_plan *plan, con
 static tqkv_result tqkv__get_pipelines(tqkv_metal *m, tqkv_metal_plan *plan, const tqkv__kept **out)
 {
     const tqkv_result r = tqkv__try_pipelines(m, plan, out);
-    return tqkv__lost_matrices(m, r, plan) && tqkv_metal_plan_lanes(plan) ? tqkv__try_pipelines(m, plan, out) : r;
+    if (!tqkv__lost_matrices(m, r, plan)) return r;
+    return tqkv__has_matrices(m) || tqkv_metal_plan_lanes(plan) ? tqkv__try_pipelines(m, plan, out) : r;
 }
 
 /* >>recording: a plan, checked against Metal's objects and handed to an encoder; command buffers of our own */
@@ -1423,11 +1431,32 @@ static tqkv_result tqkv__open_device(tqkv_metal *m, const tqkv_metal_desc *desc)
     return m->unused ? TQKV_OK : tqkv__fail(m, TQKV_OUT_OF_MEMORY, "no buffer");
 }
 
+static bool tqkv__all_zero(const char *bytes, size_t size)
+{
+    size_t n = 0;
+    while (n < size && !bytes[n]) n++;
+    return n == size;
+}
+
+/* Runs the product of two matrices. A failure may be of the moment: it is tried again. Matrices that lie otherwise, or a kernel that
+   Metal refuses twice, cost the context its matrices; one that was built and did not run is a failure. */
+static tqkv_result tqkv__check_product(tqkv_metal *m, tqkv_metal_plan *plan, const void *report)
+{
+    char text[300];
+    tqkv_result r = tqkv__run_plan(m, plan);
+    if (r == TQKV_METAL_ERROR) r = tqkv__run_plan(m, plan);
+    if (r != TQKV_OK && (r != TQKV_METAL_ERROR || tqkv__is_built(m, &plan->d[0].kernel))) return r;
+    m->matrices = r == TQKV_OK && tqkv_metal_has_matrices(report);
+    tqkv_metal_error(m, text, sizeof text);
+    if (!m->matrices)
+        tqkv__fail(m, r, "%s; attention without matrices", r == TQKV_OK ? "this GPU's matrices lie otherwise" : text);
+    return TQKV_OK;
+}
+
 /* Compares the shaders' tables with those of tqkv.h. Then it looks where the GPU's matrices lie: attention can do without
    them, so a failure there is only a text. */
 static tqkv_result tqkv__check_tables(tqkv_metal *m)
 {
-    char text[300];
     tqkv_metal_plan plan;
     tqkv_metal_buffer buffer;
     const size_t size = tqkv_metal_report_size();
@@ -1438,16 +1467,14 @@ static tqkv_result tqkv__check_tables(tqkv_metal *m)
     plan.n = 1; /* the other one may fail */
     tqkv_result r = tqkv__run_plan(m, &plan);
     const char *stale = r == TQKV_OK ? tqkv_metal_stale_table(block->begin) : NULL;
-    if (stale) r = tqkv__fail(m, TQKV_TABLE_MISMATCH, "the library's %s differs from that of tqkv.h", stale);
+    if (stale && tqkv__all_zero(block->begin, size))
+        r = tqkv__fail(m, TQKV_METAL_ERROR, "tables: the kernel wrote nothing");
+    else if (stale)
+        r = tqkv__fail(m, TQKV_TABLE_MISMATCH, "the library's %s differs from that of tqkv.h", stale);
     if (r == TQKV_OK) {
         plan.call = "matrices";
         plan.d[0] = plan.d[1];
-        const tqkv_result product = tqkv__run_plan(m, &plan);
-        m->matrices = product == TQKV_OK && tqkv_metal_has_matrices(block->begin);
-        tqkv_metal_error(m, text, sizeof text);
-        if (!m->matrices)
-            tqkv__fail(m, r, "%s; attention without matrices",
-                       product == TQKV_OK ? "this GPU's matrices lie otherwise" : text);
+        r = tqkv__check_product(m, &plan, block->begin);
     }
     tqkv__give_back(m, block);
     return r;

@@ -258,8 +258,9 @@ static tqkv_result tqkv__check_first_tail(const tqkv__attention *a, const tqkv__
     return TQKV_OK;
 }
 
-/* Takes the first positions that are no longer resident, if all streams have them; follows tqkv__take_ends. */
-static tqkv_result tqkv__take_kept(tqkv__attention *a)
+/* Takes the first positions that are no longer resident, if all streams have them, from stores opened by `open`; follows
+   tqkv__take_ends. */
+static tqkv_result tqkv__take_kept(tqkv__attention *a, tqkv_result (*open)(const tqkv_store *, tqkv__stream *))
 {
     const tqkv_attention *call = &a->call;
     const tqkv_store *const stores[2] = {call->first_keys, call->first_values};
@@ -269,13 +270,13 @@ static tqkv_result tqkv__take_kept(tqkv__attention *a)
     for (int side = 0; side < 2; side++) {
         tqkv__stream *s = &a->ends[0][side];
         if (a->exact[0][side]) continue; /* a stream of F16 has no other halves */
-        tqkv_result r = tqkv__stream_open(stores[a->shared ? 0 : side], s);
+        tqkv_result r = open(stores[a->shared ? 0 : side], s);
         if (r == TQKV_OK) r = tqkv__check_end(a, side ? &a->values : &a->keys, 0, below, s);
         if (r != TQKV_OK) return r;
         a->exact[0][side] = true;
     }
     if (call->tail) {
-        tqkv_result r = tqkv__stream_open(call->first_tail, &a->first_tail);
+        tqkv_result r = open(call->first_tail, &a->first_tail);
         if (r == TQKV_OK) r = tqkv__check_first_tail(a, &a->first_tail);
         if (r != TQKV_OK) return r;
         if (a->round_query) tqkv__fill_integers(&a->first_tail);
@@ -437,7 +438,7 @@ static tqkv_result tqkv__attention_ends(tqkv__attention *a)
 {
     tqkv_result r = TQKV_OK;
     if (a->call.exact_first || a->call.exact_last) r = tqkv__take_ends(a, tqkv__stream_open);
-    if (r == TQKV_OK && a->call.exact_first) r = tqkv__take_kept(a);
+    if (r == TQKV_OK && a->call.exact_first) r = tqkv__take_kept(a, tqkv__stream_open);
     return r == TQKV_OK ? tqkv__check_window(a) : r;
 }
 

@@ -151,7 +151,7 @@ static void tqkv__end_shape(const tqkv_cache_desc *desc, int last, int i, tqkv_c
     const int64_t batch = desc->exact_batch ? desc->exact_batch : desc->metal ? 512 : 1;
     const int64_t room = tqkv__end_room(desc->exact_last, batch > TQKV__TILE ? batch : TQKV__TILE);
     const bool halves = stream && i < 2 && stream->format != TQKV_F16;
-    const bool as_it_is = stream && !halves && !last && desc->ring && !desc->metal;
+    const bool as_it_is = stream && !halves && !last && desc->ring;
     tqkv_store *s = &c->ends[last][i];
     if (!(last ? desc->exact_last : desc->exact_first) || (!halves && !as_it_is)) return;
     *s = *stream;

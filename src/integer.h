@@ -214,7 +214,6 @@ static void tqkv__add_halves(const tqkv__stream *s, int kv_head, const tqkv__run
 {
     float value[TQKV_MAX_HEAD_DIM];
     for (int j = 0; j < run->n; j++) {
-        if (weights[j] == 0.0f) continue;
         tqkv__decode_row(s, tqkv__codes_at(s, kv_head, run->slot + j), NULL, value);
         for (int d = 0; d < s->head_dim; d++) out[d] = tqkv__fma(weights[j], value[d], out[d]);
     }

@@ -59,21 +59,17 @@ static tqkv_result tqkv__check_on_gpu(const tqkv_cache *c, int n_tokens)
     if (tqkv__newest_room(c) && n_tokens &&
         (wanted < c->keys.capacity ? wanted : c->keys.capacity) > tqkv__newest_room(c))
         return TQKV__REFUSE(OUT_OF_RANGE, "n_tokens: more than exact_batch");
-    for (int i = 0; i < TQKV__CACHE_STREAMS; i++)
-        if (tqkv__end_of(c, i) && (i == 2 || tqkv__stream_of(c, i)->format == TQKV_F16))
-            return TQKV__REFUSE(UNSUPPORTED, "exact_first of a ring with F16 or a tail: not on a GPU");
     return TQKV_OK;
 }
 
-/* The rows of a tail that lies apart from the keys come behind all of theirs. */
-static tqkv_result tqkv__add_tail(const tqkv_cache *c, tqkv_metal_buffer memory, const tqkv__places *places,
+/* The tail, whose rows lie apart from the keys, and in a ring its first positions. */
+static tqkv_result tqkv__add_tail(const tqkv_cache *c, tqkv_metal_buffer memory, const tqkv_store *to,
+                                  tqkv_metal_buffer rows, tqkv_strides strides, const tqkv__places *places,
                                   tqkv_metal_buffer not_finite, tqkv_metal_plan *plan)
 {
-    const tqkv_strides none = {0, 0};
-    const tqkv_metal_binding *keys = tqkv__binding_at(&plan->d[0], 1);
-    const tqkv_metal_buffer rows = tqkv__buffer_after(keys->at, keys->size);
-    tqkv_metal_store tail = tqkv__store_in_buffer(c, memory, &c->tail);
-    tail.shape.strides = none;
+    tqkv_metal_store tail = tqkv__store_in_buffer(c, memory, to);
+    tail.shape.type = c->tail.type;
+    tail.shape.strides = strides;
     return tqkv__add_encode(&tail, rows, places, not_finite, plan);
 }
 
@@ -89,6 +85,8 @@ TQKV_API tqkv_result tqkv_metal_plan_cache_append(const tqkv_cache *c, tqkv_meta
     const tqkv_cache_layout own = tqkv__layout_of_call(c, layout);
     const tqkv_strides strides[] = {own.k, own.v};
     const tqkv_metal_buffer rows[] = {k, v};
+    tqkv_metal_buffer tail_rows = v;
+    tqkv_strides tail_strides = own.v;
     tqkv_metal_store keys = tqkv__store_in_buffer(c, memory, &c->keys),
                      others = tqkv__store_in_buffer(c, memory, tail && !apart ? &c->tail : &c->values);
     keys.shape.strides = own.k;
@@ -97,7 +95,19 @@ TQKV_API tqkv_result tqkv_metal_plan_cache_append(const tqkv_cache *c, tqkv_meta
     if (r == TQKV_OK)
         r = c->shared && !tail ? tqkv__add_encode(&keys, k, &places, not_finite, plan)
                                : tqkv__add_encode_kv(&keys, &others, k, v, &places, not_finite, plan);
-    if (r == TQKV_OK && apart) r = tqkv__add_tail(c, memory, &places, not_finite, plan);
+    if (r == TQKV_OK && apart) { /* its rows come behind all of the keys' */
+        const tqkv_strides none = {0, 0};
+        const tqkv_metal_binding *of_keys = tqkv__binding_at(&plan->d[0], 1);
+        tail_rows = tqkv__buffer_after(of_keys->at, of_keys->size);
+        tail_strides = none;
+        r = tqkv__add_tail(c, memory, &c->tail, tail_rows, tail_strides, &places, not_finite, plan);
+    }
+    const int64_t left = c->exact_first - c->attention.end;
+    if (r == TQKV_OK && tqkv__end_of(c, 2) && (left > 0 || !n_tokens)) {
+        const tqkv__places kept =
+            tqkv__places_from(left < n_tokens && n_tokens ? (int)left : n_tokens, n_tokens ? c->attention.end : 0);
+        r = tqkv__add_tail(c, memory, tqkv__end_of(c, 2), tail_rows, tail_strides, &kept, not_finite, plan);
+    }
     for (int first = 0; r == TQKV_OK && first <= TQKV__LAST_KEYS; first += TQKV__LAST_KEYS)
         r = tqkv__plan_halves(c, memory, strides, first, rows, n_tokens, not_finite, plan);
     return tqkv__close_plan(plan, r);
@@ -131,6 +141,7 @@ static void tqkv__open_cache_call(const tqkv_cache *c, tqkv_metal_buffer memory,
     a->values = &call->stores[values];
     a->tail = tqkv__store_of_call(c, call, 2);
     a->first_keys = tqkv__store_of_call(c, call, TQKV__FIRST_ENDS);
+    a->first_tail = tqkv__store_of_call(c, call, TQKV__FIRST_ENDS + 2);
     a->first_values = tqkv__store_of_call(c, call, TQKV__FIRST_ENDS + values);
     a->last_keys = tqkv__store_of_call(c, call, TQKV__LAST_ENDS);
     a->last_values = tqkv__store_of_call(c, call, TQKV__LAST_ENDS + values);
@@ -168,9 +179,9 @@ TQKV_API tqkv_result tqkv_metal_plan_cache_attend(const tqkv_cache *c, tqkv_meta
     tqkv__cache_call call;
     if (!tqkv__open_plan(plan, "attend")) return TQKV__INVALID(TQKV__NO_PLAN);
     if (!c || n_queries <= 0) return tqkv__close_plan(plan, TQKV__INVALID(TQKV__NO_CACHE_QUERIES));
+    const tqkv_result r = tqkv__check_on_gpu(c, 0);
+    if (r != TQKV_OK) return tqkv__close_plan(plan, r);
     const tqkv_cache_layout own = tqkv__layout_of_call(c, layout);
-    const tqkv_result on_gpu = tqkv__check_on_gpu(c, 0);
-    if (on_gpu != TQKV_OK) return tqkv__close_plan(plan, on_gpu);
     tqkv__open_cache_call(c, memory, some, &call);
     call.attention.attention.n_queries = n_queries;
     call.attention.attention.query_strides = own.q;

@@ -87,6 +87,7 @@ static void tqkv__take_all_parts(tqkv_attention *a, const tqkv_store *keys, cons
     const tqkv_store *const stores[] = {keys, values};
     const int64_t end = (int64_t)a->exact_first + a->exact_last + 1; /* one that is neither */
     a->end = end;
+    a->exact_from = 0;
     a->kv_len = end < INT_MAX ? (int)end : INT_MAX;
     for (int i = 0; i < 2; i++) {
         const int64_t room = tqkv__positions_in(stores[i]);

@@ -95,7 +95,8 @@ static inline void attend_poison_position(tqkv_store *s, int64_t position, bool 
     }
 }
 
-/* Encodes positions [first, end). Then fills those that no query sees with NaN. */
+/* Encodes positions [first, end). Then fills those that no query sees with NaN, but not those that only the halves of first
+   positions have: a ring that has wrapped shows them. */
 static inline void attend_fill_positions(tqkv_store *s, const tqkv_attention *a, int64_t first, int64_t end,
                                          uint64_t seed, data_kind kind)
 {
@@ -105,7 +106,8 @@ static inline void attend_fill_positions(tqkv_store *s, const tqkv_attention *a,
     for (int i = 0; s->channel_scale && i < count * token; i++) source[i] *= s->channel_scale[i % token];
     for (int i = 0; s->center && i < count * token; i++) source[i] += s->center[i % token];
     CHECK_RESULT(tqkv_encode(s, source, count, first), TQKV_OK);
-    for (int64_t p = first; p < end; p++)
+    const bool keeps = s == a->first_keys || s == a->first_values;
+    for (int64_t p = keeps ? reference_attention_shape(a).oldest : first; p < end; p++)
         if (!attend_is_seen(a, p)) attend_poison_position(s, p, true);
     free(source);
 }

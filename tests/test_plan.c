@@ -22,7 +22,8 @@ static void check_encode(const void *row)
               constant(d, TQKV_FC_ROTATED) == 1 && constant(d, TQKV_FC_FORMAT) == TQKV_I8 &&
               constant(d, TQKV_FC_VALUE_FORMAT) == -1,
           "the kernel");
-    CHECK(d->rows && d->grid[0] == 4 && rows_args(d, 0).block_scale == 1.0f, "%zu simdgroups for 30 rows", d->grid[0]);
+    CHECK(d->rows && d->grid[0] == 6 && rows_args(d, 0).block_scale == 1.0f, "%zu simdgroups for 10 rows of 3 heads",
+          d->grid[0]);
     CHECK_RESULT(tqkv_metal_plan_encode(&ring, at(4, SIZE_MAX - 3), 24, 7, none, &plan), TQKV_OK);
     CHECK(binding(d, "src").at.offset > SIZE_MAX - 16, "an offset that wraps");
     CHECK_RESULT(tqkv_metal_plan_encode(&linear, at(4, 0), 4, 6, none, &plan), TQKV_OK);
@@ -48,7 +49,7 @@ static void check_encode_kv(const void *row)
     CHECK_RESULT(tqkv_metal_plan_encode_kv(&keys, &values, at(4, 0), at(5, 0), 11, 3, at(6, 0), &plan), TQKV_OK);
     check_dispatch(d);
     CHECK(d->n_arguments == 2 && rows_args(d, 0).n_tokens == 10 && rows_args(d, 1).n_tokens == 11, "tokens of both");
-    CHECK(d->grid[0] == 1 && d->grid[2] == 2, "simdgroups for the 33 rows of the longer");
+    CHECK(d->grid[0] == 3 && d->grid[2] == 2, "simdgroups for the 11 rows of 3 heads of the longer");
     CHECK(constant(d, TQKV_FC_FORMAT) == TQKV_F16 && constant(d, TQKV_FC_VALUE_FORMAT) == TQKV_TQ8 &&
               constant(d, TQKV_FC_ROTATED) == 0 && constant(d, TQKV_FC_VALUE_ROTATED) == 1,
           "the kernel");
@@ -135,8 +136,8 @@ static void check_engine(const void *row)
     CHECK(d[2].arguments[0].index == 0 && d[2].arguments[1].index == 4 &&
               d[2].arguments[1].size == sizeof(tqkv__rows_args),
           "arguments");
-    CHECK_RESULT(tqkv_metal_plan_launch(&d[1], 64, &launch), TQKV_OK); /* 27 rows, 4 a simdgroup */
-    CHECK(launch.threadgroups[0] == 4 && launch.threads == 64 && launch.memory[3] == 16, "%zu threadgroups of %zu",
+    CHECK_RESULT(tqkv_metal_plan_launch(&d[1], 64, &launch), TQKV_OK); /* 9 rows of 3 heads, 4 a simdgroup */
+    CHECK(launch.threadgroups[0] == 5 && launch.threads == 64 && launch.memory[3] == 16, "%zu threadgroups of %zu",
           launch.threadgroups[0], launch.threads);
     CHECK_RESULT(tqkv_metal_plan_launch(&d[1], 31, &launch), TQKV_INVALID_ARGUMENT);
     CHECK_RESULT(tqkv_metal_plan_launch(NULL, 64, &launch), TQKV_INVALID_ARGUMENT);
@@ -293,6 +294,131 @@ static void check_center(const void *row)
     CHECK(constant(d, TQKV_FC_CENTER) == 1 && constant(d + 1, TQKV_FC_CENTER) == 0, "attend with softcap");
     CHECK_RESULT(tqkv_metal_plan_attend(&a, at(4, 0), at(5, 0), at(7, size), &plan), TQKV_OK);
     CHECK(!strcmp(overlapping(d), "values' center"), "the output in the centre: %s", overlapping(d));
+}
+
+/* Scales of channels: of rows, of queries in the original basis, of the centre beside rotated ones, and of outputs. */
+static void check_channel_scale(const void *row)
+{
+    tqkv_metal_plan plan;
+    const tqkv_metal_dispatch *const d = plan.d;
+    tqkv_metal_store keys = plan_store(TQKV_I8, 64, 10, false, 0), values = plan_store(TQKV_F16, 64, 10, false, 2),
+                     plain = values;
+    const size_t size = 3 * 64 * sizeof(float);
+    (void)row;
+    tqkv_metal_attention a = plan_attention(&keys, &values), other = plan_attention(&keys, &plain);
+    a.attention.end = other.attention.end = 10;
+    keys.channel_scale = at(7, 0);
+    values.channel_scale = at(7, size);
+    CHECK_RESULT(tqkv_metal_plan_encode_kv(&keys, &values, at(4, 0), at(5, 0), 4, 3, none, &plan), TQKV_OK);
+    check_plan(&plan);
+    CHECK(binding(d, "keys' channel_scale").size == size && binding(d, "values' channel_scale").at.offset == size &&
+              constant(d, TQKV_FC_SCALED) == 1 && constant(d, TQKV_FC_VALUE_SCALED) == 1,
+          "encode_kv");
+    CHECK_RESULT(tqkv_metal_plan_probe(&keys, at(4, 0), 3, at(5, 0), none, &plan), TQKV_OK);
+    check_plan(&plan);
+    CHECK(constant(d, TQKV_FC_SCALED) == 1 && binding(d, "channel_scale").size == size, "probe");
+    for (int rotated = 0; rotated < 2; rotated++)
+        for (int center = 0; center < 2; center++) {
+            const tqkv_basis basis = rotated ? TQKV_ROTATED : TQKV_ORIGINAL;
+            keys.center = values.center = center ? at(7, 4 * size) : none;
+            CHECK_RESULT(tqkv_metal_plan_decode(&values, 0, 10, basis, at(4, 0), &plan), TQKV_OK);
+            check_plan(&plan);
+            CHECK(constant(d, TQKV_FC_SCALED) == !rotated && constant(d, TQKV_FC_CENTER_SCALED) == (rotated && center),
+                  "decode");
+            a.attention.query_basis = a.attention.output_basis = basis;
+            a.attention.softcap = 3.0f; /* the keys' centre counts */
+            CHECK_RESULT(plan_attend(&a, &plan), TQKV_OK);
+            CHECK(constant(d, TQKV_FC_SCALED) == !rotated &&
+                      constant(d, TQKV_FC_CENTER_SCALED) == (rotated && center) &&
+                      constant(d, TQKV_FC_TAIL_SCALED) == 0 && constant(d, TQKV_FC_TAIL_CENTER_SCALED) == 0 &&
+                      binding(d, "keys' channel_scale").size == (!rotated || center ? size : 0),
+                  "attend: rotated %d, centre %d", rotated, center);
+            CHECK(constant(d + 1, TQKV_FC_VALUE_SCALED) == !rotated &&
+                      constant(d + 1, TQKV_FC_CENTER_SCALED) == (rotated && center),
+                  "merge: rotated %d, centre %d", rotated, center);
+            CHECK_RESULT(
+                tqkv_metal_plan_attend_partial(&a, at(4, 0), 0, 7, at(5, 0), at(6, 0), at(6, 4096), at(6, 8192), &plan),
+                TQKV_OK);
+            CHECK(constant(d + 1, TQKV_FC_VALUE_SCALED) == 0 && constant(d + 1, TQKV_FC_CENTER_SCALED) == center,
+                  "a slice: centre %d", center);
+            CHECK_RESULT(tqkv_metal_plan_attend_finish(&a, at(5, 0), at(5, size), at(5, 2 * size), at(4, 0), &plan),
+                         TQKV_OK);
+            check_plan(&plan);
+            CHECK(constant(d, TQKV_FC_VALUE_SCALED) == !rotated && constant(d, TQKV_FC_CENTER_SCALED) == 0, "the end");
+        }
+    const tqkv_metal_buffer b = at(5, 0);
+    CHECK_RESULT(tqkv_metal_plan_attend_merge_slice(&a, b, b, b, &a, b, b, b, &plan), TQKV_OK);
+    CHECK_RESULT(tqkv_metal_plan_attend_merge_slice(&a, b, b, b, &other, b, b, b, &plan), TQKV_INVALID_ARGUMENT);
+    CHECK_RESULT(tqkv_metal_plan_attend_merge_slice(&other, b, b, b, &a, b, b, b, &plan), TQKV_INVALID_ARGUMENT);
+}
+
+/* The kernels of the plans that somebody was shown. */
+typedef struct seen {
+    tqkv_metal_kernel kernels[64];
+    int n, left; /* left: plans until the visit fails; 0: it does not */
+} seen;
+
+static tqkv_result see(void *user, tqkv_metal_plan *plan)
+{
+    seen *all = (seen *)user;
+    CHECK(plan->result == TQKV_OK && plan->n, "a plan of nothing");
+    for (int i = 0; i < plan->n; i++) {
+        int j = 0;
+        while (j < all->n && memcmp(&all->kernels[j], &plan->d[i].kernel, sizeof all->kernels[j])) j++;
+        if (j == all->n && j < 64) all->kernels[all->n++] = plan->d[i].kernel;
+    }
+    return --all->left == 0 ? TQKV_METAL_ERROR : TQKV_OK;
+}
+
+static void check_seen(const seen *all, const tqkv_metal_plan *plan, const char *what)
+{
+    CHECK(plan->result == TQKV_OK, "%s: %s", what, tqkv_result_string(plan->result));
+    for (int i = 0; i < plan->n; i++) {
+        int j = 0;
+        while (j < all->n && memcmp(&all->kernels[j], &plan->d[i].kernel, sizeof all->kernels[j])) j++;
+        CHECK(j < all->n, "%s: dispatch %d was not prepared", what, i);
+    }
+}
+
+/* What is planned ahead of time has the kernels of later calls, wherever they stand. */
+static void check_prepare(const void *row)
+{
+    const tqkv_metal_store keys = plan_store(TQKV_TQ4, 64, 900, false, 0),
+                           values = plan_store(TQKV_I8, 64, 900, false, 2);
+    tqkv_metal_store first = plan_store(TQKV_F16, 64, 20, false, 4), last = plan_store(TQKV_F16, 64, 192, true, 4);
+    tqkv_metal_plan plan;
+    seen all;
+    (void)row;
+    tqkv_metal_attention a = plan_attention(&keys, &values);
+    first.shape.rotated = last.shape.rotated = true;
+    a.first_keys = a.first_values = &first;
+    a.last_keys = a.last_values = &last;
+    a.attention.exact_first = 20;
+    a.attention.exact_last = 100;
+    memset(&all, 0, sizeof all);
+    CHECK_RESULT(tqkv_metal_plan_prepare(&a, 5, TQKV_METAL_BATCHES | TQKV_METAL_SLICES, see, &all), TQKV_OK);
+    for (int end = 1; end <= 900; end += end < 130 ? 1 : 77)
+        for (int n = 1; n <= 5; n += 2) {
+            a.attention.end = end;
+            a.attention.n_queries = n;
+            tqkv_metal_plan_attend(&a, at(4, 0), at(5, 0), at(6, 0), &plan);
+            check_seen(&all, &plan, "attention");
+            for (int i = 0; i < plan.n; i++) plan.d[i].kernel.constants[TQKV_FC_BATCH] = 1 + true;
+            check_seen(&all, &plan, "a batch");
+            tqkv_metal_plan_attend_partial(&a, at(4, 0), 0, end, at(5, 0), at(6, 0), at(6, 256), at(6, 512), &plan);
+            check_seen(&all, &plan, "a slice");
+        }
+    tqkv_metal_plan_encode_kv(&first, &first, at(4, 0), at(5, 0), 4, 0, none, &plan);
+    check_seen(&all, &plan, "halves");
+    tqkv_metal_plan_attend_merge_slice(&a, none, none, none, &a, none, none, none, &plan);
+    check_seen(&all, &plan, "a merge");
+    tqkv_metal_plan_attend_finish(&a, none, none, none, none, &plan);
+    check_seen(&all, &plan, "the end of a slice");
+    memset(&all, 0, sizeof all);
+    all.left = 2;
+    CHECK_RESULT(tqkv_metal_plan_prepare(&a, 5, 0, see, &all), TQKV_METAL_ERROR);
+    CHECK_RESULT(tqkv_metal_plan_prepare(&a, -1, 0, see, &all), TQKV_INVALID_ARGUMENT);
+    CHECK_RESULT(tqkv_metal_plan_prepare(NULL, 1, 0, see, &all), TQKV_INVALID_ARGUMENT);
 }
 
 /* Every call takes the sizes that have kernels, within the limits of Metal, and refuses the others. Values of 128 go
@@ -629,7 +755,7 @@ static void check_cache_kernels(const void *row)
             CHECK_RESULT(tqkv_cache_create(&desc, &cache), TQKV_OK);
             if (!cache) return;
             CHECK_RESULT(tqkv_cache_fork(cache, NULL, &fork), TQKV_OK);
-            const bool matrix = group >= (least ? least : 4);
+            const bool matrix = group >= (least ? least : 8);
             for (int i = 0; i < 2; i++) {
                 CHECK_RESULT(tqkv_metal_plan_cache_attend(i ? fork : cache, at(0, 0), NULL, NULL, at(1, 0), 1, at(2, 0),
                                                           at(3, 0), &plan),
@@ -744,6 +870,8 @@ void test_plan_cases(void)
     test_add(check_attend, NULL, 0, "plan/attend");
     test_add(check_tree, NULL, 0, "plan/tree");
     test_add(check_center, NULL, 0, "plan/center");
+    test_add(check_channel_scale, NULL, 0, "plan/channel_scale");
+    test_add(check_prepare, NULL, 0, "plan/prepare");
     for (int i = 0; i < TEST_ALL_HEAD_DIMS; i++)
         test_add(check_head_dim, &test_all_head_dims[i], sizeof(int), "plan/head_dim/%d", test_all_head_dims[i]);
     test_add(check_tail, NULL, 0, "plan/tail");

@@ -64,7 +64,7 @@ static void check_kernel(int head_dim, int group, int matrix_group, int n_querie
                            values = plan_store(TQKV_TQ8, head_dim, 3000, false, 2);
     const bool shared = head_dim == 448 || head_dim == 512,
                has_matrices = shared || head_dim == 64 || head_dim == 128 || head_dim == 256;
-    const bool matrix = has_matrices && group >= (matrix_group ? matrix_group : shared ? 8 : 4);
+    const bool matrix = has_matrices && group >= (matrix_group ? matrix_group : 8);
     const int rows = group * n_queries;
     size_t scratch = 0;
     tqkv_metal_plan plan;
@@ -305,6 +305,102 @@ static void check_ends(const void *row)
     CHECK_RESULT(tqkv_metal_plan_attend(&a, none, none, none, &plan), TQKV_UNSUPPORTED);
 }
 
+/* Where newest halves begin by the arguments of a part, for its query i, counted as positions of the context. */
+static int boundary_of(const tqkv_metal_dispatch *d, int query)
+{
+    const tqkv__attend_args args = attend_args(d);
+    const int by_query = args.first_newest + query - args.exact_last + 1, first = (int)2000 - args.kv_len;
+    return first + (by_query > args.exact_from ? by_query : args.exact_from);
+}
+
+/* Several queries: the codes and the newest halves overlap, and each query has a boundary of its own, in every part the same. */
+static void check_ends_by_query(const void *row)
+{
+    const tqkv_metal_store keys = plan_store(TQKV_TQ4, 64, 9000, false, 0),
+                           values = plan_store(TQKV_I8, 64, 9000, false, 2);
+    tqkv_metal_store first = plan_store(TQKV_F16, 64, 20, false, 4), last = plan_store(TQKV_F16, 64, 192, true, 4);
+    tqkv_metal_plan plan;
+    const tqkv_metal_dispatch *const d = plan.d;
+    (void)row;
+    tqkv_metal_attention a = plan_attention(&keys, &values);
+    first.shape.rotated = last.shape.rotated = true;
+    a.first_keys = a.first_values = &first;
+    a.last_keys = a.last_values = &last;
+    a.attention.exact_first = 20;
+    a.attention.exact_last = 100;
+    a.attention.end = 2000;
+    a.attention.n_queries = 9;
+    for (int ahead = 0; ahead < 2; ahead++) {
+        a.attention.non_causal = ahead;
+        CHECK_RESULT(plan_attend(&a, &plan), TQKV_OK);
+        CHECK(plan.n == 4 && constant(d, TQKV_FC_HALVES) == TQKV__ALL_POSITIONS &&
+                  constant(d + 1, TQKV_FC_HALVES) == TQKV__BEFORE_HALVES &&
+                  constant(d + 2, TQKV_FC_HALVES) == TQKV__NEWEST_HALVES,
+              "%d dispatches", plan.n);
+        CHECK(attend_args(d + 1).kv_len == 1980 && attend_args(d + 1).slice_end == 1880 &&
+                  attend_args(d + 2).kv_len == (ahead ? 100 : 108) &&
+                  attend_args(d + 2).slice_end == attend_args(d + 2).kv_len,
+              "codes up to the last query's boundary, halves from the first one's on");
+        for (int i = 0; i < 9; i++)
+            CHECK(boundary_of(d + 1, i) == (ahead ? 1900 : 1892 + i) && boundary_of(d + 2, i) == boundary_of(d + 1, i),
+                  "query %d: %d", i, boundary_of(d + 1, i));
+    }
+    a.attention.non_causal = false;
+    a.attention.exact_from = 1897;
+    CHECK_RESULT(plan_attend(&a, &plan), TQKV_OK);
+    CHECK(attend_args(d + 2).kv_len == 103 && boundary_of(d + 1, 0) == 1897 && boundary_of(d + 2, 8) == 1900,
+          "what an edit took away");
+    a.attention.exact_from = 3000;
+    CHECK_RESULT(plan_attend(&a, &plan), TQKV_OK);
+    CHECK(plan.n == 3 && boundary_of(d + 1, 8) == 3000, "nothing is left: %d", boundary_of(d + 1, 8));
+    a.attention.exact_from = 0;
+    a.attention.exact_last = INT_MAX; /* all of the context, of which the ring holds little */
+    CHECK_RESULT(plan_attend(&a, &plan), TQKV_OUT_OF_RANGE);
+    last.shape.capacity = 9024;
+    CHECK_RESULT(plan_attend(&a, &plan), TQKV_OK);
+    CHECK(plan.n == 3 && boundary_of(d + 1, 8) <= 20, "all newest: %d", boundary_of(d + 1, 8));
+    last.shape.capacity = 128;
+    a.attention.exact_last = 100;
+    a.attention.n_queries = 29;
+    CHECK_RESULT(plan_attend(&a, &plan), TQKV_OK);
+    a.attention.n_queries = 30; /* the first query's first halves are gone */
+    CHECK_RESULT(plan_attend(&a, &plan), TQKV_OUT_OF_RANGE);
+}
+
+/* Lists of newest halves: ranks of a query are where they are alone. */
+static void check_ends_of_lists(const void *row)
+{
+    const tqkv_metal_store keys = plan_store(TQKV_TQ4, 64, 9000, false, 0);
+    tqkv_metal_store last = plan_store(TQKV_F16, 64, 192, true, 4);
+    tqkv_metal_plan plan;
+    size_t scratch;
+    (void)row;
+    tqkv_metal_attention a = plan_attention(&keys, &keys);
+    last.shape.rotated = true;
+    a.last_keys = &last;
+    a.list = at(7, 0);
+    a.attention.exact_last = 100;
+    a.attention.list_block = 16;
+    a.attention.list_length = 3;
+    for (int end = 1900; end < 2500; end += 7)
+        for (int n = 1; n <= 64; n += 9) {
+            a.attention.end = end;
+            a.attention.n_queries = n;
+            CHECK_RESULT(plan_attend(&a, &plan), TQKV_OK);
+            CHECK_RESULT(tqkv_metal_plan_attend_scratch(&a, &scratch), TQKV_OK);
+            const tqkv__attend_args args = attend_args(&plan.d[3]);
+            const int low = end - n - 99, block = low / 16 * 16;
+            CHECK(plan.n == 5 && args.kv_len == end - low && args.list_base == block % 512 &&
+                      args.list_slots == INT_MAX,
+                  "ranks from %d on, block %d", args.list_base, block);
+            CHECK(constant(&plan.d[0], TQKV_FC_HALVES) == TQKV__BEFORE_HALVES &&
+                      constant(&plan.d[1], TQKV_FC_HALVES) == TQKV__NEWEST_HALVES,
+                  "the lists' parts");
+            const tqkv_metal_binding state = binding(&plan.d[4], "scratch");
+            CHECK(state.at.offset + state.size <= scratch, "%zu bytes of scratch", scratch);
+        }
+}
+
 /* Scratch that no size_t counts. */
 static void check_large_scratch(const void *row)
 {
@@ -341,5 +437,7 @@ void test_plan_split_cases(void)
     test_add(check_partial, NULL, 0, "plan/slice/partial");
     test_add(check_slices, NULL, 0, "plan/slice/merge");
     test_add(check_ends, NULL, 0, "plan/ends");
+    test_add(check_ends_by_query, NULL, 0, "plan/ends/by_query");
+    test_add(check_ends_of_lists, NULL, 0, "plan/ends/lists");
     test_add(check_large_scratch, NULL, 0, "plan/large_scratch");
 }

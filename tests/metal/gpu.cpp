@@ -168,7 +168,7 @@ tqkv_metal_store gpu_store(const tqkv_store *s)
                               gpu_buffer(s->codes),
                               gpu_buffer(s->norms),
                               gpu_buffer(s->center),
-                              gpu_buffer(nullptr),
+                              gpu_buffer(s->channel_scale),
                               gpu_buffer(s->pages)};
     if (!gpu_known_tables) store.shape.pages = nullptr;
     return store;
@@ -181,10 +181,10 @@ gpu_attention::gpu_attention(const tqkv_attention &a)
     metal.values = &values;
     metal.tail = a.tail ? &tail : nullptr;
     metal.attention = a;
-    const tqkv_store *const stores[] = {a.first_keys, a.first_values, a.last_keys, a.last_values};
-    const tqkv_metal_store **const to[] = {&metal.first_keys, &metal.first_values, &metal.last_keys,
-                                           &metal.last_values};
-    for (int i = 0; i < 4; i++) {
+    const tqkv_store *const stores[] = {a.first_keys, a.first_values, a.last_keys, a.last_values, a.first_tail};
+    const tqkv_metal_store **const to[] = {&metal.first_keys, &metal.first_values, &metal.last_keys, &metal.last_values,
+                                           &metal.first_tail};
+    for (int i = 0; i < 5; i++) {
         if (!stores[i]) continue;
         ends[i] = gpu_store(stores[i]);
         *to[i] = &ends[i];
@@ -438,7 +438,8 @@ size_t size_of_items(const std::vector<tqkv_attention> &items)
 {
     size_t size = 4096;
     for (const tqkv_attention &a : items) {
-        for (const tqkv_store *s : {a.keys, a.values, a.tail, a.first_keys, a.first_values, a.last_keys, a.last_values})
+        for (const tqkv_store *s :
+             {a.keys, a.values, a.tail, a.first_keys, a.first_values, a.last_keys, a.last_values, a.first_tail})
             if (s) size += s->codes_size + s->norms_size + (size_t)(s->n_kv_heads * s->head_dim + s->n_pages) * 4 + 128;
         size +=
             values_size(a, a.query_type, a.query_strides, query_dim(a)) + (size_t)a.n_queries * 8 + 128 + list_size(a);
@@ -449,7 +450,7 @@ size_t size_of_items(const std::vector<tqkv_attention> &items)
 // The items of a batch with all that they read in one block of memory.
 struct batch_items {
     block in;
-    std::vector<tqkv_metal_store> stores; // seven an item
+    std::vector<tqkv_metal_store> stores; // eight an item
     std::vector<tqkv_metal_attention> metal;
     std::vector<tqkv_metal_buffer> q;
     batch_items(const std::vector<tqkv_attention> &items, const std::vector<const void *> &queries);
@@ -479,6 +480,8 @@ void batch_items::put(const tqkv_attention &item, const void *queries, tqkv_meta
         *to[i] = put(from[i]);
         if (from[i]) stores.back().center = i % 2 ? a.values->center : a.keys->center;
     }
+    a.first_tail = put(item.first_tail);
+    if (item.first_tail) stores.back().center = a.tail->center;
     a.sinks = sinks;
     a.tree = in.put(item.tree, (size_t)item.n_queries * sizeof(uint64_t));
     a.list = in.put(item.list, list_size(item));
@@ -490,7 +493,7 @@ batch_items::batch_items(const std::vector<tqkv_attention> &items, const std::ve
     : in(size_of_items(items))
 {
     const tqkv_metal_buffer sinks = in.put(items[0].sinks, (size_t)items[0].n_heads * sizeof(float));
-    stores.reserve(7 * items.size());
+    stores.reserve(8 * items.size());
     for (size_t i = 0; i < items.size(); i++) put(items[i], queries[i], sinks);
 }
 

@@ -64,7 +64,7 @@ struct gpu_attention {
     gpu_attention(const gpu_attention &) = delete;
     gpu_attention &operator=(const gpu_attention &) = delete;
     const tqkv_metal_store keys, values, tail;
-    tqkv_metal_store ends[4]; // first keys and values, last keys and values
+    tqkv_metal_store ends[5]; // first keys and values, last keys and values, the first of a tail
     tqkv_metal_attention metal;
 };
 

@@ -25,6 +25,8 @@ void *standin_calloc(size_t n, size_t size);
 int standin_mutex_init(pthread_mutex_t *mutex, const pthread_mutexattr_t *attributes);
 /* Dispatch n from now on, from 1, writes wrong values where a kernel of its family writes; 0: none. */
 void standin_spoil(int n);
+/* From now on dispatches do nothing, and their command buffers complete. */
+void standin_idle(bool idle);
 /* Libraries that are no compiled source have no pipeline for kernels whose names, with a space and function constant 4 behind
    them, contain this; NULL: all have. everywhere: nor have compiled sources. */
 void standin_refuse(const char *part, bool everywhere);

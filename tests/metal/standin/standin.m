@@ -44,6 +44,8 @@ void standin_refuse(const char *part, bool everywhere)
 }
 
 void standin_spoil(int n) { spoil = n; }
+static bool is_idle;
+void standin_idle(bool idle) { is_idle = idle; }
 int standin_calls(void) { return calls; }
 int standin_live_objects(void) { return live; }
 
@@ -348,6 +350,7 @@ dispatch_data_t dispatch_data_create(const void *bytes, size_t size, void *queue
 {
     char error[600];
     StandinFunction *function = pipeline->function;
+    if (is_idle) return;
     for (int i = 0; i < STANDIN_CONSTANTS; i++) {
         launch.set[i] = function->constants->set[i];
         launch.value[i] = function->constants->value[i];
@@ -493,6 +496,7 @@ dispatch_data_t dispatch_data_create(const void *bytes, size_t size, void *queue
     MTLCommandBufferStatus state;
     NSError *failure;
     BOOL to_fail, tells_encoders;
+    struct timespec begun, done;
 }
 @end
 @implementation StandinCommands
@@ -530,8 +534,17 @@ dispatch_data_t dispatch_data_create(const void *bytes, size_t size, void *queue
         [queue->committed addObject:self];
     }
 }
+- (double)GPUStartTime
+{
+    return (double)begun.tv_sec + 1e-9 * (double)begun.tv_nsec;
+}
+- (double)GPUEndTime
+{
+    return (double)done.tv_sec + 1e-9 * (double)done.tv_nsec;
+}
 - (void)run
 {
+    clock_gettime(CLOCK_MONOTONIC, &begun);
     for (StandinEncoder *encoder in encoders) {
         NSArray *work = encoder->work;
         for (NSUInteger first = 0, end; first < [work count] && !to_fail; first = end) {
@@ -541,6 +554,7 @@ dispatch_data_t dispatch_data_create(const void *bytes, size_t size, void *queue
             for (NSUInteger i = end; i-- > first;) [[work objectAtIndex:i] run];
         }
     }
+    clock_gettime(CLOCK_MONOTONIC, &done);
     NSError *error = nil;
     if (to_fail) set_error(&error, [NSString stringWithUTF8String:STANDIN_WORDS]);
     if (to_fail && tells_encoders) {
@@ -689,6 +703,10 @@ static void *open_library(NSData *data, NSError **error)
 - (id<MTLLibrary>)newLibraryWithSource:(NSString *)source options:(MTLCompileOptions *)options error:(NSError **)error
 {
     if (!source || !options || [options fastMathEnabled]) misuse("shaders compiled with fast math");
+    if (![source rangeOfString:@"tqkv"].length) {
+        set_error(error, @"the stand-in has no compiler");
+        return nil;
+    }
     const char *path = compiled ? compiled : getenv("STANDIN_COMPILED");
     NSDictionary *macros = [options preprocessorMacros];
     NSString *macro = nil;

@@ -129,6 +129,7 @@ enum { MTLPipelineOptionNone = 0 };
 @protocol MTLCommandBuffer <NSObject>
 @property(readonly) MTLCommandBufferStatus status;
 @property(readonly) NSError *error;
+@property(readonly) double GPUStartTime, GPUEndTime; /* seconds */
 - (id<MTLComputeCommandEncoder>)computeCommandEncoder;
 - (id<MTLComputeCommandEncoder>)computeCommandEncoderWithDispatchType:(MTLDispatchType)type;
 - (void)commit;
