@@ -32,7 +32,7 @@ REFERENCE_BUILD := $(if $(filter Darwin,$(SYSTEM)),default,gcc)
 TEST_TQKV := $(patsubst %,$(TEST_BUILD)/$(REFERENCE_BUILD)/%.o,test_tables runner)
 
 # Without lint_bugs.metal: lint.py expects findings on its lines as they are.
-SOURCES_FORMATTED := $(filter-out tests/metal/lint_bugs.metal,$(sort $(shell find *.h *.m shaders metallib/air tests examples bench \
+SOURCES_FORMATTED := $(filter-out tests/metal/lint_bugs.metal,$(sort $(shell find src *.m shaders metallib/air tests examples bench \
 	-name '*.[chm]' -o -name '*.cpp' -o -name '*.cu' -o -name '*.metal' -o -name metal_stdlib)))
 # Other versions of clang-format lay some lines out differently.
 CLANG_FORMAT ?= clang-format
@@ -42,7 +42,7 @@ is_format_version = $(CLANG_FORMAT) --version | grep -q 'version $(FORMAT_VERSIO
 # Lists the targets with a comment `## TEXT`. The start of a name decides the group.
 .PHONY: help
 help:
-	@awk '/^[a-z0-9-]+:.* ## / && !seen[$$1]++ { \
+	@awk '/^[a-z0-9.-]+:.* ## / && !seen[$$1]++ { \
 			text = $$0; sub(/.* ## /, "", text); sub(/:.*/, ""); \
 			group = /^(bench|model)/ ? "Measure it" : /^(deps-|format|goldens|charts|clean|fuzz-)/ ? "Work on it" : \
 				/^(test|coverage|fuzz|lint|check)/ ? "Test it" : "Use it"; \
@@ -74,12 +74,32 @@ deps: ## install what the library and the examples need
 deps-test: ## install what the tests need
 	@$(call install,$(if $(filter Darwin,$(SYSTEM)),$(BREW) $(BREW_TEST),$(DEB) $(DEB_TEST)))
 
+# ---- The header that users copy ----
+
+# By name only: a test that builds from it must not mend what check-header is about to compare.
+ifneq ($(filter tqkv.h,$(MAKECMDGOALS)),)
+.PHONY: tqkv.h
+tqkv.h: ## join src/ into tqkv.h
+	awk -f src/amalgamate.awk src/tqkv.h >$@.new && mv $@.new $@
+endif
+
+.PHONY: check-header
+check-header: ## fail where tqkv.h is not what src/ gives
+	@echo "== tqkv.h"
+	@if awk -f src/amalgamate.awk src/tqkv.h | cmp - tqkv.h; then echo "1 passed, 0 failed"; \
+	else echo "tqkv.h is joined from src/: edit src/, then make tqkv.h"; echo "0 passed, 1 failed"; exit 1; fi
+
+# What everything here is built from: src, or . for the joined file.
+TQKV ?= src
+TQKV_FILES := $(if $(filter .,$(TQKV)),tqkv.h,$(wildcard src/*.h))
+INCLUDE = -I$(TQKV) -I.
+
 # ---- Examples ----
 
 # The implementation takes a quarter of a minute to compile: the examples share this object.
-$(BUILD)/tqkv.o: examples/make/tqkv.c tqkv.h
+$(BUILD)/tqkv.o: examples/make/tqkv.c $(TQKV_FILES)
 	@mkdir -p $(@D)
-	$(CC) $(STANDARD) $(CPPFLAGS) $(CFLAGS) $(WARNINGS) -I. -c $< -o $@
+	$(CC) $(STANDARD) $(CPPFLAGS) $(CFLAGS) $(WARNINGS) $(INCLUDE) -c $< -o $@
 
 # Programs that define TQKV_IMPLEMENTATION, as their users do, take it from an object, too.
 IMPLEMENTED := -DTQKV_NO_IMPLEMENTATION
@@ -90,7 +110,7 @@ FLAGS_encode_attend := $(IMPLEMENTED)
 define example_programs
 $(1)/%: examples/%.c $(2) $(wildcard examples/*.h)
 	@mkdir -p $$(@D)
-	$$(or $$(CC_$$*),$(CC)) $(STANDARD) $(CPPFLAGS) $(CFLAGS) $$(FLAGS_$$*) $(WARNINGS) -I. $$< $(2) -o $$@ $(LIBRARIES)
+	$$(or $$(CC_$$*),$(CC)) $(STANDARD) $(CPPFLAGS) $(CFLAGS) $$(FLAGS_$$*) $(WARNINGS) $(INCLUDE) $$< $(2) -o $$@ $(LIBRARIES)
 endef
 $(eval $(call example_programs,$(BUILD),$(BUILD)/tqkv.o))
 
@@ -143,7 +163,7 @@ test-docs:
 .PHONY: test clean format format-check
 # The longest start first: the others then fill the cores to the end.
 LONGEST := test-sanitize test-metallib-quick test-metal test-metal-arc test-isa test-shaders-quick test-aarch64 test-s390x
-test: $(filter $(TEST_TARGETS),$(LONGEST)) $(filter-out $(LONGEST),$(TEST_TARGETS)) ## run all tests: no GPU, no network
+test: check-header $(filter $(TEST_TARGETS),$(LONGEST)) $(filter-out $(LONGEST),$(TEST_TARGETS)) ## run all tests: no GPU, no network
 
 format: ## lay out the sources
 	@$(is_format_version) || { echo "make format needs clang-format $(FORMAT_VERSION): CLANG_FORMAT=clang-format-$(FORMAT_VERSION)"; exit 1; }

@@ -42,7 +42,8 @@
      >>metal-plan     the same as plans, for engines that dispatch kernels themselves
 
      implementation
-     >>shared         one row a format, tables; also compiled as Metal
+     >>shared         one row a format, tables; the shaders include it, too
+     >>backend        what a cache and the context of a GPU know of each other
      >>needs          what the implementation needs of the compiler, and xxHash
      >>common         sizes, names, what a valid store is, which positions and rows are valid
      >>exact          arithmetic whose bits depend on nothing but its operands
@@ -60,7 +61,7 @@
      >>snapshot       save and load
 
      for GPUs alone
-     >>metal-sizes    function constants, sizes, argument structs; also compiled as Metal
+     >>metal-sizes    function constants, sizes, argument structs; the shaders include it, too
      >>metal-host     what tqkv_metal.m takes beside >>metal-plan
      >>metal-code     each Metal call as a plan of dispatches
      >>licence
@@ -147,8 +148,6 @@ typedef enum tqkv_type {
     TQKV_TYPE_F16,     /* IEEE half */
     TQKV_TYPE_BF16     /* bfloat16: the upper half of a float */
 } tqkv_type;
-
-#ifndef __METAL_VERSION__
 
 #include <stdbool.h>
 #include <stddef.h>
@@ -1011,7 +1010,6 @@ TQKV_API tqkv_result tqkv_metal_plan_index_choose(const tqkv_metal_index *x, tqk
 #ifdef __cplusplus
 }
 #endif
-#endif /* __METAL_VERSION__ */
 #endif /* TQKV_H */
 
 /* ---- The implementation starts here: stop reading if you only want the API. ---- */
@@ -1020,11 +1018,11 @@ TQKV_API tqkv_result tqkv_metal_plan_index_choose(const tqkv_metal_index *x, tqk
 #undef TQKV_IMPLEMENTATION
 #endif
 
-/* >>shared: one row a format, and tables: one source for C, Objective-C and the Metal shaders. TQKV_SHARED makes it visible
-   without the implementation. */
-#if (defined(TQKV_IMPLEMENTATION) || defined(TQKV_SHARED) || defined(__METAL_VERSION__)) && !defined(TQKV__SHARED)
+#if (defined(TQKV_IMPLEMENTATION) || defined(TQKV_SHARED)) && !defined(TQKV__SHARED)
 #define TQKV__SHARED
 
+/* >>shared: one row a format, and tables: one source for C, Objective-C and the Metal shaders. TQKV_SHARED makes it visible
+   without the implementation. */
 #define TQKV_TABLE_VERSION 7 /* changes with the tables, the argument structs, or their meaning in the kernels */
 
 #ifndef TQKV_TABLE
@@ -1286,7 +1284,8 @@ TQKV_TABLE tqkv__table_set tqkv__tables = {
 #define TQKV__ASSERT_SIZE(type, bytes) typedef char type##_has_its_size[sizeof(type) == (bytes) ? 1 : -1]
 #endif
 TQKV__ASSERT_SIZE(tqkv__table_set, 3456);
-#ifndef __METAL_VERSION__
+
+/* >>backend: what a cache and the context of a GPU know of each other, visible with TQKV_SHARED. */
 #ifdef __cplusplus
 extern "C" {
 #endif
@@ -1299,16 +1298,19 @@ typedef struct tqkv__backend {
                           void *out);
 } tqkv__backend;
 
-/* What tqkv_metal.m takes of >>common and >>cache-code. rows_size: bytes of the caller's rows of so many tokens */
-TQKV_API size_t tqkv__rows_size(const tqkv_store *s, int n_tokens);
-TQKV_API void tqkv__cache_advance(tqkv_cache *c, int n_tokens);
+/* What tqkv_metal.m takes from >>common and >>cache-code; without it they are no part of an object's interface. rows_size:
+   bytes of the caller's rows of so many tokens */
+#ifdef TQKV_METAL
+#define TQKV__FOR_HOST TQKV_API
+TQKV__FOR_HOST size_t tqkv__rows_size(const tqkv_store *s, int n_tokens);
+TQKV__FOR_HOST void tqkv__cache_advance(tqkv_cache *c, int n_tokens);
+#else
+#define TQKV__FOR_HOST static
+#endif
 #ifdef __cplusplus
 }
 #endif
 #endif
-
-#endif
-/* <<shared */
 
 #if defined(TQKV_IMPLEMENTATION) && !defined(TQKV__IMPLEMENTED)
 #define TQKV__IMPLEMENTED
@@ -1370,8 +1372,6 @@ TQKV_API void tqkv__cache_advance(tqkv_cache *c, int n_tokens);
 #include <xmmintrin.h>
 #endif
 
-/* >>common: sizes, formats, the checks of a store, of its positions and of rows */
-
 #ifndef TQKV_EXPLAIN
 #define TQKV_EXPLAIN(text) ((void)0)
 #endif
@@ -1394,6 +1394,184 @@ TQKV_API void tqkv__cache_advance(tqkv_cache *c, int n_tokens);
 #else
 #define TQKV__UNROLL _Pragma("GCC unroll 16")
 #endif
+
+/* >>exact: arithmetic that gives the same bits for every compiler, flag and floating-point mode of the caller */
+
+/* Rounds x to float at this point. Compilers may fuse a product with a following sum, by default (GCC, AArch64) or by a
+   flag, and not all of them obey pragmas. An empty asm that may change the value prevents it. */
+static inline float tqkv__rounded(float x)
+{
+#if defined(__SSE2_MATH__)
+    __asm__("" : "+x"(x));
+#elif defined(__aarch64__)
+    __asm__("" : "+w"(x));
+#else
+    __asm__("" : "+m"(x));
+#endif
+    return x;
+}
+
+/* The same for results that no sum follows: floats already, except in wider registers (x87). */
+#if defined(__FLT_EVAL_METHOD__) && __FLT_EVAL_METHOD__ == 0
+#define TQKV__AS_FLOAT(x) (x)
+#else
+#define TQKV__AS_FLOAT(x) tqkv__rounded(x)
+#endif
+
+/* As tqkv__rounded */
+static inline double tqkv__rounded_double(double x)
+{
+    __asm__("" : "+m"(x));
+    return x;
+}
+
+/* a*b + c, rounded once. The product of two floats is exact in double. Its sum with c is rounded to odd there: if it is
+   not exact, the last bit of the double is set, and the rounding to float cannot see a tie that is none. */
+static inline float tqkv__fma(float a, float b, float c)
+{
+#if defined(__FP_FAST_FMAF) || defined(__FMA__) || defined(__ARM_FEATURE_FMA)
+    return __builtin_fmaf(a, b, c);
+#else
+    const double product = tqkv__rounded_double((double)a * (double)b), addend = (double)c;
+    const bool first = fabs(product) > fabs(addend);
+    double sum = tqkv__rounded_double(product + addend);
+    const double large = first ? product : addend, small = first ? addend : product;
+    const double error = tqkv__rounded_double(small - tqkv__rounded_double(sum - large));
+    uint64_t bits;
+    memcpy(&bits, &sum, sizeof bits);
+    if (error != 0.0 && !(bits & 1) && fabs(sum) < (double)INFINITY)
+        bits += (error > 0.0) == (sum > 0.0) ? 1u : ~(uint64_t)0;
+    memcpy(&sum, &bits, sizeof sum);
+    return TQKV__AS_FLOAT((float)sum);
+#endif
+}
+
+/* Sets round-to-nearest and keeps denormals; returns the caller's mode for tqkv__fp_restore. Programs linked with
+   -ffast-math start with flush-to-zero. Functions that are not inlined keep the arithmetic inside this mode. */
+static uint64_t tqkv__fp_exact(void)
+{
+    uint64_t mode = 0;
+#if !defined(__SSE2_MATH__) && !defined(__aarch64__) && defined(FE_TONEAREST)
+    mode = (uint64_t)fegetround() << 32;
+    fesetround(FE_TONEAREST);
+#endif
+#if defined(__SSE2__)
+    mode |= _mm_getcsr();
+    _mm_setcsr(0x1f80); /* all exceptions masked */
+#elif defined(__aarch64__)
+    __asm__ volatile("mrs %0, fpcr" : "=r"(mode));
+    __asm__ volatile("msr fpcr, %0" : : "r"((uint64_t)0));
+#endif
+    return mode;
+}
+
+static void tqkv__fp_restore(uint64_t mode)
+{
+#if !defined(__SSE2_MATH__) && !defined(__aarch64__) && defined(FE_TONEAREST)
+    fesetround((int)(mode >> 32));
+#endif
+#if defined(__SSE2__)
+    _mm_setcsr((unsigned)mode);
+#elif defined(__aarch64__)
+    __asm__ volatile("msr fpcr, %0" : : "r"(mode));
+#endif
+    (void)mode;
+}
+
+static uint32_t tqkv__bits(float x)
+{
+    uint32_t bits;
+    memcpy(&bits, &x, sizeof bits);
+    return bits;
+}
+
+static float tqkv__float(uint32_t bits)
+{
+    float x;
+    memcpy(&x, &bits, sizeof x);
+    return x;
+}
+
+/* Tests bits, because -ffinite-math-only would remove a test of values. */
+static bool tqkv__all_finite(const float *x, size_t n)
+{
+    uint32_t bad = 0;
+    for (size_t i = 0; i < n; i++) {
+        bad |= (tqkv__bits(x[i]) & 0x7f800000u) == 0x7f800000u;
+    }
+    return !bad;
+}
+
+/* The i-th half or bfloat16, whatever type the caller's compiler has for it. */
+static uint16_t tqkv__half_at(const void *halves, size_t i)
+{
+    uint16_t half;
+    memcpy(&half, (const uint8_t *)halves + 2 * i, sizeof half);
+    return half;
+}
+
+/* As tqkv__all_finite, for n values of any type. */
+static bool tqkv__values_finite(tqkv_type type, const void *x, size_t n)
+{
+    const uint32_t exponent = type == TQKV_TYPE_F16 ? 0x7c00u : 0x7f80u;
+    uint32_t bad = 0;
+    if (type == TQKV_TYPE_F32) return tqkv__all_finite((const float *)x, n);
+    for (size_t i = 0; i < n; i++) bad |= (tqkv__half_at(x, i) & exponent) == exponent;
+    return !bad;
+}
+
+/* To the nearest integer, ties to even; |x| < 2^22 */
+static inline float tqkv__round(float x) { return TQKV__AS_FLOAT(tqkv__rounded(x + 12582912.0f) - 12582912.0f); }
+
+/* exp_parts, exp and tanh of the kernels, step by step. Tables, because constants may be wider than a float. */
+static void tqkv__exp_parts(float x, float *power, float *tail)
+{
+    static const float reduce[3] = {1.44269504f, -0.693359375f, 2.12194440e-4f};
+    static const float series[7] = {1.0f / 5040, 1.0f / 720, 1.0f / 120, 1.0f / 24, 1.0f / 6, 0.5f, 1.0f};
+    const float n = tqkv__round(tqkv__rounded(x * reduce[0]));
+    const float r = tqkv__fma(n, reduce[2], tqkv__fma(n, reduce[1], x));
+    float p = series[0];
+    for (int i = 1; i < 7; i++) p = tqkv__fma(p, r, series[i]);
+    *tail = TQKV__AS_FLOAT(p * r);
+    *power = tqkv__float((uint32_t)((int)n + 127) << 23);
+}
+
+/* e^x for x up to 87; 0 below -87. NaN stays NaN. */
+static TQKV__NOINLINE float tqkv__exp(float x)
+{
+    float power, tail;
+    if (x != x) return x;
+    if (x == 0.0f) return 1.0f; /* of two maxima the larger one gives it */
+    if (x < -87.0f) return 0.0f;
+    tqkv__exp_parts(x < 87.0f ? x : 87.0f, &power, &tail);
+    return tqkv__fma(power, tail, power);
+}
+
+/* a*b + c*d */
+static inline float tqkv__sum_of_products(float a, float b, float c, float d)
+{
+    return TQKV__AS_FLOAT(tqkv__rounded(a * b) + tqkv__rounded(c * d));
+}
+
+static float tqkv__tanh(float x)
+{
+    float power, tail;
+    const float doubled = TQKV__AS_FLOAT(fabsf(x) * -2.0f);
+    if (x != x) return x;
+    tqkv__exp_parts(doubled > -40.0f ? doubled : -40.0f, &power, &tail);
+    const float m = tqkv__fma(power, tail, TQKV__AS_FLOAT(power - 1.0f));
+    return copysignf(TQKV__AS_FLOAT(fabsf(m) / TQKV__AS_FLOAT(2.0f + m)), x);
+}
+
+/* Only bytes that no encoder wrote can be NaN or Inf. */
+static bool tqkv__halves_finite(const uint8_t *halves, size_t n)
+{
+    bool finite = true;
+    for (size_t i = 0; i < n; i++) finite &= (halves[2 * i + 1] & 0x7c) != 0x7c;
+    return finite;
+}
+
+/* >>common: sizes, formats, the checks of a store, of its positions and of rows */
 
 static bool tqkv__size_multiply(size_t a, size_t b, size_t *product)
 {
@@ -1584,9 +1762,6 @@ static tqkv_result tqkv__stream_shape(const tqkv_store *store, tqkv__stream *s)
         return TQKV__INVALID("a store of more than SIZE_MAX bytes");
     return store->pages ? tqkv__table_shape(store, s) : TQKV_OK;
 }
-
-static bool tqkv__all_finite(const float *x, size_t n);
-static uint32_t tqkv__bits(float x);
 
 /* Follows tqkv__stream_shape in calls that add or subtract the centre. */
 static tqkv_result tqkv__stream_center(const tqkv_store *store, tqkv__stream *s)
@@ -1846,7 +2021,7 @@ static tqkv_result tqkv__check_rows(const tqkv__stream *s, const void *p, int n,
     return TQKV_OK;
 }
 
-TQKV_API size_t tqkv__rows_size(const tqkv_store *s, int n_tokens)
+TQKV__FOR_HOST size_t tqkv__rows_size(const tqkv_store *s, int n_tokens)
 {
     size_t bytes;
     const tqkv_strides strides = tqkv__strides_of(s->strides, s->n_kv_heads, s->head_dim);
@@ -2083,173 +2258,71 @@ TQKV_API tqkv_allocator tqkv_team_allocator(tqkv_team *team)
     return allocator;
 }
 
-/* >>exact: arithmetic that gives the same bits for every compiler, flag and floating-point mode of the caller */
+/* >>set: what an instruction set provides, in plain C or by vectors. Which one is in use is decided in >>driver. */
 
-/* Rounds x to float at this point. Compilers may fuse a product with a following sum, by default (GCC, AArch64) or by a
-   flag, and not all of them obey pragmas. An empty asm that may change the value prevents it. */
-static inline float tqkv__rounded(float x)
-{
-#if defined(__SSE2_MATH__)
-    __asm__("" : "+x"(x));
-#elif defined(__aarch64__)
-    __asm__("" : "+w"(x));
-#else
-    __asm__("" : "+m"(x));
-#endif
-    return x;
-}
+struct tqkv__attention;
+struct tqkv__quantiser;
+struct tqkv__row;
 
-/* The same for results that no sum follows: floats already, except in wider registers (x87). */
-#if defined(__FLT_EVAL_METHOD__) && __FLT_EVAL_METHOD__ == 0
-#define TQKV__AS_FLOAT(x) (x)
-#else
-#define TQKV__AS_FLOAT(x) tqkv__rounded(x)
-#endif
+/* The encoding functions of an instruction set; every set gives the same bytes. */
+typedef struct tqkv__codec {
+    bool (*rows_finite)(tqkv_type type, const void *x, size_t n); /* n: a multiple of head_dim */
+    void (*widen)(tqkv_type type, const void *src, const float *center, int n, float *row);
+    void (*narrow)(tqkv_type type, const float *row, int n, void *dst);
+    void (*rotate)(float *x, int head_dim);
+    void (*unrotate)(float *y, int head_dim);
+    void (*scale_row)(const tqkv__stream *s, float *row, float *norms);
+    void (*encode_rows)(const tqkv__stream *s, const struct tqkv__quantiser *q, const struct tqkv__row *rows,
+                        int n_rows);
+} tqkv__codec;
 
-/* As tqkv__rounded */
-static inline double tqkv__rounded_double(double x)
-{
-    __asm__("" : "+m"(x));
-    return x;
-}
+static const tqkv__codec *tqkv__codec_for(int head_dim);
 
-/* a*b + c, rounded once. The product of two floats is exact in double. Its sum with c is rounded to odd there: if it is
-   not exact, the last bit of the double is set, and the rounding to float cannot see a tie that is none. */
-static inline float tqkv__fma(float a, float b, float c)
-{
-#if defined(__FP_FAST_FMAF) || defined(__FMA__) || defined(__ARM_FEATURE_FMA)
-    return __builtin_fmaf(a, b, c);
-#else
-    const double product = tqkv__rounded_double((double)a * (double)b), addend = (double)c;
-    const bool first = fabs(product) > fabs(addend);
-    double sum = tqkv__rounded_double(product + addend);
-    const double large = first ? product : addend, small = first ? addend : product;
-    const double error = tqkv__rounded_double(small - tqkv__rounded_double(sum - large));
-    uint64_t bits;
-    memcpy(&bits, &sum, sizeof bits);
-    if (error != 0.0 && !(bits & 1) && fabs(sum) < (double)INFINITY)
-        bits += (error > 0.0) == (sum > 0.0) ? 1u : ~(uint64_t)0;
-    memcpy(&sum, &bits, sizeof sum);
-    return TQKV__AS_FLOAT((float)sum);
-#endif
-}
+/* Slots of a tile in one stream: [slot, slot + n). The codes `ahead` slots further on will be read next. */
+typedef struct tqkv__run {
+    int slot, n, ahead;
+} tqkv__run;
 
-/* Sets round-to-nearest and keeps denormals; returns the caller's mode for tqkv__fp_restore. Programs linked with
-   -ffast-math start with flush-to-zero. Functions that are not inlined keep the arithmetic inside this mode. */
-static uint64_t tqkv__fp_exact(void)
-{
-    uint64_t mode = 0;
-#if !defined(__SSE2_MATH__) && !defined(__aarch64__) && defined(FE_TONEAREST)
-    mode = (uint64_t)fegetround() << 32;
-    fesetround(FE_TONEAREST);
-#endif
-#if defined(__SSE2__)
-    mode |= _mm_getcsr();
-    _mm_setcsr(0x1f80); /* all exceptions masked */
-#elif defined(__aarch64__)
-    __asm__ volatile("mrs %0, fpcr" : "=r"(mode));
-    __asm__ volatile("msr fpcr, %0" : : "r"((uint64_t)0));
-#endif
-    return mode;
-}
+/* The positions of a tile that a row sees: [from, to) without those whose bits are set. */
+typedef struct tqkv__span {
+    int from, to;
+    uint64_t hidden;
+} tqkv__span;
 
-static void tqkv__fp_restore(uint64_t mode)
-{
-#if !defined(__SSE2_MATH__) && !defined(__aarch64__) && defined(FE_TONEAREST)
-    fesetround((int)(mode >> 32));
-#endif
-#if defined(__SSE2__)
-    _mm_setcsr((unsigned)mode);
-#elif defined(__aarch64__)
-    __asm__ volatile("msr fpcr, %0" : : "r"(mode));
-#endif
-    (void)mode;
-}
+/* Unnormalised attention of some rows. out: [n_rows][value_dim], max, sum: [n_rows] */
+typedef struct tqkv__sums {
+    float *out, *max, *sum;
+} tqkv__sums;
 
-static uint32_t tqkv__bits(float x)
-{
-    uint32_t bits;
-    memcpy(&bits, &x, sizeof bits);
-    return bits;
-}
+/* The functions of attention in one instruction set. */
+typedef struct tqkv__isa {
+    const char *name;
+    int lanes;           /* floats in a vector */
+    int nibble_order[2]; /* see tqkv__to_decoded */
+    const tqkv__codec *codec;
+    /* scores[row][j] (+)= q[row] . key[slot + j] for j < n, with run's slot and n; add: to the scores of another part of the
+       keys. q: [n_rows][head_dim], scores: [n_rows][TQKV__TILE] */
+    void (*score_tile)(const tqkv__stream *s, int kv_head, const tqkv__run *run, const float *q, int n_rows, bool add,
+                       float *scores);
+    /* Turns the scores in each row's span into weights exp(score - max) and the others into 0; scales the row's sums to
+       the new maximum. offsets are added to the scores before a softcap. spans, offsets, max, sum: [n_rows], scores:
+       [n_rows][TQKV__TILE], out: [n_rows][value_dim] */
+    void (*softmax_tile)(const struct tqkv__attention *a, const tqkv__span *spans, const float *offsets, int n_rows,
+                         float *scores, float *max, float *sum, float *out);
+    /* Adds the sums of a piece to those of its stretch, each rounded once, and clears them for the next piece, whose maximum
+       goes on from here. */
+    void (*end_piece)(int n_rows, int value_dim, const tqkv__sums *piece, const tqkv__sums *sums);
+    /* out[row] += sum_j weights[row][j] * value[slot + j] for j < n. A weight of 0 adds nothing, even beside a NaN norm
+       in a slot that this row does not see. weights, scaled (scratch): [n_rows][TQKV__TILE], out: [n_rows][head_dim] */
+    void (*value_tile)(const tqkv__stream *s, int kv_head, const tqkv__run *run, const float *weights, int n_rows,
+                       float *scaled, float *out);
+    /* sums[j] += weights[row] * f(scores[row][j] + offsets[row]), row after row, each rounded once; f: see >>index.
+       weights, offsets: [n_rows], scores: [n_rows][TQKV__TILE], sums: [TQKV__TILE] */
+    void (*sum_heads)(const float *scores, const float *weights, const float *offsets, bool relu, int n_rows,
+                      float *sums);
+} tqkv__isa;
 
-static float tqkv__float(uint32_t bits)
-{
-    float x;
-    memcpy(&x, &bits, sizeof x);
-    return x;
-}
-
-/* Tests bits, because -ffinite-math-only would remove a test of values. */
-static bool tqkv__all_finite(const float *x, size_t n)
-{
-    uint32_t bad = 0;
-    for (size_t i = 0; i < n; i++) {
-        bad |= (tqkv__bits(x[i]) & 0x7f800000u) == 0x7f800000u;
-    }
-    return !bad;
-}
-
-/* The i-th half or bfloat16, whatever type the caller's compiler has for it. */
-static uint16_t tqkv__half_at(const void *halves, size_t i)
-{
-    uint16_t half;
-    memcpy(&half, (const uint8_t *)halves + 2 * i, sizeof half);
-    return half;
-}
-
-/* As tqkv__all_finite, for n values of any type. */
-static bool tqkv__values_finite(tqkv_type type, const void *x, size_t n)
-{
-    const uint32_t exponent = type == TQKV_TYPE_F16 ? 0x7c00u : 0x7f80u;
-    uint32_t bad = 0;
-    if (type == TQKV_TYPE_F32) return tqkv__all_finite((const float *)x, n);
-    for (size_t i = 0; i < n; i++) bad |= (tqkv__half_at(x, i) & exponent) == exponent;
-    return !bad;
-}
-
-/* To the nearest integer, ties to even; |x| < 2^22 */
-static inline float tqkv__round(float x) { return TQKV__AS_FLOAT(tqkv__rounded(x + 12582912.0f) - 12582912.0f); }
-
-/* exp_parts, exp and tanh of the kernels, step by step. Tables, because constants may be wider than a float. */
-static void tqkv__exp_parts(float x, float *power, float *tail)
-{
-    static const float reduce[3] = {1.44269504f, -0.693359375f, 2.12194440e-4f};
-    static const float series[7] = {1.0f / 5040, 1.0f / 720, 1.0f / 120, 1.0f / 24, 1.0f / 6, 0.5f, 1.0f};
-    const float n = tqkv__round(tqkv__rounded(x * reduce[0]));
-    const float r = tqkv__fma(n, reduce[2], tqkv__fma(n, reduce[1], x));
-    float p = series[0];
-    for (int i = 1; i < 7; i++) p = tqkv__fma(p, r, series[i]);
-    *tail = TQKV__AS_FLOAT(p * r);
-    *power = tqkv__float((uint32_t)((int)n + 127) << 23);
-}
-
-/* e^x for x up to 87; 0 below -87. NaN stays NaN. */
-static TQKV__NOINLINE float tqkv__exp(float x)
-{
-    float power, tail;
-    if (x != x) return x;
-    if (x == 0.0f) return 1.0f; /* of two maxima the larger one gives it */
-    if (x < -87.0f) return 0.0f;
-    tqkv__exp_parts(x < 87.0f ? x : 87.0f, &power, &tail);
-    return tqkv__fma(power, tail, power);
-}
-
-/* a*b + c*d */
-static inline float tqkv__sum_of_products(float a, float b, float c, float d)
-{
-    return TQKV__AS_FLOAT(tqkv__rounded(a * b) + tqkv__rounded(c * d));
-}
-
-static float tqkv__tanh(float x)
-{
-    float power, tail;
-    const float doubled = TQKV__AS_FLOAT(fabsf(x) * -2.0f);
-    if (x != x) return x;
-    tqkv__exp_parts(doubled > -40.0f ? doubled : -40.0f, &power, &tail);
-    const float m = tqkv__fma(power, tail, TQKV__AS_FLOAT(power - 1.0f));
-    return copysignf(TQKV__AS_FLOAT(fabsf(m) / TQKV__AS_FLOAT(2.0f + m)), x);
-}
+static const tqkv__isa *tqkv__isa_for(int head_dim);
 
 /* >>codec: rotation, norms, quantising, packing, and back */
 
@@ -2627,21 +2700,8 @@ static void tqkv__encode_rows(const tqkv__stream *s, const tqkv__quantiser *q, c
     for (int i = 0; i < n_rows; i++) tqkv__encode_row(s, &rows[i]);
 }
 
-/* The encoding functions of an instruction set; every set gives the same bytes. */
-typedef struct tqkv__codec {
-    bool (*rows_finite)(tqkv_type type, const void *x, size_t n); /* n: a multiple of head_dim */
-    void (*widen)(tqkv_type type, const void *src, const float *center, int n, float *row);
-    void (*narrow)(tqkv_type type, const float *row, int n, void *dst);
-    void (*rotate)(float *x, int head_dim);
-    void (*unrotate)(float *y, int head_dim);
-    void (*scale_row)(const tqkv__stream *s, float *row, float *norms);
-    void (*encode_rows)(const tqkv__stream *s, const tqkv__quantiser *q, const tqkv__row *rows, int n_rows);
-} tqkv__codec;
-
 static const tqkv__codec tqkv__codec_scalar = {tqkv__values_finite, tqkv__widen_row, tqkv__narrow_row, tqkv__rotate_row,
                                                tqkv__unrotate_row,  tqkv__scale_row, tqkv__encode_rows};
-
-static const tqkv__codec *tqkv__codec_for(int head_dim);
 
 /* The factor of the centroids or integers that share a norm. */
 static float tqkv__factor(const tqkv__stream *s, float norm)
@@ -2930,14 +2990,6 @@ TQKV_API tqkv_result tqkv_decode(const tqkv_store *store, int64_t position, int 
     }
     tqkv__fp_restore(mode);
     return TQKV_OK;
-}
-
-/* Only bytes that no encoder wrote can be NaN or Inf. */
-static bool tqkv__halves_finite(const uint8_t *halves, size_t n)
-{
-    bool finite = true;
-    for (size_t i = 0; i < n; i++) finite &= (halves[2 * i + 1] & 0x7c) != 0x7c;
-    return finite;
 }
 
 /* Moves the rows of n positions from `source` on to `target` on, in the same stream (downwards) or in another one. In
@@ -3274,52 +3326,6 @@ typedef struct tqkv__attention {
     bool exact[2][2];
     tqkv__stream ends[2][2]; /* not cleared if unused: that would take as long as a few positions */
 } tqkv__attention;
-
-/* Slots of a tile in one stream: [slot, slot + n). The codes `ahead` slots further on will be read next. */
-typedef struct tqkv__run {
-    int slot, n, ahead;
-} tqkv__run;
-
-/* The positions of a tile that a row sees: [from, to) without those whose bits are set. */
-typedef struct tqkv__span {
-    int from, to;
-    uint64_t hidden;
-} tqkv__span;
-
-/* Unnormalised attention of some rows. out: [n_rows][value_dim], max, sum: [n_rows] */
-typedef struct tqkv__sums {
-    float *out, *max, *sum;
-} tqkv__sums;
-
-/* The functions of attention in one instruction set. */
-typedef struct tqkv__isa {
-    const char *name;
-    int lanes;           /* floats in a vector */
-    int nibble_order[2]; /* see tqkv__to_decoded */
-    const tqkv__codec *codec;
-    /* scores[row][j] (+)= q[row] . key[slot + j] for j < n, with run's slot and n; add: to the scores of another part of the
-       keys. q: [n_rows][head_dim], scores: [n_rows][TQKV__TILE] */
-    void (*score_tile)(const tqkv__stream *s, int kv_head, const tqkv__run *run, const float *q, int n_rows, bool add,
-                       float *scores);
-    /* Turns the scores in each row's span into weights exp(score - max) and the others into 0; scales the row's sums to
-       the new maximum. offsets are added to the scores before a softcap. spans, offsets, max, sum: [n_rows], scores:
-       [n_rows][TQKV__TILE], out: [n_rows][value_dim] */
-    void (*softmax_tile)(const tqkv__attention *a, const tqkv__span *spans, const float *offsets, int n_rows,
-                         float *scores, float *max, float *sum, float *out);
-    /* Adds the sums of a piece to those of its stretch, each rounded once, and clears them for the next piece, whose maximum
-       goes on from here. */
-    void (*end_piece)(int n_rows, int value_dim, const tqkv__sums *piece, const tqkv__sums *sums);
-    /* out[row] += sum_j weights[row][j] * value[slot + j] for j < n. A weight of 0 adds nothing, even beside a NaN norm
-       in a slot that this row does not see. weights, scaled (scratch): [n_rows][TQKV__TILE], out: [n_rows][head_dim] */
-    void (*value_tile)(const tqkv__stream *s, int kv_head, const tqkv__run *run, const float *weights, int n_rows,
-                       float *scaled, float *out);
-    /* sums[j] += weights[row] * f(scores[row][j] + offsets[row]), row after row, each rounded once; f: see >>index.
-       weights, offsets: [n_rows], scores: [n_rows][TQKV__TILE], sums: [TQKV__TILE] */
-    void (*sum_heads)(const float *scores, const float *weights, const float *offsets, bool relu, int n_rows,
-                      float *sums);
-} tqkv__isa;
-
-static const tqkv__isa *tqkv__isa_for(int head_dim);
 
 /* Additions in a row to one sum of products. Longer ones may all be rounded to the same side, where keys are parallel to the query
    and their products equal: with scores of 50 an error of 8e-5 at head_dim 1024. */
@@ -3780,36 +3786,7 @@ TQKV__TARGET static void TQKV__(narrow_row)(tqkv_type type, const float *row, in
         }
 }
 
-/* >>attend-kernels: attention's inner loops */
-
-/* The format of decoded rows. */
-#define TQKV__FLOATS TQKV_FORMAT_DEFAULT
-/* Codes of 2 or 4 main bits, in the order of tqkv__to_decoded. */
-#define TQKV__PACKED(format) (TQKV__MAIN_BITS(format) < 8)
-/* Vectors in a run, which is decoded together. */
-#define TQKV__RUN(format) (TQKV__PACKED(format) ? TQKV__NIBBLE_RUN : 4)
-/* Formats with loops straight from the codes. Not those of 5 and 6 bits in bytes, which are there for existing caches: the
-   loops of two formats would take 26 KB for 1.1 to 1.5 times the speed. On NEON no codebook for bytes: it leaves no
-   registers for sums. */
-#define TQKV__HAS_LOOPS(kind, main, book) ((main) < 8 || (kind) != TQKV__BOOK || (TQKV__LANES > 4 && (book) == 8))
-#define TQKV__DIRECT(format)              TQKV__HAS_LOOPS(TQKV__KIND(format), TQKV__MAIN_BITS(format), TQKV__BOOK_BITS(format))
-/* Rows of a codebook's loops. More take decoded rows: on AVX2 four took as long or longer straight from the codes (Zen 4,
-   D=128: TQ3 1.10, TQ2 1.04, TQ5 to TQ8 0.99 times). */
-#define TQKV__BOOK_ROWS(book, keys) (TQKV__LANES == 8 && ((keys) || (book) != 4) ? 2 : 4)
-/* Most rows of a format's loops, which are compiled for 1, 2 and so many. No kind: decoded rows. */
-#define TQKV__KEY_ROWS(kind, book)                                                                                     \
-    ((kind) == TQKV__BOOK ? TQKV__BOOK_ROWS(book, true) : (kind) == 0 ? TQKV__DECODED_SCORE_ROWS : TQKV__SCORE_ROWS)
-#define TQKV__VALUE_ROWS(kind, book) ((kind) == TQKV__BOOK ? TQKV__BOOK_ROWS(book, false) : TQKV__ROWS)
-
-/* Distance between decoded rows. The gap keeps equal columns of many rows out of the same cache sets. */
-#define TQKV__X_STRIDE(dim) ((dim) + 16)
-
-/* Calls the loop for 1, 2 or `most` rows, each a constant. */
-#define TQKV__BY_ROWS(loop, format, most)                                                                              \
-    (rows == 1    ? TQKV__(loop)(format, 1, block)                                                                     \
-     : rows == 2  ? TQKV__(loop)(format, 2, block)                                                                     \
-     : (most) > 2 ? TQKV__(loop)(format, most, block)                                                                  \
-                  : (void)0)
+/* >>k-softmax: exp and tanh, weights out of scores, and sums of heads. */
 
 /* Parts of e^x - 1 = power * tail + (power - 1) for x in [-87, 0]: x = n ln2 + r, power = 2^n, tail = e^r - 1 by
    Taylor's series to r^7. The rest of the series is below float's last bit for |r| <= ln2/2. */
@@ -3969,6 +3946,37 @@ TQKV__TARGET static void TQKV__(factors)(const tqkv__stream *s, const float *nor
     }
 }
 
+/* >>k-decode: codes as floats, a run of positions at a time. */
+
+/* The format of decoded rows. */
+#define TQKV__FLOATS TQKV_FORMAT_DEFAULT
+/* Codes of 2 or 4 main bits, in the order of tqkv__to_decoded. */
+#define TQKV__PACKED(format) (TQKV__MAIN_BITS(format) < 8)
+/* Vectors in a run, which is decoded together. */
+#define TQKV__RUN(format) (TQKV__PACKED(format) ? TQKV__NIBBLE_RUN : 4)
+/* Formats with loops straight from the codes. Not those of 5 and 6 bits in bytes, which are there for existing caches: the
+   loops of two formats would take 26 KB for 1.1 to 1.5 times the speed. On NEON no codebook for bytes: it leaves no
+   registers for sums. */
+#define TQKV__HAS_LOOPS(kind, main, book) ((main) < 8 || (kind) != TQKV__BOOK || (TQKV__LANES > 4 && (book) == 8))
+#define TQKV__DIRECT(format)              TQKV__HAS_LOOPS(TQKV__KIND(format), TQKV__MAIN_BITS(format), TQKV__BOOK_BITS(format))
+/* Rows of a codebook's loops. More take decoded rows: on AVX2 four took as long or longer straight from the codes (Zen 4,
+   D=128: TQ3 1.10, TQ2 1.04, TQ5 to TQ8 0.99 times). */
+#define TQKV__BOOK_ROWS(book, keys) (TQKV__LANES == 8 && ((keys) || (book) != 4) ? 2 : 4)
+/* Most rows of a format's loops, which are compiled for 1, 2 and so many. No kind: decoded rows. */
+#define TQKV__KEY_ROWS(kind, book)                                                                                     \
+    ((kind) == TQKV__BOOK ? TQKV__BOOK_ROWS(book, true) : (kind) == 0 ? TQKV__DECODED_SCORE_ROWS : TQKV__SCORE_ROWS)
+#define TQKV__VALUE_ROWS(kind, book) ((kind) == TQKV__BOOK ? TQKV__BOOK_ROWS(book, false) : TQKV__ROWS)
+
+/* Distance between decoded rows. The gap keeps equal columns of many rows out of the same cache sets. */
+#define TQKV__X_STRIDE(dim) ((dim) + 16)
+
+/* Calls the loop for 1, 2 or `most` rows, each a constant. */
+#define TQKV__BY_ROWS(loop, format, most)                                                                              \
+    (rows == 1    ? TQKV__(loop)(format, 1, block)                                                                     \
+     : rows == 2  ? TQKV__(loop)(format, 2, block)                                                                     \
+     : (most) > 2 ? TQKV__(loop)(format, most, block)                                                                  \
+                  : (void)0)
+
 /* -- Codes as floats. The lanes of a vector are dimensions, of keys as of values. -- */
 
 /* One block of a run of positions, and the query rows that use it. rows and results: queries and scores for keys,
@@ -4097,6 +4105,8 @@ typedef struct TQKV__(rows) {
 
 /* Row r of a loop, in a block: of three rows in the loop for four the last stands twice. Only that loop has a row 3. */
 TQKV__OP int TQKV__(row_in)(const TQKV__(block) * block, const int r) { return r < 3 ? r : block->n_rows - 1; }
+
+/* >>k-dot: scores straight from the codes. */
 
 TQKV__OP TQKV__(rows) TQKV__(open_rows)(const int rows, int stride, const TQKV__(block) * block)
 {
@@ -4344,6 +4354,8 @@ TQKV__OP void TQKV__(score)(const tqkv_format format, const int rows, const TQKV
     }
 }
 
+/* >>k-accumulate: sums of values straight from the codes. */
+
 /* sums[row][v] += weights[row] * vector k + v of the run of per_lane vectors at p; per_lane is a constant. Where vectors are
    looked up together, weights come after them: 16 registers cannot hold both. */
 TQKV__OP void TQKV__(add_weighted)(const tqkv_format format, const int per_lane, const int rows, const int k,
@@ -4499,6 +4511,8 @@ TQKV__OP void TQKV__(add_rest)(const tqkv_format format, const int rows, const T
         upper += TQKV__(upper_bytes)(format, count);
     }
 }
+
+/* >>k-tiles: the scores and the sums of a tile, by rows, decoded first or not. */
 
 /* As decode, for a codebook too large for table instructions: loads eight codes, stores a vector of centroids. */
 TQKV__OP void TQKV__(decode_by_loads)(const TQKV__(block) * block, int n, float *x)
@@ -4697,7 +4711,7 @@ TQKV__TARGET static void TQKV__(value_tile)(const tqkv__stream *s, int kv_head, 
     }
 }
 
-/* >>encode-kernels: encoding by vectors. The sums and their order are those of >>codec, and so are the bytes. */
+/* >>k-rotate: rows to floats and the rotation by vectors. The sums and their order are those of >>codec, and so are the bytes. */
 
 /* Butterflies (a, b) -> (a + b, a - b) between vectors 1, 2, 4 .. count/2 apart; count is a constant. */
 TQKV__OP void TQKV__(butterflies)(const int count, TQKV__VECTOR *x)
@@ -4935,6 +4949,8 @@ TQKV__TARGET static void TQKV__(unrotate)(float *y, int head_dim)
     TQKV__(hadamard)(TQKV_TYPE_F32, y, head_dim, false, y);
     for (int d = 0; d < head_dim; d += TQKV__LANES) TQKV__(store)(y + d, TQKV__(flip)(TQKV__(load)(y + d), d));
 }
+
+/* >>k-norms: sums of squares and norms, in the lanes and the order of >>codec. */
 
 /* Byte e of word i: a code. Lane i of x[e]: the square of its centroid. bits is a constant, and at least those of the
    codebook. Codebooks are symmetric: codes below the middle find their mirror images above it. */
@@ -5289,6 +5305,8 @@ TQKV__TARGET static void TQKV__(scale_row)(const tqkv__stream *s, float *row, fl
         TQKV__(store)(row + d, TQKV__(load)(row + d) * TQKV__(set1)(scales[d / s->norm_dim]));
 }
 
+/* >>k-quantise: codes, packed, of whole rows. */
+
 /* As tqkv__quantise, with the cells of tqkv__quantiser. bits is a constant, 4 for fewer, too. */
 TQKV__OP TQKV__(codes) TQKV__(quantise)(const int bits, const tqkv__quantiser *q, const TQKV__(codes) * below,
                                         const TQKV__VECTOR *bounds, TQKV__VECTOR v)
@@ -5528,6 +5546,8 @@ TQKV__TARGET static bool TQKV__(rows_finite)(tqkv_type type, const void *x, size
     return !(all & 0x80008000u);
 }
 
+/* >>k-table: the functions of a set. */
+
 static const tqkv__codec TQKV__(codec) = {TQKV__(rows_finite), TQKV__(widen),     TQKV__(narrow_row), TQKV__(rotate),
                                           TQKV__(unrotate),    TQKV__(scale_row), TQKV__(encode_rows)};
 
@@ -5535,27 +5555,9 @@ static const tqkv__isa TQKV__(isa) = {TQKV__ISA_NAME,    TQKV__LANES,        {TQ
                                       &TQKV__(codec),    TQKV__(score_tile), TQKV__(softmax_tile),
                                       TQKV__(end_piece), TQKV__(value_tile), TQKV__(sum_heads)};
 
-/* These macros belong to one set. */
-#undef TQKV__VECTOR
-#undef TQKV__ROW_LOOPS
-#undef TQKV__DECODE_LOOP
-#undef TQKV__LOOPS_OF
-#undef TQKV__WIDTH
-#undef TQKV__SCORE_ROWS
-#undef TQKV__DECODED_SCORE_ROWS
-#undef TQKV__ROWS
-#undef TQKV__SUMS
-#undef TQKV__SHORTER
-#undef TQKV__SHORT_RUNS
-#undef TQKV__LANES
-#undef TQKV__NIBBLE_ORDER
-#undef TQKV__NIBBLE_RUN
-#undef TQKV__RUN_TOGETHER
-#undef TQKV__ISA_NAME
-#undef TQKV__MIX_SHORT_RUNS
-#undef TQKV__
-#undef TQKV__TARGET
 #endif /* TQKV__LANES */
+
+#ifdef TQKV__INTEGER_LANES
 
 /* >>integer-kernels: the loops of >>integer, written once. Codes become bytes, in the order of their dimensions. A lane of
    32 bits adds up TQKV__PRODUCTS products: two of words, to which the bytes are widened, or four or eight of bytes with
@@ -5571,7 +5573,6 @@ static const tqkv__isa TQKV__(isa) = {TQKV__ISA_NAME,    TQKV__LANES,        {TQ
      lanes, repeated, dot_lanes, whole_lanes   as codes, row, dot, whole, for lanes of eight products
      TQKV__LOOKED_UP            whether few rows multiply codes without storing their bytes first: with load_part, or with
                                 load_quarters, order_fields and look_up_fields, and with dot_bytes                     */
-#ifdef TQKV__INTEGER_LANES
 
 #define TQKV__VECTOR TQKV__(vector)
 /* Integers that decode_codes writes and that interleave reads of a row; rows of integers are padded to that. */
@@ -5992,6 +5993,101 @@ TQKV__OP void TQKV__I(open_scores)(const tqkv__stream *s, int b, const float *q,
     p->add = add || b > 0;
 }
 
+/* TQKV__STEP dimensions of TQKV__PRODUCTS positions, interleaved; asks for those of the next tile. */
+TQKV__OP void TQKV__I(open_group)(const int8_t *at, size_t stride, ptrdiff_t ahead, int left, TQKV__I(lanes) * x)
+{
+    TQKV__UNROLL
+    for (int i = 0; i < TQKV__PRODUCTS; i++)
+        tqkv__prefetch(TQKV__L2, (const uint8_t *)at + i * (ptrdiff_t)stride + ahead, 1);
+    TQKV__I(interleave)(at, stride, left, x);
+}
+
+/* results[row][d] += (sum_j rows[row][j] * codes[j][d]) * unit of the row, for TQKV__STEP dimensions from `first` on,
+   or only for the half of them that the first two vectors hold. ready: it is interleaved in tile. rows, ready, vectors: constants */
+TQKV__OP void TQKV__I(add_vectors_of)(const int rows, const bool ready, const int vectors, const TQKV__I(product) * p,
+                                      int first, const int8_t *tile)
+{
+    const int16_t *w = p->rows;
+    const int8_t *at = p->at.codes + first;
+    TQKV__I(sum) sums[TQKV__PRODUCT_ROWS][4];
+    TQKV__I(lanes) x[4];
+    TQKV__(codes) whole[4];
+    TQKV__UNROLL
+    for (int i = 0; i < vectors * rows; i++) sums[i / vectors][i % vectors] = TQKV__I(no_sum)();
+    for (int j = 0; j < p->n; j += TQKV__PRODUCTS, w += TQKV__PRODUCTS, at += TQKV__PRODUCTS * p->at.stride) {
+        if (ready) {
+            TQKV__UNROLL
+            for (int v = 0; v < vectors; v++) x[v] = TQKV__I(load_lanes)(tile + v * TQKV__LANE_BYTES);
+            tile += 4 * TQKV__LANE_BYTES;
+        } else {
+            TQKV__I(open_group)(at, p->at.stride, p->at.ahead, p->dim - first, x);
+        }
+        TQKV__UNROLL
+        for (int r = 0; r < rows; r++) {
+            const TQKV__I(repeated) y = TQKV__I(repeat)(w + 2 * r * p->row_floats);
+            TQKV__UNROLL
+            for (int v = 0; v < vectors; v++) sums[r][v] = TQKV__DOT_LANES(sums[r][v], x[v], y);
+        }
+    }
+    TQKV__UNROLL
+    for (int r = 0; r < rows; r++) {
+        float *to = p->results + r * p->result_floats + first;
+        const TQKV__VECTOR unit = TQKV__(set1)(p->units[r * p->row_floats]);
+        TQKV__UNROLL
+        for (int v = 0; v < 4; v++) whole[v] = TQKV__WHOLE_LANES(v < vectors ? sums[r][v] : TQKV__I(no_sum)());
+        TQKV__S(natural_order)(whole);
+        TQKV__UNROLL
+        for (int v = 0; v < vectors; v++, to += TQKV__INTEGER_LANES)
+            if (first + v * TQKV__INTEGER_LANES < p->dim)
+                TQKV__(store)(to, TQKV__(fma)(TQKV__S(to_floats)(whole[v]), unit, TQKV__(load)(to)));
+    }
+}
+
+TQKV__OP void TQKV__I(add_rows_of)(const int rows, const bool ready, const TQKV__I(product) * p, int first,
+                                   const int8_t *tile)
+{
+    if (TQKV__STEP > 16 && p->dim - first <= TQKV__STEP / 2)
+        TQKV__I(add_vectors_of)(rows, ready, 2, p, first, tile);
+    else
+        TQKV__I(add_vectors_of)(rows, ready, 4, p, first, tile);
+}
+
+/* The sums of all rows for TQKV__STEP dimensions from d on, whose positions they share interleaved. */
+TQKV__TARGET static TQKV__NOINLINE void TQKV__I(add_interleaved)(TQKV__I(product) p, int d, int n_rows)
+{
+    TQKV__ALIGNED int8_t tile[TQKV__TILE / TQKV__PRODUCTS * 4 * TQKV__LANE_BYTES];
+    for (int j = 0; j < p.n; j += TQKV__PRODUCTS) {
+        TQKV__I(lanes) x[4];
+        TQKV__I(open_group)(p.at.codes + (size_t)j * p.at.stride + d, p.at.stride, p.at.ahead, p.dim - d, x);
+        memcpy(tile + j / TQKV__PRODUCTS * 4 * TQKV__LANE_BYTES, x, sizeof x);
+    }
+    for (int left = n_rows, rows; left > 0; left -= rows) {
+        rows = left >= TQKV__PRODUCT_ROWS ? TQKV__PRODUCT_ROWS : left >= 2 ? 2 : 1;
+        if (rows == 1)
+            TQKV__I(add_rows_of)(1, true, &p, d, tile);
+        else if (rows == 2)
+            TQKV__I(add_rows_of)(2, true, &p, d, tile);
+        else
+            TQKV__I(add_rows_of)(TQKV__PRODUCT_ROWS, true, &p, d, tile);
+        TQKV__I(advance)(&p, rows);
+    }
+}
+
+/* Few rows interleave the positions for themselves. */
+TQKV__TARGET static void TQKV__I(add_integers)(const TQKV__I(product) * p, int n_rows)
+{
+    for (int d = 0; d < p->dim; d += TQKV__STEP) {
+        if (n_rows == 1)
+            TQKV__I(add_rows_of)(1, false, p, d, NULL);
+        else if (n_rows == 2)
+            TQKV__I(add_rows_of)(2, false, p, d, NULL);
+        else
+            TQKV__I(add_interleaved)(*p, d, n_rows);
+    }
+}
+
+/* >>k-integer-few: one and two rows of integers, straight from the codes; a set with tables of bytes in registers has them. */
+
 #if TQKV__LOOKED_UP
 /* -- Few rows: fields of 4 bits are multiplied as bytes, in the order in which they are stored, and an integer is 256 times its
    high byte plus its low one, both signed. Part 0 is the lower code of each byte, part 1 the upper one. Codes are c + 128,
@@ -6274,136 +6370,7 @@ TQKV__TARGET static TQKV__NOINLINE void TQKV__I(score_few)(const tqkv__stream *s
         TQKV__I(advance)(p, now);
     }
 }
-#endif
 
-TQKV__TARGET static void TQKV__I(integer_score_tile)(const tqkv__stream *s, int kv_head, const tqkv__run *run,
-                                                     const float *q, int n_rows, bool add, float *scores)
-{
-    TQKV__ALIGNED float factors[TQKV_MAX_HEAD_DIM / 128 * TQKV__TILE];
-    TQKV__ALIGNED int8_t room[TQKV__SLICES * TQKV__BLOCK];
-    const bool lanes = n_rows >= TQKV__LANES_ROWS;
-    const int step = lanes ? 2 * TQKV__INTEGER_LANES : TQKV__SLICE;
-    const int dim = s->block_dim, head_dim = s->head_dim;
-    if (s->kind == TQKV__HALF) {
-        TQKV__S(score_tile_of_halves)(s, tqkv__codes_at(s, kv_head, run->slot), run, q, n_rows, add, scores);
-        return;
-    }
-    TQKV__(factors)(s, tqkv__norms_at(s, kv_head, run->slot), run, true, factors);
-    for (int b = 0; b < head_dim / dim; b++) {
-        TQKV__I(product) p;
-#if TQKV__LOOKED_UP
-        if (TQKV__I(is_packed)(s, run->n, n_rows) || TQKV__I(is_quartered)(s, run->n, n_rows)) {
-            TQKV__I(open_scores)(s, b, q, add, factors, scores, &p);
-            TQKV__I(score_few)(s, kv_head, run, b * dim, n_rows, &p);
-            continue;
-        }
-#endif
-        for (int j = 0; j < run->n; j += step) {
-            p.n = run->n - j < step ? run->n - j : step;
-            TQKV__I(open_scores)(s, b, q, add, factors + j, scores + j, &p);
-            p.at = TQKV__S(open_integers)(s, kv_head, run, j, p.n, b * dim, dim, room);
-            if (lanes)
-                TQKV__I(score_lanes)(p, n_rows);
-            else
-                TQKV__I(score_integers)(p, n_rows);
-        }
-    }
-}
-
-/* TQKV__STEP dimensions of TQKV__PRODUCTS positions, interleaved; asks for those of the next tile. */
-TQKV__OP void TQKV__I(open_group)(const int8_t *at, size_t stride, ptrdiff_t ahead, int left, TQKV__I(lanes) * x)
-{
-    TQKV__UNROLL
-    for (int i = 0; i < TQKV__PRODUCTS; i++)
-        tqkv__prefetch(TQKV__L2, (const uint8_t *)at + i * (ptrdiff_t)stride + ahead, 1);
-    TQKV__I(interleave)(at, stride, left, x);
-}
-
-/* results[row][d] += (sum_j rows[row][j] * codes[j][d]) * unit of the row, for TQKV__STEP dimensions from `first` on,
-   or only for the half of them that the first two vectors hold. ready: it is interleaved in tile. rows, ready, vectors: constants */
-TQKV__OP void TQKV__I(add_vectors_of)(const int rows, const bool ready, const int vectors, const TQKV__I(product) * p,
-                                      int first, const int8_t *tile)
-{
-    const int16_t *w = p->rows;
-    const int8_t *at = p->at.codes + first;
-    TQKV__I(sum) sums[TQKV__PRODUCT_ROWS][4];
-    TQKV__I(lanes) x[4];
-    TQKV__(codes) whole[4];
-    TQKV__UNROLL
-    for (int i = 0; i < vectors * rows; i++) sums[i / vectors][i % vectors] = TQKV__I(no_sum)();
-    for (int j = 0; j < p->n; j += TQKV__PRODUCTS, w += TQKV__PRODUCTS, at += TQKV__PRODUCTS * p->at.stride) {
-        if (ready) {
-            TQKV__UNROLL
-            for (int v = 0; v < vectors; v++) x[v] = TQKV__I(load_lanes)(tile + v * TQKV__LANE_BYTES);
-            tile += 4 * TQKV__LANE_BYTES;
-        } else {
-            TQKV__I(open_group)(at, p->at.stride, p->at.ahead, p->dim - first, x);
-        }
-        TQKV__UNROLL
-        for (int r = 0; r < rows; r++) {
-            const TQKV__I(repeated) y = TQKV__I(repeat)(w + 2 * r * p->row_floats);
-            TQKV__UNROLL
-            for (int v = 0; v < vectors; v++) sums[r][v] = TQKV__DOT_LANES(sums[r][v], x[v], y);
-        }
-    }
-    TQKV__UNROLL
-    for (int r = 0; r < rows; r++) {
-        float *to = p->results + r * p->result_floats + first;
-        const TQKV__VECTOR unit = TQKV__(set1)(p->units[r * p->row_floats]);
-        TQKV__UNROLL
-        for (int v = 0; v < 4; v++) whole[v] = TQKV__WHOLE_LANES(v < vectors ? sums[r][v] : TQKV__I(no_sum)());
-        TQKV__S(natural_order)(whole);
-        TQKV__UNROLL
-        for (int v = 0; v < vectors; v++, to += TQKV__INTEGER_LANES)
-            if (first + v * TQKV__INTEGER_LANES < p->dim)
-                TQKV__(store)(to, TQKV__(fma)(TQKV__S(to_floats)(whole[v]), unit, TQKV__(load)(to)));
-    }
-}
-
-TQKV__OP void TQKV__I(add_rows_of)(const int rows, const bool ready, const TQKV__I(product) * p, int first,
-                                   const int8_t *tile)
-{
-    if (TQKV__STEP > 16 && p->dim - first <= TQKV__STEP / 2)
-        TQKV__I(add_vectors_of)(rows, ready, 2, p, first, tile);
-    else
-        TQKV__I(add_vectors_of)(rows, ready, 4, p, first, tile);
-}
-
-/* The sums of all rows for TQKV__STEP dimensions from d on, whose positions they share interleaved. */
-TQKV__TARGET static TQKV__NOINLINE void TQKV__I(add_interleaved)(TQKV__I(product) p, int d, int n_rows)
-{
-    TQKV__ALIGNED int8_t tile[TQKV__TILE / TQKV__PRODUCTS * 4 * TQKV__LANE_BYTES];
-    for (int j = 0; j < p.n; j += TQKV__PRODUCTS) {
-        TQKV__I(lanes) x[4];
-        TQKV__I(open_group)(p.at.codes + (size_t)j * p.at.stride + d, p.at.stride, p.at.ahead, p.dim - d, x);
-        memcpy(tile + j / TQKV__PRODUCTS * 4 * TQKV__LANE_BYTES, x, sizeof x);
-    }
-    for (int left = n_rows, rows; left > 0; left -= rows) {
-        rows = left >= TQKV__PRODUCT_ROWS ? TQKV__PRODUCT_ROWS : left >= 2 ? 2 : 1;
-        if (rows == 1)
-            TQKV__I(add_rows_of)(1, true, &p, d, tile);
-        else if (rows == 2)
-            TQKV__I(add_rows_of)(2, true, &p, d, tile);
-        else
-            TQKV__I(add_rows_of)(TQKV__PRODUCT_ROWS, true, &p, d, tile);
-        TQKV__I(advance)(&p, rows);
-    }
-}
-
-/* Few rows interleave the positions for themselves. */
-TQKV__TARGET static void TQKV__I(add_integers)(const TQKV__I(product) * p, int n_rows)
-{
-    for (int d = 0; d < p->dim; d += TQKV__STEP) {
-        if (n_rows == 1)
-            TQKV__I(add_rows_of)(1, false, p, d, NULL);
-        else if (n_rows == 2)
-            TQKV__I(add_rows_of)(2, false, p, d, NULL);
-        else
-            TQKV__I(add_interleaved)(*p, d, n_rows);
-    }
-}
-
-#if TQKV__LOOKED_UP
 /* The weights of a row as bytes, and -128 times their sum */
 typedef struct TQKV__I(parts) {
     int8_t bytes[2][TQKV__TILE];
@@ -6539,27 +6506,6 @@ TQKV__OP void TQKV__I(add_pieces)(const tqkv_format format, const int rows, cons
     }
 TQKV__BY_PIECES(TQKV__ADD_PIECES)
 
-#endif
-
-/* The sums of block b, but for its codes. */
-TQKV__OP void TQKV__I(open_sums)(const tqkv__stream *s, int b, int n, const float *weights, int n_rows,
-                                 const float *factors, float *scaled, float *out, TQKV__I(product) * p)
-{
-    if (b * s->block_dim % s->norm_dim == 0)
-        for (int at = 0; at < n_rows * TQKV__TILE; at += TQKV__TILE)
-            TQKV__I(round_weights)(s, weights + at, factors + b * TQKV__TILE, n, scaled + at);
-    p->n = n;
-    p->dim = s->block_dim;
-    p->rows = (const int16_t *)(const void *)scaled;
-    p->units = scaled + TQKV__WEIGHTS_UNIT;
-    p->row_floats = TQKV__TILE;
-    p->results = out + b * s->block_dim;
-    p->result_floats = s->head_dim;
-    p->factors = NULL;
-    p->add = true;
-}
-
-#if TQKV__LOOKED_UP
 TQKV__TARGET static TQKV__NOINLINE void TQKV__I(add_quarters)(const tqkv__stream *s, int kv_head, const tqkv__run *run,
                                                               int first, int rows, const TQKV__I(product) * p)
 {
@@ -6595,6 +6541,60 @@ TQKV__TARGET static TQKV__NOINLINE void TQKV__I(add_few)(const tqkv__stream *s, 
     }
 }
 #endif
+
+/* >>k-integer-tiles: the scores and the sums of a tile in integers. */
+
+TQKV__TARGET static void TQKV__I(integer_score_tile)(const tqkv__stream *s, int kv_head, const tqkv__run *run,
+                                                     const float *q, int n_rows, bool add, float *scores)
+{
+    TQKV__ALIGNED float factors[TQKV_MAX_HEAD_DIM / 128 * TQKV__TILE];
+    TQKV__ALIGNED int8_t room[TQKV__SLICES * TQKV__BLOCK];
+    const bool lanes = n_rows >= TQKV__LANES_ROWS;
+    const int step = lanes ? 2 * TQKV__INTEGER_LANES : TQKV__SLICE;
+    const int dim = s->block_dim, head_dim = s->head_dim;
+    if (s->kind == TQKV__HALF) {
+        TQKV__S(score_tile_of_halves)(s, tqkv__codes_at(s, kv_head, run->slot), run, q, n_rows, add, scores);
+        return;
+    }
+    TQKV__(factors)(s, tqkv__norms_at(s, kv_head, run->slot), run, true, factors);
+    for (int b = 0; b < head_dim / dim; b++) {
+        TQKV__I(product) p;
+#if TQKV__LOOKED_UP
+        if (TQKV__I(is_packed)(s, run->n, n_rows) || TQKV__I(is_quartered)(s, run->n, n_rows)) {
+            TQKV__I(open_scores)(s, b, q, add, factors, scores, &p);
+            TQKV__I(score_few)(s, kv_head, run, b * dim, n_rows, &p);
+            continue;
+        }
+#endif
+        for (int j = 0; j < run->n; j += step) {
+            p.n = run->n - j < step ? run->n - j : step;
+            TQKV__I(open_scores)(s, b, q, add, factors + j, scores + j, &p);
+            p.at = TQKV__S(open_integers)(s, kv_head, run, j, p.n, b * dim, dim, room);
+            if (lanes)
+                TQKV__I(score_lanes)(p, n_rows);
+            else
+                TQKV__I(score_integers)(p, n_rows);
+        }
+    }
+}
+
+/* The sums of block b, but for its codes. */
+TQKV__OP void TQKV__I(open_sums)(const tqkv__stream *s, int b, int n, const float *weights, int n_rows,
+                                 const float *factors, float *scaled, float *out, TQKV__I(product) * p)
+{
+    if (b * s->block_dim % s->norm_dim == 0)
+        for (int at = 0; at < n_rows * TQKV__TILE; at += TQKV__TILE)
+            TQKV__I(round_weights)(s, weights + at, factors + b * TQKV__TILE, n, scaled + at);
+    p->n = n;
+    p->dim = s->block_dim;
+    p->rows = (const int16_t *)(const void *)scaled;
+    p->units = scaled + TQKV__WEIGHTS_UNIT;
+    p->row_floats = TQKV__TILE;
+    p->results = out + b * s->block_dim;
+    p->result_floats = s->head_dim;
+    p->factors = NULL;
+    p->add = true;
+}
 
 TQKV__TARGET static void TQKV__I(integer_value_tile)(const tqkv__stream *s, int kv_head, const tqkv__run *run,
                                                      const float *weights, int n_rows, float *scaled, float *out)
@@ -6637,46 +6637,64 @@ static const tqkv__integers TQKV__I(integers) = {&TQKV__(isa),
                                                   TQKV__I(integer_value_tile),
                                                   TQKV__(sum_heads)}};
 
+#endif /* TQKV__INTEGER_LANES */
+
+#if defined(TQKV__LANES) || defined(TQKV__INTEGER_LANES)
 /* These macros belong to one set. */
-#undef TQKV__VECTOR
-#undef TQKV__STEP
-#undef TQKV__PADDED
-#undef TQKV__BYTES
-#undef TQKV__LANE_BYTES
-#undef TQKV__DOT_LANES
-#undef TQKV__WHOLE_LANES
-#undef TQKV__WORDS
-#undef TQKV__PRODUCTS
-#undef TQKV__S
-#undef TQKV__SLICE
-#undef TQKV__SLICES
-#undef TQKV__LANES_ROWS
-#undef TQKV__DECODED
-#undef TQKV__ROUNDED
-#undef TQKV__DECODE_INTEGERS
-#undef TQKV__DECODER_OF
-#undef TQKV__QUERY_BLOCK
-#undef TQKV__WEIGHTS_UNIT
-#undef TQKV__INTEGER_LANES
-#undef TQKV__PRODUCT_ROWS
-#undef TQKV__LOOKED_UP
-#undef TQKV__CHUNK
-#undef TQKV__BY_PARTS
-#undef TQKV__SCORE_PARTS
-#undef TQKV__SCORE_PACKED
-#undef TQKV__ADD_PARTS
 #undef TQKV__ADD_PACKED
-#undef TQKV__BY_PIECES
-#undef TQKV__BY_FOUR_ROWS
-#undef TQKV__SCORE_PIECES
-#undef TQKV__SCORE_QUARTERS
+#undef TQKV__ADD_PARTS
 #undef TQKV__ADD_PIECES
 #undef TQKV__ADD_QUARTERS
+#undef TQKV__BYTES
+#undef TQKV__BY_FOUR_ROWS
+#undef TQKV__BY_PARTS
+#undef TQKV__BY_PIECES
+#undef TQKV__CHUNK
+#undef TQKV__DECODED
+#undef TQKV__DECODED_SCORE_ROWS
+#undef TQKV__DECODER_OF
+#undef TQKV__DECODE_INTEGERS
+#undef TQKV__DECODE_LOOP
+#undef TQKV__DOT_LANES
+#undef TQKV__INTEGER_LANES
 #undef TQKV__ISA_NAME
+#undef TQKV__LANES
+#undef TQKV__LANES_ROWS
+#undef TQKV__LANE_BYTES
+#undef TQKV__LOOKED_UP
+#undef TQKV__LOOPS_OF
+#undef TQKV__MIX_SHORT_RUNS
+#undef TQKV__NIBBLE_ORDER
+#undef TQKV__NIBBLE_RUN
+#undef TQKV__PADDED
+#undef TQKV__PRODUCTS
+#undef TQKV__PRODUCT_ROWS
+#undef TQKV__QUERY_BLOCK
+#undef TQKV__ROUNDED
+#undef TQKV__ROWS
+#undef TQKV__ROW_LOOPS
+#undef TQKV__RUN_TOGETHER
+#undef TQKV__SCORE_PACKED
+#undef TQKV__SCORE_PARTS
+#undef TQKV__SCORE_PIECES
+#undef TQKV__SCORE_QUARTERS
+#undef TQKV__SCORE_ROWS
+#undef TQKV__SHORTER
+#undef TQKV__SHORT_RUNS
+#undef TQKV__SLICE
+#undef TQKV__SLICES
+#undef TQKV__STEP
+#undef TQKV__SUMS
+#undef TQKV__VECTOR
+#undef TQKV__WEIGHTS_UNIT
+#undef TQKV__WHOLE_LANES
+#undef TQKV__WIDTH
+#undef TQKV__WORDS
 #undef TQKV__
 #undef TQKV__I
+#undef TQKV__S
 #undef TQKV__TARGET
-#endif /* TQKV__INTEGER_LANES */
+#endif
 
 #if defined(TQKV_IMPLEMENTATION) && !defined(TQKV__SETS)
 #define TQKV__SETS
@@ -7825,7 +7843,7 @@ TQKV__OP uint32x4_t tqkv__below_neon(const int bits, const uint32x4_t *below, ui
     TQKV__UNROLL
     for (int i = 0; i < 4; i++) t.val[i] = vreinterpretq_u8_u32(below[bits > 4 && i < 1 << (bits - 4) ? i : 0]);
     const uint8x16x2_t half = {{t.val[0], t.val[1]}};
-    return vreinterpretq_u32_u8(bits <= 4 ? vqtbl1q_u8(t.val[0], index)
+    return vreinterpretq_u32_u8(bits <= 4   ? vqtbl1q_u8(t.val[0], index)
                                 : bits == 5 ? vqtbl2q_u8(half, index)
                                             : vqtbl4q_u8(t, index));
 }
@@ -7878,7 +7896,7 @@ TQKV__OP void tqkv__store_words_neon(uint8_t *p, uint32x4_t words)
 {
     vst1_u8(p, vreinterpret_u8_u16(vmovn_u32(words)));
 }
-#define tqkv__quantise_tq8_neon              tqkv__quantise_loads_neon
+#define tqkv__quantise_tq8_neon tqkv__quantise_loads_neon
 
 /* Only for vectors of 16. */
 #define tqkv__load_fields_neon(bits, count, p, upper, low, high)                                                       \
@@ -10076,39 +10094,7 @@ static void tqkv__attend_ranks(tqkv__work *w, tqkv__range range)
     }
 }
 
-/* Units of work. Tasks take one after the other, so none waits for a longer one; each task has scratch of its own. */
-enum { TQKV__TASKS = 32 };
-typedef struct tqkv__queue {
-    int n_units, n_tasks;
-    int next; /* unit; atomic */
-    size_t slot_floats;
-    float *slots;  /* [n_tasks][slot_floats], on cache lines of their own */
-    float *memory; /* that holds them */
-    size_t size;
-} tqkv__queue;
-
-/* Gets memory for the slots and, behind them, more floats; false if there is none. */
-static bool tqkv__queue_open(tqkv__queue *queue, const tqkv_allocator *allocator, size_t more)
-{
-    queue->slot_floats = (queue->slot_floats + 15) / 16 * 16;
-    if (queue->slot_floats > (SIZE_MAX / 8 - more) / (size_t)queue->n_tasks) return false;
-    queue->size = ((size_t)queue->n_tasks * queue->slot_floats + more + 16) * sizeof(float);
-    queue->memory = (float *)allocator->alloc(allocator->user, queue->size);
-    if (!queue->memory) return false;
-    queue->slots = queue->memory + (64 - (uintptr_t)queue->memory % 64) % 64 / sizeof(float);
-    return true;
-}
-
-/* The next unit; -1 when all are taken. */
-static int tqkv__queue_take(tqkv__queue *queue)
-{
-    const int unit = __atomic_fetch_add(&queue->next, 1, __ATOMIC_RELAXED);
-    return unit < queue->n_units ? unit : -1;
-}
-
-/* A job is one call or many. A unit of its work is an item over all stretches or, if some item alone is much of the work
-   ("spread"), an item over one stretch of a wave. Both ways do the same additions in the same order. */
-enum { TQKV__WAVE_FLOATS = 1 << 20 };
+/* >>query: a row of a call: its query, its centres, its result. */
 
 /* One call of a job. */
 typedef struct tqkv__part {
@@ -10126,29 +10112,6 @@ typedef struct tqkv__part {
     size_t sums_floats;   /* sums of all rows */
     float *total, *now;   /* spread: sums of all earlier waves; [n_wave]: of the stretches in this wave */
 } tqkv__part;
-
-typedef struct tqkv__job {
-    tqkv__queue queue; /* slots: tiles, queries, gathered rows, sums of a piece, of all stretches, of one */
-    tqkv__part *parts;
-    int n_parts;
-    bool spread;
-    size_t wave_floats;
-    float *waves; /* [wave_floats] */
-} tqkv__job;
-
-static tqkv__item tqkv__item_of(const tqkv__part *part, int index)
-{
-    TQKV_ASSERT(index >= 0 && index < part->n_items);
-    const int n_kv_heads = part->a->n_kv_heads, each = (part->n_rows - 1) / part->rows_each + 1;
-    const bool follow = tqkv__heads_follow(part->a);
-    const int of_head = part->n_items / n_kv_heads; /* items */
-    const int kv_head = follow ? index % n_kv_heads : index / of_head,
-              i = follow ? index / n_kv_heads : index % of_head;
-    const int before = i % each * part->rows_each, left = part->n_rows - before;
-    const tqkv__item item = {kv_head, i / each * part->n_rows + before,
-                             left < part->rows_each ? left : part->rows_each};
-    return item;
-}
 
 /* The caller's row that is row i of an item. */
 static size_t tqkv__caller_row(const tqkv__attention *a, const tqkv__item *item, int i)
@@ -10303,6 +10266,65 @@ static TQKV__NOINLINE void tqkv__deliver(const tqkv__part *part, const tqkv__ite
         tqkv__finish_row(a, (int)(row % (size_t)a->call.n_heads), out, max, sum);
         if (out == wide) a->isa->codec->narrow(type, wide, a->value_dim, to);
     }
+}
+
+/* >>job: what a call computes, cut into tasks. */
+
+/* Units of work. Tasks take one after the other, so none waits for a longer one; each task has scratch of its own. */
+enum { TQKV__TASKS = 32 };
+typedef struct tqkv__queue {
+    int n_units, n_tasks;
+    int next; /* unit; atomic */
+    size_t slot_floats;
+    float *slots;  /* [n_tasks][slot_floats], on cache lines of their own */
+    float *memory; /* that holds them */
+    size_t size;
+} tqkv__queue;
+
+/* Gets memory for the slots and, behind them, more floats; false if there is none. */
+static bool tqkv__queue_open(tqkv__queue *queue, const tqkv_allocator *allocator, size_t more)
+{
+    queue->slot_floats = (queue->slot_floats + 15) / 16 * 16;
+    if (queue->slot_floats > (SIZE_MAX / 8 - more) / (size_t)queue->n_tasks) return false;
+    queue->size = ((size_t)queue->n_tasks * queue->slot_floats + more + 16) * sizeof(float);
+    queue->memory = (float *)allocator->alloc(allocator->user, queue->size);
+    if (!queue->memory) return false;
+    queue->slots = queue->memory + (64 - (uintptr_t)queue->memory % 64) % 64 / sizeof(float);
+    return true;
+}
+
+/* The next unit; -1 when all are taken. */
+static int tqkv__queue_take(tqkv__queue *queue)
+{
+    const int unit = __atomic_fetch_add(&queue->next, 1, __ATOMIC_RELAXED);
+    return unit < queue->n_units ? unit : -1;
+}
+
+/* A job is one call or many. A unit of its work is an item over all stretches or, if some item alone is much of the work
+   ("spread"), an item over one stretch of a wave. Both ways do the same additions in the same order. */
+enum { TQKV__WAVE_FLOATS = 1 << 20 };
+
+typedef struct tqkv__job {
+    tqkv__queue queue; /* slots: tiles, queries, gathered rows, sums of a piece, of all stretches, of one */
+    tqkv__part *parts;
+    int n_parts;
+    bool spread;
+    size_t wave_floats;
+    float *waves; /* [wave_floats] */
+} tqkv__job;
+
+static tqkv__item tqkv__item_of(const tqkv__part *part, int index)
+{
+    TQKV_ASSERT(index >= 0 && index < part->n_items);
+    const int n_kv_heads = part->a->n_kv_heads, each = (part->n_rows - 1) / part->rows_each + 1;
+    const bool follow = tqkv__heads_follow(part->a);
+    const int of_head = part->n_items / n_kv_heads; /* items */
+    const int kv_head = follow ? index % n_kv_heads : index / of_head,
+              i = follow ? index / n_kv_heads : index % of_head;
+    const int before = i % each * part->rows_each, left = part->n_rows - before;
+    const tqkv__item item = {kv_head, i / each * part->n_rows + before,
+                             left < part->rows_each ? left : part->rows_each};
+    return item;
 }
 
 /* The sums of one stretch */
@@ -11533,7 +11555,7 @@ static int64_t tqkv__oldest(const tqkv_cache *c, int64_t end)
     return end - c->first > c->keys.capacity ? end - c->keys.capacity : c->first;
 }
 
-TQKV_API void tqkv__cache_advance(tqkv_cache *c, int n_tokens)
+TQKV__FOR_HOST void tqkv__cache_advance(tqkv_cache *c, int n_tokens)
 {
     const int64_t end = c->attention.end + n_tokens, room = tqkv__end_room(c->exact_last);
     if (c->attention.end <= c->exact_below) c->exact_below = end < c->exact_first ? end : c->exact_first;
@@ -11741,6 +11763,12 @@ TQKV_API size_t tqkv_cache_bytes(const tqkv_cache *c)
     return bytes;
 }
 
+TQKV_API const tqkv_store *tqkv_cache_keys(const tqkv_cache *c) { return c ? &c->keys : NULL; }
+TQKV_API const tqkv_store *tqkv_cache_values(const tqkv_cache *c) { return c ? c->attention.values : NULL; }
+TQKV_API const tqkv_store *tqkv_cache_tail(const tqkv_cache *c) { return c ? c->attention.tail : NULL; }
+
+/* >>cache-edit: truncate, remove, keep, fork. */
+
 TQKV_API tqkv_result tqkv_cache_truncate(tqkv_cache *c, int64_t end)
 {
     if (!c) return TQKV__INVALID("the cache is NULL");
@@ -11938,10 +11966,6 @@ TQKV__COLD TQKV_API tqkv_result tqkv_cache_fork(const tqkv_cache *c, const tqkv_
         tqkv_cache_destroy(copy);
     return r;
 }
-
-TQKV_API const tqkv_store *tqkv_cache_keys(const tqkv_cache *c) { return c ? &c->keys : NULL; }
-TQKV_API const tqkv_store *tqkv_cache_values(const tqkv_cache *c) { return c ? c->attention.values : NULL; }
-TQKV_API const tqkv_store *tqkv_cache_tail(const tqkv_cache *c) { return c ? c->attention.tail : NULL; }
 
 /* >>snapshot: caches and stores as bytes, all little-endian
 
@@ -12447,11 +12471,10 @@ TQKV_API tqkv_result tqkv_store_load(const tqkv_store *store, int64_t position, 
 
 /* ---- From here on all is for GPUs: stop reading if the processor is enough for you. ---- */
 
-/* >>metal-sizes: function constants, sizes of dispatches and argument structs; also compiled as Metal */
-#if (defined(TQKV_METAL) && defined(TQKV__SHARED) && !defined(TQKV__NESTED)) || defined(__METAL_VERSION__)
-#ifndef TQKV__METAL_SIZES
+#if defined(TQKV_METAL) && defined(TQKV__SHARED) && !defined(TQKV__NESTED) && !defined(TQKV__METAL_SIZES)
 #define TQKV__METAL_SIZES
 
+/* >>metal-sizes: function constants, sizes of dispatches and argument structs; the shaders include it, too */
 /* The Metal kernels, tqkv_<family>_d<head_dim>; tqkv_<family>_d<head_dim>_<value_dim> for keys and values that differ. A
    kernel and its function constants make a pipeline. */
 #define TQKV_FC_FORMAT       0    /* uint: encode, probe, decode: tqkv_format; encode_kv, attend: that of the keys */
@@ -12743,13 +12766,7 @@ TQKV__ASSERT_SIZE(tqkv__choose_args, 52);
 TQKV__ASSERT_SIZE(tqkv__index_args, 220);
 TQKV__ASSERT_SIZE(tqkv__table_report, 4672);
 
-#endif
-#endif
-/* <<metal-sizes */
-
 /* >>metal-host: what tqkv_metal.m and the tests take from >>metal-code beside >>metal-plan, visible with TQKV_SHARED */
-#if defined(TQKV__METAL_SIZES) && !defined(__METAL_VERSION__) && !defined(TQKV__NESTED) && !defined(TQKV__METAL_HOST)
-#define TQKV__METAL_HOST
 #ifdef __cplusplus
 extern "C" {
 #endif
@@ -13385,6 +13402,8 @@ TQKV_API tqkv_result tqkv_metal_plan_rotate(tqkv_metal_buffer rows, int n_rows, 
     return TQKV_OK;
 }
 
+/* >>plan-split: how the threadgroups share attention. */
+
 /* How the threadgroups share attention. Metal does not report a GPU's number of cores (7 to 80): only the shape decides.
    These numbers come from sizes and `make model`, not from measurements on Apple's hardware.
 
@@ -13500,21 +13519,6 @@ static tqkv_result tqkv__choose_split(const tqkv__attention *a, int64_t first, i
     return TQKV_OK;
 }
 
-/* max and sum: of a slice, which also says so. The two of a slice that is read */
-typedef struct tqkv__slice_buffers {
-    bool from, to;
-    tqkv_metal_buffer max, sum, src_max, src_sum;
-} tqkv__slice_buffers;
-
-typedef struct tqkv__attend_buffers {
-    const tqkv_metal_store *keys, *values, *tail; /* tail: NULL without one */
-    tqkv_metal_buffer sinks, tree, q, scratch, out;
-    tqkv__slice_buffers slice;          /* zero: attends to all positions */
-    int64_t slice_end;                  /* of the positions to attend to */
-    const tqkv_metal_store *ends[2][2]; /* of tqkv__attention */
-    tqkv_metal_buffer list, list_rows;  /* the caller's, and what attend_list makes of them */
-} tqkv__attend_buffers;
-
 /* What a query sees, counted from the oldest resident position: the positions up to first_newest and its number, and of those
    the last `window`, or all. Without causality it looks as far ahead as back. */
 static void tqkv__plan_seen(const tqkv__attention *a, int32_t *first_newest, int32_t *window)
@@ -13527,6 +13531,8 @@ static void tqkv__plan_seen(const tqkv__attention *a, int32_t *first_newest, int
     *first_newest = all ? kv_len - 1 : kv_len - n + own - 1;
     *window = all ? 0 : 2 * own - 1;
 }
+
+/* >>plan-list: which tiles lists of blocks name. */
 
 /* Whether these are integers. */
 static tqkv_result tqkv__check_non_causal(const tqkv__attention *a)
@@ -13610,6 +13616,23 @@ static void tqkv__plan_division(int page_size, uint32_t *factor, int32_t *shift)
     while (((int64_t)2 << *shift) < tiles) ++*shift;
     *factor = (uint32_t)((((uint64_t)1 << (32 + *shift)) + (uint64_t)tiles - 1) / (uint64_t)tiles);
 }
+
+/* >>plan-attend: the dispatches of an attention. */
+
+/* max and sum: of a slice, which also says so. The two of a slice that is read */
+typedef struct tqkv__slice_buffers {
+    bool from, to;
+    tqkv_metal_buffer max, sum, src_max, src_sum;
+} tqkv__slice_buffers;
+
+typedef struct tqkv__attend_buffers {
+    const tqkv_metal_store *keys, *values, *tail; /* tail: NULL without one */
+    tqkv_metal_buffer sinks, tree, q, scratch, out;
+    tqkv__slice_buffers slice;          /* zero: attends to all positions */
+    int64_t slice_end;                  /* of the positions to attend to */
+    const tqkv_metal_store *ends[2][2]; /* of tqkv__attention */
+    tqkv_metal_buffer list, list_rows;  /* the caller's, and what attend_list makes of them */
+} tqkv__attend_buffers;
 
 /* Whether keys and values look up the same entries of one table. */
 static bool tqkv__same_pages(const tqkv__attend_args *args, const tqkv__attend_buffers *b)
@@ -14034,6 +14057,8 @@ static void tqkv__plan_slice(tqkv_metal_dispatch *d, const tqkv__attention *a, c
     tqkv__plan_constant(d, TQKV_FC_VALUE_ROTATED, false);
 }
 
+/* >>plan-shape: an attention over buffers as one over stores, checked. */
+
 /* An attention over buffers as one over stores. */
 typedef struct tqkv__plan_call {
     tqkv_attention attention;
@@ -14228,6 +14253,8 @@ static tqkv_result tqkv__plan_call_of(const tqkv_metal_attention *from, int64_t 
     b->list = from->list;
     return tqkv__plan_attention(&a, b, most_sums, plan);
 }
+
+/* >>plan-calls: the calls of attention on a GPU. */
 
 /* All its dispatches, in their order. */
 static tqkv_result tqkv__plan_dispatches(const tqkv_metal_attention *from, int64_t first, int count,

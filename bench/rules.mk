@@ -6,7 +6,7 @@
 # GGML_AVX2_PREFIX: a ggml without AVX-512, to compare with on AVX2. THREADS=16: one token by so many threads, too.
 
 BENCH_FLAGS ?=
-BENCH_HEADERS := $(wildcard bench/*.h) examples/thread_pool.h bench/rules.mk tqkv.h
+BENCH_HEADERS := $(wildcard bench/*.h) examples/thread_pool.h bench/rules.mk $(TQKV_FILES)
 BENCH_COMPILE = $(CC) $(STANDARD) -D_POSIX_C_SOURCE=200809L $(CPPFLAGS) $(CFLAGS) $(WARNINGS)
 BENCH_PEERS := $(if $(GGML_PREFIX),$(BUILD)/peer-ggml.so) $(if $(IK_PREFIX),$(BUILD)/peer-ik.so) \
 	$(if $(GGML_AVX2_PREFIX),$(BUILD)/peer-ggml-avx2.so)
@@ -64,9 +64,9 @@ TEST_TARGETS += test-bench
 
 # Where the lines and the code of tqkv.h are; docs/notes/code-size.md says what for.
 .PHONY: bench-sections
-bench-sections: examples/make/tqkv.c tqkv.h ## lines and code of each section of tqkv.h
+bench-sections: examples/make/tqkv.c $(TQKV_FILES) ## lines and code of each section of tqkv.h
 	@mkdir -p $(BUILD)
-	@$(CC) $(STANDARD) $(CPPFLAGS) -O2 -g -DTQKV_METAL -I. -c $< -o $(BUILD)/sections.o
+	@$(CC) $(STANDARD) $(CPPFLAGS) -O2 -g -DTQKV_METAL $(INCLUDE) -c $< -o $(BUILD)/sections.o
 	@python3 bench/sections.py tqkv.h $(BUILD)/sections.o
 
 # ---- A prediction for the inner loops on an Apple core, made on any Linux machine ----

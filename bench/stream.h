@@ -2,7 +2,7 @@
 #ifndef BENCH_STREAM_H
 #define BENCH_STREAM_H
 
-#include "../tqkv.h"
+#include "tqkv.h"
 
 #include <stdint.h>
 #include <stdio.h>

@@ -7,7 +7,7 @@
  * --shared: the keys are the values, too, as in a latent cache: one format for both. The file's values are not looked at.
  * --tail: the last dimensions of each key, its rotary part, are a tail with a format of its own; with --shared the values are
  * the rest of the key. A layer with no more dimensions than that has no tail. */
-#include "../tqkv.h"
+#include "tqkv.h"
 #include "capture_file.h"
 
 /* From most to fewest bits. TQ8 is not here: I8 takes the same room with less error. */

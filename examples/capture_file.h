@@ -3,7 +3,7 @@
 #ifndef CAPTURE_FILE_H
 #define CAPTURE_FILE_H
 
-#include "../tqkv.h"
+#include "tqkv.h"
 #include "data_file.h"
 
 typedef struct captured_layer {

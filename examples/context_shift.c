@@ -6,7 +6,7 @@
  * "same codes in double": the distance from attention in double over the decoded codes, |out - exact| / |exact|. The other
  * errors are relMSE, as in real_kv.c, against the original floats; "recomputed" encodes the remaining keys afresh. Values
  * are F16, so that only the error of the keys counts. */
-#include "../tqkv.h"
+#include "tqkv.h"
 #include "capture_file.h"
 
 enum { CONTEXT = 256, KEEP = 16, DROP = 8, SHIFTS = 32, QUERIES = 64, MAX_SEGMENTS = 8 };

@@ -1,7 +1,7 @@
 /* The smallest useful program: creates a cache for one layer, appends a prompt, attends for one token and checks the
    output. */
 #define TQKV_IMPLEMENTATION
-#include "../tqkv.h"
+#include "tqkv.h"
 
 #include <math.h>
 #include <stdio.h>

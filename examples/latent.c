@@ -6,7 +6,7 @@
  *     q.K_h c = (K_h^T q).c             "absorbed": a query of 512 dimensions against c itself
  *     sum_j p_j V_h c_j = V_h sum_j p_j c_j
  * So all heads attend to the same rows. Checked against the keys and values of each head, in double precision. */
-#include "../tqkv.h"
+#include "tqkv.h"
 
 #include <math.h>
 #include <stdio.h>

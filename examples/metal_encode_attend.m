@@ -3,7 +3,7 @@
 #define TQKV_IMPLEMENTATION
 #import <Foundation/Foundation.h>
 #import <Metal/Metal.h>
-#include "../tqkv.h"
+#include "tqkv.h"
 #include <math.h>
 
 enum { HEAD_DIM = 128, KV_HEADS = 2, HEADS = 8, PROMPT = 600, ROW = KV_HEADS * HEAD_DIM, QUERY = HEADS * HEAD_DIM };

@@ -4,7 +4,7 @@
 // demo-plan` runs it anywhere.
 #define TQKV_METAL
 #define TQKV_IMPLEMENTATION
-#include "../tqkv.h"
+#include "tqkv.h"
 #include "simt.h"
 #include <cmath>
 #include <cstdio>

@@ -6,7 +6,7 @@
  * What a rank sends does not depend on the length of the context: one row of sums a query head. A failure travels in these
  * rows, so no rank waits for one that gave up. Read merge_heads and attend_together first. */
 #define _POSIX_C_SOURCE 200809L
-#include "../tqkv.h"
+#include "tqkv.h"
 #include <errno.h>
 #include <math.h>
 #include <mpi.h>

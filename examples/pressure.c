@@ -4,7 +4,7 @@
  * Shown by stage: the divergence from floats, beside that of a cache which had the stage's formats from the start. */
 #define _POSIX_C_SOURCE  200809L
 #define _DARWIN_C_SOURCE /* the number of processors, which POSIX does not give */
-#include "../tqkv.h"
+#include "tqkv.h"
 #include "tinylm_logits.h"
 #include "tinylm_session.h"
 

@@ -3,7 +3,7 @@
  *   prompt_cache [FOLDER]    without one: in a folder of /tmp, removed at the end */
 #define _XOPEN_SOURCE    700
 #define _DARWIN_C_SOURCE /* the number of processors, which POSIX does not give */
-#include "../tqkv.h"
+#include "tqkv.h"
 #include "tinylm_logits.h"
 #include "tinylm_prompt.h"
 

@@ -21,7 +21,7 @@
 #ifndef PROMPT_CACHE_H
 #define PROMPT_CACHE_H
 
-#include "../tqkv.h"
+#include "tqkv.h"
 
 #include <dirent.h>
 #include <errno.h>

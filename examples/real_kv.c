@@ -3,7 +3,7 @@
  *   real_kv [FILE]              a table for each layer
  *   real_kv --histogram [FILE]  probe values of layer 0's values, rotated and not, as columns for a chart
  * Errors are relMSE: the mean over rows of |x - x'|^2 / |x|^2. */
-#include "../tqkv.h"
+#include "tqkv.h"
 #include "capture_file.h"
 
 typedef struct format_pair {

@@ -31,7 +31,7 @@ demo-mpi: $(BUILD)/mpi_context ## one context over four processes; the same prog
 ggml_static = $(if $(wildcard $(1)/lib/libggml.a),$(if $(filter Darwin,$(SYSTEM)),-lc++,-lstdc++))
 
 $(BUILD)/ggml_layer: examples/ggml/layer.c examples/ggml/tqkv_ggml.h $(BUILD)/tqkv.o
-	$(CC) $(STANDARD) -D_POSIX_C_SOURCE=200809L $(CPPFLAGS) $(CFLAGS) $(WARNINGS) -I. -isystem $(GGML_PREFIX)/include $< \
+	$(CC) $(STANDARD) -D_POSIX_C_SOURCE=200809L $(CPPFLAGS) $(CFLAGS) $(WARNINGS) $(INCLUDE) -isystem $(GGML_PREFIX)/include $< \
 		$(BUILD)/tqkv.o -o $@ -L$(GGML_PREFIX)/lib -Wl,-rpath,$(GGML_PREFIX)/lib -lggml -lggml-cpu -lggml-base \
 		$(call ggml_static,$(GGML_PREFIX)) $(LIBRARIES)
 
@@ -52,11 +52,11 @@ $(eval $(call example_programs,$(EXAMPLE_TESTS),$(TEST_TQKV)))
 
 $(EXAMPLE_TESTS)/tinylm_test: examples/tests/tinylm_test.c $(TEST_TQKV) $(wildcard examples/*.[ch])
 	@mkdir -p $(@D)
-	$(CC) $(STANDARD) $(CPPFLAGS) $(CFLAGS) -march=native $(WARNINGS) -I. $< $(TEST_TQKV) -o $@ $(LIBRARIES)
+	$(CC) $(STANDARD) $(CPPFLAGS) $(CFLAGS) -march=native $(WARNINGS) $(INCLUDE) $< $(TEST_TQKV) -o $@ $(LIBRARIES)
 
 $(EXAMPLE_TESTS)/prompt_cache_test: examples/tests/prompt_cache_test.c $(TEST_TQKV) examples/prompt_cache.h
 	@mkdir -p $(@D)
-	$(CC) $(STANDARD) $(CPPFLAGS) $(CFLAGS) $(WARNINGS) -I. $< $(TEST_TQKV) -o $@ $(LIBRARIES)
+	$(CC) $(STANDARD) $(CPPFLAGS) $(CFLAGS) $(WARNINGS) $(INCLUDE) $< $(TEST_TQKV) -o $@ $(LIBRARIES)
 
 .PHONY: test-examples
 test-examples: $(DEMOS:%=$(EXAMPLE_TESTS)/%) $(EXAMPLE_TESTS)/tinylm_test $(EXAMPLE_TESTS)/prompt_cache_test $(MPI_FOUND:%=$(EXAMPLE_TESTS)/mpi_context)

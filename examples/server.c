@@ -11,7 +11,7 @@
  * Read client_thread and serve first, then server_pool.h. */
 #define _POSIX_C_SOURCE  200809L
 #define _DARWIN_C_SOURCE /* the number of processors, which POSIX does not give */
-#include "../tqkv.h"
+#include "tqkv.h"
 #include "server_pool.h"
 
 /* Each client sends some requests before the first step, and its last one when it has the text of its first: the pool is

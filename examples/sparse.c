@@ -2,7 +2,7 @@
  * cache, and 64 heads attend to these alone. Random weights. Prints bytes and times of dense and of sparse attention, what
  * index keys of fewer bits choose, and how far the outputs lie apart.
  *   tqkv_index_scores -> tqkv_index_choose -> tqkv_attend with a list, or tqkv_cache_attend_some for a cache */
-#include "../tqkv.h"
+#include "tqkv.h"
 
 #include <math.h>
 #include <stdio.h>

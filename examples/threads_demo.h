@@ -2,7 +2,7 @@
 #ifndef THREADS_DEMO_H
 #define THREADS_DEMO_H
 
-#include "../tqkv.h"
+#include "tqkv.h"
 
 #include <stdio.h>
 #include <stdlib.h>

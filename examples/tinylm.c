@@ -16,7 +16,7 @@
  * tokens. */
 #define _POSIX_C_SOURCE  200809L
 #define _DARWIN_C_SOURCE /* the number of processors, which POSIX does not give */
-#include "../tqkv.h"
+#include "tqkv.h"
 #include "tinylm_bias.h"
 #include "tinylm_prompt.h"
 #include "tinylm_score.h"

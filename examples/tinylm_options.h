@@ -2,7 +2,7 @@
 #ifndef TINYLM_OPTIONS_H
 #define TINYLM_OPTIONS_H
 
-#include "../tqkv.h"
+#include "tqkv.h"
 #include "plain_cache.h"
 #include <time.h>
 #include <unistd.h>

@@ -55,7 +55,7 @@ XCRUN_FLAGS := -std=$(if $(filter metal%,$(XCRUN_STANDARD)),$(XCRUN_STANDARD),me
 	$(XCRUN_VERSION) -Wall -Wextra
 XCRUN_BUILD := $(METALLIB_BUILD)/xcrun/$(TARGET)
 
-$(XCRUN_BUILD)/%.air: shaders/%.metal $(wildcard shaders/*.h) tqkv.h
+$(XCRUN_BUILD)/%.air: shaders/%.metal $(wildcard shaders/*.h) $(TQKV_FILES)
 	@mkdir -p $(@D)
 	xcrun --sdk $(METALLIB_SDK) metal $(XCRUN_FLAGS) -c $< -o $@
 

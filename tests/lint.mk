@@ -1,7 +1,7 @@
 # Static analysis: `make lint`. This file and .clang-tidy give the reason for each check that is left out.
 
 DEB_LINT := build-essential clang clang-format clang-tidy cppcheck shellcheck valgrind libxxhash-dev
-LINT_FLAGS := -std=c99 -D_POSIX_C_SOURCE=200809L -DTQKV_METAL -I. $(CPPFLAGS)
+LINT_FLAGS := -std=c99 -D_POSIX_C_SOURCE=200809L -DTQKV_METAL $(INCLUDE) $(CPPFLAGS)
 # The implementation is analysed once, in this file; the others see declarations.
 LINT_IMPLEMENTATION := tests/test_tables.c
 # MPI is not among the packages of the lint.

@@ -2,12 +2,12 @@
 # The implementation, in test_tables.c, is compiled in each way; the tests only where sanitizers or another machine need it.
 
 TEST_SOURCES := $(sort $(filter-out tests/make_goldens.c tests/compile_%.c,$(wildcard tests/*.c)))
-TEST_HEADERS := tqkv.h $(wildcard tests/*.h) examples/thread_pool.h examples/data_file.h examples/snapshot_file.h
+TEST_HEADERS := $(TQKV_FILES) $(wildcard tests/*.h) examples/thread_pool.h examples/data_file.h examples/snapshot_file.h
 # The sets that `make test` runs; isa/known compares them with tqkv.h. POSIX is for popen and pthreads.
 ISAS := scalar avx2 avx512 neon
 # The STEM of each test_STEM.c, whose cases main.c adds.
 TEST_STEMS := $(patsubst tests/test_%.c,%,$(wildcard tests/test_*.c))
-TEST_FLAGS = '-DTEST_STEMS=$(patsubst %,X(%),$(TEST_STEMS))' -D_POSIX_C_SOURCE=200809L -DTQKV_METAL '-DTQKV_ASSERT(x)=((x) ? (void)0 : abort())' -DTEST_ISAS='"$(ISAS)"' $(WARNINGS) -I. $(CPPFLAGS)
+TEST_FLAGS = '-DTEST_STEMS=$(patsubst %,X(%),$(TEST_STEMS))' -D_POSIX_C_SOURCE=200809L -DTQKV_METAL '-DTQKV_ASSERT(x)=((x) ? (void)0 : abort())' -DTEST_ISAS='"$(ISAS)"' $(WARNINGS) $(INCLUDE) $(CPPFLAGS)
 
 # Cases whose results must not depend on the compiler; cases that are quick enough for an emulator.
 EXACT_CASES := golden tables codec/ types/
@@ -94,6 +94,9 @@ else
 # of gcc do not contract: the sanitized one has goldens for that, UNCONTRACTED_CASES.
 $(eval $(call runner_variant,gcc,gcc,-std=c99 -O2 -ffp-contract=fast,,,,,-std=c99 -O1))
 $(eval $(call runner_variant,gcc-O0,gcc,-std=c11 -O0 -DTQKV_NO_AVX2,,golden $(NOT_PLAIN) tables codec/decode types/))
+# This build takes the file that users copy; the others take src/.
+$(TEST_BUILD)/gcc-O0/test_tables.o: TQKV := .
+$(TEST_BUILD)/gcc-O0/test_tables.o: $(wildcard tqkv.h)
 $(eval $(call runner_variant,clang-O0,clang,-std=c99 -O0 $(OVERFLOW),,golden $(NOT_PLAIN) tables codec/decode attend/ring cache -threads/ -cache/parallel))
 $(eval $(call runner_variant,clangxx-O3,clang++,-x c++ -std=c++11 -O3 -march=native -ffp-contract=fast,,$(EXACT_CASES) $(ATTEND_CASES)))
 $(eval $(call runner_variant,sanitize,gcc,-std=c99 $(SANITIZE_QUICK),,$(SANITIZED_CASES),$(filter-out tables,$(TEST_STEMS)),,$(SANITIZE_TESTS)))
@@ -121,7 +124,7 @@ SERVER_TSAN := -std=c99 -O1 -g1 -fsanitize=thread
 
 .PHONY: server-tsan
 server-tsan: $(TEST_BUILD)/tsan/test_tables.o $(TEST_BUILD)/tsan/runner.o
-	gcc $(SERVER_TSAN) $(WARNINGS) -I. $(CPPFLAGS) examples/server.c $^ -o $(TEST_BUILD)/tsan/server $(LIBRARIES)
+	gcc $(SERVER_TSAN) $(WARNINGS) $(INCLUDE) $(CPPFLAGS) examples/server.c $^ -o $(TEST_BUILD)/tsan/server $(LIBRARIES)
 	TSAN_OPTIONS=halt_on_error=1 $(TEST_BUILD)/tsan/server
 
 # ---- Each other instruction set of this processor; the runs above use the best one ----
@@ -235,7 +238,7 @@ goldens: $(TEST_BUILD)/make_goldens ## regenerate tests/goldens.h and attend_gol
 	TQKV_ISA=scalar $< attend > $(TEST_BUILD)/attend_goldens.h
 	mv $(TEST_BUILD)/goldens.h $(TEST_BUILD)/attend_goldens.h tests
 
-$(TEST_BUILD)/make_goldens: tests/make_goldens.c tests/golden.h tests/attend_golden.h tests/data.h tqkv.h
+$(TEST_BUILD)/make_goldens: tests/make_goldens.c tests/golden.h tests/attend_golden.h tests/data.h $(TQKV_FILES)
 	@mkdir -p $(@D)
 	$(CC) $(STANDARD) -O2 $(TEST_FLAGS) $< -o $@ $(LIBRARIES)
 

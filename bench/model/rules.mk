@@ -7,7 +7,7 @@ MODEL_OBJECTS := $(METAL_BUILD)/model/run.o $(METAL_BUILD)/plain/gpu.o $(METAL_B
 # wide.
 MODEL_COMPILE := clang++ -x c++ -std=c++14 -O2 -fno-vectorize -fno-slp-vectorize -mllvm -disable-loop-idiom-all \
 	-mllvm -disable-vector-combine -ffp-contract=off -D__METAL_VERSION__=300 \
-	-Wno-unknown-pragmas -Itests/metal -isystem bench/model/shim -I. -Ishaders -S -emit-llvm
+	-Wno-unknown-pragmas -Itests/metal -isystem bench/model/shim $(INCLUDE) -Ishaders -S -emit-llvm
 
 $(METAL_BUILD)/model/prepared: tests/metal/prep.py $(MODEL_SOURCES)
 	@python3 tests/metal/prep.py cpu $(@D)/source $(MODEL_SOURCES)

@@ -8,7 +8,7 @@ CUDA_TEST_FLAGS := -O2 $(SHADER_TEST_FLAGS) -DTQKV__LONG_COLUMNS=32 -DTQKV__MERG
 CUDA_TESTS := driver gpu codec_cases attend_cases page_cases stride_cases slice_cases list_cases index_cases defect_cases
 GPU_PRESENT := $(if $(NVCC),$(shell nvidia-smi -L 2>/dev/null | grep -c '^GPU'))
 
-$(CUDA_BUILD)/prepared: tests/metal/prep.py metallib/msl.py $(SHADER_SOURCES) tqkv.h tests/cuda/shim/metal_stdlib
+$(CUDA_BUILD)/prepared: tests/metal/prep.py metallib/msl.py $(SHADER_SOURCES) $(TQKV_FILES) tests/cuda/shim/metal_stdlib
 	@rm -rf $(CUDA_BUILD)/pipelines
 	@python3 tests/metal/prep.py cuda $(@D)/source $(SHADER_SOURCES)
 	@touch $@

@@ -5,7 +5,7 @@ SHADER_KERNELS := $(sort $(wildcard shaders/*.metal))
 SHADER_SOURCES := $(SHADER_KERNELS) $(sort $(wildcard shaders/*.h))
 SHADER_NAMES := $(SHADER_KERNELS:shaders/%.metal=%)
 SHADER_TESTS := gpu driver codec_cases attend_cases page_cases stride_cases slice_cases list_cases index_cases defect_cases machine_cases
-SHADER_TEST_HEADERS := tqkv.h $(wildcard tests/*.h tests/metal/*.h)
+SHADER_TEST_HEADERS := $(TQKV_FILES) $(wildcard tests/*.h tests/metal/*.h)
 
 DEB_TEST += clang python3
 BREW_TEST += python3
@@ -14,7 +14,7 @@ BREW_TEST += python3
 SHADER_FLAGS := -std=c++14 -g1 -ffp-contract=off -D__METAL_VERSION__=300 -Itests/metal -Wall -Wextra -Wno-unknown-pragmas \
 	-Werror
 SHADER_CPU := $(SHADER_FLAGS) -isystem tests/metal/shim/cpu
-SHADER_TEST_FLAGS := -std=c++14 -g -D_POSIX_C_SOURCE=200809L -D_DARWIN_C_SOURCE -DTQKV_METAL $(WARNINGS) -I. -Itests/metal -isystem tests/metal/shim/cpu $(CPPFLAGS)
+SHADER_TEST_FLAGS := -std=c++14 -g -D_POSIX_C_SOURCE=200809L -D_DARWIN_C_SOURCE -DTQKV_METAL $(WARNINGS) $(INCLUDE) -Itests/metal -isystem tests/metal/shim/cpu $(CPPFLAGS)
 SHADER_IMPLEMENTATION := $(TEST_BUILD)/$(REFERENCE_BUILD)/test_tables.o
 TYPE_CHECK := clang -x c++ $(SHADER_FLAGS) -isystem tests/metal/shim/clang -nostdinc -target aarch64-none-elf -Wconversion \
 	-Wdouble-promotion -fsyntax-only
@@ -29,7 +29,7 @@ $(METAL_BUILD)/%/prepared: tests/metal/prep.py metallib/msl.py $(SHADER_SOURCES)
 # $(1) name, $(2) compiler, $(3) flags, $(4) flags of simt.cpp instead, $(5) runs the driver, $(6) its options,
 # $(7) another object of test_tables.c
 define shader_variant
-$(METAL_BUILD)/$(1)/%.metal.o: $(METAL_BUILD)/cpu/prepared tqkv.h tests/metal/simt.h tests/metal/shim/cpu/metal_stdlib
+$(METAL_BUILD)/$(1)/%.metal.o: $(METAL_BUILD)/cpu/prepared $(TQKV_FILES) tests/metal/simt.h tests/metal/shim/cpu/metal_stdlib
 	@mkdir -p $$(@D)
 	@$(2) $(3) $(SHADER_CPU) -Ishaders -c $(METAL_BUILD)/cpu/source/$$*.metal.cpp -o $$@
 
@@ -69,7 +69,7 @@ $(eval $(call shader_variant,asan,clang++,$(SHADER_ASAN),-DSIMT_ASAN,,--one-sche
 $(eval $(call shader_variant,tsan,clang++,$(SHADER_TSAN),-DSIMT_TSAN,$(SHADER_TSAN_RUN),--one-schedule))
 
 # An engine with an encoder of its own, with the machine in place of a GPU.
-$(METAL_BUILD)/plain/metal_plan: examples/metal_plan.cpp tqkv.h tests/metal/simt.h $(SHADER_NAMES:%=$(METAL_BUILD)/plain/%.metal.o) \
+$(METAL_BUILD)/plain/metal_plan: examples/metal_plan.cpp $(TQKV_FILES) tests/metal/simt.h $(SHADER_NAMES:%=$(METAL_BUILD)/plain/%.metal.o) \
 		$(METAL_BUILD)/plain/simt.o $(METAL_BUILD)/plain/runner.o $(SHADER_IMPLEMENTATION)
 	@$(CXX) -O1 $(filter-out -DTQKV_METAL,$(SHADER_TEST_FLAGS)) $(IMPLEMENTED) $(filter-out %.h,$^) -o $@ -lm
 

@@ -5,7 +5,7 @@ HOST_BUILD := $(METAL_BUILD)/host
 comma := ,
 HOST_TESTS := main buffers codec_tests attend_tests page_tests index_tests cache_tests library_tests context_tests pipeline_tests \
 	standin_tests
-HOST_HEADERS := tqkv.h tests/metal/host/host.h $(wildcard tests/*.h)
+HOST_HEADERS := $(TQKV_FILES) tests/metal/host/host.h $(wildcard tests/*.h)
 HOST_WARNINGS := -DTQKV_METAL -Wall -Wextra -Werror
 HOST_EXAMPLES := metal_encode_attend
 # The implementation, for programs that define TQKV_IMPLEMENTATION: see the Makefile.
@@ -17,7 +17,7 @@ ifeq ($(SYSTEM),Darwin)
 
 # Virtual machines show a GPU of an older family than its chip's.
 HOST_FAMILY := -DTQKV_METAL_ANY_FAMILY
-HOST_FLAGS := -g -O1 -fsanitize=address,undefined $(HOST_WARNINGS) $(HOST_FAMILY) -D_DARWIN_C_SOURCE -I. $(CPPFLAGS)
+HOST_FLAGS := -g -O1 -fsanitize=address,undefined $(HOST_WARNINGS) $(HOST_FAMILY) -D_DARWIN_C_SOURCE $(INCLUDE) $(CPPFLAGS)
 HOST_LINK := $(HOST_FLAGS) -framework Metal -framework Foundation
 HOST_LIBRARY := $(METALLIB)
 HOST_RUN :=
@@ -32,7 +32,7 @@ STANDIN_SANITIZE := -g1 -O1 -fsanitize=address,undefined -fno-sanitize=null,obje
 HOST_GNUSTEP := -fobjc-runtime=gcc -DGNUSTEP -DGNUSTEP_BASE_LIBRARY=1 -DGNU_RUNTIME=1 -fexceptions -fobjc-exceptions \
 	-D_NATIVE_OBJC_EXCEPTIONS -fconstant-string-class=NSConstantString -isystem /usr/include/GNUstep \
 	-isystem $(HOST_BUILD)/gnustep -I$(STANDIN)
-HOST_FLAGS := $(STANDIN_SANITIZE) $(HOST_WARNINGS) -DSTANDIN -D_GNU_SOURCE -I. $(CPPFLAGS)
+HOST_FLAGS := $(STANDIN_SANITIZE) $(HOST_WARNINGS) -DSTANDIN -D_GNU_SOURCE $(INCLUDE) $(CPPFLAGS)
 GNUSTEP_LINK := -lgnustep-base -lobjc -ldl -lm -pthread
 HOST_LINK := $(STANDIN_SANITIZE) $(GNUSTEP_LINK)
 HOST_FAILING := -Dcalloc=standin_calloc -Dpthread_mutex_init=standin_mutex_init
@@ -58,7 +58,7 @@ $(HOST_BUILD)/arc/objc: $(HOST_BUILD)/gnustep/objc
 
 $(HOST_BUILD)/arc/examples/%.o: examples/%.m $(HOST_HEADERS) $(HOST_BUILD)/arc/objc
 	@mkdir -p $(@D)
-	@clang $(HOST_WARNINGS) $(CPPFLAGS) $(HOST_ARC) $(IMPLEMENTED) -c $< -o $@
+	@clang $(HOST_WARNINGS) $(INCLUDE) $(CPPFLAGS) $(HOST_ARC) $(IMPLEMENTED) -c $< -o $@
 
 $(HOST_BUILD)/arc/%.o: %.m $(HOST_HEADERS) $(wildcard tests/metal/standin/*.h tests/metal/standin/*/*.h) $(HOST_BUILD)/arc/objc
 	@mkdir -p $(@D)
@@ -76,7 +76,7 @@ $(HOST_BUILD)/metal_encode_attend-arc: $(HOST_BUILD)/arc/examples/metal_encode_a
 # them, are in `make test-shaders`.
 STANDIN_SHADER := clang++ -fPIC -g1 -O1 -fsanitize=address,bounds,alignment -fno-sanitize-recover=all -fno-omit-frame-pointer $(SHADER_CPU)
 
-$(HOST_BUILD)/library/%.metal.o: $(METAL_BUILD)/cpu/prepared tqkv.h tests/metal/simt.h tests/metal/shim/cpu/metal_stdlib
+$(HOST_BUILD)/library/%.metal.o: $(METAL_BUILD)/cpu/prepared $(TQKV_FILES) tests/metal/simt.h tests/metal/shim/cpu/metal_stdlib
 	@mkdir -p $(@D)
 	@$(STANDIN_SHADER) -Ishaders -c $(METAL_BUILD)/cpu/source/$*.metal.cpp -o $@
 
@@ -93,11 +93,11 @@ $(HOST_LIBRARY): $(SHADER_NAMES:%=$(HOST_BUILD)/library/%.metal.o) $(HOST_BUILD)
 	@clang++ -shared $(STANDIN_SANITIZE) -Wl,--compress-debug-sections=zlib $^ -o $@.so
 	@python3 $(STANDIN)/pack.py library $@.so
 
-# Libraries of a changed tqkv.h, each with the kernel `tables` alone. Without sanitizers: a context reads its tables and refuses.
-$(HOST_BUILD)/stale/made: $(METAL_BUILD)/cpu/prepared tqkv.h $(STANDIN)/pack.py $(HOST_BUILD)/library/simt.o \
+# Libraries of changed headers, each with the kernel `tables` alone. Without sanitizers: a context reads its tables and refuses.
+$(HOST_BUILD)/stale/made: $(METAL_BUILD)/cpu/prepared $(TQKV_FILES) $(STANDIN)/pack.py $(HOST_BUILD)/library/simt.o \
 		$(HOST_BUILD)/library/library.o
 	@mkdir -p $(HOST_STALE:%=$(@D)/%/shaders)
-	@python3 $(STANDIN)/pack.py stale tqkv.h $(@D) $(HOST_STALE)
+	@python3 $(STANDIN)/pack.py stale src $(@D) $(HOST_STALE)
 	@for stale in $(HOST_STALE); do clang++ -fuse-ld=lld -shared -fPIC -O0 $(filter-out -g1,$(SHADER_CPU)) -I$(@D)/$$stale/shaders \
 		$(METAL_BUILD)/cpu/source/tables.metal.cpp $(filter %.o,$^) -o $(@D)/$$stale.metallib.so || exit 1; done
 	@python3 $(STANDIN)/pack.py library $(HOST_STALE:%=$(@D)/%.metallib.so)
@@ -110,7 +110,7 @@ endif
 
 $(HOST_BUILD)/examples/%.o: examples/%.m $(HOST_HEADERS) $(if $(HOST_GNUSTEP),$(HOST_BUILD)/gnustep/objc)
 	@mkdir -p $(@D)
-	@clang $(HOST_WARNINGS) $(CPPFLAGS) $(HOST_GNUSTEP) $(IMPLEMENTED) -c $< -o $@
+	@clang $(HOST_WARNINGS) $(INCLUDE) $(CPPFLAGS) $(HOST_GNUSTEP) $(IMPLEMENTED) -c $< -o $@
 
 $(HOST_BUILD)/%.o: %.m $(HOST_HEADERS) $(wildcard tests/metal/standin/*.h tests/metal/standin/*/*.h) \
 		$(if $(HOST_GNUSTEP),$(HOST_BUILD)/gnustep/objc)
@@ -128,7 +128,7 @@ $(HOST_BUILD)/runner: $(HOST_OBJECTS:%=$(HOST_BUILD)/%.o)
 # What runs on a Mac for a report; here over the stand-in. A Mac with the Command Line Tools alone can build it: mac/hash
 # takes the place of xxhash.h.
 REPORT_PROGRAMS := pipelines report speed
-REPORT_FLAGS := -O2 $(HOST_WARNINGS) -DTQKV_METAL_ANY_FAMILY -D_DARWIN_C_SOURCE -I.
+REPORT_FLAGS := -O2 $(HOST_WARNINGS) -DTQKV_METAL_ANY_FAMILY -D_DARWIN_C_SOURCE $(INCLUDE)
 REPORT_TQKV := $(if $(HOST_GNUSTEP),$(HOST_TQKV),$(HOST_BUILD)/mac/tqkv.o)
 REPORT_LINK := $(if $(HOST_GNUSTEP),$(GNUSTEP_LINK),-framework Metal -framework Foundation)
 # As on a Mac the programs, the stand-in and the shaders under them have no sanitizers: they run seven times.
@@ -139,7 +139,7 @@ $(HOST_BUILD)/mac/standin.o: $(STANDIN)/standin.m $(HOST_HEADERS) $(wildcard tes
 	@mkdir -p $(@D)
 	@clang $(filter-out $(STANDIN_SANITIZE),$(HOST_FLAGS)) -O1 $(HOST_GNUSTEP) -c $< -o $@
 
-$(HOST_BUILD)/mac/tqkv.o: examples/make/tqkv.c tqkv.h
+$(HOST_BUILD)/mac/tqkv.o: examples/make/tqkv.c $(TQKV_FILES)
 	@mkdir -p $(@D)
 	@clang $(STANDARD) $(REPORT_FLAGS) -Itests/metal/mac/hash -c $< -o $@
 
@@ -147,7 +147,7 @@ $(HOST_BUILD)/mac/tqkv_metal.o: tqkv_metal.m $(HOST_HEADERS) $(if $(HOST_GNUSTEP
 	@mkdir -p $(@D)
 	@clang $(REPORT_FLAGS) $(HOST_GNUSTEP) -c $< -o $@
 
-$(HOST_BUILD)/mac/%.o: tests/metal/mac/%.m tests/metal/mac/report.h tqkv.h $(if $(HOST_GNUSTEP),$(HOST_BUILD)/gnustep/objc)
+$(HOST_BUILD)/mac/%.o: tests/metal/mac/%.m tests/metal/mac/report.h $(TQKV_FILES) $(if $(HOST_GNUSTEP),$(HOST_BUILD)/gnustep/objc)
 	@mkdir -p $(@D)
 	@clang $(REPORT_FLAGS) $(HOST_GNUSTEP) $(IMPLEMENTED) -c $< -o $@
 
@@ -156,7 +156,7 @@ $(REPORT_PROGRAMS:%=$(HOST_BUILD)/mac/%): $(HOST_BUILD)/mac/%: $(HOST_BUILD)/mac
 	@clang++ $^ -o $@ $(REPORT_LINK)
 
 # The library is embedded in the object file.
-$(HOST_BUILD)/embedded.o: tqkv_metal.m tqkv.h $(HOST_LIBRARY) $(if $(HOST_GNUSTEP),$(HOST_BUILD)/gnustep/objc)
+$(HOST_BUILD)/embedded.o: tqkv_metal.m $(TQKV_FILES) $(HOST_LIBRARY) $(if $(HOST_GNUSTEP),$(HOST_BUILD)/gnustep/objc)
 	@clang $(HOST_FLAGS) $(HOST_GNUSTEP) -DTQKV_METALLIB_EMBED='"$(HOST_LIBRARY)"' -c $< -o $@
 
 $(HOST_BUILD)/runner-embedded: $(HOST_BUILD)/embedded.o $(filter-out %/tqkv_metal.o,$(HOST_OBJECTS:%=$(HOST_BUILD)/%.o))
@@ -225,7 +225,7 @@ $(HOST_TSAN)/%.o: %.m $(HOST_HEADERS) $(HOST_BUILD)/gnustep/objc $(wildcard test
 
 $(HOST_TSAN)/tests/runner.o: tests/runner.c $(HOST_HEADERS)
 	@mkdir -p $(@D)
-	@clang -fsanitize=thread -O1 -D_GNU_SOURCE -I. $(CPPFLAGS) -c $< -o $@
+	@clang -fsanitize=thread -O1 -D_GNU_SOURCE $(INCLUDE) $(CPPFLAGS) -c $< -o $@
 
 $(HOST_TSAN)/standin.metallib: $(SHADER_NAMES:%=$(METAL_BUILD)/plain/%.metal.o) $(METAL_BUILD)/plain/simt.o \
 		$(HOST_BUILD)/library/library.o
@@ -261,7 +261,7 @@ endif
 SDK ?= $(if $(filter Darwin,$(SYSTEM)),macosx)
 MACOS_SDK = $(if $(wildcard $(SDK)/usr/include),$(SDK),$(shell xcrun --sdk $(SDK) --show-sdk-path 2>/dev/null))
 MACOS_BUILD := $(BUILD)/macos
-MACOS_CLANG = clang -target arm64-apple-macos13 -isysroot $(MACOS_SDK) -isystem $(MACOS_BUILD)/include $(HOST_WARNINGS) -I.
+MACOS_CLANG = clang -target arm64-apple-macos13 -isysroot $(MACOS_SDK) -isystem $(MACOS_BUILD)/include $(HOST_WARNINGS) $(INCLUDE)
 MACOS_SOURCES := tqkv_metal.m $(HOST_EXAMPLES:%=examples/%.m)
 MACOS_TESTS := $(HOST_TESTS:%=tests/metal/host/%.m) $(REPORT_PROGRAMS:%=tests/metal/mac/%.m) tests/metal/metal_gpu.m
 # Where the SDK has C++'s own headers.

@@ -3,7 +3,7 @@
    threadgroup memory; or Metal's error. Status 1 if one failed. */
 #include "report.h"
 #define TQKV_SHARED
-#include "../../../tqkv.h"
+#include "tqkv.h"
 
 static void print_device(id<MTLDevice> device)
 {

@@ -4,7 +4,7 @@
    --tiny: one shape at 64 positions, to see that it runs. */
 #define TQKV_IMPLEMENTATION
 #include "report.h"
-#include "../../../tqkv.h"
+#include "tqkv.h"
 #include <math.h>
 #include <stdlib.h>
 #include <string.h>

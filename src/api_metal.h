@@ -1,0 +1,248 @@
+/* >>metal
+   The same calls on Apple's GPUs. Compile tqkv_metal.m beside the file with TQKV_IMPLEMENTATION, and link with
+   -framework Metal -framework Foundation. The interface is plain C: a Metal object has its own type in Objective-C, and
+   is a void * elsewhere. Needs a GPU of family Apple7 (M1, A14) or later.
+
+   Recording. Calls with an encoder record into the caller's id<MTLComputeCommandEncoder>. They do not commit, wait or
+   allocate; only the first call of a kind builds its pipeline. Results are ready when the caller's command buffer has
+   completed. A failed call has recorded nothing.
+   A serial encoder needs nothing else. In a concurrent encoder each call orders its own dispatches. The caller adds
+   barriers between two calls if one reads or overwrites what the other writes (stores, sources, outputs, scratch,
+   flags). Untracked resources need their usual fences.
+
+   Threads. Many threads may use one context at once, each with its own encoder.
+
+   Sizes. head_dim 32, 48, 64, 80, 96, 128, 192, 256, 448, 512 or 1024, keys of 192 with values of 128, and a tail of 64 for
+   keys of 448 or 512; others are TQKV_UNSUPPORTED. */
+#ifdef TQKV_STATIC
+#define TQKV_METAL_API extern /* defined in their own file */
+#else
+#define TQKV_METAL_API TQKV_API
+#endif
+
+#if defined(__OBJC__) && !defined(__swift__)
+typedef __unsafe_unretained id tqkv_metal_object; /* not retained: the caller keeps it alive during a call */
+#else
+typedef void *tqkv_metal_object; /* in Swift, too, which would take any value for an id and pass a box around it */
+#endif
+
+typedef struct tqkv_metal_desc {
+    tqkv_metal_object device; /* id<MTLDevice>; NULL = the system's default. Retained. */
+    /* The compiled shaders, in one of these forms. All zero: the one embedded in tqkv_metal.m (TQKV_METALLIB_EMBED),
+       else library_source, else TQKV_INVALID_ARGUMENT. No folder is searched. */
+    const char *library_path;  /* of default.metallib, UTF-8 */
+    const void *library_bytes; /* its content; copied */
+    size_t library_size;
+    tqkv_metal_object library; /* id<MTLLibrary> of that device. Retained. */
+    /* The content of metallib/tqkv.metal, UTF-8, or NULL; copied. The system compiles from it, each on its first use, the
+       kernels that it refuses from the library, or all if there is no library or it is refused. */
+    const char *library_source;
+    char *error; /* [error_size] or NULL: on failure the reason, in Metal's words if it has any */
+    size_t error_size;
+} tqkv_metal_desc;
+
+/* Runs one small kernel and waits for it. TQKV_UNSUPPORTED: no Metal device, or one without family Apple7 or simdgroups
+   of 32. TQKV_TABLE_MISMATCH: the library was built from another version of this header; the text names the table.
+   TQKV_METAL_ERROR: Metal failed. *out is NULL on failure. If the source took the library's place, or later that of one
+   kernel, the text says so and why, although the result is TQKV_OK: "library refused: ...; compiled from source". If Metal
+   refuses only the kernels that multiply matrices, attention goes on without: "...; attention without matrices". */
+TQKV_METAL_API tqkv_result tqkv_metal_create(const tqkv_metal_desc *desc, tqkv_metal **out);
+/* Call it after all calls have returned, recorded work has completed, and the context's caches and memory are gone. */
+TQKV_METAL_API void tqkv_metal_destroy(tqkv_metal *m); /* NULL is fine */
+/* The text of the context's last failure in any thread, or of its creation, cut to size - 1 bytes; "" if there is none. */
+TQKV_METAL_API void tqkv_metal_error(tqkv_metal *m, char *text, size_t size);
+
+/* Whether the GPU computes what the processor does, for such caches: of desc all but the capacity and ring count. Codes,
+   norms and decoded rows of 48 tokens must have the processor's bits, attention of one and of three queries its values, also
+   with positions kept as halves, and to a list of blocks; where keys can be those of an index, its scores, too, and the blocks
+   that it chooses. Takes milliseconds, and the time to build pipelines, most of which such caches need anyway. Each version
+   of the system has its own compiler of shaders: call it once after an update. TQKV_METAL_ERROR: something differs; the text
+   says what, and by how much. */
+TQKV_METAL_API tqkv_result tqkv_metal_self_test(tqkv_metal *m, const tqkv_cache_desc *desc);
+
+/* The bytes of a buffer from an offset on. Offsets of codes are multiples of 16, others of 4, of halves and bfloat16s of 2. */
+typedef struct tqkv_metal_buffer {
+    tqkv_metal_object buffer; /* id<MTLBuffer> */
+    size_t offset;
+} tqkv_metal_buffer;
+
+/* A tqkv_store in buffers. The pointers and sizes in shape are not read, but for pages. norms may be zero for F16. */
+typedef struct tqkv_metal_store {
+    tqkv_store shape;
+    tqkv_metal_buffer codes, norms;
+    tqkv_metal_buffer center; /* as tqkv_store's; zero = none. Its values are not checked. */
+    /* int32_t [shape.n_pages]; zero = not paged. Kernels read it when they run. shape.pages, if it is not NULL, is what it
+       will hold then: a bad entry is refused, as on the processor. Without it a bad entry leaves its tokens out in
+       encoding, and elsewhere stands for another page. Attention takes keys and values both with pages or both without,
+       and n_pages * page_size below 2^31. */
+    tqkv_metal_buffer pages;
+} tqkv_metal_store;
+
+/* As tqkv_encode, tqkv_probe, tqkv_decode, tqkv_rotate and tqkv_unrotate. A source row with NaN or Inf is stored as
+   zeros and sets not_finite, a uint32_t cleared by the caller, to 1. not_finite may be zero. */
+TQKV_METAL_API tqkv_result tqkv_metal_encode(tqkv_metal *m, tqkv_metal_object encoder, const tqkv_metal_store *s,
+                                             tqkv_metal_buffer src, int n_tokens, int64_t position,
+                                             tqkv_metal_buffer not_finite);
+/* Keys and values, or keys and their tail, of the same tokens in one dispatch; stores of the same n_kv_heads. */
+TQKV_METAL_API tqkv_result tqkv_metal_encode_kv(tqkv_metal *m, tqkv_metal_object encoder, const tqkv_metal_store *keys,
+                                                const tqkv_metal_store *values, tqkv_metal_buffer k,
+                                                tqkv_metal_buffer v, int n_tokens, int64_t position,
+                                                tqkv_metal_buffer not_finite);
+/* As tqkv_encode_slots; the second for keys and values at once, with the same slots. slots: int32_t [n_tokens], read when
+   the kernel runs. known, if it is not NULL, is what it will hold then: a bad or repeated slot is refused. Without it a
+   slot outside the store leaves its token out, and of two tokens with one slot either may win. */
+TQKV_METAL_API tqkv_result tqkv_metal_encode_slots(tqkv_metal *m, tqkv_metal_object encoder, const tqkv_metal_store *s,
+                                                   tqkv_metal_buffer src, int n_tokens, tqkv_metal_buffer slots,
+                                                   const int32_t *known, tqkv_metal_buffer not_finite);
+TQKV_METAL_API tqkv_result tqkv_metal_encode_kv_slots(tqkv_metal *m, tqkv_metal_object encoder,
+                                                      const tqkv_metal_store *keys, const tqkv_metal_store *values,
+                                                      tqkv_metal_buffer k, tqkv_metal_buffer v, int n_tokens,
+                                                      tqkv_metal_buffer slots, const int32_t *known,
+                                                      tqkv_metal_buffer not_finite);
+/* codes and norms of s may be zero. */
+TQKV_METAL_API tqkv_result tqkv_metal_probe(tqkv_metal *m, tqkv_metal_object encoder, const tqkv_metal_store *s,
+                                            tqkv_metal_buffer src, int n_tokens, tqkv_metal_buffer scaled,
+                                            tqkv_metal_buffer not_finite);
+TQKV_METAL_API tqkv_result tqkv_metal_decode(tqkv_metal *m, tqkv_metal_object encoder, const tqkv_metal_store *s,
+                                             int64_t position, int n_positions, tqkv_basis basis,
+                                             tqkv_metal_buffer dst);
+TQKV_METAL_API tqkv_result tqkv_metal_rotate(tqkv_metal *m, tqkv_metal_object encoder, tqkv_metal_buffer rows,
+                                             int n_rows, int head_dim);
+TQKV_METAL_API tqkv_result tqkv_metal_unrotate(tqkv_metal *m, tqkv_metal_object encoder, tqkv_metal_buffer rows,
+                                               int n_rows, int head_dim);
+
+/* tqkv_attention with buffers. NaN and Inf in q or sinks are not detected; they spread. */
+typedef struct tqkv_metal_attention {
+    tqkv_attention attention; /* its keys, values, tail, sinks, parallel and allocator are not read */
+    const tqkv_metal_store *keys, *values;
+    tqkv_metal_buffer sinks; /* float [n_heads]; zero = none */
+    /* uint64_t [n_queries], at most 64; zero = none. attention.tree, if it is not NULL, is what it will hold when the
+       kernels run. It is read only to know which entries of pages are seen. */
+    tqkv_metal_buffer tree;
+    /* Groups of at least so many query heads multiply 8x8 matrices, at head_dim 64, 128 and 256, 0 = 4, and at 448 and 512,
+       0 = 8. With a small
+       number narrow groups prefill faster and may decode slower. It decides bits: keep it the same for a sequence. */
+    int matrix_group;
+    const tqkv_metal_store *tail; /* as tqkv_attention's; NULL = none. With the keys' page table in the same buffer. */
+    /* int32_t [n_queries][list_heads][list_length]; zero = none. Kernels read it when they run; attention.list, if it is not
+       NULL, is what it will hold then. Without that what follows the first -1 of a row, and a bad entry (negative, or not
+       larger than all before it) is left out. A list of all blocks gives the bits that there are without, but not in a ring
+       that has wrapped. */
+    tqkv_metal_buffer list;
+    /* With attention.exact_first and exact_last, as tqkv_attention's. Without pages and, where keys have a tail, not
+       beside codes in pages. */
+    const tqkv_metal_store *first_keys, *first_values, *last_keys, *last_values;
+} tqkv_metal_attention;
+
+/* Bytes of scratch that attend needs at most, for any resident range: end and kv_len may be 0. */
+TQKV_METAL_API tqkv_result tqkv_metal_attend_scratch(tqkv_metal *m, const tqkv_metal_attention *a, size_t *bytes);
+/* As tqkv_attend. scratch: at least the bytes of the call above, for this call alone. */
+TQKV_METAL_API tqkv_result tqkv_metal_attend(tqkv_metal *m, tqkv_metal_object encoder, const tqkv_metal_attention *a,
+                                             tqkv_metal_buffer q, tqkv_metal_buffer scratch, tqkv_metal_buffer out);
+
+/* As tqkv_attend_partial, tqkv_attend_merge, tqkv_attend_merge_slice and tqkv_attend_finish; slices of GPU and processor
+   may be merged. But max is only within 8 of the largest score, and finish reads src_out, src_max and src_sum and
+   writes out, another buffer, in output_type and with output_strides. scratch: as for tqkv_metal_attend. Sinks are read
+   by finish alone. Merges and finish look at no buffers of the stores.
+   Merged in order, slices of linear or paged stores without centres have the bits of tqkv_metal_attend if each but the
+   first is one section of the context: [0, 8192), then 32,768 positions each, under a window 8,192; in place of the first
+   section also its stretches of 512. The last may be shorter. */
+TQKV_METAL_API tqkv_result tqkv_metal_attend_partial(tqkv_metal *m, tqkv_metal_object encoder,
+                                                     const tqkv_metal_attention *a, tqkv_metal_buffer q, int64_t first,
+                                                     int count, tqkv_metal_buffer scratch, tqkv_metal_buffer out,
+                                                     tqkv_metal_buffer max, tqkv_metal_buffer sum);
+TQKV_METAL_API tqkv_result tqkv_metal_attend_merge(tqkv_metal *m, tqkv_metal_object encoder,
+                                                   const tqkv_metal_attention *a, tqkv_metal_buffer out,
+                                                   tqkv_metal_buffer max, tqkv_metal_buffer sum,
+                                                   tqkv_metal_buffer src_out, tqkv_metal_buffer src_max,
+                                                   tqkv_metal_buffer src_sum);
+TQKV_METAL_API tqkv_result tqkv_metal_attend_merge_slice(tqkv_metal *m, tqkv_metal_object encoder,
+                                                         const tqkv_metal_attention *a, tqkv_metal_buffer out,
+                                                         tqkv_metal_buffer max, tqkv_metal_buffer sum,
+                                                         const tqkv_metal_attention *slice, tqkv_metal_buffer src_out,
+                                                         tqkv_metal_buffer src_max, tqkv_metal_buffer src_sum);
+TQKV_METAL_API tqkv_result tqkv_metal_attend_finish(tqkv_metal *m, tqkv_metal_object encoder,
+                                                    const tqkv_metal_attention *a, tqkv_metal_buffer src_out,
+                                                    tqkv_metal_buffer src_max, tqkv_metal_buffer src_sum,
+                                                    tqkv_metal_buffer out);
+
+/* As tqkv_attend_batch: each item as tqkv_metal_attend does it, to the same bits, in as many dispatches as one item alone takes,
+   cut evenly over the sequences. q, out: [n_items]. The items agree in heads, head_dim, formats, types, bases, sinks and
+   matrix_group, in which of the stores of halves they have, and all or none have a softcap, centres, lists and pages; window,
+   scale, softcap's size, tree, blocks of the lists, exact_first, exact_last, n_queries and what is resident may differ.
+   Each array of all items (their keys' codes, their q and so on) lies in one buffer, at any offsets; nothing that the
+   call reads lies between the outputs. TQKV_UNSUPPORTED otherwise. arguments: memory that the processor can write, at a
+   multiple of 256, with the bytes that the first call tells, for this call alone until it has completed; scratch as for
+   tqkv_metal_attend. */
+TQKV_METAL_API tqkv_result tqkv_metal_attend_batch_sizes(tqkv_metal *m, const tqkv_metal_attention *items, int n_items,
+                                                         size_t *arguments, size_t *scratch);
+TQKV_METAL_API tqkv_result tqkv_metal_attend_batch(tqkv_metal *m, tqkv_metal_object encoder,
+                                                   const tqkv_metal_attention *items, int n_items,
+                                                   const tqkv_metal_buffer *q, tqkv_metal_buffer arguments,
+                                                   tqkv_metal_buffer scratch, const tqkv_metal_buffer *out);
+
+/* tqkv_index with buffers. NaN and Inf in q, weights or scores are not detected. */
+typedef struct tqkv_metal_index {
+    tqkv_index index; /* its keys, weights, parallel and allocator are not read */
+    const tqkv_metal_store *keys;
+    tqkv_metal_buffer weights; /* float [n_queries][n_heads]; zero = 1 */
+} tqkv_metal_index;
+
+/* As tqkv_index_scores. head_dim 64 or 128, and a GPU whose matrices lie as attention needs them; else TQKV_UNSUPPORTED. */
+TQKV_METAL_API tqkv_result tqkv_metal_index_scores(tqkv_metal *m, tqkv_metal_object encoder, const tqkv_metal_index *x,
+                                                   tqkv_metal_buffer q, tqkv_metal_buffer scores);
+/* Bytes of scratch that the choice needs at most, for any `end`; 0 for many queries, or few blocks. */
+TQKV_METAL_API tqkv_result tqkv_metal_index_choose_scratch(tqkv_metal *m, const tqkv_metal_index *x, size_t *bytes);
+/* As tqkv_index_choose: the same list for the same scores, but a block whose score is NaN is chosen only as one of `first`
+   and `newest`. scores: float [n_queries][number of blocks up to end], list: int32_t [n_queries][k]. Of keys only the
+   shape is read. */
+TQKV_METAL_API tqkv_result tqkv_metal_index_choose(tqkv_metal *m, tqkv_metal_object encoder, const tqkv_metal_index *x,
+                                                   tqkv_metal_buffer scores, int k, tqkv_metal_buffer scratch,
+                                                   tqkv_metal_buffer list);
+
+/* For programs without an encoder: calls record(user, encoder), commits to the context's queue and waits. If record
+   fails, nothing runs and its result is returned. */
+typedef tqkv_result (*tqkv_metal_record)(void *user, tqkv_metal_object encoder);
+TQKV_METAL_API tqkv_result tqkv_metal_run(tqkv_metal *m, tqkv_metal_record record, void *user);
+/* Memory shared by processor and GPU: buffers of storage mode shared, addressed by their contents. */
+TQKV_METAL_API tqkv_allocator tqkv_metal_allocator(tqkv_metal *m);
+/* The buffer behind a pointer into such memory; TQKV_INVALID_ARGUMENT for any other. */
+TQKV_METAL_API tqkv_result tqkv_metal_find(tqkv_metal *m, const void *pointer, tqkv_metal_buffer *out);
+
+/* A cache whose desc has `metal` lies in shared memory. tqkv_cache_append and tqkv_cache_attend run on the GPU and
+   wait; all other calls, and encode and attend on tqkv_cache_keys and _values, run on the processor. Those that read
+   or move codes (remove, keep, fork, save) need recorded appends to have completed, and remove and keep all work. After
+   TQKV_METAL_ERROR an append has not happened, but a ring may have lost its oldest positions.
+   The two calls below record into an encoder. An append counts at once, and attention can be recorded after it;
+   truncate if the command buffer fails. The processor sees the codes after the buffer has completed. Rows of a tail lie apart
+   from those of the keys: a shared cache takes them as v, and nothing without a tail, others behind all rows of the keys. */
+TQKV_METAL_API tqkv_result tqkv_metal_cache_append(tqkv_metal *m, tqkv_metal_object encoder, tqkv_cache *c,
+                                                   tqkv_metal_buffer k, tqkv_metal_buffer v, int n_tokens,
+                                                   tqkv_metal_buffer not_finite);
+TQKV_METAL_API tqkv_result tqkv_metal_cache_attend(tqkv_metal *m, tqkv_metal_object encoder, const tqkv_cache *c,
+                                                   tqkv_metal_buffer q, int n_queries, tqkv_metal_buffer scratch,
+                                                   tqkv_metal_buffer out);
+TQKV_METAL_API tqkv_result tqkv_metal_cache_scratch(tqkv_metal *m, const tqkv_cache *c, int n_queries, size_t *bytes);
+/* As tqkv_cache_attend_some: with the list and the tree of `some`, in buffers, whose other fields are ignored; and what scratch
+   that takes. */
+TQKV_METAL_API tqkv_result tqkv_metal_cache_attend_some(tqkv_metal *m, tqkv_metal_object encoder, const tqkv_cache *c,
+                                                        const tqkv_metal_attention *some, tqkv_metal_buffer q,
+                                                        int n_queries, tqkv_metal_buffer scratch,
+                                                        tqkv_metal_buffer out);
+TQKV_METAL_API tqkv_result tqkv_metal_cache_some_scratch(tqkv_metal *m, const tqkv_cache *c,
+                                                         const tqkv_metal_attention *some, int n_queries,
+                                                         size_t *bytes);
+
+/* Builds the pipelines of such calls now, wherever the context will stand: encode_kv into the two stores (keys and tail, if
+   there is one; encode, if the keys are the values), with their pages if they have a table, and into those of exact_first and
+   exact_last, as many as there will be; attention of 1 to max_queries queries (0: 1), with a list if there is one; and what
+   `also` adds up: the same in batches, and slices, their merge and finish. No pages are looked at, and of buffers only
+   whether they are there: centres, sinks, a tree, a list and pages have pipelines of their own. Any thread may call it while
+   others record; those do not wait. Other calls build theirs on first use, which takes up to a second each. */
+#define TQKV_METAL_BATCHES 1
+#define TQKV_METAL_SLICES  2
+TQKV_METAL_API tqkv_result tqkv_metal_prepare(tqkv_metal *m, const tqkv_metal_attention *a, int max_queries, int also);
+/* The same of an index: encode into its keys, scores of one or of several queries, and the choice. */
+TQKV_METAL_API tqkv_result tqkv_metal_index_prepare(tqkv_metal *m, const tqkv_metal_index *x, int max_queries);
+/* Of a cache: append and attention. */
+TQKV_METAL_API tqkv_result tqkv_metal_cache_prepare(tqkv_metal *m, const tqkv_cache *c, int max_queries);

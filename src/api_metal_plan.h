@@ -1,0 +1,155 @@
+/* >>metal-plan
+   The same calls for engines that encode their own dispatches: Metal 4, MLX, ggml-metal. tqkv_metal_plan_X says what
+   tqkv_metal_X records: one dispatch, or two that run one after the other. It needs TQKV_METAL beside TQKV_IMPLEMENTATION,
+   but neither tqkv_metal.m nor Metal: buffers are only compared, so `buffer` may be any pointer that stands for one.
+   For each dispatch, unless launch.threadgroups[0] is 0: take the pipeline of `kernel`, give it arguments and bindings,
+   wait for the dispatch before if there is a barrier, and run what tqkv_metal_plan_launch says. docs/metal.md has the
+   steps for Metal, examples/metal_plan.cpp is such an engine. */
+enum {
+    TQKV_METAL_NAME = 48,       /* bytes of a kernel's name, with the zero */
+    TQKV_METAL_CONSTANTS = 32,  /* function constants have indices below */
+    TQKV_METAL_ARGUMENTS = 256, /* most bytes of an argument struct */
+    TQKV_METAL_BINDINGS = 24,
+    TQKV_METAL_MEMORIES = 4,
+    TQKV_METAL_CHOOSE_DISPATCHES = 3,
+    TQKV_METAL_ONLY_CHECKED = -1 /* in place of a binding's index */
+};
+
+typedef enum tqkv_metal_family {
+    TQKV_METAL_TABLES,
+    TQKV_METAL_ENCODE,
+    TQKV_METAL_ENCODE_KV,
+    TQKV_METAL_PROBE,
+    TQKV_METAL_DECODE,
+    TQKV_METAL_ROTATE,
+    TQKV_METAL_ATTEND,
+    TQKV_METAL_ATTEND_MERGE,
+    TQKV_METAL_ATTEND_MATRIX,
+    TQKV_METAL_INDEX_CHOICE,
+    TQKV_METAL_ATTEND_LIST,
+    TQKV_METAL_INDEX_SCORES
+} tqkv_metal_family;
+
+/* Identifies a pipeline. Only bytes, without padding: a program keeps its pipelines by them and compares with memcmp. */
+typedef struct tqkv_metal_kernel {
+    uint8_t family, head_dim, value_dim; /* in units of 16, 0 = none; value_dim: if it differs */
+    uint8_t constants[TQKV_METAL_CONSTANTS];
+} tqkv_metal_kernel;
+
+/* The name of its function in the library. */
+TQKV_API void tqkv_metal_kernel_name(const tqkv_metal_kernel *kernel, char name[TQKV_METAL_NAME]);
+typedef enum tqkv_metal_constant { TQKV_METAL_UNSET, TQKV_METAL_BOOL, TQKV_METAL_UINT } tqkv_metal_constant;
+/* The type of function constant `index` and, unless it is not set, its value: 0 or 1 of a bool. */
+TQKV_API tqkv_metal_constant tqkv_metal_kernel_constant(const tqkv_metal_kernel *kernel, int index, uint32_t *value);
+
+/* A struct in constant memory: Metal's setBytes, or a copy in a buffer at a multiple of 256. */
+typedef struct tqkv_metal_arguments {
+    int index;
+    size_t size;
+    unsigned char bytes[TQKV_METAL_ARGUMENTS];
+} tqkv_metal_arguments;
+
+/* Bytes [at.offset, at.offset + size) of at.buffer, for buffer argument `index`, or TQKV_METAL_ONLY_CHECKED: another
+   dispatch of the call takes them. size 0: the call has no such array; any buffer of 512 bytes goes there, not read or
+   written. The caller checks that the buffer is long enough, and that the offset is a multiple of alignment. */
+typedef struct tqkv_metal_binding {
+    const char *name; /* for error texts */
+    int index;
+    tqkv_metal_buffer at;
+    size_t size, alignment;
+    bool written;
+} tqkv_metal_binding;
+
+typedef struct tqkv_metal_dispatch {
+    tqkv_metal_kernel kernel;
+    int n_arguments, n_bindings;
+    tqkv_metal_arguments arguments[2];
+    tqkv_metal_binding bindings[TQKV_METAL_BINDINGS];
+    tqkv_metal_object barrier; /* a buffer that the dispatch before writes and this one reads, or NULL */
+    /* Of a threadgroup and of each of its simdgroups, in bytes; sizes: tqkv_metal_plan_launch reads these. */
+    size_t memory[TQKV_METAL_MEMORIES], memory_each[TQKV_METAL_MEMORIES];
+    size_t grid[3];
+    bool rows;        /* grid[0] counts simdgroups, each for one or several rows, else threadgroups */
+    int n_simdgroups; /* of a threadgroup, or as many as the pipeline allows */
+} tqkv_metal_dispatch;
+
+/* What a pipeline runs. max_threads: the most that it allows a threadgroup, at least 32 */
+typedef struct tqkv_metal_launch {
+    size_t threadgroups[3];             /* nothing to do if the first is 0 */
+    size_t threads;                     /* of a threadgroup: simdgroups of 32, in a row */
+    size_t memory[TQKV_METAL_MEMORIES]; /* bytes at each index of threadgroup memory; 16 where the kernel takes none */
+} tqkv_metal_launch;
+TQKV_API tqkv_result tqkv_metal_plan_launch(const tqkv_metal_dispatch *d, size_t max_threads, tqkv_metal_launch *out);
+/* A binding before binding i that overlaps it while one of the two is written, or NULL. Such a call must not run. */
+TQKV_API const tqkv_metal_binding *tqkv_metal_overlapping(const tqkv_metal_dispatch *d, int i);
+
+/* Once a library: whether it was built from this header. Both dispatches write `report`, of so many bytes, zero before.
+   The first holds the tables, the second the product of two matrices, which a system may refuse. */
+TQKV_API size_t tqkv_metal_report_size(void);
+TQKV_API tqkv_result tqkv_metal_plan_tables(tqkv_metal_buffer report, tqkv_metal_dispatch d[2]);
+/* The first difference between the library's tables and sizes and this header's; NULL if there is none. */
+TQKV_API const char *tqkv_metal_stale_table(const void *report);
+/* Whether the GPU's matrices lie as attend_matrix needs them. If not, or if the system refuses that kernel:
+   tqkv_metal_plan_lanes. */
+TQKV_API bool tqkv_metal_has_matrices(const void *report);
+
+/* Shapes, units and results are those of tqkv_metal_X. On failure *d is undefined. */
+TQKV_API tqkv_result tqkv_metal_plan_encode(const tqkv_metal_store *s, tqkv_metal_buffer src, int n_tokens,
+                                            int64_t position, tqkv_metal_buffer not_finite, tqkv_metal_dispatch *d);
+TQKV_API tqkv_result tqkv_metal_plan_encode_kv(const tqkv_metal_store *keys, const tqkv_metal_store *values,
+                                               tqkv_metal_buffer k, tqkv_metal_buffer v, int n_tokens, int64_t position,
+                                               tqkv_metal_buffer not_finite, tqkv_metal_dispatch *d);
+TQKV_API tqkv_result tqkv_metal_plan_encode_slots(const tqkv_metal_store *s, tqkv_metal_buffer src, int n_tokens,
+                                                  tqkv_metal_buffer slots, const int32_t *known,
+                                                  tqkv_metal_buffer not_finite, tqkv_metal_dispatch *d);
+TQKV_API tqkv_result tqkv_metal_plan_encode_kv_slots(const tqkv_metal_store *keys, const tqkv_metal_store *values,
+                                                     tqkv_metal_buffer k, tqkv_metal_buffer v, int n_tokens,
+                                                     tqkv_metal_buffer slots, const int32_t *known,
+                                                     tqkv_metal_buffer not_finite, tqkv_metal_dispatch *d);
+TQKV_API tqkv_result tqkv_metal_plan_probe(const tqkv_metal_store *store, tqkv_metal_buffer src, int n_tokens,
+                                           tqkv_metal_buffer scaled, tqkv_metal_buffer not_finite,
+                                           tqkv_metal_dispatch *d);
+TQKV_API tqkv_result tqkv_metal_plan_decode(const tqkv_metal_store *s, int64_t position, int n_positions,
+                                            tqkv_basis basis, tqkv_metal_buffer dst, tqkv_metal_dispatch *d);
+TQKV_API tqkv_result tqkv_metal_plan_rotate(tqkv_metal_buffer rows, int n_rows, int head_dim, bool unrotate,
+                                            tqkv_metal_dispatch *d);
+TQKV_API tqkv_result tqkv_metal_plan_attend_scratch(const tqkv_metal_attention *a, size_t *bytes);
+TQKV_API tqkv_result tqkv_metal_plan_attend(const tqkv_metal_attention *a, tqkv_metal_buffer q,
+                                            tqkv_metal_buffer scratch, tqkv_metal_buffer out, tqkv_metal_dispatch d[2]);
+TQKV_API tqkv_result tqkv_metal_plan_attend_partial(const tqkv_metal_attention *a, tqkv_metal_buffer q, int64_t first,
+                                                    int count, tqkv_metal_buffer scratch, tqkv_metal_buffer out,
+                                                    tqkv_metal_buffer max, tqkv_metal_buffer sum,
+                                                    tqkv_metal_dispatch d[2]);
+TQKV_API tqkv_result tqkv_metal_plan_attend_merge(const tqkv_metal_attention *a, tqkv_metal_buffer out,
+                                                  tqkv_metal_buffer max, tqkv_metal_buffer sum,
+                                                  tqkv_metal_buffer src_out, tqkv_metal_buffer src_max,
+                                                  tqkv_metal_buffer src_sum, tqkv_metal_dispatch *d);
+TQKV_API tqkv_result tqkv_metal_plan_attend_merge_slice(const tqkv_metal_attention *a, tqkv_metal_buffer out,
+                                                        tqkv_metal_buffer max, tqkv_metal_buffer sum,
+                                                        const tqkv_metal_attention *slice, tqkv_metal_buffer src_out,
+                                                        tqkv_metal_buffer src_max, tqkv_metal_buffer src_sum,
+                                                        tqkv_metal_dispatch *d);
+TQKV_API tqkv_result tqkv_metal_plan_attend_finish(const tqkv_metal_attention *a, tqkv_metal_buffer src_out,
+                                                   tqkv_metal_buffer src_max, tqkv_metal_buffer src_sum,
+                                                   tqkv_metal_buffer out, tqkv_metal_dispatch *d);
+/* With lists: the dispatch that comes before those of tqkv_metal_plan_attend. Exact ends, and lists in slices and batches, take
+   more dispatches than these plans have: TQKV_UNSUPPORTED. */
+TQKV_API tqkv_result tqkv_metal_plan_attend_list(const tqkv_metal_attention *a, tqkv_metal_buffer scratch,
+                                                 tqkv_metal_dispatch *d);
+/* Puts attend in the place of attend_matrix in a planned attention; buffers and arguments stay. d: its first dispatch */
+TQKV_API void tqkv_metal_plan_lanes(tqkv_metal_dispatch *d);
+TQKV_API tqkv_result tqkv_metal_plan_attend_batch_sizes(const tqkv_metal_attention *items, int n_items,
+                                                        size_t *arguments, size_t *scratch);
+/* contents: where the processor writes the bytes of arguments. matrices: whether attend_matrix may be used */
+TQKV_API tqkv_result tqkv_metal_plan_attend_batch(const tqkv_metal_attention *items, int n_items,
+                                                  const tqkv_metal_buffer *q, tqkv_metal_buffer arguments,
+                                                  void *contents, tqkv_metal_buffer scratch,
+                                                  const tqkv_metal_buffer *out, bool matrices,
+                                                  tqkv_metal_dispatch d[2]);
+TQKV_API tqkv_result tqkv_metal_plan_index_scores(const tqkv_metal_index *x, tqkv_metal_buffer q,
+                                                  tqkv_metal_buffer scores, tqkv_metal_dispatch *d);
+TQKV_API tqkv_result tqkv_metal_plan_index_choose_scratch(const tqkv_metal_index *x, size_t *bytes);
+/* n: how many of the dispatches are used, which run one after the other */
+TQKV_API tqkv_result tqkv_metal_plan_index_choose(const tqkv_metal_index *x, tqkv_metal_buffer scores, int k,
+                                                  tqkv_metal_buffer scratch, tqkv_metal_buffer list,
+                                                  tqkv_metal_dispatch d[TQKV_METAL_CHOOSE_DISPATCHES], int *n);

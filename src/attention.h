@@ -1,0 +1,323 @@
+static bool tqkv__sinks_valid(const float *sinks, int n_heads)
+{
+    if (sinks)
+        for (int h = 0; h < n_heads; h++) {
+            const float negated = -sinks[h]; /* -INFINITY is no sink; NaN and +INFINITY are refused */
+            if (!tqkv__all_finite(&sinks[h], 1) && !(negated > 0.0f)) return false;
+        }
+    return true;
+}
+
+/* Its offset is the alignment of a uint64_t in a struct: 4 on 32-bit x86, where it is 8 by itself. */
+struct tqkv__mask_place {
+    char before;
+    uint64_t mask;
+};
+
+static tqkv_result tqkv__check_tree_and_sinks(const tqkv_attention *a)
+{
+    if (a->tree && a->non_causal) return TQKV__INVALID("tree: not with non_causal");
+    if (a->tree && (a->n_queries > 64 || (uintptr_t)a->tree % offsetof(struct tqkv__mask_place, mask)))
+        return TQKV__INVALID("tree: more than 64 queries, or not aligned as uint64_t");
+    if ((uintptr_t)a->sinks % sizeof(float)) return TQKV__INVALID("sinks: not aligned as floats");
+    if (tqkv__sinks_valid(a->sinks, a->n_heads)) return TQKV_OK;
+    return TQKV__REFUSE(NOT_FINITE, "a sink is NaN or +infinity");
+}
+
+#define TQKV__FLOATS_ON_GPU "arithmetic: a GPU multiplies floats only"
+#define TQKV__ENDS_ON_GPU   "exact_first, exact_last: more dispatches than this plan has"
+#define TQKV__LISTS_IN_PLAN "list: more dispatches than this plan has"
+
+/* Changes to the integers of the set, if the call asks for them. */
+static tqkv_result tqkv__take_arithmetic(tqkv__attention *a)
+{
+    if (a->call.arithmetic == TQKV_FLOAT) return TQKV_OK;
+    if (a->call.arithmetic != TQKV_INTEGER) return TQKV__INVALID("arithmetic: no tqkv_arithmetic");
+    if (a->keys.book_bits > 6 || a->values.book_bits > 6 || a->tail.book_bits > 6)
+        return TQKV__REFUSE(UNSUPPORTED, "arithmetic: the centroids of TQ8 do not fit integers of 8 bits");
+    const tqkv__integers *integers = tqkv__integers_for(a->isa);
+    a->isa = &integers->isa;
+    a->round_query = integers->round_query;
+    tqkv__fill_integers(&a->keys);
+    tqkv__fill_integers(&a->values);
+    if (a->call.tail) tqkv__fill_integers(&a->tail);
+    return TQKV_OK;
+}
+
+/* Takes the tail, which lies in the slots of the keys. */
+static tqkv_result tqkv__take_tail(tqkv__attention *a)
+{
+    const tqkv__stream *keys = &a->keys, *tail = &a->tail;
+    if (!a->call.tail) return TQKV_OK;
+    const tqkv_result r = tqkv__stream_shape(a->call.tail, &a->tail);
+    if (r != TQKV_OK) return r;
+    if (tail->n_kv_heads != keys->n_kv_heads) return TQKV__INVALID("tail: n_kv_heads is not that of the keys");
+    if (tail->capacity != keys->capacity || tail->ring != keys->ring)
+        return TQKV__INVALID("tail: capacity or ring is not that of the keys");
+    if (tail->pages != keys->pages || tail->n_pages != keys->n_pages || tail->page_size != keys->page_size)
+        return TQKV__INVALID("tail: the page table is not that of the keys");
+    a->key_dim += tail->head_dim;
+    a->isa = tqkv__narrower(a->isa, tqkv__isa_for(tail->head_dim));
+    return TQKV_OK;
+}
+
+/* 1/sqrt(n). In a column of TQKV__SIZES for the sizes of streams; double is enough for their sums: no 1/sqrt(n) lies so near
+   to the middle of two floats. Rounds the bits of the double, whatever the caller's rounding mode. */
+static float tqkv__inverse_root(int n)
+{
+    double root = 1.0 / sqrt((double)n);
+    uint64_t bits;
+    memcpy(&bits, &root, sizeof bits);
+    bits = (bits + (UINT64_C(1) << 28)) >> 29 << 29; /* a float has 29 bits less */
+    memcpy(&root, &bits, sizeof root);
+    return tqkv__head_dim_known(n) ? TQKV__INV_SQRT(n) : (float)root;
+}
+
+/* Resolves the strides of q and out, and finds their sizes. */
+static tqkv_result tqkv__take_strides(tqkv__attention *a)
+{
+    tqkv_attention *call = &a->call;
+    const int n = call->n_queries, n_heads = call->n_heads;
+    call->query_strides = tqkv__strides_of(call->query_strides, n_heads, a->key_dim);
+    call->output_strides = tqkv__strides_of(call->output_strides, n_heads, a->value_dim);
+    const size_t q_type = tqkv__type_size(call->query_type), out_type = tqkv__type_size(call->output_type);
+    if (!tqkv__rows_extent(call->query_strides, n, n_heads, a->key_dim, q_type, &a->q_size) ||
+        !tqkv__rows_extent(call->output_strides, n, n_heads, a->value_dim, out_type, &a->out_size))
+        return TQKV__INVALID("query_strides or output_strides: rows of more than SIZE_MAX bytes");
+    if (tqkv__rows_distinct(call->output_strides, n, n_heads, a->value_dim)) return TQKV_OK;
+    return TQKV__INVALID(TQKV__ROWS_SHARED);
+}
+
+/* Resolves and checks everything except the stores' buffers and the resident range. */
+static tqkv_result tqkv__attention_shape(const tqkv_attention *a, tqkv__attention *r)
+{
+    tqkv_result result;
+    tqkv_attention *call = &r->call;
+    memset(r, 0, offsetof(tqkv__attention, ends));
+    if (!a) return TQKV__INVALID("the attention is NULL");
+    if ((result = tqkv__stream_shape(a->keys, &r->keys)) != TQKV_OK) return result;
+    if ((result = tqkv__stream_shape(a->values, &r->values)) != TQKV_OK) return result;
+    *call = *a;
+    r->key_dim = r->keys.head_dim;
+    r->value_dim = r->values.head_dim;
+    r->n_kv_heads = r->keys.n_kv_heads;
+    if (!call->n_heads) call->n_heads = r->n_kv_heads;
+    if (!call->n_queries) call->n_queries = 1;
+    r->isa = tqkv__narrower(tqkv__isa_for(r->key_dim), tqkv__isa_for(r->value_dim));
+    if ((result = tqkv__take_tail(r)) != TQKV_OK) return result;
+    if (call->scale == 0.0f) call->scale = tqkv__inverse_root(r->key_dim);
+    if (!(call->softcap > 0.0f)) call->softcap = 0.0f;
+    if (!call->parallel.run) call->parallel.run = tqkv__run_serial;
+    r->group = call->n_heads / r->n_kv_heads;
+    r->rotate_queries = r->keys.rotated && a->query_basis == TQKV_ORIGINAL;
+    r->unrotate_output = r->values.rotated && a->output_basis == TQKV_ORIGINAL;
+    if (r->values.n_kv_heads != r->n_kv_heads) return TQKV__INVALID("keys and values differ in n_kv_heads");
+    if (call->n_heads < 0 || call->n_heads % r->n_kv_heads != 0)
+        return TQKV__INVALID("n_heads is not a multiple of n_kv_heads");
+    if (call->n_queries < 0 || call->window < 0) return TQKV__INVALID("n_queries or window is negative");
+    if (call->exact_first < 0 || call->exact_last < 0) return TQKV__INVALID("exact_first or exact_last is negative");
+    if (!tqkv__all_finite(&a->scale, 1) || !tqkv__all_finite(&a->softcap, 1))
+        return TQKV__INVALID("scale or softcap is NaN or infinite");
+    if (!tqkv__basis_known(a->query_basis) || !tqkv__basis_known(a->output_basis))
+        return TQKV__INVALID("query_basis or output_basis: no tqkv_basis");
+    if (!tqkv__type_size(a->query_type) || !tqkv__type_size(a->output_type))
+        return TQKV__REFUSE(UNSUPPORTED, TQKV__NO_TYPE);
+    if (!tqkv__resolve_allocator(&call->allocator)) return TQKV__INVALID("allocator: one of alloc and free is missing");
+    if (!tqkv__array_size(call->n_queries, call->n_heads, 1, 1, &r->n_rows) ||
+        !tqkv__size_multiply(r->n_rows, (size_t)r->key_dim, &r->q_elements) || r->q_elements > SIZE_MAX / 64 ||
+        !tqkv__size_multiply(r->n_rows, (size_t)r->value_dim, &r->out_elements) || r->out_elements > SIZE_MAX / 64 ||
+        r->n_rows > (size_t)INT_MAX)
+        return TQKV__INVALID("n_queries * n_heads * head_dim is too large");
+    if ((result = tqkv__take_strides(r)) != TQKV_OK) return result;
+    if ((result = tqkv__take_arithmetic(r)) != TQKV_OK) return result;
+    return tqkv__check_tree_and_sinks(call);
+}
+
+/* Finds the resident range; follows tqkv__attention_shape. */
+static tqkv_result tqkv__attention_range(const tqkv_attention *a, tqkv__attention *r)
+{
+    if (a->end < 0 || a->kv_len < 0) return TQKV__INVALID("end or kv_len is negative");
+    const int64_t key_room = tqkv__room(&r->keys), value_room = tqkv__room(&r->values);
+    const int64_t capacity = key_room < value_room ? key_room : value_room;
+    const int64_t kv_len = a->kv_len ? a->kv_len : a->end < capacity ? a->end : capacity;
+    if (kv_len > capacity || kv_len > a->end) return TQKV__REFUSE(OUT_OF_RANGE, "kv_len is above capacity or end");
+    if ((!r->keys.ring && a->end > key_room) || (!r->values.ring && a->end > value_room))
+        return TQKV__REFUSE(OUT_OF_RANGE, "end: beyond a linear store or a page table");
+    r->first = a->end - kv_len;
+    return TQKV_OK;
+}
+
+/* Are the rows of two streams laid out alike, over the same bytes? */
+static bool tqkv__same_bytes(const tqkv__stream *a, const tqkv__stream *b)
+{
+    return a->codes == b->codes && (a->norms == b->norms || !a->norms_size) && a->format == b->format &&
+           a->head_dim == b->head_dim && a->n_kv_heads == b->n_kv_heads && a->capacity == b->capacity &&
+           a->rotated == b->rotated && a->block_scale == b->block_scale;
+}
+
+/* Refuses streams that share bytes, but are neither one stream nor, by their page tables, two in one pool. Finds whether
+   keys and values are one. */
+static tqkv_result tqkv__check_streams(tqkv__attention *a)
+{
+    const tqkv__stream *k = &a->keys, *v = &a->values;
+    const bool alike = tqkv__same_bytes(k, v), one_table = k->pages == v->pages && k->n_pages == v->n_pages;
+    a->shared = alike && one_table && k->page_size == v->page_size && k->ring == v->ring && k->center == v->center;
+    for (int part = 0; part < 2 && a->call.tail; part++) {
+        const tqkv__stream *s = part ? v : k;
+        if (tqkv__encoding_overlaps(s, a->tail.codes, a->tail.codes_size) ||
+            tqkv__encoding_overlaps(s, a->tail.norms, a->tail.norms_size))
+            return TQKV__INVALID("tail: overlaps the keys or the values");
+    }
+    if (a->shared || (alike && k->pages && v->pages && !one_table)) return TQKV_OK;
+    if (!tqkv__encoding_overlaps(k, v->codes, v->codes_size) && !tqkv__encoding_overlaps(k, v->norms, v->norms_size))
+        return TQKV_OK;
+    return TQKV__INVALID("keys and values share bytes, but are not described in the same way");
+}
+
+/* Checks the store that holds positions [low, high) of a stream as halves. */
+static tqkv_result tqkv__check_end(const tqkv__attention *a, const tqkv__stream *codes, int64_t low, int64_t high,
+                                   const tqkv__stream *s)
+{
+    if (s->kind != TQKV__HALF || s->rotated != codes->rotated)
+        return TQKV__INVALID("exact_first or exact_last: a store that is not F16, or rotated otherwise than the codes");
+    if (s->head_dim != codes->head_dim || s->n_kv_heads != codes->n_kv_heads)
+        return TQKV__INVALID("exact_first or exact_last: a store of other head_dim or n_kv_heads than the codes");
+    if (!tqkv__same_center(s, codes))
+        return TQKV__INVALID("exact_first or exact_last: a store with another centre than the codes");
+    if (s->ring ? a->call.end - low > s->capacity : high > tqkv__room(s))
+        return TQKV__REFUSE(OUT_OF_RANGE, "exact_first or exact_last: a store that does not hold so many positions");
+    return TQKV_OK;
+}
+
+/* Takes the positions that are kept as halves, from stores opened by `open`; follows tqkv__check_streams and
+   tqkv__attention_range. */
+static tqkv_result tqkv__take_ends(tqkv__attention *a, tqkv_result (*open)(const tqkv_store *, tqkv__stream *))
+{
+    const tqkv_attention *call = &a->call;
+    const tqkv_store *const stores[2][2] = {{call->first_keys, call->first_values},
+                                            {call->last_keys, call->last_values}};
+    const int64_t below = call->exact_first < call->end ? call->exact_first : call->end;
+    const int64_t from = call->exact_last < call->end ? call->end - call->exact_last : 0;
+    for (int i = 0; i < 4; i++) {
+        const int last = i / 2, side = i % 2;
+        const tqkv__stream *codes = side ? &a->values : &a->keys;
+        const tqkv_store *store = stores[last][a->shared ? 0 : side];
+        if (!store || codes->kind == TQKV__HALF || (last ? from == call->end : below == 0)) continue;
+        tqkv__stream *s = &a->ends[last][side];
+        tqkv_result r = open(store, s);
+        if (r == TQKV_OK) r = tqkv__check_end(a, codes, last ? from : 0, last ? call->end : below, s);
+        if (r != TQKV_OK) return r;
+        a->exact[last][side] = true;
+        if (last)
+            a->exact_from = from;
+        else
+            a->exact_below = below;
+    }
+    return TQKV_OK;
+}
+
+/* The keys (side 0) or values (1) of a position. */
+static const tqkv__stream *tqkv__stream_at(const tqkv__attention *a, int side, int64_t position)
+{
+    if (position < a->exact_below && a->exact[0][side]) return &a->ends[0][side];
+    if (position >= a->exact_from && a->exact[1][side]) return &a->ends[1][side];
+    return side ? &a->values : &a->keys;
+}
+
+/* Positions that are read from the same streams. */
+typedef struct tqkv__place {
+    int number; /* tells places apart */
+    const tqkv__stream *keys, *values;
+    int64_t end; /* the first position behind them */
+} tqkv__place;
+
+static tqkv__place tqkv__place_at(const tqkv__attention *a, int64_t position)
+{
+    const bool first = position < a->exact_below, last = position >= a->exact_from;
+    tqkv__place place = {first + 2 * last, tqkv__stream_at(a, 0, position), tqkv__stream_at(a, 1, position), INT64_MAX};
+    if (!last) place.end = a->exact_from;
+    if (first && a->exact_below < place.end) place.end = a->exact_below;
+    return place;
+}
+
+/* The streams of an attention: keys, values, tail, then the halves of the first positions' keys and values and of the newest
+   ones'. NULL: it has no such stream. */
+enum { TQKV__STREAMS = 7, TQKV__FIRST_HALVES = 3 };
+static const tqkv__stream *tqkv__stream_read(const tqkv__attention *a, int i)
+{
+    const int last = i >= TQKV__FIRST_HALVES + 2, side = (i - TQKV__FIRST_HALVES) % 2;
+    if (i >= TQKV__FIRST_HALVES) return a->exact[last][side] ? &a->ends[last][side] : NULL;
+    return i == 0 ? &a->keys : i == 1 ? &a->values : a->call.tail ? &a->tail : NULL;
+}
+
+/* The positions of a range that may be read from stream i. */
+static tqkv__range tqkv__positions_read(const tqkv__attention *a, int i, tqkv__range range)
+{
+    const bool halves = i >= TQKV__FIRST_HALVES, last = i >= TQKV__FIRST_HALVES + 2;
+    if (last && a->exact_from > range.from) range.from = a->exact_from;
+    if (halves && !last && a->exact_below < range.to) range.to = a->exact_below;
+    return range;
+}
+
+static const int32_t *tqkv__list_row(const tqkv__attention *a, int query, int kv_head)
+{
+    const size_t heads = (size_t)a->call.list_heads, head = heads > 1 ? (size_t)kv_head : 0;
+    return a->call.list + ((size_t)query * heads + head) * (size_t)a->call.list_length;
+}
+
+static int tqkv__list_shift(int block)
+{
+    for (int shift = 0; shift <= 7; shift++)
+        if (block == 1 << shift && (0xd5 >> shift & 1)) return shift; /* 1, 4, 16, 64, 128 */
+    return -1;
+}
+
+/* Checks a row: ascending numbers, then -1. */
+static tqkv_result tqkv__check_row(const int32_t *row, int n)
+{
+    int32_t before = -1;
+    for (int i = 0; i < n && row[i] != -1; before = row[i++])
+        if (row[i] <= before) return TQKV__INVALID("list: a row is not ascending, or has a negative number but -1");
+    return TQKV_OK;
+}
+
+/* The numbers of a list, but not its entries. */
+static tqkv_result tqkv__list_shape(tqkv__attention *a)
+{
+    tqkv_attention *call = &a->call;
+    size_t size;
+    if (!call->list) return TQKV_OK;
+    if (!call->list_heads) call->list_heads = 1;
+    if (call->list_length < 0 || call->list_newest < 0) return TQKV__INVALID("list_length or list_newest is negative");
+    if (call->list_heads != 1 && call->list_heads != a->n_kv_heads)
+        return TQKV__INVALID("list_heads: neither 1 nor n_kv_heads");
+    if (tqkv__list_shift(call->list_block) < 0) return TQKV__INVALID("list_block: none of 1, 4, 16, 64 and 128");
+    if (!tqkv__array_size(call->n_queries, call->list_heads, call->list_length, sizeof *call->list, &size))
+        return TQKV__INVALID("a list of more than SIZE_MAX bytes");
+    return TQKV_OK;
+}
+
+static tqkv_result tqkv__check_list(tqkv__attention *a)
+{
+    const tqkv_attention *call = &a->call;
+    tqkv_result r = tqkv__list_shape(a);
+    if (!call->list || r != TQKV_OK) return r;
+    if (!tqkv__aligned_at(call->list, sizeof *call->list)) return TQKV__INVALID("list: not aligned as int32_t");
+    for (int i = 0; i < call->n_queries; i++)
+        for (int h = 0; r == TQKV_OK && h < call->list_heads; h++)
+            r = tqkv__check_row(tqkv__list_row(a, i, h), call->list_length);
+    return r;
+}
+
+static tqkv_result tqkv__attention_open(const tqkv_attention *a, tqkv__attention *r)
+{
+    tqkv_result result = tqkv__attention_shape(a, r);
+    if (result == TQKV_OK) result = tqkv__stream_memory(a->keys, &r->keys);
+    if (result == TQKV_OK) result = tqkv__stream_memory(a->values, &r->values);
+    if (result == TQKV_OK && a->tail) result = tqkv__stream_memory(a->tail, &r->tail);
+    if (result == TQKV_OK) result = tqkv__check_streams(r);
+    if (result == TQKV_OK) result = tqkv__attention_range(a, r);
+    if (result == TQKV_OK) result = tqkv__check_list(r);
+    if (result != TQKV_OK || (!a->exact_first && !a->exact_last)) return result;
+    return tqkv__take_ends(r, tqkv__stream_open);
+}

@@ -1,0 +1,199 @@
+/* >>cache-edit: truncate, remove, keep, fork. */
+
+TQKV_API tqkv_result tqkv_cache_truncate(tqkv_cache *c, int64_t end)
+{
+    if (!c) return TQKV__INVALID("the cache is NULL");
+    if (end < 0 || end > c->attention.end || (end < c->first && end != 0))
+        return TQKV__REFUSE(OUT_OF_RANGE, "end: not among the resident positions");
+    if (end == 0) c->first = 0;
+    if (c->exact_below > end) c->exact_below = end;
+    if (c->exact_from > end) c->exact_from = end;
+    c->attention.end = end;
+    return TQKV_OK;
+}
+
+/* Moves n positions down, see tqkv__move_rows: halves of the first positions as far as there are any, of the newest ones if all
+   have them. */
+static void tqkv__move_positions(const tqkv_cache *c, int64_t source, int64_t target, int64_t n)
+{
+    const int64_t below = c->exact_below - source < n ? c->exact_below - source : n;
+    for (int i = 0; i < TQKV__CACHE_STORES; i++) {
+        tqkv__stream s;
+        const tqkv_store *store = tqkv__store_of(c, i);
+        const bool first = i >= TQKV__FIRST_ENDS && i < TQKV__LAST_ENDS;
+        if (!store || (i >= TQKV__LAST_ENDS && target < c->exact_from)) continue;
+        if (tqkv__stream_open(store, &s) == TQKV_OK) tqkv__move_rows(&s, source, &s, target, first ? below : n);
+    }
+}
+
+static void tqkv__reverse_rows(uint8_t *rows, int n, size_t size)
+{
+    uint8_t row[2 * TQKV_MAX_HEAD_DIM];
+    for (uint8_t *last = rows + (size_t)n * size; rows + size < last; rows += size) {
+        last -= size;
+        memcpy(row, rows, size);
+        memcpy(rows, last, size);
+        memcpy(last, row, size);
+    }
+}
+
+/* Position p + by of the rings of halves becomes position p. */
+static void tqkv__turn_rings(const tqkv_cache *c, int64_t by)
+{
+    for (int i = 2; i < TQKV__CACHE_ENDS; i++) {
+        tqkv__stream s;
+        if (!tqkv__end_of(c, i) || tqkv__stream_open(tqkv__end_of(c, i), &s) != TQKV_OK) continue;
+        const int n = (int)(by % s.capacity);
+        for (int h = 0; h < s.n_kv_heads; h++) {
+            uint8_t *rows = tqkv__codes_at(&s, h, 0);
+            tqkv__reverse_rows(rows, n, s.row_bytes);
+            tqkv__reverse_rows(rows + (size_t)n * s.row_bytes, s.capacity - n, s.row_bytes);
+            tqkv__reverse_rows(rows, s.capacity, s.row_bytes);
+        }
+    }
+}
+
+TQKV__COLD TQKV_API tqkv_result tqkv_cache_remove(tqkv_cache *c, int64_t first, int64_t count)
+{
+    if (!c) return TQKV__INVALID("the cache is NULL");
+    if (c->keys.ring) return TQKV__REFUSE(UNSUPPORTED, "remove: the cache is a ring");
+    if (count < 0) return TQKV__INVALID("count is negative");
+    if (first < 0 || first > c->attention.end || count > c->attention.end - first)
+        return TQKV__REFUSE(OUT_OF_RANGE, "first, count: not among the resident positions");
+    const int64_t behind = first + count, n = c->attention.end - behind;
+    tqkv__move_positions(c, behind, first, n);
+    if (first < c->exact_from) {
+        tqkv__turn_rings(c, count);
+        c->exact_from = (behind > c->exact_from ? behind : c->exact_from) - count;
+    }
+    if (first < c->exact_below) c->exact_below = c->exact_below > behind ? c->exact_below - count : first;
+    c->attention.end -= count;
+    return TQKV_OK;
+}
+
+TQKV__COLD TQKV_API tqkv_result tqkv_cache_keep(tqkv_cache *c, int n, const int *kept, int n_kept)
+{
+    if (!c) return TQKV__INVALID("the cache is NULL");
+    if (n < 0 || n_kept < 0 || (n_kept > 0 && !kept)) return TQKV__INVALID("n or n_kept is negative, or kept is NULL");
+    if (n > c->attention.end - c->first) return TQKV__REFUSE(OUT_OF_RANGE, "n: more positions than are resident");
+    if ((uintptr_t)kept % sizeof(int) || tqkv__overlap(c, c->size, kept, (size_t)n_kept * sizeof(int)))
+        return TQKV__INVALID("kept: not aligned as int, or in the cache");
+    for (int i = 0; i < n_kept; i++) {
+        if (kept[i] < 0 || kept[i] >= n) return TQKV__REFUSE(OUT_OF_RANGE, "kept: not one of the newest n positions");
+        if (i && kept[i] <= kept[i - 1]) return TQKV__INVALID("kept: not ascending");
+    }
+    const int64_t first = c->attention.end - n;
+    int64_t below = first;
+    for (int i = 0, next; i < n_kept; i = next) {
+        for (next = i + 1; next < n_kept && kept[next] == kept[next - 1] + 1;) next++;
+        tqkv__move_positions(c, first + kept[i], first + i, next - i);
+        for (int j = i; j < next && first + kept[j] < c->exact_below;) below = first + ++j;
+    }
+    c->attention.end = first + n_kept;
+    if (c->exact_below > below) c->exact_below = below;
+    if (first < c->exact_from) c->exact_from = c->attention.end; /* their rows did not move */
+    return TQKV_OK;
+}
+
+/* The fields of a desc, and where a cache has them: those that a snapshot holds, then those that another desc may bring. */
+// clang-format off
+#define TQKV__CACHE_SHAPE(row)                                                                                         \
+    row(head_dim,     keys.head_dim)       row(value_dim,  values.head_dim)                                            \
+    row(n_kv_heads,   keys.n_kv_heads)     row(n_heads,    attention.n_heads)                                          \
+    row(capacity,     keys.capacity)       row(ring,       keys.ring)                                                  \
+    row(key_format,   keys.format)         row(value_format, values.format)                                            \
+    row(window,       attention.window)    row(scale,      attention.scale)     row(softcap,  attention.softcap)       \
+    row(shared,       shared)              row(tail_dim,   tail.head_dim)       row(tail_format, tail.format)          \
+    row(exact_first,  exact_first)         row(exact_last, exact_last)
+#define TQKV__CACHE_USE(row)                                                                                           \
+    row(type,         keys.type)           row(sinks,      attention.sinks)     row(metal,    metal)                   \
+    row(parallel,     attention.parallel)  row(allocator,  attention.allocator)                                        \
+    row(matrix_group, matrix_group)        row(arithmetic, attention.arithmetic)                                       \
+    row(non_causal,   attention.non_causal)
+// clang-format on
+
+/* The desc that makes a cache like c. */
+static tqkv_cache_desc tqkv__desc_of(const tqkv_cache *c)
+{
+#define TQKV__FIELD_OF(field, place) desc.field = c->place;
+    tqkv_cache_desc desc;
+    memset(&desc, 0, sizeof desc);
+    TQKV__CACHE_SHAPE(TQKV__FIELD_OF)
+    TQKV__CACHE_USE(TQKV__FIELD_OF)
+    return desc;
+}
+
+/* Takes over the nonzero fields that another desc may bring. */
+static void tqkv__take_use(const tqkv_cache_desc *from, tqkv_cache_desc *to)
+{
+    if (from->type) to->type = from->type;
+    if (from->sinks) to->sinks = from->sinks;
+    if (from->parallel.run) to->parallel = from->parallel;
+    if (from->allocator.alloc || from->allocator.free) to->allocator = from->allocator;
+    if (from->metal) to->metal = from->metal;
+    if (from->matrix_group) to->matrix_group = from->matrix_group;
+    if (from->arithmetic) to->arithmetic = from->arithmetic;
+    to->non_causal = to->non_causal || from->non_causal;
+}
+
+/* Whether the nonzero fields of the shape of `wanted` are those of `found`. */
+static bool tqkv__desc_matches(const tqkv_cache_desc *wanted, const tqkv_cache_desc *found)
+{
+#define TQKV__FIELD_MATCHES(field, place) &&(wanted->field == 0 || wanted->field == found->field)
+    tqkv_cache_desc meant = *wanted;
+    if (meant.softcap < 0.0f && found->softcap == 0.0f) meant.softcap = 0.0f; /* off in both */
+    wanted = &meant;
+    return true TQKV__CACHE_SHAPE(TQKV__FIELD_MATCHES);
+}
+
+/* Copies a store, or makes halves of a stream that was F16: zeros for positions that are gone from a ring. */
+static tqkv_result tqkv__fork_store(const tqkv_cache *c, int i, const tqkv_cache *copy, const tqkv_parallel *parallel)
+{
+    const tqkv_store *to = tqkv__store_of(copy, i), *from = tqkv__store_of(c, i);
+    tqkv__range range = tqkv__range_of(c, i);
+    if (!to) return TQKV_OK;
+    if (!from && range.from < c->first) {
+        range.from = c->first;
+        memset(to->codes, 0, to->codes_size);
+    }
+    if (!from) from = tqkv__stream_of(c, (i - TQKV__FIRST_ENDS) % 2);
+    if (range.from >= range.to) return TQKV_OK;
+    return tqkv__convert(to, from, range.from, (int)(range.to - range.from), parallel);
+}
+
+TQKV__COLD TQKV_API tqkv_result tqkv_cache_fork(const tqkv_cache *c, const tqkv_cache_desc *desc, tqkv_cache **out)
+{
+    if (!out) return TQKV__INVALID("out is NULL");
+    *out = NULL;
+    if (!c) return TQKV__INVALID("the cache is NULL");
+    tqkv_cache_desc copied = tqkv__desc_of(c);
+    tqkv_cache *copy;
+    if (desc) {
+        if (desc->capacity) copied.capacity = desc->capacity;
+        if (desc->key_format) copied.key_format = desc->key_format;
+        if (desc->value_format || c->shared)
+            copied.value_format = desc->value_format ? desc->value_format : copied.key_format;
+        if (desc->tail_format) copied.tail_format = desc->tail_format;
+        copied.ring = copied.ring || desc->ring;
+        if (!tqkv__desc_matches(desc, &copied)) return TQKV__INVALID("a field of desc is not the cache's");
+        tqkv__take_use(desc, &copied);
+    }
+    if (copied.capacity > 0 && copied.capacity < c->attention.end - c->first)
+        return TQKV__REFUSE(OUT_OF_RANGE, "capacity: too small for the resident positions");
+    tqkv_result r = tqkv_cache_create(&copied, &copy);
+    if (r != TQKV_OK) return r;
+    for (int i = 0; i < TQKV__CACHE_STREAMS; i++) {
+        const tqkv_store *from = tqkv__stream_of(c, i);
+        if (from) tqkv__cache_center(copy, i, from->center, (size_t)from->head_dim);
+    }
+    for (int i = 0; r == TQKV_OK && i < TQKV__CACHE_STORES; i++) r = tqkv__fork_store(c, i, copy, &copied.parallel);
+    copy->first = c->first;
+    copy->exact_below = c->exact_below;
+    copy->exact_from = tqkv__range_of(c, TQKV__LAST_ENDS).from;
+    copy->attention.end = c->attention.end;
+    if (r == TQKV_OK)
+        *out = copy;
+    else
+        tqkv_cache_destroy(copy);
+    return r;
+}

@@ -1,0 +1,315 @@
+/* Norm of a TQ row or block from the sum of its squares; scale: the factor that brings its values to variance 1. If the
+   rotation of a row overflows, the sum is NaN, whose sign depends on the machine: fabsf clears the norm's. */
+static float tqkv__norm_tq(const tqkv__stream *s, float sum, float *scale)
+{
+    const bool one = s->norms_per_row == 1;
+    const float norm = fabsf(TQKV__AS_FLOAT(sqrtf(one ? sum : TQKV__AS_FLOAT(sum / 256.0f))));
+    const float inverse = norm > TQKV__MIN_NORM ? TQKV__AS_FLOAT(1.0f / norm) : 0.0f;
+    *scale = TQKV__AS_FLOAT(inverse * (one ? s->root : s->block_scale));
+    return norm;
+}
+
+/* Norm of an I8 block: the largest magnitude / 127; scale: 1 / step of the grid. Both are 0 for a block near 0. With
+   -freciprocal-math, which clang announces by no macro, the compiler would multiply by 1/127 if it knew the divisor or
+   could hoist it. */
+static float tqkv__norm_i8(float largest, float *scale)
+{
+    const volatile float steps = 127.0f;
+    *scale = 0.0f;
+    if (!(largest > TQKV__MIN_NORM)) return 0.0f;
+    *scale = TQKV__AS_FLOAT(steps / largest);
+    return TQKV__AS_FLOAT(largest / steps);
+}
+
+/* Sums of squares of a TQ row, one for each norm, in the order of a GPU's group of 32 (or 16) lanes: each lane adds the
+   squares of its neighbours in order, then an xor-tree adds the lanes that share a norm. */
+static void tqkv__sums_tq(const tqkv__stream *s, const float *y, float *sums)
+{
+    float lanes[32], other[32];
+    const int n_lanes = TQKV__NORM_LANES(s->head_dim);
+    const int per_lane = s->head_dim / n_lanes, lanes_per_norm = n_lanes / s->norms_per_row;
+    for (int l = 0; l < n_lanes; l++) {
+        lanes[l] = 0.0f;
+        for (int e = l * per_lane; e < (l + 1) * per_lane; e++)
+            lanes[l] = TQKV__AS_FLOAT(lanes[l] + tqkv__rounded(y[e] * y[e]));
+    }
+    for (int distance = 1; distance < lanes_per_norm; distance *= 2) {
+        memcpy(other, lanes, sizeof other);
+        for (int l = 0; l < n_lanes; l++) lanes[l] = TQKV__AS_FLOAT(lanes[l] + other[l ^ distance]);
+    }
+    for (int b = 0; b < s->norms_per_row; b++) sums[b] = lanes[b * lanes_per_norm];
+}
+
+static void tqkv__norms_tq(const tqkv__stream *s, const float *y, float *norms, float *scales)
+{
+    tqkv__sums_tq(s, y, norms);
+    for (int b = 0; b < s->norms_per_row; b++) norms[b] = tqkv__norm_tq(s, norms[b], &scales[b]);
+}
+
+/* Quantising shortens a row by its error, and with it every score. The stored norm makes the decoded row as long as the
+   row was: norm * sqrt(D)/|c|, where c are the centroids of the codes. Blocks: norm * block_scale / RMS of c. */
+static void tqkv__correct_norms(const tqkv__stream *s, const float *centroids, float *norms)
+{
+    float sums[TQKV_MAX_HEAD_DIM / 256];
+    const bool one = s->norms_per_row == 1;
+    const float root = one ? s->root : s->block_scale;
+    tqkv__sums_tq(s, centroids, sums);
+    for (int b = 0; b < s->norms_per_row; b++) {
+        const float length = TQKV__AS_FLOAT(sqrtf(one ? sums[b] : TQKV__AS_FLOAT(sums[b] / 256.0f)));
+        const float factor = tqkv__rounded(root / length);
+        norms[b] = norms[b] <= TQKV__MIN_NORM ? 0.0f : TQKV__AS_FLOAT(norms[b] * factor);
+    }
+}
+
+static void tqkv__norms_i8(const tqkv__stream *s, const float *y, float *norms, float *scales)
+{
+    for (int b = 0; b < s->norms_per_row; b++, y += s->norm_dim) {
+        float largest = 0.0f;
+        for (int i = 0; i < s->norm_dim; i++) largest = fabsf(y[i]) > largest ? fabsf(y[i]) : largest;
+        norms[b] = tqkv__norm_i8(largest, &scales[b]);
+    }
+}
+
+/* Rotates a centred row, finds its norms and scales it, in place: all of encoding before the comparison with the
+   boundaries. F16 is not scaled. row: [head_dim], norms: [norms_per_row]. */
+static TQKV__NOINLINE void tqkv__scale_row(const tqkv__stream *s, float *row, float *norms)
+{
+    float scales[TQKV_MAX_HEAD_DIM / 128];
+    if (s->rotated) tqkv__rotate_row(row, s->head_dim);
+    if (s->kind == TQKV__HALF) return;
+    if (s->kind == TQKV__GRID)
+        tqkv__norms_i8(s, row, norms, scales);
+    else
+        tqkv__norms_tq(s, row, norms, scales);
+    for (int b = 0; b < s->norms_per_row; b++) tqkv__scale(row + b * s->norm_dim, s->norm_dim, scales[b]);
+}
+
+/* Number of boundaries below v, by bisection; boundaries: [(1 << bits) - 1]. NaN gives 0. */
+static unsigned tqkv__quantise(const float *boundaries, int bits, float v)
+{
+    unsigned code = 0;
+    for (unsigned half = 1u << (bits - 1); half; half >>= 1)
+        if (boundaries[code + half - 1] < v) code += half;
+    return code;
+}
+
+/* round-half-even(v), clamped to +-127; NaN gives 127. The sum with 1.5*2^23 has no bits below 1. */
+static uint8_t tqkv__quantise_i8(float v)
+{
+    const float magic = 12582912.0f;
+    v = v < 127.0f ? v : 127.0f;
+    v = v > -127.0f ? v : -127.0f;
+    return (uint8_t)(int8_t)(tqkv__rounded(TQKV__AS_FLOAT(v) + magic) - magic);
+}
+
+/* Rounds to nearest even, and clamps beyond 65504. Integer arithmetic does not depend on the rounding mode. */
+static uint16_t tqkv__half_from_float(float x)
+{
+    const uint32_t bits = tqkv__bits(x), sign = (bits >> 16) & 0x8000u, magnitude = bits & 0x7fffffffu;
+    uint32_t half;
+    if (magnitude >= 0x477ff000u) { /* 65520: would round to infinity */
+        half = 0x7bffu;
+    } else if (magnitude >= 0x38800000u) { /* 2^-14: a normal half */
+        half = (magnitude - 0x38000000u + 0xfffu + ((magnitude >> 13) & 1u)) >> 13;
+    } else { /* a multiple of 2^-24 */
+        const uint32_t shift = 126u - (magnitude >> 23), mantissa = (magnitude & 0x7fffffu) | 0x800000u;
+        half = shift > 24u ? 0u : (mantissa + (1u << (shift - 1)) - 1u + ((mantissa >> shift) & 1u)) >> shift;
+    }
+    return (uint16_t)(sign | half);
+}
+
+static float tqkv__float_from_half(uint16_t half)
+{
+    const uint32_t sign = (half & 0x8000u) << 16, magnitude = half & 0x7fffu;
+    if (magnitude < 0x400u) { /* a multiple of 2^-24 */
+        const float x = (float)magnitude * (1.0f / 16777216.0f);
+        return sign ? -x : x;
+    }
+    return tqkv__float(sign | ((magnitude << 13) + (magnitude < 0x7c00u ? 0x38000000u : 0x70000000u)));
+}
+
+/* A row as floats, which is exact, less its centre unless that is NULL. src, center, row: [n] */
+static void tqkv__widen_row(tqkv_type type, const void *src, const float *center, int n, float *row)
+{
+    if (type == TQKV_TYPE_F32)
+        memcpy(row, src, (size_t)n * sizeof(float));
+    else if (type == TQKV_TYPE_F16)
+        for (int i = 0; i < n; i++) row[i] = tqkv__float_from_half(tqkv__half_at(src, (size_t)i));
+    else
+        for (int i = 0; i < n; i++) row[i] = tqkv__float((uint32_t)tqkv__half_at(src, (size_t)i) << 16);
+    if (center)
+        for (int i = 0; i < n; i++) row[i] = TQKV__AS_FLOAT(row[i] - center[i]);
+}
+
+/* Rounds to nearest even, beyond the largest half to infinity. NaN stays NaN: it keeps its upper bits and becomes quiet, as
+   by the processors' instructions. */
+static uint16_t tqkv__half_rounded(float x)
+{
+    const uint32_t bits = tqkv__bits(x), magnitude = bits & 0x7fffffffu, sign = (bits >> 16) & 0x8000u;
+    if (magnitude < 0x477ff000u) return tqkv__half_from_float(x);
+    return (uint16_t)(sign | 0x7c00u | (magnitude > 0x7f800000u ? 0x200u | (magnitude >> 13 & 0x3ffu) : 0u));
+}
+
+static uint16_t tqkv__bfloat16_rounded(float x)
+{
+    const uint32_t bits = tqkv__bits(x);
+    if ((bits & 0x7fffffffu) > 0x7f800000u) return (uint16_t)((bits >> 16) | 0x40u);
+    return (uint16_t)((bits + 0x7fffu + ((bits >> 16) & 1u)) >> 16);
+}
+
+/* Rounds a row to a type. row, dst: [n] */
+static void tqkv__narrow_row(tqkv_type type, const float *row, int n, void *dst)
+{
+    uint8_t *to = (uint8_t *)dst;
+    if (type == TQKV_TYPE_F32) memcpy(dst, row, (size_t)n * sizeof(float));
+    if (type != TQKV_TYPE_F32)
+        for (int i = 0; i < n; i++, to += 2) {
+            const uint16_t half = type == TQKV_TYPE_F16 ? tqkv__half_rounded(row[i]) : tqkv__bfloat16_rounded(row[i]);
+            memcpy(to, &half, sizeof half);
+        }
+}
+
+/* codes: [head_dim] -> row: [row_bytes]: the field of main bits, then the field of upper bits */
+static void tqkv__pack(const tqkv__stream *s, const uint8_t *codes, uint8_t *row)
+{
+    const int main_bits = s->main_bits, upper_bits = s->upper_bits, mask = (1 << main_bits) - 1;
+    uint8_t *upper = row + s->head_dim * main_bits / 8;
+    memset(row, 0, s->row_bytes);
+    for (int i = 0; i < s->head_dim; i++) {
+        row[i * main_bits / 8] |= (uint8_t)((codes[i] & mask) << (i * main_bits % 8));
+        if (upper_bits) upper[i * upper_bits / 8] |= (uint8_t)(codes[i] >> main_bits << (i * upper_bits % 8));
+    }
+}
+
+/* row: [row_bytes] -> codes: [head_dim]. Every byte is valid: bits above a code are ignored. */
+static void tqkv__unpack(const tqkv__stream *s, const uint8_t *row, uint8_t *codes)
+{
+    const int main_bits = s->main_bits, upper_bits = s->upper_bits;
+    const int main_mask = (1 << main_bits) - 1, code_mask = s->book_bits ? (1 << s->book_bits) - 1 : main_mask;
+    const uint8_t *upper = row + s->head_dim * main_bits / 8;
+    for (int i = 0; i < s->head_dim; i++) {
+        int code = (row[i * main_bits / 8] >> (i * main_bits % 8)) & main_mask;
+        if (upper_bits) code |= upper[i * upper_bits / 8] >> (i * upper_bits % 8) << main_bits;
+        codes[i] = (uint8_t)(code & code_mask);
+    }
+}
+
+/* Beyond every boundary. max(v, -TQKV__FAR) has the code of v and is never NaN. */
+#define TQKV__FAR 100.0f
+
+/* Quantising without bisection. The boundaries are symmetric; the positive ones suffice. 2^bits cells of equal width
+   hold at most one boundary each. The same arithmetic finds the cell of a value and of a boundary, and rounding keeps
+   order: boundaries in earlier cells are below the value, boundaries in later cells are above it. One comparison
+   remains, with the boundary in the value's own cell or, if it has none, the next one. */
+typedef struct tqkv__quantiser {
+    uint32_t half, low;        /* of codes, four to a word: the highest bit, and the bits below it */
+    int shift;                 /* from that bit to the lowest */
+    float slope, top;          /* cell of a magnitude w: the whole part of min(w * slope, top) */
+    uint8_t below[256];        /* boundaries in the cells before this one */
+    float bounds[128];         /* the positive boundaries, then infinity */
+    float squares[32];         /* of the positive centroids, up to 6 bits */
+    float squares_by_code[16]; /* of all centroids, up to 4 bits; 2 and 3 bits: repeated */
+    uint8_t planes[4][128];    /* TQ8: byte p of each bound in planes[p], for byte look-ups */
+} tqkv__quantiser;
+
+static void tqkv__quantiser_open(const tqkv__stream *s, tqkv__quantiser *q)
+{
+    const int bits = s->book_bits, n = (1 << (bits - 1)) - 1;
+    const float *positive = s->boundaries + n + 1; /* boundaries[n] is 0 */
+    int cell = 0;
+    q->shift = bits - 1;
+    q->half = 0x01010101u << q->shift;
+    q->low = q->half - 0x01010101u;
+    q->top = (float)((1 << bits) - 1);
+    q->slope = q->top / positive[n - 1];
+    for (int i = 0; i < n; i++) {
+        const float at = positive[i] * q->slope;
+        for (const int own = (int)(at < q->top ? at : q->top); cell <= own; cell++) q->below[cell] = (uint8_t)i;
+        q->bounds[i] = positive[i];
+    }
+    for (; cell < 256; cell++) q->below[cell] = (uint8_t)n;
+    for (int i = n; i < 128; i++) q->bounds[i] = INFINITY;
+    for (int i = 0; i < 32; i++) {
+        const float centroid = i <= n ? s->codebook[n + 1 + i] : 0.0f;
+        q->squares[i] = TQKV__AS_FLOAT(centroid * centroid);
+    }
+    for (int i = 0; i < 16; i++) {
+        const float centroid = bits <= 4 ? s->codebook[i % (1 << bits)] : 0.0f;
+        q->squares_by_code[i] = TQKV__AS_FLOAT(centroid * centroid);
+    }
+    if (bits == 8) tqkv__split_floats(q->bounds, 128, q->planes);
+}
+
+/* Source and destination of a row. src, of the stream's type, center (or NULL): [head_dim], codes: [row_bytes], norms:
+   [norms_per_row] */
+typedef struct tqkv__row {
+    const void *src;
+    const float *center;
+    uint8_t *codes;
+    float *norms;
+} tqkv__row;
+
+static TQKV__NOINLINE void tqkv__encode_row(const tqkv__stream *s, const tqkv__row *row)
+{
+    float x[TQKV_MAX_HEAD_DIM];
+    uint8_t codes[TQKV_MAX_HEAD_DIM];
+    tqkv__widen_row(s->type, row->src, row->center, s->head_dim, x);
+    tqkv__scale_row(s, x, row->norms);
+    for (int i = 0; i < s->head_dim; i++) {
+        if (s->kind == TQKV__HALF) {
+            const uint16_t half = tqkv__half_from_float(x[i]);
+            row->codes[2 * i] = (uint8_t)(half & 255);
+            row->codes[2 * i + 1] = (uint8_t)(half >> 8);
+        } else if (s->kind == TQKV__GRID) {
+            codes[i] = tqkv__quantise_i8(x[i]);
+        } else {
+            codes[i] = (uint8_t)tqkv__quantise(s->boundaries, s->book_bits, x[i]);
+            x[i] = s->codebook[codes[i]];
+        }
+    }
+    if (s->kind == TQKV__BOOK) tqkv__correct_norms(s, x, row->norms);
+    if (s->kind != TQKV__HALF) tqkv__pack(s, codes, row->codes);
+}
+
+static void tqkv__encode_rows(const tqkv__stream *s, const tqkv__quantiser *q, const tqkv__row *rows, int n_rows)
+{
+    (void)q; /* bisection needs no tables */
+    for (int i = 0; i < n_rows; i++) tqkv__encode_row(s, &rows[i]);
+}
+
+static const tqkv__codec tqkv__codec_scalar = {tqkv__values_finite, tqkv__widen_row, tqkv__narrow_row, tqkv__rotate_row,
+                                               tqkv__unrotate_row,  tqkv__scale_row, tqkv__encode_rows};
+
+/* The factor of the centroids or integers that share a norm. */
+static float tqkv__factor(const tqkv__stream *s, float norm)
+{
+    if (s->kind == TQKV__GRID) return norm;
+    return TQKV__AS_FLOAT(s->norms_per_row == 1 ? norm * s->inverse_root : norm / s->block_scale);
+}
+
+/* row, norms -> dst: [head_dim], in the basis of the stream. */
+static TQKV__NOINLINE void tqkv__decode_row(const tqkv__stream *s, const uint8_t *row, const float *norms, float *dst)
+{
+    uint8_t codes[TQKV_MAX_HEAD_DIM];
+    if (s->kind == TQKV__HALF) {
+        for (int i = 0; i < s->head_dim; i++)
+            dst[i] = tqkv__float_from_half((uint16_t)(row[2 * i] | row[2 * i + 1] << 8));
+        return;
+    }
+    tqkv__unpack(s, row, codes);
+    for (int b = 0; b < s->norms_per_row; b++) {
+        const float factor = tqkv__factor(s, norms[b]);
+        for (int i = b * s->norm_dim; i < (b + 1) * s->norm_dim; i++)
+            dst[i] = TQKV__AS_FLOAT((s->kind == TQKV__GRID ? (float)(int8_t)codes[i] : s->codebook[codes[i]]) * factor);
+    }
+}
+
+/* dst += centre of the head, rotated if asked; dst: [head_dim] */
+static TQKV__NOINLINE void tqkv__add_center(const tqkv__stream *s, int kv_head, bool rotated, float *dst)
+{
+    float center[TQKV_MAX_HEAD_DIM];
+    if (!s->center) return;
+    memcpy(center, tqkv__center_of(s, kv_head), (size_t)s->head_dim * sizeof(float));
+    if (rotated) tqkv__codec_for(s->head_dim)->rotate(center, s->head_dim);
+    for (int d = 0; d < s->head_dim; d++) dst[d] = TQKV__AS_FLOAT(dst[d] + center[d]);
+}

@@ -1,0 +1,164 @@
+/* Moves the rows of n positions from `source` on to `target` on, in the same stream (downwards) or in another one. In
+   ascending order no row is overwritten before it has moved: in a ring too, whose resident positions differ in slot. */
+static void tqkv__move_rows(const tqkv__stream *from, int64_t source, const tqkv__stream *to, int64_t target, int64_t n)
+{
+    while (n > 0) {
+        const int source_slot = tqkv__slot(from, source), target_slot = tqkv__slot(to, target);
+        const int source_room = tqkv__slots_left(from, source), target_room = tqkv__slots_left(to, target);
+        int64_t run = n < source_room ? n : source_room;
+        if (run > target_room) run = target_room;
+        for (int h = 0; h < from->n_kv_heads; h++) {
+            memmove(tqkv__codes_at(to, h, target_slot), tqkv__codes_at(from, h, source_slot),
+                    (size_t)run * from->row_bytes);
+            if (from->norms_per_row)
+                memmove(tqkv__norms_at(to, h, target_slot), tqkv__norms_at(from, h, source_slot),
+                        (size_t)run * (size_t)from->norms_per_row * sizeof(float));
+        }
+        source += run;
+        target += run;
+        n -= run;
+    }
+}
+
+/* Whether decoding and rotating a row gives floats. The bound leaves room for sums of TQKV_MAX_HEAD_DIM products. */
+static bool tqkv__row_converts(const tqkv__stream *s, int kv_head, int slot)
+{
+    const float *norms = tqkv__norms_at(s, kv_head, slot);
+    if (s->kind == TQKV__HALF) return tqkv__halves_finite(tqkv__codes_at(s, kv_head, slot), (size_t)s->head_dim);
+    for (int b = 0; b < s->norms_per_row; b++)
+        if (!(fabsf(tqkv__factor(s, norms[b])) < 1.0e30f)) return false;
+    return true;
+}
+
+/* Rows that begin where longer rows begin can be written over them in ascending order. */
+static bool tqkv__stays_apart(const tqkv__stream *to, const tqkv__stream *from)
+{
+    const bool aligned = to->capacity == from->capacity && to->ring == from->ring && !to->pages && !from->pages;
+    const bool codes_stay = to->codes == from->codes && aligned && to->row_bytes <= from->row_bytes;
+    const bool norms_stay = to->norms == from->norms && aligned && to->norms_per_row <= from->norms_per_row;
+    return (codes_stay || !tqkv__overlap(to->codes, to->codes_size, from->codes, from->codes_size)) &&
+           (norms_stay || !tqkv__overlap(to->norms, to->norms_size, from->norms, from->norms_size)) &&
+           !tqkv__overlap(to->codes, to->codes_size, from->norms, from->norms_size) &&
+           !tqkv__overlap(to->norms, to->norms_size, from->codes, from->codes_size) &&
+           !tqkv__encoding_overlaps(to, from->center, tqkv__center_size(from)) &&
+           !tqkv__encoding_overlaps(to, from->pages, tqkv__table_size(from));
+}
+
+/* Whether rows are copied rather than encoded again. */
+static bool tqkv__same_rows(const tqkv__stream *a, const tqkv__stream *b)
+{
+    return a->format == b->format && a->rotated == b->rotated &&
+           (a->block_scale == b->block_scale || a->kind != TQKV__BOOK || a->norms_per_row == 1);
+}
+
+/* Of streams with the same n_kv_heads and head_dim. */
+static bool tqkv__same_center(const tqkv__stream *a, const tqkv__stream *b)
+{
+    return a->center == b->center ||
+           (a->center && b->center && memcmp(a->center, b->center, tqkv__center_size(a)) == 0);
+}
+
+/* Opens two stores whose positions [position, position + n) are to be converted, and makes all checks. */
+TQKV__COLD static tqkv_result tqkv__convert_open(const tqkv_store *to_store, const tqkv_store *from_store,
+                                                 int64_t position, int n, tqkv__stream *to, tqkv__stream *from)
+{
+    tqkv_result r = tqkv__open_positions(to_store, n, position, to);
+    if (r == TQKV_OK) r = tqkv__open_positions(from_store, n, position, from);
+    if (r == TQKV_OK) r = tqkv__check_written(to, n, position);
+    if (r != TQKV_OK) return r;
+    if (to->head_dim != from->head_dim || to->n_kv_heads != from->n_kv_heads)
+        return TQKV__INVALID("the stores differ in head_dim or n_kv_heads");
+    if (to->rotated != from->rotated && to->kind != TQKV__HALF && from->kind != TQKV__HALF)
+        return TQKV__INVALID("unrotated: the stores differ in it");
+    if (!tqkv__same_center(to, from)) return TQKV__INVALID("center: the stores differ in it");
+    if (!tqkv__stays_apart(to, from))
+        return TQKV__INVALID("`to` overlaps `from`, other than with shorter rows from the same address on");
+    for (int p = 0; p < n && !tqkv__same_rows(to, from); p++)
+        for (int h = 0; h < from->n_kv_heads; h++)
+            if (!tqkv__row_converts(from, h, tqkv__slot(from, position + p)))
+                return TQKV__REFUSE(NOT_FINITE, "a row of `from` holds NaN, infinity or a norm of 1e30 or more");
+    return TQKV_OK;
+}
+
+/* Converts the rows of n positions of a head, in their order, a few at a time: all of these are read, then written. */
+static TQKV__NOINLINE void tqkv__convert_rows(const tqkv__stream *from, const tqkv__stream *to, int kv_head,
+                                              int64_t position, int64_t n)
+{
+    enum { buffer = 2048 };
+    TQKV__ALIGNED float values[buffer + 16]; /* encoding loads whole vectors */
+    tqkv__row rows[buffer / 32];
+    tqkv__quantiser q;
+    tqkv__stream decoded = *to; /* how the decoded rows are encoded */
+    const tqkv__codec *codec = tqkv__codec_for(to->head_dim);
+    const int batch = buffer / to->head_dim;
+    decoded.type = TQKV_TYPE_F32;
+    decoded.rotated = to->rotated && !from->rotated;
+    if (to->kind == TQKV__BOOK) tqkv__quantiser_open(to, &q);
+    for (; n > 0; position += batch, n -= batch) {
+        const int now = n < batch ? (int)n : batch;
+        for (int i = 0; i < now; i++) {
+            const int source = tqkv__slot(from, position + i), target = tqkv__slot(to, position + i);
+            float *row = values + i * to->head_dim;
+            tqkv__decode_row(from, tqkv__codes_at(from, kv_head, source), tqkv__norms_at(from, kv_head, source), row);
+            if (from->rotated && !to->rotated) codec->unrotate(row, to->head_dim);
+            rows[i].src = row;
+            rows[i].center = NULL;
+            rows[i].codes = tqkv__codes_at(to, kv_head, target);
+            rows[i].norms = tqkv__norms_at(to, kv_head, target);
+        }
+        codec->encode_rows(&decoded, &q, rows, now);
+    }
+}
+
+/* Converts n positions in ascending order of their slots, so that it can be done in place: of a ring that wraps, the
+   newer ones first. */
+static void tqkv__convert_range(const tqkv__stream *from, const tqkv__stream *to, int64_t position, int64_t n)
+{
+    const int64_t room = from->ring ? tqkv__slots_left(from, position) : n, before = n < room ? n : room;
+    const uint64_t mode = tqkv__fp_exact();
+    for (int h = 0; h < from->n_kv_heads; h++) {
+        tqkv__convert_rows(from, to, h, position + before, n - before);
+        tqkv__convert_rows(from, to, h, position, before);
+    }
+    tqkv__fp_restore(mode);
+}
+
+typedef struct tqkv__convert_job {
+    const tqkv__stream *from, *to;
+    int64_t position;
+    int n, n_tasks;
+} tqkv__convert_job;
+
+static void tqkv__convert_task(void *context, int index)
+{
+    const tqkv__convert_job *job = (const tqkv__convert_job *)context;
+    const int64_t first = (int64_t)job->n * index / job->n_tasks, end = (int64_t)job->n * (index + 1) / job->n_tasks;
+    tqkv__convert_range(job->from, job->to, job->position + first, end - first);
+}
+
+/* Converts the positions [position, position + n) on the threads of a hook or, in place, in order. */
+static tqkv_result tqkv__convert(const tqkv_store *to_store, const tqkv_store *from_store, int64_t position, int n,
+                                 const tqkv_parallel *parallel)
+{
+    tqkv__stream to, from;
+    const tqkv_result r = tqkv__convert_open(to_store, from_store, position, n, &to, &from);
+    if (r != TQKV_OK) return r;
+    if (tqkv__same_rows(&to, &from)) {
+        tqkv__move_rows(&from, position, &to, position, n);
+        return r;
+    }
+    tqkv__convert_job job = {&from, &to, position, n, 1};
+    const bool in_place = to.codes == from.codes || (to.norms_size && to.norms == from.norms);
+    if (parallel->run && !in_place) job.n_tasks = tqkv__tasks_for(&to, n);
+    if (job.n_tasks > 1)
+        parallel->run(parallel->user, job.n_tasks, tqkv__convert_task, &job);
+    else
+        tqkv__convert_task(&job, 0);
+    return r;
+}
+
+TQKV_API tqkv_result tqkv_store_convert(const tqkv_store *to, const tqkv_store *from, int64_t position, int n_positions)
+{
+    const tqkv_parallel serial = {NULL, NULL};
+    return tqkv__convert(to, from, position, n_positions, to ? &to->parallel : &serial);
+}

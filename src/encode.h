@@ -1,0 +1,254 @@
+/* Opens a store to encode into, somewhere. */
+static tqkv_result tqkv__encode_target(const tqkv_store *store, const void *src, int n_tokens, tqkv__stream *s)
+{
+    size_t bytes;
+    tqkv_result r = tqkv__stream_open(store, s);
+    if (r != TQKV_OK || (r = tqkv__check_rows(s, src, n_tokens, &bytes)) != TQKV_OK) return r;
+    if (tqkv__encoding_overlaps(s, src, bytes))
+        return TQKV__INVALID("src overlaps the store"); /* it may overlap the centre, which is only read */
+    return TQKV_OK;
+}
+
+/* Opens a store to encode at `position`. The checks that encode and append share, except for NaN and infinity. */
+static tqkv_result tqkv__encode_open(const tqkv_store *store, const void *src, int n_tokens, int64_t position,
+                                     tqkv__stream *s)
+{
+    tqkv_result r = tqkv__encode_target(store, src, n_tokens, s);
+    if (r == TQKV_OK) r = tqkv__check_positions(s, n_tokens, position);
+    return r == TQKV_OK ? tqkv__check_written(s, n_tokens, position) : r;
+}
+
+/* Whether [n][n_heads] rows hold neither NaN nor infinity: in one go, or token by token, or row by row. */
+static bool tqkv__all_rows_finite(const tqkv__codec *codec, tqkv_type type, const void *p, tqkv_strides strides, int n,
+                                  int n_heads, int dim)
+{
+    const size_t size = tqkv__type_size(type), row = (size_t)dim, heads = (size_t)n_heads;
+    if (tqkv__without_gaps(strides, n_heads, dim)) return codec->rows_finite(type, p, (size_t)n * heads * row);
+    const size_t runs = strides.head == row ? 1 : heads, length = heads / runs * row;
+    for (size_t t = 0; t < (size_t)n; t++)
+        for (size_t h = 0; h < runs; h++)
+            if (!codec->rows_finite(type, (const uint8_t *)p + (t * strides.token + h * strides.head) * size, length))
+                return false;
+    return true;
+}
+
+static bool tqkv__rows_finite(const tqkv__stream *s, const void *src, int n_tokens)
+{
+    return tqkv__all_rows_finite(tqkv__codec_for(s->head_dim), s->type, src, s->strides, n_tokens, s->n_kv_heads,
+                                 s->head_dim);
+}
+
+/* Checks a source, and the array `to` that a call makes of it without a store. */
+static tqkv_result tqkv__check_source(const tqkv__stream *s, const void *src, int n_tokens, const void *to,
+                                      size_t alignment, size_t size)
+{
+    size_t bytes;
+    const tqkv_result r = tqkv__check_rows(s, src, n_tokens, &bytes);
+    if (r != TQKV_OK) return r;
+    if (!tqkv__aligned_at(to, alignment) || tqkv__overlap(src, bytes, to, size) ||
+        tqkv__overlap(s->center, tqkv__center_size(s), to, size))
+        return TQKV__INVALID("scaled, mean or out: NULL, not aligned as its type, or overlaps src or the centre");
+    return tqkv__rows_finite(s, src, n_tokens) ? TQKV_OK : TQKV__REFUSE(NOT_FINITE, "src holds NaN or infinity");
+}
+
+/* The first token to write. Of a run longer than a ring only the last tokens are kept: each slot is written once. */
+static int tqkv__first_kept(const tqkv__stream *s, int n_tokens)
+{
+    return s->ring && n_tokens > s->capacity ? n_tokens - s->capacity : 0;
+}
+
+/* Encodes tokens [from, to) of src after tqkv__encode_open; src[0] is for `position`. */
+static void tqkv__encode_tokens(const tqkv__stream *s, const void *src, int from, int to, int64_t position)
+{
+    enum { batch = 64 };
+    const tqkv__codec *codec = tqkv__codec_for(s->head_dim);
+    const uint64_t mode = tqkv__fp_exact();
+    tqkv__quantiser q;
+    tqkv__row rows[batch];
+    int n = 0;
+    if (s->kind == TQKV__BOOK) tqkv__quantiser_open(s, &q);
+    for (int t = from; t < to; t++) {
+        const int slot = tqkv__slot(s, position + t);
+        if (slot >= 0)
+            for (int h = 0; h < s->n_kv_heads; h++) {
+                rows[n].src = tqkv__source_row(s, src, (size_t)t, (size_t)h);
+                rows[n].center = tqkv__center_of(s, h);
+                rows[n].codes = tqkv__codes_at(s, h, slot);
+                rows[n].norms = tqkv__norms_at(s, h, slot);
+                if (++n == batch) codec->encode_rows(s, &q, rows, n);
+                n %= batch;
+            }
+    }
+    if (n) codec->encode_rows(s, &q, rows, n);
+    tqkv__fp_restore(mode);
+}
+
+/* Encodes the same tokens into some streams, each from its own source: tasks for some tokens of one of them. One run tests
+   for NaN and Inf, the next encodes. */
+enum { TQKV__ENCODE_STREAMS = 3, TQKV__ENCODE_TASKS = 16 };
+typedef struct tqkv__encode_job {
+    const tqkv__stream *streams[TQKV__ENCODE_STREAMS];
+    const void *src[TQKV__ENCODE_STREAMS];
+    tqkv_parallel parallel;
+    int n_streams, n_tokens, n_tasks; /* n_tasks: of each stream */
+    int64_t position;
+    bool encode;
+    bool bad[TQKV__ENCODE_STREAMS * TQKV__ENCODE_TASKS];
+} tqkv__encode_job;
+
+static void tqkv__encode_task(void *context, int index)
+{
+    tqkv__encode_job *job = (tqkv__encode_job *)context;
+    const int stream = index / job->n_tasks, part = index % job->n_tasks;
+    const tqkv__stream *s = job->streams[stream];
+    const void *src = job->src[stream];
+    const int first = job->encode ? tqkv__first_kept(s, job->n_tokens) : 0;
+    const int from = first + (int)((int64_t)(job->n_tokens - first) * part / job->n_tasks);
+    const int to = first + (int)((int64_t)(job->n_tokens - first) * (part + 1) / job->n_tasks);
+    if (job->encode)
+        tqkv__encode_tokens(s, src, from, to, job->position);
+    else
+        job->bad[index] = !tqkv__rows_finite(s, tqkv__source_row(s, src, (size_t)from, 0), to - from);
+}
+
+static void tqkv__encode_job_open(tqkv__encode_job *job, const tqkv_parallel *parallel, int n_tokens, int64_t position)
+{
+    memset(job, 0, sizeof *job);
+    job->parallel = *parallel;
+    if (!job->parallel.run) job->parallel.run = tqkv__run_serial;
+    job->n_tokens = n_tokens;
+    job->position = position;
+}
+
+static void tqkv__add_stream(tqkv__encode_job *job, const tqkv__stream *s, const void *src)
+{
+    TQKV_ASSERT(job->n_streams < TQKV__ENCODE_STREAMS);
+    job->streams[job->n_streams] = s;
+    job->src[job->n_streams++] = src;
+}
+
+/* Tasks for tokens of a stream: one for each 64 KiB of floats, which take about ten microseconds. */
+static int tqkv__tasks_for(const tqkv__stream *s, int n_tokens)
+{
+    const int64_t wanted = (int64_t)n_tokens * s->n_kv_heads * s->head_dim / 16384;
+    return wanted < 1 ? 1 : wanted < TQKV__ENCODE_TASKS ? (int)wanted : TQKV__ENCODE_TASKS;
+}
+
+static void tqkv__run_encode_tasks(tqkv__encode_job *job)
+{
+    const bool serial = job->parallel.run == tqkv__run_serial || !job->n_streams;
+    job->n_tasks = serial ? 1 : tqkv__tasks_for(job->streams[0], job->n_tokens);
+    if (job->n_tasks > 1)
+        job->parallel.run(job->parallel.user, job->n_streams * job->n_tasks, tqkv__encode_task, job);
+    else
+        tqkv__run_serial(NULL, job->n_streams, tqkv__encode_task, job);
+}
+
+/* Whether no source holds NaN or infinity. Rows that are left out or dropped count, too. */
+static bool tqkv__sources_finite(tqkv__encode_job *job)
+{
+    job->encode = false;
+    tqkv__run_encode_tasks(job);
+    for (int i = 0; i < job->n_streams * job->n_tasks; i++)
+        if (job->bad[i]) return false;
+    return true;
+}
+
+/* Encodes after all checks but that for NaN and infinity. */
+static tqkv_result tqkv__encode_sources(tqkv__encode_job *job)
+{
+    if (!tqkv__sources_finite(job)) return TQKV__REFUSE(NOT_FINITE, "the source holds NaN or infinity");
+    job->encode = true;
+    tqkv__run_encode_tasks(job);
+    return TQKV_OK;
+}
+
+TQKV_API tqkv_result tqkv_encode(const tqkv_store *store, const void *src, int n_tokens, int64_t position)
+{
+    tqkv__stream s;
+    tqkv__encode_job job;
+    const tqkv_result r = tqkv__encode_open(store, src, n_tokens, position, &s);
+    if (r != TQKV_OK) return r;
+    tqkv__encode_job_open(&job, &store->parallel, n_tokens, position);
+    tqkv__add_stream(&job, &s, src);
+    return tqkv__encode_sources(&job);
+}
+
+static tqkv_result tqkv__check_slots(const tqkv__stream *s, const int32_t *slots, int n)
+{
+    const size_t size = (size_t)n * sizeof *slots;
+    if (!slots || (uintptr_t)slots % sizeof *slots) return TQKV__INVALID("slots: NULL, or not aligned as int32_t");
+    if (tqkv__encoding_overlaps(s, slots, size)) return TQKV__INVALID("slots overlap the store");
+    for (int t = 0; t < n; t++)
+        if (slots[t] < -1 || slots[t] >= s->capacity) return TQKV__REFUSE(OUT_OF_RANGE, "slots: outside the store");
+    return tqkv__all_distinct(slots, n) ? TQKV_OK : TQKV__INVALID("slots: a slot twice");
+}
+
+TQKV_API tqkv_result tqkv_encode_slots(const tqkv_store *store, const void *src, int n_tokens, const int32_t *slots)
+{
+    tqkv__stream s;
+    tqkv__encode_job job;
+    if (!store) return TQKV__INVALID("a store is NULL");
+    tqkv_store pool = *store;
+    pool.ring = false;
+    pool.pages = NULL;
+    tqkv_result r = tqkv__encode_target(&pool, src, n_tokens, &s);
+    if (r == TQKV_OK) r = tqkv__check_slots(&s, slots, n_tokens);
+    if (r != TQKV_OK) return r;
+    s.pages = slots; /* a table with pages of one position; -1 leaves it out */
+    s.n_pages = n_tokens;
+    s.page_size = 1;
+    tqkv__encode_job_open(&job, &store->parallel, n_tokens, 0);
+    tqkv__add_stream(&job, &s, src);
+    return tqkv__encode_sources(&job);
+}
+
+TQKV_API tqkv_result tqkv_probe(const tqkv_store *store, const void *src, int n_tokens, float *scaled)
+{
+    tqkv__stream s;
+    float norms[TQKV_MAX_HEAD_DIM / 128];
+    tqkv_result r = tqkv__stream_shape(store, &s);
+    if (r == TQKV_OK) r = tqkv__stream_center(store, &s);
+    const size_t size = (size_t)n_tokens * tqkv__center_size(&s); /* overflows only if the rows do */
+    if (r == TQKV_OK) r = tqkv__check_source(&s, src, n_tokens, scaled, sizeof(float), size);
+    if (r != TQKV_OK) return r;
+    const tqkv__codec *codec = tqkv__codec_for(s.head_dim);
+    const uint64_t mode = tqkv__fp_exact();
+    for (int i = 0; i < n_tokens; i++)
+        for (int h = 0; h < s.n_kv_heads; h++, scaled += s.head_dim) {
+            const void *row = tqkv__source_row(&s, src, (size_t)i, (size_t)h);
+            codec->widen(s.type, row, tqkv__center_of(&s, h), s.head_dim, scaled);
+            codec->scale_row(&s, scaled, norms);
+        }
+    tqkv__fp_restore(mode);
+    return TQKV_OK;
+}
+
+TQKV_API tqkv_result tqkv_decode(const tqkv_store *store, int64_t position, int n_positions, tqkv_basis basis,
+                                 void *dst)
+{
+    tqkv__stream s;
+    size_t bytes;
+    tqkv_result r = tqkv__open_positions(store, n_positions, position, &s);
+    if (r != TQKV_OK) return r;
+    if ((r = tqkv__check_rows(&s, dst, n_positions, &bytes)) != TQKV_OK) return r;
+    if (!tqkv__basis_known(basis)) return TQKV__INVALID("basis: no tqkv_basis");
+    if (tqkv__stream_overlaps(&s, dst, bytes)) return TQKV__INVALID("dst overlaps the store");
+    if (!tqkv__rows_distinct(s.strides, n_positions, s.n_kv_heads, s.head_dim)) return TQKV__INVALID(TQKV__ROWS_SHARED);
+    const tqkv__codec *codec = tqkv__codec_for(s.head_dim);
+    const uint64_t mode = tqkv__fp_exact();
+    float wide[TQKV_MAX_HEAD_DIM];
+    for (int p = 0; p < n_positions; p++) {
+        const int slot = tqkv__slot(&s, position + p);
+        for (int h = 0; h < s.n_kv_heads; h++) {
+            void *to = (void *)(uintptr_t)tqkv__source_row(&s, dst, (size_t)p, (size_t)h);
+            float *row = s.type == TQKV_TYPE_F32 ? (float *)to : wide;
+            tqkv__decode_row(&s, tqkv__codes_at(&s, h, slot), tqkv__norms_at(&s, h, slot), row);
+            if (s.rotated && basis == TQKV_ORIGINAL) codec->unrotate(row, s.head_dim);
+            tqkv__add_center(&s, h, s.rotated && basis == TQKV_ROTATED, row);
+            if (row == wide) codec->narrow(s.type, row, s.head_dim, to);
+        }
+    }
+    tqkv__fp_restore(mode);
+    return TQKV_OK;
+}

@@ -1,0 +1,234 @@
+/* -- Lists, small pages and the ends of rings: tiles of ranks. Scattered rows are gathered into scratch, where they are a tile as
+   others are. -- */
+
+/* Bytes of the scratch of a stream: rows of two tiles, then their norms. */
+static size_t tqkv__gathered_codes(const tqkv__stream *s) { return (2 * TQKV__TILE * s->row_bytes + 63) / 64 * 64; }
+static size_t tqkv__gathered_size(const tqkv__stream *s)
+{
+    return tqkv__gathered_codes(s) + 2 * TQKV__TILE * (size_t)s->norms_per_row * sizeof(float);
+}
+
+/* Scratch for the scattered rows of an attention, in floats. */
+static size_t tqkv__gathered_floats(const tqkv__attention *a)
+{
+    size_t size = 64;
+    if (!a->call.list && !tqkv__small_pages(a) && !tqkv__odd_rings(a)) return 0;
+    for (int i = 0; i < TQKV__STREAMS; i++)
+        if (tqkv__stream_read(a, i)) size += tqkv__gathered_size(tqkv__stream_read(a, i));
+    return size / sizeof(float);
+}
+
+/* Puts a stream of two tiles at `memory`; returns what is behind it. */
+static uint8_t *tqkv__place_stream(tqkv__stream *s, uint8_t *memory)
+{
+    s->codes = memory;
+    s->norms = (float *)(void *)(memory + tqkv__gathered_codes(s));
+    s->n_kv_heads = 1;
+    s->capacity = 2 * TQKV__TILE;
+    s->ring = false;
+    s->pages = NULL;
+    s->n_pages = s->page_size = 0;
+    return memory + tqkv__gathered_size(s);
+}
+
+/* The attention over gathered tiles; tile i of a work has the slots from TQKV__TILE * i on. */
+static void tqkv__open_gathered(const tqkv__attention *a, float *scratch, tqkv__attention *gathered)
+{
+    uint8_t *memory = (uint8_t *)scratch;
+    memory += (64 - (uintptr_t)memory % 64) % 64;
+    *gathered = *a;
+    for (int i = 0; i < TQKV__STREAMS; i++) {
+        tqkv__stream *s = (tqkv__stream *)(uintptr_t)tqkv__stream_read(gathered, i);
+        if (s) memory = tqkv__place_stream(s, memory);
+    }
+    if (!a->shared) return;
+    gathered->values = gathered->keys;
+    for (int i = 0; i < 2; i++)
+        if (a->exact[i][1]) gathered->ends[i][1] = gathered->ends[i][0];
+}
+
+/* The slots of n positions; -1 where a page is none: nothing sees it, for it would have been refused. */
+static void tqkv__slots_of(const tqkv__stream *s, int64_t position, int n, int32_t *slots)
+{
+    const int size = s->pages ? s->page_size : n, n_pages = s->pages ? s->capacity / size : 0;
+    const int32_t *page = s->pages ? s->pages + position / size : NULL;
+    int at = s->pages ? (int)(position % size) : tqkv__slot(s, position);
+    for (int j = 0, end; j < n; at = 0) {
+        const bool known = !page || (*page >= 0 && *page < n_pages);
+        int slot = page ? *page++ * (known ? size : 0) + at : at;
+        const int room = page ? size - at : s->capacity - at;
+        for (end = n - j < room ? n : j + room; j < end; j++) slots[j] = known ? slot++ : -1;
+    }
+}
+
+static void tqkv__find_slots(const tqkv__stream *s, const tqkv__list *l, const tqkv__ranks *ranks, int32_t *slots)
+{
+    const bool hidden = ranks->hidden && !ranks->together;
+    if (!l) {
+        tqkv__slots_of(s, ranks->rank, ranks->n, slots);
+        return;
+    }
+    if (!s->pages && !s->ring && !hidden && l->shift == 0 && ranks->rank + ranks->n <= l->base + l->n_before) {
+        /* The entries are the slots. */
+        memcpy(slots, l->entries + (ranks->rank - l->base), (size_t)ranks->n * sizeof *slots);
+        return;
+    }
+    for (int j = 0, left; j < ranks->n;) { /* block after block */
+        int64_t position = tqkv__position_of(l, ranks->rank + j);
+        left = (1 << l->shift) - (int)((ranks->rank + j - l->base) & ((1 << l->shift) - 1));
+        for (; left > 0 && j < ranks->n; left--, j++, position++)
+            slots[j] = hidden && ranks->hidden >> j & 1 ? -1 : tqkv__slot(s, position);
+    }
+}
+
+/* The same for all streams of a tile. */
+static void tqkv__find_slots_of(const tqkv__attention *a, const tqkv__list *l, tqkv__ranks *ranks)
+{
+    const tqkv__stream *k = ranks->place.keys, *v = ranks->place.values;
+    tqkv__find_slots(k, l, ranks, ranks->keys);
+    if (k->pages == v->pages && k->page_size == v->page_size && k->ring == v->ring && k->capacity == v->capacity)
+        memcpy(ranks->values, ranks->keys, (size_t)ranks->n * sizeof *ranks->keys);
+    else
+        tqkv__find_slots(v, l, ranks, ranks->values);
+    if (a->call.tail) tqkv__find_slots(&a->tail, l, ranks, ranks->tail);
+}
+
+static bool tqkv__in_order(const int32_t *slots, int n)
+{
+    int32_t differs = 0;
+    for (int j = 0; j < n; j++) differs |= slots[j] ^ (slots[0] + j);
+    return !differs && slots[0] >= 0;
+}
+
+/* Whether the rows of a tile lie together, although pages end within it. */
+static bool tqkv__lies_together(const tqkv__attention *a, const tqkv__ranks *ranks)
+{
+    return tqkv__in_order(ranks->keys, ranks->n) && tqkv__in_order(ranks->values, ranks->n) &&
+           (!a->call.tail || tqkv__in_order(ranks->tail, ranks->n));
+}
+
+/* Finds the next tile of ranks [rank, end); n is 0 if there is none. A list's tile has something that its query sees. */
+static void tqkv__find_ranks(const tqkv__work *w, int64_t rank, int64_t end, tqkv__ranks *ranks)
+{
+    const tqkv__attention *a = w->a;
+    const bool scattered = w->small_pages || w->odd_rings;
+    ranks->n = 0;
+    for (int64_t n; rank < end; rank += n) {
+        n = TQKV__TILE - rank % TQKV__TILE;
+        if (n > end - rank) n = end - rank;
+        const int64_t position = tqkv__position_of(w->list, rank), last = tqkv__position_of(w->list, rank + n - 1);
+        const bool together = last - position == n - 1;
+        ranks->place = tqkv__place_at(a, position);
+        if (together)
+            n = tqkv__tile_length(a, &ranks->place, position, last + 1); /* as without a list */
+        else if (last >= ranks->place.end)
+            n = tqkv__rank_of(w->list, ranks->place.end) - rank;
+        ranks->together = together && !scattered;
+        ranks->hidden = tqkv__hidden_ranks(a, w->item->first_row / a->group, w->list, rank, (int)n);
+        if (ranks->hidden == tqkv__bits_below((int)n)) continue;
+        ranks->rank = rank;
+        ranks->n = (int)n;
+        tqkv__find_slots_of(a, w->list, ranks);
+        if (scattered) ranks->together = tqkv__lies_together(a, ranks);
+        return;
+    }
+}
+
+/* Slots of a tile: those of its rows, if these are together, else in scratch. ahead: the next tile's first slot, or -1 */
+static tqkv__run tqkv__run_of_ranks(const tqkv__ranks *ranks, const int32_t *slots, int scratch, int64_t ahead)
+{
+    const tqkv__run run = {ranks->together ? slots[0] : scratch, ranks->n, ahead < 0 ? 0 : (int)ahead - slots[0]};
+    return run;
+}
+
+/* Makes a tile of ranks; scattered ones get the keys in scratch now, and the values before they are added. */
+static tqkv__tile *tqkv__place_tile(const tqkv__work *w, const tqkv__ranks *ranks, const tqkv__ranks *next)
+{
+    const tqkv__attention *a = w->a, *streams = ranks->together ? a : w->gathered;
+    tqkv__tile *tile = tqkv__next_tile(w, ranks->rank, ranks->n);
+    const int kv_head = tile->kv_head, slot = tile == w->tiles ? 0 : TQKV__TILE;
+    const bool ahead = ranks->together && next->n && next->together && ranks->place.keys == next->place.keys &&
+                       ranks->place.values == next->place.values; /* the loops ask for the next tile */
+    tile->place = tqkv__place_at(streams, tqkv__position_of(w->list, ranks->rank));
+    tile->keys = tqkv__run_of_ranks(ranks, ranks->keys, slot, ahead ? next->keys[0] : -1);
+    tile->values = tqkv__run_of_ranks(ranks, ranks->values, slot, ahead ? next->values[0] : -1);
+    if (a->call.tail) tile->tail = tqkv__run_of_ranks(ranks, ranks->tail, slot, ahead ? next->tail[0] : -1);
+    if (ahead)
+        tqkv__touch_streams(tile);
+    else
+        tqkv__ask_keys(a, kv_head, next);
+    tile->ranks = ranks;
+    if (ranks->together) return tile;
+    tqkv__gather(ranks->place.keys, kv_head, ranks, ranks->keys, tile->place.keys, slot);
+    if (a->call.tail) tqkv__gather(&a->tail, kv_head, ranks, ranks->tail, &streams->tail, slot);
+    tile->streams = streams;
+    tile->kv_head = 0;
+    return tile;
+}
+
+/* A tile in which a ring wraps: its rows are gathered. */
+static tqkv__tile *tqkv__wrapped_tile(tqkv__work *w, int64_t position, int64_t end)
+{
+    tqkv__ranks *ranks = &w->ranks[w->before == &w->tiles[0]]; /* those of the tile before are in use */
+    w->ranks[2].n = 0;                                         /* no tile to ask for */
+    tqkv__find_ranks(w, position, end, ranks);
+    return tqkv__place_tile(w, ranks, &w->ranks[2]);
+}
+
+/* Adds a range of positions to the sums of an item's rows. */
+static void tqkv__attend_rows(tqkv__work *w, tqkv__range range)
+{
+    const tqkv__attention *a = w->a;
+    const tqkv__range seen = tqkv__range_of_rows(w, range);
+    tqkv__place place = tqkv__place_at(a, seen.from);
+    for (int64_t position = seen.from, n; position < seen.to; position += n) {
+        if (position >= place.end) place = tqkv__place_at(a, position);
+        n = tqkv__tile_length(a, &place, position, seen.to);
+        const bool wraps =
+            w->odd_rings && (tqkv__wraps(place.keys, position, n) || tqkv__wraps(place.values, position, n) ||
+                             (a->call.tail && tqkv__wraps(&a->tail, position, n)));
+        tqkv__tile *tile = wraps ? tqkv__wrapped_tile(w, position, seen.to) : tqkv__next_tile(w, position, (int)n);
+        if (!tqkv__find_spans(w, range, tile)) continue; /* a tree hides it */
+        if (!wraps) tqkv__find_runs(a, &place, seen.to, tile);
+        if (!wraps && position + n < seen.to) tqkv__touch_streams(tile);
+        tqkv__attend_tile(w, tile);
+    }
+}
+
+/* Whether the KV heads of a call come one after the other, with one list for all. Queries with lists of their own take one KV
+   head after the other: neighbours share most of their entries, whose rows are then still in the L2 cache. */
+static bool tqkv__heads_follow(const tqkv__attention *a)
+{
+    return !a->call.list || (a->call.n_queries == 1 && a->call.list_heads == 1);
+}
+
+/* Asks for the first tile of the next KV head, which has the same list and comes next: nothing else would in time. */
+static void tqkv__ask_next_head(const tqkv__work *w, tqkv__range seen)
+{
+    tqkv__ranks ranks;
+    const int kv_head = w->item->kv_head + 1;
+    if (!w->list || kv_head == w->a->n_kv_heads || !tqkv__heads_follow(w->a)) return;
+    tqkv__find_ranks(w, seen.from, seen.to, &ranks);
+    tqkv__ask_keys(w->a, kv_head, &ranks);
+    tqkv__ask_values(w->a, kv_head, &ranks);
+}
+
+/* As tqkv__attend_rows, for lists and small pages; range: of ranks. */
+static void tqkv__attend_ranks(tqkv__work *w, tqkv__range range)
+{
+    const tqkv__attention *a = w->a;
+    const int kv_head = w->item->kv_head;
+    const bool asked = w->list && kv_head > 0 && tqkv__heads_follow(a);
+    const tqkv__range seen = tqkv__range_of_rows(w, range);
+    tqkv__find_ranks(w, seen.from, seen.to, &w->ranks[0]);
+    if (!asked) tqkv__ask_keys(a, kv_head, &w->ranks[0]);
+    for (int now = 0; w->ranks[now].n; now = (now + 1) % 3) {
+        const tqkv__ranks *ranks = &w->ranks[now];
+        tqkv__ranks *next = &w->ranks[(now + 1) % 3];
+        tqkv__find_ranks(w, ranks->rank + ranks->n, seen.to, next);
+        if (!next->n) tqkv__ask_next_head(w, seen);
+        tqkv__tile *tile = tqkv__place_tile(w, ranks, next);
+        tqkv__find_spans(w, range, tile);
+        tqkv__attend_tile(w, tile);
+    }
+}

@@ -1,0 +1,250 @@
+/* >>integer: attention in integers, with the same bits on every processor
+
+   A rotated query becomes integers of 16 bits against its largest value, and the weights of a tile, times the norms,
+   integers of 15 bits against the largest. Codes stand for integer centroids of 8 bits, I8's for themselves. T = 32639:
+
+     q_d = round(query_d T/Q),  Q = max_d |query_d|
+     s_j = sum over blocks b of (sum_d q_d c_jd) * (f_jb * (step Q/T))     f: the factor of a norm, see tqkv__factor
+     p_j = exp(s_j - max),  W = max_j |p_j f_j|,  w_j = round(p_j f_j T/W)
+     out_d += (sum_j w_j c_jd) * (step W/T)                                in each tile
+
+   The sums in brackets are exact, so their order is free. No such sum leaves 32 bits: |q_d|, |w_j| <= 32639 and
+   |c| <= 128, so a score of a block of 256 dimensions stays below 1.07e9, and the 64 positions of a tile below 2.7e8.
+   Floats have one order everywhere: products that a sum follows are an fma or rounded first, quotients are divisions,
+   exp and tanh are those of the kernels, and 16 partial sums are added by halves. F16 streams are multiplied as floats.
+   T = 127*256 + 127, so that a set may split an integer into two signed bytes. */
+
+#define TQKV__INTEGER_TOP 32639
+/* Smaller largest values count as this one, 2^-100: T over it is a float. */
+#define TQKV__INTEGER_LEAST 7.888609052210118e-31f
+
+/* The stream's integer centroids, repeated, and their step. The books are symmetric; these are the upper halves. Each
+   has the step that adds the least distortion: 0.000, 0.003, 0.11, 1.4 and 7.3% with 2 to 6 bits. */
+static void tqkv__fill_integers(tqkv__stream *s)
+{
+    static const float steps[5] = {0.0251706206f, 0.0244347833f, 0.0261686062f, 0.0276549527f, 0.0319480885f};
+    static const int8_t books[5][32] = {{18, 60},
+                                        {10, 31, 55, 88},
+                                        {5, 15, 25, 36, 48, 62, 79, 104},
+                                        {2, 7, 12, 17, 22, 27, 32, 38, 44, 50, 57, 65, 73, 84, 97, 118},
+                                        {1,  3,  5,  7,  9,  11, 13, 15, 17, 19, 21, 23, 26, 28, 30,  33,
+                                         35, 38, 41, 44, 47, 50, 53, 57, 61, 65, 70, 76, 82, 90, 100, 116}};
+    s->step = 1.0f;
+    if (s->kind != TQKV__BOOK) return;
+    const int half = 1 << (s->book_bits - 1);
+    s->step = steps[s->book_bits - 2];
+    for (int i = 0; i < 64; i++) {
+        const int code = i & (2 * half - 1);
+        const int8_t *book = books[s->book_bits - 2];
+        s->centroids[i] = (int8_t)(code >= half ? book[code - half] : -book[half - 1 - code]);
+    }
+}
+
+/* The integers of n values from the first on; row: [row_bytes] */
+static void tqkv__integers_at(const tqkv__stream *s, const uint8_t *row, int first, int n, int8_t *integers)
+{
+    const int main_bits = s->main_bits, upper_bits = s->upper_bits;
+    const uint8_t *upper = row + s->head_dim * main_bits / 8;
+    for (int i = first; i < first + n; i++) {
+        int code = row[i * main_bits / 8] >> (i * main_bits % 8) & ((1 << main_bits) - 1);
+        if (upper_bits) code |= upper[i * upper_bits / 8] >> (i * upper_bits % 8) << main_bits;
+        *integers++ = (int8_t)(s->kind == TQKV__GRID ? code : s->centroids[code & 63]);
+    }
+}
+
+/* What multiplies integers against the value whose bits are `largest`: step * value / T. NaN if it is not finite. */
+static float tqkv__integer_unit(uint32_t largest, float step)
+{
+    const volatile float top = (float)TQKV__INTEGER_TOP;
+    if (largest >= 0x7f800000u) return tqkv__float(0x7fc00000u);
+    const float value = tqkv__float(largest) > TQKV__INTEGER_LEAST ? tqkv__float(largest) : TQKV__INTEGER_LEAST;
+    return TQKV__AS_FLOAT(TQKV__AS_FLOAT(value / top) * step);
+}
+
+/* T / value; 0 if that is not finite */
+static float tqkv__integer_scale(uint32_t largest)
+{
+    if (largest >= 0x7f800000u) return 0.0f;
+    const float value = tqkv__float(largest) > TQKV__INTEGER_LEAST ? tqkv__float(largest) : TQKV__INTEGER_LEAST;
+    return TQKV__AS_FLOAT((float)TQKV__INTEGER_TOP / value);
+}
+
+/* x: [n] -> to: [n]; returns the unit */
+static float tqkv__to_integers(const float *x, int n, float step, int16_t *to)
+{
+    uint32_t largest = 0;
+    for (int i = 0; i < n; i++)
+        if ((tqkv__bits(x[i]) & 0x7fffffffu) > largest) largest = tqkv__bits(x[i]) & 0x7fffffffu;
+    const float scale = tqkv__integer_scale(largest);
+    for (int i = 0; i < n; i++) to[i] = (int16_t)(scale > 0.0f ? tqkv__round(tqkv__rounded(x[i] * scale)) : 0.0f);
+    return tqkv__integer_unit(largest, step);
+}
+
+/* An integer query has room for a float a value; its unit is in the last of them. query: [head_dim] */
+static void tqkv__round_query_scalar(const tqkv__stream *s, const float *query, float *to)
+{
+    int16_t integers[TQKV_MAX_HEAD_DIM];
+    to[s->head_dim - 1] = tqkv__to_integers(query, s->head_dim, s->step, integers);
+    memcpy(to, integers, (size_t)s->head_dim * sizeof *integers);
+}
+
+/* The factor of block `block` of block_dim values of a row. */
+static float tqkv__block_factor(const tqkv__stream *s, const float *norms, int block)
+{
+    return tqkv__factor(s, norms[block * s->block_dim / s->norm_dim]);
+}
+
+static float tqkv__sum_16(float *lanes)
+{
+    for (int n = 8; n; n /= 2)
+        for (int i = 0; i < n; i++) lanes[i] = TQKV__AS_FLOAT(lanes[i] + lanes[i + n]);
+    return lanes[0];
+}
+
+static float tqkv__score_half(const tqkv__stream *s, const float *key, const float *query)
+{
+    float lanes[16] = {0};
+    for (int d = 0; d < s->head_dim; d++) lanes[d % 16] = tqkv__fma(query[d], key[d], lanes[d % 16]);
+    return tqkv__sum_16(lanes);
+}
+
+static float tqkv__score_integers(const tqkv__stream *s, const int8_t *key, const float *norms, const float *query,
+                                  float score)
+{
+    const int16_t *q = (const int16_t *)(const void *)query;
+    for (int b = 0; b < s->head_dim / s->block_dim; b++) {
+        const float norm = tqkv__block_factor(s, norms, b), factor_or_nan = norm + norm * 0.0f; /* see `factors` */
+        const float factor = TQKV__AS_FLOAT(factor_or_nan * query[s->head_dim - 1]);
+        int32_t sum = 0;
+        for (int d = b * s->block_dim; d < (b + 1) * s->block_dim; d++) sum += q[d] * key[d];
+        score = tqkv__fma(TQKV__AS_FLOAT((float)sum), factor, score);
+    }
+    return score;
+}
+
+static void tqkv__integer_score_tile_scalar(const tqkv__stream *s, int kv_head, const tqkv__run *run, const float *q,
+                                            int n_rows, bool add, float *scores)
+{
+    float half[TQKV_MAX_HEAD_DIM];
+    int8_t key[TQKV_MAX_HEAD_DIM];
+    for (int j = 0; j < run->n; j++) {
+        const uint8_t *codes = tqkv__codes_at(s, kv_head, run->slot + j);
+        const float *norms = tqkv__norms_at(s, kv_head, run->slot + j);
+        if (s->kind == TQKV__HALF)
+            tqkv__decode_row(s, codes, norms, half);
+        else
+            tqkv__integers_at(s, codes, 0, s->head_dim, key);
+        for (int row = 0; row < n_rows; row++) {
+            const float *query = q + (size_t)row * (size_t)s->head_dim;
+            float *score = &scores[row * TQKV__TILE + j];
+            const float before = add ? *score : 0.0f;
+            *score = s->kind == TQKV__HALF ? TQKV__AS_FLOAT(before + tqkv__score_half(s, half, query))
+                                           : tqkv__score_integers(s, key, norms, query, before);
+        }
+    }
+}
+
+/* As softmax_tile of the kernels. */
+static void tqkv__integer_softmax_row(const tqkv__attention *a, const tqkv__span *span, float offset, float *scores,
+                                      float *max, float *sum, float *out)
+{
+    float largest = *max, lanes[16] = {0};
+    const float softcap = a->call.softcap;
+    const bool seen = span->to > span->from;
+    for (int j = 0; j < TQKV__TILE; j++) {
+        if (!seen || !tqkv__span_has(span, j)) {
+            scores[j] = seen ? -INFINITY : 0.0f;
+            continue;
+        }
+        if (softcap > 0.0f)
+            scores[j] =
+                tqkv__fma(tqkv__tanh(TQKV__AS_FLOAT(TQKV__AS_FLOAT(scores[j] + offset) / softcap)), softcap, 0.0f);
+        if (scores[j] > largest) largest = scores[j];
+    }
+    if (!seen) return;
+    if (largest > *max) {
+        const float shrink = tqkv__exp(TQKV__AS_FLOAT(*max - largest));
+        tqkv__scale(out, a->value_dim, shrink);
+        *sum = TQKV__AS_FLOAT(*sum * shrink);
+        *max = largest;
+    }
+    for (int j = 0; j < TQKV__TILE; j++) {
+        scores[j] = tqkv__exp(TQKV__AS_FLOAT(scores[j] - largest));
+        lanes[j % 16] = TQKV__AS_FLOAT(lanes[j % 16] + scores[j]);
+    }
+    *sum = TQKV__AS_FLOAT(*sum + tqkv__sum_16(lanes));
+}
+
+static void tqkv__integer_softmax_tile_scalar(const tqkv__attention *a, const tqkv__span *spans, const float *offsets,
+                                              int n_rows, float *scores, float *max, float *sum, float *out)
+{
+    for (int row = 0; row < n_rows; row++)
+        tqkv__integer_softmax_row(a, &spans[row], offsets[row], scores + row * TQKV__TILE, &max[row], &sum[row],
+                                  out + (size_t)row * (size_t)a->value_dim);
+}
+
+/* out += sum_j weights[j] * value j for values of halves, one position after the other. out: [head_dim] */
+static void tqkv__add_halves(const tqkv__stream *s, int kv_head, const tqkv__run *run, const float *weights, float *out)
+{
+    float value[TQKV_MAX_HEAD_DIM];
+    for (int j = 0; j < run->n; j++) {
+        if (weights[j] == 0.0f) continue;
+        tqkv__decode_row(s, tqkv__codes_at(s, kv_head, run->slot + j), NULL, value);
+        for (int d = 0; d < s->head_dim; d++) out[d] = tqkv__fma(weights[j], value[d], out[d]);
+    }
+}
+
+/* The same for one block of integers; integers: [n][block_dim], out: [block_dim] */
+static void tqkv__add_integers(const tqkv__stream *s, int kv_head, const tqkv__run *run, int block,
+                               const int8_t *integers, const float *weights, float *out)
+{
+    float scaled[TQKV__TILE];
+    int16_t w[TQKV__TILE];
+    int32_t sums[TQKV__BLOCK] = {0};
+    for (int j = 0; j < run->n; j++) {
+        const float *norms = tqkv__norms_at(s, kv_head, run->slot + j);
+        scaled[j] = weights[j] == 0.0f ? 0.0f : TQKV__AS_FLOAT(weights[j] * tqkv__block_factor(s, norms, block));
+    }
+    const float unit = tqkv__to_integers(scaled, run->n, s->step, w);
+    for (int j = 0; j < run->n; j++, integers += s->block_dim)
+        for (int d = 0; d < s->block_dim; d++) sums[d] += w[j] * integers[d];
+    for (int d = 0; d < s->block_dim; d++) out[d] = tqkv__fma(TQKV__AS_FLOAT((float)sums[d]), unit, out[d]);
+}
+
+static void tqkv__integer_value_tile_scalar(const tqkv__stream *s, int kv_head, const tqkv__run *run,
+                                            const float *weights, int n_rows, float *scaled, float *out)
+{
+    int8_t integers[TQKV__TILE * TQKV__BLOCK];
+    (void)scaled; /* for vectors */
+    if (s->kind == TQKV__HALF)
+        for (int row = 0; row < n_rows; row++)
+            tqkv__add_halves(s, kv_head, run, weights + row * TQKV__TILE, out + (size_t)row * (size_t)s->head_dim);
+    if (s->kind != TQKV__HALF)
+        for (int b = 0; b < s->head_dim / s->block_dim; b++) {
+            for (int j = 0; j < run->n; j++)
+                tqkv__integers_at(s, tqkv__codes_at(s, kv_head, run->slot + j), b * s->block_dim, s->block_dim,
+                                  integers + j * s->block_dim);
+            for (int row = 0; row < n_rows; row++)
+                tqkv__add_integers(s, kv_head, run, b, integers, weights + row * TQKV__TILE,
+                                   out + (size_t)row * (size_t)s->head_dim + b * s->block_dim);
+        }
+}
+
+/* Integer arithmetic of an instruction set, and that of floats beside which it is used. */
+typedef struct tqkv__integers {
+    const tqkv__isa *floats;
+    void (*round_query)(const tqkv__stream *s, const float *query, float *to); /* query, to: [head_dim] */
+    tqkv__isa isa;
+} tqkv__integers;
+
+static const tqkv__integers tqkv__integers_scalar = {&tqkv__isa_scalar,
+                                                     tqkv__round_query_scalar,
+                                                     {"scalar",
+                                                      1,
+                                                      {1, 1},
+                                                      &tqkv__codec_scalar,
+                                                      tqkv__integer_score_tile_scalar,
+                                                      tqkv__integer_softmax_tile_scalar,
+                                                      tqkv__end_piece_scalar,
+                                                      tqkv__integer_value_tile_scalar,
+                                                      tqkv__sum_heads_scalar}};

@@ -1,0 +1,318 @@
+#ifdef TQKV__NEON
+/* -- NEON -- */
+
+#define TQKV__TARGET
+
+typedef uint32x4_t tqkv__i_sum_neon, tqkv__i_row_neon;
+
+TQKV__OP void tqkv__i_load_books_neon(const int bits, const int8_t *centroids, uint32x4_t *books)
+{
+    TQKV__UNROLL
+    for (int i = 0; i < 4; i++)
+        if (i == 0 || i < (1 << bits) / 16) books[i] = vreinterpretq_u32_s8(vld1q_s8(centroids + 16 * i));
+}
+/* The next 16 codes of a field, a byte each, from bit `to` of it on; other bits may be set. */
+TQKV__OP uint8x16_t tqkv__i_field_neon(const int bits, const int to, const uint8_t *p)
+{
+    uint8_t at[16];
+    int8_t shift[16];
+    uint64_t bytes = 0;
+    if (bits == 8) return vld1q_u8(p);
+    TQKV__UNROLL
+    for (int i = 0; i < 16; i++) {
+        at[i] = (uint8_t)(i * bits / 8);
+        shift[i] = (int8_t)(to - i * bits % 8);
+    }
+    memcpy(&bytes, p, 2 * (size_t)bits);
+    const uint8x16_t spread = vqtbl1q_u8(vcombine_u8(vcreate_u8(bytes), vdup_n_u8(0)), vld1q_u8(at));
+    return vshlq_u8(spread, vld1q_s8(shift));
+}
+TQKV__OP uint32x4_t tqkv__i_look_up_neon(const tqkv_format format, const uint32x4_t *books, int left, const uint8_t *p,
+                                         const uint8_t *upper)
+{
+    const int main = TQKV__MAIN_BITS(format), upper_bits = TQKV__UPPER_BITS(format), bits = TQKV__BOOK_BITS(format);
+    uint8x16_t index = tqkv__i_field_neon(main, 0, p), found;
+    uint8x16x4_t book;
+    (void)left; /* always 16 */
+    TQKV__UNROLL
+    for (int i = 0; i < 4; i++) book.val[i] = vreinterpretq_u8_u32(books[i < (1 << bits) / 16 ? i : 0]);
+    const uint8x16x2_t half = {{book.val[0], book.val[1]}};
+    if (upper_bits)
+        index = vbslq_u8(vdupq_n_u8((uint8_t)((1 << main) - 1)), index, tqkv__i_field_neon(upper_bits, main, upper));
+    index = vandq_u8(index, vdupq_n_u8((uint8_t)((1 << bits) - 1)));
+    if (bits == 6)
+        found = vqtbl4q_u8(book, index);
+    else if (bits == 5)
+        found = vqtbl2q_u8(half, index);
+    else
+        found = vqtbl1q_u8(book.val[0], index);
+    return vreinterpretq_u32_u8(found);
+}
+TQKV__OP uint32x4_t tqkv__i_open_neon(const int8_t *p, int left)
+{
+    (void)left;
+    return vreinterpretq_u32_s16(vmovl_s8(vld1_s8(p)));
+}
+/* Lane i adds up the products of words i and i + 4. */
+TQKV__OP uint32x4_t tqkv__i_dot_neon(uint32x4_t sums, uint32x4_t codes, uint32x4_t integers)
+{
+    const int16x8_t x = vreinterpretq_s16_u32(codes), y = vreinterpretq_s16_u32(integers);
+    const int32x4_t low = vmlal_s16(vreinterpretq_s32_u32(sums), vget_low_s16(x), vget_low_s16(y));
+    return vreinterpretq_u32_s32(vmlal_high_s16(low, x, y));
+}
+#define tqkv__i_whole_neon(sum) (sum)
+#define tqkv__i_load_row_neon   tqkv__i_load_codes_neon
+TQKV__OP uint32x4_t tqkv__i_repeat_neon(const int16_t *p)
+{
+    return vreinterpretq_u32_s16(vcombine_s16(vld1_dup_s16(p), vld1_dup_s16(p + 1)));
+}
+TQKV__OP void tqkv__i_interleave_neon(const int8_t *p, size_t stride, int left, uint32x4_t *x)
+{
+    (void)left;
+    const uint32x4_t a = vreinterpretq_u32_s8(vld1q_s8(p)), b = vreinterpretq_u32_s8(vld1q_s8(p + stride));
+    const int8x16_t low = vreinterpretq_s8_u32(vzip1q_u32(a, b)), high = vreinterpretq_s8_u32(vzip2q_u32(a, b));
+    x[0] = vreinterpretq_u32_s16(vmovl_s8(vget_low_s8(low)));
+    x[1] = vreinterpretq_u32_s16(vmovl_high_s8(low));
+    x[2] = vreinterpretq_u32_s16(vmovl_s8(vget_low_s8(high)));
+    x[3] = vreinterpretq_u32_s16(vmovl_high_s8(high));
+}
+TQKV__OP void tqkv__i_transpose_neon(const int8_t *p, size_t stride, uint32x4_t *x)
+{
+    int8x16_t rows[4];
+    TQKV__UNROLL
+    for (int i = 0; i < 4; i++) rows[i] = vld1q_s8(p + (size_t)i * stride);
+    TQKV__UNROLL
+    for (int half = 0; half < 2; half++) {
+        const int8x16_t a = half ? vzip2q_s8(rows[0], rows[1]) : vzip1q_s8(rows[0], rows[1]);
+        const int8x16_t b = half ? vzip2q_s8(rows[2], rows[3]) : vzip1q_s8(rows[2], rows[3]);
+        const uint16x8_t c = vreinterpretq_u16_s8(a), d = vreinterpretq_u16_s8(b);
+        const int8x16_t low = vreinterpretq_s8_u16(vzip1q_u16(c, d)), high = vreinterpretq_s8_u16(vzip2q_u16(c, d));
+        x[4 * half] = vreinterpretq_u32_s16(vmovl_s8(vget_low_s8(low)));
+        x[4 * half + 1] = vreinterpretq_u32_s16(vmovl_high_s8(low));
+        x[4 * half + 2] = vreinterpretq_u32_s16(vmovl_s8(vget_low_s8(high)));
+        x[4 * half + 3] = vreinterpretq_u32_s16(vmovl_high_s8(high));
+    }
+}
+#define tqkv__i_natural_order_neon(x) ((void)(x))
+TQKV__OP uint32x4_t tqkv__i_sum_four_codes_neon(const uint32x4_t *x)
+{
+    return vpaddq_u32(vpaddq_u32(x[0], x[1]), vpaddq_u32(x[2], x[3]));
+}
+TQKV__OP uint32x4_t tqkv__i_sum_codes_across_neon(const uint32x4_t *x) { return *x; }
+TQKV__OP float32x4_t tqkv__i_to_floats_neon(uint32x4_t x) { return vcvtq_f32_s32(vreinterpretq_s32_u32(x)); }
+TQKV__OP uint32x4_t tqkv__i_round_codes_neon(float32x4_t x) { return vreinterpretq_u32_s32(vcvtnq_s32_f32(x)); }
+TQKV__OP void tqkv__i_store_words_neon(int16_t *p, int i, uint32x4_t x)
+{
+    vst1_s16(p + i, vmovn_s32(vreinterpretq_s32_u32(x)));
+}
+TQKV__OP uint32_t tqkv__i_largest_code_neon(uint32x4_t x) { return vmaxvq_u32(x); }
+
+#define TQKV__(name)        tqkv__##name##_neon
+#define TQKV__I(name)       tqkv__i_##name##_neon
+#define TQKV__S(name)       tqkv__i_##name##_neon
+#define TQKV__ISA_NAME      "neon"
+#define TQKV__INTEGER_LANES 4
+#define TQKV__PRODUCTS      2
+#define TQKV__PRODUCT_ROWS  4
+#define TQKV__LOOKED_UP     0
+#include "tqkv.h"
+
+/* -- NEON, with products of four bytes: DotProd. An integer is 256 times its high byte plus its low one, both signed. -- */
+
+/* gcc inlines a function into another only if that has all features of its target. DotProd wants ARMv8.2 there, which all
+   that come with one of the first four have. */
+#ifdef __clang__
+#define TQKV__TARGET __attribute__((target("dotprod")))
+#elif defined(__ARM_FEATURE_DOTPROD) || defined(__ARM_FEATURE_FP16_VECTOR_ARITHMETIC) || defined(__ARM_FEATURE_SVE) || \
+    defined(__ARM_FEATURE_COMPLEX)
+#define TQKV__ARM_BASE ""
+#elif defined(__ARM_FEATURE_CRYPTO)
+#define TQKV__ARM_BASE "arch=armv8.2-a+crypto"
+#else
+#define TQKV__ARM_BASE "arch=armv8.2-a"
+#endif
+#ifndef __clang__
+#define TQKV__TARGET __attribute__((target(TQKV__ARM_BASE "+dotprod")))
+#endif
+
+typedef struct tqkv__i_digits {
+    uint32x4_t high, low;
+} tqkv__i_sum_dotprod, tqkv__i_row_dotprod;
+
+/* sums + the products of each lane's four bytes. Compilers hide the intrinsic where the file is for an older target. */
+TQKV__OP uint32x4_t tqkv__i_dot_bytes(uint32x4_t sums, uint32x4_t x, uint32x4_t y)
+{
+    __asm__("sdot\t%0.4s, %1.16b, %2.16b" : "+w"(sums) : "w"(x), "w"(y));
+    return sums;
+}
+TQKV__OP tqkv__i_sum_dotprod tqkv__i_dot_dotprod(tqkv__i_sum_dotprod sums, uint32x4_t codes, tqkv__i_row_dotprod row)
+{
+    sums.high = tqkv__i_dot_bytes(sums.high, codes, row.high);
+    sums.low = tqkv__i_dot_bytes(sums.low, codes, row.low);
+    return sums;
+}
+TQKV__OP uint32x4_t tqkv__i_whole_dotprod(tqkv__i_sum_dotprod sums)
+{
+    return vaddq_u32(vshlq_n_u32(sums.high, 8), sums.low);
+}
+/* The high bytes of four integers, then their low ones */
+TQKV__OP int8x8_t tqkv__i_split_dotprod(uint32x4_t x)
+{
+    const int16x4_t words = vmovn_s32(vreinterpretq_s32_u32(x));
+    return vmovn_s16(vcombine_s16(vrshr_n_s16(words, 8), words));
+}
+TQKV__OP void tqkv__i_store_words_dotprod(int16_t *p, int i, uint32x4_t x)
+{
+    vst1_s8((int8_t *)(void *)(p + i), tqkv__i_split_dotprod(x));
+}
+TQKV__OP tqkv__i_row_dotprod tqkv__i_load_row_dotprod(const int16_t *p)
+{
+    const uint32x4x2_t x = vld2q_u32((const uint32_t *)(const void *)p);
+    const tqkv__i_row_dotprod row = {x.val[0], x.val[1]};
+    return row;
+}
+TQKV__OP tqkv__i_row_dotprod tqkv__i_repeat_dotprod(const int16_t *p)
+{
+    const uint32_t *lanes = (const uint32_t *)(const void *)p;
+    const tqkv__i_row_dotprod row = {vld1q_dup_u32(lanes), vld1q_dup_u32(lanes + 1)};
+    return row;
+}
+TQKV__OP uint32x4_t tqkv__i_open_dotprod(const int8_t *p, int left)
+{
+    (void)left;
+    return vreinterpretq_u32_s8(vld1q_s8(p));
+}
+TQKV__OP void tqkv__i_transpose_dotprod(const int8_t *p, size_t stride, uint32x4_t *x)
+{
+    uint32x4_t rows[4];
+    TQKV__UNROLL
+    for (int i = 0; i < 4; i++) rows[i] = vreinterpretq_u32_s8(vld1q_s8(p + (size_t)i * stride));
+    TQKV__UNROLL
+    for (int half = 0; half < 2; half++) {
+        const uint32x4_t a = half ? vzip2q_u32(rows[0], rows[2]) : vzip1q_u32(rows[0], rows[2]);
+        const uint32x4_t b = half ? vzip2q_u32(rows[1], rows[3]) : vzip1q_u32(rows[1], rows[3]);
+        x[2 * half] = vzip1q_u32(a, b);
+        x[2 * half + 1] = vzip2q_u32(a, b);
+    }
+}
+TQKV__OP void tqkv__i_interleave_dotprod(const int8_t *p, size_t stride, int left, uint32x4_t *x)
+{
+    (void)left;
+    const int8x16_t a = vld1q_s8(p), b = vld1q_s8(p + stride), c = vld1q_s8(p + 2 * stride),
+                    d = vld1q_s8(p + 3 * stride);
+    const uint16x8_t ab = vreinterpretq_u16_s8(vzip1q_s8(a, b)), cd = vreinterpretq_u16_s8(vzip1q_s8(c, d));
+    const uint16x8_t ab_high = vreinterpretq_u16_s8(vzip2q_s8(a, b)), cd_high = vreinterpretq_u16_s8(vzip2q_s8(c, d));
+    x[0] = vreinterpretq_u32_u16(vzip1q_u16(ab, cd));
+    x[1] = vreinterpretq_u32_u16(vzip2q_u16(ab, cd));
+    x[2] = vreinterpretq_u32_u16(vzip1q_u16(ab_high, cd_high));
+    x[3] = vreinterpretq_u32_u16(vzip2q_u16(ab_high, cd_high));
+}
+
+#define TQKV__(name)        tqkv__##name##_neon
+#define TQKV__I(name)       tqkv__i_##name##_dotprod
+#define TQKV__S(name)       tqkv__i_##name##_neon
+#define TQKV__ISA_NAME      "neon"
+#define TQKV__INTEGER_LANES 4
+#define TQKV__PRODUCTS      4
+#define TQKV__PRODUCT_ROWS  2
+#define TQKV__LOOKED_UP     0
+#define TQKV__DECODED       1
+#include "tqkv.h"
+
+#if defined(__clang__) ? __clang_major__ >= 13 : __GNUC__ >= 10
+#define TQKV__I8MM
+/* -- NEON, with products of matrices of 2 by 8 bytes: I8MM. One is of two positions, or two dimensions of eight positions;
+   the other is the high bytes of eight integers and their low ones, which lie side by side. Keys of few rows take DotProd. -- */
+
+#ifdef __clang__
+#define TQKV__TARGET __attribute__((target("dotprod,i8mm")))
+#else
+#define TQKV__TARGET __attribute__((target(TQKV__ARM_BASE "+dotprod+i8mm")))
+#endif
+
+typedef tqkv__i_sum_dotprod tqkv__i_sum_i8mm; /* of lanes: the first two, high and low in turns; the others */
+typedef tqkv__i_row_dotprod tqkv__i_row_i8mm;
+typedef uint32x4_t tqkv__i_repeated_i8mm;
+typedef struct tqkv__i_lanes_i8mm {
+    uint32x4_t first, last;
+} tqkv__i_lanes_i8mm;
+
+/* sums + x times y transposed */
+TQKV__OP uint32x4_t tqkv__i_multiply_matrices(uint32x4_t sums, uint32x4_t x, uint32x4_t y)
+{
+    __asm__("smmla\t%0.4s, %1.16b, %2.16b" : "+w"(sums) : "w"(x), "w"(y));
+    return sums;
+}
+TQKV__OP tqkv__i_sum_i8mm tqkv__i_dot_lanes_i8mm(tqkv__i_sum_i8mm sums, tqkv__i_lanes_i8mm x, uint32x4_t y)
+{
+    sums.high = tqkv__i_multiply_matrices(sums.high, x.first, y);
+    sums.low = tqkv__i_multiply_matrices(sums.low, x.last, y);
+    return sums;
+}
+TQKV__OP uint32x4_t tqkv__i_whole_lanes_i8mm(tqkv__i_sum_i8mm sums)
+{
+    return vaddq_u32(vshlq_n_u32(vuzp1q_u32(sums.high, sums.low), 8), vuzp2q_u32(sums.high, sums.low));
+}
+/* The high bytes of eight integers, then their low ones */
+TQKV__OP void tqkv__i_store_words_i8mm(int16_t *p, int i, uint32x4_t x)
+{
+    const uint32x2_t bytes = vreinterpret_u32_s8(tqkv__i_split_dotprod(x));
+    uint32_t *to = (uint32_t *)(void *)(p + i / 8 * 8) + i % 8 / 4;
+    vst1_lane_u32(to, bytes, 0);
+    vst1_lane_u32(to + 2, bytes, 1);
+}
+TQKV__OP tqkv__i_row_i8mm tqkv__i_load_row_i8mm(const int16_t *p)
+{
+    const uint64x2x2_t x = vld2q_u64((const uint64_t *)(const void *)p);
+    const tqkv__i_row_i8mm row = {vreinterpretq_u32_u64(x.val[0]), vreinterpretq_u32_u64(x.val[1])};
+    return row;
+}
+TQKV__OP uint32x4_t tqkv__i_repeat_i8mm(const int16_t *p) { return vld1q_u32((const uint32_t *)(const void *)p); }
+#define tqkv__i_open_i8mm  tqkv__i_open_dotprod
+#define tqkv__i_dot_i8mm   tqkv__i_dot_dotprod
+#define tqkv__i_whole_i8mm tqkv__i_whole_dotprod
+TQKV__OP void tqkv__i_transpose_i8mm(const int8_t *p, size_t stride, tqkv__i_lanes_i8mm *x)
+{
+    uint64x2_t rows[4];
+    TQKV__UNROLL
+    for (int i = 0; i < 4; i++) rows[i] = vreinterpretq_u64_s8(vld1q_s8(p + (size_t)i * stride));
+    x[0].first = vreinterpretq_u32_u64(vzip1q_u64(rows[0], rows[1]));
+    x[0].last = vreinterpretq_u32_u64(vzip1q_u64(rows[2], rows[3]));
+    x[1].first = vreinterpretq_u32_u64(vzip2q_u64(rows[0], rows[1]));
+    x[1].last = vreinterpretq_u32_u64(vzip2q_u64(rows[2], rows[3]));
+}
+/* Each round makes the highest bit of a register's number the lowest of a byte's place. */
+TQKV__OP void tqkv__i_interleave_i8mm(const int8_t *p, size_t stride, int left, tqkv__i_lanes_i8mm *x)
+{
+    int8x16_t from[8], to[8];
+    (void)left;
+    TQKV__UNROLL
+    for (int i = 0; i < 8; i++) to[i] = vld1q_s8(p + (size_t)i * stride);
+    TQKV__UNROLL
+    for (int round = 0; round < 3; round++) {
+        TQKV__UNROLL
+        for (int i = 0; i < 8; i++) from[i] = to[i];
+        TQKV__UNROLL
+        for (int i = 0; i < 8; i++)
+            to[i] = i % 2 ? vzip2q_s8(from[i / 2], from[i / 2 + 4]) : vzip1q_s8(from[i / 2], from[i / 2 + 4]);
+    }
+    TQKV__UNROLL
+    for (int v = 0; v < 4; v++) {
+        x[v].first = vreinterpretq_u32_s8(to[2 * v]);
+        x[v].last = vreinterpretq_u32_s8(to[2 * v + 1]);
+    }
+}
+
+#define TQKV__(name)        tqkv__##name##_neon
+#define TQKV__I(name)       tqkv__i_##name##_i8mm
+#define TQKV__S(name)       tqkv__i_##name##_neon
+#define TQKV__ISA_NAME      "neon"
+#define TQKV__INTEGER_LANES 4
+#define TQKV__PRODUCTS      8
+#define TQKV__PRODUCT_ROWS  2
+#define TQKV__LANES_ROWS    4
+#define TQKV__LOOKED_UP     0
+#define TQKV__DECODED       1
+#include "tqkv.h"
+#endif
+#endif

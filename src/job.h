@@ -1,0 +1,318 @@
+/* >>job: what a call computes, cut into tasks. */
+
+/* Units of work. Tasks take one after the other, so none waits for a longer one; each task has scratch of its own. */
+enum { TQKV__TASKS = 32 };
+typedef struct tqkv__queue {
+    int n_units, n_tasks;
+    int next; /* unit; atomic */
+    size_t slot_floats;
+    float *slots;  /* [n_tasks][slot_floats], on cache lines of their own */
+    float *memory; /* that holds them */
+    size_t size;
+} tqkv__queue;
+
+/* Gets memory for the slots and, behind them, more floats; false if there is none. */
+static bool tqkv__queue_open(tqkv__queue *queue, const tqkv_allocator *allocator, size_t more)
+{
+    queue->slot_floats = (queue->slot_floats + 15) / 16 * 16;
+    if (queue->slot_floats > (SIZE_MAX / 8 - more) / (size_t)queue->n_tasks) return false;
+    queue->size = ((size_t)queue->n_tasks * queue->slot_floats + more + 16) * sizeof(float);
+    queue->memory = (float *)allocator->alloc(allocator->user, queue->size);
+    if (!queue->memory) return false;
+    queue->slots = queue->memory + (64 - (uintptr_t)queue->memory % 64) % 64 / sizeof(float);
+    return true;
+}
+
+/* The next unit; -1 when all are taken. */
+static int tqkv__queue_take(tqkv__queue *queue)
+{
+    const int unit = __atomic_fetch_add(&queue->next, 1, __ATOMIC_RELAXED);
+    return unit < queue->n_units ? unit : -1;
+}
+
+/* A job is one call or many. A unit of its work is an item over all stretches or, if some item alone is much of the work
+   ("spread"), an item over one stretch of a wave. Both ways do the same additions in the same order. */
+enum { TQKV__WAVE_FLOATS = 1 << 20 };
+
+typedef struct tqkv__job {
+    tqkv__queue queue; /* slots: tiles, queries, gathered rows, sums of a piece, of all stretches, of one */
+    tqkv__part *parts;
+    int n_parts;
+    bool spread;
+    size_t wave_floats;
+    float *waves; /* [wave_floats] */
+} tqkv__job;
+
+static tqkv__item tqkv__item_of(const tqkv__part *part, int index)
+{
+    TQKV_ASSERT(index >= 0 && index < part->n_items);
+    const int n_kv_heads = part->a->n_kv_heads, each = (part->n_rows - 1) / part->rows_each + 1;
+    const bool follow = tqkv__heads_follow(part->a);
+    const int of_head = part->n_items / n_kv_heads; /* items */
+    const int kv_head = follow ? index % n_kv_heads : index / of_head,
+              i = follow ? index / n_kv_heads : index % of_head;
+    const int before = i % each * part->rows_each, left = part->n_rows - before;
+    const tqkv__item item = {kv_head, i / each * part->n_rows + before,
+                             left < part->rows_each ? left : part->rows_each};
+    return item;
+}
+
+/* The sums of one stretch */
+static void tqkv__attend_stretch(const tqkv__part *part, tqkv__work *w, int64_t stretch, const tqkv__sums *sums)
+{
+    const int64_t begin = stretch * TQKV__STRETCH;
+    tqkv__range range = part->seen;
+    if (range.from < begin) range.from = begin;
+    if (range.to - begin > TQKV__STRETCH) range.to = begin + TQKV__STRETCH;
+    const int n_rows = w->item->n_rows;
+    w->before = NULL;
+    w->sums = *sums;
+    if (!w->list) w->common = tqkv__common_range(w, range);
+    tqkv__clear_sums(&w->piece, (size_t)n_rows, part->a->value_dim);
+    tqkv__clear_sums(sums, (size_t)n_rows, part->a->value_dim);
+    for (int i = 0; i < 2; i++) /* value_tile reads whole vectors behind the last row: no NaN or Inf of old scratch */
+        memset(w->tiles[i].scores + n_rows * TQKV__TILE, 0, TQKV__TILE * sizeof(float));
+    if (w->list || w->small_pages)
+        tqkv__attend_ranks(w, range);
+    else
+        tqkv__attend_rows(w, range);
+    tqkv__add_before(w);
+    w->a->isa->end_piece(n_rows, w->a->value_dim, &w->piece, sums);
+    if (w->before) tqkv__turn_sums(w->a, w->before->place.values, &w->a->values, n_rows, sums->out);
+}
+
+/* The sums of n_rows rows in memory. */
+static tqkv__sums tqkv__sums_at(float *memory, size_t n_rows, int value_dim)
+{
+    const size_t elements = n_rows * (size_t)value_dim;
+    const tqkv__sums sums = {memory, memory + elements, memory + elements + n_rows};
+    return sums;
+}
+
+/* An item's part of sums of all rows, which are ordered by KV head. */
+static tqkv__sums tqkv__sums_of_item(const tqkv__part *part, const tqkv__item *item, float *memory)
+{
+    const tqkv__attention *a = part->a;
+    const tqkv__sums all = tqkv__sums_at(memory, a->n_rows, a->value_dim);
+    const size_t row = (size_t)item->kv_head * (size_t)(a->call.n_queries * a->group) + (size_t)item->first_row;
+    const tqkv__sums own = {all.out + row * (size_t)a->value_dim, all.max + row, all.sum + row};
+    return own;
+}
+
+static TQKV__NOINLINE void tqkv__attend_unit(const tqkv__job *job, const tqkv__part *part, int unit, float *slot)
+{
+    const tqkv__attention *a = part->a;
+    const tqkv__item item = tqkv__item_of(part, unit % part->n_items);
+    const size_t rows = (size_t)part->rows_each, floats = rows * (size_t)(a->value_dim + 2);
+    float *q = slot + 2 * sizeof(tqkv__tile) / sizeof(float), *next = q + rows * tqkv__query_floats(a);
+    float offsets[TQKV__CHUNK_ROWS];
+    tqkv__attention gathered;
+    tqkv__list list;
+    tqkv__work w;
+    w.a = a;
+    w.item = &item;
+    w.q = q;
+    w.offsets = offsets;
+    w.tiles = (tqkv__tile *)(void *)slot;
+    w.piece = tqkv__sums_at(next, rows, a->value_dim);
+    w.list = a->call.list ? &list : NULL;
+    w.small_pages = tqkv__small_pages(a);
+    w.odd_rings = tqkv__odd_rings(a);
+    w.gathered = &gathered;
+    next += floats;
+    if (w.list) list = tqkv__open_list(a, item.first_row / a->group, item.kv_head, part->slice);
+    if (w.list || w.small_pages || w.odd_rings) tqkv__open_gathered(a, next, &gathered);
+    next += tqkv__gathered_floats(a);
+    tqkv__arrange_queries(a, &item, part->q, q);
+    tqkv__find_offsets(a, &item, part->q, offsets);
+    if (job->spread) {
+        const int64_t stretch = unit / part->n_items;
+        const tqkv__sums to = tqkv__sums_of_item(part, &item, part->now + (size_t)stretch * part->sums_floats);
+        tqkv__attend_stretch(part, &w, part->wave + stretch, &to);
+        return;
+    }
+    const tqkv__sums all = tqkv__sums_at(next, rows, a->value_dim);
+    const tqkv__sums one = tqkv__sums_at(next + floats, rows, a->value_dim);
+    tqkv__attend_stretch(part, &w, part->stretch, &all);
+    for (int64_t i = 1; i < part->n_stretches; i++) {
+        tqkv__attend_stretch(part, &w, part->stretch + i, &one);
+        tqkv__merge_sums(&all, &one, (size_t)item.n_rows, a->value_dim);
+    }
+    tqkv__deliver(part, &item, &all);
+}
+
+/* The last part that begins at or before the unit; parts without units in this wave begin where the next one does. */
+static const tqkv__part *tqkv__part_of(const tqkv__job *job, int unit)
+{
+    int low = 0, high = job->n_parts;
+    while (high - low > 1) {
+        const int middle = low + (high - low) / 2;
+        if (job->parts[middle].first_unit <= unit)
+            low = middle;
+        else
+            high = middle;
+    }
+    return &job->parts[low];
+}
+
+static void tqkv__attend_task(void *context, int index)
+{
+    tqkv__job *job = (tqkv__job *)context;
+    float *slot = job->queue.slots + (size_t)index * job->queue.slot_floats;
+    const uint64_t mode = tqkv__fp_exact();
+    for (int unit; (unit = tqkv__queue_take(&job->queue)) >= 0;) {
+        const tqkv__part *part = tqkv__part_of(job, unit);
+        tqkv__attend_unit(job, part, unit - part->first_unit, slot);
+    }
+    tqkv__fp_restore(mode);
+}
+
+/* Rows whose vectors take 32 KiB. */
+static int tqkv__chunk_rows(int head_dim)
+{
+    return 8192 / head_dim < TQKV__CHUNK_ROWS ? 8192 / head_dim : TQKV__CHUNK_ROWS;
+}
+
+/* Query rows of an item: as many of `all` as there are, evenly, up to TQKV__CHUNK_ROWS and 144 KiB of sums. Sums that
+   only fit the L2 cache cost less than decoding once more: 64 heads of 512 take 0.92 (TQ4), 0.88 (I8) and 0.86 times
+   (TQ4, integers) the time of 16 rows an item on an AMD EPYC with 1 MiB of L2. But 32 KiB where
+   tasks would be left without work, of which there is `others` times that of these rows. */
+static int tqkv__item_rows(const tqkv__attention *a, int all, int64_t others)
+{
+    const int dim = a->key_dim > a->value_dim ? a->key_dim : a->value_dim;
+    const int most = 36864 / dim < TQKV__CHUNK_ROWS ? 36864 / dim : TQKV__CHUNK_ROWS;
+    int n = (all - 1) / most + 1;
+    if (a->call.parallel.run != tqkv__run_serial)
+        while (n * 2 * tqkv__chunk_rows(dim) <= all && others * n < TQKV__TASKS) n *= 2;
+    return (all - 1) / n + 1;
+}
+
+/* Finds the stretches and items of a call over a slice. max and sum NULL: finishes the rows. */
+static void tqkv__cut(const tqkv__attention *a, tqkv__range slice, const void *q, void *out, float *max, float *sum,
+                      tqkv__part *part)
+{
+    const tqkv__range seen =
+        a->call.list ? tqkv__listed_to(a, slice) : tqkv__visible_to(a, 0, a->call.n_queries - 1, slice);
+    const int parts = a->n_kv_heads * (a->call.list ? a->call.n_queries : 1);
+    memset(part, 0, sizeof *part);
+    part->a = a;
+    part->q = q;
+    part->out = out;
+    part->max = max;
+    part->sum = sum;
+    part->slice = slice;
+    part->seen = seen;
+    part->stretch = part->wave = seen.from / TQKV__STRETCH;
+    part->n_stretches = seen.to > seen.from ? (seen.to - 1) / TQKV__STRETCH - part->stretch + 1 : 1;
+    part->n_rows = a->call.list ? a->group : a->call.n_queries * a->group;
+    part->rows_each = tqkv__item_rows(a, part->n_rows, part->n_stretches * parts);
+    part->n_items = parts * ((part->n_rows - 1) / part->rows_each + 1);
+    part->sums_floats = a->n_rows * ((size_t)a->value_dim + 2);
+}
+
+/* Chooses how to divide the work, and how much memory that takes. Returns the floats of all totals. */
+static size_t tqkv__divide(tqkv__job *job)
+{
+    const bool hook = job->parts[0].a->call.parallel.run != tqkv__run_serial;
+    double longest = 0.0, all = 0.0; /* in stretches of an item */
+    const size_t limit = TQKV__WAVE_FLOATS;
+    size_t most = 0, totals = 0, waves = 0;
+    for (int i = 0; i < job->n_parts; i++) {
+        const tqkv__part *part = &job->parts[i];
+        const int64_t left = (int64_t)(limit - waves), each = (int64_t)part->sums_floats;
+        if ((double)part->n_stretches > longest) longest = (double)part->n_stretches;
+        all += (double)part->n_stretches * part->n_items;
+        waves = part->n_stretches > left / each ? limit : waves + (size_t)(part->n_stretches * each);
+        if (part->sums_floats > most) most = part->sums_floats;
+        if (totals <= SIZE_MAX / 64) totals += part->sums_floats; /* each is below, see tqkv__attention_shape */
+    }
+    const int most_tasks = TQKV__TASKS;
+    job->queue.n_tasks = !hook ? 1 : all < (double)most_tasks ? (int)all : most_tasks;
+    job->spread = hook && longest > 1.0 && 4.0 * longest * (double)most_tasks > all && totals <= SIZE_MAX / 64;
+    job->wave_floats = !job->spread ? 0 : waves > most ? waves : most;
+    return job->spread ? totals : 0;
+}
+
+/* Gives each part as many of its next stretches as the memory of a wave holds, and counts the units. */
+static void tqkv__next_wave(tqkv__job *job)
+{
+    size_t used = 0;
+    job->queue.n_units = job->queue.next = 0;
+    for (int i = 0; i < job->n_parts; i++) {
+        tqkv__part *part = &job->parts[i];
+        part->wave += part->n_wave;
+        const int64_t left = part->stretch + part->n_stretches - part->wave;
+        const int64_t fit = (int64_t)((job->wave_floats - used) / part->sums_floats);
+        part->n_wave = left < fit ? left : fit;
+        part->now = job->waves + used;
+        part->first_unit = job->queue.n_units;
+        used += (size_t)part->n_wave * part->sums_floats;
+        job->queue.n_units += (int)part->n_wave * part->n_items;
+    }
+}
+
+/* Adds the stretches of this wave to the total of a part. */
+static void tqkv__merge_wave(const tqkv__part *part)
+{
+    const size_t n_rows = part->a->n_rows;
+    const int value_dim = part->a->value_dim;
+    const tqkv__sums total = tqkv__sums_at(part->total, n_rows, value_dim);
+    if (part->wave == part->stretch) tqkv__clear_sums(&total, n_rows, value_dim);
+    for (int64_t w = 0; w < part->n_wave; w++) {
+        const tqkv__sums now = tqkv__sums_at(part->now + (size_t)w * part->sums_floats, n_rows, value_dim);
+        tqkv__merge_sums(&total, &now, n_rows, value_dim);
+    }
+}
+
+/* Runs the waves of a spread job and merges the stretches of each part in order. totals: sums of all rows of each part */
+static void tqkv__run_waves(tqkv__job *job, const tqkv_parallel *parallel, float *totals)
+{
+    for (int i = 0; i < job->n_parts; totals += job->parts[i++].sums_floats) job->parts[i].total = totals;
+    for (tqkv__next_wave(job); job->queue.n_units > 0; tqkv__next_wave(job)) {
+        parallel->run(parallel->user, job->queue.n_tasks, tqkv__attend_task, job);
+        const uint64_t mode = tqkv__fp_exact();
+        for (int i = 0; i < job->n_parts; i++) tqkv__merge_wave(&job->parts[i]);
+        tqkv__fp_restore(mode);
+    }
+    const uint64_t mode = tqkv__fp_exact();
+    for (int i = 0; i < job->n_parts; i++)
+        for (int j = 0; j < job->parts[i].n_items; j++) {
+            const tqkv__item item = tqkv__item_of(&job->parts[i], j);
+            const tqkv__sums sums = tqkv__sums_of_item(&job->parts[i], &item, job->parts[i].total);
+            tqkv__deliver(&job->parts[i], &item, &sums);
+        }
+    tqkv__fp_restore(mode);
+}
+
+/* Attends all parts after all checks, with the hooks of the first. */
+static tqkv_result tqkv__run_job(tqkv__part *parts, int n_parts)
+{
+    tqkv__job job;
+    tqkv__queue *queue = &job.queue;
+    const tqkv_allocator *allocator = &parts[0].a->call.allocator;
+    const tqkv_parallel *parallel = &parts[0].a->call.parallel;
+    memset(&job, 0, sizeof job);
+    job.parts = parts;
+    job.n_parts = n_parts;
+    const size_t totals = tqkv__divide(&job);
+    int64_t n_units = 0;
+    for (int i = 0; i < n_parts; i++) {
+        const size_t rows = (size_t)parts[i].rows_each, sums = rows * (size_t)(parts[i].a->value_dim + 2);
+        const size_t slot = 2 * sizeof(tqkv__tile) / sizeof(float) + rows * tqkv__query_floats(parts[i].a) +
+                            (job.spread ? 1 : 3) * sums + tqkv__gathered_floats(parts[i].a);
+        if (slot > queue->slot_floats) queue->slot_floats = slot;
+        parts[i].first_unit = (int)n_units;
+        n_units += parts[i].n_items;
+        if (n_units > INT_MAX - TQKV__TASKS) return TQKV__INVALID("more query rows than an int counts");
+    }
+    queue->n_units = (int)n_units;
+    if (!job.spread && queue->n_tasks > queue->n_units) queue->n_tasks = queue->n_units;
+    if (!tqkv__queue_open(queue, allocator, job.wave_floats + totals)) return TQKV_OUT_OF_MEMORY;
+    job.waves = queue->slots + (size_t)queue->n_tasks * queue->slot_floats;
+    if (job.spread)
+        tqkv__run_waves(&job, parallel, job.waves + job.wave_floats);
+    else
+        parallel->run(parallel->user, queue->n_tasks, tqkv__attend_task, &job);
+    allocator->free(allocator->user, queue->memory, queue->size);
+    return TQKV_OK;
+}

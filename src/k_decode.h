@@ -1,0 +1,159 @@
+/* >>k-decode: codes as floats, a run of positions at a time. */
+
+/* The format of decoded rows. */
+#define TQKV__FLOATS TQKV_FORMAT_DEFAULT
+/* Codes of 2 or 4 main bits, in the order of tqkv__to_decoded. */
+#define TQKV__PACKED(format) (TQKV__MAIN_BITS(format) < 8)
+/* Vectors in a run, which is decoded together. */
+#define TQKV__RUN(format) (TQKV__PACKED(format) ? TQKV__NIBBLE_RUN : 4)
+/* Formats with loops straight from the codes. Not those of 5 and 6 bits in bytes, which are there for existing caches: the
+   loops of two formats would take 26 KB for 1.1 to 1.5 times the speed. On NEON no codebook for bytes: it leaves no
+   registers for sums. */
+#define TQKV__HAS_LOOPS(kind, main, book) ((main) < 8 || (kind) != TQKV__BOOK || (TQKV__LANES > 4 && (book) == 8))
+#define TQKV__DIRECT(format)              TQKV__HAS_LOOPS(TQKV__KIND(format), TQKV__MAIN_BITS(format), TQKV__BOOK_BITS(format))
+/* Rows of a codebook's loops. More take decoded rows: on AVX2 four took as long or longer straight from the codes (Zen 4,
+   D=128: TQ3 1.10, TQ2 1.04, TQ5 to TQ8 0.99 times). */
+#define TQKV__BOOK_ROWS(book, keys) (TQKV__LANES == 8 && ((keys) || (book) != 4) ? 2 : 4)
+/* Most rows of a format's loops, which are compiled for 1, 2 and so many. No kind: decoded rows. */
+#define TQKV__KEY_ROWS(kind, book)                                                                                     \
+    ((kind) == TQKV__BOOK ? TQKV__BOOK_ROWS(book, true) : (kind) == 0 ? TQKV__DECODED_SCORE_ROWS : TQKV__SCORE_ROWS)
+#define TQKV__VALUE_ROWS(kind, book) ((kind) == TQKV__BOOK ? TQKV__BOOK_ROWS(book, false) : TQKV__ROWS)
+
+/* Distance between decoded rows. The gap keeps equal columns of many rows out of the same cache sets. */
+#define TQKV__X_STRIDE(dim) ((dim) + 16)
+
+/* Calls the loop for 1, 2 or `most` rows, each a constant. */
+#define TQKV__BY_ROWS(loop, format, most)                                                                              \
+    (rows == 1    ? TQKV__(loop)(format, 1, block)                                                                     \
+     : rows == 2  ? TQKV__(loop)(format, 2, block)                                                                     \
+     : (most) > 2 ? TQKV__(loop)(format, most, block)                                                                  \
+                  : (void)0)
+
+/* -- Codes as floats. The lanes of a vector are dimensions, of keys as of values. -- */
+
+/* One block of a run of positions, and the query rows that use it. rows and results: queries and scores for keys,
+   weights and sums for values; their rows are row_stride and result_stride apart. */
+typedef struct TQKV__(block) {
+    const tqkv__stream *stream;
+    const uint8_t *codes; /* of the first position; the others are `stride` bytes apart */
+    ptrdiff_t ahead;      /* bytes to the codes that will be read next */
+    size_t stride, upper; /* upper: bytes from the block's low nibbles to its upper bits */
+    bool first;           /* of its rows, whose codes begin with it */
+    int n, dim;           /* positions; values of the block */
+    const float *rows;
+    int row_stride, result_stride; /* between the pointers: read as one vector, they would wait for their two stores */
+    float *results;
+    int n_rows;           /* at most as many as the loop's; the last one takes the place of those that are missing */
+    const float *factors; /* [n], keys only */
+    bool add;             /* add to the scores in results */
+} TQKV__(block);
+
+/* Loops for one format. rows: 1, 2, or the most that registers hold. */
+typedef struct TQKV__(loops) {
+    void (*decode)(const TQKV__(block) *, int n, float *x);
+    void (*score)(const TQKV__(block) *, int rows);
+    void (*accumulate)(const TQKV__(block) *, int rows);
+    void (*add_rest)(const TQKV__(block) *, int rows);
+} TQKV__(loops);
+
+/* Bytes of a run in the field of main bits, and in the field of upper bits. */
+TQKV__OP int TQKV__(run_bytes)(const tqkv_format format, int per_lane)
+{
+    return TQKV__LANES * per_lane * (format == TQKV__FLOATS ? 32 : TQKV__MAIN_BITS(format)) / 8;
+}
+
+TQKV__OP int TQKV__(upper_bytes)(const tqkv_format format, int per_lane)
+{
+    return TQKV__LANES * per_lane * TQKV__UPPER_BITS(format) / 8;
+}
+
+TQKV__OP size_t TQKV__(stride)(const tqkv_format format, const TQKV__(block) * block)
+{
+    return format == TQKV__FLOATS ? (size_t)TQKV__X_STRIDE(block->dim) * sizeof(float) : block->stride;
+}
+
+/* The parameters format, per_lane, rows, k and width are constants here and below. */
+TQKV__OP void TQKV__(load_codebook)(const tqkv_format format, const tqkv__stream *s, TQKV__VECTOR *table)
+{
+    if (TQKV__KIND(format) == TQKV__BOOK) TQKV__(load_table)(TQKV__BOOK_BITS(format), TQKV__PACKED(format), s, table);
+}
+
+/* Vector k of the run at p, with its upper bits at `upper`. Packed codes come in the order of tqkv__to_decoded. */
+TQKV__OP TQKV__VECTOR TQKV__(value)(const tqkv_format format, const int per_lane, const int k,
+                                    const TQKV__VECTOR *table, const uint8_t *p, const uint8_t *upper)
+{
+    const int bits = TQKV__BOOK_BITS(format);
+    if (format == TQKV__FLOATS) return TQKV__(load)((const float *)(const void *)p + k * TQKV__LANES);
+    if (TQKV__KIND(format) == TQKV__GRID) return TQKV__(load_i8)(p + k * TQKV__LANES);
+    if (TQKV__KIND(format) == TQKV__HALF) return TQKV__(load_f16)(p + 2 * k * TQKV__LANES);
+    return TQKV__PACKED(format) ? TQKV__(centroids_of_packed)(bits, per_lane, k, table, p, upper)
+                                : TQKV__(centroids_of_bytes)(bits, per_lane, k, table, p);
+}
+
+/* Vectors k to k + count - 1 of the run; x: [count] */
+TQKV__OP void TQKV__(values)(const tqkv_format format, const int per_lane, const int k, const int count,
+                             const TQKV__VECTOR *table, const uint8_t *p, const uint8_t *upper, TQKV__VECTOR *x)
+{
+    TQKV__UNROLL
+    for (int i = 0; i < count; i++) x[i] = TQKV__(value)(format, per_lane, k + i, table, p, upper);
+}
+
+/* -- A block, which is a multiple of 16 values, is whole runs and then, as they fit, runs of 4, 2 and 1 vectors. -- */
+
+/* Are there runs of two vectors? On vectors of 16 only packed codes gain by them. */
+#define TQKV__SHORT_RUNS(format) (TQKV__LANES < 16 || TQKV__PACKED(format))
+
+/* Vectors of the next run, when so many values of the block are left. */
+TQKV__OP int TQKV__(run_length)(const tqkv_format format, int left)
+{
+    const int run = TQKV__RUN(format);
+    left /= TQKV__LANES;
+    if (run * TQKV__LANES <= 16 || left >= run) return run;
+    if (run > 4 && left >= 4) return 4;
+    return TQKV__SHORT_RUNS(format) && left >= 2 ? 2 : 1;
+}
+
+/* Calls the loop for a run of `count` vectors, fewer than a whole one, as a constant. */
+#define TQKV__SHORTER(loop, ...)                                                                                       \
+    (TQKV__RUN(format) > 4 && count == 4      ? loop(4, __VA_ARGS__)                                                   \
+     : TQKV__SHORT_RUNS(format) && count == 2 ? loop(2, __VA_ARGS__)                                                   \
+     : TQKV__LANES == 16                      ? loop(1, __VA_ARGS__)                                                   \
+                                              : (void)0)
+
+/* A run of per_lane vectors as floats. */
+TQKV__OP void TQKV__(decode_run)(const int per_lane, const tqkv_format format, const TQKV__VECTOR *table,
+                                 const uint8_t *p, const uint8_t *upper, float *x)
+{
+    TQKV__VECTOR run[8];
+    TQKV__(values)(format, per_lane, 0, per_lane, table, p, upper, run);
+    TQKV__UNROLL
+    for (int k = 0; k < per_lane; k++) TQKV__(store)(x + k * TQKV__LANES, run[k]);
+}
+
+/* The first n positions as floats. x: [n][TQKV__X_STRIDE] */
+TQKV__OP void TQKV__(decode)(const tqkv_format format, const TQKV__(block) * block, int n, float *x)
+{
+    TQKV__VECTOR table[8];
+    TQKV__(load_codebook)(format, block->stream, table);
+    for (int j = 0; j < n; j++, x += TQKV__X_STRIDE(block->dim)) {
+        const uint8_t *p = block->codes + (size_t)j * block->stride, *upper = p + block->upper;
+        for (int left = block->dim, count; left > 0; left -= count * TQKV__LANES) {
+            count = TQKV__(run_length)(format, left);
+            if (count == TQKV__RUN(format))
+                TQKV__(decode_run)(TQKV__RUN(format), format, table, p, upper, x + block->dim - left);
+            else
+                TQKV__SHORTER(TQKV__(decode_run), format, table, p, upper, x + block->dim - left);
+            p += TQKV__(run_bytes)(format, count);
+            upper += TQKV__(upper_bytes)(format, count);
+        }
+    }
+}
+
+/* Rows of a matrix: queries or weights. */
+typedef struct TQKV__(rows) {
+    const float *at;
+    size_t offset[TQKV__ROWS]; /* of each row, in floats */
+} TQKV__(rows);
+
+/* Row r of a loop, in a block: of three rows in the loop for four the last stands twice. Only that loop has a row 3. */
+TQKV__OP int TQKV__(row_in)(const TQKV__(block) * block, const int r) { return r < 3 ? r : block->n_rows - 1; }

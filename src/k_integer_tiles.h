@@ -1,0 +1,94 @@
+/* >>k-integer-tiles: the scores and the sums of a tile in integers. */
+
+TQKV__TARGET static void TQKV__I(integer_score_tile)(const tqkv__stream *s, int kv_head, const tqkv__run *run,
+                                                     const float *q, int n_rows, bool add, float *scores)
+{
+    TQKV__ALIGNED float factors[TQKV_MAX_HEAD_DIM / 128 * TQKV__TILE];
+    TQKV__ALIGNED int8_t room[TQKV__SLICES * TQKV__BLOCK];
+    const bool lanes = n_rows >= TQKV__LANES_ROWS;
+    const int step = lanes ? 2 * TQKV__INTEGER_LANES : TQKV__SLICE;
+    const int dim = s->block_dim, head_dim = s->head_dim;
+    if (s->kind == TQKV__HALF) {
+        TQKV__S(score_tile_of_halves)(s, tqkv__codes_at(s, kv_head, run->slot), run, q, n_rows, add, scores);
+        return;
+    }
+    TQKV__(factors)(s, tqkv__norms_at(s, kv_head, run->slot), run, true, factors);
+    for (int b = 0; b < head_dim / dim; b++) {
+        TQKV__I(product) p;
+#if TQKV__LOOKED_UP
+        if (TQKV__I(is_packed)(s, run->n, n_rows) || TQKV__I(is_quartered)(s, run->n, n_rows)) {
+            TQKV__I(open_scores)(s, b, q, add, factors, scores, &p);
+            TQKV__I(score_few)(s, kv_head, run, b * dim, n_rows, &p);
+            continue;
+        }
+#endif
+        for (int j = 0; j < run->n; j += step) {
+            p.n = run->n - j < step ? run->n - j : step;
+            TQKV__I(open_scores)(s, b, q, add, factors + j, scores + j, &p);
+            p.at = TQKV__S(open_integers)(s, kv_head, run, j, p.n, b * dim, dim, room);
+            if (lanes)
+                TQKV__I(score_lanes)(p, n_rows);
+            else
+                TQKV__I(score_integers)(p, n_rows);
+        }
+    }
+}
+
+/* The sums of block b, but for its codes. */
+TQKV__OP void TQKV__I(open_sums)(const tqkv__stream *s, int b, int n, const float *weights, int n_rows,
+                                 const float *factors, float *scaled, float *out, TQKV__I(product) * p)
+{
+    if (b * s->block_dim % s->norm_dim == 0)
+        for (int at = 0; at < n_rows * TQKV__TILE; at += TQKV__TILE)
+            TQKV__I(round_weights)(s, weights + at, factors + b * TQKV__TILE, n, scaled + at);
+    p->n = n;
+    p->dim = s->block_dim;
+    p->rows = (const int16_t *)(const void *)scaled;
+    p->units = scaled + TQKV__WEIGHTS_UNIT;
+    p->row_floats = TQKV__TILE;
+    p->results = out + b * s->block_dim;
+    p->result_floats = s->head_dim;
+    p->factors = NULL;
+    p->add = true;
+}
+
+TQKV__TARGET static void TQKV__I(integer_value_tile)(const tqkv__stream *s, int kv_head, const tqkv__run *run,
+                                                     const float *weights, int n_rows, float *scaled, float *out)
+{
+    TQKV__ALIGNED float factors[TQKV_MAX_HEAD_DIM / 128 * TQKV__TILE];
+    TQKV__ALIGNED int8_t room[TQKV__TILE * TQKV__BLOCK];
+    const int dim = s->block_dim, head_dim = s->head_dim;
+    if (s->kind == TQKV__HALF) {
+        const uint8_t *codes = tqkv__codes_at(s, kv_head, run->slot);
+        tqkv__prefetch(TQKV__L2, codes + (ptrdiff_t)run->ahead * (ptrdiff_t)s->row_bytes,
+                       (size_t)run->n * s->row_bytes);
+        for (int row = 0; row < n_rows; row++)
+            TQKV__S(add_halves)(s, codes, run, weights + row * TQKV__TILE, out + row * head_dim);
+        return;
+    }
+    TQKV__(factors)(s, tqkv__norms_at(s, kv_head, run->slot), run, false, factors);
+    for (int b = 0; b < head_dim / dim; b++) {
+        TQKV__I(product) p;
+        TQKV__I(open_sums)(s, b, run->n, weights, n_rows, factors, scaled, out, &p);
+#if TQKV__LOOKED_UP
+        if (TQKV__I(is_packed)(s, run->n, n_rows) || TQKV__I(is_quartered)(s, run->n, n_rows)) {
+            TQKV__I(add_few)(s, kv_head, run, b * dim, n_rows, &p);
+            continue;
+        }
+#endif
+        p.at = TQKV__S(open_integers)(s, kv_head, run, 0, run->n, b * dim, dim, room);
+        TQKV__I(add_integers)(&p, n_rows);
+    }
+}
+
+static const tqkv__integers TQKV__I(integers) = {&TQKV__(isa),
+                                                 TQKV__I(round_query),
+                                                 {TQKV__ISA_NAME,
+                                                  TQKV__INTEGER_LANES,
+                                                  {16, 1},
+                                                  &TQKV__(codec),
+                                                  TQKV__I(integer_score_tile),
+                                                  TQKV__(softmax_tile),
+                                                  TQKV__(end_piece),
+                                                  TQKV__I(integer_value_tile),
+                                                  TQKV__(sum_heads)}};

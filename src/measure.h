@@ -1,0 +1,135 @@
+/* mean: [head_dim] */
+static TQKV__NOINLINE void tqkv__mean_of(const tqkv__stream *s, const void *src, int n_tokens, size_t h, float *mean)
+{
+    double sums[TQKV_MAX_HEAD_DIM] = {0};
+    for (int t = 0; t < n_tokens; t++) {
+        float row[TQKV_MAX_HEAD_DIM];
+        tqkv__codec_for(s->head_dim)->widen(s->type, tqkv__source_row(s, src, (size_t)t, h), NULL, s->head_dim, row);
+        for (int d = 0; d < s->head_dim; d++) sums[d] += (double)row[d];
+    }
+    for (int d = 0; d < s->head_dim; d++) mean[d] = n_tokens ? (float)(sums[d] / n_tokens) : 0.0f;
+}
+
+TQKV_API tqkv_result tqkv_mean(const tqkv_store *shape, const void *src, int n_tokens, float *mean)
+{
+    tqkv__stream s;
+    tqkv_result r = tqkv__stream_shape(shape, &s);
+    if (r == TQKV_OK) r = tqkv__check_source(&s, src, n_tokens, mean, sizeof(float), tqkv__center_size(&s));
+    if (r != TQKV_OK) return r;
+    const uint64_t mode = tqkv__fp_exact();
+    for (size_t h = 0; h < (size_t)s.n_kv_heads; h++)
+        tqkv__mean_of(&s, src, n_tokens, h, mean + h * (size_t)s.head_dim);
+    tqkv__fp_restore(mode);
+    return TQKV_OK;
+}
+
+/* Sums over the rows of a head, for tqkv_quality. */
+typedef struct tqkv__moments {
+    const void *first;              /* one of the rows, of the source: what differs may be far smaller than a row */
+    double row[TQKV_MAX_HEAD_DIM];  /* of the rows less the first */
+    double squares, differs, noise; /* |x|^2, |x - first|^2, |x - x'|^2 */
+    double second, fourth, beyond;  /* of the scaled values */
+} tqkv__moments;
+
+/* Adds a row; row: with an encoded copy of it. */
+static TQKV__NOINLINE void tqkv__add_moments(const tqkv__stream *s, int kv_head, const tqkv__row *row, tqkv__moments *m)
+{
+    float source[TQKV_MAX_HEAD_DIM], first[TQKV_MAX_HEAD_DIM], x[TQKV_MAX_HEAD_DIM], norms[TQKV_MAX_HEAD_DIM / 128];
+    const float last = tqkv_last_boundary(s->format);
+    const tqkv__codec *codec = tqkv__codec_for(s->head_dim);
+    codec->widen(s->type, row->src, row->center, s->head_dim, x);
+    codec->scale_row(s, x, norms);
+    for (int d = 0; d < s->head_dim; d++) {
+        const double square = (double)x[d] * (double)x[d];
+        m->second += square;
+        m->fourth += square * square;
+        m->beyond += fabsf(x[d]) > last;
+    }
+    tqkv__decode_row(s, row->codes, row->norms, x);
+    codec->widen(s->type, row->src, NULL, s->head_dim, source);
+    codec->widen(s->type, m->first, NULL, s->head_dim, first);
+    if (s->rotated) codec->unrotate(x, s->head_dim);
+    tqkv__add_center(s, kv_head, false, x);
+    for (int d = 0; d < s->head_dim; d++) {
+        const double value = (double)source[d], noise = value - (double)x[d], less = value - (double)first[d];
+        m->row[d] += less;
+        m->squares += value * value;
+        m->differs += less * less;
+        m->noise += noise * noise;
+    }
+}
+
+TQKV__COLD static TQKV__NOINLINE void tqkv__quality_of(const tqkv__stream *s, const tqkv__moments *m, int n_tokens,
+                                                       tqkv_quality *out)
+{
+    float first[TQKV_MAX_HEAD_DIM] = {0};
+    double mean = 0.0, differs = m->differs;
+    const double n = n_tokens ? n_tokens : 1, values = n * s->head_dim;
+    memset(out, 0, sizeof *out);
+    if (n_tokens) tqkv__codec_for(s->head_dim)->widen(s->type, m->first, NULL, s->head_dim, first);
+    for (int d = 0; d < s->head_dim; d++) {
+        const double less = m->row[d] / n, value = (double)first[d] + less;
+        mean += value * value;
+        differs -= n * less * less;
+    }
+    if (m->squares > 0.0) out->mean_share = n * mean / m->squares;
+    if (!(m->noise == 0.0)) out->error = differs > 0.0 && m->noise >= 0.0 ? m->noise / differs : (double)INFINITY;
+    const bool finite = m->second - m->second == 0.0; /* halves less a centre may overflow */
+    if (m->second > 0.0) out->kurtosis = finite ? values * m->fourth / (m->second * m->second) : (double)INFINITY;
+    out->beyond = m->beyond / values;
+}
+
+TQKV_API tqkv_result tqkv_measure(const tqkv_store *shape, const void *src, int n_tokens, tqkv_quality *out)
+{
+    tqkv__stream s;
+    tqkv__quantiser q;
+    tqkv__moments m;
+    uint8_t codes[2 * TQKV_MAX_HEAD_DIM];
+    float norms[TQKV_MAX_HEAD_DIM / 128];
+    tqkv_result r = tqkv__stream_shape(shape, &s);
+    if (r == TQKV_OK) r = tqkv__stream_center(shape, &s);
+    const size_t out_size = (size_t)s.n_kv_heads * sizeof *out;
+    if (r == TQKV_OK) r = tqkv__check_source(&s, src, n_tokens, out, __alignof__(tqkv_quality), out_size);
+    if (r != TQKV_OK) return r;
+    const uint64_t mode = tqkv__fp_exact();
+    if (s.kind == TQKV__BOOK) tqkv__quantiser_open(&s, &q);
+    tqkv__fill_planes(&s);
+    const tqkv__codec *codec = tqkv__codec_for(s.head_dim);
+    for (int h = 0; h < s.n_kv_heads; h++) {
+        memset(&m, 0, sizeof m);
+        m.first = tqkv__source_row(&s, src, 0, (size_t)h);
+        for (int t = 0; t < n_tokens; t++) {
+            const void *at = tqkv__source_row(&s, src, (size_t)t, (size_t)h);
+            const tqkv__row row = {at, tqkv__center_of(&s, h), codes, norms};
+            codec->encode_rows(&s, &q, &row, 1);
+            tqkv__add_moments(&s, h, &row, &m);
+        }
+        tqkv__quality_of(&s, &m, n_tokens, &out[h]);
+    }
+    tqkv__fp_restore(mode);
+    return TQKV_OK;
+}
+
+static tqkv_result tqkv__rotate_rows(float *rows, int n_rows, int head_dim, bool back)
+{
+    size_t bytes;
+    if (!tqkv__head_dim_known(head_dim)) return TQKV__REFUSE(UNSUPPORTED, TQKV__HEAD_DIMS);
+    if (!tqkv__floats_at(rows) || n_rows < 0 || !tqkv__array_size(n_rows, head_dim, 1, sizeof(float), &bytes))
+        return TQKV__INVALID("rows: NULL or not aligned as floats, or n_rows negative or too large");
+    const tqkv__codec *codec = tqkv__codec_for(head_dim);
+    const uint64_t mode = tqkv__fp_exact();
+    for (int i = 0; i < n_rows; i++)
+        (back ? codec->unrotate : codec->rotate)(rows + (size_t)i * (size_t)head_dim, head_dim);
+    tqkv__fp_restore(mode);
+    return TQKV_OK;
+}
+
+TQKV_API tqkv_result tqkv_rotate(float *rows, int n_rows, int head_dim)
+{
+    return tqkv__rotate_rows(rows, n_rows, head_dim, false);
+}
+
+TQKV_API tqkv_result tqkv_unrotate(float *rows, int n_rows, int head_dim)
+{
+    return tqkv__rotate_rows(rows, n_rows, head_dim, true);
+}

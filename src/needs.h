@@ -1,0 +1,79 @@
+/* >>needs: what the implementation needs of the compiler, and xxHash */
+
+#if defined(_MSC_VER) && !defined(__clang__)
+#error "tqkv.h: MSVC cannot compile the implementation; compile this file with clang-cl, or use MinGW"
+#endif
+#if !defined(TQKV_ALLOW_FAST_MATH) &&                                                                                  \
+    (defined(__FAST_MATH__) || defined(__ASSOCIATIVE_MATH__) || defined(__RECIPROCAL_MATH__) ||                        \
+     (defined(__FINITE_MATH_ONLY__) && __FINITE_MATH_ONLY__))
+#error "tqkv.h: -ffast-math changes stored bytes; compile this file without it, or define TQKV_ALLOW_FAST_MATH"
+#endif
+
+/* Parts of fast math that clang announces by no macro (-fassociative-math, -freciprocal-math, -funsafe-math-optimizations)
+   would change norms. On arm64 clang 14 does not know the pragma, and reorders no sum that counts; clang 16 would. */
+#if defined(__clang__) && !defined(TQKV_ALLOW_FAST_MATH) &&                                                            \
+    (defined(__x86_64__) || (defined(__aarch64__) && __clang_major__ > 14))
+#define TQKV__PRECISE
+#pragma float_control(precise, on, push)
+#endif
+
+#include <fenv.h>
+#include <limits.h>
+#include <math.h>
+#include <stdlib.h>
+#include <string.h>
+#if defined(__unix__) || defined(__APPLE__)
+#include <sched.h>
+#define TQKV__YIELD sched_yield
+#endif
+
+#ifdef __has_include
+#if !__has_include("xxhash.h")
+#error "tqkv.h: xxhash.h 0.8.0 or later is missing: Debian libxxhash-dev, Homebrew xxhash, or a copy beside tqkv.h"
+#endif
+#endif
+#ifndef XXH_INLINE_ALL
+#define XXH_INLINE_ALL
+#endif
+/* gcc 12 -Og rejects the forced inlining of xxHash 0.8.1 (Debian 12). Without it gcc -O2 hashes snapshots at the same
+   speed, and gcc -O2 -mavx2 at 18 instead of 28 GB/s. xxhash.h evaluates this macro after it defines its version. */
+#if !defined(XXH_NO_INLINE_HINTS) && defined(__GNUC__) && !defined(__clang__) && !defined(__NO_INLINE__) &&            \
+    !defined(__OPTIMIZE_SIZE__)
+#define XXH_NO_INLINE_HINTS (XXH_VERSION_NUMBER == 801)
+#endif
+#include "xxhash.h"
+#if defined(XXH_VERSION_NUMBER) && XXH_VERSION_NUMBER < 800
+#define TQKV__STRING(x) #x
+#define TQKV__EXPAND(x) TQKV__STRING(x)
+#define TQKV__XXH_FOUND                                                                                                \
+    TQKV__EXPAND(XXH_VERSION_MAJOR) "." TQKV__EXPAND(XXH_VERSION_MINOR) "." TQKV__EXPAND(XXH_VERSION_RELEASE)
+#pragma message("tqkv.h: found xxhash.h " TQKV__XXH_FOUND)
+#error "tqkv.h: xxhash.h is too old, 0.8.0 is needed: Debian libxxhash-dev, Homebrew xxhash, or a copy beside tqkv.h"
+#endif
+
+#if defined(__SSE2__)
+#include <xmmintrin.h>
+#endif
+
+#ifndef TQKV_EXPLAIN
+#define TQKV_EXPLAIN(text) ((void)0)
+#endif
+/* Passes text to TQKV_EXPLAIN and evaluates to the result. */
+#define TQKV__REFUSE(result, text) (TQKV_EXPLAIN(text), TQKV_##result)
+#define TQKV__INVALID(text)        TQKV__REFUSE(INVALID_ARGUMENT, text)
+
+/* Checks of what private functions take for granted; for tests. */
+#ifndef TQKV_ASSERT
+#define TQKV_ASSERT(condition) ((void)0)
+#endif
+
+#define TQKV__NOINLINE __attribute__((noinline))
+#define TQKV__COLD     __attribute__((cold))        /* for size: calls that are rare beside appending and attending */
+#define TQKV__ALIGNED  __attribute__((aligned(64))) /* a vector that crosses cache lines is loaded twice */
+#define TQKV__INLINE   inline __attribute__((always_inline))
+#define TQKV__OP       TQKV__TARGET static TQKV__INLINE /* a part of a loop, in the current instruction set */
+#ifdef __clang__
+#define TQKV__UNROLL _Pragma("clang loop unroll(full)")
+#else
+#define TQKV__UNROLL _Pragma("GCC unroll 16")
+#endif

@@ -1,0 +1,439 @@
+/* >>plan-attend: the dispatches of an attention. */
+
+/* max and sum: of a slice, which also says so. The two of a slice that is read */
+typedef struct tqkv__slice_buffers {
+    bool from, to;
+    tqkv_metal_buffer max, sum, src_max, src_sum;
+} tqkv__slice_buffers;
+
+typedef struct tqkv__attend_buffers {
+    const tqkv_metal_store *keys, *values, *tail; /* tail: NULL without one */
+    tqkv_metal_buffer sinks, tree, q, scratch, out;
+    tqkv__slice_buffers slice;          /* zero: attends to all positions */
+    int64_t slice_end;                  /* of the positions to attend to */
+    const tqkv_metal_store *ends[2][2]; /* of tqkv__attention */
+    tqkv_metal_buffer list, list_rows;  /* the caller's, and what attend_list makes of them */
+} tqkv__attend_buffers;
+
+/* Whether keys and values look up the same entries of one table. */
+static bool tqkv__same_pages(const tqkv__attend_args *args, const tqkv__attend_buffers *b)
+{
+    return b->keys->pages.buffer == b->values->pages.buffer && b->keys->pages.offset == b->values->pages.offset &&
+           args->key_page_size == args->value_page_size && args->key_last_page == args->value_last_page &&
+           args->key_capacity == args->value_capacity;
+}
+
+static void tqkv__plan_list_args(const tqkv__attention *a, int64_t slice_end, tqkv__attend_args *args)
+{
+    const int64_t first_block = a->first / a->call.list_block;
+    args->list_heads = a->call.list_heads;
+    args->list_row = TQKV__LIST_HEADER + a->call.list_length;
+    args->list_shift = tqkv__list_shift(a->call.list_block);
+    args->list_inside = tqkv__list_inside(a);
+    args->list_base = (int)tqkv__list_base(a, slice_end);
+    args->list_slots = tqkv__list_in_order(a, slice_end) ? args->key_capacity : INT_MAX;
+    args->list_newest = a->call.list_newest;
+    args->list_first_block = first_block < INT_MAX ? (int32_t)first_block : INT_MAX;
+}
+
+/* What attention and index_scores have in common. slots: of a KV head in memory */
+static TQKV__NOINLINE void tqkv__plan_key_args(const tqkv__attention *a, int slots, tqkv__attend_args *args)
+{
+    memset(args, 0, sizeof *args);
+    args->n_queries = a->call.n_queries;
+    args->n_kv_heads = a->n_kv_heads;
+    args->group = a->group;
+    args->kv_len = (int)(a->call.end - a->first);
+    args->query_token_stride = (uint32_t)a->call.query_strides.token;
+    args->query_head_stride = (uint32_t)a->call.query_strides.head;
+    args->scale = a->call.scale;
+    args->key_capacity = a->keys.capacity;
+    args->key_oldest_slot = args->kv_len ? tqkv__slot(&a->keys, a->first) : 0;
+    args->key_block_scale = a->keys.block_scale;
+    args->key_slots = slots;
+    if (!a->keys.n_pages) return;
+    args->key_page_size = a->keys.page_size;
+    args->key_last_page = slots / a->keys.page_size - 1;
+    if (!tqkv__has_small_pages(a))
+        tqkv__plan_division(a->keys.page_size, &args->key_page_factor, &args->key_page_shift);
+}
+
+static void tqkv__plan_attend_args(const tqkv__attention *a, const tqkv__attend_buffers *b, const tqkv__split *split,
+                                   tqkv__attend_args *args)
+{
+    tqkv__plan_key_args(a, b->keys->shape.capacity, args);
+    tqkv__plan_seen(a, &args->first_newest, &args->window);
+    args->slice_end = (int)(b->slice_end - a->first);
+    args->first_stretch = split->first_stretch;
+    args->stretch_tiles = TQKV__STRETCH_TILES;
+    args->n_short = split->n_short;
+    args->n_splits = split->n_splits;
+    args->sections_each = split->sections_each;
+    args->value_capacity = a->values.capacity;
+    args->value_oldest_slot = args->kv_len ? tqkv__slot(&a->values, a->first) : 0;
+    args->softcap = a->call.softcap;
+    args->value_block_scale = a->values.block_scale;
+    args->first_of_tree = a->call.tree ? args->kv_len - a->call.n_queries : INT_MAX;
+    args->value_slots = b->values->shape.capacity;
+    if (b->tail) args->tail_slots = b->tail->shape.capacity;
+    args->tail_capacity = a->tail.capacity;
+    args->tail_oldest_slot = b->tail && args->kv_len ? tqkv__slot(&a->tail, a->first) : 0;
+    if (a->call.list) tqkv__plan_list_args(a, b->slice_end, args);
+    if (!a->keys.n_pages) return;
+    args->value_page_size = a->values.page_size;
+    args->value_last_page = args->value_slots / args->value_page_size - 1;
+    if (!tqkv__has_small_pages(a))
+        tqkv__plan_division(args->value_page_size, &args->value_page_factor, &args->value_page_shift);
+}
+
+/* Of attention and index_scores. center, tail_center: whether those of the keys and of their tail are used */
+static void tqkv__plan_key_constants(tqkv_metal_dispatch *d, const tqkv__attention *a, bool center, bool tail_center)
+{
+    const bool rotate = a->call.query_basis == TQKV_ORIGINAL;
+    tqkv__plan_constant(d, TQKV_FC_FORMAT, (int)a->keys.format);
+    tqkv__plan_constant(d, TQKV_FC_VALUE_FORMAT, (int)a->values.format);
+    tqkv__plan_constant(d, TQKV_FC_ROTATE_QUERIES, a->rotate_queries);
+    tqkv__plan_constant(d, TQKV_FC_MANY_QUERIES, a->call.n_queries > 1);
+    tqkv__plan_constant(d, TQKV_FC_SOFTCAP, a->call.softcap > 0.0f);
+    tqkv__plan_constant(d, TQKV_FC_CENTER, center);
+    tqkv__plan_constant(d, TQKV_FC_ROTATED, center && a->keys.rotated && !rotate);
+    tqkv__plan_constant(d, TQKV_FC_TREE, a->call.tree != NULL);
+    tqkv__plan_constant(d, TQKV_FC_BATCH, false);
+    tqkv__plan_constant(d, TQKV_FC_SMALL_PAGES, tqkv__has_small_pages(a));
+    tqkv__plan_constant(d, TQKV_FC_TAIL_FORMAT, (int)a->tail.format);
+    tqkv__plan_constant(d, TQKV_FC_ROTATE_TAIL, a->tail.rotated && rotate);
+    tqkv__plan_constant(d, TQKV_FC_TAIL_CENTER, tail_center);
+    tqkv__plan_constant(d, TQKV_FC_TAIL_ROTATED, tail_center && a->tail.rotated && !rotate);
+}
+
+/* Of attention: which streams have a position in the same slot. */
+static void tqkv__plan_slot_constants(tqkv_metal_dispatch *d, const tqkv__attention *a, const tqkv__attend_buffers *b,
+                                      const tqkv__attend_args *args)
+{
+    const bool values = args->key_capacity == args->value_capacity && args->key_oldest_slot == args->value_oldest_slot,
+               tail = args->key_capacity == args->tail_capacity && args->key_oldest_slot == args->tail_oldest_slot;
+    tqkv__plan_constant(d, TQKV_FC_SAME_SLOTS, a->keys.n_pages ? tqkv__same_pages(args, b) : values);
+    tqkv__plan_constant(d, TQKV_FC_SHORT_STORE, args->key_capacity < TQKV__SIMD_WIDTH);
+    tqkv__plan_constant(d, TQKV_FC_TAIL_ELSEWHERE, b->tail && !a->keys.n_pages && !tail);
+}
+
+/* Partial results: sums at `index`, their states behind it. */
+static TQKV__NOINLINE void tqkv__plan_bind_partials(tqkv_metal_dispatch *d, int index, tqkv_metal_buffer scratch,
+                                                    const tqkv__split *split, bool written)
+{
+    tqkv__plan_bind(d, "scratch", index, tqkv__buffer_after(scratch, split->sums_at), split->sums_size, written);
+    tqkv__plan_bind(d, "scratch", index + 1, tqkv__buffer_after(scratch, split->states_at),
+                    split->scratch_size - split->sums_size, written);
+}
+
+static int tqkv__planned_tail(const tqkv_metal_dispatch *d)
+{
+    return d->kernel.constants[TQKV_FC_TAIL_FORMAT] > 1 ? TQKV__TAIL_DIM(d->kernel.head_dim * TQKV__DIM_UNIT) : 0;
+}
+
+/* The centre of the keys or of their tail adds the same to all scores of a query. That shows under softcap, beside sinks and
+   in a slice. */
+static bool tqkv__center_counts(const tqkv__attention *a, const tqkv__attend_buffers *b, const tqkv_metal_store *part)
+{
+    return part && part->center.buffer && (a->call.softcap > 0.0f || b->sinks.buffer || b->slice.to);
+}
+
+/* Slices of attend_merge, from index 7 on, and of attend, which does not use them. */
+static void tqkv__plan_bind_slices(tqkv_metal_dispatch *d, const tqkv__attention *a, const tqkv__slice_buffers *slice)
+{
+    const bool merge = d->kernel.family == TQKV_METAL_ATTEND_MERGE;
+    const size_t size = a->n_rows * sizeof(float), written = slice->to ? size : 0, read = slice->from ? size : 0;
+    tqkv__plan_bind(d, "max", merge ? 7 : TQKV_METAL_ONLY_CHECKED, slice->max, written, true);
+    tqkv__plan_bind(d, "sum", merge ? 8 : TQKV_METAL_ONLY_CHECKED, slice->sum, written, true);
+    if (!merge) return;
+    tqkv__plan_bind(d, "src_max", 9, slice->src_max, read, false);
+    tqkv__plan_bind(d, "src_sum", 10, slice->src_sum, read, false);
+    tqkv__plan_constant(d, TQKV_FC_FROM_SLICE, slice->from);
+    tqkv__plan_constant(d, TQKV_FC_TO_SLICE, slice->to);
+}
+
+/* Bytes of the output with its gaps, or of the sums of a slice, which have none. */
+static size_t tqkv__plan_out_size(const tqkv__attention *a, const tqkv__attend_buffers *b)
+{
+    return b->slice.to ? a->out_elements * sizeof(float) : a->out_size;
+}
+
+/* The memory of queries and sums, the largest part, holds only the columns in use: it limits the threadgroups on a
+   core. */
+static void tqkv__plan_attend_memory(tqkv_metal_dispatch *d, size_t key_dim, size_t value_dim, int columns)
+{
+    const size_t sums = tqkv__attend_args_of(d).sections_each ? TQKV__ATTEND_SUM_BYTES(value_dim) : 0;
+    const size_t tail = sizeof(float) * (size_t)TQKV__QUERY_FLOATS(tqkv__planned_tail(d));
+    d->memory[0] = TQKV__ATTEND_TABLE_BYTES + (tail ? TQKV__TABLE_BYTES : 0);
+    d->memory[1] = ((TQKV__ATTEND_QUERY_BYTES(key_dim) + sums) / TQKV__MAX_COLUMNS(key_dim) + tail) * (size_t)columns;
+    d->memory[2] = 0;
+    d->memory[3] = TQKV__ATTEND_KEPT_BYTES(value_dim);
+    d->memory_each[2] = TQKV__ATTEND_WEIGHT_BYTES(value_dim, 1);
+    d->memory_each[3] = TQKV__ATTEND_STATE_BYTES(value_dim, 1);
+}
+
+/* Matrices come whole: 8, 16 or 32 columns. The sums take turns, and after the only stretch the queries' memory. Of rows that
+   several simdgroups share, some queries and then the weights lie behind. */
+static void tqkv__plan_matrix_memory(tqkv_metal_dispatch *d, size_t head_dim, int columns)
+{
+    const size_t matrices = TQKV__MATRICES(columns), tail = (size_t)tqkv__planned_tail(d),
+                 queries = TQKV__MATRIX_QUERY_BYTES(head_dim + tail) * matrices;
+    const bool is_long = tqkv__is_long((int)head_dim);
+    const size_t rows = is_long ? TQKV__LONG_ROW_BYTES(head_dim)
+                                : TQKV__MATRIX_QUERY_BYTES(head_dim) * (columns <= 8 ? 1 : 2),
+                 sums = TQKV__MATRIX_SUM_BYTES(head_dim) + (tqkv__attend_args_of(d).sections_each ? queries : 0),
+                 others = is_long ? queries + TQKV__LONG_WEIGHT_BYTES(matrices) : sums;
+    d->memory[0] = TQKV__ATTEND_TABLE_BYTES;
+    d->memory[1] = queries + rows > others ? queries + rows : others;
+    d->memory[2] = d->memory_each[2] = 0;
+    d->memory[3] = TQKV__MATRIX_KEPT_BYTES(matrices) + (tail ? TQKV__TABLE_BYTES : 0);
+    d->memory_each[3] = TQKV__MATRIX_STATE_BYTES(matrices);
+}
+
+/* Threadgroups of a KV head and split. */
+static size_t tqkv__row_blocks(const tqkv_metal_dispatch *d, const tqkv__attend_args *args, size_t columns)
+{
+    const bool list = d->kernel.constants[TQKV_FC_LIST] == 1 + true; /* then each query has threadgroups of its own */
+    const size_t n_queries = (size_t)args->n_queries, rows = (list ? 1 : n_queries) * (size_t)args->group;
+    return (rows + columns - 1) / columns * (list ? n_queries : 1);
+}
+
+TQKV_API void tqkv__plan_columns(tqkv_metal_dispatch *d, bool matrix, int columns)
+{
+    const int head_dim = d->kernel.head_dim * TQKV__DIM_UNIT, value_dim = d->kernel.value_dim * TQKV__DIM_UNIT;
+    const int most = matrix ? TQKV__MOST_MATRIX_COLUMNS(head_dim) : TQKV__MAX_COLUMNS(head_dim);
+    const tqkv__attend_args args = tqkv__attend_args_of(d);
+    if (columns > most) columns = most;
+    d->kernel.family = matrix ? TQKV_METAL_ATTEND_MATRIX : TQKV_METAL_ATTEND;
+    tqkv__plan_constant(d, TQKV_FC_COLUMNS, columns);
+    if (matrix)
+        tqkv__plan_matrix_memory(d, (size_t)head_dim, columns);
+    else
+        tqkv__plan_attend_memory(d, (size_t)head_dim, (size_t)(value_dim ? value_dim : head_dim), columns);
+    d->grid[1] = tqkv__row_blocks(d, &args, (size_t)columns);
+}
+
+TQKV_API void tqkv_metal_plan_lanes(tqkv_metal_dispatch *d)
+{
+    if (d->kernel.family != TQKV_METAL_ATTEND_MATRIX) return;
+    tqkv__plan_columns(d, false, d->kernel.constants[TQKV_FC_COLUMNS] - 1);
+    if (d->n_simdgroups > 4) d->n_simdgroups = 4;
+}
+
+static void tqkv__plan_attend_splits(tqkv_metal_dispatch *d, const tqkv__attention *a, const tqkv__attend_buffers *b,
+                                     const tqkv__split *split)
+{
+    const bool center = tqkv__center_counts(a, b, b->keys), tail_center = tqkv__center_counts(a, b, b->tail);
+    const tqkv_metal_store *tail = b->tail ? b->tail : b->keys; /* then nothing of it is bound */
+    tqkv__plan_begin(d, TQKV_METAL_ATTEND, a->keys.head_dim, a->value_dim);
+    tqkv__attend_args args;
+    tqkv__plan_attend_args(a, b, split, &args);
+    tqkv__plan_args(d, &args, sizeof args);
+    tqkv__plan_key_constants(d, a, center, tail_center);
+    tqkv__plan_slot_constants(d, a, b, &args);
+    tqkv__plan_constant(d, TQKV_FC_LIST, a->call.list != NULL);
+    tqkv__plan_bind_rows(d, "q", 1, b->q, TQKV_FC_TYPE, a->call.query_type, a->q_size, false);
+    tqkv__plan_bind_store(d, "keys' codes", "keys' norms", 2, b->keys, &a->keys, false);
+    tqkv__plan_bind_store(d, "values' codes", "values' norms", 4, b->values, &a->values, false);
+    tqkv__plan_bind(d, "sinks", TQKV_METAL_ONLY_CHECKED, b->sinks,
+                    b->sinks.buffer ? (size_t)a->call.n_heads * sizeof(float) : 0, false);
+    tqkv__plan_bind_partials(d, 6, b->scratch, split, true);
+    tqkv__plan_bind_center(d, "keys' center", 8, b->keys, &a->keys, center);
+    tqkv__plan_bind_center(d, "values' center", TQKV_METAL_ONLY_CHECKED, b->values, &a->values, true);
+    tqkv__plan_bind_pages(d, "keys' pages", 9, b->keys->pages, &a->keys, TQKV_FC_PAGES);
+    tqkv__plan_bind_pages(d, "values' pages", 10, b->values->pages, &a->values, TQKV_FC_PAGES);
+    tqkv__plan_bind(d, "tree", 11, b->tree, a->call.tree ? (size_t)a->call.n_queries * sizeof(uint64_t) : 0, false);
+    tqkv__plan_bind(d, "arguments", TQKV__ITEMS_OF_ATTEND, b->tree, 0, false);
+    tqkv__plan_bind_store(d, "tail's codes", "tail's norms", 13, tail, &a->tail, false);
+    tqkv__plan_bind_center(d, "tail's center", 15, tail, &a->tail, tail_center);
+    tqkv__plan_bind(d, "lists", 16, b->list_rows, tqkv__list_rows_size(a), false);
+    if (a->call.list) d->barrier = b->list_rows.buffer;
+    tqkv__plan_bind_rows(d, "out", TQKV_METAL_ONLY_CHECKED, b->out, TQKV_FC_TYPE, a->call.output_type,
+                         tqkv__plan_out_size(a, b), true);
+    tqkv__plan_bind_slices(d, a, &b->slice);
+    tqkv__plan_columns(d, split->matrix, split->columns);
+    d->grid[0] = (size_t)a->n_kv_heads;
+    d->grid[2] = (size_t)split->n_splits;
+    d->n_simdgroups = split->n_simdgroups;
+}
+
+/* attend_list for a planned attend: it has its arguments. */
+static void tqkv__plan_list(tqkv_metal_dispatch *d, const tqkv__attention *a, const tqkv__attend_buffers *b,
+                            const tqkv_metal_dispatch *attend)
+{
+    const size_t n_queries = (size_t)a->call.n_queries, n_rows = n_queries * (size_t)a->call.list_heads,
+                 length = (size_t)a->call.list_length;
+    tqkv__plan_begin(d, TQKV_METAL_ATTEND_LIST, 0, 0);
+    tqkv__plan_args(d, attend->arguments[0].bytes, attend->arguments[0].size);
+    tqkv__plan_bind(d, "list", 1, b->list, n_rows * length * sizeof(int32_t), false);
+    tqkv__plan_bind(d, "scratch", 2, b->list_rows, tqkv__list_rows_size(a), true);
+    tqkv__plan_bind(d, "tree", 3, b->tree, a->call.tree ? n_queries * sizeof(uint64_t) : 0, false);
+    tqkv__plan_bind(d, "arguments", TQKV__ITEMS_OF_LIST, b->tree, 0, false);
+    tqkv__plan_constant(d, TQKV_FC_TREE, a->call.tree != NULL);
+    tqkv__plan_constant(d, TQKV_FC_BATCH, false);
+    d->memory[0] = TQKV__SIMD_WIDTH * sizeof(uint32_t);
+    d->grid[0] = n_rows;
+    d->n_simdgroups = length / 32 < 31 ? (int)length / 32 + 1 : 32;
+}
+
+/* What all calls of attend_merge have; without what is read, and the centres. */
+static void tqkv__plan_merge_begin(tqkv_metal_dispatch *d, const tqkv__attention *a, const tqkv__attend_buffers *b,
+                                   tqkv__merge_args args, bool unrotate)
+{
+    const bool sinks = b->sinks.buffer != NULL;
+    const size_t dim = (size_t)a->value_dim;
+    args.n_rows = (int32_t)a->n_rows;
+    args.n_heads = a->call.n_heads;
+    args.group = a->group;
+    args.out_token_stride = (uint32_t)(b->slice.to ? (size_t)args.n_heads * dim : a->call.output_strides.token);
+    args.out_head_stride = (uint32_t)(b->slice.to ? dim : a->call.output_strides.head);
+    tqkv__plan_begin(d, TQKV_METAL_ATTEND_MERGE, a->value_dim, a->value_dim);
+    tqkv__plan_args(d, &args, sizeof args);
+    tqkv__plan_constant(d, TQKV_FC_UNROTATE, unrotate);
+    tqkv__plan_constant(d, TQKV_FC_ROTATED, false);
+    tqkv__plan_constant(d, TQKV_FC_SINKS, sinks);
+    tqkv__plan_bind(d, "sinks", 3, b->sinks, sinks ? (size_t)a->call.n_heads * sizeof(float) : 0, false);
+    tqkv__plan_bind_rows(d, "out", 4, b->out, TQKV_FC_TYPE, b->slice.to ? TQKV_TYPE_F32 : a->call.output_type,
+                         tqkv__plan_out_size(a, b), true);
+    tqkv__plan_bind(d, "arguments", TQKV__ITEMS_OF_MERGE, b->tree, 0, false);
+    tqkv__plan_constant(d, TQKV_FC_BATCH, false);
+    tqkv__plan_bind_slices(d, a, &b->slice);
+    d->memory_each[0] = TQKV__MERGE_BYTES((size_t)a->value_dim, 1);
+    d->grid[0] = a->n_rows;
+    d->n_simdgroups = 1;
+}
+
+/* Merges all parts of the context: splits [first positions, others, last positions], of those that there are. */
+static void tqkv__plan_attend_merge(tqkv_metal_dispatch *d, const tqkv__attention *a, const tqkv__attend_buffers *b,
+                                    const tqkv__split splits[3], const tqkv__split *all)
+{
+    const tqkv__split *split = &splits[1];
+    const int length = split->sections_each ? 1 : TQKV__SECTION, before = split->first_stretch % length;
+    const int n_results = split->sections_each > 1 ? 1 : split->n_partials, most = TQKV__MERGE_SIMDGROUPS(a->value_dim);
+    const int n_sections =
+        (before + n_results + length - 1) / length + (splits[0].n_partials > 0) + (splits[2].n_partials > 0);
+    const bool unrotate = a->unrotate_output && !b->slice.to;
+    const tqkv__merge_args args = {0, 0, 0, n_results, length, before, splits[0].n_partials, splits[2].n_partials,
+                                   0, 0};
+    tqkv__plan_merge_begin(d, a, b, args, unrotate);
+    tqkv__plan_bind_partials(d, 1, b->scratch, all, false);
+    const bool center = tqkv__plan_bind_center(d, "values' center", 5, b->values, &a->values, true);
+    const bool shifted = tqkv__center_counts(a, b, b->keys) || tqkv__center_counts(a, b, b->tail);
+    tqkv__plan_constant(d, TQKV_FC_CENTER, shifted && !(a->call.softcap > 0.0f));
+    tqkv__plan_constant(d, TQKV_FC_VALUE_CENTER, center);
+    tqkv__plan_constant(d, TQKV_FC_VALUE_ROTATED, center && a->values.rotated && !unrotate);
+    d->n_simdgroups = most < n_sections ? most : n_sections;
+    d->barrier = b->scratch.buffer;
+}
+
+/* Part i of the context, [borders[i], borders[i + 1]): 0 and 2 are read as halves where stores hold them so. */
+static void tqkv__find_borders(const tqkv__attention *a, int64_t slice_end, int64_t borders[4])
+{
+    const bool first = a->exact[0][0] || a->exact[0][1], last = a->exact[1][0] || a->exact[1][1];
+    borders[0] = borders[1] = a->first;
+    borders[2] = borders[3] = slice_end;
+    if (first && a->exact_below > a->first) borders[1] = a->exact_below < slice_end ? a->exact_below : slice_end;
+    if (last && a->exact_from < slice_end) borders[2] = a->exact_from;
+    if (borders[2] < borders[1]) borders[2] = borders[1];
+}
+
+/* The attention to part i alone. */
+static void tqkv__take_part(const tqkv__attention *a, const tqkv__attend_buffers *b, int i, const int64_t borders[4],
+                            tqkv__attention *part, tqkv__attend_buffers *buffers)
+{
+    const int last = i / 2;
+    *part = *a;
+    *buffers = *b;
+    part->first = borders[i];
+    buffers->slice_end = borders[i + 1];
+    if (i != 1 && a->exact[last][0]) part->keys = a->ends[last][0];
+    if (i != 1 && a->exact[last][0]) buffers->keys = b->ends[last][0];
+    if (i != 1 && a->exact[last][1]) part->values = a->ends[last][1];
+    if (i != 1 && a->exact[last][1]) buffers->values = b->ends[last][1];
+}
+
+/* Divides each part, and scratch: rows of lists, then sums, then states. Those of the first and last part lie before the others,
+   whose number may be more than the merge reads. *all: of all parts */
+static tqkv_result tqkv__split_parts(const tqkv__attention *a, const tqkv__attend_buffers *b, const int64_t borders[4],
+                                     size_t most_sums, tqkv__split splits[TQKV__PARTS], tqkv__split *all)
+{
+    static const int order[] = {TQKV__FIRST_PART, TQKV__LAST_PART, TQKV__CODES_PART};
+    const bool halves = borders[0] < borders[1] || borders[2] < borders[3];
+    tqkv__attention part;
+    tqkv__attend_buffers buffers;
+    int64_t first, end;
+    memset(splits, 0, TQKV__PARTS * sizeof *splits);
+    memset(all, 0, sizeof *all);
+    for (int i = 0; i < TQKV__PARTS; i++) {
+        const int p = order[i];
+        tqkv__split *own = &splits[p];
+        if (borders[p] == borders[p + 1] && (p != TQKV__CODES_PART || halves)) continue;
+        tqkv__take_part(a, b, p, borders, &part, &buffers);
+        tqkv__tiles_seen(&part, buffers.slice_end, &first, &end);
+        if (a->call.list) tqkv__listed_tiles(&part, buffers.slice_end, &first, &end);
+        const tqkv_result r = tqkv__choose_split(&part, first, end, p == TQKV__CODES_PART ? most_sums : SIZE_MAX, own);
+        if (r != TQKV_OK) return r;
+
+        own->sums_at = all->sums_size;
+        own->states_at = all->scratch_size - all->sums_size;
+        own->list_at = all->list_at;
+        all->list_at += tqkv__list_rows_size(a);
+        all->sums_size += own->sums_size;
+        all->scratch_size += own->scratch_size;
+    }
+    all->states_at = all->sums_size;
+    return TQKV_OK;
+}
+
+/* Lists and attend for each part of the context, then the merge. */
+static tqkv_result tqkv__plan_attention(const tqkv__attention *a, const tqkv__attend_buffers *b, size_t most_sums,
+                                        tqkv__attend_plan *plan)
+{
+    tqkv__split splits[TQKV__PARTS], all;
+    tqkv__attention part;
+    tqkv__attend_buffers behind = *b, buffers;
+    int64_t borders[4];
+    tqkv__find_borders(a, b->slice_end, borders);
+    tqkv_result r = tqkv__check_non_causal(a);
+    if (r == TQKV_OK) r = tqkv__split_parts(a, b, borders, most_sums, splits, &all);
+    if (r != TQKV_OK) return r;
+    behind.scratch = tqkv__buffer_after(b->scratch, all.list_at);
+    plan->listed = a->call.list != NULL;
+    plan->scratch_size = all.list_at + all.scratch_size;
+    for (int p = 0; p < TQKV__PARTS; p++) {
+        plan->has[p] = splits[p].n_partials > 0;
+        if (!plan->has[p]) continue;
+        splits[p].states_at += all.sums_size;
+        tqkv__take_part(a, &behind, p, borders, &part, &buffers);
+        buffers.list_rows = tqkv__buffer_after(b->scratch, splits[p].list_at);
+        tqkv__plan_attend_splits(&plan->attends[p], &part, &buffers, &splits[p]);
+        if (plan->listed) tqkv__plan_list(&plan->lists[p], &part, &buffers, &plan->attends[p]);
+    }
+    tqkv__plan_attend_merge(&plan->merge, a, &behind, splits, &all);
+    return TQKV_OK;
+}
+
+/* The dispatches of a plan, in their order: *n of them. */
+static void tqkv__order_dispatches(const tqkv__attend_plan *plan, tqkv_metal_dispatch d[TQKV__MOST_DISPATCHES], int *n)
+{
+    *n = 0;
+    for (int p = 0; p < TQKV__PARTS; p++)
+        if (plan->has[p] && plan->listed) d[(*n)++] = plan->lists[p];
+    for (int p = 0; p < TQKV__PARTS; p++)
+        if (plan->has[p]) d[(*n)++] = plan->attends[p];
+    d[(*n)++] = plan->merge;
+}
+
+/* attend_merge of a slice of the caller: b->slice.to: adds it to another, else finishes it. */
+static void tqkv__plan_slice(tqkv_metal_dispatch *d, const tqkv__attention *a, const tqkv__attend_buffers *b,
+                             tqkv_metal_buffer src_out, bool unrotate)
+{
+    const tqkv__merge_args args = {0, 0, 0, 0, 1, 0, 0, 0, 0, 0};
+    tqkv__plan_merge_begin(d, a, b, args, unrotate);
+    tqkv__plan_bind(d, "src_out", 1, src_out, a->out_elements * sizeof(float), false);
+    tqkv__plan_bind(d, "scratch", 2, src_out, 0, false);
+    tqkv__plan_bind(d, "values' center", 5, src_out, 0, false);
+    tqkv__plan_constant(d, TQKV_FC_CENTER, false); /* the slices have what the centres add */
+    tqkv__plan_constant(d, TQKV_FC_VALUE_CENTER, false);
+    tqkv__plan_constant(d, TQKV_FC_VALUE_ROTATED, false);
+}

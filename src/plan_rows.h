@@ -1,0 +1,555 @@
+/* >>metal-code: the plans of >>metal-plan */
+
+/* Follows tqkv__stream_shape and tqkv__attention_shape. value_dim: in calls of both streams, else head_dim */
+static tqkv_result tqkv__check_kernels(int head_dim, int value_dim)
+{
+    const bool wide = head_dim == TQKV__WIDE_KEYS && value_dim == TQKV__NARROW_VALUES;
+    if (wide || (head_dim == value_dim && TQKV__HAS_KERNELS(head_dim))) return TQKV_OK;
+    return TQKV__REFUSE(UNSUPPORTED, TQKV__KERNELS_TEXT);
+}
+
+/* Whether attend_matrix has sums of such rows in several simdgroups, TQKV__LONG_SIMDGROUPS a threadgroup. */
+static bool tqkv__is_long(int head_dim) { return head_dim == 448 || head_dim == 512; }
+
+/* tail_dim: 0 without a tail */
+static tqkv_result tqkv__check_tail(int head_dim, int tail_dim)
+{
+    if (!tail_dim || tail_dim == TQKV__TAIL_DIM(head_dim)) return TQKV_OK;
+    return TQKV__REFUSE(UNSUPPORTED, TQKV__KERNELS_TEXT);
+}
+
+/* The parts of a context that attention takes in dispatches of their own: first positions that are kept as halves, the codes,
+   last positions that are. */
+enum { TQKV__FIRST_PART, TQKV__CODES_PART, TQKV__LAST_PART, TQKV__PARTS };
+
+/* What an attention dispatches, of those parts that there are. */
+typedef struct tqkv__attend_plan {
+    bool has[TQKV__PARTS], listed;
+    size_t scratch_size;
+    tqkv_metal_dispatch lists[TQKV__PARTS], attends[TQKV__PARTS], merge;
+} tqkv__attend_plan;
+
+static bool tqkv__bindings_overlap(const tqkv_metal_binding *a, const tqkv_metal_binding *b)
+{
+    if (!a->size || !b->size || a->at.buffer != b->at.buffer || (!a->written && !b->written)) return false;
+    return a->at.offset < b->at.offset ? b->at.offset - a->at.offset < a->size : a->at.offset - b->at.offset < b->size;
+}
+
+TQKV_API const tqkv_metal_binding *tqkv_metal_overlapping(const tqkv_metal_dispatch *d, int i)
+{
+    for (int j = 0; d && i < d->n_bindings && j < i; j++)
+        if (tqkv__bindings_overlap(&d->bindings[i], &d->bindings[j])) return &d->bindings[j];
+    return NULL;
+}
+
+TQKV_API void tqkv_metal_kernel_name(const tqkv_metal_kernel *kernel, char name[TQKV_METAL_NAME])
+{
+    static const char *const families[] = {
+        "tables",       "encode",        "encode_kv",    "probe",       "decode",      "rotate", "attend",
+        "attend_merge", "attend_matrix", "index_choice", "attend_list", "index_scores"}; /* tqkv_metal_family */
+    const int dims[] = {kernel->head_dim * TQKV__DIM_UNIT, kernel->value_dim * TQKV__DIM_UNIT};
+    char *at = name;
+    const char *parts[] = {"tqkv_", families[kernel->family]};
+    for (int i = 0; i < 2; i++) {
+        memcpy(at, parts[i], strlen(parts[i]));
+        at += strlen(parts[i]);
+    }
+    for (int i = 0; i < 2 && dims[i]; i++) {
+        int unit = 1;
+        *at++ = '_';
+        if (i == 0) *at++ = 'd';
+        while (dims[i] / unit >= 10) unit *= 10;
+        for (; unit; unit /= 10) *at++ = (char)('0' + dims[i] / unit % 10);
+    }
+    *at = 0;
+}
+
+TQKV_API tqkv_metal_constant tqkv_metal_kernel_constant(const tqkv_metal_kernel *kernel, int index, uint32_t *value)
+{
+    if (index < 0 || index >= TQKV_METAL_CONSTANTS || !kernel->constants[index]) return TQKV_METAL_UNSET;
+    *value = kernel->constants[index] - 1u;
+    return TQKV__NUMBERS >> index & 1u ? TQKV_METAL_UINT : TQKV_METAL_BOOL;
+}
+
+TQKV_API tqkv_result tqkv_metal_plan_launch(const tqkv_metal_dispatch *d, size_t max_threads, tqkv_metal_launch *out)
+{
+    if (!d || !out || max_threads < TQKV__SIMD_WIDTH) return TQKV__INVALID("d or out is NULL, or max_threads below 32");
+    const size_t most = max_threads / TQKV__SIMD_WIDTH, planned = (size_t)d->n_simdgroups,
+                 n = planned < most ? planned : most;
+    if (n < planned && d->kernel.family == TQKV_METAL_ATTEND_MATRIX && planned == TQKV__LONG_SIMDGROUPS)
+        return TQKV__REFUSE(UNSUPPORTED, "max_threads is below the 256 of this kernel: see tqkv_metal_plan_lanes");
+    out->threadgroups[0] = d->rows ? d->grid[0] / n + (d->grid[0] % n != 0) : d->grid[0];
+    out->threadgroups[1] = d->grid[1];
+    out->threadgroups[2] = d->grid[2];
+    out->threads = n * TQKV__SIMD_WIDTH;
+    for (int i = 0; i < TQKV_METAL_MEMORIES; i++) {
+        const size_t size = d->memory[i] + n * d->memory_each[i];
+        out->memory[i] = size ? size : 16; /* the least: a length would stay set for later dispatches */
+    }
+    return TQKV_OK;
+}
+
+TQKV_API tqkv__attend_args tqkv__attend_args_of(const tqkv_metal_dispatch *d)
+{
+    tqkv__attend_args args;
+    memcpy(&args, d->arguments[0].bytes, sizeof args);
+    return args;
+}
+
+TQKV_API tqkv__merge_args tqkv__merge_args_of(const tqkv_metal_dispatch *d)
+{
+    tqkv__merge_args args;
+    memcpy(&args, d->arguments[0].bytes, sizeof args);
+    return args;
+}
+
+TQKV_API tqkv__rows_args tqkv__rows_args_of(const tqkv_metal_dispatch *d, int i)
+{
+    tqkv__rows_args args;
+    memcpy(&args, d->arguments[i].bytes, sizeof args);
+    return args;
+}
+
+TQKV_API void tqkv__replace_args(tqkv_metal_dispatch *d, const void *args)
+{
+    memcpy(d->arguments[0].bytes, args, d->arguments[0].size);
+}
+
+/* The largest structs fit a dispatch, and the buffer that is bound for arrays that a call lacks. */
+typedef char tqkv__args_fit[sizeof(tqkv__attend_args) <= TQKV_METAL_ARGUMENTS ? 1 : -1];
+typedef char tqkv__item_fits[sizeof(tqkv__batch_item) <= TQKV__UNUSED_BYTES ? 1 : -1];
+
+/* What plans are made of is called, not inlined: a fifth of their code. */
+static TQKV__NOINLINE void tqkv__plan_args(tqkv_metal_dispatch *d, const void *args, size_t size)
+{
+    tqkv_metal_arguments *to = &d->arguments[d->n_arguments];
+    to->index = d->n_arguments++ ? TQKV__SECOND_ARGS : 0;
+    to->size = size;
+    memcpy(to->bytes, args, size);
+}
+
+static TQKV__NOINLINE void tqkv__plan_begin(tqkv_metal_dispatch *d, tqkv_metal_family family, int head_dim,
+                                            int value_dim)
+{
+    memset(d, 0, sizeof *d);
+    d->kernel.family = (uint8_t)family;
+    d->kernel.head_dim = (uint8_t)(head_dim / TQKV__DIM_UNIT);
+    d->kernel.value_dim = (uint8_t)(value_dim == head_dim ? 0 : value_dim / TQKV__DIM_UNIT);
+    d->grid[1] = d->grid[2] = 1;
+}
+
+static void tqkv__plan_constant(tqkv_metal_dispatch *d, int constant, int value)
+{
+    d->kernel.constants[constant] = (uint8_t)(value + 1);
+}
+
+static TQKV__NOINLINE void tqkv__plan_bind(tqkv_metal_dispatch *d, const char *name, int index, tqkv_metal_buffer at,
+                                           size_t size, bool written)
+{
+    const tqkv_metal_binding binding = {name, index, at, size, 4, written};
+    d->bindings[d->n_bindings++] = binding;
+}
+
+/* Binds rows of the caller's type, which the kernel learns from the constant. */
+static TQKV__NOINLINE void tqkv__plan_bind_rows(tqkv_metal_dispatch *d, const char *name, int index,
+                                                tqkv_metal_buffer at, int constant, tqkv_type type, size_t bytes,
+                                                bool written)
+{
+    tqkv__plan_bind(d, name, index, at, bytes, written);
+    d->bindings[d->n_bindings - 1].alignment = tqkv__type_size(type);
+    if (index != TQKV_METAL_ONLY_CHECKED) tqkv__plan_constant(d, constant, (int)type);
+}
+
+/* Binds codes and norms at index and index + 1. Kernels load 16 bytes of codes at a time. */
+static TQKV__NOINLINE void tqkv__plan_bind_store(tqkv_metal_dispatch *d, const char *codes, const char *norms,
+                                                 int index, const tqkv_metal_store *store, const tqkv__stream *s,
+                                                 bool written)
+{
+    tqkv__plan_bind(d, codes, index, store->codes, s->codes_size, written);
+    d->bindings[d->n_bindings - 1].alignment = 16;
+    tqkv__plan_bind(d, norms, index + 1, store->norms, s->norms_size, written);
+}
+
+/* Binds the centre at index, if the call uses it. Returns whether it does. */
+static TQKV__NOINLINE bool tqkv__plan_bind_center(tqkv_metal_dispatch *d, const char *name, int index,
+                                                  const tqkv_metal_store *store, const tqkv__stream *s, bool used)
+{
+    const size_t size = (size_t)s->n_kv_heads * (size_t)s->head_dim * sizeof(float);
+    used = used && store->center.buffer;
+    tqkv__plan_bind(d, name, index, store->center, used ? size : 0, false);
+    return used;
+}
+
+/* Takes the page table of a store in buffers; its entries are known to the processor if shape.pages is set. */
+static tqkv_result tqkv__plan_table(const tqkv_metal_store *store, tqkv__stream *s)
+{
+    if (store->pages.buffer) return tqkv__table_shape(&store->shape, s);
+    return store->shape.pages ? TQKV__INVALID("pages: no buffer") : TQKV_OK;
+}
+
+/* The shape of a store in buffers, without its table. */
+static tqkv_result tqkv__plan_store(const tqkv_metal_store *store, tqkv_store *shape)
+{
+    if (!store) return TQKV__INVALID("a store is NULL");
+    *shape = store->shape;
+    shape->pages = NULL;
+    return TQKV_OK;
+}
+
+static tqkv_result tqkv__plan_open(const tqkv_metal_store *store, tqkv__stream *s)
+{
+    tqkv_store shape;
+    tqkv_result r = tqkv__plan_store(store, &shape);
+    if (r == TQKV_OK) r = tqkv__stream_shape(&shape, s);
+    return r == TQKV_OK ? tqkv__plan_table(store, s) : r;
+}
+
+/* From here on positions take the place of slots: only the kernel looks at the table. */
+static tqkv_result tqkv__plan_positions(tqkv__stream *s)
+{
+    const int64_t room = (int64_t)s->n_pages * s->page_size;
+    if (room > INT_MAX) return TQKV__REFUSE(UNSUPPORTED, "n_pages * page_size: 2^31 or more on a GPU");
+    s->pages = NULL;
+    if (s->page_size) s->capacity = (int)room;
+    return TQKV_OK;
+}
+
+/* Binds the page table at index, if there is one, and names the constant that says so. */
+static TQKV__NOINLINE void tqkv__plan_bind_pages(tqkv_metal_dispatch *d, const char *name, int index,
+                                                 tqkv_metal_buffer at, const tqkv__stream *s, int constant)
+{
+    tqkv__plan_bind(d, name, index, at, tqkv__table_size(s), false);
+    tqkv__plan_constant(d, constant, s->n_pages > 0);
+}
+
+/* Checks the entries of positions [first, first + n), as far as the processor knows them. */
+static tqkv_result tqkv__plan_check_pages(const tqkv_store *shape, int64_t first, int n, bool written)
+{
+    tqkv__stream table;
+    memset(&table, 0, sizeof table);
+    table.pages = shape->pages;
+    table.page_size = shape->page_size;
+    table.capacity = shape->capacity;
+    const tqkv_result r = tqkv__check_pages(&table, first, first + n);
+    if (r != TQKV_OK || !table.pages || !n || !written) return r;
+    const int64_t page = first / table.page_size, last = (first + n - 1) / table.page_size;
+    return tqkv__all_distinct(table.pages + page, last - page + 1)
+               ? TQKV_OK
+               : TQKV__INVALID("pages: a page twice among those to write");
+}
+
+static void tqkv__plan_bind_flag(tqkv_metal_dispatch *d, int index, tqkv_metal_buffer at)
+{
+    tqkv__plan_bind(d, "not_finite", index, at, at.buffer ? sizeof(uint32_t) : 0, true);
+}
+
+/* The buffer `bytes` further on. An offset that would wrap becomes one beyond the end of any buffer. */
+static tqkv_metal_buffer tqkv__buffer_after(tqkv_metal_buffer at, size_t bytes)
+{
+    const size_t last = SIZE_MAX - 15;
+    at.offset = at.offset > last || bytes > last - at.offset ? last : at.offset + bytes;
+    return at;
+}
+
+/* Plans `each` of n_units, rows or lanes, a simdgroup, and 4 simdgroups a threadgroup, which share the codebook's cells
+   (up to 3 KiB). */
+static TQKV__NOINLINE void tqkv__plan_simdgroups(tqkv_metal_dispatch *d, size_t n_units, size_t each)
+{
+    const size_t n = n_units / each + (n_units % each != 0);
+    d->rows = true;
+    d->n_simdgroups = 4;
+    if (n > d->grid[0]) d->grid[0] = n; /* two rings may keep different numbers of rows */
+}
+
+static tqkv_result tqkv__check_strides(tqkv_strides strides)
+{
+    if (strides.token <= UINT32_MAX && strides.head <= UINT32_MAX) return TQKV_OK;
+    return TQKV__REFUSE(UNSUPPORTED, "strides of 2^32 values or more: not on a GPU");
+}
+
+/* Of q, of the output and of the sums of a slice. */
+static tqkv_result tqkv__check_call_strides(const tqkv__attention *a)
+{
+    const tqkv_strides none = {0, 0};
+    tqkv_result r = tqkv__check_strides(a->call.query_strides);
+    if (r == TQKV_OK) r = tqkv__check_strides(a->call.output_strides);
+    return r == TQKV_OK ? tqkv__check_strides(tqkv__strides_of(none, a->call.n_heads, a->value_dim)) : r;
+}
+
+/* The bytes of the caller's rows of so many tokens, with gaps. As floats without gaps they have a size, too. */
+static TQKV__NOINLINE tqkv_result tqkv__plan_extent(const tqkv__stream *s, int n_tokens, size_t *bytes)
+{
+    const size_t size = tqkv__type_size(s->type);
+    if (!size) return TQKV__REFUSE(UNSUPPORTED, TQKV__NO_TYPE);
+    if (n_tokens < 0 || !tqkv__array_size(n_tokens, s->n_kv_heads, s->head_dim, sizeof(float), bytes) ||
+        !tqkv__rows_extent(s->strides, n_tokens, s->n_kv_heads, s->head_dim, size, bytes))
+        return TQKV__INVALID("the number of tokens or positions is negative or too large");
+    return tqkv__check_strides(s->strides);
+}
+
+/* Adds arguments for the rows of tokens from `position` on. slots: of a KV head in memory. What encodes has bound its flag
+   before, as its first buffer. */
+static tqkv_result tqkv__plan_rows(tqkv_metal_dispatch *d, const tqkv__stream *s, int slots, int n_tokens,
+                                   int64_t position)
+{
+    if (n_tokens > INT_MAX / s->n_kv_heads) return TQKV__INVALID("2^31 rows or more");
+    const size_t n_rows = (size_t)n_tokens * (size_t)s->n_kv_heads;
+    tqkv__rows_args args;
+    args.n_tokens = n_tokens;
+    args.n_kv_heads = s->n_kv_heads;
+    args.capacity = slots;
+    args.first_slot = n_tokens ? tqkv__slot(s, position) : 0;
+    args.block_scale = s->block_scale;
+    args.page_size = s->n_pages ? s->page_size : 0;
+    args.n_pages = s->n_pages ? slots / s->page_size : 0;
+    args.token_stride = (uint32_t)s->strides.token;
+    args.head_stride = (uint32_t)s->strides.head;
+    args.has_flag = d->n_bindings > 0 && d->bindings[0].size > 0;
+    tqkv__plan_args(d, &args, sizeof args);
+    if (d->kernel.family == TQKV_METAL_DECODE)
+        tqkv__plan_simdgroups(d, n_rows * (size_t)TQKV__ROW_LANES(s->head_dim), TQKV__SIMD_WIDTH);
+    else
+        tqkv__plan_simdgroups(d, n_rows, (size_t)TQKV__ENCODE_ROWS(s->head_dim));
+    return TQKV_OK;
+}
+
+/* Where the tokens of an encode call go: to positions from `position` on, or to slots. */
+typedef struct tqkv__places {
+    int n_tokens;
+    int64_t position;
+    bool by_slots;
+    tqkv_metal_buffer slots;
+    const int32_t *known; /* [n_tokens] or NULL */
+} tqkv__places;
+
+/* What an encode call takes of one stream. */
+typedef struct tqkv__encode_stream {
+    const char *names[5]; /* source, codes, norms, centre, pages */
+    const tqkv_metal_store *store;
+    tqkv__stream *stream;
+    tqkv_metal_buffer src;
+    int center, pages; /* indices */
+} tqkv__encode_stream;
+
+/* Memory at `index` for the rows of each simdgroup. Metal takes no empty memory. */
+static void tqkv__plan_encode_memory(tqkv_metal_dispatch *d, int index, int head_dim)
+{
+    const size_t rows = (size_t)TQKV__ROW_BYTES(head_dim, 1);
+    d->memory[index] = 16;
+    if (d->memory_each[index] < rows) d->memory_each[index] = rows;
+}
+
+/* Opens the store of a call that encodes. */
+static tqkv_result tqkv__plan_target(const tqkv_metal_store *store, const tqkv__places *places, tqkv__stream *s)
+{
+    if (!store || !places->by_slots) return tqkv__plan_open(store, s);
+    tqkv_store pool = store->shape;
+    pool.ring = false;
+    pool.pages = NULL;
+    return tqkv__stream_shape(&pool, s);
+}
+
+/* Checks the places in a store. Slots are a table with pages of one position. */
+static tqkv_result tqkv__plan_places(const tqkv_store *shape, const tqkv__places *places, tqkv__stream *s)
+{
+    const int n = places->n_tokens;
+    if (places->by_slots) {
+        const tqkv_result r = places->known ? tqkv__check_slots(s, places->known, n) : TQKV_OK;
+        s->n_pages = n;
+        s->page_size = 1;
+        return r == TQKV_OK ? tqkv__plan_positions(s) : r;
+    }
+    tqkv_result r = tqkv__plan_positions(s);
+    if (r == TQKV_OK) r = tqkv__check_positions(s, n, places->position);
+    return r == TQKV_OK ? tqkv__plan_check_pages(shape, places->position, n, true) : r;
+}
+
+/* Adds a stream to encode: arguments at index 0 or 4, then source, codes and norms; the centre where it says. */
+static tqkv_result tqkv__plan_stream(tqkv_metal_dispatch *d, const tqkv__encode_stream *e, const tqkv__places *places)
+{
+    size_t all, kept;
+    tqkv__stream *s = e->stream;
+    const int index = d->n_arguments ? TQKV__SECOND_ARGS : 0, slots = s->capacity, n_tokens = places->n_tokens;
+    tqkv_result r = tqkv__plan_extent(s, n_tokens, &all);
+    if (r == TQKV_OK) r = tqkv__plan_places(&e->store->shape, places, s);
+    if (r != TQKV_OK) return r;
+    const int skipped = tqkv__first_kept(s, n_tokens);
+    r = tqkv__plan_extent(s, n_tokens - skipped, &kept);
+    if (r == TQKV_OK) r = tqkv__plan_rows(d, s, slots, n_tokens - skipped, places->position + skipped);
+    if (r != TQKV_OK) return r;
+    tqkv__plan_constant(d, index ? TQKV_FC_VALUE_FORMAT : TQKV_FC_FORMAT, (int)s->format);
+    tqkv__plan_constant(d, index ? TQKV_FC_VALUE_ROTATED : TQKV_FC_ROTATED, s->rotated);
+    tqkv__plan_bind_rows(d, e->names[0], index + 1, tqkv__buffer_after(e->src, all - kept),
+                         index ? TQKV_FC_VALUE_TYPE : TQKV_FC_TYPE, s->type, kept, false);
+    tqkv__plan_bind_store(d, e->names[1], e->names[2], index + 2, e->store, s, true);
+    tqkv__plan_constant(d, index ? TQKV_FC_VALUE_CENTER : TQKV_FC_CENTER,
+                        tqkv__plan_bind_center(d, e->names[3], e->center, e->store, s, true));
+    tqkv__plan_bind_pages(d, places->by_slots ? "slots" : e->names[4], e->pages,
+                          places->by_slots ? places->slots : e->store->pages, s,
+                          index ? TQKV_FC_VALUE_PAGES : TQKV_FC_PAGES);
+    d->memory[0] = TQKV__CELL_BYTES;
+    tqkv__plan_encode_memory(d, 1, s->head_dim);
+    d->memory[2] = TQKV__TABLE_BYTES;
+    return TQKV_OK;
+}
+
+TQKV_API size_t tqkv_metal_report_size(void) { return sizeof(tqkv__table_report); }
+
+TQKV_API tqkv_result tqkv_metal_plan_tables(tqkv_metal_buffer report, tqkv_metal_dispatch d[2])
+{
+    if (!d) return TQKV__INVALID(TQKV__NO_DISPATCH);
+    for (int i = 0; i < 2; i++) {
+        tqkv__plan_begin(&d[i], TQKV_METAL_TABLES, 0, 0);
+        tqkv__plan_constant(&d[i], TQKV_FC_UNROTATE, i);
+        tqkv__plan_bind(&d[i], "report", 0, report, sizeof(tqkv__table_report), true);
+        d[i].grid[0] = 1;
+        d[i].n_simdgroups = 1;
+    }
+    return TQKV_OK;
+}
+
+static tqkv_result tqkv__plan_encode_at(const tqkv_metal_store *store, tqkv_metal_buffer src,
+                                        const tqkv__places *places, tqkv_metal_buffer not_finite,
+                                        tqkv_metal_dispatch *d)
+{
+    tqkv__stream s;
+    const tqkv__encode_stream e = {{"src", "codes", "norms", "center", "pages"}, store, &s, src, 5, 6};
+    if (!d) return TQKV__INVALID(TQKV__NO_DISPATCH);
+    tqkv_result r = tqkv__plan_target(store, places, &s);
+    if (r == TQKV_OK) r = tqkv__check_kernels(s.head_dim, s.head_dim);
+    if (r != TQKV_OK) return r;
+    tqkv__plan_begin(d, TQKV_METAL_ENCODE, s.head_dim, s.head_dim);
+    tqkv__plan_bind_flag(d, 4, not_finite);
+    return tqkv__plan_stream(d, &e, places);
+}
+
+TQKV_API tqkv_result tqkv_metal_plan_encode(const tqkv_metal_store *store, tqkv_metal_buffer src, int n_tokens,
+                                            int64_t position, tqkv_metal_buffer not_finite, tqkv_metal_dispatch *d)
+{
+    const tqkv__places places = {n_tokens, position, false, {NULL, 0}, NULL};
+    return tqkv__plan_encode_at(store, src, &places, not_finite, d);
+}
+
+TQKV_API tqkv_result tqkv_metal_plan_encode_slots(const tqkv_metal_store *store, tqkv_metal_buffer src, int n_tokens,
+                                                  tqkv_metal_buffer slots, const int32_t *known,
+                                                  tqkv_metal_buffer not_finite, tqkv_metal_dispatch *d)
+{
+    const tqkv__places places = {n_tokens, 0, true, slots, known};
+    return tqkv__plan_encode_at(store, src, &places, not_finite, d);
+}
+
+static tqkv_result tqkv__plan_encode_kv_at(const tqkv_metal_store *keys, const tqkv_metal_store *values,
+                                           tqkv_metal_buffer k, tqkv_metal_buffer v, const tqkv__places *places,
+                                           tqkv_metal_buffer not_finite, tqkv_metal_dispatch *d)
+{
+    tqkv__stream ks, vs;
+    const tqkv__encode_stream key = {
+        {"k", "keys' codes", "keys' norms", "keys' center", "keys' pages"}, keys, &ks, k, 9, 11};
+    const tqkv__encode_stream value = {
+        {"v", "values' codes", "values' norms", "values' center", "values' pages"}, values, &vs, v, 10, 12};
+    if (!d) return TQKV__INVALID(TQKV__NO_DISPATCH);
+    tqkv_result r = tqkv__plan_target(keys, places, &ks);
+    if (r == TQKV_OK) r = tqkv__plan_target(values, places, &vs);
+    if (r != TQKV_OK) return r;
+    if (ks.n_kv_heads != vs.n_kv_heads) return TQKV__INVALID("keys and values differ in n_kv_heads");
+    const bool tail = vs.head_dim == TQKV__TAIL_DIM(ks.head_dim);
+    r = tail ? TQKV_OK : tqkv__check_kernels(ks.head_dim, vs.head_dim);
+    if (r != TQKV_OK) return r;
+    tqkv__plan_begin(d, TQKV_METAL_ENCODE_KV, ks.head_dim, vs.head_dim);
+    tqkv__plan_bind_flag(d, 8, not_finite);
+    d->grid[2] = 2;
+    r = tqkv__plan_stream(d, &key, places);
+    return r == TQKV_OK ? tqkv__plan_stream(d, &value, places) : r;
+}
+
+TQKV_API tqkv_result tqkv_metal_plan_encode_kv(const tqkv_metal_store *keys, const tqkv_metal_store *values,
+                                               tqkv_metal_buffer k, tqkv_metal_buffer v, int n_tokens, int64_t position,
+                                               tqkv_metal_buffer not_finite, tqkv_metal_dispatch *d)
+{
+    const tqkv__places places = {n_tokens, position, false, {NULL, 0}, NULL};
+    return tqkv__plan_encode_kv_at(keys, values, k, v, &places, not_finite, d);
+}
+
+TQKV_API tqkv_result tqkv_metal_plan_encode_kv_slots(const tqkv_metal_store *keys, const tqkv_metal_store *values,
+                                                     tqkv_metal_buffer k, tqkv_metal_buffer v, int n_tokens,
+                                                     tqkv_metal_buffer slots, const int32_t *known,
+                                                     tqkv_metal_buffer not_finite, tqkv_metal_dispatch *d)
+{
+    const tqkv__places places = {n_tokens, 0, true, slots, known};
+    return tqkv__plan_encode_kv_at(keys, values, k, v, &places, not_finite, d);
+}
+
+TQKV_API tqkv_result tqkv_metal_plan_probe(const tqkv_metal_store *store, tqkv_metal_buffer src, int n_tokens,
+                                           tqkv_metal_buffer scaled, tqkv_metal_buffer not_finite,
+                                           tqkv_metal_dispatch *d)
+{
+    tqkv__stream s;
+    size_t bytes;
+    if (!store || !d) return TQKV__INVALID(d ? "a store is NULL" : TQKV__NO_DISPATCH);
+    tqkv_result r = tqkv__stream_shape(&store->shape, &s);
+    if (r == TQKV_OK) r = tqkv__check_kernels(s.head_dim, s.head_dim);
+    if (r != TQKV_OK) return r;
+    tqkv__plan_begin(d, TQKV_METAL_PROBE, s.head_dim, s.head_dim);
+    tqkv__plan_bind_flag(d, 3, not_finite);
+    r = tqkv__plan_extent(&s, n_tokens, &bytes);
+    if (r == TQKV_OK) r = tqkv__plan_rows(d, &s, s.capacity, n_tokens, 0);
+    if (r != TQKV_OK) return r;
+    tqkv__plan_constant(d, TQKV_FC_FORMAT, (int)s.format);
+    tqkv__plan_constant(d, TQKV_FC_ROTATED, s.rotated);
+    tqkv__plan_encode_memory(d, 0, s.head_dim);
+    tqkv__plan_bind_rows(d, "src", 1, src, TQKV_FC_TYPE, s.type, bytes, false);
+    tqkv__plan_bind(d, "scaled", 2, scaled,
+                    (size_t)n_tokens * (size_t)s.n_kv_heads * (size_t)s.head_dim * sizeof(float), true);
+    tqkv__plan_constant(d, TQKV_FC_CENTER, tqkv__plan_bind_center(d, "center", 4, store, &s, true));
+    return TQKV_OK;
+}
+
+TQKV_API tqkv_result tqkv_metal_plan_decode(const tqkv_metal_store *store, int64_t position, int n_positions,
+                                            tqkv_basis basis, tqkv_metal_buffer dst, tqkv_metal_dispatch *d)
+{
+    tqkv__stream s;
+    size_t bytes;
+    if (!d) return TQKV__INVALID(TQKV__NO_DISPATCH);
+    tqkv_result r = tqkv__plan_open(store, &s);
+    if (r == TQKV_OK) r = tqkv__check_kernels(s.head_dim, s.head_dim);
+    if (r != TQKV_OK) return r;
+    const int slots = s.capacity;
+    if ((r = tqkv__plan_positions(&s)) != TQKV_OK) return r;
+    if (n_positions < 0 || !tqkv__basis_known(basis))
+        return TQKV__INVALID("n_positions is negative, or basis no tqkv_basis");
+    if (n_positions > slots) return TQKV__REFUSE(OUT_OF_RANGE, "n_positions is above the capacity");
+    if ((r = tqkv__check_positions(&s, n_positions, position)) != TQKV_OK) return r;
+    if ((r = tqkv__plan_check_pages(&store->shape, position, n_positions, false)) != TQKV_OK) return r;
+    tqkv__plan_begin(d, TQKV_METAL_DECODE, s.head_dim, s.head_dim);
+    r = tqkv__plan_extent(&s, n_positions, &bytes);
+    if (r == TQKV_OK) r = tqkv__plan_rows(d, &s, slots, n_positions, position);
+    if (r != TQKV_OK) return r;
+    if (!tqkv__rows_distinct(s.strides, n_positions, s.n_kv_heads, s.head_dim)) return TQKV__INVALID(TQKV__ROWS_SHARED);
+    tqkv__plan_constant(d, TQKV_FC_FORMAT, (int)s.format);
+    tqkv__plan_constant(d, TQKV_FC_UNROTATE, s.rotated && basis == TQKV_ORIGINAL);
+    tqkv__plan_bind_store(d, "codes", "norms", 1, store, &s, false);
+    tqkv__plan_bind_rows(d, "dst", 3, dst, TQKV_FC_TYPE, s.type, bytes, true);
+    tqkv__plan_constant(d, TQKV_FC_CENTER, tqkv__plan_bind_center(d, "center", 4, store, &s, true));
+    tqkv__plan_constant(d, TQKV_FC_ROTATED, s.rotated && basis == TQKV_ROTATED);
+    tqkv__plan_bind_pages(d, "pages", 5, store->pages, &s, TQKV_FC_PAGES);
+    d->memory[0] = TQKV__TABLE_BYTES;
+    return TQKV_OK;
+}
+
+TQKV_API tqkv_result tqkv_metal_plan_rotate(tqkv_metal_buffer rows, int n_rows, int head_dim, bool unrotate,
+                                            tqkv_metal_dispatch *d)
+{
+    size_t size;
+    if (!d) return TQKV__INVALID(TQKV__NO_DISPATCH);
+    const tqkv_result r = tqkv__check_kernels(head_dim, head_dim);
+    if (r != TQKV_OK) return r;
+    if (n_rows < 0 || !tqkv__array_size(n_rows, head_dim, 1, sizeof(float), &size))
+        return TQKV__INVALID("n_rows is negative or too large");
+    tqkv__plan_begin(d, TQKV_METAL_ROTATE, head_dim, head_dim);
+    tqkv__plan_constant(d, TQKV_FC_UNROTATE, unrotate);
+    const tqkv__rotate_args args = {n_rows};
+    tqkv__plan_args(d, &args, sizeof args);
+    tqkv__plan_bind(d, "rows", 1, rows, size, true);
+    tqkv__plan_simdgroups(d, (size_t)n_rows * (size_t)TQKV__ROW_LANES(head_dim), TQKV__SIMD_WIDTH);
+    return TQKV_OK;
+}

@@ -1,0 +1,196 @@
+/* >>plan-shape: an attention over buffers as one over stores, checked. */
+
+/* An attention over buffers as one over stores. */
+typedef struct tqkv__plan_call {
+    tqkv_attention attention;
+    tqkv_store keys, values, tail, ends[2][2];
+} tqkv__plan_call;
+
+static bool tqkv__same_buffer(tqkv_metal_buffer a, tqkv_metal_buffer b)
+{
+    return a.buffer == b.buffer && (a.offset == b.offset || !a.buffer);
+}
+
+/* Whether two stores have the same page table, or none. */
+static bool tqkv__same_table(const tqkv_metal_store *a, const tqkv_metal_store *b)
+{
+    const tqkv_store *x = &a->shape, *y = &b->shape;
+    return tqkv__same_buffer(a->pages, b->pages) &&
+           (!a->pages.buffer || (x->n_pages == y->n_pages && x->page_size == y->page_size && x->pages == y->pages));
+}
+
+/* Of the bytes that a store takes from a buffer on, whether some belong to another store. */
+static bool tqkv__stores_overlap(const tqkv_metal_store *a, const tqkv__stream *s, const tqkv_metal_store *b,
+                                 const tqkv__stream *t)
+{
+    const tqkv_metal_binding codes[] = {{"", 0, a->codes, s->codes_size, 1, true},
+                                        {"", 0, b->codes, t->codes_size, 1, true}},
+                             norms[] = {{"", 0, a->norms, s->norms_size, 1, true},
+                                        {"", 0, b->norms, t->norms_size, 1, true}};
+    return a->codes.buffer &&
+           (tqkv__bindings_overlap(&codes[0], &codes[1]) || tqkv__bindings_overlap(&codes[0], &norms[1]) ||
+            tqkv__bindings_overlap(&norms[0], &codes[1]) || tqkv__bindings_overlap(&norms[0], &norms[1]));
+}
+
+/* Whether keys and values lie in the same bytes in the same way. */
+static bool tqkv__plan_alike(const tqkv_metal_attention *from, const tqkv__attention *a)
+{
+    const tqkv__stream *k = &a->keys, *v = &a->values;
+    return tqkv__same_buffer(from->keys->codes, from->values->codes) && k->format == v->format &&
+           (!k->norms_size || tqkv__same_buffer(from->keys->norms, from->values->norms)) &&
+           k->head_dim == v->head_dim && from->keys->shape.capacity == from->values->shape.capacity &&
+           k->rotated == v->rotated && k->block_scale == v->block_scale;
+}
+
+/* Whether they are one stream. */
+static bool tqkv__plan_shared(const tqkv_metal_attention *from, const tqkv__attention *a)
+{
+    return tqkv__plan_alike(from, a) && from->keys->codes.buffer && tqkv__same_table(from->keys, from->values) &&
+           a->keys.ring == a->values.ring && tqkv__same_buffer(from->keys->center, from->values->center);
+}
+
+/* Streams that share bytes must be one stream, or by their page tables two in one pool. The tail lies in the keys' slots. */
+static tqkv_result tqkv__plan_check_streams(const tqkv_metal_attention *from, const tqkv__attention *a)
+{
+    const tqkv__stream *k = &a->keys, *v = &a->values;
+    /* tqkv__plan_shape has seen that there is one. NOLINTNEXTLINE(clang-analyzer-core.NullDereference) */
+    const bool paged = from->keys->pages.buffer && from->values->pages.buffer;
+    if (!(tqkv__plan_alike(from, a) && paged) && !tqkv__plan_shared(from, a) &&
+        tqkv__stores_overlap(from->keys, k, from->values, v))
+        return TQKV__INVALID("keys and values share bytes, but are not described in the same way");
+    if (!from->tail) return TQKV_OK;
+    if (!tqkv__same_table(from->keys, from->tail)) return TQKV__INVALID("tail: the page table is not that of the keys");
+    if (!tqkv__stores_overlap(from->keys, k, from->tail, &a->tail) &&
+        !tqkv__stores_overlap(from->values, v, from->tail, &a->tail))
+        return TQKV_OK;
+    return TQKV__INVALID("tail: overlaps the keys or the values");
+}
+
+/* The stores of the positions that are kept as halves. Their centres are buffers, too. */
+static tqkv_result tqkv__plan_end_shapes(const tqkv_metal_attention *from, tqkv__plan_call *call)
+{
+    const tqkv_metal_store *const ends[2][2] = {{from->first_keys, from->first_values},
+                                                {from->last_keys, from->last_values}};
+    tqkv_attention *to = &call->attention;
+    const tqkv_store **const shapes[2][2] = {{&to->first_keys, &to->first_values}, {&to->last_keys, &to->last_values}};
+    for (int i = 0; i < 4; i++) {
+        const tqkv_metal_store *end = ends[i / 2][i % 2], *codes = i % 2 ? from->values : from->keys;
+        tqkv_store *shape = &call->ends[i / 2][i % 2];
+        *shapes[i / 2][i % 2] = end ? shape : NULL;
+        if (!end || !(i / 2 ? to->exact_last : to->exact_first)) continue;
+        tqkv__plan_store(end, shape);
+        shape->center = codes->shape.center;
+        if (!tqkv__same_buffer(end->center, codes->center))
+            return TQKV__INVALID("exact_first or exact_last: a store with another centre than the codes");
+        if (end->pages.buffer || shape->n_pages)
+            return TQKV__REFUSE(UNSUPPORTED, "exact_first or exact_last with pages of their own: not on a GPU");
+    }
+    return TQKV_OK;
+}
+
+/* In place of what the processor does not know. A tree of as many queries as one has: none sees any of its positions. */
+static const uint64_t tqkv__unknown_tree[64] = {0};
+static const int32_t tqkv__unknown_list[1] = {0};
+
+/* tqkv__attention_shape of `from` */
+static tqkv_result tqkv__plan_shape(const tqkv_metal_attention *from, tqkv__plan_call *call, tqkv__attention *a)
+{
+    tqkv_attention *to = &call->attention;
+    if (!from) return TQKV__INVALID("the attention is NULL");
+    if (from->attention.tree && !from->tree.buffer) return TQKV__INVALID("tree: no buffer");
+    if (from->attention.list && !from->list.buffer) return TQKV__INVALID("list: no buffer");
+    if (from->matrix_group < 0) return TQKV__INVALID("matrix_group is negative");
+    tqkv_result r = tqkv__plan_store(from->keys, &call->keys);
+    if (r == TQKV_OK) r = tqkv__plan_store(from->values, &call->values);
+    if (r == TQKV_OK && from->tail) r = tqkv__plan_store(from->tail, &call->tail);
+    if (r != TQKV_OK) return r;
+    *to = from->attention;
+    to->keys = &call->keys;
+    to->values = &call->values;
+    to->tail = from->tail ? &call->tail : NULL;
+    if ((r = tqkv__plan_end_shapes(from, call)) != TQKV_OK) return r;
+    if (from->tree.buffer && !to->tree) to->tree = tqkv__unknown_tree;
+    if (from->list.buffer && !to->list) to->list = tqkv__unknown_list;
+    to->sinks = NULL;
+    memset(&to->parallel, 0, sizeof to->parallel);
+    memset(&to->allocator, 0, sizeof to->allocator);
+    r = tqkv__attention_shape(to, a);
+    if (r == TQKV_OK) r = tqkv__plan_table(from->keys, &a->keys);
+    if (r == TQKV_OK) r = tqkv__plan_table(from->values, &a->values);
+    if (r == TQKV_OK) r = tqkv__check_kernels(a->keys.head_dim, a->value_dim);
+    if (r == TQKV_OK) r = tqkv__check_tail(a->keys.head_dim, a->tail.head_dim);
+    if (r == TQKV_OK) r = from->attention.list ? tqkv__check_list(a) : tqkv__list_shape(a);
+    if (r == TQKV_OK && a->call.list) r = tqkv__check_list_rows(a);
+    if (r == TQKV_OK && a->round_query) r = TQKV__REFUSE(UNSUPPORTED, TQKV__FLOATS_ON_GPU);
+    if (r == TQKV_OK) r = tqkv__check_call_strides(a);
+    a->matrix_group = from->matrix_group;
+    if (r != TQKV_OK || !a->keys.page_size == !a->values.page_size) return r;
+    return TQKV__REFUSE(UNSUPPORTED, "one of keys and values has pages: not on a GPU");
+}
+
+/* Positions take the place of slots. If a table is empty there are none, and the kernel reads neither table. */
+static tqkv_result tqkv__plan_attention_positions(tqkv__attention *a)
+{
+    if (!a->keys.n_pages || !a->values.n_pages)
+        a->keys.n_pages = a->values.n_pages = a->keys.page_size = a->values.page_size = 0;
+    const tqkv_result r = tqkv__plan_positions(&a->keys);
+    return r == TQKV_OK ? tqkv__plan_positions(&a->values) : r;
+}
+
+/* Takes the positions that are kept as halves; slots of positions follow. */
+static tqkv_result tqkv__plan_ends(const tqkv_metal_attention *from, tqkv__attention *a, tqkv__attend_buffers *b)
+{
+    if (!a->call.exact_first && !a->call.exact_last) return TQKV_OK;
+    a->shared = tqkv__plan_shared(from, a);
+    const tqkv_result r = tqkv__take_ends(a, tqkv__stream_shape);
+    if (r != TQKV_OK) return r;
+    b->ends[0][0] = from->first_keys;
+    b->ends[0][1] = a->shared ? from->first_keys : from->first_values;
+    b->ends[1][0] = from->last_keys;
+    b->ends[1][1] = a->shared ? from->last_keys : from->last_values;
+    for (int last = 0; last < 2; last++) {
+        if (a->keys.page_size && a->exact[last][0] != a->exact[last][1])
+            return TQKV__REFUSE(UNSUPPORTED, "one of keys and values has pages: not on a GPU");
+        if (a->keys.page_size && a->exact[last][0] && from->tail)
+            return TQKV__REFUSE(UNSUPPORTED, "exact_first or exact_last of keys with a tail in pages: not on a GPU");
+    }
+    const bool last = a->exact[1][0] || a->exact[1][1], meet = last && a->exact_from < a->exact_below;
+    if (!meet || (a->exact[0][0] == a->exact[1][0] && a->exact[0][1] == a->exact[1][1])) return TQKV_OK;
+    return TQKV__REFUSE(UNSUPPORTED, "exact_first and exact_last meet, and are of different streams: not on a GPU");
+}
+
+/* Takes [first, first + count) if b says slice, else all resident positions, and checks the pages that the processor knows. */
+static tqkv_result tqkv__plan_range(const tqkv_metal_attention *from, int64_t first, int count, tqkv__attention *a,
+                                    tqkv__attend_buffers *b)
+{
+    const bool known = !a->call.list || from->attention.list, slice = b->slice.to;
+    tqkv_result r = slice ? tqkv__check_slice_range(a, first, count) : TQKV_OK;
+    if (r != TQKV_OK) return r;
+    if (!slice) b->sinks = from->sinks;
+    const tqkv__range range = {slice ? first : a->first, slice ? first + count : a->call.end};
+    if (known) r = tqkv__check_seen(a, range);
+    a->first = range.from;
+    b->slice_end = range.to;
+    return r;
+}
+
+/* Attends to [first, first + count) if b says slice, else to all resident positions. */
+static tqkv_result tqkv__plan_call_of(const tqkv_metal_attention *from, int64_t first, int count, size_t most_sums,
+                                      tqkv__attend_buffers *b, tqkv__attend_plan *plan)
+{
+    tqkv__plan_call call;
+    tqkv__attention a;
+    tqkv_result r = tqkv__plan_shape(from, &call, &a);
+    if (r == TQKV_OK) r = tqkv__plan_check_streams(from, &a);
+    if (r == TQKV_OK) r = tqkv__attention_range(&call.attention, &a);
+    if (r == TQKV_OK) r = tqkv__plan_ends(from, &a, b);
+    if (r == TQKV_OK) r = tqkv__plan_range(from, first, count, &a, b);
+    if (r == TQKV_OK) r = tqkv__plan_attention_positions(&a);
+    if (r != TQKV_OK) return r;
+    b->keys = from->keys;
+    b->values = from->values;
+    b->tail = from->tail;
+    b->tree = from->tree;
+    b->list = from->list;
+    return tqkv__plan_attention(&a, b, most_sums, plan);
+}

@@ -1,0 +1,129 @@
+/* >>plan-split: how the threadgroups share attention. */
+
+/* How the threadgroups share attention. Metal does not report a GPU's number of cores (7 to 80): only the shape decides.
+   These numbers come from sizes and `make model`, not from measurements on Apple's hardware.
+
+   columns       Query rows of a KV head in a threadgroup, as many as registers hold: each key and value is decoded once
+                 for all of them. The rows of one query are divided evenly: 9 rows are 5 + 4, not 8 + 1, for the same two
+                 passes. For several queries: tqkv__choose_columns.
+   n_simdgroups  4, or as many as the pipeline allows. Each walks its own tiles, and together they hide the latency of
+                 loads. They share tables and queries in threadgroup memory.
+   stretches     512 slots up to slot 8192, 2048 beyond. A simdgroup's float sums run over a quarter of that, so they
+                 do not lose digits at any length. The bounds depend on slots alone: what stands beside a query changes
+                 no bit of its result. 512 slots are 4 tiles a simdgroup: fewer would not hide latency, more would leave
+                 the cores of a large GPU idle at 8192 positions and 8 KV heads (128 threadgroups). Beyond, threadgroups
+                 abound, and longer stretches save queries loaded and sums merged: a stretch's sums are 8 bytes a value
+                 and row, read and written, against 512 or 2048 positions of half to two bytes a value. On an H200, D=128,
+                 group 2, 128k positions, I8 takes 107 microseconds with 512 slots up to slot 65536, 89 as it is, and 80
+                 with 2048 everywhere. A window sees few stretches wherever it stands, so there all are short.
+   splits        Threadgroups along the context, each with
+                 one stretch   until the stretches' sums take 32 MiB of scratch,
+                 one section   beyond that, 16 stretches added up as it goes, or
+                 everything    if heads and rows make 256 threadgroups already. Section and total stand in scratch.
+                 All three do the same additions in the same order. */
+enum { TQKV__STRETCH_TILES = 16, TQKV__SHORT_STRETCHES = 16, TQKV__MOST_SUMS = 32 << 20, TQKV__FULL = 256 };
+
+typedef struct tqkv__split {
+    int columns, n_simdgroups, n_splits, first_stretch, n_short, sections_each, n_partials;
+    bool matrix;
+    size_t sums_size, scratch_size; /* [n_partials][n_rows][head_dim]; scratch: also [1 + n_partials][n_rows][2] */
+    size_t sums_at, states_at;      /* of the two, in scratch */
+    size_t list_at;                 /* rows of attend_list, in their part of scratch */
+} tqkv__split;
+
+static int tqkv__stretch_of(int64_t tile, int n_short)
+{
+    const int64_t length = TQKV__STRETCH_TILES, n = n_short;
+    return (int)TQKV__STRETCH_OF_TILE(tile, length, n);
+}
+
+/* Slots of the keys before slice_end that some query sees, as tiles [*first, *end). A ring that wraps: all. */
+static void tqkv__tiles_seen(const tqkv__attention *a, int64_t slice_end, int64_t *first, int64_t *end)
+{
+    const tqkv__range slice = {a->first, slice_end}, visible = tqkv__visible_to(a, 0, a->call.n_queries - 1, slice);
+    const int64_t seen = visible.to - visible.from, slot = seen > 0 ? tqkv__slot(&a->keys, visible.from) : 0;
+    const bool wraps = seen > a->keys.capacity - slot;
+    *first = wraps ? 0 : slot / TQKV__SIMD_WIDTH;
+    *end = ((wraps ? a->keys.capacity : slot + seen) + TQKV__SIMD_WIDTH - 1) / TQKV__SIMD_WIDTH;
+}
+
+/* Whether attention multiplies matrices. A query must have the same bits alone and in company, so the number of queries
+   does not decide. Microseconds on an H200, one token, 128k positions, 8 KV heads, D=128 (make bench-gpu, with --lanes and
+   --matrices):
+
+   group                 1          2          4           8           16
+   TQ4, without, with    60, 71     68, 71     96, 73      153, 75     284, 101
+   I8                    76, -      79, 77     103, 77     173, 79     - , 91
+   I8 keys, TQ4 values   63, -      70, 69     99, 76      154, 72     - , 87
+
+   F16, TQ5 and TQ8 gain from a group of 8 on and lose at 1 and 2. 512 queries over 8k positions at a group of 2, TQ4: 1470
+   and 353; 8 queries over 128k: 287 and 100. So on that GPU TQ4 and I8 are better served by a matrix_group of 2. The
+   model of Apple's GPUs, which have no unit for such products, expects tokens of narrow groups to lose up to half of their
+   speed there: hence 4. */
+static bool tqkv__choose_matrix(const tqkv__attention *a)
+{
+    const int head_dim = a->keys.head_dim, least = tqkv__is_long(head_dim) ? 8 : 4;
+    return a->group >= (a->matrix_group ? a->matrix_group : least) && head_dim == a->value_dim &&
+           (head_dim == 64 || head_dim == 128 || head_dim == 256 || tqkv__is_long(head_dim));
+}
+
+/* Query rows of a threadgroup that multiplies matrices: 64 registers of sums. The benchmark's GPU, with 255 registers a
+   thread, takes 32 up to D=128. */
+static int tqkv__matrix_rows(int head_dim) { return head_dim <= 64 ? 32 : head_dim <= 128 ? 16 : 8; }
+
+/* A number of columns has a pipeline of its own, and Metal takes up to a second for one. One query has always the same rows:
+   they are its columns. For several they are a power of two, so that a server, whose calls differ in their numbers of
+   queries, does not wait for Metal's compiler in mid-run. */
+static int tqkv__choose_columns(int64_t rows, int n_queries)
+{
+    int columns = 1;
+    if (n_queries == 1) return (int)rows;
+    while (columns < rows) columns *= 2;
+    return columns;
+}
+
+/* Divides query rows and the tiles [first, end) of the keys. most_sums: bytes of the stretches' sums; SIZE_MAX: each stretch
+   has its own, and all are short */
+static tqkv_result tqkv__choose_split(const tqkv__attention *a, int64_t first, int64_t end, size_t most_sums,
+                                      tqkv__split *split)
+{
+    split->matrix = tqkv__choose_matrix(a);
+    const int64_t each = a->call.list ? a->group : (int64_t)a->call.n_queries * a->group; /* rows that share tiles */
+    const int64_t most = split->matrix ? tqkv__matrix_rows(a->keys.head_dim) : TQKV__MAX_COLUMNS(a->keys.head_dim);
+    const int64_t parts = (each + most - 1) / most, section = TQKV__SECTION;
+    const int64_t blocks = a->call.list ? parts * a->call.n_queries : parts;
+    const size_t row = ((size_t)a->value_dim + 2) * sizeof(float);
+    split->n_short = a->call.window || most_sums == SIZE_MAX ? INT_MAX : TQKV__SHORT_STRETCHES;
+    split->first_stretch = tqkv__stretch_of(first, split->n_short);
+    const int last = tqkv__stretch_of(end > first ? end - 1 : first, split->n_short);
+    const int n_stretches = last - split->first_stretch + 1;
+    const int n_sections = (int)(last / section - split->first_stretch / section) + 1;
+    const bool full = blocks * a->n_kv_heads >= TQKV__FULL && most_sums != SIZE_MAX;
+    const bool stretches = !full && a->n_rows <= most_sums / row / (size_t)n_stretches;
+    split->n_splits = full ? 1 : stretches ? n_stretches : n_sections;
+    split->sections_each = full ? n_sections : stretches ? 0 : 1;
+    split->n_partials = full && n_sections > 1 ? 2 : split->n_splits;
+    split->columns = tqkv__choose_columns((each + parts - 1) / parts, a->call.list ? 1 : a->call.n_queries);
+    const bool shared = split->matrix && tqkv__is_long(a->keys.head_dim); /* rows by all simdgroups of a threadgroup */
+    split->n_simdgroups = shared ? TQKV__LONG_SIMDGROUPS : end > 4 ? 4 : end > 1 ? (int)end : 1;
+    const size_t n = (size_t)split->n_partials;
+    if (a->n_rows > SIZE_MAX / 8 / row / (n + 1)) return TQKV__INVALID(TQKV__LARGE_SCRATCH);
+    split->sums_size = a->out_elements * sizeof(float) * n;
+    split->scratch_size = a->n_rows * (row * n + 2 * sizeof(float));
+    split->sums_at = 0;
+    split->states_at = split->sums_size;
+    return TQKV_OK;
+}
+
+/* What a query sees, counted from the oldest resident position: the positions up to first_newest and its number, and of those
+   the last `window`, or all. Without causality it looks as far ahead as back. */
+static void tqkv__plan_seen(const tqkv__attention *a, int32_t *first_newest, int32_t *window)
+{
+    const int kv_len = (int)(a->call.end - a->first), n = a->call.n_queries, own = a->call.window;
+    *first_newest = kv_len - n;
+    *window = own < kv_len ? own : 0;
+    if (!a->call.non_causal) return;
+    const bool all = !own || own >= kv_len + n;
+    *first_newest = all ? kv_len - 1 : kv_len - n + own - 1;
+    *window = all ? 0 : 2 * own - 1;
+}

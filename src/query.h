@@ -1,0 +1,173 @@
+/* >>query: a row of a call: its query, its centres, its result. */
+
+/* One call of a job. */
+typedef struct tqkv__part {
+    const tqkv__attention *a;
+    const void *q; /* the caller's, as out, max and sum */
+    void *out;
+    float *max, *sum;             /* NULL: finish the rows */
+    tqkv__range slice;            /* the positions looked at */
+    tqkv__range seen;             /* by some query; of lists: ranks */
+    int64_t stretch, n_stretches; /* the first stretch, and their number */
+    int n_rows; /* of a KV head that may share an item: all of them, or with a list those of a query */
+    int rows_each, n_items;
+    int first_unit;       /* units of the parts before, in this wave */
+    int64_t wave, n_wave; /* spread: the first stretch in this wave, and their number */
+    size_t sums_floats;   /* sums of all rows */
+    float *total, *now;   /* spread: sums of all earlier waves; [n_wave]: of the stretches in this wave */
+} tqkv__part;
+
+/* The caller's row that is row i of an item. */
+static size_t tqkv__caller_row(const tqkv__attention *a, const tqkv__item *item, int i)
+{
+    const int row = item->first_row + i;
+    return (size_t)(row / a->group) * (size_t)a->call.n_heads + (size_t)(item->kv_head * a->group + row % a->group);
+}
+
+/* The value at which a row of the caller begins. */
+static size_t tqkv__row_begin(const tqkv__attention *a, tqkv_strides strides, size_t row)
+{
+    const size_t n_heads = (size_t)a->call.n_heads;
+    return row / n_heads * strides.token + row % n_heads * strides.head;
+}
+
+static const void *tqkv__query_at(const tqkv__attention *a, const void *q, size_t row)
+{
+    return (const uint8_t *)q + tqkv__row_begin(a, a->call.query_strides, row) * tqkv__type_size(a->call.query_type);
+}
+
+/* Sums of slices have no gaps. */
+static void *tqkv__output_at(const tqkv__part *part, size_t row)
+{
+    const tqkv__attention *a = part->a;
+    if (part->max) return (float *)part->out + row * (size_t)a->value_dim;
+    return (uint8_t *)part->out +
+           tqkv__row_begin(a, a->call.output_strides, row) * tqkv__type_size(a->call.output_type);
+}
+
+/* A part of the caller's query: [head_dim] of part 0 or 1 of the keys */
+static const void *tqkv__query_part(const tqkv__attention *a, const void *query, int part)
+{
+    return (const uint8_t *)query + (part ? (size_t)a->keys.head_dim * tqkv__type_size(a->call.query_type) : 0);
+}
+
+/* Brings part 0 or 1 of an item's queries into the basis and order of a stream, times scale; arranged: [n_rows][head_dim] */
+static void tqkv__arrange_part(const tqkv__attention *a, const tqkv__item *item, const void *q, int part,
+                               const tqkv__stream *s, float *arranged)
+{
+    TQKV__ALIGNED float natural[TQKV_MAX_HEAD_DIM];
+    for (int i = 0; i < item->n_rows; i++, arranged += s->head_dim) {
+        const void *query = tqkv__query_at(a, q, tqkv__caller_row(a, item, i));
+        a->isa->codec->widen(a->call.query_type, tqkv__query_part(a, query, part), NULL, s->head_dim, natural);
+        if (s->rotated && a->call.query_basis == TQKV_ORIGINAL) a->isa->codec->rotate(natural, s->head_dim);
+        tqkv__scale(natural, s->head_dim, a->call.scale);
+        if (a->round_query && s->kind != TQKV__HALF)
+            a->round_query(s, natural, arranged);
+        else
+            tqkv__to_decoded(a->isa, s, natural, arranged);
+    }
+}
+
+/* Floats of an arranged query. */
+static size_t tqkv__query_floats(const tqkv__attention *a)
+{
+    return (size_t)(a->key_dim + (a->exact[0][0] || a->exact[1][0] ? a->keys.head_dim : 0));
+}
+
+/* arranged: [n_rows][head_dim] of the keys, of the tail and, if some keys are halves, of the keys for these */
+static void tqkv__arrange_queries(const tqkv__attention *a, const tqkv__item *item, const void *q, float *arranged)
+{
+    const size_t n_rows = (size_t)item->n_rows;
+    tqkv__arrange_part(a, item, q, 0, &a->keys, arranged);
+    if (a->call.tail) tqkv__arrange_part(a, item, q, 1, &a->tail, arranged + n_rows * (size_t)a->keys.head_dim);
+    if (a->exact[0][0] || a->exact[1][0])
+        tqkv__arrange_part(a, item, q, 0, &a->ends[!a->exact[0][0]][0], arranged + n_rows * (size_t)a->key_dim);
+}
+
+/* q.c, for the centre c of part 0 or 1 of the keys. query: [key_dim], the caller's */
+static TQKV__NOINLINE double tqkv__center_product(const tqkv__attention *a, int kv_head, int part, const void *query)
+{
+    float q[TQKV_MAX_HEAD_DIM];
+    double c[TQKV_MAX_HEAD_DIM], sum = 0.0;
+    const tqkv__stream *s = part ? &a->tail : &a->keys;
+    const float *center = tqkv__center_of(s, kv_head);
+    if (!center) return 0.0;
+    for (int d = 0; d < s->head_dim; d++) c[d] = (double)center[d];
+    if (s->rotated && a->call.query_basis == TQKV_ROTATED) tqkv__rotate_double(c, s->head_dim);
+    a->isa->codec->widen(a->call.query_type, tqkv__query_part(a, query, part), NULL, s->head_dim, q);
+    for (int d = 0; d < s->head_dim; d++) sum += tqkv__rounded_double(c[d] * (double)q[d]);
+    return sum;
+}
+
+/* scale * q.c of all parts: what is missing in all scores of a row. In double: it may be a thousand times as large as what
+   differs between scores. query: [key_dim], the caller's */
+static double tqkv__center_score(const tqkv__attention *a, int kv_head, const void *query)
+{
+    const double tail = a->call.tail ? tqkv__center_product(a, kv_head, 1, query) : 0.0;
+    return (tqkv__center_product(a, kv_head, 0, query) + tail) * (double)a->call.scale;
+}
+
+/* The parts of an item's scores that come from a centre; offsets: [n_rows], read if there is a softcap */
+static void tqkv__find_offsets(const tqkv__attention *a, const tqkv__item *item, const void *q, float *offsets)
+{
+    for (int i = 0; i < item->n_rows; i++) {
+        const void *row = tqkv__query_at(a, q, tqkv__caller_row(a, item, i));
+        offsets[i] = a->call.softcap > 0.0f ? (float)tqkv__center_score(a, item->kv_head, row) : 0.0f;
+    }
+}
+
+/* Adds the centres to the sums of a row. The keys' belongs to the maximum, where a float has lost the last bits of the
+   sum; they go into the weights. value_center, out: [value_dim], in the values' basis; value_center may be NULL */
+static void tqkv__add_centers(const tqkv__attention *a, double score, const float *value_center, float *out, float *max,
+                              float *sum)
+{
+    if (*sum == 0.0f) return;
+    const double exact = (double)*max + score;
+    const float rounded = TQKV__AS_FLOAT((float)exact), rest = (float)(exact - (double)rounded);
+    const float factor = tqkv__exp(rest - rest == 0.0f ? rest : NAN); /* the score is beyond the range of float */
+    *sum = TQKV__AS_FLOAT(*sum * factor);
+    for (int d = 0; d < a->value_dim; d++)
+        out[d] = tqkv__sum_of_products(out[d], factor, *sum, value_center ? value_center[d] : 0.0f);
+    *max = rounded;
+}
+
+/* out = out / (sum + exp(sink - max)), rotated back; zeros if the row saw nothing. out: [value_dim] */
+static TQKV__NOINLINE void tqkv__finish_row(const tqkv__attention *a, int head, float *out, float max, float sum)
+{
+    if (sum == 0.0f) { /* rotated back, half of the zeros would be negative */
+        memset(out, 0, (size_t)a->value_dim * sizeof(float));
+        return;
+    }
+    const float sink = a->call.sinks ? a->call.sinks[head] : -INFINITY;
+    const float largest = sink > max ? sink : max, keep = tqkv__exp(TQKV__AS_FLOAT(max - largest));
+    const float of_sink = tqkv__exp(TQKV__AS_FLOAT(sink - largest));
+    tqkv__scale(out, a->value_dim, TQKV__AS_FLOAT(keep / tqkv__sum_of_products(sum, keep, of_sink, 1.0f)));
+    if (a->unrotate_output) a->isa->codec->unrotate(out, a->value_dim);
+}
+
+/* Writes an item's sums to the caller; finishes and rounds them unless the call is partial. */
+static TQKV__NOINLINE void tqkv__deliver(const tqkv__part *part, const tqkv__item *item, const tqkv__sums *sums)
+{
+    const tqkv__attention *a = part->a;
+    float center[TQKV_MAX_HEAD_DIM]; /* of the values */
+    TQKV__ALIGNED float wide[TQKV_MAX_HEAD_DIM];
+    const tqkv_type type = part->max ? TQKV_TYPE_F32 : a->call.output_type;
+    const bool scored = (a->keys.center || a->tail.center) && a->call.softcap == 0.0f && (part->max || a->call.sinks);
+    memset(center, 0, sizeof center);
+    tqkv__add_center(&a->values, item->kv_head, a->values.rotated, center);
+    for (int i = 0; i < item->n_rows; i++) {
+        const size_t row = tqkv__caller_row(a, item, i);
+        void *to = tqkv__output_at(part, row);
+        float *out = type == TQKV_TYPE_F32 ? (float *)to : wide, max = sums->max[i], sum = sums->sum[i];
+        const double score = scored ? tqkv__center_score(a, item->kv_head, tqkv__query_at(a, part->q, row)) : 0.0;
+        tqkv__to_natural(a->isa, &a->values, sums->out + (size_t)i * (size_t)a->value_dim, out);
+        if (scored || a->values.center) tqkv__add_centers(a, score, a->values.center ? center : NULL, out, &max, &sum);
+        if (part->max) {
+            part->max[row] = max;
+            part->sum[row] = sum;
+            continue;
+        }
+        tqkv__finish_row(a, (int)(row % (size_t)a->call.n_heads), out, max, sum);
+        if (out == wide) a->isa->codec->narrow(type, wide, a->value_dim, to);
+    }
+}

@@ -1,0 +1,411 @@
+/* >>avx2: with FMA and F16C */
+
+#define TQKV__TARGET __attribute__((target("avx2,fma,f16c")))
+typedef __m256 tqkv__vector_avx2;
+typedef __m256i tqkv__codes_avx2;
+
+TQKV__OP __m256 tqkv__set1_avx2(float x) { return _mm256_set1_ps(x); }
+TQKV__OP __m256 tqkv__fma_avx2(__m256 a, __m256 b, __m256 c) { return _mm256_fmadd_ps(a, b, c); }
+TQKV__OP __m256 tqkv__max_avx2(__m256 a, __m256 b) { return _mm256_max_ps(a, b); }
+TQKV__OP __m256 tqkv__zero_below_avx2(__m256 least, __m256 x, __m256 value)
+{
+    return _mm256_and_ps(_mm256_cmp_ps(x, least, _CMP_NLT_UQ), value);
+}
+TQKV__OP __m256 tqkv__mul_nonzero_avx2(__m256 a, __m256 b)
+{
+    return _mm256_and_ps(_mm256_cmp_ps(a, _mm256_setzero_ps(), _CMP_NEQ_UQ), _mm256_mul_ps(a, b));
+}
+TQKV__OP __m256 tqkv__abs_avx2(__m256 x) { return _mm256_andnot_ps(_mm256_set1_ps(-0.0f), x); }
+TQKV__OP __m256 tqkv__copysign_avx2(__m256 magnitude, __m256 sign)
+{
+    return _mm256_or_ps(magnitude, _mm256_and_ps(_mm256_set1_ps(-0.0f), sign));
+}
+TQKV__OP __m256 tqkv__round_avx2(__m256 x) { return _mm256_round_ps(x, 8); }
+TQKV__OP __m256 tqkv__exp2_avx2(__m256 n)
+{
+    return _mm256_castsi256_ps(_mm256_slli_epi32(_mm256_add_epi32(_mm256_cvtps_epi32(n), _mm256_set1_epi32(127)), 23));
+}
+TQKV__OP float tqkv__first_lane_avx2(__m256 x) { return _mm256_cvtss_f32(x); }
+TQKV__OP float tqkv__largest_lane_avx2(__m256 x)
+{
+    __m128 m = _mm_max_ps(_mm256_castps256_ps128(x), _mm256_extractf128_ps(x, 1));
+    m = _mm_max_ps(m, _mm_movehl_ps(m, m));
+    return _mm_cvtss_f32(_mm_max_ss(m, _mm_movehdup_ps(m)));
+}
+TQKV__OP float tqkv__sum_16_avx2(const __m256 *x)
+{
+    const __m256 half = _mm256_add_ps(x[0], x[1]);
+    __m128 m = _mm_add_ps(_mm256_castps256_ps128(half), _mm256_extractf128_ps(half, 1));
+    m = _mm_add_ps(m, _mm_movehl_ps(m, m));
+    return _mm_cvtss_f32(_mm_add_ss(m, _mm_movehdup_ps(m)));
+}
+TQKV__OP __m256 tqkv__sum_fours_avx2(const __m256 *x)
+{
+    const __m256 a = _mm256_add_ps(_mm256_unpacklo_ps(x[0], x[1]), _mm256_unpackhi_ps(x[0], x[1]));
+    const __m256 b = _mm256_add_ps(_mm256_unpacklo_ps(x[2], x[3]), _mm256_unpackhi_ps(x[2], x[3]));
+    return _mm256_add_ps(_mm256_shuffle_ps(a, b, 0x44), _mm256_shuffle_ps(a, b, 0xee));
+}
+TQKV__OP __m256 tqkv__sum_across_avx2(const float *x)
+{
+    const __m256 a = _mm256_load_ps(x), b = _mm256_load_ps(x + 8);
+    return _mm256_add_ps(_mm256_permute2f128_ps(a, b, 0x20), _mm256_permute2f128_ps(a, b, 0x31));
+}
+/* Permutes use the lowest three bits. Blends use the sign bit, to which the shifts bring the bits above. */
+TQKV__OP __m256 tqkv__permute_16_avx2(const __m256 *table, __m256i codes)
+{
+    return _mm256_blendv_ps(_mm256_permutevar8x32_ps(table[0], codes), _mm256_permutevar8x32_ps(table[1], codes),
+                            _mm256_castsi256_ps(_mm256_slli_epi32(codes, 28)));
+}
+TQKV__OP __m256 tqkv__permute_32_avx2(const __m256 *table, __m256i codes)
+{
+    return _mm256_blendv_ps(tqkv__permute_16_avx2(table, codes), tqkv__permute_16_avx2(table + 2, codes),
+                            _mm256_castsi256_ps(_mm256_slli_epi32(codes, 27)));
+}
+/* Looks up the four bytes of 32 centroids and joins them: vector k of four has codes 4k to 4k + 3 of either half.
+   upper: all ones for a code in the upper half. index: its place among 16. second: the sign bit marks the second 16 of
+   the half. The table has these as xor with the first: a negative index gives 0, and xor is cheaper than a blend. Both
+   unpacks of two bytes come before the next look-up and save registers, whichever of them this vector needs. */
+TQKV__OP __m256 tqkv__centroids_of_planes_avx2(const int bits, const int k, const __m256 *table, __m256i index,
+                                               __m256i upper, __m256i second)
+{
+    const __m256i sign = _mm256_set1_epi8(-128), beyond = _mm256_or_si256(index, _mm256_andnot_si256(second, sign));
+    __m256i bytes[4], words[2];
+    TQKV__UNROLL
+    for (int p = 0; p < 4; p++) {
+        bytes[p] = _mm256_shuffle_epi8(_mm256_castps_si256(table[p]), index);
+        if (bits == 6)
+            bytes[p] = _mm256_xor_si256(bytes[p], _mm256_shuffle_epi8(_mm256_castps_si256(table[4 + p]), beyond));
+        if (bits > 4 && p == 3) bytes[3] = _mm256_xor_si256(bytes[3], _mm256_and_si256(upper, sign));
+        if (p % 2 == 0) continue;
+        const __m256i lower = _mm256_unpacklo_epi8(bytes[p - 1], bytes[p]);
+        const __m256i higher = _mm256_unpackhi_epi8(bytes[p - 1], bytes[p]);
+        words[p / 2] = k < 2 ? lower : higher;
+    }
+    return _mm256_castsi256_ps(k % 2 ? _mm256_unpackhi_epi16(words[0], words[1])
+                                     : _mm256_unpacklo_epi16(words[0], words[1]));
+}
+TQKV__OP void tqkv__load_table_avx2(const int bits, const bool nibbles, const tqkv__stream *s, __m256 *table)
+{
+    (void)nibbles; /* always the bytes of centroids */
+    for (int p = 0; p < 4; p++) {
+        const __m128i first = tqkv__load_128(s->planes[p]), second = tqkv__load_128(s->planes[p] + 16);
+        table[p] = _mm256_castsi256_ps(_mm256_broadcastsi128_si256(first));
+        if (bits == 6) table[4 + p] = _mm256_castsi256_ps(_mm256_broadcastsi128_si256(_mm_xor_si128(first, second)));
+    }
+}
+/* All ones in the bytes that have the bit of `places` */
+TQKV__OP __m256i tqkv__has_bit_avx2(__m256i bytes, __m256i places)
+{
+    return _mm256_cmpeq_epi8(_mm256_and_si256(bytes, places), places);
+}
+/* The first `size` bytes at p, 2 to 16, then zeros. */
+TQKV__OP __m128i tqkv__load_part_avx2(const int size, const uint8_t *p)
+{
+    long long word = 0;
+    if (size == 16) return tqkv__load_128(p);
+    if (size == 8) return tqkv__load_64(p);
+    memcpy(&word, p, (size_t)(size % 8));
+    return _mm_cvtsi64_si128(word);
+}
+/* The pairs of bits of 2 * per_lane bytes, in the order of nibbles: the even ones, then the odd ones, each in the lowest
+   bits of a byte with others above it. */
+TQKV__OP __m256i tqkv__spread_pairs_avx2(const int per_lane, const uint8_t *p)
+{
+    const __m128i words = _mm_cvtepu8_epi16(tqkv__load_part_avx2(2 * per_lane, p)),
+                  spread = _mm_or_si128(words, _mm_slli_epi16(words, 4));
+    return _mm256_srlv_epi64(_mm256_broadcastsi128_si256(spread), _mm256_set_epi64x(2, 2, 0, 0));
+}
+/* A run is 16 bytes, or half of them (per_lane 2): the low nibbles go to the lower half of a vector, the high ones to the
+   upper half. */
+TQKV__OP __m256 tqkv__centroids_of_packed_avx2(const int bits, const int per_lane, const int k, const __m256 *table,
+                                               const uint8_t *p, const uint8_t *upper)
+{
+    const __m256i fifteen = _mm256_set1_epi8(15);
+    const __m256i codes = bits < 4
+                              ? tqkv__spread_pairs_avx2(per_lane, p)
+                              : _mm256_srlv_epi64(_mm256_broadcastsi128_si256(tqkv__load_part_avx2(4 * per_lane, p)),
+                                                  _mm256_set_epi64x(4, 4, 0, 0));
+    if (bits == 2) {
+        const __m256i index = _mm256_and_si256(codes, _mm256_set1_epi8(3));
+        return tqkv__centroids_of_planes_avx2(2, k, table, index, index, index);
+    }
+    if (bits == 4) return tqkv__centroids_of_planes_avx2(4, k, table, _mm256_and_si256(codes, fifteen), codes, codes);
+    __m256i half, second;
+    if (bits == 3 || bits == 5) { /* bits 2i and 2i + 1 of four bytes */
+        int word = 0;
+        memcpy(&word, upper, per_lane == 4 ? 4 : 2);
+        const __m256i order = _mm256_broadcastsi128_si256(_mm_set_epi32(0x03030303, 0x02020202, 0x01010101, 0));
+        const __m256i places = _mm256_set_m128i(_mm_set1_epi32((int)0x80200802), _mm_set1_epi32(0x40100401));
+        second = half = tqkv__has_bit_avx2(_mm256_shuffle_epi8(_mm256_set1_epi32(word), order), places);
+        if (bits == 3) {
+            const __m256i pair = _mm256_and_si256(codes, _mm256_set1_epi8(3));
+            const __m256i index = _mm256_or_si256(pair, _mm256_and_si256(half, _mm256_set1_epi8(4)));
+            return tqkv__centroids_of_planes_avx2(3, k, table, index, index, index);
+        }
+    } else { /* bits 4i to 4i + 3 of eight bytes */
+        const __m256i order =
+            _mm256_broadcastsi128_si256(_mm_set_epi32(0x07070606, 0x05050404, 0x03030202, 0x01010000));
+        const __m256i bytes =
+            _mm256_shuffle_epi8(_mm256_broadcastq_epi64(tqkv__load_part_avx2(2 * per_lane, upper)), order);
+        const __m256i fifth = _mm256_set_m128i(_mm_set1_epi16(0x4004), _mm_set1_epi16(0x1001));
+        half = tqkv__has_bit_avx2(bytes, _mm256_add_epi8(fifth, fifth));
+        second = _mm256_xor_si256(tqkv__has_bit_avx2(bytes, fifth), half);
+    }
+    return tqkv__centroids_of_planes_avx2(bits, k, table, _mm256_and_si256(_mm256_xor_si256(codes, half), fifteen),
+                                          half, second);
+}
+/* Eight centroids of TQ8, whose magnitudes would take 32 shuffles. The asm keeps the codes in a register of which x86
+   reads the two lowest bytes (Q), and each shift a shift of 16: 0.7 of the time on a Zen 4 core. */
+TQKV__OP __m256 tqkv__centroids_by_loads_avx2(const uint8_t *p)
+{
+    const float *centroids = tqkv__tables.codebook_8;
+    __m128 pairs[4];
+    uint64_t codes;
+    memcpy(&codes, p, sizeof codes);
+    TQKV__UNROLL
+    for (int i = 0; i < 4; i++, codes >>= 16) {
+        __asm__("" : "+Q"(codes));
+        const __m128 low = _mm_load_ss(centroids + (codes & 255)), high = _mm_load_ss(centroids + (codes >> 8 & 255));
+        pairs[i] = _mm_unpacklo_ps(low, high);
+    }
+    return _mm256_set_m128(_mm_movelh_ps(pairs[2], pairs[3]), _mm_movelh_ps(pairs[0], pairs[1]));
+}
+TQKV__OP __m256 tqkv__centroids_of_bytes_avx2(const int bits, const int per_lane, const int k, const __m256 *table,
+                                              const uint8_t *p)
+{
+    if (bits == 8) return tqkv__centroids_by_loads_avx2(p + 8 * k);
+    const __m256i order =
+        _mm256_set_epi32(7, 5, 3, 1, 6, 4, 2, 0); /* puts the codes of each of the four vectors in place */
+    const __m256i bytes = per_lane == 4 ? _mm256_loadu_si256((const __m256i *)(const void *)p)
+                                        : _mm256_zextsi128_si256(tqkv__load_128(p));
+    const __m256i codes = _mm256_permutevar8x32_epi32(bytes, order);
+    const __m256i half = _mm256_cmpgt_epi8(_mm256_setzero_si256(), _mm256_slli_epi16(codes, 8 - bits));
+    const __m256i index = _mm256_and_si256(_mm256_xor_si256(codes, half), _mm256_set1_epi8(15));
+    return tqkv__centroids_of_planes_avx2(bits, k, table, index, half,
+                                          _mm256_xor_si256(_mm256_slli_epi16(codes, 3), half));
+}
+TQKV__OP __m256 tqkv__load_i8_avx2(const uint8_t *p)
+{
+    return _mm256_cvtepi32_ps(_mm256_cvtepi8_epi32(tqkv__load_64(p)));
+}
+TQKV__OP __m256 tqkv__load_f16_avx2(const uint8_t *p) { return _mm256_cvtph_ps(tqkv__load_128(p)); }
+TQKV__OP __m256 tqkv__load_bf16_avx2(const uint8_t *p)
+{
+    return _mm256_castsi256_ps(_mm256_slli_epi32(_mm256_cvtepu16_epi32(tqkv__load_128(p)), 16));
+}
+
+TQKV__OP __m256 tqkv__rounded_avx2(__m256 x)
+{
+    __asm__("" : "+x"(x));
+    return x;
+}
+TQKV__OP __m256 tqkv__min_avx2(__m256 a, __m256 b) { return _mm256_min_ps(a, b); }
+TQKV__OP __m256 tqkv__sqrt_avx2(__m256 x) { return _mm256_sqrt_ps(x); }
+TQKV__OP __m256 tqkv__invert_above_avx2(float least, __m256 x)
+{
+    return _mm256_and_ps(_mm256_cmp_ps(x, _mm256_set1_ps(least), _CMP_GT_OQ), _mm256_div_ps(_mm256_set1_ps(1.0f), x));
+}
+TQKV__OP __m256 tqkv__flip_avx2(__m256 x, int d)
+{
+    const __m256i signs = _mm256_set1_epi32(tqkv__tables.signs[d % 512 / 8]);
+    const __m256i moved = _mm256_sllv_epi32(signs, _mm256_set_epi32(24, 25, 26, 27, 28, 29, 30, 31));
+    return _mm256_xor_ps(x, _mm256_and_ps(_mm256_castsi256_ps(moved), _mm256_set1_ps(-0.0f)));
+}
+TQKV__OP __m256 tqkv__signs_avx2(uint32_t bits)
+{
+    const __m256i moved =
+        _mm256_sllv_epi32(_mm256_set1_epi32((int)bits), _mm256_set_epi32(24, 25, 26, 27, 28, 29, 30, 31));
+    return _mm256_or_ps(_mm256_and_ps(_mm256_castsi256_ps(moved), _mm256_set1_ps(-0.0f)), _mm256_set1_ps(1.0f));
+}
+/* n floats, again and again; n is 1 or 2 */
+TQKV__OP __m256 tqkv__repeat_avx2(const int n, const float *p)
+{
+    double two;
+    if (n == 1) return _mm256_set1_ps(*p);
+    memcpy(&two, p, sizeof two);
+    return _mm256_castpd_ps(_mm256_set1_pd(two));
+}
+/* The i-th half of x, each lane twice */
+TQKV__OP __m256 tqkv__spread_avx2(const int n, int i, __m256 x)
+{
+    (void)n; /* 2 */
+    return _mm256_permutevar8x32_ps(
+        x, _mm256_add_epi32(_mm256_set_epi32(3, 3, 2, 2, 1, 1, 0, 0), _mm256_set1_epi32(4 * i)));
+}
+/* n 2: the even lanes of x, then the odd ones */
+TQKV__OP __m256 tqkv__unite_avx2(const int n, __m256 x)
+{
+    return n == 1 ? x : _mm256_permutevar8x32_ps(x, _mm256_set_epi32(7, 5, 3, 1, 6, 4, 2, 0));
+}
+TQKV__OP __m256 tqkv__load_fours_avx2(const float *p, int stride)
+{
+    return _mm256_set_m128(_mm_loadu_ps(p + stride), _mm_loadu_ps(p));
+}
+TQKV__OP __m256 tqkv__widen_bytes_avx2(const uint8_t *p)
+{
+    return _mm256_castsi256_ps(_mm256_cvtepu8_epi32(tqkv__load_64(p)));
+}
+TQKV__OP __m256 tqkv__swap_avx2(const int distance, __m256 x)
+{
+    if (distance == 1) return _mm256_permute_ps(x, 0xb1);
+    if (distance == 2) return _mm256_permute_ps(x, 0x4e);
+    return _mm256_permute2f128_ps(x, x, 0x01);
+}
+TQKV__OP __m256 tqkv__butterfly_avx2(const int stage, __m256 x)
+{
+    const __m256 plus = _mm256_set1_ps(1.0f), minus = _mm256_set1_ps(-1.0f);
+    const __m256 sign = stage == 0   ? _mm256_blend_ps(plus, minus, 0xaa)
+                        : stage == 1 ? _mm256_blend_ps(plus, minus, 0xcc)
+                                     : _mm256_blend_ps(plus, minus, 0xf0);
+    return _mm256_fmadd_ps(x, sign, tqkv__swap_avx2(1 << stage, x));
+}
+TQKV__OP __m256 tqkv__even_avx2(const int stage, __m256 a, __m256 b)
+{
+    if (stage == 0) return _mm256_blend_ps(a, _mm256_moveldup_ps(b), 0xaa);
+    if (stage == 1) return _mm256_castpd_ps(_mm256_unpacklo_pd(_mm256_castps_pd(a), _mm256_castps_pd(b)));
+    return _mm256_permute2f128_ps(a, b, 0x20);
+}
+TQKV__OP __m256 tqkv__odd_avx2(const int stage, __m256 a, __m256 b)
+{
+    if (stage == 0) return _mm256_blend_ps(_mm256_movehdup_ps(a), b, 0xaa);
+    if (stage == 1) return _mm256_castpd_ps(_mm256_unpackhi_pd(_mm256_castps_pd(a), _mm256_castps_pd(b)));
+    return _mm256_permute2f128_ps(a, b, 0x31);
+}
+TQKV__OP __m256i tqkv__larger_bits_avx2(__m256i largest, __m256 x)
+{
+    return _mm256_max_epu32(largest, _mm256_castps_si256(tqkv__abs_avx2(x)));
+}
+TQKV__OP __m256 tqkv__fold_avx2(const int half, __m256 v, __m256i *side)
+{
+    v = _mm256_max_ps(v, _mm256_set1_ps(-TQKV__FAR));
+    const __m256i positive = _mm256_castps_si256(_mm256_cmp_ps(v, _mm256_setzero_ps(), _CMP_GT_OQ));
+    *side = _mm256_sub_epi32(_mm256_set1_epi32(half - 1), positive);
+    return _mm256_castsi256_ps(_mm256_add_epi32(_mm256_castps_si256(tqkv__abs_avx2(v)), positive));
+}
+TQKV__OP __m256i tqkv__truncate_avx2(__m256 x) { return _mm256_cvttps_epi32(x); }
+/* Byte shuffles see 16 entries, the same in either half of the register. */
+TQKV__OP void tqkv__load_below_avx2(const int bits, const uint8_t *table, __m256i *below)
+{
+    for (int i = 0; i < (bits < 4 ? 1 : 1 << (bits - 4)); i++)
+        below[i] = _mm256_broadcastsi128_si256(tqkv__load_128(table + 16 * i));
+}
+TQKV__OP __m256i tqkv__below_32_avx2(const __m256i *below, __m256i cells)
+{
+    return _mm256_blendv_epi8(_mm256_shuffle_epi8(below[0], cells), _mm256_shuffle_epi8(below[1], cells),
+                              _mm256_slli_epi32(cells, 3));
+}
+TQKV__OP __m256i tqkv__below_avx2(const int bits, const __m256i *below, __m256i cells)
+{
+    if (bits <= 4) return _mm256_shuffle_epi8(below[0], cells);
+    if (bits == 5) return tqkv__below_32_avx2(below, cells);
+    return _mm256_blendv_epi8(tqkv__below_32_avx2(below, cells), tqkv__below_32_avx2(below + 2, cells),
+                              _mm256_slli_epi32(cells, 2));
+}
+TQKV__OP __m256 tqkv__bound_avx2(const int bits, const __m256 *bounds, __m256i index)
+{
+    if (bits <= 4) return _mm256_permutevar8x32_ps(bounds[0], index);
+    return bits == 5 ? tqkv__permute_16_avx2(bounds, index) : tqkv__permute_32_avx2(bounds, index);
+}
+TQKV__OP __m256i tqkv__code_from_avx2(__m256i count, __m256 bound, __m256 w, __m256i side)
+{
+    const __m256i above = _mm256_castps_si256(_mm256_cmp_ps(bound, w, _CMP_LE_OQ));
+    return _mm256_xor_si256(_mm256_sub_epi32(count, above), side);
+}
+TQKV__OP __m256i tqkv__quantise_i8_avx2(__m256 v)
+{
+    v = _mm256_max_ps(_mm256_min_ps(v, _mm256_set1_ps(127.0f)), _mm256_set1_ps(-127.0f));
+    return _mm256_and_si256(_mm256_cvtps_epi32(v), _mm256_set1_epi32(255));
+}
+TQKV__OP __m256i tqkv__narrow_avx2(const __m256i *four)
+{
+    const __m256i mixed =
+        _mm256_packus_epi16(_mm256_packus_epi32(four[0], four[1]), _mm256_packus_epi32(four[2], four[3]));
+    return _mm256_permutevar8x32_epi32(mixed, _mm256_set_epi32(7, 3, 6, 2, 5, 1, 4, 0));
+}
+TQKV__OP void tqkv__pack_avx2(const int bits, const int low, __m256i codes, uint8_t *p)
+{
+    if (bits == 1) {
+        const int set = _mm256_movemask_epi8(_mm256_slli_epi16(codes, 7 - low));
+        memcpy(p, &set, sizeof set);
+        return;
+    }
+    const __m256i field = _mm256_and_si256(_mm256_srli_epi16(codes, low), _mm256_set1_epi8((char)((1 << bits) - 1)));
+    if (bits == 4) {
+        const __m256i joined = _mm256_maddubs_epi16(field, _mm256_set1_epi16(0x1001));
+        _mm_storeu_si128((__m128i *)(void *)p,
+                         _mm_packus_epi16(_mm256_castsi256_si128(joined), _mm256_extracti128_si256(joined, 1)));
+        return;
+    }
+    const __m256i pairs = _mm256_maddubs_epi16(field, _mm256_set1_epi16(0x0401));
+    const __m256i fours = _mm256_madd_epi16(pairs, _mm256_set1_epi32(0x00100001));
+    const __m128i words = _mm_packus_epi32(_mm256_castsi256_si128(fours), _mm256_extracti128_si256(fours, 1));
+    _mm_storel_epi64((__m128i *)(void *)p, _mm_packus_epi16(words, words));
+}
+TQKV__OP void tqkv__store_half_avx2(uint8_t *p, __m256 x)
+{
+    _mm_storeu_si128((__m128i *)(void *)p, _mm256_cvtps_ph(x, _MM_FROUND_TO_NEAREST_INT | _MM_FROUND_NO_EXC));
+}
+TQKV__OP void tqkv__store_f16_avx2(uint8_t *p, __m256 x)
+{
+    tqkv__store_half_avx2(p, _mm256_max_ps(_mm256_min_ps(x, _mm256_set1_ps(65504.0f)), _mm256_set1_ps(-65504.0f)));
+}
+TQKV__OP void tqkv__store_words_avx2(uint8_t *p, __m256i words)
+{
+    const __m128i low = _mm256_castsi256_si128(words), high = _mm256_extracti128_si256(words, 1);
+    _mm_storeu_si128((__m128i *)(void *)p, _mm_packus_epi32(low, high));
+}
+#define tqkv__quantise_tq8_avx2 tqkv__quantise_loads_avx2
+
+/* out[b] += P[b][c] * x for ten runs b from `first` on, of 4 values each; P: the matrix of order 20. Its signs are known to
+   the compiler, and every second sum is made of multiply-adds, see TQKV__(mix_12). The asm keeps the sums in order. */
+TQKV__OP void tqkv__mix_column_avx2(const int first, const int c, __m128 x, __m128 plus, __m128 minus, __m128 *sums)
+{
+    TQKV__UNROLL
+    for (int i = 0; i < 10; i++) {
+        const bool subtract = (tqkv__tables.hadamard_20[first + i][c / 8] >> (c % 8)) & 1;
+        if (c == 0)
+            sums[i] = _mm_mul_ps(x, subtract ? minus : plus);
+        else if (i % 2)
+            sums[i] = _mm_fmadd_ps(x, subtract ? minus : plus, sums[i]);
+        else
+            sums[i] = subtract ? _mm_sub_ps(sums[i], x) : _mm_add_ps(sums[i], x);
+        __asm__("" : "+x"(sums[i]));
+    }
+}
+/* runs, out: [20][4] */
+TQKV__TARGET static TQKV__NOINLINE void tqkv__mix_20_avx2(const float *runs, float factor, float *out)
+{
+    const __m256 ones = tqkv__rounded_avx2(_mm256_set1_ps(1.0f)), less = tqkv__rounded_avx2(_mm256_set1_ps(-1.0f));
+    const __m128 plus = _mm256_castps256_ps128(ones), minus = _mm256_castps256_ps128(less);
+    TQKV__UNROLL
+    for (int first = 0; first < 20; first += 10) {
+        __m128 sums[10];
+        TQKV__UNROLL
+        for (int c = 0; c < 10; c++) tqkv__mix_column_avx2(first, c, _mm_loadu_ps(runs + 4 * c), plus, minus, sums);
+        TQKV__UNROLL
+        for (int c = 10; c < 20; c++) tqkv__mix_column_avx2(first, c, _mm_loadu_ps(runs + 4 * c), plus, minus, sums);
+        TQKV__UNROLL
+        for (int i = 0; i < 10; i++) _mm_storeu_ps(out + 4 * (first + i), _mm_mul_ps(sums[i], _mm_set1_ps(factor)));
+    }
+}
+
+/* Only for vectors of 16. */
+#define tqkv__load_fields_avx2(bits, count, p, upper, low, high)                                                       \
+    ((void)(count), (void)(upper), (void)(low), (void)(high))
+#define tqkv__join_fields_avx2(bits, k, low, high) (low)
+#define tqkv__next_codes_avx2(bits, codes)         ((void)(codes))
+#define tqkv__look_up_avx2(bits, table, codes)     (*(table))
+
+#define TQKV__(name)             tqkv__##name##_avx2
+#define TQKV__WIDTH              8 /* vectors of the rotation in registers */
+#define TQKV__ISA_NAME           "avx2"
+#define TQKV__MIX_SHORT_RUNS     tqkv__mix_by_order_avx2
+#define TQKV__LANES              8
+#define TQKV__NIBBLE_ORDER       4, 2
+#define TQKV__NIBBLE_RUN         4
+#define TQKV__RUN_TOGETHER       1
+#define TQKV__ROWS               4 /* queries whose sums fit in registers: values, */
+#define TQKV__SCORE_ROWS         2 /* keys, and decoded keys */
+#define TQKV__DECODED_SCORE_ROWS 3
+#define TQKV__SUMS               8 /* vectors of sums of values in registers */
+#include "tqkv.h"

@@ -1,0 +1,485 @@
+/* >>common: sizes, formats, the checks of a store, of its positions and of rows */
+
+static bool tqkv__size_multiply(size_t a, size_t b, size_t *product)
+{
+    if (b != 0 && a > SIZE_MAX / b) return false;
+    *product = a * b;
+    return true;
+}
+
+/* a*b*c elements of `size` bytes; false on overflow. */
+static bool tqkv__array_size(int a, int b, int c, size_t size, size_t *bytes)
+{
+    return tqkv__size_multiply((size_t)a, (size_t)b, bytes) && tqkv__size_multiply(*bytes, (size_t)c, bytes) &&
+           tqkv__size_multiply(*bytes, size, bytes);
+}
+
+static bool tqkv__overlap(const void *a, size_t a_size, const void *b, size_t b_size)
+{
+    uintptr_t x = (uintptr_t)a, y = (uintptr_t)b;
+    return a && b && a_size && b_size && (x < y ? y - x < a_size : x - y < b_size);
+}
+
+/* Neither NULL nor misaligned. alignment: a power of two */
+static bool tqkv__aligned_at(const void *p, size_t alignment) { return p && ((uintptr_t)p & (alignment - 1)) == 0; }
+static bool tqkv__floats_at(const void *p) { return tqkv__aligned_at(p, sizeof(float)); }
+
+static bool tqkv__format_known(tqkv_format f) { return TQKV__KIND(f) != 0; }
+
+/* Bytes of a value; 0: no tqkv_type. */
+static size_t tqkv__type_size(tqkv_type type)
+{
+    return type == TQKV_TYPE_F32 ? sizeof(float) : type == TQKV_TYPE_F16 || type == TQKV_TYPE_BF16 ? 2 : 0;
+}
+#define TQKV__ROWS_SHARED "strides: rows that are written share values"
+#define TQKV__NO_TYPE     "type, query_type or output_type: no tqkv_type"
+
+#define TQKV__SIZE_TEXT(x, dim, ...) #dim ", "
+#define TQKV__HEAD_DIMS                                                                                                \
+    "head_dim: none of " TQKV__SIZES(TQKV__SIZE_TEXT, ) "to which rows can be padded with zeros; set scale then"
+
+/* A row of TQKV__SIZES for a head_dim that the compiler does not know, where its columns would be chains of comparisons,
+   half a KB each; zeros without a row. */
+typedef struct tqkv__size {
+    int order, run, grid; /* run: values in each of `order` runs */
+    float root, inverse_root;
+} tqkv__size;
+
+static inline const tqkv__size *tqkv__size_of(int head_dim)
+{
+#define TQKV__SIZE_ROW(x, dim, m, grid, root, inverse) {m, (dim) / (m), grid, root, inverse},
+#define TQKV__SIZE_NAME(x, dim, ...)                   TQKV__SIZE_##dim,
+#define TQKV__SIZE_CASE(x, dim, ...)                                                                                   \
+    case (dim) / 16:                                                                                                   \
+        row = TQKV__SIZE_##dim;                                                                                        \
+        break;
+    enum { no_row, TQKV__SIZES(TQKV__SIZE_NAME, ) n_rows };
+    static const tqkv__size rows[n_rows] = {{0, 0, 0, 0.0f, 0.0f}, TQKV__SIZES(TQKV__SIZE_ROW, )};
+    int row = no_row;
+    switch (head_dim / 16) {
+        TQKV__SIZES(TQKV__SIZE_CASE, )
+    }
+    return &rows[head_dim % 16 ? no_row : row];
+}
+static bool tqkv__head_dim_known(int head_dim) { return tqkv__size_of(head_dim)->order != 0; }
+
+/* TQKV__NORM_BLOCK of such a head_dim */
+static int tqkv__norm_block(int kind, int head_dim)
+{
+    return kind == TQKV__GRID ? tqkv__size_of(head_dim)->grid : TQKV__NORM_BLOCK(kind, head_dim);
+}
+
+#define TQKV__BLOCK 256
+
+/* A store with its defaults resolved and its sizes derived. */
+typedef struct tqkv__stream {
+    tqkv_format format;
+    int kind, main_bits, upper_bits, book_bits; /* the format's row in TQKV__FORMATS */
+    const float *codebook, *boundaries;         /* [1 << book_bits], [(1 << book_bits) - 1]; BOOK only */
+    int head_dim, n_kv_heads, capacity;
+    bool ring, rotated;
+    float block_scale;
+    size_t row_bytes;
+    int norms_per_row, norm_dim; /* values that share a norm */
+    int block_dim;               /* values that attention decodes at a time, all of one norm, at most TQKV__BLOCK */
+    uint8_t *codes;
+    float *norms;
+    size_t codes_size, norms_size;  /* bytes in use */
+    tqkv_type type;                 /* of the caller's rows; tqkv__check_rows checks it */
+    tqkv_strides strides;           /* likewise */
+    const float *center;            /* [n_kv_heads][head_dim] or NULL */
+    const int32_t *pages;           /* [n_pages] or NULL: no table, or one that the processor does not know */
+    int n_pages, page_size;         /* 0 without a table */
+    uint8_t planes[4][128];         /* byte p of each centroid in planes[p], for byte look-ups; see tqkv__fill_planes */
+    int8_t centroids[64];           /* integers, and their step; see tqkv__fill_integers */
+    float step, root, inverse_root; /* root: of head_dim */
+} tqkv__stream;
+
+/* Strides with their defaults. n_heads * dim does not overflow. */
+static tqkv_strides tqkv__strides_of(tqkv_strides strides, int n_heads, int dim)
+{
+    if (!strides.head) strides.head = (size_t)dim;
+    if (!strides.token) strides.token = (size_t)n_heads * (size_t)dim;
+    return strides;
+}
+
+static bool tqkv__without_gaps(tqkv_strides strides, int n_heads, int dim)
+{
+    return strides.head == (size_t)dim && strides.token == (size_t)n_heads * (size_t)dim;
+}
+
+/* Bytes from the first of [n][n_heads] rows to the end of the last one; false if one cannot compute with them. */
+static bool tqkv__rows_extent(tqkv_strides strides, int n, int n_heads, int dim, size_t value_size, size_t *bytes)
+{
+    size_t token, head;
+    *bytes = 0;
+    if (strides.token > SIZE_MAX / 64 || strides.head > SIZE_MAX / 64) return false;
+    if (n <= 0 || n_heads <= 0) return true;
+    if (!tqkv__size_multiply((size_t)n - 1, strides.token, &token) ||
+        !tqkv__size_multiply((size_t)n_heads - 1, strides.head, &head) || token > SIZE_MAX - head ||
+        token + head > SIZE_MAX - (size_t)dim)
+        return false;
+    return tqkv__size_multiply(token + head + (size_t)dim, value_size, bytes) && *bytes <= SIZE_MAX / 8;
+}
+
+/* Whether no two of [n][n_heads] rows share a value; follows tqkv__rows_extent. */
+static bool tqkv__rows_distinct(tqkv_strides strides, int n, int n_heads, int dim)
+{
+    const size_t row = (size_t)dim, heads = n_heads > 1 ? (size_t)(n_heads - 1) * strides.head + row : row;
+    const size_t tokens = n > 1 ? (size_t)(n - 1) * strides.token + row : row;
+    if (n <= 1) return n_heads <= 1 || strides.head >= row;
+    if (n_heads <= 1) return strides.token >= row;
+    return (strides.head >= row && strides.token >= heads) || (strides.token >= row && strides.head >= tokens);
+}
+
+/* Takes a page table and checks it, except for its entries. */
+static tqkv_result tqkv__table_shape(const tqkv_store *store, tqkv__stream *s)
+{
+    if (store->ring) return TQKV__INVALID("pages: the store is a ring");
+    if (store->n_pages < 0) return TQKV__INVALID("n_pages is negative");
+    if (store->page_size <= 0 || store->capacity % store->page_size)
+        return TQKV__INVALID("page_size: not positive, or does not divide capacity");
+    if ((uintptr_t)store->pages % sizeof(int32_t)) return TQKV__INVALID("pages: not aligned as int32_t");
+    s->pages = store->pages;
+    s->n_pages = store->n_pages;
+    s->page_size = store->page_size;
+    return TQKV_OK;
+}
+
+/* Checks the shape of a store, not its buffers. */
+static tqkv_result tqkv__stream_shape(const tqkv_store *store, tqkv__stream *s)
+{
+    memset(s, 0, sizeof *s);
+    if (!store) return TQKV__INVALID("a store is NULL");
+    if (!tqkv__format_known(store->format)) return TQKV__REFUSE(UNSUPPORTED, "format: not a stored format");
+    if (!tqkv__head_dim_known(store->head_dim)) return TQKV__REFUSE(UNSUPPORTED, TQKV__HEAD_DIMS);
+    if (store->unrotated && !TQKV__PLAIN(store->format))
+        return TQKV__REFUSE(UNSUPPORTED, "unrotated: only TQ5, TQ6, TQ8 and their _BYTES forms can be");
+    if (store->rotated && TQKV__KIND(store->format) != TQKV__HALF)
+        return TQKV__REFUSE(UNSUPPORTED, "rotated: for F16 alone; other formats are, unless unrotated says otherwise");
+    if (store->n_kv_heads <= 0) return TQKV__INVALID("n_kv_heads is not positive");
+    if (store->capacity <= 0) return TQKV__INVALID("capacity is not positive");
+    if (!(store->block_scale >= 0.0f && store->block_scale <= 3.0e38f))
+        return TQKV__INVALID("block_scale: negative, NaN or infinite");
+    s->format = store->format;
+    s->kind = TQKV__KIND(s->format);
+    s->main_bits = TQKV__MAIN_BITS(s->format);
+    s->upper_bits = TQKV__UPPER_BITS(s->format);
+    s->book_bits = TQKV__BOOK_BITS(s->format);
+    s->codebook = s->book_bits ? TQKV__CODEBOOK(s->book_bits) : NULL;
+    s->boundaries = s->book_bits ? TQKV__BOUNDARIES(s->book_bits) : NULL;
+    s->head_dim = store->head_dim;
+    s->root = tqkv__size_of(s->head_dim)->root;
+    s->inverse_root = tqkv__size_of(s->head_dim)->inverse_root;
+    s->n_kv_heads = store->n_kv_heads;
+    s->capacity = store->capacity;
+    s->type = store->type;
+    s->strides = tqkv__strides_of(store->strides, store->n_kv_heads, store->head_dim);
+    s->ring = store->ring;
+    s->rotated = s->kind == TQKV__HALF ? store->rotated : !store->unrotated;
+    s->block_scale = store->block_scale > 0.0f ? store->block_scale : 1.0f;
+    s->row_bytes = tqkv_row_bytes(store->format, store->head_dim);
+    s->norms_per_row = tqkv_norms_per_row(store->format, store->head_dim);
+    s->norm_dim = tqkv__norm_block(s->kind, s->head_dim);
+    int blocks = (s->norm_dim + TQKV__BLOCK - 1) / TQKV__BLOCK;
+    while (s->norm_dim % blocks) blocks++;
+    s->block_dim = s->norm_dim / blocks;
+    if (!tqkv__array_size(s->n_kv_heads, s->capacity, 1, s->row_bytes, &s->codes_size) ||
+        !tqkv__array_size(s->n_kv_heads, s->capacity, s->norms_per_row, sizeof(float), &s->norms_size))
+        return TQKV__INVALID("a store of more than SIZE_MAX bytes");
+    return store->pages ? tqkv__table_shape(store, s) : TQKV_OK;
+}
+
+/* Follows tqkv__stream_shape in calls that add or subtract the centre. */
+static tqkv_result tqkv__stream_center(const tqkv_store *store, tqkv__stream *s)
+{
+    if ((uintptr_t)store->center % sizeof(float)) return TQKV__INVALID("center: not aligned as floats");
+    if (store->center && !tqkv__all_finite(store->center, (size_t)s->n_kv_heads * (size_t)s->head_dim))
+        return TQKV__REFUSE(NOT_FINITE, "center holds NaN or infinity");
+    s->center = store->center;
+    return TQKV_OK;
+}
+
+/* In bytes. A stream of `capacity` such rows has a size, so this does not overflow. */
+static size_t tqkv__center_size(const tqkv__stream *s)
+{
+    return (size_t)s->n_kv_heads * (size_t)s->head_dim * sizeof(float);
+}
+
+/* The centre of a head, [head_dim], or NULL */
+static const float *tqkv__center_of(const tqkv__stream *s, int kv_head)
+{
+    return s->center ? s->center + (size_t)kv_head * (size_t)s->head_dim : NULL;
+}
+
+/* In bytes */
+static size_t tqkv__table_size(const tqkv__stream *s) { return (size_t)s->n_pages * sizeof(int32_t); }
+
+/* The bytes of n floats, byte p of each in planes[p], repeated: what look-ups of bytes take. n: a power of two up to 128 */
+static void tqkv__split_floats(const float *x, int n, uint8_t planes[4][128])
+{
+    for (int i = 0; i < n; i++)
+        for (int at = i; at < 128; at += n) {
+            const uint32_t bits = tqkv__bits(x[i]);
+            planes[0][at] = (uint8_t)bits;
+            planes[1][at] = (uint8_t)(bits >> 8);
+            planes[2][at] = (uint8_t)(bits >> 16);
+            planes[3][at] = (uint8_t)(bits >> 24);
+        }
+}
+
+/* Codebooks are symmetric: centroid n - 1 - c is -centroid c. For TQ8 the lower half is enough: look-ups take ~c for a code c
+   of the upper half, and flip the sign. */
+static void tqkv__fill_planes(tqkv__stream *s)
+{
+    if (s->kind == TQKV__BOOK) tqkv__split_floats(s->codebook, s->book_bits < 8 ? 1 << s->book_bits : 128, s->planes);
+}
+
+/* Whether encoding into a stream overwrites memory at p. */
+static bool tqkv__encoding_overlaps(const tqkv__stream *s, const void *p, size_t size)
+{
+    return tqkv__overlap(s->codes, s->codes_size, p, size) || tqkv__overlap(s->norms, s->norms_size, p, size);
+}
+
+/* Takes the buffers of a store; follows tqkv__stream_shape. */
+static tqkv_result tqkv__stream_memory(const tqkv_store *store, tqkv__stream *s)
+{
+    const tqkv_result r = tqkv__stream_center(store, s);
+    if (r != TQKV_OK) return r;
+    if (!store->codes || store->codes_size < s->codes_size) return TQKV__INVALID("codes: NULL or too small");
+    if (s->norms_size && (!store->norms || store->norms_size < s->norms_size))
+        return TQKV__INVALID("norms: NULL or too small");
+    if ((uintptr_t)store->norms % sizeof(float)) return TQKV__INVALID("norms: not aligned as floats");
+    if (tqkv__overlap(store->codes, s->codes_size, store->norms, s->norms_size))
+        return TQKV__INVALID("codes and norms overlap");
+    s->codes = (uint8_t *)store->codes;
+    s->norms = store->norms;
+    tqkv__fill_planes(s);
+    if (tqkv__encoding_overlaps(s, s->center, tqkv__center_size(s)))
+        return TQKV__INVALID("center overlaps codes or norms");
+    if (tqkv__encoding_overlaps(s, s->pages, tqkv__table_size(s))) return TQKV__INVALID("pages overlap codes or norms");
+    return TQKV_OK;
+}
+
+static tqkv_result tqkv__stream_open(const tqkv_store *store, tqkv__stream *s)
+{
+    const tqkv_result r = tqkv__stream_shape(store, s);
+    return r == TQKV_OK ? tqkv__stream_memory(store, s) : r;
+}
+
+/* Whether memory at p is any of a stream's, read or written. */
+static bool tqkv__stream_overlaps(const tqkv__stream *s, const void *p, size_t size)
+{
+    return tqkv__encoding_overlaps(s, p, size) || tqkv__overlap(s->center, tqkv__center_size(s), p, size) ||
+           tqkv__overlap(s->pages, tqkv__table_size(s), p, size);
+}
+
+/* The positions that a store without a ring can have. */
+static int64_t tqkv__room(const tqkv__stream *s)
+{
+    return s->page_size ? (int64_t)s->n_pages * s->page_size : s->capacity;
+}
+
+static int tqkv__slot(const tqkv__stream *s, int64_t position)
+{
+    TQKV_ASSERT(position >= 0 && (s->ring || position < tqkv__room(s)));
+    if (s->pages) return s->pages[position / s->page_size] * s->page_size + (int)(position % s->page_size);
+    return (int)(s->ring ? position % s->capacity : position);
+}
+
+/* Slots from that of a position on that hold the positions behind it, in order. */
+static int tqkv__slots_left(const tqkv__stream *s, int64_t position)
+{
+    if (s->pages) return s->page_size - (int)(position % s->page_size);
+    return s->capacity - tqkv__slot(s, position);
+}
+
+static uint8_t *tqkv__codes_at(const tqkv__stream *s, int kv_head, int slot)
+{
+    TQKV_ASSERT(kv_head >= 0 && kv_head < s->n_kv_heads && slot >= 0 && slot < s->capacity);
+    return s->codes + ((size_t)kv_head * (size_t)s->capacity + (size_t)slot) * s->row_bytes;
+}
+
+static float *tqkv__norms_at(const tqkv__stream *s, int kv_head, int slot)
+{
+    if (!s->norms_per_row) return NULL;
+    return s->norms + ((size_t)kv_head * (size_t)s->capacity + (size_t)slot) * (size_t)s->norms_per_row;
+}
+
+TQKV_API const char *tqkv_result_string(tqkv_result r)
+{
+    static const char *const strings[] = {"no error",
+                                          "an argument is invalid",
+                                          "this head_dim, format or option is not supported",
+                                          "a position lies outside the store",
+                                          "out of memory",
+                                          "the source holds NaN or infinity",
+                                          "the snapshot is damaged or not a snapshot",
+                                          "reading or writing failed",
+                                          "the metallib was built from another version of tqkv.h",
+                                          "Metal reported an error"};
+    return (unsigned)r < sizeof strings / sizeof *strings ? strings[r] : "unknown result";
+}
+
+TQKV_API const char *tqkv_format_name(tqkv_format f)
+{
+#define TQKV__NAME_OF(unused, format, name, ...) name,
+    static const char *const names[] = {"default", TQKV__FORMATS(TQKV__NAME_OF, )};
+    return (unsigned)f < sizeof names / sizeof *names ? names[f] : "?";
+}
+
+TQKV_API tqkv_format tqkv_format_from_name(const char *name)
+{
+    for (int f = TQKV_F16; name && tqkv__format_known((tqkv_format)f); f++)
+        if (strcmp(name, tqkv_format_name((tqkv_format)f)) == 0) return (tqkv_format)f;
+    return TQKV_FORMAT_DEFAULT;
+}
+
+TQKV_API size_t tqkv_row_bytes(tqkv_format f, int head_dim)
+{
+    if (!tqkv__format_known(f) || !tqkv__head_dim_known(head_dim)) return 0;
+    return (size_t)head_dim * (size_t)(TQKV__MAIN_BITS(f) + TQKV__UPPER_BITS(f)) / 8;
+}
+
+TQKV_API int tqkv_norms_per_row(tqkv_format f, int head_dim)
+{
+    if (!tqkv__format_known(f) || !tqkv__head_dim_known(head_dim) || TQKV__KIND(f) == TQKV__HALF) return 0;
+    const int block = tqkv__norm_block(TQKV__KIND(f), head_dim);
+    return block ? head_dim / block : 0;
+}
+
+TQKV_API float tqkv_last_boundary(tqkv_format f)
+{
+    if (TQKV__KIND(f) == TQKV__BOOK) return TQKV__BOUNDARIES(TQKV__BOOK_BITS(f))[(1 << TQKV__BOOK_BITS(f)) - 2];
+    return TQKV__KIND(f) == TQKV__HALF ? 65504.0f : TQKV__KIND(f) == TQKV__GRID ? 127.0f : 0.0f;
+}
+
+TQKV_API size_t tqkv_codes_size(const tqkv_store *store)
+{
+    tqkv__stream s;
+    return tqkv__stream_shape(store, &s) == TQKV_OK ? s.codes_size : 0;
+}
+
+TQKV_API size_t tqkv_norms_size(const tqkv_store *store)
+{
+    tqkv__stream s;
+    return tqkv__stream_shape(store, &s) == TQKV_OK ? s.norms_size : 0;
+}
+
+static bool tqkv__basis_known(tqkv_basis basis) { return basis == TQKV_ORIGINAL || basis == TQKV_ROTATED; }
+
+/* Checks the entries of the positions [first, end), which the table has. */
+static tqkv_result tqkv__check_pages(const tqkv__stream *s, int64_t first, int64_t end)
+{
+    if (!s->pages || first >= end) return TQKV_OK;
+    for (int64_t i = first / s->page_size; i <= (end - 1) / s->page_size; i++)
+        if (s->pages[i] < 0 || s->pages[i] >= s->capacity / s->page_size)
+            return TQKV__REFUSE(OUT_OF_RANGE, "pages: a page outside the store");
+    return TQKV_OK;
+}
+
+/* Whether no number occurs twice, but for negative ones; ids: [n]. Marks 32768 numbers at a time in 4 KiB of stack. */
+static bool tqkv__all_distinct(const int32_t *ids, int64_t n)
+{
+    enum { at_a_time = 32768 };
+    uint8_t marks[at_a_time / 8];
+    int64_t low = n > 1 ? INT32_MAX : 0, high = -1;
+    if (n > 1)
+        for (int64_t i = 0; i < n; i++) {
+            if (ids[i] >= 0 && ids[i] < low) low = ids[i];
+            if (ids[i] > high) high = ids[i];
+        }
+    for (; low <= high; low += at_a_time) {
+        memset(marks, 0, sizeof marks);
+        for (int64_t i = 0; i < n; i++) {
+            const int64_t at = ids[i] - low;
+            if (ids[i] < 0 || at < 0 || at >= at_a_time) continue;
+            if (marks[at / 8] >> (at % 8) & 1) return false;
+            marks[at / 8] = (uint8_t)(marks[at / 8] | 1 << (at % 8));
+        }
+    }
+    return true;
+}
+
+static tqkv_result tqkv__check_positions(const tqkv__stream *s, int n, int64_t position)
+{
+    if (position < 0 || position > INT64_MAX - n) return TQKV__REFUSE(OUT_OF_RANGE, "position: negative or too large");
+    if (!s->ring && position + n > tqkv__room(s))
+        return TQKV__REFUSE(OUT_OF_RANGE, "positions beyond a linear store or a page table");
+    return tqkv__check_pages(s, position, position + n);
+}
+
+/* Refuses a table that names a page twice among those of n positions to write; follows tqkv__check_positions. */
+static tqkv_result tqkv__check_written(const tqkv__stream *s, int n, int64_t position)
+{
+    if (!s->pages || n == 0) return TQKV_OK;
+    const int64_t page = position / s->page_size, last = (position + n - 1) / s->page_size;
+    if (tqkv__all_distinct(s->pages + page, last - page + 1)) return TQKV_OK;
+    return TQKV__INVALID("pages: a page twice among those to write");
+}
+
+/* Opens a store to read n of its positions, or to replace them as they are stored. */
+static tqkv_result tqkv__open_positions(const tqkv_store *store, int n, int64_t position, tqkv__stream *s)
+{
+    const tqkv_result r = tqkv__stream_open(store, s);
+    if (r != TQKV_OK) return r;
+    if (n < 0) return TQKV__INVALID("n_positions is negative");
+    if (s->ring && n > s->capacity) return TQKV__REFUSE(OUT_OF_RANGE, "n_positions is above the capacity");
+    return tqkv__check_positions(s, n, position);
+}
+
+/* The caller's row of a token and a head. */
+static const void *tqkv__source_row(const tqkv__stream *s, const void *src, size_t token, size_t head)
+{
+    return (const uint8_t *)src + (token * s->strides.token + head * s->strides.head) * tqkv__type_size(s->type);
+}
+
+/* Checks p: [n][n_kv_heads] rows of the stream's type and strides; *bytes: their size, with gaps. */
+static tqkv_result tqkv__check_rows(const tqkv__stream *s, const void *p, int n, size_t *bytes)
+{
+    const size_t size = tqkv__type_size(s->type);
+    if (!size) return TQKV__REFUSE(UNSUPPORTED, TQKV__NO_TYPE);
+    if (!p) return TQKV__INVALID("the rows are NULL");
+    if (n < 0) return TQKV__INVALID("the number of tokens or positions is negative");
+    if ((uintptr_t)p % size) return TQKV__INVALID("the rows are not aligned as their type");
+    if (!tqkv__array_size(n, s->n_kv_heads, s->head_dim, sizeof(float), bytes) ||
+        !tqkv__rows_extent(s->strides, n, s->n_kv_heads, s->head_dim, size, bytes))
+        return TQKV__INVALID("rows of more than SIZE_MAX bytes");
+    return TQKV_OK;
+}
+
+TQKV__FOR_HOST size_t tqkv__rows_size(const tqkv_store *s, int n_tokens)
+{
+    size_t bytes;
+    const tqkv_strides strides = tqkv__strides_of(s->strides, s->n_kv_heads, s->head_dim);
+    const size_t size = tqkv__type_size(s->type);
+    return tqkv__rows_extent(strides, n_tokens, s->n_kv_heads, s->head_dim, size, &bytes) ? bytes : 0;
+}
+
+static void *tqkv__malloc(void *user, size_t size)
+{
+    (void)user;
+    return malloc(size);
+}
+
+static void tqkv__mfree(void *user, void *pointer, size_t size)
+{
+    (void)user;
+    (void)size;
+    free(pointer);
+}
+
+static bool tqkv__resolve_allocator(tqkv_allocator *allocator)
+{
+    if (!allocator->alloc != !allocator->free) return false;
+    if (allocator->alloc) return true;
+    allocator->alloc = tqkv__malloc;
+    allocator->free = tqkv__mfree;
+    return true;
+}
+
+static void tqkv__run_serial(void *user, int count, tqkv_task task, void *context)
+{
+    (void)user;
+    for (int i = 0; i < count; i++) task(context, i);
+}

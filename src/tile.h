@@ -1,0 +1,266 @@
+/* from: [rows][columns] -> to: [columns][rows], plus zero */
+static inline void tqkv__transpose(const float *from, int rows, int columns, float zero, float *to)
+{
+    for (int column = 0; column < columns; column++, from++) {
+        const float *x = from;
+        for (int row = 0; row < rows; row++, x += columns) *to++ = *x + zero;
+    }
+}
+
+/* Instruction sets decode packed codes in their own order: each rows * columns values, a matrix [rows][columns], come
+   transposed. The tail of a block is a matrix of fewer columns. Other codes keep their order. Queries take the decoded order;
+   sums of values are put back. from, to: [head_dim] */
+static void tqkv__reorder(const tqkv__isa *isa, const tqkv__stream *s, bool decoded, float zero, const float *from,
+                          float *to)
+{
+    const int rows = isa->nibble_order[0], most = isa->nibble_order[1];
+    if (s->main_bits >= 8 || isa->lanes == 1) {
+        tqkv__transpose(from, s->head_dim, 1, zero, to);
+        return;
+    }
+    for (const float *end = from + s->head_dim; from < end;)
+        for (int left = s->block_dim, columns; left > 0; left -= rows * columns) {
+            for (columns = most; rows * columns > left;) columns /= 2;
+            tqkv__transpose(from, decoded ? rows : columns, decoded ? columns : rows, zero, to);
+            from += rows * columns;
+            to += rows * columns;
+        }
+}
+
+/* -0 changes nothing. */
+static void tqkv__to_decoded(const tqkv__isa *isa, const tqkv__stream *s, const float *natural, float *decoded)
+{
+    tqkv__reorder(isa, s, true, -0.0f, natural, decoded);
+}
+
+/* Of sums. 0: codes of masked slots have the weight 0, and their signs stay in a sum that has underflowed to -0 or 0. */
+static void tqkv__to_natural(const tqkv__isa *isa, const tqkv__stream *s, const float *decoded, float *natural)
+{
+    tqkv__reorder(isa, s, false, 0.0f, decoded, natural);
+}
+
+static int tqkv__clamp(int64_t x, int low, int high) { return x < low ? low : x > high ? high : (int)x; }
+
+/* Whether pages end within tiles: rows are then gathered where they do not lie together. */
+static bool tqkv__small_pages(const tqkv__attention *a)
+{
+    for (int i = 0; i < TQKV__STREAMS; i++) {
+        const tqkv__stream *s = tqkv__stream_read(a, i);
+        if (s && s->page_size % TQKV__TILE) return true;
+    }
+    return false;
+}
+
+/* Whether a ring may wrap within a tile, which is then gathered. */
+static bool tqkv__odd_rings(const tqkv__attention *a)
+{
+    for (int i = 0; i < TQKV__STREAMS; i++) {
+        const tqkv__stream *s = tqkv__stream_read(a, i);
+        if (s && s->ring && s->capacity % TQKV__TILE) return true;
+    }
+    return false;
+}
+
+/* Positions from this one on that a tile may take. */
+static int tqkv__tile_room(const tqkv__stream *s, int64_t position)
+{
+    return s->page_size % TQKV__TILE || s->ring ? TQKV__TILE : tqkv__slots_left(s, position);
+}
+
+/* Whether a ring wraps within n positions. */
+static bool tqkv__wraps(const tqkv__stream *s, int64_t position, int64_t n)
+{
+    return s->ring && tqkv__slots_left(s, position) < n;
+}
+
+/* A tile is contiguous in all its streams, or gathered: it ends where a large page ends, or another place begins, and at
+   positions that are a multiple of TQKV__TILE. Its scores are at the position modulo TQKV__TILE. A query's sums are then the
+   same bits alone or in a batch, and in a store of any kind and size. Otherwise prefill and decode drift apart: a last bit
+   changes the next layer's keys, and now and then a code. */
+static int tqkv__tile_length(const tqkv__attention *a, const tqkv__place *place, int64_t position, int64_t end)
+{
+    const int64_t aligned = TQKV__TILE - position % TQKV__TILE, border = place->end - position;
+    const int key_room = tqkv__tile_room(place->keys, position), value_room = tqkv__tile_room(place->values, position);
+    int64_t n = end - position < aligned ? end - position : aligned;
+    if (n > border) n = border;
+    if (n > key_room) n = key_room;
+    if (n > value_room) n = value_room;
+    if (a->call.tail && n > tqkv__tile_room(&a->tail, position)) n = tqkv__tile_room(&a->tail, position);
+    return (int)n;
+}
+
+/* Where the ranks [rank, rank + n) of a tile lie. */
+typedef struct tqkv__ranks {
+    int64_t rank;
+    int n;
+    bool together;   /* in all streams one row after the other */
+    uint64_t hidden; /* ranks that the query does not see, as bits */
+    tqkv__place place;
+    int32_t keys[TQKV__TILE], values[TQKV__TILE], tail[TQKV__TILE]; /* slots; -1: hidden, or no page */
+} tqkv__ranks;
+
+/* A tile in progress: n positions from `position` on. Its scores, later weights, begin at scores[row][begin]. */
+typedef struct tqkv__tile {
+    int64_t position;
+    int n, begin;
+    tqkv__place place;
+    tqkv__run keys, values, tail;
+    const tqkv__ranks *ranks;                                        /* of a list or of gathered rows, or NULL */
+    const tqkv__attention *streams;                                  /* that hold it: the caller's, or gathered ones */
+    int kv_head;                                                     /* there */
+    bool whole;                                                      /* every row sees all of it */
+    tqkv__span spans[TQKV__CHUNK_ROWS];                              /* what each row sees of it */
+    TQKV__ALIGNED float scores[(TQKV__CHUNK_ROWS + 1) * TQKV__TILE]; /* room for whole vectors at a tile's end */
+    TQKV__ALIGNED float scaled[TQKV__CHUNK_ROWS * TQKV__TILE];       /* for value_tile */
+} tqkv__tile;
+
+/* The slots of a tile of n positions. While it is computed the next tile of [.., end) is fetched, which a page table
+   may put anywhere. */
+static void tqkv__open_run(const tqkv__stream *s, int64_t position, int n, int64_t end, tqkv__run *run)
+{
+    const int64_t next = position + n;
+    run->slot = tqkv__slot(s, position);
+    run->n = n;
+    run->ahead = TQKV__TILE;
+    if (!s->pages || next >= end || next % s->page_size) return;
+    const int32_t page = s->pages[next / s->page_size]; /* not checked if a tree hides it */
+    if (page >= 0 && page < s->capacity / s->page_size) run->ahead = page * s->page_size - run->slot;
+}
+
+/* The runs of a tile of a place, which is contiguous in all its streams. */
+static void tqkv__find_runs(const tqkv__attention *a, const tqkv__place *place, int64_t end, tqkv__tile *tile)
+{
+    tile->place = *place;
+    tqkv__open_run(place->keys, tile->position, tile->n, end, &tile->keys);
+    tqkv__open_run(place->values, tile->position, tile->n, end, &tile->values);
+    if (a->call.tail) tqkv__open_run(&a->tail, tile->position, tile->n, end, &tile->tail);
+}
+
+/* Asks for a line of each 4 KiB of the next tile, and for its norms, a tile early. The loops ask for the other lines, but late
+   where the processor does not know the memory page yet. With codes that come from memory (32 heads of 128, 32768 positions, AMD
+   EPYC) this takes away 24% of the time of F16 and 3 to 7% of I8 keys and TQ4, paged or not; with codes in a cache it adds 1%.
+   Not for codes of less than two lines a row that go on where this tile ends: the processor sees one stream and reads it ahead by
+   itself, and a touch out of its order adds 10% to 18% (TQ4 of 128, I8 and F16 of 64; Zen 5), 2% to 8% (I8 of 96, TQ4 of 192). */
+static void tqkv__touch_next(const tqkv__stream *s, int kv_head, const tqkv__run *run)
+{
+    const size_t size = TQKV__TILE * s->row_bytes, norms_size = (size_t)(TQKV__TILE * s->norms_per_row) * sizeof(float);
+    const uint8_t *codes = tqkv__codes_at(s, kv_head, run->slot) + (ptrdiff_t)run->ahead * (ptrdiff_t)s->row_bytes;
+    if (run->ahead != TQKV__TILE || s->row_bytes >= 128) {
+        for (size_t i = 0; i < size; i += 4096) tqkv__prefetch(TQKV__L1, codes + i, 1);
+        tqkv__prefetch(TQKV__L1, codes + size - 1, 1);
+    }
+    if (!norms_size) return;
+    const float *norms = tqkv__norms_at(s, kv_head, run->slot) + (ptrdiff_t)run->ahead * s->norms_per_row;
+    tqkv__prefetch(TQKV__L1, (const uint8_t *)norms, norms_size + 63); /* they may begin within a line */
+}
+
+/* value_tile, safe for F16: if a tile holds NaN or Inf and some row does not see all of it, each position is added
+   alone, and only to rows that see it: also with a weight that has underflowed to 0, as where all see all of it. */
+static void tqkv__add_values(tqkv__tile *tile, int n_rows, float *out)
+{
+    const tqkv__attention *a = tile->streams;
+    const tqkv__stream *s = tile->place.values;
+    const tqkv__run *run = &tile->values;
+    const int kv_head = tile->kv_head;
+    const float *weights = tile->scores + tile->begin;
+    if (s->kind != TQKV__HALF || tile->whole ||
+        tqkv__halves_finite(tqkv__codes_at(s, kv_head, run->slot), (size_t)run->n * (size_t)s->head_dim)) {
+        a->isa->value_tile(s, kv_head, run, weights, n_rows, tile->scaled, out);
+        return;
+    }
+    for (int row = 0; row < n_rows; row++)
+        for (int j = 0; j < run->n; j++) {
+            const tqkv__run one = {run->slot + j, 1, run->ahead};
+            float alone[TQKV__TILE] = {0};
+            alone[0] = weights[row * TQKV__TILE + j];
+            if (!tqkv__span_has(&tile->spans[row], tile->begin + j)) continue;
+            a->isa->value_tile(s, kv_head, &one, alone, 1, tile->scaled, out + (size_t)row * (size_t)s->head_dim);
+        }
+}
+
+/* The numbers below n, at most 64, as bits */
+static uint64_t tqkv__bits_below(int n) { return n < 64 ? ((uint64_t)1 << n) - 1 : UINT64_MAX; }
+
+/* What a query sees of a tile's scores, when it looks at a range. */
+static tqkv__span tqkv__span_of(const tqkv__attention *a, int query, const tqkv__tile *tile, tqkv__range range)
+{
+    const tqkv__range seen = tqkv__visible(a, query, range);
+    tqkv__span span = {tile->begin + tqkv__clamp(seen.from - tile->position, 0, tile->n),
+                       tile->begin + tqkv__clamp(seen.to - tile->position, 0, tile->n), 0};
+    if (!a->call.tree) return span;
+    const uint64_t hidden = ~a->call.tree[query];
+    const int64_t shift = a->call.end - a->call.n_queries - (tile->position - tile->begin); /* of bit 0 */
+    const uint64_t inside = tqkv__bits_below(span.to) & ~tqkv__bits_below(span.from);
+    if (shift >= 0 && shift < 64) span.hidden = hidden << shift & inside;
+    if (shift < 0 && shift > -64) span.hidden = hidden >> -shift & inside;
+    if (span.hidden == inside) span.to = span.from;
+    return span;
+}
+
+/* Query rows of one KV head that share decoded tiles. */
+typedef struct tqkv__item {
+    int kv_head, first_row, n_rows;
+} tqkv__item;
+
+/* Adds the slice (source, source_max, source_sum) of one row to (out, max, sum). */
+static TQKV__NOINLINE void tqkv__merge_row(int value_dim, float *out, float *max, float *sum, const float *source,
+                                           float source_max, float source_sum)
+{
+    if (source_sum == 0.0f) return;
+    const float largest = source_max > *max ? source_max : *max;
+    const float keep = *sum == 0.0f ? 0.0f : tqkv__exp(TQKV__AS_FLOAT(*max - largest));
+    const float add = tqkv__exp(TQKV__AS_FLOAT(source_max - largest));
+    for (int d = 0; d < value_dim; d++) out[d] = tqkv__sum_of_products(out[d], keep, source[d], add);
+    *sum = tqkv__sum_of_products(*sum, keep, source_sum, add);
+    *max = largest;
+}
+
+static void tqkv__clear_sums(const tqkv__sums *sums, size_t n_rows, int value_dim)
+{
+    memset(sums->out, 0, n_rows * (size_t)value_dim * sizeof(float));
+    memset(sums->sum, 0, n_rows * sizeof(float));
+    for (size_t i = 0; i < n_rows; i++) sums->max[i] = -INFINITY;
+}
+
+static TQKV__NOINLINE void tqkv__merge_sums(const tqkv__sums *into, const tqkv__sums *from, size_t n_rows,
+                                            int value_dim)
+{
+    for (size_t i = 0; i < n_rows; i++)
+        tqkv__merge_row(value_dim, into->out + i * (size_t)value_dim, &into->max[i], &into->sum[i],
+                        from->out + i * (size_t)value_dim, from->max[i], from->sum[i]);
+}
+
+/* The context is cut into stretches at multiples of 2048 positions, and these into pieces. Each has its own softmax and float
+   sums, merged in the order of the positions: the error does not grow with the context as in one long sum, not even if
+   all additions of equal values are rounded to the same side. A query's bits depend only on its positions, not on
+   other queries or on tasks. A merge costs as much as half a position. */
+#define TQKV__STRETCH 2048
+#define TQKV__PIECE   256
+
+/* The scores of a tile: the sum of those of the parts of the keys, in their order. q: as tqkv__arrange_queries gives them */
+static void tqkv__score_tile(tqkv__tile *tile, const float *q, int n_rows)
+{
+    const tqkv__attention *a = tile->streams;
+    float *scores = tile->scores + tile->begin;
+    const int before = tile->place.keys == &a->keys ? 0 : a->key_dim; /* dimensions of q before those for halves */
+    a->isa->score_tile(tile->place.keys, tile->kv_head, &tile->keys, q + (size_t)n_rows * (size_t)before, n_rows, false,
+                       scores);
+    if (!a->call.tail) return;
+    a->isa->score_tile(&a->tail, tile->kv_head, &tile->tail, q + (size_t)n_rows * (size_t)a->keys.head_dim, n_rows,
+                       true, scores);
+}
+
+/* Sums of values have the order of the stream that is added to them: brings them into that of another. */
+static void tqkv__turn_sums(const tqkv__attention *a, const tqkv__stream *from, const tqkv__stream *to, int n_rows,
+                            float *out)
+{
+    float turned[TQKV_MAX_HEAD_DIM];
+    if (a->isa->lanes == 1 || (from->main_bits < 8) == (to->main_bits < 8)) return;
+    for (int row = 0; row < n_rows; row++, out += a->value_dim) {
+        if (from->main_bits < 8)
+            tqkv__to_natural(a->isa, from, out, turned);
+        else
+            tqkv__to_decoded(a->isa, to, out, turned);
+        memcpy(out, turned, (size_t)a->value_dim * sizeof(float));
+    }
+}

@@ -1,0 +1,193 @@
+/* The positions of a range that a query sees. */
+static tqkv__range tqkv__visible(const tqkv__attention *a, int query, tqkv__range range)
+{
+    const int64_t position = a->call.end - a->call.n_queries + query;
+    const int64_t ahead = !a->call.non_causal ? 1 : a->call.window ? a->call.window : INT64_MAX;
+    const int64_t oldest = a->call.window ? position - a->call.window + 1 : range.from, end = range.to;
+    if (end - position > ahead) range.to = position + ahead;
+    if (oldest > range.from) range.from = oldest;
+    if (range.from > end) range.from = end;
+    if (range.to < range.from) range.to = range.from;
+    return range;
+}
+
+/* What the queries [first, last] see together. */
+static tqkv__range tqkv__visible_to(const tqkv__attention *a, int first, int last, tqkv__range range)
+{
+    const tqkv__range seen = {tqkv__visible(a, first, range).from, tqkv__visible(a, last, range).to};
+    return seen;
+}
+
+/* Whether a query sees position j of the newest n_queries. */
+static bool tqkv__tree_has(const tqkv__attention *a, int j)
+{
+    for (int i = j; i < a->call.n_queries; i++)
+        if (a->call.tree[i] >> j & 1 && (!a->call.window || i - j < a->call.window)) return true;
+    return false;
+}
+
+/* What a query sees of a context by its list: the blocks entries[0 .. n_before), then all blocks from `recent` on, where the
+   newest positions begin. The positions of these blocks, visible or not, have the ranks base, base + 1 ...: attention goes
+   from rank to rank as it goes from position to position without a list. Tiles, pieces and stretches are cut by rank, so a
+   query's bits depend on its own list only. The first visible block has its positions as ranks: a list of all blocks
+   changes no bit. */
+typedef struct tqkv__list {
+    const int32_t *entries;           /* from the first visible block on */
+    int shift;                        /* a block is 1 << shift positions */
+    int64_t n_before, recent, hidden; /* positions of block `recent` before `hidden` are not seen */
+    int64_t base;
+    tqkv__range seen; /* ranks */
+} tqkv__list;
+
+/* The first of n ascending entries that is not below `block`. */
+static int64_t tqkv__entry_at(const int32_t *entries, int64_t n, int64_t block)
+{
+    int64_t low = 0;
+    while (low < n) {
+        const int64_t middle = low + (n - low) / 2;
+        if (entries[middle] < block)
+            low = middle + 1;
+        else
+            n = middle;
+    }
+    return low;
+}
+
+/* The ranks before a position. */
+static int64_t tqkv__rank_of(const tqkv__list *l, int64_t position)
+{
+    const int64_t block = position >> l->shift, inside = position & (((int64_t)1 << l->shift) - 1);
+    if (block >= l->recent) return l->base + ((l->n_before + block - l->recent) << l->shift) + inside;
+    const int64_t at = tqkv__entry_at(l->entries, l->n_before, block);
+    return l->base + (at << l->shift) + (at < l->n_before && l->entries[at] == block ? inside : 0);
+}
+
+/* Without a list ranks are positions. */
+static int64_t tqkv__position_of(const tqkv__list *l, int64_t rank)
+{
+    if (!l) return rank;
+    const int64_t at = (rank - l->base) >> l->shift;
+    const int64_t block = at < l->n_before ? l->entries[at] : l->recent + at - l->n_before;
+    return (block << l->shift) + (rank & (((int64_t)1 << l->shift) - 1));
+}
+
+/* Whether a tree hides a position from a query. */
+static bool tqkv__tree_hides(const tqkv__attention *a, int query, int64_t position)
+{
+    const int64_t j = position - (a->call.end - a->call.n_queries);
+    return a->call.tree && j >= 0 && !(a->call.tree[query] >> j & 1);
+}
+
+/* Where the newest list_newest positions of a range begin that a query sees. */
+static int64_t tqkv__newest_from(const tqkv__attention *a, int query, tqkv__range range)
+{
+    int left = a->call.list_newest;
+    while (a->call.tree && left > 0 && range.to > range.from && range.to > a->call.end - a->call.n_queries)
+        left -= !tqkv__tree_hides(a, query, --range.to);
+    return range.to - range.from < left ? range.from : range.to - left;
+}
+
+/* The list of a query, as far as it looks at a range of positions. */
+static tqkv__list tqkv__open_list(const tqkv__attention *a, int query, int kv_head, tqkv__range range)
+{
+    tqkv__list l;
+    const tqkv__range resident = {a->first, a->call.end}, all = tqkv__visible(a, query, resident);
+    int64_t n = 0;
+    l.entries = tqkv__list_row(a, query, kv_head);
+    l.shift = tqkv__list_shift(a->call.list_block);
+    while (n < a->call.list_length && l.entries[n] >= 0) n++;
+    const int64_t gone = tqkv__entry_at(l.entries, n, all.from >> l.shift);
+    l.entries += gone;
+    n -= gone;
+    l.base = all.from >> l.shift << l.shift;
+    l.hidden = tqkv__newest_from(a, query, all);
+    l.recent = l.hidden < all.to ? l.hidden >> l.shift : (all.to >> l.shift) + (all.to % ((int64_t)1 << l.shift) > 0);
+    l.n_before = tqkv__entry_at(l.entries, n, l.recent);
+    if (l.hidden == all.to || (l.n_before < n && l.entries[l.n_before] == l.recent)) l.hidden = 0;
+    range = tqkv__visible(a, query, range);
+    l.seen.from = tqkv__rank_of(&l, range.from);
+    l.seen.to = tqkv__rank_of(&l, range.to);
+    return l;
+}
+
+/* Of the ranks [rank, rank + n), n <= 64, those whose positions a query does not see, as bits. */
+static uint64_t tqkv__hidden_ranks(const tqkv__attention *a, int query, const tqkv__list *l, int64_t rank, int n)
+{
+    uint64_t hidden = 0;
+    if (!l) return 0; /* see tqkv__find_spans */
+    const int64_t last = tqkv__position_of(l, rank + n - 1);
+    const bool tree = a->call.tree && last >= a->call.end - a->call.n_queries;
+    if (!tree && (l->hidden == 0 || rank + n <= l->base + (l->n_before << l->shift))) return 0;
+    for (int j = 0; j < n; j++) {
+        const int64_t position = tqkv__position_of(l, rank + j);
+        const bool before = position < l->hidden && position >> l->shift >= l->recent;
+        if (before || tqkv__tree_hides(a, query, position)) hidden |= (uint64_t)1 << j;
+    }
+    return hidden;
+}
+
+/* The ranks that some query sees of a range of positions. */
+static tqkv__range tqkv__listed_to(const tqkv__attention *a, tqkv__range range)
+{
+    tqkv__range all = {INT64_MAX, 0};
+    for (int i = 0; i < a->call.n_queries; i++)
+        for (int h = 0; h < a->call.list_heads; h++) {
+            const tqkv__range seen = tqkv__open_list(a, i, h, range).seen;
+            if (seen.from < all.from) all.from = seen.from;
+            if (seen.to > all.to) all.to = seen.to;
+        }
+    if (all.from > all.to) all.from = all.to;
+    return all;
+}
+
+/* As tqkv__check_pages, for the positions of a list in stream i. */
+static tqkv_result tqkv__check_listed(const tqkv__attention *a, int i, tqkv__range range, int query,
+                                      const tqkv__list *l)
+{
+    const tqkv__stream *s = tqkv__stream_read(a, i);
+    tqkv_result r = TQKV_OK;
+    if (!s || !s->pages) return r;
+    range = tqkv__positions_read(a, i, range);
+    for (int64_t rank = l->seen.from; r == TQKV_OK && rank < l->seen.to; rank++) {
+        const int64_t position = tqkv__position_of(l, rank);
+        if (position < range.from || position >= range.to || tqkv__hidden_ranks(a, query, l, rank, 1)) continue;
+        r = tqkv__check_pages(s, position, position + 1);
+        range.from = (position / s->page_size + 1) * s->page_size; /* its page has been checked */
+    }
+    return r;
+}
+
+static tqkv_result tqkv__check_lists_seen(const tqkv__attention *a, tqkv__range range)
+{
+    tqkv_result r = TQKV_OK;
+    for (int i = 0; i < a->call.n_queries; i++)
+        for (int h = 0; r == TQKV_OK && h < a->call.list_heads; h++) {
+            const tqkv__list l = tqkv__open_list(a, i, h, range);
+            for (int j = 0; r == TQKV_OK && j < TQKV__STREAMS; j++) r = tqkv__check_listed(a, j, range, i, &l);
+        }
+    return r;
+}
+
+/* Checks the entries of the pages that hold a range of positions, in all streams. */
+static tqkv_result tqkv__check_entries(const tqkv__attention *a, int64_t first, int64_t end)
+{
+    tqkv_result r = TQKV_OK;
+    for (int i = 0; r == TQKV_OK && i < TQKV__STREAMS; i++) {
+        const tqkv__range all = {first, end}, range = tqkv__positions_read(a, i, all);
+        if (tqkv__stream_read(a, i)) r = tqkv__check_pages(tqkv__stream_read(a, i), range.from, range.to);
+    }
+    return r;
+}
+
+/* As tqkv__check_entries, for the positions that some query sees. */
+static tqkv_result tqkv__check_seen(const tqkv__attention *a, tqkv__range range)
+{
+    const int64_t first = a->call.end - a->call.n_queries; /* of the tree */
+    if (a->call.list) return tqkv__check_lists_seen(a, range);
+    const tqkv__range seen = tqkv__visible_to(a, 0, a->call.n_queries - 1, range);
+    const int64_t base = a->call.tree && first < seen.to ? first : seen.to;
+    tqkv_result r = tqkv__check_entries(a, seen.from, base);
+    for (int64_t at = base < seen.from ? seen.from : base; r == TQKV_OK && at < seen.to; at++)
+        if (tqkv__tree_has(a, (int)(at - first))) r = tqkv__check_entries(a, at, at + 1);
+    return r;
+}

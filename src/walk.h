@@ -1,0 +1,185 @@
+/* An item at work: its queries as tqkv__arrange_queries gives them, what centres add to its scores, and its sums, of a piece
+   and of a stretch. A tile's values are added after the next tile's scores. These steps are independent, and the processor
+   overlaps them. */
+typedef struct tqkv__work {
+    const tqkv__attention *a;
+    const tqkv__item *item;
+    const float *q, *offsets;
+    tqkv__tile *tiles; /* [2] */
+    tqkv__tile *before;
+    tqkv__sums piece, sums;
+    const tqkv__list *list;          /* or NULL: ranks are positions */
+    tqkv__range common;              /* what all rows see of a stretch, without a list */
+    bool small_pages, odd_rings;     /* pages, or rings, may end within a tile */
+    const tqkv__attention *gathered; /* streams in scratch, for rows that do not lie together */
+    tqkv__ranks ranks[3];            /* likewise: of the tile before, of this one and of the next */
+} tqkv__work;
+
+/* What the rows see together of a range of positions or, with a list, ranks. */
+static tqkv__range tqkv__range_of_rows(const tqkv__work *w, tqkv__range range)
+{
+    const tqkv__item *item = w->item;
+    const int group = w->a->group, last_row = item->first_row + item->n_rows - 1;
+    if (!w->list) return tqkv__visible_to(w->a, item->first_row / group, last_row / group, range);
+    if (range.from < w->list->seen.from) range.from = w->list->seen.from;
+    if (range.to > w->list->seen.to) range.to = w->list->seen.to;
+    return range;
+}
+
+/* What every row sees all of, of a range of positions. */
+static tqkv__range tqkv__common_range(const tqkv__work *w, tqkv__range range)
+{
+    const tqkv__item *item = w->item;
+    const int group = w->a->group, last_row = item->first_row + item->n_rows - 1;
+    const int64_t tree = w->a->call.end - w->a->call.n_queries; /* where it begins */
+    tqkv__range all = {tqkv__visible(w->a, last_row / group, range).from,
+                       tqkv__visible(w->a, item->first_row / group, range).to};
+    if (w->a->call.tree && all.to > tree) all.to = tree;
+    return all;
+}
+
+/* Finds what each row sees of a tile; false: none sees any of it. */
+static bool tqkv__find_spans(const tqkv__work *w, tqkv__range range, tqkv__tile *tile)
+{
+    const tqkv__item *item = w->item;
+    const int group = w->a->group;
+    tqkv__span span = {tile->begin, tile->begin + tile->n, w->list ? tile->ranks->hidden << tile->begin : 0};
+    bool seen = false;
+    tile->whole = !span.hidden;
+    if (w->list || (tile->position >= w->common.from && tile->position + tile->n <= w->common.to)) {
+        for (int row = 0; row < item->n_rows; row++) tile->spans[row] = span;
+        return true;
+    }
+    for (int row = 0; row < item->n_rows;) {
+        const int query = (item->first_row + row) / group, next = (query + 1) * group - item->first_row;
+        span = tqkv__span_of(w->a, query, tile, range);
+        for (; row < next && row < item->n_rows; row++) tile->spans[row] = span;
+        seen = seen || span.to > span.from;
+        tile->whole = tile->whole && span.to - span.from == tile->n && !span.hidden;
+    }
+    return seen;
+}
+
+/* Rows are short: a call of memcpy for each would take longer than the copy. */
+static inline void tqkv__copy_row(uint8_t *to, const uint8_t *from, size_t size)
+{
+    for (; size >= 64; size -= 64, to += 64, from += 64) memcpy(to, from, 64);
+    for (; size >= 16; size -= 16, to += 16, from += 16) memcpy(to, from, 16);
+    if (size) memcpy(to, from, size);
+}
+
+/* size and norms (floats a row) may be constants. */
+static TQKV__INLINE void tqkv__gather_rows(const uint8_t *codes, const float *of_rows, const size_t size,
+                                           const size_t norms, const int32_t *slots, int n, uint8_t *row, float *norm)
+{
+    for (int j = 0; j < n; j++, row += size) {
+        const size_t from = slots[j] < 0 ? 0 : (size_t)slots[j];
+        if (slots[j] < 0)
+            memset(row, 0, size);
+        else
+            tqkv__copy_row(row, codes + from * size, size);
+        for (size_t i = 0; i < norms; i++) *norm++ = slots[j] < 0 ? 0.0f : of_rows[from * norms + i];
+    }
+}
+
+/* Copies rows to slots of another stream from `slot` on; those that are hidden become zeros, because they may be NaN. */
+static void tqkv__gather(const tqkv__stream *from, int kv_head, const tqkv__ranks *ranks, const int32_t *slots,
+                         const tqkv__stream *to, int slot)
+{
+    const uint8_t *codes = tqkv__codes_at(from, kv_head, 0);
+    const float *of_rows = tqkv__norms_at(from, kv_head, 0);
+    uint8_t *row = tqkv__codes_at(to, 0, slot);
+    float *norm = tqkv__norms_at(to, 0, slot);
+    const size_t size = from->row_bytes, norms = norm ? (size_t)from->norms_per_row : 0;
+    if (size == 64 && norms == 1) /* TQ4 of 128: 0.9 times as long */
+        tqkv__gather_rows(codes, of_rows, 64, 1, slots, ranks->n, row, norm);
+    else
+        tqkv__gather_rows(codes, of_rows, size, norms, slots, ranks->n, row, norm);
+}
+
+/* Asks for the rows of a tile, to the L1 cache. With requests to the L2 a list of 2,048 of 32,768 positions takes 1.4 times as
+   long from memory (TQ4 of 128, group 4, blocks of 1, Zen 5), and F16 of 512, whose tiles are larger than an L1, as long. */
+static void tqkv__ask(const tqkv__stream *s, int kv_head, const tqkv__ranks *ranks, const int32_t *slots)
+{
+    const size_t norms = (size_t)s->norms_per_row * sizeof(float), size = s->row_bytes;
+    const uint8_t *codes = tqkv__codes_at(s, kv_head, 0), *of_rows = (const uint8_t *)tqkv__norms_at(s, kv_head, 0);
+    if (ranks->together) {
+        tqkv__prefetch(TQKV__L1, codes + (size_t)slots[0] * size, (size_t)ranks->n * size);
+        if (norms) tqkv__prefetch(TQKV__L1, of_rows + (size_t)slots[0] * norms, (size_t)ranks->n * norms);
+        return;
+    }
+    for (int j = 0; j < ranks->n; j++) {
+        if (slots[j] < 0) continue;
+        const uint8_t *row = codes + (size_t)slots[j] * size;
+        tqkv__prefetch(TQKV__L1, row, 1); /* by the line: a loop over a size takes 1.1 times as long in all */
+        for (size_t i = 64; i < size; i += 64) tqkv__prefetch(TQKV__L1, row + i, 1);
+        if (norms) tqkv__prefetch(TQKV__L1, of_rows + (size_t)slots[j] * norms, 1);
+    }
+}
+
+static void tqkv__ask_keys(const tqkv__attention *a, int kv_head, const tqkv__ranks *ranks)
+{
+    if (!ranks->n) return;
+    tqkv__ask(ranks->place.keys, kv_head, ranks, ranks->keys);
+    if (a->call.tail) tqkv__ask(&a->tail, kv_head, ranks, ranks->tail);
+}
+
+static void tqkv__ask_values(const tqkv__attention *a, int kv_head, const tqkv__ranks *ranks)
+{
+    if (!a->shared && ranks->n) tqkv__ask(ranks->place.values, kv_head, ranks, ranks->values);
+}
+
+/* The tile that is free. */
+static tqkv__tile *tqkv__next_tile(const tqkv__work *w, int64_t position, int n)
+{
+    tqkv__tile *tile = &w->tiles[w->before == &w->tiles[0]];
+    tile->position = position;
+    tile->n = n;
+    tile->begin = (int)(position % TQKV__TILE);
+    tile->streams = w->a;
+    tile->kv_head = w->item->kv_head;
+    tile->ranks = NULL;
+    return tile;
+}
+
+static void tqkv__add_before(tqkv__work *w)
+{
+    tqkv__tile *tile = w->before;
+    if (!tile) return;
+    if (tile->ranks && !tile->ranks->together && !w->a->shared)
+        tqkv__gather(tile->ranks->place.values, w->item->kv_head, tile->ranks, tile->ranks->values, tile->place.values,
+                     tile->values.slot);
+    tqkv__add_values(tile, w->item->n_rows, w->piece.out);
+}
+
+/* Ends the piece before a tile if it is another, or lies elsewhere. */
+static void tqkv__end_piece_before(const tqkv__work *w, const tqkv__tile *tile)
+{
+    const tqkv__tile *before = w->before;
+    const int n_rows = w->item->n_rows;
+    if (!before) return;
+    if (before->place.number == tile->place.number && before->position / TQKV__PIECE == tile->position / TQKV__PIECE)
+        return;
+    w->a->isa->end_piece(n_rows, w->a->value_dim, &w->piece, &w->sums);
+    tqkv__turn_sums(w->a, before->place.values, tile->place.values, n_rows, w->sums.out);
+}
+
+static void tqkv__attend_tile(tqkv__work *w, tqkv__tile *tile)
+{
+    const int n_rows = w->item->n_rows;
+    tqkv__score_tile(tile, w->q, n_rows);
+    if (tile->ranks) tqkv__ask_values(w->a, w->item->kv_head, tile->ranks);
+    tqkv__add_before(w);
+    tqkv__end_piece_before(w, tile);
+    w->a->isa->softmax_tile(w->a, tile->spans, w->offsets, n_rows, tile->scores, w->piece.max, w->piece.sum,
+                            w->piece.out);
+    w->before = tile;
+}
+
+static void tqkv__touch_streams(const tqkv__tile *tile)
+{
+    const tqkv__attention *a = tile->streams;
+    tqkv__touch_next(tile->place.keys, tile->kv_head, &tile->keys);
+    if (a->call.tail) tqkv__touch_next(&a->tail, tile->kv_head, &tile->tail);
+    if (!a->shared) tqkv__touch_next(tile->place.values, tile->kv_head, &tile->values);
+}
