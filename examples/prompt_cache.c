@@ -47,7 +47,7 @@ static uint64_t folder_bytes(const char *folder, size_t *count)
     if (!open) stop(folder, "cannot be read");
     prompt_cache_entry *entries = prompt_cache_list(open, "", count);
     uint64_t bytes = 0;
-    for (size_t i = 0; i < *count; i++) bytes += entries[i].size;
+    for (size_t i = 0; entries && i < *count; i++) bytes += entries[i].size;
     free(entries);
     closedir(open);
     return bytes;
@@ -60,10 +60,10 @@ static void damage_all(const char *folder)
     size_t count;
     if (!open) stop(folder, "cannot be read");
     prompt_cache_entry *entries = prompt_cache_list(open, "", &count);
-    for (size_t i = 0; i < count; i++) {
+    for (size_t i = 0; entries && i < count; i++) {
         const int file = openat(dirfd(open), entries[i].name, O_RDWR);
         const off_t middle = (off_t)(entries[i].size / 2);
-        unsigned char byte;
+        unsigned char byte = 0;
         bool good = file >= 0 && pread(file, &byte, 1, middle) == 1;
         byte = (unsigned char)~byte;
         good = good && pwrite(file, &byte, 1, middle) == 1;

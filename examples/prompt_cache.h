@@ -272,14 +272,14 @@ static inline const char *prompt_cache_write_file(FILE *file, const unsigned cha
                                                   tqkv_cache *const *caches, int n_layers, uint64_t *bytes)
 {
     const size_t size = PROMPT_CACHE_FIXED + 4 * (size_t)n_tokens;
-    struct stat info = {0};
+    struct stat info;
     tqkv_result result = fwrite(head, 1, size, file) == size ? TQKV_OK : TQKV_IO;
     for (int i = 0; result == TQKV_OK && i < n_layers; i++)
         result = tqkv_cache_save(caches[i], prompt_cache_write, file);
     if (result == TQKV_OK && (fflush(file) != 0 || fstat(fileno(file), &info) != 0)) result = TQKV_IO;
+    *bytes = result == TQKV_OK ? (uint64_t)info.st_size : 0;
     const char *reason = result == TQKV_OK ? NULL : result == TQKV_IO ? strerror(errno) : tqkv_result_string(result);
     if (fclose(file) != 0 && !reason) reason = strerror(errno);
-    *bytes = (uint64_t)info.st_size;
     return reason;
 }
 

@@ -5,8 +5,8 @@ LINT_FLAGS := -std=c99 -D_POSIX_C_SOURCE=200809L -DTQKV_METAL $(INCLUDE) $(CPPFL
 # The implementation is analysed once, in this file; the others see declarations.
 LINT_IMPLEMENTATION := tests/test_tables.c
 # MPI is not among the packages of the lint.
-LINT_OTHERS := $(filter-out tests/compile_%.c examples/mpi_context.c bench/ggml.c $(LINT_IMPLEMENTATION),\
-	$(wildcard tests/*.c tests/fuzz/*.c tests/large/*.c examples/*.c examples/tests/tinylm_test.c bench/*.c))
+LINT_OTHERS := $(filter-out tests/compile_%.c examples/mpi_context.c examples/tests/snippets.c bench/ggml.c $(LINT_IMPLEMENTATION),\
+	$(wildcard tests/*.c tests/fuzz/*.c tests/large/*.c examples/*.c examples/tests/*.c bench/*.c))
 
 .PHONY: deps-lint lint lint-tidy lint-gcc lint-cppcheck lint-shell
 deps-lint: ## install what `make lint` needs
