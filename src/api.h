@@ -127,6 +127,11 @@ typedef struct tqkv_store {
     tqkv_parallel parallel; /* for encode, encode_slots and convert, of many rows; zero = the calling thread alone */
     tqkv_strides strides;   /* of rows given to encode, probe, mean and measure, and written by decode */
     bool rotated; /* F16 alone: halves of the rotated row, less the centre, in the basis of other formats' codes */
+    /* [n_kv_heads][head_dim], in [2^-32, 2^32], or NULL: a scale for each channel, by which encoding divides what is left of a
+       row without its centre (it multiplies by 1 / channel_scale), and by which decoding and attention multiply. For keys with
+       channels far larger than others, whose error the rotation would spread over all. TQKV_ROTATED rows, queries and outputs
+       are those of the scaled basis. The same for all positions, as the centre. */
+    const float *channel_scale;
 } tqkv_store;
 
 /* Bytes of the codes and of the norms; 0 if the store's shape is invalid or its size overflows. F16 has no norms. */
@@ -146,10 +151,12 @@ TQKV_API tqkv_result tqkv_encode_slots(const tqkv_store *s, const void *src, int
    [n_tokens][n_kv_heads][head_dim]. Writes no store; codes and norms may be NULL. */
 TQKV_API tqkv_result tqkv_probe(const tqkv_store *s, const void *src, int n_tokens, float *scaled);
 
-/* The basis of a vector. Streams without rotation (F16, unrotated) stay in the original basis. */
+/* The basis of a vector. Streams without rotation (F16, unrotated) and without a scale have one basis. */
 typedef enum tqkv_basis {
     TQKV_ORIGINAL = 0,
-    TQKV_ROTATED /* after the rotation: the basis of the codes */
+    /* The basis of the codes: after scale and rotation. Rows have the centre in them, scaled and rotated: a caller's query q is
+       R(q * channel_scale), an output is R(v / channel_scale) of the original one. */
+    TQKV_ROTATED
 } tqkv_basis;
 
 /* Decodes [position, position + n_positions), of a ring at most `capacity`; dst: [n_positions][n_kv_heads][head_dim]. */
@@ -158,8 +165,8 @@ TQKV_API tqkv_result tqkv_decode(const tqkv_store *s, int64_t position, int n_po
 /* Writes the positions [position, position + n_positions) of `from` into `to`, which may have another format, block_scale,
    capacity and page table: decoded in the basis of the codes and encoded there, the same bytes on every machine. Rows of
    F16 that are not rotated are on the way, rows of the same format and block_scale are copied. TQKV_INVALID_ARGUMENT unless
-   n_kv_heads, head_dim, unrotated (F16 goes with either) and the centre are the same. A page may not occur twice among
-   those written. TQKV_NOT_FINITE if a row to encode holds NaN, infinity or a norm of 1e30 or more.
+   n_kv_heads, head_dim, unrotated (F16 goes with either), the centre and the scale are the same. A page may not occur twice
+   among those written. TQKV_NOT_FINITE if a row to encode holds NaN, infinity or a norm of 1e30 or more.
    Many rows go to tasks of to->parallel.
    In place: codes, norms or both may begin where those of `from` begin, if capacity and ring are the same, neither store
    has pages, and the row of `to` (row_bytes, norms_per_row) is no longer. Rows move down in ascending order, each
@@ -169,10 +176,10 @@ TQKV_API tqkv_result tqkv_store_convert(const tqkv_store *to, const tqkv_store *
                                         int n_positions);
 
 /* The mean of the rows of each head, a centre for such rows; mean: [n_kv_heads][head_dim], zeros for no tokens. Sums in
-   double. shape and src as for tqkv_probe; the centre and the format of shape do not matter. */
+   double. shape and src as for tqkv_probe; the centre, the scale and the format of shape do not matter. */
 TQKV_API tqkv_result tqkv_mean(const tqkv_store *shape, const void *src, int n_tokens, float *mean);
 
-/* How well a store of this format and centre keeps the rows of one head. */
+/* How well a store of this format, centre and scale keeps the rows of one head. */
 typedef struct tqkv_quality {
     double mean_share; /* |mean of the rows|^2 / mean |row|^2 of the source: what a centre would take away */
     double error;    /* mean |x - x'|^2 / mean |x - mean of the rows|^2, x' decoded: noise against what differs between
@@ -212,7 +219,7 @@ typedef enum tqkv_arithmetic { TQKV_FLOAT = 0, TQKV_INTEGER } tqkv_arithmetic;
 typedef struct tqkv_attention {
     /* same n_kv_heads; head_dim may differ. One stream may be both, as in a latent cache: the same store, or two that
        describe the same bytes in the same way. Its rows are fetched once for scores and sums, and its centre is added back to
-       both. */
+       both, as both are scaled. */
     const tqkv_store *keys, *values;
     int n_heads;   /* query heads; 0 = n_kv_heads */
     int n_queries; /* 0 = 1 */
@@ -234,9 +241,9 @@ typedef struct tqkv_attention {
     const uint64_t *tree;
     tqkv_arithmetic arithmetic;
     bool non_causal; /* not with a tree */
-    /* More dimensions of each key, or NULL: a stream with a format, rotation and centre of its own, and n_kv_heads,
+    /* More dimensions of each key, or NULL: a stream with a format, rotation, centre and scale of its own, and n_kv_heads,
        capacity, ring and page table of the keys. A row of q is the keys' part, then the tail's; query_basis is that of
-       each part whose stream is rotated. */
+       each part. */
     const tqkv_store *tail;
     /* [n_queries][list_heads][list_length], or NULL: all positions. Ascending numbers of blocks, the first -1 ends a row; block
        b is the positions from b * list_block on. A query sees what it would see without a list, if it is in a block of its row
@@ -248,7 +255,7 @@ typedef struct tqkv_attention {
     /* Some positions as halves, too: those below exact_first are read from first_keys and first_values, and the newest
        exact_last, up to `end`, from last_keys and last_values; all others, and those of a stream whose store here is NULL or
        that is F16 itself, from keys and values, whose codes at these positions are not looked at. Stores of F16 with n_kv_heads,
-       head_dim and centre of the codes, and rotated if these are; linear, rings (multiples of 64 read fastest) or
+       head_dim, centre and scale of the codes, and rotated if these are; linear, rings (multiples of 64 read fastest) or
        paged, as long as they hold these positions: else TQKV_OUT_OF_RANGE. If the keys are the values, so are their
        halves. A tail is always read from its own store. On a GPU the stores of halves have no pages, and keys with a
        tail have none beside them. */
@@ -269,21 +276,21 @@ TQKV_API tqkv_result tqkv_attend_batch(const tqkv_attention *items, int n_items,
 
 /* Attends one slice [first, first + count) of the resident positions, without sinks, for tqkv_attend_merge;
    TQKV_OUT_OF_RANGE if it leaves them. max, sum: [n_queries][n_heads]: the largest score, and the sum of
-   exp(score - max). out: as tqkv_attend's, but float: the sum of exp(score - max) * value, in the values' basis. A query
-   without positions: -INFINITY, 0, zeros. */
+   exp(score - max). out: as tqkv_attend's, but float: the sum of exp(score - max) * value, in the basis of the values' codes.
+   A query without positions: -INFINITY, 0, zeros. */
 TQKV_API tqkv_result tqkv_attend_partial(const tqkv_attention *a, const void *q, int64_t first, int count, float *out,
                                          float *max, float *sum);
 /* Merges the slice src into dst. Both slices must have values in the same basis, which this call cannot check: its sums
-   are wrong if one is rotated (TQ, I8) and the other not (F16, unrotated). For those use tqkv_attend_merge_slice. This
-   call and the two below read only the shapes of a->keys and a->values. */
+   are wrong if one is rotated (TQ, I8) and the other not (F16, unrotated), or if their scales differ. For the former use
+   tqkv_attend_merge_slice. This call and the two below read only the shapes of a->keys and a->values, and the values' scale. */
 TQKV_API tqkv_result tqkv_attend_merge(const tqkv_attention *a, float *out, float *max, float *sum,
                                        const float *src_out, const float *src_max, const float *src_sum);
 /* As tqkv_attend_merge, for a slice attended with `slice`, over stores of other formats: converts its sums to the basis
-   of a->values. n_heads, n_queries and the values' head_dim are the same in both. */
+   of a->values. n_heads, n_queries, the values' head_dim and their scale are the same in both. */
 TQKV_API tqkv_result tqkv_attend_merge_slice(const tqkv_attention *a, float *out, float *max, float *sum,
                                              const tqkv_attention *slice, const float *src_out, const float *src_max,
                                              const float *src_sum);
-/* Adds the sinks, divides and rotates back: out becomes the output of tqkv_attend. */
+/* Adds the sinks, divides, rotates back and scales: out becomes the output of tqkv_attend. */
 TQKV_API tqkv_result tqkv_attend_finish(const tqkv_attention *a, float *out, const float *max, const float *sum);
 
 /* >>index

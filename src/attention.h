@@ -1,3 +1,5 @@
+/* >>attention-code: opening a tqkv_attention: every default resolved, every field checked */
+
 static bool tqkv__sinks_valid(const float *sinks, int n_heads)
 {
     if (sinks)
@@ -161,7 +163,8 @@ static tqkv_result tqkv__check_streams(tqkv__attention *a)
 {
     const tqkv__stream *k = &a->keys, *v = &a->values;
     const bool alike = tqkv__same_bytes(k, v), one_table = k->pages == v->pages && k->n_pages == v->n_pages;
-    a->shared = alike && one_table && k->page_size == v->page_size && k->ring == v->ring && k->center == v->center;
+    a->shared = alike && one_table && k->page_size == v->page_size && k->ring == v->ring && k->center == v->center &&
+                k->channel_scale == v->channel_scale;
     for (int part = 0; part < 2 && a->call.tail; part++) {
         const tqkv__stream *s = part ? v : k;
         if (tqkv__encoding_overlaps(s, a->tail.codes, a->tail.codes_size) ||
@@ -184,6 +187,8 @@ static tqkv_result tqkv__check_end(const tqkv__attention *a, const tqkv__stream 
         return TQKV__INVALID("exact_first or exact_last: a store of other head_dim or n_kv_heads than the codes");
     if (!tqkv__same_center(s, codes))
         return TQKV__INVALID("exact_first or exact_last: a store with another centre than the codes");
+    if (!tqkv__same_scale(s, codes))
+        return TQKV__INVALID("exact_first or exact_last: a store with another channel_scale than the codes");
     if (s->ring ? a->call.end - low > s->capacity : high > tqkv__room(s))
         return TQKV__REFUSE(OUT_OF_RANGE, "exact_first or exact_last: a store that does not hold so many positions");
     return TQKV_OK;

@@ -11,7 +11,7 @@ typedef struct tqkv__backend {
                           void *out);
 } tqkv__backend;
 
-/* What tqkv_metal.m takes from >>common and >>cache-code; without it they are no part of an object's interface. rows_size:
+/* What tqkv_metal.m takes from >>store-code and >>cache-code; without it they are no part of an object's interface. rows_size:
    bytes of the caller's rows of so many tokens */
 #ifdef TQKV_METAL
 #define TQKV__FOR_HOST TQKV_API

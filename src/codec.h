@@ -1,3 +1,5 @@
+/* >>codec: norms, quantising, packing, and back, in plain C: the specification */
+
 /* Norm of a TQ row or block from the sum of its squares; scale: the factor that brings its values to variance 1. If the
    rotation of a row overflows, the sum is NaN, whose sign depends on the machine: fabsf clears the norm's. */
 static float tqkv__norm_tq(const tqkv__stream *s, float sum, float *scale)
@@ -128,8 +130,28 @@ static float tqkv__float_from_half(uint16_t half)
     return tqkv__float(sign | ((magnitude << 13) + (magnitude < 0x7c00u ? 0x38000000u : 0x70000000u)));
 }
 
-/* A row as floats, which is exact, less its centre unless that is NULL. src, center, row: [n] */
-static void tqkv__widen_row(tqkv_type type, const void *src, const float *center, int n, float *row)
+/* Scales are in [2^-32, 2^32]: their bits, those of positive floats, are ordered as they are. */
+#define TQKV__LEAST_SCALE  0x2f800000u
+#define TQKV__SCALES_RANGE 0x20000000u
+static bool tqkv__scales_valid(const float *x, size_t n)
+{
+    uint32_t bad = 0;
+    for (size_t i = 0; i < n; i++) bad |= tqkv__bits(x[i]) - TQKV__LEAST_SCALE > TQKV__SCALES_RANGE;
+    return !bad;
+}
+
+/* Compilers may replace a division by a constant; see tqkv__norm_i8. */
+static TQKV__NOINLINE void tqkv__invert(const float *scales, int n, float *factors)
+{
+    const volatile float one = 1.0f;
+    const float dividend = one;
+    for (int i = 0; i < n; i++) factors[i] = TQKV__AS_FLOAT(dividend / scales[i]);
+}
+
+/* A row as floats, which is exact, less its centre and times its factors, unless these are NULL. src, center, factors, row:
+   [n] */
+static void tqkv__widen_row(tqkv_type type, const void *src, const float *center, const float *factors, int n,
+                            float *row)
 {
     if (type == TQKV_TYPE_F32)
         memcpy(row, src, (size_t)n * sizeof(float));
@@ -139,6 +161,8 @@ static void tqkv__widen_row(tqkv_type type, const void *src, const float *center
         for (int i = 0; i < n; i++) row[i] = tqkv__float((uint32_t)tqkv__half_at(src, (size_t)i) << 16);
     if (center)
         for (int i = 0; i < n; i++) row[i] = TQKV__AS_FLOAT(row[i] - center[i]);
+    if (factors)
+        for (int i = 0; i < n; i++) row[i] = tqkv__rounded(row[i] * factors[i]);
 }
 
 /* Rounds to nearest even, beyond the largest half to infinity. NaN stays NaN: it keeps its upper bits and becomes quiet, as
@@ -240,11 +264,11 @@ static void tqkv__quantiser_open(const tqkv__stream *s, tqkv__quantiser *q)
     if (bits == 8) tqkv__split_floats(q->bounds, 128, q->planes);
 }
 
-/* Source and destination of a row. src, of the stream's type, center (or NULL): [head_dim], codes: [row_bytes], norms:
-   [norms_per_row] */
+/* Source and destination of a row. src, of the stream's type, center and factors (or NULL): [head_dim], codes: [row_bytes],
+   norms: [norms_per_row] */
 typedef struct tqkv__row {
     const void *src;
-    const float *center;
+    const float *center, *factors; /* factors: see tqkv__factors_of */
     uint8_t *codes;
     float *norms;
 } tqkv__row;
@@ -253,7 +277,7 @@ static TQKV__NOINLINE void tqkv__encode_row(const tqkv__stream *s, const tqkv__r
 {
     float x[TQKV_MAX_HEAD_DIM];
     uint8_t codes[TQKV_MAX_HEAD_DIM];
-    tqkv__widen_row(s->type, row->src, row->center, s->head_dim, x);
+    tqkv__widen_row(s->type, row->src, row->center, row->factors, s->head_dim, x);
     tqkv__scale_row(s, x, row->norms);
     for (int i = 0; i < s->head_dim; i++) {
         if (s->kind == TQKV__HALF) {
@@ -277,8 +301,9 @@ static void tqkv__encode_rows(const tqkv__stream *s, const tqkv__quantiser *q, c
     for (int i = 0; i < n_rows; i++) tqkv__encode_row(s, &rows[i]);
 }
 
-static const tqkv__codec tqkv__codec_scalar = {tqkv__values_finite, tqkv__widen_row, tqkv__narrow_row, tqkv__rotate_row,
-                                               tqkv__unrotate_row,  tqkv__scale_row, tqkv__encode_rows};
+static const tqkv__codec tqkv__codec_scalar = {tqkv__values_finite, tqkv__scales_valid, tqkv__invert,
+                                               tqkv__widen_row,     tqkv__narrow_row,   tqkv__rotate_row,
+                                               tqkv__unrotate_row,  tqkv__scale_row,    tqkv__encode_rows};
 
 /* The factor of the centroids or integers that share a norm. */
 static float tqkv__factor(const tqkv__stream *s, float norm)
@@ -304,12 +329,21 @@ static TQKV__NOINLINE void tqkv__decode_row(const tqkv__stream *s, const uint8_t
     }
 }
 
-/* dst += centre of the head, rotated if asked; dst: [head_dim] */
-static TQKV__NOINLINE void tqkv__add_center(const tqkv__stream *s, int kv_head, bool rotated, float *dst)
+/* dst *= scale of the head; dst: [head_dim], in the original basis */
+static TQKV__NOINLINE void tqkv__apply_scale(const tqkv__stream *s, int kv_head, float *dst)
 {
-    float center[TQKV_MAX_HEAD_DIM];
+    const float *scale = tqkv__scale_of(s, kv_head);
+    for (int d = 0; scale && d < s->head_dim; d++) dst[d] = TQKV__AS_FLOAT(dst[d] * scale[d]);
+}
+
+/* dst += centre of the head, or, in the basis of the codes, what encoding makes of it; dst: [head_dim] */
+static TQKV__NOINLINE void tqkv__add_center(const tqkv__stream *s, int kv_head, bool coded, float *dst)
+{
+    float center[TQKV_MAX_HEAD_DIM], room[TQKV_MAX_HEAD_DIM];
+    const tqkv__codec *codec = tqkv__codec_for(s->head_dim);
     if (!s->center) return;
-    memcpy(center, tqkv__center_of(s, kv_head), (size_t)s->head_dim * sizeof(float));
-    if (rotated) tqkv__codec_for(s->head_dim)->rotate(center, s->head_dim);
+    const float *factors = coded ? tqkv__factors_of(s, kv_head, 1, room) : NULL;
+    codec->widen(TQKV_TYPE_F32, tqkv__center_of(s, kv_head), NULL, factors, s->head_dim, center);
+    if (coded && s->rotated) codec->rotate(center, s->head_dim);
     for (int d = 0; d < s->head_dim; d++) dst[d] = TQKV__AS_FLOAT(dst[d] + center[d]);
 }

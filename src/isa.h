@@ -1,4 +1,4 @@
-/* >>driver: which instruction set is in use; tqkv_attend and its slices: checks, tasks, results */
+/* >>isa-code: which instruction set is in use */
 
 /* Best first; the choice is among those that the processor has. */
 static const tqkv__isa *const tqkv__isas[] = {

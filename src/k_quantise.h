@@ -148,16 +148,17 @@ TQKV__TARGET static void TQKV__(store_f16_row)(tqkv_type type, const void *src, 
         TQKV__(store_f16_as)(TQKV_TYPE_F32, src, head_dim, row);
 }
 
-/* The values of a row that are to be quantised: less its centre, rotated, in row: [head_dim] or, where nothing is to be done,
-   in the source. Halves are not widened first: that pass would make them a tenth slower than floats. F16 is stored. The
+/* The values of a row that are to be quantised: less its centre, times its factors, rotated, in row: [head_dim] or, where
+   nothing is to be done, in the source. Halves are not widened first: that pass would make them a tenth slower than floats. F16 is stored. The
    sums of a row that is not rotated may read behind it: a copy. */
 TQKV__TARGET static const float *TQKV__(open_row)(const tqkv__stream *s, const tqkv__row *source, float *row)
 {
     const bool half = s->kind == TQKV__HALF;
     const void *src = source->src;
     tqkv_type type = s->type;
-    if (source->center || (!s->rotated && !half && (type != TQKV_TYPE_F32 || TQKV__HAS_MATRIX(s->head_dim)))) {
-        TQKV__(widen)(type, src, source->center, s->head_dim, row);
+    const bool widens = !s->rotated && !half && (type != TQKV_TYPE_F32 || TQKV__HAS_MATRIX(s->head_dim));
+    if (source->center || source->factors || widens) {
+        TQKV__(widen)(type, src, source->center, source->factors, s->head_dim, row);
         type = TQKV_TYPE_F32;
         src = row;
     }

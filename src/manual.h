@@ -26,9 +26,8 @@
          tqkv_cache_attend(cache, q, 1, out);     // q, out: [1 query][32 heads][128]
          tqkv_cache_destroy(cache);
 
-   CONTENTS (search for the tag)
+   CONTENTS (search for the tag; those of the implementation stand at its beginning)
 
-     declarations
      >>formats        formats and their sizes
      >>result         result codes
      >>isa            the instruction set in use
@@ -40,31 +39,6 @@
      >>cache          a cache that owns its memory; save and load, of stores too
      >>metal          all of it on Apple's GPUs, with tqkv_metal.m
      >>metal-plan     the same as plans, for engines that dispatch kernels themselves
-
-     implementation
-     >>shared         one row a format, tables; the shaders include it, too
-     >>backend        what a cache and the context of a GPU know of each other
-     >>needs          what the implementation needs of the compiler, and xxHash
-     >>common         sizes, names, what a valid store is, which positions and rows are valid
-     >>exact          arithmetic whose bits depend on nothing but its operands
-     >>team           tqkv_team
-     >>codec          rotation, norms, quantising, packing, and back: the specification
-     >>attend         types of attention, and attention in plain C
-     >>integer        attention in integers, in plain C
-     >>kernels, >>attend-kernels, >>encode-kernels, >>integer-kernels
-                      loops, compiled once for each instruction set
-     >>avx512, >>avx2, >>neon, >>integer-sets
-                      what a set brings to them
-     >>driver         which set is in use; tqkv_attend: checks, tasks, results
-     >>index-code     tqkv_index_scores, tqkv_index_choose
-     >>cache-code     tqkv_cache
-     >>snapshot       save and load
-
-     for GPUs alone
-     >>metal-sizes    function constants, sizes, argument structs; the shaders include it, too
-     >>metal-host     what tqkv_metal.m takes beside >>metal-plan
-     >>metal-code     each Metal call as a plan of dispatches
-     >>licence
 
    BUILD OPTIONS (define before the include that has TQKV_IMPLEMENTATION)
 

@@ -1,4 +1,4 @@
-/* >>metal-host: what tqkv_metal.m and the tests take from >>metal-code beside >>metal-plan, visible with TQKV_SHARED */
+/* >>metal-host: what tqkv_metal.m and the tests take from the plans beside >>metal-plan, visible with TQKV_SHARED */
 #ifdef __cplusplus
 extern "C" {
 #endif

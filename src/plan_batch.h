@@ -1,4 +1,4 @@
-/* ---- Batches: each item planned as a call of its own, and the plans joined ---- */
+/* >>plan-batch: batches. Each item is planned as a call of its own, and the plans are joined. */
 
 static tqkv_metal_binding *tqkv__binding_at(tqkv_metal_dispatch *d, int index)
 {

@@ -1,3 +1,5 @@
+/* >>plan-cache: appending to a cache and attending to it */
+
 static tqkv_metal_buffer tqkv__buffer_of_part(const tqkv_cache *c, tqkv_metal_buffer memory, const void *part)
 {
     memory.offset += (size_t)((const char *)part - (const char *)c);
@@ -19,7 +21,7 @@ static tqkv_metal_store tqkv__store_in_buffer(const tqkv_cache *c, tqkv_metal_bu
 TQKV_API float tqkv__value_to_float(tqkv_type type, const void *value)
 {
     float x;
-    tqkv__widen_row(type, value, NULL, 1, &x);
+    tqkv__widen_row(type, value, NULL, NULL, 1, &x);
     return x;
 }
 

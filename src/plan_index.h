@@ -1,4 +1,4 @@
-/* ---- Indexes ---- */
+/* >>plan-index: the scores of an index and the choice of blocks */
 
 /* tqkv__index_shape of `from` */
 static tqkv_result tqkv__plan_index_open(const tqkv_metal_index *from, tqkv__index *x)

@@ -1,4 +1,4 @@
-/* >>metal-code: the plans of >>metal-plan */
+/* >>plan-rows: bindings; encode, probe, decode, rotate */
 
 /* Follows tqkv__stream_shape and tqkv__attention_shape. value_dim: in calls of both streams, else head_dim */
 static tqkv_result tqkv__check_kernels(int head_dim, int value_dim)

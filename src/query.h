@@ -58,8 +58,10 @@ static void tqkv__arrange_part(const tqkv__attention *a, const tqkv__item *item,
     TQKV__ALIGNED float natural[TQKV_MAX_HEAD_DIM];
     for (int i = 0; i < item->n_rows; i++, arranged += s->head_dim) {
         const void *query = tqkv__query_at(a, q, tqkv__caller_row(a, item, i));
-        a->isa->codec->widen(a->call.query_type, tqkv__query_part(a, query, part), NULL, s->head_dim, natural);
-        if (s->rotated && a->call.query_basis == TQKV_ORIGINAL) a->isa->codec->rotate(natural, s->head_dim);
+        const bool original = a->call.query_basis == TQKV_ORIGINAL;
+        const float *scale = original ? tqkv__scale_of(s, item->kv_head) : NULL;
+        a->isa->codec->widen(a->call.query_type, tqkv__query_part(a, query, part), NULL, scale, s->head_dim, natural);
+        if (s->rotated && original) a->isa->codec->rotate(natural, s->head_dim);
         tqkv__scale(natural, s->head_dim, a->call.scale);
         if (a->round_query && s->kind != TQKV__HALF)
             a->round_query(s, natural, arranged);
@@ -84,17 +86,19 @@ static void tqkv__arrange_queries(const tqkv__attention *a, const tqkv__item *it
         tqkv__arrange_part(a, item, q, 0, &a->ends[!a->exact[0][0]][0], arranged + n_rows * (size_t)a->key_dim);
 }
 
-/* q.c, for the centre c of part 0 or 1 of the keys. query: [key_dim], the caller's */
+/* q.c, for the centre c of part 0 or 1 of the keys, in the query's basis. query: [key_dim], the caller's */
 static TQKV__NOINLINE double tqkv__center_product(const tqkv__attention *a, int kv_head, int part, const void *query)
 {
-    float q[TQKV_MAX_HEAD_DIM];
+    float q[TQKV_MAX_HEAD_DIM], room[TQKV_MAX_HEAD_DIM];
     double c[TQKV_MAX_HEAD_DIM], sum = 0.0;
+    const bool coded = a->call.query_basis == TQKV_ROTATED;
     const tqkv__stream *s = part ? &a->tail : &a->keys;
     const float *center = tqkv__center_of(s, kv_head);
     if (!center) return 0.0;
-    for (int d = 0; d < s->head_dim; d++) c[d] = (double)center[d];
-    if (s->rotated && a->call.query_basis == TQKV_ROTATED) tqkv__rotate_double(c, s->head_dim);
-    a->isa->codec->widen(a->call.query_type, tqkv__query_part(a, query, part), NULL, s->head_dim, q);
+    const float *factors = coded ? tqkv__factors_of(s, kv_head, 1, room) : NULL;
+    for (int d = 0; d < s->head_dim; d++) c[d] = (double)(factors ? tqkv__rounded(center[d] * factors[d]) : center[d]);
+    if (coded && s->rotated) tqkv__rotate_double(c, s->head_dim);
+    a->isa->codec->widen(a->call.query_type, tqkv__query_part(a, query, part), NULL, NULL, s->head_dim, q);
     for (int d = 0; d < s->head_dim; d++) sum += tqkv__rounded_double(c[d] * (double)q[d]);
     return sum;
 }
@@ -117,7 +121,7 @@ static void tqkv__find_offsets(const tqkv__attention *a, const tqkv__item *item,
 }
 
 /* Adds the centres to the sums of a row. The keys' belongs to the maximum, where a float has lost the last bits of the
-   sum; they go into the weights. value_center, out: [value_dim], in the values' basis; value_center may be NULL */
+   sum; they go into the weights. value_center, out: [value_dim], in the basis of the values' codes; value_center may be NULL */
 static void tqkv__add_centers(const tqkv__attention *a, double score, const float *value_center, float *out, float *max,
                               float *sum)
 {
@@ -131,8 +135,16 @@ static void tqkv__add_centers(const tqkv__attention *a, double score, const floa
     *max = rounded;
 }
 
-/* out = out / (sum + exp(sink - max)), rotated back; zeros if the row saw nothing. out: [value_dim] */
-static TQKV__NOINLINE void tqkv__finish_row(const tqkv__attention *a, int head, float *out, float max, float sum)
+/* out += share * center; share: that of the positions in all weights. center, out: [value_dim] */
+static void tqkv__add_share(const tqkv__attention *a, const float *center, float share, float *out)
+{
+    for (int d = 0; d < a->value_dim; d++) out[d] = TQKV__AS_FLOAT(out[d] + tqkv__rounded(share * center[d]));
+}
+
+/* out = out / (sum + exp(sink - max)), rotated back and scaled, then the centre unless that is NULL; zeros if the row saw nothing.
+   center, out: [value_dim], center in the original basis */
+static TQKV__NOINLINE void tqkv__finish_row(const tqkv__attention *a, int head, const float *center, float *out,
+                                            float max, float sum)
 {
     if (sum == 0.0f) { /* rotated back, half of the zeros would be negative */
         memset(out, 0, (size_t)a->value_dim * sizeof(float));
@@ -141,33 +153,41 @@ static TQKV__NOINLINE void tqkv__finish_row(const tqkv__attention *a, int head, 
     const float sink = a->call.sinks ? a->call.sinks[head] : -INFINITY;
     const float largest = sink > max ? sink : max, keep = tqkv__exp(TQKV__AS_FLOAT(max - largest));
     const float of_sink = tqkv__exp(TQKV__AS_FLOAT(sink - largest));
-    tqkv__scale(out, a->value_dim, TQKV__AS_FLOAT(keep / tqkv__sum_of_products(sum, keep, of_sink, 1.0f)));
+    const float all = tqkv__sum_of_products(sum, keep, of_sink, 1.0f);
+    tqkv__scale(out, a->value_dim, TQKV__AS_FLOAT(keep / all));
     if (a->unrotate_output) a->isa->codec->unrotate(out, a->value_dim);
+    if (a->call.output_basis == TQKV_ORIGINAL) tqkv__apply_scale(&a->values, head / a->group, out);
+    if (center) tqkv__add_share(a, center, TQKV__AS_FLOAT(tqkv__rounded(sum * keep) / all), out);
 }
 
-/* Writes an item's sums to the caller; finishes and rounds them unless the call is partial. */
+/* Writes an item's sums to the caller; finishes and rounds them unless the call is partial. The values' centre is added to the
+   sums, in the basis of the codes; with a scale, where the row is finished, behind the scale: a channel is then not rounded
+   against larger ones. */
 static TQKV__NOINLINE void tqkv__deliver(const tqkv__part *part, const tqkv__item *item, const tqkv__sums *sums)
 {
     const tqkv__attention *a = part->a;
     float center[TQKV_MAX_HEAD_DIM]; /* of the values */
+    const bool behind = a->values.channel_scale && !part->max && a->call.output_basis == TQKV_ORIGINAL;
+    const float *last = behind ? tqkv__center_of(&a->values, item->kv_head) : NULL;
+    const float *coded = a->values.center && !behind ? center : NULL;
     TQKV__ALIGNED float wide[TQKV_MAX_HEAD_DIM];
     const tqkv_type type = part->max ? TQKV_TYPE_F32 : a->call.output_type;
     const bool scored = (a->keys.center || a->tail.center) && a->call.softcap == 0.0f && (part->max || a->call.sinks);
     memset(center, 0, sizeof center);
-    tqkv__add_center(&a->values, item->kv_head, a->values.rotated, center);
+    if (coded) tqkv__add_center(&a->values, item->kv_head, true, center);
     for (int i = 0; i < item->n_rows; i++) {
         const size_t row = tqkv__caller_row(a, item, i);
         void *to = tqkv__output_at(part, row);
         float *out = type == TQKV_TYPE_F32 ? (float *)to : wide, max = sums->max[i], sum = sums->sum[i];
         const double score = scored ? tqkv__center_score(a, item->kv_head, tqkv__query_at(a, part->q, row)) : 0.0;
         tqkv__to_natural(a->isa, &a->values, sums->out + (size_t)i * (size_t)a->value_dim, out);
-        if (scored || a->values.center) tqkv__add_centers(a, score, a->values.center ? center : NULL, out, &max, &sum);
+        if (scored || coded) tqkv__add_centers(a, score, coded, out, &max, &sum);
         if (part->max) {
             part->max[row] = max;
             part->sum[row] = sum;
             continue;
         }
-        tqkv__finish_row(a, (int)(row % (size_t)a->call.n_heads), out, max, sum);
+        tqkv__finish_row(a, (int)(row % (size_t)a->call.n_heads), last, out, max, sum);
         if (out == wide) a->isa->codec->narrow(type, wide, a->value_dim, to);
     }
 }

@@ -1,3 +1,5 @@
+/* >>tile: the order of decoded values, tiles, and the sums of a tile, of a piece and of a stretch */
+
 /* from: [rows][columns] -> to: [columns][rows], plus zero */
 static inline void tqkv__transpose(const float *from, int rows, int columns, float zero, float *to)
 {

@@ -37,7 +37,7 @@ extern "C" {
 #endif
 #endif /* TQKV_H */
 
-/* ---- The implementation starts here: stop reading if you only want the API. ---- */
+#include "contents.h"
 
 #ifdef TQKV_NO_IMPLEMENTATION
 #undef TQKV_IMPLEMENTATION
@@ -80,8 +80,8 @@ extern "C" {
 
 #endif /* TQKV_IMPLEMENTATION, to be continued */
 
-/* >>kernels: what the loops of attention and of encoding share. The implementation includes this file again for each
-   instruction set, and compiles the sections from here to >>avx512 for it. TQKV__(name) is that set's version of name,
+/* The loops of attention and of encoding. The implementation includes this file again for each
+   instruction set, and compiles the sections from here to >>set-avx512 for it. TQKV__(name) is that set's version of name,
    TQKV__LANES the number of floats in its vector, and TQKV__TARGET the attribute that enables it in the compiler. */
 #ifdef TQKV__LANES
 

@@ -1,3 +1,5 @@
+/* >>visible: which positions a query sees: windows, trees, lists */
+
 /* The positions of a range that a query sees. */
 static tqkv__range tqkv__visible(const tqkv__attention *a, int query, tqkv__range range)
 {

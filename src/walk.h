@@ -1,3 +1,5 @@
+/* >>walk: an item from tile to tile */
+
 /* An item at work: its queries as tqkv__arrange_queries gives them, what centres add to its scores, and its sums, of a piece
    and of a stretch. A tile's values are added after the next tile's scores. These steps are independent, and the processor
    overlaps them. */

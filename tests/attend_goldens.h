@@ -342,4 +342,13 @@ static const attend_golden attend_goldens[] = {
     {"attend/i8-tq6/256/index", UINT64_C(0xafd1180fb66be33c)},
     {"attend/tq5_bytes-tq2/512/index", UINT64_C(0x6082acf252faf2fb)},
     {"attend/tq6_bytes-tq3/48/index", UINT64_C(0x8c51e46abe5500a0)},
+    {"attend/f16-tq5_bytes/512/scaled", UINT64_C(0xf14749f331c65830)},
+    {"attend/tq4-tq6_bytes/48/scaled", UINT64_C(0xfeda6325e0a8f28f)},
+    {"attend/tq5-f16/128/scaled", UINT64_C(0xee6f25ed9f1eb62b)},
+    {"attend/tq6-tq4/64/scaled", UINT64_C(0x4b01e0a7b307c8d4)},
+    {"attend/tq2-tq5/80/scaled", UINT64_C(0x056ac24651b745ec)},
+    {"attend/tq3-tq6/256/scaled", UINT64_C(0x22da3fc9446b5c31)},
+    {"attend/i8-tq2/512/scaled", UINT64_C(0xf1d19423bb3a940b)},
+    {"attend/tq5_bytes-tq3/48/scaled", UINT64_C(0xbe3659f127c7947b)},
+    {"attend/tq6_bytes-i8/128/scaled", UINT64_C(0x9326ee09bf6b4cb8)},
 };

@@ -25,15 +25,15 @@ $(BUILD)/lint/%.c.analyzed: %.c $(TEST_HEADERS) tests/lint.mk
 
 # clang's analyzer is among its checks.
 lint-tidy:
-	clang-tidy --quiet tqkv.h -- -x c -DTQKV_IMPLEMENTATION $(LINT_FLAGS)
+	clang-tidy --quiet src/tqkv.h -- -x c -DTQKV_IMPLEMENTATION $(LINT_FLAGS)
 	clang-tidy --quiet $(LINT_IMPLEMENTATION) -- $(LINT_FLAGS)
 	clang-tidy --quiet $(LINT_OTHERS) -- $(LINT_FLAGS) $(IMPLEMENTED)
 
-# Without style: it asks for const where a callback's type has none, and for smaller scopes. Without uninitvar in two files:
-# arrays filled by loops and by called functions, and members that a set of instructions leaves out. In tqkv.h without
+# Without style: it asks for const where a callback's type has none, and for smaller scopes. Without uninitvar in src/ and one file:
+# arrays filled by loops and by called functions, and members that a set of instructions leaves out. In src/ without
 # ctunullpointer: formats without a codebook pass none; ctuuninitvar: a list is filled field by field.
 LINT_CPPCHECK := cppcheck --std=c99 --quiet --error-exitcode=1 --enable=warning,performance,portability \
-	--suppress=uninitvar:tqkv.h --suppress=legacyUninitvar:tqkv.h --suppress=ctuuninitvar:tqkv.h --suppress=ctunullpointer:tqkv.h \
+	$(foreach check,uninitvar legacyUninitvar ctuuninitvar ctunullpointer,--suppress=$(check):src/*) \
 	--suppress=uninitvar:tests/reference.h --template='{file}:{line}: {id}: {message}' $(filter-out -std%,$(LINT_FLAGS)) \
 	-D__x86_64__ -D__SSE2__ -D__LP64__
 lint-cppcheck:

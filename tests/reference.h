@@ -333,15 +333,22 @@ static inline const float *reference_center(const tqkv_store *s, int kv_head)
     return s->center ? s->center + (size_t)kv_head * (size_t)s->head_dim : NULL;
 }
 
+/* The scale of a head, [head_dim], or NULL */
+static inline const float *reference_scale(const tqkv_store *s, int kv_head)
+{
+    return s->channel_scale ? s->channel_scale + (size_t)kv_head * (size_t)s->head_dim : NULL;
+}
+
 /* One row of a head as the store holds it. source, scaled: [head_dim]; codes: [row_bytes]; norms: [norms_per_row] */
 static inline void reference_encode_row(const tqkv_store *s, int kv_head, const float *source, uint8_t *codes,
                                         float *norms, float *scaled)
 {
     float row[REFERENCE_MAX_DIM];
-    const float *center = reference_center(s, kv_head);
+    const float *center = reference_center(s, kv_head), *scale = reference_scale(s, kv_head);
     int d = s->head_dim;
     memcpy(row, source, (size_t)d * sizeof *row);
     for (int j = 0; center && j < d; j++) row[j] = reference_add(row[j], -center[j]);
+    for (int j = 0; scale && j < d; j++) row[j] = reference_multiply(row[j], reference_divide(1.0f, scale[j]));
     memset(codes, 0, reference_row_bytes(s->format, d));
     if (reference_is_rotated(s)) reference_rotate_row(row, d);
     if (s->format == TQKV_F16) {
@@ -444,7 +451,7 @@ static inline double reference_integer_centroid(int bits, int code)
 static inline void reference_decode_as(bool integers, const tqkv_store *s, int kv_head, int64_t position, double *row)
 {
     const uint8_t *codes = reference_codes_at(s, kv_head, position);
-    const float *center = reference_center(s, kv_head);
+    const float *center = reference_center(s, kv_head), *scale = reference_scale(s, kv_head);
     int d = s->head_dim, block = reference_block(s->format, d);
     if (s->format == TQKV_F16) {
         for (int j = 0; j < d; j++) row[j] = reference_half_value((uint16_t)(codes[2 * j] | codes[2 * j + 1] << 8));
@@ -462,6 +469,7 @@ static inline void reference_decode_as(bool integers, const tqkv_store *s, int k
                  (reference_has_one_norm(d) ? norm / sqrt((double)d) : norm / (double)reference_block_scale(s));
     }
     if (reference_is_rotated(s)) reference_unrotate_double(row, d);
+    for (int j = 0; scale && j < d; j++) row[j] *= (double)scale[j];
     for (int j = 0; center && j < d; j++) row[j] += (double)center[j];
 }
 
@@ -609,6 +617,22 @@ static inline void reference_attend_row(const tqkv_attention *a, int head, int q
     free(scores);
 }
 
+/* A query of the basis of a stream's codes, R(q * scale), in the original one, in place. query: [head_dim] */
+static inline void reference_original_query(const tqkv_store *s, int kv_head, double *query)
+{
+    const float *scale = reference_scale(s, kv_head);
+    if (reference_is_rotated(s)) reference_unrotate_double(query, s->head_dim);
+    for (int j = 0; scale && j < s->head_dim; j++) query[j] /= (double)scale[j];
+}
+
+/* An output in the basis of the values' codes, R(out / scale), in place. out: [head_dim] */
+static inline void reference_coded_output(const tqkv_store *s, int kv_head, double *out)
+{
+    const float *scale = reference_scale(s, kv_head);
+    for (int j = 0; scale && j < s->head_dim; j++) out[j] /= (double)scale[j];
+    if (reference_is_rotated(s)) reference_rotate_double(out, s->head_dim);
+}
+
 /* q: [n_queries][n_heads][key_dim], out: with value_dim, in the bases that the attention names */
 static inline void reference_attend(const tqkv_attention *a, const float *q, double *out)
 {
@@ -624,13 +648,11 @@ static inline void reference_attend(const tqkv_attention *a, const float *q, dou
             size_t row = (size_t)query_index * (size_t)shape.n_heads + (size_t)head;
             double *to = out + row * (size_t)shape.value_dim;
             for (size_t j = 0; j < d; j++) query[j] = (double)q[row * d + j];
-            if (a->query_basis == TQKV_ROTATED && reference_is_rotated(a->keys))
-                reference_unrotate_double(query, a->keys->head_dim);
-            if (a->query_basis == TQKV_ROTATED && a->tail && reference_is_rotated(a->tail))
-                reference_unrotate_double(query + a->keys->head_dim, a->tail->head_dim);
+            if (a->query_basis == TQKV_ROTATED) reference_original_query(a->keys, kv_head, query);
+            if (a->query_basis == TQKV_ROTATED && a->tail)
+                reference_original_query(a->tail, kv_head, query + a->keys->head_dim);
             reference_attend_row(a, head, query_index, query, keys, values, to);
-            if (a->output_basis == TQKV_ROTATED && reference_is_rotated(a->values))
-                reference_rotate_double(to, shape.value_dim);
+            if (a->output_basis == TQKV_ROTATED) reference_coded_output(a->values, kv_head, to);
         }
         free(keys);
         free(values);

@@ -244,7 +244,7 @@ $(TEST_BUILD)/make_goldens: tests/make_goldens.c tests/golden.h tests/attend_gol
 
 COVERAGE := $(TEST_BUILD)/coverage
 LCOV_BRANCHES := --rc lcov_branch_coverage=1
-coverage: ## share of tqkv.h's lines and branches that the tests run
+coverage: ## share of the lines and branches of src/ that the tests run, by file
 	@rm -rf $(COVERAGE) && mkdir -p $(COVERAGE)
 	@for source in $(TEST_SOURCES:tests/%.c=%); do \
 		gcc -std=c99 -O1 --coverage $(TEST_FLAGS) -c tests/$$source.c -o $(COVERAGE)/$$source.o || exit 1; done
@@ -252,9 +252,11 @@ coverage: ## share of tqkv.h's lines and branches that the tests run
 	@$(COVERAGE)/runner
 	@for isa in $(ISAS); do $(COVERAGE)/runner --isa $$isa $(ISA_CASES) || exit 1; done
 	@{ lcov --quiet $(LCOV_BRANCHES) --capture --directory $(COVERAGE) --output-file $(COVERAGE)/all.info && \
-		lcov --quiet $(LCOV_BRANCHES) --extract $(COVERAGE)/all.info '*/tqkv.h' --output-file $(COVERAGE)/tqkv.info; } \
+		lcov --quiet $(LCOV_BRANCHES) --extract $(COVERAGE)/all.info '*/src/*' --output-file $(COVERAGE)/tqkv.info; } \
 		>$(COVERAGE)/lcov.log 2>&1 || { cat $(COVERAGE)/lcov.log; exit 1; }
-	@awk -F: '/^LF/ { lines += $$2 } /^LH/ { lines_hit += $$2 } /^BRF/ { branches += $$2 } /^BRH/ { branches_hit += $$2 } \
+	@awk -F: '/^SF/ { n = split($$2, path, "/") } /^LF/ { lines += $$2; all = $$2 } /^LH/ { lines_hit += $$2; hit = $$2 } \
+		/^BRF/ { branches += $$2 } /^BRH/ { branches_hit += $$2 } \
+		/^end_of_record/ && all { printf "coverage %-18s %.4f of %d lines\n", path[n], hit / all, all; all = 0 } \
 		END { printf "ratio coverage_lines %.4f\nratio coverage_branches %.4f\n", lines_hit / lines, \
 			branches_hit / branches; \
 			exit lines_hit < 0.95 * lines || branches_hit < 0.90 * branches }' $(COVERAGE)/tqkv.info

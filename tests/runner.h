@@ -105,6 +105,10 @@ void *test_alloc_filled(size_t bytes, int byte);
 /* New [n_rows][head_dim] with the values of data_rows. */
 float *test_rows(uint64_t seed, data_kind kind, int n_rows, int head_dim);
 
+/* Scales of channels, log2 of the largest by the smallest of which is about `spread`, and whose mean square is about 1: sums of
+ * products are as large as without them. [n_heads][head_dim] */
+float *test_scales(uint64_t seed, int n_heads, int head_dim, double spread);
+
 /* A store with buffers of the exact size, filled with 0xff: norms and halves are NaN. */
 tqkv_store test_store(tqkv_format format, int head_dim, int n_kv_heads, int capacity, bool ring);
 void test_store_free(tqkv_store *store);

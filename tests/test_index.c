@@ -10,7 +10,7 @@ typedef struct problem {
     int32_t pages[8];
     int64_t first, n_blocks; /* the oldest resident key */
     int n_rows;              /* queries times heads */
-    float *q, *weights, *center, *scores;
+    float *q, *weights, *center, *scales, *scores;
     uint16_t *halves; /* q as bfloat16 */
 } problem;
 
@@ -71,8 +71,11 @@ static void set_up(problem *p, int seed)
     p->n_rows = n_queries * p->index.n_heads;
     p->n_blocks = (p->index.end + size - 1) / size;
     if (data_below(&random, 2)) p->keys.center = p->center = test_rows(3, DATA_GAUSSIAN, 1, d);
+    if (data_below(&random, 2)) p->keys.channel_scale = p->scales = test_scales(4, 1, d, 8.0);
     const int resident = (int)(p->index.end - p->first);
     float *rows = test_rows((uint64_t)seed, DATA_GAUSSIAN, resident, d);
+    for (int i = 0; p->scales && i < resident * d; i++) rows[i] *= p->scales[i % d];
+    for (int i = 0; p->scales && p->center && i < d; i++) p->center[i] *= p->scales[i];
     CHECK_RESULT(tqkv_encode(&p->keys, rows, resident, p->first), TQKV_OK);
     free(rows);
     p->q = test_rows((uint64_t)seed + 1, DATA_GAUSSIAN, p->n_rows, d);
@@ -102,6 +105,7 @@ static void tear_down(problem *p)
     free(p->halves);
     free(p->weights);
     free(p->center);
+    free(p->scales);
     free(p->scores);
 }
 
@@ -127,7 +131,7 @@ static double expected_key(const problem *p, int query, const double *key)
         const int at = query * x->n_heads + h;
         double sum = 0.0;
         for (int i = 0; i < d; i++) row[i] = (double)p->q[at * d + i];
-        if (x->query_basis == TQKV_ROTATED && reference_is_rotated(&p->keys)) reference_unrotate_double(row, d);
+        if (x->query_basis == TQKV_ROTATED) reference_original_query(&p->keys, 0, row);
         for (int i = 0; i < d; i++) sum += row[i] * key[i];
         total += (p->weights ? (double)p->weights[at] : 1.0) * (x->relu && sum < 0.0 ? 0.0 : sum);
     }
