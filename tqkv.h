@@ -26,9 +26,8 @@
          tqkv_cache_attend(cache, q, 1, out);     // q, out: [1 query][32 heads][128]
          tqkv_cache_destroy(cache);
 
-   CONTENTS (search for the tag)
+   CONTENTS (search for the tag; those of the implementation stand at its beginning)
 
-     declarations
      >>formats        formats and their sizes
      >>result         result codes
      >>isa            the instruction set in use
@@ -40,31 +39,6 @@
      >>cache          a cache that owns its memory; save and load, of stores too
      >>metal          all of it on Apple's GPUs, with tqkv_metal.m
      >>metal-plan     the same as plans, for engines that dispatch kernels themselves
-
-     implementation
-     >>shared         one row a format, tables; the shaders include it, too
-     >>backend        what a cache and the context of a GPU know of each other
-     >>needs          what the implementation needs of the compiler, and xxHash
-     >>common         sizes, names, what a valid store is, which positions and rows are valid
-     >>exact          arithmetic whose bits depend on nothing but its operands
-     >>team           tqkv_team
-     >>codec          rotation, norms, quantising, packing, and back: the specification
-     >>attend         types of attention, and attention in plain C
-     >>integer        attention in integers, in plain C
-     >>kernels, >>attend-kernels, >>encode-kernels, >>integer-kernels
-                      loops, compiled once for each instruction set
-     >>avx512, >>avx2, >>neon, >>integer-sets
-                      what a set brings to them
-     >>driver         which set is in use; tqkv_attend: checks, tasks, results
-     >>index-code     tqkv_index_scores, tqkv_index_choose
-     >>cache-code     tqkv_cache
-     >>snapshot       save and load
-
-     for GPUs alone
-     >>metal-sizes    function constants, sizes, argument structs; the shaders include it, too
-     >>metal-host     what tqkv_metal.m takes beside >>metal-plan
-     >>metal-code     each Metal call as a plan of dispatches
-     >>licence
 
    BUILD OPTIONS (define before the include that has TQKV_IMPLEMENTATION)
 
@@ -298,6 +272,11 @@ typedef struct tqkv_store {
     tqkv_parallel parallel; /* for encode, encode_slots and convert, of many rows; zero = the calling thread alone */
     tqkv_strides strides;   /* of rows given to encode, probe, mean and measure, and written by decode */
     bool rotated; /* F16 alone: halves of the rotated row, less the centre, in the basis of other formats' codes */
+    /* [n_kv_heads][head_dim], in [2^-32, 2^32], or NULL: a scale for each channel, by which encoding divides what is left of a
+       row without its centre (it multiplies by 1 / channel_scale), and by which decoding and attention multiply. For keys with
+       channels far larger than others, whose error the rotation would spread over all. TQKV_ROTATED rows, queries and outputs
+       are those of the scaled basis. The same for all positions, as the centre. */
+    const float *channel_scale;
 } tqkv_store;
 
 /* Bytes of the codes and of the norms; 0 if the store's shape is invalid or its size overflows. F16 has no norms. */
@@ -317,10 +296,12 @@ TQKV_API tqkv_result tqkv_encode_slots(const tqkv_store *s, const void *src, int
    [n_tokens][n_kv_heads][head_dim]. Writes no store; codes and norms may be NULL. */
 TQKV_API tqkv_result tqkv_probe(const tqkv_store *s, const void *src, int n_tokens, float *scaled);
 
-/* The basis of a vector. Streams without rotation (F16, unrotated) stay in the original basis. */
+/* The basis of a vector. Streams without rotation (F16, unrotated) and without a scale have one basis. */
 typedef enum tqkv_basis {
     TQKV_ORIGINAL = 0,
-    TQKV_ROTATED /* after the rotation: the basis of the codes */
+    /* The basis of the codes: after scale and rotation. Rows have the centre in them, scaled and rotated: a caller's query q is
+       R(q * channel_scale), an output is R(v / channel_scale) of the original one. */
+    TQKV_ROTATED
 } tqkv_basis;
 
 /* Decodes [position, position + n_positions), of a ring at most `capacity`; dst: [n_positions][n_kv_heads][head_dim]. */
@@ -329,8 +310,8 @@ TQKV_API tqkv_result tqkv_decode(const tqkv_store *s, int64_t position, int n_po
 /* Writes the positions [position, position + n_positions) of `from` into `to`, which may have another format, block_scale,
    capacity and page table: decoded in the basis of the codes and encoded there, the same bytes on every machine. Rows of
    F16 that are not rotated are on the way, rows of the same format and block_scale are copied. TQKV_INVALID_ARGUMENT unless
-   n_kv_heads, head_dim, unrotated (F16 goes with either) and the centre are the same. A page may not occur twice among
-   those written. TQKV_NOT_FINITE if a row to encode holds NaN, infinity or a norm of 1e30 or more.
+   n_kv_heads, head_dim, unrotated (F16 goes with either), the centre and the scale are the same. A page may not occur twice
+   among those written. TQKV_NOT_FINITE if a row to encode holds NaN, infinity or a norm of 1e30 or more.
    Many rows go to tasks of to->parallel.
    In place: codes, norms or both may begin where those of `from` begin, if capacity and ring are the same, neither store
    has pages, and the row of `to` (row_bytes, norms_per_row) is no longer. Rows move down in ascending order, each
@@ -340,10 +321,10 @@ TQKV_API tqkv_result tqkv_store_convert(const tqkv_store *to, const tqkv_store *
                                         int n_positions);
 
 /* The mean of the rows of each head, a centre for such rows; mean: [n_kv_heads][head_dim], zeros for no tokens. Sums in
-   double. shape and src as for tqkv_probe; the centre and the format of shape do not matter. */
+   double. shape and src as for tqkv_probe; the centre, the scale and the format of shape do not matter. */
 TQKV_API tqkv_result tqkv_mean(const tqkv_store *shape, const void *src, int n_tokens, float *mean);
 
-/* How well a store of this format and centre keeps the rows of one head. */
+/* How well a store of this format, centre and scale keeps the rows of one head. */
 typedef struct tqkv_quality {
     double mean_share; /* |mean of the rows|^2 / mean |row|^2 of the source: what a centre would take away */
     double error;    /* mean |x - x'|^2 / mean |x - mean of the rows|^2, x' decoded: noise against what differs between
@@ -383,7 +364,7 @@ typedef enum tqkv_arithmetic { TQKV_FLOAT = 0, TQKV_INTEGER } tqkv_arithmetic;
 typedef struct tqkv_attention {
     /* same n_kv_heads; head_dim may differ. One stream may be both, as in a latent cache: the same store, or two that
        describe the same bytes in the same way. Its rows are fetched once for scores and sums, and its centre is added back to
-       both. */
+       both, as both are scaled. */
     const tqkv_store *keys, *values;
     int n_heads;   /* query heads; 0 = n_kv_heads */
     int n_queries; /* 0 = 1 */
@@ -405,9 +386,9 @@ typedef struct tqkv_attention {
     const uint64_t *tree;
     tqkv_arithmetic arithmetic;
     bool non_causal; /* not with a tree */
-    /* More dimensions of each key, or NULL: a stream with a format, rotation and centre of its own, and n_kv_heads,
+    /* More dimensions of each key, or NULL: a stream with a format, rotation, centre and scale of its own, and n_kv_heads,
        capacity, ring and page table of the keys. A row of q is the keys' part, then the tail's; query_basis is that of
-       each part whose stream is rotated. */
+       each part. */
     const tqkv_store *tail;
     /* [n_queries][list_heads][list_length], or NULL: all positions. Ascending numbers of blocks, the first -1 ends a row; block
        b is the positions from b * list_block on. A query sees what it would see without a list, if it is in a block of its row
@@ -419,7 +400,7 @@ typedef struct tqkv_attention {
     /* Some positions as halves, too: those below exact_first are read from first_keys and first_values, and the newest
        exact_last, up to `end`, from last_keys and last_values; all others, and those of a stream whose store here is NULL or
        that is F16 itself, from keys and values, whose codes at these positions are not looked at. Stores of F16 with n_kv_heads,
-       head_dim and centre of the codes, and rotated if these are; linear, rings (multiples of 64 read fastest) or
+       head_dim, centre and scale of the codes, and rotated if these are; linear, rings (multiples of 64 read fastest) or
        paged, as long as they hold these positions: else TQKV_OUT_OF_RANGE. If the keys are the values, so are their
        halves. A tail is always read from its own store. On a GPU the stores of halves have no pages, and keys with a
        tail have none beside them. */
@@ -440,21 +421,21 @@ TQKV_API tqkv_result tqkv_attend_batch(const tqkv_attention *items, int n_items,
 
 /* Attends one slice [first, first + count) of the resident positions, without sinks, for tqkv_attend_merge;
    TQKV_OUT_OF_RANGE if it leaves them. max, sum: [n_queries][n_heads]: the largest score, and the sum of
-   exp(score - max). out: as tqkv_attend's, but float: the sum of exp(score - max) * value, in the values' basis. A query
-   without positions: -INFINITY, 0, zeros. */
+   exp(score - max). out: as tqkv_attend's, but float: the sum of exp(score - max) * value, in the basis of the values' codes.
+   A query without positions: -INFINITY, 0, zeros. */
 TQKV_API tqkv_result tqkv_attend_partial(const tqkv_attention *a, const void *q, int64_t first, int count, float *out,
                                          float *max, float *sum);
 /* Merges the slice src into dst. Both slices must have values in the same basis, which this call cannot check: its sums
-   are wrong if one is rotated (TQ, I8) and the other not (F16, unrotated). For those use tqkv_attend_merge_slice. This
-   call and the two below read only the shapes of a->keys and a->values. */
+   are wrong if one is rotated (TQ, I8) and the other not (F16, unrotated), or if their scales differ. For the former use
+   tqkv_attend_merge_slice. This call and the two below read only the shapes of a->keys and a->values, and the values' scale. */
 TQKV_API tqkv_result tqkv_attend_merge(const tqkv_attention *a, float *out, float *max, float *sum,
                                        const float *src_out, const float *src_max, const float *src_sum);
 /* As tqkv_attend_merge, for a slice attended with `slice`, over stores of other formats: converts its sums to the basis
-   of a->values. n_heads, n_queries and the values' head_dim are the same in both. */
+   of a->values. n_heads, n_queries, the values' head_dim and their scale are the same in both. */
 TQKV_API tqkv_result tqkv_attend_merge_slice(const tqkv_attention *a, float *out, float *max, float *sum,
                                              const tqkv_attention *slice, const float *src_out, const float *src_max,
                                              const float *src_sum);
-/* Adds the sinks, divides and rotates back: out becomes the output of tqkv_attend. */
+/* Adds the sinks, divides, rotates back and scales: out becomes the output of tqkv_attend. */
 TQKV_API tqkv_result tqkv_attend_finish(const tqkv_attention *a, float *out, const float *max, const float *sum);
 
 /* >>index
@@ -1012,7 +993,74 @@ TQKV_API tqkv_result tqkv_metal_plan_index_choose(const tqkv_metal_index *x, tqk
 #endif
 #endif /* TQKV_H */
 
-/* ---- The implementation starts here: stop reading if you only want the API. ---- */
+/* ---- The implementation starts here: stop reading if you only want the API. ----
+
+   It is joined from the files of src/, one a tag: plan_rows.h is >>plan-rows, store.h >>store-code. Each uses what stands
+   above it.
+
+     >>tables         one row a format, one row a head_dim, codebooks; the shaders include it, too
+     >>backend        what a cache and the context of a GPU know of each other
+     >>needs          what the implementation needs of the compiler, and xxHash
+     >>exact          arithmetic whose bits depend on nothing but its operands
+     >>store-code     sizes, names, what a valid store is, which positions and rows are valid
+     >>team           tqkv_team
+     >>set            what an instruction set provides
+     >>rotate-code    the rotation
+     >>codec          norms, quantising, packing, and back: the specification
+     >>encode         tqkv_encode, tqkv_probe, tqkv_decode
+     >>convert        tqkv_store_convert, and rows that move
+     >>measure        tqkv_mean, tqkv_measure, tqkv_rotate
+     >>attend         types of attention, and attention of a tile in plain C
+     >>integer        the same in integers
+
+     compiled once for each instruction set
+     >>kernels        what the loops share
+     >>k-softmax      exp, tanh, weights out of scores
+     >>k-decode       codes as floats
+     >>k-dot          scores straight from the codes
+     >>k-accumulate   sums of values straight from the codes
+     >>k-tiles        the scores and the sums of a tile
+     >>k-rotate       rows to floats, and the rotation
+     >>k-norms        sums of squares, norms
+     >>k-quantise     codes, packed, of whole rows
+     >>k-table        all of these as a table of functions
+     >>k-integer      the loops of integers
+     >>k-integer-few  one and two rows of them
+     >>k-integer-tiles  the scores and the sums of a tile
+     >>set-avx512, >>set-avx2, >>set-neon
+                      what a set brings to the loops
+     >>integer-avx512, >>integer-avx2, >>integer-neon
+                      what it brings to those of integers
+
+     >>isa-code       which set is in use
+     >>attention-code a tqkv_attention, opened and checked
+     >>visible        which positions a query sees
+     >>tile           tiles, the order of decoded values, sums
+     >>walk           from tile to tile
+     >>gather         tiles of scattered rows
+     >>query          a row of a call: its query, its centres, its result
+     >>job            a call cut into tasks
+     >>attend-calls   tqkv_attend and its slices
+     >>index-code     tqkv_index_scores, tqkv_index_choose
+     >>cache-code     tqkv_cache
+     >>cache-edit     tqkv_cache_truncate, remove, keep, fork
+     >>snapshot       save and load
+
+     for GPUs alone
+     >>metal-sizes    function constants, sizes, argument structs; the shaders include it, too
+     >>metal-host     what tqkv_metal.m takes beside >>metal-plan
+     >>plan-rows      plans: bindings; encode, probe, decode, rotate
+     >>plan-split     how threadgroups share attention
+     >>plan-list      which tiles lists name
+     >>plan-attend    the dispatches of an attention
+     >>plan-shape     an attention over buffers as one over stores
+     >>plan-calls     the calls of attention
+     >>plan-batch     batches
+     >>plan-index     an index
+     >>plan-cache     a cache
+     >>plan-report    what the shaders say that they were compiled with
+
+     >>licence                                                                                                        */
 
 #ifdef TQKV_NO_IMPLEMENTATION
 #undef TQKV_IMPLEMENTATION
@@ -1021,7 +1069,7 @@ TQKV_API tqkv_result tqkv_metal_plan_index_choose(const tqkv_metal_index *x, tqk
 #if (defined(TQKV_IMPLEMENTATION) || defined(TQKV_SHARED)) && !defined(TQKV__SHARED)
 #define TQKV__SHARED
 
-/* >>shared: one row a format, and tables: one source for C, Objective-C and the Metal shaders. TQKV_SHARED makes it visible
+/* >>tables: one row a format, and tables: one source for C, Objective-C and the Metal shaders. TQKV_SHARED makes it visible
    without the implementation. */
 #define TQKV_TABLE_VERSION 8 /* changes with the tables, the argument structs, or their meaning in the kernels */
 
@@ -1319,7 +1367,7 @@ typedef struct tqkv__backend {
                           void *out);
 } tqkv__backend;
 
-/* What tqkv_metal.m takes from >>common and >>cache-code; without it they are no part of an object's interface. rows_size:
+/* What tqkv_metal.m takes from >>store-code and >>cache-code; without it they are no part of an object's interface. rows_size:
    bytes of the caller's rows of so many tokens */
 #ifdef TQKV_METAL
 #define TQKV__FOR_HOST TQKV_API
@@ -1592,7 +1640,7 @@ static bool tqkv__halves_finite(const uint8_t *halves, size_t n)
     return finite;
 }
 
-/* >>common: sizes, formats, the checks of a store, of its positions and of rows */
+/* >>store-code: sizes, formats, the checks of a store, of its positions and of rows */
 
 static bool tqkv__size_multiply(size_t a, size_t b, size_t *product)
 {
@@ -1682,6 +1730,8 @@ typedef struct tqkv__stream {
     tqkv_type type;                 /* of the caller's rows; tqkv__check_rows checks it */
     tqkv_strides strides;           /* likewise */
     const float *center;            /* [n_kv_heads][head_dim] or NULL */
+    const float *channel_scale;     /* likewise */
+    const float *factors;           /* 1 / channel_scale, where they are kept; else NULL, see tqkv__factors_of */
     const int32_t *pages;           /* [n_pages] or NULL: no table, or one that the processor does not know */
     int n_pages, page_size;         /* 0 without a table */
     uint8_t planes[4][128];         /* byte p of each centroid in planes[p], for byte look-ups; see tqkv__fill_planes */
@@ -1784,26 +1834,50 @@ static tqkv_result tqkv__stream_shape(const tqkv_store *store, tqkv__stream *s)
     return store->pages ? tqkv__table_shape(store, s) : TQKV_OK;
 }
 
-/* Follows tqkv__stream_shape in calls that add or subtract the centre. */
-static tqkv_result tqkv__stream_center(const tqkv_store *store, tqkv__stream *s)
+/* Whether a value of each channel, x: [n_kv_heads][head_dim], is finite, or a scale that is allowed; by the set in use. */
+static bool tqkv__channels_finite(const tqkv__stream *s, const float *x);
+static bool tqkv__channels_scale(const tqkv__stream *s, const float *x);
+
+/* Takes the scale; follows tqkv__stream_shape. */
+static tqkv_result tqkv__stream_scale(const tqkv_store *store, tqkv__stream *s)
 {
-    if ((uintptr_t)store->center % sizeof(float)) return TQKV__INVALID("center: not aligned as floats");
-    if (store->center && !tqkv__all_finite(store->center, (size_t)s->n_kv_heads * (size_t)s->head_dim))
-        return TQKV__REFUSE(NOT_FINITE, "center holds NaN or infinity");
-    s->center = store->center;
+    const float *scale = store->channel_scale;
+    if ((uintptr_t)scale % sizeof(float)) return TQKV__INVALID("channel_scale: not aligned as floats");
+    if (scale && !tqkv__channels_scale(s, scale)) {
+        if (!tqkv__channels_finite(s, scale)) return TQKV__REFUSE(NOT_FINITE, "channel_scale holds NaN or infinity");
+        return TQKV__INVALID("channel_scale: not in [2^-32, 2^32]");
+    }
+    s->channel_scale = scale;
     return TQKV_OK;
 }
 
-/* In bytes. A stream of `capacity` such rows has a size, so this does not overflow. */
+/* Takes centre and scale; follows tqkv__stream_shape in calls that use them. */
+static tqkv_result tqkv__stream_channels(const tqkv_store *store, tqkv__stream *s)
+{
+    if ((uintptr_t)store->center % sizeof(float)) return TQKV__INVALID("center: not aligned as floats");
+    if (store->center && !tqkv__channels_finite(s, store->center))
+        return TQKV__REFUSE(NOT_FINITE, "center holds NaN or infinity");
+    s->center = store->center;
+    return tqkv__stream_scale(store, s);
+}
+
+/* Of a centre, or of a scale, in bytes. A stream of `capacity` such rows has a size, so this does not overflow. */
 static size_t tqkv__center_size(const tqkv__stream *s)
 {
     return (size_t)s->n_kv_heads * (size_t)s->head_dim * sizeof(float);
 }
 
-/* The centre of a head, [head_dim], or NULL */
-static const float *tqkv__center_of(const tqkv__stream *s, int kv_head)
+/* The part of a head in centre, scale or factors, [head_dim]; NULL of NULL */
+static const float *tqkv__of_head(const tqkv__stream *s, const float *channels, int kv_head)
 {
-    return s->center ? s->center + (size_t)kv_head * (size_t)s->head_dim : NULL;
+    return channels ? channels + (size_t)kv_head * (size_t)s->head_dim : NULL;
+}
+
+static const float *tqkv__center_of(const tqkv__stream *s, int kv_head) { return tqkv__of_head(s, s->center, kv_head); }
+
+static const float *tqkv__scale_of(const tqkv__stream *s, int kv_head)
+{
+    return tqkv__of_head(s, s->channel_scale, kv_head);
 }
 
 /* In bytes */
@@ -1838,7 +1912,7 @@ static bool tqkv__encoding_overlaps(const tqkv__stream *s, const void *p, size_t
 /* Takes the buffers of a store; follows tqkv__stream_shape. */
 static tqkv_result tqkv__stream_memory(const tqkv_store *store, tqkv__stream *s)
 {
-    const tqkv_result r = tqkv__stream_center(store, s);
+    const tqkv_result r = tqkv__stream_channels(store, s);
     if (r != TQKV_OK) return r;
     if (!store->codes || store->codes_size < s->codes_size) return TQKV__INVALID("codes: NULL or too small");
     if (s->norms_size && (!store->norms || store->norms_size < s->norms_size))
@@ -1851,6 +1925,8 @@ static tqkv_result tqkv__stream_memory(const tqkv_store *store, tqkv__stream *s)
     tqkv__fill_planes(s);
     if (tqkv__encoding_overlaps(s, s->center, tqkv__center_size(s)))
         return TQKV__INVALID("center overlaps codes or norms");
+    if (tqkv__encoding_overlaps(s, s->channel_scale, tqkv__center_size(s)))
+        return TQKV__INVALID("channel_scale overlaps codes or norms");
     if (tqkv__encoding_overlaps(s, s->pages, tqkv__table_size(s))) return TQKV__INVALID("pages overlap codes or norms");
     return TQKV_OK;
 }
@@ -1861,10 +1937,16 @@ static tqkv_result tqkv__stream_open(const tqkv_store *store, tqkv__stream *s)
     return r == TQKV_OK ? tqkv__stream_memory(store, s) : r;
 }
 
+static bool tqkv__channels_overlap(const tqkv__stream *s, const void *p, size_t size)
+{
+    return tqkv__overlap(s->center, tqkv__center_size(s), p, size) ||
+           tqkv__overlap(s->channel_scale, tqkv__center_size(s), p, size);
+}
+
 /* Whether memory at p is any of a stream's, read or written. */
 static bool tqkv__stream_overlaps(const tqkv__stream *s, const void *p, size_t size)
 {
-    return tqkv__encoding_overlaps(s, p, size) || tqkv__overlap(s->center, tqkv__center_size(s), p, size) ||
+    return tqkv__encoding_overlaps(s, p, size) || tqkv__channels_overlap(s, p, size) ||
            tqkv__overlap(s->pages, tqkv__table_size(s), p, size);
 }
 
@@ -2279,7 +2361,7 @@ TQKV_API tqkv_allocator tqkv_team_allocator(tqkv_team *team)
     return allocator;
 }
 
-/* >>set: what an instruction set provides, in plain C or by vectors. Which one is in use is decided in >>driver. */
+/* >>set: what an instruction set provides, in plain C or by vectors. Which one is in use >>isa-code decides. */
 
 struct tqkv__attention;
 struct tqkv__quantiser;
@@ -2288,7 +2370,9 @@ struct tqkv__row;
 /* The encoding functions of an instruction set; every set gives the same bytes. */
 typedef struct tqkv__codec {
     bool (*rows_finite)(tqkv_type type, const void *x, size_t n); /* n: a multiple of head_dim */
-    void (*widen)(tqkv_type type, const void *src, const float *center, int n, float *row);
+    bool (*scales_valid)(const float *x, size_t n);               /* likewise */
+    void (*invert)(const float *scales, int n, float *factors);   /* likewise: 1 / scale, rounded once */
+    void (*widen)(tqkv_type type, const void *src, const float *center, const float *factors, int n, float *row);
     void (*narrow)(tqkv_type type, const float *row, int n, void *dst);
     void (*rotate)(float *x, int head_dim);
     void (*unrotate)(float *y, int head_dim);
@@ -2298,6 +2382,25 @@ typedef struct tqkv__codec {
 } tqkv__codec;
 
 static const tqkv__codec *tqkv__codec_for(int head_dim);
+
+static bool tqkv__channels_finite(const tqkv__stream *s, const float *x)
+{
+    return tqkv__codec_for(s->head_dim)->rows_finite(TQKV_TYPE_F32, x, (size_t)s->n_kv_heads * (size_t)s->head_dim);
+}
+
+static bool tqkv__channels_scale(const tqkv__stream *s, const float *x)
+{
+    return tqkv__codec_for(s->head_dim)->scales_valid(x, (size_t)s->n_kv_heads * (size_t)s->head_dim);
+}
+
+/* The factors by which encoding multiplies the channels of the heads [first, first + n): those that the stream keeps, or in
+   room: [n][head_dim]. NULL without a scale */
+static const float *tqkv__factors_of(const tqkv__stream *s, int first, int n, float *room)
+{
+    if (s->factors || !s->channel_scale) return tqkv__of_head(s, s->factors, first);
+    tqkv__codec_for(s->head_dim)->invert(tqkv__scale_of(s, first), n * s->head_dim, room);
+    return room;
+}
 
 /* Slots of a tile in one stream: [slot, slot + n). The codes `ahead` slots further on will be read next. */
 typedef struct tqkv__run {
@@ -2345,7 +2448,7 @@ typedef struct tqkv__isa {
 
 static const tqkv__isa *tqkv__isa_for(int head_dim);
 
-/* >>codec: rotation, norms, quantising, packing, and back */
+/* >>rotate-code: the rotation, in plain C */
 
 /* Row `row` of the Hadamard matrix of order m: bit j = (p[j>>3] >> (j&7)) & 1, 1 is -1 */
 static const uint8_t *tqkv__matrix_row(int m, int row)
@@ -2441,6 +2544,8 @@ static TQKV__NOINLINE void tqkv__unrotate_row(float *y, int head_dim)
     tqkv__scale(y, head_dim, tqkv__size_of(head_dim)->inverse_root);
     tqkv__flip_signs(y, head_dim);
 }
+
+/* >>codec: norms, quantising, packing, and back, in plain C: the specification */
 
 /* Norm of a TQ row or block from the sum of its squares; scale: the factor that brings its values to variance 1. If the
    rotation of a row overflows, the sum is NaN, whose sign depends on the machine: fabsf clears the norm's. */
@@ -2572,8 +2677,28 @@ static float tqkv__float_from_half(uint16_t half)
     return tqkv__float(sign | ((magnitude << 13) + (magnitude < 0x7c00u ? 0x38000000u : 0x70000000u)));
 }
 
-/* A row as floats, which is exact, less its centre unless that is NULL. src, center, row: [n] */
-static void tqkv__widen_row(tqkv_type type, const void *src, const float *center, int n, float *row)
+/* Scales are in [2^-32, 2^32]: their bits, those of positive floats, are ordered as they are. */
+#define TQKV__LEAST_SCALE  0x2f800000u
+#define TQKV__SCALES_RANGE 0x20000000u
+static bool tqkv__scales_valid(const float *x, size_t n)
+{
+    uint32_t bad = 0;
+    for (size_t i = 0; i < n; i++) bad |= tqkv__bits(x[i]) - TQKV__LEAST_SCALE > TQKV__SCALES_RANGE;
+    return !bad;
+}
+
+/* Compilers may replace a division by a constant; see tqkv__norm_i8. */
+static TQKV__NOINLINE void tqkv__invert(const float *scales, int n, float *factors)
+{
+    const volatile float one = 1.0f;
+    const float dividend = one;
+    for (int i = 0; i < n; i++) factors[i] = TQKV__AS_FLOAT(dividend / scales[i]);
+}
+
+/* A row as floats, which is exact, less its centre and times its factors, unless these are NULL. src, center, factors, row:
+   [n] */
+static void tqkv__widen_row(tqkv_type type, const void *src, const float *center, const float *factors, int n,
+                            float *row)
 {
     if (type == TQKV_TYPE_F32)
         memcpy(row, src, (size_t)n * sizeof(float));
@@ -2583,6 +2708,8 @@ static void tqkv__widen_row(tqkv_type type, const void *src, const float *center
         for (int i = 0; i < n; i++) row[i] = tqkv__float((uint32_t)tqkv__half_at(src, (size_t)i) << 16);
     if (center)
         for (int i = 0; i < n; i++) row[i] = TQKV__AS_FLOAT(row[i] - center[i]);
+    if (factors)
+        for (int i = 0; i < n; i++) row[i] = tqkv__rounded(row[i] * factors[i]);
 }
 
 /* Rounds to nearest even, beyond the largest half to infinity. NaN stays NaN: it keeps its upper bits and becomes quiet, as
@@ -2684,11 +2811,11 @@ static void tqkv__quantiser_open(const tqkv__stream *s, tqkv__quantiser *q)
     if (bits == 8) tqkv__split_floats(q->bounds, 128, q->planes);
 }
 
-/* Source and destination of a row. src, of the stream's type, center (or NULL): [head_dim], codes: [row_bytes], norms:
-   [norms_per_row] */
+/* Source and destination of a row. src, of the stream's type, center and factors (or NULL): [head_dim], codes: [row_bytes],
+   norms: [norms_per_row] */
 typedef struct tqkv__row {
     const void *src;
-    const float *center;
+    const float *center, *factors; /* factors: see tqkv__factors_of */
     uint8_t *codes;
     float *norms;
 } tqkv__row;
@@ -2697,7 +2824,7 @@ static TQKV__NOINLINE void tqkv__encode_row(const tqkv__stream *s, const tqkv__r
 {
     float x[TQKV_MAX_HEAD_DIM];
     uint8_t codes[TQKV_MAX_HEAD_DIM];
-    tqkv__widen_row(s->type, row->src, row->center, s->head_dim, x);
+    tqkv__widen_row(s->type, row->src, row->center, row->factors, s->head_dim, x);
     tqkv__scale_row(s, x, row->norms);
     for (int i = 0; i < s->head_dim; i++) {
         if (s->kind == TQKV__HALF) {
@@ -2721,8 +2848,9 @@ static void tqkv__encode_rows(const tqkv__stream *s, const tqkv__quantiser *q, c
     for (int i = 0; i < n_rows; i++) tqkv__encode_row(s, &rows[i]);
 }
 
-static const tqkv__codec tqkv__codec_scalar = {tqkv__values_finite, tqkv__widen_row, tqkv__narrow_row, tqkv__rotate_row,
-                                               tqkv__unrotate_row,  tqkv__scale_row, tqkv__encode_rows};
+static const tqkv__codec tqkv__codec_scalar = {tqkv__values_finite, tqkv__scales_valid, tqkv__invert,
+                                               tqkv__widen_row,     tqkv__narrow_row,   tqkv__rotate_row,
+                                               tqkv__unrotate_row,  tqkv__scale_row,    tqkv__encode_rows};
 
 /* The factor of the centroids or integers that share a norm. */
 static float tqkv__factor(const tqkv__stream *s, float norm)
@@ -2748,15 +2876,26 @@ static TQKV__NOINLINE void tqkv__decode_row(const tqkv__stream *s, const uint8_t
     }
 }
 
-/* dst += centre of the head, rotated if asked; dst: [head_dim] */
-static TQKV__NOINLINE void tqkv__add_center(const tqkv__stream *s, int kv_head, bool rotated, float *dst)
+/* dst *= scale of the head; dst: [head_dim], in the original basis */
+static TQKV__NOINLINE void tqkv__apply_scale(const tqkv__stream *s, int kv_head, float *dst)
 {
-    float center[TQKV_MAX_HEAD_DIM];
+    const float *scale = tqkv__scale_of(s, kv_head);
+    for (int d = 0; scale && d < s->head_dim; d++) dst[d] = TQKV__AS_FLOAT(dst[d] * scale[d]);
+}
+
+/* dst += centre of the head, or, in the basis of the codes, what encoding makes of it; dst: [head_dim] */
+static TQKV__NOINLINE void tqkv__add_center(const tqkv__stream *s, int kv_head, bool coded, float *dst)
+{
+    float center[TQKV_MAX_HEAD_DIM], room[TQKV_MAX_HEAD_DIM];
+    const tqkv__codec *codec = tqkv__codec_for(s->head_dim);
     if (!s->center) return;
-    memcpy(center, tqkv__center_of(s, kv_head), (size_t)s->head_dim * sizeof(float));
-    if (rotated) tqkv__codec_for(s->head_dim)->rotate(center, s->head_dim);
+    const float *factors = coded ? tqkv__factors_of(s, kv_head, 1, room) : NULL;
+    codec->widen(TQKV_TYPE_F32, tqkv__center_of(s, kv_head), NULL, factors, s->head_dim, center);
+    if (coded && s->rotated) codec->rotate(center, s->head_dim);
     for (int d = 0; d < s->head_dim; d++) dst[d] = TQKV__AS_FLOAT(dst[d] + center[d]);
 }
+
+/* >>encode: rows into a store and out of it; how they lie on the scale */
 
 /* Opens a store to encode into, somewhere. */
 static tqkv_result tqkv__encode_target(const tqkv_store *store, const void *src, int n_tokens, tqkv__stream *s)
@@ -2805,9 +2944,9 @@ static tqkv_result tqkv__check_source(const tqkv__stream *s, const void *src, in
     size_t bytes;
     const tqkv_result r = tqkv__check_rows(s, src, n_tokens, &bytes);
     if (r != TQKV_OK) return r;
-    if (!tqkv__aligned_at(to, alignment) || tqkv__overlap(src, bytes, to, size) ||
-        tqkv__overlap(s->center, tqkv__center_size(s), to, size))
-        return TQKV__INVALID("scaled, mean or out: NULL, not aligned as its type, or overlaps src or the centre");
+    if (!tqkv__aligned_at(to, alignment) || tqkv__overlap(src, bytes, to, size) || tqkv__channels_overlap(s, to, size))
+        return TQKV__INVALID(
+            "scaled, mean or out: NULL, not aligned as its type, or overlaps src, the centre or the scale");
     return tqkv__rows_finite(s, src, n_tokens) ? TQKV_OK : TQKV__REFUSE(NOT_FINITE, "src holds NaN or infinity");
 }
 
@@ -2817,29 +2956,51 @@ static int tqkv__first_kept(const tqkv__stream *s, int n_tokens)
     return s->ring && n_tokens > s->capacity ? n_tokens - s->capacity : 0;
 }
 
-/* Encodes tokens [from, to) of src after tqkv__encode_open; src[0] is for `position`. */
-static void tqkv__encode_tokens(const tqkv__stream *s, const void *src, int from, int to, int64_t position)
+/* Some heads of a stream at work: [first, first + n). factors: theirs, [n][head_dim], or NULL */
+typedef struct tqkv__heads {
+    int first, n;
+    const float *factors;
+} tqkv__heads;
+
+/* Encodes tokens [from, to) of some heads; src[0] is for `position`. */
+static void tqkv__encode_heads(const tqkv__stream *s, const tqkv__quantiser *q, const tqkv__heads *heads,
+                               const void *src, int from, int to, int64_t position)
 {
     enum { batch = 64 };
     const tqkv__codec *codec = tqkv__codec_for(s->head_dim);
-    const uint64_t mode = tqkv__fp_exact();
-    tqkv__quantiser q;
     tqkv__row rows[batch];
     int n = 0;
-    if (s->kind == TQKV__BOOK) tqkv__quantiser_open(s, &q);
     for (int t = from; t < to; t++) {
         const int slot = tqkv__slot(s, position + t);
         if (slot >= 0)
-            for (int h = 0; h < s->n_kv_heads; h++) {
+            for (int i = 0; i < heads->n; i++) {
+                const int h = heads->first + i;
                 rows[n].src = tqkv__source_row(s, src, (size_t)t, (size_t)h);
                 rows[n].center = tqkv__center_of(s, h);
+                rows[n].factors = tqkv__of_head(s, heads->factors, i);
                 rows[n].codes = tqkv__codes_at(s, h, slot);
                 rows[n].norms = tqkv__norms_at(s, h, slot);
-                if (++n == batch) codec->encode_rows(s, &q, rows, n);
+                if (++n == batch) codec->encode_rows(s, q, rows, n);
                 n %= batch;
             }
     }
-    if (n) codec->encode_rows(s, &q, rows, n);
+    if (n) codec->encode_rows(s, q, rows, n);
+}
+
+/* Encodes tokens [from, to) of src after tqkv__encode_open; src[0] is for `position`. With a scale as many heads at a time as
+   have their factors in 4 KiB, so that each factor is found once. */
+static void tqkv__encode_tokens(const tqkv__stream *s, const void *src, int from, int to, int64_t position)
+{
+    float room[TQKV_MAX_HEAD_DIM];
+    const uint64_t mode = tqkv__fp_exact();
+    const int most = s->channel_scale && !s->factors ? TQKV_MAX_HEAD_DIM / s->head_dim : s->n_kv_heads;
+    tqkv__quantiser q;
+    if (s->kind == TQKV__BOOK) tqkv__quantiser_open(s, &q);
+    for (int h = 0; h < s->n_kv_heads; h += most) {
+        tqkv__heads heads = {h, s->n_kv_heads - h < most ? s->n_kv_heads - h : most, NULL};
+        heads.factors = tqkv__factors_of(s, h, heads.n, room);
+        tqkv__encode_heads(s, &q, &heads, src, from, to, position);
+    }
     tqkv__fp_restore(mode);
 }
 
@@ -2966,20 +3127,23 @@ TQKV_API tqkv_result tqkv_encode_slots(const tqkv_store *store, const void *src,
 TQKV_API tqkv_result tqkv_probe(const tqkv_store *store, const void *src, int n_tokens, float *scaled)
 {
     tqkv__stream s;
-    float norms[TQKV_MAX_HEAD_DIM / 128];
+    float norms[TQKV_MAX_HEAD_DIM / 128], room[TQKV_MAX_HEAD_DIM];
     tqkv_result r = tqkv__stream_shape(store, &s);
-    if (r == TQKV_OK) r = tqkv__stream_center(store, &s);
+    if (r == TQKV_OK) r = tqkv__stream_channels(store, &s);
     const size_t size = (size_t)n_tokens * tqkv__center_size(&s); /* overflows only if the rows do */
     if (r == TQKV_OK) r = tqkv__check_source(&s, src, n_tokens, scaled, sizeof(float), size);
     if (r != TQKV_OK) return r;
     const tqkv__codec *codec = tqkv__codec_for(s.head_dim);
     const uint64_t mode = tqkv__fp_exact();
-    for (int i = 0; i < n_tokens; i++)
-        for (int h = 0; h < s.n_kv_heads; h++, scaled += s.head_dim) {
-            const void *row = tqkv__source_row(&s, src, (size_t)i, (size_t)h);
-            codec->widen(s.type, row, tqkv__center_of(&s, h), s.head_dim, scaled);
-            codec->scale_row(&s, scaled, norms);
+    for (size_t h = 0; h < (size_t)s.n_kv_heads; h++) {
+        const float *factors = tqkv__factors_of(&s, (int)h, 1, room);
+        for (size_t i = 0; i < (size_t)n_tokens; i++) {
+            float *row = scaled + (i * (size_t)s.n_kv_heads + h) * (size_t)s.head_dim;
+            codec->widen(s.type, tqkv__source_row(&s, src, i, h), tqkv__center_of(&s, (int)h), factors, s.head_dim,
+                         row);
+            codec->scale_row(&s, row, norms);
         }
+    }
     tqkv__fp_restore(mode);
     return TQKV_OK;
 }
@@ -3005,13 +3169,16 @@ TQKV_API tqkv_result tqkv_decode(const tqkv_store *store, int64_t position, int 
             float *row = s.type == TQKV_TYPE_F32 ? (float *)to : wide;
             tqkv__decode_row(&s, tqkv__codes_at(&s, h, slot), tqkv__norms_at(&s, h, slot), row);
             if (s.rotated && basis == TQKV_ORIGINAL) codec->unrotate(row, s.head_dim);
-            tqkv__add_center(&s, h, s.rotated && basis == TQKV_ROTATED, row);
+            if (basis == TQKV_ORIGINAL) tqkv__apply_scale(&s, h, row);
+            tqkv__add_center(&s, h, basis == TQKV_ROTATED, row);
             if (row == wide) codec->narrow(s.type, row, s.head_dim, to);
         }
     }
     tqkv__fp_restore(mode);
     return TQKV_OK;
 }
+
+/* >>convert: rows moved, and stores in another format */
 
 /* Moves the rows of n positions from `source` on to `target` on, in the same stream (downwards) or in another one. In
    ascending order no row is overwritten before it has moved: in a ring too, whose resident positions differ in slot. */
@@ -3056,6 +3223,7 @@ static bool tqkv__stays_apart(const tqkv__stream *to, const tqkv__stream *from)
            !tqkv__overlap(to->codes, to->codes_size, from->norms, from->norms_size) &&
            !tqkv__overlap(to->norms, to->norms_size, from->codes, from->codes_size) &&
            !tqkv__encoding_overlaps(to, from->center, tqkv__center_size(from)) &&
+           !tqkv__encoding_overlaps(to, from->channel_scale, tqkv__center_size(from)) &&
            !tqkv__encoding_overlaps(to, from->pages, tqkv__table_size(from));
 }
 
@@ -3067,10 +3235,19 @@ static bool tqkv__same_rows(const tqkv__stream *a, const tqkv__stream *b)
 }
 
 /* Of streams with the same n_kv_heads and head_dim. */
+static bool tqkv__same_channels(const tqkv__stream *s, const float *a, const float *b)
+{
+    return a == b || (a && b && memcmp(a, b, tqkv__center_size(s)) == 0);
+}
+
 static bool tqkv__same_center(const tqkv__stream *a, const tqkv__stream *b)
 {
-    return a->center == b->center ||
-           (a->center && b->center && memcmp(a->center, b->center, tqkv__center_size(a)) == 0);
+    return tqkv__same_channels(a, a->center, b->center);
+}
+
+static bool tqkv__same_scale(const tqkv__stream *a, const tqkv__stream *b)
+{
+    return tqkv__same_channels(a, a->channel_scale, b->channel_scale);
 }
 
 /* Opens two stores whose positions [position, position + n) are to be converted, and makes all checks. */
@@ -3086,6 +3263,7 @@ TQKV__COLD static tqkv_result tqkv__convert_open(const tqkv_store *to_store, con
     if (to->rotated != from->rotated && to->kind != TQKV__HALF && from->kind != TQKV__HALF)
         return TQKV__INVALID("unrotated: the stores differ in it");
     if (!tqkv__same_center(to, from)) return TQKV__INVALID("center: the stores differ in it");
+    if (!tqkv__same_scale(to, from)) return TQKV__INVALID("channel_scale: the stores differ in it");
     if (!tqkv__stays_apart(to, from))
         return TQKV__INVALID("`to` overlaps `from`, other than with shorter rows from the same address on");
     for (int p = 0; p < n && !tqkv__same_rows(to, from); p++)
@@ -3117,7 +3295,7 @@ static TQKV__NOINLINE void tqkv__convert_rows(const tqkv__stream *from, const tq
             tqkv__decode_row(from, tqkv__codes_at(from, kv_head, source), tqkv__norms_at(from, kv_head, source), row);
             if (from->rotated && !to->rotated) codec->unrotate(row, to->head_dim);
             rows[i].src = row;
-            rows[i].center = NULL;
+            rows[i].center = rows[i].factors = NULL;
             rows[i].codes = tqkv__codes_at(to, kv_head, target);
             rows[i].norms = tqkv__norms_at(to, kv_head, target);
         }
@@ -3178,13 +3356,16 @@ TQKV_API tqkv_result tqkv_store_convert(const tqkv_store *to, const tqkv_store *
     return tqkv__convert(to, from, position, n_positions, to ? &to->parallel : &serial);
 }
 
+/* >>measure: means, errors, and the rotation of rows alone */
+
 /* mean: [head_dim] */
 static TQKV__NOINLINE void tqkv__mean_of(const tqkv__stream *s, const void *src, int n_tokens, size_t h, float *mean)
 {
     double sums[TQKV_MAX_HEAD_DIM] = {0};
     for (int t = 0; t < n_tokens; t++) {
         float row[TQKV_MAX_HEAD_DIM];
-        tqkv__codec_for(s->head_dim)->widen(s->type, tqkv__source_row(s, src, (size_t)t, h), NULL, s->head_dim, row);
+        tqkv__codec_for(s->head_dim)
+            ->widen(s->type, tqkv__source_row(s, src, (size_t)t, h), NULL, NULL, s->head_dim, row);
         for (int d = 0; d < s->head_dim; d++) sums[d] += (double)row[d];
     }
     for (int d = 0; d < s->head_dim; d++) mean[d] = n_tokens ? (float)(sums[d] / n_tokens) : 0.0f;
@@ -3217,7 +3398,7 @@ static TQKV__NOINLINE void tqkv__add_moments(const tqkv__stream *s, int kv_head,
     float source[TQKV_MAX_HEAD_DIM], first[TQKV_MAX_HEAD_DIM], x[TQKV_MAX_HEAD_DIM], norms[TQKV_MAX_HEAD_DIM / 128];
     const float last = tqkv_last_boundary(s->format);
     const tqkv__codec *codec = tqkv__codec_for(s->head_dim);
-    codec->widen(s->type, row->src, row->center, s->head_dim, x);
+    codec->widen(s->type, row->src, row->center, row->factors, s->head_dim, x);
     codec->scale_row(s, x, norms);
     for (int d = 0; d < s->head_dim; d++) {
         const double square = (double)x[d] * (double)x[d];
@@ -3226,9 +3407,10 @@ static TQKV__NOINLINE void tqkv__add_moments(const tqkv__stream *s, int kv_head,
         m->beyond += fabsf(x[d]) > last;
     }
     tqkv__decode_row(s, row->codes, row->norms, x);
-    codec->widen(s->type, row->src, NULL, s->head_dim, source);
-    codec->widen(s->type, m->first, NULL, s->head_dim, first);
+    codec->widen(s->type, row->src, NULL, NULL, s->head_dim, source);
+    codec->widen(s->type, m->first, NULL, NULL, s->head_dim, first);
     if (s->rotated) codec->unrotate(x, s->head_dim);
+    tqkv__apply_scale(s, kv_head, x);
     tqkv__add_center(s, kv_head, false, x);
     for (int d = 0; d < s->head_dim; d++) {
         const double value = (double)source[d], noise = value - (double)x[d], less = value - (double)first[d];
@@ -3246,7 +3428,7 @@ TQKV__COLD static TQKV__NOINLINE void tqkv__quality_of(const tqkv__stream *s, co
     double mean = 0.0, differs = m->differs;
     const double n = n_tokens ? n_tokens : 1, values = n * s->head_dim;
     memset(out, 0, sizeof *out);
-    if (n_tokens) tqkv__codec_for(s->head_dim)->widen(s->type, m->first, NULL, s->head_dim, first);
+    if (n_tokens) tqkv__codec_for(s->head_dim)->widen(s->type, m->first, NULL, NULL, s->head_dim, first);
     for (int d = 0; d < s->head_dim; d++) {
         const double less = m->row[d] / n, value = (double)first[d] + less;
         mean += value * value;
@@ -3265,9 +3447,9 @@ TQKV_API tqkv_result tqkv_measure(const tqkv_store *shape, const void *src, int 
     tqkv__quantiser q;
     tqkv__moments m;
     uint8_t codes[2 * TQKV_MAX_HEAD_DIM];
-    float norms[TQKV_MAX_HEAD_DIM / 128];
+    float norms[TQKV_MAX_HEAD_DIM / 128], room[TQKV_MAX_HEAD_DIM];
     tqkv_result r = tqkv__stream_shape(shape, &s);
-    if (r == TQKV_OK) r = tqkv__stream_center(shape, &s);
+    if (r == TQKV_OK) r = tqkv__stream_channels(shape, &s);
     const size_t out_size = (size_t)s.n_kv_heads * sizeof *out;
     if (r == TQKV_OK) r = tqkv__check_source(&s, src, n_tokens, out, __alignof__(tqkv_quality), out_size);
     if (r != TQKV_OK) return r;
@@ -3278,9 +3460,10 @@ TQKV_API tqkv_result tqkv_measure(const tqkv_store *shape, const void *src, int 
     for (int h = 0; h < s.n_kv_heads; h++) {
         memset(&m, 0, sizeof m);
         m.first = tqkv__source_row(&s, src, 0, (size_t)h);
+        const float *factors = tqkv__factors_of(&s, h, 1, room);
         for (int t = 0; t < n_tokens; t++) {
             const void *at = tqkv__source_row(&s, src, (size_t)t, (size_t)h);
-            const tqkv__row row = {at, tqkv__center_of(&s, h), codes, norms};
+            const tqkv__row row = {at, tqkv__center_of(&s, h), factors, codes, norms};
             codec->encode_rows(&s, &q, &row, 1);
             tqkv__add_moments(&s, h, &row, &m);
         }
@@ -3743,10 +3926,12 @@ static const tqkv__integers tqkv__integers_scalar = {&tqkv__isa_scalar,
 
 #endif /* TQKV_IMPLEMENTATION, to be continued */
 
-/* >>kernels: what the loops of attention and of encoding share. The implementation includes this file again for each
-   instruction set, and compiles the sections from here to >>avx512 for it. TQKV__(name) is that set's version of name,
+/* The loops of attention and of encoding. The implementation includes this file again for each
+   instruction set, and compiles the sections from here to >>set-avx512 for it. TQKV__(name) is that set's version of name,
    TQKV__LANES the number of floats in its vector, and TQKV__TARGET the attribute that enables it in the compiler. */
 #ifdef TQKV__LANES
+
+/* >>kernels: what the loops of attention and of encoding share */
 
 #define TQKV__VECTOR TQKV__(vector)
 typedef uint32_t TQKV__(words) __attribute__((vector_size(4 * TQKV__LANES)));
@@ -3770,23 +3955,47 @@ TQKV__OP TQKV__VECTOR TQKV__(load_as)(const tqkv_type type, const void *values, 
 }
 
 /* As tqkv__widen_row and tqkv__narrow_row. */
-TQKV__OP void TQKV__(widen_as)(const tqkv_type type, const void *src, const float *center, int n, float *row)
+TQKV__OP void TQKV__(widen_as)(const tqkv_type type, const void *src, const float *center, const float *factors, int n,
+                               float *row)
 {
     for (int i = 0; i < n; i += TQKV__LANES) {
         TQKV__VECTOR x = TQKV__(load_as)(type, src, i);
         if (center) x -= TQKV__(load)(center + i);
+        if (factors) x = TQKV__(rounded)(x * TQKV__(load)(factors + i));
         TQKV__(store)(row + i, x);
     }
 }
 
-TQKV__TARGET static void TQKV__(widen)(tqkv_type type, const void *src, const float *center, int n, float *row)
+TQKV__TARGET static void TQKV__(widen)(tqkv_type type, const void *src, const float *center, const float *factors,
+                                       int n, float *row)
 {
     if (type == TQKV_TYPE_F16)
-        TQKV__(widen_as)(TQKV_TYPE_F16, src, center, n, row);
+        TQKV__(widen_as)(TQKV_TYPE_F16, src, center, factors, n, row);
     else if (type == TQKV_TYPE_BF16)
-        TQKV__(widen_as)(TQKV_TYPE_BF16, src, center, n, row);
+        TQKV__(widen_as)(TQKV_TYPE_BF16, src, center, factors, n, row);
     else
-        TQKV__(widen_as)(TQKV_TYPE_F32, src, center, n, row);
+        TQKV__(widen_as)(TQKV_TYPE_F32, src, center, factors, n, row);
+}
+
+/* As tqkv__scales_valid and tqkv__invert, for whole rows. */
+TQKV__TARGET static bool TQKV__(scales_valid)(const float *x, size_t n)
+{
+    TQKV__(words) bad, bits;
+    uint32_t lanes[TQKV__LANES], all = 0;
+    memset(&bad, 0, sizeof bad);
+    for (size_t i = 0; i < n; i += TQKV__LANES) {
+        memcpy(&bits, x + i, sizeof bits);
+        bad |= (TQKV__(words))(bits - TQKV__LEAST_SCALE > TQKV__SCALES_RANGE);
+    }
+    memcpy(lanes, &bad, sizeof lanes);
+    for (int i = 0; i < TQKV__LANES; i++) all |= lanes[i];
+    return !all;
+}
+
+TQKV__TARGET static void TQKV__(invert)(const float *scales, int n, float *factors)
+{
+    for (int i = 0; i < n; i += TQKV__LANES)
+        TQKV__(store)(factors + i, TQKV__(invert_above)(0.0f, TQKV__(load)(scales + i)));
 }
 
 TQKV__TARGET static void TQKV__(narrow_row)(tqkv_type type, const float *row, int n, void *dst)
@@ -5476,16 +5685,17 @@ TQKV__TARGET static void TQKV__(store_f16_row)(tqkv_type type, const void *src, 
         TQKV__(store_f16_as)(TQKV_TYPE_F32, src, head_dim, row);
 }
 
-/* The values of a row that are to be quantised: less its centre, rotated, in row: [head_dim] or, where nothing is to be done,
-   in the source. Halves are not widened first: that pass would make them a tenth slower than floats. F16 is stored. The
+/* The values of a row that are to be quantised: less its centre, times its factors, rotated, in row: [head_dim] or, where
+   nothing is to be done, in the source. Halves are not widened first: that pass would make them a tenth slower than floats. F16 is stored. The
    sums of a row that is not rotated may read behind it: a copy. */
 TQKV__TARGET static const float *TQKV__(open_row)(const tqkv__stream *s, const tqkv__row *source, float *row)
 {
     const bool half = s->kind == TQKV__HALF;
     const void *src = source->src;
     tqkv_type type = s->type;
-    if (source->center || (!s->rotated && !half && (type != TQKV_TYPE_F32 || TQKV__HAS_MATRIX(s->head_dim)))) {
-        TQKV__(widen)(type, src, source->center, s->head_dim, row);
+    const bool widens = !s->rotated && !half && (type != TQKV_TYPE_F32 || TQKV__HAS_MATRIX(s->head_dim));
+    if (source->center || source->factors || widens) {
+        TQKV__(widen)(type, src, source->center, source->factors, s->head_dim, row);
         type = TQKV_TYPE_F32;
         src = row;
     }
@@ -5569,8 +5779,9 @@ TQKV__TARGET static bool TQKV__(rows_finite)(tqkv_type type, const void *x, size
 
 /* >>k-table: the functions of a set. */
 
-static const tqkv__codec TQKV__(codec) = {TQKV__(rows_finite), TQKV__(widen),     TQKV__(narrow_row), TQKV__(rotate),
-                                          TQKV__(unrotate),    TQKV__(scale_row), TQKV__(encode_rows)};
+static const tqkv__codec TQKV__(codec) = {TQKV__(rows_finite), TQKV__(scales_valid), TQKV__(invert),
+                                          TQKV__(widen),       TQKV__(narrow_row),   TQKV__(rotate),
+                                          TQKV__(unrotate),    TQKV__(scale_row),    TQKV__(encode_rows)};
 
 static const tqkv__isa TQKV__(isa) = {TQKV__ISA_NAME,    TQKV__LANES,        {TQKV__NIBBLE_ORDER},
                                       &TQKV__(codec),    TQKV__(score_tile), TQKV__(softmax_tile),
@@ -5580,7 +5791,7 @@ static const tqkv__isa TQKV__(isa) = {TQKV__ISA_NAME,    TQKV__LANES,        {TQ
 
 #ifdef TQKV__INTEGER_LANES
 
-/* >>integer-kernels: the loops of >>integer, written once. Codes become bytes, in the order of their dimensions. A lane of
+/* >>k-integer: the loops of >>integer, written once. Codes become bytes, in the order of their dimensions. A lane of
    32 bits adds up TQKV__PRODUCTS products: two of words, to which the bytes are widened, or four or eight of bytes with
    the high and the low bytes of an integer, in two sums. What a set brings besides its floats, with TQKV__(codes) for a
    vector of TQKV__INTEGER_LANES lanes, as TQKV__S(name) if it has nothing to do with products, else as TQKV__I(name):
@@ -6751,7 +6962,8 @@ static const tqkv__integers TQKV__I(integers) = {&TQKV__(isa),
 static inline __m128i tqkv__load_64(const uint8_t *p) { return _mm_loadl_epi64((const __m128i *)(const void *)p); }
 static inline __m128i tqkv__load_128(const uint8_t *p) { return _mm_loadu_si128((const __m128i *)(const void *)p); }
 
-/* >>avx512: with the byte permutes of VBMI. A function has the same name in all sets, except for the suffix. */
+/* >>set-avx512: with the byte permutes of VBMI. A function has the same name in all sets, except for the suffix. */
+
 #ifdef TQKV__AVX512
 
 #define TQKV__TARGET __attribute__((target("avx512f,avx512bw,avx512vl,avx512dq,avx512vbmi,avx2,fma,f16c")))
@@ -6983,7 +7195,7 @@ TQKV__OP __m512 tqkv__signs_avx512(uint32_t bits)
 {
     return _mm512_mask_blend_ps((__mmask16)bits, _mm512_set1_ps(1.0f), _mm512_set1_ps(-1.0f));
 }
-/* See >>avx2. Runs that do not fill a vector of 16 are rotated there. */
+/* See >>set-avx2. Runs that do not fill a vector of 16 are rotated there. */
 #define tqkv__repeat_avx512(n, p)              _mm512_set1_ps(*(p))
 #define tqkv__spread_avx512(n, i, x)           (x)
 #define tqkv__unite_avx512(n, x)               (x)
@@ -7188,7 +7400,7 @@ static void tqkv__mix_by_order_avx2(int m, const float *runs, float factor, int 
 
 #endif /* TQKV__AVX512 */
 
-/* >>avx2: with FMA and F16C */
+/* >>set-avx2: with FMA and F16C */
 
 #define TQKV__TARGET __attribute__((target("avx2,fma,f16c")))
 typedef __m256 tqkv__vector_avx2;
@@ -7614,7 +7826,7 @@ int sysctlbyname(const char *name, void *value, size_t *size, void *to, size_t t
 #endif
 #endif
 
-/* >>neon: part of every AArch64 */
+/* >>set-neon: part of every AArch64 */
 
 #define TQKV__TARGET
 typedef float32x4_t tqkv__vector_neon;
@@ -7941,10 +8153,9 @@ TQKV__OP void tqkv__store_words_neon(uint8_t *p, uint32x4_t words)
 #include "tqkv.h"
 #endif
 
-/* >>integer-sets: what each instruction set brings to >>integer-kernels */
+/* >>integer-avx512: what AVX-512 brings to >>k-integer, with the products of VNNI */
 
 #ifdef TQKV__AVX512
-/* -- AVX-512, with the products of VNNI -- */
 
 #define TQKV__TARGET __attribute__((target("avx512f,avx512bw,avx512vl,avx512dq,avx512vbmi,avx512vnni,avx2,fma,f16c")))
 
@@ -8252,8 +8463,9 @@ TQKV__OP __m512i tqkv__i_look_up_fields_avx512(const tqkv_format format, const b
 #include "tqkv.h"
 #endif
 
+/* >>integer-avx2: what AVX2 brings to >>k-integer, and AVX-VNNI */
+
 #ifdef TQKV__AVX2
-/* -- AVX2 -- */
 
 #define TQKV__TARGET __attribute__((target("avx2,fma,f16c")))
 
@@ -8441,8 +8653,9 @@ TQKV__OP __m256i tqkv__i_dot_avxvnni(__m256i sums, __m256i codes, __m256i intege
 #endif
 #endif
 
+/* >>integer-neon: what NEON brings to >>k-integer */
+
 #ifdef TQKV__NEON
-/* -- NEON -- */
 
 #define TQKV__TARGET
 
@@ -8766,7 +8979,7 @@ TQKV__OP void tqkv__i_interleave_i8mm(const int8_t *p, size_t stride, int left, 
 #pragma GCC pop_options
 #endif
 
-/* >>driver: which instruction set is in use; tqkv_attend and its slices: checks, tasks, results */
+/* >>isa-code: which instruction set is in use */
 
 /* Best first; the choice is among those that the processor has. */
 static const tqkv__isa *const tqkv__isas[] = {
@@ -8908,6 +9121,8 @@ TQKV_API tqkv_result tqkv_isa_force(const char *name)
     __atomic_store_n(&tqkv__isa_chosen, isa, __ATOMIC_RELEASE);
     return TQKV_OK;
 }
+
+/* >>attention-code: opening a tqkv_attention: every default resolved, every field checked */
 
 static bool tqkv__sinks_valid(const float *sinks, int n_heads)
 {
@@ -9072,7 +9287,8 @@ static tqkv_result tqkv__check_streams(tqkv__attention *a)
 {
     const tqkv__stream *k = &a->keys, *v = &a->values;
     const bool alike = tqkv__same_bytes(k, v), one_table = k->pages == v->pages && k->n_pages == v->n_pages;
-    a->shared = alike && one_table && k->page_size == v->page_size && k->ring == v->ring && k->center == v->center;
+    a->shared = alike && one_table && k->page_size == v->page_size && k->ring == v->ring && k->center == v->center &&
+                k->channel_scale == v->channel_scale;
     for (int part = 0; part < 2 && a->call.tail; part++) {
         const tqkv__stream *s = part ? v : k;
         if (tqkv__encoding_overlaps(s, a->tail.codes, a->tail.codes_size) ||
@@ -9095,6 +9311,8 @@ static tqkv_result tqkv__check_end(const tqkv__attention *a, const tqkv__stream 
         return TQKV__INVALID("exact_first or exact_last: a store of other head_dim or n_kv_heads than the codes");
     if (!tqkv__same_center(s, codes))
         return TQKV__INVALID("exact_first or exact_last: a store with another centre than the codes");
+    if (!tqkv__same_scale(s, codes))
+        return TQKV__INVALID("exact_first or exact_last: a store with another channel_scale than the codes");
     if (s->ring ? a->call.end - low > s->capacity : high > tqkv__room(s))
         return TQKV__REFUSE(OUT_OF_RANGE, "exact_first or exact_last: a store that does not hold so many positions");
     return TQKV_OK;
@@ -9232,6 +9450,8 @@ static tqkv_result tqkv__attention_open(const tqkv_attention *a, tqkv__attention
     if (result != TQKV_OK || (!a->exact_first && !a->exact_last)) return result;
     return tqkv__take_ends(r, tqkv__stream_open);
 }
+
+/* >>visible: which positions a query sees: windows, trees, lists */
 
 /* The positions of a range that a query sees. */
 static tqkv__range tqkv__visible(const tqkv__attention *a, int query, tqkv__range range)
@@ -9426,6 +9646,8 @@ static tqkv_result tqkv__check_seen(const tqkv__attention *a, tqkv__range range)
         if (tqkv__tree_has(a, (int)(at - first))) r = tqkv__check_entries(a, at, at + 1);
     return r;
 }
+
+/* >>tile: the order of decoded values, tiles, and the sums of a tile, of a piece and of a stretch */
 
 /* from: [rows][columns] -> to: [columns][rows], plus zero */
 static inline void tqkv__transpose(const float *from, int rows, int columns, float zero, float *to)
@@ -9694,6 +9916,8 @@ static void tqkv__turn_sums(const tqkv__attention *a, const tqkv__stream *from, 
     }
 }
 
+/* >>walk: an item from tile to tile */
+
 /* An item at work: its queries as tqkv__arrange_queries gives them, what centres add to its scores, and its sums, of a piece
    and of a stretch. A tile's values are added after the next tile's scores. These steps are independent, and the processor
    overlaps them. */
@@ -9880,8 +10104,8 @@ static void tqkv__touch_streams(const tqkv__tile *tile)
     if (!a->shared) tqkv__touch_next(tile->place.values, tile->kv_head, &tile->values);
 }
 
-/* -- Lists, small pages and the ends of rings: tiles of ranks. Scattered rows are gathered into scratch, where they are a tile as
-   others are. -- */
+/* >>gather: lists, small pages and the ends of rings: tiles of ranks. Scattered rows are gathered into scratch, where they
+   are a tile as others are. */
 
 /* Bytes of the scratch of a stream: rows of two tiles, then their norms. */
 static size_t tqkv__gathered_codes(const tqkv__stream *s) { return (2 * TQKV__TILE * s->row_bytes + 63) / 64 * 64; }
@@ -10175,8 +10399,10 @@ static void tqkv__arrange_part(const tqkv__attention *a, const tqkv__item *item,
     TQKV__ALIGNED float natural[TQKV_MAX_HEAD_DIM];
     for (int i = 0; i < item->n_rows; i++, arranged += s->head_dim) {
         const void *query = tqkv__query_at(a, q, tqkv__caller_row(a, item, i));
-        a->isa->codec->widen(a->call.query_type, tqkv__query_part(a, query, part), NULL, s->head_dim, natural);
-        if (s->rotated && a->call.query_basis == TQKV_ORIGINAL) a->isa->codec->rotate(natural, s->head_dim);
+        const bool original = a->call.query_basis == TQKV_ORIGINAL;
+        const float *scale = original ? tqkv__scale_of(s, item->kv_head) : NULL;
+        a->isa->codec->widen(a->call.query_type, tqkv__query_part(a, query, part), NULL, scale, s->head_dim, natural);
+        if (s->rotated && original) a->isa->codec->rotate(natural, s->head_dim);
         tqkv__scale(natural, s->head_dim, a->call.scale);
         if (a->round_query && s->kind != TQKV__HALF)
             a->round_query(s, natural, arranged);
@@ -10201,17 +10427,19 @@ static void tqkv__arrange_queries(const tqkv__attention *a, const tqkv__item *it
         tqkv__arrange_part(a, item, q, 0, &a->ends[!a->exact[0][0]][0], arranged + n_rows * (size_t)a->key_dim);
 }
 
-/* q.c, for the centre c of part 0 or 1 of the keys. query: [key_dim], the caller's */
+/* q.c, for the centre c of part 0 or 1 of the keys, in the query's basis. query: [key_dim], the caller's */
 static TQKV__NOINLINE double tqkv__center_product(const tqkv__attention *a, int kv_head, int part, const void *query)
 {
-    float q[TQKV_MAX_HEAD_DIM];
+    float q[TQKV_MAX_HEAD_DIM], room[TQKV_MAX_HEAD_DIM];
     double c[TQKV_MAX_HEAD_DIM], sum = 0.0;
+    const bool coded = a->call.query_basis == TQKV_ROTATED;
     const tqkv__stream *s = part ? &a->tail : &a->keys;
     const float *center = tqkv__center_of(s, kv_head);
     if (!center) return 0.0;
-    for (int d = 0; d < s->head_dim; d++) c[d] = (double)center[d];
-    if (s->rotated && a->call.query_basis == TQKV_ROTATED) tqkv__rotate_double(c, s->head_dim);
-    a->isa->codec->widen(a->call.query_type, tqkv__query_part(a, query, part), NULL, s->head_dim, q);
+    const float *factors = coded ? tqkv__factors_of(s, kv_head, 1, room) : NULL;
+    for (int d = 0; d < s->head_dim; d++) c[d] = (double)(factors ? tqkv__rounded(center[d] * factors[d]) : center[d]);
+    if (coded && s->rotated) tqkv__rotate_double(c, s->head_dim);
+    a->isa->codec->widen(a->call.query_type, tqkv__query_part(a, query, part), NULL, NULL, s->head_dim, q);
     for (int d = 0; d < s->head_dim; d++) sum += tqkv__rounded_double(c[d] * (double)q[d]);
     return sum;
 }
@@ -10234,7 +10462,7 @@ static void tqkv__find_offsets(const tqkv__attention *a, const tqkv__item *item,
 }
 
 /* Adds the centres to the sums of a row. The keys' belongs to the maximum, where a float has lost the last bits of the
-   sum; they go into the weights. value_center, out: [value_dim], in the values' basis; value_center may be NULL */
+   sum; they go into the weights. value_center, out: [value_dim], in the basis of the values' codes; value_center may be NULL */
 static void tqkv__add_centers(const tqkv__attention *a, double score, const float *value_center, float *out, float *max,
                               float *sum)
 {
@@ -10248,8 +10476,16 @@ static void tqkv__add_centers(const tqkv__attention *a, double score, const floa
     *max = rounded;
 }
 
-/* out = out / (sum + exp(sink - max)), rotated back; zeros if the row saw nothing. out: [value_dim] */
-static TQKV__NOINLINE void tqkv__finish_row(const tqkv__attention *a, int head, float *out, float max, float sum)
+/* out += share * center; share: that of the positions in all weights. center, out: [value_dim] */
+static void tqkv__add_share(const tqkv__attention *a, const float *center, float share, float *out)
+{
+    for (int d = 0; d < a->value_dim; d++) out[d] = TQKV__AS_FLOAT(out[d] + tqkv__rounded(share * center[d]));
+}
+
+/* out = out / (sum + exp(sink - max)), rotated back and scaled, then the centre unless that is NULL; zeros if the row saw nothing.
+   center, out: [value_dim], center in the original basis */
+static TQKV__NOINLINE void tqkv__finish_row(const tqkv__attention *a, int head, const float *center, float *out,
+                                            float max, float sum)
 {
     if (sum == 0.0f) { /* rotated back, half of the zeros would be negative */
         memset(out, 0, (size_t)a->value_dim * sizeof(float));
@@ -10258,33 +10494,41 @@ static TQKV__NOINLINE void tqkv__finish_row(const tqkv__attention *a, int head, 
     const float sink = a->call.sinks ? a->call.sinks[head] : -INFINITY;
     const float largest = sink > max ? sink : max, keep = tqkv__exp(TQKV__AS_FLOAT(max - largest));
     const float of_sink = tqkv__exp(TQKV__AS_FLOAT(sink - largest));
-    tqkv__scale(out, a->value_dim, TQKV__AS_FLOAT(keep / tqkv__sum_of_products(sum, keep, of_sink, 1.0f)));
+    const float all = tqkv__sum_of_products(sum, keep, of_sink, 1.0f);
+    tqkv__scale(out, a->value_dim, TQKV__AS_FLOAT(keep / all));
     if (a->unrotate_output) a->isa->codec->unrotate(out, a->value_dim);
+    if (a->call.output_basis == TQKV_ORIGINAL) tqkv__apply_scale(&a->values, head / a->group, out);
+    if (center) tqkv__add_share(a, center, TQKV__AS_FLOAT(tqkv__rounded(sum * keep) / all), out);
 }
 
-/* Writes an item's sums to the caller; finishes and rounds them unless the call is partial. */
+/* Writes an item's sums to the caller; finishes and rounds them unless the call is partial. The values' centre is added to the
+   sums, in the basis of the codes; with a scale, where the row is finished, behind the scale: a channel is then not rounded
+   against larger ones. */
 static TQKV__NOINLINE void tqkv__deliver(const tqkv__part *part, const tqkv__item *item, const tqkv__sums *sums)
 {
     const tqkv__attention *a = part->a;
     float center[TQKV_MAX_HEAD_DIM]; /* of the values */
+    const bool behind = a->values.channel_scale && !part->max && a->call.output_basis == TQKV_ORIGINAL;
+    const float *last = behind ? tqkv__center_of(&a->values, item->kv_head) : NULL;
+    const float *coded = a->values.center && !behind ? center : NULL;
     TQKV__ALIGNED float wide[TQKV_MAX_HEAD_DIM];
     const tqkv_type type = part->max ? TQKV_TYPE_F32 : a->call.output_type;
     const bool scored = (a->keys.center || a->tail.center) && a->call.softcap == 0.0f && (part->max || a->call.sinks);
     memset(center, 0, sizeof center);
-    tqkv__add_center(&a->values, item->kv_head, a->values.rotated, center);
+    if (coded) tqkv__add_center(&a->values, item->kv_head, true, center);
     for (int i = 0; i < item->n_rows; i++) {
         const size_t row = tqkv__caller_row(a, item, i);
         void *to = tqkv__output_at(part, row);
         float *out = type == TQKV_TYPE_F32 ? (float *)to : wide, max = sums->max[i], sum = sums->sum[i];
         const double score = scored ? tqkv__center_score(a, item->kv_head, tqkv__query_at(a, part->q, row)) : 0.0;
         tqkv__to_natural(a->isa, &a->values, sums->out + (size_t)i * (size_t)a->value_dim, out);
-        if (scored || a->values.center) tqkv__add_centers(a, score, a->values.center ? center : NULL, out, &max, &sum);
+        if (scored || coded) tqkv__add_centers(a, score, coded, out, &max, &sum);
         if (part->max) {
             part->max[row] = max;
             part->sum[row] = sum;
             continue;
         }
-        tqkv__finish_row(a, (int)(row % (size_t)a->call.n_heads), out, max, sum);
+        tqkv__finish_row(a, (int)(row % (size_t)a->call.n_heads), last, out, max, sum);
         if (out == wide) a->isa->codec->narrow(type, wide, a->value_dim, to);
     }
 }
@@ -10608,6 +10852,8 @@ static tqkv_result tqkv__run_job(tqkv__part *parts, int n_parts)
     return TQKV_OK;
 }
 
+/* >>attend-calls: the arrays of a call, checked, and the public calls of attention */
+
 /* The arrays of one call. No written array may overlap another one. */
 typedef struct tqkv__arrays {
     const void *at[8];
@@ -10864,10 +11110,21 @@ static tqkv_result tqkv__check_slice_range(const tqkv__attention *a, int64_t fir
 
 static tqkv_result tqkv__check_slices_match(const tqkv__attention *a, const tqkv__attention *from)
 {
-    if (from->value_dim == a->value_dim && from->call.n_heads == a->call.n_heads &&
-        from->call.n_queries == a->call.n_queries)
-        return TQKV_OK;
-    return TQKV__INVALID("the slices differ in the values' head_dim, n_heads or n_queries");
+    if (from->value_dim != a->value_dim || from->call.n_heads != a->call.n_heads ||
+        from->call.n_queries != a->call.n_queries)
+        return TQKV__INVALID("the slices differ in the values' head_dim, n_heads or n_queries");
+    if (from->n_kv_heads != a->n_kv_heads && (from->values.channel_scale || a->values.channel_scale))
+        return TQKV__INVALID("the slices differ in n_kv_heads");
+    return tqkv__same_scale(&a->values, &from->values)
+               ? TQKV_OK
+               : TQKV__INVALID("the slices differ in the values' channel_scale");
+}
+
+/* Opens the shape of an attention, and the scale of its values, which is in the sums of its slices. */
+static tqkv_result tqkv__slice_shape(const tqkv_attention *attention, tqkv__attention *a)
+{
+    const tqkv_result r = tqkv__attention_shape(attention, a);
+    return r == TQKV_OK ? tqkv__stream_scale(attention->values, &a->values) : r;
 }
 
 TQKV_API tqkv_result tqkv_attend_partial(const tqkv_attention *attention, const void *q, int64_t first, int count,
@@ -10893,8 +11150,8 @@ TQKV_API tqkv_result tqkv_attend_merge_slice(const tqkv_attention *attention, fl
 {
     tqkv__attention a, from;
     tqkv__arrays arrays = {{NULL}, {0}, 0, sizeof(float)};
-    tqkv_result r = tqkv__attention_shape(attention, &a);
-    if (r == TQKV_OK) r = tqkv__attention_shape(slice, &from);
+    tqkv_result r = tqkv__slice_shape(attention, &a);
+    if (r == TQKV_OK) r = tqkv__slice_shape(slice, &from);
     if (r == TQKV_OK) r = tqkv__check_slices_match(&a, &from);
     if (r != TQKV_OK) return r;
     tqkv__add_slice(&arrays, &a, out, max, sum);
@@ -10923,14 +11180,16 @@ TQKV_API tqkv_result tqkv_attend_finish(const tqkv_attention *attention, float *
 {
     tqkv__attention a;
     tqkv__arrays arrays = {{NULL}, {0}, 0, sizeof(float)};
-    tqkv_result r = tqkv__attention_shape(attention, &a);
+    tqkv_result r = tqkv__slice_shape(attention, &a);
     if (r != TQKV_OK) return r;
     tqkv__add_slice(&arrays, &a, out, max, sum);
     if (a.call.sinks) tqkv__add_array(&arrays, a.call.sinks, (size_t)a.call.n_heads * sizeof(float));
+    if (a.values.channel_scale) tqkv__add_array(&arrays, a.values.channel_scale, tqkv__center_size(&a.values));
     if ((r = tqkv__check_arrays(&arrays, 1)) != TQKV_OK) return r;
     const uint64_t mode = tqkv__fp_exact();
     for (size_t row = 0; row < a.n_rows; row++)
-        tqkv__finish_row(&a, (int)(row % (size_t)a.call.n_heads), out + row * (size_t)a.value_dim, max[row], sum[row]);
+        tqkv__finish_row(&a, (int)(row % (size_t)a.call.n_heads), NULL, out + row * (size_t)a.value_dim, max[row],
+                         sum[row]);
     tqkv__fp_restore(mode);
     return r;
 }
@@ -12787,7 +13046,7 @@ TQKV__ASSERT_SIZE(tqkv__choose_args, 52);
 TQKV__ASSERT_SIZE(tqkv__index_args, 220);
 TQKV__ASSERT_SIZE(tqkv__table_report, 4776);
 
-/* >>metal-host: what tqkv_metal.m and the tests take from >>metal-code beside >>metal-plan, visible with TQKV_SHARED */
+/* >>metal-host: what tqkv_metal.m and the tests take from the plans beside >>metal-plan, visible with TQKV_SHARED */
 #ifdef __cplusplus
 extern "C" {
 #endif
@@ -12867,7 +13126,7 @@ TQKV_API tqkv_result tqkv__plan_cache_all_parts(const tqkv_cache *c, tqkv_metal_
 #define TQKV__NO_CACHE_QUERIES "the cache is NULL or n_queries not positive"
 #define TQKV__LARGE_SCRATCH    "more scratch than a size_t can count"
 
-/* >>metal-code: the plans of >>metal-plan */
+/* >>plan-rows: bindings; encode, probe, decode, rotate */
 
 /* Follows tqkv__stream_shape and tqkv__attention_shape. value_dim: in calls of both streams, else head_dim */
 static tqkv_result tqkv__check_kernels(int head_dim, int value_dim)
@@ -14482,7 +14741,7 @@ TQKV_API tqkv_result tqkv_metal_plan_attend_scratch(const tqkv_metal_attention *
     return bytes ? tqkv__plan_scratch_within(from, TQKV__MOST_SUMS, bytes) : TQKV_INVALID_ARGUMENT;
 }
 
-/* ---- Batches: each item planned as a call of its own, and the plans joined ---- */
+/* >>plan-batch: batches. Each item is planned as a call of its own, and the plans are joined. */
 
 static tqkv_metal_binding *tqkv__binding_at(tqkv_metal_dispatch *d, int index)
 {
@@ -14889,7 +15148,7 @@ TQKV_API tqkv_result tqkv_metal_plan_attend_batch_sizes(const tqkv_metal_attenti
     return r;
 }
 
-/* ---- Indexes ---- */
+/* >>plan-index: the scores of an index and the choice of blocks */
 
 /* tqkv__index_shape of `from` */
 static tqkv_result tqkv__plan_index_open(const tqkv_metal_index *from, tqkv__index *x)
@@ -15089,6 +15348,8 @@ TQKV_API tqkv_result tqkv_metal_plan_index_choose(const tqkv_metal_index *from, 
     return TQKV_OK;
 }
 
+/* >>plan-cache: appending to a cache and attending to it */
+
 static tqkv_metal_buffer tqkv__buffer_of_part(const tqkv_cache *c, tqkv_metal_buffer memory, const void *part)
 {
     memory.offset += (size_t)((const char *)part - (const char *)c);
@@ -15110,7 +15371,7 @@ static tqkv_metal_store tqkv__store_in_buffer(const tqkv_cache *c, tqkv_metal_bu
 TQKV_API float tqkv__value_to_float(tqkv_type type, const void *value)
 {
     float x;
-    tqkv__widen_row(type, value, NULL, 1, &x);
+    tqkv__widen_row(type, value, NULL, NULL, 1, &x);
     return x;
 }
 
@@ -15266,6 +15527,8 @@ TQKV_API tqkv_result tqkv__plan_cache_all_parts(const tqkv_cache *c, tqkv_metal_
     tqkv__take_all_parts(a, &call.attention.keys->shape, &call.attention.values->shape);
     return tqkv__plan_attend_parts(&call.attention, none, none, none, d, n);
 }
+
+/* >>plan-report: what the kernel `tables` reports, compared with what the host has */
 
 TQKV_API bool tqkv_metal_has_matrices(const void *bytes)
 {
