@@ -46,8 +46,10 @@ def is_pointer(type_of):
 def functions():
     """Yields (name, whether it returns a pointer, [(name, whether it is one) of each parameter])."""
     command = ["clang", "-x", "c", "-std=c99", "-DTQKV_METAL", "-fsyntax-only", "-Xclang", "-ast-dump=json", "tqkv.h"]
-    tree = json.loads(subprocess.run(command, check=True, capture_output=True).stdout)
-    for node in tree["inner"]:
+    clang = subprocess.run(command, stdout=subprocess.PIPE)
+    if clang.returncode:
+        sys.exit("apinotes.py: clang does not read tqkv.h")
+    for node in json.loads(clang.stdout)["inner"]:
         if node["kind"] == "FunctionDecl" and node["name"].startswith("tqkv_"):
             parameters = [p for p in node.get("inner", []) if p["kind"] == "ParmVarDecl"]
             returned = node["type"]["qualType"].split("(")[0]
