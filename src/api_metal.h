@@ -70,7 +70,8 @@ typedef struct tqkv_metal_buffer {
 typedef struct tqkv_metal_store {
     tqkv_store shape;
     tqkv_metal_buffer codes, norms;
-    tqkv_metal_buffer center; /* as tqkv_store's; zero = none. Its values are not checked. */
+    tqkv_metal_buffer center;        /* as tqkv_store's; zero = none. Its values are not checked. */
+    tqkv_metal_buffer channel_scale; /* the same */
     /* int32_t [shape.n_pages]; zero = not paged. Kernels read it when they run. shape.pages, if it is not NULL, is what it
        will hold then: a bad entry is refused, as on the processor. Without it a bad entry leaves its tokens out in
        encoding, and elsewhere stands for another page. Attention takes keys and values both with pages or both without,
@@ -202,8 +203,8 @@ TQKV_METAL_API tqkv_result tqkv_metal_index_choose(tqkv_metal *m, tqkv_metal_obj
 
 /* For programs without an encoder: calls record(user, encoder), commits to the context's queue and waits. If record
    fails, nothing runs and its result is returned. */
-typedef tqkv_result (*tqkv_metal_record)(void *user, tqkv_metal_object encoder);
-TQKV_METAL_API tqkv_result tqkv_metal_run(tqkv_metal *m, tqkv_metal_record record, void *user);
+typedef tqkv_result (*tqkv_metal_work)(void *user, tqkv_metal_object encoder);
+TQKV_METAL_API tqkv_result tqkv_metal_run(tqkv_metal *m, tqkv_metal_work record, void *user);
 /* Memory shared by processor and GPU: buffers of storage mode shared, addressed by their contents. */
 TQKV_METAL_API tqkv_allocator tqkv_metal_allocator(tqkv_metal *m);
 /* The buffer behind a pointer into such memory; TQKV_INVALID_ARGUMENT for any other. */

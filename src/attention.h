@@ -27,8 +27,6 @@ static tqkv_result tqkv__check_tree_and_sinks(const tqkv_attention *a)
 }
 
 #define TQKV__FLOATS_ON_GPU "arithmetic: a GPU multiplies floats only"
-#define TQKV__ENDS_ON_GPU   "exact_first, exact_last: more dispatches than this plan has"
-#define TQKV__LISTS_IN_PLAN "list: more dispatches than this plan has"
 
 /* Changes to the integers of the set, if the call asks for them. */
 static tqkv_result tqkv__take_arithmetic(tqkv__attention *a)

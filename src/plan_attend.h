@@ -106,6 +106,17 @@ static void tqkv__plan_key_constants(tqkv_metal_dispatch *d, const tqkv__attenti
     tqkv__plan_constant(d, TQKV_FC_TAIL_ROTATED, tail_center && a->tail.rotated && !rotate);
 }
 
+/* Scales of the channels of the keys or of their tail: of queries in the original basis or, beside others, of the centre. The two
+   constants say which. */
+static void tqkv__plan_bind_key_scale(tqkv_metal_dispatch *d, const char *name, int index, const tqkv_metal_store *keys,
+                                      const tqkv__stream *s, bool original, bool center, const int constants[2])
+{
+    const bool used = s->head_dim > 0 && (original || center),
+               scaled = tqkv__plan_bind_channels(d, name, index, keys->channel_scale, s, used);
+    tqkv__plan_constant(d, constants[0], scaled && original);
+    tqkv__plan_constant(d, constants[1], scaled && !original);
+}
+
 /* Of attention: which streams have a position in the same slot. */
 static void tqkv__plan_slot_constants(tqkv_metal_dispatch *d, const tqkv__attention *a, const tqkv__attend_buffers *b,
                                       const tqkv__attend_args *args)
@@ -198,7 +209,7 @@ static size_t tqkv__row_blocks(const tqkv_metal_dispatch *d, const tqkv__attend_
     return (rows + columns - 1) / columns * (list ? n_queries : 1);
 }
 
-TQKV_API void tqkv__plan_columns(tqkv_metal_dispatch *d, bool matrix, int columns)
+static void tqkv__plan_columns(tqkv_metal_dispatch *d, bool matrix, int columns)
 {
     const int head_dim = d->kernel.head_dim * TQKV__DIM_UNIT, value_dim = d->kernel.value_dim * TQKV__DIM_UNIT;
     const int most = matrix ? TQKV__MOST_MATRIX_COLUMNS(head_dim) : TQKV__MAX_COLUMNS(head_dim);
@@ -213,17 +224,31 @@ TQKV_API void tqkv__plan_columns(tqkv_metal_dispatch *d, bool matrix, int column
     d->grid[1] = tqkv__row_blocks(d, &args, (size_t)columns);
 }
 
-TQKV_API void tqkv_metal_plan_lanes(tqkv_metal_dispatch *d)
+/* Puts attend in the place of attend_matrix. */
+static void tqkv__plan_lanes(tqkv_metal_dispatch *d)
 {
     if (d->kernel.family != TQKV_METAL_ATTEND_MATRIX) return;
     tqkv__plan_columns(d, false, d->kernel.constants[TQKV_FC_COLUMNS] - 1);
     if (d->n_simdgroups > 4) d->n_simdgroups = 4;
 }
 
+TQKV_API bool tqkv_metal_plan_lanes(tqkv_metal_plan *plan)
+{
+    for (int i = 0; i < plan->n; i++) {
+        const tqkv_metal_kernel *kernel = &plan->d[i].kernel;
+        if (kernel->family == TQKV_METAL_ATTEND_MATRIX && kernel->constants[TQKV_FC_BATCH] == 1 + true) return false;
+        tqkv__plan_lanes(&plan->d[i]);
+    }
+    return true;
+}
+
 static void tqkv__plan_attend_splits(tqkv_metal_dispatch *d, const tqkv__attention *a, const tqkv__attend_buffers *b,
                                      const tqkv__split *split)
 {
-    const bool center = tqkv__center_counts(a, b, b->keys), tail_center = tqkv__center_counts(a, b, b->tail);
+    static const int key_scales[] = {TQKV_FC_SCALED, TQKV_FC_CENTER_SCALED},
+                     tail_scales[] = {TQKV_FC_TAIL_SCALED, TQKV_FC_TAIL_CENTER_SCALED};
+    const bool center = tqkv__center_counts(a, b, b->keys), tail_center = tqkv__center_counts(a, b, b->tail),
+               original = a->call.query_basis == TQKV_ORIGINAL;
     const tqkv_metal_store *tail = b->tail ? b->tail : b->keys; /* then nothing of it is bound */
     tqkv__plan_begin(d, TQKV_METAL_ATTEND, a->keys.head_dim, a->value_dim);
     tqkv__attend_args args;
@@ -238,14 +263,19 @@ static void tqkv__plan_attend_splits(tqkv_metal_dispatch *d, const tqkv__attenti
     tqkv__plan_bind(d, "sinks", TQKV_METAL_ONLY_CHECKED, b->sinks,
                     b->sinks.buffer ? (size_t)a->call.n_heads * sizeof(float) : 0, false);
     tqkv__plan_bind_partials(d, 6, b->scratch, split, true);
-    tqkv__plan_bind_center(d, "keys' center", 8, b->keys, &a->keys, center);
-    tqkv__plan_bind_center(d, "values' center", TQKV_METAL_ONLY_CHECKED, b->values, &a->values, true);
+    tqkv__plan_bind_channels(d, "keys' center", 8, b->keys->center, &a->keys, center);
+    tqkv__plan_bind_channels(d, "values' center", TQKV_METAL_ONLY_CHECKED, b->values->center, &a->values, true);
+    tqkv__plan_bind_channels(d, "values' channel_scale", TQKV_METAL_ONLY_CHECKED, b->values->channel_scale, &a->values,
+                             true);
     tqkv__plan_bind_pages(d, "keys' pages", 9, b->keys->pages, &a->keys, TQKV_FC_PAGES);
     tqkv__plan_bind_pages(d, "values' pages", 10, b->values->pages, &a->values, TQKV_FC_PAGES);
     tqkv__plan_bind(d, "tree", 11, b->tree, a->call.tree ? (size_t)a->call.n_queries * sizeof(uint64_t) : 0, false);
     tqkv__plan_bind(d, "arguments", TQKV__ITEMS_OF_ATTEND, b->tree, 0, false);
     tqkv__plan_bind_store(d, "tail's codes", "tail's norms", 13, tail, &a->tail, false);
-    tqkv__plan_bind_center(d, "tail's center", 15, tail, &a->tail, tail_center);
+    tqkv__plan_bind_channels(d, "tail's center", 15, tail->center, &a->tail, tail_center);
+    tqkv__plan_bind_key_scale(d, "keys' channel_scale", 17, b->keys, &a->keys, original, center, key_scales);
+    tqkv__plan_bind_key_scale(d, "tail's channel_scale", 18, tail, &a->tail, original, tail_center, tail_scales);
+    tqkv__plan_constant(d, TQKV_FC_HALVES, TQKV__ALL_POSITIONS);
     tqkv__plan_bind(d, "lists", 16, b->list_rows, tqkv__list_rows_size(a), false);
     if (a->call.list) d->barrier = b->list_rows.buffer;
     tqkv__plan_bind_rows(d, "out", TQKV_METAL_ONLY_CHECKED, b->out, TQKV_FC_TYPE, a->call.output_type,
@@ -303,6 +333,17 @@ static void tqkv__plan_merge_begin(tqkv_metal_dispatch *d, const tqkv__attention
     d->n_simdgroups = 1;
 }
 
+/* Scales of the values' channels: of an output in the original basis or, beside others, of the centre. */
+static void tqkv__plan_bind_value_scale(tqkv_metal_dispatch *d, const tqkv__attention *a, const tqkv__attend_buffers *b,
+                                        bool center)
+{
+    const bool original = a->call.output_basis == TQKV_ORIGINAL && !b->slice.to,
+               scaled = tqkv__plan_bind_channels(d, "values' channel_scale", 11, b->values->channel_scale, &a->values,
+                                                 original || center);
+    tqkv__plan_constant(d, TQKV_FC_VALUE_SCALED, scaled && original);
+    tqkv__plan_constant(d, TQKV_FC_CENTER_SCALED, scaled && !original);
+}
+
 /* Merges all parts of the context: splits [first positions, others, last positions], of those that there are. */
 static void tqkv__plan_attend_merge(tqkv_metal_dispatch *d, const tqkv__attention *a, const tqkv__attend_buffers *b,
                                     const tqkv__split splits[3], const tqkv__split *all)
@@ -317,7 +358,8 @@ static void tqkv__plan_attend_merge(tqkv_metal_dispatch *d, const tqkv__attentio
                                    0, 0};
     tqkv__plan_merge_begin(d, a, b, args, unrotate);
     tqkv__plan_bind_partials(d, 1, b->scratch, all, false);
-    const bool center = tqkv__plan_bind_center(d, "values' center", 5, b->values, &a->values, true);
+    const bool center = tqkv__plan_bind_channels(d, "values' center", 5, b->values->center, &a->values, true);
+    tqkv__plan_bind_value_scale(d, a, b, center);
     const bool shifted = tqkv__center_counts(a, b, b->keys) || tqkv__center_counts(a, b, b->tail);
     tqkv__plan_constant(d, TQKV_FC_CENTER, shifted && !(a->call.softcap > 0.0f));
     tqkv__plan_constant(d, TQKV_FC_VALUE_CENTER, center);
@@ -413,15 +455,14 @@ static tqkv_result tqkv__plan_attention(const tqkv__attention *a, const tqkv__at
     return TQKV_OK;
 }
 
-/* The dispatches of a plan, in their order: *n of them. */
-static void tqkv__order_dispatches(const tqkv__attend_plan *plan, tqkv_metal_dispatch d[TQKV__MOST_DISPATCHES], int *n)
+/* Adds all of them, in their order. */
+static void tqkv__order_dispatches(const tqkv__attend_plan *from, tqkv_metal_plan *plan)
 {
-    *n = 0;
     for (int p = 0; p < TQKV__PARTS; p++)
-        if (plan->has[p] && plan->listed) d[(*n)++] = plan->lists[p];
+        if (from->has[p] && from->listed) *tqkv__add_dispatch(plan) = from->lists[p];
     for (int p = 0; p < TQKV__PARTS; p++)
-        if (plan->has[p]) d[(*n)++] = plan->attends[p];
-    d[(*n)++] = plan->merge;
+        if (from->has[p]) *tqkv__add_dispatch(plan) = from->attends[p];
+    *tqkv__add_dispatch(plan) = from->merge;
 }
 
 /* attend_merge of a slice of the caller: b->slice.to: adds it to another, else finishes it. */
@@ -433,6 +474,7 @@ static void tqkv__plan_slice(tqkv_metal_dispatch *d, const tqkv__attention *a, c
     tqkv__plan_bind(d, "src_out", 1, src_out, a->out_elements * sizeof(float), false);
     tqkv__plan_bind(d, "scratch", 2, src_out, 0, false);
     tqkv__plan_bind(d, "values' center", 5, src_out, 0, false);
+    tqkv__plan_bind_value_scale(d, a, b, false);
     tqkv__plan_constant(d, TQKV_FC_CENTER, false); /* the slices have what the centres add */
     tqkv__plan_constant(d, TQKV_FC_VALUE_CENTER, false);
     tqkv__plan_constant(d, TQKV_FC_VALUE_ROTATED, false);

@@ -46,7 +46,8 @@ static bool tqkv__plan_alike(const tqkv_metal_attention *from, const tqkv__atten
 static bool tqkv__plan_shared(const tqkv_metal_attention *from, const tqkv__attention *a)
 {
     return tqkv__plan_alike(from, a) && from->keys->codes.buffer && tqkv__same_table(from->keys, from->values) &&
-           a->keys.ring == a->values.ring && tqkv__same_buffer(from->keys->center, from->values->center);
+           a->keys.ring == a->values.ring && tqkv__same_buffer(from->keys->center, from->values->center) &&
+           tqkv__same_buffer(from->keys->channel_scale, from->values->channel_scale);
 }
 
 /* Streams that share bytes must be one stream, or by their page tables two in one pool. The tail lies in the keys' slots. */
@@ -80,8 +81,9 @@ static tqkv_result tqkv__plan_end_shapes(const tqkv_metal_attention *from, tqkv_
         if (!end || !(i / 2 ? to->exact_last : to->exact_first)) continue;
         tqkv__plan_store(end, shape);
         shape->center = codes->shape.center;
-        if (!tqkv__same_buffer(end->center, codes->center))
-            return TQKV__INVALID("exact_first or exact_last: a store with another centre than the codes");
+        if (!tqkv__same_buffer(end->center, codes->center) ||
+            !tqkv__same_buffer(end->channel_scale, codes->channel_scale))
+            return TQKV__INVALID("exact_first or exact_last: a store with another centre or scale than the codes");
         if (end->pages.buffer || shape->n_pages)
             return TQKV__REFUSE(UNSUPPORTED, "exact_first or exact_last with pages of their own: not on a GPU");
     }

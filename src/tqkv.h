@@ -228,7 +228,7 @@ int sysctlbyname(const char *name, void *value, size_t *size, void *to, size_t t
 
 #if defined(TQKV_IMPLEMENTATION) && defined(TQKV_METAL) && !defined(TQKV__NESTED) && !defined(TQKV__METAL_CODE)
 #define TQKV__METAL_CODE
-#define TQKV__NO_DISPATCH      "d: NULL"
+#define TQKV__NO_PLAN          "plan: NULL"
 #define TQKV__NO_CACHE_QUERIES "the cache is NULL or n_queries not positive"
 #define TQKV__LARGE_SCRATCH    "more scratch than a size_t can count"
 
@@ -249,6 +249,8 @@ int sysctlbyname(const char *name, void *value, size_t *size, void *to, size_t t
 #include "plan_index.h"
 
 #include "plan_cache.h"
+
+#include "plan_prepare.h"
 
 #include "plan_report.h"
 

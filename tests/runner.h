@@ -88,6 +88,10 @@ TEST_STEMS
 #undef X
 
 /* The codec's tables for the independent reference, defined in test_tables.c. */
+#ifdef TQKV_METAL
+/* Gives a planned attend or attend_matrix this kernel and so many columns a threadgroup, at most as many as it takes. */
+void test_plan_columns(tqkv_metal_dispatch *d, bool matrix, int columns);
+#endif
 char test_set_products(char products);  /* tqkv__products; returns what it was. 0: not asked yet */
 const float *test_codebook(int bits);   /* [1 << bits] */
 const float *test_boundaries(int bits); /* [(1 << bits) - 1] */

@@ -11,6 +11,8 @@
 
 #include <math.h>
 
+void test_plan_columns(tqkv_metal_dispatch *d, bool matrix, int columns) { tqkv__plan_columns(d, matrix, columns); }
+
 char test_set_products(char products)
 {
     const char before = tqkv__products;

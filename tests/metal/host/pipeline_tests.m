@@ -44,6 +44,18 @@ static void run_half_recorded(const void *parameters)
     tqkv_metal_destroy(m);
 }
 
+/* Metal's compiler learns how many threads there will be. */
+static void run_threads_of_pipelines(const void *parameters)
+{
+    (void)parameters;
+    const int before = standin_unlimited();
+    tqkv_metal *m = host_context();
+    REQUIRE(m, "no context");
+    host_check_works(m);
+    CHECK(standin_unlimited() == before, "%d pipelines without a limit", standin_unlimited() - before);
+    tqkv_metal_destroy(m);
+}
+
 /* After prepare no call of its kind builds a pipeline, however the cache has grown. */
 static void run_prepared(const void *parameters)
 {
@@ -384,6 +396,7 @@ void pipeline_host_cases(void)
 {
 #ifdef STANDIN
     test_add(run_half_recorded, NULL, 0, "context/half_recorded");
+    test_add(run_threads_of_pipelines, NULL, 0, "context/threads_of_pipelines");
     test_add(run_given_back, NULL, 0, "context/given_back");
     const tqkv_cache_desc prepared[] = {
         {.head_dim = 64, .n_kv_heads = 1, .n_heads = 3, .capacity = 12},

@@ -24,7 +24,7 @@ static MTLFunctionConstantValues *constants(void)
     MTLFunctionConstantValues *values = [[MTLFunctionConstantValues alloc] init];
     for (uint32_t i = 0; i < TQKV__CONSTANTS; i++) {
         const bool flag = chosen[i] != 0;
-        if (TQKV__NUMBERS >> i & 1u)
+        if (TQKV__IS_NUMBER(i))
             [values setConstantValue:&chosen[i] type:MTLDataTypeUInt atIndex:i];
         else
             [values setConstantValue:&flag type:MTLDataTypeBool atIndex:i];

@@ -14,7 +14,8 @@
 #include <unistd.h>
 
 NSString *const MTLCommandBufferEncoderInfoErrorKey = @"MTLCommandBufferEncoderInfoErrorKey";
-static atomic_int live, calls, fail_at, devices, spoil; /* spoil: dispatches until the one with wrong values */
+static atomic_int live, calls, fail_at, devices, unlimited,
+    spoil; /* spoil: dispatches until the one with wrong values */
 static standin_device the_device;
 static const char *refused; /* part of the names of kernels without pipelines */
 static bool refused_everywhere;
@@ -247,9 +248,20 @@ dispatch_data_t dispatch_data_create(const void *bytes, size_t size, void *queue
 }
 @end
 
+@implementation MTLComputePipelineDescriptor
+@synthesize computeFunction, maxTotalThreadsPerThreadgroup, threadGroupSizeIsMultipleOfThreadExecutionWidth;
+- (void)dealloc
+{
+    [computeFunction release];
+    [super dealloc];
+}
+@end
+
 @interface StandinPipeline : StandinObject <MTLComputePipelineState> {
   @public
     StandinFunction *function;
+    NSUInteger most; /* threads */
+    bool whole;      /* only multiples of the width */
 }
 @end
 @implementation StandinPipeline
@@ -260,7 +272,7 @@ dispatch_data_t dispatch_data_create(const void *bytes, size_t size, void *queue
 }
 - (NSUInteger)maxTotalThreadsPerThreadgroup
 {
-    return the_device.max_threads;
+    return most;
 }
 - (NSUInteger)staticThreadgroupMemoryLength
 {
@@ -431,8 +443,11 @@ dispatch_data_t dispatch_data_create(const void *bytes, size_t size, void *queue
     if (!g.width || !g.height || !g.depth || g.width > UINT32_MAX || g.height > UINT32_MAX || g.depth > UINT32_MAX)
         misuse("a grid of %lu x %lu x %lu threadgroups", (unsigned long)g.width, (unsigned long)g.height,
                (unsigned long)g.depth);
-    if (t.width * t.height * t.depth > the_device.max_threads)
-        misuse("%lu threads are more than the pipeline takes", (unsigned long)(t.width * t.height * t.depth));
+    const NSUInteger threads_each = t.width * t.height * t.depth;
+    if (threads_each > dispatch->pipeline->most)
+        misuse("%lu threads are more than the pipeline takes", (unsigned long)threads_each);
+    if (dispatch->pipeline->whole && threads_each % the_device.simd_width)
+        misuse("%lu threads are no multiple of the width that was promised", (unsigned long)threads_each);
     for (unsigned i = 0; i < STANDIN_BUFFERS; i++) /* as Metal's validation does, whether or not the kernel reads it */
         if (dispatch->buffers[i] && dispatch->room[i] < dispatch->pipeline->function->kernel.sizes[i])
             misuse("buffer %u has space for %lu bytes, but its argument has %zu", i, (unsigned long)dispatch->room[i],
@@ -691,7 +706,20 @@ static void *open_library(NSData *data, NSError **error)
 }
 - (id<MTLComputePipelineState>)newComputePipelineStateWithFunction:(id<MTLFunction>)function error:(NSError **)error
 {
+    MTLComputePipelineDescriptor *descriptor = [[[MTLComputePipelineDescriptor alloc] init] autorelease];
+    [descriptor setComputeFunction:function];
+    return [self newComputePipelineStateWithDescriptor:descriptor options:0 reflection:NULL error:error];
+}
+- (id<MTLComputePipelineState>)newComputePipelineStateWithDescriptor:(MTLComputePipelineDescriptor *)descriptor
+                                                             options:(MTLPipelineOption)options
+                                                          reflection:(void *)reflection
+                                                               error:(NSError **)error
+{
+    id<MTLFunction> function = [descriptor computeFunction];
+    const NSUInteger limit = [descriptor maxTotalThreadsPerThreadgroup];
     if (!function) misuse("a pipeline without function");
+    if (options || reflection) misuse("a reflection, which the stand-in has not");
+    if (limit > 1024) misuse("%lu threads: more than a threadgroup ever has", (unsigned long)limit);
     if (fails(error)) return nil;
     StandinFunction *of = (StandinFunction *)function;
     NSString *called = [NSString stringWithFormat:@"%@ %d", [of name], (int)of -> constants -> value[4]];
@@ -701,9 +729,14 @@ static void *open_library(NSData *data, NSError **error)
     }
     StandinPipeline *pipeline = [[StandinPipeline alloc] init];
     pipeline->function = (StandinFunction *)[function retain];
+    pipeline->most = limit && limit < the_device.max_threads ? limit : the_device.max_threads;
+    pipeline->whole = [descriptor threadGroupSizeIsMultipleOfThreadExecutionWidth];
+    if (!limit || !pipeline->whole) count(&unlimited, 1);
     return pipeline;
 }
 @end
+
+int standin_unlimited(void) { return count(&unlimited, 0); }
 
 id<MTLDevice> MTLCreateSystemDefaultDevice(void)
 {
