@@ -653,7 +653,8 @@ typedef struct tqkv_metal_buffer {
 typedef struct tqkv_metal_store {
     tqkv_store shape;
     tqkv_metal_buffer codes, norms;
-    tqkv_metal_buffer center; /* as tqkv_store's; zero = none. Its values are not checked. */
+    tqkv_metal_buffer center;        /* as tqkv_store's; zero = none. Its values are not checked. */
+    tqkv_metal_buffer channel_scale; /* the same */
     /* int32_t [shape.n_pages]; zero = not paged. Kernels read it when they run. shape.pages, if it is not NULL, is what it
        will hold then: a bad entry is refused, as on the processor. Without it a bad entry leaves its tokens out in
        encoding, and elsewhere stands for another page. Attention takes keys and values both with pages or both without,
@@ -785,8 +786,8 @@ TQKV_METAL_API tqkv_result tqkv_metal_index_choose(tqkv_metal *m, tqkv_metal_obj
 
 /* For programs without an encoder: calls record(user, encoder), commits to the context's queue and waits. If record
    fails, nothing runs and its result is returned. */
-typedef tqkv_result (*tqkv_metal_record)(void *user, tqkv_metal_object encoder);
-TQKV_METAL_API tqkv_result tqkv_metal_run(tqkv_metal *m, tqkv_metal_record record, void *user);
+typedef tqkv_result (*tqkv_metal_work)(void *user, tqkv_metal_object encoder);
+TQKV_METAL_API tqkv_result tqkv_metal_run(tqkv_metal *m, tqkv_metal_work record, void *user);
 /* Memory shared by processor and GPU: buffers of storage mode shared, addressed by their contents. */
 TQKV_METAL_API tqkv_allocator tqkv_metal_allocator(tqkv_metal *m);
 /* The buffer behind a pointer into such memory; TQKV_INVALID_ARGUMENT for any other. */
@@ -833,18 +834,18 @@ TQKV_METAL_API tqkv_result tqkv_metal_cache_prepare(tqkv_metal *m, const tqkv_ca
 #ifdef TQKV_METAL
 /* >>metal-plan
    The same calls for engines that encode their own dispatches: Metal 4, MLX, ggml-metal. tqkv_metal_plan_X says what
-   tqkv_metal_X records: one dispatch, or two that run one after the other. It needs TQKV_METAL beside TQKV_IMPLEMENTATION,
-   but neither tqkv_metal.m nor Metal: buffers are only compared, so `buffer` may be any pointer that stands for one.
-   For each dispatch, unless launch.threadgroups[0] is 0: take the pipeline of `kernel`, give it arguments and bindings,
-   wait for the dispatch before if there is a barrier, and run what tqkv_metal_plan_launch says. docs/metal.md has the
-   steps for Metal, examples/metal_plan.cpp is such an engine. */
+   tqkv_metal_X records. It needs TQKV_METAL beside TQKV_IMPLEMENTATION, but neither tqkv_metal.m nor Metal: buffers are
+   only compared, so `buffer` may be any pointer that stands for one.
+   For each dispatch of a plan, unless launch.threadgroups[0] is 0: take the pipeline of `kernel`, give it arguments and
+   bindings, wait for the dispatch before if there is a barrier, and run what tqkv_metal_plan_launch says. docs/metal.md has
+   the steps for Metal, examples/metal_plan.cpp is such an engine. */
 enum {
     TQKV_METAL_NAME = 48,       /* bytes of a kernel's name, with the zero */
-    TQKV_METAL_CONSTANTS = 32,  /* function constants have indices below */
+    TQKV_METAL_CONSTANTS = 40,  /* function constants have indices below */
     TQKV_METAL_ARGUMENTS = 256, /* most bytes of an argument struct */
-    TQKV_METAL_BINDINGS = 24,
+    TQKV_METAL_BINDINGS = 28,
     TQKV_METAL_MEMORIES = 4,
-    TQKV_METAL_CHOOSE_DISPATCHES = 3,
+    TQKV_METAL_DISPATCHES = 7,   /* most of a plan */
     TQKV_METAL_ONLY_CHECKED = -1 /* in place of a binding's index */
 };
 
@@ -871,6 +872,9 @@ typedef struct tqkv_metal_kernel {
 
 /* The name of its function in the library. */
 TQKV_API void tqkv_metal_kernel_name(const tqkv_metal_kernel *kernel, char name[TQKV_METAL_NAME]);
+/* The most threads of a threadgroup that plans give it, a multiple of 32: maxTotalThreadsPerThreadgroup of its pipeline's
+   descriptor. Otherwise compilers plan for 1024, with fewer registers for each. */
+TQKV_API int tqkv_metal_kernel_threads(const tqkv_metal_kernel *kernel);
 typedef enum tqkv_metal_constant { TQKV_METAL_UNSET, TQKV_METAL_BOOL, TQKV_METAL_UINT } tqkv_metal_constant;
 /* The type of function constant `index` and, unless it is not set, its value: 0 or 1 of a bool. */
 TQKV_API tqkv_metal_constant tqkv_metal_kernel_constant(const tqkv_metal_kernel *kernel, int index, uint32_t *value);
@@ -906,6 +910,18 @@ typedef struct tqkv_metal_dispatch {
     int n_simdgroups; /* of a threadgroup, or as many as the pipeline allows */
 } tqkv_metal_dispatch;
 
+/* The dispatches of a call, which run one after another. */
+typedef struct tqkv_metal_plan {
+    const char *call;   /* its name, for error texts */
+    tqkv_result result; /* of the function that made the plan. After a failure there are no dispatches. */
+    int n;
+    tqkv_metal_dispatch d[TQKV_METAL_DISPATCHES];
+} tqkv_metal_plan;
+
+/* Records a plan as tqkv_metal_X does it: checked, with pipelines and barriers. If the plan was refused, says so. Where
+   the context multiplies no matrices: tqkv_metal_plan_lanes. */
+TQKV_METAL_API tqkv_result tqkv_metal_record(tqkv_metal *m, tqkv_metal_object encoder, tqkv_metal_plan *plan);
+
 /* What a pipeline runs. max_threads: the most that it allows a threadgroup, at least 32 */
 typedef struct tqkv_metal_launch {
     size_t threadgroups[3];             /* nothing to do if the first is 0 */
@@ -919,73 +935,90 @@ TQKV_API const tqkv_metal_binding *tqkv_metal_overlapping(const tqkv_metal_dispa
 /* Once a library: whether it was built from this header. Both dispatches write `report`, of so many bytes, zero before.
    The first holds the tables, the second the product of two matrices, which a system may refuse. */
 TQKV_API size_t tqkv_metal_report_size(void);
-TQKV_API tqkv_result tqkv_metal_plan_tables(tqkv_metal_buffer report, tqkv_metal_dispatch d[2]);
+TQKV_API tqkv_result tqkv_metal_plan_tables(tqkv_metal_buffer report, tqkv_metal_plan *plan);
 /* The first difference between the library's tables and sizes and this header's; NULL if there is none. */
 TQKV_API const char *tqkv_metal_stale_table(const void *report);
 /* Whether the GPU's matrices lie as attend_matrix needs them. If not, or if the system refuses that kernel:
    tqkv_metal_plan_lanes. */
 TQKV_API bool tqkv_metal_has_matrices(const void *report);
+/* Puts attend in the place of attend_matrix; buffers and arguments stay. False for a batch, which has to be planned without
+   matrices. */
+TQKV_API bool tqkv_metal_plan_lanes(tqkv_metal_plan *plan);
 
-/* Shapes, units and results are those of tqkv_metal_X. On failure *d is undefined. */
+/* Shapes, units and results are those of tqkv_metal_X. */
 TQKV_API tqkv_result tqkv_metal_plan_encode(const tqkv_metal_store *s, tqkv_metal_buffer src, int n_tokens,
-                                            int64_t position, tqkv_metal_buffer not_finite, tqkv_metal_dispatch *d);
+                                            int64_t position, tqkv_metal_buffer not_finite, tqkv_metal_plan *plan);
 TQKV_API tqkv_result tqkv_metal_plan_encode_kv(const tqkv_metal_store *keys, const tqkv_metal_store *values,
                                                tqkv_metal_buffer k, tqkv_metal_buffer v, int n_tokens, int64_t position,
-                                               tqkv_metal_buffer not_finite, tqkv_metal_dispatch *d);
+                                               tqkv_metal_buffer not_finite, tqkv_metal_plan *plan);
 TQKV_API tqkv_result tqkv_metal_plan_encode_slots(const tqkv_metal_store *s, tqkv_metal_buffer src, int n_tokens,
                                                   tqkv_metal_buffer slots, const int32_t *known,
-                                                  tqkv_metal_buffer not_finite, tqkv_metal_dispatch *d);
+                                                  tqkv_metal_buffer not_finite, tqkv_metal_plan *plan);
 TQKV_API tqkv_result tqkv_metal_plan_encode_kv_slots(const tqkv_metal_store *keys, const tqkv_metal_store *values,
                                                      tqkv_metal_buffer k, tqkv_metal_buffer v, int n_tokens,
                                                      tqkv_metal_buffer slots, const int32_t *known,
-                                                     tqkv_metal_buffer not_finite, tqkv_metal_dispatch *d);
+                                                     tqkv_metal_buffer not_finite, tqkv_metal_plan *plan);
 TQKV_API tqkv_result tqkv_metal_plan_probe(const tqkv_metal_store *store, tqkv_metal_buffer src, int n_tokens,
                                            tqkv_metal_buffer scaled, tqkv_metal_buffer not_finite,
-                                           tqkv_metal_dispatch *d);
+                                           tqkv_metal_plan *plan);
 TQKV_API tqkv_result tqkv_metal_plan_decode(const tqkv_metal_store *s, int64_t position, int n_positions,
-                                            tqkv_basis basis, tqkv_metal_buffer dst, tqkv_metal_dispatch *d);
+                                            tqkv_basis basis, tqkv_metal_buffer dst, tqkv_metal_plan *plan);
 TQKV_API tqkv_result tqkv_metal_plan_rotate(tqkv_metal_buffer rows, int n_rows, int head_dim, bool unrotate,
-                                            tqkv_metal_dispatch *d);
+                                            tqkv_metal_plan *plan);
 TQKV_API tqkv_result tqkv_metal_plan_attend_scratch(const tqkv_metal_attention *a, size_t *bytes);
 TQKV_API tqkv_result tqkv_metal_plan_attend(const tqkv_metal_attention *a, tqkv_metal_buffer q,
-                                            tqkv_metal_buffer scratch, tqkv_metal_buffer out, tqkv_metal_dispatch d[2]);
+                                            tqkv_metal_buffer scratch, tqkv_metal_buffer out, tqkv_metal_plan *plan);
 TQKV_API tqkv_result tqkv_metal_plan_attend_partial(const tqkv_metal_attention *a, tqkv_metal_buffer q, int64_t first,
                                                     int count, tqkv_metal_buffer scratch, tqkv_metal_buffer out,
                                                     tqkv_metal_buffer max, tqkv_metal_buffer sum,
-                                                    tqkv_metal_dispatch d[2]);
-TQKV_API tqkv_result tqkv_metal_plan_attend_merge(const tqkv_metal_attention *a, tqkv_metal_buffer out,
-                                                  tqkv_metal_buffer max, tqkv_metal_buffer sum,
-                                                  tqkv_metal_buffer src_out, tqkv_metal_buffer src_max,
-                                                  tqkv_metal_buffer src_sum, tqkv_metal_dispatch *d);
+                                                    tqkv_metal_plan *plan);
+/* slice may be a: then it is tqkv_metal_attend_merge. */
 TQKV_API tqkv_result tqkv_metal_plan_attend_merge_slice(const tqkv_metal_attention *a, tqkv_metal_buffer out,
                                                         tqkv_metal_buffer max, tqkv_metal_buffer sum,
                                                         const tqkv_metal_attention *slice, tqkv_metal_buffer src_out,
                                                         tqkv_metal_buffer src_max, tqkv_metal_buffer src_sum,
-                                                        tqkv_metal_dispatch *d);
+                                                        tqkv_metal_plan *plan);
 TQKV_API tqkv_result tqkv_metal_plan_attend_finish(const tqkv_metal_attention *a, tqkv_metal_buffer src_out,
                                                    tqkv_metal_buffer src_max, tqkv_metal_buffer src_sum,
-                                                   tqkv_metal_buffer out, tqkv_metal_dispatch *d);
-/* With lists: the dispatch that comes before those of tqkv_metal_plan_attend. Exact ends, and lists in slices and batches, take
-   more dispatches than these plans have: TQKV_UNSUPPORTED. */
-TQKV_API tqkv_result tqkv_metal_plan_attend_list(const tqkv_metal_attention *a, tqkv_metal_buffer scratch,
-                                                 tqkv_metal_dispatch *d);
-/* Puts attend in the place of attend_matrix in a planned attention; buffers and arguments stay. d: its first dispatch */
-TQKV_API void tqkv_metal_plan_lanes(tqkv_metal_dispatch *d);
+                                                   tqkv_metal_buffer out, tqkv_metal_plan *plan);
+/* Either size may be NULL. */
 TQKV_API tqkv_result tqkv_metal_plan_attend_batch_sizes(const tqkv_metal_attention *items, int n_items,
                                                         size_t *arguments, size_t *scratch);
 /* contents: where the processor writes the bytes of arguments. matrices: whether attend_matrix may be used */
 TQKV_API tqkv_result tqkv_metal_plan_attend_batch(const tqkv_metal_attention *items, int n_items,
                                                   const tqkv_metal_buffer *q, tqkv_metal_buffer arguments,
                                                   void *contents, tqkv_metal_buffer scratch,
-                                                  const tqkv_metal_buffer *out, bool matrices,
-                                                  tqkv_metal_dispatch d[2]);
+                                                  const tqkv_metal_buffer *out, bool matrices, tqkv_metal_plan *plan);
 TQKV_API tqkv_result tqkv_metal_plan_index_scores(const tqkv_metal_index *x, tqkv_metal_buffer q,
-                                                  tqkv_metal_buffer scores, tqkv_metal_dispatch *d);
+                                                  tqkv_metal_buffer scores, tqkv_metal_plan *plan);
 TQKV_API tqkv_result tqkv_metal_plan_index_choose_scratch(const tqkv_metal_index *x, size_t *bytes);
-/* n: how many of the dispatches are used, which run one after the other */
 TQKV_API tqkv_result tqkv_metal_plan_index_choose(const tqkv_metal_index *x, tqkv_metal_buffer scores, int k,
                                                   tqkv_metal_buffer scratch, tqkv_metal_buffer list,
-                                                  tqkv_metal_dispatch d[TQKV_METAL_CHOOSE_DISPATCHES], int *n);
+                                                  tqkv_metal_plan *plan);
+
+/* Of a cache at the beginning of `memory`. layout: as tqkv_cache_set_layout's, or NULL: the one that was set. some: as
+   tqkv_metal_cache_attend_some's, or NULL. An append counts when tqkv_metal_cache_appended is called. */
+TQKV_API tqkv_result tqkv_metal_plan_cache_append(const tqkv_cache *c, tqkv_metal_buffer memory,
+                                                  const tqkv_cache_layout *layout, tqkv_metal_buffer k,
+                                                  tqkv_metal_buffer v, int n_tokens, tqkv_metal_buffer not_finite,
+                                                  tqkv_metal_plan *plan);
+TQKV_API void tqkv_metal_cache_appended(tqkv_cache *c, int n_tokens);
+TQKV_API tqkv_result tqkv_metal_plan_cache_scratch(const tqkv_cache *c, const tqkv_metal_attention *some, int n_queries,
+                                                   size_t *bytes);
+TQKV_API tqkv_result tqkv_metal_plan_cache_attend(const tqkv_cache *c, tqkv_metal_buffer memory,
+                                                  const tqkv_cache_layout *layout, const tqkv_metal_attention *some,
+                                                  tqkv_metal_buffer q, int n_queries, tqkv_metal_buffer scratch,
+                                                  tqkv_metal_buffer out, tqkv_metal_plan *plan);
+
+/* Plans whose kernels are all that such calls will need: as tqkv_metal_prepare, tqkv_metal_index_prepare and
+   tqkv_metal_cache_prepare. `visit` sees each plan, and must build its pipelines and not run it; its failure ends the call. */
+typedef tqkv_result (*tqkv_metal_visit)(void *user, tqkv_metal_plan *plan);
+TQKV_API tqkv_result tqkv_metal_plan_prepare(const tqkv_metal_attention *a, int max_queries, int also,
+                                             tqkv_metal_visit visit, void *user);
+TQKV_API tqkv_result tqkv_metal_plan_index_prepare(const tqkv_metal_index *x, int max_queries, tqkv_metal_visit visit,
+                                                   void *user);
+TQKV_API tqkv_result tqkv_metal_plan_cache_prepare(const tqkv_cache *c, tqkv_metal_buffer memory, int max_queries,
+                                                   tqkv_metal_visit visit, void *user);
 #endif /* TQKV_METAL */
 
 #ifdef __cplusplus
@@ -1366,16 +1399,6 @@ typedef struct tqkv__backend {
     tqkv_result (*attend)(tqkv_metal *m, const tqkv_cache *c, const tqkv_attention *some, const void *q, int n_queries,
                           void *out);
 } tqkv__backend;
-
-/* What tqkv_metal.m takes from >>store-code and >>cache-code; without it they are no part of an object's interface. rows_size:
-   bytes of the caller's rows of so many tokens */
-#ifdef TQKV_METAL
-#define TQKV__FOR_HOST TQKV_API
-TQKV__FOR_HOST size_t tqkv__rows_size(const tqkv_store *s, int n_tokens);
-TQKV__FOR_HOST void tqkv__cache_advance(tqkv_cache *c, int n_tokens);
-#else
-#define TQKV__FOR_HOST static
-#endif
 #ifdef __cplusplus
 }
 #endif
@@ -2124,7 +2147,8 @@ static tqkv_result tqkv__check_rows(const tqkv__stream *s, const void *p, int n,
     return TQKV_OK;
 }
 
-TQKV__FOR_HOST size_t tqkv__rows_size(const tqkv_store *s, int n_tokens)
+/* Bytes of the caller's rows of so many tokens. */
+static size_t tqkv__rows_size(const tqkv_store *s, int n_tokens)
 {
     size_t bytes;
     const tqkv_strides strides = tqkv__strides_of(s->strides, s->n_kv_heads, s->head_dim);
@@ -9151,8 +9175,6 @@ static tqkv_result tqkv__check_tree_and_sinks(const tqkv_attention *a)
 }
 
 #define TQKV__FLOATS_ON_GPU "arithmetic: a GPU multiplies floats only"
-#define TQKV__ENDS_ON_GPU   "exact_first, exact_last: more dispatches than this plan has"
-#define TQKV__LISTS_IN_PLAN "list: more dispatches than this plan has"
 
 /* Changes to the integers of the set, if the call asks for them. */
 static tqkv_result tqkv__take_arithmetic(tqkv__attention *a)
@@ -11835,7 +11857,7 @@ static int64_t tqkv__oldest(const tqkv_cache *c, int64_t end)
     return end - c->first > c->keys.capacity ? end - c->keys.capacity : c->first;
 }
 
-TQKV__FOR_HOST void tqkv__cache_advance(tqkv_cache *c, int n_tokens)
+static void tqkv__cache_advance(tqkv_cache *c, int n_tokens)
 {
     const int64_t end = c->attention.end + n_tokens, room = tqkv__end_room(c->exact_last);
     if (c->attention.end <= c->exact_below) c->exact_below = end < c->exact_first ? end : c->exact_first;
@@ -12794,11 +12816,23 @@ TQKV_API tqkv_result tqkv_store_load(const tqkv_store *store, int64_t position, 
 #define TQKV_FC_SMALL_PAGES    27 /* bool: attend: some pages end within tiles */
 #define TQKV_FC_TAIL_ELSEWHERE 28 /* bool: attend: a position has another slot in the tail than in the keys */
 
-#define TQKV__CONSTANTS 29 /* of them */
-/* Those that are uint, a bit each. */
-#define TQKV__NUMBERS                                                                                                  \
-    (1u << TQKV_FC_FORMAT | 1u << TQKV_FC_VALUE_FORMAT | 1u << TQKV_FC_COLUMNS | 1u << TQKV_FC_TYPE |                  \
-     1u << TQKV_FC_VALUE_TYPE | 1u << TQKV_FC_TAIL_FORMAT)
+#define TQKV_FC_SCALED 29 /* bool: encode, probe: channels of rows have scales; encode_kv: those of keys */
+                          /* decode: rows are multiplied by them; attend: queries are, by those of the keys */
+#define TQKV_FC_VALUE_SCALED       30 /* bool: encode_kv: values have scales; attend_merge: multiply the output by them */
+#define TQKV_FC_CENTER_SCALED      31 /* bool: decode, attend, attend_merge: divide the centre before it is rotated */
+#define TQKV_FC_TAIL_SCALED        32 /* bool: attend: as TQKV_FC_SCALED, of the tail */
+#define TQKV_FC_TAIL_CENTER_SCALED 33 /* bool: attend: as TQKV_FC_CENTER_SCALED, of the tail */
+#define TQKV_FC_HALVES             34 /* uint: attend: which positions a query sees, TQKV__ALL_POSITIONS or: */
+#define TQKV__ALL_POSITIONS        0
+#define TQKV__BEFORE_HALVES        1 /* those before its newest halves, or */
+#define TQKV__NEWEST_HALVES        2 /* these alone */
+
+#define TQKV__CONSTANTS 35 /* of them */
+/* Whether a function constant is a uint. */
+#define TQKV__IS_NUMBER(constant)                                                                                      \
+    ((constant) == TQKV_FC_FORMAT || (constant) == TQKV_FC_VALUE_FORMAT || (constant) == TQKV_FC_COLUMNS ||            \
+     (constant) == TQKV_FC_TYPE || (constant) == TQKV_FC_VALUE_TYPE || (constant) == TQKV_FC_TAIL_FORMAT ||            \
+     (constant) == TQKV_FC_HALVES)
 
 /* Most query rows of a threadgroup of attend: their sums take 64 registers, 8 a lane and row up to D=256. */
 #define TQKV__MAX_COLUMNS(D) ((D) <= 256 ? 8 : (D) <= 512 ? 4 : 2)
@@ -12963,6 +12997,9 @@ typedef struct tqkv__attend_args {
     uint32_t query_token_stride, query_head_stride; /* in values */
     int32_t tail_slots;                             /* of a KV head in memory, as key_slots */
     int32_t tail_capacity, tail_oldest_slot;        /* read if TQKV_FC_TAIL_ELSEWHERE */
+    /* Read if TQKV_FC_HALVES: a query's newest halves begin exact_last positions before the one behind its newest, but not
+       before exact_from. */
+    int32_t exact_last, exact_from;
 } tqkv__attend_args;
 
 /* attend_list has the arguments of attend. A row of a list has list_row - TQKV__LIST_HEADER entries. A row that it writes: how
@@ -13020,13 +13057,22 @@ typedef struct tqkv__batch_item {
     uint32_t q, key_codes, key_norms, value_codes, value_norms, partial_out, partial_state, key_center;
     uint32_t key_pages, value_pages, tree, out, value_center, tail_codes, tail_norms, tail_center;
     uint32_t list, list_rows; /* list_rows: in the buffer of partial_out */
+    uint32_t key_scale, tail_scale, value_scale;
 } tqkv__batch_item;
+
+/* calibrate: centre and scales of the channels of a KV head, from rows and, if there are any, queries. */
+typedef struct tqkv__calibrate_args {
+    int32_t head_dim, n_tokens, n_queries, n_kv_heads;
+    int32_t group;                                                             /* query heads a KV head */
+    int32_t pairs;                                                             /* tqkv_pairs */
+    uint32_t token_stride, head_stride, query_token_stride, query_head_stride; /* in values */
+} tqkv__calibrate_args;
 
 /* The structs that C and the shaders share. */
 #define TQKV__SHARED_STRUCTS(row)                                                                                      \
     row(table_set) row(rows_args) row(rotate_args) row(attend_args) row(merge_args) row(batch_item) row(choose_args)   \
-        row(index_args)
-enum { TQKV__N_SHARED_STRUCTS = 8 };
+        row(index_args) row(calibrate_args)
+enum { TQKV__N_SHARED_STRUCTS = 9 };
 
 /* Output of the kernel `tables`: the tables and sizes that the shaders were compiled with. */
 typedef struct tqkv__table_report {
@@ -13039,18 +13085,15 @@ typedef struct tqkv__table_report {
 
 TQKV__ASSERT_SIZE(tqkv__rows_args, 40);
 TQKV__ASSERT_SIZE(tqkv__rotate_args, 4);
-TQKV__ASSERT_SIZE(tqkv__attend_args, 176);
+TQKV__ASSERT_SIZE(tqkv__attend_args, 184);
 TQKV__ASSERT_SIZE(tqkv__merge_args, 40);
-TQKV__ASSERT_SIZE(tqkv__batch_item, 304);
+TQKV__ASSERT_SIZE(tqkv__batch_item, 324);
 TQKV__ASSERT_SIZE(tqkv__choose_args, 52);
-TQKV__ASSERT_SIZE(tqkv__index_args, 220);
-TQKV__ASSERT_SIZE(tqkv__table_report, 4776);
+TQKV__ASSERT_SIZE(tqkv__index_args, 228);
+TQKV__ASSERT_SIZE(tqkv__calibrate_args, 40);
+TQKV__ASSERT_SIZE(tqkv__table_report, 4780);
 
-/* >>metal-host: what tqkv_metal.m and the tests take from the plans beside >>metal-plan, visible with TQKV_SHARED */
-#ifdef __cplusplus
-extern "C" {
-#endif
-
+/* >>metal-host: numbers that tqkv_metal.m and the tests share with >>metal-code, visible with TQKV_SHARED */
 enum {
     TQKV__SIMD_WIDTH = 32,
     TQKV__ITEMS_OF_ATTEND = 12, /* index of a batch's items */
@@ -13066,63 +13109,11 @@ enum {
 #define TQKV__KERNELS_TEXT                                                                                             \
     "a GPU takes head_dim " TQKV__KERNELS(                                                                             \
         TQKV__KERNEL_DIM_TEXT, ) "and keys of 192 with values of 128, of 448 or 512 with a tail of 64"
-
-/* The arguments of a dispatch of attend, of attend_merge, and number i of one that encodes or decodes. */
-TQKV_API tqkv__attend_args tqkv__attend_args_of(const tqkv_metal_dispatch *d);
-TQKV_API tqkv__merge_args tqkv__merge_args_of(const tqkv_metal_dispatch *d);
-TQKV_API tqkv__rows_args tqkv__rows_args_of(const tqkv_metal_dispatch *d, int i);
-/* Puts others in their place. */
-TQKV_API void tqkv__replace_args(tqkv_metal_dispatch *d, const void *args);
-/* Attention with all options: for each part of the context (first positions, codes, newest positions) its lists, then for each
-   attend, then the merge. */
-enum { TQKV__MOST_DISPATCHES = 7 };
-TQKV_API tqkv_result tqkv__plan_attend_parts(const tqkv_metal_attention *a, tqkv_metal_buffer q,
-                                             tqkv_metal_buffer scratch, tqkv_metal_buffer out, tqkv_metal_dispatch *d,
-                                             int *n);
-TQKV_API tqkv_result tqkv__plan_partial_parts(const tqkv_metal_attention *a, tqkv_metal_buffer q, int64_t first,
-                                              int count, tqkv_metal_buffer scratch, tqkv_metal_buffer out,
-                                              tqkv_metal_buffer max, tqkv_metal_buffer sum, tqkv_metal_dispatch *d,
-                                              int *n);
-TQKV_API tqkv_result tqkv__plan_batch_parts(const tqkv_metal_attention *items, int n_items, const tqkv_metal_buffer *q,
-                                            tqkv_metal_buffer arguments, void *contents, tqkv_metal_buffer scratch,
-                                            const tqkv_metal_buffer *out, bool matrices, tqkv_metal_dispatch *d,
-                                            int *n);
-/* Bytes of a batch's arguments. n_items: not negative */
-TQKV_API tqkv_result tqkv__batch_arguments(const tqkv_metal_attention *items, int n_items, size_t *bytes);
-/* Gives an attention positions in every part that its context can have, as far as the stores go: what is planned of it names
-   all pipelines. */
-TQKV_API void tqkv__take_all_parts(tqkv_attention *a, const tqkv_store *keys, const tqkv_store *values);
-/* Gives a planned attend or attend_matrix this kernel and so many columns a threadgroup, at most as many as it takes. */
-TQKV_API void tqkv__plan_columns(tqkv_metal_dispatch *d, bool matrix, int columns);
-
-/* One value of a row. */
-TQKV_API float tqkv__value_to_float(tqkv_type type, const void *value);
-TQKV_API void tqkv__value_from_float(tqkv_type type, float x, void *value);
-/* The strides of tqkv_cache_append and tqkv_cache_attend, with their defaults. */
-TQKV_API tqkv_cache_layout tqkv__cache_layout_of(const tqkv_cache *c);
-/* For a cache that lies at `memory`. packed: rows without gaps, whatever its layout. some: its lists and tree, or NULL.
-   rows_sizes: bytes of q and output without gaps. */
-TQKV_API tqkv_result tqkv__plan_cache_append(const tqkv_cache *c, tqkv_metal_buffer memory, bool packed,
-                                             tqkv_metal_buffer k, tqkv_metal_buffer v, int n_tokens,
-                                             tqkv_metal_buffer not_finite, tqkv_metal_dispatch *d, int *n);
-TQKV_API tqkv_result tqkv__plan_cache_sizes(const tqkv_cache *c, const tqkv_metal_attention *some, int n_queries,
-                                            size_t rows_sizes[2], size_t *scratch_size);
-TQKV_API tqkv_result tqkv__plan_cache_attend(const tqkv_cache *c, tqkv_metal_buffer memory, bool packed,
-                                             const tqkv_metal_attention *some, tqkv_metal_buffer q, int n_queries,
-                                             tqkv_metal_buffer scratch, tqkv_metal_buffer out, tqkv_metal_dispatch *d,
-                                             int *n);
-/* The same with positions in all parts, for the pipelines. */
-TQKV_API tqkv_result tqkv__plan_cache_all_parts(const tqkv_cache *c, tqkv_metal_buffer memory, int n_queries,
-                                                tqkv_metal_dispatch *d, int *n);
-
-#ifdef __cplusplus
-}
-#endif
 #endif
 
 #if defined(TQKV_IMPLEMENTATION) && defined(TQKV_METAL) && !defined(TQKV__NESTED) && !defined(TQKV__METAL_CODE)
 #define TQKV__METAL_CODE
-#define TQKV__NO_DISPATCH      "d: NULL"
+#define TQKV__NO_PLAN          "plan: NULL"
 #define TQKV__NO_CACHE_QUERIES "the cache is NULL or n_queries not positive"
 #define TQKV__LARGE_SCRATCH    "more scratch than a size_t can count"
 
@@ -13163,6 +13154,12 @@ static bool tqkv__bindings_overlap(const tqkv_metal_binding *a, const tqkv_metal
     return a->at.offset < b->at.offset ? b->at.offset - a->at.offset < a->size : a->at.offset - b->at.offset < b->size;
 }
 
+/* Whether the simdgroups of a threadgroup share rows: it needs all of them. */
+static bool tqkv__shares_rows(const tqkv_metal_kernel *kernel)
+{
+    return kernel->family == TQKV_METAL_ATTEND_MATRIX && tqkv__is_long(kernel->head_dim * TQKV__DIM_UNIT);
+}
+
 TQKV_API const tqkv_metal_binding *tqkv_metal_overlapping(const tqkv_metal_dispatch *d, int i)
 {
     for (int j = 0; d && i < d->n_bindings && j < i; j++)
@@ -13192,11 +13189,26 @@ TQKV_API void tqkv_metal_kernel_name(const tqkv_metal_kernel *kernel, char name[
     *at = 0;
 }
 
+TQKV_API int tqkv_metal_kernel_threads(const tqkv_metal_kernel *kernel)
+{
+    switch (kernel->family) {
+    case TQKV_METAL_TABLES:
+        return TQKV__SIMD_WIDTH;
+    case TQKV_METAL_INDEX_CHOICE:
+    case TQKV_METAL_ATTEND_LIST:
+        return 1024;
+    case TQKV_METAL_ATTEND_MERGE:
+        return TQKV__MERGE_SIMDGROUPS(kernel->head_dim * TQKV__DIM_UNIT) * TQKV__SIMD_WIDTH;
+    default:
+        return (tqkv__shares_rows(kernel) ? TQKV__LONG_SIMDGROUPS : 4) * TQKV__SIMD_WIDTH;
+    }
+}
+
 TQKV_API tqkv_metal_constant tqkv_metal_kernel_constant(const tqkv_metal_kernel *kernel, int index, uint32_t *value)
 {
     if (index < 0 || index >= TQKV_METAL_CONSTANTS || !kernel->constants[index]) return TQKV_METAL_UNSET;
     *value = kernel->constants[index] - 1u;
-    return TQKV__NUMBERS >> index & 1u ? TQKV_METAL_UINT : TQKV_METAL_BOOL;
+    return TQKV__IS_NUMBER(index) ? TQKV_METAL_UINT : TQKV_METAL_BOOL;
 }
 
 TQKV_API tqkv_result tqkv_metal_plan_launch(const tqkv_metal_dispatch *d, size_t max_threads, tqkv_metal_launch *out)
@@ -13204,7 +13216,7 @@ TQKV_API tqkv_result tqkv_metal_plan_launch(const tqkv_metal_dispatch *d, size_t
     if (!d || !out || max_threads < TQKV__SIMD_WIDTH) return TQKV__INVALID("d or out is NULL, or max_threads below 32");
     const size_t most = max_threads / TQKV__SIMD_WIDTH, planned = (size_t)d->n_simdgroups,
                  n = planned < most ? planned : most;
-    if (n < planned && d->kernel.family == TQKV_METAL_ATTEND_MATRIX && planned == TQKV__LONG_SIMDGROUPS)
+    if (n < planned && tqkv__shares_rows(&d->kernel))
         return TQKV__REFUSE(UNSUPPORTED, "max_threads is below the 256 of this kernel: see tqkv_metal_plan_lanes");
     out->threadgroups[0] = d->rows ? d->grid[0] / n + (d->grid[0] % n != 0) : d->grid[0];
     out->threadgroups[1] = d->grid[1];
@@ -13217,28 +13229,21 @@ TQKV_API tqkv_result tqkv_metal_plan_launch(const tqkv_metal_dispatch *d, size_t
     return TQKV_OK;
 }
 
-TQKV_API tqkv__attend_args tqkv__attend_args_of(const tqkv_metal_dispatch *d)
+static tqkv__attend_args tqkv__attend_args_of(const tqkv_metal_dispatch *d)
 {
     tqkv__attend_args args;
     memcpy(&args, d->arguments[0].bytes, sizeof args);
     return args;
 }
 
-TQKV_API tqkv__merge_args tqkv__merge_args_of(const tqkv_metal_dispatch *d)
+static tqkv__merge_args tqkv__merge_args_of(const tqkv_metal_dispatch *d)
 {
     tqkv__merge_args args;
     memcpy(&args, d->arguments[0].bytes, sizeof args);
     return args;
 }
 
-TQKV_API tqkv__rows_args tqkv__rows_args_of(const tqkv_metal_dispatch *d, int i)
-{
-    tqkv__rows_args args;
-    memcpy(&args, d->arguments[i].bytes, sizeof args);
-    return args;
-}
-
-TQKV_API void tqkv__replace_args(tqkv_metal_dispatch *d, const void *args)
+static void tqkv__replace_args(tqkv_metal_dispatch *d, const void *args)
 {
     memcpy(d->arguments[0].bytes, args, d->arguments[0].size);
 }
@@ -13247,9 +13252,34 @@ TQKV_API void tqkv__replace_args(tqkv_metal_dispatch *d, const void *args)
 typedef char tqkv__args_fit[sizeof(tqkv__attend_args) <= TQKV_METAL_ARGUMENTS ? 1 : -1];
 typedef char tqkv__item_fits[sizeof(tqkv__batch_item) <= TQKV__UNUSED_BYTES ? 1 : -1];
 
+/* Begins the plan of a call, without dispatches. False for NULL. */
+static bool tqkv__open_plan(tqkv_metal_plan *plan, const char *call)
+{
+    if (!plan) return false;
+    plan->call = call;
+    plan->n = 0;
+    return true;
+}
+
+/* Ends it with the result of the call. */
+static tqkv_result tqkv__close_plan(tqkv_metal_plan *plan, tqkv_result r)
+{
+    plan->result = r;
+    if (r != TQKV_OK) plan->n = 0;
+    return r;
+}
+
+/* Its next dispatch. */
+static tqkv_metal_dispatch *tqkv__add_dispatch(tqkv_metal_plan *plan)
+{
+    TQKV_ASSERT(plan->n < TQKV_METAL_DISPATCHES);
+    return &plan->d[plan->n++];
+}
+
 /* What plans are made of is called, not inlined: a fifth of their code. */
 static TQKV__NOINLINE void tqkv__plan_args(tqkv_metal_dispatch *d, const void *args, size_t size)
 {
+    TQKV_ASSERT(d->n_arguments < 2 && size <= TQKV_METAL_ARGUMENTS);
     tqkv_metal_arguments *to = &d->arguments[d->n_arguments];
     to->index = d->n_arguments++ ? TQKV__SECOND_ARGS : 0;
     to->size = size;
@@ -13275,6 +13305,7 @@ static TQKV__NOINLINE void tqkv__plan_bind(tqkv_metal_dispatch *d, const char *n
                                            size_t size, bool written)
 {
     const tqkv_metal_binding binding = {name, index, at, size, 4, written};
+    TQKV_ASSERT(d->n_bindings < TQKV_METAL_BINDINGS);
     d->bindings[d->n_bindings++] = binding;
 }
 
@@ -13298,13 +13329,13 @@ static TQKV__NOINLINE void tqkv__plan_bind_store(tqkv_metal_dispatch *d, const c
     tqkv__plan_bind(d, norms, index + 1, store->norms, s->norms_size, written);
 }
 
-/* Binds the centre at index, if the call uses it. Returns whether it does. */
-static TQKV__NOINLINE bool tqkv__plan_bind_center(tqkv_metal_dispatch *d, const char *name, int index,
-                                                  const tqkv_metal_store *store, const tqkv__stream *s, bool used)
+/* Binds the centre or the scales of a stream's channels at index, if the call uses them. Returns whether it does. */
+static TQKV__NOINLINE bool tqkv__plan_bind_channels(tqkv_metal_dispatch *d, const char *name, int index,
+                                                    tqkv_metal_buffer channels, const tqkv__stream *s, bool used)
 {
     const size_t size = (size_t)s->n_kv_heads * (size_t)s->head_dim * sizeof(float);
-    used = used && store->center.buffer;
-    tqkv__plan_bind(d, name, index, store->center, used ? size : 0, false);
+    used = used && channels.buffer;
+    tqkv__plan_bind(d, name, index, channels, used ? size : 0, false);
     return used;
 }
 
@@ -13452,11 +13483,11 @@ typedef struct tqkv__places {
 
 /* What an encode call takes of one stream. */
 typedef struct tqkv__encode_stream {
-    const char *names[5]; /* source, codes, norms, centre, pages */
+    const char *names[6]; /* source, codes, norms, centre, pages, scales of channels */
     const tqkv_metal_store *store;
     tqkv__stream *stream;
     tqkv_metal_buffer src;
-    int center, pages; /* indices */
+    int center, pages, scale; /* indices */
 } tqkv__encode_stream;
 
 /* Memory at `index` for the rows of each simdgroup. Metal takes no empty memory. */
@@ -13492,7 +13523,7 @@ static tqkv_result tqkv__plan_places(const tqkv_store *shape, const tqkv__places
     return r == TQKV_OK ? tqkv__plan_check_pages(shape, places->position, n, true) : r;
 }
 
-/* Adds a stream to encode: arguments at index 0 or 4, then source, codes and norms; the centre where it says. */
+/* Adds a stream to encode: arguments at index 0 or 4, then source, codes and norms; centre, pages and scales where it says. */
 static tqkv_result tqkv__plan_stream(tqkv_metal_dispatch *d, const tqkv__encode_stream *e, const tqkv__places *places)
 {
     size_t all, kept;
@@ -13511,7 +13542,9 @@ static tqkv_result tqkv__plan_stream(tqkv_metal_dispatch *d, const tqkv__encode_
                          index ? TQKV_FC_VALUE_TYPE : TQKV_FC_TYPE, s->type, kept, false);
     tqkv__plan_bind_store(d, e->names[1], e->names[2], index + 2, e->store, s, true);
     tqkv__plan_constant(d, index ? TQKV_FC_VALUE_CENTER : TQKV_FC_CENTER,
-                        tqkv__plan_bind_center(d, e->names[3], e->center, e->store, s, true));
+                        tqkv__plan_bind_channels(d, e->names[3], e->center, e->store->center, s, true));
+    tqkv__plan_constant(d, index ? TQKV_FC_VALUE_SCALED : TQKV_FC_SCALED,
+                        tqkv__plan_bind_channels(d, e->names[5], e->scale, e->store->channel_scale, s, true));
     tqkv__plan_bind_pages(d, places->by_slots ? "slots" : e->names[4], e->pages,
                           places->by_slots ? places->slots : e->store->pages, s,
                           index ? TQKV_FC_VALUE_PAGES : TQKV_FC_PAGES);
@@ -13523,59 +13556,56 @@ static tqkv_result tqkv__plan_stream(tqkv_metal_dispatch *d, const tqkv__encode_
 
 TQKV_API size_t tqkv_metal_report_size(void) { return sizeof(tqkv__table_report); }
 
-TQKV_API tqkv_result tqkv_metal_plan_tables(tqkv_metal_buffer report, tqkv_metal_dispatch d[2])
+TQKV_API tqkv_result tqkv_metal_plan_tables(tqkv_metal_buffer report, tqkv_metal_plan *plan)
 {
-    if (!d) return TQKV__INVALID(TQKV__NO_DISPATCH);
+    if (!tqkv__open_plan(plan, "tables")) return TQKV__INVALID(TQKV__NO_PLAN);
     for (int i = 0; i < 2; i++) {
-        tqkv__plan_begin(&d[i], TQKV_METAL_TABLES, 0, 0);
-        tqkv__plan_constant(&d[i], TQKV_FC_UNROTATE, i);
-        tqkv__plan_bind(&d[i], "report", 0, report, sizeof(tqkv__table_report), true);
-        d[i].grid[0] = 1;
-        d[i].n_simdgroups = 1;
+        tqkv_metal_dispatch *d = tqkv__add_dispatch(plan);
+        tqkv__plan_begin(d, TQKV_METAL_TABLES, 0, 0);
+        tqkv__plan_constant(d, TQKV_FC_UNROTATE, i);
+        tqkv__plan_bind(d, "report", 0, report, sizeof(tqkv__table_report), true);
+        d->grid[0] = 1;
+        d->n_simdgroups = 1;
     }
-    return TQKV_OK;
+    return tqkv__close_plan(plan, TQKV_OK);
 }
 
-static tqkv_result tqkv__plan_encode_at(const tqkv_metal_store *store, tqkv_metal_buffer src,
-                                        const tqkv__places *places, tqkv_metal_buffer not_finite,
-                                        tqkv_metal_dispatch *d)
+static tqkv_result tqkv__add_encode(const tqkv_metal_store *store, tqkv_metal_buffer src, const tqkv__places *places,
+                                    tqkv_metal_buffer not_finite, tqkv_metal_plan *plan)
 {
     tqkv__stream s;
-    const tqkv__encode_stream e = {{"src", "codes", "norms", "center", "pages"}, store, &s, src, 5, 6};
-    if (!d) return TQKV__INVALID(TQKV__NO_DISPATCH);
+    const tqkv__encode_stream e = {
+        {"src", "codes", "norms", "center", "pages", "channel_scale"}, store, &s, src, 5, 6, 7};
     tqkv_result r = tqkv__plan_target(store, places, &s);
     if (r == TQKV_OK) r = tqkv__check_kernels(s.head_dim, s.head_dim);
     if (r != TQKV_OK) return r;
+    tqkv_metal_dispatch *d = tqkv__add_dispatch(plan);
     tqkv__plan_begin(d, TQKV_METAL_ENCODE, s.head_dim, s.head_dim);
     tqkv__plan_bind_flag(d, 4, not_finite);
     return tqkv__plan_stream(d, &e, places);
 }
 
-TQKV_API tqkv_result tqkv_metal_plan_encode(const tqkv_metal_store *store, tqkv_metal_buffer src, int n_tokens,
-                                            int64_t position, tqkv_metal_buffer not_finite, tqkv_metal_dispatch *d)
-{
-    const tqkv__places places = {n_tokens, position, false, {NULL, 0}, NULL};
-    return tqkv__plan_encode_at(store, src, &places, not_finite, d);
-}
-
-TQKV_API tqkv_result tqkv_metal_plan_encode_slots(const tqkv_metal_store *store, tqkv_metal_buffer src, int n_tokens,
-                                                  tqkv_metal_buffer slots, const int32_t *known,
-                                                  tqkv_metal_buffer not_finite, tqkv_metal_dispatch *d)
-{
-    const tqkv__places places = {n_tokens, 0, true, slots, known};
-    return tqkv__plan_encode_at(store, src, &places, not_finite, d);
-}
-
-static tqkv_result tqkv__plan_encode_kv_at(const tqkv_metal_store *keys, const tqkv_metal_store *values,
-                                           tqkv_metal_buffer k, tqkv_metal_buffer v, const tqkv__places *places,
-                                           tqkv_metal_buffer not_finite, tqkv_metal_dispatch *d)
+static tqkv_result tqkv__add_encode_kv(const tqkv_metal_store *keys, const tqkv_metal_store *values,
+                                       tqkv_metal_buffer k, tqkv_metal_buffer v, const tqkv__places *places,
+                                       tqkv_metal_buffer not_finite, tqkv_metal_plan *plan)
 {
     tqkv__stream ks, vs;
     const tqkv__encode_stream key = {
-        {"k", "keys' codes", "keys' norms", "keys' center", "keys' pages"}, keys, &ks, k, 9, 11};
+        {"k", "keys' codes", "keys' norms", "keys' center", "keys' pages", "keys' channel_scale"},
+        keys,
+        &ks,
+        k,
+        9,
+        11,
+        13};
     const tqkv__encode_stream value = {
-        {"v", "values' codes", "values' norms", "values' center", "values' pages"}, values, &vs, v, 10, 12};
-    if (!d) return TQKV__INVALID(TQKV__NO_DISPATCH);
+        {"v", "values' codes", "values' norms", "values' center", "values' pages", "values' channel_scale"},
+        values,
+        &vs,
+        v,
+        10,
+        12,
+        14};
     tqkv_result r = tqkv__plan_target(keys, places, &ks);
     if (r == TQKV_OK) r = tqkv__plan_target(values, places, &vs);
     if (r != TQKV_OK) return r;
@@ -13583,6 +13613,7 @@ static tqkv_result tqkv__plan_encode_kv_at(const tqkv_metal_store *keys, const t
     const bool tail = vs.head_dim == TQKV__TAIL_DIM(ks.head_dim);
     r = tail ? TQKV_OK : tqkv__check_kernels(ks.head_dim, vs.head_dim);
     if (r != TQKV_OK) return r;
+    tqkv_metal_dispatch *d = tqkv__add_dispatch(plan);
     tqkv__plan_begin(d, TQKV_METAL_ENCODE_KV, ks.head_dim, vs.head_dim);
     tqkv__plan_bind_flag(d, 8, not_finite);
     d->grid[2] = 2;
@@ -13590,33 +13621,58 @@ static tqkv_result tqkv__plan_encode_kv_at(const tqkv_metal_store *keys, const t
     return r == TQKV_OK ? tqkv__plan_stream(d, &value, places) : r;
 }
 
-TQKV_API tqkv_result tqkv_metal_plan_encode_kv(const tqkv_metal_store *keys, const tqkv_metal_store *values,
-                                               tqkv_metal_buffer k, tqkv_metal_buffer v, int n_tokens, int64_t position,
-                                               tqkv_metal_buffer not_finite, tqkv_metal_dispatch *d)
+static tqkv__places tqkv__places_from(int n_tokens, int64_t position)
 {
     const tqkv__places places = {n_tokens, position, false, {NULL, 0}, NULL};
-    return tqkv__plan_encode_kv_at(keys, values, k, v, &places, not_finite, d);
+    return places;
+}
+
+TQKV_API tqkv_result tqkv_metal_plan_encode(const tqkv_metal_store *store, tqkv_metal_buffer src, int n_tokens,
+                                            int64_t position, tqkv_metal_buffer not_finite, tqkv_metal_plan *plan)
+{
+    const tqkv__places places = tqkv__places_from(n_tokens, position);
+    if (!tqkv__open_plan(plan, "encode")) return TQKV__INVALID(TQKV__NO_PLAN);
+    return tqkv__close_plan(plan, tqkv__add_encode(store, src, &places, not_finite, plan));
+}
+
+TQKV_API tqkv_result tqkv_metal_plan_encode_slots(const tqkv_metal_store *store, tqkv_metal_buffer src, int n_tokens,
+                                                  tqkv_metal_buffer slots, const int32_t *known,
+                                                  tqkv_metal_buffer not_finite, tqkv_metal_plan *plan)
+{
+    const tqkv__places places = {n_tokens, 0, true, slots, known};
+    if (!tqkv__open_plan(plan, "encode_slots")) return TQKV__INVALID(TQKV__NO_PLAN);
+    return tqkv__close_plan(plan, tqkv__add_encode(store, src, &places, not_finite, plan));
+}
+
+TQKV_API tqkv_result tqkv_metal_plan_encode_kv(const tqkv_metal_store *keys, const tqkv_metal_store *values,
+                                               tqkv_metal_buffer k, tqkv_metal_buffer v, int n_tokens, int64_t position,
+                                               tqkv_metal_buffer not_finite, tqkv_metal_plan *plan)
+{
+    const tqkv__places places = tqkv__places_from(n_tokens, position);
+    if (!tqkv__open_plan(plan, "encode_kv")) return TQKV__INVALID(TQKV__NO_PLAN);
+    return tqkv__close_plan(plan, tqkv__add_encode_kv(keys, values, k, v, &places, not_finite, plan));
 }
 
 TQKV_API tqkv_result tqkv_metal_plan_encode_kv_slots(const tqkv_metal_store *keys, const tqkv_metal_store *values,
                                                      tqkv_metal_buffer k, tqkv_metal_buffer v, int n_tokens,
                                                      tqkv_metal_buffer slots, const int32_t *known,
-                                                     tqkv_metal_buffer not_finite, tqkv_metal_dispatch *d)
+                                                     tqkv_metal_buffer not_finite, tqkv_metal_plan *plan)
 {
     const tqkv__places places = {n_tokens, 0, true, slots, known};
-    return tqkv__plan_encode_kv_at(keys, values, k, v, &places, not_finite, d);
+    if (!tqkv__open_plan(plan, "encode_kv_slots")) return TQKV__INVALID(TQKV__NO_PLAN);
+    return tqkv__close_plan(plan, tqkv__add_encode_kv(keys, values, k, v, &places, not_finite, plan));
 }
 
-TQKV_API tqkv_result tqkv_metal_plan_probe(const tqkv_metal_store *store, tqkv_metal_buffer src, int n_tokens,
-                                           tqkv_metal_buffer scaled, tqkv_metal_buffer not_finite,
-                                           tqkv_metal_dispatch *d)
+static tqkv_result tqkv__add_probe(const tqkv_metal_store *store, tqkv_metal_buffer src, int n_tokens,
+                                   tqkv_metal_buffer scaled, tqkv_metal_buffer not_finite, tqkv_metal_plan *plan)
 {
     tqkv__stream s;
     size_t bytes;
-    if (!store || !d) return TQKV__INVALID(d ? "a store is NULL" : TQKV__NO_DISPATCH);
+    if (!store) return TQKV__INVALID("a store is NULL");
     tqkv_result r = tqkv__stream_shape(&store->shape, &s);
     if (r == TQKV_OK) r = tqkv__check_kernels(s.head_dim, s.head_dim);
     if (r != TQKV_OK) return r;
+    tqkv_metal_dispatch *d = tqkv__add_dispatch(plan);
     tqkv__plan_begin(d, TQKV_METAL_PROBE, s.head_dim, s.head_dim);
     tqkv__plan_bind_flag(d, 3, not_finite);
     r = tqkv__plan_extent(&s, n_tokens, &bytes);
@@ -13628,16 +13684,25 @@ TQKV_API tqkv_result tqkv_metal_plan_probe(const tqkv_metal_store *store, tqkv_m
     tqkv__plan_bind_rows(d, "src", 1, src, TQKV_FC_TYPE, s.type, bytes, false);
     tqkv__plan_bind(d, "scaled", 2, scaled,
                     (size_t)n_tokens * (size_t)s.n_kv_heads * (size_t)s.head_dim * sizeof(float), true);
-    tqkv__plan_constant(d, TQKV_FC_CENTER, tqkv__plan_bind_center(d, "center", 4, store, &s, true));
+    tqkv__plan_constant(d, TQKV_FC_CENTER, tqkv__plan_bind_channels(d, "center", 4, store->center, &s, true));
+    tqkv__plan_constant(d, TQKV_FC_SCALED,
+                        tqkv__plan_bind_channels(d, "channel_scale", 5, store->channel_scale, &s, true));
     return TQKV_OK;
 }
 
-TQKV_API tqkv_result tqkv_metal_plan_decode(const tqkv_metal_store *store, int64_t position, int n_positions,
-                                            tqkv_basis basis, tqkv_metal_buffer dst, tqkv_metal_dispatch *d)
+TQKV_API tqkv_result tqkv_metal_plan_probe(const tqkv_metal_store *store, tqkv_metal_buffer src, int n_tokens,
+                                           tqkv_metal_buffer scaled, tqkv_metal_buffer not_finite,
+                                           tqkv_metal_plan *plan)
+{
+    if (!tqkv__open_plan(plan, "probe")) return TQKV__INVALID(TQKV__NO_PLAN);
+    return tqkv__close_plan(plan, tqkv__add_probe(store, src, n_tokens, scaled, not_finite, plan));
+}
+
+static tqkv_result tqkv__add_decode(const tqkv_metal_store *store, int64_t position, int n_positions, tqkv_basis basis,
+                                    tqkv_metal_buffer dst, tqkv_metal_plan *plan)
 {
     tqkv__stream s;
     size_t bytes;
-    if (!d) return TQKV__INVALID(TQKV__NO_DISPATCH);
     tqkv_result r = tqkv__plan_open(store, &s);
     if (r == TQKV_OK) r = tqkv__check_kernels(s.head_dim, s.head_dim);
     if (r != TQKV_OK) return r;
@@ -13648,6 +13713,7 @@ TQKV_API tqkv_result tqkv_metal_plan_decode(const tqkv_metal_store *store, int64
     if (n_positions > slots) return TQKV__REFUSE(OUT_OF_RANGE, "n_positions is above the capacity");
     if ((r = tqkv__check_positions(&s, n_positions, position)) != TQKV_OK) return r;
     if ((r = tqkv__plan_check_pages(&store->shape, position, n_positions, false)) != TQKV_OK) return r;
+    tqkv_metal_dispatch *d = tqkv__add_dispatch(plan);
     tqkv__plan_begin(d, TQKV_METAL_DECODE, s.head_dim, s.head_dim);
     r = tqkv__plan_extent(&s, n_positions, &bytes);
     if (r == TQKV_OK) r = tqkv__plan_rows(d, &s, slots, n_positions, position);
@@ -13657,22 +13723,34 @@ TQKV_API tqkv_result tqkv_metal_plan_decode(const tqkv_metal_store *store, int64
     tqkv__plan_constant(d, TQKV_FC_UNROTATE, s.rotated && basis == TQKV_ORIGINAL);
     tqkv__plan_bind_store(d, "codes", "norms", 1, store, &s, false);
     tqkv__plan_bind_rows(d, "dst", 3, dst, TQKV_FC_TYPE, s.type, bytes, true);
-    tqkv__plan_constant(d, TQKV_FC_CENTER, tqkv__plan_bind_center(d, "center", 4, store, &s, true));
-    tqkv__plan_constant(d, TQKV_FC_ROTATED, s.rotated && basis == TQKV_ROTATED);
+    const bool center = tqkv__plan_bind_channels(d, "center", 4, store->center, &s, true),
+               original = basis == TQKV_ORIGINAL;
+    tqkv__plan_constant(d, TQKV_FC_CENTER, center);
+    tqkv__plan_constant(d, TQKV_FC_ROTATED, s.rotated && !original);
     tqkv__plan_bind_pages(d, "pages", 5, store->pages, &s, TQKV_FC_PAGES);
+    const bool scale = tqkv__plan_bind_channels(d, "channel_scale", 6, store->channel_scale, &s, original || center);
+    tqkv__plan_constant(d, TQKV_FC_SCALED, scale && original);
+    tqkv__plan_constant(d, TQKV_FC_CENTER_SCALED, scale && !original);
     d->memory[0] = TQKV__TABLE_BYTES;
     return TQKV_OK;
 }
 
-TQKV_API tqkv_result tqkv_metal_plan_rotate(tqkv_metal_buffer rows, int n_rows, int head_dim, bool unrotate,
-                                            tqkv_metal_dispatch *d)
+TQKV_API tqkv_result tqkv_metal_plan_decode(const tqkv_metal_store *store, int64_t position, int n_positions,
+                                            tqkv_basis basis, tqkv_metal_buffer dst, tqkv_metal_plan *plan)
+{
+    if (!tqkv__open_plan(plan, "decode")) return TQKV__INVALID(TQKV__NO_PLAN);
+    return tqkv__close_plan(plan, tqkv__add_decode(store, position, n_positions, basis, dst, plan));
+}
+
+static tqkv_result tqkv__add_rotate(tqkv_metal_buffer rows, int n_rows, int head_dim, bool unrotate,
+                                    tqkv_metal_plan *plan)
 {
     size_t size;
-    if (!d) return TQKV__INVALID(TQKV__NO_DISPATCH);
     const tqkv_result r = tqkv__check_kernels(head_dim, head_dim);
     if (r != TQKV_OK) return r;
     if (n_rows < 0 || !tqkv__array_size(n_rows, head_dim, 1, sizeof(float), &size))
         return TQKV__INVALID("n_rows is negative or too large");
+    tqkv_metal_dispatch *d = tqkv__add_dispatch(plan);
     tqkv__plan_begin(d, TQKV_METAL_ROTATE, head_dim, head_dim);
     tqkv__plan_constant(d, TQKV_FC_UNROTATE, unrotate);
     const tqkv__rotate_args args = {n_rows};
@@ -13680,6 +13758,13 @@ TQKV_API tqkv_result tqkv_metal_plan_rotate(tqkv_metal_buffer rows, int n_rows, 
     tqkv__plan_bind(d, "rows", 1, rows, size, true);
     tqkv__plan_simdgroups(d, (size_t)n_rows * (size_t)TQKV__ROW_LANES(head_dim), TQKV__SIMD_WIDTH);
     return TQKV_OK;
+}
+
+TQKV_API tqkv_result tqkv_metal_plan_rotate(tqkv_metal_buffer rows, int n_rows, int head_dim, bool unrotate,
+                                            tqkv_metal_plan *plan)
+{
+    if (!tqkv__open_plan(plan, unrotate ? "unrotate" : "rotate")) return TQKV__INVALID(TQKV__NO_PLAN);
+    return tqkv__close_plan(plan, tqkv__add_rotate(rows, n_rows, head_dim, unrotate, plan));
 }
 
 /* >>plan-split: how the threadgroups share attention. */
@@ -14005,6 +14090,17 @@ static void tqkv__plan_key_constants(tqkv_metal_dispatch *d, const tqkv__attenti
     tqkv__plan_constant(d, TQKV_FC_TAIL_ROTATED, tail_center && a->tail.rotated && !rotate);
 }
 
+/* Scales of the channels of the keys or of their tail: of queries in the original basis or, beside others, of the centre. The two
+   constants say which. */
+static void tqkv__plan_bind_key_scale(tqkv_metal_dispatch *d, const char *name, int index, const tqkv_metal_store *keys,
+                                      const tqkv__stream *s, bool original, bool center, const int constants[2])
+{
+    const bool used = s->head_dim > 0 && (original || center),
+               scaled = tqkv__plan_bind_channels(d, name, index, keys->channel_scale, s, used);
+    tqkv__plan_constant(d, constants[0], scaled && original);
+    tqkv__plan_constant(d, constants[1], scaled && !original);
+}
+
 /* Of attention: which streams have a position in the same slot. */
 static void tqkv__plan_slot_constants(tqkv_metal_dispatch *d, const tqkv__attention *a, const tqkv__attend_buffers *b,
                                       const tqkv__attend_args *args)
@@ -14097,7 +14193,7 @@ static size_t tqkv__row_blocks(const tqkv_metal_dispatch *d, const tqkv__attend_
     return (rows + columns - 1) / columns * (list ? n_queries : 1);
 }
 
-TQKV_API void tqkv__plan_columns(tqkv_metal_dispatch *d, bool matrix, int columns)
+static void tqkv__plan_columns(tqkv_metal_dispatch *d, bool matrix, int columns)
 {
     const int head_dim = d->kernel.head_dim * TQKV__DIM_UNIT, value_dim = d->kernel.value_dim * TQKV__DIM_UNIT;
     const int most = matrix ? TQKV__MOST_MATRIX_COLUMNS(head_dim) : TQKV__MAX_COLUMNS(head_dim);
@@ -14112,17 +14208,31 @@ TQKV_API void tqkv__plan_columns(tqkv_metal_dispatch *d, bool matrix, int column
     d->grid[1] = tqkv__row_blocks(d, &args, (size_t)columns);
 }
 
-TQKV_API void tqkv_metal_plan_lanes(tqkv_metal_dispatch *d)
+/* Puts attend in the place of attend_matrix. */
+static void tqkv__plan_lanes(tqkv_metal_dispatch *d)
 {
     if (d->kernel.family != TQKV_METAL_ATTEND_MATRIX) return;
     tqkv__plan_columns(d, false, d->kernel.constants[TQKV_FC_COLUMNS] - 1);
     if (d->n_simdgroups > 4) d->n_simdgroups = 4;
 }
 
+TQKV_API bool tqkv_metal_plan_lanes(tqkv_metal_plan *plan)
+{
+    for (int i = 0; i < plan->n; i++) {
+        const tqkv_metal_kernel *kernel = &plan->d[i].kernel;
+        if (kernel->family == TQKV_METAL_ATTEND_MATRIX && kernel->constants[TQKV_FC_BATCH] == 1 + true) return false;
+        tqkv__plan_lanes(&plan->d[i]);
+    }
+    return true;
+}
+
 static void tqkv__plan_attend_splits(tqkv_metal_dispatch *d, const tqkv__attention *a, const tqkv__attend_buffers *b,
                                      const tqkv__split *split)
 {
-    const bool center = tqkv__center_counts(a, b, b->keys), tail_center = tqkv__center_counts(a, b, b->tail);
+    static const int key_scales[] = {TQKV_FC_SCALED, TQKV_FC_CENTER_SCALED},
+                     tail_scales[] = {TQKV_FC_TAIL_SCALED, TQKV_FC_TAIL_CENTER_SCALED};
+    const bool center = tqkv__center_counts(a, b, b->keys), tail_center = tqkv__center_counts(a, b, b->tail),
+               original = a->call.query_basis == TQKV_ORIGINAL;
     const tqkv_metal_store *tail = b->tail ? b->tail : b->keys; /* then nothing of it is bound */
     tqkv__plan_begin(d, TQKV_METAL_ATTEND, a->keys.head_dim, a->value_dim);
     tqkv__attend_args args;
@@ -14137,14 +14247,19 @@ static void tqkv__plan_attend_splits(tqkv_metal_dispatch *d, const tqkv__attenti
     tqkv__plan_bind(d, "sinks", TQKV_METAL_ONLY_CHECKED, b->sinks,
                     b->sinks.buffer ? (size_t)a->call.n_heads * sizeof(float) : 0, false);
     tqkv__plan_bind_partials(d, 6, b->scratch, split, true);
-    tqkv__plan_bind_center(d, "keys' center", 8, b->keys, &a->keys, center);
-    tqkv__plan_bind_center(d, "values' center", TQKV_METAL_ONLY_CHECKED, b->values, &a->values, true);
+    tqkv__plan_bind_channels(d, "keys' center", 8, b->keys->center, &a->keys, center);
+    tqkv__plan_bind_channels(d, "values' center", TQKV_METAL_ONLY_CHECKED, b->values->center, &a->values, true);
+    tqkv__plan_bind_channels(d, "values' channel_scale", TQKV_METAL_ONLY_CHECKED, b->values->channel_scale, &a->values,
+                             true);
     tqkv__plan_bind_pages(d, "keys' pages", 9, b->keys->pages, &a->keys, TQKV_FC_PAGES);
     tqkv__plan_bind_pages(d, "values' pages", 10, b->values->pages, &a->values, TQKV_FC_PAGES);
     tqkv__plan_bind(d, "tree", 11, b->tree, a->call.tree ? (size_t)a->call.n_queries * sizeof(uint64_t) : 0, false);
     tqkv__plan_bind(d, "arguments", TQKV__ITEMS_OF_ATTEND, b->tree, 0, false);
     tqkv__plan_bind_store(d, "tail's codes", "tail's norms", 13, tail, &a->tail, false);
-    tqkv__plan_bind_center(d, "tail's center", 15, tail, &a->tail, tail_center);
+    tqkv__plan_bind_channels(d, "tail's center", 15, tail->center, &a->tail, tail_center);
+    tqkv__plan_bind_key_scale(d, "keys' channel_scale", 17, b->keys, &a->keys, original, center, key_scales);
+    tqkv__plan_bind_key_scale(d, "tail's channel_scale", 18, tail, &a->tail, original, tail_center, tail_scales);
+    tqkv__plan_constant(d, TQKV_FC_HALVES, TQKV__ALL_POSITIONS);
     tqkv__plan_bind(d, "lists", 16, b->list_rows, tqkv__list_rows_size(a), false);
     if (a->call.list) d->barrier = b->list_rows.buffer;
     tqkv__plan_bind_rows(d, "out", TQKV_METAL_ONLY_CHECKED, b->out, TQKV_FC_TYPE, a->call.output_type,
@@ -14202,6 +14317,17 @@ static void tqkv__plan_merge_begin(tqkv_metal_dispatch *d, const tqkv__attention
     d->n_simdgroups = 1;
 }
 
+/* Scales of the values' channels: of an output in the original basis or, beside others, of the centre. */
+static void tqkv__plan_bind_value_scale(tqkv_metal_dispatch *d, const tqkv__attention *a, const tqkv__attend_buffers *b,
+                                        bool center)
+{
+    const bool original = a->call.output_basis == TQKV_ORIGINAL && !b->slice.to,
+               scaled = tqkv__plan_bind_channels(d, "values' channel_scale", 11, b->values->channel_scale, &a->values,
+                                                 original || center);
+    tqkv__plan_constant(d, TQKV_FC_VALUE_SCALED, scaled && original);
+    tqkv__plan_constant(d, TQKV_FC_CENTER_SCALED, scaled && !original);
+}
+
 /* Merges all parts of the context: splits [first positions, others, last positions], of those that there are. */
 static void tqkv__plan_attend_merge(tqkv_metal_dispatch *d, const tqkv__attention *a, const tqkv__attend_buffers *b,
                                     const tqkv__split splits[3], const tqkv__split *all)
@@ -14216,7 +14342,8 @@ static void tqkv__plan_attend_merge(tqkv_metal_dispatch *d, const tqkv__attentio
                                    0, 0};
     tqkv__plan_merge_begin(d, a, b, args, unrotate);
     tqkv__plan_bind_partials(d, 1, b->scratch, all, false);
-    const bool center = tqkv__plan_bind_center(d, "values' center", 5, b->values, &a->values, true);
+    const bool center = tqkv__plan_bind_channels(d, "values' center", 5, b->values->center, &a->values, true);
+    tqkv__plan_bind_value_scale(d, a, b, center);
     const bool shifted = tqkv__center_counts(a, b, b->keys) || tqkv__center_counts(a, b, b->tail);
     tqkv__plan_constant(d, TQKV_FC_CENTER, shifted && !(a->call.softcap > 0.0f));
     tqkv__plan_constant(d, TQKV_FC_VALUE_CENTER, center);
@@ -14312,15 +14439,14 @@ static tqkv_result tqkv__plan_attention(const tqkv__attention *a, const tqkv__at
     return TQKV_OK;
 }
 
-/* The dispatches of a plan, in their order: *n of them. */
-static void tqkv__order_dispatches(const tqkv__attend_plan *plan, tqkv_metal_dispatch d[TQKV__MOST_DISPATCHES], int *n)
+/* Adds all of them, in their order. */
+static void tqkv__order_dispatches(const tqkv__attend_plan *from, tqkv_metal_plan *plan)
 {
-    *n = 0;
     for (int p = 0; p < TQKV__PARTS; p++)
-        if (plan->has[p] && plan->listed) d[(*n)++] = plan->lists[p];
+        if (from->has[p] && from->listed) *tqkv__add_dispatch(plan) = from->lists[p];
     for (int p = 0; p < TQKV__PARTS; p++)
-        if (plan->has[p]) d[(*n)++] = plan->attends[p];
-    d[(*n)++] = plan->merge;
+        if (from->has[p]) *tqkv__add_dispatch(plan) = from->attends[p];
+    *tqkv__add_dispatch(plan) = from->merge;
 }
 
 /* attend_merge of a slice of the caller: b->slice.to: adds it to another, else finishes it. */
@@ -14332,6 +14458,7 @@ static void tqkv__plan_slice(tqkv_metal_dispatch *d, const tqkv__attention *a, c
     tqkv__plan_bind(d, "src_out", 1, src_out, a->out_elements * sizeof(float), false);
     tqkv__plan_bind(d, "scratch", 2, src_out, 0, false);
     tqkv__plan_bind(d, "values' center", 5, src_out, 0, false);
+    tqkv__plan_bind_value_scale(d, a, b, false);
     tqkv__plan_constant(d, TQKV_FC_CENTER, false); /* the slices have what the centres add */
     tqkv__plan_constant(d, TQKV_FC_VALUE_CENTER, false);
     tqkv__plan_constant(d, TQKV_FC_VALUE_ROTATED, false);
@@ -14385,7 +14512,8 @@ static bool tqkv__plan_alike(const tqkv_metal_attention *from, const tqkv__atten
 static bool tqkv__plan_shared(const tqkv_metal_attention *from, const tqkv__attention *a)
 {
     return tqkv__plan_alike(from, a) && from->keys->codes.buffer && tqkv__same_table(from->keys, from->values) &&
-           a->keys.ring == a->values.ring && tqkv__same_buffer(from->keys->center, from->values->center);
+           a->keys.ring == a->values.ring && tqkv__same_buffer(from->keys->center, from->values->center) &&
+           tqkv__same_buffer(from->keys->channel_scale, from->values->channel_scale);
 }
 
 /* Streams that share bytes must be one stream, or by their page tables two in one pool. The tail lies in the keys' slots. */
@@ -14419,8 +14547,9 @@ static tqkv_result tqkv__plan_end_shapes(const tqkv_metal_attention *from, tqkv_
         if (!end || !(i / 2 ? to->exact_last : to->exact_first)) continue;
         tqkv__plan_store(end, shape);
         shape->center = codes->shape.center;
-        if (!tqkv__same_buffer(end->center, codes->center))
-            return TQKV__INVALID("exact_first or exact_last: a store with another centre than the codes");
+        if (!tqkv__same_buffer(end->center, codes->center) ||
+            !tqkv__same_buffer(end->channel_scale, codes->channel_scale))
+            return TQKV__INVALID("exact_first or exact_last: a store with another centre or scale than the codes");
         if (end->pages.buffer || shape->n_pages)
             return TQKV__REFUSE(UNSUPPORTED, "exact_first or exact_last with pages of their own: not on a GPU");
     }
@@ -14536,31 +14665,14 @@ static tqkv_result tqkv__plan_call_of(const tqkv_metal_attention *from, int64_t 
 
 /* >>plan-calls: the calls of attention on a GPU. */
 
-/* All its dispatches, in their order. */
-static tqkv_result tqkv__plan_dispatches(const tqkv_metal_attention *from, int64_t first, int count,
-                                         tqkv__attend_buffers *b, tqkv_metal_dispatch *d, int *n)
+/* All its dispatches. */
+static tqkv_result tqkv__add_attention(const tqkv_metal_attention *from, int64_t first, int count,
+                                       tqkv__attend_buffers *b, tqkv_metal_plan *plan)
 {
-    tqkv__attend_plan plan;
-    const tqkv_result r = tqkv__plan_call_of(from, first, count, TQKV__MOST_SUMS, b, &plan);
-    if (r == TQKV_OK) tqkv__order_dispatches(&plan, d, n);
+    tqkv__attend_plan parts;
+    const tqkv_result r = tqkv__plan_call_of(from, first, count, TQKV__MOST_SUMS, b, &parts);
+    if (r == TQKV_OK) tqkv__order_dispatches(&parts, plan);
     return r;
-}
-
-/* Of one without exact ends attend and merge, or the list before them: that of the two which is not NULL. */
-static tqkv_result tqkv__plan_codes(const tqkv_metal_attention *from, int64_t first, int count, tqkv__attend_buffers *b,
-                                    tqkv_metal_dispatch d[2], tqkv_metal_dispatch *list)
-{
-    tqkv__attend_plan plan;
-    if (!d && !list) return TQKV__INVALID(TQKV__NO_DISPATCH);
-    if (from && (from->attention.exact_first || from->attention.exact_last))
-        return TQKV__REFUSE(UNSUPPORTED, TQKV__ENDS_ON_GPU);
-    const tqkv_result r = tqkv__plan_call_of(from, first, count, TQKV__MOST_SUMS, b, &plan);
-    if (r != TQKV_OK) return r;
-    if (list && !plan.listed) return TQKV__INVALID("list: no buffer");
-    if (list) *list = plan.lists[TQKV__CODES_PART];
-    if (d) d[0] = plan.attends[TQKV__CODES_PART];
-    if (d) d[1] = plan.merge;
-    return TQKV_OK;
 }
 
 static tqkv__attend_buffers tqkv__buffers_of_call(tqkv_metal_buffer q, tqkv_metal_buffer scratch, tqkv_metal_buffer out)
@@ -14573,45 +14685,12 @@ static tqkv__attend_buffers tqkv__buffers_of_call(tqkv_metal_buffer q, tqkv_meta
     return b;
 }
 
-TQKV_API tqkv_result tqkv__plan_attend_parts(const tqkv_metal_attention *from, tqkv_metal_buffer q,
-                                             tqkv_metal_buffer scratch, tqkv_metal_buffer out, tqkv_metal_dispatch *d,
-                                             int *n)
-{
-    tqkv__attend_buffers b = tqkv__buffers_of_call(q, scratch, out);
-    return tqkv__plan_dispatches(from, 0, 0, &b, d, n);
-}
-
-static int64_t tqkv__positions_in(const tqkv_store *s)
-{
-    return s->n_pages ? (int64_t)s->n_pages * s->page_size : s->capacity;
-}
-
-TQKV_API void tqkv__take_all_parts(tqkv_attention *a, const tqkv_store *keys, const tqkv_store *values)
-{
-    const tqkv_store *const stores[] = {keys, values};
-    const int64_t end = (int64_t)a->exact_first + a->exact_last + 1; /* one that is neither */
-    a->end = end;
-    a->kv_len = end < INT_MAX ? (int)end : INT_MAX;
-    for (int i = 0; i < 2; i++) {
-        const int64_t room = tqkv__positions_in(stores[i]);
-        if (room < a->kv_len) a->kv_len = (int)room;
-        if (room < a->end && !stores[i]->ring) a->end = room;
-    }
-}
-
 TQKV_API tqkv_result tqkv_metal_plan_attend(const tqkv_metal_attention *from, tqkv_metal_buffer q,
-                                            tqkv_metal_buffer scratch, tqkv_metal_buffer out, tqkv_metal_dispatch d[2])
+                                            tqkv_metal_buffer scratch, tqkv_metal_buffer out, tqkv_metal_plan *plan)
 {
     tqkv__attend_buffers b = tqkv__buffers_of_call(q, scratch, out);
-    return tqkv__plan_codes(from, 0, 0, &b, d, NULL);
-}
-
-TQKV_API tqkv_result tqkv_metal_plan_attend_list(const tqkv_metal_attention *from, tqkv_metal_buffer scratch,
-                                                 tqkv_metal_dispatch *d)
-{
-    const tqkv_metal_buffer none = {NULL, 0};
-    tqkv__attend_buffers b = tqkv__buffers_of_call(none, scratch, none);
-    return tqkv__plan_codes(from, 0, 0, &b, NULL, d);
+    if (!tqkv__open_plan(plan, "attend")) return TQKV__INVALID(TQKV__NO_PLAN);
+    return tqkv__close_plan(plan, tqkv__add_attention(from, 0, 0, &b, plan));
 }
 
 static tqkv__attend_buffers tqkv__buffers_of_slice(tqkv_metal_buffer q, tqkv_metal_buffer scratch,
@@ -14624,70 +14703,66 @@ static tqkv__attend_buffers tqkv__buffers_of_slice(tqkv_metal_buffer q, tqkv_met
     return b;
 }
 
-TQKV_API tqkv_result tqkv__plan_partial_parts(const tqkv_metal_attention *from, tqkv_metal_buffer q, int64_t first,
-                                              int count, tqkv_metal_buffer scratch, tqkv_metal_buffer out,
-                                              tqkv_metal_buffer max, tqkv_metal_buffer sum, tqkv_metal_dispatch *d,
-                                              int *n)
-{
-    tqkv__attend_buffers b = tqkv__buffers_of_slice(q, scratch, out, max, sum);
-    return tqkv__plan_dispatches(from, first, count, &b, d, n);
-}
-
 TQKV_API tqkv_result tqkv_metal_plan_attend_partial(const tqkv_metal_attention *from, tqkv_metal_buffer q,
                                                     int64_t first, int count, tqkv_metal_buffer scratch,
                                                     tqkv_metal_buffer out, tqkv_metal_buffer max, tqkv_metal_buffer sum,
-                                                    tqkv_metal_dispatch d[2])
+                                                    tqkv_metal_plan *plan)
 {
     tqkv__attend_buffers b = tqkv__buffers_of_slice(q, scratch, out, max, sum);
-    if (from && from->list.buffer) return TQKV__REFUSE(UNSUPPORTED, TQKV__LISTS_IN_PLAN);
-    return tqkv__plan_codes(from, first, count, &b, d, NULL);
+    if (!tqkv__open_plan(plan, "attend_partial")) return TQKV__INVALID(TQKV__NO_PLAN);
+    return tqkv__close_plan(plan, tqkv__add_attention(from, first, count, &b, plan));
+}
+
+static tqkv_result tqkv__add_merge(const tqkv_metal_attention *from, const tqkv_metal_attention *slice,
+                                   tqkv__attend_buffers *b, tqkv_metal_buffer src_out, tqkv_metal_plan *plan)
+{
+    tqkv__plan_call call;
+    tqkv__attention a, other;
+    tqkv_result r = tqkv__plan_shape(from, &call, &a);
+    if (r == TQKV_OK) r = tqkv__plan_shape(slice, &call, &other);
+    if (r == TQKV_OK) r = tqkv__check_slices_match(&a, &other);
+    if (r != TQKV_OK) return r;
+    if (!from->values->channel_scale.buffer != !slice->values->channel_scale.buffer)
+        return TQKV__INVALID("slices of values with and without scales of their channels");
+    b->values = from->values;
+    tqkv_metal_dispatch *d = tqkv__add_dispatch(plan);
+    tqkv__plan_slice(d, &a, b, src_out, other.values.rotated && !a.values.rotated);
+    tqkv__plan_constant(d, TQKV_FC_ROTATED, a.values.rotated && !other.values.rotated);
+    return TQKV_OK;
 }
 
 TQKV_API tqkv_result tqkv_metal_plan_attend_merge_slice(const tqkv_metal_attention *from, tqkv_metal_buffer out,
                                                         tqkv_metal_buffer max, tqkv_metal_buffer sum,
                                                         const tqkv_metal_attention *slice, tqkv_metal_buffer src_out,
                                                         tqkv_metal_buffer src_max, tqkv_metal_buffer src_sum,
-                                                        tqkv_metal_dispatch *d)
+                                                        tqkv_metal_plan *plan)
 {
-    tqkv__plan_call call;
-    tqkv__attention a, other;
-    tqkv__attend_buffers b = tqkv__buffers_of_call(src_out, src_out, out);
-    const tqkv__slice_buffers slices = {true, true, max, sum, src_max, src_sum};
-    if (!d) return TQKV__INVALID(TQKV__NO_DISPATCH);
-    tqkv_result r = tqkv__plan_shape(from, &call, &a);
-    if (r == TQKV_OK) r = tqkv__plan_shape(slice, &call, &other);
-    if (r == TQKV_OK) r = tqkv__check_slices_match(&a, &other);
-    if (r != TQKV_OK) return r;
-    b.slice = slices;
-    tqkv__plan_slice(d, &a, &b, src_out, other.values.rotated && !a.values.rotated);
-    tqkv__plan_constant(d, TQKV_FC_ROTATED, a.values.rotated && !other.values.rotated);
-    return TQKV_OK;
-}
-
-TQKV_API tqkv_result tqkv_metal_plan_attend_merge(const tqkv_metal_attention *a, tqkv_metal_buffer out,
-                                                  tqkv_metal_buffer max, tqkv_metal_buffer sum,
-                                                  tqkv_metal_buffer src_out, tqkv_metal_buffer src_max,
-                                                  tqkv_metal_buffer src_sum, tqkv_metal_dispatch *d)
-{
-    return tqkv_metal_plan_attend_merge_slice(a, out, max, sum, a, src_out, src_max, src_sum, d);
+    tqkv__attend_buffers b = tqkv__buffers_of_slice(src_out, src_out, out, max, sum);
+    if (!tqkv__open_plan(plan, slice == from ? "attend_merge" : "attend_merge_slice"))
+        return TQKV__INVALID(TQKV__NO_PLAN);
+    b.slice.from = true;
+    b.slice.src_max = src_max;
+    b.slice.src_sum = src_sum;
+    return tqkv__close_plan(plan, tqkv__add_merge(from, slice, &b, src_out, plan));
 }
 
 TQKV_API tqkv_result tqkv_metal_plan_attend_finish(const tqkv_metal_attention *from, tqkv_metal_buffer src_out,
                                                    tqkv_metal_buffer src_max, tqkv_metal_buffer src_sum,
-                                                   tqkv_metal_buffer out, tqkv_metal_dispatch *d)
+                                                   tqkv_metal_buffer out, tqkv_metal_plan *plan)
 {
     tqkv__plan_call call;
     tqkv__attention a;
     tqkv__attend_buffers b = tqkv__buffers_of_call(src_out, src_out, out);
-    if (!d) return TQKV__INVALID(TQKV__NO_DISPATCH);
+    if (!tqkv__open_plan(plan, "attend_finish")) return TQKV__INVALID(TQKV__NO_PLAN);
     const tqkv_result r = tqkv__plan_shape(from, &call, &a);
-    if (r != TQKV_OK) return r;
+    if (r != TQKV_OK) return tqkv__close_plan(plan, r);
     b.sinks = from->sinks;
+    b.values = from->values;
     b.slice.from = true;
     b.slice.src_max = src_max;
     b.slice.src_sum = src_sum;
-    tqkv__plan_slice(d, &a, &b, src_out, a.unrotate_output);
-    return TQKV_OK;
+    tqkv__plan_slice(tqkv__add_dispatch(plan), &a, &b, src_out, a.unrotate_output);
+    return tqkv__close_plan(plan, TQKV_OK);
 }
 
 /* Adds the most scratch for positions that are kept as halves: a stretch more than they fill, or all of a ring. */
@@ -14775,7 +14850,7 @@ static tqkv_result tqkv__plan_batch_item(const tqkv__batch *b, int i, size_t *us
     const tqkv_result r = tqkv__plan_call_of(&b->items[i], 0, 0, (size_t)TQKV__MOST_SUMS / (size_t)b->n, &buffers, own);
     if (r != TQKV_OK) return r;
     for (int p = 0; p < TQKV__PARTS && !b->matrices; p++)
-        if (own->has[p]) tqkv_metal_plan_lanes(&own->attends[p]);
+        if (own->has[p]) tqkv__plan_lanes(&own->attends[p]);
     if (own->has[TQKV__CODES_PART] && tqkv__sees_nothing(&own->attends[TQKV__CODES_PART])) {
         tqkv__merge_args merge = tqkv__merge_args_of(&own->merge);
         merge.n_partials = merge.before = 0;
@@ -14911,7 +14986,8 @@ static tqkv_result tqkv__write_part(tqkv__attend_plan *all, tqkv__attend_plan *o
         {9, 9, 4, TQKV__PLACE(key_pages)},       {10, 10, 4, TQKV__PLACE(value_pages)},
         {11, 11, 4, TQKV__PLACE(tree)},          {13, 13, TQKV__CODES_UNIT, TQKV__PLACE(tail_codes)},
         {14, 14, 4, TQKV__PLACE(tail_norms)},    {15, 15, 4, TQKV__PLACE(tail_center)},
-        {6, 16, 4, TQKV__PLACE(list_rows)}};
+        {6, 16, 4, TQKV__PLACE(list_rows)},      {17, 17, 4, TQKV__PLACE(key_scale)},
+        {18, 18, 4, TQKV__PLACE(tail_scale)}};
     static const tqkv__batch_array list = {1, 1, 4, TQKV__PLACE(list)};
     to->attend = tqkv__attend_args_of(&own->attends[p]);
     const tqkv_result r =
@@ -14925,7 +15001,8 @@ static tqkv_result tqkv__write_merge(tqkv__attend_plan *all, tqkv__attend_plan *
     static const tqkv__batch_array arrays[] = {{1, 1, 4, TQKV__PLACE(partial_out)},
                                                {1, 2, 4, TQKV__PLACE(partial_state)},
                                                {4, 4, TQKV__ROWS_UNIT, TQKV__PLACE(out)},
-                                               {5, 5, 4, TQKV__PLACE(value_center)}};
+                                               {5, 5, 4, TQKV__PLACE(value_center)},
+                                               {11, 11, 4, TQKV__PLACE(value_scale)}};
     to->merge = tqkv__merge_args_of(&own->merge);
     return tqkv__write_offsets(&all->merge, &own->merge, arrays, sizeof arrays / sizeof *arrays, to);
 }
@@ -14945,7 +15022,8 @@ static size_t tqkv__batch_table_size(int n)
     return ((size_t)n * sizeof(tqkv__batch_item) + unit - 1) / unit * unit;
 }
 
-TQKV_API tqkv_result tqkv__batch_arguments(const tqkv_metal_attention *items, int n_items, size_t *bytes)
+/* Bytes of a batch's arguments. n_items: not negative */
+static tqkv_result tqkv__batch_arguments(const tqkv_metal_attention *items, int n_items, size_t *bytes)
 {
     const int n = tqkv__batch_tables(items, n_items);
     if ((size_t)n_items > SIZE_MAX / 8 / sizeof(tqkv__batch_item)) return TQKV__INVALID("n_items is too large");
@@ -15098,54 +15176,38 @@ static tqkv_result tqkv__plan_batch(const tqkv__batch *b, void *contents, tqkv__
     return tqkv__outputs_overlap(merges, b->n, value, head_dim) ? TQKV__INVALID("outputs of a batch overlap") : TQKV_OK;
 }
 
-TQKV_API tqkv_result tqkv__plan_batch_parts(const tqkv_metal_attention *items, int n_items, const tqkv_metal_buffer *q,
-                                            tqkv_metal_buffer arguments, void *contents, tqkv_metal_buffer scratch,
-                                            const tqkv_metal_buffer *out, bool matrices, tqkv_metal_dispatch *d, int *n)
-{
-    tqkv__attend_plan all;
-    memset(d, 0, 2 * sizeof *d);
-    *n = 2;
-    if (n_items < 0) return TQKV__INVALID("n_items is negative");
-    if (n_items == 0) return TQKV_OK;
-    const int tables = items ? tqkv__batch_tables(items, n_items) : 1;
-    const tqkv__batch b = {items, n_items, tables, q, out, arguments, scratch, matrices};
-    const tqkv_result r = tqkv__plan_batch(&b, contents, &all);
-    if (r == TQKV_OK) tqkv__order_dispatches(&all, d, n);
-    return r;
-}
-
 TQKV_API tqkv_result tqkv_metal_plan_attend_batch(const tqkv_metal_attention *items, int n_items,
                                                   const tqkv_metal_buffer *q, tqkv_metal_buffer arguments,
                                                   void *contents, tqkv_metal_buffer scratch,
-                                                  const tqkv_metal_buffer *out, bool matrices, tqkv_metal_dispatch d[2])
+                                                  const tqkv_metal_buffer *out, bool matrices, tqkv_metal_plan *plan)
 {
-    tqkv_metal_dispatch all[TQKV__MOST_DISPATCHES];
-    int n;
-    if (!d) return TQKV__INVALID(TQKV__NO_DISPATCH);
-    for (int i = 0; items && i < n_items; i++)
-        if (items[i].list.buffer) return TQKV__REFUSE(UNSUPPORTED, TQKV__LISTS_IN_PLAN);
-    if (items && tqkv__batch_tables(items, n_items) > 1) return TQKV__REFUSE(UNSUPPORTED, TQKV__ENDS_ON_GPU);
-    const tqkv_result r =
-        tqkv__plan_batch_parts(items, n_items, q, arguments, contents, scratch, out, matrices, all, &n);
-    for (int i = 0; i < 2; i++) d[i] = all[i];
-    return r;
+    tqkv__attend_plan all;
+    if (!tqkv__open_plan(plan, "attend_batch")) return TQKV__INVALID(TQKV__NO_PLAN);
+    if (n_items < 0) return tqkv__close_plan(plan, TQKV__INVALID("n_items is negative"));
+    if (n_items == 0) return tqkv__close_plan(plan, TQKV_OK);
+    const int tables = items ? tqkv__batch_tables(items, n_items) : 1;
+    const tqkv__batch b = {items, n_items, tables, q, out, arguments, scratch, matrices};
+    const tqkv_result r = tqkv__plan_batch(&b, contents, &all);
+    if (r == TQKV_OK) tqkv__order_dispatches(&all, plan);
+    return tqkv__close_plan(plan, r);
 }
 
 TQKV_API tqkv_result tqkv_metal_plan_attend_batch_sizes(const tqkv_metal_attention *items, int n_items,
                                                         size_t *arguments, size_t *scratch)
 {
-    size_t all = 0, own = 0;
-    if (n_items < 0 || (n_items && !items) || !arguments || !scratch)
-        return TQKV__INVALID("n_items is negative, or items, arguments or scratch is NULL");
-    tqkv_result r = tqkv__batch_arguments(items, n_items, arguments);
-    for (int i = 0; i < n_items && r == TQKV_OK; i++) {
+    size_t bytes = 0, all = 0, own = 0;
+    if (n_items < 0 || (n_items && !items)) return TQKV__INVALID("n_items is negative, or items is NULL");
+    tqkv_result r = tqkv__batch_arguments(items, n_items, &bytes);
+    for (int i = 0; scratch && i < n_items && r == TQKV_OK; i++) {
         r = tqkv__plan_scratch_within(&items[i], (size_t)TQKV__MOST_SUMS / (size_t)n_items, &own);
         if (r != TQKV_OK) return r;
         if (own > SIZE_MAX - all) return TQKV__INVALID(TQKV__LARGE_SCRATCH);
         all += own;
     }
-    *scratch = all;
-    return r;
+    if (r != TQKV_OK) return r;
+    if (arguments) *arguments = bytes;
+    if (scratch) *scratch = all;
+    return TQKV_OK;
 }
 
 /* >>plan-index: the scores of an index and the choice of blocks */
@@ -15208,6 +15270,7 @@ static void tqkv__plan_score(const tqkv__index *x, const tqkv__index_args *args,
                              tqkv_metal_buffer q, tqkv_metal_buffer scores, tqkv_metal_dispatch *d)
 {
     const tqkv__attention *a = &x->a;
+    static const int scales[] = {TQKV_FC_SCALED, TQKV_FC_CENTER_SCALED};
     const size_t n_queries = (size_t)a->call.n_queries, head_dim = (size_t)a->key_dim;
     const int columns = a->call.n_heads < TQKV__INDEX_COLUMNS ? a->call.n_heads : TQKV__INDEX_COLUMNS;
     const size_t matrices = TQKV__MATRICES(columns);
@@ -15217,9 +15280,14 @@ static void tqkv__plan_score(const tqkv__index *x, const tqkv__index_args *args,
     tqkv__plan_bind_store(d, "keys' codes", "keys' norms", 2, from->keys, &a->keys, false);
     tqkv__plan_bind(d, "weights", 4, from->weights, from->weights.buffer ? a->n_rows * sizeof(float) : 0, false);
     tqkv__plan_bind(d, "scores", 5, scores, n_queries * (size_t)x->blocks * sizeof(float), true);
-    const bool center = tqkv__plan_bind_center(d, "keys' center", 6, from->keys, &a->keys, true);
+    const bool center = tqkv__plan_bind_channels(d, "keys' center", 6, from->keys->center, &a->keys, true);
     tqkv__plan_bind_pages(d, "keys' pages", 7, from->keys->pages, &a->keys, TQKV_FC_PAGES);
     tqkv__plan_key_constants(d, a, center, false);
+    tqkv__plan_bind_key_scale(d, "keys' channel_scale", 8, from->keys, &a->keys, a->call.query_basis == TQKV_ORIGINAL,
+                              center, scales);
+    tqkv__plan_constant(d, TQKV_FC_TAIL_SCALED, false);
+    tqkv__plan_constant(d, TQKV_FC_TAIL_CENTER_SCALED, false);
+    tqkv__plan_constant(d, TQKV_FC_HALVES, TQKV__ALL_POSITIONS);
     tqkv__plan_constant(d, TQKV_FC_COLUMNS, columns);
     tqkv__plan_constant(d, TQKV_FC_SAME_SLOTS, true);
     tqkv__plan_constant(d, TQKV_FC_SHORT_STORE, false);
@@ -15234,13 +15302,12 @@ static void tqkv__plan_score(const tqkv__index *x, const tqkv__index_args *args,
     d->n_simdgroups = TQKV__MATRIX_SIMDGROUPS;
 }
 
-TQKV_API tqkv_result tqkv_metal_plan_index_scores(const tqkv_metal_index *from, tqkv_metal_buffer q,
-                                                  tqkv_metal_buffer scores, tqkv_metal_dispatch *d)
+static tqkv_result tqkv__add_scores(const tqkv_metal_index *from, tqkv_metal_buffer q, tqkv_metal_buffer scores,
+                                    tqkv_metal_plan *plan)
 {
     tqkv__index_args args;
     tqkv__index x;
     size_t size;
-    if (!d) return TQKV__INVALID(TQKV__NO_DISPATCH);
     tqkv_result r = tqkv__plan_index_open(from, &x);
     if (r != TQKV_OK) return r;
     if (x.a.key_dim != 64 && x.a.key_dim != 128)
@@ -15254,8 +15321,15 @@ TQKV_API tqkv_result tqkv_metal_plan_index_scores(const tqkv_metal_index *from, 
     if ((r = tqkv__plan_positions(&x.a.keys)) != TQKV_OK) return r;
     if ((r = tqkv__check_strides(x.a.call.query_strides)) != TQKV_OK) return r;
     tqkv__plan_index_args(&x, from, &args);
-    tqkv__plan_score(&x, &args, from, q, scores, d);
+    tqkv__plan_score(&x, &args, from, q, scores, tqkv__add_dispatch(plan));
     return TQKV_OK;
+}
+
+TQKV_API tqkv_result tqkv_metal_plan_index_scores(const tqkv_metal_index *from, tqkv_metal_buffer q,
+                                                  tqkv_metal_buffer scores, tqkv_metal_plan *plan)
+{
+    if (!tqkv__open_plan(plan, "index_scores")) return TQKV__INVALID(TQKV__NO_PLAN);
+    return tqkv__close_plan(plan, tqkv__add_scores(from, q, scores, plan));
 }
 
 /* How the resident blocks of a row are divided: one threadgroup up to 16384, or where many queries fill the GPU. Else at most
@@ -15313,15 +15387,13 @@ static void tqkv__plan_choose(const tqkv__choose_args *args, size_t n_queries, c
     d->n_simdgroups = args->chunk / each < most ? args->chunk / each + 1 : most;
 }
 
-TQKV_API tqkv_result tqkv_metal_plan_index_choose(const tqkv_metal_index *from, tqkv_metal_buffer scores, int k,
-                                                  tqkv_metal_buffer scratch, tqkv_metal_buffer list,
-                                                  tqkv_metal_dispatch d[TQKV_METAL_CHOOSE_DISPATCHES], int *n)
+static tqkv_result tqkv__add_choice(const tqkv_metal_index *from, tqkv_metal_buffer scores, int k,
+                                    tqkv_metal_buffer scratch, tqkv_metal_buffer list, tqkv_metal_plan *plan)
 {
     const tqkv_metal_buffer buffers[3] = {scores, scratch, list};
     tqkv__choose_args args;
     tqkv__index x;
     size_t size;
-    if (!d || !n) return TQKV__INVALID("d or n is NULL");
     const tqkv_result r = tqkv__plan_index_open(from, &x);
     if (r != TQKV_OK) return r;
     const int n_queries = x.a.call.n_queries;
@@ -15339,13 +15411,21 @@ TQKV_API tqkv_result tqkv_metal_plan_index_choose(const tqkv_metal_index *from, 
     args.k = k;
     args.first = x.call.first;
     args.newest = x.call.newest;
-    *n = args.n_chunks > 1 ? TQKV_METAL_CHOOSE_DISPATCHES : 1;
-    for (int i = 0; i < *n; i++) {
-        args.step = *n > 1 ? i : TQKV__CHOOSE_ALONE;
-        tqkv__plan_choose(&args, (size_t)n_queries, buffers, &d[i]);
-        if (i) d[i].barrier = scratch.buffer;
+    for (int i = 0; i < (args.n_chunks > 1 ? 3 : 1); i++) {
+        tqkv_metal_dispatch *d = tqkv__add_dispatch(plan);
+        args.step = args.n_chunks > 1 ? i : TQKV__CHOOSE_ALONE;
+        tqkv__plan_choose(&args, (size_t)n_queries, buffers, d);
+        if (i) d->barrier = scratch.buffer;
     }
     return TQKV_OK;
+}
+
+TQKV_API tqkv_result tqkv_metal_plan_index_choose(const tqkv_metal_index *from, tqkv_metal_buffer scores, int k,
+                                                  tqkv_metal_buffer scratch, tqkv_metal_buffer list,
+                                                  tqkv_metal_plan *plan)
+{
+    if (!tqkv__open_plan(plan, "index_choose")) return TQKV__INVALID(TQKV__NO_PLAN);
+    return tqkv__close_plan(plan, tqkv__add_choice(from, scores, k, scratch, list, plan));
 }
 
 /* >>plan-cache: appending to a cache and attending to it */
@@ -15363,78 +15443,79 @@ static tqkv_metal_store tqkv__store_in_buffer(const tqkv_cache *c, tqkv_metal_bu
     store.codes = tqkv__buffer_of_part(c, memory, s->codes);
     store.norms = tqkv__buffer_of_part(c, memory, s->norms);
     memset(&store.center, 0, sizeof store.center);
+    memset(&store.channel_scale, 0, sizeof store.channel_scale);
     if (s->center) store.center = tqkv__buffer_of_part(c, memory, s->center);
     memset(&store.pages, 0, sizeof store.pages);
     return store;
 }
 
-TQKV_API float tqkv__value_to_float(tqkv_type type, const void *value)
+/* The strides of calls: those that are given, or the cache's. */
+static tqkv_cache_layout tqkv__layout_of_call(const tqkv_cache *c, const tqkv_cache_layout *given)
 {
-    float x;
-    tqkv__widen_row(type, value, NULL, NULL, 1, &x);
-    return x;
-}
-
-TQKV_API void tqkv__value_from_float(tqkv_type type, float x, void *value) { tqkv__narrow_row(type, &x, 1, value); }
-
-TQKV_API tqkv_cache_layout tqkv__cache_layout_of(const tqkv_cache *c)
-{
-    const tqkv_attention *a = &c->attention;
-    const int key_dim = c->keys.head_dim + c->tail.head_dim, value_dim = (c->shared ? &c->keys : &c->values)->head_dim;
-    const tqkv_cache_layout layout = {tqkv__strides_of(c->keys.strides, c->keys.n_kv_heads, key_dim),
-                                      tqkv__strides_of(c->values.strides, c->keys.n_kv_heads, value_dim),
-                                      tqkv__strides_of(a->query_strides, a->n_heads, key_dim),
-                                      tqkv__strides_of(a->output_strides, a->n_heads, value_dim)};
-    return layout;
+    const tqkv_cache_layout own = {c->keys.strides, c->values.strides, c->attention.query_strides,
+                                   c->attention.output_strides};
+    return given ? *given : own;
 }
 
 /* The halves of the first (0) or newest (2) positions for the tokens that they keep: those of keys, of values or of both. */
-static tqkv_result tqkv__plan_append_halves(const tqkv_cache *c, tqkv_metal_buffer memory, bool packed, int first,
-                                            tqkv_metal_buffer k, tqkv_metal_buffer v, int n_tokens,
-                                            tqkv_metal_buffer not_finite, tqkv_metal_dispatch *d, int *n)
+static tqkv_result tqkv__plan_halves(const tqkv_cache *c, tqkv_metal_buffer memory, const tqkv_strides strides[2],
+                                     int first, const tqkv_metal_buffer rows[2], int n_tokens,
+                                     tqkv_metal_buffer not_finite, tqkv_metal_plan *plan)
 {
     const tqkv_store *const ends[2] = {tqkv__end_of(c, first), tqkv__end_of(c, first + 1)};
     const int64_t end = c->attention.end, left = first ? n_tokens : c->exact_first - end;
     const int kept = left < 0 ? 0 : left < n_tokens ? (int)left : n_tokens;
+    const tqkv__places places = tqkv__places_from(kept, kept ? end : 0);
     tqkv_metal_store stores[2];
     if ((!ends[0] && !ends[1]) || (n_tokens && !kept)) return TQKV_OK;
     for (int side = 0; side < 2; side++) {
         if (!ends[side]) continue;
         stores[side] = tqkv__store_in_buffer(c, memory, ends[side]);
         stores[side].shape.type = tqkv__stream_of(c, side)->type;
-        if (!packed) stores[side].shape.strides = tqkv__stream_of(c, side)->strides;
+        stores[side].shape.strides = strides[side];
     }
-    d += (*n)++;
-    const int64_t at = kept ? end : 0;
-    if (ends[0] && ends[1]) return tqkv_metal_plan_encode_kv(&stores[0], &stores[1], k, v, kept, at, not_finite, d);
-    return tqkv_metal_plan_encode(&stores[!ends[0]], ends[0] ? k : v, kept, at, not_finite, d);
+    if (ends[0] && ends[1])
+        return tqkv__add_encode_kv(&stores[0], &stores[1], rows[0], rows[1], &places, not_finite, plan);
+    return tqkv__add_encode(&stores[!ends[0]], rows[!ends[0]], &places, not_finite, plan);
 }
 
-TQKV_API tqkv_result tqkv__plan_cache_append(const tqkv_cache *c, tqkv_metal_buffer memory, bool packed,
-                                             tqkv_metal_buffer k, tqkv_metal_buffer v, int n_tokens,
-                                             tqkv_metal_buffer not_finite, tqkv_metal_dispatch *d, int *n)
+/* The rows of a tail that lies apart from the keys come behind all of theirs. */
+static tqkv_result tqkv__add_tail(const tqkv_cache *c, tqkv_metal_buffer memory, const tqkv__places *places,
+                                  tqkv_metal_buffer not_finite, tqkv_metal_plan *plan)
 {
-    const bool tail = c->tail.head_dim > 0, apart = tail && !c->shared;
-    const int64_t end = c->attention.end;
     const tqkv_strides none = {0, 0};
+    const tqkv_metal_binding *keys = tqkv__binding_at(&plan->d[0], 1);
+    const tqkv_metal_buffer rows = tqkv__buffer_after(keys->at, keys->size);
+    tqkv_metal_store tail = tqkv__store_in_buffer(c, memory, &c->tail);
+    tail.shape.strides = none;
+    return tqkv__add_encode(&tail, rows, places, not_finite, plan);
+}
+
+TQKV_API tqkv_result tqkv_metal_plan_cache_append(const tqkv_cache *c, tqkv_metal_buffer memory,
+                                                  const tqkv_cache_layout *layout, tqkv_metal_buffer k,
+                                                  tqkv_metal_buffer v, int n_tokens, tqkv_metal_buffer not_finite,
+                                                  tqkv_metal_plan *plan)
+{
+    if (!tqkv__open_plan(plan, "cache_append")) return TQKV__INVALID(TQKV__NO_PLAN);
+    if (!c) return tqkv__close_plan(plan, TQKV__INVALID("the cache is NULL"));
+    const bool tail = c->tail.head_dim > 0, apart = tail && !c->shared;
+    const tqkv__places places = tqkv__places_from(n_tokens, c->attention.end);
+    const tqkv_cache_layout own = tqkv__layout_of_call(c, layout);
+    const tqkv_strides strides[] = {own.k, own.v};
+    const tqkv_metal_buffer rows[] = {k, v};
     tqkv_metal_store keys = tqkv__store_in_buffer(c, memory, &c->keys),
                      others = tqkv__store_in_buffer(c, memory, tail && !apart ? &c->tail : &c->values);
-    keys.shape.strides = packed ? none : c->keys.strides;
-    others.shape.strides = packed ? none : c->values.strides;
-    tqkv_result r = c->shared && !tail ? tqkv_metal_plan_encode(&keys, k, n_tokens, end, not_finite, d)
-                                       : tqkv_metal_plan_encode_kv(&keys, &others, k, v, n_tokens, end, not_finite, d);
-    *n = 1;
-    if (r == TQKV_OK && apart) {
-        tqkv_metal_store third = tqkv__store_in_buffer(c, memory, &c->tail);
-        third.shape.strides = none;
-        const tqkv_metal_binding *rows = tqkv__binding_at(d, 1);
-        r = tqkv_metal_plan_encode(&third, tqkv__buffer_after(rows->at, rows->size), n_tokens, end, not_finite,
-                                   &d[(*n)++]);
-    }
+    keys.shape.strides = own.k;
+    others.shape.strides = own.v;
+    tqkv_result r = c->shared && !tail ? tqkv__add_encode(&keys, k, &places, not_finite, plan)
+                                       : tqkv__add_encode_kv(&keys, &others, k, v, &places, not_finite, plan);
+    if (r == TQKV_OK && apart) r = tqkv__add_tail(c, memory, &places, not_finite, plan);
     for (int first = 0; r == TQKV_OK && first <= 2; first += 2)
-        r = tqkv__plan_append_halves(c, memory, packed, first, k, v, n_tokens, not_finite, d, n);
-    return r;
+        r = tqkv__plan_halves(c, memory, strides, first, rows, n_tokens, not_finite, plan);
+    return tqkv__close_plan(plan, r);
 }
+
+TQKV_API void tqkv_metal_cache_appended(tqkv_cache *c, int n_tokens) { tqkv__cache_advance(c, n_tokens); }
 
 /* The attention of a cache over its stores, with the lists and the tree of `some`. */
 typedef struct tqkv__cache_call {
@@ -15478,54 +15559,221 @@ static void tqkv__open_cache_call(const tqkv_cache *c, tqkv_metal_buffer memory,
     a->attention.list_newest = some->attention.list_newest;
 }
 
-TQKV_API tqkv_result tqkv__plan_cache_sizes(const tqkv_cache *c, const tqkv_metal_attention *some, int n_queries,
-                                            size_t rows_sizes[2], size_t *scratch_size)
+TQKV_API tqkv_result tqkv_metal_plan_cache_scratch(const tqkv_cache *c, const tqkv_metal_attention *some, int n_queries,
+                                                   size_t *bytes)
 {
     const tqkv_metal_buffer none = {NULL, 0};
-    const tqkv_strides any = {0, 0}; /* the sizes are those without gaps */
     tqkv__cache_call call;
     if (!c || n_queries <= 0) return TQKV__INVALID(TQKV__NO_CACHE_QUERIES);
     tqkv__open_cache_call(c, none, some, &call);
-    tqkv_attention *a = &call.attention.attention;
-    a->n_queries = n_queries;
-    a->query_strides = a->output_strides = any;
-    a->exact_first = c->exact_first; /* as many as there will ever be */
-    a->exact_last = c->exact_last;
-    const tqkv_result r = tqkv_metal_plan_attend_scratch(&call.attention, scratch_size);
-    if (r != TQKV_OK) return r;
-    const size_t rows = (size_t)n_queries * (size_t)a->n_heads * tqkv__type_size(c->keys.type);
-    rows_sizes[0] = rows * (size_t)(c->keys.head_dim + c->tail.head_dim);
-    rows_sizes[1] = rows * (size_t)call.attention.values->shape.head_dim;
-    return TQKV_OK;
+    call.attention.attention.n_queries = n_queries;
+    call.attention.attention.exact_first = c->exact_first; /* as many as there will ever be */
+    call.attention.attention.exact_last = c->exact_last;
+    return tqkv_metal_plan_attend_scratch(&call.attention, bytes);
 }
 
-TQKV_API tqkv_result tqkv__plan_cache_attend(const tqkv_cache *c, tqkv_metal_buffer memory, bool packed,
-                                             const tqkv_metal_attention *some, tqkv_metal_buffer q, int n_queries,
-                                             tqkv_metal_buffer scratch, tqkv_metal_buffer out, tqkv_metal_dispatch *d,
-                                             int *n)
+TQKV_API tqkv_result tqkv_metal_plan_cache_attend(const tqkv_cache *c, tqkv_metal_buffer memory,
+                                                  const tqkv_cache_layout *layout, const tqkv_metal_attention *some,
+                                                  tqkv_metal_buffer q, int n_queries, tqkv_metal_buffer scratch,
+                                                  tqkv_metal_buffer out, tqkv_metal_plan *plan)
 {
-    const tqkv_strides none = {0, 0};
     tqkv__cache_call call;
-    if (!c || n_queries <= 0) return TQKV__INVALID(TQKV__NO_CACHE_QUERIES);
+    if (!tqkv__open_plan(plan, "attend")) return TQKV__INVALID(TQKV__NO_PLAN);
+    if (!c || n_queries <= 0) return tqkv__close_plan(plan, TQKV__INVALID(TQKV__NO_CACHE_QUERIES));
+    const tqkv_cache_layout own = tqkv__layout_of_call(c, layout);
     tqkv__open_cache_call(c, memory, some, &call);
-    tqkv_attention *a = &call.attention.attention;
-    a->n_queries = n_queries;
-    if (packed) a->query_strides = a->output_strides = none;
-    return tqkv__plan_attend_parts(&call.attention, q, scratch, out, d, n);
+    call.attention.attention.n_queries = n_queries;
+    call.attention.attention.query_strides = own.q;
+    call.attention.attention.output_strides = own.out;
+    return tqkv_metal_plan_attend(&call.attention, q, scratch, out, plan);
 }
 
-TQKV_API tqkv_result tqkv__plan_cache_all_parts(const tqkv_cache *c, tqkv_metal_buffer memory, int n_queries,
-                                                tqkv_metal_dispatch *d, int *n)
+/* >>plan-prepare: what calls will need, planned ahead of time so that pipelines can be built. */
+
+/* The last number of queries that can need a pipeline of its own: more of them fill all columns of a threadgroup. */
+enum { TQKV__MOST_PREPARED = TQKV__MOST_MATRIX_COLUMNS(64) };
+
+/* Who sees the plans. */
+typedef struct tqkv__visitor {
+    tqkv_metal_visit visit;
+    void *user;
+    tqkv_metal_plan plan;
+} tqkv__visitor;
+
+static tqkv_result tqkv__check_visit(tqkv_metal_visit visit, int max_queries)
+{
+    return visit && max_queries >= 0 ? TQKV_OK : TQKV__INVALID("visit is NULL, or max_queries negative");
+}
+
+/* planned: the result of what made the plan */
+static tqkv_result tqkv__visit(tqkv__visitor *v, tqkv_result planned)
+{
+    return planned == TQKV_OK ? v->visit(v->user, &v->plan) : planned;
+}
+
+/* As planned, and for a page table that is shorter than a tile where it is not, or the reverse. */
+static tqkv_result tqkv__visit_tables(tqkv__visitor *v, tqkv_result planned)
+{
+    bool other = false;
+    const tqkv_result r = tqkv__visit(v, planned);
+    for (int i = 0; i < v->plan.n && r == TQKV_OK; i++) {
+        tqkv_metal_dispatch *d = &v->plan.d[i];
+        const bool attend = d->kernel.family == TQKV_METAL_ATTEND || d->kernel.family == TQKV_METAL_ATTEND_MATRIX;
+        const int page_size = attend ? tqkv__attend_args_of(d).key_page_size : 0;
+        if (!page_size || page_size >= TQKV__SIMD_WIDTH) continue;
+        tqkv__plan_constant(d, TQKV_FC_SHORT_STORE, d->kernel.constants[TQKV_FC_SHORT_STORE] == 1 + false);
+        other = true;
+    }
+    return other ? tqkv__visit(v, r) : r;
+}
+
+/* Attention, alone and in batches. */
+static tqkv_result tqkv__visit_attention(tqkv__visitor *v, tqkv_result planned, bool batches)
+{
+    const tqkv_result r = tqkv__visit_tables(v, planned);
+    if (r != TQKV_OK || !batches) return r;
+    for (int i = 0; i < v->plan.n; i++) tqkv__plan_constant(&v->plan.d[i], TQKV_FC_BATCH, true);
+    return tqkv__visit_tables(v, r);
+}
+
+/* What writes keys and values, or one of them. */
+static tqkv_result tqkv__visit_encoding(tqkv__visitor *v, const tqkv_metal_store *keys, const tqkv_metal_store *values)
+{
+    const tqkv_metal_buffer none = {NULL, 0};
+    if (!keys && !values) return TQKV_OK;
+    return tqkv__visit(v, keys && values ? tqkv_metal_plan_encode_kv(keys, values, none, none, 0, 0, none, &v->plan)
+                                         : tqkv_metal_plan_encode(keys ? keys : values, none, 0, 0, none, &v->plan));
+}
+
+/* Slices of it, their merge and their end. */
+static tqkv_result tqkv__visit_slices(tqkv__visitor *v, const tqkv_metal_attention *a)
+{
+    const tqkv_metal_buffer none = {NULL, 0};
+    const int count = a->attention.kv_len;
+    const int64_t first = a->attention.end - count;
+    tqkv_result r = tqkv_metal_plan_attend_partial(a, none, first, count, none, none, none, none, &v->plan);
+    r = tqkv__visit_attention(v, r, false);
+    if (r != TQKV_OK) return r;
+    r = tqkv__visit(v, tqkv_metal_plan_attend_merge_slice(a, none, none, none, a, none, none, none, &v->plan));
+    return r == TQKV_OK ? tqkv__visit(v, tqkv_metal_plan_attend_finish(a, none, none, none, none, &v->plan)) : r;
+}
+
+/* The store without the processor's copy of its page table. */
+static tqkv_metal_store tqkv__any_pages(const tqkv_metal_store *s)
+{
+    tqkv_metal_store any = *s;
+    if (s->pages.buffer) any.shape.pages = NULL;
+    return any;
+}
+
+static int64_t tqkv__positions_in(const tqkv_store *s)
+{
+    return s->n_pages ? (int64_t)s->n_pages * s->page_size : s->capacity;
+}
+
+/* Gives an attention positions in every part that its context can have, as far as the stores go. */
+static void tqkv__take_all_parts(tqkv_attention *a, const tqkv_store *keys, const tqkv_store *values)
+{
+    const tqkv_store *const stores[] = {keys, values};
+    const int64_t end = (int64_t)a->exact_first + a->exact_last + 1; /* one that is neither */
+    a->end = end;
+    a->kv_len = end < INT_MAX ? (int)end : INT_MAX;
+    for (int i = 0; i < 2; i++) {
+        const int64_t room = tqkv__positions_in(stores[i]);
+        if (room < a->kv_len) a->kv_len = (int)room;
+        if (room < a->end && !stores[i]->ring) a->end = room;
+    }
+}
+
+/* Whether attention of n queries is to be planned. */
+static bool tqkv__prepares(int n, int max_queries)
+{
+    return n <= (max_queries ? max_queries : 1) && n <= TQKV__MOST_PREPARED;
+}
+
+/* Attention of all numbers of queries. call: in all parts */
+static tqkv_result tqkv__visit_queries(tqkv__visitor *v, tqkv_metal_attention *call, int max_queries, int also)
+{
+    const tqkv_metal_buffer none = {NULL, 0};
+    tqkv_result r = TQKV_OK;
+    for (int n = 1; r == TQKV_OK && tqkv__prepares(n, max_queries); n++) {
+        call->attention.n_queries = n;
+        r = tqkv_metal_plan_attend(call, none, none, none, &v->plan);
+        r = tqkv__visit_attention(v, r, also & TQKV_METAL_BATCHES);
+        if (r == TQKV_OK && (also & TQKV_METAL_SLICES)) r = tqkv__visit_slices(v, call);
+    }
+    return r;
+}
+
+TQKV_API tqkv_result tqkv_metal_plan_prepare(const tqkv_metal_attention *a, int max_queries, int also,
+                                             tqkv_metal_visit visit, void *user)
+{
+    tqkv__visitor v;
+    tqkv_result r = tqkv__check_visit(visit, max_queries);
+    if (r != TQKV_OK) return r;
+    if (!a || !a->keys || !a->values) return TQKV__INVALID("the attention or a store is NULL");
+    v.visit = visit;
+    v.user = user;
+    const bool shared = a->keys == a->values;
+    const tqkv_metal_store keys = tqkv__any_pages(a->keys), values = tqkv__any_pages(a->values),
+                           others = tqkv__any_pages(a->tail ? a->tail : a->values);
+    tqkv_metal_attention call = *a;
+    call.keys = &keys;
+    call.values = &values;
+    call.tail = a->tail ? &others : NULL;
+    call.attention.tree = NULL; /* what the processor knows of it, and of the list, is of another number of queries */
+    call.attention.list = NULL;
+    tqkv__take_all_parts(&call.attention, &keys.shape, &values.shape);
+    r = tqkv__visit_encoding(&v, &keys, shared && !a->tail ? NULL : &others);
+    if (r == TQKV_OK && a->attention.exact_first)
+        r = tqkv__visit_encoding(&v, a->first_keys, shared ? NULL : a->first_values);
+    if (r == TQKV_OK && a->attention.exact_last)
+        r = tqkv__visit_encoding(&v, a->last_keys, shared ? NULL : a->last_values);
+    return r == TQKV_OK ? tqkv__visit_queries(&v, &call, max_queries, also) : r;
+}
+
+TQKV_API tqkv_result tqkv_metal_plan_index_prepare(const tqkv_metal_index *x, int max_queries, tqkv_metal_visit visit,
+                                                   void *user)
+{
+    const tqkv_metal_buffer none = {NULL, 0};
+    tqkv__visitor v;
+    tqkv_result r = tqkv__check_visit(visit, max_queries);
+    if (r != TQKV_OK) return r;
+    if (!x || !x->keys) return TQKV__INVALID("the index or its keys are NULL");
+    v.visit = visit;
+    v.user = user;
+    const tqkv_metal_store keys = tqkv__any_pages(x->keys);
+    tqkv_metal_index call = *x;
+    call.keys = &keys;
+    call.index.end = call.index.positions = 0;
+    call.index.kv_len = 0;
+    r = tqkv__visit_encoding(&v, &keys, NULL);
+    for (int n = 1; r == TQKV_OK && n <= 2 && tqkv__prepares(n, max_queries); n++) { /* one, or several */
+        call.index.n_queries = n;
+        r = tqkv__visit(&v, tqkv_metal_plan_index_scores(&call, none, none, &v.plan));
+        if (r == TQKV_OK) r = tqkv__visit(&v, tqkv_metal_plan_index_choose(&call, none, 1, none, none, &v.plan));
+    }
+    return r;
+}
+
+TQKV_API tqkv_result tqkv_metal_plan_cache_prepare(const tqkv_cache *c, tqkv_metal_buffer memory, int max_queries,
+                                                   tqkv_metal_visit visit, void *user)
 {
     const tqkv_metal_buffer none = {NULL, 0};
     tqkv__cache_call call;
+    tqkv__visitor v;
+    tqkv_result r = tqkv__check_visit(visit, max_queries);
+    if (r == TQKV_OK && !c) r = TQKV__INVALID("the cache is NULL");
+    if (r != TQKV_OK) return r;
+    v.visit = visit;
+    v.user = user;
+    r = tqkv__visit(&v, tqkv_metal_plan_cache_append(c, memory, NULL, none, none, 0, none, &v.plan));
+    if (r != TQKV_OK) return r;
     tqkv__open_cache_call(c, memory, NULL, &call);
-    tqkv_attention *a = &call.attention.attention;
-    a->n_queries = n_queries;
-    a->exact_first = c->exact_first;
-    a->exact_last = c->exact_last;
-    tqkv__take_all_parts(a, &call.attention.keys->shape, &call.attention.values->shape);
-    return tqkv__plan_attend_parts(&call.attention, none, none, none, d, n);
+    call.attention.attention.exact_first = c->exact_first;
+    call.attention.attention.exact_last = c->exact_last;
+    tqkv__take_all_parts(&call.attention.attention, &call.attention.keys->shape, &call.attention.values->shape);
+    return tqkv__visit_queries(&v, &call.attention, max_queries, 0);
 }
 
 /* >>plan-report: what the kernel `tables` reports, compared with what the host has */

@@ -33,6 +33,10 @@ OPTIONAL = {
     "tqkv_cache_values": {"c"},
     "tqkv_cache_tail": {"c"},
     "tqkv_metal_destroy": {"m"},
+    "tqkv_metal_plan_attend_batch_sizes": {"arguments", "scratch"},
+    "tqkv_metal_plan_cache_append": {"layout"},
+    "tqkv_metal_plan_cache_scratch": {"some"},
+    "tqkv_metal_plan_cache_attend": {"layout", "some"},
 }
 # Results that are never NULL.
 NEVER = {"tqkv_format_name", "tqkv_result_string", "tqkv_isa_name"}
