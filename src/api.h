@@ -194,6 +194,31 @@ typedef struct tqkv_quality {
    that its products have of them. */
 TQKV_API tqkv_result tqkv_measure(const tqkv_store *shape, const void *src, int n_tokens, tqkv_quality *out);
 
+/* Channels of the rotary embedding that share a scale. Such a scale commutes with the rotation of positions: an engine may fold
+   it into its projections, and may shift contexts. */
+typedef enum tqkv_pairs {
+    TQKV_PAIRS_NONE = 0,
+    TQKV_PAIRS_NEIGHBOURS, /* channels 2i and 2i + 1 */
+    TQKV_PAIRS_HALVES      /* channels i and i + head_dim / 2 */
+} tqkv_pairs;
+/* Learns centre and scale of keys from rows and, if given, from queries, which say what reads a channel's error:
+
+     center = mean,  s = deviation from it,  channel_scale = sqrt(s), or sqrt(s / r) with r = root mean square of the queries,
+
+   then divided by its root mean square over the head's channels and kept in [2^-10, 2^10]. A channel of deviation 0 counts as that
+   of the smallest other. The same bits on every machine. Values need neither.
+   src: [n_tokens][n_kv_heads][head_dim], of the shape's type and strides; q: [n_queries][n_heads][head_dim] of its type, without
+   gaps, or NULL; n_heads: 0 = n_kv_heads. center, channel_scale: [n_kv_heads][head_dim], one may be NULL. No tokens: 0 and 1. The
+   shape's format, centre and scale do not matter. TQKV_NOT_FINITE: NaN, infinity or a magnitude beyond 1e12. */
+TQKV_API tqkv_result tqkv_calibrate(const tqkv_store *shape, const void *src, int n_tokens, const void *q, int n_heads,
+                                    int n_queries, tqkv_pairs pairs, float *center, float *channel_scale);
+/* What the shape's format, centre and scale would add to the logits: the standard deviation of q.(k' - k)/sqrt(head_dim) over
+   the rows k, root mean square over the queries that read the head. Up to 0.1 predictions hardly change; at 1 they are another
+   model's. Rows and queries as tqkv_calibrate's, q not NULL; noise: [n_kv_heads], zeros for no tokens or queries, INFINITY if
+   rows decode to NaN. */
+TQKV_API tqkv_result tqkv_logit_noise(const tqkv_store *shape, const void *src, int n_tokens, const void *q,
+                                      int n_heads, int n_queries, double *noise);
+
 /* >>rotate
    y = R(s*x)/sqrt(D) and its inverse x = s*R(y)/sqrt(D), in place; rows: [n_rows][head_dim]. NaN and Inf spread. */
 TQKV_API tqkv_result tqkv_rotate(float *rows, int n_rows, int head_dim);
@@ -252,15 +277,22 @@ typedef struct tqkv_attention {
     const int32_t *list;
     int list_length, list_heads; /* list_heads: 0 = 1, or n_kv_heads: a row for each */
     int list_block, list_newest; /* list_block: 1, 4, 16, 64 or 128 positions */
-    /* Some positions as halves, too: those below exact_first are read from first_keys and first_values, and the newest
-       exact_last, up to `end`, from last_keys and last_values; all others, and those of a stream whose store here is NULL or
-       that is F16 itself, from keys and values, whose codes at these positions are not looked at. Stores of F16 with n_kv_heads,
-       head_dim, centre and scale of the codes, and rotated if these are; linear, rings (multiples of 64 read fastest) or
-       paged, as long as they hold these positions: else TQKV_OUT_OF_RANGE. If the keys are the values, so are their
-       halves. A tail is always read from its own store. On a GPU the stores of halves have no pages, and keys with a
-       tail have none beside them. */
+    /* Some positions as halves, too: a query at position p reads those below exact_first from first_keys and first_values, and
+       those above p - exact_last, but none below exact_from, from last_keys and last_values; all others, and those of a stream
+       whose store here is NULL or that is F16 itself, from keys and values. It gets the same bits alone and in a batch. With
+       a tree, too, p is where a query stands, and not its depth. Stores of F16 with n_kv_heads, head_dim, centre and scale of
+       the codes, and rotated if these are; linear, rings (multiples of 64 read fastest) or paged, as long as they hold these
+       positions, of last_keys and last_values the newest exact_last + n_queries - 1 up to `end`: else TQKV_OUT_OF_RANGE. If
+       the keys are the values, so are their halves. A resident position's tail is read from its own store. On a GPU the
+       stores of halves have no pages, and keys with a tail have none beside them. */
     const tqkv_store *first_keys, *first_values, *last_keys, *last_values;
     int exact_first, exact_last;
+    int64_t exact_from; /* what a truncation, for example, has left as codes; 0: nothing */
+    /* Positions below exact_first that are no longer resident are seen, as if they were, where first_keys, first_values and, with
+       a tail, first_tail have them: streams of F16 need theirs for that, too. first_tail: a store of the tail's kind. A slice has
+       them if it begins with the oldest resident position. On a GPU they are not seen. */
+    const tqkv_store *first_tail;
+    bool whole_window; /* TQKV_OUT_OF_RANGE if a position of a query's window is gone; else it sees what is there */
 } tqkv_attention;
 
 /* q: [n_queries][n_heads][head_dim of the keys, then of the tail], out: [n_queries][n_heads][head_dim of the values].
@@ -352,11 +384,12 @@ typedef struct tqkv_cache_desc {
     bool shared;     /* a latent cache: the keys are the values. value_format and value_dim: those of the keys, or 0 */
     int tail_dim;    /* further dimensions of each key, in a stream of their own; 0: none */
     tqkv_format tail_format; /* 0 = F16 */
-    /* So many of the first and of the newest positions are kept as halves, too, and read as these: most of the weight is
-       there. Their sum is at most the capacity; F16 streams and the tail need none. Which positions are halves depends on
-       the end alone: queries of a batch that stand before it have fewer of them behind them. After truncate, remove and keep the
-       newest may be left as codes until new ones come. */
+    /* So many of the first positions, and of the newest before each query, are kept as halves, too, and read as these: most of
+       the weight is there. Their sum is at most the capacity; F16 streams and the tail need none. The halves of the newest are
+       room for 64 queries of one call; an append of more tokens makes more room, for as many. After truncate, remove and
+       keep the newest may be left as codes until new ones come. */
     int exact_first, exact_last;
+    int exact_batch; /* make room for the halves of one append of so many tokens at once. On a GPU, which cannot make more, 0 = 512 */
 } tqkv_cache_desc;
 
 /* *out is NULL on failure. */

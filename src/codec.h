@@ -265,26 +265,42 @@ static void tqkv__quantiser_open(const tqkv__stream *s, tqkv__quantiser *q)
 }
 
 /* Source and destination of a row. src, of the stream's type, center and factors (or NULL): [head_dim], codes: [row_bytes],
-   norms: [norms_per_row] */
+   norms: [norms_per_row], half: [2 * head_dim] or NULL, takes the rotated row as halves, too */
 typedef struct tqkv__row {
     const void *src;
     const float *center, *factors; /* factors: see tqkv__factors_of */
     uint8_t *codes;
     float *norms;
+    uint8_t *half;
 } tqkv__row;
+
+static void tqkv__store_halves(const float *x, int n, uint8_t *to)
+{
+    for (int i = 0; i < n; i++) {
+        const uint16_t half = tqkv__half_from_float(x[i]);
+        to[2 * i] = (uint8_t)(half & 255);
+        to[2 * i + 1] = (uint8_t)(half >> 8);
+    }
+}
 
 static TQKV__NOINLINE void tqkv__encode_row(const tqkv__stream *s, const tqkv__row *row)
 {
     float x[TQKV_MAX_HEAD_DIM];
     uint8_t codes[TQKV_MAX_HEAD_DIM];
     tqkv__widen_row(s->type, row->src, row->center, row->factors, s->head_dim, x);
+    if (row->half) {
+        float rotated[TQKV_MAX_HEAD_DIM];
+        memcpy(rotated, x, (size_t)s->head_dim * sizeof(float));
+        if (s->rotated) tqkv__rotate_row(rotated, s->head_dim);
+        tqkv__store_halves(rotated, s->head_dim, row->half);
+    }
     tqkv__scale_row(s, x, row->norms);
+    if (s->kind == TQKV__HALF) {
+        tqkv__store_halves(x, s->head_dim, row->codes);
+        return;
+    }
     for (int i = 0; i < s->head_dim; i++) {
-        if (s->kind == TQKV__HALF) {
-            const uint16_t half = tqkv__half_from_float(x[i]);
-            row->codes[2 * i] = (uint8_t)(half & 255);
-            row->codes[2 * i + 1] = (uint8_t)(half >> 8);
-        } else if (s->kind == TQKV__GRID) {
+        if (s->kind == TQKV__GRID) {
             codes[i] = tqkv__quantise_i8(x[i]);
         } else {
             codes[i] = (uint8_t)tqkv__quantise(s->boundaries, s->book_bits, x[i]);
@@ -292,7 +308,7 @@ static TQKV__NOINLINE void tqkv__encode_row(const tqkv__stream *s, const tqkv__r
         }
     }
     if (s->kind == TQKV__BOOK) tqkv__correct_norms(s, x, row->norms);
-    if (s->kind != TQKV__HALF) tqkv__pack(s, codes, row->codes);
+    tqkv__pack(s, codes, row->codes);
 }
 
 static void tqkv__encode_rows(const tqkv__stream *s, const tqkv__quantiser *q, const tqkv__row *rows, int n_rows)

@@ -15,6 +15,7 @@
      >>encode         tqkv_encode, tqkv_probe, tqkv_decode
      >>convert        tqkv_store_convert, and rows that move
      >>measure        tqkv_mean, tqkv_measure, tqkv_rotate
+     >>calibrate      tqkv_calibrate, tqkv_logit_noise
      >>attend         types of attention, and attention of a tile in plain C
      >>integer        the same in integers
 

@@ -118,6 +118,7 @@ static TQKV__NOINLINE void tqkv__convert_rows(const tqkv__stream *from, const tq
             rows[i].center = rows[i].factors = NULL;
             rows[i].codes = tqkv__codes_at(to, kv_head, target);
             rows[i].norms = tqkv__norms_at(to, kv_head, target);
+            rows[i].half = NULL;
         }
         codec->encode_rows(&decoded, &q, rows, now);
     }

@@ -65,24 +65,38 @@ typedef struct tqkv__heads {
     const float *factors;
 } tqkv__heads;
 
-/* Encodes tokens [from, to) of some heads; src[0] is for `position`. */
+/* Tokens [from, to) of src; src[0] is for `position`. halves: a ring of halves that takes what remains in it of the tokens up to
+   `end`, too, or NULL */
+typedef struct tqkv__tokens {
+    const tqkv__stream *halves;
+    const void *src;
+    int from, to;
+    int64_t position, end;
+} tqkv__tokens;
+
+/* Encodes tokens of some heads. */
 static void tqkv__encode_heads(const tqkv__stream *s, const tqkv__quantiser *q, const tqkv__heads *heads,
-                               const void *src, int from, int to, int64_t position)
+                               const tqkv__tokens *tokens)
 {
     enum { batch = 64 };
     const tqkv__codec *codec = tqkv__codec_for(s->head_dim);
     tqkv__row rows[batch];
+    const tqkv__stream *halves = tokens->halves;
     int n = 0;
-    for (int t = from; t < to; t++) {
-        const int slot = tqkv__slot(s, position + t);
+    for (int t = tokens->from; t < tokens->to; t++) {
+        const int64_t position = tokens->position + t;
+        const int slot = tqkv__slot(s, position);
+        const bool half = halves && tokens->end - position <= halves->capacity;
+        const int half_slot = half ? tqkv__slot(halves, position) : 0;
         if (slot >= 0)
             for (int i = 0; i < heads->n; i++) {
                 const int h = heads->first + i;
-                rows[n].src = tqkv__source_row(s, src, (size_t)t, (size_t)h);
+                rows[n].src = tqkv__source_row(s, tokens->src, (size_t)t, (size_t)h);
                 rows[n].center = tqkv__center_of(s, h);
                 rows[n].factors = tqkv__of_head(s, heads->factors, i);
                 rows[n].codes = tqkv__codes_at(s, h, slot);
                 rows[n].norms = tqkv__norms_at(s, h, slot);
+                rows[n].half = half ? tqkv__codes_at(halves, h, half_slot) : NULL;
                 if (++n == batch) codec->encode_rows(s, q, rows, n);
                 n %= batch;
             }
@@ -90,9 +104,9 @@ static void tqkv__encode_heads(const tqkv__stream *s, const tqkv__quantiser *q, 
     if (n) codec->encode_rows(s, q, rows, n);
 }
 
-/* Encodes tokens [from, to) of src after tqkv__encode_open; src[0] is for `position`. With a scale as many heads at a time as
-   have their factors in 4 KiB, so that each factor is found once. */
-static void tqkv__encode_tokens(const tqkv__stream *s, const void *src, int from, int to, int64_t position)
+/* Encodes tokens after tqkv__encode_open. With a scale as many heads at a time as have their factors in 4 KiB, so that each factor
+   is found once. */
+static void tqkv__encode_tokens(const tqkv__stream *s, const tqkv__tokens *tokens)
 {
     float room[TQKV_MAX_HEAD_DIM];
     const uint64_t mode = tqkv__fp_exact();
@@ -102,7 +116,7 @@ static void tqkv__encode_tokens(const tqkv__stream *s, const void *src, int from
     for (int h = 0; h < s->n_kv_heads; h += most) {
         tqkv__heads heads = {h, s->n_kv_heads - h < most ? s->n_kv_heads - h : most, NULL};
         heads.factors = tqkv__factors_of(s, h, heads.n, room);
-        tqkv__encode_heads(s, &q, &heads, src, from, to, position);
+        tqkv__encode_heads(s, &q, &heads, tokens);
     }
     tqkv__fp_restore(mode);
 }
@@ -111,7 +125,7 @@ static void tqkv__encode_tokens(const tqkv__stream *s, const void *src, int from
    for NaN and Inf, the next encodes. */
 enum { TQKV__ENCODE_STREAMS = 3, TQKV__ENCODE_TASKS = 16 };
 typedef struct tqkv__encode_job {
-    const tqkv__stream *streams[TQKV__ENCODE_STREAMS];
+    const tqkv__stream *streams[TQKV__ENCODE_STREAMS], *halves[TQKV__ENCODE_STREAMS]; /* see tqkv__encode_tokens */
     const void *src[TQKV__ENCODE_STREAMS];
     tqkv_parallel parallel;
     int n_streams, n_tokens, n_tasks; /* n_tasks: of each stream */
@@ -129,8 +143,9 @@ static void tqkv__encode_task(void *context, int index)
     const int first = job->encode ? tqkv__first_kept(s, job->n_tokens) : 0;
     const int from = first + (int)((int64_t)(job->n_tokens - first) * part / job->n_tasks);
     const int to = first + (int)((int64_t)(job->n_tokens - first) * (part + 1) / job->n_tasks);
+    const tqkv__tokens tokens = {job->halves[stream], src, from, to, job->position, job->position + job->n_tokens};
     if (job->encode)
-        tqkv__encode_tokens(s, src, from, to, job->position);
+        tqkv__encode_tokens(s, &tokens);
     else
         job->bad[index] = !tqkv__rows_finite(s, tqkv__source_row(s, src, (size_t)from, 0), to - from);
 }

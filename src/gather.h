@@ -90,7 +90,7 @@ static void tqkv__find_slots_of(const tqkv__attention *a, const tqkv__list *l, t
         memcpy(ranks->values, ranks->keys, (size_t)ranks->n * sizeof *ranks->keys);
     else
         tqkv__find_slots(v, l, ranks, ranks->values);
-    if (a->call.tail) tqkv__find_slots(&a->tail, l, ranks, ranks->tail);
+    if (a->call.tail) tqkv__find_slots(ranks->place.tail, l, ranks, ranks->tail);
 }
 
 static bool tqkv__in_order(const int32_t *slots, int n)
@@ -107,31 +107,54 @@ static bool tqkv__lies_together(const tqkv__attention *a, const tqkv__ranks *ran
            (!a->call.tail || tqkv__in_order(ranks->tail, ranks->n));
 }
 
-/* Finds the next tile of ranks [rank, end); n is 0 if there is none. A list's tile has something that its query sees. */
-static void tqkv__find_ranks(const tqkv__work *w, int64_t rank, int64_t end, tqkv__ranks *ranks)
+/* Ranks of a pass. */
+static const tqkv__list *tqkv__list_in_pass(const tqkv__work *w, int pass)
+{
+    return pass == TQKV__GONE ? NULL : w->list;
+}
+
+/* Finds the tile of the ranks from `rank` to at most `end`; its n is 0 if a list's query sees none of it. Returns the rank behind. */
+static int64_t tqkv__find_ranks_at(const tqkv__work *w, int pass, int64_t rank, int64_t end, tqkv__ranks *ranks)
 {
     const tqkv__attention *a = w->a;
+    const tqkv__list *l = tqkv__list_in_pass(w, pass);
     const bool scattered = w->small_pages || w->odd_rings;
+    int64_t n = TQKV__TILE - rank % TQKV__TILE;
+    if (n > end - rank) n = end - rank;
+    const int64_t position = tqkv__position_of(l, rank), last = tqkv__position_of(l, rank + n - 1);
+    const bool together = last - position == n - 1;
     ranks->n = 0;
-    for (int64_t n; rank < end; rank += n) {
-        n = TQKV__TILE - rank % TQKV__TILE;
-        if (n > end - rank) n = end - rank;
-        const int64_t position = tqkv__position_of(w->list, rank), last = tqkv__position_of(w->list, rank + n - 1);
-        const bool together = last - position == n - 1;
-        ranks->place = tqkv__place_at(a, position);
-        if (together)
-            n = tqkv__tile_length(a, &ranks->place, position, last + 1); /* as without a list */
-        else if (last >= ranks->place.end)
-            n = tqkv__rank_of(w->list, ranks->place.end) - rank;
-        ranks->together = together && !scattered;
-        ranks->hidden = tqkv__hidden_ranks(a, w->item->first_row / a->group, w->list, rank, (int)n);
-        if (ranks->hidden == tqkv__bits_below((int)n)) continue;
-        ranks->rank = rank;
-        ranks->n = (int)n;
-        tqkv__find_slots_of(a, w->list, ranks);
-        if (scattered) ranks->together = tqkv__lies_together(a, ranks);
-        return;
+    ranks->place = tqkv__place_at(a, position, pass);
+    if (together)
+        n = tqkv__tile_length(a, &ranks->place, position, last + 1); /* as without a list */
+    else if (last >= ranks->place.end)
+        n = tqkv__rank_of(l, ranks->place.end) - rank;
+    ranks->together = together && !scattered;
+    ranks->hidden = tqkv__hidden_ranks(a, w->item->first_row / a->group, l, rank, (int)n);
+    if (ranks->hidden == tqkv__bits_below((int)n)) return rank + n;
+    ranks->rank = rank;
+    ranks->n = (int)n;
+    tqkv__find_slots_of(a, l, ranks);
+    if (scattered) ranks->together = tqkv__lies_together(a, ranks);
+    return rank + n;
+}
+
+/* Finds the next tile of ranks from `rank` of a pass on; n is 0 if there is none. */
+static void tqkv__find_ranks(const tqkv__work *w, int pass, int64_t rank, tqkv__ranks *ranks)
+{
+    ranks->n = 0;
+    for (;;) {
+        while (rank < w->passes[pass].to && !ranks->n)
+            rank = tqkv__find_ranks_at(w, pass, rank, w->passes[pass].to, ranks);
+        if (ranks->n || ++pass == TQKV__PASSES) return;
+        rank = w->passes[pass].from;
     }
+}
+
+/* The first one of a stretch. */
+static void tqkv__find_first_ranks(const tqkv__work *w, tqkv__ranks *ranks)
+{
+    tqkv__find_ranks(w, 0, w->passes[0].from, ranks);
 }
 
 /* Slots of a tile: those of its rows, if these are together, else in scratch. ahead: the next tile's first slot, or -1 */
@@ -149,7 +172,8 @@ static tqkv__tile *tqkv__place_tile(const tqkv__work *w, const tqkv__ranks *rank
     const int kv_head = tile->kv_head, slot = tile == w->tiles ? 0 : TQKV__TILE;
     const bool ahead = ranks->together && next->n && next->together && ranks->place.keys == next->place.keys &&
                        ranks->place.values == next->place.values; /* the loops ask for the next tile */
-    tile->place = tqkv__place_at(streams, tqkv__position_of(w->list, ranks->rank));
+    const int pass = ranks->place.number / 2;
+    tile->place = tqkv__place_at(streams, tqkv__position_of(tqkv__list_in_pass(w, pass), ranks->rank), pass);
     tile->keys = tqkv__run_of_ranks(ranks, ranks->keys, slot, ahead ? next->keys[0] : -1);
     tile->values = tqkv__run_of_ranks(ranks, ranks->values, slot, ahead ? next->values[0] : -1);
     if (a->call.tail) tile->tail = tqkv__run_of_ranks(ranks, ranks->tail, slot, ahead ? next->tail[0] : -1);
@@ -160,34 +184,35 @@ static tqkv__tile *tqkv__place_tile(const tqkv__work *w, const tqkv__ranks *rank
     tile->ranks = ranks;
     if (ranks->together) return tile;
     tqkv__gather(ranks->place.keys, kv_head, ranks, ranks->keys, tile->place.keys, slot);
-    if (a->call.tail) tqkv__gather(&a->tail, kv_head, ranks, ranks->tail, &streams->tail, slot);
+    if (a->call.tail) tqkv__gather(ranks->place.tail, kv_head, ranks, ranks->tail, tile->place.tail, slot);
     tile->streams = streams;
     tile->kv_head = 0;
     return tile;
 }
 
 /* A tile in which a ring wraps: its rows are gathered. */
-static tqkv__tile *tqkv__wrapped_tile(tqkv__work *w, int64_t position, int64_t end)
+static tqkv__tile *tqkv__wrapped_tile(tqkv__work *w, int pass, int64_t position)
 {
     tqkv__ranks *ranks = &w->ranks[w->before == &w->tiles[0]]; /* those of the tile before are in use */
     w->ranks[2].n = 0;                                         /* no tile to ask for */
-    tqkv__find_ranks(w, position, end, ranks);
+    tqkv__find_ranks(w, pass, position, ranks);
     return tqkv__place_tile(w, ranks, &w->ranks[2]);
 }
 
-/* Adds a range of positions to the sums of an item's rows. */
-static void tqkv__attend_rows(tqkv__work *w, tqkv__range range)
+/* Adds a pass through a range of positions to the sums of an item's rows. */
+static void tqkv__attend_rows(tqkv__work *w, int pass, tqkv__range range)
 {
     const tqkv__attention *a = w->a;
-    const tqkv__range seen = tqkv__range_of_rows(w, range);
-    tqkv__place place = tqkv__place_at(a, seen.from);
+    const tqkv__range seen = w->passes[pass];
+    tqkv__place place = tqkv__place_at(a, seen.from, pass);
     for (int64_t position = seen.from, n; position < seen.to; position += n) {
-        if (position >= place.end) place = tqkv__place_at(a, position);
+        if (position >= place.end) place = tqkv__place_at(a, position, pass);
         n = tqkv__tile_length(a, &place, position, seen.to);
         const bool wraps =
             w->odd_rings && (tqkv__wraps(place.keys, position, n) || tqkv__wraps(place.values, position, n) ||
-                             (a->call.tail && tqkv__wraps(&a->tail, position, n)));
-        tqkv__tile *tile = wraps ? tqkv__wrapped_tile(w, position, seen.to) : tqkv__next_tile(w, position, (int)n);
+                             (a->call.tail && tqkv__wraps(place.tail, position, n)));
+        tqkv__tile *tile = wraps ? tqkv__wrapped_tile(w, pass, position) : tqkv__next_tile(w, position, (int)n);
+        if (!wraps) tile->place = place;
         if (!tqkv__find_spans(w, range, tile)) continue; /* a tree hides it */
         if (!wraps) tqkv__find_runs(a, &place, seen.to, tile);
         if (!wraps && position + n < seen.to) tqkv__touch_streams(tile);
@@ -203,12 +228,12 @@ static bool tqkv__heads_follow(const tqkv__attention *a)
 }
 
 /* Asks for the first tile of the next KV head, which has the same list and comes next: nothing else would in time. */
-static void tqkv__ask_next_head(const tqkv__work *w, tqkv__range seen)
+static void tqkv__ask_next_head(const tqkv__work *w)
 {
     tqkv__ranks ranks;
     const int kv_head = w->item->kv_head + 1;
     if (!w->list || kv_head == w->a->n_kv_heads || !tqkv__heads_follow(w->a)) return;
-    tqkv__find_ranks(w, seen.from, seen.to, &ranks);
+    tqkv__find_first_ranks(w, &ranks);
     tqkv__ask_keys(w->a, kv_head, &ranks);
     tqkv__ask_values(w->a, kv_head, &ranks);
 }
@@ -219,14 +244,13 @@ static void tqkv__attend_ranks(tqkv__work *w, tqkv__range range)
     const tqkv__attention *a = w->a;
     const int kv_head = w->item->kv_head;
     const bool asked = w->list && kv_head > 0 && tqkv__heads_follow(a);
-    const tqkv__range seen = tqkv__range_of_rows(w, range);
-    tqkv__find_ranks(w, seen.from, seen.to, &w->ranks[0]);
+    tqkv__find_first_ranks(w, &w->ranks[0]);
     if (!asked) tqkv__ask_keys(a, kv_head, &w->ranks[0]);
     for (int now = 0; w->ranks[now].n; now = (now + 1) % 3) {
         const tqkv__ranks *ranks = &w->ranks[now];
         tqkv__ranks *next = &w->ranks[(now + 1) % 3];
-        tqkv__find_ranks(w, ranks->rank + ranks->n, seen.to, next);
-        if (!next->n) tqkv__ask_next_head(w, seen);
+        tqkv__find_ranks(w, ranks->place.number / 2, ranks->rank + ranks->n, next);
+        if (!next->n) tqkv__ask_next_head(w);
         tqkv__tile *tile = tqkv__place_tile(w, ranks, next);
         tqkv__find_spans(w, range, tile);
         tqkv__attend_tile(w, tile);

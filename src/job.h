@@ -57,7 +57,7 @@ static tqkv__item tqkv__item_of(const tqkv__part *part, int index)
     return item;
 }
 
-/* The sums of one stretch */
+/* The sums of one stretch; that before the first is of positions that are no longer resident. */
 static void tqkv__attend_stretch(const tqkv__part *part, tqkv__work *w, int64_t stretch, const tqkv__sums *sums)
 {
     const int64_t begin = stretch * TQKV__STRETCH;
@@ -67,7 +67,7 @@ static void tqkv__attend_stretch(const tqkv__part *part, tqkv__work *w, int64_t 
     const int n_rows = w->item->n_rows;
     w->before = NULL;
     w->sums = *sums;
-    if (!w->list) w->common = tqkv__common_range(w, range);
+    tqkv__find_passes(w, range, part->kept && stretch == part->stretch);
     tqkv__clear_sums(&w->piece, (size_t)n_rows, part->a->value_dim);
     tqkv__clear_sums(sums, (size_t)n_rows, part->a->value_dim);
     for (int i = 0; i < 2; i++) /* value_tile reads whole vectors behind the last row: no NaN or Inf of old scratch */
@@ -75,7 +75,7 @@ static void tqkv__attend_stretch(const tqkv__part *part, tqkv__work *w, int64_t 
     if (w->list || w->small_pages)
         tqkv__attend_ranks(w, range);
     else
-        tqkv__attend_rows(w, range);
+        for (int pass = 0; pass < TQKV__PASSES; pass++) tqkv__attend_rows(w, pass, range);
     tqkv__add_before(w);
     w->a->isa->end_piece(n_rows, w->a->value_dim, &w->piece, sums);
     if (w->before) tqkv__turn_sums(w->a, w->before->place.values, &w->a->values, n_rows, sums->out);
@@ -116,6 +116,8 @@ static TQKV__NOINLINE void tqkv__attend_unit(const tqkv__job *job, const tqkv__p
     w.tiles = (tqkv__tile *)(void *)slot;
     w.piece = tqkv__sums_at(next, rows, a->value_dim);
     w.list = a->call.list ? &list : NULL;
+    w.exact[0] = tqkv__exact_at(a, item.first_row / a->group);
+    w.exact[1] = tqkv__exact_at(a, (item.first_row + item.n_rows - 1) / a->group);
     w.small_pages = tqkv__small_pages(a);
     w.odd_rings = tqkv__odd_rings(a);
     w.gathered = &gathered;
@@ -202,8 +204,12 @@ static void tqkv__cut(const tqkv__attention *a, tqkv__range slice, const void *q
     part->sum = sum;
     part->slice = slice;
     part->seen = seen;
-    part->stretch = part->wave = seen.from / TQKV__STRETCH;
+    part->stretch = seen.from / TQKV__STRETCH;
     part->n_stretches = seen.to > seen.from ? (seen.to - 1) / TQKV__STRETCH - part->stretch + 1 : 1;
+    part->kept = a->kept && slice.from == a->first && (slice.from < slice.to || slice.to == a->call.end);
+    part->stretch -= part->kept;
+    part->n_stretches += part->kept;
+    part->wave = part->stretch;
     part->n_rows = a->call.list ? a->group : a->call.n_queries * a->group;
     part->rows_each = tqkv__item_rows(a, part->n_rows, part->n_stretches * parts);
     part->n_items = parts * ((part->n_rows - 1) / part->rows_each + 1);

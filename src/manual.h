@@ -32,7 +32,7 @@
      >>result         result codes
      >>isa            the instruction set in use
      >>threads        who runs the tasks of a call
-     >>store          one stream in the caller's memory: encode, decode, probe
+     >>store          one stream in the caller's memory: encode, decode, probe, calibrate
      >>rotate         the rotation alone
      >>attention      attention over two stores, whole or in slices
      >>index          scores of an index, and the choice of blocks by them

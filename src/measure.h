@@ -105,7 +105,7 @@ TQKV_API tqkv_result tqkv_measure(const tqkv_store *shape, const void *src, int 
         const float *factors = tqkv__factors_of(&s, h, 1, room);
         for (int t = 0; t < n_tokens; t++) {
             const void *at = tqkv__source_row(&s, src, (size_t)t, (size_t)h);
-            const tqkv__row row = {at, tqkv__center_of(&s, h), factors, codes, norms};
+            const tqkv__row row = {at, tqkv__center_of(&s, h), factors, codes, norms, NULL};
             codec->encode_rows(&s, &q, &row, 1);
             tqkv__add_moments(&s, h, &row, &m);
         }

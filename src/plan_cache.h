@@ -27,7 +27,8 @@ static tqkv_cache_layout tqkv__layout_of_call(const tqkv_cache *c, const tqkv_ca
     return given ? *given : own;
 }
 
-/* The halves of the first (0) or newest (2) positions for the tokens that they keep: those of keys, of values or of both. */
+/* The halves of the first (0) or newest (TQKV__LAST_KEYS) positions for the tokens that they keep: those of keys, of values or of
+   both. */
 static tqkv_result tqkv__plan_halves(const tqkv_cache *c, tqkv_metal_buffer memory, const tqkv_strides strides[2],
                                      int first, const tqkv_metal_buffer rows[2], int n_tokens,
                                      tqkv_metal_buffer not_finite, tqkv_metal_plan *plan)
@@ -47,6 +48,20 @@ static tqkv_result tqkv__plan_halves(const tqkv_cache *c, tqkv_metal_buffer memo
     if (ends[0] && ends[1])
         return tqkv__add_encode_kv(&stores[0], &stores[1], rows[0], rows[1], &places, not_finite, plan);
     return tqkv__add_encode(&stores[!ends[0]], rows[!ends[0]], &places, not_finite, plan);
+}
+
+/* Whether a GPU can append n_tokens to a cache in its memory: it has one block, of what kernels write. */
+static tqkv_result tqkv__check_on_gpu(const tqkv_cache *c, int n_tokens)
+{
+    const int64_t wanted = (int64_t)c->exact_last + n_tokens - 1;
+    if (c->grown) return TQKV__REFUSE(UNSUPPORTED, "the processor has appended more tokens than exact_batch");
+    if (tqkv__newest_room(c) && n_tokens &&
+        (wanted < c->keys.capacity ? wanted : c->keys.capacity) > tqkv__newest_room(c))
+        return TQKV__REFUSE(OUT_OF_RANGE, "n_tokens: more than exact_batch");
+    for (int i = 0; i < TQKV__CACHE_STREAMS; i++)
+        if (tqkv__end_of(c, i) && (i == 2 || tqkv__stream_of(c, i)->format == TQKV_F16))
+            return TQKV__REFUSE(UNSUPPORTED, "exact_first of a ring with F16 or a tail: not on a GPU");
+    return TQKV_OK;
 }
 
 /* The rows of a tail that lies apart from the keys come behind all of theirs. */
@@ -77,10 +92,12 @@ TQKV_API tqkv_result tqkv_metal_plan_cache_append(const tqkv_cache *c, tqkv_meta
                      others = tqkv__store_in_buffer(c, memory, tail && !apart ? &c->tail : &c->values);
     keys.shape.strides = own.k;
     others.shape.strides = own.v;
-    tqkv_result r = c->shared && !tail ? tqkv__add_encode(&keys, k, &places, not_finite, plan)
-                                       : tqkv__add_encode_kv(&keys, &others, k, v, &places, not_finite, plan);
+    tqkv_result r = tqkv__check_on_gpu(c, n_tokens);
+    if (r == TQKV_OK)
+        r = c->shared && !tail ? tqkv__add_encode(&keys, k, &places, not_finite, plan)
+                               : tqkv__add_encode_kv(&keys, &others, k, v, &places, not_finite, plan);
     if (r == TQKV_OK && apart) r = tqkv__add_tail(c, memory, &places, not_finite, plan);
-    for (int first = 0; r == TQKV_OK && first <= 2; first += 2)
+    for (int first = 0; r == TQKV_OK && first <= TQKV__LAST_KEYS; first += TQKV__LAST_KEYS)
         r = tqkv__plan_halves(c, memory, strides, first, rows, n_tokens, not_finite, plan);
     return tqkv__close_plan(plan, r);
 }
@@ -102,7 +119,7 @@ static const tqkv_metal_store *tqkv__store_of_call(const tqkv_cache *c, const tq
 static void tqkv__open_cache_call(const tqkv_cache *c, tqkv_metal_buffer memory, const tqkv_metal_attention *some,
                                   tqkv__cache_call *call)
 {
-    const int values = c->shared ? 0 : 1, ends = TQKV__CACHE_STREAMS;
+    const int values = c->shared ? 0 : 1;
     tqkv_metal_attention *a = &call->attention;
     memset(call, 0, sizeof *call);
     for (int i = 0; i < TQKV__CACHE_STORES; i++)
@@ -112,10 +129,10 @@ static void tqkv__open_cache_call(const tqkv_cache *c, tqkv_metal_buffer memory,
     a->keys = &call->stores[0];
     a->values = &call->stores[values];
     a->tail = tqkv__store_of_call(c, call, 2);
-    a->first_keys = tqkv__store_of_call(c, call, ends);
-    a->first_values = tqkv__store_of_call(c, call, ends + values);
-    a->last_keys = tqkv__store_of_call(c, call, ends + 2);
-    a->last_values = tqkv__store_of_call(c, call, ends + 2 + values);
+    a->first_keys = tqkv__store_of_call(c, call, TQKV__FIRST_ENDS);
+    a->first_values = tqkv__store_of_call(c, call, TQKV__FIRST_ENDS + values);
+    a->last_keys = tqkv__store_of_call(c, call, TQKV__LAST_ENDS);
+    a->last_values = tqkv__store_of_call(c, call, TQKV__LAST_ENDS + values);
     a->matrix_group = c->matrix_group;
     if (c->attention.sinks) a->sinks = tqkv__buffer_of_part(c, memory, c->attention.sinks);
     if (!some) return;
@@ -151,6 +168,8 @@ TQKV_API tqkv_result tqkv_metal_plan_cache_attend(const tqkv_cache *c, tqkv_meta
     if (!tqkv__open_plan(plan, "attend")) return TQKV__INVALID(TQKV__NO_PLAN);
     if (!c || n_queries <= 0) return tqkv__close_plan(plan, TQKV__INVALID(TQKV__NO_CACHE_QUERIES));
     const tqkv_cache_layout own = tqkv__layout_of_call(c, layout);
+    const tqkv_result on_gpu = tqkv__check_on_gpu(c, 0);
+    if (on_gpu != TQKV_OK) return tqkv__close_plan(plan, on_gpu);
     tqkv__open_cache_call(c, memory, some, &call);
     call.attention.attention.n_queries = n_queries;
     call.attention.attention.query_strides = own.q;

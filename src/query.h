@@ -9,6 +9,7 @@ typedef struct tqkv__part {
     tqkv__range slice;            /* the positions looked at */
     tqkv__range seen;             /* by some query; of lists: ranks */
     int64_t stretch, n_stretches; /* the first stretch, and their number */
+    bool kept;                    /* the first stretch is what is no longer resident */
     int n_rows; /* of a KV head that may share an item: all of them, or with a list those of a query */
     int rows_each, n_items;
     int first_unit;       /* units of the parts before, in this wave */

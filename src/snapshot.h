@@ -228,7 +228,7 @@ static bool tqkv__parse_more(const uint8_t *header, uint32_t flags, tqkv__header
     if (more[0] > TQKV_MAX_HEAD_DIM || more[1] > 15 || !more[0] != !more[1] || exact == (!more[2] && !more[3]))
         return false;
     if (more[2] > (uint32_t)INT_MAX || more[3] > (uint32_t)INT_MAX || more[4] > more[2] || more[4] > h->end ||
-        more[5] > tqkv__end_room(more[3]) || more[5] > h->end - h->first)
+        more[5] > tqkv__end_room(more[3], TQKV__TILE) || more[5] > h->end - h->first)
         return false;
     d->shared = flags & 16;
     d->tail_dim = (int)more[0];
@@ -290,7 +290,7 @@ static void tqkv__set_range(tqkv_cache *c, const tqkv__header *h)
     c->first = h->first;
     c->attention.end = h->end;
     c->exact_below = h->exact_below;
-    c->exact_from = h->exact_from;
+    c->exact_from = c->exact_held = h->exact_from;
 }
 
 /* A reader that holds the first `filled` bytes and has passed on `taken` of them. */

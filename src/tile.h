@@ -87,7 +87,7 @@ static int tqkv__tile_length(const tqkv__attention *a, const tqkv__place *place,
     if (n > border) n = border;
     if (n > key_room) n = key_room;
     if (n > value_room) n = value_room;
-    if (a->call.tail && n > tqkv__tile_room(&a->tail, position)) n = tqkv__tile_room(&a->tail, position);
+    if (a->call.tail && n > tqkv__tile_room(place->tail, position)) n = tqkv__tile_room(place->tail, position);
     return (int)n;
 }
 
@@ -135,7 +135,7 @@ static void tqkv__find_runs(const tqkv__attention *a, const tqkv__place *place, 
     tile->place = *place;
     tqkv__open_run(place->keys, tile->position, tile->n, end, &tile->keys);
     tqkv__open_run(place->values, tile->position, tile->n, end, &tile->values);
-    if (a->call.tail) tqkv__open_run(&a->tail, tile->position, tile->n, end, &tile->tail);
+    if (a->call.tail) tqkv__open_run(place->tail, tile->position, tile->n, end, &tile->tail);
 }
 
 /* Asks for a line of each 4 KiB of the next tile, and for its norms, a tile early. The loops ask for the other lines, but late
@@ -248,8 +248,8 @@ static void tqkv__score_tile(tqkv__tile *tile, const float *q, int n_rows)
     a->isa->score_tile(tile->place.keys, tile->kv_head, &tile->keys, q + (size_t)n_rows * (size_t)before, n_rows, false,
                        scores);
     if (!a->call.tail) return;
-    a->isa->score_tile(&a->tail, tile->kv_head, &tile->tail, q + (size_t)n_rows * (size_t)a->keys.head_dim, n_rows,
-                       true, scores);
+    a->isa->score_tile(tile->place.tail, tile->kv_head, &tile->tail, q + (size_t)n_rows * (size_t)a->keys.head_dim,
+                       n_rows, true, scores);
 }
 
 /* Sums of values have the order of the stream that is added to them: brings them into that of another. */

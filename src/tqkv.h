@@ -74,6 +74,8 @@ extern "C" {
 
 #include "measure.h"
 
+#include "calibrate.h"
+
 #include "attend.h"
 
 #include "integer.h"

@@ -10,11 +10,13 @@ typedef struct tqkv__work {
     tqkv__tile *tiles; /* [2] */
     tqkv__tile *before;
     tqkv__sums piece, sums;
-    const tqkv__list *list;          /* or NULL: ranks are positions */
-    tqkv__range common;              /* what all rows see of a stretch, without a list */
-    bool small_pages, odd_rings;     /* pages, or rings, may end within a tile */
-    const tqkv__attention *gathered; /* streams in scratch, for rows that do not lie together */
-    tqkv__ranks ranks[3];            /* likewise: of the tile before, of this one and of the next */
+    const tqkv__list *list;           /* or NULL: ranks are positions */
+    int64_t exact[2];                 /* tqkv__exact_at of the first and the last row's query */
+    tqkv__range passes[TQKV__PASSES]; /* of ranks, in a stretch */
+    tqkv__range common[TQKV__PASSES]; /* what all rows see of these, without a list */
+    bool small_pages, odd_rings;      /* pages, or rings, may end within a tile */
+    const tqkv__attention *gathered;  /* streams in scratch, for rows that do not lie together */
+    tqkv__ranks ranks[3];             /* likewise: of the tile before, of this one and of the next */
 } tqkv__work;
 
 /* What the rows see together of a range of positions or, with a list, ranks. */
@@ -40,21 +42,74 @@ static tqkv__range tqkv__common_range(const tqkv__work *w, tqkv__range range)
     return all;
 }
 
+/* Finds the passes through a range of positions or ranks or, for `kept`, through what is no longer resident, and what all rows see of
+   them. Without halves of the newest all is in the last. */
+static void tqkv__find_passes(tqkv__work *w, tqkv__range range, bool kept)
+{
+    const tqkv__range none = {0, 0}, before = {0, w->a->kept};
+    for (int pass = 0; pass < TQKV__PASSES; pass++) w->passes[pass] = w->common[pass] = none;
+    if (kept) {
+        const int group = w->a->group, last_row = w->item->first_row + w->item->n_rows - 1;
+        w->passes[TQKV__GONE] = tqkv__visible_to(w->a, w->item->first_row / group, last_row / group, before);
+        if (!w->list) w->common[TQKV__GONE] = tqkv__common_range(w, before);
+        return;
+    }
+    const int64_t low = w->list ? tqkv__rank_of(w->list, w->exact[0]) : w->exact[0];
+    const int64_t high = w->list ? tqkv__rank_of(w->list, w->exact[1]) : w->exact[1];
+    tqkv__range *older = &w->passes[TQKV__OLDER], *newest = &w->passes[TQKV__NEWEST];
+    *older = *newest = tqkv__range_of_rows(w, range);
+    if (older->to > high) older->to = high;
+    if (newest->from < low) newest->from = low;
+    if (w->list) return;
+    older = &w->common[TQKV__OLDER];
+    newest = &w->common[TQKV__NEWEST];
+    *older = *newest = tqkv__common_range(w, range);
+    if (older->to > low) older->to = low;
+    if (newest->from < high) newest->from = high;
+}
+
+/* The part of a range that a query reads in a pass. */
+static tqkv__range tqkv__range_in_pass(const tqkv__work *w, int pass, int query, tqkv__range range)
+{
+    const tqkv__range kept = {0, w->a->kept};
+    const int64_t exact = tqkv__exact_at(w->a, query);
+    if (pass == TQKV__GONE) return kept;
+    if (pass == TQKV__OLDER && range.to > exact) range.to = exact;
+    if (pass == TQKV__NEWEST && range.from < exact) range.from = exact;
+    return range;
+}
+
+/* Takes from a span of a tile what its query's list does not name of the positions that are no longer resident. */
+static void tqkv__hide_kept(const tqkv__list *l, const tqkv__tile *tile, tqkv__span *span)
+{
+    bool seen = false;
+    for (int j = span->from; j < span->to; j++) {
+        const int64_t position = tile->position + (j - tile->begin), block = position >> l->shift;
+        const int64_t at = tqkv__entry_at(l->row, l->n_row, block);
+        if (position < l->kept_from && (at == l->n_row || l->row[at] != block)) span->hidden |= (uint64_t)1 << j;
+        seen = seen || !(span->hidden >> j & 1);
+    }
+    if (!seen) span->to = span->from;
+}
+
 /* Finds what each row sees of a tile; false: none sees any of it. */
 static bool tqkv__find_spans(const tqkv__work *w, tqkv__range range, tqkv__tile *tile)
 {
+    const int pass = tile->place.number / 2, group = w->a->group;
+    const tqkv__range *common = &w->common[pass];
     const tqkv__item *item = w->item;
-    const int group = w->a->group;
-    tqkv__span span = {tile->begin, tile->begin + tile->n, w->list ? tile->ranks->hidden << tile->begin : 0};
+    const bool listed = w->list && pass != TQKV__GONE;
+    tqkv__span span = {tile->begin, tile->begin + tile->n, listed ? tile->ranks->hidden << tile->begin : 0};
     bool seen = false;
     tile->whole = !span.hidden;
-    if (w->list || (tile->position >= w->common.from && tile->position + tile->n <= w->common.to)) {
+    if (listed || (tile->position >= common->from && tile->position + tile->n <= common->to)) {
         for (int row = 0; row < item->n_rows; row++) tile->spans[row] = span;
         return true;
     }
     for (int row = 0; row < item->n_rows;) {
         const int query = (item->first_row + row) / group, next = (query + 1) * group - item->first_row;
-        span = tqkv__span_of(w->a, query, tile, range);
+        span = tqkv__span_of(w->a, query, tile, tqkv__range_in_pass(w, pass, query, range));
+        if (w->list) tqkv__hide_kept(w->list, tile, &span);
         for (; row < next && row < item->n_rows; row++) tile->spans[row] = span;
         seen = seen || span.to > span.from;
         tile->whole = tile->whole && span.to - span.from == tile->n && !span.hidden;
@@ -123,7 +178,7 @@ static void tqkv__ask_keys(const tqkv__attention *a, int kv_head, const tqkv__ra
 {
     if (!ranks->n) return;
     tqkv__ask(ranks->place.keys, kv_head, ranks, ranks->keys);
-    if (a->call.tail) tqkv__ask(&a->tail, kv_head, ranks, ranks->tail);
+    if (a->call.tail) tqkv__ask(ranks->place.tail, kv_head, ranks, ranks->tail);
 }
 
 static void tqkv__ask_values(const tqkv__attention *a, int kv_head, const tqkv__ranks *ranks)
@@ -182,6 +237,6 @@ static void tqkv__touch_streams(const tqkv__tile *tile)
 {
     const tqkv__attention *a = tile->streams;
     tqkv__touch_next(tile->place.keys, tile->kv_head, &tile->keys);
-    if (a->call.tail) tqkv__touch_next(&a->tail, tile->kv_head, &tile->tail);
+    if (a->call.tail) tqkv__touch_next(tile->place.tail, tile->kv_head, &tile->tail);
     if (!a->shared) tqkv__touch_next(tile->place.values, tile->kv_head, &tile->values);
 }

@@ -128,7 +128,8 @@ static inline void attend_fill_ends(attend_problem *problem, const attend_row *r
     a->exact_last = row->exact_last;
     for (int last = 0; last < 2; last++)
         for (int side = 0; side < (row->shared ? 1 : 2); side++) {
-            const int n = last ? row->exact_last : row->exact_first;
+            const int before = row->n_queries > 1 ? row->n_queries - 1 : 0; /* the newest of the first query */
+            const int n = last ? row->exact_last + (row->exact_last ? before : 0) : row->exact_first;
             const int64_t first = last && row->end > n ? row->end - n : 0, end = last || n > row->end ? row->end : n;
             tqkv_store *s = &problem->ends[last][side];
             if (!n || row->codes_of_ends == side + 1) continue;
@@ -143,7 +144,8 @@ static inline void attend_fill_ends(attend_problem *problem, const attend_row *r
         }
     for (int side = 0; side < 2; side++)
         for (int64_t p = reference_attention_shape(a).oldest; p < row->end; p++)
-            if (reference_store_of(a, side, p) != codes[side]) attend_poison_position(codes[side], p, true);
+            if (reference_store_of(a, side, reference_attention_shape(a).n_queries - 1, p) != codes[side])
+                attend_poison_position(codes[side], p, true);
 }
 
 static inline float *attend_make_sinks(const attend_row *row)
@@ -284,7 +286,8 @@ static inline void attend_set_up(attend_problem *problem, const attend_row *row)
         if (!row->shared) attend_poison_position(&problem->values, problem->poisoned, false);
         if (row->tail_dim) attend_poison_position(&problem->tail, problem->poisoned, false);
         for (int side = 0; side < 2; side++) {
-            const tqkv_store *s = reference_store_of(a, side, problem->poisoned);
+            const tqkv_store *s =
+                reference_store_of(a, side, reference_attention_shape(a).n_queries - 1, problem->poisoned);
             if (s->format == TQKV_F16) attend_poison_position((tqkv_store *)(uintptr_t)s, problem->poisoned, false);
         }
     }

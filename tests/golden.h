@@ -179,4 +179,56 @@ static inline int golden_pair_make(const golden_pair *p, golden *made)
     return 1;
 }
 
+/* ---- Calibration: centre and scale that keys, alone and with queries, give ---- */
+
+typedef struct golden_calibration {
+    int head_dim, kind, queries; /* queries: and channels tied to pairs */
+} golden_calibration;
+
+enum { GOLDEN_ROWS = 37, GOLDEN_QUERIES = 11, GOLDEN_GROUP = 2 };
+
+/* Sets *found to case number `index`. 0 past the last. Extremes are beyond what is calibrated. */
+static inline int golden_calibration_find(int index, golden_calibration *found)
+{
+    static const int head_dims[4] = {64, 80, 128, 576};
+    golden_calibration c;
+    for (int d = 0; d < 4; d++)
+        for (c.queries = 0; c.queries < 3; c.queries++)
+            for (c.kind = 0; c.kind < DATA_KINDS; c.kind++) {
+                if (c.kind == DATA_EXTREMES || index-- > 0) continue;
+                c.head_dim = head_dims[d];
+                *found = c;
+                return 1;
+            }
+    return 0;
+}
+
+static inline void golden_calibration_name(const golden_calibration *c, char name[GOLDEN_NAME_SIZE])
+{
+    static const char *const suffix[3] = {"", "/queries", "/pairs"};
+    snprintf(name, GOLDEN_NAME_SIZE, "calibrate/%d/%s%s", c->head_dim, data_kind_name(c->kind), suffix[c->queries]);
+}
+
+/* Hashes of centre and scale. 0 on failure. */
+static inline int golden_calibration_make(const golden_calibration *c, golden *made)
+{
+    static float rows[GOLDEN_ROWS * GOLDEN_HEADS * 576], q[GOLDEN_QUERIES * GOLDEN_HEADS * GOLDEN_GROUP * 576];
+    static float center[GOLDEN_HEADS * 576], scale[GOLDEN_HEADS * 576];
+    const golden_case shape = {TQKV_I8, c->head_dim, c->kind, GOLDEN_PLAIN};
+    const tqkv_store store = golden_store(&shape);
+    const size_t n = (size_t)(GOLDEN_HEADS * c->head_dim);
+    const int n_heads = GOLDEN_HEADS * GOLDEN_GROUP;
+    const tqkv_pairs pairs = c->queries < 2 ? TQKV_PAIRS_NONE : c->kind % 2 ? TQKV_PAIRS_NEIGHBOURS : TQKV_PAIRS_HALVES;
+    data_rows((uint64_t)c->head_dim, (data_kind)c->kind, rows, GOLDEN_ROWS * GOLDEN_HEADS, c->head_dim);
+    data_rows(7, DATA_OUTLIERS, q, GOLDEN_QUERIES * n_heads, c->head_dim);
+    if (tqkv_calibrate(&store, rows, GOLDEN_ROWS, c->queries ? q : NULL, n_heads, GOLDEN_QUERIES, pairs, center,
+                       scale) != TQKV_OK)
+        return 0;
+    data_to_little_endian(center, n);
+    data_to_little_endian(scale, n);
+    made->codes = XXH3_64bits(center, n * sizeof(float));
+    made->norms = XXH3_64bits(scale, n * sizeof(float));
+    return 1;
+}
+
 #endif

@@ -486,14 +486,15 @@ static inline int64_t reference_room(const tqkv_store *s)
     return s->pages ? (int64_t)s->n_pages * s->page_size : s->capacity;
 }
 
-/* Where a position of the keys (side 0) or the values is read: from the codes, or as halves. */
-static inline const tqkv_store *reference_store_of(const tqkv_attention *a, int side, int64_t position)
+/* Where a query reads a position of the keys (side 0) or the values: from the codes, or as halves. */
+static inline const tqkv_store *reference_store_of(const tqkv_attention *a, int side, int query, int64_t position)
 {
     const tqkv_store *codes = side ? a->values : a->keys, *first = side ? a->first_values : a->first_keys,
                      *last = side ? a->last_values : a->last_keys;
     if (codes->format == TQKV_F16) return codes;
     if (first && position < a->exact_first) return first;
-    return last && position >= a->end - a->exact_last ? last : codes;
+    const int64_t at = a->end - (a->n_queries ? a->n_queries : 1) + query;
+    return last && position > at - a->exact_last && position >= a->exact_from ? last : codes;
 }
 
 typedef struct reference_shape {
@@ -552,25 +553,26 @@ static inline double *reference_decode_all(const tqkv_store *s, int kv_head, int
 }
 
 /* All resident values of one head in the original basis: [end - oldest][value_dim]. Freed by the caller. */
-static inline double *reference_decode_values(const tqkv_attention *a, int kv_head, bool integers)
+static inline double *reference_decode_values(const tqkv_attention *a, int query, int kv_head, bool integers)
 {
     reference_shape shape = reference_attention_shape(a);
     size_t d = (size_t)shape.value_dim;
     double *rows = (double *)test_alloc((size_t)(shape.end - shape.oldest) * d * sizeof *rows);
     for (int64_t p = shape.oldest; p < shape.end; p++)
-        reference_decode_as(integers, reference_store_of(a, 1, p), kv_head, p, rows + (size_t)(p - shape.oldest) * d);
+        reference_decode_as(integers, reference_store_of(a, 1, query, p), kv_head, p,
+                            rows + (size_t)(p - shape.oldest) * d);
     return rows;
 }
 
 /* The same of the keys and their tail together: [end - oldest][key_dim] */
-static inline double *reference_decode_keys(const tqkv_attention *a, int kv_head, bool integers)
+static inline double *reference_decode_keys(const tqkv_attention *a, int query, int kv_head, bool integers)
 {
     reference_shape shape = reference_attention_shape(a);
     size_t d = (size_t)shape.key_dim;
     double *rows = (double *)test_alloc((size_t)(shape.end - shape.oldest) * d * sizeof *rows);
     for (int64_t p = shape.oldest; p < shape.end; p++) {
         double *row = rows + (size_t)(p - shape.oldest) * d;
-        reference_decode_as(integers, reference_store_of(a, 0, p), kv_head, p, row);
+        reference_decode_as(integers, reference_store_of(a, 0, query, p), kv_head, p, row);
         if (a->tail) reference_decode_as(integers, a->tail, kv_head, p, row + a->keys->head_dim);
     }
     return rows;
@@ -641,12 +643,18 @@ static inline void reference_attend(const tqkv_attention *a, const float *q, dou
     double query[2 * REFERENCE_MAX_DIM];
     for (int kv_head = 0; kv_head < a->keys->n_kv_heads; kv_head++) {
         const bool integers = a->arithmetic == TQKV_INTEGER;
-        double *keys = reference_decode_keys(a, kv_head, integers);
-        double *values = reference_decode_values(a, kv_head, integers);
+        double *keys = reference_decode_keys(a, 0, kv_head, integers);
+        double *values = reference_decode_values(a, 0, kv_head, integers);
         for (int i = 0; i < shape.n_queries * shape.group; i++) {
             int query_index = i / shape.group, head = kv_head * shape.group + i % shape.group;
             size_t row = (size_t)query_index * (size_t)shape.n_heads + (size_t)head;
             double *to = out + row * (size_t)shape.value_dim;
+            if (a->exact_last && query_index && i % shape.group == 0) { /* other positions are halves for it */
+                free(keys);
+                free(values);
+                keys = reference_decode_keys(a, query_index, kv_head, integers);
+                values = reference_decode_values(a, query_index, kv_head, integers);
+            }
             for (size_t j = 0; j < d; j++) query[j] = (double)q[row * d + j];
             if (a->query_basis == TQKV_ROTATED) reference_original_query(a->keys, kv_head, query);
             if (a->query_basis == TQKV_ROTATED && a->tail)

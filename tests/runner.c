@@ -130,6 +130,8 @@ tqkv_type test_no_type(int number) { return (tqkv_type)number; }
 
 tqkv_result test_no_result(int number) { return (tqkv_result)number; }
 
+tqkv_pairs test_no_pairs(int number) { return (tqkv_pairs)number; }
+
 /* A filter with a minus leaves out what it names. */
 static bool is_selected(const char *name, int n_filters, char **filters)
 {

@@ -122,6 +122,7 @@ tqkv_format test_no_format(int number);
 tqkv_basis test_no_basis(int number);
 tqkv_type test_no_type(int number);
 tqkv_result test_no_result(int number);
+tqkv_pairs test_no_pairs(int number);
 
 enum { TEST_FORMATS = 10 };
 extern const tqkv_format test_formats[TEST_FORMATS];

@@ -257,11 +257,11 @@ static void check_remains(const void *parameters)
     model_remove(&m, 4, 100);
     check_all_there(&m);
     if (way) model_fork(&m, way == 1);
-    CHECK_RESULT(tqkv_cache_truncate(m.cache, m.end -= 20), TQKV_OK); /* the ring has 24 more than it must */
+    CHECK_RESULT(tqkv_cache_truncate(m.cache, m.end -= 20), TQKV_OK); /* the ring has 88 more than it must */
     check_all_there(&m);
     model_remove(&m, m.end - 10, 5);
     check_halves(&m);
-    CHECK(tqkv_cache_view(m.cache).exact_last == 39, "%d newest positions", tqkv_cache_view(m.cache).exact_last);
+    CHECK(tqkv_cache_view(m.cache).exact_last == 40, "%d newest positions", tqkv_cache_view(m.cache).exact_last);
     model_append(&m, 1);
     check_all_there(&m);
     model_remove(&m, 2, 1);
@@ -288,7 +288,7 @@ static void check_fork_from_f16(const void *parameters)
     REQUIRE(copy, "no fork");
     check_all_there(&m);
     free(attend(&m));
-    const size_t ends = 2 * CACHE_HEADS * 64 * 2 * (4 + 64), codes = 2 * CACHE_HEADS * (64 / 2 + 4) * 200;
+    const size_t ends = 2 * CACHE_HEADS * 64 * 2 * (4 + 128), codes = 2 * CACHE_HEADS * (64 / 2 + 4) * 200;
     CHECK(tqkv_cache_bytes(copy) == ends + codes, "%d bytes", (int)tqkv_cache_bytes(copy));
     model_close(&m);
 }

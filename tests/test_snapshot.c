@@ -50,7 +50,7 @@ static void check_round_trip(const void *parameters)
     const cache_row *row = (const cache_row *)parameters;
     counting counter = {0, 0, 0, 0, 0};
     tqkv_cache_desc desc = cache_desc(row, &counter);
-    desc.window = 11;
+    desc.window = 3;
     desc.scale = 0.25f;
     desc.softcap = 9.0f;
     tqkv_cache *cache = cache_make(row, &desc);
