@@ -32,7 +32,7 @@
      >>result         result codes
      >>isa            the instruction set in use
      >>threads        who runs the tasks of a call
-     >>store          one stream in the caller's memory: encode, decode, probe
+     >>store          one stream in the caller's memory: encode, decode, probe, calibrate
      >>rotate         the rotation alone
      >>attention      attention over two stores, whole or in slices
      >>index          scores of an index, and the choice of blocks by them
@@ -339,6 +339,31 @@ typedef struct tqkv_quality {
    that its products have of them. */
 TQKV_API tqkv_result tqkv_measure(const tqkv_store *shape, const void *src, int n_tokens, tqkv_quality *out);
 
+/* Channels of the rotary embedding that share a scale. Such a scale commutes with the rotation of positions: an engine may fold
+   it into its projections, and may shift contexts. */
+typedef enum tqkv_pairs {
+    TQKV_PAIRS_NONE = 0,
+    TQKV_PAIRS_NEIGHBOURS, /* channels 2i and 2i + 1 */
+    TQKV_PAIRS_HALVES      /* channels i and i + head_dim / 2 */
+} tqkv_pairs;
+/* Learns centre and scale of keys from rows and, if given, from queries, which say what reads a channel's error:
+
+     center = mean,  s = deviation from it,  channel_scale = sqrt(s), or sqrt(s / r) with r = root mean square of the queries,
+
+   then divided by its root mean square over the head's channels and kept in [2^-10, 2^10]. A channel of deviation 0 counts as that
+   of the smallest other. The same bits on every machine. Values need neither.
+   src: [n_tokens][n_kv_heads][head_dim], of the shape's type and strides; q: [n_queries][n_heads][head_dim] of its type, without
+   gaps, or NULL; n_heads: 0 = n_kv_heads. center, channel_scale: [n_kv_heads][head_dim], one may be NULL. No tokens: 0 and 1. The
+   shape's format, centre and scale do not matter. TQKV_NOT_FINITE: NaN, infinity or a magnitude beyond 1e12. */
+TQKV_API tqkv_result tqkv_calibrate(const tqkv_store *shape, const void *src, int n_tokens, const void *q, int n_heads,
+                                    int n_queries, tqkv_pairs pairs, float *center, float *channel_scale);
+/* What the shape's format, centre and scale would add to the logits: the standard deviation of q.(k' - k)/sqrt(head_dim) over
+   the rows k, root mean square over the queries that read the head. Up to 0.1 predictions hardly change; at 1 they are another
+   model's. Rows and queries as tqkv_calibrate's, q not NULL; noise: [n_kv_heads], zeros for no tokens or queries, INFINITY if
+   rows decode to NaN. */
+TQKV_API tqkv_result tqkv_logit_noise(const tqkv_store *shape, const void *src, int n_tokens, const void *q,
+                                      int n_heads, int n_queries, double *noise);
+
 /* >>rotate
    y = R(s*x)/sqrt(D) and its inverse x = s*R(y)/sqrt(D), in place; rows: [n_rows][head_dim]. NaN and Inf spread. */
 TQKV_API tqkv_result tqkv_rotate(float *rows, int n_rows, int head_dim);
@@ -397,15 +422,22 @@ typedef struct tqkv_attention {
     const int32_t *list;
     int list_length, list_heads; /* list_heads: 0 = 1, or n_kv_heads: a row for each */
     int list_block, list_newest; /* list_block: 1, 4, 16, 64 or 128 positions */
-    /* Some positions as halves, too: those below exact_first are read from first_keys and first_values, and the newest
-       exact_last, up to `end`, from last_keys and last_values; all others, and those of a stream whose store here is NULL or
-       that is F16 itself, from keys and values, whose codes at these positions are not looked at. Stores of F16 with n_kv_heads,
-       head_dim, centre and scale of the codes, and rotated if these are; linear, rings (multiples of 64 read fastest) or
-       paged, as long as they hold these positions: else TQKV_OUT_OF_RANGE. If the keys are the values, so are their
-       halves. A tail is always read from its own store. On a GPU the stores of halves have no pages, and keys with a
-       tail have none beside them. */
+    /* Some positions as halves, too: a query at position p reads those below exact_first from first_keys and first_values, and
+       those above p - exact_last, but none below exact_from, from last_keys and last_values; all others, and those of a stream
+       whose store here is NULL or that is F16 itself, from keys and values. It gets the same bits alone and in a batch. With
+       a tree, too, p is where a query stands, and not its depth. Stores of F16 with n_kv_heads, head_dim, centre and scale of
+       the codes, and rotated if these are; linear, rings (multiples of 64 read fastest) or paged, as long as they hold these
+       positions, of last_keys and last_values the newest exact_last + n_queries - 1 up to `end`: else TQKV_OUT_OF_RANGE. If
+       the keys are the values, so are their halves. A resident position's tail is read from its own store. On a GPU the
+       stores of halves have no pages, and keys with a tail have none beside them. */
     const tqkv_store *first_keys, *first_values, *last_keys, *last_values;
     int exact_first, exact_last;
+    int64_t exact_from; /* what a truncation, for example, has left as codes; 0: nothing */
+    /* Positions below exact_first that are no longer resident are seen, as if they were, where first_keys, first_values and, with
+       a tail, first_tail have them: streams of F16 need theirs for that, too. first_tail: a store of the tail's kind. A slice has
+       them if it begins with the oldest resident position. On a GPU they are not seen. */
+    const tqkv_store *first_tail;
+    bool whole_window; /* TQKV_OUT_OF_RANGE if a position of a query's window is gone; else it sees what is there */
 } tqkv_attention;
 
 /* q: [n_queries][n_heads][head_dim of the keys, then of the tail], out: [n_queries][n_heads][head_dim of the values].
@@ -497,11 +529,12 @@ typedef struct tqkv_cache_desc {
     bool shared;     /* a latent cache: the keys are the values. value_format and value_dim: those of the keys, or 0 */
     int tail_dim;    /* further dimensions of each key, in a stream of their own; 0: none */
     tqkv_format tail_format; /* 0 = F16 */
-    /* So many of the first and of the newest positions are kept as halves, too, and read as these: most of the weight is
-       there. Their sum is at most the capacity; F16 streams and the tail need none. Which positions are halves depends on
-       the end alone: queries of a batch that stand before it have fewer of them behind them. After truncate, remove and keep the
-       newest may be left as codes until new ones come. */
+    /* So many of the first positions, and of the newest before each query, are kept as halves, too, and read as these: most of
+       the weight is there. Their sum is at most the capacity; F16 streams and the tail need none. The halves of the newest are
+       room for 64 queries of one call; an append of more tokens makes more room, for as many. After truncate, remove and
+       keep the newest may be left as codes until new ones come. */
     int exact_first, exact_last;
+    int exact_batch; /* make room for the halves of one append of so many tokens at once. On a GPU, which cannot make more, 0 = 512 */
 } tqkv_cache_desc;
 
 /* *out is NULL on failure. */
@@ -1043,6 +1076,7 @@ TQKV_API tqkv_result tqkv_metal_plan_cache_prepare(const tqkv_cache *c, tqkv_met
      >>encode         tqkv_encode, tqkv_probe, tqkv_decode
      >>convert        tqkv_store_convert, and rows that move
      >>measure        tqkv_mean, tqkv_measure, tqkv_rotate
+     >>calibrate      tqkv_calibrate, tqkv_logit_noise
      >>attend         types of attention, and attention of a tile in plain C
      >>integer        the same in integers
 
@@ -2836,26 +2870,42 @@ static void tqkv__quantiser_open(const tqkv__stream *s, tqkv__quantiser *q)
 }
 
 /* Source and destination of a row. src, of the stream's type, center and factors (or NULL): [head_dim], codes: [row_bytes],
-   norms: [norms_per_row] */
+   norms: [norms_per_row], half: [2 * head_dim] or NULL, takes the rotated row as halves, too */
 typedef struct tqkv__row {
     const void *src;
     const float *center, *factors; /* factors: see tqkv__factors_of */
     uint8_t *codes;
     float *norms;
+    uint8_t *half;
 } tqkv__row;
+
+static void tqkv__store_halves(const float *x, int n, uint8_t *to)
+{
+    for (int i = 0; i < n; i++) {
+        const uint16_t half = tqkv__half_from_float(x[i]);
+        to[2 * i] = (uint8_t)(half & 255);
+        to[2 * i + 1] = (uint8_t)(half >> 8);
+    }
+}
 
 static TQKV__NOINLINE void tqkv__encode_row(const tqkv__stream *s, const tqkv__row *row)
 {
     float x[TQKV_MAX_HEAD_DIM];
     uint8_t codes[TQKV_MAX_HEAD_DIM];
     tqkv__widen_row(s->type, row->src, row->center, row->factors, s->head_dim, x);
+    if (row->half) {
+        float rotated[TQKV_MAX_HEAD_DIM];
+        memcpy(rotated, x, (size_t)s->head_dim * sizeof(float));
+        if (s->rotated) tqkv__rotate_row(rotated, s->head_dim);
+        tqkv__store_halves(rotated, s->head_dim, row->half);
+    }
     tqkv__scale_row(s, x, row->norms);
+    if (s->kind == TQKV__HALF) {
+        tqkv__store_halves(x, s->head_dim, row->codes);
+        return;
+    }
     for (int i = 0; i < s->head_dim; i++) {
-        if (s->kind == TQKV__HALF) {
-            const uint16_t half = tqkv__half_from_float(x[i]);
-            row->codes[2 * i] = (uint8_t)(half & 255);
-            row->codes[2 * i + 1] = (uint8_t)(half >> 8);
-        } else if (s->kind == TQKV__GRID) {
+        if (s->kind == TQKV__GRID) {
             codes[i] = tqkv__quantise_i8(x[i]);
         } else {
             codes[i] = (uint8_t)tqkv__quantise(s->boundaries, s->book_bits, x[i]);
@@ -2863,7 +2913,7 @@ static TQKV__NOINLINE void tqkv__encode_row(const tqkv__stream *s, const tqkv__r
         }
     }
     if (s->kind == TQKV__BOOK) tqkv__correct_norms(s, x, row->norms);
-    if (s->kind != TQKV__HALF) tqkv__pack(s, codes, row->codes);
+    tqkv__pack(s, codes, row->codes);
 }
 
 static void tqkv__encode_rows(const tqkv__stream *s, const tqkv__quantiser *q, const tqkv__row *rows, int n_rows)
@@ -2986,24 +3036,38 @@ typedef struct tqkv__heads {
     const float *factors;
 } tqkv__heads;
 
-/* Encodes tokens [from, to) of some heads; src[0] is for `position`. */
+/* Tokens [from, to) of src; src[0] is for `position`. halves: a ring of halves that takes what remains in it of the tokens up to
+   `end`, too, or NULL */
+typedef struct tqkv__tokens {
+    const tqkv__stream *halves;
+    const void *src;
+    int from, to;
+    int64_t position, end;
+} tqkv__tokens;
+
+/* Encodes tokens of some heads. */
 static void tqkv__encode_heads(const tqkv__stream *s, const tqkv__quantiser *q, const tqkv__heads *heads,
-                               const void *src, int from, int to, int64_t position)
+                               const tqkv__tokens *tokens)
 {
     enum { batch = 64 };
     const tqkv__codec *codec = tqkv__codec_for(s->head_dim);
     tqkv__row rows[batch];
+    const tqkv__stream *halves = tokens->halves;
     int n = 0;
-    for (int t = from; t < to; t++) {
-        const int slot = tqkv__slot(s, position + t);
+    for (int t = tokens->from; t < tokens->to; t++) {
+        const int64_t position = tokens->position + t;
+        const int slot = tqkv__slot(s, position);
+        const bool half = halves && tokens->end - position <= halves->capacity;
+        const int half_slot = half ? tqkv__slot(halves, position) : 0;
         if (slot >= 0)
             for (int i = 0; i < heads->n; i++) {
                 const int h = heads->first + i;
-                rows[n].src = tqkv__source_row(s, src, (size_t)t, (size_t)h);
+                rows[n].src = tqkv__source_row(s, tokens->src, (size_t)t, (size_t)h);
                 rows[n].center = tqkv__center_of(s, h);
                 rows[n].factors = tqkv__of_head(s, heads->factors, i);
                 rows[n].codes = tqkv__codes_at(s, h, slot);
                 rows[n].norms = tqkv__norms_at(s, h, slot);
+                rows[n].half = half ? tqkv__codes_at(halves, h, half_slot) : NULL;
                 if (++n == batch) codec->encode_rows(s, q, rows, n);
                 n %= batch;
             }
@@ -3011,9 +3075,9 @@ static void tqkv__encode_heads(const tqkv__stream *s, const tqkv__quantiser *q, 
     if (n) codec->encode_rows(s, q, rows, n);
 }
 
-/* Encodes tokens [from, to) of src after tqkv__encode_open; src[0] is for `position`. With a scale as many heads at a time as
-   have their factors in 4 KiB, so that each factor is found once. */
-static void tqkv__encode_tokens(const tqkv__stream *s, const void *src, int from, int to, int64_t position)
+/* Encodes tokens after tqkv__encode_open. With a scale as many heads at a time as have their factors in 4 KiB, so that each factor
+   is found once. */
+static void tqkv__encode_tokens(const tqkv__stream *s, const tqkv__tokens *tokens)
 {
     float room[TQKV_MAX_HEAD_DIM];
     const uint64_t mode = tqkv__fp_exact();
@@ -3023,7 +3087,7 @@ static void tqkv__encode_tokens(const tqkv__stream *s, const void *src, int from
     for (int h = 0; h < s->n_kv_heads; h += most) {
         tqkv__heads heads = {h, s->n_kv_heads - h < most ? s->n_kv_heads - h : most, NULL};
         heads.factors = tqkv__factors_of(s, h, heads.n, room);
-        tqkv__encode_heads(s, &q, &heads, src, from, to, position);
+        tqkv__encode_heads(s, &q, &heads, tokens);
     }
     tqkv__fp_restore(mode);
 }
@@ -3032,7 +3096,7 @@ static void tqkv__encode_tokens(const tqkv__stream *s, const void *src, int from
    for NaN and Inf, the next encodes. */
 enum { TQKV__ENCODE_STREAMS = 3, TQKV__ENCODE_TASKS = 16 };
 typedef struct tqkv__encode_job {
-    const tqkv__stream *streams[TQKV__ENCODE_STREAMS];
+    const tqkv__stream *streams[TQKV__ENCODE_STREAMS], *halves[TQKV__ENCODE_STREAMS]; /* see tqkv__encode_tokens */
     const void *src[TQKV__ENCODE_STREAMS];
     tqkv_parallel parallel;
     int n_streams, n_tokens, n_tasks; /* n_tasks: of each stream */
@@ -3050,8 +3114,9 @@ static void tqkv__encode_task(void *context, int index)
     const int first = job->encode ? tqkv__first_kept(s, job->n_tokens) : 0;
     const int from = first + (int)((int64_t)(job->n_tokens - first) * part / job->n_tasks);
     const int to = first + (int)((int64_t)(job->n_tokens - first) * (part + 1) / job->n_tasks);
+    const tqkv__tokens tokens = {job->halves[stream], src, from, to, job->position, job->position + job->n_tokens};
     if (job->encode)
-        tqkv__encode_tokens(s, src, from, to, job->position);
+        tqkv__encode_tokens(s, &tokens);
     else
         job->bad[index] = !tqkv__rows_finite(s, tqkv__source_row(s, src, (size_t)from, 0), to - from);
 }
@@ -3322,6 +3387,7 @@ static TQKV__NOINLINE void tqkv__convert_rows(const tqkv__stream *from, const tq
             rows[i].center = rows[i].factors = NULL;
             rows[i].codes = tqkv__codes_at(to, kv_head, target);
             rows[i].norms = tqkv__norms_at(to, kv_head, target);
+            rows[i].half = NULL;
         }
         codec->encode_rows(&decoded, &q, rows, now);
     }
@@ -3487,7 +3553,7 @@ TQKV_API tqkv_result tqkv_measure(const tqkv_store *shape, const void *src, int 
         const float *factors = tqkv__factors_of(&s, h, 1, room);
         for (int t = 0; t < n_tokens; t++) {
             const void *at = tqkv__source_row(&s, src, (size_t)t, (size_t)h);
-            const tqkv__row row = {at, tqkv__center_of(&s, h), factors, codes, norms};
+            const tqkv__row row = {at, tqkv__center_of(&s, h), factors, codes, norms, NULL};
             codec->encode_rows(&s, &q, &row, 1);
             tqkv__add_moments(&s, h, &row, &m);
         }
@@ -3521,6 +3587,299 @@ TQKV_API tqkv_result tqkv_unrotate(float *rows, int n_rows, int head_dim)
     return tqkv__rotate_rows(rows, n_rows, head_dim, true);
 }
 
+/* >>calibrate: tqkv_calibrate, tqkv_logit_noise */
+
+/* Magnitudes to which no sum of squares leaves the range of float. */
+#define TQKV__LARGEST_CALIBRATED 1.0e12f
+#define TQKV__LEAST_LEARNT       (1.0f / 1024.0f)
+#define TQKV__LARGEST_LEARNT     1024.0f
+
+/* Queries as rows of a stream, whose heads are those of the queries. */
+typedef struct tqkv__queries {
+    tqkv__stream rows;
+    const void *q;
+    int n, group;
+} tqkv__queries;
+
+/* Of one head, [head_dim] each: mean, and mean squares of rows and of the queries that read them. */
+typedef struct tqkv__learnt {
+    float center[TQKV_MAX_HEAD_DIM], rows[TQKV_MAX_HEAD_DIM], queries[TQKV_MAX_HEAD_DIM];
+} tqkv__learnt;
+
+/* sums += x, or its square; x, sums: [n] */
+static TQKV__NOINLINE void tqkv__add_row(const float *x, bool squared, int n, float *sums)
+{
+    for (int d = 0; d < n; d++) sums[d] = TQKV__AS_FLOAT(sums[d] + (squared ? tqkv__rounded(x[d] * x[d]) : x[d]));
+}
+
+/* The mean over n rows, or that of the squares, of the differences from a centre, unless that is NULL: one float a channel, rows
+   in order. means: [head_dim] */
+static void tqkv__channel_means(const tqkv__stream *s, const void *src, int n, int first_head, int n_heads,
+                                const float *center, bool squared, float *means)
+{
+    float row[TQKV_MAX_HEAD_DIM];
+    const tqkv__codec *codec = tqkv__codec_for(s->head_dim);
+    const volatile float rows = n ? (float)n * (float)n_heads : 1.0f; /* see tqkv__norm_i8 */
+    memset(means, 0, (size_t)s->head_dim * sizeof(float));
+    for (int t = 0; t < n; t++)
+        for (int h = first_head; h < first_head + n_heads; h++) {
+            codec->widen(s->type, tqkv__source_row(s, src, (size_t)t, (size_t)h), center, NULL, s->head_dim, row);
+            tqkv__add_row(row, squared, s->head_dim, means);
+        }
+    for (int d = 0; d < s->head_dim; d++) means[d] = TQKV__AS_FLOAT(means[d] / rows);
+}
+
+/* The two channels of a rotary pair: [head_dim / 2] */
+static void tqkv__pair_of(tqkv_pairs pairs, int head_dim, int i, int *low, int *high)
+{
+    *low = pairs == TQKV_PAIRS_HALVES ? i : 2 * i;
+    *high = pairs == TQKV_PAIRS_HALVES ? i + head_dim / 2 : 2 * i + 1;
+}
+
+/* Turns mean squares into deviations; channels of a pair share theirs, zeros become the smallest that is none. */
+static TQKV__NOINLINE void tqkv__deviations(tqkv_pairs pairs, int head_dim, float *squares)
+{
+    float least = 1.0f;
+    bool any = false;
+    for (int i = 0; pairs != TQKV_PAIRS_NONE && i < head_dim / 2; i++) {
+        int low, high;
+        tqkv__pair_of(pairs, head_dim, i, &low, &high);
+        squares[low] = squares[high] = tqkv__rounded(squares[low] + squares[high]) * 0.5f;
+    }
+    for (int d = 0; d < head_dim; d++) {
+        squares[d] = TQKV__AS_FLOAT(sqrtf(squares[d]));
+        if (squares[d] > 0.0f && (!any || squares[d] < least)) least = squares[d];
+        any = any || squares[d] > 0.0f;
+    }
+    for (int d = 0; d < head_dim; d++) squares[d] = squares[d] > 0.0f ? squares[d] : least;
+}
+
+/* g = sqrt(s / r), divided by its root mean square. r: NULL: 1. scales may be s. */
+static TQKV__NOINLINE void tqkv__scales_of(const float *s, const float *r, int head_dim, float *scales)
+{
+    float sum = 0.0f;
+    for (int d = 0; d < head_dim; d++) {
+        scales[d] = TQKV__AS_FLOAT(sqrtf(r ? TQKV__AS_FLOAT(s[d] / r[d]) : s[d]));
+        sum = TQKV__AS_FLOAT(sum + tqkv__rounded(scales[d] * scales[d]));
+    }
+    const volatile float n = (float)head_dim;
+    const volatile float root = TQKV__AS_FLOAT(sqrtf(TQKV__AS_FLOAT(sum / n)));
+    for (int d = 0; d < head_dim; d++) {
+        const float g = TQKV__AS_FLOAT(scales[d] / root);
+        scales[d] = g < TQKV__LEAST_LEARNT ? TQKV__LEAST_LEARNT : g > TQKV__LARGEST_LEARNT ? TQKV__LARGEST_LEARNT : g;
+    }
+}
+
+/* Centre and scale of a head; center, scale: [head_dim], either may be NULL. queries may be NULL. */
+static TQKV__NOINLINE void tqkv__calibrate_head(const tqkv__stream *s, const void *src, int n_tokens, int kv_head,
+                                                const tqkv__queries *queries, tqkv_pairs pairs, float *center,
+                                                float *scale)
+{
+    tqkv__learnt learnt;
+    const size_t size = (size_t)s->head_dim * sizeof(float);
+    tqkv__channel_means(s, src, n_tokens, kv_head, 1, NULL, false, learnt.center);
+    if (center) memcpy(center, learnt.center, size);
+    if (!scale) return;
+    tqkv__channel_means(s, src, n_tokens, kv_head, 1, learnt.center, true, learnt.rows);
+    tqkv__deviations(pairs, s->head_dim, learnt.rows);
+    if (queries) {
+        tqkv__channel_means(&queries->rows, queries->q, queries->n, kv_head * queries->group, queries->group, NULL,
+                            true, learnt.queries);
+        tqkv__deviations(pairs, s->head_dim, learnt.queries);
+    }
+    tqkv__scales_of(learnt.rows, queries ? learnt.queries : NULL, s->head_dim, learnt.rows);
+    memcpy(scale, learnt.rows, size);
+}
+
+/* Takes queries of the stream's type, [n_queries][n_heads][head_dim], or none; *bytes: their size. Follows
+   tqkv__stream_shape. */
+static tqkv_result tqkv__take_queries(const tqkv__stream *s, const void *q, int n_heads, int n_queries,
+                                      tqkv__queries *queries, size_t *bytes)
+{
+    if (!n_heads) n_heads = s->n_kv_heads;
+    if (n_heads < 0 || n_heads % s->n_kv_heads) return TQKV__INVALID("n_heads is not a multiple of n_kv_heads");
+    if (n_queries < 0) return TQKV__INVALID("n_queries is negative");
+    *bytes = 0;
+    queries->rows = *s;
+    queries->rows.n_kv_heads = n_heads;
+    queries->rows.strides.token = queries->rows.strides.head = 0;
+    queries->rows.strides = tqkv__strides_of(queries->rows.strides, n_heads, s->head_dim);
+    queries->q = q;
+    queries->n = n_queries;
+    queries->group = n_heads / s->n_kv_heads;
+    if (!q) return TQKV_OK;
+    const tqkv_result r = tqkv__check_rows(&queries->rows, q, n_queries, bytes);
+    if (r != TQKV_OK) return r;
+    return tqkv__rows_finite(&queries->rows, q, n_queries) ? TQKV_OK
+                                                           : TQKV__REFUSE(NOT_FINITE, "q holds NaN or infinity");
+}
+
+/* Whether no value is so large that its square may leave the range of float, summed up; rows are finite. */
+static bool tqkv__rows_moderate(const tqkv__stream *s, const void *src, int n)
+{
+    float row[TQKV_MAX_HEAD_DIM];
+    const tqkv__codec *codec = tqkv__codec_for(s->head_dim);
+    if (s->type == TQKV_TYPE_F16) return true;
+    for (size_t t = 0; t < (size_t)n; t++)
+        for (size_t h = 0; h < (size_t)s->n_kv_heads; h++) {
+            bool beyond = false;
+            codec->widen(s->type, tqkv__source_row(s, src, t, h), NULL, NULL, s->head_dim, row);
+            for (int d = 0; d < s->head_dim; d++) beyond |= fabsf(row[d]) > TQKV__LARGEST_CALIBRATED;
+            if (beyond) return false;
+        }
+    return true;
+}
+
+/* Whether an output may be written: floats, apart from what is read. */
+static bool tqkv__may_write(const float *to, size_t size, const void *src, size_t src_bytes, const void *q,
+                            size_t q_bytes)
+{
+    return !to ||
+           (tqkv__floats_at(to) && !tqkv__overlap(to, size, src, src_bytes) && !tqkv__overlap(to, size, q, q_bytes));
+}
+
+/* Checks the arguments of tqkv_calibrate. */
+static tqkv_result tqkv__check_calibration(const tqkv__stream *s, const void *src, int n_tokens,
+                                           const tqkv__queries *queries, size_t q_bytes, const float *center,
+                                           const float *scale)
+{
+    size_t bytes;
+    const size_t size = tqkv__center_size(s);
+    const tqkv_result r = tqkv__check_rows(s, src, n_tokens, &bytes);
+    if (r != TQKV_OK) return r;
+    if (!center && !scale) return TQKV__INVALID("center and channel_scale are NULL: nothing to find");
+    if (!tqkv__may_write(center, size, src, bytes, queries->q, q_bytes) ||
+        !tqkv__may_write(scale, size, src, bytes, queries->q, q_bytes) || tqkv__overlap(center, size, scale, size))
+        return TQKV__INVALID("center or channel_scale: not aligned as floats, or overlaps src, q or the other");
+    if (!tqkv__rows_finite(s, src, n_tokens)) return TQKV__REFUSE(NOT_FINITE, "src holds NaN or infinity");
+    if (!tqkv__rows_moderate(s, src, n_tokens)) return TQKV__REFUSE(NOT_FINITE, "src holds values beyond 1e12");
+    if (queries->q && !tqkv__rows_moderate(&queries->rows, queries->q, queries->n))
+        return TQKV__REFUSE(NOT_FINITE, "q holds values beyond 1e12");
+    return TQKV_OK;
+}
+
+TQKV_API tqkv_result tqkv_calibrate(const tqkv_store *shape, const void *src, int n_tokens, const void *q, int n_heads,
+                                    int n_queries, tqkv_pairs pairs, float *center, float *channel_scale)
+{
+    tqkv__stream s;
+    tqkv__queries queries;
+    size_t q_bytes;
+    tqkv_result r = tqkv__stream_shape(shape, &s);
+    if (r != TQKV_OK) return r;
+    if (pairs != TQKV_PAIRS_NONE && pairs != TQKV_PAIRS_NEIGHBOURS && pairs != TQKV_PAIRS_HALVES)
+        return TQKV__INVALID("pairs: no tqkv_pairs");
+    if ((r = tqkv__take_queries(&s, q, n_heads, n_queries, &queries, &q_bytes)) != TQKV_OK) return r;
+    if ((r = tqkv__check_calibration(&s, src, n_tokens, &queries, q_bytes, center, channel_scale)) != TQKV_OK) return r;
+    const uint64_t mode = tqkv__fp_exact();
+    for (int h = 0; h < s.n_kv_heads; h++)
+        tqkv__calibrate_head(&s, src, n_tokens, h, q && n_queries ? &queries : NULL, pairs,
+                             center ? center + (size_t)h * (size_t)s.head_dim : NULL,
+                             channel_scale ? channel_scale + (size_t)h * (size_t)s.head_dim : NULL);
+    tqkv__fp_restore(mode);
+    return TQKV_OK;
+}
+
+/* -- The noise of the logits -- */
+
+/* Queries at work, as many as have their sums on the stack; sums of q.e and of its square over the rows */
+enum { TQKV__NOISE_ROWS = 128 };
+typedef struct tqkv__noises {
+    double first[TQKV__NOISE_ROWS], second[TQKV__NOISE_ROWS];
+} tqkv__noises;
+
+/* What encoding and decoding adds to a row; error: [head_dim], in the original basis */
+static TQKV__NOINLINE void tqkv__row_error(const tqkv__stream *s, const tqkv__quantiser *q, int kv_head,
+                                           const tqkv__row *row, float *error)
+{
+    float source[TQKV_MAX_HEAD_DIM];
+    const tqkv__codec *codec = tqkv__codec_for(s->head_dim);
+    codec->encode_rows(s, q, row, 1);
+    tqkv__decode_row(s, row->codes, row->norms, error);
+    if (s->rotated) codec->unrotate(error, s->head_dim);
+    tqkv__apply_scale(s, kv_head, error);
+    tqkv__add_center(s, kv_head, false, error);
+    codec->widen(s->type, row->src, NULL, NULL, s->head_dim, source);
+    for (int d = 0; d < s->head_dim; d++) error[d] -= source[d];
+}
+
+/* q.e of a query and an error, in four sums; n: a multiple of 16 */
+static double tqkv__noise_of(const float *q, const float *error, int n)
+{
+    double sums[4] = {0.0, 0.0, 0.0, 0.0};
+    for (int d = 0; d < n; d += 4)
+        for (int i = 0; i < 4; i++) sums[i] += (double)q[d + i] * (double)error[d + i];
+    return (sums[0] + sums[1]) + (sums[2] + sums[3]);
+}
+
+/* Adds what a row of a head adds to the scores of its query rows [first, first + n). */
+static void tqkv__add_noise(const tqkv__queries *queries, int kv_head, int first, int n, const float *error,
+                            tqkv__noises *sums)
+{
+    float q[TQKV_MAX_HEAD_DIM];
+    const tqkv__stream *s = &queries->rows;
+    for (int i = 0; i < n; i++) {
+        const int row = first + i, head = kv_head * queries->group + row % queries->group;
+        const void *at = tqkv__source_row(s, queries->q, (size_t)(row / queries->group), (size_t)head);
+        tqkv__codec_for(s->head_dim)->widen(s->type, at, NULL, NULL, s->head_dim, q);
+        const double noise = tqkv__noise_of(q, error, s->head_dim);
+        sums->first[i] += noise;
+        sums->second[i] += noise * noise;
+    }
+}
+
+/* The variance over the rows of what a head's rows add to scores, mean over its queries. */
+static TQKV__NOINLINE double tqkv__head_noise(const tqkv__stream *s, const tqkv__quantiser *q, const void *src,
+                                              int n_tokens, int kv_head, const tqkv__queries *queries)
+{
+    uint8_t codes[2 * TQKV_MAX_HEAD_DIM];
+    float norms[TQKV_MAX_HEAD_DIM / 128], room[TQKV_MAX_HEAD_DIM], error[TQKV_MAX_HEAD_DIM];
+    const float *factors = tqkv__factors_of(s, kv_head, 1, room), *center = tqkv__center_of(s, kv_head);
+    const int64_t n_rows = (int64_t)queries->n * queries->group;
+    double total = 0.0;
+    for (int64_t first = 0; first < n_rows; first += TQKV__NOISE_ROWS) {
+        const int n = n_rows - first < TQKV__NOISE_ROWS ? (int)(n_rows - first) : TQKV__NOISE_ROWS;
+        tqkv__noises sums;
+        memset(&sums, 0, sizeof sums);
+        for (int t = 0; t < n_tokens; t++) {
+            const void *at = tqkv__source_row(s, src, (size_t)t, (size_t)kv_head);
+            const tqkv__row row = {at, center, factors, codes, norms, NULL};
+            tqkv__row_error(s, q, kv_head, &row, error);
+            tqkv__add_noise(queries, kv_head, (int)first, n, error, &sums);
+        }
+        for (int i = 0; i < n; i++) {
+            const double mean = sums.first[i] / n_tokens;
+            total += sums.second[i] / n_tokens - mean * mean;
+        }
+    }
+    return total > 0.0 ? total / (double)n_rows : total == 0.0 || total < 0.0 ? 0.0 : (double)INFINITY;
+}
+
+TQKV_API tqkv_result tqkv_logit_noise(const tqkv_store *shape, const void *src, int n_tokens, const void *q,
+                                      int n_heads, int n_queries, double *noise)
+{
+    tqkv__stream s;
+    tqkv__quantiser quantiser;
+    tqkv__queries queries;
+    size_t q_bytes;
+    tqkv_result r = tqkv__stream_shape(shape, &s);
+    if (r == TQKV_OK) r = tqkv__stream_channels(shape, &s);
+    if (r != TQKV_OK) return r;
+    if ((r = tqkv__take_queries(&s, q, n_heads, n_queries, &queries, &q_bytes)) != TQKV_OK) return r;
+    if (!q) return TQKV__INVALID("q is NULL");
+    const size_t size = (size_t)s.n_kv_heads * sizeof *noise;
+    if (tqkv__overlap(noise, size, q, q_bytes)) return TQKV__INVALID("noise overlaps q");
+    if ((r = tqkv__check_source(&s, src, n_tokens, noise, __alignof__(double), size)) != TQKV_OK) return r;
+    const uint64_t mode = tqkv__fp_exact();
+    if (s.kind == TQKV__BOOK) tqkv__quantiser_open(&s, &quantiser);
+    tqkv__fill_planes(&s);
+    for (int h = 0; h < s.n_kv_heads; h++)
+        noise[h] = n_tokens && n_queries
+                       ? sqrt(tqkv__head_noise(&s, &quantiser, src, n_tokens, h, &queries) / s.head_dim)
+                       : 0.0;
+    tqkv__fp_restore(mode);
+    return TQKV_OK;
+}
+
 /* >>attend: softmax(q.k) v in one pass over tiles of positions; a decoded key or value serves all its queries */
 
 /* Positions in a tile, which attention scores, weights and sums together. Their scores stay in the L1 cache. */
@@ -3548,11 +3907,12 @@ typedef struct tqkv__attention {
     int matrix_group; /* on a GPU; 0 = the default */
     /* Makes integers of a query; NULL: floats. See tqkv__integers. */
     void (*round_query)(const tqkv__stream *s, const float *query, float *to);
-    /* Positions below exact_below are halves in ends[0][side], and from exact_from on in ends[1][side], where exact[][side] is
-       set; side 0: keys, 1: values. See tqkv__stream_at. */
+    /* Positions below exact_below are halves in ends[0][side], and those from tqkv__exact_at on in ends[1][side], where
+       exact[][side] is set; side 0: keys, 1: values. exact_from: for the last query, on a GPU for all. See tqkv__place_at. */
     int64_t exact_below, exact_from;
     bool exact[2][2];
-    tqkv__stream ends[2][2]; /* not cleared if unused: that would take as long as a few positions */
+    int64_t kept; /* positions below are seen though they are no longer resident: in ends[0] and first_tail */
+    tqkv__stream ends[2][2], first_tail; /* not cleared if unused: that would take as long as a few positions */
 } tqkv__attention;
 
 /* Additions in a row to one sum of products. Longer ones may all be rounded to the same side, where keys are parallel to the query
@@ -5744,7 +6104,10 @@ TQKV__TARGET static void TQKV__(encode_rows)(const tqkv__stream *s, const tqkv__
     const int batch = buffer / s->head_dim, norms_per_row = s->norms_per_row;
     for (int first = 0; first < n_rows; first += batch, rows += batch) {
         const int n = n_rows - first < batch ? n_rows - first : batch;
-        for (int i = 0; i < n; i++) values[i] = TQKV__(open_row)(s, &rows[i], rotated + i * s->head_dim);
+        for (int i = 0; i < n; i++) {
+            values[i] = TQKV__(open_row)(s, &rows[i], rotated + i * s->head_dim);
+            if (rows[i].half) TQKV__(store_f16_row)(TQKV_TYPE_F32, values[i], s->head_dim, rows[i].half);
+        }
         if (s->kind == TQKV__HALF) continue;
         TQKV__(norms)(s, values, n, norms, scales);
         for (int i = 0; i < n; i++) {
@@ -9263,7 +9626,8 @@ static tqkv_result tqkv__attention_shape(const tqkv_attention *a, tqkv__attentio
     if (call->n_heads < 0 || call->n_heads % r->n_kv_heads != 0)
         return TQKV__INVALID("n_heads is not a multiple of n_kv_heads");
     if (call->n_queries < 0 || call->window < 0) return TQKV__INVALID("n_queries or window is negative");
-    if (call->exact_first < 0 || call->exact_last < 0) return TQKV__INVALID("exact_first or exact_last is negative");
+    if (call->exact_first < 0 || call->exact_last < 0 || call->exact_from < 0)
+        return TQKV__INVALID("exact_first, exact_last or exact_from is negative");
     if (!tqkv__all_finite(&a->scale, 1) || !tqkv__all_finite(&a->softcap, 1))
         return TQKV__INVALID("scale or softcap is NaN or infinite");
     if (!tqkv__basis_known(a->query_basis) || !tqkv__basis_known(a->output_basis))
@@ -9340,6 +9704,28 @@ static tqkv_result tqkv__check_end(const tqkv__attention *a, const tqkv__stream 
     return TQKV_OK;
 }
 
+/* The first position that a query reads from the halves of the newest. With none all are, and these are codes. A query whose own
+   position does not matter stands at the end. */
+static int64_t tqkv__exact_at(const tqkv__attention *a, int query)
+{
+    const tqkv_attention *call = &a->call;
+    const bool at_end = call->non_causal && !call->window;
+    const int64_t from = call->end - (at_end ? 0 : call->n_queries - 1 - query) - call->exact_last;
+    if (!a->exact[1][0] && !a->exact[1][1]) return 0;
+    return from > call->exact_from ? from : call->exact_from;
+}
+
+/* The oldest position that some query reads from the halves of the newest; they are asked for, but nothing else is known of them. */
+static int64_t tqkv__exact_oldest(const tqkv__attention *a)
+{
+    const tqkv_attention *call = &a->call;
+    const bool at_end = call->non_causal && !call->window;
+    int64_t from = call->end - (at_end ? 0 : call->n_queries - 1) - call->exact_last;
+    if (from < call->exact_from) from = call->exact_from;
+    if (from < a->first) from = a->first;
+    return from < call->end ? from : call->end;
+}
+
 /* Takes the positions that are kept as halves, from stores opened by `open`; follows tqkv__check_streams and
    tqkv__attention_range. */
 static tqkv_result tqkv__take_ends(tqkv__attention *a, tqkv_result (*open)(const tqkv_store *, tqkv__stream *))
@@ -9348,65 +9734,112 @@ static tqkv_result tqkv__take_ends(tqkv__attention *a, tqkv_result (*open)(const
     const tqkv_store *const stores[2][2] = {{call->first_keys, call->first_values},
                                             {call->last_keys, call->last_values}};
     const int64_t below = call->exact_first < call->end ? call->exact_first : call->end;
-    const int64_t from = call->exact_last < call->end ? call->end - call->exact_last : 0;
+    const int64_t newest = call->end - call->exact_last, oldest = tqkv__exact_oldest(a);
     for (int i = 0; i < 4; i++) {
         const int last = i / 2, side = i % 2;
         const tqkv__stream *codes = side ? &a->values : &a->keys;
         const tqkv_store *store = stores[last][a->shared ? 0 : side];
-        if (!store || codes->kind == TQKV__HALF || (last ? from == call->end : below == 0)) continue;
+        if (!store || codes->kind == TQKV__HALF || (last ? !call->exact_last : below == 0)) continue;
         tqkv__stream *s = &a->ends[last][side];
         tqkv_result r = open(store, s);
-        if (r == TQKV_OK) r = tqkv__check_end(a, codes, last ? from : 0, last ? call->end : below, s);
+        if (r == TQKV_OK) r = tqkv__check_end(a, codes, last ? oldest : 0, last ? call->end : below, s);
         if (r != TQKV_OK) return r;
         a->exact[last][side] = true;
         if (last)
-            a->exact_from = from;
+            a->exact_from = newest > call->exact_from ? newest : call->exact_from;
         else
             a->exact_below = below;
     }
     return TQKV_OK;
 }
 
-/* The keys (side 0) or values (1) of a position. */
-static const tqkv__stream *tqkv__stream_at(const tqkv__attention *a, int side, int64_t position)
+/* Checks the store that keeps the first positions of a tail. */
+static tqkv_result tqkv__check_first_tail(const tqkv__attention *a, const tqkv__stream *s)
 {
-    if (position < a->exact_below && a->exact[0][side]) return &a->ends[0][side];
-    if (position >= a->exact_from && a->exact[1][side]) return &a->ends[1][side];
-    return side ? &a->values : &a->keys;
+    const tqkv__stream *tail = &a->tail;
+    if (s->format != tail->format || s->rotated != tail->rotated || s->block_scale != tail->block_scale)
+        return TQKV__INVALID("first_tail: a store of another format or basis than the tail");
+    if (s->head_dim != tail->head_dim || s->n_kv_heads != tail->n_kv_heads)
+        return TQKV__INVALID("first_tail: a store of other head_dim or n_kv_heads than the tail");
+    if (!tqkv__same_center(s, tail)) return TQKV__INVALID("first_tail: a store with another centre than the tail");
+    if (s->ring || a->call.exact_first > tqkv__room(s))
+        return TQKV__REFUSE(OUT_OF_RANGE, "first_tail: a store that does not hold so many positions");
+    return TQKV_OK;
 }
 
-/* Positions that are read from the same streams. */
+/* Takes the first positions that are no longer resident, if all streams have them; follows tqkv__take_ends. */
+static tqkv_result tqkv__take_kept(tqkv__attention *a)
+{
+    const tqkv_attention *call = &a->call;
+    const tqkv_store *const stores[2] = {call->first_keys, call->first_values};
+    const int64_t below = call->exact_first < call->end ? call->exact_first : call->end;
+    if (!below || !a->first || !stores[0] || (!a->shared && !stores[1]) || (call->tail && !call->first_tail))
+        return TQKV_OK;
+    for (int side = 0; side < 2; side++) {
+        tqkv__stream *s = &a->ends[0][side];
+        if (a->exact[0][side]) continue; /* a stream of F16 has no other halves */
+        tqkv_result r = tqkv__stream_open(stores[a->shared ? 0 : side], s);
+        if (r == TQKV_OK) r = tqkv__check_end(a, side ? &a->values : &a->keys, 0, below, s);
+        if (r != TQKV_OK) return r;
+        a->exact[0][side] = true;
+    }
+    if (call->tail) {
+        tqkv_result r = tqkv__stream_open(call->first_tail, &a->first_tail);
+        if (r == TQKV_OK) r = tqkv__check_first_tail(a, &a->first_tail);
+        if (r != TQKV_OK) return r;
+        if (a->round_query) tqkv__fill_integers(&a->first_tail);
+    }
+    a->exact_below = below;
+    a->kept = below < a->first ? below : a->first;
+    return TQKV_OK;
+}
+
+/* Positions that are read from the same streams. A query reads what is no longer resident in its first pass, then [0, b) and
+   [b, end), where b is tqkv__exact_at. Queries of an item have other b: each looks only at its own positions of the tiles that both
+   passes have, so its sums are added in the same order alone and in a batch. */
+enum { TQKV__GONE, TQKV__OLDER, TQKV__NEWEST, TQKV__PASSES };
 typedef struct tqkv__place {
-    int number; /* tells places apart */
-    const tqkv__stream *keys, *values;
+    int number; /* tells places apart: 2 * pass, plus 1 for the first positions */
+    const tqkv__stream *keys, *values, *tail;
     int64_t end; /* the first position behind them */
 } tqkv__place;
 
-static tqkv__place tqkv__place_at(const tqkv__attention *a, int64_t position)
+/* The keys (side 0) or values (1) of a place. */
+static const tqkv__stream *tqkv__stream_at(const tqkv__attention *a, int side, int number)
 {
-    const bool first = position < a->exact_below, last = position >= a->exact_from;
-    tqkv__place place = {first + 2 * last, tqkv__stream_at(a, 0, position), tqkv__stream_at(a, 1, position), INT64_MAX};
-    if (!last) place.end = a->exact_from;
-    if (first && a->exact_below < place.end) place.end = a->exact_below;
+    if (number % 2 && a->exact[0][side]) return &a->ends[0][side];
+    if (number / 2 == TQKV__NEWEST && a->exact[1][side]) return &a->ends[1][side];
+    return side ? &a->values : &a->keys;
+}
+
+static tqkv__place tqkv__place_at(const tqkv__attention *a, int64_t position, int pass)
+{
+    const bool first = position < a->exact_below;
+    const int number = 2 * pass + first;
+    const tqkv__place place = {number, tqkv__stream_at(a, 0, number), tqkv__stream_at(a, 1, number),
+                               pass == TQKV__GONE ? &a->first_tail : &a->tail, first ? a->exact_below : INT64_MAX};
     return place;
 }
 
 /* The streams of an attention: keys, values, tail, then the halves of the first positions' keys and values and of the newest
-   ones'. NULL: it has no such stream. */
-enum { TQKV__STREAMS = 7, TQKV__FIRST_HALVES = 3 };
+   ones', then the tail of the first positions. NULL: it has no such stream. */
+enum { TQKV__STREAMS = 8, TQKV__FIRST_HALVES = 3, TQKV__LAST_HALVES = 5, TQKV__FIRST_TAIL = 7 };
 static const tqkv__stream *tqkv__stream_read(const tqkv__attention *a, int i)
 {
-    const int last = i >= TQKV__FIRST_HALVES + 2, side = (i - TQKV__FIRST_HALVES) % 2;
+    const int last = i >= TQKV__LAST_HALVES, side = (i - TQKV__FIRST_HALVES) % 2;
+    if (i == TQKV__FIRST_TAIL) return a->kept && a->call.tail ? &a->first_tail : NULL;
     if (i >= TQKV__FIRST_HALVES) return a->exact[last][side] ? &a->ends[last][side] : NULL;
     return i == 0 ? &a->keys : i == 1 ? &a->values : a->call.tail ? &a->tail : NULL;
 }
 
-/* The positions of a range that may be read from stream i. */
-static tqkv__range tqkv__positions_read(const tqkv__attention *a, int i, tqkv__range range)
+/* The resident positions of a range that a query, or one behind it, may read from stream i. */
+static tqkv__range tqkv__positions_read(const tqkv__attention *a, int i, tqkv__range range, int query)
 {
-    const bool halves = i >= TQKV__FIRST_HALVES, last = i >= TQKV__FIRST_HALVES + 2;
-    if (last && a->exact_from > range.from) range.from = a->exact_from;
-    if (halves && !last && a->exact_below < range.to) range.to = a->exact_below;
+    const bool first = i >= TQKV__FIRST_HALVES && i < TQKV__LAST_HALVES;
+    const bool last = i >= TQKV__LAST_HALVES && i < TQKV__FIRST_TAIL;
+    if (last && tqkv__exact_at(a, query) > range.from) range.from = tqkv__exact_at(a, query);
+    if (first && a->exact_below < range.to) range.to = a->exact_below;
+    if (i == TQKV__FIRST_TAIL) range.to = range.from;
     return range;
 }
 
@@ -9460,7 +9893,44 @@ static tqkv_result tqkv__check_list(tqkv__attention *a)
     return r;
 }
 
-static tqkv_result tqkv__attention_open(const tqkv_attention *a, tqkv__attention *r)
+/* The positions of a query's window that are not there any more. */
+static tqkv__range tqkv__gone_from_window(const tqkv__attention *a, int query)
+{
+    const int64_t oldest = a->call.end - a->call.n_queries + query - a->call.window + 1;
+    const tqkv__range gone = {oldest > a->kept ? oldest : a->kept, a->first};
+    return gone;
+}
+
+/* Whether a query's list, or its newest positions, have some of those that are gone. */
+static bool tqkv__list_meets(const tqkv__attention *a, int query, int kv_head, tqkv__range gone)
+{
+    const int32_t *row = tqkv__list_row(a, query, kv_head);
+    const int shift = tqkv__list_shift(a->call.list_block);
+    const int64_t position = a->call.end - a->call.n_queries + query;
+    const int64_t resident = (a->call.non_causal ? a->call.end : position + 1) - a->first;
+    for (int i = 0; i < a->call.list_length && row[i] >= 0; i++)
+        if (((int64_t)row[i] + 1) << shift > gone.from && (int64_t)row[i] << shift < gone.to) return true;
+    return a->call.list_newest > resident;
+}
+
+/* Refuses queries whose window was longer than what is there. What a list leaves out, nobody misses. */
+static tqkv_result tqkv__check_window(const tqkv__attention *a)
+{
+    const tqkv_attention *call = &a->call;
+    if (!call->window || !call->whole_window) return TQKV_OK;
+    for (int i = 0; i < call->n_queries; i++) {
+        const tqkv__range gone = tqkv__gone_from_window(a, i);
+        bool missed = gone.from < gone.to && !call->list;
+        for (int h = 0; h < call->list_heads && call->list && gone.from < gone.to && !missed; h++)
+            missed = tqkv__list_meets(a, i, h, gone);
+        if (missed) return TQKV__REFUSE(OUT_OF_RANGE, "a query's window begins before the oldest resident position");
+        if (gone.from >= gone.to) break; /* nor do those behind it */
+    }
+    return TQKV_OK;
+}
+
+/* Opens all but what is kept as halves. */
+static tqkv_result tqkv__attention_streams(const tqkv_attention *a, tqkv__attention *r)
 {
     tqkv_result result = tqkv__attention_shape(a, r);
     if (result == TQKV_OK) result = tqkv__stream_memory(a->keys, &r->keys);
@@ -9468,9 +9938,22 @@ static tqkv_result tqkv__attention_open(const tqkv_attention *a, tqkv__attention
     if (result == TQKV_OK && a->tail) result = tqkv__stream_memory(a->tail, &r->tail);
     if (result == TQKV_OK) result = tqkv__check_streams(r);
     if (result == TQKV_OK) result = tqkv__attention_range(a, r);
-    if (result == TQKV_OK) result = tqkv__check_list(r);
-    if (result != TQKV_OK || (!a->exact_first && !a->exact_last)) return result;
-    return tqkv__take_ends(r, tqkv__stream_open);
+    return result == TQKV_OK ? tqkv__check_list(r) : result;
+}
+
+/* Opens the rest, and checks the windows. */
+static tqkv_result tqkv__attention_ends(tqkv__attention *a)
+{
+    tqkv_result r = TQKV_OK;
+    if (a->call.exact_first || a->call.exact_last) r = tqkv__take_ends(a, tqkv__stream_open);
+    if (r == TQKV_OK && a->call.exact_first) r = tqkv__take_kept(a);
+    return r == TQKV_OK ? tqkv__check_window(a) : r;
+}
+
+static tqkv_result tqkv__attention_open(const tqkv_attention *a, tqkv__attention *r)
+{
+    const tqkv_result result = tqkv__attention_streams(a, r);
+    return result == TQKV_OK ? tqkv__attention_ends(r) : result;
 }
 
 /* >>visible: which positions a query sees: windows, trees, lists */
@@ -9514,6 +9997,10 @@ typedef struct tqkv__list {
     int64_t n_before, recent, hidden; /* positions of block `recent` before `hidden` are not seen */
     int64_t base;
     tqkv__range seen; /* ranks */
+    /* Of the positions that are no longer resident those in the blocks row[0 .. n_row), and those from kept_from on. They have no
+       ranks. */
+    const int32_t *row;
+    int64_t n_row, kept_from;
 } tqkv__list;
 
 /* The first of n ascending entries that is not below `block`. */
@@ -9555,29 +10042,33 @@ static bool tqkv__tree_hides(const tqkv__attention *a, int query, int64_t positi
     return a->call.tree && j >= 0 && !(a->call.tree[query] >> j & 1);
 }
 
-/* Where the newest list_newest positions of a range begin that a query sees. */
-static int64_t tqkv__newest_from(const tqkv__attention *a, int query, tqkv__range range)
+/* Where the newest `left` positions of a range begin that a query sees; takes their number from `left`. */
+static int64_t tqkv__newest_from(const tqkv__attention *a, int query, tqkv__range range, int *left)
 {
-    int left = a->call.list_newest;
-    while (a->call.tree && left > 0 && range.to > range.from && range.to > a->call.end - a->call.n_queries)
-        left -= !tqkv__tree_hides(a, query, --range.to);
-    return range.to - range.from < left ? range.from : range.to - left;
+    while (a->call.tree && *left > 0 && range.to > range.from && range.to > a->call.end - a->call.n_queries)
+        *left -= !tqkv__tree_hides(a, query, --range.to);
+    const int n = range.to - range.from < *left ? (int)(range.to - range.from) : *left;
+    *left -= n;
+    return range.to - n;
 }
 
 /* The list of a query, as far as it looks at a range of positions. */
 static tqkv__list tqkv__open_list(const tqkv__attention *a, int query, int kv_head, tqkv__range range)
 {
     tqkv__list l;
-    const tqkv__range resident = {a->first, a->call.end}, all = tqkv__visible(a, query, resident);
+    const tqkv__range resident = {a->first, a->call.end}, all = tqkv__visible(a, query, resident), kept = {0, a->kept};
     int64_t n = 0;
-    l.entries = tqkv__list_row(a, query, kv_head);
+    int newest = a->call.list_newest;
+    l.entries = l.row = tqkv__list_row(a, query, kv_head);
     l.shift = tqkv__list_shift(a->call.list_block);
     while (n < a->call.list_length && l.entries[n] >= 0) n++;
+    l.n_row = n;
     const int64_t gone = tqkv__entry_at(l.entries, n, all.from >> l.shift);
     l.entries += gone;
     n -= gone;
     l.base = all.from >> l.shift << l.shift;
-    l.hidden = tqkv__newest_from(a, query, all);
+    l.hidden = tqkv__newest_from(a, query, all, &newest);
+    l.kept_from = tqkv__newest_from(a, query, tqkv__visible(a, query, kept), &newest);
     l.recent = l.hidden < all.to ? l.hidden >> l.shift : (all.to >> l.shift) + (all.to % ((int64_t)1 << l.shift) > 0);
     l.n_before = tqkv__entry_at(l.entries, n, l.recent);
     if (l.hidden == all.to || (l.n_before < n && l.entries[l.n_before] == l.recent)) l.hidden = 0;
@@ -9624,7 +10115,7 @@ static tqkv_result tqkv__check_listed(const tqkv__attention *a, int i, tqkv__ran
     const tqkv__stream *s = tqkv__stream_read(a, i);
     tqkv_result r = TQKV_OK;
     if (!s || !s->pages) return r;
-    range = tqkv__positions_read(a, i, range);
+    range = tqkv__positions_read(a, i, range, query);
     for (int64_t rank = l->seen.from; r == TQKV_OK && rank < l->seen.to; rank++) {
         const int64_t position = tqkv__position_of(l, rank);
         if (position < range.from || position >= range.to || tqkv__hidden_ranks(a, query, l, rank, 1)) continue;
@@ -9650,9 +10141,21 @@ static tqkv_result tqkv__check_entries(const tqkv__attention *a, int64_t first, 
 {
     tqkv_result r = TQKV_OK;
     for (int i = 0; r == TQKV_OK && i < TQKV__STREAMS; i++) {
-        const tqkv__range all = {first, end}, range = tqkv__positions_read(a, i, all);
+        const tqkv__range all = {first, end}, range = tqkv__positions_read(a, i, all, 0);
         if (tqkv__stream_read(a, i)) r = tqkv__check_pages(tqkv__stream_read(a, i), range.from, range.to);
     }
+    return r;
+}
+
+/* As tqkv__check_entries, for the positions that are no longer resident. */
+static tqkv_result tqkv__check_kept(const tqkv__attention *a)
+{
+    const tqkv__range kept = {0, a->kept}, seen = tqkv__visible_to(a, 0, a->call.n_queries - 1, kept);
+    const int streams[3] = {TQKV__FIRST_HALVES, TQKV__FIRST_HALVES + 1, TQKV__FIRST_TAIL};
+    tqkv_result r = TQKV_OK;
+    for (int i = 0; r == TQKV_OK && a->kept && i < 3; i++)
+        if (tqkv__stream_read(a, streams[i]))
+            r = tqkv__check_pages(tqkv__stream_read(a, streams[i]), seen.from, seen.to);
     return r;
 }
 
@@ -9660,10 +10163,12 @@ static tqkv_result tqkv__check_entries(const tqkv__attention *a, int64_t first, 
 static tqkv_result tqkv__check_seen(const tqkv__attention *a, tqkv__range range)
 {
     const int64_t first = a->call.end - a->call.n_queries; /* of the tree */
-    if (a->call.list) return tqkv__check_lists_seen(a, range);
+    tqkv_result r = tqkv__check_kept(a);
+    if (r == TQKV_OK && a->call.list) r = tqkv__check_lists_seen(a, range);
+    if (r != TQKV_OK || a->call.list) return r;
     const tqkv__range seen = tqkv__visible_to(a, 0, a->call.n_queries - 1, range);
     const int64_t base = a->call.tree && first < seen.to ? first : seen.to;
-    tqkv_result r = tqkv__check_entries(a, seen.from, base);
+    r = tqkv__check_entries(a, seen.from, base);
     for (int64_t at = base < seen.from ? seen.from : base; r == TQKV_OK && at < seen.to; at++)
         if (tqkv__tree_has(a, (int)(at - first))) r = tqkv__check_entries(a, at, at + 1);
     return r;
@@ -9758,7 +10263,7 @@ static int tqkv__tile_length(const tqkv__attention *a, const tqkv__place *place,
     if (n > border) n = border;
     if (n > key_room) n = key_room;
     if (n > value_room) n = value_room;
-    if (a->call.tail && n > tqkv__tile_room(&a->tail, position)) n = tqkv__tile_room(&a->tail, position);
+    if (a->call.tail && n > tqkv__tile_room(place->tail, position)) n = tqkv__tile_room(place->tail, position);
     return (int)n;
 }
 
@@ -9806,7 +10311,7 @@ static void tqkv__find_runs(const tqkv__attention *a, const tqkv__place *place, 
     tile->place = *place;
     tqkv__open_run(place->keys, tile->position, tile->n, end, &tile->keys);
     tqkv__open_run(place->values, tile->position, tile->n, end, &tile->values);
-    if (a->call.tail) tqkv__open_run(&a->tail, tile->position, tile->n, end, &tile->tail);
+    if (a->call.tail) tqkv__open_run(place->tail, tile->position, tile->n, end, &tile->tail);
 }
 
 /* Asks for a line of each 4 KiB of the next tile, and for its norms, a tile early. The loops ask for the other lines, but late
@@ -9919,8 +10424,8 @@ static void tqkv__score_tile(tqkv__tile *tile, const float *q, int n_rows)
     a->isa->score_tile(tile->place.keys, tile->kv_head, &tile->keys, q + (size_t)n_rows * (size_t)before, n_rows, false,
                        scores);
     if (!a->call.tail) return;
-    a->isa->score_tile(&a->tail, tile->kv_head, &tile->tail, q + (size_t)n_rows * (size_t)a->keys.head_dim, n_rows,
-                       true, scores);
+    a->isa->score_tile(tile->place.tail, tile->kv_head, &tile->tail, q + (size_t)n_rows * (size_t)a->keys.head_dim,
+                       n_rows, true, scores);
 }
 
 /* Sums of values have the order of the stream that is added to them: brings them into that of another. */
@@ -9950,11 +10455,13 @@ typedef struct tqkv__work {
     tqkv__tile *tiles; /* [2] */
     tqkv__tile *before;
     tqkv__sums piece, sums;
-    const tqkv__list *list;          /* or NULL: ranks are positions */
-    tqkv__range common;              /* what all rows see of a stretch, without a list */
-    bool small_pages, odd_rings;     /* pages, or rings, may end within a tile */
-    const tqkv__attention *gathered; /* streams in scratch, for rows that do not lie together */
-    tqkv__ranks ranks[3];            /* likewise: of the tile before, of this one and of the next */
+    const tqkv__list *list;           /* or NULL: ranks are positions */
+    int64_t exact[2];                 /* tqkv__exact_at of the first and the last row's query */
+    tqkv__range passes[TQKV__PASSES]; /* of ranks, in a stretch */
+    tqkv__range common[TQKV__PASSES]; /* what all rows see of these, without a list */
+    bool small_pages, odd_rings;      /* pages, or rings, may end within a tile */
+    const tqkv__attention *gathered;  /* streams in scratch, for rows that do not lie together */
+    tqkv__ranks ranks[3];             /* likewise: of the tile before, of this one and of the next */
 } tqkv__work;
 
 /* What the rows see together of a range of positions or, with a list, ranks. */
@@ -9980,21 +10487,74 @@ static tqkv__range tqkv__common_range(const tqkv__work *w, tqkv__range range)
     return all;
 }
 
+/* Finds the passes through a range of positions or ranks or, for `kept`, through what is no longer resident, and what all rows see of
+   them. Without halves of the newest all is in the last. */
+static void tqkv__find_passes(tqkv__work *w, tqkv__range range, bool kept)
+{
+    const tqkv__range none = {0, 0}, before = {0, w->a->kept};
+    for (int pass = 0; pass < TQKV__PASSES; pass++) w->passes[pass] = w->common[pass] = none;
+    if (kept) {
+        const int group = w->a->group, last_row = w->item->first_row + w->item->n_rows - 1;
+        w->passes[TQKV__GONE] = tqkv__visible_to(w->a, w->item->first_row / group, last_row / group, before);
+        if (!w->list) w->common[TQKV__GONE] = tqkv__common_range(w, before);
+        return;
+    }
+    const int64_t low = w->list ? tqkv__rank_of(w->list, w->exact[0]) : w->exact[0];
+    const int64_t high = w->list ? tqkv__rank_of(w->list, w->exact[1]) : w->exact[1];
+    tqkv__range *older = &w->passes[TQKV__OLDER], *newest = &w->passes[TQKV__NEWEST];
+    *older = *newest = tqkv__range_of_rows(w, range);
+    if (older->to > high) older->to = high;
+    if (newest->from < low) newest->from = low;
+    if (w->list) return;
+    older = &w->common[TQKV__OLDER];
+    newest = &w->common[TQKV__NEWEST];
+    *older = *newest = tqkv__common_range(w, range);
+    if (older->to > low) older->to = low;
+    if (newest->from < high) newest->from = high;
+}
+
+/* The part of a range that a query reads in a pass. */
+static tqkv__range tqkv__range_in_pass(const tqkv__work *w, int pass, int query, tqkv__range range)
+{
+    const tqkv__range kept = {0, w->a->kept};
+    const int64_t exact = tqkv__exact_at(w->a, query);
+    if (pass == TQKV__GONE) return kept;
+    if (pass == TQKV__OLDER && range.to > exact) range.to = exact;
+    if (pass == TQKV__NEWEST && range.from < exact) range.from = exact;
+    return range;
+}
+
+/* Takes from a span of a tile what its query's list does not name of the positions that are no longer resident. */
+static void tqkv__hide_kept(const tqkv__list *l, const tqkv__tile *tile, tqkv__span *span)
+{
+    bool seen = false;
+    for (int j = span->from; j < span->to; j++) {
+        const int64_t position = tile->position + (j - tile->begin), block = position >> l->shift;
+        const int64_t at = tqkv__entry_at(l->row, l->n_row, block);
+        if (position < l->kept_from && (at == l->n_row || l->row[at] != block)) span->hidden |= (uint64_t)1 << j;
+        seen = seen || !(span->hidden >> j & 1);
+    }
+    if (!seen) span->to = span->from;
+}
+
 /* Finds what each row sees of a tile; false: none sees any of it. */
 static bool tqkv__find_spans(const tqkv__work *w, tqkv__range range, tqkv__tile *tile)
 {
+    const int pass = tile->place.number / 2, group = w->a->group;
+    const tqkv__range *common = &w->common[pass];
     const tqkv__item *item = w->item;
-    const int group = w->a->group;
-    tqkv__span span = {tile->begin, tile->begin + tile->n, w->list ? tile->ranks->hidden << tile->begin : 0};
+    const bool listed = w->list && pass != TQKV__GONE;
+    tqkv__span span = {tile->begin, tile->begin + tile->n, listed ? tile->ranks->hidden << tile->begin : 0};
     bool seen = false;
     tile->whole = !span.hidden;
-    if (w->list || (tile->position >= w->common.from && tile->position + tile->n <= w->common.to)) {
+    if (listed || (tile->position >= common->from && tile->position + tile->n <= common->to)) {
         for (int row = 0; row < item->n_rows; row++) tile->spans[row] = span;
         return true;
     }
     for (int row = 0; row < item->n_rows;) {
         const int query = (item->first_row + row) / group, next = (query + 1) * group - item->first_row;
-        span = tqkv__span_of(w->a, query, tile, range);
+        span = tqkv__span_of(w->a, query, tile, tqkv__range_in_pass(w, pass, query, range));
+        if (w->list) tqkv__hide_kept(w->list, tile, &span);
         for (; row < next && row < item->n_rows; row++) tile->spans[row] = span;
         seen = seen || span.to > span.from;
         tile->whole = tile->whole && span.to - span.from == tile->n && !span.hidden;
@@ -10063,7 +10623,7 @@ static void tqkv__ask_keys(const tqkv__attention *a, int kv_head, const tqkv__ra
 {
     if (!ranks->n) return;
     tqkv__ask(ranks->place.keys, kv_head, ranks, ranks->keys);
-    if (a->call.tail) tqkv__ask(&a->tail, kv_head, ranks, ranks->tail);
+    if (a->call.tail) tqkv__ask(ranks->place.tail, kv_head, ranks, ranks->tail);
 }
 
 static void tqkv__ask_values(const tqkv__attention *a, int kv_head, const tqkv__ranks *ranks)
@@ -10122,7 +10682,7 @@ static void tqkv__touch_streams(const tqkv__tile *tile)
 {
     const tqkv__attention *a = tile->streams;
     tqkv__touch_next(tile->place.keys, tile->kv_head, &tile->keys);
-    if (a->call.tail) tqkv__touch_next(&a->tail, tile->kv_head, &tile->tail);
+    if (a->call.tail) tqkv__touch_next(tile->place.tail, tile->kv_head, &tile->tail);
     if (!a->shared) tqkv__touch_next(tile->place.values, tile->kv_head, &tile->values);
 }
 
@@ -10218,7 +10778,7 @@ static void tqkv__find_slots_of(const tqkv__attention *a, const tqkv__list *l, t
         memcpy(ranks->values, ranks->keys, (size_t)ranks->n * sizeof *ranks->keys);
     else
         tqkv__find_slots(v, l, ranks, ranks->values);
-    if (a->call.tail) tqkv__find_slots(&a->tail, l, ranks, ranks->tail);
+    if (a->call.tail) tqkv__find_slots(ranks->place.tail, l, ranks, ranks->tail);
 }
 
 static bool tqkv__in_order(const int32_t *slots, int n)
@@ -10235,31 +10795,54 @@ static bool tqkv__lies_together(const tqkv__attention *a, const tqkv__ranks *ran
            (!a->call.tail || tqkv__in_order(ranks->tail, ranks->n));
 }
 
-/* Finds the next tile of ranks [rank, end); n is 0 if there is none. A list's tile has something that its query sees. */
-static void tqkv__find_ranks(const tqkv__work *w, int64_t rank, int64_t end, tqkv__ranks *ranks)
+/* Ranks of a pass. */
+static const tqkv__list *tqkv__list_in_pass(const tqkv__work *w, int pass)
+{
+    return pass == TQKV__GONE ? NULL : w->list;
+}
+
+/* Finds the tile of the ranks from `rank` to at most `end`; its n is 0 if a list's query sees none of it. Returns the rank behind. */
+static int64_t tqkv__find_ranks_at(const tqkv__work *w, int pass, int64_t rank, int64_t end, tqkv__ranks *ranks)
 {
     const tqkv__attention *a = w->a;
+    const tqkv__list *l = tqkv__list_in_pass(w, pass);
     const bool scattered = w->small_pages || w->odd_rings;
+    int64_t n = TQKV__TILE - rank % TQKV__TILE;
+    if (n > end - rank) n = end - rank;
+    const int64_t position = tqkv__position_of(l, rank), last = tqkv__position_of(l, rank + n - 1);
+    const bool together = last - position == n - 1;
     ranks->n = 0;
-    for (int64_t n; rank < end; rank += n) {
-        n = TQKV__TILE - rank % TQKV__TILE;
-        if (n > end - rank) n = end - rank;
-        const int64_t position = tqkv__position_of(w->list, rank), last = tqkv__position_of(w->list, rank + n - 1);
-        const bool together = last - position == n - 1;
-        ranks->place = tqkv__place_at(a, position);
-        if (together)
-            n = tqkv__tile_length(a, &ranks->place, position, last + 1); /* as without a list */
-        else if (last >= ranks->place.end)
-            n = tqkv__rank_of(w->list, ranks->place.end) - rank;
-        ranks->together = together && !scattered;
-        ranks->hidden = tqkv__hidden_ranks(a, w->item->first_row / a->group, w->list, rank, (int)n);
-        if (ranks->hidden == tqkv__bits_below((int)n)) continue;
-        ranks->rank = rank;
-        ranks->n = (int)n;
-        tqkv__find_slots_of(a, w->list, ranks);
-        if (scattered) ranks->together = tqkv__lies_together(a, ranks);
-        return;
+    ranks->place = tqkv__place_at(a, position, pass);
+    if (together)
+        n = tqkv__tile_length(a, &ranks->place, position, last + 1); /* as without a list */
+    else if (last >= ranks->place.end)
+        n = tqkv__rank_of(l, ranks->place.end) - rank;
+    ranks->together = together && !scattered;
+    ranks->hidden = tqkv__hidden_ranks(a, w->item->first_row / a->group, l, rank, (int)n);
+    if (ranks->hidden == tqkv__bits_below((int)n)) return rank + n;
+    ranks->rank = rank;
+    ranks->n = (int)n;
+    tqkv__find_slots_of(a, l, ranks);
+    if (scattered) ranks->together = tqkv__lies_together(a, ranks);
+    return rank + n;
+}
+
+/* Finds the next tile of ranks from `rank` of a pass on; n is 0 if there is none. */
+static void tqkv__find_ranks(const tqkv__work *w, int pass, int64_t rank, tqkv__ranks *ranks)
+{
+    ranks->n = 0;
+    for (;;) {
+        while (rank < w->passes[pass].to && !ranks->n)
+            rank = tqkv__find_ranks_at(w, pass, rank, w->passes[pass].to, ranks);
+        if (ranks->n || ++pass == TQKV__PASSES) return;
+        rank = w->passes[pass].from;
     }
+}
+
+/* The first one of a stretch. */
+static void tqkv__find_first_ranks(const tqkv__work *w, tqkv__ranks *ranks)
+{
+    tqkv__find_ranks(w, 0, w->passes[0].from, ranks);
 }
 
 /* Slots of a tile: those of its rows, if these are together, else in scratch. ahead: the next tile's first slot, or -1 */
@@ -10277,7 +10860,8 @@ static tqkv__tile *tqkv__place_tile(const tqkv__work *w, const tqkv__ranks *rank
     const int kv_head = tile->kv_head, slot = tile == w->tiles ? 0 : TQKV__TILE;
     const bool ahead = ranks->together && next->n && next->together && ranks->place.keys == next->place.keys &&
                        ranks->place.values == next->place.values; /* the loops ask for the next tile */
-    tile->place = tqkv__place_at(streams, tqkv__position_of(w->list, ranks->rank));
+    const int pass = ranks->place.number / 2;
+    tile->place = tqkv__place_at(streams, tqkv__position_of(tqkv__list_in_pass(w, pass), ranks->rank), pass);
     tile->keys = tqkv__run_of_ranks(ranks, ranks->keys, slot, ahead ? next->keys[0] : -1);
     tile->values = tqkv__run_of_ranks(ranks, ranks->values, slot, ahead ? next->values[0] : -1);
     if (a->call.tail) tile->tail = tqkv__run_of_ranks(ranks, ranks->tail, slot, ahead ? next->tail[0] : -1);
@@ -10288,34 +10872,35 @@ static tqkv__tile *tqkv__place_tile(const tqkv__work *w, const tqkv__ranks *rank
     tile->ranks = ranks;
     if (ranks->together) return tile;
     tqkv__gather(ranks->place.keys, kv_head, ranks, ranks->keys, tile->place.keys, slot);
-    if (a->call.tail) tqkv__gather(&a->tail, kv_head, ranks, ranks->tail, &streams->tail, slot);
+    if (a->call.tail) tqkv__gather(ranks->place.tail, kv_head, ranks, ranks->tail, tile->place.tail, slot);
     tile->streams = streams;
     tile->kv_head = 0;
     return tile;
 }
 
 /* A tile in which a ring wraps: its rows are gathered. */
-static tqkv__tile *tqkv__wrapped_tile(tqkv__work *w, int64_t position, int64_t end)
+static tqkv__tile *tqkv__wrapped_tile(tqkv__work *w, int pass, int64_t position)
 {
     tqkv__ranks *ranks = &w->ranks[w->before == &w->tiles[0]]; /* those of the tile before are in use */
     w->ranks[2].n = 0;                                         /* no tile to ask for */
-    tqkv__find_ranks(w, position, end, ranks);
+    tqkv__find_ranks(w, pass, position, ranks);
     return tqkv__place_tile(w, ranks, &w->ranks[2]);
 }
 
-/* Adds a range of positions to the sums of an item's rows. */
-static void tqkv__attend_rows(tqkv__work *w, tqkv__range range)
+/* Adds a pass through a range of positions to the sums of an item's rows. */
+static void tqkv__attend_rows(tqkv__work *w, int pass, tqkv__range range)
 {
     const tqkv__attention *a = w->a;
-    const tqkv__range seen = tqkv__range_of_rows(w, range);
-    tqkv__place place = tqkv__place_at(a, seen.from);
+    const tqkv__range seen = w->passes[pass];
+    tqkv__place place = tqkv__place_at(a, seen.from, pass);
     for (int64_t position = seen.from, n; position < seen.to; position += n) {
-        if (position >= place.end) place = tqkv__place_at(a, position);
+        if (position >= place.end) place = tqkv__place_at(a, position, pass);
         n = tqkv__tile_length(a, &place, position, seen.to);
         const bool wraps =
             w->odd_rings && (tqkv__wraps(place.keys, position, n) || tqkv__wraps(place.values, position, n) ||
-                             (a->call.tail && tqkv__wraps(&a->tail, position, n)));
-        tqkv__tile *tile = wraps ? tqkv__wrapped_tile(w, position, seen.to) : tqkv__next_tile(w, position, (int)n);
+                             (a->call.tail && tqkv__wraps(place.tail, position, n)));
+        tqkv__tile *tile = wraps ? tqkv__wrapped_tile(w, pass, position) : tqkv__next_tile(w, position, (int)n);
+        if (!wraps) tile->place = place;
         if (!tqkv__find_spans(w, range, tile)) continue; /* a tree hides it */
         if (!wraps) tqkv__find_runs(a, &place, seen.to, tile);
         if (!wraps && position + n < seen.to) tqkv__touch_streams(tile);
@@ -10331,12 +10916,12 @@ static bool tqkv__heads_follow(const tqkv__attention *a)
 }
 
 /* Asks for the first tile of the next KV head, which has the same list and comes next: nothing else would in time. */
-static void tqkv__ask_next_head(const tqkv__work *w, tqkv__range seen)
+static void tqkv__ask_next_head(const tqkv__work *w)
 {
     tqkv__ranks ranks;
     const int kv_head = w->item->kv_head + 1;
     if (!w->list || kv_head == w->a->n_kv_heads || !tqkv__heads_follow(w->a)) return;
-    tqkv__find_ranks(w, seen.from, seen.to, &ranks);
+    tqkv__find_first_ranks(w, &ranks);
     tqkv__ask_keys(w->a, kv_head, &ranks);
     tqkv__ask_values(w->a, kv_head, &ranks);
 }
@@ -10347,14 +10932,13 @@ static void tqkv__attend_ranks(tqkv__work *w, tqkv__range range)
     const tqkv__attention *a = w->a;
     const int kv_head = w->item->kv_head;
     const bool asked = w->list && kv_head > 0 && tqkv__heads_follow(a);
-    const tqkv__range seen = tqkv__range_of_rows(w, range);
-    tqkv__find_ranks(w, seen.from, seen.to, &w->ranks[0]);
+    tqkv__find_first_ranks(w, &w->ranks[0]);
     if (!asked) tqkv__ask_keys(a, kv_head, &w->ranks[0]);
     for (int now = 0; w->ranks[now].n; now = (now + 1) % 3) {
         const tqkv__ranks *ranks = &w->ranks[now];
         tqkv__ranks *next = &w->ranks[(now + 1) % 3];
-        tqkv__find_ranks(w, ranks->rank + ranks->n, seen.to, next);
-        if (!next->n) tqkv__ask_next_head(w, seen);
+        tqkv__find_ranks(w, ranks->place.number / 2, ranks->rank + ranks->n, next);
+        if (!next->n) tqkv__ask_next_head(w);
         tqkv__tile *tile = tqkv__place_tile(w, ranks, next);
         tqkv__find_spans(w, range, tile);
         tqkv__attend_tile(w, tile);
@@ -10372,6 +10956,7 @@ typedef struct tqkv__part {
     tqkv__range slice;            /* the positions looked at */
     tqkv__range seen;             /* by some query; of lists: ranks */
     int64_t stretch, n_stretches; /* the first stretch, and their number */
+    bool kept;                    /* the first stretch is what is no longer resident */
     int n_rows; /* of a KV head that may share an item: all of them, or with a list those of a query */
     int rows_each, n_items;
     int first_unit;       /* units of the parts before, in this wave */
@@ -10614,7 +11199,7 @@ static tqkv__item tqkv__item_of(const tqkv__part *part, int index)
     return item;
 }
 
-/* The sums of one stretch */
+/* The sums of one stretch; that before the first is of positions that are no longer resident. */
 static void tqkv__attend_stretch(const tqkv__part *part, tqkv__work *w, int64_t stretch, const tqkv__sums *sums)
 {
     const int64_t begin = stretch * TQKV__STRETCH;
@@ -10624,7 +11209,7 @@ static void tqkv__attend_stretch(const tqkv__part *part, tqkv__work *w, int64_t 
     const int n_rows = w->item->n_rows;
     w->before = NULL;
     w->sums = *sums;
-    if (!w->list) w->common = tqkv__common_range(w, range);
+    tqkv__find_passes(w, range, part->kept && stretch == part->stretch);
     tqkv__clear_sums(&w->piece, (size_t)n_rows, part->a->value_dim);
     tqkv__clear_sums(sums, (size_t)n_rows, part->a->value_dim);
     for (int i = 0; i < 2; i++) /* value_tile reads whole vectors behind the last row: no NaN or Inf of old scratch */
@@ -10632,7 +11217,7 @@ static void tqkv__attend_stretch(const tqkv__part *part, tqkv__work *w, int64_t 
     if (w->list || w->small_pages)
         tqkv__attend_ranks(w, range);
     else
-        tqkv__attend_rows(w, range);
+        for (int pass = 0; pass < TQKV__PASSES; pass++) tqkv__attend_rows(w, pass, range);
     tqkv__add_before(w);
     w->a->isa->end_piece(n_rows, w->a->value_dim, &w->piece, sums);
     if (w->before) tqkv__turn_sums(w->a, w->before->place.values, &w->a->values, n_rows, sums->out);
@@ -10673,6 +11258,8 @@ static TQKV__NOINLINE void tqkv__attend_unit(const tqkv__job *job, const tqkv__p
     w.tiles = (tqkv__tile *)(void *)slot;
     w.piece = tqkv__sums_at(next, rows, a->value_dim);
     w.list = a->call.list ? &list : NULL;
+    w.exact[0] = tqkv__exact_at(a, item.first_row / a->group);
+    w.exact[1] = tqkv__exact_at(a, (item.first_row + item.n_rows - 1) / a->group);
     w.small_pages = tqkv__small_pages(a);
     w.odd_rings = tqkv__odd_rings(a);
     w.gathered = &gathered;
@@ -10759,8 +11346,12 @@ static void tqkv__cut(const tqkv__attention *a, tqkv__range slice, const void *q
     part->sum = sum;
     part->slice = slice;
     part->seen = seen;
-    part->stretch = part->wave = seen.from / TQKV__STRETCH;
+    part->stretch = seen.from / TQKV__STRETCH;
     part->n_stretches = seen.to > seen.from ? (seen.to - 1) / TQKV__STRETCH - part->stretch + 1 : 1;
+    part->kept = a->kept && slice.from == a->first && (slice.from < slice.to || slice.to == a->call.end);
+    part->stretch -= part->kept;
+    part->n_stretches += part->kept;
+    part->wave = part->stretch;
     part->n_rows = a->call.list ? a->group : a->call.n_queries * a->group;
     part->rows_each = tqkv__item_rows(a, part->n_rows, part->n_stretches * parts);
     part->n_items = parts * ((part->n_rows - 1) / part->rows_each + 1);
@@ -11610,11 +12201,19 @@ struct tqkv_cache {
     tqkv_attention attention;      /* one query over all appended positions; defaults resolved, sinks in the block */
     tqkv_store keys, values, tail; /* values: only their shape if the keys are the values; tail: zeros without one */
     bool shared;                   /* the keys are the values */
-    tqkv_store ends[2][2];         /* halves of the first and of the newest positions: keys, values; zeros without */
-    int exact_first, exact_last;
-    int64_t exact_below, exact_from; /* positions [0, exact_below) and [exact_from, end) have halves */
-    float *centers;                  /* room for those of its streams, one after the other: [n_kv_heads][head_dim] */
-    int64_t first;                   /* resident positions [first, attention.end) */
+    /* What is kept besides of the first and of the newest positions, of keys, values and tail; zeros without. Halves; in a ring the
+       first ones' rows of F16 streams and of the tail as they are. */
+    tqkv_store ends[2][3];
+    int exact_first, exact_last, exact_batch;
+    int64_t exact_below; /* positions below it are among the first ones kept */
+    int64_t exact_from;  /* positions below it are read as codes since an edit */
+    int64_t exact_held;  /* the newest halves are there from it on */
+    void *own[2];        /* codes of the newest halves' rings in the block, of keys and values */
+    int own_room;        /* their capacity */
+    void *grown;         /* memory of newest halves for which the block has no room, or NULL */
+    size_t grown_size;
+    float *centers; /* room for those of its streams, one after the other: [n_kv_heads][head_dim] */
+    int64_t first;  /* resident positions [first, attention.end) */
     tqkv_metal *metal;
     int matrix_group;
     tqkv_allocator memory;
@@ -11630,28 +12229,48 @@ static tqkv_store *tqkv__stream_of(const tqkv_cache *c, int i)
     return (tqkv_store *)(uintptr_t)all[i];
 }
 
-/* Halves number i: of the first positions' keys and values, then of the newest ones'. NULL: there are none. */
-enum { TQKV__CACHE_ENDS = 4 };
+/* What is kept besides, number i: of the first positions' keys, values and tail, then of the newest ones'. NULL: there is none. */
+enum { TQKV__CACHE_ENDS = 6, TQKV__LAST_KEYS = 3 };
 static tqkv_store *tqkv__end_of(const tqkv_cache *c, int i)
 {
-    const tqkv_store *s = &c->ends[i / 2][i % 2];
+    const tqkv_store *s = &c->ends[i / 3][i % 3];
     return s->head_dim ? (tqkv_store *)(uintptr_t)s : NULL;
 }
 
-/* All stores: the streams, then the halves, of first and of newest positions. */
-enum { TQKV__CACHE_STORES = 7, TQKV__FIRST_ENDS = 3, TQKV__LAST_ENDS = 5 };
+/* All stores: the streams, then what is kept besides. */
+enum { TQKV__CACHE_STORES = 9, TQKV__FIRST_ENDS = 3, TQKV__LAST_ENDS = 6 };
 static tqkv_store *tqkv__store_of(const tqkv_cache *c, int i)
 {
     return i < TQKV__CACHE_STREAMS ? tqkv__stream_of(c, i) : tqkv__end_of(c, i - TQKV__CACHE_STREAMS);
 }
 
-/* The positions that store i holds. Of the newest halves these may be more than exact_last: a truncation takes
-   from them first. */
+/* Positions of a ring of halves that serves so many queries: whole tiles, none of which wraps. */
+static int64_t tqkv__end_room(int64_t exact_last, int64_t n_queries)
+{
+    return exact_last ? (exact_last + n_queries - 1 + TQKV__TILE - 1) / TQKV__TILE * TQKV__TILE : 0;
+}
+
+/* The oldest position that an edit leaves as halves: as if the ring had room for a tile of queries, so that no bit depends on how
+   positions came. exact_held is no higher. */
+static int64_t tqkv__exact_kept(const tqkv_cache *c)
+{
+    const int64_t oldest = c->attention.end - tqkv__end_room(c->exact_last, TQKV__TILE);
+    return oldest > c->exact_from ? oldest : c->exact_from;
+}
+
+/* Positions for which the rings of the newest halves have room; 0 without. */
+static int64_t tqkv__newest_room(const tqkv_cache *c)
+{
+    return c->ends[1][0].capacity ? c->ends[1][0].capacity : c->ends[1][1].capacity;
+}
+
+/* The positions that store i holds; of the newest halves those that an edit leaves. These may be more than exact_last: a truncation
+   takes from them first. */
 static tqkv__range tqkv__range_of(const tqkv_cache *c, int i)
 {
     const tqkv__range all = {c->first, c->attention.end}, first = {0, c->exact_below};
     tqkv__range newest = all;
-    if (c->exact_from > c->first) newest.from = c->exact_from;
+    if (tqkv__exact_kept(c) > newest.from) newest.from = tqkv__exact_kept(c);
     return i < TQKV__FIRST_ENDS ? all : i < TQKV__LAST_ENDS ? first : newest;
 }
 
@@ -11694,29 +12313,38 @@ static tqkv_result tqkv__check_metal(const tqkv_store *keys, const tqkv_store *v
 #endif
 }
 
-/* Positions of a ring of halves: whole tiles, none of which wraps. */
-static int64_t tqkv__end_room(int64_t exact_last) { return (exact_last + TQKV__TILE - 1) / TQKV__TILE * TQKV__TILE; }
-
-/* Takes the shapes of the halves. */
-static tqkv_result tqkv__end_shapes(const tqkv_cache_desc *desc, tqkv_cache *c)
+/* Takes the shape of what is kept of stream i besides, of the first or of the newest positions. */
+static void tqkv__end_shape(const tqkv_cache_desc *desc, int last, int i, tqkv_cache *c)
 {
-    const int first = desc->exact_first, last = desc->exact_last;
-    if (first < 0 || last < 0) return TQKV__INVALID("exact_first or exact_last is negative");
-    if ((first || last) && (int64_t)first + last > desc->capacity)
-        return TQKV__INVALID("exact_first + exact_last is above the capacity");
-    if (last > INT_MAX - TQKV__TILE) return TQKV__INVALID("exact_last is too large");
-    c->exact_first = first;
-    c->exact_last = last;
-    for (int i = 0; i < TQKV__CACHE_ENDS; i++) {
-        const tqkv_store *codes = i % 2 ? &c->values : &c->keys;
-        tqkv_store *s = &c->ends[i / 2][i % 2];
-        if (!(i < 2 ? first : last) || codes->format == TQKV_F16 || (i % 2 && c->shared)) continue;
-        *s = *codes;
+    const tqkv_store *stream = tqkv__stream_of(c, i);
+    const int64_t batch = desc->exact_batch ? desc->exact_batch : desc->metal ? 512 : 1;
+    const int64_t room = tqkv__end_room(desc->exact_last, batch > TQKV__TILE ? batch : TQKV__TILE);
+    const bool halves = stream && i < 2 && stream->format != TQKV_F16;
+    const bool as_it_is = stream && !halves && !last && desc->ring && !desc->metal;
+    tqkv_store *s = &c->ends[last][i];
+    if (!(last ? desc->exact_last : desc->exact_first) || (!halves && !as_it_is)) return;
+    *s = *stream;
+    if (halves) {
         s->format = TQKV_F16;
         s->rotated = true;
-        s->ring = i >= 2;
-        s->capacity = i < 2 ? first : (int)tqkv__end_room(last);
     }
+    s->ring = last;
+    s->capacity = last ? (int)room : desc->exact_first;
+}
+
+/* Takes the shapes of what is kept besides. */
+static tqkv_result tqkv__end_shapes(const tqkv_cache_desc *desc, tqkv_cache *c)
+{
+    const int first = desc->exact_first, last = desc->exact_last, batch = desc->exact_batch;
+    if (first < 0 || last < 0 || batch < 0) return TQKV__INVALID("exact_first, exact_last or exact_batch is negative");
+    if ((first || last) && (int64_t)first + last > desc->capacity)
+        return TQKV__INVALID("exact_first + exact_last is above the capacity");
+    if (tqkv__end_room(last, (int64_t)batch + 512) > INT_MAX)
+        return TQKV__INVALID("exact_last or exact_batch is too large");
+    c->exact_first = first;
+    c->exact_last = last;
+    c->exact_batch = batch;
+    for (int i = 0; i < TQKV__CACHE_ENDS; i++) tqkv__end_shape(desc, i / 3, i % 3, c);
     return TQKV_OK;
 }
 
@@ -11752,8 +12380,9 @@ static void tqkv__cache_attach(tqkv_attention *a, const tqkv_cache *c)
     a->tail = c->tail.head_dim ? &c->tail : NULL;
     a->first_keys = tqkv__end_of(c, 0);
     a->first_values = tqkv__end_of(c, c->shared ? 0 : 1);
-    a->last_keys = tqkv__end_of(c, 2);
-    a->last_values = tqkv__end_of(c, c->shared ? 2 : 3);
+    a->first_tail = tqkv__end_of(c, 2);
+    a->last_keys = tqkv__end_of(c, TQKV__LAST_KEYS);
+    a->last_values = tqkv__end_of(c, c->shared ? TQKV__LAST_KEYS : TQKV__LAST_KEYS + 1);
 }
 
 /* Resolves the defaults of a desc; checks it and the shapes of all streams. */
@@ -11768,6 +12397,7 @@ static tqkv_result tqkv__cache_resolve(const tqkv_cache_desc *desc, tqkv_cache *
     tqkv__cache_attach(&c->attention, c);
     c->attention.n_heads = desc->n_heads;
     c->attention.window = desc->window;
+    c->attention.whole_window = true;
     c->attention.scale = desc->scale;
     c->attention.softcap = desc->softcap;
     c->attention.sinks = desc->sinks;
@@ -11838,6 +12468,8 @@ TQKV__COLD TQKV_API tqkv_result tqkv_cache_create(const tqkv_cache_desc *desc, t
         memcpy(lines + block.sinks, desc->sinks, sinks_size);
         c.attention.sinks = (const float *)(const void *)(lines + block.sinks);
     }
+    for (int side = 0; side < 2; side++) c.own[side] = c.ends[1][side].codes;
+    c.own_room = (int)tqkv__newest_room(&c);
     *out = (tqkv_cache *)(void *)memory;
     memcpy(memory, &c, sizeof c);
     tqkv__cache_attach(&(*out)->attention, *out);
@@ -11848,6 +12480,7 @@ TQKV__COLD TQKV_API void tqkv_cache_destroy(tqkv_cache *c)
 {
     if (!c) return;
     const tqkv_allocator memory = c->memory;
+    if (c->grown) memory.free(memory.user, c->grown, c->grown_size);
     memory.free(memory.user, c, c->size);
 }
 
@@ -11859,85 +12492,154 @@ static int64_t tqkv__oldest(const tqkv_cache *c, int64_t end)
 
 static void tqkv__cache_advance(tqkv_cache *c, int n_tokens)
 {
-    const int64_t end = c->attention.end + n_tokens, room = tqkv__end_room(c->exact_last);
+    const int64_t end = c->attention.end + n_tokens;
     if (c->attention.end <= c->exact_below) c->exact_below = end < c->exact_first ? end : c->exact_first;
-    if (c->exact_from < end - room) c->exact_from = end - room;
+    if (c->exact_held < end - tqkv__newest_room(c)) c->exact_held = end - tqkv__newest_room(c);
     c->attention.end = end;
     c->first = tqkv__oldest(c, end);
 }
 
-/* The stores that an append fills, with their sources. */
+/* Whether memory lies in that of a cache. */
+static bool tqkv__in_cache(const tqkv_cache *c, const void *p, size_t size)
+{
+    return tqkv__overlap(c, c->size, p, size) || tqkv__overlap(c->grown, c->grown_size, p, size);
+}
+
+/* What an append encodes: the streams, and the first positions that are kept besides. */
 typedef struct tqkv__append {
-    int n, n_streams; /* streams come first, then halves */
-    tqkv__stream streams[TQKV__CACHE_STORES];
-    const void *src[TQKV__CACHE_STORES];
-    size_t size[TQKV__CACHE_STORES]; /* of src */
-    int n_tokens[TQKV__CACHE_STORES];
+    tqkv__encode_job job, first_job;
+    tqkv__stream streams[TQKV__CACHE_STREAMS], newest[2], first[TQKV__CACHE_STREAMS];
 } tqkv__append;
 
-/* Opens store i for its part of the caller's rows. Rows of k hold those of the tail, too. Halves of the first positions keep
-   the tokens below exact_first. */
+/* Opens stream i for its part of the caller's rows. Rows of k hold those of the tail, too. */
 static tqkv_result tqkv__append_open(const tqkv_cache *c, int i, const void *k, const void *v, int n_tokens,
                                      tqkv__append *append)
 {
-    const bool first = i >= TQKV__FIRST_ENDS && i < TQKV__LAST_ENDS;
-    const bool of_values = i == 1 || i == TQKV__FIRST_ENDS + 1 || i == TQKV__LAST_ENDS + 1;
-    const int64_t left = first ? c->exact_first - c->attention.end : n_tokens;
     const int key_dim = c->keys.head_dim + c->tail.head_dim;
-    const void *src = of_values ? v : k;
-    tqkv_store store = *tqkv__store_of(c, i);
-    if (first && left <= 0) return TQKV_OK;
-    const int n = left < n_tokens ? (int)left : n_tokens;
-    store.strides = of_values ? c->values.strides : tqkv__strides_of(c->keys.strides, store.n_kv_heads, key_dim);
+    const int64_t left = c->exact_first - c->attention.end;
+    const void *src = i == 1 ? v : k;
+    tqkv_store store = *tqkv__stream_of(c, i);
+    store.strides = i == 1 ? c->values.strides : tqkv__strides_of(c->keys.strides, store.n_kv_heads, key_dim);
     if (i == 2 && k) src = (const uint8_t *)k + (size_t)c->keys.head_dim * tqkv__type_size(store.type);
-    const tqkv_result r = tqkv__encode_open(&store, src, n, c->attention.end, &append->streams[append->n]);
-    append->src[append->n] = src;
-    append->size[append->n] = tqkv__rows_size(&store, n);
-    append->n_tokens[append->n++] = n;
-    if (i < TQKV__CACHE_STREAMS) append->n_streams = append->n;
+    tqkv_result r = tqkv__encode_open(&store, src, n_tokens, c->attention.end, &append->streams[i]);
+    if (r != TQKV_OK) return r;
+    if (tqkv__in_cache(c, src, tqkv__rows_size(&store, n_tokens))) return TQKV__INVALID("k or v overlaps the cache");
+    tqkv__add_stream(&append->job, &append->streams[i], src);
+    if (!tqkv__end_of(c, i) || left <= 0) return TQKV_OK;
+    tqkv_store first = *tqkv__end_of(c, i);
+    first.strides = store.strides;
+    r = tqkv__stream_open(&first, &append->first[i]);
+    tqkv__add_stream(&append->first_job, &append->first[i], src);
     return r;
 }
 
-static bool tqkv__append_overlaps(const tqkv__append *append)
+/* Copies the newest halves from position `from` on to a ring of another size. */
+static void tqkv__copy_newest(const tqkv_cache *c, int side, int64_t from, const tqkv_store *to)
 {
-    for (int i = 0; i < append->n; i++)
-        for (int j = 0; j < append->n_streams; j++)
-            if (tqkv__encoding_overlaps(&append->streams[i], append->src[j], append->size[j])) return true;
-    return false;
+    const tqkv_store *old = &c->ends[1][side];
+    const size_t size = tqkv_row_bytes(TQKV_F16, old->head_dim);
+    for (int h = 0; h < old->n_kv_heads; h++)
+        for (int64_t p = from; p < c->attention.end; p++) {
+            const size_t source = (size_t)h * (size_t)old->capacity + (size_t)(p % old->capacity);
+            const size_t target = (size_t)h * (size_t)to->capacity + (size_t)(p % to->capacity);
+            memcpy((uint8_t *)to->codes + target * size, (const uint8_t *)old->codes + source * size, size);
+        }
+}
+
+/* Gets memory for rings of `room` positions: the cache's own, and NULL, where they are that large. */
+static tqkv_result tqkv__get_newest(const tqkv_cache *c, int64_t room, tqkv_store rings[2], void **memory, size_t *size)
+{
+    size_t at[2] = {0, 0};
+    for (int side = 0; side < 2; side++) {
+        if (!rings[side].head_dim) continue;
+        rings[side].capacity = (int)room;
+        rings[side].codes = c->own[side];
+        rings[side].codes_size = tqkv_codes_size(&rings[side]);
+        if (room > c->own_room && (!rings[side].codes_size || !tqkv__reserve(size, rings[side].codes_size, &at[side])))
+            return TQKV_OUT_OF_MEMORY;
+    }
+    if (!*size) return TQKV_OK;
+    if (*size > SIZE_MAX - 63) return TQKV_OUT_OF_MEMORY;
+    *size += 63;
+    *memory = c->memory.alloc(c->memory.user, *size);
+    if (!*memory) return TQKV_OUT_OF_MEMORY;
+    for (int side = 0; side < 2; side++)
+        if (rings[side].head_dim) rings[side].codes = (char *)*memory + (64 - (uintptr_t)*memory % 64) % 64 + at[side];
+    return TQKV_OK;
+}
+
+/* Makes the rings of the newest halves as large as n_tokens more need them: all of their queries find what they read. Back in the
+   block when that is enough. */
+static tqkv_result tqkv__fit_newest(tqkv_cache *c, int n_tokens)
+{
+    const int64_t most = (int64_t)c->keys.capacity - c->exact_last + 1; /* of a ring no query sees more */
+    int64_t room = tqkv__end_room(c->exact_last, n_tokens < most ? n_tokens : most), from = c->exact_held;
+    tqkv_store rings[2] = {c->ends[1][0], c->ends[1][1]};
+    void *memory = NULL;
+    size_t size = 0;
+    if (room < c->own_room) room = c->own_room;
+    if (!n_tokens || !tqkv__newest_room(c) || room == tqkv__newest_room(c)) return TQKV_OK;
+    if (c->metal) return TQKV__REFUSE(OUT_OF_RANGE, "n_tokens: more than exact_batch");
+    if (room > INT_MAX) return TQKV_OUT_OF_MEMORY;
+    const tqkv_result r = tqkv__get_newest(c, room, rings, &memory, &size);
+    if (r != TQKV_OK) return r;
+    if (from < c->attention.end + n_tokens - room) from = c->attention.end + n_tokens - room;
+    for (int side = 0; side < 2; side++) {
+        if (!rings[side].head_dim) continue;
+        tqkv__copy_newest(c, side, from, &rings[side]);
+        c->ends[1][side] = rings[side];
+    }
+    if (c->grown) c->memory.free(c->memory.user, c->grown, c->grown_size);
+    c->grown = memory;
+    c->grown_size = size;
+    c->exact_held = from < c->attention.end ? from : c->attention.end;
+    return TQKV_OK;
+}
+
+/* Encodes after all checks. */
+static void tqkv__append_rows(const tqkv_cache *c, tqkv__append *append)
+{
+    for (int side = 0; side < 2; side++) {
+        const tqkv_store *newest = tqkv__end_of(c, TQKV__LAST_KEYS + side);
+        if (!newest || tqkv__stream_open(newest, &append->newest[side]) != TQKV_OK) continue;
+        append->job.halves[side] = &append->newest[side];
+    }
+    append->job.encode = append->first_job.encode = true;
+    tqkv__run_encode_tasks(&append->job);
+    if (append->first_job.n_streams) tqkv__run_encode_tasks(&append->first_job);
 }
 
 TQKV_API tqkv_result tqkv_cache_append(tqkv_cache *c, const void *k, const void *v, int n_tokens)
 {
     tqkv__append append;
-    tqkv__encode_job job;
     tqkv_result r = TQKV_OK;
     if (!c) return TQKV__INVALID("the cache is NULL");
     if (c->shared && v) return TQKV__INVALID("v: the keys are the values");
-    append.n = 0;
-    for (int i = 0; i < TQKV__CACHE_STORES; i++)
-        if (tqkv__store_of(c, i) && (r = tqkv__append_open(c, i, k, v, n_tokens, &append)) != TQKV_OK) return r;
-    if (tqkv__append_overlaps(&append)) return TQKV__INVALID("k or v overlaps the cache");
-    tqkv__encode_job_open(&job, &c->attention.parallel, n_tokens, c->attention.end);
-    for (int i = 0; i < append.n_streams; i++) tqkv__add_stream(&job, &append.streams[i], append.src[i]);
-    if (!c->metal)
-        r = tqkv__encode_sources(&job);
-    else if (tqkv__sources_finite(&job))
-        r = tqkv__backend_of(c->metal)->append(c->metal, c, k, v, n_tokens);
-    else
+    const int64_t left = c->exact_first - c->attention.end;
+    tqkv__encode_job_open(&append.job, &c->attention.parallel, n_tokens, c->attention.end);
+    tqkv__encode_job_open(&append.first_job, &c->attention.parallel, left < n_tokens ? (int)left : n_tokens,
+                          c->attention.end);
+    for (int i = 0; r == TQKV_OK && i < TQKV__CACHE_STREAMS; i++)
+        if (tqkv__stream_of(c, i)) r = tqkv__append_open(c, i, k, v, n_tokens, &append);
+    if (r == TQKV_OK && !tqkv__sources_finite(&append.job))
         r = TQKV__REFUSE(NOT_FINITE, "k or v holds NaN or infinity");
+    if (r == TQKV_OK) r = tqkv__fit_newest(c, n_tokens);
     if (r != TQKV_OK) return r;
-    for (int i = append.n_streams; i < append.n && !c->metal; i++) /* halves: few rows */
-        tqkv__encode_tokens(&append.streams[i], append.src[i], tqkv__first_kept(&append.streams[i], append.n_tokens[i]),
-                            append.n_tokens[i], c->attention.end);
+    if (!c->metal)
+        tqkv__append_rows(c, &append);
+    else if ((r = tqkv__backend_of(c->metal)->append(c->metal, c, k, v, n_tokens)) != TQKV_OK)
+        return r;
     tqkv__cache_advance(c, n_tokens);
     return r;
 }
 
+/* Counts what is kept as halves. */
 static void tqkv__count_ends(const tqkv_cache *c, tqkv_attention *a)
 {
     const tqkv__range newest = tqkv__range_of(c, TQKV__LAST_ENDS);
     a->exact_first = (int)c->exact_below;
     a->exact_last = newest.to - newest.from < c->exact_last ? (int)(newest.to - newest.from) : c->exact_last;
+    a->exact_from = c->exact_from;
 }
 
 TQKV_API tqkv_attention tqkv_cache_view(const tqkv_cache *c)
@@ -11948,6 +12650,8 @@ TQKV_API tqkv_attention tqkv_cache_view(const tqkv_cache *c)
     view = c->attention;
     view.kv_len = (int)(c->attention.end - c->first);
     tqkv__count_ends(c, &view);
+    const bool full = c->exact_held <= c->attention.end - tqkv__newest_room(c); /* of halves that came */
+    if (!full && view.exact_from < c->exact_held) view.exact_from = c->exact_held;
     return view;
 }
 
@@ -11966,10 +12670,13 @@ static tqkv_result tqkv__cache_attention(const tqkv_cache *c, const tqkv_attenti
         attention.list_newest = some->list_newest;
     }
     tqkv__count_ends(c, &attention);
-    const tqkv_result r = tqkv__attention_open(&attention, a);
+    tqkv_result r = tqkv__attention_streams(&attention, a);
     a->first = c->first; /* after a truncation fewer positions than kv_len's default, or none */
     a->matrix_group = c->matrix_group;
-    return r;
+    if (r != TQKV_OK) return r;
+    if (tqkv__newest_room(c) && tqkv__exact_oldest(a) < c->exact_held)
+        return TQKV__REFUSE(OUT_OF_RANGE, "n_queries: halves of the newest are kept for 64, or as many as came last");
+    return tqkv__attention_ends(a);
 }
 
 static tqkv_result tqkv__cache_attend(tqkv_cache *c, const tqkv_attention *some, const void *q, int n_queries,
@@ -12015,7 +12722,7 @@ static void tqkv__cache_center(tqkv_cache *c, int i, const float *center, size_t
     s->center = center ? own : NULL;
     for (size_t h = 0; center && h < (size_t)s->n_kv_heads; h++)
         memmove(own + h * dim, center + h * stride, dim * sizeof(float));
-    for (int end = i; i < 2 && end < TQKV__CACHE_ENDS; end += 2) c->ends[end / 2][i].center = s->center;
+    for (int last = 0; last < 2; last++) c->ends[last][i].center = s->center;
 }
 
 TQKV__COLD TQKV_API tqkv_result tqkv_cache_set_center(tqkv_cache *c, const float *keys, const float *values)
@@ -12029,8 +12736,7 @@ TQKV__COLD TQKV_API tqkv_result tqkv_cache_set_center(tqkv_cache *c, const float
         return TQKV__INVALID("a centre is not aligned as floats");
     if ((keys && !tqkv__all_finite(keys, n_keys)) || (values && !tqkv__all_finite(values, n_values)))
         return TQKV__REFUSE(NOT_FINITE, "a centre holds NaN or infinity");
-    if (tqkv__overlap(c, c->size, keys, n_keys * sizeof(float)) ||
-        tqkv__overlap(c, c->size, values, n_values * sizeof(float)))
+    if (tqkv__in_cache(c, keys, n_keys * sizeof(float)) || tqkv__in_cache(c, values, n_values * sizeof(float)))
         return TQKV__INVALID("a centre lies in the cache");
     tqkv__cache_center(c, 0, keys, key_dim);
     tqkv__cache_center(c, 1, values, (size_t)c->values.head_dim);
@@ -12062,6 +12768,9 @@ TQKV_API size_t tqkv_cache_bytes(const tqkv_cache *c)
         const tqkv_store *s = tqkv__store_of(c, i);
         if (s) bytes += s->codes_size + s->norms_size;
     }
+    for (int side = 0; c && c->grown && side < 2; side++)
+        if (c->own[side])
+            bytes += c->ends[1][side].codes_size / (size_t)c->ends[1][side].capacity * (size_t)c->own_room;
     return bytes;
 }
 
@@ -12078,7 +12787,8 @@ TQKV_API tqkv_result tqkv_cache_truncate(tqkv_cache *c, int64_t end)
         return TQKV__REFUSE(OUT_OF_RANGE, "end: not among the resident positions");
     if (end == 0) c->first = 0;
     if (c->exact_below > end) c->exact_below = end;
-    if (c->exact_from > end) c->exact_from = end;
+    if (end < c->attention.end) c->exact_from = tqkv__exact_kept(c) < end ? tqkv__exact_kept(c) : end;
+    if (c->exact_held > end) c->exact_held = end;
     c->attention.end = end;
     return TQKV_OK;
 }
@@ -12092,7 +12802,7 @@ static void tqkv__move_positions(const tqkv_cache *c, int64_t source, int64_t ta
         tqkv__stream s;
         const tqkv_store *store = tqkv__store_of(c, i);
         const bool first = i >= TQKV__FIRST_ENDS && i < TQKV__LAST_ENDS;
-        if (!store || (i >= TQKV__LAST_ENDS && target < c->exact_from)) continue;
+        if (!store || (i >= TQKV__LAST_ENDS && target < c->exact_held)) continue;
         if (tqkv__stream_open(store, &s) == TQKV_OK) tqkv__move_rows(&s, source, &s, target, first ? below : n);
     }
 }
@@ -12111,7 +12821,7 @@ static void tqkv__reverse_rows(uint8_t *rows, int n, size_t size)
 /* Position p + by of the rings of halves becomes position p. */
 static void tqkv__turn_rings(const tqkv_cache *c, int64_t by)
 {
-    for (int i = 2; i < TQKV__CACHE_ENDS; i++) {
+    for (int i = TQKV__LAST_KEYS; i < TQKV__CACHE_ENDS; i++) {
         tqkv__stream s;
         if (!tqkv__end_of(c, i) || tqkv__stream_open(tqkv__end_of(c, i), &s) != TQKV_OK) continue;
         const int n = (int)(by % s.capacity);
@@ -12133,10 +12843,12 @@ TQKV__COLD TQKV_API tqkv_result tqkv_cache_remove(tqkv_cache *c, int64_t first, 
         return TQKV__REFUSE(OUT_OF_RANGE, "first, count: not among the resident positions");
     const int64_t behind = first + count, n = c->attention.end - behind;
     tqkv__move_positions(c, behind, first, n);
-    if (first < c->exact_from) {
+    const int64_t kept = tqkv__exact_kept(c);
+    if (first < c->exact_held) {
         tqkv__turn_rings(c, count);
-        c->exact_from = (behind > c->exact_from ? behind : c->exact_from) - count;
+        c->exact_held = (behind > c->exact_held ? behind : c->exact_held) - count;
     }
+    if (count) c->exact_from = first < kept ? (behind > kept ? behind : kept) - count : kept;
     if (first < c->exact_below) c->exact_below = c->exact_below > behind ? c->exact_below - count : first;
     c->attention.end -= count;
     return TQKV_OK;
@@ -12147,13 +12859,13 @@ TQKV__COLD TQKV_API tqkv_result tqkv_cache_keep(tqkv_cache *c, int n, const int 
     if (!c) return TQKV__INVALID("the cache is NULL");
     if (n < 0 || n_kept < 0 || (n_kept > 0 && !kept)) return TQKV__INVALID("n or n_kept is negative, or kept is NULL");
     if (n > c->attention.end - c->first) return TQKV__REFUSE(OUT_OF_RANGE, "n: more positions than are resident");
-    if ((uintptr_t)kept % sizeof(int) || tqkv__overlap(c, c->size, kept, (size_t)n_kept * sizeof(int)))
+    if ((uintptr_t)kept % sizeof(int) || tqkv__in_cache(c, kept, (size_t)n_kept * sizeof(int)))
         return TQKV__INVALID("kept: not aligned as int, or in the cache");
     for (int i = 0; i < n_kept; i++) {
         if (kept[i] < 0 || kept[i] >= n) return TQKV__REFUSE(OUT_OF_RANGE, "kept: not one of the newest n positions");
         if (i && kept[i] <= kept[i - 1]) return TQKV__INVALID("kept: not ascending");
     }
-    const int64_t first = c->attention.end - n;
+    const int64_t first = c->attention.end - n, kept_from = tqkv__exact_kept(c);
     int64_t below = first;
     for (int i = 0, next; i < n_kept; i = next) {
         for (next = i + 1; next < n_kept && kept[next] == kept[next - 1] + 1;) next++;
@@ -12162,7 +12874,8 @@ TQKV__COLD TQKV_API tqkv_result tqkv_cache_keep(tqkv_cache *c, int n, const int 
     }
     c->attention.end = first + n_kept;
     if (c->exact_below > below) c->exact_below = below;
-    if (first < c->exact_from) c->exact_from = c->attention.end; /* their rows did not move */
+    if (first < c->exact_held) c->exact_held = c->attention.end; /* their rows did not move */
+    if (n_kept < n) c->exact_from = first < kept_from ? c->attention.end : kept_from;
     return TQKV_OK;
 }
 
@@ -12180,7 +12893,7 @@ TQKV__COLD TQKV_API tqkv_result tqkv_cache_keep(tqkv_cache *c, int n, const int 
     row(type,         keys.type)           row(sinks,      attention.sinks)     row(metal,    metal)                   \
     row(parallel,     attention.parallel)  row(allocator,  attention.allocator)                                        \
     row(matrix_group, matrix_group)        row(arithmetic, attention.arithmetic)                                       \
-    row(non_causal,   attention.non_causal)
+    row(non_causal,   attention.non_causal) row(exact_batch, exact_batch)
 // clang-format on
 
 /* The desc that makes a cache like c. */
@@ -12204,6 +12917,7 @@ static void tqkv__take_use(const tqkv_cache_desc *from, tqkv_cache_desc *to)
     if (from->metal) to->metal = from->metal;
     if (from->matrix_group) to->matrix_group = from->matrix_group;
     if (from->arithmetic) to->arithmetic = from->arithmetic;
+    if (from->exact_batch) to->exact_batch = from->exact_batch;
     to->non_causal = to->non_causal || from->non_causal;
 }
 
@@ -12227,7 +12941,7 @@ static tqkv_result tqkv__fork_store(const tqkv_cache *c, int i, const tqkv_cache
         range.from = c->first;
         memset(to->codes, 0, to->codes_size);
     }
-    if (!from) from = tqkv__stream_of(c, (i - TQKV__FIRST_ENDS) % 2);
+    if (!from) from = tqkv__stream_of(c, (i - TQKV__FIRST_ENDS) % 3);
     if (range.from >= range.to) return TQKV_OK;
     return tqkv__convert(to, from, range.from, (int)(range.to - range.from), parallel);
 }
@@ -12260,7 +12974,8 @@ TQKV__COLD TQKV_API tqkv_result tqkv_cache_fork(const tqkv_cache *c, const tqkv_
     for (int i = 0; r == TQKV_OK && i < TQKV__CACHE_STORES; i++) r = tqkv__fork_store(c, i, copy, &copied.parallel);
     copy->first = c->first;
     copy->exact_below = c->exact_below;
-    copy->exact_from = tqkv__range_of(c, TQKV__LAST_ENDS).from;
+    copy->exact_from = c->exact_from;
+    copy->exact_held = tqkv__range_of(c, TQKV__LAST_ENDS).from;
     copy->attention.end = c->attention.end;
     if (r == TQKV_OK)
         *out = copy;
@@ -12499,7 +13214,7 @@ static bool tqkv__parse_more(const uint8_t *header, uint32_t flags, tqkv__header
     if (more[0] > TQKV_MAX_HEAD_DIM || more[1] > 15 || !more[0] != !more[1] || exact == (!more[2] && !more[3]))
         return false;
     if (more[2] > (uint32_t)INT_MAX || more[3] > (uint32_t)INT_MAX || more[4] > more[2] || more[4] > h->end ||
-        more[5] > tqkv__end_room(more[3]) || more[5] > h->end - h->first)
+        more[5] > tqkv__end_room(more[3], TQKV__TILE) || more[5] > h->end - h->first)
         return false;
     d->shared = flags & 16;
     d->tail_dim = (int)more[0];
@@ -12561,7 +13276,7 @@ static void tqkv__set_range(tqkv_cache *c, const tqkv__header *h)
     c->first = h->first;
     c->attention.end = h->end;
     c->exact_below = h->exact_below;
-    c->exact_from = h->exact_from;
+    c->exact_from = c->exact_held = h->exact_from;
 }
 
 /* A reader that holds the first `filled` bytes and has passed on `taken` of them. */
@@ -15457,7 +16172,8 @@ static tqkv_cache_layout tqkv__layout_of_call(const tqkv_cache *c, const tqkv_ca
     return given ? *given : own;
 }
 
-/* The halves of the first (0) or newest (2) positions for the tokens that they keep: those of keys, of values or of both. */
+/* The halves of the first (0) or newest (TQKV__LAST_KEYS) positions for the tokens that they keep: those of keys, of values or of
+   both. */
 static tqkv_result tqkv__plan_halves(const tqkv_cache *c, tqkv_metal_buffer memory, const tqkv_strides strides[2],
                                      int first, const tqkv_metal_buffer rows[2], int n_tokens,
                                      tqkv_metal_buffer not_finite, tqkv_metal_plan *plan)
@@ -15477,6 +16193,20 @@ static tqkv_result tqkv__plan_halves(const tqkv_cache *c, tqkv_metal_buffer memo
     if (ends[0] && ends[1])
         return tqkv__add_encode_kv(&stores[0], &stores[1], rows[0], rows[1], &places, not_finite, plan);
     return tqkv__add_encode(&stores[!ends[0]], rows[!ends[0]], &places, not_finite, plan);
+}
+
+/* Whether a GPU can append n_tokens to a cache in its memory: it has one block, of what kernels write. */
+static tqkv_result tqkv__check_on_gpu(const tqkv_cache *c, int n_tokens)
+{
+    const int64_t wanted = (int64_t)c->exact_last + n_tokens - 1;
+    if (c->grown) return TQKV__REFUSE(UNSUPPORTED, "the processor has appended more tokens than exact_batch");
+    if (tqkv__newest_room(c) && n_tokens &&
+        (wanted < c->keys.capacity ? wanted : c->keys.capacity) > tqkv__newest_room(c))
+        return TQKV__REFUSE(OUT_OF_RANGE, "n_tokens: more than exact_batch");
+    for (int i = 0; i < TQKV__CACHE_STREAMS; i++)
+        if (tqkv__end_of(c, i) && (i == 2 || tqkv__stream_of(c, i)->format == TQKV_F16))
+            return TQKV__REFUSE(UNSUPPORTED, "exact_first of a ring with F16 or a tail: not on a GPU");
+    return TQKV_OK;
 }
 
 /* The rows of a tail that lies apart from the keys come behind all of theirs. */
@@ -15507,10 +16237,12 @@ TQKV_API tqkv_result tqkv_metal_plan_cache_append(const tqkv_cache *c, tqkv_meta
                      others = tqkv__store_in_buffer(c, memory, tail && !apart ? &c->tail : &c->values);
     keys.shape.strides = own.k;
     others.shape.strides = own.v;
-    tqkv_result r = c->shared && !tail ? tqkv__add_encode(&keys, k, &places, not_finite, plan)
-                                       : tqkv__add_encode_kv(&keys, &others, k, v, &places, not_finite, plan);
+    tqkv_result r = tqkv__check_on_gpu(c, n_tokens);
+    if (r == TQKV_OK)
+        r = c->shared && !tail ? tqkv__add_encode(&keys, k, &places, not_finite, plan)
+                               : tqkv__add_encode_kv(&keys, &others, k, v, &places, not_finite, plan);
     if (r == TQKV_OK && apart) r = tqkv__add_tail(c, memory, &places, not_finite, plan);
-    for (int first = 0; r == TQKV_OK && first <= 2; first += 2)
+    for (int first = 0; r == TQKV_OK && first <= TQKV__LAST_KEYS; first += TQKV__LAST_KEYS)
         r = tqkv__plan_halves(c, memory, strides, first, rows, n_tokens, not_finite, plan);
     return tqkv__close_plan(plan, r);
 }
@@ -15532,7 +16264,7 @@ static const tqkv_metal_store *tqkv__store_of_call(const tqkv_cache *c, const tq
 static void tqkv__open_cache_call(const tqkv_cache *c, tqkv_metal_buffer memory, const tqkv_metal_attention *some,
                                   tqkv__cache_call *call)
 {
-    const int values = c->shared ? 0 : 1, ends = TQKV__CACHE_STREAMS;
+    const int values = c->shared ? 0 : 1;
     tqkv_metal_attention *a = &call->attention;
     memset(call, 0, sizeof *call);
     for (int i = 0; i < TQKV__CACHE_STORES; i++)
@@ -15542,10 +16274,10 @@ static void tqkv__open_cache_call(const tqkv_cache *c, tqkv_metal_buffer memory,
     a->keys = &call->stores[0];
     a->values = &call->stores[values];
     a->tail = tqkv__store_of_call(c, call, 2);
-    a->first_keys = tqkv__store_of_call(c, call, ends);
-    a->first_values = tqkv__store_of_call(c, call, ends + values);
-    a->last_keys = tqkv__store_of_call(c, call, ends + 2);
-    a->last_values = tqkv__store_of_call(c, call, ends + 2 + values);
+    a->first_keys = tqkv__store_of_call(c, call, TQKV__FIRST_ENDS);
+    a->first_values = tqkv__store_of_call(c, call, TQKV__FIRST_ENDS + values);
+    a->last_keys = tqkv__store_of_call(c, call, TQKV__LAST_ENDS);
+    a->last_values = tqkv__store_of_call(c, call, TQKV__LAST_ENDS + values);
     a->matrix_group = c->matrix_group;
     if (c->attention.sinks) a->sinks = tqkv__buffer_of_part(c, memory, c->attention.sinks);
     if (!some) return;
@@ -15581,6 +16313,8 @@ TQKV_API tqkv_result tqkv_metal_plan_cache_attend(const tqkv_cache *c, tqkv_meta
     if (!tqkv__open_plan(plan, "attend")) return TQKV__INVALID(TQKV__NO_PLAN);
     if (!c || n_queries <= 0) return tqkv__close_plan(plan, TQKV__INVALID(TQKV__NO_CACHE_QUERIES));
     const tqkv_cache_layout own = tqkv__layout_of_call(c, layout);
+    const tqkv_result on_gpu = tqkv__check_on_gpu(c, 0);
+    if (on_gpu != TQKV_OK) return tqkv__close_plan(plan, on_gpu);
     tqkv__open_cache_call(c, memory, some, &call);
     call.attention.attention.n_queries = n_queries;
     call.attention.attention.query_strides = own.q;

@@ -20,6 +20,7 @@ OPTIONAL = {
     "tqkv_isa_force": {"name"},
     "tqkv_team_create": {"allocator"},
     "tqkv_team_destroy": {"team"},
+    "tqkv_calibrate": {"q", "center", "channel_scale"},
     "tqkv_cache_destroy": {"c"},
     "tqkv_cache_append": {"v"},
     "tqkv_cache_view": {"c"},
