@@ -5,16 +5,12 @@
 #include "prompt_cache.h"
 #include "tinylm_session.h"
 
-/* Of the file of weights, and of what else decides bits of keys and values. */
-static inline uint64_t session_tag(const session *s, const char *model_path)
+/* Of the model, and of what else decides bits of keys and values. */
+static inline uint64_t session_tag(const session *s)
 {
     const model *m = s->m;
     const int settings[] = {s->keys->format, s->values->format, m->integers, m->exact_first, m->exact_last, m->batch};
-    data_file weights;
-    if (!data_file_open(&weights, model_path)) stop(model_path, "cannot be read");
-    const uint64_t hash = XXH3_64bits(weights.bytes, weights.size);
-    free(weights.bytes);
-    return XXH3_64bits_withSeed(settings, sizeof settings, hash);
+    return XXH3_64bits_withSeed(settings, sizeof settings, m->tag);
 }
 
 static inline void say_skipped(void *user, const char *text)
@@ -26,7 +22,7 @@ static inline void say_skipped(void *user, const char *text)
 /* Blocks end where forward's batches do, so that what is computed comes to the same bits wherever it starts. */
 static inline prompt_cache session_prompts(const session *s, const options *o)
 {
-    prompt_cache p = {.folder = o->folder, .tag = session_tag(s, o->model_path), .say = say_skipped};
+    prompt_cache p = {.folder = o->folder, .tag = session_tag(s), .say = say_skipped};
     const int batch = s->m->batch ? s->m->batch : BATCH;
     p.block = (BATCH + batch - 1) / batch * batch;
     p.limit = (uint64_t)o->limit << 20;
