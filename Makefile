@@ -145,6 +145,7 @@ include tests/rules.mk
 -include tests/fuzz/rules.mk
 -include tests/lint.mk
 -include tests/metal/rules.mk
+-include packaging/swift/rules.mk
 -include tests/cuda/rules.mk
 -include bench/rules.mk
 -include bench/model/rules.mk
