@@ -60,10 +60,20 @@ class Kind:
         return attend_floats(q, k, v, shape, kept, self.exact), bits
 
     def attend_codes(self, lib, shape, learned, rows, chunk):
-        with library.Cache(lib, shape, self.keys, self.values, self.exact, self.integer) as cache:
+        with self.open(lib, shape) as cache:
             if learned is not None and not self.plain:
                 cache.set_learned(learned)
             return cache.run(*rows, chunk), cache.bits()
+
+    def open(self, lib, shape):
+        return library.Cache(lib, shape, self.keys, self.values, self.exact, self.integer)
+
+    def check(self, lib, shape):
+        """Does such a cache exist for that shape? Unfit if not."""
+        if self.keys in FORMATS:
+            with self.open(lib, shape):
+                return
+        self.stored(np.zeros((1, 1, shape.head_dim), np.float32), np.zeros((1, 1, shape.value_dim), np.float32))
 
     def stored(self, k, v):
         """Keys and values as the peer gives them back, and bits a value."""

