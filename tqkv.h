@@ -42,7 +42,8 @@
      >>metal-plan     the same as plans, for engines that dispatch kernels themselves
 
      implementation
-     >>shared         one row a format, tables; also compiled as Metal
+     >>shared         one row a format, tables; the shaders include it, too
+     >>backend        what a cache and the context of a GPU know of each other
      >>needs          what the implementation needs of the compiler, and xxHash
      >>common         sizes, names, what a valid store is, which positions and rows are valid
      >>exact          arithmetic whose bits depend on nothing but its operands
@@ -60,7 +61,7 @@
      >>snapshot       save and load
 
      for GPUs alone
-     >>metal-sizes    function constants, sizes, argument structs; also compiled as Metal
+     >>metal-sizes    function constants, sizes, argument structs; the shaders include it, too
      >>metal-host     what tqkv_metal.m takes beside >>metal-plan
      >>metal-code     each Metal call as a plan of dispatches
      >>licence
@@ -147,8 +148,6 @@ typedef enum tqkv_type {
     TQKV_TYPE_F16,     /* IEEE half */
     TQKV_TYPE_BF16     /* bfloat16: the upper half of a float */
 } tqkv_type;
-
-#ifndef __METAL_VERSION__
 
 #include <stdbool.h>
 #include <stddef.h>
@@ -1009,7 +1008,6 @@ TQKV_API tqkv_result tqkv_metal_plan_index_choose(const tqkv_metal_index *x, tqk
 #ifdef __cplusplus
 }
 #endif
-#endif /* __METAL_VERSION__ */
 #endif /* TQKV_H */
 
 /* ---- The implementation starts here: stop reading if you only want the API. ---- */
@@ -1018,11 +1016,11 @@ TQKV_API tqkv_result tqkv_metal_plan_index_choose(const tqkv_metal_index *x, tqk
 #undef TQKV_IMPLEMENTATION
 #endif
 
-/* >>shared: one row a format, and tables: one source for C, Objective-C and the Metal shaders. TQKV_SHARED makes it visible
-   without the implementation. */
-#if (defined(TQKV_IMPLEMENTATION) || defined(TQKV_SHARED) || defined(__METAL_VERSION__)) && !defined(TQKV__SHARED)
+#if (defined(TQKV_IMPLEMENTATION) || defined(TQKV_SHARED)) && !defined(TQKV__SHARED)
 #define TQKV__SHARED
 
+/* >>shared: one row a format, and tables: one source for C, Objective-C and the Metal shaders. TQKV_SHARED makes it visible
+   without the implementation. */
 #define TQKV_TABLE_VERSION 7 /* changes with the tables, the argument structs, or their meaning in the kernels */
 
 #ifndef TQKV_TABLE
@@ -1284,7 +1282,8 @@ TQKV_TABLE tqkv__table_set tqkv__tables = {
 #define TQKV__ASSERT_SIZE(type, bytes) typedef char type##_has_its_size[sizeof(type) == (bytes) ? 1 : -1]
 #endif
 TQKV__ASSERT_SIZE(tqkv__table_set, 3456);
-#ifndef __METAL_VERSION__
+
+/* >>backend: what a cache and the context of a GPU know of each other, visible with TQKV_SHARED. */
 #ifdef __cplusplus
 extern "C" {
 #endif
@@ -1297,16 +1296,19 @@ typedef struct tqkv__backend {
                           void *out);
 } tqkv__backend;
 
-/* What tqkv_metal.m takes of >>common and >>cache-code. rows_size: bytes of the caller's rows of so many tokens */
-TQKV_API size_t tqkv__rows_size(const tqkv_store *s, int n_tokens);
-TQKV_API void tqkv__cache_advance(tqkv_cache *c, int n_tokens);
+/* What tqkv_metal.m takes from >>common and >>cache-code; without it they are no part of an object's interface. rows_size:
+   bytes of the caller's rows of so many tokens */
+#ifdef TQKV_METAL
+#define TQKV__FOR_HOST TQKV_API
+TQKV__FOR_HOST size_t tqkv__rows_size(const tqkv_store *s, int n_tokens);
+TQKV__FOR_HOST void tqkv__cache_advance(tqkv_cache *c, int n_tokens);
+#else
+#define TQKV__FOR_HOST static
+#endif
 #ifdef __cplusplus
 }
 #endif
 #endif
-
-#endif
-/* <<shared */
 
 #if defined(TQKV_IMPLEMENTATION) && !defined(TQKV__IMPLEMENTED)
 #define TQKV__IMPLEMENTED
@@ -2017,7 +2019,7 @@ static tqkv_result tqkv__check_rows(const tqkv__stream *s, const void *p, int n,
     return TQKV_OK;
 }
 
-TQKV_API size_t tqkv__rows_size(const tqkv_store *s, int n_tokens)
+TQKV__FOR_HOST size_t tqkv__rows_size(const tqkv_store *s, int n_tokens)
 {
     size_t bytes;
     const tqkv_strides strides = tqkv__strides_of(s->strides, s->n_kv_heads, s->head_dim);
@@ -11551,7 +11553,7 @@ static int64_t tqkv__oldest(const tqkv_cache *c, int64_t end)
     return end - c->first > c->keys.capacity ? end - c->keys.capacity : c->first;
 }
 
-TQKV_API void tqkv__cache_advance(tqkv_cache *c, int n_tokens)
+TQKV__FOR_HOST void tqkv__cache_advance(tqkv_cache *c, int n_tokens)
 {
     const int64_t end = c->attention.end + n_tokens, room = tqkv__end_room(c->exact_last);
     if (c->attention.end <= c->exact_below) c->exact_below = end < c->exact_first ? end : c->exact_first;
@@ -12467,11 +12469,10 @@ TQKV_API tqkv_result tqkv_store_load(const tqkv_store *store, int64_t position, 
 
 /* ---- From here on all is for GPUs: stop reading if the processor is enough for you. ---- */
 
-/* >>metal-sizes: function constants, sizes of dispatches and argument structs; also compiled as Metal */
-#if (defined(TQKV_METAL) && defined(TQKV__SHARED) && !defined(TQKV__NESTED)) || defined(__METAL_VERSION__)
-#ifndef TQKV__METAL_SIZES
+#if defined(TQKV_METAL) && defined(TQKV__SHARED) && !defined(TQKV__NESTED) && !defined(TQKV__METAL_SIZES)
 #define TQKV__METAL_SIZES
 
+/* >>metal-sizes: function constants, sizes of dispatches and argument structs; the shaders include it, too */
 /* The Metal kernels, tqkv_<family>_d<head_dim>; tqkv_<family>_d<head_dim>_<value_dim> for keys and values that differ. A
    kernel and its function constants make a pipeline. */
 #define TQKV_FC_FORMAT       0    /* uint: encode, probe, decode: tqkv_format; encode_kv, attend: that of the keys */
@@ -12763,13 +12764,7 @@ TQKV__ASSERT_SIZE(tqkv__choose_args, 52);
 TQKV__ASSERT_SIZE(tqkv__index_args, 220);
 TQKV__ASSERT_SIZE(tqkv__table_report, 4672);
 
-#endif
-#endif
-/* <<metal-sizes */
-
 /* >>metal-host: what tqkv_metal.m and the tests take from >>metal-code beside >>metal-plan, visible with TQKV_SHARED */
-#if defined(TQKV__METAL_SIZES) && !defined(__METAL_VERSION__) && !defined(TQKV__NESTED) && !defined(TQKV__METAL_HOST)
-#define TQKV__METAL_HOST
 #ifdef __cplusplus
 extern "C" {
 #endif

@@ -3,8 +3,8 @@
 
 usage: amalgamate.py OUTPUT SHADER.metal...
 
-Headers stand in front of the files that include them, and of tqkv.h the lines that Metal sees. A function constant is declared
-once; files that give it another name get that name as a macro.
+Headers stand in front of the files that include them. A function constant is declared once; files that give it another name
+get that name as a macro.
 """
 import os
 import re
@@ -17,45 +17,6 @@ TITLE = """// All shaders of tqkv in one file, written by `make metallib`: do no
 #include <metal_stdlib>
 using namespace metal;
 """
-
-
-# Of these the answer is known. Other conditions stay.
-DEFINED = {"__METAL_VERSION__", "__cplusplus"}
-UNDEFINED = {"TQKV_IMPLEMENTATION", "TQKV_NO_IMPLEMENTATION", "TQKV_SHARED", "TQKV__SHARED", "TQKV_METAL", "TQKV__NESTED", "TQKV__METAL_SIZES"}
-
-
-def answer(word, rest):
-    """True, False, or None where the condition stays."""
-    names = re.findall(r"defined\((\w+)\)", rest) if word == "if" else [rest]
-    if not set(names) <= DEFINED | UNDEFINED:
-        return None
-    if word != "if":
-        return (rest in DEFINED) == (word == "ifdef")
-    text = re.sub(r"defined\((\w+)\)", lambda m: str(m.group(1) in DEFINED), rest)
-    text = text.replace("||", " or ").replace("&&", " and ").replace("!", " not ")
-    if not re.fullmatch(r"(True|False|and|or|not|[() ])*", text):
-        raise SystemExit(f"amalgamate.py does not know the condition {rest}")
-    return eval(text)  # nothing but True, False, and, or, not and parentheses
-
-
-def seen_by_metal(header):
-    """The lines of tqkv.h that Metal's compiler keeps: of its declarations and of the two sections for shaders."""
-    sections = [("#ifndef TQKV_H\n", "/* <<shared */"), ("/* >>metal-sizes", "/* <<metal-sizes */")]
-    text = "".join(header[header.index(start) : header.index(end)] for start, end in sections)
-    answers, kept = [], []  # answers: of the conditions around a line
-    for line in text.splitlines(keepends=True):
-        directive = re.match(r"#(ifn?def|if|else|endif)\b\s*(.*)", re.sub(r"/\*.*?\*/", "", line).strip())
-        word, rest = directive.groups() if directive else ("", "")
-        if word.startswith("if"):
-            answers.append(answer(word, rest) if False not in answers else True)
-        stays = word == "" or answers[-1] is None
-        if stays and False not in answers:
-            kept.append(line)
-        if word == "else" and answers[-1] is not None:
-            answers[-1] = not answers[-1]
-        elif word == "endif":
-            answers.pop()
-    return "".join(kept) + "#endif\n" * sum(a is None for a in answers)
 
 
 def one_by_one(text):
@@ -93,8 +54,6 @@ class Amalgam:
             return ""
         self.seen.add(path)
         text = msl.read(path)
-        if os.path.basename(path) == "tqkv.h":
-            text = seen_by_metal(text)
         include = r'(?m)^#include "([^"]+)".*\n'
         headers = [self.expand(os.path.join(os.path.dirname(path), name)) for name in re.findall(include, text)]
         text = msl.FUNCTION_CONSTANT.sub(self.declare, re.sub(include, "", text))

@@ -61,7 +61,7 @@ def expand_kernel_macros(source):
 
 def argument_lists(path):
     """{name: text} of the macros without parameters that list arguments of kernels, in the file and its headers."""
-    found = (macro for part in included(path, []) for macro in LIST.findall(without_comments(read(part))))
+    found = (macro for part in included(path) for macro in LIST.findall(without_comments(read(part))))
     return {name: body.replace("\\\n", "\n") for name, body in found if ATTRIBUTE.search(body)}
 
 
@@ -81,14 +81,24 @@ def kernels(path):
     return found
 
 
-def included(path, seen):
-    """The file and every shader header it includes by quotes, headers first."""
+def headers(path, seen):
+    """The file and every header it includes by quotes, headers first."""
     for name in re.findall(r'(?m)^#include "([^"]+)"', read(path)):
         other = os.path.normpath(os.path.join(os.path.dirname(path), name))
-        if other not in seen and os.path.basename(other) != "tqkv.h" and os.path.exists(other):
-            included(other, seen)
+        if other not in seen and os.path.exists(other):
+            headers(other, seen)
     seen.append(path)
     return seen
+
+
+def included(path):
+    """The same without those of src/, which are plain C."""
+    return [part for part in headers(path, []) if os.path.basename(os.path.dirname(part)) != "src"]
+
+
+def constant_numbers(path):
+    """{name: index} of the function constants that the file and its headers name."""
+    return {name: int(n) for part in headers(path, []) for name, n in re.findall(r"(?m)^#define (TQKV_FC_\w+)\s+(\d+)", read(part))}
 
 
 def read(path):

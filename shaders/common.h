@@ -4,7 +4,9 @@
 #define TQKV_COMMON_H
 #include <metal_stdlib>
 using namespace metal;
-#include "../tqkv.h"
+#include "../src/types.h"
+#include "../src/tables.h"
+#include "../src/metal_sizes.h"
 
 // Codes and norms are the same bytes on every machine only if a product is rounded before it is added. By default the
 // compiler fuses the two, also with -fno-fast-math. Where a fused multiply-add is wanted, the code says fma.

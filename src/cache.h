@@ -251,7 +251,7 @@ static int64_t tqkv__oldest(const tqkv_cache *c, int64_t end)
     return end - c->first > c->keys.capacity ? end - c->keys.capacity : c->first;
 }
 
-TQKV_API void tqkv__cache_advance(tqkv_cache *c, int n_tokens)
+TQKV__FOR_HOST void tqkv__cache_advance(tqkv_cache *c, int n_tokens)
 {
     const int64_t end = c->attention.end + n_tokens, room = tqkv__end_room(c->exact_last);
     if (c->attention.end <= c->exact_below) c->exact_below = end < c->exact_first ? end : c->exact_first;

@@ -42,7 +42,8 @@
      >>metal-plan     the same as plans, for engines that dispatch kernels themselves
 
      implementation
-     >>shared         one row a format, tables; also compiled as Metal
+     >>shared         one row a format, tables; the shaders include it, too
+     >>backend        what a cache and the context of a GPU know of each other
      >>needs          what the implementation needs of the compiler, and xxHash
      >>common         sizes, names, what a valid store is, which positions and rows are valid
      >>exact          arithmetic whose bits depend on nothing but its operands
@@ -60,7 +61,7 @@
      >>snapshot       save and load
 
      for GPUs alone
-     >>metal-sizes    function constants, sizes, argument structs; also compiled as Metal
+     >>metal-sizes    function constants, sizes, argument structs; the shaders include it, too
      >>metal-host     what tqkv_metal.m takes beside >>metal-plan
      >>metal-code     each Metal call as a plan of dispatches
      >>licence

@@ -1,6 +1,4 @@
 /* >>metal-host: what tqkv_metal.m and the tests take from >>metal-code beside >>metal-plan, visible with TQKV_SHARED */
-#if defined(TQKV__METAL_SIZES) && !defined(__METAL_VERSION__) && !defined(TQKV__NESTED) && !defined(TQKV__METAL_HOST)
-#define TQKV__METAL_HOST
 #ifdef __cplusplus
 extern "C" {
 #endif
@@ -71,5 +69,4 @@ TQKV_API tqkv_result tqkv__plan_cache_all_parts(const tqkv_cache *c, tqkv_metal_
 
 #ifdef __cplusplus
 }
-#endif
 #endif

@@ -1,8 +1,4 @@
-/* >>metal-sizes: function constants, sizes of dispatches and argument structs; also compiled as Metal */
-#if (defined(TQKV_METAL) && defined(TQKV__SHARED) && !defined(TQKV__NESTED)) || defined(__METAL_VERSION__)
-#ifndef TQKV__METAL_SIZES
-#define TQKV__METAL_SIZES
-
+/* >>metal-sizes: function constants, sizes of dispatches and argument structs; the shaders include it, too */
 /* The Metal kernels, tqkv_<family>_d<head_dim>; tqkv_<family>_d<head_dim>_<value_dim> for keys and values that differ. A
    kernel and its function constants make a pipeline. */
 #define TQKV_FC_FORMAT       0    /* uint: encode, probe, decode: tqkv_format; encode_kv, attend: that of the keys */
@@ -293,7 +289,3 @@ TQKV__ASSERT_SIZE(tqkv__batch_item, 304);
 TQKV__ASSERT_SIZE(tqkv__choose_args, 52);
 TQKV__ASSERT_SIZE(tqkv__index_args, 220);
 TQKV__ASSERT_SIZE(tqkv__table_report, 4672);
-
-#endif
-#endif
-/* <<metal-sizes */

@@ -1,8 +1,5 @@
 /* >>shared: one row a format, and tables: one source for C, Objective-C and the Metal shaders. TQKV_SHARED makes it visible
    without the implementation. */
-#if (defined(TQKV_IMPLEMENTATION) || defined(TQKV_SHARED) || defined(__METAL_VERSION__)) && !defined(TQKV__SHARED)
-#define TQKV__SHARED
-
 #define TQKV_TABLE_VERSION 7 /* changes with the tables, the argument structs, or their meaning in the kernels */
 
 #ifndef TQKV_TABLE
@@ -264,26 +261,3 @@ TQKV_TABLE tqkv__table_set tqkv__tables = {
 #define TQKV__ASSERT_SIZE(type, bytes) typedef char type##_has_its_size[sizeof(type) == (bytes) ? 1 : -1]
 #endif
 TQKV__ASSERT_SIZE(tqkv__table_set, 3456);
-#ifndef __METAL_VERSION__
-#ifdef __cplusplus
-extern "C" {
-#endif
-/* The part of a context that a cache uses; struct tqkv_metal begins with it. */
-typedef struct tqkv__backend {
-    tqkv_allocator memory; /* of codes, norms and the cache itself */
-    tqkv_result (*append)(tqkv_metal *m, const tqkv_cache *c, const void *k, const void *v, int n_tokens);
-    /* some: with the list and the tree, or NULL */
-    tqkv_result (*attend)(tqkv_metal *m, const tqkv_cache *c, const tqkv_attention *some, const void *q, int n_queries,
-                          void *out);
-} tqkv__backend;
-
-/* What tqkv_metal.m takes of >>common and >>cache-code. rows_size: bytes of the caller's rows of so many tokens */
-TQKV_API size_t tqkv__rows_size(const tqkv_store *s, int n_tokens);
-TQKV_API void tqkv__cache_advance(tqkv_cache *c, int n_tokens);
-#ifdef __cplusplus
-}
-#endif
-#endif
-
-#endif
-/* <<shared */

@@ -4,8 +4,6 @@
 
 #include "types.h"
 
-#ifndef __METAL_VERSION__
-
 #include <stdbool.h>
 #include <stddef.h>
 #include <stdint.h>
@@ -37,7 +35,6 @@ extern "C" {
 #ifdef __cplusplus
 }
 #endif
-#endif /* __METAL_VERSION__ */
 #endif /* TQKV_H */
 
 /* ---- The implementation starts here: stop reading if you only want the API. ---- */
@@ -46,7 +43,13 @@ extern "C" {
 #undef TQKV_IMPLEMENTATION
 #endif
 
+#if (defined(TQKV_IMPLEMENTATION) || defined(TQKV_SHARED)) && !defined(TQKV__SHARED)
+#define TQKV__SHARED
+
 #include "tables.h"
+
+#include "backend.h"
+#endif
 
 #if defined(TQKV_IMPLEMENTATION) && !defined(TQKV__IMPLEMENTED)
 #define TQKV__IMPLEMENTED
@@ -215,9 +218,13 @@ int sysctlbyname(const char *name, void *value, size_t *size, void *to, size_t t
 
 /* ---- From here on all is for GPUs: stop reading if the processor is enough for you. ---- */
 
+#if defined(TQKV_METAL) && defined(TQKV__SHARED) && !defined(TQKV__NESTED) && !defined(TQKV__METAL_SIZES)
+#define TQKV__METAL_SIZES
+
 #include "metal_sizes.h"
 
 #include "metal_host.h"
+#endif
 
 #if defined(TQKV_IMPLEMENTATION) && defined(TQKV_METAL) && !defined(TQKV__NESTED) && !defined(TQKV__METAL_CODE)
 #define TQKV__METAL_CODE

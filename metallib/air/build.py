@@ -67,7 +67,7 @@ class Builder:
     def prepare(self):
         """Copies of the shaders without attributes; lines stay lines. Function constants are external."""
         for path in self.args.shaders:
-            for part in msl.included(path, []):
+            for part in msl.included(path):
                 text = msl.FUNCTION_CONSTANT.sub(r"extern constant \1 \2;", msl.read(part))
                 with open(os.path.join(self.folder, os.path.basename(part)), "w", encoding="utf-8") as f:
                     f.write(f'#line 1 "{part}"\n' + msl.ATTRIBUTE.sub(msl.blank, text))
@@ -77,9 +77,8 @@ class Builder:
         base = os.path.join(self.folder, os.path.basename(path))
         dump = run([f"clang-{self.args.llvm}", *CLANG, *self.lines, *self.defines, "-I" + (os.path.dirname(path) or "."), base, "-o",
                     base + ".bc"]).decode()
-        parts = msl.included(path, [])
-        header = msl.read(os.path.join(os.path.dirname(path), "..", "tqkv.h"))
-        numbers = {name: int(n) for name, n in re.findall(r"(?m)^#define (TQKV_FC_\w+)\s+(\d+)", header)}
+        parts = msl.included(path)
+        numbers = msl.constant_numbers(path)
         declared = [(kind, name, numbers[index]) for part in parts
                     for kind, name, index in msl.FUNCTION_CONSTANT.findall(msl.read(part))]
         kernels = [k for k in msl.kernels(path) if re.fullmatch(self.args.only, k[0])]

@@ -70,7 +70,7 @@ BUGS = {
         "shaders/types.h", "0x7fffu + ((word >> 16) & 1u)", "0x8000u", "decode", (64,), "plain", "encode/f16/d64/f16",
         "decoded values differ"),
     "stale_table": (
-        "tqkv.h", "-2.0690172f", "-2.0690173f", "tables", (), "plain", "tables", "stale: table codebook_4"),
+        "src/tables.h", "-2.0690172f", "-2.0690173f", "tables", (), "plain", "tables", "stale: table codebook_4"),
     "norms_not_corrected": (
         "shaders/encode.h", "if (has_codebook(format)) norm = corrected_norm", "if (false) norm = corrected_norm", "encode",
         (64,), "plain", "encode/tq4/d64/gaussian", "norms differ"),
@@ -163,10 +163,10 @@ BUGS = {
         "relative error"),
     # Products of matrices.
     "wrong_element_layout": (
-        "tqkv.h", "(((lane) >> 4 << 2) | ((lane) >> 1 & 3))", "((lane) >> 2)", "attend_matrix", (64,), "plain",
+        "src/metal_sizes.h", "(((lane) >> 4 << 2) | ((lane) >> 1 & 3))", "((lane) >> 2)", "attend_matrix", (64,), "plain",
         "attend/pair/tq4_tq4/d64", "by matrices"),
     "wrong_element_layout_reported": (
-        "tqkv.h", "(((lane) >> 4 << 2) | ((lane) >> 1 & 3))", "((lane) >> 2)", "tables", (), "plain",
+        "src/metal_sizes.h", "(((lane) >> 4 << 2) | ((lane) >> 1 & 3))", "((lane) >> 2)", "tables", (), "plain",
         "machine/matrix_places", "the check says they do not"),
     "sums_added_before_they_are_stored": (
         "shaders/matrix_columns.h", "    threadgroup_barrier(mem_flags::mem_threadgroup);\n    for (uint at = thread_index",
@@ -377,8 +377,8 @@ def plant(bug, folder):
     """Copies shaders and header, applies the edit, and keeps the head_dims that the cases need."""
     file, text, replacement, kernel, head_dims = BUGS[bug][:5]
     shutil.rmtree(folder, ignore_errors=True)
-    shutil.copytree("shaders", folder + "/shaders")
-    shutil.copy("tqkv.h", folder + "/tqkv.h")
+    for part in ("shaders", "src"):
+        shutil.copytree(part, f"{folder}/{part}")
     wrong = edit(f"{folder}/{file}", text, replacement)
     path = f"{folder}/shaders/{kernel}.metal"
     with open(path, encoding="utf-8") as f:

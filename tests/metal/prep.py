@@ -82,7 +82,7 @@ def main():
         if path.endswith(".metal"):
             name += ".cu" if mode == "cuda" else ".cpp"
             if mode != "clang":
-                mask = constant_mask(included(path, []))
+                mask = constant_mask(included(path))
                 text += '\n#line 1 "launchers"\n' + "".join(launcher(k, a, mode, mask) for k, a in kernels(path))
         with open(name, "w", encoding="utf-8") as f:
             f.write(text)

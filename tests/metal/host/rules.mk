@@ -58,7 +58,7 @@ $(HOST_BUILD)/arc/objc: $(HOST_BUILD)/gnustep/objc
 
 $(HOST_BUILD)/arc/examples/%.o: examples/%.m $(HOST_HEADERS) $(HOST_BUILD)/arc/objc
 	@mkdir -p $(@D)
-	@clang $(HOST_WARNINGS) $(CPPFLAGS) $(HOST_ARC) $(IMPLEMENTED) -c $< -o $@
+	@clang $(HOST_WARNINGS) $(INCLUDE) $(CPPFLAGS) $(HOST_ARC) $(IMPLEMENTED) -c $< -o $@
 
 $(HOST_BUILD)/arc/%.o: %.m $(HOST_HEADERS) $(wildcard tests/metal/standin/*.h tests/metal/standin/*/*.h) $(HOST_BUILD)/arc/objc
 	@mkdir -p $(@D)
@@ -93,11 +93,11 @@ $(HOST_LIBRARY): $(SHADER_NAMES:%=$(HOST_BUILD)/library/%.metal.o) $(HOST_BUILD)
 	@clang++ -shared $(STANDIN_SANITIZE) -Wl,--compress-debug-sections=zlib $^ -o $@.so
 	@python3 $(STANDIN)/pack.py library $@.so
 
-# Libraries of a changed tqkv.h, each with the kernel `tables` alone. Without sanitizers: a context reads its tables and refuses.
+# Libraries of changed headers, each with the kernel `tables` alone. Without sanitizers: a context reads its tables and refuses.
 $(HOST_BUILD)/stale/made: $(METAL_BUILD)/cpu/prepared $(TQKV_FILES) $(STANDIN)/pack.py $(HOST_BUILD)/library/simt.o \
 		$(HOST_BUILD)/library/library.o
 	@mkdir -p $(HOST_STALE:%=$(@D)/%/shaders)
-	@python3 $(STANDIN)/pack.py stale tqkv.h $(@D) $(HOST_STALE)
+	@python3 $(STANDIN)/pack.py stale src $(@D) $(HOST_STALE)
 	@for stale in $(HOST_STALE); do clang++ -fuse-ld=lld -shared -fPIC -O0 $(filter-out -g1,$(SHADER_CPU)) -I$(@D)/$$stale/shaders \
 		$(METAL_BUILD)/cpu/source/tables.metal.cpp $(filter %.o,$^) -o $(@D)/$$stale.metallib.so || exit 1; done
 	@python3 $(STANDIN)/pack.py library $(HOST_STALE:%=$(@D)/%.metallib.so)
@@ -110,7 +110,7 @@ endif
 
 $(HOST_BUILD)/examples/%.o: examples/%.m $(HOST_HEADERS) $(if $(HOST_GNUSTEP),$(HOST_BUILD)/gnustep/objc)
 	@mkdir -p $(@D)
-	@clang $(HOST_WARNINGS) $(CPPFLAGS) $(HOST_GNUSTEP) $(IMPLEMENTED) -c $< -o $@
+	@clang $(HOST_WARNINGS) $(INCLUDE) $(CPPFLAGS) $(HOST_GNUSTEP) $(IMPLEMENTED) -c $< -o $@
 
 $(HOST_BUILD)/%.o: %.m $(HOST_HEADERS) $(wildcard tests/metal/standin/*.h tests/metal/standin/*/*.h) \
 		$(if $(HOST_GNUSTEP),$(HOST_BUILD)/gnustep/objc)

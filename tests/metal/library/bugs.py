@@ -127,9 +127,8 @@ BUGS = {
 def plant(bug, folder):
     edits = zip(*((e,) if isinstance(e, str) else e for e in BUGS[bug][:3]))
     shutil.rmtree(folder, ignore_errors=True)
-    for part in ("shaders", "metallib", "tests/metal"):
+    for part in ("shaders", "src", "metallib", "tests/metal"):
         shutil.copytree(part, f"{folder}/{part}", ignore=shutil.ignore_patterns("__pycache__"))
-    shutil.copy("tqkv.h", folder)
     return "".join(edit(f"{folder}/{file}", text, replacement) for file, text, replacement in edits)
 
 

@@ -48,9 +48,9 @@ def shaders():
 @functools.lru_cache(None)
 def declared(path):
     """{name: (type, index)} of the function constants that a shader sees."""
-    numbers = dict(re.findall(r"(?m)^#define (TQKV_FC_\w+)\s+(\d+)", msl.read(os.path.join(ROOT, "tqkv.h"))))
-    parts = "".join(msl.read(part) for part in msl.included(path, []))
-    return {name: (kind, int(numbers[index])) for kind, name, index in msl.FUNCTION_CONSTANT.findall(parts)}
+    numbers = msl.constant_numbers(path)
+    parts = "".join(msl.read(part) for part in msl.included(path))
+    return {name: (kind, numbers[index]) for kind, name, index in msl.FUNCTION_CONSTANT.findall(parts)}
 
 
 def check_module(library, function, text=None):
@@ -213,7 +213,6 @@ class Tests:
         """What the builder says of these samples in one run; it must write no library."""
         folder = os.path.join(self.folder, "refusals")
         os.makedirs(folder + "/shaders", exist_ok=True)
-        shutil.copy(os.path.join(ROOT, "tqkv.h"), folder)
         paths, output = [f"{folder}/shaders/{name}.metal" for name in names], f"{folder}/refused.metallib"
         for name, path in zip(names, paths):
             with open(path, "w", encoding="utf-8") as f:
@@ -237,7 +236,6 @@ class Tests:
         """A kernel in older forms gives what it should: its bitcode, called from here."""
         folder = os.path.join(self.folder, "lowering", "shaders")
         os.makedirs(folder, exist_ok=True)
-        shutil.copy(os.path.join(ROOT, "tqkv.h"), os.path.dirname(folder))
         base = os.path.join(folder, "lowered")
         with open(base + ".metal", "w", encoding="utf-8") as f:
             f.write(samples.LOWERED)
@@ -275,7 +273,6 @@ class Tests:
         folder = os.path.join(self.folder, "source", "shaders")
         os.makedirs(folder, exist_ok=True)
         shutil.copy(self.source, folder)
-        shutil.copy(os.path.join(ROOT, "tqkv.h"), os.path.dirname(folder))
         done = self.build(output, "--only", self.QUICK, os.path.join(folder, os.path.basename(self.source)))
         reader.expect(done.returncode == 0, done.stderr[:600])
         library = reader.read(output)

@@ -36,7 +36,7 @@ $(eval $(call library_driver,library-of-source,$(METALLIB_BUILD)/source/default.
 
 $(METALLIB_BUILD)/source/default.metallib: $(LIBRARY_SOURCE) $(AIR_SOURCES)
 	@mkdir -p $(@D)/shaders
-	@cp $(LIBRARY_SOURCE) $(@D)/shaders/tqkv.metal && cp tqkv.h $(@D)
+	@cp $(LIBRARY_SOURCE) $(@D)/shaders/tqkv.metal
 	@python3 $(AIR_BUILD) --keep $(@D)/modules -o $@ $(@D)/shaders/tqkv.metal
 
 .PHONY: test-metallib-quick test-metallib check-metallib-source check-metallib-source-cuda \

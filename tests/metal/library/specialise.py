@@ -25,10 +25,11 @@ import msl  # noqa: E402
 import reader  # noqa: E402
 
 OPT = ["opt-14", "-passes=default<O3>,sroa", "-S", "-o", "-"]
-HEADER = msl.read(os.path.join(HERE, "..", "..", "..", "tqkv.h"))
+SOURCES = os.path.join(HERE, "..", "..", "..", "src")
+TABLES, SIZES = (msl.read(os.path.join(SOURCES, name)) for name in ("tables.h", "metal_sizes.h"))
 # Values that a context may pass: formats count from 1, in the order of the rows.
-FORMATS = {name: 1 + i for i, name in enumerate(re.findall(r'row\(x, TQKV_\w+, +"(\w+)", +TQKV__', HEADER))}
-NUMBERS = {name: int(n) for name, n in re.findall(r"(?m)^#define TQKV_FC_(\w+)\s+(\d+)", HEADER)}
+FORMATS = {name: 1 + i for i, name in enumerate(re.findall(r'row\(x, TQKV_\w+, +"(\w+)", +TQKV__', TABLES))}
+NUMBERS = {name: int(n) for name, n in re.findall(r"(?m)^#define TQKV_FC_(\w+)\s+(\d+)", SIZES)}
 DEFAULTS = {**dict.fromkeys(NUMBERS, 0), "ROTATED": 1, "VALUE_ROTATED": 1, "UNROTATE": 1, "ROTATE_QUERIES": 1, "SAME_SLOTS": 1}
 PAIR = ("i8", "tq4")
 LIKE_OTHERS = r"_d(32|48|64|96|192|256)$|^tqkv_(?!attend_d|attend_matrix)\w+_d(80|448|1024)$"

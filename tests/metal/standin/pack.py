@@ -1,12 +1,14 @@
 #!/usr/bin/env python3
-"""Makes the stand-in's libraries, and versions of tqkv.h whose shaders must be refused as stale or find other matrices.
+"""Makes the stand-in's libraries, and versions of what shaders see of src/ that must be refused as stale or find other matrices.
 
-usage: pack.py library SHARED_OBJECT...      X.so becomes the library X
-       pack.py stale TQKV_H FOLDER WHAT...   writes FOLDER/WHAT/tqkv.h; WHAT: a table of tqkv__table_set, `version`, `dispatch`,
-                                             `matrices`, an argument struct; `tables_alone` changes nothing
+usage: pack.py library SHARED_OBJECT...   X.so becomes the library X
+       pack.py stale SRC FOLDER WHAT...   writes the headers of the folder SRC to FOLDER/WHAT/src; WHAT: a table of
+                                          tqkv__table_set, `version`, `dispatch`, `matrices`, an argument struct;
+                                          `tables_alone` changes nothing
 """
 import os
 import re
+import shutil
 import struct
 import sys
 
@@ -37,18 +39,21 @@ def changed_for(what, text):
         changed = text[:at] + re.sub(r"\A[^,]+", "0x00" if what == "signs" else "-9.5f", text[at:])
     else:
         changed = re.sub(r"(\n} tqkv__%s;)" % what, r"\n    int32_t another;\1", text)
-        changed = re.sub(r"(TQKV__ASSERT_SIZE)\((type, bytes)\).*", r"\1(\2)", changed)
+        changed = re.sub(r"(?m)^TQKV__ASSERT_SIZE\(.*\n", "", changed)
     if changed == text:
         raise SystemExit(f"nothing to change for {what}")
     return changed
 
 
-def stale(header, folder, *names):
-    with open(header, encoding="utf-8") as f:
-        text = f.read()
+def stale(source, folder, *names):
     for what in names:
-        os.makedirs(os.path.join(folder, what), exist_ok=True)
-        with open(os.path.join(folder, what, "tqkv.h"), "w", encoding="utf-8") as f:
+        copy = os.path.join(folder, what, "src")
+        shutil.rmtree(copy, ignore_errors=True)
+        shutil.copytree(source, copy)
+        path = os.path.join(copy, "tables.h" if what in TABLES + ["tables_alone", "version"] else "metal_sizes.h")
+        with open(path, encoding="utf-8") as f:
+            text = f.read()
+        with open(path, "w", encoding="utf-8") as f:
             f.write(changed_for(what, text))
 
 
