@@ -288,4 +288,4 @@ TQKV__ASSERT_SIZE(tqkv__merge_args, 40);
 TQKV__ASSERT_SIZE(tqkv__batch_item, 304);
 TQKV__ASSERT_SIZE(tqkv__choose_args, 52);
 TQKV__ASSERT_SIZE(tqkv__index_args, 220);
-TQKV__ASSERT_SIZE(tqkv__table_report, 4672);
+TQKV__ASSERT_SIZE(tqkv__table_report, 4776);

@@ -21,7 +21,8 @@ TQKV_API const char *tqkv_metal_stale_table(const void *bytes)
 #define TQKV__DIFFERS(member)   memcmp(report->tables.member, tqkv__tables.member, sizeof report->tables.member) != 0
 #define TQKV__CHECK_BOOK(report, bits)                                                                                 \
     if (TQKV__DIFFERS(codebook_##bits)) return "table codebook_" #bits;                                                \
-    if (TQKV__DIFFERS(boundaries_##bits)) return "table boundaries_" #bits;
+    if (TQKV__DIFFERS(boundaries_##bits)) return "table boundaries_" #bits;                                            \
+    if (TQKV__DIFFERS(factors_##bits)) return "table factors_" #bits;
     static const char *const names[] = {TQKV__SHARED_STRUCTS(TQKV__STRUCT_NAME)};
     static const size_t sizes[] = {TQKV__SHARED_STRUCTS(TQKV__STRUCT_SIZE)};
     static const int32_t kernels[TQKV__KERNEL_DIMS][TQKV__N_KERNEL_SIZES] = {TQKV__KERNELS(TQKV__SIZES_OF, )};

@@ -82,6 +82,12 @@ static void add_hashes(void)
     add_hash("boundaries_5", t->boundaries_5, sizeof t->boundaries_5, TQKV_HASH_BOUNDARIES_5);
     add_hash("boundaries_6", t->boundaries_6, sizeof t->boundaries_6, TQKV_HASH_BOUNDARIES_6);
     add_hash("boundaries_8", t->boundaries_8, sizeof t->boundaries_8, TQKV_HASH_BOUNDARIES_8);
+    add_hash("factors_2", t->factors_2, sizeof t->factors_2, TQKV_HASH_FACTORS_2);
+    add_hash("factors_3", t->factors_3, sizeof t->factors_3, TQKV_HASH_FACTORS_3);
+    add_hash("factors_4", t->factors_4, sizeof t->factors_4, TQKV_HASH_FACTORS_4);
+    add_hash("factors_5", t->factors_5, sizeof t->factors_5, TQKV_HASH_FACTORS_5);
+    add_hash("factors_6", t->factors_6, sizeof t->factors_6, TQKV_HASH_FACTORS_6);
+    add_hash("factors_8", t->factors_8, sizeof t->factors_8, TQKV_HASH_FACTORS_8);
     add_hash("signs", t->signs, sizeof t->signs, TQKV_HASH_SIGNS);
     add_hash("hadamard_12", t->hadamard_12, sizeof t->hadamard_12, TQKV_HASH_HADAMARD_12);
     add_hash("hadamard_20", t->hadamard_20, sizeof t->hadamard_20, TQKV_HASH_HADAMARD_20);

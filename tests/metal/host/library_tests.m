@@ -356,8 +356,9 @@ void library_host_cases(void)
     for (int i = 0; i < 4; i++)
         test_add(run_source_fallback, &refused[i], sizeof refused[i], "context/source/%s", refused[i].name);
 #ifdef STANDIN
-    const char *const stale[] = {"codebook_2", "codebook_8",  "boundaries_2", "boundaries_8", "signs",      "version",
-                                 "rows_args",  "rotate_args", "attend_args",  "merge_args",   "batch_item", "dispatch"};
+    const char *const stale[] = {"codebook_2",  "codebook_8", "boundaries_2", "boundaries_8", "factors_2",
+                                 "factors_8",   "signs",      "version",      "rows_args",    "rotate_args",
+                                 "attend_args", "merge_args", "batch_item",   "dispatch"};
     for (size_t i = 0; i < sizeof stale / sizeof *stale; i++)
         test_add(run_stale, stale[i], strlen(stale[i]) + 1, "context/stale/%s", stale[i]);
     const refused_library stale_libraries[] = {{"stale", "signs", 0, "signs differs"},

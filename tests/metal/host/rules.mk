@@ -40,7 +40,7 @@ HOST_LIBRARY := $(HOST_BUILD)/standin.metallib
 HOST_RUN := LSAN_OPTIONS=suppressions=$(STANDIN)/leaks.txt:print_suppressions=0
 HOST_OBJECTS := tqkv_metal $(HOST_TESTS:%=tests/metal/host/%) tests/runner tests/test_tables $(STANDIN)/standin
 # Of the codebooks and boundaries the first and the last: one loop compares them.
-HOST_STALE := tables_alone $(foreach bits,2 8,codebook_$(bits) boundaries_$(bits)) signs version dispatch matrices \
+HOST_STALE := tables_alone $(foreach bits,2 8,codebook_$(bits) boundaries_$(bits) factors_$(bits)) signs version dispatch matrices \
 	rows_args rotate_args attend_args merge_args batch_item
 
 # clang uses gcc's Objective-C runtime: link its headers, and no other header of gcc, into the include path.

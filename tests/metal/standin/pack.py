@@ -12,7 +12,7 @@ import shutil
 import struct
 import sys
 
-TABLES = [f"{table}_{bits}" for table in ("codebook", "boundaries") for bits in (2, 3, 4, 5, 6, 8)] + ["signs"]
+TABLES = [f"{table}_{bits}" for table in ("codebook", "boundaries", "factors") for bits in (2, 3, 4, 5, 6, 8)] + ["signs"]
 
 
 def pack(*shared_objects):
