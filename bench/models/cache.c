@@ -25,9 +25,9 @@ static tqkv_format models_format(const char *name)
 }
 
 /* window: 0 = none; scale: of the scores. exact: positions at both ends that are kept as halves. */
-const char *models_cache_create(const char *keys, const char *values, int head_dim, int value_dim,
-                                           int n_kv_heads, int n_heads, int capacity, int window, float scale,
-                                           int exact_first, int exact_last, int integers, tqkv_cache **out)
+const char *models_cache_create(const char *keys, const char *values, int head_dim, int value_dim, int n_kv_heads,
+                                int n_heads, int capacity, int window, float scale, int exact_first, int exact_last,
+                                int integers, tqkv_cache **out)
 {
     models_reason[0] = '\0';
     tqkv_cache_desc desc = {.head_dim = head_dim, .n_kv_heads = n_kv_heads, .n_heads = n_heads, .capacity = capacity};
@@ -55,8 +55,7 @@ const char *models_cache_learned(tqkv_cache *cache, const float *center)
 
 /* Appends n positions and attends to what is there by then. k: [n][n_kv_heads][head_dim], v: with value_dim;
    q: [n][n_heads][head_dim], out: with value_dim */
-const char *models_cache_run(tqkv_cache *cache, const float *k, const float *v, const float *q, int n,
-                                        float *out)
+const char *models_cache_run(tqkv_cache *cache, const float *k, const float *v, const float *q, int n, float *out)
 {
     models_reason[0] = '\0';
     tqkv_result result = tqkv_cache_append(cache, k, v, n);
