@@ -126,7 +126,7 @@ demo: $(DEMOS:%=$(BUILD)/%) ## build and run the examples
 
 PREFIX ?= /usr/local
 TREE = $(DESTDIR)$(PREFIX)
-# The tests use pkg-config on what was installed; tests/compile.sh uses the compilers for musl and Windows.
+# The tests use pkg-config on what was installed; tests/build/compile.sh uses the compilers for musl and Windows.
 DEB_TEST += pkg-config musl-tools gcc-mingw-w64-x86-64-win32
 BREW_TEST += pkgconf
 

@@ -88,7 +88,7 @@ $(BUILD)/charts/histogram.txt: $(BUILD)/real_kv
 
 $(BUILD)/charts/advise.txt: $(BUILD)/advise
 	@mkdir -p $(@D)
-	$(BUILD)/advise --chart > $@
+	$(BUILD)/advise --chart examples/data/real_kv.bin > $@
 
 docs/%.svg: $(BUILD)/charts/%.txt docs/charts/%.gp docs/charts/style.gp
 	gnuplot -e "input='$<'; output='$@'" docs/charts/style.gp docs/charts/$*.gp

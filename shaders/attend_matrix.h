@@ -116,7 +116,7 @@ inline void load_query_rows(constant tqkv__attend_args &args, thread const atten
         float x[TQKV_LANE_VALUES(D)];
         load_query<D>(args, task, keys, uint(row.query), head, x);
         float shift = keys.with_center ? score_of_center<D>(args, task, keys, x) : 0.0f;
-        if (keys.rotate) rotate_row<D>(x, part);
+        turn_query<D>(task, keys, x);
         float size = size_of_row<D>(x), inverse = 1.0f / size; // powers of two: both products are exact
         TQKV_UNROLL
         for (int i = 0; i < TQKV_LANE_VALUES(D); i++)
@@ -374,7 +374,7 @@ inline void score_any_matrix_tile(constant tqkv__attend_args &args, thread const
 
 // ---- Softmax of one tile ----
 
-// The oldest and the newest of the newest positions that the columns see.
+// The oldest and the newest of the columns' newest positions.
 struct newest_range {
     int least, most;
 };
@@ -382,7 +382,7 @@ struct newest_range {
 inline newest_range newest_of_columns(constant tqkv__attend_args &args, uint first_column)
 {
     newest_range newest;
-    newest.least = min(newest_seen(args, row_of_column(args, first_column).query), args.slice_end - 1);
+    newest.least = newest_seen(args, row_of_column(args, first_column).query);
     newest.most = newest_seen(args, row_of_column(args, first_column + columns - 1u).query);
     return newest;
 }
@@ -404,7 +404,9 @@ inline bool sees_whole_tile(constant tqkv__attend_args &args, uint tile, newest_
     uint slot = first_slot_of_tile(args, tile);
     int first = position_of_slot(args, slot), last = position_of_slot(args, slot + 31u);
     if (has_tree && last >= args.first_of_tree) return false;
-    return !short_store && slot == tile * 32u && last - first == 31 && last <= newest.least &&
+    if (halves == TQKV__BEFORE_HALVES && last >= halves_begin(args, newest.least)) return false;
+    if (halves == TQKV__NEWEST_HALVES && first < halves_begin(args, newest.most)) return false;
+    return !short_store && slot == tile * 32u && last - first == 31 && last <= min(newest.least, args.slice_end - 1) &&
            (args.window == 0 || first > newest.most - args.window);
 }
 
@@ -427,7 +429,8 @@ inline void mask_tile(constant tqkv__attend_args &args, thread const attend_task
                 float own = score[p][f].elements[i];
                 own = finite ? own : as_type<float>(0x7fc00000u);
                 int newest = state.newest[f][i];
-                bool seen = position <= newest && (args.window == 0 || position > newest - args.window);
+                bool seen = position <= newest && (args.window == 0 || position > newest - args.window) &&
+                            reads_here(args, newest, position);
                 if (has_tree) seen = seen && tree_shows(args, task.tree, newest, position);
                 score[p][f].elements[i] = seen ? own : -INFINITY;
             }

@@ -95,6 +95,12 @@ inline uint item_of(constant tqkv__batch_item *items, uint number, int by)
     return low;
 }
 
+// Where the newest halves begin that a query reads whose newest position is `newest`: what is before comes from its codes.
+inline int halves_begin(constant tqkv__attend_args &args, int newest)
+{
+    return max(newest - args.exact_last + 1, args.exact_from);
+}
+
 // Start of the caller's row of a token and head, in values.
 inline ulong source_offset(constant tqkv__rows_args &args, uint token, uint head)
 {

@@ -1,3 +1,5 @@
+/* >>codec: norms, quantising, packing, and back, in plain C: the specification */
+
 /* Norm of a TQ row or block from the sum of its squares; scale: the factor that brings its values to variance 1. If the
    rotation of a row overflows, the sum is NaN, whose sign depends on the machine: fabsf clears the norm's. */
 static float tqkv__norm_tq(const tqkv__stream *s, float sum, float *scale)
@@ -21,9 +23,9 @@ static float tqkv__norm_i8(float largest, float *scale)
     return TQKV__AS_FLOAT(largest / steps);
 }
 
-/* Sums of squares of a TQ row, one for each norm, in the order of a GPU's group of 32 (or 16) lanes: each lane adds the
-   squares of its neighbours in order, then an xor-tree adds the lanes that share a norm. */
-static void tqkv__sums_tq(const tqkv__stream *s, const float *y, float *sums)
+/* Sums of products of a TQ row, one for each norm, in the order of a GPU's group of 32 (or 16) lanes: each lane adds the
+   products of its neighbours in order, then an xor-tree adds the lanes that share a norm. x, y: [head_dim] */
+static void tqkv__sums_of_products(const tqkv__stream *s, const float *x, const float *y, float *sums)
 {
     float lanes[32], other[32];
     const int n_lanes = TQKV__NORM_LANES(s->head_dim);
@@ -31,7 +33,7 @@ static void tqkv__sums_tq(const tqkv__stream *s, const float *y, float *sums)
     for (int l = 0; l < n_lanes; l++) {
         lanes[l] = 0.0f;
         for (int e = l * per_lane; e < (l + 1) * per_lane; e++)
-            lanes[l] = TQKV__AS_FLOAT(lanes[l] + tqkv__rounded(y[e] * y[e]));
+            lanes[l] = TQKV__AS_FLOAT(lanes[l] + tqkv__rounded(x[e] * y[e]));
     }
     for (int distance = 1; distance < lanes_per_norm; distance *= 2) {
         memcpy(other, lanes, sizeof other);
@@ -42,18 +44,17 @@ static void tqkv__sums_tq(const tqkv__stream *s, const float *y, float *sums)
 
 static void tqkv__norms_tq(const tqkv__stream *s, const float *y, float *norms, float *scales)
 {
-    tqkv__sums_tq(s, y, norms);
+    tqkv__sums_of_products(s, y, y, norms);
     for (int b = 0; b < s->norms_per_row; b++) norms[b] = tqkv__norm_tq(s, norms[b], &scales[b]);
 }
 
 /* Quantising shortens a row by its error, and with it every score. The stored norm makes the decoded row as long as the
-   row was: norm * sqrt(D)/|c|, where c are the centroids of the codes. Blocks: norm * block_scale / RMS of c. */
-static void tqkv__correct_norms(const tqkv__stream *s, const float *centroids, float *norms)
+   row was: norm * sqrt(D)/|c|, where c are the centroids of the codes. Blocks: norm * block_scale / RMS of c. sums: of the
+   squares of c */
+static void tqkv__correct_norms(const tqkv__stream *s, const float *sums, float *norms)
 {
-    float sums[TQKV_MAX_HEAD_DIM / 256];
     const bool one = s->norms_per_row == 1;
     const float root = one ? s->root : s->block_scale;
-    tqkv__sums_tq(s, centroids, sums);
     for (int b = 0; b < s->norms_per_row; b++) {
         const float length = TQKV__AS_FLOAT(sqrtf(one ? sums[b] : TQKV__AS_FLOAT(sums[b] / 256.0f)));
         const float factor = tqkv__rounded(root / length);
@@ -128,8 +129,28 @@ static float tqkv__float_from_half(uint16_t half)
     return tqkv__float(sign | ((magnitude << 13) + (magnitude < 0x7c00u ? 0x38000000u : 0x70000000u)));
 }
 
-/* A row as floats, which is exact, less its centre unless that is NULL. src, center, row: [n] */
-static void tqkv__widen_row(tqkv_type type, const void *src, const float *center, int n, float *row)
+/* Scales are in [2^-32, 2^32]: their bits, those of positive floats, are ordered as they are. */
+#define TQKV__LEAST_SCALE  0x2f800000u
+#define TQKV__SCALES_RANGE 0x20000000u
+static bool tqkv__scales_valid(const float *x, size_t n)
+{
+    uint32_t bad = 0;
+    for (size_t i = 0; i < n; i++) bad |= tqkv__bits(x[i]) - TQKV__LEAST_SCALE > TQKV__SCALES_RANGE;
+    return !bad;
+}
+
+/* Compilers may replace a division by a constant; see tqkv__norm_i8. */
+static TQKV__NOINLINE void tqkv__invert(const float *scales, int n, float *inverses)
+{
+    const volatile float one = 1.0f;
+    const float dividend = one;
+    for (int i = 0; i < n; i++) inverses[i] = TQKV__AS_FLOAT(dividend / scales[i]);
+}
+
+/* A row as floats, which is exact, less its centre and times its inverses, unless these are NULL. src, center, inverses, row:
+   [n] */
+static void tqkv__widen_row(tqkv_type type, const void *src, const float *center, const float *inverses, int n,
+                            float *row)
 {
     if (type == TQKV_TYPE_F32)
         memcpy(row, src, (size_t)n * sizeof(float));
@@ -139,6 +160,8 @@ static void tqkv__widen_row(tqkv_type type, const void *src, const float *center
         for (int i = 0; i < n; i++) row[i] = tqkv__float((uint32_t)tqkv__half_at(src, (size_t)i) << 16);
     if (center)
         for (int i = 0; i < n; i++) row[i] = TQKV__AS_FLOAT(row[i] - center[i]);
+    if (inverses)
+        for (int i = 0; i < n; i++) row[i] = tqkv__rounded(row[i] * inverses[i]);
 }
 
 /* Rounds to nearest even, beyond the largest half to infinity. NaN stays NaN: it keeps its upper bits and becomes quiet, as
@@ -210,6 +233,10 @@ typedef struct tqkv__quantiser {
     float squares[32];         /* of the positive centroids, up to 6 bits */
     float squares_by_code[16]; /* of all centroids, up to 4 bits; 2 and 3 bits: repeated */
     uint8_t planes[4][128];    /* TQ8: byte p of each bound in planes[p], for byte look-ups */
+    float centroids[32];       /* the positive ones, up to 6 bits */
+    /* Of each cell, from 5 bits up: the bound that a value there is compared with, the centroid below it, the one above. Where
+       tables do not fit registers one load takes all. */
+    float entries[256][4];
 } tqkv__quantiser;
 
 static void tqkv__quantiser_open(const tqkv__stream *s, tqkv__quantiser *q)
@@ -230,45 +257,98 @@ static void tqkv__quantiser_open(const tqkv__stream *s, tqkv__quantiser *q)
     for (; cell < 256; cell++) q->below[cell] = (uint8_t)n;
     for (int i = n; i < 128; i++) q->bounds[i] = INFINITY;
     for (int i = 0; i < 32; i++) {
-        const float centroid = i <= n ? s->codebook[n + 1 + i] : 0.0f;
-        q->squares[i] = TQKV__AS_FLOAT(centroid * centroid);
+        q->centroids[i] = i <= n ? s->codebook[n + 1 + i] : 0.0f;
+        q->squares[i] = TQKV__AS_FLOAT(q->centroids[i] * q->centroids[i]);
     }
     for (int i = 0; i < 16; i++) {
         const float centroid = bits <= 4 ? s->codebook[i % (1 << bits)] : 0.0f;
         q->squares_by_code[i] = TQKV__AS_FLOAT(centroid * centroid);
     }
     if (bits == 8) tqkv__split_floats(q->bounds, 128, q->planes);
+    for (int i = 0; i < 1 << bits && bits > 4; i++) {
+        const int below = q->below[i];
+        q->entries[i][0] = q->bounds[below];
+        q->entries[i][1] = s->codebook[n + 1 + below];
+        q->entries[i][2] = s->codebook[n + 1 + (below < n ? below + 1 : n)];
+        q->entries[i][3] = 0.0f;
+    }
 }
 
-/* Source and destination of a row. src, of the stream's type, center (or NULL): [head_dim], codes: [row_bytes], norms:
-   [norms_per_row] */
+/* Source and destination of a row. src, of the stream's type, center and inverses (or NULL): [head_dim], codes: [row_bytes], norms,
+   and factors (or NULL), those that a search chose: [norms_per_row]; half: [2 * head_dim] or NULL, takes the rotated row as halves,
+   too */
 typedef struct tqkv__row {
     const void *src;
-    const float *center;
+    const float *center, *inverses; /* inverses: see tqkv__inverses_of */
     uint8_t *codes;
-    float *norms;
+    float *norms, *factors;
+    uint8_t *half;
 } tqkv__row;
+
+static void tqkv__store_halves(const float *x, int n, uint8_t *to)
+{
+    for (int i = 0; i < n; i++) {
+        const uint16_t half = tqkv__half_from_float(x[i]);
+        to[2 * i] = (uint8_t)(half & 255);
+        to[2 * i + 1] = (uint8_t)(half >> 8);
+    }
+}
+
+/* The norm of a row is not the scale that its values are best coded with. Tries the format's factors on the scaled values of
+   a row, and takes for each norm the first whose codes are nearest in direction: the largest (sum of v*c)^2 / (sum of c*c),
+   c being the codes' centroids; the first of all if that is NaN. v: [head_dim] -> codes: [head_dim], squares: sums of c*c,
+   factors: both [norms_per_row] */
+static TQKV__NOINLINE void tqkv__search_row(const tqkv__stream *s, const float *v, uint8_t *codes, float *squares,
+                                            float *factors)
+{
+    enum { most_norms = TQKV_MAX_HEAD_DIM / 256 };
+    float centroids[TQKV_MAX_HEAD_DIM], best[most_norms], products[most_norms], sums[most_norms];
+    uint8_t tried[TQKV_MAX_HEAD_DIM];
+    const size_t n = (size_t)s->norm_dim;
+    for (int f = 0; f < s->n_factors; f++) {
+        for (int i = 0; i < s->head_dim; i++) {
+            tried[i] = (uint8_t)tqkv__quantise(s->boundaries, s->book_bits, TQKV__AS_FLOAT(v[i] * s->factors[f]));
+            centroids[i] = s->codebook[tried[i]];
+        }
+        tqkv__sums_of_products(s, v, centroids, products);
+        tqkv__sums_of_products(s, centroids, centroids, sums);
+        for (int b = 0; b < s->norms_per_row; b++) {
+            const float share = TQKV__AS_FLOAT(tqkv__rounded(products[b] * products[b]) / sums[b]);
+            if (f > 0 && !(share > best[b])) continue;
+            best[b] = share;
+            squares[b] = sums[b];
+            factors[b] = s->factors[f];
+            memcpy(codes + (size_t)b * n, tried + (size_t)b * n, n);
+        }
+    }
+}
 
 static TQKV__NOINLINE void tqkv__encode_row(const tqkv__stream *s, const tqkv__row *row)
 {
-    float x[TQKV_MAX_HEAD_DIM];
+    float x[TQKV_MAX_HEAD_DIM], squares[TQKV_MAX_HEAD_DIM / 256], factors[TQKV_MAX_HEAD_DIM / 256];
     uint8_t codes[TQKV_MAX_HEAD_DIM];
-    tqkv__widen_row(s->type, row->src, row->center, s->head_dim, x);
+    tqkv__widen_row(s->type, row->src, row->center, row->inverses, s->head_dim, x);
+    if (row->half) {
+        float rotated[TQKV_MAX_HEAD_DIM];
+        memcpy(rotated, x, (size_t)s->head_dim * sizeof(float));
+        if (s->rotated) tqkv__rotate_row(rotated, s->head_dim);
+        tqkv__store_halves(rotated, s->head_dim, row->half);
+    }
     tqkv__scale_row(s, x, row->norms);
+    if (s->kind == TQKV__HALF) {
+        tqkv__store_halves(x, s->head_dim, row->codes);
+        return;
+    }
     for (int i = 0; i < s->head_dim; i++) {
-        if (s->kind == TQKV__HALF) {
-            const uint16_t half = tqkv__half_from_float(x[i]);
-            row->codes[2 * i] = (uint8_t)(half & 255);
-            row->codes[2 * i + 1] = (uint8_t)(half >> 8);
-        } else if (s->kind == TQKV__GRID) {
+        if (s->kind == TQKV__GRID) {
             codes[i] = tqkv__quantise_i8(x[i]);
-        } else {
-            codes[i] = (uint8_t)tqkv__quantise(s->boundaries, s->book_bits, x[i]);
-            x[i] = s->codebook[codes[i]];
         }
     }
-    if (s->kind == TQKV__BOOK) tqkv__correct_norms(s, x, row->norms);
-    if (s->kind != TQKV__HALF) tqkv__pack(s, codes, row->codes);
+    if (s->kind == TQKV__BOOK) {
+        tqkv__search_row(s, x, codes, squares, row->factors ? row->factors : factors);
+        tqkv__correct_norms(s, squares, row->norms);
+    }
+    tqkv__pack(s, codes, row->codes);
 }
 
 static void tqkv__encode_rows(const tqkv__stream *s, const tqkv__quantiser *q, const tqkv__row *rows, int n_rows)
@@ -277,8 +357,9 @@ static void tqkv__encode_rows(const tqkv__stream *s, const tqkv__quantiser *q, c
     for (int i = 0; i < n_rows; i++) tqkv__encode_row(s, &rows[i]);
 }
 
-static const tqkv__codec tqkv__codec_scalar = {tqkv__values_finite, tqkv__widen_row, tqkv__narrow_row, tqkv__rotate_row,
-                                               tqkv__unrotate_row,  tqkv__scale_row, tqkv__encode_rows};
+static const tqkv__codec tqkv__codec_scalar = {tqkv__values_finite, tqkv__scales_valid, tqkv__invert,
+                                               tqkv__widen_row,     tqkv__narrow_row,   tqkv__rotate_row,
+                                               tqkv__unrotate_row,  tqkv__scale_row,    tqkv__encode_rows};
 
 /* The factor of the centroids or integers that share a norm. */
 static float tqkv__factor(const tqkv__stream *s, float norm)
@@ -304,12 +385,21 @@ static TQKV__NOINLINE void tqkv__decode_row(const tqkv__stream *s, const uint8_t
     }
 }
 
-/* dst += centre of the head, rotated if asked; dst: [head_dim] */
-static TQKV__NOINLINE void tqkv__add_center(const tqkv__stream *s, int kv_head, bool rotated, float *dst)
+/* dst *= scale of the head; dst: [head_dim], in the original basis */
+static TQKV__NOINLINE void tqkv__apply_scale(const tqkv__stream *s, int kv_head, float *dst)
 {
-    float center[TQKV_MAX_HEAD_DIM];
+    const float *scale = tqkv__scale_of(s, kv_head);
+    for (int d = 0; scale && d < s->head_dim; d++) dst[d] = TQKV__AS_FLOAT(dst[d] * scale[d]);
+}
+
+/* dst += centre of the head, or, in the basis of the codes, what encoding makes of it; dst: [head_dim] */
+static TQKV__NOINLINE void tqkv__add_center(const tqkv__stream *s, int kv_head, bool coded, float *dst)
+{
+    float center[TQKV_MAX_HEAD_DIM], room[TQKV_MAX_HEAD_DIM];
+    const tqkv__codec *codec = tqkv__codec_for(s->head_dim);
     if (!s->center) return;
-    memcpy(center, tqkv__center_of(s, kv_head), (size_t)s->head_dim * sizeof(float));
-    if (rotated) tqkv__codec_for(s->head_dim)->rotate(center, s->head_dim);
+    const float *inverses = coded ? tqkv__inverses_of(s, kv_head, 1, room) : NULL;
+    codec->widen(TQKV_TYPE_F32, tqkv__center_of(s, kv_head), NULL, inverses, s->head_dim, center);
+    if (coded && s->rotated) codec->rotate(center, s->head_dim);
     for (int d = 0; d < s->head_dim; d++) dst[d] = TQKV__AS_FLOAT(dst[d] + center[d]);
 }

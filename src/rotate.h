@@ -1,4 +1,4 @@
-/* >>codec: rotation, norms, quantising, packing, and back */
+/* >>rotate-code: the rotation, in plain C */
 
 /* Row `row` of the Hadamard matrix of order m: bit j = (p[j>>3] >> (j&7)) & 1, 1 is -1 */
 static const uint8_t *tqkv__matrix_row(int m, int row)

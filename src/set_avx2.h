@@ -1,4 +1,4 @@
-/* >>avx2: with FMA and F16C */
+/* >>set-avx2: with FMA and F16C */
 
 #define TQKV__TARGET __attribute__((target("avx2,fma,f16c")))
 typedef __m256 tqkv__vector_avx2;
@@ -310,6 +310,16 @@ TQKV__OP __m256i tqkv__code_from_avx2(__m256i count, __m256 bound, __m256 w, __m
 {
     const __m256i above = _mm256_castps_si256(_mm256_cmp_ps(bound, w, _CMP_LE_OQ));
     return _mm256_xor_si256(_mm256_sub_epi32(count, above), side);
+}
+/* above where bound <= w, else below */
+TQKV__OP __m256 tqkv__choose_avx2(__m256 bound, __m256 w, __m256 below, __m256 above)
+{
+    return _mm256_blendv_ps(below, above, _mm256_cmp_ps(bound, w, _CMP_LE_OQ));
+}
+/* The entries of every fourth cell, side by side */
+TQKV__OP __m256 tqkv__load_entries_avx2(const float (*entries)[4], const int32_t *cells)
+{
+    return _mm256_set_m128(_mm_loadu_ps(entries[cells[4]]), _mm_loadu_ps(entries[cells[0]]));
 }
 TQKV__OP __m256i tqkv__quantise_i8_avx2(__m256 v)
 {

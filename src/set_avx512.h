@@ -1,4 +1,5 @@
-/* >>avx512: with the byte permutes of VBMI. A function has the same name in all sets, except for the suffix. */
+/* >>set-avx512: with the byte permutes of VBMI. A function has the same name in all sets, except for the suffix. */
+
 #ifdef TQKV__AVX512
 
 #define TQKV__TARGET __attribute__((target("avx512f,avx512bw,avx512vl,avx512dq,avx512vbmi,avx2,fma,f16c")))
@@ -230,7 +231,7 @@ TQKV__OP __m512 tqkv__signs_avx512(uint32_t bits)
 {
     return _mm512_mask_blend_ps((__mmask16)bits, _mm512_set1_ps(1.0f), _mm512_set1_ps(-1.0f));
 }
-/* See >>avx2. Runs that do not fill a vector of 16 are rotated there. */
+/* See >>set-avx2. Runs that do not fill a vector of 16 are rotated there. */
 #define tqkv__repeat_avx512(n, p)              _mm512_set1_ps(*(p))
 #define tqkv__spread_avx512(n, i, x)           (x)
 #define tqkv__unite_avx512(n, x)               (x)
@@ -315,6 +316,19 @@ TQKV__OP __m512i tqkv__code_from_avx512(__m512i count, __m512 bound, __m512 w, _
 {
     const __mmask16 above = _mm512_cmp_ps_mask(bound, w, _CMP_LE_OQ);
     return _mm512_xor_si512(_mm512_mask_sub_epi32(count, above, count, _mm512_set1_epi32(-1)), side);
+}
+/* above where bound <= w, else below */
+TQKV__OP __m512 tqkv__choose_avx512(__m512 bound, __m512 w, __m512 below, __m512 above)
+{
+    return _mm512_mask_blend_ps(_mm512_cmp_ps_mask(bound, w, _CMP_LE_OQ), below, above);
+}
+/* The entries of every fourth cell, side by side */
+TQKV__OP __m512 tqkv__load_entries_avx512(const float (*entries)[4], const int32_t *cells)
+{
+    __m512 x = _mm512_castps128_ps512(_mm_loadu_ps(entries[cells[0]]));
+    x = _mm512_insertf32x4(x, _mm_loadu_ps(entries[cells[4]]), 1);
+    x = _mm512_insertf32x4(x, _mm_loadu_ps(entries[cells[8]]), 2);
+    return _mm512_insertf32x4(x, _mm_loadu_ps(entries[cells[12]]), 3);
 }
 TQKV__OP __m512i tqkv__quantise_i8_avx512(__m512 v)
 {

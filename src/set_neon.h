@@ -1,4 +1,4 @@
-/* >>neon: part of every AArch64 */
+/* >>set-neon: part of every AArch64 */
 
 #define TQKV__TARGET
 typedef float32x4_t tqkv__vector_neon;
@@ -259,6 +259,15 @@ TQKV__OP float32x4_t tqkv__bound_neon(const int bits, const float32x4_t *bounds,
 TQKV__OP uint32x4_t tqkv__code_from_neon(uint32x4_t count, float32x4_t bound, float32x4_t w, uint32x4_t side)
 {
     return veorq_u32(vsubq_u32(count, vcleq_f32(bound, w)), side);
+}
+/* above where bound <= w, else below */
+TQKV__OP float32x4_t tqkv__choose_neon(float32x4_t bound, float32x4_t w, float32x4_t below, float32x4_t above)
+{
+    return vbslq_f32(vcleq_f32(bound, w), above, below);
+}
+TQKV__OP float32x4_t tqkv__load_entries_neon(const float (*entries)[4], const int32_t *cells)
+{
+    return vld1q_f32(entries[*cells]);
 }
 TQKV__OP uint32x4_t tqkv__quantise_i8_neon(float32x4_t v)
 {

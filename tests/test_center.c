@@ -55,12 +55,27 @@ typedef struct measure_row {
     bool centered;
 } measure_row;
 
+/* How many values of a row are beyond the last boundary at the factors that encoding chooses; scaled: [head_dim] */
+static int count_beyond(const tqkv_store *store, const float *scaled)
+{
+    const int d = store->head_dim, block = reference_block(store->format, d);
+    const float last = tqkv_last_boundary(store->format);
+    uint8_t codes[REFERENCE_MAX_DIM];
+    float factor = 1.0f, centroids[REFERENCE_MAX_DIM];
+    int beyond = 0;
+    for (int first = 0; first < d; first += block) {
+        if (reference_is_codebook(store->format))
+            factor = reference_search(reference_bits(store->format), scaled, d, first, block, codes, centroids);
+        for (int i = first; i < first + block; i++) beyond += fabsf(reference_multiply(scaled[i], factor)) > last;
+    }
+    return beyond;
+}
+
 /* The measure of one head by plain sums over what encode, decode and probe give. */
 static tqkv_quality plain_quality(const tqkv_store *store, const float *rows, const float *scaled, int head)
 {
     const int d = store->head_dim;
     const double n = (double)TOKENS;
-    const float last = tqkv_last_boundary(store->format);
     double squares = 0.0, noise = 0.0, mean = 0.0, differs = 0.0, second = 0.0, fourth = 0.0, beyond = 0.0;
     for (int i = 0; i < d; i++) {
         double sum = 0.0;
@@ -72,10 +87,10 @@ static tqkv_quality plain_quality(const tqkv_store *store, const float *rows, co
             differs += (x - sum / n) * (x - sum / n);
             second += v * v;
             fourth += v * v * v * v;
-            beyond += fabs(v) > (double)last;
         }
     }
     for (int t = 0; t < TOKENS; t++) {
+        beyond += count_beyond(store, scaled + (t * HEADS + head) * d);
         double decoded[REFERENCE_MAX_DIM];
         reference_decode(store, head, t, decoded);
         for (int i = 0; i < d; i++) noise += pow(decoded[i] - (double)rows[(t * HEADS + head) * d + i], 2.0);

@@ -22,6 +22,7 @@ static void check_row(const tqkv_store *store, const float *source, int token, i
     tqkv_store one_head = *store;
     one_head.n_kv_heads = 1;
     one_head.center = reference_center(store, head);
+    one_head.channel_scale = reference_scale(store, head);
     reference_encode_row(store, head, source, codes, norms, scaled);
     const uint8_t *stored = reference_codes_at(store, head, position);
     for (size_t i = 0; i < reference_row_bytes(store->format, store->head_dim); i++)
@@ -64,9 +65,11 @@ static void check_encode(const void *parameters)
     store.unrotated = shape.unrotated;
     store.rotated = shape.rotated;
     store.block_scale = shape.block_scale;
-    float center[GOLDEN_HEADS * TQKV_MAX_HEAD_DIM];
+    float center[GOLDEN_HEADS * TQKV_MAX_HEAD_DIM], scale[GOLDEN_HEADS * TQKV_MAX_HEAD_DIM];
     golden_center(c, center);
-    store.center = c->option == GOLDEN_CENTER ? center : NULL;
+    golden_scale(c, scale);
+    store.center = c->option == GOLDEN_CENTER || c->option == GOLDEN_SCALE ? center : NULL;
+    store.channel_scale = c->option == GOLDEN_SCALE ? scale : NULL;
     int d = c->head_dim;
     float *source = test_rows(77 + (uint64_t)d, (data_kind)c->kind, GOLDEN_TOKENS * GOLDEN_HEADS, d);
     CHECK_RESULT(tqkv_encode(&store, source, GOLDEN_TOKENS, GOLDEN_POSITION), TQKV_OK);
@@ -304,8 +307,61 @@ static void check_decode_ring(const void *parameters)
 
 /* ---- Single values ---- */
 
-/* A value equal to a boundary gets the lower code. A row of +-1 has an RMS of exactly 1, so the block scale is the
- * value that is compared. */
+/* The factor of a block of 256 values v, -v, v ...: each of the lanes adds up per_lane of them, and the tree of equal lanes
+   doubles, which is exact. */
+static float alternating_factor(int bits, float v, int per_lane)
+{
+    float best = 0.0f;
+    int n, chosen = 0;
+    const float *factors = reference_factors(bits, &n);
+    for (int f = 0; f < n; f++) {
+        float product = 0.0f, square = 0.0f;
+        for (int i = 0; i < per_lane; i++, v = -v) {
+            const float c = test_codebook(bits)[reference_code(bits, reference_multiply(v, factors[f]))];
+            product = reference_add(product, reference_multiply(v, c));
+            square = reference_add(square, reference_multiply(c, c));
+        }
+        const float doubled = product * (float)(256 / per_lane);
+        const float share = reference_divide(reference_multiply(doubled, doubled), square * (float)(256 / per_lane));
+        if (f == 0 || share > best) {
+            best = share;
+            chosen = f;
+        }
+    }
+    return factors[chosen];
+}
+
+/* Encodes a row of alternating 1 and -1, or what rotates to it: with a root mean square of exactly 1 the block scale is the
+   size of the scaled values. */
+static void check_alternating(tqkv_store *store, const float *source, float first, float size)
+{
+    const int bits = reference_bits(store->format), d = store->head_dim;
+    store->block_scale = size;
+    CHECK_RESULT(tqkv_encode(store, source, 1, 0), TQKV_OK);
+    const float factor = alternating_factor(bits, first * size, 256 / (d == 512 ? 16 : 8));
+    for (int i = 0; i < d; i++) {
+        const float v = reference_multiply(i % 2 ? -first * size : first * size, factor);
+        const int code = reference_code_at((const uint8_t *)store->codes, store->format, d, i);
+        CHECK(code == reference_code(bits, v), "value %d, %.9g: code %d, not %d", i, (double)v, code,
+              reference_code(bits, v));
+    }
+}
+
+/* Calls check_alternating with sizes that a factor brings to `at`, and with their neighbours. */
+static void check_around(tqkv_store *store, const float *source, float first, float at)
+{
+    int n;
+    const float *factors = reference_factors(reference_bits(store->format), &n);
+    for (int f = 0; f < n; f++)
+        for (int step = -2; step <= 2; step++) {
+            float size = at / factors[f];
+            for (int i = 0; i < abs(step); i++) size = nextafterf(size, step < 0 ? 0.0f : INFINITY);
+            check_alternating(store, source, first, size);
+        }
+}
+
+/* A value equal to a boundary gets the lower code, also after it is multiplied by a factor: rows without rotation, with all
+   positive boundaries and their negatives. */
 static void check_ties(const void *parameters)
 {
     tqkv_format format = *(const tqkv_format *)parameters;
@@ -314,20 +370,14 @@ static void check_ties(const void *parameters)
     for (int i = 0; i < d; i++) source[i] = i % 2 ? -1.0f : 1.0f;
     tqkv_store store = test_store(format, d, 1, 1, false);
     store.unrotated = true;
-    for (int b = (1 << bits) / 2; b < (1 << bits) - 1; b++) { /* the positive boundaries, and their negatives */
-        store.block_scale = test_boundaries(bits)[b];
-        CHECK_RESULT(tqkv_encode(&store, source, 1, 0), TQKV_OK);
-        int positive = reference_code_at((const uint8_t *)store.codes, format, d, 0);
-        int negative = reference_code_at((const uint8_t *)store.codes, format, d, 1);
-        CHECK(positive == b, "boundary %d itself has code %d", b, positive);
-        CHECK(negative == (1 << bits) - 2 - b, "boundary %d itself has code %d", (1 << bits) - 2 - b, negative);
-    }
+    for (int b = (1 << bits) / 2; b < (1 << bits) - 1; b++)
+        check_around(&store, source, 1.0f, test_boundaries(bits)[b]);
     test_store_free(&store);
 }
 
 /* Floats at and around every positive boundary, and around every edge of the 2^bits cells of equal width that fast
    encoders start with; also their negatives. A row of 1024 with a single 32 rotates to values of exactly +-1 with
-   alternating signs, so the block scale is the value that is compared. */
+   alternating signs. */
 static void check_neighbours(const void *parameters)
 {
     tqkv_format format = *(const tqkv_format *)parameters;
@@ -337,20 +387,13 @@ static void check_neighbours(const void *parameters)
     tqkv_store store = test_store(format, 1024, 1, 1, false);
     source[1] = 32.0f;
     CHECK_RESULT(tqkv_probe(&store, source, 1, rotated), TQKV_OK);
-    CHECK(fabsf(rotated[0]) == 1.0f && rotated[1] == -rotated[0], "rotated to %.9g", (double)rotated[0]);
+    for (int i = 0; i < 1024; i++)
+        CHECK(fabsf(rotated[i]) == 1.0f && rotated[i] == (i % 2 ? -rotated[0] : rotated[0]), "rotated to %.9g",
+              (double)rotated[i]);
     for (int point = 1; point < cells + cells / 2 - 1; point++)
-        for (int step = -2; step <= 2; step++) {
-            float v = point < cells ? boundaries[cells - 2] * (float)point / (float)(cells - 1)
-                                    : boundaries[point - cells / 2];
-            for (int i = 0; i < abs(step); i++) v = nextafterf(v, step < 0 ? 0.0f : INFINITY);
-            store.block_scale = v;
-            CHECK_RESULT(tqkv_encode(&store, source, 1, 0), TQKV_OK);
-            for (int i = 0; i < 2; i++) {
-                int expected = 0, code = reference_code_at((const uint8_t *)store.codes, format, 1024, i);
-                while (expected < cells - 1 && boundaries[expected] < rotated[i] * v) expected++;
-                CHECK(code == expected, "%.9g has code %d, not %d", (double)(rotated[i] * v), code, expected);
-            }
-        }
+        check_around(&store, source, rotated[0],
+                     point < cells ? boundaries[cells - 2] * (float)point / (float)(cells - 1)
+                                   : boundaries[point - cells / 2]);
     test_store_free(&store);
 }
 

@@ -11,7 +11,7 @@ typedef struct error_row {
     int head_dim;
     data_kind kind;
     bool unrotated;
-    double expected, tolerance; /* relMSE, and its relative tolerance */
+    double expected, saved, tolerance; /* relMSE without a search, the share that it takes away, relative tolerance */
 } error_row;
 
 /* The sum over rows of |x - x^|^2 / |x|^2. source, decoded: [n_rows][head_dim] */
@@ -54,42 +54,44 @@ static void check_error(const void *parameters)
 {
     const error_row *row = (const error_row *)parameters;
     double error = round_trip_error(row);
-    CHECK(fabs(error - row->expected) <= row->tolerance * row->expected, "relMSE %.4g, not within %.0f%% of %.4g",
-          error, 100.0 * row->tolerance, row->expected);
+    const double expected = (1.0 - row->saved) * row->expected;
+    CHECK(fabs(error - expected) <= row->tolerance * expected, "relMSE %.4g, not within %.0f%% of %.4g", error,
+          100.0 * row->tolerance, expected);
 }
 
 /* The expected values are those of the formats before step 9, rounded by up to 0.5%; TQ3 and TQ2: of the quantiser (J. Max,
  * "Quantizing for minimum distortion", 1960). Step 9 takes up to 2% of them, and adds 3% at 2 bits. The error of outlier
- * rows depends on which channels are large, so their tolerance is 15%. */
+ * rows depends on which channels are large, so their tolerance is 15%. What the search saves is known in whole percents. It
+ * has no factor for TQ8 below 1.125, and so clips unrotated outliers more. */
 static const error_row error_rows[] = {
-    {"gaussian/tq4/128", TQKV_TQ4, 128, DATA_GAUSSIAN, false, 9.32e-3, 0.025},
-    {"gaussian/tq5/128", TQKV_TQ5, 128, DATA_GAUSSIAN, false, 2.45e-3, 0.025},
-    {"gaussian/tq6/128", TQKV_TQ6, 128, DATA_GAUSSIAN, false, 6.33e-4, 0.025},
-    {"gaussian/tq8/128", TQKV_TQ8, 128, DATA_GAUSSIAN, false, 6.26e-5, 0.01},
-    {"gaussian/tq5_bytes/128", TQKV_TQ5_BYTES, 128, DATA_GAUSSIAN, false, 2.45e-3, 0.025},
-    {"gaussian/tq6_bytes/128", TQKV_TQ6_BYTES, 128, DATA_GAUSSIAN, false, 6.33e-4, 0.025},
-    {"gaussian/i8/128", TQKV_I8, 128, DATA_GAUSSIAN, false, 4.18e-5, 0.01},
-    {"gaussian/tq8/128/unrotated", TQKV_TQ8, 128, DATA_GAUSSIAN, true, 6.26e-5, 0.01},
-    {"gaussian/tq3/128", TQKV_TQ3, 128, DATA_GAUSSIAN, false, 3.454e-2, 0.025},
-    {"gaussian/tq2/128", TQKV_TQ2, 128, DATA_GAUSSIAN, false, 1.175e-1, 0.035},
-    {"gaussian/tq3/256", TQKV_TQ3, 256, DATA_GAUSSIAN, false, 3.454e-2, 0.025},
-    {"gaussian/tq2/256", TQKV_TQ2, 256, DATA_GAUSSIAN, false, 1.175e-1, 0.035},
-    {"gaussian/tq4/256", TQKV_TQ4, 256, DATA_GAUSSIAN, false, 9.44e-3, 0.025},
-    {"gaussian/tq5/256", TQKV_TQ5, 256, DATA_GAUSSIAN, false, 2.49e-3, 0.025},
-    {"gaussian/tq6/256", TQKV_TQ6, 256, DATA_GAUSSIAN, false, 6.43e-4, 0.025},
-    {"gaussian/tq8/256", TQKV_TQ8, 256, DATA_GAUSSIAN, false, 6.27e-5, 0.01},
-    {"gaussian/i8/256", TQKV_I8, 256, DATA_GAUSSIAN, false, 4.2e-5, 0.01},
-    {"gaussian/tq8/256/unrotated", TQKV_TQ8, 256, DATA_GAUSSIAN, true, 6.27e-5, 0.01},
-    {"outliers/tq4/256", TQKV_TQ4, 256, DATA_OUTLIERS, false, 8.22e-3, 0.15},
-    {"outliers/tq5/256", TQKV_TQ5, 256, DATA_OUTLIERS, false, 2.19e-3, 0.15},
-    {"outliers/tq6/256", TQKV_TQ6, 256, DATA_OUTLIERS, false, 5.52e-4, 0.15},
-    {"outliers/tq8/256", TQKV_TQ8, 256, DATA_OUTLIERS, false, 6.18e-5, 0.15},
-    {"outliers/i8/256", TQKV_I8, 256, DATA_OUTLIERS, false, 2.3e-5, 0.15},
-    {"outliers/tq8/256/unrotated", TQKV_TQ8, 256, DATA_OUTLIERS, true, 0.138, 0.15},
+    {"gaussian/tq4/128", TQKV_TQ4, 128, DATA_GAUSSIAN, false, 9.32e-3, 0.13, 0.025},
+    {"gaussian/tq5/128", TQKV_TQ5, 128, DATA_GAUSSIAN, false, 2.45e-3, 0.17, 0.025},
+    {"gaussian/tq6/128", TQKV_TQ6, 128, DATA_GAUSSIAN, false, 6.33e-4, 0.17, 0.025},
+    {"gaussian/tq8/128", TQKV_TQ8, 128, DATA_GAUSSIAN, false, 6.26e-5, 0.46, 0.03},
+    {"gaussian/tq5_bytes/128", TQKV_TQ5_BYTES, 128, DATA_GAUSSIAN, false, 2.45e-3, 0.17, 0.025},
+    {"gaussian/tq6_bytes/128", TQKV_TQ6_BYTES, 128, DATA_GAUSSIAN, false, 6.33e-4, 0.17, 0.025},
+    {"gaussian/i8/128", TQKV_I8, 128, DATA_GAUSSIAN, false, 4.18e-5, 0.00, 0.01},
+    {"gaussian/tq8/128/unrotated", TQKV_TQ8, 128, DATA_GAUSSIAN, true, 6.26e-5, 0.46, 0.03},
+    {"gaussian/tq3/128", TQKV_TQ3, 128, DATA_GAUSSIAN, false, 3.454e-2, 0.05, 0.025},
+    {"gaussian/tq2/128", TQKV_TQ2, 128, DATA_GAUSSIAN, false, 1.175e-1, 0.00, 0.035},
+    {"gaussian/tq3/256", TQKV_TQ3, 256, DATA_GAUSSIAN, false, 3.454e-2, 0.03, 0.025},
+    {"gaussian/tq2/256", TQKV_TQ2, 256, DATA_GAUSSIAN, false, 1.175e-1, 0.00, 0.035},
+    {"gaussian/tq4/256", TQKV_TQ4, 256, DATA_GAUSSIAN, false, 9.44e-3, 0.07, 0.025},
+    {"gaussian/tq5/256", TQKV_TQ5, 256, DATA_GAUSSIAN, false, 2.49e-3, 0.12, 0.025},
+    {"gaussian/tq6/256", TQKV_TQ6, 256, DATA_GAUSSIAN, false, 6.43e-4, 0.13, 0.025},
+    {"gaussian/tq8/256", TQKV_TQ8, 256, DATA_GAUSSIAN, false, 6.27e-5, 0.41, 0.03},
+    {"gaussian/i8/256", TQKV_I8, 256, DATA_GAUSSIAN, false, 4.2e-5, 0.00, 0.01},
+    {"gaussian/tq8/256/unrotated", TQKV_TQ8, 256, DATA_GAUSSIAN, true, 6.27e-5, 0.41, 0.03},
+    {"outliers/tq4/256", TQKV_TQ4, 256, DATA_OUTLIERS, false, 8.22e-3, 0.07, 0.15},
+    {"outliers/tq5/256", TQKV_TQ5, 256, DATA_OUTLIERS, false, 2.19e-3, 0.12, 0.15},
+    {"outliers/tq6/256", TQKV_TQ6, 256, DATA_OUTLIERS, false, 5.52e-4, 0.13, 0.15},
+    {"outliers/tq8/256", TQKV_TQ8, 256, DATA_OUTLIERS, false, 6.18e-5, 0.54, 0.15},
+    {"outliers/i8/256", TQKV_I8, 256, DATA_OUTLIERS, false, 2.3e-5, 0.00, 0.15},
+    {"outliers/tq8/256/unrotated", TQKV_TQ8, 256, DATA_OUTLIERS, true, 0.138, -0.24, 0.15},
 };
 
-/* The error of TQ4 at sizes whose rotation has a matrix, at most 2% above that at 128: the rotation serves the quantiser as
- * well. Where outliers are a larger share of the channels it is smaller, at 80 by 2.4%. */
+/* The error of TQ2 at sizes whose rotation has a matrix, at most 2% above that at 128: the rotation serves the quantiser as
+ * well. Other formats' search saves more in shorter rows. Where outliers are a larger share of the channels it is smaller, at 80 by 2.4%. */
 static void check_like_128(const void *parameters)
 {
     error_row row = *(const error_row *)parameters;
@@ -105,7 +107,7 @@ void test_codec_error_cases(void)
     for (int i = 0; i < 6; i++) {
         static const int head_dims[3] = {80, 96, 192};
         const data_kind kind = i < 3 ? DATA_GAUSSIAN : DATA_OUTLIERS;
-        const error_row row = {"", TQKV_TQ4, head_dims[i % 3], kind, false, 0.0, 0.02};
+        const error_row row = {"", TQKV_TQ2, head_dims[i % 3], kind, false, 0.0, 0.0, 0.02};
         test_add(check_like_128, &row, sizeof row, "codec_error/like_128/%s/%d", data_kind_name((int)kind),
                  row.head_dim);
     }

@@ -1,6 +1,7 @@
 """Caches by name: the library's, and the formats of other systems by their formulas.
 
     KEYS/VALUES   tq4/tq4, i8/tq4 ...: formats of tqkv
+    PRESET        safe, small, tiny: formats, exact ends and calibration as tqkv_cache_preset has them
     PEER          q8_0, q5_0, q4_0 or two of them as q8_0/q4_0: ggml's blocks of 32 values, as llama.cpp stores them
                   kivi4, kivi2: keys quantised by channel in groups of 128 positions (the last positions stay as they
                   are until their group is full), values by position in groups of 32 channels; two halves a group
@@ -8,6 +9,7 @@
 Options follow, each after a colon:
 
     exact=4+128   the first 4 positions, and the newest 128 of each query, are exact
+    calibrate=512 the cache learns centre and scale of its keys from its first 512 positions (at most a quarter of all)
     integer       tqkv multiplies integers
     plain         without what a profile learned
     rotated       of q8_0, q5_0, q4_0: rows rotated as llama.cpp does it where a head has a multiple of 64 dimensions
@@ -22,6 +24,7 @@ import library
 from forward import Unfit
 
 FORMATS = ("f16", "i8", "tq8", "tq6", "tq5", "tq4", "tq3", "tq2")
+PRESETS = ("safe", "small", "tiny")
 BLOCKS = {name: gguf.GGMLQuantizationType[name.upper()] for name in ("q8_0", "q5_0", "q4_0")}
 KIVI = {"kivi4": 4, "kivi2": 2}
 KIVI_POSITIONS, KIVI_CHANNELS = 128, 32
@@ -46,31 +49,32 @@ class Kind:
     name: str
     keys: str
     values: str
-    exact: tuple = (0, 0)
+    exact: tuple = (-1, -1)
+    calibrate: int = -1
     integer: bool = False
     plain: bool = False
     rotated: bool = False
 
     def attend(self, lib, shape, learned, rows, chunk):
         """rows: queries, keys and values. The output, and the bits a value that the cache has."""
-        if self.keys in FORMATS:
+        if self.keys in FORMATS + PRESETS:
             return self.attend_codes(lib, shape, learned, rows, chunk)
         q, k, v = rows
         kept, bits = self.stored(k, v)
-        return attend_floats(q, k, v, shape, kept, self.exact), bits
+        return attend_floats(q, k, v, shape, kept, tuple(max(0, n) for n in self.exact)), bits
 
     def attend_codes(self, lib, shape, learned, rows, chunk):
         with self.open(lib, shape) as cache:
             if learned is not None and not self.plain:
-                cache.set_learned(learned)
+                cache.set_learned(*learned)
             return cache.run(*rows, chunk), cache.bits()
 
     def open(self, lib, shape):
-        return library.Cache(lib, shape, self.keys, self.values, self.exact, self.integer)
+        return library.Cache(lib, shape, self.keys, self.values, self.exact, self.calibrate, self.integer)
 
     def check(self, lib, shape):
         """Does such a cache exist for that shape? Unfit if not."""
-        if self.keys in FORMATS:
+        if self.keys in FORMATS + PRESETS:
             with self.open(lib, shape):
                 return
         self.stored(np.zeros((1, 1, shape.head_dim), np.float32), np.zeros((1, 1, shape.value_dim), np.float32))
@@ -94,18 +98,21 @@ def parse(name):
     pair, *options = name.split(":")
     keys, _, values = pair.partition("/")
     both = {keys, values or keys}
-    if not (both <= set(FORMATS) and values or both <= set(BLOCKS) or pair in KIVI):
-        raise Unfit(f"{name}: a cache is KEYS/VALUES of {', '.join(FORMATS)}; {', '.join(BLOCKS)} or two of these; "
+    own = both <= set(FORMATS) or pair in PRESETS
+    if not (pair in PRESETS or both <= set(FORMATS) and values or both <= set(BLOCKS) or pair in KIVI):
+        raise Unfit(f"{name}: a cache is KEYS/VALUES of {', '.join(FORMATS)}; {', '.join(PRESETS)}; {', '.join(BLOCKS)} or two of these; "
                     f"or {', '.join(KIVI)}")
     chosen = {}
     for option in options:
         if exact := re.fullmatch(r"exact=(\d{1,6})\+(\d{1,6})", option):
             chosen["exact"] = (int(exact[1]), int(exact[2]))
-        elif option in ("integer", "plain") and keys in FORMATS or option == "rotated" and keys in BLOCKS:
+        elif own and (calibrate := re.fullmatch(r"calibrate=(\d{1,6})", option)):
+            chosen["calibrate"] = int(calibrate[1])
+        elif option in ("integer", "plain") and own or option == "rotated" and keys in BLOCKS:
             chosen[option] = True
         else:
             raise Unfit(f"{name}: {option} is no option of such a cache")
-    return Kind(name, keys, values or keys, **chosen)
+    return Kind(name, keys, "" if pair in PRESETS else values or keys, **chosen)
 
 
 def attend_floats(q, k, v, shape, kept=None, exact=(0, 0)):

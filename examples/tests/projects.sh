@@ -2,7 +2,7 @@
 # Builds and runs the example projects as their users would. Usage: projects.sh FOLDER, from the top folder. FOLDER is an
 # absolute path.
 folder=$1
-. tests/report.sh
+. tests/build/report.sh
 # CMake breaks its lines.
 unfold() { tr -s '\n ' ' '; }
 

@@ -139,9 +139,9 @@ void run_planned(const void *parameters)
     attend_set_up(&problem, row);
     const gpu_attention attention(problem.attention);
     const tqkv_metal_buffer none = gpu_buffer(nullptr);
-    tqkv_metal_dispatch d[2];
-    CHECK_RESULT(tqkv_metal_plan_attend(&attention.metal, none, none, none, d), TQKV_OK);
-    CHECK(tqkv__merge_args_of(&d[1]).n_partials > 1, "the plan does not split this context");
+    tqkv_metal_plan plan;
+    CHECK_RESULT(tqkv_metal_plan_attend(&attention.metal, none, none, none, &plan), TQKV_OK);
+    CHECK(gpu_args<tqkv__merge_args>(plan.d[1]).n_partials > 1, "the plan does not split this context");
     attend_tear_down(&problem);
     check_attend(*row, {as_planned});
 }

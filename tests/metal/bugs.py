@@ -54,9 +54,9 @@ BUGS = {
         "(ulong(partial) * 0 + ulong(row.query))",
         "attend", (128,), "tsan", "attend/shape/group3_queries1_columns2_simdgroups2_stretches2_share1", "data race"),
     "wrong_address_space": (
-        "shaders/codec.h", "inline void load_squares(uint format, threadgroup float *squares,",
-        "inline void load_squares(uint format, device float *squares,", "encode", (128,), "type", "",
-        "no matching function for call to 'load_squares'"),
+        "shaders/codec.h", "inline void load_codebook(uint format, threadgroup float *table,",
+        "inline void load_codebook(uint format, device float *table,", "encode", (128,), "type", "",
+        "no matching function for call to 'load_codebook'"),
     "write_to_constant": (
         "shaders/encode.metal", "load_cells(", "args.n_tokens = 1; load_cells(", "encode", (128,), "type", "",
         "const-qualified"),

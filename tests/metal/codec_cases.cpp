@@ -237,7 +237,7 @@ void run_tables(const void *)
 bool has_kernels(int golden)
 {
     golden_case c;
-    return golden_find(golden, &c) && TQKV__HAS_KERNELS(c.head_dim);
+    return golden_find(golden, &c) && c.option != GOLDEN_SCALE && TQKV__HAS_KERNELS(c.head_dim);
 }
 
 codec_row default_row(tqkv_format format, int head_dim)

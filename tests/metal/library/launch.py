@@ -83,7 +83,7 @@ def launcher(module, constants):
                    f"    air_constant_{k}_{i} = ({TYPES[k][1]})simt::constants->value[{i}];\n" for n, k, i in constants)
     return (f'extern "C" void {module.name}({", ".join(types)});\nstatic void run_{module.name}(simt::thread_state &t)\n{{\n'
             f'{sets}    {module.name}({", ".join(values)});\n}}\nstatic simt::registration r_{module.name}("{module.name}", '
-            f'{masks["1"] | masks["2"]}u, {masks["3"]}u, {used}u, run_{module.name});\n')
+            f'{masks["1"] | masks["2"]}u, {masks["3"]}u, {used}ull, run_{module.name});\n')
 
 
 def main():
