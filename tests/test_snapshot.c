@@ -266,6 +266,29 @@ static void check_newer(const void *parameters)
     stream_free(&s);
 }
 
+/* A large empty cache that was to learn, but got a centre: nothing is read behind its snapshot. */
+static void check_settled(const void *parameters)
+{
+    (void)parameters;
+    const cache_row shape = {TQKV_I8, TQKV_I8, 1024, 200, true, 0, -1};
+    tqkv_cache_desc desc = cache_desc(&shape, NULL), open;
+    tqkv_cache *cache = NULL, *loaded = NULL;
+    float *center = test_rows(7, DATA_GAUSSIAN, CACHE_HEADS, 1024);
+    desc.calibrate = 16;
+    desc.exact_last = 3;
+    memset(&open, 0, sizeof open);
+    CHECK_RESULT(tqkv_cache_create(&desc, &cache), TQKV_OK);
+    CHECK_RESULT(tqkv_cache_set_center(cache, NULL, center), TQKV_OK);
+    CHECK_RESULT(tqkv_cache_set_center(cache, NULL, NULL), TQKV_OK);
+    stream s = stream_of_cache(cache);
+    CHECK_RESULT(tqkv_cache_load(&open, stream_read, &s, &loaded), TQKV_OK);
+    CHECK(s.at == s.size, "%d of %d bytes were read", (int)s.at, (int)s.size);
+    tqkv_cache_destroy(loaded);
+    tqkv_cache_destroy(cache);
+    stream_free(&s);
+    free(center);
+}
+
 /* The tag of the model, in the snapshot and in the desc of the load or of the fork. */
 static void check_tag(const void *parameters)
 {
@@ -754,6 +777,7 @@ void test_snapshot_cases(void)
     test_add(check_huge_header, NULL, 0, "snapshot/huge_header");
     test_add(check_newer, NULL, 0, "snapshot/newer");
     test_add(check_tag, NULL, 0, "snapshot/tag");
+    test_add(check_settled, NULL, 0, "snapshot/settled");
     for (int i = 0; i < 24; i++) {
         static const int shapes[4][3] = {{0, 0, -1}, {1, 23, -1}, {0, 7, -1}, {1, 23, 19}}; /* ring, tokens, truncate */
         const int *shape = shapes[i % 4];
