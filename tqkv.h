@@ -69,7 +69,7 @@
      while others attend to those before it.
      The only hidden state is the choice of an instruction set, made once. The hook tqkv_parallel runs tasks of one call
      on the caller's threads; tqkv_team is such a hook for threads that call at once. The number of threads does not change
-     any bit of the results. A call takes at most 48 KiB of stack.
+     any bit of the results. A call takes at most 64 KiB of stack.
 
    MATHEMATICS
 
@@ -570,7 +570,7 @@ TQKV_API void tqkv_cache_destroy(tqkv_cache *c); /* NULL is fine */
    still finds its whole window. */
 TQKV_API tqkv_result tqkv_cache_append(tqkv_cache *c, const void *k, const void *v, int n_tokens);
 /* The newest n_queries positions attend; q: [n_queries][n_heads][head_dim, then tail_dim], out: with value_dim. Nothing to
-   do for 0. */
+   do for 0. TQKV_OUT_OF_RANGE, and nothing is written, where a query's window, or a half that it reads, is gone. */
 TQKV_API tqkv_result tqkv_cache_attend(tqkv_cache *c, const void *q, int n_queries, void *out);
 /* The same with a list of blocks, a tree or both: those of `a`, whose other fields are ignored. */
 TQKV_API tqkv_result tqkv_cache_attend_some(tqkv_cache *c, const tqkv_attention *a, const void *q, int n_queries,
@@ -595,13 +595,15 @@ typedef struct tqkv_cache_layout {
 } tqkv_cache_layout;
 TQKV_API tqkv_result tqkv_cache_set_layout(tqkv_cache *c, const tqkv_cache_layout *layout);
 /* Forgets the positions from `end` on. A ring cannot restore overwritten positions: TQKV_OUT_OF_RANGE for an end before
-   the oldest resident position. 0 is always valid and empties the cache. */
+   the oldest resident position. 0 is always valid and empties the cache. With a window the next query that is answered
+   stands at tqkv_cache_first + window - 1 or behind. */
 TQKV_API tqkv_result tqkv_cache_truncate(tqkv_cache *c, int64_t end);
 /* Removes the positions [first, first + count); those behind move down, with their codes as they are: a key keeps the
    rotary embedding of its old position. For linear caches; TQKV_UNSUPPORTED for a ring. */
 TQKV_API tqkv_result tqkv_cache_remove(tqkv_cache *c, int64_t first, int64_t count);
 /* Of the newest n positions, numbered 0 to n - 1 from the oldest, keeps those named and forgets the others. kept:
-   [n_kept], ascending. For a tree of drafts after its verification. TQKV_OUT_OF_RANGE if n positions are not resident. */
+   [n_kept], ascending. For a tree of drafts after its verification. TQKV_OUT_OF_RANGE if n positions are not resident.
+   Windows as after tqkv_cache_truncate. */
 TQKV_API tqkv_result tqkv_cache_keep(tqkv_cache *c, int n, const int *kept, int n_kept);
 /* A copy with the resident positions at their places. desc: NULL, or nonzero fields for what the copy has otherwise:
    capacity (TQKV_OUT_OF_RANGE if too small for them), ring, formats of the streams (as tqkv_store_convert, on the hook's
@@ -620,7 +622,7 @@ typedef size_t (*tqkv_read)(void *user, void *bytes, size_t n);
 /* Writes the resident positions. The bytes depend only on the content, not on machine, allocator or threads. After
    TQKV_IO the output is no snapshot: write to a temporary file, then rename it. */
 TQKV_API tqkv_result tqkv_cache_save(const tqkv_cache *c, tqkv_write write, void *user);
-/* desc supplies what a snapshot lacks: parallel, allocator, metal, matrix_group, arithmetic, non_causal, and sinks for the
+/* desc, never NULL, supplies what a snapshot lacks: parallel, allocator, metal, matrix_group, arithmetic, non_causal, and sinks for the
    snapshot's n_heads, or a tag. Its other nonzero fields must match, else TQKV_INVALID_ARGUMENT; the tags, too, unless one is 0.
    TQKV_CORRUPT: a missing or changed byte, or a newer version of tqkv, which TQKV_EXPLAIN tells apart. *out is NULL on
    failure. */
@@ -660,10 +662,10 @@ TQKV_API tqkv_result tqkv_store_load(const tqkv_store *s, int64_t position, int 
 #define TQKV_METAL_API TQKV_API
 #endif
 
-#ifdef __OBJC__
+#if defined(__OBJC__) && !defined(__swift__)
 typedef __unsafe_unretained id tqkv_metal_object; /* not retained: the caller keeps it alive during a call */
 #else
-typedef void *tqkv_metal_object;
+typedef void *tqkv_metal_object; /* in Swift, too, which would take any value for an id and pass a box around it */
 #endif
 
 typedef struct tqkv_metal_desc {
@@ -887,7 +889,8 @@ TQKV_METAL_API tqkv_result tqkv_metal_cache_some_scratch(tqkv_metal *m, const tq
    `also` adds up: the same in batches, and slices, their merge and finish. No pages are looked at, and of buffers only
    whether they are there: centres, sinks, a tree, a list and pages have pipelines of their own. Any thread may call it while
    others record; those do not wait. Other calls build theirs on first use, which takes up to a second each. */
-enum { TQKV_METAL_BATCHES = 1, TQKV_METAL_SLICES = 2 };
+#define TQKV_METAL_BATCHES 1
+#define TQKV_METAL_SLICES  2
 TQKV_METAL_API tqkv_result tqkv_metal_prepare(tqkv_metal *m, const tqkv_metal_attention *a, int max_queries, int also);
 /* The same of an index: encode into its keys, scores of one or of several queries, and the choice. */
 TQKV_METAL_API tqkv_result tqkv_metal_index_prepare(tqkv_metal *m, const tqkv_metal_index *x, int max_queries);
@@ -2637,7 +2640,7 @@ static void tqkv__flip_signs(float *x, int head_dim)
 static void tqkv__rotate_double(double *x, int head_dim)
 {
     const int m = tqkv__size_of(head_dim)->order, n = tqkv__size_of(head_dim)->run;
-    double y[TQKV_MAX_HEAD_DIM];
+    double y[36]; /* by runs, a place of all at a time: a row would take 8 KB more of the stack */
     for (int j = 0; j < head_dim; j++)
         if ((tqkv__tables.signs[j % 512 / 8] >> (j % 8)) & 1) x[j] = -x[j];
     for (int h = 1; h < n; h *= 2)
@@ -2647,13 +2650,15 @@ static void tqkv__rotate_double(double *x, int head_dim)
             x[i] = a + b;
             x[i | h] = a - b;
         }
-    for (int j = 0; j < head_dim; j++) {
-        y[j] = m > 1 ? 0.0 : x[j];
-        if (m > 1)
+    for (int i = 0; m > 1 && i < n; i++) {
+        for (int b = 0; b < m; b++) {
+            y[b] = 0.0;
             for (int c = 0; c < m; c++)
-                y[j] += (tqkv__matrix_row(m, j / n)[c / 8] >> (c % 8)) & 1 ? -x[c * n + j % n] : x[c * n + j % n];
+                y[b] += (tqkv__matrix_row(m, b)[c / 8] >> (c % 8)) & 1 ? -x[c * n + i] : x[c * n + i];
+        }
+        for (int b = 0; b < m; b++) x[b * n + i] = y[b];
     }
-    for (int j = 0; j < head_dim; j++) x[j] = y[j] / sqrt((double)head_dim);
+    for (int j = 0; j < head_dim; j++) x[j] = x[j] / sqrt((double)head_dim);
 }
 
 static void tqkv__scale(float *x, int n, float factor)
@@ -3163,7 +3168,7 @@ typedef struct tqkv__tokens {
 static void tqkv__encode_heads(const tqkv__stream *s, const tqkv__quantiser *q, const tqkv__heads *heads,
                                const tqkv__tokens *tokens)
 {
-    enum { batch = 64 };
+    enum { batch = 32 };
     const tqkv__codec *codec = tqkv__codec_for(s->head_dim);
     tqkv__row rows[batch];
     const tqkv__stream *halves = tokens->halves;
@@ -3483,7 +3488,7 @@ TQKV__COLD static tqkv_result tqkv__convert_open(const tqkv_store *to_store, con
 static TQKV__NOINLINE void tqkv__convert_rows(const tqkv__stream *from, const tqkv__stream *to, int kv_head,
                                               int64_t position, int64_t n)
 {
-    enum { buffer = 2048 };
+    enum { buffer = 1024 };
     TQKV__ALIGNED float values[buffer + 16]; /* encoding loads whole vectors */
     tqkv__row rows[buffer / 32];
     tqkv__quantiser q;
@@ -6316,7 +6321,7 @@ TQKV__OP void TQKV__(choose_factors)(const tqkv__stream *s, int n, float (*tried
 TQKV__TARGET static void TQKV__(search)(const tqkv__stream *s, const tqkv__quantiser *q, int n_rows,
                                         const float **values, float *rows, float *scales, float *squares)
 {
-    enum { most = 96 };
+    enum { most = 48 }; /* as encode_rows has */
     float tried[most][16];
     const int n = s->norms_per_row;
     for (int i = 0; i < n_rows; i++, rows += s->head_dim) {
@@ -6503,7 +6508,7 @@ TQKV__TARGET static const float *TQKV__(open_row)(const tqkv__stream *s, const t
 TQKV__TARGET static void TQKV__(encode_rows)(const tqkv__stream *s, const tqkv__quantiser *q, const tqkv__row *rows,
                                              int n_rows)
 {
-    enum { buffer = 3072, most_norms = buffer / 32 }; /* 12 KiB: a part of an L1 cache, and of the stack */
+    enum { buffer = 1536, most_norms = buffer / 32 }; /* 6 KiB: a part of an L1 cache, and of the stack */
     TQKV__ALIGNED float rotated[buffer + 16], norms[most_norms], scales[most_norms]; /* fours are loaded beyond a row */
     TQKV__ALIGNED float sums[most_norms];
     TQKV__ALIGNED uint8_t bytes[TQKV_MAX_HEAD_DIM + 64];
@@ -13507,7 +13512,7 @@ static void tqkv__raw_means(const tqkv__stream *raw, int kv_head, int first, int
 
 /* Learns centre and scale of the keys from the raw halves of the positions before n, without those that stay exact, if enough
    remain. */
-static void tqkv__learn(tqkv_cache *c, const tqkv__stream *raw, int n)
+static TQKV__NOINLINE void tqkv__learn(tqkv_cache *c, const tqkv__stream *raw, int n)
 {
     tqkv__learnt learnt;
     const int first = n - c->exact_first >= TQKV__LEAST_POSITIONS ? c->exact_first : 0;
@@ -13541,7 +13546,7 @@ typedef struct tqkv__raw_job {
 static TQKV__NOINLINE void tqkv__encode_raw(const tqkv__stream *raw, const tqkv__stream *to, const tqkv__stream *newest,
                                             int kv_head, int n, int64_t end)
 {
-    enum { buffer = 2048 };
+    enum { buffer = 1024 };
     TQKV__ALIGNED float values[buffer + 16]; /* encoding loads whole vectors */
     float room[TQKV_MAX_HEAD_DIM];
     tqkv__row rows[buffer / 32];
@@ -13779,8 +13784,8 @@ static tqkv_result tqkv__attend_cut_tree(const tqkv_cache *c, const tqkv_attenti
     return r;
 }
 
-static tqkv_result tqkv__attend_raw(const tqkv_cache *c, const tqkv_attention *some, const void *q, int n_queries,
-                                    void *out)
+static TQKV__NOINLINE tqkv_result tqkv__attend_raw(const tqkv_cache *c, const tqkv_attention *some, const void *q,
+                                                   int n_queries, void *out)
 {
     tqkv__cut_call cut;
     cut.n_parts = 0;
@@ -14415,7 +14420,7 @@ static size_t tqkv__wanted_ahead(const tqkv_cache *c, uint32_t centers, uint32_t
     for (int i = 0; i < TQKV__CACHE_STORES; i++) {
         const tqkv_store *s = i < TQKV__RAW ? tqkv__store_of(c, i) : &c->raw[i - TQKV__RAW]; /* has no memory yet */
         const tqkv__range range = tqkv__range_of(c, i);
-        if (!s || !s->head_dim) continue;
+        if (!s || !s->head_dim || (i >= TQKV__RAW && !c->learning)) continue;
         const size_t rows = tqkv_codes_size(s) + tqkv_norms_size(s);
         const size_t center = i < TQKV__CACHE_STREAMS ? (size_t)s->n_kv_heads * (size_t)s->head_dim * sizeof(float) : 0;
         all += rows + TQKV__CHANNELS * center; /* there is always room for them */
@@ -14448,6 +14453,19 @@ static void tqkv__open_channels(tqkv_cache *c, uint32_t centers, uint32_t scales
     tqkv__take_channels(c, centers, scales);
 }
 
+/* A cache to read into. One that has learned needs no raw memory. */
+static tqkv_result tqkv__create_found(const tqkv__header *found, tqkv_cache **out)
+{
+    tqkv_cache_desc desc = found->desc;
+    if (!found->learning) desc.calibrate = 0;
+    const tqkv_result r = tqkv_cache_create(&desc, out);
+    if (r != TQKV_OK) return r;
+    (*out)->calibrate = found->desc.calibrate;
+    tqkv__set_range(*out, found);
+    tqkv__open_channels(*out, found->centers, found->scales);
+    return r;
+}
+
 TQKV__COLD TQKV_API tqkv_result tqkv_cache_load(const tqkv_cache_desc *desc, tqkv_read read, void *user,
                                                 tqkv_cache **out)
 {
@@ -14475,16 +14493,11 @@ TQKV__COLD TQKV_API tqkv_result tqkv_cache_load(const tqkv_cache_desc *desc, tqk
     if (!tqkv__resolve_allocator(&ahead.memory)) return TQKV__INVALID("allocator: one of alloc and free is missing");
     tqkv__set_range(&checked, &found);
     r = tqkv__hold(&ahead, tqkv__wanted_ahead(&checked, found.centers, found.scales));
-    const int calibrate = found.desc.calibrate;
-    if (!found.learning) found.desc.calibrate = 0; /* without raw memory */
-    if (r == TQKV_OK) r = tqkv_cache_create(&found.desc, &c);
+    if (r == TQKV_OK) r = tqkv__create_found(&found, &c);
     if (r != TQKV_OK) {
         tqkv__drop_held(&ahead);
         return r;
     }
-    c->calibrate = calibrate;
-    tqkv__set_range(c, &found);
-    tqkv__open_channels(c, found.centers, found.scales);
     r = tqkv__move_stores(&pipe, c);
     if (r == TQKV_OK) tqkv__take_channels(c, 0, found.scales);
     tqkv__drop_held(&ahead);
