@@ -15,7 +15,7 @@
 
    EXAMPLE
 
-         tqkv_cache_desc desc = {0};              // zero means default: I8 keys, TQ4 values
+         tqkv_cache_desc desc = tqkv_cache_preset(TQKV_SAFE); // or TQKV_SMALL, TQKV_TINY; {0}: all defaults
          desc.head_dim = 128;
          desc.n_kv_heads = 8;
          desc.n_heads = 32;
@@ -48,6 +48,8 @@
                             fprintf(stderr, "tqkv: %s\n", text). Default: nothing.
      TQKV_NO_AVX512         leaves AVX-512 out: half the code, half the time to compile it (docs/integrating.md has both)
      TQKV_NO_AVX2           leaves both out, because AVX-512 takes short rows from AVX2: a quarter of the code
+     TQKV_NO_INTEGER        leaves out the vector loops of attention in integers, a fifth of the code: TQKV_INTEGER then takes
+                            plain C, with the same bits
      TQKV_METAL             adds what tqkv_metal.m needs: define it for both files. On Apple's systems it is there, unless
                             TQKV_NO_METAL is defined
      TQKV_NO_IMPLEMENTATION makes TQKV_IMPLEMENTATION void: for a build that compiles files which define it, and links
@@ -285,7 +287,8 @@ TQKV_API size_t tqkv_norms_size(const tqkv_store *s);
 
 /* Encodes tokens at position, position+1 ...; src: [n_tokens][n_kv_heads][head_dim]. A ring keeps only the last
    `capacity` tokens. A page may not occur twice among those written. TQKV_NOT_FINITE if src holds NaN or Inf, even in
-   tokens that a ring drops. Values near 1e19, whose squared length overflows, give an infinite norm. */
+   tokens that a ring drops. Values near 1e19, whose squared length overflows, give an infinite norm. What shares a norm becomes
+   zeros where all is at most 1e-10: the length of a row, or of I8 its largest value. */
 TQKV_API tqkv_result tqkv_encode(const tqkv_store *s, const void *src, int n_tokens, int64_t position);
 /* Token t goes to slot slots[t] of the pool, a token with slot -1 nowhere; no slot twice. For tokens of many sequences at
    once: pages and ring are not looked at. NaN and Inf are refused in all rows, left-out ones too. slots: [n_tokens] */
@@ -358,8 +361,8 @@ typedef enum tqkv_pairs {
 TQKV_API tqkv_result tqkv_calibrate(const tqkv_store *shape, const void *src, int n_tokens, const void *q, int n_heads,
                                     int n_queries, tqkv_pairs pairs, float *center, float *channel_scale);
 /* What the shape's format, centre and scale would add to the logits: the standard deviation of q.(k' - k)/sqrt(head_dim) over
-   the rows k, root mean square over the queries that read the head. With 24 in its first layer Qwen2.5-Coder-0.5B is ruined,
-   with 5 it loses 0.25 nats, with 0.7 it loses 0.026, or with exact ends 0.003. Rows and queries as tqkv_calibrate's, q not NULL;
+   the rows k, root mean square over the queries that read the head. With 20 in its first layer Qwen2.5-Coder-0.5B is ruined,
+   with 5 it loses 0.25 nats, with 0.7 it loses 0.03, or with exact ends 0.003. Rows and queries as tqkv_calibrate's, q not NULL;
    noise: [n_kv_heads], zeros for no tokens or queries, INFINITY if rows decode to NaN. */
 TQKV_API tqkv_result tqkv_logit_noise(const tqkv_store *shape, const void *src, int n_tokens, const void *q,
                                       int n_heads, int n_queries, double *noise);
@@ -435,7 +438,7 @@ typedef struct tqkv_attention {
     int64_t exact_from; /* what a truncation, for example, has left as codes; 0: nothing */
     /* Positions below exact_first that are no longer resident are seen, as if they were, where first_keys, first_values and, with
        a tail, first_tail have them: streams of F16 need theirs for that, too. first_tail: a store of the tail's kind. A slice has
-       them if it begins with the oldest resident position. On a GPU they are not seen. */
+       them if it begins with the oldest resident position. */
     const tqkv_store *first_tail;
     bool whole_window; /* TQKV_OUT_OF_RANGE if a position of a query's window is gone; else it sees what is there */
 } tqkv_attention;
@@ -759,8 +762,7 @@ typedef struct tqkv_metal_attention {
     /* uint64_t [n_queries], at most 64; zero = none. attention.tree, if it is not NULL, is what it will hold when the
        kernels run. It is read only to know which entries of pages are seen. */
     tqkv_metal_buffer tree;
-    /* Groups of at least so many query heads multiply 8x8 matrices, at head_dim 64, 128 and 256, 0 = 4, and at 448 and 512,
-       0 = 8. With a small
+    /* Groups of at least so many query heads multiply 8x8 matrices, at head_dim 64, 128, 256, 448 and 512; 0 = 8. With a small
        number narrow groups prefill faster and may decode slower. It decides bits: keep it the same for a sequence. */
     int matrix_group;
     const tqkv_metal_store *tail; /* as tqkv_attention's; NULL = none. With the keys' page table in the same buffer. */
@@ -772,6 +774,7 @@ typedef struct tqkv_metal_attention {
     /* With attention.exact_first and exact_last, as tqkv_attention's. Without pages and, where keys have a tail, not
        beside codes in pages. */
     const tqkv_metal_store *first_keys, *first_values, *last_keys, *last_values;
+    const tqkv_metal_store *first_tail; /* as tqkv_attention's */
 } tqkv_metal_attention;
 
 /* Bytes of scratch that attend needs at most, for any resident range: end and kv_len may be 0. */
@@ -1111,6 +1114,7 @@ TQKV_API tqkv_result tqkv_metal_plan_cache_prepare(const tqkv_cache *c, tqkv_met
      >>k-tiles        the scores and the sums of a tile
      >>k-rotate       rows to floats, and the rotation
      >>k-norms        sums of squares, norms
+     >>k-search       the factor whose codes are best for a row
      >>k-quantise     codes, packed, of whole rows
      >>k-table        all of these as a table of functions
      >>k-integer      the loops of integers
@@ -1148,6 +1152,7 @@ TQKV_API tqkv_result tqkv_metal_plan_cache_prepare(const tqkv_cache *c, tqkv_met
      >>plan-batch     batches
      >>plan-index     an index
      >>plan-cache     a cache
+     >>plan-prepare   what calls will need, planned ahead
      >>plan-report    what the shaders say that they were compiled with
 
      >>licence                                                                                                        */
@@ -1488,9 +1493,25 @@ typedef struct tqkv__backend {
 #include <math.h>
 #include <stdlib.h>
 #include <string.h>
+/* Gives the core to another thread, and gives up what another thread of the core needs. */
+#if defined(__x86_64__) || defined(__i386__)
+#define TQKV__PAUSE() __builtin_ia32_pause()
+#elif defined(__aarch64__)
+#define TQKV__PAUSE() __asm__ volatile("yield")
+#else
+#define TQKV__PAUSE() ((void)0)
+#endif
 #if defined(__unix__) || defined(__APPLE__)
 #include <sched.h>
-#define TQKV__YIELD sched_yield
+#define TQKV__YIELD() sched_yield()
+#elif defined(_WIN32) /* without windows.h and its macros */
+#ifdef __cplusplus
+extern "C"
+#endif
+    __declspec(dllimport) int __stdcall SwitchToThread(void);
+#define TQKV__YIELD() SwitchToThread()
+#else
+#define TQKV__YIELD() TQKV__PAUSE()
 #endif
 
 #ifdef __has_include
@@ -1508,6 +1529,9 @@ typedef struct tqkv__backend {
 #define XXH_NO_INLINE_HINTS (XXH_VERSION_NUMBER == 801)
 #endif
 #include "xxhash.h"
+#if defined(XXH_NO_XXH3) || defined(XXH_NO_LONG_LONG)
+#error "tqkv.h needs XXH3: xxhash.h was included with XXH_NO_XXH3 or XXH_NO_LONG_LONG"
+#endif
 #if defined(XXH_VERSION_NUMBER) && XXH_VERSION_NUMBER < 800
 #define TQKV__STRING(x) #x
 #define TQKV__EXPAND(x) TQKV__STRING(x)
@@ -1516,6 +1540,21 @@ typedef struct tqkv__backend {
 #pragma message("tqkv.h: found xxhash.h " TQKV__XXH_FOUND)
 #error "tqkv.h: xxhash.h is too old, 0.8.0 is needed: Debian libxxhash-dev, Homebrew xxhash, or a copy beside tqkv.h"
 #endif
+
+/* With -fshort-enums or -fpack-struct for this file alone what callers pass has another layout. 32-bit ARM has short enums in some
+   systems, and says so. */
+enum tqkv__smallest { TQKV__SMALLEST };
+struct tqkv__gap {
+    char before;
+    void *behind;
+};
+#ifdef __ARM_SIZEOF_MINIMAL_ENUM
+#define TQKV__WHOLE_ENUMS true
+#else
+#define TQKV__WHOLE_ENUMS (sizeof(enum tqkv__smallest) == sizeof(int))
+#endif
+typedef char tqkv__compiled_with_fshort_enums_or_fpack_struct
+    [TQKV__WHOLE_ENUMS && sizeof(struct tqkv__gap) > 1 + sizeof(void *) ? 1 : -1];
 
 #if defined(__SSE2__)
 #include <xmmintrin.h>
@@ -1584,8 +1623,8 @@ static inline float tqkv__fma(float a, float b, float c)
     const double product = tqkv__rounded_double((double)a * (double)b), addend = (double)c;
     const bool first = fabs(product) > fabs(addend);
     double sum = tqkv__rounded_double(product + addend);
-    const double large = first ? product : addend, small = first ? addend : product;
-    const double error = tqkv__rounded_double(small - tqkv__rounded_double(sum - large));
+    const double large = first ? product : addend, smaller = first ? addend : product;
+    const double error = tqkv__rounded_double(smaller - tqkv__rounded_double(sum - large));
     uint64_t bits;
     memcpy(&bits, &sum, sizeof bits);
     if (error != 0.0 && !(bits & 1) && fabs(sum) < (double)INFINITY)
@@ -2319,17 +2358,12 @@ static void tqkv__team_free(void *user, void *pointer, size_t size)
 static void tqkv__spin(int *spins)
 {
     enum { patience = 100 }; /* some microseconds */
-    if (++*spins < patience) {
-#if defined(__x86_64__) || defined(__i386__)
-        __builtin_ia32_pause();
-#elif defined(__aarch64__)
-        __asm__ volatile("yield");
-#endif
+    if (*spins < patience) {
+        ++*spins;
+        TQKV__PAUSE();
         return;
     }
-#ifdef TQKV__YIELD
     TQKV__YIELD();
-#endif
 }
 
 static void tqkv__take_tasks(tqkv_team *team)
@@ -3252,17 +3286,19 @@ TQKV_API tqkv_result tqkv_encode(const tqkv_store *store, const void *src, int n
     return tqkv__encode_sources(&job);
 }
 
-static tqkv_result tqkv__check_slots(const tqkv__stream *s, const int32_t *slots, int n)
+static tqkv_result tqkv__check_slots(const tqkv__stream *s, const int32_t *slot_list, int n)
 {
-    const size_t size = (size_t)n * sizeof *slots;
-    if (!slots || (uintptr_t)slots % sizeof *slots) return TQKV__INVALID("slots: NULL, or not aligned as int32_t");
-    if (tqkv__encoding_overlaps(s, slots, size)) return TQKV__INVALID("slots overlap the store");
+    const size_t size = (size_t)n * sizeof *slot_list;
+    if (!slot_list || (uintptr_t)slot_list % sizeof *slot_list)
+        return TQKV__INVALID("slots: NULL, or not aligned as int32_t");
+    if (tqkv__encoding_overlaps(s, slot_list, size)) return TQKV__INVALID("slots overlap the store");
     for (int t = 0; t < n; t++)
-        if (slots[t] < -1 || slots[t] >= s->capacity) return TQKV__REFUSE(OUT_OF_RANGE, "slots: outside the store");
-    return tqkv__all_distinct(slots, n) ? TQKV_OK : TQKV__INVALID("slots: a slot twice");
+        if (slot_list[t] < -1 || slot_list[t] >= s->capacity)
+            return TQKV__REFUSE(OUT_OF_RANGE, "slots: outside the store");
+    return tqkv__all_distinct(slot_list, n) ? TQKV_OK : TQKV__INVALID("slots: a slot twice");
 }
 
-TQKV_API tqkv_result tqkv_encode_slots(const tqkv_store *store, const void *src, int n_tokens, const int32_t *slots)
+TQKV_API tqkv_result tqkv_encode_slots(const tqkv_store *store, const void *src, int n_tokens, const int32_t *slot_list)
 {
     tqkv__stream s;
     tqkv__encode_job job;
@@ -3271,9 +3307,9 @@ TQKV_API tqkv_result tqkv_encode_slots(const tqkv_store *store, const void *src,
     pool.ring = false;
     pool.pages = NULL;
     tqkv_result r = tqkv__encode_target(&pool, src, n_tokens, &s);
-    if (r == TQKV_OK) r = tqkv__check_slots(&s, slots, n_tokens);
+    if (r == TQKV_OK) r = tqkv__check_slots(&s, slot_list, n_tokens);
     if (r != TQKV_OK) return r;
-    s.pages = slots; /* a table with pages of one position; -1 leaves it out */
+    s.pages = slot_list; /* a table with pages of one position; -1 leaves it out */
     s.n_pages = n_tokens;
     s.page_size = 1;
     tqkv__encode_job_open(&job, &store->parallel, n_tokens, 0);
@@ -3986,6 +4022,7 @@ typedef struct tqkv__attention {
     /* Positions below exact_below are halves in ends[0][side], and those from tqkv__exact_at on in ends[1][side], where
        exact[][side] is set; side 0: keys, 1: values. exact_from: for the last query, on a GPU for all. See tqkv__place_at. */
     int64_t exact_below, exact_from;
+    bool newest_halves; /* on a GPU: this is the part of a context that queries read from halves of the newest */
     bool exact[2][2];
     int64_t kept; /* positions below are seen though they are no longer resident: in ends[0] and first_tail */
     tqkv__stream ends[2][2], first_tail; /* not cleared if unused: that would take as long as a few positions */
@@ -4669,10 +4706,10 @@ TQKV__TARGET static void TQKV__(factors)(const tqkv__stream *s, const float *nor
 #define TQKV__PACKED(format) (TQKV__MAIN_BITS(format) < 8)
 /* Vectors in a run, which is decoded together. */
 #define TQKV__RUN(format) (TQKV__PACKED(format) ? TQKV__NIBBLE_RUN : 4)
-/* Formats with loops straight from the codes. Not those of 5 and 6 bits in bytes, which are there for existing caches: the
-   loops of two formats would take 26 KB for 1.1 to 1.5 times the speed. On NEON no codebook for bytes: it leaves no
-   registers for sums. */
-#define TQKV__HAS_LOOPS(kind, main, book) ((main) < 8 || (kind) != TQKV__BOOK || (TQKV__LANES > 4 && (book) == 8))
+/* Formats with loops straight from the codes. Not those of codebooks in bytes, and on AVX2 none of 6 bits: their rows are decoded
+   first, which takes 1.1 to 1.4 times as long for one and two query rows. I8 and TQ5 are as exact or smaller, and faster; the
+   loops would take 35 KB. */
+#define TQKV__HAS_LOOPS(kind, main, book) ((kind) != TQKV__BOOK || ((main) < 8 && (TQKV__LANES != 8 || (book) < 6)))
 #define TQKV__DIRECT(format)              TQKV__HAS_LOOPS(TQKV__KIND(format), TQKV__MAIN_BITS(format), TQKV__BOOK_BITS(format))
 /* Rows of a codebook's loops. More take decoded rows: on AVX2 four took as long or longer straight from the codes (Zen 4,
    D=128: TQ3 1.10, TQ2 1.04, TQ5 to TQ8 0.99 times). */
@@ -5250,7 +5287,7 @@ TQKV__OP void TQKV__(decode_by_loads)(const TQKV__(block) * block, int n, float 
 
 TQKV__OP void TQKV__(decode_rows)(const tqkv_format format, const TQKV__(block) * block, int n, float *x)
 {
-    if (TQKV__BOOK_BITS(format) == 8 && !TQKV__DIRECT(format))
+    if (TQKV__BOOK_BITS(format) == 8 && TQKV__LANES == 4)
         TQKV__(decode_by_loads)(block, n, x);
     else
         TQKV__(decode)(format, block, n, x);
@@ -8986,6 +9023,7 @@ TQKV__OP void tqkv__store_words_neon(uint8_t *p, uint32x4_t words)
 #include "tqkv.h"
 #endif
 
+#ifndef TQKV_NO_INTEGER
 /* >>integer-avx512: what AVX-512 brings to >>k-integer, with the products of VNNI */
 
 #ifdef TQKV__AVX512
@@ -9805,6 +9843,7 @@ TQKV__OP void tqkv__i_interleave_i8mm(const int8_t *p, size_t stride, int left, 
 #include "tqkv.h"
 #endif
 #endif
+#endif
 
 #undef TQKV__NESTED
 #ifdef TQKV__OPTIMISED
@@ -9846,9 +9885,8 @@ static bool tqkv__isa_present(const tqkv__isa *isa)
     return isa != NULL;
 }
 
-/* The library's only variables: set once, or by tqkv_isa_force */
+/* The library's only variable beside tqkv__products: set once, or by tqkv_isa_force */
 static const tqkv__isa *tqkv__isa_chosen;
-static char tqkv__products; /* of integers. 1: what every processor of a set has, 2: AVX-VNNI or DotProd, 3: I8MM */
 
 static const tqkv__isa *tqkv__isa_named(const char *name)
 {
@@ -9881,6 +9919,16 @@ static const tqkv__isa *tqkv__isa_for(int head_dim)
 static const tqkv__isa *tqkv__narrower(const tqkv__isa *a, const tqkv__isa *b) { return a->lanes < b->lanes ? a : b; }
 
 static const tqkv__codec *tqkv__codec_for(int head_dim) { return tqkv__isa_for(head_dim)->codec; }
+
+#ifdef TQKV_NO_INTEGER
+/* Plain C for all sets: only the time differs. */
+static const tqkv__integers *tqkv__integers_for(const tqkv__isa *isa)
+{
+    (void)isa;
+    return &tqkv__integers_scalar;
+}
+#else
+static char tqkv__products; /* set once. 1: what every processor of a set has, 2: AVX-VNNI or DotProd, 3: I8MM */
 
 #if defined(TQKV__NEON) && defined(__APPLE__)
 static bool tqkv__processor_has(const char *name)
@@ -9943,6 +9991,7 @@ static const tqkv__integers *tqkv__integers_for(const tqkv__isa *isa)
     (void)isa, (void)products;
     return &tqkv__integers_scalar;
 }
+#endif
 
 TQKV_API const char *tqkv_isa_name(void) { return tqkv__isa_now()->name; }
 
@@ -10215,8 +10264,9 @@ static tqkv_result tqkv__check_first_tail(const tqkv__attention *a, const tqkv__
     return TQKV_OK;
 }
 
-/* Takes the first positions that are no longer resident, if all streams have them; follows tqkv__take_ends. */
-static tqkv_result tqkv__take_kept(tqkv__attention *a)
+/* Takes the first positions that are no longer resident, if all streams have them, from stores opened by `open`; follows
+   tqkv__take_ends. */
+static tqkv_result tqkv__take_kept(tqkv__attention *a, tqkv_result (*open)(const tqkv_store *, tqkv__stream *))
 {
     const tqkv_attention *call = &a->call;
     const tqkv_store *const stores[2] = {call->first_keys, call->first_values};
@@ -10226,13 +10276,13 @@ static tqkv_result tqkv__take_kept(tqkv__attention *a)
     for (int side = 0; side < 2; side++) {
         tqkv__stream *s = &a->ends[0][side];
         if (a->exact[0][side]) continue; /* a stream of F16 has no other halves */
-        tqkv_result r = tqkv__stream_open(stores[a->shared ? 0 : side], s);
+        tqkv_result r = open(stores[a->shared ? 0 : side], s);
         if (r == TQKV_OK) r = tqkv__check_end(a, side ? &a->values : &a->keys, 0, below, s);
         if (r != TQKV_OK) return r;
         a->exact[0][side] = true;
     }
     if (call->tail) {
-        tqkv_result r = tqkv__stream_open(call->first_tail, &a->first_tail);
+        tqkv_result r = open(call->first_tail, &a->first_tail);
         if (r == TQKV_OK) r = tqkv__check_first_tail(a, &a->first_tail);
         if (r != TQKV_OK) return r;
         if (a->round_query) tqkv__fill_integers(&a->first_tail);
@@ -10394,7 +10444,7 @@ static tqkv_result tqkv__attention_ends(tqkv__attention *a)
 {
     tqkv_result r = TQKV_OK;
     if (a->call.exact_first || a->call.exact_last) r = tqkv__take_ends(a, tqkv__stream_open);
-    if (r == TQKV_OK && a->call.exact_first) r = tqkv__take_kept(a);
+    if (r == TQKV_OK && a->call.exact_first) r = tqkv__take_kept(a, tqkv__stream_open);
     return r == TQKV_OK ? tqkv__check_window(a) : r;
 }
 
@@ -11032,20 +11082,21 @@ static inline void tqkv__copy_row(uint8_t *to, const uint8_t *from, size_t size)
 
 /* size and norms (floats a row) may be constants. */
 static TQKV__INLINE void tqkv__gather_rows(const uint8_t *codes, const float *of_rows, const size_t size,
-                                           const size_t norms, const int32_t *slots, int n, uint8_t *row, float *norm)
+                                           const size_t norms, const int32_t *slot_list, int n, uint8_t *row,
+                                           float *norm)
 {
     for (int j = 0; j < n; j++, row += size) {
-        const size_t from = slots[j] < 0 ? 0 : (size_t)slots[j];
-        if (slots[j] < 0)
+        const size_t from = slot_list[j] < 0 ? 0 : (size_t)slot_list[j];
+        if (slot_list[j] < 0)
             memset(row, 0, size);
         else
             tqkv__copy_row(row, codes + from * size, size);
-        for (size_t i = 0; i < norms; i++) *norm++ = slots[j] < 0 ? 0.0f : of_rows[from * norms + i];
+        for (size_t i = 0; i < norms; i++) *norm++ = slot_list[j] < 0 ? 0.0f : of_rows[from * norms + i];
     }
 }
 
 /* Copies rows to slots of another stream from `slot` on; those that are hidden become zeros, because they may be NaN. */
-static void tqkv__gather(const tqkv__stream *from, int kv_head, const tqkv__ranks *ranks, const int32_t *slots,
+static void tqkv__gather(const tqkv__stream *from, int kv_head, const tqkv__ranks *ranks, const int32_t *slot_list,
                          const tqkv__stream *to, int slot)
 {
     const uint8_t *codes = tqkv__codes_at(from, kv_head, 0);
@@ -11054,28 +11105,28 @@ static void tqkv__gather(const tqkv__stream *from, int kv_head, const tqkv__rank
     float *norm = tqkv__norms_at(to, 0, slot);
     const size_t size = from->row_bytes, norms = norm ? (size_t)from->norms_per_row : 0;
     if (size == 64 && norms == 1) /* TQ4 of 128: 0.9 times as long */
-        tqkv__gather_rows(codes, of_rows, 64, 1, slots, ranks->n, row, norm);
+        tqkv__gather_rows(codes, of_rows, 64, 1, slot_list, ranks->n, row, norm);
     else
-        tqkv__gather_rows(codes, of_rows, size, norms, slots, ranks->n, row, norm);
+        tqkv__gather_rows(codes, of_rows, size, norms, slot_list, ranks->n, row, norm);
 }
 
 /* Asks for the rows of a tile, to the L1 cache. With requests to the L2 a list of 2,048 of 32,768 positions takes 1.4 times as
    long from memory (TQ4 of 128, group 4, blocks of 1, Zen 5), and F16 of 512, whose tiles are larger than an L1, as long. */
-static void tqkv__ask(const tqkv__stream *s, int kv_head, const tqkv__ranks *ranks, const int32_t *slots)
+static void tqkv__ask(const tqkv__stream *s, int kv_head, const tqkv__ranks *ranks, const int32_t *slot_list)
 {
     const size_t norms = (size_t)s->norms_per_row * sizeof(float), size = s->row_bytes;
     const uint8_t *codes = tqkv__codes_at(s, kv_head, 0), *of_rows = (const uint8_t *)tqkv__norms_at(s, kv_head, 0);
     if (ranks->together) {
-        tqkv__prefetch(TQKV__L1, codes + (size_t)slots[0] * size, (size_t)ranks->n * size);
-        if (norms) tqkv__prefetch(TQKV__L1, of_rows + (size_t)slots[0] * norms, (size_t)ranks->n * norms);
+        tqkv__prefetch(TQKV__L1, codes + (size_t)slot_list[0] * size, (size_t)ranks->n * size);
+        if (norms) tqkv__prefetch(TQKV__L1, of_rows + (size_t)slot_list[0] * norms, (size_t)ranks->n * norms);
         return;
     }
     for (int j = 0; j < ranks->n; j++) {
-        if (slots[j] < 0) continue;
-        const uint8_t *row = codes + (size_t)slots[j] * size;
+        if (slot_list[j] < 0) continue;
+        const uint8_t *row = codes + (size_t)slot_list[j] * size;
         tqkv__prefetch(TQKV__L1, row, 1); /* by the line: a loop over a size takes 1.1 times as long in all */
         for (size_t i = 64; i < size; i += 64) tqkv__prefetch(TQKV__L1, row + i, 1);
-        if (norms) tqkv__prefetch(TQKV__L1, of_rows + (size_t)slots[j] * norms, 1);
+        if (norms) tqkv__prefetch(TQKV__L1, of_rows + (size_t)slot_list[j] * norms, 1);
     }
 }
 
@@ -11196,7 +11247,7 @@ static void tqkv__open_gathered(const tqkv__attention *a, float *scratch, tqkv__
 }
 
 /* The slots of n positions; -1 where a page is none: nothing sees it, for it would have been refused. */
-static void tqkv__slots_of(const tqkv__stream *s, int64_t position, int n, int32_t *slots)
+static void tqkv__slots_of(const tqkv__stream *s, int64_t position, int n, int32_t *slot_list)
 {
     const int size = s->pages ? s->page_size : n, n_pages = s->pages ? s->capacity / size : 0;
     const int32_t *page = s->pages ? s->pages + position / size : NULL;
@@ -11205,27 +11256,27 @@ static void tqkv__slots_of(const tqkv__stream *s, int64_t position, int n, int32
         const bool known = !page || (*page >= 0 && *page < n_pages);
         int slot = page ? *page++ * (known ? size : 0) + at : at;
         const int room = page ? size - at : s->capacity - at;
-        for (end = n - j < room ? n : j + room; j < end; j++) slots[j] = known ? slot++ : -1;
+        for (end = n - j < room ? n : j + room; j < end; j++) slot_list[j] = known ? slot++ : -1;
     }
 }
 
-static void tqkv__find_slots(const tqkv__stream *s, const tqkv__list *l, const tqkv__ranks *ranks, int32_t *slots)
+static void tqkv__find_slots(const tqkv__stream *s, const tqkv__list *l, const tqkv__ranks *ranks, int32_t *slot_list)
 {
     const bool hidden = ranks->hidden && !ranks->together;
     if (!l) {
-        tqkv__slots_of(s, ranks->rank, ranks->n, slots);
+        tqkv__slots_of(s, ranks->rank, ranks->n, slot_list);
         return;
     }
     if (!s->pages && !s->ring && !hidden && l->shift == 0 && ranks->rank + ranks->n <= l->base + l->n_before) {
         /* The entries are the slots. */
-        memcpy(slots, l->entries + (ranks->rank - l->base), (size_t)ranks->n * sizeof *slots);
+        memcpy(slot_list, l->entries + (ranks->rank - l->base), (size_t)ranks->n * sizeof *slot_list);
         return;
     }
     for (int j = 0, left; j < ranks->n;) { /* block after block */
         int64_t position = tqkv__position_of(l, ranks->rank + j);
         left = (1 << l->shift) - (int)((ranks->rank + j - l->base) & ((1 << l->shift) - 1));
         for (; left > 0 && j < ranks->n; left--, j++, position++)
-            slots[j] = hidden && ranks->hidden >> j & 1 ? -1 : tqkv__slot(s, position);
+            slot_list[j] = hidden && ranks->hidden >> j & 1 ? -1 : tqkv__slot(s, position);
     }
 }
 
@@ -11241,11 +11292,11 @@ static void tqkv__find_slots_of(const tqkv__attention *a, const tqkv__list *l, t
     if (a->call.tail) tqkv__find_slots(ranks->place.tail, l, ranks, ranks->tail);
 }
 
-static bool tqkv__in_order(const int32_t *slots, int n)
+static bool tqkv__in_order(const int32_t *slot_list, int n)
 {
     int32_t differs = 0;
-    for (int j = 0; j < n; j++) differs |= slots[j] ^ (slots[0] + j);
-    return !differs && slots[0] >= 0;
+    for (int j = 0; j < n; j++) differs |= slot_list[j] ^ (slot_list[0] + j);
+    return !differs && slot_list[0] >= 0;
 }
 
 /* Whether the rows of a tile lie together, although pages end within it. */
@@ -11306,9 +11357,10 @@ static void tqkv__find_first_ranks(const tqkv__work *w, tqkv__ranks *ranks)
 }
 
 /* Slots of a tile: those of its rows, if these are together, else in scratch. ahead: the next tile's first slot, or -1 */
-static tqkv__run tqkv__run_of_ranks(const tqkv__ranks *ranks, const int32_t *slots, int scratch, int64_t ahead)
+static tqkv__run tqkv__run_of_ranks(const tqkv__ranks *ranks, const int32_t *slot_list, int scratch, int64_t ahead)
 {
-    const tqkv__run run = {ranks->together ? slots[0] : scratch, ranks->n, ahead < 0 ? 0 : (int)ahead - slots[0]};
+    const tqkv__run run = {ranks->together ? slot_list[0] : scratch, ranks->n,
+                           ahead < 0 ? 0 : (int)ahead - slot_list[0]};
     return run;
 }
 
@@ -11632,8 +11684,8 @@ typedef struct tqkv__queue {
     int n_units, n_tasks;
     int next; /* unit; atomic */
     size_t slot_floats;
-    float *slots;  /* [n_tasks][slot_floats], on cache lines of their own */
-    float *memory; /* that holds them */
+    float *slot_list; /* [n_tasks][slot_floats], on cache lines of their own */
+    float *memory;    /* that holds them */
     size_t size;
 } tqkv__queue;
 
@@ -11645,7 +11697,7 @@ static bool tqkv__queue_open(tqkv__queue *queue, const tqkv_allocator *allocator
     queue->size = ((size_t)queue->n_tasks * queue->slot_floats + more + 16) * sizeof(float);
     queue->memory = (float *)allocator->alloc(allocator->user, queue->size);
     if (!queue->memory) return false;
-    queue->slots = queue->memory + (64 - (uintptr_t)queue->memory % 64) % 64 / sizeof(float);
+    queue->slot_list = queue->memory + (64 - (uintptr_t)queue->memory % 64) % 64 / sizeof(float);
     return true;
 }
 
@@ -11786,7 +11838,7 @@ static const tqkv__part *tqkv__part_of(const tqkv__job *job, int unit)
 static void tqkv__attend_task(void *context, int index)
 {
     tqkv__job *job = (tqkv__job *)context;
-    float *slot = job->queue.slots + (size_t)index * job->queue.slot_floats;
+    float *slot = job->queue.slot_list + (size_t)index * job->queue.slot_floats;
     const uint64_t mode = tqkv__fp_exact();
     for (int unit; (unit = tqkv__queue_take(&job->queue)) >= 0;) {
         const tqkv__part *part = tqkv__part_of(job, unit);
@@ -11940,7 +11992,7 @@ static tqkv_result tqkv__run_job(tqkv__part *parts, int n_parts)
     queue->n_units = (int)n_units;
     if (!job.spread && queue->n_tasks > queue->n_units) queue->n_tasks = queue->n_units;
     if (!tqkv__queue_open(queue, allocator, job.wave_floats + totals)) return TQKV_OUT_OF_MEMORY;
-    job.waves = queue->slots + (size_t)queue->n_tasks * queue->slot_floats;
+    job.waves = queue->slot_list + (size_t)queue->n_tasks * queue->slot_floats;
     if (job.spread)
         tqkv__run_waves(&job, parallel, job.waves + job.wave_floats);
     else
@@ -12496,7 +12548,7 @@ static TQKV__NOINLINE void tqkv__score_unit(const tqkv__scoring *job, int unit, 
 static void tqkv__score_task(void *context, int index)
 {
     tqkv__scoring *job = (tqkv__scoring *)context;
-    float *slot = job->queue.slots + (size_t)index * job->queue.slot_floats;
+    float *slot = job->queue.slot_list + (size_t)index * job->queue.slot_floats;
     const uint64_t mode = tqkv__fp_exact();
     for (int unit; (unit = tqkv__queue_take(&job->queue)) >= 0;) tqkv__score_unit(job, unit, slot);
     tqkv__fp_restore(mode);
@@ -12843,7 +12895,7 @@ static void tqkv__end_shape(const tqkv_cache_desc *desc, int last, int i, tqkv_c
     const int64_t batch = desc->exact_batch ? desc->exact_batch : desc->metal ? 512 : 1;
     const int64_t room = tqkv__end_room(desc->exact_last, batch > TQKV__TILE ? batch : TQKV__TILE);
     const bool halves = stream && i < 2 && stream->format != TQKV_F16;
-    const bool as_it_is = stream && !halves && !last && desc->ring && !desc->metal;
+    const bool as_it_is = stream && !halves && !last && desc->ring;
     tqkv_store *s = &c->ends[last][i];
     if (!(last ? desc->exact_last : desc->exact_first) || (!halves && !as_it_is)) return;
     *s = *stream;
@@ -14395,7 +14447,6 @@ TQKV__COLD TQKV_API tqkv_result tqkv_cache_load(const tqkv_cache_desc *desc, tqk
     if (!out) return TQKV__INVALID("out is NULL");
     *out = NULL;
     if (!desc || !read) return TQKV__INVALID("desc or read is NULL");
-    if (!tqkv__type_size(desc->type)) return TQKV__REFUSE(UNSUPPORTED, TQKV__NO_TYPE);
     tqkv__pipe_open(&pipe, NULL, tqkv__read_held, &ahead);
     tqkv_result r = tqkv__read_header(&pipe, tqkv__magic, sizeof header, header);
     if (r != TQKV_OK) return r;
@@ -15185,27 +15236,28 @@ static TQKV__NOINLINE tqkv_result tqkv__plan_extent(const tqkv__stream *s, int n
 
 /* Adds arguments for the rows of tokens from `position` on. slots: of a KV head in memory. What encodes has bound its flag
    before, as its first buffer. */
-static tqkv_result tqkv__plan_rows(tqkv_metal_dispatch *d, const tqkv__stream *s, int slots, int n_tokens,
+static tqkv_result tqkv__plan_rows(tqkv_metal_dispatch *d, const tqkv__stream *s, int slot_list, int n_tokens,
                                    int64_t position)
 {
     if (n_tokens > INT_MAX / s->n_kv_heads) return TQKV__INVALID("2^31 rows or more");
-    const size_t n_rows = (size_t)n_tokens * (size_t)s->n_kv_heads;
+    const size_t tokens = (size_t)n_tokens, heads = (size_t)s->n_kv_heads,
+                 each = (size_t)TQKV__ENCODE_ROWS(s->head_dim);
     tqkv__rows_args args;
     args.n_tokens = n_tokens;
     args.n_kv_heads = s->n_kv_heads;
-    args.capacity = slots;
+    args.capacity = slot_list;
     args.first_slot = n_tokens ? tqkv__slot(s, position) : 0;
     args.block_scale = s->block_scale;
     args.page_size = s->n_pages ? s->page_size : 0;
-    args.n_pages = s->n_pages ? slots / s->page_size : 0;
+    args.n_pages = s->n_pages ? slot_list / s->page_size : 0;
     args.token_stride = (uint32_t)s->strides.token;
     args.head_stride = (uint32_t)s->strides.head;
     args.has_flag = d->n_bindings > 0 && d->bindings[0].size > 0;
     tqkv__plan_args(d, &args, sizeof args);
     if (d->kernel.family == TQKV_METAL_DECODE)
-        tqkv__plan_simdgroups(d, n_rows * (size_t)TQKV__ROW_LANES(s->head_dim), TQKV__SIMD_WIDTH);
+        tqkv__plan_simdgroups(d, tokens * heads * (size_t)TQKV__ROW_LANES(s->head_dim), TQKV__SIMD_WIDTH);
     else
-        tqkv__plan_simdgroups(d, n_rows, (size_t)TQKV__ENCODE_ROWS(s->head_dim));
+        tqkv__plan_simdgroups(d, (tokens / each + (tokens % each != 0)) * heads, 1); /* each has tokens of one head */
     return TQKV_OK;
 }
 
@@ -15214,7 +15266,7 @@ typedef struct tqkv__places {
     int n_tokens;
     int64_t position;
     bool by_slots;
-    tqkv_metal_buffer slots;
+    tqkv_metal_buffer slot_list;
     const int32_t *known; /* [n_tokens] or NULL */
 } tqkv__places;
 
@@ -15265,13 +15317,13 @@ static tqkv_result tqkv__plan_stream(tqkv_metal_dispatch *d, const tqkv__encode_
 {
     size_t all, kept;
     tqkv__stream *s = e->stream;
-    const int index = d->n_arguments ? TQKV__SECOND_ARGS : 0, slots = s->capacity, n_tokens = places->n_tokens;
+    const int index = d->n_arguments ? TQKV__SECOND_ARGS : 0, slot_list = s->capacity, n_tokens = places->n_tokens;
     tqkv_result r = tqkv__plan_extent(s, n_tokens, &all);
     if (r == TQKV_OK) r = tqkv__plan_places(&e->store->shape, places, s);
     if (r != TQKV_OK) return r;
     const int skipped = tqkv__first_kept(s, n_tokens);
     r = tqkv__plan_extent(s, n_tokens - skipped, &kept);
-    if (r == TQKV_OK) r = tqkv__plan_rows(d, s, slots, n_tokens - skipped, places->position + skipped);
+    if (r == TQKV_OK) r = tqkv__plan_rows(d, s, slot_list, n_tokens - skipped, places->position + skipped);
     if (r != TQKV_OK) return r;
     tqkv__plan_constant(d, index ? TQKV_FC_VALUE_FORMAT : TQKV_FC_FORMAT, (int)s->format);
     tqkv__plan_constant(d, index ? TQKV_FC_VALUE_ROTATED : TQKV_FC_ROTATED, s->rotated);
@@ -15283,7 +15335,7 @@ static tqkv_result tqkv__plan_stream(tqkv_metal_dispatch *d, const tqkv__encode_
     tqkv__plan_constant(d, index ? TQKV_FC_VALUE_SCALED : TQKV_FC_SCALED,
                         tqkv__plan_bind_channels(d, e->names[5], e->scale, e->store->channel_scale, s, true));
     tqkv__plan_bind_pages(d, places->by_slots ? "slots" : e->names[4], e->pages,
-                          places->by_slots ? places->slots : e->store->pages, s,
+                          places->by_slots ? places->slot_list : e->store->pages, s,
                           index ? TQKV_FC_VALUE_PAGES : TQKV_FC_PAGES);
     d->memory[0] = TQKV__CELL_BYTES;
     tqkv__plan_encode_memory(d, 1, s->head_dim);
@@ -15373,10 +15425,10 @@ TQKV_API tqkv_result tqkv_metal_plan_encode(const tqkv_metal_store *store, tqkv_
 }
 
 TQKV_API tqkv_result tqkv_metal_plan_encode_slots(const tqkv_metal_store *store, tqkv_metal_buffer src, int n_tokens,
-                                                  tqkv_metal_buffer slots, const int32_t *known,
+                                                  tqkv_metal_buffer slot_list, const int32_t *known,
                                                   tqkv_metal_buffer not_finite, tqkv_metal_plan *plan)
 {
-    const tqkv__places places = {n_tokens, 0, true, slots, known};
+    const tqkv__places places = {n_tokens, 0, true, slot_list, known};
     if (!tqkv__open_plan(plan, "encode_slots")) return TQKV__INVALID(TQKV__NO_PLAN);
     return tqkv__close_plan(plan, tqkv__add_encode(store, src, &places, not_finite, plan));
 }
@@ -15392,10 +15444,10 @@ TQKV_API tqkv_result tqkv_metal_plan_encode_kv(const tqkv_metal_store *keys, con
 
 TQKV_API tqkv_result tqkv_metal_plan_encode_kv_slots(const tqkv_metal_store *keys, const tqkv_metal_store *values,
                                                      tqkv_metal_buffer k, tqkv_metal_buffer v, int n_tokens,
-                                                     tqkv_metal_buffer slots, const int32_t *known,
+                                                     tqkv_metal_buffer slot_list, const int32_t *known,
                                                      tqkv_metal_buffer not_finite, tqkv_metal_plan *plan)
 {
-    const tqkv__places places = {n_tokens, 0, true, slots, known};
+    const tqkv__places places = {n_tokens, 0, true, slot_list, known};
     if (!tqkv__open_plan(plan, "encode_kv_slots")) return TQKV__INVALID(TQKV__NO_PLAN);
     return tqkv__close_plan(plan, tqkv__add_encode_kv(keys, values, k, v, &places, not_finite, plan));
 }
@@ -15443,17 +15495,17 @@ static tqkv_result tqkv__add_decode(const tqkv_metal_store *store, int64_t posit
     tqkv_result r = tqkv__plan_open(store, &s);
     if (r == TQKV_OK) r = tqkv__check_kernels(s.head_dim, s.head_dim);
     if (r != TQKV_OK) return r;
-    const int slots = s.capacity;
+    const int slot_list = s.capacity;
     if ((r = tqkv__plan_positions(&s)) != TQKV_OK) return r;
     if (n_positions < 0 || !tqkv__basis_known(basis))
         return TQKV__INVALID("n_positions is negative, or basis no tqkv_basis");
-    if (n_positions > slots) return TQKV__REFUSE(OUT_OF_RANGE, "n_positions is above the capacity");
+    if (n_positions > slot_list) return TQKV__REFUSE(OUT_OF_RANGE, "n_positions is above the capacity");
     if ((r = tqkv__check_positions(&s, n_positions, position)) != TQKV_OK) return r;
     if ((r = tqkv__plan_check_pages(&store->shape, position, n_positions, false)) != TQKV_OK) return r;
     tqkv_metal_dispatch *d = tqkv__add_dispatch(plan);
     tqkv__plan_begin(d, TQKV_METAL_DECODE, s.head_dim, s.head_dim);
     r = tqkv__plan_extent(&s, n_positions, &bytes);
-    if (r == TQKV_OK) r = tqkv__plan_rows(d, &s, slots, n_positions, position);
+    if (r == TQKV_OK) r = tqkv__plan_rows(d, &s, slot_list, n_positions, position);
     if (r != TQKV_OK) return r;
     if (!tqkv__rows_distinct(s.strides, n_positions, s.n_kv_heads, s.head_dim)) return TQKV__INVALID(TQKV__ROWS_SHARED);
     tqkv__plan_constant(d, TQKV_FC_FORMAT, (int)s.format);
@@ -15568,8 +15620,8 @@ static void tqkv__tiles_seen(const tqkv__attention *a, int64_t slice_end, int64_
    speed there: hence 4. */
 static bool tqkv__choose_matrix(const tqkv__attention *a)
 {
-    const int head_dim = a->keys.head_dim, least = tqkv__is_long(head_dim) ? 8 : 4;
-    return a->group >= (a->matrix_group ? a->matrix_group : least) && head_dim == a->value_dim &&
+    const int head_dim = a->keys.head_dim, least = a->matrix_group ? a->matrix_group : 8;
+    return a->group >= least && head_dim == a->value_dim &&
            (head_dim == 64 || head_dim == 128 || head_dim == 256 || tqkv__is_long(head_dim));
 }
 
@@ -15621,11 +15673,19 @@ static tqkv_result tqkv__choose_split(const tqkv__attention *a, int64_t first, i
     return TQKV_OK;
 }
 
+/* The positions from the oldest one of a part of the context on. Only the first ones of a ring, which end long before the queries'
+   own, have more behind them than an int counts. */
+static int tqkv__positions_behind(const tqkv__attention *a)
+{
+    const int64_t n = a->call.end - a->first;
+    return n < INT_MAX ? (int)n : 1 << 30;
+}
+
 /* What a query sees, counted from the oldest resident position: the positions up to first_newest and its number, and of those
    the last `window`, or all. Without causality it looks as far ahead as back. */
 static void tqkv__plan_seen(const tqkv__attention *a, int32_t *first_newest, int32_t *window)
 {
-    const int kv_len = (int)(a->call.end - a->first), n = a->call.n_queries, own = a->call.window;
+    const int kv_len = tqkv__positions_behind(a), n = a->call.n_queries, own = a->call.window;
     *first_newest = kv_len - n;
     *window = own < kv_len ? own : 0;
     if (!a->call.non_causal) return;
@@ -15668,22 +15728,29 @@ static int tqkv__list_inside(const tqkv__attention *a) { return (int)(a->first %
 static bool tqkv__list_in_order(const tqkv__attention *a, int64_t slice_end)
 {
     const int64_t slot = slice_end > a->first ? tqkv__slot(&a->keys, a->first) : 0;
+    if (a->newest_halves) return false;
     return slot >= tqkv__list_inside(a) && slot + (slice_end - a->first) <= a->keys.capacity;
 }
 
-/* The slot of the first position of the block of the oldest resident one. */
+/* The slot of the first position of the block of the oldest resident one. Of newest halves, whose ring is short and whose oldest
+   position depends on all queries of the call: its place in a stretch, so that a query's ranks are divided as if it were alone. */
 static int64_t tqkv__list_base(const tqkv__attention *a, int64_t slice_end)
 {
+    const int64_t length = TQKV__STRETCH_TILES * TQKV__SIMD_WIDTH;
+    if (a->newest_halves) return (a->first - tqkv__list_inside(a)) % length;
     if (!tqkv__list_in_order(a, slice_end) || slice_end == a->first) return 0;
     return tqkv__slot(&a->keys, a->first) - tqkv__list_inside(a);
 }
 
-/* The first position, counted from the oldest resident one, of the block where the window of a query begins. */
+/* The first position, counted from the oldest resident one, of the block where the window of a query begins, or its newest
+   halves. */
 static int64_t tqkv__window_block(const tqkv__attention *a, int query)
 {
     int32_t newest, window;
     tqkv__plan_seen(a, &newest, &window);
-    const int64_t end = (int64_t)newest + query + 1, from = window && end > window ? end - window : 0;
+    const int64_t end = (int64_t)newest + query + 1, own = tqkv__exact_at(a, query) - a->first;
+    int64_t from = window && end > window ? end - window : 0;
+    if (a->newest_halves && own > from) from = own;
     return (from + tqkv__list_inside(a)) / a->call.list_block * a->call.list_block;
 }
 
@@ -15730,10 +15797,11 @@ typedef struct tqkv__slice_buffers {
 typedef struct tqkv__attend_buffers {
     const tqkv_metal_store *keys, *values, *tail; /* tail: NULL without one */
     tqkv_metal_buffer sinks, tree, q, scratch, out;
-    tqkv__slice_buffers slice;          /* zero: attends to all positions */
-    int64_t slice_end;                  /* of the positions to attend to */
-    const tqkv_metal_store *ends[2][2]; /* of tqkv__attention */
-    tqkv_metal_buffer list, list_rows;  /* the caller's, and what attend_list makes of them */
+    tqkv__slice_buffers slice;                       /* zero: attends to all positions */
+    int64_t slice_end;                               /* of the positions to attend to */
+    int halves;                                      /* TQKV_FC_HALVES */
+    const tqkv_metal_store *ends[2][2], *first_tail; /* of tqkv__attention */
+    tqkv_metal_buffer list, list_rows;               /* the caller's, and what attend_list makes of them */
 } tqkv__attend_buffers;
 
 /* Whether keys and values look up the same entries of one table. */
@@ -15758,25 +15826,42 @@ static void tqkv__plan_list_args(const tqkv__attention *a, int64_t slice_end, tq
 }
 
 /* What attention and index_scores have in common. slots: of a KV head in memory */
-static TQKV__NOINLINE void tqkv__plan_key_args(const tqkv__attention *a, int slots, tqkv__attend_args *args)
+static TQKV__NOINLINE void tqkv__plan_key_args(const tqkv__attention *a, int slot_list, tqkv__attend_args *args)
 {
     memset(args, 0, sizeof *args);
     args->n_queries = a->call.n_queries;
     args->n_kv_heads = a->n_kv_heads;
     args->group = a->group;
-    args->kv_len = (int)(a->call.end - a->first);
+    args->kv_len = tqkv__positions_behind(a);
     args->query_token_stride = (uint32_t)a->call.query_strides.token;
     args->query_head_stride = (uint32_t)a->call.query_strides.head;
     args->scale = a->call.scale;
     args->key_capacity = a->keys.capacity;
     args->key_oldest_slot = args->kv_len ? tqkv__slot(&a->keys, a->first) : 0;
     args->key_block_scale = a->keys.block_scale;
-    args->key_slots = slots;
+    args->key_slots = slot_list;
     if (!a->keys.n_pages) return;
     args->key_page_size = a->keys.page_size;
-    args->key_last_page = slots / a->keys.page_size - 1;
+    args->key_last_page = slot_list / a->keys.page_size - 1;
     if (!tqkv__has_small_pages(a))
         tqkv__plan_division(a->keys.page_size, &args->key_page_factor, &args->key_page_shift);
+}
+
+/* Where the newest halves of each query begin, from the newest position that it sees; without halves behind all of them. As far as
+   it matters, so that no sum is too large. */
+static void tqkv__plan_boundary(const tqkv__attention *a, tqkv__attend_args *args)
+{
+    const int own = args->kv_len - a->call.n_queries,
+              most = args->kv_len + a->call.n_queries; /* own: the first query's */
+    const bool one = a->call.non_causal && !a->call.window;
+    const int64_t from = (one ? tqkv__exact_at(a, 0) : a->call.exact_from) - a->first;
+    if (!a->exact[1][0] && !a->exact[1][1]) {
+        args->exact_from = INT_MAX;
+        return;
+    }
+    args->exact_last = one || a->call.exact_last > most ? most : a->call.exact_last;
+    args->exact_last += args->first_newest - own;
+    args->exact_from = from < 0 ? 0 : from < INT_MAX ? (int)from : INT_MAX;
 }
 
 static void tqkv__plan_attend_args(const tqkv__attention *a, const tqkv__attend_buffers *b, const tqkv__split *split,
@@ -15785,6 +15870,7 @@ static void tqkv__plan_attend_args(const tqkv__attention *a, const tqkv__attend_
     tqkv__plan_key_args(a, b->keys->shape.capacity, args);
     tqkv__plan_seen(a, &args->first_newest, &args->window);
     args->slice_end = (int)(b->slice_end - a->first);
+    tqkv__plan_boundary(a, args);
     args->first_stretch = split->first_stretch;
     args->stretch_tiles = TQKV__STRETCH_TILES;
     args->n_short = split->n_short;
@@ -15996,7 +16082,7 @@ static void tqkv__plan_attend_splits(tqkv_metal_dispatch *d, const tqkv__attenti
     tqkv__plan_bind_channels(d, "tail's center", 15, tail->center, &a->tail, tail_center);
     tqkv__plan_bind_key_scale(d, "keys' channel_scale", 17, b->keys, &a->keys, original, center, key_scales);
     tqkv__plan_bind_key_scale(d, "tail's channel_scale", 18, tail, &a->tail, original, tail_center, tail_scales);
-    tqkv__plan_constant(d, TQKV_FC_HALVES, TQKV__ALL_POSITIONS);
+    tqkv__plan_constant(d, TQKV_FC_HALVES, b->halves);
     tqkv__plan_bind(d, "lists", 16, b->list_rows, tqkv__list_rows_size(a), false);
     if (a->call.list) d->barrier = b->list_rows.buffer;
     tqkv__plan_bind_rows(d, "out", TQKV_METAL_ONLY_CHECKED, b->out, TQKV_FC_TYPE, a->call.output_type,
@@ -16022,6 +16108,7 @@ static void tqkv__plan_list(tqkv_metal_dispatch *d, const tqkv__attention *a, co
     tqkv__plan_bind(d, "arguments", TQKV__ITEMS_OF_LIST, b->tree, 0, false);
     tqkv__plan_constant(d, TQKV_FC_TREE, a->call.tree != NULL);
     tqkv__plan_constant(d, TQKV_FC_BATCH, false);
+    tqkv__plan_constant(d, TQKV_FC_HALVES, b->halves);
     d->memory[0] = TQKV__SIMD_WIDTH * sizeof(uint32_t);
     d->grid[0] = n_rows;
     d->n_simdgroups = length / 32 < 31 ? (int)length / 32 + 1 : 32;
@@ -16089,39 +16176,62 @@ static void tqkv__plan_attend_merge(tqkv_metal_dispatch *d, const tqkv__attentio
     d->barrier = b->scratch.buffer;
 }
 
-/* Part i of the context, [borders[i], borders[i + 1]): 0 and 2 are read as halves where stores hold them so. */
-static void tqkv__find_borders(const tqkv__attention *a, int64_t slice_end, int64_t borders[4])
+/* The positions of each part of the context up to slice_end. First and last are read as halves where stores hold them so. What a
+   query reads as newest halves depends on its own position: where several begin the last part and the codes overlap. */
+static void tqkv__find_parts(const tqkv__attention *a, int64_t slice_end, tqkv__range parts[TQKV__PARTS])
 {
     const bool first = a->exact[0][0] || a->exact[0][1], last = a->exact[1][0] || a->exact[1][1];
-    borders[0] = borders[1] = a->first;
-    borders[2] = borders[3] = slice_end;
-    if (first && a->exact_below > a->first) borders[1] = a->exact_below < slice_end ? a->exact_below : slice_end;
-    if (last && a->exact_from < slice_end) borders[2] = a->exact_from;
-    if (borders[2] < borders[1]) borders[2] = borders[1];
+    const int64_t low = tqkv__exact_at(a, 0), high = tqkv__exact_at(a, a->call.n_queries - 1);
+    tqkv__range *codes = &parts[TQKV__CODES_PART], *newest = &parts[TQKV__LAST_PART];
+    for (int i = 0; i < TQKV__PARTS; i++) parts[i].from = parts[i].to = i == TQKV__LAST_PART ? slice_end : a->first;
+    codes->to = slice_end;
+    if (first && a->exact_below > a->first) codes->from = a->exact_below < slice_end ? a->exact_below : slice_end;
+    parts[TQKV__FIRST_PART].to = codes->from;
+    if (a->kept) {
+        parts[TQKV__FIRST_PART].from = 0;
+        parts[TQKV__FIRST_PART].to = a->exact_below < slice_end ? a->exact_below : slice_end;
+    }
+    if (!last) return;
+    if (low < slice_end) newest->from = low > codes->from ? low : codes->from;
+    if (high < slice_end) codes->to = high > codes->from ? high : codes->from;
 }
 
-/* The attention to part i alone. */
-static void tqkv__take_part(const tqkv__attention *a, const tqkv__attend_buffers *b, int i, const int64_t borders[4],
+/* The attention to part i alone, and its streams. */
+static void tqkv__take_part(const tqkv__attention *a, const tqkv__attend_buffers *b, int i, tqkv__range positions,
                             tqkv__attention *part, tqkv__attend_buffers *buffers)
 {
-    const int last = i / 2;
+    const int last = i == TQKV__LAST_PART;
+    const int64_t gone =
+        a->first - a->kept; /* between the first positions, where they are kept, and the oldest resident one */
+    const bool ends = a->exact[1][0] || a->exact[1][1];
     *part = *a;
     *buffers = *b;
-    part->first = borders[i];
-    buffers->slice_end = borders[i + 1];
-    if (i != 1 && a->exact[last][0]) part->keys = a->ends[last][0];
-    if (i != 1 && a->exact[last][0]) buffers->keys = b->ends[last][0];
-    if (i != 1 && a->exact[last][1]) part->values = a->ends[last][1];
-    if (i != 1 && a->exact[last][1]) buffers->values = b->ends[last][1];
+    part->first = positions.from;
+    part->newest_halves = last;
+    buffers->slice_end = positions.to;
+    buffers->halves = last                            ? TQKV__NEWEST_HALVES
+                      : ends && i == TQKV__CODES_PART ? TQKV__BEFORE_HALVES
+                                                      : TQKV__ALL_POSITIONS;
+    if (i != TQKV__CODES_PART && a->exact[last][0]) part->keys = a->ends[last][0];
+    if (i != TQKV__CODES_PART && a->exact[last][0]) buffers->keys = b->ends[last][0];
+    if (i != TQKV__CODES_PART && a->exact[last][1]) part->values = a->ends[last][1];
+    if (i != TQKV__CODES_PART && a->exact[last][1]) buffers->values = b->ends[last][1];
+    if (i != TQKV__FIRST_PART || !a->kept) return;
+    if (a->call.tail) part->tail = a->first_tail;
+    if (a->call.tail) buffers->tail = b->first_tail;
+    if (a->call.list_newest) /* counts what there is */
+        part->call.list_newest = gone < INT_MAX - a->call.list_newest ? a->call.list_newest + (int)gone : INT_MAX;
 }
 
 /* Divides each part, and scratch: rows of lists, then sums, then states. Those of the first and last part lie before the others,
    whose number may be more than the merge reads. *all: of all parts */
-static tqkv_result tqkv__split_parts(const tqkv__attention *a, const tqkv__attend_buffers *b, const int64_t borders[4],
-                                     size_t most_sums, tqkv__split splits[TQKV__PARTS], tqkv__split *all)
+static tqkv_result tqkv__split_parts(const tqkv__attention *a, const tqkv__attend_buffers *b,
+                                     const tqkv__range parts[TQKV__PARTS], size_t most_sums,
+                                     tqkv__split splits[TQKV__PARTS], tqkv__split *all)
 {
     static const int order[] = {TQKV__FIRST_PART, TQKV__LAST_PART, TQKV__CODES_PART};
-    const bool halves = borders[0] < borders[1] || borders[2] < borders[3];
+    const tqkv__range *first_part = &parts[TQKV__FIRST_PART], *last_part = &parts[TQKV__LAST_PART];
+    const bool halves = first_part->from < first_part->to || last_part->from < last_part->to;
     tqkv__attention part;
     tqkv__attend_buffers buffers;
     int64_t first, end;
@@ -16130,8 +16240,8 @@ static tqkv_result tqkv__split_parts(const tqkv__attention *a, const tqkv__atten
     for (int i = 0; i < TQKV__PARTS; i++) {
         const int p = order[i];
         tqkv__split *own = &splits[p];
-        if (borders[p] == borders[p + 1] && (p != TQKV__CODES_PART || halves)) continue;
-        tqkv__take_part(a, b, p, borders, &part, &buffers);
+        if (parts[p].from == parts[p].to && (p != TQKV__CODES_PART || halves)) continue;
+        tqkv__take_part(a, b, p, parts[p], &part, &buffers);
         tqkv__tiles_seen(&part, buffers.slice_end, &first, &end);
         if (a->call.list) tqkv__listed_tiles(&part, buffers.slice_end, &first, &end);
         const tqkv_result r = tqkv__choose_split(&part, first, end, p == TQKV__CODES_PART ? most_sums : SIZE_MAX, own);
@@ -16155,10 +16265,10 @@ static tqkv_result tqkv__plan_attention(const tqkv__attention *a, const tqkv__at
     tqkv__split splits[TQKV__PARTS], all;
     tqkv__attention part;
     tqkv__attend_buffers behind = *b, buffers;
-    int64_t borders[4];
-    tqkv__find_borders(a, b->slice_end, borders);
+    tqkv__range parts[TQKV__PARTS];
+    tqkv__find_parts(a, b->slice_end, parts);
     tqkv_result r = tqkv__check_non_causal(a);
-    if (r == TQKV_OK) r = tqkv__split_parts(a, b, borders, most_sums, splits, &all);
+    if (r == TQKV_OK) r = tqkv__split_parts(a, b, parts, most_sums, splits, &all);
     if (r != TQKV_OK) return r;
     behind.scratch = tqkv__buffer_after(b->scratch, all.list_at);
     plan->listed = a->call.list != NULL;
@@ -16167,7 +16277,7 @@ static tqkv_result tqkv__plan_attention(const tqkv__attention *a, const tqkv__at
         plan->has[p] = splits[p].n_partials > 0;
         if (!plan->has[p]) continue;
         splits[p].states_at += all.sums_size;
-        tqkv__take_part(a, &behind, p, borders, &part, &buffers);
+        tqkv__take_part(a, &behind, p, parts[p], &part, &buffers);
         buffers.list_rows = tqkv__buffer_after(b->scratch, splits[p].list_at);
         tqkv__plan_attend_splits(&plan->attends[p], &part, &buffers, &splits[p]);
         if (plan->listed) tqkv__plan_list(&plan->lists[p], &part, &buffers, &plan->attends[p]);
@@ -16206,7 +16316,7 @@ static void tqkv__plan_slice(tqkv_metal_dispatch *d, const tqkv__attention *a, c
 /* An attention over buffers as one over stores. */
 typedef struct tqkv__plan_call {
     tqkv_attention attention;
-    tqkv_store keys, values, tail, ends[2][2];
+    tqkv_store keys, values, tail, ends[2][2], first_tail;
 } tqkv__plan_call;
 
 static bool tqkv__same_buffer(tqkv_metal_buffer a, tqkv_metal_buffer b)
@@ -16313,6 +16423,16 @@ static tqkv_result tqkv__plan_shape(const tqkv_metal_attention *from, tqkv__plan
     to->keys = &call->keys;
     to->values = &call->values;
     to->tail = from->tail ? &call->tail : NULL;
+    to->first_tail = NULL;
+    if (from->tail && from->first_tail && to->exact_first) {
+        if (!tqkv__same_buffer(from->first_tail->center, from->tail->center) ||
+            !tqkv__same_buffer(from->first_tail->channel_scale, from->tail->channel_scale))
+            return TQKV__INVALID("first_tail: a store with another centre or scale than the tail");
+        tqkv__plan_store(from->first_tail, &call->first_tail);
+        call->first_tail.center = call->tail.center;
+        call->first_tail.channel_scale = call->tail.channel_scale;
+        to->first_tail = &call->first_tail;
+    }
     if ((r = tqkv__plan_end_shapes(from, call)) != TQKV_OK) return r;
     if (from->tree.buffer && !to->tree) to->tree = tqkv__unknown_tree;
     if (from->list.buffer && !to->list) to->list = tqkv__unknown_list;
@@ -16347,8 +16467,12 @@ static tqkv_result tqkv__plan_ends(const tqkv_metal_attention *from, tqkv__atten
 {
     if (!a->call.exact_first && !a->call.exact_last) return TQKV_OK;
     a->shared = tqkv__plan_shared(from, a);
-    const tqkv_result r = tqkv__take_ends(a, tqkv__stream_shape);
+    tqkv_result r = tqkv__take_ends(a, tqkv__stream_shape);
+    if (r == TQKV_OK && a->call.exact_first) r = tqkv__take_kept(a, tqkv__stream_shape);
     if (r != TQKV_OK) return r;
+    if (a->kept && a->call.window && a->call.end > 1 << 30)
+        return TQKV__REFUSE(UNSUPPORTED, "exact_first of a ring behind 2^30 positions, and a window: not on a GPU");
+    b->first_tail = from->first_tail;
     b->ends[0][0] = from->first_keys;
     b->ends[0][1] = a->shared ? from->first_keys : from->first_values;
     b->ends[1][0] = from->last_keys;
@@ -16359,8 +16483,8 @@ static tqkv_result tqkv__plan_ends(const tqkv_metal_attention *from, tqkv__atten
         if (a->keys.page_size && a->exact[last][0] && from->tail)
             return TQKV__REFUSE(UNSUPPORTED, "exact_first or exact_last of keys with a tail in pages: not on a GPU");
     }
-    const bool last = a->exact[1][0] || a->exact[1][1], meet = last && a->exact_from < a->exact_below;
-    if (!meet || (a->exact[0][0] == a->exact[1][0] && a->exact[0][1] == a->exact[1][1])) return TQKV_OK;
+    const bool last = a->exact[1][0] || a->exact[1][1], meet = last && tqkv__exact_at(a, 0) < a->exact_below;
+    if (!meet || ((a->exact[0][0] || !a->exact[1][0]) && (a->exact[0][1] || !a->exact[1][1]))) return TQKV_OK;
     return TQKV__REFUSE(UNSUPPORTED, "exact_first and exact_last meet, and are of different streams: not on a GPU");
 }
 
@@ -16373,7 +16497,9 @@ static tqkv_result tqkv__plan_range(const tqkv_metal_attention *from, int64_t fi
     if (r != TQKV_OK) return r;
     if (!slice) b->sinks = from->sinks;
     const tqkv__range range = {slice ? first : a->first, slice ? first + count : a->call.end};
+    const bool begins = range.from == a->first && (range.from < range.to || range.to == a->call.end);
     if (known) r = tqkv__check_seen(a, range);
+    if (!begins) a->kept = 0;
     a->first = range.from;
     b->slice_end = range.to;
     return r;
@@ -16389,6 +16515,7 @@ static tqkv_result tqkv__plan_call_of(const tqkv_metal_attention *from, int64_t 
     if (r == TQKV_OK) r = tqkv__plan_check_streams(from, &a);
     if (r == TQKV_OK) r = tqkv__attention_range(&call.attention, &a);
     if (r == TQKV_OK) r = tqkv__plan_ends(from, &a, b);
+    if (r == TQKV_OK) r = tqkv__check_window(&a);
     if (r == TQKV_OK) r = tqkv__plan_range(from, first, count, &a, b);
     if (r == TQKV_OK) r = tqkv__plan_attention_positions(&a);
     if (r != TQKV_OK) return r;
@@ -16508,7 +16635,8 @@ static tqkv_result tqkv__add_scratch_of_end(const tqkv__attention *a, int last, 
     const tqkv_attention *call = &a->call;
     const tqkv_store *keys = last ? call->last_keys : call->first_keys,
                      *values = last ? call->last_values : call->first_values;
-    const int64_t n = last ? call->exact_last : call->exact_first, length = TQKV__STRETCH_TILES * TQKV__SIMD_WIDTH;
+    const int64_t newest = call->exact_last ? (int64_t)call->exact_last + call->n_queries : 0,
+                  n = last ? newest : call->exact_first, length = TQKV__STRETCH_TILES * TQKV__SIMD_WIDTH;
     if (!n || (!keys && !values)) return TQKV_OK;
     const bool ring = keys ? keys->ring : a->keys.ring;
     const int64_t room = !ring ? 0 : keys ? keys->capacity : a->keys.capacity;
@@ -16567,7 +16695,7 @@ static bool tqkv__joins(int constant)
 {
     return constant == TQKV_FC_COLUMNS || constant == TQKV_FC_MANY_QUERIES || constant == TQKV_FC_SAME_SLOTS ||
            constant == TQKV_FC_SHORT_STORE || constant == TQKV_FC_PAGES || constant == TQKV_FC_SMALL_PAGES ||
-           constant == TQKV_FC_TREE || constant == TQKV_FC_TAIL_ELSEWHERE;
+           constant == TQKV_FC_TREE || constant == TQKV_FC_TAIL_ELSEWHERE || constant == TQKV_FC_HALVES;
 }
 
 static bool tqkv__sees_nothing(const tqkv_metal_dispatch *attend) { return tqkv__attend_args_of(attend).kv_len == 0; }
@@ -17182,6 +17310,7 @@ static tqkv_metal_store tqkv__store_in_buffer(const tqkv_cache *c, tqkv_metal_bu
     memset(&store.center, 0, sizeof store.center);
     memset(&store.channel_scale, 0, sizeof store.channel_scale);
     if (s->center) store.center = tqkv__buffer_of_part(c, memory, s->center);
+    if (s->channel_scale) store.channel_scale = tqkv__buffer_of_part(c, memory, s->channel_scale);
     memset(&store.pages, 0, sizeof store.pages);
     return store;
 }
@@ -17225,21 +17354,17 @@ static tqkv_result tqkv__check_on_gpu(const tqkv_cache *c, int n_tokens)
     if (tqkv__newest_room(c) && n_tokens &&
         (wanted < c->keys.capacity ? wanted : c->keys.capacity) > tqkv__newest_room(c))
         return TQKV__REFUSE(OUT_OF_RANGE, "n_tokens: more than exact_batch");
-    for (int i = 0; i < TQKV__CACHE_STREAMS; i++)
-        if (tqkv__end_of(c, i) && (i == 2 || tqkv__stream_of(c, i)->format == TQKV_F16))
-            return TQKV__REFUSE(UNSUPPORTED, "exact_first of a ring with F16 or a tail: not on a GPU");
     return TQKV_OK;
 }
 
-/* The rows of a tail that lies apart from the keys come behind all of theirs. */
-static tqkv_result tqkv__add_tail(const tqkv_cache *c, tqkv_metal_buffer memory, const tqkv__places *places,
+/* The tail, whose rows lie apart from the keys, and in a ring its first positions. */
+static tqkv_result tqkv__add_tail(const tqkv_cache *c, tqkv_metal_buffer memory, const tqkv_store *to,
+                                  tqkv_metal_buffer rows, tqkv_strides strides, const tqkv__places *places,
                                   tqkv_metal_buffer not_finite, tqkv_metal_plan *plan)
 {
-    const tqkv_strides none = {0, 0};
-    const tqkv_metal_binding *keys = tqkv__binding_at(&plan->d[0], 1);
-    const tqkv_metal_buffer rows = tqkv__buffer_after(keys->at, keys->size);
-    tqkv_metal_store tail = tqkv__store_in_buffer(c, memory, &c->tail);
-    tail.shape.strides = none;
+    tqkv_metal_store tail = tqkv__store_in_buffer(c, memory, to);
+    tail.shape.type = c->tail.type;
+    tail.shape.strides = strides;
     return tqkv__add_encode(&tail, rows, places, not_finite, plan);
 }
 
@@ -17255,6 +17380,8 @@ TQKV_API tqkv_result tqkv_metal_plan_cache_append(const tqkv_cache *c, tqkv_meta
     const tqkv_cache_layout own = tqkv__layout_of_call(c, layout);
     const tqkv_strides strides[] = {own.k, own.v};
     const tqkv_metal_buffer rows[] = {k, v};
+    tqkv_metal_buffer tail_rows = v;
+    tqkv_strides tail_strides = own.v;
     tqkv_metal_store keys = tqkv__store_in_buffer(c, memory, &c->keys),
                      others = tqkv__store_in_buffer(c, memory, tail && !apart ? &c->tail : &c->values);
     keys.shape.strides = own.k;
@@ -17263,7 +17390,19 @@ TQKV_API tqkv_result tqkv_metal_plan_cache_append(const tqkv_cache *c, tqkv_meta
     if (r == TQKV_OK)
         r = c->shared && !tail ? tqkv__add_encode(&keys, k, &places, not_finite, plan)
                                : tqkv__add_encode_kv(&keys, &others, k, v, &places, not_finite, plan);
-    if (r == TQKV_OK && apart) r = tqkv__add_tail(c, memory, &places, not_finite, plan);
+    if (r == TQKV_OK && apart) { /* its rows come behind all of the keys' */
+        const tqkv_strides none = {0, 0};
+        const tqkv_metal_binding *of_keys = tqkv__binding_at(&plan->d[0], 1);
+        tail_rows = tqkv__buffer_after(of_keys->at, of_keys->size);
+        tail_strides = none;
+        r = tqkv__add_tail(c, memory, &c->tail, tail_rows, tail_strides, &places, not_finite, plan);
+    }
+    const int64_t left = c->exact_first - c->attention.end;
+    if (r == TQKV_OK && tqkv__end_of(c, 2) && (left > 0 || !n_tokens)) {
+        const tqkv__places kept =
+            tqkv__places_from(left < n_tokens && n_tokens ? (int)left : n_tokens, n_tokens ? c->attention.end : 0);
+        r = tqkv__add_tail(c, memory, tqkv__end_of(c, 2), tail_rows, tail_strides, &kept, not_finite, plan);
+    }
     for (int first = 0; r == TQKV_OK && first <= TQKV__LAST_KEYS; first += TQKV__LAST_KEYS)
         r = tqkv__plan_halves(c, memory, strides, first, rows, n_tokens, not_finite, plan);
     return tqkv__close_plan(plan, r);
@@ -17297,6 +17436,7 @@ static void tqkv__open_cache_call(const tqkv_cache *c, tqkv_metal_buffer memory,
     a->values = &call->stores[values];
     a->tail = tqkv__store_of_call(c, call, 2);
     a->first_keys = tqkv__store_of_call(c, call, TQKV__FIRST_ENDS);
+    a->first_tail = tqkv__store_of_call(c, call, TQKV__FIRST_ENDS + 2);
     a->first_values = tqkv__store_of_call(c, call, TQKV__FIRST_ENDS + values);
     a->last_keys = tqkv__store_of_call(c, call, TQKV__LAST_ENDS);
     a->last_values = tqkv__store_of_call(c, call, TQKV__LAST_ENDS + values);
@@ -17334,9 +17474,9 @@ TQKV_API tqkv_result tqkv_metal_plan_cache_attend(const tqkv_cache *c, tqkv_meta
     tqkv__cache_call call;
     if (!tqkv__open_plan(plan, "attend")) return TQKV__INVALID(TQKV__NO_PLAN);
     if (!c || n_queries <= 0) return tqkv__close_plan(plan, TQKV__INVALID(TQKV__NO_CACHE_QUERIES));
+    const tqkv_result r = tqkv__check_on_gpu(c, 0);
+    if (r != TQKV_OK) return tqkv__close_plan(plan, r);
     const tqkv_cache_layout own = tqkv__layout_of_call(c, layout);
-    const tqkv_result on_gpu = tqkv__check_on_gpu(c, 0);
-    if (on_gpu != TQKV_OK) return tqkv__close_plan(plan, on_gpu);
     tqkv__open_cache_call(c, memory, some, &call);
     call.attention.attention.n_queries = n_queries;
     call.attention.attention.query_strides = own.q;
@@ -17433,6 +17573,7 @@ static void tqkv__take_all_parts(tqkv_attention *a, const tqkv_store *keys, cons
     const tqkv_store *const stores[] = {keys, values};
     const int64_t end = (int64_t)a->exact_first + a->exact_last + 1; /* one that is neither */
     a->end = end;
+    a->exact_from = 0;
     a->kv_len = end < INT_MAX ? (int)end : INT_MAX;
     for (int i = 0; i < 2; i++) {
         const int64_t room = tqkv__positions_in(stores[i]);
