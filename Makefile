@@ -73,6 +73,7 @@ deps: ## install what the library and the examples need
 
 deps-test: ## install what the tests need
 	@$(call install,$(if $(filter Darwin,$(SYSTEM)),$(BREW) $(BREW_TEST),$(DEB) $(DEB_TEST)))
+	@$(MAKE) --no-print-directory $(PYTHON_READY)
 
 # ---- The header that users copy ----
 
@@ -145,9 +146,11 @@ include tests/rules.mk
 -include tests/fuzz/rules.mk
 -include tests/lint.mk
 -include tests/metal/rules.mk
+-include packaging/swift/rules.mk
 -include tests/cuda/rules.mk
 -include bench/rules.mk
 -include bench/model/rules.mk
+-include bench/models/rules.mk
 
 # ---- Everything together ----
 
@@ -174,5 +177,5 @@ format-check: ## fail where `make format` would change something
 	elif $(CLANG_FORMAT) --dry-run -Werror $(SOURCES_FORMATTED); then echo "1 passed, 0 failed"; \
 	else echo "0 passed, 1 failed"; exit 1; fi
 
-clean: ## remove what was built
-	rm -rf $(BUILD)
+clean: ## remove what was built, but not what was downloaded
+	rm -rf $(filter-out $(PYTHON),$(wildcard $(BUILD)/*))

@@ -576,6 +576,15 @@ tqkv_result tqkv_metal_unrotate(tqkv_metal *m, tqkv_metal_object encoder, tqkv_m
     return tqkv_metal_record(m, encoder, &plan);
 }
 
+tqkv_result tqkv_metal_calibrate(tqkv_metal *m, tqkv_metal_object encoder, const tqkv_metal_store *shape,
+                                 tqkv_metal_buffer src, int n_tokens, tqkv_metal_buffer q, int n_heads, int n_queries,
+                                 tqkv_pairs pairs, tqkv_metal_buffer center, tqkv_metal_buffer channel_scale)
+{
+    tqkv_metal_plan plan;
+    tqkv_metal_plan_calibrate(shape, src, n_tokens, q, n_heads, n_queries, pairs, center, channel_scale, &plan);
+    return tqkv_metal_record(m, encoder, &plan);
+}
+
 tqkv_result tqkv_metal_attend_scratch(tqkv_metal *m, const tqkv_metal_attention *a, size_t *bytes)
 {
     return m ? tqkv__planned(m, tqkv_metal_plan_attend_scratch(a, bytes), "attend_scratch") : TQKV_INVALID_ARGUMENT;
@@ -1444,7 +1453,7 @@ static tqkv_result tqkv__check_product(tqkv_metal *m, tqkv_metal_plan *plan, con
 {
     char text[300];
     tqkv_result r = tqkv__run_plan(m, plan);
-    if (r == TQKV_METAL_ERROR) r = tqkv__run_plan(m, plan);
+    if (r == TQKV_METAL_ERROR && (r = tqkv__run_plan(m, plan)) == TQKV_OK) tqkv__fail(m, r, "%s", "");
     if (r != TQKV_OK && (r != TQKV_METAL_ERROR || tqkv__is_built(m, &plan->d[0].kernel))) return r;
     m->matrices = r == TQKV_OK && tqkv_metal_has_matrices(report);
     tqkv_metal_error(m, text, sizeof text);

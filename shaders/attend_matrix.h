@@ -65,12 +65,15 @@ inline float scale_of_norm(uint format, float norm, float block_scale)
     return has_norms(format) && one_norm<D>(format) ? code_scale<D>(format, norm, block_scale) : 1.0f;
 }
 
-// The norms of the tile at slot `base`. With few columns the walk holds them, and loads those of the tile at `next_base`.
+// Whether a walk holds the norms of its next tile.
+#define HOLDS_NORMS(F) (TQKV_LOADS_AHEAD > 1 && (F) <= 2)
+
+// The norms of the tile at slot `base`. If so the walk holds them, and loads those of the tile at `next_base`.
 template <int D, int F>
 inline void next_tile_norms(constant tqkv__attend_args &args, thread const attend_task &task, tile_memory base,
                             tile_memory next_base, thread tile_norms &held, thread tile_norms &norms)
 {
-    if (F > 2) {
+    if (!HOLDS_NORMS(F)) {
         load_tile_norms<D>(args, task, base, norms);
         return;
     }
@@ -213,7 +216,7 @@ inline void load_key_chunk(constant tqkv__attend_args &args, thread const attend
 
 // Chunks that a lane loads before it uses the first of them: two, or one where the sums leave no registers for more.
 #define MATRIX_KEY_BATCH(D, W, F)                                                                                      \
-    (((F) > 2 && !TQKV_STORED_RIGHTS) || (D) / (4 * MATRIX_KEY_VALUES(D, W)) % 2 != 0 ? 1 : 2)
+    (TQKV_LOADS_AHEAD == 1 || ((F) > 2 && !TQKV_STORED_RIGHTS) || (D) / (4 * MATRIX_KEY_VALUES(D, W)) % 2 != 0 ? 1 : 2)
 
 template <int D, int W, int F>
 struct key_batch {
@@ -755,7 +758,7 @@ inline void attend_by_matrices(constant tqkv__attend_args &args, thread const at
     walk.base = find_tile(args, task.pages, walk.steps.tile);
     walk.newest = newest_of_columns(args, task.first_column);
     open_key_batch<D, F>(args, task, first_part(args, task), walk.base.keys, walk.keys);
-    if (F <= 2) load_tile_norms<D>(args, task, walk.base, walk.norms);
+    if (HOLDS_NORMS(F)) load_tile_norms<D>(args, task, walk.base, walk.norms);
     load_value_book(key_format, false, tables, thread_index, n_threads);
     load_value_book(value_format, true, tables + 256, thread_index, n_threads);
     load_matrix_queries<D, F>(args, task, first_part(args, task), memory);

@@ -20,10 +20,10 @@
 #define TQKV_METAL_API TQKV_API
 #endif
 
-#ifdef __OBJC__
+#if defined(__OBJC__) && !defined(__swift__)
 typedef __unsafe_unretained id tqkv_metal_object; /* not retained: the caller keeps it alive during a call */
 #else
-typedef void *tqkv_metal_object;
+typedef void *tqkv_metal_object; /* in Swift, too, which would take any value for an id and pass a box around it */
 #endif
 
 typedef struct tqkv_metal_desc {
@@ -111,6 +111,13 @@ TQKV_METAL_API tqkv_result tqkv_metal_rotate(tqkv_metal *m, tqkv_metal_object en
                                              int n_rows, int head_dim);
 TQKV_METAL_API tqkv_result tqkv_metal_unrotate(tqkv_metal *m, tqkv_metal_object encoder, tqkv_metal_buffer rows,
                                                int n_rows, int head_dim);
+
+/* As tqkv_calibrate, to the same bits, but both results are written, and NaN, infinity and large magnitudes are not detected. q:
+   zero for none. Of shape no buffer is read. */
+TQKV_METAL_API tqkv_result tqkv_metal_calibrate(tqkv_metal *m, tqkv_metal_object encoder, const tqkv_metal_store *shape,
+                                                tqkv_metal_buffer src, int n_tokens, tqkv_metal_buffer q, int n_heads,
+                                                int n_queries, tqkv_pairs pairs, tqkv_metal_buffer center,
+                                                tqkv_metal_buffer channel_scale);
 
 /* tqkv_attention with buffers. NaN and Inf in q or sinks are not detected; they spread. */
 typedef struct tqkv_metal_attention {
@@ -240,7 +247,8 @@ TQKV_METAL_API tqkv_result tqkv_metal_cache_some_scratch(tqkv_metal *m, const tq
    `also` adds up: the same in batches, and slices, their merge and finish. No pages are looked at, and of buffers only
    whether they are there: centres, sinks, a tree, a list and pages have pipelines of their own. Any thread may call it while
    others record; those do not wait. Other calls build theirs on first use, which takes up to a second each. */
-enum { TQKV_METAL_BATCHES = 1, TQKV_METAL_SLICES = 2 };
+#define TQKV_METAL_BATCHES 1
+#define TQKV_METAL_SLICES  2
 TQKV_METAL_API tqkv_result tqkv_metal_prepare(tqkv_metal *m, const tqkv_metal_attention *a, int max_queries, int also);
 /* The same of an index: encode into its keys, scores of one or of several queries, and the choice. */
 TQKV_METAL_API tqkv_result tqkv_metal_index_prepare(tqkv_metal *m, const tqkv_metal_index *x, int max_queries);

@@ -7,6 +7,7 @@
    the steps for Metal, examples/metal_plan.cpp is such an engine. */
 enum {
     TQKV_METAL_NAME = 48,       /* bytes of a kernel's name, with the zero */
+    TQKV_METAL_TEXT = 256,      /* of tqkv_metal_kernel_text */
     TQKV_METAL_CONSTANTS = 40,  /* function constants have indices below */
     TQKV_METAL_ARGUMENTS = 256, /* most bytes of an argument struct */
     TQKV_METAL_BINDINGS = 28,
@@ -27,7 +28,8 @@ typedef enum tqkv_metal_family {
     TQKV_METAL_ATTEND_MATRIX,
     TQKV_METAL_INDEX_CHOICE,
     TQKV_METAL_ATTEND_LIST,
-    TQKV_METAL_INDEX_SCORES
+    TQKV_METAL_INDEX_SCORES,
+    TQKV_METAL_CALIBRATE
 } tqkv_metal_family;
 
 /* Identifies a pipeline. Only bytes, without padding: a program keeps its pipelines by them and compares with memcmp. */
@@ -38,6 +40,8 @@ typedef struct tqkv_metal_kernel {
 
 /* The name of its function in the library. */
 TQKV_API void tqkv_metal_kernel_name(const tqkv_metal_kernel *kernel, char name[TQKV_METAL_NAME]);
+/* The same and its constants, "x" for one that is not set: a name of the pipeline, for engines that keep them by strings. */
+TQKV_API void tqkv_metal_kernel_text(const tqkv_metal_kernel *kernel, char text[TQKV_METAL_TEXT]);
 /* The most threads of a threadgroup that plans give it, a multiple of 32: maxTotalThreadsPerThreadgroup of its pipeline's
    descriptor. Otherwise compilers plan for 1024, with fewer registers for each. */
 TQKV_API int tqkv_metal_kernel_threads(const tqkv_metal_kernel *kernel);
@@ -131,6 +135,10 @@ TQKV_API tqkv_result tqkv_metal_plan_decode(const tqkv_metal_store *s, int64_t p
                                             tqkv_basis basis, tqkv_metal_buffer dst, tqkv_metal_plan *plan);
 TQKV_API tqkv_result tqkv_metal_plan_rotate(tqkv_metal_buffer rows, int n_rows, int head_dim, bool unrotate,
                                             tqkv_metal_plan *plan);
+TQKV_API tqkv_result tqkv_metal_plan_calibrate(const tqkv_metal_store *shape, tqkv_metal_buffer src, int n_tokens,
+                                               tqkv_metal_buffer q, int n_heads, int n_queries, tqkv_pairs pairs,
+                                               tqkv_metal_buffer center, tqkv_metal_buffer channel_scale,
+                                               tqkv_metal_plan *plan);
 TQKV_API tqkv_result tqkv_metal_plan_attend_scratch(const tqkv_metal_attention *a, size_t *bytes);
 TQKV_API tqkv_result tqkv_metal_plan_attend(const tqkv_metal_attention *a, tqkv_metal_buffer q,
                                             tqkv_metal_buffer scratch, tqkv_metal_buffer out, tqkv_metal_plan *plan);

@@ -91,7 +91,7 @@ static void tqkv__raw_means(const tqkv__stream *raw, int kv_head, int first, int
 
 /* Learns centre and scale of the keys from the raw halves of the positions before n, without those that stay exact, if enough
    remain. */
-static void tqkv__learn(tqkv_cache *c, const tqkv__stream *raw, int n)
+static TQKV__NOINLINE void tqkv__learn(tqkv_cache *c, const tqkv__stream *raw, int n)
 {
     tqkv__learnt learnt;
     const int first = n - c->exact_first >= TQKV__LEAST_POSITIONS ? c->exact_first : 0;
@@ -125,7 +125,7 @@ typedef struct tqkv__raw_job {
 static TQKV__NOINLINE void tqkv__encode_raw(const tqkv__stream *raw, const tqkv__stream *to, const tqkv__stream *newest,
                                             int kv_head, int n, int64_t end)
 {
-    enum { buffer = 2048 };
+    enum { buffer = 1024 };
     TQKV__ALIGNED float values[buffer + 16]; /* encoding loads whole vectors */
     float room[TQKV_MAX_HEAD_DIM];
     tqkv__row rows[buffer / 32];
@@ -363,8 +363,8 @@ static tqkv_result tqkv__attend_cut_tree(const tqkv_cache *c, const tqkv_attenti
     return r;
 }
 
-static tqkv_result tqkv__attend_raw(const tqkv_cache *c, const tqkv_attention *some, const void *q, int n_queries,
-                                    void *out)
+static TQKV__NOINLINE tqkv_result tqkv__attend_raw(const tqkv_cache *c, const tqkv_attention *some, const void *q,
+                                                   int n_queries, void *out)
 {
     tqkv__cut_call cut;
     cut.n_parts = 0;

@@ -97,7 +97,7 @@ TQKV__COLD static tqkv_result tqkv__convert_open(const tqkv_store *to_store, con
 static TQKV__NOINLINE void tqkv__convert_rows(const tqkv__stream *from, const tqkv__stream *to, int kv_head,
                                               int64_t position, int64_t n)
 {
-    enum { buffer = 2048 };
+    enum { buffer = 1024 };
     TQKV__ALIGNED float values[buffer + 16]; /* encoding loads whole vectors */
     tqkv__row rows[buffer / 32];
     tqkv__quantiser q;

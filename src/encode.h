@@ -78,7 +78,7 @@ typedef struct tqkv__tokens {
 static void tqkv__encode_heads(const tqkv__stream *s, const tqkv__quantiser *q, const tqkv__heads *heads,
                                const tqkv__tokens *tokens)
 {
-    enum { batch = 64 };
+    enum { batch = 32 };
     const tqkv__codec *codec = tqkv__codec_for(s->head_dim);
     tqkv__row rows[batch];
     const tqkv__stream *halves = tokens->halves;

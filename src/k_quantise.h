@@ -175,7 +175,7 @@ TQKV__TARGET static const float *TQKV__(open_row)(const tqkv__stream *s, const t
 TQKV__TARGET static void TQKV__(encode_rows)(const tqkv__stream *s, const tqkv__quantiser *q, const tqkv__row *rows,
                                              int n_rows)
 {
-    enum { buffer = 3072, most_norms = buffer / 32 }; /* 12 KiB: a part of an L1 cache, and of the stack */
+    enum { buffer = 1536, most_norms = buffer / 32 }; /* 6 KiB: a part of an L1 cache, and of the stack */
     TQKV__ALIGNED float rotated[buffer + 16], norms[most_norms], scales[most_norms]; /* fours are loaded beyond a row */
     TQKV__ALIGNED float sums[most_norms];
     TQKV__ALIGNED uint8_t bytes[TQKV_MAX_HEAD_DIM + 64];

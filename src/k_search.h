@@ -244,7 +244,7 @@ TQKV__OP void TQKV__(choose_factors)(const tqkv__stream *s, int n, float (*tried
 TQKV__TARGET static void TQKV__(search)(const tqkv__stream *s, const tqkv__quantiser *q, int n_rows,
                                         const float **values, float *rows, float *scales, float *squares)
 {
-    enum { most = 96 };
+    enum { most = 48 }; /* as encode_rows has */
     float tried[most][16];
     const int n = s->norms_per_row;
     for (int i = 0; i < n_rows; i++, rows += s->head_dim) {

@@ -69,7 +69,7 @@
      while others attend to those before it.
      The only hidden state is the choice of an instruction set, made once. The hook tqkv_parallel runs tasks of one call
      on the caller's threads; tqkv_team is such a hook for threads that call at once. The number of threads does not change
-     any bit of the results. A call takes at most 48 KiB of stack.
+     any bit of the results. A call takes at most 64 KiB of stack.
 
    MATHEMATICS
 

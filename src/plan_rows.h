@@ -50,9 +50,10 @@ TQKV_API const tqkv_metal_binding *tqkv_metal_overlapping(const tqkv_metal_dispa
 
 TQKV_API void tqkv_metal_kernel_name(const tqkv_metal_kernel *kernel, char name[TQKV_METAL_NAME])
 {
-    static const char *const families[] = {
-        "tables",       "encode",        "encode_kv",    "probe",       "decode",      "rotate", "attend",
-        "attend_merge", "attend_matrix", "index_choice", "attend_list", "index_scores"}; /* tqkv_metal_family */
+    static const char *const families[] = {"tables",        "encode",       "encode_kv",   "probe",
+                                           "decode",        "rotate",       "attend",      "attend_merge",
+                                           "attend_matrix", "index_choice", "attend_list", "index_scores",
+                                           "calibrate"}; /* tqkv_metal_family */
     const int dims[] = {kernel->head_dim * TQKV__DIM_UNIT, kernel->value_dim * TQKV__DIM_UNIT};
     char *at = name;
     const char *parts[] = {"tqkv_", families[kernel->family]};
@@ -70,11 +71,28 @@ TQKV_API void tqkv_metal_kernel_name(const tqkv_metal_kernel *kernel, char name[
     *at = 0;
 }
 
+typedef char tqkv__text_fits[TQKV_METAL_NAME + 4 * TQKV__CONSTANTS <= TQKV_METAL_TEXT ? 1 : -1];
+
+TQKV_API void tqkv_metal_kernel_text(const tqkv_metal_kernel *kernel, char text[TQKV_METAL_TEXT])
+{
+    tqkv_metal_kernel_name(kernel, text);
+    char *at = text + strlen(text);
+    for (int i = 0; i < TQKV__CONSTANTS; i++) {
+        const int value = kernel->constants[i] - 1;
+        *at++ = i ? '_' : '-';
+        if (value < 0) *at++ = 'x';
+        for (int unit = 100; value >= 0 && unit; unit /= 10)
+            if (value >= unit || unit == 1) *at++ = (char)('0' + value / unit % 10);
+    }
+    *at = 0;
+}
+
 TQKV_API int tqkv_metal_kernel_threads(const tqkv_metal_kernel *kernel)
 {
     switch (kernel->family) {
     case TQKV_METAL_TABLES:
         return TQKV__SIMD_WIDTH;
+    case TQKV_METAL_CALIBRATE:
     case TQKV_METAL_INDEX_CHOICE:
     case TQKV_METAL_ATTEND_LIST:
         return 1024;
@@ -647,4 +665,60 @@ TQKV_API tqkv_result tqkv_metal_plan_rotate(tqkv_metal_buffer rows, int n_rows, 
 {
     if (!tqkv__open_plan(plan, unrotate ? "unrotate" : "rotate")) return TQKV__INVALID(TQKV__NO_PLAN);
     return tqkv__close_plan(plan, tqkv__add_rotate(rows, n_rows, head_dim, unrotate, plan));
+}
+
+static tqkv_result tqkv__add_calibration(const tqkv_metal_store *shape, tqkv_metal_buffer src, int n_tokens,
+                                         tqkv_metal_buffer q, int n_heads, int n_queries, tqkv_pairs pairs,
+                                         const tqkv_metal_buffer results[2], tqkv_metal_plan *plan)
+{
+    tqkv__stream s;
+    size_t bytes, q_bytes;
+    const tqkv_strides none = {0, 0};
+    if (!shape) return TQKV__INVALID("a store is NULL");
+    tqkv_result r = tqkv__stream_shape(&shape->shape, &s);
+    if (r == TQKV_OK) r = tqkv__plan_extent(&s, n_tokens, &bytes);
+    if (r != TQKV_OK) return r;
+    if (pairs != TQKV_PAIRS_NONE && pairs != TQKV_PAIRS_NEIGHBOURS && pairs != TQKV_PAIRS_HALVES)
+        return TQKV__INVALID("pairs: no tqkv_pairs");
+    if (!n_heads) n_heads = s.n_kv_heads;
+    if (!q.buffer) n_queries = 0;
+    if (n_heads < 0 || n_heads % s.n_kv_heads || n_queries < 0)
+        return TQKV__INVALID("n_heads is no multiple of n_kv_heads, or n_queries negative");
+    const tqkv_strides strides = tqkv__strides_of(none, n_heads, s.head_dim);
+    if (!tqkv__array_size(n_queries, n_heads, s.head_dim, sizeof(float), &q_bytes))
+        return TQKV__INVALID("q: too large");
+    if ((r = tqkv__check_strides(strides)) != TQKV_OK) return r;
+    const tqkv__calibrate_args args = {s.head_dim,
+                                       n_tokens,
+                                       n_queries,
+                                       s.n_kv_heads,
+                                       n_heads / s.n_kv_heads,
+                                       (int32_t)pairs,
+                                       (uint32_t)s.strides.token,
+                                       (uint32_t)s.strides.head,
+                                       (uint32_t)strides.token,
+                                       (uint32_t)strides.head};
+    const size_t value = tqkv__type_size(s.type), size = (size_t)s.n_kv_heads * (size_t)s.head_dim * sizeof(float);
+    tqkv_metal_dispatch *d = tqkv__add_dispatch(plan);
+    tqkv__plan_begin(d, TQKV_METAL_CALIBRATE, 0, 0);
+    tqkv__plan_args(d, &args, sizeof args);
+    tqkv__plan_bind_rows(d, "src", 1, src, TQKV_FC_TYPE, s.type, bytes, false);
+    tqkv__plan_bind_rows(d, "q", 2, q, TQKV_FC_VALUE_TYPE, s.type, q_bytes / sizeof(float) * value, false);
+    tqkv__plan_bind(d, "center", 3, results[0], size, true);
+    tqkv__plan_bind(d, "channel_scale", 4, results[1], size, true);
+    d->memory[0] = 2 * (size_t)s.head_dim * sizeof(float);
+    d->grid[0] = (size_t)s.n_kv_heads;
+    d->n_simdgroups = (s.head_dim + TQKV__SIMD_WIDTH - 1) / TQKV__SIMD_WIDTH;
+    return TQKV_OK;
+}
+
+TQKV_API tqkv_result tqkv_metal_plan_calibrate(const tqkv_metal_store *shape, tqkv_metal_buffer src, int n_tokens,
+                                               tqkv_metal_buffer q, int n_heads, int n_queries, tqkv_pairs pairs,
+                                               tqkv_metal_buffer center, tqkv_metal_buffer channel_scale,
+                                               tqkv_metal_plan *plan)
+{
+    const tqkv_metal_buffer results[2] = {center, channel_scale};
+    if (!tqkv__open_plan(plan, "calibrate")) return TQKV__INVALID(TQKV__NO_PLAN);
+    return tqkv__close_plan(plan,
+                            tqkv__add_calibration(shape, src, n_tokens, q, n_heads, n_queries, pairs, results, plan));
 }

@@ -406,6 +406,19 @@ static void tqkv__open_channels(tqkv_cache *c, uint32_t centers, uint32_t scales
     tqkv__take_channels(c, centers, scales);
 }
 
+/* A cache to read into. One that has learned needs no raw memory. */
+static tqkv_result tqkv__create_found(const tqkv__header *found, tqkv_cache **out)
+{
+    tqkv_cache_desc desc = found->desc;
+    if (!found->learning) desc.calibrate = 0;
+    const tqkv_result r = tqkv_cache_create(&desc, out);
+    if (r != TQKV_OK) return r;
+    (*out)->calibrate = found->desc.calibrate;
+    tqkv__set_range(*out, found);
+    tqkv__open_channels(*out, found->centers, found->scales);
+    return r;
+}
+
 TQKV__COLD TQKV_API tqkv_result tqkv_cache_load(const tqkv_cache_desc *desc, tqkv_read read, void *user,
                                                 tqkv_cache **out)
 {
@@ -432,16 +445,11 @@ TQKV__COLD TQKV_API tqkv_result tqkv_cache_load(const tqkv_cache_desc *desc, tqk
     if (!tqkv__resolve_allocator(&ahead.memory)) return TQKV__INVALID("allocator: one of alloc and free is missing");
     tqkv__set_range(&checked, &found);
     r = tqkv__hold(&ahead, tqkv__wanted_ahead(&checked, found.centers, found.scales));
-    const int calibrate = found.desc.calibrate;
-    if (!found.learning) found.desc.calibrate = 0; /* without raw memory */
-    if (r == TQKV_OK) r = tqkv_cache_create(&found.desc, &c);
+    if (r == TQKV_OK) r = tqkv__create_found(&found, &c);
     if (r != TQKV_OK) {
         tqkv__drop_held(&ahead);
         return r;
     }
-    c->calibrate = calibrate;
-    tqkv__set_range(c, &found);
-    tqkv__open_channels(c, found.centers, found.scales);
     r = tqkv__move_stores(&pipe, c);
     if (r == TQKV_OK) tqkv__take_channels(c, 0, found.scales);
     tqkv__drop_held(&ahead);

@@ -296,6 +296,16 @@ static inline void attend_set_up(attend_problem *problem, const attend_row *row)
     if (!row->bits_alone) reference_attend(a, problem->q, problem->expected);
 }
 
+/* For a GPU. The reference has no first positions that a ring has overwritten, and asks each query where it stands: there the
+   processor's result is expected. */
+static inline void attend_expect_processors(attend_problem *problem, const attend_row *row)
+{
+    const bool kept = row->exact_first && reference_attention_shape(&problem->attention).oldest > 0;
+    if (!kept && (!row->exact_last || !row->non_causal || row->window)) return;
+    CHECK_RESULT(tqkv_attend(&problem->attention, problem->q, problem->out), TQKV_OK);
+    for (size_t i = 0; i < problem->n_rows * problem->value_dim; i++) problem->expected[i] = (double)problem->out[i];
+}
+
 static inline void attend_tear_down(attend_problem *problem)
 {
     test_store_free(&problem->keys);

@@ -302,8 +302,7 @@ CHANGE(desc_tail_format, CREATE, UNSUPPORTED, w->desc.tail_dim = 32; w->desc.tai
 CHANGE(desc_tail_format_alone, CREATE | LOAD | FORK, INVALID_ARGUMENT, w->desc.tail_format = TQKV_F16)
 CHANGE(desc_tail_of_integers, CREATE, UNSUPPORTED, w->desc.tail_dim = 32; w->desc.tail_format = TQKV_TQ8;
        w->desc.arithmetic = TQKV_INTEGER)
-CHANGE(desc_type, CREATE, UNSUPPORTED, w->desc.type = test_no_type(3))
-CHANGE(desc_type, LOAD, INVALID_ARGUMENT, w->desc.type = test_no_type(3))
+CHANGE(desc_type, CREATE | LOAD, UNSUPPORTED, w->desc.type = test_no_type(3))
 CHANGE(desc_kv_heads, CREATE, INVALID_ARGUMENT, w->desc.n_kv_heads = 0)
 CHANGE(desc_negative_kv_heads, CREATE, INVALID_ARGUMENT, w->desc.n_kv_heads = -2)
 CHANGE(desc_heads, CREATE | LOAD | FORK, INVALID_ARGUMENT, w->desc.n_heads = 3)

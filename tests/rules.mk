@@ -2,7 +2,7 @@
 # The implementation, in test_tables.c, is compiled in each way; the tests only where sanitizers or another machine need it.
 
 TEST_SOURCES := $(sort $(filter-out tests/make_goldens.c,$(wildcard tests/*.c)))
-TEST_HEADERS := $(TQKV_FILES) $(wildcard tests/*.h) examples/thread_pool.h examples/data_file.h examples/snapshot_file.h
+TEST_HEADERS := $(TQKV_FILES) $(wildcard tests/*.h) examples/thread_pool.h examples/data_file.h examples/snapshot_file.h examples/profile.h
 # The sets that `make test` runs; isa/known compares them with tqkv.h. POSIX is for popen and pthreads.
 ISAS := scalar avx2 avx512 neon
 # The STEM of each test_STEM.c, whose cases main.c adds.

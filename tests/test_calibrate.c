@@ -103,39 +103,36 @@ static void *narrowed(tqkv_type type, float *floats, size_t n)
     return typed;
 }
 
-static void check_exact(const void *parameters)
+/* A call of tqkv_calibrate. */
+typedef struct calibrate_call {
+    const calibrate_row *row;
+    tqkv_store shape;
+    const void *src, *q;
+} calibrate_call;
+
+static void calibrate(const calibrate_call *call, float *center, float *scale)
 {
-    const calibrate_row *row = (const calibrate_row *)parameters;
-    const int d = row->head_dim, each = HEADS * d;
-    float *rows = make_keys(row), *q = test_rows(5, DATA_OUTLIERS, QUERIES * HEADS * GROUP, d);
-    float center[HEADS * REFERENCE_MAX_DIM], scale[HEADS * REFERENCE_MAX_DIM], wanted[2][REFERENCE_MAX_DIM];
-    tqkv_store shape = test_store(TQKV_TQ4, d, HEADS, 1, false);
-    const size_t n = (size_t)(row->n_tokens * each), n_q = (size_t)(QUERIES * HEADS * GROUP * d);
-    for (size_t i = 0; i < n_q; i += (size_t)d) q[i + 1] = 0.0f; /* a channel that nothing reads */
-    void *typed = row->type == TQKV_TYPE_F32 ? NULL : narrowed(row->type, rows, n);
-    void *typed_q = row->type == TQKV_TYPE_F32 ? NULL : narrowed(row->type, q, n_q);
-    float *turned = (float *)test_alloc(n * sizeof(float) + 1);
-    for (int t = 0; t < row->n_tokens; t++)
-        for (int h = 0; h < HEADS; h++)
-            memcpy(turned + (h * row->n_tokens + t) * d, rows + (t * HEADS + h) * d, sizeof(float) * (size_t)d);
-    shape.type = row->type;
-    if (row->strided) {
-        shape.strides.token = (size_t)d;
-        shape.strides.head = (size_t)(row->n_tokens * d);
-    }
-    const void *src = typed ? typed : row->strided ? (const void *)turned : (const void *)rows;
-    const void *queries = row->n_queries ? typed_q ? typed_q : (const void *)q : NULL;
+    const calibrate_row *row = call->row;
+    CHECK_RESULT(tqkv_calibrate(&call->shape, call->src, row->n_tokens, call->q, HEADS * GROUP, row->n_queries,
+                                row->pairs, center, scale),
+                 TQKV_OK);
+}
+
+static void compare_calls(const calibrate_call *call, const float *rows, const float *q)
+{
+    const int d = call->row->head_dim;
+    const size_t size = sizeof(float) * (size_t)(HEADS * d);
+    float center[HEADS * REFERENCE_MAX_DIM], scale[HEADS * REFERENCE_MAX_DIM], alone[HEADS * REFERENCE_MAX_DIM];
+    float wanted[2][REFERENCE_MAX_DIM];
 #ifdef FE_UPWARD
     fesetround(FE_UPWARD); /* the caller's rounding mode has no effect */
 #endif
-    CHECK_RESULT(
-        tqkv_calibrate(&shape, src, row->n_tokens, queries, HEADS * GROUP, row->n_queries, row->pairs, center, scale),
-        TQKV_OK);
+    calibrate(call, center, scale);
 #ifdef FE_UPWARD
     fesetround(FE_TONEAREST);
 #endif
     for (int h = 0; h < HEADS; h++) {
-        plain_calibration(row, rows, row->n_queries ? q : NULL, h, wanted[0], wanted[1]);
+        plain_calibration(call->row, rows, call->q ? q : NULL, h, wanted[0], wanted[1]);
         for (int i = 0; i < d; i++) {
             CHECK(center[h * d + i] == wanted[0][i], "centre %d of head %d is %.9g, not %.9g", i, h,
                   (double)center[h * d + i], (double)wanted[0][i]);
@@ -143,21 +140,47 @@ static void check_exact(const void *parameters)
                   (double)scale[h * d + i], (double)wanted[1][i]);
         }
     }
-    float alone[HEADS * REFERENCE_MAX_DIM];
-    CHECK_RESULT(
-        tqkv_calibrate(&shape, src, row->n_tokens, queries, HEADS * GROUP, row->n_queries, row->pairs, alone, NULL),
-        TQKV_OK);
-    CHECK(!memcmp(alone, center, sizeof(float) * (size_t)each), "the centre alone is another one");
-    CHECK_RESULT(
-        tqkv_calibrate(&shape, src, row->n_tokens, queries, HEADS * GROUP, row->n_queries, row->pairs, NULL, alone),
-        TQKV_OK);
-    CHECK(!memcmp(alone, scale, sizeof(float) * (size_t)each), "the scale alone is another one");
+    calibrate(call, alone, NULL);
+    CHECK(!memcmp(alone, center, size), "the centre alone is another one");
+    calibrate(call, NULL, alone);
+    CHECK(!memcmp(alone, scale, size), "the scale alone is another one");
+}
+
+/* [n_tokens][HEADS][d] as [HEADS][n_tokens][d]. Freed by the caller. */
+static float *by_heads(const float *rows, int n_tokens, int d)
+{
+    float *turned = (float *)test_alloc((size_t)(n_tokens * HEADS * d) * sizeof(float));
+    for (int t = 0; t < n_tokens; t++)
+        for (int h = 0; h < HEADS; h++)
+            memcpy(turned + (h * n_tokens + t) * d, rows + (t * HEADS + h) * d, sizeof(float) * (size_t)d);
+    return turned;
+}
+
+static void check_exact(const void *parameters)
+{
+    const calibrate_row *row = (const calibrate_row *)parameters;
+    const int d = row->head_dim;
+    float *rows = make_keys(row), *q = test_rows(5, DATA_OUTLIERS, QUERIES * HEADS * GROUP, d);
+    const size_t n = (size_t)(row->n_tokens * HEADS * d), n_q = (size_t)(QUERIES * HEADS * GROUP * d);
+    for (size_t i = 0; i < n_q; i += (size_t)d) q[i + 1] = 0.0f; /* a channel that nothing reads */
+    void *typed = row->type == TQKV_TYPE_F32 ? NULL : narrowed(row->type, rows, n);
+    void *typed_q = row->type == TQKV_TYPE_F32 ? NULL : narrowed(row->type, q, n_q);
+    float *turned = by_heads(rows, row->n_tokens, d);
+    calibrate_call call = {row, test_store(TQKV_TQ4, d, HEADS, 1, false), NULL, NULL};
+    call.src = typed ? typed : row->strided ? (const void *)turned : (const void *)rows;
+    call.q = !row->n_queries ? NULL : typed_q ? typed_q : (const void *)q;
+    call.shape.type = row->type;
+    if (row->strided) {
+        call.shape.strides.token = (size_t)d;
+        call.shape.strides.head = (size_t)(row->n_tokens * d);
+    }
+    compare_calls(&call, rows, q);
     free(turned);
     free(typed);
     free(typed_q);
     free(rows);
     free(q);
-    test_store_free(&shape);
+    test_store_free(&call.shape);
 }
 
 /* ---- Edges ---- */
@@ -192,64 +215,94 @@ static void check_edges(const void *parameters)
     test_store_free(&shape);
 }
 
+/* What a refused call must not write, and what it reads. */
+enum { REFUSED_DIM = 64, REFUSED_TOKENS = 4, REFUSED_ROW = HEADS * REFUSED_DIM };
+typedef struct refused {
+    tqkv_store shape;
+    float *rows, *q;
+    float out[2 * REFUSED_ROW + 1];
+    double noise[HEADS];
+} refused;
+
+#define REFUSES(result, ...) CHECK_RESULT(tqkv_calibrate(__VA_ARGS__), TQKV_##result)
+
+static void refuse_values(refused *r)
+{
+    static const float bad[4] = {(float)NAN, (float)INFINITY, -(float)INFINITY, 1.1e12f};
+    float *center = r->out, *scale = r->out + REFUSED_ROW;
+    for (int i = 0; i < 4; i++)
+        for (int at = 0; at < REFUSED_ROW; at += REFUSED_ROW - 1) {
+            float *const places[2] = {r->rows + (REFUSED_TOKENS - 1) * REFUSED_ROW + at, r->q + at};
+            for (int k = 0; k < 2; k++) {
+                const float kept = *places[k];
+                *places[k] = bad[i];
+                REFUSES(NOT_FINITE, &r->shape, r->rows, REFUSED_TOKENS, r->q, HEADS, 1, TQKV_PAIRS_NONE, center, scale);
+                *places[k] = kept;
+            }
+        }
+}
+
+static void refuse_arguments(refused *r)
+{
+    enum { N = REFUSED_TOKENS };
+    tqkv_store *shape = &r->shape;
+    float *rows = r->rows, *q = r->q, *center = r->out, *scale = r->out + REFUSED_ROW;
+    const tqkv_pairs none = TQKV_PAIRS_NONE;
+    REFUSES(INVALID_ARGUMENT, NULL, rows, N, q, HEADS, 1, none, center, scale);
+    REFUSES(INVALID_ARGUMENT, shape, NULL, N, q, HEADS, 1, none, center, scale);
+    REFUSES(INVALID_ARGUMENT, shape, rows, -1, q, HEADS, 1, none, center, scale);
+    REFUSES(INVALID_ARGUMENT, shape, rows, N, q, HEADS + 1, 1, none, center, scale);
+    REFUSES(INVALID_ARGUMENT, shape, rows, N, q, -HEADS, 1, none, center, scale);
+    REFUSES(INVALID_ARGUMENT, shape, rows, N, q, HEADS, -1, none, center, scale);
+    REFUSES(INVALID_ARGUMENT, shape, rows, N, q, HEADS, 1, test_no_pairs(3), center, scale);
+    REFUSES(INVALID_ARGUMENT, shape, rows, N, q, HEADS, 1, none, NULL, NULL);
+    REFUSES(INVALID_ARGUMENT, shape, rows, N, q, HEADS, 1, none, center, center + 1);
+    REFUSES(INVALID_ARGUMENT, shape, rows, N, q, HEADS, 1, none, rows, scale);
+    REFUSES(INVALID_ARGUMENT, shape, rows, N, q, HEADS, 1, none, center, q);
+    REFUSES(INVALID_ARGUMENT, shape, rows, N, q, HEADS, 1, none, (float *)((uintptr_t)center + 2), scale);
+    REFUSES(INVALID_ARGUMENT, shape, (float *)((uintptr_t)rows + 1), N, q, HEADS, 1, none, center, scale);
+    REFUSES(INVALID_ARGUMENT, shape, rows, N, (float *)((uintptr_t)q + 1), HEADS, 1, none, center, scale);
+    shape->head_dim = 60;
+    REFUSES(UNSUPPORTED, shape, rows, N, q, HEADS, 1, none, center, scale);
+    shape->head_dim = REFUSED_DIM;
+}
+
+static void refuse_noise(refused *r)
+{
+    enum { N = REFUSED_TOKENS };
+    CHECK_RESULT(tqkv_logit_noise(&r->shape, r->rows, N, NULL, HEADS, 1, r->noise), TQKV_INVALID_ARGUMENT);
+    CHECK_RESULT(tqkv_logit_noise(&r->shape, r->rows, N, r->q, HEADS, 1, NULL), TQKV_INVALID_ARGUMENT);
+    CHECK_RESULT(tqkv_logit_noise(&r->shape, r->rows, N, r->q, 3, 1, r->noise), TQKV_INVALID_ARGUMENT);
+    r->q[5] = (float)NAN;
+    CHECK_RESULT(tqkv_logit_noise(&r->shape, r->rows, N, r->q, HEADS, 1, r->noise), TQKV_NOT_FINITE);
+    r->q[5] = 0.0f;
+    r->shape.channel_scale = r->q;
+    CHECK_RESULT(tqkv_logit_noise(&r->shape, r->rows, N, r->q, HEADS, 1, r->noise), TQKV_INVALID_ARGUMENT);
+    r->shape.channel_scale = NULL;
+}
+
 /* Bad arguments write nothing. */
 static void check_refused(const void *parameters)
 {
     (void)parameters;
-    enum { D = 64, N = 4 };
-    tqkv_store shape = test_store(TQKV_TQ3, D, HEADS, 1, false);
-    float *rows = test_rows(1, DATA_GAUSSIAN, N * HEADS, D), *q = test_rows(2, DATA_GAUSSIAN, HEADS, D), kept;
-    float out[2 * HEADS * D + 1];
-    double noise[HEADS] = {7.0, 7.0};
-    memset(out, 0xa5, sizeof out);
-    float *center = out, *scale = out + HEADS * D;
-    const tqkv_pairs none = TQKV_PAIRS_NONE;
-#define REFUSES(result, ...) CHECK_RESULT(tqkv_calibrate(__VA_ARGS__), TQKV_##result)
-    static const float bad[4] = {(float)NAN, (float)INFINITY, -(float)INFINITY, 1.1e12f};
-    for (int i = 0; i < 4; i++)
-        for (int at = 0; at < HEADS * D; at += HEADS * D - 1) {
-            float *const places[2] = {rows + (N - 1) * HEADS * D + at, q + at};
-            for (int k = 0; k < 2; k++) {
-                kept = *places[k];
-                *places[k] = bad[i];
-                REFUSES(NOT_FINITE, &shape, rows, N, q, HEADS, 1, none, center, scale);
-                *places[k] = kept;
-            }
-        }
-    REFUSES(INVALID_ARGUMENT, NULL, rows, N, q, HEADS, 1, none, center, scale);
-    REFUSES(INVALID_ARGUMENT, &shape, NULL, N, q, HEADS, 1, none, center, scale);
-    REFUSES(INVALID_ARGUMENT, &shape, rows, -1, q, HEADS, 1, none, center, scale);
-    REFUSES(INVALID_ARGUMENT, &shape, rows, N, q, HEADS + 1, 1, none, center, scale);
-    REFUSES(INVALID_ARGUMENT, &shape, rows, N, q, -HEADS, 1, none, center, scale);
-    REFUSES(INVALID_ARGUMENT, &shape, rows, N, q, HEADS, -1, none, center, scale);
-    REFUSES(INVALID_ARGUMENT, &shape, rows, N, q, HEADS, 1, test_no_pairs(3), center, scale);
-    REFUSES(INVALID_ARGUMENT, &shape, rows, N, q, HEADS, 1, none, NULL, NULL);
-    REFUSES(INVALID_ARGUMENT, &shape, rows, N, q, HEADS, 1, none, center, center + 1);
-    REFUSES(INVALID_ARGUMENT, &shape, rows, N, q, HEADS, 1, none, rows, scale);
-    REFUSES(INVALID_ARGUMENT, &shape, rows, N, q, HEADS, 1, none, center, q);
-    REFUSES(INVALID_ARGUMENT, &shape, rows, N, q, HEADS, 1, none, (float *)((uintptr_t)center + 2), scale);
-    REFUSES(INVALID_ARGUMENT, &shape, (float *)((uintptr_t)rows + 1), N, q, HEADS, 1, none, center, scale);
-    REFUSES(INVALID_ARGUMENT, &shape, rows, N, (float *)((uintptr_t)q + 1), HEADS, 1, none, center, scale);
-    CHECK_RESULT(tqkv_logit_noise(&shape, rows, N, NULL, HEADS, 1, noise), TQKV_INVALID_ARGUMENT);
-    CHECK_RESULT(tqkv_logit_noise(&shape, rows, N, q, HEADS, 1, NULL), TQKV_INVALID_ARGUMENT);
-    CHECK_RESULT(tqkv_logit_noise(&shape, rows, N, q, 3, 1, noise), TQKV_INVALID_ARGUMENT);
-    q[5] = (float)NAN;
-    CHECK_RESULT(tqkv_logit_noise(&shape, rows, N, q, HEADS, 1, noise), TQKV_NOT_FINITE);
-    q[5] = 0.0f;
-    shape.channel_scale = q;
-    CHECK_RESULT(tqkv_logit_noise(&shape, rows, N, q, HEADS, 1, noise), TQKV_INVALID_ARGUMENT);
-    shape.channel_scale = NULL;
-    shape.head_dim = 60;
-    REFUSES(UNSUPPORTED, &shape, rows, N, q, HEADS, 1, none, center, scale);
-#undef REFUSES
-    CHECK(noise[0] == 7.0 && noise[1] == 7.0, "a refused call wrote the noise");
-    for (size_t i = 0; i < sizeof out; i++)
-        CHECK(((unsigned char *)out)[i] == 0xa5, "a refused call wrote byte %d", (int)i);
-    shape.head_dim = D;
-    test_store_free(&shape);
-    free(rows);
-    free(q);
+    refused r;
+    r.shape = test_store(TQKV_TQ3, REFUSED_DIM, HEADS, 1, false);
+    r.rows = test_rows(1, DATA_GAUSSIAN, REFUSED_TOKENS * HEADS, REFUSED_DIM);
+    r.q = test_rows(2, DATA_GAUSSIAN, HEADS, REFUSED_DIM);
+    r.noise[0] = r.noise[HEADS - 1] = 7.0;
+    memset(r.out, 0xa5, sizeof r.out);
+    refuse_values(&r);
+    refuse_arguments(&r);
+    refuse_noise(&r);
+    CHECK(r.noise[0] == 7.0 && r.noise[HEADS - 1] == 7.0, "a refused call wrote the noise");
+    for (size_t i = 0; i < sizeof r.out; i++)
+        CHECK(((unsigned char *)r.out)[i] == 0xa5, "a refused call wrote byte %d", (int)i);
+    test_store_free(&r.shape);
+    free(r.rows);
+    free(r.q);
 }
+
+#undef REFUSES
 
 /* ---- Noise ---- */
 

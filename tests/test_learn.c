@@ -456,10 +456,58 @@ static void check_non_causal(const void *parameters)
 
 /* ---- Memory ---- */
 
+/* Whether the call that follows is to be tried again, with the next allocation failing. */
+static bool fails_again(tqkv_result r, counting *counter)
+{
+    const int failed = counter->fail_at;
+    counter->calls = 0;
+    counter->fail_at = 0;
+    if (r == TQKV_OK) return false;
+    CHECK(r == TQKV_OUT_OF_MEMORY, "allocation %d fails: %s", failed, tqkv_result_string(r));
+    return true;
+}
+
+static tqkv_cache *create_failing(const tqkv_cache_desc *desc, counting *counter)
+{
+    tqkv_cache *cache = NULL;
+    for (int fail = 1;; fail++) {
+        counter->fail_at = fail;
+        if (!fails_again(tqkv_cache_create(desc, &cache), counter)) return cache;
+        CHECK(!cache, "allocation %d fails: a cache", fail);
+        CHECK_NO_LEAK(counter);
+    }
+}
+
+/* n tokens behind the first 10 */
+static void append_failing(const learn_model *m, tqkv_cache *cache, int n, counting *counter)
+{
+    for (int fail = 1;; fail++) {
+        counter->fail_at = fail;
+        if (!fails_again(tqkv_cache_append(cache, row_at(m, 0, 10), row_at(m, 1, 10), n), counter)) return;
+        CHECK(tqkv_cache_end(cache) == 10, "allocation %d fails: positions were appended", fail);
+        CHECK(!tqkv_cache_keys(cache)->channel_scale, "a failed append has learned");
+        check_queries(m, cache, 10, 4, "after a failed append");
+    }
+}
+
+static void attend_failing(const learn_model *m, tqkv_cache *cache, int n, counting *counter)
+{
+    const size_t size = (size_t)(n * HEADS * m->value_dim) * sizeof(float);
+    char *out = (char *)test_alloc_filled(size, 0xa5);
+    for (int fail = 1;; fail++) {
+        counter->fail_at = fail;
+        if (!fails_again(tqkv_cache_attend(cache, row_at(m, 2, 10), n, out), counter)) break;
+        for (size_t i = 0; i < size; i++)
+            CHECK((unsigned char)out[i] == 0xa5, "allocation %d fails: byte %d was written", fail, (int)i);
+    }
+    free(out);
+}
+
 /* Rows of halves are counted as long as they are there. An allocation that fails, at any time, leaves the cache as it was. */
 static void check_memory(const void *parameters)
 {
     const learn_row *row = (const learn_row *)parameters;
+    const int n = row->exact_last ? 150 : 60;
     learn_model m;
     model_open(&m, row);
     tqkv_cache_desc desc = describe(row), plain = desc;
@@ -468,47 +516,17 @@ static void check_memory(const void *parameters)
     plain.calibrate = 0;
     CHECK_RESULT(tqkv_cache_create(&plain, &cache), TQKV_OK);
     const size_t without = tqkv_cache_bytes(cache);
-    const size_t raw = (size_t)(2 * row->learns_at * CACHE_HEADS * (row->head_dim + (row->shared ? 0 : m.value_dim)));
+    const size_t raw = (size_t)(2 * row->learns_at * CACHE_HEADS * (row->head_dim + m.value_dim));
     tqkv_cache_destroy(cache);
     desc.allocator = counting_allocator(&counter);
-    for (int fail = 1;; fail++) {
-        counter.calls = 0;
-        counter.fail_at = fail;
-        const tqkv_result r = tqkv_cache_create(&desc, &cache);
-        if (r == TQKV_OK) break;
-        CHECK(r == TQKV_OUT_OF_MEMORY && !cache, "allocation %d fails: %s", fail, tqkv_result_string(r));
-        CHECK_NO_LEAK(&counter);
-    }
+    cache = create_failing(&desc, &counter);
     CHECK(tqkv_cache_bytes(cache) >= without + raw, "%d bytes, without %d", (int)tqkv_cache_bytes(cache), (int)without);
-    const int chunk = row->exact_last ? 150 : 60;
     append(&m, cache, 0, 10);
-    for (int fail = 1;; fail++) {
-        counter.calls = 0;
-        counter.fail_at = fail;
-        const tqkv_result r = tqkv_cache_append(cache, row_at(&m, 0, 10), row_at(&m, 1, 10), chunk);
-        if (r == TQKV_OK) break;
-        CHECK(r == TQKV_OUT_OF_MEMORY && tqkv_cache_end(cache) == 10, "allocation %d fails: %s", fail,
-              tqkv_result_string(r));
-        CHECK(!tqkv_cache_keys(cache)->channel_scale, "a failed append has learned");
-        counter.fail_at = 0;
-        check_queries(&m, cache, 10, 4, "after a failed append");
-    }
-    const size_t size = (size_t)(HEADS * m.value_dim) * sizeof(float);
-    char *out = (char *)test_alloc((size_t)chunk * size);
-    for (int fail = 1;; fail++) {
-        memset(out, 0xa5, (size_t)chunk * size);
-        counter.calls = 0;
-        counter.fail_at = fail;
-        const tqkv_result r = tqkv_cache_attend(cache, row_at(&m, 2, 10), chunk, out);
-        if (r == TQKV_OK) break;
-        for (size_t i = 0; i < (size_t)chunk * size; i++)
-            CHECK((unsigned char)out[i] == 0xa5, "allocation %d fails: byte %d was written", fail, (int)i);
-    }
-    free(out);
-    counter.fail_at = 0;
-    check_queries(&m, cache, 10 + chunk, chunk, "after failed calls");
+    append_failing(&m, cache, n, &counter);
+    attend_failing(&m, cache, n, &counter);
+    check_queries(&m, cache, 10 + n, n, "after failed calls");
     CHECK(tqkv_cache_bytes(cache) >= without + raw, "the halves are gone before the next append");
-    append(&m, cache, 10 + chunk, 1);
+    append(&m, cache, 10 + n, 1);
     CHECK(tqkv_cache_bytes(cache) == without, "%d bytes are left, without %d", (int)tqkv_cache_bytes(cache),
           (int)without);
     tqkv_cache_destroy(cache);
@@ -584,6 +602,27 @@ static void check_header(const void *parameters)
 
 /* ---- Setting and refusing ---- */
 
+/* Copied, or saved and loaded, it has the same snapshot. */
+static void check_copy(const tqkv_cache *cache, bool loads)
+{
+    learn_row row;
+    tqkv_cache *copy = NULL;
+    memset(&row, 0, sizeof row);
+    row.head_dim = tqkv_cache_keys(cache)->head_dim;
+    row.capacity = tqkv_cache_keys(cache)->capacity;
+    row.key_format = tqkv_cache_keys(cache)->format;
+    row.value_format = tqkv_cache_values(cache)->format;
+    if (loads)
+        copy = reloaded(&row, cache);
+    else
+        CHECK_RESULT(tqkv_cache_fork(cache, NULL, &copy), TQKV_OK);
+    stream a = stream_of_cache(cache), b = stream_of_cache(copy);
+    CHECK(stream_is_equal(&a, &b), "%s: another snapshot", loads ? "loaded" : "copied");
+    stream_free(&a);
+    stream_free(&b);
+    tqkv_cache_destroy(copy);
+}
+
 static void check_set(const void *parameters)
 {
     (void)parameters;
@@ -609,22 +648,8 @@ static void check_set(const void *parameters)
                            !memcmp(keys->channel_scale, scales, sizeof(float) * CACHE_HEADS * D)),
               "the scale is no copy");
         CHECK_RESULT(tqkv_cache_set_scale(cache, scales, NULL), TQKV_INVALID_ARGUMENT);
-        learn_row of_copy;
-        memset(&of_copy, 0, sizeof of_copy);
-        of_copy.head_dim = D;
-        of_copy.capacity = 100;
-        of_copy.calibrate = 20;
-        of_copy.key_format = TQKV_TQ4;
-        of_copy.value_format = TQKV_TQ3;
-        tqkv_cache *copies[2] = {NULL, reloaded(&of_copy, cache)};
-        CHECK_RESULT(tqkv_cache_fork(cache, NULL, &copies[0]), TQKV_OK);
-        for (int i = 0; i < 2; i++) {
-            stream a = stream_of_cache(cache), b = stream_of_cache(copies[i]);
-            CHECK(stream_is_equal(&a, &b), "way %d: copy %d differs", way, i);
-            stream_free(&a);
-            stream_free(&b);
-            tqkv_cache_destroy(copies[i]);
-        }
+        check_copy(cache, false);
+        check_copy(cache, true);
         tqkv_cache_destroy(cache);
     }
     free(scales);

@@ -91,6 +91,15 @@ static void check_rows(const void *row)
     CHECK(binding(d, "rows").size == 5 * 64 * sizeof(float) && constant(d, TQKV_FC_UNROTATE) == 1, "a rotation");
     CHECK_RESULT(tqkv_metal_plan_rotate(none, 5, 65, false, &plan), TQKV_UNSUPPORTED);
     CHECK_RESULT(tqkv_metal_plan_rotate(none, -1, 64, false, &plan), TQKV_INVALID_ARGUMENT);
+    CHECK_RESULT(
+        tqkv_metal_plan_calibrate(&linear, at(4, 0), 9, at(5, 0), 6, 2, TQKV_PAIRS_HALVES, at(6, 0), at(7, 0), &plan),
+        TQKV_OK);
+    check_plan(&plan);
+    CHECK(d->grid[0] == 3 && d->n_simdgroups == 2 && binding(d, "q").size == 2 * 6 * 64 * sizeof(float) &&
+              binding(d, "center").size == 3 * 64 * sizeof(float),
+          "calibration");
+    CHECK_RESULT(tqkv_metal_plan_calibrate(&linear, at(4, 0), 9, none, 5, 2, TQKV_PAIRS_NONE, none, none, &plan),
+                 TQKV_INVALID_ARGUMENT);
     CHECK_RESULT(tqkv_metal_plan_tables(at(4, 0), &plan), TQKV_OK);
     check_plan(&plan);
     CHECK(plan.n == 2 && d[1].grid[0] == 1 && !d[1].rows && d[1].kernel.head_dim == 0, "tables");
@@ -133,6 +142,12 @@ static void check_engine(const void *row)
     CHECK(!tqkv_metal_kernel_constant(&d[2].kernel, -1, &value) &&
               !tqkv_metal_kernel_constant(&d[2].kernel, TQKV_METAL_CONSTANTS, &value) && !value,
           "constants that are none");
+    char text[TQKV_METAL_TEXT], other[TQKV_METAL_TEXT];
+    tqkv_metal_kernel_text(&d[2].kernel, text);
+    tqkv_metal_kernel_text(&d[3].kernel, other);
+    CHECK(!strncmp(text, "tqkv_encode_kv_d192_128-8_3_1_1_x_", 34) && strlen(text) < TQKV_METAL_TEXT - 40 &&
+              strcmp(text, other),
+          "the text %s", text);
     CHECK(d[2].arguments[0].index == 0 && d[2].arguments[1].index == 4 &&
               d[2].arguments[1].size == sizeof(tqkv__rows_args),
           "arguments");
@@ -155,28 +170,30 @@ static void check_no_plan(const void *row)
     tqkv_metal_index x;
     memset(&x, 0, sizeof x);
     x.keys = &one;
-    const tqkv_result results[] = {tqkv_metal_plan_tables(none, NULL),
-                                   tqkv_metal_plan_encode(&s, none, 1, 0, none, NULL),
-                                   tqkv_metal_plan_encode_kv(&s, &s, none, none, 1, 0, none, NULL),
-                                   tqkv_metal_plan_encode_slots(&s, none, 1, none, NULL, none, NULL),
-                                   tqkv_metal_plan_encode_kv_slots(&s, &s, none, none, 1, none, NULL, none, NULL),
-                                   tqkv_metal_plan_probe(&s, none, 1, none, none, NULL),
-                                   tqkv_metal_plan_decode(&s, 0, 1, TQKV_ORIGINAL, none, NULL),
-                                   tqkv_metal_plan_rotate(none, 1, 64, false, NULL),
-                                   tqkv_metal_plan_attend_scratch(&a, NULL),
-                                   tqkv_metal_plan_attend(&a, none, none, none, NULL),
-                                   tqkv_metal_plan_attend_partial(&a, none, 0, 0, none, none, none, none, NULL),
-                                   tqkv_metal_plan_attend_merge_slice(&a, none, none, none, &a, none, none, none, NULL),
-                                   tqkv_metal_plan_attend_finish(&a, none, none, none, none, NULL),
-                                   tqkv_metal_plan_index_scores(&x, none, none, NULL),
-                                   tqkv_metal_plan_index_choose_scratch(&x, NULL),
-                                   tqkv_metal_plan_index_choose(&x, none, 1, none, none, NULL),
-                                   tqkv_metal_plan_attend_batch(&a, 1, &none, none, &a, none, &none, true, NULL),
-                                   tqkv_metal_plan_cache_append(NULL, none, NULL, none, none, 1, none, NULL),
-                                   tqkv_metal_plan_cache_attend(NULL, none, NULL, NULL, none, 1, none, none, NULL),
-                                   tqkv_metal_plan_prepare(&a, 1, 0, NULL, NULL),
-                                   tqkv_metal_plan_index_prepare(&x, 1, NULL, NULL),
-                                   tqkv_metal_plan_cache_prepare(NULL, none, 1, NULL, NULL)};
+    const tqkv_result results[] = {
+        tqkv_metal_plan_tables(none, NULL),
+        tqkv_metal_plan_encode(&s, none, 1, 0, none, NULL),
+        tqkv_metal_plan_encode_kv(&s, &s, none, none, 1, 0, none, NULL),
+        tqkv_metal_plan_encode_slots(&s, none, 1, none, NULL, none, NULL),
+        tqkv_metal_plan_encode_kv_slots(&s, &s, none, none, 1, none, NULL, none, NULL),
+        tqkv_metal_plan_probe(&s, none, 1, none, none, NULL),
+        tqkv_metal_plan_decode(&s, 0, 1, TQKV_ORIGINAL, none, NULL),
+        tqkv_metal_plan_rotate(none, 1, 64, false, NULL),
+        tqkv_metal_plan_calibrate(&s, none, 1, none, 0, 0, TQKV_PAIRS_NONE, none, none, NULL),
+        tqkv_metal_plan_attend_scratch(&a, NULL),
+        tqkv_metal_plan_attend(&a, none, none, none, NULL),
+        tqkv_metal_plan_attend_partial(&a, none, 0, 0, none, none, none, none, NULL),
+        tqkv_metal_plan_attend_merge_slice(&a, none, none, none, &a, none, none, none, NULL),
+        tqkv_metal_plan_attend_finish(&a, none, none, none, none, NULL),
+        tqkv_metal_plan_index_scores(&x, none, none, NULL),
+        tqkv_metal_plan_index_choose_scratch(&x, NULL),
+        tqkv_metal_plan_index_choose(&x, none, 1, none, none, NULL),
+        tqkv_metal_plan_attend_batch(&a, 1, &none, none, &a, none, &none, true, NULL),
+        tqkv_metal_plan_cache_append(NULL, none, NULL, none, none, 1, none, NULL),
+        tqkv_metal_plan_cache_attend(NULL, none, NULL, NULL, none, 1, none, none, NULL),
+        tqkv_metal_plan_prepare(&a, 1, 0, NULL, NULL),
+        tqkv_metal_plan_index_prepare(&x, 1, NULL, NULL),
+        tqkv_metal_plan_cache_prepare(NULL, none, 1, NULL, NULL)};
     for (size_t i = 0; i < sizeof results / sizeof *results; i++)
         CHECK(results[i] == TQKV_INVALID_ARGUMENT, "call %zu: %s", i, tqkv_result_string(results[i]));
     CHECK(!tqkv_metal_overlapping(NULL, 1), "no dispatch");

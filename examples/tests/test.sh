@@ -1,5 +1,5 @@
 #!/bin/sh
-# Runs tinylm_test and the examples as programs. Usage: test.sh FOLDER-OF-PROGRAMS, from the top folder.
+# Runs tinylm_test, prompt_cache_test and the examples as programs. Usage: test.sh FOLDER-OF-PROGRAMS, from the top folder.
 bin=$1
 work=$bin/examples
 data=examples/data
@@ -178,6 +178,24 @@ check "tinylm/ends" awk '$1 == "tq4" { n++; bad += $7 > 6e-4 || $7 < 1e-5 } END 
 "$bin/pressure" >"$work/pressure"
 check "pressure" awk '$3 + 0 > 0 { n++; bad += $4 > 1.1 * $5 + 2e-4 || (n > 1 && $3 >= kib); kib = $3 }
     END { exit bad > 0 || n != 4 }' "$work/pressure"
+rm -rf "$work/prompts" && mkdir -p "$work/prompts/small" "$work/prompts/tinylm"
+"$bin/prompt_cache_test" "$work/prompts/small" >"$work/prompt_cache_test"
+check "prompt_cache_test ran to its end" grep -q "processes/limit" "$work/prompt_cache_test"
+grep "^FAIL" "$work/prompt_cache_test"
+passed=$((passed + $(grep -c "^pass" "$work/prompt_cache_test")))
+failed=$((failed + $(grep -c "^FAIL" "$work/prompt_cache_test")))
+"$bin/prompt_cache" >"$work/prompt_cache" 2>"$work/err"
+check "prompt_cache" test "$(grep -c 'the same logits' "$work/prompt_cache")" -eq 8
+# A program and the next one: the same text, of which the second computes little; another format is another model.
+for loaded in 0 896; do
+    "$bin/tinylm" generate "$long" --bytes 40 --cache "$work/prompts/tinylm" >"$work/kept" 2>"$work/err"
+    "$bin/tinylm" generate "$long" --bytes 40 >"$work/straight"
+    check "tinylm/cache of $loaded" cmp "$work/kept" "$work/straight"
+    check "tinylm/cache of $loaded: says so" grep -q "^tinylm: $loaded of 899 bytes" "$work/err"
+done
+"$bin/tinylm" generate "$long" --bytes 1 --keys tq5 --cache "$work/prompts/tinylm" >"$work/out" 2>"$work/err"
+check "tinylm/cache of other formats" grep -q "^tinylm: 0 of 899 bytes" "$work/err"
+refused "tinylm/cache of floats" "takes tqkv's formats" "$bin/tinylm" generate x --keys f32 --values f32 --cache "$work/prompts"
 "$bin/checkpoints" >"$work/checkpoints"
 check "checkpoints" test "$(grep -c 'the same logits' "$work/checkpoints")" -eq 4
 

@@ -557,6 +557,16 @@ std::string gpu_index_choose(const tqkv_index *x, const float *scores, int k, in
     return gpu_run(plan);
 }
 
+std::string gpu_calibrate(const tqkv_store *shape, const void *src, int n_tokens, const void *q, int n_heads,
+                          int n_queries, tqkv_pairs pairs, float *center, float *channel_scale)
+{
+    tqkv_metal_plan plan;
+    const tqkv_metal_store store = gpu_store(shape);
+    tqkv_metal_plan_calibrate(&store, gpu_buffer(src), n_tokens, gpu_buffer(q), n_heads, n_queries, pairs,
+                              gpu_buffer(center), gpu_buffer(channel_scale), &plan);
+    return gpu_run(plan);
+}
+
 std::string gpu_tables(tqkv__table_report *report)
 {
     tqkv_metal_plan plan;

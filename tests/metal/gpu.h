@@ -123,6 +123,8 @@ struct gpu_index {
 };
 std::string gpu_index_scores(const tqkv_index *x, const void *q, float *scores);
 std::string gpu_index_choose(const tqkv_index *x, const float *scores, int k, int32_t *list);
+std::string gpu_calibrate(const tqkv_store *shape, const void *src, int n_tokens, const void *q, int n_heads,
+                          int n_queries, tqkv_pairs pairs, float *center, float *channel_scale);
 std::string gpu_tables(tqkv__table_report *report);
 
 #endif

@@ -281,22 +281,13 @@ void run_beyond(const void *parameters)
 
 // ---- Positions that are kept as halves, and lists ----
 
-// The reference has no first positions that a ring has overwritten, and asks each query where it stands. The processor's tests
-// compare both with it.
-void expect_processors(attend_problem &p)
-{
-    CHECK_RESULT(tqkv_attend(&p.attention, p.q, p.out), TQKV_OK);
-    for (size_t i = 0; i < p.n_rows * p.value_dim; i++) p.expected[i] = (double)p.out[i];
-}
-
 // Slots of codes that halves replace hold NaN, and halves have nothing to do with the codes. Whole, and in two slices.
 void run_ends(const void *parameters)
 {
     const attend_row *row = (const attend_row *)parameters;
     attend_problem p;
     attend_set_up(&p, row);
-    const bool kept = row->exact_first && reference_attention_shape(&p.attention).oldest > 0;
-    if (kept || (row->non_causal && !row->window)) expect_processors(p);
+    attend_expect_processors(&p, row);
     CHECK_RUN(gpu_attend(&p.attention, p.q, p.out, as_planned));
     attend_check(&p, p.out, "ends");
     const reference_shape shape = reference_attention_shape(&p.attention);
