@@ -69,7 +69,7 @@
      while others attend to those before it.
      The only hidden state is the choice of an instruction set, made once. The hook tqkv_parallel runs tasks of one call
      on the caller's threads; tqkv_team is such a hook for threads that call at once. The number of threads does not change
-     any bit of the results. A call takes at most 48 KiB of stack.
+     any bit of the results. A call takes at most 64 KiB of stack.
 
    MATHEMATICS
 
@@ -622,7 +622,7 @@ typedef size_t (*tqkv_read)(void *user, void *bytes, size_t n);
 /* Writes the resident positions. The bytes depend only on the content, not on machine, allocator or threads. After
    TQKV_IO the output is no snapshot: write to a temporary file, then rename it. */
 TQKV_API tqkv_result tqkv_cache_save(const tqkv_cache *c, tqkv_write write, void *user);
-/* desc supplies what a snapshot lacks: parallel, allocator, metal, matrix_group, arithmetic, non_causal, and sinks for the
+/* desc, never NULL, supplies what a snapshot lacks: parallel, allocator, metal, matrix_group, arithmetic, non_causal, and sinks for the
    snapshot's n_heads, or a tag. Its other nonzero fields must match, else TQKV_INVALID_ARGUMENT; the tags, too, unless one is 0.
    TQKV_CORRUPT: a missing or changed byte, or a newer version of tqkv, which TQKV_EXPLAIN tells apart. *out is NULL on
    failure. */
@@ -662,10 +662,10 @@ TQKV_API tqkv_result tqkv_store_load(const tqkv_store *s, int64_t position, int 
 #define TQKV_METAL_API TQKV_API
 #endif
 
-#ifdef __OBJC__
+#if defined(__OBJC__) && !defined(__swift__)
 typedef __unsafe_unretained id tqkv_metal_object; /* not retained: the caller keeps it alive during a call */
 #else
-typedef void *tqkv_metal_object;
+typedef void *tqkv_metal_object; /* in Swift, too, which would take any value for an id and pass a box around it */
 #endif
 
 typedef struct tqkv_metal_desc {
@@ -753,6 +753,13 @@ TQKV_METAL_API tqkv_result tqkv_metal_rotate(tqkv_metal *m, tqkv_metal_object en
                                              int n_rows, int head_dim);
 TQKV_METAL_API tqkv_result tqkv_metal_unrotate(tqkv_metal *m, tqkv_metal_object encoder, tqkv_metal_buffer rows,
                                                int n_rows, int head_dim);
+
+/* As tqkv_calibrate, to the same bits, but both results are written, and NaN, infinity and large magnitudes are not detected. q:
+   zero for none. Of shape no buffer is read. */
+TQKV_METAL_API tqkv_result tqkv_metal_calibrate(tqkv_metal *m, tqkv_metal_object encoder, const tqkv_metal_store *shape,
+                                                tqkv_metal_buffer src, int n_tokens, tqkv_metal_buffer q, int n_heads,
+                                                int n_queries, tqkv_pairs pairs, tqkv_metal_buffer center,
+                                                tqkv_metal_buffer channel_scale);
 
 /* tqkv_attention with buffers. NaN and Inf in q or sinks are not detected; they spread. */
 typedef struct tqkv_metal_attention {
@@ -882,7 +889,8 @@ TQKV_METAL_API tqkv_result tqkv_metal_cache_some_scratch(tqkv_metal *m, const tq
    `also` adds up: the same in batches, and slices, their merge and finish. No pages are looked at, and of buffers only
    whether they are there: centres, sinks, a tree, a list and pages have pipelines of their own. Any thread may call it while
    others record; those do not wait. Other calls build theirs on first use, which takes up to a second each. */
-enum { TQKV_METAL_BATCHES = 1, TQKV_METAL_SLICES = 2 };
+#define TQKV_METAL_BATCHES 1
+#define TQKV_METAL_SLICES  2
 TQKV_METAL_API tqkv_result tqkv_metal_prepare(tqkv_metal *m, const tqkv_metal_attention *a, int max_queries, int also);
 /* The same of an index: encode into its keys, scores of one or of several queries, and the choice. */
 TQKV_METAL_API tqkv_result tqkv_metal_index_prepare(tqkv_metal *m, const tqkv_metal_index *x, int max_queries);
@@ -899,6 +907,7 @@ TQKV_METAL_API tqkv_result tqkv_metal_cache_prepare(tqkv_metal *m, const tqkv_ca
    the steps for Metal, examples/metal_plan.cpp is such an engine. */
 enum {
     TQKV_METAL_NAME = 48,       /* bytes of a kernel's name, with the zero */
+    TQKV_METAL_TEXT = 256,      /* of tqkv_metal_kernel_text */
     TQKV_METAL_CONSTANTS = 40,  /* function constants have indices below */
     TQKV_METAL_ARGUMENTS = 256, /* most bytes of an argument struct */
     TQKV_METAL_BINDINGS = 28,
@@ -919,7 +928,8 @@ typedef enum tqkv_metal_family {
     TQKV_METAL_ATTEND_MATRIX,
     TQKV_METAL_INDEX_CHOICE,
     TQKV_METAL_ATTEND_LIST,
-    TQKV_METAL_INDEX_SCORES
+    TQKV_METAL_INDEX_SCORES,
+    TQKV_METAL_CALIBRATE
 } tqkv_metal_family;
 
 /* Identifies a pipeline. Only bytes, without padding: a program keeps its pipelines by them and compares with memcmp. */
@@ -930,6 +940,8 @@ typedef struct tqkv_metal_kernel {
 
 /* The name of its function in the library. */
 TQKV_API void tqkv_metal_kernel_name(const tqkv_metal_kernel *kernel, char name[TQKV_METAL_NAME]);
+/* The same and its constants, "x" for one that is not set: a name of the pipeline, for engines that keep them by strings. */
+TQKV_API void tqkv_metal_kernel_text(const tqkv_metal_kernel *kernel, char text[TQKV_METAL_TEXT]);
 /* The most threads of a threadgroup that plans give it, a multiple of 32: maxTotalThreadsPerThreadgroup of its pipeline's
    descriptor. Otherwise compilers plan for 1024, with fewer registers for each. */
 TQKV_API int tqkv_metal_kernel_threads(const tqkv_metal_kernel *kernel);
@@ -1023,6 +1035,10 @@ TQKV_API tqkv_result tqkv_metal_plan_decode(const tqkv_metal_store *s, int64_t p
                                             tqkv_basis basis, tqkv_metal_buffer dst, tqkv_metal_plan *plan);
 TQKV_API tqkv_result tqkv_metal_plan_rotate(tqkv_metal_buffer rows, int n_rows, int head_dim, bool unrotate,
                                             tqkv_metal_plan *plan);
+TQKV_API tqkv_result tqkv_metal_plan_calibrate(const tqkv_metal_store *shape, tqkv_metal_buffer src, int n_tokens,
+                                               tqkv_metal_buffer q, int n_heads, int n_queries, tqkv_pairs pairs,
+                                               tqkv_metal_buffer center, tqkv_metal_buffer channel_scale,
+                                               tqkv_metal_plan *plan);
 TQKV_API tqkv_result tqkv_metal_plan_attend_scratch(const tqkv_metal_attention *a, size_t *bytes);
 TQKV_API tqkv_result tqkv_metal_plan_attend(const tqkv_metal_attention *a, tqkv_metal_buffer q,
                                             tqkv_metal_buffer scratch, tqkv_metal_buffer out, tqkv_metal_plan *plan);
@@ -2624,7 +2640,7 @@ static void tqkv__flip_signs(float *x, int head_dim)
 static void tqkv__rotate_double(double *x, int head_dim)
 {
     const int m = tqkv__size_of(head_dim)->order, n = tqkv__size_of(head_dim)->run;
-    double y[TQKV_MAX_HEAD_DIM];
+    double y[36]; /* by runs, a place of all at a time: a row would take 8 KB more of the stack */
     for (int j = 0; j < head_dim; j++)
         if ((tqkv__tables.signs[j % 512 / 8] >> (j % 8)) & 1) x[j] = -x[j];
     for (int h = 1; h < n; h *= 2)
@@ -2634,13 +2650,15 @@ static void tqkv__rotate_double(double *x, int head_dim)
             x[i] = a + b;
             x[i | h] = a - b;
         }
-    for (int j = 0; j < head_dim; j++) {
-        y[j] = m > 1 ? 0.0 : x[j];
-        if (m > 1)
+    for (int i = 0; m > 1 && i < n; i++) {
+        for (int b = 0; b < m; b++) {
+            y[b] = 0.0;
             for (int c = 0; c < m; c++)
-                y[j] += (tqkv__matrix_row(m, j / n)[c / 8] >> (c % 8)) & 1 ? -x[c * n + j % n] : x[c * n + j % n];
+                y[b] += (tqkv__matrix_row(m, b)[c / 8] >> (c % 8)) & 1 ? -x[c * n + i] : x[c * n + i];
+        }
+        for (int b = 0; b < m; b++) x[b * n + i] = y[b];
     }
-    for (int j = 0; j < head_dim; j++) x[j] = y[j] / sqrt((double)head_dim);
+    for (int j = 0; j < head_dim; j++) x[j] = x[j] / sqrt((double)head_dim);
 }
 
 static void tqkv__scale(float *x, int n, float factor)
@@ -3150,7 +3168,7 @@ typedef struct tqkv__tokens {
 static void tqkv__encode_heads(const tqkv__stream *s, const tqkv__quantiser *q, const tqkv__heads *heads,
                                const tqkv__tokens *tokens)
 {
-    enum { batch = 64 };
+    enum { batch = 32 };
     const tqkv__codec *codec = tqkv__codec_for(s->head_dim);
     tqkv__row rows[batch];
     const tqkv__stream *halves = tokens->halves;
@@ -3470,7 +3488,7 @@ TQKV__COLD static tqkv_result tqkv__convert_open(const tqkv_store *to_store, con
 static TQKV__NOINLINE void tqkv__convert_rows(const tqkv__stream *from, const tqkv__stream *to, int kv_head,
                                               int64_t position, int64_t n)
 {
-    enum { buffer = 2048 };
+    enum { buffer = 1024 };
     TQKV__ALIGNED float values[buffer + 16]; /* encoding loads whole vectors */
     tqkv__row rows[buffer / 32];
     tqkv__quantiser q;
@@ -6303,7 +6321,7 @@ TQKV__OP void TQKV__(choose_factors)(const tqkv__stream *s, int n, float (*tried
 TQKV__TARGET static void TQKV__(search)(const tqkv__stream *s, const tqkv__quantiser *q, int n_rows,
                                         const float **values, float *rows, float *scales, float *squares)
 {
-    enum { most = 96 };
+    enum { most = 48 }; /* as encode_rows has */
     float tried[most][16];
     const int n = s->norms_per_row;
     for (int i = 0; i < n_rows; i++, rows += s->head_dim) {
@@ -6490,7 +6508,7 @@ TQKV__TARGET static const float *TQKV__(open_row)(const tqkv__stream *s, const t
 TQKV__TARGET static void TQKV__(encode_rows)(const tqkv__stream *s, const tqkv__quantiser *q, const tqkv__row *rows,
                                              int n_rows)
 {
-    enum { buffer = 3072, most_norms = buffer / 32 }; /* 12 KiB: a part of an L1 cache, and of the stack */
+    enum { buffer = 1536, most_norms = buffer / 32 }; /* 6 KiB: a part of an L1 cache, and of the stack */
     TQKV__ALIGNED float rotated[buffer + 16], norms[most_norms], scales[most_norms]; /* fours are loaded beyond a row */
     TQKV__ALIGNED float sums[most_norms];
     TQKV__ALIGNED uint8_t bytes[TQKV_MAX_HEAD_DIM + 64];
@@ -13494,7 +13512,7 @@ static void tqkv__raw_means(const tqkv__stream *raw, int kv_head, int first, int
 
 /* Learns centre and scale of the keys from the raw halves of the positions before n, without those that stay exact, if enough
    remain. */
-static void tqkv__learn(tqkv_cache *c, const tqkv__stream *raw, int n)
+static TQKV__NOINLINE void tqkv__learn(tqkv_cache *c, const tqkv__stream *raw, int n)
 {
     tqkv__learnt learnt;
     const int first = n - c->exact_first >= TQKV__LEAST_POSITIONS ? c->exact_first : 0;
@@ -13528,7 +13546,7 @@ typedef struct tqkv__raw_job {
 static TQKV__NOINLINE void tqkv__encode_raw(const tqkv__stream *raw, const tqkv__stream *to, const tqkv__stream *newest,
                                             int kv_head, int n, int64_t end)
 {
-    enum { buffer = 2048 };
+    enum { buffer = 1024 };
     TQKV__ALIGNED float values[buffer + 16]; /* encoding loads whole vectors */
     float room[TQKV_MAX_HEAD_DIM];
     tqkv__row rows[buffer / 32];
@@ -13766,8 +13784,8 @@ static tqkv_result tqkv__attend_cut_tree(const tqkv_cache *c, const tqkv_attenti
     return r;
 }
 
-static tqkv_result tqkv__attend_raw(const tqkv_cache *c, const tqkv_attention *some, const void *q, int n_queries,
-                                    void *out)
+static TQKV__NOINLINE tqkv_result tqkv__attend_raw(const tqkv_cache *c, const tqkv_attention *some, const void *q,
+                                                   int n_queries, void *out)
 {
     tqkv__cut_call cut;
     cut.n_parts = 0;
@@ -14435,6 +14453,19 @@ static void tqkv__open_channels(tqkv_cache *c, uint32_t centers, uint32_t scales
     tqkv__take_channels(c, centers, scales);
 }
 
+/* A cache to read into. One that has learned needs no raw memory. */
+static tqkv_result tqkv__create_found(const tqkv__header *found, tqkv_cache **out)
+{
+    tqkv_cache_desc desc = found->desc;
+    if (!found->learning) desc.calibrate = 0;
+    const tqkv_result r = tqkv_cache_create(&desc, out);
+    if (r != TQKV_OK) return r;
+    (*out)->calibrate = found->desc.calibrate;
+    tqkv__set_range(*out, found);
+    tqkv__open_channels(*out, found->centers, found->scales);
+    return r;
+}
+
 TQKV__COLD TQKV_API tqkv_result tqkv_cache_load(const tqkv_cache_desc *desc, tqkv_read read, void *user,
                                                 tqkv_cache **out)
 {
@@ -14461,16 +14492,11 @@ TQKV__COLD TQKV_API tqkv_result tqkv_cache_load(const tqkv_cache_desc *desc, tqk
     if (!tqkv__resolve_allocator(&ahead.memory)) return TQKV__INVALID("allocator: one of alloc and free is missing");
     tqkv__set_range(&checked, &found);
     r = tqkv__hold(&ahead, tqkv__wanted_ahead(&checked, found.centers, found.scales));
-    const int calibrate = found.desc.calibrate;
-    if (!found.learning) found.desc.calibrate = 0; /* without raw memory */
-    if (r == TQKV_OK) r = tqkv_cache_create(&found.desc, &c);
+    if (r == TQKV_OK) r = tqkv__create_found(&found, &c);
     if (r != TQKV_OK) {
         tqkv__drop_held(&ahead);
         return r;
     }
-    c->calibrate = calibrate;
-    tqkv__set_range(c, &found);
-    tqkv__open_channels(c, found.centers, found.scales);
     r = tqkv__move_stores(&pipe, c);
     if (r == TQKV_OK) tqkv__take_channels(c, 0, found.scales);
     tqkv__drop_held(&ahead);
@@ -14957,9 +14983,10 @@ TQKV_API const tqkv_metal_binding *tqkv_metal_overlapping(const tqkv_metal_dispa
 
 TQKV_API void tqkv_metal_kernel_name(const tqkv_metal_kernel *kernel, char name[TQKV_METAL_NAME])
 {
-    static const char *const families[] = {
-        "tables",       "encode",        "encode_kv",    "probe",       "decode",      "rotate", "attend",
-        "attend_merge", "attend_matrix", "index_choice", "attend_list", "index_scores"}; /* tqkv_metal_family */
+    static const char *const families[] = {"tables",        "encode",       "encode_kv",   "probe",
+                                           "decode",        "rotate",       "attend",      "attend_merge",
+                                           "attend_matrix", "index_choice", "attend_list", "index_scores",
+                                           "calibrate"}; /* tqkv_metal_family */
     const int dims[] = {kernel->head_dim * TQKV__DIM_UNIT, kernel->value_dim * TQKV__DIM_UNIT};
     char *at = name;
     const char *parts[] = {"tqkv_", families[kernel->family]};
@@ -14977,11 +15004,28 @@ TQKV_API void tqkv_metal_kernel_name(const tqkv_metal_kernel *kernel, char name[
     *at = 0;
 }
 
+typedef char tqkv__text_fits[TQKV_METAL_NAME + 4 * TQKV__CONSTANTS <= TQKV_METAL_TEXT ? 1 : -1];
+
+TQKV_API void tqkv_metal_kernel_text(const tqkv_metal_kernel *kernel, char text[TQKV_METAL_TEXT])
+{
+    tqkv_metal_kernel_name(kernel, text);
+    char *at = text + strlen(text);
+    for (int i = 0; i < TQKV__CONSTANTS; i++) {
+        const int value = kernel->constants[i] - 1;
+        *at++ = i ? '_' : '-';
+        if (value < 0) *at++ = 'x';
+        for (int unit = 100; value >= 0 && unit; unit /= 10)
+            if (value >= unit || unit == 1) *at++ = (char)('0' + value / unit % 10);
+    }
+    *at = 0;
+}
+
 TQKV_API int tqkv_metal_kernel_threads(const tqkv_metal_kernel *kernel)
 {
     switch (kernel->family) {
     case TQKV_METAL_TABLES:
         return TQKV__SIMD_WIDTH;
+    case TQKV_METAL_CALIBRATE:
     case TQKV_METAL_INDEX_CHOICE:
     case TQKV_METAL_ATTEND_LIST:
         return 1024;
@@ -15554,6 +15598,62 @@ TQKV_API tqkv_result tqkv_metal_plan_rotate(tqkv_metal_buffer rows, int n_rows, 
 {
     if (!tqkv__open_plan(plan, unrotate ? "unrotate" : "rotate")) return TQKV__INVALID(TQKV__NO_PLAN);
     return tqkv__close_plan(plan, tqkv__add_rotate(rows, n_rows, head_dim, unrotate, plan));
+}
+
+static tqkv_result tqkv__add_calibration(const tqkv_metal_store *shape, tqkv_metal_buffer src, int n_tokens,
+                                         tqkv_metal_buffer q, int n_heads, int n_queries, tqkv_pairs pairs,
+                                         const tqkv_metal_buffer results[2], tqkv_metal_plan *plan)
+{
+    tqkv__stream s;
+    size_t bytes, q_bytes;
+    const tqkv_strides none = {0, 0};
+    if (!shape) return TQKV__INVALID("a store is NULL");
+    tqkv_result r = tqkv__stream_shape(&shape->shape, &s);
+    if (r == TQKV_OK) r = tqkv__plan_extent(&s, n_tokens, &bytes);
+    if (r != TQKV_OK) return r;
+    if (pairs != TQKV_PAIRS_NONE && pairs != TQKV_PAIRS_NEIGHBOURS && pairs != TQKV_PAIRS_HALVES)
+        return TQKV__INVALID("pairs: no tqkv_pairs");
+    if (!n_heads) n_heads = s.n_kv_heads;
+    if (!q.buffer) n_queries = 0;
+    if (n_heads < 0 || n_heads % s.n_kv_heads || n_queries < 0)
+        return TQKV__INVALID("n_heads is no multiple of n_kv_heads, or n_queries negative");
+    const tqkv_strides strides = tqkv__strides_of(none, n_heads, s.head_dim);
+    if (!tqkv__array_size(n_queries, n_heads, s.head_dim, sizeof(float), &q_bytes))
+        return TQKV__INVALID("q: too large");
+    if ((r = tqkv__check_strides(strides)) != TQKV_OK) return r;
+    const tqkv__calibrate_args args = {s.head_dim,
+                                       n_tokens,
+                                       n_queries,
+                                       s.n_kv_heads,
+                                       n_heads / s.n_kv_heads,
+                                       (int32_t)pairs,
+                                       (uint32_t)s.strides.token,
+                                       (uint32_t)s.strides.head,
+                                       (uint32_t)strides.token,
+                                       (uint32_t)strides.head};
+    const size_t value = tqkv__type_size(s.type), size = (size_t)s.n_kv_heads * (size_t)s.head_dim * sizeof(float);
+    tqkv_metal_dispatch *d = tqkv__add_dispatch(plan);
+    tqkv__plan_begin(d, TQKV_METAL_CALIBRATE, 0, 0);
+    tqkv__plan_args(d, &args, sizeof args);
+    tqkv__plan_bind_rows(d, "src", 1, src, TQKV_FC_TYPE, s.type, bytes, false);
+    tqkv__plan_bind_rows(d, "q", 2, q, TQKV_FC_VALUE_TYPE, s.type, q_bytes / sizeof(float) * value, false);
+    tqkv__plan_bind(d, "center", 3, results[0], size, true);
+    tqkv__plan_bind(d, "channel_scale", 4, results[1], size, true);
+    d->memory[0] = 2 * (size_t)s.head_dim * sizeof(float);
+    d->grid[0] = (size_t)s.n_kv_heads;
+    d->n_simdgroups = (s.head_dim + TQKV__SIMD_WIDTH - 1) / TQKV__SIMD_WIDTH;
+    return TQKV_OK;
+}
+
+TQKV_API tqkv_result tqkv_metal_plan_calibrate(const tqkv_metal_store *shape, tqkv_metal_buffer src, int n_tokens,
+                                               tqkv_metal_buffer q, int n_heads, int n_queries, tqkv_pairs pairs,
+                                               tqkv_metal_buffer center, tqkv_metal_buffer channel_scale,
+                                               tqkv_metal_plan *plan)
+{
+    const tqkv_metal_buffer results[2] = {center, channel_scale};
+    if (!tqkv__open_plan(plan, "calibrate")) return TQKV__INVALID(TQKV__NO_PLAN);
+    return tqkv__close_plan(plan,
+                            tqkv__add_calibration(shape, src, n_tokens, q, n_heads, n_queries, pairs, results, plan));
 }
 
 /* >>plan-split: how the threadgroups share attention. */
