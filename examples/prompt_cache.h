@@ -124,7 +124,7 @@ static inline const char *prompt_cache_read_file(FILE *file, const unsigned char
     for (; !reason && made < n_layers; made++) {
         const tqkv_result result = tqkv_cache_load(&descs[made], prompt_cache_read, file, &caches[made]);
         if (result == TQKV_INVALID_ARGUMENT)
-            reason = "is of caches of another description";
+            reason = "is of caches of another description or model";
         else if (result != TQKV_OK)
             reason = tqkv_result_string(result);
         else if (tqkv_cache_end(caches[made]) != n_tokens)
@@ -159,7 +159,8 @@ static inline bool prompt_cache_load_file(const prompt_cache *p, const char *nam
 }
 
 /* Finds the longest stored prefix of the tokens, in whole blocks, and loads it. Returns its tokens, and in caches[n_layers]
-   caches like descs[n_layers], to which tqkv_cache_load has more to say; or 0 and NULL everywhere. */
+   caches like descs[n_layers], to which tqkv_cache_load has more to say; or 0 and NULL everywhere. A tag in the descs, as
+   in those that the caches were made with, is checked, too. */
 static inline int prompt_cache_load(const prompt_cache *p, const int32_t *tokens, int n_tokens,
                                     const tqkv_cache_desc *descs, int n_layers, tqkv_cache **caches)
 {

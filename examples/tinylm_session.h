@@ -49,6 +49,7 @@ static tqkv_cache_desc layer_desc(session *s, const model_layer *shape)
     desc.exact_first = desc.ring ? 0 : s->m->exact_first; /* a ring forgets the first positions */
     desc.exact_last = s->m->exact_last;
     desc.parallel = (tqkv_parallel){pool_run, &s->m->pool};
+    desc.tag = s->m->tag; /* a snapshot of another model is refused */
     return desc;
 }
 

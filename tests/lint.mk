@@ -42,4 +42,4 @@ lint-cppcheck:
 
 # SC2086: options in one variable must be split. SC2016: $1 in single quotes belongs to awk.
 lint-shell:
-	shellcheck -e SC2086,SC2016 $(wildcard tests/build/*.sh tests/metal/mac/*.sh examples/tests/*.sh bench/*.sh .ci/run)
+	shellcheck -e SC2086,SC2016 $(wildcard tests/build/*.sh tests/metal/mac/*.sh examples/tests/*.sh packaging/swift/*.sh bench/*.sh .ci/run)

@@ -73,6 +73,7 @@ static tqkv_cache_desc desc_of(int layer)
     whole.exact_last = 32;
     ring.key_format = TQKV_TQ5;
     ring.value_format = TQKV_TQ3;
+    whole.tag = ring.tag = 7;
     return layer == 0 ? whole : ring;
 }
 
@@ -310,8 +311,12 @@ static void test_desc(void)
     need(read_prompt(&p, tokens, 16) == 0, "prompt");
     descs[1].value_format = TQKV_TQ4;
     const int loaded = prompt_cache_load(&p, tokens, 16, descs, N_LAYERS, caches);
-    report(loaded == 0 && !caches[0] && !caches[1] && heard("skipped: is of caches of another description"),
+    report(loaded == 0 && !caches[0] && !caches[1] && heard("skipped: is of caches of another description or model"),
            "another description");
+    descs[1] = desc_of(1);
+    descs[1].tag = 8;
+    report(prompt_cache_load(&p, tokens, 16, descs, N_LAYERS, caches) == 0 && heard("skipped: is of caches of another"),
+           "another model's cache");
 }
 
 /* Any changed byte is found, and the next shorter prefix taken. */

@@ -66,6 +66,8 @@ head -c $((size - 1)) "$work/prompt" >"$work/damaged"
 refused "resume/short" "damaged" "$bin/tinylm" resume "$work/damaged"
 (cat "$work/prompt" && echo) >"$work/damaged"
 refused "resume/long" "bytes after its end" "$bin/tinylm" resume "$work/damaged"
+damage $data/tinylm.bin "$work/other_model" 4000000
+refused "resume/another model" "invalid" "$bin/tinylm" resume "$work/prompt" --model "$work/other_model"
 refused "resume/missing" "No such file" "$bin/tinylm" resume "$work/nothing-here"
 
 "$bin/tinylm" speculate "$short" --tree --bytes 40 >"$work/tree"

@@ -28,6 +28,7 @@ OPTIONAL = {
     "tqkv_cache_first": {"c"},
     "tqkv_cache_bytes": {"c"},
     "tqkv_cache_set_center": {"keys", "values"},
+    "tqkv_cache_set_scale": {"keys", "values"},
     "tqkv_cache_set_layout": {"layout"},
     "tqkv_cache_fork": {"desc"},
     "tqkv_cache_keys": {"c"},

@@ -2,7 +2,7 @@
 # Checks the Swift package as far as that goes without Swift: clang reads the module as Swift's importer would, and
 # compiles the sources as SwiftPM does. Usage: test.sh FOLDER, from the top folder. FOLDER is an absolute path.
 folder=$1
-. tests/report.sh
+. tests/build/report.sh
 
 rm -rf "$folder"
 mkdir -p "$folder"
