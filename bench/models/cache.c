@@ -52,12 +52,14 @@ const char *models_cache_create(const char *keys, const char *values, int head_d
     desc.head_dim = head_dim;
     desc.n_kv_heads = n_kv_heads;
     desc.n_heads = n_heads;
-    desc.capacity = capacity;
     desc.value_dim = value_dim;
     desc.window = window;
     desc.scale = scale;
+    desc.capacity = capacity;
     if (exact_first >= 0) desc.exact_first = exact_first;
     if (exact_last >= 0) desc.exact_last = exact_last;
+    /* A text shorter than the ends of a preset. */
+    if (capacity < desc.exact_first + desc.exact_last) desc.capacity = desc.exact_first + desc.exact_last;
     if (calibrate >= 0) desc.calibrate = calibrate;
     desc.arithmetic = integers ? TQKV_INTEGER : TQKV_FLOAT;
     return models_failed(tqkv_cache_create(&desc, out));

@@ -21,6 +21,7 @@ for library in ("OPENBLAS", "OMP", "MKL", "VECLIB_MAXIMUM"):
 import caches
 import forward
 import library
+import profiles
 import run
 import tokens as tokeniser
 
@@ -34,7 +35,8 @@ def arguments():
     parser.add_argument("--text", required=True, help="a file of plain text")
     parser.add_argument("--tokens", type=int, default=1024, help="so many of its first tokens (default: 1024)")
     parser.add_argument("--caches", default="", help="names with commas between them; see below")
-    parser.add_argument("--layers", action="store_true", help="each cache in one layer at a time too, keys and values apart")
+    parser.add_argument("--profile", metavar="OUT.gguf", help="write centre and scale of each layer's keys, learned from the text")
+    parser.add_argument("--use", metavar="PROFILE.gguf", help="give these to the caches, which then learn nothing themselves")
     parser.add_argument("--chunk", type=int, default=512, help="tokens appended and attended at a time (default: 512)")
     parser.add_argument("--library", default=DEFAULT_LIBRARY, help=f"the shared object (default: {DEFAULT_LIBRARY})")
     return parser.parse_args()
@@ -102,8 +104,14 @@ def main():
     if options.chunk < 1:
         raise forward.Unfit(f"--chunk {options.chunk}: at least 1 is needed")
     variants = [run.everywhere(kind, model.n_layers) for kind in kinds]
-    one = run.Run(model, tokens, shared, chunk=options.chunk, progress=Progress())
-    perplexity, scores = one.measure(variants)
+    used = options.use and shared.read_profile(options.use, model.n_layers, model.n_kv_heads, model.head_dim)
+    one = run.Run(model, tokens, shared, used, options.chunk, Progress())
+    learned = {}
+    perplexity, scores = one.measure(variants, lambda layer, q, k: learned.update({layer: shared.learn(q, k)})
+                                     if options.profile else None)
+    if options.profile:
+        profiles.write(options.profile, os.path.basename(model.path), [learned[i] for i in range(model.n_layers)],
+                       shared.hash)
     print_lines(model, perplexity, variants, scores)
     if variants:
         print_table(perplexity, variants, scores)

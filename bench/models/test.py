@@ -214,6 +214,30 @@ def test_output(shared, folder):
     check(result.stderr.split()[-1] == "100%", f"progress: {result.stderr}")
 
 
+def test_profile(lib, shared, folder):
+    """Keys with a large constant part: what a profile of another text takes away."""
+    text, other, model, out = (folder / n for n in ("text.txt", "other.txt", "biased.gguf", "profile.gguf"))
+    text.write_text(TEXT * 4, encoding="utf-8")
+    other.write_text("an ox eats in the tin hut, then hides in ashes; " * 8, encoding="utf-8")
+    tiny.Tiny("qwen2", seed=8, bias=20.0).write(model)
+    result = command(shared, model, "--text", other, "--tokens", "100", "--profile", out)
+    check(result.returncode == 0 and out.exists(), f"a profile was written: {result.stderr}")
+    layers = lib.read_profile(out, 2, 2, 32)
+    for center, scale in layers:
+        check(np.abs(center).max() > 10 and near((scale.astype(np.float64)**2).mean(-1), 1, 1e-5), "centre and scale")
+    options = ("--text", text, "--tokens", "100", "--caches", "tq4/tq4,tq4/tq4:plain,small", "--use", out)
+    lines = [line.split() for line in command(shared, model, *options).stdout.splitlines() if line.startswith("cache ")]
+    used, plain, small = (float(line[5]) for line in lines)
+    check(used < plain / 2 and small < used, f"KL with a profile, without, small with it: {used}, {plain}, {small}")
+    content = bytearray(out.read_bytes())
+    content[-1] ^= 1
+    (folder / "bad.gguf").write_bytes(content)
+    refused(command(shared, model, *options[:-1], folder / "bad.gguf"), "damaged", "a damaged profile")
+    refused(command(shared, model, *options[:-1], model), "damaged", "a model as a profile")
+    tiny.Tiny("llama", n_layers=3).write(folder / "three.gguf")
+    refused(command(shared, folder / "three.gguf", *options), "another shape", "another model's profile")
+
+
 def test_refusals(shared, folder):
     text, model = folder / "text.txt", folder / "refused.gguf"
     options = ("--text", text, "--tokens", "50", "--caches", "tq4/tq4")
@@ -255,6 +279,7 @@ def main():
             test()
         test_tokenisers(folder)
         test_output(shared, folder)
+        test_profile(lib, shared, folder)
         test_refusals(shared, folder)
     print(f"{passed} passed, {failed} failed")
     return failed != 0
