@@ -251,23 +251,8 @@ void run_calibrate(const void *parameters)
     CHECK_RESULT(tqkv_calibrate(&s, rows.data(), row->n_tokens, row->n_queries ? q.data() : nullptr, heads,
                                 row->n_queries, row->pairs, center.data(), scale.data()),
                  TQKV_OK);
-    const tqkv__calibrate_args args = {dim,
-                                       row->n_tokens,
-                                       row->n_queries,
-                                       n_kv_heads,
-                                       row->group,
-                                       (int32_t)row->pairs,
-                                       (uint32_t)(n_kv_heads * dim),
-                                       (uint32_t)dim,
-                                       (uint32_t)(heads * dim),
-                                       (uint32_t)dim};
-    gpu_dispatch d("calibrate", 0, 0);
-    d.constant(TQKV_FC_TYPE, row->type).constant(TQKV_FC_VALUE_TYPE, row->type);
-    d.input(0, &args, sizeof args).input(1, rows.data(), rows.n * size_of(row->type));
-    d.input(2, q.data(), q.n * size_of(row->type));
-    d.output(3, got_center.data(), channels * sizeof(float)).output(4, got_scale.data(), channels * sizeof(float));
-    d.memory(0, 2 * (size_t)dim * sizeof(float));
-    CHECK_RUN(d.run({(unsigned)n_kv_heads, 1, 1}, dim > 64 ? 2 : 1));
+    CHECK_RUN(gpu_calibrate(&s, rows.data(), row->n_tokens, row->n_queries ? q.data() : nullptr, heads, row->n_queries,
+                            row->pairs, got_center.data(), got_scale.data()));
     CHECK(same_floats(center, got_center), "centres differ");
     CHECK(same_floats(scale, got_scale), "scales differ");
     test_store_free(&s);
