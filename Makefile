@@ -73,6 +73,7 @@ deps: ## install what the library and the examples need
 
 deps-test: ## install what the tests need
 	@$(call install,$(if $(filter Darwin,$(SYSTEM)),$(BREW) $(BREW_TEST),$(DEB) $(DEB_TEST)))
+	@$(MAKE) --no-print-directory $(PYTHON_READY)
 
 # ---- The header that users copy ----
 
@@ -125,7 +126,7 @@ demo: $(DEMOS:%=$(BUILD)/%) ## build and run the examples
 
 PREFIX ?= /usr/local
 TREE = $(DESTDIR)$(PREFIX)
-# The tests use pkg-config on what was installed; tests/compile.sh uses the compilers for musl and Windows.
+# The tests use pkg-config on what was installed; tests/build/compile.sh uses the compilers for musl and Windows.
 DEB_TEST += pkg-config musl-tools gcc-mingw-w64-x86-64-win32
 BREW_TEST += pkgconf
 
@@ -145,9 +146,11 @@ include tests/rules.mk
 -include tests/fuzz/rules.mk
 -include tests/lint.mk
 -include tests/metal/rules.mk
+-include packaging/swift/rules.mk
 -include tests/cuda/rules.mk
 -include bench/rules.mk
 -include bench/model/rules.mk
+-include bench/models/rules.mk
 
 # ---- Everything together ----
 
@@ -174,5 +177,5 @@ format-check: ## fail where `make format` would change something
 	elif $(CLANG_FORMAT) --dry-run -Werror $(SOURCES_FORMATTED); then echo "1 passed, 0 failed"; \
 	else echo "0 passed, 1 failed"; exit 1; fi
 
-clean: ## remove what was built
-	rm -rf $(BUILD)
+clean: ## remove what was built, but not what was downloaded
+	rm -rf $(filter-out $(PYTHON),$(wildcard $(BUILD)/*))

@@ -1,6 +1,6 @@
 // swift-tools-version:5.7
 // The C module CTqkv, the Metal calls behind it, and the compiled shaders as a resource. Versions are git tags, as in
-// tqkv.h. No Swift compiler has read this file yet: docs/metal.md says what was checked.
+// tqkv.h. `swift test` runs packaging/swift/tests.
 import PackageDescription
 
 let package = Package(
@@ -8,15 +8,13 @@ let package = Package(
     platforms: [.macOS(.v13), .iOS(.v16)],
     products: [
         .library(name: "Tqkv", targets: ["CTqkv"]),
-        .library(name: "TqkvMetal", targets: ["CTqkvMetal", "TqkvLibrary"]),
+        .library(name: "TqkvMetal", targets: ["CTqkv", "CTqkvMetal", "TqkvLibrary"]),
     ],
     targets: [
-        // xxhash.h alone is used, by the file with the implementation.
-        .systemLibrary(
-            name: "CXxhash", path: "packaging/swift/CXxhash", pkgConfig: "libxxhash",
-            providers: [.brew(["xxhash"]), .apt(["libxxhash-dev"])]),
+        // xxhash/xxhash.h is a copy of that of xxHash, because a package can ask nobody to install one. Only the file with
+        // the implementation includes it, and finds it before any other.
         .target(
-            name: "CTqkv", dependencies: ["CXxhash"], path: "packaging/swift/CTqkv",
+            name: "CTqkv", path: "packaging/swift/CTqkv", cSettings: [.headerSearchPath("xxhash")],
             linkerSettings: [.linkedLibrary("m", .when(platforms: [.linux]))]),
         .target(
             name: "CTqkvMetal", dependencies: ["CTqkv"], path: "packaging/swift/CTqkvMetal",
@@ -29,5 +27,7 @@ let package = Package(
             exclude: ["README.md", "air", "amalgamate.py", "msl.py", "record.py", "rules.mk"],
             sources: ["TqkvLibrary.swift"],
             resources: [.copy("default.metallib"), .copy("tqkv.metal")]),
+        .testTarget(
+            name: "TqkvTests", dependencies: ["CTqkv", "CTqkvMetal", "TqkvLibrary"], path: "packaging/swift/tests"),
     ]
 )

@@ -15,7 +15,7 @@
 
    EXAMPLE
 
-         tqkv_cache_desc desc = {0};              // zero means default: I8 keys, TQ4 values
+         tqkv_cache_desc desc = tqkv_cache_preset(TQKV_SAFE); // or TQKV_SMALL, TQKV_TINY; {0}: all defaults
          desc.head_dim = 128;
          desc.n_kv_heads = 8;
          desc.n_heads = 32;
@@ -26,45 +26,19 @@
          tqkv_cache_attend(cache, q, 1, out);     // q, out: [1 query][32 heads][128]
          tqkv_cache_destroy(cache);
 
-   CONTENTS (search for the tag)
+   CONTENTS (search for the tag; those of the implementation stand at its beginning)
 
-     declarations
      >>formats        formats and their sizes
      >>result         result codes
      >>isa            the instruction set in use
      >>threads        who runs the tasks of a call
-     >>store          one stream in the caller's memory: encode, decode, probe
+     >>store          one stream in the caller's memory: encode, decode, probe, calibrate
      >>rotate         the rotation alone
      >>attention      attention over two stores, whole or in slices
      >>index          scores of an index, and the choice of blocks by them
      >>cache          a cache that owns its memory; save and load, of stores too
      >>metal          all of it on Apple's GPUs, with tqkv_metal.m
      >>metal-plan     the same as plans, for engines that dispatch kernels themselves
-
-     implementation
-     >>shared         one row a format, tables; the shaders include it, too
-     >>backend        what a cache and the context of a GPU know of each other
-     >>needs          what the implementation needs of the compiler, and xxHash
-     >>common         sizes, names, what a valid store is, which positions and rows are valid
-     >>exact          arithmetic whose bits depend on nothing but its operands
-     >>team           tqkv_team
-     >>codec          rotation, norms, quantising, packing, and back: the specification
-     >>attend         types of attention, and attention in plain C
-     >>integer        attention in integers, in plain C
-     >>kernels, >>attend-kernels, >>encode-kernels, >>integer-kernels
-                      loops, compiled once for each instruction set
-     >>avx512, >>avx2, >>neon, >>integer-sets
-                      what a set brings to them
-     >>driver         which set is in use; tqkv_attend: checks, tasks, results
-     >>index-code     tqkv_index_scores, tqkv_index_choose
-     >>cache-code     tqkv_cache
-     >>snapshot       save and load
-
-     for GPUs alone
-     >>metal-sizes    function constants, sizes, argument structs; the shaders include it, too
-     >>metal-host     what tqkv_metal.m takes beside >>metal-plan
-     >>metal-code     each Metal call as a plan of dispatches
-     >>licence
 
    BUILD OPTIONS (define before the include that has TQKV_IMPLEMENTATION)
 
@@ -74,6 +48,8 @@
                             fprintf(stderr, "tqkv: %s\n", text). Default: nothing.
      TQKV_NO_AVX512         leaves AVX-512 out: half the code, half the time to compile it (docs/integrating.md has both)
      TQKV_NO_AVX2           leaves both out, because AVX-512 takes short rows from AVX2: a quarter of the code
+     TQKV_NO_INTEGER        leaves out the vector loops of attention in integers, a fifth of the code: TQKV_INTEGER then takes
+                            plain C, with the same bits
      TQKV_METAL             adds what tqkv_metal.m needs: define it for both files. On Apple's systems it is there, unless
                             TQKV_NO_METAL is defined
      TQKV_NO_IMPLEMENTATION makes TQKV_IMPLEMENTATION void: for a build that compiles files which define it, and links
@@ -93,7 +69,7 @@
      while others attend to those before it.
      The only hidden state is the choice of an instruction set, made once. The hook tqkv_parallel runs tasks of one call
      on the caller's threads; tqkv_team is such a hook for threads that call at once. The number of threads does not change
-     any bit of the results. A call takes at most 48 KiB of stack.
+     any bit of the results. A call takes at most 64 KiB of stack.
 
    MATHEMATICS
 
@@ -298,6 +274,11 @@ typedef struct tqkv_store {
     tqkv_parallel parallel; /* for encode, encode_slots and convert, of many rows; zero = the calling thread alone */
     tqkv_strides strides;   /* of rows given to encode, probe, mean and measure, and written by decode */
     bool rotated; /* F16 alone: halves of the rotated row, less the centre, in the basis of other formats' codes */
+    /* [n_kv_heads][head_dim], in [2^-32, 2^32], or NULL: a scale for each channel, by which encoding divides what is left of a
+       row without its centre (it multiplies by 1 / channel_scale), and by which decoding and attention multiply. For keys with
+       channels far larger than others, whose error the rotation would spread over all. TQKV_ROTATED rows, queries and outputs
+       are those of the scaled basis. The same for all positions, as the centre. */
+    const float *channel_scale;
 } tqkv_store;
 
 /* Bytes of the codes and of the norms; 0 if the store's shape is invalid or its size overflows. F16 has no norms. */
@@ -306,7 +287,8 @@ TQKV_API size_t tqkv_norms_size(const tqkv_store *s);
 
 /* Encodes tokens at position, position+1 ...; src: [n_tokens][n_kv_heads][head_dim]. A ring keeps only the last
    `capacity` tokens. A page may not occur twice among those written. TQKV_NOT_FINITE if src holds NaN or Inf, even in
-   tokens that a ring drops. Values near 1e19, whose squared length overflows, give an infinite norm. */
+   tokens that a ring drops. Values near 1e19, whose squared length overflows, give an infinite norm. What shares a norm becomes
+   zeros where all is at most 1e-10: the length of a row, or of I8 its largest value. */
 TQKV_API tqkv_result tqkv_encode(const tqkv_store *s, const void *src, int n_tokens, int64_t position);
 /* Token t goes to slot slots[t] of the pool, a token with slot -1 nowhere; no slot twice. For tokens of many sequences at
    once: pages and ring are not looked at. NaN and Inf are refused in all rows, left-out ones too. slots: [n_tokens] */
@@ -317,10 +299,12 @@ TQKV_API tqkv_result tqkv_encode_slots(const tqkv_store *s, const void *src, int
    [n_tokens][n_kv_heads][head_dim]. Writes no store; codes and norms may be NULL. */
 TQKV_API tqkv_result tqkv_probe(const tqkv_store *s, const void *src, int n_tokens, float *scaled);
 
-/* The basis of a vector. Streams without rotation (F16, unrotated) stay in the original basis. */
+/* The basis of a vector. Streams without rotation (F16, unrotated) and without a scale have one basis. */
 typedef enum tqkv_basis {
     TQKV_ORIGINAL = 0,
-    TQKV_ROTATED /* after the rotation: the basis of the codes */
+    /* The basis of the codes: after scale and rotation. Rows have the centre in them, scaled and rotated: a caller's query q is
+       R(q * channel_scale), an output is R(v / channel_scale) of the original one. */
+    TQKV_ROTATED
 } tqkv_basis;
 
 /* Decodes [position, position + n_positions), of a ring at most `capacity`; dst: [n_positions][n_kv_heads][head_dim]. */
@@ -329,8 +313,8 @@ TQKV_API tqkv_result tqkv_decode(const tqkv_store *s, int64_t position, int n_po
 /* Writes the positions [position, position + n_positions) of `from` into `to`, which may have another format, block_scale,
    capacity and page table: decoded in the basis of the codes and encoded there, the same bytes on every machine. Rows of
    F16 that are not rotated are on the way, rows of the same format and block_scale are copied. TQKV_INVALID_ARGUMENT unless
-   n_kv_heads, head_dim, unrotated (F16 goes with either) and the centre are the same. A page may not occur twice among
-   those written. TQKV_NOT_FINITE if a row to encode holds NaN, infinity or a norm of 1e30 or more.
+   n_kv_heads, head_dim, unrotated (F16 goes with either), the centre and the scale are the same. A page may not occur twice
+   among those written. TQKV_NOT_FINITE if a row to encode holds NaN, infinity or a norm of 1e30 or more.
    Many rows go to tasks of to->parallel.
    In place: codes, norms or both may begin where those of `from` begin, if capacity and ring are the same, neither store
    has pages, and the row of `to` (row_bytes, norms_per_row) is no longer. Rows move down in ascending order, each
@@ -340,10 +324,10 @@ TQKV_API tqkv_result tqkv_store_convert(const tqkv_store *to, const tqkv_store *
                                         int n_positions);
 
 /* The mean of the rows of each head, a centre for such rows; mean: [n_kv_heads][head_dim], zeros for no tokens. Sums in
-   double. shape and src as for tqkv_probe; the centre and the format of shape do not matter. */
+   double. shape and src as for tqkv_probe; the centre, the scale and the format of shape do not matter. */
 TQKV_API tqkv_result tqkv_mean(const tqkv_store *shape, const void *src, int n_tokens, float *mean);
 
-/* How well a store of this format and centre keeps the rows of one head. */
+/* How well a store of this format, centre and scale keeps the rows of one head. */
 typedef struct tqkv_quality {
     double mean_share; /* |mean of the rows|^2 / mean |row|^2 of the source: what a centre would take away */
     double error;    /* mean |x - x'|^2 / mean |x - mean of the rows|^2, x' decoded: noise against what differs between
@@ -357,6 +341,31 @@ typedef struct tqkv_quality {
    effects add up. A tail is a stream of its own, which strides find in rows of whole keys; scores meet its error by the share
    that its products have of them. */
 TQKV_API tqkv_result tqkv_measure(const tqkv_store *shape, const void *src, int n_tokens, tqkv_quality *out);
+
+/* Channels of the rotary embedding that share a scale. Such a scale commutes with the rotation of positions: an engine may fold
+   it into its projections, and may shift contexts. */
+typedef enum tqkv_pairs {
+    TQKV_PAIRS_NONE = 0,
+    TQKV_PAIRS_NEIGHBOURS, /* channels 2i and 2i + 1 */
+    TQKV_PAIRS_HALVES      /* channels i and i + head_dim / 2 */
+} tqkv_pairs;
+/* Learns centre and scale of keys from rows and, if given, from queries, which say what reads a channel's error:
+
+     center = mean,  s = deviation from it,  channel_scale = sqrt(s), or sqrt(s / r) with r = root mean square of the queries,
+
+   then divided by its root mean square over the head's channels and kept in [2^-10, 2^10]. A channel of deviation 0 counts as that
+   of the smallest other. The same bits on every machine. Values need neither.
+   src: [n_tokens][n_kv_heads][head_dim], of the shape's type and strides; q: [n_queries][n_heads][head_dim] of its type, without
+   gaps, or NULL; n_heads: 0 = n_kv_heads. center, channel_scale: [n_kv_heads][head_dim], one may be NULL. No tokens: 0 and 1. The
+   shape's format, centre and scale do not matter. TQKV_NOT_FINITE: NaN, infinity or a magnitude beyond 1e12. */
+TQKV_API tqkv_result tqkv_calibrate(const tqkv_store *shape, const void *src, int n_tokens, const void *q, int n_heads,
+                                    int n_queries, tqkv_pairs pairs, float *center, float *channel_scale);
+/* What the shape's format, centre and scale would add to the logits: the standard deviation of q.(k' - k)/sqrt(head_dim) over
+   the rows k, root mean square over the queries that read the head. With 20 in its first layer Qwen2.5-Coder-0.5B is ruined,
+   with 5 it loses 0.25 nats, with 0.7 it loses 0.03, or with exact ends 0.003. Rows and queries as tqkv_calibrate's, q not NULL;
+   noise: [n_kv_heads], zeros for no tokens or queries, INFINITY if rows decode to NaN. */
+TQKV_API tqkv_result tqkv_logit_noise(const tqkv_store *shape, const void *src, int n_tokens, const void *q,
+                                      int n_heads, int n_queries, double *noise);
 
 /* >>rotate
    y = R(s*x)/sqrt(D) and its inverse x = s*R(y)/sqrt(D), in place; rows: [n_rows][head_dim]. NaN and Inf spread. */
@@ -379,11 +388,11 @@ typedef enum tqkv_arithmetic { TQKV_FLOAT = 0, TQKV_INTEGER } tqkv_arithmetic;
    On the processor the relative L2 error against double precision on the same codes is at most 2e-5 at any length, for
    scores with a standard deviation up to 10; beyond, 2e-6 times the deviation: a float score s is rounded by up to
    2^-24 |s|, and exp turns that into a share of its weight. TQKV_INTEGER: against double precision with the integer
-   centroids, at most 2e-4 plus 5e-5 times the deviation of the scores. */
+   centroids, at most 2e-4 plus 5e-5 times the deviation of the scores, for any query; a NaN is 0x7fc00000. */
 typedef struct tqkv_attention {
     /* same n_kv_heads; head_dim may differ. One stream may be both, as in a latent cache: the same store, or two that
        describe the same bytes in the same way. Its rows are fetched once for scores and sums, and its centre is added back to
-       both. */
+       both, as both are scaled. */
     const tqkv_store *keys, *values;
     int n_heads;   /* query heads; 0 = n_kv_heads */
     int n_queries; /* 0 = 1 */
@@ -405,9 +414,9 @@ typedef struct tqkv_attention {
     const uint64_t *tree;
     tqkv_arithmetic arithmetic;
     bool non_causal; /* not with a tree */
-    /* More dimensions of each key, or NULL: a stream with a format, rotation and centre of its own, and n_kv_heads,
+    /* More dimensions of each key, or NULL: a stream with a format, rotation, centre and scale of its own, and n_kv_heads,
        capacity, ring and page table of the keys. A row of q is the keys' part, then the tail's; query_basis is that of
-       each part whose stream is rotated. */
+       each part. */
     const tqkv_store *tail;
     /* [n_queries][list_heads][list_length], or NULL: all positions. Ascending numbers of blocks, the first -1 ends a row; block
        b is the positions from b * list_block on. A query sees what it would see without a list, if it is in a block of its row
@@ -416,15 +425,22 @@ typedef struct tqkv_attention {
     const int32_t *list;
     int list_length, list_heads; /* list_heads: 0 = 1, or n_kv_heads: a row for each */
     int list_block, list_newest; /* list_block: 1, 4, 16, 64 or 128 positions */
-    /* Some positions as halves, too: those below exact_first are read from first_keys and first_values, and the newest
-       exact_last, up to `end`, from last_keys and last_values; all others, and those of a stream whose store here is NULL or
-       that is F16 itself, from keys and values, whose codes at these positions are not looked at. Stores of F16 with n_kv_heads,
-       head_dim and centre of the codes, and rotated if these are; linear, rings (multiples of 64 read fastest) or
-       paged, as long as they hold these positions: else TQKV_OUT_OF_RANGE. If the keys are the values, so are their
-       halves. A tail is always read from its own store. On a GPU the stores of halves have no pages, and keys with a
-       tail have none beside them. */
+    /* Some positions as halves, too: a query at position p reads those below exact_first from first_keys and first_values, and
+       those above p - exact_last, but none below exact_from, from last_keys and last_values; all others, and those of a stream
+       whose store here is NULL or that is F16 itself, from keys and values. It gets the same bits alone and in a batch. With
+       a tree, too, p is where a query stands, and not its depth. Stores of F16 with n_kv_heads, head_dim, centre and scale of
+       the codes, and rotated if these are; linear, rings (multiples of 64 read fastest) or paged, as long as they hold these
+       positions, of last_keys and last_values the newest exact_last + n_queries - 1 up to `end`: else TQKV_OUT_OF_RANGE. If
+       the keys are the values, so are their halves. A resident position's tail is read from its own store. On a GPU the
+       stores of halves have no pages, and keys with a tail have none beside them. */
     const tqkv_store *first_keys, *first_values, *last_keys, *last_values;
     int exact_first, exact_last;
+    int64_t exact_from; /* what a truncation, for example, has left as codes; 0: nothing */
+    /* Positions below exact_first that are no longer resident are seen, as if they were, where first_keys, first_values and, with
+       a tail, first_tail have them: streams of F16 need theirs for that, too. first_tail: a store of the tail's kind. A slice has
+       them if it begins with the oldest resident position. */
+    const tqkv_store *first_tail;
+    bool whole_window; /* TQKV_OUT_OF_RANGE if a position of a query's window is gone; else it sees what is there */
 } tqkv_attention;
 
 /* q: [n_queries][n_heads][head_dim of the keys, then of the tail], out: [n_queries][n_heads][head_dim of the values].
@@ -440,21 +456,21 @@ TQKV_API tqkv_result tqkv_attend_batch(const tqkv_attention *items, int n_items,
 
 /* Attends one slice [first, first + count) of the resident positions, without sinks, for tqkv_attend_merge;
    TQKV_OUT_OF_RANGE if it leaves them. max, sum: [n_queries][n_heads]: the largest score, and the sum of
-   exp(score - max). out: as tqkv_attend's, but float: the sum of exp(score - max) * value, in the values' basis. A query
-   without positions: -INFINITY, 0, zeros. */
+   exp(score - max). out: as tqkv_attend's, but float: the sum of exp(score - max) * value, in the basis of the values' codes.
+   A query without positions: -INFINITY, 0, zeros. */
 TQKV_API tqkv_result tqkv_attend_partial(const tqkv_attention *a, const void *q, int64_t first, int count, float *out,
                                          float *max, float *sum);
 /* Merges the slice src into dst. Both slices must have values in the same basis, which this call cannot check: its sums
-   are wrong if one is rotated (TQ, I8) and the other not (F16, unrotated). For those use tqkv_attend_merge_slice. This
-   call and the two below read only the shapes of a->keys and a->values. */
+   are wrong if one is rotated (TQ, I8) and the other not (F16, unrotated), or if their scales differ. For the former use
+   tqkv_attend_merge_slice. This call and the two below read only the shapes of a->keys and a->values, and the values' scale. */
 TQKV_API tqkv_result tqkv_attend_merge(const tqkv_attention *a, float *out, float *max, float *sum,
                                        const float *src_out, const float *src_max, const float *src_sum);
 /* As tqkv_attend_merge, for a slice attended with `slice`, over stores of other formats: converts its sums to the basis
-   of a->values. n_heads, n_queries and the values' head_dim are the same in both. */
+   of a->values. n_heads, n_queries, the values' head_dim and their scale are the same in both. */
 TQKV_API tqkv_result tqkv_attend_merge_slice(const tqkv_attention *a, float *out, float *max, float *sum,
                                              const tqkv_attention *slice, const float *src_out, const float *src_max,
                                              const float *src_sum);
-/* Adds the sinks, divides and rotates back: out becomes the output of tqkv_attend. */
+/* Adds the sinks, divides, rotates back and scales: out becomes the output of tqkv_attend. */
 TQKV_API tqkv_result tqkv_attend_finish(const tqkv_attention *a, float *out, const float *max, const float *sum);
 
 /* >>index
@@ -463,8 +479,10 @@ TQKV_API tqkv_result tqkv_attend_finish(const tqkv_attention *a, float *out, con
 
        s(i, j) = sum_h weights[i][h] * f( q(i, h).k(j) ),   f(x) = max(x, 0) with relu, else x
 
-   The score of a block of keys is the largest or the mean of its keys' scores that the query sees. Within 2e-5 of the
-   largest |s| against double precision on the same codes; the same bits alone and among other queries. */
+   The score of a block of keys is the largest or the mean of its keys' scores that the query sees; the same bits alone and
+   among other queries. Against double precision on the same codes a key's score is within 2e-5 of
+   sum_h |weights[i][h] f(q.k)|, and 1e-4 in integers with their centroids; where the products of a few heads nearly vanish, one
+   adds 2e-7, and 2e-5 in integers, of sum_h |weights[i][h]| |q(i, h)| |k(j)|. */
 typedef enum tqkv_pool { TQKV_POOL_MAX = 0, TQKV_POOL_MEAN } tqkv_pool;
 typedef struct tqkv_index {
     const tqkv_store *keys; /* n_kv_heads 1, any format */
@@ -516,12 +534,30 @@ typedef struct tqkv_cache_desc {
     bool shared;     /* a latent cache: the keys are the values. value_format and value_dim: those of the keys, or 0 */
     int tail_dim;    /* further dimensions of each key, in a stream of their own; 0: none */
     tqkv_format tail_format; /* 0 = F16 */
-    /* So many of the first and of the newest positions are kept as halves, too, and read as these: most of the weight is
-       there. Their sum is at most the capacity; F16 streams and the tail need none. Which positions are halves depends on
-       the end alone: queries of a batch that stand before it have fewer of them behind them. After truncate, remove and keep the
-       newest may be left as codes until new ones come. */
+    /* So many of the first positions, and of the newest before each query, are kept as halves, too, and read as these: most of
+       the weight is there. Their sum is at most the capacity; F16 streams and the tail need none. The halves of the newest are
+       room for 64 queries of one call; an append of more tokens makes more room, for as many. After truncate, remove and
+       keep the newest may be left as codes until new ones come. */
     int exact_first, exact_last;
+    int exact_batch; /* make room for the halves of one append of so many tokens at once. On a GPU, which cannot make more, 0 = 512 */
+    /* The cache learns centre and scale of its keys (tqkv_calibrate) from the first so many positions, without the exact_first: at
+       least 16, and of a smaller cache a quarter of the capacity. 0: not. Until the append that reaches them keys and values are
+       halves as they came, and attention is exact. That append encodes them; queries at these positions still read the halves,
+       until the next append gives their memory back (with non_causal, until this one). The same codes however positions came. What
+       it has learned is in tqkv_cache_keys. Not on a GPU: there a cache is given what another one learned. */
+    int calibrate;
+    uint64_t tag; /* the caller's name for the model, 0: none; a snapshot or a fork of another is refused */
 } tqkv_cache_desc;
+
+/* A desc with formats, calibrate 512, exact_first 4 and exact_last 128 filled in; the caller adds the shape. Bits a value, with norms,
+   at head_dim 64 / 128 / 256. */
+typedef enum tqkv_preset {
+    TQKV_SAFE = 0, /* I8 keys, TQ4 values: 6.5 / 6.25 / 6.19 */
+    TQKV_SMALL, /* TQ4, TQ4: 4.5 / 4.25 / 4.13. TQ5 keys with TQ3 values lose a third less at as many bits, and take up to a fifth
+                      more time */
+    TQKV_TINY /* TQ3, TQ2: 3 / 2.75 / 2.63 */
+} tqkv_preset;
+TQKV_API tqkv_cache_desc tqkv_cache_preset(tqkv_preset preset); /* zeros for an unknown one */
 
 /* *out is NULL on failure. */
 TQKV_API tqkv_result tqkv_cache_create(const tqkv_cache_desc *desc, tqkv_cache **out);
@@ -534,7 +570,7 @@ TQKV_API void tqkv_cache_destroy(tqkv_cache *c); /* NULL is fine */
    still finds its whole window. */
 TQKV_API tqkv_result tqkv_cache_append(tqkv_cache *c, const void *k, const void *v, int n_tokens);
 /* The newest n_queries positions attend; q: [n_queries][n_heads][head_dim, then tail_dim], out: with value_dim. Nothing to
-   do for 0. */
+   do for 0. TQKV_OUT_OF_RANGE, and nothing is written, where a query's window, or a half that it reads, is gone. */
 TQKV_API tqkv_result tqkv_cache_attend(tqkv_cache *c, const void *q, int n_queries, void *out);
 /* The same with a list of blocks, a tree or both: those of `a`, whose other fields are ignored. */
 TQKV_API tqkv_result tqkv_cache_attend_some(tqkv_cache *c, const tqkv_attention *a, const void *q, int n_queries,
@@ -546,28 +582,32 @@ TQKV_API int64_t tqkv_cache_end(const tqkv_cache *c); /* positions appended; 0 f
 /* The oldest resident position; 0 for NULL. After truncate, keep, fork or load a ring may hold fewer positions than its
    capacity: tqkv_attend over its stores then needs kv_len = end - first, which is not its default. */
 TQKV_API int64_t tqkv_cache_first(const tqkv_cache *c);
-TQKV_API size_t tqkv_cache_bytes(const tqkv_cache *c); /* codes + norms of all streams; 0 for NULL */
-/* Centres as tqkv_store's, copied; NULL: none. keys: [n_kv_heads][head_dim, then tail_dim]; values: [n_kv_heads][value_dim],
-   NULL if the keys are the values, which then have the keys' centre. Only while end is 0, else TQKV_INVALID_ARGUMENT. Snapshots
-   keep them; tqkv_cache_bytes does not count them. */
+/* Codes and norms of all streams, and the halves kept besides, now; 0 for NULL. */
+TQKV_API size_t tqkv_cache_bytes(const tqkv_cache *c);
+/* Centres and scales as tqkv_store's, copied; NULL: none. keys: [n_kv_heads][head_dim, then tail_dim]; values:
+   [n_kv_heads][value_dim], NULL if the keys are the values, which then have those of the keys. Only while end is 0, else
+   TQKV_INVALID_ARGUMENT. Snapshots keep them; tqkv_cache_bytes does not count them. The cache then does not learn its own. */
 TQKV_API tqkv_result tqkv_cache_set_center(tqkv_cache *c, const float *keys, const float *values);
+TQKV_API tqkv_result tqkv_cache_set_scale(tqkv_cache *c, const float *keys, const float *values);
 /* Strides of the rows that later calls take and give; NULL, and at first: none. Copies and snapshots have none. */
 typedef struct tqkv_cache_layout {
     tqkv_strides k, v, q, out;
 } tqkv_cache_layout;
 TQKV_API tqkv_result tqkv_cache_set_layout(tqkv_cache *c, const tqkv_cache_layout *layout);
 /* Forgets the positions from `end` on. A ring cannot restore overwritten positions: TQKV_OUT_OF_RANGE for an end before
-   the oldest resident position. 0 is always valid and empties the cache. */
+   the oldest resident position. 0 is always valid and empties the cache. With a window the next query that is answered
+   stands at tqkv_cache_first + window - 1 or behind. */
 TQKV_API tqkv_result tqkv_cache_truncate(tqkv_cache *c, int64_t end);
 /* Removes the positions [first, first + count); those behind move down, with their codes as they are: a key keeps the
    rotary embedding of its old position. For linear caches; TQKV_UNSUPPORTED for a ring. */
 TQKV_API tqkv_result tqkv_cache_remove(tqkv_cache *c, int64_t first, int64_t count);
 /* Of the newest n positions, numbered 0 to n - 1 from the oldest, keeps those named and forgets the others. kept:
-   [n_kept], ascending. For a tree of drafts after its verification. TQKV_OUT_OF_RANGE if n positions are not resident. */
+   [n_kept], ascending. For a tree of drafts after its verification. TQKV_OUT_OF_RANGE if n positions are not resident.
+   Windows as after tqkv_cache_truncate. */
 TQKV_API tqkv_result tqkv_cache_keep(tqkv_cache *c, int n, const int *kept, int n_kept);
 /* A copy with the resident positions at their places. desc: NULL, or nonzero fields for what the copy has otherwise:
    capacity (TQKV_OUT_OF_RANGE if too small for them), ring, formats of the streams (as tqkv_store_convert, on the hook's
-   threads), type, sinks, parallel, allocator, metal, matrix_group, arithmetic, non_causal. Its other nonzero fields
+   threads), type, sinks, parallel, allocator, metal, matrix_group, arithmetic, non_causal, exact_batch, a tag. Its other nonzero fields
    must match. So a full linear cache grows, or with ring = true goes on as a ring, and one that needs less memory goes
    on in fewer bits. *out is NULL on failure. */
 TQKV_API tqkv_result tqkv_cache_fork(const tqkv_cache *c, const tqkv_cache_desc *desc, tqkv_cache **out);
@@ -582,9 +622,10 @@ typedef size_t (*tqkv_read)(void *user, void *bytes, size_t n);
 /* Writes the resident positions. The bytes depend only on the content, not on machine, allocator or threads. After
    TQKV_IO the output is no snapshot: write to a temporary file, then rename it. */
 TQKV_API tqkv_result tqkv_cache_save(const tqkv_cache *c, tqkv_write write, void *user);
-/* desc supplies what a snapshot lacks: parallel, allocator, metal, matrix_group, arithmetic, non_causal, and sinks for the
-   snapshot's n_heads. Its other nonzero fields must match, else TQKV_INVALID_ARGUMENT; but for the type where the snapshot says
-   float32, which older versions wrote for every type. TQKV_CORRUPT: a missing or changed byte. *out is NULL on failure. */
+/* desc, never NULL, supplies what a snapshot lacks: parallel, allocator, metal, matrix_group, arithmetic, non_causal, and sinks for the
+   snapshot's n_heads, or a tag. Its other nonzero fields must match, else TQKV_INVALID_ARGUMENT; the tags, too, unless one is 0.
+   TQKV_CORRUPT: a missing or changed byte, or a newer version of tqkv, which TQKV_EXPLAIN tells apart. *out is NULL on
+   failure. */
 TQKV_API tqkv_result tqkv_cache_load(const tqkv_cache_desc *desc, tqkv_read read, void *user, tqkv_cache **out);
 
 /* The same for the positions [position, position + n_positions) of one store, in the caller's memory: a sequence leaves a
@@ -592,8 +633,8 @@ TQKV_API tqkv_result tqkv_cache_load(const tqkv_cache_desc *desc, tqkv_read read
    it lies: a snapshot of a paged store loads into other pages, a linear store or a ring. */
 TQKV_API tqkv_result tqkv_store_save(const tqkv_store *s, int64_t position, int n_positions, tqkv_write write,
                                      void *user);
-/* The snapshot must be of as many positions, of a store with the same format, head_dim, n_kv_heads, unrotated, block_scale
-   and centre, else TQKV_INVALID_ARGUMENT. They may have been other positions: rows come back in their order, to where there
+/* The snapshot must be of as many positions, of a store with the same format, head_dim, n_kv_heads, unrotated, block_scale,
+   centre and scale, else TQKV_INVALID_ARGUMENT. They may have been other positions: rows come back in their order, to where there
    is room. A page may not occur twice among those written. TQKV_CORRUPT: a missing or changed byte. After TQKV_CORRUPT or
    TQKV_IO these positions may hold anything; all others are as they were. */
 TQKV_API tqkv_result tqkv_store_load(const tqkv_store *s, int64_t position, int n_positions, tqkv_read read,
@@ -621,10 +662,10 @@ TQKV_API tqkv_result tqkv_store_load(const tqkv_store *s, int64_t position, int 
 #define TQKV_METAL_API TQKV_API
 #endif
 
-#ifdef __OBJC__
+#if defined(__OBJC__) && !defined(__swift__)
 typedef __unsafe_unretained id tqkv_metal_object; /* not retained: the caller keeps it alive during a call */
 #else
-typedef void *tqkv_metal_object;
+typedef void *tqkv_metal_object; /* in Swift, too, which would take any value for an id and pass a box around it */
 #endif
 
 typedef struct tqkv_metal_desc {
@@ -671,7 +712,8 @@ typedef struct tqkv_metal_buffer {
 typedef struct tqkv_metal_store {
     tqkv_store shape;
     tqkv_metal_buffer codes, norms;
-    tqkv_metal_buffer center; /* as tqkv_store's; zero = none. Its values are not checked. */
+    tqkv_metal_buffer center;        /* as tqkv_store's; zero = none. Its values are not checked. */
+    tqkv_metal_buffer channel_scale; /* the same */
     /* int32_t [shape.n_pages]; zero = not paged. Kernels read it when they run. shape.pages, if it is not NULL, is what it
        will hold then: a bad entry is refused, as on the processor. Without it a bad entry leaves its tokens out in
        encoding, and elsewhere stands for another page. Attention takes keys and values both with pages or both without,
@@ -712,6 +754,13 @@ TQKV_METAL_API tqkv_result tqkv_metal_rotate(tqkv_metal *m, tqkv_metal_object en
 TQKV_METAL_API tqkv_result tqkv_metal_unrotate(tqkv_metal *m, tqkv_metal_object encoder, tqkv_metal_buffer rows,
                                                int n_rows, int head_dim);
 
+/* As tqkv_calibrate, to the same bits, but both results are written, and NaN, infinity and large magnitudes are not detected. q:
+   zero for none. Of shape no buffer is read. */
+TQKV_METAL_API tqkv_result tqkv_metal_calibrate(tqkv_metal *m, tqkv_metal_object encoder, const tqkv_metal_store *shape,
+                                                tqkv_metal_buffer src, int n_tokens, tqkv_metal_buffer q, int n_heads,
+                                                int n_queries, tqkv_pairs pairs, tqkv_metal_buffer center,
+                                                tqkv_metal_buffer channel_scale);
+
 /* tqkv_attention with buffers. NaN and Inf in q or sinks are not detected; they spread. */
 typedef struct tqkv_metal_attention {
     tqkv_attention attention; /* its keys, values, tail, sinks, parallel and allocator are not read */
@@ -720,8 +769,7 @@ typedef struct tqkv_metal_attention {
     /* uint64_t [n_queries], at most 64; zero = none. attention.tree, if it is not NULL, is what it will hold when the
        kernels run. It is read only to know which entries of pages are seen. */
     tqkv_metal_buffer tree;
-    /* Groups of at least so many query heads multiply 8x8 matrices, at head_dim 64, 128 and 256, 0 = 4, and at 448 and 512,
-       0 = 8. With a small
+    /* Groups of at least so many query heads multiply 8x8 matrices, at head_dim 64, 128, 256, 448 and 512; 0 = 8. With a small
        number narrow groups prefill faster and may decode slower. It decides bits: keep it the same for a sequence. */
     int matrix_group;
     const tqkv_metal_store *tail; /* as tqkv_attention's; NULL = none. With the keys' page table in the same buffer. */
@@ -733,6 +781,7 @@ typedef struct tqkv_metal_attention {
     /* With attention.exact_first and exact_last, as tqkv_attention's. Without pages and, where keys have a tail, not
        beside codes in pages. */
     const tqkv_metal_store *first_keys, *first_values, *last_keys, *last_values;
+    const tqkv_metal_store *first_tail; /* as tqkv_attention's */
 } tqkv_metal_attention;
 
 /* Bytes of scratch that attend needs at most, for any resident range: end and kv_len may be 0. */
@@ -803,8 +852,8 @@ TQKV_METAL_API tqkv_result tqkv_metal_index_choose(tqkv_metal *m, tqkv_metal_obj
 
 /* For programs without an encoder: calls record(user, encoder), commits to the context's queue and waits. If record
    fails, nothing runs and its result is returned. */
-typedef tqkv_result (*tqkv_metal_record)(void *user, tqkv_metal_object encoder);
-TQKV_METAL_API tqkv_result tqkv_metal_run(tqkv_metal *m, tqkv_metal_record record, void *user);
+typedef tqkv_result (*tqkv_metal_work)(void *user, tqkv_metal_object encoder);
+TQKV_METAL_API tqkv_result tqkv_metal_run(tqkv_metal *m, tqkv_metal_work record, void *user);
 /* Memory shared by processor and GPU: buffers of storage mode shared, addressed by their contents. */
 TQKV_METAL_API tqkv_allocator tqkv_metal_allocator(tqkv_metal *m);
 /* The buffer behind a pointer into such memory; TQKV_INVALID_ARGUMENT for any other. */
@@ -840,7 +889,8 @@ TQKV_METAL_API tqkv_result tqkv_metal_cache_some_scratch(tqkv_metal *m, const tq
    `also` adds up: the same in batches, and slices, their merge and finish. No pages are looked at, and of buffers only
    whether they are there: centres, sinks, a tree, a list and pages have pipelines of their own. Any thread may call it while
    others record; those do not wait. Other calls build theirs on first use, which takes up to a second each. */
-enum { TQKV_METAL_BATCHES = 1, TQKV_METAL_SLICES = 2 };
+#define TQKV_METAL_BATCHES 1
+#define TQKV_METAL_SLICES  2
 TQKV_METAL_API tqkv_result tqkv_metal_prepare(tqkv_metal *m, const tqkv_metal_attention *a, int max_queries, int also);
 /* The same of an index: encode into its keys, scores of one or of several queries, and the choice. */
 TQKV_METAL_API tqkv_result tqkv_metal_index_prepare(tqkv_metal *m, const tqkv_metal_index *x, int max_queries);
@@ -850,18 +900,19 @@ TQKV_METAL_API tqkv_result tqkv_metal_cache_prepare(tqkv_metal *m, const tqkv_ca
 #ifdef TQKV_METAL
 /* >>metal-plan
    The same calls for engines that encode their own dispatches: Metal 4, MLX, ggml-metal. tqkv_metal_plan_X says what
-   tqkv_metal_X records: one dispatch, or two that run one after the other. It needs TQKV_METAL beside TQKV_IMPLEMENTATION,
-   but neither tqkv_metal.m nor Metal: buffers are only compared, so `buffer` may be any pointer that stands for one.
-   For each dispatch, unless launch.threadgroups[0] is 0: take the pipeline of `kernel`, give it arguments and bindings,
-   wait for the dispatch before if there is a barrier, and run what tqkv_metal_plan_launch says. docs/metal.md has the
-   steps for Metal, examples/metal_plan.cpp is such an engine. */
+   tqkv_metal_X records. It needs TQKV_METAL beside TQKV_IMPLEMENTATION, but neither tqkv_metal.m nor Metal: buffers are
+   only compared, so `buffer` may be any pointer that stands for one.
+   For each dispatch of a plan, unless launch.threadgroups[0] is 0: take the pipeline of `kernel`, give it arguments and
+   bindings, wait for the dispatch before if there is a barrier, and run what tqkv_metal_plan_launch says. docs/metal.md has
+   the steps for Metal, examples/metal_plan.cpp is such an engine. */
 enum {
     TQKV_METAL_NAME = 48,       /* bytes of a kernel's name, with the zero */
-    TQKV_METAL_CONSTANTS = 32,  /* function constants have indices below */
+    TQKV_METAL_TEXT = 256,      /* of tqkv_metal_kernel_text */
+    TQKV_METAL_CONSTANTS = 40,  /* function constants have indices below */
     TQKV_METAL_ARGUMENTS = 256, /* most bytes of an argument struct */
-    TQKV_METAL_BINDINGS = 24,
+    TQKV_METAL_BINDINGS = 28,
     TQKV_METAL_MEMORIES = 4,
-    TQKV_METAL_CHOOSE_DISPATCHES = 3,
+    TQKV_METAL_DISPATCHES = 7,   /* most of a plan */
     TQKV_METAL_ONLY_CHECKED = -1 /* in place of a binding's index */
 };
 
@@ -877,7 +928,8 @@ typedef enum tqkv_metal_family {
     TQKV_METAL_ATTEND_MATRIX,
     TQKV_METAL_INDEX_CHOICE,
     TQKV_METAL_ATTEND_LIST,
-    TQKV_METAL_INDEX_SCORES
+    TQKV_METAL_INDEX_SCORES,
+    TQKV_METAL_CALIBRATE
 } tqkv_metal_family;
 
 /* Identifies a pipeline. Only bytes, without padding: a program keeps its pipelines by them and compares with memcmp. */
@@ -888,6 +940,11 @@ typedef struct tqkv_metal_kernel {
 
 /* The name of its function in the library. */
 TQKV_API void tqkv_metal_kernel_name(const tqkv_metal_kernel *kernel, char name[TQKV_METAL_NAME]);
+/* The same and its constants, "x" for one that is not set: a name of the pipeline, for engines that keep them by strings. */
+TQKV_API void tqkv_metal_kernel_text(const tqkv_metal_kernel *kernel, char text[TQKV_METAL_TEXT]);
+/* The most threads of a threadgroup that plans give it, a multiple of 32: maxTotalThreadsPerThreadgroup of its pipeline's
+   descriptor. Otherwise compilers plan for 1024, with fewer registers for each. */
+TQKV_API int tqkv_metal_kernel_threads(const tqkv_metal_kernel *kernel);
 typedef enum tqkv_metal_constant { TQKV_METAL_UNSET, TQKV_METAL_BOOL, TQKV_METAL_UINT } tqkv_metal_constant;
 /* The type of function constant `index` and, unless it is not set, its value: 0 or 1 of a bool. */
 TQKV_API tqkv_metal_constant tqkv_metal_kernel_constant(const tqkv_metal_kernel *kernel, int index, uint32_t *value);
@@ -923,6 +980,18 @@ typedef struct tqkv_metal_dispatch {
     int n_simdgroups; /* of a threadgroup, or as many as the pipeline allows */
 } tqkv_metal_dispatch;
 
+/* The dispatches of a call, which run one after another. */
+typedef struct tqkv_metal_plan {
+    const char *call;   /* its name, for error texts */
+    tqkv_result result; /* of the function that made the plan. After a failure there are no dispatches. */
+    int n;
+    tqkv_metal_dispatch d[TQKV_METAL_DISPATCHES];
+} tqkv_metal_plan;
+
+/* Records a plan as tqkv_metal_X does it: checked, with pipelines and barriers. If the plan was refused, says so. Where
+   the context multiplies no matrices: tqkv_metal_plan_lanes. */
+TQKV_METAL_API tqkv_result tqkv_metal_record(tqkv_metal *m, tqkv_metal_object encoder, tqkv_metal_plan *plan);
+
 /* What a pipeline runs. max_threads: the most that it allows a threadgroup, at least 32 */
 typedef struct tqkv_metal_launch {
     size_t threadgroups[3];             /* nothing to do if the first is 0 */
@@ -936,73 +1005,94 @@ TQKV_API const tqkv_metal_binding *tqkv_metal_overlapping(const tqkv_metal_dispa
 /* Once a library: whether it was built from this header. Both dispatches write `report`, of so many bytes, zero before.
    The first holds the tables, the second the product of two matrices, which a system may refuse. */
 TQKV_API size_t tqkv_metal_report_size(void);
-TQKV_API tqkv_result tqkv_metal_plan_tables(tqkv_metal_buffer report, tqkv_metal_dispatch d[2]);
+TQKV_API tqkv_result tqkv_metal_plan_tables(tqkv_metal_buffer report, tqkv_metal_plan *plan);
 /* The first difference between the library's tables and sizes and this header's; NULL if there is none. */
 TQKV_API const char *tqkv_metal_stale_table(const void *report);
 /* Whether the GPU's matrices lie as attend_matrix needs them. If not, or if the system refuses that kernel:
    tqkv_metal_plan_lanes. */
 TQKV_API bool tqkv_metal_has_matrices(const void *report);
+/* Puts attend in the place of attend_matrix; buffers and arguments stay. False for a batch, which has to be planned without
+   matrices. */
+TQKV_API bool tqkv_metal_plan_lanes(tqkv_metal_plan *plan);
 
-/* Shapes, units and results are those of tqkv_metal_X. On failure *d is undefined. */
+/* Shapes, units and results are those of tqkv_metal_X. */
 TQKV_API tqkv_result tqkv_metal_plan_encode(const tqkv_metal_store *s, tqkv_metal_buffer src, int n_tokens,
-                                            int64_t position, tqkv_metal_buffer not_finite, tqkv_metal_dispatch *d);
+                                            int64_t position, tqkv_metal_buffer not_finite, tqkv_metal_plan *plan);
 TQKV_API tqkv_result tqkv_metal_plan_encode_kv(const tqkv_metal_store *keys, const tqkv_metal_store *values,
                                                tqkv_metal_buffer k, tqkv_metal_buffer v, int n_tokens, int64_t position,
-                                               tqkv_metal_buffer not_finite, tqkv_metal_dispatch *d);
+                                               tqkv_metal_buffer not_finite, tqkv_metal_plan *plan);
 TQKV_API tqkv_result tqkv_metal_plan_encode_slots(const tqkv_metal_store *s, tqkv_metal_buffer src, int n_tokens,
                                                   tqkv_metal_buffer slots, const int32_t *known,
-                                                  tqkv_metal_buffer not_finite, tqkv_metal_dispatch *d);
+                                                  tqkv_metal_buffer not_finite, tqkv_metal_plan *plan);
 TQKV_API tqkv_result tqkv_metal_plan_encode_kv_slots(const tqkv_metal_store *keys, const tqkv_metal_store *values,
                                                      tqkv_metal_buffer k, tqkv_metal_buffer v, int n_tokens,
                                                      tqkv_metal_buffer slots, const int32_t *known,
-                                                     tqkv_metal_buffer not_finite, tqkv_metal_dispatch *d);
+                                                     tqkv_metal_buffer not_finite, tqkv_metal_plan *plan);
 TQKV_API tqkv_result tqkv_metal_plan_probe(const tqkv_metal_store *store, tqkv_metal_buffer src, int n_tokens,
                                            tqkv_metal_buffer scaled, tqkv_metal_buffer not_finite,
-                                           tqkv_metal_dispatch *d);
+                                           tqkv_metal_plan *plan);
 TQKV_API tqkv_result tqkv_metal_plan_decode(const tqkv_metal_store *s, int64_t position, int n_positions,
-                                            tqkv_basis basis, tqkv_metal_buffer dst, tqkv_metal_dispatch *d);
+                                            tqkv_basis basis, tqkv_metal_buffer dst, tqkv_metal_plan *plan);
 TQKV_API tqkv_result tqkv_metal_plan_rotate(tqkv_metal_buffer rows, int n_rows, int head_dim, bool unrotate,
-                                            tqkv_metal_dispatch *d);
+                                            tqkv_metal_plan *plan);
+TQKV_API tqkv_result tqkv_metal_plan_calibrate(const tqkv_metal_store *shape, tqkv_metal_buffer src, int n_tokens,
+                                               tqkv_metal_buffer q, int n_heads, int n_queries, tqkv_pairs pairs,
+                                               tqkv_metal_buffer center, tqkv_metal_buffer channel_scale,
+                                               tqkv_metal_plan *plan);
 TQKV_API tqkv_result tqkv_metal_plan_attend_scratch(const tqkv_metal_attention *a, size_t *bytes);
 TQKV_API tqkv_result tqkv_metal_plan_attend(const tqkv_metal_attention *a, tqkv_metal_buffer q,
-                                            tqkv_metal_buffer scratch, tqkv_metal_buffer out, tqkv_metal_dispatch d[2]);
+                                            tqkv_metal_buffer scratch, tqkv_metal_buffer out, tqkv_metal_plan *plan);
 TQKV_API tqkv_result tqkv_metal_plan_attend_partial(const tqkv_metal_attention *a, tqkv_metal_buffer q, int64_t first,
                                                     int count, tqkv_metal_buffer scratch, tqkv_metal_buffer out,
                                                     tqkv_metal_buffer max, tqkv_metal_buffer sum,
-                                                    tqkv_metal_dispatch d[2]);
-TQKV_API tqkv_result tqkv_metal_plan_attend_merge(const tqkv_metal_attention *a, tqkv_metal_buffer out,
-                                                  tqkv_metal_buffer max, tqkv_metal_buffer sum,
-                                                  tqkv_metal_buffer src_out, tqkv_metal_buffer src_max,
-                                                  tqkv_metal_buffer src_sum, tqkv_metal_dispatch *d);
+                                                    tqkv_metal_plan *plan);
+/* slice may be a: then it is tqkv_metal_attend_merge. */
 TQKV_API tqkv_result tqkv_metal_plan_attend_merge_slice(const tqkv_metal_attention *a, tqkv_metal_buffer out,
                                                         tqkv_metal_buffer max, tqkv_metal_buffer sum,
                                                         const tqkv_metal_attention *slice, tqkv_metal_buffer src_out,
                                                         tqkv_metal_buffer src_max, tqkv_metal_buffer src_sum,
-                                                        tqkv_metal_dispatch *d);
+                                                        tqkv_metal_plan *plan);
 TQKV_API tqkv_result tqkv_metal_plan_attend_finish(const tqkv_metal_attention *a, tqkv_metal_buffer src_out,
                                                    tqkv_metal_buffer src_max, tqkv_metal_buffer src_sum,
-                                                   tqkv_metal_buffer out, tqkv_metal_dispatch *d);
-/* With lists: the dispatch that comes before those of tqkv_metal_plan_attend. Exact ends, and lists in slices and batches, take
-   more dispatches than these plans have: TQKV_UNSUPPORTED. */
-TQKV_API tqkv_result tqkv_metal_plan_attend_list(const tqkv_metal_attention *a, tqkv_metal_buffer scratch,
-                                                 tqkv_metal_dispatch *d);
-/* Puts attend in the place of attend_matrix in a planned attention; buffers and arguments stay. d: its first dispatch */
-TQKV_API void tqkv_metal_plan_lanes(tqkv_metal_dispatch *d);
+                                                   tqkv_metal_buffer out, tqkv_metal_plan *plan);
+/* Either size may be NULL. */
 TQKV_API tqkv_result tqkv_metal_plan_attend_batch_sizes(const tqkv_metal_attention *items, int n_items,
                                                         size_t *arguments, size_t *scratch);
 /* contents: where the processor writes the bytes of arguments. matrices: whether attend_matrix may be used */
 TQKV_API tqkv_result tqkv_metal_plan_attend_batch(const tqkv_metal_attention *items, int n_items,
                                                   const tqkv_metal_buffer *q, tqkv_metal_buffer arguments,
                                                   void *contents, tqkv_metal_buffer scratch,
-                                                  const tqkv_metal_buffer *out, bool matrices,
-                                                  tqkv_metal_dispatch d[2]);
+                                                  const tqkv_metal_buffer *out, bool matrices, tqkv_metal_plan *plan);
 TQKV_API tqkv_result tqkv_metal_plan_index_scores(const tqkv_metal_index *x, tqkv_metal_buffer q,
-                                                  tqkv_metal_buffer scores, tqkv_metal_dispatch *d);
+                                                  tqkv_metal_buffer scores, tqkv_metal_plan *plan);
 TQKV_API tqkv_result tqkv_metal_plan_index_choose_scratch(const tqkv_metal_index *x, size_t *bytes);
-/* n: how many of the dispatches are used, which run one after the other */
 TQKV_API tqkv_result tqkv_metal_plan_index_choose(const tqkv_metal_index *x, tqkv_metal_buffer scores, int k,
                                                   tqkv_metal_buffer scratch, tqkv_metal_buffer list,
-                                                  tqkv_metal_dispatch d[TQKV_METAL_CHOOSE_DISPATCHES], int *n);
+                                                  tqkv_metal_plan *plan);
+
+/* Of a cache at the beginning of `memory`. layout: as tqkv_cache_set_layout's, or NULL: the one that was set. some: as
+   tqkv_metal_cache_attend_some's, or NULL. An append counts when tqkv_metal_cache_appended is called. */
+TQKV_API tqkv_result tqkv_metal_plan_cache_append(const tqkv_cache *c, tqkv_metal_buffer memory,
+                                                  const tqkv_cache_layout *layout, tqkv_metal_buffer k,
+                                                  tqkv_metal_buffer v, int n_tokens, tqkv_metal_buffer not_finite,
+                                                  tqkv_metal_plan *plan);
+TQKV_API void tqkv_metal_cache_appended(tqkv_cache *c, int n_tokens);
+TQKV_API tqkv_result tqkv_metal_plan_cache_scratch(const tqkv_cache *c, const tqkv_metal_attention *some, int n_queries,
+                                                   size_t *bytes);
+TQKV_API tqkv_result tqkv_metal_plan_cache_attend(const tqkv_cache *c, tqkv_metal_buffer memory,
+                                                  const tqkv_cache_layout *layout, const tqkv_metal_attention *some,
+                                                  tqkv_metal_buffer q, int n_queries, tqkv_metal_buffer scratch,
+                                                  tqkv_metal_buffer out, tqkv_metal_plan *plan);
+
+/* Plans whose kernels are all that such calls will need: as tqkv_metal_prepare, tqkv_metal_index_prepare and
+   tqkv_metal_cache_prepare. `visit` sees each plan, and must build its pipelines and not run it; its failure ends the call. */
+typedef tqkv_result (*tqkv_metal_visit)(void *user, tqkv_metal_plan *plan);
+TQKV_API tqkv_result tqkv_metal_plan_prepare(const tqkv_metal_attention *a, int max_queries, int also,
+                                             tqkv_metal_visit visit, void *user);
+TQKV_API tqkv_result tqkv_metal_plan_index_prepare(const tqkv_metal_index *x, int max_queries, tqkv_metal_visit visit,
+                                                   void *user);
+TQKV_API tqkv_result tqkv_metal_plan_cache_prepare(const tqkv_cache *c, tqkv_metal_buffer memory, int max_queries,
+                                                   tqkv_metal_visit visit, void *user);
 #endif /* TQKV_METAL */
 
 #ifdef __cplusplus
@@ -1010,7 +1100,78 @@ TQKV_API tqkv_result tqkv_metal_plan_index_choose(const tqkv_metal_index *x, tqk
 #endif
 #endif /* TQKV_H */
 
-/* ---- The implementation starts here: stop reading if you only want the API. ---- */
+/* ---- The implementation starts here: stop reading if you only want the API. ----
+
+   It is joined from the files of src/, one a tag: plan_rows.h is >>plan-rows, store.h >>store-code. Each uses what stands
+   above it.
+
+     >>tables         one row a format, one row a head_dim, codebooks; the shaders include it, too
+     >>backend        what a cache and the context of a GPU know of each other
+     >>needs          what the implementation needs of the compiler, and xxHash
+     >>exact          arithmetic whose bits depend on nothing but its operands
+     >>store-code     sizes, names, what a valid store is, which positions and rows are valid
+     >>team           tqkv_team
+     >>set            what an instruction set provides
+     >>rotate-code    the rotation
+     >>codec          norms, quantising, packing, and back: the specification
+     >>encode         tqkv_encode, tqkv_probe, tqkv_decode
+     >>convert        tqkv_store_convert, and rows that move
+     >>measure        tqkv_mean, tqkv_measure, tqkv_rotate
+     >>calibrate      tqkv_calibrate, tqkv_logit_noise
+     >>attend         types of attention, and attention of a tile in plain C
+     >>integer        the same in integers
+
+     compiled once for each instruction set
+     >>kernels        what the loops share
+     >>k-softmax      exp, tanh, weights out of scores
+     >>k-decode       codes as floats
+     >>k-dot          scores straight from the codes
+     >>k-accumulate   sums of values straight from the codes
+     >>k-tiles        the scores and the sums of a tile
+     >>k-rotate       rows to floats, and the rotation
+     >>k-norms        sums of squares, norms
+     >>k-search       the factor whose codes are best for a row
+     >>k-quantise     codes, packed, of whole rows
+     >>k-table        all of these as a table of functions
+     >>k-integer      the loops of integers
+     >>k-integer-few  one and two rows of them
+     >>k-integer-tiles  the scores and the sums of a tile
+     >>set-avx512, >>set-avx2, >>set-neon
+                      what a set brings to the loops
+     >>integer-avx512, >>integer-avx2, >>integer-neon
+                      what it brings to those of integers
+
+     >>isa-code       which set is in use
+     >>attention-code a tqkv_attention, opened and checked
+     >>visible        which positions a query sees
+     >>tile           tiles, the order of decoded values, sums
+     >>walk           from tile to tile
+     >>gather         tiles of scattered rows
+     >>query          a row of a call: its query, its centres, its result
+     >>job            a call cut into tasks
+     >>attend-calls   tqkv_attend and its slices
+     >>index-code     tqkv_index_scores, tqkv_index_choose
+     >>cache-code     tqkv_cache
+     >>cache-calibrate  a cache that learns from its first positions; tqkv_cache_preset
+     >>cache-edit     tqkv_cache_truncate, remove, keep, fork
+     >>snapshot       save and load
+
+     for GPUs alone
+     >>metal-sizes    function constants, sizes, argument structs; the shaders include it, too
+     >>metal-host     what tqkv_metal.m takes beside >>metal-plan
+     >>plan-rows      plans: bindings; encode, probe, decode, rotate
+     >>plan-split     how threadgroups share attention
+     >>plan-list      which tiles lists name
+     >>plan-attend    the dispatches of an attention
+     >>plan-shape     an attention over buffers as one over stores
+     >>plan-calls     the calls of attention
+     >>plan-batch     batches
+     >>plan-index     an index
+     >>plan-cache     a cache
+     >>plan-prepare   what calls will need, planned ahead
+     >>plan-report    what the shaders say that they were compiled with
+
+     >>licence                                                                                                        */
 
 #ifdef TQKV_NO_IMPLEMENTATION
 #undef TQKV_IMPLEMENTATION
@@ -1019,7 +1180,7 @@ TQKV_API tqkv_result tqkv_metal_plan_index_choose(const tqkv_metal_index *x, tqk
 #if (defined(TQKV_IMPLEMENTATION) || defined(TQKV_SHARED)) && !defined(TQKV__SHARED)
 #define TQKV__SHARED
 
-/* >>shared: one row a format, and tables: one source for C, Objective-C and the Metal shaders. TQKV_SHARED makes it visible
+/* >>tables: one row a format, and tables: one source for C, Objective-C and the Metal shaders. TQKV_SHARED makes it visible
    without the implementation. */
 #define TQKV_TABLE_VERSION 8 /* changes with the tables, the argument structs, or their meaning in the kernels */
 
@@ -1316,16 +1477,6 @@ typedef struct tqkv__backend {
     tqkv_result (*attend)(tqkv_metal *m, const tqkv_cache *c, const tqkv_attention *some, const void *q, int n_queries,
                           void *out);
 } tqkv__backend;
-
-/* What tqkv_metal.m takes from >>common and >>cache-code; without it they are no part of an object's interface. rows_size:
-   bytes of the caller's rows of so many tokens */
-#ifdef TQKV_METAL
-#define TQKV__FOR_HOST TQKV_API
-TQKV__FOR_HOST size_t tqkv__rows_size(const tqkv_store *s, int n_tokens);
-TQKV__FOR_HOST void tqkv__cache_advance(tqkv_cache *c, int n_tokens);
-#else
-#define TQKV__FOR_HOST static
-#endif
 #ifdef __cplusplus
 }
 #endif
@@ -1358,9 +1509,25 @@ TQKV__FOR_HOST void tqkv__cache_advance(tqkv_cache *c, int n_tokens);
 #include <math.h>
 #include <stdlib.h>
 #include <string.h>
+/* Gives the core to another thread, and gives up what another thread of the core needs. */
+#if defined(__x86_64__) || defined(__i386__)
+#define TQKV__PAUSE() __builtin_ia32_pause()
+#elif defined(__aarch64__)
+#define TQKV__PAUSE() __asm__ volatile("yield")
+#else
+#define TQKV__PAUSE() ((void)0)
+#endif
 #if defined(__unix__) || defined(__APPLE__)
 #include <sched.h>
-#define TQKV__YIELD sched_yield
+#define TQKV__YIELD() sched_yield()
+#elif defined(_WIN32) /* without windows.h and its macros */
+#ifdef __cplusplus
+extern "C"
+#endif
+    __declspec(dllimport) int __stdcall SwitchToThread(void);
+#define TQKV__YIELD() SwitchToThread()
+#else
+#define TQKV__YIELD() TQKV__PAUSE()
 #endif
 
 #ifdef __has_include
@@ -1378,6 +1545,9 @@ TQKV__FOR_HOST void tqkv__cache_advance(tqkv_cache *c, int n_tokens);
 #define XXH_NO_INLINE_HINTS (XXH_VERSION_NUMBER == 801)
 #endif
 #include "xxhash.h"
+#if defined(XXH_NO_XXH3) || defined(XXH_NO_LONG_LONG)
+#error "tqkv.h needs XXH3: xxhash.h was included with XXH_NO_XXH3 or XXH_NO_LONG_LONG"
+#endif
 #if defined(XXH_VERSION_NUMBER) && XXH_VERSION_NUMBER < 800
 #define TQKV__STRING(x) #x
 #define TQKV__EXPAND(x) TQKV__STRING(x)
@@ -1386,6 +1556,21 @@ TQKV__FOR_HOST void tqkv__cache_advance(tqkv_cache *c, int n_tokens);
 #pragma message("tqkv.h: found xxhash.h " TQKV__XXH_FOUND)
 #error "tqkv.h: xxhash.h is too old, 0.8.0 is needed: Debian libxxhash-dev, Homebrew xxhash, or a copy beside tqkv.h"
 #endif
+
+/* With -fshort-enums or -fpack-struct for this file alone what callers pass has another layout. 32-bit ARM has short enums in some
+   systems, and says so. */
+enum tqkv__smallest { TQKV__SMALLEST };
+struct tqkv__gap {
+    char before;
+    void *behind;
+};
+#ifdef __ARM_SIZEOF_MINIMAL_ENUM
+#define TQKV__WHOLE_ENUMS true
+#else
+#define TQKV__WHOLE_ENUMS (sizeof(enum tqkv__smallest) == sizeof(int))
+#endif
+typedef char tqkv__compiled_with_fshort_enums_or_fpack_struct
+    [TQKV__WHOLE_ENUMS && sizeof(struct tqkv__gap) > 1 + sizeof(void *) ? 1 : -1];
 
 #if defined(__SSE2__)
 #include <xmmintrin.h>
@@ -1454,8 +1639,8 @@ static inline float tqkv__fma(float a, float b, float c)
     const double product = tqkv__rounded_double((double)a * (double)b), addend = (double)c;
     const bool first = fabs(product) > fabs(addend);
     double sum = tqkv__rounded_double(product + addend);
-    const double large = first ? product : addend, small = first ? addend : product;
-    const double error = tqkv__rounded_double(small - tqkv__rounded_double(sum - large));
+    const double large = first ? product : addend, smaller = first ? addend : product;
+    const double error = tqkv__rounded_double(smaller - tqkv__rounded_double(sum - large));
     uint64_t bits;
     memcpy(&bits, &sum, sizeof bits);
     if (error != 0.0 && !(bits & 1) && fabs(sum) < (double)INFINITY)
@@ -1590,7 +1775,7 @@ static bool tqkv__halves_finite(const uint8_t *halves, size_t n)
     return finite;
 }
 
-/* >>common: sizes, formats, the checks of a store, of its positions and of rows */
+/* >>store-code: sizes, formats, the checks of a store, of its positions and of rows */
 
 static bool tqkv__size_multiply(size_t a, size_t b, size_t *product)
 {
@@ -1682,6 +1867,8 @@ typedef struct tqkv__stream {
     tqkv_type type;                 /* of the caller's rows; tqkv__check_rows checks it */
     tqkv_strides strides;           /* likewise */
     const float *center;            /* [n_kv_heads][head_dim] or NULL */
+    const float *channel_scale;     /* likewise */
+    const float *inverses;          /* 1 / channel_scale, where they are kept; else NULL, see tqkv__inverses_of */
     const int32_t *pages;           /* [n_pages] or NULL: no table, or one that the processor does not know */
     int n_pages, page_size;         /* 0 without a table */
     uint8_t planes[4][128];         /* byte p of each centroid in planes[p], for byte look-ups; see tqkv__fill_planes */
@@ -1786,26 +1973,50 @@ static tqkv_result tqkv__stream_shape(const tqkv_store *store, tqkv__stream *s)
     return store->pages ? tqkv__table_shape(store, s) : TQKV_OK;
 }
 
-/* Follows tqkv__stream_shape in calls that add or subtract the centre. */
-static tqkv_result tqkv__stream_center(const tqkv_store *store, tqkv__stream *s)
+/* Whether a value of each channel, x: [n_kv_heads][head_dim], is finite, or a scale that is allowed; by the set in use. */
+static bool tqkv__channels_finite(const tqkv__stream *s, const float *x);
+static bool tqkv__channels_scale(const tqkv__stream *s, const float *x);
+
+/* Takes the scale; follows tqkv__stream_shape. */
+static tqkv_result tqkv__stream_scale(const tqkv_store *store, tqkv__stream *s)
 {
-    if ((uintptr_t)store->center % sizeof(float)) return TQKV__INVALID("center: not aligned as floats");
-    if (store->center && !tqkv__all_finite(store->center, (size_t)s->n_kv_heads * (size_t)s->head_dim))
-        return TQKV__REFUSE(NOT_FINITE, "center holds NaN or infinity");
-    s->center = store->center;
+    const float *scale = store->channel_scale;
+    if ((uintptr_t)scale % sizeof(float)) return TQKV__INVALID("channel_scale: not aligned as floats");
+    if (scale && !tqkv__channels_scale(s, scale)) {
+        if (!tqkv__channels_finite(s, scale)) return TQKV__REFUSE(NOT_FINITE, "channel_scale holds NaN or infinity");
+        return TQKV__INVALID("channel_scale: not in [2^-32, 2^32]");
+    }
+    s->channel_scale = scale;
     return TQKV_OK;
 }
 
-/* In bytes. A stream of `capacity` such rows has a size, so this does not overflow. */
+/* Takes centre and scale; follows tqkv__stream_shape in calls that use them. */
+static tqkv_result tqkv__stream_channels(const tqkv_store *store, tqkv__stream *s)
+{
+    if ((uintptr_t)store->center % sizeof(float)) return TQKV__INVALID("center: not aligned as floats");
+    if (store->center && !tqkv__channels_finite(s, store->center))
+        return TQKV__REFUSE(NOT_FINITE, "center holds NaN or infinity");
+    s->center = store->center;
+    return tqkv__stream_scale(store, s);
+}
+
+/* Of a centre, or of a scale, in bytes. A stream of `capacity` such rows has a size, so this does not overflow. */
 static size_t tqkv__center_size(const tqkv__stream *s)
 {
     return (size_t)s->n_kv_heads * (size_t)s->head_dim * sizeof(float);
 }
 
-/* The centre of a head, [head_dim], or NULL */
-static const float *tqkv__center_of(const tqkv__stream *s, int kv_head)
+/* The part of a head in centre, scale or inverses, [head_dim]; NULL of NULL */
+static const float *tqkv__of_head(const tqkv__stream *s, const float *channels, int kv_head)
 {
-    return s->center ? s->center + (size_t)kv_head * (size_t)s->head_dim : NULL;
+    return channels ? channels + (size_t)kv_head * (size_t)s->head_dim : NULL;
+}
+
+static const float *tqkv__center_of(const tqkv__stream *s, int kv_head) { return tqkv__of_head(s, s->center, kv_head); }
+
+static const float *tqkv__scale_of(const tqkv__stream *s, int kv_head)
+{
+    return tqkv__of_head(s, s->channel_scale, kv_head);
 }
 
 /* In bytes */
@@ -1840,7 +2051,7 @@ static bool tqkv__encoding_overlaps(const tqkv__stream *s, const void *p, size_t
 /* Takes the buffers of a store; follows tqkv__stream_shape. */
 static tqkv_result tqkv__stream_memory(const tqkv_store *store, tqkv__stream *s)
 {
-    const tqkv_result r = tqkv__stream_center(store, s);
+    const tqkv_result r = tqkv__stream_channels(store, s);
     if (r != TQKV_OK) return r;
     if (!store->codes || store->codes_size < s->codes_size) return TQKV__INVALID("codes: NULL or too small");
     if (s->norms_size && (!store->norms || store->norms_size < s->norms_size))
@@ -1853,6 +2064,8 @@ static tqkv_result tqkv__stream_memory(const tqkv_store *store, tqkv__stream *s)
     tqkv__fill_planes(s);
     if (tqkv__encoding_overlaps(s, s->center, tqkv__center_size(s)))
         return TQKV__INVALID("center overlaps codes or norms");
+    if (tqkv__encoding_overlaps(s, s->channel_scale, tqkv__center_size(s)))
+        return TQKV__INVALID("channel_scale overlaps codes or norms");
     if (tqkv__encoding_overlaps(s, s->pages, tqkv__table_size(s))) return TQKV__INVALID("pages overlap codes or norms");
     return TQKV_OK;
 }
@@ -1863,10 +2076,16 @@ static tqkv_result tqkv__stream_open(const tqkv_store *store, tqkv__stream *s)
     return r == TQKV_OK ? tqkv__stream_memory(store, s) : r;
 }
 
+static bool tqkv__channels_overlap(const tqkv__stream *s, const void *p, size_t size)
+{
+    return tqkv__overlap(s->center, tqkv__center_size(s), p, size) ||
+           tqkv__overlap(s->channel_scale, tqkv__center_size(s), p, size);
+}
+
 /* Whether memory at p is any of a stream's, read or written. */
 static bool tqkv__stream_overlaps(const tqkv__stream *s, const void *p, size_t size)
 {
-    return tqkv__encoding_overlaps(s, p, size) || tqkv__overlap(s->center, tqkv__center_size(s), p, size) ||
+    return tqkv__encoding_overlaps(s, p, size) || tqkv__channels_overlap(s, p, size) ||
            tqkv__overlap(s->pages, tqkv__table_size(s), p, size);
 }
 
@@ -2044,7 +2263,8 @@ static tqkv_result tqkv__check_rows(const tqkv__stream *s, const void *p, int n,
     return TQKV_OK;
 }
 
-TQKV__FOR_HOST size_t tqkv__rows_size(const tqkv_store *s, int n_tokens)
+/* Bytes of the caller's rows of so many tokens. */
+static size_t tqkv__rows_size(const tqkv_store *s, int n_tokens)
 {
     size_t bytes;
     const tqkv_strides strides = tqkv__strides_of(s->strides, s->n_kv_heads, s->head_dim);
@@ -2154,17 +2374,12 @@ static void tqkv__team_free(void *user, void *pointer, size_t size)
 static void tqkv__spin(int *spins)
 {
     enum { patience = 100 }; /* some microseconds */
-    if (++*spins < patience) {
-#if defined(__x86_64__) || defined(__i386__)
-        __builtin_ia32_pause();
-#elif defined(__aarch64__)
-        __asm__ volatile("yield");
-#endif
+    if (*spins < patience) {
+        ++*spins;
+        TQKV__PAUSE();
         return;
     }
-#ifdef TQKV__YIELD
     TQKV__YIELD();
-#endif
 }
 
 static void tqkv__take_tasks(tqkv_team *team)
@@ -2281,7 +2496,7 @@ TQKV_API tqkv_allocator tqkv_team_allocator(tqkv_team *team)
     return allocator;
 }
 
-/* >>set: what an instruction set provides, in plain C or by vectors. Which one is in use is decided in >>driver. */
+/* >>set: what an instruction set provides, in plain C or by vectors. Which one is in use >>isa-code decides. */
 
 struct tqkv__attention;
 struct tqkv__quantiser;
@@ -2290,7 +2505,9 @@ struct tqkv__row;
 /* The encoding functions of an instruction set; every set gives the same bytes. */
 typedef struct tqkv__codec {
     bool (*rows_finite)(tqkv_type type, const void *x, size_t n); /* n: a multiple of head_dim */
-    void (*widen)(tqkv_type type, const void *src, const float *center, int n, float *row);
+    bool (*scales_valid)(const float *x, size_t n);               /* likewise */
+    void (*invert)(const float *scales, int n, float *inverses);  /* likewise: 1 / scale, rounded once */
+    void (*widen)(tqkv_type type, const void *src, const float *center, const float *inverses, int n, float *row);
     void (*narrow)(tqkv_type type, const float *row, int n, void *dst);
     void (*rotate)(float *x, int head_dim);
     void (*unrotate)(float *y, int head_dim);
@@ -2300,6 +2517,25 @@ typedef struct tqkv__codec {
 } tqkv__codec;
 
 static const tqkv__codec *tqkv__codec_for(int head_dim);
+
+static bool tqkv__channels_finite(const tqkv__stream *s, const float *x)
+{
+    return tqkv__codec_for(s->head_dim)->rows_finite(TQKV_TYPE_F32, x, (size_t)s->n_kv_heads * (size_t)s->head_dim);
+}
+
+static bool tqkv__channels_scale(const tqkv__stream *s, const float *x)
+{
+    return tqkv__codec_for(s->head_dim)->scales_valid(x, (size_t)s->n_kv_heads * (size_t)s->head_dim);
+}
+
+/* The inverses by which encoding multiplies the channels of the heads [first, first + n): those that the stream keeps, or in
+   room: [n][head_dim]. NULL without a scale */
+static const float *tqkv__inverses_of(const tqkv__stream *s, int first, int n, float *room)
+{
+    if (s->inverses || !s->channel_scale) return tqkv__of_head(s, s->inverses, first);
+    tqkv__codec_for(s->head_dim)->invert(tqkv__scale_of(s, first), n * s->head_dim, room);
+    return room;
+}
 
 /* Slots of a tile in one stream: [slot, slot + n). The codes `ahead` slots further on will be read next. */
 typedef struct tqkv__run {
@@ -2347,7 +2583,7 @@ typedef struct tqkv__isa {
 
 static const tqkv__isa *tqkv__isa_for(int head_dim);
 
-/* >>codec: rotation, norms, quantising, packing, and back */
+/* >>rotate-code: the rotation, in plain C */
 
 /* Row `row` of the Hadamard matrix of order m: bit j = (p[j>>3] >> (j&7)) & 1, 1 is -1 */
 static const uint8_t *tqkv__matrix_row(int m, int row)
@@ -2404,7 +2640,7 @@ static void tqkv__flip_signs(float *x, int head_dim)
 static void tqkv__rotate_double(double *x, int head_dim)
 {
     const int m = tqkv__size_of(head_dim)->order, n = tqkv__size_of(head_dim)->run;
-    double y[TQKV_MAX_HEAD_DIM];
+    double y[36]; /* by runs, a place of all at a time: a row would take 8 KB more of the stack */
     for (int j = 0; j < head_dim; j++)
         if ((tqkv__tables.signs[j % 512 / 8] >> (j % 8)) & 1) x[j] = -x[j];
     for (int h = 1; h < n; h *= 2)
@@ -2414,13 +2650,15 @@ static void tqkv__rotate_double(double *x, int head_dim)
             x[i] = a + b;
             x[i | h] = a - b;
         }
-    for (int j = 0; j < head_dim; j++) {
-        y[j] = m > 1 ? 0.0 : x[j];
-        if (m > 1)
+    for (int i = 0; m > 1 && i < n; i++) {
+        for (int b = 0; b < m; b++) {
+            y[b] = 0.0;
             for (int c = 0; c < m; c++)
-                y[j] += (tqkv__matrix_row(m, j / n)[c / 8] >> (c % 8)) & 1 ? -x[c * n + j % n] : x[c * n + j % n];
+                y[b] += (tqkv__matrix_row(m, b)[c / 8] >> (c % 8)) & 1 ? -x[c * n + i] : x[c * n + i];
+        }
+        for (int b = 0; b < m; b++) x[b * n + i] = y[b];
     }
-    for (int j = 0; j < head_dim; j++) x[j] = y[j] / sqrt((double)head_dim);
+    for (int j = 0; j < head_dim; j++) x[j] = x[j] / sqrt((double)head_dim);
 }
 
 static void tqkv__scale(float *x, int n, float factor)
@@ -2443,6 +2681,8 @@ static TQKV__NOINLINE void tqkv__unrotate_row(float *y, int head_dim)
     tqkv__scale(y, head_dim, tqkv__size_of(head_dim)->inverse_root);
     tqkv__flip_signs(y, head_dim);
 }
+
+/* >>codec: norms, quantising, packing, and back, in plain C: the specification */
 
 /* Norm of a TQ row or block from the sum of its squares; scale: the factor that brings its values to variance 1. If the
    rotation of a row overflows, the sum is NaN, whose sign depends on the machine: fabsf clears the norm's. */
@@ -2573,8 +2813,28 @@ static float tqkv__float_from_half(uint16_t half)
     return tqkv__float(sign | ((magnitude << 13) + (magnitude < 0x7c00u ? 0x38000000u : 0x70000000u)));
 }
 
-/* A row as floats, which is exact, less its centre unless that is NULL. src, center, row: [n] */
-static void tqkv__widen_row(tqkv_type type, const void *src, const float *center, int n, float *row)
+/* Scales are in [2^-32, 2^32]: their bits, those of positive floats, are ordered as they are. */
+#define TQKV__LEAST_SCALE  0x2f800000u
+#define TQKV__SCALES_RANGE 0x20000000u
+static bool tqkv__scales_valid(const float *x, size_t n)
+{
+    uint32_t bad = 0;
+    for (size_t i = 0; i < n; i++) bad |= tqkv__bits(x[i]) - TQKV__LEAST_SCALE > TQKV__SCALES_RANGE;
+    return !bad;
+}
+
+/* Compilers may replace a division by a constant; see tqkv__norm_i8. */
+static TQKV__NOINLINE void tqkv__invert(const float *scales, int n, float *inverses)
+{
+    const volatile float one = 1.0f;
+    const float dividend = one;
+    for (int i = 0; i < n; i++) inverses[i] = TQKV__AS_FLOAT(dividend / scales[i]);
+}
+
+/* A row as floats, which is exact, less its centre and times its inverses, unless these are NULL. src, center, inverses, row:
+   [n] */
+static void tqkv__widen_row(tqkv_type type, const void *src, const float *center, const float *inverses, int n,
+                            float *row)
 {
     if (type == TQKV_TYPE_F32)
         memcpy(row, src, (size_t)n * sizeof(float));
@@ -2584,6 +2844,8 @@ static void tqkv__widen_row(tqkv_type type, const void *src, const float *center
         for (int i = 0; i < n; i++) row[i] = tqkv__float((uint32_t)tqkv__half_at(src, (size_t)i) << 16);
     if (center)
         for (int i = 0; i < n; i++) row[i] = TQKV__AS_FLOAT(row[i] - center[i]);
+    if (inverses)
+        for (int i = 0; i < n; i++) row[i] = tqkv__rounded(row[i] * inverses[i]);
 }
 
 /* Rounds to nearest even, beyond the largest half to infinity. NaN stays NaN: it keeps its upper bits and becomes quiet, as
@@ -2696,14 +2958,25 @@ static void tqkv__quantiser_open(const tqkv__stream *s, tqkv__quantiser *q)
     }
 }
 
-/* Source and destination of a row. src, of the stream's type, center (or NULL): [head_dim], codes: [row_bytes], norms, and
-   factors (or NULL), those that a search chose: [norms_per_row] */
+/* Source and destination of a row. src, of the stream's type, center and inverses (or NULL): [head_dim], codes: [row_bytes], norms,
+   and factors (or NULL), those that a search chose: [norms_per_row]; half: [2 * head_dim] or NULL, takes the rotated row as halves,
+   too */
 typedef struct tqkv__row {
     const void *src;
-    const float *center;
+    const float *center, *inverses; /* inverses: see tqkv__inverses_of */
     uint8_t *codes;
     float *norms, *factors;
+    uint8_t *half;
 } tqkv__row;
+
+static void tqkv__store_halves(const float *x, int n, uint8_t *to)
+{
+    for (int i = 0; i < n; i++) {
+        const uint16_t half = tqkv__half_from_float(x[i]);
+        to[2 * i] = (uint8_t)(half & 255);
+        to[2 * i + 1] = (uint8_t)(half >> 8);
+    }
+}
 
 /* The norm of a row is not the scale that its values are best coded with. Tries the format's factors on the scaled values of
    a row, and takes for each norm the first whose codes are nearest in direction: the largest (sum of v*c)^2 / (sum of c*c),
@@ -2738,14 +3011,20 @@ static TQKV__NOINLINE void tqkv__encode_row(const tqkv__stream *s, const tqkv__r
 {
     float x[TQKV_MAX_HEAD_DIM], squares[TQKV_MAX_HEAD_DIM / 256], factors[TQKV_MAX_HEAD_DIM / 256];
     uint8_t codes[TQKV_MAX_HEAD_DIM];
-    tqkv__widen_row(s->type, row->src, row->center, s->head_dim, x);
+    tqkv__widen_row(s->type, row->src, row->center, row->inverses, s->head_dim, x);
+    if (row->half) {
+        float rotated[TQKV_MAX_HEAD_DIM];
+        memcpy(rotated, x, (size_t)s->head_dim * sizeof(float));
+        if (s->rotated) tqkv__rotate_row(rotated, s->head_dim);
+        tqkv__store_halves(rotated, s->head_dim, row->half);
+    }
     tqkv__scale_row(s, x, row->norms);
+    if (s->kind == TQKV__HALF) {
+        tqkv__store_halves(x, s->head_dim, row->codes);
+        return;
+    }
     for (int i = 0; i < s->head_dim; i++) {
-        if (s->kind == TQKV__HALF) {
-            const uint16_t half = tqkv__half_from_float(x[i]);
-            row->codes[2 * i] = (uint8_t)(half & 255);
-            row->codes[2 * i + 1] = (uint8_t)(half >> 8);
-        } else if (s->kind == TQKV__GRID) {
+        if (s->kind == TQKV__GRID) {
             codes[i] = tqkv__quantise_i8(x[i]);
         }
     }
@@ -2753,7 +3032,7 @@ static TQKV__NOINLINE void tqkv__encode_row(const tqkv__stream *s, const tqkv__r
         tqkv__search_row(s, x, codes, squares, row->factors ? row->factors : factors);
         tqkv__correct_norms(s, squares, row->norms);
     }
-    if (s->kind != TQKV__HALF) tqkv__pack(s, codes, row->codes);
+    tqkv__pack(s, codes, row->codes);
 }
 
 static void tqkv__encode_rows(const tqkv__stream *s, const tqkv__quantiser *q, const tqkv__row *rows, int n_rows)
@@ -2762,8 +3041,9 @@ static void tqkv__encode_rows(const tqkv__stream *s, const tqkv__quantiser *q, c
     for (int i = 0; i < n_rows; i++) tqkv__encode_row(s, &rows[i]);
 }
 
-static const tqkv__codec tqkv__codec_scalar = {tqkv__values_finite, tqkv__widen_row, tqkv__narrow_row, tqkv__rotate_row,
-                                               tqkv__unrotate_row,  tqkv__scale_row, tqkv__encode_rows};
+static const tqkv__codec tqkv__codec_scalar = {tqkv__values_finite, tqkv__scales_valid, tqkv__invert,
+                                               tqkv__widen_row,     tqkv__narrow_row,   tqkv__rotate_row,
+                                               tqkv__unrotate_row,  tqkv__scale_row,    tqkv__encode_rows};
 
 /* The factor of the centroids or integers that share a norm. */
 static float tqkv__factor(const tqkv__stream *s, float norm)
@@ -2789,15 +3069,26 @@ static TQKV__NOINLINE void tqkv__decode_row(const tqkv__stream *s, const uint8_t
     }
 }
 
-/* dst += centre of the head, rotated if asked; dst: [head_dim] */
-static TQKV__NOINLINE void tqkv__add_center(const tqkv__stream *s, int kv_head, bool rotated, float *dst)
+/* dst *= scale of the head; dst: [head_dim], in the original basis */
+static TQKV__NOINLINE void tqkv__apply_scale(const tqkv__stream *s, int kv_head, float *dst)
 {
-    float center[TQKV_MAX_HEAD_DIM];
+    const float *scale = tqkv__scale_of(s, kv_head);
+    for (int d = 0; scale && d < s->head_dim; d++) dst[d] = TQKV__AS_FLOAT(dst[d] * scale[d]);
+}
+
+/* dst += centre of the head, or, in the basis of the codes, what encoding makes of it; dst: [head_dim] */
+static TQKV__NOINLINE void tqkv__add_center(const tqkv__stream *s, int kv_head, bool coded, float *dst)
+{
+    float center[TQKV_MAX_HEAD_DIM], room[TQKV_MAX_HEAD_DIM];
+    const tqkv__codec *codec = tqkv__codec_for(s->head_dim);
     if (!s->center) return;
-    memcpy(center, tqkv__center_of(s, kv_head), (size_t)s->head_dim * sizeof(float));
-    if (rotated) tqkv__codec_for(s->head_dim)->rotate(center, s->head_dim);
+    const float *inverses = coded ? tqkv__inverses_of(s, kv_head, 1, room) : NULL;
+    codec->widen(TQKV_TYPE_F32, tqkv__center_of(s, kv_head), NULL, inverses, s->head_dim, center);
+    if (coded && s->rotated) codec->rotate(center, s->head_dim);
     for (int d = 0; d < s->head_dim; d++) dst[d] = TQKV__AS_FLOAT(dst[d] + center[d]);
 }
+
+/* >>encode: rows into a store and out of it; how they lie on the scale */
 
 /* Opens a store to encode into, somewhere. */
 static tqkv_result tqkv__encode_target(const tqkv_store *store, const void *src, int n_tokens, tqkv__stream *s)
@@ -2846,9 +3137,9 @@ static tqkv_result tqkv__check_source(const tqkv__stream *s, const void *src, in
     size_t bytes;
     const tqkv_result r = tqkv__check_rows(s, src, n_tokens, &bytes);
     if (r != TQKV_OK) return r;
-    if (!tqkv__aligned_at(to, alignment) || tqkv__overlap(src, bytes, to, size) ||
-        tqkv__overlap(s->center, tqkv__center_size(s), to, size))
-        return TQKV__INVALID("scaled, mean or out: NULL, not aligned as its type, or overlaps src or the centre");
+    if (!tqkv__aligned_at(to, alignment) || tqkv__overlap(src, bytes, to, size) || tqkv__channels_overlap(s, to, size))
+        return TQKV__INVALID(
+            "scaled, mean or out: NULL, not aligned as its type, or overlaps src, the centre or the scale");
     return tqkv__rows_finite(s, src, n_tokens) ? TQKV_OK : TQKV__REFUSE(NOT_FINITE, "src holds NaN or infinity");
 }
 
@@ -2858,30 +3149,66 @@ static int tqkv__first_kept(const tqkv__stream *s, int n_tokens)
     return s->ring && n_tokens > s->capacity ? n_tokens - s->capacity : 0;
 }
 
-/* Encodes tokens [from, to) of src after tqkv__encode_open; src[0] is for `position`. */
-static void tqkv__encode_tokens(const tqkv__stream *s, const void *src, int from, int to, int64_t position)
+/* Some heads of a stream at work: [first, first + n). inverses: theirs, [n][head_dim], or NULL */
+typedef struct tqkv__heads {
+    int first, n;
+    const float *inverses;
+} tqkv__heads;
+
+/* Tokens [from, to) of src; src[0] is for `position`. halves: a ring of halves that takes what remains in it of the tokens up to
+   `end`, too, or NULL */
+typedef struct tqkv__tokens {
+    const tqkv__stream *halves;
+    const void *src;
+    int from, to;
+    int64_t position, end;
+} tqkv__tokens;
+
+/* Encodes tokens of some heads. */
+static void tqkv__encode_heads(const tqkv__stream *s, const tqkv__quantiser *q, const tqkv__heads *heads,
+                               const tqkv__tokens *tokens)
 {
-    enum { batch = 64 };
+    enum { batch = 32 };
     const tqkv__codec *codec = tqkv__codec_for(s->head_dim);
-    const uint64_t mode = tqkv__fp_exact();
-    tqkv__quantiser q;
     tqkv__row rows[batch];
+    const tqkv__stream *halves = tokens->halves;
     int n = 0;
-    if (s->kind == TQKV__BOOK) tqkv__quantiser_open(s, &q);
-    for (int t = from; t < to; t++) {
-        const int slot = tqkv__slot(s, position + t);
+    for (int t = tokens->from; t < tokens->to; t++) {
+        const int64_t position = tokens->position + t;
+        const int slot = tqkv__slot(s, position);
+        const bool half = halves && tokens->end - position <= halves->capacity;
+        const int half_slot = half ? tqkv__slot(halves, position) : 0;
         if (slot >= 0)
-            for (int h = 0; h < s->n_kv_heads; h++) {
-                rows[n].src = tqkv__source_row(s, src, (size_t)t, (size_t)h);
+            for (int i = 0; i < heads->n; i++) {
+                const int h = heads->first + i;
+                rows[n].src = tqkv__source_row(s, tokens->src, (size_t)t, (size_t)h);
                 rows[n].center = tqkv__center_of(s, h);
+                rows[n].inverses = tqkv__of_head(s, heads->inverses, i);
                 rows[n].codes = tqkv__codes_at(s, h, slot);
                 rows[n].norms = tqkv__norms_at(s, h, slot);
                 rows[n].factors = NULL;
-                if (++n == batch) codec->encode_rows(s, &q, rows, n);
+                rows[n].half = half ? tqkv__codes_at(halves, h, half_slot) : NULL;
+                if (++n == batch) codec->encode_rows(s, q, rows, n);
                 n %= batch;
             }
     }
-    if (n) codec->encode_rows(s, &q, rows, n);
+    if (n) codec->encode_rows(s, q, rows, n);
+}
+
+/* Encodes tokens after tqkv__encode_open. With a scale as many heads at a time as have their inverses in 4 KiB, so that each inverse
+   is found once. */
+static void tqkv__encode_tokens(const tqkv__stream *s, const tqkv__tokens *tokens)
+{
+    float room[TQKV_MAX_HEAD_DIM];
+    const uint64_t mode = tqkv__fp_exact();
+    const int most = s->channel_scale && !s->inverses ? TQKV_MAX_HEAD_DIM / s->head_dim : s->n_kv_heads;
+    tqkv__quantiser q;
+    if (s->kind == TQKV__BOOK) tqkv__quantiser_open(s, &q);
+    for (int h = 0; h < s->n_kv_heads; h += most) {
+        tqkv__heads heads = {h, s->n_kv_heads - h < most ? s->n_kv_heads - h : most, NULL};
+        heads.inverses = tqkv__inverses_of(s, h, heads.n, room);
+        tqkv__encode_heads(s, &q, &heads, tokens);
+    }
     tqkv__fp_restore(mode);
 }
 
@@ -2889,7 +3216,7 @@ static void tqkv__encode_tokens(const tqkv__stream *s, const void *src, int from
    for NaN and Inf, the next encodes. */
 enum { TQKV__ENCODE_STREAMS = 3, TQKV__ENCODE_TASKS = 16 };
 typedef struct tqkv__encode_job {
-    const tqkv__stream *streams[TQKV__ENCODE_STREAMS];
+    const tqkv__stream *streams[TQKV__ENCODE_STREAMS], *halves[TQKV__ENCODE_STREAMS]; /* see tqkv__encode_tokens */
     const void *src[TQKV__ENCODE_STREAMS];
     tqkv_parallel parallel;
     int n_streams, n_tokens, n_tasks; /* n_tasks: of each stream */
@@ -2907,8 +3234,9 @@ static void tqkv__encode_task(void *context, int index)
     const int first = job->encode ? tqkv__first_kept(s, job->n_tokens) : 0;
     const int from = first + (int)((int64_t)(job->n_tokens - first) * part / job->n_tasks);
     const int to = first + (int)((int64_t)(job->n_tokens - first) * (part + 1) / job->n_tasks);
+    const tqkv__tokens tokens = {job->halves[stream], src, from, to, job->position, job->position + job->n_tokens};
     if (job->encode)
-        tqkv__encode_tokens(s, src, from, to, job->position);
+        tqkv__encode_tokens(s, &tokens);
     else
         job->bad[index] = !tqkv__rows_finite(s, tqkv__source_row(s, src, (size_t)from, 0), to - from);
 }
@@ -2976,17 +3304,19 @@ TQKV_API tqkv_result tqkv_encode(const tqkv_store *store, const void *src, int n
     return tqkv__encode_sources(&job);
 }
 
-static tqkv_result tqkv__check_slots(const tqkv__stream *s, const int32_t *slots, int n)
+static tqkv_result tqkv__check_slots(const tqkv__stream *s, const int32_t *slot_list, int n)
 {
-    const size_t size = (size_t)n * sizeof *slots;
-    if (!slots || (uintptr_t)slots % sizeof *slots) return TQKV__INVALID("slots: NULL, or not aligned as int32_t");
-    if (tqkv__encoding_overlaps(s, slots, size)) return TQKV__INVALID("slots overlap the store");
+    const size_t size = (size_t)n * sizeof *slot_list;
+    if (!slot_list || (uintptr_t)slot_list % sizeof *slot_list)
+        return TQKV__INVALID("slots: NULL, or not aligned as int32_t");
+    if (tqkv__encoding_overlaps(s, slot_list, size)) return TQKV__INVALID("slots overlap the store");
     for (int t = 0; t < n; t++)
-        if (slots[t] < -1 || slots[t] >= s->capacity) return TQKV__REFUSE(OUT_OF_RANGE, "slots: outside the store");
-    return tqkv__all_distinct(slots, n) ? TQKV_OK : TQKV__INVALID("slots: a slot twice");
+        if (slot_list[t] < -1 || slot_list[t] >= s->capacity)
+            return TQKV__REFUSE(OUT_OF_RANGE, "slots: outside the store");
+    return tqkv__all_distinct(slot_list, n) ? TQKV_OK : TQKV__INVALID("slots: a slot twice");
 }
 
-TQKV_API tqkv_result tqkv_encode_slots(const tqkv_store *store, const void *src, int n_tokens, const int32_t *slots)
+TQKV_API tqkv_result tqkv_encode_slots(const tqkv_store *store, const void *src, int n_tokens, const int32_t *slot_list)
 {
     tqkv__stream s;
     tqkv__encode_job job;
@@ -2995,9 +3325,9 @@ TQKV_API tqkv_result tqkv_encode_slots(const tqkv_store *store, const void *src,
     pool.ring = false;
     pool.pages = NULL;
     tqkv_result r = tqkv__encode_target(&pool, src, n_tokens, &s);
-    if (r == TQKV_OK) r = tqkv__check_slots(&s, slots, n_tokens);
+    if (r == TQKV_OK) r = tqkv__check_slots(&s, slot_list, n_tokens);
     if (r != TQKV_OK) return r;
-    s.pages = slots; /* a table with pages of one position; -1 leaves it out */
+    s.pages = slot_list; /* a table with pages of one position; -1 leaves it out */
     s.n_pages = n_tokens;
     s.page_size = 1;
     tqkv__encode_job_open(&job, &store->parallel, n_tokens, 0);
@@ -3008,20 +3338,23 @@ TQKV_API tqkv_result tqkv_encode_slots(const tqkv_store *store, const void *src,
 TQKV_API tqkv_result tqkv_probe(const tqkv_store *store, const void *src, int n_tokens, float *scaled)
 {
     tqkv__stream s;
-    float norms[TQKV_MAX_HEAD_DIM / 128];
+    float norms[TQKV_MAX_HEAD_DIM / 128], room[TQKV_MAX_HEAD_DIM];
     tqkv_result r = tqkv__stream_shape(store, &s);
-    if (r == TQKV_OK) r = tqkv__stream_center(store, &s);
+    if (r == TQKV_OK) r = tqkv__stream_channels(store, &s);
     const size_t size = (size_t)n_tokens * tqkv__center_size(&s); /* overflows only if the rows do */
     if (r == TQKV_OK) r = tqkv__check_source(&s, src, n_tokens, scaled, sizeof(float), size);
     if (r != TQKV_OK) return r;
     const tqkv__codec *codec = tqkv__codec_for(s.head_dim);
     const uint64_t mode = tqkv__fp_exact();
-    for (int i = 0; i < n_tokens; i++)
-        for (int h = 0; h < s.n_kv_heads; h++, scaled += s.head_dim) {
-            const void *row = tqkv__source_row(&s, src, (size_t)i, (size_t)h);
-            codec->widen(s.type, row, tqkv__center_of(&s, h), s.head_dim, scaled);
-            codec->scale_row(&s, scaled, norms);
+    for (size_t h = 0; h < (size_t)s.n_kv_heads; h++) {
+        const float *inverses = tqkv__inverses_of(&s, (int)h, 1, room);
+        for (size_t i = 0; i < (size_t)n_tokens; i++) {
+            float *row = scaled + (i * (size_t)s.n_kv_heads + h) * (size_t)s.head_dim;
+            codec->widen(s.type, tqkv__source_row(&s, src, i, h), tqkv__center_of(&s, (int)h), inverses, s.head_dim,
+                         row);
+            codec->scale_row(&s, row, norms);
         }
+    }
     tqkv__fp_restore(mode);
     return TQKV_OK;
 }
@@ -3047,13 +3380,16 @@ TQKV_API tqkv_result tqkv_decode(const tqkv_store *store, int64_t position, int 
             float *row = s.type == TQKV_TYPE_F32 ? (float *)to : wide;
             tqkv__decode_row(&s, tqkv__codes_at(&s, h, slot), tqkv__norms_at(&s, h, slot), row);
             if (s.rotated && basis == TQKV_ORIGINAL) codec->unrotate(row, s.head_dim);
-            tqkv__add_center(&s, h, s.rotated && basis == TQKV_ROTATED, row);
+            if (basis == TQKV_ORIGINAL) tqkv__apply_scale(&s, h, row);
+            tqkv__add_center(&s, h, basis == TQKV_ROTATED, row);
             if (row == wide) codec->narrow(s.type, row, s.head_dim, to);
         }
     }
     tqkv__fp_restore(mode);
     return TQKV_OK;
 }
+
+/* >>convert: rows moved, and stores in another format */
 
 /* Moves the rows of n positions from `source` on to `target` on, in the same stream (downwards) or in another one. In
    ascending order no row is overwritten before it has moved: in a ring too, whose resident positions differ in slot. */
@@ -3098,6 +3434,7 @@ static bool tqkv__stays_apart(const tqkv__stream *to, const tqkv__stream *from)
            !tqkv__overlap(to->codes, to->codes_size, from->norms, from->norms_size) &&
            !tqkv__overlap(to->norms, to->norms_size, from->codes, from->codes_size) &&
            !tqkv__encoding_overlaps(to, from->center, tqkv__center_size(from)) &&
+           !tqkv__encoding_overlaps(to, from->channel_scale, tqkv__center_size(from)) &&
            !tqkv__encoding_overlaps(to, from->pages, tqkv__table_size(from));
 }
 
@@ -3109,10 +3446,19 @@ static bool tqkv__same_rows(const tqkv__stream *a, const tqkv__stream *b)
 }
 
 /* Of streams with the same n_kv_heads and head_dim. */
+static bool tqkv__same_channels(const tqkv__stream *s, const float *a, const float *b)
+{
+    return a == b || (a && b && memcmp(a, b, tqkv__center_size(s)) == 0);
+}
+
 static bool tqkv__same_center(const tqkv__stream *a, const tqkv__stream *b)
 {
-    return a->center == b->center ||
-           (a->center && b->center && memcmp(a->center, b->center, tqkv__center_size(a)) == 0);
+    return tqkv__same_channels(a, a->center, b->center);
+}
+
+static bool tqkv__same_scale(const tqkv__stream *a, const tqkv__stream *b)
+{
+    return tqkv__same_channels(a, a->channel_scale, b->channel_scale);
 }
 
 /* Opens two stores whose positions [position, position + n) are to be converted, and makes all checks. */
@@ -3128,6 +3474,7 @@ TQKV__COLD static tqkv_result tqkv__convert_open(const tqkv_store *to_store, con
     if (to->rotated != from->rotated && to->kind != TQKV__HALF && from->kind != TQKV__HALF)
         return TQKV__INVALID("unrotated: the stores differ in it");
     if (!tqkv__same_center(to, from)) return TQKV__INVALID("center: the stores differ in it");
+    if (!tqkv__same_scale(to, from)) return TQKV__INVALID("channel_scale: the stores differ in it");
     if (!tqkv__stays_apart(to, from))
         return TQKV__INVALID("`to` overlaps `from`, other than with shorter rows from the same address on");
     for (int p = 0; p < n && !tqkv__same_rows(to, from); p++)
@@ -3141,7 +3488,7 @@ TQKV__COLD static tqkv_result tqkv__convert_open(const tqkv_store *to_store, con
 static TQKV__NOINLINE void tqkv__convert_rows(const tqkv__stream *from, const tqkv__stream *to, int kv_head,
                                               int64_t position, int64_t n)
 {
-    enum { buffer = 2048 };
+    enum { buffer = 1024 };
     TQKV__ALIGNED float values[buffer + 16]; /* encoding loads whole vectors */
     tqkv__row rows[buffer / 32];
     tqkv__quantiser q;
@@ -3159,9 +3506,10 @@ static TQKV__NOINLINE void tqkv__convert_rows(const tqkv__stream *from, const tq
             tqkv__decode_row(from, tqkv__codes_at(from, kv_head, source), tqkv__norms_at(from, kv_head, source), row);
             if (from->rotated && !to->rotated) codec->unrotate(row, to->head_dim);
             rows[i].src = row;
-            rows[i].center = NULL;
+            rows[i].center = rows[i].inverses = NULL;
             rows[i].codes = tqkv__codes_at(to, kv_head, target);
             rows[i].norms = tqkv__norms_at(to, kv_head, target);
+            rows[i].half = NULL;
             rows[i].factors = NULL;
         }
         codec->encode_rows(&decoded, &q, rows, now);
@@ -3221,13 +3569,16 @@ TQKV_API tqkv_result tqkv_store_convert(const tqkv_store *to, const tqkv_store *
     return tqkv__convert(to, from, position, n_positions, to ? &to->parallel : &serial);
 }
 
+/* >>measure: means, errors, and the rotation of rows alone */
+
 /* mean: [head_dim] */
 static TQKV__NOINLINE void tqkv__mean_of(const tqkv__stream *s, const void *src, int n_tokens, size_t h, float *mean)
 {
     double sums[TQKV_MAX_HEAD_DIM] = {0};
     for (int t = 0; t < n_tokens; t++) {
         float row[TQKV_MAX_HEAD_DIM];
-        tqkv__codec_for(s->head_dim)->widen(s->type, tqkv__source_row(s, src, (size_t)t, h), NULL, s->head_dim, row);
+        tqkv__codec_for(s->head_dim)
+            ->widen(s->type, tqkv__source_row(s, src, (size_t)t, h), NULL, NULL, s->head_dim, row);
         for (int d = 0; d < s->head_dim; d++) sums[d] += (double)row[d];
     }
     for (int d = 0; d < s->head_dim; d++) mean[d] = n_tokens ? (float)(sums[d] / n_tokens) : 0.0f;
@@ -3260,7 +3611,7 @@ static TQKV__NOINLINE void tqkv__add_moments(const tqkv__stream *s, int kv_head,
     float source[TQKV_MAX_HEAD_DIM], first[TQKV_MAX_HEAD_DIM], x[TQKV_MAX_HEAD_DIM], norms[TQKV_MAX_HEAD_DIM / 128];
     const float last = tqkv_last_boundary(s->format);
     const tqkv__codec *codec = tqkv__codec_for(s->head_dim);
-    codec->widen(s->type, row->src, row->center, s->head_dim, x);
+    codec->widen(s->type, row->src, row->center, row->inverses, s->head_dim, x);
     codec->scale_row(s, x, norms);
     for (int d = 0; d < s->head_dim; d++) {
         const double square = (double)x[d] * (double)x[d];
@@ -3269,9 +3620,10 @@ static TQKV__NOINLINE void tqkv__add_moments(const tqkv__stream *s, int kv_head,
         m->beyond += fabsf(tqkv__rounded(x[d] * (row->factors ? row->factors[d / s->norm_dim] : 1.0f))) > last;
     }
     tqkv__decode_row(s, row->codes, row->norms, x);
-    codec->widen(s->type, row->src, NULL, s->head_dim, source);
-    codec->widen(s->type, m->first, NULL, s->head_dim, first);
+    codec->widen(s->type, row->src, NULL, NULL, s->head_dim, source);
+    codec->widen(s->type, m->first, NULL, NULL, s->head_dim, first);
     if (s->rotated) codec->unrotate(x, s->head_dim);
+    tqkv__apply_scale(s, kv_head, x);
     tqkv__add_center(s, kv_head, false, x);
     for (int d = 0; d < s->head_dim; d++) {
         const double value = (double)source[d], noise = value - (double)x[d], less = value - (double)first[d];
@@ -3289,7 +3641,7 @@ TQKV__COLD static TQKV__NOINLINE void tqkv__quality_of(const tqkv__stream *s, co
     double mean = 0.0, differs = m->differs;
     const double n = n_tokens ? n_tokens : 1, values = n * s->head_dim;
     memset(out, 0, sizeof *out);
-    if (n_tokens) tqkv__codec_for(s->head_dim)->widen(s->type, m->first, NULL, s->head_dim, first);
+    if (n_tokens) tqkv__codec_for(s->head_dim)->widen(s->type, m->first, NULL, NULL, s->head_dim, first);
     for (int d = 0; d < s->head_dim; d++) {
         const double less = m->row[d] / n, value = (double)first[d] + less;
         mean += value * value;
@@ -3308,9 +3660,9 @@ TQKV_API tqkv_result tqkv_measure(const tqkv_store *shape, const void *src, int 
     tqkv__quantiser q;
     tqkv__moments m;
     uint8_t codes[2 * TQKV_MAX_HEAD_DIM];
-    float norms[TQKV_MAX_HEAD_DIM / 128], factors[TQKV_MAX_HEAD_DIM / 256];
+    float norms[TQKV_MAX_HEAD_DIM / 128], factors[TQKV_MAX_HEAD_DIM / 256], room[TQKV_MAX_HEAD_DIM];
     tqkv_result r = tqkv__stream_shape(shape, &s);
-    if (r == TQKV_OK) r = tqkv__stream_center(shape, &s);
+    if (r == TQKV_OK) r = tqkv__stream_channels(shape, &s);
     const size_t out_size = (size_t)s.n_kv_heads * sizeof *out;
     if (r == TQKV_OK) r = tqkv__check_source(&s, src, n_tokens, out, __alignof__(tqkv_quality), out_size);
     if (r != TQKV_OK) return r;
@@ -3321,9 +3673,11 @@ TQKV_API tqkv_result tqkv_measure(const tqkv_store *shape, const void *src, int 
     for (int h = 0; h < s.n_kv_heads; h++) {
         memset(&m, 0, sizeof m);
         m.first = tqkv__source_row(&s, src, 0, (size_t)h);
+        const float *inverses = tqkv__inverses_of(&s, h, 1, room);
         for (int t = 0; t < n_tokens; t++) {
             const void *at = tqkv__source_row(&s, src, (size_t)t, (size_t)h);
-            const tqkv__row row = {at, tqkv__center_of(&s, h), codes, norms, s.n_factors > 1 ? factors : NULL};
+            const tqkv__row row = {at,    tqkv__center_of(&s, h),           inverses, codes,
+                                   norms, s.n_factors > 1 ? factors : NULL, NULL};
             codec->encode_rows(&s, &q, &row, 1);
             tqkv__add_moments(&s, h, &row, &m);
         }
@@ -3357,6 +3711,305 @@ TQKV_API tqkv_result tqkv_unrotate(float *rows, int n_rows, int head_dim)
     return tqkv__rotate_rows(rows, n_rows, head_dim, true);
 }
 
+/* >>calibrate: tqkv_calibrate, tqkv_logit_noise */
+
+/* Magnitudes to which no sum of squares leaves the range of float. */
+#define TQKV__LARGEST_CALIBRATED 1.0e12f
+#define TQKV__LEAST_LEARNT       (1.0f / 1024.0f)
+#define TQKV__LARGEST_LEARNT     1024.0f
+
+/* Queries as rows of a stream, whose heads are those of the queries. */
+typedef struct tqkv__queries {
+    tqkv__stream rows;
+    const void *q;
+    int n, group;
+} tqkv__queries;
+
+/* Of one head, [head_dim] each: mean, and mean squares of rows and of the queries that read them. */
+typedef struct tqkv__learnt {
+    float center[TQKV_MAX_HEAD_DIM], rows[TQKV_MAX_HEAD_DIM], queries[TQKV_MAX_HEAD_DIM];
+} tqkv__learnt;
+
+/* sums += x, or its square; x, sums: [n] */
+static TQKV__NOINLINE void tqkv__add_row(const float *x, bool squared, int n, float *sums)
+{
+    for (int d = 0; d < n; d++) sums[d] = TQKV__AS_FLOAT(sums[d] + (squared ? tqkv__rounded(x[d] * x[d]) : x[d]));
+}
+
+/* The means of so many values, zeros of none. sums: [head_dim] */
+static TQKV__NOINLINE void tqkv__divide_sums(float *sums, int head_dim, float values)
+{
+    const volatile float by = values > 0.0f ? values : 1.0f; /* see tqkv__norm_i8 */
+    for (int d = 0; d < head_dim; d++) sums[d] = TQKV__AS_FLOAT(sums[d] / by);
+}
+
+/* The mean over n rows, or that of the squares, of the differences from a centre, unless that is NULL: one float a channel, rows
+   in order. means: [head_dim] */
+static void tqkv__channel_means(const tqkv__stream *s, const void *src, int n, int first_head, int n_heads,
+                                const float *center, bool squared, float *means)
+{
+    float row[TQKV_MAX_HEAD_DIM];
+    const tqkv__codec *codec = tqkv__codec_for(s->head_dim);
+    memset(means, 0, (size_t)s->head_dim * sizeof(float));
+    for (int t = 0; t < n; t++)
+        for (int h = first_head; h < first_head + n_heads; h++) {
+            codec->widen(s->type, tqkv__source_row(s, src, (size_t)t, (size_t)h), center, NULL, s->head_dim, row);
+            tqkv__add_row(row, squared, s->head_dim, means);
+        }
+    tqkv__divide_sums(means, s->head_dim, (float)n * (float)n_heads);
+}
+
+/* The two channels of a rotary pair: [head_dim / 2] */
+static void tqkv__pair_of(tqkv_pairs pairs, int head_dim, int i, int *low, int *high)
+{
+    *low = pairs == TQKV_PAIRS_HALVES ? i : 2 * i;
+    *high = pairs == TQKV_PAIRS_HALVES ? i + head_dim / 2 : 2 * i + 1;
+}
+
+/* Turns mean squares into deviations; channels of a pair share theirs, zeros become the smallest that is none. */
+static TQKV__NOINLINE void tqkv__deviations(tqkv_pairs pairs, int head_dim, float *squares)
+{
+    float least = 1.0f;
+    bool any = false;
+    for (int i = 0; pairs != TQKV_PAIRS_NONE && i < head_dim / 2; i++) {
+        int low, high;
+        tqkv__pair_of(pairs, head_dim, i, &low, &high);
+        squares[low] = squares[high] = tqkv__rounded(squares[low] + squares[high]) * 0.5f;
+    }
+    for (int d = 0; d < head_dim; d++) {
+        squares[d] = TQKV__AS_FLOAT(sqrtf(squares[d]));
+        if (squares[d] > 0.0f && (!any || squares[d] < least)) least = squares[d];
+        any = any || squares[d] > 0.0f;
+    }
+    for (int d = 0; d < head_dim; d++) squares[d] = squares[d] > 0.0f ? squares[d] : least;
+}
+
+/* g = sqrt(s / r), divided by its root mean square. r: NULL: 1. scales may be s. */
+static TQKV__NOINLINE void tqkv__scales_of(const float *s, const float *r, int head_dim, float *scales)
+{
+    float sum = 0.0f;
+    for (int d = 0; d < head_dim; d++) {
+        scales[d] = TQKV__AS_FLOAT(sqrtf(r ? TQKV__AS_FLOAT(s[d] / r[d]) : s[d]));
+        sum = TQKV__AS_FLOAT(sum + tqkv__rounded(scales[d] * scales[d]));
+    }
+    const volatile float n = (float)head_dim;
+    const volatile float root = TQKV__AS_FLOAT(sqrtf(TQKV__AS_FLOAT(sum / n)));
+    for (int d = 0; d < head_dim; d++) {
+        const float g = TQKV__AS_FLOAT(scales[d] / root);
+        scales[d] = g < TQKV__LEAST_LEARNT ? TQKV__LEAST_LEARNT : g > TQKV__LARGEST_LEARNT ? TQKV__LARGEST_LEARNT : g;
+    }
+}
+
+/* Centre and scale of a head; center, scale: [head_dim], either may be NULL. queries may be NULL. */
+static TQKV__NOINLINE void tqkv__calibrate_head(const tqkv__stream *s, const void *src, int n_tokens, int kv_head,
+                                                const tqkv__queries *queries, tqkv_pairs pairs, float *center,
+                                                float *scale)
+{
+    tqkv__learnt learnt;
+    const size_t size = (size_t)s->head_dim * sizeof(float);
+    tqkv__channel_means(s, src, n_tokens, kv_head, 1, NULL, false, learnt.center);
+    if (center) memcpy(center, learnt.center, size);
+    if (!scale) return;
+    tqkv__channel_means(s, src, n_tokens, kv_head, 1, learnt.center, true, learnt.rows);
+    tqkv__deviations(pairs, s->head_dim, learnt.rows);
+    if (queries) {
+        tqkv__channel_means(&queries->rows, queries->q, queries->n, kv_head * queries->group, queries->group, NULL,
+                            true, learnt.queries);
+        tqkv__deviations(pairs, s->head_dim, learnt.queries);
+    }
+    tqkv__scales_of(learnt.rows, queries ? learnt.queries : NULL, s->head_dim, learnt.rows);
+    memcpy(scale, learnt.rows, size);
+}
+
+/* Takes queries of the stream's type, [n_queries][n_heads][head_dim], or none; *bytes: their size. Follows
+   tqkv__stream_shape. */
+static tqkv_result tqkv__take_queries(const tqkv__stream *s, const void *q, int n_heads, int n_queries,
+                                      tqkv__queries *queries, size_t *bytes)
+{
+    if (!n_heads) n_heads = s->n_kv_heads;
+    if (n_heads < 0 || n_heads % s->n_kv_heads) return TQKV__INVALID("n_heads is not a multiple of n_kv_heads");
+    if (n_queries < 0) return TQKV__INVALID("n_queries is negative");
+    *bytes = 0;
+    queries->rows = *s;
+    queries->rows.n_kv_heads = n_heads;
+    queries->rows.strides.token = queries->rows.strides.head = 0;
+    queries->rows.strides = tqkv__strides_of(queries->rows.strides, n_heads, s->head_dim);
+    queries->q = q;
+    queries->n = n_queries;
+    queries->group = n_heads / s->n_kv_heads;
+    if (!q) return TQKV_OK;
+    const tqkv_result r = tqkv__check_rows(&queries->rows, q, n_queries, bytes);
+    if (r != TQKV_OK) return r;
+    return tqkv__rows_finite(&queries->rows, q, n_queries) ? TQKV_OK
+                                                           : TQKV__REFUSE(NOT_FINITE, "q holds NaN or infinity");
+}
+
+/* Whether no value is so large that its square may leave the range of float, summed up; rows are finite. */
+static bool tqkv__rows_moderate(const tqkv__stream *s, const void *src, int n)
+{
+    float row[TQKV_MAX_HEAD_DIM];
+    const tqkv__codec *codec = tqkv__codec_for(s->head_dim);
+    if (s->type == TQKV_TYPE_F16) return true;
+    for (size_t t = 0; t < (size_t)n; t++)
+        for (size_t h = 0; h < (size_t)s->n_kv_heads; h++) {
+            bool beyond = false;
+            codec->widen(s->type, tqkv__source_row(s, src, t, h), NULL, NULL, s->head_dim, row);
+            for (int d = 0; d < s->head_dim; d++) beyond |= fabsf(row[d]) > TQKV__LARGEST_CALIBRATED;
+            if (beyond) return false;
+        }
+    return true;
+}
+
+/* Whether an output may be written: floats, apart from what is read. */
+static bool tqkv__may_write(const float *to, size_t size, const void *src, size_t src_bytes, const void *q,
+                            size_t q_bytes)
+{
+    return !to ||
+           (tqkv__floats_at(to) && !tqkv__overlap(to, size, src, src_bytes) && !tqkv__overlap(to, size, q, q_bytes));
+}
+
+/* Checks the arguments of tqkv_calibrate. */
+static tqkv_result tqkv__check_calibration(const tqkv__stream *s, const void *src, int n_tokens,
+                                           const tqkv__queries *queries, size_t q_bytes, const float *center,
+                                           const float *scale)
+{
+    size_t bytes;
+    const size_t size = tqkv__center_size(s);
+    const tqkv_result r = tqkv__check_rows(s, src, n_tokens, &bytes);
+    if (r != TQKV_OK) return r;
+    if (!center && !scale) return TQKV__INVALID("center and channel_scale are NULL: nothing to find");
+    if (!tqkv__may_write(center, size, src, bytes, queries->q, q_bytes) ||
+        !tqkv__may_write(scale, size, src, bytes, queries->q, q_bytes) || tqkv__overlap(center, size, scale, size))
+        return TQKV__INVALID("center or channel_scale: not aligned as floats, or overlaps src, q or the other");
+    if (!tqkv__rows_finite(s, src, n_tokens)) return TQKV__REFUSE(NOT_FINITE, "src holds NaN or infinity");
+    if (!tqkv__rows_moderate(s, src, n_tokens)) return TQKV__REFUSE(NOT_FINITE, "src holds values beyond 1e12");
+    if (queries->q && !tqkv__rows_moderate(&queries->rows, queries->q, queries->n))
+        return TQKV__REFUSE(NOT_FINITE, "q holds values beyond 1e12");
+    return TQKV_OK;
+}
+
+TQKV_API tqkv_result tqkv_calibrate(const tqkv_store *shape, const void *src, int n_tokens, const void *q, int n_heads,
+                                    int n_queries, tqkv_pairs pairs, float *center, float *channel_scale)
+{
+    tqkv__stream s;
+    tqkv__queries queries;
+    size_t q_bytes;
+    tqkv_result r = tqkv__stream_shape(shape, &s);
+    if (r != TQKV_OK) return r;
+    if (pairs != TQKV_PAIRS_NONE && pairs != TQKV_PAIRS_NEIGHBOURS && pairs != TQKV_PAIRS_HALVES)
+        return TQKV__INVALID("pairs: no tqkv_pairs");
+    if ((r = tqkv__take_queries(&s, q, n_heads, n_queries, &queries, &q_bytes)) != TQKV_OK) return r;
+    if ((r = tqkv__check_calibration(&s, src, n_tokens, &queries, q_bytes, center, channel_scale)) != TQKV_OK) return r;
+    const uint64_t mode = tqkv__fp_exact();
+    for (int h = 0; h < s.n_kv_heads; h++)
+        tqkv__calibrate_head(&s, src, n_tokens, h, q && n_queries ? &queries : NULL, pairs,
+                             center ? center + (size_t)h * (size_t)s.head_dim : NULL,
+                             channel_scale ? channel_scale + (size_t)h * (size_t)s.head_dim : NULL);
+    tqkv__fp_restore(mode);
+    return TQKV_OK;
+}
+
+/* -- The noise of the logits -- */
+
+/* Queries at work, as many as have their sums on the stack; sums of q.e and of its square over the rows */
+enum { TQKV__NOISE_ROWS = 128 };
+typedef struct tqkv__noises {
+    double first[TQKV__NOISE_ROWS], second[TQKV__NOISE_ROWS];
+} tqkv__noises;
+
+/* What encoding and decoding adds to a row; error: [head_dim], in the original basis */
+static TQKV__NOINLINE void tqkv__row_error(const tqkv__stream *s, const tqkv__quantiser *q, int kv_head,
+                                           const tqkv__row *row, float *error)
+{
+    float source[TQKV_MAX_HEAD_DIM];
+    const tqkv__codec *codec = tqkv__codec_for(s->head_dim);
+    codec->encode_rows(s, q, row, 1);
+    tqkv__decode_row(s, row->codes, row->norms, error);
+    if (s->rotated) codec->unrotate(error, s->head_dim);
+    tqkv__apply_scale(s, kv_head, error);
+    tqkv__add_center(s, kv_head, false, error);
+    codec->widen(s->type, row->src, NULL, NULL, s->head_dim, source);
+    for (int d = 0; d < s->head_dim; d++) error[d] -= source[d];
+}
+
+/* q.e of a query and an error, in four sums; n: a multiple of 16 */
+static double tqkv__noise_of(const float *q, const float *error, int n)
+{
+    double sums[4] = {0.0, 0.0, 0.0, 0.0};
+    for (int d = 0; d < n; d += 4)
+        for (int i = 0; i < 4; i++) sums[i] += (double)q[d + i] * (double)error[d + i];
+    return (sums[0] + sums[1]) + (sums[2] + sums[3]);
+}
+
+/* Adds what a row of a head adds to the scores of its query rows [first, first + n). */
+static void tqkv__add_noise(const tqkv__queries *queries, int kv_head, int first, int n, const float *error,
+                            tqkv__noises *sums)
+{
+    float q[TQKV_MAX_HEAD_DIM];
+    const tqkv__stream *s = &queries->rows;
+    for (int i = 0; i < n; i++) {
+        const int row = first + i, head = kv_head * queries->group + row % queries->group;
+        const void *at = tqkv__source_row(s, queries->q, (size_t)(row / queries->group), (size_t)head);
+        tqkv__codec_for(s->head_dim)->widen(s->type, at, NULL, NULL, s->head_dim, q);
+        const double noise = tqkv__noise_of(q, error, s->head_dim);
+        sums->first[i] += noise;
+        sums->second[i] += noise * noise;
+    }
+}
+
+/* The variance over the rows of what a head's rows add to scores, mean over its queries. */
+static TQKV__NOINLINE double tqkv__head_noise(const tqkv__stream *s, const tqkv__quantiser *q, const void *src,
+                                              int n_tokens, int kv_head, const tqkv__queries *queries)
+{
+    uint8_t codes[2 * TQKV_MAX_HEAD_DIM];
+    float norms[TQKV_MAX_HEAD_DIM / 128], room[TQKV_MAX_HEAD_DIM], error[TQKV_MAX_HEAD_DIM];
+    const float *inverses = tqkv__inverses_of(s, kv_head, 1, room), *center = tqkv__center_of(s, kv_head);
+    const int64_t n_rows = (int64_t)queries->n * queries->group;
+    double total = 0.0;
+    for (int64_t first = 0; first < n_rows; first += TQKV__NOISE_ROWS) {
+        const int n = n_rows - first < TQKV__NOISE_ROWS ? (int)(n_rows - first) : TQKV__NOISE_ROWS;
+        tqkv__noises sums;
+        memset(&sums, 0, sizeof sums);
+        for (int t = 0; t < n_tokens; t++) {
+            const void *at = tqkv__source_row(s, src, (size_t)t, (size_t)kv_head);
+            const tqkv__row row = {at, center, inverses, codes, norms, NULL, NULL};
+            tqkv__row_error(s, q, kv_head, &row, error);
+            tqkv__add_noise(queries, kv_head, (int)first, n, error, &sums);
+        }
+        for (int i = 0; i < n; i++) {
+            const double mean = sums.first[i] / n_tokens;
+            total += sums.second[i] / n_tokens - mean * mean;
+        }
+    }
+    return total > 0.0 ? total / (double)n_rows : total == 0.0 || total < 0.0 ? 0.0 : (double)INFINITY;
+}
+
+TQKV_API tqkv_result tqkv_logit_noise(const tqkv_store *shape, const void *src, int n_tokens, const void *q,
+                                      int n_heads, int n_queries, double *noise)
+{
+    tqkv__stream s;
+    tqkv__quantiser quantiser;
+    tqkv__queries queries;
+    size_t q_bytes;
+    tqkv_result r = tqkv__stream_shape(shape, &s);
+    if (r == TQKV_OK) r = tqkv__stream_channels(shape, &s);
+    if (r != TQKV_OK) return r;
+    if ((r = tqkv__take_queries(&s, q, n_heads, n_queries, &queries, &q_bytes)) != TQKV_OK) return r;
+    if (!q) return TQKV__INVALID("q is NULL");
+    const size_t size = (size_t)s.n_kv_heads * sizeof *noise;
+    if (tqkv__overlap(noise, size, q, q_bytes)) return TQKV__INVALID("noise overlaps q");
+    if ((r = tqkv__check_source(&s, src, n_tokens, noise, __alignof__(double), size)) != TQKV_OK) return r;
+    const uint64_t mode = tqkv__fp_exact();
+    if (s.kind == TQKV__BOOK) tqkv__quantiser_open(&s, &quantiser);
+    tqkv__fill_planes(&s);
+    for (int h = 0; h < s.n_kv_heads; h++)
+        noise[h] = n_tokens && n_queries
+                       ? sqrt(tqkv__head_noise(&s, &quantiser, src, n_tokens, h, &queries) / s.head_dim)
+                       : 0.0;
+    tqkv__fp_restore(mode);
+    return TQKV_OK;
+}
+
 /* >>attend: softmax(q.k) v in one pass over tiles of positions; a decoded key or value serves all its queries */
 
 /* Positions in a tile, which attention scores, weights and sums together. Their scores stay in the L1 cache. */
@@ -3384,11 +4037,13 @@ typedef struct tqkv__attention {
     int matrix_group; /* on a GPU; 0 = the default */
     /* Makes integers of a query; NULL: floats. See tqkv__integers. */
     void (*round_query)(const tqkv__stream *s, const float *query, float *to);
-    /* Positions below exact_below are halves in ends[0][side], and from exact_from on in ends[1][side], where exact[][side] is
-       set; side 0: keys, 1: values. See tqkv__stream_at. */
+    /* Positions below exact_below are halves in ends[0][side], and those from tqkv__exact_at on in ends[1][side], where
+       exact[][side] is set; side 0: keys, 1: values. exact_from: for the last query, on a GPU for all. See tqkv__place_at. */
     int64_t exact_below, exact_from;
+    bool newest_halves; /* on a GPU: this is the part of a context that queries read from halves of the newest */
     bool exact[2][2];
-    tqkv__stream ends[2][2]; /* not cleared if unused: that would take as long as a few positions */
+    int64_t kept; /* positions below are seen though they are no longer resident: in ends[0] and first_tail */
+    tqkv__stream ends[2][2], first_tail; /* not cleared if unused: that would take as long as a few positions */
 } tqkv__attention;
 
 /* Additions in a row to one sum of products. Longer ones may all be rounded to the same side, where keys are parallel to the query
@@ -3543,6 +4198,9 @@ static const tqkv__isa tqkv__isa_scalar = {"scalar",
      p_j = exp(s_j - max),  W = max_j |p_j f_j|,  w_j = round(p_j f_j T/W)
      out_d += (sum_j w_j c_jd) * (step W/T)                                in each tile
 
+   A query whose largest value stands far above the others has a second digit, the same again of what the first leaves:
+   rest_d = query_d - q_d Q/T, whose products are added to the scores. See tqkv__round_rest.
+
    The sums in brackets are exact, so their order is free. No such sum leaves 32 bits: |q_d|, |w_j| <= 32639 and
    |c| <= 128, so a score of a block of 256 dimensions stays below 1.07e9, and the 64 positions of a tile below 2.7e8.
    Floats have one order everywhere: products that a sum follows are an fma or rounded first, quotients are divisions,
@@ -3622,6 +4280,29 @@ static void tqkv__round_query_scalar(const tqkv__stream *s, const float *query, 
     to[s->head_dim - 1] = tqkv__to_integers(query, s->head_dim, s->step, integers);
     memcpy(to, integers, (size_t)s->head_dim * sizeof *integers);
 }
+
+/* Turns a query into what its integers leave of it, and says whether that is worth a second digit: if fewer than 19 of 32
+   values reach an eighth of the largest. Of Gaussian rows that are those whose largest is above 4.3 times their deviation:
+   one in 400 at head_dim 128. One coordinate a thousand times the others would leave these five bits. */
+static bool tqkv__round_rest(float *query, int n)
+{
+    uint32_t largest = 0;
+    int high = 0;
+    for (int d = 0; d < n; d++) {
+        const uint32_t size = tqkv__bits(query[d]) & 0x7fffffffu;
+        if (size > largest) largest = size;
+    }
+    if (largest >= 0x7f800000u || tqkv__float(largest) <= TQKV__INTEGER_LEAST) return false;
+    const uint32_t eighth = largest - (3u << 23);
+    for (int d = 0; d < n; d++) high += (tqkv__bits(query[d]) & 0x7fffffffu) >= eighth;
+    if (32 * high >= 19 * n) return false;
+    const float scale = tqkv__integer_scale(largest), unit = tqkv__integer_unit(largest, 1.0f);
+    for (int d = 0; d < n; d++) query[d] = tqkv__fma(-tqkv__round(tqkv__rounded(query[d] * scale)), unit, query[d]);
+    return true;
+}
+
+/* Results that are NaN have one pattern of bits, whatever the processor makes of them. */
+static float tqkv__one_nan(float x) { return x != x ? tqkv__float(0x7fc00000u) : x; }
 
 /* The factor of block `block` of block_dim values of a row. */
 static float tqkv__block_factor(const tqkv__stream *s, const float *norms, int block)
@@ -3723,7 +4404,6 @@ static void tqkv__add_halves(const tqkv__stream *s, int kv_head, const tqkv__run
 {
     float value[TQKV_MAX_HEAD_DIM];
     for (int j = 0; j < run->n; j++) {
-        if (weights[j] == 0.0f) continue;
         tqkv__decode_row(s, tqkv__codes_at(s, kv_head, run->slot + j), NULL, value);
         for (int d = 0; d < s->head_dim; d++) out[d] = tqkv__fma(weights[j], value[d], out[d]);
     }
@@ -3786,10 +4466,12 @@ static const tqkv__integers tqkv__integers_scalar = {&tqkv__isa_scalar,
 
 #endif /* TQKV_IMPLEMENTATION, to be continued */
 
-/* >>kernels: what the loops of attention and of encoding share. The implementation includes this file again for each
-   instruction set, and compiles the sections from here to >>avx512 for it. TQKV__(name) is that set's version of name,
+/* The loops of attention and of encoding. The implementation includes this file again for each
+   instruction set, and compiles the sections from here to >>set-avx512 for it. TQKV__(name) is that set's version of name,
    TQKV__LANES the number of floats in its vector, and TQKV__TARGET the attribute that enables it in the compiler. */
 #ifdef TQKV__LANES
+
+/* >>kernels: what the loops of attention and of encoding share */
 
 #define TQKV__VECTOR TQKV__(vector)
 typedef uint32_t TQKV__(words) __attribute__((vector_size(4 * TQKV__LANES)));
@@ -3813,23 +4495,47 @@ TQKV__OP TQKV__VECTOR TQKV__(load_as)(const tqkv_type type, const void *values, 
 }
 
 /* As tqkv__widen_row and tqkv__narrow_row. */
-TQKV__OP void TQKV__(widen_as)(const tqkv_type type, const void *src, const float *center, int n, float *row)
+TQKV__OP void TQKV__(widen_as)(const tqkv_type type, const void *src, const float *center, const float *inverses, int n,
+                               float *row)
 {
     for (int i = 0; i < n; i += TQKV__LANES) {
         TQKV__VECTOR x = TQKV__(load_as)(type, src, i);
         if (center) x -= TQKV__(load)(center + i);
+        if (inverses) x = TQKV__(rounded)(x * TQKV__(load)(inverses + i));
         TQKV__(store)(row + i, x);
     }
 }
 
-TQKV__TARGET static void TQKV__(widen)(tqkv_type type, const void *src, const float *center, int n, float *row)
+TQKV__TARGET static void TQKV__(widen)(tqkv_type type, const void *src, const float *center, const float *inverses,
+                                       int n, float *row)
 {
     if (type == TQKV_TYPE_F16)
-        TQKV__(widen_as)(TQKV_TYPE_F16, src, center, n, row);
+        TQKV__(widen_as)(TQKV_TYPE_F16, src, center, inverses, n, row);
     else if (type == TQKV_TYPE_BF16)
-        TQKV__(widen_as)(TQKV_TYPE_BF16, src, center, n, row);
+        TQKV__(widen_as)(TQKV_TYPE_BF16, src, center, inverses, n, row);
     else
-        TQKV__(widen_as)(TQKV_TYPE_F32, src, center, n, row);
+        TQKV__(widen_as)(TQKV_TYPE_F32, src, center, inverses, n, row);
+}
+
+/* As tqkv__scales_valid and tqkv__invert, for whole rows. */
+TQKV__TARGET static bool TQKV__(scales_valid)(const float *x, size_t n)
+{
+    TQKV__(words) bad, bits;
+    uint32_t lanes[TQKV__LANES], all = 0;
+    memset(&bad, 0, sizeof bad);
+    for (size_t i = 0; i < n; i += TQKV__LANES) {
+        memcpy(&bits, x + i, sizeof bits);
+        bad |= (TQKV__(words))(bits - TQKV__LEAST_SCALE > TQKV__SCALES_RANGE);
+    }
+    memcpy(lanes, &bad, sizeof lanes);
+    for (int i = 0; i < TQKV__LANES; i++) all |= lanes[i];
+    return !all;
+}
+
+TQKV__TARGET static void TQKV__(invert)(const float *scales, int n, float *inverses)
+{
+    for (int i = 0; i < n; i += TQKV__LANES)
+        TQKV__(store)(inverses + i, TQKV__(invert_above)(0.0f, TQKV__(load)(scales + i)));
 }
 
 TQKV__TARGET static void TQKV__(narrow_row)(tqkv_type type, const float *row, int n, void *dst)
@@ -4018,10 +4724,10 @@ TQKV__TARGET static void TQKV__(factors)(const tqkv__stream *s, const float *nor
 #define TQKV__PACKED(format) (TQKV__MAIN_BITS(format) < 8)
 /* Vectors in a run, which is decoded together. */
 #define TQKV__RUN(format) (TQKV__PACKED(format) ? TQKV__NIBBLE_RUN : 4)
-/* Formats with loops straight from the codes. Not those of 5 and 6 bits in bytes, which are there for existing caches: the
-   loops of two formats would take 26 KB for 1.1 to 1.5 times the speed. On NEON no codebook for bytes: it leaves no
-   registers for sums. */
-#define TQKV__HAS_LOOPS(kind, main, book) ((main) < 8 || (kind) != TQKV__BOOK || (TQKV__LANES > 4 && (book) == 8))
+/* Formats with loops straight from the codes. Not those of codebooks in bytes, and on AVX2 none of 6 bits: their rows are decoded
+   first, which takes 1.1 to 1.4 times as long for one and two query rows. I8 and TQ5 are as exact or smaller, and faster; the
+   loops would take 35 KB. */
+#define TQKV__HAS_LOOPS(kind, main, book) ((kind) != TQKV__BOOK || ((main) < 8 && (TQKV__LANES != 8 || (book) < 6)))
 #define TQKV__DIRECT(format)              TQKV__HAS_LOOPS(TQKV__KIND(format), TQKV__MAIN_BITS(format), TQKV__BOOK_BITS(format))
 /* Rows of a codebook's loops. More take decoded rows: on AVX2 four took as long or longer straight from the codes (Zen 4,
    D=128: TQ3 1.10, TQ2 1.04, TQ5 to TQ8 0.99 times). */
@@ -4599,7 +5305,7 @@ TQKV__OP void TQKV__(decode_by_loads)(const TQKV__(block) * block, int n, float 
 
 TQKV__OP void TQKV__(decode_rows)(const tqkv_format format, const TQKV__(block) * block, int n, float *x)
 {
-    if (TQKV__BOOK_BITS(format) == 8 && !TQKV__DIRECT(format))
+    if (TQKV__BOOK_BITS(format) == 8 && TQKV__LANES == 4)
         TQKV__(decode_by_loads)(block, n, x);
     else
         TQKV__(decode)(format, block, n, x);
@@ -5376,8 +6082,7 @@ TQKV__TARGET static void TQKV__(scale_row)(const tqkv__stream *s, float *row, fl
    symmetric, a value has the sign of its centroid, and a product of 0 adds nothing. */
 typedef struct TQKV__(turned) {
     TQKV__ALIGNED float sizes[TQKV_MAX_HEAD_DIM];
-    TQKV__ALIGNED int32_t less[TQKV_MAX_HEAD_DIM];  /* -1 for positive values, see TQKV__(fold) */
-    TQKV__ALIGNED int32_t cells[TQKV_MAX_HEAD_DIM]; /* scratch */
+    TQKV__ALIGNED int32_t less[TQKV_MAX_HEAD_DIM]; /* -1 for positive values, see TQKV__(fold) */
 } TQKV__(turned);
 
 /* NaN becomes infinity, which is no larger with any factor either, and has the square of NaN's code. */
@@ -5451,7 +6156,7 @@ TQKV__OP void TQKV__(load_book)(const int bits, const tqkv__quantiser *q, TQKV__
 {
     book->slope = TQKV__(set1)(q->slope);
     book->top = TQKV__(set1)(q->top);
-    TQKV__(load_below)(bits, q->below, book->below);
+    if (bits <= 6) TQKV__(load_below)(bits, q->below, book->below);
     for (int i = 0; i < 2; i++) {
         book->bounds[i] = TQKV__(load)(q->bounds + i * TQKV__LANES);
         book->centroids[i] = TQKV__(load)(q->centroids + i * TQKV__LANES);
@@ -5496,17 +6201,18 @@ TQKV__OP void TQKV__(try_factors)(const int bits, const tqkv__stream *s, const t
     const int n_lanes = TQKV__NORM_LANES(s->head_dim);
     TQKV__(book) book;
     TQKV__(load_book)(bits, q, &book);
+    TQKV__ALIGNED int32_t cells[32][TQKV__LANES]; /* a lane has at most 32 values */
     for (int f = 0; f < TQKV__MOST_FACTORS; f++) {
         const TQKV__VECTOR factor = TQKV__(set1)(s->factors[f]);
-        for (int at = 0; at < s->head_dim && TQKV__BY_ENTRIES(bits); at += TQKV__LANES) {
-            const TQKV__(codes) cells = TQKV__(cells)(&book, TQKV__(sizes_times)(t, at, factor));
-            memcpy(t->cells + at, &cells, sizeof cells);
-        }
         for (int lane = 0; lane < n_lanes; lane += TQKV__LANES) {
             TQKV__VECTOR products = TQKV__(set1)(0.0f), squares = products;
-            for (int at = lane; at < s->head_dim; at += n_lanes) {
+            for (int at = lane, e = 0; at < s->head_dim && TQKV__BY_ENTRIES(bits); at += n_lanes, e++) {
+                const TQKV__(codes) own = TQKV__(cells)(&book, TQKV__(sizes_times)(t, at, factor));
+                memcpy(cells[e], &own, sizeof own);
+            }
+            for (int at = lane, e = 0; at < s->head_dim; at += n_lanes, e++) {
                 const TQKV__VECTOR c =
-                    TQKV__(nearest)(bits, q, &book, t->cells + at, TQKV__(sizes_times)(t, at, factor));
+                    TQKV__(nearest)(bits, q, &book, cells[e], TQKV__(sizes_times)(t, at, factor));
                 products += TQKV__(rounded)(TQKV__(load)(t->sizes + at) * c);
                 squares += TQKV__(rounded)(c * c);
             }
@@ -5615,14 +6321,16 @@ TQKV__OP void TQKV__(choose_factors)(const tqkv__stream *s, int n, float (*tried
 TQKV__TARGET static void TQKV__(search)(const tqkv__stream *s, const tqkv__quantiser *q, int n_rows,
                                         const float **values, float *rows, float *scales, float *squares)
 {
-    enum { most = 96 };
-    float tried[most][16];
-    const int n = s->norms_per_row;
-    for (int i = 0; i < n_rows; i++, rows += s->head_dim) {
-        TQKV__(search_row)(s, q, values[i], scales + i * n, rows, tried + i * n);
-        values[i] = rows;
+    float tried[16][16];
+    const int n = s->norms_per_row, step = 16 / n;
+    for (int first = 0; first < n_rows; first += step) {
+        const int end = first + step < n_rows ? first + step : n_rows;
+        for (int i = first; i < end; i++, rows += s->head_dim) {
+            TQKV__(search_row)(s, q, values[i], scales + i * n, rows, tried + (i - first) * n);
+            values[i] = rows;
+        }
+        TQKV__(choose_factors)(s, (end - first) * n, tried, scales + first * n, squares + first * n);
     }
-    TQKV__(choose_factors)(s, n_rows * n, tried, scales, squares);
 }
 
 /* >>k-quantise: codes, packed, of whole rows. */
@@ -5775,16 +6483,17 @@ TQKV__TARGET static void TQKV__(store_f16_row)(tqkv_type type, const void *src, 
         TQKV__(store_f16_as)(TQKV_TYPE_F32, src, head_dim, row);
 }
 
-/* The values of a row that are to be quantised: less its centre, rotated, in row: [head_dim] or, where nothing is to be done,
-   in the source. Halves are not widened first: that pass would make them a tenth slower than floats. F16 is stored. The
+/* The values of a row that are to be quantised: less its centre, times its inverses, rotated, in row: [head_dim] or, where
+   nothing is to be done, in the source. Halves are not widened first: that pass would make them a tenth slower than floats. F16 is stored. The
    sums of a row that is not rotated may read behind it: a copy. */
 TQKV__TARGET static const float *TQKV__(open_row)(const tqkv__stream *s, const tqkv__row *source, float *row)
 {
     const bool half = s->kind == TQKV__HALF;
     const void *src = source->src;
     tqkv_type type = s->type;
-    if (source->center || (!s->rotated && !half && (type != TQKV_TYPE_F32 || TQKV__HAS_MATRIX(s->head_dim)))) {
-        TQKV__(widen)(type, src, source->center, s->head_dim, row);
+    const bool widens = !s->rotated && !half && (type != TQKV_TYPE_F32 || TQKV__HAS_MATRIX(s->head_dim));
+    if (source->center || source->inverses || widens) {
+        TQKV__(widen)(type, src, source->center, source->inverses, s->head_dim, row);
         type = TQKV_TYPE_F32;
         src = row;
     }
@@ -5801,7 +6510,7 @@ TQKV__TARGET static const float *TQKV__(open_row)(const tqkv__stream *s, const t
 TQKV__TARGET static void TQKV__(encode_rows)(const tqkv__stream *s, const tqkv__quantiser *q, const tqkv__row *rows,
                                              int n_rows)
 {
-    enum { buffer = 3072, most_norms = buffer / 32 }; /* 12 KiB: a part of an L1 cache, and of the stack */
+    enum { buffer = 1536, most_norms = buffer / 32 }; /* 6 KiB: a part of an L1 cache, and of the stack */
     TQKV__ALIGNED float rotated[buffer + 16], norms[most_norms], scales[most_norms]; /* fours are loaded beyond a row */
     TQKV__ALIGNED float sums[most_norms];
     TQKV__ALIGNED uint8_t bytes[TQKV_MAX_HEAD_DIM + 64];
@@ -5809,7 +6518,10 @@ TQKV__TARGET static void TQKV__(encode_rows)(const tqkv__stream *s, const tqkv__
     const int batch = buffer / s->head_dim, norms_per_row = s->norms_per_row;
     for (int first = 0; first < n_rows; first += batch, rows += batch) {
         const int n = n_rows - first < batch ? n_rows - first : batch;
-        for (int i = 0; i < n; i++) values[i] = TQKV__(open_row)(s, &rows[i], rotated + i * s->head_dim);
+        for (int i = 0; i < n; i++) {
+            values[i] = TQKV__(open_row)(s, &rows[i], rotated + i * s->head_dim);
+            if (rows[i].half) TQKV__(store_f16_row)(TQKV_TYPE_F32, values[i], s->head_dim, rows[i].half);
+        }
         if (s->kind == TQKV__HALF) continue;
         TQKV__(norms)(s, values, n, norms, scales);
         if (s->n_factors > 1) TQKV__(search)(s, q, n, values, rotated, scales, sums);
@@ -5871,8 +6583,9 @@ TQKV__TARGET static bool TQKV__(rows_finite)(tqkv_type type, const void *x, size
 
 /* >>k-table: the functions of a set. */
 
-static const tqkv__codec TQKV__(codec) = {TQKV__(rows_finite), TQKV__(widen),     TQKV__(narrow_row), TQKV__(rotate),
-                                          TQKV__(unrotate),    TQKV__(scale_row), TQKV__(encode_rows)};
+static const tqkv__codec TQKV__(codec) = {TQKV__(rows_finite), TQKV__(scales_valid), TQKV__(invert),
+                                          TQKV__(widen),       TQKV__(narrow_row),   TQKV__(rotate),
+                                          TQKV__(unrotate),    TQKV__(scale_row),    TQKV__(encode_rows)};
 
 static const tqkv__isa TQKV__(isa) = {TQKV__ISA_NAME,    TQKV__LANES,        {TQKV__NIBBLE_ORDER},
                                       &TQKV__(codec),    TQKV__(score_tile), TQKV__(softmax_tile),
@@ -5882,7 +6595,7 @@ static const tqkv__isa TQKV__(isa) = {TQKV__ISA_NAME,    TQKV__LANES,        {TQ
 
 #ifdef TQKV__INTEGER_LANES
 
-/* >>integer-kernels: the loops of >>integer, written once. Codes become bytes, in the order of their dimensions. A lane of
+/* >>k-integer: the loops of >>integer, written once. Codes become bytes, in the order of their dimensions. A lane of
    32 bits adds up TQKV__PRODUCTS products: two of words, to which the bytes are widened, or four or eight of bytes with
    the high and the low bytes of an integer, in two sums. What a set brings besides its floats, with TQKV__(codes) for a
    vector of TQKV__INTEGER_LANES lanes, as TQKV__S(name) if it has nothing to do with products, else as TQKV__I(name):
@@ -6034,62 +6747,119 @@ TQKV__OP uint32_t TQKV__S(largest_bits)(const float *x, int n)
     return TQKV__S(largest_code)(largest);
 }
 
-/* scores[row][j] (+)= query[row] . key j of halves, in 16 sums */
-TQKV__OP void TQKV__S(score_halves)(const int rows, const tqkv__stream *s, const uint8_t *codes, int n, const float *q,
-                                    bool add, float *scores)
+/* Keys, and rows of values, that share a loop: enough sums in progress to hide their latency, few enough for the registers. */
+#define TQKV__HALF_KEYS (TQKV__INTEGER_LANES == 16 ? 4 : 3)
+#define TQKV__HALF_ROWS (TQKV__INTEGER_LANES == 16 ? 8 : 4)
+
+/* scores[row][j] (+)= query[row] . key j, in 16 sums each; keys: [keys][dim] floats. rows and keys are constants. */
+TQKV__OP void TQKV__S(score_halves)(const int rows, const int keys, int dim, const float *key, const float *q, bool add,
+                                    float *scores)
 {
-    for (int j = 0; j < n; j++, codes += s->row_bytes) {
-        TQKV__VECTOR sums[2][16 / TQKV__INTEGER_LANES];
+    TQKV__VECTOR sums[2][TQKV__HALF_KEYS][16 / TQKV__INTEGER_LANES];
+    TQKV__UNROLL
+    for (int r = 0; r < rows; r++) TQKV__UNROLL
+    for (int j = 0; j < keys; j++) TQKV__UNROLL
+    for (int i = 0; i < 16 / TQKV__INTEGER_LANES; i++) sums[r][j][i] = TQKV__(set1)(0.0f);
+    for (int d = 0; d < dim; d += 16) {
         TQKV__UNROLL
-        for (int i = 0; i < 32 / TQKV__INTEGER_LANES; i++) sums[i % 2][i / 2] = TQKV__(set1)(0.0f);
-        for (int d = 0; d < s->head_dim; d += 16) {
+        for (int i = 0; i < 16 / TQKV__INTEGER_LANES; i++) {
+            TQKV__VECTOR x[2];
+            const int at = d + i * TQKV__INTEGER_LANES;
             TQKV__UNROLL
-            for (int i = 0; i < 16 / TQKV__INTEGER_LANES; i++) {
-                const int at = d + i * TQKV__INTEGER_LANES;
-                const TQKV__VECTOR x = TQKV__(load_f16)(codes + 2 * at);
+            for (int r = 0; r < rows; r++) x[r] = TQKV__(load)(q + r * dim + at);
+            TQKV__UNROLL
+            for (int j = 0; j < keys; j++) {
+                const TQKV__VECTOR k = TQKV__(load)(key + j * dim + at);
                 TQKV__UNROLL
-                for (int r = 0; r < rows; r++)
-                    sums[r][i] = TQKV__(fma)(TQKV__(load)(q + r * s->head_dim + at), x, sums[r][i]);
+                for (int r = 0; r < rows; r++) sums[r][j][i] = TQKV__(fma)(x[r], k, sums[r][j][i]);
+            }
+        }
+    }
+    TQKV__UNROLL
+    for (int r = 0; r < rows; r++) TQKV__UNROLL
+    for (int j = 0; j < keys; j++) {
+        float *score = scores + r * TQKV__TILE + j;
+        *score = (add ? *score : 0.0f) + TQKV__(sum_16)(sums[r][j]);
+    }
+}
+
+/* The same for n keys of one or two rows. */
+TQKV__OP void TQKV__S(score_keys)(const int rows, int n, int dim, const float *key, const float *q, bool add,
+                                  float *scores)
+{
+    int j = 0;
+    for (; j + TQKV__HALF_KEYS <= n; j += TQKV__HALF_KEYS)
+        TQKV__S(score_halves)(rows, TQKV__HALF_KEYS, dim, key + j * dim, q, add, scores + j);
+    for (; j < n; j++) TQKV__S(score_halves)(rows, 1, dim, key + j * dim, q, add, scores + j);
+}
+
+/* Some keys become floats, which all rows read. */
+TQKV__TARGET static TQKV__NOINLINE void TQKV__S(score_tile_of_halves)(const tqkv__stream *s, const uint8_t *codes,
+                                                                      const tqkv__run *run, const float *q, int n_rows,
+                                                                      bool add, float *scores)
+{
+    enum { buffer = 2048 }; /* 8 KiB: a part of an L1 cache, and of the stack */
+    TQKV__ALIGNED float keys[buffer];
+    const int dim = s->head_dim, fit = buffer / dim, most = fit > 12 ? 12 : fit;
+    tqkv__prefetch(TQKV__L2, codes + (ptrdiff_t)run->ahead * (ptrdiff_t)s->row_bytes, (size_t)run->n * s->row_bytes);
+    for (int j = 0; j < run->n; j += most) {
+        const int n = run->n - j < most ? run->n - j : most;
+        const uint8_t *from = codes + (size_t)j * s->row_bytes;
+        for (int d = 0; d < n * dim; d += TQKV__INTEGER_LANES) TQKV__(store)(keys + d, TQKV__(load_f16)(from + 2 * d));
+        for (int row = 0; row < n_rows; row += 2) {
+            const float *query = q + (size_t)row * (size_t)dim;
+            float *to = scores + row * TQKV__TILE + j;
+            if (row + 1 < n_rows)
+                TQKV__S(score_keys)(2, n, dim, keys, query, add, to);
+            else
+                TQKV__S(score_keys)(1, n, dim, keys, query, add, to);
+        }
+    }
+}
+
+/* out[row][d] += weights[row][j] * value j of halves, in the order of positions; rows is a constant. */
+TQKV__OP void TQKV__S(add_half_rows)(const int rows, const tqkv__stream *s, const uint8_t *codes, int n,
+                                     const float *weights, float *out)
+{
+    const int dim = s->head_dim;
+    for (int d = 0; d < dim; d += 16) {
+        TQKV__VECTOR sums[TQKV__HALF_ROWS][16 / TQKV__INTEGER_LANES];
+        const uint8_t *value = codes + 2 * d;
+        TQKV__UNROLL
+        for (int r = 0; r < rows; r++) TQKV__UNROLL
+        for (int i = 0; i < 16 / TQKV__INTEGER_LANES; i++)
+            sums[r][i] = TQKV__(load)(out + r * dim + d + i * TQKV__INTEGER_LANES);
+        for (int j = 0; j < n; j++, value += s->row_bytes) {
+            TQKV__VECTOR x[16 / TQKV__INTEGER_LANES];
+            TQKV__UNROLL
+            for (int i = 0; i < 16 / TQKV__INTEGER_LANES; i++)
+                x[i] = TQKV__(load_f16)(value + 2 * i * TQKV__INTEGER_LANES);
+            TQKV__UNROLL
+            for (int r = 0; r < rows; r++) {
+                const TQKV__VECTOR weight = TQKV__(set1)(weights[r * TQKV__TILE + j]);
+                TQKV__UNROLL
+                for (int i = 0; i < 16 / TQKV__INTEGER_LANES; i++) sums[r][i] = TQKV__(fma)(weight, x[i], sums[r][i]);
             }
         }
         TQKV__UNROLL
-        for (int r = 0; r < rows; r++)
-            scores[r * TQKV__TILE + j] = (add ? scores[r * TQKV__TILE + j] : 0.0f) + TQKV__(sum_16)(sums[r]);
+        for (int r = 0; r < rows; r++) TQKV__UNROLL
+        for (int i = 0; i < 16 / TQKV__INTEGER_LANES; i++)
+            TQKV__(store)(out + r * dim + d + i * TQKV__INTEGER_LANES, sums[r][i]);
     }
 }
 
-TQKV__TARGET static void TQKV__S(score_tile_of_halves)(const tqkv__stream *s, const uint8_t *codes,
-                                                       const tqkv__run *run, const float *q, int n_rows, bool add,
-                                                       float *scores)
+TQKV__TARGET static TQKV__NOINLINE void TQKV__S(add_halves)(const tqkv__stream *s, const uint8_t *codes,
+                                                            const tqkv__run *run, const float *weights, int n_rows,
+                                                            float *out)
 {
+    int row = 0;
     tqkv__prefetch(TQKV__L2, codes + (ptrdiff_t)run->ahead * (ptrdiff_t)s->row_bytes, (size_t)run->n * s->row_bytes);
-    for (int row = 0; row < n_rows; row += 2, q += 2 * s->head_dim, scores += 2 * TQKV__TILE) {
-        if (row + 1 < n_rows)
-            TQKV__S(score_halves)(2, s, codes, run->n, q, add, scores);
-        else
-            TQKV__S(score_halves)(1, s, codes, run->n, q, add, scores);
-    }
-}
-
-/* out[d] += weights[j] * value j of halves, in the order of positions; a weight of 0 adds nothing. weights: [n] */
-TQKV__TARGET static void TQKV__S(add_halves)(const tqkv__stream *s, const uint8_t *codes, const tqkv__run *run,
-                                             const float *weights, float *out)
-{
-    for (int d = 0; d < s->head_dim; d += 16) {
-        TQKV__VECTOR sums[16 / TQKV__INTEGER_LANES];
-        TQKV__UNROLL
-        for (int i = 0; i < 16 / TQKV__INTEGER_LANES; i++) sums[i] = TQKV__(load)(out + d + i * TQKV__INTEGER_LANES);
-        for (int j = 0; j < run->n; j++) {
-            if (weights[j] == 0.0f) continue;
-            TQKV__UNROLL
-            for (int i = 0; i < 16 / TQKV__INTEGER_LANES; i++)
-                sums[i] = TQKV__(fma)(
-                    TQKV__(set1)(weights[j]),
-                    TQKV__(load_f16)(codes + (size_t)j * s->row_bytes + 2 * (d + i * TQKV__INTEGER_LANES)), sums[i]);
-        }
-        TQKV__UNROLL
-        for (int i = 0; i < 16 / TQKV__INTEGER_LANES; i++) TQKV__(store)(out + d + i * TQKV__INTEGER_LANES, sums[i]);
-    }
+    for (; row + TQKV__HALF_ROWS <= n_rows; row += TQKV__HALF_ROWS)
+        TQKV__S(add_half_rows)(TQKV__HALF_ROWS, s, codes, run->n, weights + row * TQKV__TILE, out + row * s->head_dim);
+    for (; row + 2 <= n_rows; row += 2)
+        TQKV__S(add_half_rows)(2, s, codes, run->n, weights + row * TQKV__TILE, out + row * s->head_dim);
+    for (; row < n_rows; row++)
+        TQKV__S(add_half_rows)(1, s, codes, run->n, weights + row * TQKV__TILE, out + row * s->head_dim);
 }
 #endif
 
@@ -6926,11 +7696,7 @@ TQKV__TARGET static void TQKV__I(integer_value_tile)(const tqkv__stream *s, int 
     TQKV__ALIGNED int8_t room[TQKV__TILE * TQKV__BLOCK];
     const int dim = s->block_dim, head_dim = s->head_dim;
     if (s->kind == TQKV__HALF) {
-        const uint8_t *codes = tqkv__codes_at(s, kv_head, run->slot);
-        tqkv__prefetch(TQKV__L2, codes + (ptrdiff_t)run->ahead * (ptrdiff_t)s->row_bytes,
-                       (size_t)run->n * s->row_bytes);
-        for (int row = 0; row < n_rows; row++)
-            TQKV__S(add_halves)(s, codes, run, weights + row * TQKV__TILE, out + row * head_dim);
+        TQKV__S(add_halves)(s, tqkv__codes_at(s, kv_head, run->slot), run, weights, n_rows, out);
         return;
     }
     TQKV__(factors)(s, tqkv__norms_at(s, kv_head, run->slot), run, false, factors);
@@ -7054,7 +7820,8 @@ static const tqkv__integers TQKV__I(integers) = {&TQKV__(isa),
 static inline __m128i tqkv__load_64(const uint8_t *p) { return _mm_loadl_epi64((const __m128i *)(const void *)p); }
 static inline __m128i tqkv__load_128(const uint8_t *p) { return _mm_loadu_si128((const __m128i *)(const void *)p); }
 
-/* >>avx512: with the byte permutes of VBMI. A function has the same name in all sets, except for the suffix. */
+/* >>set-avx512: with the byte permutes of VBMI. A function has the same name in all sets, except for the suffix. */
+
 #ifdef TQKV__AVX512
 
 #define TQKV__TARGET __attribute__((target("avx512f,avx512bw,avx512vl,avx512dq,avx512vbmi,avx2,fma,f16c")))
@@ -7286,7 +8053,7 @@ TQKV__OP __m512 tqkv__signs_avx512(uint32_t bits)
 {
     return _mm512_mask_blend_ps((__mmask16)bits, _mm512_set1_ps(1.0f), _mm512_set1_ps(-1.0f));
 }
-/* See >>avx2. Runs that do not fill a vector of 16 are rotated there. */
+/* See >>set-avx2. Runs that do not fill a vector of 16 are rotated there. */
 #define tqkv__repeat_avx512(n, p)              _mm512_set1_ps(*(p))
 #define tqkv__spread_avx512(n, i, x)           (x)
 #define tqkv__unite_avx512(n, x)               (x)
@@ -7504,7 +8271,7 @@ static void tqkv__mix_by_order_avx2(int m, const float *runs, float factor, int 
 
 #endif /* TQKV__AVX512 */
 
-/* >>avx2: with FMA and F16C */
+/* >>set-avx2: with FMA and F16C */
 
 #define TQKV__TARGET __attribute__((target("avx2,fma,f16c")))
 typedef __m256 tqkv__vector_avx2;
@@ -7940,7 +8707,7 @@ int sysctlbyname(const char *name, void *value, size_t *size, void *to, size_t t
 #endif
 #endif
 
-/* >>neon: part of every AArch64 */
+/* >>set-neon: part of every AArch64 */
 
 #define TQKV__TARGET
 typedef float32x4_t tqkv__vector_neon;
@@ -8276,10 +9043,10 @@ TQKV__OP void tqkv__store_words_neon(uint8_t *p, uint32x4_t words)
 #include "tqkv.h"
 #endif
 
-/* >>integer-sets: what each instruction set brings to >>integer-kernels */
+#ifndef TQKV_NO_INTEGER
+/* >>integer-avx512: what AVX-512 brings to >>k-integer, with the products of VNNI */
 
 #ifdef TQKV__AVX512
-/* -- AVX-512, with the products of VNNI -- */
 
 #define TQKV__TARGET __attribute__((target("avx512f,avx512bw,avx512vl,avx512dq,avx512vbmi,avx512vnni,avx2,fma,f16c")))
 
@@ -8587,8 +9354,9 @@ TQKV__OP __m512i tqkv__i_look_up_fields_avx512(const tqkv_format format, const b
 #include "tqkv.h"
 #endif
 
+/* >>integer-avx2: what AVX2 brings to >>k-integer, and AVX-VNNI */
+
 #ifdef TQKV__AVX2
-/* -- AVX2 -- */
 
 #define TQKV__TARGET __attribute__((target("avx2,fma,f16c")))
 
@@ -8776,8 +9544,9 @@ TQKV__OP __m256i tqkv__i_dot_avxvnni(__m256i sums, __m256i codes, __m256i intege
 #endif
 #endif
 
+/* >>integer-neon: what NEON brings to >>k-integer */
+
 #ifdef TQKV__NEON
-/* -- NEON -- */
 
 #define TQKV__TARGET
 
@@ -9094,6 +9863,7 @@ TQKV__OP void tqkv__i_interleave_i8mm(const int8_t *p, size_t stride, int left, 
 #include "tqkv.h"
 #endif
 #endif
+#endif
 
 #undef TQKV__NESTED
 #ifdef TQKV__OPTIMISED
@@ -9101,7 +9871,7 @@ TQKV__OP void tqkv__i_interleave_i8mm(const int8_t *p, size_t stride, int left, 
 #pragma GCC pop_options
 #endif
 
-/* >>driver: which instruction set is in use; tqkv_attend and its slices: checks, tasks, results */
+/* >>isa-code: which instruction set is in use */
 
 /* Best first; the choice is among those that the processor has. */
 static const tqkv__isa *const tqkv__isas[] = {
@@ -9135,9 +9905,8 @@ static bool tqkv__isa_present(const tqkv__isa *isa)
     return isa != NULL;
 }
 
-/* The library's only variables: set once, or by tqkv_isa_force */
+/* The library's only variable beside tqkv__products: set once, or by tqkv_isa_force */
 static const tqkv__isa *tqkv__isa_chosen;
-static char tqkv__products; /* of integers. 1: what every processor of a set has, 2: AVX-VNNI or DotProd, 3: I8MM */
 
 static const tqkv__isa *tqkv__isa_named(const char *name)
 {
@@ -9170,6 +9939,16 @@ static const tqkv__isa *tqkv__isa_for(int head_dim)
 static const tqkv__isa *tqkv__narrower(const tqkv__isa *a, const tqkv__isa *b) { return a->lanes < b->lanes ? a : b; }
 
 static const tqkv__codec *tqkv__codec_for(int head_dim) { return tqkv__isa_for(head_dim)->codec; }
+
+#ifdef TQKV_NO_INTEGER
+/* Plain C for all sets: only the time differs. */
+static const tqkv__integers *tqkv__integers_for(const tqkv__isa *isa)
+{
+    (void)isa;
+    return &tqkv__integers_scalar;
+}
+#else
+static char tqkv__products; /* set once. 1: what every processor of a set has, 2: AVX-VNNI or DotProd, 3: I8MM */
 
 #if defined(TQKV__NEON) && defined(__APPLE__)
 static bool tqkv__processor_has(const char *name)
@@ -9232,6 +10011,7 @@ static const tqkv__integers *tqkv__integers_for(const tqkv__isa *isa)
     (void)isa, (void)products;
     return &tqkv__integers_scalar;
 }
+#endif
 
 TQKV_API const char *tqkv_isa_name(void) { return tqkv__isa_now()->name; }
 
@@ -9243,6 +10023,8 @@ TQKV_API tqkv_result tqkv_isa_force(const char *name)
     __atomic_store_n(&tqkv__isa_chosen, isa, __ATOMIC_RELEASE);
     return TQKV_OK;
 }
+
+/* >>attention-code: opening a tqkv_attention: every default resolved, every field checked */
 
 static bool tqkv__sinks_valid(const float *sinks, int n_heads)
 {
@@ -9271,8 +10053,6 @@ static tqkv_result tqkv__check_tree_and_sinks(const tqkv_attention *a)
 }
 
 #define TQKV__FLOATS_ON_GPU "arithmetic: a GPU multiplies floats only"
-#define TQKV__ENDS_ON_GPU   "exact_first, exact_last: more dispatches than this plan has"
-#define TQKV__LISTS_IN_PLAN "list: more dispatches than this plan has"
 
 /* Changes to the integers of the set, if the call asks for them. */
 static tqkv_result tqkv__take_arithmetic(tqkv__attention *a)
@@ -9361,7 +10141,8 @@ static tqkv_result tqkv__attention_shape(const tqkv_attention *a, tqkv__attentio
     if (call->n_heads < 0 || call->n_heads % r->n_kv_heads != 0)
         return TQKV__INVALID("n_heads is not a multiple of n_kv_heads");
     if (call->n_queries < 0 || call->window < 0) return TQKV__INVALID("n_queries or window is negative");
-    if (call->exact_first < 0 || call->exact_last < 0) return TQKV__INVALID("exact_first or exact_last is negative");
+    if (call->exact_first < 0 || call->exact_last < 0 || call->exact_from < 0)
+        return TQKV__INVALID("exact_first, exact_last or exact_from is negative");
     if (!tqkv__all_finite(&a->scale, 1) || !tqkv__all_finite(&a->softcap, 1))
         return TQKV__INVALID("scale or softcap is NaN or infinite");
     if (!tqkv__basis_known(a->query_basis) || !tqkv__basis_known(a->output_basis))
@@ -9407,7 +10188,8 @@ static tqkv_result tqkv__check_streams(tqkv__attention *a)
 {
     const tqkv__stream *k = &a->keys, *v = &a->values;
     const bool alike = tqkv__same_bytes(k, v), one_table = k->pages == v->pages && k->n_pages == v->n_pages;
-    a->shared = alike && one_table && k->page_size == v->page_size && k->ring == v->ring && k->center == v->center;
+    a->shared = alike && one_table && k->page_size == v->page_size && k->ring == v->ring && k->center == v->center &&
+                k->channel_scale == v->channel_scale;
     for (int part = 0; part < 2 && a->call.tail; part++) {
         const tqkv__stream *s = part ? v : k;
         if (tqkv__encoding_overlaps(s, a->tail.codes, a->tail.codes_size) ||
@@ -9430,9 +10212,33 @@ static tqkv_result tqkv__check_end(const tqkv__attention *a, const tqkv__stream 
         return TQKV__INVALID("exact_first or exact_last: a store of other head_dim or n_kv_heads than the codes");
     if (!tqkv__same_center(s, codes))
         return TQKV__INVALID("exact_first or exact_last: a store with another centre than the codes");
+    if (!tqkv__same_scale(s, codes))
+        return TQKV__INVALID("exact_first or exact_last: a store with another channel_scale than the codes");
     if (s->ring ? a->call.end - low > s->capacity : high > tqkv__room(s))
         return TQKV__REFUSE(OUT_OF_RANGE, "exact_first or exact_last: a store that does not hold so many positions");
     return TQKV_OK;
+}
+
+/* The first position that a query reads from the halves of the newest. With none all are, and these are codes. A query whose own
+   position does not matter stands at the end. */
+static int64_t tqkv__exact_at(const tqkv__attention *a, int query)
+{
+    const tqkv_attention *call = &a->call;
+    const bool at_end = call->non_causal && !call->window;
+    const int64_t from = call->end - (at_end ? 0 : call->n_queries - 1 - query) - call->exact_last;
+    if (!a->exact[1][0] && !a->exact[1][1]) return 0;
+    return from > call->exact_from ? from : call->exact_from;
+}
+
+/* The oldest position that some query reads from the halves of the newest; they are asked for, but nothing else is known of them. */
+static int64_t tqkv__exact_oldest(const tqkv__attention *a)
+{
+    const tqkv_attention *call = &a->call;
+    const bool at_end = call->non_causal && !call->window;
+    int64_t from = call->end - (at_end ? 0 : call->n_queries - 1) - call->exact_last;
+    if (from < call->exact_from) from = call->exact_from;
+    if (from < a->first) from = a->first;
+    return from < call->end ? from : call->end;
 }
 
 /* Takes the positions that are kept as halves, from stores opened by `open`; follows tqkv__check_streams and
@@ -9443,65 +10249,115 @@ static tqkv_result tqkv__take_ends(tqkv__attention *a, tqkv_result (*open)(const
     const tqkv_store *const stores[2][2] = {{call->first_keys, call->first_values},
                                             {call->last_keys, call->last_values}};
     const int64_t below = call->exact_first < call->end ? call->exact_first : call->end;
-    const int64_t from = call->exact_last < call->end ? call->end - call->exact_last : 0;
+    const int64_t newest = call->end - call->exact_last, oldest = tqkv__exact_oldest(a);
     for (int i = 0; i < 4; i++) {
         const int last = i / 2, side = i % 2;
         const tqkv__stream *codes = side ? &a->values : &a->keys;
         const tqkv_store *store = stores[last][a->shared ? 0 : side];
-        if (!store || codes->kind == TQKV__HALF || (last ? from == call->end : below == 0)) continue;
+        if (!store || codes->kind == TQKV__HALF || (last ? !call->exact_last : below == 0)) continue;
         tqkv__stream *s = &a->ends[last][side];
         tqkv_result r = open(store, s);
-        if (r == TQKV_OK) r = tqkv__check_end(a, codes, last ? from : 0, last ? call->end : below, s);
+        if (r == TQKV_OK) r = tqkv__check_end(a, codes, last ? oldest : 0, last ? call->end : below, s);
         if (r != TQKV_OK) return r;
         a->exact[last][side] = true;
         if (last)
-            a->exact_from = from;
+            a->exact_from = newest > call->exact_from ? newest : call->exact_from;
         else
             a->exact_below = below;
     }
     return TQKV_OK;
 }
 
-/* The keys (side 0) or values (1) of a position. */
-static const tqkv__stream *tqkv__stream_at(const tqkv__attention *a, int side, int64_t position)
+/* Checks the store that keeps the first positions of a tail. */
+static tqkv_result tqkv__check_first_tail(const tqkv__attention *a, const tqkv__stream *s)
 {
-    if (position < a->exact_below && a->exact[0][side]) return &a->ends[0][side];
-    if (position >= a->exact_from && a->exact[1][side]) return &a->ends[1][side];
-    return side ? &a->values : &a->keys;
+    const tqkv__stream *tail = &a->tail;
+    if (s->format != tail->format || s->rotated != tail->rotated || s->block_scale != tail->block_scale)
+        return TQKV__INVALID("first_tail: a store of another format or basis than the tail");
+    if (s->head_dim != tail->head_dim || s->n_kv_heads != tail->n_kv_heads)
+        return TQKV__INVALID("first_tail: a store of other head_dim or n_kv_heads than the tail");
+    if (!tqkv__same_center(s, tail)) return TQKV__INVALID("first_tail: a store with another centre than the tail");
+    if (!tqkv__same_scale(s, tail))
+        return TQKV__INVALID("first_tail: a store with another channel_scale than the tail");
+    if (s->ring || a->call.exact_first > tqkv__room(s))
+        return TQKV__REFUSE(OUT_OF_RANGE, "first_tail: a store that does not hold so many positions");
+    return TQKV_OK;
 }
 
-/* Positions that are read from the same streams. */
+/* Takes the first positions that are no longer resident, if all streams have them, from stores opened by `open`; follows
+   tqkv__take_ends. */
+static tqkv_result tqkv__take_kept(tqkv__attention *a, tqkv_result (*open)(const tqkv_store *, tqkv__stream *))
+{
+    const tqkv_attention *call = &a->call;
+    const tqkv_store *const stores[2] = {call->first_keys, call->first_values};
+    const int64_t below = call->exact_first < call->end ? call->exact_first : call->end;
+    if (!below || !a->first || !stores[0] || (!a->shared && !stores[1]) || (call->tail && !call->first_tail))
+        return TQKV_OK;
+    for (int side = 0; side < 2; side++) {
+        tqkv__stream *s = &a->ends[0][side];
+        if (a->exact[0][side]) continue; /* a stream of F16 has no other halves */
+        tqkv_result r = open(stores[a->shared ? 0 : side], s);
+        if (r == TQKV_OK) r = tqkv__check_end(a, side ? &a->values : &a->keys, 0, below, s);
+        if (r != TQKV_OK) return r;
+        a->exact[0][side] = true;
+    }
+    if (call->tail) {
+        tqkv_result r = open(call->first_tail, &a->first_tail);
+        if (r == TQKV_OK) r = tqkv__check_first_tail(a, &a->first_tail);
+        if (r != TQKV_OK) return r;
+        if (a->round_query) tqkv__fill_integers(&a->first_tail);
+    }
+    a->exact_below = below;
+    a->kept = below < a->first ? below : a->first;
+    return TQKV_OK;
+}
+
+/* Positions that are read from the same streams. A query reads what is no longer resident in its first pass, then [0, b) and
+   [b, end), where b is tqkv__exact_at. Queries of an item have other b: each looks only at its own positions of the tiles that both
+   passes have, so its sums are added in the same order alone and in a batch. */
+enum { TQKV__GONE, TQKV__OLDER, TQKV__NEWEST, TQKV__PASSES };
 typedef struct tqkv__place {
-    int number; /* tells places apart */
-    const tqkv__stream *keys, *values;
+    int number; /* tells places apart: 2 * pass, plus 1 for the first positions */
+    const tqkv__stream *keys, *values, *tail;
     int64_t end; /* the first position behind them */
 } tqkv__place;
 
-static tqkv__place tqkv__place_at(const tqkv__attention *a, int64_t position)
+/* The keys (side 0) or values (1) of a place. */
+static const tqkv__stream *tqkv__stream_at(const tqkv__attention *a, int side, int number)
 {
-    const bool first = position < a->exact_below, last = position >= a->exact_from;
-    tqkv__place place = {first + 2 * last, tqkv__stream_at(a, 0, position), tqkv__stream_at(a, 1, position), INT64_MAX};
-    if (!last) place.end = a->exact_from;
-    if (first && a->exact_below < place.end) place.end = a->exact_below;
+    if (number % 2 && a->exact[0][side]) return &a->ends[0][side];
+    if (number / 2 == TQKV__NEWEST && a->exact[1][side]) return &a->ends[1][side];
+    return side ? &a->values : &a->keys;
+}
+
+static tqkv__place tqkv__place_at(const tqkv__attention *a, int64_t position, int pass)
+{
+    const bool first = position < a->exact_below;
+    const int number = 2 * pass + first;
+    const tqkv__place place = {number, tqkv__stream_at(a, 0, number), tqkv__stream_at(a, 1, number),
+                               pass == TQKV__GONE ? &a->first_tail : &a->tail, first ? a->exact_below : INT64_MAX};
     return place;
 }
 
 /* The streams of an attention: keys, values, tail, then the halves of the first positions' keys and values and of the newest
-   ones'. NULL: it has no such stream. */
-enum { TQKV__STREAMS = 7, TQKV__FIRST_HALVES = 3 };
+   ones', then the tail of the first positions. NULL: it has no such stream. */
+enum { TQKV__STREAMS = 8, TQKV__FIRST_HALVES = 3, TQKV__LAST_HALVES = 5, TQKV__FIRST_TAIL = 7 };
 static const tqkv__stream *tqkv__stream_read(const tqkv__attention *a, int i)
 {
-    const int last = i >= TQKV__FIRST_HALVES + 2, side = (i - TQKV__FIRST_HALVES) % 2;
+    const int last = i >= TQKV__LAST_HALVES, side = (i - TQKV__FIRST_HALVES) % 2;
+    if (i == TQKV__FIRST_TAIL) return a->kept && a->call.tail ? &a->first_tail : NULL;
     if (i >= TQKV__FIRST_HALVES) return a->exact[last][side] ? &a->ends[last][side] : NULL;
     return i == 0 ? &a->keys : i == 1 ? &a->values : a->call.tail ? &a->tail : NULL;
 }
 
-/* The positions of a range that may be read from stream i. */
-static tqkv__range tqkv__positions_read(const tqkv__attention *a, int i, tqkv__range range)
+/* The resident positions of a range that a query, or one behind it, may read from stream i. */
+static tqkv__range tqkv__positions_read(const tqkv__attention *a, int i, tqkv__range range, int query)
 {
-    const bool halves = i >= TQKV__FIRST_HALVES, last = i >= TQKV__FIRST_HALVES + 2;
-    if (last && a->exact_from > range.from) range.from = a->exact_from;
-    if (halves && !last && a->exact_below < range.to) range.to = a->exact_below;
+    const bool first = i >= TQKV__FIRST_HALVES && i < TQKV__LAST_HALVES;
+    const bool last = i >= TQKV__LAST_HALVES && i < TQKV__FIRST_TAIL;
+    if (last && tqkv__exact_at(a, query) > range.from) range.from = tqkv__exact_at(a, query);
+    if (first && a->exact_below < range.to) range.to = a->exact_below;
+    if (i == TQKV__FIRST_TAIL) range.to = range.from;
     return range;
 }
 
@@ -9555,7 +10411,44 @@ static tqkv_result tqkv__check_list(tqkv__attention *a)
     return r;
 }
 
-static tqkv_result tqkv__attention_open(const tqkv_attention *a, tqkv__attention *r)
+/* The positions of a query's window that are not there any more. */
+static tqkv__range tqkv__gone_from_window(const tqkv__attention *a, int query)
+{
+    const int64_t oldest = a->call.end - a->call.n_queries + query - a->call.window + 1;
+    const tqkv__range gone = {oldest > a->kept ? oldest : a->kept, a->first};
+    return gone;
+}
+
+/* Whether a query's list, or its newest positions, have some of those that are gone. */
+static bool tqkv__list_meets(const tqkv__attention *a, int query, int kv_head, tqkv__range gone)
+{
+    const int32_t *row = tqkv__list_row(a, query, kv_head);
+    const int shift = tqkv__list_shift(a->call.list_block);
+    const int64_t position = a->call.end - a->call.n_queries + query;
+    const int64_t resident = (a->call.non_causal ? a->call.end : position + 1) - a->first;
+    for (int i = 0; i < a->call.list_length && row[i] >= 0; i++)
+        if (((int64_t)row[i] + 1) << shift > gone.from && (int64_t)row[i] << shift < gone.to) return true;
+    return a->call.list_newest > resident;
+}
+
+/* Refuses queries whose window was longer than what is there. What a list leaves out, nobody misses. */
+static tqkv_result tqkv__check_window(const tqkv__attention *a)
+{
+    const tqkv_attention *call = &a->call;
+    if (!call->window || !call->whole_window) return TQKV_OK;
+    for (int i = 0; i < call->n_queries; i++) {
+        const tqkv__range gone = tqkv__gone_from_window(a, i);
+        bool missed = gone.from < gone.to && !call->list;
+        for (int h = 0; h < call->list_heads && call->list && gone.from < gone.to && !missed; h++)
+            missed = tqkv__list_meets(a, i, h, gone);
+        if (missed) return TQKV__REFUSE(OUT_OF_RANGE, "a query's window begins before the oldest resident position");
+        if (gone.from >= gone.to) break; /* nor do those behind it */
+    }
+    return TQKV_OK;
+}
+
+/* Opens all but what is kept as halves. */
+static tqkv_result tqkv__attention_streams(const tqkv_attention *a, tqkv__attention *r)
 {
     tqkv_result result = tqkv__attention_shape(a, r);
     if (result == TQKV_OK) result = tqkv__stream_memory(a->keys, &r->keys);
@@ -9563,10 +10456,25 @@ static tqkv_result tqkv__attention_open(const tqkv_attention *a, tqkv__attention
     if (result == TQKV_OK && a->tail) result = tqkv__stream_memory(a->tail, &r->tail);
     if (result == TQKV_OK) result = tqkv__check_streams(r);
     if (result == TQKV_OK) result = tqkv__attention_range(a, r);
-    if (result == TQKV_OK) result = tqkv__check_list(r);
-    if (result != TQKV_OK || (!a->exact_first && !a->exact_last)) return result;
-    return tqkv__take_ends(r, tqkv__stream_open);
+    return result == TQKV_OK ? tqkv__check_list(r) : result;
 }
+
+/* Opens the rest, and checks the windows. */
+static tqkv_result tqkv__attention_ends(tqkv__attention *a)
+{
+    tqkv_result r = TQKV_OK;
+    if (a->call.exact_first || a->call.exact_last) r = tqkv__take_ends(a, tqkv__stream_open);
+    if (r == TQKV_OK && a->call.exact_first) r = tqkv__take_kept(a, tqkv__stream_open);
+    return r == TQKV_OK ? tqkv__check_window(a) : r;
+}
+
+static tqkv_result tqkv__attention_open(const tqkv_attention *a, tqkv__attention *r)
+{
+    const tqkv_result result = tqkv__attention_streams(a, r);
+    return result == TQKV_OK ? tqkv__attention_ends(r) : result;
+}
+
+/* >>visible: which positions a query sees: windows, trees, lists */
 
 /* The positions of a range that a query sees. */
 static tqkv__range tqkv__visible(const tqkv__attention *a, int query, tqkv__range range)
@@ -9607,6 +10515,10 @@ typedef struct tqkv__list {
     int64_t n_before, recent, hidden; /* positions of block `recent` before `hidden` are not seen */
     int64_t base;
     tqkv__range seen; /* ranks */
+    /* Of the positions that are no longer resident those in the blocks row[0 .. n_row), and those from kept_from on. They have no
+       ranks. */
+    const int32_t *row;
+    int64_t n_row, kept_from;
 } tqkv__list;
 
 /* The first of n ascending entries that is not below `block`. */
@@ -9648,29 +10560,33 @@ static bool tqkv__tree_hides(const tqkv__attention *a, int query, int64_t positi
     return a->call.tree && j >= 0 && !(a->call.tree[query] >> j & 1);
 }
 
-/* Where the newest list_newest positions of a range begin that a query sees. */
-static int64_t tqkv__newest_from(const tqkv__attention *a, int query, tqkv__range range)
+/* Where the newest `left` positions of a range begin that a query sees; takes their number from `left`. */
+static int64_t tqkv__newest_from(const tqkv__attention *a, int query, tqkv__range range, int *left)
 {
-    int left = a->call.list_newest;
-    while (a->call.tree && left > 0 && range.to > range.from && range.to > a->call.end - a->call.n_queries)
-        left -= !tqkv__tree_hides(a, query, --range.to);
-    return range.to - range.from < left ? range.from : range.to - left;
+    while (a->call.tree && *left > 0 && range.to > range.from && range.to > a->call.end - a->call.n_queries)
+        *left -= !tqkv__tree_hides(a, query, --range.to);
+    const int n = range.to - range.from < *left ? (int)(range.to - range.from) : *left;
+    *left -= n;
+    return range.to - n;
 }
 
 /* The list of a query, as far as it looks at a range of positions. */
 static tqkv__list tqkv__open_list(const tqkv__attention *a, int query, int kv_head, tqkv__range range)
 {
     tqkv__list l;
-    const tqkv__range resident = {a->first, a->call.end}, all = tqkv__visible(a, query, resident);
+    const tqkv__range resident = {a->first, a->call.end}, all = tqkv__visible(a, query, resident), kept = {0, a->kept};
     int64_t n = 0;
-    l.entries = tqkv__list_row(a, query, kv_head);
+    int newest = a->call.list_newest;
+    l.entries = l.row = tqkv__list_row(a, query, kv_head);
     l.shift = tqkv__list_shift(a->call.list_block);
     while (n < a->call.list_length && l.entries[n] >= 0) n++;
+    l.n_row = n;
     const int64_t gone = tqkv__entry_at(l.entries, n, all.from >> l.shift);
     l.entries += gone;
     n -= gone;
     l.base = all.from >> l.shift << l.shift;
-    l.hidden = tqkv__newest_from(a, query, all);
+    l.hidden = tqkv__newest_from(a, query, all, &newest);
+    l.kept_from = tqkv__newest_from(a, query, tqkv__visible(a, query, kept), &newest);
     l.recent = l.hidden < all.to ? l.hidden >> l.shift : (all.to >> l.shift) + (all.to % ((int64_t)1 << l.shift) > 0);
     l.n_before = tqkv__entry_at(l.entries, n, l.recent);
     if (l.hidden == all.to || (l.n_before < n && l.entries[l.n_before] == l.recent)) l.hidden = 0;
@@ -9717,7 +10633,7 @@ static tqkv_result tqkv__check_listed(const tqkv__attention *a, int i, tqkv__ran
     const tqkv__stream *s = tqkv__stream_read(a, i);
     tqkv_result r = TQKV_OK;
     if (!s || !s->pages) return r;
-    range = tqkv__positions_read(a, i, range);
+    range = tqkv__positions_read(a, i, range, query);
     for (int64_t rank = l->seen.from; r == TQKV_OK && rank < l->seen.to; rank++) {
         const int64_t position = tqkv__position_of(l, rank);
         if (position < range.from || position >= range.to || tqkv__hidden_ranks(a, query, l, rank, 1)) continue;
@@ -9743,9 +10659,21 @@ static tqkv_result tqkv__check_entries(const tqkv__attention *a, int64_t first, 
 {
     tqkv_result r = TQKV_OK;
     for (int i = 0; r == TQKV_OK && i < TQKV__STREAMS; i++) {
-        const tqkv__range all = {first, end}, range = tqkv__positions_read(a, i, all);
+        const tqkv__range all = {first, end}, range = tqkv__positions_read(a, i, all, 0);
         if (tqkv__stream_read(a, i)) r = tqkv__check_pages(tqkv__stream_read(a, i), range.from, range.to);
     }
+    return r;
+}
+
+/* As tqkv__check_entries, for the positions that are no longer resident. */
+static tqkv_result tqkv__check_kept(const tqkv__attention *a)
+{
+    const tqkv__range kept = {0, a->kept}, seen = tqkv__visible_to(a, 0, a->call.n_queries - 1, kept);
+    const int streams[3] = {TQKV__FIRST_HALVES, TQKV__FIRST_HALVES + 1, TQKV__FIRST_TAIL};
+    tqkv_result r = TQKV_OK;
+    for (int i = 0; r == TQKV_OK && a->kept && i < 3; i++)
+        if (tqkv__stream_read(a, streams[i]))
+            r = tqkv__check_pages(tqkv__stream_read(a, streams[i]), seen.from, seen.to);
     return r;
 }
 
@@ -9753,14 +10681,18 @@ static tqkv_result tqkv__check_entries(const tqkv__attention *a, int64_t first, 
 static tqkv_result tqkv__check_seen(const tqkv__attention *a, tqkv__range range)
 {
     const int64_t first = a->call.end - a->call.n_queries; /* of the tree */
-    if (a->call.list) return tqkv__check_lists_seen(a, range);
+    tqkv_result r = tqkv__check_kept(a);
+    if (r == TQKV_OK && a->call.list) r = tqkv__check_lists_seen(a, range);
+    if (r != TQKV_OK || a->call.list) return r;
     const tqkv__range seen = tqkv__visible_to(a, 0, a->call.n_queries - 1, range);
     const int64_t base = a->call.tree && first < seen.to ? first : seen.to;
-    tqkv_result r = tqkv__check_entries(a, seen.from, base);
+    r = tqkv__check_entries(a, seen.from, base);
     for (int64_t at = base < seen.from ? seen.from : base; r == TQKV_OK && at < seen.to; at++)
         if (tqkv__tree_has(a, (int)(at - first))) r = tqkv__check_entries(a, at, at + 1);
     return r;
 }
+
+/* >>tile: the order of decoded values, tiles, and the sums of a tile, of a piece and of a stretch */
 
 /* from: [rows][columns] -> to: [columns][rows], plus zero */
 static inline void tqkv__transpose(const float *from, int rows, int columns, float zero, float *to)
@@ -9849,7 +10781,7 @@ static int tqkv__tile_length(const tqkv__attention *a, const tqkv__place *place,
     if (n > border) n = border;
     if (n > key_room) n = key_room;
     if (n > value_room) n = value_room;
-    if (a->call.tail && n > tqkv__tile_room(&a->tail, position)) n = tqkv__tile_room(&a->tail, position);
+    if (a->call.tail && n > tqkv__tile_room(place->tail, position)) n = tqkv__tile_room(place->tail, position);
     return (int)n;
 }
 
@@ -9897,7 +10829,7 @@ static void tqkv__find_runs(const tqkv__attention *a, const tqkv__place *place, 
     tile->place = *place;
     tqkv__open_run(place->keys, tile->position, tile->n, end, &tile->keys);
     tqkv__open_run(place->values, tile->position, tile->n, end, &tile->values);
-    if (a->call.tail) tqkv__open_run(&a->tail, tile->position, tile->n, end, &tile->tail);
+    if (a->call.tail) tqkv__open_run(place->tail, tile->position, tile->n, end, &tile->tail);
 }
 
 /* Asks for a line of each 4 KiB of the next tile, and for its norms, a tile early. The loops ask for the other lines, but late
@@ -10001,17 +10933,28 @@ static TQKV__NOINLINE void tqkv__merge_sums(const tqkv__sums *into, const tqkv__
 #define TQKV__STRETCH 2048
 #define TQKV__PIECE   256
 
-/* The scores of a tile: the sum of those of the parts of the keys, in their order. q: as tqkv__arrange_queries gives them */
-static void tqkv__score_tile(tqkv__tile *tile, const float *q, int n_rows)
+/* Floats of an arranged query, without its second digits. */
+static size_t tqkv__first_floats(const tqkv__attention *a)
+{
+    return (size_t)(a->key_dim + (a->exact[0][0] || a->exact[1][0] ? a->keys.head_dim : 0));
+}
+
+/* The scores of a tile: the sum of those of the parts of the keys, in their order, and of the second digits. q, digits: as
+   tqkv__arrange_queries gives them */
+static void tqkv__score_tile(tqkv__tile *tile, const float *q, int digits, int n_rows)
 {
     const tqkv__attention *a = tile->streams;
     float *scores = tile->scores + tile->begin;
-    const int before = tile->place.keys == &a->keys ? 0 : a->key_dim; /* dimensions of q before those for halves */
-    a->isa->score_tile(tile->place.keys, tile->kv_head, &tile->keys, q + (size_t)n_rows * (size_t)before, n_rows, false,
-                       scores);
-    if (!a->call.tail) return;
-    a->isa->score_tile(&a->tail, tile->kv_head, &tile->tail, q + (size_t)n_rows * (size_t)a->keys.head_dim, n_rows,
-                       true, scores);
+    const bool codes = tile->place.keys == &a->keys;
+    const size_t all = (size_t)n_rows, of_keys = all * (size_t)a->keys.head_dim;
+    const float *rest = q + all * tqkv__first_floats(a);
+    a->isa->score_tile(tile->place.keys, tile->kv_head, &tile->keys, codes ? q : q + all * (size_t)a->key_dim, n_rows,
+                       false, scores);
+    if (a->call.tail)
+        a->isa->score_tile(tile->place.tail, tile->kv_head, &tile->tail, q + of_keys, n_rows, true, scores);
+    if ((digits & 1) && codes) a->isa->score_tile(&a->keys, tile->kv_head, &tile->keys, rest, n_rows, true, scores);
+    if (digits & 2)
+        a->isa->score_tile(tile->place.tail, tile->kv_head, &tile->tail, rest + of_keys, n_rows, true, scores);
 }
 
 /* Sums of values have the order of the stream that is added to them: brings them into that of another. */
@@ -10029,6 +10972,8 @@ static void tqkv__turn_sums(const tqkv__attention *a, const tqkv__stream *from, 
     }
 }
 
+/* >>walk: an item from tile to tile */
+
 /* An item at work: its queries as tqkv__arrange_queries gives them, what centres add to its scores, and its sums, of a piece
    and of a stretch. A tile's values are added after the next tile's scores. These steps are independent, and the processor
    overlaps them. */
@@ -10036,14 +10981,17 @@ typedef struct tqkv__work {
     const tqkv__attention *a;
     const tqkv__item *item;
     const float *q, *offsets;
+    int digits;        /* of the queries: see tqkv__arrange_queries */
     tqkv__tile *tiles; /* [2] */
     tqkv__tile *before;
     tqkv__sums piece, sums;
-    const tqkv__list *list;          /* or NULL: ranks are positions */
-    tqkv__range common;              /* what all rows see of a stretch, without a list */
-    bool small_pages, odd_rings;     /* pages, or rings, may end within a tile */
-    const tqkv__attention *gathered; /* streams in scratch, for rows that do not lie together */
-    tqkv__ranks ranks[3];            /* likewise: of the tile before, of this one and of the next */
+    const tqkv__list *list;           /* or NULL: ranks are positions */
+    int64_t exact[2];                 /* tqkv__exact_at of the first and the last row's query */
+    tqkv__range passes[TQKV__PASSES]; /* of ranks, in a stretch */
+    tqkv__range common[TQKV__PASSES]; /* what all rows see of these, without a list */
+    bool small_pages, odd_rings;      /* pages, or rings, may end within a tile */
+    const tqkv__attention *gathered;  /* streams in scratch, for rows that do not lie together */
+    tqkv__ranks ranks[3];             /* likewise: of the tile before, of this one and of the next */
 } tqkv__work;
 
 /* What the rows see together of a range of positions or, with a list, ranks. */
@@ -10069,21 +11017,74 @@ static tqkv__range tqkv__common_range(const tqkv__work *w, tqkv__range range)
     return all;
 }
 
+/* Finds the passes through a range of positions or ranks or, for `kept`, through what is no longer resident, and what all rows see of
+   them. Without halves of the newest all is in the last. */
+static void tqkv__find_passes(tqkv__work *w, tqkv__range range, bool kept)
+{
+    const tqkv__range none = {0, 0}, before = {0, w->a->kept};
+    for (int pass = 0; pass < TQKV__PASSES; pass++) w->passes[pass] = w->common[pass] = none;
+    if (kept) {
+        const int group = w->a->group, last_row = w->item->first_row + w->item->n_rows - 1;
+        w->passes[TQKV__GONE] = tqkv__visible_to(w->a, w->item->first_row / group, last_row / group, before);
+        if (!w->list) w->common[TQKV__GONE] = tqkv__common_range(w, before);
+        return;
+    }
+    const int64_t low = w->list ? tqkv__rank_of(w->list, w->exact[0]) : w->exact[0];
+    const int64_t high = w->list ? tqkv__rank_of(w->list, w->exact[1]) : w->exact[1];
+    tqkv__range *older = &w->passes[TQKV__OLDER], *newest = &w->passes[TQKV__NEWEST];
+    *older = *newest = tqkv__range_of_rows(w, range);
+    if (older->to > high) older->to = high;
+    if (newest->from < low) newest->from = low;
+    if (w->list) return;
+    older = &w->common[TQKV__OLDER];
+    newest = &w->common[TQKV__NEWEST];
+    *older = *newest = tqkv__common_range(w, range);
+    if (older->to > low) older->to = low;
+    if (newest->from < high) newest->from = high;
+}
+
+/* The part of a range that a query reads in a pass. */
+static tqkv__range tqkv__range_in_pass(const tqkv__work *w, int pass, int query, tqkv__range range)
+{
+    const tqkv__range kept = {0, w->a->kept};
+    const int64_t exact = tqkv__exact_at(w->a, query);
+    if (pass == TQKV__GONE) return kept;
+    if (pass == TQKV__OLDER && range.to > exact) range.to = exact;
+    if (pass == TQKV__NEWEST && range.from < exact) range.from = exact;
+    return range;
+}
+
+/* Takes from a span of a tile what its query's list does not name of the positions that are no longer resident. */
+static void tqkv__hide_kept(const tqkv__list *l, const tqkv__tile *tile, tqkv__span *span)
+{
+    bool seen = false;
+    for (int j = span->from; j < span->to; j++) {
+        const int64_t position = tile->position + (j - tile->begin), block = position >> l->shift;
+        const int64_t at = tqkv__entry_at(l->row, l->n_row, block);
+        if (position < l->kept_from && (at == l->n_row || l->row[at] != block)) span->hidden |= (uint64_t)1 << j;
+        seen = seen || !(span->hidden >> j & 1);
+    }
+    if (!seen) span->to = span->from;
+}
+
 /* Finds what each row sees of a tile; false: none sees any of it. */
 static bool tqkv__find_spans(const tqkv__work *w, tqkv__range range, tqkv__tile *tile)
 {
+    const int pass = tile->place.number / 2, group = w->a->group;
+    const tqkv__range *common = &w->common[pass];
     const tqkv__item *item = w->item;
-    const int group = w->a->group;
-    tqkv__span span = {tile->begin, tile->begin + tile->n, w->list ? tile->ranks->hidden << tile->begin : 0};
+    const bool listed = w->list && pass != TQKV__GONE;
+    tqkv__span span = {tile->begin, tile->begin + tile->n, listed ? tile->ranks->hidden << tile->begin : 0};
     bool seen = false;
     tile->whole = !span.hidden;
-    if (w->list || (tile->position >= w->common.from && tile->position + tile->n <= w->common.to)) {
+    if (listed || (tile->position >= common->from && tile->position + tile->n <= common->to)) {
         for (int row = 0; row < item->n_rows; row++) tile->spans[row] = span;
         return true;
     }
     for (int row = 0; row < item->n_rows;) {
         const int query = (item->first_row + row) / group, next = (query + 1) * group - item->first_row;
-        span = tqkv__span_of(w->a, query, tile, range);
+        span = tqkv__span_of(w->a, query, tile, tqkv__range_in_pass(w, pass, query, range));
+        if (w->list) tqkv__hide_kept(w->list, tile, &span);
         for (; row < next && row < item->n_rows; row++) tile->spans[row] = span;
         seen = seen || span.to > span.from;
         tile->whole = tile->whole && span.to - span.from == tile->n && !span.hidden;
@@ -10101,20 +11102,21 @@ static inline void tqkv__copy_row(uint8_t *to, const uint8_t *from, size_t size)
 
 /* size and norms (floats a row) may be constants. */
 static TQKV__INLINE void tqkv__gather_rows(const uint8_t *codes, const float *of_rows, const size_t size,
-                                           const size_t norms, const int32_t *slots, int n, uint8_t *row, float *norm)
+                                           const size_t norms, const int32_t *slot_list, int n, uint8_t *row,
+                                           float *norm)
 {
     for (int j = 0; j < n; j++, row += size) {
-        const size_t from = slots[j] < 0 ? 0 : (size_t)slots[j];
-        if (slots[j] < 0)
+        const size_t from = slot_list[j] < 0 ? 0 : (size_t)slot_list[j];
+        if (slot_list[j] < 0)
             memset(row, 0, size);
         else
             tqkv__copy_row(row, codes + from * size, size);
-        for (size_t i = 0; i < norms; i++) *norm++ = slots[j] < 0 ? 0.0f : of_rows[from * norms + i];
+        for (size_t i = 0; i < norms; i++) *norm++ = slot_list[j] < 0 ? 0.0f : of_rows[from * norms + i];
     }
 }
 
 /* Copies rows to slots of another stream from `slot` on; those that are hidden become zeros, because they may be NaN. */
-static void tqkv__gather(const tqkv__stream *from, int kv_head, const tqkv__ranks *ranks, const int32_t *slots,
+static void tqkv__gather(const tqkv__stream *from, int kv_head, const tqkv__ranks *ranks, const int32_t *slot_list,
                          const tqkv__stream *to, int slot)
 {
     const uint8_t *codes = tqkv__codes_at(from, kv_head, 0);
@@ -10123,28 +11125,28 @@ static void tqkv__gather(const tqkv__stream *from, int kv_head, const tqkv__rank
     float *norm = tqkv__norms_at(to, 0, slot);
     const size_t size = from->row_bytes, norms = norm ? (size_t)from->norms_per_row : 0;
     if (size == 64 && norms == 1) /* TQ4 of 128: 0.9 times as long */
-        tqkv__gather_rows(codes, of_rows, 64, 1, slots, ranks->n, row, norm);
+        tqkv__gather_rows(codes, of_rows, 64, 1, slot_list, ranks->n, row, norm);
     else
-        tqkv__gather_rows(codes, of_rows, size, norms, slots, ranks->n, row, norm);
+        tqkv__gather_rows(codes, of_rows, size, norms, slot_list, ranks->n, row, norm);
 }
 
 /* Asks for the rows of a tile, to the L1 cache. With requests to the L2 a list of 2,048 of 32,768 positions takes 1.4 times as
    long from memory (TQ4 of 128, group 4, blocks of 1, Zen 5), and F16 of 512, whose tiles are larger than an L1, as long. */
-static void tqkv__ask(const tqkv__stream *s, int kv_head, const tqkv__ranks *ranks, const int32_t *slots)
+static void tqkv__ask(const tqkv__stream *s, int kv_head, const tqkv__ranks *ranks, const int32_t *slot_list)
 {
     const size_t norms = (size_t)s->norms_per_row * sizeof(float), size = s->row_bytes;
     const uint8_t *codes = tqkv__codes_at(s, kv_head, 0), *of_rows = (const uint8_t *)tqkv__norms_at(s, kv_head, 0);
     if (ranks->together) {
-        tqkv__prefetch(TQKV__L1, codes + (size_t)slots[0] * size, (size_t)ranks->n * size);
-        if (norms) tqkv__prefetch(TQKV__L1, of_rows + (size_t)slots[0] * norms, (size_t)ranks->n * norms);
+        tqkv__prefetch(TQKV__L1, codes + (size_t)slot_list[0] * size, (size_t)ranks->n * size);
+        if (norms) tqkv__prefetch(TQKV__L1, of_rows + (size_t)slot_list[0] * norms, (size_t)ranks->n * norms);
         return;
     }
     for (int j = 0; j < ranks->n; j++) {
-        if (slots[j] < 0) continue;
-        const uint8_t *row = codes + (size_t)slots[j] * size;
+        if (slot_list[j] < 0) continue;
+        const uint8_t *row = codes + (size_t)slot_list[j] * size;
         tqkv__prefetch(TQKV__L1, row, 1); /* by the line: a loop over a size takes 1.1 times as long in all */
         for (size_t i = 64; i < size; i += 64) tqkv__prefetch(TQKV__L1, row + i, 1);
-        if (norms) tqkv__prefetch(TQKV__L1, of_rows + (size_t)slots[j] * norms, 1);
+        if (norms) tqkv__prefetch(TQKV__L1, of_rows + (size_t)slot_list[j] * norms, 1);
     }
 }
 
@@ -10152,7 +11154,7 @@ static void tqkv__ask_keys(const tqkv__attention *a, int kv_head, const tqkv__ra
 {
     if (!ranks->n) return;
     tqkv__ask(ranks->place.keys, kv_head, ranks, ranks->keys);
-    if (a->call.tail) tqkv__ask(&a->tail, kv_head, ranks, ranks->tail);
+    if (a->call.tail) tqkv__ask(ranks->place.tail, kv_head, ranks, ranks->tail);
 }
 
 static void tqkv__ask_values(const tqkv__attention *a, int kv_head, const tqkv__ranks *ranks)
@@ -10198,7 +11200,7 @@ static void tqkv__end_piece_before(const tqkv__work *w, const tqkv__tile *tile)
 static void tqkv__attend_tile(tqkv__work *w, tqkv__tile *tile)
 {
     const int n_rows = w->item->n_rows;
-    tqkv__score_tile(tile, w->q, n_rows);
+    tqkv__score_tile(tile, w->q, w->digits, n_rows);
     if (tile->ranks) tqkv__ask_values(w->a, w->item->kv_head, tile->ranks);
     tqkv__add_before(w);
     tqkv__end_piece_before(w, tile);
@@ -10211,12 +11213,12 @@ static void tqkv__touch_streams(const tqkv__tile *tile)
 {
     const tqkv__attention *a = tile->streams;
     tqkv__touch_next(tile->place.keys, tile->kv_head, &tile->keys);
-    if (a->call.tail) tqkv__touch_next(&a->tail, tile->kv_head, &tile->tail);
+    if (a->call.tail) tqkv__touch_next(tile->place.tail, tile->kv_head, &tile->tail);
     if (!a->shared) tqkv__touch_next(tile->place.values, tile->kv_head, &tile->values);
 }
 
-/* -- Lists, small pages and the ends of rings: tiles of ranks. Scattered rows are gathered into scratch, where they are a tile as
-   others are. -- */
+/* >>gather: lists, small pages and the ends of rings: tiles of ranks. Scattered rows are gathered into scratch, where they
+   are a tile as others are. */
 
 /* Bytes of the scratch of a stream: rows of two tiles, then their norms. */
 static size_t tqkv__gathered_codes(const tqkv__stream *s) { return (2 * TQKV__TILE * s->row_bytes + 63) / 64 * 64; }
@@ -10265,7 +11267,7 @@ static void tqkv__open_gathered(const tqkv__attention *a, float *scratch, tqkv__
 }
 
 /* The slots of n positions; -1 where a page is none: nothing sees it, for it would have been refused. */
-static void tqkv__slots_of(const tqkv__stream *s, int64_t position, int n, int32_t *slots)
+static void tqkv__slots_of(const tqkv__stream *s, int64_t position, int n, int32_t *slot_list)
 {
     const int size = s->pages ? s->page_size : n, n_pages = s->pages ? s->capacity / size : 0;
     const int32_t *page = s->pages ? s->pages + position / size : NULL;
@@ -10274,27 +11276,27 @@ static void tqkv__slots_of(const tqkv__stream *s, int64_t position, int n, int32
         const bool known = !page || (*page >= 0 && *page < n_pages);
         int slot = page ? *page++ * (known ? size : 0) + at : at;
         const int room = page ? size - at : s->capacity - at;
-        for (end = n - j < room ? n : j + room; j < end; j++) slots[j] = known ? slot++ : -1;
+        for (end = n - j < room ? n : j + room; j < end; j++) slot_list[j] = known ? slot++ : -1;
     }
 }
 
-static void tqkv__find_slots(const tqkv__stream *s, const tqkv__list *l, const tqkv__ranks *ranks, int32_t *slots)
+static void tqkv__find_slots(const tqkv__stream *s, const tqkv__list *l, const tqkv__ranks *ranks, int32_t *slot_list)
 {
     const bool hidden = ranks->hidden && !ranks->together;
     if (!l) {
-        tqkv__slots_of(s, ranks->rank, ranks->n, slots);
+        tqkv__slots_of(s, ranks->rank, ranks->n, slot_list);
         return;
     }
     if (!s->pages && !s->ring && !hidden && l->shift == 0 && ranks->rank + ranks->n <= l->base + l->n_before) {
         /* The entries are the slots. */
-        memcpy(slots, l->entries + (ranks->rank - l->base), (size_t)ranks->n * sizeof *slots);
+        memcpy(slot_list, l->entries + (ranks->rank - l->base), (size_t)ranks->n * sizeof *slot_list);
         return;
     }
     for (int j = 0, left; j < ranks->n;) { /* block after block */
         int64_t position = tqkv__position_of(l, ranks->rank + j);
         left = (1 << l->shift) - (int)((ranks->rank + j - l->base) & ((1 << l->shift) - 1));
         for (; left > 0 && j < ranks->n; left--, j++, position++)
-            slots[j] = hidden && ranks->hidden >> j & 1 ? -1 : tqkv__slot(s, position);
+            slot_list[j] = hidden && ranks->hidden >> j & 1 ? -1 : tqkv__slot(s, position);
     }
 }
 
@@ -10307,14 +11309,14 @@ static void tqkv__find_slots_of(const tqkv__attention *a, const tqkv__list *l, t
         memcpy(ranks->values, ranks->keys, (size_t)ranks->n * sizeof *ranks->keys);
     else
         tqkv__find_slots(v, l, ranks, ranks->values);
-    if (a->call.tail) tqkv__find_slots(&a->tail, l, ranks, ranks->tail);
+    if (a->call.tail) tqkv__find_slots(ranks->place.tail, l, ranks, ranks->tail);
 }
 
-static bool tqkv__in_order(const int32_t *slots, int n)
+static bool tqkv__in_order(const int32_t *slot_list, int n)
 {
     int32_t differs = 0;
-    for (int j = 0; j < n; j++) differs |= slots[j] ^ (slots[0] + j);
-    return !differs && slots[0] >= 0;
+    for (int j = 0; j < n; j++) differs |= slot_list[j] ^ (slot_list[0] + j);
+    return !differs && slot_list[0] >= 0;
 }
 
 /* Whether the rows of a tile lie together, although pages end within it. */
@@ -10324,37 +11326,61 @@ static bool tqkv__lies_together(const tqkv__attention *a, const tqkv__ranks *ran
            (!a->call.tail || tqkv__in_order(ranks->tail, ranks->n));
 }
 
-/* Finds the next tile of ranks [rank, end); n is 0 if there is none. A list's tile has something that its query sees. */
-static void tqkv__find_ranks(const tqkv__work *w, int64_t rank, int64_t end, tqkv__ranks *ranks)
+/* Ranks of a pass. */
+static const tqkv__list *tqkv__list_in_pass(const tqkv__work *w, int pass)
+{
+    return pass == TQKV__GONE ? NULL : w->list;
+}
+
+/* Finds the tile of the ranks from `rank` to at most `end`; its n is 0 if a list's query sees none of it. Returns the rank behind. */
+static int64_t tqkv__find_ranks_at(const tqkv__work *w, int pass, int64_t rank, int64_t end, tqkv__ranks *ranks)
 {
     const tqkv__attention *a = w->a;
+    const tqkv__list *l = tqkv__list_in_pass(w, pass);
     const bool scattered = w->small_pages || w->odd_rings;
+    int64_t n = TQKV__TILE - rank % TQKV__TILE;
+    if (n > end - rank) n = end - rank;
+    const int64_t position = tqkv__position_of(l, rank), last = tqkv__position_of(l, rank + n - 1);
+    const bool together = last - position == n - 1;
     ranks->n = 0;
-    for (int64_t n; rank < end; rank += n) {
-        n = TQKV__TILE - rank % TQKV__TILE;
-        if (n > end - rank) n = end - rank;
-        const int64_t position = tqkv__position_of(w->list, rank), last = tqkv__position_of(w->list, rank + n - 1);
-        const bool together = last - position == n - 1;
-        ranks->place = tqkv__place_at(a, position);
-        if (together)
-            n = tqkv__tile_length(a, &ranks->place, position, last + 1); /* as without a list */
-        else if (last >= ranks->place.end)
-            n = tqkv__rank_of(w->list, ranks->place.end) - rank;
-        ranks->together = together && !scattered;
-        ranks->hidden = tqkv__hidden_ranks(a, w->item->first_row / a->group, w->list, rank, (int)n);
-        if (ranks->hidden == tqkv__bits_below((int)n)) continue;
-        ranks->rank = rank;
-        ranks->n = (int)n;
-        tqkv__find_slots_of(a, w->list, ranks);
-        if (scattered) ranks->together = tqkv__lies_together(a, ranks);
-        return;
+    ranks->place = tqkv__place_at(a, position, pass);
+    if (together)
+        n = tqkv__tile_length(a, &ranks->place, position, last + 1); /* as without a list */
+    else if (last >= ranks->place.end)
+        n = tqkv__rank_of(l, ranks->place.end) - rank;
+    ranks->together = together && !scattered;
+    ranks->hidden = tqkv__hidden_ranks(a, w->item->first_row / a->group, l, rank, (int)n);
+    if (ranks->hidden == tqkv__bits_below((int)n)) return rank + n;
+    ranks->rank = rank;
+    ranks->n = (int)n;
+    tqkv__find_slots_of(a, l, ranks);
+    if (scattered) ranks->together = tqkv__lies_together(a, ranks);
+    return rank + n;
+}
+
+/* Finds the next tile of ranks from `rank` of a pass on; n is 0 if there is none. */
+static void tqkv__find_ranks(const tqkv__work *w, int pass, int64_t rank, tqkv__ranks *ranks)
+{
+    ranks->n = 0;
+    for (;;) {
+        while (rank < w->passes[pass].to && !ranks->n)
+            rank = tqkv__find_ranks_at(w, pass, rank, w->passes[pass].to, ranks);
+        if (ranks->n || ++pass == TQKV__PASSES) return;
+        rank = w->passes[pass].from;
     }
 }
 
-/* Slots of a tile: those of its rows, if these are together, else in scratch. ahead: the next tile's first slot, or -1 */
-static tqkv__run tqkv__run_of_ranks(const tqkv__ranks *ranks, const int32_t *slots, int scratch, int64_t ahead)
+/* The first one of a stretch. */
+static void tqkv__find_first_ranks(const tqkv__work *w, tqkv__ranks *ranks)
 {
-    const tqkv__run run = {ranks->together ? slots[0] : scratch, ranks->n, ahead < 0 ? 0 : (int)ahead - slots[0]};
+    tqkv__find_ranks(w, 0, w->passes[0].from, ranks);
+}
+
+/* Slots of a tile: those of its rows, if these are together, else in scratch. ahead: the next tile's first slot, or -1 */
+static tqkv__run tqkv__run_of_ranks(const tqkv__ranks *ranks, const int32_t *slot_list, int scratch, int64_t ahead)
+{
+    const tqkv__run run = {ranks->together ? slot_list[0] : scratch, ranks->n,
+                           ahead < 0 ? 0 : (int)ahead - slot_list[0]};
     return run;
 }
 
@@ -10366,7 +11392,8 @@ static tqkv__tile *tqkv__place_tile(const tqkv__work *w, const tqkv__ranks *rank
     const int kv_head = tile->kv_head, slot = tile == w->tiles ? 0 : TQKV__TILE;
     const bool ahead = ranks->together && next->n && next->together && ranks->place.keys == next->place.keys &&
                        ranks->place.values == next->place.values; /* the loops ask for the next tile */
-    tile->place = tqkv__place_at(streams, tqkv__position_of(w->list, ranks->rank));
+    const int pass = ranks->place.number / 2;
+    tile->place = tqkv__place_at(streams, tqkv__position_of(tqkv__list_in_pass(w, pass), ranks->rank), pass);
     tile->keys = tqkv__run_of_ranks(ranks, ranks->keys, slot, ahead ? next->keys[0] : -1);
     tile->values = tqkv__run_of_ranks(ranks, ranks->values, slot, ahead ? next->values[0] : -1);
     if (a->call.tail) tile->tail = tqkv__run_of_ranks(ranks, ranks->tail, slot, ahead ? next->tail[0] : -1);
@@ -10377,34 +11404,35 @@ static tqkv__tile *tqkv__place_tile(const tqkv__work *w, const tqkv__ranks *rank
     tile->ranks = ranks;
     if (ranks->together) return tile;
     tqkv__gather(ranks->place.keys, kv_head, ranks, ranks->keys, tile->place.keys, slot);
-    if (a->call.tail) tqkv__gather(&a->tail, kv_head, ranks, ranks->tail, &streams->tail, slot);
+    if (a->call.tail) tqkv__gather(ranks->place.tail, kv_head, ranks, ranks->tail, tile->place.tail, slot);
     tile->streams = streams;
     tile->kv_head = 0;
     return tile;
 }
 
 /* A tile in which a ring wraps: its rows are gathered. */
-static tqkv__tile *tqkv__wrapped_tile(tqkv__work *w, int64_t position, int64_t end)
+static tqkv__tile *tqkv__wrapped_tile(tqkv__work *w, int pass, int64_t position)
 {
     tqkv__ranks *ranks = &w->ranks[w->before == &w->tiles[0]]; /* those of the tile before are in use */
     w->ranks[2].n = 0;                                         /* no tile to ask for */
-    tqkv__find_ranks(w, position, end, ranks);
+    tqkv__find_ranks(w, pass, position, ranks);
     return tqkv__place_tile(w, ranks, &w->ranks[2]);
 }
 
-/* Adds a range of positions to the sums of an item's rows. */
-static void tqkv__attend_rows(tqkv__work *w, tqkv__range range)
+/* Adds a pass through a range of positions to the sums of an item's rows. */
+static void tqkv__attend_rows(tqkv__work *w, int pass, tqkv__range range)
 {
     const tqkv__attention *a = w->a;
-    const tqkv__range seen = tqkv__range_of_rows(w, range);
-    tqkv__place place = tqkv__place_at(a, seen.from);
+    const tqkv__range seen = w->passes[pass];
+    tqkv__place place = tqkv__place_at(a, seen.from, pass);
     for (int64_t position = seen.from, n; position < seen.to; position += n) {
-        if (position >= place.end) place = tqkv__place_at(a, position);
+        if (position >= place.end) place = tqkv__place_at(a, position, pass);
         n = tqkv__tile_length(a, &place, position, seen.to);
         const bool wraps =
             w->odd_rings && (tqkv__wraps(place.keys, position, n) || tqkv__wraps(place.values, position, n) ||
-                             (a->call.tail && tqkv__wraps(&a->tail, position, n)));
-        tqkv__tile *tile = wraps ? tqkv__wrapped_tile(w, position, seen.to) : tqkv__next_tile(w, position, (int)n);
+                             (a->call.tail && tqkv__wraps(place.tail, position, n)));
+        tqkv__tile *tile = wraps ? tqkv__wrapped_tile(w, pass, position) : tqkv__next_tile(w, position, (int)n);
+        if (!wraps) tile->place = place;
         if (!tqkv__find_spans(w, range, tile)) continue; /* a tree hides it */
         if (!wraps) tqkv__find_runs(a, &place, seen.to, tile);
         if (!wraps && position + n < seen.to) tqkv__touch_streams(tile);
@@ -10420,12 +11448,12 @@ static bool tqkv__heads_follow(const tqkv__attention *a)
 }
 
 /* Asks for the first tile of the next KV head, which has the same list and comes next: nothing else would in time. */
-static void tqkv__ask_next_head(const tqkv__work *w, tqkv__range seen)
+static void tqkv__ask_next_head(const tqkv__work *w)
 {
     tqkv__ranks ranks;
     const int kv_head = w->item->kv_head + 1;
     if (!w->list || kv_head == w->a->n_kv_heads || !tqkv__heads_follow(w->a)) return;
-    tqkv__find_ranks(w, seen.from, seen.to, &ranks);
+    tqkv__find_first_ranks(w, &ranks);
     tqkv__ask_keys(w->a, kv_head, &ranks);
     tqkv__ask_values(w->a, kv_head, &ranks);
 }
@@ -10436,14 +11464,13 @@ static void tqkv__attend_ranks(tqkv__work *w, tqkv__range range)
     const tqkv__attention *a = w->a;
     const int kv_head = w->item->kv_head;
     const bool asked = w->list && kv_head > 0 && tqkv__heads_follow(a);
-    const tqkv__range seen = tqkv__range_of_rows(w, range);
-    tqkv__find_ranks(w, seen.from, seen.to, &w->ranks[0]);
+    tqkv__find_first_ranks(w, &w->ranks[0]);
     if (!asked) tqkv__ask_keys(a, kv_head, &w->ranks[0]);
     for (int now = 0; w->ranks[now].n; now = (now + 1) % 3) {
         const tqkv__ranks *ranks = &w->ranks[now];
         tqkv__ranks *next = &w->ranks[(now + 1) % 3];
-        tqkv__find_ranks(w, ranks->rank + ranks->n, seen.to, next);
-        if (!next->n) tqkv__ask_next_head(w, seen);
+        tqkv__find_ranks(w, ranks->place.number / 2, ranks->rank + ranks->n, next);
+        if (!next->n) tqkv__ask_next_head(w);
         tqkv__tile *tile = tqkv__place_tile(w, ranks, next);
         tqkv__find_spans(w, range, tile);
         tqkv__attend_tile(w, tile);
@@ -10461,6 +11488,7 @@ typedef struct tqkv__part {
     tqkv__range slice;            /* the positions looked at */
     tqkv__range seen;             /* by some query; of lists: ranks */
     int64_t stretch, n_stretches; /* the first stretch, and their number */
+    bool kept;                    /* the first stretch is what is no longer resident */
     int n_rows; /* of a KV head that may share an item: all of them, or with a list those of a query */
     int rows_each, n_items;
     int first_unit;       /* units of the parts before, in this wave */
@@ -10503,50 +11531,69 @@ static const void *tqkv__query_part(const tqkv__attention *a, const void *query,
     return (const uint8_t *)query + (part ? (size_t)a->keys.head_dim * tqkv__type_size(a->call.query_type) : 0);
 }
 
-/* Brings part 0 or 1 of an item's queries into the basis and order of a stream, times scale; arranged: [n_rows][head_dim] */
-static void tqkv__arrange_part(const tqkv__attention *a, const tqkv__item *item, const void *q, int part,
-                               const tqkv__stream *s, float *arranged)
+/* Brings part 0 or 1 of an item's queries into the basis and order of a stream, times scale. arranged: [n_rows][head_dim]; so
+   is rest, the second digits of integers. Whether there are any. */
+static bool tqkv__arrange_part(const tqkv__attention *a, const tqkv__item *item, const void *q, int part,
+                               const tqkv__stream *s, float *arranged, float *rest)
 {
     TQKV__ALIGNED float natural[TQKV_MAX_HEAD_DIM];
+    bool digits = false;
     for (int i = 0; i < item->n_rows; i++, arranged += s->head_dim) {
         const void *query = tqkv__query_at(a, q, tqkv__caller_row(a, item, i));
-        a->isa->codec->widen(a->call.query_type, tqkv__query_part(a, query, part), NULL, s->head_dim, natural);
-        if (s->rotated && a->call.query_basis == TQKV_ORIGINAL) a->isa->codec->rotate(natural, s->head_dim);
+        const bool original = a->call.query_basis == TQKV_ORIGINAL;
+        const float *scale = original ? tqkv__scale_of(s, item->kv_head) : NULL;
+        a->isa->codec->widen(a->call.query_type, tqkv__query_part(a, query, part), NULL, scale, s->head_dim, natural);
+        if (s->rotated && original) a->isa->codec->rotate(natural, s->head_dim);
         tqkv__scale(natural, s->head_dim, a->call.scale);
-        if (a->round_query && s->kind != TQKV__HALF)
-            a->round_query(s, natural, arranged);
-        else
+        if (!a->round_query || s->kind == TQKV__HALF) {
             tqkv__to_decoded(a->isa, s, natural, arranged);
+            continue;
+        }
+        a->round_query(s, natural, arranged);
+        float *second = rest + (size_t)i * (size_t)s->head_dim;
+        if (tqkv__round_rest(natural, s->head_dim)) {
+            a->round_query(s, natural, second);
+            digits = true;
+        } else {
+            memset(second, 0, (size_t)s->head_dim * sizeof(float));
+        }
     }
+    return digits;
 }
 
-/* Floats of an arranged query. */
+/* Floats of an arranged query with its second digits. */
 static size_t tqkv__query_floats(const tqkv__attention *a)
 {
-    return (size_t)(a->key_dim + (a->exact[0][0] || a->exact[1][0] ? a->keys.head_dim : 0));
+    return tqkv__first_floats(a) + (a->round_query ? (size_t)a->key_dim : 0);
 }
 
-/* arranged: [n_rows][head_dim] of the keys, of the tail and, if some keys are halves, of the keys for these */
-static void tqkv__arrange_queries(const tqkv__attention *a, const tqkv__item *item, const void *q, float *arranged)
+/* arranged: [n_rows][head_dim] of the keys, of the tail and, if some keys are halves, of the keys for these; then second digits of
+   integers, of the keys and of the tail. Returns which of these two have any: 1 and 2. */
+static int tqkv__arrange_queries(const tqkv__attention *a, const tqkv__item *item, const void *q, float *arranged)
 {
-    const size_t n_rows = (size_t)item->n_rows;
-    tqkv__arrange_part(a, item, q, 0, &a->keys, arranged);
-    if (a->call.tail) tqkv__arrange_part(a, item, q, 1, &a->tail, arranged + n_rows * (size_t)a->keys.head_dim);
+    const size_t n_rows = (size_t)item->n_rows, of_keys = n_rows * (size_t)a->keys.head_dim;
+    float *rest = arranged + n_rows * tqkv__first_floats(a);
+    int digits = tqkv__arrange_part(a, item, q, 0, &a->keys, arranged, rest) ? 1 : 0;
+    if (a->call.tail && tqkv__arrange_part(a, item, q, 1, &a->tail, arranged + of_keys, rest + of_keys)) digits |= 2;
     if (a->exact[0][0] || a->exact[1][0])
-        tqkv__arrange_part(a, item, q, 0, &a->ends[!a->exact[0][0]][0], arranged + n_rows * (size_t)a->key_dim);
+        tqkv__arrange_part(a, item, q, 0, &a->ends[!a->exact[0][0]][0], arranged + n_rows * (size_t)a->key_dim, NULL);
+    return digits;
 }
 
-/* q.c, for the centre c of part 0 or 1 of the keys. query: [key_dim], the caller's */
+/* q.c, for the centre c of part 0 or 1 of the keys, in the query's basis. query: [key_dim], the caller's */
 static TQKV__NOINLINE double tqkv__center_product(const tqkv__attention *a, int kv_head, int part, const void *query)
 {
-    float q[TQKV_MAX_HEAD_DIM];
+    float q[TQKV_MAX_HEAD_DIM]; /* first room for the inverses */
     double c[TQKV_MAX_HEAD_DIM], sum = 0.0;
+    const bool coded = a->call.query_basis == TQKV_ROTATED;
     const tqkv__stream *s = part ? &a->tail : &a->keys;
     const float *center = tqkv__center_of(s, kv_head);
     if (!center) return 0.0;
-    for (int d = 0; d < s->head_dim; d++) c[d] = (double)center[d];
-    if (s->rotated && a->call.query_basis == TQKV_ROTATED) tqkv__rotate_double(c, s->head_dim);
-    a->isa->codec->widen(a->call.query_type, tqkv__query_part(a, query, part), NULL, s->head_dim, q);
+    const float *inverses = coded ? tqkv__inverses_of(s, kv_head, 1, q) : NULL;
+    for (int d = 0; d < s->head_dim; d++)
+        c[d] = (double)(inverses ? tqkv__rounded(center[d] * inverses[d]) : center[d]);
+    if (coded && s->rotated) tqkv__rotate_double(c, s->head_dim);
+    a->isa->codec->widen(a->call.query_type, tqkv__query_part(a, query, part), NULL, NULL, s->head_dim, q);
     for (int d = 0; d < s->head_dim; d++) sum += tqkv__rounded_double(c[d] * (double)q[d]);
     return sum;
 }
@@ -10569,7 +11616,7 @@ static void tqkv__find_offsets(const tqkv__attention *a, const tqkv__item *item,
 }
 
 /* Adds the centres to the sums of a row. The keys' belongs to the maximum, where a float has lost the last bits of the
-   sum; they go into the weights. value_center, out: [value_dim], in the values' basis; value_center may be NULL */
+   sum; they go into the weights. value_center, out: [value_dim], in the basis of the values' codes; value_center may be NULL */
 static void tqkv__add_centers(const tqkv__attention *a, double score, const float *value_center, float *out, float *max,
                               float *sum)
 {
@@ -10583,8 +11630,16 @@ static void tqkv__add_centers(const tqkv__attention *a, double score, const floa
     *max = rounded;
 }
 
-/* out = out / (sum + exp(sink - max)), rotated back; zeros if the row saw nothing. out: [value_dim] */
-static TQKV__NOINLINE void tqkv__finish_row(const tqkv__attention *a, int head, float *out, float max, float sum)
+/* out += share * center; share: that of the positions in all weights. center, out: [value_dim] */
+static void tqkv__add_share(const tqkv__attention *a, const float *center, float share, float *out)
+{
+    for (int d = 0; d < a->value_dim; d++) out[d] = TQKV__AS_FLOAT(out[d] + tqkv__rounded(share * center[d]));
+}
+
+/* out = out / (sum + exp(sink - max)), rotated back and scaled, then the centre unless that is NULL; zeros if the row saw nothing.
+   center, out: [value_dim], center in the original basis */
+static TQKV__NOINLINE void tqkv__finish_row(const tqkv__attention *a, int head, const float *center, float *out,
+                                            float max, float sum)
 {
     if (sum == 0.0f) { /* rotated back, half of the zeros would be negative */
         memset(out, 0, (size_t)a->value_dim * sizeof(float));
@@ -10593,33 +11648,50 @@ static TQKV__NOINLINE void tqkv__finish_row(const tqkv__attention *a, int head, 
     const float sink = a->call.sinks ? a->call.sinks[head] : -INFINITY;
     const float largest = sink > max ? sink : max, keep = tqkv__exp(TQKV__AS_FLOAT(max - largest));
     const float of_sink = tqkv__exp(TQKV__AS_FLOAT(sink - largest));
-    tqkv__scale(out, a->value_dim, TQKV__AS_FLOAT(keep / tqkv__sum_of_products(sum, keep, of_sink, 1.0f)));
+    const float all = tqkv__sum_of_products(sum, keep, of_sink, 1.0f);
+    tqkv__scale(out, a->value_dim, TQKV__AS_FLOAT(keep / all));
     if (a->unrotate_output) a->isa->codec->unrotate(out, a->value_dim);
+    if (a->call.output_basis == TQKV_ORIGINAL) tqkv__apply_scale(&a->values, head / a->group, out);
+    if (center) tqkv__add_share(a, center, TQKV__AS_FLOAT(tqkv__rounded(sum * keep) / all), out);
 }
 
-/* Writes an item's sums to the caller; finishes and rounds them unless the call is partial. */
+/* Of integers: see tqkv__one_nan. out: [value_dim] */
+static void tqkv__settle_row(const tqkv__attention *a, float *out, float *max, float *sum)
+{
+    if (!a->round_query) return;
+    for (int d = 0; d < a->value_dim; d++) out[d] = tqkv__one_nan(out[d]);
+    *max = tqkv__one_nan(TQKV__AS_FLOAT(*max + 0.0f)); /* second digits of other rows turn -0 into 0 */
+    *sum = tqkv__one_nan(*sum);
+}
+
+/* Writes an item's sums to the caller; finishes and rounds them unless the call is partial. The values' centre is added to the
+   sums, in the basis of the codes; with a scale, where the row is finished, behind the scale: a channel is then not rounded
+   against larger ones. */
 static TQKV__NOINLINE void tqkv__deliver(const tqkv__part *part, const tqkv__item *item, const tqkv__sums *sums)
 {
     const tqkv__attention *a = part->a;
     float center[TQKV_MAX_HEAD_DIM]; /* of the values */
+    const bool behind = a->values.channel_scale && !part->max && a->call.output_basis == TQKV_ORIGINAL;
+    const float *last = behind ? tqkv__center_of(&a->values, item->kv_head) : NULL;
+    const float *coded = a->values.center && !behind ? center : NULL;
     TQKV__ALIGNED float wide[TQKV_MAX_HEAD_DIM];
     const tqkv_type type = part->max ? TQKV_TYPE_F32 : a->call.output_type;
     const bool scored = (a->keys.center || a->tail.center) && a->call.softcap == 0.0f && (part->max || a->call.sinks);
     memset(center, 0, sizeof center);
-    tqkv__add_center(&a->values, item->kv_head, a->values.rotated, center);
+    if (coded) tqkv__add_center(&a->values, item->kv_head, true, center);
     for (int i = 0; i < item->n_rows; i++) {
         const size_t row = tqkv__caller_row(a, item, i);
         void *to = tqkv__output_at(part, row);
         float *out = type == TQKV_TYPE_F32 ? (float *)to : wide, max = sums->max[i], sum = sums->sum[i];
         const double score = scored ? tqkv__center_score(a, item->kv_head, tqkv__query_at(a, part->q, row)) : 0.0;
         tqkv__to_natural(a->isa, &a->values, sums->out + (size_t)i * (size_t)a->value_dim, out);
-        if (scored || a->values.center) tqkv__add_centers(a, score, a->values.center ? center : NULL, out, &max, &sum);
+        if (scored || coded) tqkv__add_centers(a, score, coded, out, &max, &sum);
+        if (!part->max) tqkv__finish_row(a, (int)(row % (size_t)a->call.n_heads), last, out, max, sum);
+        tqkv__settle_row(a, out, &max, &sum);
         if (part->max) {
             part->max[row] = max;
             part->sum[row] = sum;
-            continue;
         }
-        tqkv__finish_row(a, (int)(row % (size_t)a->call.n_heads), out, max, sum);
         if (out == wide) a->isa->codec->narrow(type, wide, a->value_dim, to);
     }
 }
@@ -10632,8 +11704,8 @@ typedef struct tqkv__queue {
     int n_units, n_tasks;
     int next; /* unit; atomic */
     size_t slot_floats;
-    float *slots;  /* [n_tasks][slot_floats], on cache lines of their own */
-    float *memory; /* that holds them */
+    float *slot_list; /* [n_tasks][slot_floats], on cache lines of their own */
+    float *memory;    /* that holds them */
     size_t size;
 } tqkv__queue;
 
@@ -10645,7 +11717,7 @@ static bool tqkv__queue_open(tqkv__queue *queue, const tqkv_allocator *allocator
     queue->size = ((size_t)queue->n_tasks * queue->slot_floats + more + 16) * sizeof(float);
     queue->memory = (float *)allocator->alloc(allocator->user, queue->size);
     if (!queue->memory) return false;
-    queue->slots = queue->memory + (64 - (uintptr_t)queue->memory % 64) % 64 / sizeof(float);
+    queue->slot_list = queue->memory + (64 - (uintptr_t)queue->memory % 64) % 64 / sizeof(float);
     return true;
 }
 
@@ -10683,7 +11755,7 @@ static tqkv__item tqkv__item_of(const tqkv__part *part, int index)
     return item;
 }
 
-/* The sums of one stretch */
+/* The sums of one stretch; that before the first is of positions that are no longer resident. */
 static void tqkv__attend_stretch(const tqkv__part *part, tqkv__work *w, int64_t stretch, const tqkv__sums *sums)
 {
     const int64_t begin = stretch * TQKV__STRETCH;
@@ -10693,7 +11765,7 @@ static void tqkv__attend_stretch(const tqkv__part *part, tqkv__work *w, int64_t 
     const int n_rows = w->item->n_rows;
     w->before = NULL;
     w->sums = *sums;
-    if (!w->list) w->common = tqkv__common_range(w, range);
+    tqkv__find_passes(w, range, part->kept && stretch == part->stretch);
     tqkv__clear_sums(&w->piece, (size_t)n_rows, part->a->value_dim);
     tqkv__clear_sums(sums, (size_t)n_rows, part->a->value_dim);
     for (int i = 0; i < 2; i++) /* value_tile reads whole vectors behind the last row: no NaN or Inf of old scratch */
@@ -10701,7 +11773,7 @@ static void tqkv__attend_stretch(const tqkv__part *part, tqkv__work *w, int64_t 
     if (w->list || w->small_pages)
         tqkv__attend_ranks(w, range);
     else
-        tqkv__attend_rows(w, range);
+        for (int pass = 0; pass < TQKV__PASSES; pass++) tqkv__attend_rows(w, pass, range);
     tqkv__add_before(w);
     w->a->isa->end_piece(n_rows, w->a->value_dim, &w->piece, sums);
     if (w->before) tqkv__turn_sums(w->a, w->before->place.values, &w->a->values, n_rows, sums->out);
@@ -10742,6 +11814,8 @@ static TQKV__NOINLINE void tqkv__attend_unit(const tqkv__job *job, const tqkv__p
     w.tiles = (tqkv__tile *)(void *)slot;
     w.piece = tqkv__sums_at(next, rows, a->value_dim);
     w.list = a->call.list ? &list : NULL;
+    w.exact[0] = tqkv__exact_at(a, item.first_row / a->group);
+    w.exact[1] = tqkv__exact_at(a, (item.first_row + item.n_rows - 1) / a->group);
     w.small_pages = tqkv__small_pages(a);
     w.odd_rings = tqkv__odd_rings(a);
     w.gathered = &gathered;
@@ -10749,7 +11823,7 @@ static TQKV__NOINLINE void tqkv__attend_unit(const tqkv__job *job, const tqkv__p
     if (w.list) list = tqkv__open_list(a, item.first_row / a->group, item.kv_head, part->slice);
     if (w.list || w.small_pages || w.odd_rings) tqkv__open_gathered(a, next, &gathered);
     next += tqkv__gathered_floats(a);
-    tqkv__arrange_queries(a, &item, part->q, q);
+    w.digits = tqkv__arrange_queries(a, &item, part->q, q);
     tqkv__find_offsets(a, &item, part->q, offsets);
     if (job->spread) {
         const int64_t stretch = unit / part->n_items;
@@ -10784,7 +11858,7 @@ static const tqkv__part *tqkv__part_of(const tqkv__job *job, int unit)
 static void tqkv__attend_task(void *context, int index)
 {
     tqkv__job *job = (tqkv__job *)context;
-    float *slot = job->queue.slots + (size_t)index * job->queue.slot_floats;
+    float *slot = job->queue.slot_list + (size_t)index * job->queue.slot_floats;
     const uint64_t mode = tqkv__fp_exact();
     for (int unit; (unit = tqkv__queue_take(&job->queue)) >= 0;) {
         const tqkv__part *part = tqkv__part_of(job, unit);
@@ -10828,8 +11902,12 @@ static void tqkv__cut(const tqkv__attention *a, tqkv__range slice, const void *q
     part->sum = sum;
     part->slice = slice;
     part->seen = seen;
-    part->stretch = part->wave = seen.from / TQKV__STRETCH;
+    part->stretch = seen.from / TQKV__STRETCH;
     part->n_stretches = seen.to > seen.from ? (seen.to - 1) / TQKV__STRETCH - part->stretch + 1 : 1;
+    part->kept = a->kept && slice.from == a->first && (slice.from < slice.to || slice.to == a->call.end);
+    part->stretch -= part->kept;
+    part->n_stretches += part->kept;
+    part->wave = part->stretch;
     part->n_rows = a->call.list ? a->group : a->call.n_queries * a->group;
     part->rows_each = tqkv__item_rows(a, part->n_rows, part->n_stretches * parts);
     part->n_items = parts * ((part->n_rows - 1) / part->rows_each + 1);
@@ -10934,7 +12012,7 @@ static tqkv_result tqkv__run_job(tqkv__part *parts, int n_parts)
     queue->n_units = (int)n_units;
     if (!job.spread && queue->n_tasks > queue->n_units) queue->n_tasks = queue->n_units;
     if (!tqkv__queue_open(queue, allocator, job.wave_floats + totals)) return TQKV_OUT_OF_MEMORY;
-    job.waves = queue->slots + (size_t)queue->n_tasks * queue->slot_floats;
+    job.waves = queue->slot_list + (size_t)queue->n_tasks * queue->slot_floats;
     if (job.spread)
         tqkv__run_waves(&job, parallel, job.waves + job.wave_floats);
     else
@@ -10942,6 +12020,8 @@ static tqkv_result tqkv__run_job(tqkv__part *parts, int n_parts)
     allocator->free(allocator->user, queue->memory, queue->size);
     return TQKV_OK;
 }
+
+/* >>attend-calls: the arrays of a call, checked, and the public calls of attention */
 
 /* The arrays of one call. No written array may overlap another one. */
 typedef struct tqkv__arrays {
@@ -11199,10 +12279,21 @@ static tqkv_result tqkv__check_slice_range(const tqkv__attention *a, int64_t fir
 
 static tqkv_result tqkv__check_slices_match(const tqkv__attention *a, const tqkv__attention *from)
 {
-    if (from->value_dim == a->value_dim && from->call.n_heads == a->call.n_heads &&
-        from->call.n_queries == a->call.n_queries)
-        return TQKV_OK;
-    return TQKV__INVALID("the slices differ in the values' head_dim, n_heads or n_queries");
+    if (from->value_dim != a->value_dim || from->call.n_heads != a->call.n_heads ||
+        from->call.n_queries != a->call.n_queries)
+        return TQKV__INVALID("the slices differ in the values' head_dim, n_heads or n_queries");
+    if (from->n_kv_heads != a->n_kv_heads && (from->values.channel_scale || a->values.channel_scale))
+        return TQKV__INVALID("the slices differ in n_kv_heads");
+    return tqkv__same_scale(&a->values, &from->values)
+               ? TQKV_OK
+               : TQKV__INVALID("the slices differ in the values' channel_scale");
+}
+
+/* Opens the shape of an attention, and the scale of its values, which is in the sums of its slices. */
+static tqkv_result tqkv__slice_shape(const tqkv_attention *attention, tqkv__attention *a)
+{
+    const tqkv_result r = tqkv__attention_shape(attention, a);
+    return r == TQKV_OK ? tqkv__stream_scale(attention->values, &a->values) : r;
 }
 
 TQKV_API tqkv_result tqkv_attend_partial(const tqkv_attention *attention, const void *q, int64_t first, int count,
@@ -11228,8 +12319,8 @@ TQKV_API tqkv_result tqkv_attend_merge_slice(const tqkv_attention *attention, fl
 {
     tqkv__attention a, from;
     tqkv__arrays arrays = {{NULL}, {0}, 0, sizeof(float)};
-    tqkv_result r = tqkv__attention_shape(attention, &a);
-    if (r == TQKV_OK) r = tqkv__attention_shape(slice, &from);
+    tqkv_result r = tqkv__slice_shape(attention, &a);
+    if (r == TQKV_OK) r = tqkv__slice_shape(slice, &from);
     if (r == TQKV_OK) r = tqkv__check_slices_match(&a, &from);
     if (r != TQKV_OK) return r;
     tqkv__add_slice(&arrays, &a, out, max, sum);
@@ -11243,6 +12334,7 @@ TQKV_API tqkv_result tqkv_attend_merge_slice(const tqkv_attention *attention, fl
         if (from.values.rotated && !a.values.rotated) a.isa->codec->unrotate(source, a.value_dim);
         if (a.values.rotated && !from.values.rotated) a.isa->codec->rotate(source, a.value_dim);
         tqkv__merge_row(a.value_dim, out + row * value_dim, &max[row], &sum[row], source, src_max[row], src_sum[row]);
+        tqkv__settle_row(&a, out + row * value_dim, &max[row], &sum[row]);
     }
     tqkv__fp_restore(mode);
     return TQKV_OK;
@@ -11258,14 +12350,18 @@ TQKV_API tqkv_result tqkv_attend_finish(const tqkv_attention *attention, float *
 {
     tqkv__attention a;
     tqkv__arrays arrays = {{NULL}, {0}, 0, sizeof(float)};
-    tqkv_result r = tqkv__attention_shape(attention, &a);
+    tqkv_result r = tqkv__slice_shape(attention, &a);
     if (r != TQKV_OK) return r;
     tqkv__add_slice(&arrays, &a, out, max, sum);
     if (a.call.sinks) tqkv__add_array(&arrays, a.call.sinks, (size_t)a.call.n_heads * sizeof(float));
+    if (a.values.channel_scale) tqkv__add_array(&arrays, a.values.channel_scale, tqkv__center_size(&a.values));
     if ((r = tqkv__check_arrays(&arrays, 1)) != TQKV_OK) return r;
     const uint64_t mode = tqkv__fp_exact();
-    for (size_t row = 0; row < a.n_rows; row++)
-        tqkv__finish_row(&a, (int)(row % (size_t)a.call.n_heads), out + row * (size_t)a.value_dim, max[row], sum[row]);
+    for (size_t row = 0; row < a.n_rows; row++) {
+        float *at = out + row * (size_t)a.value_dim, of[2] = {max[row], sum[row]};
+        tqkv__finish_row(&a, (int)(row % (size_t)a.call.n_heads), NULL, at, of[0], of[1]);
+        tqkv__settle_row(&a, at, &of[0], &of[1]);
+    }
     tqkv__fp_restore(mode);
     return r;
 }
@@ -11345,7 +12441,8 @@ typedef struct tqkv__scored {
     int first_query, n_queries;
     double *totals;           /* [n_queries], of the block in progress: TQKV_POOL_MEAN */
     float *tile, *sums;       /* [rows of a tile][TQKV__TILE], [n_queries][TQKV__TILE] */
-    float *q;                 /* arranged: [n_queries][n_heads][head_dim] */
+    float *q, *rest;          /* arranged, and second digits: [n_queries][n_heads][head_dim] */
+    int digits;               /* whether there are any */
     float *weights, *offsets; /* [n_queries][n_heads] */
 } tqkv__scored;
 
@@ -11366,19 +12463,20 @@ static tqkv__scored tqkv__open_scored(const tqkv__scoring *job, int item, float 
     s.tile = slot;
     s.sums = s.tile + tqkv__tile_rows(x) * TQKV__TILE;
     s.q = s.sums + each * TQKV__TILE;
-    s.totals = (double *)(void *)(s.q + rows * (size_t)x->a.key_dim);
+    s.rest = s.q + rows * tqkv__first_floats(&x->a);
+    s.totals = (double *)(void *)(s.q + rows * tqkv__query_floats(&x->a));
     s.weights = (float *)(void *)(s.totals + each);
     s.offsets = s.weights + rows;
     return s;
 }
 
 /* Brings the queries of an item into the order of the keys, with their weights and what a centre adds to their scores. */
-static void tqkv__arrange_scored(const tqkv__scoring *job, const tqkv__scored *s)
+static void tqkv__arrange_scored(const tqkv__scoring *job, tqkv__scored *s)
 {
     const tqkv__attention *a = &job->x->a;
     const int n_heads = a->call.n_heads;
     const tqkv__item item = {0, s->first_query * n_heads, s->n_queries * n_heads};
-    tqkv__arrange_queries(a, &item, job->q, s->q);
+    s->digits = tqkv__arrange_queries(a, &item, job->q, s->q);
     for (int i = 0; i < item.n_rows; i++) {
         const size_t row = (size_t)item.first_row + (size_t)i;
         s->weights[i] = job->x->call.weights ? job->x->call.weights[row] : 1.0f;
@@ -11394,7 +12492,9 @@ static void tqkv__score_keys(const tqkv__index *x, const tqkv__scored *s, const 
     for (int row = 0, n; row < n_rows; row += n) {
         n = n_rows - row < most ? n_rows - row : most;
         const int heads = n < n_heads ? n : n_heads; /* whole queries, or some heads of one */
-        x->a.isa->score_tile(&x->a.keys, 0, run, s->q + (size_t)row * (size_t)x->a.key_dim, n, false, s->tile);
+        const size_t at = (size_t)row * (size_t)x->a.key_dim;
+        x->a.isa->score_tile(&x->a.keys, 0, run, s->q + at, n, false, s->tile);
+        if (s->digits) x->a.isa->score_tile(&x->a.keys, 0, run, s->rest + at, n, true, s->tile);
         for (int i = 0; i < n; i += heads)
             x->a.isa->sum_heads(s->tile + i * TQKV__TILE, s->weights + row + i, s->offsets + row + i, x->call.relu,
                                 heads, s->sums + (row + i) / n_heads * TQKV__TILE);
@@ -11432,7 +12532,7 @@ static TQKV__NOINLINE void tqkv__score_unit(const tqkv__scoring *job, int unit, 
 {
     const tqkv__index *x = job->x;
     const tqkv__stream *keys = &x->a.keys;
-    const tqkv__scored s = tqkv__open_scored(job, unit % job->n_items, slot);
+    tqkv__scored s = tqkv__open_scored(job, unit % job->n_items, slot);
     const int64_t block = unit / job->n_items * job->blocks_each;
     const int64_t n_blocks = x->blocks - block < job->blocks_each ? x->blocks - block : job->blocks_each;
     int64_t from = block * x->call.block, to = tqkv__index_end(x, s.first_query + s.n_queries - 1);
@@ -11459,12 +12559,16 @@ static TQKV__NOINLINE void tqkv__score_unit(const tqkv__scoring *job, int unit, 
             if (seen > 0) tqkv__pool(x, s.sums + i * TQKV__TILE, position, (int)seen, end, &s.totals[i], out);
         }
     }
+    for (int i = 0; x->a.round_query && i < s.n_queries; i++) {
+        float *out = job->scores + (int64_t)(s.first_query + i) * x->blocks + block;
+        for (int64_t b = 0; b < n_blocks; b++) out[b] = tqkv__one_nan(out[b]);
+    }
 }
 
 static void tqkv__score_task(void *context, int index)
 {
     tqkv__scoring *job = (tqkv__scoring *)context;
-    float *slot = job->queue.slots + (size_t)index * job->queue.slot_floats;
+    float *slot = job->queue.slot_list + (size_t)index * job->queue.slot_floats;
     const uint64_t mode = tqkv__fp_exact();
     for (int unit; (unit = tqkv__queue_take(&job->queue)) >= 0;) tqkv__score_unit(job, unit, slot);
     tqkv__fp_restore(mode);
@@ -11486,7 +12590,7 @@ static tqkv_result tqkv__divide_scoring(tqkv__scoring *job)
     job->queue.n_units = (int)ranges * job->n_items;
     job->queue.n_tasks = !hook ? 1 : job->queue.n_units < TQKV__TASKS ? job->queue.n_units : (int)TQKV__TASKS;
     const size_t each = (size_t)job->queries_each, all = each * (size_t)n_heads;
-    job->queue.slot_floats = ((size_t)rows + each) * TQKV__TILE + all * (size_t)(x->a.key_dim + 2) + 2 * each;
+    job->queue.slot_floats = ((size_t)rows + each) * TQKV__TILE + all * (tqkv__query_floats(&x->a) + 2) + 2 * each;
     return TQKV_OK;
 }
 
@@ -11664,11 +12768,26 @@ struct tqkv_cache {
     tqkv_attention attention;      /* one query over all appended positions; defaults resolved, sinks in the block */
     tqkv_store keys, values, tail; /* values: only their shape if the keys are the values; tail: zeros without one */
     bool shared;                   /* the keys are the values */
-    tqkv_store ends[2][2];         /* halves of the first and of the newest positions: keys, values; zeros without */
-    int exact_first, exact_last;
-    int64_t exact_below, exact_from; /* positions [0, exact_below) and [exact_from, end) have halves */
-    float *centers;                  /* room for those of its streams, one after the other: [n_kv_heads][head_dim] */
-    int64_t first;                   /* resident positions [first, attention.end) */
+    /* What is kept besides of the first and of the newest positions, of keys, values and tail; zeros without. Halves; in a ring the
+       first ones' rows of F16 streams and of the tail as they are. */
+    tqkv_store ends[2][3];
+    int exact_first, exact_last, exact_batch;
+    int64_t exact_below; /* positions below it are among the first ones kept */
+    int64_t exact_from;  /* positions below it are read as codes since an edit */
+    int64_t exact_held;  /* the newest halves are there from it on */
+    void *own[2];        /* codes of the newest halves' rings in the block, of keys and values */
+    int own_room;        /* their capacity */
+    void *grown;         /* memory of newest halves for which the block has no room, or NULL */
+    size_t grown_size;
+    float *
+        channels; /* room for centres, scales and inverses of its streams, one after the other: [n_kv_heads][head_dim] */
+    int64_t first;     /* resident positions [first, attention.end) */
+    int calibrate;     /* as in the desc */
+    uint64_t tag;      /* likewise */
+    bool learning;     /* positions are in `raw` alone; see >>cache-calibrate */
+    tqkv_store raw[3]; /* rows as they came of keys and values, as halves, and of the tail; zeros without */
+    void *raw_memory;  /* that holds them, or NULL */
+    size_t raw_size;
     tqkv_metal *metal;
     int matrix_group;
     tqkv_allocator memory;
@@ -11684,39 +12803,80 @@ static tqkv_store *tqkv__stream_of(const tqkv_cache *c, int i)
     return (tqkv_store *)(uintptr_t)all[i];
 }
 
-/* Halves number i: of the first positions' keys and values, then of the newest ones'. NULL: there are none. */
-enum { TQKV__CACHE_ENDS = 4 };
+/* What is kept besides, number i: of the first positions' keys, values and tail, then of the newest ones'. NULL: there is none. */
+enum { TQKV__CACHE_ENDS = 6, TQKV__LAST_KEYS = 3 };
 static tqkv_store *tqkv__end_of(const tqkv_cache *c, int i)
 {
-    const tqkv_store *s = &c->ends[i / 2][i % 2];
+    const tqkv_store *s = &c->ends[i / 3][i % 3];
     return s->head_dim ? (tqkv_store *)(uintptr_t)s : NULL;
 }
 
-/* All stores: the streams, then the halves, of first and of newest positions. */
-enum { TQKV__CACHE_STORES = 7, TQKV__FIRST_ENDS = 3, TQKV__LAST_ENDS = 5 };
+/* All stores: the streams, then what is kept besides, then what is raw; all but the last lie in the cache's block. */
+enum { TQKV__CACHE_STORES = 12, TQKV__FIRST_ENDS = 3, TQKV__LAST_ENDS = 6, TQKV__RAW = 9 };
 static tqkv_store *tqkv__store_of(const tqkv_cache *c, int i)
 {
+    const tqkv_store *raw = i >= TQKV__RAW ? &c->raw[i - TQKV__RAW] : NULL;
+    if (raw) return c->raw_memory && raw->head_dim ? (tqkv_store *)(uintptr_t)raw : NULL;
     return i < TQKV__CACHE_STREAMS ? tqkv__stream_of(c, i) : tqkv__end_of(c, i - TQKV__CACHE_STREAMS);
 }
 
-/* The positions that store i holds. Of the newest halves these may be more than exact_last: a truncation takes
-   from them first. */
+/* Positions of a ring of halves that serves so many queries: whole tiles, none of which wraps. */
+static int64_t tqkv__end_room(int64_t exact_last, int64_t n_queries)
+{
+    return exact_last ? (exact_last + n_queries - 1 + TQKV__TILE - 1) / TQKV__TILE * TQKV__TILE : 0;
+}
+
+/* The oldest position that an edit leaves as halves: as if the ring had room for a tile of queries, so that no bit depends on how
+   positions came. exact_held is no higher. */
+static int64_t tqkv__exact_kept(const tqkv_cache *c)
+{
+    const int64_t oldest = c->attention.end - tqkv__end_room(c->exact_last, TQKV__TILE);
+    return oldest > c->exact_from ? oldest : c->exact_from;
+}
+
+/* Positions for which the rings of the newest halves have room; 0 without. */
+static int64_t tqkv__newest_room(const tqkv_cache *c)
+{
+    return c->ends[1][0].capacity ? c->ends[1][0].capacity : c->ends[1][1].capacity;
+}
+
+/* The positions that store i holds; of the newest halves those that an edit leaves. These may be more than exact_last: a truncation
+   takes from them first. */
 static tqkv__range tqkv__range_of(const tqkv_cache *c, int i)
 {
-    const tqkv__range all = {c->first, c->attention.end}, first = {0, c->exact_below};
+    const tqkv__range all = {c->first, c->attention.end}, first = {0, c->exact_below}, none = {0, 0};
     tqkv__range newest = all;
-    if (c->exact_from > c->first) newest.from = c->exact_from;
+    if (i >= TQKV__RAW || c->learning) return i >= TQKV__RAW && c->learning ? all : none;
+    if (tqkv__exact_kept(c) > newest.from) newest.from = tqkv__exact_kept(c);
     return i < TQKV__FIRST_ENDS ? all : i < TQKV__LAST_ENDS ? first : newest;
 }
 
-/* Floats of the centres of the streams before number n; false on overflow. */
-static bool tqkv__center_floats(const tqkv_cache *c, int n, size_t *floats)
+/* What a stream has a value a channel of. */
+typedef enum tqkv__channels {
+    TQKV__CENTERS,
+    TQKV__SCALES,
+    TQKV__INVERSES, /* of the scales: what encoding multiplies by */
+    TQKV__CHANNELS
+} tqkv__channels;
+
+/* Channels of the streams before number n; false if their room overflows. */
+static bool tqkv__count_channels(const tqkv_cache *c, int n, size_t *channels)
 {
     size_t dims = 0;
     for (int i = 0; i < n; i++)
         if (tqkv__stream_of(c, i)) dims += (size_t)tqkv__stream_of(c, i)->head_dim;
-    return tqkv__size_multiply(dims, (size_t)c->keys.n_kv_heads, floats) && *floats <= SIZE_MAX / sizeof(float);
+    return tqkv__size_multiply(dims, (size_t)c->keys.n_kv_heads, channels) &&
+           *channels <= SIZE_MAX / sizeof(float) / TQKV__CHANNELS;
 }
+
+static tqkv_result tqkv__raw_shapes(const tqkv_cache_desc *desc, tqkv_cache *c);
+static tqkv_result tqkv__get_raw(tqkv_cache *c);
+static void tqkv__drop_raw(tqkv_cache *c);
+struct tqkv__append;
+static void tqkv__append_learning(tqkv_cache *c, struct tqkv__append *append);
+static bool tqkv__view_raw(const tqkv_cache *c, tqkv_attention *view);
+static tqkv_result tqkv__attend_raw(const tqkv_cache *c, const tqkv_attention *some, const void *q, int n_queries,
+                                    void *out);
 
 /* Starts each part of the block on a cache line: attention to codes that straddle two takes a tenth longer. */
 static bool tqkv__reserve(size_t *end, size_t size, size_t *begin)
@@ -11748,29 +12908,39 @@ static tqkv_result tqkv__check_metal(const tqkv_store *keys, const tqkv_store *v
 #endif
 }
 
-/* Positions of a ring of halves: whole tiles, none of which wraps. */
-static int64_t tqkv__end_room(int64_t exact_last) { return (exact_last + TQKV__TILE - 1) / TQKV__TILE * TQKV__TILE; }
-
-/* Takes the shapes of the halves. */
-static tqkv_result tqkv__end_shapes(const tqkv_cache_desc *desc, tqkv_cache *c)
+/* Takes the shape of what is kept of stream i besides, of the first or of the newest positions. */
+static void tqkv__end_shape(const tqkv_cache_desc *desc, int last, int i, tqkv_cache *c)
 {
-    const int first = desc->exact_first, last = desc->exact_last;
-    if (first < 0 || last < 0) return TQKV__INVALID("exact_first or exact_last is negative");
-    if ((first || last) && (int64_t)first + last > desc->capacity)
-        return TQKV__INVALID("exact_first + exact_last is above the capacity");
-    if (last > INT_MAX - TQKV__TILE) return TQKV__INVALID("exact_last is too large");
-    c->exact_first = first;
-    c->exact_last = last;
-    for (int i = 0; i < TQKV__CACHE_ENDS; i++) {
-        const tqkv_store *codes = i % 2 ? &c->values : &c->keys;
-        tqkv_store *s = &c->ends[i / 2][i % 2];
-        if (!(i < 2 ? first : last) || codes->format == TQKV_F16 || (i % 2 && c->shared)) continue;
-        *s = *codes;
+    const tqkv_store *stream = tqkv__stream_of(c, i);
+    const int64_t batch = desc->exact_batch ? desc->exact_batch : desc->metal ? 512 : 1;
+    const int64_t room = tqkv__end_room(desc->exact_last, batch > TQKV__TILE ? batch : TQKV__TILE);
+    const bool halves = stream && i < 2 && stream->format != TQKV_F16;
+    const bool as_it_is = stream && !halves && !last && desc->ring;
+    tqkv_store *s = &c->ends[last][i];
+    if (!(last ? desc->exact_last : desc->exact_first) || (!halves && !as_it_is)) return;
+    *s = *stream;
+    if (halves) {
         s->format = TQKV_F16;
         s->rotated = true;
-        s->ring = i >= 2;
-        s->capacity = i < 2 ? first : (int)tqkv__end_room(last);
     }
+    s->ring = last;
+    s->capacity = last ? (int)room : desc->exact_first;
+}
+
+/* Takes the shapes of what is kept besides. */
+static tqkv_result tqkv__end_shapes(const tqkv_cache_desc *desc, tqkv_cache *c)
+{
+    const int first = desc->exact_first, last = desc->exact_last, batch = desc->exact_batch;
+    if (first < 0 || last < 0 || batch < 0) return TQKV__INVALID("exact_first, exact_last or exact_batch is negative");
+    if ((first || last) && (int64_t)first + last > desc->capacity)
+        return TQKV__INVALID("exact_first + exact_last is above the capacity");
+    if (tqkv__end_room(last, (int64_t)batch + 512) > INT_MAX)
+        return TQKV__INVALID("exact_last or exact_batch is too large");
+    c->exact_first = first;
+    c->exact_last = last;
+    c->exact_batch = batch;
+    c->tag = desc->tag;
+    for (int i = 0; i < TQKV__CACHE_ENDS; i++) tqkv__end_shape(desc, i / 3, i % 3, c);
     return TQKV_OK;
 }
 
@@ -11806,8 +12976,9 @@ static void tqkv__cache_attach(tqkv_attention *a, const tqkv_cache *c)
     a->tail = c->tail.head_dim ? &c->tail : NULL;
     a->first_keys = tqkv__end_of(c, 0);
     a->first_values = tqkv__end_of(c, c->shared ? 0 : 1);
-    a->last_keys = tqkv__end_of(c, 2);
-    a->last_values = tqkv__end_of(c, c->shared ? 2 : 3);
+    a->first_tail = tqkv__end_of(c, 2);
+    a->last_keys = tqkv__end_of(c, TQKV__LAST_KEYS);
+    a->last_values = tqkv__end_of(c, c->shared ? TQKV__LAST_KEYS : TQKV__LAST_KEYS + 1);
 }
 
 /* Resolves the defaults of a desc; checks it and the shapes of all streams. */
@@ -11817,11 +12988,13 @@ static tqkv_result tqkv__cache_resolve(const tqkv_cache_desc *desc, tqkv_cache *
     memset(c, 0, sizeof *c);
     tqkv_result r = tqkv__cache_shapes(desc, c);
     if (r == TQKV_OK) r = tqkv__end_shapes(desc, c);
+    if (r == TQKV_OK) r = tqkv__raw_shapes(desc, c);
     if (r != TQKV_OK) return r;
     c->attention.query_type = c->attention.output_type = desc->type;
     tqkv__cache_attach(&c->attention, c);
     c->attention.n_heads = desc->n_heads;
     c->attention.window = desc->window;
+    c->attention.whole_window = true;
     c->attention.scale = desc->scale;
     c->attention.softcap = desc->softcap;
     c->attention.sinks = desc->sinks;
@@ -11843,19 +13016,19 @@ static tqkv_result tqkv__cache_resolve(const tqkv_cache_desc *desc, tqkv_cache *
 
 /* Where the parts of a cache's block begin. */
 typedef struct tqkv__cache_block {
-    size_t sinks, centers, codes[TQKV__CACHE_STORES], norms[TQKV__CACHE_STORES], size;
+    size_t sinks, channels, codes[TQKV__RAW], norms[TQKV__RAW], size;
 } tqkv__cache_block;
 
 /* Divides the block; false on overflow. */
 static bool tqkv__divide_block(const tqkv_cache *c, size_t sinks_size, tqkv__cache_block *block)
 {
-    size_t floats;
+    size_t channels;
     memset(block, 0, sizeof *block);
     block->size = sizeof *c;
-    bool fits = tqkv__center_floats(c, TQKV__CACHE_STREAMS, &floats) &&
+    bool fits = tqkv__count_channels(c, TQKV__CACHE_STREAMS, &channels) &&
                 tqkv__reserve(&block->size, sinks_size, &block->sinks) &&
-                tqkv__reserve(&block->size, floats * sizeof(float), &block->centers);
-    for (int i = 0; i < TQKV__CACHE_STORES; i++) {
+                tqkv__reserve(&block->size, TQKV__CHANNELS * channels * sizeof(float), &block->channels);
+    for (int i = 0; i < TQKV__RAW; i++) {
         const tqkv_store *s = tqkv__store_of(c, i);
         if (!s) continue;
         fits = fits && tqkv__reserve(&block->size, tqkv_codes_size(s), &block->codes[i]) &&
@@ -11871,16 +13044,20 @@ TQKV__COLD TQKV_API tqkv_result tqkv_cache_create(const tqkv_cache_desc *desc, t
     if (!out) return TQKV__INVALID("out is NULL");
     *out = NULL;
     if (!desc) return TQKV__INVALID("desc is NULL");
-    const tqkv_result r = tqkv__cache_resolve(desc, &c);
+    tqkv_result r = tqkv__cache_resolve(desc, &c);
     if (r != TQKV_OK) return r;
     const size_t sinks_size = desc->sinks ? (size_t)c.attention.n_heads * sizeof(float) : 0;
     if (!tqkv__divide_block(&c, sinks_size, &block)) return TQKV__INVALID("a cache of more than SIZE_MAX bytes");
+    if ((r = tqkv__get_raw(&c)) != TQKV_OK) return r;
     c.size = block.size + 63;
     char *memory = (char *)c.memory.alloc(c.memory.user, c.size);
-    if (!memory) return TQKV_OUT_OF_MEMORY;
+    if (!memory) {
+        tqkv__drop_raw(&c);
+        return TQKV_OUT_OF_MEMORY;
+    }
     char *lines = memory + (64 - (uintptr_t)memory % 64) % 64;
-    c.centers = (float *)(void *)(lines + block.centers);
-    for (int i = 0; i < TQKV__CACHE_STORES; i++) {
+    c.channels = (float *)(void *)(lines + block.channels);
+    for (int i = 0; i < TQKV__RAW; i++) {
         tqkv_store *s = tqkv__store_of(&c, i);
         if (!s) continue;
         s->codes_size = tqkv_codes_size(s);
@@ -11892,6 +13069,8 @@ TQKV__COLD TQKV_API tqkv_result tqkv_cache_create(const tqkv_cache_desc *desc, t
         memcpy(lines + block.sinks, desc->sinks, sinks_size);
         c.attention.sinks = (const float *)(const void *)(lines + block.sinks);
     }
+    for (int side = 0; side < 2; side++) c.own[side] = c.ends[1][side].codes;
+    c.own_room = (int)tqkv__newest_room(&c);
     *out = (tqkv_cache *)(void *)memory;
     memcpy(memory, &c, sizeof c);
     tqkv__cache_attach(&(*out)->attention, *out);
@@ -11902,6 +13081,8 @@ TQKV__COLD TQKV_API void tqkv_cache_destroy(tqkv_cache *c)
 {
     if (!c) return;
     const tqkv_allocator memory = c->memory;
+    if (c->grown) memory.free(memory.user, c->grown, c->grown_size);
+    tqkv__drop_raw(c);
     memory.free(memory.user, c, c->size);
 }
 
@@ -11911,98 +13092,215 @@ static int64_t tqkv__oldest(const tqkv_cache *c, int64_t end)
     return end - c->first > c->keys.capacity ? end - c->keys.capacity : c->first;
 }
 
-TQKV__FOR_HOST void tqkv__cache_advance(tqkv_cache *c, int n_tokens)
+static void tqkv__cache_advance(tqkv_cache *c, int n_tokens)
 {
-    const int64_t end = c->attention.end + n_tokens, room = tqkv__end_room(c->exact_last);
+    const int64_t end = c->attention.end + n_tokens;
     if (c->attention.end <= c->exact_below) c->exact_below = end < c->exact_first ? end : c->exact_first;
-    if (c->exact_from < end - room) c->exact_from = end - room;
+    if (c->exact_held < end - tqkv__newest_room(c)) c->exact_held = end - tqkv__newest_room(c);
     c->attention.end = end;
     c->first = tqkv__oldest(c, end);
 }
 
-/* The stores that an append fills, with their sources. */
+/* Whether memory lies in that of a cache. */
+static bool tqkv__in_cache(const tqkv_cache *c, const void *p, size_t size)
+{
+    return tqkv__overlap(c, c->size, p, size) || tqkv__overlap(c->grown, c->grown_size, p, size) ||
+           tqkv__overlap(c->raw_memory, c->raw_size, p, size);
+}
+
+/* Where the channels of stream i lie. */
+static float *tqkv__channel_room(const tqkv_cache *c, int i, tqkv__channels kind)
+{
+    size_t before = 0, all = 0; /* of a cache that exists */
+    (void)tqkv__count_channels(c, i, &before);
+    (void)tqkv__count_channels(c, TQKV__CACHE_STREAMS, &all);
+    return c->channels + (size_t)kind * all + before;
+}
+
+/* Takes values as centres or scales of stream i and what is kept of it besides, its heads `stride` floats apart; NULL: none. */
+static void tqkv__cache_channels(tqkv_cache *c, int i, tqkv__channels kind, const float *values, size_t stride)
+{
+    tqkv_store *s = tqkv__stream_of(c, i);
+    if (!s) return;
+    const size_t dim = (size_t)s->head_dim, n_kv_heads = (size_t)s->n_kv_heads;
+    float *own = tqkv__channel_room(c, i, kind);
+    for (size_t h = 0; values && h < n_kv_heads; h++) memmove(own + h * dim, values + h * stride, dim * sizeof(float));
+    if (kind == TQKV__SCALES && values) {
+        const uint64_t mode = tqkv__fp_exact();
+        tqkv__invert(own, (int)(n_kv_heads * dim), tqkv__channel_room(c, i, TQKV__INVERSES));
+        tqkv__fp_restore(mode);
+    }
+    *(kind == TQKV__CENTERS ? &s->center : &s->channel_scale) = values ? own : NULL;
+    for (int last = 0; last < 2; last++) {
+        c->ends[last][i].center = s->center;
+        c->ends[last][i].channel_scale = s->channel_scale;
+    }
+}
+
+/* What an append encodes: the streams, and the first positions that are kept besides. */
 typedef struct tqkv__append {
-    int n, n_streams; /* streams come first, then halves */
-    tqkv__stream streams[TQKV__CACHE_STORES];
-    const void *src[TQKV__CACHE_STORES];
-    size_t size[TQKV__CACHE_STORES]; /* of src */
-    int n_tokens[TQKV__CACHE_STORES];
+    tqkv__encode_job job, first_job;
+    tqkv__stream streams[TQKV__CACHE_STREAMS], newest[2], first[TQKV__CACHE_STREAMS];
 } tqkv__append;
 
-/* Opens store i for its part of the caller's rows. Rows of k hold those of the tail, too. Halves of the first positions keep
-   the tokens below exact_first. */
+/* Opens stream i for its part of the caller's rows. Rows of k hold those of the tail, too. */
 static tqkv_result tqkv__append_open(const tqkv_cache *c, int i, const void *k, const void *v, int n_tokens,
                                      tqkv__append *append)
 {
-    const bool first = i >= TQKV__FIRST_ENDS && i < TQKV__LAST_ENDS;
-    const bool of_values = i == 1 || i == TQKV__FIRST_ENDS + 1 || i == TQKV__LAST_ENDS + 1;
-    const int64_t left = first ? c->exact_first - c->attention.end : n_tokens;
     const int key_dim = c->keys.head_dim + c->tail.head_dim;
-    const void *src = of_values ? v : k;
-    tqkv_store store = *tqkv__store_of(c, i);
-    if (first && left <= 0) return TQKV_OK;
-    const int n = left < n_tokens ? (int)left : n_tokens;
-    store.strides = of_values ? c->values.strides : tqkv__strides_of(c->keys.strides, store.n_kv_heads, key_dim);
+    const int64_t left = c->exact_first - c->attention.end;
+    const void *src = i == 1 ? v : k;
+    tqkv_store store = *tqkv__stream_of(c, i);
+    store.strides = i == 1 ? c->values.strides : tqkv__strides_of(c->keys.strides, store.n_kv_heads, key_dim);
     if (i == 2 && k) src = (const uint8_t *)k + (size_t)c->keys.head_dim * tqkv__type_size(store.type);
-    const tqkv_result r = tqkv__encode_open(&store, src, n, c->attention.end, &append->streams[append->n]);
-    append->src[append->n] = src;
-    append->size[append->n] = tqkv__rows_size(&store, n);
-    append->n_tokens[append->n++] = n;
-    if (i < TQKV__CACHE_STREAMS) append->n_streams = append->n;
+    tqkv_result r = tqkv__encode_open(&store, src, n_tokens, c->attention.end, &append->streams[i]);
+    if (r != TQKV_OK) return r;
+    if (tqkv__in_cache(c, src, tqkv__rows_size(&store, n_tokens))) return TQKV__INVALID("k or v overlaps the cache");
+    if (store.channel_scale) append->streams[i].inverses = tqkv__channel_room(c, i, TQKV__INVERSES);
+    tqkv__add_stream(&append->job, &append->streams[i], src);
+    if (!tqkv__end_of(c, i) || left <= 0) return TQKV_OK;
+    tqkv_store first = *tqkv__end_of(c, i);
+    first.strides = store.strides;
+    r = tqkv__stream_open(&first, &append->first[i]);
+    tqkv__add_stream(&append->first_job, &append->first[i], src);
     return r;
 }
 
-static bool tqkv__append_overlaps(const tqkv__append *append)
+/* Copies the newest halves from position `from` on to a ring of another size. */
+static void tqkv__copy_newest(const tqkv_cache *c, int side, int64_t from, const tqkv_store *to)
 {
-    for (int i = 0; i < append->n; i++)
-        for (int j = 0; j < append->n_streams; j++)
-            if (tqkv__encoding_overlaps(&append->streams[i], append->src[j], append->size[j])) return true;
-    return false;
+    const tqkv_store *old = &c->ends[1][side];
+    const size_t size = tqkv_row_bytes(TQKV_F16, old->head_dim);
+    for (int h = 0; h < old->n_kv_heads; h++)
+        for (int64_t p = from; p < c->attention.end; p++) {
+            const size_t source = (size_t)h * (size_t)old->capacity + (size_t)(p % old->capacity);
+            const size_t target = (size_t)h * (size_t)to->capacity + (size_t)(p % to->capacity);
+            memcpy((uint8_t *)to->codes + target * size, (const uint8_t *)old->codes + source * size, size);
+        }
+}
+
+/* Gets memory for rings of `room` positions: the cache's own, and NULL, where they are that large. */
+static tqkv_result tqkv__get_newest(const tqkv_cache *c, int64_t room, tqkv_store rings[2], void **memory, size_t *size)
+{
+    size_t at[2] = {0, 0};
+    for (int side = 0; side < 2; side++) {
+        if (!rings[side].head_dim) continue;
+        rings[side].capacity = (int)room;
+        rings[side].codes = c->own[side];
+        rings[side].codes_size = tqkv_codes_size(&rings[side]);
+        if (room > c->own_room && (!rings[side].codes_size || !tqkv__reserve(size, rings[side].codes_size, &at[side])))
+            return TQKV_OUT_OF_MEMORY;
+    }
+    if (!*size) return TQKV_OK;
+    if (*size > SIZE_MAX - 63) return TQKV_OUT_OF_MEMORY;
+    *size += 63;
+    *memory = c->memory.alloc(c->memory.user, *size);
+    if (!*memory) return TQKV_OUT_OF_MEMORY;
+    for (int side = 0; side < 2; side++)
+        if (rings[side].head_dim) rings[side].codes = (char *)*memory + (64 - (uintptr_t)*memory % 64) % 64 + at[side];
+    return TQKV_OK;
+}
+
+/* Makes the rings of the newest halves as large as n_tokens more need them: all of their queries find what they read. Back in the
+   block when that is enough. */
+static tqkv_result tqkv__fit_newest(tqkv_cache *c, int n_tokens)
+{
+    const int64_t most = (int64_t)c->keys.capacity - c->exact_last + 1; /* of a ring no query sees more */
+    int64_t room = tqkv__end_room(c->exact_last, n_tokens < most ? n_tokens : most), from = c->exact_held;
+    tqkv_store rings[2] = {c->ends[1][0], c->ends[1][1]};
+    void *memory = NULL;
+    size_t size = 0;
+    if (room < c->own_room) room = c->own_room;
+    if (!n_tokens || !tqkv__newest_room(c) || room == tqkv__newest_room(c)) return TQKV_OK;
+    if (c->metal) return TQKV__REFUSE(OUT_OF_RANGE, "n_tokens: more than exact_batch");
+    if (room > INT_MAX) return TQKV_OUT_OF_MEMORY;
+    const tqkv_result r = tqkv__get_newest(c, room, rings, &memory, &size);
+    if (r != TQKV_OK) return r;
+    if (from < c->attention.end + n_tokens - room) from = c->attention.end + n_tokens - room;
+    for (int side = 0; side < 2; side++) {
+        if (!rings[side].head_dim) continue;
+        tqkv__copy_newest(c, side, from, &rings[side]);
+        c->ends[1][side] = rings[side];
+    }
+    if (c->grown) c->memory.free(c->memory.user, c->grown, c->grown_size);
+    c->grown = memory;
+    c->grown_size = size;
+    c->exact_held = from < c->attention.end ? from : c->attention.end;
+    return TQKV_OK;
+}
+
+/* Encodes after all checks. */
+static void tqkv__append_rows(const tqkv_cache *c, tqkv__append *append)
+{
+    for (int side = 0; side < 2; side++) {
+        const tqkv_store *newest = tqkv__end_of(c, TQKV__LAST_KEYS + side);
+        if (!newest || tqkv__stream_open(newest, &append->newest[side]) != TQKV_OK) continue;
+        append->job.halves[side] = &append->newest[side];
+    }
+    append->job.encode = append->first_job.encode = true;
+    tqkv__run_encode_tasks(&append->job);
+    if (append->first_job.n_streams) tqkv__run_encode_tasks(&append->first_job);
 }
 
 TQKV_API tqkv_result tqkv_cache_append(tqkv_cache *c, const void *k, const void *v, int n_tokens)
 {
     tqkv__append append;
-    tqkv__encode_job job;
     tqkv_result r = TQKV_OK;
     if (!c) return TQKV__INVALID("the cache is NULL");
     if (c->shared && v) return TQKV__INVALID("v: the keys are the values");
-    append.n = 0;
-    for (int i = 0; i < TQKV__CACHE_STORES; i++)
-        if (tqkv__store_of(c, i) && (r = tqkv__append_open(c, i, k, v, n_tokens, &append)) != TQKV_OK) return r;
-    if (tqkv__append_overlaps(&append)) return TQKV__INVALID("k or v overlaps the cache");
-    tqkv__encode_job_open(&job, &c->attention.parallel, n_tokens, c->attention.end);
-    for (int i = 0; i < append.n_streams; i++) tqkv__add_stream(&job, &append.streams[i], append.src[i]);
-    if (!c->metal)
-        r = tqkv__encode_sources(&job);
-    else if (tqkv__sources_finite(&job))
-        r = tqkv__backend_of(c->metal)->append(c->metal, c, k, v, n_tokens);
-    else
+    const int64_t left = c->exact_first - c->attention.end;
+    tqkv__encode_job_open(&append.job, &c->attention.parallel, n_tokens, c->attention.end);
+    tqkv__encode_job_open(&append.first_job, &c->attention.parallel, left < n_tokens ? (int)left : n_tokens,
+                          c->attention.end);
+    for (int i = 0; r == TQKV_OK && i < TQKV__CACHE_STREAMS; i++)
+        if (tqkv__stream_of(c, i)) r = tqkv__append_open(c, i, k, v, n_tokens, &append);
+    if (r == TQKV_OK && !tqkv__sources_finite(&append.job))
         r = TQKV__REFUSE(NOT_FINITE, "k or v holds NaN or infinity");
+    if (r == TQKV_OK) r = tqkv__fit_newest(c, n_tokens);
     if (r != TQKV_OK) return r;
-    for (int i = append.n_streams; i < append.n && !c->metal; i++) /* halves: few rows */
-        tqkv__encode_tokens(&append.streams[i], append.src[i], tqkv__first_kept(&append.streams[i], append.n_tokens[i]),
-                            append.n_tokens[i], c->attention.end);
+    if (!c->learning && n_tokens) tqkv__drop_raw(c); /* the queries that read them have come */
+    if (c->learning)
+        tqkv__append_learning(c, &append);
+    else if (!c->metal)
+        tqkv__append_rows(c, &append);
+    else if ((r = tqkv__backend_of(c->metal)->append(c->metal, c, k, v, n_tokens)) != TQKV_OK)
+        return r;
     tqkv__cache_advance(c, n_tokens);
     return r;
 }
 
+/* Counts what is kept as halves. */
 static void tqkv__count_ends(const tqkv_cache *c, tqkv_attention *a)
 {
     const tqkv__range newest = tqkv__range_of(c, TQKV__LAST_ENDS);
     a->exact_first = (int)c->exact_below;
     a->exact_last = newest.to - newest.from < c->exact_last ? (int)(newest.to - newest.from) : c->exact_last;
+    a->exact_from = c->exact_from;
 }
 
 TQKV_API tqkv_attention tqkv_cache_view(const tqkv_cache *c)
 {
     tqkv_attention view;
     memset(&view, 0, sizeof view);
-    if (!c) return view;
+    if (!c || tqkv__view_raw(c, &view)) return view;
     view = c->attention;
     view.kv_len = (int)(c->attention.end - c->first);
     tqkv__count_ends(c, &view);
+    const bool full = c->exact_held <= c->attention.end - tqkv__newest_room(c); /* of halves that came */
+    if (!full && view.exact_from < c->exact_held) view.exact_from = c->exact_held;
     return view;
+}
+
+/* Takes the list and the tree of `some`, unless that is NULL. */
+static void tqkv__take_some(const tqkv_attention *some, tqkv_attention *a)
+{
+    if (!some) return;
+    a->tree = some->tree;
+    a->list = some->list;
+    a->list_length = some->list_length;
+    a->list_heads = some->list_heads;
+    a->list_block = some->list_block;
+    a->list_newest = some->list_newest;
 }
 
 /* some: NULL, or an attention with the list and the tree */
@@ -12011,19 +13309,15 @@ static tqkv_result tqkv__cache_attention(const tqkv_cache *c, const tqkv_attenti
 {
     tqkv_attention attention = c->attention;
     attention.n_queries = n_queries;
-    if (some) {
-        attention.tree = some->tree;
-        attention.list = some->list;
-        attention.list_length = some->list_length;
-        attention.list_heads = some->list_heads;
-        attention.list_block = some->list_block;
-        attention.list_newest = some->list_newest;
-    }
+    tqkv__take_some(some, &attention);
     tqkv__count_ends(c, &attention);
-    const tqkv_result r = tqkv__attention_open(&attention, a);
+    tqkv_result r = tqkv__attention_streams(&attention, a);
     a->first = c->first; /* after a truncation fewer positions than kv_len's default, or none */
     a->matrix_group = c->matrix_group;
-    return r;
+    if (r != TQKV_OK) return r;
+    if (tqkv__newest_room(c) && tqkv__exact_oldest(a) < c->exact_held)
+        return TQKV__REFUSE(OUT_OF_RANGE, "n_queries: halves of the newest are kept for 64, or as many as came last");
+    return tqkv__attention_ends(a);
 }
 
 static tqkv_result tqkv__cache_attend(tqkv_cache *c, const tqkv_attention *some, const void *q, int n_queries,
@@ -12032,6 +13326,7 @@ static tqkv_result tqkv__cache_attend(tqkv_cache *c, const tqkv_attention *some,
     tqkv__attention a;
     if (!c || n_queries < 0) return TQKV__INVALID("the cache is NULL or n_queries negative");
     if (n_queries == 0) return TQKV_OK;
+    if (c->raw_memory) return tqkv__attend_raw(c, some, q, n_queries, out);
     tqkv_result r = tqkv__cache_attention(c, some, n_queries, &a);
     if (r != TQKV_OK) return r;
     if (!c->metal) return tqkv__attend(&a, q, out);
@@ -12051,45 +13346,45 @@ TQKV_API tqkv_result tqkv_cache_attend_some(tqkv_cache *c, const tqkv_attention 
     return tqkv__cache_attend(c, a, q, n_queries, out);
 }
 
-/* Where the centre of stream i lies. */
-static float *tqkv__center_room(const tqkv_cache *c, int i)
+/* Whether n values may be centres or scales. */
+static tqkv_result tqkv__check_channels(tqkv__channels kind, const float *values, size_t n)
 {
-    size_t before = 0;
-    (void)tqkv__center_floats(c, i, &before); /* of a cache that exists */
-    return c->centers + before;
+    if ((uintptr_t)values % sizeof(float)) return TQKV__INVALID("a centre or a scale is not aligned as floats");
+    if (values && !tqkv__all_finite(values, n))
+        return TQKV__REFUSE(NOT_FINITE, "a centre or a scale holds NaN or infinity");
+    if (values && kind == TQKV__SCALES && !tqkv__scales_valid(values, n))
+        return TQKV__INVALID("a scale is not in [2^-32, 2^32]");
+    return TQKV_OK;
 }
 
-/* Takes center as that of stream i and its halves, its heads `stride` floats apart; NULL: none. */
-static void tqkv__cache_center(tqkv_cache *c, int i, const float *center, size_t stride)
+/* Sets centres or scales of all streams; what the cache would have learned is not wanted then. */
+static tqkv_result tqkv__set_channels(tqkv_cache *c, tqkv__channels kind, const float *keys, const float *values)
 {
-    tqkv_store *s = tqkv__stream_of(c, i);
-    if (!s) return;
-    const size_t dim = (size_t)s->head_dim;
-    float *own = tqkv__center_room(c, i);
-    s->center = center ? own : NULL;
-    for (size_t h = 0; center && h < (size_t)s->n_kv_heads; h++)
-        memmove(own + h * dim, center + h * stride, dim * sizeof(float));
-    for (int end = i; i < 2 && end < TQKV__CACHE_ENDS; end += 2) c->ends[end / 2][i].center = s->center;
+    if (!c) return TQKV__INVALID("the cache is NULL");
+    if (c->attention.end != 0) return TQKV__INVALID("centre, scale: the cache holds positions encoded without them");
+    if (c->shared && values) return TQKV__INVALID("values: they have centre and scale of the keys");
+    const size_t n_kv_heads = (size_t)c->keys.n_kv_heads, key_dim = (size_t)(c->keys.head_dim + c->tail.head_dim);
+    const size_t n_keys = n_kv_heads * key_dim, n_values = n_kv_heads * (size_t)c->values.head_dim;
+    tqkv_result r = tqkv__check_channels(kind, keys, n_keys);
+    if (r == TQKV_OK) r = tqkv__check_channels(kind, values, n_values);
+    if (r != TQKV_OK) return r;
+    if (tqkv__in_cache(c, keys, n_keys * sizeof(float)) || tqkv__in_cache(c, values, n_values * sizeof(float)))
+        return TQKV__INVALID("a centre or a scale lies in the cache");
+    tqkv__drop_raw(c);
+    tqkv__cache_channels(c, 0, kind, keys, key_dim);
+    tqkv__cache_channels(c, 1, kind, values, (size_t)c->values.head_dim);
+    tqkv__cache_channels(c, 2, kind, keys ? keys + c->keys.head_dim : NULL, key_dim);
+    return TQKV_OK;
 }
 
 TQKV__COLD TQKV_API tqkv_result tqkv_cache_set_center(tqkv_cache *c, const float *keys, const float *values)
 {
-    if (!c) return TQKV__INVALID("the cache is NULL");
-    if (c->attention.end != 0) return TQKV__INVALID("a centre: the cache holds positions encoded without it");
-    if (c->shared && values) return TQKV__INVALID("values: they have the centre of the keys");
-    const size_t n_kv_heads = (size_t)c->keys.n_kv_heads, key_dim = (size_t)(c->keys.head_dim + c->tail.head_dim);
-    const size_t n_keys = n_kv_heads * key_dim, n_values = n_kv_heads * (size_t)c->values.head_dim;
-    if ((uintptr_t)keys % sizeof(float) || (uintptr_t)values % sizeof(float))
-        return TQKV__INVALID("a centre is not aligned as floats");
-    if ((keys && !tqkv__all_finite(keys, n_keys)) || (values && !tqkv__all_finite(values, n_values)))
-        return TQKV__REFUSE(NOT_FINITE, "a centre holds NaN or infinity");
-    if (tqkv__overlap(c, c->size, keys, n_keys * sizeof(float)) ||
-        tqkv__overlap(c, c->size, values, n_values * sizeof(float)))
-        return TQKV__INVALID("a centre lies in the cache");
-    tqkv__cache_center(c, 0, keys, key_dim);
-    tqkv__cache_center(c, 1, values, (size_t)c->values.head_dim);
-    tqkv__cache_center(c, 2, keys ? keys + c->keys.head_dim : NULL, key_dim);
-    return TQKV_OK;
+    return tqkv__set_channels(c, TQKV__CENTERS, keys, values);
+}
+
+TQKV__COLD TQKV_API tqkv_result tqkv_cache_set_scale(tqkv_cache *c, const float *keys, const float *values)
+{
+    return tqkv__set_channels(c, TQKV__SCALES, keys, values);
 }
 
 TQKV__COLD TQKV_API tqkv_result tqkv_cache_set_layout(tqkv_cache *c, const tqkv_cache_layout *layout)
@@ -12116,6 +13411,9 @@ TQKV_API size_t tqkv_cache_bytes(const tqkv_cache *c)
         const tqkv_store *s = tqkv__store_of(c, i);
         if (s) bytes += s->codes_size + s->norms_size;
     }
+    for (int side = 0; c && c->grown && side < 2; side++)
+        if (c->own[side])
+            bytes += c->ends[1][side].codes_size / (size_t)c->ends[1][side].capacity * (size_t)c->own_room;
     return bytes;
 }
 
@@ -12123,16 +13421,416 @@ TQKV_API const tqkv_store *tqkv_cache_keys(const tqkv_cache *c) { return c ? &c-
 TQKV_API const tqkv_store *tqkv_cache_values(const tqkv_cache *c) { return c ? c->attention.values : NULL; }
 TQKV_API const tqkv_store *tqkv_cache_tail(const tqkv_cache *c) { return c ? c->attention.tail : NULL; }
 
+/* >>cache-calibrate: a cache that learns centre and scale of its keys from its first positions, and presets. Until then keys and
+   values are halves of the rows as they came, `raw`; the append that reaches the last of these positions encodes all. */
+
+/* Positions from which a scale can be learned. */
+#define TQKV__LEAST_POSITIONS 16
+
+/* Finds from how many positions a cache learns, and the shapes of its raw halves; follows tqkv__cache_shapes. */
+static tqkv_result tqkv__raw_shapes(const tqkv_cache_desc *desc, tqkv_cache *c)
+{
+    const int quarter = desc->capacity / 4, least = TQKV__LEAST_POSITIONS;
+    if (desc->calibrate < 0) return TQKV__INVALID("calibrate is negative");
+    if (desc->calibrate == 0) return TQKV_OK;
+    if (desc->calibrate < least) return TQKV__INVALID("calibrate: fewer than 16 positions");
+    if (desc->capacity < least) return TQKV__INVALID("calibrate: the capacity is less than 16");
+    if (desc->metal) return TQKV__REFUSE(UNSUPPORTED, "calibrate: a GPU's cache takes what another one learned");
+    c->calibrate = desc->calibrate;
+    c->learning = true;
+    const int most = quarter > least ? quarter : least, n = desc->calibrate < most ? desc->calibrate : most;
+    for (int i = 0; i < TQKV__CACHE_STREAMS; i++) {
+        const tqkv_store *s = tqkv__stream_of(c, i);
+        if (!s) continue;
+        c->raw[i] = *s;
+        if (i < 2) c->raw[i].format = TQKV_F16;
+        c->raw[i].ring = false;
+        c->raw[i].capacity = n;
+    }
+    return TQKV_OK;
+}
+
+/* Gets memory for what a cache that learns keeps raw. */
+static tqkv_result tqkv__get_raw(tqkv_cache *c)
+{
+    size_t codes[TQKV__CACHE_STREAMS] = {0}, norms[TQKV__CACHE_STREAMS] = {0}, size = 0;
+    for (int i = 0; i < TQKV__CACHE_STREAMS; i++) {
+        tqkv_store *raw = &c->raw[i];
+        if (!raw->head_dim) continue;
+        raw->codes_size = tqkv_codes_size(raw);
+        raw->norms_size = tqkv_norms_size(raw);
+        if (!tqkv__reserve(&size, raw->codes_size, &codes[i]) || !tqkv__reserve(&size, raw->norms_size, &norms[i]))
+            return TQKV__INVALID("a cache of more than SIZE_MAX bytes");
+    }
+    if (!size) return TQKV_OK;
+    c->raw_size = size + 63;
+    c->raw_memory = c->memory.alloc(c->memory.user, c->raw_size);
+    if (!c->raw_memory) return TQKV_OUT_OF_MEMORY;
+    char *lines = (char *)c->raw_memory + (64 - (uintptr_t)c->raw_memory % 64) % 64;
+    for (int i = 0; i < TQKV__CACHE_STREAMS; i++) {
+        if (!c->raw[i].head_dim) continue;
+        c->raw[i].codes = lines + codes[i];
+        c->raw[i].norms = (float *)(void *)(lines + norms[i]);
+    }
+    return TQKV_OK;
+}
+
+/* Gives the raw halves back. */
+static void tqkv__drop_raw(tqkv_cache *c)
+{
+    if (c->raw_memory) c->memory.free(c->memory.user, c->raw_memory, c->raw_size);
+    c->raw_memory = NULL;
+    c->learning = false;
+    memset(c->raw, 0, sizeof c->raw);
+}
+
+/* -- Learning -- */
+
+/* Row of a store of halves that are not rotated, as floats; row: [head_dim] */
+static void tqkv__raw_row(const tqkv__stream *raw, int kv_head, int slot, float *row)
+{
+    const tqkv__codec *codec = tqkv__codec_for(raw->head_dim);
+    const uint8_t *codes = tqkv__codes_at(raw, kv_head, slot);
+    if (codec ==
+        &tqkv__codec_scalar) /* on any machine: codes are little-endian; where there are vectors, floats are, too */
+        tqkv__decode_row(raw, codes, NULL, row);
+    else
+        codec->widen(TQKV_TYPE_F16, codes, NULL, NULL, raw->head_dim, row);
+}
+
+/* As tqkv__channel_means, of the raw halves [first, end) of a head. */
+static void tqkv__raw_means(const tqkv__stream *raw, int kv_head, int first, int end, const float *center, bool squared,
+                            float *means)
+{
+    float row[TQKV_MAX_HEAD_DIM], less[TQKV_MAX_HEAD_DIM];
+    memset(means, 0, (size_t)raw->head_dim * sizeof(float));
+    for (int slot = first; slot < end; slot++) {
+        tqkv__raw_row(raw, kv_head, slot, row);
+        if (center) tqkv__codec_for(raw->head_dim)->widen(TQKV_TYPE_F32, row, center, NULL, raw->head_dim, less);
+        tqkv__add_row(center ? less : row, squared, raw->head_dim, means);
+    }
+    tqkv__divide_sums(means, raw->head_dim, (float)(end - first));
+}
+
+/* Learns centre and scale of the keys from the raw halves of the positions before n, without those that stay exact, if enough
+   remain. */
+static TQKV__NOINLINE void tqkv__learn(tqkv_cache *c, const tqkv__stream *raw, int n)
+{
+    tqkv__learnt learnt;
+    const int first = n - c->exact_first >= TQKV__LEAST_POSITIONS ? c->exact_first : 0;
+    const size_t dim = (size_t)raw->head_dim;
+    float *center = tqkv__channel_room(c, 0, TQKV__CENTERS), *scale = tqkv__channel_room(c, 0, TQKV__SCALES);
+    const uint64_t mode = tqkv__fp_exact();
+    for (int h = 0; h < raw->n_kv_heads; h++) {
+        tqkv__raw_means(raw, h, first, n, NULL, false, learnt.center);
+        tqkv__raw_means(raw, h, first, n, learnt.center, true, learnt.rows);
+        tqkv__deviations(TQKV_PAIRS_NONE, raw->head_dim, learnt.rows);
+        memcpy(center + (size_t)h * dim, learnt.center, dim * sizeof(float));
+        tqkv__scales_of(learnt.rows, NULL, raw->head_dim, scale + (size_t)h * dim);
+    }
+    tqkv__fp_restore(mode);
+    tqkv__cache_channels(c, 0, TQKV__CENTERS, center, dim);
+    tqkv__cache_channels(c, 0, TQKV__SCALES, scale, dim);
+}
+
+/* -- Encoding what was raw -- */
+
+/* The raw halves of a cache, and where they go: tasks for each head of each stream. end: of the append, what the rings of the
+   newest halves must hold up to */
+typedef struct tqkv__raw_job {
+    tqkv__stream raw[2], to[2], first[2], newest[2];
+    bool has_first[2], has_newest[2];
+    int n, n_heads;
+    int64_t end;
+} tqkv__raw_job;
+
+/* Encodes n raw halves of a head; newest: NULL, or a ring of halves that takes those that it will hold at `end`. */
+static TQKV__NOINLINE void tqkv__encode_raw(const tqkv__stream *raw, const tqkv__stream *to, const tqkv__stream *newest,
+                                            int kv_head, int n, int64_t end)
+{
+    enum { buffer = 1024 };
+    TQKV__ALIGNED float values[buffer + 16]; /* encoding loads whole vectors */
+    float room[TQKV_MAX_HEAD_DIM];
+    tqkv__row rows[buffer / 32];
+    tqkv__quantiser q;
+    tqkv__stream floats = *to;
+    const int batch = buffer / to->head_dim;
+    const float *inverses = tqkv__inverses_of(to, kv_head, 1, room);
+    floats.type = TQKV_TYPE_F32;
+    if (to->kind == TQKV__BOOK) tqkv__quantiser_open(to, &q);
+    for (int p = 0; p < n; p += batch) {
+        const int now = n - p < batch ? n - p : batch;
+        for (int i = 0; i < now; i++) {
+            float *row = values + i * to->head_dim;
+            const int slot = tqkv__slot(to, p + i);
+            const bool half = newest && end - (p + i) <= newest->capacity;
+            tqkv__raw_row(raw, kv_head, p + i, row);
+            rows[i].src = row;
+            rows[i].center = tqkv__center_of(to, kv_head);
+            rows[i].inverses = inverses;
+            rows[i].codes = tqkv__codes_at(to, kv_head, slot);
+            rows[i].norms = tqkv__norms_at(to, kv_head, slot);
+            rows[i].factors = NULL;
+            rows[i].half = half ? tqkv__codes_at(newest, kv_head, tqkv__slot(newest, p + i)) : NULL;
+        }
+        tqkv__codec_for(to->head_dim)->encode_rows(&floats, &q, rows, now);
+    }
+}
+
+static void tqkv__raw_task(void *context, int index)
+{
+    const tqkv__raw_job *job = (const tqkv__raw_job *)context;
+    const int side = index / job->n_heads, h = index % job->n_heads;
+    const int first = job->n < job->first[side].capacity ? job->n : job->first[side].capacity;
+    const uint64_t mode = tqkv__fp_exact();
+    tqkv__encode_raw(&job->raw[side], &job->to[side], job->has_newest[side] ? &job->newest[side] : NULL, h, job->n,
+                     job->end);
+    if (job->has_first[side]) tqkv__encode_raw(&job->raw[side], &job->first[side], NULL, h, first, job->end);
+    tqkv__fp_restore(mode);
+}
+
+/* Opens the stores of one side; their buffers were checked when the cache was made. */
+static void tqkv__open_raw_side(const tqkv_cache *c, const tqkv_store *raw, int side, tqkv__raw_job *job)
+{
+    const tqkv_store *first = tqkv__end_of(c, side), *newest = tqkv__end_of(c, TQKV__LAST_KEYS + side);
+    (void)tqkv__stream_open(&raw[side], &job->raw[side]);
+    (void)tqkv__stream_open(tqkv__stream_of(c, side), &job->to[side]);
+    job->has_first[side] = first && tqkv__stream_open(first, &job->first[side]) == TQKV_OK;
+    job->has_newest[side] = newest && tqkv__stream_open(newest, &job->newest[side]) == TQKV_OK;
+}
+
+/* Brings the raw rows of a tail to its stores. */
+static tqkv_result tqkv__settle_tail(const tqkv_cache *c, const tqkv_store *raw, int n)
+{
+    const tqkv_store *const stores[2] = {tqkv__stream_of(c, 2), tqkv__end_of(c, 2)};
+    tqkv_result r = TQKV_OK;
+    for (int i = 0; r == TQKV_OK && i < 2; i++)
+        if (raw[2].head_dim && stores[i])
+            r = tqkv__convert(stores[i], &raw[2], 0, i && n > c->exact_first ? c->exact_first : n,
+                              &c->attention.parallel);
+    return r;
+}
+
+/* Learns from the n positions that are raw, and encodes them, with what is kept besides of them at `end`. raw: [3], the cache's or
+   another one's, whose tail may have another format and then cannot always be converted */
+static tqkv_result tqkv__settle(tqkv_cache *c, const tqkv_store *raw, int n, int64_t end)
+{
+    tqkv__raw_job job;
+    const int sides = c->shared ? 1 : 2;
+    const tqkv_parallel *parallel = &c->attention.parallel;
+    memset(&job, 0, sizeof job);
+    (void)tqkv__stream_open(&raw[0], &job.raw[0]);
+    tqkv__learn(c, &job.raw[0], n);
+    for (int side = 0; side < sides; side++) tqkv__open_raw_side(c, raw, side, &job);
+    job.n = n;
+    job.n_heads = c->keys.n_kv_heads;
+    job.end = end;
+    parallel->run(parallel->user, sides * job.n_heads, tqkv__raw_task, &job);
+    c->learning = false;
+    c->exact_below = n < c->exact_first ? n : c->exact_first;
+    c->exact_from = c->exact_held = 0;
+    if (end > tqkv__newest_room(c)) c->exact_held = end - tqkv__newest_room(c) < n ? end - tqkv__newest_room(c) : n;
+    return tqkv__settle_tail(c, raw, n);
+}
+
+/* -- Appending -- */
+
+/* Leaves the first n tokens of a job out. */
+static void tqkv__skip_tokens(tqkv__encode_job *job, int n)
+{
+    if (n > job->n_tokens) n = job->n_tokens < 0 ? 0 : job->n_tokens;
+    for (int i = 0; i < job->n_streams; i++) job->src[i] = tqkv__source_row(job->streams[i], job->src[i], (size_t)n, 0);
+    job->n_tokens -= n;
+    job->position += n;
+    if (job->n_tokens <= 0) job->n_streams = 0;
+}
+
+/* Keeps the first n tokens of an append raw. */
+static void tqkv__append_raw(const tqkv_cache *c, const tqkv__append *append, int n)
+{
+    tqkv__stream raw[TQKV__CACHE_STREAMS];
+    tqkv__encode_job job = append->job;
+    if (job.n_tokens > n) job.n_tokens = n;
+    for (int i = 0; i < job.n_streams; i++) {
+        const int stream = (int)(job.streams[i] - append->streams);
+        (void)tqkv__stream_open(&c->raw[stream], &raw[i]);
+        raw[i].strides = job.streams[i]->strides;
+        job.streams[i] = &raw[i];
+    }
+    job.encode = true;
+    tqkv__run_encode_tasks(&job);
+}
+
+/* Takes over what the cache has learned. */
+static void tqkv__take_learnt(const tqkv_cache *c, tqkv__append *append)
+{
+    tqkv__stream *const streams[2] = {&append->streams[0], &append->first[0]};
+    for (int i = 0; i < 2; i++) {
+        streams[i]->center = c->keys.center;
+        streams[i]->channel_scale = c->keys.channel_scale;
+        streams[i]->inverses = tqkv__channel_room(c, 0, TQKV__INVERSES);
+    }
+}
+
+static void tqkv__append_learning(tqkv_cache *c, tqkv__append *append)
+{
+    const int64_t end = c->attention.end + append->job.n_tokens;
+    const int left = c->raw[0].capacity - (int)c->attention.end;
+    tqkv__append_raw(c, append, left);
+    if (append->job.n_tokens < left) return;
+    (void)tqkv__settle(c, c->raw, c->raw[0].capacity, end); /* rows of the same format are copied */
+    if (c->attention.non_causal) tqkv__drop_raw(c);         /* all queries see what is encoded */
+    tqkv__take_learnt(c, append);
+    tqkv__skip_tokens(&append->job, left);
+    tqkv__skip_tokens(&append->first_job, left);
+    if (append->job.n_tokens) tqkv__append_rows(c, append);
+}
+
+/* -- Attending -- */
+
+/* How many of the newest n_queries queries stand at positions that are read raw. */
+static int tqkv__raw_queries(const tqkv_cache *c, int n_queries)
+{
+    const int64_t first = c->attention.end - n_queries, n = c->raw[0].capacity;
+    if (!c->raw_memory || first >= n) return 0;
+    return c->attention.end <= n ? n_queries : (int)(n - first);
+}
+
+/* The attention of n_queries queries, the last of which stands before `end`, to what is raw. */
+static tqkv_attention tqkv__raw_attention(const tqkv_cache *c, int64_t end, int n_queries)
+{
+    tqkv_attention a = c->attention;
+    a.keys = &c->raw[0];
+    a.values = &c->raw[c->shared ? 0 : 1];
+    a.tail = c->tail.head_dim ? &c->raw[2] : NULL;
+    a.first_keys = a.first_values = a.first_tail = a.last_keys = a.last_values = NULL;
+    a.end = end;
+    a.kv_len = (int)end;
+    a.n_queries = n_queries;
+    return a;
+}
+
+static bool tqkv__view_raw(const tqkv_cache *c, tqkv_attention *view)
+{
+    if (!tqkv__raw_queries(c, 1)) return false;
+    *view = tqkv__raw_attention(c, c->attention.end, 1);
+    return true;
+}
+
+/* A call of a cache that is cut at the position from which queries read codes. The second part has the other queries or, with a
+   tree, which counts from the first query of a call, all of them, and an output of its own. */
+typedef struct tqkv__cut_call {
+    tqkv__attention a[2];
+    tqkv__part parts[2];
+    int n_parts, n_raw;
+} tqkv__cut_call;
+
+/* Opens the part whose queries read what is raw. */
+static tqkv_result tqkv__cut_raw(const tqkv_cache *c, const tqkv_attention *some, const void *q, int n_queries,
+                                 void *out, tqkv__cut_call *cut)
+{
+    tqkv__attention *a = &cut->a[0];
+    tqkv_attention raw = tqkv__raw_attention(c, c->attention.end - (n_queries - cut->n_raw), cut->n_raw);
+    tqkv__take_some(some, &raw);
+    tqkv_result r = tqkv__attention_streams(&raw, a);
+    if (r != TQKV_OK) return r;
+    a->first = 0;
+    if ((r = tqkv__attention_ends(a)) == TQKV_OK) r = tqkv__cut_whole(a, q, out, &cut->parts[cut->n_parts]);
+    cut->n_parts++;
+    return r;
+}
+
+/* Opens the part whose queries, from number `first` on, read codes. */
+static tqkv_result tqkv__cut_coded(const tqkv_cache *c, const tqkv_attention *some, const void *q, int first,
+                                   int n_queries, void *out, tqkv__cut_call *cut)
+{
+    tqkv__attention *a = &cut->a[1];
+    tqkv_attention part;
+    memset(&part, 0, sizeof part);
+    tqkv__take_some(some, &part);
+    const size_t heads = (size_t)(part.list_heads ? part.list_heads : 1);
+    if (part.list) part.list += (size_t)first * heads * (size_t)part.list_length;
+    tqkv_result r = tqkv__cache_attention(c, some ? &part : NULL, n_queries - first, a);
+    if (r != TQKV_OK) return r;
+    const size_t size = tqkv__type_size(a->call.query_type), skipped = (size_t)first;
+    const void *rest = (const uint8_t *)q + skipped * a->call.query_strides.token * size;
+    void *to = (uint8_t *)out + skipped * a->call.output_strides.token * tqkv__type_size(a->call.output_type);
+    r = tqkv__cut_whole(a, q ? rest : NULL, out ? to : NULL, &cut->parts[cut->n_parts]);
+    cut->n_parts++;
+    return r;
+}
+
+/* As tqkv__attend_raw, for a tree that stands on both sides: all queries read codes into memory of their own, of which those that do
+   are copied. */
+static tqkv_result tqkv__attend_cut_tree(const tqkv_cache *c, const tqkv_attention *some, const void *q, int n_queries,
+                                         void *out, tqkv__cut_call *cut)
+{
+    tqkv_cache without_gaps = *c;
+    tqkv_allocator memory = c->attention.allocator;
+    const tqkv_strides none = {0, 0};
+    const int value_dim = c->attention.values->head_dim, n_heads = c->attention.n_heads;
+    const size_t row = (size_t)value_dim * tqkv__type_size(c->attention.output_type), heads = (size_t)n_heads;
+    const tqkv_strides strides = tqkv__strides_of(c->attention.output_strides, n_heads, value_dim);
+    const size_t size = (size_t)n_queries * heads * row;
+    without_gaps.attention.output_strides = none;
+    uint8_t *own = (uint8_t *)memory.alloc(memory.user, size);
+    if (!own) return TQKV_OUT_OF_MEMORY;
+    tqkv_result r = tqkv__cut_coded(&without_gaps, some, q, 0, n_queries, own, cut);
+    if (r == TQKV_OK) r = tqkv__check_q_out(&cut->a[0], q, out);
+    if (r == TQKV_OK) r = tqkv__run_job(cut->parts, cut->n_parts);
+    for (size_t i = (size_t)cut->n_raw; r == TQKV_OK && i < (size_t)n_queries; i++)
+        for (size_t h = 0; h < heads; h++)
+            memcpy((uint8_t *)out + (i * strides.token + h * strides.head) * (row / (size_t)value_dim),
+                   own + (i * heads + h) * row, row);
+    memory.free(memory.user, own, size);
+    return r;
+}
+
+static TQKV__NOINLINE tqkv_result tqkv__attend_raw(const tqkv_cache *c, const tqkv_attention *some, const void *q,
+                                                   int n_queries, void *out)
+{
+    tqkv__cut_call cut;
+    cut.n_parts = 0;
+    cut.n_raw = tqkv__raw_queries(c, n_queries);
+    tqkv_result r = cut.n_raw ? tqkv__cut_raw(c, some, q, n_queries, out, &cut) : TQKV_OK;
+    if (r != TQKV_OK) return r;
+    if (cut.n_raw && cut.n_raw < n_queries && some && some->tree)
+        return tqkv__attend_cut_tree(c, some, q, n_queries, out, &cut);
+    if (cut.n_raw < n_queries) r = tqkv__cut_coded(c, some, q, cut.n_raw, n_queries, out, &cut);
+    return r == TQKV_OK ? tqkv__run_job(cut.parts, cut.n_parts) : r;
+}
+
+/* -- Presets -- */
+
+TQKV_API tqkv_cache_desc tqkv_cache_preset(tqkv_preset preset)
+{
+    static const tqkv_format formats[3][2] = {{TQKV_I8, TQKV_TQ4}, {TQKV_TQ4, TQKV_TQ4}, {TQKV_TQ3, TQKV_TQ2}};
+    tqkv_cache_desc desc;
+    memset(&desc, 0, sizeof desc);
+    if (preset != TQKV_SAFE && preset != TQKV_SMALL && preset != TQKV_TINY) return desc;
+    desc.key_format = formats[preset][0];
+    desc.value_format = formats[preset][1];
+    desc.calibrate = 512;
+    desc.exact_first = 4;
+    desc.exact_last = 128;
+    return desc;
+}
+
 /* >>cache-edit: truncate, remove, keep, fork. */
+
+/* After an edit positions below `from` are read as codes: nothing to say where none is kept as halves. */
+static void tqkv__exact_begins(tqkv_cache *c, int64_t from) { c->exact_from = c->exact_last ? from : 0; }
 
 TQKV_API tqkv_result tqkv_cache_truncate(tqkv_cache *c, int64_t end)
 {
     if (!c) return TQKV__INVALID("the cache is NULL");
     if (end < 0 || end > c->attention.end || (end < c->first && end != 0))
         return TQKV__REFUSE(OUT_OF_RANGE, "end: not among the resident positions");
+    if (!c->learning && end < c->attention.end) tqkv__drop_raw(c);
     if (end == 0) c->first = 0;
     if (c->exact_below > end) c->exact_below = end;
-    if (c->exact_from > end) c->exact_from = end;
+    if (end < c->attention.end) tqkv__exact_begins(c, tqkv__exact_kept(c) < end ? tqkv__exact_kept(c) : end);
+    if (c->exact_held > end) c->exact_held = end;
     c->attention.end = end;
     return TQKV_OK;
 }
@@ -12146,7 +13844,8 @@ static void tqkv__move_positions(const tqkv_cache *c, int64_t source, int64_t ta
         tqkv__stream s;
         const tqkv_store *store = tqkv__store_of(c, i);
         const bool first = i >= TQKV__FIRST_ENDS && i < TQKV__LAST_ENDS;
-        if (!store || (i >= TQKV__LAST_ENDS && target < c->exact_from)) continue;
+        const bool newest = i >= TQKV__LAST_ENDS && i < TQKV__RAW;
+        if (!store || (newest && target < c->exact_held) || c->learning != (i >= TQKV__RAW)) continue;
         if (tqkv__stream_open(store, &s) == TQKV_OK) tqkv__move_rows(&s, source, &s, target, first ? below : n);
     }
 }
@@ -12165,7 +13864,7 @@ static void tqkv__reverse_rows(uint8_t *rows, int n, size_t size)
 /* Position p + by of the rings of halves becomes position p. */
 static void tqkv__turn_rings(const tqkv_cache *c, int64_t by)
 {
-    for (int i = 2; i < TQKV__CACHE_ENDS; i++) {
+    for (int i = TQKV__LAST_KEYS; i < TQKV__CACHE_ENDS; i++) {
         tqkv__stream s;
         if (!tqkv__end_of(c, i) || tqkv__stream_open(tqkv__end_of(c, i), &s) != TQKV_OK) continue;
         const int n = (int)(by % s.capacity);
@@ -12185,12 +13884,15 @@ TQKV__COLD TQKV_API tqkv_result tqkv_cache_remove(tqkv_cache *c, int64_t first, 
     if (count < 0) return TQKV__INVALID("count is negative");
     if (first < 0 || first > c->attention.end || count > c->attention.end - first)
         return TQKV__REFUSE(OUT_OF_RANGE, "first, count: not among the resident positions");
+    if (!c->learning && count) tqkv__drop_raw(c);
     const int64_t behind = first + count, n = c->attention.end - behind;
     tqkv__move_positions(c, behind, first, n);
-    if (first < c->exact_from) {
+    const int64_t kept = tqkv__exact_kept(c);
+    if (first < c->exact_held) {
         tqkv__turn_rings(c, count);
-        c->exact_from = (behind > c->exact_from ? behind : c->exact_from) - count;
+        c->exact_held = (behind > c->exact_held ? behind : c->exact_held) - count;
     }
+    if (count) tqkv__exact_begins(c, first < kept ? (behind > kept ? behind : kept) - count : kept);
     if (first < c->exact_below) c->exact_below = c->exact_below > behind ? c->exact_below - count : first;
     c->attention.end -= count;
     return TQKV_OK;
@@ -12201,13 +13903,14 @@ TQKV__COLD TQKV_API tqkv_result tqkv_cache_keep(tqkv_cache *c, int n, const int 
     if (!c) return TQKV__INVALID("the cache is NULL");
     if (n < 0 || n_kept < 0 || (n_kept > 0 && !kept)) return TQKV__INVALID("n or n_kept is negative, or kept is NULL");
     if (n > c->attention.end - c->first) return TQKV__REFUSE(OUT_OF_RANGE, "n: more positions than are resident");
-    if ((uintptr_t)kept % sizeof(int) || tqkv__overlap(c, c->size, kept, (size_t)n_kept * sizeof(int)))
+    if ((uintptr_t)kept % sizeof(int) || tqkv__in_cache(c, kept, (size_t)n_kept * sizeof(int)))
         return TQKV__INVALID("kept: not aligned as int, or in the cache");
     for (int i = 0; i < n_kept; i++) {
         if (kept[i] < 0 || kept[i] >= n) return TQKV__REFUSE(OUT_OF_RANGE, "kept: not one of the newest n positions");
         if (i && kept[i] <= kept[i - 1]) return TQKV__INVALID("kept: not ascending");
     }
-    const int64_t first = c->attention.end - n;
+    if (!c->learning && n_kept < n) tqkv__drop_raw(c);
+    const int64_t first = c->attention.end - n, kept_from = tqkv__exact_kept(c);
     int64_t below = first;
     for (int i = 0, next; i < n_kept; i = next) {
         for (next = i + 1; next < n_kept && kept[next] == kept[next - 1] + 1;) next++;
@@ -12216,7 +13919,8 @@ TQKV__COLD TQKV_API tqkv_result tqkv_cache_keep(tqkv_cache *c, int n, const int 
     }
     c->attention.end = first + n_kept;
     if (c->exact_below > below) c->exact_below = below;
-    if (first < c->exact_from) c->exact_from = c->attention.end; /* their rows did not move */
+    if (first < c->exact_held) c->exact_held = c->attention.end; /* their rows did not move */
+    if (n_kept < n) tqkv__exact_begins(c, first < kept_from ? c->attention.end : kept_from);
     return TQKV_OK;
 }
 
@@ -12229,12 +13933,12 @@ TQKV__COLD TQKV_API tqkv_result tqkv_cache_keep(tqkv_cache *c, int n, const int 
     row(key_format,   keys.format)         row(value_format, values.format)                                            \
     row(window,       attention.window)    row(scale,      attention.scale)     row(softcap,  attention.softcap)       \
     row(shared,       shared)              row(tail_dim,   tail.head_dim)       row(tail_format, tail.format)          \
-    row(exact_first,  exact_first)         row(exact_last, exact_last)
+    row(exact_first,  exact_first)         row(exact_last, exact_last)          row(calibrate, calibrate)
 #define TQKV__CACHE_USE(row)                                                                                           \
     row(type,         keys.type)           row(sinks,      attention.sinks)     row(metal,    metal)                   \
     row(parallel,     attention.parallel)  row(allocator,  attention.allocator)                                        \
     row(matrix_group, matrix_group)        row(arithmetic, attention.arithmetic)                                       \
-    row(non_causal,   attention.non_causal)
+    row(non_causal,   attention.non_causal) row(exact_batch, exact_batch)       row(tag,      tag)
 // clang-format on
 
 /* The desc that makes a cache like c. */
@@ -12258,6 +13962,8 @@ static void tqkv__take_use(const tqkv_cache_desc *from, tqkv_cache_desc *to)
     if (from->metal) to->metal = from->metal;
     if (from->matrix_group) to->matrix_group = from->matrix_group;
     if (from->arithmetic) to->arithmetic = from->arithmetic;
+    if (from->exact_batch) to->exact_batch = from->exact_batch;
+    if (from->tag) to->tag = from->tag;
     to->non_causal = to->non_causal || from->non_causal;
 }
 
@@ -12268,6 +13974,7 @@ static bool tqkv__desc_matches(const tqkv_cache_desc *wanted, const tqkv_cache_d
     tqkv_cache_desc meant = *wanted;
     if (meant.softcap < 0.0f && found->softcap == 0.0f) meant.softcap = 0.0f; /* off in both */
     wanted = &meant;
+    if (wanted->tag && found->tag && wanted->tag != found->tag) return false;
     return true TQKV__CACHE_SHAPE(TQKV__FIELD_MATCHES);
 }
 
@@ -12281,9 +13988,34 @@ static tqkv_result tqkv__fork_store(const tqkv_cache *c, int i, const tqkv_cache
         range.from = c->first;
         memset(to->codes, 0, to->codes_size);
     }
-    if (!from) from = tqkv__stream_of(c, (i - TQKV__FIRST_ENDS) % 2);
+    if (!from && i < TQKV__RAW) from = tqkv__stream_of(c, (i - TQKV__FIRST_ENDS) % 3);
     if (range.from >= range.to) return TQKV_OK;
     return tqkv__convert(to, from, range.from, (int)(range.to - range.from), parallel);
+}
+
+/* Copies what a cache holds to a new one of its shape. One that learns, and has more positions than the copy learns from, is
+   calibrated with these. */
+static tqkv_result tqkv__copy_cache(const tqkv_cache *c, tqkv_cache *copy, const tqkv_parallel *parallel)
+{
+    tqkv_result r = TQKV_OK;
+    const bool settles = c->learning && c->attention.end >= copy->raw[0].capacity;
+    for (int i = 0; i < TQKV__CACHE_STREAMS; i++) {
+        const tqkv_store *from = tqkv__stream_of(c, i);
+        if (!from) continue;
+        tqkv__cache_channels(copy, i, TQKV__CENTERS, from->center, (size_t)from->head_dim);
+        tqkv__cache_channels(copy, i, TQKV__SCALES, from->channel_scale, (size_t)from->head_dim);
+    }
+    for (int i = 0; !settles && r == TQKV_OK && i < TQKV__CACHE_STORES; i++) r = tqkv__fork_store(c, i, copy, parallel);
+    copy->calibrate = c->calibrate;
+    copy->first = c->first;
+    copy->exact_below = c->exact_below;
+    copy->exact_from = c->exact_from;
+    copy->exact_held = tqkv__range_of(c, TQKV__LAST_ENDS).from;
+    copy->attention.end = c->attention.end;
+    if (!settles) return r;
+    r = tqkv__settle(copy, c->raw, (int)c->attention.end, c->attention.end);
+    tqkv__drop_raw(copy);
+    return r;
 }
 
 TQKV__COLD TQKV_API tqkv_result tqkv_cache_fork(const tqkv_cache *c, const tqkv_cache_desc *desc, tqkv_cache **out)
@@ -12305,18 +14037,10 @@ TQKV__COLD TQKV_API tqkv_result tqkv_cache_fork(const tqkv_cache *c, const tqkv_
     }
     if (copied.capacity > 0 && copied.capacity < c->attention.end - c->first)
         return TQKV__REFUSE(OUT_OF_RANGE, "capacity: too small for the resident positions");
+    if (!c->learning) copied.calibrate = 0;
     tqkv_result r = tqkv_cache_create(&copied, &copy);
     if (r != TQKV_OK) return r;
-    for (int i = 0; i < TQKV__CACHE_STREAMS; i++) {
-        const tqkv_store *from = tqkv__stream_of(c, i);
-        if (from) tqkv__cache_center(copy, i, from->center, (size_t)from->head_dim);
-    }
-    for (int i = 0; r == TQKV_OK && i < TQKV__CACHE_STORES; i++) r = tqkv__fork_store(c, i, copy, &copied.parallel);
-    copy->first = c->first;
-    copy->exact_below = c->exact_below;
-    copy->exact_from = tqkv__range_of(c, TQKV__LAST_ENDS).from;
-    copy->attention.end = c->attention.end;
-    if (r == TQKV_OK)
+    if ((r = tqkv__copy_cache(c, copy, &copied.parallel)) == TQKV_OK)
         *out = copy;
     else
         tqkv_cache_destroy(copy);
@@ -12327,48 +14051,51 @@ TQKV__COLD TQKV_API tqkv_result tqkv_cache_fork(const tqkv_cache *c, const tqkv_
 
    A cache:
      offset  bytes  field                                 offset  bytes  field
-          0      8  "tqkv" CR LF SUB LF                        44      4  window
-          8      4  snapshot version                           48      4  scale (float32)
-         12      4  version of the codes                       52      4  softcap (float32)
-         16      4  head_dim                                   56      8  oldest resident position
-         20      4  n_kv_heads                                 64      8  end
-         24      4  n_heads                                    72      8  XXH3-64 of the 72 bytes before
-         28      4  capacity
-         32      4  key format                            then, keys first, values second:
-         36      4  value format                                       centre [n_kv_heads][head_dim], if there is one
-         40      4  bit 0: ring; bits 1 and 2: keys                    codes [n_kv_heads][resident][row_bytes]
-                    and values have a centre; bits 5                   norms [n_kv_heads][resident][norms_per_row]
-                    to 15: the type; bits 16 to 31:                 8  XXH3-64 of this centre, codes and norms
-                    the values' head_dim, or 0 where
-                    it is the keys'. Older builds
-                    wrote 0 for each type
+          0      8  "tqkv" CR LF SUB LF                        72      4  window
+          8      4  snapshot version                           76      4  scale (float32)
+         12      4  bytes of the header, with its hash         80      4  softcap (float32)
+         16      8  tag                                        84      4  calibrate
+         24      4  version of the codes                       88      4  exact_first
+         28      4  head_dim                                   92      4  exact_last
+         32      4  head_dim of the values                     96      4  first positions that are kept besides
+         36      4  head_dim of the tail, or 0                100      4  0
+         40      4  n_kv_heads                                104      8  oldest resident position
+         44      4  n_heads                                   112      8  end
+         48      4  capacity                                  120      8  exact_from
+         52      4  key format                                128      8  XXH3-64 of the bytes before
+         56      4  value format
+         60      4  tail format, or 0                       then, for each stream: keys, values unless they are the keys, tail:
+         64      4  type                                              centre, then scale [n_kv_heads][head_dim], if any
+         68      4  bit 0: ring; 1: shared; 2: the                    codes [n_kv_heads][positions][row_bytes]
+                    cache has not learned yet; 8 to 10:               norms [n_kv_heads][positions][norms_per_row]
+                    keys, values and tail have a                   8  XXH3-64 of these
+                    centre; 16 to 18: a scale
 
-   Version 1, always with version 1 of the codes, has one head_dim, no centres and neither TQ3 nor TQ2. Version 3, for
-   caches whose keys are the values (bit 4 at 40: there are no others) or with a tail, which comes last (bit 3: it has a
-   centre), has 16 more bytes before the header's hash: the tail's head_dim, its format, and two zeros. Version 4, for
-   caches with halves of the first and the newest positions, has exact_first and exact_last in place of the zeros, and
-   8 more bytes: how many first and how many newest positions have halves. These follow the streams: first positions' keys and
-   values, newest ones' keys and values, as codes with a hash; those of F16 streams, and values that are the keys, have none.
+   Behind the streams come, likewise but without centre and scale, what is kept of the first positions' keys, values and tail, then the
+   halves of the newest keys and values, as far as the cache has these stores. The newest halves are those of the positions from
+   exact_from on, but no more than an edit leaves, see tqkv__exact_kept. In a cache that has not learned yet all these have no
+   positions; behind them come the rows as they came, of keys and values as halves, and of the tail.
 
    Positions of a store:
      offset  bytes  field                                 offset  bytes  field
-          0      8  "tqks" CR LF SUB LF                        32      8  first position
-          8      4  version: 1                                 40      8  number of positions
-         12      4  format                                     48      8  XXH3-64 of the centre [n_kv_heads][head_dim];
-         16      4  head_dim                                              0 without one
-         20      4  n_kv_heads                                 56      8  XXH3-64 of the 56 bytes before
-         24      4  bit 0: unrotated; bit 1: has a           then:
-                    centre; bit 2: F16, rotated                       codes, norms and their hash, as above
-         28      4  block_scale (float32); 1 where it
-                    has no effect                                                                                     */
+          0      8  "tqks" CR LF SUB LF                        32      4  block_scale (float32); 1 where it has no effect
+          8      4  snapshot version                           36      4  0
+         12      4  bytes of the header, with its hash         40      8  first position
+         16      4  format                                     48      8  number of positions
+         20      4  head_dim                                   56      8  XXH3-64 of centre and scale, as there are,
+         24      4  n_kv_heads                                            [n_kv_heads][head_dim] each; 0 without
+         28      4  bit 0: unrotated; 1: has a centre;         64      8  XXH3-64 of the bytes before
+                    2: F16, rotated; 3: has a scale         then codes, norms and their hash, as above
 
-#define TQKV__SNAPSHOT_VERSION  4 /* 2 or 3 for caches that need no more */
-#define TQKV__CODES_VERSION     2 /* changes with the tables or the rotation */
-#define TQKV__CODES_VERSION_OLD 6 /* builds wrote 2 to 6 for the same ones */
-#define TQKV__STORE_VERSION     1
-#define TQKV__HEADER_SIZE       72 /* without its hash */
-#define TQKV__HEADER_MORE       24 /* of version 4; version 3 has 16 */
-#define TQKV__STORE_HEADER_SIZE 56
+   All later versions begin with magic, version and size, so that a build knows a newer snapshot from a damaged one. */
+
+#define TQKV__SNAPSHOT_VERSION  6  /* of both kinds; older ones were never released */
+#define TQKV__CODES_VERSION     2  /* changes with the tables or the rotation */
+#define TQKV__NAME_SIZE         16 /* magic, version, size */
+#define TQKV__HEADER_FIELDS     20
+#define TQKV__HEADER_SIZE       128 /* without its hash */
+#define TQKV__STORE_HEADER_SIZE 64
+#define TQKV__HASH_SIZE         8
 
 static void tqkv__put(uint8_t *bytes, int n, uint64_t x)
 {
@@ -12450,24 +14177,26 @@ static tqkv_result tqkv__move_stored(tqkv__pipe *pipe, const tqkv__stream *s, tq
     return tqkv__move_hash(pipe);
 }
 
-/* Moves a centre, which when it is read lies in the cache's own memory. */
-static tqkv_result tqkv__move_center(tqkv__pipe *pipe, const tqkv__stream *s)
+/* Moves centre and scale, which when they are read lie in the cache's own memory. */
+static tqkv_result tqkv__move_channels(tqkv__pipe *pipe, const tqkv__stream *s)
 {
     const size_t n = tqkv__center_size(s) / sizeof(float);
-    if (!s->center) return TQKV_OK;
-    const tqkv_result r = tqkv__move_floats(pipe, (float *)(uintptr_t)s->center, n);
-    return r != TQKV_OK || tqkv__all_finite(s->center, n) ? r : TQKV_CORRUPT;
+    tqkv_result r = s->center ? tqkv__move_floats(pipe, (float *)(uintptr_t)s->center, n) : TQKV_OK;
+    if (r == TQKV_OK && s->channel_scale) r = tqkv__move_floats(pipe, (float *)(uintptr_t)s->channel_scale, n);
+    const bool valid = (!s->center || tqkv__all_finite(s->center, n)) &&
+                       (!s->channel_scale || tqkv__scales_valid(s->channel_scale, n));
+    return r != TQKV_OK || valid ? r : TQKV_CORRUPT;
 }
 
-/* Moves all stores of a cache: centres of streams, and what the stores hold. */
+/* Moves all stores of a cache: centres and scales of streams, and what the stores hold. */
 static tqkv_result tqkv__move_stores(tqkv__pipe *pipe, const tqkv_cache *c)
 {
     tqkv_result r = TQKV_OK;
     for (int i = 0; r == TQKV_OK && i < TQKV__CACHE_STORES; i++) {
         tqkv__stream s;
-        if (!tqkv__store_of(c, i)) continue;
+        if (!tqkv__store_of(c, i) || (i >= TQKV__RAW && !c->learning)) continue;
         r = tqkv__stream_open(tqkv__store_of(c, i), &s);
-        if (r == TQKV_OK && i < TQKV__CACHE_STREAMS) r = tqkv__move_center(pipe, &s);
+        if (r == TQKV_OK && i < TQKV__CACHE_STREAMS) r = tqkv__move_channels(pipe, &s);
         if (r == TQKV_OK) r = tqkv__move_stored(pipe, &s, tqkv__range_of(c, i));
     }
     return r;
@@ -12482,56 +14211,85 @@ static void tqkv__pipe_open(tqkv__pipe *pipe, tqkv_write write, tqkv_read read, 
     XXH3_64bits_reset(&pipe->hash);
 }
 
-static const char tqkv__magic[9] = "tqkv\r\n\x1a\n";
+static const char tqkv__magic[9] = "tqkv\r\n\x1a\n", tqkv__store_magic[9] = "tqks\r\n\x1a\n";
 
-/* Bytes of a header of that version. */
-static size_t tqkv__header_size(uint32_t version)
+/* Writes magic, version and size of a header of `size` bytes without its hash. */
+static void tqkv__put_name(const char *magic, size_t size, uint8_t *header)
 {
-    return TQKV__HEADER_SIZE + (version == 4 ? TQKV__HEADER_MORE : version == 3 ? 16 : 0);
+    memcpy(header, magic, 8);
+    tqkv__put(header + 8, 4, TQKV__SNAPSHOT_VERSION);
+    tqkv__put(header + 12, 4, size + TQKV__HASH_SIZE);
 }
 
-/* header: [tqkv__header_size(version)] */
-static void tqkv__cache_header(const tqkv_cache *c, uint32_t version, uint8_t *header)
+/* Reads a header and its hash; header: [size] */
+static tqkv_result tqkv__read_header(tqkv__pipe *pipe, const char *magic, size_t size, uint8_t *header)
+{
+    uint8_t name[TQKV__NAME_SIZE];
+    tqkv_result r = tqkv__move(pipe, header, TQKV__NAME_SIZE);
+    if (r != TQKV_OK) return r;
+    tqkv__put_name(magic, size, name);
+    if (memcmp(header, magic, 8) != 0) return TQKV_CORRUPT;
+    if (tqkv__get(header + 8, 4) > TQKV__SNAPSHOT_VERSION)
+        return TQKV__REFUSE(CORRUPT, "the snapshot was written by a newer version of tqkv");
+    if (memcmp(header, name, sizeof name) != 0) return TQKV_CORRUPT;
+    r = tqkv__move(pipe, header + sizeof name, size - sizeof name);
+    return r == TQKV_OK ? tqkv__move_hash(pipe) : r;
+}
+
+/* A bit for each stream with a centre, or with a scale. */
+static uint32_t tqkv__streams_with(const tqkv_cache *c, bool scales)
+{
+    uint32_t bits = 0;
+    for (int i = 0; i < TQKV__CACHE_STREAMS; i++) {
+        const tqkv_store *s = tqkv__stream_of(c, i);
+        if (s && (scales ? s->channel_scale : s->center)) bits |= 1u << i;
+    }
+    return bits;
+}
+
+/* header: [TQKV__HEADER_SIZE] */
+static void tqkv__cache_header(const tqkv_cache *c, uint8_t *header)
 {
     const tqkv_store *keys = &c->keys;
     const tqkv_attention *a = &c->attention;
-    const uint32_t value_dim = c->values.head_dim == keys->head_dim ? 0 : (uint32_t)c->values.head_dim;
-    const uint32_t flags = (keys->ring ? 1u : 0u) | (keys->center ? 2u : 0u) |
-                           (!c->shared && c->values.center ? 4u : 0u) | (c->tail.center ? 8u : 0u) |
-                           (c->shared ? 16u : 0u) | (uint32_t)keys->type << 5 | value_dim << 16;
-    const uint32_t fields[12] = {version,
-                                 TQKV__CODES_VERSION,
-                                 (uint32_t)keys->head_dim,
-                                 (uint32_t)keys->n_kv_heads,
-                                 (uint32_t)a->n_heads,
-                                 (uint32_t)keys->capacity,
-                                 (uint32_t)keys->format,
-                                 (uint32_t)c->values.format,
-                                 flags,
-                                 (uint32_t)a->window,
-                                 tqkv__bits(a->scale),
-                                 tqkv__bits(a->softcap)};
-    const tqkv__range newest = tqkv__range_of(c, TQKV__LAST_ENDS);
-    const uint32_t more[6] = {(uint32_t)c->tail.head_dim, (uint32_t)c->tail.format,
-                              (uint32_t)c->exact_first,   (uint32_t)c->exact_last,
-                              (uint32_t)c->exact_below,   (uint32_t)(newest.to - newest.from)};
-    memcpy(header, tqkv__magic, 8);
-    for (int i = 0; i < 12; i++) tqkv__put(header + 8 + 4 * i, 4, fields[i]);
-    tqkv__put(header + 56, 8, (uint64_t)c->first);
-    tqkv__put(header + 64, 8, (uint64_t)c->attention.end);
-    for (size_t at = TQKV__HEADER_SIZE, i = 0; at < tqkv__header_size(version); at += 4, i++)
-        tqkv__put(header + at, 4, more[i]);
+    const uint32_t flags = (keys->ring ? 1u : 0u) | (c->shared ? 2u : 0u) | (c->learning ? 4u : 0u) |
+                           tqkv__streams_with(c, false) << 8 | tqkv__streams_with(c, true) << 16;
+    const uint32_t fields[TQKV__HEADER_FIELDS] = {TQKV__CODES_VERSION,
+                                                  (uint32_t)keys->head_dim,
+                                                  (uint32_t)c->values.head_dim,
+                                                  (uint32_t)c->tail.head_dim,
+                                                  (uint32_t)keys->n_kv_heads,
+                                                  (uint32_t)a->n_heads,
+                                                  (uint32_t)keys->capacity,
+                                                  (uint32_t)keys->format,
+                                                  (uint32_t)c->values.format,
+                                                  (uint32_t)c->tail.format,
+                                                  (uint32_t)keys->type,
+                                                  flags,
+                                                  (uint32_t)a->window,
+                                                  tqkv__bits(a->scale),
+                                                  tqkv__bits(a->softcap),
+                                                  (uint32_t)c->calibrate,
+                                                  (uint32_t)c->exact_first,
+                                                  (uint32_t)c->exact_last,
+                                                  (uint32_t)tqkv__range_of(c, TQKV__FIRST_ENDS).to,
+                                                  0};
+    tqkv__put_name(tqkv__magic, TQKV__HEADER_SIZE, header);
+    tqkv__put(header + 16, 8, c->tag);
+    for (int i = 0; i < TQKV__HEADER_FIELDS; i++) tqkv__put(header + 24 + 4 * i, 4, fields[i]);
+    tqkv__put(header + 104, 8, (uint64_t)c->first);
+    tqkv__put(header + 112, 8, (uint64_t)c->attention.end);
+    tqkv__put(header + 120, 8, (uint64_t)c->exact_from);
 }
 
 TQKV__COLD TQKV_API tqkv_result tqkv_cache_save(const tqkv_cache *c, tqkv_write write, void *user)
 {
     tqkv__pipe pipe;
-    uint8_t header[TQKV__HEADER_SIZE + TQKV__HEADER_MORE];
+    uint8_t header[TQKV__HEADER_SIZE];
     if (!c || !write) return TQKV__INVALID("the cache or write is NULL");
-    const uint32_t version = c->exact_first || c->exact_last ? 4 : c->shared || c->tail.head_dim ? 3 : 2;
-    tqkv__cache_header(c, version, header);
+    tqkv__cache_header(c, header);
     tqkv__pipe_open(&pipe, write, NULL, user);
-    tqkv_result r = tqkv__move(&pipe, header, tqkv__header_size(version));
+    tqkv_result r = tqkv__move(&pipe, header, sizeof header);
     if (r == TQKV_OK) r = tqkv__move_hash(&pipe);
     return r == TQKV_OK ? tqkv__move_stores(&pipe, c) : r;
 }
@@ -12539,74 +14297,63 @@ TQKV__COLD TQKV_API tqkv_result tqkv_cache_save(const tqkv_cache *c, tqkv_write 
 /* What a header says. */
 typedef struct tqkv__header {
     tqkv_cache_desc desc;
-    uint32_t centers; /* a bit a stream */
+    uint32_t centers, scales; /* a bit a stream */
+    bool learning;
     int64_t first, end, exact_below, exact_from;
 } tqkv__header;
 
-/* Takes what only versions 3 and 4 have. False if no cache can have written it. */
-static bool tqkv__parse_more(const uint8_t *header, uint32_t flags, tqkv__header *h)
+/* Takes the shape that a header's fields describe; false if no cache has it. tqkv__cache_resolve looks closer. */
+static bool tqkv__parse_shape(const uint32_t fields[TQKV__HEADER_FIELDS], tqkv_cache_desc *d)
 {
-    uint32_t more[6];
-    tqkv_cache_desc *d = &h->desc;
-    const bool exact = (uint32_t)tqkv__get(header + 8, 4) == 4;
-    for (int i = 0; i < 6; i++) more[i] = (uint32_t)tqkv__get(header + TQKV__HEADER_SIZE + 4 * i, 4);
-    if (more[0] > TQKV_MAX_HEAD_DIM || more[1] > 15 || !more[0] != !more[1] || exact == (!more[2] && !more[3]))
-        return false;
-    if (more[2] > (uint32_t)INT_MAX || more[3] > (uint32_t)INT_MAX || more[4] > more[2] || more[4] > h->end ||
-        more[5] > tqkv__end_room(more[3]) || more[5] > h->end - h->first)
-        return false;
-    d->shared = flags & 16;
-    d->tail_dim = (int)more[0];
-    d->tail_format = (tqkv_format)more[1];
-    d->exact_first = (int)more[2];
-    d->exact_last = (int)more[3];
-    h->exact_below = more[4];
-    h->exact_from = h->end - more[5];
-    if (d->shared && (flags & 4 || d->value_format != d->key_format || d->value_dim != d->head_dim)) return false;
-    if (!d->tail_dim) return (d->shared || exact) && !(flags & 8);
-    return tqkv__format_known(d->tail_format);
+    for (int i = 1; i < TQKV__HEADER_FIELDS; i++)
+        if (fields[i] > (uint32_t)INT_MAX && i != 13 && i != 14) return false; /* scale and softcap are floats */
+    for (int i = 7; i < 10; i++) /* formats; in C++ the enum takes 4 bits */
+        if (fields[i] > 15 || (!tqkv__format_known((tqkv_format)fields[i]) && (i < 9 || fields[i]))) return false;
+    if (fields[10] > 2 || !fields[2] || !fields[5] || !fields[3] != !fields[9] || fields[19]) return false;
+    d->head_dim = (int)fields[1];
+    d->value_dim = (int)fields[2];
+    d->tail_dim = (int)fields[3];
+    d->n_kv_heads = (int)fields[4];
+    d->n_heads = (int)fields[5];
+    d->capacity = (int)fields[6];
+    d->key_format = (tqkv_format)fields[7];
+    d->value_format = (tqkv_format)fields[8];
+    d->tail_format = (tqkv_format)fields[9];
+    d->type = (tqkv_type)fields[10];
+    d->ring = fields[11] & 1;
+    d->shared = fields[11] & 2;
+    d->window = (int)fields[12];
+    d->scale = tqkv__float(fields[13]);
+    d->softcap = tqkv__float(fields[14]);
+    d->calibrate = (int)fields[15];
+    d->exact_first = (int)fields[16];
+    d->exact_last = (int)fields[17];
+    if (fields[14] >> 31 || d->scale == 0.0f) return false; /* no cache has a negative softcap */
+    return !d->shared || (d->value_format == d->key_format && d->value_dim == d->head_dim);
 }
 
 /* False if no cache can have written it. */
 static bool tqkv__parse_header(const uint8_t *header, tqkv__header *h)
 {
-    uint32_t fields[12];
+    uint32_t fields[TQKV__HEADER_FIELDS];
     tqkv_cache_desc *d = &h->desc;
     memset(h, 0, sizeof *h);
-    if (memcmp(header, tqkv__magic, 8) != 0) return false;
-    for (int i = 0; i < 12; i++) fields[i] = (uint32_t)tqkv__get(header + 8 + 4 * i, 4);
-    const bool old = fields[0] == 1 && fields[1] == 1, latest = fields[0] >= 3;
-    if (fields[0] > TQKV__SNAPSHOT_VERSION || fields[1] > TQKV__CODES_VERSION_OLD) {
-        TQKV_EXPLAIN("the snapshot was written by a newer version of tqkv");
-        return false;
-    }
-    if (!old && (fields[0] < 2 || fields[1] < TQKV__CODES_VERSION)) return false;
-    for (int i = 6; i < 8; i++) /* in C++ the enum takes 4 bits */
-        if (fields[i] > 15 || !tqkv__format_known((tqkv_format)fields[i]) || (old && fields[i] > TQKV_I8)) return false;
-    if (old && fields[8] > 1) return false;
-    for (int i = 2; i < 10; i++)
-        if (fields[i] > (uint32_t)INT_MAX) return false;
-    const uint32_t flags = fields[8] & 0xffffu, value_dim = fields[8] >> 16;
-    const uint32_t type = flags >> 5;
-    if ((flags & 31) > (latest ? 31u : 7u) || type > 2 || fields[4] == 0 || value_dim == fields[2]) return false;
-    d->type = (tqkv_type)type;
-    d->head_dim = (int)fields[2];
-    d->value_dim = (int)(value_dim ? value_dim : fields[2]);
-    d->n_kv_heads = (int)fields[3];
-    d->n_heads = (int)fields[4];
-    d->capacity = (int)fields[5];
-    d->key_format = (tqkv_format)fields[6];
-    d->value_format = (tqkv_format)fields[7];
-    d->ring = flags & 1;
-    d->window = (int)fields[9];
-    d->scale = tqkv__float(fields[10]);
-    d->softcap = tqkv__float(fields[11]);
-    h->centers = flags >> 1 & 7;
-    h->first = (int64_t)tqkv__get(header + 56, 8);
-    h->end = h->exact_from = (int64_t)tqkv__get(header + 64, 8);
+    for (int i = 0; i < TQKV__HEADER_FIELDS; i++) fields[i] = (uint32_t)tqkv__get(header + 24 + 4 * i, 4);
+    if (fields[0] != TQKV__CODES_VERSION || !tqkv__parse_shape(fields, d)) return false;
+    const uint32_t streams = 1u | (d->shared ? 0u : 2u) | (d->tail_dim ? 4u : 0u);
+    d->tag = tqkv__get(header + 16, 8);
+    h->centers = fields[11] >> 8 & streams;
+    h->scales = fields[11] >> 16 & streams;
+    h->learning = fields[11] & 4;
+    if (fields[11] != ((fields[11] & 7) | h->centers << 8 | h->scales << 16)) return false;
+    h->exact_below = fields[18];
+    h->first = (int64_t)tqkv__get(header + 104, 8);
+    h->end = (int64_t)tqkv__get(header + 112, 8);
+    h->exact_from = (int64_t)tqkv__get(header + 120, 8);
     if (h->first < 0 || h->first > h->end || h->end - h->first > d->capacity || (!d->ring && h->first)) return false;
-    if (fields[11] >> 31 || d->scale == 0.0f) return false; /* no cache has a negative softcap */
-    return !latest || tqkv__parse_more(header, flags, h);
+    if (h->exact_from < 0 || h->exact_from > h->end || h->exact_below > d->exact_first || h->exact_below > h->end)
+        return false;
+    return !h->learning || (d->calibrate && !h->centers && !h->scales && !h->exact_below);
 }
 
 /* A cache that holds what a header says. */
@@ -12616,6 +14363,8 @@ static void tqkv__set_range(tqkv_cache *c, const tqkv__header *h)
     c->attention.end = h->end;
     c->exact_below = h->exact_below;
     c->exact_from = h->exact_from;
+    c->learning = h->learning;
+    c->exact_held = tqkv__range_of(c, TQKV__LAST_ENDS).from;
 }
 
 /* A reader that holds the first `filled` bytes and has passed on `taken` of them. */
@@ -12667,42 +14416,56 @@ static tqkv_result tqkv__hold(tqkv__read_ahead *a, size_t wanted)
 
 /* Bytes to read before the cache is created: none up to 1 MiB; then a sixteenth of the cache's size, or all that the
    header announces if that is less. A file that was cut short cannot make load allocate much. */
-static size_t tqkv__wanted_ahead(const tqkv_cache *c, uint32_t centers)
+static size_t tqkv__wanted_ahead(const tqkv_cache *c, uint32_t centers, uint32_t scales)
 {
     size_t all = 0, announced = 0;
     for (int i = 0; i < TQKV__CACHE_STORES; i++) {
-        const tqkv_store *s = tqkv__store_of(c, i);
+        const tqkv_store *s = i < TQKV__RAW ? tqkv__store_of(c, i) : &c->raw[i - TQKV__RAW]; /* has no memory yet */
         const tqkv__range range = tqkv__range_of(c, i);
-        if (!s) continue;
+        if (!s || !s->head_dim || (i >= TQKV__RAW && !c->learning)) continue;
         const size_t rows = tqkv_codes_size(s) + tqkv_norms_size(s);
         const size_t center = i < TQKV__CACHE_STREAMS ? (size_t)s->n_kv_heads * (size_t)s->head_dim * sizeof(float) : 0;
-        all += rows + center; /* there is always room for centres */
+        all += rows + TQKV__CHANNELS * center; /* there is always room for them */
         announced += rows / (size_t)s->capacity * (size_t)(range.to - range.from) + 8; /* and a hash */
         if (centers >> i & 1) announced += center;
+        if (scales >> i & 1) announced += center;
     }
     return all <= 1048576 ? 0 : announced < all / 16 ? announced : all / 16;
 }
 
-/* Reads a header, as long as its version has it, and its hash. */
-static tqkv_result tqkv__read_header(tqkv__pipe *pipe, tqkv__header *h)
+/* Takes centres and scales of the streams whose bits are set from where they lie in the cache: before these are read, and with
+   inverses after it. */
+static void tqkv__take_channels(tqkv_cache *c, uint32_t centers, uint32_t scales)
 {
-    uint8_t header[TQKV__HEADER_SIZE + TQKV__HEADER_MORE] = {0};
-    tqkv_result r = tqkv__move(pipe, header, TQKV__HEADER_SIZE);
-    const size_t size = tqkv__header_size((uint32_t)tqkv__get(header + 8, 4));
-    if (r == TQKV_OK) r = tqkv__move(pipe, header + TQKV__HEADER_SIZE, size - TQKV__HEADER_SIZE);
-    if (r == TQKV_OK) r = tqkv__move_hash(pipe);
-    return r != TQKV_OK || tqkv__parse_header(header, h) ? r : TQKV_CORRUPT;
+    for (int i = 0; i < TQKV__CACHE_STREAMS; i++)
+        for (int k = 0; k < 2; k++) {
+            const tqkv__channels kind = k ? TQKV__SCALES : TQKV__CENTERS;
+            if ((k ? scales : centers) >> i & 1)
+                tqkv__cache_channels(c, i, kind, tqkv__channel_room(c, i, kind),
+                                     (size_t)tqkv__stream_of(c, i)->head_dim);
+        }
 }
 
-/* Room for the centres that the snapshot has: zeros, until they are read. */
-static void tqkv__open_centers(tqkv_cache *c, uint32_t centers)
+/* Room for the centres and scales that the snapshot has: ones, until they are read. */
+static void tqkv__open_channels(tqkv_cache *c, uint32_t centers, uint32_t scales)
 {
-    size_t floats = 0;
-    (void)tqkv__center_floats(c, TQKV__CACHE_STREAMS, &floats);
-    memset(c->centers, 0, floats * sizeof(float));
-    for (int i = 0; i < TQKV__CACHE_STREAMS; i++)
-        if (centers >> i & 1)
-            tqkv__cache_center(c, i, tqkv__center_room(c, i), (size_t)tqkv__stream_of(c, i)->head_dim);
+    size_t channels = 0;
+    (void)tqkv__count_channels(c, TQKV__CACHE_STREAMS, &channels);
+    for (size_t i = 0; i < TQKV__CHANNELS * channels; i++) c->channels[i] = 1.0f;
+    tqkv__take_channels(c, centers, scales);
+}
+
+/* A cache to read into. One that has learned needs no raw memory. */
+static tqkv_result tqkv__create_found(const tqkv__header *found, tqkv_cache **out)
+{
+    tqkv_cache_desc desc = found->desc;
+    if (!found->learning) desc.calibrate = 0;
+    const tqkv_result r = tqkv_cache_create(&desc, out);
+    if (r != TQKV_OK) return r;
+    (*out)->calibrate = found->desc.calibrate;
+    tqkv__set_range(*out, found);
+    tqkv__open_channels(*out, found->centers, found->scales);
+    return r;
 }
 
 TQKV__COLD TQKV_API tqkv_result tqkv_cache_load(const tqkv_cache_desc *desc, tqkv_read read, void *user,
@@ -12711,31 +14474,34 @@ TQKV__COLD TQKV_API tqkv_result tqkv_cache_load(const tqkv_cache_desc *desc, tqk
     tqkv__pipe pipe;
     tqkv__read_ahead ahead = {read, user, {NULL, NULL, NULL}, NULL, 0, 0, 0};
     tqkv__header found;
+    uint8_t header[TQKV__HEADER_SIZE];
     tqkv__cache_block block;
     tqkv_cache *c, checked;
     if (!out) return TQKV__INVALID("out is NULL");
     *out = NULL;
     if (!desc || !read) return TQKV__INVALID("desc or read is NULL");
+    if (!tqkv__type_size(desc->type)) return TQKV__REFUSE(UNSUPPORTED, TQKV__NO_TYPE);
     tqkv__pipe_open(&pipe, NULL, tqkv__read_held, &ahead);
-    tqkv_result r = tqkv__read_header(&pipe, &found);
+    tqkv_result r = tqkv__read_header(&pipe, tqkv__magic, sizeof header, header);
     if (r != TQKV_OK) return r;
-    if (tqkv__cache_resolve(&found.desc, &checked) != TQKV_OK || !tqkv__divide_block(&checked, 0, &block))
+    if (!tqkv__parse_header(header, &found) || tqkv__cache_resolve(&found.desc, &checked) != TQKV_OK ||
+        !tqkv__divide_block(&checked, 0, &block))
         return TQKV_CORRUPT;
-    if (!tqkv__desc_matches(desc, &found.desc) || (desc->type && found.desc.type && desc->type != found.desc.type))
+    if (found.learning && found.end >= checked.raw[0].capacity) return TQKV_CORRUPT;
+    if (!tqkv__desc_matches(desc, &found.desc) || (desc->type && desc->type != found.desc.type))
         return TQKV__INVALID("a field of desc is not the snapshot's");
     tqkv__take_use(desc, &found.desc);
     ahead.memory = found.desc.allocator;
     if (!tqkv__resolve_allocator(&ahead.memory)) return TQKV__INVALID("allocator: one of alloc and free is missing");
     tqkv__set_range(&checked, &found);
-    r = tqkv__hold(&ahead, tqkv__wanted_ahead(&checked, found.centers));
-    if (r == TQKV_OK) r = tqkv_cache_create(&found.desc, &c);
+    r = tqkv__hold(&ahead, tqkv__wanted_ahead(&checked, found.centers, found.scales));
+    if (r == TQKV_OK) r = tqkv__create_found(&found, &c);
     if (r != TQKV_OK) {
         tqkv__drop_held(&ahead);
         return r;
     }
-    tqkv__set_range(c, &found);
-    tqkv__open_centers(c, found.centers);
     r = tqkv__move_stores(&pipe, c);
+    if (r == TQKV_OK) tqkv__take_channels(c, 0, found.scales);
     tqkv__drop_held(&ahead);
     if (r == TQKV_OK)
         *out = c;
@@ -12750,34 +14516,32 @@ static size_t tqkv__write_nowhere(void *user, const void *bytes, size_t n)
     return n;
 }
 
-/* The hash of a centre's bytes in a snapshot; 0 without one. */
-static uint64_t tqkv__center_hash(const tqkv__stream *s)
+/* The hash of the bytes of centre and scale in a snapshot; 0 without. */
+static uint64_t tqkv__channels_hash(const tqkv__stream *s)
 {
     tqkv__pipe pipe;
-    if (!s->center) return 0;
+    if (!s->center && !s->channel_scale) return 0;
     tqkv__pipe_open(&pipe, tqkv__write_nowhere, NULL, NULL);
-    (void)tqkv__move_center(&pipe, s);
+    (void)tqkv__move_channels(&pipe, s);
     return XXH3_64bits_digest(&pipe.hash);
 }
-
-static const char tqkv__store_magic[9] = "tqks\r\n\x1a\n";
 
 /* header: [TQKV__STORE_HEADER_SIZE] */
 static void tqkv__store_header(const tqkv__stream *s, int64_t position, int n, uint8_t *header)
 {
     const bool half = s->kind == TQKV__HALF, scaled = s->kind == TQKV__BOOK && s->norms_per_row > 1;
     const uint32_t other_basis = s->rotated == half ? half ? 4u : 1u : 0u;
-    const uint32_t fields[6] = {TQKV__STORE_VERSION,
-                                (uint32_t)s->format,
+    const uint32_t fields[6] = {(uint32_t)s->format,
                                 (uint32_t)s->head_dim,
                                 (uint32_t)s->n_kv_heads,
-                                other_basis | (s->center ? 2u : 0u),
-                                tqkv__bits(scaled ? s->block_scale : 1.0f)};
-    memcpy(header, tqkv__store_magic, 8);
-    for (int i = 0; i < 6; i++) tqkv__put(header + 8 + 4 * i, 4, fields[i]);
-    tqkv__put(header + 32, 8, (uint64_t)position);
-    tqkv__put(header + 40, 8, (uint64_t)n);
-    tqkv__put(header + 48, 8, tqkv__center_hash(s));
+                                other_basis | (s->center ? 2u : 0u) | (s->channel_scale ? 8u : 0u),
+                                tqkv__bits(scaled ? s->block_scale : 1.0f),
+                                0};
+    tqkv__put_name(tqkv__store_magic, TQKV__STORE_HEADER_SIZE, header);
+    for (int i = 0; i < 6; i++) tqkv__put(header + 16 + 4 * i, 4, fields[i]);
+    tqkv__put(header + 40, 8, (uint64_t)position);
+    tqkv__put(header + 48, 8, (uint64_t)n);
+    tqkv__put(header + 56, 8, tqkv__channels_hash(s));
 }
 
 TQKV_API tqkv_result tqkv_store_save(const tqkv_store *store, int64_t position, int n_positions, tqkv_write write,
@@ -12802,7 +14566,7 @@ TQKV_API tqkv_result tqkv_store_save(const tqkv_store *store, int64_t position, 
 TQKV_API tqkv_result tqkv_store_load(const tqkv_store *store, int64_t position, int n_positions, tqkv_read read,
                                      void *user)
 {
-    enum { name = 12 }; /* bytes of magic and version */
+    enum { position_at = 40 }; /* in the header; where the positions were is not compared */
     tqkv__stream s;
     tqkv__pipe pipe;
     uint8_t header[TQKV__STORE_HEADER_SIZE], expected[TQKV__STORE_HEADER_SIZE];
@@ -12812,11 +14576,10 @@ TQKV_API tqkv_result tqkv_store_load(const tqkv_store *store, int64_t position, 
     if (r != TQKV_OK) return r;
     tqkv__store_header(&s, position, n_positions, expected);
     tqkv__pipe_open(&pipe, NULL, read, user);
-    r = tqkv__move(&pipe, header, sizeof header);
-    if (r == TQKV_OK) r = tqkv__move_hash(&pipe);
+    r = tqkv__read_header(&pipe, tqkv__store_magic, sizeof header, header);
     if (r != TQKV_OK) return r;
-    if (memcmp(header, expected, name) != 0 || tqkv__get(header + 32, 8) > (uint64_t)INT64_MAX) return TQKV_CORRUPT;
-    memcpy(expected + 32, header + 32, 8); /* where the positions were is not compared */
+    if (tqkv__get(header + position_at, 8) > (uint64_t)INT64_MAX) return TQKV_CORRUPT;
+    memcpy(expected + position_at, header + position_at, 8);
     if (memcmp(header, expected, sizeof header) != 0)
         return TQKV__INVALID("the snapshot is of another store or of another number of positions");
     const tqkv__range range = {position, position + n_positions};
@@ -12870,11 +14633,23 @@ TQKV_API tqkv_result tqkv_store_load(const tqkv_store *store, int64_t position, 
 #define TQKV_FC_SMALL_PAGES    27 /* bool: attend: some pages end within tiles */
 #define TQKV_FC_TAIL_ELSEWHERE 28 /* bool: attend: a position has another slot in the tail than in the keys */
 
-#define TQKV__CONSTANTS 29 /* of them */
-/* Those that are uint, a bit each. */
-#define TQKV__NUMBERS                                                                                                  \
-    (1u << TQKV_FC_FORMAT | 1u << TQKV_FC_VALUE_FORMAT | 1u << TQKV_FC_COLUMNS | 1u << TQKV_FC_TYPE |                  \
-     1u << TQKV_FC_VALUE_TYPE | 1u << TQKV_FC_TAIL_FORMAT)
+#define TQKV_FC_SCALED 29 /* bool: encode, probe: channels of rows have scales; encode_kv: those of keys */
+                          /* decode: rows are multiplied by them; attend: queries are, by those of the keys */
+#define TQKV_FC_VALUE_SCALED       30 /* bool: encode_kv: values have scales; attend_merge: multiply the output by them */
+#define TQKV_FC_CENTER_SCALED      31 /* bool: decode, attend, attend_merge: divide the centre before it is rotated */
+#define TQKV_FC_TAIL_SCALED        32 /* bool: attend: as TQKV_FC_SCALED, of the tail */
+#define TQKV_FC_TAIL_CENTER_SCALED 33 /* bool: attend: as TQKV_FC_CENTER_SCALED, of the tail */
+#define TQKV_FC_HALVES             34 /* uint: attend: which positions a query sees, TQKV__ALL_POSITIONS or: */
+#define TQKV__ALL_POSITIONS        0
+#define TQKV__BEFORE_HALVES        1 /* those before its newest halves, or */
+#define TQKV__NEWEST_HALVES        2 /* these alone */
+
+#define TQKV__CONSTANTS 35 /* of them */
+/* Whether a function constant is a uint. */
+#define TQKV__IS_NUMBER(constant)                                                                                      \
+    ((constant) == TQKV_FC_FORMAT || (constant) == TQKV_FC_VALUE_FORMAT || (constant) == TQKV_FC_COLUMNS ||            \
+     (constant) == TQKV_FC_TYPE || (constant) == TQKV_FC_VALUE_TYPE || (constant) == TQKV_FC_TAIL_FORMAT ||            \
+     (constant) == TQKV_FC_HALVES)
 
 /* Most query rows of a threadgroup of attend: their sums take 64 registers, 8 a lane and row up to D=256. */
 #define TQKV__MAX_COLUMNS(D) ((D) <= 256 ? 8 : (D) <= 512 ? 4 : 2)
@@ -13039,6 +14814,9 @@ typedef struct tqkv__attend_args {
     uint32_t query_token_stride, query_head_stride; /* in values */
     int32_t tail_slots;                             /* of a KV head in memory, as key_slots */
     int32_t tail_capacity, tail_oldest_slot;        /* read if TQKV_FC_TAIL_ELSEWHERE */
+    /* Read if TQKV_FC_HALVES: a query's newest halves begin exact_last positions before the one behind its newest, but not
+       before exact_from. */
+    int32_t exact_last, exact_from;
 } tqkv__attend_args;
 
 /* attend_list has the arguments of attend. A row of a list has list_row - TQKV__LIST_HEADER entries. A row that it writes: how
@@ -13096,13 +14874,22 @@ typedef struct tqkv__batch_item {
     uint32_t q, key_codes, key_norms, value_codes, value_norms, partial_out, partial_state, key_center;
     uint32_t key_pages, value_pages, tree, out, value_center, tail_codes, tail_norms, tail_center;
     uint32_t list, list_rows; /* list_rows: in the buffer of partial_out */
+    uint32_t key_scale, tail_scale, value_scale;
 } tqkv__batch_item;
+
+/* calibrate: centre and scales of the channels of a KV head, from rows and, if there are any, queries. */
+typedef struct tqkv__calibrate_args {
+    int32_t head_dim, n_tokens, n_queries, n_kv_heads;
+    int32_t group;                                                             /* query heads a KV head */
+    int32_t pairs;                                                             /* tqkv_pairs */
+    uint32_t token_stride, head_stride, query_token_stride, query_head_stride; /* in values */
+} tqkv__calibrate_args;
 
 /* The structs that C and the shaders share. */
 #define TQKV__SHARED_STRUCTS(row)                                                                                      \
     row(table_set) row(rows_args) row(rotate_args) row(attend_args) row(merge_args) row(batch_item) row(choose_args)   \
-        row(index_args)
-enum { TQKV__N_SHARED_STRUCTS = 8 };
+        row(index_args) row(calibrate_args)
+enum { TQKV__N_SHARED_STRUCTS = 9 };
 
 /* Output of the kernel `tables`: the tables and sizes that the shaders were compiled with. */
 typedef struct tqkv__table_report {
@@ -13115,18 +14902,15 @@ typedef struct tqkv__table_report {
 
 TQKV__ASSERT_SIZE(tqkv__rows_args, 40);
 TQKV__ASSERT_SIZE(tqkv__rotate_args, 4);
-TQKV__ASSERT_SIZE(tqkv__attend_args, 176);
+TQKV__ASSERT_SIZE(tqkv__attend_args, 184);
 TQKV__ASSERT_SIZE(tqkv__merge_args, 40);
-TQKV__ASSERT_SIZE(tqkv__batch_item, 304);
+TQKV__ASSERT_SIZE(tqkv__batch_item, 324);
 TQKV__ASSERT_SIZE(tqkv__choose_args, 52);
-TQKV__ASSERT_SIZE(tqkv__index_args, 220);
-TQKV__ASSERT_SIZE(tqkv__table_report, 4776);
+TQKV__ASSERT_SIZE(tqkv__index_args, 228);
+TQKV__ASSERT_SIZE(tqkv__calibrate_args, 40);
+TQKV__ASSERT_SIZE(tqkv__table_report, 4780);
 
-/* >>metal-host: what tqkv_metal.m and the tests take from >>metal-code beside >>metal-plan, visible with TQKV_SHARED */
-#ifdef __cplusplus
-extern "C" {
-#endif
-
+/* >>metal-host: numbers that tqkv_metal.m and the tests share with >>metal-code, visible with TQKV_SHARED */
 enum {
     TQKV__SIMD_WIDTH = 32,
     TQKV__ITEMS_OF_ATTEND = 12, /* index of a batch's items */
@@ -13142,67 +14926,15 @@ enum {
 #define TQKV__KERNELS_TEXT                                                                                             \
     "a GPU takes head_dim " TQKV__KERNELS(                                                                             \
         TQKV__KERNEL_DIM_TEXT, ) "and keys of 192 with values of 128, of 448 or 512 with a tail of 64"
-
-/* The arguments of a dispatch of attend, of attend_merge, and number i of one that encodes or decodes. */
-TQKV_API tqkv__attend_args tqkv__attend_args_of(const tqkv_metal_dispatch *d);
-TQKV_API tqkv__merge_args tqkv__merge_args_of(const tqkv_metal_dispatch *d);
-TQKV_API tqkv__rows_args tqkv__rows_args_of(const tqkv_metal_dispatch *d, int i);
-/* Puts others in their place. */
-TQKV_API void tqkv__replace_args(tqkv_metal_dispatch *d, const void *args);
-/* Attention with all options: for each part of the context (first positions, codes, newest positions) its lists, then for each
-   attend, then the merge. */
-enum { TQKV__MOST_DISPATCHES = 7 };
-TQKV_API tqkv_result tqkv__plan_attend_parts(const tqkv_metal_attention *a, tqkv_metal_buffer q,
-                                             tqkv_metal_buffer scratch, tqkv_metal_buffer out, tqkv_metal_dispatch *d,
-                                             int *n);
-TQKV_API tqkv_result tqkv__plan_partial_parts(const tqkv_metal_attention *a, tqkv_metal_buffer q, int64_t first,
-                                              int count, tqkv_metal_buffer scratch, tqkv_metal_buffer out,
-                                              tqkv_metal_buffer max, tqkv_metal_buffer sum, tqkv_metal_dispatch *d,
-                                              int *n);
-TQKV_API tqkv_result tqkv__plan_batch_parts(const tqkv_metal_attention *items, int n_items, const tqkv_metal_buffer *q,
-                                            tqkv_metal_buffer arguments, void *contents, tqkv_metal_buffer scratch,
-                                            const tqkv_metal_buffer *out, bool matrices, tqkv_metal_dispatch *d,
-                                            int *n);
-/* Bytes of a batch's arguments. n_items: not negative */
-TQKV_API tqkv_result tqkv__batch_arguments(const tqkv_metal_attention *items, int n_items, size_t *bytes);
-/* Gives an attention positions in every part that its context can have, as far as the stores go: what is planned of it names
-   all pipelines. */
-TQKV_API void tqkv__take_all_parts(tqkv_attention *a, const tqkv_store *keys, const tqkv_store *values);
-/* Gives a planned attend or attend_matrix this kernel and so many columns a threadgroup, at most as many as it takes. */
-TQKV_API void tqkv__plan_columns(tqkv_metal_dispatch *d, bool matrix, int columns);
-
-/* One value of a row. */
-TQKV_API float tqkv__value_to_float(tqkv_type type, const void *value);
-TQKV_API void tqkv__value_from_float(tqkv_type type, float x, void *value);
-/* The strides of tqkv_cache_append and tqkv_cache_attend, with their defaults. */
-TQKV_API tqkv_cache_layout tqkv__cache_layout_of(const tqkv_cache *c);
-/* For a cache that lies at `memory`. packed: rows without gaps, whatever its layout. some: its lists and tree, or NULL.
-   rows_sizes: bytes of q and output without gaps. */
-TQKV_API tqkv_result tqkv__plan_cache_append(const tqkv_cache *c, tqkv_metal_buffer memory, bool packed,
-                                             tqkv_metal_buffer k, tqkv_metal_buffer v, int n_tokens,
-                                             tqkv_metal_buffer not_finite, tqkv_metal_dispatch *d, int *n);
-TQKV_API tqkv_result tqkv__plan_cache_sizes(const tqkv_cache *c, const tqkv_metal_attention *some, int n_queries,
-                                            size_t rows_sizes[2], size_t *scratch_size);
-TQKV_API tqkv_result tqkv__plan_cache_attend(const tqkv_cache *c, tqkv_metal_buffer memory, bool packed,
-                                             const tqkv_metal_attention *some, tqkv_metal_buffer q, int n_queries,
-                                             tqkv_metal_buffer scratch, tqkv_metal_buffer out, tqkv_metal_dispatch *d,
-                                             int *n);
-/* The same with positions in all parts, for the pipelines. */
-TQKV_API tqkv_result tqkv__plan_cache_all_parts(const tqkv_cache *c, tqkv_metal_buffer memory, int n_queries,
-                                                tqkv_metal_dispatch *d, int *n);
-
-#ifdef __cplusplus
-}
-#endif
 #endif
 
 #if defined(TQKV_IMPLEMENTATION) && defined(TQKV_METAL) && !defined(TQKV__NESTED) && !defined(TQKV__METAL_CODE)
 #define TQKV__METAL_CODE
-#define TQKV__NO_DISPATCH      "d: NULL"
+#define TQKV__NO_PLAN          "plan: NULL"
 #define TQKV__NO_CACHE_QUERIES "the cache is NULL or n_queries not positive"
 #define TQKV__LARGE_SCRATCH    "more scratch than a size_t can count"
 
-/* >>metal-code: the plans of >>metal-plan */
+/* >>plan-rows: bindings; encode, probe, decode, rotate */
 
 /* Follows tqkv__stream_shape and tqkv__attention_shape. value_dim: in calls of both streams, else head_dim */
 static tqkv_result tqkv__check_kernels(int head_dim, int value_dim)
@@ -13239,6 +14971,12 @@ static bool tqkv__bindings_overlap(const tqkv_metal_binding *a, const tqkv_metal
     return a->at.offset < b->at.offset ? b->at.offset - a->at.offset < a->size : a->at.offset - b->at.offset < b->size;
 }
 
+/* Whether the simdgroups of a threadgroup share rows: it needs all of them. */
+static bool tqkv__shares_rows(const tqkv_metal_kernel *kernel)
+{
+    return kernel->family == TQKV_METAL_ATTEND_MATRIX && tqkv__is_long(kernel->head_dim * TQKV__DIM_UNIT);
+}
+
 TQKV_API const tqkv_metal_binding *tqkv_metal_overlapping(const tqkv_metal_dispatch *d, int i)
 {
     for (int j = 0; d && i < d->n_bindings && j < i; j++)
@@ -13248,9 +14986,10 @@ TQKV_API const tqkv_metal_binding *tqkv_metal_overlapping(const tqkv_metal_dispa
 
 TQKV_API void tqkv_metal_kernel_name(const tqkv_metal_kernel *kernel, char name[TQKV_METAL_NAME])
 {
-    static const char *const families[] = {
-        "tables",       "encode",        "encode_kv",    "probe",       "decode",      "rotate", "attend",
-        "attend_merge", "attend_matrix", "index_choice", "attend_list", "index_scores"}; /* tqkv_metal_family */
+    static const char *const families[] = {"tables",        "encode",       "encode_kv",   "probe",
+                                           "decode",        "rotate",       "attend",      "attend_merge",
+                                           "attend_matrix", "index_choice", "attend_list", "index_scores",
+                                           "calibrate"}; /* tqkv_metal_family */
     const int dims[] = {kernel->head_dim * TQKV__DIM_UNIT, kernel->value_dim * TQKV__DIM_UNIT};
     char *at = name;
     const char *parts[] = {"tqkv_", families[kernel->family]};
@@ -13268,11 +15007,43 @@ TQKV_API void tqkv_metal_kernel_name(const tqkv_metal_kernel *kernel, char name[
     *at = 0;
 }
 
+typedef char tqkv__text_fits[TQKV_METAL_NAME + 4 * TQKV__CONSTANTS <= TQKV_METAL_TEXT ? 1 : -1];
+
+TQKV_API void tqkv_metal_kernel_text(const tqkv_metal_kernel *kernel, char text[TQKV_METAL_TEXT])
+{
+    tqkv_metal_kernel_name(kernel, text);
+    char *at = text + strlen(text);
+    for (int i = 0; i < TQKV__CONSTANTS; i++) {
+        const int value = kernel->constants[i] - 1;
+        *at++ = i ? '_' : '-';
+        if (value < 0) *at++ = 'x';
+        for (int unit = 100; value >= 0 && unit; unit /= 10)
+            if (value >= unit || unit == 1) *at++ = (char)('0' + value / unit % 10);
+    }
+    *at = 0;
+}
+
+TQKV_API int tqkv_metal_kernel_threads(const tqkv_metal_kernel *kernel)
+{
+    switch (kernel->family) {
+    case TQKV_METAL_TABLES:
+        return TQKV__SIMD_WIDTH;
+    case TQKV_METAL_CALIBRATE:
+    case TQKV_METAL_INDEX_CHOICE:
+    case TQKV_METAL_ATTEND_LIST:
+        return 1024;
+    case TQKV_METAL_ATTEND_MERGE:
+        return TQKV__MERGE_SIMDGROUPS(kernel->head_dim * TQKV__DIM_UNIT) * TQKV__SIMD_WIDTH;
+    default:
+        return (tqkv__shares_rows(kernel) ? TQKV__LONG_SIMDGROUPS : 4) * TQKV__SIMD_WIDTH;
+    }
+}
+
 TQKV_API tqkv_metal_constant tqkv_metal_kernel_constant(const tqkv_metal_kernel *kernel, int index, uint32_t *value)
 {
     if (index < 0 || index >= TQKV_METAL_CONSTANTS || !kernel->constants[index]) return TQKV_METAL_UNSET;
     *value = kernel->constants[index] - 1u;
-    return TQKV__NUMBERS >> index & 1u ? TQKV_METAL_UINT : TQKV_METAL_BOOL;
+    return TQKV__IS_NUMBER(index) ? TQKV_METAL_UINT : TQKV_METAL_BOOL;
 }
 
 TQKV_API tqkv_result tqkv_metal_plan_launch(const tqkv_metal_dispatch *d, size_t max_threads, tqkv_metal_launch *out)
@@ -13280,7 +15051,7 @@ TQKV_API tqkv_result tqkv_metal_plan_launch(const tqkv_metal_dispatch *d, size_t
     if (!d || !out || max_threads < TQKV__SIMD_WIDTH) return TQKV__INVALID("d or out is NULL, or max_threads below 32");
     const size_t most = max_threads / TQKV__SIMD_WIDTH, planned = (size_t)d->n_simdgroups,
                  n = planned < most ? planned : most;
-    if (n < planned && d->kernel.family == TQKV_METAL_ATTEND_MATRIX && planned == TQKV__LONG_SIMDGROUPS)
+    if (n < planned && tqkv__shares_rows(&d->kernel))
         return TQKV__REFUSE(UNSUPPORTED, "max_threads is below the 256 of this kernel: see tqkv_metal_plan_lanes");
     out->threadgroups[0] = d->rows ? d->grid[0] / n + (d->grid[0] % n != 0) : d->grid[0];
     out->threadgroups[1] = d->grid[1];
@@ -13293,28 +15064,21 @@ TQKV_API tqkv_result tqkv_metal_plan_launch(const tqkv_metal_dispatch *d, size_t
     return TQKV_OK;
 }
 
-TQKV_API tqkv__attend_args tqkv__attend_args_of(const tqkv_metal_dispatch *d)
+static tqkv__attend_args tqkv__attend_args_of(const tqkv_metal_dispatch *d)
 {
     tqkv__attend_args args;
     memcpy(&args, d->arguments[0].bytes, sizeof args);
     return args;
 }
 
-TQKV_API tqkv__merge_args tqkv__merge_args_of(const tqkv_metal_dispatch *d)
+static tqkv__merge_args tqkv__merge_args_of(const tqkv_metal_dispatch *d)
 {
     tqkv__merge_args args;
     memcpy(&args, d->arguments[0].bytes, sizeof args);
     return args;
 }
 
-TQKV_API tqkv__rows_args tqkv__rows_args_of(const tqkv_metal_dispatch *d, int i)
-{
-    tqkv__rows_args args;
-    memcpy(&args, d->arguments[i].bytes, sizeof args);
-    return args;
-}
-
-TQKV_API void tqkv__replace_args(tqkv_metal_dispatch *d, const void *args)
+static void tqkv__replace_args(tqkv_metal_dispatch *d, const void *args)
 {
     memcpy(d->arguments[0].bytes, args, d->arguments[0].size);
 }
@@ -13323,9 +15087,34 @@ TQKV_API void tqkv__replace_args(tqkv_metal_dispatch *d, const void *args)
 typedef char tqkv__args_fit[sizeof(tqkv__attend_args) <= TQKV_METAL_ARGUMENTS ? 1 : -1];
 typedef char tqkv__item_fits[sizeof(tqkv__batch_item) <= TQKV__UNUSED_BYTES ? 1 : -1];
 
+/* Begins the plan of a call, without dispatches. False for NULL. */
+static bool tqkv__open_plan(tqkv_metal_plan *plan, const char *call)
+{
+    if (!plan) return false;
+    plan->call = call;
+    plan->n = 0;
+    return true;
+}
+
+/* Ends it with the result of the call. */
+static tqkv_result tqkv__close_plan(tqkv_metal_plan *plan, tqkv_result r)
+{
+    plan->result = r;
+    if (r != TQKV_OK) plan->n = 0;
+    return r;
+}
+
+/* Its next dispatch. */
+static tqkv_metal_dispatch *tqkv__add_dispatch(tqkv_metal_plan *plan)
+{
+    TQKV_ASSERT(plan->n < TQKV_METAL_DISPATCHES);
+    return &plan->d[plan->n++];
+}
+
 /* What plans are made of is called, not inlined: a fifth of their code. */
 static TQKV__NOINLINE void tqkv__plan_args(tqkv_metal_dispatch *d, const void *args, size_t size)
 {
+    TQKV_ASSERT(d->n_arguments < 2 && size <= TQKV_METAL_ARGUMENTS);
     tqkv_metal_arguments *to = &d->arguments[d->n_arguments];
     to->index = d->n_arguments++ ? TQKV__SECOND_ARGS : 0;
     to->size = size;
@@ -13351,6 +15140,7 @@ static TQKV__NOINLINE void tqkv__plan_bind(tqkv_metal_dispatch *d, const char *n
                                            size_t size, bool written)
 {
     const tqkv_metal_binding binding = {name, index, at, size, 4, written};
+    TQKV_ASSERT(d->n_bindings < TQKV_METAL_BINDINGS);
     d->bindings[d->n_bindings++] = binding;
 }
 
@@ -13374,13 +15164,13 @@ static TQKV__NOINLINE void tqkv__plan_bind_store(tqkv_metal_dispatch *d, const c
     tqkv__plan_bind(d, norms, index + 1, store->norms, s->norms_size, written);
 }
 
-/* Binds the centre at index, if the call uses it. Returns whether it does. */
-static TQKV__NOINLINE bool tqkv__plan_bind_center(tqkv_metal_dispatch *d, const char *name, int index,
-                                                  const tqkv_metal_store *store, const tqkv__stream *s, bool used)
+/* Binds the centre or the scales of a stream's channels at index, if the call uses them. Returns whether it does. */
+static TQKV__NOINLINE bool tqkv__plan_bind_channels(tqkv_metal_dispatch *d, const char *name, int index,
+                                                    tqkv_metal_buffer channels, const tqkv__stream *s, bool used)
 {
     const size_t size = (size_t)s->n_kv_heads * (size_t)s->head_dim * sizeof(float);
-    used = used && store->center.buffer;
-    tqkv__plan_bind(d, name, index, store->center, used ? size : 0, false);
+    used = used && channels.buffer;
+    tqkv__plan_bind(d, name, index, channels, used ? size : 0, false);
     return used;
 }
 
@@ -13493,27 +15283,28 @@ static TQKV__NOINLINE tqkv_result tqkv__plan_extent(const tqkv__stream *s, int n
 
 /* Adds arguments for the rows of tokens from `position` on. slots: of a KV head in memory. What encodes has bound its flag
    before, as its first buffer. */
-static tqkv_result tqkv__plan_rows(tqkv_metal_dispatch *d, const tqkv__stream *s, int slots, int n_tokens,
+static tqkv_result tqkv__plan_rows(tqkv_metal_dispatch *d, const tqkv__stream *s, int slot_list, int n_tokens,
                                    int64_t position)
 {
     if (n_tokens > INT_MAX / s->n_kv_heads) return TQKV__INVALID("2^31 rows or more");
-    const size_t n_rows = (size_t)n_tokens * (size_t)s->n_kv_heads;
+    const size_t tokens = (size_t)n_tokens, heads = (size_t)s->n_kv_heads,
+                 each = (size_t)TQKV__ENCODE_ROWS(s->head_dim);
     tqkv__rows_args args;
     args.n_tokens = n_tokens;
     args.n_kv_heads = s->n_kv_heads;
-    args.capacity = slots;
+    args.capacity = slot_list;
     args.first_slot = n_tokens ? tqkv__slot(s, position) : 0;
     args.block_scale = s->block_scale;
     args.page_size = s->n_pages ? s->page_size : 0;
-    args.n_pages = s->n_pages ? slots / s->page_size : 0;
+    args.n_pages = s->n_pages ? slot_list / s->page_size : 0;
     args.token_stride = (uint32_t)s->strides.token;
     args.head_stride = (uint32_t)s->strides.head;
     args.has_flag = d->n_bindings > 0 && d->bindings[0].size > 0;
     tqkv__plan_args(d, &args, sizeof args);
     if (d->kernel.family == TQKV_METAL_DECODE)
-        tqkv__plan_simdgroups(d, n_rows * (size_t)TQKV__ROW_LANES(s->head_dim), TQKV__SIMD_WIDTH);
+        tqkv__plan_simdgroups(d, tokens * heads * (size_t)TQKV__ROW_LANES(s->head_dim), TQKV__SIMD_WIDTH);
     else
-        tqkv__plan_simdgroups(d, n_rows, (size_t)TQKV__ENCODE_ROWS(s->head_dim));
+        tqkv__plan_simdgroups(d, (tokens / each + (tokens % each != 0)) * heads, 1); /* each has tokens of one head */
     return TQKV_OK;
 }
 
@@ -13522,17 +15313,17 @@ typedef struct tqkv__places {
     int n_tokens;
     int64_t position;
     bool by_slots;
-    tqkv_metal_buffer slots;
+    tqkv_metal_buffer slot_list;
     const int32_t *known; /* [n_tokens] or NULL */
 } tqkv__places;
 
 /* What an encode call takes of one stream. */
 typedef struct tqkv__encode_stream {
-    const char *names[5]; /* source, codes, norms, centre, pages */
+    const char *names[6]; /* source, codes, norms, centre, pages, scales of channels */
     const tqkv_metal_store *store;
     tqkv__stream *stream;
     tqkv_metal_buffer src;
-    int center, pages; /* indices */
+    int center, pages, scale; /* indices */
 } tqkv__encode_stream;
 
 /* Memory at `index` for the rows of each simdgroup. Metal takes no empty memory. */
@@ -13568,18 +15359,18 @@ static tqkv_result tqkv__plan_places(const tqkv_store *shape, const tqkv__places
     return r == TQKV_OK ? tqkv__plan_check_pages(shape, places->position, n, true) : r;
 }
 
-/* Adds a stream to encode: arguments at index 0 or 4, then source, codes and norms; the centre where it says. */
+/* Adds a stream to encode: arguments at index 0 or 4, then source, codes and norms; centre, pages and scales where it says. */
 static tqkv_result tqkv__plan_stream(tqkv_metal_dispatch *d, const tqkv__encode_stream *e, const tqkv__places *places)
 {
     size_t all, kept;
     tqkv__stream *s = e->stream;
-    const int index = d->n_arguments ? TQKV__SECOND_ARGS : 0, slots = s->capacity, n_tokens = places->n_tokens;
+    const int index = d->n_arguments ? TQKV__SECOND_ARGS : 0, slot_list = s->capacity, n_tokens = places->n_tokens;
     tqkv_result r = tqkv__plan_extent(s, n_tokens, &all);
     if (r == TQKV_OK) r = tqkv__plan_places(&e->store->shape, places, s);
     if (r != TQKV_OK) return r;
     const int skipped = tqkv__first_kept(s, n_tokens);
     r = tqkv__plan_extent(s, n_tokens - skipped, &kept);
-    if (r == TQKV_OK) r = tqkv__plan_rows(d, s, slots, n_tokens - skipped, places->position + skipped);
+    if (r == TQKV_OK) r = tqkv__plan_rows(d, s, slot_list, n_tokens - skipped, places->position + skipped);
     if (r != TQKV_OK) return r;
     tqkv__plan_constant(d, index ? TQKV_FC_VALUE_FORMAT : TQKV_FC_FORMAT, (int)s->format);
     tqkv__plan_constant(d, index ? TQKV_FC_VALUE_ROTATED : TQKV_FC_ROTATED, s->rotated);
@@ -13587,9 +15378,11 @@ static tqkv_result tqkv__plan_stream(tqkv_metal_dispatch *d, const tqkv__encode_
                          index ? TQKV_FC_VALUE_TYPE : TQKV_FC_TYPE, s->type, kept, false);
     tqkv__plan_bind_store(d, e->names[1], e->names[2], index + 2, e->store, s, true);
     tqkv__plan_constant(d, index ? TQKV_FC_VALUE_CENTER : TQKV_FC_CENTER,
-                        tqkv__plan_bind_center(d, e->names[3], e->center, e->store, s, true));
+                        tqkv__plan_bind_channels(d, e->names[3], e->center, e->store->center, s, true));
+    tqkv__plan_constant(d, index ? TQKV_FC_VALUE_SCALED : TQKV_FC_SCALED,
+                        tqkv__plan_bind_channels(d, e->names[5], e->scale, e->store->channel_scale, s, true));
     tqkv__plan_bind_pages(d, places->by_slots ? "slots" : e->names[4], e->pages,
-                          places->by_slots ? places->slots : e->store->pages, s,
+                          places->by_slots ? places->slot_list : e->store->pages, s,
                           index ? TQKV_FC_VALUE_PAGES : TQKV_FC_PAGES);
     d->memory[0] = TQKV__CELL_BYTES;
     tqkv__plan_encode_memory(d, 1, s->head_dim);
@@ -13599,59 +15392,56 @@ static tqkv_result tqkv__plan_stream(tqkv_metal_dispatch *d, const tqkv__encode_
 
 TQKV_API size_t tqkv_metal_report_size(void) { return sizeof(tqkv__table_report); }
 
-TQKV_API tqkv_result tqkv_metal_plan_tables(tqkv_metal_buffer report, tqkv_metal_dispatch d[2])
+TQKV_API tqkv_result tqkv_metal_plan_tables(tqkv_metal_buffer report, tqkv_metal_plan *plan)
 {
-    if (!d) return TQKV__INVALID(TQKV__NO_DISPATCH);
+    if (!tqkv__open_plan(plan, "tables")) return TQKV__INVALID(TQKV__NO_PLAN);
     for (int i = 0; i < 2; i++) {
-        tqkv__plan_begin(&d[i], TQKV_METAL_TABLES, 0, 0);
-        tqkv__plan_constant(&d[i], TQKV_FC_UNROTATE, i);
-        tqkv__plan_bind(&d[i], "report", 0, report, sizeof(tqkv__table_report), true);
-        d[i].grid[0] = 1;
-        d[i].n_simdgroups = 1;
+        tqkv_metal_dispatch *d = tqkv__add_dispatch(plan);
+        tqkv__plan_begin(d, TQKV_METAL_TABLES, 0, 0);
+        tqkv__plan_constant(d, TQKV_FC_UNROTATE, i);
+        tqkv__plan_bind(d, "report", 0, report, sizeof(tqkv__table_report), true);
+        d->grid[0] = 1;
+        d->n_simdgroups = 1;
     }
-    return TQKV_OK;
+    return tqkv__close_plan(plan, TQKV_OK);
 }
 
-static tqkv_result tqkv__plan_encode_at(const tqkv_metal_store *store, tqkv_metal_buffer src,
-                                        const tqkv__places *places, tqkv_metal_buffer not_finite,
-                                        tqkv_metal_dispatch *d)
+static tqkv_result tqkv__add_encode(const tqkv_metal_store *store, tqkv_metal_buffer src, const tqkv__places *places,
+                                    tqkv_metal_buffer not_finite, tqkv_metal_plan *plan)
 {
     tqkv__stream s;
-    const tqkv__encode_stream e = {{"src", "codes", "norms", "center", "pages"}, store, &s, src, 5, 6};
-    if (!d) return TQKV__INVALID(TQKV__NO_DISPATCH);
+    const tqkv__encode_stream e = {
+        {"src", "codes", "norms", "center", "pages", "channel_scale"}, store, &s, src, 5, 6, 7};
     tqkv_result r = tqkv__plan_target(store, places, &s);
     if (r == TQKV_OK) r = tqkv__check_kernels(s.head_dim, s.head_dim);
     if (r != TQKV_OK) return r;
+    tqkv_metal_dispatch *d = tqkv__add_dispatch(plan);
     tqkv__plan_begin(d, TQKV_METAL_ENCODE, s.head_dim, s.head_dim);
     tqkv__plan_bind_flag(d, 4, not_finite);
     return tqkv__plan_stream(d, &e, places);
 }
 
-TQKV_API tqkv_result tqkv_metal_plan_encode(const tqkv_metal_store *store, tqkv_metal_buffer src, int n_tokens,
-                                            int64_t position, tqkv_metal_buffer not_finite, tqkv_metal_dispatch *d)
-{
-    const tqkv__places places = {n_tokens, position, false, {NULL, 0}, NULL};
-    return tqkv__plan_encode_at(store, src, &places, not_finite, d);
-}
-
-TQKV_API tqkv_result tqkv_metal_plan_encode_slots(const tqkv_metal_store *store, tqkv_metal_buffer src, int n_tokens,
-                                                  tqkv_metal_buffer slots, const int32_t *known,
-                                                  tqkv_metal_buffer not_finite, tqkv_metal_dispatch *d)
-{
-    const tqkv__places places = {n_tokens, 0, true, slots, known};
-    return tqkv__plan_encode_at(store, src, &places, not_finite, d);
-}
-
-static tqkv_result tqkv__plan_encode_kv_at(const tqkv_metal_store *keys, const tqkv_metal_store *values,
-                                           tqkv_metal_buffer k, tqkv_metal_buffer v, const tqkv__places *places,
-                                           tqkv_metal_buffer not_finite, tqkv_metal_dispatch *d)
+static tqkv_result tqkv__add_encode_kv(const tqkv_metal_store *keys, const tqkv_metal_store *values,
+                                       tqkv_metal_buffer k, tqkv_metal_buffer v, const tqkv__places *places,
+                                       tqkv_metal_buffer not_finite, tqkv_metal_plan *plan)
 {
     tqkv__stream ks, vs;
     const tqkv__encode_stream key = {
-        {"k", "keys' codes", "keys' norms", "keys' center", "keys' pages"}, keys, &ks, k, 9, 11};
+        {"k", "keys' codes", "keys' norms", "keys' center", "keys' pages", "keys' channel_scale"},
+        keys,
+        &ks,
+        k,
+        9,
+        11,
+        13};
     const tqkv__encode_stream value = {
-        {"v", "values' codes", "values' norms", "values' center", "values' pages"}, values, &vs, v, 10, 12};
-    if (!d) return TQKV__INVALID(TQKV__NO_DISPATCH);
+        {"v", "values' codes", "values' norms", "values' center", "values' pages", "values' channel_scale"},
+        values,
+        &vs,
+        v,
+        10,
+        12,
+        14};
     tqkv_result r = tqkv__plan_target(keys, places, &ks);
     if (r == TQKV_OK) r = tqkv__plan_target(values, places, &vs);
     if (r != TQKV_OK) return r;
@@ -13659,6 +15449,7 @@ static tqkv_result tqkv__plan_encode_kv_at(const tqkv_metal_store *keys, const t
     const bool tail = vs.head_dim == TQKV__TAIL_DIM(ks.head_dim);
     r = tail ? TQKV_OK : tqkv__check_kernels(ks.head_dim, vs.head_dim);
     if (r != TQKV_OK) return r;
+    tqkv_metal_dispatch *d = tqkv__add_dispatch(plan);
     tqkv__plan_begin(d, TQKV_METAL_ENCODE_KV, ks.head_dim, vs.head_dim);
     tqkv__plan_bind_flag(d, 8, not_finite);
     d->grid[2] = 2;
@@ -13666,33 +15457,58 @@ static tqkv_result tqkv__plan_encode_kv_at(const tqkv_metal_store *keys, const t
     return r == TQKV_OK ? tqkv__plan_stream(d, &value, places) : r;
 }
 
-TQKV_API tqkv_result tqkv_metal_plan_encode_kv(const tqkv_metal_store *keys, const tqkv_metal_store *values,
-                                               tqkv_metal_buffer k, tqkv_metal_buffer v, int n_tokens, int64_t position,
-                                               tqkv_metal_buffer not_finite, tqkv_metal_dispatch *d)
+static tqkv__places tqkv__places_from(int n_tokens, int64_t position)
 {
     const tqkv__places places = {n_tokens, position, false, {NULL, 0}, NULL};
-    return tqkv__plan_encode_kv_at(keys, values, k, v, &places, not_finite, d);
+    return places;
+}
+
+TQKV_API tqkv_result tqkv_metal_plan_encode(const tqkv_metal_store *store, tqkv_metal_buffer src, int n_tokens,
+                                            int64_t position, tqkv_metal_buffer not_finite, tqkv_metal_plan *plan)
+{
+    const tqkv__places places = tqkv__places_from(n_tokens, position);
+    if (!tqkv__open_plan(plan, "encode")) return TQKV__INVALID(TQKV__NO_PLAN);
+    return tqkv__close_plan(plan, tqkv__add_encode(store, src, &places, not_finite, plan));
+}
+
+TQKV_API tqkv_result tqkv_metal_plan_encode_slots(const tqkv_metal_store *store, tqkv_metal_buffer src, int n_tokens,
+                                                  tqkv_metal_buffer slot_list, const int32_t *known,
+                                                  tqkv_metal_buffer not_finite, tqkv_metal_plan *plan)
+{
+    const tqkv__places places = {n_tokens, 0, true, slot_list, known};
+    if (!tqkv__open_plan(plan, "encode_slots")) return TQKV__INVALID(TQKV__NO_PLAN);
+    return tqkv__close_plan(plan, tqkv__add_encode(store, src, &places, not_finite, plan));
+}
+
+TQKV_API tqkv_result tqkv_metal_plan_encode_kv(const tqkv_metal_store *keys, const tqkv_metal_store *values,
+                                               tqkv_metal_buffer k, tqkv_metal_buffer v, int n_tokens, int64_t position,
+                                               tqkv_metal_buffer not_finite, tqkv_metal_plan *plan)
+{
+    const tqkv__places places = tqkv__places_from(n_tokens, position);
+    if (!tqkv__open_plan(plan, "encode_kv")) return TQKV__INVALID(TQKV__NO_PLAN);
+    return tqkv__close_plan(plan, tqkv__add_encode_kv(keys, values, k, v, &places, not_finite, plan));
 }
 
 TQKV_API tqkv_result tqkv_metal_plan_encode_kv_slots(const tqkv_metal_store *keys, const tqkv_metal_store *values,
                                                      tqkv_metal_buffer k, tqkv_metal_buffer v, int n_tokens,
-                                                     tqkv_metal_buffer slots, const int32_t *known,
-                                                     tqkv_metal_buffer not_finite, tqkv_metal_dispatch *d)
+                                                     tqkv_metal_buffer slot_list, const int32_t *known,
+                                                     tqkv_metal_buffer not_finite, tqkv_metal_plan *plan)
 {
-    const tqkv__places places = {n_tokens, 0, true, slots, known};
-    return tqkv__plan_encode_kv_at(keys, values, k, v, &places, not_finite, d);
+    const tqkv__places places = {n_tokens, 0, true, slot_list, known};
+    if (!tqkv__open_plan(plan, "encode_kv_slots")) return TQKV__INVALID(TQKV__NO_PLAN);
+    return tqkv__close_plan(plan, tqkv__add_encode_kv(keys, values, k, v, &places, not_finite, plan));
 }
 
-TQKV_API tqkv_result tqkv_metal_plan_probe(const tqkv_metal_store *store, tqkv_metal_buffer src, int n_tokens,
-                                           tqkv_metal_buffer scaled, tqkv_metal_buffer not_finite,
-                                           tqkv_metal_dispatch *d)
+static tqkv_result tqkv__add_probe(const tqkv_metal_store *store, tqkv_metal_buffer src, int n_tokens,
+                                   tqkv_metal_buffer scaled, tqkv_metal_buffer not_finite, tqkv_metal_plan *plan)
 {
     tqkv__stream s;
     size_t bytes;
-    if (!store || !d) return TQKV__INVALID(d ? "a store is NULL" : TQKV__NO_DISPATCH);
+    if (!store) return TQKV__INVALID("a store is NULL");
     tqkv_result r = tqkv__stream_shape(&store->shape, &s);
     if (r == TQKV_OK) r = tqkv__check_kernels(s.head_dim, s.head_dim);
     if (r != TQKV_OK) return r;
+    tqkv_metal_dispatch *d = tqkv__add_dispatch(plan);
     tqkv__plan_begin(d, TQKV_METAL_PROBE, s.head_dim, s.head_dim);
     tqkv__plan_bind_flag(d, 3, not_finite);
     r = tqkv__plan_extent(&s, n_tokens, &bytes);
@@ -13704,51 +15520,73 @@ TQKV_API tqkv_result tqkv_metal_plan_probe(const tqkv_metal_store *store, tqkv_m
     tqkv__plan_bind_rows(d, "src", 1, src, TQKV_FC_TYPE, s.type, bytes, false);
     tqkv__plan_bind(d, "scaled", 2, scaled,
                     (size_t)n_tokens * (size_t)s.n_kv_heads * (size_t)s.head_dim * sizeof(float), true);
-    tqkv__plan_constant(d, TQKV_FC_CENTER, tqkv__plan_bind_center(d, "center", 4, store, &s, true));
+    tqkv__plan_constant(d, TQKV_FC_CENTER, tqkv__plan_bind_channels(d, "center", 4, store->center, &s, true));
+    tqkv__plan_constant(d, TQKV_FC_SCALED,
+                        tqkv__plan_bind_channels(d, "channel_scale", 5, store->channel_scale, &s, true));
     return TQKV_OK;
 }
 
-TQKV_API tqkv_result tqkv_metal_plan_decode(const tqkv_metal_store *store, int64_t position, int n_positions,
-                                            tqkv_basis basis, tqkv_metal_buffer dst, tqkv_metal_dispatch *d)
+TQKV_API tqkv_result tqkv_metal_plan_probe(const tqkv_metal_store *store, tqkv_metal_buffer src, int n_tokens,
+                                           tqkv_metal_buffer scaled, tqkv_metal_buffer not_finite,
+                                           tqkv_metal_plan *plan)
+{
+    if (!tqkv__open_plan(plan, "probe")) return TQKV__INVALID(TQKV__NO_PLAN);
+    return tqkv__close_plan(plan, tqkv__add_probe(store, src, n_tokens, scaled, not_finite, plan));
+}
+
+static tqkv_result tqkv__add_decode(const tqkv_metal_store *store, int64_t position, int n_positions, tqkv_basis basis,
+                                    tqkv_metal_buffer dst, tqkv_metal_plan *plan)
 {
     tqkv__stream s;
     size_t bytes;
-    if (!d) return TQKV__INVALID(TQKV__NO_DISPATCH);
     tqkv_result r = tqkv__plan_open(store, &s);
     if (r == TQKV_OK) r = tqkv__check_kernels(s.head_dim, s.head_dim);
     if (r != TQKV_OK) return r;
-    const int slots = s.capacity;
+    const int slot_list = s.capacity;
     if ((r = tqkv__plan_positions(&s)) != TQKV_OK) return r;
     if (n_positions < 0 || !tqkv__basis_known(basis))
         return TQKV__INVALID("n_positions is negative, or basis no tqkv_basis");
-    if (n_positions > slots) return TQKV__REFUSE(OUT_OF_RANGE, "n_positions is above the capacity");
+    if (n_positions > slot_list) return TQKV__REFUSE(OUT_OF_RANGE, "n_positions is above the capacity");
     if ((r = tqkv__check_positions(&s, n_positions, position)) != TQKV_OK) return r;
     if ((r = tqkv__plan_check_pages(&store->shape, position, n_positions, false)) != TQKV_OK) return r;
+    tqkv_metal_dispatch *d = tqkv__add_dispatch(plan);
     tqkv__plan_begin(d, TQKV_METAL_DECODE, s.head_dim, s.head_dim);
     r = tqkv__plan_extent(&s, n_positions, &bytes);
-    if (r == TQKV_OK) r = tqkv__plan_rows(d, &s, slots, n_positions, position);
+    if (r == TQKV_OK) r = tqkv__plan_rows(d, &s, slot_list, n_positions, position);
     if (r != TQKV_OK) return r;
     if (!tqkv__rows_distinct(s.strides, n_positions, s.n_kv_heads, s.head_dim)) return TQKV__INVALID(TQKV__ROWS_SHARED);
     tqkv__plan_constant(d, TQKV_FC_FORMAT, (int)s.format);
     tqkv__plan_constant(d, TQKV_FC_UNROTATE, s.rotated && basis == TQKV_ORIGINAL);
     tqkv__plan_bind_store(d, "codes", "norms", 1, store, &s, false);
     tqkv__plan_bind_rows(d, "dst", 3, dst, TQKV_FC_TYPE, s.type, bytes, true);
-    tqkv__plan_constant(d, TQKV_FC_CENTER, tqkv__plan_bind_center(d, "center", 4, store, &s, true));
-    tqkv__plan_constant(d, TQKV_FC_ROTATED, s.rotated && basis == TQKV_ROTATED);
+    const bool center = tqkv__plan_bind_channels(d, "center", 4, store->center, &s, true),
+               original = basis == TQKV_ORIGINAL;
+    tqkv__plan_constant(d, TQKV_FC_CENTER, center);
+    tqkv__plan_constant(d, TQKV_FC_ROTATED, s.rotated && !original);
     tqkv__plan_bind_pages(d, "pages", 5, store->pages, &s, TQKV_FC_PAGES);
+    const bool scale = tqkv__plan_bind_channels(d, "channel_scale", 6, store->channel_scale, &s, original || center);
+    tqkv__plan_constant(d, TQKV_FC_SCALED, scale && original);
+    tqkv__plan_constant(d, TQKV_FC_CENTER_SCALED, scale && !original);
     d->memory[0] = TQKV__TABLE_BYTES;
     return TQKV_OK;
 }
 
-TQKV_API tqkv_result tqkv_metal_plan_rotate(tqkv_metal_buffer rows, int n_rows, int head_dim, bool unrotate,
-                                            tqkv_metal_dispatch *d)
+TQKV_API tqkv_result tqkv_metal_plan_decode(const tqkv_metal_store *store, int64_t position, int n_positions,
+                                            tqkv_basis basis, tqkv_metal_buffer dst, tqkv_metal_plan *plan)
+{
+    if (!tqkv__open_plan(plan, "decode")) return TQKV__INVALID(TQKV__NO_PLAN);
+    return tqkv__close_plan(plan, tqkv__add_decode(store, position, n_positions, basis, dst, plan));
+}
+
+static tqkv_result tqkv__add_rotate(tqkv_metal_buffer rows, int n_rows, int head_dim, bool unrotate,
+                                    tqkv_metal_plan *plan)
 {
     size_t size;
-    if (!d) return TQKV__INVALID(TQKV__NO_DISPATCH);
     const tqkv_result r = tqkv__check_kernels(head_dim, head_dim);
     if (r != TQKV_OK) return r;
     if (n_rows < 0 || !tqkv__array_size(n_rows, head_dim, 1, sizeof(float), &size))
         return TQKV__INVALID("n_rows is negative or too large");
+    tqkv_metal_dispatch *d = tqkv__add_dispatch(plan);
     tqkv__plan_begin(d, TQKV_METAL_ROTATE, head_dim, head_dim);
     tqkv__plan_constant(d, TQKV_FC_UNROTATE, unrotate);
     const tqkv__rotate_args args = {n_rows};
@@ -13756,6 +15594,77 @@ TQKV_API tqkv_result tqkv_metal_plan_rotate(tqkv_metal_buffer rows, int n_rows, 
     tqkv__plan_bind(d, "rows", 1, rows, size, true);
     tqkv__plan_simdgroups(d, (size_t)n_rows * (size_t)TQKV__ROW_LANES(head_dim), TQKV__SIMD_WIDTH);
     return TQKV_OK;
+}
+
+TQKV_API tqkv_result tqkv_metal_plan_rotate(tqkv_metal_buffer rows, int n_rows, int head_dim, bool unrotate,
+                                            tqkv_metal_plan *plan)
+{
+    if (!tqkv__open_plan(plan, unrotate ? "unrotate" : "rotate")) return TQKV__INVALID(TQKV__NO_PLAN);
+    return tqkv__close_plan(plan, tqkv__add_rotate(rows, n_rows, head_dim, unrotate, plan));
+}
+
+static void tqkv__plan_calibrate_args(tqkv_metal_dispatch *d, const tqkv__stream *s, int n_tokens, int n_heads,
+                                      int n_queries, tqkv_pairs pairs)
+{
+    const uint32_t dim = (uint32_t)s->head_dim;
+    tqkv__calibrate_args args;
+    args.head_dim = s->head_dim;
+    args.n_tokens = n_tokens;
+    args.n_queries = n_queries;
+    args.n_kv_heads = s->n_kv_heads;
+    args.group = n_heads / s->n_kv_heads;
+    args.pairs = (int32_t)pairs;
+    args.token_stride = (uint32_t)s->strides.token;
+    args.head_stride = (uint32_t)s->strides.head;
+    args.query_token_stride = (uint32_t)n_heads * dim;
+    args.query_head_stride = dim;
+    tqkv__plan_args(d, &args, sizeof args);
+}
+
+static tqkv_result tqkv__add_calibration(const tqkv_metal_store *shape, tqkv_metal_buffer src, int n_tokens,
+                                         tqkv_metal_buffer q, int n_heads, int n_queries, tqkv_pairs pairs,
+                                         const tqkv_metal_buffer results[2], tqkv_metal_plan *plan)
+{
+    tqkv__stream s;
+    size_t bytes, q_bytes;
+    const tqkv_strides none = {0, 0};
+    if (!shape) return TQKV__INVALID("a store is NULL");
+    tqkv_result r = tqkv__stream_shape(&shape->shape, &s);
+    if (r == TQKV_OK) r = tqkv__plan_extent(&s, n_tokens, &bytes);
+    if (r != TQKV_OK) return r;
+    if (pairs != TQKV_PAIRS_NONE && pairs != TQKV_PAIRS_NEIGHBOURS && pairs != TQKV_PAIRS_HALVES)
+        return TQKV__INVALID("pairs: no tqkv_pairs");
+    if (!n_heads) n_heads = s.n_kv_heads;
+    if (!q.buffer) n_queries = 0;
+    if (n_heads < 0 || n_heads % s.n_kv_heads || n_queries < 0)
+        return TQKV__INVALID("n_heads is no multiple of n_kv_heads, or n_queries negative");
+    const tqkv_strides strides = tqkv__strides_of(none, n_heads, s.head_dim);
+    if (!tqkv__array_size(n_queries, n_heads, s.head_dim, sizeof(float), &q_bytes))
+        return TQKV__INVALID("q: too large");
+    if ((r = tqkv__check_strides(strides)) != TQKV_OK) return r;
+    const size_t value = tqkv__type_size(s.type), size = (size_t)s.n_kv_heads * (size_t)s.head_dim * sizeof(float);
+    tqkv_metal_dispatch *d = tqkv__add_dispatch(plan);
+    tqkv__plan_begin(d, TQKV_METAL_CALIBRATE, 0, 0);
+    tqkv__plan_calibrate_args(d, &s, n_tokens, n_heads, n_queries, pairs);
+    tqkv__plan_bind_rows(d, "src", 1, src, TQKV_FC_TYPE, s.type, bytes, false);
+    tqkv__plan_bind_rows(d, "q", 2, q, TQKV_FC_VALUE_TYPE, s.type, q_bytes / sizeof(float) * value, false);
+    tqkv__plan_bind(d, "center", 3, results[0], size, true);
+    tqkv__plan_bind(d, "channel_scale", 4, results[1], size, true);
+    d->memory[0] = 2 * (size_t)s.head_dim * sizeof(float);
+    d->grid[0] = (size_t)s.n_kv_heads;
+    d->n_simdgroups = (s.head_dim + TQKV__SIMD_WIDTH - 1) / TQKV__SIMD_WIDTH;
+    return TQKV_OK;
+}
+
+TQKV_API tqkv_result tqkv_metal_plan_calibrate(const tqkv_metal_store *shape, tqkv_metal_buffer src, int n_tokens,
+                                               tqkv_metal_buffer q, int n_heads, int n_queries, tqkv_pairs pairs,
+                                               tqkv_metal_buffer center, tqkv_metal_buffer channel_scale,
+                                               tqkv_metal_plan *plan)
+{
+    const tqkv_metal_buffer results[2] = {center, channel_scale};
+    if (!tqkv__open_plan(plan, "calibrate")) return TQKV__INVALID(TQKV__NO_PLAN);
+    return tqkv__close_plan(plan,
+                            tqkv__add_calibration(shape, src, n_tokens, q, n_heads, n_queries, pairs, results, plan));
 }
 
 /* >>plan-split: how the threadgroups share attention. */
@@ -13822,8 +15731,8 @@ static void tqkv__tiles_seen(const tqkv__attention *a, int64_t slice_end, int64_
    speed there: hence 4. */
 static bool tqkv__choose_matrix(const tqkv__attention *a)
 {
-    const int head_dim = a->keys.head_dim, least = tqkv__is_long(head_dim) ? 8 : 4;
-    return a->group >= (a->matrix_group ? a->matrix_group : least) && head_dim == a->value_dim &&
+    const int head_dim = a->keys.head_dim, least = a->matrix_group ? a->matrix_group : 8;
+    return a->group >= least && head_dim == a->value_dim &&
            (head_dim == 64 || head_dim == 128 || head_dim == 256 || tqkv__is_long(head_dim));
 }
 
@@ -13875,11 +15784,19 @@ static tqkv_result tqkv__choose_split(const tqkv__attention *a, int64_t first, i
     return TQKV_OK;
 }
 
+/* The positions from the oldest one of a part of the context on. Only the first ones of a ring, which end long before the queries'
+   own, have more behind them than an int counts. */
+static int tqkv__positions_behind(const tqkv__attention *a)
+{
+    const int64_t n = a->call.end - a->first;
+    return n < INT_MAX ? (int)n : 1 << 30;
+}
+
 /* What a query sees, counted from the oldest resident position: the positions up to first_newest and its number, and of those
    the last `window`, or all. Without causality it looks as far ahead as back. */
 static void tqkv__plan_seen(const tqkv__attention *a, int32_t *first_newest, int32_t *window)
 {
-    const int kv_len = (int)(a->call.end - a->first), n = a->call.n_queries, own = a->call.window;
+    const int kv_len = tqkv__positions_behind(a), n = a->call.n_queries, own = a->call.window;
     *first_newest = kv_len - n;
     *window = own < kv_len ? own : 0;
     if (!a->call.non_causal) return;
@@ -13922,22 +15839,29 @@ static int tqkv__list_inside(const tqkv__attention *a) { return (int)(a->first %
 static bool tqkv__list_in_order(const tqkv__attention *a, int64_t slice_end)
 {
     const int64_t slot = slice_end > a->first ? tqkv__slot(&a->keys, a->first) : 0;
+    if (a->newest_halves) return false;
     return slot >= tqkv__list_inside(a) && slot + (slice_end - a->first) <= a->keys.capacity;
 }
 
-/* The slot of the first position of the block of the oldest resident one. */
+/* The slot of the first position of the block of the oldest resident one. Of newest halves, whose ring is short and whose oldest
+   position depends on all queries of the call: its place in a stretch, so that a query's ranks are divided as if it were alone. */
 static int64_t tqkv__list_base(const tqkv__attention *a, int64_t slice_end)
 {
+    const int64_t length = TQKV__STRETCH_TILES * TQKV__SIMD_WIDTH;
+    if (a->newest_halves) return (a->first - tqkv__list_inside(a)) % length;
     if (!tqkv__list_in_order(a, slice_end) || slice_end == a->first) return 0;
     return tqkv__slot(&a->keys, a->first) - tqkv__list_inside(a);
 }
 
-/* The first position, counted from the oldest resident one, of the block where the window of a query begins. */
+/* The first position, counted from the oldest resident one, of the block where the window of a query begins, or its newest
+   halves. */
 static int64_t tqkv__window_block(const tqkv__attention *a, int query)
 {
     int32_t newest, window;
     tqkv__plan_seen(a, &newest, &window);
-    const int64_t end = (int64_t)newest + query + 1, from = window && end > window ? end - window : 0;
+    const int64_t end = (int64_t)newest + query + 1, own = tqkv__exact_at(a, query) - a->first;
+    int64_t from = window && end > window ? end - window : 0;
+    if (a->newest_halves && own > from) from = own;
     return (from + tqkv__list_inside(a)) / a->call.list_block * a->call.list_block;
 }
 
@@ -13984,10 +15908,11 @@ typedef struct tqkv__slice_buffers {
 typedef struct tqkv__attend_buffers {
     const tqkv_metal_store *keys, *values, *tail; /* tail: NULL without one */
     tqkv_metal_buffer sinks, tree, q, scratch, out;
-    tqkv__slice_buffers slice;          /* zero: attends to all positions */
-    int64_t slice_end;                  /* of the positions to attend to */
-    const tqkv_metal_store *ends[2][2]; /* of tqkv__attention */
-    tqkv_metal_buffer list, list_rows;  /* the caller's, and what attend_list makes of them */
+    tqkv__slice_buffers slice;                       /* zero: attends to all positions */
+    int64_t slice_end;                               /* of the positions to attend to */
+    int halves;                                      /* TQKV_FC_HALVES */
+    const tqkv_metal_store *ends[2][2], *first_tail; /* of tqkv__attention */
+    tqkv_metal_buffer list, list_rows;               /* the caller's, and what attend_list makes of them */
 } tqkv__attend_buffers;
 
 /* Whether keys and values look up the same entries of one table. */
@@ -14012,25 +15937,42 @@ static void tqkv__plan_list_args(const tqkv__attention *a, int64_t slice_end, tq
 }
 
 /* What attention and index_scores have in common. slots: of a KV head in memory */
-static TQKV__NOINLINE void tqkv__plan_key_args(const tqkv__attention *a, int slots, tqkv__attend_args *args)
+static TQKV__NOINLINE void tqkv__plan_key_args(const tqkv__attention *a, int slot_list, tqkv__attend_args *args)
 {
     memset(args, 0, sizeof *args);
     args->n_queries = a->call.n_queries;
     args->n_kv_heads = a->n_kv_heads;
     args->group = a->group;
-    args->kv_len = (int)(a->call.end - a->first);
+    args->kv_len = tqkv__positions_behind(a);
     args->query_token_stride = (uint32_t)a->call.query_strides.token;
     args->query_head_stride = (uint32_t)a->call.query_strides.head;
     args->scale = a->call.scale;
     args->key_capacity = a->keys.capacity;
     args->key_oldest_slot = args->kv_len ? tqkv__slot(&a->keys, a->first) : 0;
     args->key_block_scale = a->keys.block_scale;
-    args->key_slots = slots;
+    args->key_slots = slot_list;
     if (!a->keys.n_pages) return;
     args->key_page_size = a->keys.page_size;
-    args->key_last_page = slots / a->keys.page_size - 1;
+    args->key_last_page = slot_list / a->keys.page_size - 1;
     if (!tqkv__has_small_pages(a))
         tqkv__plan_division(a->keys.page_size, &args->key_page_factor, &args->key_page_shift);
+}
+
+/* Where the newest halves of each query begin, from the newest position that it sees; without halves behind all of them. As far as
+   it matters, so that no sum is too large. */
+static void tqkv__plan_boundary(const tqkv__attention *a, tqkv__attend_args *args)
+{
+    const int own = args->kv_len - a->call.n_queries,
+              most = args->kv_len + a->call.n_queries; /* own: the first query's */
+    const bool one = a->call.non_causal && !a->call.window;
+    const int64_t from = (one ? tqkv__exact_at(a, 0) : a->call.exact_from) - a->first;
+    if (!a->exact[1][0] && !a->exact[1][1]) {
+        args->exact_from = INT_MAX;
+        return;
+    }
+    args->exact_last = one || a->call.exact_last > most ? most : a->call.exact_last;
+    args->exact_last += args->first_newest - own;
+    args->exact_from = from < 0 ? 0 : from < INT_MAX ? (int)from : INT_MAX;
 }
 
 static void tqkv__plan_attend_args(const tqkv__attention *a, const tqkv__attend_buffers *b, const tqkv__split *split,
@@ -14039,6 +15981,7 @@ static void tqkv__plan_attend_args(const tqkv__attention *a, const tqkv__attend_
     tqkv__plan_key_args(a, b->keys->shape.capacity, args);
     tqkv__plan_seen(a, &args->first_newest, &args->window);
     args->slice_end = (int)(b->slice_end - a->first);
+    tqkv__plan_boundary(a, args);
     args->first_stretch = split->first_stretch;
     args->stretch_tiles = TQKV__STRETCH_TILES;
     args->n_short = split->n_short;
@@ -14079,6 +16022,17 @@ static void tqkv__plan_key_constants(tqkv_metal_dispatch *d, const tqkv__attenti
     tqkv__plan_constant(d, TQKV_FC_ROTATE_TAIL, a->tail.rotated && rotate);
     tqkv__plan_constant(d, TQKV_FC_TAIL_CENTER, tail_center);
     tqkv__plan_constant(d, TQKV_FC_TAIL_ROTATED, tail_center && a->tail.rotated && !rotate);
+}
+
+/* Scales of the channels of the keys or of their tail: of queries in the original basis or, beside others, of the centre. The two
+   constants say which. */
+static void tqkv__plan_bind_key_scale(tqkv_metal_dispatch *d, const char *name, int index, const tqkv_metal_store *keys,
+                                      const tqkv__stream *s, bool original, bool center, const int constants[2])
+{
+    const bool used = s->head_dim > 0 && (original || center),
+               scaled = tqkv__plan_bind_channels(d, name, index, keys->channel_scale, s, used);
+    tqkv__plan_constant(d, constants[0], scaled && original);
+    tqkv__plan_constant(d, constants[1], scaled && !original);
 }
 
 /* Of attention: which streams have a position in the same slot. */
@@ -14173,7 +16127,7 @@ static size_t tqkv__row_blocks(const tqkv_metal_dispatch *d, const tqkv__attend_
     return (rows + columns - 1) / columns * (list ? n_queries : 1);
 }
 
-TQKV_API void tqkv__plan_columns(tqkv_metal_dispatch *d, bool matrix, int columns)
+static void tqkv__plan_columns(tqkv_metal_dispatch *d, bool matrix, int columns)
 {
     const int head_dim = d->kernel.head_dim * TQKV__DIM_UNIT, value_dim = d->kernel.value_dim * TQKV__DIM_UNIT;
     const int most = matrix ? TQKV__MOST_MATRIX_COLUMNS(head_dim) : TQKV__MAX_COLUMNS(head_dim);
@@ -14188,11 +16142,32 @@ TQKV_API void tqkv__plan_columns(tqkv_metal_dispatch *d, bool matrix, int column
     d->grid[1] = tqkv__row_blocks(d, &args, (size_t)columns);
 }
 
-TQKV_API void tqkv_metal_plan_lanes(tqkv_metal_dispatch *d)
+/* Puts attend in the place of attend_matrix. */
+static void tqkv__plan_lanes(tqkv_metal_dispatch *d)
 {
     if (d->kernel.family != TQKV_METAL_ATTEND_MATRIX) return;
     tqkv__plan_columns(d, false, d->kernel.constants[TQKV_FC_COLUMNS] - 1);
     if (d->n_simdgroups > 4) d->n_simdgroups = 4;
+}
+
+TQKV_API bool tqkv_metal_plan_lanes(tqkv_metal_plan *plan)
+{
+    for (int i = 0; i < plan->n; i++) {
+        const tqkv_metal_kernel *kernel = &plan->d[i].kernel;
+        if (kernel->family == TQKV_METAL_ATTEND_MATRIX && kernel->constants[TQKV_FC_BATCH] == 1 + true) return false;
+        tqkv__plan_lanes(&plan->d[i]);
+    }
+    return true;
+}
+
+static void tqkv__plan_bind_key_scales(tqkv_metal_dispatch *d, const tqkv__attention *a, const tqkv_metal_store *keys,
+                                       const tqkv_metal_store *tail, bool center, bool tail_center)
+{
+    static const int key_scales[] = {TQKV_FC_SCALED, TQKV_FC_CENTER_SCALED},
+                     tail_scales[] = {TQKV_FC_TAIL_SCALED, TQKV_FC_TAIL_CENTER_SCALED};
+    const bool original = a->call.query_basis == TQKV_ORIGINAL;
+    tqkv__plan_bind_key_scale(d, "keys' channel_scale", 17, keys, &a->keys, original, center, key_scales);
+    tqkv__plan_bind_key_scale(d, "tail's channel_scale", 18, tail, &a->tail, original, tail_center, tail_scales);
 }
 
 static void tqkv__plan_attend_splits(tqkv_metal_dispatch *d, const tqkv__attention *a, const tqkv__attend_buffers *b,
@@ -14213,14 +16188,18 @@ static void tqkv__plan_attend_splits(tqkv_metal_dispatch *d, const tqkv__attenti
     tqkv__plan_bind(d, "sinks", TQKV_METAL_ONLY_CHECKED, b->sinks,
                     b->sinks.buffer ? (size_t)a->call.n_heads * sizeof(float) : 0, false);
     tqkv__plan_bind_partials(d, 6, b->scratch, split, true);
-    tqkv__plan_bind_center(d, "keys' center", 8, b->keys, &a->keys, center);
-    tqkv__plan_bind_center(d, "values' center", TQKV_METAL_ONLY_CHECKED, b->values, &a->values, true);
+    tqkv__plan_bind_channels(d, "keys' center", 8, b->keys->center, &a->keys, center);
+    tqkv__plan_bind_channels(d, "values' center", TQKV_METAL_ONLY_CHECKED, b->values->center, &a->values, true);
+    tqkv__plan_bind_channels(d, "values' channel_scale", TQKV_METAL_ONLY_CHECKED, b->values->channel_scale, &a->values,
+                             true);
     tqkv__plan_bind_pages(d, "keys' pages", 9, b->keys->pages, &a->keys, TQKV_FC_PAGES);
     tqkv__plan_bind_pages(d, "values' pages", 10, b->values->pages, &a->values, TQKV_FC_PAGES);
     tqkv__plan_bind(d, "tree", 11, b->tree, a->call.tree ? (size_t)a->call.n_queries * sizeof(uint64_t) : 0, false);
     tqkv__plan_bind(d, "arguments", TQKV__ITEMS_OF_ATTEND, b->tree, 0, false);
     tqkv__plan_bind_store(d, "tail's codes", "tail's norms", 13, tail, &a->tail, false);
-    tqkv__plan_bind_center(d, "tail's center", 15, tail, &a->tail, tail_center);
+    tqkv__plan_bind_channels(d, "tail's center", 15, tail->center, &a->tail, tail_center);
+    tqkv__plan_bind_key_scales(d, a, b->keys, tail, center, tail_center);
+    tqkv__plan_constant(d, TQKV_FC_HALVES, b->halves);
     tqkv__plan_bind(d, "lists", 16, b->list_rows, tqkv__list_rows_size(a), false);
     if (a->call.list) d->barrier = b->list_rows.buffer;
     tqkv__plan_bind_rows(d, "out", TQKV_METAL_ONLY_CHECKED, b->out, TQKV_FC_TYPE, a->call.output_type,
@@ -14246,6 +16225,7 @@ static void tqkv__plan_list(tqkv_metal_dispatch *d, const tqkv__attention *a, co
     tqkv__plan_bind(d, "arguments", TQKV__ITEMS_OF_LIST, b->tree, 0, false);
     tqkv__plan_constant(d, TQKV_FC_TREE, a->call.tree != NULL);
     tqkv__plan_constant(d, TQKV_FC_BATCH, false);
+    tqkv__plan_constant(d, TQKV_FC_HALVES, b->halves);
     d->memory[0] = TQKV__SIMD_WIDTH * sizeof(uint32_t);
     d->grid[0] = n_rows;
     d->n_simdgroups = length / 32 < 31 ? (int)length / 32 + 1 : 32;
@@ -14278,6 +16258,17 @@ static void tqkv__plan_merge_begin(tqkv_metal_dispatch *d, const tqkv__attention
     d->n_simdgroups = 1;
 }
 
+/* Scales of the values' channels: of an output in the original basis or, beside others, of the centre. */
+static void tqkv__plan_bind_value_scale(tqkv_metal_dispatch *d, const tqkv__attention *a, const tqkv__attend_buffers *b,
+                                        bool center)
+{
+    const bool original = a->call.output_basis == TQKV_ORIGINAL && !b->slice.to,
+               scaled = tqkv__plan_bind_channels(d, "values' channel_scale", 11, b->values->channel_scale, &a->values,
+                                                 original || center);
+    tqkv__plan_constant(d, TQKV_FC_VALUE_SCALED, scaled && original);
+    tqkv__plan_constant(d, TQKV_FC_CENTER_SCALED, scaled && !original);
+}
+
 /* Merges all parts of the context: splits [first positions, others, last positions], of those that there are. */
 static void tqkv__plan_attend_merge(tqkv_metal_dispatch *d, const tqkv__attention *a, const tqkv__attend_buffers *b,
                                     const tqkv__split splits[3], const tqkv__split *all)
@@ -14292,7 +16283,8 @@ static void tqkv__plan_attend_merge(tqkv_metal_dispatch *d, const tqkv__attentio
                                    0, 0};
     tqkv__plan_merge_begin(d, a, b, args, unrotate);
     tqkv__plan_bind_partials(d, 1, b->scratch, all, false);
-    const bool center = tqkv__plan_bind_center(d, "values' center", 5, b->values, &a->values, true);
+    const bool center = tqkv__plan_bind_channels(d, "values' center", 5, b->values->center, &a->values, true);
+    tqkv__plan_bind_value_scale(d, a, b, center);
     const bool shifted = tqkv__center_counts(a, b, b->keys) || tqkv__center_counts(a, b, b->tail);
     tqkv__plan_constant(d, TQKV_FC_CENTER, shifted && !(a->call.softcap > 0.0f));
     tqkv__plan_constant(d, TQKV_FC_VALUE_CENTER, center);
@@ -14301,39 +16293,62 @@ static void tqkv__plan_attend_merge(tqkv_metal_dispatch *d, const tqkv__attentio
     d->barrier = b->scratch.buffer;
 }
 
-/* Part i of the context, [borders[i], borders[i + 1]): 0 and 2 are read as halves where stores hold them so. */
-static void tqkv__find_borders(const tqkv__attention *a, int64_t slice_end, int64_t borders[4])
+/* The positions of each part of the context up to slice_end. First and last are read as halves where stores hold them so. What a
+   query reads as newest halves depends on its own position: where several begin the last part and the codes overlap. */
+static void tqkv__find_parts(const tqkv__attention *a, int64_t slice_end, tqkv__range parts[TQKV__PARTS])
 {
     const bool first = a->exact[0][0] || a->exact[0][1], last = a->exact[1][0] || a->exact[1][1];
-    borders[0] = borders[1] = a->first;
-    borders[2] = borders[3] = slice_end;
-    if (first && a->exact_below > a->first) borders[1] = a->exact_below < slice_end ? a->exact_below : slice_end;
-    if (last && a->exact_from < slice_end) borders[2] = a->exact_from;
-    if (borders[2] < borders[1]) borders[2] = borders[1];
+    const int64_t low = tqkv__exact_at(a, 0), high = tqkv__exact_at(a, a->call.n_queries - 1);
+    tqkv__range *codes = &parts[TQKV__CODES_PART], *newest = &parts[TQKV__LAST_PART];
+    for (int i = 0; i < TQKV__PARTS; i++) parts[i].from = parts[i].to = i == TQKV__LAST_PART ? slice_end : a->first;
+    codes->to = slice_end;
+    if (first && a->exact_below > a->first) codes->from = a->exact_below < slice_end ? a->exact_below : slice_end;
+    parts[TQKV__FIRST_PART].to = codes->from;
+    if (a->kept) {
+        parts[TQKV__FIRST_PART].from = 0;
+        parts[TQKV__FIRST_PART].to = a->exact_below < slice_end ? a->exact_below : slice_end;
+    }
+    if (!last) return;
+    if (low < slice_end) newest->from = low > codes->from ? low : codes->from;
+    if (high < slice_end) codes->to = high > codes->from ? high : codes->from;
 }
 
-/* The attention to part i alone. */
-static void tqkv__take_part(const tqkv__attention *a, const tqkv__attend_buffers *b, int i, const int64_t borders[4],
+/* The attention to part i alone, and its streams. */
+static void tqkv__take_part(const tqkv__attention *a, const tqkv__attend_buffers *b, int i, tqkv__range positions,
                             tqkv__attention *part, tqkv__attend_buffers *buffers)
 {
-    const int last = i / 2;
+    const int last = i == TQKV__LAST_PART;
+    const int64_t gone =
+        a->first - a->kept; /* between the first positions, where they are kept, and the oldest resident one */
+    const bool ends = a->exact[1][0] || a->exact[1][1];
     *part = *a;
     *buffers = *b;
-    part->first = borders[i];
-    buffers->slice_end = borders[i + 1];
-    if (i != 1 && a->exact[last][0]) part->keys = a->ends[last][0];
-    if (i != 1 && a->exact[last][0]) buffers->keys = b->ends[last][0];
-    if (i != 1 && a->exact[last][1]) part->values = a->ends[last][1];
-    if (i != 1 && a->exact[last][1]) buffers->values = b->ends[last][1];
+    part->first = positions.from;
+    part->newest_halves = last;
+    buffers->slice_end = positions.to;
+    buffers->halves = last                            ? TQKV__NEWEST_HALVES
+                      : ends && i == TQKV__CODES_PART ? TQKV__BEFORE_HALVES
+                                                      : TQKV__ALL_POSITIONS;
+    if (i != TQKV__CODES_PART && a->exact[last][0]) part->keys = a->ends[last][0];
+    if (i != TQKV__CODES_PART && a->exact[last][0]) buffers->keys = b->ends[last][0];
+    if (i != TQKV__CODES_PART && a->exact[last][1]) part->values = a->ends[last][1];
+    if (i != TQKV__CODES_PART && a->exact[last][1]) buffers->values = b->ends[last][1];
+    if (i != TQKV__FIRST_PART || !a->kept) return;
+    if (a->call.tail) part->tail = a->first_tail;
+    if (a->call.tail) buffers->tail = b->first_tail;
+    if (a->call.list_newest) /* counts what there is */
+        part->call.list_newest = gone < INT_MAX - a->call.list_newest ? a->call.list_newest + (int)gone : INT_MAX;
 }
 
 /* Divides each part, and scratch: rows of lists, then sums, then states. Those of the first and last part lie before the others,
    whose number may be more than the merge reads. *all: of all parts */
-static tqkv_result tqkv__split_parts(const tqkv__attention *a, const tqkv__attend_buffers *b, const int64_t borders[4],
-                                     size_t most_sums, tqkv__split splits[TQKV__PARTS], tqkv__split *all)
+static tqkv_result tqkv__split_parts(const tqkv__attention *a, const tqkv__attend_buffers *b,
+                                     const tqkv__range parts[TQKV__PARTS], size_t most_sums,
+                                     tqkv__split splits[TQKV__PARTS], tqkv__split *all)
 {
     static const int order[] = {TQKV__FIRST_PART, TQKV__LAST_PART, TQKV__CODES_PART};
-    const bool halves = borders[0] < borders[1] || borders[2] < borders[3];
+    const tqkv__range *first_part = &parts[TQKV__FIRST_PART], *last_part = &parts[TQKV__LAST_PART];
+    const bool halves = first_part->from < first_part->to || last_part->from < last_part->to;
     tqkv__attention part;
     tqkv__attend_buffers buffers;
     int64_t first, end;
@@ -14342,8 +16357,8 @@ static tqkv_result tqkv__split_parts(const tqkv__attention *a, const tqkv__atten
     for (int i = 0; i < TQKV__PARTS; i++) {
         const int p = order[i];
         tqkv__split *own = &splits[p];
-        if (borders[p] == borders[p + 1] && (p != TQKV__CODES_PART || halves)) continue;
-        tqkv__take_part(a, b, p, borders, &part, &buffers);
+        if (parts[p].from == parts[p].to && (p != TQKV__CODES_PART || halves)) continue;
+        tqkv__take_part(a, b, p, parts[p], &part, &buffers);
         tqkv__tiles_seen(&part, buffers.slice_end, &first, &end);
         if (a->call.list) tqkv__listed_tiles(&part, buffers.slice_end, &first, &end);
         const tqkv_result r = tqkv__choose_split(&part, first, end, p == TQKV__CODES_PART ? most_sums : SIZE_MAX, own);
@@ -14367,10 +16382,10 @@ static tqkv_result tqkv__plan_attention(const tqkv__attention *a, const tqkv__at
     tqkv__split splits[TQKV__PARTS], all;
     tqkv__attention part;
     tqkv__attend_buffers behind = *b, buffers;
-    int64_t borders[4];
-    tqkv__find_borders(a, b->slice_end, borders);
+    tqkv__range parts[TQKV__PARTS];
+    tqkv__find_parts(a, b->slice_end, parts);
     tqkv_result r = tqkv__check_non_causal(a);
-    if (r == TQKV_OK) r = tqkv__split_parts(a, b, borders, most_sums, splits, &all);
+    if (r == TQKV_OK) r = tqkv__split_parts(a, b, parts, most_sums, splits, &all);
     if (r != TQKV_OK) return r;
     behind.scratch = tqkv__buffer_after(b->scratch, all.list_at);
     plan->listed = a->call.list != NULL;
@@ -14379,7 +16394,7 @@ static tqkv_result tqkv__plan_attention(const tqkv__attention *a, const tqkv__at
         plan->has[p] = splits[p].n_partials > 0;
         if (!plan->has[p]) continue;
         splits[p].states_at += all.sums_size;
-        tqkv__take_part(a, &behind, p, borders, &part, &buffers);
+        tqkv__take_part(a, &behind, p, parts[p], &part, &buffers);
         buffers.list_rows = tqkv__buffer_after(b->scratch, splits[p].list_at);
         tqkv__plan_attend_splits(&plan->attends[p], &part, &buffers, &splits[p]);
         if (plan->listed) tqkv__plan_list(&plan->lists[p], &part, &buffers, &plan->attends[p]);
@@ -14388,15 +16403,14 @@ static tqkv_result tqkv__plan_attention(const tqkv__attention *a, const tqkv__at
     return TQKV_OK;
 }
 
-/* The dispatches of a plan, in their order: *n of them. */
-static void tqkv__order_dispatches(const tqkv__attend_plan *plan, tqkv_metal_dispatch d[TQKV__MOST_DISPATCHES], int *n)
+/* Adds all of them, in their order. */
+static void tqkv__order_dispatches(const tqkv__attend_plan *from, tqkv_metal_plan *plan)
 {
-    *n = 0;
     for (int p = 0; p < TQKV__PARTS; p++)
-        if (plan->has[p] && plan->listed) d[(*n)++] = plan->lists[p];
+        if (from->has[p] && from->listed) *tqkv__add_dispatch(plan) = from->lists[p];
     for (int p = 0; p < TQKV__PARTS; p++)
-        if (plan->has[p]) d[(*n)++] = plan->attends[p];
-    d[(*n)++] = plan->merge;
+        if (from->has[p]) *tqkv__add_dispatch(plan) = from->attends[p];
+    *tqkv__add_dispatch(plan) = from->merge;
 }
 
 /* attend_merge of a slice of the caller: b->slice.to: adds it to another, else finishes it. */
@@ -14408,6 +16422,7 @@ static void tqkv__plan_slice(tqkv_metal_dispatch *d, const tqkv__attention *a, c
     tqkv__plan_bind(d, "src_out", 1, src_out, a->out_elements * sizeof(float), false);
     tqkv__plan_bind(d, "scratch", 2, src_out, 0, false);
     tqkv__plan_bind(d, "values' center", 5, src_out, 0, false);
+    tqkv__plan_bind_value_scale(d, a, b, false);
     tqkv__plan_constant(d, TQKV_FC_CENTER, false); /* the slices have what the centres add */
     tqkv__plan_constant(d, TQKV_FC_VALUE_CENTER, false);
     tqkv__plan_constant(d, TQKV_FC_VALUE_ROTATED, false);
@@ -14418,7 +16433,7 @@ static void tqkv__plan_slice(tqkv_metal_dispatch *d, const tqkv__attention *a, c
 /* An attention over buffers as one over stores. */
 typedef struct tqkv__plan_call {
     tqkv_attention attention;
-    tqkv_store keys, values, tail, ends[2][2];
+    tqkv_store keys, values, tail, ends[2][2], first_tail;
 } tqkv__plan_call;
 
 static bool tqkv__same_buffer(tqkv_metal_buffer a, tqkv_metal_buffer b)
@@ -14461,7 +16476,8 @@ static bool tqkv__plan_alike(const tqkv_metal_attention *from, const tqkv__atten
 static bool tqkv__plan_shared(const tqkv_metal_attention *from, const tqkv__attention *a)
 {
     return tqkv__plan_alike(from, a) && from->keys->codes.buffer && tqkv__same_table(from->keys, from->values) &&
-           a->keys.ring == a->values.ring && tqkv__same_buffer(from->keys->center, from->values->center);
+           a->keys.ring == a->values.ring && tqkv__same_buffer(from->keys->center, from->values->center) &&
+           tqkv__same_buffer(from->keys->channel_scale, from->values->channel_scale);
 }
 
 /* Streams that share bytes must be one stream, or by their page tables two in one pool. The tail lies in the keys' slots. */
@@ -14495,11 +16511,28 @@ static tqkv_result tqkv__plan_end_shapes(const tqkv_metal_attention *from, tqkv_
         if (!end || !(i / 2 ? to->exact_last : to->exact_first)) continue;
         tqkv__plan_store(end, shape);
         shape->center = codes->shape.center;
-        if (!tqkv__same_buffer(end->center, codes->center))
-            return TQKV__INVALID("exact_first or exact_last: a store with another centre than the codes");
+        if (!tqkv__same_buffer(end->center, codes->center) ||
+            !tqkv__same_buffer(end->channel_scale, codes->channel_scale))
+            return TQKV__INVALID("exact_first or exact_last: a store with another centre or scale than the codes");
         if (end->pages.buffer || shape->n_pages)
             return TQKV__REFUSE(UNSUPPORTED, "exact_first or exact_last with pages of their own: not on a GPU");
     }
+    return TQKV_OK;
+}
+
+/* The store of a tail's first positions; follows what takes the tail. */
+static tqkv_result tqkv__plan_first_tail(const tqkv_metal_attention *from, tqkv__plan_call *call)
+{
+    tqkv_attention *to = &call->attention;
+    to->first_tail = NULL;
+    if (!from->tail || !from->first_tail || !to->exact_first) return TQKV_OK;
+    if (!tqkv__same_buffer(from->first_tail->center, from->tail->center) ||
+        !tqkv__same_buffer(from->first_tail->channel_scale, from->tail->channel_scale))
+        return TQKV__INVALID("first_tail: a store with another centre or scale than the tail");
+    tqkv__plan_store(from->first_tail, &call->first_tail);
+    call->first_tail.center = call->tail.center;
+    call->first_tail.channel_scale = call->tail.channel_scale;
+    to->first_tail = &call->first_tail;
     return TQKV_OK;
 }
 
@@ -14523,6 +16556,7 @@ static tqkv_result tqkv__plan_shape(const tqkv_metal_attention *from, tqkv__plan
     to->keys = &call->keys;
     to->values = &call->values;
     to->tail = from->tail ? &call->tail : NULL;
+    if ((r = tqkv__plan_first_tail(from, call)) != TQKV_OK) return r;
     if ((r = tqkv__plan_end_shapes(from, call)) != TQKV_OK) return r;
     if (from->tree.buffer && !to->tree) to->tree = tqkv__unknown_tree;
     if (from->list.buffer && !to->list) to->list = tqkv__unknown_list;
@@ -14557,8 +16591,12 @@ static tqkv_result tqkv__plan_ends(const tqkv_metal_attention *from, tqkv__atten
 {
     if (!a->call.exact_first && !a->call.exact_last) return TQKV_OK;
     a->shared = tqkv__plan_shared(from, a);
-    const tqkv_result r = tqkv__take_ends(a, tqkv__stream_shape);
+    tqkv_result r = tqkv__take_ends(a, tqkv__stream_shape);
+    if (r == TQKV_OK && a->call.exact_first) r = tqkv__take_kept(a, tqkv__stream_shape);
     if (r != TQKV_OK) return r;
+    if (a->kept && a->call.window && a->call.end > 1 << 30)
+        return TQKV__REFUSE(UNSUPPORTED, "exact_first of a ring behind 2^30 positions, and a window: not on a GPU");
+    b->first_tail = from->first_tail;
     b->ends[0][0] = from->first_keys;
     b->ends[0][1] = a->shared ? from->first_keys : from->first_values;
     b->ends[1][0] = from->last_keys;
@@ -14569,8 +16607,8 @@ static tqkv_result tqkv__plan_ends(const tqkv_metal_attention *from, tqkv__atten
         if (a->keys.page_size && a->exact[last][0] && from->tail)
             return TQKV__REFUSE(UNSUPPORTED, "exact_first or exact_last of keys with a tail in pages: not on a GPU");
     }
-    const bool last = a->exact[1][0] || a->exact[1][1], meet = last && a->exact_from < a->exact_below;
-    if (!meet || (a->exact[0][0] == a->exact[1][0] && a->exact[0][1] == a->exact[1][1])) return TQKV_OK;
+    const bool last = a->exact[1][0] || a->exact[1][1], meet = last && tqkv__exact_at(a, 0) < a->exact_below;
+    if (!meet || ((a->exact[0][0] || !a->exact[1][0]) && (a->exact[0][1] || !a->exact[1][1]))) return TQKV_OK;
     return TQKV__REFUSE(UNSUPPORTED, "exact_first and exact_last meet, and are of different streams: not on a GPU");
 }
 
@@ -14583,7 +16621,9 @@ static tqkv_result tqkv__plan_range(const tqkv_metal_attention *from, int64_t fi
     if (r != TQKV_OK) return r;
     if (!slice) b->sinks = from->sinks;
     const tqkv__range range = {slice ? first : a->first, slice ? first + count : a->call.end};
+    const bool begins = range.from == a->first && (range.from < range.to || range.to == a->call.end);
     if (known) r = tqkv__check_seen(a, range);
+    if (!begins) a->kept = 0;
     a->first = range.from;
     b->slice_end = range.to;
     return r;
@@ -14599,6 +16639,7 @@ static tqkv_result tqkv__plan_call_of(const tqkv_metal_attention *from, int64_t 
     if (r == TQKV_OK) r = tqkv__plan_check_streams(from, &a);
     if (r == TQKV_OK) r = tqkv__attention_range(&call.attention, &a);
     if (r == TQKV_OK) r = tqkv__plan_ends(from, &a, b);
+    if (r == TQKV_OK) r = tqkv__check_window(&a);
     if (r == TQKV_OK) r = tqkv__plan_range(from, first, count, &a, b);
     if (r == TQKV_OK) r = tqkv__plan_attention_positions(&a);
     if (r != TQKV_OK) return r;
@@ -14612,31 +16653,14 @@ static tqkv_result tqkv__plan_call_of(const tqkv_metal_attention *from, int64_t 
 
 /* >>plan-calls: the calls of attention on a GPU. */
 
-/* All its dispatches, in their order. */
-static tqkv_result tqkv__plan_dispatches(const tqkv_metal_attention *from, int64_t first, int count,
-                                         tqkv__attend_buffers *b, tqkv_metal_dispatch *d, int *n)
+/* All its dispatches. */
+static tqkv_result tqkv__add_attention(const tqkv_metal_attention *from, int64_t first, int count,
+                                       tqkv__attend_buffers *b, tqkv_metal_plan *plan)
 {
-    tqkv__attend_plan plan;
-    const tqkv_result r = tqkv__plan_call_of(from, first, count, TQKV__MOST_SUMS, b, &plan);
-    if (r == TQKV_OK) tqkv__order_dispatches(&plan, d, n);
+    tqkv__attend_plan parts;
+    const tqkv_result r = tqkv__plan_call_of(from, first, count, TQKV__MOST_SUMS, b, &parts);
+    if (r == TQKV_OK) tqkv__order_dispatches(&parts, plan);
     return r;
-}
-
-/* Of one without exact ends attend and merge, or the list before them: that of the two which is not NULL. */
-static tqkv_result tqkv__plan_codes(const tqkv_metal_attention *from, int64_t first, int count, tqkv__attend_buffers *b,
-                                    tqkv_metal_dispatch d[2], tqkv_metal_dispatch *list)
-{
-    tqkv__attend_plan plan;
-    if (!d && !list) return TQKV__INVALID(TQKV__NO_DISPATCH);
-    if (from && (from->attention.exact_first || from->attention.exact_last))
-        return TQKV__REFUSE(UNSUPPORTED, TQKV__ENDS_ON_GPU);
-    const tqkv_result r = tqkv__plan_call_of(from, first, count, TQKV__MOST_SUMS, b, &plan);
-    if (r != TQKV_OK) return r;
-    if (list && !plan.listed) return TQKV__INVALID("list: no buffer");
-    if (list) *list = plan.lists[TQKV__CODES_PART];
-    if (d) d[0] = plan.attends[TQKV__CODES_PART];
-    if (d) d[1] = plan.merge;
-    return TQKV_OK;
 }
 
 static tqkv__attend_buffers tqkv__buffers_of_call(tqkv_metal_buffer q, tqkv_metal_buffer scratch, tqkv_metal_buffer out)
@@ -14649,45 +16673,12 @@ static tqkv__attend_buffers tqkv__buffers_of_call(tqkv_metal_buffer q, tqkv_meta
     return b;
 }
 
-TQKV_API tqkv_result tqkv__plan_attend_parts(const tqkv_metal_attention *from, tqkv_metal_buffer q,
-                                             tqkv_metal_buffer scratch, tqkv_metal_buffer out, tqkv_metal_dispatch *d,
-                                             int *n)
-{
-    tqkv__attend_buffers b = tqkv__buffers_of_call(q, scratch, out);
-    return tqkv__plan_dispatches(from, 0, 0, &b, d, n);
-}
-
-static int64_t tqkv__positions_in(const tqkv_store *s)
-{
-    return s->n_pages ? (int64_t)s->n_pages * s->page_size : s->capacity;
-}
-
-TQKV_API void tqkv__take_all_parts(tqkv_attention *a, const tqkv_store *keys, const tqkv_store *values)
-{
-    const tqkv_store *const stores[] = {keys, values};
-    const int64_t end = (int64_t)a->exact_first + a->exact_last + 1; /* one that is neither */
-    a->end = end;
-    a->kv_len = end < INT_MAX ? (int)end : INT_MAX;
-    for (int i = 0; i < 2; i++) {
-        const int64_t room = tqkv__positions_in(stores[i]);
-        if (room < a->kv_len) a->kv_len = (int)room;
-        if (room < a->end && !stores[i]->ring) a->end = room;
-    }
-}
-
 TQKV_API tqkv_result tqkv_metal_plan_attend(const tqkv_metal_attention *from, tqkv_metal_buffer q,
-                                            tqkv_metal_buffer scratch, tqkv_metal_buffer out, tqkv_metal_dispatch d[2])
+                                            tqkv_metal_buffer scratch, tqkv_metal_buffer out, tqkv_metal_plan *plan)
 {
     tqkv__attend_buffers b = tqkv__buffers_of_call(q, scratch, out);
-    return tqkv__plan_codes(from, 0, 0, &b, d, NULL);
-}
-
-TQKV_API tqkv_result tqkv_metal_plan_attend_list(const tqkv_metal_attention *from, tqkv_metal_buffer scratch,
-                                                 tqkv_metal_dispatch *d)
-{
-    const tqkv_metal_buffer none = {NULL, 0};
-    tqkv__attend_buffers b = tqkv__buffers_of_call(none, scratch, none);
-    return tqkv__plan_codes(from, 0, 0, &b, NULL, d);
+    if (!tqkv__open_plan(plan, "attend")) return TQKV__INVALID(TQKV__NO_PLAN);
+    return tqkv__close_plan(plan, tqkv__add_attention(from, 0, 0, &b, plan));
 }
 
 static tqkv__attend_buffers tqkv__buffers_of_slice(tqkv_metal_buffer q, tqkv_metal_buffer scratch,
@@ -14700,70 +16691,66 @@ static tqkv__attend_buffers tqkv__buffers_of_slice(tqkv_metal_buffer q, tqkv_met
     return b;
 }
 
-TQKV_API tqkv_result tqkv__plan_partial_parts(const tqkv_metal_attention *from, tqkv_metal_buffer q, int64_t first,
-                                              int count, tqkv_metal_buffer scratch, tqkv_metal_buffer out,
-                                              tqkv_metal_buffer max, tqkv_metal_buffer sum, tqkv_metal_dispatch *d,
-                                              int *n)
-{
-    tqkv__attend_buffers b = tqkv__buffers_of_slice(q, scratch, out, max, sum);
-    return tqkv__plan_dispatches(from, first, count, &b, d, n);
-}
-
 TQKV_API tqkv_result tqkv_metal_plan_attend_partial(const tqkv_metal_attention *from, tqkv_metal_buffer q,
                                                     int64_t first, int count, tqkv_metal_buffer scratch,
                                                     tqkv_metal_buffer out, tqkv_metal_buffer max, tqkv_metal_buffer sum,
-                                                    tqkv_metal_dispatch d[2])
+                                                    tqkv_metal_plan *plan)
 {
     tqkv__attend_buffers b = tqkv__buffers_of_slice(q, scratch, out, max, sum);
-    if (from && from->list.buffer) return TQKV__REFUSE(UNSUPPORTED, TQKV__LISTS_IN_PLAN);
-    return tqkv__plan_codes(from, first, count, &b, d, NULL);
+    if (!tqkv__open_plan(plan, "attend_partial")) return TQKV__INVALID(TQKV__NO_PLAN);
+    return tqkv__close_plan(plan, tqkv__add_attention(from, first, count, &b, plan));
+}
+
+static tqkv_result tqkv__add_merge(const tqkv_metal_attention *from, const tqkv_metal_attention *slice,
+                                   tqkv__attend_buffers *b, tqkv_metal_buffer src_out, tqkv_metal_plan *plan)
+{
+    tqkv__plan_call call;
+    tqkv__attention a, other;
+    tqkv_result r = tqkv__plan_shape(from, &call, &a);
+    if (r == TQKV_OK) r = tqkv__plan_shape(slice, &call, &other);
+    if (r == TQKV_OK) r = tqkv__check_slices_match(&a, &other);
+    if (r != TQKV_OK) return r;
+    if (!from->values->channel_scale.buffer != !slice->values->channel_scale.buffer)
+        return TQKV__INVALID("slices of values with and without scales of their channels");
+    b->values = from->values;
+    tqkv_metal_dispatch *d = tqkv__add_dispatch(plan);
+    tqkv__plan_slice(d, &a, b, src_out, other.values.rotated && !a.values.rotated);
+    tqkv__plan_constant(d, TQKV_FC_ROTATED, a.values.rotated && !other.values.rotated);
+    return TQKV_OK;
 }
 
 TQKV_API tqkv_result tqkv_metal_plan_attend_merge_slice(const tqkv_metal_attention *from, tqkv_metal_buffer out,
                                                         tqkv_metal_buffer max, tqkv_metal_buffer sum,
                                                         const tqkv_metal_attention *slice, tqkv_metal_buffer src_out,
                                                         tqkv_metal_buffer src_max, tqkv_metal_buffer src_sum,
-                                                        tqkv_metal_dispatch *d)
+                                                        tqkv_metal_plan *plan)
 {
-    tqkv__plan_call call;
-    tqkv__attention a, other;
-    tqkv__attend_buffers b = tqkv__buffers_of_call(src_out, src_out, out);
-    const tqkv__slice_buffers slices = {true, true, max, sum, src_max, src_sum};
-    if (!d) return TQKV__INVALID(TQKV__NO_DISPATCH);
-    tqkv_result r = tqkv__plan_shape(from, &call, &a);
-    if (r == TQKV_OK) r = tqkv__plan_shape(slice, &call, &other);
-    if (r == TQKV_OK) r = tqkv__check_slices_match(&a, &other);
-    if (r != TQKV_OK) return r;
-    b.slice = slices;
-    tqkv__plan_slice(d, &a, &b, src_out, other.values.rotated && !a.values.rotated);
-    tqkv__plan_constant(d, TQKV_FC_ROTATED, a.values.rotated && !other.values.rotated);
-    return TQKV_OK;
-}
-
-TQKV_API tqkv_result tqkv_metal_plan_attend_merge(const tqkv_metal_attention *a, tqkv_metal_buffer out,
-                                                  tqkv_metal_buffer max, tqkv_metal_buffer sum,
-                                                  tqkv_metal_buffer src_out, tqkv_metal_buffer src_max,
-                                                  tqkv_metal_buffer src_sum, tqkv_metal_dispatch *d)
-{
-    return tqkv_metal_plan_attend_merge_slice(a, out, max, sum, a, src_out, src_max, src_sum, d);
+    tqkv__attend_buffers b = tqkv__buffers_of_slice(src_out, src_out, out, max, sum);
+    if (!tqkv__open_plan(plan, slice == from ? "attend_merge" : "attend_merge_slice"))
+        return TQKV__INVALID(TQKV__NO_PLAN);
+    b.slice.from = true;
+    b.slice.src_max = src_max;
+    b.slice.src_sum = src_sum;
+    return tqkv__close_plan(plan, tqkv__add_merge(from, slice, &b, src_out, plan));
 }
 
 TQKV_API tqkv_result tqkv_metal_plan_attend_finish(const tqkv_metal_attention *from, tqkv_metal_buffer src_out,
                                                    tqkv_metal_buffer src_max, tqkv_metal_buffer src_sum,
-                                                   tqkv_metal_buffer out, tqkv_metal_dispatch *d)
+                                                   tqkv_metal_buffer out, tqkv_metal_plan *plan)
 {
     tqkv__plan_call call;
     tqkv__attention a;
     tqkv__attend_buffers b = tqkv__buffers_of_call(src_out, src_out, out);
-    if (!d) return TQKV__INVALID(TQKV__NO_DISPATCH);
+    if (!tqkv__open_plan(plan, "attend_finish")) return TQKV__INVALID(TQKV__NO_PLAN);
     const tqkv_result r = tqkv__plan_shape(from, &call, &a);
-    if (r != TQKV_OK) return r;
+    if (r != TQKV_OK) return tqkv__close_plan(plan, r);
     b.sinks = from->sinks;
+    b.values = from->values;
     b.slice.from = true;
     b.slice.src_max = src_max;
     b.slice.src_sum = src_sum;
-    tqkv__plan_slice(d, &a, &b, src_out, a.unrotate_output);
-    return TQKV_OK;
+    tqkv__plan_slice(tqkv__add_dispatch(plan), &a, &b, src_out, a.unrotate_output);
+    return tqkv__close_plan(plan, TQKV_OK);
 }
 
 /* Adds the most scratch for positions that are kept as halves: a stretch more than they fill, or all of a ring. */
@@ -14772,7 +16759,8 @@ static tqkv_result tqkv__add_scratch_of_end(const tqkv__attention *a, int last, 
     const tqkv_attention *call = &a->call;
     const tqkv_store *keys = last ? call->last_keys : call->first_keys,
                      *values = last ? call->last_values : call->first_values;
-    const int64_t n = last ? call->exact_last : call->exact_first, length = TQKV__STRETCH_TILES * TQKV__SIMD_WIDTH;
+    const int64_t newest = call->exact_last ? (int64_t)call->exact_last + call->n_queries : 0,
+                  n = last ? newest : call->exact_first, length = TQKV__STRETCH_TILES * TQKV__SIMD_WIDTH;
     if (!n || (!keys && !values)) return TQKV_OK;
     const bool ring = keys ? keys->ring : a->keys.ring;
     const int64_t room = !ring ? 0 : keys ? keys->capacity : a->keys.capacity;
@@ -14817,7 +16805,7 @@ TQKV_API tqkv_result tqkv_metal_plan_attend_scratch(const tqkv_metal_attention *
     return bytes ? tqkv__plan_scratch_within(from, TQKV__MOST_SUMS, bytes) : TQKV_INVALID_ARGUMENT;
 }
 
-/* ---- Batches: each item planned as a call of its own, and the plans joined ---- */
+/* >>plan-batch: batches. Each item is planned as a call of its own, and the plans are joined. */
 
 static tqkv_metal_binding *tqkv__binding_at(tqkv_metal_dispatch *d, int index)
 {
@@ -14831,7 +16819,7 @@ static bool tqkv__joins(int constant)
 {
     return constant == TQKV_FC_COLUMNS || constant == TQKV_FC_MANY_QUERIES || constant == TQKV_FC_SAME_SLOTS ||
            constant == TQKV_FC_SHORT_STORE || constant == TQKV_FC_PAGES || constant == TQKV_FC_SMALL_PAGES ||
-           constant == TQKV_FC_TREE || constant == TQKV_FC_TAIL_ELSEWHERE;
+           constant == TQKV_FC_TREE || constant == TQKV_FC_TAIL_ELSEWHERE || constant == TQKV_FC_HALVES;
 }
 
 static bool tqkv__sees_nothing(const tqkv_metal_dispatch *attend) { return tqkv__attend_args_of(attend).kv_len == 0; }
@@ -14851,7 +16839,7 @@ static tqkv_result tqkv__plan_batch_item(const tqkv__batch *b, int i, size_t *us
     const tqkv_result r = tqkv__plan_call_of(&b->items[i], 0, 0, (size_t)TQKV__MOST_SUMS / (size_t)b->n, &buffers, own);
     if (r != TQKV_OK) return r;
     for (int p = 0; p < TQKV__PARTS && !b->matrices; p++)
-        if (own->has[p]) tqkv_metal_plan_lanes(&own->attends[p]);
+        if (own->has[p]) tqkv__plan_lanes(&own->attends[p]);
     if (own->has[TQKV__CODES_PART] && tqkv__sees_nothing(&own->attends[TQKV__CODES_PART])) {
         tqkv__merge_args merge = tqkv__merge_args_of(&own->merge);
         merge.n_partials = merge.before = 0;
@@ -14987,7 +16975,8 @@ static tqkv_result tqkv__write_part(tqkv__attend_plan *all, tqkv__attend_plan *o
         {9, 9, 4, TQKV__PLACE(key_pages)},       {10, 10, 4, TQKV__PLACE(value_pages)},
         {11, 11, 4, TQKV__PLACE(tree)},          {13, 13, TQKV__CODES_UNIT, TQKV__PLACE(tail_codes)},
         {14, 14, 4, TQKV__PLACE(tail_norms)},    {15, 15, 4, TQKV__PLACE(tail_center)},
-        {6, 16, 4, TQKV__PLACE(list_rows)}};
+        {6, 16, 4, TQKV__PLACE(list_rows)},      {17, 17, 4, TQKV__PLACE(key_scale)},
+        {18, 18, 4, TQKV__PLACE(tail_scale)}};
     static const tqkv__batch_array list = {1, 1, 4, TQKV__PLACE(list)};
     to->attend = tqkv__attend_args_of(&own->attends[p]);
     const tqkv_result r =
@@ -15001,7 +16990,8 @@ static tqkv_result tqkv__write_merge(tqkv__attend_plan *all, tqkv__attend_plan *
     static const tqkv__batch_array arrays[] = {{1, 1, 4, TQKV__PLACE(partial_out)},
                                                {1, 2, 4, TQKV__PLACE(partial_state)},
                                                {4, 4, TQKV__ROWS_UNIT, TQKV__PLACE(out)},
-                                               {5, 5, 4, TQKV__PLACE(value_center)}};
+                                               {5, 5, 4, TQKV__PLACE(value_center)},
+                                               {11, 11, 4, TQKV__PLACE(value_scale)}};
     to->merge = tqkv__merge_args_of(&own->merge);
     return tqkv__write_offsets(&all->merge, &own->merge, arrays, sizeof arrays / sizeof *arrays, to);
 }
@@ -15021,7 +17011,8 @@ static size_t tqkv__batch_table_size(int n)
     return ((size_t)n * sizeof(tqkv__batch_item) + unit - 1) / unit * unit;
 }
 
-TQKV_API tqkv_result tqkv__batch_arguments(const tqkv_metal_attention *items, int n_items, size_t *bytes)
+/* Bytes of a batch's arguments. n_items: not negative */
+static tqkv_result tqkv__batch_arguments(const tqkv_metal_attention *items, int n_items, size_t *bytes)
 {
     const int n = tqkv__batch_tables(items, n_items);
     if ((size_t)n_items > SIZE_MAX / 8 / sizeof(tqkv__batch_item)) return TQKV__INVALID("n_items is too large");
@@ -15174,57 +17165,41 @@ static tqkv_result tqkv__plan_batch(const tqkv__batch *b, void *contents, tqkv__
     return tqkv__outputs_overlap(merges, b->n, value, head_dim) ? TQKV__INVALID("outputs of a batch overlap") : TQKV_OK;
 }
 
-TQKV_API tqkv_result tqkv__plan_batch_parts(const tqkv_metal_attention *items, int n_items, const tqkv_metal_buffer *q,
-                                            tqkv_metal_buffer arguments, void *contents, tqkv_metal_buffer scratch,
-                                            const tqkv_metal_buffer *out, bool matrices, tqkv_metal_dispatch *d, int *n)
-{
-    tqkv__attend_plan all;
-    memset(d, 0, 2 * sizeof *d);
-    *n = 2;
-    if (n_items < 0) return TQKV__INVALID("n_items is negative");
-    if (n_items == 0) return TQKV_OK;
-    const int tables = items ? tqkv__batch_tables(items, n_items) : 1;
-    const tqkv__batch b = {items, n_items, tables, q, out, arguments, scratch, matrices};
-    const tqkv_result r = tqkv__plan_batch(&b, contents, &all);
-    if (r == TQKV_OK) tqkv__order_dispatches(&all, d, n);
-    return r;
-}
-
 TQKV_API tqkv_result tqkv_metal_plan_attend_batch(const tqkv_metal_attention *items, int n_items,
                                                   const tqkv_metal_buffer *q, tqkv_metal_buffer arguments,
                                                   void *contents, tqkv_metal_buffer scratch,
-                                                  const tqkv_metal_buffer *out, bool matrices, tqkv_metal_dispatch d[2])
+                                                  const tqkv_metal_buffer *out, bool matrices, tqkv_metal_plan *plan)
 {
-    tqkv_metal_dispatch all[TQKV__MOST_DISPATCHES];
-    int n;
-    if (!d) return TQKV__INVALID(TQKV__NO_DISPATCH);
-    for (int i = 0; items && i < n_items; i++)
-        if (items[i].list.buffer) return TQKV__REFUSE(UNSUPPORTED, TQKV__LISTS_IN_PLAN);
-    if (items && tqkv__batch_tables(items, n_items) > 1) return TQKV__REFUSE(UNSUPPORTED, TQKV__ENDS_ON_GPU);
-    const tqkv_result r =
-        tqkv__plan_batch_parts(items, n_items, q, arguments, contents, scratch, out, matrices, all, &n);
-    for (int i = 0; i < 2; i++) d[i] = all[i];
-    return r;
+    tqkv__attend_plan all;
+    if (!tqkv__open_plan(plan, "attend_batch")) return TQKV__INVALID(TQKV__NO_PLAN);
+    if (n_items < 0) return tqkv__close_plan(plan, TQKV__INVALID("n_items is negative"));
+    if (n_items == 0) return tqkv__close_plan(plan, TQKV_OK);
+    const int tables = items ? tqkv__batch_tables(items, n_items) : 1;
+    const tqkv__batch b = {items, n_items, tables, q, out, arguments, scratch, matrices};
+    const tqkv_result r = tqkv__plan_batch(&b, contents, &all);
+    if (r == TQKV_OK) tqkv__order_dispatches(&all, plan);
+    return tqkv__close_plan(plan, r);
 }
 
 TQKV_API tqkv_result tqkv_metal_plan_attend_batch_sizes(const tqkv_metal_attention *items, int n_items,
                                                         size_t *arguments, size_t *scratch)
 {
-    size_t all = 0, own = 0;
-    if (n_items < 0 || (n_items && !items) || !arguments || !scratch)
-        return TQKV__INVALID("n_items is negative, or items, arguments or scratch is NULL");
-    tqkv_result r = tqkv__batch_arguments(items, n_items, arguments);
-    for (int i = 0; i < n_items && r == TQKV_OK; i++) {
+    size_t bytes = 0, all = 0, own = 0;
+    if (n_items < 0 || (n_items && !items)) return TQKV__INVALID("n_items is negative, or items is NULL");
+    tqkv_result r = tqkv__batch_arguments(items, n_items, &bytes);
+    for (int i = 0; scratch && i < n_items && r == TQKV_OK; i++) {
         r = tqkv__plan_scratch_within(&items[i], (size_t)TQKV__MOST_SUMS / (size_t)n_items, &own);
         if (r != TQKV_OK) return r;
         if (own > SIZE_MAX - all) return TQKV__INVALID(TQKV__LARGE_SCRATCH);
         all += own;
     }
-    *scratch = all;
-    return r;
+    if (r != TQKV_OK) return r;
+    if (arguments) *arguments = bytes;
+    if (scratch) *scratch = all;
+    return TQKV_OK;
 }
 
-/* ---- Indexes ---- */
+/* >>plan-index: the scores of an index and the choice of blocks */
 
 /* tqkv__index_shape of `from` */
 static tqkv_result tqkv__plan_index_open(const tqkv_metal_index *from, tqkv__index *x)
@@ -15284,6 +17259,7 @@ static void tqkv__plan_score(const tqkv__index *x, const tqkv__index_args *args,
                              tqkv_metal_buffer q, tqkv_metal_buffer scores, tqkv_metal_dispatch *d)
 {
     const tqkv__attention *a = &x->a;
+    static const int scales[] = {TQKV_FC_SCALED, TQKV_FC_CENTER_SCALED};
     const size_t n_queries = (size_t)a->call.n_queries, head_dim = (size_t)a->key_dim;
     const int columns = a->call.n_heads < TQKV__INDEX_COLUMNS ? a->call.n_heads : TQKV__INDEX_COLUMNS;
     const size_t matrices = TQKV__MATRICES(columns);
@@ -15293,9 +17269,14 @@ static void tqkv__plan_score(const tqkv__index *x, const tqkv__index_args *args,
     tqkv__plan_bind_store(d, "keys' codes", "keys' norms", 2, from->keys, &a->keys, false);
     tqkv__plan_bind(d, "weights", 4, from->weights, from->weights.buffer ? a->n_rows * sizeof(float) : 0, false);
     tqkv__plan_bind(d, "scores", 5, scores, n_queries * (size_t)x->blocks * sizeof(float), true);
-    const bool center = tqkv__plan_bind_center(d, "keys' center", 6, from->keys, &a->keys, true);
+    const bool center = tqkv__plan_bind_channels(d, "keys' center", 6, from->keys->center, &a->keys, true);
     tqkv__plan_bind_pages(d, "keys' pages", 7, from->keys->pages, &a->keys, TQKV_FC_PAGES);
     tqkv__plan_key_constants(d, a, center, false);
+    tqkv__plan_bind_key_scale(d, "keys' channel_scale", 8, from->keys, &a->keys, a->call.query_basis == TQKV_ORIGINAL,
+                              center, scales);
+    tqkv__plan_constant(d, TQKV_FC_TAIL_SCALED, false);
+    tqkv__plan_constant(d, TQKV_FC_TAIL_CENTER_SCALED, false);
+    tqkv__plan_constant(d, TQKV_FC_HALVES, TQKV__ALL_POSITIONS);
     tqkv__plan_constant(d, TQKV_FC_COLUMNS, columns);
     tqkv__plan_constant(d, TQKV_FC_SAME_SLOTS, true);
     tqkv__plan_constant(d, TQKV_FC_SHORT_STORE, false);
@@ -15310,13 +17291,12 @@ static void tqkv__plan_score(const tqkv__index *x, const tqkv__index_args *args,
     d->n_simdgroups = TQKV__MATRIX_SIMDGROUPS;
 }
 
-TQKV_API tqkv_result tqkv_metal_plan_index_scores(const tqkv_metal_index *from, tqkv_metal_buffer q,
-                                                  tqkv_metal_buffer scores, tqkv_metal_dispatch *d)
+static tqkv_result tqkv__add_scores(const tqkv_metal_index *from, tqkv_metal_buffer q, tqkv_metal_buffer scores,
+                                    tqkv_metal_plan *plan)
 {
     tqkv__index_args args;
     tqkv__index x;
     size_t size;
-    if (!d) return TQKV__INVALID(TQKV__NO_DISPATCH);
     tqkv_result r = tqkv__plan_index_open(from, &x);
     if (r != TQKV_OK) return r;
     if (x.a.key_dim != 64 && x.a.key_dim != 128)
@@ -15330,8 +17310,15 @@ TQKV_API tqkv_result tqkv_metal_plan_index_scores(const tqkv_metal_index *from, 
     if ((r = tqkv__plan_positions(&x.a.keys)) != TQKV_OK) return r;
     if ((r = tqkv__check_strides(x.a.call.query_strides)) != TQKV_OK) return r;
     tqkv__plan_index_args(&x, from, &args);
-    tqkv__plan_score(&x, &args, from, q, scores, d);
+    tqkv__plan_score(&x, &args, from, q, scores, tqkv__add_dispatch(plan));
     return TQKV_OK;
+}
+
+TQKV_API tqkv_result tqkv_metal_plan_index_scores(const tqkv_metal_index *from, tqkv_metal_buffer q,
+                                                  tqkv_metal_buffer scores, tqkv_metal_plan *plan)
+{
+    if (!tqkv__open_plan(plan, "index_scores")) return TQKV__INVALID(TQKV__NO_PLAN);
+    return tqkv__close_plan(plan, tqkv__add_scores(from, q, scores, plan));
 }
 
 /* How the resident blocks of a row are divided: one threadgroup up to 16384, or where many queries fill the GPU. Else at most
@@ -15389,15 +17376,13 @@ static void tqkv__plan_choose(const tqkv__choose_args *args, size_t n_queries, c
     d->n_simdgroups = args->chunk / each < most ? args->chunk / each + 1 : most;
 }
 
-TQKV_API tqkv_result tqkv_metal_plan_index_choose(const tqkv_metal_index *from, tqkv_metal_buffer scores, int k,
-                                                  tqkv_metal_buffer scratch, tqkv_metal_buffer list,
-                                                  tqkv_metal_dispatch d[TQKV_METAL_CHOOSE_DISPATCHES], int *n)
+static tqkv_result tqkv__add_choice(const tqkv_metal_index *from, tqkv_metal_buffer scores, int k,
+                                    tqkv_metal_buffer scratch, tqkv_metal_buffer list, tqkv_metal_plan *plan)
 {
     const tqkv_metal_buffer buffers[3] = {scores, scratch, list};
     tqkv__choose_args args;
     tqkv__index x;
     size_t size;
-    if (!d || !n) return TQKV__INVALID("d or n is NULL");
     const tqkv_result r = tqkv__plan_index_open(from, &x);
     if (r != TQKV_OK) return r;
     const int n_queries = x.a.call.n_queries;
@@ -15415,14 +17400,24 @@ TQKV_API tqkv_result tqkv_metal_plan_index_choose(const tqkv_metal_index *from, 
     args.k = k;
     args.first = x.call.first;
     args.newest = x.call.newest;
-    *n = args.n_chunks > 1 ? TQKV_METAL_CHOOSE_DISPATCHES : 1;
-    for (int i = 0; i < *n; i++) {
-        args.step = *n > 1 ? i : TQKV__CHOOSE_ALONE;
-        tqkv__plan_choose(&args, (size_t)n_queries, buffers, &d[i]);
-        if (i) d[i].barrier = scratch.buffer;
+    for (int i = 0; i < (args.n_chunks > 1 ? 3 : 1); i++) {
+        tqkv_metal_dispatch *d = tqkv__add_dispatch(plan);
+        args.step = args.n_chunks > 1 ? i : TQKV__CHOOSE_ALONE;
+        tqkv__plan_choose(&args, (size_t)n_queries, buffers, d);
+        if (i) d->barrier = scratch.buffer;
     }
     return TQKV_OK;
 }
+
+TQKV_API tqkv_result tqkv_metal_plan_index_choose(const tqkv_metal_index *from, tqkv_metal_buffer scores, int k,
+                                                  tqkv_metal_buffer scratch, tqkv_metal_buffer list,
+                                                  tqkv_metal_plan *plan)
+{
+    if (!tqkv__open_plan(plan, "index_choose")) return TQKV__INVALID(TQKV__NO_PLAN);
+    return tqkv__close_plan(plan, tqkv__add_choice(from, scores, k, scratch, list, plan));
+}
+
+/* >>plan-cache: appending to a cache and attending to it */
 
 static tqkv_metal_buffer tqkv__buffer_of_part(const tqkv_cache *c, tqkv_metal_buffer memory, const void *part)
 {
@@ -15437,78 +17432,107 @@ static tqkv_metal_store tqkv__store_in_buffer(const tqkv_cache *c, tqkv_metal_bu
     store.codes = tqkv__buffer_of_part(c, memory, s->codes);
     store.norms = tqkv__buffer_of_part(c, memory, s->norms);
     memset(&store.center, 0, sizeof store.center);
+    memset(&store.channel_scale, 0, sizeof store.channel_scale);
     if (s->center) store.center = tqkv__buffer_of_part(c, memory, s->center);
+    if (s->channel_scale) store.channel_scale = tqkv__buffer_of_part(c, memory, s->channel_scale);
     memset(&store.pages, 0, sizeof store.pages);
     return store;
 }
 
-TQKV_API float tqkv__value_to_float(tqkv_type type, const void *value)
+/* The strides of calls: those that are given, or the cache's. */
+static tqkv_cache_layout tqkv__layout_of_call(const tqkv_cache *c, const tqkv_cache_layout *given)
 {
-    float x;
-    tqkv__widen_row(type, value, NULL, 1, &x);
-    return x;
+    const tqkv_cache_layout own = {c->keys.strides, c->values.strides, c->attention.query_strides,
+                                   c->attention.output_strides};
+    return given ? *given : own;
 }
 
-TQKV_API void tqkv__value_from_float(tqkv_type type, float x, void *value) { tqkv__narrow_row(type, &x, 1, value); }
-
-TQKV_API tqkv_cache_layout tqkv__cache_layout_of(const tqkv_cache *c)
-{
-    const tqkv_attention *a = &c->attention;
-    const int key_dim = c->keys.head_dim + c->tail.head_dim, value_dim = (c->shared ? &c->keys : &c->values)->head_dim;
-    const tqkv_cache_layout layout = {tqkv__strides_of(c->keys.strides, c->keys.n_kv_heads, key_dim),
-                                      tqkv__strides_of(c->values.strides, c->keys.n_kv_heads, value_dim),
-                                      tqkv__strides_of(a->query_strides, a->n_heads, key_dim),
-                                      tqkv__strides_of(a->output_strides, a->n_heads, value_dim)};
-    return layout;
-}
-
-/* The halves of the first (0) or newest (2) positions for the tokens that they keep: those of keys, of values or of both. */
-static tqkv_result tqkv__plan_append_halves(const tqkv_cache *c, tqkv_metal_buffer memory, bool packed, int first,
-                                            tqkv_metal_buffer k, tqkv_metal_buffer v, int n_tokens,
-                                            tqkv_metal_buffer not_finite, tqkv_metal_dispatch *d, int *n)
+/* The halves of the first (0) or newest (TQKV__LAST_KEYS) positions for the tokens that they keep: those of keys, of values or of
+   both. */
+static tqkv_result tqkv__plan_halves(const tqkv_cache *c, tqkv_metal_buffer memory, const tqkv_strides strides[2],
+                                     int first, const tqkv_metal_buffer rows[2], int n_tokens,
+                                     tqkv_metal_buffer not_finite, tqkv_metal_plan *plan)
 {
     const tqkv_store *const ends[2] = {tqkv__end_of(c, first), tqkv__end_of(c, first + 1)};
     const int64_t end = c->attention.end, left = first ? n_tokens : c->exact_first - end;
     const int kept = left < 0 ? 0 : left < n_tokens ? (int)left : n_tokens;
+    const tqkv__places places = tqkv__places_from(kept, kept ? end : 0);
     tqkv_metal_store stores[2];
     if ((!ends[0] && !ends[1]) || (n_tokens && !kept)) return TQKV_OK;
     for (int side = 0; side < 2; side++) {
         if (!ends[side]) continue;
         stores[side] = tqkv__store_in_buffer(c, memory, ends[side]);
         stores[side].shape.type = tqkv__stream_of(c, side)->type;
-        if (!packed) stores[side].shape.strides = tqkv__stream_of(c, side)->strides;
+        stores[side].shape.strides = strides[side];
     }
-    d += (*n)++;
-    const int64_t at = kept ? end : 0;
-    if (ends[0] && ends[1]) return tqkv_metal_plan_encode_kv(&stores[0], &stores[1], k, v, kept, at, not_finite, d);
-    return tqkv_metal_plan_encode(&stores[!ends[0]], ends[0] ? k : v, kept, at, not_finite, d);
+    if (ends[0] && ends[1])
+        return tqkv__add_encode_kv(&stores[0], &stores[1], rows[0], rows[1], &places, not_finite, plan);
+    return tqkv__add_encode(&stores[!ends[0]], rows[!ends[0]], &places, not_finite, plan);
 }
 
-TQKV_API tqkv_result tqkv__plan_cache_append(const tqkv_cache *c, tqkv_metal_buffer memory, bool packed,
-                                             tqkv_metal_buffer k, tqkv_metal_buffer v, int n_tokens,
-                                             tqkv_metal_buffer not_finite, tqkv_metal_dispatch *d, int *n)
+/* Whether a GPU can append n_tokens to a cache in its memory: it has one block, of what kernels write. */
+static tqkv_result tqkv__check_on_gpu(const tqkv_cache *c, int n_tokens)
 {
+    const int64_t wanted = (int64_t)c->exact_last + n_tokens - 1;
+    if (c->grown) return TQKV__REFUSE(UNSUPPORTED, "the processor has appended more tokens than exact_batch");
+    if (tqkv__newest_room(c) && n_tokens &&
+        (wanted < c->keys.capacity ? wanted : c->keys.capacity) > tqkv__newest_room(c))
+        return TQKV__REFUSE(OUT_OF_RANGE, "n_tokens: more than exact_batch");
+    return TQKV_OK;
+}
+
+/* The tail, whose rows lie apart from the keys, and in a ring its first positions. */
+static tqkv_result tqkv__add_tail(const tqkv_cache *c, tqkv_metal_buffer memory, const tqkv_store *to,
+                                  tqkv_metal_buffer rows, tqkv_strides strides, const tqkv__places *places,
+                                  tqkv_metal_buffer not_finite, tqkv_metal_plan *plan)
+{
+    tqkv_metal_store tail = tqkv__store_in_buffer(c, memory, to);
+    tail.shape.type = c->tail.type;
+    tail.shape.strides = strides;
+    return tqkv__add_encode(&tail, rows, places, not_finite, plan);
+}
+
+TQKV_API tqkv_result tqkv_metal_plan_cache_append(const tqkv_cache *c, tqkv_metal_buffer memory,
+                                                  const tqkv_cache_layout *layout, tqkv_metal_buffer k,
+                                                  tqkv_metal_buffer v, int n_tokens, tqkv_metal_buffer not_finite,
+                                                  tqkv_metal_plan *plan)
+{
+    if (!tqkv__open_plan(plan, "cache_append")) return TQKV__INVALID(TQKV__NO_PLAN);
+    if (!c) return tqkv__close_plan(plan, TQKV__INVALID("the cache is NULL"));
     const bool tail = c->tail.head_dim > 0, apart = tail && !c->shared;
-    const int64_t end = c->attention.end;
-    const tqkv_strides none = {0, 0};
+    const tqkv__places places = tqkv__places_from(n_tokens, c->attention.end);
+    const tqkv_cache_layout own = tqkv__layout_of_call(c, layout);
+    const tqkv_strides strides[] = {own.k, own.v};
+    const tqkv_metal_buffer rows[] = {k, v};
+    tqkv_metal_buffer tail_rows = v;
+    tqkv_strides tail_strides = own.v;
     tqkv_metal_store keys = tqkv__store_in_buffer(c, memory, &c->keys),
                      others = tqkv__store_in_buffer(c, memory, tail && !apart ? &c->tail : &c->values);
-    keys.shape.strides = packed ? none : c->keys.strides;
-    others.shape.strides = packed ? none : c->values.strides;
-    tqkv_result r = c->shared && !tail ? tqkv_metal_plan_encode(&keys, k, n_tokens, end, not_finite, d)
-                                       : tqkv_metal_plan_encode_kv(&keys, &others, k, v, n_tokens, end, not_finite, d);
-    *n = 1;
-    if (r == TQKV_OK && apart) {
-        tqkv_metal_store third = tqkv__store_in_buffer(c, memory, &c->tail);
-        third.shape.strides = none;
-        const tqkv_metal_binding *rows = tqkv__binding_at(d, 1);
-        r = tqkv_metal_plan_encode(&third, tqkv__buffer_after(rows->at, rows->size), n_tokens, end, not_finite,
-                                   &d[(*n)++]);
+    keys.shape.strides = own.k;
+    others.shape.strides = own.v;
+    tqkv_result r = tqkv__check_on_gpu(c, n_tokens);
+    if (r == TQKV_OK)
+        r = c->shared && !tail ? tqkv__add_encode(&keys, k, &places, not_finite, plan)
+                               : tqkv__add_encode_kv(&keys, &others, k, v, &places, not_finite, plan);
+    if (r == TQKV_OK && apart) { /* its rows come behind all of the keys' */
+        const tqkv_strides none = {0, 0};
+        const tqkv_metal_binding *of_keys = tqkv__binding_at(&plan->d[0], 1);
+        tail_rows = tqkv__buffer_after(of_keys->at, of_keys->size);
+        tail_strides = none;
+        r = tqkv__add_tail(c, memory, &c->tail, tail_rows, tail_strides, &places, not_finite, plan);
     }
-    for (int first = 0; r == TQKV_OK && first <= 2; first += 2)
-        r = tqkv__plan_append_halves(c, memory, packed, first, k, v, n_tokens, not_finite, d, n);
-    return r;
+    const int64_t left = c->exact_first - c->attention.end;
+    if (r == TQKV_OK && tqkv__end_of(c, 2) && (left > 0 || !n_tokens)) {
+        const tqkv__places kept =
+            tqkv__places_from(left < n_tokens && n_tokens ? (int)left : n_tokens, n_tokens ? c->attention.end : 0);
+        r = tqkv__add_tail(c, memory, tqkv__end_of(c, 2), tail_rows, tail_strides, &kept, not_finite, plan);
+    }
+    for (int first = 0; r == TQKV_OK && first <= TQKV__LAST_KEYS; first += TQKV__LAST_KEYS)
+        r = tqkv__plan_halves(c, memory, strides, first, rows, n_tokens, not_finite, plan);
+    return tqkv__close_plan(plan, r);
 }
+
+TQKV_API void tqkv_metal_cache_appended(tqkv_cache *c, int n_tokens) { tqkv__cache_advance(c, n_tokens); }
 
 /* The attention of a cache over its stores, with the lists and the tree of `some`. */
 typedef struct tqkv__cache_call {
@@ -15525,7 +17549,7 @@ static const tqkv_metal_store *tqkv__store_of_call(const tqkv_cache *c, const tq
 static void tqkv__open_cache_call(const tqkv_cache *c, tqkv_metal_buffer memory, const tqkv_metal_attention *some,
                                   tqkv__cache_call *call)
 {
-    const int values = c->shared ? 0 : 1, ends = TQKV__CACHE_STREAMS;
+    const int values = c->shared ? 0 : 1;
     tqkv_metal_attention *a = &call->attention;
     memset(call, 0, sizeof *call);
     for (int i = 0; i < TQKV__CACHE_STORES; i++)
@@ -15535,10 +17559,11 @@ static void tqkv__open_cache_call(const tqkv_cache *c, tqkv_metal_buffer memory,
     a->keys = &call->stores[0];
     a->values = &call->stores[values];
     a->tail = tqkv__store_of_call(c, call, 2);
-    a->first_keys = tqkv__store_of_call(c, call, ends);
-    a->first_values = tqkv__store_of_call(c, call, ends + values);
-    a->last_keys = tqkv__store_of_call(c, call, ends + 2);
-    a->last_values = tqkv__store_of_call(c, call, ends + 2 + values);
+    a->first_keys = tqkv__store_of_call(c, call, TQKV__FIRST_ENDS);
+    a->first_tail = tqkv__store_of_call(c, call, TQKV__FIRST_ENDS + 2);
+    a->first_values = tqkv__store_of_call(c, call, TQKV__FIRST_ENDS + values);
+    a->last_keys = tqkv__store_of_call(c, call, TQKV__LAST_ENDS);
+    a->last_values = tqkv__store_of_call(c, call, TQKV__LAST_ENDS + values);
     a->matrix_group = c->matrix_group;
     if (c->attention.sinks) a->sinks = tqkv__buffer_of_part(c, memory, c->attention.sinks);
     if (!some) return;
@@ -15552,55 +17577,227 @@ static void tqkv__open_cache_call(const tqkv_cache *c, tqkv_metal_buffer memory,
     a->attention.list_newest = some->attention.list_newest;
 }
 
-TQKV_API tqkv_result tqkv__plan_cache_sizes(const tqkv_cache *c, const tqkv_metal_attention *some, int n_queries,
-                                            size_t rows_sizes[2], size_t *scratch_size)
+TQKV_API tqkv_result tqkv_metal_plan_cache_scratch(const tqkv_cache *c, const tqkv_metal_attention *some, int n_queries,
+                                                   size_t *bytes)
 {
     const tqkv_metal_buffer none = {NULL, 0};
-    const tqkv_strides any = {0, 0}; /* the sizes are those without gaps */
     tqkv__cache_call call;
     if (!c || n_queries <= 0) return TQKV__INVALID(TQKV__NO_CACHE_QUERIES);
     tqkv__open_cache_call(c, none, some, &call);
-    tqkv_attention *a = &call.attention.attention;
-    a->n_queries = n_queries;
-    a->query_strides = a->output_strides = any;
-    a->exact_first = c->exact_first; /* as many as there will ever be */
-    a->exact_last = c->exact_last;
-    const tqkv_result r = tqkv_metal_plan_attend_scratch(&call.attention, scratch_size);
-    if (r != TQKV_OK) return r;
-    const size_t rows = (size_t)n_queries * (size_t)a->n_heads * tqkv__type_size(c->keys.type);
-    rows_sizes[0] = rows * (size_t)(c->keys.head_dim + c->tail.head_dim);
-    rows_sizes[1] = rows * (size_t)call.attention.values->shape.head_dim;
-    return TQKV_OK;
+    call.attention.attention.n_queries = n_queries;
+    call.attention.attention.exact_first = c->exact_first; /* as many as there will ever be */
+    call.attention.attention.exact_last = c->exact_last;
+    return tqkv_metal_plan_attend_scratch(&call.attention, bytes);
 }
 
-TQKV_API tqkv_result tqkv__plan_cache_attend(const tqkv_cache *c, tqkv_metal_buffer memory, bool packed,
-                                             const tqkv_metal_attention *some, tqkv_metal_buffer q, int n_queries,
-                                             tqkv_metal_buffer scratch, tqkv_metal_buffer out, tqkv_metal_dispatch *d,
-                                             int *n)
+TQKV_API tqkv_result tqkv_metal_plan_cache_attend(const tqkv_cache *c, tqkv_metal_buffer memory,
+                                                  const tqkv_cache_layout *layout, const tqkv_metal_attention *some,
+                                                  tqkv_metal_buffer q, int n_queries, tqkv_metal_buffer scratch,
+                                                  tqkv_metal_buffer out, tqkv_metal_plan *plan)
 {
-    const tqkv_strides none = {0, 0};
     tqkv__cache_call call;
-    if (!c || n_queries <= 0) return TQKV__INVALID(TQKV__NO_CACHE_QUERIES);
+    if (!tqkv__open_plan(plan, "attend")) return TQKV__INVALID(TQKV__NO_PLAN);
+    if (!c || n_queries <= 0) return tqkv__close_plan(plan, TQKV__INVALID(TQKV__NO_CACHE_QUERIES));
+    const tqkv_result r = tqkv__check_on_gpu(c, 0);
+    if (r != TQKV_OK) return tqkv__close_plan(plan, r);
+    const tqkv_cache_layout own = tqkv__layout_of_call(c, layout);
     tqkv__open_cache_call(c, memory, some, &call);
-    tqkv_attention *a = &call.attention.attention;
-    a->n_queries = n_queries;
-    if (packed) a->query_strides = a->output_strides = none;
-    return tqkv__plan_attend_parts(&call.attention, q, scratch, out, d, n);
+    call.attention.attention.n_queries = n_queries;
+    call.attention.attention.query_strides = own.q;
+    call.attention.attention.output_strides = own.out;
+    return tqkv_metal_plan_attend(&call.attention, q, scratch, out, plan);
 }
 
-TQKV_API tqkv_result tqkv__plan_cache_all_parts(const tqkv_cache *c, tqkv_metal_buffer memory, int n_queries,
-                                                tqkv_metal_dispatch *d, int *n)
+/* >>plan-prepare: what calls will need, planned ahead of time so that pipelines can be built. */
+
+/* The last number of queries that can need a pipeline of its own: more of them fill all columns of a threadgroup. */
+enum { TQKV__MOST_PREPARED = TQKV__MOST_MATRIX_COLUMNS(64) };
+
+/* Who sees the plans. */
+typedef struct tqkv__visitor {
+    tqkv_metal_visit visit;
+    void *user;
+    tqkv_metal_plan plan;
+} tqkv__visitor;
+
+static tqkv_result tqkv__check_visit(tqkv_metal_visit visit, int max_queries)
+{
+    return visit && max_queries >= 0 ? TQKV_OK : TQKV__INVALID("visit is NULL, or max_queries negative");
+}
+
+/* planned: the result of what made the plan */
+static tqkv_result tqkv__visit(tqkv__visitor *v, tqkv_result planned)
+{
+    return planned == TQKV_OK ? v->visit(v->user, &v->plan) : planned;
+}
+
+/* As planned, and for a page table that is shorter than a tile where it is not, or the reverse. */
+static tqkv_result tqkv__visit_tables(tqkv__visitor *v, tqkv_result planned)
+{
+    bool other = false;
+    const tqkv_result r = tqkv__visit(v, planned);
+    for (int i = 0; i < v->plan.n && r == TQKV_OK; i++) {
+        tqkv_metal_dispatch *d = &v->plan.d[i];
+        const bool attend = d->kernel.family == TQKV_METAL_ATTEND || d->kernel.family == TQKV_METAL_ATTEND_MATRIX;
+        const int page_size = attend ? tqkv__attend_args_of(d).key_page_size : 0;
+        if (!page_size || page_size >= TQKV__SIMD_WIDTH) continue;
+        tqkv__plan_constant(d, TQKV_FC_SHORT_STORE, d->kernel.constants[TQKV_FC_SHORT_STORE] == 1 + false);
+        other = true;
+    }
+    return other ? tqkv__visit(v, r) : r;
+}
+
+/* Attention, alone and in batches. */
+static tqkv_result tqkv__visit_attention(tqkv__visitor *v, tqkv_result planned, bool batches)
+{
+    const tqkv_result r = tqkv__visit_tables(v, planned);
+    if (r != TQKV_OK || !batches) return r;
+    for (int i = 0; i < v->plan.n; i++) tqkv__plan_constant(&v->plan.d[i], TQKV_FC_BATCH, true);
+    return tqkv__visit_tables(v, r);
+}
+
+/* What writes keys and values, or one of them. */
+static tqkv_result tqkv__visit_encoding(tqkv__visitor *v, const tqkv_metal_store *keys, const tqkv_metal_store *values)
+{
+    const tqkv_metal_buffer none = {NULL, 0};
+    if (!keys && !values) return TQKV_OK;
+    return tqkv__visit(v, keys && values ? tqkv_metal_plan_encode_kv(keys, values, none, none, 0, 0, none, &v->plan)
+                                         : tqkv_metal_plan_encode(keys ? keys : values, none, 0, 0, none, &v->plan));
+}
+
+/* Slices of it, their merge and their end. */
+static tqkv_result tqkv__visit_slices(tqkv__visitor *v, const tqkv_metal_attention *a)
+{
+    const tqkv_metal_buffer none = {NULL, 0};
+    const int count = a->attention.kv_len;
+    const int64_t first = a->attention.end - count;
+    tqkv_result r = tqkv_metal_plan_attend_partial(a, none, first, count, none, none, none, none, &v->plan);
+    r = tqkv__visit_attention(v, r, false);
+    if (r != TQKV_OK) return r;
+    r = tqkv__visit(v, tqkv_metal_plan_attend_merge_slice(a, none, none, none, a, none, none, none, &v->plan));
+    return r == TQKV_OK ? tqkv__visit(v, tqkv_metal_plan_attend_finish(a, none, none, none, none, &v->plan)) : r;
+}
+
+/* The store without the processor's copy of its page table. */
+static tqkv_metal_store tqkv__any_pages(const tqkv_metal_store *s)
+{
+    tqkv_metal_store any = *s;
+    if (s->pages.buffer) any.shape.pages = NULL;
+    return any;
+}
+
+static int64_t tqkv__positions_in(const tqkv_store *s)
+{
+    return s->n_pages ? (int64_t)s->n_pages * s->page_size : s->capacity;
+}
+
+/* Gives an attention positions in every part that its context can have, as far as the stores go. */
+static void tqkv__take_all_parts(tqkv_attention *a, const tqkv_store *keys, const tqkv_store *values)
+{
+    const tqkv_store *const stores[] = {keys, values};
+    const int64_t end = (int64_t)a->exact_first + a->exact_last + 1; /* one that is neither */
+    a->end = end;
+    a->exact_from = 0;
+    a->kv_len = end < INT_MAX ? (int)end : INT_MAX;
+    for (int i = 0; i < 2; i++) {
+        const int64_t room = tqkv__positions_in(stores[i]);
+        if (room < a->kv_len) a->kv_len = (int)room;
+        if (room < a->end && !stores[i]->ring) a->end = room;
+    }
+}
+
+/* Whether attention of n queries is to be planned. */
+static bool tqkv__prepares(int n, int max_queries)
+{
+    return n <= (max_queries ? max_queries : 1) && n <= TQKV__MOST_PREPARED;
+}
+
+/* Attention of all numbers of queries. call: in all parts */
+static tqkv_result tqkv__visit_queries(tqkv__visitor *v, tqkv_metal_attention *call, int max_queries, int also)
+{
+    const tqkv_metal_buffer none = {NULL, 0};
+    tqkv_result r = TQKV_OK;
+    for (int n = 1; r == TQKV_OK && tqkv__prepares(n, max_queries); n++) {
+        call->attention.n_queries = n;
+        r = tqkv_metal_plan_attend(call, none, none, none, &v->plan);
+        r = tqkv__visit_attention(v, r, also & TQKV_METAL_BATCHES);
+        if (r == TQKV_OK && (also & TQKV_METAL_SLICES)) r = tqkv__visit_slices(v, call);
+    }
+    return r;
+}
+
+TQKV_API tqkv_result tqkv_metal_plan_prepare(const tqkv_metal_attention *a, int max_queries, int also,
+                                             tqkv_metal_visit visit, void *user)
+{
+    tqkv__visitor v;
+    tqkv_result r = tqkv__check_visit(visit, max_queries);
+    if (r != TQKV_OK) return r;
+    if (!a || !a->keys || !a->values) return TQKV__INVALID("the attention or a store is NULL");
+    v.visit = visit;
+    v.user = user;
+    const bool shared = a->keys == a->values;
+    const tqkv_metal_store keys = tqkv__any_pages(a->keys), values = tqkv__any_pages(a->values),
+                           others = tqkv__any_pages(a->tail ? a->tail : a->values);
+    tqkv_metal_attention call = *a;
+    call.keys = &keys;
+    call.values = &values;
+    call.tail = a->tail ? &others : NULL;
+    call.attention.tree = NULL; /* what the processor knows of it, and of the list, is of another number of queries */
+    call.attention.list = NULL;
+    tqkv__take_all_parts(&call.attention, &keys.shape, &values.shape);
+    r = tqkv__visit_encoding(&v, &keys, shared && !a->tail ? NULL : &others);
+    if (r == TQKV_OK && a->attention.exact_first)
+        r = tqkv__visit_encoding(&v, a->first_keys, shared ? NULL : a->first_values);
+    if (r == TQKV_OK && a->attention.exact_last)
+        r = tqkv__visit_encoding(&v, a->last_keys, shared ? NULL : a->last_values);
+    return r == TQKV_OK ? tqkv__visit_queries(&v, &call, max_queries, also) : r;
+}
+
+TQKV_API tqkv_result tqkv_metal_plan_index_prepare(const tqkv_metal_index *x, int max_queries, tqkv_metal_visit visit,
+                                                   void *user)
+{
+    const tqkv_metal_buffer none = {NULL, 0};
+    tqkv__visitor v;
+    tqkv_result r = tqkv__check_visit(visit, max_queries);
+    if (r != TQKV_OK) return r;
+    if (!x || !x->keys) return TQKV__INVALID("the index or its keys are NULL");
+    v.visit = visit;
+    v.user = user;
+    const tqkv_metal_store keys = tqkv__any_pages(x->keys);
+    tqkv_metal_index call = *x;
+    call.keys = &keys;
+    call.index.end = call.index.positions = 0;
+    call.index.kv_len = 0;
+    r = tqkv__visit_encoding(&v, &keys, NULL);
+    for (int n = 1; r == TQKV_OK && n <= 2 && tqkv__prepares(n, max_queries); n++) { /* one, or several */
+        call.index.n_queries = n;
+        r = tqkv__visit(&v, tqkv_metal_plan_index_scores(&call, none, none, &v.plan));
+        if (r == TQKV_OK) r = tqkv__visit(&v, tqkv_metal_plan_index_choose(&call, none, 1, none, none, &v.plan));
+    }
+    return r;
+}
+
+TQKV_API tqkv_result tqkv_metal_plan_cache_prepare(const tqkv_cache *c, tqkv_metal_buffer memory, int max_queries,
+                                                   tqkv_metal_visit visit, void *user)
 {
     const tqkv_metal_buffer none = {NULL, 0};
     tqkv__cache_call call;
+    tqkv__visitor v;
+    tqkv_result r = tqkv__check_visit(visit, max_queries);
+    if (r == TQKV_OK && !c) r = TQKV__INVALID("the cache is NULL");
+    if (r != TQKV_OK) return r;
+    v.visit = visit;
+    v.user = user;
+    r = tqkv__visit(&v, tqkv_metal_plan_cache_append(c, memory, NULL, none, none, 0, none, &v.plan));
+    if (r != TQKV_OK) return r;
     tqkv__open_cache_call(c, memory, NULL, &call);
-    tqkv_attention *a = &call.attention.attention;
-    a->n_queries = n_queries;
-    a->exact_first = c->exact_first;
-    a->exact_last = c->exact_last;
-    tqkv__take_all_parts(a, &call.attention.keys->shape, &call.attention.values->shape);
-    return tqkv__plan_attend_parts(&call.attention, none, none, none, d, n);
+    call.attention.attention.exact_first = c->exact_first;
+    call.attention.attention.exact_last = c->exact_last;
+    tqkv__take_all_parts(&call.attention.attention, &call.attention.keys->shape, &call.attention.values->shape);
+    return tqkv__visit_queries(&v, &call.attention, max_queries, 0);
 }
+
+/* >>plan-report: what the kernel `tables` reports, compared with what the host has */
 
 TQKV_API bool tqkv_metal_has_matrices(const void *bytes)
 {

@@ -205,6 +205,22 @@ static NSUInteger tqkv__needs_threads(const tqkv_metal_kernel *kernel)
     return shared ? TQKV__LONG_SIMDGROUPS * TQKV__SIMD_WIDTH : 0;
 }
 
+/* Metal's compiler gives a thread the more registers the fewer threads it is told of. */
+static id<MTLComputePipelineState> tqkv__new_state(tqkv_metal *m, const tqkv_metal_kernel *kernel,
+                                                   id<MTLFunction> function, NSError **error)
+{
+    MTLComputePipelineDescriptor *descriptor = [[MTLComputePipelineDescriptor alloc] init];
+    [descriptor setComputeFunction:function];
+    [descriptor setMaxTotalThreadsPerThreadgroup:(NSUInteger)tqkv_metal_kernel_threads(kernel)];
+    [descriptor setThreadGroupSizeIsMultipleOfThreadExecutionWidth:YES];
+    id<MTLComputePipelineState> state = [m->device newComputePipelineStateWithDescriptor:descriptor
+                                                                                 options:MTLPipelineOptionNone
+                                                                              reflection:nil
+                                                                                   error:error];
+    TQKV__RELEASE(descriptor);
+    return state;
+}
+
 /* Makes p's pipeline, if its simdgroups are of 32 threads, and enough of them. */
 static tqkv_result tqkv__build_from(tqkv_metal *m, id<MTLLibrary> library, tqkv__kept *p)
 {
@@ -215,8 +231,7 @@ static tqkv_result tqkv__build_from(tqkv_metal *m, id<MTLLibrary> library, tqkv_
     tqkv__set_values(&p->kernel, values);
     id<MTLFunction> function = [library newFunctionWithName:name constantValues:values error:&error];
     TQKV__RELEASE(values);
-    id<MTLComputePipelineState> state =
-        function ? [m->device newComputePipelineStateWithFunction:function error:&error] : nil;
+    id<MTLComputePipelineState> state = function ? tqkv__new_state(m, &p->kernel, function, &error) : nil;
     TQKV__RELEASE(function);
     if (!state) return tqkv__fail(m, TQKV_METAL_ERROR, "%s: %s", text, tqkv__error_text(error));
     p->max_threads = [state maxTotalThreadsPerThreadgroup];
@@ -268,23 +283,35 @@ static bool tqkv__has_matrices(tqkv_metal *m)
     return has;
 }
 
-/* Whether pipelines could not be built because Metal refuses attend_matrix. Then the context does without from now on, and its
-   text says so. */
-static bool tqkv__lost_matrices(tqkv_metal *m, tqkv_result r, const tqkv_metal_dispatch *d, int n)
+static bool tqkv__is_built(tqkv_metal *m, const tqkv_metal_kernel *kernel)
+{
+    pthread_mutex_lock(&m->lock);
+    const bool built = tqkv__find_kept(m->pipelines, kernel) != NULL;
+    pthread_mutex_unlock(&m->lock);
+    return built;
+}
+
+/* Whether pipelines of a plan could not be built because Metal refuses attend_matrix, twice: its compiler may have been restarted.
+   Then the context does without from now on, and its text says so. */
+static bool tqkv__lost_matrices(tqkv_metal *m, tqkv_result r, const tqkv_metal_plan *plan)
 {
     char text[300];
     const tqkv__kept *attend;
     const tqkv_metal_dispatch *missing = NULL;
     if (r != TQKV_METAL_ERROR) return false;
-    pthread_mutex_lock(&m->lock);
-    for (int i = 0; i < n && !missing; i++)
-        if (!tqkv__find_kept(m->pipelines, &d[i].kernel)) missing = &d[i];
-    pthread_mutex_unlock(&m->lock);
+    for (int i = 0; i < plan->n && !missing; i++)
+        if (!tqkv__is_built(m, &plan->d[i].kernel)) missing = &plan->d[i];
     if (!missing || missing->kernel.family != TQKV_METAL_ATTEND_MATRIX) return false; /* something else failed */
-    tqkv_metal_dispatch lanes = *missing;
-    tqkv_metal_error(m, text, sizeof text);
+    if (tqkv__get_pipeline(m, &missing->kernel, &attend) == TQKV_OK) return true;
+    tqkv_metal_plan lanes;
+    tqkv_metal_kernel *kernel = &lanes.d[0].kernel;
+    lanes.n = 1;
+    lanes.d[0] = *missing;
+    kernel->constants[TQKV_FC_BATCH] = 1 + false;
     tqkv_metal_plan_lanes(&lanes);
-    if (tqkv__get_pipeline(m, &lanes.kernel, &attend) != TQKV_OK) {
+    kernel->constants[TQKV_FC_BATCH] = missing->kernel.constants[TQKV_FC_BATCH];
+    tqkv_metal_error(m, text, sizeof text);
+    if (tqkv__get_pipeline(m, kernel, &attend) != TQKV_OK) {
         tqkv__fail(m, TQKV_METAL_ERROR, "%s", text);
         return false;
     }
@@ -295,25 +322,21 @@ static bool tqkv__lost_matrices(tqkv_metal *m, tqkv_result r, const tqkv_metal_d
     return true;
 }
 
-/* A batch has to be planned anew, because its items say where threadgroups begin. */
-static bool tqkv__is_batch(const tqkv_metal_dispatch *d) { return d->kernel.constants[TQKV_FC_BATCH] == 1 + true; }
-
-/* Without matrices attend takes the place of attend_matrix. */
-static tqkv_result tqkv__try_pipelines(tqkv_metal *m, tqkv_metal_dispatch *d, int n, const tqkv__kept **out)
+/* Without matrices attend takes the place of attend_matrix, but not in a batch, which is planned anew. */
+static tqkv_result tqkv__try_pipelines(tqkv_metal *m, tqkv_metal_plan *plan, const tqkv__kept **out)
 {
     tqkv_result r = TQKV_OK;
-    for (int i = 0; i < n && r == TQKV_OK; i++) {
-        if (!tqkv__has_matrices(m) && !tqkv__is_batch(&d[i])) tqkv_metal_plan_lanes(&d[i]);
-        r = tqkv__get_pipeline(m, &d[i].kernel, &out[i]);
-    }
+    if (!tqkv__has_matrices(m)) tqkv_metal_plan_lanes(plan);
+    for (int i = 0; i < plan->n && r == TQKV_OK; i++) r = tqkv__get_pipeline(m, &plan->d[i].kernel, &out[i]);
     return r;
 }
 
-/* All pipelines of a call. */
-static tqkv_result tqkv__get_pipelines(tqkv_metal *m, tqkv_metal_dispatch *d, int n, const tqkv__kept **out)
+/* All pipelines of a plan. */
+static tqkv_result tqkv__get_pipelines(tqkv_metal *m, tqkv_metal_plan *plan, const tqkv__kept **out)
 {
-    const tqkv_result r = tqkv__try_pipelines(m, d, n, out);
-    return tqkv__lost_matrices(m, r, d, n) && !tqkv__is_batch(d) ? tqkv__try_pipelines(m, d, n, out) : r;
+    const tqkv_result r = tqkv__try_pipelines(m, plan, out);
+    if (!tqkv__lost_matrices(m, r, plan)) return r;
+    return tqkv__has_matrices(m) || tqkv_metal_plan_lanes(plan) ? tqkv__try_pipelines(m, plan, out) : r;
 }
 
 /* >>recording: a plan, checked against Metal's objects and handed to an encoder; command buffers of our own */
@@ -377,11 +400,12 @@ static void tqkv__bind_all(tqkv_metal *m, id<MTLComputeCommandEncoder> encoder, 
     }
 }
 
-static void tqkv__record_dispatch(tqkv_metal *m, id<MTLComputeCommandEncoder> encoder, const tqkv__kept *p,
-                                  const tqkv_metal_dispatch *d)
+static tqkv_result tqkv__record_dispatch(tqkv_metal *m, id<MTLComputeCommandEncoder> encoder, const tqkv__kept *p,
+                                         const tqkv_metal_dispatch *d)
 {
     tqkv_metal_launch launch;
-    if (tqkv_metal_plan_launch(d, p->max_threads, &launch) != TQKV_OK) return;
+    const tqkv_result r = tqkv_metal_plan_launch(d, p->max_threads, &launch);
+    if (r != TQKV_OK) return tqkv__fail(m, r, "a pipeline allows too few threads"); /* seen when it was built */
     if (d->barrier) {
         const id<MTLResource> written[] = {d->barrier};
         [encoder memoryBarrierWithResources:written count:1];
@@ -392,6 +416,7 @@ static void tqkv__record_dispatch(tqkv_metal *m, id<MTLComputeCommandEncoder> en
         [encoder setThreadgroupMemoryLength:launch.memory[i] atIndex:i];
     [encoder dispatchThreadgroups:MTLSizeMake(launch.threadgroups[0], launch.threadgroups[1], launch.threadgroups[2])
             threadsPerThreadgroup:MTLSizeMake(launch.threads, 1, 1)];
+    return TQKV_OK;
 }
 
 /* What tqkv.h says to a call, with a text if it refuses it. */
@@ -402,20 +427,17 @@ static tqkv_result tqkv__planned(tqkv_metal *m, tqkv_result r, const char *call)
                       r == TQKV_UNSUPPORTED ? "; " TQKV__KERNELS_TEXT : "");
 }
 
-/* Records up to TQKV__MOST_DISPATCHES dispatches, or nothing. planned: the result of tqkv.h's checks. */
-static tqkv_result tqkv__record(tqkv_metal *m, id<MTLComputeCommandEncoder> encoder, const char *call,
-                                tqkv_result planned, tqkv_metal_dispatch *d, int n)
+tqkv_result tqkv_metal_record(tqkv_metal *m, tqkv_metal_object encoder, tqkv_metal_plan *plan)
 {
-    const tqkv__kept *pipelines[TQKV__MOST_DISPATCHES];
-    tqkv_result r = planned;
+    const tqkv__kept *pipelines[TQKV_METAL_DISPATCHES];
     if (!m) return TQKV_INVALID_ARGUMENT;
-    if (tqkv__planned(m, r, call) != TQKV_OK) return r;
-    if ((r = tqkv__check_encoder(m, encoder, call)) != TQKV_OK) return r;
-    for (int i = 0; i < n; i++)
-        if ((r = tqkv__check_bindings(m, &d[i])) != TQKV_OK) return r;
-    if (!d->grid[0]) return TQKV_OK;
-    r = tqkv__get_pipelines(m, d, n, pipelines);
-    for (int i = 0; i < n && r == TQKV_OK; i++) tqkv__record_dispatch(m, encoder, pipelines[i], &d[i]);
+    if (!plan) return tqkv__planned(m, TQKV_INVALID_ARGUMENT, "record");
+    tqkv_result r = tqkv__planned(m, plan->result, plan->call);
+    if (r == TQKV_OK) r = tqkv__check_encoder(m, encoder, plan->call);
+    for (int i = 0; i < plan->n && r == TQKV_OK; i++) r = tqkv__check_bindings(m, &plan->d[i]);
+    if (r != TQKV_OK || !plan->n || !plan->d[0].grid[0]) return r;
+    r = tqkv__get_pipelines(m, plan, pipelines);
+    for (int i = 0; i < plan->n && r == TQKV_OK; i++) r = tqkv__record_dispatch(m, encoder, pipelines[i], &plan->d[i]);
     return r;
 }
 
@@ -442,7 +464,7 @@ static tqkv_result tqkv__commands_failed(tqkv_metal *m, NSError *error)
 }
 
 /* tqkv_metal_run. label: of the encoder, for Metal's tools and for the text of a failure */
-static tqkv_result tqkv__run_as(tqkv_metal *m, const char *label, tqkv_metal_record record, void *user)
+static tqkv_result tqkv__run_as(tqkv_metal *m, const char *label, tqkv_metal_work record, void *user)
 {
     @autoreleasepool {
         id<MTLCommandBuffer> commands = tqkv__new_commands(m);
@@ -460,31 +482,28 @@ static tqkv_result tqkv__run_as(tqkv_metal *m, const char *label, tqkv_metal_rec
     }
 }
 
-tqkv_result tqkv_metal_run(tqkv_metal *m, tqkv_metal_record record, void *user)
+tqkv_result tqkv_metal_run(tqkv_metal *m, tqkv_metal_work record, void *user)
 {
     if (!m) return TQKV_INVALID_ARGUMENT;
     return record ? tqkv__run_as(m, "run", record, user) : tqkv__planned(m, TQKV_INVALID_ARGUMENT, "run");
 }
 
-/* A call that runs in its own command buffer. */
+/* A plan that runs in its own command buffer. */
 typedef struct tqkv__call {
     tqkv_metal *m;
-    const char *name;
-    tqkv_result planned;
-    tqkv_metal_dispatch *d;
-    int n;
+    tqkv_metal_plan *plan;
 } tqkv__call;
 
 static tqkv_result tqkv__record_call(void *user, tqkv_metal_object encoder)
 {
     const tqkv__call *c = (const tqkv__call *)user;
-    return tqkv__record(c->m, encoder, c->name, c->planned, c->d, c->n);
+    return tqkv_metal_record(c->m, encoder, c->plan);
 }
 
-static tqkv_result tqkv__run(tqkv_metal *m, const char *name, tqkv_result planned, tqkv_metal_dispatch *d, int n)
+static tqkv_result tqkv__run_plan(tqkv_metal *m, tqkv_metal_plan *plan)
 {
-    tqkv__call call = {m, name, planned, d, n};
-    return tqkv__run_as(m, name, tqkv__record_call, &call);
+    tqkv__call call = {m, plan};
+    return tqkv__run_as(m, plan->call, tqkv__record_call, &call);
 }
 
 /* >>calls: of stores; each is the record of a plan */
@@ -492,27 +511,27 @@ static tqkv_result tqkv__run(tqkv_metal *m, const char *name, tqkv_result planne
 tqkv_result tqkv_metal_encode(tqkv_metal *m, tqkv_metal_object encoder, const tqkv_metal_store *s,
                               tqkv_metal_buffer src, int n_tokens, int64_t position, tqkv_metal_buffer not_finite)
 {
-    tqkv_metal_dispatch d;
-    const tqkv_result r = tqkv_metal_plan_encode(s, src, n_tokens, position, not_finite, &d);
-    return tqkv__record(m, encoder, "encode", r, &d, 1);
+    tqkv_metal_plan plan;
+    tqkv_metal_plan_encode(s, src, n_tokens, position, not_finite, &plan);
+    return tqkv_metal_record(m, encoder, &plan);
 }
 
 tqkv_result tqkv_metal_encode_kv(tqkv_metal *m, tqkv_metal_object encoder, const tqkv_metal_store *keys,
                                  const tqkv_metal_store *values, tqkv_metal_buffer k, tqkv_metal_buffer v, int n_tokens,
                                  int64_t position, tqkv_metal_buffer not_finite)
 {
-    tqkv_metal_dispatch d;
-    const tqkv_result r = tqkv_metal_plan_encode_kv(keys, values, k, v, n_tokens, position, not_finite, &d);
-    return tqkv__record(m, encoder, "encode_kv", r, &d, 1);
+    tqkv_metal_plan plan;
+    tqkv_metal_plan_encode_kv(keys, values, k, v, n_tokens, position, not_finite, &plan);
+    return tqkv_metal_record(m, encoder, &plan);
 }
 
 tqkv_result tqkv_metal_encode_slots(tqkv_metal *m, tqkv_metal_object encoder, const tqkv_metal_store *s,
                                     tqkv_metal_buffer src, int n_tokens, tqkv_metal_buffer slots, const int32_t *known,
                                     tqkv_metal_buffer not_finite)
 {
-    tqkv_metal_dispatch d;
-    const tqkv_result r = tqkv_metal_plan_encode_slots(s, src, n_tokens, slots, known, not_finite, &d);
-    return tqkv__record(m, encoder, "encode_slots", r, &d, 1);
+    tqkv_metal_plan plan;
+    tqkv_metal_plan_encode_slots(s, src, n_tokens, slots, known, not_finite, &plan);
+    return tqkv_metal_record(m, encoder, &plan);
 }
 
 tqkv_result tqkv_metal_encode_kv_slots(tqkv_metal *m, tqkv_metal_object encoder, const tqkv_metal_store *keys,
@@ -520,41 +539,50 @@ tqkv_result tqkv_metal_encode_kv_slots(tqkv_metal *m, tqkv_metal_object encoder,
                                        int n_tokens, tqkv_metal_buffer slots, const int32_t *known,
                                        tqkv_metal_buffer not_finite)
 {
-    tqkv_metal_dispatch d;
-    const tqkv_result r = tqkv_metal_plan_encode_kv_slots(keys, values, k, v, n_tokens, slots, known, not_finite, &d);
-    return tqkv__record(m, encoder, "encode_kv_slots", r, &d, 1);
+    tqkv_metal_plan plan;
+    tqkv_metal_plan_encode_kv_slots(keys, values, k, v, n_tokens, slots, known, not_finite, &plan);
+    return tqkv_metal_record(m, encoder, &plan);
 }
 
 tqkv_result tqkv_metal_probe(tqkv_metal *m, tqkv_metal_object encoder, const tqkv_metal_store *s, tqkv_metal_buffer src,
                              int n_tokens, tqkv_metal_buffer scaled, tqkv_metal_buffer not_finite)
 {
-    tqkv_metal_dispatch d;
-    const tqkv_result r = tqkv_metal_plan_probe(s, src, n_tokens, scaled, not_finite, &d);
-    return tqkv__record(m, encoder, "probe", r, &d, 1);
+    tqkv_metal_plan plan;
+    tqkv_metal_plan_probe(s, src, n_tokens, scaled, not_finite, &plan);
+    return tqkv_metal_record(m, encoder, &plan);
 }
 
 tqkv_result tqkv_metal_decode(tqkv_metal *m, tqkv_metal_object encoder, const tqkv_metal_store *s, int64_t position,
                               int n_positions, tqkv_basis basis, tqkv_metal_buffer dst)
 {
-    tqkv_metal_dispatch d;
-    const tqkv_result r = tqkv_metal_plan_decode(s, position, n_positions, basis, dst, &d);
-    return tqkv__record(m, encoder, "decode", r, &d, 1);
+    tqkv_metal_plan plan;
+    tqkv_metal_plan_decode(s, position, n_positions, basis, dst, &plan);
+    return tqkv_metal_record(m, encoder, &plan);
 }
 
 tqkv_result tqkv_metal_rotate(tqkv_metal *m, tqkv_metal_object encoder, tqkv_metal_buffer rows, int n_rows,
                               int head_dim)
 {
-    tqkv_metal_dispatch d;
-    const tqkv_result r = tqkv_metal_plan_rotate(rows, n_rows, head_dim, false, &d);
-    return tqkv__record(m, encoder, "rotate", r, &d, 1);
+    tqkv_metal_plan plan;
+    tqkv_metal_plan_rotate(rows, n_rows, head_dim, false, &plan);
+    return tqkv_metal_record(m, encoder, &plan);
 }
 
 tqkv_result tqkv_metal_unrotate(tqkv_metal *m, tqkv_metal_object encoder, tqkv_metal_buffer rows, int n_rows,
                                 int head_dim)
 {
-    tqkv_metal_dispatch d;
-    const tqkv_result r = tqkv_metal_plan_rotate(rows, n_rows, head_dim, true, &d);
-    return tqkv__record(m, encoder, "unrotate", r, &d, 1);
+    tqkv_metal_plan plan;
+    tqkv_metal_plan_rotate(rows, n_rows, head_dim, true, &plan);
+    return tqkv_metal_record(m, encoder, &plan);
+}
+
+tqkv_result tqkv_metal_calibrate(tqkv_metal *m, tqkv_metal_object encoder, const tqkv_metal_store *shape,
+                                 tqkv_metal_buffer src, int n_tokens, tqkv_metal_buffer q, int n_heads, int n_queries,
+                                 tqkv_pairs pairs, tqkv_metal_buffer center, tqkv_metal_buffer channel_scale)
+{
+    tqkv_metal_plan plan;
+    tqkv_metal_plan_calibrate(shape, src, n_tokens, q, n_heads, n_queries, pairs, center, channel_scale, &plan);
+    return tqkv_metal_record(m, encoder, &plan);
 }
 
 tqkv_result tqkv_metal_attend_scratch(tqkv_metal *m, const tqkv_metal_attention *a, size_t *bytes)
@@ -565,29 +593,18 @@ tqkv_result tqkv_metal_attend_scratch(tqkv_metal *m, const tqkv_metal_attention 
 tqkv_result tqkv_metal_attend(tqkv_metal *m, tqkv_metal_object encoder, const tqkv_metal_attention *a,
                               tqkv_metal_buffer q, tqkv_metal_buffer scratch, tqkv_metal_buffer out)
 {
-    tqkv_metal_dispatch d[TQKV__MOST_DISPATCHES];
-    int n = 0;
-    const tqkv_result r = tqkv__plan_attend_parts(a, q, scratch, out, d, &n);
-    return tqkv__record(m, encoder, "attend", r, d, n);
+    tqkv_metal_plan plan;
+    tqkv_metal_plan_attend(a, q, scratch, out, &plan);
+    return tqkv_metal_record(m, encoder, &plan);
 }
 
 tqkv_result tqkv_metal_attend_partial(tqkv_metal *m, tqkv_metal_object encoder, const tqkv_metal_attention *a,
                                       tqkv_metal_buffer q, int64_t first, int count, tqkv_metal_buffer scratch,
                                       tqkv_metal_buffer out, tqkv_metal_buffer max, tqkv_metal_buffer sum)
 {
-    tqkv_metal_dispatch d[TQKV__MOST_DISPATCHES];
-    int n = 0;
-    const tqkv_result r = tqkv__plan_partial_parts(a, q, first, count, scratch, out, max, sum, d, &n);
-    return tqkv__record(m, encoder, "attend_partial", r, d, n);
-}
-
-tqkv_result tqkv_metal_attend_merge(tqkv_metal *m, tqkv_metal_object encoder, const tqkv_metal_attention *a,
-                                    tqkv_metal_buffer out, tqkv_metal_buffer max, tqkv_metal_buffer sum,
-                                    tqkv_metal_buffer src_out, tqkv_metal_buffer src_max, tqkv_metal_buffer src_sum)
-{
-    tqkv_metal_dispatch d;
-    const tqkv_result r = tqkv_metal_plan_attend_merge(a, out, max, sum, src_out, src_max, src_sum, &d);
-    return tqkv__record(m, encoder, "attend_merge", r, &d, 1);
+    tqkv_metal_plan plan;
+    tqkv_metal_plan_attend_partial(a, q, first, count, scratch, out, max, sum, &plan);
+    return tqkv_metal_record(m, encoder, &plan);
 }
 
 tqkv_result tqkv_metal_attend_merge_slice(tqkv_metal *m, tqkv_metal_object encoder, const tqkv_metal_attention *a,
@@ -595,18 +612,25 @@ tqkv_result tqkv_metal_attend_merge_slice(tqkv_metal *m, tqkv_metal_object encod
                                           const tqkv_metal_attention *slice, tqkv_metal_buffer src_out,
                                           tqkv_metal_buffer src_max, tqkv_metal_buffer src_sum)
 {
-    tqkv_metal_dispatch d;
-    const tqkv_result r = tqkv_metal_plan_attend_merge_slice(a, out, max, sum, slice, src_out, src_max, src_sum, &d);
-    return tqkv__record(m, encoder, "attend_merge_slice", r, &d, 1);
+    tqkv_metal_plan plan;
+    tqkv_metal_plan_attend_merge_slice(a, out, max, sum, slice, src_out, src_max, src_sum, &plan);
+    return tqkv_metal_record(m, encoder, &plan);
+}
+
+tqkv_result tqkv_metal_attend_merge(tqkv_metal *m, tqkv_metal_object encoder, const tqkv_metal_attention *a,
+                                    tqkv_metal_buffer out, tqkv_metal_buffer max, tqkv_metal_buffer sum,
+                                    tqkv_metal_buffer src_out, tqkv_metal_buffer src_max, tqkv_metal_buffer src_sum)
+{
+    return tqkv_metal_attend_merge_slice(m, encoder, a, out, max, sum, a, src_out, src_max, src_sum);
 }
 
 tqkv_result tqkv_metal_attend_finish(tqkv_metal *m, tqkv_metal_object encoder, const tqkv_metal_attention *a,
                                      tqkv_metal_buffer src_out, tqkv_metal_buffer src_max, tqkv_metal_buffer src_sum,
                                      tqkv_metal_buffer out)
 {
-    tqkv_metal_dispatch d;
-    const tqkv_result r = tqkv_metal_plan_attend_finish(a, src_out, src_max, src_sum, out, &d);
-    return tqkv__record(m, encoder, "attend_finish", r, &d, 1);
+    tqkv_metal_plan plan;
+    tqkv_metal_plan_attend_finish(a, src_out, src_max, src_sum, out, &plan);
+    return tqkv_metal_record(m, encoder, &plan);
 }
 
 tqkv_result tqkv_metal_attend_batch_sizes(tqkv_metal *m, const tqkv_metal_attention *items, int n_items,
@@ -617,27 +641,35 @@ tqkv_result tqkv_metal_attend_batch_sizes(tqkv_metal *m, const tqkv_metal_attent
     return tqkv__planned(m, r, "attend_batch_sizes");
 }
 
+/* Where the processor writes the arguments of a batch that has some. */
+static tqkv_result tqkv__batch_contents(tqkv_metal *m, const tqkv_metal_attention *items, int n_items,
+                                        tqkv_metal_buffer arguments, void **contents)
+{
+    size_t size;
+    tqkv_result r = tqkv_metal_plan_attend_batch_sizes(items, n_items, &size, NULL);
+    if (tqkv__planned(m, r, "attend_batch") != TQKV_OK) return r;
+    const tqkv_metal_binding binding = {"arguments", 0, arguments, size, TQKV__ARGUMENTS_ALIGNMENT, false};
+    if ((r = tqkv__check_binding(m, &binding)) != TQKV_OK) return r;
+    char *bytes = (char *)[(id<MTLBuffer>)arguments.buffer contents];
+    *contents = bytes ? bytes + arguments.offset : NULL;
+    return bytes ? TQKV_OK : tqkv__fail(m, TQKV_INVALID_ARGUMENT, "arguments: memory of the GPU alone");
+}
+
 tqkv_result tqkv_metal_attend_batch(tqkv_metal *m, tqkv_metal_object encoder, const tqkv_metal_attention *items,
                                     int n_items, const tqkv_metal_buffer *q, tqkv_metal_buffer arguments,
                                     tqkv_metal_buffer scratch, const tqkv_metal_buffer *out)
 {
-    tqkv_metal_dispatch d[TQKV__MOST_DISPATCHES];
+    tqkv_metal_plan plan;
+    void *contents = NULL;
     if (!m) return TQKV_INVALID_ARGUMENT;
-    const bool matrices = tqkv__has_matrices(m), some = items && n_items > 0;
-    int n = 0;
-    size_t size = 0;
-    tqkv_result r = some ? tqkv__batch_arguments(items, n_items, &size) : TQKV_OK;
-    if (tqkv__planned(m, r, "attend_batch") != TQKV_OK) return r;
-    const tqkv_metal_binding binding = {"arguments", 0, arguments, size, TQKV__ARGUMENTS_ALIGNMENT, false};
-    if ((r = tqkv__check_binding(m, &binding)) != TQKV_OK) return r;
-    char *bytes = some ? (char *)[(id<MTLBuffer>)arguments.buffer contents] : NULL;
-    if (some && !bytes) return tqkv__fail(m, TQKV_INVALID_ARGUMENT, "arguments: memory of the GPU alone");
-    void *to = some ? bytes + arguments.offset : NULL;
-    r = tqkv__plan_batch_parts(items, n_items, q, arguments, to, scratch, out, matrices, d, &n);
-    r = tqkv__record(m, encoder, "attend_batch", r, d, n);
+    const bool matrices = tqkv__has_matrices(m);
+    tqkv_result r = n_items > 0 ? tqkv__batch_contents(m, items, n_items, arguments, &contents) : TQKV_OK;
+    if (r != TQKV_OK) return r;
+    tqkv_metal_plan_attend_batch(items, n_items, q, arguments, contents, scratch, out, matrices, &plan);
+    r = tqkv_metal_record(m, encoder, &plan);
     if (r != TQKV_METAL_ERROR || !matrices || tqkv__has_matrices(m)) return r;
-    r = tqkv__plan_batch_parts(items, n_items, q, arguments, to, scratch, out, false, d, &n);
-    return tqkv__record(m, encoder, "attend_batch", r, d, n);
+    tqkv_metal_plan_attend_batch(items, n_items, q, arguments, contents, scratch, out, false, &plan);
+    return tqkv_metal_record(m, encoder, &plan);
 }
 
 static tqkv_result tqkv__check_matrices(tqkv_metal *m)
@@ -649,10 +681,10 @@ static tqkv_result tqkv__check_matrices(tqkv_metal *m)
 tqkv_result tqkv_metal_index_scores(tqkv_metal *m, tqkv_metal_object encoder, const tqkv_metal_index *x,
                                     tqkv_metal_buffer q, tqkv_metal_buffer scores)
 {
-    tqkv_metal_dispatch d;
-    const tqkv_result r = tqkv_metal_plan_index_scores(x, q, scores, &d),
+    tqkv_metal_plan plan;
+    const tqkv_result r = tqkv_metal_plan_index_scores(x, q, scores, &plan),
                       able = m && r == TQKV_OK ? tqkv__check_matrices(m) : TQKV_OK;
-    return able == TQKV_OK ? tqkv__record(m, encoder, "index_scores", r, &d, 1) : able;
+    return able == TQKV_OK ? tqkv_metal_record(m, encoder, &plan) : able;
 }
 
 tqkv_result tqkv_metal_index_choose_scratch(tqkv_metal *m, const tqkv_metal_index *x, size_t *bytes)
@@ -664,10 +696,9 @@ tqkv_result tqkv_metal_index_choose_scratch(tqkv_metal *m, const tqkv_metal_inde
 tqkv_result tqkv_metal_index_choose(tqkv_metal *m, tqkv_metal_object encoder, const tqkv_metal_index *x,
                                     tqkv_metal_buffer scores, int k, tqkv_metal_buffer scratch, tqkv_metal_buffer list)
 {
-    tqkv_metal_dispatch d[TQKV_METAL_CHOOSE_DISPATCHES];
-    int n = 0;
-    const tqkv_result r = tqkv_metal_plan_index_choose(x, scores, k, scratch, list, d, &n);
-    return tqkv__record(m, encoder, "index_choose", r, d, n);
+    tqkv_metal_plan plan;
+    tqkv_metal_plan_index_choose(x, scores, k, scratch, list, &plan);
+    return tqkv_metal_record(m, encoder, &plan);
 }
 
 /* >>memory: what processor and GPU share */
@@ -739,13 +770,12 @@ tqkv_result tqkv_metal_find(tqkv_metal *m, const void *pointer, tqkv_metal_buffe
 tqkv_result tqkv_metal_cache_append(tqkv_metal *m, tqkv_metal_object encoder, tqkv_cache *c, tqkv_metal_buffer k,
                                     tqkv_metal_buffer v, int n_tokens, tqkv_metal_buffer not_finite)
 {
-    tqkv_metal_dispatch d[TQKV__MOST_DISPATCHES];
-    int n = 0;
+    tqkv_metal_plan plan;
     tqkv_metal_buffer memory;
     tqkv_result r = tqkv_metal_find(m, c, &memory);
     if (r != TQKV_OK) return r;
-    r = tqkv__plan_cache_append(c, memory, false, k, v, n_tokens, not_finite, d, &n);
-    if ((r = tqkv__record(m, encoder, "encode_kv", r, d, n)) == TQKV_OK) tqkv__cache_advance(c, n_tokens);
+    tqkv_metal_plan_cache_append(c, memory, NULL, k, v, n_tokens, not_finite, &plan);
+    if ((r = tqkv_metal_record(m, encoder, &plan)) == TQKV_OK) tqkv_metal_cache_appended(c, n_tokens);
     return r;
 }
 
@@ -753,13 +783,12 @@ tqkv_result tqkv_metal_cache_attend_some(tqkv_metal *m, tqkv_metal_object encode
                                          const tqkv_metal_attention *some, tqkv_metal_buffer q, int n_queries,
                                          tqkv_metal_buffer scratch, tqkv_metal_buffer out)
 {
-    tqkv_metal_dispatch d[TQKV__MOST_DISPATCHES];
-    int n = 0;
+    tqkv_metal_plan plan;
     tqkv_metal_buffer memory;
-    tqkv_result r = tqkv_metal_find(m, c, &memory);
+    const tqkv_result r = tqkv_metal_find(m, c, &memory);
     if (r != TQKV_OK) return r;
-    const tqkv_result planned = tqkv__plan_cache_attend(c, memory, false, some, q, n_queries, scratch, out, d, &n);
-    return tqkv__record(m, encoder, "attend", planned, d, n);
+    tqkv_metal_plan_cache_attend(c, memory, NULL, some, q, n_queries, scratch, out, &plan);
+    return tqkv_metal_record(m, encoder, &plan);
 }
 
 tqkv_result tqkv_metal_cache_attend(tqkv_metal *m, tqkv_metal_object encoder, const tqkv_cache *c, tqkv_metal_buffer q,
@@ -772,9 +801,7 @@ tqkv_result tqkv_metal_cache_some_scratch(tqkv_metal *m, const tqkv_cache *c, co
                                           int n_queries, size_t *bytes)
 {
     if (!m) return TQKV_INVALID_ARGUMENT;
-    size_t rows_sizes[2];
-    const tqkv_result r = bytes ? tqkv__plan_cache_sizes(c, some, n_queries, rows_sizes, bytes) : TQKV_INVALID_ARGUMENT;
-    return tqkv__planned(m, r, "cache_scratch");
+    return tqkv__planned(m, tqkv_metal_plan_cache_scratch(c, some, n_queries, bytes), "cache_scratch");
 }
 
 tqkv_result tqkv_metal_cache_scratch(tqkv_metal *m, const tqkv_cache *c, int n_queries, size_t *bytes)
@@ -784,144 +811,37 @@ tqkv_result tqkv_metal_cache_scratch(tqkv_metal *m, const tqkv_cache *c, int n_q
 
 /* >>prepare: pipelines ahead of time */
 
-static tqkv_result tqkv__build_all(tqkv_metal *m, tqkv_result planned, tqkv_metal_dispatch *d, int n)
+static tqkv_result tqkv__build(void *user, tqkv_metal_plan *plan)
 {
-    const tqkv__kept *pipelines[TQKV__MOST_DISPATCHES];
-    const tqkv_result r = tqkv__planned(m, planned, "prepare");
-    return r == TQKV_OK ? tqkv__get_pipelines(m, d, n, pipelines) : r;
+    const tqkv__kept *pipelines[TQKV_METAL_DISPATCHES];
+    return tqkv__get_pipelines((tqkv_metal *)user, plan, pipelines);
 }
 
-/* As planned, and for a page table that is shorter than a tile where it is not, or the reverse. */
-static tqkv_result tqkv__build_tables(tqkv_metal *m, tqkv_result planned, tqkv_metal_dispatch *d, int n)
+/* A failure to build has its text. */
+static tqkv_result tqkv__prepared(tqkv_metal *m, tqkv_result r)
 {
-    tqkv_result r = tqkv__build_all(m, planned, d, n);
-    for (int i = 0; i < n && r == TQKV_OK; i++) {
-        const bool attend = d[i].kernel.family == TQKV_METAL_ATTEND || d[i].kernel.family == TQKV_METAL_ATTEND_MATRIX;
-        const int page_size = attend ? tqkv__attend_args_of(&d[i]).key_page_size : 0;
-        tqkv_metal_dispatch other = d[i];
-        uint8_t *is_short = &other.kernel.constants[TQKV_FC_SHORT_STORE];
-        if (!page_size || page_size >= TQKV__SIMD_WIDTH) continue;
-        *is_short = *is_short == 1 + true ? 1 + false : 1 + true;
-        r = tqkv__build_all(m, r, &other, 1);
-    }
-    return r;
+    return r == TQKV_METAL_ERROR || r == TQKV_OUT_OF_MEMORY ? r : tqkv__planned(m, r, "prepare");
 }
-
-/* Attention of so many queries, alone and in batches. d: its plan */
-static tqkv_result tqkv__build_attention(tqkv_metal *m, tqkv_result planned, tqkv_metal_dispatch *d, int n,
-                                         bool batches)
-{
-    const tqkv_result r = tqkv__build_tables(m, planned, d, n);
-    if (r != TQKV_OK || !batches) return r;
-    for (int i = 0; i < n; i++) d[i].kernel.constants[TQKV_FC_BATCH] = 1 + true;
-    return tqkv__build_tables(m, r, d, n);
-}
-
-/* What writes keys and values, or one of them. */
-static tqkv_result tqkv__build_encoding(tqkv_metal *m, const tqkv_metal_store *keys, const tqkv_metal_store *values)
-{
-    tqkv_metal_dispatch d;
-    const tqkv_metal_buffer none = {nil, 0};
-    const tqkv_result r = keys && values ? tqkv_metal_plan_encode_kv(keys, values, none, none, 0, 0, none, &d)
-                                         : tqkv_metal_plan_encode(keys ? keys : values, none, 0, 0, none, &d);
-    return keys || values ? tqkv__build_all(m, r, &d, 1) : TQKV_OK;
-}
-
-/* Slices of it, their merge and their end. */
-static tqkv_result tqkv__build_slices(tqkv_metal *m, const tqkv_metal_attention *a)
-{
-    tqkv_metal_dispatch d[TQKV__MOST_DISPATCHES];
-    int n = 0;
-    const tqkv_metal_buffer none = {nil, 0};
-    const int count = a->attention.kv_len;
-    tqkv_result r = tqkv__plan_partial_parts(a, none, a->attention.end - count, count, none, none, none, none, d, &n);
-    if ((r = tqkv__build_attention(m, r, d, n, false)) != TQKV_OK) return r;
-    r = tqkv_metal_plan_attend_merge(a, none, none, none, none, none, none, d);
-    if (r == TQKV_OK) r = tqkv_metal_plan_attend_finish(a, none, none, none, none, d + 1);
-    return tqkv__build_all(m, r, d, 2);
-}
-
-/* The store without the processor's copy of its page table. */
-static tqkv_metal_store tqkv__any_pages(const tqkv_metal_store *s)
-{
-    tqkv_metal_store any = *s;
-    if (s->pages.buffer) any.shape.pages = NULL;
-    return any;
-}
-
-/* The last number of queries that can need a pipeline of its own: more of them fill all columns of a threadgroup. */
-enum { TQKV__MOST_PREPARED = TQKV__MOST_MATRIX_COLUMNS(64) };
 
 tqkv_result tqkv_metal_prepare(tqkv_metal *m, const tqkv_metal_attention *a, int max_queries, int also)
 {
-    tqkv_metal_dispatch d[TQKV__MOST_DISPATCHES];
-    int n_planned = 0;
-    const tqkv_metal_buffer none = {nil, 0};
     if (!m) return TQKV_INVALID_ARGUMENT;
-    if (!a || !a->keys || !a->values || max_queries < 0) return tqkv__planned(m, TQKV_INVALID_ARGUMENT, "prepare");
-    const tqkv_metal_store keys = tqkv__any_pages(a->keys), values = tqkv__any_pages(a->values),
-                           others = tqkv__any_pages(a->tail ? a->tail : a->values);
-    tqkv_metal_attention call = *a;
-    call.keys = &keys;
-    call.values = &values;
-    call.tail = a->tail ? &others : NULL;
-    call.attention.tree = NULL; /* what the processor knows of it, and of the list, is of another number of queries */
-    call.attention.list = NULL;
-    tqkv__take_all_parts(&call.attention, &keys.shape, &values.shape);
-    tqkv_result r = tqkv__build_encoding(m, &keys, a->keys == a->values && !a->tail ? NULL : &others);
-    const bool shared = a->keys == a->values;
-    if (r == TQKV_OK && a->attention.exact_first)
-        r = tqkv__build_encoding(m, a->first_keys, shared ? NULL : a->first_values);
-    if (r == TQKV_OK && a->attention.exact_last)
-        r = tqkv__build_encoding(m, a->last_keys, shared ? NULL : a->last_values);
-    for (int n = 1; r == TQKV_OK && n <= (max_queries ? max_queries : 1) && n <= TQKV__MOST_PREPARED; n++) {
-        call.attention.n_queries = n;
-        r = tqkv__plan_attend_parts(&call, none, none, none, d, &n_planned);
-        r = tqkv__build_attention(m, r, d, n_planned, also & TQKV_METAL_BATCHES);
-        if (r == TQKV_OK && (also & TQKV_METAL_SLICES)) r = tqkv__build_slices(m, &call);
-    }
-    return r;
+    return tqkv__prepared(m, tqkv_metal_plan_prepare(a, max_queries, also, tqkv__build, m));
 }
 
 tqkv_result tqkv_metal_index_prepare(tqkv_metal *m, const tqkv_metal_index *x, int max_queries)
 {
-    tqkv_metal_dispatch d[TQKV_METAL_CHOOSE_DISPATCHES];
-    int n_planned = 0;
-    const tqkv_metal_buffer none = {nil, 0};
     if (!m) return TQKV_INVALID_ARGUMENT;
-    if (!x || !x->keys || max_queries < 0) return tqkv__planned(m, TQKV_INVALID_ARGUMENT, "prepare");
-    const tqkv_metal_store keys = tqkv__any_pages(x->keys);
-    tqkv_metal_index call = *x;
-    call.keys = &keys;
-    call.index.end = call.index.positions = 0;
-    call.index.kv_len = 0;
-    tqkv_result r = tqkv__check_matrices(m);
-    if (r == TQKV_OK) r = tqkv__build_encoding(m, &keys, NULL);
-    for (int n = 1; r == TQKV_OK && n <= 2 && n <= (max_queries ? max_queries : 1); n++) { /* one, or several */
-        call.index.n_queries = n;
-        r = tqkv__build_all(m, tqkv_metal_plan_index_scores(&call, none, none, d), d, 1);
-        if (r == TQKV_OK) r = tqkv_metal_plan_index_choose(&call, none, 1, none, none, d, &n_planned);
-        if (r == TQKV_OK) r = tqkv__build_all(m, r, d, n_planned);
-    }
-    return r;
+    const tqkv_result r = tqkv__check_matrices(m);
+    return r == TQKV_OK ? tqkv__prepared(m, tqkv_metal_plan_index_prepare(x, max_queries, tqkv__build, m)) : r;
 }
 
 tqkv_result tqkv_metal_cache_prepare(tqkv_metal *m, const tqkv_cache *c, int max_queries)
 {
-    tqkv_metal_dispatch d[TQKV__MOST_DISPATCHES];
-    int n_planned = 0;
-    const tqkv_metal_buffer none = {nil, 0};
     tqkv_metal_buffer memory;
-    tqkv_result r = tqkv_metal_find(m, c, &memory);
-    if (r == TQKV_OK && max_queries < 0) r = tqkv__planned(m, TQKV_INVALID_ARGUMENT, "prepare");
+    const tqkv_result r = tqkv_metal_find(m, c, &memory);
     if (r != TQKV_OK) return r;
-    r = tqkv__plan_cache_append(c, memory, false, none, none, 0, none, d, &n_planned);
-    r = tqkv__build_all(m, r, d, n_planned);
-    for (int n = 1; r == TQKV_OK && n <= (max_queries ? max_queries : 1) && n <= TQKV__MOST_PREPARED; n++) {
-        r = tqkv__plan_cache_all_parts(c, memory, n, d, &n_planned);
-        r = tqkv__build_attention(m, r, d, n_planned, false);
-    }
-    return r;
+    return tqkv__prepared(m, tqkv_metal_plan_cache_prepare(c, memory, max_queries, tqkv__build, m));
 }
 
 /* >>waiting: the calls of tqkv_cache, which wait for the GPU. What they hand to it lies in a block of shared memory; one such
@@ -1001,19 +921,35 @@ static void tqkv__copy_out(const tqkv__rows_copy *c, const char *from, void *row
 
 static size_t tqkv__value_size(tqkv_type type) { return type == TQKV_TYPE_F32 ? 4 : 2; }
 
+/* Strides with their defaults. */
+static tqkv_strides tqkv__strides_with(tqkv_strides strides, int n_heads, int head_dim)
+{
+    if (!strides.token) strides.token = (size_t)n_heads * (size_t)head_dim;
+    if (!strides.head) strides.head = (size_t)head_dim;
+    return strides;
+}
+
+static const tqkv_cache_layout tqkv__no_gaps = {{0, 0}, {0, 0}, {0, 0}, {0, 0}};
+
+static int tqkv__key_dim(const tqkv_cache *c)
+{
+    const tqkv_store *tail = tqkv_cache_tail(c);
+    return tqkv_cache_keys(c)->head_dim + (tail ? tail->head_dim : 0);
+}
+
 /* The blocking calls of a cache copy their rows into a block of shared memory, and the result out of it. */
 static tqkv_result tqkv__cache_append(tqkv_metal *m, const tqkv_cache *c, const void *k, const void *v, int n_tokens)
 {
-    tqkv_metal_dispatch d[TQKV__MOST_DISPATCHES];
-    int n = 0;
-    const tqkv_store *keys = tqkv_cache_keys(c), *tail = tqkv_cache_tail(c);
-    const tqkv_cache_layout layout = tqkv__cache_layout_of(c);
+    tqkv_metal_plan plan;
+    const tqkv_store *keys = tqkv_cache_keys(c), *tail = tqkv_cache_tail(c), *values = tqkv_cache_values(c);
+    const tqkv_strides of_k = tqkv__strides_with(keys->strides, keys->n_kv_heads, tqkv__key_dim(c)),
+                       of_v = tqkv__strides_with(values->strides, keys->n_kv_heads, values->head_dim);
     const size_t value = tqkv__value_size(keys->type), key_row = (size_t)keys->head_dim * value,
                  tail_row = tail ? (size_t)tail->head_dim * value : 0,
-                 value_row = v ? (size_t)tqkv_cache_values(c)->head_dim * value : 0;
-    const tqkv__rows_copy first = {&layout.k, value, key_row, n_tokens, keys->n_kv_heads},
-                          second = {&layout.k, value, tail_row, n_tokens, keys->n_kv_heads},
-                          third = {&layout.v, value, value_row, n_tokens, keys->n_kv_heads};
+                 value_row = v ? (size_t)values->head_dim * value : 0;
+    const tqkv__rows_copy first = {&of_k, value, key_row, n_tokens, keys->n_kv_heads},
+                          second = {&of_k, value, tail_row, n_tokens, keys->n_kv_heads},
+                          third = {&of_v, value, value_row, n_tokens, keys->n_kv_heads};
     const size_t rows = tqkv__copied_rows(&first), k_size = rows * key_row,
                  sizes[] = {k_size + rows * tail_row, rows * value_row};
     const tqkv_metal_buffer none = {nil, 0};
@@ -1027,8 +963,8 @@ static tqkv_result tqkv__cache_append(tqkv_metal *m, const tqkv_cache *c, const 
     if (tail) tqkv__copy_in(&second, (const char *)k + key_row, block->begin + k_size);
     if (v) tqkv__copy_in(&third, v, block->begin + staged[1].offset);
     if (!v) staged[1].offset = k_size; /* a shared cache takes the tail as v */
-    r = tqkv__plan_cache_append(c, memory, true, staged[0], staged[1], n_tokens, none, d, &n);
-    r = tqkv__run(m, "encode_kv", r, d, n);
+    tqkv_metal_plan_cache_append(c, memory, &tqkv__no_gaps, staged[0], staged[1], n_tokens, none, &plan);
+    r = tqkv__run_plan(m, &plan);
     tqkv__give_back(m, block);
     return r;
 }
@@ -1041,23 +977,24 @@ static tqkv_result tqkv__size_attend(tqkv_metal *m, const tqkv_cache *c, tqkv_me
                                      tqkv_metal_attention *call, size_t sizes[TQKV__CALL_PARTS])
 {
     const tqkv_attention *some = &call->attention;
-    const size_t n = (size_t)n_queries, n_lists = n * (some->list_heads ? (size_t)some->list_heads : 1);
+    const size_t n = (size_t)n_queries, n_lists = n * (some->list_heads ? (size_t)some->list_heads : 1),
+                 rows = n * (size_t)tqkv_cache_view(c).n_heads * tqkv__value_size(tqkv_cache_keys(c)->type);
     if (some->list) call->list = any;
     if (some->tree) call->tree = any;
-    const tqkv_result r = tqkv__plan_cache_sizes(c, call, n_queries, sizes, &sizes[TQKV__CALL_SCRATCH]);
+    sizes[TQKV__CALL_Q] = rows * (size_t)tqkv__key_dim(c);
+    sizes[TQKV__CALL_OUT] = rows * (size_t)tqkv_cache_values(c)->head_dim;
     sizes[TQKV__CALL_LIST] = some->list ? n_lists * (size_t)some->list_length * sizeof(int32_t) : 0;
     sizes[TQKV__CALL_TREE] = some->tree ? n * sizeof(uint64_t) : 0;
-    return tqkv__planned(m, r, "attend");
+    return tqkv__planned(m, tqkv_metal_plan_cache_scratch(c, call, n_queries, &sizes[TQKV__CALL_SCRATCH]), "attend");
 }
 
-static tqkv_result tqkv__cache_attend(tqkv_metal *m, const tqkv_cache *c, const tqkv_attention *some, const void *q,
+static tqkv_result tqkv__attend_cache(tqkv_metal *m, const tqkv_cache *c, const tqkv_attention *some, const void *q,
                                       int n_queries, void *out)
 {
-    tqkv_metal_dispatch d[TQKV__MOST_DISPATCHES];
+    tqkv_metal_plan plan;
     tqkv_metal_attention call;
     tqkv_metal_buffer memory, parts[TQKV__CALL_PARTS];
     size_t sizes[TQKV__CALL_PARTS];
-    int n = 0;
     memset(&call, 0, sizeof call);
     if (some) call.attention = *some;
     tqkv_result r = tqkv_metal_find(m, c, &memory);
@@ -1065,11 +1002,13 @@ static tqkv_result tqkv__cache_attend(tqkv_metal *m, const tqkv_cache *c, const 
     if (r != TQKV_OK) return r;
     tqkv__memory *block = tqkv__take_staging(m, TQKV__CALL_PARTS, sizes, parts);
     if (!block) return TQKV_OUT_OF_MEMORY;
-    const tqkv_cache_layout layout = tqkv__cache_layout_of(c);
-    const int n_heads = tqkv_cache_view(c).n_heads;
+    const tqkv_attention view = tqkv_cache_view(c);
+    const int n_heads = view.n_heads;
+    const tqkv_strides of_q = tqkv__strides_with(view.query_strides, n_heads, tqkv__key_dim(c)),
+                       of_out = tqkv__strides_with(view.output_strides, n_heads, tqkv_cache_values(c)->head_dim);
     const size_t value = tqkv__value_size(tqkv_cache_keys(c)->type), rows = (size_t)n_queries * (size_t)n_heads;
-    const tqkv__rows_copy queries = {&layout.q, value, sizes[TQKV__CALL_Q] / rows, n_queries, n_heads},
-                          outputs = {&layout.out, value, sizes[TQKV__CALL_OUT] / rows, n_queries, n_heads};
+    const tqkv__rows_copy queries = {&of_q, value, sizes[TQKV__CALL_Q] / rows, n_queries, n_heads},
+                          outputs = {&of_out, value, sizes[TQKV__CALL_OUT] / rows, n_queries, n_heads};
     tqkv__copy_in(&queries, q, block->begin + parts[TQKV__CALL_Q].offset);
     if (call.list.buffer) {
         call.list = parts[TQKV__CALL_LIST];
@@ -1079,9 +1018,9 @@ static tqkv_result tqkv__cache_attend(tqkv_metal *m, const tqkv_cache *c, const 
         call.tree = parts[TQKV__CALL_TREE];
         memcpy(block->begin + call.tree.offset, some->tree, sizes[TQKV__CALL_TREE]);
     }
-    r = tqkv__plan_cache_attend(c, memory, true, &call, parts[TQKV__CALL_Q], n_queries, parts[TQKV__CALL_SCRATCH],
-                                parts[TQKV__CALL_OUT], d, &n);
-    r = tqkv__run(m, "attend", r, d, n);
+    tqkv_metal_plan_cache_attend(c, memory, &tqkv__no_gaps, &call, parts[TQKV__CALL_Q], n_queries,
+                                 parts[TQKV__CALL_SCRATCH], parts[TQKV__CALL_OUT], &plan);
+    r = tqkv__run_plan(m, &plan);
     if (r == TQKV_OK) tqkv__copy_out(&outputs, block->begin + parts[TQKV__CALL_OUT].offset, out);
     tqkv__give_back(m, block);
     return r;
@@ -1103,13 +1042,29 @@ typedef struct tqkv__trial {
     tqkv_metal_buffer rows;
 } tqkv__trial;
 
-/* Values from -2 to 2. */
+/* A value of a row. Halves are of whatever size: their exponents lie 112 lower. */
+static float tqkv__trial_value(tqkv_type type, const char *at)
+{
+    uint32_t bits = 0;
+    float value;
+    memcpy(&bits, at, tqkv__value_size(type)); /* as GPU and processor, little-endian */
+    if (type == TQKV_TYPE_BF16) bits <<= 16;
+    if (type == TQKV_TYPE_F16) bits = (bits & 0x8000u) << 16 | (bits & 0x7fffu) << 13;
+    memcpy(&value, &bits, sizeof value);
+    return type == TQKV_TYPE_F16 ? value * 5.192296858534828e33f : value;
+}
+
+/* Values from -2 to 2 of seven bits, which all types have; none is 0. */
 static void tqkv__trial_fill(tqkv_type type, size_t size, uint32_t seed, char *rows)
 {
     for (size_t i = 0; i < size; i += tqkv__value_size(type)) {
         seed = seed * 1664525u + 1013904223u;
-        const float value = (float)(seed >> 8) / 4194304.0f - 2.0f;
-        tqkv__value_from_float(type, value, rows + i);
+        const float value = (float)(seed >> 25) / 32.0f - 127.0f / 64.0f;
+        uint32_t bits;
+        memcpy(&bits, &value, sizeof bits);
+        if (type == TQKV_TYPE_BF16) bits >>= 16;
+        if (type == TQKV_TYPE_F16) bits = (bits >> 16 & 0x8000u) | ((bits >> 13 & 0x3ffffu) - (112u << 10));
+        memcpy(rows + i, &bits, tqkv__value_size(type));
     }
 }
 
@@ -1139,8 +1094,8 @@ static tqkv_result tqkv__trial_values(const tqkv__trial *t, const char *what, tq
     const size_t size = n * tqkv__value_size(type);
     double wrong = 0, all = 0;
     for (size_t i = 0; i < size; i += tqkv__value_size(type)) {
-        const double expected = (double)tqkv__value_to_float(type, (const char *)own + i),
-                     difference = (double)tqkv__value_to_float(type, (const char *)gpu + i) - expected;
+        const double expected = (double)tqkv__trial_value(type, (const char *)own + i),
+                     difference = (double)tqkv__trial_value(type, (const char *)gpu + i) - expected;
         wrong += difference * difference;
         all += expected * expected;
     }
@@ -1485,27 +1440,50 @@ static tqkv_result tqkv__open_device(tqkv_metal *m, const tqkv_metal_desc *desc)
     return m->unused ? TQKV_OK : tqkv__fail(m, TQKV_OUT_OF_MEMORY, "no buffer");
 }
 
+static bool tqkv__all_zero(const char *bytes, size_t size)
+{
+    size_t n = 0;
+    while (n < size && !bytes[n]) n++;
+    return n == size;
+}
+
+/* Runs the product of two matrices. A failure may be of the moment: it is tried again. Matrices that lie otherwise, or a kernel that
+   Metal refuses twice, cost the context its matrices; one that was built and did not run is a failure. */
+static tqkv_result tqkv__check_product(tqkv_metal *m, tqkv_metal_plan *plan, const void *report)
+{
+    char text[300];
+    tqkv_result r = tqkv__run_plan(m, plan);
+    if (r == TQKV_METAL_ERROR && (r = tqkv__run_plan(m, plan)) == TQKV_OK) tqkv__fail(m, r, "%s", "");
+    if (r != TQKV_OK && (r != TQKV_METAL_ERROR || tqkv__is_built(m, &plan->d[0].kernel))) return r;
+    m->matrices = r == TQKV_OK && tqkv_metal_has_matrices(report);
+    tqkv_metal_error(m, text, sizeof text);
+    if (!m->matrices)
+        tqkv__fail(m, r, "%s; attention without matrices", r == TQKV_OK ? "this GPU's matrices lie otherwise" : text);
+    return TQKV_OK;
+}
+
 /* Compares the shaders' tables with those of tqkv.h. Then it looks where the GPU's matrices lie: attention can do without
    them, so a failure there is only a text. */
 static tqkv_result tqkv__check_tables(tqkv_metal *m)
 {
-    char text[300];
-    tqkv_metal_dispatch d[2];
+    tqkv_metal_plan plan;
     tqkv_metal_buffer buffer;
     const size_t size = tqkv_metal_report_size();
     tqkv__memory *block = tqkv__take_staging(m, 1, &size, &buffer);
     if (!block) return TQKV_OUT_OF_MEMORY;
     memset(block->begin, 0, size);
-    tqkv_result r = tqkv__run(m, "tables", tqkv_metal_plan_tables(buffer, d), &d[0], 1);
+    tqkv_metal_plan_tables(buffer, &plan);
+    plan.n = 1; /* the other one may fail */
+    tqkv_result r = tqkv__run_plan(m, &plan);
     const char *stale = r == TQKV_OK ? tqkv_metal_stale_table(block->begin) : NULL;
-    if (stale) r = tqkv__fail(m, TQKV_TABLE_MISMATCH, "the library's %s differs from that of tqkv.h", stale);
+    if (stale && tqkv__all_zero(block->begin, size))
+        r = tqkv__fail(m, TQKV_METAL_ERROR, "tables: the kernel wrote nothing");
+    else if (stale)
+        r = tqkv__fail(m, TQKV_TABLE_MISMATCH, "the library's %s differs from that of tqkv.h", stale);
     if (r == TQKV_OK) {
-        const tqkv_result product = tqkv__run(m, "matrices", TQKV_OK, &d[1], 1);
-        m->matrices = product == TQKV_OK && tqkv_metal_has_matrices(block->begin);
-        tqkv_metal_error(m, text, sizeof text);
-        if (!m->matrices)
-            tqkv__fail(m, r, "%s; attention without matrices",
-                       product == TQKV_OK ? "this GPU's matrices lie otherwise" : text);
+        plan.call = "matrices";
+        plan.d[0] = plan.d[1];
+        r = tqkv__check_product(m, &plan, block->begin);
     }
     tqkv__give_back(m, block);
     return r;
@@ -1561,7 +1539,7 @@ tqkv_result tqkv_metal_create(const tqkv_metal_desc *desc, tqkv_metal **out)
     m->backend.memory.free = tqkv__memory_free;
     m->backend.memory.user = m;
     m->backend.append = tqkv__cache_append;
-    m->backend.attend = tqkv__cache_attend;
+    m->backend.attend = tqkv__attend_cache;
     tqkv_result r;
     @autoreleasepool {
         r = tqkv__open_device(m, desc);

@@ -20,7 +20,7 @@ rm -f "$folder"/*.seconds
 for _ in 1 2 3; do
     echo "$builds" | while read -r name flags; do
         # shellcheck disable=SC2086
-        { LC_ALL=C sh -c 'time -p "$@"' sh "$@" $flags -I. -c "$folder/tqkv.c" -o "$folder/$name.o"; } 2>"$folder/time"
+        { LC_ALL=C sh -c 'time -p "$@"' sh "$@" $flags -Isrc -I. -c "$folder/tqkv.c" -o "$folder/$name.o"; } 2>"$folder/time"
         awk '/^(user|sys)/ { seconds += $2 } END { print seconds }' "$folder/time" >>"$folder/$name.seconds"
     done
 done

@@ -16,7 +16,7 @@ if [ -z "$mca" ] || ! command -v clang >/dev/null || [ ! -d /usr/aarch64-linux-g
 fi
 mkdir -p "$work"
 printf '#define TQKV_IMPLEMENTATION\n#include "tqkv.h"\n' |
-    clang --target=aarch64-linux-gnu -O2 -mcpu=$core -I. -isystem "$include" -x c -S -o "$work/tqkv.s" - || exit 1
+    clang --target=aarch64-linux-gnu -O2 -mcpu=$core -Isrc -isystem "$include" -x c -S -o "$work/tqkv.s" - || exit 1
 
 echo "$(clang --version | head -n 1); $mca -mcpu=$core"
 printf '%-22s %5s %7s %13s %8s %16s %15s\n' "loop" "rows" "values" "instructions" "cycles" "values a cycle" "fmla a cycle"

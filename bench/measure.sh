@@ -11,7 +11,7 @@ file=$1
 kind=$2
 mkdir -p "$(dirname "$file")"
 
-measured="tqkv.h shaders" # documents and tests change no speed
+measured="src shaders" # documents and tests change no speed
 commit() {
     if [ -n "$COMMIT" ]; then echo "$COMMIT" && return; fi
     # shellcheck disable=SC2086

@@ -7,7 +7,7 @@
 
 BENCH_FLAGS ?=
 BENCH_HEADERS := $(wildcard bench/*.h) examples/thread_pool.h bench/rules.mk $(TQKV_FILES)
-BENCH_COMPILE = $(CC) $(STANDARD) -D_POSIX_C_SOURCE=200809L $(CPPFLAGS) $(CFLAGS) $(WARNINGS)
+BENCH_COMPILE = $(CC) $(STANDARD) -D_POSIX_C_SOURCE=200809L $(CPPFLAGS) $(CFLAGS) $(WARNINGS) $(INCLUDE)
 BENCH_PEERS := $(if $(GGML_PREFIX),$(BUILD)/peer-ggml.so) $(if $(IK_PREFIX),$(BUILD)/peer-ik.so) \
 	$(if $(GGML_AVX2_PREFIX),$(BUILD)/peer-ggml-avx2.so)
 
@@ -62,12 +62,12 @@ test-bench: $(TEST_BUILD)/bench
 
 TEST_TARGETS += test-bench
 
-# Where the lines and the code of tqkv.h are; docs/notes/code-size.md says what for.
+# Where the lines and the code are; docs/notes/code-size.md says what for.
 .PHONY: bench-sections
-bench-sections: examples/make/tqkv.c $(TQKV_FILES) ## lines and code of each section of tqkv.h
+bench-sections: examples/make/tqkv.c $(TQKV_FILES) ## lines and code of each file of src/
 	@mkdir -p $(BUILD)
-	@$(CC) $(STANDARD) $(CPPFLAGS) -O2 -g -DTQKV_METAL $(INCLUDE) -c $< -o $(BUILD)/sections.o
-	@python3 bench/sections.py tqkv.h $(BUILD)/sections.o
+	@$(CC) $(STANDARD) $(CPPFLAGS) -O2 -g -DTQKV_METAL -Isrc -I. -c $< -o $(BUILD)/sections.o
+	@python3 bench/sections.py src $(BUILD)/sections.o
 
 # ---- A prediction for the inner loops on an Apple core, made on any Linux machine ----
 

@@ -5,7 +5,7 @@ usage: check.py
 
 In architecture.md a word in backticks that looks like a tag, a name of C or a path must be one: `>>tag` a section of
 tqkv.h, `tqkv__name` or `some_name` a word of the sources, `folder/file` a file. Words with NAME, `*` or `...` are
-patterns.
+patterns. The two lists of contents in tqkv.h name its tags, each once, in their order.
 """
 import pathlib
 import re
@@ -13,7 +13,7 @@ import sys
 
 ROOT = pathlib.Path(__file__).resolve().parent.parent
 OMITTED = {"build", ".git"}
-SOURCES = ("tqkv.h", "tqkv_metal.m", "Makefile", "shaders/*", "tests/*.[ch]", "tests/*.mk", "tests/metal/*.*",
+SOURCES = ("tqkv.h", "src/*.h", "tqkv_metal.m", "Makefile", "shaders/*", "tests/*.[ch]", "tests/*.mk", "tests/metal/*.*",
            "tests/metal/host/*.*", "bench/*.[ch]", "metallib/*.mk")
 
 
@@ -64,6 +64,17 @@ def unknown_names(path):
             yield f"`{quoted}`: nothing has this name"
 
 
+def contents():
+    """What is wrong with the contents of tqkv.h."""
+    text = (ROOT / "tqkv.h").read_text(encoding="utf-8")
+    tags = re.findall(r"^/\* (>>[\w-]+)", text, re.M)
+    listed = [tag for line in re.findall(r"^     ((?:>>[\w-]+(?:, )?)+)", text, re.M) for tag in re.findall(r">>[\w-]+", line)]
+    for tag, other in zip(tags + [""], listed + [""]):
+        if tag != other:
+            yield f"the contents have {other or 'nothing'}, the file {tag or 'nothing'} in this place"
+            return
+
+
 def known_stems(texts):
     """First parts of test cases' names."""
     return set(re.findall(r'"([a-z_]+)/', "\n".join(texts)))
@@ -72,10 +83,11 @@ def known_stems(texts):
 def main():
     found = [(p, text) for p in documents() for text in broken_links(p)]
     found += [(p, text) for p in [ROOT / "docs/architecture.md"] for text in unknown_names(p)]
+    found += [(ROOT / "tqkv.h", text) for text in contents()]
     for path, text in found:
         print(f"{path.relative_to(ROOT)}: {text}")
     bad = len({p for p, _ in found})
-    print(f"{len(documents()) - bad} passed, {bad} failed")
+    print(f"{len(documents()) + 1 - bad} passed, {bad} failed")
     return bool(found)
 
 

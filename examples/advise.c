@@ -1,4 +1,5 @@
-/* Which formats a model's keys and values bear, from a capture of them (data/README.md has the format).
+/* Which preset and which formats a model's keys and values bear, from a capture of them and of queries (data/README.md has the
+ * format).
  *   advise [--bits N] [--plant-bias LENGTHS] [--no-center] [--shared] [--tail DIMENSIONS] [FILE]
  *   advise --chart [FILE]    the keys' errors by the length of a planted bias, as columns for a chart
  * --bits: the pair to suggest takes at most so many bits a value, keys and values averaged, norms included (5).
@@ -9,6 +10,7 @@
  * the rest of the key. A layer with no more dimensions than that has no tail. */
 #include "tqkv.h"
 #include "capture_file.h"
+#include "advise_noise.h"
 
 /* From most to fewest bits. TQ8 is not here: I8 takes the same room with less error. */
 static const tqkv_format formats[] = {TQKV_F16, TQKV_I8, TQKV_TQ6, TQKV_TQ5, TQKV_TQ4, TQKV_TQ3, TQKV_TQ2};
@@ -260,7 +262,7 @@ static void print_later(const stream *s, int n_positions)
     printf("\n");
 }
 
-static void print_stream(const stream *s, int n_positions)
+static void print_stream(const capture *all, const captured_layer *layer, const stream *s, noise_worst *worst)
 {
     printf(" %s: %.1f%% of the squared length is constant, kurtosis %.2f\n", s->name, 100 * s->mean_share, s->kurtosis);
     printf("  %-6s %6s %10s %10s %10s %10s %9s\n", "format", "bits", "error", "centred", "output", "centred", "beyond");
@@ -269,7 +271,9 @@ static void print_stream(const stream *s, int n_positions)
         printf("  %-6s %6.2f %10.2e %10.2e %10.2e %10.2e %8.2f%%\n", tqkv_format_name(formats[f]), t->bits, t->error[0],
                t->error[1], t->output[0], t->output[1], 100 * t->beyond[0]);
     }
-    print_later(s, n_positions);
+    print_later(s, all->n_positions);
+    if (s->rows != layer->values)
+        print_noise(all, layer, (int)(s->rows - layer->keys), s->dim, formats, N_FORMATS, worst);
     print_verdict(s);
 }
 
@@ -363,9 +367,12 @@ static void advise(const capture *all, const options *o)
 {
     check_tail(all, o->tail);
     stream(*layers)[N_STREAMS] = (stream(*)[N_STREAMS])allocate((size_t)all->n_layers, sizeof *layers);
+    noise_worst worst = {0, 0};
     puts("error: tqkv_measure's, noise against what differs between positions. output: error of the layer's output "
          "when\n"
-         "only this stream is quantised. centred: with the mean of the rows as the store's centre.");
+         "only this stream is quantised. centred: with the mean of the rows as the store's centre.\n"
+         "logits: the standard deviation of what the keys' error adds to them, without and with centre and scale of\n"
+         "tqkv_calibrate; queries: learned with them, too; later: of the second half, learned from the first.");
     for (int i = 0; i < all->n_layers; i++) {
         const captured_layer *layer = &all->layers[i];
         stream *streams = layers[i];
@@ -378,10 +385,11 @@ static void advise(const capture *all, const options *o)
         for (int k = 0; k < N_STREAMS; k++) {
             if (!streams[k].dim) continue;
             decide_center(&streams[k], o);
-            if (k != VALUES || !o->shared) print_stream(&streams[k], all->n_positions);
+            if (k != VALUES || !o->shared) print_stream(all, layer, &streams[k], &worst);
         }
         if (o->shared) print_shared(streams);
     }
+    print_preset(&worst);
     suggest(all, o, layers);
     for (int i = 0; i < all->n_layers; i++)
         for (int k = 0; k < N_STREAMS; k++) free(layers[i][k].center);
@@ -427,7 +435,7 @@ static double number(const char *option, const char *text)
 
 int main(int argc, char **argv)
 {
-    options o = {.bits = 5, .path = "examples/data/real_kv.bin"};
+    options o = {.bits = 5, .path = "examples/data/pretrained_kv.bin"};
     for (int i = 1; i < argc; i++) {
         if (strcmp(argv[i], "--bits") == 0) {
             i++;

@@ -38,7 +38,7 @@ static void fail(const char *what, const char *why)
     exit(1);
 }
 
-// Checks what a plan cannot know and adds its dispatch to the list.
+// Checks what a plan cannot know of a dispatch, and adds it to the list.
 static void record(std::vector<command> &list, const tqkv_metal_dispatch &d)
 {
     command c = {};
@@ -56,6 +56,13 @@ static void record(std::vector<command> &list, const tqkv_metal_dispatch &d)
     c.waits = d.barrier != nullptr;
     if (tqkv_metal_plan_launch(&d, max_threads, &c.launch) != TQKV_OK) fail("launch", "refused");
     if (c.launch.threadgroups[0]) list.push_back(c);
+}
+
+// The dispatches of a call, which is refused or wholly recorded.
+static void record(std::vector<command> &list, const tqkv_metal_plan &plan)
+{
+    if (plan.result != TQKV_OK) fail(plan.call, tqkv_result_string(plan.result));
+    for (int i = 0; i < plan.n; i++) record(list, plan.d[i]);
 }
 
 // Runs a command, as an encoder and a queue do.
@@ -92,11 +99,11 @@ static void check(tqkv_result r, const char *call)
 // Once a library: was it built from this header, and do matrices lie as it expects?
 static bool check_library()
 {
-    tqkv_metal_dispatch d[2];
+    tqkv_metal_plan plan;
     std::vector<command> list;
     buffer report(tqkv_metal_report_size());
-    check(tqkv_metal_plan_tables(report.whole(), d), "tables");
-    for (const tqkv_metal_dispatch &one : d) record(list, one);
+    tqkv_metal_plan_tables(report.whole(), &plan);
+    record(list, plan);
     for (const command &c : list) run(c);
     const char *stale = tqkv_metal_stale_table(report.bytes.data());
     if (stale) fail("the library is of another tqkv.h", stale);
@@ -131,7 +138,7 @@ int main()
 {
     std::vector<buffer> memory; // codes and norms of keys, then of values
     std::vector<command> list;
-    tqkv_metal_dispatch d[2];
+    tqkv_metal_plan plan;
     memory.reserve(4);
     tqkv_metal_store keys = make_store(TQKV_I8, memory), values = make_store(TQKV_TQ4, memory);
     keys.codes = memory[0].whole(), keys.norms = memory[1].whole();
@@ -150,13 +157,13 @@ int main()
     buffer scratch(scratch_size);
 
     const bool matrices = check_library();
-    check(tqkv_metal_plan_encode_kv(&keys, &values, k.whole(), v.whole(), TOKENS, 0, {nullptr, 0}, &d[0]), "encode");
-    record(list, d[0]);
-    check(tqkv_metal_plan_attend(&a, q.whole(), scratch.whole(), out.whole(), d), "attend");
-    if (!matrices) tqkv_metal_plan_lanes(&d[0]);
-    record(list, d[0]);
-    list.back().waits = true; // it reads what encode_kv wrote: between two calls barriers are the engine's
-    record(list, d[1]);
+    tqkv_metal_plan_encode_kv(&keys, &values, k.whole(), v.whole(), TOKENS, 0, {nullptr, 0}, &plan);
+    record(list, plan);
+    tqkv_metal_plan_attend(&a, q.whole(), scratch.whole(), out.whole(), &plan);
+    if (!matrices) tqkv_metal_plan_lanes(&plan);
+    const size_t first = list.size();
+    record(list, plan);
+    list[first].waits = true; // it reads what encode_kv wrote: between two calls barriers are the engine's
     for (const command &c : list) run(c);
 
     const tqkv_store key_store = on_processor(keys), value_store = on_processor(values);

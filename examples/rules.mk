@@ -1,13 +1,13 @@
 # The examples' own targets: their tests, and the charts of docs/.
 
-DEMOS += engine latent sparse advise tinylm context_shift pressure checkpoints server threads_pthread threads_openmp snapshot_file
+DEMOS += engine latent sparse advise tinylm context_shift pressure checkpoints prompt_cache server threads_pthread threads_openmp snapshot_file
 
 # Without an OpenMP compiler the example still builds, and runs on one thread.
 FLAGS_threads_openmp = $(shell echo 'int main(void) { return 0; }' | \
 	$(CC) -fopenmp -x c - -o /dev/null 2>/dev/null && echo -fopenmp)
 
 # For this machine: the model's products take most of the time.
-$(foreach demo,tinylm pressure checkpoints server,$(eval FLAGS_$(demo) := -march=native))
+$(foreach demo,tinylm pressure checkpoints prompt_cache server,$(eval FLAGS_$(demo) := -march=native))
 
 # ---- With MPI: one context over four ranks ----
 
@@ -54,8 +54,12 @@ $(EXAMPLE_TESTS)/tinylm_test: examples/tests/tinylm_test.c $(TEST_TQKV) $(wildca
 	@mkdir -p $(@D)
 	$(CC) $(STANDARD) $(CPPFLAGS) $(CFLAGS) -march=native $(WARNINGS) $(INCLUDE) $< $(TEST_TQKV) -o $@ $(LIBRARIES)
 
+$(EXAMPLE_TESTS)/prompt_cache_test: examples/tests/prompt_cache_test.c $(TEST_TQKV) examples/prompt_cache.h
+	@mkdir -p $(@D)
+	$(CC) $(STANDARD) $(CPPFLAGS) $(CFLAGS) $(WARNINGS) $(INCLUDE) $< $(TEST_TQKV) -o $@ $(LIBRARIES)
+
 .PHONY: test-examples
-test-examples: $(DEMOS:%=$(EXAMPLE_TESTS)/%) $(EXAMPLE_TESTS)/tinylm_test $(MPI_FOUND:%=$(EXAMPLE_TESTS)/mpi_context)
+test-examples: $(DEMOS:%=$(EXAMPLE_TESTS)/%) $(EXAMPLE_TESTS)/tinylm_test $(EXAMPLE_TESTS)/prompt_cache_test $(MPI_FOUND:%=$(EXAMPLE_TESTS)/mpi_context)
 	@echo "== examples"
 	@MPI_RUN="$(if $(MPI_FOUND),$(MPI_RUN))" sh examples/tests/test.sh $(EXAMPLE_TESTS)
 	@CC="$(CC)" CFLAGS="$(STANDARD) $(CPPFLAGS) $(IMPLEMENTED) $(WARNINGS) -Wno-unknown-pragmas" \
@@ -88,7 +92,7 @@ $(BUILD)/charts/histogram.txt: $(BUILD)/real_kv
 
 $(BUILD)/charts/advise.txt: $(BUILD)/advise
 	@mkdir -p $(@D)
-	$(BUILD)/advise --chart > $@
+	$(BUILD)/advise --chart examples/data/real_kv.bin > $@
 
 docs/%.svg: $(BUILD)/charts/%.txt docs/charts/%.gp docs/charts/style.gp
 	gnuplot -e "input='$<'; output='$@'" docs/charts/style.gp docs/charts/$*.gp

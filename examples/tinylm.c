@@ -11,12 +11,14 @@
  *
  * Options: --keys F, --values F, --bytes N, --temperature T, --seed N, --threads N, --model FILE. Formats: f16 i8 tq8
  * tq6 tq5 tq4 tq3 tq2, and --first N --last N keep these positions as halves, too; or the plain cache for comparison: f32, q8_0, q4_0, and q8_0r, q4_0r with llama.cpp's rotation.
- * tinylm_session.h has the calls of tqkv in a forward pass. This file has save, resume and the removal of rejected
+ * With --cache FOLDER --limit MIB prompts are kept in files, and a later prompt that begins like one is computed from there
+ * on. tinylm_session.h has the calls of tqkv in a forward pass. This file has save, resume and the removal of rejected
  * tokens. */
 #define _POSIX_C_SOURCE  200809L
 #define _DARWIN_C_SOURCE /* the number of processors, which POSIX does not give */
 #include "tqkv.h"
 #include "tinylm_bias.h"
+#include "tinylm_prompt.h"
 #include "tinylm_score.h"
 #include "tinylm_tree.h"
 #include <errno.h>
@@ -108,7 +110,14 @@ static void conversation_start(conversation *c, model *m, const options *o)
     session_create(&c->s, m, o->keys, o->values, MAX_CONTEXT);
     memcpy(c->text, o->prompt, length);
     c->length = (int)length;
-    prefill(&c->s, c->text, c->length - 1);
+    if (!o->folder) {
+        prefill(&c->s, c->text, c->length - 1);
+        return;
+    }
+    if (!o->keys->format) stop("--cache", "takes tqkv's formats");
+    const prompt_cache kept = session_prompts(&c->s, o);
+    const int loaded = session_read_prompt(&c->s, &kept, c->text, c->length - 1);
+    fprintf(stderr, "tinylm: %d of %d bytes of the prompt from %s\n", loaded, c->length - 1, o->folder);
 }
 
 /* Prints the text so far, then each new byte. */

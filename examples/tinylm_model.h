@@ -5,6 +5,9 @@
 #include "data_file.h"
 #include "thread_pool.h"
 
+#define XXH_INLINE_ALL
+#include <xxhash.h>
+
 enum { PANEL = 16, MAX_LAYERS = 8, VOCABULARY = 256 };
 
 /* out = W in. W is stored as [n_out/PANEL][n_in][PANEL]: PANEL outputs side by side fill the vector registers. */
@@ -24,6 +27,7 @@ typedef struct model_layer {
 } model_layer;
 
 typedef struct model {
+    uint64_t tag; /* the XXH3 of its file */
     int n_layers, d_model, hidden;
     float rope_base, rms_epsilon;
     bool bias_before_rotary;
@@ -120,6 +124,7 @@ static bool model_load(model *m, const char *path, int n_threads)
     data_file file;
     memset(m, 0, sizeof *m);
     if (!data_file_open(&file, path)) return false;
+    m->tag = XXH3_64bits(file.bytes, file.size);
     load_shapes(&file, m);
     pool_start(&m->pool, n_threads - 1);
     if (!file.failed && (m->embedding = (float *)malloc(sizeof(float) * VOCABULARY * (size_t)m->d_model))) {

@@ -36,6 +36,8 @@ enum { WINDOW_BYTES = 1024 }; /* of text that `score` reads from an empty cache 
 
 typedef struct options {
     const char *command, *model_path, *file, *prompt;
+    const char *folder;                 /* of prompts that are kept; NULL: none */
+    int limit;                          /* of that folder, in MiB */
     const format_choice *keys, *values; /* both or neither */
     int n_bytes, n_windows, n_threads;
     int exact_first, exact_last, batch;
@@ -71,7 +73,8 @@ static void usage(void)
          "options: --keys F --values F (f16 i8 tq8 tq6 tq5 tq4 tq3 tq2; or for both f32 q8_0 q4_0 q8_0r q4_0r)\n"
          "         --bytes N --temperature T --seed N --threads N --model FILE\n"
          "         --integer (attention in integers; tq8 stays in floats)\n"
-         "         --first N --last N (positions as halves, too) --batch N (positions at a time)");
+         "         --first N --last N (positions as halves, too) --batch N (positions at a time)\n"
+         "         --cache FOLDER --limit MIB (prompts kept there are not computed again; the oldest files go)");
     exit(2);
 }
 
@@ -121,6 +124,10 @@ static void parse_option(options *o, const char *name, const char *value)
         o->exact_last = number(name, value, 0, WINDOW_BYTES / 4);
     } else if (strcmp(name, "--batch") == 0) {
         o->batch = number(name, value, 1, 128);
+    } else if (strcmp(name, "--cache") == 0) {
+        o->folder = value;
+    } else if (strcmp(name, "--limit") == 0) {
+        o->limit = number(name, value, 1, 1 << 20);
     } else if (strcmp(name, "--model") == 0) {
         o->model_path = value;
     } else if (strcmp(name, "--text") == 0) {
@@ -167,6 +174,7 @@ static options parse(int argc, char **argv)
     o.n_threads = processors < 1 ? 1 : processors > POOL_MAX_THREADS ? POOL_MAX_THREADS : (int)processors;
     o.n_bytes = 200;
     o.n_windows = 16;
+    o.limit = 1024;
     o.seed = 1;
     o.command = argc < 2 ? "demo" : argv[1];
     parse_arguments(&o, argc, argv);

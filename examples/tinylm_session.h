@@ -49,6 +49,17 @@ static tqkv_cache_desc layer_desc(session *s, const model_layer *shape)
     desc.exact_first = desc.ring ? 0 : s->m->exact_first; /* a ring forgets the first positions */
     desc.exact_last = s->m->exact_last;
     desc.parallel = (tqkv_parallel){pool_run, &s->m->pool};
+    desc.tag = s->m->tag; /* a snapshot of another model is refused */
+    return desc;
+}
+
+/* The same with the formats of the session and its arithmetic, which takes floats where integers have no code. */
+static tqkv_cache_desc session_desc(session *s, const model_layer *shape)
+{
+    tqkv_cache_desc desc = layer_desc(s, shape);
+    desc.key_format = s->keys->format;
+    desc.value_format = s->values->format;
+    if (s->m->integers && desc.key_format != TQKV_TQ8 && desc.value_format != TQKV_TQ8) desc.arithmetic = TQKV_INTEGER;
     return desc;
 }
 
@@ -91,10 +102,7 @@ static inline void session_create(session *s, model *m, const format_choice *key
     for (int i = 0; i < m->n_layers; i++) {
         const model_layer *shape = &m->layers[i];
         if (keys->format) {
-            tqkv_cache_desc desc = layer_desc(s, shape);
-            desc.key_format = keys->format;
-            desc.value_format = values->format;
-            if (m->integers && keys->format != TQKV_TQ8 && values->format != TQKV_TQ8) desc.arithmetic = TQKV_INTEGER;
+            const tqkv_cache_desc desc = session_desc(s, shape);
             check(tqkv_cache_create(&desc, &s->caches[i]), "cache");
             if (shape->key_center) check(tqkv_cache_set_center(s->caches[i], shape->key_center, NULL), "center");
         } else {

@@ -3,10 +3,7 @@
 #include <metal_stdlib>
 using namespace metal;
 
-// ---- tqkv.h ----
-
-#ifndef TQKV_H
-#define TQKV_H
+// ---- src/types.h ----
 
 #define TQKV_VERSION_MAJOR 0
 #define TQKV_VERSION_MINOR 1
@@ -50,18 +47,18 @@ typedef enum tqkv_type {
     TQKV_TYPE_BF16     /* bfloat16: the upper half of a float */
 } tqkv_type;
 
-#endif /* TQKV_H */
+// ---- src/tables.h ----
 
-/* ---- The implementation starts here: stop reading if you only want the API. ---- */
-
-/* >>shared: one row a format, and tables: one source for C, Objective-C and the Metal shaders. TQKV_SHARED makes it visible
+/* >>tables: one row a format, and tables: one source for C, Objective-C and the Metal shaders. TQKV_SHARED makes it visible
    without the implementation. */
-#define TQKV__SHARED
-
-#define TQKV_TABLE_VERSION 7 /* changes with the tables, the argument structs, or their meaning in the kernels */
+#define TQKV_TABLE_VERSION 8 /* changes with the tables, the argument structs, or their meaning in the kernels */
 
 #ifndef TQKV_TABLE
+#ifdef __METAL_VERSION__
 #define TQKV_TABLE constant
+#else
+#define TQKV_TABLE static const
+#endif
 #endif
 
 /* One row a head_dim D = m * n, n a power of two.
@@ -106,7 +103,11 @@ typedef enum tqkv_type {
 #define TQKV__SQRT_OF(D, size, m, grid, root, inverse)       (D) == size ? root:
 #define TQKV__INV_SQRT_OF(D, size, m, grid, root, inverse)   (D) == size ? inverse:
 /* Does R have a matrix across its runs? A library for Metal has no instruction that counts bits, which the short form is. */
+#ifdef __METAL_VERSION__
 #define TQKV__HAS_MATRIX(D) (TQKV__MATRIX_ORDER(D) > 1)
+#else
+#define TQKV__HAS_MATRIX(D) (((D) & ((D)-1)) != 0)
+#endif
 
 /* 1e-10 as a float. A row whose norm is not above this is stored as zeros. */
 #define TQKV__MIN_NORM  1.00000001335143196001808973960578441619873046875e-10f
@@ -162,18 +163,53 @@ enum { TQKV__HALF = 1, TQKV__BOOK, TQKV__GRID };
 #define TQKV__CODEBOOK_OF(bits, number)   (bits) == number ? tqkv__tables.codebook_##number:
 #define TQKV__BOUNDARIES_OF(bits, number) (bits) == number ? tqkv__tables.boundaries_##number:
 
+/* What encoding tries on the scale of a row, in this order, and their number; see >>codec. */
+#define TQKV__FACTORS(bits)              (TQKV__BOOKS(TQKV__FACTORS_OF, bits) tqkv__tables.factors_8)
+#define TQKV__N_FACTORS(bits)            (TQKV__BOOKS(TQKV__N_FACTORS_OF, bits) 0)
+#define TQKV__FACTORS_OF(bits, number)   (bits) == number ? tqkv__tables.factors_##number:
+#define TQKV__N_FACTORS_OF(bits, number) (bits) == number ? (int)(sizeof tqkv__tables.factors_##number / sizeof(float)):
+enum { TQKV__MOST_FACTORS = 5 };
+
 /* XXH3-64 of each member of tqkv__tables, as little-endian bytes, and of the whole. */
+#ifndef __METAL_VERSION__
+#define TQKV_HASH_CODEBOOK_2   0x35aca42a30059343ULL
+#define TQKV_HASH_CODEBOOK_3   0xad2a3efb9eb356d2ULL
+#define TQKV_HASH_CODEBOOK_4   0x018b5b08c996d16aULL
+#define TQKV_HASH_CODEBOOK_5   0xdbe08401820ec7a9ULL
+#define TQKV_HASH_CODEBOOK_6   0x0eed21c443a21ee3ULL
+#define TQKV_HASH_CODEBOOK_8   0x2d46504f3e168010ULL
+#define TQKV_HASH_BOUNDARIES_2 0xee23279c43f8234dULL
+#define TQKV_HASH_BOUNDARIES_3 0x6cfbfd534da15352ULL
+#define TQKV_HASH_BOUNDARIES_4 0xe3245fbbe3c67d93ULL
+#define TQKV_HASH_BOUNDARIES_5 0x6438d6a6c202da58ULL
+#define TQKV_HASH_BOUNDARIES_6 0x8f97397fcd5e721bULL
+#define TQKV_HASH_BOUNDARIES_8 0x4736f09377a5486cULL
+#define TQKV_HASH_FACTORS_2    0xf87b05471331b3aeULL
+#define TQKV_HASH_FACTORS_3    0x57998f7e506ae86fULL
+#define TQKV_HASH_FACTORS_4    0x54499a187eace895ULL
+#define TQKV_HASH_FACTORS_5    0x5fbd13c664752f38ULL
+#define TQKV_HASH_FACTORS_6    0x3bd6ab3cea38e4dfULL
+#define TQKV_HASH_FACTORS_8    0xfcffc13f72c668deULL
+#define TQKV_HASH_SIGNS        0xd21b1578e1051b52ULL
+#define TQKV_HASH_HADAMARD_12  0x64db4ea2842f82acULL
+#define TQKV_HASH_HADAMARD_20  0x9d22670d3f30f60aULL
+#define TQKV_HASH_HADAMARD_28  0x81fcf697a2b6f6dcULL
+#define TQKV_HASH_HADAMARD_36  0xe323d35d74437d58ULL
+#define TQKV_HASH_TABLES       0x6dd24054fe7884e0ULL
+#endif
 
 typedef struct tqkv__table_set {
     float codebook_2[4], codebook_3[8], codebook_4[16], codebook_5[32], codebook_6[64],
         codebook_8[256]; /* increasing */
     float boundaries_2[3], boundaries_3[7], boundaries_4[15], boundaries_5[31], boundaries_6[63], boundaries_8[255];
+    float factors_2[1], factors_3[5], factors_4[5], factors_5[5], factors_6[5], factors_8[5];
     uint8_t signs[64]; /* bit j = (signs[j>>3] >> (j&7)) & 1: 1 flips element j modulo 512 */
     uint8_t hadamard_12[12][2], hadamard_20[20][3], hadamard_28[28][4],
         hadamard_36[36][5]; /* symmetric; bits of a row as those of signs: 1 is -1, 0 is 1 */
 } tqkv__table_set;
 
-/* Lloyd-Max quantisers of N(0,1). Float midpoints of the centroids differ from these boundaries in the last place. */
+/* Lloyd-Max quantisers of N(0,1). Float midpoints of the centroids differ from these boundaries in the last place.
+   The factors leave the least error in Gaussian rows of 64 to 256 values. */
 // clang-format off
 TQKV_TABLE tqkv__table_set tqkv__tables = {
     {-1.5104176f, -0.4527800f, 0.4527800f, 1.5104176f},
@@ -258,6 +294,12 @@ TQKV_TABLE tqkv__table_set tqkv__tables = {
      2.9116746f, 2.9488201f, 2.9868525f, 3.0258620f, 3.0659504f, 3.1072339f, 3.1498455f, 3.1939384f, 3.2396907f, 3.2873106f,
      3.3370443f, 3.3891853f, 3.4440881f, 3.5021860f, 3.5640175f, 3.6302633f, 3.7018022f, 3.7797987f, 3.8658436f, 3.9621974f,
      4.0722382f, 4.2013707f, 4.3591350f, 4.5652095f, 4.8744828f},
+    {1.0f},
+    {1.0f, 0.92f, 1.08f, 0.82f, 1.18f},
+    {1.0f, 0.88f, 1.06f, 1.14f, 1.24f},
+    {1.0f, 0.9f, 1.1f, 1.18f, 1.24f},
+    {0.95f, 1.05f, 1.1f, 1.15f, 1.2f},
+    {1.125f, 1.45f, 1.475f, 1.5f, 1.525f},
     {0xa7, 0x3b, 0x91, 0xf4, 0x6d, 0xc2, 0x58, 0x0e, 0xb3, 0x7f, 0x24, 0xd6, 0x89, 0x45, 0xea, 0x1c,
      0x63, 0xaf, 0xd8, 0x52, 0x97, 0x0b, 0xe1, 0x3d, 0x76, 0xc4, 0x19, 0xfe, 0x4a, 0x85, 0x2c, 0xdb,
      0xd3, 0x4e, 0xa8, 0x17, 0x9c, 0x5b, 0xe6, 0x31, 0x72, 0xb9, 0x0d, 0xf5, 0x43, 0x8a, 0x6e, 0xc7,
@@ -285,12 +327,16 @@ TQKV_TABLE tqkv__table_set tqkv__tables = {
      {0x30, 0x3f, 0xfc, 0x0c, 0x02}, {0x9a, 0x95, 0x56, 0xa6, 0x0b}, {0xc0, 0xfc, 0xf0, 0x33, 0x08}, {0x6a, 0x56, 0x5a, 0x99, 0x0e}}};
 // clang-format on
 
+#ifdef __cplusplus
 #define TQKV__ASSERT_SIZE(type, bytes) static_assert(sizeof(type) == (bytes), "size of " #type)
-TQKV__ASSERT_SIZE(tqkv__table_set, 3456);
+#else
+#define TQKV__ASSERT_SIZE(type, bytes) typedef char type##_has_its_size[sizeof(type) == (bytes) ? 1 : -1]
+#endif
+TQKV__ASSERT_SIZE(tqkv__table_set, 3560);
 
-/* >>metal-sizes: function constants, sizes of dispatches and argument structs; also compiled as Metal */
-#define TQKV__METAL_SIZES
+// ---- src/metal_sizes.h ----
 
+/* >>metal-sizes: function constants, sizes of dispatches and argument structs; the shaders include it, too */
 /* The Metal kernels, tqkv_<family>_d<head_dim>; tqkv_<family>_d<head_dim>_<value_dim> for keys and values that differ. A
    kernel and its function constants make a pipeline. */
 #define TQKV_FC_FORMAT       0    /* uint: encode, probe, decode: tqkv_format; encode_kv, attend: that of the keys */
@@ -330,11 +376,23 @@ TQKV__ASSERT_SIZE(tqkv__table_set, 3456);
 #define TQKV_FC_SMALL_PAGES    27 /* bool: attend: some pages end within tiles */
 #define TQKV_FC_TAIL_ELSEWHERE 28 /* bool: attend: a position has another slot in the tail than in the keys */
 
-#define TQKV__CONSTANTS 29 /* of them */
-/* Those that are uint, a bit each. */
-#define TQKV__NUMBERS                                                                                                  \
-    (1u << TQKV_FC_FORMAT | 1u << TQKV_FC_VALUE_FORMAT | 1u << TQKV_FC_COLUMNS | 1u << TQKV_FC_TYPE |                  \
-     1u << TQKV_FC_VALUE_TYPE | 1u << TQKV_FC_TAIL_FORMAT)
+#define TQKV_FC_SCALED 29 /* bool: encode, probe: channels of rows have scales; encode_kv: those of keys */
+                          /* decode: rows are multiplied by them; attend: queries are, by those of the keys */
+#define TQKV_FC_VALUE_SCALED       30 /* bool: encode_kv: values have scales; attend_merge: multiply the output by them */
+#define TQKV_FC_CENTER_SCALED      31 /* bool: decode, attend, attend_merge: divide the centre before it is rotated */
+#define TQKV_FC_TAIL_SCALED        32 /* bool: attend: as TQKV_FC_SCALED, of the tail */
+#define TQKV_FC_TAIL_CENTER_SCALED 33 /* bool: attend: as TQKV_FC_CENTER_SCALED, of the tail */
+#define TQKV_FC_HALVES             34 /* uint: attend: which positions a query sees, TQKV__ALL_POSITIONS or: */
+#define TQKV__ALL_POSITIONS        0
+#define TQKV__BEFORE_HALVES        1 /* those before its newest halves, or */
+#define TQKV__NEWEST_HALVES        2 /* these alone */
+
+#define TQKV__CONSTANTS 35 /* of them */
+/* Whether a function constant is a uint. */
+#define TQKV__IS_NUMBER(constant)                                                                                      \
+    ((constant) == TQKV_FC_FORMAT || (constant) == TQKV_FC_VALUE_FORMAT || (constant) == TQKV_FC_COLUMNS ||            \
+     (constant) == TQKV_FC_TYPE || (constant) == TQKV_FC_VALUE_TYPE || (constant) == TQKV_FC_TAIL_FORMAT ||            \
+     (constant) == TQKV_FC_HALVES)
 
 /* Most query rows of a threadgroup of attend: their sums take 64 registers, 8 a lane and row up to D=256. */
 #define TQKV__MAX_COLUMNS(D) ((D) <= 256 ? 8 : (D) <= 512 ? 4 : 2)
@@ -499,6 +557,9 @@ typedef struct tqkv__attend_args {
     uint32_t query_token_stride, query_head_stride; /* in values */
     int32_t tail_slots;                             /* of a KV head in memory, as key_slots */
     int32_t tail_capacity, tail_oldest_slot;        /* read if TQKV_FC_TAIL_ELSEWHERE */
+    /* Read if TQKV_FC_HALVES: a query's newest halves begin exact_last positions before the one behind its newest, but not
+       before exact_from. */
+    int32_t exact_last, exact_from;
 } tqkv__attend_args;
 
 /* attend_list has the arguments of attend. A row of a list has list_row - TQKV__LIST_HEADER entries. A row that it writes: how
@@ -556,13 +617,22 @@ typedef struct tqkv__batch_item {
     uint32_t q, key_codes, key_norms, value_codes, value_norms, partial_out, partial_state, key_center;
     uint32_t key_pages, value_pages, tree, out, value_center, tail_codes, tail_norms, tail_center;
     uint32_t list, list_rows; /* list_rows: in the buffer of partial_out */
+    uint32_t key_scale, tail_scale, value_scale;
 } tqkv__batch_item;
+
+/* calibrate: centre and scales of the channels of a KV head, from rows and, if there are any, queries. */
+typedef struct tqkv__calibrate_args {
+    int32_t head_dim, n_tokens, n_queries, n_kv_heads;
+    int32_t group;                                                             /* query heads a KV head */
+    int32_t pairs;                                                             /* tqkv_pairs */
+    uint32_t token_stride, head_stride, query_token_stride, query_head_stride; /* in values */
+} tqkv__calibrate_args;
 
 /* The structs that C and the shaders share. */
 #define TQKV__SHARED_STRUCTS(row)                                                                                      \
     row(table_set) row(rows_args) row(rotate_args) row(attend_args) row(merge_args) row(batch_item) row(choose_args)   \
-        row(index_args)
-enum { TQKV__N_SHARED_STRUCTS = 8 };
+        row(index_args) row(calibrate_args)
+enum { TQKV__N_SHARED_STRUCTS = 9 };
 
 /* Output of the kernel `tables`: the tables and sizes that the shaders were compiled with. */
 typedef struct tqkv__table_report {
@@ -575,12 +645,13 @@ typedef struct tqkv__table_report {
 
 TQKV__ASSERT_SIZE(tqkv__rows_args, 40);
 TQKV__ASSERT_SIZE(tqkv__rotate_args, 4);
-TQKV__ASSERT_SIZE(tqkv__attend_args, 176);
+TQKV__ASSERT_SIZE(tqkv__attend_args, 184);
 TQKV__ASSERT_SIZE(tqkv__merge_args, 40);
-TQKV__ASSERT_SIZE(tqkv__batch_item, 304);
+TQKV__ASSERT_SIZE(tqkv__batch_item, 324);
 TQKV__ASSERT_SIZE(tqkv__choose_args, 52);
-TQKV__ASSERT_SIZE(tqkv__index_args, 220);
-TQKV__ASSERT_SIZE(tqkv__table_report, 4672);
+TQKV__ASSERT_SIZE(tqkv__index_args, 228);
+TQKV__ASSERT_SIZE(tqkv__calibrate_args, 40);
+TQKV__ASSERT_SIZE(tqkv__table_report, 4780);
 
 // ---- shaders/common.h ----
 
@@ -620,11 +691,18 @@ using namespace metal;
 #define TQKV_PLAIN_LOADS true
 #endif
 
+// Loads of keys that a lane starts before it uses the first of them; with more than one it also has the norms of the next tile of
+// attend_matrix. A lane of Apple's GPUs has 128 registers, and hides the latency of loads by other simdgroups, of which there are
+// the fewer the more registers each takes.
+#ifndef TQKV_LOADS_AHEAD
+#define TQKV_LOADS_AHEAD 1
+#endif
+
 // Words of codes of values, W bits each, that a lane loads before it uses the first of them, where it keeps so many sums of
 // rows of D, and how often the loop over them is unrolled. Batches of half the size make loops of half the length: nvcc's were longer than
 // the caches of instructions.
 #ifndef TQKV_VALUE_WORDS
-#define TQKV_VALUE_WORDS(D, W, sums) 16
+#define TQKV_VALUE_WORDS(D, W, sums) 8
 #define TQKV_UNROLL_VALUES(D, W, sums)
 #endif
 
@@ -676,6 +754,12 @@ inline uint item_of(constant tqkv__batch_item *items, uint number, int by)
         high = first <= number ? high : middle;
     }
     return low;
+}
+
+// Where the newest halves begin that a query reads whose newest position is `newest`: what is before comes from its codes.
+inline int halves_begin(constant tqkv__attend_args &args, int newest)
+{
+    return max(newest - args.exact_last + 1, args.exact_from);
 }
 
 // Start of the caller's row of a token and head, in values.
@@ -999,33 +1083,24 @@ inline void load_cells(uint format, threadgroup uint2 *cells, uint thread_index,
     }
 }
 
-// Squares of the centroids. A barrier must follow.
-inline void load_squares(uint format, threadgroup float *squares, uint thread_index, uint n_threads)
-{
-    uint bits = codebook_bits(format);
-    if (bits == 0) return;
-    constant float *centroids = TQKV__CODEBOOK(bits);
-    for (uint i = thread_index; i < 1u << bits; i += n_threads) squares[i] = centroids[i] * centroids[i];
-}
-
 // What quantise adds to a code: all its bits are above the code's. Whoever packs the code takes it away.
 inline uint code_offset(uint bits) { return guessed_by_line(bits) ? 0x4b400000u : 0u; }
 
-// What load_cells and load_squares have made and, where shuffles are cheap, each lane's part of up to 32 numbers.
+// What load_cells and load_codebook have made and, where shuffles are cheap, each lane's part of up to 32 numbers.
 struct quantiser {
     threadgroup uint2 *cells;
     threadgroup const float *boundaries; // in their place
-    threadgroup const float *squares;    // of the centroids
-    float boundary, square;              // of this lane
+    threadgroup const float *centroids;
+    float boundary, centroid; // of this lane
 };
 
-// Call it after load_cells, load_squares and a barrier.
-inline quantiser open_quantiser(uint format, threadgroup uint2 *cells, threadgroup const float *squares, uint lane)
+// Call it after load_cells, load_codebook and a barrier.
+inline quantiser open_quantiser(uint format, threadgroup uint2 *cells, threadgroup const float *centroids, uint lane)
 {
-    quantiser result = {cells, (threadgroup const float *)cells, squares, 0.0f, 0.0f};
+    quantiser result = {cells, (threadgroup const float *)cells, centroids, 0.0f, 0.0f};
     uint bits = codebook_bits(format), code = lane & ((1u << bits) - 1u);
     if (bits == 0 || !is_shuffled(bits)) return result;
-    result.square = squares[code];
+    result.centroid = centroids[code];
     if (guessed_by_line(bits)) result.boundary = result.boundaries[min(code, (1u << bits) - 2u)];
     return result;
 }
@@ -1046,10 +1121,12 @@ inline uint quantise(float v, uint bits, thread const quantiser &book)
     return cell.y + (as_type<float>(cell.x) < v ? 1u : 0u);
 }
 
-inline float square_of(uint code, uint bits, thread const quantiser &book)
+// The centroid of a value's code. All lanes of the simdgroup must come here together.
+inline float centroid_of_value(float v, uint bits, thread const quantiser &book)
 {
-    if (is_shuffled(bits)) return simd_shuffle(book.square, TQKV_LANE_NUMBER(code));
-    return book.squares[code & ((1u << bits) - 1u)];
+    uint code = quantise(v, bits, book);
+    if (is_shuffled(bits)) return simd_shuffle(book.centroid, TQKV_LANE_NUMBER(code));
+    return book.centroids[code & ((1u << bits) - 1u)];
 }
 
 // Round half to even, clamped to +-127. NaN, which only an overflow makes, becomes 127.
@@ -1256,6 +1333,7 @@ constant bool batch [[function_constant(TQKV_FC_BATCH)]];
 constant bool has_list [[function_constant(TQKV_FC_LIST)]];
 constant bool small_pages [[function_constant(TQKV_FC_SMALL_PAGES)]];
 constant bool tail_elsewhere [[function_constant(TQKV_FC_TAIL_ELSEWHERE)]];
+constant uint halves [[function_constant(TQKV_FC_HALVES)]];
 
 // Whether rows of a tile lie anywhere: of the keys and values, and of the tail.
 inline bool rows_apart() { return has_list || small_pages; }
@@ -1314,6 +1392,15 @@ inline query_row next_row(constant tqkv__attend_args &args, query_row row)
 // The newest position that a query sees; negative if it sees none.
 inline int newest_seen(constant tqkv__attend_args &args, int query) { return args.first_newest + query; }
 
+// Whether a query that sees up to `newest` reads a position in this part of the context: of the newest halves those of its own, of
+// the codes those before. So what it reads does not depend on the other queries of the call.
+inline bool reads_here(constant tqkv__attend_args &args, int newest, int position)
+{
+    if (halves == TQKV__ALL_POSITIONS) return true;
+    bool before = position < halves_begin(args, newest);
+    return halves == TQKV__BEFORE_HALVES ? before : !before;
+}
+
 // Whether the tree shows a position to the query that sees up to `newest`. tree: [n_queries][2], lower words first
 inline bool tree_shows(constant tqkv__attend_args &args, device const uint *tree, int newest, int position)
 {
@@ -1367,9 +1454,11 @@ inline tile_range tiles_seen(constant tqkv__attend_args &args, uint first_column
         tile_range listed = {first / 32u, (first + uint(list.n_ranks) + 31u) / 32u, 0u, 0u};
         return listed;
     }
-    int newest = min(newest_seen(args, row_of_column(args, first_column + columns - 1u).query), args.slice_end - 1);
-    int oldest = newest_seen(args, row_of_column(args, first_column).query) - args.window + 1;
-    if (args.window == 0 || oldest < 0) oldest = 0;
+    int last = newest_seen(args, row_of_column(args, first_column + columns - 1u).query);
+    int first = newest_seen(args, row_of_column(args, first_column).query), newest = min(last, args.slice_end - 1);
+    int oldest = args.window == 0 ? 0 : max(first - args.window + 1, 0);
+    if (halves == TQKV__BEFORE_HALVES) newest = min(newest, halves_begin(args, last) - 1);
+    if (halves == TQKV__NEWEST_HALVES) oldest = max(oldest, halves_begin(args, first));
     uint capacity = uint(args.key_capacity), slot = uint(args.key_oldest_slot) + uint(oldest);
     slot = slot < capacity ? slot : slot - capacity;
     uint before_end = capacity - slot, n = newest < oldest ? 0u : uint(newest - oldest) + 1u;
@@ -1645,11 +1734,15 @@ constant uint value_format [[function_constant(TQKV_FC_VALUE_FORMAT)]];
 constant bool rotate_queries [[function_constant(TQKV_FC_ROTATE_QUERIES)]];
 constant bool softcap [[function_constant(TQKV_FC_SOFTCAP)]];
 constant bool key_centered [[function_constant(TQKV_FC_CENTER)]];
+constant bool key_scaled [[function_constant(TQKV_FC_SCALED)]];
+constant bool scale_center [[function_constant(TQKV_FC_CENTER_SCALED)]];
 constant bool rotate_center [[function_constant(TQKV_FC_ROTATED)]];
 constant uint row_type [[function_constant(TQKV_FC_TYPE)]];
 constant uint tail_format [[function_constant(TQKV_FC_TAIL_FORMAT)]];
 constant bool rotate_tail [[function_constant(TQKV_FC_ROTATE_TAIL)]];
 constant bool tail_centered [[function_constant(TQKV_FC_TAIL_CENTER)]];
+constant bool tail_scaled [[function_constant(TQKV_FC_TAIL_SCALED)]];
+constant bool scale_tail_center [[function_constant(TQKV_FC_TAIL_CENTER_SCALED)]];
 constant bool rotate_tail_center [[function_constant(TQKV_FC_TAIL_ROTATED)]];
 
 // A loop over columns runs to the constant maximum and tests inside. It unrolls into registers, and the iterations
@@ -1681,6 +1774,7 @@ struct attend_task {
     // [1 + n_partials][n_queries][n_heads][2]: the centre's score, unused; then maximum (in powers of two), sum of the weights
     device float *partial_state;
     device const float *center, *tail_center; // [n_kv_heads][KD]: of the keys; [n_kv_heads][T]
+    device const float *scale, *tail_scale;   // the same, of the channels
     page_tables pages;
     device const int *list_rows;     // [n_queries][list_heads][list_row]: of attend_list
     device const uint *tree;         // [n_queries][2]
@@ -1747,6 +1841,8 @@ inline void open_item(constant tqkv__batch_item &item, uint number, thread atten
     task.tail.codes += row_offset(item.tail_codes, TQKV__CODES_UNIT);
     task.tail.norms += item.tail_norms;
     task.tail_center += item.tail_center;
+    task.scale += item.key_scale;
+    task.tail_scale += item.tail_scale;
     task.pages.keys += item.key_pages;
     task.pages.values += item.value_pages;
     task.tree += item.tree;
@@ -2114,13 +2210,38 @@ inline void unrotate_row(thread float *x, uint lane, uint signs)
     unrotate_values<D, TQKV__ROW_LANES(D), TQKV_ROW_PIECE(D)>(x, lane, signs);
 }
 
-// x += weight * the centre of a head, rotated if asked. center: [n_kv_heads][D]
+// x times the scales of a head's channels. scale: [n_kv_heads][D]
 template <int D>
-inline void add_center(device const float *center, uint kv_head, bool rotated, float weight, uint lane, thread float *x)
+inline void multiply_channels(device const float *scale, uint kv_head, uint lane, thread float *x)
+{
+    float g[TQKV_LANE_VALUES(D)];
+    load_row<D>(scale + row_offset(kv_head, D), lane, g);
+    TQKV_UNROLL
+    for (int i = 0; i < TQKV_LANE_VALUES(D); i++) x[i] = x[i] * g[i];
+}
+
+// The centre of a head, [n_kv_heads][D], as rows in the store have it: scaled and rotated, if asked.
+template <int D>
+inline void load_center(device const float *center, device const float *scale, uint kv_head, bool scaled, bool rotated,
+                        uint lane, thread float *x)
+{
+    load_row<D>(center + row_offset(kv_head, D), lane, x);
+    if (scaled) {
+        float g[TQKV_LANE_VALUES(D)];
+        load_row<D>(scale + row_offset(kv_head, D), lane, g);
+        TQKV_UNROLL
+        for (int i = 0; i < TQKV_LANE_VALUES(D); i++) x[i] = x[i] * (1.0f / g[i]);
+    }
+    if (rotated) rotate_row<D>(x, lane);
+}
+
+// x += weight * that centre.
+template <int D>
+inline void add_center(device const float *center, device const float *scale, uint kv_head, bool scaled, bool rotated,
+                       float weight, uint lane, thread float *x)
 {
     float c[TQKV_LANE_VALUES(D)];
-    load_row<D>(center + row_offset(kv_head, D), lane, c);
-    if (rotated) rotate_row<D>(c, lane);
+    load_center<D>(center, scale, kv_head, scaled, rotated, lane, c);
     TQKV_UNROLL
     for (int i = 0; i < TQKV_LANE_VALUES(D); i++) x[i] = x[i] + weight * c[i];
 }
@@ -2205,24 +2326,28 @@ struct key_part {
     stream_rows rows; // of the KV head
     float block_scale;
     threadgroup float *queries;
-    bool rotate, with_center, rotate_center;
-    device const float *center;
-    uint first; // value of a query
-    bool apart; // of rows of a tile
+    bool rotate, scaled, with_center, rotate_center, scale_center;
+    device const float *center, *scale; // of the channels
+    uint first;                         // value of a query
+    bool apart;                         // of rows of a tile
 };
 
 inline key_part first_part(constant tqkv__attend_args &args, thread const attend_task &task)
 {
-    key_part part = {key_format,   task.keys,     args.key_block_scale, task.queries, rotate_queries,
-                     key_centered, rotate_center, task.center,          0u,           rows_apart()};
+    key_part part = {key_format, task.keys,    args.key_block_scale, task.queries, rotate_queries,
+                     key_scaled, key_centered, rotate_center,        scale_center, task.center,
+                     task.scale, 0u,           rows_apart()};
     return part;
 }
 
 template <int D>
 inline key_part tail_part(thread const attend_task &task)
 {
-    key_part part = {tail_format,        task.tail,        1.0f,    task.tail_queries, rotate_tail, tail_centered,
-                     rotate_tail_center, task.tail_center, uint(D), tail_rows_apart()};
+    key_part part = {tail_format,       task.tail,          1.0f,
+                     task.tail_queries, rotate_tail,        tail_scaled,
+                     tail_centered,     rotate_tail_center, scale_tail_center,
+                     task.tail_center,  task.tail_scale,    uint(D),
+                     tail_rows_apart()};
     return part;
 }
 
@@ -2238,9 +2363,10 @@ inline key_part tail_part(thread const attend_task &task)
     (KEY_BLOCK(D, W) % (4 * KEY_VALUES(D, W)) == 0 ? 4 : KEY_BLOCK(D, W) % (2 * KEY_VALUES(D, W)) == 0 ? 2 : 1)
 
 // Loads of a row that a lane starts before it uses the first of them; an odd number of loads all at once, if they fit
-// into 40 registers.
+// into 40 registers. Or one at a time: see TQKV_LOADS_AHEAD.
 #define KEY_STEPS(D, W) ((D) / KEY_VALUES(D, W) / KEY_LANES(D, W))
-#define KEY_BATCH(D, W) (KEY_STEPS(D, W) % 2 == 0 ? 2 : (D) * (W) / 32 <= 40 ? KEY_STEPS(D, W) : 1)
+#define KEY_BATCH(D, W)                                                                                                \
+    (TQKV_LOADS_AHEAD == 1 ? 1 : KEY_STEPS(D, W) % 2 == 0 ? 2 : (D) * (W) / 32 <= 40 ? KEY_STEPS(D, W) : 1)
 
 // The row of a tile whose score a lane ends with.
 template <int D>
@@ -2283,8 +2409,7 @@ inline float score_of_center(constant tqkv__attend_args &args, thread const atte
 {
     float center[TQKV_LANE_VALUES(D)], dot = 0.0f;
     uint part = lane_of_row<D>(task.lane);
-    load_row<D>(keys.center + row_offset(task.kv_head, D), part, center);
-    if (keys.rotate_center) rotate_row<D>(center, part);
+    load_center<D>(keys.center, keys.scale, task.kv_head, keys.scale_center, keys.rotate_center, part, center);
     TQKV_UNROLL
     for (int i = 0; i < TQKV_LANE_VALUES(D); i++) dot = fma(x[i], center[i], dot);
     TQKV_UNROLL
@@ -2299,6 +2424,15 @@ inline void load_query(constant tqkv__attend_args &args, thread const attend_tas
 {
     ulong first = row_offset(query, args.query_token_stride) + row_offset(head, args.query_head_stride);
     load_typed_row<D>(row_type, task.q, first + ulong(keys.first), lane_of_row<D>(task.lane), x);
+}
+
+// To the basis of the keys, after score_of_center: that takes the query as it came.
+template <int D>
+inline void turn_query(thread const attend_task &task, thread const key_part &keys, thread float *x)
+{
+    uint part = lane_of_row<D>(task.lane);
+    if (keys.scaled) multiply_channels<D>(keys.scale, task.kv_head, part, x);
+    if (keys.rotate) rotate_row<D>(x, part);
 }
 
 // TQKV_ROWS(D) columns at a time. Lanes beyond the last column repeat it and store nothing.
@@ -2318,7 +2452,7 @@ inline void load_query_part(constant tqkv__attend_args &args, thread const atten
         float shift = keys.with_center ? score_of_center<D>(args, task, keys, x) : 0.0f;
         if (has_shifts() && part == 0 && own < columns)
             task.kept[column] = keys.first == 0 ? shift : task.kept[column] + shift;
-        if (keys.rotate) rotate_row<D>(x, part);
+        turn_query<D>(task, keys, x);
         TQKV_UNROLL
         for (int i = 0; i < TQKV_LANE_VALUES(D); i++)
             if (own < columns)
@@ -2565,6 +2699,7 @@ inline void weigh_tile(constant tqkv__attend_args &args, thread const attend_tas
     {
         int newest = state.newest[c];
         seen[c] = at.position <= newest && (args.window == 0 || at.position > newest - args.window);
+        seen[c] = seen[c] && reads_here(args, newest, at.position);
         if (has_tree) seen[c] = seen[c] && tree_shows(args, task.tree, newest, at.position);
         score[c] = seen[c] ? score_of(args, score[c], factor, state.shift[c]) : -INFINITY;
         raise = raise || score[c] > state.maximum[c] + 11.0f;
@@ -2878,6 +3013,8 @@ inline void attend(constant tqkv__attend_args &args, thread const attend_task &t
     device const float *tail_norms [[buffer(14)]], \
     device const float *tail_center [[buffer(15)]], \
     device const int *list_rows [[buffer(16)]], \
+    device const float *key_scale [[buffer(17)]], \
+    device const float *tail_scale [[buffer(18)]], \
     threadgroup float *tables [[threadgroup(0)]], \
     threadgroup float *queries [[threadgroup(1)]], \
     threadgroup float *states [[threadgroup(3)]], \
@@ -2901,6 +3038,8 @@ inline void attend(constant tqkv__attend_args &args, thread const attend_task &t
     task.partial_state = partial_state; \
     task.center = key_center; \
     task.tail_center = tail_center; \
+    task.scale = key_scale; \
+    task.tail_scale = tail_scale; \
     task.pages.keys = key_pages; \
     task.pages.values = value_pages; \
     task.pages.lane = lane; \
@@ -3060,6 +3199,7 @@ inline scanned max_to_thread(thread const scan_place &at, uint x)
 
 // has_tree: declared above
 // batch: declared above
+// halves: declared above
 
 inline uint entries_of(constant tqkv__attend_args &args) { return uint(args.list_row) - uint(TQKV__LIST_HEADER); }
 
@@ -3088,11 +3228,16 @@ inline list_range range_of_query(constant tqkv__attend_args &args, device const 
     list_range range;
     int end = args.first_newest + int(query) + 1, to = max(min(end, args.kv_len), 0);
     range.from = args.window != 0 ? max(end - args.window, 0) : 0;
+    int begin =
+        min(halves_begin(args, end - 1), to); // what the query reads here ends or begins with its own newest halves
+    if (halves == TQKV__NEWEST_HALVES) range.from = max(range.from, begin);
     range.newest = newest_from(args, tree, query, range.from, to);
     int begins =
         range.newest < to ? range.newest + args.list_inside : to + args.list_inside + (1 << args.list_shift) - 1;
     range.recent = begins >> args.list_shift;
-    range.to = max(min(to, args.slice_end), range.from);
+    range.to = min(to, args.slice_end);
+    if (halves == TQKV__BEFORE_HALVES) range.to = min(range.to, begin);
+    range.to = max(range.to, range.from);
     range.first = (range.from + args.list_inside) >> args.list_shift;
     range.last = (range.to + args.list_inside - 1) >> args.list_shift;
     return range;
@@ -3759,12 +3904,15 @@ inline float scale_of_norm(uint format, float norm, float block_scale)
     return has_norms(format) && one_norm<D>(format) ? code_scale<D>(format, norm, block_scale) : 1.0f;
 }
 
-// The norms of the tile at slot `base`. With few columns the walk holds them, and loads those of the tile at `next_base`.
+// Whether a walk holds the norms of its next tile.
+#define HOLDS_NORMS(F) (TQKV_LOADS_AHEAD > 1 && (F) <= 2)
+
+// The norms of the tile at slot `base`. If so the walk holds them, and loads those of the tile at `next_base`.
 template <int D, int F>
 inline void next_tile_norms(constant tqkv__attend_args &args, thread const attend_task &task, tile_memory base,
                             tile_memory next_base, thread tile_norms &held, thread tile_norms &norms)
 {
-    if (F > 2) {
+    if (!HOLDS_NORMS(F)) {
         load_tile_norms<D>(args, task, base, norms);
         return;
     }
@@ -3810,7 +3958,7 @@ inline void load_query_rows(constant tqkv__attend_args &args, thread const atten
         float x[TQKV_LANE_VALUES(D)];
         load_query<D>(args, task, keys, uint(row.query), head, x);
         float shift = keys.with_center ? score_of_center<D>(args, task, keys, x) : 0.0f;
-        if (keys.rotate) rotate_row<D>(x, part);
+        turn_query<D>(task, keys, x);
         float size = size_of_row<D>(x), inverse = 1.0f / size; // powers of two: both products are exact
         TQKV_UNROLL
         for (int i = 0; i < TQKV_LANE_VALUES(D); i++)
@@ -3907,7 +4055,7 @@ inline void load_key_chunk(constant tqkv__attend_args &args, thread const attend
 
 // Chunks that a lane loads before it uses the first of them: two, or one where the sums leave no registers for more.
 #define MATRIX_KEY_BATCH(D, W, F)                                                                                      \
-    (((F) > 2 && !TQKV_STORED_RIGHTS) || (D) / (4 * MATRIX_KEY_VALUES(D, W)) % 2 != 0 ? 1 : 2)
+    (TQKV_LOADS_AHEAD == 1 || ((F) > 2 && !TQKV_STORED_RIGHTS) || (D) / (4 * MATRIX_KEY_VALUES(D, W)) % 2 != 0 ? 1 : 2)
 
 template <int D, int W, int F>
 struct key_batch {
@@ -4068,7 +4216,7 @@ inline void score_any_matrix_tile(constant tqkv__attend_args &args, thread const
 
 // ---- Softmax of one tile ----
 
-// The oldest and the newest of the newest positions that the columns see.
+// The oldest and the newest of the columns' newest positions.
 struct newest_range {
     int least, most;
 };
@@ -4076,7 +4224,7 @@ struct newest_range {
 inline newest_range newest_of_columns(constant tqkv__attend_args &args, uint first_column)
 {
     newest_range newest;
-    newest.least = min(newest_seen(args, row_of_column(args, first_column).query), args.slice_end - 1);
+    newest.least = newest_seen(args, row_of_column(args, first_column).query);
     newest.most = newest_seen(args, row_of_column(args, first_column + columns - 1u).query);
     return newest;
 }
@@ -4098,7 +4246,9 @@ inline bool sees_whole_tile(constant tqkv__attend_args &args, uint tile, newest_
     uint slot = first_slot_of_tile(args, tile);
     int first = position_of_slot(args, slot), last = position_of_slot(args, slot + 31u);
     if (has_tree && last >= args.first_of_tree) return false;
-    return !short_store && slot == tile * 32u && last - first == 31 && last <= newest.least &&
+    if (halves == TQKV__BEFORE_HALVES && last >= halves_begin(args, newest.least)) return false;
+    if (halves == TQKV__NEWEST_HALVES && first < halves_begin(args, newest.most)) return false;
+    return !short_store && slot == tile * 32u && last - first == 31 && last <= min(newest.least, args.slice_end - 1) &&
            (args.window == 0 || first > newest.most - args.window);
 }
 
@@ -4121,7 +4271,8 @@ inline void mask_tile(constant tqkv__attend_args &args, thread const attend_task
                 float own = score[p][f].elements[i];
                 own = finite ? own : as_type<float>(0x7fc00000u);
                 int newest = state.newest[f][i];
-                bool seen = position <= newest && (args.window == 0 || position > newest - args.window);
+                bool seen = position <= newest && (args.window == 0 || position > newest - args.window) &&
+                            reads_here(args, newest, position);
                 if (has_tree) seen = seen && tree_shows(args, task.tree, newest, position);
                 score[p][f].elements[i] = seen ? own : -INFINITY;
             }
@@ -4446,7 +4597,7 @@ inline void attend_by_matrices(constant tqkv__attend_args &args, thread const at
     walk.base = find_tile(args, task.pages, walk.steps.tile);
     walk.newest = newest_of_columns(args, task.first_column);
     open_key_batch<D, F>(args, task, first_part(args, task), walk.base.keys, walk.keys);
-    if (F <= 2) load_tile_norms<D>(args, task, walk.base, walk.norms);
+    if (HOLDS_NORMS(F)) load_tile_norms<D>(args, task, walk.base, walk.norms);
     load_value_book(key_format, false, tables, thread_index, n_threads);
     load_value_book(value_format, true, tables + 256, thread_index, n_threads);
     load_matrix_queries<D, F>(args, task, first_part(args, task), memory);
@@ -5181,8 +5332,11 @@ struct merge_task {
     bool from_slice, to_slice, rotate; // from one to another: it is added; rotate, unrotate: change its basis before
     bool unrotate;
     bool shifted;               // the keys have a centre, which adds partial_state of the row to all scores
+    bool scaled;                // the output is multiplied by the scales of the values' channels
     bool centered, rotated;     // the values have a centre, and it is rotated before it is added
+    bool center_scaled;         // and divided by the scales before that
     device const float *center; // [n_kv_heads][D]
+    device const float *scale;  // the same, of the channels
     uint lane, part, simdgroup, n_simdgroups; // part: which neighbours the lane has
 };
 
@@ -5194,6 +5348,7 @@ inline void open_merge_item(constant tqkv__batch_item &item, thread merge_task &
     task.partial_out += item.partial_out;
     task.out += row_offset(item.out, TQKV__ROWS_UNIT);
     task.center += item.value_center;
+    task.scale += item.value_scale;
 }
 
 // The sums of a row over some positions, the values across the lanes: E neighbours a lane. Where 32 does not divide D
@@ -5391,9 +5546,11 @@ inline void merge_row(constant tqkv__merge_args &args, thread const merge_task &
         if (task.shifted && n_sections > 0u) row.maximum += task.partial_state[ulong(task.row) * 2u];
     }
     float weight = task.to_slice ? row.sum : divide_row<D>(task, row);
+    uint kv_head = task.row % uint(args.n_heads) / uint(args.group);
     if (task.unrotate && !task.to_slice) unrotate_row<D>(row.x, part, signs);
+    if (task.scaled) multiply_channels<D>(task.scale, kv_head, part, row.x);
     if (task.centered)
-        add_center<D>(task.center, task.row % uint(args.n_heads) / uint(args.group), task.rotated, weight, part, row.x);
+        add_center<D>(task.center, task.scale, kv_head, task.center_scaled, task.rotated, weight, part, row.x);
     if (task.lane < uint(TQKV__ROW_LANES(D)))
         store_typed_row<D>(task.type, row.x, part, task.out, output_offset(args, task.row));
     if (!task.to_slice || task.lane != 0) return;
@@ -5411,6 +5568,8 @@ constant bool unrotate [[function_constant(TQKV_FC_UNROTATE)]];
 constant bool has_sinks [[function_constant(TQKV_FC_SINKS)]];
 // key_centered: declared above
 constant bool value_centered [[function_constant(TQKV_FC_VALUE_CENTER)]];
+constant bool value_scaled [[function_constant(TQKV_FC_VALUE_SCALED)]];
+#define center_scaled scale_center // the same function constant
 constant bool value_rotated [[function_constant(TQKV_FC_VALUE_ROTATED)]];
 // row_type: declared above
 // batch: declared above
@@ -5434,6 +5593,7 @@ constant bool to_slice [[function_constant(TQKV_FC_TO_SLICE)]];
         device float *sum [[buffer(8)]], \
         device const float *src_max [[buffer(9)]], \
         device const float *src_sum [[buffer(10)]], \
+        device const float *scale [[buffer(11)]], \
         threadgroup float *shared [[threadgroup(0)]], \
         uint3 group [[threadgroup_position_in_grid]], \
         uint lane [[thread_index_in_simdgroup]], \
@@ -5459,7 +5619,10 @@ constant bool to_slice [[function_constant(TQKV_FC_TO_SLICE)]];
         task.unrotate = unrotate; \
         task.shifted = key_centered; \
         task.centered = value_centered; \
+        task.scaled = value_scaled; \
         task.rotated = value_rotated; \
+        task.center_scaled = center_scaled; \
+        task.scale = scale; \
         task.center = center; \
         task.lane = lane; \
         task.part = lane % uint(TQKV__NORM_LANES(D)); \
@@ -5505,6 +5668,138 @@ ATTEND_MERGE(512)
 ATTEND_MERGE(1024)
 #endif
 
+// ---- shaders/calibrate.metal ----
+
+// calibrate: centre and scales of the channels of a KV head, learnt from its rows and, if there are any, from the queries that
+// read them. The operations and their order are those of tqkv_calibrate, so the bits are the same. Threadgroups: x KV heads. A
+// thread takes a channel, and perhaps more.
+
+// row_type: declared above
+constant uint query_type [[function_constant(TQKV_FC_VALUE_TYPE)]];
+
+// The rows of one KV head, or of all heads of the queries that read it: token after token, within a token head after head.
+struct channel_rows {
+    device const uchar *rows;
+    uint type, n_tokens, n_heads, token_stride, head_stride;
+    ulong first; // value of the first row
+};
+
+inline float value_of_row(thread const channel_rows &from, uint row, uint channel)
+{
+    ulong at = from.first + row_offset(row / from.n_heads, from.token_stride) +
+               row_offset(row % from.n_heads, from.head_stride) + ulong(channel);
+    device const uchar *rows = from.rows;
+    if (from.type == TQKV_TYPE_F32) return ((device const float *)rows)[at];
+    return widened(from.type, uint(((device const ushort *)rows)[at]));
+}
+
+// The mean of a channel over the rows, in their order, or that of the squared distances from its centre; 0 without rows.
+inline float mean_of_channel(thread const channel_rows &from, uint channel, bool squared, float center)
+{
+    const int ROWS = 8; // whose loads are under way at a time
+    uint n_rows = from.n_tokens * from.n_heads;
+    float sum = 0.0f, n = float(from.n_tokens) * float(from.n_heads);
+    for (uint first = 0; first < n_rows; first += uint(ROWS)) {
+        float x[ROWS];
+        TQKV_UNROLL
+        for (int i = 0; i < ROWS; i++) x[i] = value_of_row(from, min(first + uint(i), n_rows - 1u), channel) - center;
+        TQKV_UNROLL
+        for (int i = 0; i < ROWS; i++)
+            if (first + uint(i) < n_rows) sum = sum + (squared ? x[i] * x[i] : x[i]);
+    }
+    return sum / (n > 0.0f ? n : 1.0f);
+}
+
+// Gives the two channels of each rotary pair the mean of theirs. values: [head_dim]. A barrier must precede and follow.
+inline void share_pairs(constant tqkv__calibrate_args &args, threadgroup float *values, uint thread_index,
+                        uint n_threads)
+{
+    uint n = uint(args.head_dim) / 2u;
+    for (uint i = thread_index; i < n; i += n_threads) {
+        uint low = args.pairs == 2 ? i : 2u * i, high = args.pairs == 2 ? i + n : 2u * i + 1u;
+        values[low] = values[high] = (values[low] + values[high]) * 0.5f;
+    }
+}
+
+// The smallest positive of [head_dim] values; 1 if there is none. Every thread has it.
+inline float least_positive(threadgroup const float *values, uint n)
+{
+    float least = INFINITY;
+    for (uint d = 0; d < n; d++) least = values[d] > 0.0f ? min(least, values[d]) : least;
+    return least == INFINITY ? 1.0f : least;
+}
+
+// Mean squares to deviations; zeros become the smallest that is none. values: [head_dim]. A barrier must precede and follow.
+inline void find_deviations(constant tqkv__calibrate_args &args, threadgroup float *values, uint thread_index,
+                            uint n_threads)
+{
+    uint n = uint(args.head_dim);
+    if (args.pairs != 0) share_pairs(args, values, thread_index, n_threads);
+    threadgroup_barrier(mem_flags::mem_threadgroup);
+    for (uint d = thread_index; d < n; d += n_threads) values[d] = precise::sqrt(values[d]);
+    threadgroup_barrier(mem_flags::mem_threadgroup);
+    float least = least_positive(values, n);
+    threadgroup_barrier(mem_flags::mem_threadgroup);
+    for (uint d = thread_index; d < n; d += n_threads) values[d] = values[d] > 0.0f ? values[d] : least;
+}
+
+// Deviations to scales: g = sqrt(s / r), divided by its root mean square. values: [2][head_dim], s and r. A barrier must precede.
+inline void store_scales(constant tqkv__calibrate_args &args, threadgroup float *values, uint thread_index,
+                         uint n_threads, device float *scale)
+{
+    uint n = uint(args.head_dim);
+    float sum = 0.0f;
+    for (uint d = thread_index; d < n; d += n_threads)
+        values[d] = precise::sqrt(args.n_queries != 0 ? values[d] / values[n + d] : values[d]);
+    threadgroup_barrier(mem_flags::mem_threadgroup);
+    for (uint d = 0; d < n; d++) sum = sum + values[d] * values[d];
+    float root = precise::sqrt(sum / float(n));
+    for (uint d = thread_index; d < n; d += n_threads) {
+        float g = values[d] / root;
+        scale[d] = g < 1.0f / 1024.0f ? 1.0f / 1024.0f : g > 1024.0f ? 1024.0f : g;
+    }
+}
+
+// rows: [n_tokens][n_kv_heads][head_dim] and q: [n_queries][n_kv_heads * group][head_dim], with strides; center, channel_scale:
+// [n_kv_heads][head_dim]; values: [2][head_dim]
+#if !defined(TQKV_ONLY) || defined(TQKV_ONLY_tqkv_calibrate)
+kernel void tqkv_calibrate(constant tqkv__calibrate_args &args [[buffer(0)]], device const uchar *rows [[buffer(1)]],
+                           device const uchar *q [[buffer(2)]], device float *center [[buffer(3)]],
+                           device float *channel_scale [[buffer(4)]], threadgroup float *values [[threadgroup(0)]],
+                           uint3 group [[threadgroup_position_in_grid]],
+                           uint thread_index [[thread_index_in_threadgroup]],
+                           uint n_simdgroups [[simdgroups_per_threadgroup]])
+{
+    uint n = uint(args.head_dim), n_threads = n_simdgroups * 32u, heads = uint(args.group);
+    channel_rows keys = {rows,
+                         row_type,
+                         uint(args.n_tokens),
+                         1u,
+                         args.token_stride,
+                         args.head_stride,
+                         row_offset(group.x, args.head_stride)};
+    channel_rows queries = {q,
+                            query_type,
+                            uint(args.n_queries),
+                            heads,
+                            args.query_token_stride,
+                            args.query_head_stride,
+                            row_offset(group.x * heads, args.query_head_stride)};
+    center += row_offset(group.x, n);
+    for (uint d = thread_index; d < n; d += n_threads) {
+        float mean = mean_of_channel(keys, d, false, 0.0f);
+        center[d] = mean;
+        values[d] = mean_of_channel(keys, d, true, mean);
+        if (args.n_queries != 0) values[n + d] = mean_of_channel(queries, d, true, 0.0f);
+    }
+    threadgroup_barrier(mem_flags::mem_threadgroup);
+    find_deviations(args, values, thread_index, n_threads);
+    if (args.n_queries != 0) find_deviations(args, values + n, thread_index, n_threads);
+    threadgroup_barrier(mem_flags::mem_threadgroup);
+    store_scales(args, values, thread_index, n_threads, channel_scale + row_offset(group.x, n));
+}
+#endif
+
 // ---- shaders/decode.h ----
 
 // A simdgroup decodes TQKV_ROWS(D) rows.
@@ -5528,11 +5823,14 @@ inline void decode_values(uint format, device const uchar *row, uint lane, threa
 struct decode_task {
     uint format, type;          // type: of the output
     bool unrotate;              // from the rotated basis to the original one
+    bool scaled;                // rows are multiplied by the channels' scales
     bool centered, rotated;     // there is a centre, and it is rotated before it is added
+    bool center_scaled;         // and divided by the scales before that
     device const uchar *codes;  // [n_kv_heads][capacity][row_bytes]
     device const float *norms;  // [n_kv_heads][capacity][norms of a row]
     device uchar *out;          // [n_tokens][n_kv_heads][D], with strides
     device const float *center; // [n_kv_heads][D]
+    device const float *scale;  // the same, of the channels
     bool paged;
     device const int *pages; // [n_pages]
     codebook book;
@@ -5571,7 +5869,9 @@ inline void decode_rows(constant tqkv__rows_args &args, thread const decode_task
     if (has_norms(format))
         scale_codes<D>(format, task.norms + from * ulong(uint(D) / norm_block<D>(format)), args.block_scale, part, x);
     if (task.unrotate) unrotate_row<D>(x, part, signs_of_row<D>(part));
-    if (task.centered) add_center<D>(task.center, row % n_heads, task.rotated, 1.0f, part, x);
+    if (task.scaled) multiply_channels<D>(task.scale, row % n_heads, part, x);
+    if (task.centered)
+        add_center<D>(task.center, task.scale, row % n_heads, task.center_scaled, task.rotated, 1.0f, part, x);
     if (own < n_rows)
         store_typed_row<D>(task.type, x, part, task.out, source_offset(args, row / n_heads, row % n_heads));
 }
@@ -5585,6 +5885,8 @@ inline void decode_rows(constant tqkv__rows_args &args, thread const decode_task
 #define stream_format key_format // the same function constant
 // unrotate: declared above
 #define centered key_centered // the same function constant
+#define with_scale key_scaled // the same function constant
+// center_scaled: declared above
 // rotate_center: declared above
 // row_type: declared above
 // paged: declared above
@@ -5598,6 +5900,7 @@ inline void decode_rows(constant tqkv__rows_args &args, thread const decode_task
         device uchar *out [[buffer(3)]], \
         device const float *center [[buffer(4)]], \
         device const int *pages [[buffer(5)]], \
+        device const float *scale [[buffer(6)]], \
         threadgroup float *table [[threadgroup(0)]], \
         uint3 group [[threadgroup_position_in_grid]], \
         uint thread_index [[thread_index_in_threadgroup]], \
@@ -5607,8 +5910,8 @@ inline void decode_rows(constant tqkv__rows_args &args, thread const decode_task
     { \
         load_codebook(stream_format, table, thread_index, n_simdgroups * 32u); \
         threadgroup_barrier(mem_flags::mem_threadgroup); \
-        decode_task task = {stream_format, row_type, unrotate, centered, rotate_center, codes, norms, out, center, paged, \
-                            pages, open_codebook(stream_format, table, lane)}; \
+        decode_task task = {stream_format, row_type, unrotate, with_scale, centered, rotate_center, center_scaled, codes, norms, \
+                            out, center, scale, paged, pages, open_codebook(stream_format, table, lane)}; \
         decode_rows<D>(args, task, (group.x * n_simdgroups + simdgroup) * uint(TQKV_ROWS(D)), lane); \
     }
 // clang-format on
@@ -5778,36 +6081,43 @@ inline void share_blocks(float own, uint lane, thread float *all)
     }
 }
 
-// The length of the lane's own block or, if the row has several, its root mean square. squares: of the lane's values. A
-// part is added up in order, by one lane after the other.
+// The sum of a piece's numbers, C of them. A part is added up in order, by one lane after the other, and then the parts of the
+// lane are added in pairs.
 template <int D>
-inline float block_length(uint lane, thread const float *squares)
+inline float sum_of_piece(thread const float *numbers)
 {
-    const int J = ENCODE_PIECES(D), C = ENCODE_PIECE(D), S = PART_LANES(D);
-    const int E = PART_VALUES(D) < C ? PART_VALUES(D) : C, PARTS = C / E;
-    float sum[J];
+    const int C = ENCODE_PIECE(D), E = PART_VALUES(D) < C ? PART_VALUES(D) : C, PARTS = C / E;
+    float part[PARTS];
     TQKV_UNROLL
-    for (int j = 0; j < J; j++) {
-        float part[PARTS];
+    for (int s = 0; s < PART_LANES(D); s++) {
         TQKV_UNROLL
-        for (int s = 0; s < S; s++) {
+        for (int p = 0; p < PARTS; p++) {
+            thread const float *own = numbers + p * E;
+            part[p] = s == 0 ? own[0] : simd_shuffle_xor(part[p], ushort(s ^ (s - 1))) + own[0];
             TQKV_UNROLL
-            for (int p = 0; p < PARTS; p++) {
-                thread const float *own = squares + j * C + p * E;
-                part[p] = s == 0 ? own[0] : simd_shuffle_xor(part[p], ushort(s ^ (s - 1))) + own[0];
-                TQKV_UNROLL
-                for (int i = 1; i < E; i++) part[p] = part[p] + own[i];
-            }
+            for (int i = 1; i < E; i++) part[p] = part[p] + own[i];
         }
-        TQKV_UNROLL
-        for (int distance = 1; distance < PARTS; distance *= 2) {
-            TQKV_UNROLL
-            for (int p = 0; p + distance < PARTS; p += 2 * distance) part[p] = part[p] + part[p + distance];
-        }
-        sum[j] = part[0];
     }
-    float total = reduce_block<D, NORM_BLOCK(D), S>(false, lane, sum);
-    return precise::sqrt(NORM_BLOCK(D) == D ? total : total / float(NORM_BLOCK(D)));
+    TQKV_UNROLL
+    for (int distance = 1; distance < PARTS; distance *= 2) {
+        TQKV_UNROLL
+        for (int p = 0; p + distance < PARTS; p += 2 * distance) part[p] = part[p] + part[p + distance];
+    }
+    return part[0];
+}
+
+// The sum over the lane's own block of what its pieces add up to.
+template <int D>
+inline float sum_of_block(uint lane, thread float *piece)
+{
+    return reduce_block<D, NORM_BLOCK(D), PART_LANES(D)>(false, lane, piece);
+}
+
+// The length of a block of that sum of squares or, if the row has several, its root mean square.
+template <int D>
+inline float block_length(float squares)
+{
+    return precise::sqrt(NORM_BLOCK(D) == D ? squares : squares / float(NORM_BLOCK(D)));
 }
 
 // The largest magnitude in the lane's own block.
@@ -5848,20 +6158,25 @@ inline float normalise(uint format, float block_scale, uint lane, thread float *
         scale_blocks<D, MAXIMUM_BLOCK(D)>(zero ? 0.0f : 127.0f / largest, lane, x);
         return zero ? 0.0f : largest / 127.0f;
     }
-    float squares[ENCODE_VALUES(D)];
+    float sums[ENCODE_PIECES(D)];
     TQKV_UNROLL
-    for (int i = 0; i < ENCODE_VALUES(D); i++) squares[i] = x[i] * x[i];
-    float norm = block_length<D>(lane, squares), inverse = norm > TQKV__MIN_NORM ? 1.0f / norm : 0.0f;
+    for (int j = 0; j < ENCODE_PIECES(D); j++) {
+        float squares[ENCODE_PIECE(D)];
+        TQKV_UNROLL
+        for (int i = 0; i < ENCODE_PIECE(D); i++) squares[i] = x[j * ENCODE_PIECE(D) + i] * x[j * ENCODE_PIECE(D) + i];
+        sums[j] = sum_of_piece<D>(squares);
+    }
+    float norm = block_length<D>(sum_of_block<D>(lane, sums)), inverse = norm > TQKV__MIN_NORM ? 1.0f / norm : 0.0f;
     scale_blocks<D, NORM_BLOCK(D)>(inverse * (NORM_BLOCK(D) == D ? TQKV__SQRT(D) : block_scale), lane, x);
     return norm;
 }
 
-// Quantising shortens a row by its error. The stored norm makes the decoded row as long as the row was. squares: of the
-// centroids of the lane's codes
+// Quantising shortens a row by its error. The stored norm makes the decoded row as long as the row was. squares: the sum of
+// those of the centroids in the lane's own block
 template <int D>
-inline float corrected_norm(float block_scale, uint lane, thread const float *squares, float norm)
+inline float corrected_norm(float block_scale, float squares, float norm)
 {
-    float factor = (NORM_BLOCK(D) == D ? TQKV__SQRT(D) : block_scale) / block_length<D>(lane, squares);
+    float factor = (NORM_BLOCK(D) == D ? TQKV__SQRT(D) : block_scale) / block_length<D>(squares);
     norm = norm <= TQKV__MIN_NORM ? 0.0f : norm * factor;
     // The rotation may overflow to NaN. Which of all NaNs differs between machines: store always the same.
     return (as_type<uint>(norm) & 0x7fffffffu) > 0x7f800000u ? as_type<float>(0x7fc00000u) : norm;
@@ -5893,47 +6208,28 @@ inline void store_bits(device uchar *to, thread const uint *words)
     }
 }
 
-// The row that a lane encodes, and the lane's number among the lanes of the row.
-struct encode_place {
-    uint lane, token, head;
-    bool exists; // the row
+// The rows of a simdgroup: TQKV__ENCODE_ROWS(D) tokens of one head, whose centre and scales it loads once. Neighbouring simdgroups
+// have neighbouring heads.
+struct encode_range {
+    uint head, begin, end; // tokens
 };
 
-// The lane's row of the first pass. first_row: the simdgroup's first.
 template <int D>
-inline encode_place first_place(constant tqkv__rows_args &args, uint first_row, uint lane)
+inline encode_range range_of_simdgroup(constant tqkv__rows_args &args, uint number)
 {
-    encode_place at;
-    at.lane = lane % uint(ENCODE_LANES(D));
-    uint row = first_row + lane / uint(ENCODE_LANES(D));
-    at.token = row / uint(args.n_kv_heads);
-    at.head = row % uint(args.n_kv_heads);
-    at.exists = at.token < uint(args.n_tokens);
-    return at;
+    const uint each = uint(TQKV__ENCODE_ROWS(D));
+    encode_range range;
+    range.head = number % uint(args.n_kv_heads);
+    range.begin = number / uint(args.n_kv_heads) * each;
+    range.end = min(range.begin + each, uint(args.n_tokens));
+    return range;
 }
 
-// The lane's row of the next pass, without another division.
-template <int D>
-inline void next_place(constant tqkv__rows_args &args, uint step_tokens, uint step_heads, thread encode_place &at)
-{
-    at.token += step_tokens;
-    at.head += step_heads;
-    bool wrap = at.head >= uint(args.n_kv_heads);
-    at.token += wrap ? 1u : 0u;
-    at.head -= wrap ? uint(args.n_kv_heads) : 0u;
-    at.exists = at.token < uint(args.n_tokens);
-}
-
-// The lane's row of the caller in the next pass, which begins at `from` in this one. A lane without one keeps the one it has.
-inline ulong next_source(constant tqkv__rows_args &args, uint step_tokens, uint step_heads,
-                         thread const encode_place &at, ulong from)
-{
-    bool wrap = at.head + step_heads >= uint(args.n_kv_heads);
-    ulong step = source_offset(args, step_tokens, step_heads),
-          back = source_offset(args, 1u, 0u) - source_offset(args, 0u, uint(args.n_kv_heads));
-    bool exists = at.token + step_tokens + (wrap ? 1u : 0u) < uint(args.n_tokens);
-    return exists ? from + step + (wrap ? back : 0u) : from;
-}
+// The row that a lane encodes, and the lane's number among the lanes of the row.
+struct encode_place {
+    uint lane, token;
+    bool exists; // the row
+};
 
 // Stores the lower 16 bits of each word, those of a piece, 32 bits at a time: of two pieces a lane has one from its
 // neighbour and gives away the other.
@@ -6015,23 +6311,73 @@ inline void store_halves(thread const encode_place &at, thread const float *x, d
     }
 }
 
-// The codes of the lane's values, which become the squares of their centroids. All lanes come here together; those whose
-// row does not exist store nothing. row: in the store
+// Sums over the lane's own block: of the squares of the codes' centroids, and of value times centroid.
+struct block_fit {
+    float squares, products;
+};
+
+// Those of the codes that x has under a factor. All lanes come here together.
 template <int D>
-inline void store_codes(uint format, thread const encode_target &target, thread const encode_place &at,
-                        device uchar *row, thread float *x)
+inline block_fit fit_of(uint bits, float factor, thread const quantiser &book, uint lane, thread const float *x)
+{
+    const int J = ENCODE_PIECES(D), C = ENCODE_PIECE(D);
+    float squares[J], products[J];
+    TQKV_UNROLL
+    for (int j = 0; j < J; j++) {
+        float square[C], product[C];
+        TQKV_UNROLL
+        for (int i = 0; i < C; i++) {
+            float v = x[j * C + i], centroid = centroid_of_value(v * factor, bits, book);
+            square[i] = centroid * centroid;
+            product[i] = v * centroid;
+        }
+        squares[j] = sum_of_piece<D>(square);
+        products[j] = sum_of_piece<D>(product);
+    }
+    block_fit fit;
+    fit.squares = sum_of_block<D>(lane, squares);
+    fit.products = sum_of_block<D>(lane, products);
+    return fit;
+}
+
+// Of the format's factors the one whose codes fit the lane's own block best: the part of the block's length that lies along
+// them is the largest. The first of equal ones, and the first of all if there is a NaN. squares: of the best codes
+template <int D>
+inline float best_factor(uint bits, thread const quantiser &book, uint lane, thread const float *x,
+                         thread float &squares)
+{
+    constant float *factors = TQKV__FACTORS(bits);
+    float best = factors[0], most = 0.0f;
+    for (uint i = 0; i < uint(TQKV__N_FACTORS(bits)); i++) {
+        float factor = factors[i];
+        block_fit fit = fit_of<D>(bits, factor, book, lane, x);
+        float share = fit.products * fit.products / fit.squares;
+        bool better = i == 0 || share > most;
+        best = better ? factor : best;
+        most = better ? share : most;
+        squares = better ? fit.squares : squares;
+    }
+    return best;
+}
+
+// The codes of the lane's values. Returns the sum of the squares of their centroids in the lane's own block, 0 without a codebook.
+// All lanes come here together; those whose row does not exist store nothing. row: in the store
+template <int D>
+inline float store_codes(uint format, thread const encode_target &target, thread const encode_place &at,
+                         device uchar *row, thread float *x)
 {
     const int N = ENCODE_VALUES(D);
     uint codes[N], bits = codebook_bits(format);
+    float squares = 0.0f;
     if (main_bits(format) == 16) {
         store_halves<D>(at, x, row);
-        return;
+        return squares;
     }
+    if (has_codebook(format))
+        scale_blocks<D, NORM_BLOCK(D)>(best_factor<D>(bits, target.book, at.lane, x, squares), at.lane, x);
     TQKV_UNROLL
     for (int i = 0; i < N; i++)
         codes[i] = has_codebook(format) ? quantise(x[i], bits, target.book) : quantise_grid(x[i]);
-    TQKV_UNROLL
-    for (int i = 0; i < N; i++) x[i] = has_codebook(format) ? square_of(codes[i], bits, target.book) : 0.0f;
     bool whole = upper_bits(format) == 0;
     uint offset = has_codebook(format) ? code_offset(bits) : 0u;
     if (main_bits(format) == 2) store_field<D, 2>(codes, 0u, whole, offset, at, row);
@@ -6040,6 +6386,7 @@ inline void store_codes(uint format, thread const encode_target &target, thread 
     device uchar *upper = row + upper_offset<D>(format);
     if (upper_bits(format) == 1) store_field<D, 1>(codes, main_bits(format), false, 0u, at, upper);
     if (upper_bits(format) == 2) store_field<D, 2>(codes, main_bits(format), false, 0u, at, upper);
+    return squares;
 }
 
 // The signs of the lane's values in every row: bits and, where a lane has few values, +-1.
@@ -6108,9 +6455,10 @@ inline threadgroup float *space_of_simdgroup(threadgroup float *space, uint simd
 // The rows of one stream, and what prepares them.
 struct encode_source {
     uint format, type;
-    bool rotated, centered, has_flag;
+    bool rotated, centered, scaled, has_flag;
     device const uchar *rows;       // [n_tokens][n_kv_heads][D], with strides
     device const float *center;     // [n_kv_heads][D]
+    device const float *scale;      // the same, of the channels
     threadgroup float *space;       // space_of_simdgroup
     device atomic_uint *not_finite; // becomes 1 if a row has a NaN or Inf, with has_flag
 };
@@ -6126,18 +6474,33 @@ inline void load_source(thread const encode_source &source, ulong from, uint lan
         load_typed_pieces<D, L, ENCODE_PIECE(D)>(source.type, source.rows, from, lane, x);
 }
 
+// The lane's part of what a head's channels have, [n_kv_heads][D], likewise.
 template <int D>
-inline void subtract_center(thread const encode_source &source, uint head, uint lane, thread float *x)
+inline void load_channels(thread const encode_source &source, device const float *channels, uint head, uint lane,
+                          thread float *x)
 {
     const int L = ENCODE_LANES(D);
-    float center[ENCODE_VALUES(D)];
-    device const float *from = source.center + row_offset(head, D);
+    device const float *from = channels + row_offset(head, D);
     if (!TQKV__HAS_MATRIX(D) || source.rotated)
-        load_pieces<D, L, ROTATED_PIECE(D)>(from, lane, center);
+        load_pieces<D, L, ROTATED_PIECE(D)>(from, lane, x);
     else
-        load_pieces<D, L, ENCODE_PIECE(D)>(from, lane, center);
+        load_pieces<D, L, ENCODE_PIECE(D)>(from, lane, x);
+}
+
+// The centre of the lane's values, and what they are then multiplied by: as in tqkv_encode a rounded reciprocal.
+template <int D>
+struct row_channels {
+    float center[ENCODE_VALUES(D)], factor[ENCODE_VALUES(D)];
+};
+
+template <int D>
+inline void open_channels(thread const encode_source &source, uint head, uint lane, thread row_channels<D> &channels)
+{
+    if (source.centered) load_channels<D>(source, source.center, head, lane, channels.center);
+    if (!source.scaled) return;
+    load_channels<D>(source, source.scale, head, lane, channels.factor);
     TQKV_UNROLL
-    for (int i = 0; i < ENCODE_VALUES(D); i++) x[i] = x[i] - center[i];
+    for (int i = 0; i < ENCODE_VALUES(D); i++) channels.factor[i] = 1.0f / channels.factor[i];
 }
 
 template <int D>
@@ -6149,12 +6512,15 @@ inline void rotate_source(thread const row_signs<D> &signs, uint lane, thread fl
         rotate_values<D, ENCODE_LANES(D), ROTATED_PIECE(D)>(x, lane, signs.bits);
 }
 
-// The first steps: centres and rotates. Every value of a rotated row is a sum over the row, so one value shows that there
+// Whether a lane has registers for its part of the next row, and of the channels, besides that of a row.
+#define HOLDS_ROWS(D) (ENCODE_VALUES(D) <= 20)
+
+// The first steps: centres, scales and rotates. Every value of a rotated row is a sum over the row, so one value shows that there
 // may be a NaN or Inf. Then the row is loaded again, checked itself, which raises the flag, and rotated: by the same code,
-// which is long. x: as load_source has loaded it; head: of the row; lane: of the simdgroup
+// which is long. x: as load_source has loaded it; lane: of the simdgroup
 template <int D>
 inline void prepare_row(thread const encode_source &source, thread const row_signs<D> &signs, ulong from, uint head,
-                        uint lane, thread float *x)
+                        uint lane, thread row_channels<D> &channels, thread float *x)
 {
     uint part = lane % uint(ENCODE_LANES(D));
     bool checks = !source.rotated, again = true;
@@ -6166,7 +6532,12 @@ inline void prepare_row(thread const encode_source &source, thread const row_sig
             if (cleared && source.has_flag && part == 0)
                 atomic_store_explicit(source.not_finite, 1u, memory_order_relaxed);
         }
-        if (source.centered && !cleared) subtract_center<D>(source, head, part, x);
+        if (!HOLDS_ROWS(D)) open_channels<D>(source, head, part, channels);
+        TQKV_UNROLL
+        for (int i = 0; i < ENCODE_VALUES(D); i++) {
+            if (source.centered) x[i] = cleared ? x[i] : x[i] - channels.center[i];
+            if (source.scaled) x[i] = x[i] * channels.factor[i];
+        }
         if (source.rotated) rotate_source<D>(signs, part, x);
         again = !checks && simd_any(!is_finite(x[0]));
         checks = true;
@@ -6176,10 +6547,10 @@ inline void prepare_row(thread const encode_source &source, thread const row_sig
 
 // The corrected norm of the lane's own block. to: the row in the store
 template <int D>
-inline void store_norms(uint format, float block_scale, ulong to, thread const encode_place &at,
-                        thread const float *squares, float norm, device float *norms)
+inline void store_norms(uint format, float block_scale, ulong to, thread const encode_place &at, float squares,
+                        float norm, device float *norms)
 {
-    if (has_codebook(format)) norm = corrected_norm<D>(block_scale, at.lane, squares, norm);
+    if (has_codebook(format)) norm = corrected_norm<D>(block_scale, squares, norm);
     norms += to * ulong(uint(D) / norm_block<D>(format));
     if (!at.exists || !has_norms(format)) return;
     if (has_codebook(format))
@@ -6188,64 +6559,65 @@ inline void store_norms(uint format, float block_scale, ulong to, thread const e
         store_norm<D, MAXIMUM_BLOCK(D)>(norm, at.lane, norms);
 }
 
-// A lane asks for its part of the next row as soon as it has registers for it: after the rotation or, if a row takes
-// many, after the codes.
-#define LOADS_EARLY(D) (ENCODE_VALUES(D) <= 20)
-
-// A simdgroup encodes up to TQKV__ENCODE_ROWS(D) rows from `first_row` on. Lanes without a row repeat the last one and
-// store nothing.
+// A simdgroup encodes its rows, 32 / L at a time. Lanes without a row repeat the last one and store nothing. A lane asks for its
+// part of the next row as soon as it has registers for it: after the rotation or after the codes. number: of the simdgroup
 template <int D>
 inline void encode_rows(constant tqkv__rows_args &args, thread const encode_source &source,
-                        thread const encode_target &target, uint first_row, uint lane)
+                        thread const encode_target &target, uint number, uint lane)
 {
     const int ROWS = 32 / ENCODE_LANES(D), N = ENCODE_VALUES(D);
-    const uint format = source.format;
-    uint n_heads = uint(args.n_kv_heads), n_rows = uint(args.n_tokens) * n_heads;
-    uint step_tokens = uint(ROWS) / n_heads, step_heads = uint(ROWS) % n_heads;
-    encode_place at = first_place<D>(args, first_row, lane);
+    const uint format = source.format, last = uint(args.n_tokens) - 1u;
+    encode_range range = range_of_simdgroup<D>(args, number);
+    encode_place at = {lane % uint(ENCODE_LANES(D)), range.begin + lane / uint(ENCODE_LANES(D)), true};
     row_signs<D> signs = open_signs<D>(at.lane);
+    row_channels<D> channels;
     float next[N];
-    ulong from = source_offset(args, min(at.token, uint(args.n_tokens) - 1u), at.head);
+    if (range.begin >= range.end) return;
+    ulong from = source_offset(args, min(at.token, last), range.head);
     load_source<D>(source, from, at.lane, next);
-    for (uint row = first_row; row < min(first_row + uint(TQKV__ENCODE_ROWS(D)), n_rows); row += uint(ROWS)) {
-        ulong after = next_source(args, step_tokens, step_heads, at, from);
+    if (HOLDS_ROWS(D)) open_channels<D>(source, range.head, at.lane, channels);
+    for (uint first = range.begin; first < range.end; first += uint(ROWS)) {
+        ulong own = from;
         float x[N];
         TQKV_UNROLL
         for (int i = 0; i < N; i++) x[i] = next[i];
-        prepare_row<D>(source, signs, from, at.head, lane, x);
-        from = after;
-        if (LOADS_EARLY(D)) load_source<D>(source, from, at.lane, next);
+        prepare_row<D>(source, signs, own, range.head, lane, channels, x);
+        from = source_offset(args, min(at.token + uint(ROWS), last), range.head);
+        if (HOLDS_ROWS(D)) load_source<D>(source, from, at.lane, next);
         float norm = normalise<D>(format, args.block_scale, at.lane, x);
-        uint slot = target.paged ? paged_slot_of(args, target.pages, min(at.token, uint(args.n_tokens) - 1u))
-                                 : slot_of(args, at.token);
-        if (target.paged) at.exists = at.exists && slot < uint(args.capacity);
-        ulong to = row_in_store(args, slot, at.head);
-        store_codes<D>(format, target, at, target.codes + to * ulong(row_bytes<D>(format)), x);
-        if (!LOADS_EARLY(D)) load_source<D>(source, from, at.lane, next);
-        store_norms<D>(format, args.block_scale, to, at, x, norm, target.norms);
-        next_place<D>(args, step_tokens, step_heads, at);
+        uint slot = target.paged ? paged_slot_of(args, target.pages, min(at.token, last)) : slot_of(args, at.token);
+        at.exists = at.token < range.end && (!target.paged || slot < uint(args.capacity));
+        ulong to = row_in_store(args, slot, range.head);
+        float squares = store_codes<D>(format, target, at, target.codes + to * ulong(row_bytes<D>(format)), x);
+        if (!HOLDS_ROWS(D)) load_source<D>(source, from, at.lane, next);
+        store_norms<D>(format, args.block_scale, to, at, squares, norm, target.norms);
+        at.token += uint(ROWS);
     }
 }
 
 // The same rows as values that encode_rows would make codes of. scaled: [n_tokens][n_kv_heads][D]
 template <int D>
-inline void probe_rows(constant tqkv__rows_args &args, thread const encode_source &source, uint first_row, uint lane,
+inline void probe_rows(constant tqkv__rows_args &args, thread const encode_source &source, uint number, uint lane,
                        device float *scaled)
 {
     const int L = ENCODE_LANES(D), C = ENCODE_PIECE(D), ROWS = 32 / L;
-    uint n_rows = uint(args.n_tokens) * uint(args.n_kv_heads), part = lane % uint(L);
+    encode_range range = range_of_simdgroup<D>(args, number);
+    uint part = lane % uint(L);
     row_signs<D> signs = open_signs<D>(part);
-    for (uint row = first_row; row < min(first_row + uint(TQKV__ENCODE_ROWS(D)), n_rows); row += uint(ROWS)) {
+    row_channels<D> channels;
+    if (range.begin >= range.end) return;
+    if (HOLDS_ROWS(D)) open_channels<D>(source, range.head, part, channels);
+    for (uint first = range.begin; first < range.end; first += uint(ROWS)) {
         float x[ENCODE_VALUES(D)];
-        uint own = row + lane / uint(L), existing = min(own, n_rows - 1u);
-        uint head = existing % uint(args.n_kv_heads);
-        ulong from = source_offset(args, existing / uint(args.n_kv_heads), head);
+        uint own = first + lane / uint(L), existing = min(own, uint(args.n_tokens) - 1u);
+        ulong from = source_offset(args, existing, range.head);
         load_source<D>(source, from, part, x);
-        prepare_row<D>(source, signs, from, head, lane, x);
+        prepare_row<D>(source, signs, from, range.head, lane, channels, x);
         normalise<D>(source.format, args.block_scale, part, x);
+        device float *to = scaled + row_offset(own * uint(args.n_kv_heads) + range.head, D);
         TQKV_UNROLL
         for (int i = 0; i < ENCODE_VALUES(D); i++)
-            if (own < n_rows) scaled[row_offset(own, D) + value_of_lane<L, C>(part, i)] = x[i];
+            if (own < range.end) to[value_of_lane<L, C>(part, i)] = x[i];
     }
 }
 
@@ -6258,6 +6630,7 @@ inline void probe_rows(constant tqkv__rows_args &args, thread const encode_sourc
 // stream_format: declared above
 #define rotated rotate_center // the same function constant
 // centered: declared above
+// with_scale: declared above
 // row_type: declared above
 // paged: declared above
 
@@ -6271,9 +6644,10 @@ inline void probe_rows(constant tqkv__rows_args &args, thread const encode_sourc
         device atomic_uint *not_finite [[buffer(4)]], \
         device const float *center [[buffer(5)]], \
         device const int *pages [[buffer(6)]], \
+        device const float *scale [[buffer(7)]], \
         threadgroup uint2 *cells [[threadgroup(0)]], \
         threadgroup float *space [[threadgroup(1)]], \
-        threadgroup float *squares [[threadgroup(2)]], \
+        threadgroup float *centroids [[threadgroup(2)]], \
         uint3 group [[threadgroup_position_in_grid]], \
         uint thread_index [[thread_index_in_threadgroup]], \
         uint lane [[thread_index_in_simdgroup]], \
@@ -6281,12 +6655,12 @@ inline void probe_rows(constant tqkv__rows_args &args, thread const encode_sourc
         uint n_simdgroups [[simdgroups_per_threadgroup]]) \
     { \
         load_cells(stream_format, cells, thread_index, n_simdgroups * 32u); \
-        load_squares(stream_format, squares, thread_index, n_simdgroups * 32u); \
+        load_codebook(stream_format, centroids, thread_index, n_simdgroups * 32u); \
         threadgroup_barrier(mem_flags::mem_threadgroup); \
-        encode_source source = {stream_format, row_type, rotated, centered, args.has_flag != 0, rows, center, \
-                                space_of_simdgroup<D>(space, simdgroup), not_finite}; \
-        encode_target target = {codes, norms, open_quantiser(stream_format, cells, squares, lane), paged, pages}; \
-        encode_rows<D>(args, source, target, (group.x * n_simdgroups + simdgroup) * uint(TQKV__ENCODE_ROWS(D)), lane); \
+        encode_source source = {stream_format, row_type, rotated, centered, with_scale, args.has_flag != 0, rows, center, \
+                                scale, space_of_simdgroup<D>(space, simdgroup), not_finite}; \
+        encode_target target = {codes, norms, open_quantiser(stream_format, cells, centroids, lane), paged, pages}; \
+        encode_rows<D>(args, source, target, group.x * n_simdgroups + simdgroup, lane); \
     }
 // clang-format on
 
@@ -6335,8 +6709,10 @@ ENCODE(1024)
 // value_rotated: declared above
 // key_centered: declared above
 // value_centered: declared above
+// key_scaled: declared above
+// value_scaled: declared above
 // row_type: declared above
-constant uint value_type [[function_constant(TQKV_FC_VALUE_TYPE)]];
+#define value_type query_type // the same function constant
 // paged: declared above
 constant bool value_paged [[function_constant(TQKV_FC_VALUE_PAGES)]];
 
@@ -6357,9 +6733,11 @@ constant bool value_paged [[function_constant(TQKV_FC_VALUE_PAGES)]];
         device const float *value_center [[buffer(10)]], \
         device const int *key_pages [[buffer(11)]], \
         device const int *value_pages [[buffer(12)]], \
+        device const float *key_scale [[buffer(13)]], \
+        device const float *value_scale [[buffer(14)]], \
         threadgroup uint2 *cells [[threadgroup(0)]], \
         threadgroup float *space [[threadgroup(1)]], \
-        threadgroup float *squares [[threadgroup(2)]], \
+        threadgroup float *centroids [[threadgroup(2)]], \
         uint3 group [[threadgroup_position_in_grid]], \
         uint thread_index [[thread_index_in_threadgroup]], \
         uint lane [[thread_index_in_simdgroup]], \
@@ -6368,18 +6746,18 @@ constant bool value_paged [[function_constant(TQKV_FC_VALUE_PAGES)]];
     { \
         uint number = group.x * n_simdgroups + simdgroup; \
         load_cells(group.z == 0 ? key_format : value_format, cells, thread_index, n_simdgroups * 32u); \
-        load_squares(group.z == 0 ? key_format : value_format, squares, thread_index, n_simdgroups * 32u); \
+        load_codebook(group.z == 0 ? key_format : value_format, centroids, thread_index, n_simdgroups * 32u); \
         threadgroup_barrier(mem_flags::mem_threadgroup); \
         if (group.z == 0) { \
-            encode_source source = {key_format, row_type, key_rotated, key_centered, key_args.has_flag != 0, keys, key_center, \
-                                    space_of_simdgroup<D>(space, simdgroup), not_finite}; \
-            encode_target target = {key_codes, key_norms, open_quantiser(key_format, cells, squares, lane), paged, key_pages}; \
-            encode_rows<D>(key_args, source, target, number * uint(TQKV__ENCODE_ROWS(D)), lane); \
+            encode_source source = {key_format, row_type, key_rotated, key_centered, key_scaled, key_args.has_flag != 0, keys, \
+                                    key_center, key_scale, space_of_simdgroup<D>(space, simdgroup), not_finite}; \
+            encode_target target = {key_codes, key_norms, open_quantiser(key_format, cells, centroids, lane), paged, key_pages}; \
+            encode_rows<D>(key_args, source, target, number, lane); \
         } else { \
-            encode_source source = {value_format, value_type, value_rotated, value_centered, value_args.has_flag != 0, values, value_center, \
-                                    space_of_simdgroup<V>(space, simdgroup), not_finite}; \
-            encode_target target = {value_codes, value_norms, open_quantiser(value_format, cells, squares, lane), value_paged, value_pages}; \
-            encode_rows<V>(value_args, source, target, number * uint(TQKV__ENCODE_ROWS(V)), lane); \
+            encode_source source = {value_format, value_type, value_rotated, value_centered, value_scaled, value_args.has_flag != 0, \
+                                    values, value_center, value_scale, space_of_simdgroup<V>(space, simdgroup), not_finite}; \
+            encode_target target = {value_codes, value_norms, open_quantiser(value_format, cells, centroids, lane), value_paged, value_pages}; \
+            encode_rows<V>(value_args, source, target, number, lane); \
         } \
     }
 // clang-format on
@@ -6867,7 +7245,7 @@ inline void load_heads(constant tqkv__index_args &call, thread const attend_task
         for (int r = 0; r < INDEX_ROWS; r++) {
             uint c = first + uint(r);
             float shift = part.with_center ? score_of_center<D>(call.keys, task, part, x[r]) : 0.0f;
-            if (part.rotate) rotate_row<D>(x[r], task.lane);
+            turn_query<D>(task, part, x[r]);
             float size = size_of_row<D>(x[r]), inverse = c < n_used ? 1.0f / size : 0.0f;
             TQKV_UNROLL
             for (int i = 0; i < C; i += 2) { // neighbours, as in query_value
@@ -7129,7 +7507,7 @@ inline void score_index_blocks(constant tqkv__index_args &call, thread attend_ta
 // index_scores: what index_choice takes. Threadgroups: x ranges of blocks, y queries.
 
 // q: [n_queries][n_heads][D], codes: [capacity][row_bytes], norms: [capacity], weights: [n_queries][n_heads], out:
-// [n_queries][n_blocks], center: [D]
+// [n_queries][n_blocks], center, scale: [D]
 // clang-format off
 #define INDEX_SCORES(D) \
     kernel void tqkv_index_scores_d##D( \
@@ -7141,6 +7519,7 @@ inline void score_index_blocks(constant tqkv__index_args &call, thread attend_ta
         device float *out [[buffer(5)]], \
         device const float *center [[buffer(6)]], \
         device const int *pages [[buffer(7)]], \
+        device const float *scale [[buffer(8)]], \
         threadgroup float *tables [[threadgroup(0)]], \
         threadgroup float *queries [[threadgroup(1)]], \
         threadgroup float *scores [[threadgroup(2)]], \
@@ -7156,6 +7535,7 @@ inline void score_index_blocks(constant tqkv__index_args &call, thread attend_ta
         task.keys.codes = codes; \
         task.keys.norms = norms; \
         task.center = center; \
+        task.scale = scale; \
         task.pages.keys = pages; \
         task.pages.lane = lane; \
         task.tables = tables; \
@@ -7186,6 +7566,7 @@ INDEX_SCORES(128)
 // stream_format: declared above
 // rotated: declared above
 // centered: declared above
+// with_scale: declared above
 // row_type: declared above
 
 // clang-format off
@@ -7196,15 +7577,16 @@ INDEX_SCORES(128)
         device float *scaled [[buffer(2)]], \
         device atomic_uint *not_finite [[buffer(3)]], \
         device const float *center [[buffer(4)]], \
+        device const float *scale [[buffer(5)]], \
         threadgroup float *space [[threadgroup(0)]], \
         uint3 group [[threadgroup_position_in_grid]], \
         uint lane [[thread_index_in_simdgroup]], \
         uint simdgroup [[simdgroup_index_in_threadgroup]], \
         uint n_simdgroups [[simdgroups_per_threadgroup]]) \
     { \
-        encode_source source = {stream_format, row_type, rotated, centered, args.has_flag != 0, rows, center, \
-                                space_of_simdgroup<D>(space, simdgroup), not_finite}; \
-        probe_rows<D>(args, source, (group.x * n_simdgroups + simdgroup) * uint(TQKV__ENCODE_ROWS(D)), lane, scaled); \
+        encode_source source = {stream_format, row_type, rotated, centered, with_scale, args.has_flag != 0, rows, center, \
+                                scale, space_of_simdgroup<D>(space, simdgroup), not_finite}; \
+        probe_rows<D>(args, source, group.x * n_simdgroups + simdgroup, lane, scaled); \
     }
 // clang-format on
 

@@ -36,24 +36,28 @@ struct key_part {
     stream_rows rows; // of the KV head
     float block_scale;
     threadgroup float *queries;
-    bool rotate, with_center, rotate_center;
-    device const float *center;
-    uint first; // value of a query
-    bool apart; // of rows of a tile
+    bool rotate, scaled, with_center, rotate_center, scale_center;
+    device const float *center, *scale; // of the channels
+    uint first;                         // value of a query
+    bool apart;                         // of rows of a tile
 };
 
 inline key_part first_part(constant tqkv__attend_args &args, thread const attend_task &task)
 {
-    key_part part = {key_format,   task.keys,     args.key_block_scale, task.queries, rotate_queries,
-                     key_centered, rotate_center, task.center,          0u,           rows_apart()};
+    key_part part = {key_format, task.keys,    args.key_block_scale, task.queries, rotate_queries,
+                     key_scaled, key_centered, rotate_center,        scale_center, task.center,
+                     task.scale, 0u,           rows_apart()};
     return part;
 }
 
 template <int D>
 inline key_part tail_part(thread const attend_task &task)
 {
-    key_part part = {tail_format,        task.tail,        1.0f,    task.tail_queries, rotate_tail, tail_centered,
-                     rotate_tail_center, task.tail_center, uint(D), tail_rows_apart()};
+    key_part part = {tail_format,       task.tail,          1.0f,
+                     task.tail_queries, rotate_tail,        tail_scaled,
+                     tail_centered,     rotate_tail_center, scale_tail_center,
+                     task.tail_center,  task.tail_scale,    uint(D),
+                     tail_rows_apart()};
     return part;
 }
 
@@ -69,9 +73,10 @@ inline key_part tail_part(thread const attend_task &task)
     (KEY_BLOCK(D, W) % (4 * KEY_VALUES(D, W)) == 0 ? 4 : KEY_BLOCK(D, W) % (2 * KEY_VALUES(D, W)) == 0 ? 2 : 1)
 
 // Loads of a row that a lane starts before it uses the first of them; an odd number of loads all at once, if they fit
-// into 40 registers.
+// into 40 registers. Or one at a time: see TQKV_LOADS_AHEAD.
 #define KEY_STEPS(D, W) ((D) / KEY_VALUES(D, W) / KEY_LANES(D, W))
-#define KEY_BATCH(D, W) (KEY_STEPS(D, W) % 2 == 0 ? 2 : (D) * (W) / 32 <= 40 ? KEY_STEPS(D, W) : 1)
+#define KEY_BATCH(D, W)                                                                                                \
+    (TQKV_LOADS_AHEAD == 1 ? 1 : KEY_STEPS(D, W) % 2 == 0 ? 2 : (D) * (W) / 32 <= 40 ? KEY_STEPS(D, W) : 1)
 
 // The row of a tile whose score a lane ends with.
 template <int D>
@@ -114,8 +119,7 @@ inline float score_of_center(constant tqkv__attend_args &args, thread const atte
 {
     float center[TQKV_LANE_VALUES(D)], dot = 0.0f;
     uint part = lane_of_row<D>(task.lane);
-    load_row<D>(keys.center + row_offset(task.kv_head, D), part, center);
-    if (keys.rotate_center) rotate_row<D>(center, part);
+    load_center<D>(keys.center, keys.scale, task.kv_head, keys.scale_center, keys.rotate_center, part, center);
     TQKV_UNROLL
     for (int i = 0; i < TQKV_LANE_VALUES(D); i++) dot = fma(x[i], center[i], dot);
     TQKV_UNROLL
@@ -130,6 +134,15 @@ inline void load_query(constant tqkv__attend_args &args, thread const attend_tas
 {
     ulong first = row_offset(query, args.query_token_stride) + row_offset(head, args.query_head_stride);
     load_typed_row<D>(row_type, task.q, first + ulong(keys.first), lane_of_row<D>(task.lane), x);
+}
+
+// To the basis of the keys, after score_of_center: that takes the query as it came.
+template <int D>
+inline void turn_query(thread const attend_task &task, thread const key_part &keys, thread float *x)
+{
+    uint part = lane_of_row<D>(task.lane);
+    if (keys.scaled) multiply_channels<D>(keys.scale, task.kv_head, part, x);
+    if (keys.rotate) rotate_row<D>(x, part);
 }
 
 // TQKV_ROWS(D) columns at a time. Lanes beyond the last column repeat it and store nothing.
@@ -149,7 +162,7 @@ inline void load_query_part(constant tqkv__attend_args &args, thread const atten
         float shift = keys.with_center ? score_of_center<D>(args, task, keys, x) : 0.0f;
         if (has_shifts() && part == 0 && own < columns)
             task.kept[column] = keys.first == 0 ? shift : task.kept[column] + shift;
-        if (keys.rotate) rotate_row<D>(x, part);
+        turn_query<D>(task, keys, x);
         TQKV_UNROLL
         for (int i = 0; i < TQKV_LANE_VALUES(D); i++)
             if (own < columns)
@@ -396,6 +409,7 @@ inline void weigh_tile(constant tqkv__attend_args &args, thread const attend_tas
     {
         int newest = state.newest[c];
         seen[c] = at.position <= newest && (args.window == 0 || at.position > newest - args.window);
+        seen[c] = seen[c] && reads_here(args, newest, at.position);
         if (has_tree) seen[c] = seen[c] && tree_shows(args, task.tree, newest, at.position);
         score[c] = seen[c] ? score_of(args, score[c], factor, state.shift[c]) : -INFINITY;
         raise = raise || score[c] > state.maximum[c] + 11.0f;
@@ -709,6 +723,8 @@ inline void attend(constant tqkv__attend_args &args, thread const attend_task &t
     device const float *tail_norms [[buffer(14)]], \
     device const float *tail_center [[buffer(15)]], \
     device const int *list_rows [[buffer(16)]], \
+    device const float *key_scale [[buffer(17)]], \
+    device const float *tail_scale [[buffer(18)]], \
     threadgroup float *tables [[threadgroup(0)]], \
     threadgroup float *queries [[threadgroup(1)]], \
     threadgroup float *states [[threadgroup(3)]], \
@@ -732,6 +748,8 @@ inline void attend(constant tqkv__attend_args &args, thread const attend_task &t
     task.partial_state = partial_state; \
     task.center = key_center; \
     task.tail_center = tail_center; \
+    task.scale = key_scale; \
+    task.tail_scale = tail_scale; \
     task.pages.keys = key_pages; \
     task.pages.values = value_pages; \
     task.pages.lane = lane; \

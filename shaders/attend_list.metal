@@ -4,6 +4,7 @@
 
 constant bool has_tree [[function_constant(TQKV_FC_TREE)]];
 constant bool batch [[function_constant(TQKV_FC_BATCH)]];
+constant uint halves [[function_constant(TQKV_FC_HALVES)]];
 
 inline uint entries_of(constant tqkv__attend_args &args) { return uint(args.list_row) - uint(TQKV__LIST_HEADER); }
 
@@ -32,11 +33,16 @@ inline list_range range_of_query(constant tqkv__attend_args &args, device const 
     list_range range;
     int end = args.first_newest + int(query) + 1, to = max(min(end, args.kv_len), 0);
     range.from = args.window != 0 ? max(end - args.window, 0) : 0;
+    int begin =
+        min(halves_begin(args, end - 1), to); // what the query reads here ends or begins with its own newest halves
+    if (halves == TQKV__NEWEST_HALVES) range.from = max(range.from, begin);
     range.newest = newest_from(args, tree, query, range.from, to);
     int begins =
         range.newest < to ? range.newest + args.list_inside : to + args.list_inside + (1 << args.list_shift) - 1;
     range.recent = begins >> args.list_shift;
-    range.to = max(min(to, args.slice_end), range.from);
+    range.to = min(to, args.slice_end);
+    if (halves == TQKV__BEFORE_HALVES) range.to = min(range.to, begin);
+    range.to = max(range.to, range.from);
     range.first = (range.from + args.list_inside) >> args.list_shift;
     range.last = (range.to + args.list_inside - 1) >> args.list_shift;
     return range;

@@ -65,12 +65,15 @@ inline float scale_of_norm(uint format, float norm, float block_scale)
     return has_norms(format) && one_norm<D>(format) ? code_scale<D>(format, norm, block_scale) : 1.0f;
 }
 
-// The norms of the tile at slot `base`. With few columns the walk holds them, and loads those of the tile at `next_base`.
+// Whether a walk holds the norms of its next tile.
+#define HOLDS_NORMS(F) (TQKV_LOADS_AHEAD > 1 && (F) <= 2)
+
+// The norms of the tile at slot `base`. If so the walk holds them, and loads those of the tile at `next_base`.
 template <int D, int F>
 inline void next_tile_norms(constant tqkv__attend_args &args, thread const attend_task &task, tile_memory base,
                             tile_memory next_base, thread tile_norms &held, thread tile_norms &norms)
 {
-    if (F > 2) {
+    if (!HOLDS_NORMS(F)) {
         load_tile_norms<D>(args, task, base, norms);
         return;
     }
@@ -116,7 +119,7 @@ inline void load_query_rows(constant tqkv__attend_args &args, thread const atten
         float x[TQKV_LANE_VALUES(D)];
         load_query<D>(args, task, keys, uint(row.query), head, x);
         float shift = keys.with_center ? score_of_center<D>(args, task, keys, x) : 0.0f;
-        if (keys.rotate) rotate_row<D>(x, part);
+        turn_query<D>(task, keys, x);
         float size = size_of_row<D>(x), inverse = 1.0f / size; // powers of two: both products are exact
         TQKV_UNROLL
         for (int i = 0; i < TQKV_LANE_VALUES(D); i++)
@@ -213,7 +216,7 @@ inline void load_key_chunk(constant tqkv__attend_args &args, thread const attend
 
 // Chunks that a lane loads before it uses the first of them: two, or one where the sums leave no registers for more.
 #define MATRIX_KEY_BATCH(D, W, F)                                                                                      \
-    (((F) > 2 && !TQKV_STORED_RIGHTS) || (D) / (4 * MATRIX_KEY_VALUES(D, W)) % 2 != 0 ? 1 : 2)
+    (TQKV_LOADS_AHEAD == 1 || ((F) > 2 && !TQKV_STORED_RIGHTS) || (D) / (4 * MATRIX_KEY_VALUES(D, W)) % 2 != 0 ? 1 : 2)
 
 template <int D, int W, int F>
 struct key_batch {
@@ -374,7 +377,7 @@ inline void score_any_matrix_tile(constant tqkv__attend_args &args, thread const
 
 // ---- Softmax of one tile ----
 
-// The oldest and the newest of the newest positions that the columns see.
+// The oldest and the newest of the columns' newest positions.
 struct newest_range {
     int least, most;
 };
@@ -382,7 +385,7 @@ struct newest_range {
 inline newest_range newest_of_columns(constant tqkv__attend_args &args, uint first_column)
 {
     newest_range newest;
-    newest.least = min(newest_seen(args, row_of_column(args, first_column).query), args.slice_end - 1);
+    newest.least = newest_seen(args, row_of_column(args, first_column).query);
     newest.most = newest_seen(args, row_of_column(args, first_column + columns - 1u).query);
     return newest;
 }
@@ -404,7 +407,9 @@ inline bool sees_whole_tile(constant tqkv__attend_args &args, uint tile, newest_
     uint slot = first_slot_of_tile(args, tile);
     int first = position_of_slot(args, slot), last = position_of_slot(args, slot + 31u);
     if (has_tree && last >= args.first_of_tree) return false;
-    return !short_store && slot == tile * 32u && last - first == 31 && last <= newest.least &&
+    if (halves == TQKV__BEFORE_HALVES && last >= halves_begin(args, newest.least)) return false;
+    if (halves == TQKV__NEWEST_HALVES && first < halves_begin(args, newest.most)) return false;
+    return !short_store && slot == tile * 32u && last - first == 31 && last <= min(newest.least, args.slice_end - 1) &&
            (args.window == 0 || first > newest.most - args.window);
 }
 
@@ -427,7 +432,8 @@ inline void mask_tile(constant tqkv__attend_args &args, thread const attend_task
                 float own = score[p][f].elements[i];
                 own = finite ? own : as_type<float>(0x7fc00000u);
                 int newest = state.newest[f][i];
-                bool seen = position <= newest && (args.window == 0 || position > newest - args.window);
+                bool seen = position <= newest && (args.window == 0 || position > newest - args.window) &&
+                            reads_here(args, newest, position);
                 if (has_tree) seen = seen && tree_shows(args, task.tree, newest, position);
                 score[p][f].elements[i] = seen ? own : -INFINITY;
             }
@@ -752,7 +758,7 @@ inline void attend_by_matrices(constant tqkv__attend_args &args, thread const at
     walk.base = find_tile(args, task.pages, walk.steps.tile);
     walk.newest = newest_of_columns(args, task.first_column);
     open_key_batch<D, F>(args, task, first_part(args, task), walk.base.keys, walk.keys);
-    if (F <= 2) load_tile_norms<D>(args, task, walk.base, walk.norms);
+    if (HOLDS_NORMS(F)) load_tile_norms<D>(args, task, walk.base, walk.norms);
     load_value_book(key_format, false, tables, thread_index, n_threads);
     load_value_book(value_format, true, tables + 256, thread_index, n_threads);
     load_matrix_queries<D, F>(args, task, first_part(args, task), memory);

@@ -5,6 +5,8 @@ constant bool unrotate [[function_constant(TQKV_FC_UNROTATE)]];
 constant bool has_sinks [[function_constant(TQKV_FC_SINKS)]];
 constant bool key_centered [[function_constant(TQKV_FC_CENTER)]];
 constant bool value_centered [[function_constant(TQKV_FC_VALUE_CENTER)]];
+constant bool value_scaled [[function_constant(TQKV_FC_VALUE_SCALED)]];
+constant bool center_scaled [[function_constant(TQKV_FC_CENTER_SCALED)]];
 constant bool value_rotated [[function_constant(TQKV_FC_VALUE_ROTATED)]];
 constant uint row_type [[function_constant(TQKV_FC_TYPE)]];
 constant bool batch [[function_constant(TQKV_FC_BATCH)]];
@@ -28,6 +30,7 @@ constant bool to_slice [[function_constant(TQKV_FC_TO_SLICE)]];
         device float *sum [[buffer(8)]], \
         device const float *src_max [[buffer(9)]], \
         device const float *src_sum [[buffer(10)]], \
+        device const float *scale [[buffer(11)]], \
         threadgroup float *shared [[threadgroup(0)]], \
         uint3 group [[threadgroup_position_in_grid]], \
         uint lane [[thread_index_in_simdgroup]], \
@@ -53,7 +56,10 @@ constant bool to_slice [[function_constant(TQKV_FC_TO_SLICE)]];
         task.unrotate = unrotate; \
         task.shifted = key_centered; \
         task.centered = value_centered; \
+        task.scaled = value_scaled; \
         task.rotated = value_rotated; \
+        task.center_scaled = center_scaled; \
+        task.scale = scale; \
         task.center = center; \
         task.lane = lane; \
         task.part = lane % uint(TQKV__NORM_LANES(D)); \

@@ -10,11 +10,15 @@ constant uint value_format [[function_constant(TQKV_FC_VALUE_FORMAT)]];
 constant bool rotate_queries [[function_constant(TQKV_FC_ROTATE_QUERIES)]];
 constant bool softcap [[function_constant(TQKV_FC_SOFTCAP)]];
 constant bool key_centered [[function_constant(TQKV_FC_CENTER)]];
+constant bool key_scaled [[function_constant(TQKV_FC_SCALED)]];
+constant bool scale_center [[function_constant(TQKV_FC_CENTER_SCALED)]];
 constant bool rotate_center [[function_constant(TQKV_FC_ROTATED)]];
 constant uint row_type [[function_constant(TQKV_FC_TYPE)]];
 constant uint tail_format [[function_constant(TQKV_FC_TAIL_FORMAT)]];
 constant bool rotate_tail [[function_constant(TQKV_FC_ROTATE_TAIL)]];
 constant bool tail_centered [[function_constant(TQKV_FC_TAIL_CENTER)]];
+constant bool tail_scaled [[function_constant(TQKV_FC_TAIL_SCALED)]];
+constant bool scale_tail_center [[function_constant(TQKV_FC_TAIL_CENTER_SCALED)]];
 constant bool rotate_tail_center [[function_constant(TQKV_FC_TAIL_ROTATED)]];
 
 // A loop over columns runs to the constant maximum and tests inside. It unrolls into registers, and the iterations
@@ -46,6 +50,7 @@ struct attend_task {
     // [1 + n_partials][n_queries][n_heads][2]: the centre's score, unused; then maximum (in powers of two), sum of the weights
     device float *partial_state;
     device const float *center, *tail_center; // [n_kv_heads][KD]: of the keys; [n_kv_heads][T]
+    device const float *scale, *tail_scale;   // the same, of the channels
     page_tables pages;
     device const int *list_rows;     // [n_queries][list_heads][list_row]: of attend_list
     device const uint *tree;         // [n_queries][2]
@@ -112,6 +117,8 @@ inline void open_item(constant tqkv__batch_item &item, uint number, thread atten
     task.tail.codes += row_offset(item.tail_codes, TQKV__CODES_UNIT);
     task.tail.norms += item.tail_norms;
     task.tail_center += item.tail_center;
+    task.scale += item.key_scale;
+    task.tail_scale += item.tail_scale;
     task.pages.keys += item.key_pages;
     task.pages.values += item.value_pages;
     task.tree += item.tree;

@@ -150,33 +150,24 @@ inline void load_cells(uint format, threadgroup uint2 *cells, uint thread_index,
     }
 }
 
-// Squares of the centroids. A barrier must follow.
-inline void load_squares(uint format, threadgroup float *squares, uint thread_index, uint n_threads)
-{
-    uint bits = codebook_bits(format);
-    if (bits == 0) return;
-    constant float *centroids = TQKV__CODEBOOK(bits);
-    for (uint i = thread_index; i < 1u << bits; i += n_threads) squares[i] = centroids[i] * centroids[i];
-}
-
 // What quantise adds to a code: all its bits are above the code's. Whoever packs the code takes it away.
 inline uint code_offset(uint bits) { return guessed_by_line(bits) ? 0x4b400000u : 0u; }
 
-// What load_cells and load_squares have made and, where shuffles are cheap, each lane's part of up to 32 numbers.
+// What load_cells and load_codebook have made and, where shuffles are cheap, each lane's part of up to 32 numbers.
 struct quantiser {
     threadgroup uint2 *cells;
     threadgroup const float *boundaries; // in their place
-    threadgroup const float *squares;    // of the centroids
-    float boundary, square;              // of this lane
+    threadgroup const float *centroids;
+    float boundary, centroid; // of this lane
 };
 
-// Call it after load_cells, load_squares and a barrier.
-inline quantiser open_quantiser(uint format, threadgroup uint2 *cells, threadgroup const float *squares, uint lane)
+// Call it after load_cells, load_codebook and a barrier.
+inline quantiser open_quantiser(uint format, threadgroup uint2 *cells, threadgroup const float *centroids, uint lane)
 {
-    quantiser result = {cells, (threadgroup const float *)cells, squares, 0.0f, 0.0f};
+    quantiser result = {cells, (threadgroup const float *)cells, centroids, 0.0f, 0.0f};
     uint bits = codebook_bits(format), code = lane & ((1u << bits) - 1u);
     if (bits == 0 || !is_shuffled(bits)) return result;
-    result.square = squares[code];
+    result.centroid = centroids[code];
     if (guessed_by_line(bits)) result.boundary = result.boundaries[min(code, (1u << bits) - 2u)];
     return result;
 }
@@ -197,10 +188,12 @@ inline uint quantise(float v, uint bits, thread const quantiser &book)
     return cell.y + (as_type<float>(cell.x) < v ? 1u : 0u);
 }
 
-inline float square_of(uint code, uint bits, thread const quantiser &book)
+// The centroid of a value's code. All lanes of the simdgroup must come here together.
+inline float centroid_of_value(float v, uint bits, thread const quantiser &book)
 {
-    if (is_shuffled(bits)) return simd_shuffle(book.square, TQKV_LANE_NUMBER(code));
-    return book.squares[code & ((1u << bits) - 1u)];
+    uint code = quantise(v, bits, book);
+    if (is_shuffled(bits)) return simd_shuffle(book.centroid, TQKV_LANE_NUMBER(code));
+    return book.centroids[code & ((1u << bits) - 1u)];
 }
 
 // Round half to even, clamped to +-127. NaN, which only an overflow makes, becomes 127.

@@ -37,11 +37,18 @@ using namespace metal;
 #define TQKV_PLAIN_LOADS true
 #endif
 
+// Loads of keys that a lane starts before it uses the first of them; with more than one it also has the norms of the next tile of
+// attend_matrix. A lane of Apple's GPUs has 128 registers, and hides the latency of loads by other simdgroups, of which there are
+// the fewer the more registers each takes.
+#ifndef TQKV_LOADS_AHEAD
+#define TQKV_LOADS_AHEAD 1
+#endif
+
 // Words of codes of values, W bits each, that a lane loads before it uses the first of them, where it keeps so many sums of
 // rows of D, and how often the loop over them is unrolled. Batches of half the size make loops of half the length: nvcc's were longer than
 // the caches of instructions.
 #ifndef TQKV_VALUE_WORDS
-#define TQKV_VALUE_WORDS(D, W, sums) 16
+#define TQKV_VALUE_WORDS(D, W, sums) 8
 #define TQKV_UNROLL_VALUES(D, W, sums)
 #endif
 
@@ -93,6 +100,12 @@ inline uint item_of(constant tqkv__batch_item *items, uint number, int by)
         high = first <= number ? high : middle;
     }
     return low;
+}
+
+// Where the newest halves begin that a query reads whose newest position is `newest`: what is before comes from its codes.
+inline int halves_begin(constant tqkv__attend_args &args, int newest)
+{
+    return max(newest - args.exact_last + 1, args.exact_from);
 }
 
 // Start of the caller's row of a token and head, in values.

@@ -21,11 +21,14 @@ inline void decode_values(uint format, device const uchar *row, uint lane, threa
 struct decode_task {
     uint format, type;          // type: of the output
     bool unrotate;              // from the rotated basis to the original one
+    bool scaled;                // rows are multiplied by the channels' scales
     bool centered, rotated;     // there is a centre, and it is rotated before it is added
+    bool center_scaled;         // and divided by the scales before that
     device const uchar *codes;  // [n_kv_heads][capacity][row_bytes]
     device const float *norms;  // [n_kv_heads][capacity][norms of a row]
     device uchar *out;          // [n_tokens][n_kv_heads][D], with strides
     device const float *center; // [n_kv_heads][D]
+    device const float *scale;  // the same, of the channels
     bool paged;
     device const int *pages; // [n_pages]
     codebook book;
@@ -64,7 +67,9 @@ inline void decode_rows(constant tqkv__rows_args &args, thread const decode_task
     if (has_norms(format))
         scale_codes<D>(format, task.norms + from * ulong(uint(D) / norm_block<D>(format)), args.block_scale, part, x);
     if (task.unrotate) unrotate_row<D>(x, part, signs_of_row<D>(part));
-    if (task.centered) add_center<D>(task.center, row % n_heads, task.rotated, 1.0f, part, x);
+    if (task.scaled) multiply_channels<D>(task.scale, row % n_heads, part, x);
+    if (task.centered)
+        add_center<D>(task.center, task.scale, row % n_heads, task.center_scaled, task.rotated, 1.0f, part, x);
     if (own < n_rows)
         store_typed_row<D>(task.type, x, part, task.out, source_offset(args, row / n_heads, row % n_heads));
 }

@@ -4,6 +4,8 @@
 constant uint stream_format [[function_constant(TQKV_FC_FORMAT)]];
 constant bool unrotate [[function_constant(TQKV_FC_UNROTATE)]];
 constant bool centered [[function_constant(TQKV_FC_CENTER)]];
+constant bool with_scale [[function_constant(TQKV_FC_SCALED)]];
+constant bool center_scaled [[function_constant(TQKV_FC_CENTER_SCALED)]];
 constant bool rotate_center [[function_constant(TQKV_FC_ROTATED)]];
 constant uint row_type [[function_constant(TQKV_FC_TYPE)]];
 constant bool paged [[function_constant(TQKV_FC_PAGES)]];
@@ -17,6 +19,7 @@ constant bool paged [[function_constant(TQKV_FC_PAGES)]];
         device uchar *out [[buffer(3)]], \
         device const float *center [[buffer(4)]], \
         device const int *pages [[buffer(5)]], \
+        device const float *scale [[buffer(6)]], \
         threadgroup float *table [[threadgroup(0)]], \
         uint3 group [[threadgroup_position_in_grid]], \
         uint thread_index [[thread_index_in_threadgroup]], \
@@ -26,8 +29,8 @@ constant bool paged [[function_constant(TQKV_FC_PAGES)]];
     { \
         load_codebook(stream_format, table, thread_index, n_simdgroups * 32u); \
         threadgroup_barrier(mem_flags::mem_threadgroup); \
-        decode_task task = {stream_format, row_type, unrotate, centered, rotate_center, codes, norms, out, center, paged, \
-                            pages, open_codebook(stream_format, table, lane)}; \
+        decode_task task = {stream_format, row_type, unrotate, with_scale, centered, rotate_center, center_scaled, codes, norms, \
+                            out, center, scale, paged, pages, open_codebook(stream_format, table, lane)}; \
         decode_rows<D>(args, task, (group.x * n_simdgroups + simdgroup) * uint(TQKV_ROWS(D)), lane); \
     }
 // clang-format on

@@ -129,36 +129,43 @@ inline void share_blocks(float own, uint lane, thread float *all)
     }
 }
 
-// The length of the lane's own block or, if the row has several, its root mean square. squares: of the lane's values. A
-// part is added up in order, by one lane after the other.
+// The sum of a piece's numbers, C of them. A part is added up in order, by one lane after the other, and then the parts of the
+// lane are added in pairs.
 template <int D>
-inline float block_length(uint lane, thread const float *squares)
+inline float sum_of_piece(thread const float *numbers)
 {
-    const int J = ENCODE_PIECES(D), C = ENCODE_PIECE(D), S = PART_LANES(D);
-    const int E = PART_VALUES(D) < C ? PART_VALUES(D) : C, PARTS = C / E;
-    float sum[J];
+    const int C = ENCODE_PIECE(D), E = PART_VALUES(D) < C ? PART_VALUES(D) : C, PARTS = C / E;
+    float part[PARTS];
     TQKV_UNROLL
-    for (int j = 0; j < J; j++) {
-        float part[PARTS];
+    for (int s = 0; s < PART_LANES(D); s++) {
         TQKV_UNROLL
-        for (int s = 0; s < S; s++) {
+        for (int p = 0; p < PARTS; p++) {
+            thread const float *own = numbers + p * E;
+            part[p] = s == 0 ? own[0] : simd_shuffle_xor(part[p], ushort(s ^ (s - 1))) + own[0];
             TQKV_UNROLL
-            for (int p = 0; p < PARTS; p++) {
-                thread const float *own = squares + j * C + p * E;
-                part[p] = s == 0 ? own[0] : simd_shuffle_xor(part[p], ushort(s ^ (s - 1))) + own[0];
-                TQKV_UNROLL
-                for (int i = 1; i < E; i++) part[p] = part[p] + own[i];
-            }
+            for (int i = 1; i < E; i++) part[p] = part[p] + own[i];
         }
-        TQKV_UNROLL
-        for (int distance = 1; distance < PARTS; distance *= 2) {
-            TQKV_UNROLL
-            for (int p = 0; p + distance < PARTS; p += 2 * distance) part[p] = part[p] + part[p + distance];
-        }
-        sum[j] = part[0];
     }
-    float total = reduce_block<D, NORM_BLOCK(D), S>(false, lane, sum);
-    return precise::sqrt(NORM_BLOCK(D) == D ? total : total / float(NORM_BLOCK(D)));
+    TQKV_UNROLL
+    for (int distance = 1; distance < PARTS; distance *= 2) {
+        TQKV_UNROLL
+        for (int p = 0; p + distance < PARTS; p += 2 * distance) part[p] = part[p] + part[p + distance];
+    }
+    return part[0];
+}
+
+// The sum over the lane's own block of what its pieces add up to.
+template <int D>
+inline float sum_of_block(uint lane, thread float *piece)
+{
+    return reduce_block<D, NORM_BLOCK(D), PART_LANES(D)>(false, lane, piece);
+}
+
+// The length of a block of that sum of squares or, if the row has several, its root mean square.
+template <int D>
+inline float block_length(float squares)
+{
+    return precise::sqrt(NORM_BLOCK(D) == D ? squares : squares / float(NORM_BLOCK(D)));
 }
 
 // The largest magnitude in the lane's own block.
@@ -199,20 +206,25 @@ inline float normalise(uint format, float block_scale, uint lane, thread float *
         scale_blocks<D, MAXIMUM_BLOCK(D)>(zero ? 0.0f : 127.0f / largest, lane, x);
         return zero ? 0.0f : largest / 127.0f;
     }
-    float squares[ENCODE_VALUES(D)];
+    float sums[ENCODE_PIECES(D)];
     TQKV_UNROLL
-    for (int i = 0; i < ENCODE_VALUES(D); i++) squares[i] = x[i] * x[i];
-    float norm = block_length<D>(lane, squares), inverse = norm > TQKV__MIN_NORM ? 1.0f / norm : 0.0f;
+    for (int j = 0; j < ENCODE_PIECES(D); j++) {
+        float squares[ENCODE_PIECE(D)];
+        TQKV_UNROLL
+        for (int i = 0; i < ENCODE_PIECE(D); i++) squares[i] = x[j * ENCODE_PIECE(D) + i] * x[j * ENCODE_PIECE(D) + i];
+        sums[j] = sum_of_piece<D>(squares);
+    }
+    float norm = block_length<D>(sum_of_block<D>(lane, sums)), inverse = norm > TQKV__MIN_NORM ? 1.0f / norm : 0.0f;
     scale_blocks<D, NORM_BLOCK(D)>(inverse * (NORM_BLOCK(D) == D ? TQKV__SQRT(D) : block_scale), lane, x);
     return norm;
 }
 
-// Quantising shortens a row by its error. The stored norm makes the decoded row as long as the row was. squares: of the
-// centroids of the lane's codes
+// Quantising shortens a row by its error. The stored norm makes the decoded row as long as the row was. squares: the sum of
+// those of the centroids in the lane's own block
 template <int D>
-inline float corrected_norm(float block_scale, uint lane, thread const float *squares, float norm)
+inline float corrected_norm(float block_scale, float squares, float norm)
 {
-    float factor = (NORM_BLOCK(D) == D ? TQKV__SQRT(D) : block_scale) / block_length<D>(lane, squares);
+    float factor = (NORM_BLOCK(D) == D ? TQKV__SQRT(D) : block_scale) / block_length<D>(squares);
     norm = norm <= TQKV__MIN_NORM ? 0.0f : norm * factor;
     // The rotation may overflow to NaN. Which of all NaNs differs between machines: store always the same.
     return (as_type<uint>(norm) & 0x7fffffffu) > 0x7f800000u ? as_type<float>(0x7fc00000u) : norm;
@@ -244,47 +256,28 @@ inline void store_bits(device uchar *to, thread const uint *words)
     }
 }
 
-// The row that a lane encodes, and the lane's number among the lanes of the row.
-struct encode_place {
-    uint lane, token, head;
-    bool exists; // the row
+// The rows of a simdgroup: TQKV__ENCODE_ROWS(D) tokens of one head, whose centre and scales it loads once. Neighbouring simdgroups
+// have neighbouring heads.
+struct encode_range {
+    uint head, begin, end; // tokens
 };
 
-// The lane's row of the first pass. first_row: the simdgroup's first.
 template <int D>
-inline encode_place first_place(constant tqkv__rows_args &args, uint first_row, uint lane)
+inline encode_range range_of_simdgroup(constant tqkv__rows_args &args, uint number)
 {
-    encode_place at;
-    at.lane = lane % uint(ENCODE_LANES(D));
-    uint row = first_row + lane / uint(ENCODE_LANES(D));
-    at.token = row / uint(args.n_kv_heads);
-    at.head = row % uint(args.n_kv_heads);
-    at.exists = at.token < uint(args.n_tokens);
-    return at;
+    const uint each = uint(TQKV__ENCODE_ROWS(D));
+    encode_range range;
+    range.head = number % uint(args.n_kv_heads);
+    range.begin = number / uint(args.n_kv_heads) * each;
+    range.end = min(range.begin + each, uint(args.n_tokens));
+    return range;
 }
 
-// The lane's row of the next pass, without another division.
-template <int D>
-inline void next_place(constant tqkv__rows_args &args, uint step_tokens, uint step_heads, thread encode_place &at)
-{
-    at.token += step_tokens;
-    at.head += step_heads;
-    bool wrap = at.head >= uint(args.n_kv_heads);
-    at.token += wrap ? 1u : 0u;
-    at.head -= wrap ? uint(args.n_kv_heads) : 0u;
-    at.exists = at.token < uint(args.n_tokens);
-}
-
-// The lane's row of the caller in the next pass, which begins at `from` in this one. A lane without one keeps the one it has.
-inline ulong next_source(constant tqkv__rows_args &args, uint step_tokens, uint step_heads,
-                         thread const encode_place &at, ulong from)
-{
-    bool wrap = at.head + step_heads >= uint(args.n_kv_heads);
-    ulong step = source_offset(args, step_tokens, step_heads),
-          back = source_offset(args, 1u, 0u) - source_offset(args, 0u, uint(args.n_kv_heads));
-    bool exists = at.token + step_tokens + (wrap ? 1u : 0u) < uint(args.n_tokens);
-    return exists ? from + step + (wrap ? back : 0u) : from;
-}
+// The row that a lane encodes, and the lane's number among the lanes of the row.
+struct encode_place {
+    uint lane, token;
+    bool exists; // the row
+};
 
 // Stores the lower 16 bits of each word, those of a piece, 32 bits at a time: of two pieces a lane has one from its
 // neighbour and gives away the other.
@@ -366,23 +359,73 @@ inline void store_halves(thread const encode_place &at, thread const float *x, d
     }
 }
 
-// The codes of the lane's values, which become the squares of their centroids. All lanes come here together; those whose
-// row does not exist store nothing. row: in the store
+// Sums over the lane's own block: of the squares of the codes' centroids, and of value times centroid.
+struct block_fit {
+    float squares, products;
+};
+
+// Those of the codes that x has under a factor. All lanes come here together.
 template <int D>
-inline void store_codes(uint format, thread const encode_target &target, thread const encode_place &at,
-                        device uchar *row, thread float *x)
+inline block_fit fit_of(uint bits, float factor, thread const quantiser &book, uint lane, thread const float *x)
+{
+    const int J = ENCODE_PIECES(D), C = ENCODE_PIECE(D);
+    float squares[J], products[J];
+    TQKV_UNROLL
+    for (int j = 0; j < J; j++) {
+        float square[C], product[C];
+        TQKV_UNROLL
+        for (int i = 0; i < C; i++) {
+            float v = x[j * C + i], centroid = centroid_of_value(v * factor, bits, book);
+            square[i] = centroid * centroid;
+            product[i] = v * centroid;
+        }
+        squares[j] = sum_of_piece<D>(square);
+        products[j] = sum_of_piece<D>(product);
+    }
+    block_fit fit;
+    fit.squares = sum_of_block<D>(lane, squares);
+    fit.products = sum_of_block<D>(lane, products);
+    return fit;
+}
+
+// Of the format's factors the one whose codes fit the lane's own block best: the part of the block's length that lies along
+// them is the largest. The first of equal ones, and the first of all if there is a NaN. squares: of the best codes
+template <int D>
+inline float best_factor(uint bits, thread const quantiser &book, uint lane, thread const float *x,
+                         thread float &squares)
+{
+    constant float *factors = TQKV__FACTORS(bits);
+    float best = factors[0], most = 0.0f;
+    for (uint i = 0; i < uint(TQKV__N_FACTORS(bits)); i++) {
+        float factor = factors[i];
+        block_fit fit = fit_of<D>(bits, factor, book, lane, x);
+        float share = fit.products * fit.products / fit.squares;
+        bool better = i == 0 || share > most;
+        best = better ? factor : best;
+        most = better ? share : most;
+        squares = better ? fit.squares : squares;
+    }
+    return best;
+}
+
+// The codes of the lane's values. Returns the sum of the squares of their centroids in the lane's own block, 0 without a codebook.
+// All lanes come here together; those whose row does not exist store nothing. row: in the store
+template <int D>
+inline float store_codes(uint format, thread const encode_target &target, thread const encode_place &at,
+                         device uchar *row, thread float *x)
 {
     const int N = ENCODE_VALUES(D);
     uint codes[N], bits = codebook_bits(format);
+    float squares = 0.0f;
     if (main_bits(format) == 16) {
         store_halves<D>(at, x, row);
-        return;
+        return squares;
     }
+    if (has_codebook(format))
+        scale_blocks<D, NORM_BLOCK(D)>(best_factor<D>(bits, target.book, at.lane, x, squares), at.lane, x);
     TQKV_UNROLL
     for (int i = 0; i < N; i++)
         codes[i] = has_codebook(format) ? quantise(x[i], bits, target.book) : quantise_grid(x[i]);
-    TQKV_UNROLL
-    for (int i = 0; i < N; i++) x[i] = has_codebook(format) ? square_of(codes[i], bits, target.book) : 0.0f;
     bool whole = upper_bits(format) == 0;
     uint offset = has_codebook(format) ? code_offset(bits) : 0u;
     if (main_bits(format) == 2) store_field<D, 2>(codes, 0u, whole, offset, at, row);
@@ -391,6 +434,7 @@ inline void store_codes(uint format, thread const encode_target &target, thread 
     device uchar *upper = row + upper_offset<D>(format);
     if (upper_bits(format) == 1) store_field<D, 1>(codes, main_bits(format), false, 0u, at, upper);
     if (upper_bits(format) == 2) store_field<D, 2>(codes, main_bits(format), false, 0u, at, upper);
+    return squares;
 }
 
 // The signs of the lane's values in every row: bits and, where a lane has few values, +-1.
@@ -459,9 +503,10 @@ inline threadgroup float *space_of_simdgroup(threadgroup float *space, uint simd
 // The rows of one stream, and what prepares them.
 struct encode_source {
     uint format, type;
-    bool rotated, centered, has_flag;
+    bool rotated, centered, scaled, has_flag;
     device const uchar *rows;       // [n_tokens][n_kv_heads][D], with strides
     device const float *center;     // [n_kv_heads][D]
+    device const float *scale;      // the same, of the channels
     threadgroup float *space;       // space_of_simdgroup
     device atomic_uint *not_finite; // becomes 1 if a row has a NaN or Inf, with has_flag
 };
@@ -477,18 +522,33 @@ inline void load_source(thread const encode_source &source, ulong from, uint lan
         load_typed_pieces<D, L, ENCODE_PIECE(D)>(source.type, source.rows, from, lane, x);
 }
 
+// The lane's part of what a head's channels have, [n_kv_heads][D], likewise.
 template <int D>
-inline void subtract_center(thread const encode_source &source, uint head, uint lane, thread float *x)
+inline void load_channels(thread const encode_source &source, device const float *channels, uint head, uint lane,
+                          thread float *x)
 {
     const int L = ENCODE_LANES(D);
-    float center[ENCODE_VALUES(D)];
-    device const float *from = source.center + row_offset(head, D);
+    device const float *from = channels + row_offset(head, D);
     if (!TQKV__HAS_MATRIX(D) || source.rotated)
-        load_pieces<D, L, ROTATED_PIECE(D)>(from, lane, center);
+        load_pieces<D, L, ROTATED_PIECE(D)>(from, lane, x);
     else
-        load_pieces<D, L, ENCODE_PIECE(D)>(from, lane, center);
+        load_pieces<D, L, ENCODE_PIECE(D)>(from, lane, x);
+}
+
+// The centre of the lane's values, and what they are then multiplied by: as in tqkv_encode a rounded reciprocal.
+template <int D>
+struct row_channels {
+    float center[ENCODE_VALUES(D)], factor[ENCODE_VALUES(D)];
+};
+
+template <int D>
+inline void open_channels(thread const encode_source &source, uint head, uint lane, thread row_channels<D> &channels)
+{
+    if (source.centered) load_channels<D>(source, source.center, head, lane, channels.center);
+    if (!source.scaled) return;
+    load_channels<D>(source, source.scale, head, lane, channels.factor);
     TQKV_UNROLL
-    for (int i = 0; i < ENCODE_VALUES(D); i++) x[i] = x[i] - center[i];
+    for (int i = 0; i < ENCODE_VALUES(D); i++) channels.factor[i] = 1.0f / channels.factor[i];
 }
 
 template <int D>
@@ -500,12 +560,15 @@ inline void rotate_source(thread const row_signs<D> &signs, uint lane, thread fl
         rotate_values<D, ENCODE_LANES(D), ROTATED_PIECE(D)>(x, lane, signs.bits);
 }
 
-// The first steps: centres and rotates. Every value of a rotated row is a sum over the row, so one value shows that there
+// Whether a lane has registers for its part of the next row, and of the channels, besides that of a row.
+#define HOLDS_ROWS(D) (ENCODE_VALUES(D) <= 20)
+
+// The first steps: centres, scales and rotates. Every value of a rotated row is a sum over the row, so one value shows that there
 // may be a NaN or Inf. Then the row is loaded again, checked itself, which raises the flag, and rotated: by the same code,
-// which is long. x: as load_source has loaded it; head: of the row; lane: of the simdgroup
+// which is long. x: as load_source has loaded it; lane: of the simdgroup
 template <int D>
 inline void prepare_row(thread const encode_source &source, thread const row_signs<D> &signs, ulong from, uint head,
-                        uint lane, thread float *x)
+                        uint lane, thread row_channels<D> &channels, thread float *x)
 {
     uint part = lane % uint(ENCODE_LANES(D));
     bool checks = !source.rotated, again = true;
@@ -517,7 +580,12 @@ inline void prepare_row(thread const encode_source &source, thread const row_sig
             if (cleared && source.has_flag && part == 0)
                 atomic_store_explicit(source.not_finite, 1u, memory_order_relaxed);
         }
-        if (source.centered && !cleared) subtract_center<D>(source, head, part, x);
+        if (!HOLDS_ROWS(D)) open_channels<D>(source, head, part, channels);
+        TQKV_UNROLL
+        for (int i = 0; i < ENCODE_VALUES(D); i++) {
+            if (source.centered) x[i] = cleared ? x[i] : x[i] - channels.center[i];
+            if (source.scaled) x[i] = x[i] * channels.factor[i];
+        }
         if (source.rotated) rotate_source<D>(signs, part, x);
         again = !checks && simd_any(!is_finite(x[0]));
         checks = true;
@@ -527,10 +595,10 @@ inline void prepare_row(thread const encode_source &source, thread const row_sig
 
 // The corrected norm of the lane's own block. to: the row in the store
 template <int D>
-inline void store_norms(uint format, float block_scale, ulong to, thread const encode_place &at,
-                        thread const float *squares, float norm, device float *norms)
+inline void store_norms(uint format, float block_scale, ulong to, thread const encode_place &at, float squares,
+                        float norm, device float *norms)
 {
-    if (has_codebook(format)) norm = corrected_norm<D>(block_scale, at.lane, squares, norm);
+    if (has_codebook(format)) norm = corrected_norm<D>(block_scale, squares, norm);
     norms += to * ulong(uint(D) / norm_block<D>(format));
     if (!at.exists || !has_norms(format)) return;
     if (has_codebook(format))
@@ -539,64 +607,65 @@ inline void store_norms(uint format, float block_scale, ulong to, thread const e
         store_norm<D, MAXIMUM_BLOCK(D)>(norm, at.lane, norms);
 }
 
-// A lane asks for its part of the next row as soon as it has registers for it: after the rotation or, if a row takes
-// many, after the codes.
-#define LOADS_EARLY(D) (ENCODE_VALUES(D) <= 20)
-
-// A simdgroup encodes up to TQKV__ENCODE_ROWS(D) rows from `first_row` on. Lanes without a row repeat the last one and
-// store nothing.
+// A simdgroup encodes its rows, 32 / L at a time. Lanes without a row repeat the last one and store nothing. A lane asks for its
+// part of the next row as soon as it has registers for it: after the rotation or after the codes. number: of the simdgroup
 template <int D>
 inline void encode_rows(constant tqkv__rows_args &args, thread const encode_source &source,
-                        thread const encode_target &target, uint first_row, uint lane)
+                        thread const encode_target &target, uint number, uint lane)
 {
     const int ROWS = 32 / ENCODE_LANES(D), N = ENCODE_VALUES(D);
-    const uint format = source.format;
-    uint n_heads = uint(args.n_kv_heads), n_rows = uint(args.n_tokens) * n_heads;
-    uint step_tokens = uint(ROWS) / n_heads, step_heads = uint(ROWS) % n_heads;
-    encode_place at = first_place<D>(args, first_row, lane);
+    const uint format = source.format, last = uint(args.n_tokens) - 1u;
+    encode_range range = range_of_simdgroup<D>(args, number);
+    encode_place at = {lane % uint(ENCODE_LANES(D)), range.begin + lane / uint(ENCODE_LANES(D)), true};
     row_signs<D> signs = open_signs<D>(at.lane);
+    row_channels<D> channels;
     float next[N];
-    ulong from = source_offset(args, min(at.token, uint(args.n_tokens) - 1u), at.head);
+    if (range.begin >= range.end) return;
+    ulong from = source_offset(args, min(at.token, last), range.head);
     load_source<D>(source, from, at.lane, next);
-    for (uint row = first_row; row < min(first_row + uint(TQKV__ENCODE_ROWS(D)), n_rows); row += uint(ROWS)) {
-        ulong after = next_source(args, step_tokens, step_heads, at, from);
+    if (HOLDS_ROWS(D)) open_channels<D>(source, range.head, at.lane, channels);
+    for (uint first = range.begin; first < range.end; first += uint(ROWS)) {
+        ulong own = from;
         float x[N];
         TQKV_UNROLL
         for (int i = 0; i < N; i++) x[i] = next[i];
-        prepare_row<D>(source, signs, from, at.head, lane, x);
-        from = after;
-        if (LOADS_EARLY(D)) load_source<D>(source, from, at.lane, next);
+        prepare_row<D>(source, signs, own, range.head, lane, channels, x);
+        from = source_offset(args, min(at.token + uint(ROWS), last), range.head);
+        if (HOLDS_ROWS(D)) load_source<D>(source, from, at.lane, next);
         float norm = normalise<D>(format, args.block_scale, at.lane, x);
-        uint slot = target.paged ? paged_slot_of(args, target.pages, min(at.token, uint(args.n_tokens) - 1u))
-                                 : slot_of(args, at.token);
-        if (target.paged) at.exists = at.exists && slot < uint(args.capacity);
-        ulong to = row_in_store(args, slot, at.head);
-        store_codes<D>(format, target, at, target.codes + to * ulong(row_bytes<D>(format)), x);
-        if (!LOADS_EARLY(D)) load_source<D>(source, from, at.lane, next);
-        store_norms<D>(format, args.block_scale, to, at, x, norm, target.norms);
-        next_place<D>(args, step_tokens, step_heads, at);
+        uint slot = target.paged ? paged_slot_of(args, target.pages, min(at.token, last)) : slot_of(args, at.token);
+        at.exists = at.token < range.end && (!target.paged || slot < uint(args.capacity));
+        ulong to = row_in_store(args, slot, range.head);
+        float squares = store_codes<D>(format, target, at, target.codes + to * ulong(row_bytes<D>(format)), x);
+        if (!HOLDS_ROWS(D)) load_source<D>(source, from, at.lane, next);
+        store_norms<D>(format, args.block_scale, to, at, squares, norm, target.norms);
+        at.token += uint(ROWS);
     }
 }
 
 // The same rows as values that encode_rows would make codes of. scaled: [n_tokens][n_kv_heads][D]
 template <int D>
-inline void probe_rows(constant tqkv__rows_args &args, thread const encode_source &source, uint first_row, uint lane,
+inline void probe_rows(constant tqkv__rows_args &args, thread const encode_source &source, uint number, uint lane,
                        device float *scaled)
 {
     const int L = ENCODE_LANES(D), C = ENCODE_PIECE(D), ROWS = 32 / L;
-    uint n_rows = uint(args.n_tokens) * uint(args.n_kv_heads), part = lane % uint(L);
+    encode_range range = range_of_simdgroup<D>(args, number);
+    uint part = lane % uint(L);
     row_signs<D> signs = open_signs<D>(part);
-    for (uint row = first_row; row < min(first_row + uint(TQKV__ENCODE_ROWS(D)), n_rows); row += uint(ROWS)) {
+    row_channels<D> channels;
+    if (range.begin >= range.end) return;
+    if (HOLDS_ROWS(D)) open_channels<D>(source, range.head, part, channels);
+    for (uint first = range.begin; first < range.end; first += uint(ROWS)) {
         float x[ENCODE_VALUES(D)];
-        uint own = row + lane / uint(L), existing = min(own, n_rows - 1u);
-        uint head = existing % uint(args.n_kv_heads);
-        ulong from = source_offset(args, existing / uint(args.n_kv_heads), head);
+        uint own = first + lane / uint(L), existing = min(own, uint(args.n_tokens) - 1u);
+        ulong from = source_offset(args, existing, range.head);
         load_source<D>(source, from, part, x);
-        prepare_row<D>(source, signs, from, head, lane, x);
+        prepare_row<D>(source, signs, from, range.head, lane, channels, x);
         normalise<D>(source.format, args.block_scale, part, x);
+        device float *to = scaled + row_offset(own * uint(args.n_kv_heads) + range.head, D);
         TQKV_UNROLL
         for (int i = 0; i < ENCODE_VALUES(D); i++)
-            if (own < n_rows) scaled[row_offset(own, D) + value_of_lane<L, C>(part, i)] = x[i];
+            if (own < range.end) to[value_of_lane<L, C>(part, i)] = x[i];
     }
 }
 

@@ -4,6 +4,7 @@
 constant uint stream_format [[function_constant(TQKV_FC_FORMAT)]];
 constant bool rotated [[function_constant(TQKV_FC_ROTATED)]];
 constant bool centered [[function_constant(TQKV_FC_CENTER)]];
+constant bool with_scale [[function_constant(TQKV_FC_SCALED)]];
 constant uint row_type [[function_constant(TQKV_FC_TYPE)]];
 constant bool paged [[function_constant(TQKV_FC_PAGES)]];
 
@@ -17,9 +18,10 @@ constant bool paged [[function_constant(TQKV_FC_PAGES)]];
         device atomic_uint *not_finite [[buffer(4)]], \
         device const float *center [[buffer(5)]], \
         device const int *pages [[buffer(6)]], \
+        device const float *scale [[buffer(7)]], \
         threadgroup uint2 *cells [[threadgroup(0)]], \
         threadgroup float *space [[threadgroup(1)]], \
-        threadgroup float *squares [[threadgroup(2)]], \
+        threadgroup float *centroids [[threadgroup(2)]], \
         uint3 group [[threadgroup_position_in_grid]], \
         uint thread_index [[thread_index_in_threadgroup]], \
         uint lane [[thread_index_in_simdgroup]], \
@@ -27,12 +29,12 @@ constant bool paged [[function_constant(TQKV_FC_PAGES)]];
         uint n_simdgroups [[simdgroups_per_threadgroup]]) \
     { \
         load_cells(stream_format, cells, thread_index, n_simdgroups * 32u); \
-        load_squares(stream_format, squares, thread_index, n_simdgroups * 32u); \
+        load_codebook(stream_format, centroids, thread_index, n_simdgroups * 32u); \
         threadgroup_barrier(mem_flags::mem_threadgroup); \
-        encode_source source = {stream_format, row_type, rotated, centered, args.has_flag != 0, rows, center, \
-                                space_of_simdgroup<D>(space, simdgroup), not_finite}; \
-        encode_target target = {codes, norms, open_quantiser(stream_format, cells, squares, lane), paged, pages}; \
-        encode_rows<D>(args, source, target, (group.x * n_simdgroups + simdgroup) * uint(TQKV__ENCODE_ROWS(D)), lane); \
+        encode_source source = {stream_format, row_type, rotated, centered, with_scale, args.has_flag != 0, rows, center, \
+                                scale, space_of_simdgroup<D>(space, simdgroup), not_finite}; \
+        encode_target target = {codes, norms, open_quantiser(stream_format, cells, centroids, lane), paged, pages}; \
+        encode_rows<D>(args, source, target, group.x * n_simdgroups + simdgroup, lane); \
     }
 // clang-format on
 

@@ -8,6 +8,8 @@ constant bool key_rotated [[function_constant(TQKV_FC_ROTATED)]];
 constant bool value_rotated [[function_constant(TQKV_FC_VALUE_ROTATED)]];
 constant bool key_centered [[function_constant(TQKV_FC_CENTER)]];
 constant bool value_centered [[function_constant(TQKV_FC_VALUE_CENTER)]];
+constant bool key_scaled [[function_constant(TQKV_FC_SCALED)]];
+constant bool value_scaled [[function_constant(TQKV_FC_VALUE_SCALED)]];
 constant uint row_type [[function_constant(TQKV_FC_TYPE)]];
 constant uint value_type [[function_constant(TQKV_FC_VALUE_TYPE)]];
 constant bool paged [[function_constant(TQKV_FC_PAGES)]];
@@ -30,9 +32,11 @@ constant bool value_paged [[function_constant(TQKV_FC_VALUE_PAGES)]];
         device const float *value_center [[buffer(10)]], \
         device const int *key_pages [[buffer(11)]], \
         device const int *value_pages [[buffer(12)]], \
+        device const float *key_scale [[buffer(13)]], \
+        device const float *value_scale [[buffer(14)]], \
         threadgroup uint2 *cells [[threadgroup(0)]], \
         threadgroup float *space [[threadgroup(1)]], \
-        threadgroup float *squares [[threadgroup(2)]], \
+        threadgroup float *centroids [[threadgroup(2)]], \
         uint3 group [[threadgroup_position_in_grid]], \
         uint thread_index [[thread_index_in_threadgroup]], \
         uint lane [[thread_index_in_simdgroup]], \
@@ -41,18 +45,18 @@ constant bool value_paged [[function_constant(TQKV_FC_VALUE_PAGES)]];
     { \
         uint number = group.x * n_simdgroups + simdgroup; \
         load_cells(group.z == 0 ? key_format : value_format, cells, thread_index, n_simdgroups * 32u); \
-        load_squares(group.z == 0 ? key_format : value_format, squares, thread_index, n_simdgroups * 32u); \
+        load_codebook(group.z == 0 ? key_format : value_format, centroids, thread_index, n_simdgroups * 32u); \
         threadgroup_barrier(mem_flags::mem_threadgroup); \
         if (group.z == 0) { \
-            encode_source source = {key_format, row_type, key_rotated, key_centered, key_args.has_flag != 0, keys, key_center, \
-                                    space_of_simdgroup<D>(space, simdgroup), not_finite}; \
-            encode_target target = {key_codes, key_norms, open_quantiser(key_format, cells, squares, lane), paged, key_pages}; \
-            encode_rows<D>(key_args, source, target, number * uint(TQKV__ENCODE_ROWS(D)), lane); \
+            encode_source source = {key_format, row_type, key_rotated, key_centered, key_scaled, key_args.has_flag != 0, keys, \
+                                    key_center, key_scale, space_of_simdgroup<D>(space, simdgroup), not_finite}; \
+            encode_target target = {key_codes, key_norms, open_quantiser(key_format, cells, centroids, lane), paged, key_pages}; \
+            encode_rows<D>(key_args, source, target, number, lane); \
         } else { \
-            encode_source source = {value_format, value_type, value_rotated, value_centered, value_args.has_flag != 0, values, value_center, \
-                                    space_of_simdgroup<V>(space, simdgroup), not_finite}; \
-            encode_target target = {value_codes, value_norms, open_quantiser(value_format, cells, squares, lane), value_paged, value_pages}; \
-            encode_rows<V>(value_args, source, target, number * uint(TQKV__ENCODE_ROWS(V)), lane); \
+            encode_source source = {value_format, value_type, value_rotated, value_centered, value_scaled, value_args.has_flag != 0, \
+                                    values, value_center, value_scale, space_of_simdgroup<V>(space, simdgroup), not_finite}; \
+            encode_target target = {value_codes, value_norms, open_quantiser(value_format, cells, centroids, lane), value_paged, value_pages}; \
+            encode_rows<V>(value_args, source, target, number, lane); \
         } \
     }
 // clang-format on

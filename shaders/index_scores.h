@@ -75,7 +75,7 @@ inline void load_heads(constant tqkv__index_args &call, thread const attend_task
         for (int r = 0; r < INDEX_ROWS; r++) {
             uint c = first + uint(r);
             float shift = part.with_center ? score_of_center<D>(call.keys, task, part, x[r]) : 0.0f;
-            if (part.rotate) rotate_row<D>(x[r], task.lane);
+            turn_query<D>(task, part, x[r]);
             float size = size_of_row<D>(x[r]), inverse = c < n_used ? 1.0f / size : 0.0f;
             TQKV_UNROLL
             for (int i = 0; i < C; i += 2) { // neighbours, as in query_value

@@ -2,7 +2,7 @@
 #include "index_scores.h"
 
 // q: [n_queries][n_heads][D], codes: [capacity][row_bytes], norms: [capacity], weights: [n_queries][n_heads], out:
-// [n_queries][n_blocks], center: [D]
+// [n_queries][n_blocks], center, scale: [D]
 // clang-format off
 #define INDEX_SCORES(D) \
     kernel void tqkv_index_scores_d##D( \
@@ -14,6 +14,7 @@
         device float *out [[buffer(5)]], \
         device const float *center [[buffer(6)]], \
         device const int *pages [[buffer(7)]], \
+        device const float *scale [[buffer(8)]], \
         threadgroup float *tables [[threadgroup(0)]], \
         threadgroup float *queries [[threadgroup(1)]], \
         threadgroup float *scores [[threadgroup(2)]], \
@@ -29,6 +30,7 @@
         task.keys.codes = codes; \
         task.keys.norms = norms; \
         task.center = center; \
+        task.scale = scale; \
         task.pages.keys = pages; \
         task.pages.lane = lane; \
         task.tables = tables; \

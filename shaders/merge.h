@@ -21,8 +21,11 @@ struct merge_task {
     bool from_slice, to_slice, rotate; // from one to another: it is added; rotate, unrotate: change its basis before
     bool unrotate;
     bool shifted;               // the keys have a centre, which adds partial_state of the row to all scores
+    bool scaled;                // the output is multiplied by the scales of the values' channels
     bool centered, rotated;     // the values have a centre, and it is rotated before it is added
+    bool center_scaled;         // and divided by the scales before that
     device const float *center; // [n_kv_heads][D]
+    device const float *scale;  // the same, of the channels
     uint lane, part, simdgroup, n_simdgroups; // part: which neighbours the lane has
 };
 
@@ -34,6 +37,7 @@ inline void open_merge_item(constant tqkv__batch_item &item, thread merge_task &
     task.partial_out += item.partial_out;
     task.out += row_offset(item.out, TQKV__ROWS_UNIT);
     task.center += item.value_center;
+    task.scale += item.value_scale;
 }
 
 // The sums of a row over some positions, the values across the lanes: E neighbours a lane. Where 32 does not divide D
@@ -231,9 +235,11 @@ inline void merge_row(constant tqkv__merge_args &args, thread const merge_task &
         if (task.shifted && n_sections > 0u) row.maximum += task.partial_state[ulong(task.row) * 2u];
     }
     float weight = task.to_slice ? row.sum : divide_row<D>(task, row);
+    uint kv_head = task.row % uint(args.n_heads) / uint(args.group);
     if (task.unrotate && !task.to_slice) unrotate_row<D>(row.x, part, signs);
+    if (task.scaled) multiply_channels<D>(task.scale, kv_head, part, row.x);
     if (task.centered)
-        add_center<D>(task.center, task.row % uint(args.n_heads) / uint(args.group), task.rotated, weight, part, row.x);
+        add_center<D>(task.center, task.scale, kv_head, task.center_scaled, task.rotated, weight, part, row.x);
     if (task.lane < uint(TQKV__ROW_LANES(D)))
         store_typed_row<D>(task.type, row.x, part, task.out, output_offset(args, task.row));
     if (!task.to_slice || task.lane != 0) return;

@@ -142,13 +142,38 @@ inline void unrotate_row(thread float *x, uint lane, uint signs)
     unrotate_values<D, TQKV__ROW_LANES(D), TQKV_ROW_PIECE(D)>(x, lane, signs);
 }
 
-// x += weight * the centre of a head, rotated if asked. center: [n_kv_heads][D]
+// x times the scales of a head's channels. scale: [n_kv_heads][D]
 template <int D>
-inline void add_center(device const float *center, uint kv_head, bool rotated, float weight, uint lane, thread float *x)
+inline void multiply_channels(device const float *scale, uint kv_head, uint lane, thread float *x)
+{
+    float g[TQKV_LANE_VALUES(D)];
+    load_row<D>(scale + row_offset(kv_head, D), lane, g);
+    TQKV_UNROLL
+    for (int i = 0; i < TQKV_LANE_VALUES(D); i++) x[i] = x[i] * g[i];
+}
+
+// The centre of a head, [n_kv_heads][D], as rows in the store have it: scaled and rotated, if asked.
+template <int D>
+inline void load_center(device const float *center, device const float *scale, uint kv_head, bool scaled, bool rotated,
+                        uint lane, thread float *x)
+{
+    load_row<D>(center + row_offset(kv_head, D), lane, x);
+    if (scaled) {
+        float g[TQKV_LANE_VALUES(D)];
+        load_row<D>(scale + row_offset(kv_head, D), lane, g);
+        TQKV_UNROLL
+        for (int i = 0; i < TQKV_LANE_VALUES(D); i++) x[i] = x[i] * (1.0f / g[i]);
+    }
+    if (rotated) rotate_row<D>(x, lane);
+}
+
+// x += weight * that centre.
+template <int D>
+inline void add_center(device const float *center, device const float *scale, uint kv_head, bool scaled, bool rotated,
+                       float weight, uint lane, thread float *x)
 {
     float c[TQKV_LANE_VALUES(D)];
-    load_row<D>(center + row_offset(kv_head, D), lane, c);
-    if (rotated) rotate_row<D>(c, lane);
+    load_center<D>(center, scale, kv_head, scaled, rotated, lane, c);
     TQKV_UNROLL
     for (int i = 0; i < TQKV_LANE_VALUES(D); i++) x[i] = x[i] + weight * c[i];
 }

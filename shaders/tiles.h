@@ -20,6 +20,7 @@ constant bool batch [[function_constant(TQKV_FC_BATCH)]];
 constant bool has_list [[function_constant(TQKV_FC_LIST)]];
 constant bool small_pages [[function_constant(TQKV_FC_SMALL_PAGES)]];
 constant bool tail_elsewhere [[function_constant(TQKV_FC_TAIL_ELSEWHERE)]];
+constant uint halves [[function_constant(TQKV_FC_HALVES)]];
 
 // Whether rows of a tile lie anywhere: of the keys and values, and of the tail.
 inline bool rows_apart() { return has_list || small_pages; }
@@ -78,6 +79,15 @@ inline query_row next_row(constant tqkv__attend_args &args, query_row row)
 // The newest position that a query sees; negative if it sees none.
 inline int newest_seen(constant tqkv__attend_args &args, int query) { return args.first_newest + query; }
 
+// Whether a query that sees up to `newest` reads a position in this part of the context: of the newest halves those of its own, of
+// the codes those before. So what it reads does not depend on the other queries of the call.
+inline bool reads_here(constant tqkv__attend_args &args, int newest, int position)
+{
+    if (halves == TQKV__ALL_POSITIONS) return true;
+    bool before = position < halves_begin(args, newest);
+    return halves == TQKV__BEFORE_HALVES ? before : !before;
+}
+
 // Whether the tree shows a position to the query that sees up to `newest`. tree: [n_queries][2], lower words first
 inline bool tree_shows(constant tqkv__attend_args &args, device const uint *tree, int newest, int position)
 {
@@ -131,9 +141,11 @@ inline tile_range tiles_seen(constant tqkv__attend_args &args, uint first_column
         tile_range listed = {first / 32u, (first + uint(list.n_ranks) + 31u) / 32u, 0u, 0u};
         return listed;
     }
-    int newest = min(newest_seen(args, row_of_column(args, first_column + columns - 1u).query), args.slice_end - 1);
-    int oldest = newest_seen(args, row_of_column(args, first_column).query) - args.window + 1;
-    if (args.window == 0 || oldest < 0) oldest = 0;
+    int last = newest_seen(args, row_of_column(args, first_column + columns - 1u).query);
+    int first = newest_seen(args, row_of_column(args, first_column).query), newest = min(last, args.slice_end - 1);
+    int oldest = args.window == 0 ? 0 : max(first - args.window + 1, 0);
+    if (halves == TQKV__BEFORE_HALVES) newest = min(newest, halves_begin(args, last) - 1);
+    if (halves == TQKV__NEWEST_HALVES) oldest = max(oldest, halves_begin(args, first));
     uint capacity = uint(args.key_capacity), slot = uint(args.key_oldest_slot) + uint(oldest);
     slot = slot < capacity ? slot : slot - capacity;
     uint before_end = capacity - slot, n = newest < oldest ? 0u : uint(newest - oldest) + 1u;

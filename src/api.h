@@ -127,6 +127,11 @@ typedef struct tqkv_store {
     tqkv_parallel parallel; /* for encode, encode_slots and convert, of many rows; zero = the calling thread alone */
     tqkv_strides strides;   /* of rows given to encode, probe, mean and measure, and written by decode */
     bool rotated; /* F16 alone: halves of the rotated row, less the centre, in the basis of other formats' codes */
+    /* [n_kv_heads][head_dim], in [2^-32, 2^32], or NULL: a scale for each channel, by which encoding divides what is left of a
+       row without its centre (it multiplies by 1 / channel_scale), and by which decoding and attention multiply. For keys with
+       channels far larger than others, whose error the rotation would spread over all. TQKV_ROTATED rows, queries and outputs
+       are those of the scaled basis. The same for all positions, as the centre. */
+    const float *channel_scale;
 } tqkv_store;
 
 /* Bytes of the codes and of the norms; 0 if the store's shape is invalid or its size overflows. F16 has no norms. */
@@ -135,7 +140,8 @@ TQKV_API size_t tqkv_norms_size(const tqkv_store *s);
 
 /* Encodes tokens at position, position+1 ...; src: [n_tokens][n_kv_heads][head_dim]. A ring keeps only the last
    `capacity` tokens. A page may not occur twice among those written. TQKV_NOT_FINITE if src holds NaN or Inf, even in
-   tokens that a ring drops. Values near 1e19, whose squared length overflows, give an infinite norm. */
+   tokens that a ring drops. Values near 1e19, whose squared length overflows, give an infinite norm. What shares a norm becomes
+   zeros where all is at most 1e-10: the length of a row, or of I8 its largest value. */
 TQKV_API tqkv_result tqkv_encode(const tqkv_store *s, const void *src, int n_tokens, int64_t position);
 /* Token t goes to slot slots[t] of the pool, a token with slot -1 nowhere; no slot twice. For tokens of many sequences at
    once: pages and ring are not looked at. NaN and Inf are refused in all rows, left-out ones too. slots: [n_tokens] */
@@ -146,10 +152,12 @@ TQKV_API tqkv_result tqkv_encode_slots(const tqkv_store *s, const void *src, int
    [n_tokens][n_kv_heads][head_dim]. Writes no store; codes and norms may be NULL. */
 TQKV_API tqkv_result tqkv_probe(const tqkv_store *s, const void *src, int n_tokens, float *scaled);
 
-/* The basis of a vector. Streams without rotation (F16, unrotated) stay in the original basis. */
+/* The basis of a vector. Streams without rotation (F16, unrotated) and without a scale have one basis. */
 typedef enum tqkv_basis {
     TQKV_ORIGINAL = 0,
-    TQKV_ROTATED /* after the rotation: the basis of the codes */
+    /* The basis of the codes: after scale and rotation. Rows have the centre in them, scaled and rotated: a caller's query q is
+       R(q * channel_scale), an output is R(v / channel_scale) of the original one. */
+    TQKV_ROTATED
 } tqkv_basis;
 
 /* Decodes [position, position + n_positions), of a ring at most `capacity`; dst: [n_positions][n_kv_heads][head_dim]. */
@@ -158,8 +166,8 @@ TQKV_API tqkv_result tqkv_decode(const tqkv_store *s, int64_t position, int n_po
 /* Writes the positions [position, position + n_positions) of `from` into `to`, which may have another format, block_scale,
    capacity and page table: decoded in the basis of the codes and encoded there, the same bytes on every machine. Rows of
    F16 that are not rotated are on the way, rows of the same format and block_scale are copied. TQKV_INVALID_ARGUMENT unless
-   n_kv_heads, head_dim, unrotated (F16 goes with either) and the centre are the same. A page may not occur twice among
-   those written. TQKV_NOT_FINITE if a row to encode holds NaN, infinity or a norm of 1e30 or more.
+   n_kv_heads, head_dim, unrotated (F16 goes with either), the centre and the scale are the same. A page may not occur twice
+   among those written. TQKV_NOT_FINITE if a row to encode holds NaN, infinity or a norm of 1e30 or more.
    Many rows go to tasks of to->parallel.
    In place: codes, norms or both may begin where those of `from` begin, if capacity and ring are the same, neither store
    has pages, and the row of `to` (row_bytes, norms_per_row) is no longer. Rows move down in ascending order, each
@@ -169,10 +177,10 @@ TQKV_API tqkv_result tqkv_store_convert(const tqkv_store *to, const tqkv_store *
                                         int n_positions);
 
 /* The mean of the rows of each head, a centre for such rows; mean: [n_kv_heads][head_dim], zeros for no tokens. Sums in
-   double. shape and src as for tqkv_probe; the centre and the format of shape do not matter. */
+   double. shape and src as for tqkv_probe; the centre, the scale and the format of shape do not matter. */
 TQKV_API tqkv_result tqkv_mean(const tqkv_store *shape, const void *src, int n_tokens, float *mean);
 
-/* How well a store of this format and centre keeps the rows of one head. */
+/* How well a store of this format, centre and scale keeps the rows of one head. */
 typedef struct tqkv_quality {
     double mean_share; /* |mean of the rows|^2 / mean |row|^2 of the source: what a centre would take away */
     double error;    /* mean |x - x'|^2 / mean |x - mean of the rows|^2, x' decoded: noise against what differs between
@@ -186,6 +194,31 @@ typedef struct tqkv_quality {
    effects add up. A tail is a stream of its own, which strides find in rows of whole keys; scores meet its error by the share
    that its products have of them. */
 TQKV_API tqkv_result tqkv_measure(const tqkv_store *shape, const void *src, int n_tokens, tqkv_quality *out);
+
+/* Channels of the rotary embedding that share a scale. Such a scale commutes with the rotation of positions: an engine may fold
+   it into its projections, and may shift contexts. */
+typedef enum tqkv_pairs {
+    TQKV_PAIRS_NONE = 0,
+    TQKV_PAIRS_NEIGHBOURS, /* channels 2i and 2i + 1 */
+    TQKV_PAIRS_HALVES      /* channels i and i + head_dim / 2 */
+} tqkv_pairs;
+/* Learns centre and scale of keys from rows and, if given, from queries, which say what reads a channel's error:
+
+     center = mean,  s = deviation from it,  channel_scale = sqrt(s), or sqrt(s / r) with r = root mean square of the queries,
+
+   then divided by its root mean square over the head's channels and kept in [2^-10, 2^10]. A channel of deviation 0 counts as that
+   of the smallest other. The same bits on every machine. Values need neither.
+   src: [n_tokens][n_kv_heads][head_dim], of the shape's type and strides; q: [n_queries][n_heads][head_dim] of its type, without
+   gaps, or NULL; n_heads: 0 = n_kv_heads. center, channel_scale: [n_kv_heads][head_dim], one may be NULL. No tokens: 0 and 1. The
+   shape's format, centre and scale do not matter. TQKV_NOT_FINITE: NaN, infinity or a magnitude beyond 1e12. */
+TQKV_API tqkv_result tqkv_calibrate(const tqkv_store *shape, const void *src, int n_tokens, const void *q, int n_heads,
+                                    int n_queries, tqkv_pairs pairs, float *center, float *channel_scale);
+/* What the shape's format, centre and scale would add to the logits: the standard deviation of q.(k' - k)/sqrt(head_dim) over
+   the rows k, root mean square over the queries that read the head. With 20 in its first layer Qwen2.5-Coder-0.5B is ruined,
+   with 5 it loses 0.25 nats, with 0.7 it loses 0.03, or with exact ends 0.003. Rows and queries as tqkv_calibrate's, q not NULL;
+   noise: [n_kv_heads], zeros for no tokens or queries, INFINITY if rows decode to NaN. */
+TQKV_API tqkv_result tqkv_logit_noise(const tqkv_store *shape, const void *src, int n_tokens, const void *q,
+                                      int n_heads, int n_queries, double *noise);
 
 /* >>rotate
    y = R(s*x)/sqrt(D) and its inverse x = s*R(y)/sqrt(D), in place; rows: [n_rows][head_dim]. NaN and Inf spread. */
@@ -208,11 +241,11 @@ typedef enum tqkv_arithmetic { TQKV_FLOAT = 0, TQKV_INTEGER } tqkv_arithmetic;
    On the processor the relative L2 error against double precision on the same codes is at most 2e-5 at any length, for
    scores with a standard deviation up to 10; beyond, 2e-6 times the deviation: a float score s is rounded by up to
    2^-24 |s|, and exp turns that into a share of its weight. TQKV_INTEGER: against double precision with the integer
-   centroids, at most 2e-4 plus 5e-5 times the deviation of the scores. */
+   centroids, at most 2e-4 plus 5e-5 times the deviation of the scores, for any query; a NaN is 0x7fc00000. */
 typedef struct tqkv_attention {
     /* same n_kv_heads; head_dim may differ. One stream may be both, as in a latent cache: the same store, or two that
        describe the same bytes in the same way. Its rows are fetched once for scores and sums, and its centre is added back to
-       both. */
+       both, as both are scaled. */
     const tqkv_store *keys, *values;
     int n_heads;   /* query heads; 0 = n_kv_heads */
     int n_queries; /* 0 = 1 */
@@ -234,9 +267,9 @@ typedef struct tqkv_attention {
     const uint64_t *tree;
     tqkv_arithmetic arithmetic;
     bool non_causal; /* not with a tree */
-    /* More dimensions of each key, or NULL: a stream with a format, rotation and centre of its own, and n_kv_heads,
+    /* More dimensions of each key, or NULL: a stream with a format, rotation, centre and scale of its own, and n_kv_heads,
        capacity, ring and page table of the keys. A row of q is the keys' part, then the tail's; query_basis is that of
-       each part whose stream is rotated. */
+       each part. */
     const tqkv_store *tail;
     /* [n_queries][list_heads][list_length], or NULL: all positions. Ascending numbers of blocks, the first -1 ends a row; block
        b is the positions from b * list_block on. A query sees what it would see without a list, if it is in a block of its row
@@ -245,15 +278,22 @@ typedef struct tqkv_attention {
     const int32_t *list;
     int list_length, list_heads; /* list_heads: 0 = 1, or n_kv_heads: a row for each */
     int list_block, list_newest; /* list_block: 1, 4, 16, 64 or 128 positions */
-    /* Some positions as halves, too: those below exact_first are read from first_keys and first_values, and the newest
-       exact_last, up to `end`, from last_keys and last_values; all others, and those of a stream whose store here is NULL or
-       that is F16 itself, from keys and values, whose codes at these positions are not looked at. Stores of F16 with n_kv_heads,
-       head_dim and centre of the codes, and rotated if these are; linear, rings (multiples of 64 read fastest) or
-       paged, as long as they hold these positions: else TQKV_OUT_OF_RANGE. If the keys are the values, so are their
-       halves. A tail is always read from its own store. On a GPU the stores of halves have no pages, and keys with a
-       tail have none beside them. */
+    /* Some positions as halves, too: a query at position p reads those below exact_first from first_keys and first_values, and
+       those above p - exact_last, but none below exact_from, from last_keys and last_values; all others, and those of a stream
+       whose store here is NULL or that is F16 itself, from keys and values. It gets the same bits alone and in a batch. With
+       a tree, too, p is where a query stands, and not its depth. Stores of F16 with n_kv_heads, head_dim, centre and scale of
+       the codes, and rotated if these are; linear, rings (multiples of 64 read fastest) or paged, as long as they hold these
+       positions, of last_keys and last_values the newest exact_last + n_queries - 1 up to `end`: else TQKV_OUT_OF_RANGE. If
+       the keys are the values, so are their halves. A resident position's tail is read from its own store. On a GPU the
+       stores of halves have no pages, and keys with a tail have none beside them. */
     const tqkv_store *first_keys, *first_values, *last_keys, *last_values;
     int exact_first, exact_last;
+    int64_t exact_from; /* what a truncation, for example, has left as codes; 0: nothing */
+    /* Positions below exact_first that are no longer resident are seen, as if they were, where first_keys, first_values and, with
+       a tail, first_tail have them: streams of F16 need theirs for that, too. first_tail: a store of the tail's kind. A slice has
+       them if it begins with the oldest resident position. */
+    const tqkv_store *first_tail;
+    bool whole_window; /* TQKV_OUT_OF_RANGE if a position of a query's window is gone; else it sees what is there */
 } tqkv_attention;
 
 /* q: [n_queries][n_heads][head_dim of the keys, then of the tail], out: [n_queries][n_heads][head_dim of the values].
@@ -269,21 +309,21 @@ TQKV_API tqkv_result tqkv_attend_batch(const tqkv_attention *items, int n_items,
 
 /* Attends one slice [first, first + count) of the resident positions, without sinks, for tqkv_attend_merge;
    TQKV_OUT_OF_RANGE if it leaves them. max, sum: [n_queries][n_heads]: the largest score, and the sum of
-   exp(score - max). out: as tqkv_attend's, but float: the sum of exp(score - max) * value, in the values' basis. A query
-   without positions: -INFINITY, 0, zeros. */
+   exp(score - max). out: as tqkv_attend's, but float: the sum of exp(score - max) * value, in the basis of the values' codes.
+   A query without positions: -INFINITY, 0, zeros. */
 TQKV_API tqkv_result tqkv_attend_partial(const tqkv_attention *a, const void *q, int64_t first, int count, float *out,
                                          float *max, float *sum);
 /* Merges the slice src into dst. Both slices must have values in the same basis, which this call cannot check: its sums
-   are wrong if one is rotated (TQ, I8) and the other not (F16, unrotated). For those use tqkv_attend_merge_slice. This
-   call and the two below read only the shapes of a->keys and a->values. */
+   are wrong if one is rotated (TQ, I8) and the other not (F16, unrotated), or if their scales differ. For the former use
+   tqkv_attend_merge_slice. This call and the two below read only the shapes of a->keys and a->values, and the values' scale. */
 TQKV_API tqkv_result tqkv_attend_merge(const tqkv_attention *a, float *out, float *max, float *sum,
                                        const float *src_out, const float *src_max, const float *src_sum);
 /* As tqkv_attend_merge, for a slice attended with `slice`, over stores of other formats: converts its sums to the basis
-   of a->values. n_heads, n_queries and the values' head_dim are the same in both. */
+   of a->values. n_heads, n_queries, the values' head_dim and their scale are the same in both. */
 TQKV_API tqkv_result tqkv_attend_merge_slice(const tqkv_attention *a, float *out, float *max, float *sum,
                                              const tqkv_attention *slice, const float *src_out, const float *src_max,
                                              const float *src_sum);
-/* Adds the sinks, divides and rotates back: out becomes the output of tqkv_attend. */
+/* Adds the sinks, divides, rotates back and scales: out becomes the output of tqkv_attend. */
 TQKV_API tqkv_result tqkv_attend_finish(const tqkv_attention *a, float *out, const float *max, const float *sum);
 
 /* >>index
@@ -292,8 +332,10 @@ TQKV_API tqkv_result tqkv_attend_finish(const tqkv_attention *a, float *out, con
 
        s(i, j) = sum_h weights[i][h] * f( q(i, h).k(j) ),   f(x) = max(x, 0) with relu, else x
 
-   The score of a block of keys is the largest or the mean of its keys' scores that the query sees. Within 2e-5 of the
-   largest |s| against double precision on the same codes; the same bits alone and among other queries. */
+   The score of a block of keys is the largest or the mean of its keys' scores that the query sees; the same bits alone and
+   among other queries. Against double precision on the same codes a key's score is within 2e-5 of
+   sum_h |weights[i][h] f(q.k)|, and 1e-4 in integers with their centroids; where the products of a few heads nearly vanish, one
+   adds 2e-7, and 2e-5 in integers, of sum_h |weights[i][h]| |q(i, h)| |k(j)|. */
 typedef enum tqkv_pool { TQKV_POOL_MAX = 0, TQKV_POOL_MEAN } tqkv_pool;
 typedef struct tqkv_index {
     const tqkv_store *keys; /* n_kv_heads 1, any format */
@@ -345,12 +387,30 @@ typedef struct tqkv_cache_desc {
     bool shared;     /* a latent cache: the keys are the values. value_format and value_dim: those of the keys, or 0 */
     int tail_dim;    /* further dimensions of each key, in a stream of their own; 0: none */
     tqkv_format tail_format; /* 0 = F16 */
-    /* So many of the first and of the newest positions are kept as halves, too, and read as these: most of the weight is
-       there. Their sum is at most the capacity; F16 streams and the tail need none. Which positions are halves depends on
-       the end alone: queries of a batch that stand before it have fewer of them behind them. After truncate, remove and keep the
-       newest may be left as codes until new ones come. */
+    /* So many of the first positions, and of the newest before each query, are kept as halves, too, and read as these: most of
+       the weight is there. Their sum is at most the capacity; F16 streams and the tail need none. The halves of the newest are
+       room for 64 queries of one call; an append of more tokens makes more room, for as many. After truncate, remove and
+       keep the newest may be left as codes until new ones come. */
     int exact_first, exact_last;
+    int exact_batch; /* make room for the halves of one append of so many tokens at once. On a GPU, which cannot make more, 0 = 512 */
+    /* The cache learns centre and scale of its keys (tqkv_calibrate) from the first so many positions, without the exact_first: at
+       least 16, and of a smaller cache a quarter of the capacity. 0: not. Until the append that reaches them keys and values are
+       halves as they came, and attention is exact. That append encodes them; queries at these positions still read the halves,
+       until the next append gives their memory back (with non_causal, until this one). The same codes however positions came. What
+       it has learned is in tqkv_cache_keys. Not on a GPU: there a cache is given what another one learned. */
+    int calibrate;
+    uint64_t tag; /* the caller's name for the model, 0: none; a snapshot or a fork of another is refused */
 } tqkv_cache_desc;
+
+/* A desc with formats, calibrate 512, exact_first 4 and exact_last 128 filled in; the caller adds the shape. Bits a value, with norms,
+   at head_dim 64 / 128 / 256. */
+typedef enum tqkv_preset {
+    TQKV_SAFE = 0, /* I8 keys, TQ4 values: 6.5 / 6.25 / 6.19 */
+    TQKV_SMALL, /* TQ4, TQ4: 4.5 / 4.25 / 4.13. TQ5 keys with TQ3 values lose a third less at as many bits, and take up to a fifth
+                      more time */
+    TQKV_TINY /* TQ3, TQ2: 3 / 2.75 / 2.63 */
+} tqkv_preset;
+TQKV_API tqkv_cache_desc tqkv_cache_preset(tqkv_preset preset); /* zeros for an unknown one */
 
 /* *out is NULL on failure. */
 TQKV_API tqkv_result tqkv_cache_create(const tqkv_cache_desc *desc, tqkv_cache **out);
@@ -363,7 +423,7 @@ TQKV_API void tqkv_cache_destroy(tqkv_cache *c); /* NULL is fine */
    still finds its whole window. */
 TQKV_API tqkv_result tqkv_cache_append(tqkv_cache *c, const void *k, const void *v, int n_tokens);
 /* The newest n_queries positions attend; q: [n_queries][n_heads][head_dim, then tail_dim], out: with value_dim. Nothing to
-   do for 0. */
+   do for 0. TQKV_OUT_OF_RANGE, and nothing is written, where a query's window, or a half that it reads, is gone. */
 TQKV_API tqkv_result tqkv_cache_attend(tqkv_cache *c, const void *q, int n_queries, void *out);
 /* The same with a list of blocks, a tree or both: those of `a`, whose other fields are ignored. */
 TQKV_API tqkv_result tqkv_cache_attend_some(tqkv_cache *c, const tqkv_attention *a, const void *q, int n_queries,
@@ -375,28 +435,32 @@ TQKV_API int64_t tqkv_cache_end(const tqkv_cache *c); /* positions appended; 0 f
 /* The oldest resident position; 0 for NULL. After truncate, keep, fork or load a ring may hold fewer positions than its
    capacity: tqkv_attend over its stores then needs kv_len = end - first, which is not its default. */
 TQKV_API int64_t tqkv_cache_first(const tqkv_cache *c);
-TQKV_API size_t tqkv_cache_bytes(const tqkv_cache *c); /* codes + norms of all streams; 0 for NULL */
-/* Centres as tqkv_store's, copied; NULL: none. keys: [n_kv_heads][head_dim, then tail_dim]; values: [n_kv_heads][value_dim],
-   NULL if the keys are the values, which then have the keys' centre. Only while end is 0, else TQKV_INVALID_ARGUMENT. Snapshots
-   keep them; tqkv_cache_bytes does not count them. */
+/* Codes and norms of all streams, and the halves kept besides, now; 0 for NULL. */
+TQKV_API size_t tqkv_cache_bytes(const tqkv_cache *c);
+/* Centres and scales as tqkv_store's, copied; NULL: none. keys: [n_kv_heads][head_dim, then tail_dim]; values:
+   [n_kv_heads][value_dim], NULL if the keys are the values, which then have those of the keys. Only while end is 0, else
+   TQKV_INVALID_ARGUMENT. Snapshots keep them; tqkv_cache_bytes does not count them. The cache then does not learn its own. */
 TQKV_API tqkv_result tqkv_cache_set_center(tqkv_cache *c, const float *keys, const float *values);
+TQKV_API tqkv_result tqkv_cache_set_scale(tqkv_cache *c, const float *keys, const float *values);
 /* Strides of the rows that later calls take and give; NULL, and at first: none. Copies and snapshots have none. */
 typedef struct tqkv_cache_layout {
     tqkv_strides k, v, q, out;
 } tqkv_cache_layout;
 TQKV_API tqkv_result tqkv_cache_set_layout(tqkv_cache *c, const tqkv_cache_layout *layout);
 /* Forgets the positions from `end` on. A ring cannot restore overwritten positions: TQKV_OUT_OF_RANGE for an end before
-   the oldest resident position. 0 is always valid and empties the cache. */
+   the oldest resident position. 0 is always valid and empties the cache. With a window the next query that is answered
+   stands at tqkv_cache_first + window - 1 or behind. */
 TQKV_API tqkv_result tqkv_cache_truncate(tqkv_cache *c, int64_t end);
 /* Removes the positions [first, first + count); those behind move down, with their codes as they are: a key keeps the
    rotary embedding of its old position. For linear caches; TQKV_UNSUPPORTED for a ring. */
 TQKV_API tqkv_result tqkv_cache_remove(tqkv_cache *c, int64_t first, int64_t count);
 /* Of the newest n positions, numbered 0 to n - 1 from the oldest, keeps those named and forgets the others. kept:
-   [n_kept], ascending. For a tree of drafts after its verification. TQKV_OUT_OF_RANGE if n positions are not resident. */
+   [n_kept], ascending. For a tree of drafts after its verification. TQKV_OUT_OF_RANGE if n positions are not resident.
+   Windows as after tqkv_cache_truncate. */
 TQKV_API tqkv_result tqkv_cache_keep(tqkv_cache *c, int n, const int *kept, int n_kept);
 /* A copy with the resident positions at their places. desc: NULL, or nonzero fields for what the copy has otherwise:
    capacity (TQKV_OUT_OF_RANGE if too small for them), ring, formats of the streams (as tqkv_store_convert, on the hook's
-   threads), type, sinks, parallel, allocator, metal, matrix_group, arithmetic, non_causal. Its other nonzero fields
+   threads), type, sinks, parallel, allocator, metal, matrix_group, arithmetic, non_causal, exact_batch, a tag. Its other nonzero fields
    must match. So a full linear cache grows, or with ring = true goes on as a ring, and one that needs less memory goes
    on in fewer bits. *out is NULL on failure. */
 TQKV_API tqkv_result tqkv_cache_fork(const tqkv_cache *c, const tqkv_cache_desc *desc, tqkv_cache **out);
@@ -411,9 +475,10 @@ typedef size_t (*tqkv_read)(void *user, void *bytes, size_t n);
 /* Writes the resident positions. The bytes depend only on the content, not on machine, allocator or threads. After
    TQKV_IO the output is no snapshot: write to a temporary file, then rename it. */
 TQKV_API tqkv_result tqkv_cache_save(const tqkv_cache *c, tqkv_write write, void *user);
-/* desc supplies what a snapshot lacks: parallel, allocator, metal, matrix_group, arithmetic, non_causal, and sinks for the
-   snapshot's n_heads. Its other nonzero fields must match, else TQKV_INVALID_ARGUMENT; but for the type where the snapshot says
-   float32, which older versions wrote for every type. TQKV_CORRUPT: a missing or changed byte. *out is NULL on failure. */
+/* desc, never NULL, supplies what a snapshot lacks: parallel, allocator, metal, matrix_group, arithmetic, non_causal, and sinks for the
+   snapshot's n_heads, or a tag. Its other nonzero fields must match, else TQKV_INVALID_ARGUMENT; the tags, too, unless one is 0.
+   TQKV_CORRUPT: a missing or changed byte, or a newer version of tqkv, which TQKV_EXPLAIN tells apart. *out is NULL on
+   failure. */
 TQKV_API tqkv_result tqkv_cache_load(const tqkv_cache_desc *desc, tqkv_read read, void *user, tqkv_cache **out);
 
 /* The same for the positions [position, position + n_positions) of one store, in the caller's memory: a sequence leaves a
@@ -421,8 +486,8 @@ TQKV_API tqkv_result tqkv_cache_load(const tqkv_cache_desc *desc, tqkv_read read
    it lies: a snapshot of a paged store loads into other pages, a linear store or a ring. */
 TQKV_API tqkv_result tqkv_store_save(const tqkv_store *s, int64_t position, int n_positions, tqkv_write write,
                                      void *user);
-/* The snapshot must be of as many positions, of a store with the same format, head_dim, n_kv_heads, unrotated, block_scale
-   and centre, else TQKV_INVALID_ARGUMENT. They may have been other positions: rows come back in their order, to where there
+/* The snapshot must be of as many positions, of a store with the same format, head_dim, n_kv_heads, unrotated, block_scale,
+   centre and scale, else TQKV_INVALID_ARGUMENT. They may have been other positions: rows come back in their order, to where there
    is room. A page may not occur twice among those written. TQKV_CORRUPT: a missing or changed byte. After TQKV_CORRUPT or
    TQKV_IO these positions may hold anything; all others are as they were. */
 TQKV_API tqkv_result tqkv_store_load(const tqkv_store *s, int64_t position, int n_positions, tqkv_read read,

@@ -20,10 +20,10 @@
 #define TQKV_METAL_API TQKV_API
 #endif
 
-#ifdef __OBJC__
+#if defined(__OBJC__) && !defined(__swift__)
 typedef __unsafe_unretained id tqkv_metal_object; /* not retained: the caller keeps it alive during a call */
 #else
-typedef void *tqkv_metal_object;
+typedef void *tqkv_metal_object; /* in Swift, too, which would take any value for an id and pass a box around it */
 #endif
 
 typedef struct tqkv_metal_desc {
@@ -70,7 +70,8 @@ typedef struct tqkv_metal_buffer {
 typedef struct tqkv_metal_store {
     tqkv_store shape;
     tqkv_metal_buffer codes, norms;
-    tqkv_metal_buffer center; /* as tqkv_store's; zero = none. Its values are not checked. */
+    tqkv_metal_buffer center;        /* as tqkv_store's; zero = none. Its values are not checked. */
+    tqkv_metal_buffer channel_scale; /* the same */
     /* int32_t [shape.n_pages]; zero = not paged. Kernels read it when they run. shape.pages, if it is not NULL, is what it
        will hold then: a bad entry is refused, as on the processor. Without it a bad entry leaves its tokens out in
        encoding, and elsewhere stands for another page. Attention takes keys and values both with pages or both without,
@@ -111,6 +112,13 @@ TQKV_METAL_API tqkv_result tqkv_metal_rotate(tqkv_metal *m, tqkv_metal_object en
 TQKV_METAL_API tqkv_result tqkv_metal_unrotate(tqkv_metal *m, tqkv_metal_object encoder, tqkv_metal_buffer rows,
                                                int n_rows, int head_dim);
 
+/* As tqkv_calibrate, to the same bits, but both results are written, and NaN, infinity and large magnitudes are not detected. q:
+   zero for none. Of shape no buffer is read. */
+TQKV_METAL_API tqkv_result tqkv_metal_calibrate(tqkv_metal *m, tqkv_metal_object encoder, const tqkv_metal_store *shape,
+                                                tqkv_metal_buffer src, int n_tokens, tqkv_metal_buffer q, int n_heads,
+                                                int n_queries, tqkv_pairs pairs, tqkv_metal_buffer center,
+                                                tqkv_metal_buffer channel_scale);
+
 /* tqkv_attention with buffers. NaN and Inf in q or sinks are not detected; they spread. */
 typedef struct tqkv_metal_attention {
     tqkv_attention attention; /* its keys, values, tail, sinks, parallel and allocator are not read */
@@ -119,8 +127,7 @@ typedef struct tqkv_metal_attention {
     /* uint64_t [n_queries], at most 64; zero = none. attention.tree, if it is not NULL, is what it will hold when the
        kernels run. It is read only to know which entries of pages are seen. */
     tqkv_metal_buffer tree;
-    /* Groups of at least so many query heads multiply 8x8 matrices, at head_dim 64, 128 and 256, 0 = 4, and at 448 and 512,
-       0 = 8. With a small
+    /* Groups of at least so many query heads multiply 8x8 matrices, at head_dim 64, 128, 256, 448 and 512; 0 = 8. With a small
        number narrow groups prefill faster and may decode slower. It decides bits: keep it the same for a sequence. */
     int matrix_group;
     const tqkv_metal_store *tail; /* as tqkv_attention's; NULL = none. With the keys' page table in the same buffer. */
@@ -132,6 +139,7 @@ typedef struct tqkv_metal_attention {
     /* With attention.exact_first and exact_last, as tqkv_attention's. Without pages and, where keys have a tail, not
        beside codes in pages. */
     const tqkv_metal_store *first_keys, *first_values, *last_keys, *last_values;
+    const tqkv_metal_store *first_tail; /* as tqkv_attention's */
 } tqkv_metal_attention;
 
 /* Bytes of scratch that attend needs at most, for any resident range: end and kv_len may be 0. */
@@ -202,8 +210,8 @@ TQKV_METAL_API tqkv_result tqkv_metal_index_choose(tqkv_metal *m, tqkv_metal_obj
 
 /* For programs without an encoder: calls record(user, encoder), commits to the context's queue and waits. If record
    fails, nothing runs and its result is returned. */
-typedef tqkv_result (*tqkv_metal_record)(void *user, tqkv_metal_object encoder);
-TQKV_METAL_API tqkv_result tqkv_metal_run(tqkv_metal *m, tqkv_metal_record record, void *user);
+typedef tqkv_result (*tqkv_metal_work)(void *user, tqkv_metal_object encoder);
+TQKV_METAL_API tqkv_result tqkv_metal_run(tqkv_metal *m, tqkv_metal_work record, void *user);
 /* Memory shared by processor and GPU: buffers of storage mode shared, addressed by their contents. */
 TQKV_METAL_API tqkv_allocator tqkv_metal_allocator(tqkv_metal *m);
 /* The buffer behind a pointer into such memory; TQKV_INVALID_ARGUMENT for any other. */
@@ -239,7 +247,8 @@ TQKV_METAL_API tqkv_result tqkv_metal_cache_some_scratch(tqkv_metal *m, const tq
    `also` adds up: the same in batches, and slices, their merge and finish. No pages are looked at, and of buffers only
    whether they are there: centres, sinks, a tree, a list and pages have pipelines of their own. Any thread may call it while
    others record; those do not wait. Other calls build theirs on first use, which takes up to a second each. */
-enum { TQKV_METAL_BATCHES = 1, TQKV_METAL_SLICES = 2 };
+#define TQKV_METAL_BATCHES 1
+#define TQKV_METAL_SLICES  2
 TQKV_METAL_API tqkv_result tqkv_metal_prepare(tqkv_metal *m, const tqkv_metal_attention *a, int max_queries, int also);
 /* The same of an index: encode into its keys, scores of one or of several queries, and the choice. */
 TQKV_METAL_API tqkv_result tqkv_metal_index_prepare(tqkv_metal *m, const tqkv_metal_index *x, int max_queries);

@@ -25,11 +25,13 @@ typedef struct tqkv__attention {
     int matrix_group; /* on a GPU; 0 = the default */
     /* Makes integers of a query; NULL: floats. See tqkv__integers. */
     void (*round_query)(const tqkv__stream *s, const float *query, float *to);
-    /* Positions below exact_below are halves in ends[0][side], and from exact_from on in ends[1][side], where exact[][side] is
-       set; side 0: keys, 1: values. See tqkv__stream_at. */
+    /* Positions below exact_below are halves in ends[0][side], and those from tqkv__exact_at on in ends[1][side], where
+       exact[][side] is set; side 0: keys, 1: values. exact_from: for the last query, on a GPU for all. See tqkv__place_at. */
     int64_t exact_below, exact_from;
+    bool newest_halves; /* on a GPU: this is the part of a context that queries read from halves of the newest */
     bool exact[2][2];
-    tqkv__stream ends[2][2]; /* not cleared if unused: that would take as long as a few positions */
+    int64_t kept; /* positions below are seen though they are no longer resident: in ends[0] and first_tail */
+    tqkv__stream ends[2][2], first_tail; /* not cleared if unused: that would take as long as a few positions */
 } tqkv__attention;
 
 /* Additions in a row to one sum of products. Longer ones may all be rounded to the same side, where keys are parallel to the query

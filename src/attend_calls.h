@@ -1,3 +1,5 @@
+/* >>attend-calls: the arrays of a call, checked, and the public calls of attention */
+
 /* The arrays of one call. No written array may overlap another one. */
 typedef struct tqkv__arrays {
     const void *at[8];
@@ -254,10 +256,21 @@ static tqkv_result tqkv__check_slice_range(const tqkv__attention *a, int64_t fir
 
 static tqkv_result tqkv__check_slices_match(const tqkv__attention *a, const tqkv__attention *from)
 {
-    if (from->value_dim == a->value_dim && from->call.n_heads == a->call.n_heads &&
-        from->call.n_queries == a->call.n_queries)
-        return TQKV_OK;
-    return TQKV__INVALID("the slices differ in the values' head_dim, n_heads or n_queries");
+    if (from->value_dim != a->value_dim || from->call.n_heads != a->call.n_heads ||
+        from->call.n_queries != a->call.n_queries)
+        return TQKV__INVALID("the slices differ in the values' head_dim, n_heads or n_queries");
+    if (from->n_kv_heads != a->n_kv_heads && (from->values.channel_scale || a->values.channel_scale))
+        return TQKV__INVALID("the slices differ in n_kv_heads");
+    return tqkv__same_scale(&a->values, &from->values)
+               ? TQKV_OK
+               : TQKV__INVALID("the slices differ in the values' channel_scale");
+}
+
+/* Opens the shape of an attention, and the scale of its values, which is in the sums of its slices. */
+static tqkv_result tqkv__slice_shape(const tqkv_attention *attention, tqkv__attention *a)
+{
+    const tqkv_result r = tqkv__attention_shape(attention, a);
+    return r == TQKV_OK ? tqkv__stream_scale(attention->values, &a->values) : r;
 }
 
 TQKV_API tqkv_result tqkv_attend_partial(const tqkv_attention *attention, const void *q, int64_t first, int count,
@@ -283,8 +296,8 @@ TQKV_API tqkv_result tqkv_attend_merge_slice(const tqkv_attention *attention, fl
 {
     tqkv__attention a, from;
     tqkv__arrays arrays = {{NULL}, {0}, 0, sizeof(float)};
-    tqkv_result r = tqkv__attention_shape(attention, &a);
-    if (r == TQKV_OK) r = tqkv__attention_shape(slice, &from);
+    tqkv_result r = tqkv__slice_shape(attention, &a);
+    if (r == TQKV_OK) r = tqkv__slice_shape(slice, &from);
     if (r == TQKV_OK) r = tqkv__check_slices_match(&a, &from);
     if (r != TQKV_OK) return r;
     tqkv__add_slice(&arrays, &a, out, max, sum);
@@ -298,6 +311,7 @@ TQKV_API tqkv_result tqkv_attend_merge_slice(const tqkv_attention *attention, fl
         if (from.values.rotated && !a.values.rotated) a.isa->codec->unrotate(source, a.value_dim);
         if (a.values.rotated && !from.values.rotated) a.isa->codec->rotate(source, a.value_dim);
         tqkv__merge_row(a.value_dim, out + row * value_dim, &max[row], &sum[row], source, src_max[row], src_sum[row]);
+        tqkv__settle_row(&a, out + row * value_dim, &max[row], &sum[row]);
     }
     tqkv__fp_restore(mode);
     return TQKV_OK;
@@ -313,14 +327,18 @@ TQKV_API tqkv_result tqkv_attend_finish(const tqkv_attention *attention, float *
 {
     tqkv__attention a;
     tqkv__arrays arrays = {{NULL}, {0}, 0, sizeof(float)};
-    tqkv_result r = tqkv__attention_shape(attention, &a);
+    tqkv_result r = tqkv__slice_shape(attention, &a);
     if (r != TQKV_OK) return r;
     tqkv__add_slice(&arrays, &a, out, max, sum);
     if (a.call.sinks) tqkv__add_array(&arrays, a.call.sinks, (size_t)a.call.n_heads * sizeof(float));
+    if (a.values.channel_scale) tqkv__add_array(&arrays, a.values.channel_scale, tqkv__center_size(&a.values));
     if ((r = tqkv__check_arrays(&arrays, 1)) != TQKV_OK) return r;
     const uint64_t mode = tqkv__fp_exact();
-    for (size_t row = 0; row < a.n_rows; row++)
-        tqkv__finish_row(&a, (int)(row % (size_t)a.call.n_heads), out + row * (size_t)a.value_dim, max[row], sum[row]);
+    for (size_t row = 0; row < a.n_rows; row++) {
+        float *at = out + row * (size_t)a.value_dim, of[2] = {max[row], sum[row]};
+        tqkv__finish_row(&a, (int)(row % (size_t)a.call.n_heads), NULL, at, of[0], of[1]);
+        tqkv__settle_row(&a, at, &of[0], &of[1]);
+    }
     tqkv__fp_restore(mode);
     return r;
 }

@@ -1,3 +1,5 @@
+/* >>attention-code: opening a tqkv_attention: every default resolved, every field checked */
+
 static bool tqkv__sinks_valid(const float *sinks, int n_heads)
 {
     if (sinks)
@@ -25,8 +27,6 @@ static tqkv_result tqkv__check_tree_and_sinks(const tqkv_attention *a)
 }
 
 #define TQKV__FLOATS_ON_GPU "arithmetic: a GPU multiplies floats only"
-#define TQKV__ENDS_ON_GPU   "exact_first, exact_last: more dispatches than this plan has"
-#define TQKV__LISTS_IN_PLAN "list: more dispatches than this plan has"
 
 /* Changes to the integers of the set, if the call asks for them. */
 static tqkv_result tqkv__take_arithmetic(tqkv__attention *a)
@@ -115,7 +115,8 @@ static tqkv_result tqkv__attention_shape(const tqkv_attention *a, tqkv__attentio
     if (call->n_heads < 0 || call->n_heads % r->n_kv_heads != 0)
         return TQKV__INVALID("n_heads is not a multiple of n_kv_heads");
     if (call->n_queries < 0 || call->window < 0) return TQKV__INVALID("n_queries or window is negative");
-    if (call->exact_first < 0 || call->exact_last < 0) return TQKV__INVALID("exact_first or exact_last is negative");
+    if (call->exact_first < 0 || call->exact_last < 0 || call->exact_from < 0)
+        return TQKV__INVALID("exact_first, exact_last or exact_from is negative");
     if (!tqkv__all_finite(&a->scale, 1) || !tqkv__all_finite(&a->softcap, 1))
         return TQKV__INVALID("scale or softcap is NaN or infinite");
     if (!tqkv__basis_known(a->query_basis) || !tqkv__basis_known(a->output_basis))
@@ -161,7 +162,8 @@ static tqkv_result tqkv__check_streams(tqkv__attention *a)
 {
     const tqkv__stream *k = &a->keys, *v = &a->values;
     const bool alike = tqkv__same_bytes(k, v), one_table = k->pages == v->pages && k->n_pages == v->n_pages;
-    a->shared = alike && one_table && k->page_size == v->page_size && k->ring == v->ring && k->center == v->center;
+    a->shared = alike && one_table && k->page_size == v->page_size && k->ring == v->ring && k->center == v->center &&
+                k->channel_scale == v->channel_scale;
     for (int part = 0; part < 2 && a->call.tail; part++) {
         const tqkv__stream *s = part ? v : k;
         if (tqkv__encoding_overlaps(s, a->tail.codes, a->tail.codes_size) ||
@@ -184,9 +186,33 @@ static tqkv_result tqkv__check_end(const tqkv__attention *a, const tqkv__stream 
         return TQKV__INVALID("exact_first or exact_last: a store of other head_dim or n_kv_heads than the codes");
     if (!tqkv__same_center(s, codes))
         return TQKV__INVALID("exact_first or exact_last: a store with another centre than the codes");
+    if (!tqkv__same_scale(s, codes))
+        return TQKV__INVALID("exact_first or exact_last: a store with another channel_scale than the codes");
     if (s->ring ? a->call.end - low > s->capacity : high > tqkv__room(s))
         return TQKV__REFUSE(OUT_OF_RANGE, "exact_first or exact_last: a store that does not hold so many positions");
     return TQKV_OK;
+}
+
+/* The first position that a query reads from the halves of the newest. With none all are, and these are codes. A query whose own
+   position does not matter stands at the end. */
+static int64_t tqkv__exact_at(const tqkv__attention *a, int query)
+{
+    const tqkv_attention *call = &a->call;
+    const bool at_end = call->non_causal && !call->window;
+    const int64_t from = call->end - (at_end ? 0 : call->n_queries - 1 - query) - call->exact_last;
+    if (!a->exact[1][0] && !a->exact[1][1]) return 0;
+    return from > call->exact_from ? from : call->exact_from;
+}
+
+/* The oldest position that some query reads from the halves of the newest; they are asked for, but nothing else is known of them. */
+static int64_t tqkv__exact_oldest(const tqkv__attention *a)
+{
+    const tqkv_attention *call = &a->call;
+    const bool at_end = call->non_causal && !call->window;
+    int64_t from = call->end - (at_end ? 0 : call->n_queries - 1) - call->exact_last;
+    if (from < call->exact_from) from = call->exact_from;
+    if (from < a->first) from = a->first;
+    return from < call->end ? from : call->end;
 }
 
 /* Takes the positions that are kept as halves, from stores opened by `open`; follows tqkv__check_streams and
@@ -197,65 +223,115 @@ static tqkv_result tqkv__take_ends(tqkv__attention *a, tqkv_result (*open)(const
     const tqkv_store *const stores[2][2] = {{call->first_keys, call->first_values},
                                             {call->last_keys, call->last_values}};
     const int64_t below = call->exact_first < call->end ? call->exact_first : call->end;
-    const int64_t from = call->exact_last < call->end ? call->end - call->exact_last : 0;
+    const int64_t newest = call->end - call->exact_last, oldest = tqkv__exact_oldest(a);
     for (int i = 0; i < 4; i++) {
         const int last = i / 2, side = i % 2;
         const tqkv__stream *codes = side ? &a->values : &a->keys;
         const tqkv_store *store = stores[last][a->shared ? 0 : side];
-        if (!store || codes->kind == TQKV__HALF || (last ? from == call->end : below == 0)) continue;
+        if (!store || codes->kind == TQKV__HALF || (last ? !call->exact_last : below == 0)) continue;
         tqkv__stream *s = &a->ends[last][side];
         tqkv_result r = open(store, s);
-        if (r == TQKV_OK) r = tqkv__check_end(a, codes, last ? from : 0, last ? call->end : below, s);
+        if (r == TQKV_OK) r = tqkv__check_end(a, codes, last ? oldest : 0, last ? call->end : below, s);
         if (r != TQKV_OK) return r;
         a->exact[last][side] = true;
         if (last)
-            a->exact_from = from;
+            a->exact_from = newest > call->exact_from ? newest : call->exact_from;
         else
             a->exact_below = below;
     }
     return TQKV_OK;
 }
 
-/* The keys (side 0) or values (1) of a position. */
-static const tqkv__stream *tqkv__stream_at(const tqkv__attention *a, int side, int64_t position)
+/* Checks the store that keeps the first positions of a tail. */
+static tqkv_result tqkv__check_first_tail(const tqkv__attention *a, const tqkv__stream *s)
 {
-    if (position < a->exact_below && a->exact[0][side]) return &a->ends[0][side];
-    if (position >= a->exact_from && a->exact[1][side]) return &a->ends[1][side];
-    return side ? &a->values : &a->keys;
+    const tqkv__stream *tail = &a->tail;
+    if (s->format != tail->format || s->rotated != tail->rotated || s->block_scale != tail->block_scale)
+        return TQKV__INVALID("first_tail: a store of another format or basis than the tail");
+    if (s->head_dim != tail->head_dim || s->n_kv_heads != tail->n_kv_heads)
+        return TQKV__INVALID("first_tail: a store of other head_dim or n_kv_heads than the tail");
+    if (!tqkv__same_center(s, tail)) return TQKV__INVALID("first_tail: a store with another centre than the tail");
+    if (!tqkv__same_scale(s, tail))
+        return TQKV__INVALID("first_tail: a store with another channel_scale than the tail");
+    if (s->ring || a->call.exact_first > tqkv__room(s))
+        return TQKV__REFUSE(OUT_OF_RANGE, "first_tail: a store that does not hold so many positions");
+    return TQKV_OK;
 }
 
-/* Positions that are read from the same streams. */
+/* Takes the first positions that are no longer resident, if all streams have them, from stores opened by `open`; follows
+   tqkv__take_ends. */
+static tqkv_result tqkv__take_kept(tqkv__attention *a, tqkv_result (*open)(const tqkv_store *, tqkv__stream *))
+{
+    const tqkv_attention *call = &a->call;
+    const tqkv_store *const stores[2] = {call->first_keys, call->first_values};
+    const int64_t below = call->exact_first < call->end ? call->exact_first : call->end;
+    if (!below || !a->first || !stores[0] || (!a->shared && !stores[1]) || (call->tail && !call->first_tail))
+        return TQKV_OK;
+    for (int side = 0; side < 2; side++) {
+        tqkv__stream *s = &a->ends[0][side];
+        if (a->exact[0][side]) continue; /* a stream of F16 has no other halves */
+        tqkv_result r = open(stores[a->shared ? 0 : side], s);
+        if (r == TQKV_OK) r = tqkv__check_end(a, side ? &a->values : &a->keys, 0, below, s);
+        if (r != TQKV_OK) return r;
+        a->exact[0][side] = true;
+    }
+    if (call->tail) {
+        tqkv_result r = open(call->first_tail, &a->first_tail);
+        if (r == TQKV_OK) r = tqkv__check_first_tail(a, &a->first_tail);
+        if (r != TQKV_OK) return r;
+        if (a->round_query) tqkv__fill_integers(&a->first_tail);
+    }
+    a->exact_below = below;
+    a->kept = below < a->first ? below : a->first;
+    return TQKV_OK;
+}
+
+/* Positions that are read from the same streams. A query reads what is no longer resident in its first pass, then [0, b) and
+   [b, end), where b is tqkv__exact_at. Queries of an item have other b: each looks only at its own positions of the tiles that both
+   passes have, so its sums are added in the same order alone and in a batch. */
+enum { TQKV__GONE, TQKV__OLDER, TQKV__NEWEST, TQKV__PASSES };
 typedef struct tqkv__place {
-    int number; /* tells places apart */
-    const tqkv__stream *keys, *values;
+    int number; /* tells places apart: 2 * pass, plus 1 for the first positions */
+    const tqkv__stream *keys, *values, *tail;
     int64_t end; /* the first position behind them */
 } tqkv__place;
 
-static tqkv__place tqkv__place_at(const tqkv__attention *a, int64_t position)
+/* The keys (side 0) or values (1) of a place. */
+static const tqkv__stream *tqkv__stream_at(const tqkv__attention *a, int side, int number)
 {
-    const bool first = position < a->exact_below, last = position >= a->exact_from;
-    tqkv__place place = {first + 2 * last, tqkv__stream_at(a, 0, position), tqkv__stream_at(a, 1, position), INT64_MAX};
-    if (!last) place.end = a->exact_from;
-    if (first && a->exact_below < place.end) place.end = a->exact_below;
+    if (number % 2 && a->exact[0][side]) return &a->ends[0][side];
+    if (number / 2 == TQKV__NEWEST && a->exact[1][side]) return &a->ends[1][side];
+    return side ? &a->values : &a->keys;
+}
+
+static tqkv__place tqkv__place_at(const tqkv__attention *a, int64_t position, int pass)
+{
+    const bool first = position < a->exact_below;
+    const int number = 2 * pass + first;
+    const tqkv__place place = {number, tqkv__stream_at(a, 0, number), tqkv__stream_at(a, 1, number),
+                               pass == TQKV__GONE ? &a->first_tail : &a->tail, first ? a->exact_below : INT64_MAX};
     return place;
 }
 
 /* The streams of an attention: keys, values, tail, then the halves of the first positions' keys and values and of the newest
-   ones'. NULL: it has no such stream. */
-enum { TQKV__STREAMS = 7, TQKV__FIRST_HALVES = 3 };
+   ones', then the tail of the first positions. NULL: it has no such stream. */
+enum { TQKV__STREAMS = 8, TQKV__FIRST_HALVES = 3, TQKV__LAST_HALVES = 5, TQKV__FIRST_TAIL = 7 };
 static const tqkv__stream *tqkv__stream_read(const tqkv__attention *a, int i)
 {
-    const int last = i >= TQKV__FIRST_HALVES + 2, side = (i - TQKV__FIRST_HALVES) % 2;
+    const int last = i >= TQKV__LAST_HALVES, side = (i - TQKV__FIRST_HALVES) % 2;
+    if (i == TQKV__FIRST_TAIL) return a->kept && a->call.tail ? &a->first_tail : NULL;
     if (i >= TQKV__FIRST_HALVES) return a->exact[last][side] ? &a->ends[last][side] : NULL;
     return i == 0 ? &a->keys : i == 1 ? &a->values : a->call.tail ? &a->tail : NULL;
 }
 
-/* The positions of a range that may be read from stream i. */
-static tqkv__range tqkv__positions_read(const tqkv__attention *a, int i, tqkv__range range)
+/* The resident positions of a range that a query, or one behind it, may read from stream i. */
+static tqkv__range tqkv__positions_read(const tqkv__attention *a, int i, tqkv__range range, int query)
 {
-    const bool halves = i >= TQKV__FIRST_HALVES, last = i >= TQKV__FIRST_HALVES + 2;
-    if (last && a->exact_from > range.from) range.from = a->exact_from;
-    if (halves && !last && a->exact_below < range.to) range.to = a->exact_below;
+    const bool first = i >= TQKV__FIRST_HALVES && i < TQKV__LAST_HALVES;
+    const bool last = i >= TQKV__LAST_HALVES && i < TQKV__FIRST_TAIL;
+    if (last && tqkv__exact_at(a, query) > range.from) range.from = tqkv__exact_at(a, query);
+    if (first && a->exact_below < range.to) range.to = a->exact_below;
+    if (i == TQKV__FIRST_TAIL) range.to = range.from;
     return range;
 }
 
@@ -309,7 +385,44 @@ static tqkv_result tqkv__check_list(tqkv__attention *a)
     return r;
 }
 
-static tqkv_result tqkv__attention_open(const tqkv_attention *a, tqkv__attention *r)
+/* The positions of a query's window that are not there any more. */
+static tqkv__range tqkv__gone_from_window(const tqkv__attention *a, int query)
+{
+    const int64_t oldest = a->call.end - a->call.n_queries + query - a->call.window + 1;
+    const tqkv__range gone = {oldest > a->kept ? oldest : a->kept, a->first};
+    return gone;
+}
+
+/* Whether a query's list, or its newest positions, have some of those that are gone. */
+static bool tqkv__list_meets(const tqkv__attention *a, int query, int kv_head, tqkv__range gone)
+{
+    const int32_t *row = tqkv__list_row(a, query, kv_head);
+    const int shift = tqkv__list_shift(a->call.list_block);
+    const int64_t position = a->call.end - a->call.n_queries + query;
+    const int64_t resident = (a->call.non_causal ? a->call.end : position + 1) - a->first;
+    for (int i = 0; i < a->call.list_length && row[i] >= 0; i++)
+        if (((int64_t)row[i] + 1) << shift > gone.from && (int64_t)row[i] << shift < gone.to) return true;
+    return a->call.list_newest > resident;
+}
+
+/* Refuses queries whose window was longer than what is there. What a list leaves out, nobody misses. */
+static tqkv_result tqkv__check_window(const tqkv__attention *a)
+{
+    const tqkv_attention *call = &a->call;
+    if (!call->window || !call->whole_window) return TQKV_OK;
+    for (int i = 0; i < call->n_queries; i++) {
+        const tqkv__range gone = tqkv__gone_from_window(a, i);
+        bool missed = gone.from < gone.to && !call->list;
+        for (int h = 0; h < call->list_heads && call->list && gone.from < gone.to && !missed; h++)
+            missed = tqkv__list_meets(a, i, h, gone);
+        if (missed) return TQKV__REFUSE(OUT_OF_RANGE, "a query's window begins before the oldest resident position");
+        if (gone.from >= gone.to) break; /* nor do those behind it */
+    }
+    return TQKV_OK;
+}
+
+/* Opens all but what is kept as halves. */
+static tqkv_result tqkv__attention_streams(const tqkv_attention *a, tqkv__attention *r)
 {
     tqkv_result result = tqkv__attention_shape(a, r);
     if (result == TQKV_OK) result = tqkv__stream_memory(a->keys, &r->keys);
@@ -317,7 +430,20 @@ static tqkv_result tqkv__attention_open(const tqkv_attention *a, tqkv__attention
     if (result == TQKV_OK && a->tail) result = tqkv__stream_memory(a->tail, &r->tail);
     if (result == TQKV_OK) result = tqkv__check_streams(r);
     if (result == TQKV_OK) result = tqkv__attention_range(a, r);
-    if (result == TQKV_OK) result = tqkv__check_list(r);
-    if (result != TQKV_OK || (!a->exact_first && !a->exact_last)) return result;
-    return tqkv__take_ends(r, tqkv__stream_open);
+    return result == TQKV_OK ? tqkv__check_list(r) : result;
+}
+
+/* Opens the rest, and checks the windows. */
+static tqkv_result tqkv__attention_ends(tqkv__attention *a)
+{
+    tqkv_result r = TQKV_OK;
+    if (a->call.exact_first || a->call.exact_last) r = tqkv__take_ends(a, tqkv__stream_open);
+    if (r == TQKV_OK && a->call.exact_first) r = tqkv__take_kept(a, tqkv__stream_open);
+    return r == TQKV_OK ? tqkv__check_window(a) : r;
+}
+
+static tqkv_result tqkv__attention_open(const tqkv_attention *a, tqkv__attention *r)
+{
+    const tqkv_result result = tqkv__attention_streams(a, r);
+    return result == TQKV_OK ? tqkv__attention_ends(r) : result;
 }

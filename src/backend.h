@@ -10,16 +10,6 @@ typedef struct tqkv__backend {
     tqkv_result (*attend)(tqkv_metal *m, const tqkv_cache *c, const tqkv_attention *some, const void *q, int n_queries,
                           void *out);
 } tqkv__backend;
-
-/* What tqkv_metal.m takes from >>common and >>cache-code; without it they are no part of an object's interface. rows_size:
-   bytes of the caller's rows of so many tokens */
-#ifdef TQKV_METAL
-#define TQKV__FOR_HOST TQKV_API
-TQKV__FOR_HOST size_t tqkv__rows_size(const tqkv_store *s, int n_tokens);
-TQKV__FOR_HOST void tqkv__cache_advance(tqkv_cache *c, int n_tokens);
-#else
-#define TQKV__FOR_HOST static
-#endif
 #ifdef __cplusplus
 }
 #endif

@@ -4,11 +4,26 @@ struct tqkv_cache {
     tqkv_attention attention;      /* one query over all appended positions; defaults resolved, sinks in the block */
     tqkv_store keys, values, tail; /* values: only their shape if the keys are the values; tail: zeros without one */
     bool shared;                   /* the keys are the values */
-    tqkv_store ends[2][2];         /* halves of the first and of the newest positions: keys, values; zeros without */
-    int exact_first, exact_last;
-    int64_t exact_below, exact_from; /* positions [0, exact_below) and [exact_from, end) have halves */
-    float *centers;                  /* room for those of its streams, one after the other: [n_kv_heads][head_dim] */
-    int64_t first;                   /* resident positions [first, attention.end) */
+    /* What is kept besides of the first and of the newest positions, of keys, values and tail; zeros without. Halves; in a ring the
+       first ones' rows of F16 streams and of the tail as they are. */
+    tqkv_store ends[2][3];
+    int exact_first, exact_last, exact_batch;
+    int64_t exact_below; /* positions below it are among the first ones kept */
+    int64_t exact_from;  /* positions below it are read as codes since an edit */
+    int64_t exact_held;  /* the newest halves are there from it on */
+    void *own[2];        /* codes of the newest halves' rings in the block, of keys and values */
+    int own_room;        /* their capacity */
+    void *grown;         /* memory of newest halves for which the block has no room, or NULL */
+    size_t grown_size;
+    float *
+        channels; /* room for centres, scales and inverses of its streams, one after the other: [n_kv_heads][head_dim] */
+    int64_t first;     /* resident positions [first, attention.end) */
+    int calibrate;     /* as in the desc */
+    uint64_t tag;      /* likewise */
+    bool learning;     /* positions are in `raw` alone; see >>cache-calibrate */
+    tqkv_store raw[3]; /* rows as they came of keys and values, as halves, and of the tail; zeros without */
+    void *raw_memory;  /* that holds them, or NULL */
+    size_t raw_size;
     tqkv_metal *metal;
     int matrix_group;
     tqkv_allocator memory;
@@ -24,39 +39,80 @@ static tqkv_store *tqkv__stream_of(const tqkv_cache *c, int i)
     return (tqkv_store *)(uintptr_t)all[i];
 }
 
-/* Halves number i: of the first positions' keys and values, then of the newest ones'. NULL: there are none. */
-enum { TQKV__CACHE_ENDS = 4 };
+/* What is kept besides, number i: of the first positions' keys, values and tail, then of the newest ones'. NULL: there is none. */
+enum { TQKV__CACHE_ENDS = 6, TQKV__LAST_KEYS = 3 };
 static tqkv_store *tqkv__end_of(const tqkv_cache *c, int i)
 {
-    const tqkv_store *s = &c->ends[i / 2][i % 2];
+    const tqkv_store *s = &c->ends[i / 3][i % 3];
     return s->head_dim ? (tqkv_store *)(uintptr_t)s : NULL;
 }
 
-/* All stores: the streams, then the halves, of first and of newest positions. */
-enum { TQKV__CACHE_STORES = 7, TQKV__FIRST_ENDS = 3, TQKV__LAST_ENDS = 5 };
+/* All stores: the streams, then what is kept besides, then what is raw; all but the last lie in the cache's block. */
+enum { TQKV__CACHE_STORES = 12, TQKV__FIRST_ENDS = 3, TQKV__LAST_ENDS = 6, TQKV__RAW = 9 };
 static tqkv_store *tqkv__store_of(const tqkv_cache *c, int i)
 {
+    const tqkv_store *raw = i >= TQKV__RAW ? &c->raw[i - TQKV__RAW] : NULL;
+    if (raw) return c->raw_memory && raw->head_dim ? (tqkv_store *)(uintptr_t)raw : NULL;
     return i < TQKV__CACHE_STREAMS ? tqkv__stream_of(c, i) : tqkv__end_of(c, i - TQKV__CACHE_STREAMS);
 }
 
-/* The positions that store i holds. Of the newest halves these may be more than exact_last: a truncation takes
-   from them first. */
+/* Positions of a ring of halves that serves so many queries: whole tiles, none of which wraps. */
+static int64_t tqkv__end_room(int64_t exact_last, int64_t n_queries)
+{
+    return exact_last ? (exact_last + n_queries - 1 + TQKV__TILE - 1) / TQKV__TILE * TQKV__TILE : 0;
+}
+
+/* The oldest position that an edit leaves as halves: as if the ring had room for a tile of queries, so that no bit depends on how
+   positions came. exact_held is no higher. */
+static int64_t tqkv__exact_kept(const tqkv_cache *c)
+{
+    const int64_t oldest = c->attention.end - tqkv__end_room(c->exact_last, TQKV__TILE);
+    return oldest > c->exact_from ? oldest : c->exact_from;
+}
+
+/* Positions for which the rings of the newest halves have room; 0 without. */
+static int64_t tqkv__newest_room(const tqkv_cache *c)
+{
+    return c->ends[1][0].capacity ? c->ends[1][0].capacity : c->ends[1][1].capacity;
+}
+
+/* The positions that store i holds; of the newest halves those that an edit leaves. These may be more than exact_last: a truncation
+   takes from them first. */
 static tqkv__range tqkv__range_of(const tqkv_cache *c, int i)
 {
-    const tqkv__range all = {c->first, c->attention.end}, first = {0, c->exact_below};
+    const tqkv__range all = {c->first, c->attention.end}, first = {0, c->exact_below}, none = {0, 0};
     tqkv__range newest = all;
-    if (c->exact_from > c->first) newest.from = c->exact_from;
+    if (i >= TQKV__RAW || c->learning) return i >= TQKV__RAW && c->learning ? all : none;
+    if (tqkv__exact_kept(c) > newest.from) newest.from = tqkv__exact_kept(c);
     return i < TQKV__FIRST_ENDS ? all : i < TQKV__LAST_ENDS ? first : newest;
 }
 
-/* Floats of the centres of the streams before number n; false on overflow. */
-static bool tqkv__center_floats(const tqkv_cache *c, int n, size_t *floats)
+/* What a stream has a value a channel of. */
+typedef enum tqkv__channels {
+    TQKV__CENTERS,
+    TQKV__SCALES,
+    TQKV__INVERSES, /* of the scales: what encoding multiplies by */
+    TQKV__CHANNELS
+} tqkv__channels;
+
+/* Channels of the streams before number n; false if their room overflows. */
+static bool tqkv__count_channels(const tqkv_cache *c, int n, size_t *channels)
 {
     size_t dims = 0;
     for (int i = 0; i < n; i++)
         if (tqkv__stream_of(c, i)) dims += (size_t)tqkv__stream_of(c, i)->head_dim;
-    return tqkv__size_multiply(dims, (size_t)c->keys.n_kv_heads, floats) && *floats <= SIZE_MAX / sizeof(float);
+    return tqkv__size_multiply(dims, (size_t)c->keys.n_kv_heads, channels) &&
+           *channels <= SIZE_MAX / sizeof(float) / TQKV__CHANNELS;
 }
+
+static tqkv_result tqkv__raw_shapes(const tqkv_cache_desc *desc, tqkv_cache *c);
+static tqkv_result tqkv__get_raw(tqkv_cache *c);
+static void tqkv__drop_raw(tqkv_cache *c);
+struct tqkv__append;
+static void tqkv__append_learning(tqkv_cache *c, struct tqkv__append *append);
+static bool tqkv__view_raw(const tqkv_cache *c, tqkv_attention *view);
+static tqkv_result tqkv__attend_raw(const tqkv_cache *c, const tqkv_attention *some, const void *q, int n_queries,
+                                    void *out);
 
 /* Starts each part of the block on a cache line: attention to codes that straddle two takes a tenth longer. */
 static bool tqkv__reserve(size_t *end, size_t size, size_t *begin)
@@ -88,29 +144,39 @@ static tqkv_result tqkv__check_metal(const tqkv_store *keys, const tqkv_store *v
 #endif
 }
 
-/* Positions of a ring of halves: whole tiles, none of which wraps. */
-static int64_t tqkv__end_room(int64_t exact_last) { return (exact_last + TQKV__TILE - 1) / TQKV__TILE * TQKV__TILE; }
-
-/* Takes the shapes of the halves. */
-static tqkv_result tqkv__end_shapes(const tqkv_cache_desc *desc, tqkv_cache *c)
+/* Takes the shape of what is kept of stream i besides, of the first or of the newest positions. */
+static void tqkv__end_shape(const tqkv_cache_desc *desc, int last, int i, tqkv_cache *c)
 {
-    const int first = desc->exact_first, last = desc->exact_last;
-    if (first < 0 || last < 0) return TQKV__INVALID("exact_first or exact_last is negative");
-    if ((first || last) && (int64_t)first + last > desc->capacity)
-        return TQKV__INVALID("exact_first + exact_last is above the capacity");
-    if (last > INT_MAX - TQKV__TILE) return TQKV__INVALID("exact_last is too large");
-    c->exact_first = first;
-    c->exact_last = last;
-    for (int i = 0; i < TQKV__CACHE_ENDS; i++) {
-        const tqkv_store *codes = i % 2 ? &c->values : &c->keys;
-        tqkv_store *s = &c->ends[i / 2][i % 2];
-        if (!(i < 2 ? first : last) || codes->format == TQKV_F16 || (i % 2 && c->shared)) continue;
-        *s = *codes;
+    const tqkv_store *stream = tqkv__stream_of(c, i);
+    const int64_t batch = desc->exact_batch ? desc->exact_batch : desc->metal ? 512 : 1;
+    const int64_t room = tqkv__end_room(desc->exact_last, batch > TQKV__TILE ? batch : TQKV__TILE);
+    const bool halves = stream && i < 2 && stream->format != TQKV_F16;
+    const bool as_it_is = stream && !halves && !last && desc->ring;
+    tqkv_store *s = &c->ends[last][i];
+    if (!(last ? desc->exact_last : desc->exact_first) || (!halves && !as_it_is)) return;
+    *s = *stream;
+    if (halves) {
         s->format = TQKV_F16;
         s->rotated = true;
-        s->ring = i >= 2;
-        s->capacity = i < 2 ? first : (int)tqkv__end_room(last);
     }
+    s->ring = last;
+    s->capacity = last ? (int)room : desc->exact_first;
+}
+
+/* Takes the shapes of what is kept besides. */
+static tqkv_result tqkv__end_shapes(const tqkv_cache_desc *desc, tqkv_cache *c)
+{
+    const int first = desc->exact_first, last = desc->exact_last, batch = desc->exact_batch;
+    if (first < 0 || last < 0 || batch < 0) return TQKV__INVALID("exact_first, exact_last or exact_batch is negative");
+    if ((first || last) && (int64_t)first + last > desc->capacity)
+        return TQKV__INVALID("exact_first + exact_last is above the capacity");
+    if (tqkv__end_room(last, (int64_t)batch + 512) > INT_MAX)
+        return TQKV__INVALID("exact_last or exact_batch is too large");
+    c->exact_first = first;
+    c->exact_last = last;
+    c->exact_batch = batch;
+    c->tag = desc->tag;
+    for (int i = 0; i < TQKV__CACHE_ENDS; i++) tqkv__end_shape(desc, i / 3, i % 3, c);
     return TQKV_OK;
 }
 
@@ -146,8 +212,9 @@ static void tqkv__cache_attach(tqkv_attention *a, const tqkv_cache *c)
     a->tail = c->tail.head_dim ? &c->tail : NULL;
     a->first_keys = tqkv__end_of(c, 0);
     a->first_values = tqkv__end_of(c, c->shared ? 0 : 1);
-    a->last_keys = tqkv__end_of(c, 2);
-    a->last_values = tqkv__end_of(c, c->shared ? 2 : 3);
+    a->first_tail = tqkv__end_of(c, 2);
+    a->last_keys = tqkv__end_of(c, TQKV__LAST_KEYS);
+    a->last_values = tqkv__end_of(c, c->shared ? TQKV__LAST_KEYS : TQKV__LAST_KEYS + 1);
 }
 
 /* Resolves the defaults of a desc; checks it and the shapes of all streams. */
@@ -157,11 +224,13 @@ static tqkv_result tqkv__cache_resolve(const tqkv_cache_desc *desc, tqkv_cache *
     memset(c, 0, sizeof *c);
     tqkv_result r = tqkv__cache_shapes(desc, c);
     if (r == TQKV_OK) r = tqkv__end_shapes(desc, c);
+    if (r == TQKV_OK) r = tqkv__raw_shapes(desc, c);
     if (r != TQKV_OK) return r;
     c->attention.query_type = c->attention.output_type = desc->type;
     tqkv__cache_attach(&c->attention, c);
     c->attention.n_heads = desc->n_heads;
     c->attention.window = desc->window;
+    c->attention.whole_window = true;
     c->attention.scale = desc->scale;
     c->attention.softcap = desc->softcap;
     c->attention.sinks = desc->sinks;
@@ -183,19 +252,19 @@ static tqkv_result tqkv__cache_resolve(const tqkv_cache_desc *desc, tqkv_cache *
 
 /* Where the parts of a cache's block begin. */
 typedef struct tqkv__cache_block {
-    size_t sinks, centers, codes[TQKV__CACHE_STORES], norms[TQKV__CACHE_STORES], size;
+    size_t sinks, channels, codes[TQKV__RAW], norms[TQKV__RAW], size;
 } tqkv__cache_block;
 
 /* Divides the block; false on overflow. */
 static bool tqkv__divide_block(const tqkv_cache *c, size_t sinks_size, tqkv__cache_block *block)
 {
-    size_t floats;
+    size_t channels;
     memset(block, 0, sizeof *block);
     block->size = sizeof *c;
-    bool fits = tqkv__center_floats(c, TQKV__CACHE_STREAMS, &floats) &&
+    bool fits = tqkv__count_channels(c, TQKV__CACHE_STREAMS, &channels) &&
                 tqkv__reserve(&block->size, sinks_size, &block->sinks) &&
-                tqkv__reserve(&block->size, floats * sizeof(float), &block->centers);
-    for (int i = 0; i < TQKV__CACHE_STORES; i++) {
+                tqkv__reserve(&block->size, TQKV__CHANNELS * channels * sizeof(float), &block->channels);
+    for (int i = 0; i < TQKV__RAW; i++) {
         const tqkv_store *s = tqkv__store_of(c, i);
         if (!s) continue;
         fits = fits && tqkv__reserve(&block->size, tqkv_codes_size(s), &block->codes[i]) &&
@@ -211,16 +280,20 @@ TQKV__COLD TQKV_API tqkv_result tqkv_cache_create(const tqkv_cache_desc *desc, t
     if (!out) return TQKV__INVALID("out is NULL");
     *out = NULL;
     if (!desc) return TQKV__INVALID("desc is NULL");
-    const tqkv_result r = tqkv__cache_resolve(desc, &c);
+    tqkv_result r = tqkv__cache_resolve(desc, &c);
     if (r != TQKV_OK) return r;
     const size_t sinks_size = desc->sinks ? (size_t)c.attention.n_heads * sizeof(float) : 0;
     if (!tqkv__divide_block(&c, sinks_size, &block)) return TQKV__INVALID("a cache of more than SIZE_MAX bytes");
+    if ((r = tqkv__get_raw(&c)) != TQKV_OK) return r;
     c.size = block.size + 63;
     char *memory = (char *)c.memory.alloc(c.memory.user, c.size);
-    if (!memory) return TQKV_OUT_OF_MEMORY;
+    if (!memory) {
+        tqkv__drop_raw(&c);
+        return TQKV_OUT_OF_MEMORY;
+    }
     char *lines = memory + (64 - (uintptr_t)memory % 64) % 64;
-    c.centers = (float *)(void *)(lines + block.centers);
-    for (int i = 0; i < TQKV__CACHE_STORES; i++) {
+    c.channels = (float *)(void *)(lines + block.channels);
+    for (int i = 0; i < TQKV__RAW; i++) {
         tqkv_store *s = tqkv__store_of(&c, i);
         if (!s) continue;
         s->codes_size = tqkv_codes_size(s);
@@ -232,6 +305,8 @@ TQKV__COLD TQKV_API tqkv_result tqkv_cache_create(const tqkv_cache_desc *desc, t
         memcpy(lines + block.sinks, desc->sinks, sinks_size);
         c.attention.sinks = (const float *)(const void *)(lines + block.sinks);
     }
+    for (int side = 0; side < 2; side++) c.own[side] = c.ends[1][side].codes;
+    c.own_room = (int)tqkv__newest_room(&c);
     *out = (tqkv_cache *)(void *)memory;
     memcpy(memory, &c, sizeof c);
     tqkv__cache_attach(&(*out)->attention, *out);
@@ -242,6 +317,8 @@ TQKV__COLD TQKV_API void tqkv_cache_destroy(tqkv_cache *c)
 {
     if (!c) return;
     const tqkv_allocator memory = c->memory;
+    if (c->grown) memory.free(memory.user, c->grown, c->grown_size);
+    tqkv__drop_raw(c);
     memory.free(memory.user, c, c->size);
 }
 
@@ -251,98 +328,215 @@ static int64_t tqkv__oldest(const tqkv_cache *c, int64_t end)
     return end - c->first > c->keys.capacity ? end - c->keys.capacity : c->first;
 }
 
-TQKV__FOR_HOST void tqkv__cache_advance(tqkv_cache *c, int n_tokens)
+static void tqkv__cache_advance(tqkv_cache *c, int n_tokens)
 {
-    const int64_t end = c->attention.end + n_tokens, room = tqkv__end_room(c->exact_last);
+    const int64_t end = c->attention.end + n_tokens;
     if (c->attention.end <= c->exact_below) c->exact_below = end < c->exact_first ? end : c->exact_first;
-    if (c->exact_from < end - room) c->exact_from = end - room;
+    if (c->exact_held < end - tqkv__newest_room(c)) c->exact_held = end - tqkv__newest_room(c);
     c->attention.end = end;
     c->first = tqkv__oldest(c, end);
 }
 
-/* The stores that an append fills, with their sources. */
+/* Whether memory lies in that of a cache. */
+static bool tqkv__in_cache(const tqkv_cache *c, const void *p, size_t size)
+{
+    return tqkv__overlap(c, c->size, p, size) || tqkv__overlap(c->grown, c->grown_size, p, size) ||
+           tqkv__overlap(c->raw_memory, c->raw_size, p, size);
+}
+
+/* Where the channels of stream i lie. */
+static float *tqkv__channel_room(const tqkv_cache *c, int i, tqkv__channels kind)
+{
+    size_t before = 0, all = 0; /* of a cache that exists */
+    (void)tqkv__count_channels(c, i, &before);
+    (void)tqkv__count_channels(c, TQKV__CACHE_STREAMS, &all);
+    return c->channels + (size_t)kind * all + before;
+}
+
+/* Takes values as centres or scales of stream i and what is kept of it besides, its heads `stride` floats apart; NULL: none. */
+static void tqkv__cache_channels(tqkv_cache *c, int i, tqkv__channels kind, const float *values, size_t stride)
+{
+    tqkv_store *s = tqkv__stream_of(c, i);
+    if (!s) return;
+    const size_t dim = (size_t)s->head_dim, n_kv_heads = (size_t)s->n_kv_heads;
+    float *own = tqkv__channel_room(c, i, kind);
+    for (size_t h = 0; values && h < n_kv_heads; h++) memmove(own + h * dim, values + h * stride, dim * sizeof(float));
+    if (kind == TQKV__SCALES && values) {
+        const uint64_t mode = tqkv__fp_exact();
+        tqkv__invert(own, (int)(n_kv_heads * dim), tqkv__channel_room(c, i, TQKV__INVERSES));
+        tqkv__fp_restore(mode);
+    }
+    *(kind == TQKV__CENTERS ? &s->center : &s->channel_scale) = values ? own : NULL;
+    for (int last = 0; last < 2; last++) {
+        c->ends[last][i].center = s->center;
+        c->ends[last][i].channel_scale = s->channel_scale;
+    }
+}
+
+/* What an append encodes: the streams, and the first positions that are kept besides. */
 typedef struct tqkv__append {
-    int n, n_streams; /* streams come first, then halves */
-    tqkv__stream streams[TQKV__CACHE_STORES];
-    const void *src[TQKV__CACHE_STORES];
-    size_t size[TQKV__CACHE_STORES]; /* of src */
-    int n_tokens[TQKV__CACHE_STORES];
+    tqkv__encode_job job, first_job;
+    tqkv__stream streams[TQKV__CACHE_STREAMS], newest[2], first[TQKV__CACHE_STREAMS];
 } tqkv__append;
 
-/* Opens store i for its part of the caller's rows. Rows of k hold those of the tail, too. Halves of the first positions keep
-   the tokens below exact_first. */
+/* Opens stream i for its part of the caller's rows. Rows of k hold those of the tail, too. */
 static tqkv_result tqkv__append_open(const tqkv_cache *c, int i, const void *k, const void *v, int n_tokens,
                                      tqkv__append *append)
 {
-    const bool first = i >= TQKV__FIRST_ENDS && i < TQKV__LAST_ENDS;
-    const bool of_values = i == 1 || i == TQKV__FIRST_ENDS + 1 || i == TQKV__LAST_ENDS + 1;
-    const int64_t left = first ? c->exact_first - c->attention.end : n_tokens;
     const int key_dim = c->keys.head_dim + c->tail.head_dim;
-    const void *src = of_values ? v : k;
-    tqkv_store store = *tqkv__store_of(c, i);
-    if (first && left <= 0) return TQKV_OK;
-    const int n = left < n_tokens ? (int)left : n_tokens;
-    store.strides = of_values ? c->values.strides : tqkv__strides_of(c->keys.strides, store.n_kv_heads, key_dim);
+    const int64_t left = c->exact_first - c->attention.end;
+    const void *src = i == 1 ? v : k;
+    tqkv_store store = *tqkv__stream_of(c, i);
+    store.strides = i == 1 ? c->values.strides : tqkv__strides_of(c->keys.strides, store.n_kv_heads, key_dim);
     if (i == 2 && k) src = (const uint8_t *)k + (size_t)c->keys.head_dim * tqkv__type_size(store.type);
-    const tqkv_result r = tqkv__encode_open(&store, src, n, c->attention.end, &append->streams[append->n]);
-    append->src[append->n] = src;
-    append->size[append->n] = tqkv__rows_size(&store, n);
-    append->n_tokens[append->n++] = n;
-    if (i < TQKV__CACHE_STREAMS) append->n_streams = append->n;
+    tqkv_result r = tqkv__encode_open(&store, src, n_tokens, c->attention.end, &append->streams[i]);
+    if (r != TQKV_OK) return r;
+    if (tqkv__in_cache(c, src, tqkv__rows_size(&store, n_tokens))) return TQKV__INVALID("k or v overlaps the cache");
+    if (store.channel_scale) append->streams[i].inverses = tqkv__channel_room(c, i, TQKV__INVERSES);
+    tqkv__add_stream(&append->job, &append->streams[i], src);
+    if (!tqkv__end_of(c, i) || left <= 0) return TQKV_OK;
+    tqkv_store first = *tqkv__end_of(c, i);
+    first.strides = store.strides;
+    r = tqkv__stream_open(&first, &append->first[i]);
+    tqkv__add_stream(&append->first_job, &append->first[i], src);
     return r;
 }
 
-static bool tqkv__append_overlaps(const tqkv__append *append)
+/* Copies the newest halves from position `from` on to a ring of another size. */
+static void tqkv__copy_newest(const tqkv_cache *c, int side, int64_t from, const tqkv_store *to)
 {
-    for (int i = 0; i < append->n; i++)
-        for (int j = 0; j < append->n_streams; j++)
-            if (tqkv__encoding_overlaps(&append->streams[i], append->src[j], append->size[j])) return true;
-    return false;
+    const tqkv_store *old = &c->ends[1][side];
+    const size_t size = tqkv_row_bytes(TQKV_F16, old->head_dim);
+    for (int h = 0; h < old->n_kv_heads; h++)
+        for (int64_t p = from; p < c->attention.end; p++) {
+            const size_t source = (size_t)h * (size_t)old->capacity + (size_t)(p % old->capacity);
+            const size_t target = (size_t)h * (size_t)to->capacity + (size_t)(p % to->capacity);
+            memcpy((uint8_t *)to->codes + target * size, (const uint8_t *)old->codes + source * size, size);
+        }
+}
+
+/* Gets memory for rings of `room` positions: the cache's own, and NULL, where they are that large. */
+static tqkv_result tqkv__get_newest(const tqkv_cache *c, int64_t room, tqkv_store rings[2], void **memory, size_t *size)
+{
+    size_t at[2] = {0, 0};
+    for (int side = 0; side < 2; side++) {
+        if (!rings[side].head_dim) continue;
+        rings[side].capacity = (int)room;
+        rings[side].codes = c->own[side];
+        rings[side].codes_size = tqkv_codes_size(&rings[side]);
+        if (room > c->own_room && (!rings[side].codes_size || !tqkv__reserve(size, rings[side].codes_size, &at[side])))
+            return TQKV_OUT_OF_MEMORY;
+    }
+    if (!*size) return TQKV_OK;
+    if (*size > SIZE_MAX - 63) return TQKV_OUT_OF_MEMORY;
+    *size += 63;
+    *memory = c->memory.alloc(c->memory.user, *size);
+    if (!*memory) return TQKV_OUT_OF_MEMORY;
+    for (int side = 0; side < 2; side++)
+        if (rings[side].head_dim) rings[side].codes = (char *)*memory + (64 - (uintptr_t)*memory % 64) % 64 + at[side];
+    return TQKV_OK;
+}
+
+/* Makes the rings of the newest halves as large as n_tokens more need them: all of their queries find what they read. Back in the
+   block when that is enough. */
+static tqkv_result tqkv__fit_newest(tqkv_cache *c, int n_tokens)
+{
+    const int64_t most = (int64_t)c->keys.capacity - c->exact_last + 1; /* of a ring no query sees more */
+    int64_t room = tqkv__end_room(c->exact_last, n_tokens < most ? n_tokens : most), from = c->exact_held;
+    tqkv_store rings[2] = {c->ends[1][0], c->ends[1][1]};
+    void *memory = NULL;
+    size_t size = 0;
+    if (room < c->own_room) room = c->own_room;
+    if (!n_tokens || !tqkv__newest_room(c) || room == tqkv__newest_room(c)) return TQKV_OK;
+    if (c->metal) return TQKV__REFUSE(OUT_OF_RANGE, "n_tokens: more than exact_batch");
+    if (room > INT_MAX) return TQKV_OUT_OF_MEMORY;
+    const tqkv_result r = tqkv__get_newest(c, room, rings, &memory, &size);
+    if (r != TQKV_OK) return r;
+    if (from < c->attention.end + n_tokens - room) from = c->attention.end + n_tokens - room;
+    for (int side = 0; side < 2; side++) {
+        if (!rings[side].head_dim) continue;
+        tqkv__copy_newest(c, side, from, &rings[side]);
+        c->ends[1][side] = rings[side];
+    }
+    if (c->grown) c->memory.free(c->memory.user, c->grown, c->grown_size);
+    c->grown = memory;
+    c->grown_size = size;
+    c->exact_held = from < c->attention.end ? from : c->attention.end;
+    return TQKV_OK;
+}
+
+/* Encodes after all checks. */
+static void tqkv__append_rows(const tqkv_cache *c, tqkv__append *append)
+{
+    for (int side = 0; side < 2; side++) {
+        const tqkv_store *newest = tqkv__end_of(c, TQKV__LAST_KEYS + side);
+        if (!newest || tqkv__stream_open(newest, &append->newest[side]) != TQKV_OK) continue;
+        append->job.halves[side] = &append->newest[side];
+    }
+    append->job.encode = append->first_job.encode = true;
+    tqkv__run_encode_tasks(&append->job);
+    if (append->first_job.n_streams) tqkv__run_encode_tasks(&append->first_job);
 }
 
 TQKV_API tqkv_result tqkv_cache_append(tqkv_cache *c, const void *k, const void *v, int n_tokens)
 {
     tqkv__append append;
-    tqkv__encode_job job;
     tqkv_result r = TQKV_OK;
     if (!c) return TQKV__INVALID("the cache is NULL");
     if (c->shared && v) return TQKV__INVALID("v: the keys are the values");
-    append.n = 0;
-    for (int i = 0; i < TQKV__CACHE_STORES; i++)
-        if (tqkv__store_of(c, i) && (r = tqkv__append_open(c, i, k, v, n_tokens, &append)) != TQKV_OK) return r;
-    if (tqkv__append_overlaps(&append)) return TQKV__INVALID("k or v overlaps the cache");
-    tqkv__encode_job_open(&job, &c->attention.parallel, n_tokens, c->attention.end);
-    for (int i = 0; i < append.n_streams; i++) tqkv__add_stream(&job, &append.streams[i], append.src[i]);
-    if (!c->metal)
-        r = tqkv__encode_sources(&job);
-    else if (tqkv__sources_finite(&job))
-        r = tqkv__backend_of(c->metal)->append(c->metal, c, k, v, n_tokens);
-    else
+    const int64_t left = c->exact_first - c->attention.end;
+    tqkv__encode_job_open(&append.job, &c->attention.parallel, n_tokens, c->attention.end);
+    tqkv__encode_job_open(&append.first_job, &c->attention.parallel, left < n_tokens ? (int)left : n_tokens,
+                          c->attention.end);
+    for (int i = 0; r == TQKV_OK && i < TQKV__CACHE_STREAMS; i++)
+        if (tqkv__stream_of(c, i)) r = tqkv__append_open(c, i, k, v, n_tokens, &append);
+    if (r == TQKV_OK && !tqkv__sources_finite(&append.job))
         r = TQKV__REFUSE(NOT_FINITE, "k or v holds NaN or infinity");
+    if (r == TQKV_OK) r = tqkv__fit_newest(c, n_tokens);
     if (r != TQKV_OK) return r;
-    for (int i = append.n_streams; i < append.n && !c->metal; i++) /* halves: few rows */
-        tqkv__encode_tokens(&append.streams[i], append.src[i], tqkv__first_kept(&append.streams[i], append.n_tokens[i]),
-                            append.n_tokens[i], c->attention.end);
+    if (!c->learning && n_tokens) tqkv__drop_raw(c); /* the queries that read them have come */
+    if (c->learning)
+        tqkv__append_learning(c, &append);
+    else if (!c->metal)
+        tqkv__append_rows(c, &append);
+    else if ((r = tqkv__backend_of(c->metal)->append(c->metal, c, k, v, n_tokens)) != TQKV_OK)
+        return r;
     tqkv__cache_advance(c, n_tokens);
     return r;
 }
 
+/* Counts what is kept as halves. */
 static void tqkv__count_ends(const tqkv_cache *c, tqkv_attention *a)
 {
     const tqkv__range newest = tqkv__range_of(c, TQKV__LAST_ENDS);
     a->exact_first = (int)c->exact_below;
     a->exact_last = newest.to - newest.from < c->exact_last ? (int)(newest.to - newest.from) : c->exact_last;
+    a->exact_from = c->exact_from;
 }
 
 TQKV_API tqkv_attention tqkv_cache_view(const tqkv_cache *c)
 {
     tqkv_attention view;
     memset(&view, 0, sizeof view);
-    if (!c) return view;
+    if (!c || tqkv__view_raw(c, &view)) return view;
     view = c->attention;
     view.kv_len = (int)(c->attention.end - c->first);
     tqkv__count_ends(c, &view);
+    const bool full = c->exact_held <= c->attention.end - tqkv__newest_room(c); /* of halves that came */
+    if (!full && view.exact_from < c->exact_held) view.exact_from = c->exact_held;
     return view;
+}
+
+/* Takes the list and the tree of `some`, unless that is NULL. */
+static void tqkv__take_some(const tqkv_attention *some, tqkv_attention *a)
+{
+    if (!some) return;
+    a->tree = some->tree;
+    a->list = some->list;
+    a->list_length = some->list_length;
+    a->list_heads = some->list_heads;
+    a->list_block = some->list_block;
+    a->list_newest = some->list_newest;
 }
 
 /* some: NULL, or an attention with the list and the tree */
@@ -351,19 +545,15 @@ static tqkv_result tqkv__cache_attention(const tqkv_cache *c, const tqkv_attenti
 {
     tqkv_attention attention = c->attention;
     attention.n_queries = n_queries;
-    if (some) {
-        attention.tree = some->tree;
-        attention.list = some->list;
-        attention.list_length = some->list_length;
-        attention.list_heads = some->list_heads;
-        attention.list_block = some->list_block;
-        attention.list_newest = some->list_newest;
-    }
+    tqkv__take_some(some, &attention);
     tqkv__count_ends(c, &attention);
-    const tqkv_result r = tqkv__attention_open(&attention, a);
+    tqkv_result r = tqkv__attention_streams(&attention, a);
     a->first = c->first; /* after a truncation fewer positions than kv_len's default, or none */
     a->matrix_group = c->matrix_group;
-    return r;
+    if (r != TQKV_OK) return r;
+    if (tqkv__newest_room(c) && tqkv__exact_oldest(a) < c->exact_held)
+        return TQKV__REFUSE(OUT_OF_RANGE, "n_queries: halves of the newest are kept for 64, or as many as came last");
+    return tqkv__attention_ends(a);
 }
 
 static tqkv_result tqkv__cache_attend(tqkv_cache *c, const tqkv_attention *some, const void *q, int n_queries,
@@ -372,6 +562,7 @@ static tqkv_result tqkv__cache_attend(tqkv_cache *c, const tqkv_attention *some,
     tqkv__attention a;
     if (!c || n_queries < 0) return TQKV__INVALID("the cache is NULL or n_queries negative");
     if (n_queries == 0) return TQKV_OK;
+    if (c->raw_memory) return tqkv__attend_raw(c, some, q, n_queries, out);
     tqkv_result r = tqkv__cache_attention(c, some, n_queries, &a);
     if (r != TQKV_OK) return r;
     if (!c->metal) return tqkv__attend(&a, q, out);
@@ -391,45 +582,45 @@ TQKV_API tqkv_result tqkv_cache_attend_some(tqkv_cache *c, const tqkv_attention 
     return tqkv__cache_attend(c, a, q, n_queries, out);
 }
 
-/* Where the centre of stream i lies. */
-static float *tqkv__center_room(const tqkv_cache *c, int i)
+/* Whether n values may be centres or scales. */
+static tqkv_result tqkv__check_channels(tqkv__channels kind, const float *values, size_t n)
 {
-    size_t before = 0;
-    (void)tqkv__center_floats(c, i, &before); /* of a cache that exists */
-    return c->centers + before;
+    if ((uintptr_t)values % sizeof(float)) return TQKV__INVALID("a centre or a scale is not aligned as floats");
+    if (values && !tqkv__all_finite(values, n))
+        return TQKV__REFUSE(NOT_FINITE, "a centre or a scale holds NaN or infinity");
+    if (values && kind == TQKV__SCALES && !tqkv__scales_valid(values, n))
+        return TQKV__INVALID("a scale is not in [2^-32, 2^32]");
+    return TQKV_OK;
 }
 
-/* Takes center as that of stream i and its halves, its heads `stride` floats apart; NULL: none. */
-static void tqkv__cache_center(tqkv_cache *c, int i, const float *center, size_t stride)
+/* Sets centres or scales of all streams; what the cache would have learned is not wanted then. */
+static tqkv_result tqkv__set_channels(tqkv_cache *c, tqkv__channels kind, const float *keys, const float *values)
 {
-    tqkv_store *s = tqkv__stream_of(c, i);
-    if (!s) return;
-    const size_t dim = (size_t)s->head_dim;
-    float *own = tqkv__center_room(c, i);
-    s->center = center ? own : NULL;
-    for (size_t h = 0; center && h < (size_t)s->n_kv_heads; h++)
-        memmove(own + h * dim, center + h * stride, dim * sizeof(float));
-    for (int end = i; i < 2 && end < TQKV__CACHE_ENDS; end += 2) c->ends[end / 2][i].center = s->center;
+    if (!c) return TQKV__INVALID("the cache is NULL");
+    if (c->attention.end != 0) return TQKV__INVALID("centre, scale: the cache holds positions encoded without them");
+    if (c->shared && values) return TQKV__INVALID("values: they have centre and scale of the keys");
+    const size_t n_kv_heads = (size_t)c->keys.n_kv_heads, key_dim = (size_t)(c->keys.head_dim + c->tail.head_dim);
+    const size_t n_keys = n_kv_heads * key_dim, n_values = n_kv_heads * (size_t)c->values.head_dim;
+    tqkv_result r = tqkv__check_channels(kind, keys, n_keys);
+    if (r == TQKV_OK) r = tqkv__check_channels(kind, values, n_values);
+    if (r != TQKV_OK) return r;
+    if (tqkv__in_cache(c, keys, n_keys * sizeof(float)) || tqkv__in_cache(c, values, n_values * sizeof(float)))
+        return TQKV__INVALID("a centre or a scale lies in the cache");
+    tqkv__drop_raw(c);
+    tqkv__cache_channels(c, 0, kind, keys, key_dim);
+    tqkv__cache_channels(c, 1, kind, values, (size_t)c->values.head_dim);
+    tqkv__cache_channels(c, 2, kind, keys ? keys + c->keys.head_dim : NULL, key_dim);
+    return TQKV_OK;
 }
 
 TQKV__COLD TQKV_API tqkv_result tqkv_cache_set_center(tqkv_cache *c, const float *keys, const float *values)
 {
-    if (!c) return TQKV__INVALID("the cache is NULL");
-    if (c->attention.end != 0) return TQKV__INVALID("a centre: the cache holds positions encoded without it");
-    if (c->shared && values) return TQKV__INVALID("values: they have the centre of the keys");
-    const size_t n_kv_heads = (size_t)c->keys.n_kv_heads, key_dim = (size_t)(c->keys.head_dim + c->tail.head_dim);
-    const size_t n_keys = n_kv_heads * key_dim, n_values = n_kv_heads * (size_t)c->values.head_dim;
-    if ((uintptr_t)keys % sizeof(float) || (uintptr_t)values % sizeof(float))
-        return TQKV__INVALID("a centre is not aligned as floats");
-    if ((keys && !tqkv__all_finite(keys, n_keys)) || (values && !tqkv__all_finite(values, n_values)))
-        return TQKV__REFUSE(NOT_FINITE, "a centre holds NaN or infinity");
-    if (tqkv__overlap(c, c->size, keys, n_keys * sizeof(float)) ||
-        tqkv__overlap(c, c->size, values, n_values * sizeof(float)))
-        return TQKV__INVALID("a centre lies in the cache");
-    tqkv__cache_center(c, 0, keys, key_dim);
-    tqkv__cache_center(c, 1, values, (size_t)c->values.head_dim);
-    tqkv__cache_center(c, 2, keys ? keys + c->keys.head_dim : NULL, key_dim);
-    return TQKV_OK;
+    return tqkv__set_channels(c, TQKV__CENTERS, keys, values);
+}
+
+TQKV__COLD TQKV_API tqkv_result tqkv_cache_set_scale(tqkv_cache *c, const float *keys, const float *values)
+{
+    return tqkv__set_channels(c, TQKV__SCALES, keys, values);
 }
 
 TQKV__COLD TQKV_API tqkv_result tqkv_cache_set_layout(tqkv_cache *c, const tqkv_cache_layout *layout)
@@ -456,6 +647,9 @@ TQKV_API size_t tqkv_cache_bytes(const tqkv_cache *c)
         const tqkv_store *s = tqkv__store_of(c, i);
         if (s) bytes += s->codes_size + s->norms_size;
     }
+    for (int side = 0; c && c->grown && side < 2; side++)
+        if (c->own[side])
+            bytes += c->ends[1][side].codes_size / (size_t)c->ends[1][side].capacity * (size_t)c->own_room;
     return bytes;
 }
 

@@ -1,13 +1,18 @@
 /* >>cache-edit: truncate, remove, keep, fork. */
 
+/* After an edit positions below `from` are read as codes: nothing to say where none is kept as halves. */
+static void tqkv__exact_begins(tqkv_cache *c, int64_t from) { c->exact_from = c->exact_last ? from : 0; }
+
 TQKV_API tqkv_result tqkv_cache_truncate(tqkv_cache *c, int64_t end)
 {
     if (!c) return TQKV__INVALID("the cache is NULL");
     if (end < 0 || end > c->attention.end || (end < c->first && end != 0))
         return TQKV__REFUSE(OUT_OF_RANGE, "end: not among the resident positions");
+    if (!c->learning && end < c->attention.end) tqkv__drop_raw(c);
     if (end == 0) c->first = 0;
     if (c->exact_below > end) c->exact_below = end;
-    if (c->exact_from > end) c->exact_from = end;
+    if (end < c->attention.end) tqkv__exact_begins(c, tqkv__exact_kept(c) < end ? tqkv__exact_kept(c) : end);
+    if (c->exact_held > end) c->exact_held = end;
     c->attention.end = end;
     return TQKV_OK;
 }
@@ -21,7 +26,8 @@ static void tqkv__move_positions(const tqkv_cache *c, int64_t source, int64_t ta
         tqkv__stream s;
         const tqkv_store *store = tqkv__store_of(c, i);
         const bool first = i >= TQKV__FIRST_ENDS && i < TQKV__LAST_ENDS;
-        if (!store || (i >= TQKV__LAST_ENDS && target < c->exact_from)) continue;
+        const bool newest = i >= TQKV__LAST_ENDS && i < TQKV__RAW;
+        if (!store || (newest && target < c->exact_held) || c->learning != (i >= TQKV__RAW)) continue;
         if (tqkv__stream_open(store, &s) == TQKV_OK) tqkv__move_rows(&s, source, &s, target, first ? below : n);
     }
 }
@@ -40,7 +46,7 @@ static void tqkv__reverse_rows(uint8_t *rows, int n, size_t size)
 /* Position p + by of the rings of halves becomes position p. */
 static void tqkv__turn_rings(const tqkv_cache *c, int64_t by)
 {
-    for (int i = 2; i < TQKV__CACHE_ENDS; i++) {
+    for (int i = TQKV__LAST_KEYS; i < TQKV__CACHE_ENDS; i++) {
         tqkv__stream s;
         if (!tqkv__end_of(c, i) || tqkv__stream_open(tqkv__end_of(c, i), &s) != TQKV_OK) continue;
         const int n = (int)(by % s.capacity);
@@ -60,12 +66,15 @@ TQKV__COLD TQKV_API tqkv_result tqkv_cache_remove(tqkv_cache *c, int64_t first, 
     if (count < 0) return TQKV__INVALID("count is negative");
     if (first < 0 || first > c->attention.end || count > c->attention.end - first)
         return TQKV__REFUSE(OUT_OF_RANGE, "first, count: not among the resident positions");
+    if (!c->learning && count) tqkv__drop_raw(c);
     const int64_t behind = first + count, n = c->attention.end - behind;
     tqkv__move_positions(c, behind, first, n);
-    if (first < c->exact_from) {
+    const int64_t kept = tqkv__exact_kept(c);
+    if (first < c->exact_held) {
         tqkv__turn_rings(c, count);
-        c->exact_from = (behind > c->exact_from ? behind : c->exact_from) - count;
+        c->exact_held = (behind > c->exact_held ? behind : c->exact_held) - count;
     }
+    if (count) tqkv__exact_begins(c, first < kept ? (behind > kept ? behind : kept) - count : kept);
     if (first < c->exact_below) c->exact_below = c->exact_below > behind ? c->exact_below - count : first;
     c->attention.end -= count;
     return TQKV_OK;
@@ -76,13 +85,14 @@ TQKV__COLD TQKV_API tqkv_result tqkv_cache_keep(tqkv_cache *c, int n, const int 
     if (!c) return TQKV__INVALID("the cache is NULL");
     if (n < 0 || n_kept < 0 || (n_kept > 0 && !kept)) return TQKV__INVALID("n or n_kept is negative, or kept is NULL");
     if (n > c->attention.end - c->first) return TQKV__REFUSE(OUT_OF_RANGE, "n: more positions than are resident");
-    if ((uintptr_t)kept % sizeof(int) || tqkv__overlap(c, c->size, kept, (size_t)n_kept * sizeof(int)))
+    if ((uintptr_t)kept % sizeof(int) || tqkv__in_cache(c, kept, (size_t)n_kept * sizeof(int)))
         return TQKV__INVALID("kept: not aligned as int, or in the cache");
     for (int i = 0; i < n_kept; i++) {
         if (kept[i] < 0 || kept[i] >= n) return TQKV__REFUSE(OUT_OF_RANGE, "kept: not one of the newest n positions");
         if (i && kept[i] <= kept[i - 1]) return TQKV__INVALID("kept: not ascending");
     }
-    const int64_t first = c->attention.end - n;
+    if (!c->learning && n_kept < n) tqkv__drop_raw(c);
+    const int64_t first = c->attention.end - n, kept_from = tqkv__exact_kept(c);
     int64_t below = first;
     for (int i = 0, next; i < n_kept; i = next) {
         for (next = i + 1; next < n_kept && kept[next] == kept[next - 1] + 1;) next++;
@@ -91,7 +101,8 @@ TQKV__COLD TQKV_API tqkv_result tqkv_cache_keep(tqkv_cache *c, int n, const int 
     }
     c->attention.end = first + n_kept;
     if (c->exact_below > below) c->exact_below = below;
-    if (first < c->exact_from) c->exact_from = c->attention.end; /* their rows did not move */
+    if (first < c->exact_held) c->exact_held = c->attention.end; /* their rows did not move */
+    if (n_kept < n) tqkv__exact_begins(c, first < kept_from ? c->attention.end : kept_from);
     return TQKV_OK;
 }
 
@@ -104,12 +115,12 @@ TQKV__COLD TQKV_API tqkv_result tqkv_cache_keep(tqkv_cache *c, int n, const int 
     row(key_format,   keys.format)         row(value_format, values.format)                                            \
     row(window,       attention.window)    row(scale,      attention.scale)     row(softcap,  attention.softcap)       \
     row(shared,       shared)              row(tail_dim,   tail.head_dim)       row(tail_format, tail.format)          \
-    row(exact_first,  exact_first)         row(exact_last, exact_last)
+    row(exact_first,  exact_first)         row(exact_last, exact_last)          row(calibrate, calibrate)
 #define TQKV__CACHE_USE(row)                                                                                           \
     row(type,         keys.type)           row(sinks,      attention.sinks)     row(metal,    metal)                   \
     row(parallel,     attention.parallel)  row(allocator,  attention.allocator)                                        \
     row(matrix_group, matrix_group)        row(arithmetic, attention.arithmetic)                                       \
-    row(non_causal,   attention.non_causal)
+    row(non_causal,   attention.non_causal) row(exact_batch, exact_batch)       row(tag,      tag)
 // clang-format on
 
 /* The desc that makes a cache like c. */
@@ -133,6 +144,8 @@ static void tqkv__take_use(const tqkv_cache_desc *from, tqkv_cache_desc *to)
     if (from->metal) to->metal = from->metal;
     if (from->matrix_group) to->matrix_group = from->matrix_group;
     if (from->arithmetic) to->arithmetic = from->arithmetic;
+    if (from->exact_batch) to->exact_batch = from->exact_batch;
+    if (from->tag) to->tag = from->tag;
     to->non_causal = to->non_causal || from->non_causal;
 }
 
@@ -143,6 +156,7 @@ static bool tqkv__desc_matches(const tqkv_cache_desc *wanted, const tqkv_cache_d
     tqkv_cache_desc meant = *wanted;
     if (meant.softcap < 0.0f && found->softcap == 0.0f) meant.softcap = 0.0f; /* off in both */
     wanted = &meant;
+    if (wanted->tag && found->tag && wanted->tag != found->tag) return false;
     return true TQKV__CACHE_SHAPE(TQKV__FIELD_MATCHES);
 }
 
@@ -156,9 +170,34 @@ static tqkv_result tqkv__fork_store(const tqkv_cache *c, int i, const tqkv_cache
         range.from = c->first;
         memset(to->codes, 0, to->codes_size);
     }
-    if (!from) from = tqkv__stream_of(c, (i - TQKV__FIRST_ENDS) % 2);
+    if (!from && i < TQKV__RAW) from = tqkv__stream_of(c, (i - TQKV__FIRST_ENDS) % 3);
     if (range.from >= range.to) return TQKV_OK;
     return tqkv__convert(to, from, range.from, (int)(range.to - range.from), parallel);
+}
+
+/* Copies what a cache holds to a new one of its shape. One that learns, and has more positions than the copy learns from, is
+   calibrated with these. */
+static tqkv_result tqkv__copy_cache(const tqkv_cache *c, tqkv_cache *copy, const tqkv_parallel *parallel)
+{
+    tqkv_result r = TQKV_OK;
+    const bool settles = c->learning && c->attention.end >= copy->raw[0].capacity;
+    for (int i = 0; i < TQKV__CACHE_STREAMS; i++) {
+        const tqkv_store *from = tqkv__stream_of(c, i);
+        if (!from) continue;
+        tqkv__cache_channels(copy, i, TQKV__CENTERS, from->center, (size_t)from->head_dim);
+        tqkv__cache_channels(copy, i, TQKV__SCALES, from->channel_scale, (size_t)from->head_dim);
+    }
+    for (int i = 0; !settles && r == TQKV_OK && i < TQKV__CACHE_STORES; i++) r = tqkv__fork_store(c, i, copy, parallel);
+    copy->calibrate = c->calibrate;
+    copy->first = c->first;
+    copy->exact_below = c->exact_below;
+    copy->exact_from = c->exact_from;
+    copy->exact_held = tqkv__range_of(c, TQKV__LAST_ENDS).from;
+    copy->attention.end = c->attention.end;
+    if (!settles) return r;
+    r = tqkv__settle(copy, c->raw, (int)c->attention.end, c->attention.end);
+    tqkv__drop_raw(copy);
+    return r;
 }
 
 TQKV__COLD TQKV_API tqkv_result tqkv_cache_fork(const tqkv_cache *c, const tqkv_cache_desc *desc, tqkv_cache **out)
@@ -180,18 +219,10 @@ TQKV__COLD TQKV_API tqkv_result tqkv_cache_fork(const tqkv_cache *c, const tqkv_
     }
     if (copied.capacity > 0 && copied.capacity < c->attention.end - c->first)
         return TQKV__REFUSE(OUT_OF_RANGE, "capacity: too small for the resident positions");
+    if (!c->learning) copied.calibrate = 0;
     tqkv_result r = tqkv_cache_create(&copied, &copy);
     if (r != TQKV_OK) return r;
-    for (int i = 0; i < TQKV__CACHE_STREAMS; i++) {
-        const tqkv_store *from = tqkv__stream_of(c, i);
-        if (from) tqkv__cache_center(copy, i, from->center, (size_t)from->head_dim);
-    }
-    for (int i = 0; r == TQKV_OK && i < TQKV__CACHE_STORES; i++) r = tqkv__fork_store(c, i, copy, &copied.parallel);
-    copy->first = c->first;
-    copy->exact_below = c->exact_below;
-    copy->exact_from = tqkv__range_of(c, TQKV__LAST_ENDS).from;
-    copy->attention.end = c->attention.end;
-    if (r == TQKV_OK)
+    if ((r = tqkv__copy_cache(c, copy, &copied.parallel)) == TQKV_OK)
         *out = copy;
     else
         tqkv_cache_destroy(copy);

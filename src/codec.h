@@ -1,3 +1,5 @@
+/* >>codec: norms, quantising, packing, and back, in plain C: the specification */
+
 /* Norm of a TQ row or block from the sum of its squares; scale: the factor that brings its values to variance 1. If the
    rotation of a row overflows, the sum is NaN, whose sign depends on the machine: fabsf clears the norm's. */
 static float tqkv__norm_tq(const tqkv__stream *s, float sum, float *scale)
@@ -127,8 +129,28 @@ static float tqkv__float_from_half(uint16_t half)
     return tqkv__float(sign | ((magnitude << 13) + (magnitude < 0x7c00u ? 0x38000000u : 0x70000000u)));
 }
 
-/* A row as floats, which is exact, less its centre unless that is NULL. src, center, row: [n] */
-static void tqkv__widen_row(tqkv_type type, const void *src, const float *center, int n, float *row)
+/* Scales are in [2^-32, 2^32]: their bits, those of positive floats, are ordered as they are. */
+#define TQKV__LEAST_SCALE  0x2f800000u
+#define TQKV__SCALES_RANGE 0x20000000u
+static bool tqkv__scales_valid(const float *x, size_t n)
+{
+    uint32_t bad = 0;
+    for (size_t i = 0; i < n; i++) bad |= tqkv__bits(x[i]) - TQKV__LEAST_SCALE > TQKV__SCALES_RANGE;
+    return !bad;
+}
+
+/* Compilers may replace a division by a constant; see tqkv__norm_i8. */
+static TQKV__NOINLINE void tqkv__invert(const float *scales, int n, float *inverses)
+{
+    const volatile float one = 1.0f;
+    const float dividend = one;
+    for (int i = 0; i < n; i++) inverses[i] = TQKV__AS_FLOAT(dividend / scales[i]);
+}
+
+/* A row as floats, which is exact, less its centre and times its inverses, unless these are NULL. src, center, inverses, row:
+   [n] */
+static void tqkv__widen_row(tqkv_type type, const void *src, const float *center, const float *inverses, int n,
+                            float *row)
 {
     if (type == TQKV_TYPE_F32)
         memcpy(row, src, (size_t)n * sizeof(float));
@@ -138,6 +160,8 @@ static void tqkv__widen_row(tqkv_type type, const void *src, const float *center
         for (int i = 0; i < n; i++) row[i] = tqkv__float((uint32_t)tqkv__half_at(src, (size_t)i) << 16);
     if (center)
         for (int i = 0; i < n; i++) row[i] = TQKV__AS_FLOAT(row[i] - center[i]);
+    if (inverses)
+        for (int i = 0; i < n; i++) row[i] = tqkv__rounded(row[i] * inverses[i]);
 }
 
 /* Rounds to nearest even, beyond the largest half to infinity. NaN stays NaN: it keeps its upper bits and becomes quiet, as
@@ -250,14 +274,25 @@ static void tqkv__quantiser_open(const tqkv__stream *s, tqkv__quantiser *q)
     }
 }
 
-/* Source and destination of a row. src, of the stream's type, center (or NULL): [head_dim], codes: [row_bytes], norms, and
-   factors (or NULL), those that a search chose: [norms_per_row] */
+/* Source and destination of a row. src, of the stream's type, center and inverses (or NULL): [head_dim], codes: [row_bytes], norms,
+   and factors (or NULL), those that a search chose: [norms_per_row]; half: [2 * head_dim] or NULL, takes the rotated row as halves,
+   too */
 typedef struct tqkv__row {
     const void *src;
-    const float *center;
+    const float *center, *inverses; /* inverses: see tqkv__inverses_of */
     uint8_t *codes;
     float *norms, *factors;
+    uint8_t *half;
 } tqkv__row;
+
+static void tqkv__store_halves(const float *x, int n, uint8_t *to)
+{
+    for (int i = 0; i < n; i++) {
+        const uint16_t half = tqkv__half_from_float(x[i]);
+        to[2 * i] = (uint8_t)(half & 255);
+        to[2 * i + 1] = (uint8_t)(half >> 8);
+    }
+}
 
 /* The norm of a row is not the scale that its values are best coded with. Tries the format's factors on the scaled values of
    a row, and takes for each norm the first whose codes are nearest in direction: the largest (sum of v*c)^2 / (sum of c*c),
@@ -292,14 +327,20 @@ static TQKV__NOINLINE void tqkv__encode_row(const tqkv__stream *s, const tqkv__r
 {
     float x[TQKV_MAX_HEAD_DIM], squares[TQKV_MAX_HEAD_DIM / 256], factors[TQKV_MAX_HEAD_DIM / 256];
     uint8_t codes[TQKV_MAX_HEAD_DIM];
-    tqkv__widen_row(s->type, row->src, row->center, s->head_dim, x);
+    tqkv__widen_row(s->type, row->src, row->center, row->inverses, s->head_dim, x);
+    if (row->half) {
+        float rotated[TQKV_MAX_HEAD_DIM];
+        memcpy(rotated, x, (size_t)s->head_dim * sizeof(float));
+        if (s->rotated) tqkv__rotate_row(rotated, s->head_dim);
+        tqkv__store_halves(rotated, s->head_dim, row->half);
+    }
     tqkv__scale_row(s, x, row->norms);
+    if (s->kind == TQKV__HALF) {
+        tqkv__store_halves(x, s->head_dim, row->codes);
+        return;
+    }
     for (int i = 0; i < s->head_dim; i++) {
-        if (s->kind == TQKV__HALF) {
-            const uint16_t half = tqkv__half_from_float(x[i]);
-            row->codes[2 * i] = (uint8_t)(half & 255);
-            row->codes[2 * i + 1] = (uint8_t)(half >> 8);
-        } else if (s->kind == TQKV__GRID) {
+        if (s->kind == TQKV__GRID) {
             codes[i] = tqkv__quantise_i8(x[i]);
         }
     }
@@ -307,7 +348,7 @@ static TQKV__NOINLINE void tqkv__encode_row(const tqkv__stream *s, const tqkv__r
         tqkv__search_row(s, x, codes, squares, row->factors ? row->factors : factors);
         tqkv__correct_norms(s, squares, row->norms);
     }
-    if (s->kind != TQKV__HALF) tqkv__pack(s, codes, row->codes);
+    tqkv__pack(s, codes, row->codes);
 }
 
 static void tqkv__encode_rows(const tqkv__stream *s, const tqkv__quantiser *q, const tqkv__row *rows, int n_rows)
@@ -316,8 +357,9 @@ static void tqkv__encode_rows(const tqkv__stream *s, const tqkv__quantiser *q, c
     for (int i = 0; i < n_rows; i++) tqkv__encode_row(s, &rows[i]);
 }
 
-static const tqkv__codec tqkv__codec_scalar = {tqkv__values_finite, tqkv__widen_row, tqkv__narrow_row, tqkv__rotate_row,
-                                               tqkv__unrotate_row,  tqkv__scale_row, tqkv__encode_rows};
+static const tqkv__codec tqkv__codec_scalar = {tqkv__values_finite, tqkv__scales_valid, tqkv__invert,
+                                               tqkv__widen_row,     tqkv__narrow_row,   tqkv__rotate_row,
+                                               tqkv__unrotate_row,  tqkv__scale_row,    tqkv__encode_rows};
 
 /* The factor of the centroids or integers that share a norm. */
 static float tqkv__factor(const tqkv__stream *s, float norm)
@@ -343,12 +385,21 @@ static TQKV__NOINLINE void tqkv__decode_row(const tqkv__stream *s, const uint8_t
     }
 }
 
-/* dst += centre of the head, rotated if asked; dst: [head_dim] */
-static TQKV__NOINLINE void tqkv__add_center(const tqkv__stream *s, int kv_head, bool rotated, float *dst)
+/* dst *= scale of the head; dst: [head_dim], in the original basis */
+static TQKV__NOINLINE void tqkv__apply_scale(const tqkv__stream *s, int kv_head, float *dst)
 {
-    float center[TQKV_MAX_HEAD_DIM];
+    const float *scale = tqkv__scale_of(s, kv_head);
+    for (int d = 0; scale && d < s->head_dim; d++) dst[d] = TQKV__AS_FLOAT(dst[d] * scale[d]);
+}
+
+/* dst += centre of the head, or, in the basis of the codes, what encoding makes of it; dst: [head_dim] */
+static TQKV__NOINLINE void tqkv__add_center(const tqkv__stream *s, int kv_head, bool coded, float *dst)
+{
+    float center[TQKV_MAX_HEAD_DIM], room[TQKV_MAX_HEAD_DIM];
+    const tqkv__codec *codec = tqkv__codec_for(s->head_dim);
     if (!s->center) return;
-    memcpy(center, tqkv__center_of(s, kv_head), (size_t)s->head_dim * sizeof(float));
-    if (rotated) tqkv__codec_for(s->head_dim)->rotate(center, s->head_dim);
+    const float *inverses = coded ? tqkv__inverses_of(s, kv_head, 1, room) : NULL;
+    codec->widen(TQKV_TYPE_F32, tqkv__center_of(s, kv_head), NULL, inverses, s->head_dim, center);
+    if (coded && s->rotated) codec->rotate(center, s->head_dim);
     for (int d = 0; d < s->head_dim; d++) dst[d] = TQKV__AS_FLOAT(dst[d] + center[d]);
 }

@@ -1,3 +1,5 @@
+/* >>convert: rows moved, and stores in another format */
+
 /* Moves the rows of n positions from `source` on to `target` on, in the same stream (downwards) or in another one. In
    ascending order no row is overwritten before it has moved: in a ring too, whose resident positions differ in slot. */
 static void tqkv__move_rows(const tqkv__stream *from, int64_t source, const tqkv__stream *to, int64_t target, int64_t n)
@@ -41,6 +43,7 @@ static bool tqkv__stays_apart(const tqkv__stream *to, const tqkv__stream *from)
            !tqkv__overlap(to->codes, to->codes_size, from->norms, from->norms_size) &&
            !tqkv__overlap(to->norms, to->norms_size, from->codes, from->codes_size) &&
            !tqkv__encoding_overlaps(to, from->center, tqkv__center_size(from)) &&
+           !tqkv__encoding_overlaps(to, from->channel_scale, tqkv__center_size(from)) &&
            !tqkv__encoding_overlaps(to, from->pages, tqkv__table_size(from));
 }
 
@@ -52,10 +55,19 @@ static bool tqkv__same_rows(const tqkv__stream *a, const tqkv__stream *b)
 }
 
 /* Of streams with the same n_kv_heads and head_dim. */
+static bool tqkv__same_channels(const tqkv__stream *s, const float *a, const float *b)
+{
+    return a == b || (a && b && memcmp(a, b, tqkv__center_size(s)) == 0);
+}
+
 static bool tqkv__same_center(const tqkv__stream *a, const tqkv__stream *b)
 {
-    return a->center == b->center ||
-           (a->center && b->center && memcmp(a->center, b->center, tqkv__center_size(a)) == 0);
+    return tqkv__same_channels(a, a->center, b->center);
+}
+
+static bool tqkv__same_scale(const tqkv__stream *a, const tqkv__stream *b)
+{
+    return tqkv__same_channels(a, a->channel_scale, b->channel_scale);
 }
 
 /* Opens two stores whose positions [position, position + n) are to be converted, and makes all checks. */
@@ -71,6 +83,7 @@ TQKV__COLD static tqkv_result tqkv__convert_open(const tqkv_store *to_store, con
     if (to->rotated != from->rotated && to->kind != TQKV__HALF && from->kind != TQKV__HALF)
         return TQKV__INVALID("unrotated: the stores differ in it");
     if (!tqkv__same_center(to, from)) return TQKV__INVALID("center: the stores differ in it");
+    if (!tqkv__same_scale(to, from)) return TQKV__INVALID("channel_scale: the stores differ in it");
     if (!tqkv__stays_apart(to, from))
         return TQKV__INVALID("`to` overlaps `from`, other than with shorter rows from the same address on");
     for (int p = 0; p < n && !tqkv__same_rows(to, from); p++)
@@ -84,7 +97,7 @@ TQKV__COLD static tqkv_result tqkv__convert_open(const tqkv_store *to_store, con
 static TQKV__NOINLINE void tqkv__convert_rows(const tqkv__stream *from, const tqkv__stream *to, int kv_head,
                                               int64_t position, int64_t n)
 {
-    enum { buffer = 2048 };
+    enum { buffer = 1024 };
     TQKV__ALIGNED float values[buffer + 16]; /* encoding loads whole vectors */
     tqkv__row rows[buffer / 32];
     tqkv__quantiser q;
@@ -102,9 +115,10 @@ static TQKV__NOINLINE void tqkv__convert_rows(const tqkv__stream *from, const tq
             tqkv__decode_row(from, tqkv__codes_at(from, kv_head, source), tqkv__norms_at(from, kv_head, source), row);
             if (from->rotated && !to->rotated) codec->unrotate(row, to->head_dim);
             rows[i].src = row;
-            rows[i].center = NULL;
+            rows[i].center = rows[i].inverses = NULL;
             rows[i].codes = tqkv__codes_at(to, kv_head, target);
             rows[i].norms = tqkv__norms_at(to, kv_head, target);
+            rows[i].half = NULL;
             rows[i].factors = NULL;
         }
         codec->encode_rows(&decoded, &q, rows, now);

@@ -1,3 +1,5 @@
+/* >>encode: rows into a store and out of it; how they lie on the scale */
+
 /* Opens a store to encode into, somewhere. */
 static tqkv_result tqkv__encode_target(const tqkv_store *store, const void *src, int n_tokens, tqkv__stream *s)
 {
@@ -45,9 +47,9 @@ static tqkv_result tqkv__check_source(const tqkv__stream *s, const void *src, in
     size_t bytes;
     const tqkv_result r = tqkv__check_rows(s, src, n_tokens, &bytes);
     if (r != TQKV_OK) return r;
-    if (!tqkv__aligned_at(to, alignment) || tqkv__overlap(src, bytes, to, size) ||
-        tqkv__overlap(s->center, tqkv__center_size(s), to, size))
-        return TQKV__INVALID("scaled, mean or out: NULL, not aligned as its type, or overlaps src or the centre");
+    if (!tqkv__aligned_at(to, alignment) || tqkv__overlap(src, bytes, to, size) || tqkv__channels_overlap(s, to, size))
+        return TQKV__INVALID(
+            "scaled, mean or out: NULL, not aligned as its type, or overlaps src, the centre or the scale");
     return tqkv__rows_finite(s, src, n_tokens) ? TQKV_OK : TQKV__REFUSE(NOT_FINITE, "src holds NaN or infinity");
 }
 
@@ -57,30 +59,66 @@ static int tqkv__first_kept(const tqkv__stream *s, int n_tokens)
     return s->ring && n_tokens > s->capacity ? n_tokens - s->capacity : 0;
 }
 
-/* Encodes tokens [from, to) of src after tqkv__encode_open; src[0] is for `position`. */
-static void tqkv__encode_tokens(const tqkv__stream *s, const void *src, int from, int to, int64_t position)
+/* Some heads of a stream at work: [first, first + n). inverses: theirs, [n][head_dim], or NULL */
+typedef struct tqkv__heads {
+    int first, n;
+    const float *inverses;
+} tqkv__heads;
+
+/* Tokens [from, to) of src; src[0] is for `position`. halves: a ring of halves that takes what remains in it of the tokens up to
+   `end`, too, or NULL */
+typedef struct tqkv__tokens {
+    const tqkv__stream *halves;
+    const void *src;
+    int from, to;
+    int64_t position, end;
+} tqkv__tokens;
+
+/* Encodes tokens of some heads. */
+static void tqkv__encode_heads(const tqkv__stream *s, const tqkv__quantiser *q, const tqkv__heads *heads,
+                               const tqkv__tokens *tokens)
 {
-    enum { batch = 64 };
+    enum { batch = 32 };
     const tqkv__codec *codec = tqkv__codec_for(s->head_dim);
-    const uint64_t mode = tqkv__fp_exact();
-    tqkv__quantiser q;
     tqkv__row rows[batch];
+    const tqkv__stream *halves = tokens->halves;
     int n = 0;
-    if (s->kind == TQKV__BOOK) tqkv__quantiser_open(s, &q);
-    for (int t = from; t < to; t++) {
-        const int slot = tqkv__slot(s, position + t);
+    for (int t = tokens->from; t < tokens->to; t++) {
+        const int64_t position = tokens->position + t;
+        const int slot = tqkv__slot(s, position);
+        const bool half = halves && tokens->end - position <= halves->capacity;
+        const int half_slot = half ? tqkv__slot(halves, position) : 0;
         if (slot >= 0)
-            for (int h = 0; h < s->n_kv_heads; h++) {
-                rows[n].src = tqkv__source_row(s, src, (size_t)t, (size_t)h);
+            for (int i = 0; i < heads->n; i++) {
+                const int h = heads->first + i;
+                rows[n].src = tqkv__source_row(s, tokens->src, (size_t)t, (size_t)h);
                 rows[n].center = tqkv__center_of(s, h);
+                rows[n].inverses = tqkv__of_head(s, heads->inverses, i);
                 rows[n].codes = tqkv__codes_at(s, h, slot);
                 rows[n].norms = tqkv__norms_at(s, h, slot);
                 rows[n].factors = NULL;
-                if (++n == batch) codec->encode_rows(s, &q, rows, n);
+                rows[n].half = half ? tqkv__codes_at(halves, h, half_slot) : NULL;
+                if (++n == batch) codec->encode_rows(s, q, rows, n);
                 n %= batch;
             }
     }
-    if (n) codec->encode_rows(s, &q, rows, n);
+    if (n) codec->encode_rows(s, q, rows, n);
+}
+
+/* Encodes tokens after tqkv__encode_open. With a scale as many heads at a time as have their inverses in 4 KiB, so that each inverse
+   is found once. */
+static void tqkv__encode_tokens(const tqkv__stream *s, const tqkv__tokens *tokens)
+{
+    float room[TQKV_MAX_HEAD_DIM];
+    const uint64_t mode = tqkv__fp_exact();
+    const int most = s->channel_scale && !s->inverses ? TQKV_MAX_HEAD_DIM / s->head_dim : s->n_kv_heads;
+    tqkv__quantiser q;
+    if (s->kind == TQKV__BOOK) tqkv__quantiser_open(s, &q);
+    for (int h = 0; h < s->n_kv_heads; h += most) {
+        tqkv__heads heads = {h, s->n_kv_heads - h < most ? s->n_kv_heads - h : most, NULL};
+        heads.inverses = tqkv__inverses_of(s, h, heads.n, room);
+        tqkv__encode_heads(s, &q, &heads, tokens);
+    }
     tqkv__fp_restore(mode);
 }
 
@@ -88,7 +126,7 @@ static void tqkv__encode_tokens(const tqkv__stream *s, const void *src, int from
    for NaN and Inf, the next encodes. */
 enum { TQKV__ENCODE_STREAMS = 3, TQKV__ENCODE_TASKS = 16 };
 typedef struct tqkv__encode_job {
-    const tqkv__stream *streams[TQKV__ENCODE_STREAMS];
+    const tqkv__stream *streams[TQKV__ENCODE_STREAMS], *halves[TQKV__ENCODE_STREAMS]; /* see tqkv__encode_tokens */
     const void *src[TQKV__ENCODE_STREAMS];
     tqkv_parallel parallel;
     int n_streams, n_tokens, n_tasks; /* n_tasks: of each stream */
@@ -106,8 +144,9 @@ static void tqkv__encode_task(void *context, int index)
     const int first = job->encode ? tqkv__first_kept(s, job->n_tokens) : 0;
     const int from = first + (int)((int64_t)(job->n_tokens - first) * part / job->n_tasks);
     const int to = first + (int)((int64_t)(job->n_tokens - first) * (part + 1) / job->n_tasks);
+    const tqkv__tokens tokens = {job->halves[stream], src, from, to, job->position, job->position + job->n_tokens};
     if (job->encode)
-        tqkv__encode_tokens(s, src, from, to, job->position);
+        tqkv__encode_tokens(s, &tokens);
     else
         job->bad[index] = !tqkv__rows_finite(s, tqkv__source_row(s, src, (size_t)from, 0), to - from);
 }
@@ -175,17 +214,19 @@ TQKV_API tqkv_result tqkv_encode(const tqkv_store *store, const void *src, int n
     return tqkv__encode_sources(&job);
 }
 
-static tqkv_result tqkv__check_slots(const tqkv__stream *s, const int32_t *slots, int n)
+static tqkv_result tqkv__check_slots(const tqkv__stream *s, const int32_t *slot_list, int n)
 {
-    const size_t size = (size_t)n * sizeof *slots;
-    if (!slots || (uintptr_t)slots % sizeof *slots) return TQKV__INVALID("slots: NULL, or not aligned as int32_t");
-    if (tqkv__encoding_overlaps(s, slots, size)) return TQKV__INVALID("slots overlap the store");
+    const size_t size = (size_t)n * sizeof *slot_list;
+    if (!slot_list || (uintptr_t)slot_list % sizeof *slot_list)
+        return TQKV__INVALID("slots: NULL, or not aligned as int32_t");
+    if (tqkv__encoding_overlaps(s, slot_list, size)) return TQKV__INVALID("slots overlap the store");
     for (int t = 0; t < n; t++)
-        if (slots[t] < -1 || slots[t] >= s->capacity) return TQKV__REFUSE(OUT_OF_RANGE, "slots: outside the store");
-    return tqkv__all_distinct(slots, n) ? TQKV_OK : TQKV__INVALID("slots: a slot twice");
+        if (slot_list[t] < -1 || slot_list[t] >= s->capacity)
+            return TQKV__REFUSE(OUT_OF_RANGE, "slots: outside the store");
+    return tqkv__all_distinct(slot_list, n) ? TQKV_OK : TQKV__INVALID("slots: a slot twice");
 }
 
-TQKV_API tqkv_result tqkv_encode_slots(const tqkv_store *store, const void *src, int n_tokens, const int32_t *slots)
+TQKV_API tqkv_result tqkv_encode_slots(const tqkv_store *store, const void *src, int n_tokens, const int32_t *slot_list)
 {
     tqkv__stream s;
     tqkv__encode_job job;
@@ -194,9 +235,9 @@ TQKV_API tqkv_result tqkv_encode_slots(const tqkv_store *store, const void *src,
     pool.ring = false;
     pool.pages = NULL;
     tqkv_result r = tqkv__encode_target(&pool, src, n_tokens, &s);
-    if (r == TQKV_OK) r = tqkv__check_slots(&s, slots, n_tokens);
+    if (r == TQKV_OK) r = tqkv__check_slots(&s, slot_list, n_tokens);
     if (r != TQKV_OK) return r;
-    s.pages = slots; /* a table with pages of one position; -1 leaves it out */
+    s.pages = slot_list; /* a table with pages of one position; -1 leaves it out */
     s.n_pages = n_tokens;
     s.page_size = 1;
     tqkv__encode_job_open(&job, &store->parallel, n_tokens, 0);
@@ -207,20 +248,23 @@ TQKV_API tqkv_result tqkv_encode_slots(const tqkv_store *store, const void *src,
 TQKV_API tqkv_result tqkv_probe(const tqkv_store *store, const void *src, int n_tokens, float *scaled)
 {
     tqkv__stream s;
-    float norms[TQKV_MAX_HEAD_DIM / 128];
+    float norms[TQKV_MAX_HEAD_DIM / 128], room[TQKV_MAX_HEAD_DIM];
     tqkv_result r = tqkv__stream_shape(store, &s);
-    if (r == TQKV_OK) r = tqkv__stream_center(store, &s);
+    if (r == TQKV_OK) r = tqkv__stream_channels(store, &s);
     const size_t size = (size_t)n_tokens * tqkv__center_size(&s); /* overflows only if the rows do */
     if (r == TQKV_OK) r = tqkv__check_source(&s, src, n_tokens, scaled, sizeof(float), size);
     if (r != TQKV_OK) return r;
     const tqkv__codec *codec = tqkv__codec_for(s.head_dim);
     const uint64_t mode = tqkv__fp_exact();
-    for (int i = 0; i < n_tokens; i++)
-        for (int h = 0; h < s.n_kv_heads; h++, scaled += s.head_dim) {
-            const void *row = tqkv__source_row(&s, src, (size_t)i, (size_t)h);
-            codec->widen(s.type, row, tqkv__center_of(&s, h), s.head_dim, scaled);
-            codec->scale_row(&s, scaled, norms);
+    for (size_t h = 0; h < (size_t)s.n_kv_heads; h++) {
+        const float *inverses = tqkv__inverses_of(&s, (int)h, 1, room);
+        for (size_t i = 0; i < (size_t)n_tokens; i++) {
+            float *row = scaled + (i * (size_t)s.n_kv_heads + h) * (size_t)s.head_dim;
+            codec->widen(s.type, tqkv__source_row(&s, src, i, h), tqkv__center_of(&s, (int)h), inverses, s.head_dim,
+                         row);
+            codec->scale_row(&s, row, norms);
         }
+    }
     tqkv__fp_restore(mode);
     return TQKV_OK;
 }
@@ -246,7 +290,8 @@ TQKV_API tqkv_result tqkv_decode(const tqkv_store *store, int64_t position, int 
             float *row = s.type == TQKV_TYPE_F32 ? (float *)to : wide;
             tqkv__decode_row(&s, tqkv__codes_at(&s, h, slot), tqkv__norms_at(&s, h, slot), row);
             if (s.rotated && basis == TQKV_ORIGINAL) codec->unrotate(row, s.head_dim);
-            tqkv__add_center(&s, h, s.rotated && basis == TQKV_ROTATED, row);
+            if (basis == TQKV_ORIGINAL) tqkv__apply_scale(&s, h, row);
+            tqkv__add_center(&s, h, basis == TQKV_ROTATED, row);
             if (row == wide) codec->narrow(s.type, row, s.head_dim, to);
         }
     }

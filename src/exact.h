@@ -38,8 +38,8 @@ static inline float tqkv__fma(float a, float b, float c)
     const double product = tqkv__rounded_double((double)a * (double)b), addend = (double)c;
     const bool first = fabs(product) > fabs(addend);
     double sum = tqkv__rounded_double(product + addend);
-    const double large = first ? product : addend, small = first ? addend : product;
-    const double error = tqkv__rounded_double(small - tqkv__rounded_double(sum - large));
+    const double large = first ? product : addend, smaller = first ? addend : product;
+    const double error = tqkv__rounded_double(smaller - tqkv__rounded_double(sum - large));
     uint64_t bits;
     memcpy(&bits, &sum, sizeof bits);
     if (error != 0.0 && !(bits & 1) && fabs(sum) < (double)INFINITY)

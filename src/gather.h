@@ -1,5 +1,5 @@
-/* -- Lists, small pages and the ends of rings: tiles of ranks. Scattered rows are gathered into scratch, where they are a tile as
-   others are. -- */
+/* >>gather: lists, small pages and the ends of rings: tiles of ranks. Scattered rows are gathered into scratch, where they
+   are a tile as others are. */
 
 /* Bytes of the scratch of a stream: rows of two tiles, then their norms. */
 static size_t tqkv__gathered_codes(const tqkv__stream *s) { return (2 * TQKV__TILE * s->row_bytes + 63) / 64 * 64; }
@@ -48,7 +48,7 @@ static void tqkv__open_gathered(const tqkv__attention *a, float *scratch, tqkv__
 }
 
 /* The slots of n positions; -1 where a page is none: nothing sees it, for it would have been refused. */
-static void tqkv__slots_of(const tqkv__stream *s, int64_t position, int n, int32_t *slots)
+static void tqkv__slots_of(const tqkv__stream *s, int64_t position, int n, int32_t *slot_list)
 {
     const int size = s->pages ? s->page_size : n, n_pages = s->pages ? s->capacity / size : 0;
     const int32_t *page = s->pages ? s->pages + position / size : NULL;
@@ -57,27 +57,27 @@ static void tqkv__slots_of(const tqkv__stream *s, int64_t position, int n, int32
         const bool known = !page || (*page >= 0 && *page < n_pages);
         int slot = page ? *page++ * (known ? size : 0) + at : at;
         const int room = page ? size - at : s->capacity - at;
-        for (end = n - j < room ? n : j + room; j < end; j++) slots[j] = known ? slot++ : -1;
+        for (end = n - j < room ? n : j + room; j < end; j++) slot_list[j] = known ? slot++ : -1;
     }
 }
 
-static void tqkv__find_slots(const tqkv__stream *s, const tqkv__list *l, const tqkv__ranks *ranks, int32_t *slots)
+static void tqkv__find_slots(const tqkv__stream *s, const tqkv__list *l, const tqkv__ranks *ranks, int32_t *slot_list)
 {
     const bool hidden = ranks->hidden && !ranks->together;
     if (!l) {
-        tqkv__slots_of(s, ranks->rank, ranks->n, slots);
+        tqkv__slots_of(s, ranks->rank, ranks->n, slot_list);
         return;
     }
     if (!s->pages && !s->ring && !hidden && l->shift == 0 && ranks->rank + ranks->n <= l->base + l->n_before) {
         /* The entries are the slots. */
-        memcpy(slots, l->entries + (ranks->rank - l->base), (size_t)ranks->n * sizeof *slots);
+        memcpy(slot_list, l->entries + (ranks->rank - l->base), (size_t)ranks->n * sizeof *slot_list);
         return;
     }
     for (int j = 0, left; j < ranks->n;) { /* block after block */
         int64_t position = tqkv__position_of(l, ranks->rank + j);
         left = (1 << l->shift) - (int)((ranks->rank + j - l->base) & ((1 << l->shift) - 1));
         for (; left > 0 && j < ranks->n; left--, j++, position++)
-            slots[j] = hidden && ranks->hidden >> j & 1 ? -1 : tqkv__slot(s, position);
+            slot_list[j] = hidden && ranks->hidden >> j & 1 ? -1 : tqkv__slot(s, position);
     }
 }
 
@@ -90,14 +90,14 @@ static void tqkv__find_slots_of(const tqkv__attention *a, const tqkv__list *l, t
         memcpy(ranks->values, ranks->keys, (size_t)ranks->n * sizeof *ranks->keys);
     else
         tqkv__find_slots(v, l, ranks, ranks->values);
-    if (a->call.tail) tqkv__find_slots(&a->tail, l, ranks, ranks->tail);
+    if (a->call.tail) tqkv__find_slots(ranks->place.tail, l, ranks, ranks->tail);
 }
 
-static bool tqkv__in_order(const int32_t *slots, int n)
+static bool tqkv__in_order(const int32_t *slot_list, int n)
 {
     int32_t differs = 0;
-    for (int j = 0; j < n; j++) differs |= slots[j] ^ (slots[0] + j);
-    return !differs && slots[0] >= 0;
+    for (int j = 0; j < n; j++) differs |= slot_list[j] ^ (slot_list[0] + j);
+    return !differs && slot_list[0] >= 0;
 }
 
 /* Whether the rows of a tile lie together, although pages end within it. */
@@ -107,37 +107,61 @@ static bool tqkv__lies_together(const tqkv__attention *a, const tqkv__ranks *ran
            (!a->call.tail || tqkv__in_order(ranks->tail, ranks->n));
 }
 
-/* Finds the next tile of ranks [rank, end); n is 0 if there is none. A list's tile has something that its query sees. */
-static void tqkv__find_ranks(const tqkv__work *w, int64_t rank, int64_t end, tqkv__ranks *ranks)
+/* Ranks of a pass. */
+static const tqkv__list *tqkv__list_in_pass(const tqkv__work *w, int pass)
+{
+    return pass == TQKV__GONE ? NULL : w->list;
+}
+
+/* Finds the tile of the ranks from `rank` to at most `end`; its n is 0 if a list's query sees none of it. Returns the rank behind. */
+static int64_t tqkv__find_ranks_at(const tqkv__work *w, int pass, int64_t rank, int64_t end, tqkv__ranks *ranks)
 {
     const tqkv__attention *a = w->a;
+    const tqkv__list *l = tqkv__list_in_pass(w, pass);
     const bool scattered = w->small_pages || w->odd_rings;
+    int64_t n = TQKV__TILE - rank % TQKV__TILE;
+    if (n > end - rank) n = end - rank;
+    const int64_t position = tqkv__position_of(l, rank), last = tqkv__position_of(l, rank + n - 1);
+    const bool together = last - position == n - 1;
     ranks->n = 0;
-    for (int64_t n; rank < end; rank += n) {
-        n = TQKV__TILE - rank % TQKV__TILE;
-        if (n > end - rank) n = end - rank;
-        const int64_t position = tqkv__position_of(w->list, rank), last = tqkv__position_of(w->list, rank + n - 1);
-        const bool together = last - position == n - 1;
-        ranks->place = tqkv__place_at(a, position);
-        if (together)
-            n = tqkv__tile_length(a, &ranks->place, position, last + 1); /* as without a list */
-        else if (last >= ranks->place.end)
-            n = tqkv__rank_of(w->list, ranks->place.end) - rank;
-        ranks->together = together && !scattered;
-        ranks->hidden = tqkv__hidden_ranks(a, w->item->first_row / a->group, w->list, rank, (int)n);
-        if (ranks->hidden == tqkv__bits_below((int)n)) continue;
-        ranks->rank = rank;
-        ranks->n = (int)n;
-        tqkv__find_slots_of(a, w->list, ranks);
-        if (scattered) ranks->together = tqkv__lies_together(a, ranks);
-        return;
+    ranks->place = tqkv__place_at(a, position, pass);
+    if (together)
+        n = tqkv__tile_length(a, &ranks->place, position, last + 1); /* as without a list */
+    else if (last >= ranks->place.end)
+        n = tqkv__rank_of(l, ranks->place.end) - rank;
+    ranks->together = together && !scattered;
+    ranks->hidden = tqkv__hidden_ranks(a, w->item->first_row / a->group, l, rank, (int)n);
+    if (ranks->hidden == tqkv__bits_below((int)n)) return rank + n;
+    ranks->rank = rank;
+    ranks->n = (int)n;
+    tqkv__find_slots_of(a, l, ranks);
+    if (scattered) ranks->together = tqkv__lies_together(a, ranks);
+    return rank + n;
+}
+
+/* Finds the next tile of ranks from `rank` of a pass on; n is 0 if there is none. */
+static void tqkv__find_ranks(const tqkv__work *w, int pass, int64_t rank, tqkv__ranks *ranks)
+{
+    ranks->n = 0;
+    for (;;) {
+        while (rank < w->passes[pass].to && !ranks->n)
+            rank = tqkv__find_ranks_at(w, pass, rank, w->passes[pass].to, ranks);
+        if (ranks->n || ++pass == TQKV__PASSES) return;
+        rank = w->passes[pass].from;
     }
 }
 
-/* Slots of a tile: those of its rows, if these are together, else in scratch. ahead: the next tile's first slot, or -1 */
-static tqkv__run tqkv__run_of_ranks(const tqkv__ranks *ranks, const int32_t *slots, int scratch, int64_t ahead)
+/* The first one of a stretch. */
+static void tqkv__find_first_ranks(const tqkv__work *w, tqkv__ranks *ranks)
 {
-    const tqkv__run run = {ranks->together ? slots[0] : scratch, ranks->n, ahead < 0 ? 0 : (int)ahead - slots[0]};
+    tqkv__find_ranks(w, 0, w->passes[0].from, ranks);
+}
+
+/* Slots of a tile: those of its rows, if these are together, else in scratch. ahead: the next tile's first slot, or -1 */
+static tqkv__run tqkv__run_of_ranks(const tqkv__ranks *ranks, const int32_t *slot_list, int scratch, int64_t ahead)
+{
+    const tqkv__run run = {ranks->together ? slot_list[0] : scratch, ranks->n,
+                           ahead < 0 ? 0 : (int)ahead - slot_list[0]};
     return run;
 }
 
@@ -149,7 +173,8 @@ static tqkv__tile *tqkv__place_tile(const tqkv__work *w, const tqkv__ranks *rank
     const int kv_head = tile->kv_head, slot = tile == w->tiles ? 0 : TQKV__TILE;
     const bool ahead = ranks->together && next->n && next->together && ranks->place.keys == next->place.keys &&
                        ranks->place.values == next->place.values; /* the loops ask for the next tile */
-    tile->place = tqkv__place_at(streams, tqkv__position_of(w->list, ranks->rank));
+    const int pass = ranks->place.number / 2;
+    tile->place = tqkv__place_at(streams, tqkv__position_of(tqkv__list_in_pass(w, pass), ranks->rank), pass);
     tile->keys = tqkv__run_of_ranks(ranks, ranks->keys, slot, ahead ? next->keys[0] : -1);
     tile->values = tqkv__run_of_ranks(ranks, ranks->values, slot, ahead ? next->values[0] : -1);
     if (a->call.tail) tile->tail = tqkv__run_of_ranks(ranks, ranks->tail, slot, ahead ? next->tail[0] : -1);
@@ -160,34 +185,35 @@ static tqkv__tile *tqkv__place_tile(const tqkv__work *w, const tqkv__ranks *rank
     tile->ranks = ranks;
     if (ranks->together) return tile;
     tqkv__gather(ranks->place.keys, kv_head, ranks, ranks->keys, tile->place.keys, slot);
-    if (a->call.tail) tqkv__gather(&a->tail, kv_head, ranks, ranks->tail, &streams->tail, slot);
+    if (a->call.tail) tqkv__gather(ranks->place.tail, kv_head, ranks, ranks->tail, tile->place.tail, slot);
     tile->streams = streams;
     tile->kv_head = 0;
     return tile;
 }
 
 /* A tile in which a ring wraps: its rows are gathered. */
-static tqkv__tile *tqkv__wrapped_tile(tqkv__work *w, int64_t position, int64_t end)
+static tqkv__tile *tqkv__wrapped_tile(tqkv__work *w, int pass, int64_t position)
 {
     tqkv__ranks *ranks = &w->ranks[w->before == &w->tiles[0]]; /* those of the tile before are in use */
     w->ranks[2].n = 0;                                         /* no tile to ask for */
-    tqkv__find_ranks(w, position, end, ranks);
+    tqkv__find_ranks(w, pass, position, ranks);
     return tqkv__place_tile(w, ranks, &w->ranks[2]);
 }
 
-/* Adds a range of positions to the sums of an item's rows. */
-static void tqkv__attend_rows(tqkv__work *w, tqkv__range range)
+/* Adds a pass through a range of positions to the sums of an item's rows. */
+static void tqkv__attend_rows(tqkv__work *w, int pass, tqkv__range range)
 {
     const tqkv__attention *a = w->a;
-    const tqkv__range seen = tqkv__range_of_rows(w, range);
-    tqkv__place place = tqkv__place_at(a, seen.from);
+    const tqkv__range seen = w->passes[pass];
+    tqkv__place place = tqkv__place_at(a, seen.from, pass);
     for (int64_t position = seen.from, n; position < seen.to; position += n) {
-        if (position >= place.end) place = tqkv__place_at(a, position);
+        if (position >= place.end) place = tqkv__place_at(a, position, pass);
         n = tqkv__tile_length(a, &place, position, seen.to);
         const bool wraps =
             w->odd_rings && (tqkv__wraps(place.keys, position, n) || tqkv__wraps(place.values, position, n) ||
-                             (a->call.tail && tqkv__wraps(&a->tail, position, n)));
-        tqkv__tile *tile = wraps ? tqkv__wrapped_tile(w, position, seen.to) : tqkv__next_tile(w, position, (int)n);
+                             (a->call.tail && tqkv__wraps(place.tail, position, n)));
+        tqkv__tile *tile = wraps ? tqkv__wrapped_tile(w, pass, position) : tqkv__next_tile(w, position, (int)n);
+        if (!wraps) tile->place = place;
         if (!tqkv__find_spans(w, range, tile)) continue; /* a tree hides it */
         if (!wraps) tqkv__find_runs(a, &place, seen.to, tile);
         if (!wraps && position + n < seen.to) tqkv__touch_streams(tile);
@@ -203,12 +229,12 @@ static bool tqkv__heads_follow(const tqkv__attention *a)
 }
 
 /* Asks for the first tile of the next KV head, which has the same list and comes next: nothing else would in time. */
-static void tqkv__ask_next_head(const tqkv__work *w, tqkv__range seen)
+static void tqkv__ask_next_head(const tqkv__work *w)
 {
     tqkv__ranks ranks;
     const int kv_head = w->item->kv_head + 1;
     if (!w->list || kv_head == w->a->n_kv_heads || !tqkv__heads_follow(w->a)) return;
-    tqkv__find_ranks(w, seen.from, seen.to, &ranks);
+    tqkv__find_first_ranks(w, &ranks);
     tqkv__ask_keys(w->a, kv_head, &ranks);
     tqkv__ask_values(w->a, kv_head, &ranks);
 }
@@ -219,14 +245,13 @@ static void tqkv__attend_ranks(tqkv__work *w, tqkv__range range)
     const tqkv__attention *a = w->a;
     const int kv_head = w->item->kv_head;
     const bool asked = w->list && kv_head > 0 && tqkv__heads_follow(a);
-    const tqkv__range seen = tqkv__range_of_rows(w, range);
-    tqkv__find_ranks(w, seen.from, seen.to, &w->ranks[0]);
+    tqkv__find_first_ranks(w, &w->ranks[0]);
     if (!asked) tqkv__ask_keys(a, kv_head, &w->ranks[0]);
     for (int now = 0; w->ranks[now].n; now = (now + 1) % 3) {
         const tqkv__ranks *ranks = &w->ranks[now];
         tqkv__ranks *next = &w->ranks[(now + 1) % 3];
-        tqkv__find_ranks(w, ranks->rank + ranks->n, seen.to, next);
-        if (!next->n) tqkv__ask_next_head(w, seen);
+        tqkv__find_ranks(w, ranks->place.number / 2, ranks->rank + ranks->n, next);
+        if (!next->n) tqkv__ask_next_head(w);
         tqkv__tile *tile = tqkv__place_tile(w, ranks, next);
         tqkv__find_spans(w, range, tile);
         tqkv__attend_tile(w, tile);

@@ -73,7 +73,8 @@ typedef struct tqkv__scored {
     int first_query, n_queries;
     double *totals;           /* [n_queries], of the block in progress: TQKV_POOL_MEAN */
     float *tile, *sums;       /* [rows of a tile][TQKV__TILE], [n_queries][TQKV__TILE] */
-    float *q;                 /* arranged: [n_queries][n_heads][head_dim] */
+    float *q, *rest;          /* arranged, and second digits: [n_queries][n_heads][head_dim] */
+    int digits;               /* whether there are any */
     float *weights, *offsets; /* [n_queries][n_heads] */
 } tqkv__scored;
 
@@ -94,19 +95,20 @@ static tqkv__scored tqkv__open_scored(const tqkv__scoring *job, int item, float 
     s.tile = slot;
     s.sums = s.tile + tqkv__tile_rows(x) * TQKV__TILE;
     s.q = s.sums + each * TQKV__TILE;
-    s.totals = (double *)(void *)(s.q + rows * (size_t)x->a.key_dim);
+    s.rest = s.q + rows * tqkv__first_floats(&x->a);
+    s.totals = (double *)(void *)(s.q + rows * tqkv__query_floats(&x->a));
     s.weights = (float *)(void *)(s.totals + each);
     s.offsets = s.weights + rows;
     return s;
 }
 
 /* Brings the queries of an item into the order of the keys, with their weights and what a centre adds to their scores. */
-static void tqkv__arrange_scored(const tqkv__scoring *job, const tqkv__scored *s)
+static void tqkv__arrange_scored(const tqkv__scoring *job, tqkv__scored *s)
 {
     const tqkv__attention *a = &job->x->a;
     const int n_heads = a->call.n_heads;
     const tqkv__item item = {0, s->first_query * n_heads, s->n_queries * n_heads};
-    tqkv__arrange_queries(a, &item, job->q, s->q);
+    s->digits = tqkv__arrange_queries(a, &item, job->q, s->q);
     for (int i = 0; i < item.n_rows; i++) {
         const size_t row = (size_t)item.first_row + (size_t)i;
         s->weights[i] = job->x->call.weights ? job->x->call.weights[row] : 1.0f;
@@ -122,7 +124,9 @@ static void tqkv__score_keys(const tqkv__index *x, const tqkv__scored *s, const 
     for (int row = 0, n; row < n_rows; row += n) {
         n = n_rows - row < most ? n_rows - row : most;
         const int heads = n < n_heads ? n : n_heads; /* whole queries, or some heads of one */
-        x->a.isa->score_tile(&x->a.keys, 0, run, s->q + (size_t)row * (size_t)x->a.key_dim, n, false, s->tile);
+        const size_t at = (size_t)row * (size_t)x->a.key_dim;
+        x->a.isa->score_tile(&x->a.keys, 0, run, s->q + at, n, false, s->tile);
+        if (s->digits) x->a.isa->score_tile(&x->a.keys, 0, run, s->rest + at, n, true, s->tile);
         for (int i = 0; i < n; i += heads)
             x->a.isa->sum_heads(s->tile + i * TQKV__TILE, s->weights + row + i, s->offsets + row + i, x->call.relu,
                                 heads, s->sums + (row + i) / n_heads * TQKV__TILE);
@@ -160,7 +164,7 @@ static TQKV__NOINLINE void tqkv__score_unit(const tqkv__scoring *job, int unit, 
 {
     const tqkv__index *x = job->x;
     const tqkv__stream *keys = &x->a.keys;
-    const tqkv__scored s = tqkv__open_scored(job, unit % job->n_items, slot);
+    tqkv__scored s = tqkv__open_scored(job, unit % job->n_items, slot);
     const int64_t block = unit / job->n_items * job->blocks_each;
     const int64_t n_blocks = x->blocks - block < job->blocks_each ? x->blocks - block : job->blocks_each;
     int64_t from = block * x->call.block, to = tqkv__index_end(x, s.first_query + s.n_queries - 1);
@@ -187,12 +191,16 @@ static TQKV__NOINLINE void tqkv__score_unit(const tqkv__scoring *job, int unit, 
             if (seen > 0) tqkv__pool(x, s.sums + i * TQKV__TILE, position, (int)seen, end, &s.totals[i], out);
         }
     }
+    for (int i = 0; x->a.round_query && i < s.n_queries; i++) {
+        float *out = job->scores + (int64_t)(s.first_query + i) * x->blocks + block;
+        for (int64_t b = 0; b < n_blocks; b++) out[b] = tqkv__one_nan(out[b]);
+    }
 }
 
 static void tqkv__score_task(void *context, int index)
 {
     tqkv__scoring *job = (tqkv__scoring *)context;
-    float *slot = job->queue.slots + (size_t)index * job->queue.slot_floats;
+    float *slot = job->queue.slot_list + (size_t)index * job->queue.slot_floats;
     const uint64_t mode = tqkv__fp_exact();
     for (int unit; (unit = tqkv__queue_take(&job->queue)) >= 0;) tqkv__score_unit(job, unit, slot);
     tqkv__fp_restore(mode);
@@ -214,7 +222,7 @@ static tqkv_result tqkv__divide_scoring(tqkv__scoring *job)
     job->queue.n_units = (int)ranges * job->n_items;
     job->queue.n_tasks = !hook ? 1 : job->queue.n_units < TQKV__TASKS ? job->queue.n_units : (int)TQKV__TASKS;
     const size_t each = (size_t)job->queries_each, all = each * (size_t)n_heads;
-    job->queue.slot_floats = ((size_t)rows + each) * TQKV__TILE + all * (size_t)(x->a.key_dim + 2) + 2 * each;
+    job->queue.slot_floats = ((size_t)rows + each) * TQKV__TILE + all * (tqkv__query_floats(&x->a) + 2) + 2 * each;
     return TQKV_OK;
 }
 

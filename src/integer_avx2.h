@@ -1,5 +1,6 @@
+/* >>integer-avx2: what AVX2 brings to >>k-integer, and AVX-VNNI */
+
 #ifdef TQKV__AVX2
-/* -- AVX2 -- */
 
 #define TQKV__TARGET __attribute__((target("avx2,fma,f16c")))
 

@@ -1,7 +1,6 @@
-/* >>integer-sets: what each instruction set brings to >>integer-kernels */
+/* >>integer-avx512: what AVX-512 brings to >>k-integer, with the products of VNNI */
 
 #ifdef TQKV__AVX512
-/* -- AVX-512, with the products of VNNI -- */
 
 #define TQKV__TARGET __attribute__((target("avx512f,avx512bw,avx512vl,avx512dq,avx512vbmi,avx512vnni,avx2,fma,f16c")))
 

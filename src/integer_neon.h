@@ -1,5 +1,6 @@
+/* >>integer-neon: what NEON brings to >>k-integer */
+
 #ifdef TQKV__NEON
-/* -- NEON -- */
 
 #define TQKV__TARGET
 

@@ -1,4 +1,4 @@
-/* >>driver: which instruction set is in use; tqkv_attend and its slices: checks, tasks, results */
+/* >>isa-code: which instruction set is in use */
 
 /* Best first; the choice is among those that the processor has. */
 static const tqkv__isa *const tqkv__isas[] = {
@@ -32,9 +32,8 @@ static bool tqkv__isa_present(const tqkv__isa *isa)
     return isa != NULL;
 }
 
-/* The library's only variables: set once, or by tqkv_isa_force */
+/* The library's only variable beside tqkv__products: set once, or by tqkv_isa_force */
 static const tqkv__isa *tqkv__isa_chosen;
-static char tqkv__products; /* of integers. 1: what every processor of a set has, 2: AVX-VNNI or DotProd, 3: I8MM */
 
 static const tqkv__isa *tqkv__isa_named(const char *name)
 {
@@ -67,6 +66,16 @@ static const tqkv__isa *tqkv__isa_for(int head_dim)
 static const tqkv__isa *tqkv__narrower(const tqkv__isa *a, const tqkv__isa *b) { return a->lanes < b->lanes ? a : b; }
 
 static const tqkv__codec *tqkv__codec_for(int head_dim) { return tqkv__isa_for(head_dim)->codec; }
+
+#ifdef TQKV_NO_INTEGER
+/* Plain C for all sets: only the time differs. */
+static const tqkv__integers *tqkv__integers_for(const tqkv__isa *isa)
+{
+    (void)isa;
+    return &tqkv__integers_scalar;
+}
+#else
+static char tqkv__products; /* set once. 1: what every processor of a set has, 2: AVX-VNNI or DotProd, 3: I8MM */
 
 #if defined(TQKV__NEON) && defined(__APPLE__)
 static bool tqkv__processor_has(const char *name)
@@ -129,6 +138,7 @@ static const tqkv__integers *tqkv__integers_for(const tqkv__isa *isa)
     (void)isa, (void)products;
     return &tqkv__integers_scalar;
 }
+#endif
 
 TQKV_API const char *tqkv_isa_name(void) { return tqkv__isa_now()->name; }
 

@@ -6,8 +6,8 @@ typedef struct tqkv__queue {
     int n_units, n_tasks;
     int next; /* unit; atomic */
     size_t slot_floats;
-    float *slots;  /* [n_tasks][slot_floats], on cache lines of their own */
-    float *memory; /* that holds them */
+    float *slot_list; /* [n_tasks][slot_floats], on cache lines of their own */
+    float *memory;    /* that holds them */
     size_t size;
 } tqkv__queue;
 
@@ -19,7 +19,7 @@ static bool tqkv__queue_open(tqkv__queue *queue, const tqkv_allocator *allocator
     queue->size = ((size_t)queue->n_tasks * queue->slot_floats + more + 16) * sizeof(float);
     queue->memory = (float *)allocator->alloc(allocator->user, queue->size);
     if (!queue->memory) return false;
-    queue->slots = queue->memory + (64 - (uintptr_t)queue->memory % 64) % 64 / sizeof(float);
+    queue->slot_list = queue->memory + (64 - (uintptr_t)queue->memory % 64) % 64 / sizeof(float);
     return true;
 }
 
@@ -57,7 +57,7 @@ static tqkv__item tqkv__item_of(const tqkv__part *part, int index)
     return item;
 }
 
-/* The sums of one stretch */
+/* The sums of one stretch; that before the first is of positions that are no longer resident. */
 static void tqkv__attend_stretch(const tqkv__part *part, tqkv__work *w, int64_t stretch, const tqkv__sums *sums)
 {
     const int64_t begin = stretch * TQKV__STRETCH;
@@ -67,7 +67,7 @@ static void tqkv__attend_stretch(const tqkv__part *part, tqkv__work *w, int64_t 
     const int n_rows = w->item->n_rows;
     w->before = NULL;
     w->sums = *sums;
-    if (!w->list) w->common = tqkv__common_range(w, range);
+    tqkv__find_passes(w, range, part->kept && stretch == part->stretch);
     tqkv__clear_sums(&w->piece, (size_t)n_rows, part->a->value_dim);
     tqkv__clear_sums(sums, (size_t)n_rows, part->a->value_dim);
     for (int i = 0; i < 2; i++) /* value_tile reads whole vectors behind the last row: no NaN or Inf of old scratch */
@@ -75,7 +75,7 @@ static void tqkv__attend_stretch(const tqkv__part *part, tqkv__work *w, int64_t 
     if (w->list || w->small_pages)
         tqkv__attend_ranks(w, range);
     else
-        tqkv__attend_rows(w, range);
+        for (int pass = 0; pass < TQKV__PASSES; pass++) tqkv__attend_rows(w, pass, range);
     tqkv__add_before(w);
     w->a->isa->end_piece(n_rows, w->a->value_dim, &w->piece, sums);
     if (w->before) tqkv__turn_sums(w->a, w->before->place.values, &w->a->values, n_rows, sums->out);
@@ -116,6 +116,8 @@ static TQKV__NOINLINE void tqkv__attend_unit(const tqkv__job *job, const tqkv__p
     w.tiles = (tqkv__tile *)(void *)slot;
     w.piece = tqkv__sums_at(next, rows, a->value_dim);
     w.list = a->call.list ? &list : NULL;
+    w.exact[0] = tqkv__exact_at(a, item.first_row / a->group);
+    w.exact[1] = tqkv__exact_at(a, (item.first_row + item.n_rows - 1) / a->group);
     w.small_pages = tqkv__small_pages(a);
     w.odd_rings = tqkv__odd_rings(a);
     w.gathered = &gathered;
@@ -123,7 +125,7 @@ static TQKV__NOINLINE void tqkv__attend_unit(const tqkv__job *job, const tqkv__p
     if (w.list) list = tqkv__open_list(a, item.first_row / a->group, item.kv_head, part->slice);
     if (w.list || w.small_pages || w.odd_rings) tqkv__open_gathered(a, next, &gathered);
     next += tqkv__gathered_floats(a);
-    tqkv__arrange_queries(a, &item, part->q, q);
+    w.digits = tqkv__arrange_queries(a, &item, part->q, q);
     tqkv__find_offsets(a, &item, part->q, offsets);
     if (job->spread) {
         const int64_t stretch = unit / part->n_items;
@@ -158,7 +160,7 @@ static const tqkv__part *tqkv__part_of(const tqkv__job *job, int unit)
 static void tqkv__attend_task(void *context, int index)
 {
     tqkv__job *job = (tqkv__job *)context;
-    float *slot = job->queue.slots + (size_t)index * job->queue.slot_floats;
+    float *slot = job->queue.slot_list + (size_t)index * job->queue.slot_floats;
     const uint64_t mode = tqkv__fp_exact();
     for (int unit; (unit = tqkv__queue_take(&job->queue)) >= 0;) {
         const tqkv__part *part = tqkv__part_of(job, unit);
@@ -202,8 +204,12 @@ static void tqkv__cut(const tqkv__attention *a, tqkv__range slice, const void *q
     part->sum = sum;
     part->slice = slice;
     part->seen = seen;
-    part->stretch = part->wave = seen.from / TQKV__STRETCH;
+    part->stretch = seen.from / TQKV__STRETCH;
     part->n_stretches = seen.to > seen.from ? (seen.to - 1) / TQKV__STRETCH - part->stretch + 1 : 1;
+    part->kept = a->kept && slice.from == a->first && (slice.from < slice.to || slice.to == a->call.end);
+    part->stretch -= part->kept;
+    part->n_stretches += part->kept;
+    part->wave = part->stretch;
     part->n_rows = a->call.list ? a->group : a->call.n_queries * a->group;
     part->rows_each = tqkv__item_rows(a, part->n_rows, part->n_stretches * parts);
     part->n_items = parts * ((part->n_rows - 1) / part->rows_each + 1);
@@ -308,7 +314,7 @@ static tqkv_result tqkv__run_job(tqkv__part *parts, int n_parts)
     queue->n_units = (int)n_units;
     if (!job.spread && queue->n_tasks > queue->n_units) queue->n_tasks = queue->n_units;
     if (!tqkv__queue_open(queue, allocator, job.wave_floats + totals)) return TQKV_OUT_OF_MEMORY;
-    job.waves = queue->slots + (size_t)queue->n_tasks * queue->slot_floats;
+    job.waves = queue->slot_list + (size_t)queue->n_tasks * queue->slot_floats;
     if (job.spread)
         tqkv__run_waves(&job, parallel, job.waves + job.wave_floats);
     else

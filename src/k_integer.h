@@ -1,4 +1,4 @@
-/* >>integer-kernels: the loops of >>integer, written once. Codes become bytes, in the order of their dimensions. A lane of
+/* >>k-integer: the loops of >>integer, written once. Codes become bytes, in the order of their dimensions. A lane of
    32 bits adds up TQKV__PRODUCTS products: two of words, to which the bytes are widened, or four or eight of bytes with
    the high and the low bytes of an integer, in two sums. What a set brings besides its floats, with TQKV__(codes) for a
    vector of TQKV__INTEGER_LANES lanes, as TQKV__S(name) if it has nothing to do with products, else as TQKV__I(name):
@@ -150,62 +150,119 @@ TQKV__OP uint32_t TQKV__S(largest_bits)(const float *x, int n)
     return TQKV__S(largest_code)(largest);
 }
 
-/* scores[row][j] (+)= query[row] . key j of halves, in 16 sums */
-TQKV__OP void TQKV__S(score_halves)(const int rows, const tqkv__stream *s, const uint8_t *codes, int n, const float *q,
-                                    bool add, float *scores)
+/* Keys, and rows of values, that share a loop: enough sums in progress to hide their latency, few enough for the registers. */
+#define TQKV__HALF_KEYS (TQKV__INTEGER_LANES == 16 ? 4 : 3)
+#define TQKV__HALF_ROWS (TQKV__INTEGER_LANES == 16 ? 8 : 4)
+
+/* scores[row][j] (+)= query[row] . key j, in 16 sums each; keys: [keys][dim] floats. rows and keys are constants. */
+TQKV__OP void TQKV__S(score_halves)(const int rows, const int keys, int dim, const float *key, const float *q, bool add,
+                                    float *scores)
 {
-    for (int j = 0; j < n; j++, codes += s->row_bytes) {
-        TQKV__VECTOR sums[2][16 / TQKV__INTEGER_LANES];
+    TQKV__VECTOR sums[2][TQKV__HALF_KEYS][16 / TQKV__INTEGER_LANES];
+    TQKV__UNROLL
+    for (int r = 0; r < rows; r++) TQKV__UNROLL
+    for (int j = 0; j < keys; j++) TQKV__UNROLL
+    for (int i = 0; i < 16 / TQKV__INTEGER_LANES; i++) sums[r][j][i] = TQKV__(set1)(0.0f);
+    for (int d = 0; d < dim; d += 16) {
         TQKV__UNROLL
-        for (int i = 0; i < 32 / TQKV__INTEGER_LANES; i++) sums[i % 2][i / 2] = TQKV__(set1)(0.0f);
-        for (int d = 0; d < s->head_dim; d += 16) {
+        for (int i = 0; i < 16 / TQKV__INTEGER_LANES; i++) {
+            TQKV__VECTOR x[2];
+            const int at = d + i * TQKV__INTEGER_LANES;
             TQKV__UNROLL
-            for (int i = 0; i < 16 / TQKV__INTEGER_LANES; i++) {
-                const int at = d + i * TQKV__INTEGER_LANES;
-                const TQKV__VECTOR x = TQKV__(load_f16)(codes + 2 * at);
+            for (int r = 0; r < rows; r++) x[r] = TQKV__(load)(q + r * dim + at);
+            TQKV__UNROLL
+            for (int j = 0; j < keys; j++) {
+                const TQKV__VECTOR k = TQKV__(load)(key + j * dim + at);
                 TQKV__UNROLL
-                for (int r = 0; r < rows; r++)
-                    sums[r][i] = TQKV__(fma)(TQKV__(load)(q + r * s->head_dim + at), x, sums[r][i]);
+                for (int r = 0; r < rows; r++) sums[r][j][i] = TQKV__(fma)(x[r], k, sums[r][j][i]);
+            }
+        }
+    }
+    TQKV__UNROLL
+    for (int r = 0; r < rows; r++) TQKV__UNROLL
+    for (int j = 0; j < keys; j++) {
+        float *score = scores + r * TQKV__TILE + j;
+        *score = (add ? *score : 0.0f) + TQKV__(sum_16)(sums[r][j]);
+    }
+}
+
+/* The same for n keys of one or two rows. */
+TQKV__OP void TQKV__S(score_keys)(const int rows, int n, int dim, const float *key, const float *q, bool add,
+                                  float *scores)
+{
+    int j = 0;
+    for (; j + TQKV__HALF_KEYS <= n; j += TQKV__HALF_KEYS)
+        TQKV__S(score_halves)(rows, TQKV__HALF_KEYS, dim, key + j * dim, q, add, scores + j);
+    for (; j < n; j++) TQKV__S(score_halves)(rows, 1, dim, key + j * dim, q, add, scores + j);
+}
+
+/* Some keys become floats, which all rows read. */
+TQKV__TARGET static TQKV__NOINLINE void TQKV__S(score_tile_of_halves)(const tqkv__stream *s, const uint8_t *codes,
+                                                                      const tqkv__run *run, const float *q, int n_rows,
+                                                                      bool add, float *scores)
+{
+    enum { buffer = 2048 }; /* 8 KiB: a part of an L1 cache, and of the stack */
+    TQKV__ALIGNED float keys[buffer];
+    const int dim = s->head_dim, fit = buffer / dim, most = fit > 12 ? 12 : fit;
+    tqkv__prefetch(TQKV__L2, codes + (ptrdiff_t)run->ahead * (ptrdiff_t)s->row_bytes, (size_t)run->n * s->row_bytes);
+    for (int j = 0; j < run->n; j += most) {
+        const int n = run->n - j < most ? run->n - j : most;
+        const uint8_t *from = codes + (size_t)j * s->row_bytes;
+        for (int d = 0; d < n * dim; d += TQKV__INTEGER_LANES) TQKV__(store)(keys + d, TQKV__(load_f16)(from + 2 * d));
+        for (int row = 0; row < n_rows; row += 2) {
+            const float *query = q + (size_t)row * (size_t)dim;
+            float *to = scores + row * TQKV__TILE + j;
+            if (row + 1 < n_rows)
+                TQKV__S(score_keys)(2, n, dim, keys, query, add, to);
+            else
+                TQKV__S(score_keys)(1, n, dim, keys, query, add, to);
+        }
+    }
+}
+
+/* out[row][d] += weights[row][j] * value j of halves, in the order of positions; rows is a constant. */
+TQKV__OP void TQKV__S(add_half_rows)(const int rows, const tqkv__stream *s, const uint8_t *codes, int n,
+                                     const float *weights, float *out)
+{
+    const int dim = s->head_dim;
+    for (int d = 0; d < dim; d += 16) {
+        TQKV__VECTOR sums[TQKV__HALF_ROWS][16 / TQKV__INTEGER_LANES];
+        const uint8_t *value = codes + 2 * d;
+        TQKV__UNROLL
+        for (int r = 0; r < rows; r++) TQKV__UNROLL
+        for (int i = 0; i < 16 / TQKV__INTEGER_LANES; i++)
+            sums[r][i] = TQKV__(load)(out + r * dim + d + i * TQKV__INTEGER_LANES);
+        for (int j = 0; j < n; j++, value += s->row_bytes) {
+            TQKV__VECTOR x[16 / TQKV__INTEGER_LANES];
+            TQKV__UNROLL
+            for (int i = 0; i < 16 / TQKV__INTEGER_LANES; i++)
+                x[i] = TQKV__(load_f16)(value + 2 * i * TQKV__INTEGER_LANES);
+            TQKV__UNROLL
+            for (int r = 0; r < rows; r++) {
+                const TQKV__VECTOR weight = TQKV__(set1)(weights[r * TQKV__TILE + j]);
+                TQKV__UNROLL
+                for (int i = 0; i < 16 / TQKV__INTEGER_LANES; i++) sums[r][i] = TQKV__(fma)(weight, x[i], sums[r][i]);
             }
         }
         TQKV__UNROLL
-        for (int r = 0; r < rows; r++)
-            scores[r * TQKV__TILE + j] = (add ? scores[r * TQKV__TILE + j] : 0.0f) + TQKV__(sum_16)(sums[r]);
+        for (int r = 0; r < rows; r++) TQKV__UNROLL
+        for (int i = 0; i < 16 / TQKV__INTEGER_LANES; i++)
+            TQKV__(store)(out + r * dim + d + i * TQKV__INTEGER_LANES, sums[r][i]);
     }
 }
 
-TQKV__TARGET static void TQKV__S(score_tile_of_halves)(const tqkv__stream *s, const uint8_t *codes,
-                                                       const tqkv__run *run, const float *q, int n_rows, bool add,
-                                                       float *scores)
+TQKV__TARGET static TQKV__NOINLINE void TQKV__S(add_halves)(const tqkv__stream *s, const uint8_t *codes,
+                                                            const tqkv__run *run, const float *weights, int n_rows,
+                                                            float *out)
 {
+    int row = 0;
     tqkv__prefetch(TQKV__L2, codes + (ptrdiff_t)run->ahead * (ptrdiff_t)s->row_bytes, (size_t)run->n * s->row_bytes);
-    for (int row = 0; row < n_rows; row += 2, q += 2 * s->head_dim, scores += 2 * TQKV__TILE) {
-        if (row + 1 < n_rows)
-            TQKV__S(score_halves)(2, s, codes, run->n, q, add, scores);
-        else
-            TQKV__S(score_halves)(1, s, codes, run->n, q, add, scores);
-    }
-}
-
-/* out[d] += weights[j] * value j of halves, in the order of positions; a weight of 0 adds nothing. weights: [n] */
-TQKV__TARGET static void TQKV__S(add_halves)(const tqkv__stream *s, const uint8_t *codes, const tqkv__run *run,
-                                             const float *weights, float *out)
-{
-    for (int d = 0; d < s->head_dim; d += 16) {
-        TQKV__VECTOR sums[16 / TQKV__INTEGER_LANES];
-        TQKV__UNROLL
-        for (int i = 0; i < 16 / TQKV__INTEGER_LANES; i++) sums[i] = TQKV__(load)(out + d + i * TQKV__INTEGER_LANES);
-        for (int j = 0; j < run->n; j++) {
-            if (weights[j] == 0.0f) continue;
-            TQKV__UNROLL
-            for (int i = 0; i < 16 / TQKV__INTEGER_LANES; i++)
-                sums[i] = TQKV__(fma)(
-                    TQKV__(set1)(weights[j]),
-                    TQKV__(load_f16)(codes + (size_t)j * s->row_bytes + 2 * (d + i * TQKV__INTEGER_LANES)), sums[i]);
-        }
-        TQKV__UNROLL
-        for (int i = 0; i < 16 / TQKV__INTEGER_LANES; i++) TQKV__(store)(out + d + i * TQKV__INTEGER_LANES, sums[i]);
-    }
+    for (; row + TQKV__HALF_ROWS <= n_rows; row += TQKV__HALF_ROWS)
+        TQKV__S(add_half_rows)(TQKV__HALF_ROWS, s, codes, run->n, weights + row * TQKV__TILE, out + row * s->head_dim);
+    for (; row + 2 <= n_rows; row += 2)
+        TQKV__S(add_half_rows)(2, s, codes, run->n, weights + row * TQKV__TILE, out + row * s->head_dim);
+    for (; row < n_rows; row++)
+        TQKV__S(add_half_rows)(1, s, codes, run->n, weights + row * TQKV__TILE, out + row * s->head_dim);
 }
 #endif
 

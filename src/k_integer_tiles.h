@@ -59,11 +59,7 @@ TQKV__TARGET static void TQKV__I(integer_value_tile)(const tqkv__stream *s, int 
     TQKV__ALIGNED int8_t room[TQKV__TILE * TQKV__BLOCK];
     const int dim = s->block_dim, head_dim = s->head_dim;
     if (s->kind == TQKV__HALF) {
-        const uint8_t *codes = tqkv__codes_at(s, kv_head, run->slot);
-        tqkv__prefetch(TQKV__L2, codes + (ptrdiff_t)run->ahead * (ptrdiff_t)s->row_bytes,
-                       (size_t)run->n * s->row_bytes);
-        for (int row = 0; row < n_rows; row++)
-            TQKV__S(add_halves)(s, codes, run, weights + row * TQKV__TILE, out + row * head_dim);
+        TQKV__S(add_halves)(s, tqkv__codes_at(s, kv_head, run->slot), run, weights, n_rows, out);
         return;
     }
     TQKV__(factors)(s, tqkv__norms_at(s, kv_head, run->slot), run, false, factors);

@@ -148,16 +148,17 @@ TQKV__TARGET static void TQKV__(store_f16_row)(tqkv_type type, const void *src, 
         TQKV__(store_f16_as)(TQKV_TYPE_F32, src, head_dim, row);
 }
 
-/* The values of a row that are to be quantised: less its centre, rotated, in row: [head_dim] or, where nothing is to be done,
-   in the source. Halves are not widened first: that pass would make them a tenth slower than floats. F16 is stored. The
+/* The values of a row that are to be quantised: less its centre, times its inverses, rotated, in row: [head_dim] or, where
+   nothing is to be done, in the source. Halves are not widened first: that pass would make them a tenth slower than floats. F16 is stored. The
    sums of a row that is not rotated may read behind it: a copy. */
 TQKV__TARGET static const float *TQKV__(open_row)(const tqkv__stream *s, const tqkv__row *source, float *row)
 {
     const bool half = s->kind == TQKV__HALF;
     const void *src = source->src;
     tqkv_type type = s->type;
-    if (source->center || (!s->rotated && !half && (type != TQKV_TYPE_F32 || TQKV__HAS_MATRIX(s->head_dim)))) {
-        TQKV__(widen)(type, src, source->center, s->head_dim, row);
+    const bool widens = !s->rotated && !half && (type != TQKV_TYPE_F32 || TQKV__HAS_MATRIX(s->head_dim));
+    if (source->center || source->inverses || widens) {
+        TQKV__(widen)(type, src, source->center, source->inverses, s->head_dim, row);
         type = TQKV_TYPE_F32;
         src = row;
     }
@@ -174,7 +175,7 @@ TQKV__TARGET static const float *TQKV__(open_row)(const tqkv__stream *s, const t
 TQKV__TARGET static void TQKV__(encode_rows)(const tqkv__stream *s, const tqkv__quantiser *q, const tqkv__row *rows,
                                              int n_rows)
 {
-    enum { buffer = 2048, most_norms = buffer / 32 }; /* 8 KiB: a part of an L1 cache, and of the stack */
+    enum { buffer = 1536, most_norms = buffer / 32 }; /* 6 KiB: a part of an L1 cache, and of the stack */
     TQKV__ALIGNED float rotated[buffer + 16], norms[most_norms], scales[most_norms]; /* fours are loaded beyond a row */
     TQKV__ALIGNED float sums[most_norms];
     TQKV__ALIGNED uint8_t bytes[TQKV_MAX_HEAD_DIM + 64];
@@ -182,7 +183,10 @@ TQKV__TARGET static void TQKV__(encode_rows)(const tqkv__stream *s, const tqkv__
     const int batch = buffer / s->head_dim, norms_per_row = s->norms_per_row;
     for (int first = 0; first < n_rows; first += batch, rows += batch) {
         const int n = n_rows - first < batch ? n_rows - first : batch;
-        for (int i = 0; i < n; i++) values[i] = TQKV__(open_row)(s, &rows[i], rotated + i * s->head_dim);
+        for (int i = 0; i < n; i++) {
+            values[i] = TQKV__(open_row)(s, &rows[i], rotated + i * s->head_dim);
+            if (rows[i].half) TQKV__(store_f16_row)(TQKV_TYPE_F32, values[i], s->head_dim, rows[i].half);
+        }
         if (s->kind == TQKV__HALF) continue;
         TQKV__(norms)(s, values, n, norms, scales);
         if (s->n_factors > 1) TQKV__(search)(s, q, n, values, rotated, scales, sums);

@@ -79,7 +79,7 @@ TQKV__OP void TQKV__(load_book)(const int bits, const tqkv__quantiser *q, TQKV__
 {
     book->slope = TQKV__(set1)(q->slope);
     book->top = TQKV__(set1)(q->top);
-    TQKV__(load_below)(bits, q->below, book->below);
+    if (bits <= 6) TQKV__(load_below)(bits, q->below, book->below);
     for (int i = 0; i < 2; i++) {
         book->bounds[i] = TQKV__(load)(q->bounds + i * TQKV__LANES);
         book->centroids[i] = TQKV__(load)(q->centroids + i * TQKV__LANES);

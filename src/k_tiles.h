@@ -21,7 +21,7 @@ TQKV__OP void TQKV__(decode_by_loads)(const TQKV__(block) * block, int n, float 
 
 TQKV__OP void TQKV__(decode_rows)(const tqkv_format format, const TQKV__(block) * block, int n, float *x)
 {
-    if (TQKV__BOOK_BITS(format) == 8 && !TQKV__DIRECT(format))
+    if (TQKV__BOOK_BITS(format) == 8 && TQKV__LANES == 4)
         TQKV__(decode_by_loads)(block, n, x);
     else
         TQKV__(decode)(format, block, n, x);

@@ -1,3 +1,5 @@
+/* >>kernels: what the loops of attention and of encoding share */
+
 #define TQKV__VECTOR TQKV__(vector)
 typedef uint32_t TQKV__(words) __attribute__((vector_size(4 * TQKV__LANES)));
 
@@ -20,23 +22,47 @@ TQKV__OP TQKV__VECTOR TQKV__(load_as)(const tqkv_type type, const void *values, 
 }
 
 /* As tqkv__widen_row and tqkv__narrow_row. */
-TQKV__OP void TQKV__(widen_as)(const tqkv_type type, const void *src, const float *center, int n, float *row)
+TQKV__OP void TQKV__(widen_as)(const tqkv_type type, const void *src, const float *center, const float *inverses, int n,
+                               float *row)
 {
     for (int i = 0; i < n; i += TQKV__LANES) {
         TQKV__VECTOR x = TQKV__(load_as)(type, src, i);
         if (center) x -= TQKV__(load)(center + i);
+        if (inverses) x = TQKV__(rounded)(x * TQKV__(load)(inverses + i));
         TQKV__(store)(row + i, x);
     }
 }
 
-TQKV__TARGET static void TQKV__(widen)(tqkv_type type, const void *src, const float *center, int n, float *row)
+TQKV__TARGET static void TQKV__(widen)(tqkv_type type, const void *src, const float *center, const float *inverses,
+                                       int n, float *row)
 {
     if (type == TQKV_TYPE_F16)
-        TQKV__(widen_as)(TQKV_TYPE_F16, src, center, n, row);
+        TQKV__(widen_as)(TQKV_TYPE_F16, src, center, inverses, n, row);
     else if (type == TQKV_TYPE_BF16)
-        TQKV__(widen_as)(TQKV_TYPE_BF16, src, center, n, row);
+        TQKV__(widen_as)(TQKV_TYPE_BF16, src, center, inverses, n, row);
     else
-        TQKV__(widen_as)(TQKV_TYPE_F32, src, center, n, row);
+        TQKV__(widen_as)(TQKV_TYPE_F32, src, center, inverses, n, row);
+}
+
+/* As tqkv__scales_valid and tqkv__invert, for whole rows. */
+TQKV__TARGET static bool TQKV__(scales_valid)(const float *x, size_t n)
+{
+    TQKV__(words) bad, bits;
+    uint32_t lanes[TQKV__LANES], all = 0;
+    memset(&bad, 0, sizeof bad);
+    for (size_t i = 0; i < n; i += TQKV__LANES) {
+        memcpy(&bits, x + i, sizeof bits);
+        bad |= (TQKV__(words))(bits - TQKV__LEAST_SCALE > TQKV__SCALES_RANGE);
+    }
+    memcpy(lanes, &bad, sizeof lanes);
+    for (int i = 0; i < TQKV__LANES; i++) all |= lanes[i];
+    return !all;
+}
+
+TQKV__TARGET static void TQKV__(invert)(const float *scales, int n, float *inverses)
+{
+    for (int i = 0; i < n; i += TQKV__LANES)
+        TQKV__(store)(inverses + i, TQKV__(invert_above)(0.0f, TQKV__(load)(scales + i)));
 }
 
 TQKV__TARGET static void TQKV__(narrow_row)(tqkv_type type, const float *row, int n, void *dst)

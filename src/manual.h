@@ -15,7 +15,7 @@
 
    EXAMPLE
 
-         tqkv_cache_desc desc = {0};              // zero means default: I8 keys, TQ4 values
+         tqkv_cache_desc desc = tqkv_cache_preset(TQKV_SAFE); // or TQKV_SMALL, TQKV_TINY; {0}: all defaults
          desc.head_dim = 128;
          desc.n_kv_heads = 8;
          desc.n_heads = 32;
@@ -26,45 +26,19 @@
          tqkv_cache_attend(cache, q, 1, out);     // q, out: [1 query][32 heads][128]
          tqkv_cache_destroy(cache);
 
-   CONTENTS (search for the tag)
+   CONTENTS (search for the tag; those of the implementation stand at its beginning)
 
-     declarations
      >>formats        formats and their sizes
      >>result         result codes
      >>isa            the instruction set in use
      >>threads        who runs the tasks of a call
-     >>store          one stream in the caller's memory: encode, decode, probe
+     >>store          one stream in the caller's memory: encode, decode, probe, calibrate
      >>rotate         the rotation alone
      >>attention      attention over two stores, whole or in slices
      >>index          scores of an index, and the choice of blocks by them
      >>cache          a cache that owns its memory; save and load, of stores too
      >>metal          all of it on Apple's GPUs, with tqkv_metal.m
      >>metal-plan     the same as plans, for engines that dispatch kernels themselves
-
-     implementation
-     >>shared         one row a format, tables; the shaders include it, too
-     >>backend        what a cache and the context of a GPU know of each other
-     >>needs          what the implementation needs of the compiler, and xxHash
-     >>common         sizes, names, what a valid store is, which positions and rows are valid
-     >>exact          arithmetic whose bits depend on nothing but its operands
-     >>team           tqkv_team
-     >>codec          rotation, norms, quantising, packing, and back: the specification
-     >>attend         types of attention, and attention in plain C
-     >>integer        attention in integers, in plain C
-     >>kernels, >>attend-kernels, >>encode-kernels, >>integer-kernels
-                      loops, compiled once for each instruction set
-     >>avx512, >>avx2, >>neon, >>integer-sets
-                      what a set brings to them
-     >>driver         which set is in use; tqkv_attend: checks, tasks, results
-     >>index-code     tqkv_index_scores, tqkv_index_choose
-     >>cache-code     tqkv_cache
-     >>snapshot       save and load
-
-     for GPUs alone
-     >>metal-sizes    function constants, sizes, argument structs; the shaders include it, too
-     >>metal-host     what tqkv_metal.m takes beside >>metal-plan
-     >>metal-code     each Metal call as a plan of dispatches
-     >>licence
 
    BUILD OPTIONS (define before the include that has TQKV_IMPLEMENTATION)
 
@@ -74,6 +48,8 @@
                             fprintf(stderr, "tqkv: %s\n", text). Default: nothing.
      TQKV_NO_AVX512         leaves AVX-512 out: half the code, half the time to compile it (docs/integrating.md has both)
      TQKV_NO_AVX2           leaves both out, because AVX-512 takes short rows from AVX2: a quarter of the code
+     TQKV_NO_INTEGER        leaves out the vector loops of attention in integers, a fifth of the code: TQKV_INTEGER then takes
+                            plain C, with the same bits
      TQKV_METAL             adds what tqkv_metal.m needs: define it for both files. On Apple's systems it is there, unless
                             TQKV_NO_METAL is defined
      TQKV_NO_IMPLEMENTATION makes TQKV_IMPLEMENTATION void: for a build that compiles files which define it, and links
@@ -93,7 +69,7 @@
      while others attend to those before it.
      The only hidden state is the choice of an instruction set, made once. The hook tqkv_parallel runs tasks of one call
      on the caller's threads; tqkv_team is such a hook for threads that call at once. The number of threads does not change
-     any bit of the results. A call takes at most 48 KiB of stack.
+     any bit of the results. A call takes at most 64 KiB of stack.
 
    MATHEMATICS
 

@@ -1,10 +1,13 @@
+/* >>measure: means, errors, and the rotation of rows alone */
+
 /* mean: [head_dim] */
 static TQKV__NOINLINE void tqkv__mean_of(const tqkv__stream *s, const void *src, int n_tokens, size_t h, float *mean)
 {
     double sums[TQKV_MAX_HEAD_DIM] = {0};
     for (int t = 0; t < n_tokens; t++) {
         float row[TQKV_MAX_HEAD_DIM];
-        tqkv__codec_for(s->head_dim)->widen(s->type, tqkv__source_row(s, src, (size_t)t, h), NULL, s->head_dim, row);
+        tqkv__codec_for(s->head_dim)
+            ->widen(s->type, tqkv__source_row(s, src, (size_t)t, h), NULL, NULL, s->head_dim, row);
         for (int d = 0; d < s->head_dim; d++) sums[d] += (double)row[d];
     }
     for (int d = 0; d < s->head_dim; d++) mean[d] = n_tokens ? (float)(sums[d] / n_tokens) : 0.0f;
@@ -37,7 +40,7 @@ static TQKV__NOINLINE void tqkv__add_moments(const tqkv__stream *s, int kv_head,
     float source[TQKV_MAX_HEAD_DIM], first[TQKV_MAX_HEAD_DIM], x[TQKV_MAX_HEAD_DIM], norms[TQKV_MAX_HEAD_DIM / 128];
     const float last = tqkv_last_boundary(s->format);
     const tqkv__codec *codec = tqkv__codec_for(s->head_dim);
-    codec->widen(s->type, row->src, row->center, s->head_dim, x);
+    codec->widen(s->type, row->src, row->center, row->inverses, s->head_dim, x);
     codec->scale_row(s, x, norms);
     for (int d = 0; d < s->head_dim; d++) {
         const double square = (double)x[d] * (double)x[d];
@@ -46,9 +49,10 @@ static TQKV__NOINLINE void tqkv__add_moments(const tqkv__stream *s, int kv_head,
         m->beyond += fabsf(tqkv__rounded(x[d] * (row->factors ? row->factors[d / s->norm_dim] : 1.0f))) > last;
     }
     tqkv__decode_row(s, row->codes, row->norms, x);
-    codec->widen(s->type, row->src, NULL, s->head_dim, source);
-    codec->widen(s->type, m->first, NULL, s->head_dim, first);
+    codec->widen(s->type, row->src, NULL, NULL, s->head_dim, source);
+    codec->widen(s->type, m->first, NULL, NULL, s->head_dim, first);
     if (s->rotated) codec->unrotate(x, s->head_dim);
+    tqkv__apply_scale(s, kv_head, x);
     tqkv__add_center(s, kv_head, false, x);
     for (int d = 0; d < s->head_dim; d++) {
         const double value = (double)source[d], noise = value - (double)x[d], less = value - (double)first[d];
@@ -66,7 +70,7 @@ TQKV__COLD static TQKV__NOINLINE void tqkv__quality_of(const tqkv__stream *s, co
     double mean = 0.0, differs = m->differs;
     const double n = n_tokens ? n_tokens : 1, values = n * s->head_dim;
     memset(out, 0, sizeof *out);
-    if (n_tokens) tqkv__codec_for(s->head_dim)->widen(s->type, m->first, NULL, s->head_dim, first);
+    if (n_tokens) tqkv__codec_for(s->head_dim)->widen(s->type, m->first, NULL, NULL, s->head_dim, first);
     for (int d = 0; d < s->head_dim; d++) {
         const double less = m->row[d] / n, value = (double)first[d] + less;
         mean += value * value;
@@ -85,9 +89,9 @@ TQKV_API tqkv_result tqkv_measure(const tqkv_store *shape, const void *src, int 
     tqkv__quantiser q;
     tqkv__moments m;
     uint8_t codes[2 * TQKV_MAX_HEAD_DIM];
-    float norms[TQKV_MAX_HEAD_DIM / 128], factors[TQKV_MAX_HEAD_DIM / 256];
+    float norms[TQKV_MAX_HEAD_DIM / 128], factors[TQKV_MAX_HEAD_DIM / 256], room[TQKV_MAX_HEAD_DIM];
     tqkv_result r = tqkv__stream_shape(shape, &s);
-    if (r == TQKV_OK) r = tqkv__stream_center(shape, &s);
+    if (r == TQKV_OK) r = tqkv__stream_channels(shape, &s);
     const size_t out_size = (size_t)s.n_kv_heads * sizeof *out;
     if (r == TQKV_OK) r = tqkv__check_source(&s, src, n_tokens, out, __alignof__(tqkv_quality), out_size);
     if (r != TQKV_OK) return r;
@@ -98,9 +102,11 @@ TQKV_API tqkv_result tqkv_measure(const tqkv_store *shape, const void *src, int 
     for (int h = 0; h < s.n_kv_heads; h++) {
         memset(&m, 0, sizeof m);
         m.first = tqkv__source_row(&s, src, 0, (size_t)h);
+        const float *inverses = tqkv__inverses_of(&s, h, 1, room);
         for (int t = 0; t < n_tokens; t++) {
             const void *at = tqkv__source_row(&s, src, (size_t)t, (size_t)h);
-            const tqkv__row row = {at, tqkv__center_of(&s, h), codes, norms, s.n_factors > 1 ? factors : NULL};
+            const tqkv__row row = {at,    tqkv__center_of(&s, h),           inverses, codes,
+                                   norms, s.n_factors > 1 ? factors : NULL, NULL};
             codec->encode_rows(&s, &q, &row, 1);
             tqkv__add_moments(&s, h, &row, &m);
         }

@@ -38,11 +38,23 @@
 #define TQKV_FC_SMALL_PAGES    27 /* bool: attend: some pages end within tiles */
 #define TQKV_FC_TAIL_ELSEWHERE 28 /* bool: attend: a position has another slot in the tail than in the keys */
 
-#define TQKV__CONSTANTS 29 /* of them */
-/* Those that are uint, a bit each. */
-#define TQKV__NUMBERS                                                                                                  \
-    (1u << TQKV_FC_FORMAT | 1u << TQKV_FC_VALUE_FORMAT | 1u << TQKV_FC_COLUMNS | 1u << TQKV_FC_TYPE |                  \
-     1u << TQKV_FC_VALUE_TYPE | 1u << TQKV_FC_TAIL_FORMAT)
+#define TQKV_FC_SCALED 29 /* bool: encode, probe: channels of rows have scales; encode_kv: those of keys */
+                          /* decode: rows are multiplied by them; attend: queries are, by those of the keys */
+#define TQKV_FC_VALUE_SCALED       30 /* bool: encode_kv: values have scales; attend_merge: multiply the output by them */
+#define TQKV_FC_CENTER_SCALED      31 /* bool: decode, attend, attend_merge: divide the centre before it is rotated */
+#define TQKV_FC_TAIL_SCALED        32 /* bool: attend: as TQKV_FC_SCALED, of the tail */
+#define TQKV_FC_TAIL_CENTER_SCALED 33 /* bool: attend: as TQKV_FC_CENTER_SCALED, of the tail */
+#define TQKV_FC_HALVES             34 /* uint: attend: which positions a query sees, TQKV__ALL_POSITIONS or: */
+#define TQKV__ALL_POSITIONS        0
+#define TQKV__BEFORE_HALVES        1 /* those before its newest halves, or */
+#define TQKV__NEWEST_HALVES        2 /* these alone */
+
+#define TQKV__CONSTANTS 35 /* of them */
+/* Whether a function constant is a uint. */
+#define TQKV__IS_NUMBER(constant)                                                                                      \
+    ((constant) == TQKV_FC_FORMAT || (constant) == TQKV_FC_VALUE_FORMAT || (constant) == TQKV_FC_COLUMNS ||            \
+     (constant) == TQKV_FC_TYPE || (constant) == TQKV_FC_VALUE_TYPE || (constant) == TQKV_FC_TAIL_FORMAT ||            \
+     (constant) == TQKV_FC_HALVES)
 
 /* Most query rows of a threadgroup of attend: their sums take 64 registers, 8 a lane and row up to D=256. */
 #define TQKV__MAX_COLUMNS(D) ((D) <= 256 ? 8 : (D) <= 512 ? 4 : 2)
@@ -207,6 +219,9 @@ typedef struct tqkv__attend_args {
     uint32_t query_token_stride, query_head_stride; /* in values */
     int32_t tail_slots;                             /* of a KV head in memory, as key_slots */
     int32_t tail_capacity, tail_oldest_slot;        /* read if TQKV_FC_TAIL_ELSEWHERE */
+    /* Read if TQKV_FC_HALVES: a query's newest halves begin exact_last positions before the one behind its newest, but not
+       before exact_from. */
+    int32_t exact_last, exact_from;
 } tqkv__attend_args;
 
 /* attend_list has the arguments of attend. A row of a list has list_row - TQKV__LIST_HEADER entries. A row that it writes: how
@@ -264,13 +279,22 @@ typedef struct tqkv__batch_item {
     uint32_t q, key_codes, key_norms, value_codes, value_norms, partial_out, partial_state, key_center;
     uint32_t key_pages, value_pages, tree, out, value_center, tail_codes, tail_norms, tail_center;
     uint32_t list, list_rows; /* list_rows: in the buffer of partial_out */
+    uint32_t key_scale, tail_scale, value_scale;
 } tqkv__batch_item;
+
+/* calibrate: centre and scales of the channels of a KV head, from rows and, if there are any, queries. */
+typedef struct tqkv__calibrate_args {
+    int32_t head_dim, n_tokens, n_queries, n_kv_heads;
+    int32_t group;                                                             /* query heads a KV head */
+    int32_t pairs;                                                             /* tqkv_pairs */
+    uint32_t token_stride, head_stride, query_token_stride, query_head_stride; /* in values */
+} tqkv__calibrate_args;
 
 /* The structs that C and the shaders share. */
 #define TQKV__SHARED_STRUCTS(row)                                                                                      \
     row(table_set) row(rows_args) row(rotate_args) row(attend_args) row(merge_args) row(batch_item) row(choose_args)   \
-        row(index_args)
-enum { TQKV__N_SHARED_STRUCTS = 8 };
+        row(index_args) row(calibrate_args)
+enum { TQKV__N_SHARED_STRUCTS = 9 };
 
 /* Output of the kernel `tables`: the tables and sizes that the shaders were compiled with. */
 typedef struct tqkv__table_report {
@@ -283,9 +307,10 @@ typedef struct tqkv__table_report {
 
 TQKV__ASSERT_SIZE(tqkv__rows_args, 40);
 TQKV__ASSERT_SIZE(tqkv__rotate_args, 4);
-TQKV__ASSERT_SIZE(tqkv__attend_args, 176);
+TQKV__ASSERT_SIZE(tqkv__attend_args, 184);
 TQKV__ASSERT_SIZE(tqkv__merge_args, 40);
-TQKV__ASSERT_SIZE(tqkv__batch_item, 304);
+TQKV__ASSERT_SIZE(tqkv__batch_item, 324);
 TQKV__ASSERT_SIZE(tqkv__choose_args, 52);
-TQKV__ASSERT_SIZE(tqkv__index_args, 220);
-TQKV__ASSERT_SIZE(tqkv__table_report, 4776);
+TQKV__ASSERT_SIZE(tqkv__index_args, 228);
+TQKV__ASSERT_SIZE(tqkv__calibrate_args, 40);
+TQKV__ASSERT_SIZE(tqkv__table_report, 4780);

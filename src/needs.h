@@ -22,9 +22,25 @@
 #include <math.h>
 #include <stdlib.h>
 #include <string.h>
+/* Gives the core to another thread, and gives up what another thread of the core needs. */
+#if defined(__x86_64__) || defined(__i386__)
+#define TQKV__PAUSE() __builtin_ia32_pause()
+#elif defined(__aarch64__)
+#define TQKV__PAUSE() __asm__ volatile("yield")
+#else
+#define TQKV__PAUSE() ((void)0)
+#endif
 #if defined(__unix__) || defined(__APPLE__)
 #include <sched.h>
-#define TQKV__YIELD sched_yield
+#define TQKV__YIELD() sched_yield()
+#elif defined(_WIN32) /* without windows.h and its macros */
+#ifdef __cplusplus
+extern "C"
+#endif
+    __declspec(dllimport) int __stdcall SwitchToThread(void);
+#define TQKV__YIELD() SwitchToThread()
+#else
+#define TQKV__YIELD() TQKV__PAUSE()
 #endif
 
 #ifdef __has_include
@@ -42,6 +58,9 @@
 #define XXH_NO_INLINE_HINTS (XXH_VERSION_NUMBER == 801)
 #endif
 #include "xxhash.h"
+#if defined(XXH_NO_XXH3) || defined(XXH_NO_LONG_LONG)
+#error "tqkv.h needs XXH3: xxhash.h was included with XXH_NO_XXH3 or XXH_NO_LONG_LONG"
+#endif
 #if defined(XXH_VERSION_NUMBER) && XXH_VERSION_NUMBER < 800
 #define TQKV__STRING(x) #x
 #define TQKV__EXPAND(x) TQKV__STRING(x)
@@ -50,6 +69,21 @@
 #pragma message("tqkv.h: found xxhash.h " TQKV__XXH_FOUND)
 #error "tqkv.h: xxhash.h is too old, 0.8.0 is needed: Debian libxxhash-dev, Homebrew xxhash, or a copy beside tqkv.h"
 #endif
+
+/* With -fshort-enums or -fpack-struct for this file alone what callers pass has another layout. 32-bit ARM has short enums in some
+   systems, and says so. */
+enum tqkv__smallest { TQKV__SMALLEST };
+struct tqkv__gap {
+    char before;
+    void *behind;
+};
+#ifdef __ARM_SIZEOF_MINIMAL_ENUM
+#define TQKV__WHOLE_ENUMS true
+#else
+#define TQKV__WHOLE_ENUMS (sizeof(enum tqkv__smallest) == sizeof(int))
+#endif
+typedef char tqkv__compiled_with_fshort_enums_or_fpack_struct
+    [TQKV__WHOLE_ENUMS && sizeof(struct tqkv__gap) > 1 + sizeof(void *) ? 1 : -1];
 
 #if defined(__SSE2__)
 #include <xmmintrin.h>

@@ -9,10 +9,11 @@ typedef struct tqkv__slice_buffers {
 typedef struct tqkv__attend_buffers {
     const tqkv_metal_store *keys, *values, *tail; /* tail: NULL without one */
     tqkv_metal_buffer sinks, tree, q, scratch, out;
-    tqkv__slice_buffers slice;          /* zero: attends to all positions */
-    int64_t slice_end;                  /* of the positions to attend to */
-    const tqkv_metal_store *ends[2][2]; /* of tqkv__attention */
-    tqkv_metal_buffer list, list_rows;  /* the caller's, and what attend_list makes of them */
+    tqkv__slice_buffers slice;                       /* zero: attends to all positions */
+    int64_t slice_end;                               /* of the positions to attend to */
+    int halves;                                      /* TQKV_FC_HALVES */
+    const tqkv_metal_store *ends[2][2], *first_tail; /* of tqkv__attention */
+    tqkv_metal_buffer list, list_rows;               /* the caller's, and what attend_list makes of them */
 } tqkv__attend_buffers;
 
 /* Whether keys and values look up the same entries of one table. */
@@ -37,25 +38,42 @@ static void tqkv__plan_list_args(const tqkv__attention *a, int64_t slice_end, tq
 }
 
 /* What attention and index_scores have in common. slots: of a KV head in memory */
-static TQKV__NOINLINE void tqkv__plan_key_args(const tqkv__attention *a, int slots, tqkv__attend_args *args)
+static TQKV__NOINLINE void tqkv__plan_key_args(const tqkv__attention *a, int slot_list, tqkv__attend_args *args)
 {
     memset(args, 0, sizeof *args);
     args->n_queries = a->call.n_queries;
     args->n_kv_heads = a->n_kv_heads;
     args->group = a->group;
-    args->kv_len = (int)(a->call.end - a->first);
+    args->kv_len = tqkv__positions_behind(a);
     args->query_token_stride = (uint32_t)a->call.query_strides.token;
     args->query_head_stride = (uint32_t)a->call.query_strides.head;
     args->scale = a->call.scale;
     args->key_capacity = a->keys.capacity;
     args->key_oldest_slot = args->kv_len ? tqkv__slot(&a->keys, a->first) : 0;
     args->key_block_scale = a->keys.block_scale;
-    args->key_slots = slots;
+    args->key_slots = slot_list;
     if (!a->keys.n_pages) return;
     args->key_page_size = a->keys.page_size;
-    args->key_last_page = slots / a->keys.page_size - 1;
+    args->key_last_page = slot_list / a->keys.page_size - 1;
     if (!tqkv__has_small_pages(a))
         tqkv__plan_division(a->keys.page_size, &args->key_page_factor, &args->key_page_shift);
+}
+
+/* Where the newest halves of each query begin, from the newest position that it sees; without halves behind all of them. As far as
+   it matters, so that no sum is too large. */
+static void tqkv__plan_boundary(const tqkv__attention *a, tqkv__attend_args *args)
+{
+    const int own = args->kv_len - a->call.n_queries,
+              most = args->kv_len + a->call.n_queries; /* own: the first query's */
+    const bool one = a->call.non_causal && !a->call.window;
+    const int64_t from = (one ? tqkv__exact_at(a, 0) : a->call.exact_from) - a->first;
+    if (!a->exact[1][0] && !a->exact[1][1]) {
+        args->exact_from = INT_MAX;
+        return;
+    }
+    args->exact_last = one || a->call.exact_last > most ? most : a->call.exact_last;
+    args->exact_last += args->first_newest - own;
+    args->exact_from = from < 0 ? 0 : from < INT_MAX ? (int)from : INT_MAX;
 }
 
 static void tqkv__plan_attend_args(const tqkv__attention *a, const tqkv__attend_buffers *b, const tqkv__split *split,
@@ -64,6 +82,7 @@ static void tqkv__plan_attend_args(const tqkv__attention *a, const tqkv__attend_
     tqkv__plan_key_args(a, b->keys->shape.capacity, args);
     tqkv__plan_seen(a, &args->first_newest, &args->window);
     args->slice_end = (int)(b->slice_end - a->first);
+    tqkv__plan_boundary(a, args);
     args->first_stretch = split->first_stretch;
     args->stretch_tiles = TQKV__STRETCH_TILES;
     args->n_short = split->n_short;
@@ -104,6 +123,17 @@ static void tqkv__plan_key_constants(tqkv_metal_dispatch *d, const tqkv__attenti
     tqkv__plan_constant(d, TQKV_FC_ROTATE_TAIL, a->tail.rotated && rotate);
     tqkv__plan_constant(d, TQKV_FC_TAIL_CENTER, tail_center);
     tqkv__plan_constant(d, TQKV_FC_TAIL_ROTATED, tail_center && a->tail.rotated && !rotate);
+}
+
+/* Scales of the channels of the keys or of their tail: of queries in the original basis or, beside others, of the centre. The two
+   constants say which. */
+static void tqkv__plan_bind_key_scale(tqkv_metal_dispatch *d, const char *name, int index, const tqkv_metal_store *keys,
+                                      const tqkv__stream *s, bool original, bool center, const int constants[2])
+{
+    const bool used = s->head_dim > 0 && (original || center),
+               scaled = tqkv__plan_bind_channels(d, name, index, keys->channel_scale, s, used);
+    tqkv__plan_constant(d, constants[0], scaled && original);
+    tqkv__plan_constant(d, constants[1], scaled && !original);
 }
 
 /* Of attention: which streams have a position in the same slot. */
@@ -198,7 +228,7 @@ static size_t tqkv__row_blocks(const tqkv_metal_dispatch *d, const tqkv__attend_
     return (rows + columns - 1) / columns * (list ? n_queries : 1);
 }
 
-TQKV_API void tqkv__plan_columns(tqkv_metal_dispatch *d, bool matrix, int columns)
+static void tqkv__plan_columns(tqkv_metal_dispatch *d, bool matrix, int columns)
 {
     const int head_dim = d->kernel.head_dim * TQKV__DIM_UNIT, value_dim = d->kernel.value_dim * TQKV__DIM_UNIT;
     const int most = matrix ? TQKV__MOST_MATRIX_COLUMNS(head_dim) : TQKV__MAX_COLUMNS(head_dim);
@@ -213,11 +243,32 @@ TQKV_API void tqkv__plan_columns(tqkv_metal_dispatch *d, bool matrix, int column
     d->grid[1] = tqkv__row_blocks(d, &args, (size_t)columns);
 }
 
-TQKV_API void tqkv_metal_plan_lanes(tqkv_metal_dispatch *d)
+/* Puts attend in the place of attend_matrix. */
+static void tqkv__plan_lanes(tqkv_metal_dispatch *d)
 {
     if (d->kernel.family != TQKV_METAL_ATTEND_MATRIX) return;
     tqkv__plan_columns(d, false, d->kernel.constants[TQKV_FC_COLUMNS] - 1);
     if (d->n_simdgroups > 4) d->n_simdgroups = 4;
+}
+
+TQKV_API bool tqkv_metal_plan_lanes(tqkv_metal_plan *plan)
+{
+    for (int i = 0; i < plan->n; i++) {
+        const tqkv_metal_kernel *kernel = &plan->d[i].kernel;
+        if (kernel->family == TQKV_METAL_ATTEND_MATRIX && kernel->constants[TQKV_FC_BATCH] == 1 + true) return false;
+        tqkv__plan_lanes(&plan->d[i]);
+    }
+    return true;
+}
+
+static void tqkv__plan_bind_key_scales(tqkv_metal_dispatch *d, const tqkv__attention *a, const tqkv_metal_store *keys,
+                                       const tqkv_metal_store *tail, bool center, bool tail_center)
+{
+    static const int key_scales[] = {TQKV_FC_SCALED, TQKV_FC_CENTER_SCALED},
+                     tail_scales[] = {TQKV_FC_TAIL_SCALED, TQKV_FC_TAIL_CENTER_SCALED};
+    const bool original = a->call.query_basis == TQKV_ORIGINAL;
+    tqkv__plan_bind_key_scale(d, "keys' channel_scale", 17, keys, &a->keys, original, center, key_scales);
+    tqkv__plan_bind_key_scale(d, "tail's channel_scale", 18, tail, &a->tail, original, tail_center, tail_scales);
 }
 
 static void tqkv__plan_attend_splits(tqkv_metal_dispatch *d, const tqkv__attention *a, const tqkv__attend_buffers *b,
@@ -238,14 +289,18 @@ static void tqkv__plan_attend_splits(tqkv_metal_dispatch *d, const tqkv__attenti
     tqkv__plan_bind(d, "sinks", TQKV_METAL_ONLY_CHECKED, b->sinks,
                     b->sinks.buffer ? (size_t)a->call.n_heads * sizeof(float) : 0, false);
     tqkv__plan_bind_partials(d, 6, b->scratch, split, true);
-    tqkv__plan_bind_center(d, "keys' center", 8, b->keys, &a->keys, center);
-    tqkv__plan_bind_center(d, "values' center", TQKV_METAL_ONLY_CHECKED, b->values, &a->values, true);
+    tqkv__plan_bind_channels(d, "keys' center", 8, b->keys->center, &a->keys, center);
+    tqkv__plan_bind_channels(d, "values' center", TQKV_METAL_ONLY_CHECKED, b->values->center, &a->values, true);
+    tqkv__plan_bind_channels(d, "values' channel_scale", TQKV_METAL_ONLY_CHECKED, b->values->channel_scale, &a->values,
+                             true);
     tqkv__plan_bind_pages(d, "keys' pages", 9, b->keys->pages, &a->keys, TQKV_FC_PAGES);
     tqkv__plan_bind_pages(d, "values' pages", 10, b->values->pages, &a->values, TQKV_FC_PAGES);
     tqkv__plan_bind(d, "tree", 11, b->tree, a->call.tree ? (size_t)a->call.n_queries * sizeof(uint64_t) : 0, false);
     tqkv__plan_bind(d, "arguments", TQKV__ITEMS_OF_ATTEND, b->tree, 0, false);
     tqkv__plan_bind_store(d, "tail's codes", "tail's norms", 13, tail, &a->tail, false);
-    tqkv__plan_bind_center(d, "tail's center", 15, tail, &a->tail, tail_center);
+    tqkv__plan_bind_channels(d, "tail's center", 15, tail->center, &a->tail, tail_center);
+    tqkv__plan_bind_key_scales(d, a, b->keys, tail, center, tail_center);
+    tqkv__plan_constant(d, TQKV_FC_HALVES, b->halves);
     tqkv__plan_bind(d, "lists", 16, b->list_rows, tqkv__list_rows_size(a), false);
     if (a->call.list) d->barrier = b->list_rows.buffer;
     tqkv__plan_bind_rows(d, "out", TQKV_METAL_ONLY_CHECKED, b->out, TQKV_FC_TYPE, a->call.output_type,
@@ -271,6 +326,7 @@ static void tqkv__plan_list(tqkv_metal_dispatch *d, const tqkv__attention *a, co
     tqkv__plan_bind(d, "arguments", TQKV__ITEMS_OF_LIST, b->tree, 0, false);
     tqkv__plan_constant(d, TQKV_FC_TREE, a->call.tree != NULL);
     tqkv__plan_constant(d, TQKV_FC_BATCH, false);
+    tqkv__plan_constant(d, TQKV_FC_HALVES, b->halves);
     d->memory[0] = TQKV__SIMD_WIDTH * sizeof(uint32_t);
     d->grid[0] = n_rows;
     d->n_simdgroups = length / 32 < 31 ? (int)length / 32 + 1 : 32;
@@ -303,6 +359,17 @@ static void tqkv__plan_merge_begin(tqkv_metal_dispatch *d, const tqkv__attention
     d->n_simdgroups = 1;
 }
 
+/* Scales of the values' channels: of an output in the original basis or, beside others, of the centre. */
+static void tqkv__plan_bind_value_scale(tqkv_metal_dispatch *d, const tqkv__attention *a, const tqkv__attend_buffers *b,
+                                        bool center)
+{
+    const bool original = a->call.output_basis == TQKV_ORIGINAL && !b->slice.to,
+               scaled = tqkv__plan_bind_channels(d, "values' channel_scale", 11, b->values->channel_scale, &a->values,
+                                                 original || center);
+    tqkv__plan_constant(d, TQKV_FC_VALUE_SCALED, scaled && original);
+    tqkv__plan_constant(d, TQKV_FC_CENTER_SCALED, scaled && !original);
+}
+
 /* Merges all parts of the context: splits [first positions, others, last positions], of those that there are. */
 static void tqkv__plan_attend_merge(tqkv_metal_dispatch *d, const tqkv__attention *a, const tqkv__attend_buffers *b,
                                     const tqkv__split splits[3], const tqkv__split *all)
@@ -317,7 +384,8 @@ static void tqkv__plan_attend_merge(tqkv_metal_dispatch *d, const tqkv__attentio
                                    0, 0};
     tqkv__plan_merge_begin(d, a, b, args, unrotate);
     tqkv__plan_bind_partials(d, 1, b->scratch, all, false);
-    const bool center = tqkv__plan_bind_center(d, "values' center", 5, b->values, &a->values, true);
+    const bool center = tqkv__plan_bind_channels(d, "values' center", 5, b->values->center, &a->values, true);
+    tqkv__plan_bind_value_scale(d, a, b, center);
     const bool shifted = tqkv__center_counts(a, b, b->keys) || tqkv__center_counts(a, b, b->tail);
     tqkv__plan_constant(d, TQKV_FC_CENTER, shifted && !(a->call.softcap > 0.0f));
     tqkv__plan_constant(d, TQKV_FC_VALUE_CENTER, center);
@@ -326,39 +394,62 @@ static void tqkv__plan_attend_merge(tqkv_metal_dispatch *d, const tqkv__attentio
     d->barrier = b->scratch.buffer;
 }
 
-/* Part i of the context, [borders[i], borders[i + 1]): 0 and 2 are read as halves where stores hold them so. */
-static void tqkv__find_borders(const tqkv__attention *a, int64_t slice_end, int64_t borders[4])
+/* The positions of each part of the context up to slice_end. First and last are read as halves where stores hold them so. What a
+   query reads as newest halves depends on its own position: where several begin the last part and the codes overlap. */
+static void tqkv__find_parts(const tqkv__attention *a, int64_t slice_end, tqkv__range parts[TQKV__PARTS])
 {
     const bool first = a->exact[0][0] || a->exact[0][1], last = a->exact[1][0] || a->exact[1][1];
-    borders[0] = borders[1] = a->first;
-    borders[2] = borders[3] = slice_end;
-    if (first && a->exact_below > a->first) borders[1] = a->exact_below < slice_end ? a->exact_below : slice_end;
-    if (last && a->exact_from < slice_end) borders[2] = a->exact_from;
-    if (borders[2] < borders[1]) borders[2] = borders[1];
+    const int64_t low = tqkv__exact_at(a, 0), high = tqkv__exact_at(a, a->call.n_queries - 1);
+    tqkv__range *codes = &parts[TQKV__CODES_PART], *newest = &parts[TQKV__LAST_PART];
+    for (int i = 0; i < TQKV__PARTS; i++) parts[i].from = parts[i].to = i == TQKV__LAST_PART ? slice_end : a->first;
+    codes->to = slice_end;
+    if (first && a->exact_below > a->first) codes->from = a->exact_below < slice_end ? a->exact_below : slice_end;
+    parts[TQKV__FIRST_PART].to = codes->from;
+    if (a->kept) {
+        parts[TQKV__FIRST_PART].from = 0;
+        parts[TQKV__FIRST_PART].to = a->exact_below < slice_end ? a->exact_below : slice_end;
+    }
+    if (!last) return;
+    if (low < slice_end) newest->from = low > codes->from ? low : codes->from;
+    if (high < slice_end) codes->to = high > codes->from ? high : codes->from;
 }
 
-/* The attention to part i alone. */
-static void tqkv__take_part(const tqkv__attention *a, const tqkv__attend_buffers *b, int i, const int64_t borders[4],
+/* The attention to part i alone, and its streams. */
+static void tqkv__take_part(const tqkv__attention *a, const tqkv__attend_buffers *b, int i, tqkv__range positions,
                             tqkv__attention *part, tqkv__attend_buffers *buffers)
 {
-    const int last = i / 2;
+    const int last = i == TQKV__LAST_PART;
+    const int64_t gone =
+        a->first - a->kept; /* between the first positions, where they are kept, and the oldest resident one */
+    const bool ends = a->exact[1][0] || a->exact[1][1];
     *part = *a;
     *buffers = *b;
-    part->first = borders[i];
-    buffers->slice_end = borders[i + 1];
-    if (i != 1 && a->exact[last][0]) part->keys = a->ends[last][0];
-    if (i != 1 && a->exact[last][0]) buffers->keys = b->ends[last][0];
-    if (i != 1 && a->exact[last][1]) part->values = a->ends[last][1];
-    if (i != 1 && a->exact[last][1]) buffers->values = b->ends[last][1];
+    part->first = positions.from;
+    part->newest_halves = last;
+    buffers->slice_end = positions.to;
+    buffers->halves = last                            ? TQKV__NEWEST_HALVES
+                      : ends && i == TQKV__CODES_PART ? TQKV__BEFORE_HALVES
+                                                      : TQKV__ALL_POSITIONS;
+    if (i != TQKV__CODES_PART && a->exact[last][0]) part->keys = a->ends[last][0];
+    if (i != TQKV__CODES_PART && a->exact[last][0]) buffers->keys = b->ends[last][0];
+    if (i != TQKV__CODES_PART && a->exact[last][1]) part->values = a->ends[last][1];
+    if (i != TQKV__CODES_PART && a->exact[last][1]) buffers->values = b->ends[last][1];
+    if (i != TQKV__FIRST_PART || !a->kept) return;
+    if (a->call.tail) part->tail = a->first_tail;
+    if (a->call.tail) buffers->tail = b->first_tail;
+    if (a->call.list_newest) /* counts what there is */
+        part->call.list_newest = gone < INT_MAX - a->call.list_newest ? a->call.list_newest + (int)gone : INT_MAX;
 }
 
 /* Divides each part, and scratch: rows of lists, then sums, then states. Those of the first and last part lie before the others,
    whose number may be more than the merge reads. *all: of all parts */
-static tqkv_result tqkv__split_parts(const tqkv__attention *a, const tqkv__attend_buffers *b, const int64_t borders[4],
-                                     size_t most_sums, tqkv__split splits[TQKV__PARTS], tqkv__split *all)
+static tqkv_result tqkv__split_parts(const tqkv__attention *a, const tqkv__attend_buffers *b,
+                                     const tqkv__range parts[TQKV__PARTS], size_t most_sums,
+                                     tqkv__split splits[TQKV__PARTS], tqkv__split *all)
 {
     static const int order[] = {TQKV__FIRST_PART, TQKV__LAST_PART, TQKV__CODES_PART};
-    const bool halves = borders[0] < borders[1] || borders[2] < borders[3];
+    const tqkv__range *first_part = &parts[TQKV__FIRST_PART], *last_part = &parts[TQKV__LAST_PART];
+    const bool halves = first_part->from < first_part->to || last_part->from < last_part->to;
     tqkv__attention part;
     tqkv__attend_buffers buffers;
     int64_t first, end;
@@ -367,8 +458,8 @@ static tqkv_result tqkv__split_parts(const tqkv__attention *a, const tqkv__atten
     for (int i = 0; i < TQKV__PARTS; i++) {
         const int p = order[i];
         tqkv__split *own = &splits[p];
-        if (borders[p] == borders[p + 1] && (p != TQKV__CODES_PART || halves)) continue;
-        tqkv__take_part(a, b, p, borders, &part, &buffers);
+        if (parts[p].from == parts[p].to && (p != TQKV__CODES_PART || halves)) continue;
+        tqkv__take_part(a, b, p, parts[p], &part, &buffers);
         tqkv__tiles_seen(&part, buffers.slice_end, &first, &end);
         if (a->call.list) tqkv__listed_tiles(&part, buffers.slice_end, &first, &end);
         const tqkv_result r = tqkv__choose_split(&part, first, end, p == TQKV__CODES_PART ? most_sums : SIZE_MAX, own);
@@ -392,10 +483,10 @@ static tqkv_result tqkv__plan_attention(const tqkv__attention *a, const tqkv__at
     tqkv__split splits[TQKV__PARTS], all;
     tqkv__attention part;
     tqkv__attend_buffers behind = *b, buffers;
-    int64_t borders[4];
-    tqkv__find_borders(a, b->slice_end, borders);
+    tqkv__range parts[TQKV__PARTS];
+    tqkv__find_parts(a, b->slice_end, parts);
     tqkv_result r = tqkv__check_non_causal(a);
-    if (r == TQKV_OK) r = tqkv__split_parts(a, b, borders, most_sums, splits, &all);
+    if (r == TQKV_OK) r = tqkv__split_parts(a, b, parts, most_sums, splits, &all);
     if (r != TQKV_OK) return r;
     behind.scratch = tqkv__buffer_after(b->scratch, all.list_at);
     plan->listed = a->call.list != NULL;
@@ -404,7 +495,7 @@ static tqkv_result tqkv__plan_attention(const tqkv__attention *a, const tqkv__at
         plan->has[p] = splits[p].n_partials > 0;
         if (!plan->has[p]) continue;
         splits[p].states_at += all.sums_size;
-        tqkv__take_part(a, &behind, p, borders, &part, &buffers);
+        tqkv__take_part(a, &behind, p, parts[p], &part, &buffers);
         buffers.list_rows = tqkv__buffer_after(b->scratch, splits[p].list_at);
         tqkv__plan_attend_splits(&plan->attends[p], &part, &buffers, &splits[p]);
         if (plan->listed) tqkv__plan_list(&plan->lists[p], &part, &buffers, &plan->attends[p]);
@@ -413,15 +504,14 @@ static tqkv_result tqkv__plan_attention(const tqkv__attention *a, const tqkv__at
     return TQKV_OK;
 }
 
-/* The dispatches of a plan, in their order: *n of them. */
-static void tqkv__order_dispatches(const tqkv__attend_plan *plan, tqkv_metal_dispatch d[TQKV__MOST_DISPATCHES], int *n)
+/* Adds all of them, in their order. */
+static void tqkv__order_dispatches(const tqkv__attend_plan *from, tqkv_metal_plan *plan)
 {
-    *n = 0;
     for (int p = 0; p < TQKV__PARTS; p++)
-        if (plan->has[p] && plan->listed) d[(*n)++] = plan->lists[p];
+        if (from->has[p] && from->listed) *tqkv__add_dispatch(plan) = from->lists[p];
     for (int p = 0; p < TQKV__PARTS; p++)
-        if (plan->has[p]) d[(*n)++] = plan->attends[p];
-    d[(*n)++] = plan->merge;
+        if (from->has[p]) *tqkv__add_dispatch(plan) = from->attends[p];
+    *tqkv__add_dispatch(plan) = from->merge;
 }
 
 /* attend_merge of a slice of the caller: b->slice.to: adds it to another, else finishes it. */
@@ -433,6 +523,7 @@ static void tqkv__plan_slice(tqkv_metal_dispatch *d, const tqkv__attention *a, c
     tqkv__plan_bind(d, "src_out", 1, src_out, a->out_elements * sizeof(float), false);
     tqkv__plan_bind(d, "scratch", 2, src_out, 0, false);
     tqkv__plan_bind(d, "values' center", 5, src_out, 0, false);
+    tqkv__plan_bind_value_scale(d, a, b, false);
     tqkv__plan_constant(d, TQKV_FC_CENTER, false); /* the slices have what the centres add */
     tqkv__plan_constant(d, TQKV_FC_VALUE_CENTER, false);
     tqkv__plan_constant(d, TQKV_FC_VALUE_ROTATED, false);

@@ -1,4 +1,4 @@
-/* ---- Batches: each item planned as a call of its own, and the plans joined ---- */
+/* >>plan-batch: batches. Each item is planned as a call of its own, and the plans are joined. */
 
 static tqkv_metal_binding *tqkv__binding_at(tqkv_metal_dispatch *d, int index)
 {
@@ -12,7 +12,7 @@ static bool tqkv__joins(int constant)
 {
     return constant == TQKV_FC_COLUMNS || constant == TQKV_FC_MANY_QUERIES || constant == TQKV_FC_SAME_SLOTS ||
            constant == TQKV_FC_SHORT_STORE || constant == TQKV_FC_PAGES || constant == TQKV_FC_SMALL_PAGES ||
-           constant == TQKV_FC_TREE || constant == TQKV_FC_TAIL_ELSEWHERE;
+           constant == TQKV_FC_TREE || constant == TQKV_FC_TAIL_ELSEWHERE || constant == TQKV_FC_HALVES;
 }
 
 static bool tqkv__sees_nothing(const tqkv_metal_dispatch *attend) { return tqkv__attend_args_of(attend).kv_len == 0; }
@@ -32,7 +32,7 @@ static tqkv_result tqkv__plan_batch_item(const tqkv__batch *b, int i, size_t *us
     const tqkv_result r = tqkv__plan_call_of(&b->items[i], 0, 0, (size_t)TQKV__MOST_SUMS / (size_t)b->n, &buffers, own);
     if (r != TQKV_OK) return r;
     for (int p = 0; p < TQKV__PARTS && !b->matrices; p++)
-        if (own->has[p]) tqkv_metal_plan_lanes(&own->attends[p]);
+        if (own->has[p]) tqkv__plan_lanes(&own->attends[p]);
     if (own->has[TQKV__CODES_PART] && tqkv__sees_nothing(&own->attends[TQKV__CODES_PART])) {
         tqkv__merge_args merge = tqkv__merge_args_of(&own->merge);
         merge.n_partials = merge.before = 0;
@@ -168,7 +168,8 @@ static tqkv_result tqkv__write_part(tqkv__attend_plan *all, tqkv__attend_plan *o
         {9, 9, 4, TQKV__PLACE(key_pages)},       {10, 10, 4, TQKV__PLACE(value_pages)},
         {11, 11, 4, TQKV__PLACE(tree)},          {13, 13, TQKV__CODES_UNIT, TQKV__PLACE(tail_codes)},
         {14, 14, 4, TQKV__PLACE(tail_norms)},    {15, 15, 4, TQKV__PLACE(tail_center)},
-        {6, 16, 4, TQKV__PLACE(list_rows)}};
+        {6, 16, 4, TQKV__PLACE(list_rows)},      {17, 17, 4, TQKV__PLACE(key_scale)},
+        {18, 18, 4, TQKV__PLACE(tail_scale)}};
     static const tqkv__batch_array list = {1, 1, 4, TQKV__PLACE(list)};
     to->attend = tqkv__attend_args_of(&own->attends[p]);
     const tqkv_result r =
@@ -182,7 +183,8 @@ static tqkv_result tqkv__write_merge(tqkv__attend_plan *all, tqkv__attend_plan *
     static const tqkv__batch_array arrays[] = {{1, 1, 4, TQKV__PLACE(partial_out)},
                                                {1, 2, 4, TQKV__PLACE(partial_state)},
                                                {4, 4, TQKV__ROWS_UNIT, TQKV__PLACE(out)},
-                                               {5, 5, 4, TQKV__PLACE(value_center)}};
+                                               {5, 5, 4, TQKV__PLACE(value_center)},
+                                               {11, 11, 4, TQKV__PLACE(value_scale)}};
     to->merge = tqkv__merge_args_of(&own->merge);
     return tqkv__write_offsets(&all->merge, &own->merge, arrays, sizeof arrays / sizeof *arrays, to);
 }
@@ -202,7 +204,8 @@ static size_t tqkv__batch_table_size(int n)
     return ((size_t)n * sizeof(tqkv__batch_item) + unit - 1) / unit * unit;
 }
 
-TQKV_API tqkv_result tqkv__batch_arguments(const tqkv_metal_attention *items, int n_items, size_t *bytes)
+/* Bytes of a batch's arguments. n_items: not negative */
+static tqkv_result tqkv__batch_arguments(const tqkv_metal_attention *items, int n_items, size_t *bytes)
 {
     const int n = tqkv__batch_tables(items, n_items);
     if ((size_t)n_items > SIZE_MAX / 8 / sizeof(tqkv__batch_item)) return TQKV__INVALID("n_items is too large");
@@ -355,52 +358,36 @@ static tqkv_result tqkv__plan_batch(const tqkv__batch *b, void *contents, tqkv__
     return tqkv__outputs_overlap(merges, b->n, value, head_dim) ? TQKV__INVALID("outputs of a batch overlap") : TQKV_OK;
 }
 
-TQKV_API tqkv_result tqkv__plan_batch_parts(const tqkv_metal_attention *items, int n_items, const tqkv_metal_buffer *q,
-                                            tqkv_metal_buffer arguments, void *contents, tqkv_metal_buffer scratch,
-                                            const tqkv_metal_buffer *out, bool matrices, tqkv_metal_dispatch *d, int *n)
-{
-    tqkv__attend_plan all;
-    memset(d, 0, 2 * sizeof *d);
-    *n = 2;
-    if (n_items < 0) return TQKV__INVALID("n_items is negative");
-    if (n_items == 0) return TQKV_OK;
-    const int tables = items ? tqkv__batch_tables(items, n_items) : 1;
-    const tqkv__batch b = {items, n_items, tables, q, out, arguments, scratch, matrices};
-    const tqkv_result r = tqkv__plan_batch(&b, contents, &all);
-    if (r == TQKV_OK) tqkv__order_dispatches(&all, d, n);
-    return r;
-}
-
 TQKV_API tqkv_result tqkv_metal_plan_attend_batch(const tqkv_metal_attention *items, int n_items,
                                                   const tqkv_metal_buffer *q, tqkv_metal_buffer arguments,
                                                   void *contents, tqkv_metal_buffer scratch,
-                                                  const tqkv_metal_buffer *out, bool matrices, tqkv_metal_dispatch d[2])
+                                                  const tqkv_metal_buffer *out, bool matrices, tqkv_metal_plan *plan)
 {
-    tqkv_metal_dispatch all[TQKV__MOST_DISPATCHES];
-    int n;
-    if (!d) return TQKV__INVALID(TQKV__NO_DISPATCH);
-    for (int i = 0; items && i < n_items; i++)
-        if (items[i].list.buffer) return TQKV__REFUSE(UNSUPPORTED, TQKV__LISTS_IN_PLAN);
-    if (items && tqkv__batch_tables(items, n_items) > 1) return TQKV__REFUSE(UNSUPPORTED, TQKV__ENDS_ON_GPU);
-    const tqkv_result r =
-        tqkv__plan_batch_parts(items, n_items, q, arguments, contents, scratch, out, matrices, all, &n);
-    for (int i = 0; i < 2; i++) d[i] = all[i];
-    return r;
+    tqkv__attend_plan all;
+    if (!tqkv__open_plan(plan, "attend_batch")) return TQKV__INVALID(TQKV__NO_PLAN);
+    if (n_items < 0) return tqkv__close_plan(plan, TQKV__INVALID("n_items is negative"));
+    if (n_items == 0) return tqkv__close_plan(plan, TQKV_OK);
+    const int tables = items ? tqkv__batch_tables(items, n_items) : 1;
+    const tqkv__batch b = {items, n_items, tables, q, out, arguments, scratch, matrices};
+    const tqkv_result r = tqkv__plan_batch(&b, contents, &all);
+    if (r == TQKV_OK) tqkv__order_dispatches(&all, plan);
+    return tqkv__close_plan(plan, r);
 }
 
 TQKV_API tqkv_result tqkv_metal_plan_attend_batch_sizes(const tqkv_metal_attention *items, int n_items,
                                                         size_t *arguments, size_t *scratch)
 {
-    size_t all = 0, own = 0;
-    if (n_items < 0 || (n_items && !items) || !arguments || !scratch)
-        return TQKV__INVALID("n_items is negative, or items, arguments or scratch is NULL");
-    tqkv_result r = tqkv__batch_arguments(items, n_items, arguments);
-    for (int i = 0; i < n_items && r == TQKV_OK; i++) {
+    size_t bytes = 0, all = 0, own = 0;
+    if (n_items < 0 || (n_items && !items)) return TQKV__INVALID("n_items is negative, or items is NULL");
+    tqkv_result r = tqkv__batch_arguments(items, n_items, &bytes);
+    for (int i = 0; scratch && i < n_items && r == TQKV_OK; i++) {
         r = tqkv__plan_scratch_within(&items[i], (size_t)TQKV__MOST_SUMS / (size_t)n_items, &own);
         if (r != TQKV_OK) return r;
         if (own > SIZE_MAX - all) return TQKV__INVALID(TQKV__LARGE_SCRATCH);
         all += own;
     }
-    *scratch = all;
-    return r;
+    if (r != TQKV_OK) return r;
+    if (arguments) *arguments = bytes;
+    if (scratch) *scratch = all;
+    return TQKV_OK;
 }

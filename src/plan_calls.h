@@ -1,30 +1,13 @@
 /* >>plan-calls: the calls of attention on a GPU. */
 
-/* All its dispatches, in their order. */
-static tqkv_result tqkv__plan_dispatches(const tqkv_metal_attention *from, int64_t first, int count,
-                                         tqkv__attend_buffers *b, tqkv_metal_dispatch *d, int *n)
+/* All its dispatches. */
+static tqkv_result tqkv__add_attention(const tqkv_metal_attention *from, int64_t first, int count,
+                                       tqkv__attend_buffers *b, tqkv_metal_plan *plan)
 {
-    tqkv__attend_plan plan;
-    const tqkv_result r = tqkv__plan_call_of(from, first, count, TQKV__MOST_SUMS, b, &plan);
-    if (r == TQKV_OK) tqkv__order_dispatches(&plan, d, n);
+    tqkv__attend_plan parts;
+    const tqkv_result r = tqkv__plan_call_of(from, first, count, TQKV__MOST_SUMS, b, &parts);
+    if (r == TQKV_OK) tqkv__order_dispatches(&parts, plan);
     return r;
-}
-
-/* Of one without exact ends attend and merge, or the list before them: that of the two which is not NULL. */
-static tqkv_result tqkv__plan_codes(const tqkv_metal_attention *from, int64_t first, int count, tqkv__attend_buffers *b,
-                                    tqkv_metal_dispatch d[2], tqkv_metal_dispatch *list)
-{
-    tqkv__attend_plan plan;
-    if (!d && !list) return TQKV__INVALID(TQKV__NO_DISPATCH);
-    if (from && (from->attention.exact_first || from->attention.exact_last))
-        return TQKV__REFUSE(UNSUPPORTED, TQKV__ENDS_ON_GPU);
-    const tqkv_result r = tqkv__plan_call_of(from, first, count, TQKV__MOST_SUMS, b, &plan);
-    if (r != TQKV_OK) return r;
-    if (list && !plan.listed) return TQKV__INVALID("list: no buffer");
-    if (list) *list = plan.lists[TQKV__CODES_PART];
-    if (d) d[0] = plan.attends[TQKV__CODES_PART];
-    if (d) d[1] = plan.merge;
-    return TQKV_OK;
 }
 
 static tqkv__attend_buffers tqkv__buffers_of_call(tqkv_metal_buffer q, tqkv_metal_buffer scratch, tqkv_metal_buffer out)
@@ -37,45 +20,12 @@ static tqkv__attend_buffers tqkv__buffers_of_call(tqkv_metal_buffer q, tqkv_meta
     return b;
 }
 
-TQKV_API tqkv_result tqkv__plan_attend_parts(const tqkv_metal_attention *from, tqkv_metal_buffer q,
-                                             tqkv_metal_buffer scratch, tqkv_metal_buffer out, tqkv_metal_dispatch *d,
-                                             int *n)
-{
-    tqkv__attend_buffers b = tqkv__buffers_of_call(q, scratch, out);
-    return tqkv__plan_dispatches(from, 0, 0, &b, d, n);
-}
-
-static int64_t tqkv__positions_in(const tqkv_store *s)
-{
-    return s->n_pages ? (int64_t)s->n_pages * s->page_size : s->capacity;
-}
-
-TQKV_API void tqkv__take_all_parts(tqkv_attention *a, const tqkv_store *keys, const tqkv_store *values)
-{
-    const tqkv_store *const stores[] = {keys, values};
-    const int64_t end = (int64_t)a->exact_first + a->exact_last + 1; /* one that is neither */
-    a->end = end;
-    a->kv_len = end < INT_MAX ? (int)end : INT_MAX;
-    for (int i = 0; i < 2; i++) {
-        const int64_t room = tqkv__positions_in(stores[i]);
-        if (room < a->kv_len) a->kv_len = (int)room;
-        if (room < a->end && !stores[i]->ring) a->end = room;
-    }
-}
-
 TQKV_API tqkv_result tqkv_metal_plan_attend(const tqkv_metal_attention *from, tqkv_metal_buffer q,
-                                            tqkv_metal_buffer scratch, tqkv_metal_buffer out, tqkv_metal_dispatch d[2])
+                                            tqkv_metal_buffer scratch, tqkv_metal_buffer out, tqkv_metal_plan *plan)
 {
     tqkv__attend_buffers b = tqkv__buffers_of_call(q, scratch, out);
-    return tqkv__plan_codes(from, 0, 0, &b, d, NULL);
-}
-
-TQKV_API tqkv_result tqkv_metal_plan_attend_list(const tqkv_metal_attention *from, tqkv_metal_buffer scratch,
-                                                 tqkv_metal_dispatch *d)
-{
-    const tqkv_metal_buffer none = {NULL, 0};
-    tqkv__attend_buffers b = tqkv__buffers_of_call(none, scratch, none);
-    return tqkv__plan_codes(from, 0, 0, &b, NULL, d);
+    if (!tqkv__open_plan(plan, "attend")) return TQKV__INVALID(TQKV__NO_PLAN);
+    return tqkv__close_plan(plan, tqkv__add_attention(from, 0, 0, &b, plan));
 }
 
 static tqkv__attend_buffers tqkv__buffers_of_slice(tqkv_metal_buffer q, tqkv_metal_buffer scratch,
@@ -88,70 +38,66 @@ static tqkv__attend_buffers tqkv__buffers_of_slice(tqkv_metal_buffer q, tqkv_met
     return b;
 }
 
-TQKV_API tqkv_result tqkv__plan_partial_parts(const tqkv_metal_attention *from, tqkv_metal_buffer q, int64_t first,
-                                              int count, tqkv_metal_buffer scratch, tqkv_metal_buffer out,
-                                              tqkv_metal_buffer max, tqkv_metal_buffer sum, tqkv_metal_dispatch *d,
-                                              int *n)
-{
-    tqkv__attend_buffers b = tqkv__buffers_of_slice(q, scratch, out, max, sum);
-    return tqkv__plan_dispatches(from, first, count, &b, d, n);
-}
-
 TQKV_API tqkv_result tqkv_metal_plan_attend_partial(const tqkv_metal_attention *from, tqkv_metal_buffer q,
                                                     int64_t first, int count, tqkv_metal_buffer scratch,
                                                     tqkv_metal_buffer out, tqkv_metal_buffer max, tqkv_metal_buffer sum,
-                                                    tqkv_metal_dispatch d[2])
+                                                    tqkv_metal_plan *plan)
 {
     tqkv__attend_buffers b = tqkv__buffers_of_slice(q, scratch, out, max, sum);
-    if (from && from->list.buffer) return TQKV__REFUSE(UNSUPPORTED, TQKV__LISTS_IN_PLAN);
-    return tqkv__plan_codes(from, first, count, &b, d, NULL);
+    if (!tqkv__open_plan(plan, "attend_partial")) return TQKV__INVALID(TQKV__NO_PLAN);
+    return tqkv__close_plan(plan, tqkv__add_attention(from, first, count, &b, plan));
+}
+
+static tqkv_result tqkv__add_merge(const tqkv_metal_attention *from, const tqkv_metal_attention *slice,
+                                   tqkv__attend_buffers *b, tqkv_metal_buffer src_out, tqkv_metal_plan *plan)
+{
+    tqkv__plan_call call;
+    tqkv__attention a, other;
+    tqkv_result r = tqkv__plan_shape(from, &call, &a);
+    if (r == TQKV_OK) r = tqkv__plan_shape(slice, &call, &other);
+    if (r == TQKV_OK) r = tqkv__check_slices_match(&a, &other);
+    if (r != TQKV_OK) return r;
+    if (!from->values->channel_scale.buffer != !slice->values->channel_scale.buffer)
+        return TQKV__INVALID("slices of values with and without scales of their channels");
+    b->values = from->values;
+    tqkv_metal_dispatch *d = tqkv__add_dispatch(plan);
+    tqkv__plan_slice(d, &a, b, src_out, other.values.rotated && !a.values.rotated);
+    tqkv__plan_constant(d, TQKV_FC_ROTATED, a.values.rotated && !other.values.rotated);
+    return TQKV_OK;
 }
 
 TQKV_API tqkv_result tqkv_metal_plan_attend_merge_slice(const tqkv_metal_attention *from, tqkv_metal_buffer out,
                                                         tqkv_metal_buffer max, tqkv_metal_buffer sum,
                                                         const tqkv_metal_attention *slice, tqkv_metal_buffer src_out,
                                                         tqkv_metal_buffer src_max, tqkv_metal_buffer src_sum,
-                                                        tqkv_metal_dispatch *d)
+                                                        tqkv_metal_plan *plan)
 {
-    tqkv__plan_call call;
-    tqkv__attention a, other;
-    tqkv__attend_buffers b = tqkv__buffers_of_call(src_out, src_out, out);
-    const tqkv__slice_buffers slices = {true, true, max, sum, src_max, src_sum};
-    if (!d) return TQKV__INVALID(TQKV__NO_DISPATCH);
-    tqkv_result r = tqkv__plan_shape(from, &call, &a);
-    if (r == TQKV_OK) r = tqkv__plan_shape(slice, &call, &other);
-    if (r == TQKV_OK) r = tqkv__check_slices_match(&a, &other);
-    if (r != TQKV_OK) return r;
-    b.slice = slices;
-    tqkv__plan_slice(d, &a, &b, src_out, other.values.rotated && !a.values.rotated);
-    tqkv__plan_constant(d, TQKV_FC_ROTATED, a.values.rotated && !other.values.rotated);
-    return TQKV_OK;
-}
-
-TQKV_API tqkv_result tqkv_metal_plan_attend_merge(const tqkv_metal_attention *a, tqkv_metal_buffer out,
-                                                  tqkv_metal_buffer max, tqkv_metal_buffer sum,
-                                                  tqkv_metal_buffer src_out, tqkv_metal_buffer src_max,
-                                                  tqkv_metal_buffer src_sum, tqkv_metal_dispatch *d)
-{
-    return tqkv_metal_plan_attend_merge_slice(a, out, max, sum, a, src_out, src_max, src_sum, d);
+    tqkv__attend_buffers b = tqkv__buffers_of_slice(src_out, src_out, out, max, sum);
+    if (!tqkv__open_plan(plan, slice == from ? "attend_merge" : "attend_merge_slice"))
+        return TQKV__INVALID(TQKV__NO_PLAN);
+    b.slice.from = true;
+    b.slice.src_max = src_max;
+    b.slice.src_sum = src_sum;
+    return tqkv__close_plan(plan, tqkv__add_merge(from, slice, &b, src_out, plan));
 }
 
 TQKV_API tqkv_result tqkv_metal_plan_attend_finish(const tqkv_metal_attention *from, tqkv_metal_buffer src_out,
                                                    tqkv_metal_buffer src_max, tqkv_metal_buffer src_sum,
-                                                   tqkv_metal_buffer out, tqkv_metal_dispatch *d)
+                                                   tqkv_metal_buffer out, tqkv_metal_plan *plan)
 {
     tqkv__plan_call call;
     tqkv__attention a;
     tqkv__attend_buffers b = tqkv__buffers_of_call(src_out, src_out, out);
-    if (!d) return TQKV__INVALID(TQKV__NO_DISPATCH);
+    if (!tqkv__open_plan(plan, "attend_finish")) return TQKV__INVALID(TQKV__NO_PLAN);
     const tqkv_result r = tqkv__plan_shape(from, &call, &a);
-    if (r != TQKV_OK) return r;
+    if (r != TQKV_OK) return tqkv__close_plan(plan, r);
     b.sinks = from->sinks;
+    b.values = from->values;
     b.slice.from = true;
     b.slice.src_max = src_max;
     b.slice.src_sum = src_sum;
-    tqkv__plan_slice(d, &a, &b, src_out, a.unrotate_output);
-    return TQKV_OK;
+    tqkv__plan_slice(tqkv__add_dispatch(plan), &a, &b, src_out, a.unrotate_output);
+    return tqkv__close_plan(plan, TQKV_OK);
 }
 
 /* Adds the most scratch for positions that are kept as halves: a stretch more than they fill, or all of a ring. */
@@ -160,7 +106,8 @@ static tqkv_result tqkv__add_scratch_of_end(const tqkv__attention *a, int last, 
     const tqkv_attention *call = &a->call;
     const tqkv_store *keys = last ? call->last_keys : call->first_keys,
                      *values = last ? call->last_values : call->first_values;
-    const int64_t n = last ? call->exact_last : call->exact_first, length = TQKV__STRETCH_TILES * TQKV__SIMD_WIDTH;
+    const int64_t newest = call->exact_last ? (int64_t)call->exact_last + call->n_queries : 0,
+                  n = last ? newest : call->exact_first, length = TQKV__STRETCH_TILES * TQKV__SIMD_WIDTH;
     if (!n || (!keys && !values)) return TQKV_OK;
     const bool ring = keys ? keys->ring : a->keys.ring;
     const int64_t room = !ring ? 0 : keys ? keys->capacity : a->keys.capacity;

@@ -1,4 +1,4 @@
-/* ---- Indexes ---- */
+/* >>plan-index: the scores of an index and the choice of blocks */
 
 /* tqkv__index_shape of `from` */
 static tqkv_result tqkv__plan_index_open(const tqkv_metal_index *from, tqkv__index *x)
@@ -58,6 +58,7 @@ static void tqkv__plan_score(const tqkv__index *x, const tqkv__index_args *args,
                              tqkv_metal_buffer q, tqkv_metal_buffer scores, tqkv_metal_dispatch *d)
 {
     const tqkv__attention *a = &x->a;
+    static const int scales[] = {TQKV_FC_SCALED, TQKV_FC_CENTER_SCALED};
     const size_t n_queries = (size_t)a->call.n_queries, head_dim = (size_t)a->key_dim;
     const int columns = a->call.n_heads < TQKV__INDEX_COLUMNS ? a->call.n_heads : TQKV__INDEX_COLUMNS;
     const size_t matrices = TQKV__MATRICES(columns);
@@ -67,9 +68,14 @@ static void tqkv__plan_score(const tqkv__index *x, const tqkv__index_args *args,
     tqkv__plan_bind_store(d, "keys' codes", "keys' norms", 2, from->keys, &a->keys, false);
     tqkv__plan_bind(d, "weights", 4, from->weights, from->weights.buffer ? a->n_rows * sizeof(float) : 0, false);
     tqkv__plan_bind(d, "scores", 5, scores, n_queries * (size_t)x->blocks * sizeof(float), true);
-    const bool center = tqkv__plan_bind_center(d, "keys' center", 6, from->keys, &a->keys, true);
+    const bool center = tqkv__plan_bind_channels(d, "keys' center", 6, from->keys->center, &a->keys, true);
     tqkv__plan_bind_pages(d, "keys' pages", 7, from->keys->pages, &a->keys, TQKV_FC_PAGES);
     tqkv__plan_key_constants(d, a, center, false);
+    tqkv__plan_bind_key_scale(d, "keys' channel_scale", 8, from->keys, &a->keys, a->call.query_basis == TQKV_ORIGINAL,
+                              center, scales);
+    tqkv__plan_constant(d, TQKV_FC_TAIL_SCALED, false);
+    tqkv__plan_constant(d, TQKV_FC_TAIL_CENTER_SCALED, false);
+    tqkv__plan_constant(d, TQKV_FC_HALVES, TQKV__ALL_POSITIONS);
     tqkv__plan_constant(d, TQKV_FC_COLUMNS, columns);
     tqkv__plan_constant(d, TQKV_FC_SAME_SLOTS, true);
     tqkv__plan_constant(d, TQKV_FC_SHORT_STORE, false);
@@ -84,13 +90,12 @@ static void tqkv__plan_score(const tqkv__index *x, const tqkv__index_args *args,
     d->n_simdgroups = TQKV__MATRIX_SIMDGROUPS;
 }
 
-TQKV_API tqkv_result tqkv_metal_plan_index_scores(const tqkv_metal_index *from, tqkv_metal_buffer q,
-                                                  tqkv_metal_buffer scores, tqkv_metal_dispatch *d)
+static tqkv_result tqkv__add_scores(const tqkv_metal_index *from, tqkv_metal_buffer q, tqkv_metal_buffer scores,
+                                    tqkv_metal_plan *plan)
 {
     tqkv__index_args args;
     tqkv__index x;
     size_t size;
-    if (!d) return TQKV__INVALID(TQKV__NO_DISPATCH);
     tqkv_result r = tqkv__plan_index_open(from, &x);
     if (r != TQKV_OK) return r;
     if (x.a.key_dim != 64 && x.a.key_dim != 128)
@@ -104,8 +109,15 @@ TQKV_API tqkv_result tqkv_metal_plan_index_scores(const tqkv_metal_index *from, 
     if ((r = tqkv__plan_positions(&x.a.keys)) != TQKV_OK) return r;
     if ((r = tqkv__check_strides(x.a.call.query_strides)) != TQKV_OK) return r;
     tqkv__plan_index_args(&x, from, &args);
-    tqkv__plan_score(&x, &args, from, q, scores, d);
+    tqkv__plan_score(&x, &args, from, q, scores, tqkv__add_dispatch(plan));
     return TQKV_OK;
+}
+
+TQKV_API tqkv_result tqkv_metal_plan_index_scores(const tqkv_metal_index *from, tqkv_metal_buffer q,
+                                                  tqkv_metal_buffer scores, tqkv_metal_plan *plan)
+{
+    if (!tqkv__open_plan(plan, "index_scores")) return TQKV__INVALID(TQKV__NO_PLAN);
+    return tqkv__close_plan(plan, tqkv__add_scores(from, q, scores, plan));
 }
 
 /* How the resident blocks of a row are divided: one threadgroup up to 16384, or where many queries fill the GPU. Else at most
@@ -163,15 +175,13 @@ static void tqkv__plan_choose(const tqkv__choose_args *args, size_t n_queries, c
     d->n_simdgroups = args->chunk / each < most ? args->chunk / each + 1 : most;
 }
 
-TQKV_API tqkv_result tqkv_metal_plan_index_choose(const tqkv_metal_index *from, tqkv_metal_buffer scores, int k,
-                                                  tqkv_metal_buffer scratch, tqkv_metal_buffer list,
-                                                  tqkv_metal_dispatch d[TQKV_METAL_CHOOSE_DISPATCHES], int *n)
+static tqkv_result tqkv__add_choice(const tqkv_metal_index *from, tqkv_metal_buffer scores, int k,
+                                    tqkv_metal_buffer scratch, tqkv_metal_buffer list, tqkv_metal_plan *plan)
 {
     const tqkv_metal_buffer buffers[3] = {scores, scratch, list};
     tqkv__choose_args args;
     tqkv__index x;
     size_t size;
-    if (!d || !n) return TQKV__INVALID("d or n is NULL");
     const tqkv_result r = tqkv__plan_index_open(from, &x);
     if (r != TQKV_OK) return r;
     const int n_queries = x.a.call.n_queries;
@@ -189,11 +199,19 @@ TQKV_API tqkv_result tqkv_metal_plan_index_choose(const tqkv_metal_index *from, 
     args.k = k;
     args.first = x.call.first;
     args.newest = x.call.newest;
-    *n = args.n_chunks > 1 ? TQKV_METAL_CHOOSE_DISPATCHES : 1;
-    for (int i = 0; i < *n; i++) {
-        args.step = *n > 1 ? i : TQKV__CHOOSE_ALONE;
-        tqkv__plan_choose(&args, (size_t)n_queries, buffers, &d[i]);
-        if (i) d[i].barrier = scratch.buffer;
+    for (int i = 0; i < (args.n_chunks > 1 ? 3 : 1); i++) {
+        tqkv_metal_dispatch *d = tqkv__add_dispatch(plan);
+        args.step = args.n_chunks > 1 ? i : TQKV__CHOOSE_ALONE;
+        tqkv__plan_choose(&args, (size_t)n_queries, buffers, d);
+        if (i) d->barrier = scratch.buffer;
     }
     return TQKV_OK;
+}
+
+TQKV_API tqkv_result tqkv_metal_plan_index_choose(const tqkv_metal_index *from, tqkv_metal_buffer scores, int k,
+                                                  tqkv_metal_buffer scratch, tqkv_metal_buffer list,
+                                                  tqkv_metal_plan *plan)
+{
+    if (!tqkv__open_plan(plan, "index_choose")) return TQKV__INVALID(TQKV__NO_PLAN);
+    return tqkv__close_plan(plan, tqkv__add_choice(from, scores, k, scratch, list, plan));
 }

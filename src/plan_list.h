@@ -32,22 +32,29 @@ static int tqkv__list_inside(const tqkv__attention *a) { return (int)(a->first %
 static bool tqkv__list_in_order(const tqkv__attention *a, int64_t slice_end)
 {
     const int64_t slot = slice_end > a->first ? tqkv__slot(&a->keys, a->first) : 0;
+    if (a->newest_halves) return false;
     return slot >= tqkv__list_inside(a) && slot + (slice_end - a->first) <= a->keys.capacity;
 }
 
-/* The slot of the first position of the block of the oldest resident one. */
+/* The slot of the first position of the block of the oldest resident one. Of newest halves, whose ring is short and whose oldest
+   position depends on all queries of the call: its place in a stretch, so that a query's ranks are divided as if it were alone. */
 static int64_t tqkv__list_base(const tqkv__attention *a, int64_t slice_end)
 {
+    const int64_t length = TQKV__STRETCH_TILES * TQKV__SIMD_WIDTH;
+    if (a->newest_halves) return (a->first - tqkv__list_inside(a)) % length;
     if (!tqkv__list_in_order(a, slice_end) || slice_end == a->first) return 0;
     return tqkv__slot(&a->keys, a->first) - tqkv__list_inside(a);
 }
 
-/* The first position, counted from the oldest resident one, of the block where the window of a query begins. */
+/* The first position, counted from the oldest resident one, of the block where the window of a query begins, or its newest
+   halves. */
 static int64_t tqkv__window_block(const tqkv__attention *a, int query)
 {
     int32_t newest, window;
     tqkv__plan_seen(a, &newest, &window);
-    const int64_t end = (int64_t)newest + query + 1, from = window && end > window ? end - window : 0;
+    const int64_t end = (int64_t)newest + query + 1, own = tqkv__exact_at(a, query) - a->first;
+    int64_t from = window && end > window ? end - window : 0;
+    if (a->newest_halves && own > from) from = own;
     return (from + tqkv__list_inside(a)) / a->call.list_block * a->call.list_block;
 }
 

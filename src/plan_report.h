@@ -1,3 +1,5 @@
+/* >>plan-report: what the kernel `tables` reports, compared with what the host has */
+
 TQKV_API bool tqkv_metal_has_matrices(const void *bytes)
 {
     const tqkv__table_report *report = (const tqkv__table_report *)bytes;

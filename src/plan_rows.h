@@ -1,4 +1,4 @@
-/* >>metal-code: the plans of >>metal-plan */
+/* >>plan-rows: bindings; encode, probe, decode, rotate */
 
 /* Follows tqkv__stream_shape and tqkv__attention_shape. value_dim: in calls of both streams, else head_dim */
 static tqkv_result tqkv__check_kernels(int head_dim, int value_dim)
@@ -35,6 +35,12 @@ static bool tqkv__bindings_overlap(const tqkv_metal_binding *a, const tqkv_metal
     return a->at.offset < b->at.offset ? b->at.offset - a->at.offset < a->size : a->at.offset - b->at.offset < b->size;
 }
 
+/* Whether the simdgroups of a threadgroup share rows: it needs all of them. */
+static bool tqkv__shares_rows(const tqkv_metal_kernel *kernel)
+{
+    return kernel->family == TQKV_METAL_ATTEND_MATRIX && tqkv__is_long(kernel->head_dim * TQKV__DIM_UNIT);
+}
+
 TQKV_API const tqkv_metal_binding *tqkv_metal_overlapping(const tqkv_metal_dispatch *d, int i)
 {
     for (int j = 0; d && i < d->n_bindings && j < i; j++)
@@ -44,9 +50,10 @@ TQKV_API const tqkv_metal_binding *tqkv_metal_overlapping(const tqkv_metal_dispa
 
 TQKV_API void tqkv_metal_kernel_name(const tqkv_metal_kernel *kernel, char name[TQKV_METAL_NAME])
 {
-    static const char *const families[] = {
-        "tables",       "encode",        "encode_kv",    "probe",       "decode",      "rotate", "attend",
-        "attend_merge", "attend_matrix", "index_choice", "attend_list", "index_scores"}; /* tqkv_metal_family */
+    static const char *const families[] = {"tables",        "encode",       "encode_kv",   "probe",
+                                           "decode",        "rotate",       "attend",      "attend_merge",
+                                           "attend_matrix", "index_choice", "attend_list", "index_scores",
+                                           "calibrate"}; /* tqkv_metal_family */
     const int dims[] = {kernel->head_dim * TQKV__DIM_UNIT, kernel->value_dim * TQKV__DIM_UNIT};
     char *at = name;
     const char *parts[] = {"tqkv_", families[kernel->family]};
@@ -64,11 +71,43 @@ TQKV_API void tqkv_metal_kernel_name(const tqkv_metal_kernel *kernel, char name[
     *at = 0;
 }
 
+typedef char tqkv__text_fits[TQKV_METAL_NAME + 4 * TQKV__CONSTANTS <= TQKV_METAL_TEXT ? 1 : -1];
+
+TQKV_API void tqkv_metal_kernel_text(const tqkv_metal_kernel *kernel, char text[TQKV_METAL_TEXT])
+{
+    tqkv_metal_kernel_name(kernel, text);
+    char *at = text + strlen(text);
+    for (int i = 0; i < TQKV__CONSTANTS; i++) {
+        const int value = kernel->constants[i] - 1;
+        *at++ = i ? '_' : '-';
+        if (value < 0) *at++ = 'x';
+        for (int unit = 100; value >= 0 && unit; unit /= 10)
+            if (value >= unit || unit == 1) *at++ = (char)('0' + value / unit % 10);
+    }
+    *at = 0;
+}
+
+TQKV_API int tqkv_metal_kernel_threads(const tqkv_metal_kernel *kernel)
+{
+    switch (kernel->family) {
+    case TQKV_METAL_TABLES:
+        return TQKV__SIMD_WIDTH;
+    case TQKV_METAL_CALIBRATE:
+    case TQKV_METAL_INDEX_CHOICE:
+    case TQKV_METAL_ATTEND_LIST:
+        return 1024;
+    case TQKV_METAL_ATTEND_MERGE:
+        return TQKV__MERGE_SIMDGROUPS(kernel->head_dim * TQKV__DIM_UNIT) * TQKV__SIMD_WIDTH;
+    default:
+        return (tqkv__shares_rows(kernel) ? TQKV__LONG_SIMDGROUPS : 4) * TQKV__SIMD_WIDTH;
+    }
+}
+
 TQKV_API tqkv_metal_constant tqkv_metal_kernel_constant(const tqkv_metal_kernel *kernel, int index, uint32_t *value)
 {
     if (index < 0 || index >= TQKV_METAL_CONSTANTS || !kernel->constants[index]) return TQKV_METAL_UNSET;
     *value = kernel->constants[index] - 1u;
-    return TQKV__NUMBERS >> index & 1u ? TQKV_METAL_UINT : TQKV_METAL_BOOL;
+    return TQKV__IS_NUMBER(index) ? TQKV_METAL_UINT : TQKV_METAL_BOOL;
 }
 
 TQKV_API tqkv_result tqkv_metal_plan_launch(const tqkv_metal_dispatch *d, size_t max_threads, tqkv_metal_launch *out)
@@ -76,7 +115,7 @@ TQKV_API tqkv_result tqkv_metal_plan_launch(const tqkv_metal_dispatch *d, size_t
     if (!d || !out || max_threads < TQKV__SIMD_WIDTH) return TQKV__INVALID("d or out is NULL, or max_threads below 32");
     const size_t most = max_threads / TQKV__SIMD_WIDTH, planned = (size_t)d->n_simdgroups,
                  n = planned < most ? planned : most;
-    if (n < planned && d->kernel.family == TQKV_METAL_ATTEND_MATRIX && planned == TQKV__LONG_SIMDGROUPS)
+    if (n < planned && tqkv__shares_rows(&d->kernel))
         return TQKV__REFUSE(UNSUPPORTED, "max_threads is below the 256 of this kernel: see tqkv_metal_plan_lanes");
     out->threadgroups[0] = d->rows ? d->grid[0] / n + (d->grid[0] % n != 0) : d->grid[0];
     out->threadgroups[1] = d->grid[1];
@@ -89,28 +128,21 @@ TQKV_API tqkv_result tqkv_metal_plan_launch(const tqkv_metal_dispatch *d, size_t
     return TQKV_OK;
 }
 
-TQKV_API tqkv__attend_args tqkv__attend_args_of(const tqkv_metal_dispatch *d)
+static tqkv__attend_args tqkv__attend_args_of(const tqkv_metal_dispatch *d)
 {
     tqkv__attend_args args;
     memcpy(&args, d->arguments[0].bytes, sizeof args);
     return args;
 }
 
-TQKV_API tqkv__merge_args tqkv__merge_args_of(const tqkv_metal_dispatch *d)
+static tqkv__merge_args tqkv__merge_args_of(const tqkv_metal_dispatch *d)
 {
     tqkv__merge_args args;
     memcpy(&args, d->arguments[0].bytes, sizeof args);
     return args;
 }
 
-TQKV_API tqkv__rows_args tqkv__rows_args_of(const tqkv_metal_dispatch *d, int i)
-{
-    tqkv__rows_args args;
-    memcpy(&args, d->arguments[i].bytes, sizeof args);
-    return args;
-}
-
-TQKV_API void tqkv__replace_args(tqkv_metal_dispatch *d, const void *args)
+static void tqkv__replace_args(tqkv_metal_dispatch *d, const void *args)
 {
     memcpy(d->arguments[0].bytes, args, d->arguments[0].size);
 }
@@ -119,9 +151,34 @@ TQKV_API void tqkv__replace_args(tqkv_metal_dispatch *d, const void *args)
 typedef char tqkv__args_fit[sizeof(tqkv__attend_args) <= TQKV_METAL_ARGUMENTS ? 1 : -1];
 typedef char tqkv__item_fits[sizeof(tqkv__batch_item) <= TQKV__UNUSED_BYTES ? 1 : -1];
 
+/* Begins the plan of a call, without dispatches. False for NULL. */
+static bool tqkv__open_plan(tqkv_metal_plan *plan, const char *call)
+{
+    if (!plan) return false;
+    plan->call = call;
+    plan->n = 0;
+    return true;
+}
+
+/* Ends it with the result of the call. */
+static tqkv_result tqkv__close_plan(tqkv_metal_plan *plan, tqkv_result r)
+{
+    plan->result = r;
+    if (r != TQKV_OK) plan->n = 0;
+    return r;
+}
+
+/* Its next dispatch. */
+static tqkv_metal_dispatch *tqkv__add_dispatch(tqkv_metal_plan *plan)
+{
+    TQKV_ASSERT(plan->n < TQKV_METAL_DISPATCHES);
+    return &plan->d[plan->n++];
+}
+
 /* What plans are made of is called, not inlined: a fifth of their code. */
 static TQKV__NOINLINE void tqkv__plan_args(tqkv_metal_dispatch *d, const void *args, size_t size)
 {
+    TQKV_ASSERT(d->n_arguments < 2 && size <= TQKV_METAL_ARGUMENTS);
     tqkv_metal_arguments *to = &d->arguments[d->n_arguments];
     to->index = d->n_arguments++ ? TQKV__SECOND_ARGS : 0;
     to->size = size;
@@ -147,6 +204,7 @@ static TQKV__NOINLINE void tqkv__plan_bind(tqkv_metal_dispatch *d, const char *n
                                            size_t size, bool written)
 {
     const tqkv_metal_binding binding = {name, index, at, size, 4, written};
+    TQKV_ASSERT(d->n_bindings < TQKV_METAL_BINDINGS);
     d->bindings[d->n_bindings++] = binding;
 }
 
@@ -170,13 +228,13 @@ static TQKV__NOINLINE void tqkv__plan_bind_store(tqkv_metal_dispatch *d, const c
     tqkv__plan_bind(d, norms, index + 1, store->norms, s->norms_size, written);
 }
 
-/* Binds the centre at index, if the call uses it. Returns whether it does. */
-static TQKV__NOINLINE bool tqkv__plan_bind_center(tqkv_metal_dispatch *d, const char *name, int index,
-                                                  const tqkv_metal_store *store, const tqkv__stream *s, bool used)
+/* Binds the centre or the scales of a stream's channels at index, if the call uses them. Returns whether it does. */
+static TQKV__NOINLINE bool tqkv__plan_bind_channels(tqkv_metal_dispatch *d, const char *name, int index,
+                                                    tqkv_metal_buffer channels, const tqkv__stream *s, bool used)
 {
     const size_t size = (size_t)s->n_kv_heads * (size_t)s->head_dim * sizeof(float);
-    used = used && store->center.buffer;
-    tqkv__plan_bind(d, name, index, store->center, used ? size : 0, false);
+    used = used && channels.buffer;
+    tqkv__plan_bind(d, name, index, channels, used ? size : 0, false);
     return used;
 }
 
@@ -289,27 +347,28 @@ static TQKV__NOINLINE tqkv_result tqkv__plan_extent(const tqkv__stream *s, int n
 
 /* Adds arguments for the rows of tokens from `position` on. slots: of a KV head in memory. What encodes has bound its flag
    before, as its first buffer. */
-static tqkv_result tqkv__plan_rows(tqkv_metal_dispatch *d, const tqkv__stream *s, int slots, int n_tokens,
+static tqkv_result tqkv__plan_rows(tqkv_metal_dispatch *d, const tqkv__stream *s, int slot_list, int n_tokens,
                                    int64_t position)
 {
     if (n_tokens > INT_MAX / s->n_kv_heads) return TQKV__INVALID("2^31 rows or more");
-    const size_t n_rows = (size_t)n_tokens * (size_t)s->n_kv_heads;
+    const size_t tokens = (size_t)n_tokens, heads = (size_t)s->n_kv_heads,
+                 each = (size_t)TQKV__ENCODE_ROWS(s->head_dim);
     tqkv__rows_args args;
     args.n_tokens = n_tokens;
     args.n_kv_heads = s->n_kv_heads;
-    args.capacity = slots;
+    args.capacity = slot_list;
     args.first_slot = n_tokens ? tqkv__slot(s, position) : 0;
     args.block_scale = s->block_scale;
     args.page_size = s->n_pages ? s->page_size : 0;
-    args.n_pages = s->n_pages ? slots / s->page_size : 0;
+    args.n_pages = s->n_pages ? slot_list / s->page_size : 0;
     args.token_stride = (uint32_t)s->strides.token;
     args.head_stride = (uint32_t)s->strides.head;
     args.has_flag = d->n_bindings > 0 && d->bindings[0].size > 0;
     tqkv__plan_args(d, &args, sizeof args);
     if (d->kernel.family == TQKV_METAL_DECODE)
-        tqkv__plan_simdgroups(d, n_rows * (size_t)TQKV__ROW_LANES(s->head_dim), TQKV__SIMD_WIDTH);
+        tqkv__plan_simdgroups(d, tokens * heads * (size_t)TQKV__ROW_LANES(s->head_dim), TQKV__SIMD_WIDTH);
     else
-        tqkv__plan_simdgroups(d, n_rows, (size_t)TQKV__ENCODE_ROWS(s->head_dim));
+        tqkv__plan_simdgroups(d, (tokens / each + (tokens % each != 0)) * heads, 1); /* each has tokens of one head */
     return TQKV_OK;
 }
 
@@ -318,17 +377,17 @@ typedef struct tqkv__places {
     int n_tokens;
     int64_t position;
     bool by_slots;
-    tqkv_metal_buffer slots;
+    tqkv_metal_buffer slot_list;
     const int32_t *known; /* [n_tokens] or NULL */
 } tqkv__places;
 
 /* What an encode call takes of one stream. */
 typedef struct tqkv__encode_stream {
-    const char *names[5]; /* source, codes, norms, centre, pages */
+    const char *names[6]; /* source, codes, norms, centre, pages, scales of channels */
     const tqkv_metal_store *store;
     tqkv__stream *stream;
     tqkv_metal_buffer src;
-    int center, pages; /* indices */
+    int center, pages, scale; /* indices */
 } tqkv__encode_stream;
 
 /* Memory at `index` for the rows of each simdgroup. Metal takes no empty memory. */
@@ -364,18 +423,18 @@ static tqkv_result tqkv__plan_places(const tqkv_store *shape, const tqkv__places
     return r == TQKV_OK ? tqkv__plan_check_pages(shape, places->position, n, true) : r;
 }
 
-/* Adds a stream to encode: arguments at index 0 or 4, then source, codes and norms; the centre where it says. */
+/* Adds a stream to encode: arguments at index 0 or 4, then source, codes and norms; centre, pages and scales where it says. */
 static tqkv_result tqkv__plan_stream(tqkv_metal_dispatch *d, const tqkv__encode_stream *e, const tqkv__places *places)
 {
     size_t all, kept;
     tqkv__stream *s = e->stream;
-    const int index = d->n_arguments ? TQKV__SECOND_ARGS : 0, slots = s->capacity, n_tokens = places->n_tokens;
+    const int index = d->n_arguments ? TQKV__SECOND_ARGS : 0, slot_list = s->capacity, n_tokens = places->n_tokens;
     tqkv_result r = tqkv__plan_extent(s, n_tokens, &all);
     if (r == TQKV_OK) r = tqkv__plan_places(&e->store->shape, places, s);
     if (r != TQKV_OK) return r;
     const int skipped = tqkv__first_kept(s, n_tokens);
     r = tqkv__plan_extent(s, n_tokens - skipped, &kept);
-    if (r == TQKV_OK) r = tqkv__plan_rows(d, s, slots, n_tokens - skipped, places->position + skipped);
+    if (r == TQKV_OK) r = tqkv__plan_rows(d, s, slot_list, n_tokens - skipped, places->position + skipped);
     if (r != TQKV_OK) return r;
     tqkv__plan_constant(d, index ? TQKV_FC_VALUE_FORMAT : TQKV_FC_FORMAT, (int)s->format);
     tqkv__plan_constant(d, index ? TQKV_FC_VALUE_ROTATED : TQKV_FC_ROTATED, s->rotated);
@@ -383,9 +442,11 @@ static tqkv_result tqkv__plan_stream(tqkv_metal_dispatch *d, const tqkv__encode_
                          index ? TQKV_FC_VALUE_TYPE : TQKV_FC_TYPE, s->type, kept, false);
     tqkv__plan_bind_store(d, e->names[1], e->names[2], index + 2, e->store, s, true);
     tqkv__plan_constant(d, index ? TQKV_FC_VALUE_CENTER : TQKV_FC_CENTER,
-                        tqkv__plan_bind_center(d, e->names[3], e->center, e->store, s, true));
+                        tqkv__plan_bind_channels(d, e->names[3], e->center, e->store->center, s, true));
+    tqkv__plan_constant(d, index ? TQKV_FC_VALUE_SCALED : TQKV_FC_SCALED,
+                        tqkv__plan_bind_channels(d, e->names[5], e->scale, e->store->channel_scale, s, true));
     tqkv__plan_bind_pages(d, places->by_slots ? "slots" : e->names[4], e->pages,
-                          places->by_slots ? places->slots : e->store->pages, s,
+                          places->by_slots ? places->slot_list : e->store->pages, s,
                           index ? TQKV_FC_VALUE_PAGES : TQKV_FC_PAGES);
     d->memory[0] = TQKV__CELL_BYTES;
     tqkv__plan_encode_memory(d, 1, s->head_dim);
@@ -395,59 +456,56 @@ static tqkv_result tqkv__plan_stream(tqkv_metal_dispatch *d, const tqkv__encode_
 
 TQKV_API size_t tqkv_metal_report_size(void) { return sizeof(tqkv__table_report); }
 
-TQKV_API tqkv_result tqkv_metal_plan_tables(tqkv_metal_buffer report, tqkv_metal_dispatch d[2])
+TQKV_API tqkv_result tqkv_metal_plan_tables(tqkv_metal_buffer report, tqkv_metal_plan *plan)
 {
-    if (!d) return TQKV__INVALID(TQKV__NO_DISPATCH);
+    if (!tqkv__open_plan(plan, "tables")) return TQKV__INVALID(TQKV__NO_PLAN);
     for (int i = 0; i < 2; i++) {
-        tqkv__plan_begin(&d[i], TQKV_METAL_TABLES, 0, 0);
-        tqkv__plan_constant(&d[i], TQKV_FC_UNROTATE, i);
-        tqkv__plan_bind(&d[i], "report", 0, report, sizeof(tqkv__table_report), true);
-        d[i].grid[0] = 1;
-        d[i].n_simdgroups = 1;
+        tqkv_metal_dispatch *d = tqkv__add_dispatch(plan);
+        tqkv__plan_begin(d, TQKV_METAL_TABLES, 0, 0);
+        tqkv__plan_constant(d, TQKV_FC_UNROTATE, i);
+        tqkv__plan_bind(d, "report", 0, report, sizeof(tqkv__table_report), true);
+        d->grid[0] = 1;
+        d->n_simdgroups = 1;
     }
-    return TQKV_OK;
+    return tqkv__close_plan(plan, TQKV_OK);
 }
 
-static tqkv_result tqkv__plan_encode_at(const tqkv_metal_store *store, tqkv_metal_buffer src,
-                                        const tqkv__places *places, tqkv_metal_buffer not_finite,
-                                        tqkv_metal_dispatch *d)
+static tqkv_result tqkv__add_encode(const tqkv_metal_store *store, tqkv_metal_buffer src, const tqkv__places *places,
+                                    tqkv_metal_buffer not_finite, tqkv_metal_plan *plan)
 {
     tqkv__stream s;
-    const tqkv__encode_stream e = {{"src", "codes", "norms", "center", "pages"}, store, &s, src, 5, 6};
-    if (!d) return TQKV__INVALID(TQKV__NO_DISPATCH);
+    const tqkv__encode_stream e = {
+        {"src", "codes", "norms", "center", "pages", "channel_scale"}, store, &s, src, 5, 6, 7};
     tqkv_result r = tqkv__plan_target(store, places, &s);
     if (r == TQKV_OK) r = tqkv__check_kernels(s.head_dim, s.head_dim);
     if (r != TQKV_OK) return r;
+    tqkv_metal_dispatch *d = tqkv__add_dispatch(plan);
     tqkv__plan_begin(d, TQKV_METAL_ENCODE, s.head_dim, s.head_dim);
     tqkv__plan_bind_flag(d, 4, not_finite);
     return tqkv__plan_stream(d, &e, places);
 }
 
-TQKV_API tqkv_result tqkv_metal_plan_encode(const tqkv_metal_store *store, tqkv_metal_buffer src, int n_tokens,
-                                            int64_t position, tqkv_metal_buffer not_finite, tqkv_metal_dispatch *d)
-{
-    const tqkv__places places = {n_tokens, position, false, {NULL, 0}, NULL};
-    return tqkv__plan_encode_at(store, src, &places, not_finite, d);
-}
-
-TQKV_API tqkv_result tqkv_metal_plan_encode_slots(const tqkv_metal_store *store, tqkv_metal_buffer src, int n_tokens,
-                                                  tqkv_metal_buffer slots, const int32_t *known,
-                                                  tqkv_metal_buffer not_finite, tqkv_metal_dispatch *d)
-{
-    const tqkv__places places = {n_tokens, 0, true, slots, known};
-    return tqkv__plan_encode_at(store, src, &places, not_finite, d);
-}
-
-static tqkv_result tqkv__plan_encode_kv_at(const tqkv_metal_store *keys, const tqkv_metal_store *values,
-                                           tqkv_metal_buffer k, tqkv_metal_buffer v, const tqkv__places *places,
-                                           tqkv_metal_buffer not_finite, tqkv_metal_dispatch *d)
+static tqkv_result tqkv__add_encode_kv(const tqkv_metal_store *keys, const tqkv_metal_store *values,
+                                       tqkv_metal_buffer k, tqkv_metal_buffer v, const tqkv__places *places,
+                                       tqkv_metal_buffer not_finite, tqkv_metal_plan *plan)
 {
     tqkv__stream ks, vs;
     const tqkv__encode_stream key = {
-        {"k", "keys' codes", "keys' norms", "keys' center", "keys' pages"}, keys, &ks, k, 9, 11};
+        {"k", "keys' codes", "keys' norms", "keys' center", "keys' pages", "keys' channel_scale"},
+        keys,
+        &ks,
+        k,
+        9,
+        11,
+        13};
     const tqkv__encode_stream value = {
-        {"v", "values' codes", "values' norms", "values' center", "values' pages"}, values, &vs, v, 10, 12};
-    if (!d) return TQKV__INVALID(TQKV__NO_DISPATCH);
+        {"v", "values' codes", "values' norms", "values' center", "values' pages", "values' channel_scale"},
+        values,
+        &vs,
+        v,
+        10,
+        12,
+        14};
     tqkv_result r = tqkv__plan_target(keys, places, &ks);
     if (r == TQKV_OK) r = tqkv__plan_target(values, places, &vs);
     if (r != TQKV_OK) return r;
@@ -455,6 +513,7 @@ static tqkv_result tqkv__plan_encode_kv_at(const tqkv_metal_store *keys, const t
     const bool tail = vs.head_dim == TQKV__TAIL_DIM(ks.head_dim);
     r = tail ? TQKV_OK : tqkv__check_kernels(ks.head_dim, vs.head_dim);
     if (r != TQKV_OK) return r;
+    tqkv_metal_dispatch *d = tqkv__add_dispatch(plan);
     tqkv__plan_begin(d, TQKV_METAL_ENCODE_KV, ks.head_dim, vs.head_dim);
     tqkv__plan_bind_flag(d, 8, not_finite);
     d->grid[2] = 2;
@@ -462,33 +521,58 @@ static tqkv_result tqkv__plan_encode_kv_at(const tqkv_metal_store *keys, const t
     return r == TQKV_OK ? tqkv__plan_stream(d, &value, places) : r;
 }
 
-TQKV_API tqkv_result tqkv_metal_plan_encode_kv(const tqkv_metal_store *keys, const tqkv_metal_store *values,
-                                               tqkv_metal_buffer k, tqkv_metal_buffer v, int n_tokens, int64_t position,
-                                               tqkv_metal_buffer not_finite, tqkv_metal_dispatch *d)
+static tqkv__places tqkv__places_from(int n_tokens, int64_t position)
 {
     const tqkv__places places = {n_tokens, position, false, {NULL, 0}, NULL};
-    return tqkv__plan_encode_kv_at(keys, values, k, v, &places, not_finite, d);
+    return places;
+}
+
+TQKV_API tqkv_result tqkv_metal_plan_encode(const tqkv_metal_store *store, tqkv_metal_buffer src, int n_tokens,
+                                            int64_t position, tqkv_metal_buffer not_finite, tqkv_metal_plan *plan)
+{
+    const tqkv__places places = tqkv__places_from(n_tokens, position);
+    if (!tqkv__open_plan(plan, "encode")) return TQKV__INVALID(TQKV__NO_PLAN);
+    return tqkv__close_plan(plan, tqkv__add_encode(store, src, &places, not_finite, plan));
+}
+
+TQKV_API tqkv_result tqkv_metal_plan_encode_slots(const tqkv_metal_store *store, tqkv_metal_buffer src, int n_tokens,
+                                                  tqkv_metal_buffer slot_list, const int32_t *known,
+                                                  tqkv_metal_buffer not_finite, tqkv_metal_plan *plan)
+{
+    const tqkv__places places = {n_tokens, 0, true, slot_list, known};
+    if (!tqkv__open_plan(plan, "encode_slots")) return TQKV__INVALID(TQKV__NO_PLAN);
+    return tqkv__close_plan(plan, tqkv__add_encode(store, src, &places, not_finite, plan));
+}
+
+TQKV_API tqkv_result tqkv_metal_plan_encode_kv(const tqkv_metal_store *keys, const tqkv_metal_store *values,
+                                               tqkv_metal_buffer k, tqkv_metal_buffer v, int n_tokens, int64_t position,
+                                               tqkv_metal_buffer not_finite, tqkv_metal_plan *plan)
+{
+    const tqkv__places places = tqkv__places_from(n_tokens, position);
+    if (!tqkv__open_plan(plan, "encode_kv")) return TQKV__INVALID(TQKV__NO_PLAN);
+    return tqkv__close_plan(plan, tqkv__add_encode_kv(keys, values, k, v, &places, not_finite, plan));
 }
 
 TQKV_API tqkv_result tqkv_metal_plan_encode_kv_slots(const tqkv_metal_store *keys, const tqkv_metal_store *values,
                                                      tqkv_metal_buffer k, tqkv_metal_buffer v, int n_tokens,
-                                                     tqkv_metal_buffer slots, const int32_t *known,
-                                                     tqkv_metal_buffer not_finite, tqkv_metal_dispatch *d)
+                                                     tqkv_metal_buffer slot_list, const int32_t *known,
+                                                     tqkv_metal_buffer not_finite, tqkv_metal_plan *plan)
 {
-    const tqkv__places places = {n_tokens, 0, true, slots, known};
-    return tqkv__plan_encode_kv_at(keys, values, k, v, &places, not_finite, d);
+    const tqkv__places places = {n_tokens, 0, true, slot_list, known};
+    if (!tqkv__open_plan(plan, "encode_kv_slots")) return TQKV__INVALID(TQKV__NO_PLAN);
+    return tqkv__close_plan(plan, tqkv__add_encode_kv(keys, values, k, v, &places, not_finite, plan));
 }
 
-TQKV_API tqkv_result tqkv_metal_plan_probe(const tqkv_metal_store *store, tqkv_metal_buffer src, int n_tokens,
-                                           tqkv_metal_buffer scaled, tqkv_metal_buffer not_finite,
-                                           tqkv_metal_dispatch *d)
+static tqkv_result tqkv__add_probe(const tqkv_metal_store *store, tqkv_metal_buffer src, int n_tokens,
+                                   tqkv_metal_buffer scaled, tqkv_metal_buffer not_finite, tqkv_metal_plan *plan)
 {
     tqkv__stream s;
     size_t bytes;
-    if (!store || !d) return TQKV__INVALID(d ? "a store is NULL" : TQKV__NO_DISPATCH);
+    if (!store) return TQKV__INVALID("a store is NULL");
     tqkv_result r = tqkv__stream_shape(&store->shape, &s);
     if (r == TQKV_OK) r = tqkv__check_kernels(s.head_dim, s.head_dim);
     if (r != TQKV_OK) return r;
+    tqkv_metal_dispatch *d = tqkv__add_dispatch(plan);
     tqkv__plan_begin(d, TQKV_METAL_PROBE, s.head_dim, s.head_dim);
     tqkv__plan_bind_flag(d, 3, not_finite);
     r = tqkv__plan_extent(&s, n_tokens, &bytes);
@@ -500,51 +584,73 @@ TQKV_API tqkv_result tqkv_metal_plan_probe(const tqkv_metal_store *store, tqkv_m
     tqkv__plan_bind_rows(d, "src", 1, src, TQKV_FC_TYPE, s.type, bytes, false);
     tqkv__plan_bind(d, "scaled", 2, scaled,
                     (size_t)n_tokens * (size_t)s.n_kv_heads * (size_t)s.head_dim * sizeof(float), true);
-    tqkv__plan_constant(d, TQKV_FC_CENTER, tqkv__plan_bind_center(d, "center", 4, store, &s, true));
+    tqkv__plan_constant(d, TQKV_FC_CENTER, tqkv__plan_bind_channels(d, "center", 4, store->center, &s, true));
+    tqkv__plan_constant(d, TQKV_FC_SCALED,
+                        tqkv__plan_bind_channels(d, "channel_scale", 5, store->channel_scale, &s, true));
     return TQKV_OK;
 }
 
-TQKV_API tqkv_result tqkv_metal_plan_decode(const tqkv_metal_store *store, int64_t position, int n_positions,
-                                            tqkv_basis basis, tqkv_metal_buffer dst, tqkv_metal_dispatch *d)
+TQKV_API tqkv_result tqkv_metal_plan_probe(const tqkv_metal_store *store, tqkv_metal_buffer src, int n_tokens,
+                                           tqkv_metal_buffer scaled, tqkv_metal_buffer not_finite,
+                                           tqkv_metal_plan *plan)
+{
+    if (!tqkv__open_plan(plan, "probe")) return TQKV__INVALID(TQKV__NO_PLAN);
+    return tqkv__close_plan(plan, tqkv__add_probe(store, src, n_tokens, scaled, not_finite, plan));
+}
+
+static tqkv_result tqkv__add_decode(const tqkv_metal_store *store, int64_t position, int n_positions, tqkv_basis basis,
+                                    tqkv_metal_buffer dst, tqkv_metal_plan *plan)
 {
     tqkv__stream s;
     size_t bytes;
-    if (!d) return TQKV__INVALID(TQKV__NO_DISPATCH);
     tqkv_result r = tqkv__plan_open(store, &s);
     if (r == TQKV_OK) r = tqkv__check_kernels(s.head_dim, s.head_dim);
     if (r != TQKV_OK) return r;
-    const int slots = s.capacity;
+    const int slot_list = s.capacity;
     if ((r = tqkv__plan_positions(&s)) != TQKV_OK) return r;
     if (n_positions < 0 || !tqkv__basis_known(basis))
         return TQKV__INVALID("n_positions is negative, or basis no tqkv_basis");
-    if (n_positions > slots) return TQKV__REFUSE(OUT_OF_RANGE, "n_positions is above the capacity");
+    if (n_positions > slot_list) return TQKV__REFUSE(OUT_OF_RANGE, "n_positions is above the capacity");
     if ((r = tqkv__check_positions(&s, n_positions, position)) != TQKV_OK) return r;
     if ((r = tqkv__plan_check_pages(&store->shape, position, n_positions, false)) != TQKV_OK) return r;
+    tqkv_metal_dispatch *d = tqkv__add_dispatch(plan);
     tqkv__plan_begin(d, TQKV_METAL_DECODE, s.head_dim, s.head_dim);
     r = tqkv__plan_extent(&s, n_positions, &bytes);
-    if (r == TQKV_OK) r = tqkv__plan_rows(d, &s, slots, n_positions, position);
+    if (r == TQKV_OK) r = tqkv__plan_rows(d, &s, slot_list, n_positions, position);
     if (r != TQKV_OK) return r;
     if (!tqkv__rows_distinct(s.strides, n_positions, s.n_kv_heads, s.head_dim)) return TQKV__INVALID(TQKV__ROWS_SHARED);
     tqkv__plan_constant(d, TQKV_FC_FORMAT, (int)s.format);
     tqkv__plan_constant(d, TQKV_FC_UNROTATE, s.rotated && basis == TQKV_ORIGINAL);
     tqkv__plan_bind_store(d, "codes", "norms", 1, store, &s, false);
     tqkv__plan_bind_rows(d, "dst", 3, dst, TQKV_FC_TYPE, s.type, bytes, true);
-    tqkv__plan_constant(d, TQKV_FC_CENTER, tqkv__plan_bind_center(d, "center", 4, store, &s, true));
-    tqkv__plan_constant(d, TQKV_FC_ROTATED, s.rotated && basis == TQKV_ROTATED);
+    const bool center = tqkv__plan_bind_channels(d, "center", 4, store->center, &s, true),
+               original = basis == TQKV_ORIGINAL;
+    tqkv__plan_constant(d, TQKV_FC_CENTER, center);
+    tqkv__plan_constant(d, TQKV_FC_ROTATED, s.rotated && !original);
     tqkv__plan_bind_pages(d, "pages", 5, store->pages, &s, TQKV_FC_PAGES);
+    const bool scale = tqkv__plan_bind_channels(d, "channel_scale", 6, store->channel_scale, &s, original || center);
+    tqkv__plan_constant(d, TQKV_FC_SCALED, scale && original);
+    tqkv__plan_constant(d, TQKV_FC_CENTER_SCALED, scale && !original);
     d->memory[0] = TQKV__TABLE_BYTES;
     return TQKV_OK;
 }
 
-TQKV_API tqkv_result tqkv_metal_plan_rotate(tqkv_metal_buffer rows, int n_rows, int head_dim, bool unrotate,
-                                            tqkv_metal_dispatch *d)
+TQKV_API tqkv_result tqkv_metal_plan_decode(const tqkv_metal_store *store, int64_t position, int n_positions,
+                                            tqkv_basis basis, tqkv_metal_buffer dst, tqkv_metal_plan *plan)
+{
+    if (!tqkv__open_plan(plan, "decode")) return TQKV__INVALID(TQKV__NO_PLAN);
+    return tqkv__close_plan(plan, tqkv__add_decode(store, position, n_positions, basis, dst, plan));
+}
+
+static tqkv_result tqkv__add_rotate(tqkv_metal_buffer rows, int n_rows, int head_dim, bool unrotate,
+                                    tqkv_metal_plan *plan)
 {
     size_t size;
-    if (!d) return TQKV__INVALID(TQKV__NO_DISPATCH);
     const tqkv_result r = tqkv__check_kernels(head_dim, head_dim);
     if (r != TQKV_OK) return r;
     if (n_rows < 0 || !tqkv__array_size(n_rows, head_dim, 1, sizeof(float), &size))
         return TQKV__INVALID("n_rows is negative or too large");
+    tqkv_metal_dispatch *d = tqkv__add_dispatch(plan);
     tqkv__plan_begin(d, TQKV_METAL_ROTATE, head_dim, head_dim);
     tqkv__plan_constant(d, TQKV_FC_UNROTATE, unrotate);
     const tqkv__rotate_args args = {n_rows};
@@ -552,4 +658,75 @@ TQKV_API tqkv_result tqkv_metal_plan_rotate(tqkv_metal_buffer rows, int n_rows, 
     tqkv__plan_bind(d, "rows", 1, rows, size, true);
     tqkv__plan_simdgroups(d, (size_t)n_rows * (size_t)TQKV__ROW_LANES(head_dim), TQKV__SIMD_WIDTH);
     return TQKV_OK;
+}
+
+TQKV_API tqkv_result tqkv_metal_plan_rotate(tqkv_metal_buffer rows, int n_rows, int head_dim, bool unrotate,
+                                            tqkv_metal_plan *plan)
+{
+    if (!tqkv__open_plan(plan, unrotate ? "unrotate" : "rotate")) return TQKV__INVALID(TQKV__NO_PLAN);
+    return tqkv__close_plan(plan, tqkv__add_rotate(rows, n_rows, head_dim, unrotate, plan));
+}
+
+static void tqkv__plan_calibrate_args(tqkv_metal_dispatch *d, const tqkv__stream *s, int n_tokens, int n_heads,
+                                      int n_queries, tqkv_pairs pairs)
+{
+    const uint32_t dim = (uint32_t)s->head_dim;
+    tqkv__calibrate_args args;
+    args.head_dim = s->head_dim;
+    args.n_tokens = n_tokens;
+    args.n_queries = n_queries;
+    args.n_kv_heads = s->n_kv_heads;
+    args.group = n_heads / s->n_kv_heads;
+    args.pairs = (int32_t)pairs;
+    args.token_stride = (uint32_t)s->strides.token;
+    args.head_stride = (uint32_t)s->strides.head;
+    args.query_token_stride = (uint32_t)n_heads * dim;
+    args.query_head_stride = dim;
+    tqkv__plan_args(d, &args, sizeof args);
+}
+
+static tqkv_result tqkv__add_calibration(const tqkv_metal_store *shape, tqkv_metal_buffer src, int n_tokens,
+                                         tqkv_metal_buffer q, int n_heads, int n_queries, tqkv_pairs pairs,
+                                         const tqkv_metal_buffer results[2], tqkv_metal_plan *plan)
+{
+    tqkv__stream s;
+    size_t bytes, q_bytes;
+    const tqkv_strides none = {0, 0};
+    if (!shape) return TQKV__INVALID("a store is NULL");
+    tqkv_result r = tqkv__stream_shape(&shape->shape, &s);
+    if (r == TQKV_OK) r = tqkv__plan_extent(&s, n_tokens, &bytes);
+    if (r != TQKV_OK) return r;
+    if (pairs != TQKV_PAIRS_NONE && pairs != TQKV_PAIRS_NEIGHBOURS && pairs != TQKV_PAIRS_HALVES)
+        return TQKV__INVALID("pairs: no tqkv_pairs");
+    if (!n_heads) n_heads = s.n_kv_heads;
+    if (!q.buffer) n_queries = 0;
+    if (n_heads < 0 || n_heads % s.n_kv_heads || n_queries < 0)
+        return TQKV__INVALID("n_heads is no multiple of n_kv_heads, or n_queries negative");
+    const tqkv_strides strides = tqkv__strides_of(none, n_heads, s.head_dim);
+    if (!tqkv__array_size(n_queries, n_heads, s.head_dim, sizeof(float), &q_bytes))
+        return TQKV__INVALID("q: too large");
+    if ((r = tqkv__check_strides(strides)) != TQKV_OK) return r;
+    const size_t value = tqkv__type_size(s.type), size = (size_t)s.n_kv_heads * (size_t)s.head_dim * sizeof(float);
+    tqkv_metal_dispatch *d = tqkv__add_dispatch(plan);
+    tqkv__plan_begin(d, TQKV_METAL_CALIBRATE, 0, 0);
+    tqkv__plan_calibrate_args(d, &s, n_tokens, n_heads, n_queries, pairs);
+    tqkv__plan_bind_rows(d, "src", 1, src, TQKV_FC_TYPE, s.type, bytes, false);
+    tqkv__plan_bind_rows(d, "q", 2, q, TQKV_FC_VALUE_TYPE, s.type, q_bytes / sizeof(float) * value, false);
+    tqkv__plan_bind(d, "center", 3, results[0], size, true);
+    tqkv__plan_bind(d, "channel_scale", 4, results[1], size, true);
+    d->memory[0] = 2 * (size_t)s.head_dim * sizeof(float);
+    d->grid[0] = (size_t)s.n_kv_heads;
+    d->n_simdgroups = (s.head_dim + TQKV__SIMD_WIDTH - 1) / TQKV__SIMD_WIDTH;
+    return TQKV_OK;
+}
+
+TQKV_API tqkv_result tqkv_metal_plan_calibrate(const tqkv_metal_store *shape, tqkv_metal_buffer src, int n_tokens,
+                                               tqkv_metal_buffer q, int n_heads, int n_queries, tqkv_pairs pairs,
+                                               tqkv_metal_buffer center, tqkv_metal_buffer channel_scale,
+                                               tqkv_metal_plan *plan)
+{
+    const tqkv_metal_buffer results[2] = {center, channel_scale};
+    if (!tqkv__open_plan(plan, "calibrate")) return TQKV__INVALID(TQKV__NO_PLAN);
+    return tqkv__close_plan(plan,
+                            tqkv__add_calibration(shape, src, n_tokens, q, n_heads, n_queries, pairs, results, plan));
 }

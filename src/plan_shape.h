@@ -3,7 +3,7 @@
 /* An attention over buffers as one over stores. */
 typedef struct tqkv__plan_call {
     tqkv_attention attention;
-    tqkv_store keys, values, tail, ends[2][2];
+    tqkv_store keys, values, tail, ends[2][2], first_tail;
 } tqkv__plan_call;
 
 static bool tqkv__same_buffer(tqkv_metal_buffer a, tqkv_metal_buffer b)
@@ -46,7 +46,8 @@ static bool tqkv__plan_alike(const tqkv_metal_attention *from, const tqkv__atten
 static bool tqkv__plan_shared(const tqkv_metal_attention *from, const tqkv__attention *a)
 {
     return tqkv__plan_alike(from, a) && from->keys->codes.buffer && tqkv__same_table(from->keys, from->values) &&
-           a->keys.ring == a->values.ring && tqkv__same_buffer(from->keys->center, from->values->center);
+           a->keys.ring == a->values.ring && tqkv__same_buffer(from->keys->center, from->values->center) &&
+           tqkv__same_buffer(from->keys->channel_scale, from->values->channel_scale);
 }
 
 /* Streams that share bytes must be one stream, or by their page tables two in one pool. The tail lies in the keys' slots. */
@@ -80,11 +81,28 @@ static tqkv_result tqkv__plan_end_shapes(const tqkv_metal_attention *from, tqkv_
         if (!end || !(i / 2 ? to->exact_last : to->exact_first)) continue;
         tqkv__plan_store(end, shape);
         shape->center = codes->shape.center;
-        if (!tqkv__same_buffer(end->center, codes->center))
-            return TQKV__INVALID("exact_first or exact_last: a store with another centre than the codes");
+        if (!tqkv__same_buffer(end->center, codes->center) ||
+            !tqkv__same_buffer(end->channel_scale, codes->channel_scale))
+            return TQKV__INVALID("exact_first or exact_last: a store with another centre or scale than the codes");
         if (end->pages.buffer || shape->n_pages)
             return TQKV__REFUSE(UNSUPPORTED, "exact_first or exact_last with pages of their own: not on a GPU");
     }
+    return TQKV_OK;
+}
+
+/* The store of a tail's first positions; follows what takes the tail. */
+static tqkv_result tqkv__plan_first_tail(const tqkv_metal_attention *from, tqkv__plan_call *call)
+{
+    tqkv_attention *to = &call->attention;
+    to->first_tail = NULL;
+    if (!from->tail || !from->first_tail || !to->exact_first) return TQKV_OK;
+    if (!tqkv__same_buffer(from->first_tail->center, from->tail->center) ||
+        !tqkv__same_buffer(from->first_tail->channel_scale, from->tail->channel_scale))
+        return TQKV__INVALID("first_tail: a store with another centre or scale than the tail");
+    tqkv__plan_store(from->first_tail, &call->first_tail);
+    call->first_tail.center = call->tail.center;
+    call->first_tail.channel_scale = call->tail.channel_scale;
+    to->first_tail = &call->first_tail;
     return TQKV_OK;
 }
 
@@ -108,6 +126,7 @@ static tqkv_result tqkv__plan_shape(const tqkv_metal_attention *from, tqkv__plan
     to->keys = &call->keys;
     to->values = &call->values;
     to->tail = from->tail ? &call->tail : NULL;
+    if ((r = tqkv__plan_first_tail(from, call)) != TQKV_OK) return r;
     if ((r = tqkv__plan_end_shapes(from, call)) != TQKV_OK) return r;
     if (from->tree.buffer && !to->tree) to->tree = tqkv__unknown_tree;
     if (from->list.buffer && !to->list) to->list = tqkv__unknown_list;
@@ -142,8 +161,12 @@ static tqkv_result tqkv__plan_ends(const tqkv_metal_attention *from, tqkv__atten
 {
     if (!a->call.exact_first && !a->call.exact_last) return TQKV_OK;
     a->shared = tqkv__plan_shared(from, a);
-    const tqkv_result r = tqkv__take_ends(a, tqkv__stream_shape);
+    tqkv_result r = tqkv__take_ends(a, tqkv__stream_shape);
+    if (r == TQKV_OK && a->call.exact_first) r = tqkv__take_kept(a, tqkv__stream_shape);
     if (r != TQKV_OK) return r;
+    if (a->kept && a->call.window && a->call.end > 1 << 30)
+        return TQKV__REFUSE(UNSUPPORTED, "exact_first of a ring behind 2^30 positions, and a window: not on a GPU");
+    b->first_tail = from->first_tail;
     b->ends[0][0] = from->first_keys;
     b->ends[0][1] = a->shared ? from->first_keys : from->first_values;
     b->ends[1][0] = from->last_keys;
@@ -154,8 +177,8 @@ static tqkv_result tqkv__plan_ends(const tqkv_metal_attention *from, tqkv__atten
         if (a->keys.page_size && a->exact[last][0] && from->tail)
             return TQKV__REFUSE(UNSUPPORTED, "exact_first or exact_last of keys with a tail in pages: not on a GPU");
     }
-    const bool last = a->exact[1][0] || a->exact[1][1], meet = last && a->exact_from < a->exact_below;
-    if (!meet || (a->exact[0][0] == a->exact[1][0] && a->exact[0][1] == a->exact[1][1])) return TQKV_OK;
+    const bool last = a->exact[1][0] || a->exact[1][1], meet = last && tqkv__exact_at(a, 0) < a->exact_below;
+    if (!meet || ((a->exact[0][0] || !a->exact[1][0]) && (a->exact[0][1] || !a->exact[1][1]))) return TQKV_OK;
     return TQKV__REFUSE(UNSUPPORTED, "exact_first and exact_last meet, and are of different streams: not on a GPU");
 }
 
@@ -168,7 +191,9 @@ static tqkv_result tqkv__plan_range(const tqkv_metal_attention *from, int64_t fi
     if (r != TQKV_OK) return r;
     if (!slice) b->sinks = from->sinks;
     const tqkv__range range = {slice ? first : a->first, slice ? first + count : a->call.end};
+    const bool begins = range.from == a->first && (range.from < range.to || range.to == a->call.end);
     if (known) r = tqkv__check_seen(a, range);
+    if (!begins) a->kept = 0;
     a->first = range.from;
     b->slice_end = range.to;
     return r;
@@ -184,6 +209,7 @@ static tqkv_result tqkv__plan_call_of(const tqkv_metal_attention *from, int64_t 
     if (r == TQKV_OK) r = tqkv__plan_check_streams(from, &a);
     if (r == TQKV_OK) r = tqkv__attention_range(&call.attention, &a);
     if (r == TQKV_OK) r = tqkv__plan_ends(from, &a, b);
+    if (r == TQKV_OK) r = tqkv__check_window(&a);
     if (r == TQKV_OK) r = tqkv__plan_range(from, first, count, &a, b);
     if (r == TQKV_OK) r = tqkv__plan_attention_positions(&a);
     if (r != TQKV_OK) return r;

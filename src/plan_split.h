@@ -62,8 +62,8 @@ static void tqkv__tiles_seen(const tqkv__attention *a, int64_t slice_end, int64_
    speed there: hence 4. */
 static bool tqkv__choose_matrix(const tqkv__attention *a)
 {
-    const int head_dim = a->keys.head_dim, least = tqkv__is_long(head_dim) ? 8 : 4;
-    return a->group >= (a->matrix_group ? a->matrix_group : least) && head_dim == a->value_dim &&
+    const int head_dim = a->keys.head_dim, least = a->matrix_group ? a->matrix_group : 8;
+    return a->group >= least && head_dim == a->value_dim &&
            (head_dim == 64 || head_dim == 128 || head_dim == 256 || tqkv__is_long(head_dim));
 }
 
@@ -115,11 +115,19 @@ static tqkv_result tqkv__choose_split(const tqkv__attention *a, int64_t first, i
     return TQKV_OK;
 }
 
+/* The positions from the oldest one of a part of the context on. Only the first ones of a ring, which end long before the queries'
+   own, have more behind them than an int counts. */
+static int tqkv__positions_behind(const tqkv__attention *a)
+{
+    const int64_t n = a->call.end - a->first;
+    return n < INT_MAX ? (int)n : 1 << 30;
+}
+
 /* What a query sees, counted from the oldest resident position: the positions up to first_newest and its number, and of those
    the last `window`, or all. Without causality it looks as far ahead as back. */
 static void tqkv__plan_seen(const tqkv__attention *a, int32_t *first_newest, int32_t *window)
 {
-    const int kv_len = (int)(a->call.end - a->first), n = a->call.n_queries, own = a->call.window;
+    const int kv_len = tqkv__positions_behind(a), n = a->call.n_queries, own = a->call.window;
     *first_newest = kv_len - n;
     *window = own < kv_len ? own : 0;
     if (!a->call.non_causal) return;

@@ -9,6 +9,7 @@ typedef struct tqkv__part {
     tqkv__range slice;            /* the positions looked at */
     tqkv__range seen;             /* by some query; of lists: ranks */
     int64_t stretch, n_stretches; /* the first stretch, and their number */
+    bool kept;                    /* the first stretch is what is no longer resident */
     int n_rows; /* of a KV head that may share an item: all of them, or with a list those of a query */
     int rows_each, n_items;
     int first_unit;       /* units of the parts before, in this wave */
@@ -51,50 +52,69 @@ static const void *tqkv__query_part(const tqkv__attention *a, const void *query,
     return (const uint8_t *)query + (part ? (size_t)a->keys.head_dim * tqkv__type_size(a->call.query_type) : 0);
 }
 
-/* Brings part 0 or 1 of an item's queries into the basis and order of a stream, times scale; arranged: [n_rows][head_dim] */
-static void tqkv__arrange_part(const tqkv__attention *a, const tqkv__item *item, const void *q, int part,
-                               const tqkv__stream *s, float *arranged)
+/* Brings part 0 or 1 of an item's queries into the basis and order of a stream, times scale. arranged: [n_rows][head_dim]; so
+   is rest, the second digits of integers. Whether there are any. */
+static bool tqkv__arrange_part(const tqkv__attention *a, const tqkv__item *item, const void *q, int part,
+                               const tqkv__stream *s, float *arranged, float *rest)
 {
     TQKV__ALIGNED float natural[TQKV_MAX_HEAD_DIM];
+    bool digits = false;
     for (int i = 0; i < item->n_rows; i++, arranged += s->head_dim) {
         const void *query = tqkv__query_at(a, q, tqkv__caller_row(a, item, i));
-        a->isa->codec->widen(a->call.query_type, tqkv__query_part(a, query, part), NULL, s->head_dim, natural);
-        if (s->rotated && a->call.query_basis == TQKV_ORIGINAL) a->isa->codec->rotate(natural, s->head_dim);
+        const bool original = a->call.query_basis == TQKV_ORIGINAL;
+        const float *scale = original ? tqkv__scale_of(s, item->kv_head) : NULL;
+        a->isa->codec->widen(a->call.query_type, tqkv__query_part(a, query, part), NULL, scale, s->head_dim, natural);
+        if (s->rotated && original) a->isa->codec->rotate(natural, s->head_dim);
         tqkv__scale(natural, s->head_dim, a->call.scale);
-        if (a->round_query && s->kind != TQKV__HALF)
-            a->round_query(s, natural, arranged);
-        else
+        if (!a->round_query || s->kind == TQKV__HALF) {
             tqkv__to_decoded(a->isa, s, natural, arranged);
+            continue;
+        }
+        a->round_query(s, natural, arranged);
+        float *second = rest + (size_t)i * (size_t)s->head_dim;
+        if (tqkv__round_rest(natural, s->head_dim)) {
+            a->round_query(s, natural, second);
+            digits = true;
+        } else {
+            memset(second, 0, (size_t)s->head_dim * sizeof(float));
+        }
     }
+    return digits;
 }
 
-/* Floats of an arranged query. */
+/* Floats of an arranged query with its second digits. */
 static size_t tqkv__query_floats(const tqkv__attention *a)
 {
-    return (size_t)(a->key_dim + (a->exact[0][0] || a->exact[1][0] ? a->keys.head_dim : 0));
+    return tqkv__first_floats(a) + (a->round_query ? (size_t)a->key_dim : 0);
 }
 
-/* arranged: [n_rows][head_dim] of the keys, of the tail and, if some keys are halves, of the keys for these */
-static void tqkv__arrange_queries(const tqkv__attention *a, const tqkv__item *item, const void *q, float *arranged)
+/* arranged: [n_rows][head_dim] of the keys, of the tail and, if some keys are halves, of the keys for these; then second digits of
+   integers, of the keys and of the tail. Returns which of these two have any: 1 and 2. */
+static int tqkv__arrange_queries(const tqkv__attention *a, const tqkv__item *item, const void *q, float *arranged)
 {
-    const size_t n_rows = (size_t)item->n_rows;
-    tqkv__arrange_part(a, item, q, 0, &a->keys, arranged);
-    if (a->call.tail) tqkv__arrange_part(a, item, q, 1, &a->tail, arranged + n_rows * (size_t)a->keys.head_dim);
+    const size_t n_rows = (size_t)item->n_rows, of_keys = n_rows * (size_t)a->keys.head_dim;
+    float *rest = arranged + n_rows * tqkv__first_floats(a);
+    int digits = tqkv__arrange_part(a, item, q, 0, &a->keys, arranged, rest) ? 1 : 0;
+    if (a->call.tail && tqkv__arrange_part(a, item, q, 1, &a->tail, arranged + of_keys, rest + of_keys)) digits |= 2;
     if (a->exact[0][0] || a->exact[1][0])
-        tqkv__arrange_part(a, item, q, 0, &a->ends[!a->exact[0][0]][0], arranged + n_rows * (size_t)a->key_dim);
+        tqkv__arrange_part(a, item, q, 0, &a->ends[!a->exact[0][0]][0], arranged + n_rows * (size_t)a->key_dim, NULL);
+    return digits;
 }
 
-/* q.c, for the centre c of part 0 or 1 of the keys. query: [key_dim], the caller's */
+/* q.c, for the centre c of part 0 or 1 of the keys, in the query's basis. query: [key_dim], the caller's */
 static TQKV__NOINLINE double tqkv__center_product(const tqkv__attention *a, int kv_head, int part, const void *query)
 {
-    float q[TQKV_MAX_HEAD_DIM];
+    float q[TQKV_MAX_HEAD_DIM]; /* first room for the inverses */
     double c[TQKV_MAX_HEAD_DIM], sum = 0.0;
+    const bool coded = a->call.query_basis == TQKV_ROTATED;
     const tqkv__stream *s = part ? &a->tail : &a->keys;
     const float *center = tqkv__center_of(s, kv_head);
     if (!center) return 0.0;
-    for (int d = 0; d < s->head_dim; d++) c[d] = (double)center[d];
-    if (s->rotated && a->call.query_basis == TQKV_ROTATED) tqkv__rotate_double(c, s->head_dim);
-    a->isa->codec->widen(a->call.query_type, tqkv__query_part(a, query, part), NULL, s->head_dim, q);
+    const float *inverses = coded ? tqkv__inverses_of(s, kv_head, 1, q) : NULL;
+    for (int d = 0; d < s->head_dim; d++)
+        c[d] = (double)(inverses ? tqkv__rounded(center[d] * inverses[d]) : center[d]);
+    if (coded && s->rotated) tqkv__rotate_double(c, s->head_dim);
+    a->isa->codec->widen(a->call.query_type, tqkv__query_part(a, query, part), NULL, NULL, s->head_dim, q);
     for (int d = 0; d < s->head_dim; d++) sum += tqkv__rounded_double(c[d] * (double)q[d]);
     return sum;
 }
@@ -117,7 +137,7 @@ static void tqkv__find_offsets(const tqkv__attention *a, const tqkv__item *item,
 }
 
 /* Adds the centres to the sums of a row. The keys' belongs to the maximum, where a float has lost the last bits of the
-   sum; they go into the weights. value_center, out: [value_dim], in the values' basis; value_center may be NULL */
+   sum; they go into the weights. value_center, out: [value_dim], in the basis of the values' codes; value_center may be NULL */
 static void tqkv__add_centers(const tqkv__attention *a, double score, const float *value_center, float *out, float *max,
                               float *sum)
 {
@@ -131,8 +151,16 @@ static void tqkv__add_centers(const tqkv__attention *a, double score, const floa
     *max = rounded;
 }
 
-/* out = out / (sum + exp(sink - max)), rotated back; zeros if the row saw nothing. out: [value_dim] */
-static TQKV__NOINLINE void tqkv__finish_row(const tqkv__attention *a, int head, float *out, float max, float sum)
+/* out += share * center; share: that of the positions in all weights. center, out: [value_dim] */
+static void tqkv__add_share(const tqkv__attention *a, const float *center, float share, float *out)
+{
+    for (int d = 0; d < a->value_dim; d++) out[d] = TQKV__AS_FLOAT(out[d] + tqkv__rounded(share * center[d]));
+}
+
+/* out = out / (sum + exp(sink - max)), rotated back and scaled, then the centre unless that is NULL; zeros if the row saw nothing.
+   center, out: [value_dim], center in the original basis */
+static TQKV__NOINLINE void tqkv__finish_row(const tqkv__attention *a, int head, const float *center, float *out,
+                                            float max, float sum)
 {
     if (sum == 0.0f) { /* rotated back, half of the zeros would be negative */
         memset(out, 0, (size_t)a->value_dim * sizeof(float));
@@ -141,33 +169,50 @@ static TQKV__NOINLINE void tqkv__finish_row(const tqkv__attention *a, int head, 
     const float sink = a->call.sinks ? a->call.sinks[head] : -INFINITY;
     const float largest = sink > max ? sink : max, keep = tqkv__exp(TQKV__AS_FLOAT(max - largest));
     const float of_sink = tqkv__exp(TQKV__AS_FLOAT(sink - largest));
-    tqkv__scale(out, a->value_dim, TQKV__AS_FLOAT(keep / tqkv__sum_of_products(sum, keep, of_sink, 1.0f)));
+    const float all = tqkv__sum_of_products(sum, keep, of_sink, 1.0f);
+    tqkv__scale(out, a->value_dim, TQKV__AS_FLOAT(keep / all));
     if (a->unrotate_output) a->isa->codec->unrotate(out, a->value_dim);
+    if (a->call.output_basis == TQKV_ORIGINAL) tqkv__apply_scale(&a->values, head / a->group, out);
+    if (center) tqkv__add_share(a, center, TQKV__AS_FLOAT(tqkv__rounded(sum * keep) / all), out);
 }
 
-/* Writes an item's sums to the caller; finishes and rounds them unless the call is partial. */
+/* Of integers: see tqkv__one_nan. out: [value_dim] */
+static void tqkv__settle_row(const tqkv__attention *a, float *out, float *max, float *sum)
+{
+    if (!a->round_query) return;
+    for (int d = 0; d < a->value_dim; d++) out[d] = tqkv__one_nan(out[d]);
+    *max = tqkv__one_nan(TQKV__AS_FLOAT(*max + 0.0f)); /* second digits of other rows turn -0 into 0 */
+    *sum = tqkv__one_nan(*sum);
+}
+
+/* Writes an item's sums to the caller; finishes and rounds them unless the call is partial. The values' centre is added to the
+   sums, in the basis of the codes; with a scale, where the row is finished, behind the scale: a channel is then not rounded
+   against larger ones. */
 static TQKV__NOINLINE void tqkv__deliver(const tqkv__part *part, const tqkv__item *item, const tqkv__sums *sums)
 {
     const tqkv__attention *a = part->a;
     float center[TQKV_MAX_HEAD_DIM]; /* of the values */
+    const bool behind = a->values.channel_scale && !part->max && a->call.output_basis == TQKV_ORIGINAL;
+    const float *last = behind ? tqkv__center_of(&a->values, item->kv_head) : NULL;
+    const float *coded = a->values.center && !behind ? center : NULL;
     TQKV__ALIGNED float wide[TQKV_MAX_HEAD_DIM];
     const tqkv_type type = part->max ? TQKV_TYPE_F32 : a->call.output_type;
     const bool scored = (a->keys.center || a->tail.center) && a->call.softcap == 0.0f && (part->max || a->call.sinks);
     memset(center, 0, sizeof center);
-    tqkv__add_center(&a->values, item->kv_head, a->values.rotated, center);
+    if (coded) tqkv__add_center(&a->values, item->kv_head, true, center);
     for (int i = 0; i < item->n_rows; i++) {
         const size_t row = tqkv__caller_row(a, item, i);
         void *to = tqkv__output_at(part, row);
         float *out = type == TQKV_TYPE_F32 ? (float *)to : wide, max = sums->max[i], sum = sums->sum[i];
         const double score = scored ? tqkv__center_score(a, item->kv_head, tqkv__query_at(a, part->q, row)) : 0.0;
         tqkv__to_natural(a->isa, &a->values, sums->out + (size_t)i * (size_t)a->value_dim, out);
-        if (scored || a->values.center) tqkv__add_centers(a, score, a->values.center ? center : NULL, out, &max, &sum);
+        if (scored || coded) tqkv__add_centers(a, score, coded, out, &max, &sum);
+        if (!part->max) tqkv__finish_row(a, (int)(row % (size_t)a->call.n_heads), last, out, max, sum);
+        tqkv__settle_row(a, out, &max, &sum);
         if (part->max) {
             part->max[row] = max;
             part->sum[row] = sum;
-            continue;
         }
-        tqkv__finish_row(a, (int)(row % (size_t)a->call.n_heads), out, max, sum);
         if (out == wide) a->isa->codec->narrow(type, wide, a->value_dim, to);
     }
 }

@@ -1,4 +1,4 @@
-/* >>codec: rotation, norms, quantising, packing, and back */
+/* >>rotate-code: the rotation, in plain C */
 
 /* Row `row` of the Hadamard matrix of order m: bit j = (p[j>>3] >> (j&7)) & 1, 1 is -1 */
 static const uint8_t *tqkv__matrix_row(int m, int row)
@@ -55,7 +55,7 @@ static void tqkv__flip_signs(float *x, int head_dim)
 static void tqkv__rotate_double(double *x, int head_dim)
 {
     const int m = tqkv__size_of(head_dim)->order, n = tqkv__size_of(head_dim)->run;
-    double y[TQKV_MAX_HEAD_DIM];
+    double y[36]; /* by runs, a place of all at a time: a row would take 8 KB more of the stack */
     for (int j = 0; j < head_dim; j++)
         if ((tqkv__tables.signs[j % 512 / 8] >> (j % 8)) & 1) x[j] = -x[j];
     for (int h = 1; h < n; h *= 2)
@@ -65,13 +65,15 @@ static void tqkv__rotate_double(double *x, int head_dim)
             x[i] = a + b;
             x[i | h] = a - b;
         }
-    for (int j = 0; j < head_dim; j++) {
-        y[j] = m > 1 ? 0.0 : x[j];
-        if (m > 1)
+    for (int i = 0; m > 1 && i < n; i++) {
+        for (int b = 0; b < m; b++) {
+            y[b] = 0.0;
             for (int c = 0; c < m; c++)
-                y[j] += (tqkv__matrix_row(m, j / n)[c / 8] >> (c % 8)) & 1 ? -x[c * n + j % n] : x[c * n + j % n];
+                y[b] += (tqkv__matrix_row(m, b)[c / 8] >> (c % 8)) & 1 ? -x[c * n + i] : x[c * n + i];
+        }
+        for (int b = 0; b < m; b++) x[b * n + i] = y[b];
     }
-    for (int j = 0; j < head_dim; j++) x[j] = y[j] / sqrt((double)head_dim);
+    for (int j = 0; j < head_dim; j++) x[j] = x[j] / sqrt((double)head_dim);
 }
 
 static void tqkv__scale(float *x, int n, float factor)

@@ -1,4 +1,4 @@
-/* >>set: what an instruction set provides, in plain C or by vectors. Which one is in use is decided in >>driver. */
+/* >>set: what an instruction set provides, in plain C or by vectors. Which one is in use >>isa-code decides. */
 
 struct tqkv__attention;
 struct tqkv__quantiser;
@@ -7,7 +7,9 @@ struct tqkv__row;
 /* The encoding functions of an instruction set; every set gives the same bytes. */
 typedef struct tqkv__codec {
     bool (*rows_finite)(tqkv_type type, const void *x, size_t n); /* n: a multiple of head_dim */
-    void (*widen)(tqkv_type type, const void *src, const float *center, int n, float *row);
+    bool (*scales_valid)(const float *x, size_t n);               /* likewise */
+    void (*invert)(const float *scales, int n, float *inverses);  /* likewise: 1 / scale, rounded once */
+    void (*widen)(tqkv_type type, const void *src, const float *center, const float *inverses, int n, float *row);
     void (*narrow)(tqkv_type type, const float *row, int n, void *dst);
     void (*rotate)(float *x, int head_dim);
     void (*unrotate)(float *y, int head_dim);
@@ -17,6 +19,25 @@ typedef struct tqkv__codec {
 } tqkv__codec;
 
 static const tqkv__codec *tqkv__codec_for(int head_dim);
+
+static bool tqkv__channels_finite(const tqkv__stream *s, const float *x)
+{
+    return tqkv__codec_for(s->head_dim)->rows_finite(TQKV_TYPE_F32, x, (size_t)s->n_kv_heads * (size_t)s->head_dim);
+}
+
+static bool tqkv__channels_scale(const tqkv__stream *s, const float *x)
+{
+    return tqkv__codec_for(s->head_dim)->scales_valid(x, (size_t)s->n_kv_heads * (size_t)s->head_dim);
+}
+
+/* The inverses by which encoding multiplies the channels of the heads [first, first + n): those that the stream keeps, or in
+   room: [n][head_dim]. NULL without a scale */
+static const float *tqkv__inverses_of(const tqkv__stream *s, int first, int n, float *room)
+{
+    if (s->inverses || !s->channel_scale) return tqkv__of_head(s, s->inverses, first);
+    tqkv__codec_for(s->head_dim)->invert(tqkv__scale_of(s, first), n * s->head_dim, room);
+    return room;
+}
 
 /* Slots of a tile in one stream: [slot, slot + n). The codes `ahead` slots further on will be read next. */
 typedef struct tqkv__run {

@@ -1,4 +1,4 @@
-/* >>avx2: with FMA and F16C */
+/* >>set-avx2: with FMA and F16C */
 
 #define TQKV__TARGET __attribute__((target("avx2,fma,f16c")))
 typedef __m256 tqkv__vector_avx2;

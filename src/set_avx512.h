@@ -1,4 +1,5 @@
-/* >>avx512: with the byte permutes of VBMI. A function has the same name in all sets, except for the suffix. */
+/* >>set-avx512: with the byte permutes of VBMI. A function has the same name in all sets, except for the suffix. */
+
 #ifdef TQKV__AVX512
 
 #define TQKV__TARGET __attribute__((target("avx512f,avx512bw,avx512vl,avx512dq,avx512vbmi,avx2,fma,f16c")))
@@ -230,7 +231,7 @@ TQKV__OP __m512 tqkv__signs_avx512(uint32_t bits)
 {
     return _mm512_mask_blend_ps((__mmask16)bits, _mm512_set1_ps(1.0f), _mm512_set1_ps(-1.0f));
 }
-/* See >>avx2. Runs that do not fill a vector of 16 are rotated there. */
+/* See >>set-avx2. Runs that do not fill a vector of 16 are rotated there. */
 #define tqkv__repeat_avx512(n, p)              _mm512_set1_ps(*(p))
 #define tqkv__spread_avx512(n, i, x)           (x)
 #define tqkv__unite_avx512(n, x)               (x)

@@ -1,4 +1,4 @@
-/* >>neon: part of every AArch64 */
+/* >>set-neon: part of every AArch64 */
 
 #define TQKV__TARGET
 typedef float32x4_t tqkv__vector_neon;

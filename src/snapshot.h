@@ -2,48 +2,51 @@
 
    A cache:
      offset  bytes  field                                 offset  bytes  field
-          0      8  "tqkv" CR LF SUB LF                        44      4  window
-          8      4  snapshot version                           48      4  scale (float32)
-         12      4  version of the codes                       52      4  softcap (float32)
-         16      4  head_dim                                   56      8  oldest resident position
-         20      4  n_kv_heads                                 64      8  end
-         24      4  n_heads                                    72      8  XXH3-64 of the 72 bytes before
-         28      4  capacity
-         32      4  key format                            then, keys first, values second:
-         36      4  value format                                       centre [n_kv_heads][head_dim], if there is one
-         40      4  bit 0: ring; bits 1 and 2: keys                    codes [n_kv_heads][resident][row_bytes]
-                    and values have a centre; bits 5                   norms [n_kv_heads][resident][norms_per_row]
-                    to 15: the type; bits 16 to 31:                 8  XXH3-64 of this centre, codes and norms
-                    the values' head_dim, or 0 where
-                    it is the keys'. Older builds
-                    wrote 0 for each type
+          0      8  "tqkv" CR LF SUB LF                        72      4  window
+          8      4  snapshot version                           76      4  scale (float32)
+         12      4  bytes of the header, with its hash         80      4  softcap (float32)
+         16      8  tag                                        84      4  calibrate
+         24      4  version of the codes                       88      4  exact_first
+         28      4  head_dim                                   92      4  exact_last
+         32      4  head_dim of the values                     96      4  first positions that are kept besides
+         36      4  head_dim of the tail, or 0                100      4  0
+         40      4  n_kv_heads                                104      8  oldest resident position
+         44      4  n_heads                                   112      8  end
+         48      4  capacity                                  120      8  exact_from
+         52      4  key format                                128      8  XXH3-64 of the bytes before
+         56      4  value format
+         60      4  tail format, or 0                       then, for each stream: keys, values unless they are the keys, tail:
+         64      4  type                                              centre, then scale [n_kv_heads][head_dim], if any
+         68      4  bit 0: ring; 1: shared; 2: the                    codes [n_kv_heads][positions][row_bytes]
+                    cache has not learned yet; 8 to 10:               norms [n_kv_heads][positions][norms_per_row]
+                    keys, values and tail have a                   8  XXH3-64 of these
+                    centre; 16 to 18: a scale
 
-   Version 1, always with version 1 of the codes, has one head_dim, no centres and neither TQ3 nor TQ2. Version 3, for
-   caches whose keys are the values (bit 4 at 40: there are no others) or with a tail, which comes last (bit 3: it has a
-   centre), has 16 more bytes before the header's hash: the tail's head_dim, its format, and two zeros. Version 4, for
-   caches with halves of the first and the newest positions, has exact_first and exact_last in place of the zeros, and
-   8 more bytes: how many first and how many newest positions have halves. These follow the streams: first positions' keys and
-   values, newest ones' keys and values, as codes with a hash; those of F16 streams, and values that are the keys, have none.
+   Behind the streams come, likewise but without centre and scale, what is kept of the first positions' keys, values and tail, then the
+   halves of the newest keys and values, as far as the cache has these stores. The newest halves are those of the positions from
+   exact_from on, but no more than an edit leaves, see tqkv__exact_kept. In a cache that has not learned yet all these have no
+   positions; behind them come the rows as they came, of keys and values as halves, and of the tail.
 
    Positions of a store:
      offset  bytes  field                                 offset  bytes  field
-          0      8  "tqks" CR LF SUB LF                        32      8  first position
-          8      4  version: 1                                 40      8  number of positions
-         12      4  format                                     48      8  XXH3-64 of the centre [n_kv_heads][head_dim];
-         16      4  head_dim                                              0 without one
-         20      4  n_kv_heads                                 56      8  XXH3-64 of the 56 bytes before
-         24      4  bit 0: unrotated; bit 1: has a           then:
-                    centre; bit 2: F16, rotated                       codes, norms and their hash, as above
-         28      4  block_scale (float32); 1 where it
-                    has no effect                                                                                     */
+          0      8  "tqks" CR LF SUB LF                        32      4  block_scale (float32); 1 where it has no effect
+          8      4  snapshot version                           36      4  0
+         12      4  bytes of the header, with its hash         40      8  first position
+         16      4  format                                     48      8  number of positions
+         20      4  head_dim                                   56      8  XXH3-64 of centre and scale, as there are,
+         24      4  n_kv_heads                                            [n_kv_heads][head_dim] each; 0 without
+         28      4  bit 0: unrotated; 1: has a centre;         64      8  XXH3-64 of the bytes before
+                    2: F16, rotated; 3: has a scale         then codes, norms and their hash, as above
 
-#define TQKV__SNAPSHOT_VERSION  4 /* 2 or 3 for caches that need no more */
-#define TQKV__CODES_VERSION     2 /* changes with the tables or the rotation */
-#define TQKV__CODES_VERSION_OLD 6 /* builds wrote 2 to 6 for the same ones */
-#define TQKV__STORE_VERSION     1
-#define TQKV__HEADER_SIZE       72 /* without its hash */
-#define TQKV__HEADER_MORE       24 /* of version 4; version 3 has 16 */
-#define TQKV__STORE_HEADER_SIZE 56
+   All later versions begin with magic, version and size, so that a build knows a newer snapshot from a damaged one. */
+
+#define TQKV__SNAPSHOT_VERSION  6  /* of both kinds; older ones were never released */
+#define TQKV__CODES_VERSION     2  /* changes with the tables or the rotation */
+#define TQKV__NAME_SIZE         16 /* magic, version, size */
+#define TQKV__HEADER_FIELDS     20
+#define TQKV__HEADER_SIZE       128 /* without its hash */
+#define TQKV__STORE_HEADER_SIZE 64
+#define TQKV__HASH_SIZE         8
 
 static void tqkv__put(uint8_t *bytes, int n, uint64_t x)
 {
@@ -125,24 +128,26 @@ static tqkv_result tqkv__move_stored(tqkv__pipe *pipe, const tqkv__stream *s, tq
     return tqkv__move_hash(pipe);
 }
 
-/* Moves a centre, which when it is read lies in the cache's own memory. */
-static tqkv_result tqkv__move_center(tqkv__pipe *pipe, const tqkv__stream *s)
+/* Moves centre and scale, which when they are read lie in the cache's own memory. */
+static tqkv_result tqkv__move_channels(tqkv__pipe *pipe, const tqkv__stream *s)
 {
     const size_t n = tqkv__center_size(s) / sizeof(float);
-    if (!s->center) return TQKV_OK;
-    const tqkv_result r = tqkv__move_floats(pipe, (float *)(uintptr_t)s->center, n);
-    return r != TQKV_OK || tqkv__all_finite(s->center, n) ? r : TQKV_CORRUPT;
+    tqkv_result r = s->center ? tqkv__move_floats(pipe, (float *)(uintptr_t)s->center, n) : TQKV_OK;
+    if (r == TQKV_OK && s->channel_scale) r = tqkv__move_floats(pipe, (float *)(uintptr_t)s->channel_scale, n);
+    const bool valid = (!s->center || tqkv__all_finite(s->center, n)) &&
+                       (!s->channel_scale || tqkv__scales_valid(s->channel_scale, n));
+    return r != TQKV_OK || valid ? r : TQKV_CORRUPT;
 }
 
-/* Moves all stores of a cache: centres of streams, and what the stores hold. */
+/* Moves all stores of a cache: centres and scales of streams, and what the stores hold. */
 static tqkv_result tqkv__move_stores(tqkv__pipe *pipe, const tqkv_cache *c)
 {
     tqkv_result r = TQKV_OK;
     for (int i = 0; r == TQKV_OK && i < TQKV__CACHE_STORES; i++) {
         tqkv__stream s;
-        if (!tqkv__store_of(c, i)) continue;
+        if (!tqkv__store_of(c, i) || (i >= TQKV__RAW && !c->learning)) continue;
         r = tqkv__stream_open(tqkv__store_of(c, i), &s);
-        if (r == TQKV_OK && i < TQKV__CACHE_STREAMS) r = tqkv__move_center(pipe, &s);
+        if (r == TQKV_OK && i < TQKV__CACHE_STREAMS) r = tqkv__move_channels(pipe, &s);
         if (r == TQKV_OK) r = tqkv__move_stored(pipe, &s, tqkv__range_of(c, i));
     }
     return r;
@@ -157,56 +162,85 @@ static void tqkv__pipe_open(tqkv__pipe *pipe, tqkv_write write, tqkv_read read, 
     XXH3_64bits_reset(&pipe->hash);
 }
 
-static const char tqkv__magic[9] = "tqkv\r\n\x1a\n";
+static const char tqkv__magic[9] = "tqkv\r\n\x1a\n", tqkv__store_magic[9] = "tqks\r\n\x1a\n";
 
-/* Bytes of a header of that version. */
-static size_t tqkv__header_size(uint32_t version)
+/* Writes magic, version and size of a header of `size` bytes without its hash. */
+static void tqkv__put_name(const char *magic, size_t size, uint8_t *header)
 {
-    return TQKV__HEADER_SIZE + (version == 4 ? TQKV__HEADER_MORE : version == 3 ? 16 : 0);
+    memcpy(header, magic, 8);
+    tqkv__put(header + 8, 4, TQKV__SNAPSHOT_VERSION);
+    tqkv__put(header + 12, 4, size + TQKV__HASH_SIZE);
 }
 
-/* header: [tqkv__header_size(version)] */
-static void tqkv__cache_header(const tqkv_cache *c, uint32_t version, uint8_t *header)
+/* Reads a header and its hash; header: [size] */
+static tqkv_result tqkv__read_header(tqkv__pipe *pipe, const char *magic, size_t size, uint8_t *header)
+{
+    uint8_t name[TQKV__NAME_SIZE];
+    tqkv_result r = tqkv__move(pipe, header, TQKV__NAME_SIZE);
+    if (r != TQKV_OK) return r;
+    tqkv__put_name(magic, size, name);
+    if (memcmp(header, magic, 8) != 0) return TQKV_CORRUPT;
+    if (tqkv__get(header + 8, 4) > TQKV__SNAPSHOT_VERSION)
+        return TQKV__REFUSE(CORRUPT, "the snapshot was written by a newer version of tqkv");
+    if (memcmp(header, name, sizeof name) != 0) return TQKV_CORRUPT;
+    r = tqkv__move(pipe, header + sizeof name, size - sizeof name);
+    return r == TQKV_OK ? tqkv__move_hash(pipe) : r;
+}
+
+/* A bit for each stream with a centre, or with a scale. */
+static uint32_t tqkv__streams_with(const tqkv_cache *c, bool scales)
+{
+    uint32_t bits = 0;
+    for (int i = 0; i < TQKV__CACHE_STREAMS; i++) {
+        const tqkv_store *s = tqkv__stream_of(c, i);
+        if (s && (scales ? s->channel_scale : s->center)) bits |= 1u << i;
+    }
+    return bits;
+}
+
+/* header: [TQKV__HEADER_SIZE] */
+static void tqkv__cache_header(const tqkv_cache *c, uint8_t *header)
 {
     const tqkv_store *keys = &c->keys;
     const tqkv_attention *a = &c->attention;
-    const uint32_t value_dim = c->values.head_dim == keys->head_dim ? 0 : (uint32_t)c->values.head_dim;
-    const uint32_t flags = (keys->ring ? 1u : 0u) | (keys->center ? 2u : 0u) |
-                           (!c->shared && c->values.center ? 4u : 0u) | (c->tail.center ? 8u : 0u) |
-                           (c->shared ? 16u : 0u) | (uint32_t)keys->type << 5 | value_dim << 16;
-    const uint32_t fields[12] = {version,
-                                 TQKV__CODES_VERSION,
-                                 (uint32_t)keys->head_dim,
-                                 (uint32_t)keys->n_kv_heads,
-                                 (uint32_t)a->n_heads,
-                                 (uint32_t)keys->capacity,
-                                 (uint32_t)keys->format,
-                                 (uint32_t)c->values.format,
-                                 flags,
-                                 (uint32_t)a->window,
-                                 tqkv__bits(a->scale),
-                                 tqkv__bits(a->softcap)};
-    const tqkv__range newest = tqkv__range_of(c, TQKV__LAST_ENDS);
-    const uint32_t more[6] = {(uint32_t)c->tail.head_dim, (uint32_t)c->tail.format,
-                              (uint32_t)c->exact_first,   (uint32_t)c->exact_last,
-                              (uint32_t)c->exact_below,   (uint32_t)(newest.to - newest.from)};
-    memcpy(header, tqkv__magic, 8);
-    for (int i = 0; i < 12; i++) tqkv__put(header + 8 + 4 * i, 4, fields[i]);
-    tqkv__put(header + 56, 8, (uint64_t)c->first);
-    tqkv__put(header + 64, 8, (uint64_t)c->attention.end);
-    for (size_t at = TQKV__HEADER_SIZE, i = 0; at < tqkv__header_size(version); at += 4, i++)
-        tqkv__put(header + at, 4, more[i]);
+    const uint32_t flags = (keys->ring ? 1u : 0u) | (c->shared ? 2u : 0u) | (c->learning ? 4u : 0u) |
+                           tqkv__streams_with(c, false) << 8 | tqkv__streams_with(c, true) << 16;
+    const uint32_t fields[TQKV__HEADER_FIELDS] = {TQKV__CODES_VERSION,
+                                                  (uint32_t)keys->head_dim,
+                                                  (uint32_t)c->values.head_dim,
+                                                  (uint32_t)c->tail.head_dim,
+                                                  (uint32_t)keys->n_kv_heads,
+                                                  (uint32_t)a->n_heads,
+                                                  (uint32_t)keys->capacity,
+                                                  (uint32_t)keys->format,
+                                                  (uint32_t)c->values.format,
+                                                  (uint32_t)c->tail.format,
+                                                  (uint32_t)keys->type,
+                                                  flags,
+                                                  (uint32_t)a->window,
+                                                  tqkv__bits(a->scale),
+                                                  tqkv__bits(a->softcap),
+                                                  (uint32_t)c->calibrate,
+                                                  (uint32_t)c->exact_first,
+                                                  (uint32_t)c->exact_last,
+                                                  (uint32_t)tqkv__range_of(c, TQKV__FIRST_ENDS).to,
+                                                  0};
+    tqkv__put_name(tqkv__magic, TQKV__HEADER_SIZE, header);
+    tqkv__put(header + 16, 8, c->tag);
+    for (int i = 0; i < TQKV__HEADER_FIELDS; i++) tqkv__put(header + 24 + 4 * i, 4, fields[i]);
+    tqkv__put(header + 104, 8, (uint64_t)c->first);
+    tqkv__put(header + 112, 8, (uint64_t)c->attention.end);
+    tqkv__put(header + 120, 8, (uint64_t)c->exact_from);
 }
 
 TQKV__COLD TQKV_API tqkv_result tqkv_cache_save(const tqkv_cache *c, tqkv_write write, void *user)
 {
     tqkv__pipe pipe;
-    uint8_t header[TQKV__HEADER_SIZE + TQKV__HEADER_MORE];
+    uint8_t header[TQKV__HEADER_SIZE];
     if (!c || !write) return TQKV__INVALID("the cache or write is NULL");
-    const uint32_t version = c->exact_first || c->exact_last ? 4 : c->shared || c->tail.head_dim ? 3 : 2;
-    tqkv__cache_header(c, version, header);
+    tqkv__cache_header(c, header);
     tqkv__pipe_open(&pipe, write, NULL, user);
-    tqkv_result r = tqkv__move(&pipe, header, tqkv__header_size(version));
+    tqkv_result r = tqkv__move(&pipe, header, sizeof header);
     if (r == TQKV_OK) r = tqkv__move_hash(&pipe);
     return r == TQKV_OK ? tqkv__move_stores(&pipe, c) : r;
 }
@@ -214,74 +248,63 @@ TQKV__COLD TQKV_API tqkv_result tqkv_cache_save(const tqkv_cache *c, tqkv_write 
 /* What a header says. */
 typedef struct tqkv__header {
     tqkv_cache_desc desc;
-    uint32_t centers; /* a bit a stream */
+    uint32_t centers, scales; /* a bit a stream */
+    bool learning;
     int64_t first, end, exact_below, exact_from;
 } tqkv__header;
 
-/* Takes what only versions 3 and 4 have. False if no cache can have written it. */
-static bool tqkv__parse_more(const uint8_t *header, uint32_t flags, tqkv__header *h)
+/* Takes the shape that a header's fields describe; false if no cache has it. tqkv__cache_resolve looks closer. */
+static bool tqkv__parse_shape(const uint32_t fields[TQKV__HEADER_FIELDS], tqkv_cache_desc *d)
 {
-    uint32_t more[6];
-    tqkv_cache_desc *d = &h->desc;
-    const bool exact = (uint32_t)tqkv__get(header + 8, 4) == 4;
-    for (int i = 0; i < 6; i++) more[i] = (uint32_t)tqkv__get(header + TQKV__HEADER_SIZE + 4 * i, 4);
-    if (more[0] > TQKV_MAX_HEAD_DIM || more[1] > 15 || !more[0] != !more[1] || exact == (!more[2] && !more[3]))
-        return false;
-    if (more[2] > (uint32_t)INT_MAX || more[3] > (uint32_t)INT_MAX || more[4] > more[2] || more[4] > h->end ||
-        more[5] > tqkv__end_room(more[3]) || more[5] > h->end - h->first)
-        return false;
-    d->shared = flags & 16;
-    d->tail_dim = (int)more[0];
-    d->tail_format = (tqkv_format)more[1];
-    d->exact_first = (int)more[2];
-    d->exact_last = (int)more[3];
-    h->exact_below = more[4];
-    h->exact_from = h->end - more[5];
-    if (d->shared && (flags & 4 || d->value_format != d->key_format || d->value_dim != d->head_dim)) return false;
-    if (!d->tail_dim) return (d->shared || exact) && !(flags & 8);
-    return tqkv__format_known(d->tail_format);
+    for (int i = 1; i < TQKV__HEADER_FIELDS; i++)
+        if (fields[i] > (uint32_t)INT_MAX && i != 13 && i != 14) return false; /* scale and softcap are floats */
+    for (int i = 7; i < 10; i++) /* formats; in C++ the enum takes 4 bits */
+        if (fields[i] > 15 || (!tqkv__format_known((tqkv_format)fields[i]) && (i < 9 || fields[i]))) return false;
+    if (fields[10] > 2 || !fields[2] || !fields[5] || !fields[3] != !fields[9] || fields[19]) return false;
+    d->head_dim = (int)fields[1];
+    d->value_dim = (int)fields[2];
+    d->tail_dim = (int)fields[3];
+    d->n_kv_heads = (int)fields[4];
+    d->n_heads = (int)fields[5];
+    d->capacity = (int)fields[6];
+    d->key_format = (tqkv_format)fields[7];
+    d->value_format = (tqkv_format)fields[8];
+    d->tail_format = (tqkv_format)fields[9];
+    d->type = (tqkv_type)fields[10];
+    d->ring = fields[11] & 1;
+    d->shared = fields[11] & 2;
+    d->window = (int)fields[12];
+    d->scale = tqkv__float(fields[13]);
+    d->softcap = tqkv__float(fields[14]);
+    d->calibrate = (int)fields[15];
+    d->exact_first = (int)fields[16];
+    d->exact_last = (int)fields[17];
+    if (fields[14] >> 31 || d->scale == 0.0f) return false; /* no cache has a negative softcap */
+    return !d->shared || (d->value_format == d->key_format && d->value_dim == d->head_dim);
 }
 
 /* False if no cache can have written it. */
 static bool tqkv__parse_header(const uint8_t *header, tqkv__header *h)
 {
-    uint32_t fields[12];
+    uint32_t fields[TQKV__HEADER_FIELDS];
     tqkv_cache_desc *d = &h->desc;
     memset(h, 0, sizeof *h);
-    if (memcmp(header, tqkv__magic, 8) != 0) return false;
-    for (int i = 0; i < 12; i++) fields[i] = (uint32_t)tqkv__get(header + 8 + 4 * i, 4);
-    const bool old = fields[0] == 1 && fields[1] == 1, latest = fields[0] >= 3;
-    if (fields[0] > TQKV__SNAPSHOT_VERSION || fields[1] > TQKV__CODES_VERSION_OLD) {
-        TQKV_EXPLAIN("the snapshot was written by a newer version of tqkv");
-        return false;
-    }
-    if (!old && (fields[0] < 2 || fields[1] < TQKV__CODES_VERSION)) return false;
-    for (int i = 6; i < 8; i++) /* in C++ the enum takes 4 bits */
-        if (fields[i] > 15 || !tqkv__format_known((tqkv_format)fields[i]) || (old && fields[i] > TQKV_I8)) return false;
-    if (old && fields[8] > 1) return false;
-    for (int i = 2; i < 10; i++)
-        if (fields[i] > (uint32_t)INT_MAX) return false;
-    const uint32_t flags = fields[8] & 0xffffu, value_dim = fields[8] >> 16;
-    const uint32_t type = flags >> 5;
-    if ((flags & 31) > (latest ? 31u : 7u) || type > 2 || fields[4] == 0 || value_dim == fields[2]) return false;
-    d->type = (tqkv_type)type;
-    d->head_dim = (int)fields[2];
-    d->value_dim = (int)(value_dim ? value_dim : fields[2]);
-    d->n_kv_heads = (int)fields[3];
-    d->n_heads = (int)fields[4];
-    d->capacity = (int)fields[5];
-    d->key_format = (tqkv_format)fields[6];
-    d->value_format = (tqkv_format)fields[7];
-    d->ring = flags & 1;
-    d->window = (int)fields[9];
-    d->scale = tqkv__float(fields[10]);
-    d->softcap = tqkv__float(fields[11]);
-    h->centers = flags >> 1 & 7;
-    h->first = (int64_t)tqkv__get(header + 56, 8);
-    h->end = h->exact_from = (int64_t)tqkv__get(header + 64, 8);
+    for (int i = 0; i < TQKV__HEADER_FIELDS; i++) fields[i] = (uint32_t)tqkv__get(header + 24 + 4 * i, 4);
+    if (fields[0] != TQKV__CODES_VERSION || !tqkv__parse_shape(fields, d)) return false;
+    const uint32_t streams = 1u | (d->shared ? 0u : 2u) | (d->tail_dim ? 4u : 0u);
+    d->tag = tqkv__get(header + 16, 8);
+    h->centers = fields[11] >> 8 & streams;
+    h->scales = fields[11] >> 16 & streams;
+    h->learning = fields[11] & 4;
+    if (fields[11] != ((fields[11] & 7) | h->centers << 8 | h->scales << 16)) return false;
+    h->exact_below = fields[18];
+    h->first = (int64_t)tqkv__get(header + 104, 8);
+    h->end = (int64_t)tqkv__get(header + 112, 8);
+    h->exact_from = (int64_t)tqkv__get(header + 120, 8);
     if (h->first < 0 || h->first > h->end || h->end - h->first > d->capacity || (!d->ring && h->first)) return false;
-    if (fields[11] >> 31 || d->scale == 0.0f) return false; /* no cache has a negative softcap */
-    return !latest || tqkv__parse_more(header, flags, h);
+    if (h->exact_from < 0 || h->exact_from > h->end || h->exact_below > d->exact_first || h->exact_below > h->end)
+        return false;
+    return !h->learning || (d->calibrate && !h->centers && !h->scales && !h->exact_below);
 }
 
 /* A cache that holds what a header says. */
@@ -291,6 +314,8 @@ static void tqkv__set_range(tqkv_cache *c, const tqkv__header *h)
     c->attention.end = h->end;
     c->exact_below = h->exact_below;
     c->exact_from = h->exact_from;
+    c->learning = h->learning;
+    c->exact_held = tqkv__range_of(c, TQKV__LAST_ENDS).from;
 }
 
 /* A reader that holds the first `filled` bytes and has passed on `taken` of them. */
@@ -342,42 +367,56 @@ static tqkv_result tqkv__hold(tqkv__read_ahead *a, size_t wanted)
 
 /* Bytes to read before the cache is created: none up to 1 MiB; then a sixteenth of the cache's size, or all that the
    header announces if that is less. A file that was cut short cannot make load allocate much. */
-static size_t tqkv__wanted_ahead(const tqkv_cache *c, uint32_t centers)
+static size_t tqkv__wanted_ahead(const tqkv_cache *c, uint32_t centers, uint32_t scales)
 {
     size_t all = 0, announced = 0;
     for (int i = 0; i < TQKV__CACHE_STORES; i++) {
-        const tqkv_store *s = tqkv__store_of(c, i);
+        const tqkv_store *s = i < TQKV__RAW ? tqkv__store_of(c, i) : &c->raw[i - TQKV__RAW]; /* has no memory yet */
         const tqkv__range range = tqkv__range_of(c, i);
-        if (!s) continue;
+        if (!s || !s->head_dim || (i >= TQKV__RAW && !c->learning)) continue;
         const size_t rows = tqkv_codes_size(s) + tqkv_norms_size(s);
         const size_t center = i < TQKV__CACHE_STREAMS ? (size_t)s->n_kv_heads * (size_t)s->head_dim * sizeof(float) : 0;
-        all += rows + center; /* there is always room for centres */
+        all += rows + TQKV__CHANNELS * center; /* there is always room for them */
         announced += rows / (size_t)s->capacity * (size_t)(range.to - range.from) + 8; /* and a hash */
         if (centers >> i & 1) announced += center;
+        if (scales >> i & 1) announced += center;
     }
     return all <= 1048576 ? 0 : announced < all / 16 ? announced : all / 16;
 }
 
-/* Reads a header, as long as its version has it, and its hash. */
-static tqkv_result tqkv__read_header(tqkv__pipe *pipe, tqkv__header *h)
+/* Takes centres and scales of the streams whose bits are set from where they lie in the cache: before these are read, and with
+   inverses after it. */
+static void tqkv__take_channels(tqkv_cache *c, uint32_t centers, uint32_t scales)
 {
-    uint8_t header[TQKV__HEADER_SIZE + TQKV__HEADER_MORE] = {0};
-    tqkv_result r = tqkv__move(pipe, header, TQKV__HEADER_SIZE);
-    const size_t size = tqkv__header_size((uint32_t)tqkv__get(header + 8, 4));
-    if (r == TQKV_OK) r = tqkv__move(pipe, header + TQKV__HEADER_SIZE, size - TQKV__HEADER_SIZE);
-    if (r == TQKV_OK) r = tqkv__move_hash(pipe);
-    return r != TQKV_OK || tqkv__parse_header(header, h) ? r : TQKV_CORRUPT;
+    for (int i = 0; i < TQKV__CACHE_STREAMS; i++)
+        for (int k = 0; k < 2; k++) {
+            const tqkv__channels kind = k ? TQKV__SCALES : TQKV__CENTERS;
+            if ((k ? scales : centers) >> i & 1)
+                tqkv__cache_channels(c, i, kind, tqkv__channel_room(c, i, kind),
+                                     (size_t)tqkv__stream_of(c, i)->head_dim);
+        }
 }
 
-/* Room for the centres that the snapshot has: zeros, until they are read. */
-static void tqkv__open_centers(tqkv_cache *c, uint32_t centers)
+/* Room for the centres and scales that the snapshot has: ones, until they are read. */
+static void tqkv__open_channels(tqkv_cache *c, uint32_t centers, uint32_t scales)
 {
-    size_t floats = 0;
-    (void)tqkv__center_floats(c, TQKV__CACHE_STREAMS, &floats);
-    memset(c->centers, 0, floats * sizeof(float));
-    for (int i = 0; i < TQKV__CACHE_STREAMS; i++)
-        if (centers >> i & 1)
-            tqkv__cache_center(c, i, tqkv__center_room(c, i), (size_t)tqkv__stream_of(c, i)->head_dim);
+    size_t channels = 0;
+    (void)tqkv__count_channels(c, TQKV__CACHE_STREAMS, &channels);
+    for (size_t i = 0; i < TQKV__CHANNELS * channels; i++) c->channels[i] = 1.0f;
+    tqkv__take_channels(c, centers, scales);
+}
+
+/* A cache to read into. One that has learned needs no raw memory. */
+static tqkv_result tqkv__create_found(const tqkv__header *found, tqkv_cache **out)
+{
+    tqkv_cache_desc desc = found->desc;
+    if (!found->learning) desc.calibrate = 0;
+    const tqkv_result r = tqkv_cache_create(&desc, out);
+    if (r != TQKV_OK) return r;
+    (*out)->calibrate = found->desc.calibrate;
+    tqkv__set_range(*out, found);
+    tqkv__open_channels(*out, found->centers, found->scales);
+    return r;
 }
 
 TQKV__COLD TQKV_API tqkv_result tqkv_cache_load(const tqkv_cache_desc *desc, tqkv_read read, void *user,
@@ -386,31 +425,34 @@ TQKV__COLD TQKV_API tqkv_result tqkv_cache_load(const tqkv_cache_desc *desc, tqk
     tqkv__pipe pipe;
     tqkv__read_ahead ahead = {read, user, {NULL, NULL, NULL}, NULL, 0, 0, 0};
     tqkv__header found;
+    uint8_t header[TQKV__HEADER_SIZE];
     tqkv__cache_block block;
     tqkv_cache *c, checked;
     if (!out) return TQKV__INVALID("out is NULL");
     *out = NULL;
     if (!desc || !read) return TQKV__INVALID("desc or read is NULL");
+    if (!tqkv__type_size(desc->type)) return TQKV__REFUSE(UNSUPPORTED, TQKV__NO_TYPE);
     tqkv__pipe_open(&pipe, NULL, tqkv__read_held, &ahead);
-    tqkv_result r = tqkv__read_header(&pipe, &found);
+    tqkv_result r = tqkv__read_header(&pipe, tqkv__magic, sizeof header, header);
     if (r != TQKV_OK) return r;
-    if (tqkv__cache_resolve(&found.desc, &checked) != TQKV_OK || !tqkv__divide_block(&checked, 0, &block))
+    if (!tqkv__parse_header(header, &found) || tqkv__cache_resolve(&found.desc, &checked) != TQKV_OK ||
+        !tqkv__divide_block(&checked, 0, &block))
         return TQKV_CORRUPT;
-    if (!tqkv__desc_matches(desc, &found.desc) || (desc->type && found.desc.type && desc->type != found.desc.type))
+    if (found.learning && found.end >= checked.raw[0].capacity) return TQKV_CORRUPT;
+    if (!tqkv__desc_matches(desc, &found.desc) || (desc->type && desc->type != found.desc.type))
         return TQKV__INVALID("a field of desc is not the snapshot's");
     tqkv__take_use(desc, &found.desc);
     ahead.memory = found.desc.allocator;
     if (!tqkv__resolve_allocator(&ahead.memory)) return TQKV__INVALID("allocator: one of alloc and free is missing");
     tqkv__set_range(&checked, &found);
-    r = tqkv__hold(&ahead, tqkv__wanted_ahead(&checked, found.centers));
-    if (r == TQKV_OK) r = tqkv_cache_create(&found.desc, &c);
+    r = tqkv__hold(&ahead, tqkv__wanted_ahead(&checked, found.centers, found.scales));
+    if (r == TQKV_OK) r = tqkv__create_found(&found, &c);
     if (r != TQKV_OK) {
         tqkv__drop_held(&ahead);
         return r;
     }
-    tqkv__set_range(c, &found);
-    tqkv__open_centers(c, found.centers);
     r = tqkv__move_stores(&pipe, c);
+    if (r == TQKV_OK) tqkv__take_channels(c, 0, found.scales);
     tqkv__drop_held(&ahead);
     if (r == TQKV_OK)
         *out = c;
@@ -425,34 +467,32 @@ static size_t tqkv__write_nowhere(void *user, const void *bytes, size_t n)
     return n;
 }
 
-/* The hash of a centre's bytes in a snapshot; 0 without one. */
-static uint64_t tqkv__center_hash(const tqkv__stream *s)
+/* The hash of the bytes of centre and scale in a snapshot; 0 without. */
+static uint64_t tqkv__channels_hash(const tqkv__stream *s)
 {
     tqkv__pipe pipe;
-    if (!s->center) return 0;
+    if (!s->center && !s->channel_scale) return 0;
     tqkv__pipe_open(&pipe, tqkv__write_nowhere, NULL, NULL);
-    (void)tqkv__move_center(&pipe, s);
+    (void)tqkv__move_channels(&pipe, s);
     return XXH3_64bits_digest(&pipe.hash);
 }
-
-static const char tqkv__store_magic[9] = "tqks\r\n\x1a\n";
 
 /* header: [TQKV__STORE_HEADER_SIZE] */
 static void tqkv__store_header(const tqkv__stream *s, int64_t position, int n, uint8_t *header)
 {
     const bool half = s->kind == TQKV__HALF, scaled = s->kind == TQKV__BOOK && s->norms_per_row > 1;
     const uint32_t other_basis = s->rotated == half ? half ? 4u : 1u : 0u;
-    const uint32_t fields[6] = {TQKV__STORE_VERSION,
-                                (uint32_t)s->format,
+    const uint32_t fields[6] = {(uint32_t)s->format,
                                 (uint32_t)s->head_dim,
                                 (uint32_t)s->n_kv_heads,
-                                other_basis | (s->center ? 2u : 0u),
-                                tqkv__bits(scaled ? s->block_scale : 1.0f)};
-    memcpy(header, tqkv__store_magic, 8);
-    for (int i = 0; i < 6; i++) tqkv__put(header + 8 + 4 * i, 4, fields[i]);
-    tqkv__put(header + 32, 8, (uint64_t)position);
-    tqkv__put(header + 40, 8, (uint64_t)n);
-    tqkv__put(header + 48, 8, tqkv__center_hash(s));
+                                other_basis | (s->center ? 2u : 0u) | (s->channel_scale ? 8u : 0u),
+                                tqkv__bits(scaled ? s->block_scale : 1.0f),
+                                0};
+    tqkv__put_name(tqkv__store_magic, TQKV__STORE_HEADER_SIZE, header);
+    for (int i = 0; i < 6; i++) tqkv__put(header + 16 + 4 * i, 4, fields[i]);
+    tqkv__put(header + 40, 8, (uint64_t)position);
+    tqkv__put(header + 48, 8, (uint64_t)n);
+    tqkv__put(header + 56, 8, tqkv__channels_hash(s));
 }
 
 TQKV_API tqkv_result tqkv_store_save(const tqkv_store *store, int64_t position, int n_positions, tqkv_write write,
@@ -477,7 +517,7 @@ TQKV_API tqkv_result tqkv_store_save(const tqkv_store *store, int64_t position, 
 TQKV_API tqkv_result tqkv_store_load(const tqkv_store *store, int64_t position, int n_positions, tqkv_read read,
                                      void *user)
 {
-    enum { name = 12 }; /* bytes of magic and version */
+    enum { position_at = 40 }; /* in the header; where the positions were is not compared */
     tqkv__stream s;
     tqkv__pipe pipe;
     uint8_t header[TQKV__STORE_HEADER_SIZE], expected[TQKV__STORE_HEADER_SIZE];
@@ -487,11 +527,10 @@ TQKV_API tqkv_result tqkv_store_load(const tqkv_store *store, int64_t position, 
     if (r != TQKV_OK) return r;
     tqkv__store_header(&s, position, n_positions, expected);
     tqkv__pipe_open(&pipe, NULL, read, user);
-    r = tqkv__move(&pipe, header, sizeof header);
-    if (r == TQKV_OK) r = tqkv__move_hash(&pipe);
+    r = tqkv__read_header(&pipe, tqkv__store_magic, sizeof header, header);
     if (r != TQKV_OK) return r;
-    if (memcmp(header, expected, name) != 0 || tqkv__get(header + 32, 8) > (uint64_t)INT64_MAX) return TQKV_CORRUPT;
-    memcpy(expected + 32, header + 32, 8); /* where the positions were is not compared */
+    if (tqkv__get(header + position_at, 8) > (uint64_t)INT64_MAX) return TQKV_CORRUPT;
+    memcpy(expected + position_at, header + position_at, 8);
     if (memcmp(header, expected, sizeof header) != 0)
         return TQKV__INVALID("the snapshot is of another store or of another number of positions");
     const tqkv__range range = {position, position + n_positions};

@@ -1,4 +1,4 @@
-/* >>common: sizes, formats, the checks of a store, of its positions and of rows */
+/* >>store-code: sizes, formats, the checks of a store, of its positions and of rows */
 
 static bool tqkv__size_multiply(size_t a, size_t b, size_t *product)
 {
@@ -90,6 +90,8 @@ typedef struct tqkv__stream {
     tqkv_type type;                 /* of the caller's rows; tqkv__check_rows checks it */
     tqkv_strides strides;           /* likewise */
     const float *center;            /* [n_kv_heads][head_dim] or NULL */
+    const float *channel_scale;     /* likewise */
+    const float *inverses;          /* 1 / channel_scale, where they are kept; else NULL, see tqkv__inverses_of */
     const int32_t *pages;           /* [n_pages] or NULL: no table, or one that the processor does not know */
     int n_pages, page_size;         /* 0 without a table */
     uint8_t planes[4][128];         /* byte p of each centroid in planes[p], for byte look-ups; see tqkv__fill_planes */
@@ -194,26 +196,50 @@ static tqkv_result tqkv__stream_shape(const tqkv_store *store, tqkv__stream *s)
     return store->pages ? tqkv__table_shape(store, s) : TQKV_OK;
 }
 
-/* Follows tqkv__stream_shape in calls that add or subtract the centre. */
-static tqkv_result tqkv__stream_center(const tqkv_store *store, tqkv__stream *s)
+/* Whether a value of each channel, x: [n_kv_heads][head_dim], is finite, or a scale that is allowed; by the set in use. */
+static bool tqkv__channels_finite(const tqkv__stream *s, const float *x);
+static bool tqkv__channels_scale(const tqkv__stream *s, const float *x);
+
+/* Takes the scale; follows tqkv__stream_shape. */
+static tqkv_result tqkv__stream_scale(const tqkv_store *store, tqkv__stream *s)
 {
-    if ((uintptr_t)store->center % sizeof(float)) return TQKV__INVALID("center: not aligned as floats");
-    if (store->center && !tqkv__all_finite(store->center, (size_t)s->n_kv_heads * (size_t)s->head_dim))
-        return TQKV__REFUSE(NOT_FINITE, "center holds NaN or infinity");
-    s->center = store->center;
+    const float *scale = store->channel_scale;
+    if ((uintptr_t)scale % sizeof(float)) return TQKV__INVALID("channel_scale: not aligned as floats");
+    if (scale && !tqkv__channels_scale(s, scale)) {
+        if (!tqkv__channels_finite(s, scale)) return TQKV__REFUSE(NOT_FINITE, "channel_scale holds NaN or infinity");
+        return TQKV__INVALID("channel_scale: not in [2^-32, 2^32]");
+    }
+    s->channel_scale = scale;
     return TQKV_OK;
 }
 
-/* In bytes. A stream of `capacity` such rows has a size, so this does not overflow. */
+/* Takes centre and scale; follows tqkv__stream_shape in calls that use them. */
+static tqkv_result tqkv__stream_channels(const tqkv_store *store, tqkv__stream *s)
+{
+    if ((uintptr_t)store->center % sizeof(float)) return TQKV__INVALID("center: not aligned as floats");
+    if (store->center && !tqkv__channels_finite(s, store->center))
+        return TQKV__REFUSE(NOT_FINITE, "center holds NaN or infinity");
+    s->center = store->center;
+    return tqkv__stream_scale(store, s);
+}
+
+/* Of a centre, or of a scale, in bytes. A stream of `capacity` such rows has a size, so this does not overflow. */
 static size_t tqkv__center_size(const tqkv__stream *s)
 {
     return (size_t)s->n_kv_heads * (size_t)s->head_dim * sizeof(float);
 }
 
-/* The centre of a head, [head_dim], or NULL */
-static const float *tqkv__center_of(const tqkv__stream *s, int kv_head)
+/* The part of a head in centre, scale or inverses, [head_dim]; NULL of NULL */
+static const float *tqkv__of_head(const tqkv__stream *s, const float *channels, int kv_head)
 {
-    return s->center ? s->center + (size_t)kv_head * (size_t)s->head_dim : NULL;
+    return channels ? channels + (size_t)kv_head * (size_t)s->head_dim : NULL;
+}
+
+static const float *tqkv__center_of(const tqkv__stream *s, int kv_head) { return tqkv__of_head(s, s->center, kv_head); }
+
+static const float *tqkv__scale_of(const tqkv__stream *s, int kv_head)
+{
+    return tqkv__of_head(s, s->channel_scale, kv_head);
 }
 
 /* In bytes */
@@ -248,7 +274,7 @@ static bool tqkv__encoding_overlaps(const tqkv__stream *s, const void *p, size_t
 /* Takes the buffers of a store; follows tqkv__stream_shape. */
 static tqkv_result tqkv__stream_memory(const tqkv_store *store, tqkv__stream *s)
 {
-    const tqkv_result r = tqkv__stream_center(store, s);
+    const tqkv_result r = tqkv__stream_channels(store, s);
     if (r != TQKV_OK) return r;
     if (!store->codes || store->codes_size < s->codes_size) return TQKV__INVALID("codes: NULL or too small");
     if (s->norms_size && (!store->norms || store->norms_size < s->norms_size))
@@ -261,6 +287,8 @@ static tqkv_result tqkv__stream_memory(const tqkv_store *store, tqkv__stream *s)
     tqkv__fill_planes(s);
     if (tqkv__encoding_overlaps(s, s->center, tqkv__center_size(s)))
         return TQKV__INVALID("center overlaps codes or norms");
+    if (tqkv__encoding_overlaps(s, s->channel_scale, tqkv__center_size(s)))
+        return TQKV__INVALID("channel_scale overlaps codes or norms");
     if (tqkv__encoding_overlaps(s, s->pages, tqkv__table_size(s))) return TQKV__INVALID("pages overlap codes or norms");
     return TQKV_OK;
 }
@@ -271,10 +299,16 @@ static tqkv_result tqkv__stream_open(const tqkv_store *store, tqkv__stream *s)
     return r == TQKV_OK ? tqkv__stream_memory(store, s) : r;
 }
 
+static bool tqkv__channels_overlap(const tqkv__stream *s, const void *p, size_t size)
+{
+    return tqkv__overlap(s->center, tqkv__center_size(s), p, size) ||
+           tqkv__overlap(s->channel_scale, tqkv__center_size(s), p, size);
+}
+
 /* Whether memory at p is any of a stream's, read or written. */
 static bool tqkv__stream_overlaps(const tqkv__stream *s, const void *p, size_t size)
 {
-    return tqkv__encoding_overlaps(s, p, size) || tqkv__overlap(s->center, tqkv__center_size(s), p, size) ||
+    return tqkv__encoding_overlaps(s, p, size) || tqkv__channels_overlap(s, p, size) ||
            tqkv__overlap(s->pages, tqkv__table_size(s), p, size);
 }
 
@@ -452,7 +486,8 @@ static tqkv_result tqkv__check_rows(const tqkv__stream *s, const void *p, int n,
     return TQKV_OK;
 }
 
-TQKV__FOR_HOST size_t tqkv__rows_size(const tqkv_store *s, int n_tokens)
+/* Bytes of the caller's rows of so many tokens. */
+static size_t tqkv__rows_size(const tqkv_store *s, int n_tokens)
 {
     size_t bytes;
     const tqkv_strides strides = tqkv__strides_of(s->strides, s->n_kv_heads, s->head_dim);

@@ -1,4 +1,4 @@
-/* >>shared: one row a format, and tables: one source for C, Objective-C and the Metal shaders. TQKV_SHARED makes it visible
+/* >>tables: one row a format, and tables: one source for C, Objective-C and the Metal shaders. TQKV_SHARED makes it visible
    without the implementation. */
 #define TQKV_TABLE_VERSION 8 /* changes with the tables, the argument structs, or their meaning in the kernels */
 

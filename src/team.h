@@ -72,17 +72,12 @@ static void tqkv__team_free(void *user, void *pointer, size_t size)
 static void tqkv__spin(int *spins)
 {
     enum { patience = 100 }; /* some microseconds */
-    if (++*spins < patience) {
-#if defined(__x86_64__) || defined(__i386__)
-        __builtin_ia32_pause();
-#elif defined(__aarch64__)
-        __asm__ volatile("yield");
-#endif
+    if (*spins < patience) {
+        ++*spins;
+        TQKV__PAUSE();
         return;
     }
-#ifdef TQKV__YIELD
     TQKV__YIELD();
-#endif
 }
 
 static void tqkv__take_tasks(tqkv_team *team)

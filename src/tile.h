@@ -1,3 +1,5 @@
+/* >>tile: the order of decoded values, tiles, and the sums of a tile, of a piece and of a stretch */
+
 /* from: [rows][columns] -> to: [columns][rows], plus zero */
 static inline void tqkv__transpose(const float *from, int rows, int columns, float zero, float *to)
 {
@@ -85,7 +87,7 @@ static int tqkv__tile_length(const tqkv__attention *a, const tqkv__place *place,
     if (n > border) n = border;
     if (n > key_room) n = key_room;
     if (n > value_room) n = value_room;
-    if (a->call.tail && n > tqkv__tile_room(&a->tail, position)) n = tqkv__tile_room(&a->tail, position);
+    if (a->call.tail && n > tqkv__tile_room(place->tail, position)) n = tqkv__tile_room(place->tail, position);
     return (int)n;
 }
 
@@ -133,7 +135,7 @@ static void tqkv__find_runs(const tqkv__attention *a, const tqkv__place *place, 
     tile->place = *place;
     tqkv__open_run(place->keys, tile->position, tile->n, end, &tile->keys);
     tqkv__open_run(place->values, tile->position, tile->n, end, &tile->values);
-    if (a->call.tail) tqkv__open_run(&a->tail, tile->position, tile->n, end, &tile->tail);
+    if (a->call.tail) tqkv__open_run(place->tail, tile->position, tile->n, end, &tile->tail);
 }
 
 /* Asks for a line of each 4 KiB of the next tile, and for its norms, a tile early. The loops ask for the other lines, but late
@@ -237,17 +239,28 @@ static TQKV__NOINLINE void tqkv__merge_sums(const tqkv__sums *into, const tqkv__
 #define TQKV__STRETCH 2048
 #define TQKV__PIECE   256
 
-/* The scores of a tile: the sum of those of the parts of the keys, in their order. q: as tqkv__arrange_queries gives them */
-static void tqkv__score_tile(tqkv__tile *tile, const float *q, int n_rows)
+/* Floats of an arranged query, without its second digits. */
+static size_t tqkv__first_floats(const tqkv__attention *a)
+{
+    return (size_t)(a->key_dim + (a->exact[0][0] || a->exact[1][0] ? a->keys.head_dim : 0));
+}
+
+/* The scores of a tile: the sum of those of the parts of the keys, in their order, and of the second digits. q, digits: as
+   tqkv__arrange_queries gives them */
+static void tqkv__score_tile(tqkv__tile *tile, const float *q, int digits, int n_rows)
 {
     const tqkv__attention *a = tile->streams;
     float *scores = tile->scores + tile->begin;
-    const int before = tile->place.keys == &a->keys ? 0 : a->key_dim; /* dimensions of q before those for halves */
-    a->isa->score_tile(tile->place.keys, tile->kv_head, &tile->keys, q + (size_t)n_rows * (size_t)before, n_rows, false,
-                       scores);
-    if (!a->call.tail) return;
-    a->isa->score_tile(&a->tail, tile->kv_head, &tile->tail, q + (size_t)n_rows * (size_t)a->keys.head_dim, n_rows,
-                       true, scores);
+    const bool codes = tile->place.keys == &a->keys;
+    const size_t all = (size_t)n_rows, of_keys = all * (size_t)a->keys.head_dim;
+    const float *rest = q + all * tqkv__first_floats(a);
+    a->isa->score_tile(tile->place.keys, tile->kv_head, &tile->keys, codes ? q : q + all * (size_t)a->key_dim, n_rows,
+                       false, scores);
+    if (a->call.tail)
+        a->isa->score_tile(tile->place.tail, tile->kv_head, &tile->tail, q + of_keys, n_rows, true, scores);
+    if ((digits & 1) && codes) a->isa->score_tile(&a->keys, tile->kv_head, &tile->keys, rest, n_rows, true, scores);
+    if (digits & 2)
+        a->isa->score_tile(tile->place.tail, tile->kv_head, &tile->tail, rest + of_keys, n_rows, true, scores);
 }
 
 /* Sums of values have the order of the stream that is added to them: brings them into that of another. */

@@ -37,7 +37,7 @@ extern "C" {
 #endif
 #endif /* TQKV_H */
 
-/* ---- The implementation starts here: stop reading if you only want the API. ---- */
+#include "contents.h"
 
 #ifdef TQKV_NO_IMPLEMENTATION
 #undef TQKV_IMPLEMENTATION
@@ -74,14 +74,16 @@ extern "C" {
 
 #include "measure.h"
 
+#include "calibrate.h"
+
 #include "attend.h"
 
 #include "integer.h"
 
 #endif /* TQKV_IMPLEMENTATION, to be continued */
 
-/* >>kernels: what the loops of attention and of encoding share. The implementation includes this file again for each
-   instruction set, and compiles the sections from here to >>avx512 for it. TQKV__(name) is that set's version of name,
+/* The loops of attention and of encoding. The implementation includes this file again for each
+   instruction set, and compiles the sections from here to >>set-avx512 for it. TQKV__(name) is that set's version of name,
    TQKV__LANES the number of floats in its vector, and TQKV__TARGET the attribute that enables it in the compiler. */
 #ifdef TQKV__LANES
 
@@ -178,11 +180,13 @@ int sysctlbyname(const char *name, void *value, size_t *size, void *to, size_t t
 #include "set_neon.h"
 #endif
 
+#ifndef TQKV_NO_INTEGER
 #include "integer_avx512.h"
 
 #include "integer_avx2.h"
 
 #include "integer_neon.h"
+#endif
 
 #undef TQKV__NESTED
 #ifdef TQKV__OPTIMISED
@@ -212,6 +216,8 @@ int sysctlbyname(const char *name, void *value, size_t *size, void *to, size_t t
 
 #include "cache.h"
 
+#include "cache_calibrate.h"
+
 #include "cache_edit.h"
 
 #include "snapshot.h"
@@ -230,7 +236,7 @@ int sysctlbyname(const char *name, void *value, size_t *size, void *to, size_t t
 
 #if defined(TQKV_IMPLEMENTATION) && defined(TQKV_METAL) && !defined(TQKV__NESTED) && !defined(TQKV__METAL_CODE)
 #define TQKV__METAL_CODE
-#define TQKV__NO_DISPATCH      "d: NULL"
+#define TQKV__NO_PLAN          "plan: NULL"
 #define TQKV__NO_CACHE_QUERIES "the cache is NULL or n_queries not positive"
 #define TQKV__LARGE_SCRATCH    "more scratch than a size_t can count"
 
@@ -251,6 +257,8 @@ int sysctlbyname(const char *name, void *value, size_t *size, void *to, size_t t
 #include "plan_index.h"
 
 #include "plan_cache.h"
+
+#include "plan_prepare.h"
 
 #include "plan_report.h"
 

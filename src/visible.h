@@ -1,3 +1,5 @@
+/* >>visible: which positions a query sees: windows, trees, lists */
+
 /* The positions of a range that a query sees. */
 static tqkv__range tqkv__visible(const tqkv__attention *a, int query, tqkv__range range)
 {
@@ -37,6 +39,10 @@ typedef struct tqkv__list {
     int64_t n_before, recent, hidden; /* positions of block `recent` before `hidden` are not seen */
     int64_t base;
     tqkv__range seen; /* ranks */
+    /* Of the positions that are no longer resident those in the blocks row[0 .. n_row), and those from kept_from on. They have no
+       ranks. */
+    const int32_t *row;
+    int64_t n_row, kept_from;
 } tqkv__list;
 
 /* The first of n ascending entries that is not below `block`. */
@@ -78,29 +84,33 @@ static bool tqkv__tree_hides(const tqkv__attention *a, int query, int64_t positi
     return a->call.tree && j >= 0 && !(a->call.tree[query] >> j & 1);
 }
 
-/* Where the newest list_newest positions of a range begin that a query sees. */
-static int64_t tqkv__newest_from(const tqkv__attention *a, int query, tqkv__range range)
+/* Where the newest `left` positions of a range begin that a query sees; takes their number from `left`. */
+static int64_t tqkv__newest_from(const tqkv__attention *a, int query, tqkv__range range, int *left)
 {
-    int left = a->call.list_newest;
-    while (a->call.tree && left > 0 && range.to > range.from && range.to > a->call.end - a->call.n_queries)
-        left -= !tqkv__tree_hides(a, query, --range.to);
-    return range.to - range.from < left ? range.from : range.to - left;
+    while (a->call.tree && *left > 0 && range.to > range.from && range.to > a->call.end - a->call.n_queries)
+        *left -= !tqkv__tree_hides(a, query, --range.to);
+    const int n = range.to - range.from < *left ? (int)(range.to - range.from) : *left;
+    *left -= n;
+    return range.to - n;
 }
 
 /* The list of a query, as far as it looks at a range of positions. */
 static tqkv__list tqkv__open_list(const tqkv__attention *a, int query, int kv_head, tqkv__range range)
 {
     tqkv__list l;
-    const tqkv__range resident = {a->first, a->call.end}, all = tqkv__visible(a, query, resident);
+    const tqkv__range resident = {a->first, a->call.end}, all = tqkv__visible(a, query, resident), kept = {0, a->kept};
     int64_t n = 0;
-    l.entries = tqkv__list_row(a, query, kv_head);
+    int newest = a->call.list_newest;
+    l.entries = l.row = tqkv__list_row(a, query, kv_head);
     l.shift = tqkv__list_shift(a->call.list_block);
     while (n < a->call.list_length && l.entries[n] >= 0) n++;
+    l.n_row = n;
     const int64_t gone = tqkv__entry_at(l.entries, n, all.from >> l.shift);
     l.entries += gone;
     n -= gone;
     l.base = all.from >> l.shift << l.shift;
-    l.hidden = tqkv__newest_from(a, query, all);
+    l.hidden = tqkv__newest_from(a, query, all, &newest);
+    l.kept_from = tqkv__newest_from(a, query, tqkv__visible(a, query, kept), &newest);
     l.recent = l.hidden < all.to ? l.hidden >> l.shift : (all.to >> l.shift) + (all.to % ((int64_t)1 << l.shift) > 0);
     l.n_before = tqkv__entry_at(l.entries, n, l.recent);
     if (l.hidden == all.to || (l.n_before < n && l.entries[l.n_before] == l.recent)) l.hidden = 0;
@@ -147,7 +157,7 @@ static tqkv_result tqkv__check_listed(const tqkv__attention *a, int i, tqkv__ran
     const tqkv__stream *s = tqkv__stream_read(a, i);
     tqkv_result r = TQKV_OK;
     if (!s || !s->pages) return r;
-    range = tqkv__positions_read(a, i, range);
+    range = tqkv__positions_read(a, i, range, query);
     for (int64_t rank = l->seen.from; r == TQKV_OK && rank < l->seen.to; rank++) {
         const int64_t position = tqkv__position_of(l, rank);
         if (position < range.from || position >= range.to || tqkv__hidden_ranks(a, query, l, rank, 1)) continue;
@@ -173,9 +183,21 @@ static tqkv_result tqkv__check_entries(const tqkv__attention *a, int64_t first, 
 {
     tqkv_result r = TQKV_OK;
     for (int i = 0; r == TQKV_OK && i < TQKV__STREAMS; i++) {
-        const tqkv__range all = {first, end}, range = tqkv__positions_read(a, i, all);
+        const tqkv__range all = {first, end}, range = tqkv__positions_read(a, i, all, 0);
         if (tqkv__stream_read(a, i)) r = tqkv__check_pages(tqkv__stream_read(a, i), range.from, range.to);
     }
+    return r;
+}
+
+/* As tqkv__check_entries, for the positions that are no longer resident. */
+static tqkv_result tqkv__check_kept(const tqkv__attention *a)
+{
+    const tqkv__range kept = {0, a->kept}, seen = tqkv__visible_to(a, 0, a->call.n_queries - 1, kept);
+    const int streams[3] = {TQKV__FIRST_HALVES, TQKV__FIRST_HALVES + 1, TQKV__FIRST_TAIL};
+    tqkv_result r = TQKV_OK;
+    for (int i = 0; r == TQKV_OK && a->kept && i < 3; i++)
+        if (tqkv__stream_read(a, streams[i]))
+            r = tqkv__check_pages(tqkv__stream_read(a, streams[i]), seen.from, seen.to);
     return r;
 }
 
@@ -183,10 +205,12 @@ static tqkv_result tqkv__check_entries(const tqkv__attention *a, int64_t first, 
 static tqkv_result tqkv__check_seen(const tqkv__attention *a, tqkv__range range)
 {
     const int64_t first = a->call.end - a->call.n_queries; /* of the tree */
-    if (a->call.list) return tqkv__check_lists_seen(a, range);
+    tqkv_result r = tqkv__check_kept(a);
+    if (r == TQKV_OK && a->call.list) r = tqkv__check_lists_seen(a, range);
+    if (r != TQKV_OK || a->call.list) return r;
     const tqkv__range seen = tqkv__visible_to(a, 0, a->call.n_queries - 1, range);
     const int64_t base = a->call.tree && first < seen.to ? first : seen.to;
-    tqkv_result r = tqkv__check_entries(a, seen.from, base);
+    r = tqkv__check_entries(a, seen.from, base);
     for (int64_t at = base < seen.from ? seen.from : base; r == TQKV_OK && at < seen.to; at++)
         if (tqkv__tree_has(a, (int)(at - first))) r = tqkv__check_entries(a, at, at + 1);
     return r;

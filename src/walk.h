@@ -1,3 +1,5 @@
+/* >>walk: an item from tile to tile */
+
 /* An item at work: its queries as tqkv__arrange_queries gives them, what centres add to its scores, and its sums, of a piece
    and of a stretch. A tile's values are added after the next tile's scores. These steps are independent, and the processor
    overlaps them. */
@@ -5,14 +7,17 @@ typedef struct tqkv__work {
     const tqkv__attention *a;
     const tqkv__item *item;
     const float *q, *offsets;
+    int digits;        /* of the queries: see tqkv__arrange_queries */
     tqkv__tile *tiles; /* [2] */
     tqkv__tile *before;
     tqkv__sums piece, sums;
-    const tqkv__list *list;          /* or NULL: ranks are positions */
-    tqkv__range common;              /* what all rows see of a stretch, without a list */
-    bool small_pages, odd_rings;     /* pages, or rings, may end within a tile */
-    const tqkv__attention *gathered; /* streams in scratch, for rows that do not lie together */
-    tqkv__ranks ranks[3];            /* likewise: of the tile before, of this one and of the next */
+    const tqkv__list *list;           /* or NULL: ranks are positions */
+    int64_t exact[2];                 /* tqkv__exact_at of the first and the last row's query */
+    tqkv__range passes[TQKV__PASSES]; /* of ranks, in a stretch */
+    tqkv__range common[TQKV__PASSES]; /* what all rows see of these, without a list */
+    bool small_pages, odd_rings;      /* pages, or rings, may end within a tile */
+    const tqkv__attention *gathered;  /* streams in scratch, for rows that do not lie together */
+    tqkv__ranks ranks[3];             /* likewise: of the tile before, of this one and of the next */
 } tqkv__work;
 
 /* What the rows see together of a range of positions or, with a list, ranks. */
@@ -38,21 +43,74 @@ static tqkv__range tqkv__common_range(const tqkv__work *w, tqkv__range range)
     return all;
 }
 
+/* Finds the passes through a range of positions or ranks or, for `kept`, through what is no longer resident, and what all rows see of
+   them. Without halves of the newest all is in the last. */
+static void tqkv__find_passes(tqkv__work *w, tqkv__range range, bool kept)
+{
+    const tqkv__range none = {0, 0}, before = {0, w->a->kept};
+    for (int pass = 0; pass < TQKV__PASSES; pass++) w->passes[pass] = w->common[pass] = none;
+    if (kept) {
+        const int group = w->a->group, last_row = w->item->first_row + w->item->n_rows - 1;
+        w->passes[TQKV__GONE] = tqkv__visible_to(w->a, w->item->first_row / group, last_row / group, before);
+        if (!w->list) w->common[TQKV__GONE] = tqkv__common_range(w, before);
+        return;
+    }
+    const int64_t low = w->list ? tqkv__rank_of(w->list, w->exact[0]) : w->exact[0];
+    const int64_t high = w->list ? tqkv__rank_of(w->list, w->exact[1]) : w->exact[1];
+    tqkv__range *older = &w->passes[TQKV__OLDER], *newest = &w->passes[TQKV__NEWEST];
+    *older = *newest = tqkv__range_of_rows(w, range);
+    if (older->to > high) older->to = high;
+    if (newest->from < low) newest->from = low;
+    if (w->list) return;
+    older = &w->common[TQKV__OLDER];
+    newest = &w->common[TQKV__NEWEST];
+    *older = *newest = tqkv__common_range(w, range);
+    if (older->to > low) older->to = low;
+    if (newest->from < high) newest->from = high;
+}
+
+/* The part of a range that a query reads in a pass. */
+static tqkv__range tqkv__range_in_pass(const tqkv__work *w, int pass, int query, tqkv__range range)
+{
+    const tqkv__range kept = {0, w->a->kept};
+    const int64_t exact = tqkv__exact_at(w->a, query);
+    if (pass == TQKV__GONE) return kept;
+    if (pass == TQKV__OLDER && range.to > exact) range.to = exact;
+    if (pass == TQKV__NEWEST && range.from < exact) range.from = exact;
+    return range;
+}
+
+/* Takes from a span of a tile what its query's list does not name of the positions that are no longer resident. */
+static void tqkv__hide_kept(const tqkv__list *l, const tqkv__tile *tile, tqkv__span *span)
+{
+    bool seen = false;
+    for (int j = span->from; j < span->to; j++) {
+        const int64_t position = tile->position + (j - tile->begin), block = position >> l->shift;
+        const int64_t at = tqkv__entry_at(l->row, l->n_row, block);
+        if (position < l->kept_from && (at == l->n_row || l->row[at] != block)) span->hidden |= (uint64_t)1 << j;
+        seen = seen || !(span->hidden >> j & 1);
+    }
+    if (!seen) span->to = span->from;
+}
+
 /* Finds what each row sees of a tile; false: none sees any of it. */
 static bool tqkv__find_spans(const tqkv__work *w, tqkv__range range, tqkv__tile *tile)
 {
+    const int pass = tile->place.number / 2, group = w->a->group;
+    const tqkv__range *common = &w->common[pass];
     const tqkv__item *item = w->item;
-    const int group = w->a->group;
-    tqkv__span span = {tile->begin, tile->begin + tile->n, w->list ? tile->ranks->hidden << tile->begin : 0};
+    const bool listed = w->list && pass != TQKV__GONE;
+    tqkv__span span = {tile->begin, tile->begin + tile->n, listed ? tile->ranks->hidden << tile->begin : 0};
     bool seen = false;
     tile->whole = !span.hidden;
-    if (w->list || (tile->position >= w->common.from && tile->position + tile->n <= w->common.to)) {
+    if (listed || (tile->position >= common->from && tile->position + tile->n <= common->to)) {
         for (int row = 0; row < item->n_rows; row++) tile->spans[row] = span;
         return true;
     }
     for (int row = 0; row < item->n_rows;) {
         const int query = (item->first_row + row) / group, next = (query + 1) * group - item->first_row;
-        span = tqkv__span_of(w->a, query, tile, range);
+        span = tqkv__span_of(w->a, query, tile, tqkv__range_in_pass(w, pass, query, range));
+        if (w->list) tqkv__hide_kept(w->list, tile, &span);
         for (; row < next && row < item->n_rows; row++) tile->spans[row] = span;
         seen = seen || span.to > span.from;
         tile->whole = tile->whole && span.to - span.from == tile->n && !span.hidden;
@@ -70,20 +128,21 @@ static inline void tqkv__copy_row(uint8_t *to, const uint8_t *from, size_t size)
 
 /* size and norms (floats a row) may be constants. */
 static TQKV__INLINE void tqkv__gather_rows(const uint8_t *codes, const float *of_rows, const size_t size,
-                                           const size_t norms, const int32_t *slots, int n, uint8_t *row, float *norm)
+                                           const size_t norms, const int32_t *slot_list, int n, uint8_t *row,
+                                           float *norm)
 {
     for (int j = 0; j < n; j++, row += size) {
-        const size_t from = slots[j] < 0 ? 0 : (size_t)slots[j];
-        if (slots[j] < 0)
+        const size_t from = slot_list[j] < 0 ? 0 : (size_t)slot_list[j];
+        if (slot_list[j] < 0)
             memset(row, 0, size);
         else
             tqkv__copy_row(row, codes + from * size, size);
-        for (size_t i = 0; i < norms; i++) *norm++ = slots[j] < 0 ? 0.0f : of_rows[from * norms + i];
+        for (size_t i = 0; i < norms; i++) *norm++ = slot_list[j] < 0 ? 0.0f : of_rows[from * norms + i];
     }
 }
 
 /* Copies rows to slots of another stream from `slot` on; those that are hidden become zeros, because they may be NaN. */
-static void tqkv__gather(const tqkv__stream *from, int kv_head, const tqkv__ranks *ranks, const int32_t *slots,
+static void tqkv__gather(const tqkv__stream *from, int kv_head, const tqkv__ranks *ranks, const int32_t *slot_list,
                          const tqkv__stream *to, int slot)
 {
     const uint8_t *codes = tqkv__codes_at(from, kv_head, 0);
@@ -92,28 +151,28 @@ static void tqkv__gather(const tqkv__stream *from, int kv_head, const tqkv__rank
     float *norm = tqkv__norms_at(to, 0, slot);
     const size_t size = from->row_bytes, norms = norm ? (size_t)from->norms_per_row : 0;
     if (size == 64 && norms == 1) /* TQ4 of 128: 0.9 times as long */
-        tqkv__gather_rows(codes, of_rows, 64, 1, slots, ranks->n, row, norm);
+        tqkv__gather_rows(codes, of_rows, 64, 1, slot_list, ranks->n, row, norm);
     else
-        tqkv__gather_rows(codes, of_rows, size, norms, slots, ranks->n, row, norm);
+        tqkv__gather_rows(codes, of_rows, size, norms, slot_list, ranks->n, row, norm);
 }
 
 /* Asks for the rows of a tile, to the L1 cache. With requests to the L2 a list of 2,048 of 32,768 positions takes 1.4 times as
    long from memory (TQ4 of 128, group 4, blocks of 1, Zen 5), and F16 of 512, whose tiles are larger than an L1, as long. */
-static void tqkv__ask(const tqkv__stream *s, int kv_head, const tqkv__ranks *ranks, const int32_t *slots)
+static void tqkv__ask(const tqkv__stream *s, int kv_head, const tqkv__ranks *ranks, const int32_t *slot_list)
 {
     const size_t norms = (size_t)s->norms_per_row * sizeof(float), size = s->row_bytes;
     const uint8_t *codes = tqkv__codes_at(s, kv_head, 0), *of_rows = (const uint8_t *)tqkv__norms_at(s, kv_head, 0);
     if (ranks->together) {
-        tqkv__prefetch(TQKV__L1, codes + (size_t)slots[0] * size, (size_t)ranks->n * size);
-        if (norms) tqkv__prefetch(TQKV__L1, of_rows + (size_t)slots[0] * norms, (size_t)ranks->n * norms);
+        tqkv__prefetch(TQKV__L1, codes + (size_t)slot_list[0] * size, (size_t)ranks->n * size);
+        if (norms) tqkv__prefetch(TQKV__L1, of_rows + (size_t)slot_list[0] * norms, (size_t)ranks->n * norms);
         return;
     }
     for (int j = 0; j < ranks->n; j++) {
-        if (slots[j] < 0) continue;
-        const uint8_t *row = codes + (size_t)slots[j] * size;
+        if (slot_list[j] < 0) continue;
+        const uint8_t *row = codes + (size_t)slot_list[j] * size;
         tqkv__prefetch(TQKV__L1, row, 1); /* by the line: a loop over a size takes 1.1 times as long in all */
         for (size_t i = 64; i < size; i += 64) tqkv__prefetch(TQKV__L1, row + i, 1);
-        if (norms) tqkv__prefetch(TQKV__L1, of_rows + (size_t)slots[j] * norms, 1);
+        if (norms) tqkv__prefetch(TQKV__L1, of_rows + (size_t)slot_list[j] * norms, 1);
     }
 }
 
@@ -121,7 +180,7 @@ static void tqkv__ask_keys(const tqkv__attention *a, int kv_head, const tqkv__ra
 {
     if (!ranks->n) return;
     tqkv__ask(ranks->place.keys, kv_head, ranks, ranks->keys);
-    if (a->call.tail) tqkv__ask(&a->tail, kv_head, ranks, ranks->tail);
+    if (a->call.tail) tqkv__ask(ranks->place.tail, kv_head, ranks, ranks->tail);
 }
 
 static void tqkv__ask_values(const tqkv__attention *a, int kv_head, const tqkv__ranks *ranks)
@@ -167,7 +226,7 @@ static void tqkv__end_piece_before(const tqkv__work *w, const tqkv__tile *tile)
 static void tqkv__attend_tile(tqkv__work *w, tqkv__tile *tile)
 {
     const int n_rows = w->item->n_rows;
-    tqkv__score_tile(tile, w->q, n_rows);
+    tqkv__score_tile(tile, w->q, w->digits, n_rows);
     if (tile->ranks) tqkv__ask_values(w->a, w->item->kv_head, tile->ranks);
     tqkv__add_before(w);
     tqkv__end_piece_before(w, tile);
@@ -180,6 +239,6 @@ static void tqkv__touch_streams(const tqkv__tile *tile)
 {
     const tqkv__attention *a = tile->streams;
     tqkv__touch_next(tile->place.keys, tile->kv_head, &tile->keys);
-    if (a->call.tail) tqkv__touch_next(&a->tail, tile->kv_head, &tile->tail);
+    if (a->call.tail) tqkv__touch_next(tile->place.tail, tile->kv_head, &tile->tail);
     if (!a->shared) tqkv__touch_next(tile->place.values, tile->kv_head, &tile->values);
 }

@@ -21,6 +21,8 @@ typedef struct attend_row {
     bool key_ring, value_ring, keys_unrotated, values_unrotated;
     float block_scale, scale, softcap, query_size;
     float key_center, value_center; /* size of the stores' centres, in rows' standard deviations; 0: none */
+    float key_spread, value_spread,
+        tail_spread; /* of the stores' scales: log2 of the largest by the smallest; 0: none */
     attend_sinks sinks;
     bool tree; /* random branches */
     tqkv_basis query_basis, output_basis;
@@ -42,16 +44,17 @@ typedef struct attend_row {
 
 typedef struct attend_problem {
     tqkv_attention attention;
-    tqkv_store keys, values, tail, ends[2][2]; /* ends: of the first and of the last positions, of keys and values */
-    float *q, *sinks, *out;                    /* [n_queries][n_heads][head_dim], [n_heads], as q, but value_dim */
-    uint64_t *tree;                            /* [n_queries] or NULL */
-    int32_t *list;                             /* or NULL */
-    float *key_center, *value_center;          /* [n_kv_heads][head_dim], with value_dim, or NULL */
-    float *tail_center;                        /* [n_kv_heads][tail_dim] or NULL */
-    double *expected;                          /* as out */
-    size_t n_rows, head_dim, value_dim;        /* n_rows = n_queries * n_heads; head_dim: of a query, with the tail's */
-    int64_t poisoned;                          /* position, or -1 */
-    double tolerance;                          /* relative L2 */
+    tqkv_store keys, values, tail, ends[2][2];   /* ends: of the first and of the last positions, of keys and values */
+    float *q, *sinks, *out;                      /* [n_queries][n_heads][head_dim], [n_heads], as q, but value_dim */
+    uint64_t *tree;                              /* [n_queries] or NULL */
+    int32_t *list;                               /* or NULL */
+    float *key_center, *value_center;            /* [n_kv_heads][head_dim], with value_dim, or NULL */
+    float *tail_center;                          /* [n_kv_heads][tail_dim] or NULL */
+    float *key_scale, *value_scale, *tail_scale; /* as the centres */
+    double *expected;                            /* as out */
+    size_t n_rows, head_dim, value_dim; /* n_rows = n_queries * n_heads; head_dim: of a query, with the tail's */
+    int64_t poisoned;                   /* position, or -1 */
+    double tolerance;                   /* relative L2 */
 } attend_problem;
 
 /* 40 positions of a linear store, one query of two heads. */
@@ -92,16 +95,19 @@ static inline void attend_poison_position(tqkv_store *s, int64_t position, bool 
     }
 }
 
-/* Encodes positions [first, end). Then fills those that no query sees with NaN. */
+/* Encodes positions [first, end). Then fills those that no query sees with NaN, but not those that only the halves of first
+   positions have: a ring that has wrapped shows them. */
 static inline void attend_fill_positions(tqkv_store *s, const tqkv_attention *a, int64_t first, int64_t end,
                                          uint64_t seed, data_kind kind)
 {
     int count = (int)(end - first);
     float *source = test_rows(seed, kind, count * s->n_kv_heads, s->head_dim);
     const int token = s->n_kv_heads * s->head_dim;
+    for (int i = 0; s->channel_scale && i < count * token; i++) source[i] *= s->channel_scale[i % token];
     for (int i = 0; s->center && i < count * token; i++) source[i] += s->center[i % token];
     CHECK_RESULT(tqkv_encode(s, source, count, first), TQKV_OK);
-    for (int64_t p = first; p < end; p++)
+    const bool keeps = s == a->first_keys || s == a->first_values;
+    for (int64_t p = keeps ? reference_attention_shape(a).oldest : first; p < end; p++)
         if (!attend_is_seen(a, p)) attend_poison_position(s, p, true);
     free(source);
 }
@@ -124,7 +130,8 @@ static inline void attend_fill_ends(attend_problem *problem, const attend_row *r
     a->exact_last = row->exact_last;
     for (int last = 0; last < 2; last++)
         for (int side = 0; side < (row->shared ? 1 : 2); side++) {
-            const int n = last ? row->exact_last : row->exact_first;
+            const int before = row->n_queries > 1 ? row->n_queries - 1 : 0; /* the newest of the first query */
+            const int n = last ? row->exact_last + (row->exact_last ? before : 0) : row->exact_first;
             const int64_t first = last && row->end > n ? row->end - n : 0, end = last || n > row->end ? row->end : n;
             tqkv_store *s = &problem->ends[last][side];
             if (!n || row->codes_of_ends == side + 1) continue;
@@ -132,13 +139,15 @@ static inline void attend_fill_ends(attend_problem *problem, const attend_row *r
                             last);
             s->rotated = reference_is_rotated(codes[side]);
             s->center = codes[side]->center;
+            s->channel_scale = codes[side]->channel_scale;
             *stores[last][side] = s;
             attend_fill_positions(s, a, first, end, 30 + (uint64_t)(2 * last + side), DATA_GAUSSIAN);
             if (row->shared) *stores[last][1] = s;
         }
     for (int side = 0; side < 2; side++)
         for (int64_t p = reference_attention_shape(a).oldest; p < row->end; p++)
-            if (reference_store_of(a, side, p) != codes[side]) attend_poison_position(codes[side], p, true);
+            if (reference_store_of(a, side, reference_attention_shape(a).n_queries - 1, p) != codes[side])
+                attend_poison_position(codes[side], p, true);
 }
 
 static inline float *attend_make_sinks(const attend_row *row)
@@ -153,13 +162,20 @@ static inline float *attend_make_sinks(const attend_row *row)
     return sinks;
 }
 
-/* [n_kv_heads][head_dim], or NULL for size 0 */
+/* In units of the store's scale: [n_kv_heads][head_dim], or NULL for size 0 */
 static inline float *attend_make_center(const tqkv_store *s, uint64_t seed, float size)
 {
     if (size == 0.0f) return NULL;
     float *center = test_rows(seed, DATA_GAUSSIAN, s->n_kv_heads, s->head_dim);
-    for (int i = 0; i < s->n_kv_heads * s->head_dim; i++) center[i] *= size;
+    for (int i = 0; i < s->n_kv_heads * s->head_dim; i++)
+        center[i] *= s->channel_scale ? size * s->channel_scale[i] : size;
     return center;
+}
+
+/* [n_kv_heads][head_dim], or NULL for spread 0 */
+static inline float *attend_make_scale(const tqkv_store *s, uint64_t seed, float spread)
+{
+    return spread == 0.0f ? NULL : test_scales(seed, s->n_kv_heads, s->head_dim, (double)spread);
 }
 
 /* [n_queries]: random bits, also above n_queries; some queries see no position of the tree, not even their own. */
@@ -203,6 +219,7 @@ static inline void attend_fill_others(attend_problem *problem, const attend_row 
     if (!row->shared) attend_fill_store(&problem->values, a, 12, DATA_STUDENT);
     if (!row->tail_dim) return;
     problem->tail = test_store(row->tail_format, row->tail_dim, row->n_kv_heads, row->key_capacity, row->key_ring);
+    problem->tail.channel_scale = problem->tail_scale = attend_make_scale(&problem->tail, 19, row->tail_spread);
     problem->tail.center = problem->tail_center = attend_make_center(&problem->tail, 17, row->tail_center);
     a->tail = &problem->tail;
     attend_fill_store(&problem->tail, a, 18, DATA_GAUSSIAN);
@@ -220,9 +237,13 @@ static inline void attend_set_up(attend_problem *problem, const attend_row *row)
     problem->keys.unrotated = row->keys_unrotated;
     problem->values.unrotated = row->values_unrotated;
     problem->keys.block_scale = problem->values.block_scale = row->block_scale;
+    problem->keys.channel_scale = problem->key_scale = attend_make_scale(&problem->keys, 20, row->key_spread);
     problem->keys.center = problem->key_center = attend_make_center(&problem->keys, 14, row->key_center);
-    if (!row->shared)
+    if (!row->shared) {
+        problem->values.channel_scale = problem->value_scale =
+            attend_make_scale(&problem->values, 21, row->value_spread);
         problem->values.center = problem->value_center = attend_make_center(&problem->values, 15, row->value_center);
+    }
     problem->sinks = attend_make_sinks(row);
     tqkv_attention *a = &problem->attention;
     a->keys = &problem->keys;
@@ -267,11 +288,22 @@ static inline void attend_set_up(attend_problem *problem, const attend_row *row)
         if (!row->shared) attend_poison_position(&problem->values, problem->poisoned, false);
         if (row->tail_dim) attend_poison_position(&problem->tail, problem->poisoned, false);
         for (int side = 0; side < 2; side++) {
-            const tqkv_store *s = reference_store_of(a, side, problem->poisoned);
+            const tqkv_store *s =
+                reference_store_of(a, side, reference_attention_shape(a).n_queries - 1, problem->poisoned);
             if (s->format == TQKV_F16) attend_poison_position((tqkv_store *)(uintptr_t)s, problem->poisoned, false);
         }
     }
     if (!row->bits_alone) reference_attend(a, problem->q, problem->expected);
+}
+
+/* For a GPU. The reference has no first positions that a ring has overwritten, and asks each query where it stands: there the
+   processor's result is expected. */
+static inline void attend_expect_processors(attend_problem *problem, const attend_row *row)
+{
+    const bool kept = row->exact_first && reference_attention_shape(&problem->attention).oldest > 0;
+    if (!kept && (!row->exact_last || !row->non_causal || row->window)) return;
+    CHECK_RESULT(tqkv_attend(&problem->attention, problem->q, problem->out), TQKV_OK);
+    for (size_t i = 0; i < problem->n_rows * problem->value_dim; i++) problem->expected[i] = (double)problem->out[i];
 }
 
 static inline void attend_tear_down(attend_problem *problem)
@@ -287,6 +319,9 @@ static inline void attend_tear_down(attend_problem *problem)
     free(problem->key_center);
     free(problem->value_center);
     free(problem->tail_center);
+    free(problem->key_scale);
+    free(problem->value_scale);
+    free(problem->tail_scale);
     free(problem->out);
     free(problem->expected);
 }

@@ -26,6 +26,7 @@ typedef enum attend_golden_option {
     ATTEND_LATENT,   /* keys that are the values, with a tail of the second format */
     ATTEND_ONE,      /* one row a KV head, other sizes */
     ATTEND_INDEX,    /* the scores of an index over the first KV head */
+    ATTEND_SCALED,   /* scales of keys and values, centres and sinks */
     ATTEND_GOLDEN_OPTIONS
 } attend_golden_option;
 
@@ -77,8 +78,8 @@ static inline int attend_golden_find(int index, attend_golden_case *found)
 static inline void attend_golden_name(const attend_golden_case *c, char name[GOLDEN_NAME_SIZE])
 {
     static const char *const options[ATTEND_GOLDEN_OPTIONS] = {
-        "plain",  "window", "ring", "pages",    "tree",    "softcap", "centers", "slices",
-        "narrow", "many",   "long", "bfloat16", "rotated", "latent",  "one",     "index"};
+        "plain", "window", "ring",     "pages",   "tree",   "softcap", "centers", "slices", "narrow",
+        "many",  "long",   "bfloat16", "rotated", "latent", "one",     "index",   "scaled"};
     snprintf(name, GOLDEN_NAME_SIZE, "attend/%s-%s/%d/%s", tqkv_format_name(c->keys), tqkv_format_name(c->values),
              c->head_dim, options[c->option]);
 }
@@ -87,8 +88,8 @@ static inline void attend_golden_name(const attend_golden_case *c, char name[GOL
 typedef struct attend_golden_problem {
     tqkv_attention attention;
     tqkv_store keys, values, tail;
-    float *q, *out, *slice; /* slice: out, max and sum of a slice behind each other */
-    float *centers;         /* of the keys, then of the values */
+    float *q, *out, *slice;  /* slice: out, max and sum of a slice behind each other */
+    float *centers, *scales; /* of the keys, then of the values */
     size_t n_rows, n_out;
     int n_tokens;
 } attend_golden_problem;
@@ -100,16 +101,33 @@ static inline float *attend_golden_rows(uint64_t seed, data_kind kind, int n_row
     return rows;
 }
 
+/* Centres and scales of the keys, then of the values; c: with the stores' head_dim and number of heads. 0 on failure */
+static inline int attend_golden_channels(const attend_golden_case *c, attend_golden_problem *p)
+{
+    const size_t each = (size_t)(ATTEND_GOLDEN_HEADS * c->head_dim);
+    const golden_case shape = {c->keys, c->head_dim, DATA_GAUSSIAN, GOLDEN_SCALE};
+    if (c->option != ATTEND_CENTERS && c->option != ATTEND_SCALED) return 1;
+    p->centers = attend_golden_rows(3, DATA_GAUSSIAN, 2 * ATTEND_GOLDEN_HEADS, c->head_dim);
+    p->scales = (float *)malloc(2 * each * sizeof(float));
+    if (!p->centers || !p->scales) return 0;
+    golden_scale(&shape, p->scales);
+    for (size_t i = 0; i < each; i++) p->scales[each + i] = p->scales[each - 1 - i];
+    p->keys.center = p->centers;
+    p->values.center = p->centers + each;
+    if (c->option == ATTEND_CENTERS) return 1;
+    p->keys.channel_scale = p->scales;
+    p->values.channel_scale = p->scales + each;
+    return 1;
+}
+
 /* Makes and fills one store of n_tokens positions. 0 on failure. */
-static inline int attend_golden_fill(const attend_golden_case *c, int n_tokens, uint64_t seed, const float *center,
-                                     tqkv_store *s)
+static inline int attend_golden_fill(const attend_golden_case *c, int n_tokens, uint64_t seed, tqkv_store *s)
 {
     static const int32_t pages[3] = {2, 0, 1};
     const int n = ATTEND_GOLDEN_HEADS * n_tokens;
     s->n_kv_heads = ATTEND_GOLDEN_HEADS;
     s->capacity = c->option == ATTEND_RING ? 100 : c->option == ATTEND_PAGES ? 3 * ATTEND_GOLDEN_PAGE : n_tokens;
     s->ring = c->option == ATTEND_RING;
-    s->center = center;
     if (c->option == ATTEND_PAGES) {
         s->pages = pages;
         s->n_pages = 3;
@@ -132,7 +150,7 @@ static inline void attend_golden_set(const attend_golden_case *c, tqkv_attention
     static const uint64_t tree[7] = {0x1, 0x3, 0x5, 0xb, 0x13, 0x25, 0x41};
     if (c->option == ATTEND_WINDOW) a->window = 37;
     if (c->option == ATTEND_SOFTCAP) a->softcap = 2.5f;
-    if (c->option == ATTEND_SOFTCAP || c->option == ATTEND_CENTERS) a->sinks = sinks;
+    if (c->option == ATTEND_SOFTCAP || c->option == ATTEND_CENTERS || c->option == ATTEND_SCALED) a->sinks = sinks;
     if (c->option == ATTEND_MANY) a->n_queries = 70;
     if (c->option == ATTEND_LONG || c->option == ATTEND_ONE) a->n_queries = 1;
     if (c->option == ATTEND_ONE) a->n_heads = ATTEND_GOLDEN_HEADS;
@@ -180,11 +198,9 @@ static inline int attend_golden_open(const attend_golden_case *c, attend_golden_
     p->values.format = c->values;
     p->keys.head_dim = p->values.head_dim = c->head_dim;
     if (c->option == ATTEND_NARROW || c->option == ATTEND_LATENT) p->values.head_dim = c->head_dim > 64 ? 64 : 96;
-    if (c->option == ATTEND_CENTERS)
-        p->centers = attend_golden_rows(3, DATA_GAUSSIAN, 2 * ATTEND_GOLDEN_HEADS, c->head_dim);
-    const float *value_center = p->centers ? p->centers + ATTEND_GOLDEN_HEADS * c->head_dim : NULL;
-    int ok = attend_golden_fill(c, p->n_tokens, 1, p->centers, &p->keys);
-    ok = attend_golden_fill(c, p->n_tokens, 2, value_center, &p->values) && ok;
+    int ok = attend_golden_channels(c, p);
+    ok = attend_golden_fill(c, p->n_tokens, 1, &p->keys) && ok;
+    ok = attend_golden_fill(c, p->n_tokens, 2, &p->values) && ok;
     a->keys = &p->keys;
     a->values = &p->values;
     attend_golden_share(c, p);
@@ -214,6 +230,7 @@ static inline void attend_golden_close(attend_golden_problem *p)
     free(p->out);
     free(p->slice);
     free(p->centers);
+    free(p->scales);
 }
 
 static inline int attend_golden_in_slices(attend_golden_problem *p)

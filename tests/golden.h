@@ -25,6 +25,7 @@ typedef enum golden_option {
     GOLDEN_BLOCK_SCALE,
     GOLDEN_CENTER,
     GOLDEN_ROTATED, /* F16 */
+    GOLDEN_SCALE,   /* with a centre, too */
     GOLDEN_OPTIONS
 } golden_option;
 
@@ -42,9 +43,10 @@ static inline int golden_is_offered(const golden_case *c)
     if (c->option == GOLDEN_UNROTATED)
         return codebook && c->format != TQKV_TQ4 && c->format != TQKV_TQ3 && c->format != TQKV_TQ2;
     if (c->option == GOLDEN_BLOCK_SCALE) return codebook && power && c->head_dim >= 512;
-    if (c->option == GOLDEN_CENTER && c->head_dim == 80) return 1;
+    if ((c->option == GOLDEN_CENTER || c->option == GOLDEN_SCALE) && c->head_dim == 80) return 1;
     if (c->option == GOLDEN_ROTATED) return c->format == TQKV_F16 && c->kind <= DATA_OUTLIERS;
     if (c->option == GOLDEN_CENTER) return (c->head_dim == 64 || c->head_dim == 512) && c->kind <= DATA_OUTLIERS;
+    if (c->option == GOLDEN_SCALE) return c->head_dim <= 128 || c->head_dim == 512 ? c->kind <= DATA_OUTLIERS : 0;
     return 1;
 }
 
@@ -52,6 +54,14 @@ static inline int golden_is_offered(const golden_case *c)
 static inline void golden_center(const golden_case *c, float *center)
 {
     data_rows(77, DATA_GAUSSIAN, center, GOLDEN_HEADS, c->head_dim);
+}
+
+/* The scale of the cases that have one: from 2^-7 to 2^8, no powers of two; scale: as center */
+static inline void golden_scale(const golden_case *c, float *scale)
+{
+    data_random random = {(uint64_t)(99 + c->head_dim)};
+    for (int i = 0; i < GOLDEN_HEADS * c->head_dim; i++)
+        scale[i] = (float)(1 << data_below(&random, 15)) * (1.0f + (float)data_below(&random, 1024) / 1024.0f) / 128.0f;
 }
 
 /* Sets *found to case number `index`. 0 past the last case. */
@@ -72,7 +82,8 @@ static inline int golden_find(int index, golden_case *found)
 
 static inline void golden_name(const golden_case *c, char name[GOLDEN_NAME_SIZE])
 {
-    static const char *const suffix[GOLDEN_OPTIONS] = {"", "/unrotated", "/block_scale", "/center", "/rotated"};
+    static const char *const suffix[GOLDEN_OPTIONS] = {"",        "/unrotated", "/block_scale",
+                                                       "/center", "/rotated",   "/scale"};
     snprintf(name, GOLDEN_NAME_SIZE, "%s/%d/%s%s", tqkv_format_name((tqkv_format)c->format), c->head_dim,
              data_kind_name(c->kind), suffix[c->option]);
 }
@@ -97,14 +108,16 @@ static inline tqkv_store golden_store(const golden_case *c)
 static inline int golden_make(const golden_case *c, golden *made)
 {
     tqkv_store store = golden_store(c);
-    float center[GOLDEN_HEADS * TQKV_MAX_HEAD_DIM];
+    float center[GOLDEN_HEADS * TQKV_MAX_HEAD_DIM], scale[GOLDEN_HEADS * TQKV_MAX_HEAD_DIM];
     float *source = (float *)malloc(sizeof(float) * GOLDEN_TOKENS * GOLDEN_HEADS * (size_t)c->head_dim);
     store.codes = malloc(store.codes_size + 1);
     store.norms = (float *)malloc(store.norms_size + 1);
     int ok = 0;
     if (source && store.codes && store.norms) {
         golden_center(c, center);
-        if (c->option == GOLDEN_CENTER) store.center = center;
+        golden_scale(c, scale);
+        if (c->option == GOLDEN_CENTER || c->option == GOLDEN_SCALE) store.center = center;
+        if (c->option == GOLDEN_SCALE) store.channel_scale = scale;
         memset(store.codes, 0xa5, store.codes_size);
         memset(store.norms, 0xa5, store.norms_size);
         data_rows((uint64_t)c->head_dim, (data_kind)c->kind, source, GOLDEN_TOKENS * GOLDEN_HEADS, c->head_dim);
@@ -163,6 +176,58 @@ static inline int golden_pair_make(const golden_pair *p, golden *made)
     made->codes = XXH3_64bits(codes[1], stores[1].codes_size);
     data_to_little_endian(norms[1], stores[1].norms_size / sizeof(float));
     made->norms = XXH3_64bits(norms[1], stores[1].norms_size);
+    return 1;
+}
+
+/* ---- Calibration: centre and scale that keys, alone and with queries, give ---- */
+
+typedef struct golden_calibration {
+    int head_dim, kind, queries; /* queries: and channels tied to pairs */
+} golden_calibration;
+
+enum { GOLDEN_ROWS = 37, GOLDEN_QUERIES = 11, GOLDEN_GROUP = 2 };
+
+/* Sets *found to case number `index`. 0 past the last. Extremes are beyond what is calibrated. */
+static inline int golden_calibration_find(int index, golden_calibration *found)
+{
+    static const int head_dims[4] = {64, 80, 128, 576};
+    golden_calibration c;
+    for (int d = 0; d < 4; d++)
+        for (c.queries = 0; c.queries < 3; c.queries++)
+            for (c.kind = 0; c.kind < DATA_KINDS; c.kind++) {
+                if (c.kind == DATA_EXTREMES || index-- > 0) continue;
+                c.head_dim = head_dims[d];
+                *found = c;
+                return 1;
+            }
+    return 0;
+}
+
+static inline void golden_calibration_name(const golden_calibration *c, char name[GOLDEN_NAME_SIZE])
+{
+    static const char *const suffix[3] = {"", "/queries", "/pairs"};
+    snprintf(name, GOLDEN_NAME_SIZE, "calibrate/%d/%s%s", c->head_dim, data_kind_name(c->kind), suffix[c->queries]);
+}
+
+/* Hashes of centre and scale. 0 on failure. */
+static inline int golden_calibration_make(const golden_calibration *c, golden *made)
+{
+    static float rows[GOLDEN_ROWS * GOLDEN_HEADS * 576], q[GOLDEN_QUERIES * GOLDEN_HEADS * GOLDEN_GROUP * 576];
+    static float center[GOLDEN_HEADS * 576], scale[GOLDEN_HEADS * 576];
+    const golden_case shape = {TQKV_I8, c->head_dim, c->kind, GOLDEN_PLAIN};
+    const tqkv_store store = golden_store(&shape);
+    const size_t n = (size_t)(GOLDEN_HEADS * c->head_dim);
+    const int n_heads = GOLDEN_HEADS * GOLDEN_GROUP;
+    const tqkv_pairs pairs = c->queries < 2 ? TQKV_PAIRS_NONE : c->kind % 2 ? TQKV_PAIRS_NEIGHBOURS : TQKV_PAIRS_HALVES;
+    data_rows((uint64_t)c->head_dim, (data_kind)c->kind, rows, GOLDEN_ROWS * GOLDEN_HEADS, c->head_dim);
+    data_rows(7, DATA_OUTLIERS, q, GOLDEN_QUERIES * n_heads, c->head_dim);
+    if (tqkv_calibrate(&store, rows, GOLDEN_ROWS, c->queries ? q : NULL, n_heads, GOLDEN_QUERIES, pairs, center,
+                       scale) != TQKV_OK)
+        return 0;
+    data_to_little_endian(center, n);
+    data_to_little_endian(scale, n);
+    made->codes = XXH3_64bits(center, n * sizeof(float));
+    made->norms = XXH3_64bits(scale, n * sizeof(float));
     return 1;
 }
 

@@ -47,6 +47,27 @@ CHANGE(center_in_norms, BUFFERS, INVALID_ARGUMENT, memset(w->m->key_norms, 0, si
        w->keys.center = w->m->key_norms)
 CHANGE(center_is_out, RESIDENT | DECODE | PROBE | MEASURE, INVALID_ARGUMENT, memset(w->m->out, 0, sizeof w->m->out);
        w->keys.center = w->m->out)
+CHANGE(scaled, CODEC | RESIDENT | SLOTS, OK, w->keys.channel_scale = w->m->scale)
+CHANGE(nan_scale, CENTER, NOT_FINITE, w->keys.channel_scale = w->m->scale; w->m->scale[HEADS * D - 1] = (float)NAN)
+CHANGE(infinite_scale, CENTER, NOT_FINITE, w->keys.channel_scale = w->m->scale; w->m->scale[0] = (float)INFINITY)
+CHANGE(zero_scale, CENTER, INVALID_ARGUMENT, w->keys.channel_scale = w->m->scale; w->m->scale[D] = 0.0f)
+CHANGE(negative_scale, CENTER, INVALID_ARGUMENT, w->keys.channel_scale = w->m->scale; w->m->scale[D - 1] = -1.0f)
+CHANGE(minus_zero_scale, CENTER, INVALID_ARGUMENT, w->keys.channel_scale = w->m->scale; w->m->scale[1] = -0.0f)
+CHANGE(small_scale, CENTER, INVALID_ARGUMENT, w->keys.channel_scale = w->m->scale; w->m->scale[3] = 2.328306e-10f)
+CHANGE(large_scale, CENTER, INVALID_ARGUMENT, w->keys.channel_scale = w->m->scale; w->m->scale[9] = 4294967808.0f)
+CHANGE(largest_scale, CENTER - STORED - RESIDENT, OK, w->keys.channel_scale = w->m->scale;
+       w->m->scale[HEADS * D - 1] = 4294967296.0f)
+CHANGE(misaligned_scale, CENTER, INVALID_ARGUMENT, w->keys.channel_scale = (const float *)((uintptr_t)w->m->scale + 2))
+CHANGE(scale_in_codes, BUFFERS, INVALID_ARGUMENT, memset(w->m->key_codes, 0x40, sizeof w->m->key_codes);
+       w->keys.channel_scale = (const float *)(const void *)w->m->key_codes)
+CHANGE(scale_in_norms, BUFFERS, INVALID_ARGUMENT, memset(w->m->key_norms, 0x40, sizeof w->m->key_norms);
+       w->keys.channel_scale = w->m->key_norms)
+CHANGE(scale_is_out, RESIDENT | DECODE | PROBE | MEASURE, INVALID_ARGUMENT, memset(w->m->out, 0x40, sizeof w->m->out);
+       w->keys.channel_scale = w->m->out)
+CHANGE(scale_of_values_is_nan, ATTENTION, NOT_FINITE, w->values.channel_scale = w->m->scale;
+       w->m->scale[0] = (float)NAN)
+CHANGE(scale_of_values_is_out, ATTENTION - MERGE, INVALID_ARGUMENT, memset(w->m->out, 0x40, sizeof w->m->out);
+       w->values.channel_scale = w->m->out)
 /* pages and slots */
 CHANGE(paged, STORE | SLOTS, OK, use_pages(w)) /* a snapshot of a linear store too */
 CHANGE(paged_ring, STORE, INVALID_ARGUMENT, use_pages(w); w->keys.ring = true)
@@ -227,6 +248,8 @@ CHANGE(tail_in_values, RESIDENT, INVALID_ARGUMENT, use_tail(w); w->tail.codes = 
 CHANGE(tail_is_out, RESIDENT, INVALID_ARGUMENT, use_tail(w); w->tail.codes = w->out)
 CHANGE(tail_center_is_nan, RESIDENT, NOT_FINITE, use_tail(w); w->m->center[HEADS * TAIL - 1] = (float)NAN;
        w->tail.center = w->m->center)
+CHANGE(tail_scale_is_nan, RESIDENT, NOT_FINITE, use_tail(w); w->m->scale[HEADS * TAIL - 1] = (float)NAN;
+       w->tail.channel_scale = w->m->scale)
 CHANGE(tail_of_q_is_nan, RESIDENT, NOT_FINITE, use_tail(w); w->m->q[ROWS * (D + TAIL) - 1] = (float)NAN)
 CHANGE(one_stream, ATTENTION, OK, w->attention.values = &w->keys)
 CHANGE(one_stream_twice, ATTENTION, OK, w->values = w->keys)
@@ -234,6 +257,7 @@ CHANGE(one_pool, RESIDENT, OK, use_pages(w); w->values = w->keys; w->values.page
 CHANGE(one_stream_other_format, RESIDENT, INVALID_ARGUMENT, w->values = w->keys; w->values.format = TQKV_TQ6_BYTES)
 CHANGE(one_stream_other_capacity, RESIDENT, INVALID_ARGUMENT, w->values = w->keys; w->values.capacity--)
 CHANGE(one_stream_other_center, RESIDENT, INVALID_ARGUMENT, w->values = w->keys; w->values.center = w->m->center)
+CHANGE(one_stream_other_scale, RESIDENT, INVALID_ARGUMENT, w->values = w->keys; w->values.channel_scale = w->m->scale)
 CHANGE(one_stream_ring, RESIDENT, INVALID_ARGUMENT, w->values = w->keys; w->values.ring = true)
 CHANGE(one_stream_later, RESIDENT, INVALID_ARGUMENT, w->values = w->keys; w->values.codes = w->m->key_codes + D)
 CHANGE(norms_in_common, RESIDENT, INVALID_ARGUMENT, w->values.norms = w->m->key_norms)
@@ -248,6 +272,7 @@ CHANGE(ends_not_rotated, RESIDENT, INVALID_ARGUMENT, use_ends(w); w->ends.rotate
 CHANGE(ends_head_dim, RESIDENT, INVALID_ARGUMENT, use_ends(w); w->ends.head_dim = 32)
 CHANGE(ends_kv_heads, RESIDENT, INVALID_ARGUMENT, use_ends(w); w->ends.n_kv_heads = 1)
 CHANGE(ends_center, RESIDENT, INVALID_ARGUMENT, use_ends(w); w->ends.center = w->m->center)
+CHANGE(ends_scale, RESIDENT, INVALID_ARGUMENT, use_ends(w); w->ends.channel_scale = w->m->scale)
 CHANGE(ends_null_codes, RESIDENT, INVALID_ARGUMENT, use_ends(w); w->ends.codes = NULL)
 CHANGE(ends_too_few, RESIDENT, OUT_OF_RANGE, use_ends(w); w->ends.capacity = 2; w->attention.exact_first = 3)
 CHANGE(ends_ring_too_small, RESIDENT, OUT_OF_RANGE, use_ends(w); w->ends.capacity = 2; w->ends.ring = true;
@@ -306,6 +331,12 @@ CHANGE(desc_ends_far_beyond, CREATE, INVALID_ARGUMENT, w->desc.exact_first = w->
 CHANGE(desc_ends_of_all, CREATE, OK, w->desc.exact_first = CAPACITY - 1; w->desc.exact_last = 1)
 CHANGE(desc_ends_of_f16, CREATE, OK, w->desc.key_format = w->desc.value_format = TQKV_F16; w->desc.exact_last = 1)
 CHANGE(desc_other_ends, LOAD | FORK, INVALID_ARGUMENT, w->desc.exact_last = 1)
+CHANGE(desc_calibrate, CREATE | LOAD | FORK, INVALID_ARGUMENT, w->desc.calibrate = 16) /* 8 positions are too few */
+CHANGE(desc_calibrate_negative, CREATE | LOAD | FORK, INVALID_ARGUMENT, w->desc.capacity = 200; w->desc.calibrate = -1)
+CHANGE(desc_calibrate_few, CREATE, INVALID_ARGUMENT, w->desc.capacity = 200; w->desc.calibrate = 15)
+CHANGE(desc_calibrate_one, CREATE, INVALID_ARGUMENT, w->desc.capacity = 200; w->desc.calibrate = 1)
+CHANGE(desc_calibrate_in_16, CREATE, OK, w->desc.capacity = 16; w->desc.calibrate = INT_MAX)
+CHANGE(desc_calibrate_in_15, CREATE, INVALID_ARGUMENT, w->desc.capacity = 15; w->desc.calibrate = 512)
 CHANGE(desc_sinks, CREATE | LOAD | FORK, NOT_FINITE, w->m->sinks[0] = (float)NAN)
 CHANGE(desc_misaligned_sinks, CREATE | LOAD | FORK, INVALID_ARGUMENT,
        w->desc.sinks = (const float *)((uintptr_t)w->m->sinks + 2))
@@ -351,6 +382,14 @@ CHANGE(convert_old_center, CONVERT, INVALID_ARGUMENT, w->keys.center = w->m->cen
 CHANGE(convert_other_center, CONVERT, INVALID_ARGUMENT, w->keys.center = w->m->center; w->values.center = w->m->src)
 CHANGE(convert_equal_center, CONVERT, OK, memcpy(w->m->src, w->m->center, sizeof w->m->center);
        w->keys.center = w->m->center; w->values.center = w->m->src)
+CHANGE(convert_new_scale, CONVERT, INVALID_ARGUMENT, w->values.channel_scale = w->m->scale)
+CHANGE(convert_old_scale, CONVERT, INVALID_ARGUMENT, w->keys.channel_scale = w->m->scale)
+CHANGE(convert_other_scale, CONVERT, INVALID_ARGUMENT, memset(w->m->center, 0x40, sizeof w->m->center);
+       w->keys.channel_scale = w->m->scale; w->values.channel_scale = w->m->center)
+CHANGE(convert_equal_scale, CONVERT, OK, memcpy(w->m->center, w->m->scale, sizeof w->m->scale);
+       w->keys.channel_scale = w->m->scale; w->values.channel_scale = w->m->center)
+CHANGE(convert_scale_in_target, CONVERT, INVALID_ARGUMENT, memset(w->m->value_norms, 0x40, sizeof w->m->value_norms);
+       w->keys.channel_scale = w->values.channel_scale = w->m->value_norms)
 CHANGE(convert_in_place, CONVERT, OK, w->values.codes = w->m->key_codes; w->values.norms = w->m->key_norms)
 CHANGE(convert_further_on, CONVERT, INVALID_ARGUMENT, w->values.codes = w->m->key_codes + 1)
 CHANGE(convert_norms_further_on, CONVERT, INVALID_ARGUMENT, w->values.norms = w->m->key_norms + 1)

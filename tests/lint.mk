@@ -5,8 +5,8 @@ LINT_FLAGS := -std=c99 -D_POSIX_C_SOURCE=200809L -DTQKV_METAL $(INCLUDE) $(CPPFL
 # The implementation is analysed once, in this file; the others see declarations.
 LINT_IMPLEMENTATION := tests/test_tables.c
 # MPI is not among the packages of the lint.
-LINT_OTHERS := $(filter-out tests/compile_%.c examples/mpi_context.c bench/ggml.c $(LINT_IMPLEMENTATION),\
-	$(wildcard tests/*.c tests/fuzz/*.c tests/large/*.c examples/*.c examples/tests/tinylm_test.c bench/*.c))
+LINT_OTHERS := $(filter-out examples/mpi_context.c bench/ggml.c $(LINT_IMPLEMENTATION),\
+	$(wildcard tests/*.c tests/fuzz/*.c tests/large/*.c examples/*.c $(filter-out examples/tests/snippets.c,$(wildcard examples/tests/*.c)) bench/*.c))
 
 .PHONY: deps-lint lint lint-tidy lint-gcc lint-cppcheck lint-shell
 deps-lint: ## install what `make lint` needs
@@ -25,15 +25,15 @@ $(BUILD)/lint/%.c.analyzed: %.c $(TEST_HEADERS) tests/lint.mk
 
 # clang's analyzer is among its checks.
 lint-tidy:
-	clang-tidy --quiet tqkv.h -- -x c -DTQKV_IMPLEMENTATION $(LINT_FLAGS)
+	clang-tidy --quiet src/tqkv.h -- -x c -DTQKV_IMPLEMENTATION $(LINT_FLAGS)
 	clang-tidy --quiet $(LINT_IMPLEMENTATION) -- $(LINT_FLAGS)
 	clang-tidy --quiet $(LINT_OTHERS) -- $(LINT_FLAGS) $(IMPLEMENTED)
 
-# Without style: it asks for const where a callback's type has none, and for smaller scopes. Without uninitvar in two files:
-# arrays filled by loops and by called functions, and members that a set of instructions leaves out. In tqkv.h without
+# Without style: it asks for const where a callback's type has none, and for smaller scopes. Without uninitvar in src/ and one file:
+# arrays filled by loops and by called functions, and members that a set of instructions leaves out. In src/ without
 # ctunullpointer: formats without a codebook pass none; ctuuninitvar: a list is filled field by field.
 LINT_CPPCHECK := cppcheck --std=c99 --quiet --error-exitcode=1 --enable=warning,performance,portability \
-	--suppress=uninitvar:tqkv.h --suppress=legacyUninitvar:tqkv.h --suppress=ctuuninitvar:tqkv.h --suppress=ctunullpointer:tqkv.h \
+	$(foreach check,uninitvar legacyUninitvar ctuuninitvar ctunullpointer,--suppress=$(check):src/*) \
 	--suppress=uninitvar:tests/reference.h --template='{file}:{line}: {id}: {message}' $(filter-out -std%,$(LINT_FLAGS)) \
 	-D__x86_64__ -D__SSE2__ -D__LP64__
 lint-cppcheck:
@@ -42,4 +42,4 @@ lint-cppcheck:
 
 # SC2086: options in one variable must be split. SC2016: $1 in single quotes belongs to awk.
 lint-shell:
-	shellcheck -e SC2086,SC2016 $(wildcard tests/*.sh tests/metal/mac/*.sh examples/tests/*.sh bench/*.sh .ci/run)
+	shellcheck -e SC2086,SC2016 $(wildcard tests/build/*.sh tests/metal/mac/*.sh examples/tests/*.sh packaging/swift/*.sh bench/*.sh .ci/run)

@@ -23,6 +23,21 @@ static int print_conversions(void)
     return 0;
 }
 
+static int print_calibrations(void)
+{
+    golden_calibration c;
+    printf("\n/* Centre and scale of tqkv_calibrate. */\nstatic const golden calibration_goldens[] = {\n");
+    for (int i = 0; golden_calibration_find(i, &c); i++) {
+        char name[GOLDEN_NAME_SIZE];
+        golden made;
+        if (!golden_calibration_make(&c, &made)) return 1;
+        golden_calibration_name(&c, name);
+        print_golden(name, &made);
+    }
+    printf("};\n");
+    return 0;
+}
+
 static int print_codes(void)
 {
     golden_case c;
@@ -37,7 +52,7 @@ static int print_codes(void)
         print_golden(name, &made);
     }
     printf("};\n");
-    return print_conversions();
+    return print_conversions() || print_calibrations();
 }
 
 static int print_outputs(void)

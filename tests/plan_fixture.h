@@ -57,10 +57,25 @@ static inline tqkv_metal_binding binding(const tqkv_metal_dispatch *d, const cha
 /* -1: not set */
 static inline int constant(const tqkv_metal_dispatch *d, int index) { return d->kernel.constants[index] - 1; }
 
-/* The arguments of a planned attention, and number i of a call that encodes or decodes. */
-static inline tqkv__attend_args attend_args(const tqkv_metal_dispatch d[2]) { return tqkv__attend_args_of(&d[0]); }
-static inline tqkv__merge_args merge_args(const tqkv_metal_dispatch d[2]) { return tqkv__merge_args_of(&d[1]); }
-static inline tqkv__rows_args rows_args(const tqkv_metal_dispatch *d, int i) { return tqkv__rows_args_of(d, i); }
+/* The arguments of an attend dispatch, of the merge behind it, and number i of a dispatch that encodes or decodes. */
+static inline tqkv__attend_args attend_args(const tqkv_metal_dispatch *d)
+{
+    tqkv__attend_args args;
+    memcpy(&args, d->arguments[0].bytes, sizeof args);
+    return args;
+}
+static inline tqkv__merge_args merge_args(const tqkv_metal_dispatch *d)
+{
+    tqkv__merge_args args;
+    memcpy(&args, d[1].arguments[0].bytes, sizeof args);
+    return args;
+}
+static inline tqkv__rows_args rows_args(const tqkv_metal_dispatch *d, int i)
+{
+    tqkv__rows_args args;
+    memcpy(&args, d->arguments[i].bytes, sizeof args);
+    return args;
+}
 
 static const char *overlapping(const tqkv_metal_dispatch *d)
 {
@@ -82,6 +97,8 @@ static inline void check_dispatch(const tqkv_metal_dispatch *d)
         indices |= 1u << index;
     }
     CHECK((indices & (indices + 1)) == 0, "indices %x", indices); /* 0, 1, 2 ... without gaps */
+    CHECK(d->n_simdgroups * TQKV__SIMD_WIDTH <= tqkv_metal_kernel_threads(&d->kernel), "%d simdgroups of %d threads",
+          d->n_simdgroups, tqkv_metal_kernel_threads(&d->kernel));
     const bool shared = d->kernel.family == TQKV_METAL_ATTEND_MATRIX && d->kernel.head_dim * TQKV__DIM_UNIT > 256;
     for (size_t n = 1; n <= (size_t)d->n_simdgroups; n++) {
         tqkv_metal_launch launch;
@@ -102,10 +119,17 @@ static inline void check_dispatch(const tqkv_metal_dispatch *d)
     CHECK(!*overlapping(d), "%s lies under another", overlapping(d));
 }
 
-static inline tqkv_result plan_attend(const tqkv_metal_attention *a, tqkv_metal_dispatch d[2])
+/* Checks all dispatches of a plan. */
+static inline void check_plan(const tqkv_metal_plan *plan)
 {
-    const tqkv_result r = tqkv_metal_plan_attend(a, at(4, 0), at(5, 0), at(6, 0), d);
-    for (int i = 0; i < 2 && r == TQKV_OK; i++) check_dispatch(&d[i]);
+    for (int i = 0; i < plan->n; i++) check_dispatch(&plan->d[i]);
+}
+
+static inline tqkv_result plan_attend(const tqkv_metal_attention *a, tqkv_metal_plan *plan)
+{
+    const tqkv_result r = tqkv_metal_plan_attend(a, at(4, 0), at(5, 0), at(6, 0), plan);
+    CHECK(plan->result == r && (plan->n > 0) == (r == TQKV_OK), "%d dispatches", plan->n);
+    check_plan(plan);
     return r;
 }
 

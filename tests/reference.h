@@ -369,15 +369,22 @@ static inline const float *reference_center(const tqkv_store *s, int kv_head)
     return s->center ? s->center + (size_t)kv_head * (size_t)s->head_dim : NULL;
 }
 
+/* The scale of a head, [head_dim], or NULL */
+static inline const float *reference_scale(const tqkv_store *s, int kv_head)
+{
+    return s->channel_scale ? s->channel_scale + (size_t)kv_head * (size_t)s->head_dim : NULL;
+}
+
 /* One row of a head as the store holds it. source, scaled: [head_dim]; codes: [row_bytes]; norms: [norms_per_row] */
 static inline void reference_encode_row(const tqkv_store *s, int kv_head, const float *source, uint8_t *codes,
                                         float *norms, float *scaled)
 {
     float row[REFERENCE_MAX_DIM];
-    const float *center = reference_center(s, kv_head);
+    const float *center = reference_center(s, kv_head), *scale = reference_scale(s, kv_head);
     int d = s->head_dim;
     memcpy(row, source, (size_t)d * sizeof *row);
     for (int j = 0; center && j < d; j++) row[j] = reference_add(row[j], -center[j]);
+    for (int j = 0; scale && j < d; j++) row[j] = reference_multiply(row[j], reference_divide(1.0f, scale[j]));
     memset(codes, 0, reference_row_bytes(s->format, d));
     if (reference_is_rotated(s)) reference_rotate_row(row, d);
     if (s->format == TQKV_F16) {
@@ -479,7 +486,7 @@ static inline double reference_integer_centroid(int bits, int code)
 static inline void reference_decode_as(bool integers, const tqkv_store *s, int kv_head, int64_t position, double *row)
 {
     const uint8_t *codes = reference_codes_at(s, kv_head, position);
-    const float *center = reference_center(s, kv_head);
+    const float *center = reference_center(s, kv_head), *scale = reference_scale(s, kv_head);
     int d = s->head_dim, block = reference_block(s->format, d);
     if (s->format == TQKV_F16) {
         for (int j = 0; j < d; j++) row[j] = reference_half_value((uint16_t)(codes[2 * j] | codes[2 * j + 1] << 8));
@@ -497,6 +504,7 @@ static inline void reference_decode_as(bool integers, const tqkv_store *s, int k
                  (reference_has_one_norm(d) ? norm / sqrt((double)d) : norm / (double)reference_block_scale(s));
     }
     if (reference_is_rotated(s)) reference_unrotate_double(row, d);
+    for (int j = 0; scale && j < d; j++) row[j] *= (double)scale[j];
     for (int j = 0; center && j < d; j++) row[j] += (double)center[j];
 }
 
@@ -513,19 +521,10 @@ static inline int64_t reference_room(const tqkv_store *s)
     return s->pages ? (int64_t)s->n_pages * s->page_size : s->capacity;
 }
 
-/* Where a position of the keys (side 0) or the values is read: from the codes, or as halves. */
-static inline const tqkv_store *reference_store_of(const tqkv_attention *a, int side, int64_t position)
-{
-    const tqkv_store *codes = side ? a->values : a->keys, *first = side ? a->first_values : a->first_keys,
-                     *last = side ? a->last_values : a->last_keys;
-    if (codes->format == TQKV_F16) return codes;
-    if (first && position < a->exact_first) return first;
-    return last && position >= a->end - a->exact_last ? last : codes;
-}
-
 typedef struct reference_shape {
     int key_dim, value_dim, n_heads, n_queries, group; /* key_dim: of a query, with the tail's */
     int64_t oldest, end;                               /* resident positions are [oldest, end) */
+    int64_t kept, lowest; /* [0, kept) are seen, too, though they are not resident; the first of all that are seen */
     double scale;
 } reference_shape;
 
@@ -541,8 +540,24 @@ static inline reference_shape reference_attention_shape(const tqkv_attention *a)
     shape.group = shape.n_heads / a->keys->n_kv_heads;
     shape.end = a->end;
     shape.oldest = a->end - (a->kv_len ? a->kv_len : a->end < capacity ? a->end : capacity);
+    const bool kept = a->first_keys && a->first_values && (!a->tail || a->first_tail);
+    shape.kept = !kept ? 0 : a->exact_first < shape.oldest ? a->exact_first : shape.oldest;
+    shape.lowest = shape.kept ? 0 : shape.oldest;
     shape.scale = a->scale != 0.0f ? (double)a->scale : 1.0 / sqrt((double)shape.key_dim);
     return shape;
+}
+
+/* Where a query reads a position of the keys (side 0) or the values: from the codes, or as halves. */
+static inline const tqkv_store *reference_store_of(const tqkv_attention *a, int side, int query, int64_t position)
+{
+    const tqkv_store *codes = side ? a->values : a->keys, *first = side ? a->first_values : a->first_keys,
+                     *last = side ? a->last_values : a->last_keys;
+    if (position < reference_attention_shape(a).kept) return first;
+    if (codes->format == TQKV_F16) return codes;
+    if (first && position < a->exact_first) return first;
+    const int n_queries = a->n_queries ? a->n_queries : 1;
+    const int64_t at = a->end - (a->non_causal && !a->window ? 1 : n_queries - query);
+    return last && position > at - a->exact_last && position >= a->exact_from ? last : codes;
 }
 
 static inline bool reference_is_visible(const tqkv_attention *a, int query, int64_t position)
@@ -551,8 +566,8 @@ static inline bool reference_is_visible(const tqkv_attention *a, int query, int6
     int64_t at = shape.end - shape.n_queries + query, guess = position - (shape.end - shape.n_queries);
     if (a->tree && guess >= 0 && guess < 64 && !(a->tree[query] >> guess & 1)) return false;
     if (a->non_causal && a->window > 0 && position - at >= a->window) return false;
-    return position >= shape.oldest && position < shape.end && (a->non_causal || position <= at) &&
-           (a->window <= 0 || position > at - a->window);
+    return (position >= shape.oldest || position < shape.kept) && position < shape.end &&
+           (a->non_causal || position <= at) && (a->window <= 0 || position > at - a->window);
 }
 
 /* Whether a list shows a position to a query, which would see it without one. */
@@ -578,27 +593,39 @@ static inline double *reference_decode_all(const tqkv_store *s, int kv_head, int
     return rows;
 }
 
-/* All resident values of one head in the original basis: [end - oldest][value_dim]. Freed by the caller. */
-static inline double *reference_decode_values(const tqkv_attention *a, int kv_head, bool integers)
+static inline double *reference_zeros(size_t n)
 {
-    reference_shape shape = reference_attention_shape(a);
-    size_t d = (size_t)shape.value_dim;
-    double *rows = (double *)test_alloc((size_t)(shape.end - shape.oldest) * d * sizeof *rows);
-    for (int64_t p = shape.oldest; p < shape.end; p++)
-        reference_decode_as(integers, reference_store_of(a, 1, p), kv_head, p, rows + (size_t)(p - shape.oldest) * d);
+    double *rows = (double *)test_alloc(n * sizeof *rows);
+    for (size_t i = 0; i < n; i++) rows[i] = 0.0;
     return rows;
 }
 
-/* The same of the keys and their tail together: [end - oldest][key_dim] */
-static inline double *reference_decode_keys(const tqkv_attention *a, int kv_head, bool integers)
+/* All values of one head that are seen in the original basis, zeros between: [end - lowest][value_dim]. Freed by the caller. */
+static inline double *reference_decode_values(const tqkv_attention *a, int query, int kv_head, bool integers)
+{
+    reference_shape shape = reference_attention_shape(a);
+    size_t d = (size_t)shape.value_dim;
+    double *rows = reference_zeros((size_t)(shape.end - shape.lowest) * d);
+    for (int64_t p = shape.lowest; p < shape.end; p++)
+        if (p < shape.kept || p >= shape.oldest)
+            reference_decode_as(integers, reference_store_of(a, 1, query, p), kv_head, p,
+                                rows + (size_t)(p - shape.lowest) * d);
+    return rows;
+}
+
+/* The same of the keys and their tail together: [end - lowest][key_dim] */
+static inline double *reference_decode_keys(const tqkv_attention *a, int query, int kv_head, bool integers)
 {
     reference_shape shape = reference_attention_shape(a);
     size_t d = (size_t)shape.key_dim;
-    double *rows = (double *)test_alloc((size_t)(shape.end - shape.oldest) * d * sizeof *rows);
-    for (int64_t p = shape.oldest; p < shape.end; p++) {
-        double *row = rows + (size_t)(p - shape.oldest) * d;
-        reference_decode_as(integers, reference_store_of(a, 0, p), kv_head, p, row);
-        if (a->tail) reference_decode_as(integers, a->tail, kv_head, p, row + a->keys->head_dim);
+    double *rows = reference_zeros((size_t)(shape.end - shape.lowest) * d);
+    for (int64_t p = shape.lowest; p < shape.end; p++) {
+        double *row = rows + (size_t)(p - shape.lowest) * d;
+        if (p >= shape.kept && p < shape.oldest) continue;
+        reference_decode_as(integers, reference_store_of(a, 0, query, p), kv_head, p, row);
+        if (a->tail)
+            reference_decode_as(integers, p < shape.kept ? a->first_tail : a->tail, kv_head, p,
+                                row + a->keys->head_dim);
     }
     return rows;
 }
@@ -612,21 +639,21 @@ static inline double reference_score(const tqkv_attention *a, const double *quer
     return cap > 0.0 ? cap * tanh(sum * scale / cap) : sum * scale;
 }
 
-/* One query of one head. query: [key_dim], out: [value_dim], original basis; keys: [end - oldest][key_dim], values: with
+/* One query of one head. query: [key_dim], out: [value_dim], original basis; keys: [end - lowest][key_dim], values: with
  * value_dim */
 static inline void reference_attend_row(const tqkv_attention *a, int head, int query_index, const double *query,
                                         const double *keys, const double *values, double *out)
 {
     reference_shape shape = reference_attention_shape(a);
-    size_t d = (size_t)shape.key_dim, value_dim = (size_t)shape.value_dim, count = (size_t)(shape.end - shape.oldest);
+    size_t d = (size_t)shape.key_dim, value_dim = (size_t)shape.value_dim, count = (size_t)(shape.end - shape.lowest);
     double *scores = (double *)test_alloc(count * sizeof *scores);
     bool *seen = (bool *)test_alloc(count * sizeof *seen);
     double largest = a->sinks ? (double)a->sinks[head] : -INFINITY, sum = 0.0;
     bool any = false;
     memset(out, 0, value_dim * sizeof *out);
     for (size_t i = 0; i < count; i++) {
-        seen[i] = reference_is_visible(a, query_index, shape.oldest + (int64_t)i) &&
-                  reference_is_listed(a, query_index, head / shape.group, shape.oldest + (int64_t)i);
+        seen[i] = reference_is_visible(a, query_index, shape.lowest + (int64_t)i) &&
+                  reference_is_listed(a, query_index, head / shape.group, shape.lowest + (int64_t)i);
         if (!seen[i]) continue;
         scores[i] = reference_score(a, query, keys + i * d, shape.scale);
         largest = scores[i] > largest ? scores[i] : largest;
@@ -644,6 +671,22 @@ static inline void reference_attend_row(const tqkv_attention *a, int head, int q
     free(scores);
 }
 
+/* A query of the basis of a stream's codes, R(q * scale), in the original one, in place. query: [head_dim] */
+static inline void reference_original_query(const tqkv_store *s, int kv_head, double *query)
+{
+    const float *scale = reference_scale(s, kv_head);
+    if (reference_is_rotated(s)) reference_unrotate_double(query, s->head_dim);
+    for (int j = 0; scale && j < s->head_dim; j++) query[j] /= (double)scale[j];
+}
+
+/* An output in the basis of the values' codes, R(out / scale), in place. out: [head_dim] */
+static inline void reference_coded_output(const tqkv_store *s, int kv_head, double *out)
+{
+    const float *scale = reference_scale(s, kv_head);
+    for (int j = 0; scale && j < s->head_dim; j++) out[j] /= (double)scale[j];
+    if (reference_is_rotated(s)) reference_rotate_double(out, s->head_dim);
+}
+
 /* q: [n_queries][n_heads][key_dim], out: with value_dim, in the bases that the attention names */
 static inline void reference_attend(const tqkv_attention *a, const float *q, double *out)
 {
@@ -652,20 +695,24 @@ static inline void reference_attend(const tqkv_attention *a, const float *q, dou
     double query[2 * REFERENCE_MAX_DIM];
     for (int kv_head = 0; kv_head < a->keys->n_kv_heads; kv_head++) {
         const bool integers = a->arithmetic == TQKV_INTEGER;
-        double *keys = reference_decode_keys(a, kv_head, integers);
-        double *values = reference_decode_values(a, kv_head, integers);
+        double *keys = reference_decode_keys(a, 0, kv_head, integers);
+        double *values = reference_decode_values(a, 0, kv_head, integers);
         for (int i = 0; i < shape.n_queries * shape.group; i++) {
             int query_index = i / shape.group, head = kv_head * shape.group + i % shape.group;
             size_t row = (size_t)query_index * (size_t)shape.n_heads + (size_t)head;
             double *to = out + row * (size_t)shape.value_dim;
+            if (a->exact_last && query_index && i % shape.group == 0) { /* other positions are halves for it */
+                free(keys);
+                free(values);
+                keys = reference_decode_keys(a, query_index, kv_head, integers);
+                values = reference_decode_values(a, query_index, kv_head, integers);
+            }
             for (size_t j = 0; j < d; j++) query[j] = (double)q[row * d + j];
-            if (a->query_basis == TQKV_ROTATED && reference_is_rotated(a->keys))
-                reference_unrotate_double(query, a->keys->head_dim);
-            if (a->query_basis == TQKV_ROTATED && a->tail && reference_is_rotated(a->tail))
-                reference_unrotate_double(query + a->keys->head_dim, a->tail->head_dim);
+            if (a->query_basis == TQKV_ROTATED) reference_original_query(a->keys, kv_head, query);
+            if (a->query_basis == TQKV_ROTATED && a->tail)
+                reference_original_query(a->tail, kv_head, query + a->keys->head_dim);
             reference_attend_row(a, head, query_index, query, keys, values, to);
-            if (a->output_basis == TQKV_ROTATED && reference_is_rotated(a->values))
-                reference_rotate_double(to, shape.value_dim);
+            if (a->output_basis == TQKV_ROTATED) reference_coded_output(a->values, kv_head, to);
         }
         free(keys);
         free(values);

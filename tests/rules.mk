@@ -1,8 +1,8 @@
 # Builds the runner in many ways: `make test-gcc` and so on. Each prints 'N passed, N failed'.
 # The implementation, in test_tables.c, is compiled in each way; the tests only where sanitizers or another machine need it.
 
-TEST_SOURCES := $(sort $(filter-out tests/make_goldens.c tests/compile_%.c,$(wildcard tests/*.c)))
-TEST_HEADERS := $(TQKV_FILES) $(wildcard tests/*.h) examples/thread_pool.h examples/data_file.h examples/snapshot_file.h
+TEST_SOURCES := $(sort $(filter-out tests/make_goldens.c,$(wildcard tests/*.c)))
+TEST_HEADERS := $(TQKV_FILES) $(wildcard tests/*.h) examples/thread_pool.h examples/data_file.h examples/snapshot_file.h examples/profile.h
 # The sets that `make test` runs; isa/known compares them with tqkv.h. POSIX is for popen and pthreads.
 ISAS := scalar avx2 avx512 neon
 # The STEM of each test_STEM.c, whose cases main.c adds.
@@ -97,6 +97,8 @@ $(eval $(call runner_variant,gcc-O0,gcc,-std=c11 -O0 -DTQKV_NO_AVX2,,golden $(NO
 # This build takes the file that users copy; the others take src/.
 $(TEST_BUILD)/gcc-O0/test_tables.o: TQKV := .
 $(TEST_BUILD)/gcc-O0/test_tables.o: $(wildcard tqkv.h)
+# Attention in integers by plain C beside floats by vectors: the same bits.
+$(eval $(call runner_variant,no-integer,gcc,-std=c99 -O1 -DTQKV_NO_AVX512 -DTQKV_NO_INTEGER,,golden/attend integer/pair integer/hard -/many -/long -integer/long))
 $(eval $(call runner_variant,clang-O0,clang,-std=c99 -O0 $(OVERFLOW),,golden $(NOT_PLAIN) tables codec/decode attend/ring cache -threads/ -cache/parallel))
 $(eval $(call runner_variant,clangxx-O3,clang++,-x c++ -std=c++11 -O3 -march=native -ffp-contract=fast,,$(EXACT_CASES) $(ATTEND_CASES)))
 $(eval $(call runner_variant,sanitize,gcc,-std=c99 $(SANITIZE_QUICK),,$(SANITIZED_CASES),$(filter-out tables,$(TEST_STEMS)),,$(SANITIZE_TESTS)))
@@ -157,7 +159,7 @@ TEST_TARGETS += test-isa test-isa-sanitize
 ifneq ($(filter x86_64,$(MACHINE)),)
 ifneq ($(SYSTEM),Darwin)
 QEMU_aarch64 := qemu-aarch64 -L /usr/aarch64-linux-gnu
-QEMU_i386 := sh tests/run_i386.sh
+QEMU_i386 := sh tests/build/run_i386.sh
 QEMU_s390x := qemu-s390x -L /usr/s390x-linux-gnu
 QEMU := $(QEMU_aarch64)
 CROSS_INCLUDE := $(TEST_BUILD)/include
@@ -171,7 +173,7 @@ $(CROSS_INCLUDE)/xxhash.h: /usr/include/xxhash.h
 
 $(eval $(call runner_variant,aarch64,aarch64-linux-gnu-gcc,-std=c99 -O3 -ffp-contract=fast -isystem $(CROSS_INCLUDE),$(QEMU_aarch64),$(EMULATED_CASES) -held_back $(ONE_WIDTH) $(patsubst %,-codec/reference/%/,tq2 tq6 tq5_bytes tq6_bytes) $(filter -golden%,$(ONE_KIND)),$(EMULATED_STEMS),$(CROSS_INCLUDE)/xxhash.h,-std=c99 -O2 -isystem $(CROSS_INCLUDE)))
 $(eval $(call runner_variant,i386,i686-linux-gnu-gcc,-std=c99 -O2 -mno-sse -static -isystem $(CROSS_INCLUDE),$(QEMU_i386),$(X87_CASES),$(EMULATED_STEMS),$(CROSS_INCLUDE)/xxhash.h))
-$(eval $(call runner_variant,s390x,s390x-linux-gnu-gcc,-std=c99 -O2 -isystem $(CROSS_INCLUDE),$(QEMU_s390x),golden $(NOT_PLAIN) -/long -/many $(ONE_KIND) $(ONE_PLAIN) tables codec/reference/tq5/ codec/environment codec/half snapshot -held_back attend/pair/tq4 attend/pair/i8-i8,attend codec golden snapshot store_snapshot,$(CROSS_INCLUDE)/xxhash.h))
+$(eval $(call runner_variant,s390x,s390x-linux-gnu-gcc,-std=c99 -O2 -isystem $(CROSS_INCLUDE),$(QEMU_s390x),golden $(NOT_PLAIN) -/long -/many $(ONE_KIND) $(ONE_PLAIN) tables codec/reference/tq5/ codec/environment codec/half snapshot -held_back attend/pair/tq4 attend/pair/i8-i8 learn/chunks/3 learn/copies/3 calibrate/exact/64,attend calibrate codec golden learn snapshot store_snapshot,$(CROSS_INCLUDE)/xxhash.h))
 
 .PHONY: test-snapshot-crossing
 test-snapshot-crossing: $(TEST_BUILD)/gcc/runner $(CROSS_MACHINES:%=$(TEST_BUILD)/%/runner)
@@ -227,7 +229,7 @@ VALGRIND_CASES := fault/cache fault/attend_partial snapshot/round_trip/1/ snapsh
 test-compile:
 	@echo "== compile tests"
 	@clang++ -x c++ -std=c++11 $(TEST_FLAGS) -fsyntax-only $(filter-out tests/test_tables.c,$(TEST_SOURCES)) && echo "1 passed, 0 failed"
-	@CPPFLAGS="$(CPPFLAGS)" WARNINGS="$(WARNINGS)" sh tests/compile.sh $(TEST_BUILD)/compile
+	@CPPFLAGS="$(CPPFLAGS)" WARNINGS="$(WARNINGS)" sh tests/build/compile.sh $(TEST_BUILD)/compile
 TEST_TARGETS += test-compile
 
 # ---- Goldens and coverage ----
@@ -244,7 +246,7 @@ $(TEST_BUILD)/make_goldens: tests/make_goldens.c tests/golden.h tests/attend_gol
 
 COVERAGE := $(TEST_BUILD)/coverage
 LCOV_BRANCHES := --rc lcov_branch_coverage=1
-coverage: ## share of tqkv.h's lines and branches that the tests run
+coverage: ## share of the lines and branches of src/ that the tests run, by file
 	@rm -rf $(COVERAGE) && mkdir -p $(COVERAGE)
 	@for source in $(TEST_SOURCES:tests/%.c=%); do \
 		gcc -std=c99 -O1 --coverage $(TEST_FLAGS) -c tests/$$source.c -o $(COVERAGE)/$$source.o || exit 1; done
@@ -252,9 +254,11 @@ coverage: ## share of tqkv.h's lines and branches that the tests run
 	@$(COVERAGE)/runner
 	@for isa in $(ISAS); do $(COVERAGE)/runner --isa $$isa $(ISA_CASES) || exit 1; done
 	@{ lcov --quiet $(LCOV_BRANCHES) --capture --directory $(COVERAGE) --output-file $(COVERAGE)/all.info && \
-		lcov --quiet $(LCOV_BRANCHES) --extract $(COVERAGE)/all.info '*/tqkv.h' --output-file $(COVERAGE)/tqkv.info; } \
+		lcov --quiet $(LCOV_BRANCHES) --extract $(COVERAGE)/all.info '*/src/*' --output-file $(COVERAGE)/tqkv.info; } \
 		>$(COVERAGE)/lcov.log 2>&1 || { cat $(COVERAGE)/lcov.log; exit 1; }
-	@awk -F: '/^LF/ { lines += $$2 } /^LH/ { lines_hit += $$2 } /^BRF/ { branches += $$2 } /^BRH/ { branches_hit += $$2 } \
+	@awk -F: '/^SF/ { n = split($$2, path, "/") } /^LF/ { lines += $$2; all = $$2 } /^LH/ { lines_hit += $$2; hit = $$2 } \
+		/^BRF/ { branches += $$2 } /^BRH/ { branches_hit += $$2 } \
+		/^end_of_record/ && all { printf "coverage %-18s %.4f of %d lines\n", path[n], hit / all, all; all = 0 } \
 		END { printf "ratio coverage_lines %.4f\nratio coverage_branches %.4f\n", lines_hit / lines, \
 			branches_hit / branches; \
 			exit lines_hit < 0.95 * lines || branches_hit < 0.90 * branches }' $(COVERAGE)/tqkv.info

@@ -85,6 +85,20 @@ void test_fail(const char *file, int line, const char *condition, const char *fo
     if (test_failure_aborts) abort();
 }
 
+float *test_scales(uint64_t seed, int n_heads, int head_dim, double spread)
+{
+    const int n = n_heads * head_dim;
+    data_random random = {seed};
+    double squares = 0.0;
+    float *scales = (float *)test_alloc(sizeof(float) * (size_t)n);
+    for (int i = 0; i < n; i++) {
+        scales[i] = (float)exp2(spread * (data_below(&random, 1001) / 1000.0 - 0.5));
+        squares += (double)scales[i] * (double)scales[i];
+    }
+    for (int i = 0; i < n; i++) scales[i] /= (float)sqrt(squares / n);
+    return scales;
+}
+
 tqkv_store test_store(tqkv_format format, int head_dim, int n_kv_heads, int capacity, bool ring)
 {
     tqkv_store store;
@@ -115,6 +129,8 @@ tqkv_basis test_no_basis(int number) { return (tqkv_basis)number; }
 tqkv_type test_no_type(int number) { return (tqkv_type)number; }
 
 tqkv_result test_no_result(int number) { return (tqkv_result)number; }
+
+tqkv_pairs test_no_pairs(int number) { return (tqkv_pairs)number; }
 
 /* A filter with a minus leaves out what it names. */
 static bool is_selected(const char *name, int n_filters, char **filters)

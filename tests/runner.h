@@ -88,6 +88,10 @@ TEST_STEMS
 #undef X
 
 /* The codec's tables for the independent reference, defined in test_tables.c. */
+#ifdef TQKV_METAL
+/* Gives a planned attend or attend_matrix this kernel and so many columns a threadgroup, at most as many as it takes. */
+void test_plan_columns(tqkv_metal_dispatch *d, bool matrix, int columns);
+#endif
 char test_set_products(char products);  /* tqkv__products; returns what it was. 0: not asked yet */
 const float *test_codebook(int bits);   /* [1 << bits] */
 const float *test_boundaries(int bits); /* [(1 << bits) - 1] */
@@ -105,6 +109,10 @@ void *test_alloc_filled(size_t bytes, int byte);
 /* New [n_rows][head_dim] with the values of data_rows. */
 float *test_rows(uint64_t seed, data_kind kind, int n_rows, int head_dim);
 
+/* Scales of channels, log2 of the largest by the smallest of which is about `spread`, and whose mean square is about 1: sums of
+ * products are as large as without them. [n_heads][head_dim] */
+float *test_scales(uint64_t seed, int n_heads, int head_dim, double spread);
+
 /* A store with buffers of the exact size, filled with 0xff: norms and halves are NaN. */
 tqkv_store test_store(tqkv_format format, int head_dim, int n_kv_heads, int capacity, bool ring);
 void test_store_free(tqkv_store *store);
@@ -114,6 +122,7 @@ tqkv_format test_no_format(int number);
 tqkv_basis test_no_basis(int number);
 tqkv_type test_no_type(int number);
 tqkv_result test_no_result(int number);
+tqkv_pairs test_no_pairs(int number);
 
 enum { TEST_FORMATS = 10 };
 extern const tqkv_format test_formats[TEST_FORMATS];

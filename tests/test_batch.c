@@ -96,6 +96,7 @@ static batch *make_batch(uint64_t seed, int n)
         row.sinks = i % 2 ? SINKS_SOME : SINKS_NONE;
         row.tree = i % 5 == 1;
         row.key_center = i % 3 == 1 ? 2.0f : 0.0f;
+        row.key_spread = row.value_spread = i % 4 == 1 ? 8.0f : 0.0f;
         row.bits_alone = true;
         make_item(b, &row);
     }

@@ -269,31 +269,6 @@ static void check_refused(const void *parameters)
     tqkv_cache_destroy(cache);
 }
 
-/* Snapshots of version 1 still load. They have the layout of version 2 without centres. */
-static void check_version_1(const void *parameters)
-{
-    (void)parameters;
-    enum { HEADER = 72 };
-    const cache_row row = {TQKV_TQ5, TQKV_I8, D, 8, false, 6, -1};
-    tqkv_cache_desc desc = cache_desc(&row, NULL);
-    tqkv_cache *cache = cache_make(&row, &desc), *loaded = NULL;
-    REQUIRE(cache, "no cache");
-    stream s = stream_of_cache(cache), first = stream_of_cache(cache);
-    first.bytes[8] = first.bytes[12] = 1; /* versions of the snapshot and of the tables */
-    const uint64_t hash = XXH3_64bits(first.bytes, HEADER);
-    for (int i = 0; i < 8; i++) first.bytes[HEADER + i] = (unsigned char)(hash >> (8 * i));
-    CHECK_RESULT(tqkv_cache_load(&desc, stream_read, &first, &loaded), TQKV_OK);
-    if (loaded) {
-        stream again = stream_of_cache(loaded);
-        CHECK(stream_is_equal(&s, &again), "other content");
-        stream_free(&again);
-    }
-    tqkv_cache_destroy(loaded);
-    tqkv_cache_destroy(cache);
-    stream_free(&s);
-    stream_free(&first);
-}
-
 void test_center_cases(void)
 {
     for (int d = 0; d < 6; d++)
@@ -318,5 +293,4 @@ void test_center_cases(void)
     const measure_row close_rows = {TQKV_I8, D, 3e6f, false}; /* they differ by a few units of the last place */
     test_add(check_measure, &close_rows, sizeof close_rows, "center/measure_close_rows");
     test_add(check_refused, NULL, 0, "center/refused");
-    test_add(check_version_1, NULL, 0, "center/version_1");
 }

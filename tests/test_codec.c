@@ -22,6 +22,7 @@ static void check_row(const tqkv_store *store, const float *source, int token, i
     tqkv_store one_head = *store;
     one_head.n_kv_heads = 1;
     one_head.center = reference_center(store, head);
+    one_head.channel_scale = reference_scale(store, head);
     reference_encode_row(store, head, source, codes, norms, scaled);
     const uint8_t *stored = reference_codes_at(store, head, position);
     for (size_t i = 0; i < reference_row_bytes(store->format, store->head_dim); i++)
@@ -64,9 +65,11 @@ static void check_encode(const void *parameters)
     store.unrotated = shape.unrotated;
     store.rotated = shape.rotated;
     store.block_scale = shape.block_scale;
-    float center[GOLDEN_HEADS * TQKV_MAX_HEAD_DIM];
+    float center[GOLDEN_HEADS * TQKV_MAX_HEAD_DIM], scale[GOLDEN_HEADS * TQKV_MAX_HEAD_DIM];
     golden_center(c, center);
-    store.center = c->option == GOLDEN_CENTER ? center : NULL;
+    golden_scale(c, scale);
+    store.center = c->option == GOLDEN_CENTER || c->option == GOLDEN_SCALE ? center : NULL;
+    store.channel_scale = c->option == GOLDEN_SCALE ? scale : NULL;
     int d = c->head_dim;
     float *source = test_rows(77 + (uint64_t)d, (data_kind)c->kind, GOLDEN_TOKENS * GOLDEN_HEADS, d);
     CHECK_RESULT(tqkv_encode(&store, source, GOLDEN_TOKENS, GOLDEN_POSITION), TQKV_OK);

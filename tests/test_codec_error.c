@@ -91,14 +91,15 @@ static const error_row error_rows[] = {
 };
 
 /* The error of TQ2 at sizes whose rotation has a matrix, at most 2% above that at 128: the rotation serves the quantiser as
- * well. Other formats' search saves more in shorter rows. The error of outlier rows is smaller, at 192 by 6%. */
+ * well. Other formats' search saves more in shorter rows. Where outliers are a larger share of the channels it is smaller, at
+ * 80 by 2.4%, at 192 by 6.2%. */
 static void check_like_128(const void *parameters)
 {
     error_row row = *(const error_row *)parameters;
     const double error = round_trip_error(&row);
     row.head_dim = 128;
     const double expected = round_trip_error(&row);
-    CHECK(error <= (1.0 + row.tolerance) * expected && error >= 0.9 * expected, "relMSE %.4g, at 128 %.4g", error,
+    CHECK(error <= (1.0 + row.tolerance) * expected && error >= 0.93 * expected, "relMSE %.4g, at 128 %.4g", error,
           expected);
 }
 

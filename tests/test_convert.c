@@ -8,21 +8,22 @@ enum { HEADS = 2, CAPACITY = 20, FIRST = 3, COUNT = 15 }; /* more rows than are 
 typedef struct convert_row {
     tqkv_format from, to;
     int head_dim;
-    bool ring;                       /* with positions around its end */
-    bool center, unrotated, rotated; /* unrotated: TQ formats; rotated: F16 */
-    float block_scale;               /* of `to` */
+    bool ring;                         /* with positions around its end */
+    bool channels, unrotated, rotated; /* channels: a centre and a scale; unrotated: TQ formats; rotated: F16 */
+    float block_scale;                 /* of `to` */
 } convert_row;
 
 /* Positions that both stores hold; a ring's are around its end. */
 static int64_t first_of(const convert_row *row) { return row->ring ? 2 * CAPACITY - 8 : FIRST; }
 
-static tqkv_store make_source(const convert_row *row, const float *center)
+static tqkv_store make_source(const convert_row *row, const float *center, const float *scales)
 {
     const int64_t first = first_of(row);
     const int earlier = row->ring ? CAPACITY - COUNT : FIRST; /* a ring is full */
     tqkv_store s = test_store(row->from, row->head_dim, HEADS, CAPACITY, row->ring);
     float *rows = test_rows(9, DATA_STUDENT, (COUNT + earlier) * HEADS, row->head_dim);
     s.center = center;
+    s.channel_scale = scales;
     s.unrotated = row->unrotated && row->from != TQKV_F16;
     s.rotated = row->rotated && row->from == TQKV_F16;
     CHECK_RESULT(tqkv_encode(&s, rows, COUNT + earlier, first - earlier), TQKV_OK);
@@ -49,7 +50,7 @@ static void expect_row(const tqkv_store *from, const tqkv_store *to, int head, i
 {
     float all[HEADS * REFERENCE_MAX_DIM], *row = all + head * from->head_dim, scaled[REFERENCE_MAX_DIM];
     tqkv_store plain = *from, target = *to;
-    plain.center = target.center = NULL;
+    plain.center = target.center = plain.channel_scale = target.channel_scale = NULL;
     const bool rotated = reference_is_rotated(from) && reference_is_rotated(to);
     CHECK_RESULT(tqkv_decode(&plain, position, 1, rotated ? TQKV_ROTATED : TQKV_ORIGINAL, all), TQKV_OK);
     if (rotated) target.unrotated = !(target.rotated = false);
@@ -80,8 +81,9 @@ static void check_rows(const tqkv_store *from, const tqkv_store *to, int64_t fir
 static void check_pair(const void *parameters)
 {
     const convert_row *row = (const convert_row *)parameters;
-    float *center = row->center ? test_rows(10, DATA_GAUSSIAN, HEADS, row->head_dim) : NULL;
-    tqkv_store from = make_source(row, center), to = shape_of_target(row, &from), in_place = to;
+    float *center = row->channels ? test_rows(10, DATA_GAUSSIAN, HEADS, row->head_dim) : NULL;
+    float *scales = row->channels ? test_scales(11, HEADS, row->head_dim, 10.0) : NULL;
+    tqkv_store from = make_source(row, center, scales), to = shape_of_target(row, &from), in_place = to;
     to.codes = test_alloc_filled(to.codes_size, 0xff);
     to.norms = (float *)test_alloc_filled(to.norms_size + 4, 0xff);
     CHECK_RESULT(tqkv_store_convert(&to, &from, first_of(row), COUNT), TQKV_OK);
@@ -97,6 +99,7 @@ static void check_pair(const void *parameters)
     free(to.codes);
     test_store_free(&from);
     free(center);
+    free(scales);
 }
 
 /* From a linear store to pages and on to a ring; no other row is written. */
@@ -143,7 +146,7 @@ static void check_not_finite(const void *parameters)
     (void)parameters;
     for (int i = 0; i < 3; i++) {
         const convert_row row = {TQKV_TQ4, TQKV_TQ2, 64, false, false, false, false, 0.0f};
-        tqkv_store from = make_source(&row, NULL), to = test_store(TQKV_TQ2, 64, HEADS, CAPACITY, false);
+        tqkv_store from = make_source(&row, NULL, NULL), to = test_store(TQKV_TQ2, 64, HEADS, CAPACITY, false);
         tqkv_store copy = test_store(TQKV_TQ4, 64, HEADS, CAPACITY, false);
         from.norms[CAPACITY + FIRST + COUNT - 1] = bad[i];
         CHECK_RESULT(tqkv_store_convert(&to, &from, FIRST, COUNT), TQKV_NOT_FINITE);
@@ -155,7 +158,7 @@ static void check_not_finite(const void *parameters)
         test_store_free(&from);
     }
     const convert_row halves = {TQKV_F16, TQKV_TQ2, 64, false, false, false, false, 0.0f};
-    tqkv_store from = make_source(&halves, NULL), to = test_store(TQKV_TQ2, 64, HEADS, CAPACITY, false);
+    tqkv_store from = make_source(&halves, NULL, NULL), to = test_store(TQKV_TQ2, 64, HEADS, CAPACITY, false);
     ((uint8_t *)from.codes)[128 * FIRST + 1] = 0x7c; /* infinity */
     ((uint8_t *)from.codes)[128 * FIRST] = 0;
     CHECK_RESULT(tqkv_store_convert(&to, &from, FIRST, COUNT), TQKV_NOT_FINITE);
@@ -175,7 +178,7 @@ void test_convert_cases(void)
                 row.from = test_formats[f];
                 row.to = test_formats[t];
                 row.ring = (f + t) % 2;
-                row.center = (f + t) % 3 == 0;
+                row.channels = (f + t) % 3 == 0;
                 row.block_scale = d == 2 && f == t && f % 2 ? 0.75f : 0.0f;
                 test_add(check_pair, &row, sizeof row, "convert/%s-%s/%d", tqkv_format_name(row.from),
                          tqkv_format_name(row.to), row.head_dim);

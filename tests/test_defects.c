@@ -233,8 +233,9 @@ static void check_packed(const void *parameters)
     }
 }
 
-/* I8 must be more accurate than TQ8, the other format of 8 bits. */
-static void check_i8_beats_tq8(const void *parameters)
+/* Defect: the codebook of 8 bits is 52% above the optimum's error, and above that of I8, which needs none. The search of
+ * factors makes up for that: TQ8 must be more accurate than I8 on Gaussian rows. */
+static void check_tq8_beats_i8(const void *parameters)
 {
     int d = *(const int *)parameters;
     enum { ROWS = 64 };
@@ -250,7 +251,7 @@ static void check_i8_beats_tq8(const void *parameters)
             errors[i] += ((double)source[j] - (double)decoded[j]) * ((double)source[j] - (double)decoded[j]);
         test_store_free(&store);
     }
-    CHECK(errors[0] < errors[1], "I8 %g, TQ8 %g", errors[0], errors[1]);
+    CHECK(errors[1] < errors[0], "I8 %g, TQ8 %g", errors[0], errors[1]);
     free(source);
     free(decoded);
 }
@@ -383,7 +384,7 @@ void test_defects_cases(void)
         int d = test_head_dims[i];
         test_add(check_all_queries, &d, sizeof d, "defect/all_queries/%d", d);
         test_add(check_masked_is_not_finite, &d, sizeof d, "defect/masked_is_not_finite/%d", d);
-        test_add(check_i8_beats_tq8, &d, sizeof d, "defect/i8_beats_tq8/%d", d);
+        test_add(check_tq8_beats_i8, &d, sizeof d, "defect/tq8_beats_i8/%d", d);
     }
     test_add(check_upper_bits, &test_formats[5], sizeof *test_formats, "defect/upper_bits/tq5_bytes");
     test_add(check_upper_bits, &test_formats[6], sizeof *test_formats, "defect/upper_bits/tq6_bytes");

@@ -39,6 +39,20 @@ static void check_converted(const void *parameters)
     compare(&made, &conversion_goldens[index]);
 }
 
+static void check_calibrated(const void *parameters)
+{
+    int index = *(const int *)parameters;
+    golden_calibration c;
+    golden made;
+    char name[GOLDEN_NAME_SIZE];
+    REQUIRE(golden_calibration_find(index, &c), "no case %d", index);
+    golden_calibration_name(&c, name);
+    REQUIRE(!strcmp(name, calibration_goldens[index].name), "goldens.h has %s at %d", calibration_goldens[index].name,
+            index);
+    REQUIRE(golden_calibration_make(&c, &made), "calibration failed");
+    compare(&made, &calibration_goldens[index]); /* centre and scale in the place of codes and norms */
+}
+
 /* With the best products of integers that the processor has, and some with all others. */
 static void check_attended(const void *parameters)
 {
@@ -75,6 +89,10 @@ static void check_complete(const void *parameters)
     golden_pair converted;
     CHECK(golden_pair_find(n_converted - 1, &converted) && !golden_pair_find(n_converted, &converted),
           "%d goldens are not the pairs of golden.h", n_converted);
+    int n_calibrated = (int)(sizeof calibration_goldens / sizeof *calibration_goldens);
+    golden_calibration calibrated;
+    CHECK(golden_calibration_find(n_calibrated - 1, &calibrated) && !golden_calibration_find(n_calibrated, &calibrated),
+          "%d goldens are not the calibrations of golden.h", n_calibrated);
     int n_attended = (int)(sizeof attend_goldens / sizeof *attend_goldens);
     attend_golden_case attended;
     CHECK(attend_golden_find(n_attended - 1, &attended) && !attend_golden_find(n_attended, &attended),
@@ -88,6 +106,9 @@ void test_golden_cases(void)
     int n_converted = (int)(sizeof conversion_goldens / sizeof *conversion_goldens);
     for (int i = 0; i < n_converted; i++)
         test_add(check_converted, &i, sizeof i, "golden/%s", conversion_goldens[i].name);
+    int n_calibrated = (int)(sizeof calibration_goldens / sizeof *calibration_goldens);
+    for (int i = 0; i < n_calibrated; i++)
+        test_add(check_calibrated, &i, sizeof i, "golden/%s", calibration_goldens[i].name);
     int n_attended = (int)(sizeof attend_goldens / sizeof *attend_goldens);
     for (int i = 0; i < n_attended; i++) test_add(check_attended, &i, sizeof i, "golden/%s", attend_goldens[i].name);
     test_add(check_complete, NULL, 0, "golden/complete");

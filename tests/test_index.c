@@ -10,7 +10,7 @@ typedef struct problem {
     int32_t pages[8];
     int64_t first, n_blocks; /* the oldest resident key */
     int n_rows;              /* queries times heads */
-    float *q, *weights, *center, *scores;
+    float *q, *weights, *center, *scales, *scores;
     uint16_t *halves; /* q as bfloat16 */
 } problem;
 
@@ -71,8 +71,11 @@ static void set_up(problem *p, int seed)
     p->n_rows = n_queries * p->index.n_heads;
     p->n_blocks = (p->index.end + size - 1) / size;
     if (data_below(&random, 2)) p->keys.center = p->center = test_rows(3, DATA_GAUSSIAN, 1, d);
+    if (data_below(&random, 2)) p->keys.channel_scale = p->scales = test_scales(4, 1, d, 8.0);
     const int resident = (int)(p->index.end - p->first);
     float *rows = test_rows((uint64_t)seed, DATA_GAUSSIAN, resident, d);
+    for (int i = 0; p->scales && i < resident * d; i++) rows[i] *= p->scales[i % d];
+    for (int i = 0; p->scales && p->center && i < d; i++) p->center[i] *= p->scales[i];
     CHECK_RESULT(tqkv_encode(&p->keys, rows, resident, p->first), TQKV_OK);
     free(rows);
     p->q = test_rows((uint64_t)seed + 1, DATA_GAUSSIAN, p->n_rows, d);
@@ -102,6 +105,7 @@ static void tear_down(problem *p)
     free(p->halves);
     free(p->weights);
     free(p->center);
+    free(p->scales);
     free(p->scores);
 }
 
@@ -117,43 +121,51 @@ static int64_t seen_end(const tqkv_index *x, int query)
     return end;
 }
 
-/* The score of one key for one query; keys: [end - first][head_dim] */
-static double expected_key(const problem *p, int query, const double *key)
+/* The score of one key for one query, and the error that is allowed; see >>index. keys: [end - first][head_dim] */
+static double expected_key(const problem *p, int query, const double *key, double *allowed)
 {
     const tqkv_index *x = &p->index;
     const int d = p->keys.head_dim;
-    double total = 0.0, row[REFERENCE_MAX_DIM];
+    const bool integers = x->arithmetic == TQKV_INTEGER;
+    double total = 0.0, sizes = 0.0, lengths = 0.0, length = 0.0, row[REFERENCE_MAX_DIM];
+    for (int i = 0; i < d; i++) length += key[i] * key[i];
     for (int h = 0; h < x->n_heads; h++) {
         const int at = query * x->n_heads + h;
-        double sum = 0.0;
+        const double weight = p->weights ? (double)p->weights[at] : 1.0;
+        double sum = 0.0, squares = 0.0;
         for (int i = 0; i < d; i++) row[i] = (double)p->q[at * d + i];
-        if (x->query_basis == TQKV_ROTATED && reference_is_rotated(&p->keys)) reference_unrotate_double(row, d);
-        for (int i = 0; i < d; i++) sum += row[i] * key[i];
-        total += (p->weights ? (double)p->weights[at] : 1.0) * (x->relu && sum < 0.0 ? 0.0 : sum);
+        if (x->query_basis == TQKV_ROTATED) reference_original_query(&p->keys, 0, row);
+        for (int i = 0; i < d; i++) sum += row[i] * key[i], squares += row[i] * row[i];
+        const double product = x->relu && sum < 0.0 ? 0.0 : sum;
+        total += weight * product;
+        sizes += fabs(weight * product);
+        lengths += fabs(weight) * sqrt(squares * length);
     }
+    *allowed = integers ? 1e-4 * sizes + 2e-5 * lengths : 2e-5 * sizes + 2e-7 * lengths;
     return total;
 }
 
-/* expected: [n_blocks] of one query; returns its largest magnitude among keys */
-static double expect_query(const problem *p, int query, const double *keys, double *expected)
+/* expected: [n_blocks] of one query, and the largest error that is allowed for a key of each block */
+static void expect_query(const problem *p, int query, const double *keys, double *expected, double *allowed)
 {
     const int size = p->index.block ? p->index.block : 1;
     const int64_t end = seen_end(&p->index, query);
-    double largest = 0.0;
-    for (int64_t b = 0; b < p->n_blocks; b++) expected[b] = -INFINITY;
+    for (int64_t b = 0; b < p->n_blocks; b++) {
+        expected[b] = -INFINITY;
+        allowed[b] = 0.0;
+    }
     for (int64_t b = p->first / size; b < p->n_blocks; b++) {
-        double sum = 0.0;
+        double sum = 0.0, error;
         int n = 0;
         for (int64_t j = b * size; j < (b + 1) * size && j < end; j++) {
             if (j < p->first) continue;
-            const double score = expected_key(p, query, keys + (j - p->first) * p->keys.head_dim);
-            if (fabs(score) > largest) largest = fabs(score);
+            const double score = expected_key(p, query, keys + (j - p->first) * p->keys.head_dim, &error);
+            if (error > allowed[b]) allowed[b] = error;
             sum += score;
             if (n++ == 0 || score > expected[b]) expected[b] = score;
         }
         if (n && p->index.pool == TQKV_POOL_MEAN) expected[b] = sum / n;
     }
-    return largest;
 }
 
 static void check_scores(const void *parameters)
@@ -163,14 +175,15 @@ static void check_scores(const void *parameters)
     const bool integers = p.index.arithmetic == TQKV_INTEGER;
     const int n_queries = p.index.n_queries ? p.index.n_queries : 1;
     double *keys = reference_decode_all(&p.keys, 0, p.first, p.index.end, integers);
-    double *expected = (double *)test_alloc((size_t)p.n_blocks * sizeof *expected);
+    double *expected = (double *)test_alloc(2 * (size_t)p.n_blocks * sizeof *expected),
+           *allowed = expected + p.n_blocks;
     CHECK_RESULT(tqkv_index_scores(&p.index, queries_of(&p), p.scores), TQKV_OK);
     for (int i = 0; i < n_queries; i++) {
-        const double largest = expect_query(&p, i, keys, expected), allowed = (integers ? 1e-4 : 2e-5) * largest;
+        expect_query(&p, i, keys, expected, allowed);
         for (int64_t b = 0; b < p.n_blocks; b++) {
             const double got = (double)p.scores[i * p.n_blocks + b];
-            CHECK(got == expected[b] || fabs(got - expected[b]) <= allowed, "query %d block %d: %g, not %g", i, (int)b,
-                  got, expected[b]);
+            CHECK(got == expected[b] || fabs(got - expected[b]) <= allowed[b], "query %d block %d: %g, not %g", i,
+                  (int)b, got, expected[b]);
         }
     }
     free(keys);

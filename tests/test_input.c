@@ -28,8 +28,8 @@ typedef struct memory {
     unsigned char tail_codes[2 * HEADS * CAPACITY * TAIL];
     int32_t pages[2], slots[TOKENS + 1]; /* an even number: tqkv_quality lies in out */
     float src[TOKENS * HEADS * D], src2[TOKENS * HEADS * D], q[ROWS * (D + TAIL)], sinks[N_HEADS];
-    float out[ROWS * D + SPARE], center[HEADS * D], max[ROWS], sum[ROWS], other_out[ROWS * D], other_max[ROWS],
-        other_sum[ROWS];
+    float out[ROWS * D + SPARE], center[HEADS * D], scale[HEADS * D], max[ROWS], sum[ROWS], other_out[ROWS * D],
+        other_max[ROWS], other_sum[ROWS];
 } memory;
 
 /* The arguments of all calls. They are valid until a change is applied. */
@@ -112,6 +112,7 @@ static void fill_memory(memory *m)
     data_rows(3, DATA_GAUSSIAN, m->q, ROWS, D + TAIL);
     data_rows(4, DATA_GAUSSIAN, m->other_out, ROWS, D);
     data_rows(5, DATA_GAUSSIAN, m->center, HEADS, D);
+    for (int i = 0; i < HEADS * D; i++) m->scale[i] = i % 2 ? 0.375f : 1.0f / 4294967296.0f;
     for (int i = 0; i < ROWS; i++) {
         m->max[i] = m->other_max[i] = 0.5f;
         m->sum[i] = m->other_sum[i] = 2.0f;

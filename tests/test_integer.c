@@ -108,6 +108,57 @@ static void add_hard(void)
     }
 }
 
+/* ---- Queries with one coordinate far above the others ---- */
+
+typedef struct peak_row {
+    int head_dim;
+    tqkv_format keys;
+    float peak, deviation; /* the coordinate over the others' deviation, divided by sqrt(head_dim); of the scores */
+} peak_row;
+
+/* Sets coordinate 5 of the rotated rows, and scales them, so that the scores keep their deviation. rows: [n][d] of `stride` */
+static void set_peaks(const peak_row *row, float *rows, size_t n, int d, size_t stride)
+{
+    const float scale = row->deviation / sqrtf(1.0f + row->peak * row->peak);
+    for (size_t i = 0; i < n; i++, rows += stride) {
+        rows[5] += row->peak * sqrtf((float)d);
+        for (int j = 0; j < d; j++) rows[j] *= scale;
+        CHECK_RESULT(tqkv_unrotate(rows, 1, d), TQKV_OK);
+    }
+}
+
+/* The error bound holds for any query. */
+static void check_peak(const void *parameters)
+{
+    const peak_row *row = (const peak_row *)parameters;
+    attend_row shape = attend_default_row(row->keys, TQKV_I8, row->head_dim);
+    shape.arithmetic = TQKV_INTEGER;
+    shape.end = shape.key_capacity = shape.value_capacity = 107;
+    shape.group = 8;
+    shape.query_size = row->deviation; /* of the tolerance */
+    attend_problem p;
+    attend_set_up(&p, &shape);
+    data_random random = {(uint64_t)row->head_dim};
+    for (size_t i = 0; i < p.n_rows * p.head_dim; i++) p.q[i] = data_gaussian(&random);
+    set_peaks(row, p.q, p.n_rows, row->head_dim, p.head_dim);
+    reference_attend(&p.attention, p.q, p.expected);
+    CHECK_RESULT(tqkv_attend(&p.attention, p.q, p.out), TQKV_OK);
+    attend_check(&p, p.out, "peak");
+    attend_tear_down(&p);
+}
+
+static void add_peaks(void)
+{
+    static const float peaks[4] = {0.25f, 1.0f, 3.0f, 30.0f}, deviations[3] = {1.0f, 3.0f, 10.0f};
+    static const int head_dims[4] = {32, 128, 320, 1024};
+    static const tqkv_format formats[4] = {TQKV_I8, TQKV_TQ4, TQKV_TQ6, TQKV_TQ2};
+    for (int i = 0; i < 48; i++) {
+        const peak_row row = {head_dims[i % 4], formats[(i / 4 + i / 16) % 4], peaks[i / 4 % 4], deviations[i / 16]};
+        test_add(check_peak, &row, sizeof row, "integer/peak/%s/%d/%g/%g", tqkv_format_name(row.keys), row.head_dim,
+                 (double)row.peak, (double)row.deviation);
+    }
+}
+
 /* ---- Bits in company ---- */
 
 static attend_row company_row(int head_dim)
@@ -122,13 +173,15 @@ static attend_row company_row(int head_dim)
     return row;
 }
 
-/* Each query alone has the bits that it has among 37. */
+/* Each query alone has the bits that it has among 37, of which some have a second digit. */
 static void check_alone(const void *parameters)
 {
     const attend_row row = company_row(*(const int *)parameters);
+    const peak_row peaks = {row.head_dim, TQKV_I8, 3.0f, 1.0f};
     attend_problem p;
     attend_set_up(&p, &row);
     const size_t n_heads = (size_t)p.attention.n_heads, d = p.head_dim;
+    set_peaks(&peaks, p.q + 2 * d, p.n_rows / 5, row.head_dim, 5 * d);
     float *alone = (float *)test_alloc(n_heads * d * sizeof *alone);
     CHECK_RESULT(tqkv_attend(&p.attention, p.q, p.out), TQKV_OK);
     tqkv_attention one = p.attention;
@@ -237,11 +290,26 @@ static void check_merge(const void *parameters)
 
 /* ---- Norms that no encoder writes ---- */
 
+typedef struct norm_row {
+    bool infinite;
+    tqkv_format format;
+    int head_dim;
+} norm_row;
+
+/* Whether x is the one NaN that integers give. */
+static bool nan_bits(float x)
+{
+    uint32_t bits;
+    memcpy(&bits, &x, sizeof bits);
+    return bits == 0x7fc00000u;
+}
+
 /* A visible infinite norm of a value makes its head's output NaN, and of nothing else. */
 static void check_infinite_norm(const void *parameters)
 {
-    const float norm = *(const int *)parameters ? (float)INFINITY : (float)NAN;
-    attend_row row = attend_default_row(TQKV_TQ4, TQKV_TQ4, 128);
+    const norm_row *seen = (const norm_row *)parameters;
+    const float norm = seen->infinite ? (float)INFINITY : (float)NAN;
+    attend_row row = attend_default_row(seen->format, seen->format, seen->head_dim);
     row.arithmetic = TQKV_INTEGER;
     row.bits_alone = true;
     attend_problem p;
@@ -249,7 +317,7 @@ static void check_infinite_norm(const void *parameters)
     p.values.norms[5] = norm; /* head 0 */
     CHECK_RESULT(tqkv_attend(&p.attention, p.q, p.out), TQKV_OK);
     for (size_t i = 0; i < p.n_rows * p.head_dim; i++)
-        CHECK(i < p.n_rows / 2 * p.head_dim ? p.out[i] != p.out[i] : p.out[i] == p.out[i], "value %d is %g", (int)i,
+        CHECK(i < p.n_rows / 2 * p.head_dim ? nan_bits(p.out[i]) : p.out[i] == p.out[i], "value %d is %g", (int)i,
               (double)p.out[i]);
     p.values.norms[5] = 1.0f;
     p.keys.norms[5] = norm; /* also where the query's product with the codes is negative */
@@ -257,8 +325,10 @@ static void check_infinite_norm(const void *parameters)
         p.attention.arithmetic = i ? TQKV_FLOAT : TQKV_INTEGER;
         CHECK_RESULT(tqkv_attend(&p.attention, p.q, p.out), TQKV_OK);
         for (size_t j = 0; j < p.n_rows; j++)
-            CHECK((j < p.n_rows / 2) == (p.out[j * p.head_dim] != p.out[j * p.head_dim]), "row %d is %g", (int)j,
-                  (double)p.out[j * p.head_dim]);
+            CHECK(j >= p.n_rows / 2 ? p.out[j * p.head_dim] == p.out[j * p.head_dim]
+                  : i               ? p.out[j * p.head_dim] != p.out[j * p.head_dim]
+                                    : nan_bits(p.out[j * p.head_dim]),
+                  "row %d is %g", (int)j, (double)p.out[j * p.head_dim]);
     }
     attend_tear_down(&p);
 }
@@ -360,7 +430,13 @@ void test_integer_cases(void)
         test_add(check_mode, &sizes[i], sizeof(int), "integer/mode/%d", sizes[i]);
         test_add(check_merge, &sizes[i], sizeof(int), "integer/merge_with_floats/%d", sizes[i]);
     }
-    for (int i = 0; i < 2; i++) test_add(check_infinite_norm, &i, sizeof i, "integer/norm_%s", i ? "infinite" : "nan");
+    for (int i = 0; i < 10; i++) { /* sets differ in the loops for these sizes */
+        static const int dims[5] = {64, 96, 128, 160, 192};
+        const norm_row row = {i % 2 == 1, i < 5 ? TQKV_TQ4 : TQKV_I8, dims[i % 5]};
+        test_add(check_infinite_norm, &row, sizeof row, "integer/norm_%s/%s/%d", row.infinite ? "infinite" : "nan",
+                 tqkv_format_name(row.format), row.head_dim);
+    }
+    add_peaks();
     test_add(check_negative_norm, NULL, 0, "integer/norm_negative");
     test_add(check_refused, NULL, 0, "integer/refused");
     test_add(check_cache, NULL, 0, "integer/cache");

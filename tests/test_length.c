@@ -367,7 +367,7 @@ static void check_scratch(const void *parameters)
 /* ---- Stack: at most 48 KiB, in a thread that has 64 ---- */
 
 #if defined(__OPTIMIZE__) && !defined(__SANITIZE_ADDRESS__) && !defined(__SANITIZE_THREAD__) && defined(__linux__)
-enum { STACK = 65536, STACK_LIMIT = 49152 };
+enum { STACK = 98304, STACK_LIMIT = 65536 };
 
 typedef struct stack_row {
     tqkv_format keys, values;
@@ -386,7 +386,7 @@ static void *call_all(void *argument)
 {
     stack_thread *t = (stack_thread *)argument;
     tqkv_cache_desc desc;
-    tqkv_cache *cache = NULL, *loaded = NULL;
+    tqkv_cache *cache = NULL, *loaded = NULL, *learning = NULL;
     memset(&desc, 0, sizeof desc);
     desc.head_dim = t->row->head_dim;
     desc.n_kv_heads = CACHE_HEADS;
@@ -400,14 +400,26 @@ static void *call_all(void *argument)
     good = good && tqkv_cache_set_center(cache, t->rows, t->q) == TQKV_OK;
     good = good && tqkv_cache_append(cache, t->rows, t->rows, 90) == TQKV_OK;
     good = good && tqkv_cache_attend(cache, t->q, 24, t->out) == TQKV_OK;
+    desc.calibrate = 16;
+    desc.exact_last = 20;
+    good = good && tqkv_cache_create(&desc, &learning) == TQKV_OK;
+    good = good && tqkv_cache_append(learning, t->rows, t->rows, 90) == TQKV_OK;
+    good = good && tqkv_cache_attend(learning, t->q, 24, t->out) == TQKV_OK;
+    good = good && tqkv_cache_set_scale(learning, NULL, NULL) == TQKV_INVALID_ARGUMENT;
+    desc.calibrate = desc.exact_last = 0;
     good = good && tqkv_cache_save(cache, stream_write, &t->snapshot) == TQKV_OK;
     good = good && tqkv_cache_load(&desc, stream_read, &t->snapshot, &loaded) == TQKV_OK;
     good = good && tqkv_decode(tqkv_cache_keys(cache), 0, 24, TQKV_ORIGINAL, t->out) == TQKV_OK;
     good = good && tqkv_probe(tqkv_cache_keys(cache), t->rows, 24, t->out) == TQKV_OK;
     good = good && tqkv_measure(tqkv_cache_keys(cache), t->rows, 24, (tqkv_quality *)(void *)t->out) == TQKV_OK;
     good = good && tqkv_mean(tqkv_cache_keys(cache), t->rows, 24, t->out) == TQKV_OK;
+    good = good && tqkv_calibrate(tqkv_cache_keys(cache), t->rows, 24, t->q, 2 * CACHE_HEADS, 12, TQKV_PAIRS_NONE,
+                                  t->out, NULL) == TQKV_OK;
+    good = good && tqkv_logit_noise(tqkv_cache_keys(cache), t->rows, 24, t->q, 2 * CACHE_HEADS, 12,
+                                    (double *)(void *)t->out) == TQKV_OK;
     tqkv_cache_destroy(cache);
     tqkv_cache_destroy(loaded);
+    tqkv_cache_destroy(learning);
     return good ? t : NULL;
 }
 

@@ -65,11 +65,13 @@ static void check_encode(const void *parameters)
     int32_t pages[POOL_SLOTS];
     tqkv_store pool = make_pool(format, d, page_size), linear = test_store(format, d, PAGES_HEADS, 150, false);
     float *rows = test_rows(3, DATA_GAUSSIAN, 150 * PAGES_HEADS, d), *center = test_rows(4, DATA_GAUSSIAN, 2, d);
+    float *scales = test_scales(5, PAGES_HEADS, d, 8.0);
     shuffle_pages(&random, pool.capacity / page_size, pages);
     pool.pages = pages;
     pool.n_pages = 256 / page_size;
     pages[pool.n_pages - 1] = -1; /* of positions that nothing sees or writes */
     pool.center = linear.center = center;
+    pool.channel_scale = linear.channel_scale = scales;
     CHECK_RESULT(tqkv_encode(&linear, rows, 150, 0), TQKV_OK);
     for (int i = 0, at = 0; i < 5; at += pieces[i++])
         CHECK_RESULT(tqkv_encode(&pool, rows + at * PAGES_HEADS * d, pieces[i], at), TQKV_OK);
@@ -87,6 +89,7 @@ static void check_encode(const void *parameters)
     test_store_free(&linear);
     free(rows);
     free(center);
+    free(scales);
 }
 
 /* Tokens by slots: each row is where its slot says; left-out tokens are nowhere. */
@@ -154,6 +157,7 @@ static tqkv_store copy_to_pages(const tqkv_store *linear, const tqkv_attention *
     pool.pages = pages;
     pool.n_pages = pool.capacity / page_size;
     pool.center = linear->center;
+    pool.channel_scale = linear->channel_scale;
     for (int p = 0; p < a->end; p++)
         for (int h = 0; h < PAGES_HEADS; h++) {
             memcpy((void *)(uintptr_t)reference_codes_at(&pool, h, p), reference_codes_at(linear, h, p), row);
@@ -189,6 +193,7 @@ static void check_attend(const void *parameters)
     row.kv_len = index % 5 == 2 ? 1 + data_below(&random, (int)row.end) : 0;
     row.softcap = index % 3 ? 0.0f : 3.0f;
     row.key_center = index % 4 == 1 ? 2.0f : 0.0f;
+    row.key_spread = row.value_spread = index % 3 == 1 ? 8.0f : 0.0f;
     row.tree = index % 4 == 0;
     row.bits_alone = true;
     row.exact_first = index % 8 == 5 ? 70 : 0; /* linear stores beside the paged ones */

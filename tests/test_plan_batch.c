@@ -16,7 +16,7 @@ typedef struct plan_batch {
         tqkv_metal_buffer arguments, scratch;
         bool matrices;
     } batch;
-    tqkv_metal_dispatch d[2];
+    tqkv_metal_plan plan;
 } plan_batch;
 
 static void set_up_batch(plan_batch *b)
@@ -48,7 +48,7 @@ static void set_up_batch(plan_batch *b)
 static tqkv_result planned(plan_batch *b)
 {
     return tqkv_metal_plan_attend_batch(b->batch.items, b->batch.n, b->batch.q, b->batch.arguments, b->arguments,
-                                        b->batch.scratch, b->batch.out, b->batch.matrices, b->d);
+                                        b->batch.scratch, b->batch.out, b->batch.matrices, &b->plan);
 }
 
 /* Outputs in one array: strides, then where each begins, in values. */
@@ -65,17 +65,18 @@ static void interleave(plan_batch *b, size_t token, size_t head, size_t first, s
 static void check_batch(const void *row)
 {
     plan_batch b;
-    tqkv_metal_dispatch alone[2];
+    tqkv_metal_plan one;
+    const tqkv_metal_dispatch *const alone = one.d, *const d = b.plan.d;
     size_t arguments, scratch, all = 0;
     const tqkv__batch_item *items = b.arguments;
     (void)row;
     set_up_batch(&b);
     CHECK_RESULT(planned(&b), TQKV_OK);
     CHECK_RESULT(tqkv_metal_plan_attend_batch_sizes(b.items, ITEMS, &arguments, &scratch), TQKV_OK);
-    CHECK(arguments == sizeof b.arguments && binding(b.d, "arguments").size == arguments, "arguments");
-    for (int i = 0; i < 2; i++) check_dispatch(&b.d[i]);
+    CHECK(arguments == sizeof b.arguments && binding(d, "arguments").size == arguments, "arguments");
+    check_plan(&b.plan);
     for (int i = 0; i < ITEMS; i++) {
-        CHECK_RESULT(tqkv_metal_plan_attend(&b.items[i], b.q[i], b.batch.scratch, b.out[i], alone), TQKV_OK);
+        CHECK_RESULT(tqkv_metal_plan_attend(&b.items[i], b.q[i], b.batch.scratch, b.out[i], &one), TQKV_OK);
         CHECK(!memcmp(&items[i].attend, alone[0].arguments[0].bytes, sizeof items[i].attend) &&
                   !memcmp(&items[i].merge, alone[1].arguments[0].bytes, sizeof items[i].merge),
               "item %d is planned otherwise alone", i);
@@ -87,23 +88,22 @@ static void check_batch(const void *row)
                 if (alone->bindings[k].index == j) all += alone->bindings[k].size;
     }
     /* columns for 3 queries: 6 rows, in a power of two; splits of 512 slots: 2, 1 and 6 */
-    CHECK(constant(b.d, TQKV_FC_COLUMNS) == 8 && constant(b.d, TQKV_FC_MANY_QUERIES) == 1 &&
-              constant(b.d, TQKV_FC_BATCH) == 1 && constant(b.d + 1, TQKV_FC_BATCH) == 1,
+    CHECK(constant(d, TQKV_FC_COLUMNS) == 8 && constant(d, TQKV_FC_MANY_QUERIES) == 1 &&
+              constant(d, TQKV_FC_BATCH) == 1 && constant(d + 1, TQKV_FC_BATCH) == 1,
           "the kernel");
-    CHECK(items[0].first_group == 0 && items[1].first_group == 2 && items[2].first_group == 3 && b.d[0].grid[2] == 9 &&
-              b.d[0].grid[1] == 1 && b.d[0].grid[0] == 3,
+    CHECK(items[0].first_group == 0 && items[1].first_group == 2 && items[2].first_group == 3 && d[0].grid[2] == 9 &&
+              d[0].grid[1] == 1 && d[0].grid[0] == 3,
           "threadgroups");
     CHECK(items[0].attend.n_splits == 2 && items[1].attend.n_splits == 1 && items[2].attend.n_splits == 6, "splits");
-    CHECK(items[1].first_row == 6 && items[2].first_row == 24 && b.d[1].grid[0] == 30, "rows");
-    CHECK(binding(b.d + 1, "sinks").size == 0 && items[0].partial_out == 0 && b.d[1].barrier == at(5, 0).buffer,
-          "merge");
+    CHECK(items[1].first_row == 6 && items[2].first_row == 24 && d[1].grid[0] == 30, "rows");
+    CHECK(binding(d + 1, "sinks").size == 0 && items[0].partial_out == 0 && d[1].barrier == at(5, 0).buffer, "merge");
     CHECK(scratch >= all, "%zu bytes of scratch, not %zu", scratch, all);
     b.items[1].attention.end = 0;
     CHECK_RESULT(planned(&b), TQKV_OK);
     CHECK(items[1].attend.kv_len == 0 && items[1].merge.n_partials == 0, "an item without positions");
     b.batch.n = 0;
     CHECK_RESULT(planned(&b), TQKV_OK);
-    CHECK(b.d[0].grid[0] == 0, "an empty batch is recorded");
+    CHECK(b.plan.n == 0, "an empty batch is recorded");
 }
 
 /* With halves a dispatch for each part that some item has, each with a table of its own, and one for the merge; with lists as
@@ -113,10 +113,9 @@ static void check_batch_parts(const void *row)
     plan_batch b;
     static char tables[4 * 1024]; /* ITEMS are less than 1 KiB */
     tqkv_metal_store first = plan_store(TQKV_F16, 64, 20, false, 4), last = plan_store(TQKV_F16, 64, 704, true, 4);
-    tqkv_metal_dispatch d[TQKV__MOST_DISPATCHES];
+    const tqkv_metal_dispatch *const d = b.plan.d;
     tqkv__batch_item items[4][ITEMS];
     size_t arguments, scratch;
-    int n;
     (void)row;
     set_up_batch(&b);
     first.shape.rotated = last.shape.rotated = true;
@@ -128,9 +127,10 @@ static void check_batch_parts(const void *row)
     }
     CHECK_RESULT(tqkv_metal_plan_attend_batch_sizes(b.items, ITEMS, &arguments, &scratch), TQKV_OK);
     CHECK(arguments == sizeof tables, "%zu bytes of arguments", arguments);
-    CHECK_RESULT(tqkv__plan_batch_parts(b.items, ITEMS, b.q, at(7, 0), tables, at(5, 64), b.out, true, d, &n), TQKV_OK);
-    CHECK(n == 4, "%d dispatches", n);
-    for (int i = 0; i < n; i++) {
+    CHECK_RESULT(tqkv_metal_plan_attend_batch(b.items, ITEMS, b.q, at(7, 0), tables, at(5, 64), b.out, true, &b.plan),
+                 TQKV_OK);
+    CHECK(b.plan.n == 4, "%d dispatches", b.plan.n);
+    for (int i = 0; i < b.plan.n; i++) {
         check_dispatch(&d[i]);
         memcpy(items[i], tables + i * 1024, sizeof items[i]);
         CHECK(binding(&d[i], "arguments").at.offset == (size_t)i * 1024, "the table of dispatch %d", i);
@@ -148,17 +148,18 @@ static void check_batch_parts(const void *row)
         b.items[i].attention.list_length = 10 + i;
         b.items[i].attention.list_block = 16;
     }
-    CHECK_RESULT(tqkv__plan_batch_parts(b.items, ITEMS, b.q, at(7, 0), tables, at(5, 64), b.out, true, d, &n), TQKV_OK);
-    CHECK(n == 7 && d[0].kernel.family == TQKV_METAL_ATTEND_LIST && d[0].grid[0] == 4, "%d dispatches with lists", n);
-    for (int i = 0; i < n; i++) check_dispatch(&d[i]);
+    CHECK_RESULT(tqkv_metal_plan_attend_batch(b.items, ITEMS, b.q, at(7, 0), tables, at(5, 64), b.out, true, &b.plan),
+                 TQKV_OK);
+    CHECK(b.plan.n == 7 && d[0].kernel.family == TQKV_METAL_ATTEND_LIST && d[0].grid[0] == 4,
+          "%d dispatches with lists", b.plan.n);
+    check_plan(&b.plan);
     memcpy(items[0], tables, sizeof items[0]);
     CHECK(items[0][2].first_list == 3 && items[0][2].list == 1024 && items[0][1].list == 0, "where the lists lie");
-    CHECK_RESULT(planned(&b), TQKV_UNSUPPORTED);
     b.items[1].list = none;
-    CHECK_RESULT(tqkv__plan_batch_parts(b.items, ITEMS, b.q, at(7, 0), tables, at(5, 64), b.out, true, d, &n),
+    CHECK_RESULT(tqkv_metal_plan_attend_batch(b.items, ITEMS, b.q, at(7, 0), tables, at(5, 64), b.out, true, &b.plan),
                  TQKV_UNSUPPORTED);
     b.items[1].list = at(2, 0);
-    CHECK_RESULT(tqkv__plan_batch_parts(b.items, ITEMS, b.q, at(7, 0), tables, at(5, 64), b.out, true, d, &n),
+    CHECK_RESULT(tqkv_metal_plan_attend_batch(b.items, ITEMS, b.q, at(7, 0), tables, at(5, 64), b.out, true, &b.plan),
                  TQKV_UNSUPPORTED);
 }
 
@@ -222,7 +223,7 @@ static void check_batch_memory(const void *row)
     b.q[1] = at(6, 100);
     b.q[0] = b.q[2] = at(6, 0);
     CHECK_RESULT(planned(&b), TQKV_OK);
-    CHECK(*overlapping(b.d), "queries between the outputs");
+    CHECK(*overlapping(b.plan.d), "queries between the outputs");
     CHECK_RESULT(tqkv_metal_plan_attend_batch_sizes(b.items, -1, &sizes[0], &sizes[1]), TQKV_INVALID_ARGUMENT);
     CHECK_RESULT(tqkv_metal_plan_attend_batch_sizes(NULL, 1, &sizes[0], &sizes[1]), TQKV_INVALID_ARGUMENT);
     CHECK_RESULT(tqkv_metal_plan_attend_batch_sizes(NULL, 0, &sizes[0], &sizes[1]), TQKV_OK);

@@ -4,10 +4,10 @@
 /* What tqkv_metal_plan_encode, _encode_kv and _decode say of positions [position, position + n). */
 static void check_paged_rows(const tqkv_metal_store *s, int n, int64_t position, tqkv_result written, tqkv_result read)
 {
-    tqkv_metal_dispatch d;
-    CHECK_RESULT(tqkv_metal_plan_encode(s, at(4, 0), n, position, none, &d), written);
-    CHECK_RESULT(tqkv_metal_plan_encode_kv(s, s, at(4, 0), at(5, 0), n, position, none, &d), written);
-    CHECK_RESULT(tqkv_metal_plan_decode(s, position, n, TQKV_ORIGINAL, at(4, 0), &d), read);
+    tqkv_metal_plan plan;
+    CHECK_RESULT(tqkv_metal_plan_encode(s, at(4, 0), n, position, none, &plan), written);
+    CHECK_RESULT(tqkv_metal_plan_encode_kv(s, s, at(4, 0), at(5, 0), n, position, none, &plan), written);
+    CHECK_RESULT(tqkv_metal_plan_decode(s, position, n, TQKV_ORIGINAL, at(4, 0), &plan), read);
 }
 
 static void check_paged_encode(const void *row)
@@ -15,17 +15,18 @@ static void check_paged_encode(const void *row)
     int32_t pages[] = {3, -1, 3, 0};
     tqkv_metal_store s = plan_pool(TQKV_TQ5, 0, pages);
     const tqkv_metal_store values = plan_store(TQKV_I8, 64, 320, true, 2);
-    tqkv_metal_dispatch d;
+    tqkv_metal_plan plan;
+    const tqkv_metal_dispatch *const d = plan.d;
     (void)row;
-    CHECK_RESULT(tqkv_metal_plan_encode(&s, at(4, 0), 65, 130, none, &d), TQKV_OK);
-    check_dispatch(&d);
-    CHECK(rows_args(&d, 0).first_slot == 130 && rows_args(&d, 0).page_size == 64 && rows_args(&d, 0).n_pages == 5 &&
-              rows_args(&d, 0).capacity == 320 && constant(&d, TQKV_FC_PAGES) == 1 && binding(&d, "pages").size == 16,
+    CHECK_RESULT(tqkv_metal_plan_encode(&s, at(4, 0), 65, 130, none, &plan), TQKV_OK);
+    check_dispatch(d);
+    CHECK(rows_args(d, 0).first_slot == 130 && rows_args(d, 0).page_size == 64 && rows_args(d, 0).n_pages == 5 &&
+              rows_args(d, 0).capacity == 320 && constant(d, TQKV_FC_PAGES) == 1 && binding(d, "pages").size == 16,
           "the table");
-    CHECK(binding(&d, "codes").size == 3 * 320 * 40, "the pool");
-    CHECK_RESULT(tqkv_metal_plan_encode_kv(&s, &values, at(4, 0), at(5, 0), 65, 130, none, &d), TQKV_OK);
-    check_dispatch(&d);
-    CHECK(constant(&d, TQKV_FC_PAGES) == 1 && constant(&d, TQKV_FC_VALUE_PAGES) == 0, "only the keys have pages");
+    CHECK(binding(d, "codes").size == 3 * 320 * 40, "the pool");
+    CHECK_RESULT(tqkv_metal_plan_encode_kv(&s, &values, at(4, 0), at(5, 0), 65, 130, none, &plan), TQKV_OK);
+    check_dispatch(d);
+    CHECK(constant(d, TQKV_FC_PAGES) == 1 && constant(d, TQKV_FC_VALUE_PAGES) == 0, "only the keys have pages");
     check_paged_rows(&s, 64, 64, TQKV_OUT_OF_RANGE, TQKV_OUT_OF_RANGE); /* -1 */
     check_paged_rows(&s, 257, 0, TQKV_OUT_OF_RANGE, TQKV_OUT_OF_RANGE); /* beyond the table */
     check_paged_rows(&s, 0, 256, TQKV_OK, TQKV_OK);
@@ -42,7 +43,8 @@ static void check_paged_refusals(const void *row)
 {
     const int32_t pages[] = {3, 1, 2, 0};
     tqkv_metal_store s = plan_pool(TQKV_TQ5, 0, NULL);
-    tqkv_metal_dispatch d;
+    tqkv_metal_plan plan;
+    const tqkv_metal_dispatch *const d = plan.d;
     (void)row;
     s.shape.n_pages = 0;
     check_paged_rows(&s, 1, 0, TQKV_OUT_OF_RANGE, TQKV_OUT_OF_RANGE);
@@ -65,8 +67,8 @@ static void check_paged_refusals(const void *row)
     s.pages = none;
     check_paged_rows(&s, 1, 0, TQKV_INVALID_ARGUMENT, TQKV_INVALID_ARGUMENT);
     s.pages = at(0, 8);
-    CHECK_RESULT(tqkv_metal_plan_encode(&s, at(4, 0), 1, 0, none, &d), TQKV_OK);
-    CHECK(!strcmp(overlapping(&d), "codes"), "a table in the codes: %s", overlapping(&d));
+    CHECK_RESULT(tqkv_metal_plan_encode(&s, at(4, 0), 1, 0, none, &plan), TQKV_OK);
+    CHECK(!strcmp(overlapping(d), "codes"), "a table in the codes: %s", overlapping(d));
 }
 
 static void check_slots(const void *row)
@@ -74,48 +76,50 @@ static void check_slots(const void *row)
     int32_t slots[] = {9, -1, 0, -1};
     tqkv_metal_store s = plan_store(TQKV_TQ5, 64, 10, true, 0);
     const tqkv_metal_store values = plan_store(TQKV_I8, 64, 12, false, 2);
-    tqkv_metal_dispatch d;
+    tqkv_metal_plan plan;
+    const tqkv_metal_dispatch *const d = plan.d;
     (void)row;
     s.shape.pages = slots; /* neither the table nor the ring is looked at */
-    CHECK_RESULT(tqkv_metal_plan_encode_kv_slots(&s, &values, at(4, 0), at(5, 0), 4, at(7, 4), slots, none, &d),
+    CHECK_RESULT(tqkv_metal_plan_encode_kv_slots(&s, &values, at(4, 0), at(5, 0), 4, at(7, 4), slots, none, &plan),
                  TQKV_OK);
-    check_dispatch(&d);
-    CHECK(rows_args(&d, 0).page_size == 1 && rows_args(&d, 0).n_pages == 10 && rows_args(&d, 1).n_pages == 12 &&
-              rows_args(&d, 0).capacity == 10 && rows_args(&d, 0).first_slot == 0 && rows_args(&d, 0).n_tokens == 4,
+    check_dispatch(d);
+    CHECK(rows_args(d, 0).page_size == 1 && rows_args(d, 0).n_pages == 10 && rows_args(d, 1).n_pages == 12 &&
+              rows_args(d, 0).capacity == 10 && rows_args(d, 0).first_slot == 0 && rows_args(d, 0).n_tokens == 4,
           "a table of slots");
-    CHECK(constant(&d, TQKV_FC_PAGES) == 1 && constant(&d, TQKV_FC_VALUE_PAGES) == 1 && binding(&d, "slots").size == 16,
+    CHECK(constant(d, TQKV_FC_PAGES) == 1 && constant(d, TQKV_FC_VALUE_PAGES) == 1 && binding(d, "slots").size == 16,
           "the kernel");
     slots[0] = 10;
-    CHECK_RESULT(tqkv_metal_plan_encode_slots(&values, at(4, 0), 4, at(7, 4), slots, none, &d), TQKV_OK);
-    CHECK_RESULT(tqkv_metal_plan_encode_slots(&s, at(4, 0), 4, at(7, 4), slots, none, &d), TQKV_OUT_OF_RANGE);
-    CHECK_RESULT(tqkv_metal_plan_encode_kv_slots(&values, &s, at(4, 0), at(5, 0), 4, at(7, 4), slots, none, &d),
+    CHECK_RESULT(tqkv_metal_plan_encode_slots(&values, at(4, 0), 4, at(7, 4), slots, none, &plan), TQKV_OK);
+    CHECK_RESULT(tqkv_metal_plan_encode_slots(&s, at(4, 0), 4, at(7, 4), slots, none, &plan), TQKV_OUT_OF_RANGE);
+    CHECK_RESULT(tqkv_metal_plan_encode_kv_slots(&values, &s, at(4, 0), at(5, 0), 4, at(7, 4), slots, none, &plan),
                  TQKV_OUT_OF_RANGE);
-    CHECK_RESULT(tqkv_metal_plan_encode_slots(&s, at(4, 0), 4, at(7, 4), NULL, none, &d), TQKV_OK);
-    check_dispatch(&d);
+    CHECK_RESULT(tqkv_metal_plan_encode_slots(&s, at(4, 0), 4, at(7, 4), NULL, none, &plan), TQKV_OK);
+    check_dispatch(d);
     slots[0] = -2;
-    CHECK_RESULT(tqkv_metal_plan_encode_slots(&s, at(4, 0), 4, at(7, 4), slots, none, &d), TQKV_OUT_OF_RANGE);
+    CHECK_RESULT(tqkv_metal_plan_encode_slots(&s, at(4, 0), 4, at(7, 4), slots, none, &plan), TQKV_OUT_OF_RANGE);
     slots[0] = 0;
-    CHECK_RESULT(tqkv_metal_plan_encode_slots(&s, at(4, 0), 4, at(7, 4), slots, none, &d), TQKV_INVALID_ARGUMENT);
-    CHECK_RESULT(tqkv_metal_plan_encode_slots(&s, at(4, 0), 2, at(7, 4), slots, none, &d), TQKV_OK);
-    CHECK_RESULT(tqkv_metal_plan_encode_slots(&s, at(4, 0), -1, at(7, 4), slots, none, &d), TQKV_INVALID_ARGUMENT);
-    CHECK_RESULT(tqkv_metal_plan_encode_slots(NULL, at(4, 0), 2, at(7, 4), slots, none, &d), TQKV_INVALID_ARGUMENT);
-    CHECK_RESULT(tqkv_metal_plan_encode_slots(&s, at(4, 0), 0, none, slots, none, &d), TQKV_OK);
-    CHECK(d.grid[0] == 0 && constant(&d, TQKV_FC_PAGES) == 0, "no tokens");
+    CHECK_RESULT(tqkv_metal_plan_encode_slots(&s, at(4, 0), 4, at(7, 4), slots, none, &plan), TQKV_INVALID_ARGUMENT);
+    CHECK_RESULT(tqkv_metal_plan_encode_slots(&s, at(4, 0), 2, at(7, 4), slots, none, &plan), TQKV_OK);
+    CHECK_RESULT(tqkv_metal_plan_encode_slots(&s, at(4, 0), -1, at(7, 4), slots, none, &plan), TQKV_INVALID_ARGUMENT);
+    CHECK_RESULT(tqkv_metal_plan_encode_slots(NULL, at(4, 0), 2, at(7, 4), slots, none, &plan), TQKV_INVALID_ARGUMENT);
+    CHECK_RESULT(tqkv_metal_plan_encode_slots(&s, at(4, 0), 0, none, slots, none, &plan), TQKV_OK);
+    CHECK(d->grid[0] == 0 && constant(d, TQKV_FC_PAGES) == 0, "no tokens");
 }
 
 static void check_paged_attend(const void *row)
 {
     int32_t pages[] = {3, -1, 2, 0};
-    tqkv_metal_dispatch d[2];
+    tqkv_metal_plan plan;
+    tqkv_metal_dispatch *const d = plan.d;
     tqkv_metal_store keys = plan_pool(TQKV_I8, 0, pages), values = plan_pool(TQKV_F16, 2, pages);
     const tqkv_metal_store linear = plan_store(TQKV_F16, 64, 320, false, 2);
     size_t paged_scratch, scratch;
     (void)row;
     tqkv_metal_attention a = plan_attention(&keys, &values);
     a.attention.end = 250;
-    CHECK_RESULT(plan_attend(&a, d), TQKV_OUT_OF_RANGE); /* sees the entry of -1 */
+    CHECK_RESULT(plan_attend(&a, &plan), TQKV_OUT_OF_RANGE); /* sees the entry of -1 */
     a.attention.window = 122;
-    CHECK_RESULT(plan_attend(&a, d), TQKV_OK);
+    CHECK_RESULT(plan_attend(&a, &plan), TQKV_OK);
     CHECK(attend_args(d).kv_len == 250 && attend_args(d).key_capacity == 256 && attend_args(d).key_slots == 320 &&
               attend_args(d).value_slots == 320 && attend_args(d).key_page_size == 64 &&
               attend_args(d).key_last_page == 4 && attend_args(d).value_last_page == 4,
@@ -124,13 +128,13 @@ static void check_paged_attend(const void *row)
               binding(d, "keys' pages").size == 16 && binding(d, "values' pages").at.offset == 256,
           "the kernel");
     values.pages = keys.pages;
-    CHECK_RESULT(plan_attend(&a, d), TQKV_OK);
+    CHECK_RESULT(plan_attend(&a, &plan), TQKV_OK);
     CHECK(constant(d, TQKV_FC_SAME_SLOTS) == 1 && constant(d, TQKV_FC_SMALL_PAGES) == 0,
           "one table is looked up twice");
     keys.shape.page_size = values.shape.page_size = 5;
     a.attention.end = 18;
     a.attention.window = 2;
-    CHECK_RESULT(plan_attend(&a, d), TQKV_OK);
+    CHECK_RESULT(plan_attend(&a, &plan), TQKV_OK);
     CHECK(constant(d, TQKV_FC_SMALL_PAGES) == 1 && constant(d, TQKV_FC_SHORT_STORE) == 1 &&
               attend_args(d).key_capacity == 20 && attend_args(d).key_last_page == 63,
           "pages of 5");
@@ -139,9 +143,9 @@ static void check_paged_attend(const void *row)
     a.attention.window = 122;
     CHECK_RESULT(tqkv_metal_plan_attend_scratch(&a, &paged_scratch), TQKV_OK);
     a.values = &linear;
-    CHECK_RESULT(plan_attend(&a, d), TQKV_UNSUPPORTED);
+    CHECK_RESULT(plan_attend(&a, &plan), TQKV_UNSUPPORTED);
     keys.shape.pages = NULL; /* not known here */
-    CHECK_RESULT(plan_attend(&a, d), TQKV_UNSUPPORTED);
+    CHECK_RESULT(plan_attend(&a, &plan), TQKV_UNSUPPORTED);
     keys.pages = none;
     keys.shape.capacity = 256;
     CHECK_RESULT(tqkv_metal_plan_attend_scratch(&a, &scratch), TQKV_OK);
@@ -152,7 +156,8 @@ static void check_paged_attend(const void *row)
 static void check_page_division(const void *row)
 {
     const int page_sizes[] = {64, 128, 192, 320, 448, 4032, 65600, 1 << 20, 33554432 + 64, 1 << 30, INT_MAX / 64 * 64};
-    tqkv_metal_dispatch d[2];
+    tqkv_metal_plan plan;
+    tqkv_metal_dispatch *const d = plan.d;
     (void)row;
     for (size_t i = 0; i < sizeof page_sizes / sizeof *page_sizes; i++) {
         tqkv_metal_store s = plan_pool(TQKV_TQ4, 0, NULL);
@@ -161,7 +166,7 @@ static void check_page_division(const void *row)
         s.shape.n_pages = 1;
         tqkv_metal_attention a = plan_attention(&s, &s);
         a.attention.end = 1;
-        CHECK_RESULT(plan_attend(&a, d), TQKV_OK);
+        CHECK_RESULT(plan_attend(&a, &plan), TQKV_OK);
         for (uint32_t page = 0; page <= last / tiles; page += 1 + page / 50)
             for (uint32_t tile = page * tiles, n = 0; n < 2; n++, tile += tiles - 1)
                 CHECK(tile > last || (uint32_t)((uint64_t)tile * attend_args(d).key_page_factor >> 32) >>
@@ -175,21 +180,22 @@ static void check_page_division(const void *row)
 static void check_unknown_pages(const void *row)
 {
     const int32_t pages[] = {3, -1, 2, 0};
-    tqkv_metal_dispatch d[2];
+    tqkv_metal_plan plan;
+    tqkv_metal_dispatch *const d = plan.d;
     tqkv_metal_store keys = plan_pool(TQKV_I8, 0, NULL), values = plan_pool(TQKV_F16, 2, NULL);
     (void)row;
     tqkv_metal_attention a = plan_attention(&keys, &values);
     a.attention.end = 250;
-    CHECK_RESULT(plan_attend(&a, d), TQKV_OK);
+    CHECK_RESULT(plan_attend(&a, &plan), TQKV_OK);
     a.attention.end = 257;
-    CHECK_RESULT(plan_attend(&a, d), TQKV_OUT_OF_RANGE);
+    CHECK_RESULT(plan_attend(&a, &plan), TQKV_OUT_OF_RANGE);
     a.attention.end = 0;
     values.shape.n_pages = 0;
-    CHECK_RESULT(plan_attend(&a, d), TQKV_OK);
+    CHECK_RESULT(plan_attend(&a, &plan), TQKV_OK);
     CHECK(constant(d, TQKV_FC_PAGES) == 0 && attend_args(d).key_capacity == 320, "an empty table is read");
     keys.shape.pages = pages;
     keys.pages = none;
-    CHECK_RESULT(plan_attend(&a, d), TQKV_INVALID_ARGUMENT);
+    CHECK_RESULT(plan_attend(&a, &plan), TQKV_INVALID_ARGUMENT);
 }
 
 void test_plan_pages_cases(void)

@@ -40,8 +40,9 @@ static void check_split(const void *row)
             a.attention.n_queries = queries[q];
             CHECK_RESULT(tqkv_metal_plan_attend_scratch(&a, &scratch), TQKV_OK);
             for (a.attention.end = 0; a.attention.end <= capacity; a.attention.end += 2500) {
-                tqkv_metal_dispatch d[2];
-                CHECK_RESULT(plan_attend(&a, d), TQKV_OK);
+                tqkv_metal_plan plan;
+                const tqkv_metal_dispatch *const d = plan.d;
+                CHECK_RESULT(plan_attend(&a, &plan), TQKV_OK);
                 const int columns = constant(d, TQKV_FC_COLUMNS);
                 const bool matrix = d->kernel.family == TQKV_METAL_ATTEND_MATRIX;
                 const int most = matrix ? TQKV__MOST_MATRIX_COLUMNS(head_dim) : TQKV__MAX_COLUMNS(head_dim);
@@ -63,22 +64,23 @@ static void check_kernel(int head_dim, int group, int matrix_group, int n_querie
                            values = plan_store(TQKV_TQ8, head_dim, 3000, false, 2);
     const bool shared = head_dim == 448 || head_dim == 512,
                has_matrices = shared || head_dim == 64 || head_dim == 128 || head_dim == 256;
-    const bool matrix = has_matrices && group >= (matrix_group ? matrix_group : shared ? 8 : 4);
+    const bool matrix = has_matrices && group >= (matrix_group ? matrix_group : 8);
     const int rows = group * n_queries;
     size_t scratch = 0;
-    tqkv_metal_dispatch d[2];
+    tqkv_metal_plan plan;
+    tqkv_metal_dispatch *const d = plan.d;
     tqkv_metal_attention a = plan_attention(&keys, &values);
     a.attention.n_heads = 3 * group;
     a.attention.n_queries = n_queries;
     a.attention.end = 3000;
     a.matrix_group = matrix_group;
-    CHECK_RESULT(plan_attend(&a, d), TQKV_OK);
+    CHECK_RESULT(plan_attend(&a, &plan), TQKV_OK);
     CHECK(d[0].kernel.family == (matrix ? TQKV_METAL_ATTEND_MATRIX : TQKV_METAL_ATTEND), "group %d of %d, %d queries",
           group, matrix_group, n_queries);
     CHECK_RESULT(tqkv_metal_plan_attend_scratch(&a, &scratch), TQKV_OK);
     check_stretches(d, a.attention.end, scratch);
     CHECK(!(matrix && shared) || d[0].n_simdgroups == TQKV__LONG_SIMDGROUPS, "%d simdgroups", d[0].n_simdgroups);
-    tqkv__plan_columns(d, false, 16);
+    test_plan_columns(d, false, 16);
     const int columns = constant(d, TQKV_FC_COLUMNS);
     CHECK(d[0].kernel.family == TQKV_METAL_ATTEND && columns <= TQKV__MAX_COLUMNS(head_dim) &&
               columns * (int)d[0].grid[1] >= rows,
@@ -101,7 +103,8 @@ static void check_window(const void *row)
 {
     tqkv_metal_store keys = plan_store(TQKV_TQ4, 64, 200000, false, 0), values = keys;
     size_t scratch = 0;
-    tqkv_metal_dispatch d[2];
+    tqkv_metal_plan plan;
+    tqkv_metal_dispatch *const d = plan.d;
     (void)row;
     tqkv_metal_attention a = plan_attention(&keys, &values);
     a.attention.window = 1000;
@@ -109,7 +112,7 @@ static void check_window(const void *row)
         CHECK_RESULT(tqkv_metal_plan_attend_scratch(&a, &scratch), TQKV_OK);
         for (a.attention.end = 0; a.attention.end < 200000; a.attention.end += 997) {
             const int64_t seen = a.attention.end - 999 - a.attention.n_queries, first = seen < 0 ? 0 : seen;
-            CHECK_RESULT(plan_attend(&a, d), TQKV_OK);
+            CHECK_RESULT(plan_attend(&a, &plan), TQKV_OK);
             CHECK(attend_args(d).first_stretch == first / 512 && attend_args(d).n_short == INT_MAX, "stretch %d",
                   attend_args(d).first_stretch);
             CHECK((int64_t)d[0].grid[2] == (a.attention.end ? a.attention.end - 1 : 0) / 512 - first / 512 + 1,
@@ -120,7 +123,7 @@ static void check_window(const void *row)
     keys.shape.ring = values.shape.ring = true;
     a.attention.n_queries = 1;
     a.attention.end = 200100;
-    CHECK_RESULT(plan_attend(&a, d), TQKV_OK);
+    CHECK_RESULT(plan_attend(&a, &plan), TQKV_OK);
     CHECK(attend_args(d).first_stretch == 0 && d[0].grid[2] == 391, "%zu splits of a ring that wraps", d[0].grid[2]);
     CHECK_RESULT(tqkv_metal_plan_attend_scratch(&a, &scratch), TQKV_OK);
     CHECK(binding(d, "scratch").at.offset + binding(d, "scratch").size <= scratch, "%zu bytes of a ring", scratch);
@@ -131,7 +134,8 @@ static void check_partial(const void *row)
 {
     tqkv_metal_store keys = plan_store(TQKV_TQ4, 64, 70000, false, 0), values = keys;
     size_t scratch = 0;
-    tqkv_metal_dispatch d[2];
+    tqkv_metal_plan plan;
+    tqkv_metal_dispatch *const d = plan.d;
     (void)row;
     tqkv_metal_attention a = plan_attention(&keys, &values);
     keys.center = values.center = at(7, 0);
@@ -144,7 +148,7 @@ static void check_partial(const void *row)
         for (int first = 0; first < 69000; first += 1777)
             for (int count = 0; count <= 69000 - first; count += 9999) {
                 CHECK_RESULT(tqkv_metal_plan_attend_partial(&a, at(4, 0), first, count, at(5, 0), at(6, 0), at(6, 4096),
-                                                            at(6, 8192), d),
+                                                            at(6, 8192), &plan),
                              TQKV_OK);
                 for (int i = 0; i < 2; i++) check_dispatch(&d[i]);
                 CHECK(attend_args(d).kv_len == 69000 - first && attend_args(d).slice_end == count &&
@@ -156,7 +160,7 @@ static void check_partial(const void *row)
     }
     a.attention.window = 0;
     CHECK_RESULT(
-        tqkv_metal_plan_attend_partial(&a, at(4, 0), 600, 900, at(5, 0), at(6, 0), at(6, 4096), at(6, 8192), d),
+        tqkv_metal_plan_attend_partial(&a, at(4, 0), 600, 900, at(5, 0), at(6, 0), at(6, 4096), at(6, 8192), &plan),
         TQKV_OK);
     CHECK(attend_args(d).first_stretch == 1 && d[0].grid[2] == 2, "%zu stretches from %d on", d[0].grid[2],
           attend_args(d).first_stretch);
@@ -168,11 +172,14 @@ static void check_partial(const void *row)
               binding(d, "sinks").size == 0,
           "floats, without sinks");
     a.attention.kv_len = 5000;
-    CHECK_RESULT(tqkv_metal_plan_attend_partial(&a, none, 63999, 1, none, none, none, none, d), TQKV_OUT_OF_RANGE);
-    CHECK_RESULT(tqkv_metal_plan_attend_partial(&a, none, 68999, 2, none, none, none, none, d), TQKV_OUT_OF_RANGE);
-    CHECK_RESULT(tqkv_metal_plan_attend_partial(&a, none, INT64_MAX, 1, none, none, none, none, d), TQKV_OUT_OF_RANGE);
-    CHECK_RESULT(tqkv_metal_plan_attend_partial(&a, none, 65000, -1, none, none, none, none, d), TQKV_INVALID_ARGUMENT);
-    CHECK_RESULT(tqkv_metal_plan_attend_partial(NULL, none, 0, 1, none, none, none, none, d), TQKV_INVALID_ARGUMENT);
+    CHECK_RESULT(tqkv_metal_plan_attend_partial(&a, none, 63999, 1, none, none, none, none, &plan), TQKV_OUT_OF_RANGE);
+    CHECK_RESULT(tqkv_metal_plan_attend_partial(&a, none, 68999, 2, none, none, none, none, &plan), TQKV_OUT_OF_RANGE);
+    CHECK_RESULT(tqkv_metal_plan_attend_partial(&a, none, INT64_MAX, 1, none, none, none, none, &plan),
+                 TQKV_OUT_OF_RANGE);
+    CHECK_RESULT(tqkv_metal_plan_attend_partial(&a, none, 65000, -1, none, none, none, none, &plan),
+                 TQKV_INVALID_ARGUMENT);
+    CHECK_RESULT(tqkv_metal_plan_attend_partial(NULL, none, 0, 1, none, none, none, none, &plan),
+                 TQKV_INVALID_ARGUMENT);
 }
 
 /* Merges of slices, from each basis to each, and the end. */
@@ -180,7 +187,8 @@ static void check_slices(const void *row)
 {
     const tqkv_format formats[] = {TQKV_TQ4, TQKV_F16};
     tqkv_metal_store keys = plan_store(TQKV_I8, 192, 100, false, 0), values[2];
-    tqkv_metal_dispatch d;
+    tqkv_metal_plan plan;
+    const tqkv_metal_dispatch *const d = plan.d;
     tqkv_metal_attention a[2];
     const size_t size = 6 * 128 * sizeof(float);
     (void)row;
@@ -194,39 +202,38 @@ static void check_slices(const void *row)
     }
     for (int i = 0; i < 4; i++) {
         CHECK_RESULT(tqkv_metal_plan_attend_merge_slice(&a[i / 2], at(4, 0), at(4, size), at(4, size + 24), &a[i % 2],
-                                                        at(5, 0), at(5, size), at(5, size + 24), &d),
+                                                        at(5, 0), at(5, size), at(5, size + 24), &plan),
                      TQKV_OK);
-        check_dispatch(&d);
-        CHECK(constant(&d, TQKV_FC_ROTATED) == (i == 1) && constant(&d, TQKV_FC_UNROTATE) == (i == 2) &&
-                  constant(&d, TQKV_FC_FROM_SLICE) == 1 && constant(&d, TQKV_FC_TO_SLICE) == 1,
+        check_dispatch(d);
+        CHECK(constant(d, TQKV_FC_ROTATED) == (i == 1) && constant(d, TQKV_FC_UNROTATE) == (i == 2) &&
+                  constant(d, TQKV_FC_FROM_SLICE) == 1 && constant(d, TQKV_FC_TO_SLICE) == 1,
               "bases %d", i);
-        CHECK(d.grid[0] == 6 && d.kernel.head_dim == 8 && binding(&d, "src_out").size == size &&
-                  binding(&d, "out").size == size && binding(&d, "src_sum").size == 24,
+        CHECK(d->grid[0] == 6 && d->kernel.head_dim == 8 && binding(d, "src_out").size == size &&
+                  binding(d, "out").size == size && binding(d, "src_sum").size == 24,
               "6 rows of 128 floats");
     }
-    CHECK_RESULT(tqkv_metal_plan_attend_merge(a, at(4, 0), at(4, size), at(4, size + 24), at(4, size + 48), at(5, 0),
-                                              at(4, size + 20), &d),
+    CHECK_RESULT(tqkv_metal_plan_attend_merge_slice(a, at(4, 0), at(4, size), at(4, size + 24), a, at(4, size + 48),
+                                                    at(5, 0), at(4, size + 20), &plan),
                  TQKV_OK);
-    CHECK(!strcmp(overlapping(&d), "max") && constant(&d, TQKV_FC_ROTATED) == 0, "src_sum in max: %s", overlapping(&d));
+    CHECK(!strcmp(overlapping(d), "max") && constant(d, TQKV_FC_ROTATED) == 0, "src_sum in max: %s", overlapping(d));
     a[0].sinks = at(7, 0);
     for (int i = 0; i < 2; i++) {
-        CHECK_RESULT(tqkv_metal_plan_attend_finish(&a[i], at(5, 0), at(5, size), at(5, size + 24), at(4, 2), &d),
+        CHECK_RESULT(tqkv_metal_plan_attend_finish(&a[i], at(5, 0), at(5, size), at(5, size + 24), at(4, 2), &plan),
                      TQKV_OK);
-        check_dispatch(&d);
-        CHECK(constant(&d, TQKV_FC_UNROTATE) == !i && constant(&d, TQKV_FC_SINKS) == !i &&
-                  constant(&d, TQKV_FC_TO_SLICE) == 0 && binding(&d, "out").size == size / 2,
+        check_dispatch(d);
+        CHECK(constant(d, TQKV_FC_UNROTATE) == !i && constant(d, TQKV_FC_SINKS) == !i &&
+                  constant(d, TQKV_FC_TO_SLICE) == 0 && binding(d, "out").size == size / 2,
               "the end of %d", i);
     }
-    CHECK_RESULT(tqkv_metal_plan_attend_finish(a, at(4, 0), at(5, size), at(5, size + 24), at(4, 2), &d), TQKV_OK);
-    CHECK(*overlapping(&d), "src_out is out");
+    CHECK_RESULT(tqkv_metal_plan_attend_finish(a, at(4, 0), at(5, size), at(5, size + 24), at(4, 2), &plan), TQKV_OK);
+    CHECK(*overlapping(d), "src_out is out");
     a[1].attention.n_queries = 2;
-    CHECK_RESULT(tqkv_metal_plan_attend_merge_slice(a, none, none, none, &a[1], none, none, none, &d),
+    CHECK_RESULT(tqkv_metal_plan_attend_merge_slice(a, none, none, none, &a[1], none, none, none, &plan),
                  TQKV_INVALID_ARGUMENT);
-    CHECK_RESULT(tqkv_metal_plan_attend_merge_slice(a, none, none, none, NULL, none, none, none, &d),
+    CHECK_RESULT(tqkv_metal_plan_attend_merge_slice(a, none, none, none, NULL, none, none, none, &plan),
                  TQKV_INVALID_ARGUMENT);
-    CHECK_RESULT(tqkv_metal_plan_attend_finish(NULL, none, none, none, none, &d), TQKV_INVALID_ARGUMENT);
+    CHECK_RESULT(tqkv_metal_plan_attend_finish(NULL, none, none, none, none, &plan), TQKV_INVALID_ARGUMENT);
     CHECK_RESULT(tqkv_metal_plan_attend_finish(a, none, none, none, none, NULL), TQKV_INVALID_ARGUMENT);
-    CHECK_RESULT(tqkv_metal_plan_attend_merge(a, none, none, none, none, none, none, NULL), TQKV_INVALID_ARGUMENT);
 }
 
 /* A dispatch for the first positions, for the others, for the last ones, and the merge, in the scratch that is asked for. */
@@ -236,8 +243,8 @@ static void check_ends(const void *row)
                            values = plan_store(TQKV_I8, 64, 9000, false, 2);
     tqkv_metal_store first = plan_store(TQKV_F16, 64, 20, false, 4), last = plan_store(TQKV_F16, 64, 704, true, 4);
     size_t scratch = 0;
-    tqkv_metal_dispatch d[TQKV__MOST_DISPATCHES];
-    int n = 0;
+    tqkv_metal_plan plan;
+    tqkv_metal_dispatch *const d = plan.d;
     (void)row;
     tqkv_metal_attention a = plan_attention(&keys, &values);
     first.shape.rotated = last.shape.rotated = true;
@@ -248,14 +255,14 @@ static void check_ends(const void *row)
     CHECK_RESULT(tqkv_metal_plan_attend_scratch(&a, &scratch), TQKV_OK);
     for (a.attention.end = 0; a.attention.end <= 9000; a.attention.end += 113) {
         const int end = (int)a.attention.end, most = end > 720 ? 4 : end > 20 ? 3 : 2;
-        CHECK_RESULT(tqkv__plan_attend_parts(&a, at(1, 0), at(6, 0), at(7, 0), d, &n), TQKV_OK);
-        CHECK(n == most, "%d dispatches at %d", n, end);
-        for (int i = 0; i < n; i++) check_dispatch(&d[i]);
-        CHECK(binding(&d[n - 1], "scratch").at.offset + binding(&d[n - 1], "scratch").size <= scratch, "%zu bytes",
-              scratch);
+        CHECK_RESULT(tqkv_metal_plan_attend(&a, at(1, 0), at(6, 0), at(7, 0), &plan), TQKV_OK);
+        CHECK(plan.n == most, "%d dispatches at %d", plan.n, end);
+        check_plan(&plan);
+        CHECK(binding(&d[plan.n - 1], "scratch").at.offset + binding(&d[plan.n - 1], "scratch").size <= scratch,
+              "%zu bytes", scratch);
     }
     a.attention.end = 2000;
-    CHECK_RESULT(tqkv__plan_attend_parts(&a, at(1, 0), at(6, 0), at(7, 0), d, &n), TQKV_OK);
+    CHECK_RESULT(tqkv_metal_plan_attend(&a, at(1, 0), at(6, 0), at(7, 0), &plan), TQKV_OK);
     for (int i = 0; i < 3; i++) {
         const int begins[] = {0, 20, 1300}, ends[] = {20, 1300, 2000};
         const tqkv__attend_args args = attend_args(&d[i]);
@@ -265,39 +272,133 @@ static void check_ends(const void *row)
                   constant(&d[i], TQKV_FC_ROTATE_QUERIES) == 1,
               "the kernel of part %d", i);
     }
-    const tqkv__merge_args merge = tqkv__merge_args_of(&d[3]);
+    const tqkv__merge_args merge = merge_args(&d[2]);
     CHECK(merge.n_first == 1 && merge.n_partials == 3 && merge.n_last == 2, "partial results: %d, %d, %d",
           merge.n_first, merge.n_partials, merge.n_last);
-    CHECK_RESULT(tqkv__plan_partial_parts(&a, at(1, 0), 15, 100, at(6, 0), at(7, 0), at(7, 4096), at(7, 8192), d, &n),
-                 TQKV_OK);
-    CHECK(n == 3 && attend_args(&d[0]).slice_end == 5 && attend_args(&d[1]).kv_len == 1980 &&
+    CHECK_RESULT(
+        tqkv_metal_plan_attend_partial(&a, at(1, 0), 15, 100, at(6, 0), at(7, 0), at(7, 4096), at(7, 8192), &plan),
+        TQKV_OK);
+    CHECK(plan.n == 3 && attend_args(&d[0]).slice_end == 5 && attend_args(&d[1]).kv_len == 1980 &&
               attend_args(&d[1]).slice_end == 95,
           "parts of a slice");
-    CHECK_RESULT(tqkv_metal_plan_attend(&a, none, none, none, d), TQKV_UNSUPPORTED);
-    CHECK_RESULT(tqkv_metal_plan_attend_partial(&a, none, 0, 9, none, none, none, none, d), TQKV_UNSUPPORTED);
-    CHECK_RESULT(tqkv_metal_plan_attend_list(&a, none, d), TQKV_UNSUPPORTED);
     tqkv_metal_attention one = a; /* keys are values, and so are their halves */
     one.values = one.keys;
     one.first_values = one.last_values = NULL;
-    CHECK_RESULT(tqkv__plan_attend_parts(&one, at(1, 0), at(6, 0), at(7, 0), d, &n), TQKV_OK);
-    CHECK(n == 4 && constant(d, TQKV_FC_VALUE_FORMAT) == TQKV_F16 &&
+    CHECK_RESULT(tqkv_metal_plan_attend(&one, at(1, 0), at(6, 0), at(7, 0), &plan), TQKV_OK);
+    CHECK(plan.n == 4 && constant(d, TQKV_FC_VALUE_FORMAT) == TQKV_F16 &&
               binding(d, "values' codes").at.buffer == first.codes.buffer,
           "halves of one stream");
     first.shape.rotated = false;
-    CHECK_RESULT(tqkv__plan_attend_parts(&a, none, none, none, d, &n), TQKV_INVALID_ARGUMENT);
+    CHECK_RESULT(tqkv_metal_plan_attend(&a, none, none, none, &plan), TQKV_INVALID_ARGUMENT);
     first.shape.rotated = true;
     first.center = at(7, 0);
-    CHECK_RESULT(tqkv__plan_attend_parts(&a, none, none, none, d, &n), TQKV_INVALID_ARGUMENT);
+    CHECK_RESULT(tqkv_metal_plan_attend(&a, none, none, none, &plan), TQKV_INVALID_ARGUMENT);
     first.center = none;
     first.shape.capacity = 19;
-    CHECK_RESULT(tqkv__plan_attend_parts(&a, none, none, none, d, &n), TQKV_OUT_OF_RANGE);
+    CHECK_RESULT(tqkv_metal_plan_attend(&a, none, none, none, &plan), TQKV_OUT_OF_RANGE);
     first.shape.capacity = 20;
     a.attention.exact_first = -1;
-    CHECK_RESULT(tqkv__plan_attend_parts(&a, none, none, none, d, &n), TQKV_INVALID_ARGUMENT);
+    CHECK_RESULT(tqkv_metal_plan_attend(&a, none, none, none, &plan), TQKV_INVALID_ARGUMENT);
     a.attention.exact_first = 1500; /* meets the last, and has keys only */
     a.first_values = NULL;
     first.shape.capacity = 1500;
-    CHECK_RESULT(tqkv__plan_attend_parts(&a, none, none, none, d, &n), TQKV_UNSUPPORTED);
+    CHECK_RESULT(tqkv_metal_plan_attend(&a, none, none, none, &plan), TQKV_UNSUPPORTED);
+}
+
+/* Where newest halves begin by the arguments of a part, for its query i, counted as positions of the context. */
+static int boundary_of(const tqkv_metal_dispatch *d, int query)
+{
+    const tqkv__attend_args args = attend_args(d);
+    const int by_query = args.first_newest + query - args.exact_last + 1, first = (int)2000 - args.kv_len;
+    return first + (by_query > args.exact_from ? by_query : args.exact_from);
+}
+
+/* Several queries: the codes and the newest halves overlap, and each query has a boundary of its own, in every part the same. */
+static void check_ends_by_query(const void *row)
+{
+    const tqkv_metal_store keys = plan_store(TQKV_TQ4, 64, 9000, false, 0),
+                           values = plan_store(TQKV_I8, 64, 9000, false, 2);
+    tqkv_metal_store first = plan_store(TQKV_F16, 64, 20, false, 4), last = plan_store(TQKV_F16, 64, 192, true, 4);
+    tqkv_metal_plan plan;
+    const tqkv_metal_dispatch *const d = plan.d;
+    (void)row;
+    tqkv_metal_attention a = plan_attention(&keys, &values);
+    first.shape.rotated = last.shape.rotated = true;
+    a.first_keys = a.first_values = &first;
+    a.last_keys = a.last_values = &last;
+    a.attention.exact_first = 20;
+    a.attention.exact_last = 100;
+    a.attention.end = 2000;
+    a.attention.n_queries = 9;
+    for (int ahead = 0; ahead < 2; ahead++) {
+        a.attention.non_causal = ahead;
+        CHECK_RESULT(plan_attend(&a, &plan), TQKV_OK);
+        CHECK(plan.n == 4 && constant(d, TQKV_FC_HALVES) == TQKV__ALL_POSITIONS &&
+                  constant(d + 1, TQKV_FC_HALVES) == TQKV__BEFORE_HALVES &&
+                  constant(d + 2, TQKV_FC_HALVES) == TQKV__NEWEST_HALVES,
+              "%d dispatches", plan.n);
+        CHECK(attend_args(d + 1).kv_len == 1980 && attend_args(d + 1).slice_end == 1880 &&
+                  attend_args(d + 2).kv_len == (ahead ? 100 : 108) &&
+                  attend_args(d + 2).slice_end == attend_args(d + 2).kv_len,
+              "codes up to the last query's boundary, halves from the first one's on");
+        for (int i = 0; i < 9; i++)
+            CHECK(boundary_of(d + 1, i) == (ahead ? 1900 : 1892 + i) && boundary_of(d + 2, i) == boundary_of(d + 1, i),
+                  "query %d: %d", i, boundary_of(d + 1, i));
+    }
+    a.attention.non_causal = false;
+    a.attention.exact_from = 1897;
+    CHECK_RESULT(plan_attend(&a, &plan), TQKV_OK);
+    CHECK(attend_args(d + 2).kv_len == 103 && boundary_of(d + 1, 0) == 1897 && boundary_of(d + 2, 8) == 1900,
+          "what an edit took away");
+    a.attention.exact_from = 3000;
+    CHECK_RESULT(plan_attend(&a, &plan), TQKV_OK);
+    CHECK(plan.n == 3 && boundary_of(d + 1, 8) == 3000, "nothing is left: %d", boundary_of(d + 1, 8));
+    a.attention.exact_from = 0;
+    a.attention.exact_last = INT_MAX; /* all of the context, of which the ring holds little */
+    CHECK_RESULT(plan_attend(&a, &plan), TQKV_OUT_OF_RANGE);
+    last.shape.capacity = 9024;
+    CHECK_RESULT(plan_attend(&a, &plan), TQKV_OK);
+    CHECK(plan.n == 3 && boundary_of(d + 1, 8) <= 20, "all newest: %d", boundary_of(d + 1, 8));
+    last.shape.capacity = 128;
+    a.attention.exact_last = 100;
+    a.attention.n_queries = 29;
+    CHECK_RESULT(plan_attend(&a, &plan), TQKV_OK);
+    a.attention.n_queries = 30; /* the first query's first halves are gone */
+    CHECK_RESULT(plan_attend(&a, &plan), TQKV_OUT_OF_RANGE);
+}
+
+/* Lists of newest halves: ranks of a query are where they are alone. */
+static void check_ends_of_lists(const void *row)
+{
+    const tqkv_metal_store keys = plan_store(TQKV_TQ4, 64, 9000, false, 0);
+    tqkv_metal_store last = plan_store(TQKV_F16, 64, 192, true, 4);
+    tqkv_metal_plan plan;
+    size_t scratch;
+    (void)row;
+    tqkv_metal_attention a = plan_attention(&keys, &keys);
+    last.shape.rotated = true;
+    a.last_keys = &last;
+    a.list = at(7, 0);
+    a.attention.exact_last = 100;
+    a.attention.list_block = 16;
+    a.attention.list_length = 3;
+    for (int end = 1900; end < 2500; end += 7)
+        for (int n = 1; n <= 64; n += 9) {
+            a.attention.end = end;
+            a.attention.n_queries = n;
+            CHECK_RESULT(plan_attend(&a, &plan), TQKV_OK);
+            CHECK_RESULT(tqkv_metal_plan_attend_scratch(&a, &scratch), TQKV_OK);
+            const tqkv__attend_args args = attend_args(&plan.d[3]);
+            const int low = end - n - 99, block = low / 16 * 16;
+            CHECK(plan.n == 5 && args.kv_len == end - low && args.list_base == block % 512 &&
+                      args.list_slots == INT_MAX,
+                  "ranks from %d on, block %d", args.list_base, block);
+            CHECK(constant(&plan.d[0], TQKV_FC_HALVES) == TQKV__BEFORE_HALVES &&
+                      constant(&plan.d[1], TQKV_FC_HALVES) == TQKV__NEWEST_HALVES,
+                  "the lists' parts");
+            const tqkv_metal_binding state = binding(&plan.d[4], "scratch");
+            CHECK(state.at.offset + state.size <= scratch, "%zu bytes of scratch", scratch);
+        }
 }
 
 /* Scratch that no size_t counts. */
@@ -336,5 +437,7 @@ void test_plan_split_cases(void)
     test_add(check_partial, NULL, 0, "plan/slice/partial");
     test_add(check_slices, NULL, 0, "plan/slice/merge");
     test_add(check_ends, NULL, 0, "plan/ends");
+    test_add(check_ends_by_query, NULL, 0, "plan/ends/by_query");
+    test_add(check_ends_of_lists, NULL, 0, "plan/ends/lists");
     test_add(check_large_scratch, NULL, 0, "plan/large_scratch");
 }

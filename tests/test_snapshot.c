@@ -50,7 +50,7 @@ static void check_round_trip(const void *parameters)
     const cache_row *row = (const cache_row *)parameters;
     counting counter = {0, 0, 0, 0, 0};
     tqkv_cache_desc desc = cache_desc(row, &counter);
-    desc.window = 11;
+    desc.window = 3;
     desc.scale = 0.25f;
     desc.softcap = 9.0f;
     tqkv_cache *cache = cache_make(row, &desc);
@@ -146,7 +146,7 @@ static void check_cut_short(const void *parameters)
 
 /* ---- Invalid headers with a valid hash ---- */
 
-enum { HEADER_SIZE = 72 }; /* its hash follows */
+enum { HEADER_SIZE = 128 }; /* its hash follows */
 
 typedef struct header_row {
     const char *name;
@@ -156,40 +156,61 @@ typedef struct header_row {
 
 static const header_row header_rows[] = {
     {"magic", 0, 1, 'T'},
-    {"version", 8, 4, 4},
-    {"version_of_latent_caches", 8, 4, 3},
-    {"version_1_of_tables_2", 8, 4, 1},
-    {"codes_version", 12, 4, 7},
-    {"codes_version_1", 12, 4, 1},
-    {"head_dim", 16, 4, 48},
-    {"zero_head_dim", 16, 4, 0},
-    {"n_kv_heads", 20, 4, 0},
-    {"negative_kv_heads", 20, 4, 0xffffffff},
-    {"n_heads", 24, 4, 3},
-    {"zero_heads", 24, 4, 0},
-    {"capacity", 28, 4, 0},
-    {"capacity_below_resident", 28, 4, 2},
-    {"negative_capacity", 28, 4, 0x80000000},
-    {"default_key_format", 32, 4, 0},
-    {"unknown_key_format", 32, 4, TEST_FORMATS + 1},
-    {"huge_value_format", 36, 4, 0xfffffff0},
-    {"flags", 40, 4, 8},
-    {"value_dim_unknown", 40, 4, 40 << 16},
-    {"value_dim_of_the_keys", 40, 4, 32 << 16},
-    {"value_dim_other", 40, 4, 64 << 16},
-    {"huge_value_dim", 40, 4, 0x80000000},
-    {"negative_window", 44, 4, 0xffffffff},
-    {"nan_scale", 48, 4, 0x7fc00000},
-    {"zero_scale", 48, 4, 0},
-    {"infinite_softcap", 52, 4, 0x7f800000},
-    {"negative_softcap", 52, 4, 0xc0000000},
-    {"minus_zero_softcap", 52, 4, 0x80000000},
-    {"first_of_linear", 56, 8, 1},
-    {"first_beyond_end", 56, 8, 4},
-    {"negative_first", 56, 8, UINT64_MAX},
-    {"end_beyond_capacity", 64, 8, 7},
-    {"huge_end", 64, 8, INT64_MAX},
-    {"negative_end", 64, 8, UINT64_MAX},
+    {"magic_of_a_store", 3, 1, 's'},
+    {"older_version", 8, 4, 5},
+    {"version_0", 8, 4, 0},
+    {"newer_version", 8, 4, 7},
+    {"size_of_less", 12, 4, HEADER_SIZE},
+    {"size_of_more", 12, 4, HEADER_SIZE + 16},
+    {"size_0", 12, 4, 0},
+    {"size_of_all", 12, 4, UINT32_MAX},
+    {"codes_version", 24, 4, 3},
+    {"older_codes_version", 24, 4, 1},
+    {"head_dim", 28, 4, 48},
+    {"zero_head_dim", 28, 4, 0},
+    {"value_dim_unknown", 32, 4, 40},
+    {"value_dim_0", 32, 4, 0},
+    {"value_dim_other", 32, 4, 64},
+    {"huge_value_dim", 32, 4, 0x80000000},
+    {"tail_without_format", 36, 4, 64},
+    {"n_kv_heads", 40, 4, 0},
+    {"negative_kv_heads", 40, 4, 0xffffffff},
+    {"n_heads", 44, 4, 3},
+    {"zero_heads", 44, 4, 0},
+    {"capacity", 48, 4, 0},
+    {"capacity_below_resident", 48, 4, 2},
+    {"negative_capacity", 48, 4, 0x80000000},
+    {"default_key_format", 52, 4, 0},
+    {"unknown_key_format", 52, 4, TEST_FORMATS + 1},
+    {"huge_value_format", 56, 4, 0xfffffff0},
+    {"tail_format", 60, 4, 1},
+    {"type", 64, 4, 3},
+    {"flags", 68, 4, 8},
+    {"shared_of_two_formats", 68, 4, 2},
+    {"learning_without_calibrate", 68, 4, 4},
+    {"center_of_no_tail", 68, 4, 1 << 10},
+    {"scale_of_no_tail", 68, 4, 1 << 18},
+    {"flag_beyond_scales", 68, 4, 1 << 19},
+    {"negative_window", 72, 4, 0xffffffff},
+    {"nan_scale", 76, 4, 0x7fc00000},
+    {"zero_scale", 76, 4, 0},
+    {"infinite_softcap", 80, 4, 0x7f800000},
+    {"negative_softcap", 80, 4, 0xc0000000},
+    {"minus_zero_softcap", 80, 4, 0x80000000},
+    {"calibrate_few", 84, 4, 15},
+    {"negative_calibrate", 84, 4, 0xffffffff},
+    {"exact_first_beyond", 88, 4, 7},
+    {"negative_exact_last", 92, 4, 0xffffffff},
+    {"kept_beyond_exact_first", 96, 4, 1},
+    {"reserved", 100, 4, 1},
+    {"first_of_linear", 104, 8, 1},
+    {"first_beyond_end", 104, 8, 4},
+    {"negative_first", 104, 8, UINT64_MAX},
+    {"end_beyond_capacity", 112, 8, 7},
+    {"huge_end", 112, 8, INT64_MAX},
+    {"negative_end", 112, 8, UINT64_MAX},
+    {"exact_from_beyond_end", 120, 8, 4},
+    {"negative_exact_from", 120, 8, UINT64_MAX},
 };
 
 /* Puts an integer at an offset in the part [begin, end), whose hash follows it. */
@@ -222,29 +243,86 @@ static void check_huge_header(const void *parameters)
     tqkv_cache_desc desc = cache_desc(&shape, NULL);
     stream s = make_snapshot(&shape, &desc);
     REQUIRE(s.bytes, "no snapshot");
-    for (size_t offset = 20; offset <= 28; offset += 4) /* KV heads, heads, capacity */
+    for (size_t offset = 40; offset <= 48; offset += 4) /* KV heads, heads, capacity */
         put_hashed(&s, 0, HEADER_SIZE, offset, 4, 1 << 30);
     expect_corrupt(&s, &counter, "2^30 heads of 2^30 positions", 0);
     stream_free(&s);
 }
 
-/* The versions of the codes that other builds wrote for the same tables and rotation: 2 to 6. */
-static void check_codes_version(const void *parameters)
+/* A newer version, of which a reader knows magic, version and size, and no more: nothing behind these is read. */
+static void check_newer(const void *parameters)
 {
     (void)parameters;
     cache_row shape = {TQKV_TQ4, TQKV_TQ5, 32, 6, false, 3, -1};
+    counting counter = {0, 0, 0, 0, 0};
     tqkv_cache_desc desc = cache_desc(&shape, NULL);
     stream s = make_snapshot(&shape, &desc);
     REQUIRE(s.bytes, "no snapshot");
-    CHECK(s.bytes[12] == 2, "version %d of the codes", s.bytes[12]);
-    for (uint64_t version = 2; version <= 6; version++) {
-        tqkv_result result;
-        put_hashed(&s, 0, HEADER_SIZE, 12, 4, version);
-        tqkv_cache *cache = load(&desc, &s, &result);
-        CHECK(result == TQKV_OK, "version %d: %s", (int)version, tqkv_result_string(result));
-        tqkv_cache_destroy(cache);
-    }
+    CHECK(s.bytes[12] == HEADER_SIZE + 8 && !s.bytes[13], "the header does not say its size");
+    s.bytes[8]++;
+    s.bytes[12] = 255;
+    expect_corrupt(&s, &counter, "newer", 0);
+    CHECK(s.at == 16, "%d bytes of a newer snapshot were read", (int)s.at);
     stream_free(&s);
+}
+
+/* A large empty cache that was to learn, but got a centre: nothing is read behind its snapshot. */
+static void check_settled(const void *parameters)
+{
+    (void)parameters;
+    const cache_row shape = {TQKV_I8, TQKV_I8, 1024, 200, true, 0, -1};
+    tqkv_cache_desc desc = cache_desc(&shape, NULL), open;
+    tqkv_cache *cache = NULL, *loaded = NULL;
+    float *center = test_rows(7, DATA_GAUSSIAN, CACHE_HEADS, 1024);
+    desc.calibrate = 16;
+    desc.exact_last = 3;
+    memset(&open, 0, sizeof open);
+    CHECK_RESULT(tqkv_cache_create(&desc, &cache), TQKV_OK);
+    CHECK_RESULT(tqkv_cache_set_center(cache, NULL, center), TQKV_OK);
+    CHECK_RESULT(tqkv_cache_set_center(cache, NULL, NULL), TQKV_OK);
+    stream s = stream_of_cache(cache);
+    CHECK_RESULT(tqkv_cache_load(&open, stream_read, &s, &loaded), TQKV_OK);
+    CHECK(s.at == s.size, "%d of %d bytes were read", (int)s.at, (int)s.size);
+    tqkv_cache_destroy(loaded);
+    tqkv_cache_destroy(cache);
+    stream_free(&s);
+    free(center);
+}
+
+/* The tag of the model, in the snapshot and in the desc of the load or of the fork. */
+static void check_tag(const void *parameters)
+{
+    (void)parameters;
+    static const uint64_t tags[3] = {0, UINT64_C(0x8123456789abcdef), 7};
+    cache_row shape = {TQKV_TQ4, TQKV_TQ5, 32, 6, false, 3, -1};
+    for (int i = 0; i < 9; i++) {
+        tqkv_cache_desc desc = cache_desc(&shape, NULL);
+        const uint64_t saved = tags[i / 3], wanted = tags[i % 3];
+        const bool other = saved && wanted && saved != wanted;
+        tqkv_cache *fork = NULL;
+        tqkv_result result;
+        desc.tag = saved;
+        tqkv_cache *cache = cache_make(&shape, &desc);
+        REQUIRE(cache, "no cache");
+        stream s = stream_of_cache(cache);
+        desc.tag = wanted;
+        tqkv_cache *loaded = load(&desc, &s, &result);
+        CHECK_RESULT(result, other ? TQKV_INVALID_ARGUMENT : TQKV_OK);
+        CHECK_RESULT(tqkv_cache_fork(cache, &desc, &fork), other ? TQKV_INVALID_ARGUMENT : TQKV_OK);
+        if (loaded && fork) {
+            const uint64_t expected = saved ? saved : wanted;
+            stream again = stream_of_cache(loaded), forked = stream_of_cache(fork);
+            CHECK(!memcmp(again.bytes + 16, forked.bytes + 16, 8), "load and fork have other tags");
+            for (int byte = 0; byte < 8; byte++)
+                CHECK(again.bytes[16 + byte] == (unsigned char)(expected >> 8 * byte), "byte %d of the tag", byte);
+            stream_free(&again);
+            stream_free(&forked);
+        }
+        tqkv_cache_destroy(loaded);
+        tqkv_cache_destroy(fork);
+        tqkv_cache_destroy(cache);
+        stream_free(&s);
+    }
 }
 
 /* A centre that is not finite, with a valid hash. Streams without positions hold their centre and its hash. */
@@ -697,7 +775,9 @@ void test_snapshot_cases(void)
         test_add(check_held_back, held_back[i], sizeof *held_back, "snapshot/held_back/%d_of_%d%s", held_back[i][1],
                  held_back[i][0], held_back[i][3] ? "_with_centers" : "");
     test_add(check_huge_header, NULL, 0, "snapshot/huge_header");
-    test_add(check_codes_version, NULL, 0, "snapshot/codes_version");
+    test_add(check_newer, NULL, 0, "snapshot/newer");
+    test_add(check_tag, NULL, 0, "snapshot/tag");
+    test_add(check_settled, NULL, 0, "snapshot/settled");
     for (int i = 0; i < 24; i++) {
         static const int shapes[4][3] = {{0, 0, -1}, {1, 23, -1}, {0, 7, -1}, {1, 23, 19}}; /* ring, tokens, truncate */
         const int *shape = shapes[i % 4];

@@ -6,7 +6,7 @@
 #define XXH_INLINE_ALL
 #include <xxhash.h>
 
-enum { HEADS = 2, PAGE = 64, POOL = 5 * PAGE, TABLE = 4, HEADER = 56 /* its hash follows */ };
+enum { HEADS = 2, PAGE = 64, POOL = 5 * PAGE, TABLE = 4, HEADER = 64 /* its hash follows */ };
 /* Few positions, over a page's end if there are pages. */
 enum { SMALL_AT = PAGE - 1, SMALL_N = 3, SMALL_DIM = 32 };
 
@@ -247,23 +247,27 @@ static const field_row field_rows[] = {
     {"magic", 0, 1, 'T', TQKV_CORRUPT},
     {"magic_of_a_cache", 3, 1, 'v', TQKV_CORRUPT},
     {"version_0", 8, 4, 0, TQKV_CORRUPT},
-    {"version_2", 8, 4, 2, TQKV_CORRUPT},
-    {"format", 12, 4, TQKV_TQ5_BYTES, TQKV_INVALID_ARGUMENT},
-    {"no_format", 12, 4, 0, TQKV_INVALID_ARGUMENT},
-    {"huge_format", 12, 4, 0xfffffff0, TQKV_INVALID_ARGUMENT},
-    {"head_dim", 16, 4, 64, TQKV_INVALID_ARGUMENT},
-    {"zero_head_dim", 16, 4, 0, TQKV_INVALID_ARGUMENT},
-    {"n_kv_heads", 20, 4, 1, TQKV_INVALID_ARGUMENT},
-    {"huge_kv_heads", 20, 4, 0x7fffffff, TQKV_INVALID_ARGUMENT},
-    {"unrotated", 24, 4, 1, TQKV_INVALID_ARGUMENT},
-    {"centered", 24, 4, 2, TQKV_INVALID_ARGUMENT},
-    {"flags", 24, 4, 4, TQKV_INVALID_ARGUMENT},
-    {"block_scale", 28, 4, 0x40000000, TQKV_INVALID_ARGUMENT},
-    {"nan_block_scale", 28, 4, 0x7fc00000, TQKV_INVALID_ARGUMENT},
-    {"negative_position", 32, 8, UINT64_MAX, TQKV_CORRUPT},
-    {"more_positions", 40, 8, SMALL_N + 1, TQKV_INVALID_ARGUMENT},
-    {"huge_positions", 40, 8, (uint64_t)1 << 32 | SMALL_N, TQKV_INVALID_ARGUMENT},
-    {"center", 48, 8, 1, TQKV_INVALID_ARGUMENT},
+    {"newer_version", 8, 4, 7, TQKV_CORRUPT},
+    {"size_of_less", 12, 4, HEADER, TQKV_CORRUPT},
+    {"size_of_more", 12, 4, HEADER + 16, TQKV_CORRUPT},
+    {"format", 16, 4, TQKV_TQ5_BYTES, TQKV_INVALID_ARGUMENT},
+    {"no_format", 16, 4, 0, TQKV_INVALID_ARGUMENT},
+    {"huge_format", 16, 4, 0xfffffff0, TQKV_INVALID_ARGUMENT},
+    {"head_dim", 20, 4, 64, TQKV_INVALID_ARGUMENT},
+    {"zero_head_dim", 20, 4, 0, TQKV_INVALID_ARGUMENT},
+    {"n_kv_heads", 24, 4, 1, TQKV_INVALID_ARGUMENT},
+    {"huge_kv_heads", 24, 4, 0x7fffffff, TQKV_INVALID_ARGUMENT},
+    {"unrotated", 28, 4, 1, TQKV_INVALID_ARGUMENT},
+    {"centered", 28, 4, 2, TQKV_INVALID_ARGUMENT},
+    {"flags", 28, 4, 4, TQKV_INVALID_ARGUMENT},
+    {"scaled", 28, 4, 8, TQKV_INVALID_ARGUMENT},
+    {"block_scale", 32, 4, 0x40000000, TQKV_INVALID_ARGUMENT},
+    {"nan_block_scale", 32, 4, 0x7fc00000, TQKV_INVALID_ARGUMENT},
+    {"reserved", 36, 4, 1, TQKV_INVALID_ARGUMENT},
+    {"negative_position", 40, 8, UINT64_MAX, TQKV_CORRUPT},
+    {"more_positions", 48, 8, SMALL_N + 1, TQKV_INVALID_ARGUMENT},
+    {"huge_positions", 48, 8, (uint64_t)1 << 32 | SMALL_N, TQKV_INVALID_ARGUMENT},
+    {"center", 56, 8, 1, TQKV_INVALID_ARGUMENT},
 };
 
 static void check_field(const void *parameters)
@@ -283,7 +287,7 @@ static void check_field(const void *parameters)
 
 /* ---- Stores that are not the snapshot's ---- */
 
-static float centers[2][HEADS * 512];
+static float centers[2][HEADS * 512], scales[2][HEADS * 512];
 
 typedef struct store_row {
     const char *name;
@@ -300,6 +304,8 @@ static void other_scale(tqkv_store *to) { to->block_scale = 0.5f; }
 static void scale_of_one(tqkv_store *to) { to->block_scale = 1.0f; }
 static void no_center(tqkv_store *to) { to->center = NULL; }
 static void other_center(tqkv_store *to) { to->center = centers[1]; }
+static void no_scale(tqkv_store *to) { to->channel_scale = NULL; }
+static void other_channels(tqkv_store *to) { to->channel_scale = scales[1]; }
 static void other_type(tqkv_store *to) { to->type = TQKV_TYPE_BF16; }
 static void smaller(tqkv_store *to) { to->capacity = 142; }
 
@@ -313,11 +319,13 @@ static const store_row store_rows[] = {
     {"default_block_scale", scale_of_one, TQKV_OK},
     {"no_center", no_center, TQKV_INVALID_ARGUMENT},
     {"center", other_center, TQKV_INVALID_ARGUMENT},
+    {"no_scale", no_scale, TQKV_INVALID_ARGUMENT},
+    {"scale", other_channels, TQKV_INVALID_ARGUMENT},
     {"type", other_type, TQKV_OK},
     {"capacity", smaller, TQKV_OK},
 };
 
-/* With head_dim 512 and a centre all fields count. */
+/* With head_dim 512, a centre and a scale all fields count. */
 static void check_store(const void *parameters)
 {
     const store_row *row = (const store_row *)parameters;
@@ -326,6 +334,9 @@ static void check_store(const void *parameters)
     memcpy(centers[1], centers[0], sizeof *centers);
     centers[1][HEADS * 512 - 1] += 1.0f;
     from.center = to.center = centers[0];
+    for (int i = 0; i < HEADS * 512; i++) scales[0][i] = scales[1][i] = 0.5f + (float)(i % 7);
+    scales[1][HEADS * 512 - 1] = 0.25f;
+    from.channel_scale = to.channel_scale = scales[0];
     memset(from.codes, 1, from.codes_size);
     memset(from.norms, 1, from.norms_size);
     stream s = save(&from, 139, SMALL_N);

@@ -312,6 +312,44 @@ static void check_hook(const void *parameters)
     attend_tear_down(&problem);
 }
 
+/* A cache that learns on the threads of a pool holds, and answers, what one does without. */
+static void check_learning(const void *parameters)
+{
+    enum { N = 300, CHUNK = 60 };
+    (void)parameters;
+    const cache_row row = {TQKV_TQ4, TQKV_TQ3, DIM, 1000, false, 0, -1};
+    tqkv_cache_desc desc = cache_desc(&row, NULL);
+    tqkv_cache *caches[2] = {NULL, NULL};
+    thread_pool pool;
+    float *rows = cache_data(3, N, DIM), *q = test_rows(4, DATA_GAUSSIAN, CHUNK * CACHE_HEADS * CACHE_GROUP, DIM);
+    const size_t size = sizeof(float) * CHUNK * CACHE_HEADS * CACHE_GROUP * DIM;
+    float *out[2] = {(float *)test_alloc(size), (float *)test_alloc(size)};
+    desc.calibrate = 200;
+    desc.exact_first = 4;
+    desc.exact_last = 20;
+    pool_start(&pool, HELPERS);
+    for (int t = 0; t < N; t += CHUNK)
+        for (int i = 0; i < 2; i++) {
+            if (i) desc.parallel.run = pool_run, desc.parallel.user = &pool;
+            if (!t) CHECK_RESULT(tqkv_cache_create(&desc, &caches[i]), TQKV_OK);
+            const float *from = rows + t * CACHE_HEADS * DIM;
+            CHECK_RESULT(tqkv_cache_append(caches[i], from, from, CHUNK), TQKV_OK);
+            CHECK_RESULT(tqkv_cache_attend(caches[i], q, CHUNK, out[i]), TQKV_OK);
+            CHECK(!i || !memcmp(out[0], out[1], size), "other bits at %d", t);
+            desc.parallel.run = NULL;
+        }
+    stream a = stream_of_cache(caches[0]), b = stream_of_cache(caches[1]);
+    CHECK(stream_is_equal(&a, &b), "other bytes");
+    stream_free(&a);
+    stream_free(&b);
+    for (int i = 0; i < 2; i++) tqkv_cache_destroy(caches[i]);
+    pool_stop(&pool);
+    free(out[0]);
+    free(out[1]);
+    free(rows);
+    free(q);
+}
+
 /* ---- tqkv_team: threads that are there already ---- */
 
 enum { TEAM_PROMPT = 400, TEAM_LONG = 2600, TEAM_ITEMS = 3, TEAM_ROW = CACHE_HEADS * DIM };
@@ -558,6 +596,7 @@ void test_threads_cases(void)
 {
     test_add(check_own_caches, NULL, 0, "threads/own_caches");
     for (int n = 1; n <= THREADS; n += 1 + n / 2) test_add(check_team, &n, sizeof n, "threads/team/%d", n);
+    test_add(check_learning, NULL, 0, "threads/learning");
     test_add(check_team_refusals, NULL, 0, "threads/team/refusals");
     for (int i = 0; i < TEST_FORMATS; i += 3) test_add(check_one_store, &i, sizeof i, "threads/one_store/%d", i);
     for (size_t i = 0; i < sizeof reading_rows / sizeof *reading_rows; i++)

@@ -54,6 +54,7 @@ static void check_codec(const void *parameters)
     const size_t n = (size_t)(TOKENS * HEADS * row->head_dim);
     float *floats = test_rows(1, DATA_OUTLIERS, TOKENS * HEADS, row->head_dim);
     float *center = test_rows(2, DATA_GAUSSIAN, HEADS, row->head_dim), *scaled[2], *decoded[2];
+    float *scales = test_scales(3, HEADS, row->head_dim, 10.0);
     void *typed = typed_copy(row->type, floats, n);
     tqkv_store stores[2];
     tqkv_quality quality[2][HEADS];
@@ -63,6 +64,7 @@ static void check_codec(const void *parameters)
         *s = test_store(row->format, row->head_dim, HEADS, TOKENS, false);
         s->type = i ? row->type : TQKV_TYPE_F32;
         s->center = row->centered ? center : NULL;
+        s->channel_scale = row->centered ? scales : NULL;
         scaled[i] = (float *)test_alloc(n * sizeof(float));
         decoded[i] = (float *)test_alloc_filled(n * sizeof(float), 0xff);
         CHECK_RESULT(tqkv_encode(s, src, TOKENS, 0), TQKV_OK);
@@ -88,6 +90,7 @@ static void check_codec(const void *parameters)
     }
     free(floats);
     free(center);
+    free(scales);
     free(typed);
 }
 
@@ -239,8 +242,7 @@ static void check_wild_outputs(const void *parameters)
 
 /* ---- Caches ---- */
 
-/* A snapshot keeps the type of its cache, which no other type can take the place of; one of floats may be of an older build,
-   which did not say it. */
+/* A snapshot keeps the type of its cache, which no other type can take the place of. */
 static void check_type_of_snapshot(tqkv_type type, const stream *floats, const stream *typed)
 {
     const tqkv_type other = type == TQKV_TYPE_F16 ? TQKV_TYPE_BF16 : TQKV_TYPE_F16;
@@ -252,7 +254,7 @@ static void check_type_of_snapshot(tqkv_type type, const stream *floats, const s
                 {typed, type, type, TQKV_OK},
                 {typed, other, other, TQKV_INVALID_ARGUMENT},
                 {floats, TQKV_TYPE_F32, TQKV_TYPE_F32, TQKV_OK},
-                {floats, other, other, TQKV_OK}};
+                {floats, other, other, TQKV_INVALID_ARGUMENT}};
     for (int i = 0; i < 5; i++) {
         stream file = *rows[i].snapshot;
         tqkv_cache *cache;
@@ -301,7 +303,7 @@ static void check_cache(const void *parameters)
         if (i < 2) snapshots[i] = stream_of_cache(caches[i]);
     }
     CHECK(snapshots[0].size == snapshots[1].size &&
-              !memcmp(snapshots[0].bytes + 80, snapshots[1].bytes + 80, snapshots[0].size - 80),
+              !memcmp(snapshots[0].bytes + 136, snapshots[1].bytes + 136, snapshots[0].size - 136),
           "the type shows in the snapshot behind the header");
     check_type_of_snapshot(type, &snapshots[0], &snapshots[1]);
     check_rounded(type, out[1], out[0], n_out, "out");
@@ -355,6 +357,8 @@ static void add_attention_cases(void)
         row.attend.sinks = i % 4 == 1 ? SINKS_SOME : SINKS_NONE;
         row.attend.softcap = i % 5 == 2 ? 3.0f : 0.0f;
         row.attend.key_center = i % 3 == 1 ? 2.0f : 0.0f;
+        row.attend.key_spread = i % 5 == 1 ? 8.0f : 0.0f;
+        row.attend.value_spread = i % 5 == 3 ? 8.0f : 0.0f;
         row.attend.value_center = i % 4 == 2 ? 1e5f : 0.0f; /* beyond the halves */
         row.attend.query_basis = row.attend.output_basis = i % 7 == 3 ? TQKV_ROTATED : TQKV_ORIGINAL;
         if (i % 18 == 5) /* two stretches, spread over tasks */

@@ -276,10 +276,12 @@ void print_plan(tqkv_format format, int group, int n_positions, int kernel, int 
     a.keys = a.values = &store.store;
     a.n_heads = group * n_heads;
     a.end = n_positions;
-    tqkv_metal_dispatch d[2];
+    tqkv_metal_plan plan;
+    tqkv_metal_dispatch *const d = plan.d;
     const gpu_attention planned(a);
     const tqkv_metal_buffer nothing = gpu_buffer(nullptr);
-    if (tqkv_metal_plan_attend(&planned.metal, nothing, nothing, nothing, d) != TQKV_OK) fail("tqkv_metal_plan_attend");
+    if (tqkv_metal_plan_attend(&planned.metal, nothing, nothing, nothing, &plan) != TQKV_OK)
+        fail("tqkv_metal_plan_attend");
     gpu_force(d, {0, 0, 0, 0, kernel});
     size_t bytes = 0;
     for (int i = 0; i < TQKV_METAL_MEMORIES; i++)
@@ -287,7 +289,7 @@ void print_plan(tqkv_format format, int group, int n_positions, int kernel, int 
     printf("kernel %d\nthreadgroups %lld\nsimdgroups %d\nmemory %zu\n",
            d[0].kernel.family == TQKV_METAL_ATTEND_MATRIX ? GPU_MATRICES : GPU_LANES,
            (long long)d[0].grid[0] * d[0].grid[1] * d[0].grid[2], d[0].n_simdgroups, bytes);
-    const tqkv__attend_args args = tqkv__attend_args_of(&d[0]);
+    const tqkv__attend_args args = gpu_args<tqkv__attend_args>(d[0]);
     printf("short %d\ngrowth %d\nblocks %zu\ncolumns %d\n", args.n_short, TQKV__STRETCH_GROWTH, d[0].grid[1],
            d[0].kernel.constants[TQKV_FC_COLUMNS] - 1);
 }

@@ -2,7 +2,7 @@
 # Builds and runs the example projects as their users would. Usage: projects.sh FOLDER, from the top folder. FOLDER is an
 # absolute path.
 folder=$1
-. tests/report.sh
+. tests/build/report.sh
 # CMake breaks its lines.
 unfold() { tr -s '\n ' ' '; }
 
@@ -74,35 +74,5 @@ if command -v meson >/dev/null; then
 else
     echo "skipped: no meson"
 fi
-
-# The Swift package, without Swift: what its manifest names is there, nothing beside it is unnamed, and clang reads the
-# modules, as Swift's importer would, and the sources with the flags of SwiftPM.
-package=packaging/swift
-modules="-fmodules -fmodules-cache-path=$folder/modules -fmodule-map-file=$package/CTqkv/include/module.modulemap
-    -fmodule-map-file=$package/CXxhash/module.modulemap -I$package/CTqkv/include
-    $(pkg-config --cflags libxxhash)"
-paths=$(sed -n 's/.* path: "\([^"]*\)".*/\1/p' Package.swift)
-for path in $paths; do accepts "Package.swift: $path" test -d "$path"; done
-for file in metallib/*; do accepts "Package.swift: $file" grep -q "\"${file#metallib/}\"" Package.swift; done
-cat >"$folder/user.m" <<'END'
-@import CTqkv;
-@import CXxhash;
-int main(void)
-{
-    tqkv_cache_desc desc = {.head_dim = 128, .n_kv_heads = 8, .n_heads = 32, .capacity = 64};
-    tqkv_cache *cache = 0;
-    tqkv_metal_desc metal = {.library_path = "default.metallib"};
-    const tqkv_result result = tqkv_cache_create(&desc, &cache);
-    tqkv_cache_destroy(cache);
-    return result != TQKV_OK || metal.error_size || XXH_VERSION_NUMBER < 800;
-}
-END
-accepts "the module compiles" clang $modules $CFLAGS -c $package/CTqkv/tqkv.c -o "$folder/swift_tqkv.o"
-for metal in TQKV_METAL TQKV_NO_METAL; do
-    accepts "clang imports the module, $metal" clang -x objective-c $modules -D$metal -c "$folder/user.m" -o "$folder/user.o"
-done
-accepts "the module's program links" clang "$folder/user.o" "$folder/swift_tqkv.o" -o "$folder/user" -lm
-accepts "the module's program runs" "$folder/user"
-if command -v swift >/dev/null; then accepts "Swift reads the manifest" swift package describe; fi
 
 finish

@@ -12,6 +12,7 @@
 
 #include "latent.h"
 #include "padding.h"
+#include "scaled_pool.h"
 #include "sparse.h"
 #include "speculation.h"
 #include "store_snapshot.h"
@@ -428,6 +429,30 @@ static void test_latent(void)
     check("latent/rows", error < 0.02 * size);
 }
 
+/* Keys with some channels a thousand times as large as the others: with the pool's scale these are kept, too. */
+static void test_scaled_pool(void)
+{
+    enum { N = 100 };
+    static unsigned char codes[KV_HEADS * N * DIM / 2];
+    static float norms[KV_HEADS * N], keys[N * ROW], decoded[N * ROW], center[ROW], scale[ROW];
+    tqkv_store pool = {.format = TQKV_TQ4, .head_dim = DIM, .n_kv_heads = KV_HEADS, .capacity = N};
+    double errors[2] = {0.0, 0.0};
+    pool.codes = codes;
+    pool.codes_size = sizeof codes;
+    pool.norms = norms;
+    pool.norms_size = sizeof norms;
+    fill(keys, N * ROW);
+    for (int i = 0; i < N * ROW; i += 8) keys[i] *= 1000.0f;
+    for (int scaled = 0; scaled < 2; scaled++) {
+        if (scaled) check("scaled_pool/calibrate", scale_pool(&pool, keys, N, center, scale) == TQKV_OK);
+        check("scaled_pool/encode", tqkv_encode(&pool, keys, N, 0) == TQKV_OK);
+        check("scaled_pool/decode", tqkv_decode(&pool, 0, N, TQKV_ORIGINAL, decoded) == TQKV_OK);
+        for (int i = 0; i < N * ROW; i++)
+            if (i % 8) errors[scaled] += pow((double)keys[i] - (double)decoded[i], 2.0);
+    }
+    check("scaled_pool/error", errors[1] < 0.05 * errors[0]);
+}
+
 int main(void)
 {
     fill(k, TOKENS * ROW);
@@ -447,6 +472,7 @@ int main(void)
     test_slices();
     test_context_shift();
     test_store_snapshot();
+    test_scaled_pool();
     printf("%d passed, %d failed\n", passed, failed);
     return failed > 0;
 }

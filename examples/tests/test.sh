@@ -1,5 +1,5 @@
 #!/bin/sh
-# Runs tinylm_test and the examples as programs. Usage: test.sh FOLDER-OF-PROGRAMS, from the top folder.
+# Runs tinylm_test, prompt_cache_test and the examples as programs. Usage: test.sh FOLDER-OF-PROGRAMS, from the top folder.
 bin=$1
 work=$bin/examples
 data=examples/data
@@ -66,6 +66,8 @@ head -c $((size - 1)) "$work/prompt" >"$work/damaged"
 refused "resume/short" "damaged" "$bin/tinylm" resume "$work/damaged"
 (cat "$work/prompt" && echo) >"$work/damaged"
 refused "resume/long" "bytes after its end" "$bin/tinylm" resume "$work/damaged"
+damage $data/tinylm.bin "$work/other_model" 4000000
+refused "resume/another model" "invalid" "$bin/tinylm" resume "$work/prompt" --model "$work/other_model"
 refused "resume/missing" "No such file" "$bin/tinylm" resume "$work/nothing-here"
 
 "$bin/tinylm" speculate "$short" --tree --bytes 40 >"$work/tree"
@@ -106,15 +108,16 @@ refused "engine/positions" "outside" "$bin/engine" 257
 "$bin/encode_attend" >"$work/encode_attend"
 check "encode_attend" grep -q "as expected" "$work/encode_attend"
 "$bin/real_kv" >"$work/real_kv"
-# Expected: tq2 1.2e-1, tq3 3.4e-2, tq4 9e-3, i8 3.2e-5 to 4.2e-5, tq8 6.3e-5, and a much larger error for the unrotated values of layer 0.
+# Expected: tq2 1.2e-1, tq3 2.9e-2 to 3.2e-2, tq4 6.9e-3 to 8.5e-3, i8 3.2e-5 to 4.2e-5, tq8 2.9e-5 to 3.6e-5, less of short rows,
+# and a much larger error for the unrotated values of layer 0.
 check "real_kv" awk '
     /^layer/ { layer = $2 + 0 }
-    $1 == "tq4" && $2 == "tq4" { n++; bad += $6 < 8e-3 || $6 > 1e-2 || $7 < 8e-3 || $7 > 1e-2 || $8 > 4e-2 }
-    $1 == "tq3" { n++; bad += $6 < 3e-2 || $6 > 3.6e-2 || $7 < 3e-2 || $7 > 3.6e-2 || $8 > 0.15 }
+    $1 == "tq4" && $2 == "tq4" { n++; bad += $6 < 6.5e-3 || $6 > 9e-3 || $7 < 6.5e-3 || $7 > 9e-3 || $8 > 4e-2 }
+    $1 == "tq3" { n++; bad += $6 < 2.7e-2 || $6 > 3.4e-2 || $7 < 2.7e-2 || $7 > 3.4e-2 || $8 > 0.15 }
     $1 == "tq2" { n++; bad += $6 < 0.1 || $6 > 0.125 || $7 < 0.1 || $7 > 0.125 || $8 > 0.4 }
     $1 == "i8" && $2 == "i8" { n++; bad += $6 < 3e-5 || $6 > 5e-5 || $7 < 3e-5 || $7 > 5e-5 || $8 > 2e-4 }
-    $1 == "tq8" { n++; bad += $6 < 6e-5 || $6 > 6.5e-5 || $7 < 6e-5 || $7 > 6.5e-5 }
-    $1 == "f16" && $3 == "unrotated" && layer == 0 { n++; bad += $8 < 3e-3 || $8 > 5e-3 }
+    $1 == "tq8" { n++; bad += $6 < 2.7e-5 || $6 > 3.8e-5 || $7 < 2.7e-5 || $7 > 3.8e-5 }
+    $1 == "f16" && $3 == "unrotated" && layer == 0 { n++; bad += $8 < 5e-3 || $8 > 8e-3 }
     $1 == "f16" && $2 == "f16" { n++; bad += $6 != 0 || $7 != 0 || $8 > 1e-9 }
     END { exit bad > 0 || n != 25 }' "$work/real_kv"
 head -c 1000000 $data/real_kv.bin >"$work/short"
@@ -131,7 +134,7 @@ advice() {
     name=$1
     wanted=$2
     shift 2
-    "$bin/advise" "$@" >"$work/advise"
+    "$bin/advise" "$@" $data/real_kv.bin >"$work/advise"
     verdicts "$work/advise" >"$work/verdicts"
     check "advise/$name: $(cat "$work/verdicts")" test "$(cat "$work/verdicts")" = "$wanted"
 }
@@ -142,20 +145,28 @@ check "advise/later" awk '/a centre of the first 256/ { n++ } /worse; it wants a
     END { exit n != 8 || worse < 1 }' "$work/advise"
 check "advise/pair" grep -q "for 5 bits a value: keys tq5, values tq4 (4.68 bits" "$work/advise"
 # tqkv_measure's error of tq4 is that of real_kv where little is constant, and larger by its share elsewhere.
-check "advise/error" awk '$1 == "tq4" { n++; bad += $4 < 8e-3 || $4 > 1e-2 || $3 < $4 * 0.99 || $3 > 2 * $4 }
+check "advise/error" awk '$1 == "tq4" && NF == 7 { n++; bad += $4 < 6.5e-3 || $4 > 9e-3 || $3 < $4 * 0.99 || $3 > 2 * $4 }
     END { exit bad > 0 || n != 8 }' "$work/advise"
-"$bin/advise" --bits 2 >"$work/advise"
+"$bin/advise" --bits 2 $data/real_kv.bin >"$work/advise"
 check "advise/no pair" grep -q "no pair takes 2 bits" "$work/advise"
+# Pretrained models: centre and scale take the noise of the logits away, and with them four bits are enough.
+"$bin/advise" >"$work/advise"
+check "advise/logits" awk '$1 == "logits" { table = 1; next } !NF || /verdict/ { table = 0 }
+    table && $1 == "tq4" { n++; bad += !($4 < 0.75 && $4 < 1.1 * $3 && $3 < $2 && $5 <= $4 && $6 < 1) }
+    END { exit bad > 0 || n != 4 }' "$work/advise"
+check "advise/preset" grep -q "^preset: TQKV_SMALL" "$work/advise"
+check "advise/biased keys" awk '/^ keys/ { keys = 1 } /^ values/ { keys = 0 } keys && $1 == "tq4" && NF == 7 { n++; bad += $4 > 2e-2 }
+    END { exit bad > 0 || n != 4 }' "$work/advise"
 # The errors of one stream as keys and as values add up.
-"$bin/advise" --shared >"$work/advise"
+"$bin/advise" --shared $data/real_kv.bin >"$work/advise"
 check "advise/shared" grep -q "for 5 bits a value: tq4 (4.18 bits" "$work/advise"
 check "advise/both" awk '$1 == "tq4" && NF == 5 { n++; bad += $5 < 0.9 * ($3 + $4) || $5 > 1.1 * ($3 + $4) }
     END { exit bad > 0 || n != 4 }' "$work/advise"
 # A layer of 64 dimensions has no tail of 64.
 advice tail "4 keys: fine,3 tail: fine,4 values: fine" --tail 64
-check "advise/tail's output" awk '/^ [kvt]/ { stream = $1 } $1 == "tq4" && stream == "tail:" { n++; bad += !($5 > 1e-6 && $5 < 5e-3) }
+check "advise/tail's output" awk '/^ [kvt]/ { stream = $1 } $1 == "tq4" && NF == 7 && stream == "tail:" { n++; bad += !($5 > 1e-6 && $5 < 5e-3) }
     END { exit bad > 0 || n != 3 }' "$work/advise"
-"$bin/advise" --shared --tail 64 >"$work/advise"
+"$bin/advise" --shared --tail 64 $data/real_kv.bin >"$work/advise"
 check "advise/shared and a tail" grep -q "for 5 bits a value: tq5, tail tq3 (4.82 bits" "$work/advise"
 refused "advise/tail's size" "not supported" "$bin/advise" --tail 10
 refused "advise/short" "damaged" "$bin/advise" "$work/short"
@@ -169,6 +180,24 @@ check "tinylm/ends" awk '$1 == "tq4" { n++; bad += $7 > 6e-4 || $7 < 1e-5 } END 
 "$bin/pressure" >"$work/pressure"
 check "pressure" awk '$3 + 0 > 0 { n++; bad += $4 > 1.1 * $5 + 2e-4 || (n > 1 && $3 >= kib); kib = $3 }
     END { exit bad > 0 || n != 4 }' "$work/pressure"
+rm -rf "$work/prompts" && mkdir -p "$work/prompts/small" "$work/prompts/tinylm"
+"$bin/prompt_cache_test" "$work/prompts/small" >"$work/prompt_cache_test"
+check "prompt_cache_test ran to its end" grep -q "processes/limit" "$work/prompt_cache_test"
+grep "^FAIL" "$work/prompt_cache_test"
+passed=$((passed + $(grep -c "^pass" "$work/prompt_cache_test")))
+failed=$((failed + $(grep -c "^FAIL" "$work/prompt_cache_test")))
+"$bin/prompt_cache" >"$work/prompt_cache" 2>"$work/err"
+check "prompt_cache" test "$(grep -c 'the same logits' "$work/prompt_cache")" -eq 8
+# A program and the next one: the same text, of which the second computes little; another format is another model.
+for loaded in 0 896; do
+    "$bin/tinylm" generate "$long" --bytes 40 --cache "$work/prompts/tinylm" >"$work/kept" 2>"$work/err"
+    "$bin/tinylm" generate "$long" --bytes 40 >"$work/straight"
+    check "tinylm/cache of $loaded" cmp "$work/kept" "$work/straight"
+    check "tinylm/cache of $loaded: says so" grep -q "^tinylm: $loaded of 899 bytes" "$work/err"
+done
+"$bin/tinylm" generate "$long" --bytes 1 --keys tq5 --cache "$work/prompts/tinylm" >"$work/out" 2>"$work/err"
+check "tinylm/cache of other formats" grep -q "^tinylm: 0 of 899 bytes" "$work/err"
+refused "tinylm/cache of floats" "takes tqkv's formats" "$bin/tinylm" generate x --keys f32 --values f32 --cache "$work/prompts"
 "$bin/checkpoints" >"$work/checkpoints"
 check "checkpoints" test "$(grep -c 'the same logits' "$work/checkpoints")" -eq 4
 

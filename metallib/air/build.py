@@ -91,7 +91,7 @@ class Builder:
         with open(base + ".ll", "w", encoding="utf-8") as f:
             f.write(text)
         bitcode = run([f"llvm-as-{self.args.llvm}", "-preserve-bc-uselistorder=false", base + ".ll", "-o", "-"])
-        bitcode = container.without_symbols(bitcode.replace(b"llwm.", b"llvm."))
+        bitcode = bitcode.replace(b"llwm.", b"llvm.")
         with open(base + ".bc", "wb") as f:
             f.write(bitcode)
         return bitcode

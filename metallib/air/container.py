@@ -5,7 +5,6 @@ import struct
 PLATFORMS = {"macosx": (0x8001, 0x81), "ios": (0x0001, 0x82)}
 HEADER_SIZE = 88
 KERNEL = b"\2"
-SYMBOLS = 25  # LLVM's number of the block
 
 
 def tag(name, payload):
@@ -25,19 +24,6 @@ def checked(bitcode):
             len(bitcode) % 16 or not 0 <= len(bitcode) - 20 - size < 16:
         raise SystemExit("llvm-as has not wrapped the bitcode as Apple's is")
     return bitcode
-
-
-def without_symbols(bitcode):
-    """Without LLVM's table of symbols, which llvm-as appends for linkers. A reader by another producer than LLVM 14 would make
-    it anew, and none that takes functions out of a library needs it."""
-    size, = struct.unpack_from("<I", checked(bitcode), 12)
-    at, kept = 24, bitcode[20:24]
-    while at < 20 + size:
-        head, words = struct.unpack_from("<2I", bitcode, at)  # of a block: 2 bits, then 8 of its number
-        block = bitcode[at:at + 8 + 4 * words]
-        kept += block if head >> 2 & 0xFF != SYMBOLS else b""
-        at += len(block)
-    return bitcode[:12] + struct.pack("<I", len(kept)) + bitcode[16:20] + kept + bytes(-(20 + len(kept)) % 16)
 
 
 def constant_list(constants):

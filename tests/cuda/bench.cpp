@@ -46,10 +46,10 @@ void bench_decode(tqkv_format format, int head_dim, int positions)
     float *out = device_array<float>(elements);
     fill_stream(s, 3);
     const tqkv_metal_store store = gpu_store(&s);
-    tqkv_metal_dispatch d;
-    check_plan(tqkv_metal_plan_decode(&store, 0, positions, TQKV_ORIGINAL, gpu_buffer(out), &d));
-    if (opt.list) return launch(d);
-    report(name, time_calls(1, [&](int) { launch(d); }));
+    tqkv_metal_plan plan;
+    check_plan(tqkv_metal_plan_decode(&store, 0, positions, TQKV_ORIGINAL, gpu_buffer(out), &plan));
+    if (opt.list) return launch(plan.d[0]);
+    report(name, time_calls(1, [&](int) { launch(plan.d[0]); }));
     report_ratio(name + "/copy", (stored_bytes(s) + (double)elements * 4) / copy_bandwidth * 1e6 / times[name]);
     CUDA(cudaFree(out));
     free_stream(s);

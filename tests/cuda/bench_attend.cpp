@@ -39,7 +39,9 @@ void plan_attention(const attention &a, const tqkv_store &keys, const tqkv_store
     call.end = a.shape.positions;
     gpu_attention planned(call);
     planned.metal.matrix_group = gains_at_two(keys) && gains_at_two(values) ? 2 : 0;
-    check_plan(tqkv_metal_plan_attend(&planned.metal, gpu_buffer(a.q), gpu_buffer(nullptr), gpu_buffer(a.out), d));
+    tqkv_metal_plan plan;
+    check_plan(tqkv_metal_plan_attend(&planned.metal, gpu_buffer(a.q), gpu_buffer(nullptr), gpu_buffer(a.out), &plan));
+    std::copy(plan.d, plan.d + 2, d);
     gpu_force(d, a.split);
     gpu_set_scratch(d, a.sums, a.state);
 }
@@ -290,17 +292,19 @@ batch_memory make_batch_memory(const sequences &s, int group)
 
 void plan_batch(const sequences &s, batch_memory &m, tqkv_metal_dispatch d[2])
 {
+    tqkv_metal_plan plan;
     check_plan(tqkv_metal_plan_attend_batch(s.calls.data(), SEQUENCES, m.qs.data(), gpu_buffer(m.items),
                                             m.planned.data(), gpu_buffer(m.scratch), m.outs.data(),
-                                            opt.kernel != GPU_LANES, d));
+                                            opt.kernel != GPU_LANES, &plan));
+    std::copy(plan.d, plan.d + 2, d);
 }
 
 void attend_sequence(const sequences &s, const batch_memory &m, size_t i)
 {
-    tqkv_metal_dispatch d[2];
+    tqkv_metal_plan plan;
     const size_t at = i < SEQUENCES ? i : 0;
-    check_plan(tqkv_metal_plan_attend(&s.calls[i], m.qs[at], gpu_buffer(m.scratch), m.outs[at], d));
-    for (const tqkv_metal_dispatch &one : d) launch(one);
+    check_plan(tqkv_metal_plan_attend(&s.calls[i], m.qs[at], gpu_buffer(m.scratch), m.outs[at], &plan));
+    for (int n = 0; n < plan.n; n++) launch(plan.d[n]);
 }
 
 // Both ways must write the same bits.

@@ -193,9 +193,9 @@ void free_stream(const tqkv_store &s)
 void encode(const tqkv_store &s, const void *source, int n_tokens, int position)
 {
     const tqkv_metal_store store = gpu_store(&s);
-    tqkv_metal_dispatch d;
-    check_plan(tqkv_metal_plan_encode(&store, gpu_buffer(source), n_tokens, position, gpu_buffer(nullptr), &d));
-    launch(d);
+    tqkv_metal_plan plan;
+    check_plan(tqkv_metal_plan_encode(&store, gpu_buffer(source), n_tokens, position, gpu_buffer(nullptr), &plan));
+    launch(plan.d[0]);
 }
 
 // Gaussian rows, encoded by the shaders, one piece after the other.

@@ -46,24 +46,23 @@ void force_index(tqkv_metal_dispatch *d)
 
 void score_index(const index_memory &m, size_t copy)
 {
-    tqkv_metal_dispatch d;
+    tqkv_metal_plan plan;
     static float not_read; // NULL would be no weights
     const gpu_index x(index_of(m.keys[copy], opt.list ? &not_read : m.weights));
-    check_plan(tqkv_metal_plan_index_scores(&x.metal, gpu_buffer(m.q), gpu_buffer(m.scores), &d));
-    force_index(&d);
-    launch(d);
+    check_plan(tqkv_metal_plan_index_scores(&x.metal, gpu_buffer(m.q), gpu_buffer(m.scores), &plan));
+    force_index(&plan.d[0]);
+    launch(plan.d[0]);
 }
 
 // only: one of the dispatches alone; -1: all
 void choose_index(const index_memory &m, int only = -1)
 {
-    tqkv_metal_dispatch d[TQKV_METAL_CHOOSE_DISPATCHES];
-    int n;
+    tqkv_metal_plan plan;
     const gpu_index x(index_of(m.keys[0], nullptr));
     check_plan(tqkv_metal_plan_index_choose(&x.metal, gpu_buffer(m.scores), CHOSEN, gpu_buffer(m.scratch),
-                                            gpu_buffer(m.list), d, &n));
-    for (int i = 0; i < n; i++)
-        if (only < 0 || i == only) launch(d[i]);
+                                            gpu_buffer(m.list), &plan));
+    for (int i = 0; i < plan.n; i++)
+        if (only < 0 || i == only) launch(plan.d[i]);
 }
 
 index_memory make_index(tqkv_format format)
@@ -160,7 +159,7 @@ enum list_part { LIST_ALL = 1, LIST_CLEAN = 2, LIST_ATTEND = 4, LIST_MERGE = 8 }
 // As tqkv.h plans it for any GPU.
 void attend_list(const list_memory &m, size_t copy, int parts)
 {
-    tqkv_metal_dispatch d[3];
+    tqkv_metal_plan plan;
     static int32_t not_read; // NULL would be no list
     const bool listed = !(parts & LIST_ALL);
     tqkv_attention call = {};
@@ -172,11 +171,11 @@ void attend_list(const list_memory &m, size_t copy, int parts)
     call.list_block = m.block;
     gpu_attention planned(call);
     if (listed) planned.metal.list = gpu_buffer(opt.list ? &not_read : m.list);
-    if (listed) check_plan(tqkv_metal_plan_attend_list(&planned.metal, gpu_buffer(m.scratch), &d[2]));
-    check_plan(tqkv_metal_plan_attend(&planned.metal, gpu_buffer(m.q), gpu_buffer(m.scratch), gpu_buffer(m.out), d));
-    if (parts & LIST_CLEAN) launch(d[2]);
-    if (parts & LIST_ATTEND) launch(d[0]);
-    if (parts & LIST_MERGE) launch(d[1]);
+    check_plan(
+        tqkv_metal_plan_attend(&planned.metal, gpu_buffer(m.q), gpu_buffer(m.scratch), gpu_buffer(m.out), &plan));
+    if (parts & LIST_CLEAN) launch(plan.d[0]);
+    if (parts & LIST_ATTEND) launch(plan.d[plan.n - 2]);
+    if (parts & LIST_MERGE) launch(plan.d[plan.n - 1]);
 }
 
 std::vector<int32_t> list_at_random(int positions, int block)

@@ -48,7 +48,9 @@ tqkv_attention latent_call(const tqkv_store &rows, const tqkv_store &tail)
 void plan_latent(const latent &l, const latent_memory &m, tqkv_metal_dispatch d[2])
 {
     const gpu_attention planned(latent_call(l.rows, l.tail));
-    check_plan(tqkv_metal_plan_attend(&planned.metal, gpu_buffer(m.q), gpu_buffer(nullptr), gpu_buffer(m.out), d));
+    tqkv_metal_plan plan;
+    check_plan(tqkv_metal_plan_attend(&planned.metal, gpu_buffer(m.q), gpu_buffer(nullptr), gpu_buffer(m.out), &plan));
+    std::copy(plan.d, plan.d + 2, d);
     gpu_force(d, m.split);
     gpu_set_scratch(d, m.sums, m.state);
 }

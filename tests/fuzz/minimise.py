@@ -2,7 +2,7 @@
 
 Candidates are tests/fuzz/corpus/FUZZER and what `make fuzz` has left in build/fuzz/corpus/FUZZER. These stay:
 1. Inputs with a name of their own. libFuzzer names an input by its SHA-1.
-2. The fewest others that reach every line and every function of tqkv.h that the candidates reach. Each format's and each
+2. The fewest others that reach every line and every function of src/ that the candidates reach. Each format's and each
    instruction set's copy of a kernel is a function.
 3. While there are fewer than INPUTS: those that add most branches.
 4. Those without which `make fuzz-coverage` would report fewer lines.
@@ -18,26 +18,29 @@ INPUTS = 20
 
 
 def report(program, paths):
-    """llvm-cov's report, in lcov's format, on tqkv.h in one run over the inputs."""
+    """llvm-cov's report, in lcov's format, on src/ in one run over the inputs."""
     raw, profile = program + ".raw", program + ".profile"
     environment = dict(os.environ, LLVM_PROFILE_FILE=raw)
     subprocess.run([program] + paths, env=environment, stdout=subprocess.DEVNULL, check=True)
     subprocess.run(["llvm-profdata", "merge", raw, "-o", profile], check=True)
     return subprocess.run(["llvm-cov", "export", program, "-instr-profile", profile, "-format", "lcov",
-                           os.path.abspath("tqkv.h")], stdout=subprocess.PIPE, text=True, check=True).stdout
+                           os.path.abspath("src")], stdout=subprocess.PIPE, text=True, check=True).stdout
 
 
 def reached(program, path):
-    """Lines and functions of tqkv.h that one input reaches, and branches, as two sets."""
-    text = report(program, [path])
-    lines = re.findall(r"^DA:(\d+),[1-9]", text, re.M)
-    functions = re.findall(r"^FNDA:[1-9]\d*,(.+)", text, re.M)
-    return set(lines + functions), set(re.findall(r"^BRDA:(.+),[1-9]\d*$", text, re.M))
+    """Lines and functions of src/ that one input reaches, and branches, as two sets."""
+    places, branches = set(), set()
+    for file in report(program, [path]).split("end_of_record"):
+        name = re.search(r"^SF:(.*)", file, re.M)
+        places.update((name.group(1), line) for line in re.findall(r"^DA:(\d+),[1-9]", file, re.M))
+        places.update(re.findall(r"^FNDA:[1-9]\d*,(.+)", file, re.M))
+        branches.update((name.group(1), branch) for branch in re.findall(r"^BRDA:(.+),[1-9]\d*$", file, re.M))
+    return places, branches
 
 
 def lines_hit(program, paths):
     """What `make fuzz-coverage` prints: of a function with several copies, the lines of the copy that has most."""
-    return int(re.search(r"^LH:(\d+)", report(program, paths), re.M).group(1))
+    return sum(int(hit) for hit in re.findall(r"^LH:(\d+)", report(program, paths), re.M))
 
 
 def union(inputs, reach):

@@ -69,20 +69,20 @@ test-fuzz: $(FUZZERS:%=$(TEST_BUILD)/sanitize/fuzz_%)
 
 TEST_TARGETS += test-fuzz
 
-# ---- Lines of tqkv.h that the inputs reach: the committed ones and those that `make fuzz` has kept ----
+# ---- Lines of src/ that the inputs reach: the committed ones and those that `make fuzz` has kept ----
 
 # With the counters some loops are too large to unroll, as clang warns.
 $(eval $(call fuzz_variant,$(FUZZ_BUILD)/coverage,clang,-fprofile-instr-generate -fcoverage-mapping -Wno-pass-failed,\
 	-fprofile-instr-generate,$(FUZZ_BUILD)/coverage/replay.o))
 
 .PHONY: fuzz-coverage fuzz-minimise
-fuzz-coverage: $(FUZZERS:%=$(FUZZ_BUILD)/coverage/fuzz_%) ## share of tqkv.h's lines that each fuzzer's inputs reach
+fuzz-coverage: $(FUZZERS:%=$(FUZZ_BUILD)/coverage/fuzz_%) ## share of the lines of src/ that each fuzzer's inputs reach
 	@cd $(FUZZ_BUILD)/coverage && for fuzzer in $(FUZZERS); do \
 		found=$(abspath $(FUZZ_BUILD))/corpus/$$fuzzer; test -d $$found || found=; \
 		LLVM_PROFILE_FILE=$$fuzzer.raw ./fuzz_$$fuzzer $(abspath tests/fuzz/corpus)/$$fuzzer $$found >/dev/null && \
 		llvm-profdata merge $$fuzzer.raw -o $$fuzzer.profile && \
-		llvm-cov export --summary-only ./fuzz_$$fuzzer -instr-profile $$fuzzer.profile -format lcov $(abspath tqkv.h) | \
-			awk -F: -v name=$$fuzzer '/^LF/ { lines = $$2 } /^LH/ { hit = $$2 } \
+		llvm-cov export --summary-only ./fuzz_$$fuzzer -instr-profile $$fuzzer.profile -format lcov $(abspath src) | \
+			awk -F: -v name=$$fuzzer '/^LF/ { lines += $$2 } /^LH/ { hit += $$2 } \
 				END { printf "ratio fuzz_coverage_%s %.4f (%d lines)\n", name, hit / lines, hit }' || exit 1; \
 	done
 

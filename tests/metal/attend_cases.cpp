@@ -1,5 +1,6 @@
 // attend and attend_merge against the double-precision reference, on the same codes. Every case runs twice: as tqkv.h
 // plans it, and divided as the case says.
+#include "../attend_option_list.h"
 #include "shader_cases.h"
 #include <algorithm>
 #include <math.h>
@@ -139,9 +140,9 @@ void run_planned(const void *parameters)
     attend_set_up(&problem, row);
     const gpu_attention attention(problem.attention);
     const tqkv_metal_buffer none = gpu_buffer(nullptr);
-    tqkv_metal_dispatch d[2];
-    CHECK_RESULT(tqkv_metal_plan_attend(&attention.metal, none, none, none, d), TQKV_OK);
-    CHECK(tqkv__merge_args_of(&d[1]).n_partials > 1, "the plan does not split this context");
+    tqkv_metal_plan plan;
+    CHECK_RESULT(tqkv_metal_plan_attend(&attention.metal, none, none, none, &plan), TQKV_OK);
+    CHECK(gpu_args<tqkv__merge_args>(plan.d[1]).n_partials > 1, "the plan does not split this context");
     attend_tear_down(&problem);
     check_attend(*row, {as_planned});
 }
@@ -681,10 +682,25 @@ void add_random(int seed, bool latent)
     add(row, ((latent ? "latent/random/" : "random/") + std::to_string(seed)).c_str());
 }
 
+// The options of the processor's tests that have scales of channels. Only long rows have tails here.
+void add_scales()
+{
+    const int head_dims[] = {64, 128, 80};
+    int i = 0;
+    for (const option &own : options) {
+        if (strncmp(own.name, "scaled", 6) != 0) continue;
+        shader_attend_row row = default_row(TQKV_I8, TQKV_TQ4, head_dims[i++ % 3]);
+        own.apply(&row.problem);
+        if (row.problem.tail_dim || row.problem.block_scale > 0.0f) row.problem.head_dim = 512;
+        add(row, (std::string("option/") + own.name).c_str());
+    }
+}
+
 } // namespace
 
 void attend_shader_cases()
 {
+    add_scales();
     add_pairs();
     add_head_dims();
     add_unequal_dims();

@@ -54,9 +54,9 @@ BUGS = {
         "(ulong(partial) * 0 + ulong(row.query))",
         "attend", (128,), "tsan", "attend/shape/group3_queries1_columns2_simdgroups2_stretches2_share1", "data race"),
     "wrong_address_space": (
-        "shaders/codec.h", "inline void load_squares(uint format, threadgroup float *squares,",
-        "inline void load_squares(uint format, device float *squares,", "encode", (128,), "type", "",
-        "no matching function for call to 'load_squares'"),
+        "shaders/codec.h", "inline void load_codebook(uint format, threadgroup float *table,",
+        "inline void load_codebook(uint format, device float *table,", "encode", (128,), "type", "",
+        "no matching function for call to 'load_codebook'"),
     "write_to_constant": (
         "shaders/encode.metal", "load_cells(", "args.n_tokens = 1; load_cells(", "encode", (128,), "type", "",
         "const-qualified"),
@@ -83,11 +83,21 @@ BUGS = {
     "fifth_bits_of_other_values": (
         "shaders/codec.h", "odd ? 0x00208208u : 0x00410410u", "odd ? 0x00410410u : 0x00410410u", "attend", (64,), "plain",
         "attend/pair/tq5", "relative error"),
+    "first_factor_always": (
+        "shaders/encode.h", "i == 0 || share > most", "i == 0", "encode", (64,), "plain", "encode/tq4/d64/gaussian",
+        "codes differ"),
+    "halves_of_the_last_query": (
+        "shaders/common.h", "max(newest - args.exact_last + 1, args.exact_from)",
+        "max(max(newest, args.first_newest + args.n_queries - 1) - args.exact_last + 1, args.exact_from)", "attend", (64, 128, 512), "plain",
+        "slice/ends", "relative error"),
+    "scales_of_rows_not_of_pairs": (
+        "shaders/calibrate.metal", "if (args.pairs != 0)", "if (args.pairs == 1)", "calibrate", (), "plain", "calibrate/",
+        "scales differ"),
     "center_not_subtracted": (
-        "shaders/encode.h", "x[i] = x[i] - center[i];", "x[i] = x[i] - 0.0f * center[i];", "encode", (64,), "plain",
+        "shaders/encode.h", "x[i] - channels.center[i];", "x[i] - 0.0f * channels.center[i];", "encode", (64,), "plain",
         "encode/tq2/d64/center", "codes differ"),
     "center_of_a_cleared_row": (
-        "shaders/encode.h", "if (source.centered && !cleared)", "if (source.centered)", "encode", (64,), "plain",
+        "shaders/encode.h", "x[i] = cleared ? x[i] : x[i] - channels", "x[i] = x[i] - channels", "encode", (64,), "plain",
         "encode/tq4/d64/center_not_finite", "codes differ"),
     "center_without_sinks": (
         "shaders/merge.h", "n_sections > 0u) row.maximum += ", "n_sections > 0u) row.maximum += 0.0f * ",

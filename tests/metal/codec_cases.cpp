@@ -215,13 +215,47 @@ void run_golden(const void *parameters)
     std::vector<float> source((size_t)(GOLDEN_TOKENS * GOLDEN_HEADS * c.head_dim));
     data_rows((uint64_t)c.head_dim, (data_kind)c.kind, source.data(), GOLDEN_TOKENS * GOLDEN_HEADS, c.head_dim);
     std::vector<float> center((size_t)(GOLDEN_HEADS * c.head_dim));
+    std::vector<float> scale(center.size());
     golden_center(&c, center.data());
-    if (c.option == GOLDEN_CENTER) s.center = center.data();
+    golden_scale(&c, scale.data());
+    if (c.option == GOLDEN_CENTER || c.option == GOLDEN_SCALE) s.center = center.data();
+    if (c.option == GOLDEN_SCALE) s.channel_scale = scale.data();
     s.codes = codes.data();
     s.norms = (float *)(void *)norms.data();
     CHECK_RUN(gpu_encode(&s, source.data(), GOLDEN_TOKENS, GOLDEN_POSITION, nullptr));
     CHECK(XXH3_64bits(codes.data(), codes.size()) == goldens[index].codes, "codes");
     CHECK(XXH3_64bits(norms.data(), norms.size()) == goldens[index].norms, "norms");
+}
+
+// Centre and scales that rows teach, and queries perhaps, must be the processor's, bit for bit.
+struct calibrate_row {
+    tqkv_type type;
+    int head_dim, n_tokens, n_queries, group;
+    tqkv_pairs pairs;
+};
+
+void run_calibrate(const void *parameters)
+{
+    const calibrate_row *row = (const calibrate_row *)parameters;
+    const int n_kv_heads = 3, heads = n_kv_heads * row->group, dim = row->head_dim;
+    const size_t channels = (size_t)(n_kv_heads * dim);
+    tqkv_store s = test_store(TQKV_TQ4, dim, n_kv_heads, 128, false);
+    s.type = row->type;
+    std::vector<float> rows_wide((size_t)(row->n_tokens * n_kv_heads * dim)),
+        q_wide((size_t)((row->n_queries + 1) * heads * dim)); // one more: a buffer is never empty
+    data_rows(61, DATA_STUDENT, rows_wide.data(), row->n_tokens * n_kv_heads, dim);
+    data_rows(62, DATA_GAUSSIAN, q_wide.data(), row->n_queries * heads, dim);
+    for (int t = 0; t < row->n_tokens; t++) rows_wide[(size_t)(t * n_kv_heads * dim + 5)] = 0.0f; // a channel of zeros
+    const typed_rows rows = in_type(row->type, rows_wide), q = in_type(row->type, q_wide);
+    std::vector<float> center(channels), scale(channels), got_center(channels, NAN), got_scale(channels, NAN);
+    CHECK_RESULT(tqkv_calibrate(&s, rows.data(), row->n_tokens, row->n_queries ? q.data() : nullptr, heads,
+                                row->n_queries, row->pairs, center.data(), scale.data()),
+                 TQKV_OK);
+    CHECK_RUN(gpu_calibrate(&s, rows.data(), row->n_tokens, row->n_queries ? q.data() : nullptr, heads, row->n_queries,
+                            row->pairs, got_center.data(), got_scale.data()));
+    CHECK(same_floats(center, got_center), "centres differ");
+    CHECK(same_floats(scale, got_scale), "scales differ");
+    test_store_free(&s);
 }
 
 void run_tables(const void *)
@@ -232,6 +266,18 @@ void run_tables(const void *)
     const char *stale = tqkv_metal_stale_table(&report);
     CHECK(!stale, "stale: %s", stale);
     CHECK(XXH3_64bits(&report.tables, sizeof report.tables) == TQKV_HASH_TABLES, "stale: some table");
+}
+
+void add_calibrations()
+{
+    const tqkv_type types[] = {TQKV_TYPE_F32, TQKV_TYPE_F16, TQKV_TYPE_BF16};
+    const tqkv_pairs pairs[] = {TQKV_PAIRS_NONE, TQKV_PAIRS_NEIGHBOURS, TQKV_PAIRS_HALVES};
+    const int dims[] = {64, 80, 128, 32};
+    for (int i = 0; i < 12; i++) {
+        const calibrate_row row = {types[i % 3],      dims[i % 4], i == 7 ? 1 : 16 + 7 * i,
+                                   i % 2 ? 3 + i : 0, 1 + i % 4,   pairs[i / 2 % 3]};
+        test_add(run_calibrate, &row, sizeof row, "calibrate/%d", i);
+    }
 }
 
 bool has_kernels(int golden)
@@ -350,6 +396,7 @@ void codec_shader_cases()
         for (tqkv_format format : test_formats) add_codec_rows(format, head_dim);
     }
     if (!gpu_schedules[0].flush_subnormals) add_types();
+    add_calibrations();
     for (tqkv_format keys : test_formats)
         for (tqkv_format values : test_formats) {
             codec_row row = default_row(keys, 64);

@@ -53,10 +53,10 @@ void run_format_is_required(const void *)
     tqkv_store s = test_store(TQKV_TQ4, 64, 1, 1, false);
     const tqkv_metal_store store = gpu_store(&s);
     float row[64] = {};
-    tqkv_metal_dispatch d;
-    CHECK_RESULT(tqkv_metal_plan_decode(&store, 0, 1, TQKV_ROTATED, gpu_buffer(row), &d), TQKV_OK);
-    d.kernel.constants[TQKV_FC_FORMAT] = 0;
-    const std::string wrong = gpu_run(d);
+    tqkv_metal_plan plan;
+    CHECK_RESULT(tqkv_metal_plan_decode(&store, 0, 1, TQKV_ROTATED, gpu_buffer(row), &plan), TQKV_OK);
+    plan.d[0].kernel.constants[TQKV_FC_FORMAT] = 0;
+    const std::string wrong = gpu_run(plan);
     const char *expected = gpu_on_device ? "tqkv_decode_d64" : "function constant 0 is not set";
     CHECK(wrong.find(expected) != std::string::npos, "'%s'", wrong.c_str());
     test_store_free(&s);
@@ -186,10 +186,11 @@ void run_one_simdgroup_a_row(const void *)
     for (int n : {1, 3, 8}) {
         tqkv_store got = test_store(TQKV_TQ6, 1024, 1, 5, false);
         const tqkv_metal_store store = gpu_store(&got);
-        tqkv_metal_dispatch d;
-        CHECK_RESULT(tqkv_metal_plan_encode(&store, gpu_buffer(source.data()), 5, 0, gpu_buffer(nullptr), &d), TQKV_OK);
-        d.n_simdgroups = n;
-        CHECK_RUN(gpu_run(d));
+        tqkv_metal_plan plan;
+        CHECK_RESULT(tqkv_metal_plan_encode(&store, gpu_buffer(source.data()), 5, 0, gpu_buffer(nullptr), &plan),
+                     TQKV_OK);
+        plan.d[0].n_simdgroups = n;
+        CHECK_RUN(gpu_run(plan));
         CHECK(!memcmp(expected.codes, got.codes, got.codes_size), "codes differ, %d simdgroups", n);
         CHECK(!memcmp(expected.norms, got.norms, got.norms_size), "norms differ, %d simdgroups", n);
         test_store_free(&got);

@@ -10,7 +10,7 @@
 extern "C" {
 #endif
 
-enum { DEVICE_NAME_SIZE = 48, DEVICE_BUFFERS = 20, DEVICE_MEMORIES = 4, DEVICE_CONSTANTS = 32 };
+enum { DEVICE_NAME_SIZE = 48, DEVICE_BUFFERS = 20, DEVICE_MEMORIES = 4, DEVICE_CONSTANTS = 40 };
 
 typedef struct device_dispatch {
     char kernel[DEVICE_NAME_SIZE];

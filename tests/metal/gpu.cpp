@@ -34,7 +34,7 @@ gpu_dispatch::gpu_dispatch(const char *family, int head_dim, int value_dim) : de
 gpu_dispatch &gpu_dispatch::constant(int index, int value)
 {
     constant_set[index] = true;
-    constant_is_bool[index] = !(TQKV__NUMBERS >> index & 1u);
+    constant_is_bool[index] = !TQKV__IS_NUMBER(index);
     constants[index] = (uint32_t)value;
     return *this;
 }
@@ -151,13 +151,24 @@ std::string gpu_run(const tqkv_metal_dispatch &planned)
     return planned.grid[0] ? gpu_planned(planned).run() : "";
 }
 
+std::string gpu_run(const tqkv_metal_plan &plan)
+{
+    std::string wrong = plan.result == TQKV_OK ? "" : tqkv_result_string(plan.result);
+    for (int i = 0; i < plan.n && wrong.empty(); i++) wrong = gpu_run(plan.d[i]);
+    return wrong;
+}
+
 // ---- Arguments of tqkv_metal_plan_* ----
 
 tqkv_metal_buffer gpu_buffer(const void *bytes) { return {const_cast<void *>(bytes), 0}; }
 
 tqkv_metal_store gpu_store(const tqkv_store *s)
 {
-    tqkv_metal_store store = {*s, gpu_buffer(s->codes), gpu_buffer(s->norms), gpu_buffer(s->center),
+    tqkv_metal_store store = {*s,
+                              gpu_buffer(s->codes),
+                              gpu_buffer(s->norms),
+                              gpu_buffer(s->center),
+                              gpu_buffer(s->channel_scale),
                               gpu_buffer(s->pages)};
     if (!gpu_known_tables) store.shape.pages = nullptr;
     return store;
@@ -170,10 +181,10 @@ gpu_attention::gpu_attention(const tqkv_attention &a)
     metal.values = &values;
     metal.tail = a.tail ? &tail : nullptr;
     metal.attention = a;
-    const tqkv_store *const stores[] = {a.first_keys, a.first_values, a.last_keys, a.last_values};
-    const tqkv_metal_store **const to[] = {&metal.first_keys, &metal.first_values, &metal.last_keys,
-                                           &metal.last_values};
-    for (int i = 0; i < 4; i++) {
+    const tqkv_store *const stores[] = {a.first_keys, a.first_values, a.last_keys, a.last_values, a.first_tail};
+    const tqkv_metal_store **const to[] = {&metal.first_keys, &metal.first_values, &metal.last_keys, &metal.last_values,
+                                           &metal.first_tail};
+    for (int i = 0; i < 5; i++) {
         if (!stores[i]) continue;
         ends[i] = gpu_store(stores[i]);
         *to[i] = &ends[i];
@@ -205,8 +216,8 @@ static bool is_by_matrices(const tqkv_metal_dispatch &d) { return d.kernel.famil
 // All slots of the keys' store, whether a query sees them or not.
 static void force_stretches(tqkv_metal_dispatch d[2], gpu_split split, int value_dim)
 {
-    tqkv__attend_args args = tqkv__attend_args_of(&d[0]);
-    tqkv__merge_args merge = tqkv__merge_args_of(&d[1]);
+    tqkv__attend_args args = gpu_args<tqkv__attend_args>(d[0]);
+    tqkv__merge_args merge = gpu_args<tqkv__merge_args>(d[1]);
     const int tiles = (args.key_capacity + 31) / 32;
     if (split.n_stretches) {
         args.stretch_tiles = std::max(1, (tiles + split.n_stretches - 1) / split.n_stretches);
@@ -224,9 +235,9 @@ static void force_stretches(tqkv_metal_dispatch d[2], gpu_split split, int value
     d[0].grid[2] = (size_t)args.n_splits;
     const int most = split.n_simdgroups ? split.n_simdgroups : TQKV__MERGE_SIMDGROUPS(value_dim);
     d[1].n_simdgroups = std::min(n_sections, std::min(most, TQKV__MERGE_SIMDGROUPS(value_dim)));
-    tqkv__replace_args(&d[0], &args);
-    tqkv__replace_args(&d[1], &merge);
-    tqkv__plan_columns(&d[0], is_by_matrices(d[0]), d[0].kernel.constants[TQKV_FC_COLUMNS] - 1);
+    memcpy(d[0].arguments[0].bytes, &args, sizeof args);
+    memcpy(d[1].arguments[0].bytes, &merge, sizeof merge);
+    test_plan_columns(&d[0], is_by_matrices(d[0]), d[0].kernel.constants[TQKV_FC_COLUMNS] - 1);
     const size_t rows = (size_t)merge.n_rows * (size_t)n_partials * sizeof(float);
     gpu_find(&d[0], 6)->size = gpu_find(&d[1], 1)->size = rows * (size_t)value_dim;
     gpu_find(&d[0], 7)->size = gpu_find(&d[1], 2)->size = rows * 2 + (size_t)merge.n_rows * 2 * sizeof(float);
@@ -239,10 +250,10 @@ void gpu_force(tqkv_metal_dispatch d[2], gpu_split split)
         split.kernel && gpu_has_matrices(head_dim) ? split.kernel == GPU_MATRICES : is_by_matrices(d[0]);
     const int planned = d[0].kernel.constants[TQKV_FC_COLUMNS] - 1;
     if (split.columns || split.kernel)
-        tqkv__plan_columns(&d[0], by_matrices,
-                           split.columns == GPU_MOST ? INT_MAX
-                           : split.columns           ? split.columns
-                                                     : planned);
+        test_plan_columns(&d[0], by_matrices,
+                          split.columns == GPU_MOST ? INT_MAX
+                          : split.columns           ? split.columns
+                                                    : planned);
     if (split.n_simdgroups)
         d[0].n_simdgroups = by_matrices ? std::min(split.n_simdgroups, TQKV__MATRIX_SIMDGROUPS) : split.n_simdgroups;
     if (by_matrices && is_long(head_dim)) d[0].n_simdgroups = TQKV__LONG_SIMDGROUPS;
@@ -257,110 +268,102 @@ void gpu_set_scratch(tqkv_metal_dispatch d[2], float *sums, float *state)
 
 // ---- Calls ----
 
-static std::string run_planned(tqkv_result r, const tqkv_metal_dispatch &d)
-{
-    return r == TQKV_OK ? gpu_run(d) : tqkv_result_string(r);
-}
-
 std::string gpu_encode(const tqkv_store *s, const void *src, int n_tokens, int64_t position, uint32_t *not_finite)
 {
-    tqkv_metal_dispatch d;
+    tqkv_metal_plan plan;
     const tqkv_metal_store store = gpu_store(s);
     if (not_finite) *not_finite = 0;
-    return run_planned(tqkv_metal_plan_encode(&store, gpu_buffer(src), n_tokens, position, gpu_buffer(not_finite), &d),
-                       d);
+    tqkv_metal_plan_encode(&store, gpu_buffer(src), n_tokens, position, gpu_buffer(not_finite), &plan);
+    return gpu_run(plan);
 }
 
 std::string gpu_encode_kv(const tqkv_store *keys, const tqkv_store *values, const void *k, const void *v, int n_tokens,
                           int64_t position, uint32_t *not_finite)
 {
-    tqkv_metal_dispatch d;
+    tqkv_metal_plan plan;
     const tqkv_metal_store ks = gpu_store(keys), vs = gpu_store(values);
     if (not_finite) *not_finite = 0;
-    return run_planned(tqkv_metal_plan_encode_kv(&ks, &vs, gpu_buffer(k), gpu_buffer(v), n_tokens, position,
-                                                 gpu_buffer(not_finite), &d),
-                       d);
+    tqkv_metal_plan_encode_kv(&ks, &vs, gpu_buffer(k), gpu_buffer(v), n_tokens, position, gpu_buffer(not_finite),
+                              &plan);
+    return gpu_run(plan);
 }
 
 std::string gpu_encode_slots(const tqkv_store *keys, const tqkv_store *values, const void *k, const void *v,
                              int n_tokens, const int32_t *slots, uint32_t *not_finite)
 {
-    tqkv_metal_dispatch d;
+    tqkv_metal_plan plan;
     const tqkv_metal_store ks = gpu_store(keys), vs = gpu_store(values ? values : keys);
     const tqkv_metal_buffer at = gpu_buffer(slots), flag = gpu_buffer(not_finite);
     const int32_t *known = gpu_known_tables ? slots : nullptr;
     if (not_finite) *not_finite = 0;
-    if (!values) return run_planned(tqkv_metal_plan_encode_slots(&ks, gpu_buffer(k), n_tokens, at, known, flag, &d), d);
-    return run_planned(
-        tqkv_metal_plan_encode_kv_slots(&ks, &vs, gpu_buffer(k), gpu_buffer(v), n_tokens, at, known, flag, &d), d);
+    if (values)
+        tqkv_metal_plan_encode_kv_slots(&ks, &vs, gpu_buffer(k), gpu_buffer(v), n_tokens, at, known, flag, &plan);
+    else
+        tqkv_metal_plan_encode_slots(&ks, gpu_buffer(k), n_tokens, at, known, flag, &plan);
+    return gpu_run(plan);
 }
 
 std::string gpu_probe(const tqkv_store *s, const void *src, int n_tokens, float *scaled, uint32_t *not_finite)
 {
-    tqkv_metal_dispatch d;
+    tqkv_metal_plan plan;
     if (not_finite) *not_finite = 0;
     const tqkv_metal_store store = gpu_store(s);
-    return run_planned(
-        tqkv_metal_plan_probe(&store, gpu_buffer(src), n_tokens, gpu_buffer(scaled), gpu_buffer(not_finite), &d), d);
+    tqkv_metal_plan_probe(&store, gpu_buffer(src), n_tokens, gpu_buffer(scaled), gpu_buffer(not_finite), &plan);
+    return gpu_run(plan);
 }
 
 std::string gpu_decode(const tqkv_store *s, int64_t position, int n_positions, tqkv_basis basis, void *dst)
 {
-    tqkv_metal_dispatch d;
+    tqkv_metal_plan plan;
     const tqkv_metal_store store = gpu_store(s);
-    return run_planned(tqkv_metal_plan_decode(&store, position, n_positions, basis, gpu_buffer(dst), &d), d);
+    tqkv_metal_plan_decode(&store, position, n_positions, basis, gpu_buffer(dst), &plan);
+    return gpu_run(plan);
 }
 
 std::string gpu_rotate(float *rows, int n_rows, int head_dim, bool unrotate)
 {
-    tqkv_metal_dispatch d;
-    return run_planned(tqkv_metal_plan_rotate(gpu_buffer(rows), n_rows, head_dim, unrotate, &d), d);
+    tqkv_metal_plan plan;
+    tqkv_metal_plan_rotate(gpu_buffer(rows), n_rows, head_dim, unrotate, &plan);
+    return gpu_run(plan);
 }
 
-static std::string run_all(tqkv_result r, const tqkv_metal_dispatch *d, int n)
-{
-    std::string wrong = r == TQKV_OK ? "" : tqkv_result_string(r);
-    for (int i = 0; i < n && wrong.empty(); i++) wrong = gpu_run(d[i]);
-    return wrong;
-}
-
-// Plans by `plan(attention, scratch, d, &n)`, divides attend and merge if there are no other parts, and runs.
+// Plans by `plan_with(attention, scratch, &plan)`, divides attend and merge if there are no other parts, and runs.
 template <typename F>
-static std::string run_attention(const tqkv_attention *a, gpu_split split, F plan)
+static std::string run_attention(const tqkv_attention *a, gpu_split split, F plan_with)
 {
     const gpu_attention attention(*a);
-    tqkv_metal_dispatch d[TQKV__MOST_DISPATCHES];
-    int n = 0;
+    tqkv_metal_plan plan;
     size_t bytes = 0;
-    tqkv_result r = tqkv_metal_plan_attend_scratch(&attention.metal, &bytes);
+    const tqkv_result r = tqkv_metal_plan_attend_scratch(&attention.metal, &bytes);
+    if (r != TQKV_OK) return tqkv_result_string(r);
     std::vector<float> scratch(bytes / sizeof(float), NAN), sums, state;
-    if (r == TQKV_OK) r = plan(&attention.metal, gpu_buffer(scratch.data()), d, &n);
-    tqkv_metal_dispatch *attend = d + (a->list ? 1 : 0);
-    if (r == TQKV_OK && d + n == attend + 2 &&
+    plan_with(&attention.metal, gpu_buffer(scratch.data()), &plan);
+    tqkv_metal_dispatch *attend = plan.d + (a->list ? 1 : 0);
+    if (plan.d + plan.n == attend + 2 &&
         (split.columns || split.n_simdgroups || split.n_stretches || split.share || split.kernel)) {
         gpu_force(attend, split);
         sums.assign(gpu_find(attend, 6)->size / sizeof(float), NAN); // apart, so that a sanitizer sees the end of each
         state.assign(gpu_find(attend, 7)->size / sizeof(float), NAN);
         gpu_set_scratch(attend, sums.data(), state.data());
     }
-    return run_all(r, d, n);
+    return gpu_run(plan);
 }
 
 std::string gpu_attend(const tqkv_attention *a, const void *q, void *out, gpu_split split)
 {
-    return run_attention(
-        a, split, [&](const tqkv_metal_attention *metal, tqkv_metal_buffer scratch, tqkv_metal_dispatch *d, int *n) {
-            return tqkv__plan_attend_parts(metal, gpu_buffer(q), scratch, gpu_buffer(out), d, n);
-        });
+    return run_attention(a, split,
+                         [&](const tqkv_metal_attention *metal, tqkv_metal_buffer scratch, tqkv_metal_plan *plan) {
+                             tqkv_metal_plan_attend(metal, gpu_buffer(q), scratch, gpu_buffer(out), plan);
+                         });
 }
 
 std::string gpu_attend_partial(const tqkv_attention *a, const void *q, int64_t first, int count, gpu_slice &to,
                                gpu_split split)
 {
     return run_attention(
-        a, split, [&](const tqkv_metal_attention *metal, tqkv_metal_buffer scratch, tqkv_metal_dispatch *d, int *n) {
-            return tqkv__plan_partial_parts(metal, gpu_buffer(q), first, count, scratch, gpu_buffer(to.out.data()),
-                                            gpu_buffer(to.max.data()), gpu_buffer(to.sum.data()), d, n);
+        a, split, [&](const tqkv_metal_attention *metal, tqkv_metal_buffer scratch, tqkv_metal_plan *plan) {
+            tqkv_metal_plan_attend_partial(metal, gpu_buffer(q), first, count, scratch, gpu_buffer(to.out.data()),
+                                           gpu_buffer(to.max.data()), gpu_buffer(to.sum.data()), plan);
         });
 }
 
@@ -368,25 +371,20 @@ std::string gpu_attend_merge_slice(const tqkv_attention *a, gpu_slice &to, const
                                    const gpu_slice &from)
 {
     const gpu_attention attention(*a), other(*slice);
-    tqkv_metal_dispatch d;
-    const tqkv_metal_buffer out = gpu_buffer(to.out.data()), max = gpu_buffer(to.max.data()),
-                            sum = gpu_buffer(to.sum.data()), src_out = gpu_buffer(from.out.data()),
-                            src_max = gpu_buffer(from.max.data()), src_sum = gpu_buffer(from.sum.data());
-    const tqkv_result r =
-        a == slice ? tqkv_metal_plan_attend_merge(&attention.metal, out, max, sum, src_out, src_max, src_sum, &d)
-                   : tqkv_metal_plan_attend_merge_slice(&attention.metal, out, max, sum, &other.metal, src_out, src_max,
-                                                        src_sum, &d);
-    return run_planned(r, d);
+    tqkv_metal_plan plan;
+    tqkv_metal_plan_attend_merge_slice(&attention.metal, gpu_buffer(to.out.data()), gpu_buffer(to.max.data()),
+                                       gpu_buffer(to.sum.data()), &other.metal, gpu_buffer(from.out.data()),
+                                       gpu_buffer(from.max.data()), gpu_buffer(from.sum.data()), &plan);
+    return gpu_run(plan);
 }
 
 std::string gpu_attend_finish(const tqkv_attention *a, const gpu_slice &from, void *out)
 {
     const gpu_attention attention(*a);
-    tqkv_metal_dispatch d;
-    const tqkv_result r =
-        tqkv_metal_plan_attend_finish(&attention.metal, gpu_buffer(from.out.data()), gpu_buffer(from.max.data()),
-                                      gpu_buffer(from.sum.data()), gpu_buffer(out), &d);
-    return run_planned(r, d);
+    tqkv_metal_plan plan;
+    tqkv_metal_plan_attend_finish(&attention.metal, gpu_buffer(from.out.data()), gpu_buffer(from.max.data()),
+                                  gpu_buffer(from.sum.data()), gpu_buffer(out), &plan);
+    return gpu_run(plan);
 }
 
 namespace
@@ -440,7 +438,8 @@ size_t size_of_items(const std::vector<tqkv_attention> &items)
 {
     size_t size = 4096;
     for (const tqkv_attention &a : items) {
-        for (const tqkv_store *s : {a.keys, a.values, a.tail, a.first_keys, a.first_values, a.last_keys, a.last_values})
+        for (const tqkv_store *s :
+             {a.keys, a.values, a.tail, a.first_keys, a.first_values, a.last_keys, a.last_values, a.first_tail})
             if (s) size += s->codes_size + s->norms_size + (size_t)(s->n_kv_heads * s->head_dim + s->n_pages) * 4 + 128;
         size +=
             values_size(a, a.query_type, a.query_strides, query_dim(a)) + (size_t)a.n_queries * 8 + 128 + list_size(a);
@@ -451,7 +450,7 @@ size_t size_of_items(const std::vector<tqkv_attention> &items)
 // The items of a batch with all that they read in one block of memory.
 struct batch_items {
     block in;
-    std::vector<tqkv_metal_store> stores; // seven an item
+    std::vector<tqkv_metal_store> stores; // eight an item
     std::vector<tqkv_metal_attention> metal;
     std::vector<tqkv_metal_buffer> q;
     batch_items(const std::vector<tqkv_attention> &items, const std::vector<const void *> &queries);
@@ -481,6 +480,8 @@ void batch_items::put(const tqkv_attention &item, const void *queries, tqkv_meta
         *to[i] = put(from[i]);
         if (from[i]) stores.back().center = i % 2 ? a.values->center : a.keys->center;
     }
+    a.first_tail = put(item.first_tail);
+    if (item.first_tail) stores.back().center = a.tail->center;
     a.sinks = sinks;
     a.tree = in.put(item.tree, (size_t)item.n_queries * sizeof(uint64_t));
     a.list = in.put(item.list, list_size(item));
@@ -492,7 +493,7 @@ batch_items::batch_items(const std::vector<tqkv_attention> &items, const std::ve
     : in(size_of_items(items))
 {
     const tqkv_metal_buffer sinks = in.put(items[0].sinks, (size_t)items[0].n_heads * sizeof(float));
-    stores.reserve(7 * items.size());
+    stores.reserve(8 * items.size());
     for (size_t i = 0; i < items.size(); i++) put(items[i], queries[i], sinks);
 }
 
@@ -513,17 +514,16 @@ std::string gpu_attend_batch(const std::vector<tqkv_attention> &items, const std
         outs.push_back({nullptr, spread ? (size_t)((char *)out[i] - (char *)out[0]) : out_size});
         out_size = std::max(out_size, outs[i].offset + out_sizes[i]);
     }
-    tqkv_result r = tqkv_metal_plan_attend_batch_sizes(batch.metal.data(), n_items, &arguments_size, &scratch_size);
+    const tqkv_result r =
+        tqkv_metal_plan_attend_batch_sizes(batch.metal.data(), n_items, &arguments_size, &scratch_size);
     std::vector<char> results(out_size, (char)0xff), arguments(arguments_size);
     if (spread) memcpy(results.data(), out[0], out_size);
     std::vector<float> scratch(scratch_size / sizeof(float), NAN);
     for (tqkv_metal_buffer &b : outs) b.buffer = results.data();
-    tqkv_metal_dispatch d[TQKV__MOST_DISPATCHES];
-    int n = 0;
-    if (r == TQKV_OK)
-        r = tqkv__plan_batch_parts(batch.metal.data(), n_items, batch.q.data(), gpu_buffer(arguments.data()),
-                                   arguments.data(), gpu_buffer(scratch.data()), outs.data(), !lanes, d, &n);
-    const std::string wrong = run_all(r, d, n);
+    tqkv_metal_plan plan;
+    tqkv_metal_plan_attend_batch(batch.metal.data(), n_items, batch.q.data(), gpu_buffer(arguments.data()),
+                                 arguments.data(), gpu_buffer(scratch.data()), outs.data(), !lanes, &plan);
+    const std::string wrong = r == TQKV_OK ? gpu_run(plan) : tqkv_result_string(r);
     if (spread) memcpy(out[0], results.data(), out_size);
     for (size_t i = 0; i < items.size() && !spread; i++) memcpy(out[i], results.data() + outs[i].offset, out_sizes[i]);
     return wrong;
@@ -539,27 +539,37 @@ gpu_index::gpu_index(const tqkv_index &x) : keys(gpu_store(x.keys)), metal()
 std::string gpu_index_scores(const tqkv_index *x, const void *q, float *scores)
 {
     const gpu_index index(*x);
-    tqkv_metal_dispatch d;
-    return run_planned(tqkv_metal_plan_index_scores(&index.metal, gpu_buffer(q), gpu_buffer(scores), &d), d);
+    tqkv_metal_plan plan;
+    tqkv_metal_plan_index_scores(&index.metal, gpu_buffer(q), gpu_buffer(scores), &plan);
+    return gpu_run(plan);
 }
 
 std::string gpu_index_choose(const tqkv_index *x, const float *scores, int k, int32_t *list)
 {
     const gpu_index index(*x);
-    tqkv_metal_dispatch d[TQKV_METAL_CHOOSE_DISPATCHES];
+    tqkv_metal_plan plan;
     size_t bytes = 0;
-    int n = 0;
-    tqkv_result r = tqkv_metal_plan_index_choose_scratch(&index.metal, &bytes);
+    const tqkv_result r = tqkv_metal_plan_index_choose_scratch(&index.metal, &bytes);
+    if (r != TQKV_OK) return tqkv_result_string(r);
     std::vector<uint32_t> scratch(bytes / sizeof(uint32_t), 0xffffffffu);
-    if (r == TQKV_OK)
-        r = tqkv_metal_plan_index_choose(&index.metal, gpu_buffer(scores), k, gpu_buffer(scratch.data()),
-                                         gpu_buffer(list), d, &n);
-    return run_all(r, d, n);
+    tqkv_metal_plan_index_choose(&index.metal, gpu_buffer(scores), k, gpu_buffer(scratch.data()), gpu_buffer(list),
+                                 &plan);
+    return gpu_run(plan);
+}
+
+std::string gpu_calibrate(const tqkv_store *shape, const void *src, int n_tokens, const void *q, int n_heads,
+                          int n_queries, tqkv_pairs pairs, float *center, float *channel_scale)
+{
+    tqkv_metal_plan plan;
+    const tqkv_metal_store store = gpu_store(shape);
+    tqkv_metal_plan_calibrate(&store, gpu_buffer(src), n_tokens, gpu_buffer(q), n_heads, n_queries, pairs,
+                              gpu_buffer(center), gpu_buffer(channel_scale), &plan);
+    return gpu_run(plan);
 }
 
 std::string gpu_tables(tqkv__table_report *report)
 {
-    tqkv_metal_dispatch d[2];
-    const std::string wrong = run_planned(tqkv_metal_plan_tables(gpu_buffer(report), d), d[0]);
-    return wrong.empty() ? gpu_run(d[1]) : wrong;
+    tqkv_metal_plan plan;
+    tqkv_metal_plan_tables(gpu_buffer(report), &plan);
+    return gpu_run(plan);
 }

@@ -7,6 +7,7 @@
 #include "device.h"
 #include "simt.h"
 #include <math.h>
+#include <string.h>
 #include <string>
 #include <vector>
 
@@ -39,6 +40,16 @@ struct gpu_dispatch : device_dispatch {
 // A planned dispatch, as tqkv_metal.m would record it. Refers to `planned` for its argument structs.
 gpu_dispatch gpu_planned(const tqkv_metal_dispatch &planned);
 std::string gpu_run(const tqkv_metal_dispatch &planned);
+// All its dispatches; what was wrong with one, or with the plan.
+std::string gpu_run(const tqkv_metal_plan &plan);
+// The arguments of a planned dispatch.
+template <typename T>
+T gpu_args(const tqkv_metal_dispatch &planned)
+{
+    T args;
+    memcpy(&args, planned.arguments[0].bytes, sizeof args);
+    return args;
+}
 
 // ---- Arguments of tqkv_metal_plan_* ----
 
@@ -53,7 +64,7 @@ struct gpu_attention {
     gpu_attention(const gpu_attention &) = delete;
     gpu_attention &operator=(const gpu_attention &) = delete;
     const tqkv_metal_store keys, values, tail;
-    tqkv_metal_store ends[4]; // first keys and values, last keys and values
+    tqkv_metal_store ends[5]; // first keys and values, last keys and values, the first of a tail
     tqkv_metal_attention metal;
 };
 
@@ -69,6 +80,7 @@ struct gpu_split {
 };
 bool gpu_has_matrices(int head_dim);
 
+extern "C" void test_plan_columns(tqkv_metal_dispatch *d, bool matrix, int columns); // of runner.h
 // Divides a planned attention in another way. The two buffers of scratch change their sizes: gpu_set_scratch must
 // follow.
 void gpu_force(tqkv_metal_dispatch d[2], gpu_split split);
@@ -111,6 +123,8 @@ struct gpu_index {
 };
 std::string gpu_index_scores(const tqkv_index *x, const void *q, float *scores);
 std::string gpu_index_choose(const tqkv_index *x, const float *scores, int k, int32_t *list);
+std::string gpu_calibrate(const tqkv_store *shape, const void *src, int n_tokens, const void *q, int n_heads,
+                          int n_queries, tqkv_pairs pairs, float *center, float *channel_scale);
 std::string gpu_tables(tqkv__table_report *report);
 
 #endif

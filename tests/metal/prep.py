@@ -45,7 +45,7 @@ def constant_mask(paths):
     names = []
     for path in paths:
         names += [c[2] for c in FUNCTION_CONSTANT.findall(read(path))]
-    return " | ".join(["0u"] + ["1u << " + n for n in sorted(set(names))])
+    return " | ".join(["0ull"] + ["1ull << " + n for n in sorted(set(names))])
 
 
 def launcher(name, arguments, mode, mask):

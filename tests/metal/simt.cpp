@@ -354,7 +354,7 @@ void prepare_machine(machine &machine, const kernel &k, unsigned threads)
 
 } // namespace
 
-registration::registration(const char *name, uint32_t buffers, uint32_t threadgroup, uint32_t used,
+registration::registration(const char *name, uint32_t buffers, uint32_t threadgroup, uint64_t used,
                            void (*body)(thread_state &))
     : k{name, buffers, threadgroup, used, body, kernels}
 {

@@ -11,7 +11,7 @@
 namespace simt
 {
 
-enum { simd_width = 32, max_buffers = 31, max_threadgroup_arguments = 8, max_constants = 32, max_threads = 1024 };
+enum { simd_width = 32, max_buffers = 31, max_threadgroup_arguments = 8, max_constants = 40, max_threads = 1024 };
 
 struct extent {
     unsigned x, y, z;
@@ -35,13 +35,14 @@ struct thread_state {
 // A kernel registers itself at start-up. Each mask has one bit per index that the kernel's arguments name.
 struct kernel {
     const char *name;
-    uint32_t buffers, threadgroup, constants;
+    uint32_t buffers, threadgroup;
+    uint64_t constants;
     void (*body)(thread_state &);
     const kernel *next;
 };
 struct registration {
     kernel k;
-    registration(const char *name, uint32_t buffers, uint32_t threadgroup, uint32_t constants,
+    registration(const char *name, uint32_t buffers, uint32_t threadgroup, uint64_t constants,
                  void (*body)(thread_state &));
 };
 const kernel *first_kernel();

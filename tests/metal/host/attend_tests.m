@@ -70,6 +70,7 @@ static void run_attend(const void *parameters)
     attend_problem problem;
     attend_buffers buffers;
     attend_set_up(&problem, parameters);
+    attend_expect_processors(&problem, parameters);
     open_buffers(&buffers, &problem);
     CHECK_RESULT(attend(&buffers), TQKV_OK);
     attend_check(&problem, host_contents(buffers.out), "attend");
@@ -295,9 +296,9 @@ static void run_kernel_wanted(const void *parameters)
 /* A group of matrix_group and more multiplies matrices unless the shaders find another order of their elements. */
 static void add_kernels_wanted(void)
 {
-    const wanted_kernel as_expected = {"tables_alone", "tqkv_attend_matrix_d64", 4, 0},
-                        otherwise = {"matrices", "tqkv_attend_d64", 4, 0},
-                        narrow = {"tables_alone", "tqkv_attend_d64", 2, 0},
+    const wanted_kernel as_expected = {"tables_alone", "tqkv_attend_matrix_d64", 8, 0},
+                        otherwise = {"matrices", "tqkv_attend_d64", 8, 0},
+                        narrow = {"tables_alone", "tqkv_attend_d64", 4, 0},
                         asked = {"tables_alone", "tqkv_attend_matrix_d64", 2, 2};
     test_add(run_kernel_wanted, &as_expected, sizeof as_expected, "attend/matrices/as_expected");
     test_add(run_kernel_wanted, &otherwise, sizeof otherwise, "attend/matrices/in_another_order");

@@ -42,7 +42,7 @@ BUGS = {
         "tqkv__lend", r"        TQKV__RELEASE\(block->buffer\);\n        free\(block\);\n", "", "ASAN",
         "context/failures", "LeakSanitizer"),
     "block_not_given_back": (
-        "tqkv__cache_attend", r"    tqkv__give_back\(m, block\);\n", "", "ASAN", "context/given_back",
+        "tqkv__attend_cache", r"    tqkv__give_back\(m, block\);\n", "", "ASAN", "context/given_back",
         "FAIL context/given_back"),
     "staging_shared_by_threads": (
         "tqkv__take_staging", r"    m->staging = NULL;\n", "", "TSAN", "context/threads/caches", "ThreadSanitizer"),
@@ -51,6 +51,11 @@ BUGS = {
     "state_of_encoders_not_asked": (
         "tqkv__new_commands", r"    \[descriptor setErrorOptions.*\n", "", "ASAN", "context/failures",
         "FAIL context/failures"),
+    "pipelines_without_descriptor": (
+        "tqkv__new_state", r"    \[descriptor setMaxTotal.*\n", "    (void)kernel;\n", "ASAN", "context/threads_of_pipelines",
+        "FAIL context/threads_of_pipelines"),
+    "pipeline_descriptor_leaked": (
+        "tqkv__new_state", r"    TQKV__RELEASE\(descriptor\);\n", "", "ASAN", "rotate/d64", "leaked"),
     "descriptor_leaked": (
         "tqkv__new_commands", r"    TQKV__RELEASE\(descriptor\);\n", "", "ASAN", "rotate/d64", "leaked"),
     "self_test_without_codes": (
@@ -65,22 +70,6 @@ BUGS = {
     "self_test_without_choice": (
         "tqkv__check_trial_index", r"tqkv__trial_bytes\(t, \"chosen.*?\)", "TQKV_OK", "ASAN", "context/self_test_fails",
         "FAIL context/self_test_fails"),
-    "ends_not_prepared": (
-        "tqkv_metal_prepare", r"tqkv__build_encoding\(m, a->last_keys.*?\)", "TQKV_OK", "ASAN", "context/prepared",
-        "FAIL context/prepared/ends"),
-    "merges_not_prepared": (
-        "tqkv__build_slices", r"tqkv__build_all\(m, r, d, 2\)", "r", "ASAN", "context/prepared",
-        "FAIL context/prepared/stores"),
-    "few_prepared": (
-        "tqkv_metal_cache_prepare", r"int n = 1;", "int n = 2;", "ASAN", "context/prepared", "FAIL context/prepared/cache"),
-    "batches_not_prepared": (
-        "tqkv__build_attention", r"\|\| !batches", "|| batches", "ASAN", "context/prepared",
-        "FAIL context/prepared/stores"),
-    "known_list_prepared": (
-        "tqkv_metal_prepare", r"    call\.attention\.list = NULL;\n", "", "ASAN", "context/prepared",
-        "AddressSanitizer|FAIL context/prepared/tables"),
-    "one_table_prepared": (
-        "tqkv__build_tables", r"!page_size \|\|", "true ||", "ASAN", "context/prepared", "FAIL context/prepared/tables"),
     "source_compiled_whole": (
         "tqkv__compile", r"    \[options setPreprocessorMacros.*\n", "    (void)only;\n", "ASAN", "context/source/alone",
         "misuse"),
@@ -117,9 +106,10 @@ BUGS = {
         "tqkv__check_binding", r"!tqkv__is_device\(m, \[buffer device\]\)", "false", "ASAN", "context/other_device",
         "FAIL context/other_device"),
     "recorded_before_the_second_pipeline": (
-        "tqkv__record", r"r = tqkv__get_pipelines\(m, d, n, pipelines\);\n",
-        "    for (int i = 0; i < n; i++) if (!(r = tqkv__get_pipelines(m, d + i, 1, pipelines + i))) "
-        "tqkv__record_dispatch(m, encoder, pipelines[i], &d[i]); else return r;\n", "ASAN",
+        "tqkv_metal_record", r"r = tqkv__get_pipelines\(m, plan, pipelines\);\n",
+        "    for (int i = 0; i < plan->n; i++) { tqkv_metal_plan one = *plan; one.n = 1; one.d[0] = plan->d[i]; "
+        "if ((r = tqkv__get_pipelines(m, &one, pipelines)) != TQKV_OK) return r; "
+        "tqkv__record_dispatch(m, encoder, pipelines[0], &plan->d[i]); }\n    return r;\n", "ASAN",
         "context/half_recorded", "FAIL context/half_recorded"),
     "no_barrier": (
         "tqkv__record_dispatch", r"if \(d->barrier\)", "if (false)", "ASAN", "attend/long", "FAIL attend/long"),
@@ -154,8 +144,8 @@ BUGS = {
     "encoder_left_open": (
         "tqkv__run_as", r"        \[encoder endEncoding\];\n", "", "ASAN", "rotate/d64", "misuse"),
     "append_that_failed_counts": (
-        "tqkv_metal_cache_append", r"if \(\(r = (.*)\) == TQKV_OK\) tqkv__cache_advance",
-        r"r = \1; tqkv__cache_advance", "ASAN", "refusals/cache", "FAIL refusals/cache"),
+        "tqkv_metal_cache_append", r"if \(\(r = (.*)\) == TQKV_OK\) tqkv_metal_cache_appended",
+        r"r = \1; tqkv_metal_cache_appended", "ASAN", "refusals/cache", "FAIL refusals/cache"),
 }
 
 

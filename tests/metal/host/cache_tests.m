@@ -353,7 +353,7 @@ static void run_refusals(const void *parameters)
     host_work work = host_begin(false);
     tqkv_metal *m = test_host.metal;
     CHECK_REFUSED(m, tqkv_metal_cache_append(m, work.encoder, cpu, b, b, 1, b), TQKV_INVALID_ARGUMENT, "memory");
-    CHECK_REFUSED(m, tqkv_metal_cache_append(m, work.encoder, gpu, b, b, 2, b), TQKV_OUT_OF_RANGE, "encode_kv");
+    CHECK_REFUSED(m, tqkv_metal_cache_append(m, work.encoder, gpu, b, b, 2, b), TQKV_OUT_OF_RANGE, "cache_append");
     CHECK_REFUSED(m, tqkv_metal_cache_append(m, work.encoder, gpu, b, b, 1, b), TQKV_INVALID_ARGUMENT, "overlap");
     CHECK_REFUSED(m, tqkv_metal_cache_attend(m, work.encoder, cpu, b, 1, b, b), TQKV_INVALID_ARGUMENT, "memory");
     CHECK_REFUSED(m, tqkv_metal_cache_attend(m, work.encoder, gpu, b, 0, b, b), TQKV_INVALID_ARGUMENT, "attend");

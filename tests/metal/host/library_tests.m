@@ -241,14 +241,14 @@ static void run_without_matrices(const void *parameters)
     char text[400];
     tqkv_metal *m = host_context();
     tqkv_store s = test_store(TQKV_TQ4, 64, 1, 64, false);
-    float *x = host_floats(5, 64 * 64), expected[4 * 64];
-    const tqkv_attention own = {.keys = &s, .values = &s, .n_heads = 4, .end = 64};
-    const tqkv_cache_desc desc = {.head_dim = 64, .n_kv_heads = 1, .n_heads = 4};
+    float *x = host_floats(5, 64 * 64), expected[8 * 64];
+    const tqkv_attention own = {.keys = &s, .values = &s, .n_heads = 8, .end = 64};
+    const tqkv_cache_desc desc = {.head_dim = 64, .n_kv_heads = 1, .n_heads = 8};
     REQUIRE(m, "no context");
     CHECK_RESULT(tqkv_encode(&s, x, 64, 0), TQKV_OK);
     CHECK_RESULT(tqkv_attend(&own, x, expected), TQKV_OK);
     tqkv_metal_store gpu = host_store(&s);
-    const tqkv_metal_attention a = {.keys = &gpu, .values = &gpu, .attention = {.n_heads = 4, .end = 64}};
+    const tqkv_metal_attention a = {.keys = &gpu, .values = &gpu, .attention = {.n_heads = 8, .end = 64}};
     const tqkv_metal_buffer q = host_buffer(x, sizeof expected), out = host_zeros(sizeof expected),
                             scratch = host_zeros(65536), arguments = host_zeros(1024);
     standin_refuse("attend_matrix", true);
@@ -263,7 +263,7 @@ static void run_without_matrices(const void *parameters)
     standin_refuse(NULL, false);
     tqkv_metal_error(m, text, sizeof text);
     CHECK(strstr(text, "refused by name; attention without matrices"), "the text is \"%s\"", text);
-    for (int i = 0; i < 4 * 64; i++)
+    for (int i = 0; i < 8 * 64; i++)
         CHECK(fabs((double)((float *)host_contents(out))[i] - (double)expected[i]) < 1e-4, "value %d", i);
     const tqkv_metal_buffer all[] = {q, out, scratch, arguments};
     for (int i = 0; i < 4; i++) host_release(all[i]);
@@ -328,8 +328,8 @@ static void run_source_failures(const void *parameters)
             standin_fail_at(0);
             const bool fell_back = strstr(text, "; compiled from source") != NULL;
             const bool without = strstr(text, "attention without matrices") != NULL;
-            CHECK((fell_back || without) == (r == TQKV_OK), "call %d failed: %s, \"%s\"", n, tqkv_result_string(r),
-                  text);
+            CHECK((fell_back || without || !text[0]) == (r == TQKV_OK), "call %d failed: %s, \"%s\"", n,
+                  tqkv_result_string(r), text);
             if (r == TQKV_OK) host_check_works(m);
             from_source += fell_back;
             tqkv_metal_destroy(m);

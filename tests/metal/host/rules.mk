@@ -179,6 +179,8 @@ test-metal: $(HOST_PROGRAMS) $(HOST_LIBRARY) $(PLAIN_LIBRARY) $(if $(HOST_STALE)
 	@$(HOST_RUN) $(HOST_BUILD)/runner-embedded --library $(HOST_LIBRARY) --embedded context/embedded context/source/failures
 	@$(HOST_RUN) $(HOST_BUILD)/metal_encode_attend $(HOST_LIBRARY)
 	@$(HOST_RUN) sh tests/metal/mac/test.sh $(HOST_BUILD) $(PLAIN_LIBRARY)
+	@clang $(filter-out -fsanitize%,$(HOST_FLAGS)) $(HOST_GNUSTEP) -DTQKV_STATIC -DTQKV_IMPLEMENTATION -fsyntax-only tqkv_metal.m && \
+		echo "1 passed, 0 failed"
 ifneq ($(HOST_GNUSTEP),)
 	@clang -fsyntax-only $(HOST_GNUSTEP) -fmodules -fmodules-cache-path=$(HOST_BUILD)/modules -Ipackaging/swift/CTqkv/include \
 		-fmodule-map-file=packaging/swift/CTqkv/include/module.modulemap -D_GNU_SOURCE -DTQKV_METAL \

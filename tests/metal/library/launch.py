@@ -81,9 +81,9 @@ def launcher(module, constants):
     used = sum(1 << index for _, _, index in constants)
     sets = "".join(f'    if (!simt::constants->set[{i}]) simt::unset_constant("{n}", {i});\n'
                    f"    air_constant_{k}_{i} = ({TYPES[k][1]})simt::constants->value[{i}];\n" for n, k, i in constants)
-    return (f'extern "C" void {module.name}({", ".join(types)});\nstatic void run_{module.name}(simt::thread_state &t)\n{{\n'
-            f'{sets}    {module.name}({", ".join(values)});\n}}\nstatic simt::registration r_{module.name}("{module.name}", '
-            f'{masks["1"] | masks["2"]}u, {masks["3"]}u, {used}u, run_{module.name});\n')
+    return (f'extern "C" void kernel_{module.name}({", ".join(types)});\nstatic void run_{module.name}(simt::thread_state &t)\n{{\n'
+            f'{sets}    kernel_{module.name}({", ".join(values)});\n}}\nstatic simt::registration r_{module.name}("{module.name}", '
+            f'{masks["1"] | masks["2"]}u, {masks["3"]}u, {used}ull, run_{module.name});\n')
 
 
 def main():
@@ -101,7 +101,8 @@ def main():
         constants |= {(kind, index) for _, kind, index in function.constants}
         launchers.append(launcher(Module(function.name, text), function.constants))
         with open(f"{args.folder}/{function.name}.ll", "w", encoding="utf-8") as f:
-            f.write(native(text, function.constants))
+            own = re.sub(rf"@{function.name}\b", f"@kernel_{function.name}", native(text, function.constants))
+            f.write(own)  # tqkv.h has functions of some kernels' names
     made = "".join(f'extern "C" {{ {TYPES[k][1]} air_constant_{k}_{i}; }}\n' for k, i in sorted(constants))
     with open(f"{args.folder}/launchers.cpp", "w", encoding="utf-8") as f:
         f.write(PRELUDE + made + "".join(launchers))

@@ -6,7 +6,8 @@ usage: specialise.py LIBRARY [--all] [--list] [--table] [part of a name]...
 A case is KERNEL/FORMATS/COLUMNS/OPTION. Without --all: one or a few of each kernel, and not of the head_dims whose loops are
 those of others; with it every format, number of columns and option, and every pair of formats at head_dim 128. Of what is left of a kernel there must be no array in thread memory, no
 pointer to thread memory that is chosen while it runs, no loop that was to be unrolled, and no calculation of constants; as
-many products of matrices as its columns need. --table prints what each family of kernels comes to.
+many products of matrices as its columns need. --table prints what each family of kernels comes to. Of attention each case's
+registers are printed, as registers.py counts them: more than 128 do not fit a lane of Apple's GPUs.
 
 LLVM 14 unrolls a loop of more than 16384 instructions so late that it leaves the loop's arrays in memory: sroa once more
 shows whether they have to be there.
@@ -23,6 +24,7 @@ HERE = os.path.dirname(os.path.abspath(__file__))
 sys.path[:0] = [HERE, os.path.join(HERE, "..", "..", "..", "metallib")]
 import msl  # noqa: E402
 import reader  # noqa: E402
+import registers  # noqa: E402
 
 OPT = ["opt-14", "-passes=default<O3>,sroa", "-S", "-o", "-"]
 SOURCES = os.path.join(HERE, "..", "..", "..", "src")
@@ -41,7 +43,7 @@ OPTIONS = {"": {}, "everything": dict.fromkeys(EVERYTHING, 1),
            "f16": {"TYPE": 1, "VALUE_TYPE": 1}, "bf16": {"TYPE": 2, "VALUE_TYPE": 2}}
 MINUS_INFINITY = "0xFFF0000000000000" # the maximum of nothing, twice, where a path is of a context without positions
 Case = collections.namedtuple("Case", "kernel formats columns option")
-Found = collections.namedtuple("Found", "instructions arrays pointers rolled calls products seconds")
+Found = collections.namedtuple("Found", "instructions arrays pointers rolled calls products registers seconds")
 
 
 def most_columns(kernel):
@@ -74,6 +76,8 @@ def cases(kernel, constants, everything):
         found = [Case(kernel, usual, middle, "")]
         if kernel.endswith("_d128"):
             found += [Case(kernel, ("f16", "f16")[:len(usual)], columns[-1], ""), Case(kernel, usual, columns[0], "everything")]
+        if kernel == "tqkv_attend_d128":
+            found += [Case(kernel, usual, n, "") for n in columns if n != middle]
         if re.search(r"attend(_matrix)?_d(448|512)$", kernel):
             found.append(Case(kernel, ("tq4", "tq4"), columns[-1], "tail_format"))
         return found
@@ -123,7 +127,8 @@ def specialise(text, constants, case):
     return Found(len(re.findall(r"(?m)^  \S", body)), re.findall(r"= alloca (.*?), align", body),
                  [kind for kind in map("".join, chosen) if is_of_thread(kind)], done.stderr.count("loop not unrolled"),
                  [call for call, operands in calls if "%" not in operands and "barrier" not in call
-                  and set(operands.split(", ")) != {"float " + MINUS_INFINITY}], len(re.findall(r"call .*multiply_accumulate", body)), seconds)
+                  and set(operands.split(", ")) != {"float " + MINUS_INFINITY}], len(re.findall(r"call .*multiply_accumulate", body)),
+                 registers.most_registers(text, body), seconds)
 
 
 def check(found, case):
@@ -166,6 +171,8 @@ def main():
     with concurrent.futures.ProcessPoolExecutor(os.cpu_count()) as pool: # a process runs one optimiser at a time
         for (_, _, case), found in zip(work, pool.map(specialise, *zip(*work))):
             rows.setdefault(re.sub(r"_d\d.*", "", case.kernel[5:]), []).append(found)
+            if "attend_d" in case.kernel or "attend_matrix" in case.kernel:
+                print(f"{name_of(case)}: {found.registers} registers")
             try:
                 check(found, case)
             except reader.Damage as damage:

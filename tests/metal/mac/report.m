@@ -202,14 +202,14 @@ static void add(int head_dim, int group, int key, int value)
 /* The least group that multiplies matrices; 0: none. */
 static int matrix_group(int head_dim)
 {
-    return head_dim == 64 || head_dim == 128 || head_dim == 256 ? 4 : head_dim == 448 || head_dim == 512 ? 8 : 0;
+    return head_dim == 64 || head_dim == 128 || head_dim == 256 || head_dim == 448 || head_dim == 512 ? 8 : 0;
 }
 
 static void add_brief(void)
 {
     add(64, 1, TQKV_TQ4, 0);
     add(64, 2, TQKV_TQ4, TQKV_TQ5);
-    add(64, 4, TQKV_I8, TQKV_TQ4);
+    add(64, 8, TQKV_I8, TQKV_TQ4);
 }
 
 static void add_usual(void)

@@ -2,8 +2,9 @@
 # The report of a Mac: report.sh BUILD FILE LIBRARY SOURCE. Writes what it prints to FILE, too.
 # BUILD: the folder of programs. LIBRARY: the one in the box. SOURCE: all shaders in one file. Environment: MAKE builds the
 # programs and, where Xcode's Metal compiler works, a library by it (XCRUN_LIBRARY). FULL=1: every pair of formats and every
-# test, which takes hours. DRIVER: runs the shaders' tests. NO_TESTS: why tests cannot be built. For the test of this file:
-# REPORT_OPTIONS, REPORT_SPEED and HOST_CASES in place of the programs' options.
+# test, which takes hours. DRIVER: runs the shaders' tests. NO_TESTS: why tests cannot be built. REPORT_LIMIT: seconds after which a
+# step is ended, 300, with FULL=1 ten hours. For the test of this file: REPORT_OPTIONS, REPORT_SPEED and HOST_CASES in place of the
+# programs' options.
 # What is wanted most comes first: which kernels Metal takes, then whether they are right, then how fast they are. A step that
 # fails is a line of text. Status 1 if one did.
 build=$1 file=$2 library=$3 source=$4
@@ -18,6 +19,7 @@ if [ -z "$REPORT_INSIDE" ]; then
 fi
 
 status=0
+[ -n "$FULL" ] && REPORT_LIMIT=${REPORT_LIMIT:-36000}
 options=${REPORT_OPTIONS:-${FULL:+--all}} few=--brief
 host_cases=${HOST_CASES:-cache/ context/ refusals/ rotate/ attend/matrices attend/scratch encode/tq4/ pair/tq4_}
 shader_cases='tables golden/tq4/ golden/i8/ attend/option attend/tree pages/ batch/ rotate/'
@@ -40,9 +42,12 @@ made() { # target
     return 1
 }
 
+# A Mac has no timeout(1). Virtual GPUs have hung.
+limited() { perl -e 'alarm shift; exec @ARGV or exit 127' "${REPORT_LIMIT:-300}" "$@"; }
+
 run() { # program and arguments: its lines appear as they come
     rm -f "$folder/status"
-    { "$@" 2>&1; echo "$?" >"$folder/status"; } | tee "$folder/lines"
+    { limited "$@" 2>&1; echo "$?" >"$folder/status"; } | tee "$folder/lines"
     code=$(cat "$folder/status")
     [ "$code" = 0 ] || failed "$* ended with status $code"
 }
@@ -53,7 +58,7 @@ kept() { # library, name, options: run, and the bits of its results
 }
 
 tested() { # program and arguments: the failures, and the numbers
-    "$@" >"$folder/lines" 2>&1 || failed "$*"
+    limited "$@" >"$folder/lines" 2>&1 || failed "$*"
     grep -v '^device' "$folder/lines"
 }
 

@@ -1,7 +1,8 @@
 /* What a token and a prompt cost: speed LIBRARY [--tiny]. At shapes that models of 2026 have, caches of half floats, of I8
-   keys with TQ4 values and of TQ4, from 4,096 to 131,072 positions. Times are of the GPU's queue: several calls in one
-   command buffer, the best of three. GB/s counts codes and norms once a call. `share` is of the time of half floats.
-   --tiny: one shape at 64 positions, to see that it runs. */
+   keys with TQ4 values and of TQ4, from 512 to 131,072 positions; groups of 4 and 8 by lanes and by matrices. Times are the GPU's
+   own, of several calls in one command buffer, the best of some rounds after 0.3 s of the same work: an idle GPU has a low clock.
+   GB/s counts codes and norms once a call; `only reading` is a kernel that does nothing else. `share` is of the time of half
+   floats. --tiny: one shape at 64 positions, to see that it runs. */
 #define TQKV_IMPLEMENTATION
 #include "report.h"
 #include "tqkv.h"
@@ -9,9 +10,11 @@
 #include <stdlib.h>
 #include <string.h>
 
-enum { CHUNK = 2048, LENGTHS = 4 };
+enum { CHUNK = 2048, LENGTHS = 7 };
 
 static int prompt = 128, rounds = 3, calls = 16;
+static double warm = 0.3; /* seconds */
+static id<MTLCommandQueue> queue;
 
 typedef struct shape {
     int n_heads, n_kv_heads, head_dim;
@@ -58,58 +61,157 @@ static bool succeeded(tqkv_metal *m, const char *what, tqkv_result r)
     return false;
 }
 
-/* Seconds of one call with so many queries; 0 if it failed. A round before the first builds pipelines. */
-static double time_attends(work *w, int n_queries, int n_calls)
+/* Seconds that the GPU takes for what is recorded; 0 if it failed. */
+static double time_once(tqkv_metal *m, const char *what, tqkv_metal_work record, void *user)
+{
+    double seconds = 0;
+    @autoreleasepool {
+        id<MTLCommandBuffer> commands = [queue commandBuffer];
+        id<MTLComputeCommandEncoder> encoder = [commands computeCommandEncoder];
+        const tqkv_result r = record(user, encoder);
+        [encoder endEncoding];
+        if (!succeeded(m, what, r)) return 0;
+        [commands commit];
+        [commands waitUntilCompleted];
+        if ([commands status] == MTLCommandBufferStatusCompleted)
+            seconds = [commands GPUEndTime] - [commands GPUStartTime];
+        else
+            printf("failed: %s: %s\n", what, [[[commands error] localizedDescription] UTF8String]);
+    }
+    return seconds;
+}
+
+/* The best of some rounds after others that build pipelines and raise the clock. */
+static double time_best(tqkv_metal *m, const char *what, tqkv_metal_work record, void *user)
 {
     double best = 1e9;
-    w->n_queries = n_queries;
-    w->n_calls = n_calls;
-    for (int i = 0; i <= rounds; i++) {
-        const double start = report_seconds();
-        if (!succeeded(w->m, "attend", tqkv_metal_run(w->m, record_attends, w))) return 0;
-        if (i) best = fmin(best, (report_seconds() - start) / n_calls);
-    }
+    const double start = report_seconds();
+    do
+        if (time_once(m, what, record, user) <= 0) return 0;
+    while (report_seconds() - start < warm);
+    for (int i = 0; i < rounds; i++) best = fmin(best, time_once(m, what, record, user));
     return best;
 }
 
-static bool fill_to(work *w, int length)
+/* Seconds of one call with so many queries; 0 if it failed. */
+static double time_attends(work *w, int n_queries, int n_calls)
+{
+    w->n_queries = n_queries;
+    w->n_calls = n_calls;
+    return time_best(w->m, "attend", record_attends, w) / n_calls;
+}
+
+/* *each: seconds of a token in the last append */
+static bool fill_to(work *w, int length, double *each)
 {
     while (tqkv_cache_end(w->cache) < length) {
         const int left = length - (int)tqkv_cache_end(w->cache);
         w->n_tokens = left < CHUNK ? left : CHUNK;
-        if (!succeeded(w->m, "append", tqkv_metal_run(w->m, record_appends, w))) return false;
+        const double t = time_once(w->m, "append", record_appends, w);
+        if (t <= 0) return false;
+        *each = t / w->n_tokens;
     }
     return true;
 }
 
-/* *halves: seconds of half floats, or 0 where these are they */
-static void time_prompt(work *w, const shape *s, const char *what, int length, double *halves)
+/* ---- A kernel that only reads ---- */
+
+static NSString *const reader_source =
+    @"#include <metal_stdlib>\nusing namespace metal;\n"
+     "kernel void read_all(device const uint4 *from [[buffer(0)]], device uint *to [[buffer(1)]],\n"
+     "                     constant uint &n [[buffer(2)]], uint i [[thread_position_in_grid]],\n"
+     "                     uint all [[threads_per_grid]])\n"
+     "{\n    uint4 sum = 0;\n    for (uint j = i; j < n; j += all) sum ^= from[j];\n"
+     "    if (sum.x == 0x9e3779b9u && sum.y == 1u && sum.z == 2u) to[0] = sum.w; // what is not used is not read\n}\n";
+
+typedef struct reader {
+    id<MTLComputePipelineState> state;
+    id<MTLBuffer> from, to;
+    uint32_t n;
+} reader;
+
+static tqkv_result record_reading(void *user, tqkv_metal_object encoder)
 {
-    const double t = time_attends(w, prompt, 1);
-    const double operations = 4.0 * s->n_heads * s->head_dim * (double)prompt * length;
+    const reader *r = (const reader *)user;
+    [(id<MTLComputeCommandEncoder>)encoder setComputePipelineState:r->state];
+    [(id<MTLComputeCommandEncoder>)encoder setBuffer:r->from offset:0 atIndex:0];
+    [(id<MTLComputeCommandEncoder>)encoder setBuffer:r->to offset:0 atIndex:1];
+    [(id<MTLComputeCommandEncoder>)encoder setBytes:&r->n length:sizeof r->n atIndex:2];
+    [(id<MTLComputeCommandEncoder>)encoder dispatchThreadgroups:MTLSizeMake(1024, 1, 1)
+                                          threadsPerThreadgroup:MTLSizeMake(256, 1, 1)];
+    return TQKV_OK;
+}
+
+static void time_reading(tqkv_metal *m, id<MTLDevice> device)
+{
+    NSError *error = nil;
+    MTLCompileOptions *options = [[[MTLCompileOptions alloc] init] autorelease];
+    [options setFastMathEnabled:NO];
+    id<MTLLibrary> library = [device newLibraryWithSource:reader_source options:options error:&error];
+    id<MTLFunction> function = [library newFunctionWithName:@"read_all"
+                                             constantValues:[[[MTLFunctionConstantValues alloc] init] autorelease]
+                                                      error:&error];
+    reader r = {.n = 16 << 20 >> 4};
+    if (function) r.state = [device newComputePipelineStateWithFunction:function error:&error];
+    if (!r.state) {
+        printf("only reading: not measured: %s\n", [[error localizedDescription] UTF8String]);
+        return;
+    }
+    r.to = [device newBufferWithLength:16 options:MTLResourceStorageModeShared];
+    for (; r.n <= 256 << 20 >> 4;
+         r.n *= 4) { /* of a cache of some thousand positions, and beyond what caches of chips hold */
+        r.from = [device newBufferWithLength:(NSUInteger)r.n * 16 options:MTLResourceStorageModeShared];
+        const double t = time_best(m, "read", record_reading, &r);
+        if (t > 0) printf("only reading: %u MB: %.3f ms, %.1f GB/s\n", r.n >> 16, t * 1e3, r.n * 16.0 / t * 1e-9);
+        [r.from release];
+    }
+    [r.to release];
+    [r.state release];
+    [function release];
+    [library release];
+}
+
+/* *halves: seconds of half floats, or 0 where these are they */
+static void time_prompt(work *w, const shape *s, const char *what, int n_queries, int length, double *halves)
+{
+    const double t = time_attends(w, n_queries, 1);
+    const double operations = 4.0 * s->n_heads * s->head_dim * (double)n_queries * length;
     if (*halves <= 0) *halves = t;
     if (t > 0)
-        printf("prompt %s, %d queries over %d positions: %.2f ms, %.2f Tflop/s, share %.2f\n", what, prompt, length,
+        printf("prompt %s, %d queries over %d positions: %.2f ms, %.2f Tflop/s, share %.2f\n", what, n_queries, length,
                t * 1e3, operations / t * 1e-12, t / *halves);
 }
 
-/* One pair of formats of a shape at all lengths. halves: seconds of half floats, by length, then of the prompt */
-static void time_pair(work *w, const shape *s, int pair, const int *lengths, double halves[LENGTHS + 1])
+/* Queries that fill every number of columns. */
+static const int queries[] = {2, 4, 8, 16, 128};
+enum { N_QUERIES = sizeof queries / sizeof *queries };
+
+/* Seconds of half floats. */
+typedef struct reference {
+    double tokens[LENGTHS], prompts[N_QUERIES];
+} reference;
+
+/* One pair of formats of a shape at all lengths. by: lanes, matrices, or nothing: the default */
+static void time_pair(work *w, const shape *s, int pair, const char *by, const int *lengths, reference *halves)
 {
     char what[80];
+    double each = 0;
     const tqkv_format key = pairs[pair][0], value = pairs[pair][1];
-    snprintf(what, sizeof what, "%d/%d of %d, %s/%s", s->n_heads, s->n_kv_heads, s->head_dim, tqkv_format_name(key),
-             tqkv_format_name(value));
+    snprintf(what, sizeof what, "%d/%d of %d, %s/%s%s", s->n_heads, s->n_kv_heads, s->head_dim, tqkv_format_name(key),
+             tqkv_format_name(value), by);
     for (int i = 0; i < LENGTHS && lengths[i]; i++) {
-        if (!fill_to(w, lengths[i])) return;
+        if (!fill_to(w, lengths[i], &each)) return;
         const double bytes = (double)tqkv_cache_bytes(w->cache) * lengths[i] / tqkv_cache_keys(w->cache)->capacity;
         const double t = time_attends(w, 1, lengths[i] > 65536 ? calls / 4 : calls);
-        if (pair == 0) halves[i] = t;
+        if (halves->tokens[i] <= 0) halves->tokens[i] = t;
         if (t > 0)
             printf("token %s, %d positions: %.3f ms, %.1f GB/s, share %.2f\n", what, lengths[i], t * 1e3,
-                   bytes / t * 1e-9, halves[i] > 0 ? t / halves[i] : 0);
-        if (i == 0) time_prompt(w, s, what, lengths[i], &halves[LENGTHS]);
+                   bytes / t * 1e-9, t / halves->tokens[i]);
+        if (lengths[i] != 4096 && lengths[i] != 64) continue;
+        for (int q = 0; q < N_QUERIES; q++)
+            if (queries[q] <= prompt) time_prompt(w, s, what, queries[q], lengths[i], &halves->prompts[q]);
     }
+    if (each > 0) printf("append %s: %.3f us a token of the last %d\n", what, each * 1e6, w->n_tokens);
 }
 
 /* Shared memory for the rows of all calls; false if there is none. */
@@ -133,42 +235,61 @@ static bool open_rows(work *w, const shape *s)
     return true;
 }
 
+/* matrix_group: 0, or by lanes (more than any group), or by matrices (1) */
+static void time_formats(tqkv_metal *m, const shape *s, int pair, int matrix_group, const int *lengths,
+                         reference *halves)
+{
+    const tqkv_allocator memory = tqkv_metal_allocator(m);
+    const char *by = matrix_group == 1 ? ", matrices" : matrix_group ? ", lanes" : "";
+    work w = {.m = m};
+    tqkv_cache_desc desc = {.head_dim = s->head_dim,
+                            .n_kv_heads = s->n_kv_heads,
+                            .n_heads = s->n_heads,
+                            .metal = m,
+                            .matrix_group = matrix_group};
+    for (int i = 0; i < LENGTHS && lengths[i]; i++) desc.capacity = lengths[i];
+    desc.key_format = pairs[pair][0];
+    desc.value_format = pairs[pair][1];
+    if (!succeeded(m, "cache", tqkv_cache_create(&desc, &w.cache))) return;
+    @autoreleasepool {
+        if (open_rows(&w, s)) time_pair(&w, s, pair, by, lengths, halves);
+        if (w.k.buffer) memory.free(memory.user, [(id<MTLBuffer>)w.k.buffer contents], 0);
+    }
+    tqkv_cache_destroy(w.cache);
+}
+
 static void time_shape(tqkv_metal *m, const shape *s, const int *lengths)
 {
-    double halves[LENGTHS + 1] = {0};
-    const tqkv_allocator memory = tqkv_metal_allocator(m);
+    reference halves;
+    const int both = s->head_dim == 128; /* groups of 4 and 8 */
+    memset(&halves, 0, sizeof halves);
     printf("shape %d/%d of %d (%s)\n", s->n_heads, s->n_kv_heads, s->head_dim, s->models);
     for (int pair = 0; pair < 3; pair++) {
-        work w = {.m = m};
-        tqkv_cache_desc desc = {
-            .head_dim = s->head_dim, .n_kv_heads = s->n_kv_heads, .n_heads = s->n_heads, .metal = m};
-        for (int i = 0; i < LENGTHS && lengths[i]; i++) desc.capacity = lengths[i];
-        desc.key_format = pairs[pair][0];
-        desc.value_format = pairs[pair][1];
-        if (!succeeded(m, "cache", tqkv_cache_create(&desc, &w.cache))) continue;
-        @autoreleasepool {
-            if (open_rows(&w, s)) time_pair(&w, s, pair, lengths, halves);
-            if (w.k.buffer) memory.free(memory.user, [(id<MTLBuffer>)w.k.buffer contents], 0);
-        }
-        tqkv_cache_destroy(w.cache);
+        time_formats(m, s, pair, both ? 1 : 0, lengths, &halves);
+        if (both) time_formats(m, s, pair, 1000, lengths, &halves);
     }
 }
 
 int main(int argc, char **argv)
 {
-    static const int usual[LENGTHS] = {4096, 16384, 32768, 131072}, tiny[LENGTHS] = {64};
+    static const int usual[LENGTHS] = {512, 1024, 2048, 4096, 16384, 32768, 131072}, tiny[LENGTHS] = {64};
     if (argc < 2) return 2;
     report_begin();
     const bool is_tiny = argc > 2 && !strcmp(argv[2], "--tiny");
-    if (is_tiny) prompt = 2, rounds = 1, calls = 1;
+    if (is_tiny) prompt = 2, rounds = 1, calls = 1, warm = 0;
     NSAutoreleasePool *pool = [[NSAutoreleasePool alloc] init];
     char error[400] = "";
-    tqkv_metal_desc desc = {.error = error, .error_size = sizeof error, .library_path = argv[1]};
+    id<MTLDevice> device = MTLCreateSystemDefaultDevice();
+    tqkv_metal_desc desc = {.error = error, .error_size = sizeof error, .library_path = argv[1], .device = device};
     tqkv_metal *m = NULL;
     if (tqkv_metal_create(&desc, &m) != TQKV_OK) return printf("failed: %s\n", error), 1;
+    queue = [device newCommandQueue];
+    time_reading(m, device);
     const int n = (int)(sizeof shapes / sizeof *shapes);
     for (int i = is_tiny ? n - 2 : 0; i < (is_tiny ? n - 1 : n); i++) time_shape(m, &shapes[i], is_tiny ? tiny : usual);
     tqkv_metal_destroy(m);
+    [queue release];
+    [device release];
     [pool release];
     return 0;
 }

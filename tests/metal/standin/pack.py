@@ -36,7 +36,7 @@ def changed_for(what, text):
         start = text.index("TQKV_TABLE tqkv__table_set tqkv__tables = {")
         lists = [m.end() for m in re.finditer(r"\n    \{", text[start:])]
         at = start + lists[TABLES.index(what)]
-        changed = text[:at] + re.sub(r"\A[^,]+", "0x00" if what == "signs" else "-9.5f", text[at:])
+        changed = text[:at] + re.sub(r"\A[^,}]+", "0x00" if what == "signs" else "-9.5f", text[at:])
     else:
         changed = re.sub(r"(\n} tqkv__%s;)" % what, r"\n    int32_t another;\1", text)
         changed = re.sub(r"(?m)^TQKV__ASSERT_SIZE\(.*\n", "", changed)

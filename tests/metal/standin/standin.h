@@ -25,9 +25,13 @@ void *standin_calloc(size_t n, size_t size);
 int standin_mutex_init(pthread_mutex_t *mutex, const pthread_mutexattr_t *attributes);
 /* Dispatch n from now on, from 1, writes wrong values where a kernel of its family writes; 0: none. */
 void standin_spoil(int n);
+/* From now on dispatches do nothing, and their command buffers complete. */
+void standin_idle(bool idle);
 /* Libraries that are no compiled source have no pipeline for kernels whose names, with a space and function constant 4 behind
    them, contain this; NULL: all have. everywhere: nor have compiled sources. */
 void standin_refuse(const char *part, bool everywhere);
+/* Pipelines built without a limit of threads, or without the promise of whole simdgroups, since the program started. */
+int standin_unlimited(void);
 /* The text of an injected failure. */
 #define STANDIN_WORDS "injected failure"
 
@@ -45,7 +49,7 @@ void standin_set_compiled(const char *library);
 #define STANDIN_MAGIC "STANDINL"
 
 /* The shared object's three functions: standin_find, standin_run and standin_name. */
-enum { STANDIN_BUFFERS = 31, STANDIN_MEMORIES = 8, STANDIN_CONSTANTS = 32 };
+enum { STANDIN_BUFFERS = 31, STANDIN_MEMORIES = 8, STANDIN_CONSTANTS = 40 };
 typedef struct standin_launch {
     unsigned threadgroups[3], threads[3];
     void *buffers[STANDIN_BUFFERS];
@@ -56,7 +60,7 @@ typedef struct standin_launch {
 /* Whether the kernel exists, the function constants that it needs, and the sizes of structs that its buffers must hold at
    least one of. */
 typedef struct standin_kernel {
-    uint32_t constants;
+    uint64_t constants;
     size_t sizes[STANDIN_BUFFERS];
 } standin_kernel;
 typedef bool (*standin_find_function)(const char *name, standin_kernel *found);

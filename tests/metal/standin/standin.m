@@ -14,7 +14,8 @@
 #include <unistd.h>
 
 NSString *const MTLCommandBufferEncoderInfoErrorKey = @"MTLCommandBufferEncoderInfoErrorKey";
-static atomic_int live, calls, fail_at, devices, spoil; /* spoil: dispatches until the one with wrong values */
+static atomic_int live, calls, fail_at, devices, unlimited,
+    spoil; /* spoil: dispatches until the one with wrong values */
 static standin_device the_device;
 static const char *refused; /* part of the names of kernels without pipelines */
 static bool refused_everywhere;
@@ -43,6 +44,8 @@ void standin_refuse(const char *part, bool everywhere)
 }
 
 void standin_spoil(int n) { spoil = n; }
+static bool is_idle;
+void standin_idle(bool idle) { is_idle = idle; }
 int standin_calls(void) { return calls; }
 int standin_live_objects(void) { return live; }
 
@@ -247,9 +250,20 @@ dispatch_data_t dispatch_data_create(const void *bytes, size_t size, void *queue
 }
 @end
 
+@implementation MTLComputePipelineDescriptor
+@synthesize computeFunction, maxTotalThreadsPerThreadgroup, threadGroupSizeIsMultipleOfThreadExecutionWidth;
+- (void)dealloc
+{
+    [computeFunction release];
+    [super dealloc];
+}
+@end
+
 @interface StandinPipeline : StandinObject <MTLComputePipelineState> {
   @public
     StandinFunction *function;
+    NSUInteger most; /* threads */
+    bool whole;      /* only multiples of the width */
 }
 @end
 @implementation StandinPipeline
@@ -260,7 +274,7 @@ dispatch_data_t dispatch_data_create(const void *bytes, size_t size, void *queue
 }
 - (NSUInteger)maxTotalThreadsPerThreadgroup
 {
-    return the_device.max_threads;
+    return most;
 }
 - (NSUInteger)staticThreadgroupMemoryLength
 {
@@ -336,6 +350,7 @@ dispatch_data_t dispatch_data_create(const void *bytes, size_t size, void *queue
 {
     char error[600];
     StandinFunction *function = pipeline->function;
+    if (is_idle) return;
     for (int i = 0; i < STANDIN_CONSTANTS; i++) {
         launch.set[i] = function->constants->set[i];
         launch.value[i] = function->constants->value[i];
@@ -431,8 +446,11 @@ dispatch_data_t dispatch_data_create(const void *bytes, size_t size, void *queue
     if (!g.width || !g.height || !g.depth || g.width > UINT32_MAX || g.height > UINT32_MAX || g.depth > UINT32_MAX)
         misuse("a grid of %lu x %lu x %lu threadgroups", (unsigned long)g.width, (unsigned long)g.height,
                (unsigned long)g.depth);
-    if (t.width * t.height * t.depth > the_device.max_threads)
-        misuse("%lu threads are more than the pipeline takes", (unsigned long)(t.width * t.height * t.depth));
+    const NSUInteger threads_each = t.width * t.height * t.depth;
+    if (threads_each > dispatch->pipeline->most)
+        misuse("%lu threads are more than the pipeline takes", (unsigned long)threads_each);
+    if (dispatch->pipeline->whole && threads_each % the_device.simd_width)
+        misuse("%lu threads are no multiple of the width that was promised", (unsigned long)threads_each);
     for (unsigned i = 0; i < STANDIN_BUFFERS; i++) /* as Metal's validation does, whether or not the kernel reads it */
         if (dispatch->buffers[i] && dispatch->room[i] < dispatch->pipeline->function->kernel.sizes[i])
             misuse("buffer %u has space for %lu bytes, but its argument has %zu", i, (unsigned long)dispatch->room[i],
@@ -478,6 +496,7 @@ dispatch_data_t dispatch_data_create(const void *bytes, size_t size, void *queue
     MTLCommandBufferStatus state;
     NSError *failure;
     BOOL to_fail, tells_encoders;
+    struct timespec begun, done;
 }
 @end
 @implementation StandinCommands
@@ -515,8 +534,17 @@ dispatch_data_t dispatch_data_create(const void *bytes, size_t size, void *queue
         [queue->committed addObject:self];
     }
 }
+- (double)GPUStartTime
+{
+    return (double)begun.tv_sec + 1e-9 * (double)begun.tv_nsec;
+}
+- (double)GPUEndTime
+{
+    return (double)done.tv_sec + 1e-9 * (double)done.tv_nsec;
+}
 - (void)run
 {
+    clock_gettime(CLOCK_MONOTONIC, &begun);
     for (StandinEncoder *encoder in encoders) {
         NSArray *work = encoder->work;
         for (NSUInteger first = 0, end; first < [work count] && !to_fail; first = end) {
@@ -526,6 +554,7 @@ dispatch_data_t dispatch_data_create(const void *bytes, size_t size, void *queue
             for (NSUInteger i = end; i-- > first;) [[work objectAtIndex:i] run];
         }
     }
+    clock_gettime(CLOCK_MONOTONIC, &done);
     NSError *error = nil;
     if (to_fail) set_error(&error, [NSString stringWithUTF8String:STANDIN_WORDS]);
     if (to_fail && tells_encoders) {
@@ -674,6 +703,10 @@ static void *open_library(NSData *data, NSError **error)
 - (id<MTLLibrary>)newLibraryWithSource:(NSString *)source options:(MTLCompileOptions *)options error:(NSError **)error
 {
     if (!source || !options || [options fastMathEnabled]) misuse("shaders compiled with fast math");
+    if (![source rangeOfString:@"tqkv"].length) {
+        set_error(error, @"the stand-in has no compiler");
+        return nil;
+    }
     const char *path = compiled ? compiled : getenv("STANDIN_COMPILED");
     NSDictionary *macros = [options preprocessorMacros];
     NSString *macro = nil;
@@ -691,7 +724,20 @@ static void *open_library(NSData *data, NSError **error)
 }
 - (id<MTLComputePipelineState>)newComputePipelineStateWithFunction:(id<MTLFunction>)function error:(NSError **)error
 {
+    MTLComputePipelineDescriptor *descriptor = [[[MTLComputePipelineDescriptor alloc] init] autorelease];
+    [descriptor setComputeFunction:function];
+    return [self newComputePipelineStateWithDescriptor:descriptor options:0 reflection:NULL error:error];
+}
+- (id<MTLComputePipelineState>)newComputePipelineStateWithDescriptor:(MTLComputePipelineDescriptor *)descriptor
+                                                             options:(MTLPipelineOption)options
+                                                          reflection:(void *)reflection
+                                                               error:(NSError **)error
+{
+    id<MTLFunction> function = [descriptor computeFunction];
+    const NSUInteger limit = [descriptor maxTotalThreadsPerThreadgroup];
     if (!function) misuse("a pipeline without function");
+    if (options || reflection) misuse("a reflection, which the stand-in has not");
+    if (limit > 1024) misuse("%lu threads: more than a threadgroup ever has", (unsigned long)limit);
     if (fails(error)) return nil;
     StandinFunction *of = (StandinFunction *)function;
     NSString *called = [NSString stringWithFormat:@"%@ %d", [of name], (int)of -> constants -> value[4]];
@@ -701,9 +747,14 @@ static void *open_library(NSData *data, NSError **error)
     }
     StandinPipeline *pipeline = [[StandinPipeline alloc] init];
     pipeline->function = (StandinFunction *)[function retain];
+    pipeline->most = limit && limit < the_device.max_threads ? limit : the_device.max_threads;
+    pipeline->whole = [descriptor threadGroupSizeIsMultipleOfThreadExecutionWidth];
+    if (!limit || !pipeline->whole) count(&unlimited, 1);
     return pipeline;
 }
 @end
+
+int standin_unlimited(void) { return count(&unlimited, 0); }
 
 id<MTLDevice> MTLCreateSystemDefaultDevice(void)
 {

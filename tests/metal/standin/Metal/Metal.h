@@ -61,8 +61,8 @@ extern NSString *const MTLCommandBufferEncoderInfoErrorKey;
 
 @interface MTLFunctionConstantValues : NSObject <NSCopying> {
   @public
-    BOOL set[32];
-    int64_t value[32];
+    BOOL set[40];
+    int64_t value[40];
 }
 - (void)setConstantValue:(const void *)value type:(MTLDataType)type atIndex:(NSUInteger)index;
 @end
@@ -86,6 +86,19 @@ extern NSString *const MTLCommandBufferEncoderInfoErrorKey;
 
 @protocol MTLFunction <NSObject>
 @property(readonly) NSString *name;
+@end
+
+typedef NSUInteger MTLPipelineOption;
+enum { MTLPipelineOptionNone = 0 };
+
+@interface MTLComputePipelineDescriptor : NSObject {
+    id<MTLFunction> computeFunction;
+    NSUInteger maxTotalThreadsPerThreadgroup;
+    BOOL threadGroupSizeIsMultipleOfThreadExecutionWidth;
+}
+@property(retain) id<MTLFunction> computeFunction;
+@property NSUInteger maxTotalThreadsPerThreadgroup; /* 0 at first: as many as the device takes */
+@property BOOL threadGroupSizeIsMultipleOfThreadExecutionWidth;
 @end
 
 @protocol MTLComputePipelineState <NSObject>
@@ -116,6 +129,7 @@ extern NSString *const MTLCommandBufferEncoderInfoErrorKey;
 @protocol MTLCommandBuffer <NSObject>
 @property(readonly) MTLCommandBufferStatus status;
 @property(readonly) NSError *error;
+@property(readonly) double GPUStartTime, GPUEndTime; /* seconds */
 - (id<MTLComputeCommandEncoder>)computeCommandEncoder;
 - (id<MTLComputeCommandEncoder>)computeCommandEncoderWithDispatchType:(MTLDispatchType)type;
 - (void)commit;
@@ -138,6 +152,11 @@ extern NSString *const MTLCommandBufferEncoderInfoErrorKey;
 - (id<MTLLibrary>)newLibraryWithData:(dispatch_data_t)data error:(NSError **)error;
 - (id<MTLLibrary>)newLibraryWithSource:(NSString *)source options:(MTLCompileOptions *)options error:(NSError **)error;
 - (id<MTLComputePipelineState>)newComputePipelineStateWithFunction:(id<MTLFunction>)function error:(NSError **)error;
+/* reflection: NULL here */
+- (id<MTLComputePipelineState>)newComputePipelineStateWithDescriptor:(MTLComputePipelineDescriptor *)descriptor
+                                                             options:(MTLPipelineOption)options
+                                                          reflection:(void *)reflection
+                                                               error:(NSError **)error;
 @end
 
 id<MTLDevice> MTLCreateSystemDefaultDevice(void) NS_RETURNS_RETAINED;

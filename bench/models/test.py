@@ -1,0 +1,289 @@
+#!/usr/bin/env python3
+"""Tests of measure.py without a download: tiny models against a plain computation, other systems' formulas against bytes
+worked out by hand, what is refused.
+
+usage: test.py SHARED_OBJECT
+"""
+import pathlib
+import re
+import subprocess
+import sys
+import tempfile
+
+import numpy as np
+
+import caches
+import forward
+import library
+import run
+import tiny
+import tokens as tokeniser
+
+HERE = pathlib.Path(__file__).resolve().parent
+TEXT = "the king is nothing then: the thing in the other inn; they sing in the thin thicket, and nothing is hidden. "
+failed = passed = 0
+
+
+def check(holds, what):
+    global failed, passed
+    passed, failed = passed + bool(holds), failed + (not holds)
+    if not holds:
+        print(f"FAIL {what}")
+
+
+def near(a, b, tolerance):
+    return np.abs(np.asarray(a, np.float64) - b).max() <= tolerance
+
+
+# ---- The forward pass, and caches in it ----
+
+def divergence(base, other, tokens):
+    """As the tool defines it, in float64: mean, median, 99th percentile, perplexity, share of other likeliest tokens."""
+    base, other, following = base[:-1], other[:-1], tokens[1:]
+    kl = (np.exp(base) * (base - other)).sum(-1)
+    said = other[np.arange(len(following)), following]
+    flips = (base.argmax(-1) != other.argmax(-1)).mean()
+    return np.array([kl.mean(), np.median(kl), np.quantile(kl, 0.99), np.exp(-said.mean()), flips])
+
+
+def half(row):
+    return row.astype(np.float16).astype(np.float64)
+
+
+def coarse(row):
+    """q4_0 of a row of 32: one scale from the value of the largest magnitude."""
+    largest = row[np.abs(row).argmax()].astype(np.float32)
+    scale = np.float64(np.float16(largest / np.float32(-8)))
+    codes = np.minimum(np.floor(row.astype(np.float32) * (np.float32(1) / (largest / np.float32(-8))) + np.float32(8.5)), 15)
+    return (codes - 8) * scale
+
+
+def test_architecture(lib, folder, arch):
+    model = tiny.Tiny(arch, seed=3, bias=1.0)
+    path = folder / f"{arch}.gguf"
+    model.write(path)
+    loaded = forward.Model(path)
+    tokens = np.array(tokeniser.tokenize(loaded.fields, TEXT)[:40])
+    plain = model.log_probabilities(tokens)
+    names = ["f16/f16", "q4_0", "f16/f16:integer"]
+    perplexity, scores = run.Run(loaded, tokens, lib, chunk=7).measure(
+        [run.everywhere(caches.parse(n), loaded.n_layers) for n in names])
+    expected = divergence(plain, plain, tokens)[3]
+    check(abs(perplexity / expected - 1) < 1e-5, f"{arch}: perplexity {perplexity}, not {expected}")
+    for name, score, store in zip(names, scores, (half, coarse, half)):
+        other = divergence(plain, model.log_probabilities(tokens, store), tokens)
+        # Float32 adds noise of about 1e-6 to a log-probability; a rounding at a boundary is another code in a few rows.
+        close = np.abs(np.array(score) - other) <= 2e-6 + 0.03 * np.abs(other)
+        check(close.all(), f"{arch}, {name}: {score}, not {other}")
+
+
+def score(lib, model, tokens, name, **options):
+    return run.Run(model, tokens, lib, **options).measure([run.everywhere(caches.parse(name), model.n_layers)])[1][0]
+
+
+def test_caches(lib, folder):
+    tiny.Tiny("llama", seed=5).write(folder / "caches.gguf")
+    model = forward.Model(folder / "caches.gguf")
+    tokens = tokeniser.tokenize(model.fields, TEXT * 4)[:150]
+    losses = [score(lib, model, tokens, f"{f}/{f}").kl for f in ("f16", "i8", "tq6", "tq5", "tq4", "tq3", "tq2")]
+    check(all(a < b for a, b in zip(losses, losses[1:])), f"fewer bits lose more: {losses}")
+    check(score(lib, model, tokens, "tq4/tq4", chunk=1) == score(lib, model, tokens, "tq4/tq4"), "chunks change nothing")
+    whole = score(lib, model, tokens, "tq2/tq2:exact=20+130")
+    check(whole.kl < 1e-5, f"exact ends that meet leave nothing to codes: {whole}")
+    some = score(lib, model, tokens, "tq2/tq2:exact=4+16")
+    check(whole.kl < some.kl < losses[-1], f"some exact ends: {some}")
+    for name in ("q4_0", "kivi2"):
+        losses = [score(lib, model, tokens, name + end).kl for end in ("", ":exact=4+16", ":exact=20+130")]
+        check(losses[0] > losses[1] > losses[2] and losses[2] < 1e-6, f"exact ends of {name}: {losses}")
+    integer, floats = (score(lib, model, tokens, "tq4/tq4" + end) for end in (":integer", ""))
+    check(integer != floats and abs(integer.kl / floats.kl - 1) < 0.1, f"integers: {integer}, {floats}")
+    one = run.Variant("one", {1: caches.parse("tq2/tq2")})
+    both = run.everywhere(caches.parse("tq2/tq2"), 2)
+    scores = run.Run(model, tokens, lib).measure([one, both])[1]
+    check(0 < scores[0].kl < scores[1].kl and len(one.bits) == 1, f"one layer of two: {scores}")
+
+
+# ---- Other systems' formulas ----
+
+def rows_of(values):
+    return np.array(values, np.float32).reshape(1, 1, -1)
+
+
+def test_blocks():
+    """By hand: q4_0 takes -8/d of the value of the largest magnitude; q5_0 -16/d; q8_0 127/d."""
+    x = [-8.0, 7.0, 0.6, -0.4] + [0.0] * 28  # d = 1
+    check(near(caches.blocks(rows_of(x), caches.BLOCKS["q4_0"], 1), rows_of([-8, 7, 1, 0] + [0] * 28), 0), "q4_0")
+    x = [8.0, -7.0, -7.6, 0.4] + [0.0] * 28  # d = -1: the code of -7.6 would be 16 and is clamped to 15
+    check(near(caches.blocks(rows_of(x), caches.BLOCKS["q4_0"], 1), rows_of([8, -7, -7, 0] + [0] * 28), 0), "q4_0, clamped")
+    x = [-16.0, 15.0, 0.6, -0.4] + [0.0] * 28
+    check(near(caches.blocks(rows_of(x), caches.BLOCKS["q5_0"], 1), rows_of([-16, 15, 1, 0] + [0] * 28), 0), "q5_0")
+    x = [127.0, -126.6, 0.5, 0.4] + [0.0] * 28
+    check(near(caches.blocks(rows_of(x), caches.BLOCKS["q8_0"], 1), rows_of([127, -127, 1, 0] + [0] * 28), 0), "q8_0")
+    x = [0.0] * 32
+    check(near(caches.blocks(rows_of(x), caches.BLOCKS["q4_0"], 1), rows_of(x), 0), "q4_0 of zeros")
+    x = [0.1] + [0.0] * 31  # d = -0.0125, as a half -1638/131072
+    check(near(caches.blocks(rows_of(x), caches.BLOCKS["q4_0"], 1), rows_of([8 * 1638 / 131072] + [0] * 31), 0), "q4_0: a half")
+
+
+def test_stored_bytes():
+    """The bytes themselves, as ggml lays them out."""
+    import gguf
+    x = np.array([-8, 7, 1, 0] + [0] * 12 + [3, -2] + [0] * 14, np.float32)
+    block = gguf.quants.quantize(x.reshape(1, -1), caches.BLOCKS["q4_0"])[0].tolist()
+    # d = 1.0 is 0x3c00; value i in the low nibble of byte i, value i + 16 in the high one, each plus 8
+    check(block == [0x00, 0x3c, 0xb0, 0x6f, 0x89] + [0x88] * 13, f"bytes of q4_0: {block}")
+    block = gguf.quants.quantize(2 * x.reshape(1, -1), caches.BLOCKS["q5_0"])[0].tolist()
+    # each plus 16: 0, 30, 18, 16 ..., 22, 12: the fifth bits of all but values 0 and 17
+    check(block == [0x00, 0x3c, 0xfe, 0xff, 0xfd, 0xff, 0x60, 0xce, 0x02] + [0x00] * 13, f"bytes of q5_0: {block}")
+    block = gguf.quants.quantize(np.array([[127, -127, 2, -1] + [0] * 28], np.float32), caches.BLOCKS["q8_0"])[0].tolist()
+    check(block == [0x00, 0x3c, 127, 129, 2, 255] + [0] * 28, f"bytes of q8_0: {block}")
+
+
+def test_rotation():
+    check(near(caches.hadamard(2) * 2**0.5, [[1, 1], [1, -1]], 1e-7), "the matrix of two")
+    row = np.zeros((1, 1, 64), np.float32)
+    row[0, 0, 0] = 8 * 127.0  # rotated: 64 times 127, which q8_0 keeps
+    check(near(caches.blocks(row, caches.BLOCKS["q8_0"], 64), row, 1e-3), "a rotation of 64")
+    row = np.random.default_rng(1).normal(size=(50, 2, 128)).astype(np.float32)
+    row[..., 5] *= 50
+    loss = [((caches.blocks(row, caches.BLOCKS["q4_0"], size) - row)**2).mean() for size in (1, 64)]
+    check(loss[0] > 2 * loss[1], f"an outlier, rotated or not: {loss}")
+    row = np.random.default_rng(1).normal(size=(9, 1, 96)).astype(np.float32)
+    check((caches.blocks(row, caches.BLOCKS["q4_0"], 64) == caches.blocks(row, caches.BLOCKS["q4_0"], 1)).all(),
+          "heads of 96 are not rotated")
+
+
+def test_kivi():
+    """By hand: four values a group's ends, 2 bits: steps of a third."""
+    rows = np.zeros((130, 1, 32), np.float32)
+    rows[:128, 0, 0] = np.linspace(0, 3, 128)
+    rows[128:, 0, 0] = [0.4, 9.7]
+    kept = caches.by_channel(rows, 2)
+    check(near(kept[:128, 0, 0], np.rint(np.linspace(0, 3, 128)), 1e-6), "kivi2's keys: 0, 1, 2, 3")
+    check(near(kept[128:, 0, 0], [0.4, 9.7], 1e-6), "a group that is not full")
+    rows = np.array([-1.0, 2.0, 0.4, 0.6] + [0.0] * 28, np.float32).reshape(1, 1, 32)
+    check(near(caches.by_position(rows, 2), np.array([-1, 2, 0, 1] + [0] * 28).reshape(1, 1, 32), 0), "kivi2's values")
+    check(near(caches.by_position(np.full((2, 1, 32), 0.5, np.float32), 4), 0.5, 0), "a constant group")
+    for name, bits in (("kivi4", 4.625), ("kivi2", 2.625), ("q8_0", 8.5), ("q5_0", 5.5), ("q8_0/q4_0", 6.5)):
+        got = caches.parse(name).stored(np.ones((4, 1, 32), np.float32), np.ones((4, 1, 32), np.float32))[1]
+        check(got == bits, f"bits of {name}: {got}")
+
+
+# ---- Tokenisers ----
+
+def test_tokenisers(folder):
+    tiny.Tiny("llama").write(folder / "bytes.gguf")
+    fields = forward.read_file(folder / "bytes.gguf")[0]
+    names = fields["tokenizer.ggml.tokens"]
+    got = [names[i] for i in tokeniser.tokenize(fields, "the thing\u00e9")]
+    check(got == ["the", "\u0120", "th", "ing", "\u00c3", "\u00a9"], f"merged bytes: {got}")
+    tiny.Tiny("gemma3").write(folder / "scores.gguf")
+    fields = forward.read_file(folder / "scores.gguf")[0]
+    names = fields["tokenizer.ggml.tokens"]
+    got = [names[i] for i in tokeniser.tokenize(fields, "the thing!")]
+    check(got == ["<s>", "the", "\u2581", "th", "ing", "<0x21>"], f"pieces by their scores: {got}")
+
+
+# ---- The command ----
+
+def command(shared, model, *options):
+    return subprocess.run([sys.executable, HERE / "measure.py", model, "--library", shared, *options], text=True,
+                          capture_output=True, check=False)
+
+
+def refused(result, reason, what):
+    lines = result.stderr.strip().splitlines()
+    check(result.returncode == 1 and not result.stdout and len(lines) == 1 and lines[0].startswith("measure.py: ") and
+          reason in lines[0], f"{what}: {result.returncode} {result.stdout} {result.stderr}")
+
+
+def test_output(shared, folder):
+    text = folder / "text.txt"
+    text.write_text(TEXT * 4, encoding="utf-8")
+    model = folder / "a model.gguf"
+    tiny.Tiny("qwen2", bias=30.0).write(model)
+    result = command(shared, model, "--text", text, "--tokens", "100", "--caches", "tq4/tq4,i8/tq4:exact=4+16:integer,kivi4")
+    number = r"[0-9]+(\.[0-9]+)?(e-?[0-9]+)?"
+    lines = result.stdout.splitlines()
+    check(result.returncode == 0 and re.fullmatch(rf"model a_model layers 2 heads 4/2 of 32 ppl {number}", lines[0]),
+          f"the model's line: {result.stdout} {result.stderr}")
+    for name, bits, line in zip(("tq4/tq4", "i8/tq4:exact=4+16:integer", "kivi4"), ("5", "7", "4.625"), lines[1:]):
+        check(re.fullmatch(rf"cache {re.escape(name)} bits {bits} kl {number} median {number} p99 {number} ppl {number} "
+                           rf"flips {number}", line), f"a cache's line: {line}")
+    check(len([line for line in lines[4:] if line.startswith("tq4/tq4 ")]) == 1, "the table")
+    check(result.stderr.split()[-1] == "100%", f"progress: {result.stderr}")
+
+
+def test_profile(lib, shared, folder):
+    """Keys with a large constant part: what a profile of another text takes away."""
+    text, other, model, out = (folder / n for n in ("text.txt", "other.txt", "biased.gguf", "profile.gguf"))
+    text.write_text(TEXT * 4, encoding="utf-8")
+    other.write_text("an ox eats in the tin hut, then hides in ashes; " * 8, encoding="utf-8")
+    tiny.Tiny("qwen2", seed=8, bias=20.0).write(model)
+    result = command(shared, model, "--text", other, "--tokens", "100", "--profile", out)
+    check(result.returncode == 0 and out.exists(), f"a profile was written: {result.stderr}")
+    layers = lib.read_profile(out, 2, 2, 32)
+    for center, scale in layers:
+        check(np.abs(center).max() > 10 and near((scale.astype(np.float64)**2).mean(-1), 1, 1e-5), "centre and scale")
+    options = ("--text", text, "--tokens", "100", "--caches", "tq4/tq4,tq4/tq4:plain,small", "--use", out)
+    lines = [line.split() for line in command(shared, model, *options).stdout.splitlines() if line.startswith("cache ")]
+    used, plain, small = (float(line[5]) for line in lines)
+    check(used < plain / 2 and small < used, f"KL with a profile, without, small with it: {used}, {plain}, {small}")
+    content = bytearray(out.read_bytes())
+    content[-1] ^= 1
+    (folder / "bad.gguf").write_bytes(content)
+    refused(command(shared, model, *options[:-1], folder / "bad.gguf"), "damaged", "a damaged profile")
+    refused(command(shared, model, *options[:-1], model), "damaged", "a model as a profile")
+    tiny.Tiny("llama", n_layers=3).write(folder / "three.gguf")
+    refused(command(shared, folder / "three.gguf", *options), "another shape", "another model's profile")
+
+
+def test_refusals(shared, folder):
+    text, model = folder / "text.txt", folder / "refused.gguf"
+    options = ("--text", text, "--tokens", "50", "--caches", "tq4/tq4")
+    source = tiny.Tiny("llama")
+    source.write(model)
+    refused(command(shared, model, "--text", text, "--tokens", "5000"), "has", "a short text")
+    refused(command(shared, model, "--text", folder / "none.txt"), "No such file", "no text")
+    refused(command(shared, model, *options[:2], "--tokens", "1"), "at least 2", "one token")
+    (folder / "binary.txt").write_bytes(bytes(range(256)))
+    refused(command(shared, model, "--text", folder / "binary.txt"), "UTF-8", "a text that is none")
+    refused(command(folder / "no.so", model, *options), "the library", "no library")
+    for name in ("tq9/tq4", "tq4", "tq4/q4_0", "tq4/tq4:rotated", "q4_0:integer", "tq4/tq4:exact=4", "kivi4/kivi4", "/"):
+        refused(command(shared, model, *options[:4], "--caches", name), name, name)
+    refused(command(shared, model, *options[:4], "--caches", "tq8/tq8:integer"), "tqkv: ", "what the library refuses")
+    whole = model.read_bytes()
+    for size in (0, 3, 20, 200, len(whole) // 2, len(whole) - 4):
+        (folder / "cut.gguf").write_bytes(whole[:size])
+        refused(command(shared, folder / "cut.gguf", *options), "cut.gguf", f"{size} bytes of {len(whole)}")
+    refused(command(shared, folder / "none.gguf", *options), "No such file", "no file")
+    changed = {"arch": ("mamba", "mamba"), "without": (["blk.1.ffn_up.weight"], "blk.1.ffn_up.weight"),
+               "tokeniser": (False, "no tokeniser")}
+    for option, (value, reason) in changed.items():
+        source.write(folder / "changed.gguf", **{option: value})
+        refused(command(shared, folder / "changed.gguf", *options), reason, option)
+    source.weights["blk.0.attn_q.weight"] = source.weights["blk.0.attn_q.weight"][:-1]
+    source.write(folder / "changed.gguf")
+    refused(command(shared, folder / "changed.gguf", *options), "(127, 48)", "a wrong shape")
+
+
+def main():
+    shared = pathlib.Path(sys.argv[1])
+    lib = library.Library(shared)
+    with tempfile.TemporaryDirectory() as name:
+        folder = pathlib.Path(name)
+        for arch in forward.ARCHITECTURES:
+            test_architecture(lib, folder, arch)
+        test_caches(lib, folder)
+        for test in (test_blocks, test_stored_bytes, test_rotation, test_kivi):
+            test()
+        test_tokenisers(folder)
+        test_output(shared, folder)
+        test_profile(lib, shared, folder)
+        test_refusals(shared, folder)
+    print(f"{passed} passed, {failed} failed")
+    return failed != 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

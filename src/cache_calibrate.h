@@ -1,0 +1,394 @@
+/* >>cache-calibrate: a cache that learns centre and scale of its keys from its first positions, and presets. Until then keys and
+   values are halves of the rows as they came, `raw`; the append that reaches the last of these positions encodes all. */
+
+/* Positions from which a scale can be learned. */
+#define TQKV__LEAST_POSITIONS 16
+
+/* Finds from how many positions a cache learns, and the shapes of its raw halves; follows tqkv__cache_shapes. */
+static tqkv_result tqkv__raw_shapes(const tqkv_cache_desc *desc, tqkv_cache *c)
+{
+    const int quarter = desc->capacity / 4, least = TQKV__LEAST_POSITIONS;
+    if (desc->calibrate < 0) return TQKV__INVALID("calibrate is negative");
+    if (desc->calibrate == 0) return TQKV_OK;
+    if (desc->calibrate < least) return TQKV__INVALID("calibrate: fewer than 16 positions");
+    if (desc->capacity < least) return TQKV__INVALID("calibrate: the capacity is less than 16");
+    if (desc->metal) return TQKV__REFUSE(UNSUPPORTED, "calibrate: a GPU's cache takes what another one learned");
+    c->calibrate = desc->calibrate;
+    c->learning = true;
+    const int most = quarter > least ? quarter : least, n = desc->calibrate < most ? desc->calibrate : most;
+    for (int i = 0; i < TQKV__CACHE_STREAMS; i++) {
+        const tqkv_store *s = tqkv__stream_of(c, i);
+        if (!s) continue;
+        c->raw[i] = *s;
+        if (i < 2) c->raw[i].format = TQKV_F16;
+        c->raw[i].ring = false;
+        c->raw[i].capacity = n;
+    }
+    return TQKV_OK;
+}
+
+/* Gets memory for what a cache that learns keeps raw. */
+static tqkv_result tqkv__get_raw(tqkv_cache *c)
+{
+    size_t codes[TQKV__CACHE_STREAMS] = {0}, norms[TQKV__CACHE_STREAMS] = {0}, size = 0;
+    for (int i = 0; i < TQKV__CACHE_STREAMS; i++) {
+        tqkv_store *raw = &c->raw[i];
+        if (!raw->head_dim) continue;
+        raw->codes_size = tqkv_codes_size(raw);
+        raw->norms_size = tqkv_norms_size(raw);
+        if (!tqkv__reserve(&size, raw->codes_size, &codes[i]) || !tqkv__reserve(&size, raw->norms_size, &norms[i]))
+            return TQKV__INVALID("a cache of more than SIZE_MAX bytes");
+    }
+    if (!size) return TQKV_OK;
+    c->raw_size = size + 63;
+    c->raw_memory = c->memory.alloc(c->memory.user, c->raw_size);
+    if (!c->raw_memory) return TQKV_OUT_OF_MEMORY;
+    char *lines = (char *)c->raw_memory + (64 - (uintptr_t)c->raw_memory % 64) % 64;
+    for (int i = 0; i < TQKV__CACHE_STREAMS; i++) {
+        if (!c->raw[i].head_dim) continue;
+        c->raw[i].codes = lines + codes[i];
+        c->raw[i].norms = (float *)(void *)(lines + norms[i]);
+    }
+    return TQKV_OK;
+}
+
+/* Gives the raw halves back. */
+static void tqkv__drop_raw(tqkv_cache *c)
+{
+    if (c->raw_memory) c->memory.free(c->memory.user, c->raw_memory, c->raw_size);
+    c->raw_memory = NULL;
+    c->learning = false;
+    memset(c->raw, 0, sizeof c->raw);
+}
+
+/* -- Learning -- */
+
+/* Row of a store of halves that are not rotated, as floats; row: [head_dim] */
+static void tqkv__raw_row(const tqkv__stream *raw, int kv_head, int slot, float *row)
+{
+    const tqkv__codec *codec = tqkv__codec_for(raw->head_dim);
+    const uint8_t *codes = tqkv__codes_at(raw, kv_head, slot);
+    if (codec ==
+        &tqkv__codec_scalar) /* on any machine: codes are little-endian; where there are vectors, floats are, too */
+        tqkv__decode_row(raw, codes, NULL, row);
+    else
+        codec->widen(TQKV_TYPE_F16, codes, NULL, NULL, raw->head_dim, row);
+}
+
+/* As tqkv__channel_means, of the raw halves [first, end) of a head. */
+static void tqkv__raw_means(const tqkv__stream *raw, int kv_head, int first, int end, const float *center, bool squared,
+                            float *means)
+{
+    float row[TQKV_MAX_HEAD_DIM], less[TQKV_MAX_HEAD_DIM];
+    memset(means, 0, (size_t)raw->head_dim * sizeof(float));
+    for (int slot = first; slot < end; slot++) {
+        tqkv__raw_row(raw, kv_head, slot, row);
+        if (center) tqkv__codec_for(raw->head_dim)->widen(TQKV_TYPE_F32, row, center, NULL, raw->head_dim, less);
+        tqkv__add_row(center ? less : row, squared, raw->head_dim, means);
+    }
+    tqkv__divide_sums(means, raw->head_dim, (float)(end - first));
+}
+
+/* Learns centre and scale of the keys from the raw halves of the positions before n, without those that stay exact, if enough
+   remain. */
+static TQKV__NOINLINE void tqkv__learn(tqkv_cache *c, const tqkv__stream *raw, int n)
+{
+    tqkv__learnt learnt;
+    const int first = n - c->exact_first >= TQKV__LEAST_POSITIONS ? c->exact_first : 0;
+    const size_t dim = (size_t)raw->head_dim;
+    float *center = tqkv__channel_room(c, 0, TQKV__CENTERS), *scale = tqkv__channel_room(c, 0, TQKV__SCALES);
+    const uint64_t mode = tqkv__fp_exact();
+    for (int h = 0; h < raw->n_kv_heads; h++) {
+        tqkv__raw_means(raw, h, first, n, NULL, false, learnt.center);
+        tqkv__raw_means(raw, h, first, n, learnt.center, true, learnt.rows);
+        tqkv__deviations(TQKV_PAIRS_NONE, raw->head_dim, learnt.rows);
+        memcpy(center + (size_t)h * dim, learnt.center, dim * sizeof(float));
+        tqkv__scales_of(learnt.rows, NULL, raw->head_dim, scale + (size_t)h * dim);
+    }
+    tqkv__fp_restore(mode);
+    tqkv__cache_channels(c, 0, TQKV__CENTERS, center, dim);
+    tqkv__cache_channels(c, 0, TQKV__SCALES, scale, dim);
+}
+
+/* -- Encoding what was raw -- */
+
+/* The raw halves of a cache, and where they go: tasks for each head of each stream. end: of the append, what the rings of the
+   newest halves must hold up to */
+typedef struct tqkv__raw_job {
+    tqkv__stream raw[2], to[2], first[2], newest[2];
+    bool has_first[2], has_newest[2];
+    int n, n_heads;
+    int64_t end;
+} tqkv__raw_job;
+
+/* Encodes n raw halves of a head; newest: NULL, or a ring of halves that takes those that it will hold at `end`. */
+static TQKV__NOINLINE void tqkv__encode_raw(const tqkv__stream *raw, const tqkv__stream *to, const tqkv__stream *newest,
+                                            int kv_head, int n, int64_t end)
+{
+    enum { buffer = 1024 };
+    TQKV__ALIGNED float values[buffer + 16]; /* encoding loads whole vectors */
+    float room[TQKV_MAX_HEAD_DIM];
+    tqkv__row rows[buffer / 32];
+    tqkv__quantiser q;
+    tqkv__stream floats = *to;
+    const int batch = buffer / to->head_dim;
+    const float *inverses = tqkv__inverses_of(to, kv_head, 1, room);
+    floats.type = TQKV_TYPE_F32;
+    if (to->kind == TQKV__BOOK) tqkv__quantiser_open(to, &q);
+    for (int p = 0; p < n; p += batch) {
+        const int now = n - p < batch ? n - p : batch;
+        for (int i = 0; i < now; i++) {
+            float *row = values + i * to->head_dim;
+            const int slot = tqkv__slot(to, p + i);
+            const bool half = newest && end - (p + i) <= newest->capacity;
+            tqkv__raw_row(raw, kv_head, p + i, row);
+            rows[i].src = row;
+            rows[i].center = tqkv__center_of(to, kv_head);
+            rows[i].inverses = inverses;
+            rows[i].codes = tqkv__codes_at(to, kv_head, slot);
+            rows[i].norms = tqkv__norms_at(to, kv_head, slot);
+            rows[i].factors = NULL;
+            rows[i].half = half ? tqkv__codes_at(newest, kv_head, tqkv__slot(newest, p + i)) : NULL;
+        }
+        tqkv__codec_for(to->head_dim)->encode_rows(&floats, &q, rows, now);
+    }
+}
+
+static void tqkv__raw_task(void *context, int index)
+{
+    const tqkv__raw_job *job = (const tqkv__raw_job *)context;
+    const int side = index / job->n_heads, h = index % job->n_heads;
+    const int first = job->n < job->first[side].capacity ? job->n : job->first[side].capacity;
+    const uint64_t mode = tqkv__fp_exact();
+    tqkv__encode_raw(&job->raw[side], &job->to[side], job->has_newest[side] ? &job->newest[side] : NULL, h, job->n,
+                     job->end);
+    if (job->has_first[side]) tqkv__encode_raw(&job->raw[side], &job->first[side], NULL, h, first, job->end);
+    tqkv__fp_restore(mode);
+}
+
+/* Opens the stores of one side; their buffers were checked when the cache was made. */
+static void tqkv__open_raw_side(const tqkv_cache *c, const tqkv_store *raw, int side, tqkv__raw_job *job)
+{
+    const tqkv_store *first = tqkv__end_of(c, side), *newest = tqkv__end_of(c, TQKV__LAST_KEYS + side);
+    (void)tqkv__stream_open(&raw[side], &job->raw[side]);
+    (void)tqkv__stream_open(tqkv__stream_of(c, side), &job->to[side]);
+    job->has_first[side] = first && tqkv__stream_open(first, &job->first[side]) == TQKV_OK;
+    job->has_newest[side] = newest && tqkv__stream_open(newest, &job->newest[side]) == TQKV_OK;
+}
+
+/* Brings the raw rows of a tail to its stores. */
+static tqkv_result tqkv__settle_tail(const tqkv_cache *c, const tqkv_store *raw, int n)
+{
+    const tqkv_store *const stores[2] = {tqkv__stream_of(c, 2), tqkv__end_of(c, 2)};
+    tqkv_result r = TQKV_OK;
+    for (int i = 0; r == TQKV_OK && i < 2; i++)
+        if (raw[2].head_dim && stores[i])
+            r = tqkv__convert(stores[i], &raw[2], 0, i && n > c->exact_first ? c->exact_first : n,
+                              &c->attention.parallel);
+    return r;
+}
+
+/* Learns from the n positions that are raw, and encodes them, with what is kept besides of them at `end`. raw: [3], the cache's or
+   another one's, whose tail may have another format and then cannot always be converted */
+static tqkv_result tqkv__settle(tqkv_cache *c, const tqkv_store *raw, int n, int64_t end)
+{
+    tqkv__raw_job job;
+    const int sides = c->shared ? 1 : 2;
+    const tqkv_parallel *parallel = &c->attention.parallel;
+    memset(&job, 0, sizeof job);
+    (void)tqkv__stream_open(&raw[0], &job.raw[0]);
+    tqkv__learn(c, &job.raw[0], n);
+    for (int side = 0; side < sides; side++) tqkv__open_raw_side(c, raw, side, &job);
+    job.n = n;
+    job.n_heads = c->keys.n_kv_heads;
+    job.end = end;
+    parallel->run(parallel->user, sides * job.n_heads, tqkv__raw_task, &job);
+    c->learning = false;
+    c->exact_below = n < c->exact_first ? n : c->exact_first;
+    c->exact_from = c->exact_held = 0;
+    if (end > tqkv__newest_room(c)) c->exact_held = end - tqkv__newest_room(c) < n ? end - tqkv__newest_room(c) : n;
+    return tqkv__settle_tail(c, raw, n);
+}
+
+/* -- Appending -- */
+
+/* Leaves the first n tokens of a job out. */
+static void tqkv__skip_tokens(tqkv__encode_job *job, int n)
+{
+    if (n > job->n_tokens) n = job->n_tokens < 0 ? 0 : job->n_tokens;
+    for (int i = 0; i < job->n_streams; i++) job->src[i] = tqkv__source_row(job->streams[i], job->src[i], (size_t)n, 0);
+    job->n_tokens -= n;
+    job->position += n;
+    if (job->n_tokens <= 0) job->n_streams = 0;
+}
+
+/* Keeps the first n tokens of an append raw. */
+static void tqkv__append_raw(const tqkv_cache *c, const tqkv__append *append, int n)
+{
+    tqkv__stream raw[TQKV__CACHE_STREAMS];
+    tqkv__encode_job job = append->job;
+    if (job.n_tokens > n) job.n_tokens = n;
+    for (int i = 0; i < job.n_streams; i++) {
+        const int stream = (int)(job.streams[i] - append->streams);
+        (void)tqkv__stream_open(&c->raw[stream], &raw[i]);
+        raw[i].strides = job.streams[i]->strides;
+        job.streams[i] = &raw[i];
+    }
+    job.encode = true;
+    tqkv__run_encode_tasks(&job);
+}
+
+/* Takes over what the cache has learned. */
+static void tqkv__take_learnt(const tqkv_cache *c, tqkv__append *append)
+{
+    tqkv__stream *const streams[2] = {&append->streams[0], &append->first[0]};
+    for (int i = 0; i < 2; i++) {
+        streams[i]->center = c->keys.center;
+        streams[i]->channel_scale = c->keys.channel_scale;
+        streams[i]->inverses = tqkv__channel_room(c, 0, TQKV__INVERSES);
+    }
+}
+
+static void tqkv__append_learning(tqkv_cache *c, tqkv__append *append)
+{
+    const int64_t end = c->attention.end + append->job.n_tokens;
+    const int left = c->raw[0].capacity - (int)c->attention.end;
+    tqkv__append_raw(c, append, left);
+    if (append->job.n_tokens < left) return;
+    (void)tqkv__settle(c, c->raw, c->raw[0].capacity, end); /* rows of the same format are copied */
+    if (c->attention.non_causal) tqkv__drop_raw(c);         /* all queries see what is encoded */
+    tqkv__take_learnt(c, append);
+    tqkv__skip_tokens(&append->job, left);
+    tqkv__skip_tokens(&append->first_job, left);
+    if (append->job.n_tokens) tqkv__append_rows(c, append);
+}
+
+/* -- Attending -- */
+
+/* How many of the newest n_queries queries stand at positions that are read raw. */
+static int tqkv__raw_queries(const tqkv_cache *c, int n_queries)
+{
+    const int64_t first = c->attention.end - n_queries, n = c->raw[0].capacity;
+    if (!c->raw_memory || first >= n) return 0;
+    return c->attention.end <= n ? n_queries : (int)(n - first);
+}
+
+/* The attention of n_queries queries, the last of which stands before `end`, to what is raw. */
+static tqkv_attention tqkv__raw_attention(const tqkv_cache *c, int64_t end, int n_queries)
+{
+    tqkv_attention a = c->attention;
+    a.keys = &c->raw[0];
+    a.values = &c->raw[c->shared ? 0 : 1];
+    a.tail = c->tail.head_dim ? &c->raw[2] : NULL;
+    a.first_keys = a.first_values = a.first_tail = a.last_keys = a.last_values = NULL;
+    a.end = end;
+    a.kv_len = (int)end;
+    a.n_queries = n_queries;
+    return a;
+}
+
+static bool tqkv__view_raw(const tqkv_cache *c, tqkv_attention *view)
+{
+    if (!tqkv__raw_queries(c, 1)) return false;
+    *view = tqkv__raw_attention(c, c->attention.end, 1);
+    return true;
+}
+
+/* A call of a cache that is cut at the position from which queries read codes. The second part has the other queries or, with a
+   tree, which counts from the first query of a call, all of them, and an output of its own. */
+typedef struct tqkv__cut_call {
+    tqkv__attention a[2];
+    tqkv__part parts[2];
+    int n_parts, n_raw;
+} tqkv__cut_call;
+
+/* Opens the part whose queries read what is raw. */
+static tqkv_result tqkv__cut_raw(const tqkv_cache *c, const tqkv_attention *some, const void *q, int n_queries,
+                                 void *out, tqkv__cut_call *cut)
+{
+    tqkv__attention *a = &cut->a[0];
+    tqkv_attention raw = tqkv__raw_attention(c, c->attention.end - (n_queries - cut->n_raw), cut->n_raw);
+    tqkv__take_some(some, &raw);
+    tqkv_result r = tqkv__attention_streams(&raw, a);
+    if (r != TQKV_OK) return r;
+    a->first = 0;
+    if ((r = tqkv__attention_ends(a)) == TQKV_OK) r = tqkv__cut_whole(a, q, out, &cut->parts[cut->n_parts]);
+    cut->n_parts++;
+    return r;
+}
+
+/* Opens the part whose queries, from number `first` on, read codes. */
+static tqkv_result tqkv__cut_coded(const tqkv_cache *c, const tqkv_attention *some, const void *q, int first,
+                                   int n_queries, void *out, tqkv__cut_call *cut)
+{
+    tqkv__attention *a = &cut->a[1];
+    tqkv_attention part;
+    memset(&part, 0, sizeof part);
+    tqkv__take_some(some, &part);
+    const size_t heads = (size_t)(part.list_heads ? part.list_heads : 1);
+    if (part.list) part.list += (size_t)first * heads * (size_t)part.list_length;
+    tqkv_result r = tqkv__cache_attention(c, some ? &part : NULL, n_queries - first, a);
+    if (r != TQKV_OK) return r;
+    const size_t size = tqkv__type_size(a->call.query_type), skipped = (size_t)first;
+    const void *rest = (const uint8_t *)q + skipped * a->call.query_strides.token * size;
+    void *to = (uint8_t *)out + skipped * a->call.output_strides.token * tqkv__type_size(a->call.output_type);
+    r = tqkv__cut_whole(a, q ? rest : NULL, out ? to : NULL, &cut->parts[cut->n_parts]);
+    cut->n_parts++;
+    return r;
+}
+
+/* As tqkv__attend_raw, for a tree that stands on both sides: all queries read codes into memory of their own, of which those that do
+   are copied. */
+static tqkv_result tqkv__attend_cut_tree(const tqkv_cache *c, const tqkv_attention *some, const void *q, int n_queries,
+                                         void *out, tqkv__cut_call *cut)
+{
+    tqkv_cache without_gaps = *c;
+    tqkv_allocator memory = c->attention.allocator;
+    const tqkv_strides none = {0, 0};
+    const int value_dim = c->attention.values->head_dim, n_heads = c->attention.n_heads;
+    const size_t row = (size_t)value_dim * tqkv__type_size(c->attention.output_type), heads = (size_t)n_heads;
+    const tqkv_strides strides = tqkv__strides_of(c->attention.output_strides, n_heads, value_dim);
+    const size_t size = (size_t)n_queries * heads * row;
+    without_gaps.attention.output_strides = none;
+    uint8_t *own = (uint8_t *)memory.alloc(memory.user, size);
+    if (!own) return TQKV_OUT_OF_MEMORY;
+    tqkv_result r = tqkv__cut_coded(&without_gaps, some, q, 0, n_queries, own, cut);
+    if (r == TQKV_OK) r = tqkv__check_q_out(&cut->a[0], q, out);
+    if (r == TQKV_OK) r = tqkv__run_job(cut->parts, cut->n_parts);
+    for (size_t i = (size_t)cut->n_raw; r == TQKV_OK && i < (size_t)n_queries; i++)
+        for (size_t h = 0; h < heads; h++)
+            memcpy((uint8_t *)out + (i * strides.token + h * strides.head) * (row / (size_t)value_dim),
+                   own + (i * heads + h) * row, row);
+    memory.free(memory.user, own, size);
+    return r;
+}
+
+static TQKV__NOINLINE tqkv_result tqkv__attend_raw(const tqkv_cache *c, const tqkv_attention *some, const void *q,
+                                                   int n_queries, void *out)
+{
+    tqkv__cut_call cut;
+    cut.n_parts = 0;
+    cut.n_raw = tqkv__raw_queries(c, n_queries);
+    tqkv_result r = cut.n_raw ? tqkv__cut_raw(c, some, q, n_queries, out, &cut) : TQKV_OK;
+    if (r != TQKV_OK) return r;
+    if (cut.n_raw && cut.n_raw < n_queries && some && some->tree)
+        return tqkv__attend_cut_tree(c, some, q, n_queries, out, &cut);
+    if (cut.n_raw < n_queries) r = tqkv__cut_coded(c, some, q, cut.n_raw, n_queries, out, &cut);
+    return r == TQKV_OK ? tqkv__run_job(cut.parts, cut.n_parts) : r;
+}
+
+/* -- Presets -- */
+
+TQKV_API tqkv_cache_desc tqkv_cache_preset(tqkv_preset preset)
+{
+    static const tqkv_format formats[3][2] = {{TQKV_I8, TQKV_TQ4}, {TQKV_TQ4, TQKV_TQ4}, {TQKV_TQ3, TQKV_TQ2}};
+    tqkv_cache_desc desc;
+    memset(&desc, 0, sizeof desc);
+    if (preset != TQKV_SAFE && preset != TQKV_SMALL && preset != TQKV_TINY) return desc;
+    desc.key_format = formats[preset][0];
+    desc.value_format = formats[preset][1];
+    desc.calibrate = 512;
+    desc.exact_first = 4;
+    desc.exact_last = 128;
+    return desc;
+}

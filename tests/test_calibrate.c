@@ -1,0 +1,438 @@
+/* tqkv_calibrate against exact float steps, and what it learns from pretrained models; tqkv_logit_noise. */
+#include "captured_fixture.h"
+#include "data.h"
+#include "reference.h"
+#include "runner.h"
+
+#include <fenv.h>
+
+enum { HEADS = 2, GROUP = 3, TOKENS = 45, QUERIES = 7 };
+
+typedef struct calibrate_row {
+    int head_dim, kind, n_tokens, n_queries;
+    tqkv_pairs pairs;
+    tqkv_type type;
+    bool strided; /* rows of [head][token][dim] */
+} calibrate_row;
+
+/* ---- One float operation after the other ---- */
+
+/* The mean of the squares of x - center, or of x if it is NULL; x: n rows, `stride` values apart */
+static float plain_mean(const float *x, int n, size_t stride, const float *center)
+{
+    float sum = 0.0f;
+    for (int t = 0; t < n; t++) {
+        const float value = x[(size_t)t * stride], less = center ? reference_add(value, -*center) : value;
+        sum = reference_add(sum, center ? reference_multiply(less, less) : value);
+    }
+    return reference_divide(sum, (float)n);
+}
+
+/* Mean squares become deviations; zeros and pairs as tqkv_calibrate says. squares: [d] */
+static void plain_deviations(tqkv_pairs pairs, int d, float *squares)
+{
+    float least = 0.0f; /* 0: all are */
+    for (int i = 0; i < d; i++) {
+        const int other = pairs == TQKV_PAIRS_NEIGHBOURS ? i ^ 1 : (i + d / 2) % d;
+        if (pairs == TQKV_PAIRS_NONE || other < i) continue;
+        squares[i] = squares[other] = reference_multiply(reference_add(squares[i], squares[other]), 0.5f);
+    }
+    for (int i = 0; i < d; i++) {
+        squares[i] = reference_root(squares[i]);
+        if (squares[i] > 0.0f && (least == 0.0f || squares[i] < least)) least = squares[i];
+    }
+    for (int i = 0; i < d; i++)
+        if (squares[i] == 0.0f) squares[i] = least == 0.0f ? 1.0f : least;
+}
+
+/* rows: [n_tokens][HEADS][d], q: [n_queries][HEADS * GROUP][d] or NULL */
+static void plain_calibration(const calibrate_row *row, const float *rows, const float *q, int head, float *center,
+                              float *scale)
+{
+    const int d = row->head_dim;
+    float s[REFERENCE_MAX_DIM], r[REFERENCE_MAX_DIM], sum = 0.0f;
+    for (int i = 0; i < d; i++) {
+        const float *x = rows + head * d + i;
+        center[i] = plain_mean(x, row->n_tokens, (size_t)(HEADS * d), NULL);
+        s[i] = plain_mean(x, row->n_tokens, (size_t)(HEADS * d), &center[i]);
+        float squares = 0.0f;
+        for (int t = 0; q && t < row->n_queries; t++)
+            for (int h = head * GROUP; h < (head + 1) * GROUP; h++) {
+                const float value = q[(t * HEADS * GROUP + h) * d + i];
+                squares = reference_add(squares, reference_multiply(value, value));
+            }
+        r[i] = q ? reference_divide(squares, (float)(row->n_queries * GROUP)) : 1.0f;
+    }
+    plain_deviations(row->pairs, d, s);
+    plain_deviations(row->pairs, d, r);
+    for (int i = 0; i < d; i++) {
+        scale[i] = reference_root(q ? reference_divide(s[i], r[i]) : s[i]);
+        sum = reference_add(sum, reference_multiply(scale[i], scale[i]));
+    }
+    const float root = reference_root(reference_divide(sum, (float)d));
+    for (int i = 0; i < d; i++) {
+        scale[i] = reference_divide(scale[i], root);
+        scale[i] = scale[i] < 1.0f / 1024.0f ? 1.0f / 1024.0f : scale[i] > 1024.0f ? 1024.0f : scale[i];
+    }
+}
+
+/* Keys with a constant part and channels of many sizes; one is constant, one is zero, one far larger than the clamp lets it be. */
+static float *make_keys(const calibrate_row *row)
+{
+    const int d = row->head_dim, each = HEADS * d;
+    float *rows = test_rows(3, (data_kind)row->kind, row->n_tokens * HEADS, d), *sizes = test_scales(4, HEADS, d, 12.0);
+    for (int i = 0; i < row->n_tokens * each; i++) {
+        const int channel = i % each;
+        rows[i] = rows[i] * sizes[channel] + (float)(channel % 7) * 3.0f;
+        if (channel % d == 3) rows[i] = 0.6875f;
+        if (channel % d == 4) rows[i] = 0.0f;
+        if (channel % d == 6) rows[i] *= 1e7f;
+    }
+    free(sizes);
+    return rows;
+}
+
+/* Halves or bfloat16s, which `floats` then hold. Freed by the caller. */
+static void *narrowed(tqkv_type type, float *floats, size_t n)
+{
+    uint16_t *typed = (uint16_t *)test_alloc(n * sizeof *typed + 1);
+    for (size_t i = 0; i < n; i++) {
+        typed[i] = reference_narrow(type, fabsf(floats[i]) < 60000.0f ? floats[i] : 60000.0f);
+        floats[i] = (float)reference_wide(type, typed[i]);
+    }
+    return typed;
+}
+
+/* A call of tqkv_calibrate. */
+typedef struct calibrate_call {
+    const calibrate_row *row;
+    tqkv_store shape;
+    const void *src, *q;
+} calibrate_call;
+
+static void calibrate(const calibrate_call *call, float *center, float *scale)
+{
+    const calibrate_row *row = call->row;
+    CHECK_RESULT(tqkv_calibrate(&call->shape, call->src, row->n_tokens, call->q, HEADS * GROUP, row->n_queries,
+                                row->pairs, center, scale),
+                 TQKV_OK);
+}
+
+static void compare_calls(const calibrate_call *call, const float *rows, const float *q)
+{
+    const int d = call->row->head_dim;
+    const size_t size = sizeof(float) * (size_t)(HEADS * d);
+    float center[HEADS * REFERENCE_MAX_DIM], scale[HEADS * REFERENCE_MAX_DIM], alone[HEADS * REFERENCE_MAX_DIM];
+    float wanted[2][REFERENCE_MAX_DIM];
+#ifdef FE_UPWARD
+    fesetround(FE_UPWARD); /* the caller's rounding mode has no effect */
+#endif
+    calibrate(call, center, scale);
+#ifdef FE_UPWARD
+    fesetround(FE_TONEAREST);
+#endif
+    for (int h = 0; h < HEADS; h++) {
+        plain_calibration(call->row, rows, call->q ? q : NULL, h, wanted[0], wanted[1]);
+        for (int i = 0; i < d; i++) {
+            CHECK(center[h * d + i] == wanted[0][i], "centre %d of head %d is %.9g, not %.9g", i, h,
+                  (double)center[h * d + i], (double)wanted[0][i]);
+            CHECK(scale[h * d + i] == wanted[1][i], "scale %d of head %d is %.9g, not %.9g", i, h,
+                  (double)scale[h * d + i], (double)wanted[1][i]);
+        }
+    }
+    calibrate(call, alone, NULL);
+    CHECK(!memcmp(alone, center, size), "the centre alone is another one");
+    calibrate(call, NULL, alone);
+    CHECK(!memcmp(alone, scale, size), "the scale alone is another one");
+}
+
+/* [n_tokens][HEADS][d] as [HEADS][n_tokens][d]. Freed by the caller. */
+static float *by_heads(const float *rows, int n_tokens, int d)
+{
+    float *turned = (float *)test_alloc((size_t)(n_tokens * HEADS * d) * sizeof(float));
+    for (int t = 0; t < n_tokens; t++)
+        for (int h = 0; h < HEADS; h++)
+            memcpy(turned + (h * n_tokens + t) * d, rows + (t * HEADS + h) * d, sizeof(float) * (size_t)d);
+    return turned;
+}
+
+static void check_exact(const void *parameters)
+{
+    const calibrate_row *row = (const calibrate_row *)parameters;
+    const int d = row->head_dim;
+    float *rows = make_keys(row), *q = test_rows(5, DATA_OUTLIERS, QUERIES * HEADS * GROUP, d);
+    const size_t n = (size_t)(row->n_tokens * HEADS * d), n_q = (size_t)(QUERIES * HEADS * GROUP * d);
+    for (size_t i = 0; i < n_q; i += (size_t)d) q[i + 1] = 0.0f; /* a channel that nothing reads */
+    void *typed = row->type == TQKV_TYPE_F32 ? NULL : narrowed(row->type, rows, n);
+    void *typed_q = row->type == TQKV_TYPE_F32 ? NULL : narrowed(row->type, q, n_q);
+    float *turned = by_heads(rows, row->n_tokens, d);
+    calibrate_call call = {row, test_store(TQKV_TQ4, d, HEADS, 1, false), NULL, NULL};
+    call.src = typed ? typed : row->strided ? (const void *)turned : (const void *)rows;
+    call.q = !row->n_queries ? NULL : typed_q ? typed_q : (const void *)q;
+    call.shape.type = row->type;
+    if (row->strided) {
+        call.shape.strides.token = (size_t)d;
+        call.shape.strides.head = (size_t)(row->n_tokens * d);
+    }
+    compare_calls(&call, rows, q);
+    free(turned);
+    free(typed);
+    free(typed_q);
+    free(rows);
+    free(q);
+    test_store_free(&call.shape);
+}
+
+/* ---- Edges ---- */
+
+static void check_edges(const void *parameters)
+{
+    (void)parameters;
+    enum { D = 64, N = 3 * HEADS * D };
+    tqkv_store shape = test_store(TQKV_TQ3, D, HEADS, 1, false);
+    float rows[N], q[HEADS * D], center[HEADS * D], scale[HEADS * D];
+    for (int i = 0; i < N; i++) rows[i] = 0.25f * (float)(i % (HEADS * D));
+    for (int i = 0; i < HEADS * D; i++) q[i] = 0.0f;
+    CHECK_RESULT(tqkv_calibrate(&shape, rows, 0, NULL, 0, 0, TQKV_PAIRS_NONE, center, scale), TQKV_OK);
+    for (int i = 0; i < HEADS * D; i++)
+        CHECK(center[i] == 0.0f && scale[i] == 1.0f, "of nothing: %g %g", (double)center[i], (double)scale[i]);
+    for (int n = 1; n <= 3; n += 2) { /* one row, and equal rows: nothing differs, all channels are alike */
+        CHECK_RESULT(tqkv_calibrate(&shape, rows, n, q, 0, 1, TQKV_PAIRS_HALVES, center, scale), TQKV_OK);
+        for (int i = 0; i < HEADS * D; i++)
+            CHECK(center[i] == rows[i] && scale[i] == 1.0f, "of %d: %g %g", n, (double)center[i], (double)scale[i]);
+    }
+    shape.channel_scale = scale;
+    shape.center = center;
+    CHECK_RESULT(tqkv_encode(&shape, rows, 1, 0), TQKV_OK);
+    shape.channel_scale = shape.center = NULL;
+    for (int i = 0; i < N; i++) rows[i] = i % 2 ? 1e12f : -1e12f; /* the largest that are calibrated */
+    rows[5] = 1e-38f;
+    CHECK_RESULT(tqkv_calibrate(&shape, rows, 3, rows, HEADS, 3, TQKV_PAIRS_NONE, center, scale), TQKV_OK);
+    float large[HEADS * D];
+    CHECK_RESULT(tqkv_calibrate(&shape, rows, 3, NULL, 0, 0, TQKV_PAIRS_NONE, large, scale), TQKV_OK);
+    for (int i = 0; i < HEADS * D; i++)
+        CHECK(scale[i] >= 1.0f / 1024.0f && scale[i] <= 1024.0f, "%g", (double)scale[i]);
+    test_store_free(&shape);
+}
+
+/* What a refused call must not write, and what it reads. */
+enum { REFUSED_DIM = 64, REFUSED_TOKENS = 4, REFUSED_ROW = HEADS * REFUSED_DIM };
+typedef struct refused {
+    tqkv_store shape;
+    float *rows, *q;
+    float out[2 * REFUSED_ROW + 1];
+    double noise[HEADS];
+} refused;
+
+#define REFUSES(result, ...) CHECK_RESULT(tqkv_calibrate(__VA_ARGS__), TQKV_##result)
+
+static void refuse_values(refused *r)
+{
+    static const float bad[4] = {(float)NAN, (float)INFINITY, -(float)INFINITY, 1.1e12f};
+    float *center = r->out, *scale = r->out + REFUSED_ROW;
+    for (int i = 0; i < 4; i++)
+        for (int at = 0; at < REFUSED_ROW; at += REFUSED_ROW - 1) {
+            float *const places[2] = {r->rows + (REFUSED_TOKENS - 1) * REFUSED_ROW + at, r->q + at};
+            for (int k = 0; k < 2; k++) {
+                const float kept = *places[k];
+                *places[k] = bad[i];
+                REFUSES(NOT_FINITE, &r->shape, r->rows, REFUSED_TOKENS, r->q, HEADS, 1, TQKV_PAIRS_NONE, center, scale);
+                *places[k] = kept;
+            }
+        }
+}
+
+static void refuse_arguments(refused *r)
+{
+    enum { N = REFUSED_TOKENS };
+    tqkv_store *shape = &r->shape;
+    float *rows = r->rows, *q = r->q, *center = r->out, *scale = r->out + REFUSED_ROW;
+    const tqkv_pairs none = TQKV_PAIRS_NONE;
+    REFUSES(INVALID_ARGUMENT, NULL, rows, N, q, HEADS, 1, none, center, scale);
+    REFUSES(INVALID_ARGUMENT, shape, NULL, N, q, HEADS, 1, none, center, scale);
+    REFUSES(INVALID_ARGUMENT, shape, rows, -1, q, HEADS, 1, none, center, scale);
+    REFUSES(INVALID_ARGUMENT, shape, rows, N, q, HEADS + 1, 1, none, center, scale);
+    REFUSES(INVALID_ARGUMENT, shape, rows, N, q, -HEADS, 1, none, center, scale);
+    REFUSES(INVALID_ARGUMENT, shape, rows, N, q, HEADS, -1, none, center, scale);
+    REFUSES(INVALID_ARGUMENT, shape, rows, N, q, HEADS, 1, test_no_pairs(3), center, scale);
+    REFUSES(INVALID_ARGUMENT, shape, rows, N, q, HEADS, 1, none, NULL, NULL);
+    REFUSES(INVALID_ARGUMENT, shape, rows, N, q, HEADS, 1, none, center, center + 1);
+    REFUSES(INVALID_ARGUMENT, shape, rows, N, q, HEADS, 1, none, rows, scale);
+    REFUSES(INVALID_ARGUMENT, shape, rows, N, q, HEADS, 1, none, center, q);
+    REFUSES(INVALID_ARGUMENT, shape, rows, N, q, HEADS, 1, none, (float *)((uintptr_t)center + 2), scale);
+    REFUSES(INVALID_ARGUMENT, shape, (float *)((uintptr_t)rows + 1), N, q, HEADS, 1, none, center, scale);
+    REFUSES(INVALID_ARGUMENT, shape, rows, N, (float *)((uintptr_t)q + 1), HEADS, 1, none, center, scale);
+    shape->head_dim = 60;
+    REFUSES(UNSUPPORTED, shape, rows, N, q, HEADS, 1, none, center, scale);
+    shape->head_dim = REFUSED_DIM;
+}
+
+static void refuse_noise(refused *r)
+{
+    enum { N = REFUSED_TOKENS };
+    CHECK_RESULT(tqkv_logit_noise(&r->shape, r->rows, N, NULL, HEADS, 1, r->noise), TQKV_INVALID_ARGUMENT);
+    CHECK_RESULT(tqkv_logit_noise(&r->shape, r->rows, N, r->q, HEADS, 1, NULL), TQKV_INVALID_ARGUMENT);
+    CHECK_RESULT(tqkv_logit_noise(&r->shape, r->rows, N, r->q, 3, 1, r->noise), TQKV_INVALID_ARGUMENT);
+    r->q[5] = (float)NAN;
+    CHECK_RESULT(tqkv_logit_noise(&r->shape, r->rows, N, r->q, HEADS, 1, r->noise), TQKV_NOT_FINITE);
+    r->q[5] = 0.0f;
+    r->shape.channel_scale = r->q;
+    CHECK_RESULT(tqkv_logit_noise(&r->shape, r->rows, N, r->q, HEADS, 1, r->noise), TQKV_INVALID_ARGUMENT);
+    r->shape.channel_scale = NULL;
+}
+
+/* Bad arguments write nothing. */
+static void check_refused(const void *parameters)
+{
+    (void)parameters;
+    refused r;
+    r.shape = test_store(TQKV_TQ3, REFUSED_DIM, HEADS, 1, false);
+    r.rows = test_rows(1, DATA_GAUSSIAN, REFUSED_TOKENS * HEADS, REFUSED_DIM);
+    r.q = test_rows(2, DATA_GAUSSIAN, HEADS, REFUSED_DIM);
+    r.noise[0] = r.noise[HEADS - 1] = 7.0;
+    memset(r.out, 0xa5, sizeof r.out);
+    refuse_values(&r);
+    refuse_arguments(&r);
+    refuse_noise(&r);
+    CHECK(r.noise[0] == 7.0 && r.noise[HEADS - 1] == 7.0, "a refused call wrote the noise");
+    for (size_t i = 0; i < sizeof r.out; i++)
+        CHECK(((unsigned char *)r.out)[i] == 0xa5, "a refused call wrote byte %d", (int)i);
+    test_store_free(&r.shape);
+    free(r.rows);
+    free(r.q);
+}
+
+#undef REFUSES
+
+/* ---- Noise ---- */
+
+/* The noise of one head, from what encode and decode give. */
+static double plain_noise(const tqkv_store *store, const float *rows, const float *q, int head, int n_tokens,
+                          int n_queries, int group)
+{
+    const int d = store->head_dim, heads = store->n_kv_heads;
+    double total = 0.0, *noise = (double *)test_alloc((size_t)n_tokens * sizeof *noise);
+    double *errors = (double *)test_alloc((size_t)(n_tokens * d) * sizeof *errors);
+    for (int t = 0; t < n_tokens; t++) {
+        reference_decode(store, head, t, errors + t * d);
+        for (int i = 0; i < d; i++) errors[t * d + i] -= (double)rows[(t * heads + head) * d + i];
+    }
+    for (int i = 0; i < n_queries * group; i++) {
+        const float *query = q + ((i / group) * heads * group + head * group + i % group) * d;
+        double mean = 0.0;
+        for (int t = 0; t < n_tokens; t++) {
+            noise[t] = 0.0;
+            for (int j = 0; j < d; j++) noise[t] += errors[t * d + j] * (double)query[j] / sqrt((double)d);
+            mean += noise[t] / n_tokens;
+        }
+        for (int t = 0; t < n_tokens; t++) total += (noise[t] - mean) * (noise[t] - mean);
+    }
+    free(noise);
+    free(errors);
+    return sqrt(total / n_tokens / (n_queries * group));
+}
+
+static void check_noise(const void *parameters)
+{
+    const calibrate_row *row = (const calibrate_row *)parameters;
+    const tqkv_format format = test_formats[row->kind];
+    const int d = row->head_dim, n_queries = 50; /* more rows than have their sums at a time */
+    float *rows = test_rows(6, DATA_STUDENT, TOKENS * HEADS, d);
+    float *q = test_rows(7, DATA_GAUSSIAN, n_queries * HEADS * GROUP, d), *scales = test_scales(8, HEADS, d, 6.0);
+    double noise[HEADS];
+    tqkv_store store = test_store(format, d, HEADS, TOKENS, false);
+    store.channel_scale = d % 3 ? scales : NULL;
+    store.center = d % 5 ? scales : NULL;
+    CHECK_RESULT(tqkv_encode(&store, rows, TOKENS, 0), TQKV_OK);
+    CHECK_RESULT(tqkv_logit_noise(&store, rows, TOKENS, q, HEADS * GROUP, n_queries, noise), TQKV_OK);
+    for (int h = 0; h < HEADS; h++) {
+        const double wanted = plain_noise(&store, rows, q, h, TOKENS, n_queries, GROUP);
+        CHECK(fabs(noise[h] - wanted) <= 2e-3 * wanted, "head %d: %.6g, not %.6g", h, noise[h], wanted);
+    }
+    CHECK_RESULT(tqkv_logit_noise(&store, rows, TOKENS, q, HEADS * GROUP, 0, noise), TQKV_OK);
+    CHECK(noise[0] == 0.0 && noise[HEADS - 1] == 0.0, "noise without queries");
+    CHECK_RESULT(tqkv_logit_noise(&store, rows, 0, q, HEADS * GROUP, 1, noise), TQKV_OK);
+    CHECK(noise[0] == 0.0 && noise[HEADS - 1] == 0.0, "noise of nothing");
+    free(rows);
+    free(q);
+    free(scales);
+    test_store_free(&store);
+}
+
+typedef struct captured_noise {
+    int layer;
+    double without,
+        most; /* of TQ4, with neither at least, with centre and scale at most: root mean square over the heads */
+} captured_noise;
+
+static double rms_noise(const tqkv_store *shape, const captured *layer)
+{
+    double noise[64], squares = 0.0;
+    CHECK_RESULT(tqkv_logit_noise(shape, layer->keys, layer->n_positions, layer->queries, layer->n_heads,
+                                  layer->n_queries, noise),
+                 TQKV_OK);
+    for (int h = 0; h < layer->n_kv_heads; h++) squares += noise[h] * noise[h] / layer->n_kv_heads;
+    return sqrt(squares);
+}
+
+/* Keys of pretrained models: what four bits add to the logits, and what centre and scale take away. */
+static void check_captured(const void *parameters)
+{
+    const captured_noise *row = (const captured_noise *)parameters;
+    captured layer;
+    if (!captured_load(row->layer, &layer)) return;
+    const int n = layer.n_kv_heads * layer.head_dim;
+    float *center = (float *)test_alloc(sizeof(float) * (size_t)n),
+          *scale = (float *)test_alloc(sizeof(float) * (size_t)n);
+    tqkv_store shape = test_store(TQKV_TQ4, layer.head_dim, layer.n_kv_heads, 1, false);
+    const double plain = rms_noise(&shape, &layer);
+    CHECK_RESULT(tqkv_calibrate(&shape, layer.keys, layer.n_positions, NULL, 0, 0, TQKV_PAIRS_NONE, center, scale),
+                 TQKV_OK);
+    shape.center = center;
+    const double centered = rms_noise(&shape, &layer);
+    shape.channel_scale = scale;
+    const double both = rms_noise(&shape, &layer);
+    CHECK(plain >= row->without, "without either %.3g, expected at least %g", plain, row->without);
+    CHECK(both <= row->most && both <= 1.1 * centered, "with both %.3g, with the centre %.3g, expected at most %g",
+          both, centered, row->most);
+    CHECK_RESULT(tqkv_calibrate(&shape, layer.keys, layer.n_positions, layer.queries, layer.n_heads, layer.n_queries,
+                                TQKV_PAIRS_NONE, NULL, scale),
+                 TQKV_OK);
+    const double with_queries = rms_noise(&shape, &layer);
+    CHECK(with_queries <= 1.02 * both, "with queries %.3g, without %.3g", with_queries, both);
+    CHECK_RESULT(tqkv_calibrate(&shape, layer.keys, layer.n_positions, NULL, 0, 0, TQKV_PAIRS_HALVES, NULL, scale),
+                 TQKV_OK);
+    const double tied = rms_noise(&shape, &layer);
+    CHECK(tied <= 1.4 * both, "pairs tied %.3g, free %.3g", tied, both);
+    captured_free(&layer);
+    test_store_free(&shape);
+    free(center);
+    free(scale);
+}
+
+void test_calibrate_cases(void)
+{
+    for (int d = 0; d < TEST_ALL_HEAD_DIMS; d++)
+        for (int i = 0; i < 4; i++) {
+            const calibrate_row row = {test_all_head_dims[d],
+                                       i == 3 ? DATA_OUTLIERS : DATA_STUDENT,
+                                       i == 1 ? 1 : TOKENS,
+                                       i % 2 ? QUERIES : 0,
+                                       (tqkv_pairs)((d + i) % 3),
+                                       i == 2 ? (tqkv_type)(1 + d % 2) : TQKV_TYPE_F32,
+                                       i == 3};
+            test_add(check_exact, &row, sizeof row, "calibrate/exact/%d/%d", row.head_dim, i);
+        }
+    for (int f = 0; f < TEST_FORMATS; f++) {
+        const calibrate_row row = {
+            test_all_head_dims[(5 * f) % TEST_ALL_HEAD_DIMS], f, 0, 0, TQKV_PAIRS_NONE, TQKV_TYPE_F32, false};
+        test_add(check_noise, &row, sizeof row, "calibrate/noise/%s/%d", tqkv_format_name(test_formats[f]),
+                 row.head_dim);
+    }
+    static const captured_noise layers[CAPTURED_LAYERS] = {
+        {0, 20.0, 0.75}, {1, 4.0, 0.45}, {2, 10.0, 0.55}, {3, 0.3, 0.22}};
+    for (int i = 0; i < CAPTURED_LAYERS; i++)
+        test_add(check_captured, &layers[i], sizeof layers[i], "calibrate/captured/%d", i);
+    test_add(check_edges, NULL, 0, "calibrate/edges");
+    test_add(check_refused, NULL, 0, "calibrate/refused");
+}

@@ -1,0 +1,164 @@
+/* examples/profile.h: profiles that it must read, and every way in which a file may be damaged. */
+#include "profile_fixture.h"
+
+/* A copy of the exact size is parsed: parsing changes the bytes, and sanitizers report a read beyond them. */
+static tqkv_result parse(const uint8_t *bytes, size_t size, profile *out)
+{
+    uint8_t *copy = (uint8_t *)test_alloc(size);
+    if (size) memcpy(copy, bytes, size);
+    const tqkv_result result = profile_parse(copy, size, out);
+    free(copy);
+    return result;
+}
+
+static void check_refused(const uint8_t *bytes, size_t size, const char *what, size_t at)
+{
+    profile read;
+    const tqkv_result result = parse(bytes, size, &read);
+    CHECK(result == TQKV_CORRUPT || result == TQKV_UNSUPPORTED, "%s %d: %s", what, (int)at, tqkv_result_string(result));
+    CHECK(!read.layers && read.n_layers == 0, "%s %d: something was read", what, (int)at);
+}
+
+static void check_read(const profile *read, const profile_made *made)
+{
+    REQUIRE(read->n_layers == made->n_layers, "%d layers", read->n_layers);
+    for (int i = 0; i < read->n_layers; i++) {
+        const profile_layer *layer = &read->layers[i];
+        REQUIRE(layer->n_kv_heads == made->n_kv_heads && layer->head_dim == made->head_dim, "the shape of layer %d", i);
+        for (size_t j = 0; j < (size_t)made->n_kv_heads * (size_t)made->head_dim; j++)
+            CHECK(layer->center[j] == profile_value(i, false, j) &&
+                      layer->channel_scale[j] == profile_value(i, true, j),
+                  "value %d of layer %d", (int)j, i);
+        const tqkv_format even = i % 2 ? TQKV_TQ4 : TQKV_I8, odd = i % 2 ? TQKV_I8 : TQKV_TQ4;
+        CHECK(layer->key_format == (made->has_plan ? even : TQKV_FORMAT_DEFAULT), "keys of layer %d", i);
+        CHECK(layer->value_format == (made->has_plan ? odd : TQKV_FORMAT_DEFAULT), "values of layer %d", i);
+    }
+}
+
+static void run_read(const void *row)
+{
+    const profile_made *made = (const profile_made *)row;
+    profile_bytes file = profile_make(made);
+    profile read;
+    CHECK_RESULT(parse(file.bytes, file.size, &read), TQKV_OK);
+    check_read(&read, made);
+    profile_free(&read);
+    free(file.bytes);
+}
+
+static void run_damaged(const void *row)
+{
+    profile_bytes file = profile_make((const profile_made *)row);
+    for (size_t size = 0; size < file.size; size++) check_refused(file.bytes, size, "cut to", size);
+    for (size_t at = 0; at < file.size; at++)
+        for (int bit = 0; bit < 8; bit += 7) {
+            file.bytes[at] = (uint8_t)(file.bytes[at] ^ 1 << bit);
+            check_refused(file.bytes, file.size, "changed at", at);
+            file.bytes[at] = (uint8_t)(file.bytes[at] ^ 1 << bit);
+        }
+    profile_put_number(&file, 0, 1);
+    check_refused(file.bytes, file.size, "longer than", file.size - 1);
+    free(file.bytes);
+}
+
+/* The place of a text in the file; 0 if it is not there. */
+static size_t find(const profile_bytes *file, const char *text)
+{
+    for (size_t at = 1; at + strlen(text) <= file->size; at++)
+        if (!memcmp(file->bytes + at, text, strlen(text))) return at;
+    return 0;
+}
+
+/* Writes over what follows a text, corrects the hash and expects that result. */
+static void check_edited(const profile_made *made, const char *text, size_t behind, const void *bytes, size_t n,
+                         tqkv_result expected)
+{
+    profile read, *out = &read;
+    profile_bytes file = profile_make(made);
+    const size_t at = find(&file, text);
+    REQUIRE(at != 0, "no %s", text);
+    memcpy(file.bytes + at + behind, bytes, n);
+    profile_fix_hash(file.bytes, file.size, file.hash_at);
+    const tqkv_result result = parse(file.bytes, file.size, out);
+    CHECK(result == expected, "%s: %s", text, tqkv_result_string(result));
+    profile_free(out);
+    free(file.bytes);
+}
+
+/* Files whose hash is right and whose content is not. */
+static void run_edited(const void *row)
+{
+    const profile_made *made = (const profile_made *)row;
+    static const uint8_t two[4] = {2, 0, 0, 0}, many[4] = {255, 255, 255, 255}, none[8] = {0};
+    check_edited(made, "tqkv.version", 16, two, 4, TQKV_UNSUPPORTED);
+    check_edited(made, "tqkv.version", 16, none, 4, TQKV_CORRUPT);
+    check_edited(made, "tqkv.layer_count", 20, many, 4, TQKV_CORRUPT);
+    check_edited(made, "tqkv.layer_count", 20, none, 4, TQKV_CORRUPT);
+    check_edited(made, "general.alignment", 21, none, 4, TQKV_CORRUPT);
+    check_edited(made, "general.architecture", 32, "LLAM", 4, TQKV_CORRUPT);
+    check_edited(made, "blk.0.key_center", 16, two + 1, 1, TQKV_CORRUPT); /* no dimensions */
+    check_edited(made, "blk.0.key_center", 20, none, 8, TQKV_CORRUPT);
+    check_edited(made, "blk.0.key_center", 20, many, 4, TQKV_CORRUPT);
+    check_edited(made, "blk.0.key_center", 28, many, 4, TQKV_CORRUPT);
+    check_edited(made, "blk.0.key_center", 36, two, 4, TQKV_CORRUPT); /* of another type */
+    check_edited(made, "blk.0.key_center", 40, many, 4, TQKV_CORRUPT);
+    check_edited(made, "blk.0.key_scale", 0, "blk.0.key_scald", 15, TQKV_CORRUPT);
+    check_edited(made, "blk.1.key_scale", 0, "blk.9.key_scale", 15, TQKV_CORRUPT);
+    check_edited(made, "blk.1.key_scale", 0, "blk.0.key_scale", 15, TQKV_CORRUPT); /* twice */
+    check_edited(made, "tqkv.value_formats", 0, "tqkv.value_formatz", 18, TQKV_CORRUPT);
+    check_edited(made, "tqkv.value_formats", 42, "tq9", 3, TQKV_CORRUPT);
+}
+
+static void run_values(const void *row)
+{
+    const profile_made *made = (const profile_made *)row;
+    static const float bad[4] = {NAN, INFINITY, 0.0f, -1.0f};
+    for (int i = 0; i < 4; i++)
+        for (int from_end = 0; from_end < 2; from_end++) {
+            profile read;
+            profile_bytes file = profile_make(made);
+            const size_t values = (size_t)made->n_kv_heads * (size_t)made->head_dim;
+            const size_t at =
+                file.size - (from_end ? 4 : 8 * values); /* the last scale, or the last layer's first centre */
+            uint32_t bits;
+            memcpy(&bits, &bad[i], 4);
+            for (int byte = 0; byte < 4; byte++) file.bytes[at + (size_t)byte] = (uint8_t)(bits >> (8 * byte));
+            profile_fix_hash(file.bytes, file.size, file.hash_at);
+            CHECK_RESULT(parse(file.bytes, file.size, &read), i < 2 || from_end ? TQKV_CORRUPT : TQKV_OK);
+            profile_free(&read);
+            free(file.bytes);
+        }
+}
+
+static void run_file(const void *row)
+{
+    const profile_made *made = (const profile_made *)row;
+    char path[128];
+    profile read;
+    profile_bytes made_file = profile_make(made);
+    snprintf(path, sizeof path, "/tmp/tqkv-profile-%p", (void *)&read);
+    FILE *file = fopen(path, "wb");
+    REQUIRE(file, "%s cannot be written", path);
+    CHECK(fwrite(made_file.bytes, 1, made_file.size, file) == made_file.size, "%s was not written", path);
+    fclose(file);
+    CHECK_RESULT(profile_load(path, &read), TQKV_OK);
+    check_read(&read, made);
+    profile_free(&read);
+    remove(path);
+    CHECK_RESULT(profile_load(path, &read), TQKV_IO);
+    free(made_file.bytes);
+}
+
+void test_profile_cases(void)
+{
+    static const profile_made made[] = {
+        {2, 2, 32, true, false, 1, 32},   {3, 1, 80, false, true, 1, 64},   {1, 8, 128, false, false, 1, 4},
+        {30, 3, 64, true, true, 1, 4096}, {12, 1, 48, false, false, 1, 32},
+    };
+    for (int i = 0; i < (int)(sizeof made / sizeof *made); i++)
+        test_add(run_read, &made[i], sizeof made[i], "profile/read/%d", i);
+    test_add(run_damaged, &made[0], sizeof made[0], "profile/damaged");
+    test_add(run_edited, &made[0], sizeof made[0], "profile/edited");
+    test_add(run_values, &made[0], sizeof made[0], "profile/values");
+    test_add(run_file, &made[1], sizeof made[1], "profile/file");
+}

@@ -1,0 +1,259 @@
+/* Scales of channels: what encoding and decoding make of them, scales of 1, rows that a scale makes alike, slices of stores with
+ * other scales. attend_options.h, golden.h and input_changes.h have scales in attention, in encoding and in bad input. */
+#include "data.h"
+#include "reference.h"
+#include "runner.h"
+
+enum { HEADS = 3, TOKENS = 9, D = 64 };
+
+typedef struct scale_row {
+    tqkv_format format;
+    int head_dim;
+    bool center, unrotated, rotated; /* rotated: F16 */
+} scale_row;
+
+static tqkv_store make_store(const scale_row *row)
+{
+    tqkv_store s = test_store(row->format, row->head_dim, HEADS, TOKENS, false);
+    s.unrotated = row->unrotated;
+    s.rotated = row->rotated;
+    return s;
+}
+
+static bool is_same_store(const tqkv_store *a, const tqkv_store *b)
+{
+    return !memcmp(a->codes, b->codes, a->codes_size) && (!a->norms_size || !memcmp(a->norms, b->norms, a->norms_size));
+}
+
+/* Rows of a store with a scale have the bytes of rows that were divided before; scales of 1 those of no scale. */
+static void check_bytes(const void *parameters)
+{
+    const scale_row *row = (const scale_row *)parameters;
+    const int each = HEADS * row->head_dim, n = TOKENS * each;
+    float *rows = test_rows(1, DATA_STUDENT, TOKENS * HEADS, row->head_dim);
+    float *divided = (float *)test_alloc(sizeof(float) * (size_t)n), *ones = (float *)test_alloc(sizeof(float) * 3072);
+    float *scales = test_scales(2, HEADS, row->head_dim, 20.0);
+    float *center = row->center ? test_rows(3, DATA_GAUSSIAN, HEADS, row->head_dim) : NULL;
+    tqkv_store scaled = make_store(row), plain = make_store(row), of_ones = make_store(row), before = make_store(row);
+    for (int i = 0; i < n; i++) {
+        const float less = center ? reference_add(rows[i], -center[i % each]) : rows[i];
+        divided[i] = reference_multiply(less, reference_divide(1.0f, scales[i % each]));
+    }
+    for (int i = 0; i < each; i++) ones[i] = 1.0f;
+    scaled.center = plain.center = of_ones.center = center;
+    scaled.channel_scale = scales;
+    of_ones.channel_scale = ones;
+    CHECK_RESULT(tqkv_encode(&before, divided, TOKENS, 0), TQKV_OK);
+    CHECK_RESULT(tqkv_encode(&scaled, rows, TOKENS - 1, 0), TQKV_OK);
+    CHECK_RESULT(tqkv_encode(&scaled, rows + (TOKENS - 1) * each, 1, TOKENS - 1), TQKV_OK);
+    CHECK(is_same_store(&before, &scaled), "not the bytes of rows that were divided before");
+    CHECK_RESULT(tqkv_encode(&plain, rows, TOKENS, 0), TQKV_OK);
+    CHECK_RESULT(tqkv_encode(&of_ones, rows, TOKENS, 0), TQKV_OK);
+    CHECK(is_same_store(&plain, &of_ones), "scales of 1 change bytes");
+    CHECK(!is_same_store(&plain, &scaled), "the scale changes no byte");
+    test_store_free(&scaled);
+    test_store_free(&plain);
+    test_store_free(&of_ones);
+    test_store_free(&before);
+    free(rows);
+    free(divided);
+    free(ones);
+    free(scales);
+    free(center);
+}
+
+/* Decoding multiplies by the scale, then adds the centre; in the basis of the codes it adds what encoding makes of the centre. */
+static void check_decode(const void *parameters)
+{
+    const scale_row *row = (const scale_row *)parameters;
+    const int d = row->head_dim, each = HEADS * d, n = TOKENS * each;
+    float *rows = test_rows(1, DATA_GAUSSIAN, TOKENS * HEADS, d), *scales = test_scales(2, HEADS, d, 10.0);
+    float *center = test_rows(3, DATA_GAUSSIAN, HEADS, d), *coded = (float *)test_alloc(sizeof(float) * (size_t)each);
+    float *decoded = (float *)test_alloc(sizeof(float) * (size_t)n),
+          *of_coded = (float *)test_alloc(sizeof(float) * (size_t)n);
+    tqkv_store s = make_store(row);
+    for (int i = 0; i < n; i++) rows[i] = rows[i] * scales[i % each] + (row->center ? center[i % each] : 0.0f);
+    for (int i = 0; i < each; i++) coded[i] = reference_multiply(center[i], reference_divide(1.0f, scales[i]));
+    s.center = row->center ? center : NULL;
+    s.channel_scale = scales;
+    CHECK_RESULT(tqkv_encode(&s, rows, TOKENS, 0), TQKV_OK);
+    CHECK_RESULT(tqkv_decode(&s, 0, TOKENS, TQKV_ORIGINAL, decoded), TQKV_OK);
+    for (int t = 0; t < TOKENS; t++)
+        for (int h = 0; h < HEADS; h++) {
+            double expected[REFERENCE_MAX_DIM];
+            reference_decode(&s, h, t, expected);
+            const double error = reference_relative_error(decoded + (t * HEADS + h) * d, expected, (size_t)d);
+            CHECK(error <= 1e-6, "position %d head %d: relative error %.3g", t, h, error);
+        }
+    CHECK_RESULT(tqkv_decode(&s, 0, TOKENS, TQKV_ROTATED, decoded), TQKV_OK);
+    s.channel_scale = NULL;
+    s.center = row->center ? coded : NULL;
+    CHECK_RESULT(tqkv_decode(&s, 0, TOKENS, TQKV_ROTATED, of_coded), TQKV_OK);
+    CHECK(!memcmp(decoded, of_coded, sizeof(float) * (size_t)n), "other rows in the basis of the codes");
+    test_store_free(&s);
+    free(rows);
+    free(scales);
+    free(center);
+    free(coded);
+    free(decoded);
+    free(of_coded);
+}
+
+/* Rings and slots store the rows of a linear store. */
+static void check_places(const void *parameters)
+{
+    const scale_row *row = (const scale_row *)parameters;
+    enum { RING = 5 };
+    const int each = HEADS * row->head_dim;
+    float *rows = test_rows(4, DATA_OUTLIERS, TOKENS * HEADS, row->head_dim);
+    float *scales = test_scales(5, HEADS, row->head_dim, 10.0);
+    int32_t slots[TOKENS];
+    tqkv_store linear = make_store(row), pool = make_store(row);
+    tqkv_store ring = test_store(row->format, row->head_dim, HEADS, RING, true);
+    ring.unrotated = row->unrotated;
+    ring.rotated = row->rotated;
+    linear.channel_scale = pool.channel_scale = ring.channel_scale = scales;
+    for (int t = 0; t < TOKENS; t++) slots[t] = TOKENS - 1 - t;
+    CHECK_RESULT(tqkv_encode(&linear, rows, TOKENS, 0), TQKV_OK);
+    CHECK_RESULT(tqkv_encode(&ring, rows, TOKENS, 0), TQKV_OK);
+    CHECK_RESULT(tqkv_encode_slots(&pool, rows, TOKENS, slots), TQKV_OK);
+    const size_t codes = reference_row_bytes(row->format, row->head_dim);
+    const size_t norms = sizeof(float) * (size_t)reference_norms_per_row(row->format, row->head_dim);
+    for (int t = 0; t < TOKENS; t++)
+        for (int h = 0; h < HEADS; h++)
+            for (int i = 0; i < 2; i++) {
+                const tqkv_store *s = i ? &pool : &ring;
+                const int64_t at = i ? slots[t] : t;
+                if (!i && t < TOKENS - RING) continue;
+                CHECK(!memcmp(reference_codes_at(s, h, at), reference_codes_at(&linear, h, t), codes), "codes of %d",
+                      t);
+                CHECK(!norms || !memcmp(reference_norms_at(s, h, at), reference_norms_at(&linear, h, t), norms),
+                      "norms of %d", t);
+            }
+    CHECK(each > 0, "no rows");
+    test_store_free(&linear);
+    test_store_free(&pool);
+    test_store_free(&ring);
+    free(rows);
+    free(scales);
+}
+
+/* The error of rows with large channels: as good as that of the rows without them. */
+static void check_measure(const void *parameters)
+{
+    const scale_row *row = (const scale_row *)parameters;
+    const int each = HEADS * row->head_dim, n = TOKENS * each;
+    float *rows = test_rows(1, DATA_GAUSSIAN, TOKENS * HEADS, row->head_dim);
+    float *scales = test_scales(2, HEADS, row->head_dim, 20.0), mean[HEADS * REFERENCE_MAX_DIM];
+    float plain_mean[HEADS * REFERENCE_MAX_DIM], *decoded = (float *)test_alloc(sizeof(float) * (size_t)n);
+    tqkv_store s = make_store(row);
+    tqkv_quality out[HEADS];
+    for (int i = 0; i < n; i++) rows[i] *= scales[i % each];
+    CHECK_RESULT(tqkv_mean(&s, rows, TOKENS, plain_mean), TQKV_OK);
+    s.center = plain_mean;
+    s.channel_scale = scales;
+    CHECK_RESULT(tqkv_mean(&s, rows, TOKENS, mean), TQKV_OK);
+    CHECK(!memcmp(mean, plain_mean, sizeof(float) * (size_t)each), "the scale changes the mean");
+    CHECK_RESULT(tqkv_measure(&s, rows, TOKENS, out), TQKV_OK);
+    CHECK_RESULT(tqkv_encode(&s, rows, TOKENS, 0), TQKV_OK);
+    CHECK_RESULT(tqkv_decode(&s, 0, TOKENS, TQKV_ORIGINAL, decoded), TQKV_OK);
+    for (int h = 0; h < HEADS; h++) {
+        double noise = 0.0, differs = 0.0;
+        for (int t = 0; t < TOKENS; t++)
+            for (int j = 0; j < row->head_dim; j++) {
+                const int at = t * each + h * row->head_dim + j;
+                const double x = (double)rows[at];
+                noise += (x - (double)decoded[at]) * (x - (double)decoded[at]);
+                differs += pow(x - (double)mean[h * row->head_dim + j], 2.0);
+            }
+        CHECK(fabs(out[h].error - noise / differs) <= 1e-3 * out[h].error, "head %d: error %g, not %g", h, out[h].error,
+              noise / differs);
+    }
+    test_store_free(&s);
+    free(rows);
+    free(scales);
+    free(decoded);
+}
+
+/* ---- Slices ---- */
+
+typedef struct merged {
+    float out[HEADS * D], max[HEADS], sum[HEADS];
+} merged;
+
+/* Slices merge if the values' scales hold the same numbers, wherever they lie; otherwise nothing is written. */
+static void check_merge(const void *parameters)
+{
+    (void)parameters;
+    float *rows = test_rows(7, DATA_GAUSSIAN, TOKENS * HEADS, D), *q = test_rows(8, DATA_GAUSSIAN, HEADS, D);
+    float *scales[3] = {test_scales(9, HEADS, D, 8.0), test_scales(9, HEADS, D, 8.0), test_scales(9, HEADS, D, 8.0)};
+    const scale_row row = {TQKV_TQ5, D, false, false, false}, halves = {TQKV_F16, D, false, false, false};
+    tqkv_store stores[4] = {make_store(&row), make_store(&halves), make_store(&row), make_store(&row)};
+    merged to, from, kept;
+    tqkv_attention a, other;
+    scales[2][HEADS * D - 1] *= 2.0f;
+    memset(&a, 0, sizeof a);
+    for (int i = 0; i < 4; i++) {
+        stores[i].channel_scale = i < 3 ? scales[i] : NULL;
+        CHECK_RESULT(tqkv_encode(&stores[i], rows, TOKENS, 0), TQKV_OK);
+    }
+    a.keys = a.values = &stores[0];
+    a.end = TOKENS;
+    CHECK_RESULT(tqkv_attend_partial(&a, q, 0, 4, to.out, to.max, to.sum), TQKV_OK);
+    for (int i = 0; i < 4; i++) {
+        other = a;
+        other.keys = other.values = &stores[i];
+        CHECK_RESULT(tqkv_attend_partial(&other, q, 4, 5, from.out, from.max, from.sum), TQKV_OK);
+        kept = to;
+        const tqkv_result r =
+            tqkv_attend_merge_slice(&a, kept.out, kept.max, kept.sum, &other, from.out, from.max, from.sum);
+        CHECK(r == (i < 2 ? TQKV_OK : TQKV_INVALID_ARGUMENT), "slice %d: %s", i, tqkv_result_string(r));
+        CHECK(i < 2 || !memcmp(&kept, &to, sizeof to), "slice %d: a refused merge wrote", i);
+    }
+    for (int i = 0; i < 4; i++) test_store_free(&stores[i]);
+    for (int i = 0; i < 3; i++) free(scales[i]);
+    free(rows);
+    free(q);
+}
+
+/* The least and the largest scale, in each place of a row and of a few heads: nothing else is refused. */
+static void check_range(const void *parameters)
+{
+    const int head_dim = *(const int *)parameters;
+    tqkv_store s = test_store(TQKV_I8, head_dim, HEADS, 1, false);
+    float *rows = test_rows(1, DATA_GAUSSIAN, HEADS, head_dim), *scales = test_scales(2, HEADS, head_dim, 4.0);
+    static const float good[2] = {1.0f / 4294967296.0f, 4294967296.0f};
+    const float bad[6] = {nextafterf(good[0], 0.0f), nextafterf(good[1], 1e30f), 0.0f, -1.0f, (float)NAN,
+                          -(float)INFINITY};
+    s.channel_scale = scales;
+    for (int at = 0; at < HEADS * head_dim; at++) {
+        const float kept = scales[at];
+        for (int i = 0; i < 8; i++) {
+            const tqkv_result wanted = i < 2 ? TQKV_OK : i < 6 ? TQKV_INVALID_ARGUMENT : TQKV_NOT_FINITE;
+            scales[at] = i < 2 ? good[i] : bad[i - 2];
+            CHECK_RESULT(tqkv_encode(&s, rows, 1, 0), wanted);
+        }
+        scales[at] = kept;
+    }
+    test_store_free(&s);
+    free(rows);
+    free(scales);
+}
+
+void test_scale_cases(void)
+{
+    for (int f = 0; f < TEST_FORMATS; f++)
+        for (int i = 0; i < TEST_ALL_HEAD_DIMS; i += 1 + (f + i) % 3) {
+            scale_row row = {test_formats[f], test_all_head_dims[i], (f + i) % 2 == 0, false, false};
+            const char *name = tqkv_format_name(row.format);
+            if (reference_can_be_unrotated(row.format)) row.unrotated = i % 4 == 3;
+            row.rotated = row.format == TQKV_F16 && i % 3 == 1;
+            test_add(check_bytes, &row, sizeof row, "scale/bytes/%s/%d", name, row.head_dim);
+            test_add(check_decode, &row, sizeof row, "scale/decode/%s/%d", name, row.head_dim);
+            test_add(check_places, &row, sizeof row, "scale/places/%s/%d", name, row.head_dim);
+            test_add(check_measure, &row, sizeof row, "scale/measure/%s/%d", name, row.head_dim);
+        }
+    for (int d = 0; d < TEST_ALL_HEAD_DIMS; d += 3)
+        test_add(check_range, &test_all_head_dims[d], sizeof(int), "scale/range/%d", test_all_head_dims[d]);
+    test_add(check_merge, NULL, 0, "scale/merge");
+}
