@@ -1735,7 +1735,7 @@ constant bool rotate_queries [[function_constant(TQKV_FC_ROTATE_QUERIES)]];
 constant bool softcap [[function_constant(TQKV_FC_SOFTCAP)]];
 constant bool key_centered [[function_constant(TQKV_FC_CENTER)]];
 constant bool key_scaled [[function_constant(TQKV_FC_SCALED)]];
-constant bool scale_center [[function_constant(TQKV_FC_CENTER_SCALED)]];
+constant bool center_scaled [[function_constant(TQKV_FC_CENTER_SCALED)]];
 constant bool rotate_center [[function_constant(TQKV_FC_ROTATED)]];
 constant uint row_type [[function_constant(TQKV_FC_TYPE)]];
 constant uint tail_format [[function_constant(TQKV_FC_TAIL_FORMAT)]];
@@ -2334,8 +2334,8 @@ struct key_part {
 
 inline key_part first_part(constant tqkv__attend_args &args, thread const attend_task &task)
 {
-    key_part part = {key_format, task.keys,    args.key_block_scale, task.queries, rotate_queries,
-                     key_scaled, key_centered, rotate_center,        scale_center, task.center,
+    key_part part = {key_format, task.keys,    args.key_block_scale, task.queries,  rotate_queries,
+                     key_scaled, key_centered, rotate_center,        center_scaled, task.center,
                      task.scale, 0u,           rows_apart()};
     return part;
 }
@@ -5569,7 +5569,7 @@ constant bool has_sinks [[function_constant(TQKV_FC_SINKS)]];
 // key_centered: declared above
 constant bool value_centered [[function_constant(TQKV_FC_VALUE_CENTER)]];
 constant bool value_scaled [[function_constant(TQKV_FC_VALUE_SCALED)]];
-#define center_scaled scale_center // the same function constant
+// center_scaled: declared above
 constant bool value_rotated [[function_constant(TQKV_FC_VALUE_ROTATED)]];
 // row_type: declared above
 // batch: declared above
@@ -5762,13 +5762,13 @@ inline void store_scales(constant tqkv__calibrate_args &args, threadgroup float 
 
 // rows: [n_tokens][n_kv_heads][head_dim] and q: [n_queries][n_kv_heads * group][head_dim], with strides; center, channel_scale:
 // [n_kv_heads][head_dim]; values: [2][head_dim]
-#if !defined(TQKV_ONLY) || defined(TQKV_ONLY_tqkv_calibrate)
-kernel void tqkv_calibrate(constant tqkv__calibrate_args &args [[buffer(0)]], device const uchar *rows [[buffer(1)]],
-                           device const uchar *q [[buffer(2)]], device float *center [[buffer(3)]],
-                           device float *channel_scale [[buffer(4)]], threadgroup float *values [[threadgroup(0)]],
-                           uint3 group [[threadgroup_position_in_grid]],
-                           uint thread_index [[thread_index_in_threadgroup]],
-                           uint n_simdgroups [[simdgroups_per_threadgroup]])
+#if !defined(TQKV_ONLY) || defined(TQKV_ONLY_tqkv_learn_scales)
+kernel void tqkv_learn_scales(constant tqkv__calibrate_args &args [[buffer(0)]], device const uchar *rows [[buffer(1)]],
+                              device const uchar *q [[buffer(2)]], device float *center [[buffer(3)]],
+                              device float *channel_scale [[buffer(4)]], threadgroup float *values [[threadgroup(0)]],
+                              uint3 group [[threadgroup_position_in_grid]],
+                              uint thread_index [[thread_index_in_threadgroup]],
+                              uint n_simdgroups [[simdgroups_per_threadgroup]])
 {
     uint n = uint(args.head_dim), n_threads = n_simdgroups * 32u, heads = uint(args.group);
     channel_rows keys = {rows,

@@ -44,8 +44,8 @@ struct key_part {
 
 inline key_part first_part(constant tqkv__attend_args &args, thread const attend_task &task)
 {
-    key_part part = {key_format, task.keys,    args.key_block_scale, task.queries, rotate_queries,
-                     key_scaled, key_centered, rotate_center,        scale_center, task.center,
+    key_part part = {key_format, task.keys,    args.key_block_scale, task.queries,  rotate_queries,
+                     key_scaled, key_centered, rotate_center,        center_scaled, task.center,
                      task.scale, 0u,           rows_apart()};
     return part;
 }

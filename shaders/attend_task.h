@@ -11,7 +11,7 @@ constant bool rotate_queries [[function_constant(TQKV_FC_ROTATE_QUERIES)]];
 constant bool softcap [[function_constant(TQKV_FC_SOFTCAP)]];
 constant bool key_centered [[function_constant(TQKV_FC_CENTER)]];
 constant bool key_scaled [[function_constant(TQKV_FC_SCALED)]];
-constant bool scale_center [[function_constant(TQKV_FC_CENTER_SCALED)]];
+constant bool center_scaled [[function_constant(TQKV_FC_CENTER_SCALED)]];
 constant bool rotate_center [[function_constant(TQKV_FC_ROTATED)]];
 constant uint row_type [[function_constant(TQKV_FC_TYPE)]];
 constant uint tail_format [[function_constant(TQKV_FC_TAIL_FORMAT)]];

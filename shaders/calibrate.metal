@@ -91,12 +91,12 @@ inline void store_scales(constant tqkv__calibrate_args &args, threadgroup float 
 
 // rows: [n_tokens][n_kv_heads][head_dim] and q: [n_queries][n_kv_heads * group][head_dim], with strides; center, channel_scale:
 // [n_kv_heads][head_dim]; values: [2][head_dim]
-kernel void tqkv_calibrate(constant tqkv__calibrate_args &args [[buffer(0)]], device const uchar *rows [[buffer(1)]],
-                           device const uchar *q [[buffer(2)]], device float *center [[buffer(3)]],
-                           device float *channel_scale [[buffer(4)]], threadgroup float *values [[threadgroup(0)]],
-                           uint3 group [[threadgroup_position_in_grid]],
-                           uint thread_index [[thread_index_in_threadgroup]],
-                           uint n_simdgroups [[simdgroups_per_threadgroup]])
+kernel void tqkv_learn_scales(constant tqkv__calibrate_args &args [[buffer(0)]], device const uchar *rows [[buffer(1)]],
+                              device const uchar *q [[buffer(2)]], device float *center [[buffer(3)]],
+                              device float *channel_scale [[buffer(4)]], threadgroup float *values [[threadgroup(0)]],
+                              uint3 group [[threadgroup_position_in_grid]],
+                              uint thread_index [[thread_index_in_threadgroup]],
+                              uint n_simdgroups [[simdgroups_per_threadgroup]])
 {
     uint n = uint(args.head_dim), n_threads = n_simdgroups * 32u, heads = uint(args.group);
     channel_rows keys = {rows,

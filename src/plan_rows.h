@@ -53,7 +53,7 @@ TQKV_API void tqkv_metal_kernel_name(const tqkv_metal_kernel *kernel, char name[
     static const char *const families[] = {"tables",        "encode",       "encode_kv",   "probe",
                                            "decode",        "rotate",       "attend",      "attend_merge",
                                            "attend_matrix", "index_choice", "attend_list", "index_scores",
-                                           "calibrate"}; /* tqkv_metal_family */
+                                           "learn_scales"}; /* tqkv_metal_family */
     const int dims[] = {kernel->head_dim * TQKV__DIM_UNIT, kernel->value_dim * TQKV__DIM_UNIT};
     char *at = name;
     const char *parts[] = {"tqkv_", families[kernel->family]};

@@ -25,9 +25,9 @@ void run_entry_points(const void *)
         }
     for (const char *name : {"tqkv_tables", "tqkv_encode_kv_d192_128", "tqkv_encode_kv_d448_64",
                              "tqkv_encode_kv_d512_64", "tqkv_attend_d192_128", "tqkv_attend_list", "tqkv_index_choice",
-                             "tqkv_index_scores_d64", "tqkv_index_scores_d128"})
+                             "tqkv_index_scores_d64", "tqkv_index_scores_d128", "tqkv_learn_scales"})
         CHECK(simt::find_kernel(name) != nullptr, "%s is missing", name);
-    expected += 8;
+    expected += 9;
     for (int head_dim : gpu_head_dims)
         if (gpu_has_matrices(head_dim)) {
             std::string name = "tqkv_attend_matrix_d" + std::to_string(head_dim);
