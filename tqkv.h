@@ -6146,9 +6146,10 @@ TQKV__OP TQKV__VECTOR TQKV__(sizes_times)(const TQKV__(turned) * t, int at, TQKV
     return w;
 }
 
-/* The tables of a codebook of up to 6 bits, in registers */
+/* The tables of a codebook of up to 6 bits, in registers: vectors of 16 floats at least, which one permutation reads */
+#define TQKV__BOOK_VECTORS (TQKV__LANES == 4 ? 4 : 2)
 typedef struct TQKV__(book) {
-    TQKV__VECTOR slope, top, bounds[2], centroids[2];
+    TQKV__VECTOR slope, top, bounds[TQKV__BOOK_VECTORS], centroids[TQKV__BOOK_VECTORS];
     TQKV__(codes) below[4];
 } TQKV__(book);
 
@@ -6157,7 +6158,7 @@ TQKV__OP void TQKV__(load_book)(const int bits, const tqkv__quantiser *q, TQKV__
     book->slope = TQKV__(set1)(q->slope);
     book->top = TQKV__(set1)(q->top);
     if (bits <= 6) TQKV__(load_below)(bits, q->below, book->below);
-    for (int i = 0; i < 2; i++) {
+    for (int i = 0; i < TQKV__BOOK_VECTORS; i++) {
         book->bounds[i] = TQKV__(load)(q->bounds + i * TQKV__LANES);
         book->centroids[i] = TQKV__(load)(q->centroids + i * TQKV__LANES);
     }
@@ -6261,9 +6262,9 @@ TQKV__OP void TQKV__(add_norms)(int n_lanes, int together, int n_norms, const fl
             TQKV__UNROLL
             for (int i = 0; i < vectors; i++) all[g][i] = x[i];
         }
-        for (int near = 1; near < per_norm; near *= 2)
-            for (int g = 0; g < per_norm; g += 2 * near) TQKV__UNROLL
-        for (int i = 0; i < vectors; i++) all[g][i] += all[g + near][i];
+        for (int distance = 1; distance < per_norm; distance *= 2)
+            for (int g = 0; g < per_norm; g += 2 * distance) TQKV__UNROLL
+        for (int i = 0; i < vectors; i++) all[g][i] += all[g + distance][i];
         memcpy(sums, all[0], sizeof all[0]);
     }
     for (int b = 0; b < n_norms && !per_norm && TQKV__LANES == 16; b += 2, sums += 2) {
@@ -7735,6 +7736,7 @@ static const tqkv__integers TQKV__I(integers) = {&TQKV__(isa),
 #undef TQKV__ADD_PIECES
 #undef TQKV__ADD_QUARTERS
 #undef TQKV__BYTES
+#undef TQKV__BOOK_VECTORS
 #undef TQKV__BY_ENTRIES
 #undef TQKV__BY_FOUR_ROWS
 #undef TQKV__BY_PARTS
@@ -14989,7 +14991,7 @@ TQKV_API void tqkv_metal_kernel_name(const tqkv_metal_kernel *kernel, char name[
     static const char *const families[] = {"tables",        "encode",       "encode_kv",   "probe",
                                            "decode",        "rotate",       "attend",      "attend_merge",
                                            "attend_matrix", "index_choice", "attend_list", "index_scores",
-                                           "calibrate"}; /* tqkv_metal_family */
+                                           "learn_scales"}; /* tqkv_metal_family */
     const int dims[] = {kernel->head_dim * TQKV__DIM_UNIT, kernel->value_dim * TQKV__DIM_UNIT};
     char *at = name;
     const char *parts[] = {"tqkv_", families[kernel->family]};
