@@ -6082,7 +6082,8 @@ TQKV__TARGET static void TQKV__(scale_row)(const tqkv__stream *s, float *row, fl
    symmetric, a value has the sign of its centroid, and a product of 0 adds nothing. */
 typedef struct TQKV__(turned) {
     TQKV__ALIGNED float sizes[TQKV_MAX_HEAD_DIM];
-    TQKV__ALIGNED int32_t less[TQKV_MAX_HEAD_DIM]; /* -1 for positive values, see TQKV__(fold) */
+    TQKV__ALIGNED int32_t less[TQKV_MAX_HEAD_DIM];     /* -1 for positive values, see TQKV__(fold) */
+    TQKV__ALIGNED uint32_t offsets[TQKV_MAX_HEAD_DIM]; /* of the entries of their cells, in bytes */
 } TQKV__(turned);
 
 /* NaN becomes infinity, which is no larger with any factor either, and has the square of NaN's code. */
@@ -6170,19 +6171,17 @@ TQKV__OP TQKV__(codes) TQKV__(cells)(const TQKV__(book) * book, TQKV__VECTOR w)
 }
 
 /* The centroids of sizes_times; bits is a constant. For 3 bits three comparisons are quicker than a cell. Tables that do not fit
-   registers: bound and centroids of each cell by one load; cells: of w, stored */
+   registers: bound and centroids of each cell by one load */
 TQKV__OP TQKV__VECTOR TQKV__(nearest)(const int bits, const tqkv__quantiser *q, const TQKV__(book) * book,
-                                      const int32_t *cells, TQKV__VECTOR w)
+                                      const uint32_t *offsets, TQKV__VECTOR w)
 {
     TQKV__(codes) index;
-    TQKV__VECTOR four[4];
+    TQKV__VECTOR entries[3];
     memset(&index, 0, sizeof index);
     const TQKV__(codes) none = index;
     if (TQKV__BY_ENTRIES(bits)) {
-        TQKV__UNROLL
-        for (int i = 0; i < 4; i++) four[i] = TQKV__(load_entries)(q->entries, cells + i);
-        TQKV__(transpose)(4, four);
-        return TQKV__(choose)(four[0], w, four[1], four[2]);
+        TQKV__(load_entries)(q->entries, offsets, entries);
+        return TQKV__(choose)(entries[0], w, entries[1], entries[2]);
     }
     if (bits == 3) {
         TQKV__UNROLL
@@ -6202,18 +6201,20 @@ TQKV__OP void TQKV__(try_factors)(const int bits, const tqkv__stream *s, const t
     const int n_lanes = TQKV__NORM_LANES(s->head_dim);
     TQKV__(book) book;
     TQKV__(load_book)(bits, q, &book);
-    TQKV__ALIGNED int32_t cells[32][TQKV__LANES]; /* a lane has at most 32 values */
     for (int f = 0; f < TQKV__MOST_FACTORS; f++) {
         const TQKV__VECTOR factor = TQKV__(set1)(s->factors[f]);
+        for (int at = 0; at < s->head_dim && TQKV__BY_ENTRIES(bits); at += TQKV__LANES) {
+            const TQKV__(codes) cells = TQKV__(cells)(&book, TQKV__(sizes_times)(t, at, factor));
+            TQKV__(words) offsets;
+            memcpy(&offsets, &cells, sizeof offsets);
+            offsets <<= 4;
+            memcpy(t->offsets + at, &offsets, sizeof offsets);
+        }
         for (int lane = 0; lane < n_lanes; lane += TQKV__LANES) {
             TQKV__VECTOR products = TQKV__(set1)(0.0f), squares = products;
-            for (int at = lane, e = 0; at < s->head_dim && TQKV__BY_ENTRIES(bits); at += n_lanes, e++) {
-                const TQKV__(codes) own = TQKV__(cells)(&book, TQKV__(sizes_times)(t, at, factor));
-                memcpy(cells[e], &own, sizeof own);
-            }
-            for (int at = lane, e = 0; at < s->head_dim; at += n_lanes, e++) {
+            for (int at = lane; at < s->head_dim; at += n_lanes) {
                 const TQKV__VECTOR c =
-                    TQKV__(nearest)(bits, q, &book, cells[e], TQKV__(sizes_times)(t, at, factor));
+                    TQKV__(nearest)(bits, q, &book, t->offsets + at, TQKV__(sizes_times)(t, at, factor));
                 products += TQKV__(rounded)(TQKV__(load)(t->sizes + at) * c);
                 squares += TQKV__(rounded)(c * c);
             }
@@ -8146,13 +8147,25 @@ TQKV__OP __m512 tqkv__choose_avx512(__m512 bound, __m512 w, __m512 below, __m512
 {
     return _mm512_mask_blend_ps(_mm512_cmp_ps_mask(bound, w, _CMP_LE_OQ), below, above);
 }
-/* The entries of every fourth cell, side by side */
-TQKV__OP __m512 tqkv__load_entries_avx512(const float (*entries)[4], const int32_t *cells)
+/* The first three floats of 16 entries: x[i] has the i-th of each. offsets: of the entries, in bytes */
+TQKV__OP void tqkv__load_entries_avx512(const float (*entries)[4], const uint32_t *offsets, __m512 *x)
 {
-    __m512 x = _mm512_castps128_ps512(_mm_loadu_ps(entries[cells[0]]));
-    x = _mm512_insertf32x4(x, _mm_loadu_ps(entries[cells[4]]), 1);
-    x = _mm512_insertf32x4(x, _mm_loadu_ps(entries[cells[8]]), 2);
-    return _mm512_insertf32x4(x, _mm_loadu_ps(entries[cells[12]]), 3);
+    const uint8_t *from = (const uint8_t *)(const void *)entries;
+    __m512 four[4];
+    TQKV__UNROLL
+    for (int i = 0; i < 4; i++) {
+        __m512i entry = _mm512_castsi128_si512(tqkv__load_128(from + offsets[i]));
+        entry = _mm512_inserti32x4(entry, tqkv__load_128(from + offsets[i + 4]), 1);
+        entry = _mm512_inserti32x4(entry, tqkv__load_128(from + offsets[i + 8]), 2);
+        entry = _mm512_inserti32x4(entry, tqkv__load_128(from + offsets[i + 12]), 3);
+        four[i] = _mm512_castsi512_ps(entry);
+    }
+    const __m512d low = _mm512_castps_pd(_mm512_unpacklo_ps(four[0], four[1])),
+                  high = _mm512_castps_pd(_mm512_unpacklo_ps(four[2], four[3]));
+    x[0] = _mm512_castpd_ps(_mm512_unpacklo_pd(low, high));
+    x[1] = _mm512_castpd_ps(_mm512_unpackhi_pd(low, high));
+    x[2] = _mm512_castpd_ps(_mm512_unpacklo_pd(_mm512_castps_pd(_mm512_unpackhi_ps(four[0], four[1])),
+                                               _mm512_castps_pd(_mm512_unpackhi_ps(four[2], four[3]))));
 }
 TQKV__OP __m512i tqkv__quantise_i8_avx512(__m512 v)
 {
@@ -8591,10 +8604,21 @@ TQKV__OP __m256 tqkv__choose_avx2(__m256 bound, __m256 w, __m256 below, __m256 a
 {
     return _mm256_blendv_ps(below, above, _mm256_cmp_ps(bound, w, _CMP_LE_OQ));
 }
-/* The entries of every fourth cell, side by side */
-TQKV__OP __m256 tqkv__load_entries_avx2(const float (*entries)[4], const int32_t *cells)
+/* The first three floats of 8 entries: x[i] has the i-th of each. offsets: of the entries, in bytes */
+TQKV__OP void tqkv__load_entries_avx2(const float (*entries)[4], const uint32_t *offsets, __m256 *x)
 {
-    return _mm256_set_m128(_mm_loadu_ps(entries[cells[4]]), _mm_loadu_ps(entries[cells[0]]));
+    const uint8_t *from = (const uint8_t *)(const void *)entries;
+    __m256 four[4];
+    TQKV__UNROLL
+    for (int i = 0; i < 4; i++)
+        four[i] = _mm256_castsi256_ps(
+            _mm256_set_m128i(tqkv__load_128(from + offsets[i + 4]), tqkv__load_128(from + offsets[i])));
+    const __m256d low = _mm256_castps_pd(_mm256_unpacklo_ps(four[0], four[1])),
+                  high = _mm256_castps_pd(_mm256_unpacklo_ps(four[2], four[3]));
+    x[0] = _mm256_castpd_ps(_mm256_unpacklo_pd(low, high));
+    x[1] = _mm256_castpd_ps(_mm256_unpackhi_pd(low, high));
+    x[2] = _mm256_castpd_ps(_mm256_unpacklo_pd(_mm256_castps_pd(_mm256_unpackhi_ps(four[0], four[1])),
+                                               _mm256_castps_pd(_mm256_unpackhi_ps(four[2], four[3]))));
 }
 TQKV__OP __m256i tqkv__quantise_i8_avx2(__m256 v)
 {
@@ -8976,9 +9000,16 @@ TQKV__OP float32x4_t tqkv__choose_neon(float32x4_t bound, float32x4_t w, float32
 {
     return vbslq_f32(vcleq_f32(bound, w), above, below);
 }
-TQKV__OP float32x4_t tqkv__load_entries_neon(const float (*entries)[4], const int32_t *cells)
+TQKV__OP void tqkv__load_entries_neon(const float (*entries)[4], const uint32_t *offsets, float32x4_t *x)
 {
-    return vld1q_f32(entries[*cells]);
+    const uint8_t *from = (const uint8_t *)(const void *)entries;
+    float32x4_t four[4];
+    TQKV__UNROLL
+    for (int i = 0; i < 4; i++) four[i] = vreinterpretq_f32_u8(vld1q_u8(from + offsets[i]));
+    const float32x4_t low = vtrn1q_f32(four[0], four[1]), high = vtrn1q_f32(four[2], four[3]);
+    x[0] = tqkv__even_neon(1, low, high);
+    x[1] = tqkv__even_neon(1, vtrn2q_f32(four[0], four[1]), vtrn2q_f32(four[2], four[3]));
+    x[2] = tqkv__odd_neon(1, low, high);
 }
 TQKV__OP uint32x4_t tqkv__quantise_i8_neon(float32x4_t v)
 {

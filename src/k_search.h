@@ -5,7 +5,8 @@
    symmetric, a value has the sign of its centroid, and a product of 0 adds nothing. */
 typedef struct TQKV__(turned) {
     TQKV__ALIGNED float sizes[TQKV_MAX_HEAD_DIM];
-    TQKV__ALIGNED int32_t less[TQKV_MAX_HEAD_DIM]; /* -1 for positive values, see TQKV__(fold) */
+    TQKV__ALIGNED int32_t less[TQKV_MAX_HEAD_DIM];     /* -1 for positive values, see TQKV__(fold) */
+    TQKV__ALIGNED uint32_t offsets[TQKV_MAX_HEAD_DIM]; /* of the entries of their cells, in bytes */
 } TQKV__(turned);
 
 /* NaN becomes infinity, which is no larger with any factor either, and has the square of NaN's code. */
@@ -93,19 +94,17 @@ TQKV__OP TQKV__(codes) TQKV__(cells)(const TQKV__(book) * book, TQKV__VECTOR w)
 }
 
 /* The centroids of sizes_times; bits is a constant. For 3 bits three comparisons are quicker than a cell. Tables that do not fit
-   registers: bound and centroids of each cell by one load; cells: of w, stored */
+   registers: bound and centroids of each cell by one load */
 TQKV__OP TQKV__VECTOR TQKV__(nearest)(const int bits, const tqkv__quantiser *q, const TQKV__(book) * book,
-                                      const int32_t *cells, TQKV__VECTOR w)
+                                      const uint32_t *offsets, TQKV__VECTOR w)
 {
     TQKV__(codes) index;
-    TQKV__VECTOR four[4];
+    TQKV__VECTOR entries[3];
     memset(&index, 0, sizeof index);
     const TQKV__(codes) none = index;
     if (TQKV__BY_ENTRIES(bits)) {
-        TQKV__UNROLL
-        for (int i = 0; i < 4; i++) four[i] = TQKV__(load_entries)(q->entries, cells + i);
-        TQKV__(transpose)(4, four);
-        return TQKV__(choose)(four[0], w, four[1], four[2]);
+        TQKV__(load_entries)(q->entries, offsets, entries);
+        return TQKV__(choose)(entries[0], w, entries[1], entries[2]);
     }
     if (bits == 3) {
         TQKV__UNROLL
@@ -125,18 +124,20 @@ TQKV__OP void TQKV__(try_factors)(const int bits, const tqkv__stream *s, const t
     const int n_lanes = TQKV__NORM_LANES(s->head_dim);
     TQKV__(book) book;
     TQKV__(load_book)(bits, q, &book);
-    TQKV__ALIGNED int32_t cells[32][TQKV__LANES]; /* a lane has at most 32 values */
     for (int f = 0; f < TQKV__MOST_FACTORS; f++) {
         const TQKV__VECTOR factor = TQKV__(set1)(s->factors[f]);
+        for (int at = 0; at < s->head_dim && TQKV__BY_ENTRIES(bits); at += TQKV__LANES) {
+            const TQKV__(codes) cells = TQKV__(cells)(&book, TQKV__(sizes_times)(t, at, factor));
+            TQKV__(words) offsets;
+            memcpy(&offsets, &cells, sizeof offsets);
+            offsets <<= 4;
+            memcpy(t->offsets + at, &offsets, sizeof offsets);
+        }
         for (int lane = 0; lane < n_lanes; lane += TQKV__LANES) {
             TQKV__VECTOR products = TQKV__(set1)(0.0f), squares = products;
-            for (int at = lane, e = 0; at < s->head_dim && TQKV__BY_ENTRIES(bits); at += n_lanes, e++) {
-                const TQKV__(codes) own = TQKV__(cells)(&book, TQKV__(sizes_times)(t, at, factor));
-                memcpy(cells[e], &own, sizeof own);
-            }
-            for (int at = lane, e = 0; at < s->head_dim; at += n_lanes, e++) {
+            for (int at = lane; at < s->head_dim; at += n_lanes) {
                 const TQKV__VECTOR c =
-                    TQKV__(nearest)(bits, q, &book, cells[e], TQKV__(sizes_times)(t, at, factor));
+                    TQKV__(nearest)(bits, q, &book, t->offsets + at, TQKV__(sizes_times)(t, at, factor));
                 products += TQKV__(rounded)(TQKV__(load)(t->sizes + at) * c);
                 squares += TQKV__(rounded)(c * c);
             }

@@ -316,10 +316,21 @@ TQKV__OP __m256 tqkv__choose_avx2(__m256 bound, __m256 w, __m256 below, __m256 a
 {
     return _mm256_blendv_ps(below, above, _mm256_cmp_ps(bound, w, _CMP_LE_OQ));
 }
-/* The entries of every fourth cell, side by side */
-TQKV__OP __m256 tqkv__load_entries_avx2(const float (*entries)[4], const int32_t *cells)
+/* The first three floats of 8 entries: x[i] has the i-th of each. offsets: of the entries, in bytes */
+TQKV__OP void tqkv__load_entries_avx2(const float (*entries)[4], const uint32_t *offsets, __m256 *x)
 {
-    return _mm256_set_m128(_mm_loadu_ps(entries[cells[4]]), _mm_loadu_ps(entries[cells[0]]));
+    const uint8_t *from = (const uint8_t *)(const void *)entries;
+    __m256 four[4];
+    TQKV__UNROLL
+    for (int i = 0; i < 4; i++)
+        four[i] = _mm256_castsi256_ps(
+            _mm256_set_m128i(tqkv__load_128(from + offsets[i + 4]), tqkv__load_128(from + offsets[i])));
+    const __m256d low = _mm256_castps_pd(_mm256_unpacklo_ps(four[0], four[1])),
+                  high = _mm256_castps_pd(_mm256_unpacklo_ps(four[2], four[3]));
+    x[0] = _mm256_castpd_ps(_mm256_unpacklo_pd(low, high));
+    x[1] = _mm256_castpd_ps(_mm256_unpackhi_pd(low, high));
+    x[2] = _mm256_castpd_ps(_mm256_unpacklo_pd(_mm256_castps_pd(_mm256_unpackhi_ps(four[0], four[1])),
+                                               _mm256_castps_pd(_mm256_unpackhi_ps(four[2], four[3]))));
 }
 TQKV__OP __m256i tqkv__quantise_i8_avx2(__m256 v)
 {

@@ -322,13 +322,25 @@ TQKV__OP __m512 tqkv__choose_avx512(__m512 bound, __m512 w, __m512 below, __m512
 {
     return _mm512_mask_blend_ps(_mm512_cmp_ps_mask(bound, w, _CMP_LE_OQ), below, above);
 }
-/* The entries of every fourth cell, side by side */
-TQKV__OP __m512 tqkv__load_entries_avx512(const float (*entries)[4], const int32_t *cells)
+/* The first three floats of 16 entries: x[i] has the i-th of each. offsets: of the entries, in bytes */
+TQKV__OP void tqkv__load_entries_avx512(const float (*entries)[4], const uint32_t *offsets, __m512 *x)
 {
-    __m512 x = _mm512_castps128_ps512(_mm_loadu_ps(entries[cells[0]]));
-    x = _mm512_insertf32x4(x, _mm_loadu_ps(entries[cells[4]]), 1);
-    x = _mm512_insertf32x4(x, _mm_loadu_ps(entries[cells[8]]), 2);
-    return _mm512_insertf32x4(x, _mm_loadu_ps(entries[cells[12]]), 3);
+    const uint8_t *from = (const uint8_t *)(const void *)entries;
+    __m512 four[4];
+    TQKV__UNROLL
+    for (int i = 0; i < 4; i++) {
+        __m512i entry = _mm512_castsi128_si512(tqkv__load_128(from + offsets[i]));
+        entry = _mm512_inserti32x4(entry, tqkv__load_128(from + offsets[i + 4]), 1);
+        entry = _mm512_inserti32x4(entry, tqkv__load_128(from + offsets[i + 8]), 2);
+        entry = _mm512_inserti32x4(entry, tqkv__load_128(from + offsets[i + 12]), 3);
+        four[i] = _mm512_castsi512_ps(entry);
+    }
+    const __m512d low = _mm512_castps_pd(_mm512_unpacklo_ps(four[0], four[1])),
+                  high = _mm512_castps_pd(_mm512_unpacklo_ps(four[2], four[3]));
+    x[0] = _mm512_castpd_ps(_mm512_unpacklo_pd(low, high));
+    x[1] = _mm512_castpd_ps(_mm512_unpackhi_pd(low, high));
+    x[2] = _mm512_castpd_ps(_mm512_unpacklo_pd(_mm512_castps_pd(_mm512_unpackhi_ps(four[0], four[1])),
+                                               _mm512_castps_pd(_mm512_unpackhi_ps(four[2], four[3]))));
 }
 TQKV__OP __m512i tqkv__quantise_i8_avx512(__m512 v)
 {
