@@ -620,7 +620,7 @@ typedef struct tqkv__batch_item {
     uint32_t key_scale, tail_scale, value_scale;
 } tqkv__batch_item;
 
-/* calibrate: centre and scales of the channels of a KV head, from rows and, if there are any, queries. */
+/* learn_scales: centre and scales of the channels of a KV head, from rows and, if there are any, queries. */
 typedef struct tqkv__calibrate_args {
     int32_t head_dim, n_tokens, n_queries, n_kv_heads;
     int32_t group;                                                             /* query heads a KV head */
@@ -5668,138 +5668,6 @@ ATTEND_MERGE(512)
 ATTEND_MERGE(1024)
 #endif
 
-// ---- shaders/calibrate.metal ----
-
-// calibrate: centre and scales of the channels of a KV head, learnt from its rows and, if there are any, from the queries that
-// read them. The operations and their order are those of tqkv_calibrate, so the bits are the same. Threadgroups: x KV heads. A
-// thread takes a channel, and perhaps more.
-
-// row_type: declared above
-constant uint query_type [[function_constant(TQKV_FC_VALUE_TYPE)]];
-
-// The rows of one KV head, or of all heads of the queries that read it: token after token, within a token head after head.
-struct channel_rows {
-    device const uchar *rows;
-    uint type, n_tokens, n_heads, token_stride, head_stride;
-    ulong first; // value of the first row
-};
-
-inline float value_of_row(thread const channel_rows &from, uint row, uint channel)
-{
-    ulong at = from.first + row_offset(row / from.n_heads, from.token_stride) +
-               row_offset(row % from.n_heads, from.head_stride) + ulong(channel);
-    device const uchar *rows = from.rows;
-    if (from.type == TQKV_TYPE_F32) return ((device const float *)rows)[at];
-    return widened(from.type, uint(((device const ushort *)rows)[at]));
-}
-
-// The mean of a channel over the rows, in their order, or that of the squared distances from its centre; 0 without rows.
-inline float mean_of_channel(thread const channel_rows &from, uint channel, bool squared, float center)
-{
-    const int ROWS = 8; // whose loads are under way at a time
-    uint n_rows = from.n_tokens * from.n_heads;
-    float sum = 0.0f, n = float(from.n_tokens) * float(from.n_heads);
-    for (uint first = 0; first < n_rows; first += uint(ROWS)) {
-        float x[ROWS];
-        TQKV_UNROLL
-        for (int i = 0; i < ROWS; i++) x[i] = value_of_row(from, min(first + uint(i), n_rows - 1u), channel) - center;
-        TQKV_UNROLL
-        for (int i = 0; i < ROWS; i++)
-            if (first + uint(i) < n_rows) sum = sum + (squared ? x[i] * x[i] : x[i]);
-    }
-    return sum / (n > 0.0f ? n : 1.0f);
-}
-
-// Gives the two channels of each rotary pair the mean of theirs. values: [head_dim]. A barrier must precede and follow.
-inline void share_pairs(constant tqkv__calibrate_args &args, threadgroup float *values, uint thread_index,
-                        uint n_threads)
-{
-    uint n = uint(args.head_dim) / 2u;
-    for (uint i = thread_index; i < n; i += n_threads) {
-        uint low = args.pairs == 2 ? i : 2u * i, high = args.pairs == 2 ? i + n : 2u * i + 1u;
-        values[low] = values[high] = (values[low] + values[high]) * 0.5f;
-    }
-}
-
-// The smallest positive of [head_dim] values; 1 if there is none. Every thread has it.
-inline float least_positive(threadgroup const float *values, uint n)
-{
-    float least = INFINITY;
-    for (uint d = 0; d < n; d++) least = values[d] > 0.0f ? min(least, values[d]) : least;
-    return least == INFINITY ? 1.0f : least;
-}
-
-// Mean squares to deviations; zeros become the smallest that is none. values: [head_dim]. A barrier must precede and follow.
-inline void find_deviations(constant tqkv__calibrate_args &args, threadgroup float *values, uint thread_index,
-                            uint n_threads)
-{
-    uint n = uint(args.head_dim);
-    if (args.pairs != 0) share_pairs(args, values, thread_index, n_threads);
-    threadgroup_barrier(mem_flags::mem_threadgroup);
-    for (uint d = thread_index; d < n; d += n_threads) values[d] = precise::sqrt(values[d]);
-    threadgroup_barrier(mem_flags::mem_threadgroup);
-    float least = least_positive(values, n);
-    threadgroup_barrier(mem_flags::mem_threadgroup);
-    for (uint d = thread_index; d < n; d += n_threads) values[d] = values[d] > 0.0f ? values[d] : least;
-}
-
-// Deviations to scales: g = sqrt(s / r), divided by its root mean square. values: [2][head_dim], s and r. A barrier must precede.
-inline void store_scales(constant tqkv__calibrate_args &args, threadgroup float *values, uint thread_index,
-                         uint n_threads, device float *scale)
-{
-    uint n = uint(args.head_dim);
-    float sum = 0.0f;
-    for (uint d = thread_index; d < n; d += n_threads)
-        values[d] = precise::sqrt(args.n_queries != 0 ? values[d] / values[n + d] : values[d]);
-    threadgroup_barrier(mem_flags::mem_threadgroup);
-    for (uint d = 0; d < n; d++) sum = sum + values[d] * values[d];
-    float root = precise::sqrt(sum / float(n));
-    for (uint d = thread_index; d < n; d += n_threads) {
-        float g = values[d] / root;
-        scale[d] = g < 1.0f / 1024.0f ? 1.0f / 1024.0f : g > 1024.0f ? 1024.0f : g;
-    }
-}
-
-// rows: [n_tokens][n_kv_heads][head_dim] and q: [n_queries][n_kv_heads * group][head_dim], with strides; center, channel_scale:
-// [n_kv_heads][head_dim]; values: [2][head_dim]
-#if !defined(TQKV_ONLY) || defined(TQKV_ONLY_tqkv_learn_scales)
-kernel void tqkv_learn_scales(constant tqkv__calibrate_args &args [[buffer(0)]], device const uchar *rows [[buffer(1)]],
-                              device const uchar *q [[buffer(2)]], device float *center [[buffer(3)]],
-                              device float *channel_scale [[buffer(4)]], threadgroup float *values [[threadgroup(0)]],
-                              uint3 group [[threadgroup_position_in_grid]],
-                              uint thread_index [[thread_index_in_threadgroup]],
-                              uint n_simdgroups [[simdgroups_per_threadgroup]])
-{
-    uint n = uint(args.head_dim), n_threads = n_simdgroups * 32u, heads = uint(args.group);
-    channel_rows keys = {rows,
-                         row_type,
-                         uint(args.n_tokens),
-                         1u,
-                         args.token_stride,
-                         args.head_stride,
-                         row_offset(group.x, args.head_stride)};
-    channel_rows queries = {q,
-                            query_type,
-                            uint(args.n_queries),
-                            heads,
-                            args.query_token_stride,
-                            args.query_head_stride,
-                            row_offset(group.x * heads, args.query_head_stride)};
-    center += row_offset(group.x, n);
-    for (uint d = thread_index; d < n; d += n_threads) {
-        float mean = mean_of_channel(keys, d, false, 0.0f);
-        center[d] = mean;
-        values[d] = mean_of_channel(keys, d, true, mean);
-        if (args.n_queries != 0) values[n + d] = mean_of_channel(queries, d, true, 0.0f);
-    }
-    threadgroup_barrier(mem_flags::mem_threadgroup);
-    find_deviations(args, values, thread_index, n_threads);
-    if (args.n_queries != 0) find_deviations(args, values + n, thread_index, n_threads);
-    threadgroup_barrier(mem_flags::mem_threadgroup);
-    store_scales(args, values, thread_index, n_threads, channel_scale + row_offset(group.x, n));
-}
-#endif
-
 // ---- shaders/decode.h ----
 
 // A simdgroup decodes TQKV_ROWS(D) rows.
@@ -6712,7 +6580,7 @@ ENCODE(1024)
 // key_scaled: declared above
 // value_scaled: declared above
 // row_type: declared above
-#define value_type query_type // the same function constant
+constant uint value_type [[function_constant(TQKV_FC_VALUE_TYPE)]];
 // paged: declared above
 constant bool value_paged [[function_constant(TQKV_FC_VALUE_PAGES)]];
 
@@ -7556,6 +7424,138 @@ INDEX_SCORES(64)
 #endif
 #if !defined(TQKV_ONLY) || defined(TQKV_ONLY_tqkv_index_scores_d128)
 INDEX_SCORES(128)
+#endif
+
+// ---- shaders/learn_scales.metal ----
+
+// learn_scales: centre and scales of the channels of a KV head, learnt from its rows and, if there are any, from the queries that
+// read them. The operations and their order are those of tqkv_calibrate, so the bits are the same. Threadgroups: x KV heads. A
+// thread takes a channel, and perhaps more.
+
+// row_type: declared above
+#define query_type value_type // the same function constant
+
+// The rows of one KV head, or of all heads of the queries that read it: token after token, within a token head after head.
+struct channel_rows {
+    device const uchar *rows;
+    uint type, n_tokens, n_heads, token_stride, head_stride;
+    ulong first; // value of the first row
+};
+
+inline float value_of_row(thread const channel_rows &from, uint row, uint channel)
+{
+    ulong at = from.first + row_offset(row / from.n_heads, from.token_stride) +
+               row_offset(row % from.n_heads, from.head_stride) + ulong(channel);
+    device const uchar *rows = from.rows;
+    if (from.type == TQKV_TYPE_F32) return ((device const float *)rows)[at];
+    return widened(from.type, uint(((device const ushort *)rows)[at]));
+}
+
+// The mean of a channel over the rows, in their order, or that of the squared distances from its centre; 0 without rows.
+inline float mean_of_channel(thread const channel_rows &from, uint channel, bool squared, float center)
+{
+    const int ROWS = 8; // whose loads are under way at a time
+    uint n_rows = from.n_tokens * from.n_heads;
+    float sum = 0.0f, n = float(from.n_tokens) * float(from.n_heads);
+    for (uint first = 0; first < n_rows; first += uint(ROWS)) {
+        float x[ROWS];
+        TQKV_UNROLL
+        for (int i = 0; i < ROWS; i++) x[i] = value_of_row(from, min(first + uint(i), n_rows - 1u), channel) - center;
+        TQKV_UNROLL
+        for (int i = 0; i < ROWS; i++)
+            if (first + uint(i) < n_rows) sum = sum + (squared ? x[i] * x[i] : x[i]);
+    }
+    return sum / (n > 0.0f ? n : 1.0f);
+}
+
+// Gives the two channels of each rotary pair the mean of theirs. values: [head_dim]. A barrier must precede and follow.
+inline void share_pairs(constant tqkv__calibrate_args &args, threadgroup float *values, uint thread_index,
+                        uint n_threads)
+{
+    uint n = uint(args.head_dim) / 2u;
+    for (uint i = thread_index; i < n; i += n_threads) {
+        uint low = args.pairs == 2 ? i : 2u * i, high = args.pairs == 2 ? i + n : 2u * i + 1u;
+        values[low] = values[high] = (values[low] + values[high]) * 0.5f;
+    }
+}
+
+// The smallest positive of [head_dim] values; 1 if there is none. Every thread has it.
+inline float least_positive(threadgroup const float *values, uint n)
+{
+    float least = INFINITY;
+    for (uint d = 0; d < n; d++) least = values[d] > 0.0f ? min(least, values[d]) : least;
+    return least == INFINITY ? 1.0f : least;
+}
+
+// Mean squares to deviations; zeros become the smallest that is none. values: [head_dim]. A barrier must precede and follow.
+inline void find_deviations(constant tqkv__calibrate_args &args, threadgroup float *values, uint thread_index,
+                            uint n_threads)
+{
+    uint n = uint(args.head_dim);
+    if (args.pairs != 0) share_pairs(args, values, thread_index, n_threads);
+    threadgroup_barrier(mem_flags::mem_threadgroup);
+    for (uint d = thread_index; d < n; d += n_threads) values[d] = precise::sqrt(values[d]);
+    threadgroup_barrier(mem_flags::mem_threadgroup);
+    float least = least_positive(values, n);
+    threadgroup_barrier(mem_flags::mem_threadgroup);
+    for (uint d = thread_index; d < n; d += n_threads) values[d] = values[d] > 0.0f ? values[d] : least;
+}
+
+// Deviations to scales: g = sqrt(s / r), divided by its root mean square. values: [2][head_dim], s and r. A barrier must precede.
+inline void store_scales(constant tqkv__calibrate_args &args, threadgroup float *values, uint thread_index,
+                         uint n_threads, device float *scale)
+{
+    uint n = uint(args.head_dim);
+    float sum = 0.0f;
+    for (uint d = thread_index; d < n; d += n_threads)
+        values[d] = precise::sqrt(args.n_queries != 0 ? values[d] / values[n + d] : values[d]);
+    threadgroup_barrier(mem_flags::mem_threadgroup);
+    for (uint d = 0; d < n; d++) sum = sum + values[d] * values[d];
+    float root = precise::sqrt(sum / float(n));
+    for (uint d = thread_index; d < n; d += n_threads) {
+        float g = values[d] / root;
+        scale[d] = g < 1.0f / 1024.0f ? 1.0f / 1024.0f : g > 1024.0f ? 1024.0f : g;
+    }
+}
+
+// rows: [n_tokens][n_kv_heads][head_dim] and q: [n_queries][n_kv_heads * group][head_dim], with strides; center, channel_scale:
+// [n_kv_heads][head_dim]; values: [2][head_dim]
+#if !defined(TQKV_ONLY) || defined(TQKV_ONLY_tqkv_learn_scales)
+kernel void tqkv_learn_scales(constant tqkv__calibrate_args &args [[buffer(0)]], device const uchar *rows [[buffer(1)]],
+                              device const uchar *q [[buffer(2)]], device float *center [[buffer(3)]],
+                              device float *channel_scale [[buffer(4)]], threadgroup float *values [[threadgroup(0)]],
+                              uint3 group [[threadgroup_position_in_grid]],
+                              uint thread_index [[thread_index_in_threadgroup]],
+                              uint n_simdgroups [[simdgroups_per_threadgroup]])
+{
+    uint n = uint(args.head_dim), n_threads = n_simdgroups * 32u, heads = uint(args.group);
+    channel_rows keys = {rows,
+                         row_type,
+                         uint(args.n_tokens),
+                         1u,
+                         args.token_stride,
+                         args.head_stride,
+                         row_offset(group.x, args.head_stride)};
+    channel_rows queries = {q,
+                            query_type,
+                            uint(args.n_queries),
+                            heads,
+                            args.query_token_stride,
+                            args.query_head_stride,
+                            row_offset(group.x * heads, args.query_head_stride)};
+    center += row_offset(group.x, n);
+    for (uint d = thread_index; d < n; d += n_threads) {
+        float mean = mean_of_channel(keys, d, false, 0.0f);
+        center[d] = mean;
+        values[d] = mean_of_channel(keys, d, true, mean);
+        if (args.n_queries != 0) values[n + d] = mean_of_channel(queries, d, true, 0.0f);
+    }
+    threadgroup_barrier(mem_flags::mem_threadgroup);
+    find_deviations(args, values, thread_index, n_threads);
+    if (args.n_queries != 0) find_deviations(args, values + n, thread_index, n_threads);
+    threadgroup_barrier(mem_flags::mem_threadgroup);
+    store_scales(args, values, thread_index, n_threads, channel_scale + row_offset(group.x, n));
+}
 #endif
 
 // ---- shaders/probe.metal ----

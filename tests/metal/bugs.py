@@ -91,7 +91,7 @@ BUGS = {
         "max(max(newest, args.first_newest + args.n_queries - 1) - args.exact_last + 1, args.exact_from)", "attend", (64, 128, 512), "plain",
         "slice/ends", "relative error"),
     "scales_of_rows_not_of_pairs": (
-        "shaders/calibrate.metal", "if (args.pairs != 0)", "if (args.pairs == 1)", "calibrate", (), "plain", "calibrate/",
+        "shaders/learn_scales.metal", "if (args.pairs != 0)", "if (args.pairs == 1)", "learn_scales", (), "plain", "calibrate/",
         "scales differ"),
     "center_not_subtracted": (
         "shaders/encode.h", "x[i] - channels.center[i];", "x[i] - 0.0f * channels.center[i];", "encode", (64,), "plain",

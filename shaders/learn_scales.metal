@@ -1,4 +1,4 @@
-// calibrate: centre and scales of the channels of a KV head, learnt from its rows and, if there are any, from the queries that
+// learn_scales: centre and scales of the channels of a KV head, learnt from its rows and, if there are any, from the queries that
 // read them. The operations and their order are those of tqkv_calibrate, so the bits are the same. Threadgroups: x KV heads. A
 // thread takes a channel, and perhaps more.
 #include "types.h"
