@@ -14910,7 +14910,7 @@ typedef struct tqkv__batch_item {
     uint32_t key_scale, tail_scale, value_scale;
 } tqkv__batch_item;
 
-/* calibrate: centre and scales of the channels of a KV head, from rows and, if there are any, queries. */
+/* learn_scales: centre and scales of the channels of a KV head, from rows and, if there are any, queries. */
 typedef struct tqkv__calibrate_args {
     int32_t head_dim, n_tokens, n_queries, n_kv_heads;
     int32_t group;                                                             /* query heads a KV head */

@@ -538,6 +538,27 @@ static void check_overflow(const void *parameters)
     test_store_free(&store);
 }
 
+/* A block scale so large that the scaled values of a short block are infinite, or NaN where they were 0: they have the codes of
+   large values, and their centroids count in the norm. */
+static void check_infinite(const void *parameters)
+{
+    const format_row *row = (const format_row *)parameters;
+    enum { TOKENS = 3 };
+    const int d = row->head_dim;
+    tqkv_store store = test_store(row->format, d, 1, GOLDEN_POSITION + TOKENS, false);
+    store.unrotated = row->unrotated;
+    store.block_scale = 3e38f;
+    float *source = test_rows(8, DATA_GAUSSIAN, TOKENS, d);
+    for (int i = 0; i < TOKENS * d; i++) source[i] *= i < d ? 1e-9f : i < 2 * d ? 1.0f : 1e9f;
+    for (int i = 0; i < d; i += 3) source[i] = 0.0f;
+    for (int i = 0; row->format == TQKV_TQ4 && i < d; i++) /* rotates to zeros among equal values */
+        source[i] = i < 2 ? 1e-9f : 0.0f;
+    CHECK_RESULT(tqkv_encode(&store, source, TOKENS, GOLDEN_POSITION), TQKV_OK);
+    for (int token = 0; token < TOKENS; token++) check_row(&store, source + token * d, token, 0);
+    free(source);
+    test_store_free(&store);
+}
+
 /* ---- The caller's floating-point environment ---- */
 
 static unsigned long long read_control(void)
@@ -632,6 +653,9 @@ static void add_format_cases(tqkv_format format, int head_dim)
         row.block_scale = 1.25f;
         test_add(check_decode, &row, sizeof row, "codec/decode/%s/%d/block_scale", name, head_dim);
         row.block_scale = 0.0f;
+        row.unrotated = reference_can_be_unrotated(format);
+        test_add(check_infinite, &row, sizeof row, "codec/infinite/%s/%d", name, head_dim);
+        row.unrotated = false;
     }
     if (reference_can_be_unrotated(format)) {
         row.unrotated = true;
