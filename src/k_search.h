@@ -5,8 +5,8 @@
    symmetric, a value has the sign of its centroid, and a product of 0 adds nothing. */
 typedef struct TQKV__(turned) {
     TQKV__ALIGNED float sizes[TQKV_MAX_HEAD_DIM];
-    TQKV__ALIGNED int32_t less[TQKV_MAX_HEAD_DIM];     /* -1 for positive values, see TQKV__(fold) */
-    TQKV__ALIGNED uint32_t offsets[TQKV_MAX_HEAD_DIM]; /* of the entries of their cells, in bytes */
+    TQKV__ALIGNED int32_t less[TQKV_MAX_HEAD_DIM];   /* -1 for positive values, see TQKV__(fold) */
+    TQKV__ALIGNED uint32_t found[TQKV_MAX_HEAD_DIM]; /* see TQKV__(find) */
 } TQKV__(turned);
 
 /* NaN becomes infinity, which is no larger with any factor either, and has the square of NaN's code. */
@@ -55,7 +55,7 @@ TQKV__OP void TQKV__(turn_row)(const tqkv__stream *s, const float *y, const floa
 }
 
 /* Codebooks whose tables do not fit registers */
-#define TQKV__BY_ENTRIES(bits) ((bits) > (TQKV__LANES == 16 ? 6 : 4))
+#define TQKV__IS_LARGE(bits) ((bits) > (TQKV__LANES == 16 ? 6 : 4))
 
 /* Sizes times a factor, and the next float below where the value is positive: see TQKV__(fold). */
 TQKV__OP TQKV__VECTOR TQKV__(sizes_times)(const TQKV__(turned) * t, int at, TQKV__VECTOR factor)
@@ -93,17 +93,47 @@ TQKV__OP TQKV__(codes) TQKV__(cells)(const TQKV__(book) * book, TQKV__VECTOR w)
     return TQKV__(truncate)(TQKV__(min)(w * book->slope, book->top));
 }
 
-/* The centroids of sizes_times; bits is a constant. For 3 bits three comparisons are quicker than a cell. Tables that do not fit
-   registers: bound and centroids of each cell by one load */
+/* What nearest takes of a large codebook, for all values of a row: their centroids, or where the entries of their cells are, in
+   bytes. */
+TQKV__OP void TQKV__(find)(const tqkv__stream *s, const tqkv__quantiser *q, const TQKV__(book) * book,
+                           TQKV__VECTOR factor, TQKV__(turned) * t)
+{
+#if TQKV__LANES == 16
+    (void)book;
+    for (int at = 0; at < s->head_dim; at += 64) { /* the last may be beyond the row */
+        TQKV__VECTOR four[4];
+        TQKV__UNROLL
+        for (int i = 0; i < 4; i++) four[i] = TQKV__(sizes_times)(t, at + 16 * i, factor);
+        TQKV__(search_tq8)(s, q, four, four);
+        memcpy(t->found + at, four, sizeof four);
+    }
+#else
+    (void)q;
+    for (int at = 0; at < s->head_dim; at += TQKV__LANES) {
+        const TQKV__(codes) cells = TQKV__(cells)(book, TQKV__(sizes_times)(t, at, factor));
+        TQKV__(words) offsets;
+        memcpy(&offsets, &cells, sizeof offsets);
+        offsets <<= 4;
+        memcpy(t->found + at, &offsets, sizeof offsets);
+    }
+#endif
+}
+
+/* The centroids of sizes_times; bits is a constant. For 3 bits three comparisons are quicker than a cell. Of a large codebook one
+   load takes the bound and the centroids of a cell. */
 TQKV__OP TQKV__VECTOR TQKV__(nearest)(const int bits, const tqkv__quantiser *q, const TQKV__(book) * book,
-                                      const uint32_t *offsets, TQKV__VECTOR w)
+                                      const uint32_t *found, TQKV__VECTOR w)
 {
     TQKV__(codes) index;
     TQKV__VECTOR entries[3];
     memset(&index, 0, sizeof index);
     const TQKV__(codes) none = index;
-    if (TQKV__BY_ENTRIES(bits)) {
-        TQKV__(load_entries)(q->entries, offsets, entries);
+    if (TQKV__IS_LARGE(bits) && TQKV__LANES == 16) {
+        memcpy(entries, found, sizeof *entries);
+        return *entries;
+    }
+    if (TQKV__IS_LARGE(bits)) {
+        TQKV__(load_entries)(q->entries, found, entries);
         return TQKV__(choose)(entries[0], w, entries[1], entries[2]);
     }
     if (bits == 3) {
@@ -126,18 +156,12 @@ TQKV__OP void TQKV__(try_factors)(const int bits, const tqkv__stream *s, const t
     TQKV__(load_book)(bits, q, &book);
     for (int f = 0; f < TQKV__MOST_FACTORS; f++) {
         const TQKV__VECTOR factor = TQKV__(set1)(s->factors[f]);
-        for (int at = 0; at < s->head_dim && TQKV__BY_ENTRIES(bits); at += TQKV__LANES) {
-            const TQKV__(codes) cells = TQKV__(cells)(&book, TQKV__(sizes_times)(t, at, factor));
-            TQKV__(words) offsets;
-            memcpy(&offsets, &cells, sizeof offsets);
-            offsets <<= 4;
-            memcpy(t->offsets + at, &offsets, sizeof offsets);
-        }
+        if (TQKV__IS_LARGE(bits)) TQKV__(find)(s, q, &book, factor, t);
         for (int lane = 0; lane < n_lanes; lane += TQKV__LANES) {
             TQKV__VECTOR products = TQKV__(set1)(0.0f), squares = products;
             for (int at = lane; at < s->head_dim; at += n_lanes) {
                 const TQKV__VECTOR c =
-                    TQKV__(nearest)(bits, q, &book, t->offsets + at, TQKV__(sizes_times)(t, at, factor));
+                    TQKV__(nearest)(bits, q, &book, t->found + at, TQKV__(sizes_times)(t, at, factor));
                 products += TQKV__(rounded)(TQKV__(load)(t->sizes + at) * c);
                 squares += TQKV__(rounded)(c * c);
             }

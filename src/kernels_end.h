@@ -5,7 +5,7 @@
 #undef TQKV__ADD_QUARTERS
 #undef TQKV__BYTES
 #undef TQKV__BOOK_VECTORS
-#undef TQKV__BY_ENTRIES
+#undef TQKV__IS_LARGE
 #undef TQKV__BY_FOUR_ROWS
 #undef TQKV__BY_PARTS
 #undef TQKV__BY_PIECES

@@ -322,26 +322,7 @@ TQKV__OP __m512 tqkv__choose_avx512(__m512 bound, __m512 w, __m512 below, __m512
 {
     return _mm512_mask_blend_ps(_mm512_cmp_ps_mask(bound, w, _CMP_LE_OQ), below, above);
 }
-/* The first three floats of 16 entries: x[i] has the i-th of each. offsets: of the entries, in bytes */
-TQKV__OP void tqkv__load_entries_avx512(const float (*entries)[4], const uint32_t *offsets, __m512 *x)
-{
-    const uint8_t *from = (const uint8_t *)(const void *)entries;
-    __m512 four[4];
-    TQKV__UNROLL
-    for (int i = 0; i < 4; i++) {
-        __m512i entry = _mm512_castsi128_si512(tqkv__load_128(from + offsets[i]));
-        entry = _mm512_inserti32x4(entry, tqkv__load_128(from + offsets[i + 4]), 1);
-        entry = _mm512_inserti32x4(entry, tqkv__load_128(from + offsets[i + 8]), 2);
-        entry = _mm512_inserti32x4(entry, tqkv__load_128(from + offsets[i + 12]), 3);
-        four[i] = _mm512_castsi512_ps(entry);
-    }
-    const __m512d low = _mm512_castps_pd(_mm512_unpacklo_ps(four[0], four[1])),
-                  high = _mm512_castps_pd(_mm512_unpacklo_ps(four[2], four[3]));
-    x[0] = _mm512_castpd_ps(_mm512_unpacklo_pd(low, high));
-    x[1] = _mm512_castpd_ps(_mm512_unpackhi_pd(low, high));
-    x[2] = _mm512_castpd_ps(_mm512_unpacklo_pd(_mm512_castps_pd(_mm512_unpackhi_ps(four[0], four[1])),
-                                               _mm512_castps_pd(_mm512_unpackhi_ps(four[2], four[3]))));
-}
+#define tqkv__load_entries_avx512(entries, offsets, x) memset(x, 0, 3 * sizeof *(x)) /* has search_tq8 */
 TQKV__OP __m512i tqkv__quantise_i8_avx512(__m512 v)
 {
     v = _mm512_min_ps(v, _mm512_set1_ps(127.0f)); /* gives the second operand if either is NaN */
@@ -441,6 +422,44 @@ TQKV__TARGET static void tqkv__quantise_tq8_avx512(const tqkv__quantiser *q, con
         code = _mm512_xor_si512(code, _mm512_mask_blend_epi8(positive, _mm512_set1_epi8(127), _mm512_set1_epi8(-128)));
         _mm512_storeu_si512((void *)(codes + d), code);
     }
+}
+
+/* The centroids of 64 sizes times a factor of a search of TQ8: counts, bounds and centroids by bytes, as in quantise_tq8. Bounds
+   are compared as integers, whose signs packing keeps. The stream has the centroids' bytes from the most negative one on. */
+TQKV__OP void tqkv__search_tq8_avx512(const tqkv__stream *s, const tqkv__quantiser *q, const __m512 *w,
+                                      __m512 *centroids)
+{
+    __m512i below[4];
+    __m512i cell[4], plane[4], words[4];
+    for (int i = 0; i < 4; i++) below[i] = _mm512_loadu_si512((const void *)(q->below + 64 * i));
+    TQKV__UNROLL
+    for (int i = 0; i < 4; i++)
+        cell[i] =
+            _mm512_cvttps_epi32(_mm512_min_ps(_mm512_mul_ps(w[i], _mm512_set1_ps(q->slope)), _mm512_set1_ps(q->top)));
+    const __m512i cells =
+        _mm512_packus_epi16(_mm512_packus_epi32(cell[0], cell[1]), _mm512_packus_epi32(cell[2], cell[3]));
+    __m512i count =
+        _mm512_mask_blend_epi8(_mm512_movepi8_mask(cells), _mm512_permutex2var_epi8(below[0], cells, below[1]),
+                               _mm512_permutex2var_epi8(below[2], cells, below[3]));
+    TQKV__UNROLL
+    for (int p = 0; p < 4; p++)
+        plane[p] = _mm512_permutex2var_epi8(_mm512_loadu_si512((const void *)q->planes[p]), count,
+                                            _mm512_loadu_si512((const void *)(q->planes[p] + 64)));
+    tqkv__join_planes_avx512(plane, words);
+    TQKV__UNROLL
+    for (int i = 0; i < 4; i++)
+        words[i] = _mm512_sub_epi32(_mm512_castps_si512(w[i]), words[i]); /* negative: below the bound */
+    const __m512i differences =
+        _mm512_packs_epi16(_mm512_packs_epi32(words[0], words[1]), _mm512_packs_epi32(words[2], words[3]));
+    count = _mm512_sub_epi8(_mm512_set1_epi8(126), count); /* of the next larger centroid */
+    count = _mm512_mask_sub_epi8(count, _mm512_movepi8_mask(differences), count, _mm512_set1_epi8(-1));
+    TQKV__UNROLL
+    for (int p = 0; p < 4; p++)
+        plane[p] = _mm512_permutex2var_epi8(_mm512_loadu_si512((const void *)s->planes[p]), count,
+                                            _mm512_loadu_si512((const void *)(s->planes[p] + 64)));
+    tqkv__join_planes_avx512(plane, words);
+    TQKV__UNROLL
+    for (int i = 0; i < 4; i++) centroids[i] = _mm512_abs_ps(_mm512_castsi512_ps(words[i]));
 }
 
 static void tqkv__mix_by_order_avx2(int m, const float *runs, float factor, int n, float *out);
