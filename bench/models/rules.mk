@@ -55,3 +55,7 @@ test-models: $(TEST_BUILD)/models/tqkv.so
 	@$(PYTHON)/bin/python bench/models/test.py $<
 
 TEST_TARGETS += test-models
+
+.PHONY: quality-page
+quality-page: ## write docs/quality.md from bench/models/results
+	@python3 bench/models/page.py bench/models/results docs/quality.md
