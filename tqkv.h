@@ -6082,8 +6082,8 @@ TQKV__TARGET static void TQKV__(scale_row)(const tqkv__stream *s, float *row, fl
    symmetric, a value has the sign of its centroid, and a product of 0 adds nothing. */
 typedef struct TQKV__(turned) {
     TQKV__ALIGNED float sizes[TQKV_MAX_HEAD_DIM];
-    TQKV__ALIGNED int32_t less[TQKV_MAX_HEAD_DIM];     /* -1 for positive values, see TQKV__(fold) */
-    TQKV__ALIGNED uint32_t offsets[TQKV_MAX_HEAD_DIM]; /* of the entries of their cells, in bytes */
+    TQKV__ALIGNED int32_t less[TQKV_MAX_HEAD_DIM];   /* -1 for positive values, see TQKV__(fold) */
+    TQKV__ALIGNED uint32_t found[TQKV_MAX_HEAD_DIM]; /* see TQKV__(find) */
 } TQKV__(turned);
 
 /* NaN becomes infinity, which is no larger with any factor either, and has the square of NaN's code. */
@@ -6132,7 +6132,7 @@ TQKV__OP void TQKV__(turn_row)(const tqkv__stream *s, const float *y, const floa
 }
 
 /* Codebooks whose tables do not fit registers */
-#define TQKV__BY_ENTRIES(bits) ((bits) > (TQKV__LANES == 16 ? 6 : 4))
+#define TQKV__IS_LARGE(bits) ((bits) > (TQKV__LANES == 16 ? 6 : 4))
 
 /* Sizes times a factor, and the next float below where the value is positive: see TQKV__(fold). */
 TQKV__OP TQKV__VECTOR TQKV__(sizes_times)(const TQKV__(turned) * t, int at, TQKV__VECTOR factor)
@@ -6170,17 +6170,47 @@ TQKV__OP TQKV__(codes) TQKV__(cells)(const TQKV__(book) * book, TQKV__VECTOR w)
     return TQKV__(truncate)(TQKV__(min)(w * book->slope, book->top));
 }
 
-/* The centroids of sizes_times; bits is a constant. For 3 bits three comparisons are quicker than a cell. Tables that do not fit
-   registers: bound and centroids of each cell by one load */
+/* What nearest takes of a large codebook, for all values of a row: their centroids, or where the entries of their cells are, in
+   bytes. */
+TQKV__OP void TQKV__(find)(const tqkv__stream *s, const tqkv__quantiser *q, const TQKV__(book) * book,
+                           TQKV__VECTOR factor, TQKV__(turned) * t)
+{
+#if TQKV__LANES == 16
+    (void)book;
+    for (int at = 0; at < s->head_dim; at += 64) { /* the last may be beyond the row */
+        TQKV__VECTOR four[4];
+        TQKV__UNROLL
+        for (int i = 0; i < 4; i++) four[i] = TQKV__(sizes_times)(t, at + 16 * i, factor);
+        TQKV__(search_tq8)(s, q, four, four);
+        memcpy(t->found + at, four, sizeof four);
+    }
+#else
+    (void)q;
+    for (int at = 0; at < s->head_dim; at += TQKV__LANES) {
+        const TQKV__(codes) cells = TQKV__(cells)(book, TQKV__(sizes_times)(t, at, factor));
+        TQKV__(words) offsets;
+        memcpy(&offsets, &cells, sizeof offsets);
+        offsets <<= 4;
+        memcpy(t->found + at, &offsets, sizeof offsets);
+    }
+#endif
+}
+
+/* The centroids of sizes_times; bits is a constant. For 3 bits three comparisons are quicker than a cell. Of a large codebook one
+   load takes the bound and the centroids of a cell. */
 TQKV__OP TQKV__VECTOR TQKV__(nearest)(const int bits, const tqkv__quantiser *q, const TQKV__(book) * book,
-                                      const uint32_t *offsets, TQKV__VECTOR w)
+                                      const uint32_t *found, TQKV__VECTOR w)
 {
     TQKV__(codes) index;
     TQKV__VECTOR entries[3];
     memset(&index, 0, sizeof index);
     const TQKV__(codes) none = index;
-    if (TQKV__BY_ENTRIES(bits)) {
-        TQKV__(load_entries)(q->entries, offsets, entries);
+    if (TQKV__IS_LARGE(bits) && TQKV__LANES == 16) {
+        memcpy(entries, found, sizeof *entries);
+        return *entries;
+    }
+    if (TQKV__IS_LARGE(bits)) {
+        TQKV__(load_entries)(q->entries, found, entries);
         return TQKV__(choose)(entries[0], w, entries[1], entries[2]);
     }
     if (bits == 3) {
@@ -6203,18 +6233,12 @@ TQKV__OP void TQKV__(try_factors)(const int bits, const tqkv__stream *s, const t
     TQKV__(load_book)(bits, q, &book);
     for (int f = 0; f < TQKV__MOST_FACTORS; f++) {
         const TQKV__VECTOR factor = TQKV__(set1)(s->factors[f]);
-        for (int at = 0; at < s->head_dim && TQKV__BY_ENTRIES(bits); at += TQKV__LANES) {
-            const TQKV__(codes) cells = TQKV__(cells)(&book, TQKV__(sizes_times)(t, at, factor));
-            TQKV__(words) offsets;
-            memcpy(&offsets, &cells, sizeof offsets);
-            offsets <<= 4;
-            memcpy(t->offsets + at, &offsets, sizeof offsets);
-        }
+        if (TQKV__IS_LARGE(bits)) TQKV__(find)(s, q, &book, factor, t);
         for (int lane = 0; lane < n_lanes; lane += TQKV__LANES) {
             TQKV__VECTOR products = TQKV__(set1)(0.0f), squares = products;
             for (int at = lane; at < s->head_dim; at += n_lanes) {
                 const TQKV__VECTOR c =
-                    TQKV__(nearest)(bits, q, &book, t->offsets + at, TQKV__(sizes_times)(t, at, factor));
+                    TQKV__(nearest)(bits, q, &book, t->found + at, TQKV__(sizes_times)(t, at, factor));
                 products += TQKV__(rounded)(TQKV__(load)(t->sizes + at) * c);
                 squares += TQKV__(rounded)(c * c);
             }
@@ -7738,7 +7762,7 @@ static const tqkv__integers TQKV__I(integers) = {&TQKV__(isa),
 #undef TQKV__ADD_QUARTERS
 #undef TQKV__BYTES
 #undef TQKV__BOOK_VECTORS
-#undef TQKV__BY_ENTRIES
+#undef TQKV__IS_LARGE
 #undef TQKV__BY_FOUR_ROWS
 #undef TQKV__BY_PARTS
 #undef TQKV__BY_PIECES
@@ -8147,26 +8171,7 @@ TQKV__OP __m512 tqkv__choose_avx512(__m512 bound, __m512 w, __m512 below, __m512
 {
     return _mm512_mask_blend_ps(_mm512_cmp_ps_mask(bound, w, _CMP_LE_OQ), below, above);
 }
-/* The first three floats of 16 entries: x[i] has the i-th of each. offsets: of the entries, in bytes */
-TQKV__OP void tqkv__load_entries_avx512(const float (*entries)[4], const uint32_t *offsets, __m512 *x)
-{
-    const uint8_t *from = (const uint8_t *)(const void *)entries;
-    __m512 four[4];
-    TQKV__UNROLL
-    for (int i = 0; i < 4; i++) {
-        __m512i entry = _mm512_castsi128_si512(tqkv__load_128(from + offsets[i]));
-        entry = _mm512_inserti32x4(entry, tqkv__load_128(from + offsets[i + 4]), 1);
-        entry = _mm512_inserti32x4(entry, tqkv__load_128(from + offsets[i + 8]), 2);
-        entry = _mm512_inserti32x4(entry, tqkv__load_128(from + offsets[i + 12]), 3);
-        four[i] = _mm512_castsi512_ps(entry);
-    }
-    const __m512d low = _mm512_castps_pd(_mm512_unpacklo_ps(four[0], four[1])),
-                  high = _mm512_castps_pd(_mm512_unpacklo_ps(four[2], four[3]));
-    x[0] = _mm512_castpd_ps(_mm512_unpacklo_pd(low, high));
-    x[1] = _mm512_castpd_ps(_mm512_unpackhi_pd(low, high));
-    x[2] = _mm512_castpd_ps(_mm512_unpacklo_pd(_mm512_castps_pd(_mm512_unpackhi_ps(four[0], four[1])),
-                                               _mm512_castps_pd(_mm512_unpackhi_ps(four[2], four[3]))));
-}
+#define tqkv__load_entries_avx512(entries, offsets, x) memset(x, 0, 3 * sizeof *(x)) /* has search_tq8 */
 TQKV__OP __m512i tqkv__quantise_i8_avx512(__m512 v)
 {
     v = _mm512_min_ps(v, _mm512_set1_ps(127.0f)); /* gives the second operand if either is NaN */
@@ -8266,6 +8271,44 @@ TQKV__TARGET static void tqkv__quantise_tq8_avx512(const tqkv__quantiser *q, con
         code = _mm512_xor_si512(code, _mm512_mask_blend_epi8(positive, _mm512_set1_epi8(127), _mm512_set1_epi8(-128)));
         _mm512_storeu_si512((void *)(codes + d), code);
     }
+}
+
+/* The centroids of 64 sizes times a factor of a search of TQ8: counts, bounds and centroids by bytes, as in quantise_tq8. Bounds
+   are compared as integers, whose signs packing keeps. The stream has the centroids' bytes from the most negative one on. */
+TQKV__OP void tqkv__search_tq8_avx512(const tqkv__stream *s, const tqkv__quantiser *q, const __m512 *w,
+                                      __m512 *centroids)
+{
+    __m512i below[4];
+    __m512i cell[4], plane[4], words[4];
+    for (int i = 0; i < 4; i++) below[i] = _mm512_loadu_si512((const void *)(q->below + 64 * i));
+    TQKV__UNROLL
+    for (int i = 0; i < 4; i++)
+        cell[i] =
+            _mm512_cvttps_epi32(_mm512_min_ps(_mm512_mul_ps(w[i], _mm512_set1_ps(q->slope)), _mm512_set1_ps(q->top)));
+    const __m512i cells =
+        _mm512_packus_epi16(_mm512_packus_epi32(cell[0], cell[1]), _mm512_packus_epi32(cell[2], cell[3]));
+    __m512i count =
+        _mm512_mask_blend_epi8(_mm512_movepi8_mask(cells), _mm512_permutex2var_epi8(below[0], cells, below[1]),
+                               _mm512_permutex2var_epi8(below[2], cells, below[3]));
+    TQKV__UNROLL
+    for (int p = 0; p < 4; p++)
+        plane[p] = _mm512_permutex2var_epi8(_mm512_loadu_si512((const void *)q->planes[p]), count,
+                                            _mm512_loadu_si512((const void *)(q->planes[p] + 64)));
+    tqkv__join_planes_avx512(plane, words);
+    TQKV__UNROLL
+    for (int i = 0; i < 4; i++)
+        words[i] = _mm512_sub_epi32(_mm512_castps_si512(w[i]), words[i]); /* negative: below the bound */
+    const __m512i differences =
+        _mm512_packs_epi16(_mm512_packs_epi32(words[0], words[1]), _mm512_packs_epi32(words[2], words[3]));
+    count = _mm512_sub_epi8(_mm512_set1_epi8(126), count); /* of the next larger centroid */
+    count = _mm512_mask_sub_epi8(count, _mm512_movepi8_mask(differences), count, _mm512_set1_epi8(-1));
+    TQKV__UNROLL
+    for (int p = 0; p < 4; p++)
+        plane[p] = _mm512_permutex2var_epi8(_mm512_loadu_si512((const void *)s->planes[p]), count,
+                                            _mm512_loadu_si512((const void *)(s->planes[p] + 64)));
+    tqkv__join_planes_avx512(plane, words);
+    TQKV__UNROLL
+    for (int i = 0; i < 4; i++) centroids[i] = _mm512_abs_ps(_mm512_castsi512_ps(words[i]));
 }
 
 static void tqkv__mix_by_order_avx2(int m, const float *runs, float factor, int n, float *out);
