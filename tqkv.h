@@ -823,7 +823,7 @@ TQKV_METAL_API tqkv_result tqkv_metal_attend_finish(tqkv_metal *m, tqkv_metal_ob
    Each array of all items (their keys' codes, their q and so on) lies in one buffer, at any offsets; nothing that the
    call reads lies between the outputs. TQKV_UNSUPPORTED otherwise. arguments: memory that the processor can write, at a
    multiple of 256, with the bytes that the first call tells, for this call alone until it has completed; scratch as for
-   tqkv_metal_attend. */
+   tqkv_metal_attend. The outputs are compared in memory of malloc. */
 TQKV_METAL_API tqkv_result tqkv_metal_attend_batch_sizes(tqkv_metal *m, const tqkv_metal_attention *items, int n_items,
                                                          size_t *arguments, size_t *scratch);
 TQKV_METAL_API tqkv_result tqkv_metal_attend_batch(tqkv_metal *m, tqkv_metal_object encoder,
@@ -12202,113 +12202,87 @@ TQKV_API tqkv_result tqkv_attend(const tqkv_attention *attention, const void *q,
     return r == TQKV_OK ? tqkv__attend(&a, q, out) : r;
 }
 
-/* Where the output of a call lies, in bytes: [n][n_heads] rows. */
+/* Where one call's rows of output lie, in bytes. */
 typedef struct tqkv__output {
-    uint64_t begin, size;
-    int64_t token, head, row; /* strides; size of a row */
-    int n, n_heads;
+    uint64_t begin, token_stride, head_stride, row;
+    size_t n_tokens, n_heads;
 } tqkv__output;
 
 static tqkv__output tqkv__output_of(const tqkv__part *part)
 {
     const tqkv__attention *a = part->a;
-    const int64_t size = (int64_t)tqkv__type_size(a->call.output_type);
-    const int64_t token = (int64_t)a->call.output_strides.token, head = (int64_t)a->call.output_strides.head;
-    const tqkv__output x = {(uintptr_t)part->out, a->out_size,       token * size,   head * size,
-                            a->value_dim * size,  a->call.n_queries, a->call.n_heads};
-    return x;
+    const size_t size = tqkv__type_size(a->call.output_type);
+    const tqkv__output output = {
+        (uintptr_t)part->out,        a->call.output_strides.token * size, a->call.output_strides.head * size,
+        (size_t)a->value_dim * size, (size_t)a->call.n_queries,           (size_t)a->call.n_heads};
+    return output;
 }
 
-/* Whether rows of two outputs share bytes. Outputs of the same strides may lie between each other's rows. */
-static bool tqkv__output_rows_overlap(const tqkv__output *x, const tqkv__output *y)
+/* What a batch writes, in extents of memory. */
+typedef struct tqkv__extent {
+    uint64_t begin, end;
+} tqkv__extent;
+typedef struct tqkv__writes {
+    tqkv__extent *extents; /* [n]; NULL while they are counted */
+    size_t n;
+} tqkv__writes;
+
+/* Adds the rows of an output; those that touch are one extent. */
+static void tqkv__add_output(tqkv__writes *writes, tqkv__output output)
 {
-    const int64_t apart = (int64_t)(y->begin - x->begin);
-    if (y->begin >= x->begin ? y->begin - x->begin >= x->size : x->begin - y->begin >= y->size) return false;
-    if (x->token != y->token || x->head != y->head || x->row != y->row) return true;
-    for (int h = 1 - x->n_heads; h < y->n_heads; h++) {
-        const int64_t rest = apart + h * x->head; /* a row of y and one of x differ by this and some tokens */
-        int64_t t = -rest / x->token;             /* overlap needs |rest + t * token| < row: t or a neighbour */
-        for (t--; t <= -rest / x->token + 1; t++)
-            if (t > -x->n && t < y->n && rest + t * x->token < x->row && rest + t * x->token > -x->row) return true;
+    if (output.head_stride == output.row) output.row *= output.n_heads, output.n_heads = 1;
+    if (output.token_stride == output.row) output.row *= output.n_tokens, output.n_tokens = 1;
+    for (size_t i = 0; i < output.n_tokens * output.n_heads; i++, writes->n++) {
+        const uint64_t at = i / output.n_heads * output.token_stride + i % output.n_heads * output.head_stride;
+        const tqkv__extent extent = {output.begin + at, output.begin + at + output.row};
+        if (writes->extents) writes->extents[writes->n] = extent;
     }
+}
+
+/* Gets memory for the extents counted so far, of *size bytes. */
+static bool tqkv__open_writes(tqkv__writes *writes, const tqkv_allocator *allocator, size_t *size)
+{
+    if (!tqkv__size_multiply(writes->n, sizeof *writes->extents, size)) return false;
+    writes->extents = (tqkv__extent *)allocator->alloc(allocator->user, *size);
+    writes->n = 0;
+    return writes->extents != NULL;
+}
+
+static int tqkv__compare_extents(const void *a, const void *b)
+{
+    const uint64_t x = ((const tqkv__extent *)a)->begin, y = ((const tqkv__extent *)b)->begin;
+    return x < y ? -1 : x > y;
+}
+
+/* Sorts the extents; whether two share a byte. */
+static bool tqkv__writes_overlap(const tqkv__writes *writes)
+{
+    qsort(writes->extents, writes->n, sizeof *writes->extents, tqkv__compare_extents);
+    for (size_t i = 1; i < writes->n; i++)
+        if (writes->extents[i].begin < writes->extents[i - 1].end) return true;
     return false;
 }
 
-/* Outputs in order. They share nothing if each begins behind the one before. Nor if, with the same strides, that is so of their
-   parts within the longer stride, and all these fit into it. */
-typedef struct tqkv__ascent {
-    tqkv__output first, last;
-    bool behind, between; /* so far */
-} tqkv__ascent;
-
-static tqkv__ascent tqkv__begin_ascent(const tqkv__output *first)
+/* Whether an item reads one of n > 0 sorted extents. Halves them: thousands of items are not compared each with each. */
+static bool tqkv__reads_extent(const tqkv__part *part, const tqkv__extent *extents, size_t n)
 {
-    const tqkv__ascent all = {*first, *first, true, true};
-    return all;
+    const void *low = (const void *)(uintptr_t)extents[0].begin;
+    if (!tqkv__reads(part->a, part->q, low, (size_t)(extents[n - 1].end - extents[0].begin))) return false;
+    return n == 1 || tqkv__reads_extent(part, extents, n / 2) || tqkv__reads_extent(part, extents + n / 2, n - n / 2);
 }
 
-static uint64_t tqkv__inner_size(const tqkv__output *x)
+/* Checks that no item writes what another one reads or writes. */
+static tqkv_result tqkv__check_outputs(const tqkv__part *parts, int n_parts, const tqkv_allocator *allocator)
 {
-    return (uint64_t)((x->token <= x->head ? (x->n - 1) * x->token : (x->n_heads - 1) * x->head) + x->row);
-}
-
-static void tqkv__ascend(tqkv__ascent *all, const tqkv__output *next)
-{
-    const tqkv__output *last = &all->last;
-    const uint64_t outer = (uint64_t)(last->token <= last->head ? last->head : last->token);
-    const bool alike = last->token == next->token && last->head == next->head && last->row == next->row;
-    all->behind = all->behind && next->begin >= last->begin && next->begin - last->begin >= last->size;
-    all->between = all->between && alike && next->begin >= last->begin &&
-                   next->begin - last->begin >= tqkv__inner_size(last) &&
-                   next->begin - all->first.begin + tqkv__inner_size(next) <= outer;
-    all->last = *next;
-}
-
-/* Whether item j reads an output of another of the items [low, high), whose outputs ascend. Halves the range until none is left:
-   thousands of items need no comparison of each with each. */
-static bool tqkv__reads_output(const tqkv__part *parts, int j, int low, int high)
-{
-    const uintptr_t begin = (uintptr_t)parts[low].out;
-    const uintptr_t end = (uintptr_t)parts[high - 1].out + parts[high - 1].a->out_size;
-    if (!tqkv__reads(parts[j].a, parts[j].q, parts[low].out, end - begin)) return false;
-    if (high - low == 1) return low != j;
-    const int middle = low + (high - low) / 2;
-    return tqkv__reads_output(parts, j, low, middle) || tqkv__reads_output(parts, j, middle, high);
-}
-
-/* Whether outputs ascend or lie between each other's rows, apart from all that is read: then a comparison of each with each is not
-   needed. */
-static bool tqkv__parts_ascend(const tqkv__part *parts, int n)
-{
-    const tqkv__output first = tqkv__output_of(&parts[0]);
-    tqkv__ascent all = tqkv__begin_ascent(&first);
-    const uintptr_t low = (uintptr_t)parts[0].out;
-    uintptr_t high = low;
-    for (int i = 0; i < n; i++) {
-        const tqkv__output next = tqkv__output_of(&parts[i]);
-        const uintptr_t end = (uintptr_t)parts[i].out + parts[i].a->out_size;
-        if (i) tqkv__ascend(&all, &next);
-        if (end > high) high = end;
-    }
-    bool apart = all.behind || all.between;
-    for (int i = 0; i < n && apart; i++)
-        apart = all.behind ? !tqkv__reads_output(parts, i, 0, n)
-                           : !tqkv__reads(parts[i].a, parts[i].q, parts[0].out, high - low);
-    return apart;
-}
-
-/* Whether the output of one call overlaps an array of another. */
-static bool tqkv__parts_overlap(const tqkv__part *parts, int n)
-{
-    if (tqkv__parts_ascend(parts, n)) return false;
-    for (int i = 0; i < n; i++)
-        for (int j = 0; j < n; j++) {
-            const tqkv__output x = tqkv__output_of(&parts[i]), y = tqkv__output_of(&parts[j]);
-            if (i == j) continue;
-            if (tqkv__reads(parts[j].a, parts[j].q, parts[i].out, parts[i].a->out_size)) return true;
-            if (tqkv__output_rows_overlap(&x, &y)) return true;
-        }
-    return false;
+    size_t size;
+    tqkv__writes writes = {NULL, 0};
+    for (int i = 0; i < n_parts; i++) tqkv__add_output(&writes, tqkv__output_of(&parts[i]));
+    if (!tqkv__open_writes(&writes, allocator, &size)) return TQKV_OUT_OF_MEMORY;
+    for (int i = 0; i < n_parts; i++) tqkv__add_output(&writes, tqkv__output_of(&parts[i]));
+    bool overlap = tqkv__writes_overlap(&writes);
+    for (int i = 0; i < n_parts && !overlap; i++) overlap = tqkv__reads_extent(&parts[i], writes.extents, writes.n);
+    allocator->free(allocator->user, writes.extents, size);
+    return overlap ? TQKV__INVALID("the output of an item overlaps an array of another") : TQKV_OK;
 }
 
 /* Opens and checks one item; it takes over the hooks of the first. */
@@ -12338,8 +12312,7 @@ TQKV_API tqkv_result tqkv_attend_batch(const tqkv_attention *items, int n_items,
     tqkv_result r = TQKV_OK;
     for (int i = 0; r == TQKV_OK && i < n_items; i++)
         r = tqkv__open_item(items, i, q[i], out[i], &opened[i], &parts[i]);
-    if (r == TQKV_OK && tqkv__parts_overlap(parts, n_items))
-        r = TQKV__INVALID("the output of an item overlaps an array of another");
+    if (r == TQKV_OK) r = tqkv__check_outputs(parts, n_items, &allocator);
     if (r == TQKV_OK) r = tqkv__run_job(parts, n_items);
     allocator.free(allocator.user, opened, size);
     return r;
@@ -17161,39 +17134,29 @@ static tqkv_result tqkv__write_items(const tqkv__batch *b, void *contents, tqkv_
     return TQKV_OK;
 }
 
-/* value: bytes of one, dim: values of a row */
+/* The rows that an item writes; value: bytes of one, dim: values of a row. */
 static tqkv__output tqkv__output_of_item(const tqkv__batch_item *item, size_t value, int dim)
 {
-    const int n_heads = item->merge.n_heads, n = item->merge.n_rows / n_heads;
-    const int64_t size = (int64_t)value, token = item->merge.out_token_stride * size,
-                  head = item->merge.out_head_stride * size, row = dim * size;
-    const tqkv__output x = {(uint64_t)item->out * TQKV__ROWS_UNIT,
-                            (uint64_t)((n - 1) * token + (n_heads - 1) * head + row),
-                            token,
-                            head,
-                            row,
-                            n,
-                            n_heads};
-    return x;
+    const tqkv__merge_args *merge = &item->merge;
+    const tqkv__output output = {(uint64_t)item->out * TQKV__ROWS_UNIT,    (uint64_t)merge->out_token_stride * value,
+                                 (uint64_t)merge->out_head_stride * value, (uint64_t)dim * value,
+                                 (size_t)(merge->n_rows / merge->n_heads), (size_t)merge->n_heads};
+    return output;
 }
 
-/* Whether outputs overlap. Those that ascend need no comparison of each with each. */
-static bool tqkv__outputs_overlap(const tqkv__batch_item *items, int n, size_t value, int dim)
+/* Checks that no two items of a batch write the same bytes. */
+static tqkv_result tqkv__check_item_outputs(const tqkv__batch *b, const tqkv__batch_item *merges, size_t value, int dim)
 {
-    const tqkv__output first = tqkv__output_of_item(&items[0], value, dim);
-    tqkv__ascent all = tqkv__begin_ascent(&first);
-    for (int i = 1; i < n; i++) {
-        const tqkv__output own = tqkv__output_of_item(&items[i], value, dim);
-        tqkv__ascend(&all, &own);
-    }
-    if (all.behind || all.between) return false;
-    for (int i = 0; i < n; i++)
-        for (int j = 0; j < i; j++) {
-            const tqkv__output x = tqkv__output_of_item(&items[i], value, dim),
-                               y = tqkv__output_of_item(&items[j], value, dim);
-            if (tqkv__output_rows_overlap(&x, &y)) return true;
-        }
-    return false;
+    size_t size;
+    tqkv__writes writes = {NULL, 0};
+    tqkv_allocator allocator = {NULL, NULL, NULL}; /* malloc: that of a cache's memory may make buffers of the GPU */
+    (void)tqkv__resolve_allocator(&allocator);
+    for (int i = 0; i < b->n; i++) tqkv__add_output(&writes, tqkv__output_of_item(&merges[i], value, dim));
+    if (!tqkv__open_writes(&writes, &allocator, &size)) return TQKV_OUT_OF_MEMORY;
+    for (int i = 0; i < b->n; i++) tqkv__add_output(&writes, tqkv__output_of_item(&merges[i], value, dim));
+    const bool overlap = tqkv__writes_overlap(&writes);
+    allocator.free(allocator.user, writes.extents, size);
+    return overlap ? TQKV__INVALID("outputs of a batch overlap") : TQKV_OK;
 }
 
 /* What one dispatch for all items has in place of an item's: the items and all scratch. scratch: index of partial results, or of
@@ -17238,7 +17201,7 @@ static tqkv_result tqkv__plan_batch(const tqkv__batch *b, void *contents, tqkv__
               type = all->merge.kernel.constants[TQKV_FC_TYPE] - 1;
     const size_t value = tqkv__type_size((tqkv_type)type);
     const tqkv__batch_item *merges = tqkv__batch_table(b, contents, TQKV__PARTS);
-    return tqkv__outputs_overlap(merges, b->n, value, head_dim) ? TQKV__INVALID("outputs of a batch overlap") : TQKV_OK;
+    return tqkv__check_item_outputs(b, merges, value, head_dim);
 }
 
 TQKV_API tqkv_result tqkv_metal_plan_attend_batch(const tqkv_metal_attention *items, int n_items,

@@ -278,39 +278,29 @@ static tqkv_result tqkv__write_items(const tqkv__batch *b, void *contents, tqkv_
     return TQKV_OK;
 }
 
-/* value: bytes of one, dim: values of a row */
+/* The rows that an item writes; value: bytes of one, dim: values of a row. */
 static tqkv__output tqkv__output_of_item(const tqkv__batch_item *item, size_t value, int dim)
 {
-    const int n_heads = item->merge.n_heads, n = item->merge.n_rows / n_heads;
-    const int64_t size = (int64_t)value, token = item->merge.out_token_stride * size,
-                  head = item->merge.out_head_stride * size, row = dim * size;
-    const tqkv__output x = {(uint64_t)item->out * TQKV__ROWS_UNIT,
-                            (uint64_t)((n - 1) * token + (n_heads - 1) * head + row),
-                            token,
-                            head,
-                            row,
-                            n,
-                            n_heads};
-    return x;
+    const tqkv__merge_args *merge = &item->merge;
+    const tqkv__output output = {(uint64_t)item->out * TQKV__ROWS_UNIT,    (uint64_t)merge->out_token_stride * value,
+                                 (uint64_t)merge->out_head_stride * value, (uint64_t)dim * value,
+                                 (size_t)(merge->n_rows / merge->n_heads), (size_t)merge->n_heads};
+    return output;
 }
 
-/* Whether outputs overlap. Those that ascend need no comparison of each with each. */
-static bool tqkv__outputs_overlap(const tqkv__batch_item *items, int n, size_t value, int dim)
+/* Checks that no two items of a batch write the same bytes. */
+static tqkv_result tqkv__check_item_outputs(const tqkv__batch *b, const tqkv__batch_item *merges, size_t value, int dim)
 {
-    const tqkv__output first = tqkv__output_of_item(&items[0], value, dim);
-    tqkv__ascent all = tqkv__begin_ascent(&first);
-    for (int i = 1; i < n; i++) {
-        const tqkv__output own = tqkv__output_of_item(&items[i], value, dim);
-        tqkv__ascend(&all, &own);
-    }
-    if (all.behind || all.between) return false;
-    for (int i = 0; i < n; i++)
-        for (int j = 0; j < i; j++) {
-            const tqkv__output x = tqkv__output_of_item(&items[i], value, dim),
-                               y = tqkv__output_of_item(&items[j], value, dim);
-            if (tqkv__output_rows_overlap(&x, &y)) return true;
-        }
-    return false;
+    size_t size;
+    tqkv__writes writes = {NULL, 0};
+    tqkv_allocator allocator = {NULL, NULL, NULL}; /* malloc: that of a cache's memory may make buffers of the GPU */
+    (void)tqkv__resolve_allocator(&allocator);
+    for (int i = 0; i < b->n; i++) tqkv__add_output(&writes, tqkv__output_of_item(&merges[i], value, dim));
+    if (!tqkv__open_writes(&writes, &allocator, &size)) return TQKV_OUT_OF_MEMORY;
+    for (int i = 0; i < b->n; i++) tqkv__add_output(&writes, tqkv__output_of_item(&merges[i], value, dim));
+    const bool overlap = tqkv__writes_overlap(&writes);
+    allocator.free(allocator.user, writes.extents, size);
+    return overlap ? TQKV__INVALID("outputs of a batch overlap") : TQKV_OK;
 }
 
 /* What one dispatch for all items has in place of an item's: the items and all scratch. scratch: index of partial results, or of
@@ -355,7 +345,7 @@ static tqkv_result tqkv__plan_batch(const tqkv__batch *b, void *contents, tqkv__
               type = all->merge.kernel.constants[TQKV_FC_TYPE] - 1;
     const size_t value = tqkv__type_size((tqkv_type)type);
     const tqkv__batch_item *merges = tqkv__batch_table(b, contents, TQKV__PARTS);
-    return tqkv__outputs_overlap(merges, b->n, value, head_dim) ? TQKV__INVALID("outputs of a batch overlap") : TQKV_OK;
+    return tqkv__check_item_outputs(b, merges, value, head_dim);
 }
 
 TQKV_API tqkv_result tqkv_metal_plan_attend_batch(const tqkv_metal_attention *items, int n_items,
