@@ -47,13 +47,14 @@ static float tqkv__dot(const float *a, const float *b, int n)
     return ((sums[0] + sums[1]) + (sums[2] + sums[3])) + ((sums[4] + sums[5]) + (sums[6] + sums[7]));
 }
 
-static void tqkv__score_tile_scalar(const tqkv__stream *s, int kv_head, const tqkv__run *run, const float *q,
+static void tqkv__score_tile_scalar(const tqkv__stream *s, int kv_head, const tqkv__segment *segment, const float *q,
                                     int n_rows, bool add, float *scores)
 {
     const int most = 8 * TQKV__MOST_ADDITIONS;
     float key[TQKV_MAX_HEAD_DIM];
-    for (int j = 0; j < run->n; j++) {
-        tqkv__decode_row(s, tqkv__codes_at(s, kv_head, run->slot + j), tqkv__norms_at(s, kv_head, run->slot + j), key);
+    for (int j = 0; j < segment->n; j++) {
+        tqkv__decode_row(s, tqkv__codes_at(s, kv_head, segment->slot + j),
+                         tqkv__norms_at(s, kv_head, segment->slot + j), key);
         for (int row = 0; row < n_rows; row++) {
             const float *query = q + (size_t)row * (size_t)s->head_dim;
             float *score = &scores[row * TQKV__TILE + j];
@@ -64,14 +65,14 @@ static void tqkv__score_tile_scalar(const tqkv__stream *s, int kv_head, const tq
     }
 }
 
-static void tqkv__value_tile_scalar(const tqkv__stream *s, int kv_head, const tqkv__run *run, const float *weights,
-                                    int n_rows, float *scaled, float *out)
+static void tqkv__value_tile_scalar(const tqkv__stream *s, int kv_head, const tqkv__segment *segment,
+                                    const float *weights, int n_rows, float *scaled, float *out)
 {
     (void)scaled; /* for vectors */
     float value[TQKV_MAX_HEAD_DIM];
-    for (int j = 0; j < run->n; j++) {
-        tqkv__decode_row(s, tqkv__codes_at(s, kv_head, run->slot + j), tqkv__norms_at(s, kv_head, run->slot + j),
-                         value);
+    for (int j = 0; j < segment->n; j++) {
+        tqkv__decode_row(s, tqkv__codes_at(s, kv_head, segment->slot + j),
+                         tqkv__norms_at(s, kv_head, segment->slot + j), value);
         for (int row = 0; row < n_rows; row++) {
             const float weight = weights[row * TQKV__TILE + j];
             float *sum = out + (size_t)row * (size_t)s->head_dim;

@@ -158,11 +158,12 @@ static void tqkv__find_first_ranks(const tqkv__work *w, tqkv__ranks *ranks)
 }
 
 /* Slots of a tile: those of its rows, if these are together, else in scratch. ahead: the next tile's first slot, or -1 */
-static tqkv__run tqkv__run_of_ranks(const tqkv__ranks *ranks, const int32_t *slot_list, int scratch, int64_t ahead)
+static tqkv__segment tqkv__segment_of_ranks(const tqkv__ranks *ranks, const int32_t *slot_list, int scratch,
+                                            int64_t ahead)
 {
-    const tqkv__run run = {ranks->together ? slot_list[0] : scratch, ranks->n,
-                           ahead < 0 ? 0 : (int)ahead - slot_list[0]};
-    return run;
+    const tqkv__segment segment = {ranks->together ? slot_list[0] : scratch, ranks->n,
+                                   ahead < 0 ? 0 : (int)ahead - slot_list[0]};
+    return segment;
 }
 
 /* Makes a tile of ranks; scattered ones get the keys in scratch now, and the values before they are added. */
@@ -175,9 +176,9 @@ static tqkv__tile *tqkv__place_tile(const tqkv__work *w, const tqkv__ranks *rank
                        ranks->place.values == next->place.values; /* the loops ask for the next tile */
     const int pass = ranks->place.number / 2;
     tile->place = tqkv__place_at(streams, tqkv__position_of(tqkv__list_in_pass(w, pass), ranks->rank), pass);
-    tile->keys = tqkv__run_of_ranks(ranks, ranks->keys, slot, ahead ? next->keys[0] : -1);
-    tile->values = tqkv__run_of_ranks(ranks, ranks->values, slot, ahead ? next->values[0] : -1);
-    if (a->call.tail) tile->tail = tqkv__run_of_ranks(ranks, ranks->tail, slot, ahead ? next->tail[0] : -1);
+    tile->keys = tqkv__segment_of_ranks(ranks, ranks->keys, slot, ahead ? next->keys[0] : -1);
+    tile->values = tqkv__segment_of_ranks(ranks, ranks->values, slot, ahead ? next->values[0] : -1);
+    if (a->call.tail) tile->tail = tqkv__segment_of_ranks(ranks, ranks->tail, slot, ahead ? next->tail[0] : -1);
     if (ahead)
         tqkv__touch_streams(tile);
     else
@@ -215,7 +216,7 @@ static void tqkv__attend_rows(tqkv__work *w, int pass, tqkv__range range)
         tqkv__tile *tile = wraps ? tqkv__wrapped_tile(w, pass, position) : tqkv__next_tile(w, position, (int)n);
         if (!wraps) tile->place = place;
         if (!tqkv__find_spans(w, range, tile)) continue; /* a tree hides it */
-        if (!wraps) tqkv__find_runs(a, &place, seen.to, tile);
+        if (!wraps) tqkv__find_segments(a, &place, seen.to, tile);
         if (!wraps && position + n < seen.to) tqkv__touch_streams(tile);
         tqkv__attend_tile(w, tile);
     }

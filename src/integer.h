@@ -148,14 +148,14 @@ static float tqkv__score_integers(const tqkv__stream *s, const int8_t *key, cons
     return score;
 }
 
-static void tqkv__integer_score_tile_scalar(const tqkv__stream *s, int kv_head, const tqkv__run *run, const float *q,
-                                            int n_rows, bool add, float *scores)
+static void tqkv__integer_score_tile_scalar(const tqkv__stream *s, int kv_head, const tqkv__segment *segment,
+                                            const float *q, int n_rows, bool add, float *scores)
 {
     float half[TQKV_MAX_HEAD_DIM];
     int8_t key[TQKV_MAX_HEAD_DIM];
-    for (int j = 0; j < run->n; j++) {
-        const uint8_t *codes = tqkv__codes_at(s, kv_head, run->slot + j);
-        const float *norms = tqkv__norms_at(s, kv_head, run->slot + j);
+    for (int j = 0; j < segment->n; j++) {
+        const uint8_t *codes = tqkv__codes_at(s, kv_head, segment->slot + j);
+        const float *norms = tqkv__norms_at(s, kv_head, segment->slot + j);
         if (s->kind == TQKV__HALF)
             tqkv__decode_row(s, codes, norms, half);
         else
@@ -210,47 +210,48 @@ static void tqkv__integer_softmax_tile_scalar(const tqkv__attention *a, const tq
 }
 
 /* out += sum_j weights[j] * value j for values of halves, one position after the other. out: [head_dim] */
-static void tqkv__add_halves(const tqkv__stream *s, int kv_head, const tqkv__run *run, const float *weights, float *out)
+static void tqkv__add_halves(const tqkv__stream *s, int kv_head, const tqkv__segment *segment, const float *weights,
+                             float *out)
 {
     float value[TQKV_MAX_HEAD_DIM];
-    for (int j = 0; j < run->n; j++) {
-        tqkv__decode_row(s, tqkv__codes_at(s, kv_head, run->slot + j), NULL, value);
+    for (int j = 0; j < segment->n; j++) {
+        tqkv__decode_row(s, tqkv__codes_at(s, kv_head, segment->slot + j), NULL, value);
         for (int d = 0; d < s->head_dim; d++) out[d] = tqkv__fma(weights[j], value[d], out[d]);
     }
 }
 
 /* The same for one block of integers; integers: [n][block_dim], out: [block_dim] */
-static void tqkv__add_integers(const tqkv__stream *s, int kv_head, const tqkv__run *run, int block,
+static void tqkv__add_integers(const tqkv__stream *s, int kv_head, const tqkv__segment *segment, int block,
                                const int8_t *integers, const float *weights, float *out)
 {
     float scaled[TQKV__TILE];
     int16_t w[TQKV__TILE];
     int32_t sums[TQKV__BLOCK] = {0};
-    for (int j = 0; j < run->n; j++) {
-        const float *norms = tqkv__norms_at(s, kv_head, run->slot + j);
+    for (int j = 0; j < segment->n; j++) {
+        const float *norms = tqkv__norms_at(s, kv_head, segment->slot + j);
         scaled[j] = weights[j] == 0.0f ? 0.0f : TQKV__AS_FLOAT(weights[j] * tqkv__block_factor(s, norms, block));
     }
-    const float unit = tqkv__to_integers(scaled, run->n, s->step, w);
-    for (int j = 0; j < run->n; j++, integers += s->block_dim)
+    const float unit = tqkv__to_integers(scaled, segment->n, s->step, w);
+    for (int j = 0; j < segment->n; j++, integers += s->block_dim)
         for (int d = 0; d < s->block_dim; d++) sums[d] += w[j] * integers[d];
     for (int d = 0; d < s->block_dim; d++) out[d] = tqkv__fma(TQKV__AS_FLOAT((float)sums[d]), unit, out[d]);
 }
 
-static void tqkv__integer_value_tile_scalar(const tqkv__stream *s, int kv_head, const tqkv__run *run,
+static void tqkv__integer_value_tile_scalar(const tqkv__stream *s, int kv_head, const tqkv__segment *segment,
                                             const float *weights, int n_rows, float *scaled, float *out)
 {
     int8_t integers[TQKV__TILE * TQKV__BLOCK];
     (void)scaled; /* for vectors */
     if (s->kind == TQKV__HALF)
         for (int row = 0; row < n_rows; row++)
-            tqkv__add_halves(s, kv_head, run, weights + row * TQKV__TILE, out + (size_t)row * (size_t)s->head_dim);
+            tqkv__add_halves(s, kv_head, segment, weights + row * TQKV__TILE, out + (size_t)row * (size_t)s->head_dim);
     if (s->kind != TQKV__HALF)
         for (int b = 0; b < s->head_dim / s->block_dim; b++) {
-            for (int j = 0; j < run->n; j++)
-                tqkv__integers_at(s, tqkv__codes_at(s, kv_head, run->slot + j), b * s->block_dim, s->block_dim,
+            for (int j = 0; j < segment->n; j++)
+                tqkv__integers_at(s, tqkv__codes_at(s, kv_head, segment->slot + j), b * s->block_dim, s->block_dim,
                                   integers + j * s->block_dim);
             for (int row = 0; row < n_rows; row++)
-                tqkv__add_integers(s, kv_head, run, b, integers, weights + row * TQKV__TILE,
+                tqkv__add_integers(s, kv_head, segment, b, integers, weights + row * TQKV__TILE,
                                    out + (size_t)row * (size_t)s->head_dim + b * s->block_dim);
         }
 }

@@ -21,18 +21,18 @@ TQKV__OP void TQKV__(turn_value)(TQKV__(turned) * t, int at, TQKV__VECTOR v)
    has the values of two or four lanes, which come to different vectors. per_lane: a constant for 1, 2 and 4. v: [head_dim] */
 TQKV__OP void TQKV__(turn_places)(const int per_lane, int n_lanes, const float *v, TQKV__(turned) * t)
 {
-    const int together = per_lane < 3 ? 4 / per_lane : 1, run = together * per_lane;
+    const int together = per_lane < 3 ? 4 / per_lane : 1, width = together * per_lane;
     for (int lane = 0; lane < n_lanes; lane += together * TQKV__LANES)
-        for (int e = 0; e < run; e += 4) {
+        for (int e = 0; e < width; e += 4) {
             TQKV__VECTOR four[4];
             TQKV__UNROLL
-            for (int i = 0; i < 4; i++) four[i] = TQKV__(load_fours)(v + lane * per_lane + i * run + e, 4 * run);
+            for (int i = 0; i < 4; i++) four[i] = TQKV__(load_fours)(v + lane * per_lane + i * width + e, 4 * width);
             TQKV__(transpose)(4, four);
             TQKV__UNROLL
             for (int i = 0; i < 4; i++)
                 if (per_lane < 3)
                     TQKV__(turn_value)(t, i % per_lane * n_lanes + lane + i / per_lane * TQKV__LANES, four[i]);
-                else if (e + i < run)
+                else if (e + i < width)
                     TQKV__(turn_value)(t, (e + i) * n_lanes + lane, four[i]);
         }
 }

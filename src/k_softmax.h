@@ -131,11 +131,11 @@ TQKV__TARGET static void TQKV__(sum_heads)(const float *scores, const float *wei
 /* The factors of a tile's codes, per block and position. Those of keys that are infinite become NaN: a score of -infinity
    would leave the position out. norms: NULL for halves, whose factors are all 1; factors: [n_blocks][TQKV__TILE], of others zero
    beyond n */
-TQKV__TARGET static void TQKV__(factors)(const tqkv__stream *s, const float *norms, const tqkv__run *run, bool keys,
-                                         float *factors)
+TQKV__TARGET static void TQKV__(factors)(const tqkv__stream *s, const float *norms, const tqkv__segment *segment,
+                                         bool keys, float *factors)
 {
     const TQKV__VECTOR zero = TQKV__(set1)(0.0f), same = TQKV__(set1)(1.0f);
-    const int dim = s->head_dim, per_row = s->norms_per_row, n = run->n;
+    const int dim = s->head_dim, per_row = s->norms_per_row, n = segment->n;
     for (int d = 0; !norms && d < dim; d += s->block_dim, factors += TQKV__TILE)
         for (int j = 0; j < TQKV__TILE; j += TQKV__LANES) TQKV__(store)(factors + j, same);
     if (!norms) return;

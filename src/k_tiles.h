@@ -56,7 +56,7 @@ static const TQKV__(loops) TQKV__(loops_by_format)[] = {
     {NULL, TQKV__(score_TQKV__FLOATS), TQKV__(accumulate_TQKV__FLOATS), TQKV__(rest_TQKV__FLOATS)},
     TQKV__FORMATS(TQKV__LOOPS_OF, )};
 
-/* Runs the loop over all rows of a block, at most `most` at a time. Three take the loop for four, with one row twice: as two
+/* Calls the loop for all rows of a block, at most `most` at a time. Three take the loop for four, with one row twice: as two
    and one they would decode everything twice. */
 static void TQKV__(by_rows)(TQKV__(block) * block, int n_rows, int most, void (*loop)(const TQKV__(block) *, int rows))
 {
@@ -76,9 +76,9 @@ static void TQKV__(by_rows)(TQKV__(block) * block, int n_rows, int most, void (*
 static void TQKV__(add_values)(tqkv_format format, TQKV__(block) * block, int n_rows, int most)
 {
     const TQKV__(loops) *loops = &TQKV__(loops_by_format)[format];
-    const int run = TQKV__RUN(format) * TQKV__LANES;
-    if (block->dim >= run) TQKV__(by_rows)(block, n_rows, most, loops->accumulate);
-    if (block->dim % run) TQKV__(by_rows)(block, n_rows, most, loops->add_rest);
+    const int strip = TQKV__STRIP(format) * TQKV__LANES;
+    if (block->dim >= strip) TQKV__(by_rows)(block, n_rows, most, loops->accumulate);
+    if (block->dim % strip) TQKV__(by_rows)(block, n_rows, most, loops->add_rest);
 }
 
 /* Attends from decoded positions. Few at a time stay in the L1 cache, and each is decoded once. */
@@ -125,26 +125,26 @@ TQKV__TARGET static void TQKV__(attend_block)(TQKV__(block) * block, int n_rows,
         TQKV__(add_values)(s->format, block, n_rows, most);
 }
 
-/* Opens the block of values from `before` on for the run. */
-static void TQKV__(open_block)(const tqkv__stream *s, int kv_head, const tqkv__run *run, int before,
+/* Opens the block of values from `before` on for the segment. */
+static void TQKV__(open_block)(const tqkv__stream *s, int kv_head, const tqkv__segment *segment, int before,
                                TQKV__(block) * block)
 {
     const size_t main = (size_t)(before * s->main_bits / 8), upper = (size_t)(before * s->upper_bits / 8);
     const size_t main_field = (size_t)(s->head_dim * s->main_bits) / 8;
     block->stream = s;
-    block->codes = tqkv__codes_at(s, kv_head, run->slot) + main;
+    block->codes = tqkv__codes_at(s, kv_head, segment->slot) + main;
     block->upper = s->upper_bits ? main_field + upper - main : 0;
     block->stride = s->row_bytes;
-    block->ahead = (ptrdiff_t)run->ahead * (ptrdiff_t)s->row_bytes;
+    block->ahead = (ptrdiff_t)segment->ahead * (ptrdiff_t)s->row_bytes;
     block->first = before == 0;
-    block->n = run->n;
+    block->n = segment->n;
     block->dim = s->block_dim;
     block->factors = NULL;
     block->add = false;
 }
 
-TQKV__TARGET static void TQKV__(score_tile)(const tqkv__stream *s, int kv_head, const tqkv__run *run, const float *q,
-                                            int n_rows, bool add, float *scores)
+TQKV__TARGET static void TQKV__(score_tile)(const tqkv__stream *s, int kv_head, const tqkv__segment *segment,
+                                            const float *q, int n_rows, bool add, float *scores)
 {
     TQKV__ALIGNED float factors[TQKV_MAX_HEAD_DIM / 128 * TQKV__TILE];
     /* Rotation makes products unequal, and of more sums each is smaller. */
@@ -152,9 +152,9 @@ TQKV__TARGET static void TQKV__(score_tile)(const tqkv__stream *s, int kv_head, 
     TQKV__(block) block;
     const float *of_block = factors;
     int left = s->block_dim; /* of a block */
-    TQKV__(factors)(s, tqkv__norms_at(s, kv_head, run->slot), run, true, factors);
+    TQKV__(factors)(s, tqkv__norms_at(s, kv_head, segment->slot), segment, true, factors);
     for (int d = 0; d < s->head_dim; d += block.dim) {
-        TQKV__(open_block)(s, kv_head, run, d, &block);
+        TQKV__(open_block)(s, kv_head, segment, d, &block);
         block.dim = left < most ? left : most;
         block.rows = q + d;
         block.row_stride = s->head_dim;
@@ -178,17 +178,17 @@ TQKV__OP void TQKV__(scale_weights)(const float *weights, int n_rows, const floa
             TQKV__(store)(scaled + j, TQKV__(mul_nonzero)(TQKV__(load)(weights + j), TQKV__(load)(factors + j)));
 }
 
-TQKV__TARGET static void TQKV__(value_tile)(const tqkv__stream *s, int kv_head, const tqkv__run *run,
+TQKV__TARGET static void TQKV__(value_tile)(const tqkv__stream *s, int kv_head, const tqkv__segment *segment,
                                             const float *weights, int n_rows, float *scaled, float *out)
 {
     TQKV__ALIGNED float factors[TQKV_MAX_HEAD_DIM / 128 * TQKV__TILE];
     TQKV__(block) block;
-    const float *norms = tqkv__norms_at(s, kv_head, run->slot);
+    const float *norms = tqkv__norms_at(s, kv_head, segment->slot);
     const float *of_block = factors;
-    if (norms) TQKV__(factors)(s, norms, run, false, factors);
+    if (norms) TQKV__(factors)(s, norms, segment, false, factors);
     for (int d = 0; d < s->head_dim; d += s->block_dim, of_block += TQKV__TILE) {
         if (norms) TQKV__(scale_weights)(weights, n_rows, of_block, scaled);
-        TQKV__(open_block)(s, kv_head, run, d, &block);
+        TQKV__(open_block)(s, kv_head, segment, d, &block);
         block.rows = norms ? scaled : weights;
         block.row_stride = TQKV__TILE;
         block.results = out + d;

@@ -8,7 +8,7 @@
                  passes. For several queries: tqkv__choose_columns.
    n_simdgroups  4, or as many as the pipeline allows. Each walks its own tiles, and together they hide the latency of
                  loads. They share tables and queries in threadgroup memory.
-   stretches     512 slots up to slot 8192, 2048 beyond. A simdgroup's float sums run over a quarter of that, so they
+   stretches     512 slots up to slot 8192, 2048 beyond. A simdgroup's float sums cover a quarter of that, so they
                  do not lose digits at any length. The bounds depend on slots alone: what stands beside a query changes
                  no bit of its result. 512 slots are 4 tiles a simdgroup: fewer would not hide latency, more would leave
                  the cores of a large GPU idle at 8192 positions and 8 KV heads (128 threadgroups). Beyond, threadgroups
@@ -73,7 +73,7 @@ static int tqkv__matrix_rows(int head_dim) { return head_dim <= 64 ? 32 : head_d
 
 /* A number of columns has a pipeline of its own, and Metal takes up to a second for one. One query has always the same rows:
    they are its columns. For several they are a power of two, so that a server, whose calls differ in their numbers of
-   queries, does not wait for Metal's compiler in mid-run. */
+   queries, does not wait for Metal's compiler while it serves. */
 static int tqkv__choose_columns(int64_t rows, int n_queries)
 {
     int columns = 1;

@@ -115,7 +115,7 @@ TQKV__OP __m256i tqkv__spread_pairs_avx2(const int per_lane, const uint8_t *p)
                   spread = _mm_or_si128(words, _mm_slli_epi16(words, 4));
     return _mm256_srlv_epi64(_mm256_broadcastsi128_si256(spread), _mm256_set_epi64x(2, 2, 0, 0));
 }
-/* A run is 16 bytes, or half of them (per_lane 2): the low nibbles go to the lower half of a vector, the high ones to the
+/* A strip is 16 bytes, or half of them (per_lane 2): the low nibbles go to the lower half of a vector, the high ones to the
    upper half. */
 TQKV__OP __m256 tqkv__centroids_of_packed_avx2(const int bits, const int per_lane, const int k, const __m256 *table,
                                                const uint8_t *p, const uint8_t *upper)
@@ -377,7 +377,7 @@ TQKV__OP void tqkv__store_words_avx2(uint8_t *p, __m256i words)
 }
 #define tqkv__quantise_tq8_avx2 tqkv__quantise_loads_avx2
 
-/* out[b] += P[b][c] * x for ten runs b from `first` on, of 4 values each; P: the matrix of order 20. Its signs are known to
+/* out[b] += P[b][c] * x for ten subrows b from `first` on, of 4 values each; P: the matrix of order 20. Its signs are known to
    the compiler, and every second sum is made of multiply-adds, see TQKV__(mix_12). The asm keeps the sums in order. */
 TQKV__OP void tqkv__mix_column_avx2(const int first, const int c, __m128 x, __m128 plus, __m128 minus, __m128 *sums)
 {
@@ -393,8 +393,8 @@ TQKV__OP void tqkv__mix_column_avx2(const int first, const int c, __m128 x, __m1
         __asm__("" : "+x"(sums[i]));
     }
 }
-/* runs, out: [20][4] */
-TQKV__TARGET static TQKV__NOINLINE void tqkv__mix_20_avx2(const float *runs, float factor, float *out)
+/* subrows, out: [20][4] */
+TQKV__TARGET static TQKV__NOINLINE void tqkv__mix_20_avx2(const float *subrows, float factor, float *out)
 {
     const __m256 ones = tqkv__rounded_avx2(_mm256_set1_ps(1.0f)), less = tqkv__rounded_avx2(_mm256_set1_ps(-1.0f));
     const __m128 plus = _mm256_castps256_ps128(ones), minus = _mm256_castps256_ps128(less);
@@ -402,9 +402,9 @@ TQKV__TARGET static TQKV__NOINLINE void tqkv__mix_20_avx2(const float *runs, flo
     for (int first = 0; first < 20; first += 10) {
         __m128 sums[10];
         TQKV__UNROLL
-        for (int c = 0; c < 10; c++) tqkv__mix_column_avx2(first, c, _mm_loadu_ps(runs + 4 * c), plus, minus, sums);
+        for (int c = 0; c < 10; c++) tqkv__mix_column_avx2(first, c, _mm_loadu_ps(subrows + 4 * c), plus, minus, sums);
         TQKV__UNROLL
-        for (int c = 10; c < 20; c++) tqkv__mix_column_avx2(first, c, _mm_loadu_ps(runs + 4 * c), plus, minus, sums);
+        for (int c = 10; c < 20; c++) tqkv__mix_column_avx2(first, c, _mm_loadu_ps(subrows + 4 * c), plus, minus, sums);
         TQKV__UNROLL
         for (int i = 0; i < 10; i++) _mm_storeu_ps(out + 4 * (first + i), _mm_mul_ps(sums[i], _mm_set1_ps(factor)));
     }
@@ -420,11 +420,11 @@ TQKV__TARGET static TQKV__NOINLINE void tqkv__mix_20_avx2(const float *runs, flo
 #define TQKV__(name)             tqkv__##name##_avx2
 #define TQKV__WIDTH              8 /* vectors of the rotation in registers */
 #define TQKV__ISA_NAME           "avx2"
-#define TQKV__MIX_SHORT_RUNS     tqkv__mix_by_order_avx2
+#define TQKV__MIX_SHORT_SUBROWS  tqkv__mix_by_order_avx2
 #define TQKV__LANES              8
 #define TQKV__NIBBLE_ORDER       4, 2
-#define TQKV__NIBBLE_RUN         4
-#define TQKV__RUN_TOGETHER       1
+#define TQKV__NIBBLE_STRIP       4
+#define TQKV__STRIP_TOGETHER     1
 #define TQKV__ROWS               4 /* queries whose sums fit in registers: values, */
 #define TQKV__SCORE_ROWS         2 /* keys, and decoded keys */
 #define TQKV__DECODED_SCORE_ROWS 3

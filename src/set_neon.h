@@ -102,8 +102,8 @@ TQKV__OP uint8x16_t tqkv__pairs_neon(const uint8_t *p)
     const uint32x4_t two = vorrq_u32(bytes, vshlq_n_u32(bytes, 12));
     return vandq_u8(vreinterpretq_u8_u32(vorrq_u32(two, vshlq_n_u32(two, 6))), vdupq_n_u8(3));
 }
-/* The main bits of codes 16 * (k / 4) ... of a run, in the order of tqkv__to_decoded. A run is 32 codes: the low nibbles
-   give the first four vectors, the high ones the other four. A run of 16 (per_lane 4) keeps its own order. */
+/* The main bits of codes 16 * (k / 4) ... of a strip, in the order of tqkv__to_decoded. A strip is 32 codes: the low nibbles
+   give the first four vectors, the high ones the other four. A strip of 16 (per_lane 4) keeps its own order. */
 TQKV__OP uint8x16_t tqkv__main_codes_neon(const int main_bits, const int per_lane, const int k, const uint8_t *p)
 {
     const uint8x16_t mask = vdupq_n_u8((uint8_t)((1 << main_bits) - 1));
@@ -189,10 +189,10 @@ TQKV__OP float32x4_t tqkv__signs_neon(uint32_t bits)
     const uint32x4_t moved = vandq_u32(vshlq_u32(vdupq_n_u32(bits), vld1q_s32(places)), vdupq_n_u32(0x80000000u));
     return vreinterpretq_f32_u32(vorrq_u32(moved, vdupq_n_u32(0x3f800000u)));
 }
-#define tqkv__repeat_neon(n, p)              vld1q_dup_f32(p) /* no run is shorter than a vector */
-#define tqkv__spread_neon(n, i, x)           (x)
-#define tqkv__unite_neon(n, x)               (x)
-#define tqkv__mix_20_neon(runs, factor, out) ((void)0)
+#define tqkv__repeat_neon(n, p)                 vld1q_dup_f32(p) /* no subrow is shorter than a vector */
+#define tqkv__spread_neon(n, i, x)              (x)
+#define tqkv__unite_neon(n, x)                  (x)
+#define tqkv__mix_20_neon(subrows, factor, out) ((void)0)
 TQKV__OP float32x4_t tqkv__load_fours_neon(const float *p, int stride)
 {
     (void)stride;
@@ -329,11 +329,11 @@ TQKV__OP void tqkv__store_words_neon(uint8_t *p, uint32x4_t words)
 #define TQKV__(name)             tqkv__##name##_neon
 #define TQKV__WIDTH              16 /* vectors of the rotation in registers */
 #define TQKV__ISA_NAME           "neon"
-#define TQKV__MIX_SHORT_RUNS     tqkv__mix_by_order_neon
+#define TQKV__MIX_SHORT_SUBROWS  tqkv__mix_by_order_neon
 #define TQKV__LANES              4
 #define TQKV__NIBBLE_ORDER       16, 2
-#define TQKV__NIBBLE_RUN         8
-#define TQKV__RUN_TOGETHER       1
+#define TQKV__NIBBLE_STRIP       8
+#define TQKV__STRIP_TOGETHER     1
 #define TQKV__ROWS               4 /* queries whose sums fit in registers: values, */
 #define TQKV__SCORE_ROWS         4 /* keys, and decoded keys */
 #define TQKV__DECODED_SCORE_ROWS 4

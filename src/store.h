@@ -41,7 +41,7 @@ static size_t tqkv__type_size(tqkv_type type)
 /* A row of TQKV__SIZES for a head_dim that the compiler does not know, where its columns would be chains of comparisons,
    half a KB each; zeros without a row. */
 typedef struct tqkv__size {
-    int order, run, grid; /* run: values in each of `order` runs */
+    int order, subrow, grid; /* subrow: values in each of `order` subrows */
     float root, inverse_root;
 } tqkv__size;
 
