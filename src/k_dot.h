@@ -1,11 +1,11 @@
 /* >>k-dot: scores straight from the codes. */
 
-TQKV__OP TQKV__(rows) TQKV__(open_rows)(const int rows, int stride, const TQKV__(block) * block)
+TQKV__OP TQKV__(rows) TQKV__(open_rows)(const int rows, int stride, const TQKV__(panel) * panel)
 {
     TQKV__(rows) all;
-    all.at = block->rows;
+    all.at = panel->rows;
     TQKV__UNROLL
-    for (int r = 0; r < rows; r++) all.offset[r] = (size_t)(TQKV__(row_in)(block, r) * stride);
+    for (int r = 0; r < rows; r++) all.offset[r] = (size_t)(TQKV__(row_in)(panel, r) * stride);
     return all;
 }
 
@@ -141,19 +141,19 @@ TQKV__OP void TQKV__(dot_vectors)(const tqkv_format format, const int rows, int 
 #define TQKV__NEAR(format) (TQKV__UPPER_BITS(format) ? TQKV__L1 : TQKV__L2)
 
 /* Asks for the codes of four keys of the next tile: packed rows as one piece of memory, before the first strip of the first
-   block, two lines at a time; others with each strip, because many lines at once are slower. Of the latter a whole strip, because a
+   panel, two lines at a time; others with each strip, because many lines at once are slower. Of the latter a whole strip, because a
    loop for fewer lines costs more than they. `begin`: before the first strip */
-TQKV__OP void TQKV__(ask_ahead)(const tqkv_format format, const bool begin, const TQKV__(block) * block,
+TQKV__OP void TQKV__(ask_ahead)(const tqkv_format format, const bool begin, const TQKV__(panel) * panel,
                                 const TQKV__(keys) * keys)
 {
-    const uint8_t *first = keys->p[0] + block->ahead;
+    const uint8_t *first = keys->p[0] + panel->ahead;
     if (format == TQKV__FLOATS || begin != TQKV__PACKED(format)) return;
     if (begin)
-        for (size_t i = 0; block->first && i < 4 * block->stride; i += 128)
+        for (size_t i = 0; panel->first && i < 4 * panel->stride; i += 128)
             tqkv__prefetch(TQKV__NEAR(format), first + i, 128);
     TQKV__UNROLL
     for (int m = 0; !begin && m < 4; m++)
-        tqkv__prefetch(TQKV__NEAR(format), keys->p[m] + (ptrdiff_t)keys->at + block->ahead,
+        tqkv__prefetch(TQKV__NEAR(format), keys->p[m] + (ptrdiff_t)keys->at + panel->ahead,
                        (size_t)TQKV__(strip_bytes)(format, TQKV__STRIP(format)));
 }
 
@@ -168,20 +168,20 @@ TQKV__OP void TQKV__(advance)(const tqkv_format format, int count, TQKV__(keys) 
 /* sums[row][m]: products, lane by lane, of query `row` and key m; m < 4. On vectors of 16 most strips are taken one vector
    after the other: code for all vectors of a strip gains nothing there, but 3% for whole strips of halves, and short strips of
    packed codes. */
-TQKV__OP void TQKV__(dot_keys)(const tqkv_format format, const int rows, const TQKV__(block) * block,
+TQKV__OP void TQKV__(dot_keys)(const tqkv_format format, const int rows, const TQKV__(panel) * panel,
                                const TQKV__VECTOR *table, TQKV__(keys) * keys, TQKV__VECTOR (*sums)[4])
 {
     const int strip = TQKV__STRIP(format);
     const bool wide = TQKV__LANES == 16, packed = TQKV__PACKED(format), grid = TQKV__KIND(format) == TQKV__GRID;
     const bool any = wide && !packed && TQKV__KIND(format) != TQKV__BOOK; /* are there strips of any length? */
     const bool apart = wide && TQKV__(whole_strips)(format);              /* whole strips in a loop of their own */
-    int left = block->dim;
-    TQKV__(rows) queries = TQKV__(open_rows)(rows, block->row_stride, block);
-    TQKV__(ask_ahead)(format, true, block, keys);
+    int left = panel->dim;
+    TQKV__(rows) queries = TQKV__(open_rows)(rows, panel->row_stride, panel);
+    TQKV__(ask_ahead)(format, true, panel, keys);
     TQKV__UNROLL
     for (int i = 0; i < 4 * rows; i++) sums[i / 4][i % 4] = TQKV__(set1)(0.0f);
     for (; apart && left >= strip * TQKV__LANES; left -= strip * TQKV__LANES) {
-        TQKV__(ask_ahead)(format, false, block, keys);
+        TQKV__(ask_ahead)(format, false, panel, keys);
         TQKV__(dot_strip)(TQKV__STRIP(format), format, rows, table, keys, &queries, sums);
         TQKV__(advance)(format, strip, keys, &queries);
     }
@@ -189,7 +189,7 @@ TQKV__OP void TQKV__(dot_keys)(const tqkv_format format, const int rows, const T
         const int room = strip * TQKV__LANES;
         const bool whole = left >= room;
         count = any ? (left < room ? left : room) / TQKV__LANES : TQKV__(strip_length)(format, left);
-        TQKV__(ask_ahead)(format, false, block, keys);
+        TQKV__(ask_ahead)(format, false, panel, keys);
         if (any ? grid || !whole : wide && packed && count > 2)
             TQKV__(dot_vectors)(format, rows, count, table, keys, &queries, sums);
         else if (whole && !apart && !(wide && packed))
@@ -201,16 +201,16 @@ TQKV__OP void TQKV__(dot_keys)(const tqkv_format format, const int rows, const T
 }
 
 /* Writes a vector of scores for each row: (+)= factors * sum_across(fours). */
-TQKV__OP void TQKV__(store_scores)(const int rows, const TQKV__(block) * block, int first,
+TQKV__OP void TQKV__(store_scores)(const int rows, const TQKV__(panel) * panel, int first,
                                    float (*fours)[TQKV__LANES * TQKV__LANES / 4])
 {
-    const TQKV__VECTOR factors = TQKV__(load)(block->factors + first);
+    const TQKV__VECTOR factors = TQKV__(load)(panel->factors + first);
     TQKV__VECTOR before[TQKV__ROWS];
     float *to[TQKV__ROWS];
     TQKV__UNROLL
     for (int r = 0; r < rows; r++) {
-        to[r] = block->results + TQKV__(row_in)(block, r) * TQKV__TILE + first;
-        before[r] = block->add ? TQKV__(load)(to[r]) : TQKV__(set1)(0.0f);
+        to[r] = panel->results + TQKV__(row_in)(panel, r) * TQKV__TILE + first;
+        before[r] = panel->add ? TQKV__(load)(to[r]) : TQKV__(set1)(0.0f);
     }
     TQKV__UNROLL
     for (int r = 0; r < rows; r++) TQKV__(store)(to[r], TQKV__(fma)(TQKV__(sum_across)(fours[r]), factors, before[r]));
@@ -218,30 +218,30 @@ TQKV__OP void TQKV__(store_scores)(const int rows, const TQKV__(block) * block, 
 
 /* scores[row][j] (+)= factors[j] * (q[row] . key j), four keys at a time. Each key is decoded once for all rows.
    Summing the lanes of four vectors costs little more than of one. Writes whole vectors. */
-TQKV__OP void TQKV__(score)(const tqkv_format format, const int rows, const TQKV__(block) * block)
+TQKV__OP void TQKV__(score)(const tqkv_format format, const int rows, const TQKV__(panel) * panel)
 {
     TQKV__ALIGNED float fours[TQKV__ROWS][TQKV__LANES * TQKV__LANES / 4];
-    const int n = block->n;
-    const size_t stride = TQKV__(stride)(format, block);
-    const uint8_t *codes = block->codes;
+    const int n = panel->n;
+    const size_t stride = TQKV__(stride)(format, panel);
+    const uint8_t *codes = panel->codes;
     TQKV__VECTOR table[8];
-    TQKV__(load_codebook)(format, block->stream, table);
+    TQKV__(load_codebook)(format, panel->stream, table);
     for (int first = 0; first < n; first += TQKV__LANES) {
         for (int i = 0; i < TQKV__LANES; i += 4) {
             TQKV__VECTOR sums[TQKV__ROWS][4];
             TQKV__(keys) keys;
             keys.at = 0;
-            keys.upper = block->upper;
+            keys.upper = panel->upper;
             TQKV__UNROLL
             for (int m = 0; m < 4; m++) {
                 keys.p[m] = codes;
                 /* Past the end: the last key again; decoded rows are padded with copies of it. */
                 codes += format == TQKV__FLOATS || first + i + m + 1 < n ? stride : 0;
             }
-            TQKV__(dot_keys)(format, rows, block, table, &keys, sums);
+            TQKV__(dot_keys)(format, rows, panel, table, &keys, sums);
             TQKV__UNROLL
             for (int r = 0; r < rows; r++) TQKV__(store)(fours[r] + i / 4 * TQKV__LANES, TQKV__(sum_fours)(sums[r]));
         }
-        TQKV__(store_scores)(rows, block, first, fours);
+        TQKV__(store_scores)(rows, panel, first, fours);
     }
 }

@@ -4,10 +4,10 @@ TQKV__TARGET static void TQKV__I(integer_score_tile)(const tqkv__stream *s, int 
                                                      const float *q, int n_rows, bool add, float *scores)
 {
     TQKV__ALIGNED float factors[TQKV_MAX_HEAD_DIM / 128 * TQKV__TILE];
-    TQKV__ALIGNED int8_t room[TQKV__SLICES * TQKV__BLOCK];
+    TQKV__ALIGNED int8_t room[TQKV__SLICES * TQKV__PANEL];
     const bool lanes = n_rows >= TQKV__LANES_ROWS;
     const int step = lanes ? 2 * TQKV__INTEGER_LANES : TQKV__SLICE;
-    const int dim = s->block_dim, head_dim = s->head_dim;
+    const int dim = s->panel_dim, head_dim = s->head_dim;
     if (s->kind == TQKV__HALF) {
         TQKV__S(score_tile_of_halves)(s, tqkv__codes_at(s, kv_head, segment->slot), segment, q, n_rows, add, scores);
         return;
@@ -34,19 +34,19 @@ TQKV__TARGET static void TQKV__I(integer_score_tile)(const tqkv__stream *s, int 
     }
 }
 
-/* The sums of block b, but for its codes. */
+/* The sums of panel b, but for its codes. */
 TQKV__OP void TQKV__I(open_sums)(const tqkv__stream *s, int b, int n, const float *weights, int n_rows,
                                  const float *factors, float *scaled, float *out, TQKV__I(product) * p)
 {
-    if (b * s->block_dim % s->norm_dim == 0)
+    if (b * s->panel_dim % s->norm_dim == 0)
         for (int at = 0; at < n_rows * TQKV__TILE; at += TQKV__TILE)
             TQKV__I(round_weights)(s, weights + at, factors + b * TQKV__TILE, n, scaled + at);
     p->n = n;
-    p->dim = s->block_dim;
+    p->dim = s->panel_dim;
     p->rows = (const int16_t *)(const void *)scaled;
     p->units = scaled + TQKV__WEIGHTS_UNIT;
     p->row_floats = TQKV__TILE;
-    p->results = out + b * s->block_dim;
+    p->results = out + b * s->panel_dim;
     p->result_floats = s->head_dim;
     p->factors = NULL;
     p->add = true;
@@ -56,8 +56,8 @@ TQKV__TARGET static void TQKV__I(integer_value_tile)(const tqkv__stream *s, int 
                                                      const float *weights, int n_rows, float *scaled, float *out)
 {
     TQKV__ALIGNED float factors[TQKV_MAX_HEAD_DIM / 128 * TQKV__TILE];
-    TQKV__ALIGNED int8_t room[TQKV__TILE * TQKV__BLOCK];
-    const int dim = s->block_dim, head_dim = s->head_dim;
+    TQKV__ALIGNED int8_t room[TQKV__TILE * TQKV__PANEL];
+    const int dim = s->panel_dim, head_dim = s->head_dim;
     if (s->kind == TQKV__HALF) {
         TQKV__S(add_halves)(s, tqkv__codes_at(s, kv_head, segment->slot), segment, weights, n_rows, out);
         return;

@@ -252,7 +252,7 @@ TQKV__TARGET static TQKV__NOINLINE void TQKV__(centroid_sums)(const tqkv__stream
     TQKV__ALIGNED float x[TQKV__X_STRIDE(TQKV_MAX_HEAD_DIM)];
     TQKV__VECTOR lanes[32 / TQKV__LANES];
     if (s->book_bits == 8) {
-        TQKV__(block) row;
+        TQKV__(panel) row;
         memset(&row, 0, sizeof row);
         row.stream = s;
         row.codes = codes;

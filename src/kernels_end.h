@@ -29,7 +29,7 @@
 #undef TQKV__PADDED
 #undef TQKV__PRODUCTS
 #undef TQKV__PRODUCT_ROWS
-#undef TQKV__QUERY_BLOCK
+#undef TQKV__QUERY_PANEL
 #undef TQKV__ROUNDED
 #undef TQKV__ROWS
 #undef TQKV__ROW_LOOPS

@@ -221,7 +221,7 @@ static void tqkv__plan_matrix_memory(tqkv_metal_dispatch *d, size_t head_dim, in
 }
 
 /* Threadgroups of a KV head and split. */
-static size_t tqkv__row_blocks(const tqkv_metal_dispatch *d, const tqkv__attend_args *args, size_t columns)
+static size_t tqkv__row_groups(const tqkv_metal_dispatch *d, const tqkv__attend_args *args, size_t columns)
 {
     const bool list = d->kernel.constants[TQKV_FC_LIST] == 1 + true; /* then each query has threadgroups of its own */
     const size_t n_queries = (size_t)args->n_queries, rows = (list ? 1 : n_queries) * (size_t)args->group;
@@ -240,7 +240,7 @@ static void tqkv__plan_columns(tqkv_metal_dispatch *d, bool matrix, int columns)
         tqkv__plan_matrix_memory(d, (size_t)head_dim, columns);
     else
         tqkv__plan_attend_memory(d, (size_t)head_dim, (size_t)(value_dim ? value_dim : head_dim), columns);
-    d->grid[1] = tqkv__row_blocks(d, &args, (size_t)columns);
+    d->grid[1] = tqkv__row_groups(d, &args, (size_t)columns);
 }
 
 /* Puts attend in the place of attend_matrix. */

@@ -246,7 +246,7 @@ static tqkv_result tqkv__write_item(const tqkv__batch *b, int i, void *contents,
         if (!own->has[p]) continue;
         r = tqkv__write_part(all, own, p, to);
         counts->groups[p] +=
-            tqkv__row_blocks(attend, &to->attend, (size_t)attend->kernel.constants[TQKV_FC_COLUMNS] - 1) *
+            tqkv__row_groups(attend, &to->attend, (size_t)attend->kernel.constants[TQKV_FC_COLUMNS] - 1) *
             own->attends[p].grid[2];
         if (own->listed) counts->lists[p] += own->lists[p].grid[0];
         if (counts->groups[p] > INT_MAX || counts->lists[p] > INT_MAX)

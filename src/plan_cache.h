@@ -51,7 +51,7 @@ static tqkv_result tqkv__plan_halves(const tqkv_cache *c, tqkv_metal_buffer memo
     return tqkv__add_encode(&stores[!ends[0]], rows[!ends[0]], &places, not_finite, plan);
 }
 
-/* Whether a GPU can append n_tokens to a cache in its memory: it has one block, of what kernels write. */
+/* Whether a GPU can append n_tokens to a cache in its memory: that is one allocation, of what kernels write. */
 static tqkv_result tqkv__check_on_gpu(const tqkv_cache *c, int n_tokens)
 {
     const int64_t wanted = (int64_t)c->exact_last + n_tokens - 1;

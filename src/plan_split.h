@@ -91,14 +91,14 @@ static tqkv_result tqkv__choose_split(const tqkv__attention *a, int64_t first, i
     const int64_t each = a->call.list ? a->group : (int64_t)a->call.n_queries * a->group; /* rows that share tiles */
     const int64_t most = split->matrix ? tqkv__matrix_rows(a->keys.head_dim) : TQKV__MAX_COLUMNS(a->keys.head_dim);
     const int64_t parts = (each + most - 1) / most, section = TQKV__SECTION;
-    const int64_t blocks = a->call.list ? parts * a->call.n_queries : parts;
+    const int64_t groups = a->call.list ? parts * a->call.n_queries : parts;
     const size_t row = ((size_t)a->value_dim + 2) * sizeof(float);
     split->n_short = a->call.window || most_sums == SIZE_MAX ? INT_MAX : TQKV__SHORT_STRETCHES;
     split->first_stretch = tqkv__stretch_of(first, split->n_short);
     const int last = tqkv__stretch_of(end > first ? end - 1 : first, split->n_short);
     const int n_stretches = last - split->first_stretch + 1;
     const int n_sections = (int)(last / section - split->first_stretch / section) + 1;
-    const bool full = blocks * a->n_kv_heads >= TQKV__FULL && most_sums != SIZE_MAX;
+    const bool full = groups * a->n_kv_heads >= TQKV__FULL && most_sums != SIZE_MAX;
     const bool stretches = !full && a->n_rows <= most_sums / row / (size_t)n_stretches;
     split->n_splits = full ? 1 : stretches ? n_stretches : n_sections;
     split->sections_each = full ? n_sections : stretches ? 0 : 1;

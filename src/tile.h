@@ -10,7 +10,7 @@ static inline void tqkv__transpose(const float *from, int rows, int columns, flo
 }
 
 /* Instruction sets decode packed codes in their own order: each rows * columns values, a matrix [rows][columns], come
-   transposed. The tail of a block is a matrix of fewer columns. Other codes keep their order. Queries take the decoded order;
+   transposed. The rest of a panel is a matrix of fewer columns. Other codes keep their order. Queries take the decoded order;
    sums of values are put back. from, to: [head_dim] */
 static void tqkv__reorder(const tqkv__isa *isa, const tqkv__stream *s, bool decoded, float zero, const float *from,
                           float *to)
@@ -21,7 +21,7 @@ static void tqkv__reorder(const tqkv__isa *isa, const tqkv__stream *s, bool deco
         return;
     }
     for (const float *end = from + s->head_dim; from < end;)
-        for (int left = s->block_dim, columns; left > 0; left -= rows * columns) {
+        for (int left = s->panel_dim, columns; left > 0; left -= rows * columns) {
             for (columns = most; rows * columns > left;) columns /= 2;
             tqkv__transpose(from, decoded ? rows : columns, decoded ? columns : rows, zero, to);
             from += rows * columns;
