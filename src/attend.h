@@ -15,9 +15,9 @@ typedef struct tqkv__range {
 typedef struct tqkv__attention {
     tqkv_attention call;                       /* defaults resolved */
     tqkv__stream keys, values, tail;           /* tail: if call.tail is set */
-    int n_kv_heads, group, key_dim, value_dim; /* dims: of a query with all its parts, of an output */
+    int n_kv_heads, group, key_dim, value_dim; /* dims: of a query with that of the tail, of an output */
     int64_t first;                             /* resident positions [first, call.end) */
-    bool rotate_queries, unrotate_output;      /* rotate_queries: the keys' part */
+    bool rotate_queries, unrotate_output;      /* rotate_queries: but for the tail's part */
     bool shared;                               /* keys and values are one stream */
     size_t n_rows, q_elements, out_elements;   /* n_queries * n_heads, and times key_dim or value_dim */
     size_t q_size, out_size;                   /* bytes of the caller's rows, with gaps */
@@ -26,9 +26,9 @@ typedef struct tqkv__attention {
     /* Makes integers of a query; NULL: floats. See tqkv__integers. */
     void (*round_query)(const tqkv__stream *s, const float *query, float *to);
     /* Positions below exact_below are halves in ends[0][side], and those from tqkv__exact_at on in ends[1][side], where
-       exact[][side] is set; side 0: keys, 1: values. exact_from: for the last query, on a GPU for all. See tqkv__place_at. */
+       exact[][side] is set; side 0: keys, 1: values. exact_from: for the last query, on a GPU for all. See tqkv__region_at. */
     int64_t exact_below, exact_from;
-    bool newest_halves; /* on a GPU: this is the part of a context that queries read from halves of the newest */
+    bool newest_halves; /* on a GPU: this is the region that queries read from halves of the newest */
     bool exact[2][2];
     int64_t kept; /* positions below are seen though they are no longer resident: in ends[0] and first_tail */
     tqkv__stream ends[2][2], first_tail; /* not cleared if unused: that would take as long as a few positions */

@@ -380,7 +380,7 @@ typedef struct tqkv__append {
     tqkv__stream streams[TQKV__CACHE_STREAMS], newest[2], first[TQKV__CACHE_STREAMS];
 } tqkv__append;
 
-/* Opens stream i for its part of the caller's rows. Rows of k hold those of the tail, too. */
+/* Opens stream i for its share of the caller's rows. Rows of k hold those of the tail, too. */
 static tqkv_result tqkv__append_open(const tqkv_cache *c, int i, const void *k, const void *v, int n_tokens,
                                      tqkv__append *append)
 {

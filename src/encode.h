@@ -138,12 +138,12 @@ typedef struct tqkv__encode_job {
 static void tqkv__encode_task(void *context, int index)
 {
     tqkv__encode_job *job = (tqkv__encode_job *)context;
-    const int stream = index / job->n_tasks, part = index % job->n_tasks;
+    const int stream = index / job->n_tasks, share = index % job->n_tasks;
     const tqkv__stream *s = job->streams[stream];
     const void *src = job->src[stream];
     const int first = job->encode ? tqkv__first_kept(s, job->n_tokens) : 0;
-    const int from = first + (int)((int64_t)(job->n_tokens - first) * part / job->n_tasks);
-    const int to = first + (int)((int64_t)(job->n_tokens - first) * (part + 1) / job->n_tasks);
+    const int from = first + (int)((int64_t)(job->n_tokens - first) * share / job->n_tasks);
+    const int to = first + (int)((int64_t)(job->n_tokens - first) * (share + 1) / job->n_tasks);
     const tqkv__tokens tokens = {job->halves[stream], src, from, to, job->position, job->position + job->n_tokens};
     if (job->encode)
         tqkv__encode_tokens(s, &tokens);

@@ -1,4 +1,4 @@
-/* >>k-decode: codes as floats, a strip of positions at a time. */
+/* >>k-decode: codes as floats, a segment of positions at a time. */
 
 /* The format of decoded rows. */
 #define TQKV__FLOATS TQKV_FORMAT_DEFAULT
@@ -31,7 +31,7 @@
 
 /* -- Codes as floats. The lanes of a vector are dimensions, of keys as of values. -- */
 
-/* One panel of a strip of positions, and the query rows that use it. rows and results: queries and scores for keys,
+/* One panel of a segment of positions, and the query rows that use it. rows and results: queries and scores for keys,
    weights and sums for values; their rows are row_stride and result_stride apart. */
 typedef struct TQKV__(panel) {
     const tqkv__stream *stream;

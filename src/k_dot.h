@@ -115,15 +115,15 @@ TQKV__OP void TQKV__(dot_vectors)(const tqkv_format format, const int rows, int 
                                   const TQKV__(keys) * keys, const TQKV__(rows) * queries, TQKV__VECTOR (*sums)[4])
 {
     const float *at = queries->at;
-    const int part = TQKV__JOINED(format) == 8 ? count : 4;
+    const int joined = TQKV__JOINED(format) == 8 ? count : 4;
     TQKV__(rest) rest[4];
     if (count == 8)
         TQKV__(open_strips)(format, 8, keys, rest);
     else
         TQKV__(open_strips)(format, 4, keys, rest);
-    for (int k = 0; k < count; k += part) {
+    for (int k = 0; k < count; k += joined) {
         TQKV__(join_strips)(format, k, rest);
-        for (int i = 0; i < part; i++, at += TQKV__LANES) {
+        for (int i = 0; i < joined; i++, at += TQKV__LANES) {
             TQKV__VECTOR query[TQKV__ROWS], v[4];
             TQKV__UNROLL
             for (int r = 0; r < rows; r++) query[r] = TQKV__(load)(at + queries->offset[r]);

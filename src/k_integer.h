@@ -202,7 +202,7 @@ TQKV__TARGET static TQKV__NOINLINE void TQKV__S(score_tile_of_halves)(const tqkv
                                                                       const tqkv__segment *segment, const float *q,
                                                                       int n_rows, bool add, float *scores)
 {
-    enum { buffer = 2048 }; /* 8 KiB: a part of an L1 cache, and of the stack */
+    enum { buffer = 2048 }; /* 8 KiB: a fraction of an L1 cache, and of the stack */
     TQKV__ALIGNED float keys[buffer];
     const int dim = s->head_dim, fit = buffer / dim, most = fit > 12 ? 12 : fit;
     tqkv__prefetch(TQKV__L2, codes + (ptrdiff_t)segment->ahead * (ptrdiff_t)s->row_bytes,

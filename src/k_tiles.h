@@ -85,12 +85,12 @@ static void TQKV__(add_values)(tqkv_format format, TQKV__(panel) * panel, int n_
 TQKV__TARGET static void TQKV__(attend_decoded)(TQKV__(panel) * panel, int n_rows, bool keys)
 {
     TQKV__ALIGNED float x[32 * TQKV__X_STRIDE(128)]; /* 18 KiB of stack */
-    const int stretch = panel->dim <= 128 ? 32 : 16;
+    const int step = panel->dim <= 128 ? 32 : 16;
     const TQKV__(loops) *loops = &TQKV__(loops_by_format)[panel->stream->format];
     const int n = panel->n;
-    for (int j = 0; j < n; j += stretch) {
+    for (int j = 0; j < n; j += step) {
         const uint8_t *codes = panel->codes;
-        panel->n = n - j < stretch ? n - j : stretch;
+        panel->n = n - j < step ? n - j : step;
         tqkv__prefetch(TQKV__L2, codes + panel->ahead, (size_t)panel->n * panel->stride);
         loops->decode(panel, panel->n, x);
         for (int i = panel->n; i % TQKV__LANES; i++)
@@ -101,10 +101,10 @@ TQKV__TARGET static void TQKV__(attend_decoded)(TQKV__(panel) * panel, int n_row
             TQKV__(by_rows)(panel, n_rows, TQKV__DECODED_SCORE_ROWS, TQKV__(score_TQKV__FLOATS));
         else
             TQKV__(add_values)(TQKV__FLOATS, panel, n_rows, TQKV__ROWS);
-        panel->codes = codes + (size_t)stretch * panel->stride;
-        panel->rows += keys ? 0 : stretch;
-        panel->results += keys ? stretch : 0;
-        if (keys) panel->factors += stretch; /* NULL for values */
+        panel->codes = codes + (size_t)step * panel->stride;
+        panel->rows += keys ? 0 : step;
+        panel->results += keys ? step : 0;
+        if (keys) panel->factors += step; /* NULL for values */
     }
 }
 

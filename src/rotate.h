@@ -55,7 +55,7 @@ static void tqkv__flip_signs(float *x, int head_dim)
 static void tqkv__rotate_double(double *x, int head_dim)
 {
     const int m = tqkv__size_of(head_dim)->order, n = tqkv__size_of(head_dim)->subrow;
-    double y[36]; /* by subrows, a place of all at a time: a row would take 8 KB more of the stack */
+    double y[36]; /* of each subrow one value at a time: a row would take 8 KB more of the stack */
     for (int j = 0; j < head_dim; j++)
         if ((tqkv__tables.signs[j % 512 / 8] >> (j % 8)) & 1) x[j] = -x[j];
     for (int h = 1; h < n; h *= 2)

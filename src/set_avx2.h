@@ -62,7 +62,7 @@ TQKV__OP __m256 tqkv__permute_32_avx2(const __m256 *table, __m256i codes)
                             _mm256_castsi256_ps(_mm256_slli_epi32(codes, 27)));
 }
 /* Looks up the four bytes of 32 centroids and joins them: vector k of four has codes 4k to 4k + 3 of either half.
-   upper: all ones for a code in the upper half. index: its place among 16. second: the sign bit marks the second 16 of
+   upper: all ones for a code in the upper half. index: its number among 16. second: the sign bit marks the second 16 of
    the half. The table has these as xor with the first: a negative index gives 0, and xor is cheaper than a blend. Both
    unpacks of two bytes come before the next look-up and save registers, whichever of them this vector needs. */
 TQKV__OP __m256 tqkv__centroids_of_planes_avx2(const int bits, const int k, const __m256 *table, __m256i index,
@@ -93,13 +93,13 @@ TQKV__OP void tqkv__load_table_avx2(const int bits, const bool nibbles, const tq
         if (bits == 6) table[4 + p] = _mm256_castsi256_ps(_mm256_broadcastsi128_si256(_mm_xor_si128(first, second)));
     }
 }
-/* All ones in the bytes that have the bit of `places` */
-TQKV__OP __m256i tqkv__has_bit_avx2(__m256i bytes, __m256i places)
+/* All ones in the bytes that have the bit of `bit` */
+TQKV__OP __m256i tqkv__has_bit_avx2(__m256i bytes, __m256i bit)
 {
-    return _mm256_cmpeq_epi8(_mm256_and_si256(bytes, places), places);
+    return _mm256_cmpeq_epi8(_mm256_and_si256(bytes, bit), bit);
 }
 /* The first `size` bytes at p, 2 to 16, then zeros. */
-TQKV__OP __m128i tqkv__load_part_avx2(const int size, const uint8_t *p)
+TQKV__OP __m128i tqkv__load_bytes_avx2(const int size, const uint8_t *p)
 {
     long long word = 0;
     if (size == 16) return tqkv__load_128(p);
@@ -111,7 +111,7 @@ TQKV__OP __m128i tqkv__load_part_avx2(const int size, const uint8_t *p)
    bits of a byte with others above it. */
 TQKV__OP __m256i tqkv__spread_pairs_avx2(const int per_lane, const uint8_t *p)
 {
-    const __m128i words = _mm_cvtepu8_epi16(tqkv__load_part_avx2(2 * per_lane, p)),
+    const __m128i words = _mm_cvtepu8_epi16(tqkv__load_bytes_avx2(2 * per_lane, p)),
                   spread = _mm_or_si128(words, _mm_slli_epi16(words, 4));
     return _mm256_srlv_epi64(_mm256_broadcastsi128_si256(spread), _mm256_set_epi64x(2, 2, 0, 0));
 }
@@ -123,7 +123,7 @@ TQKV__OP __m256 tqkv__centroids_of_packed_avx2(const int bits, const int per_lan
     const __m256i fifteen = _mm256_set1_epi8(15);
     const __m256i codes = bits < 4
                               ? tqkv__spread_pairs_avx2(per_lane, p)
-                              : _mm256_srlv_epi64(_mm256_broadcastsi128_si256(tqkv__load_part_avx2(4 * per_lane, p)),
+                              : _mm256_srlv_epi64(_mm256_broadcastsi128_si256(tqkv__load_bytes_avx2(4 * per_lane, p)),
                                                   _mm256_set_epi64x(4, 4, 0, 0));
     if (bits == 2) {
         const __m256i index = _mm256_and_si256(codes, _mm256_set1_epi8(3));
@@ -135,8 +135,8 @@ TQKV__OP __m256 tqkv__centroids_of_packed_avx2(const int bits, const int per_lan
         int word = 0;
         memcpy(&word, upper, per_lane == 4 ? 4 : 2);
         const __m256i order = _mm256_broadcastsi128_si256(_mm_set_epi32(0x03030303, 0x02020202, 0x01010101, 0));
-        const __m256i places = _mm256_set_m128i(_mm_set1_epi32((int)0x80200802), _mm_set1_epi32(0x40100401));
-        second = half = tqkv__has_bit_avx2(_mm256_shuffle_epi8(_mm256_set1_epi32(word), order), places);
+        const __m256i bit = _mm256_set_m128i(_mm_set1_epi32((int)0x80200802), _mm_set1_epi32(0x40100401));
+        second = half = tqkv__has_bit_avx2(_mm256_shuffle_epi8(_mm256_set1_epi32(word), order), bit);
         if (bits == 3) {
             const __m256i pair = _mm256_and_si256(codes, _mm256_set1_epi8(3));
             const __m256i index = _mm256_or_si256(pair, _mm256_and_si256(half, _mm256_set1_epi8(4)));
@@ -146,7 +146,7 @@ TQKV__OP __m256 tqkv__centroids_of_packed_avx2(const int bits, const int per_lan
         const __m256i order =
             _mm256_broadcastsi128_si256(_mm_set_epi32(0x07070606, 0x05050404, 0x03030202, 0x01010000));
         const __m256i bytes =
-            _mm256_shuffle_epi8(_mm256_broadcastq_epi64(tqkv__load_part_avx2(2 * per_lane, upper)), order);
+            _mm256_shuffle_epi8(_mm256_broadcastq_epi64(tqkv__load_bytes_avx2(2 * per_lane, upper)), order);
         const __m256i fifth = _mm256_set_m128i(_mm_set1_epi16(0x4004), _mm_set1_epi16(0x1001));
         half = tqkv__has_bit_avx2(bytes, _mm256_add_epi8(fifth, fifth));
         second = _mm256_xor_si256(tqkv__has_bit_avx2(bytes, fifth), half);

@@ -75,19 +75,20 @@ static bool tqkv__wraps(const tqkv__stream *s, int64_t position, int64_t n)
     return s->ring && tqkv__slots_left(s, position) < n;
 }
 
-/* A tile is contiguous in all its streams, or gathered: it ends where a large page ends, or another place begins, and at
+/* A tile is contiguous in all its streams, or gathered: it ends where a large page ends, or another region begins, and at
    positions that are a multiple of TQKV__TILE. Its scores are at the position modulo TQKV__TILE. A query's sums are then the
    same bits alone or in a batch, and in a store of any kind and size. Otherwise prefill and decode drift apart: a last bit
    changes the next layer's keys, and now and then a code. */
-static int tqkv__tile_length(const tqkv__attention *a, const tqkv__place *place, int64_t position, int64_t end)
+static int tqkv__tile_length(const tqkv__attention *a, const tqkv__region *region, int64_t position, int64_t end)
 {
-    const int64_t aligned = TQKV__TILE - position % TQKV__TILE, border = place->end - position;
-    const int key_room = tqkv__tile_room(place->keys, position), value_room = tqkv__tile_room(place->values, position);
+    const int64_t aligned = TQKV__TILE - position % TQKV__TILE, border = region->end - position;
+    const int key_room = tqkv__tile_room(region->keys, position),
+              value_room = tqkv__tile_room(region->values, position);
     int64_t n = end - position < aligned ? end - position : aligned;
     if (n > border) n = border;
     if (n > key_room) n = key_room;
     if (n > value_room) n = value_room;
-    if (a->call.tail && n > tqkv__tile_room(place->tail, position)) n = tqkv__tile_room(place->tail, position);
+    if (a->call.tail && n > tqkv__tile_room(region->tail, position)) n = tqkv__tile_room(region->tail, position);
     return (int)n;
 }
 
@@ -97,7 +98,7 @@ typedef struct tqkv__ranks {
     int n;
     bool together;   /* in all streams one row after the other */
     uint64_t hidden; /* ranks that the query does not see, as bits */
-    tqkv__place place;
+    tqkv__region region;
     int32_t keys[TQKV__TILE], values[TQKV__TILE], tail[TQKV__TILE]; /* slots; -1: hidden, or no page */
 } tqkv__ranks;
 
@@ -105,7 +106,7 @@ typedef struct tqkv__ranks {
 typedef struct tqkv__tile {
     int64_t position;
     int n, begin;
-    tqkv__place place;
+    tqkv__region region;
     tqkv__segment keys, values, tail;
     const tqkv__ranks *ranks;                                        /* of a list or of gathered rows, or NULL */
     const tqkv__attention *streams;                                  /* that hold it: the caller's, or gathered ones */
@@ -129,13 +130,13 @@ static void tqkv__open_segment(const tqkv__stream *s, int64_t position, int n, i
     if (page >= 0 && page < s->capacity / s->page_size) segment->ahead = page * s->page_size - segment->slot;
 }
 
-/* The segments of a tile of a place, which is contiguous in all its streams. */
-static void tqkv__find_segments(const tqkv__attention *a, const tqkv__place *place, int64_t end, tqkv__tile *tile)
+/* The segments of a tile of a region, which is contiguous in all its streams. */
+static void tqkv__find_segments(const tqkv__attention *a, const tqkv__region *region, int64_t end, tqkv__tile *tile)
 {
-    tile->place = *place;
-    tqkv__open_segment(place->keys, tile->position, tile->n, end, &tile->keys);
-    tqkv__open_segment(place->values, tile->position, tile->n, end, &tile->values);
-    if (a->call.tail) tqkv__open_segment(place->tail, tile->position, tile->n, end, &tile->tail);
+    tile->region = *region;
+    tqkv__open_segment(region->keys, tile->position, tile->n, end, &tile->keys);
+    tqkv__open_segment(region->values, tile->position, tile->n, end, &tile->values);
+    if (a->call.tail) tqkv__open_segment(region->tail, tile->position, tile->n, end, &tile->tail);
 }
 
 /* Asks for a line of each 4 KiB of the next tile, and for its norms, a tile early. The loops ask for the other lines, but late
@@ -162,7 +163,7 @@ static void tqkv__touch_next(const tqkv__stream *s, int kv_head, const tqkv__seg
 static void tqkv__add_values(tqkv__tile *tile, int n_rows, float *out)
 {
     const tqkv__attention *a = tile->streams;
-    const tqkv__stream *s = tile->place.values;
+    const tqkv__stream *s = tile->region.values;
     const tqkv__segment *segment = &tile->values;
     const int kv_head = tile->kv_head;
     const float *weights = tile->scores + tile->begin;
@@ -252,16 +253,16 @@ static void tqkv__score_tile(tqkv__tile *tile, const float *q, int digits, int n
 {
     const tqkv__attention *a = tile->streams;
     float *scores = tile->scores + tile->begin;
-    const bool codes = tile->place.keys == &a->keys;
+    const bool codes = tile->region.keys == &a->keys;
     const size_t all = (size_t)n_rows, of_keys = all * (size_t)a->keys.head_dim;
     const float *rest = q + all * tqkv__first_floats(a);
-    a->isa->score_tile(tile->place.keys, tile->kv_head, &tile->keys, codes ? q : q + all * (size_t)a->key_dim, n_rows,
+    a->isa->score_tile(tile->region.keys, tile->kv_head, &tile->keys, codes ? q : q + all * (size_t)a->key_dim, n_rows,
                        false, scores);
     if (a->call.tail)
-        a->isa->score_tile(tile->place.tail, tile->kv_head, &tile->tail, q + of_keys, n_rows, true, scores);
+        a->isa->score_tile(tile->region.tail, tile->kv_head, &tile->tail, q + of_keys, n_rows, true, scores);
     if ((digits & 1) && codes) a->isa->score_tile(&a->keys, tile->kv_head, &tile->keys, rest, n_rows, true, scores);
     if (digits & 2)
-        a->isa->score_tile(tile->place.tail, tile->kv_head, &tile->tail, rest + of_keys, n_rows, true, scores);
+        a->isa->score_tile(tile->region.tail, tile->kv_head, &tile->tail, rest + of_keys, n_rows, true, scores);
 }
 
 /* Sums of values have the order of the stream that is added to them: brings them into that of another. */
