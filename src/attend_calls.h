@@ -80,20 +80,20 @@ static tqkv_result tqkv__check_q_out(const tqkv__attention *a, const void *q, co
 }
 
 /* Checks the arrays of a call over all resident positions and cuts it; follows tqkv__attention_open. */
-static tqkv_result tqkv__cut_whole(const tqkv__attention *a, const void *q, void *out, tqkv__part *part)
+static tqkv_result tqkv__cut_whole(const tqkv__attention *a, const void *q, void *out, tqkv__request *request)
 {
     const tqkv__range all = {a->first, a->call.end};
     tqkv_result r = tqkv__check_q_out(a, q, out);
     if (r == TQKV_OK) r = tqkv__check_seen(a, all);
-    if (r == TQKV_OK) tqkv__cut(a, all, q, out, NULL, NULL, part);
+    if (r == TQKV_OK) tqkv__cut(a, all, q, out, NULL, NULL, request);
     return r;
 }
 
 static tqkv_result tqkv__attend(const tqkv__attention *a, const void *q, void *out)
 {
-    tqkv__part part;
-    const tqkv_result r = tqkv__cut_whole(a, q, out, &part);
-    return r == TQKV_OK ? tqkv__run_job(&part, 1) : r;
+    tqkv__request request;
+    const tqkv_result r = tqkv__cut_whole(a, q, out, &request);
+    return r == TQKV_OK ? tqkv__run_job(&request, 1) : r;
 }
 
 TQKV_API tqkv_result tqkv_attend(const tqkv_attention *attention, const void *q, void *out)
@@ -109,12 +109,12 @@ typedef struct tqkv__output {
     size_t n_tokens, n_heads;
 } tqkv__output;
 
-static tqkv__output tqkv__output_of(const tqkv__part *part)
+static tqkv__output tqkv__output_of(const tqkv__request *request)
 {
-    const tqkv__attention *a = part->a;
+    const tqkv__attention *a = request->a;
     const size_t size = tqkv__type_size(a->call.output_type);
     const tqkv__output output = {
-        (uintptr_t)part->out,        a->call.output_strides.token * size, a->call.output_strides.head * size,
+        (uintptr_t)request->out,     a->call.output_strides.token * size, a->call.output_strides.head * size,
         (size_t)a->value_dim * size, (size_t)a->call.n_queries,           (size_t)a->call.n_heads};
     return output;
 }
@@ -165,36 +165,38 @@ static bool tqkv__writes_overlap(const tqkv__writes *writes)
 }
 
 /* Whether an item reads one of n > 0 sorted extents. Halves them: thousands of items are not compared each with each. */
-static bool tqkv__reads_extent(const tqkv__part *part, const tqkv__extent *extents, size_t n)
+static bool tqkv__reads_extent(const tqkv__request *request, const tqkv__extent *extents, size_t n)
 {
     const void *low = (const void *)(uintptr_t)extents[0].begin;
-    if (!tqkv__reads(part->a, part->q, low, (size_t)(extents[n - 1].end - extents[0].begin))) return false;
-    return n == 1 || tqkv__reads_extent(part, extents, n / 2) || tqkv__reads_extent(part, extents + n / 2, n - n / 2);
+    if (!tqkv__reads(request->a, request->q, low, (size_t)(extents[n - 1].end - extents[0].begin))) return false;
+    return n == 1 || tqkv__reads_extent(request, extents, n / 2) ||
+           tqkv__reads_extent(request, extents + n / 2, n - n / 2);
 }
 
 /* Checks that no item writes what another one reads or writes. */
-static tqkv_result tqkv__check_outputs(const tqkv__part *parts, int n_parts, const tqkv_allocator *allocator)
+static tqkv_result tqkv__check_outputs(const tqkv__request *requests, int n_requests, const tqkv_allocator *allocator)
 {
     size_t size;
     tqkv__writes writes = {NULL, 0};
-    for (int i = 0; i < n_parts; i++) tqkv__add_output(&writes, tqkv__output_of(&parts[i]));
+    for (int i = 0; i < n_requests; i++) tqkv__add_output(&writes, tqkv__output_of(&requests[i]));
     if (!tqkv__open_writes(&writes, allocator, &size)) return TQKV_OUT_OF_MEMORY;
-    for (int i = 0; i < n_parts; i++) tqkv__add_output(&writes, tqkv__output_of(&parts[i]));
+    for (int i = 0; i < n_requests; i++) tqkv__add_output(&writes, tqkv__output_of(&requests[i]));
     bool overlap = tqkv__writes_overlap(&writes);
-    for (int i = 0; i < n_parts && !overlap; i++) overlap = tqkv__reads_extent(&parts[i], writes.extents, writes.n);
+    for (int i = 0; i < n_requests && !overlap; i++)
+        overlap = tqkv__reads_extent(&requests[i], writes.extents, writes.n);
     allocator->free(allocator->user, writes.extents, size);
     return overlap ? TQKV__INVALID("the output of an item overlaps an array of another") : TQKV_OK;
 }
 
 /* Opens and checks one item; it takes over the hooks of the first. */
 static tqkv_result tqkv__open_item(const tqkv_attention *items, int i, const void *q, void *out, tqkv__attention *a,
-                                   tqkv__part *part)
+                                   tqkv__request *request)
 {
     tqkv_attention item = items[i];
     item.parallel = items[0].parallel;
     item.allocator = items[0].allocator;
     const tqkv_result r = tqkv__attention_open(&item, a);
-    return r == TQKV_OK ? tqkv__cut_whole(a, q, out, part) : r;
+    return r == TQKV_OK ? tqkv__cut_whole(a, q, out, request) : r;
 }
 
 TQKV_API tqkv_result tqkv_attend_batch(const tqkv_attention *items, int n_items, const void *const *q, void *const *out)
@@ -205,16 +207,16 @@ TQKV_API tqkv_result tqkv_attend_batch(const tqkv_attention *items, int n_items,
     if (n_items == 0) return TQKV_OK;
     tqkv_allocator allocator = items[0].allocator;
     if (!tqkv__resolve_allocator(&allocator)) return TQKV__INVALID("allocator: one of alloc and free is missing");
-    if (!tqkv__size_multiply((size_t)n_items, sizeof(tqkv__attention) + sizeof(tqkv__part), &size))
+    if (!tqkv__size_multiply((size_t)n_items, sizeof(tqkv__attention) + sizeof(tqkv__request), &size))
         return TQKV__INVALID("n_items is too large");
     tqkv__attention *opened = (tqkv__attention *)allocator.alloc(allocator.user, size);
     if (!opened) return TQKV_OUT_OF_MEMORY;
-    tqkv__part *parts = (tqkv__part *)(void *)(opened + n_items);
+    tqkv__request *requests = (tqkv__request *)(void *)(opened + n_items);
     tqkv_result r = TQKV_OK;
     for (int i = 0; r == TQKV_OK && i < n_items; i++)
-        r = tqkv__open_item(items, i, q[i], out[i], &opened[i], &parts[i]);
-    if (r == TQKV_OK) r = tqkv__check_outputs(parts, n_items, &allocator);
-    if (r == TQKV_OK) r = tqkv__run_job(parts, n_items);
+        r = tqkv__open_item(items, i, q[i], out[i], &opened[i], &requests[i]);
+    if (r == TQKV_OK) r = tqkv__check_outputs(requests, n_items, &allocator);
+    if (r == TQKV_OK) r = tqkv__run_job(requests, n_items);
     allocator.free(allocator.user, opened, size);
     return r;
 }
@@ -250,7 +252,7 @@ TQKV_API tqkv_result tqkv_attend_partial(const tqkv_attention *attention, const 
                                          float *out, float *max, float *sum)
 {
     tqkv__attention a;
-    tqkv__part part;
+    tqkv__request request;
     tqkv__arrays arrays = {{NULL}, {0}, 0, sizeof(float)};
     tqkv_result r = tqkv__attention_open(attention, &a);
     if (r == TQKV_OK) r = tqkv__check_slice_range(&a, first, count);
@@ -259,8 +261,8 @@ TQKV_API tqkv_result tqkv_attend_partial(const tqkv_attention *attention, const 
     if ((r = tqkv__check_seen(&a, slice)) != TQKV_OK) return r;
     tqkv__add_slice(&arrays, &a, out, max, sum);
     if ((r = tqkv__check_attend(&a, q, &arrays)) != TQKV_OK) return r;
-    tqkv__cut(&a, slice, q, out, max, sum, &part);
-    return tqkv__run_job(&part, 1);
+    tqkv__cut(&a, slice, q, out, max, sum, &request);
+    return tqkv__run_job(&request, 1);
 }
 
 TQKV_API tqkv_result tqkv_attend_merge_slice(const tqkv_attention *attention, float *out, float *max, float *sum,
