@@ -21,7 +21,7 @@ typedef struct model {
     float sinks[MAX_HEADS];
     /* As set_center and set_scale take them, then the keys' and the tail's parts of the first one; or NULL. */
     float *centers[4], *scales[4];
-    bool edits;        /* operations 8 to 15 remove, keep and fork */
+    bool edits; /* operations 8 to 15 remove, keep and fork */
 } model;
 
 static int n_heads(const model *m) { return m->desc.n_heads ? m->desc.n_heads : m->desc.n_kv_heads; }
