@@ -823,7 +823,7 @@ TQKV_METAL_API tqkv_result tqkv_metal_attend_finish(tqkv_metal *m, tqkv_metal_ob
    Each array of all items (their keys' codes, their q and so on) lies in one buffer, at any offsets; nothing that the
    call reads lies between the outputs. TQKV_UNSUPPORTED otherwise. arguments: memory that the processor can write, at a
    multiple of 256, with the bytes that the first call tells, for this call alone until it has completed; scratch as for
-   tqkv_metal_attend. */
+   tqkv_metal_attend. The outputs are compared in memory of malloc. */
 TQKV_METAL_API tqkv_result tqkv_metal_attend_batch_sizes(tqkv_metal *m, const tqkv_metal_attention *items, int n_items,
                                                          size_t *arguments, size_t *scratch);
 TQKV_METAL_API tqkv_result tqkv_metal_attend_batch(tqkv_metal *m, tqkv_metal_object encoder,
@@ -1469,7 +1469,7 @@ TQKV__ASSERT_SIZE(tqkv__table_set, 3560);
 #ifdef __cplusplus
 extern "C" {
 #endif
-/* The part of a context that a cache uses; struct tqkv_metal begins with it. */
+/* What a cache uses of a context; struct tqkv_metal begins with it. */
 typedef struct tqkv__backend {
     tqkv_allocator memory; /* of codes, norms and the cache itself */
     tqkv_result (*append)(tqkv_metal *m, const tqkv_cache *c, const void *k, const void *v, int n_tokens);
@@ -1496,7 +1496,7 @@ typedef struct tqkv__backend {
 #error "tqkv.h: -ffast-math changes stored bytes; compile this file without it, or define TQKV_ALLOW_FAST_MATH"
 #endif
 
-/* Parts of fast math that clang announces by no macro (-fassociative-math, -freciprocal-math, -funsafe-math-optimizations)
+/* Options of fast math that clang announces by no macro (-fassociative-math, -freciprocal-math, -funsafe-math-optimizations)
    would change norms. On arm64 clang 14 does not know the pragma, and reorders no sum that counts; clang 16 would. */
 #if defined(__clang__) && !defined(TQKV_ALLOW_FAST_MATH) &&                                                            \
     (defined(__x86_64__) || (defined(__aarch64__) && __clang_major__ > 14))
@@ -1592,7 +1592,7 @@ typedef char tqkv__compiled_with_fshort_enums_or_fpack_struct
 #define TQKV__COLD     __attribute__((cold))        /* for size: calls that are rare beside appending and attending */
 #define TQKV__ALIGNED  __attribute__((aligned(64))) /* a vector that crosses cache lines is loaded twice */
 #define TQKV__INLINE   inline __attribute__((always_inline))
-#define TQKV__OP       TQKV__TARGET static TQKV__INLINE /* a part of a loop, in the current instruction set */
+#define TQKV__OP       TQKV__TARGET static TQKV__INLINE /* a step of a loop, in the current instruction set */
 #ifdef __clang__
 #define TQKV__UNROLL _Pragma("clang loop unroll(full)")
 #else
@@ -1728,7 +1728,7 @@ static bool tqkv__values_finite(tqkv_type type, const void *x, size_t n)
 static inline float tqkv__round(float x) { return TQKV__AS_FLOAT(tqkv__rounded(x + 12582912.0f) - 12582912.0f); }
 
 /* exp_parts, exp and tanh of the kernels, step by step. Tables, because constants may be wider than a float. */
-static void tqkv__exp_parts(float x, float *power, float *tail)
+static void tqkv__exp_terms(float x, float *power, float *tail)
 {
     static const float reduce[3] = {1.44269504f, -0.693359375f, 2.12194440e-4f};
     static const float series[7] = {1.0f / 5040, 1.0f / 720, 1.0f / 120, 1.0f / 24, 1.0f / 6, 0.5f, 1.0f};
@@ -1747,7 +1747,7 @@ static TQKV__NOINLINE float tqkv__exp(float x)
     if (x != x) return x;
     if (x == 0.0f) return 1.0f; /* of two maxima the larger one gives it */
     if (x < -87.0f) return 0.0f;
-    tqkv__exp_parts(x < 87.0f ? x : 87.0f, &power, &tail);
+    tqkv__exp_terms(x < 87.0f ? x : 87.0f, &power, &tail);
     return tqkv__fma(power, tail, power);
 }
 
@@ -1762,7 +1762,7 @@ static float tqkv__tanh(float x)
     float power, tail;
     const float doubled = TQKV__AS_FLOAT(fabsf(x) * -2.0f);
     if (x != x) return x;
-    tqkv__exp_parts(doubled > -40.0f ? doubled : -40.0f, &power, &tail);
+    tqkv__exp_terms(doubled > -40.0f ? doubled : -40.0f, &power, &tail);
     const float m = tqkv__fma(power, tail, TQKV__AS_FLOAT(power - 1.0f));
     return copysignf(TQKV__AS_FLOAT(fabsf(m) / TQKV__AS_FLOAT(2.0f + m)), x);
 }
@@ -1818,7 +1818,7 @@ static size_t tqkv__type_size(tqkv_type type)
 /* A row of TQKV__SIZES for a head_dim that the compiler does not know, where its columns would be chains of comparisons,
    half a KB each; zeros without a row. */
 typedef struct tqkv__size {
-    int order, run, grid; /* run: values in each of `order` runs */
+    int order, subrow, grid; /* subrow: values in each of `order` subrows */
     float root, inverse_root;
 } tqkv__size;
 
@@ -1840,13 +1840,13 @@ static inline const tqkv__size *tqkv__size_of(int head_dim)
 }
 static bool tqkv__head_dim_known(int head_dim) { return tqkv__size_of(head_dim)->order != 0; }
 
-/* TQKV__NORM_BLOCK of such a head_dim */
-static int tqkv__norm_block(int kind, int head_dim)
+/* TQKV__NORM_BLOCK of a head_dim that the compiler does not know */
+static int tqkv__norm_dim(int kind, int head_dim)
 {
     return kind == TQKV__GRID ? tqkv__size_of(head_dim)->grid : TQKV__NORM_BLOCK(kind, head_dim);
 }
 
-#define TQKV__BLOCK 256
+#define TQKV__PANEL 256
 
 /* A store with its defaults resolved and its sizes derived. */
 typedef struct tqkv__stream {
@@ -1860,7 +1860,7 @@ typedef struct tqkv__stream {
     float block_scale;
     size_t row_bytes;
     int norms_per_row, norm_dim; /* values that share a norm */
-    int block_dim;               /* values that attention decodes at a time, all of one norm, at most TQKV__BLOCK */
+    int panel_dim;               /* values that attention decodes at a time, all of one norm, at most TQKV__PANEL */
     uint8_t *codes;
     float *norms;
     size_t codes_size, norms_size;  /* bytes in use */
@@ -1963,10 +1963,10 @@ static tqkv_result tqkv__stream_shape(const tqkv_store *store, tqkv__stream *s)
     s->block_scale = store->block_scale > 0.0f ? store->block_scale : 1.0f;
     s->row_bytes = tqkv_row_bytes(store->format, store->head_dim);
     s->norms_per_row = tqkv_norms_per_row(store->format, store->head_dim);
-    s->norm_dim = tqkv__norm_block(s->kind, s->head_dim);
-    int blocks = (s->norm_dim + TQKV__BLOCK - 1) / TQKV__BLOCK;
-    while (s->norm_dim % blocks) blocks++;
-    s->block_dim = s->norm_dim / blocks;
+    s->norm_dim = tqkv__norm_dim(s->kind, s->head_dim);
+    int panels = (s->norm_dim + TQKV__PANEL - 1) / TQKV__PANEL;
+    while (s->norm_dim % panels) panels++;
+    s->panel_dim = s->norm_dim / panels;
     if (!tqkv__array_size(s->n_kv_heads, s->capacity, 1, s->row_bytes, &s->codes_size) ||
         !tqkv__array_size(s->n_kv_heads, s->capacity, s->norms_per_row, sizeof(float), &s->norms_size))
         return TQKV__INVALID("a store of more than SIZE_MAX bytes");
@@ -2006,7 +2006,7 @@ static size_t tqkv__center_size(const tqkv__stream *s)
     return (size_t)s->n_kv_heads * (size_t)s->head_dim * sizeof(float);
 }
 
-/* The part of a head in centre, scale or inverses, [head_dim]; NULL of NULL */
+/* What a head has of centre, scale or inverses, [head_dim]; NULL of NULL */
 static const float *tqkv__of_head(const tqkv__stream *s, const float *channels, int kv_head)
 {
     return channels ? channels + (size_t)kv_head * (size_t)s->head_dim : NULL;
@@ -2159,8 +2159,8 @@ TQKV_API size_t tqkv_row_bytes(tqkv_format f, int head_dim)
 TQKV_API int tqkv_norms_per_row(tqkv_format f, int head_dim)
 {
     if (!tqkv__format_known(f) || !tqkv__head_dim_known(head_dim) || TQKV__KIND(f) == TQKV__HALF) return 0;
-    const int block = tqkv__norm_block(TQKV__KIND(f), head_dim);
-    return block ? head_dim / block : 0;
+    const int dim = tqkv__norm_dim(TQKV__KIND(f), head_dim);
+    return dim ? head_dim / dim : 0;
 }
 
 TQKV_API float tqkv_last_boundary(tqkv_format f)
@@ -2325,9 +2325,9 @@ struct tqkv_team {
     bool full, ended;             /* all threads have arrived; thread 0 has ended it */
 };
 
-enum { TQKV__KEPT_HEADER = 64, TQKV__KEPT_MOST = 1 << 26 }; /* larger blocks are caches, not scratch */
+enum { TQKV__KEPT_HEADER = 64, TQKV__KEPT_MOST = 1 << 26 }; /* larger memory is of caches, not scratch */
 
-/* Blocks begin with their size, which may be above what was asked for. */
+/* Memory begins with its size, which may be above what was asked for. */
 static void *tqkv__team_alloc(void *user, size_t size)
 {
     tqkv_team *team = (tqkv_team *)user;
@@ -2336,37 +2336,37 @@ static void *tqkv__team_alloc(void *user, size_t size)
         if (team->kept_size[i] && team->kept_size[i] >= size &&
             (best < 0 || team->kept_size[i] < team->kept_size[best]))
             best = i;
-    uint8_t *block = NULL;
+    uint8_t *memory = NULL;
     if (best >= 0) {
-        block = team->kept[best];
+        memory = team->kept[best];
         team->kept_size[best] = 0;
     } else if (size <= SIZE_MAX - TQKV__KEPT_HEADER) {
-        block = (uint8_t *)team->memory.alloc(team->memory.user, size + TQKV__KEPT_HEADER);
-        if (block) memcpy(block, &size, sizeof size);
+        memory = (uint8_t *)team->memory.alloc(team->memory.user, size + TQKV__KEPT_HEADER);
+        if (memory) memcpy(memory, &size, sizeof size);
     }
-    return block ? block + TQKV__KEPT_HEADER : NULL;
+    return memory ? memory + TQKV__KEPT_HEADER : NULL;
 }
 
-static void tqkv__drop_block(tqkv_team *team, uint8_t *block, size_t size)
+static void tqkv__drop_memory(tqkv_team *team, uint8_t *memory, size_t size)
 {
-    team->memory.free(team->memory.user, block, size + TQKV__KEPT_HEADER);
+    team->memory.free(team->memory.user, memory, size + TQKV__KEPT_HEADER);
 }
 
-/* Keeps the largest blocks. */
+/* Keeps the largest memory. */
 static void tqkv__team_free(void *user, void *pointer, size_t size)
 {
     tqkv_team *team = (tqkv_team *)user;
-    uint8_t *block = (uint8_t *)pointer - TQKV__KEPT_HEADER;
+    uint8_t *memory = (uint8_t *)pointer - TQKV__KEPT_HEADER;
     int least = 0;
-    memcpy(&size, block, sizeof size);
+    memcpy(&size, memory, sizeof size);
     for (int i = 1; i < TQKV__KEPT; i++)
         if (team->kept_size[i] < team->kept_size[least]) least = i;
     if (size > TQKV__KEPT_MOST || size <= team->kept_size[least]) {
-        tqkv__drop_block(team, block, size);
+        tqkv__drop_memory(team, memory, size);
         return;
     }
-    if (team->kept_size[least]) tqkv__drop_block(team, team->kept[least], team->kept_size[least]);
-    team->kept[least] = block;
+    if (team->kept_size[least]) tqkv__drop_memory(team, team->kept[least], team->kept_size[least]);
+    team->kept[least] = memory;
     team->kept_size[least] = size;
 }
 
@@ -2480,7 +2480,7 @@ TQKV__COLD TQKV_API void tqkv_team_destroy(tqkv_team *team)
     if (!team) return;
     const tqkv_allocator memory = team->memory;
     for (int i = 0; i < TQKV__KEPT; i++)
-        if (team->kept_size[i]) tqkv__drop_block(team, team->kept[i], team->kept_size[i]);
+        if (team->kept_size[i]) tqkv__drop_memory(team, team->kept[i], team->kept_size[i]);
     memory.free(memory.user, team, sizeof *team);
 }
 
@@ -2538,9 +2538,9 @@ static const float *tqkv__inverses_of(const tqkv__stream *s, int first, int n, f
 }
 
 /* Slots of a tile in one stream: [slot, slot + n). The codes `ahead` slots further on will be read next. */
-typedef struct tqkv__run {
+typedef struct tqkv__segment {
     int slot, n, ahead;
-} tqkv__run;
+} tqkv__segment;
 
 /* The positions of a tile that a row sees: [from, to) without those whose bits are set. */
 typedef struct tqkv__span {
@@ -2559,10 +2559,10 @@ typedef struct tqkv__isa {
     int lanes;           /* floats in a vector */
     int nibble_order[2]; /* see tqkv__to_decoded */
     const tqkv__codec *codec;
-    /* scores[row][j] (+)= q[row] . key[slot + j] for j < n, with run's slot and n; add: to the scores of another part of the
+    /* scores[row][j] (+)= q[row] . key[slot + j] for j < n, with the segment's slot and n; add: to the scores of another part of the
        keys. q: [n_rows][head_dim], scores: [n_rows][TQKV__TILE] */
-    void (*score_tile)(const tqkv__stream *s, int kv_head, const tqkv__run *run, const float *q, int n_rows, bool add,
-                       float *scores);
+    void (*score_tile)(const tqkv__stream *s, int kv_head, const tqkv__segment *segment, const float *q, int n_rows,
+                       bool add, float *scores);
     /* Turns the scores in each row's span into weights exp(score - max) and the others into 0; scales the row's sums to
        the new maximum. offsets are added to the scores before a softcap. spans, offsets, max, sum: [n_rows], scores:
        [n_rows][TQKV__TILE], out: [n_rows][value_dim] */
@@ -2573,8 +2573,8 @@ typedef struct tqkv__isa {
     void (*end_piece)(int n_rows, int value_dim, const tqkv__sums *piece, const tqkv__sums *sums);
     /* out[row] += sum_j weights[row][j] * value[slot + j] for j < n. A weight of 0 adds nothing, even beside a NaN norm
        in a slot that this row does not see. weights, scaled (scratch): [n_rows][TQKV__TILE], out: [n_rows][head_dim] */
-    void (*value_tile)(const tqkv__stream *s, int kv_head, const tqkv__run *run, const float *weights, int n_rows,
-                       float *scaled, float *out);
+    void (*value_tile)(const tqkv__stream *s, int kv_head, const tqkv__segment *segment, const float *weights,
+                       int n_rows, float *scaled, float *out);
     /* sums[j] += weights[row] * f(scores[row][j] + offsets[row]), row after row, each rounded once; f: see >>index.
        weights, offsets: [n_rows], scores: [n_rows][TQKV__TILE], sums: [TQKV__TILE] */
     void (*sum_heads)(const float *scores, const float *weights, const float *offsets, bool relu, int n_rows,
@@ -2601,7 +2601,7 @@ static const uint8_t *tqkv__matrix_row(int m, int row)
 }
 
 /* out[b] = sum over c = 0 .. m-1 of P[b][c] * x[c], in that order, for each column of x as [m][n]; P is of order m > 1. */
-static void tqkv__mix_runs(float *x, int m, int n)
+static void tqkv__mix_subrows(float *x, int m, int n)
 {
     float column[36];
     for (int a = 0; a < n; a++) {
@@ -2616,10 +2616,10 @@ static void tqkv__mix_runs(float *x, int m, int n)
     }
 }
 
-/* Walsh-Hadamard transform of each run in natural order, then the matrix across the runs; unnormalised. x: [head_dim] */
+/* Walsh-Hadamard transform of each subrow in natural order, then the matrix across the subrows; unnormalised. x: [head_dim] */
 static void tqkv__hadamard(float *x, int head_dim)
 {
-    const int m = tqkv__size_of(head_dim)->order, n = tqkv__size_of(head_dim)->run;
+    const int m = tqkv__size_of(head_dim)->order, n = tqkv__size_of(head_dim)->subrow;
     for (int h = 1; h < n; h *= 2)
         for (int i = 0; i < head_dim; i += 2 * h)
             for (int j = i; j < i + h; j++) {
@@ -2627,7 +2627,7 @@ static void tqkv__hadamard(float *x, int head_dim)
                 x[j] = TQKV__AS_FLOAT(a + b);
                 x[j + h] = TQKV__AS_FLOAT(a - b);
             }
-    if (m > 1) tqkv__mix_runs(x, m, n);
+    if (m > 1) tqkv__mix_subrows(x, m, n);
 }
 
 static void tqkv__flip_signs(float *x, int head_dim)
@@ -2639,8 +2639,8 @@ static void tqkv__flip_signs(float *x, int head_dim)
 /* y = R(s*x)/sqrt(D) in double, for sums of far larger terms. */
 static void tqkv__rotate_double(double *x, int head_dim)
 {
-    const int m = tqkv__size_of(head_dim)->order, n = tqkv__size_of(head_dim)->run;
-    double y[36]; /* by runs, a place of all at a time: a row would take 8 KB more of the stack */
+    const int m = tqkv__size_of(head_dim)->order, n = tqkv__size_of(head_dim)->subrow;
+    double y[36]; /* of each subrow one value at a time: a row would take 8 KB more of the stack */
     for (int j = 0; j < head_dim; j++)
         if ((tqkv__tables.signs[j % 512 / 8] >> (j % 8)) & 1) x[j] = -x[j];
     for (int h = 1; h < n; h *= 2)
@@ -2684,7 +2684,7 @@ static TQKV__NOINLINE void tqkv__unrotate_row(float *y, int head_dim)
 
 /* >>codec: norms, quantising, packing, and back, in plain C: the specification */
 
-/* Norm of a TQ row or block from the sum of its squares; scale: the factor that brings its values to variance 1. If the
+/* Norm of a TQ row, or of 256 of its values, from the sum of their squares; scale: the factor that brings them to variance 1. If the
    rotation of a row overflows, the sum is NaN, whose sign depends on the machine: fabsf clears the norm's. */
 static float tqkv__norm_tq(const tqkv__stream *s, float sum, float *scale)
 {
@@ -2695,7 +2695,8 @@ static float tqkv__norm_tq(const tqkv__stream *s, float sum, float *scale)
     return norm;
 }
 
-/* Norm of an I8 block: the largest magnitude / 127; scale: 1 / step of the grid. Both are 0 for a block near 0. With
+/* Norm of the values of an I8 row that share it: the largest magnitude / 127; scale: 1 / step of the grid. Both are 0 for
+   values near 0. With
    -freciprocal-math, which clang announces by no macro, the compiler would multiply by 1/127 if it knew the divisor or
    could hoist it. */
 static float tqkv__norm_i8(float largest, float *scale)
@@ -2733,7 +2734,7 @@ static void tqkv__norms_tq(const tqkv__stream *s, const float *y, float *norms, 
 }
 
 /* Quantising shortens a row by its error, and with it every score. The stored norm makes the decoded row as long as the
-   row was: norm * sqrt(D)/|c|, where c are the centroids of the codes. Blocks: norm * block_scale / RMS of c. sums: of the
+   row was: norm * sqrt(D)/|c|, where c are the centroids of the codes; where a row has several norms, norm * block_scale / RMS of c. sums: of the
    squares of c */
 static void tqkv__correct_norms(const tqkv__stream *s, const float *sums, float *norms)
 {
@@ -3116,9 +3117,9 @@ static bool tqkv__all_rows_finite(const tqkv__codec *codec, tqkv_type type, cons
 {
     const size_t size = tqkv__type_size(type), row = (size_t)dim, heads = (size_t)n_heads;
     if (tqkv__without_gaps(strides, n_heads, dim)) return codec->rows_finite(type, p, (size_t)n * heads * row);
-    const size_t runs = strides.head == row ? 1 : heads, length = heads / runs * row;
+    const size_t each = strides.head == row ? 1 : heads, length = heads / each * row; /* each: rows of a token */
     for (size_t t = 0; t < (size_t)n; t++)
-        for (size_t h = 0; h < runs; h++)
+        for (size_t h = 0; h < each; h++)
             if (!codec->rows_finite(type, (const uint8_t *)p + (t * strides.token + h * strides.head) * size, length))
                 return false;
     return true;
@@ -3143,7 +3144,7 @@ static tqkv_result tqkv__check_source(const tqkv__stream *s, const void *src, in
     return tqkv__rows_finite(s, src, n_tokens) ? TQKV_OK : TQKV__REFUSE(NOT_FINITE, "src holds NaN or infinity");
 }
 
-/* The first token to write. Of a run longer than a ring only the last tokens are kept: each slot is written once. */
+/* The first token to write. Of more tokens than a ring holds only the last ones are kept: each slot is written once. */
 static int tqkv__first_kept(const tqkv__stream *s, int n_tokens)
 {
     return s->ring && n_tokens > s->capacity ? n_tokens - s->capacity : 0;
@@ -3212,8 +3213,8 @@ static void tqkv__encode_tokens(const tqkv__stream *s, const tqkv__tokens *token
     tqkv__fp_restore(mode);
 }
 
-/* Encodes the same tokens into some streams, each from its own source: tasks for some tokens of one of them. One run tests
-   for NaN and Inf, the next encodes. */
+/* Encodes the same tokens into some streams, each from its own source: tasks for some tokens of one of them. The hook runs them
+   twice: first they test for NaN and Inf, then they encode. */
 enum { TQKV__ENCODE_STREAMS = 3, TQKV__ENCODE_TASKS = 16 };
 typedef struct tqkv__encode_job {
     const tqkv__stream *streams[TQKV__ENCODE_STREAMS], *halves[TQKV__ENCODE_STREAMS]; /* see tqkv__encode_tokens */
@@ -3228,12 +3229,12 @@ typedef struct tqkv__encode_job {
 static void tqkv__encode_task(void *context, int index)
 {
     tqkv__encode_job *job = (tqkv__encode_job *)context;
-    const int stream = index / job->n_tasks, part = index % job->n_tasks;
+    const int stream = index / job->n_tasks, share = index % job->n_tasks;
     const tqkv__stream *s = job->streams[stream];
     const void *src = job->src[stream];
     const int first = job->encode ? tqkv__first_kept(s, job->n_tokens) : 0;
-    const int from = first + (int)((int64_t)(job->n_tokens - first) * part / job->n_tasks);
-    const int to = first + (int)((int64_t)(job->n_tokens - first) * (part + 1) / job->n_tasks);
+    const int from = first + (int)((int64_t)(job->n_tokens - first) * share / job->n_tasks);
+    const int to = first + (int)((int64_t)(job->n_tokens - first) * (share + 1) / job->n_tasks);
     const tqkv__tokens tokens = {job->halves[stream], src, from, to, job->position, job->position + job->n_tokens};
     if (job->encode)
         tqkv__encode_tokens(s, &tokens);
@@ -3398,18 +3399,18 @@ static void tqkv__move_rows(const tqkv__stream *from, int64_t source, const tqkv
     while (n > 0) {
         const int source_slot = tqkv__slot(from, source), target_slot = tqkv__slot(to, target);
         const int source_room = tqkv__slots_left(from, source), target_room = tqkv__slots_left(to, target);
-        int64_t run = n < source_room ? n : source_room;
-        if (run > target_room) run = target_room;
+        int64_t now = n < source_room ? n : source_room;
+        if (now > target_room) now = target_room;
         for (int h = 0; h < from->n_kv_heads; h++) {
             memmove(tqkv__codes_at(to, h, target_slot), tqkv__codes_at(from, h, source_slot),
-                    (size_t)run * from->row_bytes);
+                    (size_t)now * from->row_bytes);
             if (from->norms_per_row)
                 memmove(tqkv__norms_at(to, h, target_slot), tqkv__norms_at(from, h, source_slot),
-                        (size_t)run * (size_t)from->norms_per_row * sizeof(float));
+                        (size_t)now * (size_t)from->norms_per_row * sizeof(float));
         }
-        source += run;
-        target += run;
-        n -= run;
+        source += now;
+        target += now;
+        n -= now;
     }
 }
 
@@ -4027,9 +4028,9 @@ typedef struct tqkv__range {
 typedef struct tqkv__attention {
     tqkv_attention call;                       /* defaults resolved */
     tqkv__stream keys, values, tail;           /* tail: if call.tail is set */
-    int n_kv_heads, group, key_dim, value_dim; /* dims: of a query with all its parts, of an output */
+    int n_kv_heads, group, key_dim, value_dim; /* dims: of a query with that of the tail, of an output */
     int64_t first;                             /* resident positions [first, call.end) */
-    bool rotate_queries, unrotate_output;      /* rotate_queries: the keys' part */
+    bool rotate_queries, unrotate_output;      /* rotate_queries: but for the tail's part */
     bool shared;                               /* keys and values are one stream */
     size_t n_rows, q_elements, out_elements;   /* n_queries * n_heads, and times key_dim or value_dim */
     size_t q_size, out_size;                   /* bytes of the caller's rows, with gaps */
@@ -4038,9 +4039,9 @@ typedef struct tqkv__attention {
     /* Makes integers of a query; NULL: floats. See tqkv__integers. */
     void (*round_query)(const tqkv__stream *s, const float *query, float *to);
     /* Positions below exact_below are halves in ends[0][side], and those from tqkv__exact_at on in ends[1][side], where
-       exact[][side] is set; side 0: keys, 1: values. exact_from: for the last query, on a GPU for all. See tqkv__place_at. */
+       exact[][side] is set; side 0: keys, 1: values. exact_from: for the last query, on a GPU for all. See tqkv__region_at. */
     int64_t exact_below, exact_from;
-    bool newest_halves; /* on a GPU: this is the part of a context that queries read from halves of the newest */
+    bool newest_halves; /* on a GPU: this is the region that queries read from halves of the newest */
     bool exact[2][2];
     int64_t kept; /* positions below are seen though they are no longer resident: in ends[0] and first_tail */
     tqkv__stream ends[2][2], first_tail; /* not cleared if unused: that would take as long as a few positions */
@@ -4059,13 +4060,14 @@ static float tqkv__dot(const float *a, const float *b, int n)
     return ((sums[0] + sums[1]) + (sums[2] + sums[3])) + ((sums[4] + sums[5]) + (sums[6] + sums[7]));
 }
 
-static void tqkv__score_tile_scalar(const tqkv__stream *s, int kv_head, const tqkv__run *run, const float *q,
+static void tqkv__score_tile_scalar(const tqkv__stream *s, int kv_head, const tqkv__segment *segment, const float *q,
                                     int n_rows, bool add, float *scores)
 {
     const int most = 8 * TQKV__MOST_ADDITIONS;
     float key[TQKV_MAX_HEAD_DIM];
-    for (int j = 0; j < run->n; j++) {
-        tqkv__decode_row(s, tqkv__codes_at(s, kv_head, run->slot + j), tqkv__norms_at(s, kv_head, run->slot + j), key);
+    for (int j = 0; j < segment->n; j++) {
+        tqkv__decode_row(s, tqkv__codes_at(s, kv_head, segment->slot + j),
+                         tqkv__norms_at(s, kv_head, segment->slot + j), key);
         for (int row = 0; row < n_rows; row++) {
             const float *query = q + (size_t)row * (size_t)s->head_dim;
             float *score = &scores[row * TQKV__TILE + j];
@@ -4076,14 +4078,14 @@ static void tqkv__score_tile_scalar(const tqkv__stream *s, int kv_head, const tq
     }
 }
 
-static void tqkv__value_tile_scalar(const tqkv__stream *s, int kv_head, const tqkv__run *run, const float *weights,
-                                    int n_rows, float *scaled, float *out)
+static void tqkv__value_tile_scalar(const tqkv__stream *s, int kv_head, const tqkv__segment *segment,
+                                    const float *weights, int n_rows, float *scaled, float *out)
 {
     (void)scaled; /* for vectors */
     float value[TQKV_MAX_HEAD_DIM];
-    for (int j = 0; j < run->n; j++) {
-        tqkv__decode_row(s, tqkv__codes_at(s, kv_head, run->slot + j), tqkv__norms_at(s, kv_head, run->slot + j),
-                         value);
+    for (int j = 0; j < segment->n; j++) {
+        tqkv__decode_row(s, tqkv__codes_at(s, kv_head, segment->slot + j),
+                         tqkv__norms_at(s, kv_head, segment->slot + j), value);
         for (int row = 0; row < n_rows; row++) {
             const float weight = weights[row * TQKV__TILE + j];
             float *sum = out + (size_t)row * (size_t)s->head_dim;
@@ -4194,7 +4196,7 @@ static const tqkv__isa tqkv__isa_scalar = {"scalar",
    integers of 15 bits against the largest. Codes stand for integer centroids of 8 bits, I8's for themselves. T = 32639:
 
      q_d = round(query_d T/Q),  Q = max_d |query_d|
-     s_j = sum over blocks b of (sum_d q_d c_jd) * (f_jb * (step Q/T))     f: the factor of a norm, see tqkv__factor
+     s_j = sum over panels b of (sum_d q_d c_jd) * (f_jb * (step Q/T))     f: the factor of a norm, see tqkv__factor
      p_j = exp(s_j - max),  W = max_j |p_j f_j|,  w_j = round(p_j f_j T/W)
      out_d += (sum_j w_j c_jd) * (step W/T)                                in each tile
 
@@ -4202,7 +4204,7 @@ static const tqkv__isa tqkv__isa_scalar = {"scalar",
    rest_d = query_d - q_d Q/T, whose products are added to the scores. See tqkv__round_rest.
 
    The sums in brackets are exact, so their order is free. No such sum leaves 32 bits: |q_d|, |w_j| <= 32639 and
-   |c| <= 128, so a score of a block of 256 dimensions stays below 1.07e9, and the 64 positions of a tile below 2.7e8.
+   |c| <= 128, so a score of a panel of 256 dimensions stays below 1.07e9, and the 64 positions of a tile below 2.7e8.
    Floats have one order everywhere: products that a sum follows are an fma or rounded first, quotients are divisions,
    exp and tanh are those of the kernels, and 16 partial sums are added by halves. F16 streams are multiplied as floats.
    T = 127*256 + 127, so that a set may split an integer into two signed bytes. */
@@ -4304,10 +4306,10 @@ static bool tqkv__round_rest(float *query, int n)
 /* Results that are NaN have one pattern of bits, whatever the processor makes of them. */
 static float tqkv__one_nan(float x) { return x != x ? tqkv__float(0x7fc00000u) : x; }
 
-/* The factor of block `block` of block_dim values of a row. */
-static float tqkv__block_factor(const tqkv__stream *s, const float *norms, int block)
+/* The factor of panel `panel` of panel_dim values of a row. */
+static float tqkv__panel_factor(const tqkv__stream *s, const float *norms, int panel)
 {
-    return tqkv__factor(s, norms[block * s->block_dim / s->norm_dim]);
+    return tqkv__factor(s, norms[panel * s->panel_dim / s->norm_dim]);
 }
 
 static float tqkv__sum_16(float *lanes)
@@ -4328,24 +4330,24 @@ static float tqkv__score_integers(const tqkv__stream *s, const int8_t *key, cons
                                   float score)
 {
     const int16_t *q = (const int16_t *)(const void *)query;
-    for (int b = 0; b < s->head_dim / s->block_dim; b++) {
-        const float norm = tqkv__block_factor(s, norms, b), factor_or_nan = norm + norm * 0.0f; /* see `factors` */
+    for (int b = 0; b < s->head_dim / s->panel_dim; b++) {
+        const float norm = tqkv__panel_factor(s, norms, b), factor_or_nan = norm + norm * 0.0f; /* see `factors` */
         const float factor = TQKV__AS_FLOAT(factor_or_nan * query[s->head_dim - 1]);
         int32_t sum = 0;
-        for (int d = b * s->block_dim; d < (b + 1) * s->block_dim; d++) sum += q[d] * key[d];
+        for (int d = b * s->panel_dim; d < (b + 1) * s->panel_dim; d++) sum += q[d] * key[d];
         score = tqkv__fma(TQKV__AS_FLOAT((float)sum), factor, score);
     }
     return score;
 }
 
-static void tqkv__integer_score_tile_scalar(const tqkv__stream *s, int kv_head, const tqkv__run *run, const float *q,
-                                            int n_rows, bool add, float *scores)
+static void tqkv__integer_score_tile_scalar(const tqkv__stream *s, int kv_head, const tqkv__segment *segment,
+                                            const float *q, int n_rows, bool add, float *scores)
 {
     float half[TQKV_MAX_HEAD_DIM];
     int8_t key[TQKV_MAX_HEAD_DIM];
-    for (int j = 0; j < run->n; j++) {
-        const uint8_t *codes = tqkv__codes_at(s, kv_head, run->slot + j);
-        const float *norms = tqkv__norms_at(s, kv_head, run->slot + j);
+    for (int j = 0; j < segment->n; j++) {
+        const uint8_t *codes = tqkv__codes_at(s, kv_head, segment->slot + j);
+        const float *norms = tqkv__norms_at(s, kv_head, segment->slot + j);
         if (s->kind == TQKV__HALF)
             tqkv__decode_row(s, codes, norms, half);
         else
@@ -4400,48 +4402,49 @@ static void tqkv__integer_softmax_tile_scalar(const tqkv__attention *a, const tq
 }
 
 /* out += sum_j weights[j] * value j for values of halves, one position after the other. out: [head_dim] */
-static void tqkv__add_halves(const tqkv__stream *s, int kv_head, const tqkv__run *run, const float *weights, float *out)
+static void tqkv__add_halves(const tqkv__stream *s, int kv_head, const tqkv__segment *segment, const float *weights,
+                             float *out)
 {
     float value[TQKV_MAX_HEAD_DIM];
-    for (int j = 0; j < run->n; j++) {
-        tqkv__decode_row(s, tqkv__codes_at(s, kv_head, run->slot + j), NULL, value);
+    for (int j = 0; j < segment->n; j++) {
+        tqkv__decode_row(s, tqkv__codes_at(s, kv_head, segment->slot + j), NULL, value);
         for (int d = 0; d < s->head_dim; d++) out[d] = tqkv__fma(weights[j], value[d], out[d]);
     }
 }
 
-/* The same for one block of integers; integers: [n][block_dim], out: [block_dim] */
-static void tqkv__add_integers(const tqkv__stream *s, int kv_head, const tqkv__run *run, int block,
+/* The same for one panel of integers; integers: [n][panel_dim], out: [panel_dim] */
+static void tqkv__add_integers(const tqkv__stream *s, int kv_head, const tqkv__segment *segment, int panel,
                                const int8_t *integers, const float *weights, float *out)
 {
     float scaled[TQKV__TILE];
     int16_t w[TQKV__TILE];
-    int32_t sums[TQKV__BLOCK] = {0};
-    for (int j = 0; j < run->n; j++) {
-        const float *norms = tqkv__norms_at(s, kv_head, run->slot + j);
-        scaled[j] = weights[j] == 0.0f ? 0.0f : TQKV__AS_FLOAT(weights[j] * tqkv__block_factor(s, norms, block));
+    int32_t sums[TQKV__PANEL] = {0};
+    for (int j = 0; j < segment->n; j++) {
+        const float *norms = tqkv__norms_at(s, kv_head, segment->slot + j);
+        scaled[j] = weights[j] == 0.0f ? 0.0f : TQKV__AS_FLOAT(weights[j] * tqkv__panel_factor(s, norms, panel));
     }
-    const float unit = tqkv__to_integers(scaled, run->n, s->step, w);
-    for (int j = 0; j < run->n; j++, integers += s->block_dim)
-        for (int d = 0; d < s->block_dim; d++) sums[d] += w[j] * integers[d];
-    for (int d = 0; d < s->block_dim; d++) out[d] = tqkv__fma(TQKV__AS_FLOAT((float)sums[d]), unit, out[d]);
+    const float unit = tqkv__to_integers(scaled, segment->n, s->step, w);
+    for (int j = 0; j < segment->n; j++, integers += s->panel_dim)
+        for (int d = 0; d < s->panel_dim; d++) sums[d] += w[j] * integers[d];
+    for (int d = 0; d < s->panel_dim; d++) out[d] = tqkv__fma(TQKV__AS_FLOAT((float)sums[d]), unit, out[d]);
 }
 
-static void tqkv__integer_value_tile_scalar(const tqkv__stream *s, int kv_head, const tqkv__run *run,
+static void tqkv__integer_value_tile_scalar(const tqkv__stream *s, int kv_head, const tqkv__segment *segment,
                                             const float *weights, int n_rows, float *scaled, float *out)
 {
-    int8_t integers[TQKV__TILE * TQKV__BLOCK];
+    int8_t integers[TQKV__TILE * TQKV__PANEL];
     (void)scaled; /* for vectors */
     if (s->kind == TQKV__HALF)
         for (int row = 0; row < n_rows; row++)
-            tqkv__add_halves(s, kv_head, run, weights + row * TQKV__TILE, out + (size_t)row * (size_t)s->head_dim);
+            tqkv__add_halves(s, kv_head, segment, weights + row * TQKV__TILE, out + (size_t)row * (size_t)s->head_dim);
     if (s->kind != TQKV__HALF)
-        for (int b = 0; b < s->head_dim / s->block_dim; b++) {
-            for (int j = 0; j < run->n; j++)
-                tqkv__integers_at(s, tqkv__codes_at(s, kv_head, run->slot + j), b * s->block_dim, s->block_dim,
-                                  integers + j * s->block_dim);
+        for (int b = 0; b < s->head_dim / s->panel_dim; b++) {
+            for (int j = 0; j < segment->n; j++)
+                tqkv__integers_at(s, tqkv__codes_at(s, kv_head, segment->slot + j), b * s->panel_dim, s->panel_dim,
+                                  integers + j * s->panel_dim);
             for (int row = 0; row < n_rows; row++)
-                tqkv__add_integers(s, kv_head, run, b, integers, weights + row * TQKV__TILE,
-                                   out + (size_t)row * (size_t)s->head_dim + b * s->block_dim);
+                tqkv__add_integers(s, kv_head, segment, b, integers, weights + row * TQKV__TILE,
+                                   out + (size_t)row * (size_t)s->head_dim + b * s->panel_dim);
         }
 }
 
@@ -4558,12 +4561,12 @@ TQKV__TARGET static void TQKV__(narrow_row)(tqkv_type type, const float *row, in
 
 /* >>k-softmax: exp and tanh, weights out of scores, and sums of heads. */
 
-/* Parts of e^x - 1 = power * tail + (power - 1) for x in [-87, 0]: x = n ln2 + r, power = 2^n, tail = e^r - 1 by
+/* Terms of e^x - 1 = power * tail + (power - 1) for x in [-87, 0]: x = n ln2 + r, power = 2^n, tail = e^r - 1 by
    Taylor's series to r^7. The rest of the series is below float's last bit for |r| <= ln2/2. */
-TQKV__OP void TQKV__(exp_parts)(TQKV__VECTOR x, TQKV__VECTOR *power, TQKV__VECTOR *tail)
+TQKV__OP void TQKV__(exp_terms)(TQKV__VECTOR x, TQKV__VECTOR *power, TQKV__VECTOR *tail)
 {
     const TQKV__VECTOR n = TQKV__(round)(x * TQKV__(set1)(1.44269504f));
-    TQKV__VECTOR r = TQKV__(fma)(n, TQKV__(set1)(-0.693359375f), x); /* ln2 in two parts; n times the first is exact */
+    TQKV__VECTOR r = TQKV__(fma)(n, TQKV__(set1)(-0.693359375f), x); /* ln2 as a sum; n times the first is exact */
     r = TQKV__(fma)(n, TQKV__(set1)(2.12194440e-4f), r);
     TQKV__VECTOR p = TQKV__(fma)(TQKV__(set1)(1.0f / 5040), r, TQKV__(set1)(1.0f / 720));
     p = TQKV__(fma)(p, r, TQKV__(set1)(1.0f / 120));
@@ -4579,7 +4582,7 @@ TQKV__OP void TQKV__(exp_parts)(TQKV__VECTOR x, TQKV__VECTOR *power, TQKV__VECTO
 TQKV__OP TQKV__VECTOR TQKV__(exp)(TQKV__VECTOR x)
 {
     TQKV__VECTOR power, tail;
-    TQKV__(exp_parts)(TQKV__(max)(TQKV__(set1)(-87.0f), x), &power, &tail); /* NaN stays NaN */
+    TQKV__(exp_terms)(TQKV__(max)(TQKV__(set1)(-87.0f), x), &power, &tail); /* NaN stays NaN */
     return TQKV__(zero_below)(TQKV__(set1)(-87.0f), x, TQKV__(fma)(power, tail, power));
 }
 
@@ -4588,7 +4591,7 @@ TQKV__TARGET static TQKV__VECTOR TQKV__(tanh)(TQKV__VECTOR x)
 {
     TQKV__VECTOR power, tail;
     const TQKV__VECTOR doubled = TQKV__(abs)(x) * TQKV__(set1)(-2.0f);
-    TQKV__(exp_parts)(TQKV__(max)(TQKV__(set1)(-40.0f), doubled), &power, &tail);
+    TQKV__(exp_terms)(TQKV__(max)(TQKV__(set1)(-40.0f), doubled), &power, &tail);
     const TQKV__VECTOR m = TQKV__(fma)(power, tail, power - TQKV__(set1)(1.0f));
     return TQKV__(copysign)(TQKV__(abs)(m) / (TQKV__(set1)(2.0f) + m), x);
 }
@@ -4686,20 +4689,20 @@ TQKV__TARGET static void TQKV__(sum_heads)(const float *scores, const float *wei
     }
 }
 
-/* The factors of a tile's codes, per block and position. Those of keys that are infinite become NaN: a score of -infinity
+/* The factors of a tile's codes, per panel and position. Those of keys that are infinite become NaN: a score of -infinity
    would leave the position out. norms: NULL for halves, whose factors are all 1; factors: [n_blocks][TQKV__TILE], of others zero
    beyond n */
-TQKV__TARGET static void TQKV__(factors)(const tqkv__stream *s, const float *norms, const tqkv__run *run, bool keys,
-                                         float *factors)
+TQKV__TARGET static void TQKV__(factors)(const tqkv__stream *s, const float *norms, const tqkv__segment *segment,
+                                         bool keys, float *factors)
 {
     const TQKV__VECTOR zero = TQKV__(set1)(0.0f), same = TQKV__(set1)(1.0f);
-    const int dim = s->head_dim, per_row = s->norms_per_row, n = run->n;
-    for (int d = 0; !norms && d < dim; d += s->block_dim, factors += TQKV__TILE)
+    const int dim = s->head_dim, per_row = s->norms_per_row, n = segment->n;
+    for (int d = 0; !norms && d < dim; d += s->panel_dim, factors += TQKV__TILE)
         for (int j = 0; j < TQKV__TILE; j += TQKV__LANES) TQKV__(store)(factors + j, same);
     if (!norms) return;
     const bool divided = per_row > 1 && s->kind == TQKV__BOOK && s->block_scale != 1.0f;
     const TQKV__VECTOR factor = divided ? same : TQKV__(set1)(tqkv__factor(s, 1.0f));
-    for (int d = 0; d < dim; d += s->block_dim, factors += TQKV__TILE) {
+    for (int d = 0; d < dim; d += s->panel_dim, factors += TQKV__TILE) {
         const float *norm = per_row > 1 ? norms + d / s->norm_dim : norms;
         if (per_row > 1 || n < TQKV__TILE) {
             for (int j = 0; j < n; j++, norm += per_row) factors[j] = *norm;
@@ -4716,14 +4719,14 @@ TQKV__TARGET static void TQKV__(factors)(const tqkv__stream *s, const float *nor
     }
 }
 
-/* >>k-decode: codes as floats, a run of positions at a time. */
+/* >>k-decode: codes as floats, a segment of positions at a time. */
 
 /* The format of decoded rows. */
 #define TQKV__FLOATS TQKV_FORMAT_DEFAULT
 /* Codes of 2 or 4 main bits, in the order of tqkv__to_decoded. */
 #define TQKV__PACKED(format) (TQKV__MAIN_BITS(format) < 8)
-/* Vectors in a run, which is decoded together. */
-#define TQKV__RUN(format) (TQKV__PACKED(format) ? TQKV__NIBBLE_RUN : 4)
+/* Vectors in a strip, which is decoded together. */
+#define TQKV__STRIP(format) (TQKV__PACKED(format) ? TQKV__NIBBLE_STRIP : 4)
 /* Formats with loops straight from the codes. Not those of codebooks in bytes, and on AVX2 none of 6 bits: their rows are decoded
    first, which takes 1.1 to 1.4 times as long for one and two query rows. I8 and TQ5 are as exact or smaller, and faster; the
    loops would take 35 KB. */
@@ -4742,40 +4745,40 @@ TQKV__TARGET static void TQKV__(factors)(const tqkv__stream *s, const float *nor
 
 /* Calls the loop for 1, 2 or `most` rows, each a constant. */
 #define TQKV__BY_ROWS(loop, format, most)                                                                              \
-    (rows == 1    ? TQKV__(loop)(format, 1, block)                                                                     \
-     : rows == 2  ? TQKV__(loop)(format, 2, block)                                                                     \
-     : (most) > 2 ? TQKV__(loop)(format, most, block)                                                                  \
+    (rows == 1    ? TQKV__(loop)(format, 1, panel)                                                                     \
+     : rows == 2  ? TQKV__(loop)(format, 2, panel)                                                                     \
+     : (most) > 2 ? TQKV__(loop)(format, most, panel)                                                                  \
                   : (void)0)
 
 /* -- Codes as floats. The lanes of a vector are dimensions, of keys as of values. -- */
 
-/* One block of a run of positions, and the query rows that use it. rows and results: queries and scores for keys,
+/* One panel of a segment of positions, and the query rows that use it. rows and results: queries and scores for keys,
    weights and sums for values; their rows are row_stride and result_stride apart. */
-typedef struct TQKV__(block) {
+typedef struct TQKV__(panel) {
     const tqkv__stream *stream;
     const uint8_t *codes; /* of the first position; the others are `stride` bytes apart */
     ptrdiff_t ahead;      /* bytes to the codes that will be read next */
-    size_t stride, upper; /* upper: bytes from the block's low nibbles to its upper bits */
+    size_t stride, upper; /* upper: bytes from the panel's low nibbles to its upper bits */
     bool first;           /* of its rows, whose codes begin with it */
-    int n, dim;           /* positions; values of the block */
+    int n, dim;           /* positions; values of the panel */
     const float *rows;
     int row_stride, result_stride; /* between the pointers: read as one vector, they would wait for their two stores */
     float *results;
     int n_rows;           /* at most as many as the loop's; the last one takes the place of those that are missing */
     const float *factors; /* [n], keys only */
     bool add;             /* add to the scores in results */
-} TQKV__(block);
+} TQKV__(panel);
 
 /* Loops for one format. rows: 1, 2, or the most that registers hold. */
 typedef struct TQKV__(loops) {
-    void (*decode)(const TQKV__(block) *, int n, float *x);
-    void (*score)(const TQKV__(block) *, int rows);
-    void (*accumulate)(const TQKV__(block) *, int rows);
-    void (*add_rest)(const TQKV__(block) *, int rows);
+    void (*decode)(const TQKV__(panel) *, int n, float *x);
+    void (*score)(const TQKV__(panel) *, int rows);
+    void (*accumulate)(const TQKV__(panel) *, int rows);
+    void (*add_rest)(const TQKV__(panel) *, int rows);
 } TQKV__(loops);
 
-/* Bytes of a run in the field of main bits, and in the field of upper bits. */
-TQKV__OP int TQKV__(run_bytes)(const tqkv_format format, int per_lane)
+/* Bytes of a strip in the field of main bits, and in the field of upper bits. */
+TQKV__OP int TQKV__(strip_bytes)(const tqkv_format format, int per_lane)
 {
     return TQKV__LANES * per_lane * (format == TQKV__FLOATS ? 32 : TQKV__MAIN_BITS(format)) / 8;
 }
@@ -4785,9 +4788,9 @@ TQKV__OP int TQKV__(upper_bytes)(const tqkv_format format, int per_lane)
     return TQKV__LANES * per_lane * TQKV__UPPER_BITS(format) / 8;
 }
 
-TQKV__OP size_t TQKV__(stride)(const tqkv_format format, const TQKV__(block) * block)
+TQKV__OP size_t TQKV__(stride)(const tqkv_format format, const TQKV__(panel) * panel)
 {
-    return format == TQKV__FLOATS ? (size_t)TQKV__X_STRIDE(block->dim) * sizeof(float) : block->stride;
+    return format == TQKV__FLOATS ? (size_t)TQKV__X_STRIDE(panel->dim) * sizeof(float) : panel->stride;
 }
 
 /* The parameters format, per_lane, rows, k and width are constants here and below. */
@@ -4796,7 +4799,7 @@ TQKV__OP void TQKV__(load_codebook)(const tqkv_format format, const tqkv__stream
     if (TQKV__KIND(format) == TQKV__BOOK) TQKV__(load_table)(TQKV__BOOK_BITS(format), TQKV__PACKED(format), s, table);
 }
 
-/* Vector k of the run at p, with its upper bits at `upper`. Packed codes come in the order of tqkv__to_decoded. */
+/* Vector k of the strip at p, with its upper bits at `upper`. Packed codes come in the order of tqkv__to_decoded. */
 TQKV__OP TQKV__VECTOR TQKV__(value)(const tqkv_format format, const int per_lane, const int k,
                                     const TQKV__VECTOR *table, const uint8_t *p, const uint8_t *upper)
 {
@@ -4808,7 +4811,7 @@ TQKV__OP TQKV__VECTOR TQKV__(value)(const tqkv_format format, const int per_lane
                                 : TQKV__(centroids_of_bytes)(bits, per_lane, k, table, p);
 }
 
-/* Vectors k to k + count - 1 of the run; x: [count] */
+/* Vectors k to k + count - 1 of the strip; x: [count] */
 TQKV__OP void TQKV__(values)(const tqkv_format format, const int per_lane, const int k, const int count,
                              const TQKV__VECTOR *table, const uint8_t *p, const uint8_t *upper, TQKV__VECTOR *x)
 {
@@ -4816,52 +4819,52 @@ TQKV__OP void TQKV__(values)(const tqkv_format format, const int per_lane, const
     for (int i = 0; i < count; i++) x[i] = TQKV__(value)(format, per_lane, k + i, table, p, upper);
 }
 
-/* -- A block, which is a multiple of 16 values, is whole runs and then, as they fit, runs of 4, 2 and 1 vectors. -- */
+/* -- A panel, which is a multiple of 16 values, is whole strips and then, as they fit, strips of 4, 2 and 1 vectors. -- */
 
-/* Are there runs of two vectors? On vectors of 16 only packed codes gain by them. */
-#define TQKV__SHORT_RUNS(format) (TQKV__LANES < 16 || TQKV__PACKED(format))
+/* Are there strips of two vectors? On vectors of 16 only packed codes gain by them. */
+#define TQKV__SHORT_STRIPS(format) (TQKV__LANES < 16 || TQKV__PACKED(format))
 
-/* Vectors of the next run, when so many values of the block are left. */
-TQKV__OP int TQKV__(run_length)(const tqkv_format format, int left)
+/* Vectors of the next strip, when so many values of the panel are left. */
+TQKV__OP int TQKV__(strip_length)(const tqkv_format format, int left)
 {
-    const int run = TQKV__RUN(format);
+    const int strip = TQKV__STRIP(format);
     left /= TQKV__LANES;
-    if (run * TQKV__LANES <= 16 || left >= run) return run;
-    if (run > 4 && left >= 4) return 4;
-    return TQKV__SHORT_RUNS(format) && left >= 2 ? 2 : 1;
+    if (strip * TQKV__LANES <= 16 || left >= strip) return strip;
+    if (strip > 4 && left >= 4) return 4;
+    return TQKV__SHORT_STRIPS(format) && left >= 2 ? 2 : 1;
 }
 
-/* Calls the loop for a run of `count` vectors, fewer than a whole one, as a constant. */
+/* Calls the loop for a strip of `count` vectors, fewer than a whole one, as a constant. */
 #define TQKV__SHORTER(loop, ...)                                                                                       \
-    (TQKV__RUN(format) > 4 && count == 4      ? loop(4, __VA_ARGS__)                                                   \
-     : TQKV__SHORT_RUNS(format) && count == 2 ? loop(2, __VA_ARGS__)                                                   \
-     : TQKV__LANES == 16                      ? loop(1, __VA_ARGS__)                                                   \
-                                              : (void)0)
+    (TQKV__STRIP(format) > 4 && count == 4      ? loop(4, __VA_ARGS__)                                                 \
+     : TQKV__SHORT_STRIPS(format) && count == 2 ? loop(2, __VA_ARGS__)                                                 \
+     : TQKV__LANES == 16                        ? loop(1, __VA_ARGS__)                                                 \
+                                                : (void)0)
 
-/* A run of per_lane vectors as floats. */
-TQKV__OP void TQKV__(decode_run)(const int per_lane, const tqkv_format format, const TQKV__VECTOR *table,
-                                 const uint8_t *p, const uint8_t *upper, float *x)
+/* A strip of per_lane vectors as floats. */
+TQKV__OP void TQKV__(decode_strip)(const int per_lane, const tqkv_format format, const TQKV__VECTOR *table,
+                                   const uint8_t *p, const uint8_t *upper, float *x)
 {
-    TQKV__VECTOR run[8];
-    TQKV__(values)(format, per_lane, 0, per_lane, table, p, upper, run);
+    TQKV__VECTOR strip[8];
+    TQKV__(values)(format, per_lane, 0, per_lane, table, p, upper, strip);
     TQKV__UNROLL
-    for (int k = 0; k < per_lane; k++) TQKV__(store)(x + k * TQKV__LANES, run[k]);
+    for (int k = 0; k < per_lane; k++) TQKV__(store)(x + k * TQKV__LANES, strip[k]);
 }
 
 /* The first n positions as floats. x: [n][TQKV__X_STRIDE] */
-TQKV__OP void TQKV__(decode)(const tqkv_format format, const TQKV__(block) * block, int n, float *x)
+TQKV__OP void TQKV__(decode)(const tqkv_format format, const TQKV__(panel) * panel, int n, float *x)
 {
     TQKV__VECTOR table[8];
-    TQKV__(load_codebook)(format, block->stream, table);
-    for (int j = 0; j < n; j++, x += TQKV__X_STRIDE(block->dim)) {
-        const uint8_t *p = block->codes + (size_t)j * block->stride, *upper = p + block->upper;
-        for (int left = block->dim, count; left > 0; left -= count * TQKV__LANES) {
-            count = TQKV__(run_length)(format, left);
-            if (count == TQKV__RUN(format))
-                TQKV__(decode_run)(TQKV__RUN(format), format, table, p, upper, x + block->dim - left);
+    TQKV__(load_codebook)(format, panel->stream, table);
+    for (int j = 0; j < n; j++, x += TQKV__X_STRIDE(panel->dim)) {
+        const uint8_t *p = panel->codes + (size_t)j * panel->stride, *upper = p + panel->upper;
+        for (int left = panel->dim, count; left > 0; left -= count * TQKV__LANES) {
+            count = TQKV__(strip_length)(format, left);
+            if (count == TQKV__STRIP(format))
+                TQKV__(decode_strip)(TQKV__STRIP(format), format, table, p, upper, x + panel->dim - left);
             else
-                TQKV__SHORTER(TQKV__(decode_run), format, table, p, upper, x + block->dim - left);
-            p += TQKV__(run_bytes)(format, count);
+                TQKV__SHORTER(TQKV__(decode_strip), format, table, p, upper, x + panel->dim - left);
+            p += TQKV__(strip_bytes)(format, count);
             upper += TQKV__(upper_bytes)(format, count);
         }
     }
@@ -4873,24 +4876,24 @@ typedef struct TQKV__(rows) {
     size_t offset[TQKV__ROWS]; /* of each row, in floats */
 } TQKV__(rows);
 
-/* Row r of a loop, in a block: of three rows in the loop for four the last stands twice. Only that loop has a row 3. */
-TQKV__OP int TQKV__(row_in)(const TQKV__(block) * block, const int r) { return r < 3 ? r : block->n_rows - 1; }
+/* Row r of a loop, in a panel: of three rows in the loop for four the last stands twice. Only that loop has a row 3. */
+TQKV__OP int TQKV__(row_in)(const TQKV__(panel) * panel, const int r) { return r < 3 ? r : panel->n_rows - 1; }
 
 /* >>k-dot: scores straight from the codes. */
 
-TQKV__OP TQKV__(rows) TQKV__(open_rows)(const int rows, int stride, const TQKV__(block) * block)
+TQKV__OP TQKV__(rows) TQKV__(open_rows)(const int rows, int stride, const TQKV__(panel) * panel)
 {
     TQKV__(rows) all;
-    all.at = block->rows;
+    all.at = panel->rows;
     TQKV__UNROLL
-    for (int r = 0; r < rows; r++) all.offset[r] = (size_t)(TQKV__(row_in)(block, r) * stride);
+    for (int r = 0; r < rows; r++) all.offset[r] = (size_t)(TQKV__(row_in)(panel, r) * stride);
     return all;
 }
 
-/* Does the loop decode a run's vectors together? They share work, which the compiler finds only in adjacent code. */
-TQKV__OP bool TQKV__(whole_runs)(const tqkv_format format)
+/* Does the loop decode a strip's vectors together? They share work, which the compiler finds only in adjacent code. */
+TQKV__OP bool TQKV__(whole_strips)(const tqkv_format format)
 {
-    return TQKV__KIND(format) == TQKV__BOOK && (TQKV__RUN_TOGETHER || !TQKV__PACKED(format));
+    return TQKV__KIND(format) == TQKV__BOOK && (TQKV__STRIP_TOGETHER || !TQKV__PACKED(format));
 }
 
 /* Makes the compiler read the table from memory each time. 16 registers cannot hold tables and sums; tables are the
@@ -4907,12 +4910,12 @@ typedef struct TQKV__(keys) {
     size_t at, upper;
 } TQKV__(keys);
 
-/* sums[row][m] += products, lane by lane, of query `row` and a run of per_lane vectors of key m */
-TQKV__OP void TQKV__(dot_run)(const int per_lane, const tqkv_format format, const int rows, const TQKV__VECTOR *table,
-                              const TQKV__(keys) * keys, const TQKV__(rows) * queries, TQKV__VECTOR (*sums)[4])
+/* sums[row][m] += products, lane by lane, of query `row` and a strip of per_lane vectors of key m */
+TQKV__OP void TQKV__(dot_strip)(const int per_lane, const tqkv_format format, const int rows, const TQKV__VECTOR *table,
+                                const TQKV__(keys) * keys, const TQKV__(rows) * queries, TQKV__VECTOR (*sums)[4])
 {
     TQKV__VECTOR x[8], query[TQKV__ROWS];
-    if (TQKV__(whole_runs)(format)) {
+    if (TQKV__(whole_strips)(format)) {
         TQKV__UNROLL
         for (int m = 0; m < 4; m++) {
             const uint8_t *p = keys->p[m] + keys->at, *upper = keys->p[m] + keys->upper;
@@ -4941,7 +4944,7 @@ TQKV__OP void TQKV__(dot_run)(const int per_lane, const tqkv_format format, cons
     }
 }
 
-/* A run whose vectors are taken one after the other. */
+/* A strip whose vectors are taken one after the other. */
 typedef struct TQKV__(rest) {
     TQKV__(codes) main, upper, codes; /* of packed codes: fields, and codes of the next vectors */
     const uint8_t *p;                 /* of others */
@@ -4950,9 +4953,9 @@ typedef struct TQKV__(rest) {
 /* Vectors whose codes are joined from the two fields together. */
 #define TQKV__JOINED(format) (TQKV__BOOK_BITS(format) > 4 ? 4 : 8)
 
-/* Opens the run of each key; `count` is a constant for packed codes. */
-TQKV__OP void TQKV__(open_runs)(const tqkv_format format, const int count, const TQKV__(keys) * keys,
-                                TQKV__(rest) * rest)
+/* Opens the strip of each key; `count` is a constant for packed codes. */
+TQKV__OP void TQKV__(open_strips)(const tqkv_format format, const int count, const TQKV__(keys) * keys,
+                                  TQKV__(rest) * rest)
 {
     TQKV__UNROLL
     for (int m = 0; m < 4; m++) {
@@ -4962,8 +4965,8 @@ TQKV__OP void TQKV__(open_runs)(const tqkv_format format, const int count, const
     }
 }
 
-/* Joins the codes from vector k of the runs on. */
-TQKV__OP void TQKV__(join_runs)(const tqkv_format format, int k, TQKV__(rest) * rest)
+/* Joins the codes from vector k of the strips on. */
+TQKV__OP void TQKV__(join_strips)(const tqkv_format format, int k, TQKV__(rest) * rest)
 {
     (void)k; /* only on vectors of 16 */
     if (!TQKV__PACKED(format)) return;
@@ -4972,7 +4975,7 @@ TQKV__OP void TQKV__(join_runs)(const tqkv_format format, int k, TQKV__(rest) * 
         rest->codes = TQKV__(join_fields)(TQKV__BOOK_BITS(format), k, rest->main, rest->upper);
 }
 
-/* The next vector of each run, whose codes are joined; x: [4] */
+/* The next vector of each strip, whose codes are joined; x: [4] */
 TQKV__OP void TQKV__(next_vectors)(const tqkv_format format, const TQKV__VECTOR *table, TQKV__(rest) * rest,
                                    TQKV__VECTOR *x)
 {
@@ -4983,25 +4986,25 @@ TQKV__OP void TQKV__(next_vectors)(const tqkv_format format, const TQKV__VECTOR 
             TQKV__(next_codes)(TQKV__BOOK_BITS(format), &rest->codes);
         } else {
             x[m] = TQKV__(value)(format, 1, 0, table, rest->p, rest->p);
-            rest->p += TQKV__(run_bytes)(format, 1);
+            rest->p += TQKV__(strip_bytes)(format, 1);
         }
     }
 }
 
-/* As dot_run for any number of vectors, one after the other; of packed codes 8 or 4. */
+/* As dot_strip for any number of vectors, one after the other; of packed codes 8 or 4. */
 TQKV__OP void TQKV__(dot_vectors)(const tqkv_format format, const int rows, int count, const TQKV__VECTOR *table,
                                   const TQKV__(keys) * keys, const TQKV__(rows) * queries, TQKV__VECTOR (*sums)[4])
 {
     const float *at = queries->at;
-    const int part = TQKV__JOINED(format) == 8 ? count : 4;
+    const int joined = TQKV__JOINED(format) == 8 ? count : 4;
     TQKV__(rest) rest[4];
     if (count == 8)
-        TQKV__(open_runs)(format, 8, keys, rest);
+        TQKV__(open_strips)(format, 8, keys, rest);
     else
-        TQKV__(open_runs)(format, 4, keys, rest);
-    for (int k = 0; k < count; k += part) {
-        TQKV__(join_runs)(format, k, rest);
-        for (int i = 0; i < part; i++, at += TQKV__LANES) {
+        TQKV__(open_strips)(format, 4, keys, rest);
+    for (int k = 0; k < count; k += joined) {
+        TQKV__(join_strips)(format, k, rest);
+        for (int i = 0; i < joined; i++, at += TQKV__LANES) {
             TQKV__VECTOR query[TQKV__ROWS], v[4];
             TQKV__UNROLL
             for (int r = 0; r < rows; r++) query[r] = TQKV__(load)(at + queries->offset[r]);
@@ -5018,77 +5021,77 @@ TQKV__OP void TQKV__(dot_vectors)(const tqkv_format format, const int rows, int 
 /* The cache that codes are fetched to. */
 #define TQKV__NEAR(format) (TQKV__UPPER_BITS(format) ? TQKV__L1 : TQKV__L2)
 
-/* Asks for the codes of four keys of the next tile: packed rows as one piece of memory, before the first run of the first
-   block, two lines at a time; others with each run, because many lines at once are slower. Of the latter a whole run, because a
-   loop for fewer lines costs more than they. `begin`: before the first run */
-TQKV__OP void TQKV__(ask_ahead)(const tqkv_format format, const bool begin, const TQKV__(block) * block,
+/* Asks for the codes of four keys of the next tile: packed rows as one piece of memory, before the first strip of the first
+   panel, two lines at a time; others with each strip, because many lines at once are slower. Of the latter a whole strip, because a
+   loop for fewer lines costs more than they. `begin`: before the first strip */
+TQKV__OP void TQKV__(ask_ahead)(const tqkv_format format, const bool begin, const TQKV__(panel) * panel,
                                 const TQKV__(keys) * keys)
 {
-    const uint8_t *first = keys->p[0] + block->ahead;
+    const uint8_t *first = keys->p[0] + panel->ahead;
     if (format == TQKV__FLOATS || begin != TQKV__PACKED(format)) return;
     if (begin)
-        for (size_t i = 0; block->first && i < 4 * block->stride; i += 128)
+        for (size_t i = 0; panel->first && i < 4 * panel->stride; i += 128)
             tqkv__prefetch(TQKV__NEAR(format), first + i, 128);
     TQKV__UNROLL
     for (int m = 0; !begin && m < 4; m++)
-        tqkv__prefetch(TQKV__NEAR(format), keys->p[m] + (ptrdiff_t)keys->at + block->ahead,
-                       (size_t)TQKV__(run_bytes)(format, TQKV__RUN(format)));
+        tqkv__prefetch(TQKV__NEAR(format), keys->p[m] + (ptrdiff_t)keys->at + panel->ahead,
+                       (size_t)TQKV__(strip_bytes)(format, TQKV__STRIP(format)));
 }
 
-/* Goes on behind a run of `count` vectors. */
+/* Goes on behind a strip of `count` vectors. */
 TQKV__OP void TQKV__(advance)(const tqkv_format format, int count, TQKV__(keys) * keys, TQKV__(rows) * queries)
 {
-    keys->at += (size_t)TQKV__(run_bytes)(format, count);
+    keys->at += (size_t)TQKV__(strip_bytes)(format, count);
     keys->upper += (size_t)TQKV__(upper_bytes)(format, count);
     queries->at += count * TQKV__LANES;
 }
 
-/* sums[row][m]: products, lane by lane, of query `row` and key m; m < 4. On vectors of 16 most runs are taken one vector
-   after the other: code for all vectors of a run gains nothing there, but 3% for whole runs of halves, and short runs of
+/* sums[row][m]: products, lane by lane, of query `row` and key m; m < 4. On vectors of 16 most strips are taken one vector
+   after the other: code for all vectors of a strip gains nothing there, but 3% for whole strips of halves, and short strips of
    packed codes. */
-TQKV__OP void TQKV__(dot_keys)(const tqkv_format format, const int rows, const TQKV__(block) * block,
+TQKV__OP void TQKV__(dot_keys)(const tqkv_format format, const int rows, const TQKV__(panel) * panel,
                                const TQKV__VECTOR *table, TQKV__(keys) * keys, TQKV__VECTOR (*sums)[4])
 {
-    const int run = TQKV__RUN(format);
+    const int strip = TQKV__STRIP(format);
     const bool wide = TQKV__LANES == 16, packed = TQKV__PACKED(format), grid = TQKV__KIND(format) == TQKV__GRID;
-    const bool any = wide && !packed && TQKV__KIND(format) != TQKV__BOOK; /* are there runs of any length? */
-    const bool apart = wide && TQKV__(whole_runs)(format);                /* whole runs in a loop of their own */
-    int left = block->dim;
-    TQKV__(rows) queries = TQKV__(open_rows)(rows, block->row_stride, block);
-    TQKV__(ask_ahead)(format, true, block, keys);
+    const bool any = wide && !packed && TQKV__KIND(format) != TQKV__BOOK; /* are there strips of any length? */
+    const bool apart = wide && TQKV__(whole_strips)(format);              /* whole strips in a loop of their own */
+    int left = panel->dim;
+    TQKV__(rows) queries = TQKV__(open_rows)(rows, panel->row_stride, panel);
+    TQKV__(ask_ahead)(format, true, panel, keys);
     TQKV__UNROLL
     for (int i = 0; i < 4 * rows; i++) sums[i / 4][i % 4] = TQKV__(set1)(0.0f);
-    for (; apart && left >= run * TQKV__LANES; left -= run * TQKV__LANES) {
-        TQKV__(ask_ahead)(format, false, block, keys);
-        TQKV__(dot_run)(TQKV__RUN(format), format, rows, table, keys, &queries, sums);
-        TQKV__(advance)(format, run, keys, &queries);
+    for (; apart && left >= strip * TQKV__LANES; left -= strip * TQKV__LANES) {
+        TQKV__(ask_ahead)(format, false, panel, keys);
+        TQKV__(dot_strip)(TQKV__STRIP(format), format, rows, table, keys, &queries, sums);
+        TQKV__(advance)(format, strip, keys, &queries);
     }
     for (int count; left > 0; left -= count * TQKV__LANES) {
-        const int room = run * TQKV__LANES;
+        const int room = strip * TQKV__LANES;
         const bool whole = left >= room;
-        count = any ? (left < room ? left : room) / TQKV__LANES : TQKV__(run_length)(format, left);
-        TQKV__(ask_ahead)(format, false, block, keys);
+        count = any ? (left < room ? left : room) / TQKV__LANES : TQKV__(strip_length)(format, left);
+        TQKV__(ask_ahead)(format, false, panel, keys);
         if (any ? grid || !whole : wide && packed && count > 2)
             TQKV__(dot_vectors)(format, rows, count, table, keys, &queries, sums);
         else if (whole && !apart && !(wide && packed))
-            TQKV__(dot_run)(TQKV__RUN(format), format, rows, table, keys, &queries, sums);
+            TQKV__(dot_strip)(TQKV__STRIP(format), format, rows, table, keys, &queries, sums);
         else
-            TQKV__SHORTER(TQKV__(dot_run), format, rows, table, keys, &queries, sums);
+            TQKV__SHORTER(TQKV__(dot_strip), format, rows, table, keys, &queries, sums);
         TQKV__(advance)(format, count, keys, &queries);
     }
 }
 
 /* Writes a vector of scores for each row: (+)= factors * sum_across(fours). */
-TQKV__OP void TQKV__(store_scores)(const int rows, const TQKV__(block) * block, int first,
+TQKV__OP void TQKV__(store_scores)(const int rows, const TQKV__(panel) * panel, int first,
                                    float (*fours)[TQKV__LANES * TQKV__LANES / 4])
 {
-    const TQKV__VECTOR factors = TQKV__(load)(block->factors + first);
+    const TQKV__VECTOR factors = TQKV__(load)(panel->factors + first);
     TQKV__VECTOR before[TQKV__ROWS];
     float *to[TQKV__ROWS];
     TQKV__UNROLL
     for (int r = 0; r < rows; r++) {
-        to[r] = block->results + TQKV__(row_in)(block, r) * TQKV__TILE + first;
-        before[r] = block->add ? TQKV__(load)(to[r]) : TQKV__(set1)(0.0f);
+        to[r] = panel->results + TQKV__(row_in)(panel, r) * TQKV__TILE + first;
+        before[r] = panel->add ? TQKV__(load)(to[r]) : TQKV__(set1)(0.0f);
     }
     TQKV__UNROLL
     for (int r = 0; r < rows; r++) TQKV__(store)(to[r], TQKV__(fma)(TQKV__(sum_across)(fours[r]), factors, before[r]));
@@ -5096,44 +5099,44 @@ TQKV__OP void TQKV__(store_scores)(const int rows, const TQKV__(block) * block, 
 
 /* scores[row][j] (+)= factors[j] * (q[row] . key j), four keys at a time. Each key is decoded once for all rows.
    Summing the lanes of four vectors costs little more than of one. Writes whole vectors. */
-TQKV__OP void TQKV__(score)(const tqkv_format format, const int rows, const TQKV__(block) * block)
+TQKV__OP void TQKV__(score)(const tqkv_format format, const int rows, const TQKV__(panel) * panel)
 {
     TQKV__ALIGNED float fours[TQKV__ROWS][TQKV__LANES * TQKV__LANES / 4];
-    const int n = block->n;
-    const size_t stride = TQKV__(stride)(format, block);
-    const uint8_t *codes = block->codes;
+    const int n = panel->n;
+    const size_t stride = TQKV__(stride)(format, panel);
+    const uint8_t *codes = panel->codes;
     TQKV__VECTOR table[8];
-    TQKV__(load_codebook)(format, block->stream, table);
+    TQKV__(load_codebook)(format, panel->stream, table);
     for (int first = 0; first < n; first += TQKV__LANES) {
         for (int i = 0; i < TQKV__LANES; i += 4) {
             TQKV__VECTOR sums[TQKV__ROWS][4];
             TQKV__(keys) keys;
             keys.at = 0;
-            keys.upper = block->upper;
+            keys.upper = panel->upper;
             TQKV__UNROLL
             for (int m = 0; m < 4; m++) {
                 keys.p[m] = codes;
                 /* Past the end: the last key again; decoded rows are padded with copies of it. */
                 codes += format == TQKV__FLOATS || first + i + m + 1 < n ? stride : 0;
             }
-            TQKV__(dot_keys)(format, rows, block, table, &keys, sums);
+            TQKV__(dot_keys)(format, rows, panel, table, &keys, sums);
             TQKV__UNROLL
             for (int r = 0; r < rows; r++) TQKV__(store)(fours[r] + i / 4 * TQKV__LANES, TQKV__(sum_fours)(sums[r]));
         }
-        TQKV__(store_scores)(rows, block, first, fours);
+        TQKV__(store_scores)(rows, panel, first, fours);
     }
 }
 
 /* >>k-accumulate: sums of values straight from the codes. */
 
-/* sums[row][v] += weights[row] * vector k + v of the run of per_lane vectors at p; per_lane is a constant. Where vectors are
+/* sums[row][v] += weights[row] * vector k + v of the strip of per_lane vectors at p; per_lane is a constant. Where vectors are
    looked up together, weights come after them: 16 registers cannot hold both. */
 TQKV__OP void TQKV__(add_weighted)(const tqkv_format format, const int per_lane, const int rows, const int k,
                                    const int width, const TQKV__VECTOR *table, const uint8_t *p, const uint8_t *upper,
                                    const TQKV__(rows) * weights, TQKV__VECTOR (*sums)[8])
 {
     TQKV__VECTOR weight[TQKV__ROWS], x[8];
-    if (TQKV__(whole_runs)(format)) {
+    if (TQKV__(whole_strips)(format)) {
         TQKV__(values)(format, per_lane, k, width, TQKV__(reload)(rows, table), p, upper, x);
         TQKV__UNROLL
         for (int r = 0; r < rows; r++) {
@@ -5154,13 +5157,13 @@ TQKV__OP void TQKV__(add_weighted)(const tqkv_format format, const int per_lane,
 }
 
 /* Loads or stores `width` vectors of sums of each row, at out; width is a constant, and so is `store`. */
-TQKV__OP void TQKV__(move_sums)(const bool store, const int rows, const int width, const TQKV__(block) * block,
+TQKV__OP void TQKV__(move_sums)(const bool store, const int rows, const int width, const TQKV__(panel) * panel,
                                 TQKV__VECTOR (*sums)[8], float *out)
 {
     TQKV__UNROLL
     for (int i = 0; i < rows * width; i++) { /* in this order gcc 12 keeps all of them in registers */
         const int r = store ? i % rows : i / width, v = store ? i / rows : i % width;
-        float *at = out + TQKV__(row_in)(block, r) * block->result_stride + v * TQKV__LANES;
+        float *at = out + TQKV__(row_in)(panel, r) * panel->result_stride + v * TQKV__LANES;
         if (store)
             TQKV__(store)(at, sums[r][v]);
         else
@@ -5168,59 +5171,59 @@ TQKV__OP void TQKV__(move_sums)(const bool store, const int rows, const int widt
     }
 }
 
-/* out[row] += sum_j weights[row][j] * value[j] for `width` vectors from vector k on of a run of per_lane vectors, whose
-   sums are in registers over all positions; per_lane is a constant. p: of the run at the first position, out: of vector k */
+/* out[row] += sum_j weights[row][j] * value[j] for `width` vectors from vector k on of a strip of per_lane vectors, whose
+   sums are in registers over all positions; per_lane is a constant. p: of the strip at the first position, out: of vector k */
 TQKV__OP void TQKV__(accumulate_vectors)(const tqkv_format format, const int per_lane, const int rows, const int k,
-                                         const int width, const TQKV__(block) * block, const TQKV__VECTOR *table,
+                                         const int width, const TQKV__(panel) * panel, const TQKV__VECTOR *table,
                                          const uint8_t *p, const uint8_t *upper, float *out)
 {
-    const int n = block->n, size = TQKV__(run_bytes)(format, per_lane) + TQKV__(upper_bytes)(format, per_lane);
-    const size_t stride = TQKV__(stride)(format, block);
-    const ptrdiff_t ahead = block->ahead;
-    TQKV__(rows) weights = TQKV__(open_rows)(rows, TQKV__TILE, block);
+    const int n = panel->n, size = TQKV__(strip_bytes)(format, per_lane) + TQKV__(upper_bytes)(format, per_lane);
+    const size_t stride = TQKV__(stride)(format, panel);
+    const ptrdiff_t ahead = panel->ahead;
+    TQKV__(rows) weights = TQKV__(open_rows)(rows, TQKV__TILE, panel);
     TQKV__VECTOR sums[TQKV__ROWS][8];
     int j = 0;
-    TQKV__(move_sums)(false, rows, width, block, sums, out);
-    do { /* n > 0: a loop that may run no times costs copies of all sums */
+    TQKV__(move_sums)(false, rows, width, panel, sums, out);
+    do { /* n > 0: a loop that may strip no times costs copies of all sums */
         if (format != TQKV__FLOATS && k == 0) tqkv__prefetch(TQKV__NEAR(format), p + ahead, (size_t)size);
         TQKV__(add_weighted)(format, per_lane, rows, k, width, table, p, upper, &weights, sums);
         p += stride;
         upper += stride;
         weights.at++;
     } while (++j < n);
-    TQKV__(move_sums)(true, rows, width, block, sums, out);
+    TQKV__(move_sums)(true, rows, width, panel, sums, out);
 }
 
-/* The same for all vectors of a whole run, as many at a time as registers hold. */
-TQKV__OP void TQKV__(accumulate_run)(const tqkv_format format, const int rows, const TQKV__(block) * block,
-                                     const TQKV__VECTOR *table, const uint8_t *p, const uint8_t *upper, float *out)
+/* The same for all vectors of a whole strip, as many at a time as registers hold. */
+TQKV__OP void TQKV__(accumulate_strip)(const tqkv_format format, const int rows, const TQKV__(panel) * panel,
+                                       const TQKV__VECTOR *table, const uint8_t *p, const uint8_t *upper, float *out)
 {
-    const int per_lane = TQKV__RUN(format), most = TQKV__SUMS / rows, width = most < per_lane ? most : per_lane;
+    const int per_lane = TQKV__STRIP(format), most = TQKV__SUMS / rows, width = most < per_lane ? most : per_lane;
     TQKV__UNROLL
     for (int k = 0; k < per_lane; k += width, out += width * TQKV__LANES)
-        TQKV__(accumulate_vectors)(format, per_lane, rows, k, width, block, table, p, upper, out);
+        TQKV__(accumulate_vectors)(format, per_lane, rows, k, width, panel, table, p, upper, out);
 }
 
-/* The same for a run of per_lane vectors, 4 or 2, or 0 for none, and `behind` vectors behind it: in one pass, because the sums of
-   few vectors would wait for each other. `behind` is 0, 1 or, after a run of 4, 2, and a constant but there: tests in the loop
+/* The same for a strip of per_lane vectors, 4 or 2, or 0 for none, and `behind` vectors behind it: in one pass, because the sums of
+   few vectors would wait for each other. `behind` is 0, 1 or, after a strip of 4, 2, and a constant but there: tests in the loop
    cost up to 0.1 of attention's time at head_dim 48. */
 TQKV__OP void TQKV__(accumulate_rest)(const tqkv_format format, const int per_lane, const int behind, const int rows,
-                                      const TQKV__(block) * block, const TQKV__VECTOR *table, const uint8_t *p,
+                                      const TQKV__(panel) * panel, const TQKV__VECTOR *table, const uint8_t *p,
                                       const uint8_t *upper, float *out)
 {
-    const int n = block->n, asked = per_lane > 2 ? per_lane + 1 : 3;
-    const int bytes = TQKV__(run_bytes)(format, per_lane), upper_bytes = TQKV__(upper_bytes)(format, per_lane);
+    const int n = panel->n, asked = per_lane > 2 ? per_lane + 1 : 3;
+    const int bytes = TQKV__(strip_bytes)(format, per_lane), upper_bytes = TQKV__(upper_bytes)(format, per_lane);
     const bool pair = per_lane == 4 && 6 * rows <= TQKV__SUMS && behind == 2;
-    const size_t stride = TQKV__(stride)(format, block);
-    const size_t size = (size_t)(TQKV__(run_bytes)(format, asked) + TQKV__(upper_bytes)(format, asked));
-    const ptrdiff_t ahead = block->ahead;
-    TQKV__(rows) weights = TQKV__(open_rows)(rows, TQKV__TILE, block);
+    const size_t stride = TQKV__(stride)(format, panel);
+    const size_t size = (size_t)(TQKV__(strip_bytes)(format, asked) + TQKV__(upper_bytes)(format, asked));
+    const ptrdiff_t ahead = panel->ahead;
+    TQKV__(rows) weights = TQKV__(open_rows)(rows, TQKV__TILE, panel);
     TQKV__VECTOR sums[TQKV__ROWS][8], more[TQKV__ROWS][8];
     float *last = out + per_lane * TQKV__LANES;
     int j = 0;
-    if (per_lane) TQKV__(move_sums)(false, rows, per_lane, block, sums, out);
-    if (behind && !pair) TQKV__(move_sums)(false, rows, 1, block, more, last);
-    if (pair) TQKV__(move_sums)(false, rows, 2, block, more, last);
+    if (per_lane) TQKV__(move_sums)(false, rows, per_lane, panel, sums, out);
+    if (behind && !pair) TQKV__(move_sums)(false, rows, 1, panel, more, last);
+    if (pair) TQKV__(move_sums)(false, rows, 2, panel, more, last);
     do {
         if (format != TQKV__FLOATS) tqkv__prefetch(TQKV__NEAR(format), p + ahead, size);
         if (per_lane) TQKV__(add_weighted)(format, per_lane, rows, 0, per_lane, table, p, upper, &weights, sums);
@@ -5234,50 +5237,50 @@ TQKV__OP void TQKV__(accumulate_rest)(const tqkv_format format, const int per_la
         upper += stride;
         weights.at++;
     } while (++j < n);
-    if (per_lane) TQKV__(move_sums)(true, rows, per_lane, block, sums, out);
-    if (behind && !pair) TQKV__(move_sums)(true, rows, 1, block, more, last);
-    if (pair) TQKV__(move_sums)(true, rows, 2, block, more, last);
+    if (per_lane) TQKV__(move_sums)(true, rows, per_lane, panel, sums, out);
+    if (behind && !pair) TQKV__(move_sums)(true, rows, 1, panel, more, last);
+    if (pair) TQKV__(move_sums)(true, rows, 2, panel, more, last);
 }
 
-/* out[row] += sum_j weights[row][j] * value[j], for the whole runs of a block */
-TQKV__OP void TQKV__(accumulate)(const tqkv_format format, const int rows, const TQKV__(block) * block)
+/* out[row] += sum_j weights[row][j] * value[j], for the whole strips of a panel */
+TQKV__OP void TQKV__(accumulate)(const tqkv_format format, const int rows, const TQKV__(panel) * panel)
 {
-    const int run = TQKV__RUN(format);
-    const uint8_t *p = block->codes, *upper = block->codes + block->upper;
-    float *out = block->results;
+    const int strip = TQKV__STRIP(format);
+    const uint8_t *p = panel->codes, *upper = panel->codes + panel->upper;
+    float *out = panel->results;
     TQKV__VECTOR table[8];
-    TQKV__(load_codebook)(format, block->stream, table);
-    for (int left = block->dim / TQKV__LANES; left >= run; left -= run, out += run * TQKV__LANES) {
-        TQKV__(accumulate_run)(format, rows, block, table, p, upper, out);
-        p += TQKV__(run_bytes)(format, run);
-        upper += TQKV__(upper_bytes)(format, run);
+    TQKV__(load_codebook)(format, panel->stream, table);
+    for (int left = panel->dim / TQKV__LANES; left >= strip; left -= strip, out += strip * TQKV__LANES) {
+        TQKV__(accumulate_strip)(format, rows, panel, table, p, upper, out);
+        p += TQKV__(strip_bytes)(format, strip);
+        upper += TQKV__(upper_bytes)(format, strip);
     }
 }
 
-/* The same for what is behind them. A function of its own: in one with whole runs gcc 12 spills a sum of four rows. */
-TQKV__OP void TQKV__(add_rest)(const tqkv_format format, const int rows, const TQKV__(block) * block)
+/* The same for what is behind them. A function of its own: in one with whole strips gcc 12 spills a sum of four rows. */
+TQKV__OP void TQKV__(add_rest)(const tqkv_format format, const int rows, const TQKV__(panel) * panel)
 {
-    const int run = TQKV__RUN(format), vectors = block->dim / TQKV__LANES, whole = vectors / run * run;
+    const int strip = TQKV__STRIP(format), vectors = panel->dim / TQKV__LANES, whole = vectors / strip * strip;
     const bool wide = TQKV__LANES == 16;
-    const uint8_t *p = block->codes + TQKV__(run_bytes)(format, whole);
-    const uint8_t *upper = block->codes + block->upper + TQKV__(upper_bytes)(format, whole);
-    float *out = block->results + whole * TQKV__LANES;
+    const uint8_t *p = panel->codes + TQKV__(strip_bytes)(format, whole);
+    const uint8_t *upper = panel->codes + panel->upper + TQKV__(upper_bytes)(format, whole);
+    float *out = panel->results + whole * TQKV__LANES;
     TQKV__VECTOR table[8];
-    TQKV__(load_codebook)(format, block->stream, table);
+    TQKV__(load_codebook)(format, panel->stream, table);
     for (int left = vectors - whole, count; left > 0; left -= count, out += count * TQKV__LANES) {
-        const int behind = wide && left < 7 && left * rows <= TQKV__SUMS ? left - 4 : 0; /* a run of 4 */
-        count = run > 4 && left >= 4 ? 4 + behind : left;
-        if (run > 4 && left >= 4) {
-            TQKV__(accumulate_rest)(format, 4, behind, rows, block, table, p, upper, out);
-        } else if (run * TQKV__LANES > 16) {
+        const int behind = wide && left < 7 && left * rows <= TQKV__SUMS ? left - 4 : 0; /* a strip of 4 */
+        count = strip > 4 && left >= 4 ? 4 + behind : left;
+        if (strip > 4 && left >= 4) {
+            TQKV__(accumulate_rest)(format, 4, behind, rows, panel, table, p, upper, out);
+        } else if (strip * TQKV__LANES > 16) {
             if (wide && left == 1)
-                TQKV__(accumulate_rest)(format, 0, 1, rows, block, table, p, upper, out);
+                TQKV__(accumulate_rest)(format, 0, 1, rows, panel, table, p, upper, out);
             else if (wide && left == 3)
-                TQKV__(accumulate_rest)(format, 2, 1, rows, block, table, p, upper, out);
+                TQKV__(accumulate_rest)(format, 2, 1, rows, panel, table, p, upper, out);
             else
-                TQKV__(accumulate_rest)(format, 2, 0, rows, block, table, p, upper, out);
+                TQKV__(accumulate_rest)(format, 2, 0, rows, panel, table, p, upper, out);
         }
-        p += TQKV__(run_bytes)(format, count);
+        p += TQKV__(strip_bytes)(format, count);
         upper += TQKV__(upper_bytes)(format, count);
     }
 }
@@ -5285,12 +5288,12 @@ TQKV__OP void TQKV__(add_rest)(const tqkv_format format, const int rows, const T
 /* >>k-tiles: the scores and the sums of a tile, by rows, decoded first or not. */
 
 /* As decode, for a codebook too large for table instructions: loads eight codes, stores a vector of centroids. */
-TQKV__OP void TQKV__(decode_by_loads)(const TQKV__(block) * block, int n, float *x)
+TQKV__OP void TQKV__(decode_by_loads)(const TQKV__(panel) * panel, int n, float *x)
 {
-    const float *codebook = block->stream->codebook;
-    for (int j = 0; j < n; j++, x += TQKV__X_STRIDE(block->dim)) {
-        const uint8_t *codes = block->codes + (size_t)j * block->stride;
-        for (int d = 0; d < block->dim; d += TQKV__LANES) {
+    const float *codebook = panel->stream->codebook;
+    for (int j = 0; j < n; j++, x += TQKV__X_STRIDE(panel->dim)) {
+        const uint8_t *codes = panel->codes + (size_t)j * panel->stride;
+        for (int d = 0; d < panel->dim; d += TQKV__LANES) {
             TQKV__VECTOR centroids = {0.0f};
             uint64_t eight = 0;
             TQKV__UNROLL
@@ -5303,32 +5306,32 @@ TQKV__OP void TQKV__(decode_by_loads)(const TQKV__(block) * block, int n, float 
     }
 }
 
-TQKV__OP void TQKV__(decode_rows)(const tqkv_format format, const TQKV__(block) * block, int n, float *x)
+TQKV__OP void TQKV__(decode_rows)(const tqkv_format format, const TQKV__(panel) * panel, int n, float *x)
 {
     if (TQKV__BOOK_BITS(format) == 8 && TQKV__LANES == 4)
-        TQKV__(decode_by_loads)(block, n, x);
+        TQKV__(decode_by_loads)(panel, n, x);
     else
-        TQKV__(decode)(format, block, n, x);
+        TQKV__(decode)(format, panel, n, x);
 }
 
 /* By the columns of a row: what is left out here is not inlined to be thrown away. */
 #define TQKV__ROW_LOOPS(unused, format, name, kind, main, upper, book, plain)                                          \
-    TQKV__TARGET static void TQKV__(score_##format)(const TQKV__(block) * block, int rows)                             \
+    TQKV__TARGET static void TQKV__(score_##format)(const TQKV__(panel) * panel, int rows)                             \
     {                                                                                                                  \
         if (TQKV__HAS_LOOPS(kind, main, book)) TQKV__BY_ROWS(score, format, TQKV__KEY_ROWS(kind, book));               \
     }                                                                                                                  \
-    TQKV__TARGET static void TQKV__(accumulate_##format)(const TQKV__(block) * block, int rows)                        \
+    TQKV__TARGET static void TQKV__(accumulate_##format)(const TQKV__(panel) * panel, int rows)                        \
     {                                                                                                                  \
         if (TQKV__HAS_LOOPS(kind, main, book)) TQKV__BY_ROWS(accumulate, format, TQKV__VALUE_ROWS(kind, book));        \
     }                                                                                                                  \
-    TQKV__TARGET static void TQKV__(rest_##format)(const TQKV__(block) * block, int rows)                              \
+    TQKV__TARGET static void TQKV__(rest_##format)(const TQKV__(panel) * panel, int rows)                              \
     {                                                                                                                  \
         if (TQKV__HAS_LOOPS(kind, main, book)) TQKV__BY_ROWS(add_rest, format, TQKV__VALUE_ROWS(kind, book));          \
     }
 #define TQKV__DECODE_LOOP(unused, format, ...)                                                                         \
-    TQKV__TARGET static void TQKV__(decode_##format)(const TQKV__(block) * block, int n, float *x)                     \
+    TQKV__TARGET static void TQKV__(decode_##format)(const TQKV__(panel) * panel, int n, float *x)                     \
     {                                                                                                                  \
-        TQKV__(decode_rows)(format, block, n, x);                                                                      \
+        TQKV__(decode_rows)(format, panel, n, x);                                                                      \
     }
 TQKV__FORMATS(TQKV__DECODE_LOOP, )
 TQKV__FORMATS(TQKV__ROW_LOOPS, )
@@ -5340,117 +5343,117 @@ static const TQKV__(loops) TQKV__(loops_by_format)[] = {
     {NULL, TQKV__(score_TQKV__FLOATS), TQKV__(accumulate_TQKV__FLOATS), TQKV__(rest_TQKV__FLOATS)},
     TQKV__FORMATS(TQKV__LOOPS_OF, )};
 
-/* Runs the loop over all rows of a block, at most `most` at a time. Three take the loop for four, with one row twice: as two
+/* Calls the loop for all rows of a panel, at most `most` at a time. Three take the loop for four, with one row twice: as two
    and one they would decode everything twice. */
-static void TQKV__(by_rows)(TQKV__(block) * block, int n_rows, int most, void (*loop)(const TQKV__(block) *, int rows))
+static void TQKV__(by_rows)(TQKV__(panel) * panel, int n_rows, int most, void (*loop)(const TQKV__(panel) *, int rows))
 {
-    const float *rows = block->rows;
-    float *results = block->results;
-    for (int left = n_rows; left > 0; left -= block->n_rows) {
-        block->n_rows = left >= most ? most : left == 3 ? 3 : left >= 2 ? 2 : 1;
-        loop(block, block->n_rows == 3 ? most : block->n_rows);
-        block->rows += block->n_rows * block->row_stride;
-        block->results += block->n_rows * block->result_stride;
+    const float *rows = panel->rows;
+    float *results = panel->results;
+    for (int left = n_rows; left > 0; left -= panel->n_rows) {
+        panel->n_rows = left >= most ? most : left == 3 ? 3 : left >= 2 ? 2 : 1;
+        loop(panel, panel->n_rows == 3 ? most : panel->n_rows);
+        panel->rows += panel->n_rows * panel->row_stride;
+        panel->results += panel->n_rows * panel->result_stride;
     }
-    block->rows = rows;
-    block->results = results;
+    panel->rows = rows;
+    panel->results = results;
 }
 
-/* Adds the values of a block, of that format, to all rows. */
-static void TQKV__(add_values)(tqkv_format format, TQKV__(block) * block, int n_rows, int most)
+/* Adds the values of a panel, of that format, to all rows. */
+static void TQKV__(add_values)(tqkv_format format, TQKV__(panel) * panel, int n_rows, int most)
 {
     const TQKV__(loops) *loops = &TQKV__(loops_by_format)[format];
-    const int run = TQKV__RUN(format) * TQKV__LANES;
-    if (block->dim >= run) TQKV__(by_rows)(block, n_rows, most, loops->accumulate);
-    if (block->dim % run) TQKV__(by_rows)(block, n_rows, most, loops->add_rest);
+    const int strip = TQKV__STRIP(format) * TQKV__LANES;
+    if (panel->dim >= strip) TQKV__(by_rows)(panel, n_rows, most, loops->accumulate);
+    if (panel->dim % strip) TQKV__(by_rows)(panel, n_rows, most, loops->add_rest);
 }
 
 /* Attends from decoded positions. Few at a time stay in the L1 cache, and each is decoded once. */
-TQKV__TARGET static void TQKV__(attend_decoded)(TQKV__(block) * block, int n_rows, bool keys)
+TQKV__TARGET static void TQKV__(attend_decoded)(TQKV__(panel) * panel, int n_rows, bool keys)
 {
     TQKV__ALIGNED float x[32 * TQKV__X_STRIDE(128)]; /* 18 KiB of stack */
-    const int stretch = block->dim <= 128 ? 32 : 16;
-    const TQKV__(loops) *loops = &TQKV__(loops_by_format)[block->stream->format];
-    const int n = block->n;
-    for (int j = 0; j < n; j += stretch) {
-        const uint8_t *codes = block->codes;
-        block->n = n - j < stretch ? n - j : stretch;
-        tqkv__prefetch(TQKV__L2, codes + block->ahead, (size_t)block->n * block->stride);
-        loops->decode(block, block->n, x);
-        for (int i = block->n; i % TQKV__LANES; i++)
-            memcpy(x + i * TQKV__X_STRIDE(block->dim), x + (i - 1) * TQKV__X_STRIDE(block->dim),
-                   (size_t)block->dim * sizeof(float));
-        block->codes = (const uint8_t *)(const void *)x;
+    const int step = panel->dim <= 128 ? 32 : 16;
+    const TQKV__(loops) *loops = &TQKV__(loops_by_format)[panel->stream->format];
+    const int n = panel->n;
+    for (int j = 0; j < n; j += step) {
+        const uint8_t *codes = panel->codes;
+        panel->n = n - j < step ? n - j : step;
+        tqkv__prefetch(TQKV__L2, codes + panel->ahead, (size_t)panel->n * panel->stride);
+        loops->decode(panel, panel->n, x);
+        for (int i = panel->n; i % TQKV__LANES; i++)
+            memcpy(x + i * TQKV__X_STRIDE(panel->dim), x + (i - 1) * TQKV__X_STRIDE(panel->dim),
+                   (size_t)panel->dim * sizeof(float));
+        panel->codes = (const uint8_t *)(const void *)x;
         if (keys)
-            TQKV__(by_rows)(block, n_rows, TQKV__DECODED_SCORE_ROWS, TQKV__(score_TQKV__FLOATS));
+            TQKV__(by_rows)(panel, n_rows, TQKV__DECODED_SCORE_ROWS, TQKV__(score_TQKV__FLOATS));
         else
-            TQKV__(add_values)(TQKV__FLOATS, block, n_rows, TQKV__ROWS);
-        block->codes = codes + (size_t)stretch * block->stride;
-        block->rows += keys ? 0 : stretch;
-        block->results += keys ? stretch : 0;
-        if (keys) block->factors += stretch; /* NULL for values */
+            TQKV__(add_values)(TQKV__FLOATS, panel, n_rows, TQKV__ROWS);
+        panel->codes = codes + (size_t)step * panel->stride;
+        panel->rows += keys ? 0 : step;
+        panel->results += keys ? step : 0;
+        if (keys) panel->factors += step; /* NULL for values */
     }
 }
 
 /* Few rows work straight from the codes; with a codebook only while no code is looked up twice. 32 wide registers hold
    four rows of multiply-adds and the look-ups of up to 5 bits: there any number of rows of values works so, but at most eight
    where codes are joined from two fields (Zen 5: 12 rows of TQ3 and TQ5 take 0.92 times as long decoded, 64 rows 0.85). */
-TQKV__TARGET static void TQKV__(attend_block)(TQKV__(block) * block, int n_rows, bool keys)
+TQKV__TARGET static void TQKV__(attend_panel)(TQKV__(panel) * panel, int n_rows, bool keys)
 {
-    const tqkv__stream *s = block->stream;
+    const tqkv__stream *s = panel->stream;
     const TQKV__(loops) *loops = &TQKV__(loops_by_format)[s->format];
     const bool any = !keys && TQKV__LANES == 16 && s->book_bits < 6 && (!s->upper_bits || n_rows <= 8);
     const int most = keys ? TQKV__KEY_ROWS(s->kind, s->book_bits) : TQKV__VALUE_ROWS(s->kind, s->book_bits);
     if (!TQKV__DIRECT(s->format) || (n_rows > (s->kind == TQKV__BOOK ? most : TQKV__ROWS) && !any))
-        TQKV__(attend_decoded)(block, n_rows, keys);
+        TQKV__(attend_decoded)(panel, n_rows, keys);
     else if (keys)
-        TQKV__(by_rows)(block, n_rows, most, loops->score);
+        TQKV__(by_rows)(panel, n_rows, most, loops->score);
     else
-        TQKV__(add_values)(s->format, block, n_rows, most);
+        TQKV__(add_values)(s->format, panel, n_rows, most);
 }
 
-/* Opens the block of values from `before` on for the run. */
-static void TQKV__(open_block)(const tqkv__stream *s, int kv_head, const tqkv__run *run, int before,
-                               TQKV__(block) * block)
+/* Opens the panel of values from `before` on for the segment. */
+static void TQKV__(open_panel)(const tqkv__stream *s, int kv_head, const tqkv__segment *segment, int before,
+                               TQKV__(panel) * panel)
 {
     const size_t main = (size_t)(before * s->main_bits / 8), upper = (size_t)(before * s->upper_bits / 8);
     const size_t main_field = (size_t)(s->head_dim * s->main_bits) / 8;
-    block->stream = s;
-    block->codes = tqkv__codes_at(s, kv_head, run->slot) + main;
-    block->upper = s->upper_bits ? main_field + upper - main : 0;
-    block->stride = s->row_bytes;
-    block->ahead = (ptrdiff_t)run->ahead * (ptrdiff_t)s->row_bytes;
-    block->first = before == 0;
-    block->n = run->n;
-    block->dim = s->block_dim;
-    block->factors = NULL;
-    block->add = false;
+    panel->stream = s;
+    panel->codes = tqkv__codes_at(s, kv_head, segment->slot) + main;
+    panel->upper = s->upper_bits ? main_field + upper - main : 0;
+    panel->stride = s->row_bytes;
+    panel->ahead = (ptrdiff_t)segment->ahead * (ptrdiff_t)s->row_bytes;
+    panel->first = before == 0;
+    panel->n = segment->n;
+    panel->dim = s->panel_dim;
+    panel->factors = NULL;
+    panel->add = false;
 }
 
-TQKV__TARGET static void TQKV__(score_tile)(const tqkv__stream *s, int kv_head, const tqkv__run *run, const float *q,
-                                            int n_rows, bool add, float *scores)
+TQKV__TARGET static void TQKV__(score_tile)(const tqkv__stream *s, int kv_head, const tqkv__segment *segment,
+                                            const float *q, int n_rows, bool add, float *scores)
 {
     TQKV__ALIGNED float factors[TQKV_MAX_HEAD_DIM / 128 * TQKV__TILE];
     /* Rotation makes products unequal, and of more sums each is smaller. */
-    const int most = s->rotated || TQKV__LANES == 16 ? s->block_dim : TQKV__MOST_ADDITIONS * TQKV__LANES;
-    TQKV__(block) block;
-    const float *of_block = factors;
-    int left = s->block_dim; /* of a block */
-    TQKV__(factors)(s, tqkv__norms_at(s, kv_head, run->slot), run, true, factors);
-    for (int d = 0; d < s->head_dim; d += block.dim) {
-        TQKV__(open_block)(s, kv_head, run, d, &block);
-        block.dim = left < most ? left : most;
-        block.rows = q + d;
-        block.row_stride = s->head_dim;
-        block.results = scores;
-        block.result_stride = TQKV__TILE;
-        block.factors = of_block;
-        block.add = add || d > 0;
-        TQKV__(attend_block)(&block, n_rows, true);
-        left -= block.dim;
+    const int most = s->rotated || TQKV__LANES == 16 ? s->panel_dim : TQKV__MOST_ADDITIONS * TQKV__LANES;
+    TQKV__(panel) panel;
+    const float *of_panel = factors;
+    int left = s->panel_dim; /* of a panel */
+    TQKV__(factors)(s, tqkv__norms_at(s, kv_head, segment->slot), segment, true, factors);
+    for (int d = 0; d < s->head_dim; d += panel.dim) {
+        TQKV__(open_panel)(s, kv_head, segment, d, &panel);
+        panel.dim = left < most ? left : most;
+        panel.rows = q + d;
+        panel.row_stride = s->head_dim;
+        panel.results = scores;
+        panel.result_stride = TQKV__TILE;
+        panel.factors = of_panel;
+        panel.add = add || d > 0;
+        TQKV__(attend_panel)(&panel, n_rows, true);
+        left -= panel.dim;
         if (left) continue;
-        left = s->block_dim;
-        of_block += TQKV__TILE;
+        left = s->panel_dim;
+        of_panel += TQKV__TILE;
     }
 }
 
@@ -5462,22 +5465,22 @@ TQKV__OP void TQKV__(scale_weights)(const float *weights, int n_rows, const floa
             TQKV__(store)(scaled + j, TQKV__(mul_nonzero)(TQKV__(load)(weights + j), TQKV__(load)(factors + j)));
 }
 
-TQKV__TARGET static void TQKV__(value_tile)(const tqkv__stream *s, int kv_head, const tqkv__run *run,
+TQKV__TARGET static void TQKV__(value_tile)(const tqkv__stream *s, int kv_head, const tqkv__segment *segment,
                                             const float *weights, int n_rows, float *scaled, float *out)
 {
     TQKV__ALIGNED float factors[TQKV_MAX_HEAD_DIM / 128 * TQKV__TILE];
-    TQKV__(block) block;
-    const float *norms = tqkv__norms_at(s, kv_head, run->slot);
-    const float *of_block = factors;
-    if (norms) TQKV__(factors)(s, norms, run, false, factors);
-    for (int d = 0; d < s->head_dim; d += s->block_dim, of_block += TQKV__TILE) {
-        if (norms) TQKV__(scale_weights)(weights, n_rows, of_block, scaled);
-        TQKV__(open_block)(s, kv_head, run, d, &block);
-        block.rows = norms ? scaled : weights;
-        block.row_stride = TQKV__TILE;
-        block.results = out + d;
-        block.result_stride = s->head_dim;
-        TQKV__(attend_block)(&block, n_rows, false);
+    TQKV__(panel) panel;
+    const float *norms = tqkv__norms_at(s, kv_head, segment->slot);
+    const float *of_panel = factors;
+    if (norms) TQKV__(factors)(s, norms, segment, false, factors);
+    for (int d = 0; d < s->head_dim; d += s->panel_dim, of_panel += TQKV__TILE) {
+        if (norms) TQKV__(scale_weights)(weights, n_rows, of_panel, scaled);
+        TQKV__(open_panel)(s, kv_head, segment, d, &panel);
+        panel.rows = norms ? scaled : weights;
+        panel.row_stride = TQKV__TILE;
+        panel.results = out + d;
+        panel.result_stride = s->head_dim;
+        TQKV__(attend_panel)(&panel, n_rows, false);
     }
 }
 
@@ -5514,18 +5517,18 @@ TQKV__OP void TQKV__(load_vectors)(const int count, tqkv_type type, const void *
     }
 }
 
-/* Flips signs if asked, then runs the stages below `length`, at most count * LANES, on count vectors in registers. count
+/* Flips signs if asked, then subrows the stages below `length`, at most count * LANES, on count vectors in registers. count
    and length are constants. in, of the type: [head_dim], out: [head_dim] */
-TQKV__OP void TQKV__(hadamard_runs)(const int count, const int length, tqkv_type type, const void *in, int head_dim,
-                                    bool flip, float *out)
+TQKV__OP void TQKV__(hadamard_subrows)(const int count, const int length, tqkv_type type, const void *in, int head_dim,
+                                       bool flip, float *out)
 {
     const TQKV__VECTOR factor = TQKV__(set1)(count * TQKV__LANES == head_dim ? TQKV__INV_SQRT(head_dim) : 1.0f);
-    for (int run = 0; run < head_dim; run += count * TQKV__LANES) {
+    for (int first = 0; first < head_dim; first += count * TQKV__LANES) {
         TQKV__VECTOR x[16];
-        TQKV__(load_vectors)(count, type, in, run, x);
+        TQKV__(load_vectors)(count, type, in, first, x);
         if (flip) {
             TQKV__UNROLL
-            for (int i = 0; i < count; i++) x[i] = TQKV__(flip)(x[i], run + i * TQKV__LANES);
+            for (int i = 0; i < count; i++) x[i] = TQKV__(flip)(x[i], first + i * TQKV__LANES);
         }
         TQKV__UNROLL
         for (int stage = 0; stage < 4; stage++)
@@ -5535,7 +5538,7 @@ TQKV__OP void TQKV__(hadamard_runs)(const int count, const int length, tqkv_type
             }
         TQKV__(butterflies)(count, x);
         TQKV__UNROLL
-        for (int i = 0; i < count; i++) TQKV__(store)(out + run + i * TQKV__LANES, x[i] * factor);
+        for (int i = 0; i < count; i++) TQKV__(store)(out + first + i * TQKV__LANES, x[i] * factor);
     }
 }
 
@@ -5543,8 +5546,8 @@ TQKV__OP void TQKV__(hadamard_runs)(const int count, const int length, tqkv_type
 TQKV__OP void TQKV__(hadamard_across)(const int count, int h, int head_dim, float *x)
 {
     const TQKV__VECTOR factor = TQKV__(set1)(h * count == head_dim ? tqkv__size_of(head_dim)->inverse_root : 1.0f);
-    for (int run = 0; run < head_dim; run += h * count)
-        for (int j = run; j < run + h; j += TQKV__LANES) {
+    for (int first = 0; first < head_dim; first += h * count)
+        for (int j = first; j < first + h; j += TQKV__LANES) {
             TQKV__VECTOR v[4];
             TQKV__UNROLL
             for (int i = 0; i < count; i++) v[i] = TQKV__(load)(x + j + i * h);
@@ -5566,12 +5569,12 @@ TQKV__OP void TQKV__(matrix_column)(int m, int column, float *signs)
 /* Between columns of signs: three vectors of 16 hold one of 36 */
 #define TQKV__COLUMN 48
 
-/* out[b] = sum over c of P[b][c] * x[c] in order, times factor, for `at_once` runs b that share a vector: lane
-   at_once * a + i is element a of run b + i. x: m vectors, x_stride floats apart; their lanes have each element at_once
+/* out[b] = sum over c of P[b][c] * x[c] in order, times factor, for `at_once` subrows b that share a vector: lane
+   at_once * a + i is element a of subrow b + i. x: m vectors, x_stride floats apart; their lanes have each element at_once
    times. The product with 1 or -1 is exact. count vectors of sums at a time, in registers; m, at_once and count are
    constants. signs: [m][TQKV__COLUMN], out: [m][n] */
-TQKV__OP void TQKV__(mix_runs)(const int m, const int at_once, const int count, const float *x, int x_stride,
-                               const float *signs, float factor, int n, float *out)
+TQKV__OP void TQKV__(mix_subrows)(const int m, const int at_once, const int count, const float *x, int x_stride,
+                                  const float *signs, float factor, int n, float *out)
 {
     for (int b = 0; b < m; b += count * at_once) {
         const float *sign = signs + b;
@@ -5579,11 +5582,11 @@ TQKV__OP void TQKV__(mix_runs)(const int m, const int at_once, const int count, 
         TQKV__UNROLL
         for (int i = 0; i < count; i++) sums[i] = TQKV__(load)(x) * TQKV__(repeat)(at_once, sign + i * at_once);
         for (int c = 1; c < m; c++) {
-            const TQKV__VECTOR run = TQKV__(load)(x + c * x_stride);
+            const TQKV__VECTOR subrow = TQKV__(load)(x + c * x_stride);
             sign += TQKV__COLUMN;
             TQKV__UNROLL
             for (int i = 0; i < count; i++)
-                sums[i] = TQKV__(fma)(run, TQKV__(repeat)(at_once, sign + i * at_once), sums[i]);
+                sums[i] = TQKV__(fma)(subrow, TQKV__(repeat)(at_once, sign + i * at_once), sums[i]);
         }
         TQKV__UNROLL
         for (int i = 0; i < count; i++) TQKV__(store)
@@ -5591,32 +5594,33 @@ TQKV__OP void TQKV__(mix_runs)(const int m, const int at_once, const int count, 
     }
 }
 
-/* The matrix of order m across the runs. runs: [m][n], out: [m * n], elsewhere; at_once is LANES / n, or 1 */
-TQKV__OP void TQKV__(mix)(const int m, const int at_once, const float *runs, float factor, int n, float *out)
+/* The matrix of order m across the subrows. subrows: [m][n], out: [m * n], elsewhere; at_once is LANES / n, or 1 */
+TQKV__OP void TQKV__(mix)(const int m, const int at_once, const float *subrows, float factor, int n, float *out)
 {
     const int count = m > 12 ? m / 4 : 6;
     TQKV__ALIGNED float signs[36 * TQKV__COLUMN], spread[36 * TQKV__LANES];
     for (int c = 0; c < m; c++) TQKV__(matrix_column)(m, c, signs + c * TQKV__COLUMN);
     if (at_once == 1) {
-        for (int a = 0; a < n; a += TQKV__LANES) TQKV__(mix_runs)(m, 1, count, runs + a, n, signs, factor, n, out + a);
+        for (int a = 0; a < n; a += TQKV__LANES)
+            TQKV__(mix_subrows)(m, 1, count, subrows + a, n, signs, factor, n, out + a);
         return;
     }
     for (int c = 0; c < m; c++) TQKV__(store)
-    (spread + c * TQKV__LANES, TQKV__(spread)(at_once, c % at_once, TQKV__(load)(runs + c / at_once * TQKV__LANES)));
-    TQKV__(mix_runs)(m, at_once, count, spread, TQKV__LANES, signs, factor, n, out);
+    (spread + c * TQKV__LANES, TQKV__(spread)(at_once, c % at_once, TQKV__(load)(subrows + c / at_once * TQKV__LANES)));
+    TQKV__(mix_subrows)(m, at_once, count, spread, TQKV__LANES, signs, factor, n, out);
 }
 
 /* The same for the matrix of order 12, whose signs the compiler knows: no loads of them. Every second sum is made of
    multiply-adds: a Zen 4 core does them beside additions. `rounded` hides that they multiply by 1. NEON has no other:
    clang 14 would reorder sums there with -fassociative-math. */
-TQKV__OP void TQKV__(mix_12)(const float *runs, float factor, int n, float *out)
+TQKV__OP void TQKV__(mix_12)(const float *subrows, float factor, int n, float *out)
 {
     const TQKV__VECTOR plus = TQKV__(rounded)(TQKV__(set1)(1.0f)), minus = TQKV__(rounded)(TQKV__(set1)(-1.0f));
     for (int a = 0; a < n; a += TQKV__LANES) {
         TQKV__VECTOR sums[12];
         TQKV__UNROLL
         for (int c = 0; c < 12; c++) {
-            const TQKV__VECTOR x = TQKV__(load)(runs + c * n + a);
+            const TQKV__VECTOR x = TQKV__(load)(subrows + c * n + a);
             TQKV__UNROLL
             for (int b = 0; b < 12; b++) {
                 const bool subtract = (tqkv__tables.hadamard_12[b][c / 8] >> (c % 8)) & 1;
@@ -5637,14 +5641,15 @@ TQKV__OP void TQKV__(mix_12)(const float *runs, float factor, int n, float *out)
 
 #define TQKV__MIX(m, at_once)                                                                                          \
     case m:                                                                                                            \
-        TQKV__(mix)(m, at_once, runs, factor, n, out);                                                                 \
+        TQKV__(mix)(m, at_once, subrows, factor, n, out);                                                              \
         break;
 
-/* n below LANES is 4 of 8 lanes: other sets leave shorter runs to AVX2, or have none. */
-TQKV__TARGET static TQKV__NOINLINE void TQKV__(mix_by_order)(int m, const float *runs, float factor, int n, float *out)
+/* n below LANES is 4 of 8 lanes: other sets leave shorter subrows to AVX2, or have none. */
+TQKV__TARGET static TQKV__NOINLINE void TQKV__(mix_by_order)(int m, const float *subrows, float factor, int n,
+                                                             float *out)
 {
     if (m == 12 && n >= TQKV__LANES)
-        TQKV__(mix_12)(runs, factor, n, out);
+        TQKV__(mix_12)(subrows, factor, n, out);
     else if (n >= TQKV__LANES)
         switch (m) {
             TQKV__MIX(20, 1)
@@ -5652,7 +5657,7 @@ TQKV__TARGET static TQKV__NOINLINE void TQKV__(mix_by_order)(int m, const float 
             TQKV__MIX(36, 1)
         }
     else if (m == 20)
-        TQKV__(mix_20)(runs, factor, out);
+        TQKV__(mix_20)(subrows, factor, out);
     else if (TQKV__LANES == 8)
         switch (m) {
             TQKV__MIX(12, 2)
@@ -5661,32 +5666,32 @@ TQKV__TARGET static TQKV__NOINLINE void TQKV__(mix_by_order)(int m, const float 
         }
 }
 
-/* As hadamard for head_dim = m * n, m > 1: H over the runs, then the matrix across them */
-TQKV__TARGET static TQKV__NOINLINE void TQKV__(rotate_runs)(tqkv_type type, const void *in, int head_dim, bool flip,
-                                                            float *out)
+/* As hadamard for head_dim = m * n, m > 1: H over the subrows, then the matrix across them */
+TQKV__TARGET static TQKV__NOINLINE void TQKV__(rotate_subrows)(tqkv_type type, const void *in, int head_dim, bool flip,
+                                                               float *out)
 {
-    TQKV__ALIGNED float runs[TQKV_MAX_HEAD_DIM];
+    TQKV__ALIGNED float subrows[TQKV_MAX_HEAD_DIM];
     const tqkv__size *size = tqkv__size_of(head_dim);
-    const int m = size->order, n = size->run; /* n: 4 to 64 */
+    const int m = size->order, n = size->subrow; /* n: 4 to 64 */
     const float factor = size->inverse_root;
     if (n == 4 && TQKV__LANES > 4)
-        TQKV__(hadamard_runs)(1, 4, type, in, head_dim, flip, runs);
+        TQKV__(hadamard_subrows)(1, 4, type, in, head_dim, flip, subrows);
     else if (n == 8 && TQKV__LANES > 8)
-        TQKV__(hadamard_runs)(1, 8, type, in, head_dim, flip, runs);
+        TQKV__(hadamard_subrows)(1, 8, type, in, head_dim, flip, subrows);
     else if (n == TQKV__LANES)
-        TQKV__(hadamard_runs)(1, TQKV__LANES, type, in, head_dim, flip, runs);
+        TQKV__(hadamard_subrows)(1, TQKV__LANES, type, in, head_dim, flip, subrows);
     else if (n == 2 * TQKV__LANES)
-        TQKV__(hadamard_runs)(2, 2 * TQKV__LANES, type, in, head_dim, flip, runs);
+        TQKV__(hadamard_subrows)(2, 2 * TQKV__LANES, type, in, head_dim, flip, subrows);
     else if (n == 4 * TQKV__LANES)
-        TQKV__(hadamard_runs)(4, 4 * TQKV__LANES, type, in, head_dim, flip, runs);
+        TQKV__(hadamard_subrows)(4, 4 * TQKV__LANES, type, in, head_dim, flip, subrows);
     else if (n == 8 * TQKV__LANES && TQKV__LANES < 16)
-        TQKV__(hadamard_runs)(8, 8 * TQKV__LANES, type, in, head_dim, flip, runs);
+        TQKV__(hadamard_subrows)(8, 8 * TQKV__LANES, type, in, head_dim, flip, subrows);
     else if (TQKV__LANES < 8)
-        TQKV__(hadamard_runs)(16, 16 * TQKV__LANES, type, in, head_dim, flip, runs);
-    if (n < TQKV__LANES && TQKV__LANES == 16) /* a run of 8 fills the other set's vectors */
-        TQKV__MIX_SHORT_RUNS(m, runs, factor, n, out);
+        TQKV__(hadamard_subrows)(16, 16 * TQKV__LANES, type, in, head_dim, flip, subrows);
+    if (n < TQKV__LANES && TQKV__LANES == 16) /* a subrow of 8 fills the other set's vectors */
+        TQKV__MIX_SHORT_SUBROWS(m, subrows, factor, n, out);
     else
-        TQKV__(mix_by_order)(m, runs, factor, n, out);
+        TQKV__(mix_by_order)(m, subrows, factor, n, out);
 }
 #undef TQKV__MIX
 #undef TQKV__COLUMN
@@ -5696,15 +5701,15 @@ TQKV__TARGET static void TQKV__(hadamard)(tqkv_type type, const void *in, int he
 {
     int h = head_dim < TQKV__LANES * TQKV__WIDTH ? head_dim : TQKV__LANES * TQKV__WIDTH;
     if (TQKV__HAS_MATRIX(head_dim)) {
-        TQKV__(rotate_runs)(type, in, head_dim, flip, out);
+        TQKV__(rotate_subrows)(type, in, head_dim, flip, out);
         return;
     }
     if (h == 4 * TQKV__LANES)
-        TQKV__(hadamard_runs)(4, 4 * TQKV__LANES, type, in, head_dim, flip, out);
+        TQKV__(hadamard_subrows)(4, 4 * TQKV__LANES, type, in, head_dim, flip, out);
     else if (h == 8 * TQKV__LANES && TQKV__WIDTH > 8)
-        TQKV__(hadamard_runs)(8, 8 * TQKV__LANES, type, in, head_dim, flip, out);
+        TQKV__(hadamard_subrows)(8, 8 * TQKV__LANES, type, in, head_dim, flip, out);
     else
-        TQKV__(hadamard_runs)(TQKV__WIDTH, TQKV__WIDTH * TQKV__LANES, type, in, head_dim, flip, out);
+        TQKV__(hadamard_subrows)(TQKV__WIDTH, TQKV__WIDTH * TQKV__LANES, type, in, head_dim, flip, out);
     for (; h * 4 <= head_dim; h *= 4) TQKV__(hadamard_across)(4, h, head_dim, out);
     if (h < head_dim) TQKV__(hadamard_across)(2, h, head_dim, out);
 }
@@ -5760,7 +5765,7 @@ TQKV__OP void TQKV__(transpose)(const int count, TQKV__VECTOR *x)
 }
 
 /* The words of LANES lanes, each of per_lane neighbours: x[e] has the e-th of each. If per_lane < LANES, bit j of a lane's
-   number moves to bit (j + log2(per_lane)) modulo log2(LANES) of its place. Only per_lane words from the first of count,
+   number moves to bit (j + log2(per_lane)) modulo log2(LANES) of where it comes to. Only per_lane words from the first of count,
    a constant: the smaller of per_lane and LANES. */
 TQKV__OP void TQKV__(load_lanes)(const int count, int per_lane, const uint8_t *words, TQKV__VECTOR *x)
 {
@@ -5775,9 +5780,9 @@ TQKV__OP TQKV__VECTOR TQKV__(lane_sums)(const int most, int per_lane, const uint
 {
     const int count = most < TQKV__LANES ? most : TQKV__LANES;
     TQKV__VECTOR sum = TQKV__(set1)(0.0f);
-    for (int part = 0; part < per_lane; part += count) {
+    for (int first = 0; first < per_lane; first += count) {
         TQKV__VECTOR x[16];
-        TQKV__(load_lanes)(count, per_lane, floats + 4 * part, x);
+        TQKV__(load_lanes)(count, per_lane, floats + 4 * first, x);
         TQKV__UNROLL
         for (int i = 0; i < count; i++) sum += TQKV__(rounded)(x[i] * x[i]);
     }
@@ -5785,7 +5790,7 @@ TQKV__OP TQKV__VECTOR TQKV__(lane_sums)(const int most, int per_lane, const uint
 }
 
 /* Adds lanes by the xor-tree of tqkv__sums_tq up to those that share a norm. x: the sums of n_lanes lanes of per_lane
-   words each, in the places of load_lanes; sums: one a norm. All numbers are constants. */
+   words each, in the order of load_lanes; sums: one a norm. All numbers are constants. */
 TQKV__OP void TQKV__(add_lanes)(const int n_lanes, const int per_lane, const int n_norms, TQKV__VECTOR *x, float *sums)
 {
     const int width = per_lane < TQKV__LANES ? per_lane : TQKV__LANES, vectors = n_lanes / TQKV__LANES;
@@ -5793,7 +5798,7 @@ TQKV__OP void TQKV__(add_lanes)(const int n_lanes, const int per_lane, const int
     TQKV__UNROLL
     for (int bit = 0; bit < 4; bit++)
         if (1 << bit < TQKV__LANES && 1 << bit < n_lanes / n_norms) {
-            const int place = (1 << bit) * width, distance = place < TQKV__LANES ? place : place / TQKV__LANES;
+            const int moved = (1 << bit) * width, distance = moved < TQKV__LANES ? moved : moved / TQKV__LANES;
             TQKV__UNROLL
             for (int i = 0; i < vectors; i++) x[i] += TQKV__(swap)(distance, x[i]);
         }
@@ -5810,8 +5815,8 @@ TQKV__OP void TQKV__(add_lanes)(const int n_lanes, const int per_lane, const int
     for (int i = 0; i < vectors; i++) TQKV__(store)(lanes + i * TQKV__LANES, x[i]);
     TQKV__UNROLL
     for (int b = 1; b < n_norms; b++) {
-        const int lane = n_lanes / n_norms * b, place = lane % TQKV__LANES * width;
-        sums[b] = lanes[lane / TQKV__LANES * TQKV__LANES + place % TQKV__LANES + place / TQKV__LANES];
+        const int lane = n_lanes / n_norms * b, at = lane % TQKV__LANES * width;
+        sums[b] = lanes[lane / TQKV__LANES * TQKV__LANES + at % TQKV__LANES + at / TQKV__LANES];
     }
 }
 
@@ -5886,7 +5891,7 @@ TQKV__TARGET static void TQKV__(sums_tq)(const tqkv__stream *s, const float *y, 
 #define TQKV__WORD_LANES(D) ((D) < 128 ? (D) / 4 : 32)
 #define TQKV__LANE_WORDS(D) ((D) / 4 / TQKV__WORD_LANES(D))
 
-/* Brings `words` words of each lane into the places of load_lanes; to: in vectors */
+/* Brings `words` words of each lane into the order of load_lanes; to: in vectors */
 TQKV__OP void TQKV__(turn_lanes)(const int count, int words, const uint8_t *codes, float *to)
 {
     TQKV__VECTOR x[8];
@@ -5974,7 +5979,7 @@ TQKV__TARGET static TQKV__NOINLINE void TQKV__(centroid_sums)(const tqkv__stream
     TQKV__ALIGNED float x[TQKV__X_STRIDE(TQKV_MAX_HEAD_DIM)];
     TQKV__VECTOR lanes[32 / TQKV__LANES];
     if (s->book_bits == 8) {
-        TQKV__(block) row;
+        TQKV__(panel) row;
         memset(&row, 0, sizeof row);
         row.stream = s;
         row.codes = codes;
@@ -6011,14 +6016,14 @@ TQKV__TARGET static void TQKV__(norms_tq)(const tqkv__stream *s, const float *co
                                           float *scales)
 {
     const bool several = s->norms_per_row > 1;
-    const TQKV__VECTOR part =
+    const TQKV__VECTOR share =
         TQKV__(set1)(several ? 1.0f / 256.0f : 1.0f); /* 1/256 is exact: same result as the division */
     const TQKV__VECTOR factor = TQKV__(set1)(several ? s->block_scale : s->root);
     const int n = n_rows * s->norms_per_row;
     for (int i = 0; i < n_rows; i++) TQKV__(sums_tq)(s, values[i], norms + i * s->norms_per_row);
     for (int i = n; i % TQKV__LANES; i++) norms[i] = 0.0f;
     for (int i = 0; i < n; i += TQKV__LANES) {
-        const TQKV__VECTOR norm = TQKV__(abs)(TQKV__(sqrt)(TQKV__(load)(norms + i) * part));
+        const TQKV__VECTOR norm = TQKV__(abs)(TQKV__(sqrt)(TQKV__(load)(norms + i) * share));
         TQKV__(store)(norms + i, norm);
         TQKV__(store)(scales + i, TQKV__(invert_above)(TQKV__MIN_NORM, norm) * factor);
     }
@@ -6029,10 +6034,10 @@ TQKV__TARGET static void TQKV__(norms_tq)(const tqkv__stream *s, const float *co
 TQKV__TARGET static void TQKV__(correct_norms)(const tqkv__stream *s, int n, const float *sums, float *norms)
 {
     const bool several = s->norms_per_row > 1;
-    const TQKV__VECTOR part = TQKV__(set1)(several ? 1.0f / 256.0f : 1.0f);
+    const TQKV__VECTOR share = TQKV__(set1)(several ? 1.0f / 256.0f : 1.0f);
     const TQKV__VECTOR root = TQKV__(set1)(several ? s->block_scale : s->root);
     for (int i = 0; i < n; i += TQKV__LANES) {
-        const TQKV__VECTOR norm = TQKV__(load)(norms + i), length = TQKV__(sqrt)(TQKV__(load)(sums + i) * part);
+        const TQKV__VECTOR norm = TQKV__(load)(norms + i), length = TQKV__(sqrt)(TQKV__(load)(sums + i) * share);
         const TQKV__VECTOR next = norm * TQKV__(rounded)(root / length);
         TQKV__(store)(norms + i, TQKV__(zero_below)(TQKV__(set1)(TQKV__NEXT_NORM), norm, next));
     }
@@ -6077,7 +6082,7 @@ TQKV__TARGET static void TQKV__(scale_row)(const tqkv__stream *s, float *row, fl
 
 /* >>k-search: the factors of a few rows, by vectors; what tqkv__search_row does with one. */
 
-/* The scaled values of a row in the places that the sums take: element e of the lanes of a vector side by side, a vector of
+/* The scaled values of a row in the order that the sums take: element e of the lanes of a vector side by side, a vector of
    each lane's next element n_lanes further on. So the sums of lanes are sums of vectors. Magnitudes are enough: codebooks are
    symmetric, a value has the sign of its centroid, and a product of 0 adds nothing. */
 typedef struct TQKV__(turned) {
@@ -6096,20 +6101,20 @@ TQKV__OP void TQKV__(turn_value)(TQKV__(turned) * t, int at, TQKV__VECTOR v)
 
 /* Lanes of three values and more: loads of four neighbours; reads up to three floats behind the last lane. Shorter ones: a load
    has the values of two or four lanes, which come to different vectors. per_lane: a constant for 1, 2 and 4. v: [head_dim] */
-TQKV__OP void TQKV__(turn_places)(const int per_lane, int n_lanes, const float *v, TQKV__(turned) * t)
+TQKV__OP void TQKV__(turn_values)(const int per_lane, int n_lanes, const float *v, TQKV__(turned) * t)
 {
-    const int together = per_lane < 3 ? 4 / per_lane : 1, run = together * per_lane;
+    const int together = per_lane < 3 ? 4 / per_lane : 1, width = together * per_lane;
     for (int lane = 0; lane < n_lanes; lane += together * TQKV__LANES)
-        for (int e = 0; e < run; e += 4) {
+        for (int e = 0; e < width; e += 4) {
             TQKV__VECTOR four[4];
             TQKV__UNROLL
-            for (int i = 0; i < 4; i++) four[i] = TQKV__(load_fours)(v + lane * per_lane + i * run + e, 4 * run);
+            for (int i = 0; i < 4; i++) four[i] = TQKV__(load_fours)(v + lane * per_lane + i * width + e, 4 * width);
             TQKV__(transpose)(4, four);
             TQKV__UNROLL
             for (int i = 0; i < 4; i++)
                 if (per_lane < 3)
                     TQKV__(turn_value)(t, i % per_lane * n_lanes + lane + i / per_lane * TQKV__LANES, four[i]);
-                else if (e + i < run)
+                else if (e + i < width)
                     TQKV__(turn_value)(t, (e + i) * n_lanes + lane, four[i]);
         }
 }
@@ -6122,13 +6127,13 @@ TQKV__OP void TQKV__(turn_row)(const tqkv__stream *s, const float *y, const floa
         for (const int end = d + s->norm_dim; d < end; d += TQKV__LANES)
             TQKV__(store)(v + d, TQKV__(load)(y + d) * TQKV__(set1)(scales[b]));
     if (per_lane == 1)
-        TQKV__(turn_places)(1, n_lanes, v, t);
+        TQKV__(turn_values)(1, n_lanes, v, t);
     else if (per_lane == 2)
-        TQKV__(turn_places)(2, n_lanes, v, t);
+        TQKV__(turn_values)(2, n_lanes, v, t);
     else if (per_lane == 4)
-        TQKV__(turn_places)(4, n_lanes, v, t);
+        TQKV__(turn_values)(4, n_lanes, v, t);
     else
-        TQKV__(turn_places)(per_lane, n_lanes, v, t);
+        TQKV__(turn_values)(per_lane, n_lanes, v, t);
 }
 
 /* Codebooks whose tables do not fit registers */
@@ -6248,14 +6253,14 @@ TQKV__OP void TQKV__(try_factors)(const int bits, const tqkv__stream *s, const t
     }
 }
 
-/* Adds lanes that are 1 << stage apart: places with that bit clear have the sums of a, the others those of b. */
+/* Adds lanes that are 1 << stage apart: lanes with that bit clear have the sums of a, the others those of b. */
 TQKV__OP TQKV__VECTOR TQKV__(add_pairs)(const int stage, TQKV__VECTOR a, TQKV__VECTOR b)
 {
     return TQKV__(even)(stage, a, b) + TQKV__(odd)(stage, a, b);
 }
 
-/* The xor-tree of tqkv__sums_of_products over `together` vectors of lanes, for all sums: sum k in x[k / LANES], place
-   k % LANES. Of 16 places where a norm has 8 lanes, the last step is left out. */
+/* The xor-tree of tqkv__sums_of_products over `together` vectors of lanes, for all sums: sum k in x[k / LANES], lane
+   k % LANES. Of 16 lanes where a norm has 8 lanes, the last step is left out. */
 TQKV__OP void TQKV__(add_tried)(const float (*lanes)[32], int at, int together, bool whole, TQKV__VECTOR *x)
 {
     TQKV__UNROLL
@@ -6373,8 +6378,8 @@ TQKV__OP TQKV__(codes) TQKV__(quantise)(const int bits, const tqkv__quantiser *q
 }
 
 #if TQKV__LANES < 16
-/* Quantises TQ8 where tables are too large for instructions: vectors find the cells of a block, loads the counts and
-   bounds, vectors compare. One loop a step: a vector load that follows its parts' stores at once would wait for them. */
+/* Quantises TQ8 where tables are too large for instructions: vectors find the cells of n values, loads the counts and
+   bounds, vectors compare. One loop a step: a vector load that follows stores of its lanes at once would wait for them. */
 TQKV__TARGET static TQKV__NOINLINE void TQKV__(quantise_loads)(const tqkv__quantiser *q, const float *y, int n,
                                                                float scale, uint8_t *codes)
 {
@@ -6409,7 +6414,7 @@ TQKV__TARGET static TQKV__NOINLINE void TQKV__(quantise_loads)(const tqkv__quant
 #endif
 
 /* The codes of TQ8 for n values with one scale: 256 at a time, then whole vectors, then a tail with zeros behind it. */
-TQKV__OP void TQKV__(quantise_block_tq8)(const tqkv__quantiser *q, const float *y, int n, float scale, uint8_t *codes)
+TQKV__OP void TQKV__(quantise_values_tq8)(const tqkv__quantiser *q, const float *y, int n, float scale, uint8_t *codes)
 {
     enum { step = 4 * TQKV__LANES };
     float tail[step] = {0};
@@ -6476,7 +6481,7 @@ TQKV__TARGET static const uint8_t *TQKV__(quantise_row)(const tqkv__stream *s, c
     uint8_t *codes = s->main_bits < 8 ? bytes : row;
     if (s->book_bits == 8)
         for (int b = 0; b < s->head_dim; b += s->norm_dim)
-            TQKV__(quantise_block_tq8)(q, y + b, s->norm_dim, *scales++, row + b);
+            TQKV__(quantise_values_tq8)(q, y + b, s->norm_dim, *scales++, row + b);
     else if (s->book_bits == 6)
         TQKV__(quantise_as)(6, s, q, y, scales, codes);
     else if (s->book_bits == 5 && TQKV__LANES < 16)
@@ -6536,7 +6541,7 @@ TQKV__TARGET static const float *TQKV__(open_row)(const tqkv__stream *s, const t
 TQKV__TARGET static void TQKV__(encode_rows)(const tqkv__stream *s, const tqkv__quantiser *q, const tqkv__row *rows,
                                              int n_rows)
 {
-    enum { buffer = 1536, most_norms = buffer / 32 }; /* 6 KiB: a part of an L1 cache, and of the stack */
+    enum { buffer = 1536, most_norms = buffer / 32 }; /* 6 KiB: a fraction of an L1 cache, and of the stack */
     TQKV__ALIGNED float rotated[buffer + 16], norms[most_norms], scales[most_norms]; /* fours are loaded beyond a row */
     TQKV__ALIGNED float sums[most_norms];
     TQKV__ALIGNED uint8_t bytes[TQKV_MAX_HEAD_DIM + 64];
@@ -6583,7 +6588,7 @@ TQKV__TARGET static bool TQKV__(floats_finite)(const float *x, size_t n)
 }
 
 /* As tqkv__values_finite for whole rows. Two halves, or bfloat16s, in a word: a 1 added at the lowest bit of an exponent
-   carries into the sign's place from an exponent of all ones, and from no other. */
+   carries into the sign bit from an exponent of all ones, and from no other. */
 TQKV__TARGET static bool TQKV__(rows_finite)(tqkv_type type, const void *x, size_t n)
 {
     const uint32_t one = type == TQKV_TYPE_F16 ? 0x04000400u : 0x00800080u;
@@ -6740,13 +6745,14 @@ TQKV__OP void TQKV__S(copy_integers)(const uint8_t *row, int dim, int padded, in
     for (int d = dim; d < padded; d += 16) memset(to + d, 0, 16);
 }
 
-/* The integers [first, first + dim) of `n` slots from that of the run's position j on. I8 is read in place where that goes.
+/* The integers [first, first + dim) of `n` slots from that of the segment's position j on. I8 is read in place where that goes.
    room: [n rounded up to slices][TQKV__PADDED(dim)] */
-TQKV__TARGET static TQKV__S(source) TQKV__S(open_integers)(const tqkv__stream *s, int kv_head, const tqkv__run *run,
-                                                           int j, int n, int first, int dim, int8_t *room)
+TQKV__TARGET static TQKV__S(source)
+    TQKV__S(open_integers)(const tqkv__stream *s, int kv_head, const tqkv__segment *segment, int j, int n, int first,
+                           int dim, int8_t *room)
 {
-    const uint8_t *row = tqkv__codes_at(s, kv_head, run->slot + j);
-    const ptrdiff_t ahead = (ptrdiff_t)run->ahead * (ptrdiff_t)s->row_bytes;
+    const uint8_t *row = tqkv__codes_at(s, kv_head, segment->slot + j);
+    const ptrdiff_t ahead = (ptrdiff_t)segment->ahead * (ptrdiff_t)s->row_bytes;
     const int padded = TQKV__PADDED(dim), rows = (n + TQKV__SLICE - 1) / TQKV__SLICE * TQKV__SLICE;
     const TQKV__S(source) in_place = {(const int8_t *)row + first, s->row_bytes, ahead};
     const TQKV__S(source) decoded = {room, (size_t)padded, 0};
@@ -6821,15 +6827,16 @@ TQKV__OP void TQKV__S(score_keys)(const int rows, int n, int dim, const float *k
 
 /* Some keys become floats, which all rows read. */
 TQKV__TARGET static TQKV__NOINLINE void TQKV__S(score_tile_of_halves)(const tqkv__stream *s, const uint8_t *codes,
-                                                                      const tqkv__run *run, const float *q, int n_rows,
-                                                                      bool add, float *scores)
+                                                                      const tqkv__segment *segment, const float *q,
+                                                                      int n_rows, bool add, float *scores)
 {
-    enum { buffer = 2048 }; /* 8 KiB: a part of an L1 cache, and of the stack */
+    enum { buffer = 2048 }; /* 8 KiB: a fraction of an L1 cache, and of the stack */
     TQKV__ALIGNED float keys[buffer];
     const int dim = s->head_dim, fit = buffer / dim, most = fit > 12 ? 12 : fit;
-    tqkv__prefetch(TQKV__L2, codes + (ptrdiff_t)run->ahead * (ptrdiff_t)s->row_bytes, (size_t)run->n * s->row_bytes);
-    for (int j = 0; j < run->n; j += most) {
-        const int n = run->n - j < most ? run->n - j : most;
+    tqkv__prefetch(TQKV__L2, codes + (ptrdiff_t)segment->ahead * (ptrdiff_t)s->row_bytes,
+                   (size_t)segment->n * s->row_bytes);
+    for (int j = 0; j < segment->n; j += most) {
+        const int n = segment->n - j < most ? segment->n - j : most;
         const uint8_t *from = codes + (size_t)j * s->row_bytes;
         for (int d = 0; d < n * dim; d += TQKV__INTEGER_LANES) TQKV__(store)(keys + d, TQKV__(load_f16)(from + 2 * d));
         for (int row = 0; row < n_rows; row += 2) {
@@ -6875,22 +6882,23 @@ TQKV__OP void TQKV__S(add_half_rows)(const int rows, const tqkv__stream *s, cons
 }
 
 TQKV__TARGET static TQKV__NOINLINE void TQKV__S(add_halves)(const tqkv__stream *s, const uint8_t *codes,
-                                                            const tqkv__run *run, const float *weights, int n_rows,
-                                                            float *out)
+                                                            const tqkv__segment *segment, const float *weights,
+                                                            int n_rows, float *out)
 {
     int row = 0;
-    tqkv__prefetch(TQKV__L2, codes + (ptrdiff_t)run->ahead * (ptrdiff_t)s->row_bytes, (size_t)run->n * s->row_bytes);
-    for (; row + TQKV__HALF_ROWS <= n_rows; row += TQKV__HALF_ROWS)
-        TQKV__S(add_half_rows)(TQKV__HALF_ROWS, s, codes, run->n, weights + row * TQKV__TILE, out + row * s->head_dim);
+    tqkv__prefetch(TQKV__L2, codes + (ptrdiff_t)segment->ahead * (ptrdiff_t)s->row_bytes,
+                   (size_t)segment->n * s->row_bytes);
+    for (; row + TQKV__HALF_ROWS <= n_rows; row += TQKV__HALF_ROWS) TQKV__S(add_half_rows)
+    (TQKV__HALF_ROWS, s, codes, segment->n, weights + row * TQKV__TILE, out + row * s->head_dim);
     for (; row + 2 <= n_rows; row += 2)
-        TQKV__S(add_half_rows)(2, s, codes, run->n, weights + row * TQKV__TILE, out + row * s->head_dim);
+        TQKV__S(add_half_rows)(2, s, codes, segment->n, weights + row * TQKV__TILE, out + row * s->head_dim);
     for (; row < n_rows; row++)
-        TQKV__S(add_half_rows)(1, s, codes, run->n, weights + row * TQKV__TILE, out + row * s->head_dim);
+        TQKV__S(add_half_rows)(1, s, codes, segment->n, weights + row * TQKV__TILE, out + row * s->head_dim);
 }
 #endif
 
-/* Of a block of a query, padded to whole vectors */
-#define TQKV__QUERY_BLOCK(dim) (((dim) + TQKV__WORDS - 1) / TQKV__WORDS * TQKV__WORDS)
+/* Integers of a panel of a query, padded to whole vectors */
+#define TQKV__QUERY_PANEL(dim) (((dim) + TQKV__WORDS - 1) / TQKV__WORDS * TQKV__WORDS)
 #define TQKV__WEIGHTS_UNIT     (TQKV__TILE / 2)
 
 #ifndef TQKV__ROUNDED /* true: the integers of another set lie in the same order */
@@ -6904,11 +6912,11 @@ TQKV__OP void TQKV__I(round_floats)(const float *x, int n, float scale, int16_t 
             TQKV__I(store_words)(to, i, TQKV__S(round_codes)(TQKV__(load)(x + i) * TQKV__(set1)(scale)));
 }
 
-/* The integers of a query, each block's padded with zeros to whole vectors. Its unit is in the place of the last value.
+/* The integers of a query, each panel's padded with zeros to whole vectors. Its unit stands where the last value would.
    query, to: [head_dim] */
 TQKV__TARGET static void TQKV__I(round_query)(const tqkv__stream *s, const float *query, float *to)
 {
-    const int dim = s->block_dim, size = TQKV__QUERY_BLOCK(dim);
+    const int dim = s->panel_dim, size = TQKV__QUERY_PANEL(dim);
     const uint32_t largest = TQKV__S(largest_bits)(query, s->head_dim);
     int16_t *words = (int16_t *)(void *)to;
     for (int d = 0; d < s->head_dim; d += dim, words += size) {
@@ -6918,7 +6926,7 @@ TQKV__TARGET static void TQKV__I(round_query)(const tqkv__stream *s, const float
     to[s->head_dim - 1] = tqkv__integer_unit(largest, s->step);
 }
 
-/* The weights of a row times the norms of a block as integers; behind them, at TQKV__WEIGHTS_UNIT, their unit. Weights
+/* The weights of a row times the norms of a panel as integers; behind them, at TQKV__WEIGHTS_UNIT, their unit. Weights
    from n on are another row's. */
 TQKV__TARGET static void TQKV__I(round_weights)(const tqkv__stream *s, const float *weights, const float *factors,
                                                 int n, float *to)
@@ -7070,7 +7078,7 @@ TQKV__OP void TQKV__I(score_lanes_of)(const int rows, const TQKV__I(product) * p
 /* score_integers for many rows: turning the positions into lanes takes less time than adding up the lanes of each sum. */
 TQKV__TARGET static TQKV__NOINLINE void TQKV__I(score_lanes)(TQKV__I(product) p, int n_rows)
 {
-    TQKV__ALIGNED int8_t tile[TQKV__BLOCK / TQKV__PRODUCTS * 2 * TQKV__LANE_BYTES];
+    TQKV__ALIGNED int8_t tile[TQKV__PANEL / TQKV__PRODUCTS * 2 * TQKV__LANE_BYTES];
     for (int v = 0; v < 2; v++) {
         const int first = v * TQKV__INTEGER_LANES < p.n ? v * TQKV__INTEGER_LANES : 0;
         for (int d = 0; d < p.dim; d += 16) {
@@ -7098,12 +7106,12 @@ TQKV__TARGET static TQKV__NOINLINE void TQKV__I(score_lanes)(TQKV__I(product) p,
     }
 }
 
-/* Scores of block b, but for its codes and the number of positions. factors: [blocks][TQKV__TILE] */
+/* Scores of panel b, but for its codes and the number of positions. factors: [panels][TQKV__TILE] */
 TQKV__OP void TQKV__I(open_scores)(const tqkv__stream *s, int b, const float *q, bool add, const float *factors,
                                    float *scores, TQKV__I(product) * p)
 {
-    p->dim = s->block_dim;
-    p->rows = (const int16_t *)(const void *)q + b * TQKV__QUERY_BLOCK(s->block_dim);
+    p->dim = s->panel_dim;
+    p->rows = (const int16_t *)(const void *)q + b * TQKV__QUERY_PANEL(s->panel_dim);
     p->units = q + s->head_dim - 1;
     p->row_floats = s->head_dim;
     p->results = scores;
@@ -7219,13 +7227,13 @@ TQKV__TARGET static void TQKV__I(add_integers)(const TQKV__I(product) * p, int n
    rows of 80 dimensions take less time in quarters. */
 static bool TQKV__I(is_packed)(const tqkv__stream *s, int n, int n_rows)
 {
-    const int most = s->upper_bits ? 3 - s->upper_bits : s->block_dim > 80 ? TQKV__LANES_ROWS - 1 : 2;
-    return n_rows <= most && n % TQKV__SLICE == 0 && s->main_bits == 4 && s->block_dim > TQKV__BYTES;
+    const int most = s->upper_bits ? 3 - s->upper_bits : s->panel_dim > 80 ? TQKV__LANES_ROWS - 1 : 2;
+    return n_rows <= most && n % TQKV__SLICE == 0 && s->main_bits == 4 && s->panel_dim > TQKV__BYTES;
 }
 
 /* The integers of a row of queries by parts, their high bytes and their low ones; starts: the first sums of both */
 typedef struct TQKV__I(digits) {
-    int8_t parts[TQKV__BLOCK / TQKV__BYTES][2][TQKV__BYTES];
+    int8_t parts[TQKV__PANEL / TQKV__BYTES][2][TQKV__BYTES];
     TQKV__(codes) starts[2];
 } TQKV__I(digits);
 
@@ -7246,7 +7254,7 @@ TQKV__TARGET static TQKV__NOINLINE void TQKV__I(open_digits)(const int16_t *word
         }
 }
 
-/* Dimensions of the positions of a tile: of a block, or 64 of them or what is left */
+/* Dimensions of the positions of a tile: of a panel, or 64 of them or what is left */
 typedef struct TQKV__I(chunk) {
     const uint8_t *fields[2]; /* main ones, upper ones */
     uint32_t masks[2];        /* a bit for each 16 bits of 64 fields */
@@ -7258,26 +7266,26 @@ typedef struct TQKV__I(chunk) {
 
 /* Dimensions [first + d, first + dim), at most 64 of them */
 TQKV__OP TQKV__I(chunk)
-    TQKV__I(open_chunk)(const tqkv__stream *s, int kv_head, const tqkv__run *run, int first, int d, int dim)
+    TQKV__I(open_chunk)(const tqkv__stream *s, int kv_head, const tqkv__segment *segment, int first, int d, int dim)
 {
-    const uint8_t *row = tqkv__codes_at(s, kv_head, run->slot);
+    const uint8_t *row = tqkv__codes_at(s, kv_head, segment->slot);
     const int left = dim - d < 64 ? dim - d : 64, main = s->main_bits, upper = s->upper_bits;
     const TQKV__I(chunk) p = {{row + (first + d) * main / 8, row + (s->head_dim * main + (first + d) * upper) / 8},
                               {((uint32_t)1 << left * main / 16) - 1, ((uint32_t)1 << left * upper / 16) - 1},
                               s->row_bytes,
-                              first + d == 0 ? (ptrdiff_t)run->ahead * (ptrdiff_t)s->row_bytes : 0,
+                              first + d == 0 ? (ptrdiff_t)segment->ahead * (ptrdiff_t)s->row_bytes : 0,
                               s->centroids,
-                              run->n,
+                              segment->n,
                               left};
     return p;
 }
 
-/* All dimensions of a block: its packed codes are walked by lines, each of which asks for that of the next tile. */
-TQKV__OP TQKV__I(chunk) TQKV__I(open_block)(const tqkv__stream *s, int kv_head, const tqkv__run *run, int first)
+/* All dimensions of a panel: its packed codes are walked by lines, each of which asks for that of the next tile. */
+TQKV__OP TQKV__I(chunk) TQKV__I(open_panel)(const tqkv__stream *s, int kv_head, const tqkv__segment *segment, int first)
 {
-    TQKV__I(chunk) p = TQKV__I(open_chunk)(s, kv_head, run, first, 0, s->block_dim);
-    p.ahead = (ptrdiff_t)run->ahead * (ptrdiff_t)s->row_bytes;
-    p.left = s->block_dim;
+    TQKV__I(chunk) p = TQKV__I(open_chunk)(s, kv_head, segment, first, 0, s->panel_dim);
+    p.ahead = (ptrdiff_t)segment->ahead * (ptrdiff_t)s->row_bytes;
+    p.left = s->panel_dim;
     return p;
 }
 
@@ -7342,15 +7350,16 @@ TQKV__OP void TQKV__I(score_parts)(const tqkv_format format, const int rows, con
     }
 TQKV__BY_PARTS(TQKV__SCORE_PARTS)
 
-TQKV__TARGET static TQKV__NOINLINE void TQKV__I(score_packed)(const tqkv__stream *s, int kv_head, const tqkv__run *run,
-                                                              int first, int rows, const TQKV__I(product) * p)
+TQKV__TARGET static TQKV__NOINLINE void TQKV__I(score_packed)(const tqkv__stream *s, int kv_head,
+                                                              const tqkv__segment *segment, int first, int rows,
+                                                              const TQKV__I(product) * p)
 {
-    const TQKV__I(chunk) block = TQKV__I(open_block)(s, kv_head, run, first);
+    const TQKV__I(chunk) panel = TQKV__I(open_panel)(s, kv_head, segment, first);
     TQKV__I(digits) digits[2];
     TQKV__(codes) sums[2][TQKV__TILE / 4];
     for (int r = 0; r < rows; r++) TQKV__I(open_digits)(p->rows + 2 * r * p->row_floats, p->dim, &digits[r]);
 #define TQKV__SCORE_PACKED(which, n)                                                                                   \
-    if (s->format == which && rows == n) TQKV__I(score_parts_##which##_##n)(&block, digits, sums);
+    if (s->format == which && rows == n) TQKV__I(score_parts_##which##_##n)(&panel, digits, sums);
     TQKV__BY_PARTS(TQKV__SCORE_PACKED)
     for (int j = 0; j < p->n; j += 16)
         for (int r = 0; r < rows; r++) TQKV__I(add_scores)(p, r, j, TQKV__S(sum_codes_across)(sums[r] + j / 4));
@@ -7363,14 +7372,14 @@ TQKV__TARGET static TQKV__NOINLINE void TQKV__I(score_packed)(const tqkv__stream
 static bool TQKV__I(is_quartered)(const tqkv__stream *s, int n, int n_rows)
 {
     int most = 0;
-    if (s->format == TQKV_TQ2 || s->format == TQKV_TQ4) most = s->block_dim > 80 ? 2 : TQKV__LANES_ROWS - 1;
-    if (s->format == TQKV_TQ3 || s->format == TQKV_TQ5) most = s->block_dim > 128 ? 1 : 2;
+    if (s->format == TQKV_TQ2 || s->format == TQKV_TQ4) most = s->panel_dim > 80 ? 2 : TQKV__LANES_ROWS - 1;
+    if (s->format == TQKV_TQ3 || s->format == TQKV_TQ5) most = s->panel_dim > 128 ? 1 : 2;
     return n_rows <= most && n % TQKV__SLICE == 0;
 }
 
 /* The integers of a row of queries, 16 of them in each quarter, their high bytes and their low ones; start: the first sums */
 typedef struct TQKV__I(quarters) {
-    int8_t pieces[TQKV__BLOCK / 16][2][TQKV__BYTES];
+    int8_t pieces[TQKV__PANEL / 16][2][TQKV__BYTES];
     TQKV__(codes) start;
 } TQKV__I(quarters);
 
@@ -7454,7 +7463,7 @@ TQKV__BY_PIECES(TQKV__SCORE_PIECES)
 TQKV__BY_FOUR_ROWS(TQKV__SCORE_PIECES)
 
 TQKV__TARGET static TQKV__NOINLINE void TQKV__I(score_quarters)(const tqkv__stream *s, int kv_head,
-                                                                const tqkv__run *run, int first, int rows,
+                                                                const tqkv__segment *segment, int first, int rows,
                                                                 const TQKV__I(product) * p)
 {
     TQKV__I(quarters) quarters[4];
@@ -7464,7 +7473,7 @@ TQKV__TARGET static TQKV__NOINLINE void TQKV__I(score_quarters)(const tqkv__stre
         for (int v = 0; v < p->n / 4; v++) sums[r][v] = quarters[r].start;
     }
     for (int d = 0; d < p->dim; d += 64) {
-        const TQKV__I(chunk) chunk = TQKV__I(open_chunk)(s, kv_head, run, first, d, p->dim);
+        const TQKV__I(chunk) chunk = TQKV__I(open_chunk)(s, kv_head, segment, first, d, p->dim);
 #define TQKV__SCORE_QUARTERS(which, n)                                                                                 \
     if (s->format == which && rows == n) TQKV__I(score_##which##_##n)(&chunk, quarters, d, sums);
         TQKV__BY_PIECES(TQKV__SCORE_QUARTERS)
@@ -7474,18 +7483,19 @@ TQKV__TARGET static TQKV__NOINLINE void TQKV__I(score_quarters)(const tqkv__stre
         for (int r = 0; r < rows; r++) TQKV__I(add_scores)(p, r, j, TQKV__S(sum_four_codes)(sums[r] + j / 4));
 }
 
-/* The scores of a block with few rows. p: without positions */
-TQKV__TARGET static TQKV__NOINLINE void TQKV__I(score_few)(const tqkv__stream *s, int kv_head, const tqkv__run *run,
-                                                           int first, int n_rows, TQKV__I(product) * p)
+/* The scores of a panel with few rows. p: without positions */
+TQKV__TARGET static TQKV__NOINLINE void TQKV__I(score_few)(const tqkv__stream *s, int kv_head,
+                                                           const tqkv__segment *segment, int first, int n_rows,
+                                                           TQKV__I(product) * p)
 {
-    const bool packed = TQKV__I(is_packed)(s, run->n, n_rows);
-    p->n = run->n;
+    const bool packed = TQKV__I(is_packed)(s, segment->n, n_rows);
+    p->n = segment->n;
     for (int left = n_rows, now; left > 0; left -= now) {
         now = !packed && left >= 4 ? 4 : left >= 2 ? 2 : 1;
         if (packed)
-            TQKV__I(score_packed)(s, kv_head, run, first, now, p);
+            TQKV__I(score_packed)(s, kv_head, segment, first, now, p);
         else
-            TQKV__I(score_quarters)(s, kv_head, run, first, now, p);
+            TQKV__I(score_quarters)(s, kv_head, segment, first, now, p);
         TQKV__I(advance)(p, now);
     }
 }
@@ -7567,20 +7577,21 @@ TQKV__TARGET static TQKV__NOINLINE void TQKV__I(close_parts)(const TQKV__I(produ
 TQKV__BY_PARTS(TQKV__ADD_PARTS)
 
 /* results[row][d] += (sum_j rows[row][j] * codes[j][d]) * unit of the row */
-TQKV__TARGET static TQKV__NOINLINE void TQKV__I(add_packed)(const tqkv__stream *s, int kv_head, const tqkv__run *run,
-                                                            int first, int rows, const TQKV__I(product) * p)
+TQKV__TARGET static TQKV__NOINLINE void TQKV__I(add_packed)(const tqkv__stream *s, int kv_head,
+                                                            const tqkv__segment *segment, int first, int rows,
+                                                            const TQKV__I(product) * p)
 {
-    TQKV__I(chunk) block = TQKV__I(open_block)(s, kv_head, run, first);
+    TQKV__I(chunk) panel = TQKV__I(open_panel)(s, kv_head, segment, first);
     TQKV__I(parts) weights[2];
     TQKV__(codes) sums[2][2][4];
     for (int r = 0; r < rows; r++) TQKV__I(open_parts)(p->rows + 2 * r * p->row_floats, &weights[r]);
-    for (int d = 0; d < p->dim; d += TQKV__CHUNK, block.left -= TQKV__CHUNK) {
+    for (int d = 0; d < p->dim; d += TQKV__CHUNK, panel.left -= TQKV__CHUNK) {
 #define TQKV__ADD_PACKED(which, n)                                                                                     \
-    if (s->format == which && rows == n) TQKV__I(add_parts_##which##_##n)(&block, weights, sums);
+    if (s->format == which && rows == n) TQKV__I(add_parts_##which##_##n)(&panel, weights, sums);
         TQKV__BY_PARTS(TQKV__ADD_PACKED)
         for (int r = 0; r < rows; r++) TQKV__I(close_parts)(p, r, d, sums[0][r], sums[1][r]);
-        block.fields[0] += TQKV__CHUNK / 2;
-        block.fields[1] += TQKV__CHUNK * s->upper_bits / 8;
+        panel.fields[0] += TQKV__CHUNK / 2;
+        panel.fields[1] += TQKV__CHUNK * s->upper_bits / 8;
     }
 }
 
@@ -7625,14 +7636,15 @@ TQKV__OP void TQKV__I(add_pieces)(const tqkv_format format, const int rows, cons
     }
 TQKV__BY_PIECES(TQKV__ADD_PIECES)
 
-TQKV__TARGET static TQKV__NOINLINE void TQKV__I(add_quarters)(const tqkv__stream *s, int kv_head, const tqkv__run *run,
-                                                              int first, int rows, const TQKV__I(product) * p)
+TQKV__TARGET static TQKV__NOINLINE void TQKV__I(add_quarters)(const tqkv__stream *s, int kv_head,
+                                                              const tqkv__segment *segment, int first, int rows,
+                                                              const TQKV__I(product) * p)
 {
     TQKV__I(parts) parts[2];
     TQKV__(codes) sums[2][4];
     for (int r = 0; r < rows; r++) TQKV__I(open_parts)(p->rows + 2 * r * p->row_floats, &parts[r]);
     for (int d = 0; d < p->dim; d += 64) {
-        const TQKV__I(chunk) chunk = TQKV__I(open_chunk)(s, kv_head, run, first, d, p->dim);
+        const TQKV__I(chunk) chunk = TQKV__I(open_chunk)(s, kv_head, segment, first, d, p->dim);
 #define TQKV__ADD_QUARTERS(which, n)                                                                                   \
     if (s->format == which && rows == n) TQKV__I(add_##which##_##n)(&chunk, parts, sums);
         TQKV__BY_PIECES(TQKV__ADD_QUARTERS)
@@ -7645,17 +7657,18 @@ TQKV__TARGET static TQKV__NOINLINE void TQKV__I(add_quarters)(const tqkv__stream
     }
 }
 
-/* The sums of a block with few rows. p: without p.at */
-TQKV__TARGET static TQKV__NOINLINE void TQKV__I(add_few)(const tqkv__stream *s, int kv_head, const tqkv__run *run,
-                                                         int first, int n_rows, TQKV__I(product) * p)
+/* The sums of a panel with few rows. p: without p.at */
+TQKV__TARGET static TQKV__NOINLINE void TQKV__I(add_few)(const tqkv__stream *s, int kv_head,
+                                                         const tqkv__segment *segment, int first, int n_rows,
+                                                         TQKV__I(product) * p)
 {
-    const bool packed = TQKV__I(is_packed)(s, run->n, n_rows);
+    const bool packed = TQKV__I(is_packed)(s, segment->n, n_rows);
     for (int left = n_rows, now; left > 0; left -= now) {
         now = left >= 2 ? 2 : 1;
         if (packed)
-            TQKV__I(add_packed)(s, kv_head, run, first, now, p);
+            TQKV__I(add_packed)(s, kv_head, segment, first, now, p);
         else
-            TQKV__I(add_quarters)(s, kv_head, run, first, now, p);
+            TQKV__I(add_quarters)(s, kv_head, segment, first, now, p);
         TQKV__I(advance)(p, now);
     }
 }
@@ -7663,32 +7676,32 @@ TQKV__TARGET static TQKV__NOINLINE void TQKV__I(add_few)(const tqkv__stream *s, 
 
 /* >>k-integer-tiles: the scores and the sums of a tile in integers. */
 
-TQKV__TARGET static void TQKV__I(integer_score_tile)(const tqkv__stream *s, int kv_head, const tqkv__run *run,
+TQKV__TARGET static void TQKV__I(integer_score_tile)(const tqkv__stream *s, int kv_head, const tqkv__segment *segment,
                                                      const float *q, int n_rows, bool add, float *scores)
 {
     TQKV__ALIGNED float factors[TQKV_MAX_HEAD_DIM / 128 * TQKV__TILE];
-    TQKV__ALIGNED int8_t room[TQKV__SLICES * TQKV__BLOCK];
+    TQKV__ALIGNED int8_t room[TQKV__SLICES * TQKV__PANEL];
     const bool lanes = n_rows >= TQKV__LANES_ROWS;
     const int step = lanes ? 2 * TQKV__INTEGER_LANES : TQKV__SLICE;
-    const int dim = s->block_dim, head_dim = s->head_dim;
+    const int dim = s->panel_dim, head_dim = s->head_dim;
     if (s->kind == TQKV__HALF) {
-        TQKV__S(score_tile_of_halves)(s, tqkv__codes_at(s, kv_head, run->slot), run, q, n_rows, add, scores);
+        TQKV__S(score_tile_of_halves)(s, tqkv__codes_at(s, kv_head, segment->slot), segment, q, n_rows, add, scores);
         return;
     }
-    TQKV__(factors)(s, tqkv__norms_at(s, kv_head, run->slot), run, true, factors);
+    TQKV__(factors)(s, tqkv__norms_at(s, kv_head, segment->slot), segment, true, factors);
     for (int b = 0; b < head_dim / dim; b++) {
         TQKV__I(product) p;
 #if TQKV__LOOKED_UP
-        if (TQKV__I(is_packed)(s, run->n, n_rows) || TQKV__I(is_quartered)(s, run->n, n_rows)) {
+        if (TQKV__I(is_packed)(s, segment->n, n_rows) || TQKV__I(is_quartered)(s, segment->n, n_rows)) {
             TQKV__I(open_scores)(s, b, q, add, factors, scores, &p);
-            TQKV__I(score_few)(s, kv_head, run, b * dim, n_rows, &p);
+            TQKV__I(score_few)(s, kv_head, segment, b * dim, n_rows, &p);
             continue;
         }
 #endif
-        for (int j = 0; j < run->n; j += step) {
-            p.n = run->n - j < step ? run->n - j : step;
+        for (int j = 0; j < segment->n; j += step) {
+            p.n = segment->n - j < step ? segment->n - j : step;
             TQKV__I(open_scores)(s, b, q, add, factors + j, scores + j, &p);
-            p.at = TQKV__S(open_integers)(s, kv_head, run, j, p.n, b * dim, dim, room);
+            p.at = TQKV__S(open_integers)(s, kv_head, segment, j, p.n, b * dim, dim, room);
             if (lanes)
                 TQKV__I(score_lanes)(p, n_rows);
             else
@@ -7697,45 +7710,45 @@ TQKV__TARGET static void TQKV__I(integer_score_tile)(const tqkv__stream *s, int 
     }
 }
 
-/* The sums of block b, but for its codes. */
+/* The sums of panel b, but for its codes. */
 TQKV__OP void TQKV__I(open_sums)(const tqkv__stream *s, int b, int n, const float *weights, int n_rows,
                                  const float *factors, float *scaled, float *out, TQKV__I(product) * p)
 {
-    if (b * s->block_dim % s->norm_dim == 0)
+    if (b * s->panel_dim % s->norm_dim == 0)
         for (int at = 0; at < n_rows * TQKV__TILE; at += TQKV__TILE)
             TQKV__I(round_weights)(s, weights + at, factors + b * TQKV__TILE, n, scaled + at);
     p->n = n;
-    p->dim = s->block_dim;
+    p->dim = s->panel_dim;
     p->rows = (const int16_t *)(const void *)scaled;
     p->units = scaled + TQKV__WEIGHTS_UNIT;
     p->row_floats = TQKV__TILE;
-    p->results = out + b * s->block_dim;
+    p->results = out + b * s->panel_dim;
     p->result_floats = s->head_dim;
     p->factors = NULL;
     p->add = true;
 }
 
-TQKV__TARGET static void TQKV__I(integer_value_tile)(const tqkv__stream *s, int kv_head, const tqkv__run *run,
+TQKV__TARGET static void TQKV__I(integer_value_tile)(const tqkv__stream *s, int kv_head, const tqkv__segment *segment,
                                                      const float *weights, int n_rows, float *scaled, float *out)
 {
     TQKV__ALIGNED float factors[TQKV_MAX_HEAD_DIM / 128 * TQKV__TILE];
-    TQKV__ALIGNED int8_t room[TQKV__TILE * TQKV__BLOCK];
-    const int dim = s->block_dim, head_dim = s->head_dim;
+    TQKV__ALIGNED int8_t room[TQKV__TILE * TQKV__PANEL];
+    const int dim = s->panel_dim, head_dim = s->head_dim;
     if (s->kind == TQKV__HALF) {
-        TQKV__S(add_halves)(s, tqkv__codes_at(s, kv_head, run->slot), run, weights, n_rows, out);
+        TQKV__S(add_halves)(s, tqkv__codes_at(s, kv_head, segment->slot), segment, weights, n_rows, out);
         return;
     }
-    TQKV__(factors)(s, tqkv__norms_at(s, kv_head, run->slot), run, false, factors);
+    TQKV__(factors)(s, tqkv__norms_at(s, kv_head, segment->slot), segment, false, factors);
     for (int b = 0; b < head_dim / dim; b++) {
         TQKV__I(product) p;
-        TQKV__I(open_sums)(s, b, run->n, weights, n_rows, factors, scaled, out, &p);
+        TQKV__I(open_sums)(s, b, segment->n, weights, n_rows, factors, scaled, out, &p);
 #if TQKV__LOOKED_UP
-        if (TQKV__I(is_packed)(s, run->n, n_rows) || TQKV__I(is_quartered)(s, run->n, n_rows)) {
-            TQKV__I(add_few)(s, kv_head, run, b * dim, n_rows, &p);
+        if (TQKV__I(is_packed)(s, segment->n, n_rows) || TQKV__I(is_quartered)(s, segment->n, n_rows)) {
+            TQKV__I(add_few)(s, kv_head, segment, b * dim, n_rows, &p);
             continue;
         }
 #endif
-        p.at = TQKV__S(open_integers)(s, kv_head, run, 0, run->n, b * dim, dim, room);
+        p.at = TQKV__S(open_integers)(s, kv_head, segment, 0, segment->n, b * dim, dim, room);
         TQKV__I(add_integers)(&p, n_rows);
     }
 }
@@ -7780,24 +7793,24 @@ static const tqkv__integers TQKV__I(integers) = {&TQKV__(isa),
 #undef TQKV__LANE_BYTES
 #undef TQKV__LOOKED_UP
 #undef TQKV__LOOPS_OF
-#undef TQKV__MIX_SHORT_RUNS
+#undef TQKV__MIX_SHORT_SUBROWS
 #undef TQKV__NIBBLE_ORDER
-#undef TQKV__NIBBLE_RUN
+#undef TQKV__NIBBLE_STRIP
 #undef TQKV__PADDED
 #undef TQKV__PRODUCTS
 #undef TQKV__PRODUCT_ROWS
-#undef TQKV__QUERY_BLOCK
+#undef TQKV__QUERY_PANEL
 #undef TQKV__ROUNDED
 #undef TQKV__ROWS
 #undef TQKV__ROW_LOOPS
-#undef TQKV__RUN_TOGETHER
+#undef TQKV__STRIP_TOGETHER
 #undef TQKV__SCORE_PACKED
 #undef TQKV__SCORE_PARTS
 #undef TQKV__SCORE_PIECES
 #undef TQKV__SCORE_QUARTERS
 #undef TQKV__SCORE_ROWS
 #undef TQKV__SHORTER
-#undef TQKV__SHORT_RUNS
+#undef TQKV__SHORT_STRIPS
 #undef TQKV__SLICE
 #undef TQKV__SLICES
 #undef TQKV__STEP
@@ -7911,7 +7924,7 @@ TQKV__OP __m512i tqkv__load_short_field_avx512(const int bits, const int first, 
     memcpy(&all, p, sizeof all);
     return _mm512_rorv_epi32(_mm512_set1_epi32((int)all), turn);
 }
-/* A field of a run: lane l holds `bits` bits from bit l * bits of p on. With the codes l * per_lane ... of a run in a
+/* A field of a strip: lane l holds `bits` bits from bit l * bits of p on. With the codes l * per_lane ... of a strip in a
    lane, one shift moves the k-th code of every lane to bit 0. Other bits may follow those of the lane. */
 TQKV__OP __m512i tqkv__load_field_avx512(const int bits, const uint8_t *p)
 {
@@ -7924,7 +7937,7 @@ TQKV__OP __m512i tqkv__load_field_avx512(const int bits, const uint8_t *p)
     return _mm512_multishift_epi64_epi8(_mm512_set_epi32(60, 56, 52, 48, 44, 40, 36, 32, 28, 24, 20, 16, 12, 8, 4, 0),
                                         _mm512_set1_epi64((long long)word));
 }
-/* The k-th codes of a run of one or two vectors. */
+/* The k-th codes of a strip of one or two vectors. */
 TQKV__OP __m512i tqkv__short_codes_avx512(const int bits, const int per_lane, const int k, const uint8_t *p,
                                           const uint8_t *upper)
 {
@@ -7939,7 +7952,7 @@ TQKV__OP __m512i tqkv__short_codes_avx512(const int bits, const int per_lane, co
             : tqkv__load_short_field_avx512(upper_bits * per_lane, upper_bits * k, main_bits, upper);
     return _mm512_ternarylogic_epi64(_mm512_set1_epi32((1 << main_bits) - 1), low, high, 0xca);
 }
-/* The fields of a run of 8 or 4 vectors. */
+/* The fields of a strip of 8 or 4 vectors. */
 TQKV__OP void tqkv__load_fields_avx512(const int bits, const int count, const uint8_t *p, const uint8_t *upper,
                                        __m512i *low, __m512i *high)
 {
@@ -8080,11 +8093,11 @@ TQKV__OP __m512 tqkv__signs_avx512(uint32_t bits)
 {
     return _mm512_mask_blend_ps((__mmask16)bits, _mm512_set1_ps(1.0f), _mm512_set1_ps(-1.0f));
 }
-/* See >>set-avx2. Runs that do not fill a vector of 16 are rotated there. */
-#define tqkv__repeat_avx512(n, p)              _mm512_set1_ps(*(p))
-#define tqkv__spread_avx512(n, i, x)           (x)
-#define tqkv__unite_avx512(n, x)               (x)
-#define tqkv__mix_20_avx512(runs, factor, out) ((void)0)
+/* See >>set-avx2. Subrows that do not fill a vector of 16 are rotated there. */
+#define tqkv__repeat_avx512(n, p)                 _mm512_set1_ps(*(p))
+#define tqkv__spread_avx512(n, i, x)              (x)
+#define tqkv__unite_avx512(n, x)                  (x)
+#define tqkv__mix_20_avx512(subrows, factor, out) ((void)0)
 /* Four floats at p, p + stride ... */
 TQKV__OP __m512 tqkv__load_fours_avx512(const float *p, int stride)
 {
@@ -8311,16 +8324,16 @@ TQKV__OP void tqkv__search_tq8_avx512(const tqkv__stream *s, const tqkv__quantis
     for (int i = 0; i < 4; i++) centroids[i] = _mm512_abs_ps(_mm512_castsi512_ps(words[i]));
 }
 
-static void tqkv__mix_by_order_avx2(int m, const float *runs, float factor, int n, float *out);
+static void tqkv__mix_by_order_avx2(int m, const float *subrows, float factor, int n, float *out);
 
 #define TQKV__(name)             tqkv__##name##_avx512
 #define TQKV__WIDTH              16 /* vectors of the rotation in registers */
 #define TQKV__ISA_NAME           "avx512"
-#define TQKV__MIX_SHORT_RUNS     tqkv__mix_by_order_avx2
+#define TQKV__MIX_SHORT_SUBROWS  tqkv__mix_by_order_avx2
 #define TQKV__LANES              16
 #define TQKV__NIBBLE_ORDER       16, 8
-#define TQKV__NIBBLE_RUN         8 /* vectors in a run of nibbles */
-#define TQKV__RUN_TOGETHER       0 /* do the vectors of a run share work? */
+#define TQKV__NIBBLE_STRIP       8 /* vectors in a strip of nibbles */
+#define TQKV__STRIP_TOGETHER     0 /* do the vectors of a strip share work? */
 #define TQKV__ROWS               4 /* queries whose sums fit in registers: values, */
 #define TQKV__SCORE_ROWS         4 /* keys, and decoded keys */
 #define TQKV__DECODED_SCORE_ROWS 4
@@ -8393,7 +8406,7 @@ TQKV__OP __m256 tqkv__permute_32_avx2(const __m256 *table, __m256i codes)
                             _mm256_castsi256_ps(_mm256_slli_epi32(codes, 27)));
 }
 /* Looks up the four bytes of 32 centroids and joins them: vector k of four has codes 4k to 4k + 3 of either half.
-   upper: all ones for a code in the upper half. index: its place among 16. second: the sign bit marks the second 16 of
+   upper: all ones for a code in the upper half. index: its number among 16. second: the sign bit marks the second 16 of
    the half. The table has these as xor with the first: a negative index gives 0, and xor is cheaper than a blend. Both
    unpacks of two bytes come before the next look-up and save registers, whichever of them this vector needs. */
 TQKV__OP __m256 tqkv__centroids_of_planes_avx2(const int bits, const int k, const __m256 *table, __m256i index,
@@ -8424,13 +8437,13 @@ TQKV__OP void tqkv__load_table_avx2(const int bits, const bool nibbles, const tq
         if (bits == 6) table[4 + p] = _mm256_castsi256_ps(_mm256_broadcastsi128_si256(_mm_xor_si128(first, second)));
     }
 }
-/* All ones in the bytes that have the bit of `places` */
-TQKV__OP __m256i tqkv__has_bit_avx2(__m256i bytes, __m256i places)
+/* All ones in the bytes that have the bit of `bit` */
+TQKV__OP __m256i tqkv__has_bit_avx2(__m256i bytes, __m256i bit)
 {
-    return _mm256_cmpeq_epi8(_mm256_and_si256(bytes, places), places);
+    return _mm256_cmpeq_epi8(_mm256_and_si256(bytes, bit), bit);
 }
 /* The first `size` bytes at p, 2 to 16, then zeros. */
-TQKV__OP __m128i tqkv__load_part_avx2(const int size, const uint8_t *p)
+TQKV__OP __m128i tqkv__load_bytes_avx2(const int size, const uint8_t *p)
 {
     long long word = 0;
     if (size == 16) return tqkv__load_128(p);
@@ -8442,11 +8455,11 @@ TQKV__OP __m128i tqkv__load_part_avx2(const int size, const uint8_t *p)
    bits of a byte with others above it. */
 TQKV__OP __m256i tqkv__spread_pairs_avx2(const int per_lane, const uint8_t *p)
 {
-    const __m128i words = _mm_cvtepu8_epi16(tqkv__load_part_avx2(2 * per_lane, p)),
+    const __m128i words = _mm_cvtepu8_epi16(tqkv__load_bytes_avx2(2 * per_lane, p)),
                   spread = _mm_or_si128(words, _mm_slli_epi16(words, 4));
     return _mm256_srlv_epi64(_mm256_broadcastsi128_si256(spread), _mm256_set_epi64x(2, 2, 0, 0));
 }
-/* A run is 16 bytes, or half of them (per_lane 2): the low nibbles go to the lower half of a vector, the high ones to the
+/* A strip is 16 bytes, or half of them (per_lane 2): the low nibbles go to the lower half of a vector, the high ones to the
    upper half. */
 TQKV__OP __m256 tqkv__centroids_of_packed_avx2(const int bits, const int per_lane, const int k, const __m256 *table,
                                                const uint8_t *p, const uint8_t *upper)
@@ -8454,7 +8467,7 @@ TQKV__OP __m256 tqkv__centroids_of_packed_avx2(const int bits, const int per_lan
     const __m256i fifteen = _mm256_set1_epi8(15);
     const __m256i codes = bits < 4
                               ? tqkv__spread_pairs_avx2(per_lane, p)
-                              : _mm256_srlv_epi64(_mm256_broadcastsi128_si256(tqkv__load_part_avx2(4 * per_lane, p)),
+                              : _mm256_srlv_epi64(_mm256_broadcastsi128_si256(tqkv__load_bytes_avx2(4 * per_lane, p)),
                                                   _mm256_set_epi64x(4, 4, 0, 0));
     if (bits == 2) {
         const __m256i index = _mm256_and_si256(codes, _mm256_set1_epi8(3));
@@ -8466,8 +8479,8 @@ TQKV__OP __m256 tqkv__centroids_of_packed_avx2(const int bits, const int per_lan
         int word = 0;
         memcpy(&word, upper, per_lane == 4 ? 4 : 2);
         const __m256i order = _mm256_broadcastsi128_si256(_mm_set_epi32(0x03030303, 0x02020202, 0x01010101, 0));
-        const __m256i places = _mm256_set_m128i(_mm_set1_epi32((int)0x80200802), _mm_set1_epi32(0x40100401));
-        second = half = tqkv__has_bit_avx2(_mm256_shuffle_epi8(_mm256_set1_epi32(word), order), places);
+        const __m256i bit = _mm256_set_m128i(_mm_set1_epi32((int)0x80200802), _mm_set1_epi32(0x40100401));
+        second = half = tqkv__has_bit_avx2(_mm256_shuffle_epi8(_mm256_set1_epi32(word), order), bit);
         if (bits == 3) {
             const __m256i pair = _mm256_and_si256(codes, _mm256_set1_epi8(3));
             const __m256i index = _mm256_or_si256(pair, _mm256_and_si256(half, _mm256_set1_epi8(4)));
@@ -8477,7 +8490,7 @@ TQKV__OP __m256 tqkv__centroids_of_packed_avx2(const int bits, const int per_lan
         const __m256i order =
             _mm256_broadcastsi128_si256(_mm_set_epi32(0x07070606, 0x05050404, 0x03030202, 0x01010000));
         const __m256i bytes =
-            _mm256_shuffle_epi8(_mm256_broadcastq_epi64(tqkv__load_part_avx2(2 * per_lane, upper)), order);
+            _mm256_shuffle_epi8(_mm256_broadcastq_epi64(tqkv__load_bytes_avx2(2 * per_lane, upper)), order);
         const __m256i fifth = _mm256_set_m128i(_mm_set1_epi16(0x4004), _mm_set1_epi16(0x1001));
         half = tqkv__has_bit_avx2(bytes, _mm256_add_epi8(fifth, fifth));
         second = _mm256_xor_si256(tqkv__has_bit_avx2(bytes, fifth), half);
@@ -8708,7 +8721,7 @@ TQKV__OP void tqkv__store_words_avx2(uint8_t *p, __m256i words)
 }
 #define tqkv__quantise_tq8_avx2 tqkv__quantise_loads_avx2
 
-/* out[b] += P[b][c] * x for ten runs b from `first` on, of 4 values each; P: the matrix of order 20. Its signs are known to
+/* out[b] += P[b][c] * x for ten subrows b from `first` on, of 4 values each; P: the matrix of order 20. Its signs are known to
    the compiler, and every second sum is made of multiply-adds, see TQKV__(mix_12). The asm keeps the sums in order. */
 TQKV__OP void tqkv__mix_column_avx2(const int first, const int c, __m128 x, __m128 plus, __m128 minus, __m128 *sums)
 {
@@ -8724,8 +8737,8 @@ TQKV__OP void tqkv__mix_column_avx2(const int first, const int c, __m128 x, __m1
         __asm__("" : "+x"(sums[i]));
     }
 }
-/* runs, out: [20][4] */
-TQKV__TARGET static TQKV__NOINLINE void tqkv__mix_20_avx2(const float *runs, float factor, float *out)
+/* subrows, out: [20][4] */
+TQKV__TARGET static TQKV__NOINLINE void tqkv__mix_20_avx2(const float *subrows, float factor, float *out)
 {
     const __m256 ones = tqkv__rounded_avx2(_mm256_set1_ps(1.0f)), less = tqkv__rounded_avx2(_mm256_set1_ps(-1.0f));
     const __m128 plus = _mm256_castps256_ps128(ones), minus = _mm256_castps256_ps128(less);
@@ -8733,9 +8746,9 @@ TQKV__TARGET static TQKV__NOINLINE void tqkv__mix_20_avx2(const float *runs, flo
     for (int first = 0; first < 20; first += 10) {
         __m128 sums[10];
         TQKV__UNROLL
-        for (int c = 0; c < 10; c++) tqkv__mix_column_avx2(first, c, _mm_loadu_ps(runs + 4 * c), plus, minus, sums);
+        for (int c = 0; c < 10; c++) tqkv__mix_column_avx2(first, c, _mm_loadu_ps(subrows + 4 * c), plus, minus, sums);
         TQKV__UNROLL
-        for (int c = 10; c < 20; c++) tqkv__mix_column_avx2(first, c, _mm_loadu_ps(runs + 4 * c), plus, minus, sums);
+        for (int c = 10; c < 20; c++) tqkv__mix_column_avx2(first, c, _mm_loadu_ps(subrows + 4 * c), plus, minus, sums);
         TQKV__UNROLL
         for (int i = 0; i < 10; i++) _mm_storeu_ps(out + 4 * (first + i), _mm_mul_ps(sums[i], _mm_set1_ps(factor)));
     }
@@ -8751,11 +8764,11 @@ TQKV__TARGET static TQKV__NOINLINE void tqkv__mix_20_avx2(const float *runs, flo
 #define TQKV__(name)             tqkv__##name##_avx2
 #define TQKV__WIDTH              8 /* vectors of the rotation in registers */
 #define TQKV__ISA_NAME           "avx2"
-#define TQKV__MIX_SHORT_RUNS     tqkv__mix_by_order_avx2
+#define TQKV__MIX_SHORT_SUBROWS  tqkv__mix_by_order_avx2
 #define TQKV__LANES              8
 #define TQKV__NIBBLE_ORDER       4, 2
-#define TQKV__NIBBLE_RUN         4
-#define TQKV__RUN_TOGETHER       1
+#define TQKV__NIBBLE_STRIP       4
+#define TQKV__STRIP_TOGETHER     1
 #define TQKV__ROWS               4 /* queries whose sums fit in registers: values, */
 #define TQKV__SCORE_ROWS         2 /* keys, and decoded keys */
 #define TQKV__DECODED_SCORE_ROWS 3
@@ -8824,15 +8837,15 @@ TQKV__OP float32x4_t tqkv__permute_table_neon(const int bits, const float32x4_t 
     uint8x16_t found = vdupq_n_u8(0);
     TQKV__UNROLL
     for (int i = 0; i < (1 << bits) / 16; i++, table += 4) {
-        const uint8x16x4_t part = {{vreinterpretq_u8_f32(table[0]), vreinterpretq_u8_f32(table[1]),
-                                    vreinterpretq_u8_f32(table[2]), vreinterpretq_u8_f32(table[3])}};
-        found = i == 0 ? vqtbl4q_u8(part, index) : vqtbx4q_u8(found, part, index);
+        const uint8x16x4_t entries = {{vreinterpretq_u8_f32(table[0]), vreinterpretq_u8_f32(table[1]),
+                                       vreinterpretq_u8_f32(table[2]), vreinterpretq_u8_f32(table[3])}};
+        found = i == 0 ? vqtbl4q_u8(entries, index) : vqtbx4q_u8(found, entries, index);
         index = vsubq_u8(index, vdupq_n_u8(64));
     }
     return vreinterpretq_f32_u8(found);
 }
 /* Looks up the four bytes of 16 centroids, for 16 codes at a time, and joins them into vector k of four. upper: all
-   ones for a code in the upper half. index: its place in the half. */
+   ones for a code in the upper half. index: its number in the half. */
 TQKV__OP float32x4_t tqkv__centroids_of_planes_neon(const int bits, const int k, const float32x4_t *table,
                                                     uint8x16_t index, uint8x16_t upper)
 {
@@ -8880,8 +8893,8 @@ TQKV__OP uint8x16_t tqkv__pairs_neon(const uint8_t *p)
     const uint32x4_t two = vorrq_u32(bytes, vshlq_n_u32(bytes, 12));
     return vandq_u8(vreinterpretq_u8_u32(vorrq_u32(two, vshlq_n_u32(two, 6))), vdupq_n_u8(3));
 }
-/* The main bits of codes 16 * (k / 4) ... of a run, in the order of tqkv__to_decoded. A run is 32 codes: the low nibbles
-   give the first four vectors, the high ones the other four. A run of 16 (per_lane 4) keeps its own order. */
+/* The main bits of codes 16 * (k / 4) ... of a strip, in the order of tqkv__to_decoded. A strip is 32 codes: the low nibbles
+   give the first four vectors, the high ones the other four. A strip of 16 (per_lane 4) keeps its own order. */
 TQKV__OP uint8x16_t tqkv__main_codes_neon(const int main_bits, const int per_lane, const int k, const uint8_t *p)
 {
     const uint8x16_t mask = vdupq_n_u8((uint8_t)((1 << main_bits) - 1));
@@ -8897,13 +8910,13 @@ TQKV__OP uint8x16_t tqkv__main_codes_neon(const int main_bits, const int per_lan
 TQKV__OP uint8x16_t tqkv__upper_bit_neon(const int per_lane, const int k, const uint8_t *upper)
 {
     if (per_lane == 4) {
-        const uint8x8_t places = vcreate_u8(0x8040201008040201ULL);
-        return vtstq_u8(vcombine_u8(vdup_n_u8(upper[0]), vdup_n_u8(upper[1])), vcombine_u8(places, places));
+        const uint8x8_t bits = vcreate_u8(0x8040201008040201ULL);
+        return vtstq_u8(vcombine_u8(vdup_n_u8(upper[0]), vdup_n_u8(upper[1])), vcombine_u8(bits, bits));
     }
     uint32_t word; /* bits 2i and 2i + 1 of four bytes */
     memcpy(&word, upper, sizeof word);
-    const uint32_t places[4] = {0, 0x01010101u, 0x02020202u, 0x03030303u};
-    const uint8x16_t order = vreinterpretq_u8_u32(vld1q_u32(places));
+    const uint32_t at[4] = {0, 0x01010101u, 0x02020202u, 0x03030303u};
+    const uint8x16_t order = vreinterpretq_u8_u32(vld1q_u32(at));
     const uint8x16_t bytes = vqtbl1q_u8(vreinterpretq_u8_u32(vdupq_n_u32(word)), order);
     return vtstq_u8(bytes, vreinterpretq_u8_u32(vdupq_n_u32(k < 4 ? 0x40100401u : 0x80200802u)));
 }
@@ -8956,21 +8969,21 @@ TQKV__OP float32x4_t tqkv__invert_above_neon(float least, float32x4_t x)
 }
 TQKV__OP float32x4_t tqkv__flip_neon(float32x4_t x, int d)
 {
-    const int32_t places[4] = {31, 30, 29, 28};
+    const int32_t shifts[4] = {31, 30, 29, 28};
     const uint32x4_t signs = vdupq_n_u32((uint32_t)tqkv__tables.signs[d % 512 / 8] >> (d % 8));
-    const uint32x4_t moved = vandq_u32(vshlq_u32(signs, vld1q_s32(places)), vdupq_n_u32(0x80000000u));
+    const uint32x4_t moved = vandq_u32(vshlq_u32(signs, vld1q_s32(shifts)), vdupq_n_u32(0x80000000u));
     return vreinterpretq_f32_u32(veorq_u32(vreinterpretq_u32_f32(x), moved));
 }
 TQKV__OP float32x4_t tqkv__signs_neon(uint32_t bits)
 {
-    const int32_t places[4] = {31, 30, 29, 28};
-    const uint32x4_t moved = vandq_u32(vshlq_u32(vdupq_n_u32(bits), vld1q_s32(places)), vdupq_n_u32(0x80000000u));
+    const int32_t shifts[4] = {31, 30, 29, 28};
+    const uint32x4_t moved = vandq_u32(vshlq_u32(vdupq_n_u32(bits), vld1q_s32(shifts)), vdupq_n_u32(0x80000000u));
     return vreinterpretq_f32_u32(vorrq_u32(moved, vdupq_n_u32(0x3f800000u)));
 }
-#define tqkv__repeat_neon(n, p)              vld1q_dup_f32(p) /* no run is shorter than a vector */
-#define tqkv__spread_neon(n, i, x)           (x)
-#define tqkv__unite_neon(n, x)               (x)
-#define tqkv__mix_20_neon(runs, factor, out) ((void)0)
+#define tqkv__repeat_neon(n, p)                 vld1q_dup_f32(p) /* no subrow is shorter than a vector */
+#define tqkv__spread_neon(n, i, x)              (x)
+#define tqkv__unite_neon(n, x)                  (x)
+#define tqkv__mix_20_neon(subrows, factor, out) ((void)0)
 TQKV__OP float32x4_t tqkv__load_fours_neon(const float *p, int stride)
 {
     (void)stride;
@@ -9068,7 +9081,7 @@ TQKV__OP uint32x4_t tqkv__narrow_neon(const uint32x4_t *four)
 /* Stores the `bits` bits from bit `low` on of each byte, packed: 1, 2 or 4 bits. */
 TQKV__OP void tqkv__pack_neon(const int bits, const int low, uint32x4_t codes, uint8_t *p)
 {
-    const int8_t places[8] = {0, 1, 2, 3, 4, 5, 6, 7};
+    const int8_t shifts[8] = {0, 1, 2, 3, 4, 5, 6, 7};
     const uint8x16_t mask = vdupq_n_u8((uint8_t)((1 << bits) - 1));
     const uint8x16_t field = vandq_u8(vshlq_u8(vreinterpretq_u8_u32(codes), vdupq_n_s8((int8_t)-low)), mask);
     if (bits == 4) {
@@ -9076,8 +9089,8 @@ TQKV__OP void tqkv__pack_neon(const int bits, const int low, uint32x4_t codes, u
         return;
     }
     if (bits == 1) {
-        p[0] = vaddv_u8(vshl_u8(vget_low_u8(field), vld1_s8(places)));
-        p[1] = vaddv_u8(vshl_u8(vget_high_u8(field), vld1_s8(places)));
+        p[0] = vaddv_u8(vshl_u8(vget_low_u8(field), vld1_s8(shifts)));
+        p[1] = vaddv_u8(vshl_u8(vget_high_u8(field), vld1_s8(shifts)));
         return;
     }
     const uint16x8_t words = vreinterpretq_u16_u8(field);
@@ -9107,11 +9120,11 @@ TQKV__OP void tqkv__store_words_neon(uint8_t *p, uint32x4_t words)
 #define TQKV__(name)             tqkv__##name##_neon
 #define TQKV__WIDTH              16 /* vectors of the rotation in registers */
 #define TQKV__ISA_NAME           "neon"
-#define TQKV__MIX_SHORT_RUNS     tqkv__mix_by_order_neon
+#define TQKV__MIX_SHORT_SUBROWS  tqkv__mix_by_order_neon
 #define TQKV__LANES              4
 #define TQKV__NIBBLE_ORDER       16, 2
-#define TQKV__NIBBLE_RUN         8
-#define TQKV__RUN_TOGETHER       1
+#define TQKV__NIBBLE_STRIP       8
+#define TQKV__STRIP_TOGETHER     1
 #define TQKV__ROWS               4 /* queries whose sums fit in registers: values, */
 #define TQKV__SCORE_ROWS         4 /* keys, and decoded keys */
 #define TQKV__DECODED_SCORE_ROWS 4
@@ -9904,7 +9917,7 @@ TQKV__OP void tqkv__i_transpose_i8mm(const int8_t *p, size_t stride, tqkv__i_lan
     x[1].first = vreinterpretq_u32_u64(vzip2q_u64(rows[0], rows[1]));
     x[1].last = vreinterpretq_u32_u64(vzip2q_u64(rows[2], rows[3]));
 }
-/* Each round makes the highest bit of a register's number the lowest of a byte's place. */
+/* Each round makes the highest bit of a register's number the lowest of a byte's. */
 TQKV__OP void tqkv__i_interleave_i8mm(const int8_t *p, size_t stride, int left, tqkv__i_lanes_i8mm *x)
 {
     int8x16_t from[8], to[8];
@@ -10113,7 +10126,7 @@ static bool tqkv__sinks_valid(const float *sinks, int n_heads)
 }
 
 /* Its offset is the alignment of a uint64_t in a struct: 4 on 32-bit x86, where it is 8 by itself. */
-struct tqkv__mask_place {
+struct tqkv__mask_gap {
     char before;
     uint64_t mask;
 };
@@ -10121,7 +10134,7 @@ struct tqkv__mask_place {
 static tqkv_result tqkv__check_tree_and_sinks(const tqkv_attention *a)
 {
     if (a->tree && a->non_causal) return TQKV__INVALID("tree: not with non_causal");
-    if (a->tree && (a->n_queries > 64 || (uintptr_t)a->tree % offsetof(struct tqkv__mask_place, mask)))
+    if (a->tree && (a->n_queries > 64 || (uintptr_t)a->tree % offsetof(struct tqkv__mask_gap, mask)))
         return TQKV__INVALID("tree: more than 64 queries, or not aligned as uint64_t");
     if ((uintptr_t)a->sinks % sizeof(float)) return TQKV__INVALID("sinks: not aligned as floats");
     if (tqkv__sinks_valid(a->sinks, a->n_heads)) return TQKV_OK;
@@ -10266,8 +10279,8 @@ static tqkv_result tqkv__check_streams(tqkv__attention *a)
     const bool alike = tqkv__same_bytes(k, v), one_table = k->pages == v->pages && k->n_pages == v->n_pages;
     a->shared = alike && one_table && k->page_size == v->page_size && k->ring == v->ring && k->center == v->center &&
                 k->channel_scale == v->channel_scale;
-    for (int part = 0; part < 2 && a->call.tail; part++) {
-        const tqkv__stream *s = part ? v : k;
+    for (int side = 0; side < 2 && a->call.tail; side++) {
+        const tqkv__stream *s = side ? v : k;
         if (tqkv__encoding_overlaps(s, a->tail.codes, a->tail.codes_size) ||
             tqkv__encoding_overlaps(s, a->tail.norms, a->tail.norms_size))
             return TQKV__INVALID("tail: overlaps the keys or the values");
@@ -10392,13 +10405,13 @@ static tqkv_result tqkv__take_kept(tqkv__attention *a, tqkv_result (*open)(const
    [b, end), where b is tqkv__exact_at. Queries of an item have other b: each looks only at its own positions of the tiles that both
    passes have, so its sums are added in the same order alone and in a batch. */
 enum { TQKV__GONE, TQKV__OLDER, TQKV__NEWEST, TQKV__PASSES };
-typedef struct tqkv__place {
-    int number; /* tells places apart: 2 * pass, plus 1 for the first positions */
+typedef struct tqkv__region {
+    int number; /* tells regions apart: 2 * pass, plus 1 for the first positions */
     const tqkv__stream *keys, *values, *tail;
     int64_t end; /* the first position behind them */
-} tqkv__place;
+} tqkv__region;
 
-/* The keys (side 0) or values (1) of a place. */
+/* The keys (side 0) or values (1) of a region. */
 static const tqkv__stream *tqkv__stream_at(const tqkv__attention *a, int side, int number)
 {
     if (number % 2 && a->exact[0][side]) return &a->ends[0][side];
@@ -10406,13 +10419,13 @@ static const tqkv__stream *tqkv__stream_at(const tqkv__attention *a, int side, i
     return side ? &a->values : &a->keys;
 }
 
-static tqkv__place tqkv__place_at(const tqkv__attention *a, int64_t position, int pass)
+static tqkv__region tqkv__region_at(const tqkv__attention *a, int64_t position, int pass)
 {
     const bool first = position < a->exact_below;
     const int number = 2 * pass + first;
-    const tqkv__place place = {number, tqkv__stream_at(a, 0, number), tqkv__stream_at(a, 1, number),
-                               pass == TQKV__GONE ? &a->first_tail : &a->tail, first ? a->exact_below : INT64_MAX};
-    return place;
+    const tqkv__region region = {number, tqkv__stream_at(a, 0, number), tqkv__stream_at(a, 1, number),
+                                 pass == TQKV__GONE ? &a->first_tail : &a->tail, first ? a->exact_below : INT64_MAX};
+    return region;
 }
 
 /* The streams of an attention: keys, values, tail, then the halves of the first positions' keys and values and of the newest
@@ -10780,7 +10793,7 @@ static inline void tqkv__transpose(const float *from, int rows, int columns, flo
 }
 
 /* Instruction sets decode packed codes in their own order: each rows * columns values, a matrix [rows][columns], come
-   transposed. The tail of a block is a matrix of fewer columns. Other codes keep their order. Queries take the decoded order;
+   transposed. The rest of a panel is a matrix of fewer columns. Other codes keep their order. Queries take the decoded order;
    sums of values are put back. from, to: [head_dim] */
 static void tqkv__reorder(const tqkv__isa *isa, const tqkv__stream *s, bool decoded, float zero, const float *from,
                           float *to)
@@ -10791,7 +10804,7 @@ static void tqkv__reorder(const tqkv__isa *isa, const tqkv__stream *s, bool deco
         return;
     }
     for (const float *end = from + s->head_dim; from < end;)
-        for (int left = s->block_dim, columns; left > 0; left -= rows * columns) {
+        for (int left = s->panel_dim, columns; left > 0; left -= rows * columns) {
             for (columns = most; rows * columns > left;) columns /= 2;
             tqkv__transpose(from, decoded ? rows : columns, decoded ? columns : rows, zero, to);
             from += rows * columns;
@@ -10845,19 +10858,20 @@ static bool tqkv__wraps(const tqkv__stream *s, int64_t position, int64_t n)
     return s->ring && tqkv__slots_left(s, position) < n;
 }
 
-/* A tile is contiguous in all its streams, or gathered: it ends where a large page ends, or another place begins, and at
+/* A tile is contiguous in all its streams, or gathered: it ends where a large page ends, or another region begins, and at
    positions that are a multiple of TQKV__TILE. Its scores are at the position modulo TQKV__TILE. A query's sums are then the
    same bits alone or in a batch, and in a store of any kind and size. Otherwise prefill and decode drift apart: a last bit
    changes the next layer's keys, and now and then a code. */
-static int tqkv__tile_length(const tqkv__attention *a, const tqkv__place *place, int64_t position, int64_t end)
+static int tqkv__tile_length(const tqkv__attention *a, const tqkv__region *region, int64_t position, int64_t end)
 {
-    const int64_t aligned = TQKV__TILE - position % TQKV__TILE, border = place->end - position;
-    const int key_room = tqkv__tile_room(place->keys, position), value_room = tqkv__tile_room(place->values, position);
+    const int64_t aligned = TQKV__TILE - position % TQKV__TILE, border = region->end - position;
+    const int key_room = tqkv__tile_room(region->keys, position),
+              value_room = tqkv__tile_room(region->values, position);
     int64_t n = end - position < aligned ? end - position : aligned;
     if (n > border) n = border;
     if (n > key_room) n = key_room;
     if (n > value_room) n = value_room;
-    if (a->call.tail && n > tqkv__tile_room(place->tail, position)) n = tqkv__tile_room(place->tail, position);
+    if (a->call.tail && n > tqkv__tile_room(region->tail, position)) n = tqkv__tile_room(region->tail, position);
     return (int)n;
 }
 
@@ -10867,7 +10881,7 @@ typedef struct tqkv__ranks {
     int n;
     bool together;   /* in all streams one row after the other */
     uint64_t hidden; /* ranks that the query does not see, as bits */
-    tqkv__place place;
+    tqkv__region region;
     int32_t keys[TQKV__TILE], values[TQKV__TILE], tail[TQKV__TILE]; /* slots; -1: hidden, or no page */
 } tqkv__ranks;
 
@@ -10875,8 +10889,8 @@ typedef struct tqkv__ranks {
 typedef struct tqkv__tile {
     int64_t position;
     int n, begin;
-    tqkv__place place;
-    tqkv__run keys, values, tail;
+    tqkv__region region;
+    tqkv__segment keys, values, tail;
     const tqkv__ranks *ranks;                                        /* of a list or of gathered rows, or NULL */
     const tqkv__attention *streams;                                  /* that hold it: the caller's, or gathered ones */
     int kv_head;                                                     /* there */
@@ -10888,24 +10902,24 @@ typedef struct tqkv__tile {
 
 /* The slots of a tile of n positions. While it is computed the next tile of [.., end) is fetched, which a page table
    may put anywhere. */
-static void tqkv__open_run(const tqkv__stream *s, int64_t position, int n, int64_t end, tqkv__run *run)
+static void tqkv__open_segment(const tqkv__stream *s, int64_t position, int n, int64_t end, tqkv__segment *segment)
 {
     const int64_t next = position + n;
-    run->slot = tqkv__slot(s, position);
-    run->n = n;
-    run->ahead = TQKV__TILE;
+    segment->slot = tqkv__slot(s, position);
+    segment->n = n;
+    segment->ahead = TQKV__TILE;
     if (!s->pages || next >= end || next % s->page_size) return;
     const int32_t page = s->pages[next / s->page_size]; /* not checked if a tree hides it */
-    if (page >= 0 && page < s->capacity / s->page_size) run->ahead = page * s->page_size - run->slot;
+    if (page >= 0 && page < s->capacity / s->page_size) segment->ahead = page * s->page_size - segment->slot;
 }
 
-/* The runs of a tile of a place, which is contiguous in all its streams. */
-static void tqkv__find_runs(const tqkv__attention *a, const tqkv__place *place, int64_t end, tqkv__tile *tile)
+/* The segments of a tile of a region, which is contiguous in all its streams. */
+static void tqkv__find_segments(const tqkv__attention *a, const tqkv__region *region, int64_t end, tqkv__tile *tile)
 {
-    tile->place = *place;
-    tqkv__open_run(place->keys, tile->position, tile->n, end, &tile->keys);
-    tqkv__open_run(place->values, tile->position, tile->n, end, &tile->values);
-    if (a->call.tail) tqkv__open_run(place->tail, tile->position, tile->n, end, &tile->tail);
+    tile->region = *region;
+    tqkv__open_segment(region->keys, tile->position, tile->n, end, &tile->keys);
+    tqkv__open_segment(region->values, tile->position, tile->n, end, &tile->values);
+    if (a->call.tail) tqkv__open_segment(region->tail, tile->position, tile->n, end, &tile->tail);
 }
 
 /* Asks for a line of each 4 KiB of the next tile, and for its norms, a tile early. The loops ask for the other lines, but late
@@ -10913,16 +10927,17 @@ static void tqkv__find_runs(const tqkv__attention *a, const tqkv__place *place, 
    EPYC) this takes away 24% of the time of F16 and 3 to 7% of I8 keys and TQ4, paged or not; with codes in a cache it adds 1%.
    Not for codes of less than two lines a row that go on where this tile ends: the processor sees one stream and reads it ahead by
    itself, and a touch out of its order adds 10% to 18% (TQ4 of 128, I8 and F16 of 64; Zen 5), 2% to 8% (I8 of 96, TQ4 of 192). */
-static void tqkv__touch_next(const tqkv__stream *s, int kv_head, const tqkv__run *run)
+static void tqkv__touch_next(const tqkv__stream *s, int kv_head, const tqkv__segment *segment)
 {
     const size_t size = TQKV__TILE * s->row_bytes, norms_size = (size_t)(TQKV__TILE * s->norms_per_row) * sizeof(float);
-    const uint8_t *codes = tqkv__codes_at(s, kv_head, run->slot) + (ptrdiff_t)run->ahead * (ptrdiff_t)s->row_bytes;
-    if (run->ahead != TQKV__TILE || s->row_bytes >= 128) {
+    const uint8_t *codes =
+        tqkv__codes_at(s, kv_head, segment->slot) + (ptrdiff_t)segment->ahead * (ptrdiff_t)s->row_bytes;
+    if (segment->ahead != TQKV__TILE || s->row_bytes >= 128) {
         for (size_t i = 0; i < size; i += 4096) tqkv__prefetch(TQKV__L1, codes + i, 1);
         tqkv__prefetch(TQKV__L1, codes + size - 1, 1);
     }
     if (!norms_size) return;
-    const float *norms = tqkv__norms_at(s, kv_head, run->slot) + (ptrdiff_t)run->ahead * s->norms_per_row;
+    const float *norms = tqkv__norms_at(s, kv_head, segment->slot) + (ptrdiff_t)segment->ahead * s->norms_per_row;
     tqkv__prefetch(TQKV__L1, (const uint8_t *)norms, norms_size + 63); /* they may begin within a line */
 }
 
@@ -10931,18 +10946,18 @@ static void tqkv__touch_next(const tqkv__stream *s, int kv_head, const tqkv__run
 static void tqkv__add_values(tqkv__tile *tile, int n_rows, float *out)
 {
     const tqkv__attention *a = tile->streams;
-    const tqkv__stream *s = tile->place.values;
-    const tqkv__run *run = &tile->values;
+    const tqkv__stream *s = tile->region.values;
+    const tqkv__segment *segment = &tile->values;
     const int kv_head = tile->kv_head;
     const float *weights = tile->scores + tile->begin;
     if (s->kind != TQKV__HALF || tile->whole ||
-        tqkv__halves_finite(tqkv__codes_at(s, kv_head, run->slot), (size_t)run->n * (size_t)s->head_dim)) {
-        a->isa->value_tile(s, kv_head, run, weights, n_rows, tile->scaled, out);
+        tqkv__halves_finite(tqkv__codes_at(s, kv_head, segment->slot), (size_t)segment->n * (size_t)s->head_dim)) {
+        a->isa->value_tile(s, kv_head, segment, weights, n_rows, tile->scaled, out);
         return;
     }
     for (int row = 0; row < n_rows; row++)
-        for (int j = 0; j < run->n; j++) {
-            const tqkv__run one = {run->slot + j, 1, run->ahead};
+        for (int j = 0; j < segment->n; j++) {
+            const tqkv__segment one = {segment->slot + j, 1, segment->ahead};
             float alone[TQKV__TILE] = {0};
             alone[0] = weights[row * TQKV__TILE + j];
             if (!tqkv__span_has(&tile->spans[row], tile->begin + j)) continue;
@@ -11021,16 +11036,16 @@ static void tqkv__score_tile(tqkv__tile *tile, const float *q, int digits, int n
 {
     const tqkv__attention *a = tile->streams;
     float *scores = tile->scores + tile->begin;
-    const bool codes = tile->place.keys == &a->keys;
+    const bool codes = tile->region.keys == &a->keys;
     const size_t all = (size_t)n_rows, of_keys = all * (size_t)a->keys.head_dim;
     const float *rest = q + all * tqkv__first_floats(a);
-    a->isa->score_tile(tile->place.keys, tile->kv_head, &tile->keys, codes ? q : q + all * (size_t)a->key_dim, n_rows,
+    a->isa->score_tile(tile->region.keys, tile->kv_head, &tile->keys, codes ? q : q + all * (size_t)a->key_dim, n_rows,
                        false, scores);
     if (a->call.tail)
-        a->isa->score_tile(tile->place.tail, tile->kv_head, &tile->tail, q + of_keys, n_rows, true, scores);
+        a->isa->score_tile(tile->region.tail, tile->kv_head, &tile->tail, q + of_keys, n_rows, true, scores);
     if ((digits & 1) && codes) a->isa->score_tile(&a->keys, tile->kv_head, &tile->keys, rest, n_rows, true, scores);
     if (digits & 2)
-        a->isa->score_tile(tile->place.tail, tile->kv_head, &tile->tail, rest + of_keys, n_rows, true, scores);
+        a->isa->score_tile(tile->region.tail, tile->kv_head, &tile->tail, rest + of_keys, n_rows, true, scores);
 }
 
 /* Sums of values have the order of the stream that is added to them: brings them into that of another. */
@@ -11119,7 +11134,7 @@ static void tqkv__find_passes(tqkv__work *w, tqkv__range range, bool kept)
     if (newest->from < high) newest->from = high;
 }
 
-/* The part of a range that a query reads in a pass. */
+/* What a query reads of a range in a pass. */
 static tqkv__range tqkv__range_in_pass(const tqkv__work *w, int pass, int query, tqkv__range range)
 {
     const tqkv__range kept = {0, w->a->kept};
@@ -11146,7 +11161,7 @@ static void tqkv__hide_kept(const tqkv__list *l, const tqkv__tile *tile, tqkv__s
 /* Finds what each row sees of a tile; false: none sees any of it. */
 static bool tqkv__find_spans(const tqkv__work *w, tqkv__range range, tqkv__tile *tile)
 {
-    const int pass = tile->place.number / 2, group = w->a->group;
+    const int pass = tile->region.number / 2, group = w->a->group;
     const tqkv__range *common = &w->common[pass];
     const tqkv__item *item = w->item;
     const bool listed = w->list && pass != TQKV__GONE;
@@ -11229,13 +11244,13 @@ static void tqkv__ask(const tqkv__stream *s, int kv_head, const tqkv__ranks *ran
 static void tqkv__ask_keys(const tqkv__attention *a, int kv_head, const tqkv__ranks *ranks)
 {
     if (!ranks->n) return;
-    tqkv__ask(ranks->place.keys, kv_head, ranks, ranks->keys);
-    if (a->call.tail) tqkv__ask(ranks->place.tail, kv_head, ranks, ranks->tail);
+    tqkv__ask(ranks->region.keys, kv_head, ranks, ranks->keys);
+    if (a->call.tail) tqkv__ask(ranks->region.tail, kv_head, ranks, ranks->tail);
 }
 
 static void tqkv__ask_values(const tqkv__attention *a, int kv_head, const tqkv__ranks *ranks)
 {
-    if (!a->shared && ranks->n) tqkv__ask(ranks->place.values, kv_head, ranks, ranks->values);
+    if (!a->shared && ranks->n) tqkv__ask(ranks->region.values, kv_head, ranks, ranks->values);
 }
 
 /* The tile that is free. */
@@ -11256,8 +11271,8 @@ static void tqkv__add_before(tqkv__work *w)
     tqkv__tile *tile = w->before;
     if (!tile) return;
     if (tile->ranks && !tile->ranks->together && !w->a->shared)
-        tqkv__gather(tile->ranks->place.values, w->item->kv_head, tile->ranks, tile->ranks->values, tile->place.values,
-                     tile->values.slot);
+        tqkv__gather(tile->ranks->region.values, w->item->kv_head, tile->ranks, tile->ranks->values,
+                     tile->region.values, tile->values.slot);
     tqkv__add_values(tile, w->item->n_rows, w->piece.out);
 }
 
@@ -11267,10 +11282,10 @@ static void tqkv__end_piece_before(const tqkv__work *w, const tqkv__tile *tile)
     const tqkv__tile *before = w->before;
     const int n_rows = w->item->n_rows;
     if (!before) return;
-    if (before->place.number == tile->place.number && before->position / TQKV__PIECE == tile->position / TQKV__PIECE)
+    if (before->region.number == tile->region.number && before->position / TQKV__PIECE == tile->position / TQKV__PIECE)
         return;
     w->a->isa->end_piece(n_rows, w->a->value_dim, &w->piece, &w->sums);
-    tqkv__turn_sums(w->a, before->place.values, tile->place.values, n_rows, w->sums.out);
+    tqkv__turn_sums(w->a, before->region.values, tile->region.values, n_rows, w->sums.out);
 }
 
 static void tqkv__attend_tile(tqkv__work *w, tqkv__tile *tile)
@@ -11288,9 +11303,9 @@ static void tqkv__attend_tile(tqkv__work *w, tqkv__tile *tile)
 static void tqkv__touch_streams(const tqkv__tile *tile)
 {
     const tqkv__attention *a = tile->streams;
-    tqkv__touch_next(tile->place.keys, tile->kv_head, &tile->keys);
-    if (a->call.tail) tqkv__touch_next(tile->place.tail, tile->kv_head, &tile->tail);
-    if (!a->shared) tqkv__touch_next(tile->place.values, tile->kv_head, &tile->values);
+    tqkv__touch_next(tile->region.keys, tile->kv_head, &tile->keys);
+    if (a->call.tail) tqkv__touch_next(tile->region.tail, tile->kv_head, &tile->tail);
+    if (!a->shared) tqkv__touch_next(tile->region.values, tile->kv_head, &tile->values);
 }
 
 /* >>gather: lists, small pages and the ends of rings: tiles of ranks. Scattered rows are gathered into scratch, where they
@@ -11314,7 +11329,7 @@ static size_t tqkv__gathered_floats(const tqkv__attention *a)
 }
 
 /* Puts a stream of two tiles at `memory`; returns what is behind it. */
-static uint8_t *tqkv__place_stream(tqkv__stream *s, uint8_t *memory)
+static uint8_t *tqkv__put_stream(tqkv__stream *s, uint8_t *memory)
 {
     s->codes = memory;
     s->norms = (float *)(void *)(memory + tqkv__gathered_codes(s));
@@ -11334,7 +11349,7 @@ static void tqkv__open_gathered(const tqkv__attention *a, float *scratch, tqkv__
     *gathered = *a;
     for (int i = 0; i < TQKV__STREAMS; i++) {
         tqkv__stream *s = (tqkv__stream *)(uintptr_t)tqkv__stream_read(gathered, i);
-        if (s) memory = tqkv__place_stream(s, memory);
+        if (s) memory = tqkv__put_stream(s, memory);
     }
     if (!a->shared) return;
     gathered->values = gathered->keys;
@@ -11379,13 +11394,13 @@ static void tqkv__find_slots(const tqkv__stream *s, const tqkv__list *l, const t
 /* The same for all streams of a tile. */
 static void tqkv__find_slots_of(const tqkv__attention *a, const tqkv__list *l, tqkv__ranks *ranks)
 {
-    const tqkv__stream *k = ranks->place.keys, *v = ranks->place.values;
+    const tqkv__stream *k = ranks->region.keys, *v = ranks->region.values;
     tqkv__find_slots(k, l, ranks, ranks->keys);
     if (k->pages == v->pages && k->page_size == v->page_size && k->ring == v->ring && k->capacity == v->capacity)
         memcpy(ranks->values, ranks->keys, (size_t)ranks->n * sizeof *ranks->keys);
     else
         tqkv__find_slots(v, l, ranks, ranks->values);
-    if (a->call.tail) tqkv__find_slots(ranks->place.tail, l, ranks, ranks->tail);
+    if (a->call.tail) tqkv__find_slots(ranks->region.tail, l, ranks, ranks->tail);
 }
 
 static bool tqkv__in_order(const int32_t *slot_list, int n)
@@ -11419,11 +11434,11 @@ static int64_t tqkv__find_ranks_at(const tqkv__work *w, int pass, int64_t rank, 
     const int64_t position = tqkv__position_of(l, rank), last = tqkv__position_of(l, rank + n - 1);
     const bool together = last - position == n - 1;
     ranks->n = 0;
-    ranks->place = tqkv__place_at(a, position, pass);
+    ranks->region = tqkv__region_at(a, position, pass);
     if (together)
-        n = tqkv__tile_length(a, &ranks->place, position, last + 1); /* as without a list */
-    else if (last >= ranks->place.end)
-        n = tqkv__rank_of(l, ranks->place.end) - rank;
+        n = tqkv__tile_length(a, &ranks->region, position, last + 1); /* as without a list */
+    else if (last >= ranks->region.end)
+        n = tqkv__rank_of(l, ranks->region.end) - rank;
     ranks->together = together && !scattered;
     ranks->hidden = tqkv__hidden_ranks(a, w->item->first_row / a->group, l, rank, (int)n);
     if (ranks->hidden == tqkv__bits_below((int)n)) return rank + n;
@@ -11453,34 +11468,35 @@ static void tqkv__find_first_ranks(const tqkv__work *w, tqkv__ranks *ranks)
 }
 
 /* Slots of a tile: those of its rows, if these are together, else in scratch. ahead: the next tile's first slot, or -1 */
-static tqkv__run tqkv__run_of_ranks(const tqkv__ranks *ranks, const int32_t *slot_list, int scratch, int64_t ahead)
+static tqkv__segment tqkv__segment_of_ranks(const tqkv__ranks *ranks, const int32_t *slot_list, int scratch,
+                                            int64_t ahead)
 {
-    const tqkv__run run = {ranks->together ? slot_list[0] : scratch, ranks->n,
-                           ahead < 0 ? 0 : (int)ahead - slot_list[0]};
-    return run;
+    const tqkv__segment segment = {ranks->together ? slot_list[0] : scratch, ranks->n,
+                                   ahead < 0 ? 0 : (int)ahead - slot_list[0]};
+    return segment;
 }
 
 /* Makes a tile of ranks; scattered ones get the keys in scratch now, and the values before they are added. */
-static tqkv__tile *tqkv__place_tile(const tqkv__work *w, const tqkv__ranks *ranks, const tqkv__ranks *next)
+static tqkv__tile *tqkv__tile_of_ranks(const tqkv__work *w, const tqkv__ranks *ranks, const tqkv__ranks *next)
 {
     const tqkv__attention *a = w->a, *streams = ranks->together ? a : w->gathered;
     tqkv__tile *tile = tqkv__next_tile(w, ranks->rank, ranks->n);
     const int kv_head = tile->kv_head, slot = tile == w->tiles ? 0 : TQKV__TILE;
-    const bool ahead = ranks->together && next->n && next->together && ranks->place.keys == next->place.keys &&
-                       ranks->place.values == next->place.values; /* the loops ask for the next tile */
-    const int pass = ranks->place.number / 2;
-    tile->place = tqkv__place_at(streams, tqkv__position_of(tqkv__list_in_pass(w, pass), ranks->rank), pass);
-    tile->keys = tqkv__run_of_ranks(ranks, ranks->keys, slot, ahead ? next->keys[0] : -1);
-    tile->values = tqkv__run_of_ranks(ranks, ranks->values, slot, ahead ? next->values[0] : -1);
-    if (a->call.tail) tile->tail = tqkv__run_of_ranks(ranks, ranks->tail, slot, ahead ? next->tail[0] : -1);
+    const bool ahead = ranks->together && next->n && next->together && ranks->region.keys == next->region.keys &&
+                       ranks->region.values == next->region.values; /* the loops ask for the next tile */
+    const int pass = ranks->region.number / 2;
+    tile->region = tqkv__region_at(streams, tqkv__position_of(tqkv__list_in_pass(w, pass), ranks->rank), pass);
+    tile->keys = tqkv__segment_of_ranks(ranks, ranks->keys, slot, ahead ? next->keys[0] : -1);
+    tile->values = tqkv__segment_of_ranks(ranks, ranks->values, slot, ahead ? next->values[0] : -1);
+    if (a->call.tail) tile->tail = tqkv__segment_of_ranks(ranks, ranks->tail, slot, ahead ? next->tail[0] : -1);
     if (ahead)
         tqkv__touch_streams(tile);
     else
         tqkv__ask_keys(a, kv_head, next);
     tile->ranks = ranks;
     if (ranks->together) return tile;
-    tqkv__gather(ranks->place.keys, kv_head, ranks, ranks->keys, tile->place.keys, slot);
-    if (a->call.tail) tqkv__gather(ranks->place.tail, kv_head, ranks, ranks->tail, tile->place.tail, slot);
+    tqkv__gather(ranks->region.keys, kv_head, ranks, ranks->keys, tile->region.keys, slot);
+    if (a->call.tail) tqkv__gather(ranks->region.tail, kv_head, ranks, ranks->tail, tile->region.tail, slot);
     tile->streams = streams;
     tile->kv_head = 0;
     return tile;
@@ -11492,7 +11508,7 @@ static tqkv__tile *tqkv__wrapped_tile(tqkv__work *w, int pass, int64_t position)
     tqkv__ranks *ranks = &w->ranks[w->before == &w->tiles[0]]; /* those of the tile before are in use */
     w->ranks[2].n = 0;                                         /* no tile to ask for */
     tqkv__find_ranks(w, pass, position, ranks);
-    return tqkv__place_tile(w, ranks, &w->ranks[2]);
+    return tqkv__tile_of_ranks(w, ranks, &w->ranks[2]);
 }
 
 /* Adds a pass through a range of positions to the sums of an item's rows. */
@@ -11500,17 +11516,17 @@ static void tqkv__attend_rows(tqkv__work *w, int pass, tqkv__range range)
 {
     const tqkv__attention *a = w->a;
     const tqkv__range seen = w->passes[pass];
-    tqkv__place place = tqkv__place_at(a, seen.from, pass);
+    tqkv__region region = tqkv__region_at(a, seen.from, pass);
     for (int64_t position = seen.from, n; position < seen.to; position += n) {
-        if (position >= place.end) place = tqkv__place_at(a, position, pass);
-        n = tqkv__tile_length(a, &place, position, seen.to);
+        if (position >= region.end) region = tqkv__region_at(a, position, pass);
+        n = tqkv__tile_length(a, &region, position, seen.to);
         const bool wraps =
-            w->odd_rings && (tqkv__wraps(place.keys, position, n) || tqkv__wraps(place.values, position, n) ||
-                             (a->call.tail && tqkv__wraps(place.tail, position, n)));
+            w->odd_rings && (tqkv__wraps(region.keys, position, n) || tqkv__wraps(region.values, position, n) ||
+                             (a->call.tail && tqkv__wraps(region.tail, position, n)));
         tqkv__tile *tile = wraps ? tqkv__wrapped_tile(w, pass, position) : tqkv__next_tile(w, position, (int)n);
-        if (!wraps) tile->place = place;
+        if (!wraps) tile->region = region;
         if (!tqkv__find_spans(w, range, tile)) continue; /* a tree hides it */
-        if (!wraps) tqkv__find_runs(a, &place, seen.to, tile);
+        if (!wraps) tqkv__find_segments(a, &region, seen.to, tile);
         if (!wraps && position + n < seen.to) tqkv__touch_streams(tile);
         tqkv__attend_tile(w, tile);
     }
@@ -11545,9 +11561,9 @@ static void tqkv__attend_ranks(tqkv__work *w, tqkv__range range)
     for (int now = 0; w->ranks[now].n; now = (now + 1) % 3) {
         const tqkv__ranks *ranks = &w->ranks[now];
         tqkv__ranks *next = &w->ranks[(now + 1) % 3];
-        tqkv__find_ranks(w, ranks->place.number / 2, ranks->rank + ranks->n, next);
+        tqkv__find_ranks(w, ranks->region.number / 2, ranks->rank + ranks->n, next);
         if (!next->n) tqkv__ask_next_head(w);
-        tqkv__tile *tile = tqkv__place_tile(w, ranks, next);
+        tqkv__tile *tile = tqkv__tile_of_ranks(w, ranks, next);
         tqkv__find_spans(w, range, tile);
         tqkv__attend_tile(w, tile);
     }
@@ -11556,7 +11572,7 @@ static void tqkv__attend_ranks(tqkv__work *w, tqkv__range range)
 /* >>query: a row of a call: its query, its centres, its result. */
 
 /* One call of a job. */
-typedef struct tqkv__part {
+typedef struct tqkv__request {
     const tqkv__attention *a;
     const void *q; /* the caller's, as out, max and sum */
     void *out;
@@ -11567,11 +11583,11 @@ typedef struct tqkv__part {
     bool kept;                    /* the first stretch is what is no longer resident */
     int n_rows; /* of a KV head that may share an item: all of them, or with a list those of a query */
     int rows_each, n_items;
-    int first_unit;       /* units of the parts before, in this wave */
+    int first_unit;       /* units of the requests before, in this wave */
     int64_t wave, n_wave; /* spread: the first stretch in this wave, and their number */
     size_t sums_floats;   /* sums of all rows */
     float *total, *now;   /* spread: sums of all earlier waves; [n_wave]: of the stretches in this wave */
-} tqkv__part;
+} tqkv__request;
 
 /* The caller's row that is row i of an item. */
 static size_t tqkv__caller_row(const tqkv__attention *a, const tqkv__item *item, int i)
@@ -11593,11 +11609,11 @@ static const void *tqkv__query_at(const tqkv__attention *a, const void *q, size_
 }
 
 /* Sums of slices have no gaps. */
-static void *tqkv__output_at(const tqkv__part *part, size_t row)
+static void *tqkv__output_at(const tqkv__request *request, size_t row)
 {
-    const tqkv__attention *a = part->a;
-    if (part->max) return (float *)part->out + row * (size_t)a->value_dim;
-    return (uint8_t *)part->out +
+    const tqkv__attention *a = request->a;
+    if (request->max) return (float *)request->out + row * (size_t)a->value_dim;
+    return (uint8_t *)request->out +
            tqkv__row_begin(a, a->call.output_strides, row) * tqkv__type_size(a->call.output_type);
 }
 
@@ -11682,7 +11698,7 @@ static double tqkv__center_score(const tqkv__attention *a, int kv_head, const vo
     return (tqkv__center_product(a, kv_head, 0, query) + tail) * (double)a->call.scale;
 }
 
-/* The parts of an item's scores that come from a centre; offsets: [n_rows], read if there is a softcap */
+/* What centres add to an item's scores; offsets: [n_rows], read if there is a softcap */
 static void tqkv__find_offsets(const tqkv__attention *a, const tqkv__item *item, const void *q, float *offsets)
 {
     for (int i = 0; i < item->n_rows; i++) {
@@ -11743,30 +11759,31 @@ static void tqkv__settle_row(const tqkv__attention *a, float *out, float *max, f
 /* Writes an item's sums to the caller; finishes and rounds them unless the call is partial. The values' centre is added to the
    sums, in the basis of the codes; with a scale, where the row is finished, behind the scale: a channel is then not rounded
    against larger ones. */
-static TQKV__NOINLINE void tqkv__deliver(const tqkv__part *part, const tqkv__item *item, const tqkv__sums *sums)
+static TQKV__NOINLINE void tqkv__deliver(const tqkv__request *request, const tqkv__item *item, const tqkv__sums *sums)
 {
-    const tqkv__attention *a = part->a;
+    const tqkv__attention *a = request->a;
     float center[TQKV_MAX_HEAD_DIM]; /* of the values */
-    const bool behind = a->values.channel_scale && !part->max && a->call.output_basis == TQKV_ORIGINAL;
+    const bool behind = a->values.channel_scale && !request->max && a->call.output_basis == TQKV_ORIGINAL;
     const float *last = behind ? tqkv__center_of(&a->values, item->kv_head) : NULL;
     const float *coded = a->values.center && !behind ? center : NULL;
     TQKV__ALIGNED float wide[TQKV_MAX_HEAD_DIM];
-    const tqkv_type type = part->max ? TQKV_TYPE_F32 : a->call.output_type;
-    const bool scored = (a->keys.center || a->tail.center) && a->call.softcap == 0.0f && (part->max || a->call.sinks);
+    const tqkv_type type = request->max ? TQKV_TYPE_F32 : a->call.output_type;
+    const bool scored =
+        (a->keys.center || a->tail.center) && a->call.softcap == 0.0f && (request->max || a->call.sinks);
     memset(center, 0, sizeof center);
     if (coded) tqkv__add_center(&a->values, item->kv_head, true, center);
     for (int i = 0; i < item->n_rows; i++) {
         const size_t row = tqkv__caller_row(a, item, i);
-        void *to = tqkv__output_at(part, row);
+        void *to = tqkv__output_at(request, row);
         float *out = type == TQKV_TYPE_F32 ? (float *)to : wide, max = sums->max[i], sum = sums->sum[i];
-        const double score = scored ? tqkv__center_score(a, item->kv_head, tqkv__query_at(a, part->q, row)) : 0.0;
+        const double score = scored ? tqkv__center_score(a, item->kv_head, tqkv__query_at(a, request->q, row)) : 0.0;
         tqkv__to_natural(a->isa, &a->values, sums->out + (size_t)i * (size_t)a->value_dim, out);
         if (scored || coded) tqkv__add_centers(a, score, coded, out, &max, &sum);
-        if (!part->max) tqkv__finish_row(a, (int)(row % (size_t)a->call.n_heads), last, out, max, sum);
+        if (!request->max) tqkv__finish_row(a, (int)(row % (size_t)a->call.n_heads), last, out, max, sum);
         tqkv__settle_row(a, out, &max, &sum);
-        if (part->max) {
-            part->max[row] = max;
-            part->sum[row] = sum;
+        if (request->max) {
+            request->max[row] = max;
+            request->sum[row] = sum;
         }
         if (out == wide) a->isa->codec->narrow(type, wide, a->value_dim, to);
     }
@@ -11810,40 +11827,40 @@ enum { TQKV__WAVE_FLOATS = 1 << 20 };
 
 typedef struct tqkv__job {
     tqkv__queue queue; /* slots: tiles, queries, gathered rows, sums of a piece, of all stretches, of one */
-    tqkv__part *parts;
-    int n_parts;
+    tqkv__request *requests;
+    int n_requests;
     bool spread;
     size_t wave_floats;
     float *waves; /* [wave_floats] */
 } tqkv__job;
 
-static tqkv__item tqkv__item_of(const tqkv__part *part, int index)
+static tqkv__item tqkv__item_of(const tqkv__request *request, int index)
 {
-    TQKV_ASSERT(index >= 0 && index < part->n_items);
-    const int n_kv_heads = part->a->n_kv_heads, each = (part->n_rows - 1) / part->rows_each + 1;
-    const bool follow = tqkv__heads_follow(part->a);
-    const int of_head = part->n_items / n_kv_heads; /* items */
+    TQKV_ASSERT(index >= 0 && index < request->n_items);
+    const int n_kv_heads = request->a->n_kv_heads, each = (request->n_rows - 1) / request->rows_each + 1;
+    const bool follow = tqkv__heads_follow(request->a);
+    const int of_head = request->n_items / n_kv_heads; /* items */
     const int kv_head = follow ? index % n_kv_heads : index / of_head,
               i = follow ? index / n_kv_heads : index % of_head;
-    const int before = i % each * part->rows_each, left = part->n_rows - before;
-    const tqkv__item item = {kv_head, i / each * part->n_rows + before,
-                             left < part->rows_each ? left : part->rows_each};
+    const int before = i % each * request->rows_each, left = request->n_rows - before;
+    const tqkv__item item = {kv_head, i / each * request->n_rows + before,
+                             left < request->rows_each ? left : request->rows_each};
     return item;
 }
 
 /* The sums of one stretch; that before the first is of positions that are no longer resident. */
-static void tqkv__attend_stretch(const tqkv__part *part, tqkv__work *w, int64_t stretch, const tqkv__sums *sums)
+static void tqkv__attend_stretch(const tqkv__request *request, tqkv__work *w, int64_t stretch, const tqkv__sums *sums)
 {
     const int64_t begin = stretch * TQKV__STRETCH;
-    tqkv__range range = part->seen;
+    tqkv__range range = request->seen;
     if (range.from < begin) range.from = begin;
     if (range.to - begin > TQKV__STRETCH) range.to = begin + TQKV__STRETCH;
     const int n_rows = w->item->n_rows;
     w->before = NULL;
     w->sums = *sums;
-    tqkv__find_passes(w, range, part->kept && stretch == part->stretch);
-    tqkv__clear_sums(&w->piece, (size_t)n_rows, part->a->value_dim);
-    tqkv__clear_sums(sums, (size_t)n_rows, part->a->value_dim);
+    tqkv__find_passes(w, range, request->kept && stretch == request->stretch);
+    tqkv__clear_sums(&w->piece, (size_t)n_rows, request->a->value_dim);
+    tqkv__clear_sums(sums, (size_t)n_rows, request->a->value_dim);
     for (int i = 0; i < 2; i++) /* value_tile reads whole vectors behind the last row: no NaN or Inf of old scratch */
         memset(w->tiles[i].scores + n_rows * TQKV__TILE, 0, TQKV__TILE * sizeof(float));
     if (w->list || w->small_pages)
@@ -11852,7 +11869,7 @@ static void tqkv__attend_stretch(const tqkv__part *part, tqkv__work *w, int64_t 
         for (int pass = 0; pass < TQKV__PASSES; pass++) tqkv__attend_rows(w, pass, range);
     tqkv__add_before(w);
     w->a->isa->end_piece(n_rows, w->a->value_dim, &w->piece, sums);
-    if (w->before) tqkv__turn_sums(w->a, w->before->place.values, &w->a->values, n_rows, sums->out);
+    if (w->before) tqkv__turn_sums(w->a, w->before->region.values, &w->a->values, n_rows, sums->out);
 }
 
 /* The sums of n_rows rows in memory. */
@@ -11863,21 +11880,21 @@ static tqkv__sums tqkv__sums_at(float *memory, size_t n_rows, int value_dim)
     return sums;
 }
 
-/* An item's part of sums of all rows, which are ordered by KV head. */
-static tqkv__sums tqkv__sums_of_item(const tqkv__part *part, const tqkv__item *item, float *memory)
+/* An item's request of sums of all rows, which are ordered by KV head. */
+static tqkv__sums tqkv__sums_of_item(const tqkv__request *request, const tqkv__item *item, float *memory)
 {
-    const tqkv__attention *a = part->a;
+    const tqkv__attention *a = request->a;
     const tqkv__sums all = tqkv__sums_at(memory, a->n_rows, a->value_dim);
     const size_t row = (size_t)item->kv_head * (size_t)(a->call.n_queries * a->group) + (size_t)item->first_row;
     const tqkv__sums own = {all.out + row * (size_t)a->value_dim, all.max + row, all.sum + row};
     return own;
 }
 
-static TQKV__NOINLINE void tqkv__attend_unit(const tqkv__job *job, const tqkv__part *part, int unit, float *slot)
+static TQKV__NOINLINE void tqkv__attend_unit(const tqkv__job *job, const tqkv__request *request, int unit, float *slot)
 {
-    const tqkv__attention *a = part->a;
-    const tqkv__item item = tqkv__item_of(part, unit % part->n_items);
-    const size_t rows = (size_t)part->rows_each, floats = rows * (size_t)(a->value_dim + 2);
+    const tqkv__attention *a = request->a;
+    const tqkv__item item = tqkv__item_of(request, unit % request->n_items);
+    const size_t rows = (size_t)request->rows_each, floats = rows * (size_t)(a->value_dim + 2);
     float *q = slot + 2 * sizeof(tqkv__tile) / sizeof(float), *next = q + rows * tqkv__query_floats(a);
     float offsets[TQKV__CHUNK_ROWS];
     tqkv__attention gathered;
@@ -11896,39 +11913,39 @@ static TQKV__NOINLINE void tqkv__attend_unit(const tqkv__job *job, const tqkv__p
     w.odd_rings = tqkv__odd_rings(a);
     w.gathered = &gathered;
     next += floats;
-    if (w.list) list = tqkv__open_list(a, item.first_row / a->group, item.kv_head, part->slice);
+    if (w.list) list = tqkv__open_list(a, item.first_row / a->group, item.kv_head, request->slice);
     if (w.list || w.small_pages || w.odd_rings) tqkv__open_gathered(a, next, &gathered);
     next += tqkv__gathered_floats(a);
-    w.digits = tqkv__arrange_queries(a, &item, part->q, q);
-    tqkv__find_offsets(a, &item, part->q, offsets);
+    w.digits = tqkv__arrange_queries(a, &item, request->q, q);
+    tqkv__find_offsets(a, &item, request->q, offsets);
     if (job->spread) {
-        const int64_t stretch = unit / part->n_items;
-        const tqkv__sums to = tqkv__sums_of_item(part, &item, part->now + (size_t)stretch * part->sums_floats);
-        tqkv__attend_stretch(part, &w, part->wave + stretch, &to);
+        const int64_t stretch = unit / request->n_items;
+        const tqkv__sums to = tqkv__sums_of_item(request, &item, request->now + (size_t)stretch * request->sums_floats);
+        tqkv__attend_stretch(request, &w, request->wave + stretch, &to);
         return;
     }
     const tqkv__sums all = tqkv__sums_at(next, rows, a->value_dim);
     const tqkv__sums one = tqkv__sums_at(next + floats, rows, a->value_dim);
-    tqkv__attend_stretch(part, &w, part->stretch, &all);
-    for (int64_t i = 1; i < part->n_stretches; i++) {
-        tqkv__attend_stretch(part, &w, part->stretch + i, &one);
+    tqkv__attend_stretch(request, &w, request->stretch, &all);
+    for (int64_t i = 1; i < request->n_stretches; i++) {
+        tqkv__attend_stretch(request, &w, request->stretch + i, &one);
         tqkv__merge_sums(&all, &one, (size_t)item.n_rows, a->value_dim);
     }
-    tqkv__deliver(part, &item, &all);
+    tqkv__deliver(request, &item, &all);
 }
 
-/* The last part that begins at or before the unit; parts without units in this wave begin where the next one does. */
-static const tqkv__part *tqkv__part_of(const tqkv__job *job, int unit)
+/* The last request that begins at or before the unit; requests without units in this wave begin where the next one does. */
+static const tqkv__request *tqkv__request_of(const tqkv__job *job, int unit)
 {
-    int low = 0, high = job->n_parts;
+    int low = 0, high = job->n_requests;
     while (high - low > 1) {
         const int middle = low + (high - low) / 2;
-        if (job->parts[middle].first_unit <= unit)
+        if (job->requests[middle].first_unit <= unit)
             low = middle;
         else
             high = middle;
     }
-    return &job->parts[low];
+    return &job->requests[low];
 }
 
 static void tqkv__attend_task(void *context, int index)
@@ -11937,8 +11954,8 @@ static void tqkv__attend_task(void *context, int index)
     float *slot = job->queue.slot_list + (size_t)index * job->queue.slot_floats;
     const uint64_t mode = tqkv__fp_exact();
     for (int unit; (unit = tqkv__queue_take(&job->queue)) >= 0;) {
-        const tqkv__part *part = tqkv__part_of(job, unit);
-        tqkv__attend_unit(job, part, unit - part->first_unit, slot);
+        const tqkv__request *request = tqkv__request_of(job, unit);
+        tqkv__attend_unit(job, request, unit - request->first_unit, slot);
     }
     tqkv__fp_restore(mode);
 }
@@ -11965,46 +11982,46 @@ static int tqkv__item_rows(const tqkv__attention *a, int all, int64_t others)
 
 /* Finds the stretches and items of a call over a slice. max and sum NULL: finishes the rows. */
 static void tqkv__cut(const tqkv__attention *a, tqkv__range slice, const void *q, void *out, float *max, float *sum,
-                      tqkv__part *part)
+                      tqkv__request *request)
 {
     const tqkv__range seen =
         a->call.list ? tqkv__listed_to(a, slice) : tqkv__visible_to(a, 0, a->call.n_queries - 1, slice);
-    const int parts = a->n_kv_heads * (a->call.list ? a->call.n_queries : 1);
-    memset(part, 0, sizeof *part);
-    part->a = a;
-    part->q = q;
-    part->out = out;
-    part->max = max;
-    part->sum = sum;
-    part->slice = slice;
-    part->seen = seen;
-    part->stretch = seen.from / TQKV__STRETCH;
-    part->n_stretches = seen.to > seen.from ? (seen.to - 1) / TQKV__STRETCH - part->stretch + 1 : 1;
-    part->kept = a->kept && slice.from == a->first && (slice.from < slice.to || slice.to == a->call.end);
-    part->stretch -= part->kept;
-    part->n_stretches += part->kept;
-    part->wave = part->stretch;
-    part->n_rows = a->call.list ? a->group : a->call.n_queries * a->group;
-    part->rows_each = tqkv__item_rows(a, part->n_rows, part->n_stretches * parts);
-    part->n_items = parts * ((part->n_rows - 1) / part->rows_each + 1);
-    part->sums_floats = a->n_rows * ((size_t)a->value_dim + 2);
+    const int each = a->n_kv_heads * (a->call.list ? a->call.n_queries : 1);
+    memset(request, 0, sizeof *request);
+    request->a = a;
+    request->q = q;
+    request->out = out;
+    request->max = max;
+    request->sum = sum;
+    request->slice = slice;
+    request->seen = seen;
+    request->stretch = seen.from / TQKV__STRETCH;
+    request->n_stretches = seen.to > seen.from ? (seen.to - 1) / TQKV__STRETCH - request->stretch + 1 : 1;
+    request->kept = a->kept && slice.from == a->first && (slice.from < slice.to || slice.to == a->call.end);
+    request->stretch -= request->kept;
+    request->n_stretches += request->kept;
+    request->wave = request->stretch;
+    request->n_rows = a->call.list ? a->group : a->call.n_queries * a->group;
+    request->rows_each = tqkv__item_rows(a, request->n_rows, request->n_stretches * each);
+    request->n_items = each * ((request->n_rows - 1) / request->rows_each + 1);
+    request->sums_floats = a->n_rows * ((size_t)a->value_dim + 2);
 }
 
 /* Chooses how to divide the work, and how much memory that takes. Returns the floats of all totals. */
 static size_t tqkv__divide(tqkv__job *job)
 {
-    const bool hook = job->parts[0].a->call.parallel.run != tqkv__run_serial;
+    const bool hook = job->requests[0].a->call.parallel.run != tqkv__run_serial;
     double longest = 0.0, all = 0.0; /* in stretches of an item */
     const size_t limit = TQKV__WAVE_FLOATS;
     size_t most = 0, totals = 0, waves = 0;
-    for (int i = 0; i < job->n_parts; i++) {
-        const tqkv__part *part = &job->parts[i];
-        const int64_t left = (int64_t)(limit - waves), each = (int64_t)part->sums_floats;
-        if ((double)part->n_stretches > longest) longest = (double)part->n_stretches;
-        all += (double)part->n_stretches * part->n_items;
-        waves = part->n_stretches > left / each ? limit : waves + (size_t)(part->n_stretches * each);
-        if (part->sums_floats > most) most = part->sums_floats;
-        if (totals <= SIZE_MAX / 64) totals += part->sums_floats; /* each is below, see tqkv__attention_shape */
+    for (int i = 0; i < job->n_requests; i++) {
+        const tqkv__request *request = &job->requests[i];
+        const int64_t left = (int64_t)(limit - waves), each = (int64_t)request->sums_floats;
+        if ((double)request->n_stretches > longest) longest = (double)request->n_stretches;
+        all += (double)request->n_stretches * request->n_items;
+        waves = request->n_stretches > left / each ? limit : waves + (size_t)(request->n_stretches * each);
+        if (request->sums_floats > most) most = request->sums_floats;
+        if (totals <= SIZE_MAX / 64) totals += request->sums_floats; /* each is below, see tqkv__attention_shape */
     }
     const int most_tasks = TQKV__TASKS;
     job->queue.n_tasks = !hook ? 1 : all < (double)most_tasks ? (int)all : most_tasks;
@@ -12013,76 +12030,76 @@ static size_t tqkv__divide(tqkv__job *job)
     return job->spread ? totals : 0;
 }
 
-/* Gives each part as many of its next stretches as the memory of a wave holds, and counts the units. */
+/* Gives each request as many of its next stretches as the memory of a wave holds, and counts the units. */
 static void tqkv__next_wave(tqkv__job *job)
 {
     size_t used = 0;
     job->queue.n_units = job->queue.next = 0;
-    for (int i = 0; i < job->n_parts; i++) {
-        tqkv__part *part = &job->parts[i];
-        part->wave += part->n_wave;
-        const int64_t left = part->stretch + part->n_stretches - part->wave;
-        const int64_t fit = (int64_t)((job->wave_floats - used) / part->sums_floats);
-        part->n_wave = left < fit ? left : fit;
-        part->now = job->waves + used;
-        part->first_unit = job->queue.n_units;
-        used += (size_t)part->n_wave * part->sums_floats;
-        job->queue.n_units += (int)part->n_wave * part->n_items;
+    for (int i = 0; i < job->n_requests; i++) {
+        tqkv__request *request = &job->requests[i];
+        request->wave += request->n_wave;
+        const int64_t left = request->stretch + request->n_stretches - request->wave;
+        const int64_t fit = (int64_t)((job->wave_floats - used) / request->sums_floats);
+        request->n_wave = left < fit ? left : fit;
+        request->now = job->waves + used;
+        request->first_unit = job->queue.n_units;
+        used += (size_t)request->n_wave * request->sums_floats;
+        job->queue.n_units += (int)request->n_wave * request->n_items;
     }
 }
 
-/* Adds the stretches of this wave to the total of a part. */
-static void tqkv__merge_wave(const tqkv__part *part)
+/* Adds the stretches of this wave to the total of a request. */
+static void tqkv__merge_wave(const tqkv__request *request)
 {
-    const size_t n_rows = part->a->n_rows;
-    const int value_dim = part->a->value_dim;
-    const tqkv__sums total = tqkv__sums_at(part->total, n_rows, value_dim);
-    if (part->wave == part->stretch) tqkv__clear_sums(&total, n_rows, value_dim);
-    for (int64_t w = 0; w < part->n_wave; w++) {
-        const tqkv__sums now = tqkv__sums_at(part->now + (size_t)w * part->sums_floats, n_rows, value_dim);
+    const size_t n_rows = request->a->n_rows;
+    const int value_dim = request->a->value_dim;
+    const tqkv__sums total = tqkv__sums_at(request->total, n_rows, value_dim);
+    if (request->wave == request->stretch) tqkv__clear_sums(&total, n_rows, value_dim);
+    for (int64_t w = 0; w < request->n_wave; w++) {
+        const tqkv__sums now = tqkv__sums_at(request->now + (size_t)w * request->sums_floats, n_rows, value_dim);
         tqkv__merge_sums(&total, &now, n_rows, value_dim);
     }
 }
 
-/* Runs the waves of a spread job and merges the stretches of each part in order. totals: sums of all rows of each part */
+/* Runs the waves of a spread job and merges the stretches of each request in order. totals: sums of all rows of each request */
 static void tqkv__run_waves(tqkv__job *job, const tqkv_parallel *parallel, float *totals)
 {
-    for (int i = 0; i < job->n_parts; totals += job->parts[i++].sums_floats) job->parts[i].total = totals;
+    for (int i = 0; i < job->n_requests; totals += job->requests[i++].sums_floats) job->requests[i].total = totals;
     for (tqkv__next_wave(job); job->queue.n_units > 0; tqkv__next_wave(job)) {
         parallel->run(parallel->user, job->queue.n_tasks, tqkv__attend_task, job);
         const uint64_t mode = tqkv__fp_exact();
-        for (int i = 0; i < job->n_parts; i++) tqkv__merge_wave(&job->parts[i]);
+        for (int i = 0; i < job->n_requests; i++) tqkv__merge_wave(&job->requests[i]);
         tqkv__fp_restore(mode);
     }
     const uint64_t mode = tqkv__fp_exact();
-    for (int i = 0; i < job->n_parts; i++)
-        for (int j = 0; j < job->parts[i].n_items; j++) {
-            const tqkv__item item = tqkv__item_of(&job->parts[i], j);
-            const tqkv__sums sums = tqkv__sums_of_item(&job->parts[i], &item, job->parts[i].total);
-            tqkv__deliver(&job->parts[i], &item, &sums);
+    for (int i = 0; i < job->n_requests; i++)
+        for (int j = 0; j < job->requests[i].n_items; j++) {
+            const tqkv__item item = tqkv__item_of(&job->requests[i], j);
+            const tqkv__sums sums = tqkv__sums_of_item(&job->requests[i], &item, job->requests[i].total);
+            tqkv__deliver(&job->requests[i], &item, &sums);
         }
     tqkv__fp_restore(mode);
 }
 
-/* Attends all parts after all checks, with the hooks of the first. */
-static tqkv_result tqkv__run_job(tqkv__part *parts, int n_parts)
+/* Attends all requests after all checks, with the hooks of the first. */
+static tqkv_result tqkv__run_job(tqkv__request *requests, int n_requests)
 {
     tqkv__job job;
     tqkv__queue *queue = &job.queue;
-    const tqkv_allocator *allocator = &parts[0].a->call.allocator;
-    const tqkv_parallel *parallel = &parts[0].a->call.parallel;
+    const tqkv_allocator *allocator = &requests[0].a->call.allocator;
+    const tqkv_parallel *parallel = &requests[0].a->call.parallel;
     memset(&job, 0, sizeof job);
-    job.parts = parts;
-    job.n_parts = n_parts;
+    job.requests = requests;
+    job.n_requests = n_requests;
     const size_t totals = tqkv__divide(&job);
     int64_t n_units = 0;
-    for (int i = 0; i < n_parts; i++) {
-        const size_t rows = (size_t)parts[i].rows_each, sums = rows * (size_t)(parts[i].a->value_dim + 2);
-        const size_t slot = 2 * sizeof(tqkv__tile) / sizeof(float) + rows * tqkv__query_floats(parts[i].a) +
-                            (job.spread ? 1 : 3) * sums + tqkv__gathered_floats(parts[i].a);
+    for (int i = 0; i < n_requests; i++) {
+        const size_t rows = (size_t)requests[i].rows_each, sums = rows * (size_t)(requests[i].a->value_dim + 2);
+        const size_t slot = 2 * sizeof(tqkv__tile) / sizeof(float) + rows * tqkv__query_floats(requests[i].a) +
+                            (job.spread ? 1 : 3) * sums + tqkv__gathered_floats(requests[i].a);
         if (slot > queue->slot_floats) queue->slot_floats = slot;
-        parts[i].first_unit = (int)n_units;
-        n_units += parts[i].n_items;
+        requests[i].first_unit = (int)n_units;
+        n_units += requests[i].n_items;
         if (n_units > INT_MAX - TQKV__TASKS) return TQKV__INVALID("more query rows than an int counts");
     }
     queue->n_units = (int)n_units;
@@ -12179,20 +12196,20 @@ static tqkv_result tqkv__check_q_out(const tqkv__attention *a, const void *q, co
 }
 
 /* Checks the arrays of a call over all resident positions and cuts it; follows tqkv__attention_open. */
-static tqkv_result tqkv__cut_whole(const tqkv__attention *a, const void *q, void *out, tqkv__part *part)
+static tqkv_result tqkv__cut_whole(const tqkv__attention *a, const void *q, void *out, tqkv__request *request)
 {
     const tqkv__range all = {a->first, a->call.end};
     tqkv_result r = tqkv__check_q_out(a, q, out);
     if (r == TQKV_OK) r = tqkv__check_seen(a, all);
-    if (r == TQKV_OK) tqkv__cut(a, all, q, out, NULL, NULL, part);
+    if (r == TQKV_OK) tqkv__cut(a, all, q, out, NULL, NULL, request);
     return r;
 }
 
 static tqkv_result tqkv__attend(const tqkv__attention *a, const void *q, void *out)
 {
-    tqkv__part part;
-    const tqkv_result r = tqkv__cut_whole(a, q, out, &part);
-    return r == TQKV_OK ? tqkv__run_job(&part, 1) : r;
+    tqkv__request request;
+    const tqkv_result r = tqkv__cut_whole(a, q, out, &request);
+    return r == TQKV_OK ? tqkv__run_job(&request, 1) : r;
 }
 
 TQKV_API tqkv_result tqkv_attend(const tqkv_attention *attention, const void *q, void *out)
@@ -12202,124 +12219,100 @@ TQKV_API tqkv_result tqkv_attend(const tqkv_attention *attention, const void *q,
     return r == TQKV_OK ? tqkv__attend(&a, q, out) : r;
 }
 
-/* Where the output of a call lies, in bytes: [n][n_heads] rows. */
+/* Where one call's rows of output lie, in bytes. */
 typedef struct tqkv__output {
-    uint64_t begin, size;
-    int64_t token, head, row; /* strides; size of a row */
-    int n, n_heads;
+    uint64_t begin, token_stride, head_stride, row;
+    size_t n_tokens, n_heads;
 } tqkv__output;
 
-static tqkv__output tqkv__output_of(const tqkv__part *part)
+static tqkv__output tqkv__output_of(const tqkv__request *request)
 {
-    const tqkv__attention *a = part->a;
-    const int64_t size = (int64_t)tqkv__type_size(a->call.output_type);
-    const int64_t token = (int64_t)a->call.output_strides.token, head = (int64_t)a->call.output_strides.head;
-    const tqkv__output x = {(uintptr_t)part->out, a->out_size,       token * size,   head * size,
-                            a->value_dim * size,  a->call.n_queries, a->call.n_heads};
-    return x;
+    const tqkv__attention *a = request->a;
+    const size_t size = tqkv__type_size(a->call.output_type);
+    const tqkv__output output = {
+        (uintptr_t)request->out,     a->call.output_strides.token * size, a->call.output_strides.head * size,
+        (size_t)a->value_dim * size, (size_t)a->call.n_queries,           (size_t)a->call.n_heads};
+    return output;
 }
 
-/* Whether rows of two outputs share bytes. Outputs of the same strides may lie between each other's rows. */
-static bool tqkv__output_rows_overlap(const tqkv__output *x, const tqkv__output *y)
+/* What a batch writes, in extents of memory. */
+typedef struct tqkv__extent {
+    uint64_t begin, end;
+} tqkv__extent;
+typedef struct tqkv__writes {
+    tqkv__extent *extents; /* [n]; NULL while they are counted */
+    size_t n;
+} tqkv__writes;
+
+/* Adds the rows of an output; those that touch are one extent. */
+static void tqkv__add_output(tqkv__writes *writes, tqkv__output output)
 {
-    const int64_t apart = (int64_t)(y->begin - x->begin);
-    if (y->begin >= x->begin ? y->begin - x->begin >= x->size : x->begin - y->begin >= y->size) return false;
-    if (x->token != y->token || x->head != y->head || x->row != y->row) return true;
-    for (int h = 1 - x->n_heads; h < y->n_heads; h++) {
-        const int64_t rest = apart + h * x->head; /* a row of y and one of x differ by this and some tokens */
-        int64_t t = -rest / x->token;             /* overlap needs |rest + t * token| < row: t or a neighbour */
-        for (t--; t <= -rest / x->token + 1; t++)
-            if (t > -x->n && t < y->n && rest + t * x->token < x->row && rest + t * x->token > -x->row) return true;
+    if (output.head_stride == output.row) output.row *= output.n_heads, output.n_heads = 1;
+    if (output.token_stride == output.row) output.row *= output.n_tokens, output.n_tokens = 1;
+    for (size_t i = 0; i < output.n_tokens * output.n_heads; i++, writes->n++) {
+        const uint64_t at = i / output.n_heads * output.token_stride + i % output.n_heads * output.head_stride;
+        const tqkv__extent extent = {output.begin + at, output.begin + at + output.row};
+        if (writes->extents) writes->extents[writes->n] = extent;
     }
+}
+
+/* Gets memory for the extents counted so far, of *size bytes. */
+static bool tqkv__open_writes(tqkv__writes *writes, const tqkv_allocator *allocator, size_t *size)
+{
+    if (!tqkv__size_multiply(writes->n, sizeof *writes->extents, size)) return false;
+    writes->extents = (tqkv__extent *)allocator->alloc(allocator->user, *size);
+    writes->n = 0;
+    return writes->extents != NULL;
+}
+
+static int tqkv__compare_extents(const void *a, const void *b)
+{
+    const uint64_t x = ((const tqkv__extent *)a)->begin, y = ((const tqkv__extent *)b)->begin;
+    return x < y ? -1 : x > y;
+}
+
+/* Sorts the extents; whether two share a byte. */
+static bool tqkv__writes_overlap(const tqkv__writes *writes)
+{
+    qsort(writes->extents, writes->n, sizeof *writes->extents, tqkv__compare_extents);
+    for (size_t i = 1; i < writes->n; i++)
+        if (writes->extents[i].begin < writes->extents[i - 1].end) return true;
     return false;
 }
 
-/* Outputs in order. They share nothing if each begins behind the one before. Nor if, with the same strides, that is so of their
-   parts within the longer stride, and all these fit into it. */
-typedef struct tqkv__ascent {
-    tqkv__output first, last;
-    bool behind, between; /* so far */
-} tqkv__ascent;
-
-static tqkv__ascent tqkv__begin_ascent(const tqkv__output *first)
+/* Whether an item reads one of n > 0 sorted extents. Halves them: thousands of items are not compared each with each. */
+static bool tqkv__reads_extent(const tqkv__request *request, const tqkv__extent *extents, size_t n)
 {
-    const tqkv__ascent all = {*first, *first, true, true};
-    return all;
+    const void *low = (const void *)(uintptr_t)extents[0].begin;
+    if (!tqkv__reads(request->a, request->q, low, (size_t)(extents[n - 1].end - extents[0].begin))) return false;
+    return n == 1 || tqkv__reads_extent(request, extents, n / 2) ||
+           tqkv__reads_extent(request, extents + n / 2, n - n / 2);
 }
 
-static uint64_t tqkv__inner_size(const tqkv__output *x)
+/* Checks that no item writes what another one reads or writes. */
+static tqkv_result tqkv__check_outputs(const tqkv__request *requests, int n_requests, const tqkv_allocator *allocator)
 {
-    return (uint64_t)((x->token <= x->head ? (x->n - 1) * x->token : (x->n_heads - 1) * x->head) + x->row);
-}
-
-static void tqkv__ascend(tqkv__ascent *all, const tqkv__output *next)
-{
-    const tqkv__output *last = &all->last;
-    const uint64_t outer = (uint64_t)(last->token <= last->head ? last->head : last->token);
-    const bool alike = last->token == next->token && last->head == next->head && last->row == next->row;
-    all->behind = all->behind && next->begin >= last->begin && next->begin - last->begin >= last->size;
-    all->between = all->between && alike && next->begin >= last->begin &&
-                   next->begin - last->begin >= tqkv__inner_size(last) &&
-                   next->begin - all->first.begin + tqkv__inner_size(next) <= outer;
-    all->last = *next;
-}
-
-/* Whether item j reads an output of another of the items [low, high), whose outputs ascend. Halves the range until none is left:
-   thousands of items need no comparison of each with each. */
-static bool tqkv__reads_output(const tqkv__part *parts, int j, int low, int high)
-{
-    const uintptr_t begin = (uintptr_t)parts[low].out;
-    const uintptr_t end = (uintptr_t)parts[high - 1].out + parts[high - 1].a->out_size;
-    if (!tqkv__reads(parts[j].a, parts[j].q, parts[low].out, end - begin)) return false;
-    if (high - low == 1) return low != j;
-    const int middle = low + (high - low) / 2;
-    return tqkv__reads_output(parts, j, low, middle) || tqkv__reads_output(parts, j, middle, high);
-}
-
-/* Whether outputs ascend or lie between each other's rows, apart from all that is read: then a comparison of each with each is not
-   needed. */
-static bool tqkv__parts_ascend(const tqkv__part *parts, int n)
-{
-    const tqkv__output first = tqkv__output_of(&parts[0]);
-    tqkv__ascent all = tqkv__begin_ascent(&first);
-    const uintptr_t low = (uintptr_t)parts[0].out;
-    uintptr_t high = low;
-    for (int i = 0; i < n; i++) {
-        const tqkv__output next = tqkv__output_of(&parts[i]);
-        const uintptr_t end = (uintptr_t)parts[i].out + parts[i].a->out_size;
-        if (i) tqkv__ascend(&all, &next);
-        if (end > high) high = end;
-    }
-    bool apart = all.behind || all.between;
-    for (int i = 0; i < n && apart; i++)
-        apart = all.behind ? !tqkv__reads_output(parts, i, 0, n)
-                           : !tqkv__reads(parts[i].a, parts[i].q, parts[0].out, high - low);
-    return apart;
-}
-
-/* Whether the output of one call overlaps an array of another. */
-static bool tqkv__parts_overlap(const tqkv__part *parts, int n)
-{
-    if (tqkv__parts_ascend(parts, n)) return false;
-    for (int i = 0; i < n; i++)
-        for (int j = 0; j < n; j++) {
-            const tqkv__output x = tqkv__output_of(&parts[i]), y = tqkv__output_of(&parts[j]);
-            if (i == j) continue;
-            if (tqkv__reads(parts[j].a, parts[j].q, parts[i].out, parts[i].a->out_size)) return true;
-            if (tqkv__output_rows_overlap(&x, &y)) return true;
-        }
-    return false;
+    size_t size;
+    tqkv__writes writes = {NULL, 0};
+    for (int i = 0; i < n_requests; i++) tqkv__add_output(&writes, tqkv__output_of(&requests[i]));
+    if (!tqkv__open_writes(&writes, allocator, &size)) return TQKV_OUT_OF_MEMORY;
+    for (int i = 0; i < n_requests; i++) tqkv__add_output(&writes, tqkv__output_of(&requests[i]));
+    bool overlap = tqkv__writes_overlap(&writes);
+    for (int i = 0; i < n_requests && !overlap; i++)
+        overlap = tqkv__reads_extent(&requests[i], writes.extents, writes.n);
+    allocator->free(allocator->user, writes.extents, size);
+    return overlap ? TQKV__INVALID("the output of an item overlaps an array of another") : TQKV_OK;
 }
 
 /* Opens and checks one item; it takes over the hooks of the first. */
 static tqkv_result tqkv__open_item(const tqkv_attention *items, int i, const void *q, void *out, tqkv__attention *a,
-                                   tqkv__part *part)
+                                   tqkv__request *request)
 {
     tqkv_attention item = items[i];
     item.parallel = items[0].parallel;
     item.allocator = items[0].allocator;
     const tqkv_result r = tqkv__attention_open(&item, a);
-    return r == TQKV_OK ? tqkv__cut_whole(a, q, out, part) : r;
+    return r == TQKV_OK ? tqkv__cut_whole(a, q, out, request) : r;
 }
 
 TQKV_API tqkv_result tqkv_attend_batch(const tqkv_attention *items, int n_items, const void *const *q, void *const *out)
@@ -12330,17 +12323,16 @@ TQKV_API tqkv_result tqkv_attend_batch(const tqkv_attention *items, int n_items,
     if (n_items == 0) return TQKV_OK;
     tqkv_allocator allocator = items[0].allocator;
     if (!tqkv__resolve_allocator(&allocator)) return TQKV__INVALID("allocator: one of alloc and free is missing");
-    if (!tqkv__size_multiply((size_t)n_items, sizeof(tqkv__attention) + sizeof(tqkv__part), &size))
+    if (!tqkv__size_multiply((size_t)n_items, sizeof(tqkv__attention) + sizeof(tqkv__request), &size))
         return TQKV__INVALID("n_items is too large");
     tqkv__attention *opened = (tqkv__attention *)allocator.alloc(allocator.user, size);
     if (!opened) return TQKV_OUT_OF_MEMORY;
-    tqkv__part *parts = (tqkv__part *)(void *)(opened + n_items);
+    tqkv__request *requests = (tqkv__request *)(void *)(opened + n_items);
     tqkv_result r = TQKV_OK;
     for (int i = 0; r == TQKV_OK && i < n_items; i++)
-        r = tqkv__open_item(items, i, q[i], out[i], &opened[i], &parts[i]);
-    if (r == TQKV_OK && tqkv__parts_overlap(parts, n_items))
-        r = TQKV__INVALID("the output of an item overlaps an array of another");
-    if (r == TQKV_OK) r = tqkv__run_job(parts, n_items);
+        r = tqkv__open_item(items, i, q[i], out[i], &opened[i], &requests[i]);
+    if (r == TQKV_OK) r = tqkv__check_outputs(requests, n_items, &allocator);
+    if (r == TQKV_OK) r = tqkv__run_job(requests, n_items);
     allocator.free(allocator.user, opened, size);
     return r;
 }
@@ -12376,7 +12368,7 @@ TQKV_API tqkv_result tqkv_attend_partial(const tqkv_attention *attention, const 
                                          float *out, float *max, float *sum)
 {
     tqkv__attention a;
-    tqkv__part part;
+    tqkv__request request;
     tqkv__arrays arrays = {{NULL}, {0}, 0, sizeof(float)};
     tqkv_result r = tqkv__attention_open(attention, &a);
     if (r == TQKV_OK) r = tqkv__check_slice_range(&a, first, count);
@@ -12385,8 +12377,8 @@ TQKV_API tqkv_result tqkv_attend_partial(const tqkv_attention *attention, const 
     if ((r = tqkv__check_seen(&a, slice)) != TQKV_OK) return r;
     tqkv__add_slice(&arrays, &a, out, max, sum);
     if ((r = tqkv__check_attend(&a, q, &arrays)) != TQKV_OK) return r;
-    tqkv__cut(&a, slice, q, out, max, sum, &part);
-    return tqkv__run_job(&part, 1);
+    tqkv__cut(&a, slice, q, out, max, sum, &request);
+    return tqkv__run_job(&request, 1);
 }
 
 TQKV_API tqkv_result tqkv_attend_merge_slice(const tqkv_attention *attention, float *out, float *max, float *sum,
@@ -12560,8 +12552,8 @@ static void tqkv__arrange_scored(const tqkv__scoring *job, tqkv__scored *s)
     }
 }
 
-/* sums[query][j]: the score of each key of the run */
-static void tqkv__score_keys(const tqkv__index *x, const tqkv__scored *s, const tqkv__run *run)
+/* sums[query][j]: the score of each key of the segment */
+static void tqkv__score_keys(const tqkv__index *x, const tqkv__scored *s, const tqkv__segment *segment)
 {
     const int n_heads = x->a.call.n_heads, n_rows = s->n_queries * n_heads, most = tqkv__tile_rows(x);
     memset(s->sums, 0, (size_t)s->n_queries * TQKV__TILE * sizeof(float));
@@ -12569,8 +12561,8 @@ static void tqkv__score_keys(const tqkv__index *x, const tqkv__scored *s, const 
         n = n_rows - row < most ? n_rows - row : most;
         const int heads = n < n_heads ? n : n_heads; /* whole queries, or some heads of one */
         const size_t at = (size_t)row * (size_t)x->a.key_dim;
-        x->a.isa->score_tile(&x->a.keys, 0, run, s->q + at, n, false, s->tile);
-        if (s->digits) x->a.isa->score_tile(&x->a.keys, 0, run, s->rest + at, n, true, s->tile);
+        x->a.isa->score_tile(&x->a.keys, 0, segment, s->q + at, n, false, s->tile);
+        if (s->digits) x->a.isa->score_tile(&x->a.keys, 0, segment, s->rest + at, n, true, s->tile);
         for (int i = 0; i < n; i += heads)
             x->a.isa->sum_heads(s->tile + i * TQKV__TILE, s->weights + row + i, s->offsets + row + i, x->call.relu,
                                 heads, s->sums + (row + i) / n_heads * TQKV__TILE);
@@ -12625,10 +12617,10 @@ static TQKV__NOINLINE void tqkv__score_unit(const tqkv__scoring *job, int unit, 
         n = TQKV__TILE - position % TQKV__TILE;
         if (n > room) n = room;
         if (n > to - position) n = to - position;
-        tqkv__run run;
-        tqkv__open_run(keys, position, (int)n, to, &run);
-        if (position + n < to) tqkv__touch_next(keys, 0, &run);
-        tqkv__score_keys(x, &s, &run);
+        tqkv__segment segment;
+        tqkv__open_segment(keys, position, (int)n, to, &segment);
+        if (position + n < to) tqkv__touch_next(keys, 0, &segment);
+        tqkv__score_keys(x, &s, &segment);
         for (int i = 0; i < s.n_queries; i++) {
             const int64_t end = tqkv__index_end(x, s.first_query + i), seen = end - position < n ? end - position : n;
             float *out = job->scores + (int64_t)(s.first_query + i) * x->blocks;
@@ -12677,7 +12669,7 @@ static tqkv_result tqkv__run_scoring(tqkv__scoring *job)
     const tqkv_result r = tqkv__divide_scoring(job);
     if (r != TQKV_OK || queue->n_units == 0) return r;
     if (!tqkv__queue_open(queue, &call->allocator, 0)) return TQKV_OUT_OF_MEMORY;
-    memset(queue->memory, 0, queue->size); /* scores behind a run's end are read */
+    memset(queue->memory, 0, queue->size); /* scores behind a segment's end are read */
     call->parallel.run(call->parallel.user, queue->n_tasks, tqkv__score_task, job);
     call->allocator.free(call->allocator.user, queue->memory, queue->size);
     return TQKV_OK;
@@ -12841,7 +12833,8 @@ TQKV_API tqkv_result tqkv_index_choose(const tqkv_index *index, const float *sco
 /* >>cache-code: tqkv_cache */
 
 struct tqkv_cache {
-    tqkv_attention attention;      /* one query over all appended positions; defaults resolved, sinks in the block */
+    tqkv_attention
+        attention; /* one query over all appended positions; defaults resolved, sinks in the cache's memory */
     tqkv_store keys, values, tail; /* values: only their shape if the keys are the values; tail: zeros without one */
     bool shared;                   /* the keys are the values */
     /* What is kept besides of the first and of the newest positions, of keys, values and tail; zeros without. Halves; in a ring the
@@ -12851,9 +12844,9 @@ struct tqkv_cache {
     int64_t exact_below; /* positions below it are among the first ones kept */
     int64_t exact_from;  /* positions below it are read as codes since an edit */
     int64_t exact_held;  /* the newest halves are there from it on */
-    void *own[2];        /* codes of the newest halves' rings in the block, of keys and values */
+    void *own[2];        /* codes of the newest halves' rings in the cache's memory, of keys and values */
     int own_room;        /* their capacity */
-    void *grown;         /* memory of newest halves for which the block has no room, or NULL */
+    void *grown;         /* memory of newest halves for which that has no room, or NULL */
     size_t grown_size;
     float *
         channels; /* room for centres, scales and inverses of its streams, one after the other: [n_kv_heads][head_dim] */
@@ -12867,7 +12860,7 @@ struct tqkv_cache {
     tqkv_metal *metal;
     int matrix_group;
     tqkv_allocator memory;
-    size_t size; /* of the block with the struct, the sinks, the codes and the norms */
+    size_t size; /* of the cache's memory: the struct, the sinks, the codes and the norms */
 };
 
 /* The streams of a cache, in the order of its memory and of snapshots: keys, values, tail. NULL: it has no such stream. */
@@ -12887,7 +12880,7 @@ static tqkv_store *tqkv__end_of(const tqkv_cache *c, int i)
     return s->head_dim ? (tqkv_store *)(uintptr_t)s : NULL;
 }
 
-/* All stores: the streams, then what is kept besides, then what is raw; all but the last lie in the cache's block. */
+/* All stores: the streams, then what is kept besides, then what is raw; all but the last lie in the cache's at. */
 enum { TQKV__CACHE_STORES = 12, TQKV__FIRST_ENDS = 3, TQKV__LAST_ENDS = 6, TQKV__RAW = 9 };
 static tqkv_store *tqkv__store_of(const tqkv_cache *c, int i)
 {
@@ -12954,7 +12947,7 @@ static bool tqkv__view_raw(const tqkv_cache *c, tqkv_attention *view);
 static tqkv_result tqkv__attend_raw(const tqkv_cache *c, const tqkv_attention *some, const void *q, int n_queries,
                                     void *out);
 
-/* Starts each part of the block on a cache line: attention to codes that straddle two takes a tenth longer. */
+/* Starts each array in memory on a cache line: attention to codes that straddle two takes a tenth longer. */
 static bool tqkv__reserve(size_t *end, size_t size, size_t *begin)
 {
     if (*end > SIZE_MAX - 63 || size > SIZE_MAX - 63 - *end) return false;
@@ -13090,60 +13083,60 @@ static tqkv_result tqkv__cache_resolve(const tqkv_cache_desc *desc, tqkv_cache *
     return TQKV_OK;
 }
 
-/* Where the parts of a cache's block begin. */
-typedef struct tqkv__cache_block {
+/* Where arrays begin in the memory of a cache. */
+typedef struct tqkv__cache_memory {
     size_t sinks, channels, codes[TQKV__RAW], norms[TQKV__RAW], size;
-} tqkv__cache_block;
+} tqkv__cache_memory;
 
-/* Divides the block; false on overflow. */
-static bool tqkv__divide_block(const tqkv_cache *c, size_t sinks_size, tqkv__cache_block *block)
+/* Divides a cache's memory; false on overflow. */
+static bool tqkv__divide_memory(const tqkv_cache *c, size_t sinks_size, tqkv__cache_memory *at)
 {
     size_t channels;
-    memset(block, 0, sizeof *block);
-    block->size = sizeof *c;
+    memset(at, 0, sizeof *at);
+    at->size = sizeof *c;
     bool fits = tqkv__count_channels(c, TQKV__CACHE_STREAMS, &channels) &&
-                tqkv__reserve(&block->size, sinks_size, &block->sinks) &&
-                tqkv__reserve(&block->size, TQKV__CHANNELS * channels * sizeof(float), &block->channels);
+                tqkv__reserve(&at->size, sinks_size, &at->sinks) &&
+                tqkv__reserve(&at->size, TQKV__CHANNELS * channels * sizeof(float), &at->channels);
     for (int i = 0; i < TQKV__RAW; i++) {
         const tqkv_store *s = tqkv__store_of(c, i);
         if (!s) continue;
-        fits = fits && tqkv__reserve(&block->size, tqkv_codes_size(s), &block->codes[i]) &&
-               tqkv__reserve(&block->size, tqkv_norms_size(s), &block->norms[i]);
+        fits = fits && tqkv__reserve(&at->size, tqkv_codes_size(s), &at->codes[i]) &&
+               tqkv__reserve(&at->size, tqkv_norms_size(s), &at->norms[i]);
     }
-    return fits && block->size <= SIZE_MAX - 63;
+    return fits && at->size <= SIZE_MAX - 63;
 }
 
 TQKV__COLD TQKV_API tqkv_result tqkv_cache_create(const tqkv_cache_desc *desc, tqkv_cache **out)
 {
     tqkv_cache c;
-    tqkv__cache_block block;
+    tqkv__cache_memory at;
     if (!out) return TQKV__INVALID("out is NULL");
     *out = NULL;
     if (!desc) return TQKV__INVALID("desc is NULL");
     tqkv_result r = tqkv__cache_resolve(desc, &c);
     if (r != TQKV_OK) return r;
     const size_t sinks_size = desc->sinks ? (size_t)c.attention.n_heads * sizeof(float) : 0;
-    if (!tqkv__divide_block(&c, sinks_size, &block)) return TQKV__INVALID("a cache of more than SIZE_MAX bytes");
+    if (!tqkv__divide_memory(&c, sinks_size, &at)) return TQKV__INVALID("a cache of more than SIZE_MAX bytes");
     if ((r = tqkv__get_raw(&c)) != TQKV_OK) return r;
-    c.size = block.size + 63;
+    c.size = at.size + 63;
     char *memory = (char *)c.memory.alloc(c.memory.user, c.size);
     if (!memory) {
         tqkv__drop_raw(&c);
         return TQKV_OUT_OF_MEMORY;
     }
     char *lines = memory + (64 - (uintptr_t)memory % 64) % 64;
-    c.channels = (float *)(void *)(lines + block.channels);
+    c.channels = (float *)(void *)(lines + at.channels);
     for (int i = 0; i < TQKV__RAW; i++) {
         tqkv_store *s = tqkv__store_of(&c, i);
         if (!s) continue;
         s->codes_size = tqkv_codes_size(s);
         s->norms_size = tqkv_norms_size(s);
-        s->codes = lines + block.codes[i];
-        s->norms = (float *)(void *)(lines + block.norms[i]);
+        s->codes = lines + at.codes[i];
+        s->norms = (float *)(void *)(lines + at.norms[i]);
     }
     if (sinks_size) {
-        memcpy(lines + block.sinks, desc->sinks, sinks_size);
-        c.attention.sinks = (const float *)(const void *)(lines + block.sinks);
+        memcpy(lines + at.sinks, desc->sinks, sinks_size);
+        c.attention.sinks = (const float *)(const void *)(lines + at.sinks);
     }
     for (int side = 0; side < 2; side++) c.own[side] = c.ends[1][side].codes;
     c.own_room = (int)tqkv__newest_room(&c);
@@ -13219,7 +13212,7 @@ typedef struct tqkv__append {
     tqkv__stream streams[TQKV__CACHE_STREAMS], newest[2], first[TQKV__CACHE_STREAMS];
 } tqkv__append;
 
-/* Opens stream i for its part of the caller's rows. Rows of k hold those of the tail, too. */
+/* Opens stream i for its share of the caller's rows. Rows of k hold those of the tail, too. */
 static tqkv_result tqkv__append_open(const tqkv_cache *c, int i, const void *k, const void *v, int n_tokens,
                                      tqkv__append *append)
 {
@@ -13277,8 +13270,8 @@ static tqkv_result tqkv__get_newest(const tqkv_cache *c, int64_t room, tqkv_stor
     return TQKV_OK;
 }
 
-/* Makes the rings of the newest halves as large as n_tokens more need them: all of their queries find what they read. Back in the
-   block when that is enough. */
+/* Makes the rings of the newest halves as large as n_tokens more need them: all of their queries find what they read. They are back in
+   the cache's memory when that is enough. */
 static tqkv_result tqkv__fit_newest(tqkv_cache *c, int n_tokens)
 {
     const int64_t most = (int64_t)c->keys.capacity - c->exact_last + 1; /* of a ring no query sees more */
@@ -13793,15 +13786,15 @@ static bool tqkv__view_raw(const tqkv_cache *c, tqkv_attention *view)
     return true;
 }
 
-/* A call of a cache that is cut at the position from which queries read codes. The second part has the other queries or, with a
+/* A call of a cache that is cut at the position from which queries read codes. The second request has the other queries or, with a
    tree, which counts from the first query of a call, all of them, and an output of its own. */
 typedef struct tqkv__cut_call {
     tqkv__attention a[2];
-    tqkv__part parts[2];
-    int n_parts, n_raw;
+    tqkv__request requests[2];
+    int n_requests, n_raw;
 } tqkv__cut_call;
 
-/* Opens the part whose queries read what is raw. */
+/* Opens the request whose queries read what is raw. */
 static tqkv_result tqkv__cut_raw(const tqkv_cache *c, const tqkv_attention *some, const void *q, int n_queries,
                                  void *out, tqkv__cut_call *cut)
 {
@@ -13811,28 +13804,28 @@ static tqkv_result tqkv__cut_raw(const tqkv_cache *c, const tqkv_attention *some
     tqkv_result r = tqkv__attention_streams(&raw, a);
     if (r != TQKV_OK) return r;
     a->first = 0;
-    if ((r = tqkv__attention_ends(a)) == TQKV_OK) r = tqkv__cut_whole(a, q, out, &cut->parts[cut->n_parts]);
-    cut->n_parts++;
+    if ((r = tqkv__attention_ends(a)) == TQKV_OK) r = tqkv__cut_whole(a, q, out, &cut->requests[cut->n_requests]);
+    cut->n_requests++;
     return r;
 }
 
-/* Opens the part whose queries, from number `first` on, read codes. */
+/* Opens the request whose queries, from number `first` on, read codes. */
 static tqkv_result tqkv__cut_coded(const tqkv_cache *c, const tqkv_attention *some, const void *q, int first,
                                    int n_queries, void *out, tqkv__cut_call *cut)
 {
     tqkv__attention *a = &cut->a[1];
-    tqkv_attention part;
-    memset(&part, 0, sizeof part);
-    tqkv__take_some(some, &part);
-    const size_t heads = (size_t)(part.list_heads ? part.list_heads : 1);
-    if (part.list) part.list += (size_t)first * heads * (size_t)part.list_length;
-    tqkv_result r = tqkv__cache_attention(c, some ? &part : NULL, n_queries - first, a);
+    tqkv_attention coded;
+    memset(&coded, 0, sizeof coded);
+    tqkv__take_some(some, &coded);
+    const size_t heads = (size_t)(coded.list_heads ? coded.list_heads : 1);
+    if (coded.list) coded.list += (size_t)first * heads * (size_t)coded.list_length;
+    tqkv_result r = tqkv__cache_attention(c, some ? &coded : NULL, n_queries - first, a);
     if (r != TQKV_OK) return r;
     const size_t size = tqkv__type_size(a->call.query_type), skipped = (size_t)first;
     const void *rest = (const uint8_t *)q + skipped * a->call.query_strides.token * size;
     void *to = (uint8_t *)out + skipped * a->call.output_strides.token * tqkv__type_size(a->call.output_type);
-    r = tqkv__cut_whole(a, q ? rest : NULL, out ? to : NULL, &cut->parts[cut->n_parts]);
-    cut->n_parts++;
+    r = tqkv__cut_whole(a, q ? rest : NULL, out ? to : NULL, &cut->requests[cut->n_requests]);
+    cut->n_requests++;
     return r;
 }
 
@@ -13853,7 +13846,7 @@ static tqkv_result tqkv__attend_cut_tree(const tqkv_cache *c, const tqkv_attenti
     if (!own) return TQKV_OUT_OF_MEMORY;
     tqkv_result r = tqkv__cut_coded(&without_gaps, some, q, 0, n_queries, own, cut);
     if (r == TQKV_OK) r = tqkv__check_q_out(&cut->a[0], q, out);
-    if (r == TQKV_OK) r = tqkv__run_job(cut->parts, cut->n_parts);
+    if (r == TQKV_OK) r = tqkv__run_job(cut->requests, cut->n_requests);
     for (size_t i = (size_t)cut->n_raw; r == TQKV_OK && i < (size_t)n_queries; i++)
         for (size_t h = 0; h < heads; h++)
             memcpy((uint8_t *)out + (i * strides.token + h * strides.head) * (row / (size_t)value_dim),
@@ -13866,14 +13859,14 @@ static TQKV__NOINLINE tqkv_result tqkv__attend_raw(const tqkv_cache *c, const tq
                                                    int n_queries, void *out)
 {
     tqkv__cut_call cut;
-    cut.n_parts = 0;
+    cut.n_requests = 0;
     cut.n_raw = tqkv__raw_queries(c, n_queries);
     tqkv_result r = cut.n_raw ? tqkv__cut_raw(c, some, q, n_queries, out, &cut) : TQKV_OK;
     if (r != TQKV_OK) return r;
     if (cut.n_raw && cut.n_raw < n_queries && some && some->tree)
         return tqkv__attend_cut_tree(c, some, q, n_queries, out, &cut);
     if (cut.n_raw < n_queries) r = tqkv__cut_coded(c, some, q, cut.n_raw, n_queries, out, &cut);
-    return r == TQKV_OK ? tqkv__run_job(cut.parts, cut.n_parts) : r;
+    return r == TQKV_OK ? tqkv__run_job(cut.requests, cut.n_requests) : r;
 }
 
 /* -- Presets -- */
@@ -14020,7 +14013,7 @@ TQKV__COLD TQKV_API tqkv_result tqkv_cache_keep(tqkv_cache *c, int n, const int 
 /* The desc that makes a cache like c. */
 static tqkv_cache_desc tqkv__desc_of(const tqkv_cache *c)
 {
-#define TQKV__FIELD_OF(field, place) desc.field = c->place;
+#define TQKV__FIELD_OF(field, member) desc.field = c->member;
     tqkv_cache_desc desc;
     memset(&desc, 0, sizeof desc);
     TQKV__CACHE_SHAPE(TQKV__FIELD_OF)
@@ -14046,7 +14039,7 @@ static void tqkv__take_use(const tqkv_cache_desc *from, tqkv_cache_desc *to)
 /* Whether the nonzero fields of the shape of `wanted` are those of `found`. */
 static bool tqkv__desc_matches(const tqkv_cache_desc *wanted, const tqkv_cache_desc *found)
 {
-#define TQKV__FIELD_MATCHES(field, place) &&(wanted->field == 0 || wanted->field == found->field)
+#define TQKV__FIELD_MATCHES(field, member) &&(wanted->field == 0 || wanted->field == found->field)
     tqkv_cache_desc meant = *wanted;
     if (meant.softcap < 0.0f && found->softcap == 0.0f) meant.softcap = 0.0f; /* off in both */
     wanted = &meant;
@@ -14551,7 +14544,7 @@ TQKV__COLD TQKV_API tqkv_result tqkv_cache_load(const tqkv_cache_desc *desc, tqk
     tqkv__read_ahead ahead = {read, user, {NULL, NULL, NULL}, NULL, 0, 0, 0};
     tqkv__header found;
     uint8_t header[TQKV__HEADER_SIZE];
-    tqkv__cache_block block;
+    tqkv__cache_memory at;
     tqkv_cache *c, checked;
     if (!out) return TQKV__INVALID("out is NULL");
     *out = NULL;
@@ -14561,7 +14554,7 @@ TQKV__COLD TQKV_API tqkv_result tqkv_cache_load(const tqkv_cache_desc *desc, tqk
     tqkv_result r = tqkv__read_header(&pipe, tqkv__magic, sizeof header, header);
     if (r != TQKV_OK) return r;
     if (!tqkv__parse_header(header, &found) || tqkv__cache_resolve(&found.desc, &checked) != TQKV_OK ||
-        !tqkv__divide_block(&checked, 0, &block))
+        !tqkv__divide_memory(&checked, 0, &at))
         return TQKV_CORRUPT;
     if (found.learning && found.end >= checked.raw[0].capacity) return TQKV_CORRUPT;
     if (!tqkv__desc_matches(desc, &found.desc) || (desc->type && desc->type != found.desc.type))
@@ -15030,15 +15023,15 @@ static tqkv_result tqkv__check_tail(int head_dim, int tail_dim)
     return TQKV__REFUSE(UNSUPPORTED, TQKV__KERNELS_TEXT);
 }
 
-/* The parts of a context that attention takes in dispatches of their own: first positions that are kept as halves, the codes,
+/* The regions of a context that attention takes in dispatches of their own: first positions that are kept as halves, the codes,
    last positions that are. */
-enum { TQKV__FIRST_PART, TQKV__CODES_PART, TQKV__LAST_PART, TQKV__PARTS };
+enum { TQKV__FIRST_REGION, TQKV__CODES_REGION, TQKV__LAST_REGION, TQKV__REGIONS };
 
-/* What an attention dispatches, of those parts that there are. */
+/* What an attention dispatches, of those regions that there are. */
 typedef struct tqkv__attend_plan {
-    bool has[TQKV__PARTS], listed;
+    bool has[TQKV__REGIONS], listed;
     size_t scratch_size;
-    tqkv_metal_dispatch lists[TQKV__PARTS], attends[TQKV__PARTS], merge;
+    tqkv_metal_dispatch lists[TQKV__REGIONS], attends[TQKV__REGIONS], merge;
 } tqkv__attend_plan;
 
 static bool tqkv__bindings_overlap(const tqkv_metal_binding *a, const tqkv_metal_binding *b)
@@ -15068,10 +15061,10 @@ TQKV_API void tqkv_metal_kernel_name(const tqkv_metal_kernel *kernel, char name[
                                            "learn_scales"}; /* tqkv_metal_family */
     const int dims[] = {kernel->head_dim * TQKV__DIM_UNIT, kernel->value_dim * TQKV__DIM_UNIT};
     char *at = name;
-    const char *parts[] = {"tqkv_", families[kernel->family]};
+    const char *texts[] = {"tqkv_", families[kernel->family]};
     for (int i = 0; i < 2; i++) {
-        memcpy(at, parts[i], strlen(parts[i]));
-        at += strlen(parts[i]);
+        memcpy(at, texts[i], strlen(texts[i]));
+        at += strlen(texts[i]);
     }
     for (int i = 0; i < 2 && dims[i]; i++) {
         int unit = 1;
@@ -15385,13 +15378,13 @@ static tqkv_result tqkv__plan_rows(tqkv_metal_dispatch *d, const tqkv__stream *s
 }
 
 /* Where the tokens of an encode call go: to positions from `position` on, or to slots. */
-typedef struct tqkv__places {
+typedef struct tqkv__mapping {
     int n_tokens;
     int64_t position;
     bool by_slots;
     tqkv_metal_buffer slot_list;
     const int32_t *known; /* [n_tokens] or NULL */
-} tqkv__places;
+} tqkv__mapping;
 
 /* What an encode call takes of one stream. */
 typedef struct tqkv__encode_stream {
@@ -15411,42 +15404,42 @@ static void tqkv__plan_encode_memory(tqkv_metal_dispatch *d, int index, int head
 }
 
 /* Opens the store of a call that encodes. */
-static tqkv_result tqkv__plan_target(const tqkv_metal_store *store, const tqkv__places *places, tqkv__stream *s)
+static tqkv_result tqkv__plan_target(const tqkv_metal_store *store, const tqkv__mapping *mapping, tqkv__stream *s)
 {
-    if (!store || !places->by_slots) return tqkv__plan_open(store, s);
+    if (!store || !mapping->by_slots) return tqkv__plan_open(store, s);
     tqkv_store pool = store->shape;
     pool.ring = false;
     pool.pages = NULL;
     return tqkv__stream_shape(&pool, s);
 }
 
-/* Checks the places in a store. Slots are a table with pages of one position. */
-static tqkv_result tqkv__plan_places(const tqkv_store *shape, const tqkv__places *places, tqkv__stream *s)
+/* Checks the mapping to a store. Slots are a table with pages of one position. */
+static tqkv_result tqkv__plan_mapping(const tqkv_store *shape, const tqkv__mapping *mapping, tqkv__stream *s)
 {
-    const int n = places->n_tokens;
-    if (places->by_slots) {
-        const tqkv_result r = places->known ? tqkv__check_slots(s, places->known, n) : TQKV_OK;
+    const int n = mapping->n_tokens;
+    if (mapping->by_slots) {
+        const tqkv_result r = mapping->known ? tqkv__check_slots(s, mapping->known, n) : TQKV_OK;
         s->n_pages = n;
         s->page_size = 1;
         return r == TQKV_OK ? tqkv__plan_positions(s) : r;
     }
     tqkv_result r = tqkv__plan_positions(s);
-    if (r == TQKV_OK) r = tqkv__check_positions(s, n, places->position);
-    return r == TQKV_OK ? tqkv__plan_check_pages(shape, places->position, n, true) : r;
+    if (r == TQKV_OK) r = tqkv__check_positions(s, n, mapping->position);
+    return r == TQKV_OK ? tqkv__plan_check_pages(shape, mapping->position, n, true) : r;
 }
 
 /* Adds a stream to encode: arguments at index 0 or 4, then source, codes and norms; centre, pages and scales where it says. */
-static tqkv_result tqkv__plan_stream(tqkv_metal_dispatch *d, const tqkv__encode_stream *e, const tqkv__places *places)
+static tqkv_result tqkv__plan_stream(tqkv_metal_dispatch *d, const tqkv__encode_stream *e, const tqkv__mapping *mapping)
 {
     size_t all, kept;
     tqkv__stream *s = e->stream;
-    const int index = d->n_arguments ? TQKV__SECOND_ARGS : 0, slot_list = s->capacity, n_tokens = places->n_tokens;
+    const int index = d->n_arguments ? TQKV__SECOND_ARGS : 0, slot_list = s->capacity, n_tokens = mapping->n_tokens;
     tqkv_result r = tqkv__plan_extent(s, n_tokens, &all);
-    if (r == TQKV_OK) r = tqkv__plan_places(&e->store->shape, places, s);
+    if (r == TQKV_OK) r = tqkv__plan_mapping(&e->store->shape, mapping, s);
     if (r != TQKV_OK) return r;
     const int skipped = tqkv__first_kept(s, n_tokens);
     r = tqkv__plan_extent(s, n_tokens - skipped, &kept);
-    if (r == TQKV_OK) r = tqkv__plan_rows(d, s, slot_list, n_tokens - skipped, places->position + skipped);
+    if (r == TQKV_OK) r = tqkv__plan_rows(d, s, slot_list, n_tokens - skipped, mapping->position + skipped);
     if (r != TQKV_OK) return r;
     tqkv__plan_constant(d, index ? TQKV_FC_VALUE_FORMAT : TQKV_FC_FORMAT, (int)s->format);
     tqkv__plan_constant(d, index ? TQKV_FC_VALUE_ROTATED : TQKV_FC_ROTATED, s->rotated);
@@ -15457,8 +15450,8 @@ static tqkv_result tqkv__plan_stream(tqkv_metal_dispatch *d, const tqkv__encode_
                         tqkv__plan_bind_channels(d, e->names[3], e->center, e->store->center, s, true));
     tqkv__plan_constant(d, index ? TQKV_FC_VALUE_SCALED : TQKV_FC_SCALED,
                         tqkv__plan_bind_channels(d, e->names[5], e->scale, e->store->channel_scale, s, true));
-    tqkv__plan_bind_pages(d, places->by_slots ? "slots" : e->names[4], e->pages,
-                          places->by_slots ? places->slot_list : e->store->pages, s,
+    tqkv__plan_bind_pages(d, mapping->by_slots ? "slots" : e->names[4], e->pages,
+                          mapping->by_slots ? mapping->slot_list : e->store->pages, s,
                           index ? TQKV_FC_VALUE_PAGES : TQKV_FC_PAGES);
     d->memory[0] = TQKV__CELL_BYTES;
     tqkv__plan_encode_memory(d, 1, s->head_dim);
@@ -15482,23 +15475,23 @@ TQKV_API tqkv_result tqkv_metal_plan_tables(tqkv_metal_buffer report, tqkv_metal
     return tqkv__close_plan(plan, TQKV_OK);
 }
 
-static tqkv_result tqkv__add_encode(const tqkv_metal_store *store, tqkv_metal_buffer src, const tqkv__places *places,
+static tqkv_result tqkv__add_encode(const tqkv_metal_store *store, tqkv_metal_buffer src, const tqkv__mapping *mapping,
                                     tqkv_metal_buffer not_finite, tqkv_metal_plan *plan)
 {
     tqkv__stream s;
     const tqkv__encode_stream e = {
         {"src", "codes", "norms", "center", "pages", "channel_scale"}, store, &s, src, 5, 6, 7};
-    tqkv_result r = tqkv__plan_target(store, places, &s);
+    tqkv_result r = tqkv__plan_target(store, mapping, &s);
     if (r == TQKV_OK) r = tqkv__check_kernels(s.head_dim, s.head_dim);
     if (r != TQKV_OK) return r;
     tqkv_metal_dispatch *d = tqkv__add_dispatch(plan);
     tqkv__plan_begin(d, TQKV_METAL_ENCODE, s.head_dim, s.head_dim);
     tqkv__plan_bind_flag(d, 4, not_finite);
-    return tqkv__plan_stream(d, &e, places);
+    return tqkv__plan_stream(d, &e, mapping);
 }
 
 static tqkv_result tqkv__add_encode_kv(const tqkv_metal_store *keys, const tqkv_metal_store *values,
-                                       tqkv_metal_buffer k, tqkv_metal_buffer v, const tqkv__places *places,
+                                       tqkv_metal_buffer k, tqkv_metal_buffer v, const tqkv__mapping *mapping,
                                        tqkv_metal_buffer not_finite, tqkv_metal_plan *plan)
 {
     tqkv__stream ks, vs;
@@ -15518,8 +15511,8 @@ static tqkv_result tqkv__add_encode_kv(const tqkv_metal_store *keys, const tqkv_
         10,
         12,
         14};
-    tqkv_result r = tqkv__plan_target(keys, places, &ks);
-    if (r == TQKV_OK) r = tqkv__plan_target(values, places, &vs);
+    tqkv_result r = tqkv__plan_target(keys, mapping, &ks);
+    if (r == TQKV_OK) r = tqkv__plan_target(values, mapping, &vs);
     if (r != TQKV_OK) return r;
     if (ks.n_kv_heads != vs.n_kv_heads) return TQKV__INVALID("keys and values differ in n_kv_heads");
     const bool tail = vs.head_dim == TQKV__TAIL_DIM(ks.head_dim);
@@ -15529,40 +15522,40 @@ static tqkv_result tqkv__add_encode_kv(const tqkv_metal_store *keys, const tqkv_
     tqkv__plan_begin(d, TQKV_METAL_ENCODE_KV, ks.head_dim, vs.head_dim);
     tqkv__plan_bind_flag(d, 8, not_finite);
     d->grid[2] = 2;
-    r = tqkv__plan_stream(d, &key, places);
-    return r == TQKV_OK ? tqkv__plan_stream(d, &value, places) : r;
+    r = tqkv__plan_stream(d, &key, mapping);
+    return r == TQKV_OK ? tqkv__plan_stream(d, &value, mapping) : r;
 }
 
-static tqkv__places tqkv__places_from(int n_tokens, int64_t position)
+static tqkv__mapping tqkv__mapping_from(int n_tokens, int64_t position)
 {
-    const tqkv__places places = {n_tokens, position, false, {NULL, 0}, NULL};
-    return places;
+    const tqkv__mapping mapping = {n_tokens, position, false, {NULL, 0}, NULL};
+    return mapping;
 }
 
 TQKV_API tqkv_result tqkv_metal_plan_encode(const tqkv_metal_store *store, tqkv_metal_buffer src, int n_tokens,
                                             int64_t position, tqkv_metal_buffer not_finite, tqkv_metal_plan *plan)
 {
-    const tqkv__places places = tqkv__places_from(n_tokens, position);
+    const tqkv__mapping mapping = tqkv__mapping_from(n_tokens, position);
     if (!tqkv__open_plan(plan, "encode")) return TQKV__INVALID(TQKV__NO_PLAN);
-    return tqkv__close_plan(plan, tqkv__add_encode(store, src, &places, not_finite, plan));
+    return tqkv__close_plan(plan, tqkv__add_encode(store, src, &mapping, not_finite, plan));
 }
 
 TQKV_API tqkv_result tqkv_metal_plan_encode_slots(const tqkv_metal_store *store, tqkv_metal_buffer src, int n_tokens,
                                                   tqkv_metal_buffer slot_list, const int32_t *known,
                                                   tqkv_metal_buffer not_finite, tqkv_metal_plan *plan)
 {
-    const tqkv__places places = {n_tokens, 0, true, slot_list, known};
+    const tqkv__mapping mapping = {n_tokens, 0, true, slot_list, known};
     if (!tqkv__open_plan(plan, "encode_slots")) return TQKV__INVALID(TQKV__NO_PLAN);
-    return tqkv__close_plan(plan, tqkv__add_encode(store, src, &places, not_finite, plan));
+    return tqkv__close_plan(plan, tqkv__add_encode(store, src, &mapping, not_finite, plan));
 }
 
 TQKV_API tqkv_result tqkv_metal_plan_encode_kv(const tqkv_metal_store *keys, const tqkv_metal_store *values,
                                                tqkv_metal_buffer k, tqkv_metal_buffer v, int n_tokens, int64_t position,
                                                tqkv_metal_buffer not_finite, tqkv_metal_plan *plan)
 {
-    const tqkv__places places = tqkv__places_from(n_tokens, position);
+    const tqkv__mapping mapping = tqkv__mapping_from(n_tokens, position);
     if (!tqkv__open_plan(plan, "encode_kv")) return TQKV__INVALID(TQKV__NO_PLAN);
-    return tqkv__close_plan(plan, tqkv__add_encode_kv(keys, values, k, v, &places, not_finite, plan));
+    return tqkv__close_plan(plan, tqkv__add_encode_kv(keys, values, k, v, &mapping, not_finite, plan));
 }
 
 TQKV_API tqkv_result tqkv_metal_plan_encode_kv_slots(const tqkv_metal_store *keys, const tqkv_metal_store *values,
@@ -15570,9 +15563,9 @@ TQKV_API tqkv_result tqkv_metal_plan_encode_kv_slots(const tqkv_metal_store *key
                                                      tqkv_metal_buffer slot_list, const int32_t *known,
                                                      tqkv_metal_buffer not_finite, tqkv_metal_plan *plan)
 {
-    const tqkv__places places = {n_tokens, 0, true, slot_list, known};
+    const tqkv__mapping mapping = {n_tokens, 0, true, slot_list, known};
     if (!tqkv__open_plan(plan, "encode_kv_slots")) return TQKV__INVALID(TQKV__NO_PLAN);
-    return tqkv__close_plan(plan, tqkv__add_encode_kv(keys, values, k, v, &places, not_finite, plan));
+    return tqkv__close_plan(plan, tqkv__add_encode_kv(keys, values, k, v, &mapping, not_finite, plan));
 }
 
 static tqkv_result tqkv__add_probe(const tqkv_metal_store *store, tqkv_metal_buffer src, int n_tokens,
@@ -15753,7 +15746,7 @@ TQKV_API tqkv_result tqkv_metal_plan_calibrate(const tqkv_metal_store *shape, tq
                  passes. For several queries: tqkv__choose_columns.
    n_simdgroups  4, or as many as the pipeline allows. Each walks its own tiles, and together they hide the latency of
                  loads. They share tables and queries in threadgroup memory.
-   stretches     512 slots up to slot 8192, 2048 beyond. A simdgroup's float sums run over a quarter of that, so they
+   stretches     512 slots up to slot 8192, 2048 beyond. A simdgroup's float sums cover a quarter of that, so they
                  do not lose digits at any length. The bounds depend on slots alone: what stands beside a query changes
                  no bit of its result. 512 slots are 4 tiles a simdgroup: fewer would not hide latency, more would leave
                  the cores of a large GPU idle at 8192 positions and 8 KV heads (128 threadgroups). Beyond, threadgroups
@@ -15773,7 +15766,7 @@ typedef struct tqkv__split {
     bool matrix;
     size_t sums_size, scratch_size; /* [n_partials][n_rows][head_dim]; scratch: also [1 + n_partials][n_rows][2] */
     size_t sums_at, states_at;      /* of the two, in scratch */
-    size_t list_at;                 /* rows of attend_list, in their part of scratch */
+    size_t list_at;                 /* rows of attend_list, in their range of scratch */
 } tqkv__split;
 
 static int tqkv__stretch_of(int64_t tile, int n_short)
@@ -15818,7 +15811,7 @@ static int tqkv__matrix_rows(int head_dim) { return head_dim <= 64 ? 32 : head_d
 
 /* A number of columns has a pipeline of its own, and Metal takes up to a second for one. One query has always the same rows:
    they are its columns. For several they are a power of two, so that a server, whose calls differ in their numbers of
-   queries, does not wait for Metal's compiler in mid-run. */
+   queries, does not wait for Metal's compiler while it serves. */
 static int tqkv__choose_columns(int64_t rows, int n_queries)
 {
     int columns = 1;
@@ -15835,20 +15828,20 @@ static tqkv_result tqkv__choose_split(const tqkv__attention *a, int64_t first, i
     split->matrix = tqkv__choose_matrix(a);
     const int64_t each = a->call.list ? a->group : (int64_t)a->call.n_queries * a->group; /* rows that share tiles */
     const int64_t most = split->matrix ? tqkv__matrix_rows(a->keys.head_dim) : TQKV__MAX_COLUMNS(a->keys.head_dim);
-    const int64_t parts = (each + most - 1) / most, section = TQKV__SECTION;
-    const int64_t blocks = a->call.list ? parts * a->call.n_queries : parts;
+    const int64_t shares = (each + most - 1) / most, section = TQKV__SECTION;
+    const int64_t groups = a->call.list ? shares * a->call.n_queries : shares;
     const size_t row = ((size_t)a->value_dim + 2) * sizeof(float);
     split->n_short = a->call.window || most_sums == SIZE_MAX ? INT_MAX : TQKV__SHORT_STRETCHES;
     split->first_stretch = tqkv__stretch_of(first, split->n_short);
     const int last = tqkv__stretch_of(end > first ? end - 1 : first, split->n_short);
     const int n_stretches = last - split->first_stretch + 1;
     const int n_sections = (int)(last / section - split->first_stretch / section) + 1;
-    const bool full = blocks * a->n_kv_heads >= TQKV__FULL && most_sums != SIZE_MAX;
+    const bool full = groups * a->n_kv_heads >= TQKV__FULL && most_sums != SIZE_MAX;
     const bool stretches = !full && a->n_rows <= most_sums / row / (size_t)n_stretches;
     split->n_splits = full ? 1 : stretches ? n_stretches : n_sections;
     split->sections_each = full ? n_sections : stretches ? 0 : 1;
     split->n_partials = full && n_sections > 1 ? 2 : split->n_splits;
-    split->columns = tqkv__choose_columns((each + parts - 1) / parts, a->call.list ? 1 : a->call.n_queries);
+    split->columns = tqkv__choose_columns((each + shares - 1) / shares, a->call.list ? 1 : a->call.n_queries);
     const bool shared = split->matrix && tqkv__is_long(a->keys.head_dim); /* rows by all simdgroups of a threadgroup */
     split->n_simdgroups = shared ? TQKV__LONG_SIMDGROUPS : end > 4 ? 4 : end > 1 ? (int)end : 1;
     const size_t n = (size_t)split->n_partials;
@@ -15860,7 +15853,7 @@ static tqkv_result tqkv__choose_split(const tqkv__attention *a, int64_t first, i
     return TQKV_OK;
 }
 
-/* The positions from the oldest one of a part of the context on. Only the first ones of a ring, which end long before the queries'
+/* The positions from the oldest one of a region of the context on. Only the first ones of a ring, which end long before the queries'
    own, have more behind them than an int counts. */
 static int tqkv__positions_behind(const tqkv__attention *a)
 {
@@ -15920,7 +15913,7 @@ static bool tqkv__list_in_order(const tqkv__attention *a, int64_t slice_end)
 }
 
 /* The slot of the first position of the block of the oldest resident one. Of newest halves, whose ring is short and whose oldest
-   position depends on all queries of the call: its place in a stretch, so that a query's ranks are divided as if it were alone. */
+   position depends on all queries of the call: its slot in a stretch, so that a query's ranks are divided as if it were alone. */
 static int64_t tqkv__list_base(const tqkv__attention *a, int64_t slice_end)
 {
     const int64_t length = TQKV__STRETCH_TILES * TQKV__SIMD_WIDTH;
@@ -16138,9 +16131,9 @@ static int tqkv__planned_tail(const tqkv_metal_dispatch *d)
 
 /* The centre of the keys or of their tail adds the same to all scores of a query. That shows under softcap, beside sinks and
    in a slice. */
-static bool tqkv__center_counts(const tqkv__attention *a, const tqkv__attend_buffers *b, const tqkv_metal_store *part)
+static bool tqkv__center_counts(const tqkv__attention *a, const tqkv__attend_buffers *b, const tqkv_metal_store *keys)
 {
-    return part && part->center.buffer && (a->call.softcap > 0.0f || b->sinks.buffer || b->slice.to);
+    return keys && keys->center.buffer && (a->call.softcap > 0.0f || b->sinks.buffer || b->slice.to);
 }
 
 /* Slices of attend_merge, from index 7 on, and of attend, which does not use them. */
@@ -16163,7 +16156,7 @@ static size_t tqkv__plan_out_size(const tqkv__attention *a, const tqkv__attend_b
     return b->slice.to ? a->out_elements * sizeof(float) : a->out_size;
 }
 
-/* The memory of queries and sums, the largest part, holds only the columns in use: it limits the threadgroups on a
+/* The memory of queries and sums, the largest, holds only the columns in use: it limits the threadgroups on a
    core. */
 static void tqkv__plan_attend_memory(tqkv_metal_dispatch *d, size_t key_dim, size_t value_dim, int columns)
 {
@@ -16196,7 +16189,7 @@ static void tqkv__plan_matrix_memory(tqkv_metal_dispatch *d, size_t head_dim, in
 }
 
 /* Threadgroups of a KV head and split. */
-static size_t tqkv__row_blocks(const tqkv_metal_dispatch *d, const tqkv__attend_args *args, size_t columns)
+static size_t tqkv__row_groups(const tqkv_metal_dispatch *d, const tqkv__attend_args *args, size_t columns)
 {
     const bool list = d->kernel.constants[TQKV_FC_LIST] == 1 + true; /* then each query has threadgroups of its own */
     const size_t n_queries = (size_t)args->n_queries, rows = (list ? 1 : n_queries) * (size_t)args->group;
@@ -16215,7 +16208,7 @@ static void tqkv__plan_columns(tqkv_metal_dispatch *d, bool matrix, int columns)
         tqkv__plan_matrix_memory(d, (size_t)head_dim, columns);
     else
         tqkv__plan_attend_memory(d, (size_t)head_dim, (size_t)(value_dim ? value_dim : head_dim), columns);
-    d->grid[1] = tqkv__row_blocks(d, &args, (size_t)columns);
+    d->grid[1] = tqkv__row_groups(d, &args, (size_t)columns);
 }
 
 /* Puts attend in the place of attend_matrix. */
@@ -16345,7 +16338,7 @@ static void tqkv__plan_bind_value_scale(tqkv_metal_dispatch *d, const tqkv__atte
     tqkv__plan_constant(d, TQKV_FC_CENTER_SCALED, scaled && !original);
 }
 
-/* Merges all parts of the context: splits [first positions, others, last positions], of those that there are. */
+/* Merges all regions of the context: splits [first positions, others, last positions], of those that there are. */
 static void tqkv__plan_attend_merge(tqkv_metal_dispatch *d, const tqkv__attention *a, const tqkv__attend_buffers *b,
                                     const tqkv__split splits[3], const tqkv__split *all)
 {
@@ -16369,75 +16362,77 @@ static void tqkv__plan_attend_merge(tqkv_metal_dispatch *d, const tqkv__attentio
     d->barrier = b->scratch.buffer;
 }
 
-/* The positions of each part of the context up to slice_end. First and last are read as halves where stores hold them so. What a
-   query reads as newest halves depends on its own position: where several begin the last part and the codes overlap. */
-static void tqkv__find_parts(const tqkv__attention *a, int64_t slice_end, tqkv__range parts[TQKV__PARTS])
+/* The positions of each region of the context up to slice_end. First and last are read as halves where stores hold them so. What a
+   query reads as newest halves depends on its own position: where several begin the last region and the codes overlap. */
+static void tqkv__find_regions(const tqkv__attention *a, int64_t slice_end, tqkv__range regions[TQKV__REGIONS])
 {
     const bool first = a->exact[0][0] || a->exact[0][1], last = a->exact[1][0] || a->exact[1][1];
     const int64_t low = tqkv__exact_at(a, 0), high = tqkv__exact_at(a, a->call.n_queries - 1);
-    tqkv__range *codes = &parts[TQKV__CODES_PART], *newest = &parts[TQKV__LAST_PART];
-    for (int i = 0; i < TQKV__PARTS; i++) parts[i].from = parts[i].to = i == TQKV__LAST_PART ? slice_end : a->first;
+    tqkv__range *codes = &regions[TQKV__CODES_REGION], *newest = &regions[TQKV__LAST_REGION];
+    for (int i = 0; i < TQKV__REGIONS; i++)
+        regions[i].from = regions[i].to = i == TQKV__LAST_REGION ? slice_end : a->first;
     codes->to = slice_end;
     if (first && a->exact_below > a->first) codes->from = a->exact_below < slice_end ? a->exact_below : slice_end;
-    parts[TQKV__FIRST_PART].to = codes->from;
+    regions[TQKV__FIRST_REGION].to = codes->from;
     if (a->kept) {
-        parts[TQKV__FIRST_PART].from = 0;
-        parts[TQKV__FIRST_PART].to = a->exact_below < slice_end ? a->exact_below : slice_end;
+        regions[TQKV__FIRST_REGION].from = 0;
+        regions[TQKV__FIRST_REGION].to = a->exact_below < slice_end ? a->exact_below : slice_end;
     }
     if (!last) return;
     if (low < slice_end) newest->from = low > codes->from ? low : codes->from;
     if (high < slice_end) codes->to = high > codes->from ? high : codes->from;
 }
 
-/* The attention to part i alone, and its streams. */
-static void tqkv__take_part(const tqkv__attention *a, const tqkv__attend_buffers *b, int i, tqkv__range positions,
-                            tqkv__attention *part, tqkv__attend_buffers *buffers)
+/* The attention to region i alone, and its streams. */
+static void tqkv__take_region(const tqkv__attention *a, const tqkv__attend_buffers *b, int i, tqkv__range positions,
+                              tqkv__attention *own, tqkv__attend_buffers *buffers)
 {
-    const int last = i == TQKV__LAST_PART;
+    const int last = i == TQKV__LAST_REGION;
     const int64_t gone =
         a->first - a->kept; /* between the first positions, where they are kept, and the oldest resident one */
     const bool ends = a->exact[1][0] || a->exact[1][1];
-    *part = *a;
+    *own = *a;
     *buffers = *b;
-    part->first = positions.from;
-    part->newest_halves = last;
+    own->first = positions.from;
+    own->newest_halves = last;
     buffers->slice_end = positions.to;
-    buffers->halves = last                            ? TQKV__NEWEST_HALVES
-                      : ends && i == TQKV__CODES_PART ? TQKV__BEFORE_HALVES
-                                                      : TQKV__ALL_POSITIONS;
-    if (i != TQKV__CODES_PART && a->exact[last][0]) part->keys = a->ends[last][0];
-    if (i != TQKV__CODES_PART && a->exact[last][0]) buffers->keys = b->ends[last][0];
-    if (i != TQKV__CODES_PART && a->exact[last][1]) part->values = a->ends[last][1];
-    if (i != TQKV__CODES_PART && a->exact[last][1]) buffers->values = b->ends[last][1];
-    if (i != TQKV__FIRST_PART || !a->kept) return;
-    if (a->call.tail) part->tail = a->first_tail;
+    buffers->halves = last                              ? TQKV__NEWEST_HALVES
+                      : ends && i == TQKV__CODES_REGION ? TQKV__BEFORE_HALVES
+                                                        : TQKV__ALL_POSITIONS;
+    if (i != TQKV__CODES_REGION && a->exact[last][0]) own->keys = a->ends[last][0];
+    if (i != TQKV__CODES_REGION && a->exact[last][0]) buffers->keys = b->ends[last][0];
+    if (i != TQKV__CODES_REGION && a->exact[last][1]) own->values = a->ends[last][1];
+    if (i != TQKV__CODES_REGION && a->exact[last][1]) buffers->values = b->ends[last][1];
+    if (i != TQKV__FIRST_REGION || !a->kept) return;
+    if (a->call.tail) own->tail = a->first_tail;
     if (a->call.tail) buffers->tail = b->first_tail;
     if (a->call.list_newest) /* counts what there is */
-        part->call.list_newest = gone < INT_MAX - a->call.list_newest ? a->call.list_newest + (int)gone : INT_MAX;
+        own->call.list_newest = gone < INT_MAX - a->call.list_newest ? a->call.list_newest + (int)gone : INT_MAX;
 }
 
-/* Divides each part, and scratch: rows of lists, then sums, then states. Those of the first and last part lie before the others,
-   whose number may be more than the merge reads. *all: of all parts */
-static tqkv_result tqkv__split_parts(const tqkv__attention *a, const tqkv__attend_buffers *b,
-                                     const tqkv__range parts[TQKV__PARTS], size_t most_sums,
-                                     tqkv__split splits[TQKV__PARTS], tqkv__split *all)
+/* Divides each region, and scratch: rows of lists, then sums, then states. Those of the first and last region lie before the others,
+   whose number may be more than the merge reads. *all: of all regions */
+static tqkv_result tqkv__split_regions(const tqkv__attention *a, const tqkv__attend_buffers *b,
+                                       const tqkv__range regions[TQKV__REGIONS], size_t most_sums,
+                                       tqkv__split splits[TQKV__REGIONS], tqkv__split *all)
 {
-    static const int order[] = {TQKV__FIRST_PART, TQKV__LAST_PART, TQKV__CODES_PART};
-    const tqkv__range *first_part = &parts[TQKV__FIRST_PART], *last_part = &parts[TQKV__LAST_PART];
-    const bool halves = first_part->from < first_part->to || last_part->from < last_part->to;
-    tqkv__attention part;
+    static const int order[] = {TQKV__FIRST_REGION, TQKV__LAST_REGION, TQKV__CODES_REGION};
+    const tqkv__range *first_region = &regions[TQKV__FIRST_REGION], *last_region = &regions[TQKV__LAST_REGION];
+    const bool halves = first_region->from < first_region->to || last_region->from < last_region->to;
+    tqkv__attention alone;
     tqkv__attend_buffers buffers;
     int64_t first, end;
-    memset(splits, 0, TQKV__PARTS * sizeof *splits);
+    memset(splits, 0, TQKV__REGIONS * sizeof *splits);
     memset(all, 0, sizeof *all);
-    for (int i = 0; i < TQKV__PARTS; i++) {
+    for (int i = 0; i < TQKV__REGIONS; i++) {
         const int p = order[i];
         tqkv__split *own = &splits[p];
-        if (parts[p].from == parts[p].to && (p != TQKV__CODES_PART || halves)) continue;
-        tqkv__take_part(a, b, p, parts[p], &part, &buffers);
-        tqkv__tiles_seen(&part, buffers.slice_end, &first, &end);
-        if (a->call.list) tqkv__listed_tiles(&part, buffers.slice_end, &first, &end);
-        const tqkv_result r = tqkv__choose_split(&part, first, end, p == TQKV__CODES_PART ? most_sums : SIZE_MAX, own);
+        if (regions[p].from == regions[p].to && (p != TQKV__CODES_REGION || halves)) continue;
+        tqkv__take_region(a, b, p, regions[p], &alone, &buffers);
+        tqkv__tiles_seen(&alone, buffers.slice_end, &first, &end);
+        if (a->call.list) tqkv__listed_tiles(&alone, buffers.slice_end, &first, &end);
+        const tqkv_result r =
+            tqkv__choose_split(&alone, first, end, p == TQKV__CODES_REGION ? most_sums : SIZE_MAX, own);
         if (r != TQKV_OK) return r;
 
         own->sums_at = all->sums_size;
@@ -16451,29 +16446,29 @@ static tqkv_result tqkv__split_parts(const tqkv__attention *a, const tqkv__atten
     return TQKV_OK;
 }
 
-/* Lists and attend for each part of the context, then the merge. */
+/* Lists and attend for each region of the context, then the merge. */
 static tqkv_result tqkv__plan_attention(const tqkv__attention *a, const tqkv__attend_buffers *b, size_t most_sums,
                                         tqkv__attend_plan *plan)
 {
-    tqkv__split splits[TQKV__PARTS], all;
-    tqkv__attention part;
+    tqkv__split splits[TQKV__REGIONS], all;
+    tqkv__attention own;
     tqkv__attend_buffers behind = *b, buffers;
-    tqkv__range parts[TQKV__PARTS];
-    tqkv__find_parts(a, b->slice_end, parts);
+    tqkv__range regions[TQKV__REGIONS];
+    tqkv__find_regions(a, b->slice_end, regions);
     tqkv_result r = tqkv__check_non_causal(a);
-    if (r == TQKV_OK) r = tqkv__split_parts(a, b, parts, most_sums, splits, &all);
+    if (r == TQKV_OK) r = tqkv__split_regions(a, b, regions, most_sums, splits, &all);
     if (r != TQKV_OK) return r;
     behind.scratch = tqkv__buffer_after(b->scratch, all.list_at);
     plan->listed = a->call.list != NULL;
     plan->scratch_size = all.list_at + all.scratch_size;
-    for (int p = 0; p < TQKV__PARTS; p++) {
+    for (int p = 0; p < TQKV__REGIONS; p++) {
         plan->has[p] = splits[p].n_partials > 0;
         if (!plan->has[p]) continue;
         splits[p].states_at += all.sums_size;
-        tqkv__take_part(a, &behind, p, parts[p], &part, &buffers);
+        tqkv__take_region(a, &behind, p, regions[p], &own, &buffers);
         buffers.list_rows = tqkv__buffer_after(b->scratch, splits[p].list_at);
-        tqkv__plan_attend_splits(&plan->attends[p], &part, &buffers, &splits[p]);
-        if (plan->listed) tqkv__plan_list(&plan->lists[p], &part, &buffers, &plan->attends[p]);
+        tqkv__plan_attend_splits(&plan->attends[p], &own, &buffers, &splits[p]);
+        if (plan->listed) tqkv__plan_list(&plan->lists[p], &own, &buffers, &plan->attends[p]);
     }
     tqkv__plan_attend_merge(&plan->merge, a, &behind, splits, &all);
     return TQKV_OK;
@@ -16482,9 +16477,9 @@ static tqkv_result tqkv__plan_attention(const tqkv__attention *a, const tqkv__at
 /* Adds all of them, in their order. */
 static void tqkv__order_dispatches(const tqkv__attend_plan *from, tqkv_metal_plan *plan)
 {
-    for (int p = 0; p < TQKV__PARTS; p++)
+    for (int p = 0; p < TQKV__REGIONS; p++)
         if (from->has[p] && from->listed) *tqkv__add_dispatch(plan) = from->lists[p];
-    for (int p = 0; p < TQKV__PARTS; p++)
+    for (int p = 0; p < TQKV__REGIONS; p++)
         if (from->has[p]) *tqkv__add_dispatch(plan) = from->attends[p];
     *tqkv__add_dispatch(plan) = from->merge;
 }
@@ -16733,9 +16728,9 @@ static tqkv_result tqkv__plan_call_of(const tqkv_metal_attention *from, int64_t 
 static tqkv_result tqkv__add_attention(const tqkv_metal_attention *from, int64_t first, int count,
                                        tqkv__attend_buffers *b, tqkv_metal_plan *plan)
 {
-    tqkv__attend_plan parts;
-    const tqkv_result r = tqkv__plan_call_of(from, first, count, TQKV__MOST_SUMS, b, &parts);
-    if (r == TQKV_OK) tqkv__order_dispatches(&parts, plan);
+    tqkv__attend_plan dispatches;
+    const tqkv_result r = tqkv__plan_call_of(from, first, count, TQKV__MOST_SUMS, b, &dispatches);
+    if (r == TQKV_OK) tqkv__order_dispatches(&dispatches, plan);
     return r;
 }
 
@@ -16848,21 +16843,21 @@ static tqkv_result tqkv__add_scratch_of_end(const tqkv__attention *a, int last, 
 }
 
 /* The most scratch for any `end`. A window takes most stretches and sections where it begins with the last slot of a
-   section. If the whole store takes sections, a part of it may take stretches, up to their limit. */
+   section. If the whole store takes sections, a slice of it may take stretches, up to their limit. */
 static tqkv_result tqkv__plan_most_scratch(tqkv__attention *a, size_t most_sums, size_t *bytes)
 {
     tqkv__split split;
     const int64_t section = (int64_t)TQKV__SECTION * TQKV__STRETCH_TILES, width = TQKV__SIMD_WIDTH;
     const int64_t seen = (int64_t)a->call.window - 1 + a->call.n_queries,
                   all = (a->keys.capacity + width - 1) / width + (a->call.list ? 8 : 0);
-    const bool part = a->call.window && !a->keys.ring && seen / width + 2 < all;
-    const int64_t first = part ? section - 1 : 0, end = part ? section + (seen + width - 2) / width : all;
+    const bool bounded = a->call.window && !a->keys.ring && seen / width + 2 < all;
+    const int64_t first = bounded ? section - 1 : 0, end = bounded ? section + (seen + width - 2) / width : all;
     tqkv_result r = tqkv__choose_split(a, first, end, most_sums, &split);
     if (r != TQKV_OK) return r;
     const size_t stretches = most_sums + a->n_rows * 2 * sizeof(float);
     *bytes = split.scratch_size;
     if (split.sections_each == 1 && *bytes < stretches) *bytes = stretches;
-    *bytes += tqkv__list_rows_size(a) * (a->call.exact_first || a->call.exact_last ? TQKV__PARTS : 1);
+    *bytes += tqkv__list_rows_size(a) * (a->call.exact_first || a->call.exact_last ? TQKV__REGIONS : 1);
     for (int last = 0; last < 2 && r == TQKV_OK; last++) r = tqkv__add_scratch_of_end(a, last, bytes);
     return r;
 }
@@ -16914,9 +16909,9 @@ static tqkv_result tqkv__plan_batch_item(const tqkv__batch *b, int i, size_t *us
     tqkv__attend_buffers buffers = tqkv__buffers_of_call(b->q[i], tqkv__buffer_after(b->scratch, *used), b->out[i]);
     const tqkv_result r = tqkv__plan_call_of(&b->items[i], 0, 0, (size_t)TQKV__MOST_SUMS / (size_t)b->n, &buffers, own);
     if (r != TQKV_OK) return r;
-    for (int p = 0; p < TQKV__PARTS && !b->matrices; p++)
+    for (int p = 0; p < TQKV__REGIONS && !b->matrices; p++)
         if (own->has[p]) tqkv__plan_lanes(&own->attends[p]);
-    if (own->has[TQKV__CODES_PART] && tqkv__sees_nothing(&own->attends[TQKV__CODES_PART])) {
+    if (own->has[TQKV__CODES_REGION] && tqkv__sees_nothing(&own->attends[TQKV__CODES_REGION])) {
         tqkv__merge_args merge = tqkv__merge_args_of(&own->merge);
         merge.n_partials = merge.before = 0;
         tqkv__replace_args(&own->merge, &merge);
@@ -16973,12 +16968,12 @@ static tqkv_result tqkv__join(tqkv_metal_dispatch *all, const tqkv_metal_dispatc
     return r;
 }
 
-/* Adds the parts of an item. */
-static tqkv_result tqkv__join_parts(tqkv__attend_plan *all, const tqkv__attend_plan *own)
+/* Adds the regions of an item. */
+static tqkv_result tqkv__join_regions(tqkv__attend_plan *all, const tqkv__attend_plan *own)
 {
     tqkv_result r = tqkv__join(&all->merge, &own->merge);
     if (all->listed != own->listed) return TQKV__REFUSE(UNSUPPORTED, "some items of a batch have lists, others none");
-    for (int p = 0; p < TQKV__PARTS && r == TQKV_OK; p++) {
+    for (int p = 0; p < TQKV__REGIONS && r == TQKV_OK; p++) {
         if (!own->has[p]) continue;
         if (!all->has[p]) {
             all->attends[p] = own->attends[p];
@@ -17001,29 +16996,29 @@ static tqkv_result tqkv__join_items(const tqkv__batch *b, size_t *used, tqkv__at
         if ((r = tqkv__plan_batch_item(b, i, used, &own)) != TQKV_OK) return r;
         if (!tqkv__same_buffer(b->items[i].sinks, b->items[0].sinks))
             return TQKV__REFUSE(UNSUPPORTED, "items of a batch differ in their sinks");
-        if (own.has[TQKV__CODES_PART]) {
-            const tqkv_metal_dispatch *codes = &own.attends[TQKV__CODES_PART];
+        if (own.has[TQKV__CODES_REGION]) {
+            const tqkv_metal_dispatch *codes = &own.attends[TQKV__CODES_REGION];
             const bool has_pages = codes->kernel.constants[TQKV_FC_PAGES] > 1;
             paged = paged || has_pages;
             unpaged = unpaged || (!has_pages && !tqkv__sees_nothing(codes));
         }
         if (i == 0) *all = own;
-        r = tqkv__join_parts(all, &own);
+        r = tqkv__join_regions(all, &own);
     }
     if (r != TQKV_OK || !paged) return r;
     if (unpaged) return TQKV__REFUSE(UNSUPPORTED, "some items of a batch have pages, others have none");
-    tqkv_metal_dispatch *codes = &all->attends[TQKV__CODES_PART];
+    tqkv_metal_dispatch *codes = &all->attends[TQKV__CODES_REGION];
     if (codes->kernel.constants[TQKV_FC_SMALL_PAGES] != 1 + true)
         tqkv__plan_constant(codes, TQKV_FC_SHORT_STORE, false); /* items without positions look at no slot */
     return TQKV_OK;
 }
 
-/* Where an array of an item is: its number in what is bound for all, and in the item's plan; and its place in the item. */
+/* Where an array of an item is: its number in what is bound for all, and in the item's plan; and its offset in the item. */
 typedef struct tqkv__batch_array {
     int bound, index;
     size_t unit, to;
 } tqkv__batch_array;
-#define TQKV__PLACE(name) offsetof(tqkv__batch_item, name)
+#define TQKV__OFFSET(name) offsetof(tqkv__batch_item, name)
 
 /* The offset of an item's array in what is bound for all; 0 if it has none. */
 static tqkv_result tqkv__write_offsets(tqkv_metal_dispatch *all, tqkv_metal_dispatch *one,
@@ -17040,20 +17035,20 @@ static tqkv_result tqkv__write_offsets(tqkv_metal_dispatch *all, tqkv_metal_disp
     return TQKV_OK;
 }
 
-/* Part p of an item. */
-static tqkv_result tqkv__write_part(tqkv__attend_plan *all, tqkv__attend_plan *own, int p, tqkv__batch_item *to)
+/* Writes region p of an item. */
+static tqkv_result tqkv__write_region(tqkv__attend_plan *all, tqkv__attend_plan *own, int p, tqkv__batch_item *to)
 {
     static const tqkv__batch_array arrays[] = {
-        {1, 1, TQKV__ROWS_UNIT, TQKV__PLACE(q)}, {2, 2, TQKV__CODES_UNIT, TQKV__PLACE(key_codes)},
-        {3, 3, 4, TQKV__PLACE(key_norms)},       {4, 4, TQKV__CODES_UNIT, TQKV__PLACE(value_codes)},
-        {5, 5, 4, TQKV__PLACE(value_norms)},     {6, 6, 4, TQKV__PLACE(partial_out)},
-        {6, 7, 4, TQKV__PLACE(partial_state)},   {8, 8, 4, TQKV__PLACE(key_center)},
-        {9, 9, 4, TQKV__PLACE(key_pages)},       {10, 10, 4, TQKV__PLACE(value_pages)},
-        {11, 11, 4, TQKV__PLACE(tree)},          {13, 13, TQKV__CODES_UNIT, TQKV__PLACE(tail_codes)},
-        {14, 14, 4, TQKV__PLACE(tail_norms)},    {15, 15, 4, TQKV__PLACE(tail_center)},
-        {6, 16, 4, TQKV__PLACE(list_rows)},      {17, 17, 4, TQKV__PLACE(key_scale)},
-        {18, 18, 4, TQKV__PLACE(tail_scale)}};
-    static const tqkv__batch_array list = {1, 1, 4, TQKV__PLACE(list)};
+        {1, 1, TQKV__ROWS_UNIT, TQKV__OFFSET(q)}, {2, 2, TQKV__CODES_UNIT, TQKV__OFFSET(key_codes)},
+        {3, 3, 4, TQKV__OFFSET(key_norms)},       {4, 4, TQKV__CODES_UNIT, TQKV__OFFSET(value_codes)},
+        {5, 5, 4, TQKV__OFFSET(value_norms)},     {6, 6, 4, TQKV__OFFSET(partial_out)},
+        {6, 7, 4, TQKV__OFFSET(partial_state)},   {8, 8, 4, TQKV__OFFSET(key_center)},
+        {9, 9, 4, TQKV__OFFSET(key_pages)},       {10, 10, 4, TQKV__OFFSET(value_pages)},
+        {11, 11, 4, TQKV__OFFSET(tree)},          {13, 13, TQKV__CODES_UNIT, TQKV__OFFSET(tail_codes)},
+        {14, 14, 4, TQKV__OFFSET(tail_norms)},    {15, 15, 4, TQKV__OFFSET(tail_center)},
+        {6, 16, 4, TQKV__OFFSET(list_rows)},      {17, 17, 4, TQKV__OFFSET(key_scale)},
+        {18, 18, 4, TQKV__OFFSET(tail_scale)}};
+    static const tqkv__batch_array list = {1, 1, 4, TQKV__OFFSET(list)};
     to->attend = tqkv__attend_args_of(&own->attends[p]);
     const tqkv_result r =
         tqkv__write_offsets(&all->attends[p], &own->attends[p], arrays, sizeof arrays / sizeof *arrays, to);
@@ -17063,21 +17058,21 @@ static tqkv_result tqkv__write_part(tqkv__attend_plan *all, tqkv__attend_plan *o
 /* The merge of an item. */
 static tqkv_result tqkv__write_merge(tqkv__attend_plan *all, tqkv__attend_plan *own, tqkv__batch_item *to)
 {
-    static const tqkv__batch_array arrays[] = {{1, 1, 4, TQKV__PLACE(partial_out)},
-                                               {1, 2, 4, TQKV__PLACE(partial_state)},
-                                               {4, 4, TQKV__ROWS_UNIT, TQKV__PLACE(out)},
-                                               {5, 5, 4, TQKV__PLACE(value_center)},
-                                               {11, 11, 4, TQKV__PLACE(value_scale)}};
+    static const tqkv__batch_array arrays[] = {{1, 1, 4, TQKV__OFFSET(partial_out)},
+                                               {1, 2, 4, TQKV__OFFSET(partial_state)},
+                                               {4, 4, TQKV__ROWS_UNIT, TQKV__OFFSET(out)},
+                                               {5, 5, 4, TQKV__OFFSET(value_center)},
+                                               {11, 11, 4, TQKV__OFFSET(value_scale)}};
     to->merge = tqkv__merge_args_of(&own->merge);
     return tqkv__write_offsets(&all->merge, &own->merge, arrays, sizeof arrays / sizeof *arrays, to);
 }
 
-/* An item is described once for each part and once for the merge, which look for other numbers of threadgroups and other parts
-   of scratch; without halves once for all. */
+/* An item is described once for each region and once for the merge, which look for other numbers of threadgroups and other
+   bytes of scratch; without halves once for all. */
 static int tqkv__batch_tables(const tqkv_metal_attention *items, int n)
 {
     for (int i = 0; i < n; i++)
-        if (items[i].attention.exact_first || items[i].attention.exact_last) return TQKV__PARTS + 1;
+        if (items[i].attention.exact_first || items[i].attention.exact_last) return TQKV__REGIONS + 1;
     return 1;
 }
 
@@ -17105,7 +17100,7 @@ static tqkv__batch_item *tqkv__batch_table(const tqkv__batch *b, void *contents,
 
 /* Threadgroups and rows of the items so far. */
 typedef struct tqkv__batch_counts {
-    size_t groups[TQKV__PARTS], lists[TQKV__PARTS], rows;
+    size_t groups[TQKV__REGIONS], lists[TQKV__REGIONS], rows;
 } tqkv__batch_counts;
 
 /* Writes item i into all tables. */
@@ -17119,17 +17114,17 @@ static tqkv_result tqkv__write_item(const tqkv__batch *b, int i, void *contents,
         to->n_items = b->n;
         to->first_row = (int32_t)counts->rows;
     }
-    for (int p = 0; p < TQKV__PARTS && r == TQKV_OK; p++) {
+    for (int p = 0; p < TQKV__REGIONS && r == TQKV_OK; p++) {
         const tqkv_metal_dispatch *attend = &all->attends[p];
         tqkv__batch_item *to = tqkv__batch_table(b, contents, p) + i;
-        if (b->tables > 1 || p == TQKV__CODES_PART) { /* a single table is that of the codes */
+        if (b->tables > 1 || p == TQKV__CODES_REGION) { /* a single table is that of the codes */
             to->first_group = (int32_t)counts->groups[p];
             to->first_list = (int32_t)counts->lists[p];
         }
         if (!own->has[p]) continue;
-        r = tqkv__write_part(all, own, p, to);
+        r = tqkv__write_region(all, own, p, to);
         counts->groups[p] +=
-            tqkv__row_blocks(attend, &to->attend, (size_t)attend->kernel.constants[TQKV_FC_COLUMNS] - 1) *
+            tqkv__row_groups(attend, &to->attend, (size_t)attend->kernel.constants[TQKV_FC_COLUMNS] - 1) *
             own->attends[p].grid[2];
         if (own->listed) counts->lists[p] += own->lists[p].grid[0];
         if (counts->groups[p] > INT_MAX || counts->lists[p] > INT_MAX)
@@ -17137,7 +17132,7 @@ static tqkv_result tqkv__write_item(const tqkv__batch *b, int i, void *contents,
     }
     counts->rows += own->merge.grid[0];
     if (counts->rows > INT_MAX) return TQKV__INVALID("a batch of 2^31 rows or threadgroups");
-    return r == TQKV_OK ? tqkv__write_merge(all, own, tqkv__batch_table(b, contents, TQKV__PARTS) + i) : r;
+    return r == TQKV_OK ? tqkv__write_merge(all, own, tqkv__batch_table(b, contents, TQKV__REGIONS) + i) : r;
 }
 
 /* Writes the items, and counts their threadgroups and rows. */
@@ -17152,7 +17147,7 @@ static tqkv_result tqkv__write_items(const tqkv__batch *b, void *contents, tqkv_
         if (r == TQKV_OK) r = tqkv__write_item(b, i, contents, &own, all, &counts);
         if (r != TQKV_OK) return r;
     }
-    for (int p = 0; p < TQKV__PARTS; p++) {
+    for (int p = 0; p < TQKV__REGIONS; p++) {
         all->attends[p].grid[1] = 1;
         all->attends[p].grid[2] = counts.groups[p];
         all->lists[p].grid[0] = counts.lists[p];
@@ -17161,39 +17156,29 @@ static tqkv_result tqkv__write_items(const tqkv__batch *b, void *contents, tqkv_
     return TQKV_OK;
 }
 
-/* value: bytes of one, dim: values of a row */
+/* The rows that an item writes; value: bytes of one, dim: values of a row. */
 static tqkv__output tqkv__output_of_item(const tqkv__batch_item *item, size_t value, int dim)
 {
-    const int n_heads = item->merge.n_heads, n = item->merge.n_rows / n_heads;
-    const int64_t size = (int64_t)value, token = item->merge.out_token_stride * size,
-                  head = item->merge.out_head_stride * size, row = dim * size;
-    const tqkv__output x = {(uint64_t)item->out * TQKV__ROWS_UNIT,
-                            (uint64_t)((n - 1) * token + (n_heads - 1) * head + row),
-                            token,
-                            head,
-                            row,
-                            n,
-                            n_heads};
-    return x;
+    const tqkv__merge_args *merge = &item->merge;
+    const tqkv__output output = {(uint64_t)item->out * TQKV__ROWS_UNIT,    (uint64_t)merge->out_token_stride * value,
+                                 (uint64_t)merge->out_head_stride * value, (uint64_t)dim * value,
+                                 (size_t)(merge->n_rows / merge->n_heads), (size_t)merge->n_heads};
+    return output;
 }
 
-/* Whether outputs overlap. Those that ascend need no comparison of each with each. */
-static bool tqkv__outputs_overlap(const tqkv__batch_item *items, int n, size_t value, int dim)
+/* Checks that no two items of a batch write the same bytes. */
+static tqkv_result tqkv__check_item_outputs(const tqkv__batch *b, const tqkv__batch_item *merges, size_t value, int dim)
 {
-    const tqkv__output first = tqkv__output_of_item(&items[0], value, dim);
-    tqkv__ascent all = tqkv__begin_ascent(&first);
-    for (int i = 1; i < n; i++) {
-        const tqkv__output own = tqkv__output_of_item(&items[i], value, dim);
-        tqkv__ascend(&all, &own);
-    }
-    if (all.behind || all.between) return false;
-    for (int i = 0; i < n; i++)
-        for (int j = 0; j < i; j++) {
-            const tqkv__output x = tqkv__output_of_item(&items[i], value, dim),
-                               y = tqkv__output_of_item(&items[j], value, dim);
-            if (tqkv__output_rows_overlap(&x, &y)) return true;
-        }
-    return false;
+    size_t size;
+    tqkv__writes writes = {NULL, 0};
+    tqkv_allocator allocator = {NULL, NULL, NULL}; /* malloc: that of a cache's memory may make buffers of the GPU */
+    (void)tqkv__resolve_allocator(&allocator);
+    for (int i = 0; i < b->n; i++) tqkv__add_output(&writes, tqkv__output_of_item(&merges[i], value, dim));
+    if (!tqkv__open_writes(&writes, &allocator, &size)) return TQKV_OUT_OF_MEMORY;
+    for (int i = 0; i < b->n; i++) tqkv__add_output(&writes, tqkv__output_of_item(&merges[i], value, dim));
+    const bool overlap = tqkv__writes_overlap(&writes);
+    allocator.free(allocator.user, writes.extents, size);
+    return overlap ? TQKV__INVALID("outputs of a batch overlap") : TQKV_OK;
 }
 
 /* What one dispatch for all items has in place of an item's: the items and all scratch. scratch: index of partial results, or of
@@ -17213,7 +17198,7 @@ static void tqkv__plan_joined(const tqkv__batch *b, int table, size_t used, int 
 /* The items say where states and rows of lists are in scratch. */
 static void tqkv__plan_all_joined(const tqkv__batch *b, size_t used, tqkv__attend_plan *all)
 {
-    for (int p = 0; p < TQKV__PARTS; p++) {
+    for (int p = 0; p < TQKV__REGIONS; p++) {
         tqkv_metal_dispatch *d = &all->attends[p];
         if (!all->has[p]) continue;
         tqkv__plan_joined(b, p, used, TQKV__ITEMS_OF_ATTEND, 6, d);
@@ -17221,7 +17206,7 @@ static void tqkv__plan_all_joined(const tqkv__batch *b, size_t used, tqkv__atten
         tqkv__plan_columns(d, d->kernel.family == TQKV_METAL_ATTEND_MATRIX, d->kernel.constants[TQKV_FC_COLUMNS] - 1);
         if (all->listed) tqkv__plan_joined(b, p, used, TQKV__ITEMS_OF_LIST, 2, &all->lists[p]);
     }
-    tqkv__plan_joined(b, TQKV__PARTS, used, TQKV__ITEMS_OF_MERGE, 1, &all->merge);
+    tqkv__plan_joined(b, TQKV__REGIONS, used, TQKV__ITEMS_OF_MERGE, 1, &all->merge);
     tqkv__binding_at(&all->merge, 2)->size = 0;
 }
 
@@ -17237,8 +17222,8 @@ static tqkv_result tqkv__plan_batch(const tqkv__batch *b, void *contents, tqkv__
     const int head_dim = all->merge.kernel.head_dim * TQKV__DIM_UNIT,
               type = all->merge.kernel.constants[TQKV_FC_TYPE] - 1;
     const size_t value = tqkv__type_size((tqkv_type)type);
-    const tqkv__batch_item *merges = tqkv__batch_table(b, contents, TQKV__PARTS);
-    return tqkv__outputs_overlap(merges, b->n, value, head_dim) ? TQKV__INVALID("outputs of a batch overlap") : TQKV_OK;
+    const tqkv__batch_item *merges = tqkv__batch_table(b, contents, TQKV__REGIONS);
+    return tqkv__check_item_outputs(b, merges, value, head_dim);
 }
 
 TQKV_API tqkv_result tqkv_metal_plan_attend_batch(const tqkv_metal_attention *items, int n_items,
@@ -17495,9 +17480,9 @@ TQKV_API tqkv_result tqkv_metal_plan_index_choose(const tqkv_metal_index *from, 
 
 /* >>plan-cache: appending to a cache and attending to it */
 
-static tqkv_metal_buffer tqkv__buffer_of_part(const tqkv_cache *c, tqkv_metal_buffer memory, const void *part)
+static tqkv_metal_buffer tqkv__buffer_within(const tqkv_cache *c, tqkv_metal_buffer memory, const void *at)
 {
-    memory.offset += (size_t)((const char *)part - (const char *)c);
+    memory.offset += (size_t)((const char *)at - (const char *)c);
     return memory;
 }
 
@@ -17505,12 +17490,12 @@ static tqkv_metal_store tqkv__store_in_buffer(const tqkv_cache *c, tqkv_metal_bu
 {
     tqkv_metal_store store;
     store.shape = *s;
-    store.codes = tqkv__buffer_of_part(c, memory, s->codes);
-    store.norms = tqkv__buffer_of_part(c, memory, s->norms);
+    store.codes = tqkv__buffer_within(c, memory, s->codes);
+    store.norms = tqkv__buffer_within(c, memory, s->norms);
     memset(&store.center, 0, sizeof store.center);
     memset(&store.channel_scale, 0, sizeof store.channel_scale);
-    if (s->center) store.center = tqkv__buffer_of_part(c, memory, s->center);
-    if (s->channel_scale) store.channel_scale = tqkv__buffer_of_part(c, memory, s->channel_scale);
+    if (s->center) store.center = tqkv__buffer_within(c, memory, s->center);
+    if (s->channel_scale) store.channel_scale = tqkv__buffer_within(c, memory, s->channel_scale);
     memset(&store.pages, 0, sizeof store.pages);
     return store;
 }
@@ -17532,7 +17517,7 @@ static tqkv_result tqkv__plan_halves(const tqkv_cache *c, tqkv_metal_buffer memo
     const tqkv_store *const ends[2] = {tqkv__end_of(c, first), tqkv__end_of(c, first + 1)};
     const int64_t end = c->attention.end, left = first ? n_tokens : c->exact_first - end;
     const int kept = left < 0 ? 0 : left < n_tokens ? (int)left : n_tokens;
-    const tqkv__places places = tqkv__places_from(kept, kept ? end : 0);
+    const tqkv__mapping mapping = tqkv__mapping_from(kept, kept ? end : 0);
     tqkv_metal_store stores[2];
     if ((!ends[0] && !ends[1]) || (n_tokens && !kept)) return TQKV_OK;
     for (int side = 0; side < 2; side++) {
@@ -17542,11 +17527,11 @@ static tqkv_result tqkv__plan_halves(const tqkv_cache *c, tqkv_metal_buffer memo
         stores[side].shape.strides = strides[side];
     }
     if (ends[0] && ends[1])
-        return tqkv__add_encode_kv(&stores[0], &stores[1], rows[0], rows[1], &places, not_finite, plan);
-    return tqkv__add_encode(&stores[!ends[0]], rows[!ends[0]], &places, not_finite, plan);
+        return tqkv__add_encode_kv(&stores[0], &stores[1], rows[0], rows[1], &mapping, not_finite, plan);
+    return tqkv__add_encode(&stores[!ends[0]], rows[!ends[0]], &mapping, not_finite, plan);
 }
 
-/* Whether a GPU can append n_tokens to a cache in its memory: it has one block, of what kernels write. */
+/* Whether a GPU can append n_tokens to a cache in its memory: that is one allocation, of what kernels write. */
 static tqkv_result tqkv__check_on_gpu(const tqkv_cache *c, int n_tokens)
 {
     const int64_t wanted = (int64_t)c->exact_last + n_tokens - 1;
@@ -17559,13 +17544,13 @@ static tqkv_result tqkv__check_on_gpu(const tqkv_cache *c, int n_tokens)
 
 /* The tail, whose rows lie apart from the keys, and in a ring its first positions. */
 static tqkv_result tqkv__add_tail(const tqkv_cache *c, tqkv_metal_buffer memory, const tqkv_store *to,
-                                  tqkv_metal_buffer rows, tqkv_strides strides, const tqkv__places *places,
+                                  tqkv_metal_buffer rows, tqkv_strides strides, const tqkv__mapping *mapping,
                                   tqkv_metal_buffer not_finite, tqkv_metal_plan *plan)
 {
     tqkv_metal_store tail = tqkv__store_in_buffer(c, memory, to);
     tail.shape.type = c->tail.type;
     tail.shape.strides = strides;
-    return tqkv__add_encode(&tail, rows, places, not_finite, plan);
+    return tqkv__add_encode(&tail, rows, mapping, not_finite, plan);
 }
 
 TQKV_API tqkv_result tqkv_metal_plan_cache_append(const tqkv_cache *c, tqkv_metal_buffer memory,
@@ -17576,7 +17561,7 @@ TQKV_API tqkv_result tqkv_metal_plan_cache_append(const tqkv_cache *c, tqkv_meta
     if (!tqkv__open_plan(plan, "cache_append")) return TQKV__INVALID(TQKV__NO_PLAN);
     if (!c) return tqkv__close_plan(plan, TQKV__INVALID("the cache is NULL"));
     const bool tail = c->tail.head_dim > 0, apart = tail && !c->shared;
-    const tqkv__places places = tqkv__places_from(n_tokens, c->attention.end);
+    const tqkv__mapping mapping = tqkv__mapping_from(n_tokens, c->attention.end);
     const tqkv_cache_layout own = tqkv__layout_of_call(c, layout);
     const tqkv_strides strides[] = {own.k, own.v};
     const tqkv_metal_buffer rows[] = {k, v};
@@ -17588,19 +17573,19 @@ TQKV_API tqkv_result tqkv_metal_plan_cache_append(const tqkv_cache *c, tqkv_meta
     others.shape.strides = own.v;
     tqkv_result r = tqkv__check_on_gpu(c, n_tokens);
     if (r == TQKV_OK)
-        r = c->shared && !tail ? tqkv__add_encode(&keys, k, &places, not_finite, plan)
-                               : tqkv__add_encode_kv(&keys, &others, k, v, &places, not_finite, plan);
+        r = c->shared && !tail ? tqkv__add_encode(&keys, k, &mapping, not_finite, plan)
+                               : tqkv__add_encode_kv(&keys, &others, k, v, &mapping, not_finite, plan);
     if (r == TQKV_OK && apart) { /* its rows come behind all of the keys' */
         const tqkv_strides none = {0, 0};
         const tqkv_metal_binding *of_keys = tqkv__binding_at(&plan->d[0], 1);
         tail_rows = tqkv__buffer_after(of_keys->at, of_keys->size);
         tail_strides = none;
-        r = tqkv__add_tail(c, memory, &c->tail, tail_rows, tail_strides, &places, not_finite, plan);
+        r = tqkv__add_tail(c, memory, &c->tail, tail_rows, tail_strides, &mapping, not_finite, plan);
     }
     const int64_t left = c->exact_first - c->attention.end;
     if (r == TQKV_OK && tqkv__end_of(c, 2) && (left > 0 || !n_tokens)) {
-        const tqkv__places kept =
-            tqkv__places_from(left < n_tokens && n_tokens ? (int)left : n_tokens, n_tokens ? c->attention.end : 0);
+        const tqkv__mapping kept =
+            tqkv__mapping_from(left < n_tokens && n_tokens ? (int)left : n_tokens, n_tokens ? c->attention.end : 0);
         r = tqkv__add_tail(c, memory, tqkv__end_of(c, 2), tail_rows, tail_strides, &kept, not_finite, plan);
     }
     for (int first = 0; r == TQKV_OK && first <= TQKV__LAST_KEYS; first += TQKV__LAST_KEYS)
@@ -17641,7 +17626,7 @@ static void tqkv__open_cache_call(const tqkv_cache *c, tqkv_metal_buffer memory,
     a->last_keys = tqkv__store_of_call(c, call, TQKV__LAST_ENDS);
     a->last_values = tqkv__store_of_call(c, call, TQKV__LAST_ENDS + values);
     a->matrix_group = c->matrix_group;
-    if (c->attention.sinks) a->sinks = tqkv__buffer_of_part(c, memory, c->attention.sinks);
+    if (c->attention.sinks) a->sinks = tqkv__buffer_within(c, memory, c->attention.sinks);
     if (!some) return;
     a->tree = some->tree;
     a->list = some->list;
@@ -17767,8 +17752,8 @@ static int64_t tqkv__positions_in(const tqkv_store *s)
     return s->n_pages ? (int64_t)s->n_pages * s->page_size : s->capacity;
 }
 
-/* Gives an attention positions in every part that its context can have, as far as the stores go. */
-static void tqkv__take_all_parts(tqkv_attention *a, const tqkv_store *keys, const tqkv_store *values)
+/* Gives an attention positions in every region that its context can have, as far as the stores go. */
+static void tqkv__take_all_regions(tqkv_attention *a, const tqkv_store *keys, const tqkv_store *values)
 {
     const tqkv_store *const stores[] = {keys, values};
     const int64_t end = (int64_t)a->exact_first + a->exact_last + 1; /* one that is neither */
@@ -17788,7 +17773,7 @@ static bool tqkv__prepares(int n, int max_queries)
     return n <= (max_queries ? max_queries : 1) && n <= TQKV__MOST_PREPARED;
 }
 
-/* Attention of all numbers of queries. call: in all parts */
+/* Attention of all numbers of queries. call: in all regions */
 static tqkv_result tqkv__visit_queries(tqkv__visitor *v, tqkv_metal_attention *call, int max_queries, int also)
 {
     const tqkv_metal_buffer none = {NULL, 0};
@@ -17820,7 +17805,7 @@ TQKV_API tqkv_result tqkv_metal_plan_prepare(const tqkv_metal_attention *a, int 
     call.tail = a->tail ? &others : NULL;
     call.attention.tree = NULL; /* what the processor knows of it, and of the list, is of another number of queries */
     call.attention.list = NULL;
-    tqkv__take_all_parts(&call.attention, &keys.shape, &values.shape);
+    tqkv__take_all_regions(&call.attention, &keys.shape, &values.shape);
     r = tqkv__visit_encoding(&v, &keys, shared && !a->tail ? NULL : &others);
     if (r == TQKV_OK && a->attention.exact_first)
         r = tqkv__visit_encoding(&v, a->first_keys, shared ? NULL : a->first_values);
@@ -17869,7 +17854,7 @@ TQKV_API tqkv_result tqkv_metal_plan_cache_prepare(const tqkv_cache *c, tqkv_met
     tqkv__open_cache_call(c, memory, NULL, &call);
     call.attention.attention.exact_first = c->exact_first;
     call.attention.attention.exact_last = c->exact_last;
-    tqkv__take_all_parts(&call.attention.attention, &call.attention.keys->shape, &call.attention.values->shape);
+    tqkv__take_all_regions(&call.attention.attention, &call.attention.keys->shape, &call.attention.values->shape);
     return tqkv__visit_queries(&v, &call.attention, max_queries, 0);
 }
 
@@ -17888,7 +17873,7 @@ TQKV_API bool tqkv_metal_has_matrices(const void *bytes)
     return true;
 }
 
-/* Compares the sizes first, because the places of the tables depend on them. */
+/* Compares the sizes first, because the offsets of the tables depend on them. */
 TQKV_API const char *tqkv_metal_stale_table(const void *bytes)
 {
     const tqkv__table_report *report = (const tqkv__table_report *)bytes;

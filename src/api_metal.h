@@ -181,7 +181,7 @@ TQKV_METAL_API tqkv_result tqkv_metal_attend_finish(tqkv_metal *m, tqkv_metal_ob
    Each array of all items (their keys' codes, their q and so on) lies in one buffer, at any offsets; nothing that the
    call reads lies between the outputs. TQKV_UNSUPPORTED otherwise. arguments: memory that the processor can write, at a
    multiple of 256, with the bytes that the first call tells, for this call alone until it has completed; scratch as for
-   tqkv_metal_attend. */
+   tqkv_metal_attend. The outputs are compared in memory of malloc. */
 TQKV_METAL_API tqkv_result tqkv_metal_attend_batch_sizes(tqkv_metal *m, const tqkv_metal_attention *items, int n_items,
                                                          size_t *arguments, size_t *scratch);
 TQKV_METAL_API tqkv_result tqkv_metal_attend_batch(tqkv_metal *m, tqkv_metal_object encoder,

@@ -15,9 +15,9 @@ typedef struct tqkv__range {
 typedef struct tqkv__attention {
     tqkv_attention call;                       /* defaults resolved */
     tqkv__stream keys, values, tail;           /* tail: if call.tail is set */
-    int n_kv_heads, group, key_dim, value_dim; /* dims: of a query with all its parts, of an output */
+    int n_kv_heads, group, key_dim, value_dim; /* dims: of a query with that of the tail, of an output */
     int64_t first;                             /* resident positions [first, call.end) */
-    bool rotate_queries, unrotate_output;      /* rotate_queries: the keys' part */
+    bool rotate_queries, unrotate_output;      /* rotate_queries: but for the tail's part */
     bool shared;                               /* keys and values are one stream */
     size_t n_rows, q_elements, out_elements;   /* n_queries * n_heads, and times key_dim or value_dim */
     size_t q_size, out_size;                   /* bytes of the caller's rows, with gaps */
@@ -26,9 +26,9 @@ typedef struct tqkv__attention {
     /* Makes integers of a query; NULL: floats. See tqkv__integers. */
     void (*round_query)(const tqkv__stream *s, const float *query, float *to);
     /* Positions below exact_below are halves in ends[0][side], and those from tqkv__exact_at on in ends[1][side], where
-       exact[][side] is set; side 0: keys, 1: values. exact_from: for the last query, on a GPU for all. See tqkv__place_at. */
+       exact[][side] is set; side 0: keys, 1: values. exact_from: for the last query, on a GPU for all. See tqkv__region_at. */
     int64_t exact_below, exact_from;
-    bool newest_halves; /* on a GPU: this is the part of a context that queries read from halves of the newest */
+    bool newest_halves; /* on a GPU: this is the region that queries read from halves of the newest */
     bool exact[2][2];
     int64_t kept; /* positions below are seen though they are no longer resident: in ends[0] and first_tail */
     tqkv__stream ends[2][2], first_tail; /* not cleared if unused: that would take as long as a few positions */
@@ -47,13 +47,14 @@ static float tqkv__dot(const float *a, const float *b, int n)
     return ((sums[0] + sums[1]) + (sums[2] + sums[3])) + ((sums[4] + sums[5]) + (sums[6] + sums[7]));
 }
 
-static void tqkv__score_tile_scalar(const tqkv__stream *s, int kv_head, const tqkv__run *run, const float *q,
+static void tqkv__score_tile_scalar(const tqkv__stream *s, int kv_head, const tqkv__segment *segment, const float *q,
                                     int n_rows, bool add, float *scores)
 {
     const int most = 8 * TQKV__MOST_ADDITIONS;
     float key[TQKV_MAX_HEAD_DIM];
-    for (int j = 0; j < run->n; j++) {
-        tqkv__decode_row(s, tqkv__codes_at(s, kv_head, run->slot + j), tqkv__norms_at(s, kv_head, run->slot + j), key);
+    for (int j = 0; j < segment->n; j++) {
+        tqkv__decode_row(s, tqkv__codes_at(s, kv_head, segment->slot + j),
+                         tqkv__norms_at(s, kv_head, segment->slot + j), key);
         for (int row = 0; row < n_rows; row++) {
             const float *query = q + (size_t)row * (size_t)s->head_dim;
             float *score = &scores[row * TQKV__TILE + j];
@@ -64,14 +65,14 @@ static void tqkv__score_tile_scalar(const tqkv__stream *s, int kv_head, const tq
     }
 }
 
-static void tqkv__value_tile_scalar(const tqkv__stream *s, int kv_head, const tqkv__run *run, const float *weights,
-                                    int n_rows, float *scaled, float *out)
+static void tqkv__value_tile_scalar(const tqkv__stream *s, int kv_head, const tqkv__segment *segment,
+                                    const float *weights, int n_rows, float *scaled, float *out)
 {
     (void)scaled; /* for vectors */
     float value[TQKV_MAX_HEAD_DIM];
-    for (int j = 0; j < run->n; j++) {
-        tqkv__decode_row(s, tqkv__codes_at(s, kv_head, run->slot + j), tqkv__norms_at(s, kv_head, run->slot + j),
-                         value);
+    for (int j = 0; j < segment->n; j++) {
+        tqkv__decode_row(s, tqkv__codes_at(s, kv_head, segment->slot + j),
+                         tqkv__norms_at(s, kv_head, segment->slot + j), value);
         for (int row = 0; row < n_rows; row++) {
             const float weight = weights[row * TQKV__TILE + j];
             float *sum = out + (size_t)row * (size_t)s->head_dim;

@@ -80,20 +80,20 @@ static tqkv_result tqkv__check_q_out(const tqkv__attention *a, const void *q, co
 }
 
 /* Checks the arrays of a call over all resident positions and cuts it; follows tqkv__attention_open. */
-static tqkv_result tqkv__cut_whole(const tqkv__attention *a, const void *q, void *out, tqkv__part *part)
+static tqkv_result tqkv__cut_whole(const tqkv__attention *a, const void *q, void *out, tqkv__request *request)
 {
     const tqkv__range all = {a->first, a->call.end};
     tqkv_result r = tqkv__check_q_out(a, q, out);
     if (r == TQKV_OK) r = tqkv__check_seen(a, all);
-    if (r == TQKV_OK) tqkv__cut(a, all, q, out, NULL, NULL, part);
+    if (r == TQKV_OK) tqkv__cut(a, all, q, out, NULL, NULL, request);
     return r;
 }
 
 static tqkv_result tqkv__attend(const tqkv__attention *a, const void *q, void *out)
 {
-    tqkv__part part;
-    const tqkv_result r = tqkv__cut_whole(a, q, out, &part);
-    return r == TQKV_OK ? tqkv__run_job(&part, 1) : r;
+    tqkv__request request;
+    const tqkv_result r = tqkv__cut_whole(a, q, out, &request);
+    return r == TQKV_OK ? tqkv__run_job(&request, 1) : r;
 }
 
 TQKV_API tqkv_result tqkv_attend(const tqkv_attention *attention, const void *q, void *out)
@@ -103,124 +103,100 @@ TQKV_API tqkv_result tqkv_attend(const tqkv_attention *attention, const void *q,
     return r == TQKV_OK ? tqkv__attend(&a, q, out) : r;
 }
 
-/* Where the output of a call lies, in bytes: [n][n_heads] rows. */
+/* Where one call's rows of output lie, in bytes. */
 typedef struct tqkv__output {
-    uint64_t begin, size;
-    int64_t token, head, row; /* strides; size of a row */
-    int n, n_heads;
+    uint64_t begin, token_stride, head_stride, row;
+    size_t n_tokens, n_heads;
 } tqkv__output;
 
-static tqkv__output tqkv__output_of(const tqkv__part *part)
+static tqkv__output tqkv__output_of(const tqkv__request *request)
 {
-    const tqkv__attention *a = part->a;
-    const int64_t size = (int64_t)tqkv__type_size(a->call.output_type);
-    const int64_t token = (int64_t)a->call.output_strides.token, head = (int64_t)a->call.output_strides.head;
-    const tqkv__output x = {(uintptr_t)part->out, a->out_size,       token * size,   head * size,
-                            a->value_dim * size,  a->call.n_queries, a->call.n_heads};
-    return x;
+    const tqkv__attention *a = request->a;
+    const size_t size = tqkv__type_size(a->call.output_type);
+    const tqkv__output output = {
+        (uintptr_t)request->out,     a->call.output_strides.token * size, a->call.output_strides.head * size,
+        (size_t)a->value_dim * size, (size_t)a->call.n_queries,           (size_t)a->call.n_heads};
+    return output;
 }
 
-/* Whether rows of two outputs share bytes. Outputs of the same strides may lie between each other's rows. */
-static bool tqkv__output_rows_overlap(const tqkv__output *x, const tqkv__output *y)
+/* What a batch writes, in extents of memory. */
+typedef struct tqkv__extent {
+    uint64_t begin, end;
+} tqkv__extent;
+typedef struct tqkv__writes {
+    tqkv__extent *extents; /* [n]; NULL while they are counted */
+    size_t n;
+} tqkv__writes;
+
+/* Adds the rows of an output; those that touch are one extent. */
+static void tqkv__add_output(tqkv__writes *writes, tqkv__output output)
 {
-    const int64_t apart = (int64_t)(y->begin - x->begin);
-    if (y->begin >= x->begin ? y->begin - x->begin >= x->size : x->begin - y->begin >= y->size) return false;
-    if (x->token != y->token || x->head != y->head || x->row != y->row) return true;
-    for (int h = 1 - x->n_heads; h < y->n_heads; h++) {
-        const int64_t rest = apart + h * x->head; /* a row of y and one of x differ by this and some tokens */
-        int64_t t = -rest / x->token;             /* overlap needs |rest + t * token| < row: t or a neighbour */
-        for (t--; t <= -rest / x->token + 1; t++)
-            if (t > -x->n && t < y->n && rest + t * x->token < x->row && rest + t * x->token > -x->row) return true;
+    if (output.head_stride == output.row) output.row *= output.n_heads, output.n_heads = 1;
+    if (output.token_stride == output.row) output.row *= output.n_tokens, output.n_tokens = 1;
+    for (size_t i = 0; i < output.n_tokens * output.n_heads; i++, writes->n++) {
+        const uint64_t at = i / output.n_heads * output.token_stride + i % output.n_heads * output.head_stride;
+        const tqkv__extent extent = {output.begin + at, output.begin + at + output.row};
+        if (writes->extents) writes->extents[writes->n] = extent;
     }
+}
+
+/* Gets memory for the extents counted so far, of *size bytes. */
+static bool tqkv__open_writes(tqkv__writes *writes, const tqkv_allocator *allocator, size_t *size)
+{
+    if (!tqkv__size_multiply(writes->n, sizeof *writes->extents, size)) return false;
+    writes->extents = (tqkv__extent *)allocator->alloc(allocator->user, *size);
+    writes->n = 0;
+    return writes->extents != NULL;
+}
+
+static int tqkv__compare_extents(const void *a, const void *b)
+{
+    const uint64_t x = ((const tqkv__extent *)a)->begin, y = ((const tqkv__extent *)b)->begin;
+    return x < y ? -1 : x > y;
+}
+
+/* Sorts the extents; whether two share a byte. */
+static bool tqkv__writes_overlap(const tqkv__writes *writes)
+{
+    qsort(writes->extents, writes->n, sizeof *writes->extents, tqkv__compare_extents);
+    for (size_t i = 1; i < writes->n; i++)
+        if (writes->extents[i].begin < writes->extents[i - 1].end) return true;
     return false;
 }
 
-/* Outputs in order. They share nothing if each begins behind the one before. Nor if, with the same strides, that is so of their
-   parts within the longer stride, and all these fit into it. */
-typedef struct tqkv__ascent {
-    tqkv__output first, last;
-    bool behind, between; /* so far */
-} tqkv__ascent;
-
-static tqkv__ascent tqkv__begin_ascent(const tqkv__output *first)
+/* Whether an item reads one of n > 0 sorted extents. Halves them: thousands of items are not compared each with each. */
+static bool tqkv__reads_extent(const tqkv__request *request, const tqkv__extent *extents, size_t n)
 {
-    const tqkv__ascent all = {*first, *first, true, true};
-    return all;
+    const void *low = (const void *)(uintptr_t)extents[0].begin;
+    if (!tqkv__reads(request->a, request->q, low, (size_t)(extents[n - 1].end - extents[0].begin))) return false;
+    return n == 1 || tqkv__reads_extent(request, extents, n / 2) ||
+           tqkv__reads_extent(request, extents + n / 2, n - n / 2);
 }
 
-static uint64_t tqkv__inner_size(const tqkv__output *x)
+/* Checks that no item writes what another one reads or writes. */
+static tqkv_result tqkv__check_outputs(const tqkv__request *requests, int n_requests, const tqkv_allocator *allocator)
 {
-    return (uint64_t)((x->token <= x->head ? (x->n - 1) * x->token : (x->n_heads - 1) * x->head) + x->row);
-}
-
-static void tqkv__ascend(tqkv__ascent *all, const tqkv__output *next)
-{
-    const tqkv__output *last = &all->last;
-    const uint64_t outer = (uint64_t)(last->token <= last->head ? last->head : last->token);
-    const bool alike = last->token == next->token && last->head == next->head && last->row == next->row;
-    all->behind = all->behind && next->begin >= last->begin && next->begin - last->begin >= last->size;
-    all->between = all->between && alike && next->begin >= last->begin &&
-                   next->begin - last->begin >= tqkv__inner_size(last) &&
-                   next->begin - all->first.begin + tqkv__inner_size(next) <= outer;
-    all->last = *next;
-}
-
-/* Whether item j reads an output of another of the items [low, high), whose outputs ascend. Halves the range until none is left:
-   thousands of items need no comparison of each with each. */
-static bool tqkv__reads_output(const tqkv__part *parts, int j, int low, int high)
-{
-    const uintptr_t begin = (uintptr_t)parts[low].out;
-    const uintptr_t end = (uintptr_t)parts[high - 1].out + parts[high - 1].a->out_size;
-    if (!tqkv__reads(parts[j].a, parts[j].q, parts[low].out, end - begin)) return false;
-    if (high - low == 1) return low != j;
-    const int middle = low + (high - low) / 2;
-    return tqkv__reads_output(parts, j, low, middle) || tqkv__reads_output(parts, j, middle, high);
-}
-
-/* Whether outputs ascend or lie between each other's rows, apart from all that is read: then a comparison of each with each is not
-   needed. */
-static bool tqkv__parts_ascend(const tqkv__part *parts, int n)
-{
-    const tqkv__output first = tqkv__output_of(&parts[0]);
-    tqkv__ascent all = tqkv__begin_ascent(&first);
-    const uintptr_t low = (uintptr_t)parts[0].out;
-    uintptr_t high = low;
-    for (int i = 0; i < n; i++) {
-        const tqkv__output next = tqkv__output_of(&parts[i]);
-        const uintptr_t end = (uintptr_t)parts[i].out + parts[i].a->out_size;
-        if (i) tqkv__ascend(&all, &next);
-        if (end > high) high = end;
-    }
-    bool apart = all.behind || all.between;
-    for (int i = 0; i < n && apart; i++)
-        apart = all.behind ? !tqkv__reads_output(parts, i, 0, n)
-                           : !tqkv__reads(parts[i].a, parts[i].q, parts[0].out, high - low);
-    return apart;
-}
-
-/* Whether the output of one call overlaps an array of another. */
-static bool tqkv__parts_overlap(const tqkv__part *parts, int n)
-{
-    if (tqkv__parts_ascend(parts, n)) return false;
-    for (int i = 0; i < n; i++)
-        for (int j = 0; j < n; j++) {
-            const tqkv__output x = tqkv__output_of(&parts[i]), y = tqkv__output_of(&parts[j]);
-            if (i == j) continue;
-            if (tqkv__reads(parts[j].a, parts[j].q, parts[i].out, parts[i].a->out_size)) return true;
-            if (tqkv__output_rows_overlap(&x, &y)) return true;
-        }
-    return false;
+    size_t size;
+    tqkv__writes writes = {NULL, 0};
+    for (int i = 0; i < n_requests; i++) tqkv__add_output(&writes, tqkv__output_of(&requests[i]));
+    if (!tqkv__open_writes(&writes, allocator, &size)) return TQKV_OUT_OF_MEMORY;
+    for (int i = 0; i < n_requests; i++) tqkv__add_output(&writes, tqkv__output_of(&requests[i]));
+    bool overlap = tqkv__writes_overlap(&writes);
+    for (int i = 0; i < n_requests && !overlap; i++)
+        overlap = tqkv__reads_extent(&requests[i], writes.extents, writes.n);
+    allocator->free(allocator->user, writes.extents, size);
+    return overlap ? TQKV__INVALID("the output of an item overlaps an array of another") : TQKV_OK;
 }
 
 /* Opens and checks one item; it takes over the hooks of the first. */
 static tqkv_result tqkv__open_item(const tqkv_attention *items, int i, const void *q, void *out, tqkv__attention *a,
-                                   tqkv__part *part)
+                                   tqkv__request *request)
 {
     tqkv_attention item = items[i];
     item.parallel = items[0].parallel;
     item.allocator = items[0].allocator;
     const tqkv_result r = tqkv__attention_open(&item, a);
-    return r == TQKV_OK ? tqkv__cut_whole(a, q, out, part) : r;
+    return r == TQKV_OK ? tqkv__cut_whole(a, q, out, request) : r;
 }
 
 TQKV_API tqkv_result tqkv_attend_batch(const tqkv_attention *items, int n_items, const void *const *q, void *const *out)
@@ -231,17 +207,16 @@ TQKV_API tqkv_result tqkv_attend_batch(const tqkv_attention *items, int n_items,
     if (n_items == 0) return TQKV_OK;
     tqkv_allocator allocator = items[0].allocator;
     if (!tqkv__resolve_allocator(&allocator)) return TQKV__INVALID("allocator: one of alloc and free is missing");
-    if (!tqkv__size_multiply((size_t)n_items, sizeof(tqkv__attention) + sizeof(tqkv__part), &size))
+    if (!tqkv__size_multiply((size_t)n_items, sizeof(tqkv__attention) + sizeof(tqkv__request), &size))
         return TQKV__INVALID("n_items is too large");
     tqkv__attention *opened = (tqkv__attention *)allocator.alloc(allocator.user, size);
     if (!opened) return TQKV_OUT_OF_MEMORY;
-    tqkv__part *parts = (tqkv__part *)(void *)(opened + n_items);
+    tqkv__request *requests = (tqkv__request *)(void *)(opened + n_items);
     tqkv_result r = TQKV_OK;
     for (int i = 0; r == TQKV_OK && i < n_items; i++)
-        r = tqkv__open_item(items, i, q[i], out[i], &opened[i], &parts[i]);
-    if (r == TQKV_OK && tqkv__parts_overlap(parts, n_items))
-        r = TQKV__INVALID("the output of an item overlaps an array of another");
-    if (r == TQKV_OK) r = tqkv__run_job(parts, n_items);
+        r = tqkv__open_item(items, i, q[i], out[i], &opened[i], &requests[i]);
+    if (r == TQKV_OK) r = tqkv__check_outputs(requests, n_items, &allocator);
+    if (r == TQKV_OK) r = tqkv__run_job(requests, n_items);
     allocator.free(allocator.user, opened, size);
     return r;
 }
@@ -277,7 +252,7 @@ TQKV_API tqkv_result tqkv_attend_partial(const tqkv_attention *attention, const 
                                          float *out, float *max, float *sum)
 {
     tqkv__attention a;
-    tqkv__part part;
+    tqkv__request request;
     tqkv__arrays arrays = {{NULL}, {0}, 0, sizeof(float)};
     tqkv_result r = tqkv__attention_open(attention, &a);
     if (r == TQKV_OK) r = tqkv__check_slice_range(&a, first, count);
@@ -286,8 +261,8 @@ TQKV_API tqkv_result tqkv_attend_partial(const tqkv_attention *attention, const 
     if ((r = tqkv__check_seen(&a, slice)) != TQKV_OK) return r;
     tqkv__add_slice(&arrays, &a, out, max, sum);
     if ((r = tqkv__check_attend(&a, q, &arrays)) != TQKV_OK) return r;
-    tqkv__cut(&a, slice, q, out, max, sum, &part);
-    return tqkv__run_job(&part, 1);
+    tqkv__cut(&a, slice, q, out, max, sum, &request);
+    return tqkv__run_job(&request, 1);
 }
 
 TQKV_API tqkv_result tqkv_attend_merge_slice(const tqkv_attention *attention, float *out, float *max, float *sum,

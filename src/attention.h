@@ -11,7 +11,7 @@ static bool tqkv__sinks_valid(const float *sinks, int n_heads)
 }
 
 /* Its offset is the alignment of a uint64_t in a struct: 4 on 32-bit x86, where it is 8 by itself. */
-struct tqkv__mask_place {
+struct tqkv__mask_gap {
     char before;
     uint64_t mask;
 };
@@ -19,7 +19,7 @@ struct tqkv__mask_place {
 static tqkv_result tqkv__check_tree_and_sinks(const tqkv_attention *a)
 {
     if (a->tree && a->non_causal) return TQKV__INVALID("tree: not with non_causal");
-    if (a->tree && (a->n_queries > 64 || (uintptr_t)a->tree % offsetof(struct tqkv__mask_place, mask)))
+    if (a->tree && (a->n_queries > 64 || (uintptr_t)a->tree % offsetof(struct tqkv__mask_gap, mask)))
         return TQKV__INVALID("tree: more than 64 queries, or not aligned as uint64_t");
     if ((uintptr_t)a->sinks % sizeof(float)) return TQKV__INVALID("sinks: not aligned as floats");
     if (tqkv__sinks_valid(a->sinks, a->n_heads)) return TQKV_OK;
@@ -164,8 +164,8 @@ static tqkv_result tqkv__check_streams(tqkv__attention *a)
     const bool alike = tqkv__same_bytes(k, v), one_table = k->pages == v->pages && k->n_pages == v->n_pages;
     a->shared = alike && one_table && k->page_size == v->page_size && k->ring == v->ring && k->center == v->center &&
                 k->channel_scale == v->channel_scale;
-    for (int part = 0; part < 2 && a->call.tail; part++) {
-        const tqkv__stream *s = part ? v : k;
+    for (int side = 0; side < 2 && a->call.tail; side++) {
+        const tqkv__stream *s = side ? v : k;
         if (tqkv__encoding_overlaps(s, a->tail.codes, a->tail.codes_size) ||
             tqkv__encoding_overlaps(s, a->tail.norms, a->tail.norms_size))
             return TQKV__INVALID("tail: overlaps the keys or the values");
@@ -290,13 +290,13 @@ static tqkv_result tqkv__take_kept(tqkv__attention *a, tqkv_result (*open)(const
    [b, end), where b is tqkv__exact_at. Queries of an item have other b: each looks only at its own positions of the tiles that both
    passes have, so its sums are added in the same order alone and in a batch. */
 enum { TQKV__GONE, TQKV__OLDER, TQKV__NEWEST, TQKV__PASSES };
-typedef struct tqkv__place {
-    int number; /* tells places apart: 2 * pass, plus 1 for the first positions */
+typedef struct tqkv__region {
+    int number; /* tells regions apart: 2 * pass, plus 1 for the first positions */
     const tqkv__stream *keys, *values, *tail;
     int64_t end; /* the first position behind them */
-} tqkv__place;
+} tqkv__region;
 
-/* The keys (side 0) or values (1) of a place. */
+/* The keys (side 0) or values (1) of a region. */
 static const tqkv__stream *tqkv__stream_at(const tqkv__attention *a, int side, int number)
 {
     if (number % 2 && a->exact[0][side]) return &a->ends[0][side];
@@ -304,13 +304,13 @@ static const tqkv__stream *tqkv__stream_at(const tqkv__attention *a, int side, i
     return side ? &a->values : &a->keys;
 }
 
-static tqkv__place tqkv__place_at(const tqkv__attention *a, int64_t position, int pass)
+static tqkv__region tqkv__region_at(const tqkv__attention *a, int64_t position, int pass)
 {
     const bool first = position < a->exact_below;
     const int number = 2 * pass + first;
-    const tqkv__place place = {number, tqkv__stream_at(a, 0, number), tqkv__stream_at(a, 1, number),
-                               pass == TQKV__GONE ? &a->first_tail : &a->tail, first ? a->exact_below : INT64_MAX};
-    return place;
+    const tqkv__region region = {number, tqkv__stream_at(a, 0, number), tqkv__stream_at(a, 1, number),
+                                 pass == TQKV__GONE ? &a->first_tail : &a->tail, first ? a->exact_below : INT64_MAX};
+    return region;
 }
 
 /* The streams of an attention: keys, values, tail, then the halves of the first positions' keys and values and of the newest

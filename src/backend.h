@@ -2,7 +2,7 @@
 #ifdef __cplusplus
 extern "C" {
 #endif
-/* The part of a context that a cache uses; struct tqkv_metal begins with it. */
+/* What a cache uses of a context; struct tqkv_metal begins with it. */
 typedef struct tqkv__backend {
     tqkv_allocator memory; /* of codes, norms and the cache itself */
     tqkv_result (*append)(tqkv_metal *m, const tqkv_cache *c, const void *k, const void *v, int n_tokens);

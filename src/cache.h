@@ -1,7 +1,8 @@
 /* >>cache-code: tqkv_cache */
 
 struct tqkv_cache {
-    tqkv_attention attention;      /* one query over all appended positions; defaults resolved, sinks in the block */
+    tqkv_attention
+        attention; /* one query over all appended positions; defaults resolved, sinks in the cache's memory */
     tqkv_store keys, values, tail; /* values: only their shape if the keys are the values; tail: zeros without one */
     bool shared;                   /* the keys are the values */
     /* What is kept besides of the first and of the newest positions, of keys, values and tail; zeros without. Halves; in a ring the
@@ -11,9 +12,9 @@ struct tqkv_cache {
     int64_t exact_below; /* positions below it are among the first ones kept */
     int64_t exact_from;  /* positions below it are read as codes since an edit */
     int64_t exact_held;  /* the newest halves are there from it on */
-    void *own[2];        /* codes of the newest halves' rings in the block, of keys and values */
+    void *own[2];        /* codes of the newest halves' rings in the cache's memory, of keys and values */
     int own_room;        /* their capacity */
-    void *grown;         /* memory of newest halves for which the block has no room, or NULL */
+    void *grown;         /* memory of newest halves for which that has no room, or NULL */
     size_t grown_size;
     float *
         channels; /* room for centres, scales and inverses of its streams, one after the other: [n_kv_heads][head_dim] */
@@ -27,7 +28,7 @@ struct tqkv_cache {
     tqkv_metal *metal;
     int matrix_group;
     tqkv_allocator memory;
-    size_t size; /* of the block with the struct, the sinks, the codes and the norms */
+    size_t size; /* of the cache's memory: the struct, the sinks, the codes and the norms */
 };
 
 /* The streams of a cache, in the order of its memory and of snapshots: keys, values, tail. NULL: it has no such stream. */
@@ -47,7 +48,7 @@ static tqkv_store *tqkv__end_of(const tqkv_cache *c, int i)
     return s->head_dim ? (tqkv_store *)(uintptr_t)s : NULL;
 }
 
-/* All stores: the streams, then what is kept besides, then what is raw; all but the last lie in the cache's block. */
+/* All stores: the streams, then what is kept besides, then what is raw; all but the last lie in the cache's at. */
 enum { TQKV__CACHE_STORES = 12, TQKV__FIRST_ENDS = 3, TQKV__LAST_ENDS = 6, TQKV__RAW = 9 };
 static tqkv_store *tqkv__store_of(const tqkv_cache *c, int i)
 {
@@ -114,7 +115,7 @@ static bool tqkv__view_raw(const tqkv_cache *c, tqkv_attention *view);
 static tqkv_result tqkv__attend_raw(const tqkv_cache *c, const tqkv_attention *some, const void *q, int n_queries,
                                     void *out);
 
-/* Starts each part of the block on a cache line: attention to codes that straddle two takes a tenth longer. */
+/* Starts each array in memory on a cache line: attention to codes that straddle two takes a tenth longer. */
 static bool tqkv__reserve(size_t *end, size_t size, size_t *begin)
 {
     if (*end > SIZE_MAX - 63 || size > SIZE_MAX - 63 - *end) return false;
@@ -250,60 +251,60 @@ static tqkv_result tqkv__cache_resolve(const tqkv_cache_desc *desc, tqkv_cache *
     return TQKV_OK;
 }
 
-/* Where the parts of a cache's block begin. */
-typedef struct tqkv__cache_block {
+/* Where arrays begin in the memory of a cache. */
+typedef struct tqkv__cache_memory {
     size_t sinks, channels, codes[TQKV__RAW], norms[TQKV__RAW], size;
-} tqkv__cache_block;
+} tqkv__cache_memory;
 
-/* Divides the block; false on overflow. */
-static bool tqkv__divide_block(const tqkv_cache *c, size_t sinks_size, tqkv__cache_block *block)
+/* Divides a cache's memory; false on overflow. */
+static bool tqkv__divide_memory(const tqkv_cache *c, size_t sinks_size, tqkv__cache_memory *at)
 {
     size_t channels;
-    memset(block, 0, sizeof *block);
-    block->size = sizeof *c;
+    memset(at, 0, sizeof *at);
+    at->size = sizeof *c;
     bool fits = tqkv__count_channels(c, TQKV__CACHE_STREAMS, &channels) &&
-                tqkv__reserve(&block->size, sinks_size, &block->sinks) &&
-                tqkv__reserve(&block->size, TQKV__CHANNELS * channels * sizeof(float), &block->channels);
+                tqkv__reserve(&at->size, sinks_size, &at->sinks) &&
+                tqkv__reserve(&at->size, TQKV__CHANNELS * channels * sizeof(float), &at->channels);
     for (int i = 0; i < TQKV__RAW; i++) {
         const tqkv_store *s = tqkv__store_of(c, i);
         if (!s) continue;
-        fits = fits && tqkv__reserve(&block->size, tqkv_codes_size(s), &block->codes[i]) &&
-               tqkv__reserve(&block->size, tqkv_norms_size(s), &block->norms[i]);
+        fits = fits && tqkv__reserve(&at->size, tqkv_codes_size(s), &at->codes[i]) &&
+               tqkv__reserve(&at->size, tqkv_norms_size(s), &at->norms[i]);
     }
-    return fits && block->size <= SIZE_MAX - 63;
+    return fits && at->size <= SIZE_MAX - 63;
 }
 
 TQKV__COLD TQKV_API tqkv_result tqkv_cache_create(const tqkv_cache_desc *desc, tqkv_cache **out)
 {
     tqkv_cache c;
-    tqkv__cache_block block;
+    tqkv__cache_memory at;
     if (!out) return TQKV__INVALID("out is NULL");
     *out = NULL;
     if (!desc) return TQKV__INVALID("desc is NULL");
     tqkv_result r = tqkv__cache_resolve(desc, &c);
     if (r != TQKV_OK) return r;
     const size_t sinks_size = desc->sinks ? (size_t)c.attention.n_heads * sizeof(float) : 0;
-    if (!tqkv__divide_block(&c, sinks_size, &block)) return TQKV__INVALID("a cache of more than SIZE_MAX bytes");
+    if (!tqkv__divide_memory(&c, sinks_size, &at)) return TQKV__INVALID("a cache of more than SIZE_MAX bytes");
     if ((r = tqkv__get_raw(&c)) != TQKV_OK) return r;
-    c.size = block.size + 63;
+    c.size = at.size + 63;
     char *memory = (char *)c.memory.alloc(c.memory.user, c.size);
     if (!memory) {
         tqkv__drop_raw(&c);
         return TQKV_OUT_OF_MEMORY;
     }
     char *lines = memory + (64 - (uintptr_t)memory % 64) % 64;
-    c.channels = (float *)(void *)(lines + block.channels);
+    c.channels = (float *)(void *)(lines + at.channels);
     for (int i = 0; i < TQKV__RAW; i++) {
         tqkv_store *s = tqkv__store_of(&c, i);
         if (!s) continue;
         s->codes_size = tqkv_codes_size(s);
         s->norms_size = tqkv_norms_size(s);
-        s->codes = lines + block.codes[i];
-        s->norms = (float *)(void *)(lines + block.norms[i]);
+        s->codes = lines + at.codes[i];
+        s->norms = (float *)(void *)(lines + at.norms[i]);
     }
     if (sinks_size) {
-        memcpy(lines + block.sinks, desc->sinks, sinks_size);
-        c.attention.sinks = (const float *)(const void *)(lines + block.sinks);
+        memcpy(lines + at.sinks, desc->sinks, sinks_size);
+        c.attention.sinks = (const float *)(const void *)(lines + at.sinks);
     }
     for (int side = 0; side < 2; side++) c.own[side] = c.ends[1][side].codes;
     c.own_room = (int)tqkv__newest_room(&c);
@@ -379,7 +380,7 @@ typedef struct tqkv__append {
     tqkv__stream streams[TQKV__CACHE_STREAMS], newest[2], first[TQKV__CACHE_STREAMS];
 } tqkv__append;
 
-/* Opens stream i for its part of the caller's rows. Rows of k hold those of the tail, too. */
+/* Opens stream i for its share of the caller's rows. Rows of k hold those of the tail, too. */
 static tqkv_result tqkv__append_open(const tqkv_cache *c, int i, const void *k, const void *v, int n_tokens,
                                      tqkv__append *append)
 {
@@ -437,8 +438,8 @@ static tqkv_result tqkv__get_newest(const tqkv_cache *c, int64_t room, tqkv_stor
     return TQKV_OK;
 }
 
-/* Makes the rings of the newest halves as large as n_tokens more need them: all of their queries find what they read. Back in the
-   block when that is enough. */
+/* Makes the rings of the newest halves as large as n_tokens more need them: all of their queries find what they read. They are back in
+   the cache's memory when that is enough. */
 static tqkv_result tqkv__fit_newest(tqkv_cache *c, int n_tokens)
 {
     const int64_t most = (int64_t)c->keys.capacity - c->exact_last + 1; /* of a ring no query sees more */

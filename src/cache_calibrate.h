@@ -294,15 +294,15 @@ static bool tqkv__view_raw(const tqkv_cache *c, tqkv_attention *view)
     return true;
 }
 
-/* A call of a cache that is cut at the position from which queries read codes. The second part has the other queries or, with a
+/* A call of a cache that is cut at the position from which queries read codes. The second request has the other queries or, with a
    tree, which counts from the first query of a call, all of them, and an output of its own. */
 typedef struct tqkv__cut_call {
     tqkv__attention a[2];
-    tqkv__part parts[2];
-    int n_parts, n_raw;
+    tqkv__request requests[2];
+    int n_requests, n_raw;
 } tqkv__cut_call;
 
-/* Opens the part whose queries read what is raw. */
+/* Opens the request whose queries read what is raw. */
 static tqkv_result tqkv__cut_raw(const tqkv_cache *c, const tqkv_attention *some, const void *q, int n_queries,
                                  void *out, tqkv__cut_call *cut)
 {
@@ -312,28 +312,28 @@ static tqkv_result tqkv__cut_raw(const tqkv_cache *c, const tqkv_attention *some
     tqkv_result r = tqkv__attention_streams(&raw, a);
     if (r != TQKV_OK) return r;
     a->first = 0;
-    if ((r = tqkv__attention_ends(a)) == TQKV_OK) r = tqkv__cut_whole(a, q, out, &cut->parts[cut->n_parts]);
-    cut->n_parts++;
+    if ((r = tqkv__attention_ends(a)) == TQKV_OK) r = tqkv__cut_whole(a, q, out, &cut->requests[cut->n_requests]);
+    cut->n_requests++;
     return r;
 }
 
-/* Opens the part whose queries, from number `first` on, read codes. */
+/* Opens the request whose queries, from number `first` on, read codes. */
 static tqkv_result tqkv__cut_coded(const tqkv_cache *c, const tqkv_attention *some, const void *q, int first,
                                    int n_queries, void *out, tqkv__cut_call *cut)
 {
     tqkv__attention *a = &cut->a[1];
-    tqkv_attention part;
-    memset(&part, 0, sizeof part);
-    tqkv__take_some(some, &part);
-    const size_t heads = (size_t)(part.list_heads ? part.list_heads : 1);
-    if (part.list) part.list += (size_t)first * heads * (size_t)part.list_length;
-    tqkv_result r = tqkv__cache_attention(c, some ? &part : NULL, n_queries - first, a);
+    tqkv_attention coded;
+    memset(&coded, 0, sizeof coded);
+    tqkv__take_some(some, &coded);
+    const size_t heads = (size_t)(coded.list_heads ? coded.list_heads : 1);
+    if (coded.list) coded.list += (size_t)first * heads * (size_t)coded.list_length;
+    tqkv_result r = tqkv__cache_attention(c, some ? &coded : NULL, n_queries - first, a);
     if (r != TQKV_OK) return r;
     const size_t size = tqkv__type_size(a->call.query_type), skipped = (size_t)first;
     const void *rest = (const uint8_t *)q + skipped * a->call.query_strides.token * size;
     void *to = (uint8_t *)out + skipped * a->call.output_strides.token * tqkv__type_size(a->call.output_type);
-    r = tqkv__cut_whole(a, q ? rest : NULL, out ? to : NULL, &cut->parts[cut->n_parts]);
-    cut->n_parts++;
+    r = tqkv__cut_whole(a, q ? rest : NULL, out ? to : NULL, &cut->requests[cut->n_requests]);
+    cut->n_requests++;
     return r;
 }
 
@@ -354,7 +354,7 @@ static tqkv_result tqkv__attend_cut_tree(const tqkv_cache *c, const tqkv_attenti
     if (!own) return TQKV_OUT_OF_MEMORY;
     tqkv_result r = tqkv__cut_coded(&without_gaps, some, q, 0, n_queries, own, cut);
     if (r == TQKV_OK) r = tqkv__check_q_out(&cut->a[0], q, out);
-    if (r == TQKV_OK) r = tqkv__run_job(cut->parts, cut->n_parts);
+    if (r == TQKV_OK) r = tqkv__run_job(cut->requests, cut->n_requests);
     for (size_t i = (size_t)cut->n_raw; r == TQKV_OK && i < (size_t)n_queries; i++)
         for (size_t h = 0; h < heads; h++)
             memcpy((uint8_t *)out + (i * strides.token + h * strides.head) * (row / (size_t)value_dim),
@@ -367,14 +367,14 @@ static TQKV__NOINLINE tqkv_result tqkv__attend_raw(const tqkv_cache *c, const tq
                                                    int n_queries, void *out)
 {
     tqkv__cut_call cut;
-    cut.n_parts = 0;
+    cut.n_requests = 0;
     cut.n_raw = tqkv__raw_queries(c, n_queries);
     tqkv_result r = cut.n_raw ? tqkv__cut_raw(c, some, q, n_queries, out, &cut) : TQKV_OK;
     if (r != TQKV_OK) return r;
     if (cut.n_raw && cut.n_raw < n_queries && some && some->tree)
         return tqkv__attend_cut_tree(c, some, q, n_queries, out, &cut);
     if (cut.n_raw < n_queries) r = tqkv__cut_coded(c, some, q, cut.n_raw, n_queries, out, &cut);
-    return r == TQKV_OK ? tqkv__run_job(cut.parts, cut.n_parts) : r;
+    return r == TQKV_OK ? tqkv__run_job(cut.requests, cut.n_requests) : r;
 }
 
 /* -- Presets -- */

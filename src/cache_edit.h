@@ -126,7 +126,7 @@ TQKV__COLD TQKV_API tqkv_result tqkv_cache_keep(tqkv_cache *c, int n, const int 
 /* The desc that makes a cache like c. */
 static tqkv_cache_desc tqkv__desc_of(const tqkv_cache *c)
 {
-#define TQKV__FIELD_OF(field, place) desc.field = c->place;
+#define TQKV__FIELD_OF(field, member) desc.field = c->member;
     tqkv_cache_desc desc;
     memset(&desc, 0, sizeof desc);
     TQKV__CACHE_SHAPE(TQKV__FIELD_OF)
@@ -152,7 +152,7 @@ static void tqkv__take_use(const tqkv_cache_desc *from, tqkv_cache_desc *to)
 /* Whether the nonzero fields of the shape of `wanted` are those of `found`. */
 static bool tqkv__desc_matches(const tqkv_cache_desc *wanted, const tqkv_cache_desc *found)
 {
-#define TQKV__FIELD_MATCHES(field, place) &&(wanted->field == 0 || wanted->field == found->field)
+#define TQKV__FIELD_MATCHES(field, member) &&(wanted->field == 0 || wanted->field == found->field)
     tqkv_cache_desc meant = *wanted;
     if (meant.softcap < 0.0f && found->softcap == 0.0f) meant.softcap = 0.0f; /* off in both */
     wanted = &meant;

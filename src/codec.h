@@ -1,6 +1,6 @@
 /* >>codec: norms, quantising, packing, and back, in plain C: the specification */
 
-/* Norm of a TQ row or block from the sum of its squares; scale: the factor that brings its values to variance 1. If the
+/* Norm of a TQ row, or of 256 of its values, from the sum of their squares; scale: the factor that brings them to variance 1. If the
    rotation of a row overflows, the sum is NaN, whose sign depends on the machine: fabsf clears the norm's. */
 static float tqkv__norm_tq(const tqkv__stream *s, float sum, float *scale)
 {
@@ -11,7 +11,8 @@ static float tqkv__norm_tq(const tqkv__stream *s, float sum, float *scale)
     return norm;
 }
 
-/* Norm of an I8 block: the largest magnitude / 127; scale: 1 / step of the grid. Both are 0 for a block near 0. With
+/* Norm of the values of an I8 row that share it: the largest magnitude / 127; scale: 1 / step of the grid. Both are 0 for
+   values near 0. With
    -freciprocal-math, which clang announces by no macro, the compiler would multiply by 1/127 if it knew the divisor or
    could hoist it. */
 static float tqkv__norm_i8(float largest, float *scale)
@@ -49,7 +50,7 @@ static void tqkv__norms_tq(const tqkv__stream *s, const float *y, float *norms, 
 }
 
 /* Quantising shortens a row by its error, and with it every score. The stored norm makes the decoded row as long as the
-   row was: norm * sqrt(D)/|c|, where c are the centroids of the codes. Blocks: norm * block_scale / RMS of c. sums: of the
+   row was: norm * sqrt(D)/|c|, where c are the centroids of the codes; where a row has several norms, norm * block_scale / RMS of c. sums: of the
    squares of c */
 static void tqkv__correct_norms(const tqkv__stream *s, const float *sums, float *norms)
 {

@@ -7,18 +7,18 @@ static void tqkv__move_rows(const tqkv__stream *from, int64_t source, const tqkv
     while (n > 0) {
         const int source_slot = tqkv__slot(from, source), target_slot = tqkv__slot(to, target);
         const int source_room = tqkv__slots_left(from, source), target_room = tqkv__slots_left(to, target);
-        int64_t run = n < source_room ? n : source_room;
-        if (run > target_room) run = target_room;
+        int64_t now = n < source_room ? n : source_room;
+        if (now > target_room) now = target_room;
         for (int h = 0; h < from->n_kv_heads; h++) {
             memmove(tqkv__codes_at(to, h, target_slot), tqkv__codes_at(from, h, source_slot),
-                    (size_t)run * from->row_bytes);
+                    (size_t)now * from->row_bytes);
             if (from->norms_per_row)
                 memmove(tqkv__norms_at(to, h, target_slot), tqkv__norms_at(from, h, source_slot),
-                        (size_t)run * (size_t)from->norms_per_row * sizeof(float));
+                        (size_t)now * (size_t)from->norms_per_row * sizeof(float));
         }
-        source += run;
-        target += run;
-        n -= run;
+        source += now;
+        target += now;
+        n -= now;
     }
 }
 

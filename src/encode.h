@@ -26,9 +26,9 @@ static bool tqkv__all_rows_finite(const tqkv__codec *codec, tqkv_type type, cons
 {
     const size_t size = tqkv__type_size(type), row = (size_t)dim, heads = (size_t)n_heads;
     if (tqkv__without_gaps(strides, n_heads, dim)) return codec->rows_finite(type, p, (size_t)n * heads * row);
-    const size_t runs = strides.head == row ? 1 : heads, length = heads / runs * row;
+    const size_t each = strides.head == row ? 1 : heads, length = heads / each * row; /* each: rows of a token */
     for (size_t t = 0; t < (size_t)n; t++)
-        for (size_t h = 0; h < runs; h++)
+        for (size_t h = 0; h < each; h++)
             if (!codec->rows_finite(type, (const uint8_t *)p + (t * strides.token + h * strides.head) * size, length))
                 return false;
     return true;
@@ -53,7 +53,7 @@ static tqkv_result tqkv__check_source(const tqkv__stream *s, const void *src, in
     return tqkv__rows_finite(s, src, n_tokens) ? TQKV_OK : TQKV__REFUSE(NOT_FINITE, "src holds NaN or infinity");
 }
 
-/* The first token to write. Of a run longer than a ring only the last tokens are kept: each slot is written once. */
+/* The first token to write. Of more tokens than a ring holds only the last ones are kept: each slot is written once. */
 static int tqkv__first_kept(const tqkv__stream *s, int n_tokens)
 {
     return s->ring && n_tokens > s->capacity ? n_tokens - s->capacity : 0;
@@ -122,8 +122,8 @@ static void tqkv__encode_tokens(const tqkv__stream *s, const tqkv__tokens *token
     tqkv__fp_restore(mode);
 }
 
-/* Encodes the same tokens into some streams, each from its own source: tasks for some tokens of one of them. One run tests
-   for NaN and Inf, the next encodes. */
+/* Encodes the same tokens into some streams, each from its own source: tasks for some tokens of one of them. The hook runs them
+   twice: first they test for NaN and Inf, then they encode. */
 enum { TQKV__ENCODE_STREAMS = 3, TQKV__ENCODE_TASKS = 16 };
 typedef struct tqkv__encode_job {
     const tqkv__stream *streams[TQKV__ENCODE_STREAMS], *halves[TQKV__ENCODE_STREAMS]; /* see tqkv__encode_tokens */
@@ -138,12 +138,12 @@ typedef struct tqkv__encode_job {
 static void tqkv__encode_task(void *context, int index)
 {
     tqkv__encode_job *job = (tqkv__encode_job *)context;
-    const int stream = index / job->n_tasks, part = index % job->n_tasks;
+    const int stream = index / job->n_tasks, share = index % job->n_tasks;
     const tqkv__stream *s = job->streams[stream];
     const void *src = job->src[stream];
     const int first = job->encode ? tqkv__first_kept(s, job->n_tokens) : 0;
-    const int from = first + (int)((int64_t)(job->n_tokens - first) * part / job->n_tasks);
-    const int to = first + (int)((int64_t)(job->n_tokens - first) * (part + 1) / job->n_tasks);
+    const int from = first + (int)((int64_t)(job->n_tokens - first) * share / job->n_tasks);
+    const int to = first + (int)((int64_t)(job->n_tokens - first) * (share + 1) / job->n_tasks);
     const tqkv__tokens tokens = {job->halves[stream], src, from, to, job->position, job->position + job->n_tokens};
     if (job->encode)
         tqkv__encode_tokens(s, &tokens);

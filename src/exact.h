@@ -127,7 +127,7 @@ static bool tqkv__values_finite(tqkv_type type, const void *x, size_t n)
 static inline float tqkv__round(float x) { return TQKV__AS_FLOAT(tqkv__rounded(x + 12582912.0f) - 12582912.0f); }
 
 /* exp_parts, exp and tanh of the kernels, step by step. Tables, because constants may be wider than a float. */
-static void tqkv__exp_parts(float x, float *power, float *tail)
+static void tqkv__exp_terms(float x, float *power, float *tail)
 {
     static const float reduce[3] = {1.44269504f, -0.693359375f, 2.12194440e-4f};
     static const float series[7] = {1.0f / 5040, 1.0f / 720, 1.0f / 120, 1.0f / 24, 1.0f / 6, 0.5f, 1.0f};
@@ -146,7 +146,7 @@ static TQKV__NOINLINE float tqkv__exp(float x)
     if (x != x) return x;
     if (x == 0.0f) return 1.0f; /* of two maxima the larger one gives it */
     if (x < -87.0f) return 0.0f;
-    tqkv__exp_parts(x < 87.0f ? x : 87.0f, &power, &tail);
+    tqkv__exp_terms(x < 87.0f ? x : 87.0f, &power, &tail);
     return tqkv__fma(power, tail, power);
 }
 
@@ -161,7 +161,7 @@ static float tqkv__tanh(float x)
     float power, tail;
     const float doubled = TQKV__AS_FLOAT(fabsf(x) * -2.0f);
     if (x != x) return x;
-    tqkv__exp_parts(doubled > -40.0f ? doubled : -40.0f, &power, &tail);
+    tqkv__exp_terms(doubled > -40.0f ? doubled : -40.0f, &power, &tail);
     const float m = tqkv__fma(power, tail, TQKV__AS_FLOAT(power - 1.0f));
     return copysignf(TQKV__AS_FLOAT(fabsf(m) / TQKV__AS_FLOAT(2.0f + m)), x);
 }

@@ -19,7 +19,7 @@ static size_t tqkv__gathered_floats(const tqkv__attention *a)
 }
 
 /* Puts a stream of two tiles at `memory`; returns what is behind it. */
-static uint8_t *tqkv__place_stream(tqkv__stream *s, uint8_t *memory)
+static uint8_t *tqkv__put_stream(tqkv__stream *s, uint8_t *memory)
 {
     s->codes = memory;
     s->norms = (float *)(void *)(memory + tqkv__gathered_codes(s));
@@ -39,7 +39,7 @@ static void tqkv__open_gathered(const tqkv__attention *a, float *scratch, tqkv__
     *gathered = *a;
     for (int i = 0; i < TQKV__STREAMS; i++) {
         tqkv__stream *s = (tqkv__stream *)(uintptr_t)tqkv__stream_read(gathered, i);
-        if (s) memory = tqkv__place_stream(s, memory);
+        if (s) memory = tqkv__put_stream(s, memory);
     }
     if (!a->shared) return;
     gathered->values = gathered->keys;
@@ -84,13 +84,13 @@ static void tqkv__find_slots(const tqkv__stream *s, const tqkv__list *l, const t
 /* The same for all streams of a tile. */
 static void tqkv__find_slots_of(const tqkv__attention *a, const tqkv__list *l, tqkv__ranks *ranks)
 {
-    const tqkv__stream *k = ranks->place.keys, *v = ranks->place.values;
+    const tqkv__stream *k = ranks->region.keys, *v = ranks->region.values;
     tqkv__find_slots(k, l, ranks, ranks->keys);
     if (k->pages == v->pages && k->page_size == v->page_size && k->ring == v->ring && k->capacity == v->capacity)
         memcpy(ranks->values, ranks->keys, (size_t)ranks->n * sizeof *ranks->keys);
     else
         tqkv__find_slots(v, l, ranks, ranks->values);
-    if (a->call.tail) tqkv__find_slots(ranks->place.tail, l, ranks, ranks->tail);
+    if (a->call.tail) tqkv__find_slots(ranks->region.tail, l, ranks, ranks->tail);
 }
 
 static bool tqkv__in_order(const int32_t *slot_list, int n)
@@ -124,11 +124,11 @@ static int64_t tqkv__find_ranks_at(const tqkv__work *w, int pass, int64_t rank, 
     const int64_t position = tqkv__position_of(l, rank), last = tqkv__position_of(l, rank + n - 1);
     const bool together = last - position == n - 1;
     ranks->n = 0;
-    ranks->place = tqkv__place_at(a, position, pass);
+    ranks->region = tqkv__region_at(a, position, pass);
     if (together)
-        n = tqkv__tile_length(a, &ranks->place, position, last + 1); /* as without a list */
-    else if (last >= ranks->place.end)
-        n = tqkv__rank_of(l, ranks->place.end) - rank;
+        n = tqkv__tile_length(a, &ranks->region, position, last + 1); /* as without a list */
+    else if (last >= ranks->region.end)
+        n = tqkv__rank_of(l, ranks->region.end) - rank;
     ranks->together = together && !scattered;
     ranks->hidden = tqkv__hidden_ranks(a, w->item->first_row / a->group, l, rank, (int)n);
     if (ranks->hidden == tqkv__bits_below((int)n)) return rank + n;
@@ -158,34 +158,35 @@ static void tqkv__find_first_ranks(const tqkv__work *w, tqkv__ranks *ranks)
 }
 
 /* Slots of a tile: those of its rows, if these are together, else in scratch. ahead: the next tile's first slot, or -1 */
-static tqkv__run tqkv__run_of_ranks(const tqkv__ranks *ranks, const int32_t *slot_list, int scratch, int64_t ahead)
+static tqkv__segment tqkv__segment_of_ranks(const tqkv__ranks *ranks, const int32_t *slot_list, int scratch,
+                                            int64_t ahead)
 {
-    const tqkv__run run = {ranks->together ? slot_list[0] : scratch, ranks->n,
-                           ahead < 0 ? 0 : (int)ahead - slot_list[0]};
-    return run;
+    const tqkv__segment segment = {ranks->together ? slot_list[0] : scratch, ranks->n,
+                                   ahead < 0 ? 0 : (int)ahead - slot_list[0]};
+    return segment;
 }
 
 /* Makes a tile of ranks; scattered ones get the keys in scratch now, and the values before they are added. */
-static tqkv__tile *tqkv__place_tile(const tqkv__work *w, const tqkv__ranks *ranks, const tqkv__ranks *next)
+static tqkv__tile *tqkv__tile_of_ranks(const tqkv__work *w, const tqkv__ranks *ranks, const tqkv__ranks *next)
 {
     const tqkv__attention *a = w->a, *streams = ranks->together ? a : w->gathered;
     tqkv__tile *tile = tqkv__next_tile(w, ranks->rank, ranks->n);
     const int kv_head = tile->kv_head, slot = tile == w->tiles ? 0 : TQKV__TILE;
-    const bool ahead = ranks->together && next->n && next->together && ranks->place.keys == next->place.keys &&
-                       ranks->place.values == next->place.values; /* the loops ask for the next tile */
-    const int pass = ranks->place.number / 2;
-    tile->place = tqkv__place_at(streams, tqkv__position_of(tqkv__list_in_pass(w, pass), ranks->rank), pass);
-    tile->keys = tqkv__run_of_ranks(ranks, ranks->keys, slot, ahead ? next->keys[0] : -1);
-    tile->values = tqkv__run_of_ranks(ranks, ranks->values, slot, ahead ? next->values[0] : -1);
-    if (a->call.tail) tile->tail = tqkv__run_of_ranks(ranks, ranks->tail, slot, ahead ? next->tail[0] : -1);
+    const bool ahead = ranks->together && next->n && next->together && ranks->region.keys == next->region.keys &&
+                       ranks->region.values == next->region.values; /* the loops ask for the next tile */
+    const int pass = ranks->region.number / 2;
+    tile->region = tqkv__region_at(streams, tqkv__position_of(tqkv__list_in_pass(w, pass), ranks->rank), pass);
+    tile->keys = tqkv__segment_of_ranks(ranks, ranks->keys, slot, ahead ? next->keys[0] : -1);
+    tile->values = tqkv__segment_of_ranks(ranks, ranks->values, slot, ahead ? next->values[0] : -1);
+    if (a->call.tail) tile->tail = tqkv__segment_of_ranks(ranks, ranks->tail, slot, ahead ? next->tail[0] : -1);
     if (ahead)
         tqkv__touch_streams(tile);
     else
         tqkv__ask_keys(a, kv_head, next);
     tile->ranks = ranks;
     if (ranks->together) return tile;
-    tqkv__gather(ranks->place.keys, kv_head, ranks, ranks->keys, tile->place.keys, slot);
-    if (a->call.tail) tqkv__gather(ranks->place.tail, kv_head, ranks, ranks->tail, tile->place.tail, slot);
+    tqkv__gather(ranks->region.keys, kv_head, ranks, ranks->keys, tile->region.keys, slot);
+    if (a->call.tail) tqkv__gather(ranks->region.tail, kv_head, ranks, ranks->tail, tile->region.tail, slot);
     tile->streams = streams;
     tile->kv_head = 0;
     return tile;
@@ -197,7 +198,7 @@ static tqkv__tile *tqkv__wrapped_tile(tqkv__work *w, int pass, int64_t position)
     tqkv__ranks *ranks = &w->ranks[w->before == &w->tiles[0]]; /* those of the tile before are in use */
     w->ranks[2].n = 0;                                         /* no tile to ask for */
     tqkv__find_ranks(w, pass, position, ranks);
-    return tqkv__place_tile(w, ranks, &w->ranks[2]);
+    return tqkv__tile_of_ranks(w, ranks, &w->ranks[2]);
 }
 
 /* Adds a pass through a range of positions to the sums of an item's rows. */
@@ -205,17 +206,17 @@ static void tqkv__attend_rows(tqkv__work *w, int pass, tqkv__range range)
 {
     const tqkv__attention *a = w->a;
     const tqkv__range seen = w->passes[pass];
-    tqkv__place place = tqkv__place_at(a, seen.from, pass);
+    tqkv__region region = tqkv__region_at(a, seen.from, pass);
     for (int64_t position = seen.from, n; position < seen.to; position += n) {
-        if (position >= place.end) place = tqkv__place_at(a, position, pass);
-        n = tqkv__tile_length(a, &place, position, seen.to);
+        if (position >= region.end) region = tqkv__region_at(a, position, pass);
+        n = tqkv__tile_length(a, &region, position, seen.to);
         const bool wraps =
-            w->odd_rings && (tqkv__wraps(place.keys, position, n) || tqkv__wraps(place.values, position, n) ||
-                             (a->call.tail && tqkv__wraps(place.tail, position, n)));
+            w->odd_rings && (tqkv__wraps(region.keys, position, n) || tqkv__wraps(region.values, position, n) ||
+                             (a->call.tail && tqkv__wraps(region.tail, position, n)));
         tqkv__tile *tile = wraps ? tqkv__wrapped_tile(w, pass, position) : tqkv__next_tile(w, position, (int)n);
-        if (!wraps) tile->place = place;
+        if (!wraps) tile->region = region;
         if (!tqkv__find_spans(w, range, tile)) continue; /* a tree hides it */
-        if (!wraps) tqkv__find_runs(a, &place, seen.to, tile);
+        if (!wraps) tqkv__find_segments(a, &region, seen.to, tile);
         if (!wraps && position + n < seen.to) tqkv__touch_streams(tile);
         tqkv__attend_tile(w, tile);
     }
@@ -250,9 +251,9 @@ static void tqkv__attend_ranks(tqkv__work *w, tqkv__range range)
     for (int now = 0; w->ranks[now].n; now = (now + 1) % 3) {
         const tqkv__ranks *ranks = &w->ranks[now];
         tqkv__ranks *next = &w->ranks[(now + 1) % 3];
-        tqkv__find_ranks(w, ranks->place.number / 2, ranks->rank + ranks->n, next);
+        tqkv__find_ranks(w, ranks->region.number / 2, ranks->rank + ranks->n, next);
         if (!next->n) tqkv__ask_next_head(w);
-        tqkv__tile *tile = tqkv__place_tile(w, ranks, next);
+        tqkv__tile *tile = tqkv__tile_of_ranks(w, ranks, next);
         tqkv__find_spans(w, range, tile);
         tqkv__attend_tile(w, tile);
     }

@@ -116,8 +116,8 @@ static void tqkv__arrange_scored(const tqkv__scoring *job, tqkv__scored *s)
     }
 }
 
-/* sums[query][j]: the score of each key of the run */
-static void tqkv__score_keys(const tqkv__index *x, const tqkv__scored *s, const tqkv__run *run)
+/* sums[query][j]: the score of each key of the segment */
+static void tqkv__score_keys(const tqkv__index *x, const tqkv__scored *s, const tqkv__segment *segment)
 {
     const int n_heads = x->a.call.n_heads, n_rows = s->n_queries * n_heads, most = tqkv__tile_rows(x);
     memset(s->sums, 0, (size_t)s->n_queries * TQKV__TILE * sizeof(float));
@@ -125,8 +125,8 @@ static void tqkv__score_keys(const tqkv__index *x, const tqkv__scored *s, const 
         n = n_rows - row < most ? n_rows - row : most;
         const int heads = n < n_heads ? n : n_heads; /* whole queries, or some heads of one */
         const size_t at = (size_t)row * (size_t)x->a.key_dim;
-        x->a.isa->score_tile(&x->a.keys, 0, run, s->q + at, n, false, s->tile);
-        if (s->digits) x->a.isa->score_tile(&x->a.keys, 0, run, s->rest + at, n, true, s->tile);
+        x->a.isa->score_tile(&x->a.keys, 0, segment, s->q + at, n, false, s->tile);
+        if (s->digits) x->a.isa->score_tile(&x->a.keys, 0, segment, s->rest + at, n, true, s->tile);
         for (int i = 0; i < n; i += heads)
             x->a.isa->sum_heads(s->tile + i * TQKV__TILE, s->weights + row + i, s->offsets + row + i, x->call.relu,
                                 heads, s->sums + (row + i) / n_heads * TQKV__TILE);
@@ -181,10 +181,10 @@ static TQKV__NOINLINE void tqkv__score_unit(const tqkv__scoring *job, int unit, 
         n = TQKV__TILE - position % TQKV__TILE;
         if (n > room) n = room;
         if (n > to - position) n = to - position;
-        tqkv__run run;
-        tqkv__open_run(keys, position, (int)n, to, &run);
-        if (position + n < to) tqkv__touch_next(keys, 0, &run);
-        tqkv__score_keys(x, &s, &run);
+        tqkv__segment segment;
+        tqkv__open_segment(keys, position, (int)n, to, &segment);
+        if (position + n < to) tqkv__touch_next(keys, 0, &segment);
+        tqkv__score_keys(x, &s, &segment);
         for (int i = 0; i < s.n_queries; i++) {
             const int64_t end = tqkv__index_end(x, s.first_query + i), seen = end - position < n ? end - position : n;
             float *out = job->scores + (int64_t)(s.first_query + i) * x->blocks;
@@ -233,7 +233,7 @@ static tqkv_result tqkv__run_scoring(tqkv__scoring *job)
     const tqkv_result r = tqkv__divide_scoring(job);
     if (r != TQKV_OK || queue->n_units == 0) return r;
     if (!tqkv__queue_open(queue, &call->allocator, 0)) return TQKV_OUT_OF_MEMORY;
-    memset(queue->memory, 0, queue->size); /* scores behind a run's end are read */
+    memset(queue->memory, 0, queue->size); /* scores behind a segment's end are read */
     call->parallel.run(call->parallel.user, queue->n_tasks, tqkv__score_task, job);
     call->allocator.free(call->allocator.user, queue->memory, queue->size);
     return TQKV_OK;

@@ -4,7 +4,7 @@
    integers of 15 bits against the largest. Codes stand for integer centroids of 8 bits, I8's for themselves. T = 32639:
 
      q_d = round(query_d T/Q),  Q = max_d |query_d|
-     s_j = sum over blocks b of (sum_d q_d c_jd) * (f_jb * (step Q/T))     f: the factor of a norm, see tqkv__factor
+     s_j = sum over panels b of (sum_d q_d c_jd) * (f_jb * (step Q/T))     f: the factor of a norm, see tqkv__factor
      p_j = exp(s_j - max),  W = max_j |p_j f_j|,  w_j = round(p_j f_j T/W)
      out_d += (sum_j w_j c_jd) * (step W/T)                                in each tile
 
@@ -12,7 +12,7 @@
    rest_d = query_d - q_d Q/T, whose products are added to the scores. See tqkv__round_rest.
 
    The sums in brackets are exact, so their order is free. No such sum leaves 32 bits: |q_d|, |w_j| <= 32639 and
-   |c| <= 128, so a score of a block of 256 dimensions stays below 1.07e9, and the 64 positions of a tile below 2.7e8.
+   |c| <= 128, so a score of a panel of 256 dimensions stays below 1.07e9, and the 64 positions of a tile below 2.7e8.
    Floats have one order everywhere: products that a sum follows are an fma or rounded first, quotients are divisions,
    exp and tanh are those of the kernels, and 16 partial sums are added by halves. F16 streams are multiplied as floats.
    T = 127*256 + 127, so that a set may split an integer into two signed bytes. */
@@ -114,10 +114,10 @@ static bool tqkv__round_rest(float *query, int n)
 /* Results that are NaN have one pattern of bits, whatever the processor makes of them. */
 static float tqkv__one_nan(float x) { return x != x ? tqkv__float(0x7fc00000u) : x; }
 
-/* The factor of block `block` of block_dim values of a row. */
-static float tqkv__block_factor(const tqkv__stream *s, const float *norms, int block)
+/* The factor of panel `panel` of panel_dim values of a row. */
+static float tqkv__panel_factor(const tqkv__stream *s, const float *norms, int panel)
 {
-    return tqkv__factor(s, norms[block * s->block_dim / s->norm_dim]);
+    return tqkv__factor(s, norms[panel * s->panel_dim / s->norm_dim]);
 }
 
 static float tqkv__sum_16(float *lanes)
@@ -138,24 +138,24 @@ static float tqkv__score_integers(const tqkv__stream *s, const int8_t *key, cons
                                   float score)
 {
     const int16_t *q = (const int16_t *)(const void *)query;
-    for (int b = 0; b < s->head_dim / s->block_dim; b++) {
-        const float norm = tqkv__block_factor(s, norms, b), factor_or_nan = norm + norm * 0.0f; /* see `factors` */
+    for (int b = 0; b < s->head_dim / s->panel_dim; b++) {
+        const float norm = tqkv__panel_factor(s, norms, b), factor_or_nan = norm + norm * 0.0f; /* see `factors` */
         const float factor = TQKV__AS_FLOAT(factor_or_nan * query[s->head_dim - 1]);
         int32_t sum = 0;
-        for (int d = b * s->block_dim; d < (b + 1) * s->block_dim; d++) sum += q[d] * key[d];
+        for (int d = b * s->panel_dim; d < (b + 1) * s->panel_dim; d++) sum += q[d] * key[d];
         score = tqkv__fma(TQKV__AS_FLOAT((float)sum), factor, score);
     }
     return score;
 }
 
-static void tqkv__integer_score_tile_scalar(const tqkv__stream *s, int kv_head, const tqkv__run *run, const float *q,
-                                            int n_rows, bool add, float *scores)
+static void tqkv__integer_score_tile_scalar(const tqkv__stream *s, int kv_head, const tqkv__segment *segment,
+                                            const float *q, int n_rows, bool add, float *scores)
 {
     float half[TQKV_MAX_HEAD_DIM];
     int8_t key[TQKV_MAX_HEAD_DIM];
-    for (int j = 0; j < run->n; j++) {
-        const uint8_t *codes = tqkv__codes_at(s, kv_head, run->slot + j);
-        const float *norms = tqkv__norms_at(s, kv_head, run->slot + j);
+    for (int j = 0; j < segment->n; j++) {
+        const uint8_t *codes = tqkv__codes_at(s, kv_head, segment->slot + j);
+        const float *norms = tqkv__norms_at(s, kv_head, segment->slot + j);
         if (s->kind == TQKV__HALF)
             tqkv__decode_row(s, codes, norms, half);
         else
@@ -210,48 +210,49 @@ static void tqkv__integer_softmax_tile_scalar(const tqkv__attention *a, const tq
 }
 
 /* out += sum_j weights[j] * value j for values of halves, one position after the other. out: [head_dim] */
-static void tqkv__add_halves(const tqkv__stream *s, int kv_head, const tqkv__run *run, const float *weights, float *out)
+static void tqkv__add_halves(const tqkv__stream *s, int kv_head, const tqkv__segment *segment, const float *weights,
+                             float *out)
 {
     float value[TQKV_MAX_HEAD_DIM];
-    for (int j = 0; j < run->n; j++) {
-        tqkv__decode_row(s, tqkv__codes_at(s, kv_head, run->slot + j), NULL, value);
+    for (int j = 0; j < segment->n; j++) {
+        tqkv__decode_row(s, tqkv__codes_at(s, kv_head, segment->slot + j), NULL, value);
         for (int d = 0; d < s->head_dim; d++) out[d] = tqkv__fma(weights[j], value[d], out[d]);
     }
 }
 
-/* The same for one block of integers; integers: [n][block_dim], out: [block_dim] */
-static void tqkv__add_integers(const tqkv__stream *s, int kv_head, const tqkv__run *run, int block,
+/* The same for one panel of integers; integers: [n][panel_dim], out: [panel_dim] */
+static void tqkv__add_integers(const tqkv__stream *s, int kv_head, const tqkv__segment *segment, int panel,
                                const int8_t *integers, const float *weights, float *out)
 {
     float scaled[TQKV__TILE];
     int16_t w[TQKV__TILE];
-    int32_t sums[TQKV__BLOCK] = {0};
-    for (int j = 0; j < run->n; j++) {
-        const float *norms = tqkv__norms_at(s, kv_head, run->slot + j);
-        scaled[j] = weights[j] == 0.0f ? 0.0f : TQKV__AS_FLOAT(weights[j] * tqkv__block_factor(s, norms, block));
+    int32_t sums[TQKV__PANEL] = {0};
+    for (int j = 0; j < segment->n; j++) {
+        const float *norms = tqkv__norms_at(s, kv_head, segment->slot + j);
+        scaled[j] = weights[j] == 0.0f ? 0.0f : TQKV__AS_FLOAT(weights[j] * tqkv__panel_factor(s, norms, panel));
     }
-    const float unit = tqkv__to_integers(scaled, run->n, s->step, w);
-    for (int j = 0; j < run->n; j++, integers += s->block_dim)
-        for (int d = 0; d < s->block_dim; d++) sums[d] += w[j] * integers[d];
-    for (int d = 0; d < s->block_dim; d++) out[d] = tqkv__fma(TQKV__AS_FLOAT((float)sums[d]), unit, out[d]);
+    const float unit = tqkv__to_integers(scaled, segment->n, s->step, w);
+    for (int j = 0; j < segment->n; j++, integers += s->panel_dim)
+        for (int d = 0; d < s->panel_dim; d++) sums[d] += w[j] * integers[d];
+    for (int d = 0; d < s->panel_dim; d++) out[d] = tqkv__fma(TQKV__AS_FLOAT((float)sums[d]), unit, out[d]);
 }
 
-static void tqkv__integer_value_tile_scalar(const tqkv__stream *s, int kv_head, const tqkv__run *run,
+static void tqkv__integer_value_tile_scalar(const tqkv__stream *s, int kv_head, const tqkv__segment *segment,
                                             const float *weights, int n_rows, float *scaled, float *out)
 {
-    int8_t integers[TQKV__TILE * TQKV__BLOCK];
+    int8_t integers[TQKV__TILE * TQKV__PANEL];
     (void)scaled; /* for vectors */
     if (s->kind == TQKV__HALF)
         for (int row = 0; row < n_rows; row++)
-            tqkv__add_halves(s, kv_head, run, weights + row * TQKV__TILE, out + (size_t)row * (size_t)s->head_dim);
+            tqkv__add_halves(s, kv_head, segment, weights + row * TQKV__TILE, out + (size_t)row * (size_t)s->head_dim);
     if (s->kind != TQKV__HALF)
-        for (int b = 0; b < s->head_dim / s->block_dim; b++) {
-            for (int j = 0; j < run->n; j++)
-                tqkv__integers_at(s, tqkv__codes_at(s, kv_head, run->slot + j), b * s->block_dim, s->block_dim,
-                                  integers + j * s->block_dim);
+        for (int b = 0; b < s->head_dim / s->panel_dim; b++) {
+            for (int j = 0; j < segment->n; j++)
+                tqkv__integers_at(s, tqkv__codes_at(s, kv_head, segment->slot + j), b * s->panel_dim, s->panel_dim,
+                                  integers + j * s->panel_dim);
             for (int row = 0; row < n_rows; row++)
-                tqkv__add_integers(s, kv_head, run, b, integers, weights + row * TQKV__TILE,
-                                   out + (size_t)row * (size_t)s->head_dim + b * s->block_dim);
+                tqkv__add_integers(s, kv_head, segment, b, integers, weights + row * TQKV__TILE,
+                                   out + (size_t)row * (size_t)s->head_dim + b * s->panel_dim);
         }
 }
 

@@ -282,7 +282,7 @@ TQKV__OP void tqkv__i_transpose_i8mm(const int8_t *p, size_t stride, tqkv__i_lan
     x[1].first = vreinterpretq_u32_u64(vzip2q_u64(rows[0], rows[1]));
     x[1].last = vreinterpretq_u32_u64(vzip2q_u64(rows[2], rows[3]));
 }
-/* Each round makes the highest bit of a register's number the lowest of a byte's place. */
+/* Each round makes the highest bit of a register's number the lowest of a byte's. */
 TQKV__OP void tqkv__i_interleave_i8mm(const int8_t *p, size_t stride, int left, tqkv__i_lanes_i8mm *x)
 {
     int8x16_t from[8], to[8];

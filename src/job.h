@@ -36,40 +36,40 @@ enum { TQKV__WAVE_FLOATS = 1 << 20 };
 
 typedef struct tqkv__job {
     tqkv__queue queue; /* slots: tiles, queries, gathered rows, sums of a piece, of all stretches, of one */
-    tqkv__part *parts;
-    int n_parts;
+    tqkv__request *requests;
+    int n_requests;
     bool spread;
     size_t wave_floats;
     float *waves; /* [wave_floats] */
 } tqkv__job;
 
-static tqkv__item tqkv__item_of(const tqkv__part *part, int index)
+static tqkv__item tqkv__item_of(const tqkv__request *request, int index)
 {
-    TQKV_ASSERT(index >= 0 && index < part->n_items);
-    const int n_kv_heads = part->a->n_kv_heads, each = (part->n_rows - 1) / part->rows_each + 1;
-    const bool follow = tqkv__heads_follow(part->a);
-    const int of_head = part->n_items / n_kv_heads; /* items */
+    TQKV_ASSERT(index >= 0 && index < request->n_items);
+    const int n_kv_heads = request->a->n_kv_heads, each = (request->n_rows - 1) / request->rows_each + 1;
+    const bool follow = tqkv__heads_follow(request->a);
+    const int of_head = request->n_items / n_kv_heads; /* items */
     const int kv_head = follow ? index % n_kv_heads : index / of_head,
               i = follow ? index / n_kv_heads : index % of_head;
-    const int before = i % each * part->rows_each, left = part->n_rows - before;
-    const tqkv__item item = {kv_head, i / each * part->n_rows + before,
-                             left < part->rows_each ? left : part->rows_each};
+    const int before = i % each * request->rows_each, left = request->n_rows - before;
+    const tqkv__item item = {kv_head, i / each * request->n_rows + before,
+                             left < request->rows_each ? left : request->rows_each};
     return item;
 }
 
 /* The sums of one stretch; that before the first is of positions that are no longer resident. */
-static void tqkv__attend_stretch(const tqkv__part *part, tqkv__work *w, int64_t stretch, const tqkv__sums *sums)
+static void tqkv__attend_stretch(const tqkv__request *request, tqkv__work *w, int64_t stretch, const tqkv__sums *sums)
 {
     const int64_t begin = stretch * TQKV__STRETCH;
-    tqkv__range range = part->seen;
+    tqkv__range range = request->seen;
     if (range.from < begin) range.from = begin;
     if (range.to - begin > TQKV__STRETCH) range.to = begin + TQKV__STRETCH;
     const int n_rows = w->item->n_rows;
     w->before = NULL;
     w->sums = *sums;
-    tqkv__find_passes(w, range, part->kept && stretch == part->stretch);
-    tqkv__clear_sums(&w->piece, (size_t)n_rows, part->a->value_dim);
-    tqkv__clear_sums(sums, (size_t)n_rows, part->a->value_dim);
+    tqkv__find_passes(w, range, request->kept && stretch == request->stretch);
+    tqkv__clear_sums(&w->piece, (size_t)n_rows, request->a->value_dim);
+    tqkv__clear_sums(sums, (size_t)n_rows, request->a->value_dim);
     for (int i = 0; i < 2; i++) /* value_tile reads whole vectors behind the last row: no NaN or Inf of old scratch */
         memset(w->tiles[i].scores + n_rows * TQKV__TILE, 0, TQKV__TILE * sizeof(float));
     if (w->list || w->small_pages)
@@ -78,7 +78,7 @@ static void tqkv__attend_stretch(const tqkv__part *part, tqkv__work *w, int64_t 
         for (int pass = 0; pass < TQKV__PASSES; pass++) tqkv__attend_rows(w, pass, range);
     tqkv__add_before(w);
     w->a->isa->end_piece(n_rows, w->a->value_dim, &w->piece, sums);
-    if (w->before) tqkv__turn_sums(w->a, w->before->place.values, &w->a->values, n_rows, sums->out);
+    if (w->before) tqkv__turn_sums(w->a, w->before->region.values, &w->a->values, n_rows, sums->out);
 }
 
 /* The sums of n_rows rows in memory. */
@@ -89,21 +89,21 @@ static tqkv__sums tqkv__sums_at(float *memory, size_t n_rows, int value_dim)
     return sums;
 }
 
-/* An item's part of sums of all rows, which are ordered by KV head. */
-static tqkv__sums tqkv__sums_of_item(const tqkv__part *part, const tqkv__item *item, float *memory)
+/* An item's request of sums of all rows, which are ordered by KV head. */
+static tqkv__sums tqkv__sums_of_item(const tqkv__request *request, const tqkv__item *item, float *memory)
 {
-    const tqkv__attention *a = part->a;
+    const tqkv__attention *a = request->a;
     const tqkv__sums all = tqkv__sums_at(memory, a->n_rows, a->value_dim);
     const size_t row = (size_t)item->kv_head * (size_t)(a->call.n_queries * a->group) + (size_t)item->first_row;
     const tqkv__sums own = {all.out + row * (size_t)a->value_dim, all.max + row, all.sum + row};
     return own;
 }
 
-static TQKV__NOINLINE void tqkv__attend_unit(const tqkv__job *job, const tqkv__part *part, int unit, float *slot)
+static TQKV__NOINLINE void tqkv__attend_unit(const tqkv__job *job, const tqkv__request *request, int unit, float *slot)
 {
-    const tqkv__attention *a = part->a;
-    const tqkv__item item = tqkv__item_of(part, unit % part->n_items);
-    const size_t rows = (size_t)part->rows_each, floats = rows * (size_t)(a->value_dim + 2);
+    const tqkv__attention *a = request->a;
+    const tqkv__item item = tqkv__item_of(request, unit % request->n_items);
+    const size_t rows = (size_t)request->rows_each, floats = rows * (size_t)(a->value_dim + 2);
     float *q = slot + 2 * sizeof(tqkv__tile) / sizeof(float), *next = q + rows * tqkv__query_floats(a);
     float offsets[TQKV__CHUNK_ROWS];
     tqkv__attention gathered;
@@ -122,39 +122,39 @@ static TQKV__NOINLINE void tqkv__attend_unit(const tqkv__job *job, const tqkv__p
     w.odd_rings = tqkv__odd_rings(a);
     w.gathered = &gathered;
     next += floats;
-    if (w.list) list = tqkv__open_list(a, item.first_row / a->group, item.kv_head, part->slice);
+    if (w.list) list = tqkv__open_list(a, item.first_row / a->group, item.kv_head, request->slice);
     if (w.list || w.small_pages || w.odd_rings) tqkv__open_gathered(a, next, &gathered);
     next += tqkv__gathered_floats(a);
-    w.digits = tqkv__arrange_queries(a, &item, part->q, q);
-    tqkv__find_offsets(a, &item, part->q, offsets);
+    w.digits = tqkv__arrange_queries(a, &item, request->q, q);
+    tqkv__find_offsets(a, &item, request->q, offsets);
     if (job->spread) {
-        const int64_t stretch = unit / part->n_items;
-        const tqkv__sums to = tqkv__sums_of_item(part, &item, part->now + (size_t)stretch * part->sums_floats);
-        tqkv__attend_stretch(part, &w, part->wave + stretch, &to);
+        const int64_t stretch = unit / request->n_items;
+        const tqkv__sums to = tqkv__sums_of_item(request, &item, request->now + (size_t)stretch * request->sums_floats);
+        tqkv__attend_stretch(request, &w, request->wave + stretch, &to);
         return;
     }
     const tqkv__sums all = tqkv__sums_at(next, rows, a->value_dim);
     const tqkv__sums one = tqkv__sums_at(next + floats, rows, a->value_dim);
-    tqkv__attend_stretch(part, &w, part->stretch, &all);
-    for (int64_t i = 1; i < part->n_stretches; i++) {
-        tqkv__attend_stretch(part, &w, part->stretch + i, &one);
+    tqkv__attend_stretch(request, &w, request->stretch, &all);
+    for (int64_t i = 1; i < request->n_stretches; i++) {
+        tqkv__attend_stretch(request, &w, request->stretch + i, &one);
         tqkv__merge_sums(&all, &one, (size_t)item.n_rows, a->value_dim);
     }
-    tqkv__deliver(part, &item, &all);
+    tqkv__deliver(request, &item, &all);
 }
 
-/* The last part that begins at or before the unit; parts without units in this wave begin where the next one does. */
-static const tqkv__part *tqkv__part_of(const tqkv__job *job, int unit)
+/* The last request that begins at or before the unit; requests without units in this wave begin where the next one does. */
+static const tqkv__request *tqkv__request_of(const tqkv__job *job, int unit)
 {
-    int low = 0, high = job->n_parts;
+    int low = 0, high = job->n_requests;
     while (high - low > 1) {
         const int middle = low + (high - low) / 2;
-        if (job->parts[middle].first_unit <= unit)
+        if (job->requests[middle].first_unit <= unit)
             low = middle;
         else
             high = middle;
     }
-    return &job->parts[low];
+    return &job->requests[low];
 }
 
 static void tqkv__attend_task(void *context, int index)
@@ -163,8 +163,8 @@ static void tqkv__attend_task(void *context, int index)
     float *slot = job->queue.slot_list + (size_t)index * job->queue.slot_floats;
     const uint64_t mode = tqkv__fp_exact();
     for (int unit; (unit = tqkv__queue_take(&job->queue)) >= 0;) {
-        const tqkv__part *part = tqkv__part_of(job, unit);
-        tqkv__attend_unit(job, part, unit - part->first_unit, slot);
+        const tqkv__request *request = tqkv__request_of(job, unit);
+        tqkv__attend_unit(job, request, unit - request->first_unit, slot);
     }
     tqkv__fp_restore(mode);
 }
@@ -191,46 +191,46 @@ static int tqkv__item_rows(const tqkv__attention *a, int all, int64_t others)
 
 /* Finds the stretches and items of a call over a slice. max and sum NULL: finishes the rows. */
 static void tqkv__cut(const tqkv__attention *a, tqkv__range slice, const void *q, void *out, float *max, float *sum,
-                      tqkv__part *part)
+                      tqkv__request *request)
 {
     const tqkv__range seen =
         a->call.list ? tqkv__listed_to(a, slice) : tqkv__visible_to(a, 0, a->call.n_queries - 1, slice);
-    const int parts = a->n_kv_heads * (a->call.list ? a->call.n_queries : 1);
-    memset(part, 0, sizeof *part);
-    part->a = a;
-    part->q = q;
-    part->out = out;
-    part->max = max;
-    part->sum = sum;
-    part->slice = slice;
-    part->seen = seen;
-    part->stretch = seen.from / TQKV__STRETCH;
-    part->n_stretches = seen.to > seen.from ? (seen.to - 1) / TQKV__STRETCH - part->stretch + 1 : 1;
-    part->kept = a->kept && slice.from == a->first && (slice.from < slice.to || slice.to == a->call.end);
-    part->stretch -= part->kept;
-    part->n_stretches += part->kept;
-    part->wave = part->stretch;
-    part->n_rows = a->call.list ? a->group : a->call.n_queries * a->group;
-    part->rows_each = tqkv__item_rows(a, part->n_rows, part->n_stretches * parts);
-    part->n_items = parts * ((part->n_rows - 1) / part->rows_each + 1);
-    part->sums_floats = a->n_rows * ((size_t)a->value_dim + 2);
+    const int each = a->n_kv_heads * (a->call.list ? a->call.n_queries : 1);
+    memset(request, 0, sizeof *request);
+    request->a = a;
+    request->q = q;
+    request->out = out;
+    request->max = max;
+    request->sum = sum;
+    request->slice = slice;
+    request->seen = seen;
+    request->stretch = seen.from / TQKV__STRETCH;
+    request->n_stretches = seen.to > seen.from ? (seen.to - 1) / TQKV__STRETCH - request->stretch + 1 : 1;
+    request->kept = a->kept && slice.from == a->first && (slice.from < slice.to || slice.to == a->call.end);
+    request->stretch -= request->kept;
+    request->n_stretches += request->kept;
+    request->wave = request->stretch;
+    request->n_rows = a->call.list ? a->group : a->call.n_queries * a->group;
+    request->rows_each = tqkv__item_rows(a, request->n_rows, request->n_stretches * each);
+    request->n_items = each * ((request->n_rows - 1) / request->rows_each + 1);
+    request->sums_floats = a->n_rows * ((size_t)a->value_dim + 2);
 }
 
 /* Chooses how to divide the work, and how much memory that takes. Returns the floats of all totals. */
 static size_t tqkv__divide(tqkv__job *job)
 {
-    const bool hook = job->parts[0].a->call.parallel.run != tqkv__run_serial;
+    const bool hook = job->requests[0].a->call.parallel.run != tqkv__run_serial;
     double longest = 0.0, all = 0.0; /* in stretches of an item */
     const size_t limit = TQKV__WAVE_FLOATS;
     size_t most = 0, totals = 0, waves = 0;
-    for (int i = 0; i < job->n_parts; i++) {
-        const tqkv__part *part = &job->parts[i];
-        const int64_t left = (int64_t)(limit - waves), each = (int64_t)part->sums_floats;
-        if ((double)part->n_stretches > longest) longest = (double)part->n_stretches;
-        all += (double)part->n_stretches * part->n_items;
-        waves = part->n_stretches > left / each ? limit : waves + (size_t)(part->n_stretches * each);
-        if (part->sums_floats > most) most = part->sums_floats;
-        if (totals <= SIZE_MAX / 64) totals += part->sums_floats; /* each is below, see tqkv__attention_shape */
+    for (int i = 0; i < job->n_requests; i++) {
+        const tqkv__request *request = &job->requests[i];
+        const int64_t left = (int64_t)(limit - waves), each = (int64_t)request->sums_floats;
+        if ((double)request->n_stretches > longest) longest = (double)request->n_stretches;
+        all += (double)request->n_stretches * request->n_items;
+        waves = request->n_stretches > left / each ? limit : waves + (size_t)(request->n_stretches * each);
+        if (request->sums_floats > most) most = request->sums_floats;
+        if (totals <= SIZE_MAX / 64) totals += request->sums_floats; /* each is below, see tqkv__attention_shape */
     }
     const int most_tasks = TQKV__TASKS;
     job->queue.n_tasks = !hook ? 1 : all < (double)most_tasks ? (int)all : most_tasks;
@@ -239,76 +239,76 @@ static size_t tqkv__divide(tqkv__job *job)
     return job->spread ? totals : 0;
 }
 
-/* Gives each part as many of its next stretches as the memory of a wave holds, and counts the units. */
+/* Gives each request as many of its next stretches as the memory of a wave holds, and counts the units. */
 static void tqkv__next_wave(tqkv__job *job)
 {
     size_t used = 0;
     job->queue.n_units = job->queue.next = 0;
-    for (int i = 0; i < job->n_parts; i++) {
-        tqkv__part *part = &job->parts[i];
-        part->wave += part->n_wave;
-        const int64_t left = part->stretch + part->n_stretches - part->wave;
-        const int64_t fit = (int64_t)((job->wave_floats - used) / part->sums_floats);
-        part->n_wave = left < fit ? left : fit;
-        part->now = job->waves + used;
-        part->first_unit = job->queue.n_units;
-        used += (size_t)part->n_wave * part->sums_floats;
-        job->queue.n_units += (int)part->n_wave * part->n_items;
+    for (int i = 0; i < job->n_requests; i++) {
+        tqkv__request *request = &job->requests[i];
+        request->wave += request->n_wave;
+        const int64_t left = request->stretch + request->n_stretches - request->wave;
+        const int64_t fit = (int64_t)((job->wave_floats - used) / request->sums_floats);
+        request->n_wave = left < fit ? left : fit;
+        request->now = job->waves + used;
+        request->first_unit = job->queue.n_units;
+        used += (size_t)request->n_wave * request->sums_floats;
+        job->queue.n_units += (int)request->n_wave * request->n_items;
     }
 }
 
-/* Adds the stretches of this wave to the total of a part. */
-static void tqkv__merge_wave(const tqkv__part *part)
+/* Adds the stretches of this wave to the total of a request. */
+static void tqkv__merge_wave(const tqkv__request *request)
 {
-    const size_t n_rows = part->a->n_rows;
-    const int value_dim = part->a->value_dim;
-    const tqkv__sums total = tqkv__sums_at(part->total, n_rows, value_dim);
-    if (part->wave == part->stretch) tqkv__clear_sums(&total, n_rows, value_dim);
-    for (int64_t w = 0; w < part->n_wave; w++) {
-        const tqkv__sums now = tqkv__sums_at(part->now + (size_t)w * part->sums_floats, n_rows, value_dim);
+    const size_t n_rows = request->a->n_rows;
+    const int value_dim = request->a->value_dim;
+    const tqkv__sums total = tqkv__sums_at(request->total, n_rows, value_dim);
+    if (request->wave == request->stretch) tqkv__clear_sums(&total, n_rows, value_dim);
+    for (int64_t w = 0; w < request->n_wave; w++) {
+        const tqkv__sums now = tqkv__sums_at(request->now + (size_t)w * request->sums_floats, n_rows, value_dim);
         tqkv__merge_sums(&total, &now, n_rows, value_dim);
     }
 }
 
-/* Runs the waves of a spread job and merges the stretches of each part in order. totals: sums of all rows of each part */
+/* Runs the waves of a spread job and merges the stretches of each request in order. totals: sums of all rows of each request */
 static void tqkv__run_waves(tqkv__job *job, const tqkv_parallel *parallel, float *totals)
 {
-    for (int i = 0; i < job->n_parts; totals += job->parts[i++].sums_floats) job->parts[i].total = totals;
+    for (int i = 0; i < job->n_requests; totals += job->requests[i++].sums_floats) job->requests[i].total = totals;
     for (tqkv__next_wave(job); job->queue.n_units > 0; tqkv__next_wave(job)) {
         parallel->run(parallel->user, job->queue.n_tasks, tqkv__attend_task, job);
         const uint64_t mode = tqkv__fp_exact();
-        for (int i = 0; i < job->n_parts; i++) tqkv__merge_wave(&job->parts[i]);
+        for (int i = 0; i < job->n_requests; i++) tqkv__merge_wave(&job->requests[i]);
         tqkv__fp_restore(mode);
     }
     const uint64_t mode = tqkv__fp_exact();
-    for (int i = 0; i < job->n_parts; i++)
-        for (int j = 0; j < job->parts[i].n_items; j++) {
-            const tqkv__item item = tqkv__item_of(&job->parts[i], j);
-            const tqkv__sums sums = tqkv__sums_of_item(&job->parts[i], &item, job->parts[i].total);
-            tqkv__deliver(&job->parts[i], &item, &sums);
+    for (int i = 0; i < job->n_requests; i++)
+        for (int j = 0; j < job->requests[i].n_items; j++) {
+            const tqkv__item item = tqkv__item_of(&job->requests[i], j);
+            const tqkv__sums sums = tqkv__sums_of_item(&job->requests[i], &item, job->requests[i].total);
+            tqkv__deliver(&job->requests[i], &item, &sums);
         }
     tqkv__fp_restore(mode);
 }
 
-/* Attends all parts after all checks, with the hooks of the first. */
-static tqkv_result tqkv__run_job(tqkv__part *parts, int n_parts)
+/* Attends all requests after all checks, with the hooks of the first. */
+static tqkv_result tqkv__run_job(tqkv__request *requests, int n_requests)
 {
     tqkv__job job;
     tqkv__queue *queue = &job.queue;
-    const tqkv_allocator *allocator = &parts[0].a->call.allocator;
-    const tqkv_parallel *parallel = &parts[0].a->call.parallel;
+    const tqkv_allocator *allocator = &requests[0].a->call.allocator;
+    const tqkv_parallel *parallel = &requests[0].a->call.parallel;
     memset(&job, 0, sizeof job);
-    job.parts = parts;
-    job.n_parts = n_parts;
+    job.requests = requests;
+    job.n_requests = n_requests;
     const size_t totals = tqkv__divide(&job);
     int64_t n_units = 0;
-    for (int i = 0; i < n_parts; i++) {
-        const size_t rows = (size_t)parts[i].rows_each, sums = rows * (size_t)(parts[i].a->value_dim + 2);
-        const size_t slot = 2 * sizeof(tqkv__tile) / sizeof(float) + rows * tqkv__query_floats(parts[i].a) +
-                            (job.spread ? 1 : 3) * sums + tqkv__gathered_floats(parts[i].a);
+    for (int i = 0; i < n_requests; i++) {
+        const size_t rows = (size_t)requests[i].rows_each, sums = rows * (size_t)(requests[i].a->value_dim + 2);
+        const size_t slot = 2 * sizeof(tqkv__tile) / sizeof(float) + rows * tqkv__query_floats(requests[i].a) +
+                            (job.spread ? 1 : 3) * sums + tqkv__gathered_floats(requests[i].a);
         if (slot > queue->slot_floats) queue->slot_floats = slot;
-        parts[i].first_unit = (int)n_units;
-        n_units += parts[i].n_items;
+        requests[i].first_unit = (int)n_units;
+        n_units += requests[i].n_items;
         if (n_units > INT_MAX - TQKV__TASKS) return TQKV__INVALID("more query rows than an int counts");
     }
     queue->n_units = (int)n_units;

@@ -1,13 +1,13 @@
 /* >>k-accumulate: sums of values straight from the codes. */
 
-/* sums[row][v] += weights[row] * vector k + v of the run of per_lane vectors at p; per_lane is a constant. Where vectors are
+/* sums[row][v] += weights[row] * vector k + v of the strip of per_lane vectors at p; per_lane is a constant. Where vectors are
    looked up together, weights come after them: 16 registers cannot hold both. */
 TQKV__OP void TQKV__(add_weighted)(const tqkv_format format, const int per_lane, const int rows, const int k,
                                    const int width, const TQKV__VECTOR *table, const uint8_t *p, const uint8_t *upper,
                                    const TQKV__(rows) * weights, TQKV__VECTOR (*sums)[8])
 {
     TQKV__VECTOR weight[TQKV__ROWS], x[8];
-    if (TQKV__(whole_runs)(format)) {
+    if (TQKV__(whole_strips)(format)) {
         TQKV__(values)(format, per_lane, k, width, TQKV__(reload)(rows, table), p, upper, x);
         TQKV__UNROLL
         for (int r = 0; r < rows; r++) {
@@ -28,13 +28,13 @@ TQKV__OP void TQKV__(add_weighted)(const tqkv_format format, const int per_lane,
 }
 
 /* Loads or stores `width` vectors of sums of each row, at out; width is a constant, and so is `store`. */
-TQKV__OP void TQKV__(move_sums)(const bool store, const int rows, const int width, const TQKV__(block) * block,
+TQKV__OP void TQKV__(move_sums)(const bool store, const int rows, const int width, const TQKV__(panel) * panel,
                                 TQKV__VECTOR (*sums)[8], float *out)
 {
     TQKV__UNROLL
     for (int i = 0; i < rows * width; i++) { /* in this order gcc 12 keeps all of them in registers */
         const int r = store ? i % rows : i / width, v = store ? i / rows : i % width;
-        float *at = out + TQKV__(row_in)(block, r) * block->result_stride + v * TQKV__LANES;
+        float *at = out + TQKV__(row_in)(panel, r) * panel->result_stride + v * TQKV__LANES;
         if (store)
             TQKV__(store)(at, sums[r][v]);
         else
@@ -42,59 +42,59 @@ TQKV__OP void TQKV__(move_sums)(const bool store, const int rows, const int widt
     }
 }
 
-/* out[row] += sum_j weights[row][j] * value[j] for `width` vectors from vector k on of a run of per_lane vectors, whose
-   sums are in registers over all positions; per_lane is a constant. p: of the run at the first position, out: of vector k */
+/* out[row] += sum_j weights[row][j] * value[j] for `width` vectors from vector k on of a strip of per_lane vectors, whose
+   sums are in registers over all positions; per_lane is a constant. p: of the strip at the first position, out: of vector k */
 TQKV__OP void TQKV__(accumulate_vectors)(const tqkv_format format, const int per_lane, const int rows, const int k,
-                                         const int width, const TQKV__(block) * block, const TQKV__VECTOR *table,
+                                         const int width, const TQKV__(panel) * panel, const TQKV__VECTOR *table,
                                          const uint8_t *p, const uint8_t *upper, float *out)
 {
-    const int n = block->n, size = TQKV__(run_bytes)(format, per_lane) + TQKV__(upper_bytes)(format, per_lane);
-    const size_t stride = TQKV__(stride)(format, block);
-    const ptrdiff_t ahead = block->ahead;
-    TQKV__(rows) weights = TQKV__(open_rows)(rows, TQKV__TILE, block);
+    const int n = panel->n, size = TQKV__(strip_bytes)(format, per_lane) + TQKV__(upper_bytes)(format, per_lane);
+    const size_t stride = TQKV__(stride)(format, panel);
+    const ptrdiff_t ahead = panel->ahead;
+    TQKV__(rows) weights = TQKV__(open_rows)(rows, TQKV__TILE, panel);
     TQKV__VECTOR sums[TQKV__ROWS][8];
     int j = 0;
-    TQKV__(move_sums)(false, rows, width, block, sums, out);
-    do { /* n > 0: a loop that may run no times costs copies of all sums */
+    TQKV__(move_sums)(false, rows, width, panel, sums, out);
+    do { /* n > 0: a loop that may strip no times costs copies of all sums */
         if (format != TQKV__FLOATS && k == 0) tqkv__prefetch(TQKV__NEAR(format), p + ahead, (size_t)size);
         TQKV__(add_weighted)(format, per_lane, rows, k, width, table, p, upper, &weights, sums);
         p += stride;
         upper += stride;
         weights.at++;
     } while (++j < n);
-    TQKV__(move_sums)(true, rows, width, block, sums, out);
+    TQKV__(move_sums)(true, rows, width, panel, sums, out);
 }
 
-/* The same for all vectors of a whole run, as many at a time as registers hold. */
-TQKV__OP void TQKV__(accumulate_run)(const tqkv_format format, const int rows, const TQKV__(block) * block,
-                                     const TQKV__VECTOR *table, const uint8_t *p, const uint8_t *upper, float *out)
+/* The same for all vectors of a whole strip, as many at a time as registers hold. */
+TQKV__OP void TQKV__(accumulate_strip)(const tqkv_format format, const int rows, const TQKV__(panel) * panel,
+                                       const TQKV__VECTOR *table, const uint8_t *p, const uint8_t *upper, float *out)
 {
-    const int per_lane = TQKV__RUN(format), most = TQKV__SUMS / rows, width = most < per_lane ? most : per_lane;
+    const int per_lane = TQKV__STRIP(format), most = TQKV__SUMS / rows, width = most < per_lane ? most : per_lane;
     TQKV__UNROLL
     for (int k = 0; k < per_lane; k += width, out += width * TQKV__LANES)
-        TQKV__(accumulate_vectors)(format, per_lane, rows, k, width, block, table, p, upper, out);
+        TQKV__(accumulate_vectors)(format, per_lane, rows, k, width, panel, table, p, upper, out);
 }
 
-/* The same for a run of per_lane vectors, 4 or 2, or 0 for none, and `behind` vectors behind it: in one pass, because the sums of
-   few vectors would wait for each other. `behind` is 0, 1 or, after a run of 4, 2, and a constant but there: tests in the loop
+/* The same for a strip of per_lane vectors, 4 or 2, or 0 for none, and `behind` vectors behind it: in one pass, because the sums of
+   few vectors would wait for each other. `behind` is 0, 1 or, after a strip of 4, 2, and a constant but there: tests in the loop
    cost up to 0.1 of attention's time at head_dim 48. */
 TQKV__OP void TQKV__(accumulate_rest)(const tqkv_format format, const int per_lane, const int behind, const int rows,
-                                      const TQKV__(block) * block, const TQKV__VECTOR *table, const uint8_t *p,
+                                      const TQKV__(panel) * panel, const TQKV__VECTOR *table, const uint8_t *p,
                                       const uint8_t *upper, float *out)
 {
-    const int n = block->n, asked = per_lane > 2 ? per_lane + 1 : 3;
-    const int bytes = TQKV__(run_bytes)(format, per_lane), upper_bytes = TQKV__(upper_bytes)(format, per_lane);
+    const int n = panel->n, asked = per_lane > 2 ? per_lane + 1 : 3;
+    const int bytes = TQKV__(strip_bytes)(format, per_lane), upper_bytes = TQKV__(upper_bytes)(format, per_lane);
     const bool pair = per_lane == 4 && 6 * rows <= TQKV__SUMS && behind == 2;
-    const size_t stride = TQKV__(stride)(format, block);
-    const size_t size = (size_t)(TQKV__(run_bytes)(format, asked) + TQKV__(upper_bytes)(format, asked));
-    const ptrdiff_t ahead = block->ahead;
-    TQKV__(rows) weights = TQKV__(open_rows)(rows, TQKV__TILE, block);
+    const size_t stride = TQKV__(stride)(format, panel);
+    const size_t size = (size_t)(TQKV__(strip_bytes)(format, asked) + TQKV__(upper_bytes)(format, asked));
+    const ptrdiff_t ahead = panel->ahead;
+    TQKV__(rows) weights = TQKV__(open_rows)(rows, TQKV__TILE, panel);
     TQKV__VECTOR sums[TQKV__ROWS][8], more[TQKV__ROWS][8];
     float *last = out + per_lane * TQKV__LANES;
     int j = 0;
-    if (per_lane) TQKV__(move_sums)(false, rows, per_lane, block, sums, out);
-    if (behind && !pair) TQKV__(move_sums)(false, rows, 1, block, more, last);
-    if (pair) TQKV__(move_sums)(false, rows, 2, block, more, last);
+    if (per_lane) TQKV__(move_sums)(false, rows, per_lane, panel, sums, out);
+    if (behind && !pair) TQKV__(move_sums)(false, rows, 1, panel, more, last);
+    if (pair) TQKV__(move_sums)(false, rows, 2, panel, more, last);
     do {
         if (format != TQKV__FLOATS) tqkv__prefetch(TQKV__NEAR(format), p + ahead, size);
         if (per_lane) TQKV__(add_weighted)(format, per_lane, rows, 0, per_lane, table, p, upper, &weights, sums);
@@ -108,50 +108,50 @@ TQKV__OP void TQKV__(accumulate_rest)(const tqkv_format format, const int per_la
         upper += stride;
         weights.at++;
     } while (++j < n);
-    if (per_lane) TQKV__(move_sums)(true, rows, per_lane, block, sums, out);
-    if (behind && !pair) TQKV__(move_sums)(true, rows, 1, block, more, last);
-    if (pair) TQKV__(move_sums)(true, rows, 2, block, more, last);
+    if (per_lane) TQKV__(move_sums)(true, rows, per_lane, panel, sums, out);
+    if (behind && !pair) TQKV__(move_sums)(true, rows, 1, panel, more, last);
+    if (pair) TQKV__(move_sums)(true, rows, 2, panel, more, last);
 }
 
-/* out[row] += sum_j weights[row][j] * value[j], for the whole runs of a block */
-TQKV__OP void TQKV__(accumulate)(const tqkv_format format, const int rows, const TQKV__(block) * block)
+/* out[row] += sum_j weights[row][j] * value[j], for the whole strips of a panel */
+TQKV__OP void TQKV__(accumulate)(const tqkv_format format, const int rows, const TQKV__(panel) * panel)
 {
-    const int run = TQKV__RUN(format);
-    const uint8_t *p = block->codes, *upper = block->codes + block->upper;
-    float *out = block->results;
+    const int strip = TQKV__STRIP(format);
+    const uint8_t *p = panel->codes, *upper = panel->codes + panel->upper;
+    float *out = panel->results;
     TQKV__VECTOR table[8];
-    TQKV__(load_codebook)(format, block->stream, table);
-    for (int left = block->dim / TQKV__LANES; left >= run; left -= run, out += run * TQKV__LANES) {
-        TQKV__(accumulate_run)(format, rows, block, table, p, upper, out);
-        p += TQKV__(run_bytes)(format, run);
-        upper += TQKV__(upper_bytes)(format, run);
+    TQKV__(load_codebook)(format, panel->stream, table);
+    for (int left = panel->dim / TQKV__LANES; left >= strip; left -= strip, out += strip * TQKV__LANES) {
+        TQKV__(accumulate_strip)(format, rows, panel, table, p, upper, out);
+        p += TQKV__(strip_bytes)(format, strip);
+        upper += TQKV__(upper_bytes)(format, strip);
     }
 }
 
-/* The same for what is behind them. A function of its own: in one with whole runs gcc 12 spills a sum of four rows. */
-TQKV__OP void TQKV__(add_rest)(const tqkv_format format, const int rows, const TQKV__(block) * block)
+/* The same for what is behind them. A function of its own: in one with whole strips gcc 12 spills a sum of four rows. */
+TQKV__OP void TQKV__(add_rest)(const tqkv_format format, const int rows, const TQKV__(panel) * panel)
 {
-    const int run = TQKV__RUN(format), vectors = block->dim / TQKV__LANES, whole = vectors / run * run;
+    const int strip = TQKV__STRIP(format), vectors = panel->dim / TQKV__LANES, whole = vectors / strip * strip;
     const bool wide = TQKV__LANES == 16;
-    const uint8_t *p = block->codes + TQKV__(run_bytes)(format, whole);
-    const uint8_t *upper = block->codes + block->upper + TQKV__(upper_bytes)(format, whole);
-    float *out = block->results + whole * TQKV__LANES;
+    const uint8_t *p = panel->codes + TQKV__(strip_bytes)(format, whole);
+    const uint8_t *upper = panel->codes + panel->upper + TQKV__(upper_bytes)(format, whole);
+    float *out = panel->results + whole * TQKV__LANES;
     TQKV__VECTOR table[8];
-    TQKV__(load_codebook)(format, block->stream, table);
+    TQKV__(load_codebook)(format, panel->stream, table);
     for (int left = vectors - whole, count; left > 0; left -= count, out += count * TQKV__LANES) {
-        const int behind = wide && left < 7 && left * rows <= TQKV__SUMS ? left - 4 : 0; /* a run of 4 */
-        count = run > 4 && left >= 4 ? 4 + behind : left;
-        if (run > 4 && left >= 4) {
-            TQKV__(accumulate_rest)(format, 4, behind, rows, block, table, p, upper, out);
-        } else if (run * TQKV__LANES > 16) {
+        const int behind = wide && left < 7 && left * rows <= TQKV__SUMS ? left - 4 : 0; /* a strip of 4 */
+        count = strip > 4 && left >= 4 ? 4 + behind : left;
+        if (strip > 4 && left >= 4) {
+            TQKV__(accumulate_rest)(format, 4, behind, rows, panel, table, p, upper, out);
+        } else if (strip * TQKV__LANES > 16) {
             if (wide && left == 1)
-                TQKV__(accumulate_rest)(format, 0, 1, rows, block, table, p, upper, out);
+                TQKV__(accumulate_rest)(format, 0, 1, rows, panel, table, p, upper, out);
             else if (wide && left == 3)
-                TQKV__(accumulate_rest)(format, 2, 1, rows, block, table, p, upper, out);
+                TQKV__(accumulate_rest)(format, 2, 1, rows, panel, table, p, upper, out);
             else
-                TQKV__(accumulate_rest)(format, 2, 0, rows, block, table, p, upper, out);
+                TQKV__(accumulate_rest)(format, 2, 0, rows, panel, table, p, upper, out);
         }
-        p += TQKV__(run_bytes)(format, count);
+        p += TQKV__(strip_bytes)(format, count);
         upper += TQKV__(upper_bytes)(format, count);
     }
 }

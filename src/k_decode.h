@@ -1,11 +1,11 @@
-/* >>k-decode: codes as floats, a run of positions at a time. */
+/* >>k-decode: codes as floats, a segment of positions at a time. */
 
 /* The format of decoded rows. */
 #define TQKV__FLOATS TQKV_FORMAT_DEFAULT
 /* Codes of 2 or 4 main bits, in the order of tqkv__to_decoded. */
 #define TQKV__PACKED(format) (TQKV__MAIN_BITS(format) < 8)
-/* Vectors in a run, which is decoded together. */
-#define TQKV__RUN(format) (TQKV__PACKED(format) ? TQKV__NIBBLE_RUN : 4)
+/* Vectors in a strip, which is decoded together. */
+#define TQKV__STRIP(format) (TQKV__PACKED(format) ? TQKV__NIBBLE_STRIP : 4)
 /* Formats with loops straight from the codes. Not those of codebooks in bytes, and on AVX2 none of 6 bits: their rows are decoded
    first, which takes 1.1 to 1.4 times as long for one and two query rows. I8 and TQ5 are as exact or smaller, and faster; the
    loops would take 35 KB. */
@@ -24,40 +24,40 @@
 
 /* Calls the loop for 1, 2 or `most` rows, each a constant. */
 #define TQKV__BY_ROWS(loop, format, most)                                                                              \
-    (rows == 1    ? TQKV__(loop)(format, 1, block)                                                                     \
-     : rows == 2  ? TQKV__(loop)(format, 2, block)                                                                     \
-     : (most) > 2 ? TQKV__(loop)(format, most, block)                                                                  \
+    (rows == 1    ? TQKV__(loop)(format, 1, panel)                                                                     \
+     : rows == 2  ? TQKV__(loop)(format, 2, panel)                                                                     \
+     : (most) > 2 ? TQKV__(loop)(format, most, panel)                                                                  \
                   : (void)0)
 
 /* -- Codes as floats. The lanes of a vector are dimensions, of keys as of values. -- */
 
-/* One block of a run of positions, and the query rows that use it. rows and results: queries and scores for keys,
+/* One panel of a segment of positions, and the query rows that use it. rows and results: queries and scores for keys,
    weights and sums for values; their rows are row_stride and result_stride apart. */
-typedef struct TQKV__(block) {
+typedef struct TQKV__(panel) {
     const tqkv__stream *stream;
     const uint8_t *codes; /* of the first position; the others are `stride` bytes apart */
     ptrdiff_t ahead;      /* bytes to the codes that will be read next */
-    size_t stride, upper; /* upper: bytes from the block's low nibbles to its upper bits */
+    size_t stride, upper; /* upper: bytes from the panel's low nibbles to its upper bits */
     bool first;           /* of its rows, whose codes begin with it */
-    int n, dim;           /* positions; values of the block */
+    int n, dim;           /* positions; values of the panel */
     const float *rows;
     int row_stride, result_stride; /* between the pointers: read as one vector, they would wait for their two stores */
     float *results;
     int n_rows;           /* at most as many as the loop's; the last one takes the place of those that are missing */
     const float *factors; /* [n], keys only */
     bool add;             /* add to the scores in results */
-} TQKV__(block);
+} TQKV__(panel);
 
 /* Loops for one format. rows: 1, 2, or the most that registers hold. */
 typedef struct TQKV__(loops) {
-    void (*decode)(const TQKV__(block) *, int n, float *x);
-    void (*score)(const TQKV__(block) *, int rows);
-    void (*accumulate)(const TQKV__(block) *, int rows);
-    void (*add_rest)(const TQKV__(block) *, int rows);
+    void (*decode)(const TQKV__(panel) *, int n, float *x);
+    void (*score)(const TQKV__(panel) *, int rows);
+    void (*accumulate)(const TQKV__(panel) *, int rows);
+    void (*add_rest)(const TQKV__(panel) *, int rows);
 } TQKV__(loops);
 
-/* Bytes of a run in the field of main bits, and in the field of upper bits. */
-TQKV__OP int TQKV__(run_bytes)(const tqkv_format format, int per_lane)
+/* Bytes of a strip in the field of main bits, and in the field of upper bits. */
+TQKV__OP int TQKV__(strip_bytes)(const tqkv_format format, int per_lane)
 {
     return TQKV__LANES * per_lane * (format == TQKV__FLOATS ? 32 : TQKV__MAIN_BITS(format)) / 8;
 }
@@ -67,9 +67,9 @@ TQKV__OP int TQKV__(upper_bytes)(const tqkv_format format, int per_lane)
     return TQKV__LANES * per_lane * TQKV__UPPER_BITS(format) / 8;
 }
 
-TQKV__OP size_t TQKV__(stride)(const tqkv_format format, const TQKV__(block) * block)
+TQKV__OP size_t TQKV__(stride)(const tqkv_format format, const TQKV__(panel) * panel)
 {
-    return format == TQKV__FLOATS ? (size_t)TQKV__X_STRIDE(block->dim) * sizeof(float) : block->stride;
+    return format == TQKV__FLOATS ? (size_t)TQKV__X_STRIDE(panel->dim) * sizeof(float) : panel->stride;
 }
 
 /* The parameters format, per_lane, rows, k and width are constants here and below. */
@@ -78,7 +78,7 @@ TQKV__OP void TQKV__(load_codebook)(const tqkv_format format, const tqkv__stream
     if (TQKV__KIND(format) == TQKV__BOOK) TQKV__(load_table)(TQKV__BOOK_BITS(format), TQKV__PACKED(format), s, table);
 }
 
-/* Vector k of the run at p, with its upper bits at `upper`. Packed codes come in the order of tqkv__to_decoded. */
+/* Vector k of the strip at p, with its upper bits at `upper`. Packed codes come in the order of tqkv__to_decoded. */
 TQKV__OP TQKV__VECTOR TQKV__(value)(const tqkv_format format, const int per_lane, const int k,
                                     const TQKV__VECTOR *table, const uint8_t *p, const uint8_t *upper)
 {
@@ -90,7 +90,7 @@ TQKV__OP TQKV__VECTOR TQKV__(value)(const tqkv_format format, const int per_lane
                                 : TQKV__(centroids_of_bytes)(bits, per_lane, k, table, p);
 }
 
-/* Vectors k to k + count - 1 of the run; x: [count] */
+/* Vectors k to k + count - 1 of the strip; x: [count] */
 TQKV__OP void TQKV__(values)(const tqkv_format format, const int per_lane, const int k, const int count,
                              const TQKV__VECTOR *table, const uint8_t *p, const uint8_t *upper, TQKV__VECTOR *x)
 {
@@ -98,52 +98,52 @@ TQKV__OP void TQKV__(values)(const tqkv_format format, const int per_lane, const
     for (int i = 0; i < count; i++) x[i] = TQKV__(value)(format, per_lane, k + i, table, p, upper);
 }
 
-/* -- A block, which is a multiple of 16 values, is whole runs and then, as they fit, runs of 4, 2 and 1 vectors. -- */
+/* -- A panel, which is a multiple of 16 values, is whole strips and then, as they fit, strips of 4, 2 and 1 vectors. -- */
 
-/* Are there runs of two vectors? On vectors of 16 only packed codes gain by them. */
-#define TQKV__SHORT_RUNS(format) (TQKV__LANES < 16 || TQKV__PACKED(format))
+/* Are there strips of two vectors? On vectors of 16 only packed codes gain by them. */
+#define TQKV__SHORT_STRIPS(format) (TQKV__LANES < 16 || TQKV__PACKED(format))
 
-/* Vectors of the next run, when so many values of the block are left. */
-TQKV__OP int TQKV__(run_length)(const tqkv_format format, int left)
+/* Vectors of the next strip, when so many values of the panel are left. */
+TQKV__OP int TQKV__(strip_length)(const tqkv_format format, int left)
 {
-    const int run = TQKV__RUN(format);
+    const int strip = TQKV__STRIP(format);
     left /= TQKV__LANES;
-    if (run * TQKV__LANES <= 16 || left >= run) return run;
-    if (run > 4 && left >= 4) return 4;
-    return TQKV__SHORT_RUNS(format) && left >= 2 ? 2 : 1;
+    if (strip * TQKV__LANES <= 16 || left >= strip) return strip;
+    if (strip > 4 && left >= 4) return 4;
+    return TQKV__SHORT_STRIPS(format) && left >= 2 ? 2 : 1;
 }
 
-/* Calls the loop for a run of `count` vectors, fewer than a whole one, as a constant. */
+/* Calls the loop for a strip of `count` vectors, fewer than a whole one, as a constant. */
 #define TQKV__SHORTER(loop, ...)                                                                                       \
-    (TQKV__RUN(format) > 4 && count == 4      ? loop(4, __VA_ARGS__)                                                   \
-     : TQKV__SHORT_RUNS(format) && count == 2 ? loop(2, __VA_ARGS__)                                                   \
-     : TQKV__LANES == 16                      ? loop(1, __VA_ARGS__)                                                   \
-                                              : (void)0)
+    (TQKV__STRIP(format) > 4 && count == 4      ? loop(4, __VA_ARGS__)                                                 \
+     : TQKV__SHORT_STRIPS(format) && count == 2 ? loop(2, __VA_ARGS__)                                                 \
+     : TQKV__LANES == 16                        ? loop(1, __VA_ARGS__)                                                 \
+                                                : (void)0)
 
-/* A run of per_lane vectors as floats. */
-TQKV__OP void TQKV__(decode_run)(const int per_lane, const tqkv_format format, const TQKV__VECTOR *table,
-                                 const uint8_t *p, const uint8_t *upper, float *x)
+/* A strip of per_lane vectors as floats. */
+TQKV__OP void TQKV__(decode_strip)(const int per_lane, const tqkv_format format, const TQKV__VECTOR *table,
+                                   const uint8_t *p, const uint8_t *upper, float *x)
 {
-    TQKV__VECTOR run[8];
-    TQKV__(values)(format, per_lane, 0, per_lane, table, p, upper, run);
+    TQKV__VECTOR strip[8];
+    TQKV__(values)(format, per_lane, 0, per_lane, table, p, upper, strip);
     TQKV__UNROLL
-    for (int k = 0; k < per_lane; k++) TQKV__(store)(x + k * TQKV__LANES, run[k]);
+    for (int k = 0; k < per_lane; k++) TQKV__(store)(x + k * TQKV__LANES, strip[k]);
 }
 
 /* The first n positions as floats. x: [n][TQKV__X_STRIDE] */
-TQKV__OP void TQKV__(decode)(const tqkv_format format, const TQKV__(block) * block, int n, float *x)
+TQKV__OP void TQKV__(decode)(const tqkv_format format, const TQKV__(panel) * panel, int n, float *x)
 {
     TQKV__VECTOR table[8];
-    TQKV__(load_codebook)(format, block->stream, table);
-    for (int j = 0; j < n; j++, x += TQKV__X_STRIDE(block->dim)) {
-        const uint8_t *p = block->codes + (size_t)j * block->stride, *upper = p + block->upper;
-        for (int left = block->dim, count; left > 0; left -= count * TQKV__LANES) {
-            count = TQKV__(run_length)(format, left);
-            if (count == TQKV__RUN(format))
-                TQKV__(decode_run)(TQKV__RUN(format), format, table, p, upper, x + block->dim - left);
+    TQKV__(load_codebook)(format, panel->stream, table);
+    for (int j = 0; j < n; j++, x += TQKV__X_STRIDE(panel->dim)) {
+        const uint8_t *p = panel->codes + (size_t)j * panel->stride, *upper = p + panel->upper;
+        for (int left = panel->dim, count; left > 0; left -= count * TQKV__LANES) {
+            count = TQKV__(strip_length)(format, left);
+            if (count == TQKV__STRIP(format))
+                TQKV__(decode_strip)(TQKV__STRIP(format), format, table, p, upper, x + panel->dim - left);
             else
-                TQKV__SHORTER(TQKV__(decode_run), format, table, p, upper, x + block->dim - left);
-            p += TQKV__(run_bytes)(format, count);
+                TQKV__SHORTER(TQKV__(decode_strip), format, table, p, upper, x + panel->dim - left);
+            p += TQKV__(strip_bytes)(format, count);
             upper += TQKV__(upper_bytes)(format, count);
         }
     }
@@ -155,5 +155,5 @@ typedef struct TQKV__(rows) {
     size_t offset[TQKV__ROWS]; /* of each row, in floats */
 } TQKV__(rows);
 
-/* Row r of a loop, in a block: of three rows in the loop for four the last stands twice. Only that loop has a row 3. */
-TQKV__OP int TQKV__(row_in)(const TQKV__(block) * block, const int r) { return r < 3 ? r : block->n_rows - 1; }
+/* Row r of a loop, in a panel: of three rows in the loop for four the last stands twice. Only that loop has a row 3. */
+TQKV__OP int TQKV__(row_in)(const TQKV__(panel) * panel, const int r) { return r < 3 ? r : panel->n_rows - 1; }

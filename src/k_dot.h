@@ -1,18 +1,18 @@
 /* >>k-dot: scores straight from the codes. */
 
-TQKV__OP TQKV__(rows) TQKV__(open_rows)(const int rows, int stride, const TQKV__(block) * block)
+TQKV__OP TQKV__(rows) TQKV__(open_rows)(const int rows, int stride, const TQKV__(panel) * panel)
 {
     TQKV__(rows) all;
-    all.at = block->rows;
+    all.at = panel->rows;
     TQKV__UNROLL
-    for (int r = 0; r < rows; r++) all.offset[r] = (size_t)(TQKV__(row_in)(block, r) * stride);
+    for (int r = 0; r < rows; r++) all.offset[r] = (size_t)(TQKV__(row_in)(panel, r) * stride);
     return all;
 }
 
-/* Does the loop decode a run's vectors together? They share work, which the compiler finds only in adjacent code. */
-TQKV__OP bool TQKV__(whole_runs)(const tqkv_format format)
+/* Does the loop decode a strip's vectors together? They share work, which the compiler finds only in adjacent code. */
+TQKV__OP bool TQKV__(whole_strips)(const tqkv_format format)
 {
-    return TQKV__KIND(format) == TQKV__BOOK && (TQKV__RUN_TOGETHER || !TQKV__PACKED(format));
+    return TQKV__KIND(format) == TQKV__BOOK && (TQKV__STRIP_TOGETHER || !TQKV__PACKED(format));
 }
 
 /* Makes the compiler read the table from memory each time. 16 registers cannot hold tables and sums; tables are the
@@ -29,12 +29,12 @@ typedef struct TQKV__(keys) {
     size_t at, upper;
 } TQKV__(keys);
 
-/* sums[row][m] += products, lane by lane, of query `row` and a run of per_lane vectors of key m */
-TQKV__OP void TQKV__(dot_run)(const int per_lane, const tqkv_format format, const int rows, const TQKV__VECTOR *table,
-                              const TQKV__(keys) * keys, const TQKV__(rows) * queries, TQKV__VECTOR (*sums)[4])
+/* sums[row][m] += products, lane by lane, of query `row` and a strip of per_lane vectors of key m */
+TQKV__OP void TQKV__(dot_strip)(const int per_lane, const tqkv_format format, const int rows, const TQKV__VECTOR *table,
+                                const TQKV__(keys) * keys, const TQKV__(rows) * queries, TQKV__VECTOR (*sums)[4])
 {
     TQKV__VECTOR x[8], query[TQKV__ROWS];
-    if (TQKV__(whole_runs)(format)) {
+    if (TQKV__(whole_strips)(format)) {
         TQKV__UNROLL
         for (int m = 0; m < 4; m++) {
             const uint8_t *p = keys->p[m] + keys->at, *upper = keys->p[m] + keys->upper;
@@ -63,7 +63,7 @@ TQKV__OP void TQKV__(dot_run)(const int per_lane, const tqkv_format format, cons
     }
 }
 
-/* A run whose vectors are taken one after the other. */
+/* A strip whose vectors are taken one after the other. */
 typedef struct TQKV__(rest) {
     TQKV__(codes) main, upper, codes; /* of packed codes: fields, and codes of the next vectors */
     const uint8_t *p;                 /* of others */
@@ -72,9 +72,9 @@ typedef struct TQKV__(rest) {
 /* Vectors whose codes are joined from the two fields together. */
 #define TQKV__JOINED(format) (TQKV__BOOK_BITS(format) > 4 ? 4 : 8)
 
-/* Opens the run of each key; `count` is a constant for packed codes. */
-TQKV__OP void TQKV__(open_runs)(const tqkv_format format, const int count, const TQKV__(keys) * keys,
-                                TQKV__(rest) * rest)
+/* Opens the strip of each key; `count` is a constant for packed codes. */
+TQKV__OP void TQKV__(open_strips)(const tqkv_format format, const int count, const TQKV__(keys) * keys,
+                                  TQKV__(rest) * rest)
 {
     TQKV__UNROLL
     for (int m = 0; m < 4; m++) {
@@ -84,8 +84,8 @@ TQKV__OP void TQKV__(open_runs)(const tqkv_format format, const int count, const
     }
 }
 
-/* Joins the codes from vector k of the runs on. */
-TQKV__OP void TQKV__(join_runs)(const tqkv_format format, int k, TQKV__(rest) * rest)
+/* Joins the codes from vector k of the strips on. */
+TQKV__OP void TQKV__(join_strips)(const tqkv_format format, int k, TQKV__(rest) * rest)
 {
     (void)k; /* only on vectors of 16 */
     if (!TQKV__PACKED(format)) return;
@@ -94,7 +94,7 @@ TQKV__OP void TQKV__(join_runs)(const tqkv_format format, int k, TQKV__(rest) * 
         rest->codes = TQKV__(join_fields)(TQKV__BOOK_BITS(format), k, rest->main, rest->upper);
 }
 
-/* The next vector of each run, whose codes are joined; x: [4] */
+/* The next vector of each strip, whose codes are joined; x: [4] */
 TQKV__OP void TQKV__(next_vectors)(const tqkv_format format, const TQKV__VECTOR *table, TQKV__(rest) * rest,
                                    TQKV__VECTOR *x)
 {
@@ -105,25 +105,25 @@ TQKV__OP void TQKV__(next_vectors)(const tqkv_format format, const TQKV__VECTOR 
             TQKV__(next_codes)(TQKV__BOOK_BITS(format), &rest->codes);
         } else {
             x[m] = TQKV__(value)(format, 1, 0, table, rest->p, rest->p);
-            rest->p += TQKV__(run_bytes)(format, 1);
+            rest->p += TQKV__(strip_bytes)(format, 1);
         }
     }
 }
 
-/* As dot_run for any number of vectors, one after the other; of packed codes 8 or 4. */
+/* As dot_strip for any number of vectors, one after the other; of packed codes 8 or 4. */
 TQKV__OP void TQKV__(dot_vectors)(const tqkv_format format, const int rows, int count, const TQKV__VECTOR *table,
                                   const TQKV__(keys) * keys, const TQKV__(rows) * queries, TQKV__VECTOR (*sums)[4])
 {
     const float *at = queries->at;
-    const int part = TQKV__JOINED(format) == 8 ? count : 4;
+    const int joined = TQKV__JOINED(format) == 8 ? count : 4;
     TQKV__(rest) rest[4];
     if (count == 8)
-        TQKV__(open_runs)(format, 8, keys, rest);
+        TQKV__(open_strips)(format, 8, keys, rest);
     else
-        TQKV__(open_runs)(format, 4, keys, rest);
-    for (int k = 0; k < count; k += part) {
-        TQKV__(join_runs)(format, k, rest);
-        for (int i = 0; i < part; i++, at += TQKV__LANES) {
+        TQKV__(open_strips)(format, 4, keys, rest);
+    for (int k = 0; k < count; k += joined) {
+        TQKV__(join_strips)(format, k, rest);
+        for (int i = 0; i < joined; i++, at += TQKV__LANES) {
             TQKV__VECTOR query[TQKV__ROWS], v[4];
             TQKV__UNROLL
             for (int r = 0; r < rows; r++) query[r] = TQKV__(load)(at + queries->offset[r]);
@@ -140,77 +140,77 @@ TQKV__OP void TQKV__(dot_vectors)(const tqkv_format format, const int rows, int 
 /* The cache that codes are fetched to. */
 #define TQKV__NEAR(format) (TQKV__UPPER_BITS(format) ? TQKV__L1 : TQKV__L2)
 
-/* Asks for the codes of four keys of the next tile: packed rows as one piece of memory, before the first run of the first
-   block, two lines at a time; others with each run, because many lines at once are slower. Of the latter a whole run, because a
-   loop for fewer lines costs more than they. `begin`: before the first run */
-TQKV__OP void TQKV__(ask_ahead)(const tqkv_format format, const bool begin, const TQKV__(block) * block,
+/* Asks for the codes of four keys of the next tile: packed rows as one piece of memory, before the first strip of the first
+   panel, two lines at a time; others with each strip, because many lines at once are slower. Of the latter a whole strip, because a
+   loop for fewer lines costs more than they. `begin`: before the first strip */
+TQKV__OP void TQKV__(ask_ahead)(const tqkv_format format, const bool begin, const TQKV__(panel) * panel,
                                 const TQKV__(keys) * keys)
 {
-    const uint8_t *first = keys->p[0] + block->ahead;
+    const uint8_t *first = keys->p[0] + panel->ahead;
     if (format == TQKV__FLOATS || begin != TQKV__PACKED(format)) return;
     if (begin)
-        for (size_t i = 0; block->first && i < 4 * block->stride; i += 128)
+        for (size_t i = 0; panel->first && i < 4 * panel->stride; i += 128)
             tqkv__prefetch(TQKV__NEAR(format), first + i, 128);
     TQKV__UNROLL
     for (int m = 0; !begin && m < 4; m++)
-        tqkv__prefetch(TQKV__NEAR(format), keys->p[m] + (ptrdiff_t)keys->at + block->ahead,
-                       (size_t)TQKV__(run_bytes)(format, TQKV__RUN(format)));
+        tqkv__prefetch(TQKV__NEAR(format), keys->p[m] + (ptrdiff_t)keys->at + panel->ahead,
+                       (size_t)TQKV__(strip_bytes)(format, TQKV__STRIP(format)));
 }
 
-/* Goes on behind a run of `count` vectors. */
+/* Goes on behind a strip of `count` vectors. */
 TQKV__OP void TQKV__(advance)(const tqkv_format format, int count, TQKV__(keys) * keys, TQKV__(rows) * queries)
 {
-    keys->at += (size_t)TQKV__(run_bytes)(format, count);
+    keys->at += (size_t)TQKV__(strip_bytes)(format, count);
     keys->upper += (size_t)TQKV__(upper_bytes)(format, count);
     queries->at += count * TQKV__LANES;
 }
 
-/* sums[row][m]: products, lane by lane, of query `row` and key m; m < 4. On vectors of 16 most runs are taken one vector
-   after the other: code for all vectors of a run gains nothing there, but 3% for whole runs of halves, and short runs of
+/* sums[row][m]: products, lane by lane, of query `row` and key m; m < 4. On vectors of 16 most strips are taken one vector
+   after the other: code for all vectors of a strip gains nothing there, but 3% for whole strips of halves, and short strips of
    packed codes. */
-TQKV__OP void TQKV__(dot_keys)(const tqkv_format format, const int rows, const TQKV__(block) * block,
+TQKV__OP void TQKV__(dot_keys)(const tqkv_format format, const int rows, const TQKV__(panel) * panel,
                                const TQKV__VECTOR *table, TQKV__(keys) * keys, TQKV__VECTOR (*sums)[4])
 {
-    const int run = TQKV__RUN(format);
+    const int strip = TQKV__STRIP(format);
     const bool wide = TQKV__LANES == 16, packed = TQKV__PACKED(format), grid = TQKV__KIND(format) == TQKV__GRID;
-    const bool any = wide && !packed && TQKV__KIND(format) != TQKV__BOOK; /* are there runs of any length? */
-    const bool apart = wide && TQKV__(whole_runs)(format);                /* whole runs in a loop of their own */
-    int left = block->dim;
-    TQKV__(rows) queries = TQKV__(open_rows)(rows, block->row_stride, block);
-    TQKV__(ask_ahead)(format, true, block, keys);
+    const bool any = wide && !packed && TQKV__KIND(format) != TQKV__BOOK; /* are there strips of any length? */
+    const bool apart = wide && TQKV__(whole_strips)(format);              /* whole strips in a loop of their own */
+    int left = panel->dim;
+    TQKV__(rows) queries = TQKV__(open_rows)(rows, panel->row_stride, panel);
+    TQKV__(ask_ahead)(format, true, panel, keys);
     TQKV__UNROLL
     for (int i = 0; i < 4 * rows; i++) sums[i / 4][i % 4] = TQKV__(set1)(0.0f);
-    for (; apart && left >= run * TQKV__LANES; left -= run * TQKV__LANES) {
-        TQKV__(ask_ahead)(format, false, block, keys);
-        TQKV__(dot_run)(TQKV__RUN(format), format, rows, table, keys, &queries, sums);
-        TQKV__(advance)(format, run, keys, &queries);
+    for (; apart && left >= strip * TQKV__LANES; left -= strip * TQKV__LANES) {
+        TQKV__(ask_ahead)(format, false, panel, keys);
+        TQKV__(dot_strip)(TQKV__STRIP(format), format, rows, table, keys, &queries, sums);
+        TQKV__(advance)(format, strip, keys, &queries);
     }
     for (int count; left > 0; left -= count * TQKV__LANES) {
-        const int room = run * TQKV__LANES;
+        const int room = strip * TQKV__LANES;
         const bool whole = left >= room;
-        count = any ? (left < room ? left : room) / TQKV__LANES : TQKV__(run_length)(format, left);
-        TQKV__(ask_ahead)(format, false, block, keys);
+        count = any ? (left < room ? left : room) / TQKV__LANES : TQKV__(strip_length)(format, left);
+        TQKV__(ask_ahead)(format, false, panel, keys);
         if (any ? grid || !whole : wide && packed && count > 2)
             TQKV__(dot_vectors)(format, rows, count, table, keys, &queries, sums);
         else if (whole && !apart && !(wide && packed))
-            TQKV__(dot_run)(TQKV__RUN(format), format, rows, table, keys, &queries, sums);
+            TQKV__(dot_strip)(TQKV__STRIP(format), format, rows, table, keys, &queries, sums);
         else
-            TQKV__SHORTER(TQKV__(dot_run), format, rows, table, keys, &queries, sums);
+            TQKV__SHORTER(TQKV__(dot_strip), format, rows, table, keys, &queries, sums);
         TQKV__(advance)(format, count, keys, &queries);
     }
 }
 
 /* Writes a vector of scores for each row: (+)= factors * sum_across(fours). */
-TQKV__OP void TQKV__(store_scores)(const int rows, const TQKV__(block) * block, int first,
+TQKV__OP void TQKV__(store_scores)(const int rows, const TQKV__(panel) * panel, int first,
                                    float (*fours)[TQKV__LANES * TQKV__LANES / 4])
 {
-    const TQKV__VECTOR factors = TQKV__(load)(block->factors + first);
+    const TQKV__VECTOR factors = TQKV__(load)(panel->factors + first);
     TQKV__VECTOR before[TQKV__ROWS];
     float *to[TQKV__ROWS];
     TQKV__UNROLL
     for (int r = 0; r < rows; r++) {
-        to[r] = block->results + TQKV__(row_in)(block, r) * TQKV__TILE + first;
-        before[r] = block->add ? TQKV__(load)(to[r]) : TQKV__(set1)(0.0f);
+        to[r] = panel->results + TQKV__(row_in)(panel, r) * TQKV__TILE + first;
+        before[r] = panel->add ? TQKV__(load)(to[r]) : TQKV__(set1)(0.0f);
     }
     TQKV__UNROLL
     for (int r = 0; r < rows; r++) TQKV__(store)(to[r], TQKV__(fma)(TQKV__(sum_across)(fours[r]), factors, before[r]));
@@ -218,30 +218,30 @@ TQKV__OP void TQKV__(store_scores)(const int rows, const TQKV__(block) * block, 
 
 /* scores[row][j] (+)= factors[j] * (q[row] . key j), four keys at a time. Each key is decoded once for all rows.
    Summing the lanes of four vectors costs little more than of one. Writes whole vectors. */
-TQKV__OP void TQKV__(score)(const tqkv_format format, const int rows, const TQKV__(block) * block)
+TQKV__OP void TQKV__(score)(const tqkv_format format, const int rows, const TQKV__(panel) * panel)
 {
     TQKV__ALIGNED float fours[TQKV__ROWS][TQKV__LANES * TQKV__LANES / 4];
-    const int n = block->n;
-    const size_t stride = TQKV__(stride)(format, block);
-    const uint8_t *codes = block->codes;
+    const int n = panel->n;
+    const size_t stride = TQKV__(stride)(format, panel);
+    const uint8_t *codes = panel->codes;
     TQKV__VECTOR table[8];
-    TQKV__(load_codebook)(format, block->stream, table);
+    TQKV__(load_codebook)(format, panel->stream, table);
     for (int first = 0; first < n; first += TQKV__LANES) {
         for (int i = 0; i < TQKV__LANES; i += 4) {
             TQKV__VECTOR sums[TQKV__ROWS][4];
             TQKV__(keys) keys;
             keys.at = 0;
-            keys.upper = block->upper;
+            keys.upper = panel->upper;
             TQKV__UNROLL
             for (int m = 0; m < 4; m++) {
                 keys.p[m] = codes;
                 /* Past the end: the last key again; decoded rows are padded with copies of it. */
                 codes += format == TQKV__FLOATS || first + i + m + 1 < n ? stride : 0;
             }
-            TQKV__(dot_keys)(format, rows, block, table, &keys, sums);
+            TQKV__(dot_keys)(format, rows, panel, table, &keys, sums);
             TQKV__UNROLL
             for (int r = 0; r < rows; r++) TQKV__(store)(fours[r] + i / 4 * TQKV__LANES, TQKV__(sum_fours)(sums[r]));
         }
-        TQKV__(store_scores)(rows, block, first, fours);
+        TQKV__(store_scores)(rows, panel, first, fours);
     }
 }

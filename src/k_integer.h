@@ -117,13 +117,14 @@ TQKV__OP void TQKV__S(copy_integers)(const uint8_t *row, int dim, int padded, in
     for (int d = dim; d < padded; d += 16) memset(to + d, 0, 16);
 }
 
-/* The integers [first, first + dim) of `n` slots from that of the run's position j on. I8 is read in place where that goes.
+/* The integers [first, first + dim) of `n` slots from that of the segment's position j on. I8 is read in place where that goes.
    room: [n rounded up to slices][TQKV__PADDED(dim)] */
-TQKV__TARGET static TQKV__S(source) TQKV__S(open_integers)(const tqkv__stream *s, int kv_head, const tqkv__run *run,
-                                                           int j, int n, int first, int dim, int8_t *room)
+TQKV__TARGET static TQKV__S(source)
+    TQKV__S(open_integers)(const tqkv__stream *s, int kv_head, const tqkv__segment *segment, int j, int n, int first,
+                           int dim, int8_t *room)
 {
-    const uint8_t *row = tqkv__codes_at(s, kv_head, run->slot + j);
-    const ptrdiff_t ahead = (ptrdiff_t)run->ahead * (ptrdiff_t)s->row_bytes;
+    const uint8_t *row = tqkv__codes_at(s, kv_head, segment->slot + j);
+    const ptrdiff_t ahead = (ptrdiff_t)segment->ahead * (ptrdiff_t)s->row_bytes;
     const int padded = TQKV__PADDED(dim), rows = (n + TQKV__SLICE - 1) / TQKV__SLICE * TQKV__SLICE;
     const TQKV__S(source) in_place = {(const int8_t *)row + first, s->row_bytes, ahead};
     const TQKV__S(source) decoded = {room, (size_t)padded, 0};
@@ -198,15 +199,16 @@ TQKV__OP void TQKV__S(score_keys)(const int rows, int n, int dim, const float *k
 
 /* Some keys become floats, which all rows read. */
 TQKV__TARGET static TQKV__NOINLINE void TQKV__S(score_tile_of_halves)(const tqkv__stream *s, const uint8_t *codes,
-                                                                      const tqkv__run *run, const float *q, int n_rows,
-                                                                      bool add, float *scores)
+                                                                      const tqkv__segment *segment, const float *q,
+                                                                      int n_rows, bool add, float *scores)
 {
-    enum { buffer = 2048 }; /* 8 KiB: a part of an L1 cache, and of the stack */
+    enum { buffer = 2048 }; /* 8 KiB: a fraction of an L1 cache, and of the stack */
     TQKV__ALIGNED float keys[buffer];
     const int dim = s->head_dim, fit = buffer / dim, most = fit > 12 ? 12 : fit;
-    tqkv__prefetch(TQKV__L2, codes + (ptrdiff_t)run->ahead * (ptrdiff_t)s->row_bytes, (size_t)run->n * s->row_bytes);
-    for (int j = 0; j < run->n; j += most) {
-        const int n = run->n - j < most ? run->n - j : most;
+    tqkv__prefetch(TQKV__L2, codes + (ptrdiff_t)segment->ahead * (ptrdiff_t)s->row_bytes,
+                   (size_t)segment->n * s->row_bytes);
+    for (int j = 0; j < segment->n; j += most) {
+        const int n = segment->n - j < most ? segment->n - j : most;
         const uint8_t *from = codes + (size_t)j * s->row_bytes;
         for (int d = 0; d < n * dim; d += TQKV__INTEGER_LANES) TQKV__(store)(keys + d, TQKV__(load_f16)(from + 2 * d));
         for (int row = 0; row < n_rows; row += 2) {
@@ -252,22 +254,23 @@ TQKV__OP void TQKV__S(add_half_rows)(const int rows, const tqkv__stream *s, cons
 }
 
 TQKV__TARGET static TQKV__NOINLINE void TQKV__S(add_halves)(const tqkv__stream *s, const uint8_t *codes,
-                                                            const tqkv__run *run, const float *weights, int n_rows,
-                                                            float *out)
+                                                            const tqkv__segment *segment, const float *weights,
+                                                            int n_rows, float *out)
 {
     int row = 0;
-    tqkv__prefetch(TQKV__L2, codes + (ptrdiff_t)run->ahead * (ptrdiff_t)s->row_bytes, (size_t)run->n * s->row_bytes);
-    for (; row + TQKV__HALF_ROWS <= n_rows; row += TQKV__HALF_ROWS)
-        TQKV__S(add_half_rows)(TQKV__HALF_ROWS, s, codes, run->n, weights + row * TQKV__TILE, out + row * s->head_dim);
+    tqkv__prefetch(TQKV__L2, codes + (ptrdiff_t)segment->ahead * (ptrdiff_t)s->row_bytes,
+                   (size_t)segment->n * s->row_bytes);
+    for (; row + TQKV__HALF_ROWS <= n_rows; row += TQKV__HALF_ROWS) TQKV__S(add_half_rows)
+    (TQKV__HALF_ROWS, s, codes, segment->n, weights + row * TQKV__TILE, out + row * s->head_dim);
     for (; row + 2 <= n_rows; row += 2)
-        TQKV__S(add_half_rows)(2, s, codes, run->n, weights + row * TQKV__TILE, out + row * s->head_dim);
+        TQKV__S(add_half_rows)(2, s, codes, segment->n, weights + row * TQKV__TILE, out + row * s->head_dim);
     for (; row < n_rows; row++)
-        TQKV__S(add_half_rows)(1, s, codes, run->n, weights + row * TQKV__TILE, out + row * s->head_dim);
+        TQKV__S(add_half_rows)(1, s, codes, segment->n, weights + row * TQKV__TILE, out + row * s->head_dim);
 }
 #endif
 
-/* Of a block of a query, padded to whole vectors */
-#define TQKV__QUERY_BLOCK(dim) (((dim) + TQKV__WORDS - 1) / TQKV__WORDS * TQKV__WORDS)
+/* Integers of a panel of a query, padded to whole vectors */
+#define TQKV__QUERY_PANEL(dim) (((dim) + TQKV__WORDS - 1) / TQKV__WORDS * TQKV__WORDS)
 #define TQKV__WEIGHTS_UNIT     (TQKV__TILE / 2)
 
 #ifndef TQKV__ROUNDED /* true: the integers of another set lie in the same order */
@@ -281,11 +284,11 @@ TQKV__OP void TQKV__I(round_floats)(const float *x, int n, float scale, int16_t 
             TQKV__I(store_words)(to, i, TQKV__S(round_codes)(TQKV__(load)(x + i) * TQKV__(set1)(scale)));
 }
 
-/* The integers of a query, each block's padded with zeros to whole vectors. Its unit is in the place of the last value.
+/* The integers of a query, each panel's padded with zeros to whole vectors. Its unit stands where the last value would.
    query, to: [head_dim] */
 TQKV__TARGET static void TQKV__I(round_query)(const tqkv__stream *s, const float *query, float *to)
 {
-    const int dim = s->block_dim, size = TQKV__QUERY_BLOCK(dim);
+    const int dim = s->panel_dim, size = TQKV__QUERY_PANEL(dim);
     const uint32_t largest = TQKV__S(largest_bits)(query, s->head_dim);
     int16_t *words = (int16_t *)(void *)to;
     for (int d = 0; d < s->head_dim; d += dim, words += size) {
@@ -295,7 +298,7 @@ TQKV__TARGET static void TQKV__I(round_query)(const tqkv__stream *s, const float
     to[s->head_dim - 1] = tqkv__integer_unit(largest, s->step);
 }
 
-/* The weights of a row times the norms of a block as integers; behind them, at TQKV__WEIGHTS_UNIT, their unit. Weights
+/* The weights of a row times the norms of a panel as integers; behind them, at TQKV__WEIGHTS_UNIT, their unit. Weights
    from n on are another row's. */
 TQKV__TARGET static void TQKV__I(round_weights)(const tqkv__stream *s, const float *weights, const float *factors,
                                                 int n, float *to)
@@ -447,7 +450,7 @@ TQKV__OP void TQKV__I(score_lanes_of)(const int rows, const TQKV__I(product) * p
 /* score_integers for many rows: turning the positions into lanes takes less time than adding up the lanes of each sum. */
 TQKV__TARGET static TQKV__NOINLINE void TQKV__I(score_lanes)(TQKV__I(product) p, int n_rows)
 {
-    TQKV__ALIGNED int8_t tile[TQKV__BLOCK / TQKV__PRODUCTS * 2 * TQKV__LANE_BYTES];
+    TQKV__ALIGNED int8_t tile[TQKV__PANEL / TQKV__PRODUCTS * 2 * TQKV__LANE_BYTES];
     for (int v = 0; v < 2; v++) {
         const int first = v * TQKV__INTEGER_LANES < p.n ? v * TQKV__INTEGER_LANES : 0;
         for (int d = 0; d < p.dim; d += 16) {
@@ -475,12 +478,12 @@ TQKV__TARGET static TQKV__NOINLINE void TQKV__I(score_lanes)(TQKV__I(product) p,
     }
 }
 
-/* Scores of block b, but for its codes and the number of positions. factors: [blocks][TQKV__TILE] */
+/* Scores of panel b, but for its codes and the number of positions. factors: [panels][TQKV__TILE] */
 TQKV__OP void TQKV__I(open_scores)(const tqkv__stream *s, int b, const float *q, bool add, const float *factors,
                                    float *scores, TQKV__I(product) * p)
 {
-    p->dim = s->block_dim;
-    p->rows = (const int16_t *)(const void *)q + b * TQKV__QUERY_BLOCK(s->block_dim);
+    p->dim = s->panel_dim;
+    p->rows = (const int16_t *)(const void *)q + b * TQKV__QUERY_PANEL(s->panel_dim);
     p->units = q + s->head_dim - 1;
     p->row_floats = s->head_dim;
     p->results = scores;

@@ -12,13 +12,13 @@
    rows of 80 dimensions take less time in quarters. */
 static bool TQKV__I(is_packed)(const tqkv__stream *s, int n, int n_rows)
 {
-    const int most = s->upper_bits ? 3 - s->upper_bits : s->block_dim > 80 ? TQKV__LANES_ROWS - 1 : 2;
-    return n_rows <= most && n % TQKV__SLICE == 0 && s->main_bits == 4 && s->block_dim > TQKV__BYTES;
+    const int most = s->upper_bits ? 3 - s->upper_bits : s->panel_dim > 80 ? TQKV__LANES_ROWS - 1 : 2;
+    return n_rows <= most && n % TQKV__SLICE == 0 && s->main_bits == 4 && s->panel_dim > TQKV__BYTES;
 }
 
 /* The integers of a row of queries by parts, their high bytes and their low ones; starts: the first sums of both */
 typedef struct TQKV__I(digits) {
-    int8_t parts[TQKV__BLOCK / TQKV__BYTES][2][TQKV__BYTES];
+    int8_t parts[TQKV__PANEL / TQKV__BYTES][2][TQKV__BYTES];
     TQKV__(codes) starts[2];
 } TQKV__I(digits);
 
@@ -39,7 +39,7 @@ TQKV__TARGET static TQKV__NOINLINE void TQKV__I(open_digits)(const int16_t *word
         }
 }
 
-/* Dimensions of the positions of a tile: of a block, or 64 of them or what is left */
+/* Dimensions of the positions of a tile: of a panel, or 64 of them or what is left */
 typedef struct TQKV__I(chunk) {
     const uint8_t *fields[2]; /* main ones, upper ones */
     uint32_t masks[2];        /* a bit for each 16 bits of 64 fields */
@@ -51,26 +51,26 @@ typedef struct TQKV__I(chunk) {
 
 /* Dimensions [first + d, first + dim), at most 64 of them */
 TQKV__OP TQKV__I(chunk)
-    TQKV__I(open_chunk)(const tqkv__stream *s, int kv_head, const tqkv__run *run, int first, int d, int dim)
+    TQKV__I(open_chunk)(const tqkv__stream *s, int kv_head, const tqkv__segment *segment, int first, int d, int dim)
 {
-    const uint8_t *row = tqkv__codes_at(s, kv_head, run->slot);
+    const uint8_t *row = tqkv__codes_at(s, kv_head, segment->slot);
     const int left = dim - d < 64 ? dim - d : 64, main = s->main_bits, upper = s->upper_bits;
     const TQKV__I(chunk) p = {{row + (first + d) * main / 8, row + (s->head_dim * main + (first + d) * upper) / 8},
                               {((uint32_t)1 << left * main / 16) - 1, ((uint32_t)1 << left * upper / 16) - 1},
                               s->row_bytes,
-                              first + d == 0 ? (ptrdiff_t)run->ahead * (ptrdiff_t)s->row_bytes : 0,
+                              first + d == 0 ? (ptrdiff_t)segment->ahead * (ptrdiff_t)s->row_bytes : 0,
                               s->centroids,
-                              run->n,
+                              segment->n,
                               left};
     return p;
 }
 
-/* All dimensions of a block: its packed codes are walked by lines, each of which asks for that of the next tile. */
-TQKV__OP TQKV__I(chunk) TQKV__I(open_block)(const tqkv__stream *s, int kv_head, const tqkv__run *run, int first)
+/* All dimensions of a panel: its packed codes are walked by lines, each of which asks for that of the next tile. */
+TQKV__OP TQKV__I(chunk) TQKV__I(open_panel)(const tqkv__stream *s, int kv_head, const tqkv__segment *segment, int first)
 {
-    TQKV__I(chunk) p = TQKV__I(open_chunk)(s, kv_head, run, first, 0, s->block_dim);
-    p.ahead = (ptrdiff_t)run->ahead * (ptrdiff_t)s->row_bytes;
-    p.left = s->block_dim;
+    TQKV__I(chunk) p = TQKV__I(open_chunk)(s, kv_head, segment, first, 0, s->panel_dim);
+    p.ahead = (ptrdiff_t)segment->ahead * (ptrdiff_t)s->row_bytes;
+    p.left = s->panel_dim;
     return p;
 }
 
@@ -135,15 +135,16 @@ TQKV__OP void TQKV__I(score_parts)(const tqkv_format format, const int rows, con
     }
 TQKV__BY_PARTS(TQKV__SCORE_PARTS)
 
-TQKV__TARGET static TQKV__NOINLINE void TQKV__I(score_packed)(const tqkv__stream *s, int kv_head, const tqkv__run *run,
-                                                              int first, int rows, const TQKV__I(product) * p)
+TQKV__TARGET static TQKV__NOINLINE void TQKV__I(score_packed)(const tqkv__stream *s, int kv_head,
+                                                              const tqkv__segment *segment, int first, int rows,
+                                                              const TQKV__I(product) * p)
 {
-    const TQKV__I(chunk) block = TQKV__I(open_block)(s, kv_head, run, first);
+    const TQKV__I(chunk) panel = TQKV__I(open_panel)(s, kv_head, segment, first);
     TQKV__I(digits) digits[2];
     TQKV__(codes) sums[2][TQKV__TILE / 4];
     for (int r = 0; r < rows; r++) TQKV__I(open_digits)(p->rows + 2 * r * p->row_floats, p->dim, &digits[r]);
 #define TQKV__SCORE_PACKED(which, n)                                                                                   \
-    if (s->format == which && rows == n) TQKV__I(score_parts_##which##_##n)(&block, digits, sums);
+    if (s->format == which && rows == n) TQKV__I(score_parts_##which##_##n)(&panel, digits, sums);
     TQKV__BY_PARTS(TQKV__SCORE_PACKED)
     for (int j = 0; j < p->n; j += 16)
         for (int r = 0; r < rows; r++) TQKV__I(add_scores)(p, r, j, TQKV__S(sum_codes_across)(sums[r] + j / 4));
@@ -156,14 +157,14 @@ TQKV__TARGET static TQKV__NOINLINE void TQKV__I(score_packed)(const tqkv__stream
 static bool TQKV__I(is_quartered)(const tqkv__stream *s, int n, int n_rows)
 {
     int most = 0;
-    if (s->format == TQKV_TQ2 || s->format == TQKV_TQ4) most = s->block_dim > 80 ? 2 : TQKV__LANES_ROWS - 1;
-    if (s->format == TQKV_TQ3 || s->format == TQKV_TQ5) most = s->block_dim > 128 ? 1 : 2;
+    if (s->format == TQKV_TQ2 || s->format == TQKV_TQ4) most = s->panel_dim > 80 ? 2 : TQKV__LANES_ROWS - 1;
+    if (s->format == TQKV_TQ3 || s->format == TQKV_TQ5) most = s->panel_dim > 128 ? 1 : 2;
     return n_rows <= most && n % TQKV__SLICE == 0;
 }
 
 /* The integers of a row of queries, 16 of them in each quarter, their high bytes and their low ones; start: the first sums */
 typedef struct TQKV__I(quarters) {
-    int8_t pieces[TQKV__BLOCK / 16][2][TQKV__BYTES];
+    int8_t pieces[TQKV__PANEL / 16][2][TQKV__BYTES];
     TQKV__(codes) start;
 } TQKV__I(quarters);
 
@@ -247,7 +248,7 @@ TQKV__BY_PIECES(TQKV__SCORE_PIECES)
 TQKV__BY_FOUR_ROWS(TQKV__SCORE_PIECES)
 
 TQKV__TARGET static TQKV__NOINLINE void TQKV__I(score_quarters)(const tqkv__stream *s, int kv_head,
-                                                                const tqkv__run *run, int first, int rows,
+                                                                const tqkv__segment *segment, int first, int rows,
                                                                 const TQKV__I(product) * p)
 {
     TQKV__I(quarters) quarters[4];
@@ -257,7 +258,7 @@ TQKV__TARGET static TQKV__NOINLINE void TQKV__I(score_quarters)(const tqkv__stre
         for (int v = 0; v < p->n / 4; v++) sums[r][v] = quarters[r].start;
     }
     for (int d = 0; d < p->dim; d += 64) {
-        const TQKV__I(chunk) chunk = TQKV__I(open_chunk)(s, kv_head, run, first, d, p->dim);
+        const TQKV__I(chunk) chunk = TQKV__I(open_chunk)(s, kv_head, segment, first, d, p->dim);
 #define TQKV__SCORE_QUARTERS(which, n)                                                                                 \
     if (s->format == which && rows == n) TQKV__I(score_##which##_##n)(&chunk, quarters, d, sums);
         TQKV__BY_PIECES(TQKV__SCORE_QUARTERS)
@@ -267,18 +268,19 @@ TQKV__TARGET static TQKV__NOINLINE void TQKV__I(score_quarters)(const tqkv__stre
         for (int r = 0; r < rows; r++) TQKV__I(add_scores)(p, r, j, TQKV__S(sum_four_codes)(sums[r] + j / 4));
 }
 
-/* The scores of a block with few rows. p: without positions */
-TQKV__TARGET static TQKV__NOINLINE void TQKV__I(score_few)(const tqkv__stream *s, int kv_head, const tqkv__run *run,
-                                                           int first, int n_rows, TQKV__I(product) * p)
+/* The scores of a panel with few rows. p: without positions */
+TQKV__TARGET static TQKV__NOINLINE void TQKV__I(score_few)(const tqkv__stream *s, int kv_head,
+                                                           const tqkv__segment *segment, int first, int n_rows,
+                                                           TQKV__I(product) * p)
 {
-    const bool packed = TQKV__I(is_packed)(s, run->n, n_rows);
-    p->n = run->n;
+    const bool packed = TQKV__I(is_packed)(s, segment->n, n_rows);
+    p->n = segment->n;
     for (int left = n_rows, now; left > 0; left -= now) {
         now = !packed && left >= 4 ? 4 : left >= 2 ? 2 : 1;
         if (packed)
-            TQKV__I(score_packed)(s, kv_head, run, first, now, p);
+            TQKV__I(score_packed)(s, kv_head, segment, first, now, p);
         else
-            TQKV__I(score_quarters)(s, kv_head, run, first, now, p);
+            TQKV__I(score_quarters)(s, kv_head, segment, first, now, p);
         TQKV__I(advance)(p, now);
     }
 }
@@ -360,20 +362,21 @@ TQKV__TARGET static TQKV__NOINLINE void TQKV__I(close_parts)(const TQKV__I(produ
 TQKV__BY_PARTS(TQKV__ADD_PARTS)
 
 /* results[row][d] += (sum_j rows[row][j] * codes[j][d]) * unit of the row */
-TQKV__TARGET static TQKV__NOINLINE void TQKV__I(add_packed)(const tqkv__stream *s, int kv_head, const tqkv__run *run,
-                                                            int first, int rows, const TQKV__I(product) * p)
+TQKV__TARGET static TQKV__NOINLINE void TQKV__I(add_packed)(const tqkv__stream *s, int kv_head,
+                                                            const tqkv__segment *segment, int first, int rows,
+                                                            const TQKV__I(product) * p)
 {
-    TQKV__I(chunk) block = TQKV__I(open_block)(s, kv_head, run, first);
+    TQKV__I(chunk) panel = TQKV__I(open_panel)(s, kv_head, segment, first);
     TQKV__I(parts) weights[2];
     TQKV__(codes) sums[2][2][4];
     for (int r = 0; r < rows; r++) TQKV__I(open_parts)(p->rows + 2 * r * p->row_floats, &weights[r]);
-    for (int d = 0; d < p->dim; d += TQKV__CHUNK, block.left -= TQKV__CHUNK) {
+    for (int d = 0; d < p->dim; d += TQKV__CHUNK, panel.left -= TQKV__CHUNK) {
 #define TQKV__ADD_PACKED(which, n)                                                                                     \
-    if (s->format == which && rows == n) TQKV__I(add_parts_##which##_##n)(&block, weights, sums);
+    if (s->format == which && rows == n) TQKV__I(add_parts_##which##_##n)(&panel, weights, sums);
         TQKV__BY_PARTS(TQKV__ADD_PACKED)
         for (int r = 0; r < rows; r++) TQKV__I(close_parts)(p, r, d, sums[0][r], sums[1][r]);
-        block.fields[0] += TQKV__CHUNK / 2;
-        block.fields[1] += TQKV__CHUNK * s->upper_bits / 8;
+        panel.fields[0] += TQKV__CHUNK / 2;
+        panel.fields[1] += TQKV__CHUNK * s->upper_bits / 8;
     }
 }
 
@@ -418,14 +421,15 @@ TQKV__OP void TQKV__I(add_pieces)(const tqkv_format format, const int rows, cons
     }
 TQKV__BY_PIECES(TQKV__ADD_PIECES)
 
-TQKV__TARGET static TQKV__NOINLINE void TQKV__I(add_quarters)(const tqkv__stream *s, int kv_head, const tqkv__run *run,
-                                                              int first, int rows, const TQKV__I(product) * p)
+TQKV__TARGET static TQKV__NOINLINE void TQKV__I(add_quarters)(const tqkv__stream *s, int kv_head,
+                                                              const tqkv__segment *segment, int first, int rows,
+                                                              const TQKV__I(product) * p)
 {
     TQKV__I(parts) parts[2];
     TQKV__(codes) sums[2][4];
     for (int r = 0; r < rows; r++) TQKV__I(open_parts)(p->rows + 2 * r * p->row_floats, &parts[r]);
     for (int d = 0; d < p->dim; d += 64) {
-        const TQKV__I(chunk) chunk = TQKV__I(open_chunk)(s, kv_head, run, first, d, p->dim);
+        const TQKV__I(chunk) chunk = TQKV__I(open_chunk)(s, kv_head, segment, first, d, p->dim);
 #define TQKV__ADD_QUARTERS(which, n)                                                                                   \
     if (s->format == which && rows == n) TQKV__I(add_##which##_##n)(&chunk, parts, sums);
         TQKV__BY_PIECES(TQKV__ADD_QUARTERS)
@@ -438,17 +442,18 @@ TQKV__TARGET static TQKV__NOINLINE void TQKV__I(add_quarters)(const tqkv__stream
     }
 }
 
-/* The sums of a block with few rows. p: without p.at */
-TQKV__TARGET static TQKV__NOINLINE void TQKV__I(add_few)(const tqkv__stream *s, int kv_head, const tqkv__run *run,
-                                                         int first, int n_rows, TQKV__I(product) * p)
+/* The sums of a panel with few rows. p: without p.at */
+TQKV__TARGET static TQKV__NOINLINE void TQKV__I(add_few)(const tqkv__stream *s, int kv_head,
+                                                         const tqkv__segment *segment, int first, int n_rows,
+                                                         TQKV__I(product) * p)
 {
-    const bool packed = TQKV__I(is_packed)(s, run->n, n_rows);
+    const bool packed = TQKV__I(is_packed)(s, segment->n, n_rows);
     for (int left = n_rows, now; left > 0; left -= now) {
         now = left >= 2 ? 2 : 1;
         if (packed)
-            TQKV__I(add_packed)(s, kv_head, run, first, now, p);
+            TQKV__I(add_packed)(s, kv_head, segment, first, now, p);
         else
-            TQKV__I(add_quarters)(s, kv_head, run, first, now, p);
+            TQKV__I(add_quarters)(s, kv_head, segment, first, now, p);
         TQKV__I(advance)(p, now);
     }
 }

@@ -38,7 +38,7 @@ TQKV__OP void TQKV__(transpose)(const int count, TQKV__VECTOR *x)
 }
 
 /* The words of LANES lanes, each of per_lane neighbours: x[e] has the e-th of each. If per_lane < LANES, bit j of a lane's
-   number moves to bit (j + log2(per_lane)) modulo log2(LANES) of its place. Only per_lane words from the first of count,
+   number moves to bit (j + log2(per_lane)) modulo log2(LANES) of where it comes to. Only per_lane words from the first of count,
    a constant: the smaller of per_lane and LANES. */
 TQKV__OP void TQKV__(load_lanes)(const int count, int per_lane, const uint8_t *words, TQKV__VECTOR *x)
 {
@@ -53,9 +53,9 @@ TQKV__OP TQKV__VECTOR TQKV__(lane_sums)(const int most, int per_lane, const uint
 {
     const int count = most < TQKV__LANES ? most : TQKV__LANES;
     TQKV__VECTOR sum = TQKV__(set1)(0.0f);
-    for (int part = 0; part < per_lane; part += count) {
+    for (int first = 0; first < per_lane; first += count) {
         TQKV__VECTOR x[16];
-        TQKV__(load_lanes)(count, per_lane, floats + 4 * part, x);
+        TQKV__(load_lanes)(count, per_lane, floats + 4 * first, x);
         TQKV__UNROLL
         for (int i = 0; i < count; i++) sum += TQKV__(rounded)(x[i] * x[i]);
     }
@@ -63,7 +63,7 @@ TQKV__OP TQKV__VECTOR TQKV__(lane_sums)(const int most, int per_lane, const uint
 }
 
 /* Adds lanes by the xor-tree of tqkv__sums_tq up to those that share a norm. x: the sums of n_lanes lanes of per_lane
-   words each, in the places of load_lanes; sums: one a norm. All numbers are constants. */
+   words each, in the order of load_lanes; sums: one a norm. All numbers are constants. */
 TQKV__OP void TQKV__(add_lanes)(const int n_lanes, const int per_lane, const int n_norms, TQKV__VECTOR *x, float *sums)
 {
     const int width = per_lane < TQKV__LANES ? per_lane : TQKV__LANES, vectors = n_lanes / TQKV__LANES;
@@ -71,7 +71,7 @@ TQKV__OP void TQKV__(add_lanes)(const int n_lanes, const int per_lane, const int
     TQKV__UNROLL
     for (int bit = 0; bit < 4; bit++)
         if (1 << bit < TQKV__LANES && 1 << bit < n_lanes / n_norms) {
-            const int place = (1 << bit) * width, distance = place < TQKV__LANES ? place : place / TQKV__LANES;
+            const int moved = (1 << bit) * width, distance = moved < TQKV__LANES ? moved : moved / TQKV__LANES;
             TQKV__UNROLL
             for (int i = 0; i < vectors; i++) x[i] += TQKV__(swap)(distance, x[i]);
         }
@@ -88,8 +88,8 @@ TQKV__OP void TQKV__(add_lanes)(const int n_lanes, const int per_lane, const int
     for (int i = 0; i < vectors; i++) TQKV__(store)(lanes + i * TQKV__LANES, x[i]);
     TQKV__UNROLL
     for (int b = 1; b < n_norms; b++) {
-        const int lane = n_lanes / n_norms * b, place = lane % TQKV__LANES * width;
-        sums[b] = lanes[lane / TQKV__LANES * TQKV__LANES + place % TQKV__LANES + place / TQKV__LANES];
+        const int lane = n_lanes / n_norms * b, at = lane % TQKV__LANES * width;
+        sums[b] = lanes[lane / TQKV__LANES * TQKV__LANES + at % TQKV__LANES + at / TQKV__LANES];
     }
 }
 
@@ -164,7 +164,7 @@ TQKV__TARGET static void TQKV__(sums_tq)(const tqkv__stream *s, const float *y, 
 #define TQKV__WORD_LANES(D) ((D) < 128 ? (D) / 4 : 32)
 #define TQKV__LANE_WORDS(D) ((D) / 4 / TQKV__WORD_LANES(D))
 
-/* Brings `words` words of each lane into the places of load_lanes; to: in vectors */
+/* Brings `words` words of each lane into the order of load_lanes; to: in vectors */
 TQKV__OP void TQKV__(turn_lanes)(const int count, int words, const uint8_t *codes, float *to)
 {
     TQKV__VECTOR x[8];
@@ -252,7 +252,7 @@ TQKV__TARGET static TQKV__NOINLINE void TQKV__(centroid_sums)(const tqkv__stream
     TQKV__ALIGNED float x[TQKV__X_STRIDE(TQKV_MAX_HEAD_DIM)];
     TQKV__VECTOR lanes[32 / TQKV__LANES];
     if (s->book_bits == 8) {
-        TQKV__(block) row;
+        TQKV__(panel) row;
         memset(&row, 0, sizeof row);
         row.stream = s;
         row.codes = codes;
@@ -289,14 +289,14 @@ TQKV__TARGET static void TQKV__(norms_tq)(const tqkv__stream *s, const float *co
                                           float *scales)
 {
     const bool several = s->norms_per_row > 1;
-    const TQKV__VECTOR part =
+    const TQKV__VECTOR share =
         TQKV__(set1)(several ? 1.0f / 256.0f : 1.0f); /* 1/256 is exact: same result as the division */
     const TQKV__VECTOR factor = TQKV__(set1)(several ? s->block_scale : s->root);
     const int n = n_rows * s->norms_per_row;
     for (int i = 0; i < n_rows; i++) TQKV__(sums_tq)(s, values[i], norms + i * s->norms_per_row);
     for (int i = n; i % TQKV__LANES; i++) norms[i] = 0.0f;
     for (int i = 0; i < n; i += TQKV__LANES) {
-        const TQKV__VECTOR norm = TQKV__(abs)(TQKV__(sqrt)(TQKV__(load)(norms + i) * part));
+        const TQKV__VECTOR norm = TQKV__(abs)(TQKV__(sqrt)(TQKV__(load)(norms + i) * share));
         TQKV__(store)(norms + i, norm);
         TQKV__(store)(scales + i, TQKV__(invert_above)(TQKV__MIN_NORM, norm) * factor);
     }
@@ -307,10 +307,10 @@ TQKV__TARGET static void TQKV__(norms_tq)(const tqkv__stream *s, const float *co
 TQKV__TARGET static void TQKV__(correct_norms)(const tqkv__stream *s, int n, const float *sums, float *norms)
 {
     const bool several = s->norms_per_row > 1;
-    const TQKV__VECTOR part = TQKV__(set1)(several ? 1.0f / 256.0f : 1.0f);
+    const TQKV__VECTOR share = TQKV__(set1)(several ? 1.0f / 256.0f : 1.0f);
     const TQKV__VECTOR root = TQKV__(set1)(several ? s->block_scale : s->root);
     for (int i = 0; i < n; i += TQKV__LANES) {
-        const TQKV__VECTOR norm = TQKV__(load)(norms + i), length = TQKV__(sqrt)(TQKV__(load)(sums + i) * part);
+        const TQKV__VECTOR norm = TQKV__(load)(norms + i), length = TQKV__(sqrt)(TQKV__(load)(sums + i) * share);
         const TQKV__VECTOR next = norm * TQKV__(rounded)(root / length);
         TQKV__(store)(norms + i, TQKV__(zero_below)(TQKV__(set1)(TQKV__NEXT_NORM), norm, next));
     }

@@ -12,8 +12,8 @@ TQKV__OP TQKV__(codes) TQKV__(quantise)(const int bits, const tqkv__quantiser *q
 }
 
 #if TQKV__LANES < 16
-/* Quantises TQ8 where tables are too large for instructions: vectors find the cells of a block, loads the counts and
-   bounds, vectors compare. One loop a step: a vector load that follows its parts' stores at once would wait for them. */
+/* Quantises TQ8 where tables are too large for instructions: vectors find the cells of n values, loads the counts and
+   bounds, vectors compare. One loop a step: a vector load that follows stores of its lanes at once would wait for them. */
 TQKV__TARGET static TQKV__NOINLINE void TQKV__(quantise_loads)(const tqkv__quantiser *q, const float *y, int n,
                                                                float scale, uint8_t *codes)
 {
@@ -48,7 +48,7 @@ TQKV__TARGET static TQKV__NOINLINE void TQKV__(quantise_loads)(const tqkv__quant
 #endif
 
 /* The codes of TQ8 for n values with one scale: 256 at a time, then whole vectors, then a tail with zeros behind it. */
-TQKV__OP void TQKV__(quantise_block_tq8)(const tqkv__quantiser *q, const float *y, int n, float scale, uint8_t *codes)
+TQKV__OP void TQKV__(quantise_values_tq8)(const tqkv__quantiser *q, const float *y, int n, float scale, uint8_t *codes)
 {
     enum { step = 4 * TQKV__LANES };
     float tail[step] = {0};
@@ -115,7 +115,7 @@ TQKV__TARGET static const uint8_t *TQKV__(quantise_row)(const tqkv__stream *s, c
     uint8_t *codes = s->main_bits < 8 ? bytes : row;
     if (s->book_bits == 8)
         for (int b = 0; b < s->head_dim; b += s->norm_dim)
-            TQKV__(quantise_block_tq8)(q, y + b, s->norm_dim, *scales++, row + b);
+            TQKV__(quantise_values_tq8)(q, y + b, s->norm_dim, *scales++, row + b);
     else if (s->book_bits == 6)
         TQKV__(quantise_as)(6, s, q, y, scales, codes);
     else if (s->book_bits == 5 && TQKV__LANES < 16)
@@ -175,7 +175,7 @@ TQKV__TARGET static const float *TQKV__(open_row)(const tqkv__stream *s, const t
 TQKV__TARGET static void TQKV__(encode_rows)(const tqkv__stream *s, const tqkv__quantiser *q, const tqkv__row *rows,
                                              int n_rows)
 {
-    enum { buffer = 1536, most_norms = buffer / 32 }; /* 6 KiB: a part of an L1 cache, and of the stack */
+    enum { buffer = 1536, most_norms = buffer / 32 }; /* 6 KiB: a fraction of an L1 cache, and of the stack */
     TQKV__ALIGNED float rotated[buffer + 16], norms[most_norms], scales[most_norms]; /* fours are loaded beyond a row */
     TQKV__ALIGNED float sums[most_norms];
     TQKV__ALIGNED uint8_t bytes[TQKV_MAX_HEAD_DIM + 64];
@@ -222,7 +222,7 @@ TQKV__TARGET static bool TQKV__(floats_finite)(const float *x, size_t n)
 }
 
 /* As tqkv__values_finite for whole rows. Two halves, or bfloat16s, in a word: a 1 added at the lowest bit of an exponent
-   carries into the sign's place from an exponent of all ones, and from no other. */
+   carries into the sign bit from an exponent of all ones, and from no other. */
 TQKV__TARGET static bool TQKV__(rows_finite)(tqkv_type type, const void *x, size_t n)
 {
     const uint32_t one = type == TQKV_TYPE_F16 ? 0x04000400u : 0x00800080u;

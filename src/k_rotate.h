@@ -31,18 +31,18 @@ TQKV__OP void TQKV__(load_vectors)(const int count, tqkv_type type, const void *
     }
 }
 
-/* Flips signs if asked, then runs the stages below `length`, at most count * LANES, on count vectors in registers. count
+/* Flips signs if asked, then subrows the stages below `length`, at most count * LANES, on count vectors in registers. count
    and length are constants. in, of the type: [head_dim], out: [head_dim] */
-TQKV__OP void TQKV__(hadamard_runs)(const int count, const int length, tqkv_type type, const void *in, int head_dim,
-                                    bool flip, float *out)
+TQKV__OP void TQKV__(hadamard_subrows)(const int count, const int length, tqkv_type type, const void *in, int head_dim,
+                                       bool flip, float *out)
 {
     const TQKV__VECTOR factor = TQKV__(set1)(count * TQKV__LANES == head_dim ? TQKV__INV_SQRT(head_dim) : 1.0f);
-    for (int run = 0; run < head_dim; run += count * TQKV__LANES) {
+    for (int first = 0; first < head_dim; first += count * TQKV__LANES) {
         TQKV__VECTOR x[16];
-        TQKV__(load_vectors)(count, type, in, run, x);
+        TQKV__(load_vectors)(count, type, in, first, x);
         if (flip) {
             TQKV__UNROLL
-            for (int i = 0; i < count; i++) x[i] = TQKV__(flip)(x[i], run + i * TQKV__LANES);
+            for (int i = 0; i < count; i++) x[i] = TQKV__(flip)(x[i], first + i * TQKV__LANES);
         }
         TQKV__UNROLL
         for (int stage = 0; stage < 4; stage++)
@@ -52,7 +52,7 @@ TQKV__OP void TQKV__(hadamard_runs)(const int count, const int length, tqkv_type
             }
         TQKV__(butterflies)(count, x);
         TQKV__UNROLL
-        for (int i = 0; i < count; i++) TQKV__(store)(out + run + i * TQKV__LANES, x[i] * factor);
+        for (int i = 0; i < count; i++) TQKV__(store)(out + first + i * TQKV__LANES, x[i] * factor);
     }
 }
 
@@ -60,8 +60,8 @@ TQKV__OP void TQKV__(hadamard_runs)(const int count, const int length, tqkv_type
 TQKV__OP void TQKV__(hadamard_across)(const int count, int h, int head_dim, float *x)
 {
     const TQKV__VECTOR factor = TQKV__(set1)(h * count == head_dim ? tqkv__size_of(head_dim)->inverse_root : 1.0f);
-    for (int run = 0; run < head_dim; run += h * count)
-        for (int j = run; j < run + h; j += TQKV__LANES) {
+    for (int first = 0; first < head_dim; first += h * count)
+        for (int j = first; j < first + h; j += TQKV__LANES) {
             TQKV__VECTOR v[4];
             TQKV__UNROLL
             for (int i = 0; i < count; i++) v[i] = TQKV__(load)(x + j + i * h);
@@ -83,12 +83,12 @@ TQKV__OP void TQKV__(matrix_column)(int m, int column, float *signs)
 /* Between columns of signs: three vectors of 16 hold one of 36 */
 #define TQKV__COLUMN 48
 
-/* out[b] = sum over c of P[b][c] * x[c] in order, times factor, for `at_once` runs b that share a vector: lane
-   at_once * a + i is element a of run b + i. x: m vectors, x_stride floats apart; their lanes have each element at_once
+/* out[b] = sum over c of P[b][c] * x[c] in order, times factor, for `at_once` subrows b that share a vector: lane
+   at_once * a + i is element a of subrow b + i. x: m vectors, x_stride floats apart; their lanes have each element at_once
    times. The product with 1 or -1 is exact. count vectors of sums at a time, in registers; m, at_once and count are
    constants. signs: [m][TQKV__COLUMN], out: [m][n] */
-TQKV__OP void TQKV__(mix_runs)(const int m, const int at_once, const int count, const float *x, int x_stride,
-                               const float *signs, float factor, int n, float *out)
+TQKV__OP void TQKV__(mix_subrows)(const int m, const int at_once, const int count, const float *x, int x_stride,
+                                  const float *signs, float factor, int n, float *out)
 {
     for (int b = 0; b < m; b += count * at_once) {
         const float *sign = signs + b;
@@ -96,11 +96,11 @@ TQKV__OP void TQKV__(mix_runs)(const int m, const int at_once, const int count, 
         TQKV__UNROLL
         for (int i = 0; i < count; i++) sums[i] = TQKV__(load)(x) * TQKV__(repeat)(at_once, sign + i * at_once);
         for (int c = 1; c < m; c++) {
-            const TQKV__VECTOR run = TQKV__(load)(x + c * x_stride);
+            const TQKV__VECTOR subrow = TQKV__(load)(x + c * x_stride);
             sign += TQKV__COLUMN;
             TQKV__UNROLL
             for (int i = 0; i < count; i++)
-                sums[i] = TQKV__(fma)(run, TQKV__(repeat)(at_once, sign + i * at_once), sums[i]);
+                sums[i] = TQKV__(fma)(subrow, TQKV__(repeat)(at_once, sign + i * at_once), sums[i]);
         }
         TQKV__UNROLL
         for (int i = 0; i < count; i++) TQKV__(store)
@@ -108,32 +108,33 @@ TQKV__OP void TQKV__(mix_runs)(const int m, const int at_once, const int count, 
     }
 }
 
-/* The matrix of order m across the runs. runs: [m][n], out: [m * n], elsewhere; at_once is LANES / n, or 1 */
-TQKV__OP void TQKV__(mix)(const int m, const int at_once, const float *runs, float factor, int n, float *out)
+/* The matrix of order m across the subrows. subrows: [m][n], out: [m * n], elsewhere; at_once is LANES / n, or 1 */
+TQKV__OP void TQKV__(mix)(const int m, const int at_once, const float *subrows, float factor, int n, float *out)
 {
     const int count = m > 12 ? m / 4 : 6;
     TQKV__ALIGNED float signs[36 * TQKV__COLUMN], spread[36 * TQKV__LANES];
     for (int c = 0; c < m; c++) TQKV__(matrix_column)(m, c, signs + c * TQKV__COLUMN);
     if (at_once == 1) {
-        for (int a = 0; a < n; a += TQKV__LANES) TQKV__(mix_runs)(m, 1, count, runs + a, n, signs, factor, n, out + a);
+        for (int a = 0; a < n; a += TQKV__LANES)
+            TQKV__(mix_subrows)(m, 1, count, subrows + a, n, signs, factor, n, out + a);
         return;
     }
     for (int c = 0; c < m; c++) TQKV__(store)
-    (spread + c * TQKV__LANES, TQKV__(spread)(at_once, c % at_once, TQKV__(load)(runs + c / at_once * TQKV__LANES)));
-    TQKV__(mix_runs)(m, at_once, count, spread, TQKV__LANES, signs, factor, n, out);
+    (spread + c * TQKV__LANES, TQKV__(spread)(at_once, c % at_once, TQKV__(load)(subrows + c / at_once * TQKV__LANES)));
+    TQKV__(mix_subrows)(m, at_once, count, spread, TQKV__LANES, signs, factor, n, out);
 }
 
 /* The same for the matrix of order 12, whose signs the compiler knows: no loads of them. Every second sum is made of
    multiply-adds: a Zen 4 core does them beside additions. `rounded` hides that they multiply by 1. NEON has no other:
    clang 14 would reorder sums there with -fassociative-math. */
-TQKV__OP void TQKV__(mix_12)(const float *runs, float factor, int n, float *out)
+TQKV__OP void TQKV__(mix_12)(const float *subrows, float factor, int n, float *out)
 {
     const TQKV__VECTOR plus = TQKV__(rounded)(TQKV__(set1)(1.0f)), minus = TQKV__(rounded)(TQKV__(set1)(-1.0f));
     for (int a = 0; a < n; a += TQKV__LANES) {
         TQKV__VECTOR sums[12];
         TQKV__UNROLL
         for (int c = 0; c < 12; c++) {
-            const TQKV__VECTOR x = TQKV__(load)(runs + c * n + a);
+            const TQKV__VECTOR x = TQKV__(load)(subrows + c * n + a);
             TQKV__UNROLL
             for (int b = 0; b < 12; b++) {
                 const bool subtract = (tqkv__tables.hadamard_12[b][c / 8] >> (c % 8)) & 1;
@@ -154,14 +155,15 @@ TQKV__OP void TQKV__(mix_12)(const float *runs, float factor, int n, float *out)
 
 #define TQKV__MIX(m, at_once)                                                                                          \
     case m:                                                                                                            \
-        TQKV__(mix)(m, at_once, runs, factor, n, out);                                                                 \
+        TQKV__(mix)(m, at_once, subrows, factor, n, out);                                                              \
         break;
 
-/* n below LANES is 4 of 8 lanes: other sets leave shorter runs to AVX2, or have none. */
-TQKV__TARGET static TQKV__NOINLINE void TQKV__(mix_by_order)(int m, const float *runs, float factor, int n, float *out)
+/* n below LANES is 4 of 8 lanes: other sets leave shorter subrows to AVX2, or have none. */
+TQKV__TARGET static TQKV__NOINLINE void TQKV__(mix_by_order)(int m, const float *subrows, float factor, int n,
+                                                             float *out)
 {
     if (m == 12 && n >= TQKV__LANES)
-        TQKV__(mix_12)(runs, factor, n, out);
+        TQKV__(mix_12)(subrows, factor, n, out);
     else if (n >= TQKV__LANES)
         switch (m) {
             TQKV__MIX(20, 1)
@@ -169,7 +171,7 @@ TQKV__TARGET static TQKV__NOINLINE void TQKV__(mix_by_order)(int m, const float 
             TQKV__MIX(36, 1)
         }
     else if (m == 20)
-        TQKV__(mix_20)(runs, factor, out);
+        TQKV__(mix_20)(subrows, factor, out);
     else if (TQKV__LANES == 8)
         switch (m) {
             TQKV__MIX(12, 2)
@@ -178,32 +180,32 @@ TQKV__TARGET static TQKV__NOINLINE void TQKV__(mix_by_order)(int m, const float 
         }
 }
 
-/* As hadamard for head_dim = m * n, m > 1: H over the runs, then the matrix across them */
-TQKV__TARGET static TQKV__NOINLINE void TQKV__(rotate_runs)(tqkv_type type, const void *in, int head_dim, bool flip,
-                                                            float *out)
+/* As hadamard for head_dim = m * n, m > 1: H over the subrows, then the matrix across them */
+TQKV__TARGET static TQKV__NOINLINE void TQKV__(rotate_subrows)(tqkv_type type, const void *in, int head_dim, bool flip,
+                                                               float *out)
 {
-    TQKV__ALIGNED float runs[TQKV_MAX_HEAD_DIM];
+    TQKV__ALIGNED float subrows[TQKV_MAX_HEAD_DIM];
     const tqkv__size *size = tqkv__size_of(head_dim);
-    const int m = size->order, n = size->run; /* n: 4 to 64 */
+    const int m = size->order, n = size->subrow; /* n: 4 to 64 */
     const float factor = size->inverse_root;
     if (n == 4 && TQKV__LANES > 4)
-        TQKV__(hadamard_runs)(1, 4, type, in, head_dim, flip, runs);
+        TQKV__(hadamard_subrows)(1, 4, type, in, head_dim, flip, subrows);
     else if (n == 8 && TQKV__LANES > 8)
-        TQKV__(hadamard_runs)(1, 8, type, in, head_dim, flip, runs);
+        TQKV__(hadamard_subrows)(1, 8, type, in, head_dim, flip, subrows);
     else if (n == TQKV__LANES)
-        TQKV__(hadamard_runs)(1, TQKV__LANES, type, in, head_dim, flip, runs);
+        TQKV__(hadamard_subrows)(1, TQKV__LANES, type, in, head_dim, flip, subrows);
     else if (n == 2 * TQKV__LANES)
-        TQKV__(hadamard_runs)(2, 2 * TQKV__LANES, type, in, head_dim, flip, runs);
+        TQKV__(hadamard_subrows)(2, 2 * TQKV__LANES, type, in, head_dim, flip, subrows);
     else if (n == 4 * TQKV__LANES)
-        TQKV__(hadamard_runs)(4, 4 * TQKV__LANES, type, in, head_dim, flip, runs);
+        TQKV__(hadamard_subrows)(4, 4 * TQKV__LANES, type, in, head_dim, flip, subrows);
     else if (n == 8 * TQKV__LANES && TQKV__LANES < 16)
-        TQKV__(hadamard_runs)(8, 8 * TQKV__LANES, type, in, head_dim, flip, runs);
+        TQKV__(hadamard_subrows)(8, 8 * TQKV__LANES, type, in, head_dim, flip, subrows);
     else if (TQKV__LANES < 8)
-        TQKV__(hadamard_runs)(16, 16 * TQKV__LANES, type, in, head_dim, flip, runs);
-    if (n < TQKV__LANES && TQKV__LANES == 16) /* a run of 8 fills the other set's vectors */
-        TQKV__MIX_SHORT_RUNS(m, runs, factor, n, out);
+        TQKV__(hadamard_subrows)(16, 16 * TQKV__LANES, type, in, head_dim, flip, subrows);
+    if (n < TQKV__LANES && TQKV__LANES == 16) /* a subrow of 8 fills the other set's vectors */
+        TQKV__MIX_SHORT_SUBROWS(m, subrows, factor, n, out);
     else
-        TQKV__(mix_by_order)(m, runs, factor, n, out);
+        TQKV__(mix_by_order)(m, subrows, factor, n, out);
 }
 #undef TQKV__MIX
 #undef TQKV__COLUMN
@@ -213,15 +215,15 @@ TQKV__TARGET static void TQKV__(hadamard)(tqkv_type type, const void *in, int he
 {
     int h = head_dim < TQKV__LANES * TQKV__WIDTH ? head_dim : TQKV__LANES * TQKV__WIDTH;
     if (TQKV__HAS_MATRIX(head_dim)) {
-        TQKV__(rotate_runs)(type, in, head_dim, flip, out);
+        TQKV__(rotate_subrows)(type, in, head_dim, flip, out);
         return;
     }
     if (h == 4 * TQKV__LANES)
-        TQKV__(hadamard_runs)(4, 4 * TQKV__LANES, type, in, head_dim, flip, out);
+        TQKV__(hadamard_subrows)(4, 4 * TQKV__LANES, type, in, head_dim, flip, out);
     else if (h == 8 * TQKV__LANES && TQKV__WIDTH > 8)
-        TQKV__(hadamard_runs)(8, 8 * TQKV__LANES, type, in, head_dim, flip, out);
+        TQKV__(hadamard_subrows)(8, 8 * TQKV__LANES, type, in, head_dim, flip, out);
     else
-        TQKV__(hadamard_runs)(TQKV__WIDTH, TQKV__WIDTH * TQKV__LANES, type, in, head_dim, flip, out);
+        TQKV__(hadamard_subrows)(TQKV__WIDTH, TQKV__WIDTH * TQKV__LANES, type, in, head_dim, flip, out);
     for (; h * 4 <= head_dim; h *= 4) TQKV__(hadamard_across)(4, h, head_dim, out);
     if (h < head_dim) TQKV__(hadamard_across)(2, h, head_dim, out);
 }

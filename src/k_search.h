@@ -1,6 +1,6 @@
 /* >>k-search: the factors of a few rows, by vectors; what tqkv__search_row does with one. */
 
-/* The scaled values of a row in the places that the sums take: element e of the lanes of a vector side by side, a vector of
+/* The scaled values of a row in the order that the sums take: element e of the lanes of a vector side by side, a vector of
    each lane's next element n_lanes further on. So the sums of lanes are sums of vectors. Magnitudes are enough: codebooks are
    symmetric, a value has the sign of its centroid, and a product of 0 adds nothing. */
 typedef struct TQKV__(turned) {
@@ -19,20 +19,20 @@ TQKV__OP void TQKV__(turn_value)(TQKV__(turned) * t, int at, TQKV__VECTOR v)
 
 /* Lanes of three values and more: loads of four neighbours; reads up to three floats behind the last lane. Shorter ones: a load
    has the values of two or four lanes, which come to different vectors. per_lane: a constant for 1, 2 and 4. v: [head_dim] */
-TQKV__OP void TQKV__(turn_places)(const int per_lane, int n_lanes, const float *v, TQKV__(turned) * t)
+TQKV__OP void TQKV__(turn_values)(const int per_lane, int n_lanes, const float *v, TQKV__(turned) * t)
 {
-    const int together = per_lane < 3 ? 4 / per_lane : 1, run = together * per_lane;
+    const int together = per_lane < 3 ? 4 / per_lane : 1, width = together * per_lane;
     for (int lane = 0; lane < n_lanes; lane += together * TQKV__LANES)
-        for (int e = 0; e < run; e += 4) {
+        for (int e = 0; e < width; e += 4) {
             TQKV__VECTOR four[4];
             TQKV__UNROLL
-            for (int i = 0; i < 4; i++) four[i] = TQKV__(load_fours)(v + lane * per_lane + i * run + e, 4 * run);
+            for (int i = 0; i < 4; i++) four[i] = TQKV__(load_fours)(v + lane * per_lane + i * width + e, 4 * width);
             TQKV__(transpose)(4, four);
             TQKV__UNROLL
             for (int i = 0; i < 4; i++)
                 if (per_lane < 3)
                     TQKV__(turn_value)(t, i % per_lane * n_lanes + lane + i / per_lane * TQKV__LANES, four[i]);
-                else if (e + i < run)
+                else if (e + i < width)
                     TQKV__(turn_value)(t, (e + i) * n_lanes + lane, four[i]);
         }
 }
@@ -45,13 +45,13 @@ TQKV__OP void TQKV__(turn_row)(const tqkv__stream *s, const float *y, const floa
         for (const int end = d + s->norm_dim; d < end; d += TQKV__LANES)
             TQKV__(store)(v + d, TQKV__(load)(y + d) * TQKV__(set1)(scales[b]));
     if (per_lane == 1)
-        TQKV__(turn_places)(1, n_lanes, v, t);
+        TQKV__(turn_values)(1, n_lanes, v, t);
     else if (per_lane == 2)
-        TQKV__(turn_places)(2, n_lanes, v, t);
+        TQKV__(turn_values)(2, n_lanes, v, t);
     else if (per_lane == 4)
-        TQKV__(turn_places)(4, n_lanes, v, t);
+        TQKV__(turn_values)(4, n_lanes, v, t);
     else
-        TQKV__(turn_places)(per_lane, n_lanes, v, t);
+        TQKV__(turn_values)(per_lane, n_lanes, v, t);
 }
 
 /* Codebooks whose tables do not fit registers */
@@ -171,14 +171,14 @@ TQKV__OP void TQKV__(try_factors)(const int bits, const tqkv__stream *s, const t
     }
 }
 
-/* Adds lanes that are 1 << stage apart: places with that bit clear have the sums of a, the others those of b. */
+/* Adds lanes that are 1 << stage apart: lanes with that bit clear have the sums of a, the others those of b. */
 TQKV__OP TQKV__VECTOR TQKV__(add_pairs)(const int stage, TQKV__VECTOR a, TQKV__VECTOR b)
 {
     return TQKV__(even)(stage, a, b) + TQKV__(odd)(stage, a, b);
 }
 
-/* The xor-tree of tqkv__sums_of_products over `together` vectors of lanes, for all sums: sum k in x[k / LANES], place
-   k % LANES. Of 16 places where a norm has 8 lanes, the last step is left out. */
+/* The xor-tree of tqkv__sums_of_products over `together` vectors of lanes, for all sums: sum k in x[k / LANES], lane
+   k % LANES. Of 16 lanes where a norm has 8 lanes, the last step is left out. */
 TQKV__OP void TQKV__(add_tried)(const float (*lanes)[32], int at, int together, bool whole, TQKV__VECTOR *x)
 {
     TQKV__UNROLL

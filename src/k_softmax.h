@@ -1,11 +1,11 @@
 /* >>k-softmax: exp and tanh, weights out of scores, and sums of heads. */
 
-/* Parts of e^x - 1 = power * tail + (power - 1) for x in [-87, 0]: x = n ln2 + r, power = 2^n, tail = e^r - 1 by
+/* Terms of e^x - 1 = power * tail + (power - 1) for x in [-87, 0]: x = n ln2 + r, power = 2^n, tail = e^r - 1 by
    Taylor's series to r^7. The rest of the series is below float's last bit for |r| <= ln2/2. */
-TQKV__OP void TQKV__(exp_parts)(TQKV__VECTOR x, TQKV__VECTOR *power, TQKV__VECTOR *tail)
+TQKV__OP void TQKV__(exp_terms)(TQKV__VECTOR x, TQKV__VECTOR *power, TQKV__VECTOR *tail)
 {
     const TQKV__VECTOR n = TQKV__(round)(x * TQKV__(set1)(1.44269504f));
-    TQKV__VECTOR r = TQKV__(fma)(n, TQKV__(set1)(-0.693359375f), x); /* ln2 in two parts; n times the first is exact */
+    TQKV__VECTOR r = TQKV__(fma)(n, TQKV__(set1)(-0.693359375f), x); /* ln2 as a sum; n times the first is exact */
     r = TQKV__(fma)(n, TQKV__(set1)(2.12194440e-4f), r);
     TQKV__VECTOR p = TQKV__(fma)(TQKV__(set1)(1.0f / 5040), r, TQKV__(set1)(1.0f / 720));
     p = TQKV__(fma)(p, r, TQKV__(set1)(1.0f / 120));
@@ -21,7 +21,7 @@ TQKV__OP void TQKV__(exp_parts)(TQKV__VECTOR x, TQKV__VECTOR *power, TQKV__VECTO
 TQKV__OP TQKV__VECTOR TQKV__(exp)(TQKV__VECTOR x)
 {
     TQKV__VECTOR power, tail;
-    TQKV__(exp_parts)(TQKV__(max)(TQKV__(set1)(-87.0f), x), &power, &tail); /* NaN stays NaN */
+    TQKV__(exp_terms)(TQKV__(max)(TQKV__(set1)(-87.0f), x), &power, &tail); /* NaN stays NaN */
     return TQKV__(zero_below)(TQKV__(set1)(-87.0f), x, TQKV__(fma)(power, tail, power));
 }
 
@@ -30,7 +30,7 @@ TQKV__TARGET static TQKV__VECTOR TQKV__(tanh)(TQKV__VECTOR x)
 {
     TQKV__VECTOR power, tail;
     const TQKV__VECTOR doubled = TQKV__(abs)(x) * TQKV__(set1)(-2.0f);
-    TQKV__(exp_parts)(TQKV__(max)(TQKV__(set1)(-40.0f), doubled), &power, &tail);
+    TQKV__(exp_terms)(TQKV__(max)(TQKV__(set1)(-40.0f), doubled), &power, &tail);
     const TQKV__VECTOR m = TQKV__(fma)(power, tail, power - TQKV__(set1)(1.0f));
     return TQKV__(copysign)(TQKV__(abs)(m) / (TQKV__(set1)(2.0f) + m), x);
 }
@@ -128,20 +128,20 @@ TQKV__TARGET static void TQKV__(sum_heads)(const float *scores, const float *wei
     }
 }
 
-/* The factors of a tile's codes, per block and position. Those of keys that are infinite become NaN: a score of -infinity
+/* The factors of a tile's codes, per panel and position. Those of keys that are infinite become NaN: a score of -infinity
    would leave the position out. norms: NULL for halves, whose factors are all 1; factors: [n_blocks][TQKV__TILE], of others zero
    beyond n */
-TQKV__TARGET static void TQKV__(factors)(const tqkv__stream *s, const float *norms, const tqkv__run *run, bool keys,
-                                         float *factors)
+TQKV__TARGET static void TQKV__(factors)(const tqkv__stream *s, const float *norms, const tqkv__segment *segment,
+                                         bool keys, float *factors)
 {
     const TQKV__VECTOR zero = TQKV__(set1)(0.0f), same = TQKV__(set1)(1.0f);
-    const int dim = s->head_dim, per_row = s->norms_per_row, n = run->n;
-    for (int d = 0; !norms && d < dim; d += s->block_dim, factors += TQKV__TILE)
+    const int dim = s->head_dim, per_row = s->norms_per_row, n = segment->n;
+    for (int d = 0; !norms && d < dim; d += s->panel_dim, factors += TQKV__TILE)
         for (int j = 0; j < TQKV__TILE; j += TQKV__LANES) TQKV__(store)(factors + j, same);
     if (!norms) return;
     const bool divided = per_row > 1 && s->kind == TQKV__BOOK && s->block_scale != 1.0f;
     const TQKV__VECTOR factor = divided ? same : TQKV__(set1)(tqkv__factor(s, 1.0f));
-    for (int d = 0; d < dim; d += s->block_dim, factors += TQKV__TILE) {
+    for (int d = 0; d < dim; d += s->panel_dim, factors += TQKV__TILE) {
         const float *norm = per_row > 1 ? norms + d / s->norm_dim : norms;
         if (per_row > 1 || n < TQKV__TILE) {
             for (int j = 0; j < n; j++, norm += per_row) factors[j] = *norm;

@@ -1,12 +1,12 @@
 /* >>k-tiles: the scores and the sums of a tile, by rows, decoded first or not. */
 
 /* As decode, for a codebook too large for table instructions: loads eight codes, stores a vector of centroids. */
-TQKV__OP void TQKV__(decode_by_loads)(const TQKV__(block) * block, int n, float *x)
+TQKV__OP void TQKV__(decode_by_loads)(const TQKV__(panel) * panel, int n, float *x)
 {
-    const float *codebook = block->stream->codebook;
-    for (int j = 0; j < n; j++, x += TQKV__X_STRIDE(block->dim)) {
-        const uint8_t *codes = block->codes + (size_t)j * block->stride;
-        for (int d = 0; d < block->dim; d += TQKV__LANES) {
+    const float *codebook = panel->stream->codebook;
+    for (int j = 0; j < n; j++, x += TQKV__X_STRIDE(panel->dim)) {
+        const uint8_t *codes = panel->codes + (size_t)j * panel->stride;
+        for (int d = 0; d < panel->dim; d += TQKV__LANES) {
             TQKV__VECTOR centroids = {0.0f};
             uint64_t eight = 0;
             TQKV__UNROLL
@@ -19,32 +19,32 @@ TQKV__OP void TQKV__(decode_by_loads)(const TQKV__(block) * block, int n, float 
     }
 }
 
-TQKV__OP void TQKV__(decode_rows)(const tqkv_format format, const TQKV__(block) * block, int n, float *x)
+TQKV__OP void TQKV__(decode_rows)(const tqkv_format format, const TQKV__(panel) * panel, int n, float *x)
 {
     if (TQKV__BOOK_BITS(format) == 8 && TQKV__LANES == 4)
-        TQKV__(decode_by_loads)(block, n, x);
+        TQKV__(decode_by_loads)(panel, n, x);
     else
-        TQKV__(decode)(format, block, n, x);
+        TQKV__(decode)(format, panel, n, x);
 }
 
 /* By the columns of a row: what is left out here is not inlined to be thrown away. */
 #define TQKV__ROW_LOOPS(unused, format, name, kind, main, upper, book, plain)                                          \
-    TQKV__TARGET static void TQKV__(score_##format)(const TQKV__(block) * block, int rows)                             \
+    TQKV__TARGET static void TQKV__(score_##format)(const TQKV__(panel) * panel, int rows)                             \
     {                                                                                                                  \
         if (TQKV__HAS_LOOPS(kind, main, book)) TQKV__BY_ROWS(score, format, TQKV__KEY_ROWS(kind, book));               \
     }                                                                                                                  \
-    TQKV__TARGET static void TQKV__(accumulate_##format)(const TQKV__(block) * block, int rows)                        \
+    TQKV__TARGET static void TQKV__(accumulate_##format)(const TQKV__(panel) * panel, int rows)                        \
     {                                                                                                                  \
         if (TQKV__HAS_LOOPS(kind, main, book)) TQKV__BY_ROWS(accumulate, format, TQKV__VALUE_ROWS(kind, book));        \
     }                                                                                                                  \
-    TQKV__TARGET static void TQKV__(rest_##format)(const TQKV__(block) * block, int rows)                              \
+    TQKV__TARGET static void TQKV__(rest_##format)(const TQKV__(panel) * panel, int rows)                              \
     {                                                                                                                  \
         if (TQKV__HAS_LOOPS(kind, main, book)) TQKV__BY_ROWS(add_rest, format, TQKV__VALUE_ROWS(kind, book));          \
     }
 #define TQKV__DECODE_LOOP(unused, format, ...)                                                                         \
-    TQKV__TARGET static void TQKV__(decode_##format)(const TQKV__(block) * block, int n, float *x)                     \
+    TQKV__TARGET static void TQKV__(decode_##format)(const TQKV__(panel) * panel, int n, float *x)                     \
     {                                                                                                                  \
-        TQKV__(decode_rows)(format, block, n, x);                                                                      \
+        TQKV__(decode_rows)(format, panel, n, x);                                                                      \
     }
 TQKV__FORMATS(TQKV__DECODE_LOOP, )
 TQKV__FORMATS(TQKV__ROW_LOOPS, )
@@ -56,117 +56,117 @@ static const TQKV__(loops) TQKV__(loops_by_format)[] = {
     {NULL, TQKV__(score_TQKV__FLOATS), TQKV__(accumulate_TQKV__FLOATS), TQKV__(rest_TQKV__FLOATS)},
     TQKV__FORMATS(TQKV__LOOPS_OF, )};
 
-/* Runs the loop over all rows of a block, at most `most` at a time. Three take the loop for four, with one row twice: as two
+/* Calls the loop for all rows of a panel, at most `most` at a time. Three take the loop for four, with one row twice: as two
    and one they would decode everything twice. */
-static void TQKV__(by_rows)(TQKV__(block) * block, int n_rows, int most, void (*loop)(const TQKV__(block) *, int rows))
+static void TQKV__(by_rows)(TQKV__(panel) * panel, int n_rows, int most, void (*loop)(const TQKV__(panel) *, int rows))
 {
-    const float *rows = block->rows;
-    float *results = block->results;
-    for (int left = n_rows; left > 0; left -= block->n_rows) {
-        block->n_rows = left >= most ? most : left == 3 ? 3 : left >= 2 ? 2 : 1;
-        loop(block, block->n_rows == 3 ? most : block->n_rows);
-        block->rows += block->n_rows * block->row_stride;
-        block->results += block->n_rows * block->result_stride;
+    const float *rows = panel->rows;
+    float *results = panel->results;
+    for (int left = n_rows; left > 0; left -= panel->n_rows) {
+        panel->n_rows = left >= most ? most : left == 3 ? 3 : left >= 2 ? 2 : 1;
+        loop(panel, panel->n_rows == 3 ? most : panel->n_rows);
+        panel->rows += panel->n_rows * panel->row_stride;
+        panel->results += panel->n_rows * panel->result_stride;
     }
-    block->rows = rows;
-    block->results = results;
+    panel->rows = rows;
+    panel->results = results;
 }
 
-/* Adds the values of a block, of that format, to all rows. */
-static void TQKV__(add_values)(tqkv_format format, TQKV__(block) * block, int n_rows, int most)
+/* Adds the values of a panel, of that format, to all rows. */
+static void TQKV__(add_values)(tqkv_format format, TQKV__(panel) * panel, int n_rows, int most)
 {
     const TQKV__(loops) *loops = &TQKV__(loops_by_format)[format];
-    const int run = TQKV__RUN(format) * TQKV__LANES;
-    if (block->dim >= run) TQKV__(by_rows)(block, n_rows, most, loops->accumulate);
-    if (block->dim % run) TQKV__(by_rows)(block, n_rows, most, loops->add_rest);
+    const int strip = TQKV__STRIP(format) * TQKV__LANES;
+    if (panel->dim >= strip) TQKV__(by_rows)(panel, n_rows, most, loops->accumulate);
+    if (panel->dim % strip) TQKV__(by_rows)(panel, n_rows, most, loops->add_rest);
 }
 
 /* Attends from decoded positions. Few at a time stay in the L1 cache, and each is decoded once. */
-TQKV__TARGET static void TQKV__(attend_decoded)(TQKV__(block) * block, int n_rows, bool keys)
+TQKV__TARGET static void TQKV__(attend_decoded)(TQKV__(panel) * panel, int n_rows, bool keys)
 {
     TQKV__ALIGNED float x[32 * TQKV__X_STRIDE(128)]; /* 18 KiB of stack */
-    const int stretch = block->dim <= 128 ? 32 : 16;
-    const TQKV__(loops) *loops = &TQKV__(loops_by_format)[block->stream->format];
-    const int n = block->n;
-    for (int j = 0; j < n; j += stretch) {
-        const uint8_t *codes = block->codes;
-        block->n = n - j < stretch ? n - j : stretch;
-        tqkv__prefetch(TQKV__L2, codes + block->ahead, (size_t)block->n * block->stride);
-        loops->decode(block, block->n, x);
-        for (int i = block->n; i % TQKV__LANES; i++)
-            memcpy(x + i * TQKV__X_STRIDE(block->dim), x + (i - 1) * TQKV__X_STRIDE(block->dim),
-                   (size_t)block->dim * sizeof(float));
-        block->codes = (const uint8_t *)(const void *)x;
+    const int step = panel->dim <= 128 ? 32 : 16;
+    const TQKV__(loops) *loops = &TQKV__(loops_by_format)[panel->stream->format];
+    const int n = panel->n;
+    for (int j = 0; j < n; j += step) {
+        const uint8_t *codes = panel->codes;
+        panel->n = n - j < step ? n - j : step;
+        tqkv__prefetch(TQKV__L2, codes + panel->ahead, (size_t)panel->n * panel->stride);
+        loops->decode(panel, panel->n, x);
+        for (int i = panel->n; i % TQKV__LANES; i++)
+            memcpy(x + i * TQKV__X_STRIDE(panel->dim), x + (i - 1) * TQKV__X_STRIDE(panel->dim),
+                   (size_t)panel->dim * sizeof(float));
+        panel->codes = (const uint8_t *)(const void *)x;
         if (keys)
-            TQKV__(by_rows)(block, n_rows, TQKV__DECODED_SCORE_ROWS, TQKV__(score_TQKV__FLOATS));
+            TQKV__(by_rows)(panel, n_rows, TQKV__DECODED_SCORE_ROWS, TQKV__(score_TQKV__FLOATS));
         else
-            TQKV__(add_values)(TQKV__FLOATS, block, n_rows, TQKV__ROWS);
-        block->codes = codes + (size_t)stretch * block->stride;
-        block->rows += keys ? 0 : stretch;
-        block->results += keys ? stretch : 0;
-        if (keys) block->factors += stretch; /* NULL for values */
+            TQKV__(add_values)(TQKV__FLOATS, panel, n_rows, TQKV__ROWS);
+        panel->codes = codes + (size_t)step * panel->stride;
+        panel->rows += keys ? 0 : step;
+        panel->results += keys ? step : 0;
+        if (keys) panel->factors += step; /* NULL for values */
     }
 }
 
 /* Few rows work straight from the codes; with a codebook only while no code is looked up twice. 32 wide registers hold
    four rows of multiply-adds and the look-ups of up to 5 bits: there any number of rows of values works so, but at most eight
    where codes are joined from two fields (Zen 5: 12 rows of TQ3 and TQ5 take 0.92 times as long decoded, 64 rows 0.85). */
-TQKV__TARGET static void TQKV__(attend_block)(TQKV__(block) * block, int n_rows, bool keys)
+TQKV__TARGET static void TQKV__(attend_panel)(TQKV__(panel) * panel, int n_rows, bool keys)
 {
-    const tqkv__stream *s = block->stream;
+    const tqkv__stream *s = panel->stream;
     const TQKV__(loops) *loops = &TQKV__(loops_by_format)[s->format];
     const bool any = !keys && TQKV__LANES == 16 && s->book_bits < 6 && (!s->upper_bits || n_rows <= 8);
     const int most = keys ? TQKV__KEY_ROWS(s->kind, s->book_bits) : TQKV__VALUE_ROWS(s->kind, s->book_bits);
     if (!TQKV__DIRECT(s->format) || (n_rows > (s->kind == TQKV__BOOK ? most : TQKV__ROWS) && !any))
-        TQKV__(attend_decoded)(block, n_rows, keys);
+        TQKV__(attend_decoded)(panel, n_rows, keys);
     else if (keys)
-        TQKV__(by_rows)(block, n_rows, most, loops->score);
+        TQKV__(by_rows)(panel, n_rows, most, loops->score);
     else
-        TQKV__(add_values)(s->format, block, n_rows, most);
+        TQKV__(add_values)(s->format, panel, n_rows, most);
 }
 
-/* Opens the block of values from `before` on for the run. */
-static void TQKV__(open_block)(const tqkv__stream *s, int kv_head, const tqkv__run *run, int before,
-                               TQKV__(block) * block)
+/* Opens the panel of values from `before` on for the segment. */
+static void TQKV__(open_panel)(const tqkv__stream *s, int kv_head, const tqkv__segment *segment, int before,
+                               TQKV__(panel) * panel)
 {
     const size_t main = (size_t)(before * s->main_bits / 8), upper = (size_t)(before * s->upper_bits / 8);
     const size_t main_field = (size_t)(s->head_dim * s->main_bits) / 8;
-    block->stream = s;
-    block->codes = tqkv__codes_at(s, kv_head, run->slot) + main;
-    block->upper = s->upper_bits ? main_field + upper - main : 0;
-    block->stride = s->row_bytes;
-    block->ahead = (ptrdiff_t)run->ahead * (ptrdiff_t)s->row_bytes;
-    block->first = before == 0;
-    block->n = run->n;
-    block->dim = s->block_dim;
-    block->factors = NULL;
-    block->add = false;
+    panel->stream = s;
+    panel->codes = tqkv__codes_at(s, kv_head, segment->slot) + main;
+    panel->upper = s->upper_bits ? main_field + upper - main : 0;
+    panel->stride = s->row_bytes;
+    panel->ahead = (ptrdiff_t)segment->ahead * (ptrdiff_t)s->row_bytes;
+    panel->first = before == 0;
+    panel->n = segment->n;
+    panel->dim = s->panel_dim;
+    panel->factors = NULL;
+    panel->add = false;
 }
 
-TQKV__TARGET static void TQKV__(score_tile)(const tqkv__stream *s, int kv_head, const tqkv__run *run, const float *q,
-                                            int n_rows, bool add, float *scores)
+TQKV__TARGET static void TQKV__(score_tile)(const tqkv__stream *s, int kv_head, const tqkv__segment *segment,
+                                            const float *q, int n_rows, bool add, float *scores)
 {
     TQKV__ALIGNED float factors[TQKV_MAX_HEAD_DIM / 128 * TQKV__TILE];
     /* Rotation makes products unequal, and of more sums each is smaller. */
-    const int most = s->rotated || TQKV__LANES == 16 ? s->block_dim : TQKV__MOST_ADDITIONS * TQKV__LANES;
-    TQKV__(block) block;
-    const float *of_block = factors;
-    int left = s->block_dim; /* of a block */
-    TQKV__(factors)(s, tqkv__norms_at(s, kv_head, run->slot), run, true, factors);
-    for (int d = 0; d < s->head_dim; d += block.dim) {
-        TQKV__(open_block)(s, kv_head, run, d, &block);
-        block.dim = left < most ? left : most;
-        block.rows = q + d;
-        block.row_stride = s->head_dim;
-        block.results = scores;
-        block.result_stride = TQKV__TILE;
-        block.factors = of_block;
-        block.add = add || d > 0;
-        TQKV__(attend_block)(&block, n_rows, true);
-        left -= block.dim;
+    const int most = s->rotated || TQKV__LANES == 16 ? s->panel_dim : TQKV__MOST_ADDITIONS * TQKV__LANES;
+    TQKV__(panel) panel;
+    const float *of_panel = factors;
+    int left = s->panel_dim; /* of a panel */
+    TQKV__(factors)(s, tqkv__norms_at(s, kv_head, segment->slot), segment, true, factors);
+    for (int d = 0; d < s->head_dim; d += panel.dim) {
+        TQKV__(open_panel)(s, kv_head, segment, d, &panel);
+        panel.dim = left < most ? left : most;
+        panel.rows = q + d;
+        panel.row_stride = s->head_dim;
+        panel.results = scores;
+        panel.result_stride = TQKV__TILE;
+        panel.factors = of_panel;
+        panel.add = add || d > 0;
+        TQKV__(attend_panel)(&panel, n_rows, true);
+        left -= panel.dim;
         if (left) continue;
-        left = s->block_dim;
-        of_block += TQKV__TILE;
+        left = s->panel_dim;
+        of_panel += TQKV__TILE;
     }
 }
 
@@ -178,21 +178,21 @@ TQKV__OP void TQKV__(scale_weights)(const float *weights, int n_rows, const floa
             TQKV__(store)(scaled + j, TQKV__(mul_nonzero)(TQKV__(load)(weights + j), TQKV__(load)(factors + j)));
 }
 
-TQKV__TARGET static void TQKV__(value_tile)(const tqkv__stream *s, int kv_head, const tqkv__run *run,
+TQKV__TARGET static void TQKV__(value_tile)(const tqkv__stream *s, int kv_head, const tqkv__segment *segment,
                                             const float *weights, int n_rows, float *scaled, float *out)
 {
     TQKV__ALIGNED float factors[TQKV_MAX_HEAD_DIM / 128 * TQKV__TILE];
-    TQKV__(block) block;
-    const float *norms = tqkv__norms_at(s, kv_head, run->slot);
-    const float *of_block = factors;
-    if (norms) TQKV__(factors)(s, norms, run, false, factors);
-    for (int d = 0; d < s->head_dim; d += s->block_dim, of_block += TQKV__TILE) {
-        if (norms) TQKV__(scale_weights)(weights, n_rows, of_block, scaled);
-        TQKV__(open_block)(s, kv_head, run, d, &block);
-        block.rows = norms ? scaled : weights;
-        block.row_stride = TQKV__TILE;
-        block.results = out + d;
-        block.result_stride = s->head_dim;
-        TQKV__(attend_block)(&block, n_rows, false);
+    TQKV__(panel) panel;
+    const float *norms = tqkv__norms_at(s, kv_head, segment->slot);
+    const float *of_panel = factors;
+    if (norms) TQKV__(factors)(s, norms, segment, false, factors);
+    for (int d = 0; d < s->head_dim; d += s->panel_dim, of_panel += TQKV__TILE) {
+        if (norms) TQKV__(scale_weights)(weights, n_rows, of_panel, scaled);
+        TQKV__(open_panel)(s, kv_head, segment, d, &panel);
+        panel.rows = norms ? scaled : weights;
+        panel.row_stride = TQKV__TILE;
+        panel.results = out + d;
+        panel.result_stride = s->head_dim;
+        TQKV__(attend_panel)(&panel, n_rows, false);
     }
 }

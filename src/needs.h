@@ -9,7 +9,7 @@
 #error "tqkv.h: -ffast-math changes stored bytes; compile this file without it, or define TQKV_ALLOW_FAST_MATH"
 #endif
 
-/* Parts of fast math that clang announces by no macro (-fassociative-math, -freciprocal-math, -funsafe-math-optimizations)
+/* Options of fast math that clang announces by no macro (-fassociative-math, -freciprocal-math, -funsafe-math-optimizations)
    would change norms. On arm64 clang 14 does not know the pragma, and reorders no sum that counts; clang 16 would. */
 #if defined(__clang__) && !defined(TQKV_ALLOW_FAST_MATH) &&                                                            \
     (defined(__x86_64__) || (defined(__aarch64__) && __clang_major__ > 14))
@@ -105,7 +105,7 @@ typedef char tqkv__compiled_with_fshort_enums_or_fpack_struct
 #define TQKV__COLD     __attribute__((cold))        /* for size: calls that are rare beside appending and attending */
 #define TQKV__ALIGNED  __attribute__((aligned(64))) /* a vector that crosses cache lines is loaded twice */
 #define TQKV__INLINE   inline __attribute__((always_inline))
-#define TQKV__OP       TQKV__TARGET static TQKV__INLINE /* a part of a loop, in the current instruction set */
+#define TQKV__OP       TQKV__TARGET static TQKV__INLINE /* a step of a loop, in the current instruction set */
 #ifdef __clang__
 #define TQKV__UNROLL _Pragma("clang loop unroll(full)")
 #else

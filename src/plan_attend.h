@@ -163,9 +163,9 @@ static int tqkv__planned_tail(const tqkv_metal_dispatch *d)
 
 /* The centre of the keys or of their tail adds the same to all scores of a query. That shows under softcap, beside sinks and
    in a slice. */
-static bool tqkv__center_counts(const tqkv__attention *a, const tqkv__attend_buffers *b, const tqkv_metal_store *part)
+static bool tqkv__center_counts(const tqkv__attention *a, const tqkv__attend_buffers *b, const tqkv_metal_store *keys)
 {
-    return part && part->center.buffer && (a->call.softcap > 0.0f || b->sinks.buffer || b->slice.to);
+    return keys && keys->center.buffer && (a->call.softcap > 0.0f || b->sinks.buffer || b->slice.to);
 }
 
 /* Slices of attend_merge, from index 7 on, and of attend, which does not use them. */
@@ -188,7 +188,7 @@ static size_t tqkv__plan_out_size(const tqkv__attention *a, const tqkv__attend_b
     return b->slice.to ? a->out_elements * sizeof(float) : a->out_size;
 }
 
-/* The memory of queries and sums, the largest part, holds only the columns in use: it limits the threadgroups on a
+/* The memory of queries and sums, the largest, holds only the columns in use: it limits the threadgroups on a
    core. */
 static void tqkv__plan_attend_memory(tqkv_metal_dispatch *d, size_t key_dim, size_t value_dim, int columns)
 {
@@ -221,7 +221,7 @@ static void tqkv__plan_matrix_memory(tqkv_metal_dispatch *d, size_t head_dim, in
 }
 
 /* Threadgroups of a KV head and split. */
-static size_t tqkv__row_blocks(const tqkv_metal_dispatch *d, const tqkv__attend_args *args, size_t columns)
+static size_t tqkv__row_groups(const tqkv_metal_dispatch *d, const tqkv__attend_args *args, size_t columns)
 {
     const bool list = d->kernel.constants[TQKV_FC_LIST] == 1 + true; /* then each query has threadgroups of its own */
     const size_t n_queries = (size_t)args->n_queries, rows = (list ? 1 : n_queries) * (size_t)args->group;
@@ -240,7 +240,7 @@ static void tqkv__plan_columns(tqkv_metal_dispatch *d, bool matrix, int columns)
         tqkv__plan_matrix_memory(d, (size_t)head_dim, columns);
     else
         tqkv__plan_attend_memory(d, (size_t)head_dim, (size_t)(value_dim ? value_dim : head_dim), columns);
-    d->grid[1] = tqkv__row_blocks(d, &args, (size_t)columns);
+    d->grid[1] = tqkv__row_groups(d, &args, (size_t)columns);
 }
 
 /* Puts attend in the place of attend_matrix. */
@@ -370,7 +370,7 @@ static void tqkv__plan_bind_value_scale(tqkv_metal_dispatch *d, const tqkv__atte
     tqkv__plan_constant(d, TQKV_FC_CENTER_SCALED, scaled && !original);
 }
 
-/* Merges all parts of the context: splits [first positions, others, last positions], of those that there are. */
+/* Merges all regions of the context: splits [first positions, others, last positions], of those that there are. */
 static void tqkv__plan_attend_merge(tqkv_metal_dispatch *d, const tqkv__attention *a, const tqkv__attend_buffers *b,
                                     const tqkv__split splits[3], const tqkv__split *all)
 {
@@ -394,75 +394,77 @@ static void tqkv__plan_attend_merge(tqkv_metal_dispatch *d, const tqkv__attentio
     d->barrier = b->scratch.buffer;
 }
 
-/* The positions of each part of the context up to slice_end. First and last are read as halves where stores hold them so. What a
-   query reads as newest halves depends on its own position: where several begin the last part and the codes overlap. */
-static void tqkv__find_parts(const tqkv__attention *a, int64_t slice_end, tqkv__range parts[TQKV__PARTS])
+/* The positions of each region of the context up to slice_end. First and last are read as halves where stores hold them so. What a
+   query reads as newest halves depends on its own position: where several begin the last region and the codes overlap. */
+static void tqkv__find_regions(const tqkv__attention *a, int64_t slice_end, tqkv__range regions[TQKV__REGIONS])
 {
     const bool first = a->exact[0][0] || a->exact[0][1], last = a->exact[1][0] || a->exact[1][1];
     const int64_t low = tqkv__exact_at(a, 0), high = tqkv__exact_at(a, a->call.n_queries - 1);
-    tqkv__range *codes = &parts[TQKV__CODES_PART], *newest = &parts[TQKV__LAST_PART];
-    for (int i = 0; i < TQKV__PARTS; i++) parts[i].from = parts[i].to = i == TQKV__LAST_PART ? slice_end : a->first;
+    tqkv__range *codes = &regions[TQKV__CODES_REGION], *newest = &regions[TQKV__LAST_REGION];
+    for (int i = 0; i < TQKV__REGIONS; i++)
+        regions[i].from = regions[i].to = i == TQKV__LAST_REGION ? slice_end : a->first;
     codes->to = slice_end;
     if (first && a->exact_below > a->first) codes->from = a->exact_below < slice_end ? a->exact_below : slice_end;
-    parts[TQKV__FIRST_PART].to = codes->from;
+    regions[TQKV__FIRST_REGION].to = codes->from;
     if (a->kept) {
-        parts[TQKV__FIRST_PART].from = 0;
-        parts[TQKV__FIRST_PART].to = a->exact_below < slice_end ? a->exact_below : slice_end;
+        regions[TQKV__FIRST_REGION].from = 0;
+        regions[TQKV__FIRST_REGION].to = a->exact_below < slice_end ? a->exact_below : slice_end;
     }
     if (!last) return;
     if (low < slice_end) newest->from = low > codes->from ? low : codes->from;
     if (high < slice_end) codes->to = high > codes->from ? high : codes->from;
 }
 
-/* The attention to part i alone, and its streams. */
-static void tqkv__take_part(const tqkv__attention *a, const tqkv__attend_buffers *b, int i, tqkv__range positions,
-                            tqkv__attention *part, tqkv__attend_buffers *buffers)
+/* The attention to region i alone, and its streams. */
+static void tqkv__take_region(const tqkv__attention *a, const tqkv__attend_buffers *b, int i, tqkv__range positions,
+                              tqkv__attention *own, tqkv__attend_buffers *buffers)
 {
-    const int last = i == TQKV__LAST_PART;
+    const int last = i == TQKV__LAST_REGION;
     const int64_t gone =
         a->first - a->kept; /* between the first positions, where they are kept, and the oldest resident one */
     const bool ends = a->exact[1][0] || a->exact[1][1];
-    *part = *a;
+    *own = *a;
     *buffers = *b;
-    part->first = positions.from;
-    part->newest_halves = last;
+    own->first = positions.from;
+    own->newest_halves = last;
     buffers->slice_end = positions.to;
-    buffers->halves = last                            ? TQKV__NEWEST_HALVES
-                      : ends && i == TQKV__CODES_PART ? TQKV__BEFORE_HALVES
-                                                      : TQKV__ALL_POSITIONS;
-    if (i != TQKV__CODES_PART && a->exact[last][0]) part->keys = a->ends[last][0];
-    if (i != TQKV__CODES_PART && a->exact[last][0]) buffers->keys = b->ends[last][0];
-    if (i != TQKV__CODES_PART && a->exact[last][1]) part->values = a->ends[last][1];
-    if (i != TQKV__CODES_PART && a->exact[last][1]) buffers->values = b->ends[last][1];
-    if (i != TQKV__FIRST_PART || !a->kept) return;
-    if (a->call.tail) part->tail = a->first_tail;
+    buffers->halves = last                              ? TQKV__NEWEST_HALVES
+                      : ends && i == TQKV__CODES_REGION ? TQKV__BEFORE_HALVES
+                                                        : TQKV__ALL_POSITIONS;
+    if (i != TQKV__CODES_REGION && a->exact[last][0]) own->keys = a->ends[last][0];
+    if (i != TQKV__CODES_REGION && a->exact[last][0]) buffers->keys = b->ends[last][0];
+    if (i != TQKV__CODES_REGION && a->exact[last][1]) own->values = a->ends[last][1];
+    if (i != TQKV__CODES_REGION && a->exact[last][1]) buffers->values = b->ends[last][1];
+    if (i != TQKV__FIRST_REGION || !a->kept) return;
+    if (a->call.tail) own->tail = a->first_tail;
     if (a->call.tail) buffers->tail = b->first_tail;
     if (a->call.list_newest) /* counts what there is */
-        part->call.list_newest = gone < INT_MAX - a->call.list_newest ? a->call.list_newest + (int)gone : INT_MAX;
+        own->call.list_newest = gone < INT_MAX - a->call.list_newest ? a->call.list_newest + (int)gone : INT_MAX;
 }
 
-/* Divides each part, and scratch: rows of lists, then sums, then states. Those of the first and last part lie before the others,
-   whose number may be more than the merge reads. *all: of all parts */
-static tqkv_result tqkv__split_parts(const tqkv__attention *a, const tqkv__attend_buffers *b,
-                                     const tqkv__range parts[TQKV__PARTS], size_t most_sums,
-                                     tqkv__split splits[TQKV__PARTS], tqkv__split *all)
+/* Divides each region, and scratch: rows of lists, then sums, then states. Those of the first and last region lie before the others,
+   whose number may be more than the merge reads. *all: of all regions */
+static tqkv_result tqkv__split_regions(const tqkv__attention *a, const tqkv__attend_buffers *b,
+                                       const tqkv__range regions[TQKV__REGIONS], size_t most_sums,
+                                       tqkv__split splits[TQKV__REGIONS], tqkv__split *all)
 {
-    static const int order[] = {TQKV__FIRST_PART, TQKV__LAST_PART, TQKV__CODES_PART};
-    const tqkv__range *first_part = &parts[TQKV__FIRST_PART], *last_part = &parts[TQKV__LAST_PART];
-    const bool halves = first_part->from < first_part->to || last_part->from < last_part->to;
-    tqkv__attention part;
+    static const int order[] = {TQKV__FIRST_REGION, TQKV__LAST_REGION, TQKV__CODES_REGION};
+    const tqkv__range *first_region = &regions[TQKV__FIRST_REGION], *last_region = &regions[TQKV__LAST_REGION];
+    const bool halves = first_region->from < first_region->to || last_region->from < last_region->to;
+    tqkv__attention alone;
     tqkv__attend_buffers buffers;
     int64_t first, end;
-    memset(splits, 0, TQKV__PARTS * sizeof *splits);
+    memset(splits, 0, TQKV__REGIONS * sizeof *splits);
     memset(all, 0, sizeof *all);
-    for (int i = 0; i < TQKV__PARTS; i++) {
+    for (int i = 0; i < TQKV__REGIONS; i++) {
         const int p = order[i];
         tqkv__split *own = &splits[p];
-        if (parts[p].from == parts[p].to && (p != TQKV__CODES_PART || halves)) continue;
-        tqkv__take_part(a, b, p, parts[p], &part, &buffers);
-        tqkv__tiles_seen(&part, buffers.slice_end, &first, &end);
-        if (a->call.list) tqkv__listed_tiles(&part, buffers.slice_end, &first, &end);
-        const tqkv_result r = tqkv__choose_split(&part, first, end, p == TQKV__CODES_PART ? most_sums : SIZE_MAX, own);
+        if (regions[p].from == regions[p].to && (p != TQKV__CODES_REGION || halves)) continue;
+        tqkv__take_region(a, b, p, regions[p], &alone, &buffers);
+        tqkv__tiles_seen(&alone, buffers.slice_end, &first, &end);
+        if (a->call.list) tqkv__listed_tiles(&alone, buffers.slice_end, &first, &end);
+        const tqkv_result r =
+            tqkv__choose_split(&alone, first, end, p == TQKV__CODES_REGION ? most_sums : SIZE_MAX, own);
         if (r != TQKV_OK) return r;
 
         own->sums_at = all->sums_size;
@@ -476,29 +478,29 @@ static tqkv_result tqkv__split_parts(const tqkv__attention *a, const tqkv__atten
     return TQKV_OK;
 }
 
-/* Lists and attend for each part of the context, then the merge. */
+/* Lists and attend for each region of the context, then the merge. */
 static tqkv_result tqkv__plan_attention(const tqkv__attention *a, const tqkv__attend_buffers *b, size_t most_sums,
                                         tqkv__attend_plan *plan)
 {
-    tqkv__split splits[TQKV__PARTS], all;
-    tqkv__attention part;
+    tqkv__split splits[TQKV__REGIONS], all;
+    tqkv__attention own;
     tqkv__attend_buffers behind = *b, buffers;
-    tqkv__range parts[TQKV__PARTS];
-    tqkv__find_parts(a, b->slice_end, parts);
+    tqkv__range regions[TQKV__REGIONS];
+    tqkv__find_regions(a, b->slice_end, regions);
     tqkv_result r = tqkv__check_non_causal(a);
-    if (r == TQKV_OK) r = tqkv__split_parts(a, b, parts, most_sums, splits, &all);
+    if (r == TQKV_OK) r = tqkv__split_regions(a, b, regions, most_sums, splits, &all);
     if (r != TQKV_OK) return r;
     behind.scratch = tqkv__buffer_after(b->scratch, all.list_at);
     plan->listed = a->call.list != NULL;
     plan->scratch_size = all.list_at + all.scratch_size;
-    for (int p = 0; p < TQKV__PARTS; p++) {
+    for (int p = 0; p < TQKV__REGIONS; p++) {
         plan->has[p] = splits[p].n_partials > 0;
         if (!plan->has[p]) continue;
         splits[p].states_at += all.sums_size;
-        tqkv__take_part(a, &behind, p, parts[p], &part, &buffers);
+        tqkv__take_region(a, &behind, p, regions[p], &own, &buffers);
         buffers.list_rows = tqkv__buffer_after(b->scratch, splits[p].list_at);
-        tqkv__plan_attend_splits(&plan->attends[p], &part, &buffers, &splits[p]);
-        if (plan->listed) tqkv__plan_list(&plan->lists[p], &part, &buffers, &plan->attends[p]);
+        tqkv__plan_attend_splits(&plan->attends[p], &own, &buffers, &splits[p]);
+        if (plan->listed) tqkv__plan_list(&plan->lists[p], &own, &buffers, &plan->attends[p]);
     }
     tqkv__plan_attend_merge(&plan->merge, a, &behind, splits, &all);
     return TQKV_OK;
@@ -507,9 +509,9 @@ static tqkv_result tqkv__plan_attention(const tqkv__attention *a, const tqkv__at
 /* Adds all of them, in their order. */
 static void tqkv__order_dispatches(const tqkv__attend_plan *from, tqkv_metal_plan *plan)
 {
-    for (int p = 0; p < TQKV__PARTS; p++)
+    for (int p = 0; p < TQKV__REGIONS; p++)
         if (from->has[p] && from->listed) *tqkv__add_dispatch(plan) = from->lists[p];
-    for (int p = 0; p < TQKV__PARTS; p++)
+    for (int p = 0; p < TQKV__REGIONS; p++)
         if (from->has[p]) *tqkv__add_dispatch(plan) = from->attends[p];
     *tqkv__add_dispatch(plan) = from->merge;
 }

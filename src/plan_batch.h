@@ -31,9 +31,9 @@ static tqkv_result tqkv__plan_batch_item(const tqkv__batch *b, int i, size_t *us
     tqkv__attend_buffers buffers = tqkv__buffers_of_call(b->q[i], tqkv__buffer_after(b->scratch, *used), b->out[i]);
     const tqkv_result r = tqkv__plan_call_of(&b->items[i], 0, 0, (size_t)TQKV__MOST_SUMS / (size_t)b->n, &buffers, own);
     if (r != TQKV_OK) return r;
-    for (int p = 0; p < TQKV__PARTS && !b->matrices; p++)
+    for (int p = 0; p < TQKV__REGIONS && !b->matrices; p++)
         if (own->has[p]) tqkv__plan_lanes(&own->attends[p]);
-    if (own->has[TQKV__CODES_PART] && tqkv__sees_nothing(&own->attends[TQKV__CODES_PART])) {
+    if (own->has[TQKV__CODES_REGION] && tqkv__sees_nothing(&own->attends[TQKV__CODES_REGION])) {
         tqkv__merge_args merge = tqkv__merge_args_of(&own->merge);
         merge.n_partials = merge.before = 0;
         tqkv__replace_args(&own->merge, &merge);
@@ -90,12 +90,12 @@ static tqkv_result tqkv__join(tqkv_metal_dispatch *all, const tqkv_metal_dispatc
     return r;
 }
 
-/* Adds the parts of an item. */
-static tqkv_result tqkv__join_parts(tqkv__attend_plan *all, const tqkv__attend_plan *own)
+/* Adds the regions of an item. */
+static tqkv_result tqkv__join_regions(tqkv__attend_plan *all, const tqkv__attend_plan *own)
 {
     tqkv_result r = tqkv__join(&all->merge, &own->merge);
     if (all->listed != own->listed) return TQKV__REFUSE(UNSUPPORTED, "some items of a batch have lists, others none");
-    for (int p = 0; p < TQKV__PARTS && r == TQKV_OK; p++) {
+    for (int p = 0; p < TQKV__REGIONS && r == TQKV_OK; p++) {
         if (!own->has[p]) continue;
         if (!all->has[p]) {
             all->attends[p] = own->attends[p];
@@ -118,29 +118,29 @@ static tqkv_result tqkv__join_items(const tqkv__batch *b, size_t *used, tqkv__at
         if ((r = tqkv__plan_batch_item(b, i, used, &own)) != TQKV_OK) return r;
         if (!tqkv__same_buffer(b->items[i].sinks, b->items[0].sinks))
             return TQKV__REFUSE(UNSUPPORTED, "items of a batch differ in their sinks");
-        if (own.has[TQKV__CODES_PART]) {
-            const tqkv_metal_dispatch *codes = &own.attends[TQKV__CODES_PART];
+        if (own.has[TQKV__CODES_REGION]) {
+            const tqkv_metal_dispatch *codes = &own.attends[TQKV__CODES_REGION];
             const bool has_pages = codes->kernel.constants[TQKV_FC_PAGES] > 1;
             paged = paged || has_pages;
             unpaged = unpaged || (!has_pages && !tqkv__sees_nothing(codes));
         }
         if (i == 0) *all = own;
-        r = tqkv__join_parts(all, &own);
+        r = tqkv__join_regions(all, &own);
     }
     if (r != TQKV_OK || !paged) return r;
     if (unpaged) return TQKV__REFUSE(UNSUPPORTED, "some items of a batch have pages, others have none");
-    tqkv_metal_dispatch *codes = &all->attends[TQKV__CODES_PART];
+    tqkv_metal_dispatch *codes = &all->attends[TQKV__CODES_REGION];
     if (codes->kernel.constants[TQKV_FC_SMALL_PAGES] != 1 + true)
         tqkv__plan_constant(codes, TQKV_FC_SHORT_STORE, false); /* items without positions look at no slot */
     return TQKV_OK;
 }
 
-/* Where an array of an item is: its number in what is bound for all, and in the item's plan; and its place in the item. */
+/* Where an array of an item is: its number in what is bound for all, and in the item's plan; and its offset in the item. */
 typedef struct tqkv__batch_array {
     int bound, index;
     size_t unit, to;
 } tqkv__batch_array;
-#define TQKV__PLACE(name) offsetof(tqkv__batch_item, name)
+#define TQKV__OFFSET(name) offsetof(tqkv__batch_item, name)
 
 /* The offset of an item's array in what is bound for all; 0 if it has none. */
 static tqkv_result tqkv__write_offsets(tqkv_metal_dispatch *all, tqkv_metal_dispatch *one,
@@ -157,20 +157,20 @@ static tqkv_result tqkv__write_offsets(tqkv_metal_dispatch *all, tqkv_metal_disp
     return TQKV_OK;
 }
 
-/* Part p of an item. */
-static tqkv_result tqkv__write_part(tqkv__attend_plan *all, tqkv__attend_plan *own, int p, tqkv__batch_item *to)
+/* Writes region p of an item. */
+static tqkv_result tqkv__write_region(tqkv__attend_plan *all, tqkv__attend_plan *own, int p, tqkv__batch_item *to)
 {
     static const tqkv__batch_array arrays[] = {
-        {1, 1, TQKV__ROWS_UNIT, TQKV__PLACE(q)}, {2, 2, TQKV__CODES_UNIT, TQKV__PLACE(key_codes)},
-        {3, 3, 4, TQKV__PLACE(key_norms)},       {4, 4, TQKV__CODES_UNIT, TQKV__PLACE(value_codes)},
-        {5, 5, 4, TQKV__PLACE(value_norms)},     {6, 6, 4, TQKV__PLACE(partial_out)},
-        {6, 7, 4, TQKV__PLACE(partial_state)},   {8, 8, 4, TQKV__PLACE(key_center)},
-        {9, 9, 4, TQKV__PLACE(key_pages)},       {10, 10, 4, TQKV__PLACE(value_pages)},
-        {11, 11, 4, TQKV__PLACE(tree)},          {13, 13, TQKV__CODES_UNIT, TQKV__PLACE(tail_codes)},
-        {14, 14, 4, TQKV__PLACE(tail_norms)},    {15, 15, 4, TQKV__PLACE(tail_center)},
-        {6, 16, 4, TQKV__PLACE(list_rows)},      {17, 17, 4, TQKV__PLACE(key_scale)},
-        {18, 18, 4, TQKV__PLACE(tail_scale)}};
-    static const tqkv__batch_array list = {1, 1, 4, TQKV__PLACE(list)};
+        {1, 1, TQKV__ROWS_UNIT, TQKV__OFFSET(q)}, {2, 2, TQKV__CODES_UNIT, TQKV__OFFSET(key_codes)},
+        {3, 3, 4, TQKV__OFFSET(key_norms)},       {4, 4, TQKV__CODES_UNIT, TQKV__OFFSET(value_codes)},
+        {5, 5, 4, TQKV__OFFSET(value_norms)},     {6, 6, 4, TQKV__OFFSET(partial_out)},
+        {6, 7, 4, TQKV__OFFSET(partial_state)},   {8, 8, 4, TQKV__OFFSET(key_center)},
+        {9, 9, 4, TQKV__OFFSET(key_pages)},       {10, 10, 4, TQKV__OFFSET(value_pages)},
+        {11, 11, 4, TQKV__OFFSET(tree)},          {13, 13, TQKV__CODES_UNIT, TQKV__OFFSET(tail_codes)},
+        {14, 14, 4, TQKV__OFFSET(tail_norms)},    {15, 15, 4, TQKV__OFFSET(tail_center)},
+        {6, 16, 4, TQKV__OFFSET(list_rows)},      {17, 17, 4, TQKV__OFFSET(key_scale)},
+        {18, 18, 4, TQKV__OFFSET(tail_scale)}};
+    static const tqkv__batch_array list = {1, 1, 4, TQKV__OFFSET(list)};
     to->attend = tqkv__attend_args_of(&own->attends[p]);
     const tqkv_result r =
         tqkv__write_offsets(&all->attends[p], &own->attends[p], arrays, sizeof arrays / sizeof *arrays, to);
@@ -180,21 +180,21 @@ static tqkv_result tqkv__write_part(tqkv__attend_plan *all, tqkv__attend_plan *o
 /* The merge of an item. */
 static tqkv_result tqkv__write_merge(tqkv__attend_plan *all, tqkv__attend_plan *own, tqkv__batch_item *to)
 {
-    static const tqkv__batch_array arrays[] = {{1, 1, 4, TQKV__PLACE(partial_out)},
-                                               {1, 2, 4, TQKV__PLACE(partial_state)},
-                                               {4, 4, TQKV__ROWS_UNIT, TQKV__PLACE(out)},
-                                               {5, 5, 4, TQKV__PLACE(value_center)},
-                                               {11, 11, 4, TQKV__PLACE(value_scale)}};
+    static const tqkv__batch_array arrays[] = {{1, 1, 4, TQKV__OFFSET(partial_out)},
+                                               {1, 2, 4, TQKV__OFFSET(partial_state)},
+                                               {4, 4, TQKV__ROWS_UNIT, TQKV__OFFSET(out)},
+                                               {5, 5, 4, TQKV__OFFSET(value_center)},
+                                               {11, 11, 4, TQKV__OFFSET(value_scale)}};
     to->merge = tqkv__merge_args_of(&own->merge);
     return tqkv__write_offsets(&all->merge, &own->merge, arrays, sizeof arrays / sizeof *arrays, to);
 }
 
-/* An item is described once for each part and once for the merge, which look for other numbers of threadgroups and other parts
-   of scratch; without halves once for all. */
+/* An item is described once for each region and once for the merge, which look for other numbers of threadgroups and other
+   bytes of scratch; without halves once for all. */
 static int tqkv__batch_tables(const tqkv_metal_attention *items, int n)
 {
     for (int i = 0; i < n; i++)
-        if (items[i].attention.exact_first || items[i].attention.exact_last) return TQKV__PARTS + 1;
+        if (items[i].attention.exact_first || items[i].attention.exact_last) return TQKV__REGIONS + 1;
     return 1;
 }
 
@@ -222,7 +222,7 @@ static tqkv__batch_item *tqkv__batch_table(const tqkv__batch *b, void *contents,
 
 /* Threadgroups and rows of the items so far. */
 typedef struct tqkv__batch_counts {
-    size_t groups[TQKV__PARTS], lists[TQKV__PARTS], rows;
+    size_t groups[TQKV__REGIONS], lists[TQKV__REGIONS], rows;
 } tqkv__batch_counts;
 
 /* Writes item i into all tables. */
@@ -236,17 +236,17 @@ static tqkv_result tqkv__write_item(const tqkv__batch *b, int i, void *contents,
         to->n_items = b->n;
         to->first_row = (int32_t)counts->rows;
     }
-    for (int p = 0; p < TQKV__PARTS && r == TQKV_OK; p++) {
+    for (int p = 0; p < TQKV__REGIONS && r == TQKV_OK; p++) {
         const tqkv_metal_dispatch *attend = &all->attends[p];
         tqkv__batch_item *to = tqkv__batch_table(b, contents, p) + i;
-        if (b->tables > 1 || p == TQKV__CODES_PART) { /* a single table is that of the codes */
+        if (b->tables > 1 || p == TQKV__CODES_REGION) { /* a single table is that of the codes */
             to->first_group = (int32_t)counts->groups[p];
             to->first_list = (int32_t)counts->lists[p];
         }
         if (!own->has[p]) continue;
-        r = tqkv__write_part(all, own, p, to);
+        r = tqkv__write_region(all, own, p, to);
         counts->groups[p] +=
-            tqkv__row_blocks(attend, &to->attend, (size_t)attend->kernel.constants[TQKV_FC_COLUMNS] - 1) *
+            tqkv__row_groups(attend, &to->attend, (size_t)attend->kernel.constants[TQKV_FC_COLUMNS] - 1) *
             own->attends[p].grid[2];
         if (own->listed) counts->lists[p] += own->lists[p].grid[0];
         if (counts->groups[p] > INT_MAX || counts->lists[p] > INT_MAX)
@@ -254,7 +254,7 @@ static tqkv_result tqkv__write_item(const tqkv__batch *b, int i, void *contents,
     }
     counts->rows += own->merge.grid[0];
     if (counts->rows > INT_MAX) return TQKV__INVALID("a batch of 2^31 rows or threadgroups");
-    return r == TQKV_OK ? tqkv__write_merge(all, own, tqkv__batch_table(b, contents, TQKV__PARTS) + i) : r;
+    return r == TQKV_OK ? tqkv__write_merge(all, own, tqkv__batch_table(b, contents, TQKV__REGIONS) + i) : r;
 }
 
 /* Writes the items, and counts their threadgroups and rows. */
@@ -269,7 +269,7 @@ static tqkv_result tqkv__write_items(const tqkv__batch *b, void *contents, tqkv_
         if (r == TQKV_OK) r = tqkv__write_item(b, i, contents, &own, all, &counts);
         if (r != TQKV_OK) return r;
     }
-    for (int p = 0; p < TQKV__PARTS; p++) {
+    for (int p = 0; p < TQKV__REGIONS; p++) {
         all->attends[p].grid[1] = 1;
         all->attends[p].grid[2] = counts.groups[p];
         all->lists[p].grid[0] = counts.lists[p];
@@ -278,39 +278,29 @@ static tqkv_result tqkv__write_items(const tqkv__batch *b, void *contents, tqkv_
     return TQKV_OK;
 }
 
-/* value: bytes of one, dim: values of a row */
+/* The rows that an item writes; value: bytes of one, dim: values of a row. */
 static tqkv__output tqkv__output_of_item(const tqkv__batch_item *item, size_t value, int dim)
 {
-    const int n_heads = item->merge.n_heads, n = item->merge.n_rows / n_heads;
-    const int64_t size = (int64_t)value, token = item->merge.out_token_stride * size,
-                  head = item->merge.out_head_stride * size, row = dim * size;
-    const tqkv__output x = {(uint64_t)item->out * TQKV__ROWS_UNIT,
-                            (uint64_t)((n - 1) * token + (n_heads - 1) * head + row),
-                            token,
-                            head,
-                            row,
-                            n,
-                            n_heads};
-    return x;
+    const tqkv__merge_args *merge = &item->merge;
+    const tqkv__output output = {(uint64_t)item->out * TQKV__ROWS_UNIT,    (uint64_t)merge->out_token_stride * value,
+                                 (uint64_t)merge->out_head_stride * value, (uint64_t)dim * value,
+                                 (size_t)(merge->n_rows / merge->n_heads), (size_t)merge->n_heads};
+    return output;
 }
 
-/* Whether outputs overlap. Those that ascend need no comparison of each with each. */
-static bool tqkv__outputs_overlap(const tqkv__batch_item *items, int n, size_t value, int dim)
+/* Checks that no two items of a batch write the same bytes. */
+static tqkv_result tqkv__check_item_outputs(const tqkv__batch *b, const tqkv__batch_item *merges, size_t value, int dim)
 {
-    const tqkv__output first = tqkv__output_of_item(&items[0], value, dim);
-    tqkv__ascent all = tqkv__begin_ascent(&first);
-    for (int i = 1; i < n; i++) {
-        const tqkv__output own = tqkv__output_of_item(&items[i], value, dim);
-        tqkv__ascend(&all, &own);
-    }
-    if (all.behind || all.between) return false;
-    for (int i = 0; i < n; i++)
-        for (int j = 0; j < i; j++) {
-            const tqkv__output x = tqkv__output_of_item(&items[i], value, dim),
-                               y = tqkv__output_of_item(&items[j], value, dim);
-            if (tqkv__output_rows_overlap(&x, &y)) return true;
-        }
-    return false;
+    size_t size;
+    tqkv__writes writes = {NULL, 0};
+    tqkv_allocator allocator = {NULL, NULL, NULL}; /* malloc: that of a cache's memory may make buffers of the GPU */
+    (void)tqkv__resolve_allocator(&allocator);
+    for (int i = 0; i < b->n; i++) tqkv__add_output(&writes, tqkv__output_of_item(&merges[i], value, dim));
+    if (!tqkv__open_writes(&writes, &allocator, &size)) return TQKV_OUT_OF_MEMORY;
+    for (int i = 0; i < b->n; i++) tqkv__add_output(&writes, tqkv__output_of_item(&merges[i], value, dim));
+    const bool overlap = tqkv__writes_overlap(&writes);
+    allocator.free(allocator.user, writes.extents, size);
+    return overlap ? TQKV__INVALID("outputs of a batch overlap") : TQKV_OK;
 }
 
 /* What one dispatch for all items has in place of an item's: the items and all scratch. scratch: index of partial results, or of
@@ -330,7 +320,7 @@ static void tqkv__plan_joined(const tqkv__batch *b, int table, size_t used, int 
 /* The items say where states and rows of lists are in scratch. */
 static void tqkv__plan_all_joined(const tqkv__batch *b, size_t used, tqkv__attend_plan *all)
 {
-    for (int p = 0; p < TQKV__PARTS; p++) {
+    for (int p = 0; p < TQKV__REGIONS; p++) {
         tqkv_metal_dispatch *d = &all->attends[p];
         if (!all->has[p]) continue;
         tqkv__plan_joined(b, p, used, TQKV__ITEMS_OF_ATTEND, 6, d);
@@ -338,7 +328,7 @@ static void tqkv__plan_all_joined(const tqkv__batch *b, size_t used, tqkv__atten
         tqkv__plan_columns(d, d->kernel.family == TQKV_METAL_ATTEND_MATRIX, d->kernel.constants[TQKV_FC_COLUMNS] - 1);
         if (all->listed) tqkv__plan_joined(b, p, used, TQKV__ITEMS_OF_LIST, 2, &all->lists[p]);
     }
-    tqkv__plan_joined(b, TQKV__PARTS, used, TQKV__ITEMS_OF_MERGE, 1, &all->merge);
+    tqkv__plan_joined(b, TQKV__REGIONS, used, TQKV__ITEMS_OF_MERGE, 1, &all->merge);
     tqkv__binding_at(&all->merge, 2)->size = 0;
 }
 
@@ -354,8 +344,8 @@ static tqkv_result tqkv__plan_batch(const tqkv__batch *b, void *contents, tqkv__
     const int head_dim = all->merge.kernel.head_dim * TQKV__DIM_UNIT,
               type = all->merge.kernel.constants[TQKV_FC_TYPE] - 1;
     const size_t value = tqkv__type_size((tqkv_type)type);
-    const tqkv__batch_item *merges = tqkv__batch_table(b, contents, TQKV__PARTS);
-    return tqkv__outputs_overlap(merges, b->n, value, head_dim) ? TQKV__INVALID("outputs of a batch overlap") : TQKV_OK;
+    const tqkv__batch_item *merges = tqkv__batch_table(b, contents, TQKV__REGIONS);
+    return tqkv__check_item_outputs(b, merges, value, head_dim);
 }
 
 TQKV_API tqkv_result tqkv_metal_plan_attend_batch(const tqkv_metal_attention *items, int n_items,

@@ -1,8 +1,8 @@
 /* >>plan-cache: appending to a cache and attending to it */
 
-static tqkv_metal_buffer tqkv__buffer_of_part(const tqkv_cache *c, tqkv_metal_buffer memory, const void *part)
+static tqkv_metal_buffer tqkv__buffer_within(const tqkv_cache *c, tqkv_metal_buffer memory, const void *at)
 {
-    memory.offset += (size_t)((const char *)part - (const char *)c);
+    memory.offset += (size_t)((const char *)at - (const char *)c);
     return memory;
 }
 
@@ -10,12 +10,12 @@ static tqkv_metal_store tqkv__store_in_buffer(const tqkv_cache *c, tqkv_metal_bu
 {
     tqkv_metal_store store;
     store.shape = *s;
-    store.codes = tqkv__buffer_of_part(c, memory, s->codes);
-    store.norms = tqkv__buffer_of_part(c, memory, s->norms);
+    store.codes = tqkv__buffer_within(c, memory, s->codes);
+    store.norms = tqkv__buffer_within(c, memory, s->norms);
     memset(&store.center, 0, sizeof store.center);
     memset(&store.channel_scale, 0, sizeof store.channel_scale);
-    if (s->center) store.center = tqkv__buffer_of_part(c, memory, s->center);
-    if (s->channel_scale) store.channel_scale = tqkv__buffer_of_part(c, memory, s->channel_scale);
+    if (s->center) store.center = tqkv__buffer_within(c, memory, s->center);
+    if (s->channel_scale) store.channel_scale = tqkv__buffer_within(c, memory, s->channel_scale);
     memset(&store.pages, 0, sizeof store.pages);
     return store;
 }
@@ -37,7 +37,7 @@ static tqkv_result tqkv__plan_halves(const tqkv_cache *c, tqkv_metal_buffer memo
     const tqkv_store *const ends[2] = {tqkv__end_of(c, first), tqkv__end_of(c, first + 1)};
     const int64_t end = c->attention.end, left = first ? n_tokens : c->exact_first - end;
     const int kept = left < 0 ? 0 : left < n_tokens ? (int)left : n_tokens;
-    const tqkv__places places = tqkv__places_from(kept, kept ? end : 0);
+    const tqkv__mapping mapping = tqkv__mapping_from(kept, kept ? end : 0);
     tqkv_metal_store stores[2];
     if ((!ends[0] && !ends[1]) || (n_tokens && !kept)) return TQKV_OK;
     for (int side = 0; side < 2; side++) {
@@ -47,11 +47,11 @@ static tqkv_result tqkv__plan_halves(const tqkv_cache *c, tqkv_metal_buffer memo
         stores[side].shape.strides = strides[side];
     }
     if (ends[0] && ends[1])
-        return tqkv__add_encode_kv(&stores[0], &stores[1], rows[0], rows[1], &places, not_finite, plan);
-    return tqkv__add_encode(&stores[!ends[0]], rows[!ends[0]], &places, not_finite, plan);
+        return tqkv__add_encode_kv(&stores[0], &stores[1], rows[0], rows[1], &mapping, not_finite, plan);
+    return tqkv__add_encode(&stores[!ends[0]], rows[!ends[0]], &mapping, not_finite, plan);
 }
 
-/* Whether a GPU can append n_tokens to a cache in its memory: it has one block, of what kernels write. */
+/* Whether a GPU can append n_tokens to a cache in its memory: that is one allocation, of what kernels write. */
 static tqkv_result tqkv__check_on_gpu(const tqkv_cache *c, int n_tokens)
 {
     const int64_t wanted = (int64_t)c->exact_last + n_tokens - 1;
@@ -64,13 +64,13 @@ static tqkv_result tqkv__check_on_gpu(const tqkv_cache *c, int n_tokens)
 
 /* The tail, whose rows lie apart from the keys, and in a ring its first positions. */
 static tqkv_result tqkv__add_tail(const tqkv_cache *c, tqkv_metal_buffer memory, const tqkv_store *to,
-                                  tqkv_metal_buffer rows, tqkv_strides strides, const tqkv__places *places,
+                                  tqkv_metal_buffer rows, tqkv_strides strides, const tqkv__mapping *mapping,
                                   tqkv_metal_buffer not_finite, tqkv_metal_plan *plan)
 {
     tqkv_metal_store tail = tqkv__store_in_buffer(c, memory, to);
     tail.shape.type = c->tail.type;
     tail.shape.strides = strides;
-    return tqkv__add_encode(&tail, rows, places, not_finite, plan);
+    return tqkv__add_encode(&tail, rows, mapping, not_finite, plan);
 }
 
 TQKV_API tqkv_result tqkv_metal_plan_cache_append(const tqkv_cache *c, tqkv_metal_buffer memory,
@@ -81,7 +81,7 @@ TQKV_API tqkv_result tqkv_metal_plan_cache_append(const tqkv_cache *c, tqkv_meta
     if (!tqkv__open_plan(plan, "cache_append")) return TQKV__INVALID(TQKV__NO_PLAN);
     if (!c) return tqkv__close_plan(plan, TQKV__INVALID("the cache is NULL"));
     const bool tail = c->tail.head_dim > 0, apart = tail && !c->shared;
-    const tqkv__places places = tqkv__places_from(n_tokens, c->attention.end);
+    const tqkv__mapping mapping = tqkv__mapping_from(n_tokens, c->attention.end);
     const tqkv_cache_layout own = tqkv__layout_of_call(c, layout);
     const tqkv_strides strides[] = {own.k, own.v};
     const tqkv_metal_buffer rows[] = {k, v};
@@ -93,19 +93,19 @@ TQKV_API tqkv_result tqkv_metal_plan_cache_append(const tqkv_cache *c, tqkv_meta
     others.shape.strides = own.v;
     tqkv_result r = tqkv__check_on_gpu(c, n_tokens);
     if (r == TQKV_OK)
-        r = c->shared && !tail ? tqkv__add_encode(&keys, k, &places, not_finite, plan)
-                               : tqkv__add_encode_kv(&keys, &others, k, v, &places, not_finite, plan);
+        r = c->shared && !tail ? tqkv__add_encode(&keys, k, &mapping, not_finite, plan)
+                               : tqkv__add_encode_kv(&keys, &others, k, v, &mapping, not_finite, plan);
     if (r == TQKV_OK && apart) { /* its rows come behind all of the keys' */
         const tqkv_strides none = {0, 0};
         const tqkv_metal_binding *of_keys = tqkv__binding_at(&plan->d[0], 1);
         tail_rows = tqkv__buffer_after(of_keys->at, of_keys->size);
         tail_strides = none;
-        r = tqkv__add_tail(c, memory, &c->tail, tail_rows, tail_strides, &places, not_finite, plan);
+        r = tqkv__add_tail(c, memory, &c->tail, tail_rows, tail_strides, &mapping, not_finite, plan);
     }
     const int64_t left = c->exact_first - c->attention.end;
     if (r == TQKV_OK && tqkv__end_of(c, 2) && (left > 0 || !n_tokens)) {
-        const tqkv__places kept =
-            tqkv__places_from(left < n_tokens && n_tokens ? (int)left : n_tokens, n_tokens ? c->attention.end : 0);
+        const tqkv__mapping kept =
+            tqkv__mapping_from(left < n_tokens && n_tokens ? (int)left : n_tokens, n_tokens ? c->attention.end : 0);
         r = tqkv__add_tail(c, memory, tqkv__end_of(c, 2), tail_rows, tail_strides, &kept, not_finite, plan);
     }
     for (int first = 0; r == TQKV_OK && first <= TQKV__LAST_KEYS; first += TQKV__LAST_KEYS)
@@ -146,7 +146,7 @@ static void tqkv__open_cache_call(const tqkv_cache *c, tqkv_metal_buffer memory,
     a->last_keys = tqkv__store_of_call(c, call, TQKV__LAST_ENDS);
     a->last_values = tqkv__store_of_call(c, call, TQKV__LAST_ENDS + values);
     a->matrix_group = c->matrix_group;
-    if (c->attention.sinks) a->sinks = tqkv__buffer_of_part(c, memory, c->attention.sinks);
+    if (c->attention.sinks) a->sinks = tqkv__buffer_within(c, memory, c->attention.sinks);
     if (!some) return;
     a->tree = some->tree;
     a->list = some->list;

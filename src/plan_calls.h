@@ -4,9 +4,9 @@
 static tqkv_result tqkv__add_attention(const tqkv_metal_attention *from, int64_t first, int count,
                                        tqkv__attend_buffers *b, tqkv_metal_plan *plan)
 {
-    tqkv__attend_plan parts;
-    const tqkv_result r = tqkv__plan_call_of(from, first, count, TQKV__MOST_SUMS, b, &parts);
-    if (r == TQKV_OK) tqkv__order_dispatches(&parts, plan);
+    tqkv__attend_plan dispatches;
+    const tqkv_result r = tqkv__plan_call_of(from, first, count, TQKV__MOST_SUMS, b, &dispatches);
+    if (r == TQKV_OK) tqkv__order_dispatches(&dispatches, plan);
     return r;
 }
 
@@ -119,21 +119,21 @@ static tqkv_result tqkv__add_scratch_of_end(const tqkv__attention *a, int last, 
 }
 
 /* The most scratch for any `end`. A window takes most stretches and sections where it begins with the last slot of a
-   section. If the whole store takes sections, a part of it may take stretches, up to their limit. */
+   section. If the whole store takes sections, a slice of it may take stretches, up to their limit. */
 static tqkv_result tqkv__plan_most_scratch(tqkv__attention *a, size_t most_sums, size_t *bytes)
 {
     tqkv__split split;
     const int64_t section = (int64_t)TQKV__SECTION * TQKV__STRETCH_TILES, width = TQKV__SIMD_WIDTH;
     const int64_t seen = (int64_t)a->call.window - 1 + a->call.n_queries,
                   all = (a->keys.capacity + width - 1) / width + (a->call.list ? 8 : 0);
-    const bool part = a->call.window && !a->keys.ring && seen / width + 2 < all;
-    const int64_t first = part ? section - 1 : 0, end = part ? section + (seen + width - 2) / width : all;
+    const bool bounded = a->call.window && !a->keys.ring && seen / width + 2 < all;
+    const int64_t first = bounded ? section - 1 : 0, end = bounded ? section + (seen + width - 2) / width : all;
     tqkv_result r = tqkv__choose_split(a, first, end, most_sums, &split);
     if (r != TQKV_OK) return r;
     const size_t stretches = most_sums + a->n_rows * 2 * sizeof(float);
     *bytes = split.scratch_size;
     if (split.sections_each == 1 && *bytes < stretches) *bytes = stretches;
-    *bytes += tqkv__list_rows_size(a) * (a->call.exact_first || a->call.exact_last ? TQKV__PARTS : 1);
+    *bytes += tqkv__list_rows_size(a) * (a->call.exact_first || a->call.exact_last ? TQKV__REGIONS : 1);
     for (int last = 0; last < 2 && r == TQKV_OK; last++) r = tqkv__add_scratch_of_end(a, last, bytes);
     return r;
 }

@@ -37,7 +37,7 @@ static bool tqkv__list_in_order(const tqkv__attention *a, int64_t slice_end)
 }
 
 /* The slot of the first position of the block of the oldest resident one. Of newest halves, whose ring is short and whose oldest
-   position depends on all queries of the call: its place in a stretch, so that a query's ranks are divided as if it were alone. */
+   position depends on all queries of the call: its slot in a stretch, so that a query's ranks are divided as if it were alone. */
 static int64_t tqkv__list_base(const tqkv__attention *a, int64_t slice_end)
 {
     const int64_t length = TQKV__STRETCH_TILES * TQKV__SIMD_WIDTH;

@@ -81,8 +81,8 @@ static int64_t tqkv__positions_in(const tqkv_store *s)
     return s->n_pages ? (int64_t)s->n_pages * s->page_size : s->capacity;
 }
 
-/* Gives an attention positions in every part that its context can have, as far as the stores go. */
-static void tqkv__take_all_parts(tqkv_attention *a, const tqkv_store *keys, const tqkv_store *values)
+/* Gives an attention positions in every region that its context can have, as far as the stores go. */
+static void tqkv__take_all_regions(tqkv_attention *a, const tqkv_store *keys, const tqkv_store *values)
 {
     const tqkv_store *const stores[] = {keys, values};
     const int64_t end = (int64_t)a->exact_first + a->exact_last + 1; /* one that is neither */
@@ -102,7 +102,7 @@ static bool tqkv__prepares(int n, int max_queries)
     return n <= (max_queries ? max_queries : 1) && n <= TQKV__MOST_PREPARED;
 }
 
-/* Attention of all numbers of queries. call: in all parts */
+/* Attention of all numbers of queries. call: in all regions */
 static tqkv_result tqkv__visit_queries(tqkv__visitor *v, tqkv_metal_attention *call, int max_queries, int also)
 {
     const tqkv_metal_buffer none = {NULL, 0};
@@ -134,7 +134,7 @@ TQKV_API tqkv_result tqkv_metal_plan_prepare(const tqkv_metal_attention *a, int 
     call.tail = a->tail ? &others : NULL;
     call.attention.tree = NULL; /* what the processor knows of it, and of the list, is of another number of queries */
     call.attention.list = NULL;
-    tqkv__take_all_parts(&call.attention, &keys.shape, &values.shape);
+    tqkv__take_all_regions(&call.attention, &keys.shape, &values.shape);
     r = tqkv__visit_encoding(&v, &keys, shared && !a->tail ? NULL : &others);
     if (r == TQKV_OK && a->attention.exact_first)
         r = tqkv__visit_encoding(&v, a->first_keys, shared ? NULL : a->first_values);
@@ -183,6 +183,6 @@ TQKV_API tqkv_result tqkv_metal_plan_cache_prepare(const tqkv_cache *c, tqkv_met
     tqkv__open_cache_call(c, memory, NULL, &call);
     call.attention.attention.exact_first = c->exact_first;
     call.attention.attention.exact_last = c->exact_last;
-    tqkv__take_all_parts(&call.attention.attention, &call.attention.keys->shape, &call.attention.values->shape);
+    tqkv__take_all_regions(&call.attention.attention, &call.attention.keys->shape, &call.attention.values->shape);
     return tqkv__visit_queries(&v, &call.attention, max_queries, 0);
 }

@@ -13,7 +13,7 @@ TQKV_API bool tqkv_metal_has_matrices(const void *bytes)
     return true;
 }
 
-/* Compares the sizes first, because the places of the tables depend on them. */
+/* Compares the sizes first, because the offsets of the tables depend on them. */
 TQKV_API const char *tqkv_metal_stale_table(const void *bytes)
 {
     const tqkv__table_report *report = (const tqkv__table_report *)bytes;

@@ -18,15 +18,15 @@ static tqkv_result tqkv__check_tail(int head_dim, int tail_dim)
     return TQKV__REFUSE(UNSUPPORTED, TQKV__KERNELS_TEXT);
 }
 
-/* The parts of a context that attention takes in dispatches of their own: first positions that are kept as halves, the codes,
+/* The regions of a context that attention takes in dispatches of their own: first positions that are kept as halves, the codes,
    last positions that are. */
-enum { TQKV__FIRST_PART, TQKV__CODES_PART, TQKV__LAST_PART, TQKV__PARTS };
+enum { TQKV__FIRST_REGION, TQKV__CODES_REGION, TQKV__LAST_REGION, TQKV__REGIONS };
 
-/* What an attention dispatches, of those parts that there are. */
+/* What an attention dispatches, of those regions that there are. */
 typedef struct tqkv__attend_plan {
-    bool has[TQKV__PARTS], listed;
+    bool has[TQKV__REGIONS], listed;
     size_t scratch_size;
-    tqkv_metal_dispatch lists[TQKV__PARTS], attends[TQKV__PARTS], merge;
+    tqkv_metal_dispatch lists[TQKV__REGIONS], attends[TQKV__REGIONS], merge;
 } tqkv__attend_plan;
 
 static bool tqkv__bindings_overlap(const tqkv_metal_binding *a, const tqkv_metal_binding *b)
@@ -56,10 +56,10 @@ TQKV_API void tqkv_metal_kernel_name(const tqkv_metal_kernel *kernel, char name[
                                            "learn_scales"}; /* tqkv_metal_family */
     const int dims[] = {kernel->head_dim * TQKV__DIM_UNIT, kernel->value_dim * TQKV__DIM_UNIT};
     char *at = name;
-    const char *parts[] = {"tqkv_", families[kernel->family]};
+    const char *texts[] = {"tqkv_", families[kernel->family]};
     for (int i = 0; i < 2; i++) {
-        memcpy(at, parts[i], strlen(parts[i]));
-        at += strlen(parts[i]);
+        memcpy(at, texts[i], strlen(texts[i]));
+        at += strlen(texts[i]);
     }
     for (int i = 0; i < 2 && dims[i]; i++) {
         int unit = 1;
@@ -373,13 +373,13 @@ static tqkv_result tqkv__plan_rows(tqkv_metal_dispatch *d, const tqkv__stream *s
 }
 
 /* Where the tokens of an encode call go: to positions from `position` on, or to slots. */
-typedef struct tqkv__places {
+typedef struct tqkv__mapping {
     int n_tokens;
     int64_t position;
     bool by_slots;
     tqkv_metal_buffer slot_list;
     const int32_t *known; /* [n_tokens] or NULL */
-} tqkv__places;
+} tqkv__mapping;
 
 /* What an encode call takes of one stream. */
 typedef struct tqkv__encode_stream {
@@ -399,42 +399,42 @@ static void tqkv__plan_encode_memory(tqkv_metal_dispatch *d, int index, int head
 }
 
 /* Opens the store of a call that encodes. */
-static tqkv_result tqkv__plan_target(const tqkv_metal_store *store, const tqkv__places *places, tqkv__stream *s)
+static tqkv_result tqkv__plan_target(const tqkv_metal_store *store, const tqkv__mapping *mapping, tqkv__stream *s)
 {
-    if (!store || !places->by_slots) return tqkv__plan_open(store, s);
+    if (!store || !mapping->by_slots) return tqkv__plan_open(store, s);
     tqkv_store pool = store->shape;
     pool.ring = false;
     pool.pages = NULL;
     return tqkv__stream_shape(&pool, s);
 }
 
-/* Checks the places in a store. Slots are a table with pages of one position. */
-static tqkv_result tqkv__plan_places(const tqkv_store *shape, const tqkv__places *places, tqkv__stream *s)
+/* Checks the mapping to a store. Slots are a table with pages of one position. */
+static tqkv_result tqkv__plan_mapping(const tqkv_store *shape, const tqkv__mapping *mapping, tqkv__stream *s)
 {
-    const int n = places->n_tokens;
-    if (places->by_slots) {
-        const tqkv_result r = places->known ? tqkv__check_slots(s, places->known, n) : TQKV_OK;
+    const int n = mapping->n_tokens;
+    if (mapping->by_slots) {
+        const tqkv_result r = mapping->known ? tqkv__check_slots(s, mapping->known, n) : TQKV_OK;
         s->n_pages = n;
         s->page_size = 1;
         return r == TQKV_OK ? tqkv__plan_positions(s) : r;
     }
     tqkv_result r = tqkv__plan_positions(s);
-    if (r == TQKV_OK) r = tqkv__check_positions(s, n, places->position);
-    return r == TQKV_OK ? tqkv__plan_check_pages(shape, places->position, n, true) : r;
+    if (r == TQKV_OK) r = tqkv__check_positions(s, n, mapping->position);
+    return r == TQKV_OK ? tqkv__plan_check_pages(shape, mapping->position, n, true) : r;
 }
 
 /* Adds a stream to encode: arguments at index 0 or 4, then source, codes and norms; centre, pages and scales where it says. */
-static tqkv_result tqkv__plan_stream(tqkv_metal_dispatch *d, const tqkv__encode_stream *e, const tqkv__places *places)
+static tqkv_result tqkv__plan_stream(tqkv_metal_dispatch *d, const tqkv__encode_stream *e, const tqkv__mapping *mapping)
 {
     size_t all, kept;
     tqkv__stream *s = e->stream;
-    const int index = d->n_arguments ? TQKV__SECOND_ARGS : 0, slot_list = s->capacity, n_tokens = places->n_tokens;
+    const int index = d->n_arguments ? TQKV__SECOND_ARGS : 0, slot_list = s->capacity, n_tokens = mapping->n_tokens;
     tqkv_result r = tqkv__plan_extent(s, n_tokens, &all);
-    if (r == TQKV_OK) r = tqkv__plan_places(&e->store->shape, places, s);
+    if (r == TQKV_OK) r = tqkv__plan_mapping(&e->store->shape, mapping, s);
     if (r != TQKV_OK) return r;
     const int skipped = tqkv__first_kept(s, n_tokens);
     r = tqkv__plan_extent(s, n_tokens - skipped, &kept);
-    if (r == TQKV_OK) r = tqkv__plan_rows(d, s, slot_list, n_tokens - skipped, places->position + skipped);
+    if (r == TQKV_OK) r = tqkv__plan_rows(d, s, slot_list, n_tokens - skipped, mapping->position + skipped);
     if (r != TQKV_OK) return r;
     tqkv__plan_constant(d, index ? TQKV_FC_VALUE_FORMAT : TQKV_FC_FORMAT, (int)s->format);
     tqkv__plan_constant(d, index ? TQKV_FC_VALUE_ROTATED : TQKV_FC_ROTATED, s->rotated);
@@ -445,8 +445,8 @@ static tqkv_result tqkv__plan_stream(tqkv_metal_dispatch *d, const tqkv__encode_
                         tqkv__plan_bind_channels(d, e->names[3], e->center, e->store->center, s, true));
     tqkv__plan_constant(d, index ? TQKV_FC_VALUE_SCALED : TQKV_FC_SCALED,
                         tqkv__plan_bind_channels(d, e->names[5], e->scale, e->store->channel_scale, s, true));
-    tqkv__plan_bind_pages(d, places->by_slots ? "slots" : e->names[4], e->pages,
-                          places->by_slots ? places->slot_list : e->store->pages, s,
+    tqkv__plan_bind_pages(d, mapping->by_slots ? "slots" : e->names[4], e->pages,
+                          mapping->by_slots ? mapping->slot_list : e->store->pages, s,
                           index ? TQKV_FC_VALUE_PAGES : TQKV_FC_PAGES);
     d->memory[0] = TQKV__CELL_BYTES;
     tqkv__plan_encode_memory(d, 1, s->head_dim);
@@ -470,23 +470,23 @@ TQKV_API tqkv_result tqkv_metal_plan_tables(tqkv_metal_buffer report, tqkv_metal
     return tqkv__close_plan(plan, TQKV_OK);
 }
 
-static tqkv_result tqkv__add_encode(const tqkv_metal_store *store, tqkv_metal_buffer src, const tqkv__places *places,
+static tqkv_result tqkv__add_encode(const tqkv_metal_store *store, tqkv_metal_buffer src, const tqkv__mapping *mapping,
                                     tqkv_metal_buffer not_finite, tqkv_metal_plan *plan)
 {
     tqkv__stream s;
     const tqkv__encode_stream e = {
         {"src", "codes", "norms", "center", "pages", "channel_scale"}, store, &s, src, 5, 6, 7};
-    tqkv_result r = tqkv__plan_target(store, places, &s);
+    tqkv_result r = tqkv__plan_target(store, mapping, &s);
     if (r == TQKV_OK) r = tqkv__check_kernels(s.head_dim, s.head_dim);
     if (r != TQKV_OK) return r;
     tqkv_metal_dispatch *d = tqkv__add_dispatch(plan);
     tqkv__plan_begin(d, TQKV_METAL_ENCODE, s.head_dim, s.head_dim);
     tqkv__plan_bind_flag(d, 4, not_finite);
-    return tqkv__plan_stream(d, &e, places);
+    return tqkv__plan_stream(d, &e, mapping);
 }
 
 static tqkv_result tqkv__add_encode_kv(const tqkv_metal_store *keys, const tqkv_metal_store *values,
-                                       tqkv_metal_buffer k, tqkv_metal_buffer v, const tqkv__places *places,
+                                       tqkv_metal_buffer k, tqkv_metal_buffer v, const tqkv__mapping *mapping,
                                        tqkv_metal_buffer not_finite, tqkv_metal_plan *plan)
 {
     tqkv__stream ks, vs;
@@ -506,8 +506,8 @@ static tqkv_result tqkv__add_encode_kv(const tqkv_metal_store *keys, const tqkv_
         10,
         12,
         14};
-    tqkv_result r = tqkv__plan_target(keys, places, &ks);
-    if (r == TQKV_OK) r = tqkv__plan_target(values, places, &vs);
+    tqkv_result r = tqkv__plan_target(keys, mapping, &ks);
+    if (r == TQKV_OK) r = tqkv__plan_target(values, mapping, &vs);
     if (r != TQKV_OK) return r;
     if (ks.n_kv_heads != vs.n_kv_heads) return TQKV__INVALID("keys and values differ in n_kv_heads");
     const bool tail = vs.head_dim == TQKV__TAIL_DIM(ks.head_dim);
@@ -517,40 +517,40 @@ static tqkv_result tqkv__add_encode_kv(const tqkv_metal_store *keys, const tqkv_
     tqkv__plan_begin(d, TQKV_METAL_ENCODE_KV, ks.head_dim, vs.head_dim);
     tqkv__plan_bind_flag(d, 8, not_finite);
     d->grid[2] = 2;
-    r = tqkv__plan_stream(d, &key, places);
-    return r == TQKV_OK ? tqkv__plan_stream(d, &value, places) : r;
+    r = tqkv__plan_stream(d, &key, mapping);
+    return r == TQKV_OK ? tqkv__plan_stream(d, &value, mapping) : r;
 }
 
-static tqkv__places tqkv__places_from(int n_tokens, int64_t position)
+static tqkv__mapping tqkv__mapping_from(int n_tokens, int64_t position)
 {
-    const tqkv__places places = {n_tokens, position, false, {NULL, 0}, NULL};
-    return places;
+    const tqkv__mapping mapping = {n_tokens, position, false, {NULL, 0}, NULL};
+    return mapping;
 }
 
 TQKV_API tqkv_result tqkv_metal_plan_encode(const tqkv_metal_store *store, tqkv_metal_buffer src, int n_tokens,
                                             int64_t position, tqkv_metal_buffer not_finite, tqkv_metal_plan *plan)
 {
-    const tqkv__places places = tqkv__places_from(n_tokens, position);
+    const tqkv__mapping mapping = tqkv__mapping_from(n_tokens, position);
     if (!tqkv__open_plan(plan, "encode")) return TQKV__INVALID(TQKV__NO_PLAN);
-    return tqkv__close_plan(plan, tqkv__add_encode(store, src, &places, not_finite, plan));
+    return tqkv__close_plan(plan, tqkv__add_encode(store, src, &mapping, not_finite, plan));
 }
 
 TQKV_API tqkv_result tqkv_metal_plan_encode_slots(const tqkv_metal_store *store, tqkv_metal_buffer src, int n_tokens,
                                                   tqkv_metal_buffer slot_list, const int32_t *known,
                                                   tqkv_metal_buffer not_finite, tqkv_metal_plan *plan)
 {
-    const tqkv__places places = {n_tokens, 0, true, slot_list, known};
+    const tqkv__mapping mapping = {n_tokens, 0, true, slot_list, known};
     if (!tqkv__open_plan(plan, "encode_slots")) return TQKV__INVALID(TQKV__NO_PLAN);
-    return tqkv__close_plan(plan, tqkv__add_encode(store, src, &places, not_finite, plan));
+    return tqkv__close_plan(plan, tqkv__add_encode(store, src, &mapping, not_finite, plan));
 }
 
 TQKV_API tqkv_result tqkv_metal_plan_encode_kv(const tqkv_metal_store *keys, const tqkv_metal_store *values,
                                                tqkv_metal_buffer k, tqkv_metal_buffer v, int n_tokens, int64_t position,
                                                tqkv_metal_buffer not_finite, tqkv_metal_plan *plan)
 {
-    const tqkv__places places = tqkv__places_from(n_tokens, position);
+    const tqkv__mapping mapping = tqkv__mapping_from(n_tokens, position);
     if (!tqkv__open_plan(plan, "encode_kv")) return TQKV__INVALID(TQKV__NO_PLAN);
-    return tqkv__close_plan(plan, tqkv__add_encode_kv(keys, values, k, v, &places, not_finite, plan));
+    return tqkv__close_plan(plan, tqkv__add_encode_kv(keys, values, k, v, &mapping, not_finite, plan));
 }
 
 TQKV_API tqkv_result tqkv_metal_plan_encode_kv_slots(const tqkv_metal_store *keys, const tqkv_metal_store *values,
@@ -558,9 +558,9 @@ TQKV_API tqkv_result tqkv_metal_plan_encode_kv_slots(const tqkv_metal_store *key
                                                      tqkv_metal_buffer slot_list, const int32_t *known,
                                                      tqkv_metal_buffer not_finite, tqkv_metal_plan *plan)
 {
-    const tqkv__places places = {n_tokens, 0, true, slot_list, known};
+    const tqkv__mapping mapping = {n_tokens, 0, true, slot_list, known};
     if (!tqkv__open_plan(plan, "encode_kv_slots")) return TQKV__INVALID(TQKV__NO_PLAN);
-    return tqkv__close_plan(plan, tqkv__add_encode_kv(keys, values, k, v, &places, not_finite, plan));
+    return tqkv__close_plan(plan, tqkv__add_encode_kv(keys, values, k, v, &mapping, not_finite, plan));
 }
 
 static tqkv_result tqkv__add_probe(const tqkv_metal_store *store, tqkv_metal_buffer src, int n_tokens,

@@ -8,7 +8,7 @@
                  passes. For several queries: tqkv__choose_columns.
    n_simdgroups  4, or as many as the pipeline allows. Each walks its own tiles, and together they hide the latency of
                  loads. They share tables and queries in threadgroup memory.
-   stretches     512 slots up to slot 8192, 2048 beyond. A simdgroup's float sums run over a quarter of that, so they
+   stretches     512 slots up to slot 8192, 2048 beyond. A simdgroup's float sums cover a quarter of that, so they
                  do not lose digits at any length. The bounds depend on slots alone: what stands beside a query changes
                  no bit of its result. 512 slots are 4 tiles a simdgroup: fewer would not hide latency, more would leave
                  the cores of a large GPU idle at 8192 positions and 8 KV heads (128 threadgroups). Beyond, threadgroups
@@ -28,7 +28,7 @@ typedef struct tqkv__split {
     bool matrix;
     size_t sums_size, scratch_size; /* [n_partials][n_rows][head_dim]; scratch: also [1 + n_partials][n_rows][2] */
     size_t sums_at, states_at;      /* of the two, in scratch */
-    size_t list_at;                 /* rows of attend_list, in their part of scratch */
+    size_t list_at;                 /* rows of attend_list, in their range of scratch */
 } tqkv__split;
 
 static int tqkv__stretch_of(int64_t tile, int n_short)
@@ -73,7 +73,7 @@ static int tqkv__matrix_rows(int head_dim) { return head_dim <= 64 ? 32 : head_d
 
 /* A number of columns has a pipeline of its own, and Metal takes up to a second for one. One query has always the same rows:
    they are its columns. For several they are a power of two, so that a server, whose calls differ in their numbers of
-   queries, does not wait for Metal's compiler in mid-run. */
+   queries, does not wait for Metal's compiler while it serves. */
 static int tqkv__choose_columns(int64_t rows, int n_queries)
 {
     int columns = 1;
@@ -90,20 +90,20 @@ static tqkv_result tqkv__choose_split(const tqkv__attention *a, int64_t first, i
     split->matrix = tqkv__choose_matrix(a);
     const int64_t each = a->call.list ? a->group : (int64_t)a->call.n_queries * a->group; /* rows that share tiles */
     const int64_t most = split->matrix ? tqkv__matrix_rows(a->keys.head_dim) : TQKV__MAX_COLUMNS(a->keys.head_dim);
-    const int64_t parts = (each + most - 1) / most, section = TQKV__SECTION;
-    const int64_t blocks = a->call.list ? parts * a->call.n_queries : parts;
+    const int64_t shares = (each + most - 1) / most, section = TQKV__SECTION;
+    const int64_t groups = a->call.list ? shares * a->call.n_queries : shares;
     const size_t row = ((size_t)a->value_dim + 2) * sizeof(float);
     split->n_short = a->call.window || most_sums == SIZE_MAX ? INT_MAX : TQKV__SHORT_STRETCHES;
     split->first_stretch = tqkv__stretch_of(first, split->n_short);
     const int last = tqkv__stretch_of(end > first ? end - 1 : first, split->n_short);
     const int n_stretches = last - split->first_stretch + 1;
     const int n_sections = (int)(last / section - split->first_stretch / section) + 1;
-    const bool full = blocks * a->n_kv_heads >= TQKV__FULL && most_sums != SIZE_MAX;
+    const bool full = groups * a->n_kv_heads >= TQKV__FULL && most_sums != SIZE_MAX;
     const bool stretches = !full && a->n_rows <= most_sums / row / (size_t)n_stretches;
     split->n_splits = full ? 1 : stretches ? n_stretches : n_sections;
     split->sections_each = full ? n_sections : stretches ? 0 : 1;
     split->n_partials = full && n_sections > 1 ? 2 : split->n_splits;
-    split->columns = tqkv__choose_columns((each + parts - 1) / parts, a->call.list ? 1 : a->call.n_queries);
+    split->columns = tqkv__choose_columns((each + shares - 1) / shares, a->call.list ? 1 : a->call.n_queries);
     const bool shared = split->matrix && tqkv__is_long(a->keys.head_dim); /* rows by all simdgroups of a threadgroup */
     split->n_simdgroups = shared ? TQKV__LONG_SIMDGROUPS : end > 4 ? 4 : end > 1 ? (int)end : 1;
     const size_t n = (size_t)split->n_partials;
@@ -115,7 +115,7 @@ static tqkv_result tqkv__choose_split(const tqkv__attention *a, int64_t first, i
     return TQKV_OK;
 }
 
-/* The positions from the oldest one of a part of the context on. Only the first ones of a ring, which end long before the queries'
+/* The positions from the oldest one of a region of the context on. Only the first ones of a ring, which end long before the queries'
    own, have more behind them than an int counts. */
 static int tqkv__positions_behind(const tqkv__attention *a)
 {

@@ -1,7 +1,7 @@
 /* >>query: a row of a call: its query, its centres, its result. */
 
 /* One call of a job. */
-typedef struct tqkv__part {
+typedef struct tqkv__request {
     const tqkv__attention *a;
     const void *q; /* the caller's, as out, max and sum */
     void *out;
@@ -12,11 +12,11 @@ typedef struct tqkv__part {
     bool kept;                    /* the first stretch is what is no longer resident */
     int n_rows; /* of a KV head that may share an item: all of them, or with a list those of a query */
     int rows_each, n_items;
-    int first_unit;       /* units of the parts before, in this wave */
+    int first_unit;       /* units of the requests before, in this wave */
     int64_t wave, n_wave; /* spread: the first stretch in this wave, and their number */
     size_t sums_floats;   /* sums of all rows */
     float *total, *now;   /* spread: sums of all earlier waves; [n_wave]: of the stretches in this wave */
-} tqkv__part;
+} tqkv__request;
 
 /* The caller's row that is row i of an item. */
 static size_t tqkv__caller_row(const tqkv__attention *a, const tqkv__item *item, int i)
@@ -38,11 +38,11 @@ static const void *tqkv__query_at(const tqkv__attention *a, const void *q, size_
 }
 
 /* Sums of slices have no gaps. */
-static void *tqkv__output_at(const tqkv__part *part, size_t row)
+static void *tqkv__output_at(const tqkv__request *request, size_t row)
 {
-    const tqkv__attention *a = part->a;
-    if (part->max) return (float *)part->out + row * (size_t)a->value_dim;
-    return (uint8_t *)part->out +
+    const tqkv__attention *a = request->a;
+    if (request->max) return (float *)request->out + row * (size_t)a->value_dim;
+    return (uint8_t *)request->out +
            tqkv__row_begin(a, a->call.output_strides, row) * tqkv__type_size(a->call.output_type);
 }
 
@@ -127,7 +127,7 @@ static double tqkv__center_score(const tqkv__attention *a, int kv_head, const vo
     return (tqkv__center_product(a, kv_head, 0, query) + tail) * (double)a->call.scale;
 }
 
-/* The parts of an item's scores that come from a centre; offsets: [n_rows], read if there is a softcap */
+/* What centres add to an item's scores; offsets: [n_rows], read if there is a softcap */
 static void tqkv__find_offsets(const tqkv__attention *a, const tqkv__item *item, const void *q, float *offsets)
 {
     for (int i = 0; i < item->n_rows; i++) {
@@ -188,30 +188,31 @@ static void tqkv__settle_row(const tqkv__attention *a, float *out, float *max, f
 /* Writes an item's sums to the caller; finishes and rounds them unless the call is partial. The values' centre is added to the
    sums, in the basis of the codes; with a scale, where the row is finished, behind the scale: a channel is then not rounded
    against larger ones. */
-static TQKV__NOINLINE void tqkv__deliver(const tqkv__part *part, const tqkv__item *item, const tqkv__sums *sums)
+static TQKV__NOINLINE void tqkv__deliver(const tqkv__request *request, const tqkv__item *item, const tqkv__sums *sums)
 {
-    const tqkv__attention *a = part->a;
+    const tqkv__attention *a = request->a;
     float center[TQKV_MAX_HEAD_DIM]; /* of the values */
-    const bool behind = a->values.channel_scale && !part->max && a->call.output_basis == TQKV_ORIGINAL;
+    const bool behind = a->values.channel_scale && !request->max && a->call.output_basis == TQKV_ORIGINAL;
     const float *last = behind ? tqkv__center_of(&a->values, item->kv_head) : NULL;
     const float *coded = a->values.center && !behind ? center : NULL;
     TQKV__ALIGNED float wide[TQKV_MAX_HEAD_DIM];
-    const tqkv_type type = part->max ? TQKV_TYPE_F32 : a->call.output_type;
-    const bool scored = (a->keys.center || a->tail.center) && a->call.softcap == 0.0f && (part->max || a->call.sinks);
+    const tqkv_type type = request->max ? TQKV_TYPE_F32 : a->call.output_type;
+    const bool scored =
+        (a->keys.center || a->tail.center) && a->call.softcap == 0.0f && (request->max || a->call.sinks);
     memset(center, 0, sizeof center);
     if (coded) tqkv__add_center(&a->values, item->kv_head, true, center);
     for (int i = 0; i < item->n_rows; i++) {
         const size_t row = tqkv__caller_row(a, item, i);
-        void *to = tqkv__output_at(part, row);
+        void *to = tqkv__output_at(request, row);
         float *out = type == TQKV_TYPE_F32 ? (float *)to : wide, max = sums->max[i], sum = sums->sum[i];
-        const double score = scored ? tqkv__center_score(a, item->kv_head, tqkv__query_at(a, part->q, row)) : 0.0;
+        const double score = scored ? tqkv__center_score(a, item->kv_head, tqkv__query_at(a, request->q, row)) : 0.0;
         tqkv__to_natural(a->isa, &a->values, sums->out + (size_t)i * (size_t)a->value_dim, out);
         if (scored || coded) tqkv__add_centers(a, score, coded, out, &max, &sum);
-        if (!part->max) tqkv__finish_row(a, (int)(row % (size_t)a->call.n_heads), last, out, max, sum);
+        if (!request->max) tqkv__finish_row(a, (int)(row % (size_t)a->call.n_heads), last, out, max, sum);
         tqkv__settle_row(a, out, &max, &sum);
-        if (part->max) {
-            part->max[row] = max;
-            part->sum[row] = sum;
+        if (request->max) {
+            request->max[row] = max;
+            request->sum[row] = sum;
         }
         if (out == wide) a->isa->codec->narrow(type, wide, a->value_dim, to);
     }

@@ -16,7 +16,7 @@ static const uint8_t *tqkv__matrix_row(int m, int row)
 }
 
 /* out[b] = sum over c = 0 .. m-1 of P[b][c] * x[c], in that order, for each column of x as [m][n]; P is of order m > 1. */
-static void tqkv__mix_runs(float *x, int m, int n)
+static void tqkv__mix_subrows(float *x, int m, int n)
 {
     float column[36];
     for (int a = 0; a < n; a++) {
@@ -31,10 +31,10 @@ static void tqkv__mix_runs(float *x, int m, int n)
     }
 }
 
-/* Walsh-Hadamard transform of each run in natural order, then the matrix across the runs; unnormalised. x: [head_dim] */
+/* Walsh-Hadamard transform of each subrow in natural order, then the matrix across the subrows; unnormalised. x: [head_dim] */
 static void tqkv__hadamard(float *x, int head_dim)
 {
-    const int m = tqkv__size_of(head_dim)->order, n = tqkv__size_of(head_dim)->run;
+    const int m = tqkv__size_of(head_dim)->order, n = tqkv__size_of(head_dim)->subrow;
     for (int h = 1; h < n; h *= 2)
         for (int i = 0; i < head_dim; i += 2 * h)
             for (int j = i; j < i + h; j++) {
@@ -42,7 +42,7 @@ static void tqkv__hadamard(float *x, int head_dim)
                 x[j] = TQKV__AS_FLOAT(a + b);
                 x[j + h] = TQKV__AS_FLOAT(a - b);
             }
-    if (m > 1) tqkv__mix_runs(x, m, n);
+    if (m > 1) tqkv__mix_subrows(x, m, n);
 }
 
 static void tqkv__flip_signs(float *x, int head_dim)
@@ -54,8 +54,8 @@ static void tqkv__flip_signs(float *x, int head_dim)
 /* y = R(s*x)/sqrt(D) in double, for sums of far larger terms. */
 static void tqkv__rotate_double(double *x, int head_dim)
 {
-    const int m = tqkv__size_of(head_dim)->order, n = tqkv__size_of(head_dim)->run;
-    double y[36]; /* by runs, a place of all at a time: a row would take 8 KB more of the stack */
+    const int m = tqkv__size_of(head_dim)->order, n = tqkv__size_of(head_dim)->subrow;
+    double y[36]; /* of each subrow one value at a time: a row would take 8 KB more of the stack */
     for (int j = 0; j < head_dim; j++)
         if ((tqkv__tables.signs[j % 512 / 8] >> (j % 8)) & 1) x[j] = -x[j];
     for (int h = 1; h < n; h *= 2)

@@ -40,9 +40,9 @@ static const float *tqkv__inverses_of(const tqkv__stream *s, int first, int n, f
 }
 
 /* Slots of a tile in one stream: [slot, slot + n). The codes `ahead` slots further on will be read next. */
-typedef struct tqkv__run {
+typedef struct tqkv__segment {
     int slot, n, ahead;
-} tqkv__run;
+} tqkv__segment;
 
 /* The positions of a tile that a row sees: [from, to) without those whose bits are set. */
 typedef struct tqkv__span {
@@ -61,10 +61,10 @@ typedef struct tqkv__isa {
     int lanes;           /* floats in a vector */
     int nibble_order[2]; /* see tqkv__to_decoded */
     const tqkv__codec *codec;
-    /* scores[row][j] (+)= q[row] . key[slot + j] for j < n, with run's slot and n; add: to the scores of another part of the
+    /* scores[row][j] (+)= q[row] . key[slot + j] for j < n, with the segment's slot and n; add: to the scores of another part of the
        keys. q: [n_rows][head_dim], scores: [n_rows][TQKV__TILE] */
-    void (*score_tile)(const tqkv__stream *s, int kv_head, const tqkv__run *run, const float *q, int n_rows, bool add,
-                       float *scores);
+    void (*score_tile)(const tqkv__stream *s, int kv_head, const tqkv__segment *segment, const float *q, int n_rows,
+                       bool add, float *scores);
     /* Turns the scores in each row's span into weights exp(score - max) and the others into 0; scales the row's sums to
        the new maximum. offsets are added to the scores before a softcap. spans, offsets, max, sum: [n_rows], scores:
        [n_rows][TQKV__TILE], out: [n_rows][value_dim] */
@@ -75,8 +75,8 @@ typedef struct tqkv__isa {
     void (*end_piece)(int n_rows, int value_dim, const tqkv__sums *piece, const tqkv__sums *sums);
     /* out[row] += sum_j weights[row][j] * value[slot + j] for j < n. A weight of 0 adds nothing, even beside a NaN norm
        in a slot that this row does not see. weights, scaled (scratch): [n_rows][TQKV__TILE], out: [n_rows][head_dim] */
-    void (*value_tile)(const tqkv__stream *s, int kv_head, const tqkv__run *run, const float *weights, int n_rows,
-                       float *scaled, float *out);
+    void (*value_tile)(const tqkv__stream *s, int kv_head, const tqkv__segment *segment, const float *weights,
+                       int n_rows, float *scaled, float *out);
     /* sums[j] += weights[row] * f(scores[row][j] + offsets[row]), row after row, each rounded once; f: see >>index.
        weights, offsets: [n_rows], scores: [n_rows][TQKV__TILE], sums: [TQKV__TILE] */
     void (*sum_heads)(const float *scores, const float *weights, const float *offsets, bool relu, int n_rows,

@@ -62,7 +62,7 @@ TQKV__OP __m256 tqkv__permute_32_avx2(const __m256 *table, __m256i codes)
                             _mm256_castsi256_ps(_mm256_slli_epi32(codes, 27)));
 }
 /* Looks up the four bytes of 32 centroids and joins them: vector k of four has codes 4k to 4k + 3 of either half.
-   upper: all ones for a code in the upper half. index: its place among 16. second: the sign bit marks the second 16 of
+   upper: all ones for a code in the upper half. index: its number among 16. second: the sign bit marks the second 16 of
    the half. The table has these as xor with the first: a negative index gives 0, and xor is cheaper than a blend. Both
    unpacks of two bytes come before the next look-up and save registers, whichever of them this vector needs. */
 TQKV__OP __m256 tqkv__centroids_of_planes_avx2(const int bits, const int k, const __m256 *table, __m256i index,
@@ -93,13 +93,13 @@ TQKV__OP void tqkv__load_table_avx2(const int bits, const bool nibbles, const tq
         if (bits == 6) table[4 + p] = _mm256_castsi256_ps(_mm256_broadcastsi128_si256(_mm_xor_si128(first, second)));
     }
 }
-/* All ones in the bytes that have the bit of `places` */
-TQKV__OP __m256i tqkv__has_bit_avx2(__m256i bytes, __m256i places)
+/* All ones in the bytes that have the bit of `bit` */
+TQKV__OP __m256i tqkv__has_bit_avx2(__m256i bytes, __m256i bit)
 {
-    return _mm256_cmpeq_epi8(_mm256_and_si256(bytes, places), places);
+    return _mm256_cmpeq_epi8(_mm256_and_si256(bytes, bit), bit);
 }
 /* The first `size` bytes at p, 2 to 16, then zeros. */
-TQKV__OP __m128i tqkv__load_part_avx2(const int size, const uint8_t *p)
+TQKV__OP __m128i tqkv__load_bytes_avx2(const int size, const uint8_t *p)
 {
     long long word = 0;
     if (size == 16) return tqkv__load_128(p);
@@ -111,11 +111,11 @@ TQKV__OP __m128i tqkv__load_part_avx2(const int size, const uint8_t *p)
    bits of a byte with others above it. */
 TQKV__OP __m256i tqkv__spread_pairs_avx2(const int per_lane, const uint8_t *p)
 {
-    const __m128i words = _mm_cvtepu8_epi16(tqkv__load_part_avx2(2 * per_lane, p)),
+    const __m128i words = _mm_cvtepu8_epi16(tqkv__load_bytes_avx2(2 * per_lane, p)),
                   spread = _mm_or_si128(words, _mm_slli_epi16(words, 4));
     return _mm256_srlv_epi64(_mm256_broadcastsi128_si256(spread), _mm256_set_epi64x(2, 2, 0, 0));
 }
-/* A run is 16 bytes, or half of them (per_lane 2): the low nibbles go to the lower half of a vector, the high ones to the
+/* A strip is 16 bytes, or half of them (per_lane 2): the low nibbles go to the lower half of a vector, the high ones to the
    upper half. */
 TQKV__OP __m256 tqkv__centroids_of_packed_avx2(const int bits, const int per_lane, const int k, const __m256 *table,
                                                const uint8_t *p, const uint8_t *upper)
@@ -123,7 +123,7 @@ TQKV__OP __m256 tqkv__centroids_of_packed_avx2(const int bits, const int per_lan
     const __m256i fifteen = _mm256_set1_epi8(15);
     const __m256i codes = bits < 4
                               ? tqkv__spread_pairs_avx2(per_lane, p)
-                              : _mm256_srlv_epi64(_mm256_broadcastsi128_si256(tqkv__load_part_avx2(4 * per_lane, p)),
+                              : _mm256_srlv_epi64(_mm256_broadcastsi128_si256(tqkv__load_bytes_avx2(4 * per_lane, p)),
                                                   _mm256_set_epi64x(4, 4, 0, 0));
     if (bits == 2) {
         const __m256i index = _mm256_and_si256(codes, _mm256_set1_epi8(3));
@@ -135,8 +135,8 @@ TQKV__OP __m256 tqkv__centroids_of_packed_avx2(const int bits, const int per_lan
         int word = 0;
         memcpy(&word, upper, per_lane == 4 ? 4 : 2);
         const __m256i order = _mm256_broadcastsi128_si256(_mm_set_epi32(0x03030303, 0x02020202, 0x01010101, 0));
-        const __m256i places = _mm256_set_m128i(_mm_set1_epi32((int)0x80200802), _mm_set1_epi32(0x40100401));
-        second = half = tqkv__has_bit_avx2(_mm256_shuffle_epi8(_mm256_set1_epi32(word), order), places);
+        const __m256i bit = _mm256_set_m128i(_mm_set1_epi32((int)0x80200802), _mm_set1_epi32(0x40100401));
+        second = half = tqkv__has_bit_avx2(_mm256_shuffle_epi8(_mm256_set1_epi32(word), order), bit);
         if (bits == 3) {
             const __m256i pair = _mm256_and_si256(codes, _mm256_set1_epi8(3));
             const __m256i index = _mm256_or_si256(pair, _mm256_and_si256(half, _mm256_set1_epi8(4)));
@@ -146,7 +146,7 @@ TQKV__OP __m256 tqkv__centroids_of_packed_avx2(const int bits, const int per_lan
         const __m256i order =
             _mm256_broadcastsi128_si256(_mm_set_epi32(0x07070606, 0x05050404, 0x03030202, 0x01010000));
         const __m256i bytes =
-            _mm256_shuffle_epi8(_mm256_broadcastq_epi64(tqkv__load_part_avx2(2 * per_lane, upper)), order);
+            _mm256_shuffle_epi8(_mm256_broadcastq_epi64(tqkv__load_bytes_avx2(2 * per_lane, upper)), order);
         const __m256i fifth = _mm256_set_m128i(_mm_set1_epi16(0x4004), _mm_set1_epi16(0x1001));
         half = tqkv__has_bit_avx2(bytes, _mm256_add_epi8(fifth, fifth));
         second = _mm256_xor_si256(tqkv__has_bit_avx2(bytes, fifth), half);
@@ -377,7 +377,7 @@ TQKV__OP void tqkv__store_words_avx2(uint8_t *p, __m256i words)
 }
 #define tqkv__quantise_tq8_avx2 tqkv__quantise_loads_avx2
 
-/* out[b] += P[b][c] * x for ten runs b from `first` on, of 4 values each; P: the matrix of order 20. Its signs are known to
+/* out[b] += P[b][c] * x for ten subrows b from `first` on, of 4 values each; P: the matrix of order 20. Its signs are known to
    the compiler, and every second sum is made of multiply-adds, see TQKV__(mix_12). The asm keeps the sums in order. */
 TQKV__OP void tqkv__mix_column_avx2(const int first, const int c, __m128 x, __m128 plus, __m128 minus, __m128 *sums)
 {
@@ -393,8 +393,8 @@ TQKV__OP void tqkv__mix_column_avx2(const int first, const int c, __m128 x, __m1
         __asm__("" : "+x"(sums[i]));
     }
 }
-/* runs, out: [20][4] */
-TQKV__TARGET static TQKV__NOINLINE void tqkv__mix_20_avx2(const float *runs, float factor, float *out)
+/* subrows, out: [20][4] */
+TQKV__TARGET static TQKV__NOINLINE void tqkv__mix_20_avx2(const float *subrows, float factor, float *out)
 {
     const __m256 ones = tqkv__rounded_avx2(_mm256_set1_ps(1.0f)), less = tqkv__rounded_avx2(_mm256_set1_ps(-1.0f));
     const __m128 plus = _mm256_castps256_ps128(ones), minus = _mm256_castps256_ps128(less);
@@ -402,9 +402,9 @@ TQKV__TARGET static TQKV__NOINLINE void tqkv__mix_20_avx2(const float *runs, flo
     for (int first = 0; first < 20; first += 10) {
         __m128 sums[10];
         TQKV__UNROLL
-        for (int c = 0; c < 10; c++) tqkv__mix_column_avx2(first, c, _mm_loadu_ps(runs + 4 * c), plus, minus, sums);
+        for (int c = 0; c < 10; c++) tqkv__mix_column_avx2(first, c, _mm_loadu_ps(subrows + 4 * c), plus, minus, sums);
         TQKV__UNROLL
-        for (int c = 10; c < 20; c++) tqkv__mix_column_avx2(first, c, _mm_loadu_ps(runs + 4 * c), plus, minus, sums);
+        for (int c = 10; c < 20; c++) tqkv__mix_column_avx2(first, c, _mm_loadu_ps(subrows + 4 * c), plus, minus, sums);
         TQKV__UNROLL
         for (int i = 0; i < 10; i++) _mm_storeu_ps(out + 4 * (first + i), _mm_mul_ps(sums[i], _mm_set1_ps(factor)));
     }
@@ -420,11 +420,11 @@ TQKV__TARGET static TQKV__NOINLINE void tqkv__mix_20_avx2(const float *runs, flo
 #define TQKV__(name)             tqkv__##name##_avx2
 #define TQKV__WIDTH              8 /* vectors of the rotation in registers */
 #define TQKV__ISA_NAME           "avx2"
-#define TQKV__MIX_SHORT_RUNS     tqkv__mix_by_order_avx2
+#define TQKV__MIX_SHORT_SUBROWS  tqkv__mix_by_order_avx2
 #define TQKV__LANES              8
 #define TQKV__NIBBLE_ORDER       4, 2
-#define TQKV__NIBBLE_RUN         4
-#define TQKV__RUN_TOGETHER       1
+#define TQKV__NIBBLE_STRIP       4
+#define TQKV__STRIP_TOGETHER     1
 #define TQKV__ROWS               4 /* queries whose sums fit in registers: values, */
 #define TQKV__SCORE_ROWS         2 /* keys, and decoded keys */
 #define TQKV__DECODED_SCORE_ROWS 3

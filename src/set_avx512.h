@@ -62,7 +62,7 @@ TQKV__OP __m512i tqkv__load_short_field_avx512(const int bits, const int first, 
     memcpy(&all, p, sizeof all);
     return _mm512_rorv_epi32(_mm512_set1_epi32((int)all), turn);
 }
-/* A field of a run: lane l holds `bits` bits from bit l * bits of p on. With the codes l * per_lane ... of a run in a
+/* A field of a strip: lane l holds `bits` bits from bit l * bits of p on. With the codes l * per_lane ... of a strip in a
    lane, one shift moves the k-th code of every lane to bit 0. Other bits may follow those of the lane. */
 TQKV__OP __m512i tqkv__load_field_avx512(const int bits, const uint8_t *p)
 {
@@ -75,7 +75,7 @@ TQKV__OP __m512i tqkv__load_field_avx512(const int bits, const uint8_t *p)
     return _mm512_multishift_epi64_epi8(_mm512_set_epi32(60, 56, 52, 48, 44, 40, 36, 32, 28, 24, 20, 16, 12, 8, 4, 0),
                                         _mm512_set1_epi64((long long)word));
 }
-/* The k-th codes of a run of one or two vectors. */
+/* The k-th codes of a strip of one or two vectors. */
 TQKV__OP __m512i tqkv__short_codes_avx512(const int bits, const int per_lane, const int k, const uint8_t *p,
                                           const uint8_t *upper)
 {
@@ -90,7 +90,7 @@ TQKV__OP __m512i tqkv__short_codes_avx512(const int bits, const int per_lane, co
             : tqkv__load_short_field_avx512(upper_bits * per_lane, upper_bits * k, main_bits, upper);
     return _mm512_ternarylogic_epi64(_mm512_set1_epi32((1 << main_bits) - 1), low, high, 0xca);
 }
-/* The fields of a run of 8 or 4 vectors. */
+/* The fields of a strip of 8 or 4 vectors. */
 TQKV__OP void tqkv__load_fields_avx512(const int bits, const int count, const uint8_t *p, const uint8_t *upper,
                                        __m512i *low, __m512i *high)
 {
@@ -231,11 +231,11 @@ TQKV__OP __m512 tqkv__signs_avx512(uint32_t bits)
 {
     return _mm512_mask_blend_ps((__mmask16)bits, _mm512_set1_ps(1.0f), _mm512_set1_ps(-1.0f));
 }
-/* See >>set-avx2. Runs that do not fill a vector of 16 are rotated there. */
-#define tqkv__repeat_avx512(n, p)              _mm512_set1_ps(*(p))
-#define tqkv__spread_avx512(n, i, x)           (x)
-#define tqkv__unite_avx512(n, x)               (x)
-#define tqkv__mix_20_avx512(runs, factor, out) ((void)0)
+/* See >>set-avx2. Subrows that do not fill a vector of 16 are rotated there. */
+#define tqkv__repeat_avx512(n, p)                 _mm512_set1_ps(*(p))
+#define tqkv__spread_avx512(n, i, x)              (x)
+#define tqkv__unite_avx512(n, x)                  (x)
+#define tqkv__mix_20_avx512(subrows, factor, out) ((void)0)
 /* Four floats at p, p + stride ... */
 TQKV__OP __m512 tqkv__load_fours_avx512(const float *p, int stride)
 {
@@ -462,16 +462,16 @@ TQKV__OP void tqkv__search_tq8_avx512(const tqkv__stream *s, const tqkv__quantis
     for (int i = 0; i < 4; i++) centroids[i] = _mm512_abs_ps(_mm512_castsi512_ps(words[i]));
 }
 
-static void tqkv__mix_by_order_avx2(int m, const float *runs, float factor, int n, float *out);
+static void tqkv__mix_by_order_avx2(int m, const float *subrows, float factor, int n, float *out);
 
 #define TQKV__(name)             tqkv__##name##_avx512
 #define TQKV__WIDTH              16 /* vectors of the rotation in registers */
 #define TQKV__ISA_NAME           "avx512"
-#define TQKV__MIX_SHORT_RUNS     tqkv__mix_by_order_avx2
+#define TQKV__MIX_SHORT_SUBROWS  tqkv__mix_by_order_avx2
 #define TQKV__LANES              16
 #define TQKV__NIBBLE_ORDER       16, 8
-#define TQKV__NIBBLE_RUN         8 /* vectors in a run of nibbles */
-#define TQKV__RUN_TOGETHER       0 /* do the vectors of a run share work? */
+#define TQKV__NIBBLE_STRIP       8 /* vectors in a strip of nibbles */
+#define TQKV__STRIP_TOGETHER     0 /* do the vectors of a strip share work? */
 #define TQKV__ROWS               4 /* queries whose sums fit in registers: values, */
 #define TQKV__SCORE_ROWS         4 /* keys, and decoded keys */
 #define TQKV__DECODED_SCORE_ROWS 4

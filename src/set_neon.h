@@ -46,15 +46,15 @@ TQKV__OP float32x4_t tqkv__permute_table_neon(const int bits, const float32x4_t 
     uint8x16_t found = vdupq_n_u8(0);
     TQKV__UNROLL
     for (int i = 0; i < (1 << bits) / 16; i++, table += 4) {
-        const uint8x16x4_t part = {{vreinterpretq_u8_f32(table[0]), vreinterpretq_u8_f32(table[1]),
-                                    vreinterpretq_u8_f32(table[2]), vreinterpretq_u8_f32(table[3])}};
-        found = i == 0 ? vqtbl4q_u8(part, index) : vqtbx4q_u8(found, part, index);
+        const uint8x16x4_t entries = {{vreinterpretq_u8_f32(table[0]), vreinterpretq_u8_f32(table[1]),
+                                       vreinterpretq_u8_f32(table[2]), vreinterpretq_u8_f32(table[3])}};
+        found = i == 0 ? vqtbl4q_u8(entries, index) : vqtbx4q_u8(found, entries, index);
         index = vsubq_u8(index, vdupq_n_u8(64));
     }
     return vreinterpretq_f32_u8(found);
 }
 /* Looks up the four bytes of 16 centroids, for 16 codes at a time, and joins them into vector k of four. upper: all
-   ones for a code in the upper half. index: its place in the half. */
+   ones for a code in the upper half. index: its number in the half. */
 TQKV__OP float32x4_t tqkv__centroids_of_planes_neon(const int bits, const int k, const float32x4_t *table,
                                                     uint8x16_t index, uint8x16_t upper)
 {
@@ -102,8 +102,8 @@ TQKV__OP uint8x16_t tqkv__pairs_neon(const uint8_t *p)
     const uint32x4_t two = vorrq_u32(bytes, vshlq_n_u32(bytes, 12));
     return vandq_u8(vreinterpretq_u8_u32(vorrq_u32(two, vshlq_n_u32(two, 6))), vdupq_n_u8(3));
 }
-/* The main bits of codes 16 * (k / 4) ... of a run, in the order of tqkv__to_decoded. A run is 32 codes: the low nibbles
-   give the first four vectors, the high ones the other four. A run of 16 (per_lane 4) keeps its own order. */
+/* The main bits of codes 16 * (k / 4) ... of a strip, in the order of tqkv__to_decoded. A strip is 32 codes: the low nibbles
+   give the first four vectors, the high ones the other four. A strip of 16 (per_lane 4) keeps its own order. */
 TQKV__OP uint8x16_t tqkv__main_codes_neon(const int main_bits, const int per_lane, const int k, const uint8_t *p)
 {
     const uint8x16_t mask = vdupq_n_u8((uint8_t)((1 << main_bits) - 1));
@@ -119,13 +119,13 @@ TQKV__OP uint8x16_t tqkv__main_codes_neon(const int main_bits, const int per_lan
 TQKV__OP uint8x16_t tqkv__upper_bit_neon(const int per_lane, const int k, const uint8_t *upper)
 {
     if (per_lane == 4) {
-        const uint8x8_t places = vcreate_u8(0x8040201008040201ULL);
-        return vtstq_u8(vcombine_u8(vdup_n_u8(upper[0]), vdup_n_u8(upper[1])), vcombine_u8(places, places));
+        const uint8x8_t bits = vcreate_u8(0x8040201008040201ULL);
+        return vtstq_u8(vcombine_u8(vdup_n_u8(upper[0]), vdup_n_u8(upper[1])), vcombine_u8(bits, bits));
     }
     uint32_t word; /* bits 2i and 2i + 1 of four bytes */
     memcpy(&word, upper, sizeof word);
-    const uint32_t places[4] = {0, 0x01010101u, 0x02020202u, 0x03030303u};
-    const uint8x16_t order = vreinterpretq_u8_u32(vld1q_u32(places));
+    const uint32_t at[4] = {0, 0x01010101u, 0x02020202u, 0x03030303u};
+    const uint8x16_t order = vreinterpretq_u8_u32(vld1q_u32(at));
     const uint8x16_t bytes = vqtbl1q_u8(vreinterpretq_u8_u32(vdupq_n_u32(word)), order);
     return vtstq_u8(bytes, vreinterpretq_u8_u32(vdupq_n_u32(k < 4 ? 0x40100401u : 0x80200802u)));
 }
@@ -178,21 +178,21 @@ TQKV__OP float32x4_t tqkv__invert_above_neon(float least, float32x4_t x)
 }
 TQKV__OP float32x4_t tqkv__flip_neon(float32x4_t x, int d)
 {
-    const int32_t places[4] = {31, 30, 29, 28};
+    const int32_t shifts[4] = {31, 30, 29, 28};
     const uint32x4_t signs = vdupq_n_u32((uint32_t)tqkv__tables.signs[d % 512 / 8] >> (d % 8));
-    const uint32x4_t moved = vandq_u32(vshlq_u32(signs, vld1q_s32(places)), vdupq_n_u32(0x80000000u));
+    const uint32x4_t moved = vandq_u32(vshlq_u32(signs, vld1q_s32(shifts)), vdupq_n_u32(0x80000000u));
     return vreinterpretq_f32_u32(veorq_u32(vreinterpretq_u32_f32(x), moved));
 }
 TQKV__OP float32x4_t tqkv__signs_neon(uint32_t bits)
 {
-    const int32_t places[4] = {31, 30, 29, 28};
-    const uint32x4_t moved = vandq_u32(vshlq_u32(vdupq_n_u32(bits), vld1q_s32(places)), vdupq_n_u32(0x80000000u));
+    const int32_t shifts[4] = {31, 30, 29, 28};
+    const uint32x4_t moved = vandq_u32(vshlq_u32(vdupq_n_u32(bits), vld1q_s32(shifts)), vdupq_n_u32(0x80000000u));
     return vreinterpretq_f32_u32(vorrq_u32(moved, vdupq_n_u32(0x3f800000u)));
 }
-#define tqkv__repeat_neon(n, p)              vld1q_dup_f32(p) /* no run is shorter than a vector */
-#define tqkv__spread_neon(n, i, x)           (x)
-#define tqkv__unite_neon(n, x)               (x)
-#define tqkv__mix_20_neon(runs, factor, out) ((void)0)
+#define tqkv__repeat_neon(n, p)                 vld1q_dup_f32(p) /* no subrow is shorter than a vector */
+#define tqkv__spread_neon(n, i, x)              (x)
+#define tqkv__unite_neon(n, x)                  (x)
+#define tqkv__mix_20_neon(subrows, factor, out) ((void)0)
 TQKV__OP float32x4_t tqkv__load_fours_neon(const float *p, int stride)
 {
     (void)stride;
@@ -290,7 +290,7 @@ TQKV__OP uint32x4_t tqkv__narrow_neon(const uint32x4_t *four)
 /* Stores the `bits` bits from bit `low` on of each byte, packed: 1, 2 or 4 bits. */
 TQKV__OP void tqkv__pack_neon(const int bits, const int low, uint32x4_t codes, uint8_t *p)
 {
-    const int8_t places[8] = {0, 1, 2, 3, 4, 5, 6, 7};
+    const int8_t shifts[8] = {0, 1, 2, 3, 4, 5, 6, 7};
     const uint8x16_t mask = vdupq_n_u8((uint8_t)((1 << bits) - 1));
     const uint8x16_t field = vandq_u8(vshlq_u8(vreinterpretq_u8_u32(codes), vdupq_n_s8((int8_t)-low)), mask);
     if (bits == 4) {
@@ -298,8 +298,8 @@ TQKV__OP void tqkv__pack_neon(const int bits, const int low, uint32x4_t codes, u
         return;
     }
     if (bits == 1) {
-        p[0] = vaddv_u8(vshl_u8(vget_low_u8(field), vld1_s8(places)));
-        p[1] = vaddv_u8(vshl_u8(vget_high_u8(field), vld1_s8(places)));
+        p[0] = vaddv_u8(vshl_u8(vget_low_u8(field), vld1_s8(shifts)));
+        p[1] = vaddv_u8(vshl_u8(vget_high_u8(field), vld1_s8(shifts)));
         return;
     }
     const uint16x8_t words = vreinterpretq_u16_u8(field);
@@ -329,11 +329,11 @@ TQKV__OP void tqkv__store_words_neon(uint8_t *p, uint32x4_t words)
 #define TQKV__(name)             tqkv__##name##_neon
 #define TQKV__WIDTH              16 /* vectors of the rotation in registers */
 #define TQKV__ISA_NAME           "neon"
-#define TQKV__MIX_SHORT_RUNS     tqkv__mix_by_order_neon
+#define TQKV__MIX_SHORT_SUBROWS  tqkv__mix_by_order_neon
 #define TQKV__LANES              4
 #define TQKV__NIBBLE_ORDER       16, 2
-#define TQKV__NIBBLE_RUN         8
-#define TQKV__RUN_TOGETHER       1
+#define TQKV__NIBBLE_STRIP       8
+#define TQKV__STRIP_TOGETHER     1
 #define TQKV__ROWS               4 /* queries whose sums fit in registers: values, */
 #define TQKV__SCORE_ROWS         4 /* keys, and decoded keys */
 #define TQKV__DECODED_SCORE_ROWS 4

@@ -426,7 +426,7 @@ TQKV__COLD TQKV_API tqkv_result tqkv_cache_load(const tqkv_cache_desc *desc, tqk
     tqkv__read_ahead ahead = {read, user, {NULL, NULL, NULL}, NULL, 0, 0, 0};
     tqkv__header found;
     uint8_t header[TQKV__HEADER_SIZE];
-    tqkv__cache_block block;
+    tqkv__cache_memory at;
     tqkv_cache *c, checked;
     if (!out) return TQKV__INVALID("out is NULL");
     *out = NULL;
@@ -436,7 +436,7 @@ TQKV__COLD TQKV_API tqkv_result tqkv_cache_load(const tqkv_cache_desc *desc, tqk
     tqkv_result r = tqkv__read_header(&pipe, tqkv__magic, sizeof header, header);
     if (r != TQKV_OK) return r;
     if (!tqkv__parse_header(header, &found) || tqkv__cache_resolve(&found.desc, &checked) != TQKV_OK ||
-        !tqkv__divide_block(&checked, 0, &block))
+        !tqkv__divide_memory(&checked, 0, &at))
         return TQKV_CORRUPT;
     if (found.learning && found.end >= checked.raw[0].capacity) return TQKV_CORRUPT;
     if (!tqkv__desc_matches(desc, &found.desc) || (desc->type && desc->type != found.desc.type))

@@ -41,7 +41,7 @@ static size_t tqkv__type_size(tqkv_type type)
 /* A row of TQKV__SIZES for a head_dim that the compiler does not know, where its columns would be chains of comparisons,
    half a KB each; zeros without a row. */
 typedef struct tqkv__size {
-    int order, run, grid; /* run: values in each of `order` runs */
+    int order, subrow, grid; /* subrow: values in each of `order` subrows */
     float root, inverse_root;
 } tqkv__size;
 
@@ -63,13 +63,13 @@ static inline const tqkv__size *tqkv__size_of(int head_dim)
 }
 static bool tqkv__head_dim_known(int head_dim) { return tqkv__size_of(head_dim)->order != 0; }
 
-/* TQKV__NORM_BLOCK of such a head_dim */
-static int tqkv__norm_block(int kind, int head_dim)
+/* TQKV__NORM_BLOCK of a head_dim that the compiler does not know */
+static int tqkv__norm_dim(int kind, int head_dim)
 {
     return kind == TQKV__GRID ? tqkv__size_of(head_dim)->grid : TQKV__NORM_BLOCK(kind, head_dim);
 }
 
-#define TQKV__BLOCK 256
+#define TQKV__PANEL 256
 
 /* A store with its defaults resolved and its sizes derived. */
 typedef struct tqkv__stream {
@@ -83,7 +83,7 @@ typedef struct tqkv__stream {
     float block_scale;
     size_t row_bytes;
     int norms_per_row, norm_dim; /* values that share a norm */
-    int block_dim;               /* values that attention decodes at a time, all of one norm, at most TQKV__BLOCK */
+    int panel_dim;               /* values that attention decodes at a time, all of one norm, at most TQKV__PANEL */
     uint8_t *codes;
     float *norms;
     size_t codes_size, norms_size;  /* bytes in use */
@@ -186,10 +186,10 @@ static tqkv_result tqkv__stream_shape(const tqkv_store *store, tqkv__stream *s)
     s->block_scale = store->block_scale > 0.0f ? store->block_scale : 1.0f;
     s->row_bytes = tqkv_row_bytes(store->format, store->head_dim);
     s->norms_per_row = tqkv_norms_per_row(store->format, store->head_dim);
-    s->norm_dim = tqkv__norm_block(s->kind, s->head_dim);
-    int blocks = (s->norm_dim + TQKV__BLOCK - 1) / TQKV__BLOCK;
-    while (s->norm_dim % blocks) blocks++;
-    s->block_dim = s->norm_dim / blocks;
+    s->norm_dim = tqkv__norm_dim(s->kind, s->head_dim);
+    int panels = (s->norm_dim + TQKV__PANEL - 1) / TQKV__PANEL;
+    while (s->norm_dim % panels) panels++;
+    s->panel_dim = s->norm_dim / panels;
     if (!tqkv__array_size(s->n_kv_heads, s->capacity, 1, s->row_bytes, &s->codes_size) ||
         !tqkv__array_size(s->n_kv_heads, s->capacity, s->norms_per_row, sizeof(float), &s->norms_size))
         return TQKV__INVALID("a store of more than SIZE_MAX bytes");
@@ -229,7 +229,7 @@ static size_t tqkv__center_size(const tqkv__stream *s)
     return (size_t)s->n_kv_heads * (size_t)s->head_dim * sizeof(float);
 }
 
-/* The part of a head in centre, scale or inverses, [head_dim]; NULL of NULL */
+/* What a head has of centre, scale or inverses, [head_dim]; NULL of NULL */
 static const float *tqkv__of_head(const tqkv__stream *s, const float *channels, int kv_head)
 {
     return channels ? channels + (size_t)kv_head * (size_t)s->head_dim : NULL;
@@ -382,8 +382,8 @@ TQKV_API size_t tqkv_row_bytes(tqkv_format f, int head_dim)
 TQKV_API int tqkv_norms_per_row(tqkv_format f, int head_dim)
 {
     if (!tqkv__format_known(f) || !tqkv__head_dim_known(head_dim) || TQKV__KIND(f) == TQKV__HALF) return 0;
-    const int block = tqkv__norm_block(TQKV__KIND(f), head_dim);
-    return block ? head_dim / block : 0;
+    const int dim = tqkv__norm_dim(TQKV__KIND(f), head_dim);
+    return dim ? head_dim / dim : 0;
 }
 
 TQKV_API float tqkv_last_boundary(tqkv_format f)

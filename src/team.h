@@ -23,9 +23,9 @@ struct tqkv_team {
     bool full, ended;             /* all threads have arrived; thread 0 has ended it */
 };
 
-enum { TQKV__KEPT_HEADER = 64, TQKV__KEPT_MOST = 1 << 26 }; /* larger blocks are caches, not scratch */
+enum { TQKV__KEPT_HEADER = 64, TQKV__KEPT_MOST = 1 << 26 }; /* larger memory is of caches, not scratch */
 
-/* Blocks begin with their size, which may be above what was asked for. */
+/* Memory begins with its size, which may be above what was asked for. */
 static void *tqkv__team_alloc(void *user, size_t size)
 {
     tqkv_team *team = (tqkv_team *)user;
@@ -34,37 +34,37 @@ static void *tqkv__team_alloc(void *user, size_t size)
         if (team->kept_size[i] && team->kept_size[i] >= size &&
             (best < 0 || team->kept_size[i] < team->kept_size[best]))
             best = i;
-    uint8_t *block = NULL;
+    uint8_t *memory = NULL;
     if (best >= 0) {
-        block = team->kept[best];
+        memory = team->kept[best];
         team->kept_size[best] = 0;
     } else if (size <= SIZE_MAX - TQKV__KEPT_HEADER) {
-        block = (uint8_t *)team->memory.alloc(team->memory.user, size + TQKV__KEPT_HEADER);
-        if (block) memcpy(block, &size, sizeof size);
+        memory = (uint8_t *)team->memory.alloc(team->memory.user, size + TQKV__KEPT_HEADER);
+        if (memory) memcpy(memory, &size, sizeof size);
     }
-    return block ? block + TQKV__KEPT_HEADER : NULL;
+    return memory ? memory + TQKV__KEPT_HEADER : NULL;
 }
 
-static void tqkv__drop_block(tqkv_team *team, uint8_t *block, size_t size)
+static void tqkv__drop_memory(tqkv_team *team, uint8_t *memory, size_t size)
 {
-    team->memory.free(team->memory.user, block, size + TQKV__KEPT_HEADER);
+    team->memory.free(team->memory.user, memory, size + TQKV__KEPT_HEADER);
 }
 
-/* Keeps the largest blocks. */
+/* Keeps the largest memory. */
 static void tqkv__team_free(void *user, void *pointer, size_t size)
 {
     tqkv_team *team = (tqkv_team *)user;
-    uint8_t *block = (uint8_t *)pointer - TQKV__KEPT_HEADER;
+    uint8_t *memory = (uint8_t *)pointer - TQKV__KEPT_HEADER;
     int least = 0;
-    memcpy(&size, block, sizeof size);
+    memcpy(&size, memory, sizeof size);
     for (int i = 1; i < TQKV__KEPT; i++)
         if (team->kept_size[i] < team->kept_size[least]) least = i;
     if (size > TQKV__KEPT_MOST || size <= team->kept_size[least]) {
-        tqkv__drop_block(team, block, size);
+        tqkv__drop_memory(team, memory, size);
         return;
     }
-    if (team->kept_size[least]) tqkv__drop_block(team, team->kept[least], team->kept_size[least]);
-    team->kept[least] = block;
+    if (team->kept_size[least]) tqkv__drop_memory(team, team->kept[least], team->kept_size[least]);
+    team->kept[least] = memory;
     team->kept_size[least] = size;
 }
 
@@ -178,7 +178,7 @@ TQKV__COLD TQKV_API void tqkv_team_destroy(tqkv_team *team)
     if (!team) return;
     const tqkv_allocator memory = team->memory;
     for (int i = 0; i < TQKV__KEPT; i++)
-        if (team->kept_size[i]) tqkv__drop_block(team, team->kept[i], team->kept_size[i]);
+        if (team->kept_size[i]) tqkv__drop_memory(team, team->kept[i], team->kept_size[i]);
     memory.free(memory.user, team, sizeof *team);
 }
 

@@ -10,7 +10,7 @@ static inline void tqkv__transpose(const float *from, int rows, int columns, flo
 }
 
 /* Instruction sets decode packed codes in their own order: each rows * columns values, a matrix [rows][columns], come
-   transposed. The tail of a block is a matrix of fewer columns. Other codes keep their order. Queries take the decoded order;
+   transposed. The rest of a panel is a matrix of fewer columns. Other codes keep their order. Queries take the decoded order;
    sums of values are put back. from, to: [head_dim] */
 static void tqkv__reorder(const tqkv__isa *isa, const tqkv__stream *s, bool decoded, float zero, const float *from,
                           float *to)
@@ -21,7 +21,7 @@ static void tqkv__reorder(const tqkv__isa *isa, const tqkv__stream *s, bool deco
         return;
     }
     for (const float *end = from + s->head_dim; from < end;)
-        for (int left = s->block_dim, columns; left > 0; left -= rows * columns) {
+        for (int left = s->panel_dim, columns; left > 0; left -= rows * columns) {
             for (columns = most; rows * columns > left;) columns /= 2;
             tqkv__transpose(from, decoded ? rows : columns, decoded ? columns : rows, zero, to);
             from += rows * columns;
@@ -75,19 +75,20 @@ static bool tqkv__wraps(const tqkv__stream *s, int64_t position, int64_t n)
     return s->ring && tqkv__slots_left(s, position) < n;
 }
 
-/* A tile is contiguous in all its streams, or gathered: it ends where a large page ends, or another place begins, and at
+/* A tile is contiguous in all its streams, or gathered: it ends where a large page ends, or another region begins, and at
    positions that are a multiple of TQKV__TILE. Its scores are at the position modulo TQKV__TILE. A query's sums are then the
    same bits alone or in a batch, and in a store of any kind and size. Otherwise prefill and decode drift apart: a last bit
    changes the next layer's keys, and now and then a code. */
-static int tqkv__tile_length(const tqkv__attention *a, const tqkv__place *place, int64_t position, int64_t end)
+static int tqkv__tile_length(const tqkv__attention *a, const tqkv__region *region, int64_t position, int64_t end)
 {
-    const int64_t aligned = TQKV__TILE - position % TQKV__TILE, border = place->end - position;
-    const int key_room = tqkv__tile_room(place->keys, position), value_room = tqkv__tile_room(place->values, position);
+    const int64_t aligned = TQKV__TILE - position % TQKV__TILE, border = region->end - position;
+    const int key_room = tqkv__tile_room(region->keys, position),
+              value_room = tqkv__tile_room(region->values, position);
     int64_t n = end - position < aligned ? end - position : aligned;
     if (n > border) n = border;
     if (n > key_room) n = key_room;
     if (n > value_room) n = value_room;
-    if (a->call.tail && n > tqkv__tile_room(place->tail, position)) n = tqkv__tile_room(place->tail, position);
+    if (a->call.tail && n > tqkv__tile_room(region->tail, position)) n = tqkv__tile_room(region->tail, position);
     return (int)n;
 }
 
@@ -97,7 +98,7 @@ typedef struct tqkv__ranks {
     int n;
     bool together;   /* in all streams one row after the other */
     uint64_t hidden; /* ranks that the query does not see, as bits */
-    tqkv__place place;
+    tqkv__region region;
     int32_t keys[TQKV__TILE], values[TQKV__TILE], tail[TQKV__TILE]; /* slots; -1: hidden, or no page */
 } tqkv__ranks;
 
@@ -105,8 +106,8 @@ typedef struct tqkv__ranks {
 typedef struct tqkv__tile {
     int64_t position;
     int n, begin;
-    tqkv__place place;
-    tqkv__run keys, values, tail;
+    tqkv__region region;
+    tqkv__segment keys, values, tail;
     const tqkv__ranks *ranks;                                        /* of a list or of gathered rows, or NULL */
     const tqkv__attention *streams;                                  /* that hold it: the caller's, or gathered ones */
     int kv_head;                                                     /* there */
@@ -118,24 +119,24 @@ typedef struct tqkv__tile {
 
 /* The slots of a tile of n positions. While it is computed the next tile of [.., end) is fetched, which a page table
    may put anywhere. */
-static void tqkv__open_run(const tqkv__stream *s, int64_t position, int n, int64_t end, tqkv__run *run)
+static void tqkv__open_segment(const tqkv__stream *s, int64_t position, int n, int64_t end, tqkv__segment *segment)
 {
     const int64_t next = position + n;
-    run->slot = tqkv__slot(s, position);
-    run->n = n;
-    run->ahead = TQKV__TILE;
+    segment->slot = tqkv__slot(s, position);
+    segment->n = n;
+    segment->ahead = TQKV__TILE;
     if (!s->pages || next >= end || next % s->page_size) return;
     const int32_t page = s->pages[next / s->page_size]; /* not checked if a tree hides it */
-    if (page >= 0 && page < s->capacity / s->page_size) run->ahead = page * s->page_size - run->slot;
+    if (page >= 0 && page < s->capacity / s->page_size) segment->ahead = page * s->page_size - segment->slot;
 }
 
-/* The runs of a tile of a place, which is contiguous in all its streams. */
-static void tqkv__find_runs(const tqkv__attention *a, const tqkv__place *place, int64_t end, tqkv__tile *tile)
+/* The segments of a tile of a region, which is contiguous in all its streams. */
+static void tqkv__find_segments(const tqkv__attention *a, const tqkv__region *region, int64_t end, tqkv__tile *tile)
 {
-    tile->place = *place;
-    tqkv__open_run(place->keys, tile->position, tile->n, end, &tile->keys);
-    tqkv__open_run(place->values, tile->position, tile->n, end, &tile->values);
-    if (a->call.tail) tqkv__open_run(place->tail, tile->position, tile->n, end, &tile->tail);
+    tile->region = *region;
+    tqkv__open_segment(region->keys, tile->position, tile->n, end, &tile->keys);
+    tqkv__open_segment(region->values, tile->position, tile->n, end, &tile->values);
+    if (a->call.tail) tqkv__open_segment(region->tail, tile->position, tile->n, end, &tile->tail);
 }
 
 /* Asks for a line of each 4 KiB of the next tile, and for its norms, a tile early. The loops ask for the other lines, but late
@@ -143,16 +144,17 @@ static void tqkv__find_runs(const tqkv__attention *a, const tqkv__place *place, 
    EPYC) this takes away 24% of the time of F16 and 3 to 7% of I8 keys and TQ4, paged or not; with codes in a cache it adds 1%.
    Not for codes of less than two lines a row that go on where this tile ends: the processor sees one stream and reads it ahead by
    itself, and a touch out of its order adds 10% to 18% (TQ4 of 128, I8 and F16 of 64; Zen 5), 2% to 8% (I8 of 96, TQ4 of 192). */
-static void tqkv__touch_next(const tqkv__stream *s, int kv_head, const tqkv__run *run)
+static void tqkv__touch_next(const tqkv__stream *s, int kv_head, const tqkv__segment *segment)
 {
     const size_t size = TQKV__TILE * s->row_bytes, norms_size = (size_t)(TQKV__TILE * s->norms_per_row) * sizeof(float);
-    const uint8_t *codes = tqkv__codes_at(s, kv_head, run->slot) + (ptrdiff_t)run->ahead * (ptrdiff_t)s->row_bytes;
-    if (run->ahead != TQKV__TILE || s->row_bytes >= 128) {
+    const uint8_t *codes =
+        tqkv__codes_at(s, kv_head, segment->slot) + (ptrdiff_t)segment->ahead * (ptrdiff_t)s->row_bytes;
+    if (segment->ahead != TQKV__TILE || s->row_bytes >= 128) {
         for (size_t i = 0; i < size; i += 4096) tqkv__prefetch(TQKV__L1, codes + i, 1);
         tqkv__prefetch(TQKV__L1, codes + size - 1, 1);
     }
     if (!norms_size) return;
-    const float *norms = tqkv__norms_at(s, kv_head, run->slot) + (ptrdiff_t)run->ahead * s->norms_per_row;
+    const float *norms = tqkv__norms_at(s, kv_head, segment->slot) + (ptrdiff_t)segment->ahead * s->norms_per_row;
     tqkv__prefetch(TQKV__L1, (const uint8_t *)norms, norms_size + 63); /* they may begin within a line */
 }
 
@@ -161,18 +163,18 @@ static void tqkv__touch_next(const tqkv__stream *s, int kv_head, const tqkv__run
 static void tqkv__add_values(tqkv__tile *tile, int n_rows, float *out)
 {
     const tqkv__attention *a = tile->streams;
-    const tqkv__stream *s = tile->place.values;
-    const tqkv__run *run = &tile->values;
+    const tqkv__stream *s = tile->region.values;
+    const tqkv__segment *segment = &tile->values;
     const int kv_head = tile->kv_head;
     const float *weights = tile->scores + tile->begin;
     if (s->kind != TQKV__HALF || tile->whole ||
-        tqkv__halves_finite(tqkv__codes_at(s, kv_head, run->slot), (size_t)run->n * (size_t)s->head_dim)) {
-        a->isa->value_tile(s, kv_head, run, weights, n_rows, tile->scaled, out);
+        tqkv__halves_finite(tqkv__codes_at(s, kv_head, segment->slot), (size_t)segment->n * (size_t)s->head_dim)) {
+        a->isa->value_tile(s, kv_head, segment, weights, n_rows, tile->scaled, out);
         return;
     }
     for (int row = 0; row < n_rows; row++)
-        for (int j = 0; j < run->n; j++) {
-            const tqkv__run one = {run->slot + j, 1, run->ahead};
+        for (int j = 0; j < segment->n; j++) {
+            const tqkv__segment one = {segment->slot + j, 1, segment->ahead};
             float alone[TQKV__TILE] = {0};
             alone[0] = weights[row * TQKV__TILE + j];
             if (!tqkv__span_has(&tile->spans[row], tile->begin + j)) continue;
@@ -251,16 +253,16 @@ static void tqkv__score_tile(tqkv__tile *tile, const float *q, int digits, int n
 {
     const tqkv__attention *a = tile->streams;
     float *scores = tile->scores + tile->begin;
-    const bool codes = tile->place.keys == &a->keys;
+    const bool codes = tile->region.keys == &a->keys;
     const size_t all = (size_t)n_rows, of_keys = all * (size_t)a->keys.head_dim;
     const float *rest = q + all * tqkv__first_floats(a);
-    a->isa->score_tile(tile->place.keys, tile->kv_head, &tile->keys, codes ? q : q + all * (size_t)a->key_dim, n_rows,
+    a->isa->score_tile(tile->region.keys, tile->kv_head, &tile->keys, codes ? q : q + all * (size_t)a->key_dim, n_rows,
                        false, scores);
     if (a->call.tail)
-        a->isa->score_tile(tile->place.tail, tile->kv_head, &tile->tail, q + of_keys, n_rows, true, scores);
+        a->isa->score_tile(tile->region.tail, tile->kv_head, &tile->tail, q + of_keys, n_rows, true, scores);
     if ((digits & 1) && codes) a->isa->score_tile(&a->keys, tile->kv_head, &tile->keys, rest, n_rows, true, scores);
     if (digits & 2)
-        a->isa->score_tile(tile->place.tail, tile->kv_head, &tile->tail, rest + of_keys, n_rows, true, scores);
+        a->isa->score_tile(tile->region.tail, tile->kv_head, &tile->tail, rest + of_keys, n_rows, true, scores);
 }
 
 /* Sums of values have the order of the stream that is added to them: brings them into that of another. */

@@ -69,7 +69,7 @@ static void tqkv__find_passes(tqkv__work *w, tqkv__range range, bool kept)
     if (newest->from < high) newest->from = high;
 }
 
-/* The part of a range that a query reads in a pass. */
+/* What a query reads of a range in a pass. */
 static tqkv__range tqkv__range_in_pass(const tqkv__work *w, int pass, int query, tqkv__range range)
 {
     const tqkv__range kept = {0, w->a->kept};
@@ -96,7 +96,7 @@ static void tqkv__hide_kept(const tqkv__list *l, const tqkv__tile *tile, tqkv__s
 /* Finds what each row sees of a tile; false: none sees any of it. */
 static bool tqkv__find_spans(const tqkv__work *w, tqkv__range range, tqkv__tile *tile)
 {
-    const int pass = tile->place.number / 2, group = w->a->group;
+    const int pass = tile->region.number / 2, group = w->a->group;
     const tqkv__range *common = &w->common[pass];
     const tqkv__item *item = w->item;
     const bool listed = w->list && pass != TQKV__GONE;
@@ -179,13 +179,13 @@ static void tqkv__ask(const tqkv__stream *s, int kv_head, const tqkv__ranks *ran
 static void tqkv__ask_keys(const tqkv__attention *a, int kv_head, const tqkv__ranks *ranks)
 {
     if (!ranks->n) return;
-    tqkv__ask(ranks->place.keys, kv_head, ranks, ranks->keys);
-    if (a->call.tail) tqkv__ask(ranks->place.tail, kv_head, ranks, ranks->tail);
+    tqkv__ask(ranks->region.keys, kv_head, ranks, ranks->keys);
+    if (a->call.tail) tqkv__ask(ranks->region.tail, kv_head, ranks, ranks->tail);
 }
 
 static void tqkv__ask_values(const tqkv__attention *a, int kv_head, const tqkv__ranks *ranks)
 {
-    if (!a->shared && ranks->n) tqkv__ask(ranks->place.values, kv_head, ranks, ranks->values);
+    if (!a->shared && ranks->n) tqkv__ask(ranks->region.values, kv_head, ranks, ranks->values);
 }
 
 /* The tile that is free. */
@@ -206,8 +206,8 @@ static void tqkv__add_before(tqkv__work *w)
     tqkv__tile *tile = w->before;
     if (!tile) return;
     if (tile->ranks && !tile->ranks->together && !w->a->shared)
-        tqkv__gather(tile->ranks->place.values, w->item->kv_head, tile->ranks, tile->ranks->values, tile->place.values,
-                     tile->values.slot);
+        tqkv__gather(tile->ranks->region.values, w->item->kv_head, tile->ranks, tile->ranks->values,
+                     tile->region.values, tile->values.slot);
     tqkv__add_values(tile, w->item->n_rows, w->piece.out);
 }
 
@@ -217,10 +217,10 @@ static void tqkv__end_piece_before(const tqkv__work *w, const tqkv__tile *tile)
     const tqkv__tile *before = w->before;
     const int n_rows = w->item->n_rows;
     if (!before) return;
-    if (before->place.number == tile->place.number && before->position / TQKV__PIECE == tile->position / TQKV__PIECE)
+    if (before->region.number == tile->region.number && before->position / TQKV__PIECE == tile->position / TQKV__PIECE)
         return;
     w->a->isa->end_piece(n_rows, w->a->value_dim, &w->piece, &w->sums);
-    tqkv__turn_sums(w->a, before->place.values, tile->place.values, n_rows, w->sums.out);
+    tqkv__turn_sums(w->a, before->region.values, tile->region.values, n_rows, w->sums.out);
 }
 
 static void tqkv__attend_tile(tqkv__work *w, tqkv__tile *tile)
@@ -238,7 +238,7 @@ static void tqkv__attend_tile(tqkv__work *w, tqkv__tile *tile)
 static void tqkv__touch_streams(const tqkv__tile *tile)
 {
     const tqkv__attention *a = tile->streams;
-    tqkv__touch_next(tile->place.keys, tile->kv_head, &tile->keys);
-    if (a->call.tail) tqkv__touch_next(tile->place.tail, tile->kv_head, &tile->tail);
-    if (!a->shared) tqkv__touch_next(tile->place.values, tile->kv_head, &tile->values);
+    tqkv__touch_next(tile->region.keys, tile->kv_head, &tile->keys);
+    if (a->call.tail) tqkv__touch_next(tile->region.tail, tile->kv_head, &tile->tail);
+    if (!a->shared) tqkv__touch_next(tile->region.values, tile->kv_head, &tile->values);
 }

@@ -264,6 +264,64 @@ static void check_interleaved(const void *parameters)
     free_batch(b);
 }
 
+/* Marks the values of block that an item writes; returns whether one was marked before. */
+static bool mark_rows(unsigned char *marks, size_t at, const tqkv_attention *item, int head_dim)
+{
+    bool twice = false;
+    for (int t = 0; t < item->n_queries; t++)
+        for (int h = 0; h < item->n_heads; h++)
+            for (int i = 0; i < head_dim; i++) {
+                unsigned char *mark = &marks[at + (size_t)t * item->output_strides.token +
+                                             (size_t)h * item->output_strides.head + (size_t)i];
+                twice = twice || *mark;
+                *mark = 1;
+            }
+    return twice;
+}
+
+/* Outputs at random places with random strides are refused exactly if two share a value. */
+static void check_random_outputs(const void *parameters)
+{
+    enum { N = 3, DIM = 32, VALUES = 4096, TRIES = 400 };
+    data_random random = {(uint64_t) * (const int *)parameters};
+    batch *b = (batch *)test_alloc(sizeof *b);
+    float *block = (float *)test_alloc(VALUES * sizeof *block);
+    unsigned char *marks = (unsigned char *)test_alloc(VALUES);
+    void *own[N];
+    int refused = 0;
+    memset(b, 0, sizeof *b);
+    for (int i = 0; i < N; i++) {
+        attend_row row = attend_default_row(TQKV_TQ4, TQKV_TQ4, DIM);
+        row.n_kv_heads = 1;
+        row.group = 1 + i;
+        row.n_queries = 3 - i;
+        row.end = row.key_capacity = row.value_capacity = 4;
+        make_item(b, &row);
+        own[i] = b->out[i];
+    }
+    for (int try = 0; try < TRIES; try++) {
+        const size_t inner = (size_t)(3 + data_below(&random, 6)) * DIM / 3,
+                     outer = (size_t)(9 + data_below(&random, 9)) * DIM;
+        const bool by_token = data_below(&random, 2) == 0;
+        bool overlap = false;
+        memset(marks, 0, VALUES);
+        for (int i = 0; i < N; i++) {
+            const size_t at = (size_t)data_below(&random, 60) * DIM / 2;
+            b->items[i].output_strides.token = by_token ? outer : inner;
+            b->items[i].output_strides.head = by_token ? inner : outer;
+            b->out[i] = block + at;
+            overlap = mark_rows(marks, at, &b->items[i], DIM) || overlap;
+        }
+        refused += overlap;
+        CHECK_RESULT(attend_batch(b), overlap ? TQKV_INVALID_ARGUMENT : TQKV_OK);
+    }
+    CHECK(refused > TRIES / 8 && refused < TRIES * 7 / 8, "%d of %d refused", refused, TRIES);
+    for (int i = 0; i < N; i++) b->out[i] = own[i];
+    free(marks);
+    free(block);
+    free_batch(b);
+}
+
 static void check_arguments(const void *parameters)
 {
     (void)parameters;
@@ -337,6 +395,7 @@ void test_batch_cases(void)
     for (int i = 0; i < 3; i++) test_add(check_bad_items, &i, sizeof i, "batch/bad_item/%d", i);
     test_add(check_waves, NULL, 0, "batch/waves");
     test_add(check_overlaps, NULL, 0, "batch/overlaps");
+    for (int i = 0; i < 3; i++) test_add(check_random_outputs, &i, sizeof i, "batch/random_outputs/%d", i);
     test_add(check_interleaved, NULL, 0, "batch/interleaved");
     test_add(check_arguments, NULL, 0, "batch/arguments");
     test_add(check_memory, NULL, 0, "batch/memory");

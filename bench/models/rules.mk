@@ -98,9 +98,8 @@ quality-runs: $(QUALITY_RUNS:%=quality-run-%) ## measure what docs/quality.md sh
 
 quality-run-%: $(MODELS_BUILD)/tqkv.so $(TEXT_NAMES:%=$(TEXTS)/%.txt)
 	@$(MAKE) --no-print-directory models MODEL=$(firstword $(subst -, ,$*)) TEXT=$(lastword $(subst -, ,$*)) TOKENS=4096 \
-		CACHES=$(QUALITY_CACHES) >$(RESULTS)/$*.new
-	@{ sed 's/^/text /' $(TEXTS)/packages; cat $(RESULTS)/$*.new; } >$(RESULTS)/$*.txt
-	@rm $(RESULTS)/$*.new
+		CACHES=$(QUALITY_CACHES) >$(MODELS_BUILD)/$*.txt
+	@{ sed 's/^/text /' $(TEXTS)/packages; cat $(MODELS_BUILD)/$*.txt; } >$(RESULTS)/$*.txt
 
 quality-page: ## write docs/quality.md from bench/models/results
 	@python3 bench/models/page.py bench/models/results docs/quality.md

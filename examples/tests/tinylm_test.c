@@ -161,6 +161,9 @@ static void test_scores(model *m, unsigned char *text)
     test_score(&job, "safe", 1e-7, 0.00003);
     test_score(&job, "small", 1e-6, 0.0002);
     test_score(&job, "tiny", 1e-5, 0.001);
+    m->exact_last = 64; /* as exact in a chunk of a prompt as alone */
+    for (m->batch = 8; m->batch <= 128; m->batch *= 16) test_score(&job, "tq4", 0, 0.0002);
+    m->exact_last = m->batch = 0;
     free(job.reference);
     free(job.logits);
 }
