@@ -261,7 +261,9 @@ static void check_newer(const void *parameters)
     CHECK(s.bytes[12] == HEADER_SIZE + 8 && !s.bytes[13], "the header does not say its size");
     s.bytes[8]++;
     s.bytes[12] = 255;
+    test_explained = NULL;
     expect_corrupt(&s, &counter, "newer", 0);
+    CHECK(test_explained && strstr(test_explained, "newer"), "%s", test_explained ? test_explained : "no text");
     CHECK(s.at == 16, "%d bytes of a newer snapshot were read", (int)s.at);
     stream_free(&s);
 }

@@ -160,6 +160,9 @@ static void test_scores(model *m, unsigned char *text)
     job.n_windows = 4; /* enough for formats whose divergence only has a bound */
     test_score(&job, "i8", 0, 0.00003);
     test_score(&job, "tq8", 0, 0.00005);
+    m->exact_last = 64; /* as exact in a chunk of a prompt as alone */
+    for (m->batch = 8; m->batch <= 128; m->batch *= 16) test_score(&job, "tq4", 0, 0.0002);
+    m->exact_last = m->batch = 0;
     free(job.reference);
     free(job.logits);
 }

@@ -19,8 +19,9 @@ typedef struct model {
     int64_t base, first, end;
     counting counter;
     float sinks[MAX_HEADS];
-    float *centers[4]; /* as set_center takes them, then the keys' and the tail's parts of the first one; or NULL */
-    bool edits;        /* operations 8 to 15 remove, keep and fork */
+    /* As set_center and set_scale take them, then the keys' and the tail's parts of the first one; or NULL. */
+    float *centers[4], *scales[4];
+    bool edits; /* operations 8 to 15 remove, keep and fork */
 } model;
 
 static int n_heads(const model *m) { return m->desc.n_heads ? m->desc.n_heads : m->desc.n_kv_heads; }
@@ -56,6 +57,17 @@ static float *part_of(const model *m, const float *rows, int from, int dim, int 
     return part;
 }
 
+/* The last byte of an input decides on scales. */
+static void make_scales(const fuzz_input *input, model *m)
+{
+    const tqkv_cache_desc *desc = &m->desc;
+    const uint8_t last = input->left ? input->at[input->left - 1] : 0;
+    if (last & 1) m->scales[0] = test_scales(last, desc->n_kv_heads, key_dim(m), 4.0);
+    if (last & 2 && !desc->shared) m->scales[1] = test_scales(last + 1u, desc->n_kv_heads, value_dim(m), 4.0);
+    m->scales[2] = part_of(m, m->scales[0], 0, desc->head_dim, desc->n_kv_heads);
+    m->scales[3] = part_of(m, m->scales[0], desc->head_dim, desc->tail_dim, desc->n_kv_heads);
+}
+
 static void read_desc(fuzz_input *input, model *m)
 {
     static const int dims[8] = {32, 64, 128, 256, 32, 64, 512, 1024};
@@ -87,6 +99,7 @@ static void read_desc(fuzz_input *input, model *m)
     m->centers[1] = flags & 32 && !desc->shared ? test_rows(2, DATA_STUDENT, desc->n_kv_heads, value_dim(m)) : NULL;
     m->centers[2] = part_of(m, m->centers[0], 0, desc->head_dim, desc->n_kv_heads);
     m->centers[3] = part_of(m, m->centers[0], desc->head_dim, desc->tail_dim, desc->n_kv_heads);
+    make_scales(input, m);
 }
 
 static bool set_up(fuzz_input *input, model *m)
@@ -101,17 +114,22 @@ static bool set_up(fuzz_input *input, model *m)
     m->values = test_store(values, value_dim(m), m->desc.n_kv_heads, m->positions, false);
     m->keys.center = m->centers[2];
     m->values.center = m->desc.shared ? m->centers[2] : m->centers[1];
+    m->keys.channel_scale = m->scales[2];
+    m->values.channel_scale = m->desc.shared ? m->scales[2] : m->scales[1];
     if (m->desc.tail_dim) {
         const tqkv_format tail = tqkv_cache_tail(m->cache)->format;
         m->tail = test_store(tail, m->desc.tail_dim, m->desc.n_kv_heads, m->positions, false);
         m->tail.center = m->centers[3];
+        m->tail.channel_scale = m->scales[3];
     }
     CHECK_RESULT(tqkv_cache_set_center(m->cache, m->centers[0], m->centers[1]), TQKV_OK);
+    CHECK_RESULT(tqkv_cache_set_scale(m->cache, m->scales[0], m->scales[1]), TQKV_OK);
     for (int side = 0; side < 2 && (m->desc.exact_first || m->desc.exact_last); side++) {
         const tqkv_store *codes = side ? &m->values : &m->keys;
         m->halves[side] = test_store(TQKV_F16, codes->head_dim, codes->n_kv_heads, m->positions, false);
         m->halves[side].rotated = true;
         m->halves[side].center = codes->center;
+        m->halves[side].channel_scale = codes->channel_scale;
     }
     return true;
 }
@@ -121,6 +139,7 @@ static void tear_down(model *m)
     tqkv_cache_destroy(m->cache);
     CHECK_NO_LEAK(&m->counter);
     for (int i = 0; i < 4; i++) free(m->centers[i]);
+    for (int i = 0; i < 4; i++) free(m->scales[i]);
     test_store_free(&m->keys);
     test_store_free(&m->values);
     test_store_free(&m->tail);
@@ -372,7 +391,8 @@ static void attend(fuzz_input *input, model *m)
     void *queries = fuzz_typed(type, q, (size_t)(n * n_heads(m) * d));
     tqkv_result result = tqkv_cache_attend(m->cache, queries, n, out);
     const tqkv_attention view = tqkv_cache_view(m->cache);
-    const int64_t begin = m->end - n - view.window + 1, kept = m->base ? 0 : view.exact_first; /* of the first window */
+    /* What the window of the first query begins with, and the first position that can be missing. */
+    const int64_t begin = m->end - n - view.window + 1, kept = m->base ? -m->base : view.exact_first;
     const bool gone = view.window && n && (begin > kept ? begin : kept) < m->first;
     if (gone && result == TQKV_OUT_OF_RANGE) {
         CHECK(fuzz_is_untouched(out, size), "written");

@@ -1,0 +1,271 @@
+/* make fuzz FUZZERS=learn SECONDS=60; AFL++: make fuzz-afl FUZZERS=learn. Two caches of one description that learns centre and
+   scale: one gets its positions in chunks, with tasks in another order and allocations that fail, the other one after the other.
+   After each operation their snapshots have the same bytes, and queries the same bits. */
+#include "fuzz.h"
+#include "tests/counting.h"
+
+enum { MAX_OPERATIONS = 40 };
+
+typedef struct twins {
+    tqkv_cache_desc desc;
+    tqkv_cache *chunked, *single;
+    counting counter; /* of the chunked one */
+} twins;
+
+static int n_heads(const twins *t) { return t->desc.n_heads ? t->desc.n_heads : t->desc.n_kv_heads; }
+
+static int key_dim(const twins *t) { return t->desc.head_dim + t->desc.tail_dim; }
+
+static int value_dim(const twins *t) { return t->desc.value_dim ? t->desc.value_dim : t->desc.head_dim; }
+
+static void read_desc(fuzz_input *input, twins *t)
+{
+    static const int dims[8] = {32, 64, 48, 96, 32, 80, 128, 160};
+    const uint8_t flags = fuzz_byte(input), kind = fuzz_byte(input), more = fuzz_byte(input);
+    tqkv_cache_desc *desc = &t->desc;
+    desc->head_dim = dims[kind & 7];
+    desc->n_kv_heads = 1 + (kind >> 3 & 1);
+    desc->n_heads = desc->n_kv_heads * (1 + (kind >> 4 & 3));
+    desc->capacity = fuzz_range(input, 16, 120);
+    desc->calibrate = fuzz_range(input, 16, 120);
+    desc->key_format = test_no_format(fuzz_range(input, 0, TEST_FORMATS));
+    desc->shared = (flags & 1) != 0;
+    desc->value_format = desc->shared ? TQKV_FORMAT_DEFAULT : test_no_format(fuzz_range(input, 0, TEST_FORMATS));
+    desc->value_dim = flags & 2 && !desc->shared ? dims[more & 7] : 0;
+    desc->tail_dim = flags & 4 ? dims[more >> 3 & 1] : 0;
+    desc->tail_format = desc->tail_dim ? test_no_format((more >> 4) % (TEST_FORMATS + 1)) : TQKV_FORMAT_DEFAULT;
+    desc->ring = (flags & 8) != 0;
+    desc->window = flags & 16 ? fuzz_range(input, 1, desc->capacity) : 0;
+    if (flags & 32) desc->exact_first = fuzz_range(input, 0, desc->capacity < 9 ? desc->capacity : 9);
+    if (flags & 32) desc->exact_last = fuzz_range(input, 0, desc->capacity - desc->exact_first);
+    desc->type = test_no_type((kind >> 6) % 3);
+    desc->arithmetic = flags & 64 ? TQKV_INTEGER : TQKV_FLOAT;
+    desc->non_causal = (flags & 128) != 0;
+}
+
+/* Whether the library takes the description: it refuses the same for both. */
+static bool set_up(fuzz_input *input, twins *t)
+{
+    memset(t, 0, sizeof *t);
+    fuzz_choose_isa(fuzz_byte(input));
+    read_desc(input, t);
+    const tqkv_result result = tqkv_cache_create(&t->desc, &t->single);
+    t->desc.allocator = counting_allocator(&t->counter);
+    t->desc.parallel.run = fuzz_run_backwards;
+    CHECK_RESULT(tqkv_cache_create(&t->desc, &t->chunked), result);
+    return result == TQKV_OK;
+}
+
+/* ---- Both caches hold the same ---- */
+
+static void check_same(const twins *t)
+{
+    stream a = stream_of_cache(t->chunked), b = stream_of_cache(t->single);
+    CHECK(stream_is_equal(&a, &b), "snapshots of %d and %d bytes differ", (int)a.size, (int)b.size);
+    stream_free(&a);
+    stream_free(&b);
+}
+
+/* A call that lacked memory has changed nothing, and succeeds when it gets some. */
+static bool try_again(twins *t, tqkv_result result)
+{
+    if (result != TQKV_OUT_OF_MEMORY) return false;
+    CHECK(t->counter.fail_at, "no allocation failed");
+    t->counter.fail_at = 0;
+    check_same(t);
+    return true;
+}
+
+/* ---- Operations ---- */
+
+/* Typed rows of n tokens: of keys with a constant part and channels of different sizes, of values, of queries. */
+typedef struct rows {
+    char *k, *v, *q;
+    size_t of_k, of_v, of_q, of_out; /* bytes of a token */
+} rows;
+
+static char *typed_rows(const twins *t, float *floats, size_t n)
+{
+    char *typed = (char *)fuzz_typed(t->desc.type, floats, n);
+    free(floats);
+    return typed;
+}
+
+static rows make_rows(fuzz_input *input, const twins *t, int n)
+{
+    static const data_kind kinds[8] = {DATA_GAUSSIAN, DATA_STUDENT, DATA_OUTLIERS,   DATA_CONSTANT,
+                                       DATA_ZEROS,    DATA_ONE_HOT, DATA_MAGNITUDES, DATA_GAUSSIAN};
+    const uint8_t seed = fuzz_byte(input);
+    const int heads = t->desc.n_kv_heads, dim = key_dim(t), step = heads * dim;
+    const size_t size = t->desc.type == TQKV_TYPE_F32 ? 4 : 2;
+    float *k = fuzz_new_floats(n, heads, dim), *v = fuzz_new_floats(n, heads, value_dim(t));
+    float *q = fuzz_new_floats(n, n_heads(t), dim);
+    fuzz_data(seed, kinds[seed & 7], k, n * heads, dim);
+    fuzz_data(seed + 1u, kinds[seed >> 3 & 7], v, n * heads, value_dim(t));
+    fuzz_data(seed + 2u, DATA_GAUSSIAN, q, n * n_heads(t), dim);
+    for (int i = 0; i < n * step; i++) k[i] = k[i] * (float)(1 + i % step % 7) + (float)(i % 3);
+    if (seed == 255 && n) k[(n - 1) * step] = (float)NAN;
+    const rows r = {typed_rows(t, k, (size_t)(n * step)),
+                    typed_rows(t, v, (size_t)(n * heads * value_dim(t))),
+                    typed_rows(t, q, (size_t)(n * n_heads(t) * dim)),
+                    (size_t)step * size,
+                    (size_t)(heads * value_dim(t)) * size,
+                    (size_t)(n_heads(t) * dim) * size,
+                    (size_t)(n_heads(t) * value_dim(t)) * size};
+    return r;
+}
+
+static void free_rows(rows *r)
+{
+    free(r->k);
+    free(r->v);
+    free(r->q);
+}
+
+/* The position that completes what a cache learns from. */
+static int learns_at(const twins *t)
+{
+    const int quarter = t->desc.capacity / 4, n = t->desc.calibrate < quarter ? t->desc.calibrate : quarter;
+    return n > 16 ? n : 16;
+}
+
+/* Whether the queries of a chunk see what each sees alone: a ring without a window has lost older positions by then, and all see
+   the whole chunk if the cache is not causal. */
+static bool chunk_sees_the_same(const twins *t)
+{
+    const bool lost = t->desc.ring && !t->desc.window && tqkv_cache_end(t->chunked) > t->desc.capacity;
+    return !lost && !t->desc.non_causal;
+}
+
+/* Appends the rows to the single cache, each attended to alone; out: what the chunk gave, or NULL if it was refused. */
+static void append_singly(twins *t, const rows *r, int n, const char *out)
+{
+    char *alone = (char *)test_alloc(r->of_out);
+    for (int i = 0; i < n; i++) {
+        const size_t at = (size_t)i;
+        CHECK_RESULT(tqkv_cache_append(t->single, r->k + at * r->of_k, t->desc.shared ? NULL : r->v + at * r->of_v, 1),
+                     TQKV_OK);
+        CHECK_RESULT(tqkv_cache_attend(t->single, r->q + at * r->of_q, 1, alone), TQKV_OK);
+        CHECK(!out || !memcmp(alone, out + at * r->of_out, r->of_out), "query %d of %d has other bits", i, n);
+    }
+    free(alone);
+}
+
+static void append(fuzz_input *input, twins *t)
+{
+    const int n = fuzz_range(input, 0, t->desc.capacity + 3);
+    rows r = make_rows(input, t, n);
+    const void *values = t->desc.shared ? NULL : r.v;
+    const size_t size = (size_t)n * r.of_out;
+    char *out = (char *)test_alloc_filled(size, 0xff);
+    tqkv_result result = tqkv_cache_append(t->chunked, r.k, values, n);
+    if (try_again(t, result)) result = tqkv_cache_append(t->chunked, r.k, values, n);
+    if (result == TQKV_OK) {
+        result = tqkv_cache_attend(t->chunked, r.q, n, out);
+        if (result == TQKV_OUT_OF_MEMORY) {
+            CHECK(t->counter.fail_at && fuzz_is_untouched(out, size), "written, or no allocation failed");
+            t->counter.fail_at = 0;
+            result = tqkv_cache_attend(t->chunked, r.q, n, out);
+        }
+        CHECK(result == TQKV_OK || result == TQKV_OUT_OF_RANGE, "%s", tqkv_result_string(result));
+        CHECK(result == TQKV_OK || fuzz_is_untouched(out, size), "written");
+        append_singly(t, &r, n, result == TQKV_OK && chunk_sees_the_same(t) ? out : NULL);
+    }
+    free(out);
+    free_rows(&r);
+}
+
+/* One more query at the newest position, unless only one of the caches still has the halves for it. */
+static void attend(fuzz_input *input, twins *t)
+{
+    rows r = make_rows(input, t, 1);
+    const tqkv_attention view = tqkv_cache_view(t->single);
+    char *out[2] = {(char *)test_alloc_filled(r.of_out, 0xff), (char *)test_alloc_filled(r.of_out, 0xff)};
+    const tqkv_result result = tqkv_cache_attend(t->single, r.q, 1, out[0]);
+    if (!tqkv_cache_keys(t->single)->center || view.end > learns_at(t)) {
+        tqkv_result other = tqkv_cache_attend(t->chunked, r.q, 1, out[1]);
+        if (try_again(t, other)) other = tqkv_cache_attend(t->chunked, r.q, 1, out[1]);
+        CHECK_RESULT(other, result);
+        CHECK(!memcmp(out[0], out[1], r.of_out), "the newest query has other bits");
+    }
+    free(out[0]);
+    free(out[1]);
+    free_rows(&r);
+}
+
+static void truncate_both(fuzz_input *input, twins *t)
+{
+    const int64_t end = tqkv_cache_end(t->chunked), less = fuzz_range(input, 0, 40) - 2;
+    const int64_t to = less == 38 ? 0 : end - less;
+    const tqkv_result result = tqkv_cache_truncate(t->chunked, to);
+    CHECK_RESULT(tqkv_cache_truncate(t->single, to), result);
+}
+
+static void remove_both(fuzz_input *input, twins *t)
+{
+    const int64_t first = fuzz_range(input, 0, 60), count = fuzz_range(input, 0, 30);
+    const tqkv_result result = tqkv_cache_remove(t->chunked, first, count);
+    CHECK_RESULT(tqkv_cache_remove(t->single, first, count), result);
+}
+
+static void keep_both(fuzz_input *input, twins *t)
+{
+    const int n = fuzz_range(input, 0, 32);
+    const uint64_t bits = fuzz_bits(input, 4);
+    int kept[32], n_kept = 0;
+    for (int i = 0; i < n; i++)
+        if (bits >> i & 1) kept[n_kept++] = i;
+    const tqkv_result result = tqkv_cache_keep(t->chunked, n, kept, n_kept);
+    CHECK_RESULT(tqkv_cache_keep(t->single, n, kept, n_kept), result);
+}
+
+/* Lets a copy, or what a snapshot gives, take the place of the chunked cache. */
+static void replace(fuzz_input *input, twins *t)
+{
+    tqkv_cache *copy = NULL;
+    tqkv_result result;
+    if (fuzz_byte(input) & 1) {
+        result = tqkv_cache_fork(t->chunked, NULL, &copy);
+        if (try_again(t, result)) result = tqkv_cache_fork(t->chunked, NULL, &copy);
+    } else {
+        stream s = stream_of_cache(t->chunked);
+        s.call.largest = fuzz_byte(input);
+        stream_rewind(&s);
+        tqkv_cache_desc desc = t->desc;
+        result = tqkv_cache_load(&desc, stream_read, &s, &copy);
+        if (try_again(t, result)) {
+            stream_rewind(&s);
+            result = tqkv_cache_load(&desc, stream_read, &s, &copy);
+        }
+        stream_free(&s);
+    }
+    CHECK_RESULT(result, TQKV_OK);
+    tqkv_cache_destroy(t->chunked);
+    t->chunked = copy;
+}
+
+static void operate(fuzz_input *input, twins *t)
+{
+    static void (*const operations[16])(fuzz_input *, twins *) = {
+        append, append, append,        append,      append,    append,  append, append,
+        attend, attend, truncate_both, remove_both, keep_both, replace, append, replace};
+    const uint8_t operation = fuzz_byte(input);
+    t->counter.calls = 0;
+    t->counter.fail_at = operation >= 192 ? 1 + operation / 16 % 4 : 0;
+    operations[operation % 16](input, t);
+    t->counter.fail_at = 0;
+    check_same(t);
+}
+
+int LLVMFuzzerTestOneInput(const uint8_t *bytes, size_t size)
+{
+    test_failure_aborts = true;
+    fuzz_input input = {bytes, size};
+    twins t;
+    if (!set_up(&input, &t)) return 0;
+    for (int i = 0; i < MAX_OPERATIONS && input.left; i++) operate(&input, &t);
+    tqkv_cache_destroy(t.chunked);
+    tqkv_cache_destroy(t.single);
+    CHECK_NO_LEAK(&t.counter);
+    return 0;
+}
