@@ -192,7 +192,7 @@ static uint32_t tqkv__streams_with(const tqkv_cache *c, bool scales)
 {
     uint32_t bits = 0;
     for (int i = 0; i < TQKV__CACHE_STREAMS; i++) {
-        const tqkv_store *s = tqkv__stream_of(c, i);
+        const tqkv_store *s = tqkv__store_of(c, i);
         if (s && (scales ? s->channel_scale : s->center)) bits |= 1u << i;
     }
     return bits;
@@ -223,7 +223,7 @@ static void tqkv__cache_header(const tqkv_cache *c, uint8_t *header)
                                                   (uint32_t)c->calibrate,
                                                   (uint32_t)c->exact_first,
                                                   (uint32_t)c->exact_last,
-                                                  (uint32_t)tqkv__range_of(c, TQKV__FIRST_ENDS).to,
+                                                  (uint32_t)tqkv__range_of(c, TQKV__FIRST_KEYS).to,
                                                   0};
     tqkv__put_name(tqkv__magic, TQKV__HEADER_SIZE, header);
     tqkv__put(header + 16, 8, c->tag);
@@ -315,7 +315,7 @@ static void tqkv__set_range(tqkv_cache *c, const tqkv__header *h)
     c->exact_below = h->exact_below;
     c->exact_from = h->exact_from;
     c->learning = h->learning;
-    c->exact_held = tqkv__range_of(c, TQKV__LAST_ENDS).from;
+    c->exact_held = tqkv__range_of(c, TQKV__LAST_KEYS).from;
 }
 
 /* A reader that holds the first `filled` bytes and has passed on `taken` of them. */
@@ -393,7 +393,7 @@ static void tqkv__take_channels(tqkv_cache *c, uint32_t centers, uint32_t scales
             const tqkv__channels kind = k ? TQKV__SCALES : TQKV__CENTERS;
             if ((k ? scales : centers) >> i & 1)
                 tqkv__cache_channels(c, i, kind, tqkv__channel_room(c, i, kind),
-                                     (size_t)tqkv__stream_of(c, i)->head_dim);
+                                     (size_t)TQKV__STORE_AT(c, i)->head_dim);
         }
 }
 
