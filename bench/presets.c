@@ -9,10 +9,9 @@ typedef struct preset_row {
 } preset_row;
 
 static const preset_row preset_rows[] = {
-    {"i8_tq4", NULL, TQKV_I8, TQKV_TQ4},        {"tq6_tq6", "i8_tq4", TQKV_TQ6, TQKV_TQ6},
-    {"tq5_tq5", "i8_tq4", TQKV_TQ5, TQKV_TQ5},  {"tq4_tq4", NULL, TQKV_TQ4, TQKV_TQ4},
-    {"tq5_tq3", "tq4_tq4", TQKV_TQ5, TQKV_TQ3}, {"tq3_tq2", NULL, TQKV_TQ3, TQKV_TQ2},
-    {"tq4_tq2", "tq3_tq2", TQKV_TQ4, TQKV_TQ2},
+    {"i8_tq4", NULL, TQKV_I8, TQKV_TQ4},   {"tq6_tq6", "i8_tq4", TQKV_TQ6, TQKV_TQ6},
+    {"tq4_tq4", NULL, TQKV_TQ4, TQKV_TQ4}, {"tq5_tq3", "tq4_tq4", TQKV_TQ5, TQKV_TQ3},
+    {"tq3_tq2", NULL, TQKV_TQ3, TQKV_TQ2},
 };
 
 typedef struct preset_work {
