@@ -912,7 +912,7 @@ enum {
     TQKV_METAL_ARGUMENTS = 256, /* most bytes of an argument struct */
     TQKV_METAL_BINDINGS = 28,
     TQKV_METAL_MEMORIES = 4,
-    TQKV_METAL_DISPATCHES = 7,   /* most of a plan */
+    TQKV_METAL_DISPATCHES = 13,  /* most of a plan */
     TQKV_METAL_ONLY_CHECKED = -1 /* in place of a binding's index */
 };
 
@@ -12854,9 +12854,10 @@ struct tqkv_cache {
     int calibrate;     /* as in the desc */
     uint64_t tag;      /* likewise */
     bool learning;     /* positions are in `raw` alone; see >>cache-calibrate */
-    tqkv_store raw[3]; /* rows as they came of keys and values, as halves, and of the tail; zeros without */
+    tqkv_store raw[3]; /* rows as they came of keys and values, as halves, and of the tail; zeros when no query reads them */
     void *raw_memory;  /* that holds them, or NULL */
     size_t raw_size;
+    size_t raw_within; /* on a GPU: their bytes in the cache's memory, where they stay */
     tqkv_metal *metal;
     int matrix_group;
     tqkv_allocator memory;
@@ -12880,14 +12881,20 @@ static tqkv_store *tqkv__end_of(const tqkv_cache *c, int i)
     return s->head_dim ? (tqkv_store *)(uintptr_t)s : NULL;
 }
 
-/* All stores: the streams, then what is kept besides, then what is raw; all but the last lie in the cache's at. */
+/* All stores: the streams, then what is kept besides, then what is raw. Those lie in the cache's memory; what is raw only on a GPU,
+   where work under way may read it at any time. */
 enum { TQKV__CACHE_STORES = 12, TQKV__FIRST_ENDS = 3, TQKV__LAST_ENDS = 6, TQKV__RAW = 9 };
 static tqkv_store *tqkv__store_of(const tqkv_cache *c, int i)
 {
     const tqkv_store *raw = i >= TQKV__RAW ? &c->raw[i - TQKV__RAW] : NULL;
-    if (raw) return c->raw_memory && raw->head_dim ? (tqkv_store *)(uintptr_t)raw : NULL;
+    if (raw) return raw->head_dim ? (tqkv_store *)(uintptr_t)raw : NULL;
     return i < TQKV__CACHE_STREAMS ? tqkv__stream_of(c, i) : tqkv__end_of(c, i - TQKV__CACHE_STREAMS);
 }
+
+static int tqkv__stores_within(const tqkv_cache *c) { return c->metal ? TQKV__CACHE_STORES : TQKV__RAW; }
+
+/* Whether queries read rows as they came. */
+static bool tqkv__has_raw(const tqkv_cache *c) { return c->raw[0].head_dim > 0; }
 
 /* Positions of a ring of halves that serves so many queries: whole tiles, none of which wraps. */
 static int64_t tqkv__end_room(int64_t exact_last, int64_t n_queries)
@@ -12943,6 +12950,7 @@ static tqkv_result tqkv__get_raw(tqkv_cache *c);
 static void tqkv__drop_raw(tqkv_cache *c);
 struct tqkv__append;
 static void tqkv__append_learning(tqkv_cache *c, struct tqkv__append *append);
+static void tqkv__count_append(tqkv_cache *c, int n_tokens);
 static bool tqkv__view_raw(const tqkv_cache *c, tqkv_attention *view);
 static tqkv_result tqkv__attend_raw(const tqkv_cache *c, const tqkv_attention *some, const void *q, int n_queries,
                                     void *out);
@@ -13085,7 +13093,7 @@ static tqkv_result tqkv__cache_resolve(const tqkv_cache_desc *desc, tqkv_cache *
 
 /* Where arrays begin in the memory of a cache. */
 typedef struct tqkv__cache_memory {
-    size_t sinks, channels, codes[TQKV__RAW], norms[TQKV__RAW], size;
+    size_t sinks, channels, codes[TQKV__CACHE_STORES], norms[TQKV__CACHE_STORES], size;
 } tqkv__cache_memory;
 
 /* Divides a cache's memory; false on overflow. */
@@ -13097,7 +13105,7 @@ static bool tqkv__divide_memory(const tqkv_cache *c, size_t sinks_size, tqkv__ca
     bool fits = tqkv__count_channels(c, TQKV__CACHE_STREAMS, &channels) &&
                 tqkv__reserve(&at->size, sinks_size, &at->sinks) &&
                 tqkv__reserve(&at->size, TQKV__CHANNELS * channels * sizeof(float), &at->channels);
-    for (int i = 0; i < TQKV__RAW; i++) {
+    for (int i = 0; i < tqkv__stores_within(c); i++) {
         const tqkv_store *s = tqkv__store_of(c, i);
         if (!s) continue;
         fits = fits && tqkv__reserve(&at->size, tqkv_codes_size(s), &at->codes[i]) &&
@@ -13126,13 +13134,14 @@ TQKV__COLD TQKV_API tqkv_result tqkv_cache_create(const tqkv_cache_desc *desc, t
     }
     char *lines = memory + (64 - (uintptr_t)memory % 64) % 64;
     c.channels = (float *)(void *)(lines + at.channels);
-    for (int i = 0; i < TQKV__RAW; i++) {
+    for (int i = 0; i < tqkv__stores_within(&c); i++) {
         tqkv_store *s = tqkv__store_of(&c, i);
         if (!s) continue;
         s->codes_size = tqkv_codes_size(s);
         s->norms_size = tqkv_norms_size(s);
         s->codes = lines + at.codes[i];
         s->norms = (float *)(void *)(lines + at.norms[i]);
+        if (i >= TQKV__RAW) c.raw_within += s->codes_size + s->norms_size;
     }
     if (sinks_size) {
         memcpy(lines + at.sinks, desc->sinks, sinks_size);
@@ -13186,6 +13195,17 @@ static float *tqkv__channel_room(const tqkv_cache *c, int i, tqkv__channels kind
     return c->channels + (size_t)kind * all + before;
 }
 
+/* Stream i, and what is kept of it besides, has the centres or the scales that lie in their room, or none. */
+static void tqkv__name_channels(tqkv_cache *c, int i, tqkv__channels kind, bool has)
+{
+    tqkv_store *s = tqkv__stream_of(c, i);
+    *(kind == TQKV__CENTERS ? &s->center : &s->channel_scale) = has ? tqkv__channel_room(c, i, kind) : NULL;
+    for (int last = 0; last < 2; last++) {
+        c->ends[last][i].center = s->center;
+        c->ends[last][i].channel_scale = s->channel_scale;
+    }
+}
+
 /* Takes values as centres or scales of stream i and what is kept of it besides, its heads `stride` floats apart; NULL: none. */
 static void tqkv__cache_channels(tqkv_cache *c, int i, tqkv__channels kind, const float *values, size_t stride)
 {
@@ -13199,11 +13219,7 @@ static void tqkv__cache_channels(tqkv_cache *c, int i, tqkv__channels kind, cons
         tqkv__invert(own, (int)(n_kv_heads * dim), tqkv__channel_room(c, i, TQKV__INVERSES));
         tqkv__fp_restore(mode);
     }
-    *(kind == TQKV__CENTERS ? &s->center : &s->channel_scale) = values ? own : NULL;
-    for (int last = 0; last < 2; last++) {
-        c->ends[last][i].center = s->center;
-        c->ends[last][i].channel_scale = s->channel_scale;
-    }
+    tqkv__name_channels(c, i, kind, values != NULL);
 }
 
 /* What an append encodes: the streams, and the first positions that are kept besides. */
@@ -13327,13 +13343,16 @@ TQKV_API tqkv_result tqkv_cache_append(tqkv_cache *c, const void *k, const void 
         r = TQKV__REFUSE(NOT_FINITE, "k or v holds NaN or infinity");
     if (r == TQKV_OK) r = tqkv__fit_newest(c, n_tokens);
     if (r != TQKV_OK) return r;
+    if (c->metal) {
+        r = tqkv__backend_of(c->metal)->append(c->metal, c, k, v, n_tokens);
+        if (r == TQKV_OK) tqkv__count_append(c, n_tokens);
+        return r;
+    }
     if (!c->learning && n_tokens) tqkv__drop_raw(c); /* the queries that read them have come */
     if (c->learning)
         tqkv__append_learning(c, &append);
-    else if (!c->metal)
+    else
         tqkv__append_rows(c, &append);
-    else if ((r = tqkv__backend_of(c->metal)->append(c->metal, c, k, v, n_tokens)) != TQKV_OK)
-        return r;
     tqkv__cache_advance(c, n_tokens);
     return r;
 }
@@ -13347,17 +13366,23 @@ static void tqkv__count_ends(const tqkv_cache *c, tqkv_attention *a)
     a->exact_from = c->exact_from;
 }
 
-TQKV_API tqkv_attention tqkv_cache_view(const tqkv_cache *c)
+/* The attention of one query to codes and what is kept besides. */
+static tqkv_attention tqkv__view_codes(const tqkv_cache *c)
 {
-    tqkv_attention view;
-    memset(&view, 0, sizeof view);
-    if (!c || tqkv__view_raw(c, &view)) return view;
-    view = c->attention;
+    tqkv_attention view = c->attention;
     view.kv_len = (int)(c->attention.end - c->first);
     tqkv__count_ends(c, &view);
     const bool full = c->exact_held <= c->attention.end - tqkv__newest_room(c); /* of halves that came */
     if (!full && view.exact_from < c->exact_held) view.exact_from = c->exact_held;
     return view;
+}
+
+TQKV_API tqkv_attention tqkv_cache_view(const tqkv_cache *c)
+{
+    tqkv_attention view;
+    memset(&view, 0, sizeof view);
+    if (!c || tqkv__view_raw(c, &view)) return view;
+    return tqkv__view_codes(c);
 }
 
 /* Takes the list and the tree of `some`, unless that is NULL. */
@@ -13395,7 +13420,7 @@ static tqkv_result tqkv__cache_attend(tqkv_cache *c, const tqkv_attention *some,
     tqkv__attention a;
     if (!c || n_queries < 0) return TQKV__INVALID("the cache is NULL or n_queries negative");
     if (n_queries == 0) return TQKV_OK;
-    if (c->raw_memory) return tqkv__attend_raw(c, some, q, n_queries, out);
+    if (tqkv__has_raw(c)) return tqkv__attend_raw(c, some, q, n_queries, out);
     tqkv_result r = tqkv__cache_attention(c, some, n_queries, &a);
     if (r != TQKV_OK) return r;
     if (!c->metal) return tqkv__attend(&a, q, out);
@@ -13480,6 +13505,7 @@ TQKV_API size_t tqkv_cache_bytes(const tqkv_cache *c)
         const tqkv_store *s = tqkv__store_of(c, i);
         if (s) bytes += s->codes_size + s->norms_size;
     }
+    if (c && !tqkv__has_raw(c)) bytes += c->raw_within;
     for (int side = 0; c && c->grown && side < 2; side++)
         if (c->own[side])
             bytes += c->ends[1][side].codes_size / (size_t)c->ends[1][side].capacity * (size_t)c->own_room;
@@ -13504,7 +13530,6 @@ static tqkv_result tqkv__raw_shapes(const tqkv_cache_desc *desc, tqkv_cache *c)
     if (desc->calibrate == 0) return TQKV_OK;
     if (desc->calibrate < least) return TQKV__INVALID("calibrate: fewer than 16 positions");
     if (desc->capacity < least) return TQKV__INVALID("calibrate: the capacity is less than 16");
-    if (desc->metal) return TQKV__REFUSE(UNSUPPORTED, "calibrate: a GPU's cache takes what another one learned");
     c->calibrate = desc->calibrate;
     c->learning = true;
     const int most = quarter > least ? quarter : least, n = desc->calibrate < most ? desc->calibrate : most;
@@ -13519,7 +13544,7 @@ static tqkv_result tqkv__raw_shapes(const tqkv_cache_desc *desc, tqkv_cache *c)
     return TQKV_OK;
 }
 
-/* Gets memory for what a cache that learns keeps raw. */
+/* Gets memory for what a cache that learns keeps raw; on a GPU it is the cache's. */
 static tqkv_result tqkv__get_raw(tqkv_cache *c)
 {
     size_t codes[TQKV__CACHE_STREAMS] = {0}, norms[TQKV__CACHE_STREAMS] = {0}, size = 0;
@@ -13531,7 +13556,7 @@ static tqkv_result tqkv__get_raw(tqkv_cache *c)
         if (!tqkv__reserve(&size, raw->codes_size, &codes[i]) || !tqkv__reserve(&size, raw->norms_size, &norms[i]))
             return TQKV__INVALID("a cache of more than SIZE_MAX bytes");
     }
-    if (!size) return TQKV_OK;
+    if (!size || c->metal) return TQKV_OK;
     c->raw_size = size + 63;
     c->raw_memory = c->memory.alloc(c->memory.user, c->raw_size);
     if (!c->raw_memory) return TQKV_OUT_OF_MEMORY;
@@ -13544,7 +13569,7 @@ static tqkv_result tqkv__get_raw(tqkv_cache *c)
     return TQKV_OK;
 }
 
-/* Gives the raw halves back. */
+/* Gives the raw halves back; on a GPU their memory stays, but no later query reads it. */
 static void tqkv__drop_raw(tqkv_cache *c)
 {
     if (c->raw_memory) c->memory.free(c->memory.user, c->raw_memory, c->raw_size);
@@ -13680,6 +13705,15 @@ static tqkv_result tqkv__settle_tail(const tqkv_cache *c, const tqkv_store *raw,
     return r;
 }
 
+/* What the cache has of its first n positions when these are encoded for an append up to `end`. */
+static void tqkv__count_settled(tqkv_cache *c, int n, int64_t end)
+{
+    c->learning = false;
+    c->exact_below = n < c->exact_first ? n : c->exact_first;
+    c->exact_from = c->exact_held = 0;
+    if (end > tqkv__newest_room(c)) c->exact_held = end - tqkv__newest_room(c) < n ? end - tqkv__newest_room(c) : n;
+}
+
 /* Learns from the n positions that are raw, and encodes them, with what is kept besides of them at `end`. raw: [3], the cache's or
    another one's, whose tail may have another format and then cannot always be converted */
 static tqkv_result tqkv__settle(tqkv_cache *c, const tqkv_store *raw, int n, int64_t end)
@@ -13695,10 +13729,7 @@ static tqkv_result tqkv__settle(tqkv_cache *c, const tqkv_store *raw, int n, int
     job.n_heads = c->keys.n_kv_heads;
     job.end = end;
     parallel->run(parallel->user, sides * job.n_heads, tqkv__raw_task, &job);
-    c->learning = false;
-    c->exact_below = n < c->exact_first ? n : c->exact_first;
-    c->exact_from = c->exact_held = 0;
-    if (end > tqkv__newest_room(c)) c->exact_held = end - tqkv__newest_room(c) < n ? end - tqkv__newest_room(c) : n;
+    tqkv__count_settled(c, n, end);
     return tqkv__settle_tail(c, raw, n);
 }
 
@@ -13755,13 +13786,35 @@ static void tqkv__append_learning(tqkv_cache *c, tqkv__append *append)
     if (append->job.n_tokens) tqkv__append_rows(c, append);
 }
 
+/* Counts what a GPU has appended, or will have when what is recorded has run: the cache then has centre and scale, whose numbers
+   the processor does not know yet. */
+static void tqkv__count_append(tqkv_cache *c, int n_tokens)
+{
+    const int64_t end = c->attention.end + n_tokens;
+    if (!c->learning && n_tokens) tqkv__drop_raw(c);
+    if (c->learning && end >= c->raw[0].capacity) {
+        tqkv__count_settled(c, c->raw[0].capacity, end);
+        tqkv__name_channels(c, 0, TQKV__CENTERS, true);
+        tqkv__name_channels(c, 0, TQKV__SCALES, true);
+        if (c->attention.non_causal) tqkv__drop_raw(c);
+    }
+    tqkv__cache_advance(c, n_tokens);
+}
+
+/* On a GPU a tail is encoded to its stream while the cache learns, too: kernels do not copy rows of any format. After what moved
+   raw rows, or brought them, the stream follows. */
+static tqkv_result tqkv__follow_tail(const tqkv_cache *c)
+{
+    return c->metal && c->learning ? tqkv__settle_tail(c, c->raw, (int)c->attention.end) : TQKV_OK;
+}
+
 /* -- Attending -- */
 
 /* How many of the newest n_queries queries stand at positions that are read raw. */
 static int tqkv__raw_queries(const tqkv_cache *c, int n_queries)
 {
     const int64_t first = c->attention.end - n_queries, n = c->raw[0].capacity;
-    if (!c->raw_memory || first >= n) return 0;
+    if (!tqkv__has_raw(c) || first >= n) return 0;
     return c->attention.end <= n ? n_queries : (int)(n - first);
 }
 
@@ -13863,10 +13916,12 @@ static TQKV__NOINLINE tqkv_result tqkv__attend_raw(const tqkv_cache *c, const tq
     cut.n_raw = tqkv__raw_queries(c, n_queries);
     tqkv_result r = cut.n_raw ? tqkv__cut_raw(c, some, q, n_queries, out, &cut) : TQKV_OK;
     if (r != TQKV_OK) return r;
-    if (cut.n_raw && cut.n_raw < n_queries && some && some->tree)
-        return tqkv__attend_cut_tree(c, some, q, n_queries, out, &cut);
-    if (cut.n_raw < n_queries) r = tqkv__cut_coded(c, some, q, cut.n_raw, n_queries, out, &cut);
-    return r == TQKV_OK ? tqkv__run_job(cut.requests, cut.n_requests) : r;
+    const bool whole = cut.n_raw && cut.n_raw < n_queries && some && some->tree;
+    if (whole && !c->metal) return tqkv__attend_cut_tree(c, some, q, n_queries, out, &cut);
+    if (cut.n_raw < n_queries) r = tqkv__cut_coded(c, some, q, whole ? 0 : cut.n_raw, n_queries, out, &cut);
+    if (r != TQKV_OK) return r;
+    return c->metal ? tqkv__backend_of(c->metal)->attend(c->metal, c, some, q, n_queries, out)
+                    : tqkv__run_job(cut.requests, cut.n_requests);
 }
 
 /* -- Presets -- */
@@ -13964,7 +14019,7 @@ TQKV__COLD TQKV_API tqkv_result tqkv_cache_remove(tqkv_cache *c, int64_t first, 
     if (count) tqkv__exact_begins(c, first < kept ? (behind > kept ? behind : kept) - count : kept);
     if (first < c->exact_below) c->exact_below = c->exact_below > behind ? c->exact_below - count : first;
     c->attention.end -= count;
-    return TQKV_OK;
+    return tqkv__follow_tail(c);
 }
 
 TQKV__COLD TQKV_API tqkv_result tqkv_cache_keep(tqkv_cache *c, int n, const int *kept, int n_kept)
@@ -13990,7 +14045,7 @@ TQKV__COLD TQKV_API tqkv_result tqkv_cache_keep(tqkv_cache *c, int n, const int 
     if (c->exact_below > below) c->exact_below = below;
     if (first < c->exact_held) c->exact_held = c->attention.end; /* their rows did not move */
     if (n_kept < n) tqkv__exact_begins(c, first < kept_from ? c->attention.end : kept_from);
-    return TQKV_OK;
+    return tqkv__follow_tail(c);
 }
 
 /* The fields of a desc, and where a cache has them: those that a snapshot holds, then those that another desc may bring. */
@@ -14081,7 +14136,7 @@ static tqkv_result tqkv__copy_cache(const tqkv_cache *c, tqkv_cache *copy, const
     copy->exact_from = c->exact_from;
     copy->exact_held = tqkv__range_of(c, TQKV__LAST_ENDS).from;
     copy->attention.end = c->attention.end;
-    if (!settles) return r;
+    if (!settles) return r == TQKV_OK ? tqkv__follow_tail(copy) : r;
     r = tqkv__settle(copy, c->raw, (int)c->attention.end, c->attention.end);
     tqkv__drop_raw(copy);
     return r;
@@ -14489,9 +14544,9 @@ static size_t tqkv__wanted_ahead(const tqkv_cache *c, uint32_t centers, uint32_t
 {
     size_t all = 0, announced = 0;
     for (int i = 0; i < TQKV__CACHE_STORES; i++) {
-        const tqkv_store *s = i < TQKV__RAW ? tqkv__store_of(c, i) : &c->raw[i - TQKV__RAW]; /* has no memory yet */
+        const tqkv_store *s = tqkv__store_of(c, i); /* has no memory yet */
         const tqkv__range range = tqkv__range_of(c, i);
-        if (!s || !s->head_dim || (i >= TQKV__RAW && !c->learning)) continue;
+        if (!s || (i >= TQKV__RAW && !c->learning)) continue;
         const size_t rows = tqkv_codes_size(s) + tqkv_norms_size(s);
         const size_t center = i < TQKV__CACHE_STREAMS ? (size_t)s->n_kv_heads * (size_t)s->head_dim * sizeof(float) : 0;
         all += rows + TQKV__CHANNELS * center; /* there is always room for them */
@@ -14570,6 +14625,7 @@ TQKV__COLD TQKV_API tqkv_result tqkv_cache_load(const tqkv_cache_desc *desc, tqk
         return r;
     }
     r = tqkv__move_stores(&pipe, c);
+    if (r == TQKV_OK) r = tqkv__follow_tail(c);
     if (r == TQKV_OK) tqkv__take_channels(c, 0, found.scales);
     tqkv__drop_held(&ahead);
     if (r == TQKV_OK)
@@ -17500,6 +17556,13 @@ static tqkv_metal_store tqkv__store_in_buffer(const tqkv_cache *c, tqkv_metal_bu
     return store;
 }
 
+/* Gives a store the centre and the scale that the cache learns. */
+static void tqkv__take_learnt_buffers(const tqkv_cache *c, tqkv_metal_buffer memory, tqkv_metal_store *store)
+{
+    store->center = tqkv__buffer_within(c, memory, tqkv__channel_room(c, 0, TQKV__CENTERS));
+    store->channel_scale = tqkv__buffer_within(c, memory, tqkv__channel_room(c, 0, TQKV__SCALES));
+}
+
 /* The strides of calls: those that are given, or the cache's. */
 static tqkv_cache_layout tqkv__layout_of_call(const tqkv_cache *c, const tqkv_cache_layout *given)
 {
@@ -17508,33 +17571,170 @@ static tqkv_cache_layout tqkv__layout_of_call(const tqkv_cache *c, const tqkv_ca
     return given ? *given : own;
 }
 
-/* The halves of the first (0) or newest (TQKV__LAST_KEYS) positions for the tokens that they keep: those of keys, of values or of
-   both. */
-static tqkv_result tqkv__plan_halves(const tqkv_cache *c, tqkv_metal_buffer memory, const tqkv_strides strides[2],
-                                     int first, const tqkv_metal_buffer rows[2], int n_tokens,
-                                     tqkv_metal_buffer not_finite, tqkv_metal_plan *plan)
+/* Rows that an append takes, of keys, values and tail: tokens from `position` on. */
+typedef struct tqkv__rows_in_buffers {
+    tqkv_metal_buffer at[TQKV__CACHE_STREAMS], not_finite;
+    tqkv_strides strides[TQKV__CACHE_STREAMS];
+    tqkv_type type;
+    int n_tokens;
+    int64_t position;
+    bool learnt; /* keys have the centre and the scale that the kernels before learn */
+} tqkv__rows_in_buffers;
+
+/* A stream of those: a store of the cache, for rows of the caller's type. */
+static tqkv_metal_store tqkv__target_of_rows(const tqkv_cache *c, tqkv_metal_buffer memory,
+                                             const tqkv__rows_in_buffers *rows, int i)
 {
-    const tqkv_store *const ends[2] = {tqkv__end_of(c, first), tqkv__end_of(c, first + 1)};
-    const int64_t end = c->attention.end, left = first ? n_tokens : c->exact_first - end;
-    const int kept = left < 0 ? 0 : left < n_tokens ? (int)left : n_tokens;
-    const tqkv__mapping mapping = tqkv__mapping_from(kept, kept ? end : 0);
-    tqkv_metal_store stores[2];
-    if ((!ends[0] && !ends[1]) || (n_tokens && !kept)) return TQKV_OK;
-    for (int side = 0; side < 2; side++) {
-        if (!ends[side]) continue;
-        stores[side] = tqkv__store_in_buffer(c, memory, ends[side]);
-        stores[side].shape.type = tqkv__stream_of(c, side)->type;
-        stores[side].shape.strides = strides[side];
-    }
-    if (ends[0] && ends[1])
-        return tqkv__add_encode_kv(&stores[0], &stores[1], rows[0], rows[1], &mapping, not_finite, plan);
-    return tqkv__add_encode(&stores[!ends[0]], rows[!ends[0]], &mapping, not_finite, plan);
+    tqkv_metal_store store = tqkv__store_in_buffer(c, memory, tqkv__store_of(c, i));
+    store.shape.type = rows->type;
+    store.shape.strides = rows->strides[i % TQKV__CACHE_STREAMS];
+    if (rows->learnt && i % TQKV__CACHE_STREAMS == 0) tqkv__take_learnt_buffers(c, memory, &store);
+    return store;
 }
 
-/* Whether a GPU can append n_tokens to a cache in its memory: that is one allocation, of what kernels write. */
-static tqkv_result tqkv__check_on_gpu(const tqkv_cache *c, int n_tokens)
+/* What encodes rows to one or two stores of the cache, by their numbers, those that it has; other: -1: one. */
+static tqkv_result tqkv__add_rows(const tqkv_cache *c, tqkv_metal_buffer memory, const tqkv__rows_in_buffers *rows,
+                                  int one, int other, tqkv_metal_plan *plan)
+{
+    const tqkv__mapping mapping = tqkv__mapping_from(rows->n_tokens, rows->n_tokens ? rows->position : 0);
+    const bool has[2] = {tqkv__store_of(c, one) != NULL, other >= 0 && tqkv__store_of(c, other) != NULL};
+    tqkv_metal_store stores[2];
+    if (has[0]) stores[0] = tqkv__target_of_rows(c, memory, rows, one);
+    if (has[1]) stores[1] = tqkv__target_of_rows(c, memory, rows, other);
+    const tqkv_metal_buffer of_one = rows->at[one % TQKV__CACHE_STREAMS];
+    if (!has[1])
+        return has[0] ? tqkv__add_encode(&stores[0], of_one, &mapping, rows->not_finite, plan) : TQKV_OK;
+    const tqkv_metal_buffer of_other = rows->at[other % TQKV__CACHE_STREAMS];
+    if (!has[0]) return tqkv__add_encode(&stores[1], of_other, &mapping, rows->not_finite, plan);
+    return tqkv__add_encode_kv(&stores[0], &stores[1], of_one, of_other, &mapping, rows->not_finite, plan);
+}
+
+/* The first n tokens of rows, or as many as there are. */
+static tqkv__rows_in_buffers tqkv__rows_until(const tqkv__rows_in_buffers *rows, int64_t n)
+{
+    tqkv__rows_in_buffers some = *rows;
+    if (n < some.n_tokens) some.n_tokens = n > 0 ? (int)n : 0;
+    return some;
+}
+
+/* Rows without the first n tokens, of which there are more. */
+static tqkv__rows_in_buffers tqkv__rows_after(const tqkv_cache *c, const tqkv__rows_in_buffers *rows, int n)
+{
+    tqkv__rows_in_buffers some = *rows;
+    for (int i = 0; i < TQKV__CACHE_STREAMS; i++) {
+        const tqkv_store *s = tqkv__stream_of(c, i);
+        if (!s) continue;
+        const size_t token = tqkv__strides_of(rows->strides[i], s->n_kv_heads, s->head_dim).token;
+        some.at[i] = tqkv__buffer_after(some.at[i], (size_t)n * token * tqkv__type_size(rows->type));
+    }
+    some.n_tokens -= n;
+    some.position += n;
+    return some;
+}
+
+/* What encodes rows to streams, numbered from `first` on: those that are kept (0) or raw (TQKV__RAW). A tail lies apart from keys
+   that are not the values. */
+static tqkv_result tqkv__add_streams(const tqkv_cache *c, tqkv_metal_buffer memory, const tqkv__rows_in_buffers *rows,
+                                     int first, tqkv_metal_plan *plan)
+{
+    const tqkv_result r = tqkv__add_rows(c, memory, rows, first, first + (c->shared ? 2 : 1), plan);
+    return r == TQKV_OK && !c->shared ? tqkv__add_rows(c, memory, rows, first + 2, -1, plan) : r;
+}
+
+/* What encodes rows of the first positions to what is kept of them besides: of the tail, or of keys and values. None: the kernels of
+   all. */
+static tqkv_result tqkv__add_first(const tqkv_cache *c, tqkv_metal_buffer memory, const tqkv__rows_in_buffers *rows,
+                                   bool tail, tqkv_metal_plan *plan)
+{
+    const tqkv__rows_in_buffers some = tqkv__rows_until(rows, c->exact_first - rows->position);
+    if (rows->n_tokens && !some.n_tokens) return TQKV_OK;
+    return tail ? tqkv__add_rows(c, memory, &some, TQKV__FIRST_ENDS + 2, -1, plan)
+                : tqkv__add_rows(c, memory, &some, TQKV__FIRST_ENDS, TQKV__FIRST_ENDS + 1, plan);
+}
+
+/* What encodes rows of a cache that does not learn, or no longer. */
+static tqkv_result tqkv__add_coded(const tqkv_cache *c, tqkv_metal_buffer memory, const tqkv__rows_in_buffers *rows,
+                                   tqkv_metal_plan *plan)
+{
+    tqkv_result r = tqkv__add_streams(c, memory, rows, 0, plan);
+    if (r == TQKV_OK) r = tqkv__add_first(c, memory, rows, true, plan);
+    if (r == TQKV_OK) r = tqkv__add_first(c, memory, rows, false, plan);
+    return r == TQKV_OK ? tqkv__add_rows(c, memory, rows, TQKV__LAST_ENDS, TQKV__LAST_ENDS + 1, plan) : r;
+}
+
+/* The raw halves of keys and values, as rows to encode. */
+static tqkv__rows_in_buffers tqkv__raw_rows(const tqkv_cache *c, tqkv_metal_buffer memory)
+{
+    tqkv__rows_in_buffers rows;
+    memset(&rows, 0, sizeof rows);
+    rows.type = TQKV_TYPE_F16;
+    rows.n_tokens = c->raw[0].capacity;
+    rows.learnt = true;
+    for (int i = 0; i < 2; i++) {
+        const tqkv_store *raw = tqkv__store_of(c, TQKV__RAW + i);
+        if (!raw) continue;
+        rows.at[i] = tqkv__buffer_within(c, memory, raw->codes);
+        rows.strides[i].token = (size_t)raw->head_dim;
+        rows.strides[i].head = (size_t)raw->capacity * (size_t)raw->head_dim;
+    }
+    return rows;
+}
+
+/* Learns centre and scale of the keys from what is raw, as tqkv__learn does. */
+static tqkv_result tqkv__add_learning(const tqkv_cache *c, tqkv_metal_buffer memory, tqkv_metal_plan *plan)
+{
+    const tqkv_metal_buffer none = {NULL, 0};
+    const tqkv__rows_in_buffers all = tqkv__raw_rows(c, memory);
+    const int n = all.n_tokens, first = n - c->exact_first >= TQKV__LEAST_POSITIONS ? c->exact_first : 0;
+    const tqkv__rows_in_buffers rows = tqkv__rows_after(c, &all, first);
+    tqkv_metal_store keys = tqkv__target_of_rows(c, memory, &rows, 0);
+    const tqkv_metal_buffer results[2] = {keys.center, keys.channel_scale};
+    return tqkv__add_calibration(&keys, rows.at[0], rows.n_tokens, none, 0, 0, TQKV_PAIRS_NONE, results, plan);
+}
+
+/* What encodes the raw halves, of the newest those that their rings hold at `end`: as tqkv__settle. */
+static tqkv_result tqkv__add_settling(const tqkv_cache *c, tqkv_metal_buffer memory, int64_t end, tqkv_metal_plan *plan)
+{
+    const tqkv__rows_in_buffers rows = tqkv__raw_rows(c, memory);
+    const int64_t oldest = end - tqkv__newest_room(c);
+    tqkv_metal_dispatch *learns = &plan->d[plan->n];
+    tqkv_result r = tqkv__add_learning(c, memory, plan);
+    if (r == TQKV_OK) learns->barrier = memory.buffer;
+    tqkv_metal_dispatch *reads = &plan->d[plan->n];
+    if (r == TQKV_OK) r = tqkv__add_rows(c, memory, &rows, 0, 1, plan);
+    if (r != TQKV_OK) return r;
+    reads->barrier = memory.buffer;
+    r = tqkv__add_first(c, memory, &rows, false, plan);
+    if (r != TQKV_OK || oldest >= rows.n_tokens) return r;
+    const tqkv__rows_in_buffers newest = tqkv__rows_after(c, &rows, oldest > 0 ? (int)oldest : 0);
+    return tqkv__add_rows(c, memory, &newest, TQKV__LAST_ENDS, TQKV__LAST_ENDS + 1, plan);
+}
+
+/* What a cache that learns does with rows: those before its last raw position become halves, and their tails what they will be. When it
+   has that position it learns, encodes the halves and goes on. */
+static tqkv_result tqkv__add_raw(const tqkv_cache *c, tqkv_metal_buffer memory, const tqkv__rows_in_buffers *rows,
+                                 tqkv_metal_plan *plan)
+{
+    const int left = (int)(c->raw[0].capacity - rows->position);
+    const tqkv__rows_in_buffers now = tqkv__rows_until(rows, left);
+    tqkv_result r = tqkv__add_streams(c, memory, &now, TQKV__RAW, plan);
+    if (r == TQKV_OK) r = tqkv__add_rows(c, memory, &now, 2, -1, plan);
+    if (r == TQKV_OK) r = tqkv__add_first(c, memory, &now, true, plan);
+    if (r != TQKV_OK || now.n_tokens < left) return r;
+    r = tqkv__add_settling(c, memory, rows->position + rows->n_tokens, plan);
+    if (r != TQKV_OK || rows->n_tokens == left) return r;
+    tqkv__rows_in_buffers rest = tqkv__rows_after(c, rows, left);
+    rest.learnt = true;
+    return tqkv__add_coded(c, memory, &rest, plan);
+}
+
+/* Whether a GPU can append n_tokens to a cache in its memory, or attend with n_raw queries that read rows as they came: that is one
+   allocation, of all that kernels read and write. */
+static tqkv_result tqkv__check_on_gpu(const tqkv_cache *c, int n_tokens, int n_raw)
 {
     const int64_t wanted = (int64_t)c->exact_last + n_tokens - 1;
+    if (c->raw_memory && (c->learning || n_raw))
+        return TQKV__REFUSE(UNSUPPORTED, "calibrate: its halves lie apart in a cache without a context (metal)");
     if (c->grown) return TQKV__REFUSE(UNSUPPORTED, "the processor has appended more tokens than exact_batch");
     if (tqkv__newest_room(c) && n_tokens &&
         (wanted < c->keys.capacity ? wanted : c->keys.capacity) > tqkv__newest_room(c))
@@ -17542,15 +17742,41 @@ static tqkv_result tqkv__check_on_gpu(const tqkv_cache *c, int n_tokens)
     return TQKV_OK;
 }
 
-/* The tail, whose rows lie apart from the keys, and in a ring its first positions. */
-static tqkv_result tqkv__add_tail(const tqkv_cache *c, tqkv_metal_buffer memory, const tqkv_store *to,
-                                  tqkv_metal_buffer rows, tqkv_strides strides, const tqkv__mapping *mapping,
-                                  tqkv_metal_buffer not_finite, tqkv_metal_plan *plan)
+/* The caller's rows, from the cache's end on. Those of a tail come as v, or behind all of the keys'. */
+static tqkv_result tqkv__open_rows(const tqkv_cache *c, const tqkv_cache_layout *layout, tqkv_metal_buffer k,
+                                   tqkv_metal_buffer v, int n_tokens, tqkv_metal_buffer not_finite,
+                                   tqkv__rows_in_buffers *rows)
 {
-    tqkv_metal_store tail = tqkv__store_in_buffer(c, memory, to);
-    tail.shape.type = c->tail.type;
-    tail.shape.strides = strides;
-    return tqkv__add_encode(&tail, rows, mapping, not_finite, plan);
+    const tqkv_cache_layout own = tqkv__layout_of_call(c, layout);
+    tqkv__stream keys;
+    size_t bytes;
+    tqkv_store shape = c->keys;
+    memset(rows, 0, sizeof *rows);
+    rows->at[0] = k;
+    rows->at[1] = rows->at[2] = v;
+    rows->strides[0] = own.k;
+    rows->strides[1] = rows->strides[2] = own.v;
+    rows->type = c->keys.type;
+    rows->n_tokens = n_tokens;
+    rows->position = c->attention.end;
+    rows->not_finite = not_finite;
+    if (c->shared || !c->tail.head_dim) return TQKV_OK;
+    shape.strides = own.k;
+    tqkv_result r = tqkv__stream_shape(&shape, &keys);
+    if (r == TQKV_OK) r = tqkv__plan_extent(&keys, n_tokens, &bytes);
+    if (r != TQKV_OK) return r;
+    rows->at[2] = tqkv__buffer_after(k, bytes);
+    memset(&rows->strides[2], 0, sizeof rows->strides[2]);
+    return TQKV_OK;
+}
+
+/* Whether the cache has room for them. */
+static tqkv_result tqkv__check_room(const tqkv_cache *c, int n_tokens)
+{
+    tqkv__stream s;
+    if (n_tokens < 0) return TQKV__INVALID("n_tokens is negative");
+    const tqkv_result r = tqkv__stream_shape(&c->keys, &s);
+    return r == TQKV_OK ? tqkv__check_positions(&s, n_tokens, c->attention.end) : r;
 }
 
 TQKV_API tqkv_result tqkv_metal_plan_cache_append(const tqkv_cache *c, tqkv_metal_buffer memory,
@@ -17558,42 +17784,18 @@ TQKV_API tqkv_result tqkv_metal_plan_cache_append(const tqkv_cache *c, tqkv_meta
                                                   tqkv_metal_buffer v, int n_tokens, tqkv_metal_buffer not_finite,
                                                   tqkv_metal_plan *plan)
 {
+    tqkv__rows_in_buffers rows;
     if (!tqkv__open_plan(plan, "cache_append")) return TQKV__INVALID(TQKV__NO_PLAN);
     if (!c) return tqkv__close_plan(plan, TQKV__INVALID("the cache is NULL"));
-    const bool tail = c->tail.head_dim > 0, apart = tail && !c->shared;
-    const tqkv__mapping mapping = tqkv__mapping_from(n_tokens, c->attention.end);
-    const tqkv_cache_layout own = tqkv__layout_of_call(c, layout);
-    const tqkv_strides strides[] = {own.k, own.v};
-    const tqkv_metal_buffer rows[] = {k, v};
-    tqkv_metal_buffer tail_rows = v;
-    tqkv_strides tail_strides = own.v;
-    tqkv_metal_store keys = tqkv__store_in_buffer(c, memory, &c->keys),
-                     others = tqkv__store_in_buffer(c, memory, tail && !apart ? &c->tail : &c->values);
-    keys.shape.strides = own.k;
-    others.shape.strides = own.v;
-    tqkv_result r = tqkv__check_on_gpu(c, n_tokens);
+    tqkv_result r = tqkv__check_on_gpu(c, n_tokens, 0);
+    if (r == TQKV_OK) r = tqkv__check_room(c, n_tokens);
+    if (r == TQKV_OK) r = tqkv__open_rows(c, layout, k, v, n_tokens, not_finite, &rows);
     if (r == TQKV_OK)
-        r = c->shared && !tail ? tqkv__add_encode(&keys, k, &mapping, not_finite, plan)
-                               : tqkv__add_encode_kv(&keys, &others, k, v, &mapping, not_finite, plan);
-    if (r == TQKV_OK && apart) { /* its rows come behind all of the keys' */
-        const tqkv_strides none = {0, 0};
-        const tqkv_metal_binding *of_keys = tqkv__binding_at(&plan->d[0], 1);
-        tail_rows = tqkv__buffer_after(of_keys->at, of_keys->size);
-        tail_strides = none;
-        r = tqkv__add_tail(c, memory, &c->tail, tail_rows, tail_strides, &mapping, not_finite, plan);
-    }
-    const int64_t left = c->exact_first - c->attention.end;
-    if (r == TQKV_OK && tqkv__end_of(c, 2) && (left > 0 || !n_tokens)) {
-        const tqkv__mapping kept =
-            tqkv__mapping_from(left < n_tokens && n_tokens ? (int)left : n_tokens, n_tokens ? c->attention.end : 0);
-        r = tqkv__add_tail(c, memory, tqkv__end_of(c, 2), tail_rows, tail_strides, &kept, not_finite, plan);
-    }
-    for (int first = 0; r == TQKV_OK && first <= TQKV__LAST_KEYS; first += TQKV__LAST_KEYS)
-        r = tqkv__plan_halves(c, memory, strides, first, rows, n_tokens, not_finite, plan);
+        r = c->learning ? tqkv__add_raw(c, memory, &rows, plan) : tqkv__add_coded(c, memory, &rows, plan);
     return tqkv__close_plan(plan, r);
 }
 
-TQKV_API void tqkv_metal_cache_appended(tqkv_cache *c, int n_tokens) { tqkv__cache_advance(c, n_tokens); }
+TQKV_API void tqkv_metal_cache_appended(tqkv_cache *c, int n_tokens) { tqkv__count_append(c, n_tokens); }
 
 /* The attention of a cache over its stores, with the lists and the tree of `some`. */
 typedef struct tqkv__cache_call {
@@ -17606,49 +17808,153 @@ static const tqkv_metal_store *tqkv__store_of_call(const tqkv_cache *c, const tq
     return tqkv__store_of(c, i) ? &call->stores[i] : NULL;
 }
 
-/* As it is now, of one query. */
-static void tqkv__open_cache_call(const tqkv_cache *c, tqkv_metal_buffer memory, const tqkv_metal_attention *some,
+/* Takes the lists and the tree of queries from number `first` on. */
+static void tqkv__take_some_buffers(const tqkv_metal_attention *some, int first, tqkv_metal_attention *a)
+{
+    const tqkv_attention *call = &some->attention;
+    const size_t heads = (size_t)(call->list_heads > 0 ? call->list_heads : 1),
+                 skipped = (size_t)first * heads * (size_t)(call->list_length > 0 ? call->list_length : 0);
+    a->tree = some->tree;
+    a->list = some->list;
+    if (skipped) a->list = tqkv__buffer_after(some->list, skipped * sizeof(int32_t));
+    a->attention.tree = call->tree;
+    a->attention.list = call->list ? call->list + skipped : NULL;
+    a->attention.list_length = call->list_length;
+    a->attention.list_heads = call->list_heads;
+    a->attention.list_block = call->list_block;
+    a->attention.list_newest = call->list_newest;
+}
+
+/* Of one query, over the stores numbered from `keys` on: the streams, or what is raw. */
+static void tqkv__open_cache_call(const tqkv_cache *c, tqkv_metal_buffer memory, const tqkv_attention *view, int keys,
                                   tqkv__cache_call *call)
 {
-    const int values = c->shared ? 0 : 1;
     tqkv_metal_attention *a = &call->attention;
     memset(call, 0, sizeof *call);
     for (int i = 0; i < TQKV__CACHE_STORES; i++)
         if (tqkv__store_of(c, i)) call->stores[i] = tqkv__store_in_buffer(c, memory, tqkv__store_of(c, i));
-    a->attention = tqkv_cache_view(c);
+    a->attention = *view;
     if (!a->attention.kv_len) a->attention.end = 0; /* nothing is resident; kv_len alone would be its default */
-    a->keys = &call->stores[0];
-    a->values = &call->stores[values];
-    a->tail = tqkv__store_of_call(c, call, 2);
+    a->keys = &call->stores[keys];
+    a->values = &call->stores[keys + (c->shared ? 0 : 1)];
+    a->tail = tqkv__store_of_call(c, call, keys + 2);
+    a->matrix_group = c->matrix_group;
+    if (c->attention.sinks) a->sinks = tqkv__buffer_within(c, memory, c->attention.sinks);
+}
+
+/* Over codes and what is kept besides. learnt: as they will be when the cache has learned */
+static void tqkv__open_coded_call(const tqkv_cache *c, tqkv_metal_buffer memory, bool learnt, tqkv__cache_call *call)
+{
+    const tqkv_attention view = tqkv__view_codes(c);
+    const int values = c->shared ? 0 : 1;
+    tqkv_metal_attention *a = &call->attention;
+    tqkv__open_cache_call(c, memory, &view, 0, call);
     a->first_keys = tqkv__store_of_call(c, call, TQKV__FIRST_ENDS);
     a->first_tail = tqkv__store_of_call(c, call, TQKV__FIRST_ENDS + 2);
     a->first_values = tqkv__store_of_call(c, call, TQKV__FIRST_ENDS + values);
     a->last_keys = tqkv__store_of_call(c, call, TQKV__LAST_ENDS);
     a->last_values = tqkv__store_of_call(c, call, TQKV__LAST_ENDS + values);
-    a->matrix_group = c->matrix_group;
-    if (c->attention.sinks) a->sinks = tqkv__buffer_within(c, memory, c->attention.sinks);
-    if (!some) return;
-    a->tree = some->tree;
-    a->list = some->list;
-    a->attention.tree = some->attention.tree;
-    a->attention.list = some->attention.list;
-    a->attention.list_length = some->attention.list_length;
-    a->attention.list_heads = some->attention.list_heads;
-    a->attention.list_block = some->attention.list_block;
-    a->attention.list_newest = some->attention.list_newest;
+    for (int i = 0; learnt && i < TQKV__RAW; i += TQKV__CACHE_STREAMS)
+        if (tqkv__store_of(c, i)) tqkv__take_learnt_buffers(c, memory, &call->stores[i]);
+}
+
+/* Over what is raw: of n_queries queries, the last of which stands before `end`. */
+static void tqkv__open_raw_call(const tqkv_cache *c, tqkv_metal_buffer memory, int64_t end, int n_queries,
+                                tqkv__cache_call *call)
+{
+    const tqkv_attention view = tqkv__raw_attention(c, end, n_queries);
+    tqkv__open_cache_call(c, memory, &view, TQKV__RAW, call);
+}
+
+/* Scratch of both kinds of queries; they may run at the same time. coded: the bytes of those that read codes */
+static tqkv_result tqkv__scratch_of_cache(const tqkv_cache *c, const tqkv_metal_attention *some, int n_queries,
+                                          size_t *coded, size_t *bytes)
+{
+    const tqkv_metal_buffer none = {NULL, 0};
+    tqkv__cache_call call;
+    size_t raw = 0;
+    tqkv__open_coded_call(c, none, false, &call);
+    if (some) tqkv__take_some_buffers(some, 0, &call.attention);
+    call.attention.attention.n_queries = n_queries;
+    call.attention.attention.exact_first = c->exact_first; /* as many as there will ever be */
+    call.attention.attention.exact_last = c->exact_last;
+    tqkv_result r = tqkv_metal_plan_attend_scratch(&call.attention, coded);
+    *coded = (*coded + 15) / 16 * 16;
+    if (r == TQKV_OK && tqkv__has_raw(c) && !c->raw_memory) {
+        tqkv__open_raw_call(c, none, 0, n_queries, &call);
+        if (some) tqkv__take_some_buffers(some, 0, &call.attention);
+        r = tqkv_metal_plan_attend_scratch(&call.attention, &raw);
+    }
+    if (r != TQKV_OK) return r;
+    if (raw > SIZE_MAX - *coded) return TQKV__INVALID(TQKV__LARGE_SCRATCH);
+    *bytes = *coded + raw;
+    return TQKV_OK;
 }
 
 TQKV_API tqkv_result tqkv_metal_plan_cache_scratch(const tqkv_cache *c, const tqkv_metal_attention *some, int n_queries,
                                                    size_t *bytes)
 {
-    const tqkv_metal_buffer none = {NULL, 0};
-    tqkv__cache_call call;
+    size_t coded = 0;
     if (!c || n_queries <= 0) return TQKV__INVALID(TQKV__NO_CACHE_QUERIES);
-    tqkv__open_cache_call(c, none, some, &call);
-    call.attention.attention.n_queries = n_queries;
-    call.attention.attention.exact_first = c->exact_first; /* as many as there will ever be */
-    call.attention.attention.exact_last = c->exact_last;
-    return tqkv_metal_plan_attend_scratch(&call.attention, bytes);
+    if (!bytes) return TQKV__INVALID("bytes is NULL");
+    return tqkv__scratch_of_cache(c, some, n_queries, &coded, bytes);
+}
+
+/* The queries of a call, their buffers, and where the outputs go. */
+typedef struct tqkv__queries_in_buffers {
+    const tqkv_metal_attention *some; /* or NULL */
+    tqkv_metal_buffer q, scratch, out;
+    tqkv_cache_layout layout;
+    int n_queries;
+} tqkv__queries_in_buffers;
+
+/* Adds the attention of n queries from number `first` on. */
+static tqkv_result tqkv__add_cache_call(const tqkv__queries_in_buffers *from, int first, int n, tqkv__cache_call *call,
+                                        tqkv_metal_plan *plan)
+{
+    tqkv_metal_attention *a = &call->attention;
+    const int n_heads = a->attention.n_heads,
+              key_dim = a->keys->shape.head_dim + (a->tail ? a->tail->shape.head_dim : 0);
+    const tqkv_strides of_q = tqkv__strides_of(from->layout.q, n_heads, key_dim),
+                       of_out = tqkv__strides_of(from->layout.out, n_heads, a->values->shape.head_dim);
+    const size_t skipped = (size_t)first;
+    if (from->some) tqkv__take_some_buffers(from->some, first, a);
+    a->attention.n_queries = n;
+    a->attention.query_strides = from->layout.q;
+    a->attention.output_strides = from->layout.out;
+    tqkv_metal_buffer q = from->q, out = from->out;
+    if (first) {
+        q = tqkv__buffer_after(q, skipped * of_q.token * tqkv__type_size(a->attention.query_type));
+        out = tqkv__buffer_after(out, skipped * of_out.token * tqkv__type_size(a->attention.output_type));
+    }
+    tqkv__attend_buffers b = tqkv__buffers_of_call(q, from->scratch, out);
+    return tqkv__add_attention(a, 0, 0, &b, plan);
+}
+
+/* The first n_raw queries stand where rows are read raw. With a tree, which counts from the first query of a call, all the others'
+   call has them, too, and theirs comes after it. */
+static tqkv_result tqkv__add_cut_call(const tqkv_cache *c, tqkv_metal_buffer memory,
+                                      const tqkv__queries_in_buffers *from, int n_raw, tqkv_metal_plan *plan)
+{
+    tqkv__cache_call call;
+    tqkv__queries_in_buffers raw = *from;
+    size_t coded = 0, bytes;
+    const int n = from->n_queries;
+    const bool whole = n_raw && n_raw < n && from->some && from->some->tree.buffer;
+    tqkv_result r = TQKV_OK;
+    if (n_raw < n) {
+        const int first = whole ? 0 : n_raw;
+        tqkv__open_coded_call(c, memory, false, &call);
+        r = tqkv__add_cache_call(from, first, n - first, &call, plan);
+        if (r == TQKV_OK && n_raw) r = tqkv__scratch_of_cache(c, from->some, n, &coded, &bytes);
+    }
+    if (r != TQKV_OK || !n_raw) return r;
+    const int before = plan->n;
+    raw.scratch = tqkv__buffer_after(from->scratch, coded);
+    tqkv__open_raw_call(c, memory, c->attention.end - (n - n_raw), n_raw, &call);
+    r = tqkv__add_cache_call(&raw, 0, n_raw, &call, plan);
+    if (r == TQKV_OK && whole) plan->d[before].barrier = from->out.buffer;
+    return r;
 }
 
 TQKV_API tqkv_result tqkv_metal_plan_cache_attend(const tqkv_cache *c, tqkv_metal_buffer memory,
@@ -17656,17 +17962,13 @@ TQKV_API tqkv_result tqkv_metal_plan_cache_attend(const tqkv_cache *c, tqkv_meta
                                                   tqkv_metal_buffer q, int n_queries, tqkv_metal_buffer scratch,
                                                   tqkv_metal_buffer out, tqkv_metal_plan *plan)
 {
-    tqkv__cache_call call;
     if (!tqkv__open_plan(plan, "attend")) return TQKV__INVALID(TQKV__NO_PLAN);
     if (!c || n_queries <= 0) return tqkv__close_plan(plan, TQKV__INVALID(TQKV__NO_CACHE_QUERIES));
-    const tqkv_result r = tqkv__check_on_gpu(c, 0);
+    const int n_raw = tqkv__raw_queries(c, n_queries);
+    const tqkv_result r = tqkv__check_on_gpu(c, 0, n_raw);
     if (r != TQKV_OK) return tqkv__close_plan(plan, r);
-    const tqkv_cache_layout own = tqkv__layout_of_call(c, layout);
-    tqkv__open_cache_call(c, memory, some, &call);
-    call.attention.attention.n_queries = n_queries;
-    call.attention.attention.query_strides = own.q;
-    call.attention.attention.output_strides = own.out;
-    return tqkv_metal_plan_attend(&call.attention, q, scratch, out, plan);
+    const tqkv__queries_in_buffers from = {some, q, scratch, out, tqkv__layout_of_call(c, layout), n_queries};
+    return tqkv__close_plan(plan, tqkv__add_cut_call(c, memory, &from, n_raw, plan));
 }
 
 /* >>plan-prepare: what calls will need, planned ahead of time so that pipelines can be built. */
@@ -17838,23 +18140,46 @@ TQKV_API tqkv_result tqkv_metal_plan_index_prepare(const tqkv_metal_index *x, in
     return r;
 }
 
+/* Appending. A cache that learns also keeps halves, learns and encodes these. */
+static tqkv_result tqkv__visit_append(const tqkv_cache *c, tqkv_metal_buffer memory, tqkv__visitor *v)
+{
+    const tqkv_metal_buffer none = {NULL, 0};
+    tqkv__rows_in_buffers rows;
+    tqkv_result r = tqkv__check_on_gpu(c, 0, 0);
+    if (r == TQKV_OK) r = tqkv__open_rows(c, NULL, none, none, 0, none, &rows);
+    if (r != TQKV_OK) return r;
+    rows.position = 0;
+    rows.learnt = c->learning;
+    (void)tqkv__open_plan(&v->plan, "cache_append");
+    r = tqkv__visit(v, tqkv__close_plan(&v->plan, tqkv__add_coded(c, memory, &rows, &v->plan)));
+    if (r != TQKV_OK || !c->learning) return r;
+    rows.position = c->raw[0].capacity - 1;
+    rows.n_tokens = 1;
+    rows.learnt = false;
+    (void)tqkv__open_plan(&v->plan, "cache_append");
+    return tqkv__visit(v, tqkv__close_plan(&v->plan, tqkv__add_raw(c, memory, &rows, &v->plan)));
+}
+
 TQKV_API tqkv_result tqkv_metal_plan_cache_prepare(const tqkv_cache *c, tqkv_metal_buffer memory, int max_queries,
                                                    tqkv_metal_visit visit, void *user)
 {
-    const tqkv_metal_buffer none = {NULL, 0};
     tqkv__cache_call call;
     tqkv__visitor v;
+    tqkv_attention *a = &call.attention.attention;
     tqkv_result r = tqkv__check_visit(visit, max_queries);
     if (r == TQKV_OK && !c) r = TQKV__INVALID("the cache is NULL");
     if (r != TQKV_OK) return r;
     v.visit = visit;
     v.user = user;
-    r = tqkv__visit(&v, tqkv_metal_plan_cache_append(c, memory, NULL, none, none, 0, none, &v.plan));
-    if (r != TQKV_OK) return r;
-    tqkv__open_cache_call(c, memory, NULL, &call);
-    call.attention.attention.exact_first = c->exact_first;
-    call.attention.attention.exact_last = c->exact_last;
-    tqkv__take_all_regions(&call.attention.attention, &call.attention.keys->shape, &call.attention.values->shape);
+    if ((r = tqkv__visit_append(c, memory, &v)) != TQKV_OK) return r;
+    tqkv__open_coded_call(c, memory, c->learning, &call);
+    a->exact_first = c->exact_first;
+    a->exact_last = c->exact_last;
+    tqkv__take_all_regions(a, &call.attention.keys->shape, &call.attention.values->shape);
+    r = tqkv__visit_queries(&v, &call.attention, max_queries, 0);
+    if (r != TQKV_OK || !tqkv__has_raw(c) || c->raw_memory) return r;
+    tqkv__open_raw_call(c, memory, 0, 1, &call);
+    tqkv__take_all_regions(a, &call.attention.keys->shape, &call.attention.values->shape);
     return tqkv__visit_queries(&v, &call.attention, max_queries, 0);
 }
 
