@@ -1077,6 +1077,9 @@ TQKV_API tqkv_result tqkv_metal_plan_cache_append(const tqkv_cache *c, tqkv_meta
                                                   tqkv_metal_buffer v, int n_tokens, tqkv_metal_buffer not_finite,
                                                   tqkv_metal_plan *plan);
 TQKV_API void tqkv_metal_cache_appended(tqkv_cache *c, int n_tokens);
+/* For appends that did not run, because a command buffer failed: as tqkv_cache_truncate, and if one of them was to learn centre and
+   scale (calibrate), the cache learns again. Before any other edit, and when nothing is under way. */
+TQKV_API tqkv_result tqkv_metal_cache_failed(tqkv_cache *c, int64_t end);
 TQKV_API tqkv_result tqkv_metal_plan_cache_scratch(const tqkv_cache *c, const tqkv_metal_attention *some, int n_queries,
                                                    size_t *bytes);
 TQKV_API tqkv_result tqkv_metal_plan_cache_attend(const tqkv_cache *c, tqkv_metal_buffer memory,
@@ -12854,10 +12857,11 @@ struct tqkv_cache {
     int calibrate;     /* as in the desc */
     uint64_t tag;      /* likewise */
     bool learning;     /* positions are in `raw` alone; see >>cache-calibrate */
-    tqkv_store raw[3]; /* rows as they came of keys and values, as halves, and of the tail; zeros when no query reads them */
-    void *raw_memory;  /* that holds them, or NULL */
+    bool reads_raw;    /* some queries read that */
+    tqkv_store raw[3]; /* rows as they came of keys and values, as halves, and of the tail; zeros without */
+    void *raw_memory;  /* that holds them, or NULL: on a GPU they lie in the cache's memory, as long as that */
     size_t raw_size;
-    size_t raw_within; /* on a GPU: their bytes in the cache's memory, where they stay */
+    int64_t learnt_at; /* on a GPU the end before the append that learned; -1: none, or positions were edited since */
     tqkv_metal *metal;
     int matrix_group;
     tqkv_allocator memory;
@@ -12892,9 +12896,6 @@ static tqkv_store *tqkv__store_of(const tqkv_cache *c, int i)
 }
 
 static int tqkv__stores_within(const tqkv_cache *c) { return c->metal ? TQKV__CACHE_STORES : TQKV__RAW; }
-
-/* Whether queries read rows as they came. */
-static bool tqkv__has_raw(const tqkv_cache *c) { return c->raw[0].head_dim > 0; }
 
 /* Positions of a ring of halves that serves so many queries: whole tiles, none of which wraps. */
 static int64_t tqkv__end_room(int64_t exact_last, int64_t n_queries)
@@ -13063,6 +13064,7 @@ static tqkv_result tqkv__cache_resolve(const tqkv_cache_desc *desc, tqkv_cache *
 {
     tqkv__attention resolved;
     memset(c, 0, sizeof *c);
+    c->learnt_at = -1;
     tqkv_result r = tqkv__cache_shapes(desc, c);
     if (r == TQKV_OK) r = tqkv__end_shapes(desc, c);
     if (r == TQKV_OK) r = tqkv__raw_shapes(desc, c);
@@ -13141,7 +13143,6 @@ TQKV__COLD TQKV_API tqkv_result tqkv_cache_create(const tqkv_cache_desc *desc, t
         s->norms_size = tqkv_norms_size(s);
         s->codes = lines + at.codes[i];
         s->norms = (float *)(void *)(lines + at.norms[i]);
-        if (i >= TQKV__RAW) c.raw_within += s->codes_size + s->norms_size;
     }
     if (sinks_size) {
         memcpy(lines + at.sinks, desc->sinks, sinks_size);
@@ -13420,7 +13421,7 @@ static tqkv_result tqkv__cache_attend(tqkv_cache *c, const tqkv_attention *some,
     tqkv__attention a;
     if (!c || n_queries < 0) return TQKV__INVALID("the cache is NULL or n_queries negative");
     if (n_queries == 0) return TQKV_OK;
-    if (tqkv__has_raw(c)) return tqkv__attend_raw(c, some, q, n_queries, out);
+    if (c->reads_raw) return tqkv__attend_raw(c, some, q, n_queries, out);
     tqkv_result r = tqkv__cache_attention(c, some, n_queries, &a);
     if (r != TQKV_OK) return r;
     if (!c->metal) return tqkv__attend(&a, q, out);
@@ -13505,7 +13506,6 @@ TQKV_API size_t tqkv_cache_bytes(const tqkv_cache *c)
         const tqkv_store *s = tqkv__store_of(c, i);
         if (s) bytes += s->codes_size + s->norms_size;
     }
-    if (c && !tqkv__has_raw(c)) bytes += c->raw_within;
     for (int side = 0; c && c->grown && side < 2; side++)
         if (c->own[side])
             bytes += c->ends[1][side].codes_size / (size_t)c->ends[1][side].capacity * (size_t)c->own_room;
@@ -13531,7 +13531,7 @@ static tqkv_result tqkv__raw_shapes(const tqkv_cache_desc *desc, tqkv_cache *c)
     if (desc->calibrate < least) return TQKV__INVALID("calibrate: fewer than 16 positions");
     if (desc->capacity < least) return TQKV__INVALID("calibrate: the capacity is less than 16");
     c->calibrate = desc->calibrate;
-    c->learning = true;
+    c->learning = c->reads_raw = true;
     const int most = quarter > least ? quarter : least, n = desc->calibrate < most ? desc->calibrate : most;
     for (int i = 0; i < TQKV__CACHE_STREAMS; i++) {
         const tqkv_store *s = tqkv__stream_of(c, i);
@@ -13574,8 +13574,8 @@ static void tqkv__drop_raw(tqkv_cache *c)
 {
     if (c->raw_memory) c->memory.free(c->memory.user, c->raw_memory, c->raw_size);
     c->raw_memory = NULL;
-    c->learning = false;
-    memset(c->raw, 0, sizeof c->raw);
+    c->learning = c->reads_raw = false;
+    if (!c->metal) memset(c->raw, 0, sizeof c->raw);
 }
 
 /* -- Learning -- */
@@ -13793,12 +13793,26 @@ static void tqkv__count_append(tqkv_cache *c, int n_tokens)
     const int64_t end = c->attention.end + n_tokens;
     if (!c->learning && n_tokens) tqkv__drop_raw(c);
     if (c->learning && end >= c->raw[0].capacity) {
+        c->learnt_at = c->attention.end;
         tqkv__count_settled(c, c->raw[0].capacity, end);
         tqkv__name_channels(c, 0, TQKV__CENTERS, true);
         tqkv__name_channels(c, 0, TQKV__SCALES, true);
         if (c->attention.non_causal) tqkv__drop_raw(c);
     }
     tqkv__cache_advance(c, n_tokens);
+}
+
+/* Forgets positions whose appends a GPU did not run, and what the cache would have learned from them. */
+static tqkv_result tqkv__count_failed(tqkv_cache *c, int64_t end)
+{
+    const bool unlearns = !c->learning && end >= 0 && end <= c->learnt_at;
+    const tqkv_result r = tqkv_cache_truncate(c, end);
+    if (r != TQKV_OK || !unlearns) return r;
+    tqkv__name_channels(c, 0, TQKV__CENTERS, false);
+    tqkv__name_channels(c, 0, TQKV__SCALES, false);
+    c->learning = c->reads_raw = true;
+    c->exact_below = c->exact_from = c->exact_held = 0;
+    return TQKV_OK;
 }
 
 /* On a GPU a tail is encoded to its stream while the cache learns, too: kernels do not copy rows of any format. After what moved
@@ -13814,7 +13828,7 @@ static tqkv_result tqkv__follow_tail(const tqkv_cache *c)
 static int tqkv__raw_queries(const tqkv_cache *c, int n_queries)
 {
     const int64_t first = c->attention.end - n_queries, n = c->raw[0].capacity;
-    if (!tqkv__has_raw(c) || first >= n) return 0;
+    if (!c->reads_raw || first >= n) return 0;
     return c->attention.end <= n ? n_queries : (int)(n - first);
 }
 
@@ -13945,12 +13959,20 @@ TQKV_API tqkv_cache_desc tqkv_cache_preset(tqkv_preset preset)
 /* After an edit positions below `from` are read as codes: nothing to say where none is kept as halves. */
 static void tqkv__exact_begins(tqkv_cache *c, int64_t from) { c->exact_from = c->exact_last ? from : 0; }
 
+/* What was raw when the cache learned is no longer what it holds. */
+static void tqkv__begin_edit(tqkv_cache *c)
+{
+    if (c->learning) return;
+    tqkv__drop_raw(c);
+    c->learnt_at = -1;
+}
+
 TQKV_API tqkv_result tqkv_cache_truncate(tqkv_cache *c, int64_t end)
 {
     if (!c) return TQKV__INVALID("the cache is NULL");
     if (end < 0 || end > c->attention.end || (end < c->first && end != 0))
         return TQKV__REFUSE(OUT_OF_RANGE, "end: not among the resident positions");
-    if (!c->learning && end < c->attention.end) tqkv__drop_raw(c);
+    if (end < c->attention.end) tqkv__begin_edit(c);
     if (end == 0) c->first = 0;
     if (c->exact_below > end) c->exact_below = end;
     if (end < c->attention.end) tqkv__exact_begins(c, tqkv__exact_kept(c) < end ? tqkv__exact_kept(c) : end);
@@ -14008,7 +14030,7 @@ TQKV__COLD TQKV_API tqkv_result tqkv_cache_remove(tqkv_cache *c, int64_t first, 
     if (count < 0) return TQKV__INVALID("count is negative");
     if (first < 0 || first > c->attention.end || count > c->attention.end - first)
         return TQKV__REFUSE(OUT_OF_RANGE, "first, count: not among the resident positions");
-    if (!c->learning && count) tqkv__drop_raw(c);
+    if (count) tqkv__begin_edit(c);
     const int64_t behind = first + count, n = c->attention.end - behind;
     tqkv__move_positions(c, behind, first, n);
     const int64_t kept = tqkv__exact_kept(c);
@@ -14033,7 +14055,7 @@ TQKV__COLD TQKV_API tqkv_result tqkv_cache_keep(tqkv_cache *c, int n, const int 
         if (kept[i] < 0 || kept[i] >= n) return TQKV__REFUSE(OUT_OF_RANGE, "kept: not one of the newest n positions");
         if (i && kept[i] <= kept[i - 1]) return TQKV__INVALID("kept: not ascending");
     }
-    if (!c->learning && n_kept < n) tqkv__drop_raw(c);
+    if (n_kept < n) tqkv__begin_edit(c);
     const int64_t first = c->attention.end - n, kept_from = tqkv__exact_kept(c);
     int64_t below = first;
     for (int i = 0, next; i < n_kept; i = next) {
@@ -17797,6 +17819,12 @@ TQKV_API tqkv_result tqkv_metal_plan_cache_append(const tqkv_cache *c, tqkv_meta
 
 TQKV_API void tqkv_metal_cache_appended(tqkv_cache *c, int n_tokens) { tqkv__count_append(c, n_tokens); }
 
+TQKV_API tqkv_result tqkv_metal_cache_failed(tqkv_cache *c, int64_t end)
+{
+    if (!c) return TQKV__INVALID("the cache is NULL");
+    return tqkv__count_failed(c, end);
+}
+
 /* The attention of a cache over its stores, with the lists and the tree of `some`. */
 typedef struct tqkv__cache_call {
     tqkv_metal_attention attention;
@@ -17880,7 +17908,7 @@ static tqkv_result tqkv__scratch_of_cache(const tqkv_cache *c, const tqkv_metal_
     call.attention.attention.exact_last = c->exact_last;
     tqkv_result r = tqkv_metal_plan_attend_scratch(&call.attention, coded);
     *coded = (*coded + 15) / 16 * 16;
-    if (r == TQKV_OK && tqkv__has_raw(c) && !c->raw_memory) {
+    if (r == TQKV_OK && c->reads_raw && !c->raw_memory) {
         tqkv__open_raw_call(c, none, 0, n_queries, &call);
         if (some) tqkv__take_some_buffers(some, 0, &call.attention);
         r = tqkv_metal_plan_attend_scratch(&call.attention, &raw);
@@ -18177,7 +18205,7 @@ TQKV_API tqkv_result tqkv_metal_plan_cache_prepare(const tqkv_cache *c, tqkv_met
     a->exact_last = c->exact_last;
     tqkv__take_all_regions(a, &call.attention.keys->shape, &call.attention.values->shape);
     r = tqkv__visit_queries(&v, &call.attention, max_queries, 0);
-    if (r != TQKV_OK || !tqkv__has_raw(c) || c->raw_memory) return r;
+    if (r != TQKV_OK || !c->reads_raw || c->raw_memory) return r;
     tqkv__open_raw_call(c, memory, 0, 1, &call);
     tqkv__take_all_regions(a, &call.attention.keys->shape, &call.attention.values->shape);
     return tqkv__visit_queries(&v, &call.attention, max_queries, 0);

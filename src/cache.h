@@ -22,10 +22,11 @@ struct tqkv_cache {
     int calibrate;     /* as in the desc */
     uint64_t tag;      /* likewise */
     bool learning;     /* positions are in `raw` alone; see >>cache-calibrate */
-    tqkv_store raw[3]; /* rows as they came of keys and values, as halves, and of the tail; zeros when no query reads them */
-    void *raw_memory;  /* that holds them, or NULL */
+    bool reads_raw;    /* some queries read that */
+    tqkv_store raw[3]; /* rows as they came of keys and values, as halves, and of the tail; zeros without */
+    void *raw_memory;  /* that holds them, or NULL: on a GPU they lie in the cache's memory, as long as that */
     size_t raw_size;
-    size_t raw_within; /* on a GPU: their bytes in the cache's memory, where they stay */
+    int64_t learnt_at; /* on a GPU the end before the append that learned; -1: none, or positions were edited since */
     tqkv_metal *metal;
     int matrix_group;
     tqkv_allocator memory;
@@ -60,9 +61,6 @@ static tqkv_store *tqkv__store_of(const tqkv_cache *c, int i)
 }
 
 static int tqkv__stores_within(const tqkv_cache *c) { return c->metal ? TQKV__CACHE_STORES : TQKV__RAW; }
-
-/* Whether queries read rows as they came. */
-static bool tqkv__has_raw(const tqkv_cache *c) { return c->raw[0].head_dim > 0; }
 
 /* Positions of a ring of halves that serves so many queries: whole tiles, none of which wraps. */
 static int64_t tqkv__end_room(int64_t exact_last, int64_t n_queries)
@@ -231,6 +229,7 @@ static tqkv_result tqkv__cache_resolve(const tqkv_cache_desc *desc, tqkv_cache *
 {
     tqkv__attention resolved;
     memset(c, 0, sizeof *c);
+    c->learnt_at = -1;
     tqkv_result r = tqkv__cache_shapes(desc, c);
     if (r == TQKV_OK) r = tqkv__end_shapes(desc, c);
     if (r == TQKV_OK) r = tqkv__raw_shapes(desc, c);
@@ -309,7 +308,6 @@ TQKV__COLD TQKV_API tqkv_result tqkv_cache_create(const tqkv_cache_desc *desc, t
         s->norms_size = tqkv_norms_size(s);
         s->codes = lines + at.codes[i];
         s->norms = (float *)(void *)(lines + at.norms[i]);
-        if (i >= TQKV__RAW) c.raw_within += s->codes_size + s->norms_size;
     }
     if (sinks_size) {
         memcpy(lines + at.sinks, desc->sinks, sinks_size);
@@ -588,7 +586,7 @@ static tqkv_result tqkv__cache_attend(tqkv_cache *c, const tqkv_attention *some,
     tqkv__attention a;
     if (!c || n_queries < 0) return TQKV__INVALID("the cache is NULL or n_queries negative");
     if (n_queries == 0) return TQKV_OK;
-    if (tqkv__has_raw(c)) return tqkv__attend_raw(c, some, q, n_queries, out);
+    if (c->reads_raw) return tqkv__attend_raw(c, some, q, n_queries, out);
     tqkv_result r = tqkv__cache_attention(c, some, n_queries, &a);
     if (r != TQKV_OK) return r;
     if (!c->metal) return tqkv__attend(&a, q, out);
@@ -673,7 +671,6 @@ TQKV_API size_t tqkv_cache_bytes(const tqkv_cache *c)
         const tqkv_store *s = tqkv__store_of(c, i);
         if (s) bytes += s->codes_size + s->norms_size;
     }
-    if (c && !tqkv__has_raw(c)) bytes += c->raw_within;
     for (int side = 0; c && c->grown && side < 2; side++)
         if (c->own[side])
             bytes += c->ends[1][side].codes_size / (size_t)c->ends[1][side].capacity * (size_t)c->own_room;

@@ -13,7 +13,7 @@ static tqkv_result tqkv__raw_shapes(const tqkv_cache_desc *desc, tqkv_cache *c)
     if (desc->calibrate < least) return TQKV__INVALID("calibrate: fewer than 16 positions");
     if (desc->capacity < least) return TQKV__INVALID("calibrate: the capacity is less than 16");
     c->calibrate = desc->calibrate;
-    c->learning = true;
+    c->learning = c->reads_raw = true;
     const int most = quarter > least ? quarter : least, n = desc->calibrate < most ? desc->calibrate : most;
     for (int i = 0; i < TQKV__CACHE_STREAMS; i++) {
         const tqkv_store *s = tqkv__stream_of(c, i);
@@ -56,8 +56,8 @@ static void tqkv__drop_raw(tqkv_cache *c)
 {
     if (c->raw_memory) c->memory.free(c->memory.user, c->raw_memory, c->raw_size);
     c->raw_memory = NULL;
-    c->learning = false;
-    memset(c->raw, 0, sizeof c->raw);
+    c->learning = c->reads_raw = false;
+    if (!c->metal) memset(c->raw, 0, sizeof c->raw);
 }
 
 /* -- Learning -- */
@@ -275,12 +275,26 @@ static void tqkv__count_append(tqkv_cache *c, int n_tokens)
     const int64_t end = c->attention.end + n_tokens;
     if (!c->learning && n_tokens) tqkv__drop_raw(c);
     if (c->learning && end >= c->raw[0].capacity) {
+        c->learnt_at = c->attention.end;
         tqkv__count_settled(c, c->raw[0].capacity, end);
         tqkv__name_channels(c, 0, TQKV__CENTERS, true);
         tqkv__name_channels(c, 0, TQKV__SCALES, true);
         if (c->attention.non_causal) tqkv__drop_raw(c);
     }
     tqkv__cache_advance(c, n_tokens);
+}
+
+/* Forgets positions whose appends a GPU did not run, and what the cache would have learned from them. */
+static tqkv_result tqkv__count_failed(tqkv_cache *c, int64_t end)
+{
+    const bool unlearns = !c->learning && end >= 0 && end <= c->learnt_at;
+    const tqkv_result r = tqkv_cache_truncate(c, end);
+    if (r != TQKV_OK || !unlearns) return r;
+    tqkv__name_channels(c, 0, TQKV__CENTERS, false);
+    tqkv__name_channels(c, 0, TQKV__SCALES, false);
+    c->learning = c->reads_raw = true;
+    c->exact_below = c->exact_from = c->exact_held = 0;
+    return TQKV_OK;
 }
 
 /* On a GPU a tail is encoded to its stream while the cache learns, too: kernels do not copy rows of any format. After what moved
@@ -296,7 +310,7 @@ static tqkv_result tqkv__follow_tail(const tqkv_cache *c)
 static int tqkv__raw_queries(const tqkv_cache *c, int n_queries)
 {
     const int64_t first = c->attention.end - n_queries, n = c->raw[0].capacity;
-    if (!tqkv__has_raw(c) || first >= n) return 0;
+    if (!c->reads_raw || first >= n) return 0;
     return c->attention.end <= n ? n_queries : (int)(n - first);
 }
 

@@ -204,7 +204,7 @@ TQKV_API tqkv_result tqkv_metal_plan_cache_prepare(const tqkv_cache *c, tqkv_met
     a->exact_last = c->exact_last;
     tqkv__take_all_regions(a, &call.attention.keys->shape, &call.attention.values->shape);
     r = tqkv__visit_queries(&v, &call.attention, max_queries, 0);
-    if (r != TQKV_OK || !tqkv__has_raw(c) || c->raw_memory) return r;
+    if (r != TQKV_OK || !c->reads_raw || c->raw_memory) return r;
     tqkv__open_raw_call(c, memory, 0, 1, &call);
     tqkv__take_all_regions(a, &call.attention.keys->shape, &call.attention.values->shape);
     return tqkv__visit_queries(&v, &call.attention, max_queries, 0);

@@ -401,6 +401,39 @@ void run_failures(const void *parameters)
     caches.compare("refused");
 }
 
+// Appends that count, in command buffers that fail: with the one that was to learn gone, the cache learns again.
+void run_failed_commands(const void *parameters)
+{
+    const learn_row *row = (const learn_row *)parameters;
+    const int before = row->learns_at - 3;
+    for (int undone = 1; undone <= 3; undone++) { // so many appends did not run, of which the second or the third learns
+        pair_of_caches caches(row);
+        tqkv_cache *c = caches.caches[1];
+        caches.append(0, before - 1);
+        if (undone < 3) caches.append(before - 1, 1);
+        const int end = (int)tqkv_cache_end(c);
+        if (undone == 3) tqkv_metal_cache_appended(c, 1);
+        tqkv_metal_cache_appended(c, 6);
+        if (undone > 1) tqkv_metal_cache_appended(c, 2);
+        CHECK(tqkv_cache_keys(c)->channel_scale, "appends do not count at once");
+        CHECK_RESULT(tqkv_metal_cache_failed(c, end), TQKV_OK);
+        caches.compare("failed");
+        CHECK_RESULT(tqkv_metal_cache_failed(c, end), TQKV_OK); // once more: nothing
+        caches.attend(end - 2, 2, nullptr);
+        caches.append(end, 7);
+        caches.compare("tried again");
+        caches.append(end + 7, 2);
+        tqkv_metal_cache_appended(c, 3);
+        CHECK_RESULT(tqkv_metal_cache_failed(c, end + 9), TQKV_OK);
+        CHECK(tqkv_cache_keys(c)->channel_scale, "a later failure forgets the scale");
+        for (int side = 0; side < 2; side++) CHECK_RESULT(tqkv_cache_truncate(caches.caches[side], end + 8), TQKV_OK);
+        CHECK_RESULT(tqkv_metal_cache_failed(c, 0), TQKV_OK);
+        CHECK(tqkv_cache_keys(c)->channel_scale && !tqkv_cache_end(c), "after an edit a failure is a truncation");
+        CHECK_RESULT(tqkv_metal_cache_failed(c, 1), TQKV_OUT_OF_RANGE);
+        CHECK_RESULT(tqkv_metal_cache_failed(NULL, 0), TQKV_INVALID_ARGUMENT);
+    }
+}
+
 // With centre or scale given a cache does not learn; its halves' memory counts as long as it is there.
 void run_set(const void *parameters)
 {
@@ -463,6 +496,7 @@ void learn_shader_cases()
         test_add(run_failures, &row, sizeof row, "learn/failures/%s", row.name);
         if (!row.ring && !row.non_causal) test_add(run_some, &row, sizeof row, "learn/some/%s", row.name);
     }
+    for (int i : {0, 1, 7}) test_add(run_failed_commands, &rows[i], sizeof *rows, "learn/failed_commands/%s", rows[i].name);
     test_add(run_set, &rows[1], sizeof *rows, "learn/set");
     test_add(run_apart, &rows[1], sizeof *rows, "learn/apart");
 }
