@@ -1028,7 +1028,13 @@ static tqkv_result tqkv__attend_cache(tqkv_metal *m, const tqkv_cache *c, const 
 
 /* >>self-test: one cache on the GPU, one on the processor */
 
-enum { TQKV__TRIAL_TOKENS = 48, TQKV__TRIAL_RAW = 12, TQKV__TRIAL_QUERIES = 3, TQKV__TRIAL_BLOCK = 4, TQKV__TRIAL_LISTED = 5 };
+enum {
+    TQKV__TRIAL_TOKENS = 48,
+    TQKV__TRIAL_RAW = 12,
+    TQKV__TRIAL_QUERIES = 3,
+    TQKV__TRIAL_BLOCK = 4,
+    TQKV__TRIAL_LISTED = 5
+};
 enum { TQKV__TRIAL_BLOCKS = TQKV__TRIAL_TOKENS / TQKV__TRIAL_BLOCK };
 enum { TQKV__TRIAL_K, TQKV__TRIAL_V, TQKV__TRIAL_Q, TQKV__TRIAL_OUT, TQKV__TRIAL_EXPECTED, TQKV__TRIAL_PARTS };
 

@@ -66,8 +66,7 @@ static tqkv_result tqkv__add_rows(const tqkv_cache *c, tqkv_metal_buffer memory,
     if (has[0]) stores[0] = tqkv__target_of_rows(c, memory, rows, one);
     if (has[1]) stores[1] = tqkv__target_of_rows(c, memory, rows, other);
     const tqkv_metal_buffer of_one = rows->at[one % TQKV__CACHE_STREAMS];
-    if (!has[1])
-        return has[0] ? tqkv__add_encode(&stores[0], of_one, &mapping, rows->not_finite, plan) : TQKV_OK;
+    if (!has[1]) return has[0] ? tqkv__add_encode(&stores[0], of_one, &mapping, rows->not_finite, plan) : TQKV_OK;
     const tqkv_metal_buffer of_other = rows->at[other % TQKV__CACHE_STREAMS];
     if (!has[0]) return tqkv__add_encode(&stores[1], of_other, &mapping, rows->not_finite, plan);
     return tqkv__add_encode_kv(&stores[0], &stores[1], of_one, of_other, &mapping, rows->not_finite, plan);
@@ -254,8 +253,7 @@ TQKV_API tqkv_result tqkv_metal_plan_cache_append(const tqkv_cache *c, tqkv_meta
     tqkv_result r = tqkv__check_on_gpu(c, n_tokens, 0);
     if (r == TQKV_OK) r = tqkv__check_room(c, n_tokens);
     if (r == TQKV_OK) r = tqkv__open_rows(c, layout, k, v, n_tokens, not_finite, &rows);
-    if (r == TQKV_OK)
-        r = c->learning ? tqkv__add_raw(c, memory, &rows, plan) : tqkv__add_coded(c, memory, &rows, plan);
+    if (r == TQKV_OK) r = c->learning ? tqkv__add_raw(c, memory, &rows, plan) : tqkv__add_coded(c, memory, &rows, plan);
     return tqkv__close_plan(plan, r);
 }
 

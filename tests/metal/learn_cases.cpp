@@ -25,6 +25,7 @@ struct machine {
     counting memory;
     tqkv_result answer; // instead of TQKV_OK, after all work
     std::string wrong;
+    int raw; // positions whose queries read rows as they came
 };
 
 machine *machine_of(tqkv_metal *m) { return (machine *)(void *)m; }
@@ -96,6 +97,10 @@ tqkv_result run_attend(tqkv_metal *m, const tqkv_cache *c, const tqkv_attention 
     tqkv_metal_plan plan;
     tqkv_metal_plan_cache_attend(c, gpu_buffer(c), &no_gaps, &call, gpu_buffer(queries.data()), n,
                                  gpu_buffer(scratch.data()), gpu_buffer(outputs.data()), &plan);
+    bool rewrites = false; // outputs of a tree that are written twice, in this order
+    for (int i = 0; i < plan.n; i++) rewrites = rewrites || plan.d[i].barrier == outputs.data();
+    CHECK(rewrites == (some && some->tree && view.keys == tqkv_cache_keys(c) && view.end - n < machine_of(m)->raw),
+          "a barrier on the outputs, or none");
     const tqkv_result r = finished(machine_of(m), gpu_run(plan));
     for (int i = 0; r == TQKV_OK && i < n * heads; i++)
         memcpy((char *)out + ((size_t)(i / heads) * of_out.token + (size_t)(i % heads) * of_out.head) * value,
@@ -159,6 +164,7 @@ pair_of_caches::pair_of_caches(const learn_row *r) : row(r), gpu()
     gpu.backend.memory = counting_allocator(&gpu.memory);
     gpu.backend.append = run_append;
     gpu.backend.attend = run_attend;
+    gpu.raw = row->learns_at;
     for (int which = 0; which < 3; which++) {
         const int heads = heads_of(which), dim = dim_of(which), n = row->tokens;
         strides[which] = {(size_t)(heads * dim), (size_t)dim};
@@ -169,8 +175,8 @@ pair_of_caches::pair_of_caches(const learn_row *r) : row(r), gpu()
         data_rows((uint64_t)(3 + which), DATA_STUDENT, values.data(), 1, all);
         for (int i = 0; i < all; i++) { // channels differ in size and have a constant part, but not those of queries
             const int channel = i % (int)strides[which].token % (heads * dim);
-            values[(size_t)i] = which == 2 ? 0.3f * values[(size_t)i]
-                                           : (values[(size_t)i] + (float)(channel % 5)) * scales[channel];
+            values[(size_t)i] =
+                which == 2 ? 0.3f * values[(size_t)i] : (values[(size_t)i] + (float)(channel % 5)) * scales[channel];
         }
         free(scales);
         rows[which].resize((size_t)all * size_of(row->type));
@@ -264,8 +270,8 @@ const int chunkings[][6] = {{1}, {60}, {7, 20, 1, 9}, {15, 1, 1, 3}, {16, 8}};
 void run_chunks(const void *parameters)
 {
     const learn_row *row = (const learn_row *)parameters;
-    const size_t each = (size_t)(HEADS * (row->value_dim && !row->shared ? row->value_dim : row->head_dim)) *
-                        size_of(row->type);
+    const size_t each =
+        (size_t)(HEADS * (row->value_dim && !row->shared ? row->value_dim : row->head_dim)) * size_of(row->type);
     std::vector<char> alone;
     pair_of_caches caches(row);
     for (const int *chunks : chunkings) {
@@ -406,7 +412,8 @@ void run_failed_commands(const void *parameters)
 {
     const learn_row *row = (const learn_row *)parameters;
     const int before = row->learns_at - 3;
-    for (int undone = 1; undone <= 3; undone++) { // so many appends did not run, of which the second or the third learns
+    for (int undone = 1; undone <= 3;
+         undone++) { // so many appends did not run, of which the second or the third learns
         pair_of_caches caches(row);
         tqkv_cache *c = caches.caches[1];
         caches.append(0, before - 1);
@@ -441,7 +448,8 @@ void run_set(const void *parameters)
     pair_of_caches caches(row);
     float *scales = test_scales(1, CACHE_HEADS, caches.key_dim, 6.0);
     const size_t bytes = tqkv_cache_bytes(caches.caches[1]);
-    for (int side = 0; side < 2; side++) CHECK_RESULT(tqkv_cache_set_scale(caches.caches[side], scales, nullptr), TQKV_OK);
+    for (int side = 0; side < 2; side++)
+        CHECK_RESULT(tqkv_cache_set_scale(caches.caches[side], scales, nullptr), TQKV_OK);
     free(scales);
     CHECK(tqkv_cache_bytes(caches.caches[1]) == bytes, "the halves' memory is gone");
     caches.append(0, 20);
@@ -496,7 +504,8 @@ void learn_shader_cases()
         test_add(run_failures, &row, sizeof row, "learn/failures/%s", row.name);
         if (!row.ring && !row.non_causal) test_add(run_some, &row, sizeof row, "learn/some/%s", row.name);
     }
-    for (int i : {0, 1, 7}) test_add(run_failed_commands, &rows[i], sizeof *rows, "learn/failed_commands/%s", rows[i].name);
+    for (int i : {0, 1, 7})
+        test_add(run_failed_commands, &rows[i], sizeof *rows, "learn/failed_commands/%s", rows[i].name);
     test_add(run_set, &rows[1], sizeof *rows, "learn/set");
     test_add(run_apart, &rows[1], sizeof *rows, "learn/apart");
 }

@@ -477,9 +477,9 @@ static void run_ends(const void *parameters)
 static void record_chunk(tqkv_cache *cache, const tqkv_cache_desc *desc, const float *k, const float *v, const float *q,
                          int n, float *out)
 {
-    const size_t value_dim = (size_t)(desc->value_dim ? desc->value_dim : desc->head_dim), tail = (size_t)desc->tail_dim,
-                 dim = (size_t)desc->head_dim, heads = (size_t)desc->n_kv_heads, tokens = (size_t)n * heads,
-                 rows = (size_t)(n * desc->n_heads), n_k = tokens * (dim + tail);
+    const size_t value_dim = (size_t)(desc->value_dim ? desc->value_dim : desc->head_dim),
+                 tail = (size_t)desc->tail_dim, dim = (size_t)desc->head_dim, heads = (size_t)desc->n_kv_heads,
+                 tokens = (size_t)n * heads, rows = (size_t)(n * desc->n_heads), n_k = tokens * (dim + tail);
     size_t scratch_size = 0;
     tqkv_metal *m = test_host.metal;
     CHECK_RESULT(tqkv_metal_cache_scratch(m, cache, n, &scratch_size), TQKV_OK);
@@ -620,11 +620,30 @@ void cache_host_cases(void)
                                  {true, true, 0},   {true, false, 3}, {true, true, 6}};
     for (int i = 0; i < 6; i++) test_add(run_latent, &latent[i], sizeof latent[i], "cache/latent/%d", i);
     const tqkv_cache_desc learns[] = {
-        {.head_dim = 64, .n_kv_heads = 2, .n_heads = 4, .capacity = 80, .calibrate = 16, .exact_first = 3, .exact_last = 5},
+        {.head_dim = 64,
+         .n_kv_heads = 2,
+         .n_heads = 4,
+         .capacity = 80,
+         .calibrate = 16,
+         .exact_first = 3,
+         .exact_last = 5},
         {.head_dim = 64, .n_kv_heads = 1, .n_heads = 2, .capacity = 50, .calibrate = 30, .ring = true, .window = 9},
-        {.head_dim = 512, .n_kv_heads = 1, .n_heads = 2, .capacity = 80, .calibrate = 16, .shared = true, .tail_dim = 64},
-        {.head_dim = 448, .n_kv_heads = 1, .n_heads = 2, .capacity = 80, .calibrate = 16, .tail_dim = 64,
-         .tail_format = TQKV_I8, .exact_first = 20, .exact_last = 4}};
+        {.head_dim = 512,
+         .n_kv_heads = 1,
+         .n_heads = 2,
+         .capacity = 80,
+         .calibrate = 16,
+         .shared = true,
+         .tail_dim = 64},
+        {.head_dim = 448,
+         .n_kv_heads = 1,
+         .n_heads = 2,
+         .capacity = 80,
+         .calibrate = 16,
+         .tail_dim = 64,
+         .tail_format = TQKV_I8,
+         .exact_first = 20,
+         .exact_last = 4}};
     for (int i = 0; i < 4; i++) test_add(run_learns, &learns[i], sizeof learns[i], "cache/learns/%d", i);
     test_add(run_learns_tree, NULL, 0, "cache/learns/tree");
     test_add(run_refusals, NULL, 0, "refusals/cache");

@@ -332,18 +332,20 @@ static void run_calibrate(const void *parameters)
                       center = host_zeros(size), scale = host_zeros(size), far = center;
     far.offset += 4;
     host_work w = host_begin(true);
-    CHECK_RESULT(tqkv_metal_calibrate(m, w.encoder, &shape, src, c->n_tokens, q, heads, c->n_queries, c->pairs, center,
-                                      scale),
-                 TQKV_OK);
-    CHECK_REFUSED(m, tqkv_metal_calibrate(m, w.encoder, &shape, src, c->n_tokens, q, heads, c->n_queries, c->pairs, far,
-                                          scale),
-                  TQKV_INVALID_ARGUMENT, "center: needs");
-    CHECK_REFUSED(m, tqkv_metal_calibrate(m, w.encoder, &shape, src, c->n_tokens, q, heads, c->n_queries, c->pairs,
-                                          center, center),
-                  TQKV_INVALID_ARGUMENT, "overlap");
-    CHECK_REFUSED(m, tqkv_metal_calibrate(m, w.encoder, &shape, none, c->n_tokens, q, heads, c->n_queries, c->pairs,
-                                          center, scale),
-                  TQKV_INVALID_ARGUMENT, "src: no buffer");
+    CHECK_RESULT(
+        tqkv_metal_calibrate(m, w.encoder, &shape, src, c->n_tokens, q, heads, c->n_queries, c->pairs, center, scale),
+        TQKV_OK);
+    CHECK_REFUSED(
+        m, tqkv_metal_calibrate(m, w.encoder, &shape, src, c->n_tokens, q, heads, c->n_queries, c->pairs, far, scale),
+        TQKV_INVALID_ARGUMENT, "center: needs");
+    CHECK_REFUSED(
+        m,
+        tqkv_metal_calibrate(m, w.encoder, &shape, src, c->n_tokens, q, heads, c->n_queries, c->pairs, center, center),
+        TQKV_INVALID_ARGUMENT, "overlap");
+    CHECK_REFUSED(
+        m,
+        tqkv_metal_calibrate(m, w.encoder, &shape, none, c->n_tokens, q, heads, c->n_queries, c->pairs, center, scale),
+        TQKV_INVALID_ARGUMENT, "src: no buffer");
     CHECK_REFUSED(m, tqkv_metal_calibrate(m, w.encoder, NULL, src, 1, q, heads, 0, c->pairs, center, scale),
                   TQKV_INVALID_ARGUMENT, "calibrate");
     CHECK_REFUSED(m, tqkv_metal_calibrate(m, w.encoder, &shape, src, 1, none, 1, 0, c->pairs, center, scale),

@@ -87,9 +87,9 @@ static void run_self_test_fails(const void *parameters)
                  {usual, 12, "outputs of a list"}, /* after attend_list and attend */
                  {latent, 3, "decoded tails of head_dim 448, i8/i8 and f16"},
                  {latent, 10, "outputs of a list"},
-                 {ends, 2, "outputs of one query"},     /* encode_kv of the first positions as halves */
+                 {ends, 2, "outputs of one query"},       /* encode_kv of the first positions as halves */
                  {learns, 3, "outputs of three queries"}, /* of what is raw, after encode_kv and attend */
-                 {learns, 5, "keys of head_dim 64"}}; /* by another centre, after the last of what is raw */
+                 {learns, 5, "keys of head_dim 64"}};     /* by another centre, after the last of what is raw */
     for (size_t i = 0; i < sizeof cases / sizeof *cases; i++) {
         standin_spoil(cases[i].dispatch);
         CHECK_REFUSED(test_host.metal, tqkv_metal_self_test(test_host.metal, &cases[i].desc), TQKV_METAL_ERROR,
