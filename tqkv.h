@@ -437,8 +437,9 @@ typedef struct tqkv_attention {
     int exact_first, exact_last;
     int64_t exact_from; /* what a truncation, for example, has left as codes; 0: nothing */
     /* Positions below exact_first that are no longer resident are seen, as if they were, where first_keys, first_values and, with
-       a tail, first_tail have them: streams of F16 need theirs for that, too. first_tail: a store of the tail's kind. A slice has
-       them if it begins with the oldest resident position. */
+       a tail, first_tail have them: streams of F16 need theirs for that, too. They are added apart from the others: a query whose
+       window reaches back to one that is gone has other last bits than before. first_tail: a store of the tail's kind. A slice
+       has them if it begins with the oldest resident position. */
     const tqkv_store *first_tail;
     bool whole_window; /* TQKV_OUT_OF_RANGE if a position of a query's window is gone; else it sees what is there */
 } tqkv_attention;
@@ -544,7 +545,8 @@ typedef struct tqkv_cache_desc {
        least 16, and of a smaller cache a quarter of the capacity. 0: not. Until the append that reaches them keys and values are
        halves as they came, and attention is exact. That append encodes them; queries at these positions still read the halves,
        until the next append gives their memory back (with non_causal, until this one). The same codes however positions came. What
-       it has learned is in tqkv_cache_keys. Not on a GPU: there a cache is given what another one learned. */
+       it has learned is in tqkv_cache_keys. On a GPU the halves' memory stays as long as the cache, because work under way may
+       read it: a copy by tqkv_cache_fork, made when the cache has learned, has none. */
     int calibrate;
     uint64_t tag; /* the caller's name for the model, 0: none; a snapshot or a fork of another is refused */
 } tqkv_cache_desc;
@@ -863,8 +865,9 @@ TQKV_METAL_API tqkv_result tqkv_metal_find(tqkv_metal *m, const void *pointer, t
    wait; all other calls, and encode and attend on tqkv_cache_keys and _values, run on the processor. Those that read
    or move codes (remove, keep, fork, save) need recorded appends to have completed, and remove and keep all work. After
    TQKV_METAL_ERROR an append has not happened, but a ring may have lost its oldest positions.
-   The two calls below record into an encoder. An append counts at once, and attention can be recorded after it;
-   truncate if the command buffer fails. The processor sees the codes after the buffer has completed. Rows of a tail lie apart
+   The two calls below record into an encoder. An append counts at once, and attention can be recorded after it; if the
+   command buffer fails, tqkv_metal_cache_failed takes back what it had. The processor sees the codes, and with `calibrate` the
+   centre and the scale, after the buffer has completed: nothing waits for these. Rows of a tail lie apart
    from those of the keys: a shared cache takes them as v, and nothing without a tail, others behind all rows of the keys. */
 TQKV_METAL_API tqkv_result tqkv_metal_cache_append(tqkv_metal *m, tqkv_metal_object encoder, tqkv_cache *c,
                                                    tqkv_metal_buffer k, tqkv_metal_buffer v, int n_tokens,
@@ -2246,10 +2249,16 @@ static tqkv_result tqkv__open_positions(const tqkv_store *store, int n, int64_t 
     return tqkv__check_positions(s, n, position);
 }
 
+/* Bytes from the first of the caller's rows to that of a token and a head. */
+static size_t tqkv__row_offset(const tqkv__stream *s, size_t token, size_t head)
+{
+    return (token * s->strides.token + head * s->strides.head) * tqkv__type_size(s->type);
+}
+
 /* The caller's row of a token and a head. */
 static const void *tqkv__source_row(const tqkv__stream *s, const void *src, size_t token, size_t head)
 {
-    return (const uint8_t *)src + (token * s->strides.token + head * s->strides.head) * tqkv__type_size(s->type);
+    return (const uint8_t *)src + tqkv__row_offset(s, token, head);
 }
 
 /* Checks p: [n][n_kv_heads] rows of the stream's type and strides; *bytes: their size, with gaps. */
@@ -3380,7 +3389,7 @@ TQKV_API tqkv_result tqkv_decode(const tqkv_store *store, int64_t position, int 
     for (int p = 0; p < n_positions; p++) {
         const int slot = tqkv__slot(&s, position + p);
         for (int h = 0; h < s.n_kv_heads; h++) {
-            void *to = (void *)(uintptr_t)tqkv__source_row(&s, dst, (size_t)p, (size_t)h);
+            void *to = (uint8_t *)dst + tqkv__row_offset(&s, (size_t)p, (size_t)h);
             float *row = s.type == TQKV_TYPE_F32 ? (float *)to : wide;
             tqkv__decode_row(&s, tqkv__codes_at(&s, h, slot), tqkv__norms_at(&s, h, slot), row);
             if (s.rotated && basis == TQKV_ORIGINAL) codec->unrotate(row, s.head_dim);
@@ -4022,6 +4031,34 @@ TQKV_API tqkv_result tqkv_logit_noise(const tqkv_store *shape, const void *src, 
    the limit keeps their sums in the L2 cache. */
 #define TQKV__CHUNK_ROWS 64
 
+/* The streams of an attention and, with raw ones, the stores of a cache, in the order of its memory and of snapshots. */
+enum {
+    TQKV__KEYS,
+    TQKV__VALUES,
+    TQKV__TAIL,
+    TQKV__CACHE_STREAMS,
+    TQKV__FIRST_KEYS =
+        TQKV__CACHE_STREAMS, /* what is kept of the first positions besides: halves; of a tail, which only a ring keeps, as it is */
+    TQKV__FIRST_VALUES,
+    TQKV__FIRST_TAIL,
+    TQKV__LAST_KEYS, /* halves of the newest positions */
+    TQKV__LAST_VALUES,
+    TQKV__STREAMS,
+    TQKV__RAW = TQKV__STREAMS, /* rows as they came while a cache learns: keys, values, tail */
+    TQKV__CACHE_STORES = TQKV__RAW + 3
+};
+
+/* Of a stream, the side (keys, values or tail) and the end: the first or the last positions, or neither. */
+typedef struct tqkv__stream_kind {
+    uint8_t side, end;
+} tqkv__stream_kind;
+enum { TQKV__FIRST_END, TQKV__LAST_END, TQKV__NO_END };
+static const tqkv__stream_kind tqkv__stream_kinds[TQKV__CACHE_STORES] = {
+    {TQKV__KEYS, TQKV__NO_END},    {TQKV__VALUES, TQKV__NO_END},    {TQKV__TAIL, TQKV__NO_END},
+    {TQKV__KEYS, TQKV__FIRST_END}, {TQKV__VALUES, TQKV__FIRST_END}, {TQKV__TAIL, TQKV__FIRST_END},
+    {TQKV__KEYS, TQKV__LAST_END},  {TQKV__VALUES, TQKV__LAST_END},  {TQKV__KEYS, TQKV__NO_END},
+    {TQKV__VALUES, TQKV__NO_END},  {TQKV__TAIL, TQKV__NO_END}};
+
 /* Positions, or ranks of a list: [from, to) */
 typedef struct tqkv__range {
     int64_t from, to;
@@ -4042,7 +4079,7 @@ typedef struct tqkv__attention {
     /* Makes integers of a query; NULL: floats. See tqkv__integers. */
     void (*round_query)(const tqkv__stream *s, const float *query, float *to);
     /* Positions below exact_below are halves in ends[0][side], and those from tqkv__exact_at on in ends[1][side], where
-       exact[][side] is set; side 0: keys, 1: values. exact_from: for the last query, on a GPU for all. See tqkv__region_at. */
+       exact[][side] is set; side: TQKV__KEYS or TQKV__VALUES. exact_from: for the last query, on a GPU for all. See tqkv__region_at. */
     int64_t exact_below, exact_from;
     bool newest_halves; /* on a GPU: this is the region that queries read from halves of the newest */
     bool exact[2][2];
@@ -6641,7 +6678,7 @@ static const tqkv__isa TQKV__(isa) = {TQKV__ISA_NAME,    TQKV__LANES,        {TQ
      load_row, repeat           those of a vector of dimensions, those of TQKV__PRODUCTS positions in each lane
      transpose                  16 bytes of TQKV__INTEGER_LANES positions to lanes, as repeat has TQKV__PRODUCTS integers
      lanes, repeated, dot_lanes, whole_lanes   as codes, row, dot, whole, for lanes of eight products
-     TQKV__LOOKED_UP            whether few rows multiply codes without storing their bytes first: with load_part, or with
+     TQKV__LOOKED_UP            whether few rows multiply codes without storing their bytes first: with load_nibbles, or with
                                 load_quarters, order_fields and look_up_fields, and with dot_bytes                     */
 
 #define TQKV__VECTOR TQKV__(vector)
@@ -6652,8 +6689,9 @@ static const tqkv__isa TQKV__(isa) = {TQKV__ISA_NAME,    TQKV__LANES,        {TQ
 #define TQKV__LANE_BYTES  ((int)sizeof(TQKV__I(lanes)))
 #define TQKV__WORDS       ((TQKV__PRODUCTS == 2 ? 2 : 4) * TQKV__INTEGER_LANES) /* multiplied with a vector of codes */
 /* Keys that are decoded together. */
-#define TQKV__SLICE  16
-#define TQKV__SLICES (2 * TQKV__INTEGER_LANES > TQKV__SLICE ? 2 * TQKV__INTEGER_LANES : TQKV__SLICE)
+#define TQKV__KEYS_AT_ONCE 16
+#define TQKV__MOST_KEYS_AT_ONCE                                                                                        \
+    (2 * TQKV__INTEGER_LANES > TQKV__KEYS_AT_ONCE ? 2 * TQKV__INTEGER_LANES : TQKV__KEYS_AT_ONCE)
 #ifndef TQKV__LANES_ROWS
 #define TQKV__LANES_ROWS 8
 #endif
@@ -6756,12 +6794,12 @@ TQKV__TARGET static TQKV__S(source)
 {
     const uint8_t *row = tqkv__codes_at(s, kv_head, segment->slot + j);
     const ptrdiff_t ahead = (ptrdiff_t)segment->ahead * (ptrdiff_t)s->row_bytes;
-    const int padded = TQKV__PADDED(dim), rows = (n + TQKV__SLICE - 1) / TQKV__SLICE * TQKV__SLICE;
+    const int padded = TQKV__PADDED(dim), rows = (n + TQKV__KEYS_AT_ONCE - 1) / TQKV__KEYS_AT_ONCE * TQKV__KEYS_AT_ONCE;
     const TQKV__S(source) in_place = {(const int8_t *)row + first, s->row_bytes, ahead};
     const TQKV__S(source) decoded = {room, (size_t)padded, 0};
     if (s->kind == TQKV__GRID && n == rows) return in_place;
-    for (int i = 0; i < n; i += TQKV__SLICE, row += TQKV__SLICE * s->row_bytes) {
-        const int now = n - i < TQKV__SLICE ? n - i : TQKV__SLICE;
+    for (int i = 0; i < n; i += TQKV__KEYS_AT_ONCE, row += TQKV__KEYS_AT_ONCE * s->row_bytes) {
+        const int now = n - i < TQKV__KEYS_AT_ONCE ? n - i : TQKV__KEYS_AT_ONCE;
         int8_t *to = room + i * padded;
         if (first == 0) tqkv__prefetch(TQKV__L2, row + ahead, (size_t)now * s->row_bytes);
         if (s->kind != TQKV__GRID) TQKV__S(decoders)[s->format](s, row, first, now, dim, to);
@@ -7219,82 +7257,99 @@ TQKV__TARGET static void TQKV__I(add_integers)(const TQKV__I(product) * p, int n
 /* >>k-integer-few: one and two rows of integers, straight from the codes; a set with tables of bytes in registers has them. */
 
 #if TQKV__LOOKED_UP
-/* -- Few rows: fields of 4 bits are multiplied as bytes, in the order in which they are stored, and an integer is 256 times its
-   high byte plus its low one, both signed. Part 0 is the lower code of each byte, part 1 the upper one. Codes are c + 128,
-   because the products want one factor unsigned; sums begin with -128 times that of the other. -- */
+/* Few rows multiply codes that become bytes only in registers. An integer of a row is 256 times its high byte plus its low one,
+   both signed, and has two sums. Codes are c + 128, because the products want one factor unsigned; sums begin with -128 times
+   that of the other. A vector has 64 bytes in one of three orders, where p are positions and d dimensions:
 
-/* Dimensions in both parts of a vector of codes */
-#define TQKV__CHUNK (2 * TQKV__BYTES)
+     nibbles: one position, as its fields are stored. Nibble 0 is the lower code of each byte, nibble 1 the upper one.
+       byte         0     1     2  ...    63
+       nibble 0    d0    d2    d4  ...  d126
+       nibble 1    d1    d3    d5  ...  d127
 
-/* TQ4 with fewer rows than take lanes, two at a time, TQ5 with two, TQ6 with one, where they fill more than half a vector. Four
-   rows of 80 dimensions take less time in quarters. */
-static bool TQKV__I(is_packed)(const tqkv__stream *s, int n, int n_rows)
+     quarters, for scores: sixteen k of 64 dimensions, d16k to d16k+15, of four positions
+       byte         0 to 15   16 to 31   32 to 47   48 to 63
+                    p0        p1         p2         p3
+
+     quarters, for sums ("lanes"): the same 64 codes, the positions of a dimension side by side
+       byte         0 to 3    4 to 7     ...        60 to 63
+                    p0 to p3 of d16k     ...        of d16k+15     */
+
+/* -- Nibbles -- */
+
+/* Dimensions in both nibbles of a vector of codes */
+#define TQKV__NIBBLES (2 * TQKV__BYTES)
+
+/* Nibbles are for TQ4 with fewer rows than take lanes, two at a time, for TQ5 with two and TQ6 with one, where they fill more than
+   half a vector. Four rows of 80 dimensions take less time in quarters. */
+static bool TQKV__I(takes_nibbles)(const tqkv__stream *s, int n, int n_rows)
 {
     const int most = s->upper_bits ? 3 - s->upper_bits : s->panel_dim > 80 ? TQKV__LANES_ROWS - 1 : 2;
-    return n_rows <= most && n % TQKV__SLICE == 0 && s->main_bits == 4 && s->panel_dim > TQKV__BYTES;
+    return n_rows <= most && n % TQKV__KEYS_AT_ONCE == 0 && s->main_bits == 4 && s->panel_dim > TQKV__BYTES;
 }
 
-/* The integers of a row of queries by parts, their high bytes and their low ones; starts: the first sums of both */
-typedef struct TQKV__I(digits) {
-    int8_t parts[TQKV__PANEL / TQKV__BYTES][2][TQKV__BYTES];
+/* The integers of a row of queries by nibbles: bytes[][0] their high bytes, [1] their low ones; starts: the first sums of both */
+typedef struct TQKV__I(nibble_query) {
+    int8_t bytes[TQKV__PANEL / TQKV__BYTES][2][TQKV__BYTES];
     TQKV__(codes) starts[2];
-} TQKV__I(digits);
+} TQKV__I(nibble_query);
 
-TQKV__TARGET static TQKV__NOINLINE void TQKV__I(open_digits)(const int16_t *words, int dim, TQKV__I(digits) * to)
+TQKV__TARGET static TQKV__NOINLINE void TQKV__I(open_nibble_query)(const int16_t *words, int dim,
+                                                                   TQKV__I(nibble_query) * to)
 {
     to->starts[0] = to->starts[1] = TQKV__I(no_sum)();
-    for (int d = 0; d < dim; d += TQKV__CHUNK)
-        for (int part = 0; part < 2; part++) {
+    for (int d = 0; d < dim; d += TQKV__NIBBLES)
+        for (int nibble = 0; nibble < 2; nibble++) {
             TQKV__(codes) a[2], b[2];
             TQKV__I(split)(words + d, dim - d, a);
             TQKV__I(split)(words + d + TQKV__BYTES, dim - d - TQKV__BYTES, b);
             TQKV__UNROLL
             for (int i = 0; i < 2; i++) {
-                const TQKV__(codes) x = TQKV__I(part_of)(part, a[i], b[i]);
-                memcpy(to->parts[d / TQKV__BYTES + part][i], &x, sizeof x);
+                const TQKV__(codes) x = TQKV__I(nibbles_of)(nibble, a[i], b[i]);
+                memcpy(to->bytes[d / TQKV__BYTES + nibble][i], &x, sizeof x);
                 to->starts[i] = TQKV__I(less_bytes)(to->starts[i], x);
             }
         }
 }
 
-/* Dimensions of the positions of a tile: of a panel, or 64 of them or what is left */
-typedef struct TQKV__I(chunk) {
+/* The stored codes of a tile's positions, for all dimensions of a panel or for 64 of them or what is left */
+typedef struct TQKV__I(stored) {
     const uint8_t *fields[2]; /* main ones, upper ones */
     uint32_t masks[2];        /* a bit for each 16 bits of 64 fields */
     size_t stride;
     ptrdiff_t ahead; /* to the next tile, 0: not asked for */
     const int8_t *centroids;
     int n, left; /* positions, dimensions */
-} TQKV__I(chunk);
+} TQKV__I(stored);
 
-/* Dimensions [first + d, first + dim), at most 64 of them */
-TQKV__OP TQKV__I(chunk)
-    TQKV__I(open_chunk)(const tqkv__stream *s, int kv_head, const tqkv__segment *segment, int first, int d, int dim)
+/* Opens the codes of dimensions [first + d, first + dim), at most 64 of them. */
+TQKV__OP TQKV__I(stored)
+    TQKV__I(open_stored)(const tqkv__stream *s, int kv_head, const tqkv__segment *segment, int first, int d, int dim)
 {
     const uint8_t *row = tqkv__codes_at(s, kv_head, segment->slot);
     const int left = dim - d < 64 ? dim - d : 64, main = s->main_bits, upper = s->upper_bits;
-    const TQKV__I(chunk) p = {{row + (first + d) * main / 8, row + (s->head_dim * main + (first + d) * upper) / 8},
-                              {((uint32_t)1 << left * main / 16) - 1, ((uint32_t)1 << left * upper / 16) - 1},
-                              s->row_bytes,
-                              first + d == 0 ? (ptrdiff_t)segment->ahead * (ptrdiff_t)s->row_bytes : 0,
-                              s->centroids,
-                              segment->n,
-                              left};
+    const TQKV__I(stored) p = {{row + (first + d) * main / 8, row + (s->head_dim * main + (first + d) * upper) / 8},
+                               {((uint32_t)1 << left * main / 16) - 1, ((uint32_t)1 << left * upper / 16) - 1},
+                               s->row_bytes,
+                               first + d == 0 ? (ptrdiff_t)segment->ahead * (ptrdiff_t)s->row_bytes : 0,
+                               s->centroids,
+                               segment->n,
+                               left};
     return p;
 }
 
-/* All dimensions of a panel: its packed codes are walked by lines, each of which asks for that of the next tile. */
-TQKV__OP TQKV__I(chunk) TQKV__I(open_panel)(const tqkv__stream *s, int kv_head, const tqkv__segment *segment, int first)
+/* Opens all dimensions of a panel: its packed codes are walked by lines, each of which asks for that of the next tile. */
+TQKV__OP TQKV__I(stored)
+    TQKV__I(open_stored_panel)(const tqkv__stream *s, int kv_head, const tqkv__segment *segment, int first)
 {
-    TQKV__I(chunk) p = TQKV__I(open_chunk)(s, kv_head, segment, first, 0, s->panel_dim);
+    TQKV__I(stored) p = TQKV__I(open_stored)(s, kv_head, segment, first, 0, s->panel_dim);
     p.ahead = (ptrdiff_t)segment->ahead * (ptrdiff_t)s->row_bytes;
     p.left = s->panel_dim;
     return p;
 }
 
 /* sums[row][i]: the products of four positions from 4 i on with one or two rows, in the lanes that sum_codes_across adds up */
-TQKV__OP void TQKV__I(score_parts)(const tqkv_format format, const int rows, const TQKV__I(chunk) * p,
-                                   const TQKV__I(digits) * digits, TQKV__(codes) (*sums)[TQKV__TILE / 4])
+TQKV__OP void TQKV__I(dot_nibbles)(const tqkv_format format, const int rows, const TQKV__I(stored) * p,
+                                   const TQKV__I(nibble_query) * query, TQKV__(codes) (*sums)[TQKV__TILE / 4])
 {
     const TQKV__(codes) book = TQKV__I(load_book)(p->centroids);
     const size_t stride = p->stride;
@@ -7303,10 +7358,10 @@ TQKV__OP void TQKV__I(score_parts)(const tqkv_format format, const int rows, con
         TQKV__(codes) high[2][4], low[2][4];
         TQKV__UNROLL
         for (int i = 0; i < 4 * rows; i++) {
-            high[i / 4][i % 4] = digits[i / 4].starts[0];
-            low[i / 4][i % 4] = digits[i / 4].starts[1];
+            high[i / 4][i % 4] = query[i / 4].starts[0];
+            low[i / 4][i % 4] = query[i / 4].starts[1];
         }
-        for (int d = 0; d < p->left; d += TQKV__CHUNK) {
+        for (int d = 0; d < p->left; d += TQKV__NIBBLES) {
             const uint8_t *main_at = row + d / 2, *upper_at = upper + d * TQKV__UPPER_BITS(format) / 8;
             TQKV__UNROLL
             for (int i = 0; i < 4; i++) {
@@ -7315,14 +7370,14 @@ TQKV__OP void TQKV__I(score_parts)(const tqkv_format format, const int rows, con
                     tqkv__prefetch(TQKV__L2, upper_at + (ptrdiff_t)((size_t)i * stride) + p->ahead, 1);
             }
             TQKV__UNROLL
-            for (int part = 0; part < 2; part++) {
+            for (int nibble = 0; nibble < 2; nibble++) {
                 TQKV__UNROLL
                 for (int i = 0; i < 4; i++) {
-                    const TQKV__(codes) x = TQKV__I(load_part)(
-                        format, part, book, p->left - d, main_at + (size_t)i * stride, upper_at + (size_t)i * stride);
+                    const TQKV__(codes) x = TQKV__I(load_nibbles)(
+                        format, nibble, book, p->left - d, main_at + (size_t)i * stride, upper_at + (size_t)i * stride);
                     TQKV__UNROLL
                     for (int r = 0; r < rows; r++) {
-                        const int8_t(*y)[TQKV__BYTES] = digits[r].parts[d / TQKV__BYTES + part];
+                        const int8_t(*y)[TQKV__BYTES] = query[r].bytes[d / TQKV__BYTES + nibble];
                         high[r][i] = TQKV__I(dot_bytes)(high[r][i], x, TQKV__I(load_codes)(y[0]));
                         low[r][i] = TQKV__I(dot_bytes)(low[r][i], x, TQKV__I(load_codes)(y[1]));
                     }
@@ -7340,53 +7395,55 @@ TQKV__OP void TQKV__I(score_parts)(const tqkv_format format, const int rows, con
 
 /* macro(format, rows): where this takes less time than words, or than storing the bytes first (D=128, one core of a Zen 5: TQ4
    0.78 of it, TQ5 0.77, with one row TQ6 0.68; two rows of TQ4 after two 0.88 of four at once) */
-#define TQKV__BY_PARTS(macro)                                                                                          \
+#define TQKV__BY_NIBBLES(macro)                                                                                        \
     macro(TQKV_TQ4, 1) macro(TQKV_TQ4, 2) macro(TQKV_TQ5, 1) macro(TQKV_TQ5, 2) macro(TQKV_TQ6, 1)
 
 /* Functions of their own, because loops that share one spill. The copy tells the compiler that sums lie elsewhere. */
-#define TQKV__SCORE_PARTS(format, rows)                                                                                \
-    TQKV__TARGET static TQKV__NOINLINE void TQKV__I(score_parts_##format##_##rows)(                                    \
-        const TQKV__I(chunk) * p, const TQKV__I(digits) * digits, TQKV__(codes)(*sums)[TQKV__TILE / 4])                \
+#define TQKV__DOT_NIBBLES(format, rows)                                                                                \
+    TQKV__TARGET static TQKV__NOINLINE void TQKV__I(dot_nibbles_##format##_##rows)(                                    \
+        const TQKV__I(stored) * p, const TQKV__I(nibble_query) * query, TQKV__(codes)(*sums)[TQKV__TILE / 4])          \
     {                                                                                                                  \
-        const TQKV__I(chunk) copy = *p;                                                                                \
-        TQKV__I(score_parts)(format, rows, &copy, digits, sums);                                                       \
+        const TQKV__I(stored) copy = *p;                                                                               \
+        TQKV__I(dot_nibbles)(format, rows, &copy, query, sums);                                                        \
     }
-TQKV__BY_PARTS(TQKV__SCORE_PARTS)
+TQKV__BY_NIBBLES(TQKV__DOT_NIBBLES)
 
-TQKV__TARGET static TQKV__NOINLINE void TQKV__I(score_packed)(const tqkv__stream *s, int kv_head,
-                                                              const tqkv__segment *segment, int first, int rows,
-                                                              const TQKV__I(product) * p)
+TQKV__TARGET static TQKV__NOINLINE void TQKV__I(score_nibbles)(const tqkv__stream *s, int kv_head,
+                                                               const tqkv__segment *segment, int first, int rows,
+                                                               const TQKV__I(product) * p)
 {
-    const TQKV__I(chunk) panel = TQKV__I(open_panel)(s, kv_head, segment, first);
-    TQKV__I(digits) digits[2];
+    const TQKV__I(stored) panel = TQKV__I(open_stored_panel)(s, kv_head, segment, first);
+    TQKV__I(nibble_query) query[2];
     TQKV__(codes) sums[2][TQKV__TILE / 4];
-    for (int r = 0; r < rows; r++) TQKV__I(open_digits)(p->rows + 2 * r * p->row_floats, p->dim, &digits[r]);
-#define TQKV__SCORE_PACKED(which, n)                                                                                   \
-    if (s->format == which && rows == n) TQKV__I(score_parts_##which##_##n)(&panel, digits, sums);
-    TQKV__BY_PARTS(TQKV__SCORE_PACKED)
+    for (int r = 0; r < rows; r++) TQKV__I(open_nibble_query)(p->rows + 2 * r * p->row_floats, p->dim, &query[r]);
+#define TQKV__SCORE_NIBBLES(which, n)                                                                                  \
+    if (s->format == which && rows == n) TQKV__I(dot_nibbles_##which##_##n)(&panel, query, sums);
+    TQKV__BY_NIBBLES(TQKV__SCORE_NIBBLES)
     for (int j = 0; j < p->n; j += 16)
         for (int r = 0; r < rows; r++) TQKV__I(add_scores)(p, r, j, TQKV__S(sum_codes_across)(sums[r] + j / 4));
 }
 
-/* -- Few rows: four positions at a time are looked up where they are multiplied, 16 dimensions of each in a quarter of a vector, so
-   that no size leaves lanes empty. Integers and codes are the bytes that they are above. -- */
+/* -- Quarters: no size leaves lanes empty. -- */
 
-/* Of what is not packed, TQ2 and TQ4 with fewer rows than take lanes, TQ3 and TQ5 with two. More rows of more dimensions share bytes. */
-static bool TQKV__I(is_quartered)(const tqkv__stream *s, int n, int n_rows)
+/* Quarters are for TQ2 and TQ4 with fewer rows than take lanes, for TQ3 and TQ5 with two, where nibbles are not. More rows of more
+   dimensions share bytes. */
+static bool TQKV__I(takes_quarters)(const tqkv__stream *s, int n, int n_rows)
 {
     int most = 0;
     if (s->format == TQKV_TQ2 || s->format == TQKV_TQ4) most = s->panel_dim > 80 ? 2 : TQKV__LANES_ROWS - 1;
     if (s->format == TQKV_TQ3 || s->format == TQKV_TQ5) most = s->panel_dim > 128 ? 1 : 2;
-    return n_rows <= most && n % TQKV__SLICE == 0;
+    return n_rows <= most && n % TQKV__KEYS_AT_ONCE == 0;
 }
 
-/* The integers of a row of queries, 16 of them in each quarter, their high bytes and their low ones; start: the first sums */
-typedef struct TQKV__I(quarters) {
-    int8_t pieces[TQKV__PANEL / 16][2][TQKV__BYTES];
+/* The integers of a row of queries, 16 of them in each quarter: bytes[][0] their high bytes, [1] their low ones; start: the first
+   sums */
+typedef struct TQKV__I(quarter_query) {
+    int8_t bytes[TQKV__PANEL / 16][2][TQKV__BYTES];
     TQKV__(codes) start;
-} TQKV__I(quarters);
+} TQKV__I(quarter_query);
 
-TQKV__TARGET static TQKV__NOINLINE void TQKV__I(open_quarters)(const int16_t *words, int dim, TQKV__I(quarters) * to)
+TQKV__TARGET static TQKV__NOINLINE void TQKV__I(open_quarter_query)(const int16_t *words, int dim,
+                                                                    TQKV__I(quarter_query) * to)
 {
     TQKV__(codes) starts[2] = {TQKV__I(no_sum)(), TQKV__I(no_sum)()};
     for (int d = 0; d < dim; d += TQKV__BYTES) {
@@ -7395,32 +7452,32 @@ TQKV__TARGET static TQKV__NOINLINE void TQKV__I(open_quarters)(const int16_t *wo
         TQKV__UNROLL
         for (int i = 0; i < 8; i++) {
             const TQKV__(codes) x = TQKV__I(repeat_quarter)(bytes[i % 2], i / 2);
-            memcpy(to->pieces[d / 16 + i / 2][i % 2], &x, sizeof x);
+            memcpy(to->bytes[d / 16 + i / 2][i % 2], &x, sizeof x);
             starts[i % 2] = TQKV__I(less_bytes)(starts[i % 2], x);
         }
     }
     to->start = TQKV__I(join)(starts[0], starts[1]);
 }
 
-/* 16 codes of four positions, piece `piece` of 64; raw, fields: what was loaded with an earlier piece */
-TQKV__OP TQKV__(codes) TQKV__I(look_up_piece)(const tqkv_format format, const bool lanes, const int piece,
-                                              TQKV__(codes) book, const TQKV__I(chunk) * p, size_t at, size_t stride,
-                                              TQKV__(codes) (*raw)[2], TQKV__(codes) * fields)
+/* Looks up a sixteen of four positions; raw, fields: what was loaded with an earlier one. */
+TQKV__OP TQKV__(codes) TQKV__I(look_up_sixteen)(const tqkv_format format, const bool lanes, const int sixteen,
+                                                TQKV__(codes) book, const TQKV__I(stored) * p, size_t at, size_t stride,
+                                                TQKV__(codes) (*raw)[2], TQKV__(codes) * fields)
 {
     TQKV__UNROLL
     for (int i = 0; i < 2; i++) {
         const int bits = i ? TQKV__UPPER_BITS(format) : TQKV__MAIN_BITS(format);
         if (!bits) break;
-        if (piece == 0) TQKV__I(load_quarters)(bits, p->masks[i], p->fields[i] + at, stride, raw[i]);
-        if (piece == 0 || (piece == 2 && (lanes || bits == 4)))
-            fields[i] = TQKV__I(order_fields)(bits, lanes, piece, raw[i]);
+        if (sixteen == 0) TQKV__I(load_quarters)(bits, p->masks[i], p->fields[i] + at, stride, raw[i]);
+        if (sixteen == 0 || (sixteen == 2 && (lanes || bits == 4)))
+            fields[i] = TQKV__I(order_fields)(bits, lanes, sixteen, raw[i]);
     }
-    return TQKV__I(look_up_fields)(format, lanes, piece, fields, book);
+    return TQKV__I(look_up_fields)(format, lanes, sixteen, fields, book);
 }
 
 /* sums[row][v]: the products of the positions v, v + 4, v + 8 and v + 12 of 16 with a row, in a quarter each, for 64 dimensions */
-TQKV__OP void TQKV__I(score_pieces)(const tqkv_format format, const int rows, const TQKV__I(chunk) * p,
-                                    const TQKV__I(quarters) * q, int d, TQKV__(codes) (*sums)[TQKV__TILE / 4])
+TQKV__OP void TQKV__I(dot_quarters)(const tqkv_format format, const int rows, const TQKV__I(stored) * p,
+                                    const TQKV__I(quarter_query) * query, int d, TQKV__(codes) (*sums)[TQKV__TILE / 4])
 {
     const TQKV__(codes) book = TQKV__I(load_book)(p->centroids);
     for (int v = 0; v < p->n / 4; v++) {
@@ -7436,10 +7493,10 @@ TQKV__OP void TQKV__I(score_pieces)(const tqkv_format format, const int rows, co
         TQKV__UNROLL
         for (int k = 0; k < 4; k++) {
             if (k * 16 >= p->left) break;
-            const TQKV__(codes) x = TQKV__I(look_up_piece)(format, false, k, book, p, at, 4 * p->stride, raw, fields);
+            const TQKV__(codes) x = TQKV__I(look_up_sixteen)(format, false, k, book, p, at, 4 * p->stride, raw, fields);
             TQKV__UNROLL
             for (int r = 0; r < rows; r++) {
-                const int8_t(*y)[TQKV__BYTES] = q[r].pieces[d / 16 + k];
+                const int8_t(*y)[TQKV__BYTES] = query[r].bytes[d / 16 + k];
                 high[r] = TQKV__I(dot_bytes)(high[r], x, TQKV__I(load_codes)(y[0]));
                 low[r] = TQKV__I(dot_bytes)(low[r], x, TQKV__I(load_codes)(y[1]));
             }
@@ -7450,36 +7507,36 @@ TQKV__OP void TQKV__I(score_pieces)(const tqkv_format format, const int rows, co
 }
 
 /* macro(format, rows) */
-#define TQKV__BY_PIECES(macro)                                                                                         \
+#define TQKV__BY_QUARTERS(macro)                                                                                       \
     macro(TQKV_TQ2, 1) macro(TQKV_TQ2, 2) macro(TQKV_TQ3, 1) macro(TQKV_TQ3, 2) macro(TQKV_TQ4, 1) macro(TQKV_TQ4, 2)  \
         macro(TQKV_TQ5, 1) macro(TQKV_TQ5, 2)
 #define TQKV__BY_FOUR_ROWS(macro) macro(TQKV_TQ2, 4) macro(TQKV_TQ4, 4) /* scores alone: values have four sums a row */
 
-#define TQKV__SCORE_PIECES(format, rows)                                                                               \
-    TQKV__TARGET static TQKV__NOINLINE void TQKV__I(score_##format##_##rows)(                                          \
-        const TQKV__I(chunk) * p, const TQKV__I(quarters) * q, int d, TQKV__(codes)(*sums)[TQKV__TILE / 4])            \
+#define TQKV__DOT_QUARTERS(format, rows)                                                                               \
+    TQKV__TARGET static TQKV__NOINLINE void TQKV__I(dot_quarters_##format##_##rows)(                                   \
+        const TQKV__I(stored) * p, const TQKV__I(quarter_query) * query, int d, TQKV__(codes)(*sums)[TQKV__TILE / 4])  \
     {                                                                                                                  \
-        const TQKV__I(chunk) copy = *p;                                                                                \
-        TQKV__I(score_pieces)(format, rows, &copy, q, d, sums);                                                        \
+        const TQKV__I(stored) copy = *p;                                                                               \
+        TQKV__I(dot_quarters)(format, rows, &copy, query, d, sums);                                                    \
     }
-TQKV__BY_PIECES(TQKV__SCORE_PIECES)
-TQKV__BY_FOUR_ROWS(TQKV__SCORE_PIECES)
+TQKV__BY_QUARTERS(TQKV__DOT_QUARTERS)
+TQKV__BY_FOUR_ROWS(TQKV__DOT_QUARTERS)
 
 TQKV__TARGET static TQKV__NOINLINE void TQKV__I(score_quarters)(const tqkv__stream *s, int kv_head,
                                                                 const tqkv__segment *segment, int first, int rows,
                                                                 const TQKV__I(product) * p)
 {
-    TQKV__I(quarters) quarters[4];
+    TQKV__I(quarter_query) query[4];
     TQKV__(codes) sums[4][TQKV__TILE / 4];
     for (int r = 0; r < rows; r++) {
-        TQKV__I(open_quarters)(p->rows + 2 * r * p->row_floats, p->dim, &quarters[r]);
-        for (int v = 0; v < p->n / 4; v++) sums[r][v] = quarters[r].start;
+        TQKV__I(open_quarter_query)(p->rows + 2 * r * p->row_floats, p->dim, &query[r]);
+        for (int v = 0; v < p->n / 4; v++) sums[r][v] = query[r].start;
     }
     for (int d = 0; d < p->dim; d += 64) {
-        const TQKV__I(chunk) chunk = TQKV__I(open_chunk)(s, kv_head, segment, first, d, p->dim);
+        const TQKV__I(stored) stored = TQKV__I(open_stored)(s, kv_head, segment, first, d, p->dim);
 #define TQKV__SCORE_QUARTERS(which, n)                                                                                 \
-    if (s->format == which && rows == n) TQKV__I(score_##which##_##n)(&chunk, quarters, d, sums);
-        TQKV__BY_PIECES(TQKV__SCORE_QUARTERS)
+    if (s->format == which && rows == n) TQKV__I(dot_quarters_##which##_##n)(&stored, query, d, sums);
+        TQKV__BY_QUARTERS(TQKV__SCORE_QUARTERS)
         TQKV__BY_FOUR_ROWS(TQKV__SCORE_QUARTERS)
     }
     for (int j = 0; j < p->n; j += 16)
@@ -7491,12 +7548,12 @@ TQKV__TARGET static TQKV__NOINLINE void TQKV__I(score_few)(const tqkv__stream *s
                                                            const tqkv__segment *segment, int first, int n_rows,
                                                            TQKV__I(product) * p)
 {
-    const bool packed = TQKV__I(is_packed)(s, segment->n, n_rows);
+    const bool nibbles = TQKV__I(takes_nibbles)(s, segment->n, n_rows);
     p->n = segment->n;
     for (int left = n_rows, now; left > 0; left -= now) {
-        now = !packed && left >= 4 ? 4 : left >= 2 ? 2 : 1;
-        if (packed)
-            TQKV__I(score_packed)(s, kv_head, segment, first, now, p);
+        now = !nibbles && left >= 4 ? 4 : left >= 2 ? 2 : 1;
+        if (nibbles)
+            TQKV__I(score_nibbles)(s, kv_head, segment, first, now, p);
         else
             TQKV__I(score_quarters)(s, kv_head, segment, first, now, p);
         TQKV__I(advance)(p, now);
@@ -7504,19 +7561,20 @@ TQKV__TARGET static TQKV__NOINLINE void TQKV__I(score_few)(const tqkv__stream *s
 }
 
 /* The weights of a row as bytes, and -128 times their sum */
-typedef struct TQKV__I(parts) {
+typedef struct TQKV__I(byte_weights) {
     int8_t bytes[2][TQKV__TILE];
     int32_t start;
-} TQKV__I(parts);
+} TQKV__I(byte_weights);
 
-TQKV__TARGET static TQKV__NOINLINE void TQKV__I(open_parts)(const int16_t *words, TQKV__I(parts) * to)
+TQKV__TARGET static TQKV__NOINLINE void TQKV__I(open_byte_weights)(const int16_t *words, TQKV__I(byte_weights) * to)
 {
     to->start = TQKV__I(split_weights)(words, to->bytes);
 }
 
-/* The sums of one part of a chunk: dword i of results[t] is byte 16 l + 4 t + i of the chunk, where l is its quarter. */
-TQKV__OP void TQKV__I(sum_part)(const tqkv_format format, const int part, const int rows, const TQKV__I(chunk) * p,
-                                const TQKV__I(parts) * weights, TQKV__(codes) (*results)[4])
+/* The sums of one nibble of a vector of codes: dword i of quarter l of results[t] is that of byte 16 l + 4 t + i. */
+TQKV__OP void TQKV__I(sum_nibbles)(const tqkv_format format, const int nibble, const int rows,
+                                   const TQKV__I(stored) * p, const TQKV__I(byte_weights) * weights,
+                                   TQKV__(codes) (*results)[4])
 {
     const TQKV__(codes) book = TQKV__I(load_book)(p->centroids);
     const uint8_t *row = p->fields[0], *upper = p->fields[1];
@@ -7531,9 +7589,9 @@ TQKV__OP void TQKV__I(sum_part)(const tqkv_format format, const int part, const 
         TQKV__UNROLL
         for (int i = 0; i < 4; i++) {
             const size_t at = (size_t)(j + i) * p->stride;
-            if (part == 0) tqkv__prefetch(TQKV__L2, row + at + p->ahead, 1);
-            if (part == 0 && TQKV__UPPER_BITS(format)) tqkv__prefetch(TQKV__L2, upper + at + p->ahead, 1);
-            x[i] = TQKV__I(load_part)(format, part, book, p->left, row + at, upper + at);
+            if (nibble == 0) tqkv__prefetch(TQKV__L2, row + at + p->ahead, 1);
+            if (nibble == 0 && TQKV__UPPER_BITS(format)) tqkv__prefetch(TQKV__L2, upper + at + p->ahead, 1);
+            x[i] = TQKV__I(load_nibbles)(format, nibble, book, p->left, row + at, upper + at);
         }
         TQKV__I(interleave_four)(x);
         TQKV__UNROLL
@@ -7554,53 +7612,53 @@ TQKV__OP void TQKV__I(sum_part)(const tqkv_format format, const int part, const 
     }
 }
 
-/* Adds the sums of both parts of a chunk of row r. */
-TQKV__TARGET static TQKV__NOINLINE void TQKV__I(close_parts)(const TQKV__I(product) * p, int r, int d,
-                                                             const TQKV__(codes) * even, const TQKV__(codes) * odd)
+/* Adds the sums of both nibbles of a vector of codes to row r. */
+TQKV__TARGET static TQKV__NOINLINE void TQKV__I(add_nibble_sums)(const TQKV__I(product) * p, int r, int d,
+                                                                 const TQKV__(codes) * even, const TQKV__(codes) * odd)
 {
     TQKV__(codes) x[8];
     float *to = p->results + r * p->result_floats + d;
     const TQKV__VECTOR unit = TQKV__(set1)(p->units[r * p->row_floats]);
-    TQKV__I(order_parts)(even, odd, x);
+    TQKV__I(order_nibbles)(even, odd, x);
     TQKV__UNROLL
     for (int i = 0; i < 8; i++, to += TQKV__INTEGER_LANES)
         if (d + i * TQKV__INTEGER_LANES < p->dim)
             TQKV__(store)(to, TQKV__(fma)(TQKV__S(to_floats)(x[i]), unit, TQKV__(load)(to)));
 }
 
-/* sums[part][row]: of the first chunk of p */
-#define TQKV__ADD_PARTS(format, rows)                                                                                  \
-    TQKV__TARGET static TQKV__NOINLINE void TQKV__I(add_parts_##format##_##rows)(                                      \
-        const TQKV__I(chunk) * p, const TQKV__I(parts) * weights, TQKV__(codes)(*sums)[2][4])                          \
+/* sums[nibble][row]: of the first vector of codes of p */
+#define TQKV__SUM_NIBBLES(format, rows)                                                                                \
+    TQKV__TARGET static TQKV__NOINLINE void TQKV__I(sum_nibbles_##format##_##rows)(                                    \
+        const TQKV__I(stored) * p, const TQKV__I(byte_weights) * weights, TQKV__(codes)(*sums)[2][4])                  \
     {                                                                                                                  \
-        const TQKV__I(chunk) copy = *p;                                                                                \
-        TQKV__I(sum_part)(format, 0, rows, &copy, weights, sums[0]);                                                   \
-        TQKV__I(sum_part)(format, 1, rows, &copy, weights, sums[1]);                                                   \
+        const TQKV__I(stored) copy = *p;                                                                               \
+        TQKV__I(sum_nibbles)(format, 0, rows, &copy, weights, sums[0]);                                                \
+        TQKV__I(sum_nibbles)(format, 1, rows, &copy, weights, sums[1]);                                                \
     }
-TQKV__BY_PARTS(TQKV__ADD_PARTS)
+TQKV__BY_NIBBLES(TQKV__SUM_NIBBLES)
 
 /* results[row][d] += (sum_j rows[row][j] * codes[j][d]) * unit of the row */
-TQKV__TARGET static TQKV__NOINLINE void TQKV__I(add_packed)(const tqkv__stream *s, int kv_head,
-                                                            const tqkv__segment *segment, int first, int rows,
-                                                            const TQKV__I(product) * p)
+TQKV__TARGET static TQKV__NOINLINE void TQKV__I(add_nibbles)(const tqkv__stream *s, int kv_head,
+                                                             const tqkv__segment *segment, int first, int rows,
+                                                             const TQKV__I(product) * p)
 {
-    TQKV__I(chunk) panel = TQKV__I(open_panel)(s, kv_head, segment, first);
-    TQKV__I(parts) weights[2];
+    TQKV__I(stored) panel = TQKV__I(open_stored_panel)(s, kv_head, segment, first);
+    TQKV__I(byte_weights) weights[2];
     TQKV__(codes) sums[2][2][4];
-    for (int r = 0; r < rows; r++) TQKV__I(open_parts)(p->rows + 2 * r * p->row_floats, &weights[r]);
-    for (int d = 0; d < p->dim; d += TQKV__CHUNK, panel.left -= TQKV__CHUNK) {
-#define TQKV__ADD_PACKED(which, n)                                                                                     \
-    if (s->format == which && rows == n) TQKV__I(add_parts_##which##_##n)(&panel, weights, sums);
-        TQKV__BY_PARTS(TQKV__ADD_PACKED)
-        for (int r = 0; r < rows; r++) TQKV__I(close_parts)(p, r, d, sums[0][r], sums[1][r]);
-        panel.fields[0] += TQKV__CHUNK / 2;
-        panel.fields[1] += TQKV__CHUNK * s->upper_bits / 8;
+    for (int r = 0; r < rows; r++) TQKV__I(open_byte_weights)(p->rows + 2 * r * p->row_floats, &weights[r]);
+    for (int d = 0; d < p->dim; d += TQKV__NIBBLES, panel.left -= TQKV__NIBBLES) {
+#define TQKV__ADD_NIBBLES(which, n)                                                                                    \
+    if (s->format == which && rows == n) TQKV__I(sum_nibbles_##which##_##n)(&panel, weights, sums);
+        TQKV__BY_NIBBLES(TQKV__ADD_NIBBLES)
+        for (int r = 0; r < rows; r++) TQKV__I(add_nibble_sums)(p, r, d, sums[0][r], sums[1][r]);
+        panel.fields[0] += TQKV__NIBBLES / 2;
+        panel.fields[1] += TQKV__NIBBLES * s->upper_bits / 8;
     }
 }
 
-/* sums[row][k] = sum_j weights[row][j] * codes[j][d], for 16 dimensions of piece k of 64 */
-TQKV__OP void TQKV__I(add_pieces)(const tqkv_format format, const int rows, const TQKV__I(chunk) * p,
-                                  const TQKV__I(parts) * weights, TQKV__(codes) (*sums)[4])
+/* sums[row][k] = sum_j weights[row][j] * codes[j][d], for the 16 dimensions of sixteen k */
+TQKV__OP void TQKV__I(sum_quarters)(const tqkv_format format, const int rows, const TQKV__I(stored) * p,
+                                    const TQKV__I(byte_weights) * weights, TQKV__(codes) (*sums)[4])
 {
     const TQKV__(codes) book = TQKV__I(load_book)(p->centroids);
     TQKV__(codes) high[2][4], low[2][4], raw[2][2], fields[2];
@@ -7615,7 +7673,7 @@ TQKV__OP void TQKV__I(add_pieces)(const tqkv_format format, const int rows, cons
         TQKV__UNROLL
         for (int k = 0; k < 4; k++) {
             if (k * 16 >= p->left) break;
-            const TQKV__(codes) x = TQKV__I(look_up_piece)(format, true, k, book, p, at, p->stride, raw, fields);
+            const TQKV__(codes) x = TQKV__I(look_up_sixteen)(format, true, k, book, p, at, p->stride, raw, fields);
             TQKV__UNROLL
             for (int r = 0; r < rows; r++) {
                 high[r][k] = TQKV__I(dot_bytes)(high[r][k], x, TQKV__I(repeat_four)(weights[r].bytes[0] + j));
@@ -7630,31 +7688,31 @@ TQKV__OP void TQKV__I(add_pieces)(const tqkv_format format, const int rows, cons
     }
 }
 
-#define TQKV__ADD_PIECES(format, rows)                                                                                 \
-    TQKV__TARGET static TQKV__NOINLINE void TQKV__I(add_##format##_##rows)(                                            \
-        const TQKV__I(chunk) * p, const TQKV__I(parts) * weights, TQKV__(codes)(*sums)[4])                             \
+#define TQKV__SUM_QUARTERS(format, rows)                                                                               \
+    TQKV__TARGET static TQKV__NOINLINE void TQKV__I(sum_quarters_##format##_##rows)(                                   \
+        const TQKV__I(stored) * p, const TQKV__I(byte_weights) * weights, TQKV__(codes)(*sums)[4])                     \
     {                                                                                                                  \
-        const TQKV__I(chunk) copy = *p;                                                                                \
-        TQKV__I(add_pieces)(format, rows, &copy, weights, sums);                                                       \
+        const TQKV__I(stored) copy = *p;                                                                               \
+        TQKV__I(sum_quarters)(format, rows, &copy, weights, sums);                                                     \
     }
-TQKV__BY_PIECES(TQKV__ADD_PIECES)
+TQKV__BY_QUARTERS(TQKV__SUM_QUARTERS)
 
 TQKV__TARGET static TQKV__NOINLINE void TQKV__I(add_quarters)(const tqkv__stream *s, int kv_head,
                                                               const tqkv__segment *segment, int first, int rows,
                                                               const TQKV__I(product) * p)
 {
-    TQKV__I(parts) parts[2];
+    TQKV__I(byte_weights) weights[2];
     TQKV__(codes) sums[2][4];
-    for (int r = 0; r < rows; r++) TQKV__I(open_parts)(p->rows + 2 * r * p->row_floats, &parts[r]);
+    for (int r = 0; r < rows; r++) TQKV__I(open_byte_weights)(p->rows + 2 * r * p->row_floats, &weights[r]);
     for (int d = 0; d < p->dim; d += 64) {
-        const TQKV__I(chunk) chunk = TQKV__I(open_chunk)(s, kv_head, segment, first, d, p->dim);
+        const TQKV__I(stored) stored = TQKV__I(open_stored)(s, kv_head, segment, first, d, p->dim);
 #define TQKV__ADD_QUARTERS(which, n)                                                                                   \
-    if (s->format == which && rows == n) TQKV__I(add_##which##_##n)(&chunk, parts, sums);
-        TQKV__BY_PIECES(TQKV__ADD_QUARTERS)
+    if (s->format == which && rows == n) TQKV__I(sum_quarters_##which##_##n)(&stored, weights, sums);
+        TQKV__BY_QUARTERS(TQKV__ADD_QUARTERS)
         for (int r = 0; r < rows; r++) {
             float *to = p->results + r * p->result_floats + d;
             const TQKV__VECTOR unit = TQKV__(set1)(p->units[r * p->row_floats]);
-            for (int k = 0; k * 16 < chunk.left; k++, to += 16)
+            for (int k = 0; k * 16 < stored.left; k++, to += 16)
                 TQKV__(store)(to, TQKV__(fma)(TQKV__S(to_floats)(sums[r][k]), unit, TQKV__(load)(to)));
         }
     }
@@ -7665,11 +7723,11 @@ TQKV__TARGET static TQKV__NOINLINE void TQKV__I(add_few)(const tqkv__stream *s, 
                                                          const tqkv__segment *segment, int first, int n_rows,
                                                          TQKV__I(product) * p)
 {
-    const bool packed = TQKV__I(is_packed)(s, segment->n, n_rows);
+    const bool nibbles = TQKV__I(takes_nibbles)(s, segment->n, n_rows);
     for (int left = n_rows, now; left > 0; left -= now) {
         now = left >= 2 ? 2 : 1;
-        if (packed)
-            TQKV__I(add_packed)(s, kv_head, segment, first, now, p);
+        if (nibbles)
+            TQKV__I(add_nibbles)(s, kv_head, segment, first, now, p);
         else
             TQKV__I(add_quarters)(s, kv_head, segment, first, now, p);
         TQKV__I(advance)(p, now);
@@ -7683,9 +7741,9 @@ TQKV__TARGET static void TQKV__I(integer_score_tile)(const tqkv__stream *s, int 
                                                      const float *q, int n_rows, bool add, float *scores)
 {
     TQKV__ALIGNED float factors[TQKV_MAX_HEAD_DIM / 128 * TQKV__TILE];
-    TQKV__ALIGNED int8_t room[TQKV__SLICES * TQKV__PANEL];
+    TQKV__ALIGNED int8_t room[TQKV__MOST_KEYS_AT_ONCE * TQKV__PANEL];
     const bool lanes = n_rows >= TQKV__LANES_ROWS;
-    const int step = lanes ? 2 * TQKV__INTEGER_LANES : TQKV__SLICE;
+    const int step = lanes ? 2 * TQKV__INTEGER_LANES : TQKV__KEYS_AT_ONCE;
     const int dim = s->panel_dim, head_dim = s->head_dim;
     if (s->kind == TQKV__HALF) {
         TQKV__S(score_tile_of_halves)(s, tqkv__codes_at(s, kv_head, segment->slot), segment, q, n_rows, add, scores);
@@ -7695,7 +7753,7 @@ TQKV__TARGET static void TQKV__I(integer_score_tile)(const tqkv__stream *s, int 
     for (int b = 0; b < head_dim / dim; b++) {
         TQKV__I(product) p;
 #if TQKV__LOOKED_UP
-        if (TQKV__I(is_packed)(s, segment->n, n_rows) || TQKV__I(is_quartered)(s, segment->n, n_rows)) {
+        if (TQKV__I(takes_nibbles)(s, segment->n, n_rows) || TQKV__I(takes_quarters)(s, segment->n, n_rows)) {
             TQKV__I(open_scores)(s, b, q, add, factors, scores, &p);
             TQKV__I(score_few)(s, kv_head, segment, b * dim, n_rows, &p);
             continue;
@@ -7746,7 +7804,7 @@ TQKV__TARGET static void TQKV__I(integer_value_tile)(const tqkv__stream *s, int 
         TQKV__I(product) p;
         TQKV__I(open_sums)(s, b, segment->n, weights, n_rows, factors, scaled, out, &p);
 #if TQKV__LOOKED_UP
-        if (TQKV__I(is_packed)(s, segment->n, n_rows) || TQKV__I(is_quartered)(s, segment->n, n_rows)) {
+        if (TQKV__I(takes_nibbles)(s, segment->n, n_rows) || TQKV__I(takes_quarters)(s, segment->n, n_rows)) {
             TQKV__I(add_few)(s, kv_head, segment, b * dim, n_rows, &p);
             continue;
         }
@@ -7772,17 +7830,17 @@ static const tqkv__integers TQKV__I(integers) = {&TQKV__(isa),
 
 #if defined(TQKV__LANES) || defined(TQKV__INTEGER_LANES)
 /* These macros belong to one set. */
-#undef TQKV__ADD_PACKED
-#undef TQKV__ADD_PARTS
-#undef TQKV__ADD_PIECES
+#undef TQKV__ADD_NIBBLES
+#undef TQKV__SUM_NIBBLES
+#undef TQKV__SUM_QUARTERS
 #undef TQKV__ADD_QUARTERS
 #undef TQKV__BYTES
 #undef TQKV__BOOK_VECTORS
 #undef TQKV__IS_LARGE
 #undef TQKV__BY_FOUR_ROWS
-#undef TQKV__BY_PARTS
-#undef TQKV__BY_PIECES
-#undef TQKV__CHUNK
+#undef TQKV__BY_NIBBLES
+#undef TQKV__BY_QUARTERS
+#undef TQKV__NIBBLES
 #undef TQKV__DECODED
 #undef TQKV__DECODED_SCORE_ROWS
 #undef TQKV__DECODER_OF
@@ -7807,15 +7865,15 @@ static const tqkv__integers TQKV__I(integers) = {&TQKV__(isa),
 #undef TQKV__ROWS
 #undef TQKV__ROW_LOOPS
 #undef TQKV__STRIP_TOGETHER
-#undef TQKV__SCORE_PACKED
-#undef TQKV__SCORE_PARTS
-#undef TQKV__SCORE_PIECES
+#undef TQKV__SCORE_NIBBLES
+#undef TQKV__DOT_NIBBLES
+#undef TQKV__DOT_QUARTERS
 #undef TQKV__SCORE_QUARTERS
 #undef TQKV__SCORE_ROWS
 #undef TQKV__SHORTER
 #undef TQKV__SHORT_STRIPS
-#undef TQKV__SLICE
-#undef TQKV__SLICES
+#undef TQKV__KEYS_AT_ONCE
+#undef TQKV__MOST_KEYS_AT_ONCE
 #undef TQKV__STEP
 #undef TQKV__SUMS
 #undef TQKV__VECTOR
@@ -9283,11 +9341,11 @@ TQKV__OP void tqkv__i_split_avx512(const int16_t *words, int n, __m512i *bytes)
     bytes[0] = _mm512_inserti64x4(_mm512_castsi256_si512(high), next, 1);
     bytes[1] = _mm512_inserti64x4(_mm512_castsi256_si512(_mm512_cvtepi16_epi8(a)), _mm512_cvtepi16_epi8(b), 1);
 }
-/* Those of a part, from the bytes of all dimensions of a chunk */
-TQKV__OP __m512i tqkv__i_part_of_avx512(int part, __m512i a, __m512i b)
+/* The bytes of one nibble, from those of 128 dimensions */
+TQKV__OP __m512i tqkv__i_nibbles_of_avx512(int nibble, __m512i a, __m512i b)
 {
     TQKV__ALIGNED int8_t at[64];
-    for (int i = 0; i < 64; i++) at[i] = (int8_t)(2 * i + part);
+    for (int i = 0; i < 64; i++) at[i] = (int8_t)(2 * i + nibble);
     return _mm512_permutex2var_epi8(a, _mm512_load_si512((const void *)at), b);
 }
 TQKV__OP __m512i tqkv__i_dot_bytes_avx512(__m512i sums, __m512i codes, __m512i bytes)
@@ -9310,16 +9368,16 @@ TQKV__OP __m512i tqkv__i_join_avx512(__m512i high, __m512i low)
     return _mm512_add_epi32(_mm512_slli_epi32(high, 8), low);
 }
 TQKV__OP __m512i tqkv__i_set_lanes_avx512(int32_t x) { return _mm512_set1_epi32(x); }
-/* left: dimensions from the chunk on; upper: 8 upper bits a byte of TQ5, 4 of TQ6 */
-TQKV__OP __m512i tqkv__i_load_part_avx512(const tqkv_format format, const int part, __m512i book, int left,
-                                          const uint8_t *p, const uint8_t *upper)
+/* left: dimensions from here on; upper: 8 upper bits a byte of TQ5, 4 of TQ6 */
+TQKV__OP __m512i tqkv__i_load_nibbles_avx512(const tqkv_format format, const int nibble, __m512i book, int left,
+                                             const uint8_t *p, const uint8_t *upper)
 {
     const int n = left < 128 ? left : 128, upper_bits = TQKV__UPPER_BITS(format);
     __m512i index = _mm512_maskz_loadu_epi8(~(uint64_t)0 >> (64 - n / 2), (const void *)p);
     /* other bits find a copy in the table */
-    if (part) index = _mm512_srlv_epi16(index, _mm512_set1_epi16(4));
+    if (nibble) index = _mm512_srlv_epi16(index, _mm512_set1_epi16(4));
     if (upper_bits) {
-        const uint64_t step = (uint64_t)(2 * upper_bits), first = (uint64_t)(upper_bits * part - 4 + 64) % 64;
+        const uint64_t step = (uint64_t)(2 * upper_bits), first = (uint64_t)(upper_bits * nibble - 4 + 64) % 64;
         const uint64_t at = first * 0x0101010101010101u + step * 0x0706050403020100u;
         const uint64_t mask = ~(uint64_t)0 >> (64 - n * upper_bits / 8);
         __m512i x;
@@ -9361,8 +9419,8 @@ TQKV__OP int32_t tqkv__i_split_weights_avx512(const int16_t *words, int8_t (*to)
                       _mm512_add_epi32(_mm512_madd_epi16(_mm512_loadu_si512((const void *)words), ones),
                                        _mm512_madd_epi16(_mm512_loadu_si512((const void *)(words + 32)), ones)));
 }
-/* The sums of both parts in the order of their dimensions. even, odd: [4], x: [8] */
-TQKV__OP void tqkv__i_order_parts_avx512(const __m512i *even, const __m512i *odd, __m512i *x)
+/* Brings the sums of both nibbles into the order of their dimensions. even, odd: [4], x: [8] */
+TQKV__OP void tqkv__i_order_nibbles_avx512(const __m512i *even, const __m512i *odd, __m512i *x)
 {
     TQKV__UNROLL
     for (int i = 0; i < 4; i += 2) {
@@ -9401,37 +9459,46 @@ TQKV__OP void tqkv__i_load_quarters_avx512(const int bits, uint32_t mask, const 
     x[0] = _mm512_inserti32x4(x[0], _mm_maskz_loadu_epi16(quarters, (const void *)(p + 2 * stride)), 2);
     x[0] = _mm512_inserti32x4(x[0], _mm_maskz_loadu_epi16(quarters, (const void *)(p + 3 * stride)), 3);
 }
-/* The bytes from which the lookups of this piece and the next ones take their bits. Without lanes: in half h of each quarter
-   those of the codes from 16 k + 8 h on. With them: in eight bytes those of two dimensions of all positions, for two pieces. */
-TQKV__OP __m512i tqkv__i_order_fields_avx512(const int bits, const bool lanes, const int piece, const __m512i *x)
+/* Orders fields by the words of 64 bits from which tqkv__i_sixteen takes codes. x: of 64 codes of four positions
+
+     scores   word h of quarter p: of position p codes 8 h to 8 h + 7 of this sixteen, `bits` bytes, then of the next ones
+     sums     word w: a byte with the codes 2 w and 2 w + 1 of this sixteen of each position, then of the next sixteen    */
+TQKV__OP __m512i tqkv__i_order_fields_avx512(const int bits, const bool lanes, const int sixteen, const __m512i *x)
 {
     TQKV__ALIGNED int8_t at[64];
     const int size = bits == 4 ? 32 : 16; /* bytes from one position to the next */
-    for (int i = 0; i < 64 && lanes; i++)
-        at[i] = (int8_t)(i % 4 * size + (16 * (piece + i / 4 % 2) + i / 8 * 2) * bits / 8 % size);
-    for (int i = 0; i < 64 && !lanes; i++)
-        at[i] = (int8_t)(i / 16 * size + (piece * 2 * bits + (i % 8 / bits * 2 + i % 16 / 8) * bits + i % bits) % size);
+    for (int i = 0; i < 64 && lanes; i++) {
+        const int word = i / 8, next = i % 8 / 4, position = i % 4;
+        at[i] = (int8_t)(position * size + (16 * (sixteen + next) + 2 * word) * bits / 8 % size);
+    }
+    for (int i = 0; i < 64 && !lanes; i++) {
+        const int position = i / 16, half = i % 16 / 8, next = i % 8 / bits, byte = i % bits;
+        at[i] = (int8_t)(position * size + ((2 * (sixteen + next) + half) * bits + byte) % size);
+    }
     const __m512i index = _mm512_load_si512((const void *)at);
     return bits == 4 ? _mm512_permutex2var_epi8(x[0], index, x[1]) : _mm512_permutexvar_epi8(index, x[0]);
 }
-/* Eight bits a code, the first of which is `low` bits before it */
-TQKV__OP __m512i tqkv__i_piece_avx512(const int bits, const int low, const bool lanes, const int piece, __m512i fields)
+/* Eight bits a code of a sixteen, from ordered fields; its first bit comes to bit `low`. */
+TQKV__OP __m512i tqkv__i_sixteen_avx512(const int bits, const int low, const bool lanes, const int sixteen,
+                                        __m512i fields)
 {
     TQKV__ALIGNED int8_t at[64];
-    for (int i = 0; i < 64 && lanes; i++)
-        at[i] = (int8_t)((piece % 2 * 32 + i % 4 * 8 + (i / 8 * 2 + i % 8 / 4) * bits % 8 + 64 - low) % 64);
-    for (int i = 0; i < 64 && !lanes; i++) at[i] = (int8_t)((piece * 8 * bits + i % 8 * bits + 64 - low) % 64);
+    for (int i = 0; i < 64 && lanes; i++) {
+        const int code = i / 4, position = i % 4;
+        at[i] = (int8_t)((sixteen % 2 * 32 + position * 8 + code * bits % 8 + 64 - low) % 64);
+    }
+    for (int i = 0; i < 64 && !lanes; i++) at[i] = (int8_t)(((8 * sixteen + i % 8) * bits + 64 - low) % 64);
     return _mm512_multishift_epi64_epi8(_mm512_load_si512((const void *)at), fields);
 }
 /* fields: the main ones, the upper ones */
-TQKV__OP __m512i tqkv__i_look_up_fields_avx512(const tqkv_format format, const bool lanes, const int piece,
+TQKV__OP __m512i tqkv__i_look_up_fields_avx512(const tqkv_format format, const bool lanes, const int sixteen,
                                                const __m512i *fields, __m512i book)
 {
     const int main = TQKV__MAIN_BITS(format), upper_bits = TQKV__UPPER_BITS(format);
-    __m512i index = tqkv__i_piece_avx512(main, 0, lanes, piece, fields[0]);
+    __m512i index = tqkv__i_sixteen_avx512(main, 0, lanes, sixteen, fields[0]);
     if (upper_bits)
         index = _mm512_ternarylogic_epi64(_mm512_set1_epi8((char)((1 << main) - 1)), index,
-                                          tqkv__i_piece_avx512(upper_bits, main, lanes, piece, fields[1]), 0xca);
+                                          tqkv__i_sixteen_avx512(upper_bits, main, lanes, sixteen, fields[1]), 0xca);
     return _mm512_permutexvar_epi8(index, book);
 }
 
@@ -9774,7 +9841,7 @@ TQKV__OP uint32_t tqkv__i_largest_code_neon(uint32x4_t x) { return vmaxvq_u32(x)
 #define TQKV__TARGET __attribute__((target(TQKV__ARM_BASE "+dotprod")))
 #endif
 
-typedef struct tqkv__i_digits {
+typedef struct tqkv__i_bytes {
     uint32x4_t high, low;
 } tqkv__i_sum_dotprod, tqkv__i_row_dotprod;
 
@@ -10342,8 +10409,9 @@ static tqkv_result tqkv__take_ends(tqkv__attention *a, tqkv_result (*open)(const
                                             {call->last_keys, call->last_values}};
     const int64_t below = call->exact_first < call->end ? call->exact_first : call->end;
     const int64_t newest = call->end - call->exact_last, oldest = tqkv__exact_oldest(a);
-    for (int i = 0; i < 4; i++) {
-        const int last = i / 2, side = i % 2;
+    for (int i = TQKV__FIRST_KEYS; i < TQKV__STREAMS; i++) {
+        const int last = tqkv__stream_kinds[i].end, side = tqkv__stream_kinds[i].side;
+        if (i == TQKV__FIRST_TAIL) continue; /* see tqkv__take_kept */
         const tqkv__stream *codes = side ? &a->values : &a->keys;
         const tqkv_store *store = stores[last][a->shared ? 0 : side];
         if (!store || codes->kind == TQKV__HALF || (last ? !call->exact_last : below == 0)) continue;
@@ -10431,22 +10499,32 @@ static tqkv__region tqkv__region_at(const tqkv__attention *a, int64_t position, 
     return region;
 }
 
-/* The streams of an attention: keys, values, tail, then the halves of the first positions' keys and values and of the newest
-   ones', then the tail of the first positions. NULL: it has no such stream. */
-enum { TQKV__STREAMS = 8, TQKV__FIRST_HALVES = 3, TQKV__LAST_HALVES = 5, TQKV__FIRST_TAIL = 7 };
+/* Where an attention has stream i, whether it reads it or not. */
+#define TQKV__STREAM_AT(a, i)                                                                                          \
+    ((i) == TQKV__KEYS         ? &(a)->keys                                                                            \
+     : (i) == TQKV__VALUES     ? &(a)->values                                                                          \
+     : (i) == TQKV__TAIL       ? &(a)->tail                                                                            \
+     : (i) == TQKV__FIRST_TAIL ? &(a)->first_tail                                                                      \
+                               : &(a)->ends[tqkv__stream_kinds[i].end][tqkv__stream_kinds[i].side])
+
+static bool tqkv__has_stream(const tqkv__attention *a, int i)
+{
+    const tqkv__stream_kind kind = tqkv__stream_kinds[i];
+    if (i == TQKV__TAIL) return a->call.tail != NULL;
+    if (i == TQKV__FIRST_TAIL) return a->kept && a->call.tail;
+    return kind.end == TQKV__NO_END || a->exact[kind.end][kind.side];
+}
+
+/* Stream i of an attention; NULL if it does not read it. */
 static const tqkv__stream *tqkv__stream_read(const tqkv__attention *a, int i)
 {
-    const int last = i >= TQKV__LAST_HALVES, side = (i - TQKV__FIRST_HALVES) % 2;
-    if (i == TQKV__FIRST_TAIL) return a->kept && a->call.tail ? &a->first_tail : NULL;
-    if (i >= TQKV__FIRST_HALVES) return a->exact[last][side] ? &a->ends[last][side] : NULL;
-    return i == 0 ? &a->keys : i == 1 ? &a->values : a->call.tail ? &a->tail : NULL;
+    return tqkv__has_stream(a, i) ? TQKV__STREAM_AT(a, i) : NULL;
 }
 
 /* The resident positions of a range that a query, or one behind it, may read from stream i. */
 static tqkv__range tqkv__positions_read(const tqkv__attention *a, int i, tqkv__range range, int query)
 {
-    const bool first = i >= TQKV__FIRST_HALVES && i < TQKV__LAST_HALVES;
-    const bool last = i >= TQKV__LAST_HALVES && i < TQKV__FIRST_TAIL;
+    const bool first = tqkv__stream_kinds[i].end == TQKV__FIRST_END, last = tqkv__stream_kinds[i].end == TQKV__LAST_END;
     if (last && tqkv__exact_at(a, query) > range.from) range.from = tqkv__exact_at(a, query);
     if (first && a->exact_below < range.to) range.to = a->exact_below;
     if (i == TQKV__FIRST_TAIL) range.to = range.from;
@@ -10761,11 +10839,9 @@ static tqkv_result tqkv__check_entries(const tqkv__attention *a, int64_t first, 
 static tqkv_result tqkv__check_kept(const tqkv__attention *a)
 {
     const tqkv__range kept = {0, a->kept}, seen = tqkv__visible_to(a, 0, a->call.n_queries - 1, kept);
-    const int streams[3] = {TQKV__FIRST_HALVES, TQKV__FIRST_HALVES + 1, TQKV__FIRST_TAIL};
     tqkv_result r = TQKV_OK;
-    for (int i = 0; r == TQKV_OK && a->kept && i < 3; i++)
-        if (tqkv__stream_read(a, streams[i]))
-            r = tqkv__check_pages(tqkv__stream_read(a, streams[i]), seen.from, seen.to);
+    for (int i = TQKV__FIRST_KEYS; r == TQKV_OK && a->kept && i <= TQKV__FIRST_TAIL; i++)
+        if (tqkv__has_stream(a, i)) r = tqkv__check_pages(TQKV__STREAM_AT(a, i), seen.from, seen.to);
     return r;
 }
 
@@ -11351,8 +11427,7 @@ static void tqkv__open_gathered(const tqkv__attention *a, float *scratch, tqkv__
     memory += (64 - (uintptr_t)memory % 64) % 64;
     *gathered = *a;
     for (int i = 0; i < TQKV__STREAMS; i++) {
-        tqkv__stream *s = (tqkv__stream *)(uintptr_t)tqkv__stream_read(gathered, i);
-        if (s) memory = tqkv__put_stream(s, memory);
+        if (tqkv__has_stream(a, i)) memory = tqkv__put_stream(TQKV__STREAM_AT(gathered, i), memory);
     }
     if (!a->shared) return;
     gathered->values = gathered->keys;
@@ -12868,33 +12943,28 @@ struct tqkv_cache {
     size_t size; /* of the cache's memory: the struct, the sinks, the codes and the norms */
 };
 
-/* The streams of a cache, in the order of its memory and of snapshots: keys, values, tail. NULL: it has no such stream. */
-enum { TQKV__CACHE_STREAMS = 3 };
-static tqkv_store *tqkv__stream_of(const tqkv_cache *c, int i)
+/* Where a cache has store i, whether there is one or not. */
+#define TQKV__STORE_AT(c, i)                                                                                           \
+    ((i) >= TQKV__RAW      ? &(c)->raw[(i)-TQKV__RAW]                                                                  \
+     : (i) == TQKV__KEYS   ? &(c)->keys                                                                                \
+     : (i) == TQKV__VALUES ? &(c)->values                                                                              \
+     : (i) == TQKV__TAIL   ? &(c)->tail                                                                                \
+                           : &(c)->ends[tqkv__stream_kinds[i].end][tqkv__stream_kinds[i].side])
+
+static bool tqkv__has_store(const tqkv_cache *c, int i)
 {
-    const tqkv_store *const all[TQKV__CACHE_STREAMS] = {&c->keys, c->shared ? NULL : &c->values,
-                                                        c->tail.head_dim ? &c->tail : NULL};
-    return (tqkv_store *)(uintptr_t)all[i];
+    return (i != TQKV__VALUES || !c->shared) && TQKV__STORE_AT(c, i)->head_dim > 0;
 }
 
-/* What is kept besides, number i: of the first positions' keys, values and tail, then of the newest ones'. NULL: there is none. */
-enum { TQKV__CACHE_ENDS = 6, TQKV__LAST_KEYS = 3 };
-static tqkv_store *tqkv__end_of(const tqkv_cache *c, int i)
+/* Store i of a cache; NULL: there is none. */
+static const tqkv_store *tqkv__store_of(const tqkv_cache *c, int i)
 {
-    const tqkv_store *s = &c->ends[i / 3][i % 3];
-    return s->head_dim ? (tqkv_store *)(uintptr_t)s : NULL;
+    return tqkv__has_store(c, i) ? TQKV__STORE_AT(c, i) : NULL;
 }
 
-/* All stores: the streams, then what is kept besides, then what is raw. Those lie in the cache's memory; what is raw only on a GPU,
-   where work under way may read it at any time. */
-enum { TQKV__CACHE_STORES = 12, TQKV__FIRST_ENDS = 3, TQKV__LAST_ENDS = 6, TQKV__RAW = 9 };
-static tqkv_store *tqkv__store_of(const tqkv_cache *c, int i)
-{
-    const tqkv_store *raw = i >= TQKV__RAW ? &c->raw[i - TQKV__RAW] : NULL;
-    if (raw) return raw->head_dim ? (tqkv_store *)(uintptr_t)raw : NULL;
-    return i < TQKV__CACHE_STREAMS ? tqkv__stream_of(c, i) : tqkv__end_of(c, i - TQKV__CACHE_STREAMS);
-}
+static tqkv_store *tqkv__own_store(tqkv_cache *c, int i) { return tqkv__has_store(c, i) ? TQKV__STORE_AT(c, i) : NULL; }
 
+/* Stores of the cache's memory: what is raw lies there only on a GPU, where work under way may read it at any time. */
 static int tqkv__stores_within(const tqkv_cache *c) { return c->metal ? TQKV__CACHE_STORES : TQKV__RAW; }
 
 /* Positions of a ring of halves that serves so many queries: whole tiles, none of which wraps. */
@@ -12925,7 +12995,7 @@ static tqkv__range tqkv__range_of(const tqkv_cache *c, int i)
     tqkv__range newest = all;
     if (i >= TQKV__RAW || c->learning) return i >= TQKV__RAW && c->learning ? all : none;
     if (tqkv__exact_kept(c) > newest.from) newest.from = tqkv__exact_kept(c);
-    return i < TQKV__FIRST_ENDS ? all : i < TQKV__LAST_ENDS ? first : newest;
+    return i < TQKV__FIRST_KEYS ? all : i < TQKV__LAST_KEYS ? first : newest;
 }
 
 /* What a stream has a value a channel of. */
@@ -12941,7 +13011,7 @@ static bool tqkv__count_channels(const tqkv_cache *c, int n, size_t *channels)
 {
     size_t dims = 0;
     for (int i = 0; i < n; i++)
-        if (tqkv__stream_of(c, i)) dims += (size_t)tqkv__stream_of(c, i)->head_dim;
+        if (tqkv__has_store(c, i)) dims += (size_t)TQKV__STORE_AT(c, i)->head_dim;
     return tqkv__size_multiply(dims, (size_t)c->keys.n_kv_heads, channels) &&
            *channels <= SIZE_MAX / sizeof(float) / TQKV__CHANNELS;
 }
@@ -12986,15 +13056,17 @@ static tqkv_result tqkv__check_metal(const tqkv_store *keys, const tqkv_store *v
 #endif
 }
 
-/* Takes the shape of what is kept of stream i besides, of the first or of the newest positions. */
-static void tqkv__end_shape(const tqkv_cache_desc *desc, int last, int i, tqkv_cache *c)
+/* Takes the shape of store i, of what is kept of the first or of the newest positions. */
+static void tqkv__end_shape(const tqkv_cache_desc *desc, int i, tqkv_cache *c)
 {
-    const tqkv_store *stream = tqkv__stream_of(c, i);
+    const int side = tqkv__stream_kinds[i].side;
+    const bool last = tqkv__stream_kinds[i].end == TQKV__LAST_END;
+    const tqkv_store *stream = tqkv__store_of(c, side);
     const int64_t batch = desc->exact_batch ? desc->exact_batch : desc->metal ? 512 : 1;
     const int64_t room = tqkv__end_room(desc->exact_last, batch > TQKV__TILE ? batch : TQKV__TILE);
-    const bool halves = stream && i < 2 && stream->format != TQKV_F16;
+    const bool halves = stream && side != TQKV__TAIL && stream->format != TQKV_F16;
     const bool as_it_is = stream && !halves && !last && desc->ring;
-    tqkv_store *s = &c->ends[last][i];
+    tqkv_store *s = TQKV__STORE_AT(c, i);
     if (!(last ? desc->exact_last : desc->exact_first) || (!halves && !as_it_is)) return;
     *s = *stream;
     if (halves) {
@@ -13018,7 +13090,7 @@ static tqkv_result tqkv__end_shapes(const tqkv_cache_desc *desc, tqkv_cache *c)
     c->exact_last = last;
     c->exact_batch = batch;
     c->tag = desc->tag;
-    for (int i = 0; i < TQKV__CACHE_ENDS; i++) tqkv__end_shape(desc, i / 3, i % 3, c);
+    for (int i = TQKV__FIRST_KEYS; i < TQKV__STREAMS; i++) tqkv__end_shape(desc, i, c);
     return TQKV_OK;
 }
 
@@ -13052,11 +13124,11 @@ static void tqkv__cache_attach(tqkv_attention *a, const tqkv_cache *c)
     a->keys = &c->keys;
     a->values = c->shared ? &c->keys : &c->values;
     a->tail = c->tail.head_dim ? &c->tail : NULL;
-    a->first_keys = tqkv__end_of(c, 0);
-    a->first_values = tqkv__end_of(c, c->shared ? 0 : 1);
-    a->first_tail = tqkv__end_of(c, 2);
-    a->last_keys = tqkv__end_of(c, TQKV__LAST_KEYS);
-    a->last_values = tqkv__end_of(c, c->shared ? TQKV__LAST_KEYS : TQKV__LAST_KEYS + 1);
+    a->first_keys = tqkv__store_of(c, TQKV__FIRST_KEYS);
+    a->first_values = tqkv__store_of(c, c->shared ? TQKV__FIRST_KEYS : TQKV__FIRST_VALUES);
+    a->first_tail = tqkv__store_of(c, TQKV__FIRST_TAIL);
+    a->last_keys = tqkv__store_of(c, TQKV__LAST_KEYS);
+    a->last_values = tqkv__store_of(c, c->shared ? TQKV__LAST_KEYS : TQKV__LAST_VALUES);
 }
 
 /* Resolves the defaults of a desc; checks it and the shapes of all streams. */
@@ -13137,7 +13209,7 @@ TQKV__COLD TQKV_API tqkv_result tqkv_cache_create(const tqkv_cache_desc *desc, t
     char *lines = memory + (64 - (uintptr_t)memory % 64) % 64;
     c.channels = (float *)(void *)(lines + at.channels);
     for (int i = 0; i < tqkv__stores_within(&c); i++) {
-        tqkv_store *s = tqkv__store_of(&c, i);
+        tqkv_store *s = tqkv__own_store(&c, i);
         if (!s) continue;
         s->codes_size = tqkv_codes_size(s);
         s->norms_size = tqkv_norms_size(s);
@@ -13199,7 +13271,7 @@ static float *tqkv__channel_room(const tqkv_cache *c, int i, tqkv__channels kind
 /* Stream i, and what is kept of it besides, has the centres or the scales that lie in their room, or none. */
 static void tqkv__name_channels(tqkv_cache *c, int i, tqkv__channels kind, bool has)
 {
-    tqkv_store *s = tqkv__stream_of(c, i);
+    tqkv_store *s = TQKV__STORE_AT(c, i);
     *(kind == TQKV__CENTERS ? &s->center : &s->channel_scale) = has ? tqkv__channel_room(c, i, kind) : NULL;
     for (int last = 0; last < 2; last++) {
         c->ends[last][i].center = s->center;
@@ -13210,7 +13282,7 @@ static void tqkv__name_channels(tqkv_cache *c, int i, tqkv__channels kind, bool 
 /* Takes values as centres or scales of stream i and what is kept of it besides, its heads `stride` floats apart; NULL: none. */
 static void tqkv__cache_channels(tqkv_cache *c, int i, tqkv__channels kind, const float *values, size_t stride)
 {
-    tqkv_store *s = tqkv__stream_of(c, i);
+    tqkv_store *s = tqkv__own_store(c, i);
     if (!s) return;
     const size_t dim = (size_t)s->head_dim, n_kv_heads = (size_t)s->n_kv_heads;
     float *own = tqkv__channel_room(c, i, kind);
@@ -13235,17 +13307,18 @@ static tqkv_result tqkv__append_open(const tqkv_cache *c, int i, const void *k, 
 {
     const int key_dim = c->keys.head_dim + c->tail.head_dim;
     const int64_t left = c->exact_first - c->attention.end;
-    const void *src = i == 1 ? v : k;
-    tqkv_store store = *tqkv__stream_of(c, i);
-    store.strides = i == 1 ? c->values.strides : tqkv__strides_of(c->keys.strides, store.n_kv_heads, key_dim);
-    if (i == 2 && k) src = (const uint8_t *)k + (size_t)c->keys.head_dim * tqkv__type_size(store.type);
+    const void *src = i == TQKV__VALUES ? v : k;
+    tqkv_store store = *TQKV__STORE_AT(c, i);
+    store.strides =
+        i == TQKV__VALUES ? c->values.strides : tqkv__strides_of(c->keys.strides, store.n_kv_heads, key_dim);
+    if (i == TQKV__TAIL && k) src = (const uint8_t *)k + (size_t)c->keys.head_dim * tqkv__type_size(store.type);
     tqkv_result r = tqkv__encode_open(&store, src, n_tokens, c->attention.end, &append->streams[i]);
     if (r != TQKV_OK) return r;
     if (tqkv__in_cache(c, src, tqkv__rows_size(&store, n_tokens))) return TQKV__INVALID("k or v overlaps the cache");
     if (store.channel_scale) append->streams[i].inverses = tqkv__channel_room(c, i, TQKV__INVERSES);
     tqkv__add_stream(&append->job, &append->streams[i], src);
-    if (!tqkv__end_of(c, i) || left <= 0) return TQKV_OK;
-    tqkv_store first = *tqkv__end_of(c, i);
+    if (!tqkv__has_store(c, TQKV__FIRST_KEYS + i) || left <= 0) return TQKV_OK;
+    tqkv_store first = *TQKV__STORE_AT(c, TQKV__FIRST_KEYS + i);
     first.strides = store.strides;
     r = tqkv__stream_open(&first, &append->first[i]);
     tqkv__add_stream(&append->first_job, &append->first[i], src);
@@ -13319,7 +13392,7 @@ static tqkv_result tqkv__fit_newest(tqkv_cache *c, int n_tokens)
 static void tqkv__append_rows(const tqkv_cache *c, tqkv__append *append)
 {
     for (int side = 0; side < 2; side++) {
-        const tqkv_store *newest = tqkv__end_of(c, TQKV__LAST_KEYS + side);
+        const tqkv_store *newest = tqkv__store_of(c, TQKV__LAST_KEYS + side);
         if (!newest || tqkv__stream_open(newest, &append->newest[side]) != TQKV_OK) continue;
         append->job.halves[side] = &append->newest[side];
     }
@@ -13339,7 +13412,7 @@ TQKV_API tqkv_result tqkv_cache_append(tqkv_cache *c, const void *k, const void 
     tqkv__encode_job_open(&append.first_job, &c->attention.parallel, left < n_tokens ? (int)left : n_tokens,
                           c->attention.end);
     for (int i = 0; r == TQKV_OK && i < TQKV__CACHE_STREAMS; i++)
-        if (tqkv__stream_of(c, i)) r = tqkv__append_open(c, i, k, v, n_tokens, &append);
+        if (tqkv__has_store(c, i)) r = tqkv__append_open(c, i, k, v, n_tokens, &append);
     if (r == TQKV_OK && !tqkv__sources_finite(&append.job))
         r = TQKV__REFUSE(NOT_FINITE, "k or v holds NaN or infinity");
     if (r == TQKV_OK) r = tqkv__fit_newest(c, n_tokens);
@@ -13361,7 +13434,7 @@ TQKV_API tqkv_result tqkv_cache_append(tqkv_cache *c, const void *k, const void 
 /* Counts what is kept as halves. */
 static void tqkv__count_ends(const tqkv_cache *c, tqkv_attention *a)
 {
-    const tqkv__range newest = tqkv__range_of(c, TQKV__LAST_ENDS);
+    const tqkv__range newest = tqkv__range_of(c, TQKV__LAST_KEYS);
     a->exact_first = (int)c->exact_below;
     a->exact_last = newest.to - newest.from < c->exact_last ? (int)(newest.to - newest.from) : c->exact_last;
     a->exact_from = c->exact_from;
@@ -13466,9 +13539,9 @@ static tqkv_result tqkv__set_channels(tqkv_cache *c, tqkv__channels kind, const 
     if (tqkv__in_cache(c, keys, n_keys * sizeof(float)) || tqkv__in_cache(c, values, n_values * sizeof(float)))
         return TQKV__INVALID("a centre or a scale lies in the cache");
     tqkv__drop_raw(c);
-    tqkv__cache_channels(c, 0, kind, keys, key_dim);
-    tqkv__cache_channels(c, 1, kind, values, (size_t)c->values.head_dim);
-    tqkv__cache_channels(c, 2, kind, keys ? keys + c->keys.head_dim : NULL, key_dim);
+    tqkv__cache_channels(c, TQKV__KEYS, kind, keys, key_dim);
+    tqkv__cache_channels(c, TQKV__VALUES, kind, values, (size_t)c->values.head_dim);
+    tqkv__cache_channels(c, TQKV__TAIL, kind, keys ? keys + c->keys.head_dim : NULL, key_dim);
     return TQKV_OK;
 }
 
@@ -13534,7 +13607,7 @@ static tqkv_result tqkv__raw_shapes(const tqkv_cache_desc *desc, tqkv_cache *c)
     c->learning = c->reads_raw = true;
     const int most = quarter > least ? quarter : least, n = desc->calibrate < most ? desc->calibrate : most;
     for (int i = 0; i < TQKV__CACHE_STREAMS; i++) {
-        const tqkv_store *s = tqkv__stream_of(c, i);
+        const tqkv_store *s = tqkv__store_of(c, i);
         if (!s) continue;
         c->raw[i] = *s;
         if (i < 2) c->raw[i].format = TQKV_F16;
@@ -13613,7 +13686,8 @@ static TQKV__NOINLINE void tqkv__learn(tqkv_cache *c, const tqkv__stream *raw, i
     tqkv__learnt learnt;
     const int first = n - c->exact_first >= TQKV__LEAST_POSITIONS ? c->exact_first : 0;
     const size_t dim = (size_t)raw->head_dim;
-    float *center = tqkv__channel_room(c, 0, TQKV__CENTERS), *scale = tqkv__channel_room(c, 0, TQKV__SCALES);
+    float *center = tqkv__channel_room(c, TQKV__KEYS, TQKV__CENTERS),
+          *scale = tqkv__channel_room(c, TQKV__KEYS, TQKV__SCALES);
     const uint64_t mode = tqkv__fp_exact();
     for (int h = 0; h < raw->n_kv_heads; h++) {
         tqkv__raw_means(raw, h, first, n, NULL, false, learnt.center);
@@ -13623,8 +13697,8 @@ static TQKV__NOINLINE void tqkv__learn(tqkv_cache *c, const tqkv__stream *raw, i
         tqkv__scales_of(learnt.rows, NULL, raw->head_dim, scale + (size_t)h * dim);
     }
     tqkv__fp_restore(mode);
-    tqkv__cache_channels(c, 0, TQKV__CENTERS, center, dim);
-    tqkv__cache_channels(c, 0, TQKV__SCALES, scale, dim);
+    tqkv__cache_channels(c, TQKV__KEYS, TQKV__CENTERS, center, dim);
+    tqkv__cache_channels(c, TQKV__KEYS, TQKV__SCALES, scale, dim);
 }
 
 /* -- Encoding what was raw -- */
@@ -13686,9 +13760,10 @@ static void tqkv__raw_task(void *context, int index)
 /* Opens the stores of one side; their buffers were checked when the cache was made. */
 static void tqkv__open_raw_side(const tqkv_cache *c, const tqkv_store *raw, int side, tqkv__raw_job *job)
 {
-    const tqkv_store *first = tqkv__end_of(c, side), *newest = tqkv__end_of(c, TQKV__LAST_KEYS + side);
+    const tqkv_store *first = tqkv__store_of(c, TQKV__FIRST_KEYS + side),
+                     *newest = tqkv__store_of(c, TQKV__LAST_KEYS + side);
     (void)tqkv__stream_open(&raw[side], &job->raw[side]);
-    (void)tqkv__stream_open(tqkv__stream_of(c, side), &job->to[side]);
+    (void)tqkv__stream_open(tqkv__store_of(c, side), &job->to[side]);
     job->has_first[side] = first && tqkv__stream_open(first, &job->first[side]) == TQKV_OK;
     job->has_newest[side] = newest && tqkv__stream_open(newest, &job->newest[side]) == TQKV_OK;
 }
@@ -13696,7 +13771,7 @@ static void tqkv__open_raw_side(const tqkv_cache *c, const tqkv_store *raw, int 
 /* Brings the raw rows of a tail to its stores. */
 static tqkv_result tqkv__settle_tail(const tqkv_cache *c, const tqkv_store *raw, int n)
 {
-    const tqkv_store *const stores[2] = {tqkv__stream_of(c, 2), tqkv__end_of(c, 2)};
+    const tqkv_store *const stores[2] = {tqkv__store_of(c, TQKV__TAIL), tqkv__store_of(c, TQKV__FIRST_TAIL)};
     tqkv_result r = TQKV_OK;
     for (int i = 0; r == TQKV_OK && i < 2; i++)
         if (raw[2].head_dim && stores[i])
@@ -13768,7 +13843,7 @@ static void tqkv__take_learnt(const tqkv_cache *c, tqkv__append *append)
     for (int i = 0; i < 2; i++) {
         streams[i]->center = c->keys.center;
         streams[i]->channel_scale = c->keys.channel_scale;
-        streams[i]->inverses = tqkv__channel_room(c, 0, TQKV__INVERSES);
+        streams[i]->inverses = tqkv__channel_room(c, TQKV__KEYS, TQKV__INVERSES);
     }
 }
 
@@ -13795,8 +13870,8 @@ static void tqkv__count_append(tqkv_cache *c, int n_tokens)
     if (c->learning && end >= c->raw[0].capacity) {
         c->learnt_at = c->attention.end;
         tqkv__count_settled(c, c->raw[0].capacity, end);
-        tqkv__name_channels(c, 0, TQKV__CENTERS, true);
-        tqkv__name_channels(c, 0, TQKV__SCALES, true);
+        tqkv__name_channels(c, TQKV__KEYS, TQKV__CENTERS, true);
+        tqkv__name_channels(c, TQKV__KEYS, TQKV__SCALES, true);
         if (c->attention.non_causal) tqkv__drop_raw(c);
     }
     tqkv__cache_advance(c, n_tokens);
@@ -13808,8 +13883,8 @@ static tqkv_result tqkv__count_failed(tqkv_cache *c, int64_t end)
     const bool unlearns = !c->learning && end >= 0 && end <= c->learnt_at;
     const tqkv_result r = tqkv_cache_truncate(c, end);
     if (r != TQKV_OK || !unlearns) return r;
-    tqkv__name_channels(c, 0, TQKV__CENTERS, false);
-    tqkv__name_channels(c, 0, TQKV__SCALES, false);
+    tqkv__name_channels(c, TQKV__KEYS, TQKV__CENTERS, false);
+    tqkv__name_channels(c, TQKV__KEYS, TQKV__SCALES, false);
     c->learning = c->reads_raw = true;
     c->exact_below = c->exact_from = c->exact_held = 0;
     return TQKV_OK;
@@ -13989,8 +14064,8 @@ static void tqkv__move_positions(const tqkv_cache *c, int64_t source, int64_t ta
     for (int i = 0; i < TQKV__CACHE_STORES; i++) {
         tqkv__stream s;
         const tqkv_store *store = tqkv__store_of(c, i);
-        const bool first = i >= TQKV__FIRST_ENDS && i < TQKV__LAST_ENDS;
-        const bool newest = i >= TQKV__LAST_ENDS && i < TQKV__RAW;
+        const bool first = tqkv__stream_kinds[i].end == TQKV__FIRST_END;
+        const bool newest = tqkv__stream_kinds[i].end == TQKV__LAST_END;
         if (!store || (newest && target < c->exact_held) || c->learning != (i >= TQKV__RAW)) continue;
         if (tqkv__stream_open(store, &s) == TQKV_OK) tqkv__move_rows(&s, source, &s, target, first ? below : n);
     }
@@ -14010,9 +14085,9 @@ static void tqkv__reverse_rows(uint8_t *rows, int n, size_t size)
 /* Position p + by of the rings of halves becomes position p. */
 static void tqkv__turn_rings(const tqkv_cache *c, int64_t by)
 {
-    for (int i = TQKV__LAST_KEYS; i < TQKV__CACHE_ENDS; i++) {
+    for (int i = TQKV__LAST_KEYS; i <= TQKV__LAST_VALUES; i++) {
         tqkv__stream s;
-        if (!tqkv__end_of(c, i) || tqkv__stream_open(tqkv__end_of(c, i), &s) != TQKV_OK) continue;
+        if (!tqkv__has_store(c, i) || tqkv__stream_open(TQKV__STORE_AT(c, i), &s) != TQKV_OK) continue;
         const int n = (int)(by % s.capacity);
         for (int h = 0; h < s.n_kv_heads; h++) {
             uint8_t *rows = tqkv__codes_at(&s, h, 0);
@@ -14134,7 +14209,7 @@ static tqkv_result tqkv__fork_store(const tqkv_cache *c, int i, const tqkv_cache
         range.from = c->first;
         memset(to->codes, 0, to->codes_size);
     }
-    if (!from && i < TQKV__RAW) from = tqkv__stream_of(c, (i - TQKV__FIRST_ENDS) % 3);
+    if (!from && i < TQKV__RAW) from = tqkv__store_of(c, tqkv__stream_kinds[i].side);
     if (range.from >= range.to) return TQKV_OK;
     return tqkv__convert(to, from, range.from, (int)(range.to - range.from), parallel);
 }
@@ -14146,7 +14221,7 @@ static tqkv_result tqkv__copy_cache(const tqkv_cache *c, tqkv_cache *copy, const
     tqkv_result r = TQKV_OK;
     const bool settles = c->learning && c->attention.end >= copy->raw[0].capacity;
     for (int i = 0; i < TQKV__CACHE_STREAMS; i++) {
-        const tqkv_store *from = tqkv__stream_of(c, i);
+        const tqkv_store *from = tqkv__store_of(c, i);
         if (!from) continue;
         tqkv__cache_channels(copy, i, TQKV__CENTERS, from->center, (size_t)from->head_dim);
         tqkv__cache_channels(copy, i, TQKV__SCALES, from->channel_scale, (size_t)from->head_dim);
@@ -14156,7 +14231,7 @@ static tqkv_result tqkv__copy_cache(const tqkv_cache *c, tqkv_cache *copy, const
     copy->first = c->first;
     copy->exact_below = c->exact_below;
     copy->exact_from = c->exact_from;
-    copy->exact_held = tqkv__range_of(c, TQKV__LAST_ENDS).from;
+    copy->exact_held = tqkv__range_of(c, TQKV__LAST_KEYS).from;
     copy->attention.end = c->attention.end;
     if (!settles) return r == TQKV_OK ? tqkv__follow_tail(copy) : r;
     r = tqkv__settle(copy, c->raw, (int)c->attention.end, c->attention.end);
@@ -14289,17 +14364,18 @@ static tqkv_result tqkv__move_hash(tqkv__pipe *pipe)
     return memcmp(bytes, expected, sizeof bytes) == 0 ? TQKV_OK : TQKV_CORRUPT;
 }
 
-static tqkv_result tqkv__move_floats(tqkv__pipe *pipe, float *x, size_t n)
+/* Writes floats, or reads them to `to`. from, to: [n] */
+static tqkv_result tqkv__move_floats(tqkv__pipe *pipe, const float *from, float *to, size_t n)
 {
     uint8_t bytes[1024];
     for (size_t done = 0; done < n;) {
         const size_t count = n - done < sizeof bytes / 4 ? n - done : sizeof bytes / 4;
         if (pipe->write)
-            for (size_t i = 0; i < count; i++) tqkv__put(bytes + 4 * i, 4, tqkv__bits(x[done + i]));
+            for (size_t i = 0; i < count; i++) tqkv__put(bytes + 4 * i, 4, tqkv__bits(from[done + i]));
         const tqkv_result r = tqkv__move(pipe, bytes, 4 * count);
         if (r != TQKV_OK) return r;
         if (pipe->read)
-            for (size_t i = 0; i < count; i++) x[done + i] = tqkv__float((uint32_t)tqkv__get(bytes + 4 * i, 4));
+            for (size_t i = 0; i < count; i++) to[done + i] = tqkv__float((uint32_t)tqkv__get(bytes + 4 * i, 4));
         done += count;
     }
     return TQKV_OK;
@@ -14314,21 +14390,22 @@ static tqkv_result tqkv__move_stored(tqkv__pipe *pipe, const tqkv__stream *s, tq
             for (int64_t position = range.from, n; position < range.to; position += n) {
                 const int slot = tqkv__slot(s, position), room = tqkv__slots_left(s, position);
                 n = range.to - position < room ? range.to - position : room;
+                float *of_rows = tqkv__norms_at(s, h, slot);
                 if (!norms)
                     r = tqkv__move(pipe, tqkv__codes_at(s, h, slot), (size_t)n * s->row_bytes);
                 else
-                    r = tqkv__move_floats(pipe, tqkv__norms_at(s, h, slot), (size_t)n * (size_t)s->norms_per_row);
+                    r = tqkv__move_floats(pipe, of_rows, of_rows, (size_t)n * (size_t)s->norms_per_row);
                 if (r != TQKV_OK) return r;
             }
     return tqkv__move_hash(pipe);
 }
 
-/* Moves centre and scale, which when they are read lie in the cache's own memory. */
-static tqkv_result tqkv__move_channels(tqkv__pipe *pipe, const tqkv__stream *s)
+/* Moves centre and scale. to_center, to_scale: the same in the cache's memory; NULL where nothing is read */
+static tqkv_result tqkv__move_channels(tqkv__pipe *pipe, const tqkv__stream *s, float *to_center, float *to_scale)
 {
     const size_t n = tqkv__center_size(s) / sizeof(float);
-    tqkv_result r = s->center ? tqkv__move_floats(pipe, (float *)(uintptr_t)s->center, n) : TQKV_OK;
-    if (r == TQKV_OK && s->channel_scale) r = tqkv__move_floats(pipe, (float *)(uintptr_t)s->channel_scale, n);
+    tqkv_result r = s->center ? tqkv__move_floats(pipe, s->center, to_center, n) : TQKV_OK;
+    if (r == TQKV_OK && s->channel_scale) r = tqkv__move_floats(pipe, s->channel_scale, to_scale, n);
     const bool valid = (!s->center || tqkv__all_finite(s->center, n)) &&
                        (!s->channel_scale || tqkv__scales_valid(s->channel_scale, n));
     return r != TQKV_OK || valid ? r : TQKV_CORRUPT;
@@ -14342,7 +14419,9 @@ static tqkv_result tqkv__move_stores(tqkv__pipe *pipe, const tqkv_cache *c)
         tqkv__stream s;
         if (!tqkv__store_of(c, i) || (i >= TQKV__RAW && !c->learning)) continue;
         r = tqkv__stream_open(tqkv__store_of(c, i), &s);
-        if (r == TQKV_OK && i < TQKV__CACHE_STREAMS) r = tqkv__move_channels(pipe, &s);
+        if (r == TQKV_OK && i < TQKV__CACHE_STREAMS)
+            r = tqkv__move_channels(pipe, &s, tqkv__channel_room(c, i, TQKV__CENTERS),
+                                    tqkv__channel_room(c, i, TQKV__SCALES));
         if (r == TQKV_OK) r = tqkv__move_stored(pipe, &s, tqkv__range_of(c, i));
     }
     return r;
@@ -14387,7 +14466,7 @@ static uint32_t tqkv__streams_with(const tqkv_cache *c, bool scales)
 {
     uint32_t bits = 0;
     for (int i = 0; i < TQKV__CACHE_STREAMS; i++) {
-        const tqkv_store *s = tqkv__stream_of(c, i);
+        const tqkv_store *s = tqkv__store_of(c, i);
         if (s && (scales ? s->channel_scale : s->center)) bits |= 1u << i;
     }
     return bits;
@@ -14418,7 +14497,7 @@ static void tqkv__cache_header(const tqkv_cache *c, uint8_t *header)
                                                   (uint32_t)c->calibrate,
                                                   (uint32_t)c->exact_first,
                                                   (uint32_t)c->exact_last,
-                                                  (uint32_t)tqkv__range_of(c, TQKV__FIRST_ENDS).to,
+                                                  (uint32_t)tqkv__range_of(c, TQKV__FIRST_KEYS).to,
                                                   0};
     tqkv__put_name(tqkv__magic, TQKV__HEADER_SIZE, header);
     tqkv__put(header + 16, 8, c->tag);
@@ -14510,7 +14589,7 @@ static void tqkv__set_range(tqkv_cache *c, const tqkv__header *h)
     c->exact_below = h->exact_below;
     c->exact_from = h->exact_from;
     c->learning = h->learning;
-    c->exact_held = tqkv__range_of(c, TQKV__LAST_ENDS).from;
+    c->exact_held = tqkv__range_of(c, TQKV__LAST_KEYS).from;
 }
 
 /* A reader that holds the first `filled` bytes and has passed on `taken` of them. */
@@ -14588,7 +14667,7 @@ static void tqkv__take_channels(tqkv_cache *c, uint32_t centers, uint32_t scales
             const tqkv__channels kind = k ? TQKV__SCALES : TQKV__CENTERS;
             if ((k ? scales : centers) >> i & 1)
                 tqkv__cache_channels(c, i, kind, tqkv__channel_room(c, i, kind),
-                                     (size_t)tqkv__stream_of(c, i)->head_dim);
+                                     (size_t)TQKV__STORE_AT(c, i)->head_dim);
         }
 }
 
@@ -14669,7 +14748,7 @@ static uint64_t tqkv__channels_hash(const tqkv__stream *s)
     tqkv__pipe pipe;
     if (!s->center && !s->channel_scale) return 0;
     tqkv__pipe_open(&pipe, tqkv__write_nowhere, NULL, NULL);
-    (void)tqkv__move_channels(&pipe, s);
+    (void)tqkv__move_channels(&pipe, s, NULL, NULL);
     return XXH3_64bits_digest(&pipe.hash);
 }
 
@@ -16653,11 +16732,13 @@ static tqkv_result tqkv__plan_end_shapes(const tqkv_metal_attention *from, tqkv_
                                                 {from->last_keys, from->last_values}};
     tqkv_attention *to = &call->attention;
     const tqkv_store **const shapes[2][2] = {{&to->first_keys, &to->first_values}, {&to->last_keys, &to->last_values}};
-    for (int i = 0; i < 4; i++) {
-        const tqkv_metal_store *end = ends[i / 2][i % 2], *codes = i % 2 ? from->values : from->keys;
-        tqkv_store *shape = &call->ends[i / 2][i % 2];
-        *shapes[i / 2][i % 2] = end ? shape : NULL;
-        if (!end || !(i / 2 ? to->exact_last : to->exact_first)) continue;
+    for (int i = TQKV__FIRST_KEYS; i < TQKV__STREAMS; i++) {
+        const int last = tqkv__stream_kinds[i].end, side = tqkv__stream_kinds[i].side;
+        if (i == TQKV__FIRST_TAIL) continue; /* see tqkv__plan_first_tail */
+        const tqkv_metal_store *end = ends[last][side], *codes = side == TQKV__VALUES ? from->values : from->keys;
+        tqkv_store *shape = &call->ends[last][side];
+        *shapes[last][side] = end ? shape : NULL;
+        if (!end || !(last ? to->exact_last : to->exact_first)) continue;
         tqkv__plan_store(end, shape);
         shape->center = codes->shape.center;
         if (!tqkv__same_buffer(end->center, codes->center) ||
@@ -17581,8 +17662,8 @@ static tqkv_metal_store tqkv__store_in_buffer(const tqkv_cache *c, tqkv_metal_bu
 /* Gives a store the centre and the scale that the cache learns. */
 static void tqkv__take_learnt_buffers(const tqkv_cache *c, tqkv_metal_buffer memory, tqkv_metal_store *store)
 {
-    store->center = tqkv__buffer_within(c, memory, tqkv__channel_room(c, 0, TQKV__CENTERS));
-    store->channel_scale = tqkv__buffer_within(c, memory, tqkv__channel_room(c, 0, TQKV__SCALES));
+    store->center = tqkv__buffer_within(c, memory, tqkv__channel_room(c, TQKV__KEYS, TQKV__CENTERS));
+    store->channel_scale = tqkv__buffer_within(c, memory, tqkv__channel_room(c, TQKV__KEYS, TQKV__SCALES));
 }
 
 /* The strides of calls: those that are given, or the cache's. */
@@ -17607,28 +17688,29 @@ typedef struct tqkv__rows_in_buffers {
 static tqkv_metal_store tqkv__target_of_rows(const tqkv_cache *c, tqkv_metal_buffer memory,
                                              const tqkv__rows_in_buffers *rows, int i)
 {
-    tqkv_metal_store store = tqkv__store_in_buffer(c, memory, tqkv__store_of(c, i));
+    const int side = tqkv__stream_kinds[i].side;
+    tqkv_metal_store store = tqkv__store_in_buffer(c, memory, TQKV__STORE_AT(c, i));
     store.shape.type = rows->type;
-    store.shape.strides = rows->strides[i % TQKV__CACHE_STREAMS];
-    if (rows->learnt && i % TQKV__CACHE_STREAMS == 0) tqkv__take_learnt_buffers(c, memory, &store);
+    store.shape.strides = rows->strides[side];
+    if (rows->learnt && side == TQKV__KEYS) tqkv__take_learnt_buffers(c, memory, &store);
     return store;
 }
 
-/* What encodes rows to one or two stores of the cache, by their numbers, those that it has; other: -1: one. */
+/* What encodes rows to stores `one` and `other` of a cache, as far as it has them. */
 static tqkv_result tqkv__add_rows(const tqkv_cache *c, tqkv_metal_buffer memory, const tqkv__rows_in_buffers *rows,
                                   int one, int other, tqkv_metal_plan *plan)
 {
     const tqkv__mapping mapping = tqkv__mapping_from(rows->n_tokens, rows->n_tokens ? rows->position : 0);
-    const bool has[2] = {tqkv__store_of(c, one) != NULL, other >= 0 && tqkv__store_of(c, other) != NULL};
+    const bool has_one = tqkv__has_store(c, one), has_other = other != one && tqkv__has_store(c, other);
+    const tqkv_metal_buffer of_one = rows->at[tqkv__stream_kinds[one].side],
+                            of_other = rows->at[tqkv__stream_kinds[other].side];
     tqkv_metal_store stores[2];
-    if (has[0]) stores[0] = tqkv__target_of_rows(c, memory, rows, one);
-    if (has[1]) stores[1] = tqkv__target_of_rows(c, memory, rows, other);
-    const tqkv_metal_buffer of_one = rows->at[one % TQKV__CACHE_STREAMS];
-    if (!has[1])
-        return has[0] ? tqkv__add_encode(&stores[0], of_one, &mapping, rows->not_finite, plan) : TQKV_OK;
-    const tqkv_metal_buffer of_other = rows->at[other % TQKV__CACHE_STREAMS];
-    if (!has[0]) return tqkv__add_encode(&stores[1], of_other, &mapping, rows->not_finite, plan);
-    return tqkv__add_encode_kv(&stores[0], &stores[1], of_one, of_other, &mapping, rows->not_finite, plan);
+    if (has_one) stores[0] = tqkv__target_of_rows(c, memory, rows, one);
+    if (has_other) stores[1] = tqkv__target_of_rows(c, memory, rows, other);
+    if (has_one && has_other)
+        return tqkv__add_encode_kv(&stores[0], &stores[1], of_one, of_other, &mapping, rows->not_finite, plan);
+    if (has_one) return tqkv__add_encode(&stores[0], of_one, &mapping, rows->not_finite, plan);
+    return has_other ? tqkv__add_encode(&stores[1], of_other, &mapping, rows->not_finite, plan) : TQKV_OK;
 }
 
 /* The first n tokens of rows, or as many as there are. */
@@ -17644,7 +17726,7 @@ static tqkv__rows_in_buffers tqkv__rows_after(const tqkv_cache *c, const tqkv__r
 {
     tqkv__rows_in_buffers some = *rows;
     for (int i = 0; i < TQKV__CACHE_STREAMS; i++) {
-        const tqkv_store *s = tqkv__stream_of(c, i);
+        const tqkv_store *s = tqkv__store_of(c, i);
         if (!s) continue;
         const size_t token = tqkv__strides_of(rows->strides[i], s->n_kv_heads, s->head_dim).token;
         some.at[i] = tqkv__buffer_after(some.at[i], (size_t)n * token * tqkv__type_size(rows->type));
@@ -17654,13 +17736,14 @@ static tqkv__rows_in_buffers tqkv__rows_after(const tqkv_cache *c, const tqkv__r
     return some;
 }
 
-/* What encodes rows to streams, numbered from `first` on: those that are kept (0) or raw (TQKV__RAW). A tail lies apart from keys
-   that are not the values. */
+/* What encodes rows to the cache's streams (0), or to what is raw of them (TQKV__RAW). A tail lies apart from keys that are not the
+   values. */
 static tqkv_result tqkv__add_streams(const tqkv_cache *c, tqkv_metal_buffer memory, const tqkv__rows_in_buffers *rows,
                                      int first, tqkv_metal_plan *plan)
 {
-    const tqkv_result r = tqkv__add_rows(c, memory, rows, first, first + (c->shared ? 2 : 1), plan);
-    return r == TQKV_OK && !c->shared ? tqkv__add_rows(c, memory, rows, first + 2, -1, plan) : r;
+    const int keys = first + TQKV__KEYS, tail = first + TQKV__TAIL;
+    const tqkv_result r = tqkv__add_rows(c, memory, rows, keys, c->shared ? tail : first + TQKV__VALUES, plan);
+    return r == TQKV_OK && !c->shared ? tqkv__add_rows(c, memory, rows, tail, tail, plan) : r;
 }
 
 /* What encodes rows of the first positions to what is kept of them besides: of the tail, or of keys and values. None: the kernels of
@@ -17670,8 +17753,8 @@ static tqkv_result tqkv__add_first(const tqkv_cache *c, tqkv_metal_buffer memory
 {
     const tqkv__rows_in_buffers some = tqkv__rows_until(rows, c->exact_first - rows->position);
     if (rows->n_tokens && !some.n_tokens) return TQKV_OK;
-    return tail ? tqkv__add_rows(c, memory, &some, TQKV__FIRST_ENDS + 2, -1, plan)
-                : tqkv__add_rows(c, memory, &some, TQKV__FIRST_ENDS, TQKV__FIRST_ENDS + 1, plan);
+    return tail ? tqkv__add_rows(c, memory, &some, TQKV__FIRST_TAIL, TQKV__FIRST_TAIL, plan)
+                : tqkv__add_rows(c, memory, &some, TQKV__FIRST_KEYS, TQKV__FIRST_VALUES, plan);
 }
 
 /* What encodes rows of a cache that does not learn, or no longer. */
@@ -17681,7 +17764,7 @@ static tqkv_result tqkv__add_coded(const tqkv_cache *c, tqkv_metal_buffer memory
     tqkv_result r = tqkv__add_streams(c, memory, rows, 0, plan);
     if (r == TQKV_OK) r = tqkv__add_first(c, memory, rows, true, plan);
     if (r == TQKV_OK) r = tqkv__add_first(c, memory, rows, false, plan);
-    return r == TQKV_OK ? tqkv__add_rows(c, memory, rows, TQKV__LAST_ENDS, TQKV__LAST_ENDS + 1, plan) : r;
+    return r == TQKV_OK ? tqkv__add_rows(c, memory, rows, TQKV__LAST_KEYS, TQKV__LAST_VALUES, plan) : r;
 }
 
 /* The raw halves of keys and values, as rows to encode. */
@@ -17692,9 +17775,9 @@ static tqkv__rows_in_buffers tqkv__raw_rows(const tqkv_cache *c, tqkv_metal_buff
     rows.type = TQKV_TYPE_F16;
     rows.n_tokens = c->raw[0].capacity;
     rows.learnt = true;
-    for (int i = 0; i < 2; i++) {
-        const tqkv_store *raw = tqkv__store_of(c, TQKV__RAW + i);
-        if (!raw) continue;
+    for (int i = TQKV__KEYS; i <= TQKV__VALUES; i++) {
+        const tqkv_store *raw = &c->raw[i];
+        if (!raw->head_dim) continue;
         rows.at[i] = tqkv__buffer_within(c, memory, raw->codes);
         rows.strides[i].token = (size_t)raw->head_dim;
         rows.strides[i].head = (size_t)raw->capacity * (size_t)raw->head_dim;
@@ -17709,9 +17792,9 @@ static tqkv_result tqkv__add_learning(const tqkv_cache *c, tqkv_metal_buffer mem
     const tqkv__rows_in_buffers all = tqkv__raw_rows(c, memory);
     const int n = all.n_tokens, first = n - c->exact_first >= TQKV__LEAST_POSITIONS ? c->exact_first : 0;
     const tqkv__rows_in_buffers rows = tqkv__rows_after(c, &all, first);
-    tqkv_metal_store keys = tqkv__target_of_rows(c, memory, &rows, 0);
+    tqkv_metal_store keys = tqkv__target_of_rows(c, memory, &rows, TQKV__KEYS);
     const tqkv_metal_buffer results[2] = {keys.center, keys.channel_scale};
-    return tqkv__add_calibration(&keys, rows.at[0], rows.n_tokens, none, 0, 0, TQKV_PAIRS_NONE, results, plan);
+    return tqkv__add_calibration(&keys, rows.at[TQKV__KEYS], rows.n_tokens, none, 0, 0, TQKV_PAIRS_NONE, results, plan);
 }
 
 /* What encodes the raw halves, of the newest those that their rings hold at `end`: as tqkv__settle. */
@@ -17723,13 +17806,13 @@ static tqkv_result tqkv__add_settling(const tqkv_cache *c, tqkv_metal_buffer mem
     tqkv_result r = tqkv__add_learning(c, memory, plan);
     if (r == TQKV_OK) learns->barrier = memory.buffer;
     tqkv_metal_dispatch *reads = &plan->d[plan->n];
-    if (r == TQKV_OK) r = tqkv__add_rows(c, memory, &rows, 0, 1, plan);
+    if (r == TQKV_OK) r = tqkv__add_rows(c, memory, &rows, TQKV__KEYS, TQKV__VALUES, plan);
     if (r != TQKV_OK) return r;
     reads->barrier = memory.buffer;
     r = tqkv__add_first(c, memory, &rows, false, plan);
     if (r != TQKV_OK || oldest >= rows.n_tokens) return r;
     const tqkv__rows_in_buffers newest = tqkv__rows_after(c, &rows, oldest > 0 ? (int)oldest : 0);
-    return tqkv__add_rows(c, memory, &newest, TQKV__LAST_ENDS, TQKV__LAST_ENDS + 1, plan);
+    return tqkv__add_rows(c, memory, &newest, TQKV__LAST_KEYS, TQKV__LAST_VALUES, plan);
 }
 
 /* What a cache that learns does with rows: those before its last raw position become halves, and their tails what they will be. When it
@@ -17740,7 +17823,7 @@ static tqkv_result tqkv__add_raw(const tqkv_cache *c, tqkv_metal_buffer memory, 
     const int left = (int)(c->raw[0].capacity - rows->position);
     const tqkv__rows_in_buffers now = tqkv__rows_until(rows, left);
     tqkv_result r = tqkv__add_streams(c, memory, &now, TQKV__RAW, plan);
-    if (r == TQKV_OK) r = tqkv__add_rows(c, memory, &now, 2, -1, plan);
+    if (r == TQKV_OK) r = tqkv__add_rows(c, memory, &now, TQKV__TAIL, TQKV__TAIL, plan);
     if (r == TQKV_OK) r = tqkv__add_first(c, memory, &now, true, plan);
     if (r != TQKV_OK || now.n_tokens < left) return r;
     r = tqkv__add_settling(c, memory, rows->position + rows->n_tokens, plan);
@@ -17774,10 +17857,10 @@ static tqkv_result tqkv__open_rows(const tqkv_cache *c, const tqkv_cache_layout 
     size_t bytes;
     tqkv_store shape = c->keys;
     memset(rows, 0, sizeof *rows);
-    rows->at[0] = k;
-    rows->at[1] = rows->at[2] = v;
-    rows->strides[0] = own.k;
-    rows->strides[1] = rows->strides[2] = own.v;
+    rows->at[TQKV__KEYS] = k;
+    rows->at[TQKV__VALUES] = rows->at[TQKV__TAIL] = v;
+    rows->strides[TQKV__KEYS] = own.k;
+    rows->strides[TQKV__VALUES] = rows->strides[TQKV__TAIL] = own.v;
     rows->type = c->keys.type;
     rows->n_tokens = n_tokens;
     rows->position = c->attention.end;
@@ -17787,8 +17870,8 @@ static tqkv_result tqkv__open_rows(const tqkv_cache *c, const tqkv_cache_layout 
     tqkv_result r = tqkv__stream_shape(&shape, &keys);
     if (r == TQKV_OK) r = tqkv__plan_extent(&keys, n_tokens, &bytes);
     if (r != TQKV_OK) return r;
-    rows->at[2] = tqkv__buffer_after(k, bytes);
-    memset(&rows->strides[2], 0, sizeof rows->strides[2]);
+    rows->at[TQKV__TAIL] = tqkv__buffer_after(k, bytes);
+    memset(&rows->strides[TQKV__TAIL], 0, sizeof rows->strides[TQKV__TAIL]);
     return TQKV_OK;
 }
 
@@ -17812,8 +17895,7 @@ TQKV_API tqkv_result tqkv_metal_plan_cache_append(const tqkv_cache *c, tqkv_meta
     tqkv_result r = tqkv__check_on_gpu(c, n_tokens, 0);
     if (r == TQKV_OK) r = tqkv__check_room(c, n_tokens);
     if (r == TQKV_OK) r = tqkv__open_rows(c, layout, k, v, n_tokens, not_finite, &rows);
-    if (r == TQKV_OK)
-        r = c->learning ? tqkv__add_raw(c, memory, &rows, plan) : tqkv__add_coded(c, memory, &rows, plan);
+    if (r == TQKV_OK) r = c->learning ? tqkv__add_raw(c, memory, &rows, plan) : tqkv__add_coded(c, memory, &rows, plan);
     return tqkv__close_plan(plan, r);
 }
 
@@ -17853,8 +17935,8 @@ static void tqkv__take_some_buffers(const tqkv_metal_attention *some, int first,
     a->attention.list_newest = call->list_newest;
 }
 
-/* Of one query, over the stores numbered from `keys` on: the streams, or what is raw. */
-static void tqkv__open_cache_call(const tqkv_cache *c, tqkv_metal_buffer memory, const tqkv_attention *view, int keys,
+/* Of one query, over the cache's streams (0), or over what is raw of them (TQKV__RAW). */
+static void tqkv__open_cache_call(const tqkv_cache *c, tqkv_metal_buffer memory, const tqkv_attention *view, int first,
                                   tqkv__cache_call *call)
 {
     tqkv_metal_attention *a = &call->attention;
@@ -17863,9 +17945,9 @@ static void tqkv__open_cache_call(const tqkv_cache *c, tqkv_metal_buffer memory,
         if (tqkv__store_of(c, i)) call->stores[i] = tqkv__store_in_buffer(c, memory, tqkv__store_of(c, i));
     a->attention = *view;
     if (!a->attention.kv_len) a->attention.end = 0; /* nothing is resident; kv_len alone would be its default */
-    a->keys = &call->stores[keys];
-    a->values = &call->stores[keys + (c->shared ? 0 : 1)];
-    a->tail = tqkv__store_of_call(c, call, keys + 2);
+    a->keys = &call->stores[first + TQKV__KEYS];
+    a->values = &call->stores[first + (c->shared ? TQKV__KEYS : TQKV__VALUES)];
+    a->tail = tqkv__store_of_call(c, call, first + TQKV__TAIL);
     a->matrix_group = c->matrix_group;
     if (c->attention.sinks) a->sinks = tqkv__buffer_within(c, memory, c->attention.sinks);
 }
@@ -17874,16 +17956,17 @@ static void tqkv__open_cache_call(const tqkv_cache *c, tqkv_metal_buffer memory,
 static void tqkv__open_coded_call(const tqkv_cache *c, tqkv_metal_buffer memory, bool learnt, tqkv__cache_call *call)
 {
     const tqkv_attention view = tqkv__view_codes(c);
-    const int values = c->shared ? 0 : 1;
+    const int values = c->shared ? TQKV__KEYS : TQKV__VALUES;
     tqkv_metal_attention *a = &call->attention;
     tqkv__open_cache_call(c, memory, &view, 0, call);
-    a->first_keys = tqkv__store_of_call(c, call, TQKV__FIRST_ENDS);
-    a->first_tail = tqkv__store_of_call(c, call, TQKV__FIRST_ENDS + 2);
-    a->first_values = tqkv__store_of_call(c, call, TQKV__FIRST_ENDS + values);
-    a->last_keys = tqkv__store_of_call(c, call, TQKV__LAST_ENDS);
-    a->last_values = tqkv__store_of_call(c, call, TQKV__LAST_ENDS + values);
-    for (int i = 0; learnt && i < TQKV__RAW; i += TQKV__CACHE_STREAMS)
-        if (tqkv__store_of(c, i)) tqkv__take_learnt_buffers(c, memory, &call->stores[i]);
+    a->first_keys = tqkv__store_of_call(c, call, TQKV__FIRST_KEYS);
+    a->first_tail = tqkv__store_of_call(c, call, TQKV__FIRST_TAIL);
+    a->first_values = tqkv__store_of_call(c, call, TQKV__FIRST_KEYS + values);
+    a->last_keys = tqkv__store_of_call(c, call, TQKV__LAST_KEYS);
+    a->last_values = tqkv__store_of_call(c, call, TQKV__LAST_KEYS + values);
+    for (int i = 0; learnt && i < TQKV__RAW; i++)
+        if (tqkv__stream_kinds[i].side == TQKV__KEYS && tqkv__has_store(c, i))
+            tqkv__take_learnt_buffers(c, memory, &call->stores[i]);
 }
 
 /* Over what is raw: of n_queries queries, the last of which stands before `end`. */

@@ -10,7 +10,7 @@
      load_row, repeat           those of a vector of dimensions, those of TQKV__PRODUCTS positions in each lane
      transpose                  16 bytes of TQKV__INTEGER_LANES positions to lanes, as repeat has TQKV__PRODUCTS integers
      lanes, repeated, dot_lanes, whole_lanes   as codes, row, dot, whole, for lanes of eight products
-     TQKV__LOOKED_UP            whether few rows multiply codes without storing their bytes first: with load_part, or with
+     TQKV__LOOKED_UP            whether few rows multiply codes without storing their bytes first: with load_nibbles, or with
                                 load_quarters, order_fields and look_up_fields, and with dot_bytes                     */
 
 #define TQKV__VECTOR TQKV__(vector)
@@ -21,8 +21,9 @@
 #define TQKV__LANE_BYTES  ((int)sizeof(TQKV__I(lanes)))
 #define TQKV__WORDS       ((TQKV__PRODUCTS == 2 ? 2 : 4) * TQKV__INTEGER_LANES) /* multiplied with a vector of codes */
 /* Keys that are decoded together. */
-#define TQKV__SLICE  16
-#define TQKV__SLICES (2 * TQKV__INTEGER_LANES > TQKV__SLICE ? 2 * TQKV__INTEGER_LANES : TQKV__SLICE)
+#define TQKV__KEYS_AT_ONCE 16
+#define TQKV__MOST_KEYS_AT_ONCE                                                                                        \
+    (2 * TQKV__INTEGER_LANES > TQKV__KEYS_AT_ONCE ? 2 * TQKV__INTEGER_LANES : TQKV__KEYS_AT_ONCE)
 #ifndef TQKV__LANES_ROWS
 #define TQKV__LANES_ROWS 8
 #endif
@@ -125,12 +126,12 @@ TQKV__TARGET static TQKV__S(source)
 {
     const uint8_t *row = tqkv__codes_at(s, kv_head, segment->slot + j);
     const ptrdiff_t ahead = (ptrdiff_t)segment->ahead * (ptrdiff_t)s->row_bytes;
-    const int padded = TQKV__PADDED(dim), rows = (n + TQKV__SLICE - 1) / TQKV__SLICE * TQKV__SLICE;
+    const int padded = TQKV__PADDED(dim), rows = (n + TQKV__KEYS_AT_ONCE - 1) / TQKV__KEYS_AT_ONCE * TQKV__KEYS_AT_ONCE;
     const TQKV__S(source) in_place = {(const int8_t *)row + first, s->row_bytes, ahead};
     const TQKV__S(source) decoded = {room, (size_t)padded, 0};
     if (s->kind == TQKV__GRID && n == rows) return in_place;
-    for (int i = 0; i < n; i += TQKV__SLICE, row += TQKV__SLICE * s->row_bytes) {
-        const int now = n - i < TQKV__SLICE ? n - i : TQKV__SLICE;
+    for (int i = 0; i < n; i += TQKV__KEYS_AT_ONCE, row += TQKV__KEYS_AT_ONCE * s->row_bytes) {
+        const int now = n - i < TQKV__KEYS_AT_ONCE ? n - i : TQKV__KEYS_AT_ONCE;
         int8_t *to = room + i * padded;
         if (first == 0) tqkv__prefetch(TQKV__L2, row + ahead, (size_t)now * s->row_bytes);
         if (s->kind != TQKV__GRID) TQKV__S(decoders)[s->format](s, row, first, now, dim, to);

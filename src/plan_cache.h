@@ -23,8 +23,8 @@ static tqkv_metal_store tqkv__store_in_buffer(const tqkv_cache *c, tqkv_metal_bu
 /* Gives a store the centre and the scale that the cache learns. */
 static void tqkv__take_learnt_buffers(const tqkv_cache *c, tqkv_metal_buffer memory, tqkv_metal_store *store)
 {
-    store->center = tqkv__buffer_within(c, memory, tqkv__channel_room(c, 0, TQKV__CENTERS));
-    store->channel_scale = tqkv__buffer_within(c, memory, tqkv__channel_room(c, 0, TQKV__SCALES));
+    store->center = tqkv__buffer_within(c, memory, tqkv__channel_room(c, TQKV__KEYS, TQKV__CENTERS));
+    store->channel_scale = tqkv__buffer_within(c, memory, tqkv__channel_room(c, TQKV__KEYS, TQKV__SCALES));
 }
 
 /* The strides of calls: those that are given, or the cache's. */
@@ -49,27 +49,29 @@ typedef struct tqkv__rows_in_buffers {
 static tqkv_metal_store tqkv__target_of_rows(const tqkv_cache *c, tqkv_metal_buffer memory,
                                              const tqkv__rows_in_buffers *rows, int i)
 {
-    tqkv_metal_store store = tqkv__store_in_buffer(c, memory, tqkv__store_of(c, i));
+    const int side = tqkv__stream_kinds[i].side;
+    tqkv_metal_store store = tqkv__store_in_buffer(c, memory, TQKV__STORE_AT(c, i));
     store.shape.type = rows->type;
-    store.shape.strides = rows->strides[i % TQKV__CACHE_STREAMS];
-    if (rows->learnt && i % TQKV__CACHE_STREAMS == 0) tqkv__take_learnt_buffers(c, memory, &store);
+    store.shape.strides = rows->strides[side];
+    if (rows->learnt && side == TQKV__KEYS) tqkv__take_learnt_buffers(c, memory, &store);
     return store;
 }
 
-/* What encodes rows to one or two stores of the cache, by their numbers, those that it has; other: -1: one. */
+/* What encodes rows to stores `one` and `other` of a cache, as far as it has them. */
 static tqkv_result tqkv__add_rows(const tqkv_cache *c, tqkv_metal_buffer memory, const tqkv__rows_in_buffers *rows,
                                   int one, int other, tqkv_metal_plan *plan)
 {
     const tqkv__mapping mapping = tqkv__mapping_from(rows->n_tokens, rows->n_tokens ? rows->position : 0);
-    const bool has[2] = {tqkv__store_of(c, one) != NULL, other >= 0 && tqkv__store_of(c, other) != NULL};
+    const bool has_one = tqkv__has_store(c, one), has_other = other != one && tqkv__has_store(c, other);
+    const tqkv_metal_buffer of_one = rows->at[tqkv__stream_kinds[one].side],
+                            of_other = rows->at[tqkv__stream_kinds[other].side];
     tqkv_metal_store stores[2];
-    if (has[0]) stores[0] = tqkv__target_of_rows(c, memory, rows, one);
-    if (has[1]) stores[1] = tqkv__target_of_rows(c, memory, rows, other);
-    const tqkv_metal_buffer of_one = rows->at[one % TQKV__CACHE_STREAMS];
-    if (!has[1]) return has[0] ? tqkv__add_encode(&stores[0], of_one, &mapping, rows->not_finite, plan) : TQKV_OK;
-    const tqkv_metal_buffer of_other = rows->at[other % TQKV__CACHE_STREAMS];
-    if (!has[0]) return tqkv__add_encode(&stores[1], of_other, &mapping, rows->not_finite, plan);
-    return tqkv__add_encode_kv(&stores[0], &stores[1], of_one, of_other, &mapping, rows->not_finite, plan);
+    if (has_one) stores[0] = tqkv__target_of_rows(c, memory, rows, one);
+    if (has_other) stores[1] = tqkv__target_of_rows(c, memory, rows, other);
+    if (has_one && has_other)
+        return tqkv__add_encode_kv(&stores[0], &stores[1], of_one, of_other, &mapping, rows->not_finite, plan);
+    if (has_one) return tqkv__add_encode(&stores[0], of_one, &mapping, rows->not_finite, plan);
+    return has_other ? tqkv__add_encode(&stores[1], of_other, &mapping, rows->not_finite, plan) : TQKV_OK;
 }
 
 /* The first n tokens of rows, or as many as there are. */
@@ -85,7 +87,7 @@ static tqkv__rows_in_buffers tqkv__rows_after(const tqkv_cache *c, const tqkv__r
 {
     tqkv__rows_in_buffers some = *rows;
     for (int i = 0; i < TQKV__CACHE_STREAMS; i++) {
-        const tqkv_store *s = tqkv__stream_of(c, i);
+        const tqkv_store *s = tqkv__store_of(c, i);
         if (!s) continue;
         const size_t token = tqkv__strides_of(rows->strides[i], s->n_kv_heads, s->head_dim).token;
         some.at[i] = tqkv__buffer_after(some.at[i], (size_t)n * token * tqkv__type_size(rows->type));
@@ -95,13 +97,14 @@ static tqkv__rows_in_buffers tqkv__rows_after(const tqkv_cache *c, const tqkv__r
     return some;
 }
 
-/* What encodes rows to streams, numbered from `first` on: those that are kept (0) or raw (TQKV__RAW). A tail lies apart from keys
-   that are not the values. */
+/* What encodes rows to the cache's streams (0), or to what is raw of them (TQKV__RAW). A tail lies apart from keys that are not the
+   values. */
 static tqkv_result tqkv__add_streams(const tqkv_cache *c, tqkv_metal_buffer memory, const tqkv__rows_in_buffers *rows,
                                      int first, tqkv_metal_plan *plan)
 {
-    const tqkv_result r = tqkv__add_rows(c, memory, rows, first, first + (c->shared ? 2 : 1), plan);
-    return r == TQKV_OK && !c->shared ? tqkv__add_rows(c, memory, rows, first + 2, -1, plan) : r;
+    const int keys = first + TQKV__KEYS, tail = first + TQKV__TAIL;
+    const tqkv_result r = tqkv__add_rows(c, memory, rows, keys, c->shared ? tail : first + TQKV__VALUES, plan);
+    return r == TQKV_OK && !c->shared ? tqkv__add_rows(c, memory, rows, tail, tail, plan) : r;
 }
 
 /* What encodes rows of the first positions to what is kept of them besides: of the tail, or of keys and values. None: the kernels of
@@ -111,8 +114,8 @@ static tqkv_result tqkv__add_first(const tqkv_cache *c, tqkv_metal_buffer memory
 {
     const tqkv__rows_in_buffers some = tqkv__rows_until(rows, c->exact_first - rows->position);
     if (rows->n_tokens && !some.n_tokens) return TQKV_OK;
-    return tail ? tqkv__add_rows(c, memory, &some, TQKV__FIRST_ENDS + 2, -1, plan)
-                : tqkv__add_rows(c, memory, &some, TQKV__FIRST_ENDS, TQKV__FIRST_ENDS + 1, plan);
+    return tail ? tqkv__add_rows(c, memory, &some, TQKV__FIRST_TAIL, TQKV__FIRST_TAIL, plan)
+                : tqkv__add_rows(c, memory, &some, TQKV__FIRST_KEYS, TQKV__FIRST_VALUES, plan);
 }
 
 /* What encodes rows of a cache that does not learn, or no longer. */
@@ -122,7 +125,7 @@ static tqkv_result tqkv__add_coded(const tqkv_cache *c, tqkv_metal_buffer memory
     tqkv_result r = tqkv__add_streams(c, memory, rows, 0, plan);
     if (r == TQKV_OK) r = tqkv__add_first(c, memory, rows, true, plan);
     if (r == TQKV_OK) r = tqkv__add_first(c, memory, rows, false, plan);
-    return r == TQKV_OK ? tqkv__add_rows(c, memory, rows, TQKV__LAST_ENDS, TQKV__LAST_ENDS + 1, plan) : r;
+    return r == TQKV_OK ? tqkv__add_rows(c, memory, rows, TQKV__LAST_KEYS, TQKV__LAST_VALUES, plan) : r;
 }
 
 /* The raw halves of keys and values, as rows to encode. */
@@ -133,9 +136,9 @@ static tqkv__rows_in_buffers tqkv__raw_rows(const tqkv_cache *c, tqkv_metal_buff
     rows.type = TQKV_TYPE_F16;
     rows.n_tokens = c->raw[0].capacity;
     rows.learnt = true;
-    for (int i = 0; i < 2; i++) {
-        const tqkv_store *raw = tqkv__store_of(c, TQKV__RAW + i);
-        if (!raw) continue;
+    for (int i = TQKV__KEYS; i <= TQKV__VALUES; i++) {
+        const tqkv_store *raw = &c->raw[i];
+        if (!raw->head_dim) continue;
         rows.at[i] = tqkv__buffer_within(c, memory, raw->codes);
         rows.strides[i].token = (size_t)raw->head_dim;
         rows.strides[i].head = (size_t)raw->capacity * (size_t)raw->head_dim;
@@ -150,9 +153,9 @@ static tqkv_result tqkv__add_learning(const tqkv_cache *c, tqkv_metal_buffer mem
     const tqkv__rows_in_buffers all = tqkv__raw_rows(c, memory);
     const int n = all.n_tokens, first = n - c->exact_first >= TQKV__LEAST_POSITIONS ? c->exact_first : 0;
     const tqkv__rows_in_buffers rows = tqkv__rows_after(c, &all, first);
-    tqkv_metal_store keys = tqkv__target_of_rows(c, memory, &rows, 0);
+    tqkv_metal_store keys = tqkv__target_of_rows(c, memory, &rows, TQKV__KEYS);
     const tqkv_metal_buffer results[2] = {keys.center, keys.channel_scale};
-    return tqkv__add_calibration(&keys, rows.at[0], rows.n_tokens, none, 0, 0, TQKV_PAIRS_NONE, results, plan);
+    return tqkv__add_calibration(&keys, rows.at[TQKV__KEYS], rows.n_tokens, none, 0, 0, TQKV_PAIRS_NONE, results, plan);
 }
 
 /* What encodes the raw halves, of the newest those that their rings hold at `end`: as tqkv__settle. */
@@ -164,13 +167,13 @@ static tqkv_result tqkv__add_settling(const tqkv_cache *c, tqkv_metal_buffer mem
     tqkv_result r = tqkv__add_learning(c, memory, plan);
     if (r == TQKV_OK) learns->barrier = memory.buffer;
     tqkv_metal_dispatch *reads = &plan->d[plan->n];
-    if (r == TQKV_OK) r = tqkv__add_rows(c, memory, &rows, 0, 1, plan);
+    if (r == TQKV_OK) r = tqkv__add_rows(c, memory, &rows, TQKV__KEYS, TQKV__VALUES, plan);
     if (r != TQKV_OK) return r;
     reads->barrier = memory.buffer;
     r = tqkv__add_first(c, memory, &rows, false, plan);
     if (r != TQKV_OK || oldest >= rows.n_tokens) return r;
     const tqkv__rows_in_buffers newest = tqkv__rows_after(c, &rows, oldest > 0 ? (int)oldest : 0);
-    return tqkv__add_rows(c, memory, &newest, TQKV__LAST_ENDS, TQKV__LAST_ENDS + 1, plan);
+    return tqkv__add_rows(c, memory, &newest, TQKV__LAST_KEYS, TQKV__LAST_VALUES, plan);
 }
 
 /* What a cache that learns does with rows: those before its last raw position become halves, and their tails what they will be. When it
@@ -181,7 +184,7 @@ static tqkv_result tqkv__add_raw(const tqkv_cache *c, tqkv_metal_buffer memory, 
     const int left = (int)(c->raw[0].capacity - rows->position);
     const tqkv__rows_in_buffers now = tqkv__rows_until(rows, left);
     tqkv_result r = tqkv__add_streams(c, memory, &now, TQKV__RAW, plan);
-    if (r == TQKV_OK) r = tqkv__add_rows(c, memory, &now, 2, -1, plan);
+    if (r == TQKV_OK) r = tqkv__add_rows(c, memory, &now, TQKV__TAIL, TQKV__TAIL, plan);
     if (r == TQKV_OK) r = tqkv__add_first(c, memory, &now, true, plan);
     if (r != TQKV_OK || now.n_tokens < left) return r;
     r = tqkv__add_settling(c, memory, rows->position + rows->n_tokens, plan);
@@ -215,10 +218,10 @@ static tqkv_result tqkv__open_rows(const tqkv_cache *c, const tqkv_cache_layout 
     size_t bytes;
     tqkv_store shape = c->keys;
     memset(rows, 0, sizeof *rows);
-    rows->at[0] = k;
-    rows->at[1] = rows->at[2] = v;
-    rows->strides[0] = own.k;
-    rows->strides[1] = rows->strides[2] = own.v;
+    rows->at[TQKV__KEYS] = k;
+    rows->at[TQKV__VALUES] = rows->at[TQKV__TAIL] = v;
+    rows->strides[TQKV__KEYS] = own.k;
+    rows->strides[TQKV__VALUES] = rows->strides[TQKV__TAIL] = own.v;
     rows->type = c->keys.type;
     rows->n_tokens = n_tokens;
     rows->position = c->attention.end;
@@ -228,8 +231,8 @@ static tqkv_result tqkv__open_rows(const tqkv_cache *c, const tqkv_cache_layout 
     tqkv_result r = tqkv__stream_shape(&shape, &keys);
     if (r == TQKV_OK) r = tqkv__plan_extent(&keys, n_tokens, &bytes);
     if (r != TQKV_OK) return r;
-    rows->at[2] = tqkv__buffer_after(k, bytes);
-    memset(&rows->strides[2], 0, sizeof rows->strides[2]);
+    rows->at[TQKV__TAIL] = tqkv__buffer_after(k, bytes);
+    memset(&rows->strides[TQKV__TAIL], 0, sizeof rows->strides[TQKV__TAIL]);
     return TQKV_OK;
 }
 
@@ -293,8 +296,8 @@ static void tqkv__take_some_buffers(const tqkv_metal_attention *some, int first,
     a->attention.list_newest = call->list_newest;
 }
 
-/* Of one query, over the stores numbered from `keys` on: the streams, or what is raw. */
-static void tqkv__open_cache_call(const tqkv_cache *c, tqkv_metal_buffer memory, const tqkv_attention *view, int keys,
+/* Of one query, over the cache's streams (0), or over what is raw of them (TQKV__RAW). */
+static void tqkv__open_cache_call(const tqkv_cache *c, tqkv_metal_buffer memory, const tqkv_attention *view, int first,
                                   tqkv__cache_call *call)
 {
     tqkv_metal_attention *a = &call->attention;
@@ -303,9 +306,9 @@ static void tqkv__open_cache_call(const tqkv_cache *c, tqkv_metal_buffer memory,
         if (tqkv__store_of(c, i)) call->stores[i] = tqkv__store_in_buffer(c, memory, tqkv__store_of(c, i));
     a->attention = *view;
     if (!a->attention.kv_len) a->attention.end = 0; /* nothing is resident; kv_len alone would be its default */
-    a->keys = &call->stores[keys];
-    a->values = &call->stores[keys + (c->shared ? 0 : 1)];
-    a->tail = tqkv__store_of_call(c, call, keys + 2);
+    a->keys = &call->stores[first + TQKV__KEYS];
+    a->values = &call->stores[first + (c->shared ? TQKV__KEYS : TQKV__VALUES)];
+    a->tail = tqkv__store_of_call(c, call, first + TQKV__TAIL);
     a->matrix_group = c->matrix_group;
     if (c->attention.sinks) a->sinks = tqkv__buffer_within(c, memory, c->attention.sinks);
 }
@@ -314,16 +317,17 @@ static void tqkv__open_cache_call(const tqkv_cache *c, tqkv_metal_buffer memory,
 static void tqkv__open_coded_call(const tqkv_cache *c, tqkv_metal_buffer memory, bool learnt, tqkv__cache_call *call)
 {
     const tqkv_attention view = tqkv__view_codes(c);
-    const int values = c->shared ? 0 : 1;
+    const int values = c->shared ? TQKV__KEYS : TQKV__VALUES;
     tqkv_metal_attention *a = &call->attention;
     tqkv__open_cache_call(c, memory, &view, 0, call);
-    a->first_keys = tqkv__store_of_call(c, call, TQKV__FIRST_ENDS);
-    a->first_tail = tqkv__store_of_call(c, call, TQKV__FIRST_ENDS + 2);
-    a->first_values = tqkv__store_of_call(c, call, TQKV__FIRST_ENDS + values);
-    a->last_keys = tqkv__store_of_call(c, call, TQKV__LAST_ENDS);
-    a->last_values = tqkv__store_of_call(c, call, TQKV__LAST_ENDS + values);
-    for (int i = 0; learnt && i < TQKV__RAW; i += TQKV__CACHE_STREAMS)
-        if (tqkv__store_of(c, i)) tqkv__take_learnt_buffers(c, memory, &call->stores[i]);
+    a->first_keys = tqkv__store_of_call(c, call, TQKV__FIRST_KEYS);
+    a->first_tail = tqkv__store_of_call(c, call, TQKV__FIRST_TAIL);
+    a->first_values = tqkv__store_of_call(c, call, TQKV__FIRST_KEYS + values);
+    a->last_keys = tqkv__store_of_call(c, call, TQKV__LAST_KEYS);
+    a->last_values = tqkv__store_of_call(c, call, TQKV__LAST_KEYS + values);
+    for (int i = 0; learnt && i < TQKV__RAW; i++)
+        if (tqkv__stream_kinds[i].side == TQKV__KEYS && tqkv__has_store(c, i))
+            tqkv__take_learnt_buffers(c, memory, &call->stores[i]);
 }
 
 /* Over what is raw: of n_queries queries, the last of which stands before `end`. */
