@@ -5080,39 +5080,93 @@ TQKV__OP void TQKV__(advance)(const tqkv_format format, int count, TQKV__(keys) 
     queries->at += count * TQKV__LANES;
 }
 
-/* sums[row][m]: products, lane by lane, of query `row` and key m; m < 4. On vectors of 16 most strips are taken one vector
-   after the other: code for all vectors of a strip gains nothing there, but 3% for whole strips of halves, and short strips of
-   packed codes. */
+/* -- The products of a panel with four keys, in the way that is quickest for its format -- */
+
+/* Vectors of 4 and 8: strip after strip, with code for all vectors of each length. */
+TQKV__OP void TQKV__(dot_by_strips)(const tqkv_format format, const int rows, const TQKV__(panel) * panel,
+                                    const TQKV__VECTOR *table, TQKV__(keys) * keys, TQKV__(rows) * queries,
+                                    TQKV__VECTOR (*sums)[4])
+{
+    for (int left = panel->dim, count; left > 0; left -= count * TQKV__LANES) {
+        count = TQKV__(strip_length)(format, left);
+        TQKV__(ask_ahead)(format, false, panel, keys);
+        if (left >= TQKV__STRIP(format) * TQKV__LANES)
+            TQKV__(dot_strip)(TQKV__STRIP(format), format, rows, table, keys, queries, sums);
+        else
+            TQKV__SHORTER(TQKV__(dot_strip), format, rows, table, keys, queries, sums);
+        TQKV__(advance)(format, count, keys, queries);
+    }
+}
+
+/* Packed codes on vectors of 16: strips of 8 and 4 one vector after the other, because code for all of their vectors gains
+   nothing there; but strips of 2 and 1. */
+TQKV__OP void TQKV__(dot_long_strips)(const tqkv_format format, const int rows, const TQKV__(panel) * panel,
+                                      const TQKV__VECTOR *table, TQKV__(keys) * keys, TQKV__(rows) * queries,
+                                      TQKV__VECTOR (*sums)[4])
+{
+    for (int left = panel->dim, count; left > 0; left -= count * TQKV__LANES) {
+        count = TQKV__(strip_length)(format, left);
+        TQKV__(ask_ahead)(format, false, panel, keys);
+        if (count > 2)
+            TQKV__(dot_vectors)(format, rows, count, table, keys, queries, sums);
+        else
+            TQKV__SHORTER(TQKV__(dot_strip), format, rows, table, keys, queries, sums);
+        TQKV__(advance)(format, count, keys, queries);
+    }
+}
+
+/* Vectors of the next strip where strips have any length, when so many values of the panel are left. */
+TQKV__OP int TQKV__(any_length)(const tqkv_format format, int left)
+{
+    const int room = TQKV__STRIP(format) * TQKV__LANES;
+    return (left < room ? left : room) / TQKV__LANES;
+}
+
+/* I8 on vectors of 16: all strips one vector after the other. */
+TQKV__OP void TQKV__(dot_by_vectors)(const tqkv_format format, const int rows, const TQKV__(panel) * panel,
+                                     const TQKV__VECTOR *table, TQKV__(keys) * keys, TQKV__(rows) * queries,
+                                     TQKV__VECTOR (*sums)[4])
+{
+    for (int left = panel->dim, count; left > 0; left -= count * TQKV__LANES) {
+        count = TQKV__(any_length)(format, left);
+        TQKV__(ask_ahead)(format, false, panel, keys);
+        TQKV__(dot_vectors)(format, rows, count, table, keys, queries, sums);
+        TQKV__(advance)(format, count, keys, queries);
+    }
+}
+
+/* Halves and decoded rows on vectors of 16: code for all vectors of whole strips gains 3%, the rest goes one after the other. */
+TQKV__OP void TQKV__(dot_whole_strips)(const tqkv_format format, const int rows, const TQKV__(panel) * panel,
+                                       const TQKV__VECTOR *table, TQKV__(keys) * keys, TQKV__(rows) * queries,
+                                       TQKV__VECTOR (*sums)[4])
+{
+    for (int left = panel->dim, count; left > 0; left -= count * TQKV__LANES) {
+        count = TQKV__(any_length)(format, left);
+        TQKV__(ask_ahead)(format, false, panel, keys);
+        if (left < TQKV__STRIP(format) * TQKV__LANES)
+            TQKV__(dot_vectors)(format, rows, count, table, keys, queries, sums);
+        else
+            TQKV__(dot_strip)(TQKV__STRIP(format), format, rows, table, keys, queries, sums);
+        TQKV__(advance)(format, count, keys, queries);
+    }
+}
+
+/* sums[row][m]: products, lane by lane, of query `row` and key m; m < 4 */
 TQKV__OP void TQKV__(dot_keys)(const tqkv_format format, const int rows, const TQKV__(panel) * panel,
                                const TQKV__VECTOR *table, TQKV__(keys) * keys, TQKV__VECTOR (*sums)[4])
 {
-    const int strip = TQKV__STRIP(format);
-    const bool wide = TQKV__LANES == 16, packed = TQKV__PACKED(format), grid = TQKV__KIND(format) == TQKV__GRID;
-    const bool any = wide && !packed && TQKV__KIND(format) != TQKV__BOOK; /* are there strips of any length? */
-    const bool apart = wide && TQKV__(whole_strips)(format);              /* whole strips in a loop of their own */
-    int left = panel->dim;
     TQKV__(rows) queries = TQKV__(open_rows)(rows, panel->row_stride, panel);
     TQKV__(ask_ahead)(format, true, panel, keys);
     TQKV__UNROLL
     for (int i = 0; i < 4 * rows; i++) sums[i / 4][i % 4] = TQKV__(set1)(0.0f);
-    for (; apart && left >= strip * TQKV__LANES; left -= strip * TQKV__LANES) {
-        TQKV__(ask_ahead)(format, false, panel, keys);
-        TQKV__(dot_strip)(TQKV__STRIP(format), format, rows, table, keys, &queries, sums);
-        TQKV__(advance)(format, strip, keys, &queries);
-    }
-    for (int count; left > 0; left -= count * TQKV__LANES) {
-        const int room = strip * TQKV__LANES;
-        const bool whole = left >= room;
-        count = any ? (left < room ? left : room) / TQKV__LANES : TQKV__(strip_length)(format, left);
-        TQKV__(ask_ahead)(format, false, panel, keys);
-        if (any ? grid || !whole : wide && packed && count > 2)
-            TQKV__(dot_vectors)(format, rows, count, table, keys, &queries, sums);
-        else if (whole && !apart && !(wide && packed))
-            TQKV__(dot_strip)(TQKV__STRIP(format), format, rows, table, keys, &queries, sums);
-        else
-            TQKV__SHORTER(TQKV__(dot_strip), format, rows, table, keys, &queries, sums);
-        TQKV__(advance)(format, count, keys, &queries);
-    }
+    if (TQKV__LANES < 16)
+        TQKV__(dot_by_strips)(format, rows, panel, table, keys, &queries, sums);
+    else if (TQKV__PACKED(format))
+        TQKV__(dot_long_strips)(format, rows, panel, table, keys, &queries, sums);
+    else if (TQKV__KIND(format) == TQKV__GRID)
+        TQKV__(dot_by_vectors)(format, rows, panel, table, keys, &queries, sums);
+    else
+        TQKV__(dot_whole_strips)(format, rows, panel, table, keys, &queries, sums);
 }
 
 /* Writes a vector of scores for each row: (+)= factors * sum_across(fours). */
@@ -5238,42 +5292,49 @@ TQKV__OP void TQKV__(accumulate_strip)(const tqkv_format format, const int rows,
         TQKV__(accumulate_vectors)(format, per_lane, rows, k, width, panel, table, p, upper, out);
 }
 
-/* The same for a strip of per_lane vectors, 4 or 2, or 0 for none, and `behind` vectors behind it: in one pass, because the sums of
-   few vectors would wait for each other. `behind` is 0, 1 or, after a strip of 4, 2, and a constant but there: tests in the loop
-   cost up to 0.1 of attention's time at head_dim 48. */
+/* Loads or stores the sums of the vectors behind a strip: two, one or none; two is a constant if it is false. */
+TQKV__OP void TQKV__(move_behind)(const bool store, const int rows, bool one, bool two, const TQKV__(panel) * panel,
+                                  TQKV__VECTOR (*sums)[8], float *out)
+{
+    if (one) TQKV__(move_sums)(store, rows, 1, panel, sums, out);
+    if (two) TQKV__(move_sums)(store, rows, 2, panel, sums, out);
+}
+
+/* As accumulate_vectors in one pass for a strip of per_lane vectors, 4 or 2, or 0 for none, and for `behind` vectors after it, 0, 1
+   or 2: the sums of so few would wait for each other in passes of their own. `behind` is a constant but after a strip of 4: tests
+   in the loop cost up to 0.1 of attention's time at head_dim 48. */
 TQKV__OP void TQKV__(accumulate_rest)(const tqkv_format format, const int per_lane, const int behind, const int rows,
                                       const TQKV__(panel) * panel, const TQKV__VECTOR *table, const uint8_t *p,
                                       const uint8_t *upper, float *out)
 {
-    const int n = panel->n, asked = per_lane > 2 ? per_lane + 1 : 3;
+    const int n = panel->n, asked = per_lane > 2 ? per_lane + 1 : 3; /* vectors of the next tile's codes */
     const int bytes = TQKV__(strip_bytes)(format, per_lane), upper_bytes = TQKV__(upper_bytes)(format, per_lane);
-    const bool pair = per_lane == 4 && 6 * rows <= TQKV__SUMS && behind == 2;
+    const bool two = per_lane == 4 && 6 * rows <= TQKV__SUMS && behind == 2, one = behind && !two;
     const size_t stride = TQKV__(stride)(format, panel);
     const size_t size = (size_t)(TQKV__(strip_bytes)(format, asked) + TQKV__(upper_bytes)(format, asked));
     const ptrdiff_t ahead = panel->ahead;
     TQKV__(rows) weights = TQKV__(open_rows)(rows, TQKV__TILE, panel);
-    TQKV__VECTOR sums[TQKV__ROWS][8], more[TQKV__ROWS][8];
-    float *last = out + per_lane * TQKV__LANES;
+    TQKV__VECTOR sums[TQKV__ROWS][8], sums_behind[TQKV__ROWS][8];
+    float *out_behind = out + per_lane * TQKV__LANES;
     int j = 0;
     if (per_lane) TQKV__(move_sums)(false, rows, per_lane, panel, sums, out);
-    if (behind && !pair) TQKV__(move_sums)(false, rows, 1, panel, more, last);
-    if (pair) TQKV__(move_sums)(false, rows, 2, panel, more, last);
+    TQKV__(move_behind)(false, rows, one, two, panel, sums_behind, out_behind);
     do {
         if (format != TQKV__FLOATS) tqkv__prefetch(TQKV__NEAR(format), p + ahead, size);
         if (per_lane) TQKV__(add_weighted)(format, per_lane, rows, 0, per_lane, table, p, upper, &weights, sums);
         if (behind) {
-            if (pair)
-                TQKV__(add_weighted)(format, 2, rows, 0, 2, table, p + bytes, upper + upper_bytes, &weights, more);
+            const uint8_t *next = p + bytes, *next_upper = upper + upper_bytes;
+            if (two)
+                TQKV__(add_weighted)(format, 2, rows, 0, 2, table, next, next_upper, &weights, sums_behind);
             else
-                TQKV__(add_weighted)(format, 1, rows, 0, 1, table, p + bytes, upper + upper_bytes, &weights, more);
+                TQKV__(add_weighted)(format, 1, rows, 0, 1, table, next, next_upper, &weights, sums_behind);
         }
         p += stride;
         upper += stride;
         weights.at++;
     } while (++j < n);
     if (per_lane) TQKV__(move_sums)(true, rows, per_lane, panel, sums, out);
-    if (behind && !pair) TQKV__(move_sums)(true, rows, 1, panel, more, last);
-    if (pair) TQKV__(move_sums)(true, rows, 2, panel, more, last);
+    TQKV__(move_behind)(true, rows, one, two, panel, sums_behind, out_behind);
 }
 
 /* out[row] += sum_j weights[row][j] * value[j], for the whole strips of a panel */
@@ -5291,7 +5352,12 @@ TQKV__OP void TQKV__(accumulate)(const tqkv_format format, const int rows, const
     }
 }
 
-/* The same for what is behind them. A function of its own: in one with whole strips gcc 12 spills a sum of four rows. */
+/* The same for the vectors behind them, in passes. A function of its own: in one with whole strips gcc 12 spills a sum of four
+   rows. On vectors of 4 only 4 may be left, on vectors of 8 only 2; on vectors of 16
+
+     vectors left   7          6                           5                           4    3      2    1
+     passes         4, 2 + 1   4 + 2 for up to two rows,   4 + 1 for up to three       4    2 + 1  2    1
+                               else 4, 2                   rows, else 4, 1                                  */
 TQKV__OP void TQKV__(add_rest)(const tqkv_format format, const int rows, const TQKV__(panel) * panel)
 {
     const int strip = TQKV__STRIP(format), vectors = panel->dim / TQKV__LANES, whole = vectors / strip * strip;
@@ -10674,9 +10740,10 @@ static bool tqkv__tree_has(const tqkv__attention *a, int j)
    query's bits depend on its own list only. The first visible block has its positions as ranks: a list of all blocks
    changes no bit. */
 typedef struct tqkv__list {
-    const int32_t *entries;           /* from the first visible block on */
-    int shift;                        /* a block is 1 << shift positions */
-    int64_t n_before, recent, hidden; /* positions of block `recent` before `hidden` are not seen */
+    const int32_t *entries; /* from the first visible block on */
+    int shift;              /* a block is 1 << shift positions */
+    int64_t n_before, recent;
+    int64_t recent_from; /* positions of block `recent` before this one are not seen; 0: all are */
     int64_t base;
     tqkv__range seen; /* ranks */
     /* Of the positions that are no longer resident those in the blocks row[0 .. n_row), and those from kept_from on. They have no
@@ -10749,11 +10816,13 @@ static tqkv__list tqkv__open_list(const tqkv__attention *a, int query, int kv_he
     l.entries += gone;
     n -= gone;
     l.base = all.from >> l.shift << l.shift;
-    l.hidden = tqkv__newest_from(a, query, all, &newest);
+    const int64_t newest_from = tqkv__newest_from(a, query, all, &newest), last = ((int64_t)1 << l.shift) - 1;
     l.kept_from = tqkv__newest_from(a, query, tqkv__visible(a, query, kept), &newest);
-    l.recent = l.hidden < all.to ? l.hidden >> l.shift : (all.to >> l.shift) + (all.to % ((int64_t)1 << l.shift) > 0);
+    /* Without newest positions `recent` is the first block behind all that the query sees. */
+    l.recent = newest_from < all.to ? newest_from >> l.shift : (all.to >> l.shift) + ((all.to & last) > 0);
     l.n_before = tqkv__entry_at(l.entries, n, l.recent);
-    if (l.hidden == all.to || (l.n_before < n && l.entries[l.n_before] == l.recent)) l.hidden = 0;
+    const bool listed = l.n_before < n && l.entries[l.n_before] == l.recent; /* then all of it is seen */
+    l.recent_from = newest_from < all.to && !listed ? newest_from : 0;
     range = tqkv__visible(a, query, range);
     l.seen.from = tqkv__rank_of(&l, range.from);
     l.seen.to = tqkv__rank_of(&l, range.to);
@@ -10767,10 +10836,10 @@ static uint64_t tqkv__hidden_ranks(const tqkv__attention *a, int query, const tq
     if (!l) return 0; /* see tqkv__find_spans */
     const int64_t last = tqkv__position_of(l, rank + n - 1);
     const bool tree = a->call.tree && last >= a->call.end - a->call.n_queries;
-    if (!tree && (l->hidden == 0 || rank + n <= l->base + (l->n_before << l->shift))) return 0;
+    if (!tree && (l->recent_from == 0 || rank + n <= l->base + (l->n_before << l->shift))) return 0;
     for (int j = 0; j < n; j++) {
         const int64_t position = tqkv__position_of(l, rank + j);
-        const bool before = position < l->hidden && position >> l->shift >= l->recent;
+        const bool before = position < l->recent_from && position >> l->shift >= l->recent;
         if (before || tqkv__tree_hides(a, query, position)) hidden |= (uint64_t)1 << j;
     }
     return hidden;
@@ -10856,45 +10925,42 @@ static tqkv_result tqkv__check_seen(const tqkv__attention *a, tqkv__range range)
 
 /* >>tile: the order of decoded values, tiles, and the sums of a tile, of a piece and of a stretch */
 
-/* from: [rows][columns] -> to: [columns][rows], plus zero */
-static inline void tqkv__transpose(const float *from, int rows, int columns, float zero, float *to)
+/* from: [rows][columns] -> to: [columns][rows] */
+static inline void tqkv__transpose(const float *from, int rows, int columns, float *to)
 {
     for (int column = 0; column < columns; column++, from++) {
         const float *x = from;
-        for (int row = 0; row < rows; row++, x += columns) *to++ = *x + zero;
+        for (int row = 0; row < rows; row++, x += columns) *to++ = *x;
     }
 }
 
 /* Instruction sets decode packed codes in their own order: each rows * columns values, a matrix [rows][columns], come
    transposed. The rest of a panel is a matrix of fewer columns. Other codes keep their order. Queries take the decoded order;
    sums of values are put back. from, to: [head_dim] */
-static void tqkv__reorder(const tqkv__isa *isa, const tqkv__stream *s, bool decoded, float zero, const float *from,
-                          float *to)
+static void tqkv__reorder(const tqkv__isa *isa, const tqkv__stream *s, bool decoded, const float *from, float *to)
 {
     const int rows = isa->nibble_order[0], most = isa->nibble_order[1];
     if (s->main_bits >= 8 || isa->lanes == 1) {
-        tqkv__transpose(from, s->head_dim, 1, zero, to);
+        memcpy(to, from, (size_t)s->head_dim * sizeof(float));
         return;
     }
     for (const float *end = from + s->head_dim; from < end;)
         for (int left = s->panel_dim, columns; left > 0; left -= rows * columns) {
             for (columns = most; rows * columns > left;) columns /= 2;
-            tqkv__transpose(from, decoded ? rows : columns, decoded ? columns : rows, zero, to);
+            tqkv__transpose(from, decoded ? rows : columns, decoded ? columns : rows, to);
             from += rows * columns;
             to += rows * columns;
         }
 }
 
-/* -0 changes nothing. */
 static void tqkv__to_decoded(const tqkv__isa *isa, const tqkv__stream *s, const float *natural, float *decoded)
 {
-    tqkv__reorder(isa, s, true, -0.0f, natural, decoded);
+    tqkv__reorder(isa, s, true, natural, decoded);
 }
 
-/* Of sums. 0: codes of masked slots have the weight 0, and their signs stay in a sum that has underflowed to -0 or 0. */
 static void tqkv__to_natural(const tqkv__isa *isa, const tqkv__stream *s, const float *decoded, float *natural)
 {
-    tqkv__reorder(isa, s, false, 0.0f, decoded, natural);
+    tqkv__reorder(isa, s, false, decoded, natural);
 }
 
 static int tqkv__clamp(int64_t x, int low, int high) { return x < low ? low : x > high ? high : (int)x; }
@@ -11850,6 +11916,8 @@ static TQKV__NOINLINE void tqkv__deliver(const tqkv__request *request, const tqk
         float *out = type == TQKV_TYPE_F32 ? (float *)to : wide, max = sums->max[i], sum = sums->sum[i];
         const double score = scored ? tqkv__center_score(a, item->kv_head, tqkv__query_at(a, request->q, row)) : 0.0;
         tqkv__to_natural(a->isa, &a->values, sums->out + (size_t)i * (size_t)a->value_dim, out);
+        /* Codes of masked slots have the weight 0, and leave their signs in sums that have underflowed: -0 becomes 0. */
+        for (int d = 0; d < a->value_dim; d++) out[d] = TQKV__AS_FLOAT(out[d] + 0.0f);
         if (scored || coded) tqkv__add_centers(a, score, coded, out, &max, &sum);
         if (!request->max) tqkv__finish_row(a, (int)(row % (size_t)a->call.n_heads), last, out, max, sum);
         tqkv__settle_row(a, out, &max, &sum);
