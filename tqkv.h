@@ -1928,6 +1928,20 @@ static tqkv_result tqkv__table_shape(const tqkv_store *store, tqkv__stream *s)
     return TQKV_OK;
 }
 
+/* Takes the format's row in TQKV__FORMATS, and its tables. */
+static void tqkv__take_format(tqkv_format format, tqkv__stream *s)
+{
+    s->format = format;
+    s->kind = TQKV__KIND(format);
+    s->main_bits = TQKV__MAIN_BITS(format);
+    s->upper_bits = TQKV__UPPER_BITS(format);
+    s->book_bits = TQKV__BOOK_BITS(format);
+    s->codebook = s->book_bits ? TQKV__CODEBOOK(s->book_bits) : NULL;
+    s->boundaries = s->book_bits ? TQKV__BOUNDARIES(s->book_bits) : NULL;
+    s->factors = s->book_bits ? TQKV__FACTORS(s->book_bits) : NULL;
+    s->n_factors = TQKV__N_FACTORS(s->book_bits);
+}
+
 /* Checks the shape of a store, not its buffers. */
 static tqkv_result tqkv__stream_shape(const tqkv_store *store, tqkv__stream *s)
 {
@@ -1943,15 +1957,7 @@ static tqkv_result tqkv__stream_shape(const tqkv_store *store, tqkv__stream *s)
     if (store->capacity <= 0) return TQKV__INVALID("capacity is not positive");
     if (!(store->block_scale >= 0.0f && store->block_scale <= 3.0e38f))
         return TQKV__INVALID("block_scale: negative, NaN or infinite");
-    s->format = store->format;
-    s->kind = TQKV__KIND(s->format);
-    s->main_bits = TQKV__MAIN_BITS(s->format);
-    s->upper_bits = TQKV__UPPER_BITS(s->format);
-    s->book_bits = TQKV__BOOK_BITS(s->format);
-    s->codebook = s->book_bits ? TQKV__CODEBOOK(s->book_bits) : NULL;
-    s->boundaries = s->book_bits ? TQKV__BOUNDARIES(s->book_bits) : NULL;
-    s->factors = s->book_bits ? TQKV__FACTORS(s->book_bits) : NULL;
-    s->n_factors = TQKV__N_FACTORS(s->book_bits);
+    tqkv__take_format(store->format, s);
     s->head_dim = store->head_dim;
     s->root = tqkv__size_of(s->head_dim)->root;
     s->inverse_root = tqkv__size_of(s->head_dim)->inverse_root;
@@ -5794,8 +5800,6 @@ TQKV__TARGET static TQKV__NOINLINE void TQKV__(rotate_subrows)(tqkv_type type, c
     else
         TQKV__(mix_by_order)(m, subrows, factor, n, out);
 }
-#undef TQKV__MIX
-#undef TQKV__COLUMN
 
 /* out = R(in)/sqrt(D), after flipping signs if asked; floats in and out may be the same. */
 TQKV__TARGET static void TQKV__(hadamard)(tqkv_type type, const void *in, int head_dim, bool flip, float *out)
@@ -5985,7 +5989,6 @@ TQKV__TARGET static void TQKV__(sums_tq)(const tqkv__stream *s, const float *y, 
         TQKV__(add_lanes)(32, (D) / 32, n, x, sums);                                                                   \
         break;
     TQKV__BY_HEAD_DIM(TQKV__SUM_FLOATS)
-#undef TQKV__SUM_FLOATS
 }
 
 /* Four codes to a word: lanes of one word up to D=128, fewer than 32 below. */
@@ -6106,11 +6109,7 @@ TQKV__TARGET static TQKV__NOINLINE void TQKV__(centroid_sums)(const tqkv__stream
         TQKV__(add_lanes)(TQKV__WORD_LANES(D), TQKV__LANE_WORDS(D), n, lanes, sums);                                   \
         break;
     TQKV__BY_HEAD_DIM(TQKV__SUM_LANES)
-#undef TQKV__SUM_LANES
 }
-#undef TQKV__BY_HEAD_DIM
-#undef TQKV__WORD_LANES
-#undef TQKV__LANE_WORDS
 
 /* As tqkv__norm_tq for a few rows, in whole vectors. values: [n_rows], norms, scales: [n_rows][norms_per_row] */
 TQKV__TARGET static void TQKV__(norms_tq)(const tqkv__stream *s, const float *const *values, int n_rows, float *norms,
@@ -7890,62 +7889,31 @@ static const tqkv__integers TQKV__I(integers) = {&TQKV__(isa),
 #endif /* TQKV__INTEGER_LANES */
 
 #if defined(TQKV__LANES) || defined(TQKV__INTEGER_LANES)
-/* These macros belong to one set. */
-#undef TQKV__ADD_NIBBLES
-#undef TQKV__SUM_NIBBLES
-#undef TQKV__SUM_QUARTERS
-#undef TQKV__ADD_QUARTERS
-#undef TQKV__BYTES
-#undef TQKV__BOOK_VECTORS
-#undef TQKV__IS_LARGE
-#undef TQKV__BY_FOUR_ROWS
-#undef TQKV__BY_NIBBLES
-#undef TQKV__BY_QUARTERS
-#undef TQKV__NIBBLES
+/* The macros that a set defines, and two that depend on it. Those of the loops are the same for all. */
+#undef TQKV__
 #undef TQKV__DECODED
 #undef TQKV__DECODED_SCORE_ROWS
-#undef TQKV__DECODER_OF
-#undef TQKV__DECODE_INTEGERS
-#undef TQKV__DECODE_LOOP
 #undef TQKV__DOT_LANES
+#undef TQKV__I
 #undef TQKV__INTEGER_LANES
 #undef TQKV__ISA_NAME
 #undef TQKV__LANES
 #undef TQKV__LANES_ROWS
-#undef TQKV__LANE_BYTES
 #undef TQKV__LOOKED_UP
-#undef TQKV__LOOPS_OF
 #undef TQKV__MIX_SHORT_SUBROWS
 #undef TQKV__NIBBLE_ORDER
 #undef TQKV__NIBBLE_STRIP
-#undef TQKV__PADDED
 #undef TQKV__PRODUCTS
 #undef TQKV__PRODUCT_ROWS
-#undef TQKV__QUERY_PANEL
 #undef TQKV__ROUNDED
 #undef TQKV__ROWS
-#undef TQKV__ROW_LOOPS
-#undef TQKV__STRIP_TOGETHER
-#undef TQKV__SCORE_NIBBLES
-#undef TQKV__DOT_NIBBLES
-#undef TQKV__DOT_QUARTERS
-#undef TQKV__SCORE_QUARTERS
+#undef TQKV__S
 #undef TQKV__SCORE_ROWS
-#undef TQKV__SHORTER
-#undef TQKV__SHORT_STRIPS
-#undef TQKV__KEYS_AT_ONCE
-#undef TQKV__MOST_KEYS_AT_ONCE
-#undef TQKV__STEP
+#undef TQKV__STRIP_TOGETHER
 #undef TQKV__SUMS
-#undef TQKV__VECTOR
-#undef TQKV__WEIGHTS_UNIT
+#undef TQKV__TARGET
 #undef TQKV__WHOLE_LANES
 #undef TQKV__WIDTH
-#undef TQKV__WORDS
-#undef TQKV__
-#undef TQKV__I
-#undef TQKV__S
-#undef TQKV__TARGET
 #endif
 
 #if defined(TQKV_IMPLEMENTATION) && !defined(TQKV__SETS)
@@ -8215,11 +8183,26 @@ TQKV__OP __m512 tqkv__signs_avx512(uint32_t bits)
 {
     return _mm512_mask_blend_ps((__mmask16)bits, _mm512_set1_ps(1.0f), _mm512_set1_ps(-1.0f));
 }
-/* See >>set-avx2. Subrows that do not fill a vector of 16 are rotated there. */
-#define tqkv__repeat_avx512(n, p)                 _mm512_set1_ps(*(p))
-#define tqkv__spread_avx512(n, i, x)              (x)
-#define tqkv__unite_avx512(n, x)                  (x)
-#define tqkv__mix_20_avx512(subrows, factor, out) ((void)0)
+/* See >>set-avx2. Subrows that do not fill a vector of 16 are rotated there: n is 1. */
+TQKV__OP __m512 tqkv__repeat_avx512(const int n, const float *p)
+{
+    (void)n;
+    return _mm512_set1_ps(*p);
+}
+TQKV__OP __m512 tqkv__spread_avx512(const int n, int i, __m512 x)
+{
+    (void)n, (void)i;
+    return x;
+}
+TQKV__OP __m512 tqkv__unite_avx512(const int n, __m512 x)
+{
+    (void)n;
+    return x;
+}
+TQKV__OP void tqkv__mix_20_avx512(const float *subrows, float factor, float *out)
+{
+    (void)subrows, (void)factor, (void)out;
+}
 /* Four floats at p, p + stride ... */
 TQKV__OP __m512 tqkv__load_fours_avx512(const float *p, int stride)
 {
@@ -8306,7 +8289,11 @@ TQKV__OP __m512 tqkv__choose_avx512(__m512 bound, __m512 w, __m512 below, __m512
 {
     return _mm512_mask_blend_ps(_mm512_cmp_ps_mask(bound, w, _CMP_LE_OQ), below, above);
 }
-#define tqkv__load_entries_avx512(entries, offsets, x) memset(x, 0, 3 * sizeof *(x)) /* has search_tq8 */
+TQKV__OP void tqkv__load_entries_avx512(const float (*entries)[4], const uint32_t *offsets, __m512 *x)
+{
+    (void)entries, (void)offsets; /* search_tq8 takes their place */
+    memset(x, 0, 3 * sizeof *x);
+}
 TQKV__OP __m512i tqkv__quantise_i8_avx512(__m512 v)
 {
     v = _mm512_min_ps(v, _mm512_set1_ps(127.0f)); /* gives the second operand if either is NaN */
@@ -8876,12 +8863,24 @@ TQKV__TARGET static TQKV__NOINLINE void tqkv__mix_20_avx2(const float *subrows, 
     }
 }
 
-/* Only for vectors of 16. */
-#define tqkv__load_fields_avx2(bits, count, p, upper, low, high)                                                       \
-    ((void)(count), (void)(upper), (void)(low), (void)(high))
-#define tqkv__join_fields_avx2(bits, k, low, high) (low)
-#define tqkv__next_codes_avx2(bits, codes)         ((void)(codes))
-#define tqkv__look_up_avx2(bits, table, codes)     (*(table))
+/* Only vectors of 16 need these. */
+TQKV__OP void tqkv__load_fields_avx2(const int bits, const int count, const uint8_t *p, const uint8_t *upper,
+                                     __m256i *low, __m256i *high)
+{
+    (void)bits, (void)count, (void)p, (void)upper;
+    *low = *high = _mm256_setzero_si256();
+}
+TQKV__OP __m256i tqkv__join_fields_avx2(const int bits, int k, __m256i low, __m256i high)
+{
+    (void)bits, (void)k, (void)high;
+    return low;
+}
+TQKV__OP void tqkv__next_codes_avx2(const int bits, __m256i *codes) { (void)bits, (void)codes; }
+TQKV__OP __m256 tqkv__look_up_avx2(const int bits, const __m256 *table, __m256i codes)
+{
+    (void)bits, (void)codes;
+    return *table;
+}
 
 #define TQKV__(name)             tqkv__##name##_avx2
 #define TQKV__WIDTH              8 /* vectors of the rotation in registers */
@@ -9102,10 +9101,26 @@ TQKV__OP float32x4_t tqkv__signs_neon(uint32_t bits)
     const uint32x4_t moved = vandq_u32(vshlq_u32(vdupq_n_u32(bits), vld1q_s32(shifts)), vdupq_n_u32(0x80000000u));
     return vreinterpretq_f32_u32(vorrq_u32(moved, vdupq_n_u32(0x3f800000u)));
 }
-#define tqkv__repeat_neon(n, p)                 vld1q_dup_f32(p) /* no subrow is shorter than a vector */
-#define tqkv__spread_neon(n, i, x)              (x)
-#define tqkv__unite_neon(n, x)                  (x)
-#define tqkv__mix_20_neon(subrows, factor, out) ((void)0)
+/* No subrow is shorter than a vector: n is 1. */
+TQKV__OP float32x4_t tqkv__repeat_neon(const int n, const float *p)
+{
+    (void)n;
+    return vld1q_dup_f32(p);
+}
+TQKV__OP float32x4_t tqkv__spread_neon(const int n, int i, float32x4_t x)
+{
+    (void)n, (void)i;
+    return x;
+}
+TQKV__OP float32x4_t tqkv__unite_neon(const int n, float32x4_t x)
+{
+    (void)n;
+    return x;
+}
+TQKV__OP void tqkv__mix_20_neon(const float *subrows, float factor, float *out)
+{
+    (void)subrows, (void)factor, (void)out;
+}
 TQKV__OP float32x4_t tqkv__load_fours_neon(const float *p, int stride)
 {
     (void)stride;
@@ -9232,12 +9247,24 @@ TQKV__OP void tqkv__store_words_neon(uint8_t *p, uint32x4_t words)
 }
 #define tqkv__quantise_tq8_neon tqkv__quantise_loads_neon
 
-/* Only for vectors of 16. */
-#define tqkv__load_fields_neon(bits, count, p, upper, low, high)                                                       \
-    ((void)(count), (void)(upper), (void)(low), (void)(high))
-#define tqkv__join_fields_neon(bits, k, low, high) (low)
-#define tqkv__next_codes_neon(bits, codes)         ((void)(codes))
-#define tqkv__look_up_neon(bits, table, codes)     (*(table))
+/* Only vectors of 16 need these. */
+TQKV__OP void tqkv__load_fields_neon(const int bits, const int count, const uint8_t *p, const uint8_t *upper,
+                                     uint32x4_t *low, uint32x4_t *high)
+{
+    (void)bits, (void)count, (void)p, (void)upper;
+    *low = *high = vdupq_n_u32(0);
+}
+TQKV__OP uint32x4_t tqkv__join_fields_neon(const int bits, int k, uint32x4_t low, uint32x4_t high)
+{
+    (void)bits, (void)k, (void)high;
+    return low;
+}
+TQKV__OP void tqkv__next_codes_neon(const int bits, uint32x4_t *codes) { (void)bits, (void)codes; }
+TQKV__OP float32x4_t tqkv__look_up_neon(const int bits, const float32x4_t *table, uint32x4_t codes)
+{
+    (void)bits, (void)codes;
+    return *table;
+}
 
 #define TQKV__(name)             tqkv__##name##_neon
 #define TQKV__WIDTH              16 /* vectors of the rotation in registers */
@@ -9309,8 +9336,8 @@ TQKV__OP __m512i tqkv__i_dot_avx512(__m512i sums, __m512i codes, __m512i integer
     return sums;
 #endif
 }
-#define tqkv__i_whole_avx512(sum) (sum)
-#define tqkv__i_load_row_avx512   tqkv__i_load_codes_avx512
+TQKV__OP __m512i tqkv__i_whole_avx512(__m512i sum) { return sum; }
+#define tqkv__i_load_row_avx512 tqkv__i_load_codes_avx512
 TQKV__OP __m512i tqkv__i_repeat_avx512(const int16_t *p)
 {
     int32_t lane;
@@ -9654,8 +9681,8 @@ TQKV__OP __m256i tqkv__i_dot_avx2(__m256i sums, __m256i codes, __m256i integers)
     return sums;
 #endif
 }
-#define tqkv__i_whole_avx2(sum) (sum)
-#define tqkv__i_load_row_avx2   tqkv__i_load_codes_avx2
+TQKV__OP __m256i tqkv__i_whole_avx2(__m256i sum) { return sum; }
+#define tqkv__i_load_row_avx2 tqkv__i_load_codes_avx2
 TQKV__OP __m256i tqkv__i_repeat_avx2(const int16_t *p)
 {
     int32_t lane;
@@ -9692,7 +9719,7 @@ TQKV__OP void tqkv__i_transpose_avx2(const int8_t *p, size_t stride, __m256i *x)
         x[4 * half + 3] = _mm256_srai_epi16(_mm256_unpackhi_epi8(high, high), 8);
     }
 }
-#define tqkv__i_natural_order_avx2(x) ((void)(x))
+TQKV__OP void tqkv__i_natural_order_avx2(__m256i *x) { (void)x; }
 TQKV__OP __m256i tqkv__i_sum_four_codes_avx2(const __m256i *x)
 {
     return _mm256_hadd_epi32(_mm256_hadd_epi32(x[0], x[1]), _mm256_hadd_epi32(x[2], x[3]));
@@ -9827,8 +9854,8 @@ TQKV__OP uint32x4_t tqkv__i_dot_neon(uint32x4_t sums, uint32x4_t codes, uint32x4
     const int32x4_t low = vmlal_s16(vreinterpretq_s32_u32(sums), vget_low_s16(x), vget_low_s16(y));
     return vreinterpretq_u32_s32(vmlal_high_s16(low, x, y));
 }
-#define tqkv__i_whole_neon(sum) (sum)
-#define tqkv__i_load_row_neon   tqkv__i_load_codes_neon
+TQKV__OP uint32x4_t tqkv__i_whole_neon(uint32x4_t sum) { return sum; }
+#define tqkv__i_load_row_neon tqkv__i_load_codes_neon
 TQKV__OP uint32x4_t tqkv__i_repeat_neon(const int16_t *p)
 {
     return vreinterpretq_u32_s16(vcombine_s16(vld1_dup_s16(p), vld1_dup_s16(p + 1)));
@@ -9860,7 +9887,7 @@ TQKV__OP void tqkv__i_transpose_neon(const int8_t *p, size_t stride, uint32x4_t 
         x[4 * half + 3] = vreinterpretq_u32_s16(vmovl_high_s8(high));
     }
 }
-#define tqkv__i_natural_order_neon(x) ((void)(x))
+TQKV__OP void tqkv__i_natural_order_neon(uint32x4_t *x) { (void)x; }
 TQKV__OP uint32x4_t tqkv__i_sum_four_codes_neon(const uint32x4_t *x)
 {
     return vpaddq_u32(vpaddq_u32(x[0], x[1]), vpaddq_u32(x[2], x[3]));
@@ -10334,6 +10361,20 @@ static tqkv_result tqkv__take_strides(tqkv__attention *a)
     return TQKV__INVALID(TQKV__ROWS_SHARED);
 }
 
+/* Checks what does not depend on other fields. */
+static tqkv_result tqkv__check_options(const tqkv_attention *a)
+{
+    if (a->exact_first < 0 || a->exact_last < 0 || a->exact_from < 0)
+        return TQKV__INVALID("exact_first, exact_last or exact_from is negative");
+    if (!tqkv__all_finite(&a->scale, 1) || !tqkv__all_finite(&a->softcap, 1))
+        return TQKV__INVALID("scale or softcap is NaN or infinite");
+    if (!tqkv__basis_known(a->query_basis) || !tqkv__basis_known(a->output_basis))
+        return TQKV__INVALID("query_basis or output_basis: no tqkv_basis");
+    if (!tqkv__type_size(a->query_type) || !tqkv__type_size(a->output_type))
+        return TQKV__REFUSE(UNSUPPORTED, TQKV__NO_TYPE);
+    return TQKV_OK;
+}
+
 /* Resolves and checks everything except the stores' buffers and the resident range. */
 static tqkv_result tqkv__attention_shape(const tqkv_attention *a, tqkv__attention *r)
 {
@@ -10361,14 +10402,7 @@ static tqkv_result tqkv__attention_shape(const tqkv_attention *a, tqkv__attentio
     if (call->n_heads < 0 || call->n_heads % r->n_kv_heads != 0)
         return TQKV__INVALID("n_heads is not a multiple of n_kv_heads");
     if (call->n_queries < 0 || call->window < 0) return TQKV__INVALID("n_queries or window is negative");
-    if (call->exact_first < 0 || call->exact_last < 0 || call->exact_from < 0)
-        return TQKV__INVALID("exact_first, exact_last or exact_from is negative");
-    if (!tqkv__all_finite(&a->scale, 1) || !tqkv__all_finite(&a->softcap, 1))
-        return TQKV__INVALID("scale or softcap is NaN or infinite");
-    if (!tqkv__basis_known(a->query_basis) || !tqkv__basis_known(a->output_basis))
-        return TQKV__INVALID("query_basis or output_basis: no tqkv_basis");
-    if (!tqkv__type_size(a->query_type) || !tqkv__type_size(a->output_type))
-        return TQKV__REFUSE(UNSUPPORTED, TQKV__NO_TYPE);
+    if ((result = tqkv__check_options(a)) != TQKV_OK) return result;
     if (!tqkv__resolve_allocator(&call->allocator)) return TQKV__INVALID("allocator: one of alloc and free is missing");
     if (!tqkv__array_size(call->n_queries, call->n_heads, 1, 1, &r->n_rows) ||
         !tqkv__size_multiply(r->n_rows, (size_t)r->key_dim, &r->q_elements) || r->q_elements > SIZE_MAX / 64 ||
