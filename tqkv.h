@@ -1933,6 +1933,20 @@ static tqkv_result tqkv__table_shape(const tqkv_store *store, tqkv__stream *s)
     return TQKV_OK;
 }
 
+/* Takes the format's row in TQKV__FORMATS, and its tables. */
+static void tqkv__take_format(tqkv_format format, tqkv__stream *s)
+{
+    s->format = format;
+    s->kind = TQKV__KIND(format);
+    s->main_bits = TQKV__MAIN_BITS(format);
+    s->upper_bits = TQKV__UPPER_BITS(format);
+    s->book_bits = TQKV__BOOK_BITS(format);
+    s->codebook = s->book_bits ? TQKV__CODEBOOK(s->book_bits) : NULL;
+    s->boundaries = s->book_bits ? TQKV__BOUNDARIES(s->book_bits) : NULL;
+    s->factors = s->book_bits ? TQKV__FACTORS(s->book_bits) : NULL;
+    s->n_factors = TQKV__N_FACTORS(s->book_bits);
+}
+
 /* Checks the shape of a store, not its buffers. */
 static tqkv_result tqkv__stream_shape(const tqkv_store *store, tqkv__stream *s)
 {
@@ -1948,15 +1962,7 @@ static tqkv_result tqkv__stream_shape(const tqkv_store *store, tqkv__stream *s)
     if (store->capacity <= 0) return TQKV__INVALID("capacity is not positive");
     if (!(store->block_scale >= 0.0f && store->block_scale <= 3.0e38f))
         return TQKV__INVALID("block_scale: negative, NaN or infinite");
-    s->format = store->format;
-    s->kind = TQKV__KIND(s->format);
-    s->main_bits = TQKV__MAIN_BITS(s->format);
-    s->upper_bits = TQKV__UPPER_BITS(s->format);
-    s->book_bits = TQKV__BOOK_BITS(s->format);
-    s->codebook = s->book_bits ? TQKV__CODEBOOK(s->book_bits) : NULL;
-    s->boundaries = s->book_bits ? TQKV__BOUNDARIES(s->book_bits) : NULL;
-    s->factors = s->book_bits ? TQKV__FACTORS(s->book_bits) : NULL;
-    s->n_factors = TQKV__N_FACTORS(s->book_bits);
+    tqkv__take_format(store->format, s);
     s->head_dim = store->head_dim;
     s->root = tqkv__size_of(s->head_dim)->root;
     s->inverse_root = tqkv__size_of(s->head_dim)->inverse_root;
@@ -5086,39 +5092,93 @@ TQKV__OP void TQKV__(advance)(const tqkv_format format, int count, TQKV__(keys) 
     queries->at += count * TQKV__LANES;
 }
 
-/* sums[row][m]: products, lane by lane, of query `row` and key m; m < 4. On vectors of 16 most strips are taken one vector
-   after the other: code for all vectors of a strip gains nothing there, but 3% for whole strips of halves, and short strips of
-   packed codes. */
+/* -- The products of a panel with four keys, in the way that is quickest for its format -- */
+
+/* Vectors of 4 and 8: strip after strip, with code for all vectors of each length. */
+TQKV__OP void TQKV__(dot_by_strips)(const tqkv_format format, const int rows, const TQKV__(panel) * panel,
+                                    const TQKV__VECTOR *table, TQKV__(keys) * keys, TQKV__(rows) * queries,
+                                    TQKV__VECTOR (*sums)[4])
+{
+    for (int left = panel->dim, count; left > 0; left -= count * TQKV__LANES) {
+        count = TQKV__(strip_length)(format, left);
+        TQKV__(ask_ahead)(format, false, panel, keys);
+        if (left >= TQKV__STRIP(format) * TQKV__LANES)
+            TQKV__(dot_strip)(TQKV__STRIP(format), format, rows, table, keys, queries, sums);
+        else
+            TQKV__SHORTER(TQKV__(dot_strip), format, rows, table, keys, queries, sums);
+        TQKV__(advance)(format, count, keys, queries);
+    }
+}
+
+/* Packed codes on vectors of 16: strips of 8 and 4 one vector after the other, because code for all of their vectors gains
+   nothing there; but strips of 2 and 1. */
+TQKV__OP void TQKV__(dot_long_strips)(const tqkv_format format, const int rows, const TQKV__(panel) * panel,
+                                      const TQKV__VECTOR *table, TQKV__(keys) * keys, TQKV__(rows) * queries,
+                                      TQKV__VECTOR (*sums)[4])
+{
+    for (int left = panel->dim, count; left > 0; left -= count * TQKV__LANES) {
+        count = TQKV__(strip_length)(format, left);
+        TQKV__(ask_ahead)(format, false, panel, keys);
+        if (count > 2)
+            TQKV__(dot_vectors)(format, rows, count, table, keys, queries, sums);
+        else
+            TQKV__SHORTER(TQKV__(dot_strip), format, rows, table, keys, queries, sums);
+        TQKV__(advance)(format, count, keys, queries);
+    }
+}
+
+/* Vectors of the next strip where strips have any length, when so many values of the panel are left. */
+TQKV__OP int TQKV__(any_length)(const tqkv_format format, int left)
+{
+    const int room = TQKV__STRIP(format) * TQKV__LANES;
+    return (left < room ? left : room) / TQKV__LANES;
+}
+
+/* I8 on vectors of 16: all strips one vector after the other. */
+TQKV__OP void TQKV__(dot_by_vectors)(const tqkv_format format, const int rows, const TQKV__(panel) * panel,
+                                     const TQKV__VECTOR *table, TQKV__(keys) * keys, TQKV__(rows) * queries,
+                                     TQKV__VECTOR (*sums)[4])
+{
+    for (int left = panel->dim, count; left > 0; left -= count * TQKV__LANES) {
+        count = TQKV__(any_length)(format, left);
+        TQKV__(ask_ahead)(format, false, panel, keys);
+        TQKV__(dot_vectors)(format, rows, count, table, keys, queries, sums);
+        TQKV__(advance)(format, count, keys, queries);
+    }
+}
+
+/* Halves and decoded rows on vectors of 16: code for all vectors of whole strips gains 3%, the rest goes one after the other. */
+TQKV__OP void TQKV__(dot_whole_strips)(const tqkv_format format, const int rows, const TQKV__(panel) * panel,
+                                       const TQKV__VECTOR *table, TQKV__(keys) * keys, TQKV__(rows) * queries,
+                                       TQKV__VECTOR (*sums)[4])
+{
+    for (int left = panel->dim, count; left > 0; left -= count * TQKV__LANES) {
+        count = TQKV__(any_length)(format, left);
+        TQKV__(ask_ahead)(format, false, panel, keys);
+        if (left < TQKV__STRIP(format) * TQKV__LANES)
+            TQKV__(dot_vectors)(format, rows, count, table, keys, queries, sums);
+        else
+            TQKV__(dot_strip)(TQKV__STRIP(format), format, rows, table, keys, queries, sums);
+        TQKV__(advance)(format, count, keys, queries);
+    }
+}
+
+/* sums[row][m]: products, lane by lane, of query `row` and key m; m < 4 */
 TQKV__OP void TQKV__(dot_keys)(const tqkv_format format, const int rows, const TQKV__(panel) * panel,
                                const TQKV__VECTOR *table, TQKV__(keys) * keys, TQKV__VECTOR (*sums)[4])
 {
-    const int strip = TQKV__STRIP(format);
-    const bool wide = TQKV__LANES == 16, packed = TQKV__PACKED(format), grid = TQKV__KIND(format) == TQKV__GRID;
-    const bool any = wide && !packed && TQKV__KIND(format) != TQKV__BOOK; /* are there strips of any length? */
-    const bool apart = wide && TQKV__(whole_strips)(format);              /* whole strips in a loop of their own */
-    int left = panel->dim;
     TQKV__(rows) queries = TQKV__(open_rows)(rows, panel->row_stride, panel);
     TQKV__(ask_ahead)(format, true, panel, keys);
     TQKV__UNROLL
     for (int i = 0; i < 4 * rows; i++) sums[i / 4][i % 4] = TQKV__(set1)(0.0f);
-    for (; apart && left >= strip * TQKV__LANES; left -= strip * TQKV__LANES) {
-        TQKV__(ask_ahead)(format, false, panel, keys);
-        TQKV__(dot_strip)(TQKV__STRIP(format), format, rows, table, keys, &queries, sums);
-        TQKV__(advance)(format, strip, keys, &queries);
-    }
-    for (int count; left > 0; left -= count * TQKV__LANES) {
-        const int room = strip * TQKV__LANES;
-        const bool whole = left >= room;
-        count = any ? (left < room ? left : room) / TQKV__LANES : TQKV__(strip_length)(format, left);
-        TQKV__(ask_ahead)(format, false, panel, keys);
-        if (any ? grid || !whole : wide && packed && count > 2)
-            TQKV__(dot_vectors)(format, rows, count, table, keys, &queries, sums);
-        else if (whole && !apart && !(wide && packed))
-            TQKV__(dot_strip)(TQKV__STRIP(format), format, rows, table, keys, &queries, sums);
-        else
-            TQKV__SHORTER(TQKV__(dot_strip), format, rows, table, keys, &queries, sums);
-        TQKV__(advance)(format, count, keys, &queries);
-    }
+    if (TQKV__LANES < 16)
+        TQKV__(dot_by_strips)(format, rows, panel, table, keys, &queries, sums);
+    else if (TQKV__PACKED(format))
+        TQKV__(dot_long_strips)(format, rows, panel, table, keys, &queries, sums);
+    else if (TQKV__KIND(format) == TQKV__GRID)
+        TQKV__(dot_by_vectors)(format, rows, panel, table, keys, &queries, sums);
+    else
+        TQKV__(dot_whole_strips)(format, rows, panel, table, keys, &queries, sums);
 }
 
 /* Writes a vector of scores for each row: (+)= factors * sum_across(fours). */
@@ -5244,42 +5304,49 @@ TQKV__OP void TQKV__(accumulate_strip)(const tqkv_format format, const int rows,
         TQKV__(accumulate_vectors)(format, per_lane, rows, k, width, panel, table, p, upper, out);
 }
 
-/* The same for a strip of per_lane vectors, 4 or 2, or 0 for none, and `behind` vectors behind it: in one pass, because the sums of
-   few vectors would wait for each other. `behind` is 0, 1 or, after a strip of 4, 2, and a constant but there: tests in the loop
-   cost up to 0.1 of attention's time at head_dim 48. */
+/* Loads or stores the sums of the vectors behind a strip: two, one or none; two is a constant if it is false. */
+TQKV__OP void TQKV__(move_behind)(const bool store, const int rows, bool one, bool two, const TQKV__(panel) * panel,
+                                  TQKV__VECTOR (*sums)[8], float *out)
+{
+    if (one) TQKV__(move_sums)(store, rows, 1, panel, sums, out);
+    if (two) TQKV__(move_sums)(store, rows, 2, panel, sums, out);
+}
+
+/* As accumulate_vectors in one pass for a strip of per_lane vectors, 4 or 2, or 0 for none, and for `behind` vectors after it, 0, 1
+   or 2: the sums of so few would wait for each other in passes of their own. `behind` is a constant but after a strip of 4: tests
+   in the loop cost up to 0.1 of attention's time at head_dim 48. */
 TQKV__OP void TQKV__(accumulate_rest)(const tqkv_format format, const int per_lane, const int behind, const int rows,
                                       const TQKV__(panel) * panel, const TQKV__VECTOR *table, const uint8_t *p,
                                       const uint8_t *upper, float *out)
 {
-    const int n = panel->n, asked = per_lane > 2 ? per_lane + 1 : 3;
+    const int n = panel->n, asked = per_lane > 2 ? per_lane + 1 : 3; /* vectors of the next tile's codes */
     const int bytes = TQKV__(strip_bytes)(format, per_lane), upper_bytes = TQKV__(upper_bytes)(format, per_lane);
-    const bool pair = per_lane == 4 && 6 * rows <= TQKV__SUMS && behind == 2;
+    const bool two = per_lane == 4 && 6 * rows <= TQKV__SUMS && behind == 2, one = behind && !two;
     const size_t stride = TQKV__(stride)(format, panel);
     const size_t size = (size_t)(TQKV__(strip_bytes)(format, asked) + TQKV__(upper_bytes)(format, asked));
     const ptrdiff_t ahead = panel->ahead;
     TQKV__(rows) weights = TQKV__(open_rows)(rows, TQKV__TILE, panel);
-    TQKV__VECTOR sums[TQKV__ROWS][8], more[TQKV__ROWS][8];
-    float *last = out + per_lane * TQKV__LANES;
+    TQKV__VECTOR sums[TQKV__ROWS][8], sums_behind[TQKV__ROWS][8];
+    float *out_behind = out + per_lane * TQKV__LANES;
     int j = 0;
     if (per_lane) TQKV__(move_sums)(false, rows, per_lane, panel, sums, out);
-    if (behind && !pair) TQKV__(move_sums)(false, rows, 1, panel, more, last);
-    if (pair) TQKV__(move_sums)(false, rows, 2, panel, more, last);
+    TQKV__(move_behind)(false, rows, one, two, panel, sums_behind, out_behind);
     do {
         if (format != TQKV__FLOATS) tqkv__prefetch(TQKV__NEAR(format), p + ahead, size);
         if (per_lane) TQKV__(add_weighted)(format, per_lane, rows, 0, per_lane, table, p, upper, &weights, sums);
         if (behind) {
-            if (pair)
-                TQKV__(add_weighted)(format, 2, rows, 0, 2, table, p + bytes, upper + upper_bytes, &weights, more);
+            const uint8_t *next = p + bytes, *next_upper = upper + upper_bytes;
+            if (two)
+                TQKV__(add_weighted)(format, 2, rows, 0, 2, table, next, next_upper, &weights, sums_behind);
             else
-                TQKV__(add_weighted)(format, 1, rows, 0, 1, table, p + bytes, upper + upper_bytes, &weights, more);
+                TQKV__(add_weighted)(format, 1, rows, 0, 1, table, next, next_upper, &weights, sums_behind);
         }
         p += stride;
         upper += stride;
         weights.at++;
     } while (++j < n);
     if (per_lane) TQKV__(move_sums)(true, rows, per_lane, panel, sums, out);
-    if (behind && !pair) TQKV__(move_sums)(true, rows, 1, panel, more, last);
-    if (pair) TQKV__(move_sums)(true, rows, 2, panel, more, last);
+    TQKV__(move_behind)(true, rows, one, two, panel, sums_behind, out_behind);
 }
 
 /* out[row] += sum_j weights[row][j] * value[j], for the whole strips of a panel */
@@ -5297,7 +5364,12 @@ TQKV__OP void TQKV__(accumulate)(const tqkv_format format, const int rows, const
     }
 }
 
-/* The same for what is behind them. A function of its own: in one with whole strips gcc 12 spills a sum of four rows. */
+/* The same for the vectors behind them, in passes. A function of its own: in one with whole strips gcc 12 spills a sum of four
+   rows. On vectors of 4 only 4 may be left, on vectors of 8 only 2; on vectors of 16
+
+     vectors left   7          6                           5                           4    3      2    1
+     passes         4, 2 + 1   4 + 2 for up to two rows,   4 + 1 for up to three       4    2 + 1  2    1
+                               else 4, 2                   rows, else 4, 1                                  */
 TQKV__OP void TQKV__(add_rest)(const tqkv_format format, const int rows, const TQKV__(panel) * panel)
 {
     const int strip = TQKV__STRIP(format), vectors = panel->dim / TQKV__LANES, whole = vectors / strip * strip;
@@ -5733,8 +5805,6 @@ TQKV__TARGET static TQKV__NOINLINE void TQKV__(rotate_subrows)(tqkv_type type, c
     else
         TQKV__(mix_by_order)(m, subrows, factor, n, out);
 }
-#undef TQKV__MIX
-#undef TQKV__COLUMN
 
 /* out = R(in)/sqrt(D), after flipping signs if asked; floats in and out may be the same. */
 TQKV__TARGET static void TQKV__(hadamard)(tqkv_type type, const void *in, int head_dim, bool flip, float *out)
@@ -5924,7 +5994,6 @@ TQKV__TARGET static void TQKV__(sums_tq)(const tqkv__stream *s, const float *y, 
         TQKV__(add_lanes)(32, (D) / 32, n, x, sums);                                                                   \
         break;
     TQKV__BY_HEAD_DIM(TQKV__SUM_FLOATS)
-#undef TQKV__SUM_FLOATS
 }
 
 /* Four codes to a word: lanes of one word up to D=128, fewer than 32 below. */
@@ -6045,11 +6114,7 @@ TQKV__TARGET static TQKV__NOINLINE void TQKV__(centroid_sums)(const tqkv__stream
         TQKV__(add_lanes)(TQKV__WORD_LANES(D), TQKV__LANE_WORDS(D), n, lanes, sums);                                   \
         break;
     TQKV__BY_HEAD_DIM(TQKV__SUM_LANES)
-#undef TQKV__SUM_LANES
 }
-#undef TQKV__BY_HEAD_DIM
-#undef TQKV__WORD_LANES
-#undef TQKV__LANE_WORDS
 
 /* As tqkv__norm_tq for a few rows, in whole vectors. values: [n_rows], norms, scales: [n_rows][norms_per_row] */
 TQKV__TARGET static void TQKV__(norms_tq)(const tqkv__stream *s, const float *const *values, int n_rows, float *norms,
@@ -7829,62 +7894,31 @@ static const tqkv__integers TQKV__I(integers) = {&TQKV__(isa),
 #endif /* TQKV__INTEGER_LANES */
 
 #if defined(TQKV__LANES) || defined(TQKV__INTEGER_LANES)
-/* These macros belong to one set. */
-#undef TQKV__ADD_NIBBLES
-#undef TQKV__SUM_NIBBLES
-#undef TQKV__SUM_QUARTERS
-#undef TQKV__ADD_QUARTERS
-#undef TQKV__BYTES
-#undef TQKV__BOOK_VECTORS
-#undef TQKV__IS_LARGE
-#undef TQKV__BY_FOUR_ROWS
-#undef TQKV__BY_NIBBLES
-#undef TQKV__BY_QUARTERS
-#undef TQKV__NIBBLES
+/* The macros that a set defines, and two that depend on it. Those of the loops are the same for all. */
+#undef TQKV__
 #undef TQKV__DECODED
 #undef TQKV__DECODED_SCORE_ROWS
-#undef TQKV__DECODER_OF
-#undef TQKV__DECODE_INTEGERS
-#undef TQKV__DECODE_LOOP
 #undef TQKV__DOT_LANES
+#undef TQKV__I
 #undef TQKV__INTEGER_LANES
 #undef TQKV__ISA_NAME
 #undef TQKV__LANES
 #undef TQKV__LANES_ROWS
-#undef TQKV__LANE_BYTES
 #undef TQKV__LOOKED_UP
-#undef TQKV__LOOPS_OF
 #undef TQKV__MIX_SHORT_SUBROWS
 #undef TQKV__NIBBLE_ORDER
 #undef TQKV__NIBBLE_STRIP
-#undef TQKV__PADDED
 #undef TQKV__PRODUCTS
 #undef TQKV__PRODUCT_ROWS
-#undef TQKV__QUERY_PANEL
 #undef TQKV__ROUNDED
 #undef TQKV__ROWS
-#undef TQKV__ROW_LOOPS
-#undef TQKV__STRIP_TOGETHER
-#undef TQKV__SCORE_NIBBLES
-#undef TQKV__DOT_NIBBLES
-#undef TQKV__DOT_QUARTERS
-#undef TQKV__SCORE_QUARTERS
+#undef TQKV__S
 #undef TQKV__SCORE_ROWS
-#undef TQKV__SHORTER
-#undef TQKV__SHORT_STRIPS
-#undef TQKV__KEYS_AT_ONCE
-#undef TQKV__MOST_KEYS_AT_ONCE
-#undef TQKV__STEP
+#undef TQKV__STRIP_TOGETHER
 #undef TQKV__SUMS
-#undef TQKV__VECTOR
-#undef TQKV__WEIGHTS_UNIT
+#undef TQKV__TARGET
 #undef TQKV__WHOLE_LANES
 #undef TQKV__WIDTH
-#undef TQKV__WORDS
-#undef TQKV__
-#undef TQKV__I
-#undef TQKV__S
-#undef TQKV__TARGET
 #endif
 
 #if defined(TQKV_IMPLEMENTATION) && !defined(TQKV__SETS)
@@ -8154,11 +8188,26 @@ TQKV__OP __m512 tqkv__signs_avx512(uint32_t bits)
 {
     return _mm512_mask_blend_ps((__mmask16)bits, _mm512_set1_ps(1.0f), _mm512_set1_ps(-1.0f));
 }
-/* See >>set-avx2. Subrows that do not fill a vector of 16 are rotated there. */
-#define tqkv__repeat_avx512(n, p)                 _mm512_set1_ps(*(p))
-#define tqkv__spread_avx512(n, i, x)              (x)
-#define tqkv__unite_avx512(n, x)                  (x)
-#define tqkv__mix_20_avx512(subrows, factor, out) ((void)0)
+/* See >>set-avx2. Subrows that do not fill a vector of 16 are rotated there: n is 1. */
+TQKV__OP __m512 tqkv__repeat_avx512(const int n, const float *p)
+{
+    (void)n;
+    return _mm512_set1_ps(*p);
+}
+TQKV__OP __m512 tqkv__spread_avx512(const int n, int i, __m512 x)
+{
+    (void)n, (void)i;
+    return x;
+}
+TQKV__OP __m512 tqkv__unite_avx512(const int n, __m512 x)
+{
+    (void)n;
+    return x;
+}
+TQKV__OP void tqkv__mix_20_avx512(const float *subrows, float factor, float *out)
+{
+    (void)subrows, (void)factor, (void)out;
+}
 /* Four floats at p, p + stride ... */
 TQKV__OP __m512 tqkv__load_fours_avx512(const float *p, int stride)
 {
@@ -8245,7 +8294,11 @@ TQKV__OP __m512 tqkv__choose_avx512(__m512 bound, __m512 w, __m512 below, __m512
 {
     return _mm512_mask_blend_ps(_mm512_cmp_ps_mask(bound, w, _CMP_LE_OQ), below, above);
 }
-#define tqkv__load_entries_avx512(entries, offsets, x) memset(x, 0, 3 * sizeof *(x)) /* has search_tq8 */
+TQKV__OP void tqkv__load_entries_avx512(const float (*entries)[4], const uint32_t *offsets, __m512 *x)
+{
+    (void)entries, (void)offsets; /* search_tq8 takes their place */
+    memset(x, 0, 3 * sizeof *x);
+}
 TQKV__OP __m512i tqkv__quantise_i8_avx512(__m512 v)
 {
     v = _mm512_min_ps(v, _mm512_set1_ps(127.0f)); /* gives the second operand if either is NaN */
@@ -8815,12 +8868,24 @@ TQKV__TARGET static TQKV__NOINLINE void tqkv__mix_20_avx2(const float *subrows, 
     }
 }
 
-/* Only for vectors of 16. */
-#define tqkv__load_fields_avx2(bits, count, p, upper, low, high)                                                       \
-    ((void)(count), (void)(upper), (void)(low), (void)(high))
-#define tqkv__join_fields_avx2(bits, k, low, high) (low)
-#define tqkv__next_codes_avx2(bits, codes)         ((void)(codes))
-#define tqkv__look_up_avx2(bits, table, codes)     (*(table))
+/* Only vectors of 16 need these. */
+TQKV__OP void tqkv__load_fields_avx2(const int bits, const int count, const uint8_t *p, const uint8_t *upper,
+                                     __m256i *low, __m256i *high)
+{
+    (void)bits, (void)count, (void)p, (void)upper;
+    *low = *high = _mm256_setzero_si256();
+}
+TQKV__OP __m256i tqkv__join_fields_avx2(const int bits, int k, __m256i low, __m256i high)
+{
+    (void)bits, (void)k, (void)high;
+    return low;
+}
+TQKV__OP void tqkv__next_codes_avx2(const int bits, __m256i *codes) { (void)bits, (void)codes; }
+TQKV__OP __m256 tqkv__look_up_avx2(const int bits, const __m256 *table, __m256i codes)
+{
+    (void)bits, (void)codes;
+    return *table;
+}
 
 #define TQKV__(name)             tqkv__##name##_avx2
 #define TQKV__WIDTH              8 /* vectors of the rotation in registers */
@@ -9041,10 +9106,26 @@ TQKV__OP float32x4_t tqkv__signs_neon(uint32_t bits)
     const uint32x4_t moved = vandq_u32(vshlq_u32(vdupq_n_u32(bits), vld1q_s32(shifts)), vdupq_n_u32(0x80000000u));
     return vreinterpretq_f32_u32(vorrq_u32(moved, vdupq_n_u32(0x3f800000u)));
 }
-#define tqkv__repeat_neon(n, p)                 vld1q_dup_f32(p) /* no subrow is shorter than a vector */
-#define tqkv__spread_neon(n, i, x)              (x)
-#define tqkv__unite_neon(n, x)                  (x)
-#define tqkv__mix_20_neon(subrows, factor, out) ((void)0)
+/* No subrow is shorter than a vector: n is 1. */
+TQKV__OP float32x4_t tqkv__repeat_neon(const int n, const float *p)
+{
+    (void)n;
+    return vld1q_dup_f32(p);
+}
+TQKV__OP float32x4_t tqkv__spread_neon(const int n, int i, float32x4_t x)
+{
+    (void)n, (void)i;
+    return x;
+}
+TQKV__OP float32x4_t tqkv__unite_neon(const int n, float32x4_t x)
+{
+    (void)n;
+    return x;
+}
+TQKV__OP void tqkv__mix_20_neon(const float *subrows, float factor, float *out)
+{
+    (void)subrows, (void)factor, (void)out;
+}
 TQKV__OP float32x4_t tqkv__load_fours_neon(const float *p, int stride)
 {
     (void)stride;
@@ -9171,12 +9252,24 @@ TQKV__OP void tqkv__store_words_neon(uint8_t *p, uint32x4_t words)
 }
 #define tqkv__quantise_tq8_neon tqkv__quantise_loads_neon
 
-/* Only for vectors of 16. */
-#define tqkv__load_fields_neon(bits, count, p, upper, low, high)                                                       \
-    ((void)(count), (void)(upper), (void)(low), (void)(high))
-#define tqkv__join_fields_neon(bits, k, low, high) (low)
-#define tqkv__next_codes_neon(bits, codes)         ((void)(codes))
-#define tqkv__look_up_neon(bits, table, codes)     (*(table))
+/* Only vectors of 16 need these. */
+TQKV__OP void tqkv__load_fields_neon(const int bits, const int count, const uint8_t *p, const uint8_t *upper,
+                                     uint32x4_t *low, uint32x4_t *high)
+{
+    (void)bits, (void)count, (void)p, (void)upper;
+    *low = *high = vdupq_n_u32(0);
+}
+TQKV__OP uint32x4_t tqkv__join_fields_neon(const int bits, int k, uint32x4_t low, uint32x4_t high)
+{
+    (void)bits, (void)k, (void)high;
+    return low;
+}
+TQKV__OP void tqkv__next_codes_neon(const int bits, uint32x4_t *codes) { (void)bits, (void)codes; }
+TQKV__OP float32x4_t tqkv__look_up_neon(const int bits, const float32x4_t *table, uint32x4_t codes)
+{
+    (void)bits, (void)codes;
+    return *table;
+}
 
 #define TQKV__(name)             tqkv__##name##_neon
 #define TQKV__WIDTH              16 /* vectors of the rotation in registers */
@@ -9248,8 +9341,8 @@ TQKV__OP __m512i tqkv__i_dot_avx512(__m512i sums, __m512i codes, __m512i integer
     return sums;
 #endif
 }
-#define tqkv__i_whole_avx512(sum) (sum)
-#define tqkv__i_load_row_avx512   tqkv__i_load_codes_avx512
+TQKV__OP __m512i tqkv__i_whole_avx512(__m512i sum) { return sum; }
+#define tqkv__i_load_row_avx512 tqkv__i_load_codes_avx512
 TQKV__OP __m512i tqkv__i_repeat_avx512(const int16_t *p)
 {
     int32_t lane;
@@ -9593,8 +9686,8 @@ TQKV__OP __m256i tqkv__i_dot_avx2(__m256i sums, __m256i codes, __m256i integers)
     return sums;
 #endif
 }
-#define tqkv__i_whole_avx2(sum) (sum)
-#define tqkv__i_load_row_avx2   tqkv__i_load_codes_avx2
+TQKV__OP __m256i tqkv__i_whole_avx2(__m256i sum) { return sum; }
+#define tqkv__i_load_row_avx2 tqkv__i_load_codes_avx2
 TQKV__OP __m256i tqkv__i_repeat_avx2(const int16_t *p)
 {
     int32_t lane;
@@ -9631,7 +9724,7 @@ TQKV__OP void tqkv__i_transpose_avx2(const int8_t *p, size_t stride, __m256i *x)
         x[4 * half + 3] = _mm256_srai_epi16(_mm256_unpackhi_epi8(high, high), 8);
     }
 }
-#define tqkv__i_natural_order_avx2(x) ((void)(x))
+TQKV__OP void tqkv__i_natural_order_avx2(__m256i *x) { (void)x; }
 TQKV__OP __m256i tqkv__i_sum_four_codes_avx2(const __m256i *x)
 {
     return _mm256_hadd_epi32(_mm256_hadd_epi32(x[0], x[1]), _mm256_hadd_epi32(x[2], x[3]));
@@ -9766,8 +9859,8 @@ TQKV__OP uint32x4_t tqkv__i_dot_neon(uint32x4_t sums, uint32x4_t codes, uint32x4
     const int32x4_t low = vmlal_s16(vreinterpretq_s32_u32(sums), vget_low_s16(x), vget_low_s16(y));
     return vreinterpretq_u32_s32(vmlal_high_s16(low, x, y));
 }
-#define tqkv__i_whole_neon(sum) (sum)
-#define tqkv__i_load_row_neon   tqkv__i_load_codes_neon
+TQKV__OP uint32x4_t tqkv__i_whole_neon(uint32x4_t sum) { return sum; }
+#define tqkv__i_load_row_neon tqkv__i_load_codes_neon
 TQKV__OP uint32x4_t tqkv__i_repeat_neon(const int16_t *p)
 {
     return vreinterpretq_u32_s16(vcombine_s16(vld1_dup_s16(p), vld1_dup_s16(p + 1)));
@@ -9799,7 +9892,7 @@ TQKV__OP void tqkv__i_transpose_neon(const int8_t *p, size_t stride, uint32x4_t 
         x[4 * half + 3] = vreinterpretq_u32_s16(vmovl_high_s8(high));
     }
 }
-#define tqkv__i_natural_order_neon(x) ((void)(x))
+TQKV__OP void tqkv__i_natural_order_neon(uint32x4_t *x) { (void)x; }
 TQKV__OP uint32x4_t tqkv__i_sum_four_codes_neon(const uint32x4_t *x)
 {
     return vpaddq_u32(vpaddq_u32(x[0], x[1]), vpaddq_u32(x[2], x[3]));
@@ -10273,6 +10366,20 @@ static tqkv_result tqkv__take_strides(tqkv__attention *a)
     return TQKV__INVALID(TQKV__ROWS_SHARED);
 }
 
+/* Checks what does not depend on other fields. */
+static tqkv_result tqkv__check_options(const tqkv_attention *a)
+{
+    if (a->exact_first < 0 || a->exact_last < 0 || a->exact_from < 0)
+        return TQKV__INVALID("exact_first, exact_last or exact_from is negative");
+    if (!tqkv__all_finite(&a->scale, 1) || !tqkv__all_finite(&a->softcap, 1))
+        return TQKV__INVALID("scale or softcap is NaN or infinite");
+    if (!tqkv__basis_known(a->query_basis) || !tqkv__basis_known(a->output_basis))
+        return TQKV__INVALID("query_basis or output_basis: no tqkv_basis");
+    if (!tqkv__type_size(a->query_type) || !tqkv__type_size(a->output_type))
+        return TQKV__REFUSE(UNSUPPORTED, TQKV__NO_TYPE);
+    return TQKV_OK;
+}
+
 /* Resolves and checks everything except the stores' buffers and the resident range. */
 static tqkv_result tqkv__attention_shape(const tqkv_attention *a, tqkv__attention *r)
 {
@@ -10300,14 +10407,7 @@ static tqkv_result tqkv__attention_shape(const tqkv_attention *a, tqkv__attentio
     if (call->n_heads < 0 || call->n_heads % r->n_kv_heads != 0)
         return TQKV__INVALID("n_heads is not a multiple of n_kv_heads");
     if (call->n_queries < 0 || call->window < 0) return TQKV__INVALID("n_queries or window is negative");
-    if (call->exact_first < 0 || call->exact_last < 0 || call->exact_from < 0)
-        return TQKV__INVALID("exact_first, exact_last or exact_from is negative");
-    if (!tqkv__all_finite(&a->scale, 1) || !tqkv__all_finite(&a->softcap, 1))
-        return TQKV__INVALID("scale or softcap is NaN or infinite");
-    if (!tqkv__basis_known(a->query_basis) || !tqkv__basis_known(a->output_basis))
-        return TQKV__INVALID("query_basis or output_basis: no tqkv_basis");
-    if (!tqkv__type_size(a->query_type) || !tqkv__type_size(a->output_type))
-        return TQKV__REFUSE(UNSUPPORTED, TQKV__NO_TYPE);
+    if ((result = tqkv__check_options(a)) != TQKV_OK) return result;
     if (!tqkv__resolve_allocator(&call->allocator)) return TQKV__INVALID("allocator: one of alloc and free is missing");
     if (!tqkv__array_size(call->n_queries, call->n_heads, 1, 1, &r->n_rows) ||
         !tqkv__size_multiply(r->n_rows, (size_t)r->key_dim, &r->q_elements) || r->q_elements > SIZE_MAX / 64 ||
@@ -10680,9 +10780,10 @@ static bool tqkv__tree_has(const tqkv__attention *a, int j)
    query's bits depend on its own list only. The first visible block has its positions as ranks: a list of all blocks
    changes no bit. */
 typedef struct tqkv__list {
-    const int32_t *entries;           /* from the first visible block on */
-    int shift;                        /* a block is 1 << shift positions */
-    int64_t n_before, recent, hidden; /* positions of block `recent` before `hidden` are not seen */
+    const int32_t *entries; /* from the first visible block on */
+    int shift;              /* a block is 1 << shift positions */
+    int64_t n_before, recent;
+    int64_t recent_from; /* positions of block `recent` before this one are not seen; 0: all are */
     int64_t base;
     tqkv__range seen; /* ranks */
     /* Of the positions that are no longer resident those in the blocks row[0 .. n_row), and those from kept_from on. They have no
@@ -10755,11 +10856,13 @@ static tqkv__list tqkv__open_list(const tqkv__attention *a, int query, int kv_he
     l.entries += gone;
     n -= gone;
     l.base = all.from >> l.shift << l.shift;
-    l.hidden = tqkv__newest_from(a, query, all, &newest);
+    const int64_t newest_from = tqkv__newest_from(a, query, all, &newest), last = ((int64_t)1 << l.shift) - 1;
     l.kept_from = tqkv__newest_from(a, query, tqkv__visible(a, query, kept), &newest);
-    l.recent = l.hidden < all.to ? l.hidden >> l.shift : (all.to >> l.shift) + (all.to % ((int64_t)1 << l.shift) > 0);
+    /* Without newest positions `recent` is the first block behind all that the query sees. */
+    l.recent = newest_from < all.to ? newest_from >> l.shift : (all.to >> l.shift) + ((all.to & last) > 0);
     l.n_before = tqkv__entry_at(l.entries, n, l.recent);
-    if (l.hidden == all.to || (l.n_before < n && l.entries[l.n_before] == l.recent)) l.hidden = 0;
+    const bool listed = l.n_before < n && l.entries[l.n_before] == l.recent; /* then all of it is seen */
+    l.recent_from = newest_from < all.to && !listed ? newest_from : 0;
     range = tqkv__visible(a, query, range);
     l.seen.from = tqkv__rank_of(&l, range.from);
     l.seen.to = tqkv__rank_of(&l, range.to);
@@ -10773,10 +10876,10 @@ static uint64_t tqkv__hidden_ranks(const tqkv__attention *a, int query, const tq
     if (!l) return 0; /* see tqkv__find_spans */
     const int64_t last = tqkv__position_of(l, rank + n - 1);
     const bool tree = a->call.tree && last >= a->call.end - a->call.n_queries;
-    if (!tree && (l->hidden == 0 || rank + n <= l->base + (l->n_before << l->shift))) return 0;
+    if (!tree && (l->recent_from == 0 || rank + n <= l->base + (l->n_before << l->shift))) return 0;
     for (int j = 0; j < n; j++) {
         const int64_t position = tqkv__position_of(l, rank + j);
-        const bool before = position < l->hidden && position >> l->shift >= l->recent;
+        const bool before = position < l->recent_from && position >> l->shift >= l->recent;
         if (before || tqkv__tree_hides(a, query, position)) hidden |= (uint64_t)1 << j;
     }
     return hidden;
@@ -10862,45 +10965,42 @@ static tqkv_result tqkv__check_seen(const tqkv__attention *a, tqkv__range range)
 
 /* >>tile: the order of decoded values, tiles, and the sums of a tile, of a piece and of a stretch */
 
-/* from: [rows][columns] -> to: [columns][rows], plus zero */
-static inline void tqkv__transpose(const float *from, int rows, int columns, float zero, float *to)
+/* from: [rows][columns] -> to: [columns][rows] */
+static inline void tqkv__transpose(const float *from, int rows, int columns, float *to)
 {
     for (int column = 0; column < columns; column++, from++) {
         const float *x = from;
-        for (int row = 0; row < rows; row++, x += columns) *to++ = *x + zero;
+        for (int row = 0; row < rows; row++, x += columns) *to++ = *x;
     }
 }
 
 /* Instruction sets decode packed codes in their own order: each rows * columns values, a matrix [rows][columns], come
    transposed. The rest of a panel is a matrix of fewer columns. Other codes keep their order. Queries take the decoded order;
    sums of values are put back. from, to: [head_dim] */
-static void tqkv__reorder(const tqkv__isa *isa, const tqkv__stream *s, bool decoded, float zero, const float *from,
-                          float *to)
+static void tqkv__reorder(const tqkv__isa *isa, const tqkv__stream *s, bool decoded, const float *from, float *to)
 {
     const int rows = isa->nibble_order[0], most = isa->nibble_order[1];
     if (s->main_bits >= 8 || isa->lanes == 1) {
-        tqkv__transpose(from, s->head_dim, 1, zero, to);
+        memcpy(to, from, (size_t)s->head_dim * sizeof(float));
         return;
     }
     for (const float *end = from + s->head_dim; from < end;)
         for (int left = s->panel_dim, columns; left > 0; left -= rows * columns) {
             for (columns = most; rows * columns > left;) columns /= 2;
-            tqkv__transpose(from, decoded ? rows : columns, decoded ? columns : rows, zero, to);
+            tqkv__transpose(from, decoded ? rows : columns, decoded ? columns : rows, to);
             from += rows * columns;
             to += rows * columns;
         }
 }
 
-/* -0 changes nothing. */
 static void tqkv__to_decoded(const tqkv__isa *isa, const tqkv__stream *s, const float *natural, float *decoded)
 {
-    tqkv__reorder(isa, s, true, -0.0f, natural, decoded);
+    tqkv__reorder(isa, s, true, natural, decoded);
 }
 
-/* Of sums. 0: codes of masked slots have the weight 0, and their signs stay in a sum that has underflowed to -0 or 0. */
 static void tqkv__to_natural(const tqkv__isa *isa, const tqkv__stream *s, const float *decoded, float *natural)
 {
-    tqkv__reorder(isa, s, false, 0.0f, decoded, natural);
+    tqkv__reorder(isa, s, false, decoded, natural);
 }
 
 static int tqkv__clamp(int64_t x, int low, int high) { return x < low ? low : x > high ? high : (int)x; }
@@ -11856,6 +11956,8 @@ static TQKV__NOINLINE void tqkv__deliver(const tqkv__request *request, const tqk
         float *out = type == TQKV_TYPE_F32 ? (float *)to : wide, max = sums->max[i], sum = sums->sum[i];
         const double score = scored ? tqkv__center_score(a, item->kv_head, tqkv__query_at(a, request->q, row)) : 0.0;
         tqkv__to_natural(a->isa, &a->values, sums->out + (size_t)i * (size_t)a->value_dim, out);
+        /* Codes of masked slots have the weight 0, and leave their signs in sums that have underflowed: -0 becomes 0. */
+        for (int d = 0; d < a->value_dim; d++) out[d] = TQKV__AS_FLOAT(out[d] + 0.0f);
         if (scored || coded) tqkv__add_centers(a, score, coded, out, &max, &sum);
         if (!request->max) tqkv__finish_row(a, (int)(row % (size_t)a->call.n_heads), last, out, max, sum);
         tqkv__settle_row(a, out, &max, &sum);
