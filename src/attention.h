@@ -88,6 +88,20 @@ static tqkv_result tqkv__take_strides(tqkv__attention *a)
     return TQKV__INVALID(TQKV__ROWS_SHARED);
 }
 
+/* Checks what does not depend on other fields. */
+static tqkv_result tqkv__check_options(const tqkv_attention *a)
+{
+    if (a->exact_first < 0 || a->exact_last < 0 || a->exact_from < 0)
+        return TQKV__INVALID("exact_first, exact_last or exact_from is negative");
+    if (!tqkv__all_finite(&a->scale, 1) || !tqkv__all_finite(&a->softcap, 1))
+        return TQKV__INVALID("scale or softcap is NaN or infinite");
+    if (!tqkv__basis_known(a->query_basis) || !tqkv__basis_known(a->output_basis))
+        return TQKV__INVALID("query_basis or output_basis: no tqkv_basis");
+    if (!tqkv__type_size(a->query_type) || !tqkv__type_size(a->output_type))
+        return TQKV__REFUSE(UNSUPPORTED, TQKV__NO_TYPE);
+    return TQKV_OK;
+}
+
 /* Resolves and checks everything except the stores' buffers and the resident range. */
 static tqkv_result tqkv__attention_shape(const tqkv_attention *a, tqkv__attention *r)
 {
@@ -115,14 +129,7 @@ static tqkv_result tqkv__attention_shape(const tqkv_attention *a, tqkv__attentio
     if (call->n_heads < 0 || call->n_heads % r->n_kv_heads != 0)
         return TQKV__INVALID("n_heads is not a multiple of n_kv_heads");
     if (call->n_queries < 0 || call->window < 0) return TQKV__INVALID("n_queries or window is negative");
-    if (call->exact_first < 0 || call->exact_last < 0 || call->exact_from < 0)
-        return TQKV__INVALID("exact_first, exact_last or exact_from is negative");
-    if (!tqkv__all_finite(&a->scale, 1) || !tqkv__all_finite(&a->softcap, 1))
-        return TQKV__INVALID("scale or softcap is NaN or infinite");
-    if (!tqkv__basis_known(a->query_basis) || !tqkv__basis_known(a->output_basis))
-        return TQKV__INVALID("query_basis or output_basis: no tqkv_basis");
-    if (!tqkv__type_size(a->query_type) || !tqkv__type_size(a->output_type))
-        return TQKV__REFUSE(UNSUPPORTED, TQKV__NO_TYPE);
+    if ((result = tqkv__check_options(a)) != TQKV_OK) return result;
     if (!tqkv__resolve_allocator(&call->allocator)) return TQKV__INVALID("allocator: one of alloc and free is missing");
     if (!tqkv__array_size(call->n_queries, call->n_heads, 1, 1, &r->n_rows) ||
         !tqkv__size_multiply(r->n_rows, (size_t)r->key_dim, &r->q_elements) || r->q_elements > SIZE_MAX / 64 ||

@@ -52,8 +52,8 @@ TQKV__OP __m512i tqkv__i_dot_avx512(__m512i sums, __m512i codes, __m512i integer
     return sums;
 #endif
 }
-#define tqkv__i_whole_avx512(sum) (sum)
-#define tqkv__i_load_row_avx512   tqkv__i_load_codes_avx512
+TQKV__OP __m512i tqkv__i_whole_avx512(__m512i sum) { return sum; }
+#define tqkv__i_load_row_avx512 tqkv__i_load_codes_avx512
 TQKV__OP __m512i tqkv__i_repeat_avx512(const int16_t *p)
 {
     int32_t lane;

@@ -61,8 +61,8 @@ TQKV__OP uint32x4_t tqkv__i_dot_neon(uint32x4_t sums, uint32x4_t codes, uint32x4
     const int32x4_t low = vmlal_s16(vreinterpretq_s32_u32(sums), vget_low_s16(x), vget_low_s16(y));
     return vreinterpretq_u32_s32(vmlal_high_s16(low, x, y));
 }
-#define tqkv__i_whole_neon(sum) (sum)
-#define tqkv__i_load_row_neon   tqkv__i_load_codes_neon
+TQKV__OP uint32x4_t tqkv__i_whole_neon(uint32x4_t sum) { return sum; }
+#define tqkv__i_load_row_neon tqkv__i_load_codes_neon
 TQKV__OP uint32x4_t tqkv__i_repeat_neon(const int16_t *p)
 {
     return vreinterpretq_u32_s16(vcombine_s16(vld1_dup_s16(p), vld1_dup_s16(p + 1)));
@@ -94,7 +94,7 @@ TQKV__OP void tqkv__i_transpose_neon(const int8_t *p, size_t stride, uint32x4_t 
         x[4 * half + 3] = vreinterpretq_u32_s16(vmovl_high_s8(high));
     }
 }
-#define tqkv__i_natural_order_neon(x) ((void)(x))
+TQKV__OP void tqkv__i_natural_order_neon(uint32x4_t *x) { (void)x; }
 TQKV__OP uint32x4_t tqkv__i_sum_four_codes_neon(const uint32x4_t *x)
 {
     return vpaddq_u32(vpaddq_u32(x[0], x[1]), vpaddq_u32(x[2], x[3]));

@@ -165,39 +165,93 @@ TQKV__OP void TQKV__(advance)(const tqkv_format format, int count, TQKV__(keys) 
     queries->at += count * TQKV__LANES;
 }
 
-/* sums[row][m]: products, lane by lane, of query `row` and key m; m < 4. On vectors of 16 most strips are taken one vector
-   after the other: code for all vectors of a strip gains nothing there, but 3% for whole strips of halves, and short strips of
-   packed codes. */
+/* -- The products of a panel with four keys, in the way that is quickest for its format -- */
+
+/* Vectors of 4 and 8: strip after strip, with code for all vectors of each length. */
+TQKV__OP void TQKV__(dot_by_strips)(const tqkv_format format, const int rows, const TQKV__(panel) * panel,
+                                    const TQKV__VECTOR *table, TQKV__(keys) * keys, TQKV__(rows) * queries,
+                                    TQKV__VECTOR (*sums)[4])
+{
+    for (int left = panel->dim, count; left > 0; left -= count * TQKV__LANES) {
+        count = TQKV__(strip_length)(format, left);
+        TQKV__(ask_ahead)(format, false, panel, keys);
+        if (left >= TQKV__STRIP(format) * TQKV__LANES)
+            TQKV__(dot_strip)(TQKV__STRIP(format), format, rows, table, keys, queries, sums);
+        else
+            TQKV__SHORTER(TQKV__(dot_strip), format, rows, table, keys, queries, sums);
+        TQKV__(advance)(format, count, keys, queries);
+    }
+}
+
+/* Packed codes on vectors of 16: strips of 8 and 4 one vector after the other, because code for all of their vectors gains
+   nothing there; but strips of 2 and 1. */
+TQKV__OP void TQKV__(dot_long_strips)(const tqkv_format format, const int rows, const TQKV__(panel) * panel,
+                                      const TQKV__VECTOR *table, TQKV__(keys) * keys, TQKV__(rows) * queries,
+                                      TQKV__VECTOR (*sums)[4])
+{
+    for (int left = panel->dim, count; left > 0; left -= count * TQKV__LANES) {
+        count = TQKV__(strip_length)(format, left);
+        TQKV__(ask_ahead)(format, false, panel, keys);
+        if (count > 2)
+            TQKV__(dot_vectors)(format, rows, count, table, keys, queries, sums);
+        else
+            TQKV__SHORTER(TQKV__(dot_strip), format, rows, table, keys, queries, sums);
+        TQKV__(advance)(format, count, keys, queries);
+    }
+}
+
+/* Vectors of the next strip where strips have any length, when so many values of the panel are left. */
+TQKV__OP int TQKV__(any_length)(const tqkv_format format, int left)
+{
+    const int room = TQKV__STRIP(format) * TQKV__LANES;
+    return (left < room ? left : room) / TQKV__LANES;
+}
+
+/* I8 on vectors of 16: all strips one vector after the other. */
+TQKV__OP void TQKV__(dot_by_vectors)(const tqkv_format format, const int rows, const TQKV__(panel) * panel,
+                                     const TQKV__VECTOR *table, TQKV__(keys) * keys, TQKV__(rows) * queries,
+                                     TQKV__VECTOR (*sums)[4])
+{
+    for (int left = panel->dim, count; left > 0; left -= count * TQKV__LANES) {
+        count = TQKV__(any_length)(format, left);
+        TQKV__(ask_ahead)(format, false, panel, keys);
+        TQKV__(dot_vectors)(format, rows, count, table, keys, queries, sums);
+        TQKV__(advance)(format, count, keys, queries);
+    }
+}
+
+/* Halves and decoded rows on vectors of 16: code for all vectors of whole strips gains 3%, the rest goes one after the other. */
+TQKV__OP void TQKV__(dot_whole_strips)(const tqkv_format format, const int rows, const TQKV__(panel) * panel,
+                                       const TQKV__VECTOR *table, TQKV__(keys) * keys, TQKV__(rows) * queries,
+                                       TQKV__VECTOR (*sums)[4])
+{
+    for (int left = panel->dim, count; left > 0; left -= count * TQKV__LANES) {
+        count = TQKV__(any_length)(format, left);
+        TQKV__(ask_ahead)(format, false, panel, keys);
+        if (left < TQKV__STRIP(format) * TQKV__LANES)
+            TQKV__(dot_vectors)(format, rows, count, table, keys, queries, sums);
+        else
+            TQKV__(dot_strip)(TQKV__STRIP(format), format, rows, table, keys, queries, sums);
+        TQKV__(advance)(format, count, keys, queries);
+    }
+}
+
+/* sums[row][m]: products, lane by lane, of query `row` and key m; m < 4 */
 TQKV__OP void TQKV__(dot_keys)(const tqkv_format format, const int rows, const TQKV__(panel) * panel,
                                const TQKV__VECTOR *table, TQKV__(keys) * keys, TQKV__VECTOR (*sums)[4])
 {
-    const int strip = TQKV__STRIP(format);
-    const bool wide = TQKV__LANES == 16, packed = TQKV__PACKED(format), grid = TQKV__KIND(format) == TQKV__GRID;
-    const bool any = wide && !packed && TQKV__KIND(format) != TQKV__BOOK; /* are there strips of any length? */
-    const bool apart = wide && TQKV__(whole_strips)(format);              /* whole strips in a loop of their own */
-    int left = panel->dim;
     TQKV__(rows) queries = TQKV__(open_rows)(rows, panel->row_stride, panel);
     TQKV__(ask_ahead)(format, true, panel, keys);
     TQKV__UNROLL
     for (int i = 0; i < 4 * rows; i++) sums[i / 4][i % 4] = TQKV__(set1)(0.0f);
-    for (; apart && left >= strip * TQKV__LANES; left -= strip * TQKV__LANES) {
-        TQKV__(ask_ahead)(format, false, panel, keys);
-        TQKV__(dot_strip)(TQKV__STRIP(format), format, rows, table, keys, &queries, sums);
-        TQKV__(advance)(format, strip, keys, &queries);
-    }
-    for (int count; left > 0; left -= count * TQKV__LANES) {
-        const int room = strip * TQKV__LANES;
-        const bool whole = left >= room;
-        count = any ? (left < room ? left : room) / TQKV__LANES : TQKV__(strip_length)(format, left);
-        TQKV__(ask_ahead)(format, false, panel, keys);
-        if (any ? grid || !whole : wide && packed && count > 2)
-            TQKV__(dot_vectors)(format, rows, count, table, keys, &queries, sums);
-        else if (whole && !apart && !(wide && packed))
-            TQKV__(dot_strip)(TQKV__STRIP(format), format, rows, table, keys, &queries, sums);
-        else
-            TQKV__SHORTER(TQKV__(dot_strip), format, rows, table, keys, &queries, sums);
-        TQKV__(advance)(format, count, keys, &queries);
-    }
+    if (TQKV__LANES < 16)
+        TQKV__(dot_by_strips)(format, rows, panel, table, keys, &queries, sums);
+    else if (TQKV__PACKED(format))
+        TQKV__(dot_long_strips)(format, rows, panel, table, keys, &queries, sums);
+    else if (TQKV__KIND(format) == TQKV__GRID)
+        TQKV__(dot_by_vectors)(format, rows, panel, table, keys, &queries, sums);
+    else
+        TQKV__(dot_whole_strips)(format, rows, panel, table, keys, &queries, sums);
 }
 
 /* Writes a vector of scores for each row: (+)= factors * sum_across(fours). */

@@ -207,8 +207,6 @@ TQKV__TARGET static TQKV__NOINLINE void TQKV__(rotate_subrows)(tqkv_type type, c
     else
         TQKV__(mix_by_order)(m, subrows, factor, n, out);
 }
-#undef TQKV__MIX
-#undef TQKV__COLUMN
 
 /* out = R(in)/sqrt(D), after flipping signs if asked; floats in and out may be the same. */
 TQKV__TARGET static void TQKV__(hadamard)(tqkv_type type, const void *in, int head_dim, bool flip, float *out)

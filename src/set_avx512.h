@@ -231,11 +231,26 @@ TQKV__OP __m512 tqkv__signs_avx512(uint32_t bits)
 {
     return _mm512_mask_blend_ps((__mmask16)bits, _mm512_set1_ps(1.0f), _mm512_set1_ps(-1.0f));
 }
-/* See >>set-avx2. Subrows that do not fill a vector of 16 are rotated there. */
-#define tqkv__repeat_avx512(n, p)                 _mm512_set1_ps(*(p))
-#define tqkv__spread_avx512(n, i, x)              (x)
-#define tqkv__unite_avx512(n, x)                  (x)
-#define tqkv__mix_20_avx512(subrows, factor, out) ((void)0)
+/* See >>set-avx2. Subrows that do not fill a vector of 16 are rotated there: n is 1. */
+TQKV__OP __m512 tqkv__repeat_avx512(const int n, const float *p)
+{
+    (void)n;
+    return _mm512_set1_ps(*p);
+}
+TQKV__OP __m512 tqkv__spread_avx512(const int n, int i, __m512 x)
+{
+    (void)n, (void)i;
+    return x;
+}
+TQKV__OP __m512 tqkv__unite_avx512(const int n, __m512 x)
+{
+    (void)n;
+    return x;
+}
+TQKV__OP void tqkv__mix_20_avx512(const float *subrows, float factor, float *out)
+{
+    (void)subrows, (void)factor, (void)out;
+}
 /* Four floats at p, p + stride ... */
 TQKV__OP __m512 tqkv__load_fours_avx512(const float *p, int stride)
 {
@@ -322,7 +337,11 @@ TQKV__OP __m512 tqkv__choose_avx512(__m512 bound, __m512 w, __m512 below, __m512
 {
     return _mm512_mask_blend_ps(_mm512_cmp_ps_mask(bound, w, _CMP_LE_OQ), below, above);
 }
-#define tqkv__load_entries_avx512(entries, offsets, x) memset(x, 0, 3 * sizeof *(x)) /* has search_tq8 */
+TQKV__OP void tqkv__load_entries_avx512(const float (*entries)[4], const uint32_t *offsets, __m512 *x)
+{
+    (void)entries, (void)offsets; /* search_tq8 takes their place */
+    memset(x, 0, 3 * sizeof *x);
+}
 TQKV__OP __m512i tqkv__quantise_i8_avx512(__m512 v)
 {
     v = _mm512_min_ps(v, _mm512_set1_ps(127.0f)); /* gives the second operand if either is NaN */

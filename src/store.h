@@ -150,6 +150,20 @@ static tqkv_result tqkv__table_shape(const tqkv_store *store, tqkv__stream *s)
     return TQKV_OK;
 }
 
+/* Takes the format's row in TQKV__FORMATS, and its tables. */
+static void tqkv__take_format(tqkv_format format, tqkv__stream *s)
+{
+    s->format = format;
+    s->kind = TQKV__KIND(format);
+    s->main_bits = TQKV__MAIN_BITS(format);
+    s->upper_bits = TQKV__UPPER_BITS(format);
+    s->book_bits = TQKV__BOOK_BITS(format);
+    s->codebook = s->book_bits ? TQKV__CODEBOOK(s->book_bits) : NULL;
+    s->boundaries = s->book_bits ? TQKV__BOUNDARIES(s->book_bits) : NULL;
+    s->factors = s->book_bits ? TQKV__FACTORS(s->book_bits) : NULL;
+    s->n_factors = TQKV__N_FACTORS(s->book_bits);
+}
+
 /* Checks the shape of a store, not its buffers. */
 static tqkv_result tqkv__stream_shape(const tqkv_store *store, tqkv__stream *s)
 {
@@ -165,15 +179,7 @@ static tqkv_result tqkv__stream_shape(const tqkv_store *store, tqkv__stream *s)
     if (store->capacity <= 0) return TQKV__INVALID("capacity is not positive");
     if (!(store->block_scale >= 0.0f && store->block_scale <= 3.0e38f))
         return TQKV__INVALID("block_scale: negative, NaN or infinite");
-    s->format = store->format;
-    s->kind = TQKV__KIND(s->format);
-    s->main_bits = TQKV__MAIN_BITS(s->format);
-    s->upper_bits = TQKV__UPPER_BITS(s->format);
-    s->book_bits = TQKV__BOOK_BITS(s->format);
-    s->codebook = s->book_bits ? TQKV__CODEBOOK(s->book_bits) : NULL;
-    s->boundaries = s->book_bits ? TQKV__BOUNDARIES(s->book_bits) : NULL;
-    s->factors = s->book_bits ? TQKV__FACTORS(s->book_bits) : NULL;
-    s->n_factors = TQKV__N_FACTORS(s->book_bits);
+    tqkv__take_format(store->format, s);
     s->head_dim = store->head_dim;
     s->root = tqkv__size_of(s->head_dim)->root;
     s->inverse_root = tqkv__size_of(s->head_dim)->inverse_root;

@@ -1,44 +1,41 @@
 /* >>tile: the order of decoded values, tiles, and the sums of a tile, of a piece and of a stretch */
 
-/* from: [rows][columns] -> to: [columns][rows], plus zero */
-static inline void tqkv__transpose(const float *from, int rows, int columns, float zero, float *to)
+/* from: [rows][columns] -> to: [columns][rows] */
+static inline void tqkv__transpose(const float *from, int rows, int columns, float *to)
 {
     for (int column = 0; column < columns; column++, from++) {
         const float *x = from;
-        for (int row = 0; row < rows; row++, x += columns) *to++ = *x + zero;
+        for (int row = 0; row < rows; row++, x += columns) *to++ = *x;
     }
 }
 
 /* Instruction sets decode packed codes in their own order: each rows * columns values, a matrix [rows][columns], come
    transposed. The rest of a panel is a matrix of fewer columns. Other codes keep their order. Queries take the decoded order;
    sums of values are put back. from, to: [head_dim] */
-static void tqkv__reorder(const tqkv__isa *isa, const tqkv__stream *s, bool decoded, float zero, const float *from,
-                          float *to)
+static void tqkv__reorder(const tqkv__isa *isa, const tqkv__stream *s, bool decoded, const float *from, float *to)
 {
     const int rows = isa->nibble_order[0], most = isa->nibble_order[1];
     if (s->main_bits >= 8 || isa->lanes == 1) {
-        tqkv__transpose(from, s->head_dim, 1, zero, to);
+        memcpy(to, from, (size_t)s->head_dim * sizeof(float));
         return;
     }
     for (const float *end = from + s->head_dim; from < end;)
         for (int left = s->panel_dim, columns; left > 0; left -= rows * columns) {
             for (columns = most; rows * columns > left;) columns /= 2;
-            tqkv__transpose(from, decoded ? rows : columns, decoded ? columns : rows, zero, to);
+            tqkv__transpose(from, decoded ? rows : columns, decoded ? columns : rows, to);
             from += rows * columns;
             to += rows * columns;
         }
 }
 
-/* -0 changes nothing. */
 static void tqkv__to_decoded(const tqkv__isa *isa, const tqkv__stream *s, const float *natural, float *decoded)
 {
-    tqkv__reorder(isa, s, true, -0.0f, natural, decoded);
+    tqkv__reorder(isa, s, true, natural, decoded);
 }
 
-/* Of sums. 0: codes of masked slots have the weight 0, and their signs stay in a sum that has underflowed to -0 or 0. */
 static void tqkv__to_natural(const tqkv__isa *isa, const tqkv__stream *s, const float *decoded, float *natural)
 {
-    tqkv__reorder(isa, s, false, 0.0f, decoded, natural);
+    tqkv__reorder(isa, s, false, decoded, natural);
 }
 
 static int tqkv__clamp(int64_t x, int low, int high) { return x < low ? low : x > high ? high : (int)x; }

@@ -34,9 +34,10 @@ static bool tqkv__tree_has(const tqkv__attention *a, int j)
    query's bits depend on its own list only. The first visible block has its positions as ranks: a list of all blocks
    changes no bit. */
 typedef struct tqkv__list {
-    const int32_t *entries;           /* from the first visible block on */
-    int shift;                        /* a block is 1 << shift positions */
-    int64_t n_before, recent, hidden; /* positions of block `recent` before `hidden` are not seen */
+    const int32_t *entries; /* from the first visible block on */
+    int shift;              /* a block is 1 << shift positions */
+    int64_t n_before, recent;
+    int64_t recent_from; /* positions of block `recent` before this one are not seen; 0: all are */
     int64_t base;
     tqkv__range seen; /* ranks */
     /* Of the positions that are no longer resident those in the blocks row[0 .. n_row), and those from kept_from on. They have no
@@ -109,11 +110,13 @@ static tqkv__list tqkv__open_list(const tqkv__attention *a, int query, int kv_he
     l.entries += gone;
     n -= gone;
     l.base = all.from >> l.shift << l.shift;
-    l.hidden = tqkv__newest_from(a, query, all, &newest);
+    const int64_t newest_from = tqkv__newest_from(a, query, all, &newest), last = ((int64_t)1 << l.shift) - 1;
     l.kept_from = tqkv__newest_from(a, query, tqkv__visible(a, query, kept), &newest);
-    l.recent = l.hidden < all.to ? l.hidden >> l.shift : (all.to >> l.shift) + (all.to % ((int64_t)1 << l.shift) > 0);
+    /* Without newest positions `recent` is the first block behind all that the query sees. */
+    l.recent = newest_from < all.to ? newest_from >> l.shift : (all.to >> l.shift) + ((all.to & last) > 0);
     l.n_before = tqkv__entry_at(l.entries, n, l.recent);
-    if (l.hidden == all.to || (l.n_before < n && l.entries[l.n_before] == l.recent)) l.hidden = 0;
+    const bool listed = l.n_before < n && l.entries[l.n_before] == l.recent; /* then all of it is seen */
+    l.recent_from = newest_from < all.to && !listed ? newest_from : 0;
     range = tqkv__visible(a, query, range);
     l.seen.from = tqkv__rank_of(&l, range.from);
     l.seen.to = tqkv__rank_of(&l, range.to);
@@ -127,10 +130,10 @@ static uint64_t tqkv__hidden_ranks(const tqkv__attention *a, int query, const tq
     if (!l) return 0; /* see tqkv__find_spans */
     const int64_t last = tqkv__position_of(l, rank + n - 1);
     const bool tree = a->call.tree && last >= a->call.end - a->call.n_queries;
-    if (!tree && (l->hidden == 0 || rank + n <= l->base + (l->n_before << l->shift))) return 0;
+    if (!tree && (l->recent_from == 0 || rank + n <= l->base + (l->n_before << l->shift))) return 0;
     for (int j = 0; j < n; j++) {
         const int64_t position = tqkv__position_of(l, rank + j);
-        const bool before = position < l->hidden && position >> l->shift >= l->recent;
+        const bool before = position < l->recent_from && position >> l->shift >= l->recent;
         if (before || tqkv__tree_hides(a, query, position)) hidden |= (uint64_t)1 << j;
     }
     return hidden;
