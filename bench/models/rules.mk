@@ -111,5 +111,13 @@ quality-run-%: $(MODELS_BUILD)/tqkv.so $(TEXT_NAMES:%=$(TEXTS)/%.txt)
 quality-speed: $(BUILD)/bench ## measure the speed that docs/quality.md shows, in half a minute
 	@CC="$(CC)" sh bench/measure.sh $(RESULTS)/speed.txt presets
 
-quality-page: ## write docs/quality.md from bench/models/results
-	@python3 bench/models/page.py bench/models/results docs/quality.md
+# The chart where gnuplot is (make deps-charts).
+quality-page: $(if $(shell command -v gnuplot),docs/quality.svg) ## write docs/quality.md and README's table from bench/models/results
+	@python3 bench/models/page.py
+
+.PHONY: test-quality-page
+test-quality-page:
+	@echo "== docs/quality.md"
+	@python3 bench/models/page.py --check
+
+TEST_TARGETS += test-quality-page
