@@ -23,7 +23,7 @@ enum {
     TQKV__CACHE_STORES = TQKV__RAW + 3
 };
 
-/* Of a stream, the side (keys, values or tail) and the end: the first or the last positions, or neither. */
+/* A stream has a side (keys, values or tail) and an end: the first or the last positions, or neither. */
 typedef struct tqkv__stream_kind {
     uint8_t side, end;
 } tqkv__stream_kind;
@@ -66,7 +66,8 @@ typedef struct tqkv__attention {
    and their products equal: with scores of 50 an error of 8e-5 at head_dim 1024. */
 #define TQKV__MOST_ADDITIONS 16
 
-/* In eight sums: less latency, smaller errors. n: up to 8 * TQKV__MOST_ADDITIONS, a multiple of 8 */
+/* A dot product in eight sums has less latency and smaller errors. n: up to 8 * TQKV__MOST_ADDITIONS, a multiple of
+   8 */
 static float tqkv__dot(const float *a, const float *b, int n)
 {
     float sums[8] = {0, 0, 0, 0, 0, 0, 0, 0};
@@ -149,7 +150,7 @@ static void tqkv__softmax_tile_scalar(const tqkv__attention *a, const tqkv__span
                                  out + (size_t)row * (size_t)a->value_dim);
 }
 
-/* What the sum of a stretch loses to the maximum of a piece of it, as the exponent of a factor. */
+/* Returns what the sum of a stretch loses to the maximum of a piece of it, as the exponent of a factor. */
 static inline float tqkv__loss(float max, float piece_max)
 {
     return piece_max > max ? TQKV__AS_FLOAT(max - piece_max) : 0.0f;

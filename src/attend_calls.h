@@ -37,7 +37,7 @@ static tqkv_result tqkv__check_arrays(const tqkv__arrays *arrays, int n_written)
     return TQKV_OK;
 }
 
-/* Bytes of a list. */
+/* Returns the bytes of a list. */
 static size_t tqkv__list_size(const tqkv__attention *a)
 {
     if (!a->call.list) return 0;

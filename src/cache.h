@@ -31,7 +31,7 @@ struct tqkv_cache {
     size_t size; /* of the cache's memory: the struct, the sinks, the codes and the norms */
 };
 
-/* Where a cache has store i, whether there is one or not. */
+/* This is where a cache has store i, whether there is one or not. */
 #define TQKV__STORE_AT(c, i)                                                                                           \
     ((i) >= TQKV__RAW      ? &(c)->raw[(i)-TQKV__RAW]                                                                  \
      : (i) == TQKV__KEYS   ? &(c)->keys                                                                                \
@@ -46,7 +46,7 @@ static bool tqkv__has_store(const tqkv_cache *c, int i)
     return (i < TQKV__RAW || c->raw_memory) && TQKV__STORE_AT(c, i)->head_dim > 0;
 }
 
-/* Store i of a cache; NULL: there is none. */
+/* Returns store i of a cache; NULL: there is none. */
 static const tqkv_store *tqkv__store_of(const tqkv_cache *c, int i)
 {
     return tqkv__has_store(c, i) ? TQKV__STORE_AT(c, i) : NULL;
@@ -54,28 +54,28 @@ static const tqkv_store *tqkv__store_of(const tqkv_cache *c, int i)
 
 static tqkv_store *tqkv__own_store(tqkv_cache *c, int i) { return tqkv__has_store(c, i) ? TQKV__STORE_AT(c, i) : NULL; }
 
-/* Positions of a ring of halves that serves so many queries: whole tiles, none of which wraps. */
+/* Returns the positions of a ring of halves that serves so many queries: whole tiles, none of which wraps. */
 static int64_t tqkv__end_room(int64_t exact_last, int64_t n_queries)
 {
     return exact_last ? (exact_last + n_queries - 1 + TQKV__TILE - 1) / TQKV__TILE * TQKV__TILE : 0;
 }
 
-/* The oldest position that an edit leaves as halves: as if the ring had room for a tile of queries, so that no bit depends on how
-   positions came. exact_held is no higher. */
+/* Returns the oldest position that an edit leaves as halves: as if the ring had room for a tile of queries, so that no
+   bit depends on how positions came. exact_held is no higher. */
 static int64_t tqkv__exact_kept(const tqkv_cache *c)
 {
     const int64_t oldest = c->attention.end - tqkv__end_room(c->exact_last, TQKV__TILE);
     return oldest > c->exact_from ? oldest : c->exact_from;
 }
 
-/* Positions for which the rings of the newest halves have room; 0 without. */
+/* Returns the positions for which the rings of the newest halves have room; 0 without. */
 static int64_t tqkv__newest_room(const tqkv_cache *c)
 {
     return c->ends[1][0].capacity ? c->ends[1][0].capacity : c->ends[1][1].capacity;
 }
 
-/* The positions that store i holds; of the newest halves those that an edit leaves. These may be more than exact_last: a truncation
-   takes from them first. */
+/* Returns the positions that store i holds: of the newest halves those that an edit leaves. These may be more than
+   exact_last: a truncation takes from them first. */
 static tqkv__range tqkv__range_of(const tqkv_cache *c, int i)
 {
     const tqkv__range all = {c->first, c->attention.end}, first = {0, c->exact_below}, none = {0, 0};
@@ -93,7 +93,7 @@ typedef enum tqkv__channels {
     TQKV__CHANNELS
 } tqkv__channels;
 
-/* Channels of the streams before number n; false if their room overflows. */
+/* Counts the channels of the streams before number n; false if their room overflows. */
 static bool tqkv__count_channels(const tqkv_cache *c, int n, size_t *channels)
 {
     size_t dims = 0;
@@ -322,7 +322,7 @@ TQKV__COLD TQKV_API void tqkv_cache_destroy(tqkv_cache *c)
     memory.free(memory.user, c, c->size);
 }
 
-/* The oldest resident position of a cache appended up to `end`. */
+/* Returns the oldest resident position of a cache appended up to `end`. */
 static int64_t tqkv__oldest(const tqkv_cache *c, int64_t end)
 {
     return end - c->first > c->keys.capacity ? end - c->keys.capacity : c->first;
@@ -344,7 +344,7 @@ static bool tqkv__in_cache(const tqkv_cache *c, const void *p, size_t size)
            tqkv__overlap(c->raw_memory, c->raw_size, p, size);
 }
 
-/* Where the channels of stream i lie. */
+/* Returns where the channels of stream i lie. */
 static float *tqkv__channel_room(const tqkv_cache *c, int i, tqkv__channels kind)
 {
     size_t before = 0, all = 0; /* of a cache that exists */
@@ -540,7 +540,7 @@ static void tqkv__take_some(const tqkv_attention *some, tqkv_attention *a)
     a->list_newest = some->list_newest;
 }
 
-/* some: NULL, or an attention with the list and the tree */
+/* Opens the attention of a cache. some: NULL, or an attention with the list and the tree */
 static tqkv_result tqkv__cache_attention(const tqkv_cache *c, const tqkv_attention *some, int n_queries,
                                          tqkv__attention *a)
 {

@@ -63,7 +63,7 @@ static void tqkv__drop_raw(tqkv_cache *c)
 
 /* -- Learning -- */
 
-/* Row of a store of halves that are not rotated, as floats; row: [head_dim] */
+/* Widens a row of a store of halves that are not rotated to floats; row: [head_dim] */
 static void tqkv__raw_row(const tqkv__stream *raw, int kv_head, int slot, float *row)
 {
     const tqkv__codec *codec = tqkv__codec_for(raw->head_dim);
@@ -75,7 +75,7 @@ static void tqkv__raw_row(const tqkv__stream *raw, int kv_head, int slot, float 
         codec->widen(TQKV_TYPE_F16, codes, NULL, NULL, raw->head_dim, row);
 }
 
-/* As tqkv__channel_means, of the raw halves [first, end) of a head. */
+/* Finds the same as tqkv__channel_means, of the raw halves [first, end) of a head. */
 static void tqkv__raw_means(const tqkv__stream *raw, int kv_head, int first, int end, const float *center, bool squared,
                             float *means)
 {
@@ -267,7 +267,7 @@ static void tqkv__append_learning(tqkv_cache *c, tqkv__append *append)
 
 /* -- Attending -- */
 
-/* How many of the newest n_queries queries stand at positions that are read raw. */
+/* Returns how many of the newest n_queries queries stand at positions that are read raw. */
 static int tqkv__raw_queries(const tqkv_cache *c, int n_queries)
 {
     const int64_t first = c->attention.end - n_queries, n = c->raw[0].capacity;
@@ -275,7 +275,7 @@ static int tqkv__raw_queries(const tqkv_cache *c, int n_queries)
     return c->attention.end <= n ? n_queries : (int)(n - first);
 }
 
-/* The attention of n_queries queries, the last of which stands before `end`, to what is raw. */
+/* Returns the attention of n_queries queries, the last of which stands before `end`, to what is raw. */
 static tqkv_attention tqkv__raw_attention(const tqkv_cache *c, int64_t end, int n_queries)
 {
     tqkv_attention a = c->attention;
@@ -339,8 +339,8 @@ static tqkv_result tqkv__cut_coded(const tqkv_cache *c, const tqkv_attention *so
     return r;
 }
 
-/* As tqkv__attend_raw, for a tree that stands on both sides: all queries read codes into memory of their own, of which those that do
-   are copied. */
+/* Does what tqkv__attend_raw does for a tree that stands on both sides: all queries read codes into memory of their
+   own, of which those that do are copied. */
 static tqkv_result tqkv__attend_cut_tree(const tqkv_cache *c, const tqkv_attention *some, const void *q, int n_queries,
                                          void *out, tqkv__cut_call *cut)
 {

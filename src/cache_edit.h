@@ -1,6 +1,6 @@
 /* >>cache-edit: truncate, remove, keep, fork. */
 
-/* After an edit positions below `from` are read as codes: nothing to say where none is kept as halves. */
+/* Lets positions below `from` be read as codes after an edit. Where none is kept as halves there is nothing to say. */
 static void tqkv__exact_begins(tqkv_cache *c, int64_t from) { c->exact_from = c->exact_last ? from : 0; }
 
 TQKV_API tqkv_result tqkv_cache_truncate(tqkv_cache *c, int64_t end)
@@ -43,7 +43,7 @@ static void tqkv__reverse_rows(uint8_t *rows, int n, size_t size)
     }
 }
 
-/* Position p + by of the rings of halves becomes position p. */
+/* Turns the rings of halves: position p + by becomes position p. */
 static void tqkv__turn_rings(const tqkv_cache *c, int64_t by)
 {
     for (int i = TQKV__LAST_KEYS; i <= TQKV__LAST_VALUES; i++) {

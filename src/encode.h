@@ -53,7 +53,8 @@ static tqkv_result tqkv__check_source(const tqkv__stream *s, const void *src, in
     return tqkv__rows_finite(s, src, n_tokens) ? TQKV_OK : TQKV__REFUSE(NOT_FINITE, "src holds NaN or infinity");
 }
 
-/* The first token to write. Of more tokens than a ring holds only the last ones are kept: each slot is written once. */
+/* Returns the first token to write. Of more tokens than a ring holds only the last ones are kept: each slot is written
+   once. */
 static int tqkv__first_kept(const tqkv__stream *s, int n_tokens)
 {
     return s->ring && n_tokens > s->capacity ? n_tokens - s->capacity : 0;
@@ -167,7 +168,8 @@ static void tqkv__add_stream(tqkv__encode_job *job, const tqkv__stream *s, const
     job->src[job->n_streams++] = src;
 }
 
-/* Tasks for tokens of a stream: one for each 64 KiB of floats, which take about ten microseconds. */
+/* Returns the number of tasks for tokens of a stream: one for each 64 KiB of floats, which take about ten
+   microseconds. */
 static int tqkv__tasks_for(const tqkv__stream *s, int n_tokens)
 {
     const int64_t wanted = (int64_t)n_tokens * s->n_kv_heads * s->head_dim / 16384;

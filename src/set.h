@@ -30,8 +30,8 @@ static bool tqkv__channels_scale(const tqkv__stream *s, const float *x)
     return tqkv__codec_for(s->head_dim)->scales_valid(x, (size_t)s->n_kv_heads * (size_t)s->head_dim);
 }
 
-/* The inverses by which encoding multiplies the channels of the heads [first, first + n): those that the stream keeps, or in
-   room: [n][head_dim]. NULL without a scale */
+/* Returns the inverses by which encoding multiplies the channels of the heads [first, first + n): those that the stream
+   keeps, or in room: [n][head_dim]. NULL without a scale */
 static const float *tqkv__inverses_of(const tqkv__stream *s, int first, int n, float *room)
 {
     if (s->inverses || !s->channel_scale) return tqkv__of_head(s, s->inverses, first);

@@ -191,7 +191,7 @@ static tqkv_result tqkv__read_header(tqkv__pipe *pipe, const char *magic, size_t
     return r == TQKV_OK ? tqkv__move_hash(pipe) : r;
 }
 
-/* A bit for each stream with a centre, or with a scale. */
+/* Returns a bit for each stream with a centre, or with a scale. */
 static uint32_t tqkv__streams_with(const tqkv_cache *c, bool scales)
 {
     uint32_t bits = 0;
@@ -287,7 +287,7 @@ static bool tqkv__parse_shape(const uint32_t fields[TQKV__HEADER_FIELDS], tqkv_c
     return !d->shared || (d->value_format == d->key_format && d->value_dim == d->head_dim);
 }
 
-/* False if no cache can have written it. */
+/* Takes what a header says; false if no cache can have written it. */
 static bool tqkv__parse_header(const uint8_t *header, tqkv__header *h)
 {
     uint32_t fields[TQKV__HEADER_FIELDS];
@@ -311,7 +311,7 @@ static bool tqkv__parse_header(const uint8_t *header, tqkv__header *h)
     return !h->learning || (d->calibrate && !h->centers && !h->scales && !h->exact_below);
 }
 
-/* A cache that holds what a header says. */
+/* Makes a cache hold what a header says. */
 static void tqkv__set_range(tqkv_cache *c, const tqkv__header *h)
 {
     c->first = h->first;
@@ -369,8 +369,8 @@ static tqkv_result tqkv__hold(tqkv__read_ahead *a, size_t wanted)
     return TQKV_OK;
 }
 
-/* Bytes to read before the cache is created: none up to 1 MiB; then a sixteenth of the cache's size, or all that the
-   header announces if that is less. A file that was cut short cannot make load allocate much. */
+/* Returns the bytes to read before the cache is created: none up to 1 MiB; then a sixteenth of the cache's size, or all
+   that the header announces if that is less. A file that was cut short cannot make load allocate much. */
 static size_t tqkv__wanted_ahead(const tqkv_cache *c, uint32_t centers, uint32_t scales)
 {
     size_t all = 0, announced = 0;
@@ -401,7 +401,7 @@ static void tqkv__take_channels(tqkv_cache *c, uint32_t centers, uint32_t scales
         }
 }
 
-/* Room for the centres and scales that the snapshot has: ones, until they are read. */
+/* Opens the room for the centres and scales that the snapshot has: ones, until they are read. */
 static void tqkv__open_channels(tqkv_cache *c, uint32_t centers, uint32_t scales)
 {
     size_t channels = 0;
@@ -410,7 +410,7 @@ static void tqkv__open_channels(tqkv_cache *c, uint32_t centers, uint32_t scales
     tqkv__take_channels(c, centers, scales);
 }
 
-/* A cache to read into. One that has learned needs no raw memory. */
+/* Creates a cache to read into. One that has learned needs no raw memory. */
 static tqkv_result tqkv__create_found(const tqkv__header *found, tqkv_cache **out)
 {
     tqkv_cache_desc desc = found->desc;
@@ -471,7 +471,7 @@ static size_t tqkv__write_nowhere(void *user, const void *bytes, size_t n)
     return n;
 }
 
-/* The hash of the bytes of centre and scale in a snapshot; 0 without. */
+/* Returns the hash of the bytes of centre and scale in a snapshot; 0 without. */
 static uint64_t tqkv__channels_hash(const tqkv__stream *s)
 {
     tqkv__pipe pipe;

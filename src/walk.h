@@ -20,7 +20,7 @@ typedef struct tqkv__work {
     tqkv__ranks ranks[3];             /* likewise: of the tile before, of this one and of the next */
 } tqkv__work;
 
-/* What the rows see together of a range of positions or, with a list, ranks. */
+/* Returns what the rows see together of a range of positions or, with a list, ranks. */
 static tqkv__range tqkv__range_of_rows(const tqkv__work *w, tqkv__range range)
 {
     const tqkv__item *item = w->item;
@@ -31,7 +31,7 @@ static tqkv__range tqkv__range_of_rows(const tqkv__work *w, tqkv__range range)
     return range;
 }
 
-/* What every row sees all of, of a range of positions. */
+/* Returns what every row sees all of, in a range of positions. */
 static tqkv__range tqkv__common_range(const tqkv__work *w, tqkv__range range)
 {
     const tqkv__item *item = w->item;
@@ -69,7 +69,7 @@ static void tqkv__find_passes(tqkv__work *w, tqkv__range range, bool kept)
     if (newest->from < high) newest->from = high;
 }
 
-/* What a query reads of a range in a pass. */
+/* Returns what a query reads of a range in a pass. */
 static tqkv__range tqkv__range_in_pass(const tqkv__work *w, int pass, int query, tqkv__range range)
 {
     const tqkv__range kept = {0, w->a->kept};
@@ -118,7 +118,7 @@ static bool tqkv__find_spans(const tqkv__work *w, tqkv__range range, tqkv__tile 
     return seen;
 }
 
-/* Rows are short: a call of memcpy for each would take longer than the copy. */
+/* Copies a row. Rows are short: a call of memcpy for each would take longer than the copy. */
 static inline void tqkv__copy_row(uint8_t *to, const uint8_t *from, size_t size)
 {
     for (; size >= 64; size -= 64, to += 64, from += 64) memcpy(to, from, 64);
@@ -126,7 +126,7 @@ static inline void tqkv__copy_row(uint8_t *to, const uint8_t *from, size_t size)
     if (size) memcpy(to, from, size);
 }
 
-/* size and norms (floats a row) may be constants. */
+/* Gathers rows and their norms; size and norms (floats a row) may be constants. */
 static TQKV__INLINE void tqkv__gather_rows(const uint8_t *codes, const float *of_rows, const size_t size,
                                            const size_t norms, const int32_t *slot_list, int n, uint8_t *row,
                                            float *norm)
@@ -188,7 +188,7 @@ static void tqkv__ask_values(const tqkv__attention *a, int kv_head, const tqkv__
     if (!a->shared && ranks->n) tqkv__ask(ranks->region.values, kv_head, ranks, ranks->values);
 }
 
-/* The tile that is free. */
+/* Returns the tile that is free. */
 static tqkv__tile *tqkv__next_tile(const tqkv__work *w, int64_t position, int n)
 {
     tqkv__tile *tile = &w->tiles[w->before == &w->tiles[0]];
