@@ -156,7 +156,7 @@ TQKV__OP uint32x4_t tqkv__i_whole_dotprod(tqkv__i_sum_dotprod sums)
 {
     return vaddq_u32(vshlq_n_u32(sums.high, 8), sums.low);
 }
-/* The high bytes of four integers, then their low ones */
+/* Splits four integers into their high bytes, then their low ones. */
 TQKV__OP int8x8_t tqkv__i_split_dotprod(uint32x4_t x)
 {
     const int16x4_t words = vmovn_s32(vreinterpretq_s32_u32(x));
@@ -238,7 +238,7 @@ typedef struct tqkv__i_lanes_i8mm {
     uint32x4_t first, last;
 } tqkv__i_lanes_i8mm;
 
-/* sums + x times y transposed */
+/* Returns sums + x times y transposed. */
 TQKV__OP uint32x4_t tqkv__i_multiply_matrices(uint32x4_t sums, uint32x4_t x, uint32x4_t y)
 {
     __asm__("smmla\t%0.4s, %1.16b, %2.16b" : "+w"(sums) : "w"(x), "w"(y));
@@ -254,7 +254,7 @@ TQKV__OP uint32x4_t tqkv__i_whole_lanes_i8mm(tqkv__i_sum_i8mm sums)
 {
     return vaddq_u32(vshlq_n_u32(vuzp1q_u32(sums.high, sums.low), 8), vuzp2q_u32(sums.high, sums.low));
 }
-/* The high bytes of eight integers, then their low ones */
+/* Stores the high bytes of eight integers, then their low ones. */
 TQKV__OP void tqkv__i_store_words_i8mm(int16_t *p, int i, uint32x4_t x)
 {
     const uint32x2_t bytes = vreinterpret_u32_s8(tqkv__i_split_dotprod(x));

@@ -91,7 +91,8 @@ TQKV__OP TQKV__I(stored)
     return p;
 }
 
-/* sums[row][i]: the products of four positions from 4 i on with one or two rows, in the lanes that sum_codes_across adds up */
+/* Finds sums[row][i]: the products of four positions from 4 i on with one or two rows, in the lanes that
+   sum_codes_across adds up */
 TQKV__OP void TQKV__I(dot_nibbles)(const tqkv_format format, const int rows, const TQKV__I(stored) * p,
                                    const TQKV__I(nibble_query) * query, TQKV__(codes) (*sums)[TQKV__TILE / 4])
 {
@@ -137,8 +138,9 @@ TQKV__OP void TQKV__I(dot_nibbles)(const tqkv_format format, const int rows, con
     }
 }
 
-/* macro(format, rows): where this takes less time than words, or than storing the bytes first (D=128, one core of a Zen 5: TQ4
-   0.78 of it, TQ5 0.77, with one row TQ6 0.68; two rows of TQ4 after two 0.88 of four at once) */
+/* The pairs macro(format, rows) are those where this takes less time than words, or than storing the bytes first
+   (D=128, one core of a Zen 5: TQ4 0.78 of it, TQ5 0.77, with one row TQ6 0.68; two rows of TQ4 after two 0.88 of four
+   at once) */
 #define TQKV__BY_NIBBLES(macro)                                                                                        \
     macro(TQKV_TQ4, 1) macro(TQKV_TQ4, 2) macro(TQKV_TQ5, 1) macro(TQKV_TQ5, 2) macro(TQKV_TQ6, 1)
 
@@ -219,7 +221,8 @@ TQKV__OP TQKV__(codes) TQKV__I(look_up_sixteen)(const tqkv_format format, const 
     return TQKV__I(look_up_fields)(format, lanes, sixteen, fields, book);
 }
 
-/* sums[row][v]: the products of the positions v, v + 4, v + 8 and v + 12 of 16 with a row, in a quarter each, for 64 dimensions */
+/* Finds sums[row][v]: the products of the positions v, v + 4, v + 8 and v + 12 of 16 with a row, in a quarter each, for
+   64 dimensions */
 TQKV__OP void TQKV__I(dot_quarters)(const tqkv_format format, const int rows, const TQKV__I(stored) * p,
                                     const TQKV__I(quarter_query) * query, int d, TQKV__(codes) (*sums)[TQKV__TILE / 4])
 {
@@ -287,7 +290,7 @@ TQKV__TARGET static TQKV__NOINLINE void TQKV__I(score_quarters)(const tqkv__stre
         for (int r = 0; r < rows; r++) TQKV__I(add_scores)(p, r, j, TQKV__S(sum_four_codes)(sums[r] + j / 4));
 }
 
-/* The scores of a panel with few rows. p: without positions */
+/* Finds the scores of a panel with few rows. p: without positions */
 TQKV__TARGET static TQKV__NOINLINE void TQKV__I(score_few)(const tqkv__stream *s, int kv_head,
                                                            const tqkv__segment *segment, int first, int n_rows,
                                                            TQKV__I(product) * p)
@@ -315,7 +318,8 @@ TQKV__TARGET static TQKV__NOINLINE void TQKV__I(open_byte_weights)(const int16_t
     to->start = TQKV__I(split_weights)(words, to->bytes);
 }
 
-/* The sums of one nibble of a vector of codes: dword i of quarter l of results[t] is that of byte 16 l + 4 t + i. */
+/* Finds the sums of one nibble of a vector of codes: dword i of quarter l of results[t] is that of byte 16 l + 4 t +
+   i. */
 TQKV__OP void TQKV__I(sum_nibbles)(const tqkv_format format, const int nibble, const int rows,
                                    const TQKV__I(stored) * p, const TQKV__I(byte_weights) * weights,
                                    TQKV__(codes) (*results)[4])
@@ -381,7 +385,7 @@ TQKV__TARGET static TQKV__NOINLINE void TQKV__I(add_nibble_sums)(const TQKV__I(p
     }
 TQKV__BY_NIBBLES(TQKV__SUM_NIBBLES)
 
-/* results[row][d] += (sum_j rows[row][j] * codes[j][d]) * unit of the row */
+/* Adds: results[row][d] += (sum_j rows[row][j] * codes[j][d]) * unit of the row */
 TQKV__TARGET static TQKV__NOINLINE void TQKV__I(add_nibbles)(const tqkv__stream *s, int kv_head,
                                                              const tqkv__segment *segment, int first, int rows,
                                                              const TQKV__I(product) * p)
@@ -400,7 +404,7 @@ TQKV__TARGET static TQKV__NOINLINE void TQKV__I(add_nibbles)(const tqkv__stream 
     }
 }
 
-/* sums[row][k] = sum_j weights[row][j] * codes[j][d], for the 16 dimensions of sixteen k */
+/* Finds sums[row][k] = sum_j weights[row][j] * codes[j][d], for the 16 dimensions of sixteen k */
 TQKV__OP void TQKV__I(sum_quarters)(const tqkv_format format, const int rows, const TQKV__I(stored) * p,
                                     const TQKV__I(byte_weights) * weights, TQKV__(codes) (*sums)[4])
 {
@@ -462,7 +466,7 @@ TQKV__TARGET static TQKV__NOINLINE void TQKV__I(add_quarters)(const tqkv__stream
     }
 }
 
-/* The sums of a panel with few rows. p: without p.at */
+/* Adds to the sums of a panel with few rows. p: without p.at */
 TQKV__TARGET static TQKV__NOINLINE void TQKV__I(add_few)(const tqkv__stream *s, int kv_head,
                                                          const tqkv__segment *segment, int first, int n_rows,
                                                          TQKV__I(product) * p)
