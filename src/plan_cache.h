@@ -20,7 +20,7 @@ static tqkv_metal_store tqkv__store_in_buffer(const tqkv_cache *c, tqkv_metal_bu
     return store;
 }
 
-/* The strides of calls: those that are given, or the cache's. */
+/* Returns the strides of a call: those that are given, or the cache's. */
 static tqkv_cache_layout tqkv__layout_of_call(const tqkv_cache *c, const tqkv_cache_layout *given)
 {
     const tqkv_cache_layout own = {c->keys.strides, c->values.strides, c->attention.query_strides,
@@ -28,8 +28,8 @@ static tqkv_cache_layout tqkv__layout_of_call(const tqkv_cache *c, const tqkv_ca
     return given ? *given : own;
 }
 
-/* The halves of the first (TQKV__FIRST_KEYS) or newest (TQKV__LAST_KEYS) positions for the tokens that they keep: those of keys, of values or of
-   both. */
+/* Plans the halves of the first (TQKV__FIRST_KEYS) or newest (TQKV__LAST_KEYS) positions for the tokens that they keep:
+   those of keys, of values or of both. */
 static tqkv_result tqkv__plan_halves(const tqkv_cache *c, tqkv_metal_buffer memory, const tqkv_strides strides[2],
                                      int keys, const tqkv_metal_buffer rows[2], int n_tokens,
                                      tqkv_metal_buffer not_finite, tqkv_metal_plan *plan)
@@ -62,7 +62,7 @@ static tqkv_result tqkv__check_on_gpu(const tqkv_cache *c, int n_tokens)
     return TQKV_OK;
 }
 
-/* The tail, whose rows lie apart from the keys, and in a ring its first positions. */
+/* Plans the tail, whose rows lie apart from the keys, and in a ring its first positions. */
 static tqkv_result tqkv__add_tail(const tqkv_cache *c, tqkv_metal_buffer memory, const tqkv_store *to,
                                   tqkv_metal_buffer rows, tqkv_strides strides, const tqkv__mapping *mapping,
                                   tqkv_metal_buffer not_finite, tqkv_metal_plan *plan)
@@ -127,7 +127,7 @@ static const tqkv_metal_store *tqkv__store_of_call(const tqkv_cache *c, const tq
     return tqkv__store_of(c, i) ? &call->stores[i] : NULL;
 }
 
-/* As it is now, of one query. */
+/* Opens the call as the cache is now, for one query. */
 static void tqkv__open_cache_call(const tqkv_cache *c, tqkv_metal_buffer memory, const tqkv_metal_attention *some,
                                   tqkv__cache_call *call)
 {
