@@ -164,7 +164,8 @@ static bool tqkv__writes_overlap(const tqkv__writes *writes)
     return false;
 }
 
-/* Whether an item reads one of n > 0 sorted extents. Halves them: thousands of items are not compared each with each. */
+/* Whether an item reads one of n > 0 sorted extents. Halves them: thousands of items are not compared each with
+   each. */
 static bool tqkv__reads_extent(const tqkv__request *request, const tqkv__extent *extents, size_t n)
 {
     const void *low = (const void *)(uintptr_t)extents[0].begin;

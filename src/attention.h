@@ -163,8 +163,8 @@ static bool tqkv__same_bytes(const tqkv__stream *a, const tqkv__stream *b)
            a->rotated == b->rotated && a->block_scale == b->block_scale;
 }
 
-/* Refuses streams that share bytes, but are neither one stream nor, by their page tables, two in one pool. Finds whether
-   keys and values are one. */
+/* Refuses streams that share bytes, but are neither one stream nor, by their page tables, two in one pool. Finds
+   whether keys and values are one. */
 static tqkv_result tqkv__check_streams(tqkv__attention *a)
 {
     const tqkv__stream *k = &a->keys, *v = &a->values;
@@ -267,8 +267,8 @@ static tqkv_result tqkv__check_first_tail(const tqkv__attention *a, const tqkv__
     return TQKV_OK;
 }
 
-/* Takes the first positions that are no longer resident, if all streams have them, from stores opened by `open`; follows
-   tqkv__take_ends. */
+/* Takes the first positions that are no longer resident, if all streams have them, from stores opened by `open`;
+   follows tqkv__take_ends. */
 static tqkv_result tqkv__take_kept(tqkv__attention *a, tqkv_result (*open)(const tqkv_store *, tqkv__stream *))
 {
     const tqkv_attention *call = &a->call;
@@ -295,9 +295,9 @@ static tqkv_result tqkv__take_kept(tqkv__attention *a, tqkv_result (*open)(const
     return TQKV_OK;
 }
 
-/* Positions that are read from the same streams. A query reads what is no longer resident in its first pass, then [0, b) and
-   [b, end), where b is tqkv__exact_at. Queries of an item have other b: each looks only at its own positions of the tiles that both
-   passes have, so its sums are added in the same order alone and in a batch. */
+/* Positions that are read from the same streams. A query reads what is no longer resident in its first pass, then [0,
+   b) and [b, end), where b is tqkv__exact_at. Queries of an item have other b: each looks only at its own positions of
+   the tiles that both passes have, so its sums are added in the same order alone and in a batch. */
 enum { TQKV__GONE, TQKV__OLDER, TQKV__NEWEST, TQKV__PASSES };
 typedef struct tqkv__region {
     int number; /* tells regions apart: 2 * pass, plus 1 for the first positions */

@@ -5,8 +5,8 @@ struct tqkv_cache {
         attention; /* one query over all appended positions; defaults resolved, sinks in the cache's memory */
     tqkv_store keys, values, tail; /* values: only their shape if the keys are the values; tail: zeros without one */
     bool shared;                   /* the keys are the values */
-    /* What is kept besides of the first and of the newest positions, of keys, values and tail; zeros without. Halves; in a ring the
-       first ones' rows of F16 streams and of the tail as they are. */
+    /* What is kept besides of the first and of the newest positions, of keys, values and tail; zeros without. Halves;
+       in a ring the first ones' rows of F16 streams and of the tail as they are. */
     tqkv_store ends[2][3];
     int exact_first, exact_last, exact_batch;
     int64_t exact_below; /* positions below it are among the first ones kept */
@@ -16,8 +16,7 @@ struct tqkv_cache {
     int own_room;        /* their capacity */
     void *grown;         /* memory of newest halves for which that has no room, or NULL */
     size_t grown_size;
-    float *
-        channels; /* room for centres, scales and inverses of its streams, one after the other: [n_kv_heads][head_dim] */
+    float *channels;   /* room for centres, scales and inverses, stream after stream: [n_kv_heads][head_dim] */
     int64_t first;     /* resident positions [first, attention.end) */
     int calibrate;     /* as in the desc */
     uint64_t tag;      /* likewise */
@@ -353,7 +352,8 @@ static float *tqkv__channel_room(const tqkv_cache *c, int i, tqkv__channels kind
     return c->channels + (size_t)kind * all + before;
 }
 
-/* Takes values as centres or scales of stream i and what is kept of it besides, its heads `stride` floats apart; NULL: none. */
+/* Takes values as centres or scales of stream i and what is kept of it besides, its heads `stride` floats apart; NULL:
+   none. */
 static void tqkv__cache_channels(tqkv_cache *c, int i, tqkv__channels kind, const float *values, size_t stride)
 {
     tqkv_store *s = tqkv__own_store(c, i);
@@ -438,8 +438,8 @@ static tqkv_result tqkv__get_newest(const tqkv_cache *c, int64_t room, tqkv_stor
     return TQKV_OK;
 }
 
-/* Makes the rings of the newest halves as large as n_tokens more need them: all of their queries find what they read. They are back in
-   the cache's memory when that is enough. */
+/* Makes the rings of the newest halves as large as n_tokens more need them: all of their queries find what they read.
+   They are back in the cache's memory when that is enough. */
 static tqkv_result tqkv__fit_newest(tqkv_cache *c, int n_tokens)
 {
     const int64_t most = (int64_t)c->keys.capacity - c->exact_last + 1; /* of a ring no query sees more */

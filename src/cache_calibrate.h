@@ -1,5 +1,6 @@
-/* >>cache-calibrate: a cache that learns centre and scale of its keys from its first positions, and presets. Until then keys and
-   values are halves of the rows as they came, `raw`; the append that reaches the last of these positions encodes all. */
+/* >>cache-calibrate: a cache that learns centre and scale of its keys from its first positions, and presets. Until then
+   keys and values are halves of the rows as they came, `raw`; the append that reaches the last of these positions
+   encodes all. */
 
 /* Positions from which a scale can be learned. */
 #define TQKV__LEAST_POSITIONS 16
@@ -89,8 +90,8 @@ static void tqkv__raw_means(const tqkv__stream *raw, int kv_head, int first, int
     tqkv__divide_sums(means, raw->head_dim, (float)(end - first));
 }
 
-/* Learns centre and scale of the keys from the raw halves of the positions before n, without those that stay exact, if enough
-   remain. */
+/* Learns centre and scale of the keys from the raw halves of the positions before n, without those that stay exact, if
+   enough remain. */
 static TQKV__NOINLINE void tqkv__learn(tqkv_cache *c, const tqkv__stream *raw, int n)
 {
     tqkv__learnt learnt;
@@ -113,8 +114,8 @@ static TQKV__NOINLINE void tqkv__learn(tqkv_cache *c, const tqkv__stream *raw, i
 
 /* -- Encoding what was raw -- */
 
-/* The raw halves of a cache, and where they go: tasks for each head of each stream. end: of the append, what the rings of the
-   newest halves must hold up to */
+/* The raw halves of a cache, and where they go: tasks for each head of each stream. end: of the append, what the rings
+   of the newest halves must hold up to */
 typedef struct tqkv__raw_job {
     tqkv__stream raw[2], to[2], first[2], newest[2];
     bool has_first[2], has_newest[2];
@@ -190,8 +191,8 @@ static tqkv_result tqkv__settle_tail(const tqkv_cache *c, const tqkv_store *raw,
     return r;
 }
 
-/* Learns from the n positions that are raw, and encodes them, with what is kept besides of them at `end`. raw: [3], the cache's or
-   another one's, whose tail may have another format and then cannot always be converted */
+/* Learns from the n positions that are raw, and encodes them, with what is kept besides of them at `end`. raw: [3], the
+   cache's or another one's, whose tail may have another format and then cannot always be converted */
 static tqkv_result tqkv__settle(tqkv_cache *c, const tqkv_store *raw, int n, int64_t end)
 {
     tqkv__raw_job job;
@@ -296,8 +297,8 @@ static bool tqkv__view_raw(const tqkv_cache *c, tqkv_attention *view)
     return true;
 }
 
-/* A call of a cache that is cut at the position from which queries read codes. The second request has the other queries or, with a
-   tree, which counts from the first query of a call, all of them, and an output of its own. */
+/* A call of a cache that is cut at the position from which queries read codes. The second request has the other queries
+   or, with a tree, which counts from the first query of a call, all of them, and an output of its own. */
 typedef struct tqkv__cut_call {
     tqkv__attention a[2];
     tqkv__request requests[2];

@@ -17,8 +17,8 @@ TQKV_API tqkv_result tqkv_cache_truncate(tqkv_cache *c, int64_t end)
     return TQKV_OK;
 }
 
-/* Moves n positions down, see tqkv__move_rows: halves of the first positions as far as there are any, of the newest ones if all
-   have them. */
+/* Moves n positions down, see tqkv__move_rows: halves of the first positions as far as there are any, of the newest
+   ones if all have them. */
 static void tqkv__move_positions(const tqkv_cache *c, int64_t source, int64_t target, int64_t n)
 {
     const int64_t below = c->exact_below - source < n ? c->exact_below - source : n;
@@ -106,7 +106,8 @@ TQKV__COLD TQKV_API tqkv_result tqkv_cache_keep(tqkv_cache *c, int n, const int 
     return TQKV_OK;
 }
 
-/* The fields of a desc, and where a cache has them: those that a snapshot holds, then those that another desc may bring. */
+/* The fields of a desc, and where a cache has them: those that a snapshot holds, then those that another desc may
+   bring. */
 // clang-format off
 #define TQKV__CACHE_SHAPE(row)                                                                                         \
     row(head_dim,     keys.head_dim)       row(value_dim,  values.head_dim)                                            \
@@ -175,8 +176,8 @@ static tqkv_result tqkv__fork_store(const tqkv_cache *c, int i, const tqkv_cache
     return tqkv__convert(to, from, range.from, (int)(range.to - range.from), parallel);
 }
 
-/* Copies what a cache holds to a new one of its shape. One that learns, and has more positions than the copy learns from, is
-   calibrated with these. */
+/* Copies what a cache holds to a new one of its shape. One that learns, and has more positions than the copy learns
+   from, is calibrated with these. */
 static tqkv_result tqkv__copy_cache(const tqkv_cache *c, tqkv_cache *copy, const tqkv_parallel *parallel)
 {
     tqkv_result r = TQKV_OK;

@@ -51,8 +51,8 @@ static void tqkv__norms_tq(const tqkv__stream *s, const float *y, float *norms, 
 }
 
 /* Quantising shortens a row by its error, and with it every score. The stored norm makes the decoded row as long as the
-   row was: norm * sqrt(D)/|c|, where c are the centroids of the codes; where a row has several norms, norm * block_scale / RMS of c. sums: of the
-   squares of c */
+   row was: norm * sqrt(D)/|c|, where c are the centroids of the codes; where a row has several norms, norm *
+   block_scale / RMS of c. sums: of the squares of c */
 static void tqkv__correct_norms(const tqkv__stream *s, const float *sums, float *norms)
 {
     const bool one = s->norms_per_row == 1;
@@ -166,8 +166,8 @@ static void tqkv__widen_row(tqkv_type type, const void *src, const float *center
         for (int i = 0; i < n; i++) row[i] = tqkv__rounded(row[i] * inverses[i]);
 }
 
-/* Rounds to nearest even, beyond the largest half to infinity. NaN stays NaN: it keeps its upper bits and becomes quiet, as
-   by the processors' instructions. */
+/* Rounds to nearest even, beyond the largest half to infinity. NaN stays NaN: it keeps its upper bits and becomes
+   quiet, as by the processors' instructions. */
 static uint16_t tqkv__half_rounded(float x)
 {
     const uint32_t bits = tqkv__bits(x), magnitude = bits & 0x7fffffffu, sign = (bits >> 16) & 0x8000u;
@@ -276,9 +276,9 @@ static void tqkv__quantiser_open(const tqkv__stream *s, tqkv__quantiser *q)
     }
 }
 
-/* Source and destination of a row. src, of the stream's type, center and inverses (or NULL): [head_dim], codes: [row_bytes], norms,
-   and factors (or NULL), those that a search chose: [norms_per_row]; half: [2 * head_dim] or NULL, takes the rotated row as halves,
-   too */
+/* Source and destination of a row. src, of the stream's type, center and inverses (or NULL): [head_dim], codes:
+   [row_bytes], norms, and factors (or NULL), those that a search chose: [norms_per_row]; half: [2 * head_dim] or NULL,
+   takes the rotated row as halves, too */
 typedef struct tqkv__row {
     const void *src;
     const float *center, *inverses; /* inverses: see tqkv__inverses_of */
@@ -296,10 +296,10 @@ static void tqkv__store_halves(const float *x, int n, uint8_t *to)
     }
 }
 
-/* The norm of a row is not the scale that its values are best coded with. Tries the format's factors on the scaled values of
-   a row, and takes for each norm the first whose codes are nearest in direction: the largest (sum of v*c)^2 / (sum of c*c),
-   c being the codes' centroids; the first of all if that is NaN. v: [head_dim] -> codes: [head_dim], squares: sums of c*c,
-   factors: both [norms_per_row] */
+/* The norm of a row is not the scale that its values are best coded with. Tries the format's factors on the scaled
+   values of a row, and takes for each norm the first whose codes are nearest in direction: the largest (sum of v*c)^2 /
+   (sum of c*c), c being the codes' centroids; the first of all if that is NaN. v: [head_dim] -> codes: [head_dim],
+   squares: sums of c*c, factors: both [norms_per_row] */
 static TQKV__NOINLINE void tqkv__search_row(const tqkv__stream *s, const float *v, uint8_t *codes, float *squares,
                                             float *factors)
 {

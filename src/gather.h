@@ -1,5 +1,5 @@
-/* >>gather: lists, small pages and the ends of rings: tiles of ranks. Scattered rows are gathered into scratch, where they
-   are a tile as others are. */
+/* >>gather: lists, small pages and the ends of rings: tiles of ranks. Scattered rows are gathered into scratch, where
+   they are a tile as others are. */
 
 /* Bytes of the scratch of a stream: rows of two tiles, then their norms. */
 static size_t tqkv__gathered_codes(const tqkv__stream *s) { return (2 * TQKV__TILE * s->row_bytes + 63) / 64 * 64; }
@@ -112,7 +112,8 @@ static const tqkv__list *tqkv__list_in_pass(const tqkv__work *w, int pass)
     return pass == TQKV__GONE ? NULL : w->list;
 }
 
-/* Finds the tile of the ranks from `rank` to at most `end`; its n is 0 if a list's query sees none of it. Returns the rank behind. */
+/* Finds the tile of the ranks from `rank` to at most `end`; its n is 0 if a list's query sees none of it. Returns the
+   rank behind. */
 static int64_t tqkv__find_ranks_at(const tqkv__work *w, int pass, int64_t rank, int64_t end, tqkv__ranks *ranks)
 {
     const tqkv__attention *a = w->a;
@@ -222,8 +223,8 @@ static void tqkv__attend_rows(tqkv__work *w, int pass, tqkv__range range)
     }
 }
 
-/* Whether the KV heads of a call come one after the other, with one list for all. Queries with lists of their own take one KV
-   head after the other: neighbours share most of their entries, whose rows are then still in the L2 cache. */
+/* Whether the KV heads of a call come one after the other, with one list for all. Queries with lists of their own take
+   one KV head after the other: neighbours share most of their entries, whose rows are then still in the L2 cache. */
 static bool tqkv__heads_follow(const tqkv__attention *a)
 {
     return !a->call.list || (a->call.n_queries == 1 && a->call.list_heads == 1);

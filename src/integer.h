@@ -92,9 +92,9 @@ static void tqkv__round_query_scalar(const tqkv__stream *s, const float *query, 
     memcpy(to, integers, (size_t)s->head_dim * sizeof *integers);
 }
 
-/* Turns a query into what its integers leave of it, and says whether that is worth a second digit: if fewer than 19 of 32
-   values reach an eighth of the largest. Of Gaussian rows that are those whose largest is above 4.3 times their deviation:
-   one in 400 at head_dim 128. One coordinate a thousand times the others would leave these five bits. */
+/* Turns a query into what its integers leave of it, and says whether that is worth a second digit: if fewer than 19 of
+   32 values reach an eighth of the largest. Of Gaussian rows that are those whose largest is above 4.3 times their
+   deviation: one in 400 at head_dim 128. One coordinate a thousand times the others would leave these five bits. */
 static bool tqkv__round_rest(float *query, int n)
 {
     uint32_t largest = 0;

@@ -266,8 +266,8 @@ TQKV__OP void tqkv__i_load_quarters_avx512(const int bits, uint32_t mask, const 
 }
 /* Orders fields by the words of 64 bits from which tqkv__i_sixteen takes codes. x: of 64 codes of four positions
 
-     scores   word h of quarter p: of position p codes 8 h to 8 h + 7 of this sixteen, `bits` bytes, then of the next ones
-     sums     word w: a byte with the codes 2 w and 2 w + 1 of this sixteen of each position, then of the next sixteen    */
+     scores   word h of quarter p: of position p codes 8 h to 8 h + 7 of this sixteen, `bits` bytes, then of others
+     sums     word w: a byte with codes 2 w and 2 w + 1 of this sixteen of each position, then of the next sixteen  */
 TQKV__OP __m512i tqkv__i_order_fields_avx512(const int bits, const bool lanes, const int sixteen, const __m512i *x)
 {
     TQKV__ALIGNED int8_t at[64];

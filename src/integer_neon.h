@@ -118,10 +118,11 @@ TQKV__OP uint32_t tqkv__i_largest_code_neon(uint32x4_t x) { return vmaxvq_u32(x)
 #define TQKV__LOOKED_UP     0
 #include "tqkv.h"
 
-/* -- NEON, with products of four bytes: DotProd. An integer is 256 times its high byte plus its low one, both signed. -- */
+/* -- NEON, with products of four bytes: DotProd. An integer is 256 times its high byte plus its low one, both signed.
+   -- */
 
-/* gcc inlines a function into another only if that has all features of its target. DotProd wants ARMv8.2 there, which all
-   that come with one of the first four have. */
+/* gcc inlines a function into another only if that has all features of its target. DotProd wants ARMv8.2 there, which
+   all that come with one of the first four have. */
 #ifdef __clang__
 #define TQKV__TARGET __attribute__((target("dotprod")))
 #elif defined(__ARM_FEATURE_DOTPROD) || defined(__ARM_FEATURE_FP16_VECTOR_ARITHMETIC) || defined(__ARM_FEATURE_SVE) || \
@@ -222,8 +223,9 @@ TQKV__OP void tqkv__i_interleave_dotprod(const int8_t *p, size_t stride, int lef
 
 #if defined(__clang__) ? __clang_major__ >= 13 : __GNUC__ >= 10
 #define TQKV__I8MM
-/* -- NEON, with products of matrices of 2 by 8 bytes: I8MM. One is of two positions, or two dimensions of eight positions;
-   the other is the high bytes of eight integers and their low ones, which lie side by side. Keys of few rows take DotProd. -- */
+/* -- NEON, with products of matrices of 2 by 8 bytes: I8MM. One is of two positions, or two dimensions of eight
+   positions; the other is the high bytes of eight integers and their low ones, which lie side by side. Keys of few rows
+   take DotProd. -- */
 
 #ifdef __clang__
 #define TQKV__TARGET __attribute__((target("dotprod,i8mm")))

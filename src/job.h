@@ -30,8 +30,8 @@ static int tqkv__queue_take(tqkv__queue *queue)
     return unit < queue->n_units ? unit : -1;
 }
 
-/* A job is one call or many. A unit of its work is an item over all stretches or, if some item alone is much of the work
-   ("spread"), an item over one stretch of a wave. Both ways do the same additions in the same order. */
+/* A job is one call or many. A unit of its work is an item over all stretches or, if some item alone is much of the
+   work ("spread"), an item over one stretch of a wave. Both ways do the same additions in the same order. */
 enum { TQKV__WAVE_FLOATS = 1 << 20 };
 
 typedef struct tqkv__job {
@@ -271,7 +271,8 @@ static void tqkv__merge_wave(const tqkv__request *request)
     }
 }
 
-/* Runs the waves of a spread job and merges the stretches of each request in order. totals: sums of all rows of each request */
+/* Runs the waves of a spread job and merges the stretches of each request in order. totals: sums of all rows of each
+   request */
 static void tqkv__run_waves(tqkv__job *job, const tqkv_parallel *parallel, float *totals)
 {
     for (int i = 0; i < job->n_requests; totals += job->requests[i++].sums_floats) job->requests[i].total = totals;

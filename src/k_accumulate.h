@@ -1,7 +1,7 @@
 /* >>k-accumulate: sums of values straight from the codes. */
 
-/* sums[row][v] += weights[row] * vector k + v of the strip of per_lane vectors at p; per_lane is a constant. Where vectors are
-   looked up together, weights come after them: 16 registers cannot hold both. */
+/* sums[row][v] += weights[row] * vector k + v of the strip of per_lane vectors at p; per_lane is a constant. Where
+   vectors are looked up together, weights come after them: 16 registers cannot hold both. */
 TQKV__OP void TQKV__(add_weighted)(const tqkv_format format, const int per_lane, const int rows, const int k,
                                    const int width, const TQKV__VECTOR *table, const uint8_t *p, const uint8_t *upper,
                                    const TQKV__(rows) * weights, TQKV__VECTOR (*sums)[8])
@@ -136,8 +136,8 @@ TQKV__OP void TQKV__(accumulate)(const tqkv_format format, const int rows, const
     }
 }
 
-/* The same for the vectors behind them, in passes. A function of its own: in one with whole strips gcc 12 spills a sum of four
-   rows. On vectors of 4 only 4 may be left, on vectors of 8 only 2; on vectors of 16
+/* Accumulates the vectors behind them, in passes. It is a function of its own: in one with whole strips gcc 12 spills a
+   sum of four rows. On vectors of 4 only 4 may be left, on vectors of 8 only 2; on vectors of 16
 
      vectors left   7          6                           5                           4    3      2    1
      passes         4, 2 + 1   4 + 2 for up to two rows,   4 + 1 for up to three       4    2 + 1  2    1

@@ -6,13 +6,13 @@
 #define TQKV__PACKED(format) (TQKV__MAIN_BITS(format) < 8)
 /* Vectors in a strip, which is decoded together. */
 #define TQKV__STRIP(format) (TQKV__PACKED(format) ? TQKV__NIBBLE_STRIP : 4)
-/* Formats with loops straight from the codes. Not those of codebooks in bytes, and on AVX2 none of 6 bits: their rows are decoded
-   first, which takes 1.1 to 1.4 times as long for one and two query rows. I8 and TQ5 are as exact or smaller, and faster; the
-   loops would take 35 KB. */
+/* Formats with loops straight from the codes. Not those of codebooks in bytes, and on AVX2 none of 6 bits: their rows
+   are decoded first, which takes 1.1 to 1.4 times as long for one and two query rows. I8 and TQ5 are as exact or
+   smaller, and faster; the loops would take 35 KB. */
 #define TQKV__HAS_LOOPS(kind, main, book) ((kind) != TQKV__BOOK || ((main) < 8 && (TQKV__LANES != 8 || (book) < 6)))
-#define TQKV__DIRECT(format)              TQKV__HAS_LOOPS(TQKV__KIND(format), TQKV__MAIN_BITS(format), TQKV__BOOK_BITS(format))
-/* Rows of a codebook's loops. More take decoded rows: on AVX2 four took as long or longer straight from the codes (Zen 4,
-   D=128: TQ3 1.10, TQ2 1.04, TQ5 to TQ8 0.99 times). */
+#define TQKV__DIRECT(f)                   TQKV__HAS_LOOPS(TQKV__KIND(f), TQKV__MAIN_BITS(f), TQKV__BOOK_BITS(f))
+/* Rows of a codebook's loops. More take decoded rows: on AVX2 four took as long or longer straight from the codes (Zen
+   4, D=128: TQ3 1.10, TQ2 1.04, TQ5 to TQ8 0.99 times). */
 #define TQKV__BOOK_ROWS(book, keys) (TQKV__LANES == 8 && ((keys) || (book) != 4) ? 2 : 4)
 /* Most rows of a format's loops, which are compiled for 1, 2 and so many. No kind: decoded rows. */
 #define TQKV__KEY_ROWS(kind, book)                                                                                     \
@@ -99,9 +99,10 @@ TQKV__OP void TQKV__(values)(const tqkv_format format, const int per_lane, const
     for (int i = 0; i < count; i++) x[i] = TQKV__(value)(format, per_lane, k + i, table, p, upper);
 }
 
-/* -- A panel, which is a multiple of 16 values, is whole strips and then, as they fit, strips of 4, 2 and 1 vectors. -- */
+/* -- A panel, which is a multiple of 16 values, is whole strips and then, as they fit, strips of 4, 2 and 1 vectors.
+   -- */
 
-/* Are there strips of two vectors? On vectors of 16 only packed codes gain by them. */
+/* Whether there are strips of two vectors. On vectors of 16 only packed codes gain by them. */
 #define TQKV__SHORT_STRIPS(format) (TQKV__LANES < 16 || TQKV__PACKED(format))
 
 /* Returns the vectors of the next strip, when so many values of the panel are left. */

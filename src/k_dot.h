@@ -9,7 +9,7 @@ TQKV__OP TQKV__(rows) TQKV__(open_rows)(const int rows, int stride, const TQKV__
     return all;
 }
 
-/* Whether the loop decodes a strip's vectors together? They share work, which the compiler finds only in adjacent
+/* Whether the loop decodes a strip's vectors together. They share work, which the compiler finds only in adjacent
    code. */
 TQKV__OP bool TQKV__(whole_strips)(const tqkv_format format)
 {
@@ -141,9 +141,9 @@ TQKV__OP void TQKV__(dot_vectors)(const tqkv_format format, const int rows, int 
 /* The cache that codes are fetched to. */
 #define TQKV__NEAR(format) (TQKV__UPPER_BITS(format) ? TQKV__L1 : TQKV__L2)
 
-/* Asks for the codes of four keys of the next tile: packed rows as one piece of memory, before the first strip of the first
-   panel, two lines at a time; others with each strip, because many lines at once are slower. Of the latter a whole strip, because a
-   loop for fewer lines costs more than they. `begin`: before the first strip */
+/* Asks for the codes of four keys of the next tile: packed rows as one piece of memory, before the first strip of the
+   first panel, two lines at a time; others with each strip, because many lines at once are slower. Of the latter a
+   whole strip, because a loop for fewer lines costs more than they. `begin`: before the first strip */
 TQKV__OP void TQKV__(ask_ahead)(const tqkv_format format, const bool begin, const TQKV__(panel) * panel,
                                 const TQKV__(keys) * keys)
 {

@@ -8,10 +8,10 @@
      interleave                 bytes of TQKV__PRODUCTS values to lanes, a dimension of all in each
      round_codes, store_words   floats to integers, lanes to the 16 bits in which products find them, from `i` on
      load_row, repeat           those of a vector of dimensions, those of TQKV__PRODUCTS positions in each lane
-     transpose                  16 bytes of TQKV__INTEGER_LANES positions to lanes, as repeat has TQKV__PRODUCTS integers
+     transpose                  16 bytes of TQKV__INTEGER_LANES positions to lanes, as repeat has integers
      lanes, repeated, dot_lanes, whole_lanes   as codes, row, dot, whole, for lanes of eight products
-     TQKV__LOOKED_UP            whether few rows multiply codes without storing their bytes first: with load_nibbles, or with
-                                load_quarters, order_fields and look_up_fields, and with dot_bytes                     */
+     TQKV__LOOKED_UP            whether few rows multiply codes without storing their bytes first: with load_nibbles,
+                                or with load_quarters, order_fields and look_up_fields, and with dot_bytes         */
 
 #define TQKV__VECTOR TQKV__(vector)
 /* Integers that decode_codes writes and that interleave reads of a row; rows of integers are padded to that. */
@@ -61,7 +61,8 @@ TQKV__OP TQKV__I(lanes) TQKV__I(load_lanes)(const void *p)
 
 #ifndef TQKV__DECODED /* true: another set of the same name has the decoders, and what takes floats */
 
-/* Decodes `left` of the integers of n rows, at most TQKV__STEP; p, upper: the fields of the first row, to: as wide as `stride` */
+/* Decodes `left` of the integers of n rows, at most TQKV__STEP; p, upper: the fields of the first row, to: as wide as
+   `stride` */
 TQKV__OP void TQKV__S(decode_step)(const tqkv_format format, const TQKV__(codes) * books, int left, size_t row_bytes,
                                    const uint8_t *p, const uint8_t *upper, int n, int8_t *to, int stride)
 {
@@ -152,7 +153,8 @@ TQKV__OP uint32_t TQKV__S(largest_bits)(const float *x, int n)
     return TQKV__S(largest_code)(largest);
 }
 
-/* Keys, and rows of values, that share a loop: enough sums in progress to hide their latency, few enough for the registers. */
+/* Keys, and rows of values, that share a loop: enough sums in progress to hide their latency, few enough for the
+   registers. */
 #define TQKV__HALF_KEYS (TQKV__INTEGER_LANES == 16 ? 4 : 3)
 #define TQKV__HALF_ROWS (TQKV__INTEGER_LANES == 16 ? 8 : 4)
 

@@ -1,9 +1,11 @@
-/* >>k-integer-few: one and two rows of integers, straight from the codes; a set with tables of bytes in registers has them. */
+/* >>k-integer-few: one and two rows of integers, straight from the codes; a set with tables of bytes in registers has
+   them. */
 
 #if TQKV__LOOKED_UP
-/* Few rows multiply codes that become bytes only in registers. An integer of a row is 256 times its high byte plus its low one,
-   both signed, and has two sums. Codes are c + 128, because the products want one factor unsigned; sums begin with -128 times
-   that of the other. A vector has 64 bytes in one of three orders, where p are positions and d dimensions:
+/* Few rows multiply codes that become bytes only in registers. An integer of a row is 256 times its high byte plus its
+   low one, both signed, and has two sums. Codes are c + 128, because the products want one factor unsigned; sums begin
+   with -128 times that of the other. A vector has 64 bytes in one of three orders, where p are positions and d
+   dimensions:
 
      nibbles: one position, as its fields are stored. Nibble 0 is the lower code of each byte, nibble 1 the upper one.
        byte         0     1     2  ...    63
@@ -23,15 +25,16 @@
 /* Dimensions in both nibbles of a vector of codes */
 #define TQKV__NIBBLES (2 * TQKV__BYTES)
 
-/* Nibbles are for TQ4 with fewer rows than take lanes, two at a time, for TQ5 with two and TQ6 with one, where they fill more than
-   half a vector. Four rows of 80 dimensions take less time in quarters. */
+/* Nibbles are for TQ4 with fewer rows than take lanes, two at a time, for TQ5 with two and TQ6 with one, where they
+   fill more than half a vector. Four rows of 80 dimensions take less time in quarters. */
 static bool TQKV__I(takes_nibbles)(const tqkv__stream *s, int n, int n_rows)
 {
     const int most = s->upper_bits ? 3 - s->upper_bits : s->panel_dim > 80 ? TQKV__LANES_ROWS - 1 : 2;
     return n_rows <= most && n % TQKV__KEYS_AT_ONCE == 0 && s->main_bits == 4 && s->panel_dim > TQKV__BYTES;
 }
 
-/* The integers of a row of queries by nibbles: bytes[][0] their high bytes, [1] their low ones; starts: the first sums of both */
+/* The integers of a row of queries by nibbles: bytes[][0] their high bytes, [1] their low ones; starts: the first sums
+   of both */
 typedef struct TQKV__I(nibble_query) {
     int8_t bytes[TQKV__PANEL / TQKV__BYTES][2][TQKV__BYTES];
     TQKV__(codes) starts[2];
@@ -81,7 +84,8 @@ TQKV__OP TQKV__I(stored)
     return p;
 }
 
-/* Opens all dimensions of a panel: its packed codes are walked by lines, each of which asks for that of the next tile. */
+/* Opens all dimensions of a panel: its packed codes are walked by lines, each of which asks for that of the next
+   tile. */
 TQKV__OP TQKV__I(stored)
     TQKV__I(open_stored_panel)(const tqkv__stream *s, int kv_head, const tqkv__segment *segment, int first)
 {
@@ -171,8 +175,8 @@ TQKV__TARGET static TQKV__NOINLINE void TQKV__I(score_nibbles)(const tqkv__strea
 
 /* -- Quarters: no size leaves lanes empty. -- */
 
-/* Quarters are for TQ2 and TQ4 with fewer rows than take lanes, for TQ3 and TQ5 with two, where nibbles are not. More rows of more
-   dimensions share bytes. */
+/* Quarters are for TQ2 and TQ4 with fewer rows than take lanes, for TQ3 and TQ5 with two, where nibbles are not. More
+   rows of more dimensions share bytes. */
 static bool TQKV__I(takes_quarters)(const tqkv__stream *s, int n, int n_rows)
 {
     int most = 0;
@@ -181,8 +185,8 @@ static bool TQKV__I(takes_quarters)(const tqkv__stream *s, int n, int n_rows)
     return n_rows <= most && n % TQKV__KEYS_AT_ONCE == 0;
 }
 
-/* The integers of a row of queries, 16 of them in each quarter: bytes[][0] their high bytes, [1] their low ones; start: the first
-   sums */
+/* The integers of a row of queries, 16 of them in each quarter: bytes[][0] their high bytes, [1] their low ones; start:
+   the first sums */
 typedef struct TQKV__I(quarter_query) {
     int8_t bytes[TQKV__PANEL / 16][2][TQKV__BYTES];
     TQKV__(codes) start;

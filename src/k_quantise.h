@@ -12,8 +12,9 @@ TQKV__OP TQKV__(codes) TQKV__(quantise)(const int bits, const tqkv__quantiser *q
 }
 
 #if TQKV__LANES < 16
-/* Quantises TQ8 where tables are too large for instructions: vectors find the cells of n values, loads the counts and
-   bounds, vectors compare. One loop a step: a vector load that follows stores of its lanes at once would wait for them. */
+/* Quantises TQ8 where tables are too large for instructions: vectors find the cells of n values, loads the counts
+   and bounds, vectors compare. One loop a step: a vector load that follows stores of its lanes at once would wait
+   for them. */
 TQKV__TARGET static TQKV__NOINLINE void TQKV__(quantise_loads)(const tqkv__quantiser *q, const float *y, int n,
                                                                float scale, uint8_t *codes)
 {

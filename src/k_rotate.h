@@ -1,4 +1,5 @@
-/* >>k-rotate: rows to floats and the rotation by vectors. The sums and their order are those of >>codec, and so are the bytes. */
+/* >>k-rotate: rows to floats and the rotation by vectors. The sums and their order are those of >>codec, and so are the
+   bytes. */
 
 /* Butterflies (a, b) -> (a + b, a - b) between vectors 1, 2, 4 .. count/2 apart; count is a constant. */
 TQKV__OP void TQKV__(butterflies)(const int count, TQKV__VECTOR *x)
@@ -31,8 +32,8 @@ TQKV__OP void TQKV__(load_vectors)(const int count, tqkv_type type, const void *
     }
 }
 
-/* Flips signs if asked, then subrows the stages below `length`, at most count * LANES, on count vectors in registers. count
-   and length are constants. in, of the type: [head_dim], out: [head_dim] */
+/* Flips signs if asked, then subrows the stages below `length`, at most count * LANES, on count vectors in registers.
+   count and length are constants. in, of the type: [head_dim], out: [head_dim] */
 TQKV__OP void TQKV__(hadamard_subrows)(const int count, const int length, tqkv_type type, const void *in, int head_dim,
                                        bool flip, float *out)
 {

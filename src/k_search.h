@@ -1,8 +1,8 @@
 /* >>k-search: the factors of a few rows, by vectors; what tqkv__search_row does with one. */
 
-/* The scaled values of a row in the order that the sums take: element e of the lanes of a vector side by side, a vector of
-   each lane's next element n_lanes further on. So the sums of lanes are sums of vectors. Magnitudes are enough: codebooks are
-   symmetric, a value has the sign of its centroid, and a product of 0 adds nothing. */
+/* The scaled values of a row in the order that the sums take: element e of the lanes of a vector side by side, a vector
+   of each lane's next element n_lanes further on. So the sums of lanes are sums of vectors. Magnitudes are enough:
+   codebooks are symmetric, a value has the sign of its centroid, and a product of 0 adds nothing. */
 typedef struct TQKV__(turned) {
     TQKV__ALIGNED float sizes[TQKV_MAX_HEAD_DIM];
     TQKV__ALIGNED int32_t less[TQKV_MAX_HEAD_DIM];   /* -1 for positive values, see TQKV__(fold) */
@@ -17,8 +17,9 @@ TQKV__OP void TQKV__(turn_value)(TQKV__(turned) * t, int at, TQKV__VECTOR v)
     memcpy(t->less + at, &positive, sizeof positive);
 }
 
-/* Lanes of three values and more: loads of four neighbours; reads up to three floats behind the last lane. Shorter ones: a load
-   has the values of two or four lanes, which come to different vectors. per_lane: a constant for 1, 2 and 4. v: [head_dim] */
+/* Lanes of three values and more: loads of four neighbours; reads up to three floats behind the last lane. Shorter
+   ones: a load has the values of two or four lanes, which come to different vectors. per_lane: a constant for 1, 2 and
+   4. v: [head_dim] */
 TQKV__OP void TQKV__(turn_values)(const int per_lane, int n_lanes, const float *v, TQKV__(turned) * t)
 {
     const int together = per_lane < 3 ? 4 / per_lane : 1, width = together * per_lane;
@@ -265,8 +266,9 @@ TQKV__OP void TQKV__(choose_factors)(const tqkv__stream *s, int n, float (*tried
     }
 }
 
-/* Scales a few rows; then their scales become the factors of the search. values: [n_rows], of which each becomes a row of
-   `rows`, [n_rows][head_dim] and room for three more; scales, squares: [n_rows][norms_per_row] and room for whole vectors */
+/* Scales a few rows; then their scales become the factors of the search. values: [n_rows], of which each becomes a row
+   of `rows`, [n_rows][head_dim] and room for three more; scales, squares: [n_rows][norms_per_row] and room for whole
+   vectors */
 TQKV__TARGET static void TQKV__(search)(const tqkv__stream *s, const tqkv__quantiser *q, int n_rows,
                                         const float **values, float *rows, float *scales, float *squares)
 {

@@ -56,8 +56,8 @@ static const TQKV__(loops) TQKV__(loops_by_format)[] = {
     {NULL, TQKV__(score_TQKV__FLOATS), TQKV__(accumulate_TQKV__FLOATS), TQKV__(rest_TQKV__FLOATS)},
     TQKV__FORMATS(TQKV__LOOPS_OF, )};
 
-/* Calls the loop for all rows of a panel, at most `most` at a time. Three take the loop for four, with one row twice: as two
-   and one they would decode everything twice. */
+/* Calls the loop for all rows of a panel, at most `most` at a time. Three take the loop for four, with one row twice:
+   as two and one they would decode everything twice. */
 static void TQKV__(by_rows)(TQKV__(panel) * panel, int n_rows, int most, void (*loop)(const TQKV__(panel) *, int rows))
 {
     const float *rows = panel->rows;

@@ -203,8 +203,8 @@ static void tqkv__plan_attend_memory(tqkv_metal_dispatch *d, size_t key_dim, siz
     d->memory_each[3] = TQKV__ATTEND_STATE_BYTES(value_dim, 1);
 }
 
-/* Matrices come whole: 8, 16 or 32 columns. The sums take turns, and after the only stretch the queries' memory. Of rows that
-   several simdgroups share, some queries and then the weights lie behind. */
+/* Matrices come whole: 8, 16 or 32 columns. The sums take turns, and after the only stretch the queries' memory. Of
+   rows that several simdgroups share, some queries and then the weights lie behind. */
 static void tqkv__plan_matrix_memory(tqkv_metal_dispatch *d, size_t head_dim, int columns)
 {
     const size_t matrices = TQKV__MATRICES(columns), tail = (size_t)tqkv__planned_tail(d),
@@ -445,8 +445,8 @@ static void tqkv__take_region(const tqkv__attention *a, const tqkv__attend_buffe
         own->call.list_newest = gone < INT_MAX - a->call.list_newest ? a->call.list_newest + (int)gone : INT_MAX;
 }
 
-/* Divides each region, and scratch: rows of lists, then sums, then states. Those of the first and last region lie before the others,
-   whose number may be more than the merge reads. *all: of all regions */
+/* Divides each region, and scratch: rows of lists, then sums, then states. Those of the first and last region lie
+   before the others, whose number may be more than the merge reads. *all: of all regions */
 static tqkv_result tqkv__split_regions(const tqkv__attention *a, const tqkv__attend_buffers *b,
                                        const tqkv__range regions[TQKV__REGIONS], size_t most_sums,
                                        tqkv__split splits[TQKV__REGIONS], tqkv__split *all)

@@ -135,7 +135,8 @@ static tqkv_result tqkv__join_items(const tqkv__batch *b, size_t *used, tqkv__at
     return TQKV_OK;
 }
 
-/* Where an array of an item is: its number in what is bound for all, and in the item's plan; and its offset in the item. */
+/* Where an array of an item is: its number in what is bound for all, and in the item's plan; and its offset in the
+   item. */
 typedef struct tqkv__batch_array {
     int bound, index;
     size_t unit, to;

@@ -120,8 +120,8 @@ TQKV_API tqkv_result tqkv_metal_plan_index_scores(const tqkv_metal_index *from, 
     return tqkv__close_plan(plan, tqkv__add_scores(from, q, scores, plan));
 }
 
-/* How the resident blocks of a row are divided: one threadgroup up to 16384, or where many queries fill the GPU. Else at most
-   64 chunks of a multiple of 4096 blocks, four a thread. */
+/* How the resident blocks of a row are divided: one threadgroup up to 16384, or where many queries fill the GPU. Else
+   at most 64 chunks of a multiple of 4096 blocks, four a thread. */
 enum { TQKV__CHOOSE_BLOCKS = 4096, TQKV__CHOOSE_CHUNKS = 64, TQKV__CHOOSE_QUERIES = 16 };
 
 static bool tqkv__chooses_alone(int64_t n_blocks, int n_queries)

@@ -19,8 +19,8 @@ static tqkv_result tqkv__check_tail(int head_dim, int tail_dim)
     return TQKV__REFUSE(UNSUPPORTED, TQKV__KERNELS_TEXT);
 }
 
-/* The regions of a context that attention takes in dispatches of their own: first positions that are kept as halves, the codes,
-   last positions that are. */
+/* The regions of a context that attention takes in dispatches of their own: first positions that are kept as halves,
+   the codes, last positions that are. */
 enum { TQKV__FIRST_REGION, TQKV__CODES_REGION, TQKV__LAST_REGION, TQKV__REGIONS };
 
 /* What an attention dispatches, of those regions that there are. */
@@ -346,8 +346,8 @@ static TQKV__NOINLINE tqkv_result tqkv__plan_extent(const tqkv__stream *s, int n
     return tqkv__check_strides(s->strides);
 }
 
-/* Adds arguments for the rows of tokens from `position` on. slots: of a KV head in memory. What encodes has bound its flag
-   before, as its first buffer. */
+/* Adds arguments for the rows of tokens from `position` on. slots: of a KV head in memory. What encodes has bound its
+   flag before, as its first buffer. */
 static tqkv_result tqkv__plan_rows(tqkv_metal_dispatch *d, const tqkv__stream *s, int slot_list, int n_tokens,
                                    int64_t position)
 {
@@ -424,7 +424,8 @@ static tqkv_result tqkv__plan_mapping(const tqkv_store *shape, const tqkv__mappi
     return r == TQKV_OK ? tqkv__plan_check_pages(shape, mapping->position, n, true) : r;
 }
 
-/* Adds a stream to encode: arguments at index 0 or 4, then source, codes and norms; centre, pages and scales where it says. */
+/* Adds a stream to encode: arguments at index 0 or 4, then source, codes and norms; centre, pages and scales where it
+   says. */
 static tqkv_result tqkv__plan_stream(tqkv_metal_dispatch *d, const tqkv__encode_stream *e, const tqkv__mapping *mapping)
 {
     size_t all, kept;

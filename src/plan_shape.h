@@ -186,7 +186,8 @@ static tqkv_result tqkv__plan_ends(const tqkv_metal_attention *from, tqkv__atten
     return TQKV__REFUSE(UNSUPPORTED, "exact_first and exact_last meet, and are of different streams: not on a GPU");
 }
 
-/* Takes [first, first + count) if b says slice, else all resident positions, and checks the pages that the processor knows. */
+/* Takes [first, first + count) if b says slice, else all resident positions, and checks the pages that the processor
+   knows. */
 static tqkv_result tqkv__plan_range(const tqkv_metal_attention *from, int64_t first, int count, tqkv__attention *a,
                                     tqkv__attend_buffers *b)
 {

@@ -83,8 +83,8 @@ static int tqkv__choose_columns(int64_t rows, int n_queries)
     return columns;
 }
 
-/* Divides query rows and the tiles [first, end) of the keys. most_sums: bytes of the stretches' sums; SIZE_MAX: each stretch
-   has its own, and all are short */
+/* Divides query rows and the tiles [first, end) of the keys. most_sums: bytes of the stretches' sums; SIZE_MAX: each
+   stretch has its own, and all are short */
 static tqkv_result tqkv__choose_split(const tqkv__attention *a, int64_t first, int64_t end, size_t most_sums,
                                       tqkv__split *split)
 {

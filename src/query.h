@@ -52,8 +52,8 @@ static const void *tqkv__query_part(const tqkv__attention *a, const void *query,
     return (const uint8_t *)query + (part ? (size_t)a->keys.head_dim * tqkv__type_size(a->call.query_type) : 0);
 }
 
-/* Brings part 0 or 1 of an item's queries into the basis and order of a stream, times scale. arranged: [n_rows][head_dim]; so
-   is rest, the second digits of integers. Whether there are any. */
+/* Brings part 0 or 1 of an item's queries into the basis and order of a stream, times scale. arranged:
+   [n_rows][head_dim]; so is rest, the second digits of integers. Whether there are any. */
 static bool tqkv__arrange_part(const tqkv__attention *a, const tqkv__item *item, const void *q, int part,
                                const tqkv__stream *s, float *arranged, float *rest)
 {
@@ -88,8 +88,8 @@ static size_t tqkv__query_floats(const tqkv__attention *a)
     return tqkv__first_floats(a) + (a->round_query ? (size_t)a->key_dim : 0);
 }
 
-/* arranged: [n_rows][head_dim] of the keys, of the tail and, if some keys are halves, of the keys for these; then second digits of
-   integers, of the keys and of the tail. Returns which of these two have any: 1 and 2. */
+/* arranged: [n_rows][head_dim] of the keys, of the tail and, if some keys are halves, of the keys for these; then
+   second digits of integers, of the keys and of the tail. Returns which of these two have any: 1 and 2. */
 static int tqkv__arrange_queries(const tqkv__attention *a, const tqkv__item *item, const void *q, float *arranged)
 {
     const size_t n_rows = (size_t)item->n_rows, of_keys = n_rows * (size_t)a->keys.head_dim;
@@ -137,7 +137,8 @@ static void tqkv__find_offsets(const tqkv__attention *a, const tqkv__item *item,
 }
 
 /* Adds the centres to the sums of a row. The keys' belongs to the maximum, where a float has lost the last bits of the
-   sum; they go into the weights. value_center, out: [value_dim], in the basis of the values' codes; value_center may be NULL */
+   sum; they go into the weights. value_center, out: [value_dim], in the basis of the values' codes; value_center may be
+   NULL */
 static void tqkv__add_centers(const tqkv__attention *a, double score, const float *value_center, float *out, float *max,
                               float *sum)
 {
@@ -185,9 +186,9 @@ static void tqkv__settle_row(const tqkv__attention *a, float *out, float *max, f
     *sum = tqkv__one_nan(*sum);
 }
 
-/* Writes an item's sums to the caller; finishes and rounds them unless the call is partial. The values' centre is added to the
-   sums, in the basis of the codes; with a scale, where the row is finished, behind the scale: a channel is then not rounded
-   against larger ones. */
+/* Writes an item's sums to the caller; finishes and rounds them unless the call is partial. The values' centre is added
+   to the sums, in the basis of the codes; with a scale, where the row is finished, behind the scale: a channel is then
+   not rounded against larger ones. */
 static TQKV__NOINLINE void tqkv__deliver(const tqkv__request *request, const tqkv__item *item, const tqkv__sums *sums)
 {
     const tqkv__attention *a = request->a;
@@ -207,7 +208,8 @@ static TQKV__NOINLINE void tqkv__deliver(const tqkv__request *request, const tqk
         float *out = type == TQKV_TYPE_F32 ? (float *)to : wide, max = sums->max[i], sum = sums->sum[i];
         const double score = scored ? tqkv__center_score(a, item->kv_head, tqkv__query_at(a, request->q, row)) : 0.0;
         tqkv__to_natural(a->isa, &a->values, sums->out + (size_t)i * (size_t)a->value_dim, out);
-        /* Codes of masked slots have the weight 0, and leave their signs in sums that have underflowed: -0 becomes 0. */
+        /* Codes of masked slots have the weight 0, and leave their signs in sums that have underflowed: -0 becomes
+           0. */
         for (int d = 0; d < a->value_dim; d++) out[d] = TQKV__AS_FLOAT(out[d] + 0.0f);
         if (scored || coded) tqkv__add_centers(a, score, coded, out, &max, &sum);
         if (!request->max) tqkv__finish_row(a, (int)(row % (size_t)a->call.n_heads), last, out, max, sum);

@@ -115,8 +115,8 @@ TQKV__OP __m256i tqkv__spread_pairs_avx2(const int per_lane, const uint8_t *p)
                   spread = _mm_or_si128(words, _mm_slli_epi16(words, 4));
     return _mm256_srlv_epi64(_mm256_broadcastsi128_si256(spread), _mm256_set_epi64x(2, 2, 0, 0));
 }
-/* A strip is 16 bytes, or half of them (per_lane 2): the low nibbles go to the lower half of a vector, the high ones to the
-   upper half. */
+/* A strip is 16 bytes, or half of them (per_lane 2): the low nibbles go to the lower half of a vector, the high ones to
+   the upper half. */
 TQKV__OP __m256 tqkv__centroids_of_packed_avx2(const int bits, const int per_lane, const int k, const __m256 *table,
                                                const uint8_t *p, const uint8_t *upper)
 {

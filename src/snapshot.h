@@ -15,21 +15,22 @@
          48      4  capacity                                  120      8  exact_from
          52      4  key format                                128      8  XXH3-64 of the bytes before
          56      4  value format
-         60      4  tail format, or 0                       then, for each stream: keys, values unless they are the keys, tail:
+         60      4  tail format, or 0                       then, for each stream (keys, values unless shared, tail):
          64      4  type                                              centre, then scale [n_kv_heads][head_dim], if any
          68      4  bit 0: ring; 1: shared; 2: the                    codes [n_kv_heads][positions][row_bytes]
                     cache has not learned yet; 8 to 10:               norms [n_kv_heads][positions][norms_per_row]
                     keys, values and tail have a                   8  XXH3-64 of these
                     centre; 16 to 18: a scale
 
-   Behind the streams come, likewise but without centre and scale, what is kept of the first positions' keys, values and tail, then the
-   halves of the newest keys and values, as far as the cache has these stores. The newest halves are those of the positions from
-   exact_from on, but no more than an edit leaves, see tqkv__exact_kept. In a cache that has not learned yet all these have no
-   positions; behind them come the rows as they came, of keys and values as halves, and of the tail.
+   Behind the streams come, likewise but without centre and scale, what is kept of the first positions' keys, values and
+   tail, then the halves of the newest keys and values, as far as the cache has these stores. The newest halves are
+   those of the positions from exact_from on, but no more than an edit leaves, see tqkv__exact_kept. In a cache that has
+   not learned yet all these have no positions; behind them come the rows as they came, of keys and values as halves,
+   and of the tail.
 
    Positions of a store:
      offset  bytes  field                                 offset  bytes  field
-          0      8  "tqks" CR LF SUB LF                        32      4  block_scale (float32); 1 where it has no effect
+          0      8  "tqks" CR LF SUB LF                        32      4  block_scale (float32); 1 without effect
           8      4  snapshot version                           36      4  0
          12      4  bytes of the header, with its hash         40      8  first position
          16      4  format                                     48      8  number of positions
@@ -388,8 +389,8 @@ static size_t tqkv__wanted_ahead(const tqkv_cache *c, uint32_t centers, uint32_t
     return all <= 1048576 ? 0 : announced < all / 16 ? announced : all / 16;
 }
 
-/* Takes centres and scales of the streams whose bits are set from where they lie in the cache: before these are read, and with
-   inverses after it. */
+/* Takes centres and scales of the streams whose bits are set from where they lie in the cache: before these are read,
+   and with inverses after it. */
 static void tqkv__take_channels(tqkv_cache *c, uint32_t centers, uint32_t scales)
 {
     for (int i = 0; i < TQKV__CACHE_STREAMS; i++)
@@ -516,8 +517,8 @@ TQKV_API tqkv_result tqkv_store_save(const tqkv_store *store, int64_t position, 
     return r == TQKV_OK ? tqkv__move_stored(&pipe, &s, range) : r;
 }
 
-/* Every size comes from the store: a header that differs from the one that this store writes is refused, but for the first
-   position. */
+/* Every size comes from the store: a header that differs from the one that this store writes is refused, but for the
+   first position. */
 TQKV_API tqkv_result tqkv_store_load(const tqkv_store *store, int64_t position, int n_positions, tqkv_read read,
                                      void *user)
 {

@@ -38,8 +38,8 @@ static size_t tqkv__type_size(tqkv_type type)
 #define TQKV__HEAD_DIMS                                                                                                \
     "head_dim: none of " TQKV__SIZES(TQKV__SIZE_TEXT, ) "to which rows can be padded with zeros; set scale then"
 
-/* A row of TQKV__SIZES for a head_dim that the compiler does not know, where its columns would be chains of comparisons,
-   half a KB each; zeros without a row. */
+/* A row of TQKV__SIZES for a head_dim that the compiler does not know, where its columns would be chains of
+   comparisons, half a KB each; zeros without a row. */
 typedef struct tqkv__size {
     int order, subrow, grid; /* subrow: values in each of `order` subrows */
     float root, inverse_root;
@@ -203,7 +203,8 @@ static tqkv_result tqkv__stream_shape(const tqkv_store *store, tqkv__stream *s)
     return store->pages ? tqkv__table_shape(store, s) : TQKV_OK;
 }
 
-/* Whether a value of each channel, x: [n_kv_heads][head_dim], is finite, or a scale that is allowed; by the set in use. */
+/* Whether a value of each channel, x: [n_kv_heads][head_dim], is finite, or a scale that is allowed; by the set in
+   use. */
 static bool tqkv__channels_finite(const tqkv__stream *s, const float *x);
 static bool tqkv__channels_scale(const tqkv__stream *s, const float *x);
 
@@ -267,8 +268,8 @@ static void tqkv__split_floats(const float *x, int n, uint8_t planes[4][128])
         }
 }
 
-/* Codebooks are symmetric: centroid n - 1 - c is -centroid c. For TQ8 the lower half is enough: look-ups take ~c for a code c
-   of the upper half, and flip the sign. */
+/* Codebooks are symmetric: centroid n - 1 - c is -centroid c. For TQ8 the lower half is enough: look-ups take ~c for a
+   code c of the upper half, and flip the sign. */
 static void tqkv__fill_planes(tqkv__stream *s)
 {
     if (s->kind == TQKV__BOOK) tqkv__split_floats(s->codebook, s->book_bits < 8 ? 1 << s->book_bits : 128, s->planes);

@@ -10,8 +10,8 @@ static inline void tqkv__transpose(const float *from, int rows, int columns, flo
 }
 
 /* Instruction sets decode packed codes in their own order: each rows * columns values, a matrix [rows][columns], come
-   transposed. The rest of a panel is a matrix of fewer columns. Other codes keep their order. Queries take the decoded order;
-   sums of values are put back. from, to: [head_dim] */
+   transposed. The rest of a panel is a matrix of fewer columns. Other codes keep their order. Queries take the decoded
+   order; sums of values are put back. from, to: [head_dim] */
 static void tqkv__reorder(const tqkv__isa *isa, const tqkv__stream *s, bool decoded, const float *from, float *to)
 {
     const int rows = isa->nibble_order[0], most = isa->nibble_order[1];
@@ -136,11 +136,12 @@ static void tqkv__find_segments(const tqkv__attention *a, const tqkv__region *re
     if (a->call.tail) tqkv__open_segment(region->tail, tile->position, tile->n, end, &tile->tail);
 }
 
-/* Asks for a line of each 4 KiB of the next tile, and for its norms, a tile early. The loops ask for the other lines, but late
-   where the processor does not know the memory page yet. With codes that come from memory (32 heads of 128, 32768 positions, AMD
-   EPYC) this takes away 24% of the time of F16 and 3 to 7% of I8 keys and TQ4, paged or not; with codes in a cache it adds 1%.
-   Not for codes of less than two lines a row that go on where this tile ends: the processor sees one stream and reads it ahead by
-   itself, and a touch out of its order adds 10% to 18% (TQ4 of 128, I8 and F16 of 64; Zen 5), 2% to 8% (I8 of 96, TQ4 of 192). */
+/* Asks for a line of each 4 KiB of the next tile, and for its norms, a tile early. The loops ask for the other lines,
+   but late where the processor does not know the memory page yet. With codes that come from memory (32 heads of 128,
+   32768 positions, AMD EPYC) this takes away 24% of the time of F16 and 3 to 7% of I8 keys and TQ4, paged or not; with
+   codes in a cache it adds 1%. Not for codes of less than two lines a row that go on where this tile ends: the
+   processor sees one stream and reads it ahead by itself, and a touch out of its order adds 10% to 18% (TQ4 of 128, I8
+   and F16 of 64; Zen 5), 2% to 8% (I8 of 96, TQ4 of 192). */
 static void tqkv__touch_next(const tqkv__stream *s, int kv_head, const tqkv__segment *segment)
 {
     const size_t size = TQKV__TILE * s->row_bytes, norms_size = (size_t)(TQKV__TILE * s->norms_per_row) * sizeof(float);
@@ -232,10 +233,10 @@ static TQKV__NOINLINE void tqkv__merge_sums(const tqkv__sums *into, const tqkv__
                         from->out + i * (size_t)value_dim, from->max[i], from->sum[i]);
 }
 
-/* The context is cut into stretches at multiples of 2048 positions, and these into pieces. Each has its own softmax and float
-   sums, merged in the order of the positions: the error does not grow with the context as in one long sum, not even if
-   all additions of equal values are rounded to the same side. A query's bits depend only on its positions, not on
-   other queries or on tasks. A merge costs as much as half a position. */
+/* The context is cut into stretches at multiples of 2048 positions, and these into pieces. Each has its own softmax and
+   float sums, merged in the order of the positions: the error does not grow with the context as in one long sum, not
+   even if all additions of equal values are rounded to the same side. A query's bits depend only on its positions, not
+   on other queries or on tasks. A merge costs as much as half a position. */
 #define TQKV__STRETCH 2048
 #define TQKV__PIECE   256
 

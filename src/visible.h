@@ -28,11 +28,11 @@ static bool tqkv__tree_has(const tqkv__attention *a, int j)
     return false;
 }
 
-/* What a query sees of a context by its list: the blocks entries[0 .. n_before), then all blocks from `recent` on, where the
-   newest positions begin. The positions of these blocks, visible or not, have the ranks base, base + 1 ...: attention goes
-   from rank to rank as it goes from position to position without a list. Tiles, pieces and stretches are cut by rank, so a
-   query's bits depend on its own list only. The first visible block has its positions as ranks: a list of all blocks
-   changes no bit. */
+/* What a query sees of a context by its list: the blocks entries[0 .. n_before), then all blocks from `recent` on,
+   where the newest positions begin. The positions of these blocks, visible or not, have the ranks base, base + 1 ...:
+   attention goes from rank to rank as it goes from position to position without a list. Tiles, pieces and stretches are
+   cut by rank, so a query's bits depend on its own list only. The first visible block has its positions as ranks: a
+   list of all blocks changes no bit. */
 typedef struct tqkv__list {
     const int32_t *entries; /* from the first visible block on */
     int shift;              /* a block is 1 << shift positions */
@@ -40,8 +40,8 @@ typedef struct tqkv__list {
     int64_t recent_from; /* positions of block `recent` before this one are not seen; 0: all are */
     int64_t base;
     tqkv__range seen; /* ranks */
-    /* Of the positions that are no longer resident those in the blocks row[0 .. n_row), and those from kept_from on. They have no
-       ranks. */
+    /* Of the positions that are no longer resident those in the blocks row[0 .. n_row), and those from kept_from on.
+       They have no ranks. */
     const int32_t *row;
     int64_t n_row, kept_from;
 } tqkv__list;
