@@ -545,7 +545,8 @@ typedef struct tqkv_cache_desc {
        least 16, and of a smaller cache a quarter of the capacity. 0: not. Until the append that reaches them keys and values are
        halves as they came, and attention is exact. That append encodes them; queries at these positions still read the halves,
        until the next append gives their memory back (with non_causal, until this one). The same codes however positions came. What
-       it has learned is in tqkv_cache_keys. Not on a GPU: there a cache is given what another one learned. */
+       it has learned is in tqkv_cache_keys. On a GPU the halves' memory stays as long as the cache, because work under way may
+       read it: a copy by tqkv_cache_fork, made when the cache has learned, has none. */
     int calibrate;
     uint64_t tag; /* the caller's name for the model, 0: none; a snapshot or a fork of another is refused */
 } tqkv_cache_desc;
@@ -864,8 +865,9 @@ TQKV_METAL_API tqkv_result tqkv_metal_find(tqkv_metal *m, const void *pointer, t
    wait; all other calls, and encode and attend on tqkv_cache_keys and _values, run on the processor. Those that read
    or move codes (remove, keep, fork, save) need recorded appends to have completed, and remove and keep all work. After
    TQKV_METAL_ERROR an append has not happened, but a ring may have lost its oldest positions.
-   The two calls below record into an encoder. An append counts at once, and attention can be recorded after it;
-   truncate if the command buffer fails. The processor sees the codes after the buffer has completed. Rows of a tail lie apart
+   The two calls below record into an encoder. An append counts at once, and attention can be recorded after it; if the
+   command buffer fails, tqkv_metal_cache_failed takes back what it had. The processor sees the codes, and with `calibrate` the
+   centre and the scale, after the buffer has completed: nothing waits for these. Rows of a tail lie apart
    from those of the keys: a shared cache takes them as v, and nothing without a tail, others behind all rows of the keys. */
 TQKV_METAL_API tqkv_result tqkv_metal_cache_append(tqkv_metal *m, tqkv_metal_object encoder, tqkv_cache *c,
                                                    tqkv_metal_buffer k, tqkv_metal_buffer v, int n_tokens,
@@ -913,7 +915,7 @@ enum {
     TQKV_METAL_ARGUMENTS = 256, /* most bytes of an argument struct */
     TQKV_METAL_BINDINGS = 28,
     TQKV_METAL_MEMORIES = 4,
-    TQKV_METAL_DISPATCHES = 7,   /* most of a plan */
+    TQKV_METAL_DISPATCHES = 13,  /* most of a plan */
     TQKV_METAL_ONLY_CHECKED = -1 /* in place of a binding's index */
 };
 
@@ -1078,6 +1080,9 @@ TQKV_API tqkv_result tqkv_metal_plan_cache_append(const tqkv_cache *c, tqkv_meta
                                                   tqkv_metal_buffer v, int n_tokens, tqkv_metal_buffer not_finite,
                                                   tqkv_metal_plan *plan);
 TQKV_API void tqkv_metal_cache_appended(tqkv_cache *c, int n_tokens);
+/* For appends that did not run, because a command buffer failed: as tqkv_cache_truncate, and if one of them was to learn centre and
+   scale (calibrate), the cache learns again. Before any other edit, and when nothing is under way. */
+TQKV_API tqkv_result tqkv_metal_cache_failed(tqkv_cache *c, int64_t end);
 TQKV_API tqkv_result tqkv_metal_plan_cache_scratch(const tqkv_cache *c, const tqkv_metal_attention *some, int n_queries,
                                                    size_t *bytes);
 TQKV_API tqkv_result tqkv_metal_plan_cache_attend(const tqkv_cache *c, tqkv_metal_buffer memory,
@@ -1497,8 +1502,9 @@ typedef struct tqkv__backend {
 #error "tqkv.h: -ffast-math changes stored bytes; compile this file without it, or define TQKV_ALLOW_FAST_MATH"
 #endif
 
-/* Options of fast math that clang announces by no macro (-fassociative-math, -freciprocal-math, -funsafe-math-optimizations)
-   would change norms. On arm64 clang 14 does not know the pragma, and reorders no sum that counts; clang 16 would. */
+/* Options of fast math that clang announces by no macro (-fassociative-math, -freciprocal-math,
+   -funsafe-math-optimizations) would change norms. On arm64 clang 14 does not know the pragma, and reorders no sum that
+   counts; clang 16 would. */
 #if defined(__clang__) && !defined(TQKV_ALLOW_FAST_MATH) &&                                                            \
     (defined(__x86_64__) || (defined(__aarch64__) && __clang_major__ > 14))
 #define TQKV__PRECISE
@@ -1558,8 +1564,8 @@ extern "C"
 #error "tqkv.h: xxhash.h is too old, 0.8.0 is needed: Debian libxxhash-dev, Homebrew xxhash, or a copy beside tqkv.h"
 #endif
 
-/* With -fshort-enums or -fpack-struct for this file alone what callers pass has another layout. 32-bit ARM has short enums in some
-   systems, and says so. */
+/* With -fshort-enums or -fpack-struct for this file alone what callers pass has another layout. 32-bit ARM has short
+   enums in some systems, and says so. */
 enum tqkv__smallest { TQKV__SMALLEST };
 struct tqkv__gap {
     char before;
@@ -1817,8 +1823,8 @@ static size_t tqkv__type_size(tqkv_type type)
 #define TQKV__HEAD_DIMS                                                                                                \
     "head_dim: none of " TQKV__SIZES(TQKV__SIZE_TEXT, ) "to which rows can be padded with zeros; set scale then"
 
-/* A row of TQKV__SIZES for a head_dim that the compiler does not know, where its columns would be chains of comparisons,
-   half a KB each; zeros without a row. */
+/* A row of TQKV__SIZES for a head_dim that the compiler does not know, where its columns would be chains of
+   comparisons, half a KB each; zeros without a row. */
 typedef struct tqkv__size {
     int order, subrow, grid; /* subrow: values in each of `order` subrows */
     float root, inverse_root;
@@ -1982,7 +1988,8 @@ static tqkv_result tqkv__stream_shape(const tqkv_store *store, tqkv__stream *s)
     return store->pages ? tqkv__table_shape(store, s) : TQKV_OK;
 }
 
-/* Whether a value of each channel, x: [n_kv_heads][head_dim], is finite, or a scale that is allowed; by the set in use. */
+/* Whether a value of each channel, x: [n_kv_heads][head_dim], is finite, or a scale that is allowed; by the set in
+   use. */
 static bool tqkv__channels_finite(const tqkv__stream *s, const float *x);
 static bool tqkv__channels_scale(const tqkv__stream *s, const float *x);
 
@@ -2046,8 +2053,8 @@ static void tqkv__split_floats(const float *x, int n, uint8_t planes[4][128])
         }
 }
 
-/* Codebooks are symmetric: centroid n - 1 - c is -centroid c. For TQ8 the lower half is enough: look-ups take ~c for a code c
-   of the upper half, and flip the sign. */
+/* Codebooks are symmetric: centroid n - 1 - c is -centroid c. For TQ8 the lower half is enough: look-ups take ~c for a
+   code c of the upper half, and flip the sign. */
 static void tqkv__fill_planes(tqkv__stream *s)
 {
     if (s->kind == TQKV__BOOK) tqkv__split_floats(s->codebook, s->book_bits < 8 ? 1 << s->book_bits : 128, s->planes);
@@ -2576,8 +2583,8 @@ typedef struct tqkv__isa {
     int lanes;           /* floats in a vector */
     int nibble_order[2]; /* see tqkv__to_decoded */
     const tqkv__codec *codec;
-    /* scores[row][j] (+)= q[row] . key[slot + j] for j < n, with the segment's slot and n; add: to the scores of another part of the
-       keys. q: [n_rows][head_dim], scores: [n_rows][TQKV__TILE] */
+    /* scores[row][j] (+)= q[row] . key[slot + j] for j < n, with the segment's slot and n; add: to the scores of
+       another part of the keys. q: [n_rows][head_dim], scores: [n_rows][TQKV__TILE] */
     void (*score_tile)(const tqkv__stream *s, int kv_head, const tqkv__segment *segment, const float *q, int n_rows,
                        bool add, float *scores);
     /* Turns the scores in each row's span into weights exp(score - max) and the others into 0; scales the row's sums to
@@ -2585,8 +2592,8 @@ typedef struct tqkv__isa {
        [n_rows][TQKV__TILE], out: [n_rows][value_dim] */
     void (*softmax_tile)(const struct tqkv__attention *a, const tqkv__span *spans, const float *offsets, int n_rows,
                          float *scores, float *max, float *sum, float *out);
-    /* Adds the sums of a piece to those of its stretch, each rounded once, and clears them for the next piece, whose maximum
-       goes on from here. */
+    /* Adds the sums of a piece to those of its stretch, each rounded once, and clears them for the next piece, whose
+       maximum goes on from here. */
     void (*end_piece)(int n_rows, int value_dim, const tqkv__sums *piece, const tqkv__sums *sums);
     /* out[row] += sum_j weights[row][j] * value[slot + j] for j < n. A weight of 0 adds nothing, even beside a NaN norm
        in a slot that this row does not see. weights, scaled (scratch): [n_rows][TQKV__TILE], out: [n_rows][head_dim] */
@@ -2754,8 +2761,8 @@ static void tqkv__norms_tq(const tqkv__stream *s, const float *y, float *norms, 
 }
 
 /* Quantising shortens a row by its error, and with it every score. The stored norm makes the decoded row as long as the
-   row was: norm * sqrt(D)/|c|, where c are the centroids of the codes; where a row has several norms, norm * block_scale / RMS of c. sums: of the
-   squares of c */
+   row was: norm * sqrt(D)/|c|, where c are the centroids of the codes; where a row has several norms, norm *
+   block_scale / RMS of c. sums: of the squares of c */
 static void tqkv__correct_norms(const tqkv__stream *s, const float *sums, float *norms)
 {
     const bool one = s->norms_per_row == 1;
@@ -2869,8 +2876,8 @@ static void tqkv__widen_row(tqkv_type type, const void *src, const float *center
         for (int i = 0; i < n; i++) row[i] = tqkv__rounded(row[i] * inverses[i]);
 }
 
-/* Rounds to nearest even, beyond the largest half to infinity. NaN stays NaN: it keeps its upper bits and becomes quiet, as
-   by the processors' instructions. */
+/* Rounds to nearest even, beyond the largest half to infinity. NaN stays NaN: it keeps its upper bits and becomes
+   quiet, as by the processors' instructions. */
 static uint16_t tqkv__half_rounded(float x)
 {
     const uint32_t bits = tqkv__bits(x), magnitude = bits & 0x7fffffffu, sign = (bits >> 16) & 0x8000u;
@@ -2979,9 +2986,9 @@ static void tqkv__quantiser_open(const tqkv__stream *s, tqkv__quantiser *q)
     }
 }
 
-/* Source and destination of a row. src, of the stream's type, center and inverses (or NULL): [head_dim], codes: [row_bytes], norms,
-   and factors (or NULL), those that a search chose: [norms_per_row]; half: [2 * head_dim] or NULL, takes the rotated row as halves,
-   too */
+/* Source and destination of a row. src, of the stream's type, center and inverses (or NULL): [head_dim], codes:
+   [row_bytes], norms, and factors (or NULL), those that a search chose: [norms_per_row]; half: [2 * head_dim] or NULL,
+   takes the rotated row as halves, too */
 typedef struct tqkv__row {
     const void *src;
     const float *center, *inverses; /* inverses: see tqkv__inverses_of */
@@ -2999,10 +3006,10 @@ static void tqkv__store_halves(const float *x, int n, uint8_t *to)
     }
 }
 
-/* The norm of a row is not the scale that its values are best coded with. Tries the format's factors on the scaled values of
-   a row, and takes for each norm the first whose codes are nearest in direction: the largest (sum of v*c)^2 / (sum of c*c),
-   c being the codes' centroids; the first of all if that is NaN. v: [head_dim] -> codes: [head_dim], squares: sums of c*c,
-   factors: both [norms_per_row] */
+/* The norm of a row is not the scale that its values are best coded with. Tries the format's factors on the scaled
+   values of a row, and takes for each norm the first whose codes are nearest in direction: the largest (sum of v*c)^2 /
+   (sum of c*c), c being the codes' centroids; the first of all if that is NaN. v: [head_dim] -> codes: [head_dim],
+   squares: sums of c*c, factors: both [norms_per_row] */
 static TQKV__NOINLINE void tqkv__search_row(const tqkv__stream *s, const float *v, uint8_t *codes, float *squares,
                                             float *factors)
 {
@@ -3177,8 +3184,8 @@ typedef struct tqkv__heads {
     const float *inverses;
 } tqkv__heads;
 
-/* Tokens [from, to) of src; src[0] is for `position`. halves: a ring of halves that takes what remains in it of the tokens up to
-   `end`, too, or NULL */
+/* Tokens [from, to) of src; src[0] is for `position`. halves: a ring of halves that takes what remains in it of the
+   tokens up to `end`, too, or NULL */
 typedef struct tqkv__tokens {
     const tqkv__stream *halves;
     const void *src;
@@ -3217,8 +3224,8 @@ static void tqkv__encode_heads(const tqkv__stream *s, const tqkv__quantiser *q, 
     if (n) codec->encode_rows(s, q, rows, n);
 }
 
-/* Encodes tokens after tqkv__encode_open. With a scale as many heads at a time as have their inverses in 4 KiB, so that each inverse
-   is found once. */
+/* Encodes tokens after tqkv__encode_open. With a scale as many heads at a time as have their inverses in 4 KiB, so that
+   each inverse is found once. */
 static void tqkv__encode_tokens(const tqkv__stream *s, const tqkv__tokens *tokens)
 {
     float room[TQKV_MAX_HEAD_DIM];
@@ -3234,8 +3241,8 @@ static void tqkv__encode_tokens(const tqkv__stream *s, const tqkv__tokens *token
     tqkv__fp_restore(mode);
 }
 
-/* Encodes the same tokens into some streams, each from its own source: tasks for some tokens of one of them. The hook runs them
-   twice: first they test for NaN and Inf, then they encode. */
+/* Encodes the same tokens into some streams, each from its own source: tasks for some tokens of one of them. The hook
+   runs them twice: first they test for NaN and Inf, then they encode. */
 enum { TQKV__ENCODE_STREAMS = 3, TQKV__ENCODE_TASKS = 16 };
 typedef struct tqkv__encode_job {
     const tqkv__stream *streams[TQKV__ENCODE_STREAMS], *halves[TQKV__ENCODE_STREAMS]; /* see tqkv__encode_tokens */
@@ -4041,14 +4048,15 @@ TQKV_API tqkv_result tqkv_logit_noise(const tqkv_store *shape, const void *src, 
    the limit keeps their sums in the L2 cache. */
 #define TQKV__CHUNK_ROWS 64
 
-/* The streams of an attention and, with raw ones, the stores of a cache, in the order of its memory and of snapshots. */
+/* The streams of an attention and, with raw ones, the stores of a cache, in the order of its memory and of
+   snapshots. */
 enum {
     TQKV__KEYS,
     TQKV__VALUES,
     TQKV__TAIL,
     TQKV__CACHE_STREAMS,
-    TQKV__FIRST_KEYS =
-        TQKV__CACHE_STREAMS, /* what is kept of the first positions besides: halves; of a tail, which only a ring keeps, as it is */
+    /* What is kept of the first positions besides: halves, and of a tail, which only a ring keeps, rows as they are. */
+    TQKV__FIRST_KEYS = TQKV__CACHE_STREAMS,
     TQKV__FIRST_VALUES,
     TQKV__FIRST_TAIL,
     TQKV__LAST_KEYS, /* halves of the newest positions */
@@ -4089,7 +4097,8 @@ typedef struct tqkv__attention {
     /* Makes integers of a query; NULL: floats. See tqkv__integers. */
     void (*round_query)(const tqkv__stream *s, const float *query, float *to);
     /* Positions below exact_below are halves in ends[0][side], and those from tqkv__exact_at on in ends[1][side], where
-       exact[][side] is set; side: TQKV__KEYS or TQKV__VALUES. exact_from: for the last query, on a GPU for all. See tqkv__region_at. */
+       exact[][side] is set; side: TQKV__KEYS or TQKV__VALUES. exact_from: for the last query, on a GPU for all. See
+       tqkv__region_at. */
     int64_t exact_below, exact_from;
     bool newest_halves; /* on a GPU: this is the region that queries read from halves of the newest */
     bool exact[2][2];
@@ -4097,8 +4106,8 @@ typedef struct tqkv__attention {
     tqkv__stream ends[2][2], first_tail; /* not cleared if unused: that would take as long as a few positions */
 } tqkv__attention;
 
-/* Additions in a row to one sum of products. Longer ones may all be rounded to the same side, where keys are parallel to the query
-   and their products equal: with scores of 50 an error of 8e-5 at head_dim 1024. */
+/* Additions in a row to one sum of products. Longer ones may all be rounded to the same side, where keys are parallel
+   to the query and their products equal: with scores of 50 an error of 8e-5 at head_dim 1024. */
 #define TQKV__MOST_ADDITIONS 16
 
 /* A dot product in eight sums has less latency and smaller errors. n: up to 8 * TQKV__MOST_ADDITIONS, a multiple of
@@ -4216,10 +4225,10 @@ static void tqkv__sum_heads_scalar(const float *scores, const float *weights, co
 }
 
 /* Asks for codes that will be read soon: the next tile's, while this tile is computed. Nearer requests come too late;
-   farther ones push out what is in use (32k positions: 1.1 to 1.5 times slower at half or twice the distance). They go to
-   the L2 cache: on a Zen 4 core F16 is then twice and I8 1.6 times as fast as with requests to the L1, to which few lines
-   can be on their way (D=128, 32k). Formats with a field of upper bits take the L1: they wait for look-ups and not for
-   memory (TQ5 1.3 times, TQ6 1.2 times as fast there). cache is a constant. */
+   farther ones push out what is in use (32k positions: 1.1 to 1.5 times slower at half or twice the distance). They go
+   to the L2 cache: on a Zen 4 core F16 is then twice and I8 1.6 times as fast as with requests to the L1, to which few
+   lines can be on their way (D=128, 32k). Formats with a field of upper bits take the L1: they wait for look-ups and
+   not for memory (TQ5 1.3 times, TQ6 1.2 times as fast there). cache is a constant. */
 enum { TQKV__L1 = 1, TQKV__L2 };
 static TQKV__INLINE void tqkv__prefetch(const int cache, const uint8_t *codes, size_t size)
 {
@@ -4335,9 +4344,9 @@ static void tqkv__round_query_scalar(const tqkv__stream *s, const float *query, 
     memcpy(to, integers, (size_t)s->head_dim * sizeof *integers);
 }
 
-/* Turns a query into what its integers leave of it, and says whether that is worth a second digit: if fewer than 19 of 32
-   values reach an eighth of the largest. Of Gaussian rows that are those whose largest is above 4.3 times their deviation:
-   one in 400 at head_dim 128. One coordinate a thousand times the others would leave these five bits. */
+/* Turns a query into what its integers leave of it, and says whether that is worth a second digit: if fewer than 19 of
+   32 values reach an eighth of the largest. Of Gaussian rows that are those whose largest is above 4.3 times their
+   deviation: one in 400 at head_dim 128. One coordinate a thousand times the others would leave these five bits. */
 static bool tqkv__round_rest(float *query, int n)
 {
     uint32_t largest = 0;
@@ -4521,9 +4530,9 @@ static const tqkv__integers tqkv__integers_scalar = {&tqkv__isa_scalar,
 
 #endif /* TQKV_IMPLEMENTATION, to be continued */
 
-/* The loops of attention and of encoding. The implementation includes this file again for each
-   instruction set, and compiles the sections from here to >>set-avx512 for it. TQKV__(name) is that set's version of name,
-   TQKV__LANES the number of floats in its vector, and TQKV__TARGET the attribute that enables it in the compiler. */
+/* The loops of attention and of encoding follow. The implementation includes this file again for each instruction set,
+   and compiles the sections from here to >>set-avx512 for it. TQKV__(name) is that set's version of name, TQKV__LANES
+   the number of floats in its vector, and TQKV__TARGET the attribute that enables it in the compiler. */
 #ifdef TQKV__LANES
 
 /* >>kernels: what the loops of attention and of encoding share */
@@ -4779,13 +4788,13 @@ TQKV__TARGET static void TQKV__(factors)(const tqkv__stream *s, const float *nor
 #define TQKV__PACKED(format) (TQKV__MAIN_BITS(format) < 8)
 /* Vectors in a strip, which is decoded together. */
 #define TQKV__STRIP(format) (TQKV__PACKED(format) ? TQKV__NIBBLE_STRIP : 4)
-/* Formats with loops straight from the codes. Not those of codebooks in bytes, and on AVX2 none of 6 bits: their rows are decoded
-   first, which takes 1.1 to 1.4 times as long for one and two query rows. I8 and TQ5 are as exact or smaller, and faster; the
-   loops would take 35 KB. */
+/* Formats with loops straight from the codes. Not those of codebooks in bytes, and on AVX2 none of 6 bits: their rows
+   are decoded first, which takes 1.1 to 1.4 times as long for one and two query rows. I8 and TQ5 are as exact or
+   smaller, and faster; the loops would take 35 KB. */
 #define TQKV__HAS_LOOPS(kind, main, book) ((kind) != TQKV__BOOK || ((main) < 8 && (TQKV__LANES != 8 || (book) < 6)))
-#define TQKV__DIRECT(format)              TQKV__HAS_LOOPS(TQKV__KIND(format), TQKV__MAIN_BITS(format), TQKV__BOOK_BITS(format))
-/* Rows of a codebook's loops. More take decoded rows: on AVX2 four took as long or longer straight from the codes (Zen 4,
-   D=128: TQ3 1.10, TQ2 1.04, TQ5 to TQ8 0.99 times). */
+#define TQKV__DIRECT(f)                   TQKV__HAS_LOOPS(TQKV__KIND(f), TQKV__MAIN_BITS(f), TQKV__BOOK_BITS(f))
+/* Rows of a codebook's loops. More take decoded rows: on AVX2 four took as long or longer straight from the codes (Zen
+   4, D=128: TQ3 1.10, TQ2 1.04, TQ5 to TQ8 0.99 times). */
 #define TQKV__BOOK_ROWS(book, keys) (TQKV__LANES == 8 && ((keys) || (book) != 4) ? 2 : 4)
 /* Most rows of a format's loops, which are compiled for 1, 2 and so many. No kind: decoded rows. */
 #define TQKV__KEY_ROWS(kind, book)                                                                                     \
@@ -4872,9 +4881,10 @@ TQKV__OP void TQKV__(values)(const tqkv_format format, const int per_lane, const
     for (int i = 0; i < count; i++) x[i] = TQKV__(value)(format, per_lane, k + i, table, p, upper);
 }
 
-/* -- A panel, which is a multiple of 16 values, is whole strips and then, as they fit, strips of 4, 2 and 1 vectors. -- */
+/* -- A panel, which is a multiple of 16 values, is whole strips and then, as they fit, strips of 4, 2 and 1 vectors.
+   -- */
 
-/* Are there strips of two vectors? On vectors of 16 only packed codes gain by them. */
+/* Whether there are strips of two vectors. On vectors of 16 only packed codes gain by them. */
 #define TQKV__SHORT_STRIPS(format) (TQKV__LANES < 16 || TQKV__PACKED(format))
 
 /* Returns the vectors of the next strip, when so many values of the panel are left. */
@@ -4944,7 +4954,7 @@ TQKV__OP TQKV__(rows) TQKV__(open_rows)(const int rows, int stride, const TQKV__
     return all;
 }
 
-/* Whether the loop decodes a strip's vectors together? They share work, which the compiler finds only in adjacent
+/* Whether the loop decodes a strip's vectors together. They share work, which the compiler finds only in adjacent
    code. */
 TQKV__OP bool TQKV__(whole_strips)(const tqkv_format format)
 {
@@ -5076,9 +5086,9 @@ TQKV__OP void TQKV__(dot_vectors)(const tqkv_format format, const int rows, int 
 /* The cache that codes are fetched to. */
 #define TQKV__NEAR(format) (TQKV__UPPER_BITS(format) ? TQKV__L1 : TQKV__L2)
 
-/* Asks for the codes of four keys of the next tile: packed rows as one piece of memory, before the first strip of the first
-   panel, two lines at a time; others with each strip, because many lines at once are slower. Of the latter a whole strip, because a
-   loop for fewer lines costs more than they. `begin`: before the first strip */
+/* Asks for the codes of four keys of the next tile: packed rows as one piece of memory, before the first strip of the
+   first panel, two lines at a time; others with each strip, because many lines at once are slower. Of the latter a
+   whole strip, because a loop for fewer lines costs more than they. `begin`: before the first strip */
 TQKV__OP void TQKV__(ask_ahead)(const tqkv_format format, const bool begin, const TQKV__(panel) * panel,
                                 const TQKV__(keys) * keys)
 {
@@ -5239,8 +5249,8 @@ TQKV__OP void TQKV__(score)(const tqkv_format format, const int rows, const TQKV
 
 /* >>k-accumulate: sums of values straight from the codes. */
 
-/* sums[row][v] += weights[row] * vector k + v of the strip of per_lane vectors at p; per_lane is a constant. Where vectors are
-   looked up together, weights come after them: 16 registers cannot hold both. */
+/* sums[row][v] += weights[row] * vector k + v of the strip of per_lane vectors at p; per_lane is a constant. Where
+   vectors are looked up together, weights come after them: 16 registers cannot hold both. */
 TQKV__OP void TQKV__(add_weighted)(const tqkv_format format, const int per_lane, const int rows, const int k,
                                    const int width, const TQKV__VECTOR *table, const uint8_t *p, const uint8_t *upper,
                                    const TQKV__(rows) * weights, TQKV__VECTOR (*sums)[8])
@@ -5375,8 +5385,8 @@ TQKV__OP void TQKV__(accumulate)(const tqkv_format format, const int rows, const
     }
 }
 
-/* The same for the vectors behind them, in passes. A function of its own: in one with whole strips gcc 12 spills a sum of four
-   rows. On vectors of 4 only 4 may be left, on vectors of 8 only 2; on vectors of 16
+/* Accumulates the vectors behind them, in passes. It is a function of its own: in one with whole strips gcc 12 spills a
+   sum of four rows. On vectors of 4 only 4 may be left, on vectors of 8 only 2; on vectors of 16
 
      vectors left   7          6                           5                           4    3      2    1
      passes         4, 2 + 1   4 + 2 for up to two rows,   4 + 1 for up to three       4    2 + 1  2    1
@@ -5466,8 +5476,8 @@ static const TQKV__(loops) TQKV__(loops_by_format)[] = {
     {NULL, TQKV__(score_TQKV__FLOATS), TQKV__(accumulate_TQKV__FLOATS), TQKV__(rest_TQKV__FLOATS)},
     TQKV__FORMATS(TQKV__LOOPS_OF, )};
 
-/* Calls the loop for all rows of a panel, at most `most` at a time. Three take the loop for four, with one row twice: as two
-   and one they would decode everything twice. */
+/* Calls the loop for all rows of a panel, at most `most` at a time. Three take the loop for four, with one row twice:
+   as two and one they would decode everything twice. */
 static void TQKV__(by_rows)(TQKV__(panel) * panel, int n_rows, int most, void (*loop)(const TQKV__(panel) *, int rows))
 {
     const float *rows = panel->rows;
@@ -5608,7 +5618,8 @@ TQKV__TARGET static void TQKV__(value_tile)(const tqkv__stream *s, int kv_head, 
     }
 }
 
-/* >>k-rotate: rows to floats and the rotation by vectors. The sums and their order are those of >>codec, and so are the bytes. */
+/* >>k-rotate: rows to floats and the rotation by vectors. The sums and their order are those of >>codec, and so are the
+   bytes. */
 
 /* Butterflies (a, b) -> (a + b, a - b) between vectors 1, 2, 4 .. count/2 apart; count is a constant. */
 TQKV__OP void TQKV__(butterflies)(const int count, TQKV__VECTOR *x)
@@ -5641,8 +5652,8 @@ TQKV__OP void TQKV__(load_vectors)(const int count, tqkv_type type, const void *
     }
 }
 
-/* Flips signs if asked, then subrows the stages below `length`, at most count * LANES, on count vectors in registers. count
-   and length are constants. in, of the type: [head_dim], out: [head_dim] */
+/* Flips signs if asked, then subrows the stages below `length`, at most count * LANES, on count vectors in registers.
+   count and length are constants. in, of the type: [head_dim], out: [head_dim] */
 TQKV__OP void TQKV__(hadamard_subrows)(const int count, const int length, tqkv_type type, const void *in, int head_dim,
                                        bool flip, float *out)
 {
@@ -6203,9 +6214,9 @@ TQKV__TARGET static void TQKV__(scale_row)(const tqkv__stream *s, float *row, fl
 
 /* >>k-search: the factors of a few rows, by vectors; what tqkv__search_row does with one. */
 
-/* The scaled values of a row in the order that the sums take: element e of the lanes of a vector side by side, a vector of
-   each lane's next element n_lanes further on. So the sums of lanes are sums of vectors. Magnitudes are enough: codebooks are
-   symmetric, a value has the sign of its centroid, and a product of 0 adds nothing. */
+/* The scaled values of a row in the order that the sums take: element e of the lanes of a vector side by side, a vector
+   of each lane's next element n_lanes further on. So the sums of lanes are sums of vectors. Magnitudes are enough:
+   codebooks are symmetric, a value has the sign of its centroid, and a product of 0 adds nothing. */
 typedef struct TQKV__(turned) {
     TQKV__ALIGNED float sizes[TQKV_MAX_HEAD_DIM];
     TQKV__ALIGNED int32_t less[TQKV_MAX_HEAD_DIM];   /* -1 for positive values, see TQKV__(fold) */
@@ -6220,8 +6231,9 @@ TQKV__OP void TQKV__(turn_value)(TQKV__(turned) * t, int at, TQKV__VECTOR v)
     memcpy(t->less + at, &positive, sizeof positive);
 }
 
-/* Lanes of three values and more: loads of four neighbours; reads up to three floats behind the last lane. Shorter ones: a load
-   has the values of two or four lanes, which come to different vectors. per_lane: a constant for 1, 2 and 4. v: [head_dim] */
+/* Lanes of three values and more: loads of four neighbours; reads up to three floats behind the last lane. Shorter
+   ones: a load has the values of two or four lanes, which come to different vectors. per_lane: a constant for 1, 2 and
+   4. v: [head_dim] */
 TQKV__OP void TQKV__(turn_values)(const int per_lane, int n_lanes, const float *v, TQKV__(turned) * t)
 {
     const int together = per_lane < 3 ? 4 / per_lane : 1, width = together * per_lane;
@@ -6468,8 +6480,9 @@ TQKV__OP void TQKV__(choose_factors)(const tqkv__stream *s, int n, float (*tried
     }
 }
 
-/* Scales a few rows; then their scales become the factors of the search. values: [n_rows], of which each becomes a row of
-   `rows`, [n_rows][head_dim] and room for three more; scales, squares: [n_rows][norms_per_row] and room for whole vectors */
+/* Scales a few rows; then their scales become the factors of the search. values: [n_rows], of which each becomes a row
+   of `rows`, [n_rows][head_dim] and room for three more; scales, squares: [n_rows][norms_per_row] and room for whole
+   vectors */
 TQKV__TARGET static void TQKV__(search)(const tqkv__stream *s, const tqkv__quantiser *q, int n_rows,
                                         const float **values, float *rows, float *scales, float *squares)
 {
@@ -6499,8 +6512,9 @@ TQKV__OP TQKV__(codes) TQKV__(quantise)(const int bits, const tqkv__quantiser *q
 }
 
 #if TQKV__LANES < 16
-/* Quantises TQ8 where tables are too large for instructions: vectors find the cells of n values, loads the counts and
-   bounds, vectors compare. One loop a step: a vector load that follows stores of its lanes at once would wait for them. */
+/* Quantises TQ8 where tables are too large for instructions: vectors find the cells of n values, loads the counts
+   and bounds, vectors compare. One loop a step: a vector load that follows stores of its lanes at once would wait
+   for them. */
 TQKV__TARGET static TQKV__NOINLINE void TQKV__(quantise_loads)(const tqkv__quantiser *q, const float *y, int n,
                                                                float scale, uint8_t *codes)
 {
@@ -6759,10 +6773,10 @@ static const tqkv__isa TQKV__(isa) = {TQKV__ISA_NAME,    TQKV__LANES,        {TQ
      interleave                 bytes of TQKV__PRODUCTS values to lanes, a dimension of all in each
      round_codes, store_words   floats to integers, lanes to the 16 bits in which products find them, from `i` on
      load_row, repeat           those of a vector of dimensions, those of TQKV__PRODUCTS positions in each lane
-     transpose                  16 bytes of TQKV__INTEGER_LANES positions to lanes, as repeat has TQKV__PRODUCTS integers
+     transpose                  16 bytes of TQKV__INTEGER_LANES positions to lanes, as repeat has integers
      lanes, repeated, dot_lanes, whole_lanes   as codes, row, dot, whole, for lanes of eight products
-     TQKV__LOOKED_UP            whether few rows multiply codes without storing their bytes first: with load_nibbles, or with
-                                load_quarters, order_fields and look_up_fields, and with dot_bytes                     */
+     TQKV__LOOKED_UP            whether few rows multiply codes without storing their bytes first: with load_nibbles,
+                                or with load_quarters, order_fields and look_up_fields, and with dot_bytes         */
 
 #define TQKV__VECTOR TQKV__(vector)
 /* Integers that decode_codes writes and that interleave reads of a row; rows of integers are padded to that. */
@@ -6812,7 +6826,8 @@ TQKV__OP TQKV__I(lanes) TQKV__I(load_lanes)(const void *p)
 
 #ifndef TQKV__DECODED /* true: another set of the same name has the decoders, and what takes floats */
 
-/* Decodes `left` of the integers of n rows, at most TQKV__STEP; p, upper: the fields of the first row, to: as wide as `stride` */
+/* Decodes `left` of the integers of n rows, at most TQKV__STEP; p, upper: the fields of the first row, to: as wide as
+   `stride` */
 TQKV__OP void TQKV__S(decode_step)(const tqkv_format format, const TQKV__(codes) * books, int left, size_t row_bytes,
                                    const uint8_t *p, const uint8_t *upper, int n, int8_t *to, int stride)
 {
@@ -6903,7 +6918,8 @@ TQKV__OP uint32_t TQKV__S(largest_bits)(const float *x, int n)
     return TQKV__S(largest_code)(largest);
 }
 
-/* Keys, and rows of values, that share a loop: enough sums in progress to hide their latency, few enough for the registers. */
+/* Keys, and rows of values, that share a loop: enough sums in progress to hide their latency, few enough for the
+   registers. */
 #define TQKV__HALF_KEYS (TQKV__INTEGER_LANES == 16 ? 4 : 3)
 #define TQKV__HALF_ROWS (TQKV__INTEGER_LANES == 16 ? 8 : 4)
 
@@ -7342,12 +7358,14 @@ TQKV__TARGET static void TQKV__I(add_integers)(const TQKV__I(product) * p, int n
     }
 }
 
-/* >>k-integer-few: one and two rows of integers, straight from the codes; a set with tables of bytes in registers has them. */
+/* >>k-integer-few: one and two rows of integers, straight from the codes; a set with tables of bytes in registers has
+   them. */
 
 #if TQKV__LOOKED_UP
-/* Few rows multiply codes that become bytes only in registers. An integer of a row is 256 times its high byte plus its low one,
-   both signed, and has two sums. Codes are c + 128, because the products want one factor unsigned; sums begin with -128 times
-   that of the other. A vector has 64 bytes in one of three orders, where p are positions and d dimensions:
+/* Few rows multiply codes that become bytes only in registers. An integer of a row is 256 times its high byte plus its
+   low one, both signed, and has two sums. Codes are c + 128, because the products want one factor unsigned; sums begin
+   with -128 times that of the other. A vector has 64 bytes in one of three orders, where p are positions and d
+   dimensions:
 
      nibbles: one position, as its fields are stored. Nibble 0 is the lower code of each byte, nibble 1 the upper one.
        byte         0     1     2  ...    63
@@ -7367,15 +7385,16 @@ TQKV__TARGET static void TQKV__I(add_integers)(const TQKV__I(product) * p, int n
 /* Dimensions in both nibbles of a vector of codes */
 #define TQKV__NIBBLES (2 * TQKV__BYTES)
 
-/* Nibbles are for TQ4 with fewer rows than take lanes, two at a time, for TQ5 with two and TQ6 with one, where they fill more than
-   half a vector. Four rows of 80 dimensions take less time in quarters. */
+/* Nibbles are for TQ4 with fewer rows than take lanes, two at a time, for TQ5 with two and TQ6 with one, where they
+   fill more than half a vector. Four rows of 80 dimensions take less time in quarters. */
 static bool TQKV__I(takes_nibbles)(const tqkv__stream *s, int n, int n_rows)
 {
     const int most = s->upper_bits ? 3 - s->upper_bits : s->panel_dim > 80 ? TQKV__LANES_ROWS - 1 : 2;
     return n_rows <= most && n % TQKV__KEYS_AT_ONCE == 0 && s->main_bits == 4 && s->panel_dim > TQKV__BYTES;
 }
 
-/* The integers of a row of queries by nibbles: bytes[][0] their high bytes, [1] their low ones; starts: the first sums of both */
+/* The integers of a row of queries by nibbles: bytes[][0] their high bytes, [1] their low ones; starts: the first sums
+   of both */
 typedef struct TQKV__I(nibble_query) {
     int8_t bytes[TQKV__PANEL / TQKV__BYTES][2][TQKV__BYTES];
     TQKV__(codes) starts[2];
@@ -7425,7 +7444,8 @@ TQKV__OP TQKV__I(stored)
     return p;
 }
 
-/* Opens all dimensions of a panel: its packed codes are walked by lines, each of which asks for that of the next tile. */
+/* Opens all dimensions of a panel: its packed codes are walked by lines, each of which asks for that of the next
+   tile. */
 TQKV__OP TQKV__I(stored)
     TQKV__I(open_stored_panel)(const tqkv__stream *s, int kv_head, const tqkv__segment *segment, int first)
 {
@@ -7515,8 +7535,8 @@ TQKV__TARGET static TQKV__NOINLINE void TQKV__I(score_nibbles)(const tqkv__strea
 
 /* -- Quarters: no size leaves lanes empty. -- */
 
-/* Quarters are for TQ2 and TQ4 with fewer rows than take lanes, for TQ3 and TQ5 with two, where nibbles are not. More rows of more
-   dimensions share bytes. */
+/* Quarters are for TQ2 and TQ4 with fewer rows than take lanes, for TQ3 and TQ5 with two, where nibbles are not. More
+   rows of more dimensions share bytes. */
 static bool TQKV__I(takes_quarters)(const tqkv__stream *s, int n, int n_rows)
 {
     int most = 0;
@@ -7525,8 +7545,8 @@ static bool TQKV__I(takes_quarters)(const tqkv__stream *s, int n, int n_rows)
     return n_rows <= most && n % TQKV__KEYS_AT_ONCE == 0;
 }
 
-/* The integers of a row of queries, 16 of them in each quarter: bytes[][0] their high bytes, [1] their low ones; start: the first
-   sums */
+/* The integers of a row of queries, 16 of them in each quarter: bytes[][0] their high bytes, [1] their low ones; start:
+   the first sums */
 typedef struct TQKV__I(quarter_query) {
     int8_t bytes[TQKV__PANEL / 16][2][TQKV__BYTES];
     TQKV__(codes) start;
@@ -7952,8 +7972,9 @@ static const tqkv__integers TQKV__I(integers) = {&TQKV__(isa),
 #define TQKV__SETS
 #define TQKV__NESTED /* the file that a set includes is tqkv.h again */
 
-/* Loops that are not optimised take twenty times the space and up to 130 times the time. gcc optimises them, whatever the rest
-   of the file is compiled with. clang has no such pragma: it leaves the sets out, and plain C takes a fifth of the time. */
+/* Loops that are not optimised take twenty times the space and up to 130 times the time. gcc optimises them, whatever
+   the rest of the file is compiled with. clang has no such pragma: it leaves the sets out, and plain C takes a fifth of
+   the time. */
 #if defined(__OPTIMIZE__) || !defined(__clang__)
 #if defined(__x86_64__) && !defined(TQKV_NO_AVX2)
 #define TQKV__AVX2
@@ -8603,8 +8624,8 @@ TQKV__OP __m256i tqkv__spread_pairs_avx2(const int per_lane, const uint8_t *p)
                   spread = _mm_or_si128(words, _mm_slli_epi16(words, 4));
     return _mm256_srlv_epi64(_mm256_broadcastsi128_si256(spread), _mm256_set_epi64x(2, 2, 0, 0));
 }
-/* A strip is 16 bytes, or half of them (per_lane 2): the low nibbles go to the lower half of a vector, the high ones to the
-   upper half. */
+/* A strip is 16 bytes, or half of them (per_lane 2): the low nibbles go to the lower half of a vector, the high ones to
+   the upper half. */
 TQKV__OP __m256 tqkv__centroids_of_packed_avx2(const int bits, const int per_lane, const int k, const __m256 *table,
                                                const uint8_t *p, const uint8_t *upper)
 {
@@ -9588,8 +9609,8 @@ TQKV__OP void tqkv__i_load_quarters_avx512(const int bits, uint32_t mask, const 
 }
 /* Orders fields by the words of 64 bits from which tqkv__i_sixteen takes codes. x: of 64 codes of four positions
 
-     scores   word h of quarter p: of position p codes 8 h to 8 h + 7 of this sixteen, `bits` bytes, then of the next ones
-     sums     word w: a byte with the codes 2 w and 2 w + 1 of this sixteen of each position, then of the next sixteen    */
+     scores   word h of quarter p: of position p codes 8 h to 8 h + 7 of this sixteen, `bits` bytes, then of others
+     sums     word w: a byte with codes 2 w and 2 w + 1 of this sixteen of each position, then of the next sixteen  */
 TQKV__OP __m512i tqkv__i_order_fields_avx512(const int bits, const bool lanes, const int sixteen, const __m512i *x)
 {
     TQKV__ALIGNED int8_t at[64];
@@ -9950,10 +9971,11 @@ TQKV__OP uint32_t tqkv__i_largest_code_neon(uint32x4_t x) { return vmaxvq_u32(x)
 #define TQKV__LOOKED_UP     0
 #include "tqkv.h"
 
-/* -- NEON, with products of four bytes: DotProd. An integer is 256 times its high byte plus its low one, both signed. -- */
+/* -- NEON, with products of four bytes: DotProd. An integer is 256 times its high byte plus its low one, both signed.
+   -- */
 
-/* gcc inlines a function into another only if that has all features of its target. DotProd wants ARMv8.2 there, which all
-   that come with one of the first four have. */
+/* gcc inlines a function into another only if that has all features of its target. DotProd wants ARMv8.2 there, which
+   all that come with one of the first four have. */
 #ifdef __clang__
 #define TQKV__TARGET __attribute__((target("dotprod")))
 #elif defined(__ARM_FEATURE_DOTPROD) || defined(__ARM_FEATURE_FP16_VECTOR_ARITHMETIC) || defined(__ARM_FEATURE_SVE) || \
@@ -10054,8 +10076,9 @@ TQKV__OP void tqkv__i_interleave_dotprod(const int8_t *p, size_t stride, int lef
 
 #if defined(__clang__) ? __clang_major__ >= 13 : __GNUC__ >= 10
 #define TQKV__I8MM
-/* -- NEON, with products of matrices of 2 by 8 bytes: I8MM. One is of two positions, or two dimensions of eight positions;
-   the other is the high bytes of eight integers and their low ones, which lie side by side. Keys of few rows take DotProd. -- */
+/* -- NEON, with products of matrices of 2 by 8 bytes: I8MM. One is of two positions, or two dimensions of eight
+   positions; the other is the high bytes of eight integers and their low ones, which lie side by side. Keys of few rows
+   take DotProd. -- */
 
 #ifdef __clang__
 #define TQKV__TARGET __attribute__((target("dotprod,i8mm")))
@@ -10475,8 +10498,8 @@ static bool tqkv__same_bytes(const tqkv__stream *a, const tqkv__stream *b)
            a->rotated == b->rotated && a->block_scale == b->block_scale;
 }
 
-/* Refuses streams that share bytes, but are neither one stream nor, by their page tables, two in one pool. Finds whether
-   keys and values are one. */
+/* Refuses streams that share bytes, but are neither one stream nor, by their page tables, two in one pool. Finds
+   whether keys and values are one. */
 static tqkv_result tqkv__check_streams(tqkv__attention *a)
 {
     const tqkv__stream *k = &a->keys, *v = &a->values;
@@ -10579,8 +10602,8 @@ static tqkv_result tqkv__check_first_tail(const tqkv__attention *a, const tqkv__
     return TQKV_OK;
 }
 
-/* Takes the first positions that are no longer resident, if all streams have them, from stores opened by `open`; follows
-   tqkv__take_ends. */
+/* Takes the first positions that are no longer resident, if all streams have them, from stores opened by `open`;
+   follows tqkv__take_ends. */
 static tqkv_result tqkv__take_kept(tqkv__attention *a, tqkv_result (*open)(const tqkv_store *, tqkv__stream *))
 {
     const tqkv_attention *call = &a->call;
@@ -10607,9 +10630,9 @@ static tqkv_result tqkv__take_kept(tqkv__attention *a, tqkv_result (*open)(const
     return TQKV_OK;
 }
 
-/* Positions that are read from the same streams. A query reads what is no longer resident in its first pass, then [0, b) and
-   [b, end), where b is tqkv__exact_at. Queries of an item have other b: each looks only at its own positions of the tiles that both
-   passes have, so its sums are added in the same order alone and in a batch. */
+/* Positions that are read from the same streams. A query reads what is no longer resident in its first pass, then [0,
+   b) and [b, end), where b is tqkv__exact_at. Queries of an item have other b: each looks only at its own positions of
+   the tiles that both passes have, so its sums are added in the same order alone and in a batch. */
 enum { TQKV__GONE, TQKV__OLDER, TQKV__NEWEST, TQKV__PASSES };
 typedef struct tqkv__region {
     int number; /* tells regions apart: 2 * pass, plus 1 for the first positions */
@@ -10809,11 +10832,11 @@ static bool tqkv__tree_has(const tqkv__attention *a, int j)
     return false;
 }
 
-/* What a query sees of a context by its list: the blocks entries[0 .. n_before), then all blocks from `recent` on, where the
-   newest positions begin. The positions of these blocks, visible or not, have the ranks base, base + 1 ...: attention goes
-   from rank to rank as it goes from position to position without a list. Tiles, pieces and stretches are cut by rank, so a
-   query's bits depend on its own list only. The first visible block has its positions as ranks: a list of all blocks
-   changes no bit. */
+/* What a query sees of a context by its list: the blocks entries[0 .. n_before), then all blocks from `recent` on,
+   where the newest positions begin. The positions of these blocks, visible or not, have the ranks base, base + 1 ...:
+   attention goes from rank to rank as it goes from position to position without a list. Tiles, pieces and stretches are
+   cut by rank, so a query's bits depend on its own list only. The first visible block has its positions as ranks: a
+   list of all blocks changes no bit. */
 typedef struct tqkv__list {
     const int32_t *entries; /* from the first visible block on */
     int shift;              /* a block is 1 << shift positions */
@@ -10821,8 +10844,8 @@ typedef struct tqkv__list {
     int64_t recent_from; /* positions of block `recent` before this one are not seen; 0: all are */
     int64_t base;
     tqkv__range seen; /* ranks */
-    /* Of the positions that are no longer resident those in the blocks row[0 .. n_row), and those from kept_from on. They have no
-       ranks. */
+    /* Of the positions that are no longer resident those in the blocks row[0 .. n_row), and those from kept_from on.
+       They have no ranks. */
     const int32_t *row;
     int64_t n_row, kept_from;
 } tqkv__list;
@@ -11010,8 +11033,8 @@ static inline void tqkv__transpose(const float *from, int rows, int columns, flo
 }
 
 /* Instruction sets decode packed codes in their own order: each rows * columns values, a matrix [rows][columns], come
-   transposed. The rest of a panel is a matrix of fewer columns. Other codes keep their order. Queries take the decoded order;
-   sums of values are put back. from, to: [head_dim] */
+   transposed. The rest of a panel is a matrix of fewer columns. Other codes keep their order. Queries take the decoded
+   order; sums of values are put back. from, to: [head_dim] */
 static void tqkv__reorder(const tqkv__isa *isa, const tqkv__stream *s, bool decoded, const float *from, float *to)
 {
     const int rows = isa->nibble_order[0], most = isa->nibble_order[1];
@@ -11136,11 +11159,12 @@ static void tqkv__find_segments(const tqkv__attention *a, const tqkv__region *re
     if (a->call.tail) tqkv__open_segment(region->tail, tile->position, tile->n, end, &tile->tail);
 }
 
-/* Asks for a line of each 4 KiB of the next tile, and for its norms, a tile early. The loops ask for the other lines, but late
-   where the processor does not know the memory page yet. With codes that come from memory (32 heads of 128, 32768 positions, AMD
-   EPYC) this takes away 24% of the time of F16 and 3 to 7% of I8 keys and TQ4, paged or not; with codes in a cache it adds 1%.
-   Not for codes of less than two lines a row that go on where this tile ends: the processor sees one stream and reads it ahead by
-   itself, and a touch out of its order adds 10% to 18% (TQ4 of 128, I8 and F16 of 64; Zen 5), 2% to 8% (I8 of 96, TQ4 of 192). */
+/* Asks for a line of each 4 KiB of the next tile, and for its norms, a tile early. The loops ask for the other lines,
+   but late where the processor does not know the memory page yet. With codes that come from memory (32 heads of 128,
+   32768 positions, AMD EPYC) this takes away 24% of the time of F16 and 3 to 7% of I8 keys and TQ4, paged or not; with
+   codes in a cache it adds 1%. Not for codes of less than two lines a row that go on where this tile ends: the
+   processor sees one stream and reads it ahead by itself, and a touch out of its order adds 10% to 18% (TQ4 of 128, I8
+   and F16 of 64; Zen 5), 2% to 8% (I8 of 96, TQ4 of 192). */
 static void tqkv__touch_next(const tqkv__stream *s, int kv_head, const tqkv__segment *segment)
 {
     const size_t size = TQKV__TILE * s->row_bytes, norms_size = (size_t)(TQKV__TILE * s->norms_per_row) * sizeof(float);
@@ -11232,10 +11256,10 @@ static TQKV__NOINLINE void tqkv__merge_sums(const tqkv__sums *into, const tqkv__
                         from->out + i * (size_t)value_dim, from->max[i], from->sum[i]);
 }
 
-/* The context is cut into stretches at multiples of 2048 positions, and these into pieces. Each has its own softmax and float
-   sums, merged in the order of the positions: the error does not grow with the context as in one long sum, not even if
-   all additions of equal values are rounded to the same side. A query's bits depend only on its positions, not on
-   other queries or on tasks. A merge costs as much as half a position. */
+/* The context is cut into stretches at multiples of 2048 positions, and these into pieces. Each has its own softmax and
+   float sums, merged in the order of the positions: the error does not grow with the context as in one long sum, not
+   even if all additions of equal values are rounded to the same side. A query's bits depend only on its positions, not
+   on other queries or on tasks. A merge costs as much as half a position. */
 #define TQKV__STRETCH 2048
 #define TQKV__PIECE   256
 
@@ -11280,9 +11304,9 @@ static void tqkv__turn_sums(const tqkv__attention *a, const tqkv__stream *from, 
 
 /* >>walk: an item from tile to tile */
 
-/* An item at work: its queries as tqkv__arrange_queries gives them, what centres add to its scores, and its sums, of a piece
-   and of a stretch. A tile's values are added after the next tile's scores. These steps are independent, and the processor
-   overlaps them. */
+/* An item at work: its queries as tqkv__arrange_queries gives them, what centres add to its scores, and its sums, of a
+   piece and of a stretch. A tile's values are added after the next tile's scores. These steps are independent, and the
+   processor overlaps them. */
 typedef struct tqkv__work {
     const tqkv__attention *a;
     const tqkv__item *item;
@@ -11323,8 +11347,8 @@ static tqkv__range tqkv__common_range(const tqkv__work *w, tqkv__range range)
     return all;
 }
 
-/* Finds the passes through a range of positions or ranks or, for `kept`, through what is no longer resident, and what all rows see of
-   them. Without halves of the newest all is in the last. */
+/* Finds the passes through a range of positions or ranks or, for `kept`, through what is no longer resident, and what
+   all rows see of them. Without halves of the newest all is in the last. */
 static void tqkv__find_passes(tqkv__work *w, tqkv__range range, bool kept)
 {
     const tqkv__range none = {0, 0}, before = {0, w->a->kept};
@@ -11421,7 +11445,8 @@ static TQKV__INLINE void tqkv__gather_rows(const uint8_t *codes, const float *of
     }
 }
 
-/* Copies rows to slots of another stream from `slot` on; those that are hidden become zeros, because they may be NaN. */
+/* Copies rows to slots of another stream from `slot` on; those that are hidden become zeros, because they may be
+   NaN. */
 static void tqkv__gather(const tqkv__stream *from, int kv_head, const tqkv__ranks *ranks, const int32_t *slot_list,
                          const tqkv__stream *to, int slot)
 {
@@ -11436,8 +11461,9 @@ static void tqkv__gather(const tqkv__stream *from, int kv_head, const tqkv__rank
         tqkv__gather_rows(codes, of_rows, size, norms, slot_list, ranks->n, row, norm);
 }
 
-/* Asks for the rows of a tile, to the L1 cache. With requests to the L2 a list of 2,048 of 32,768 positions takes 1.4 times as
-   long from memory (TQ4 of 128, group 4, blocks of 1, Zen 5), and F16 of 512, whose tiles are larger than an L1, as long. */
+/* Asks for the rows of a tile, to the L1 cache. With requests to the L2 a list of 2,048 of 32,768 positions takes 1.4
+   times as long from memory (TQ4 of 128, group 4, blocks of 1, Zen 5), and F16 of 512, whose tiles are larger than an
+   L1, as long. */
 static void tqkv__ask(const tqkv__stream *s, int kv_head, const tqkv__ranks *ranks, const int32_t *slot_list)
 {
     const size_t norms = (size_t)s->norms_per_row * sizeof(float), size = s->row_bytes;
@@ -11523,8 +11549,8 @@ static void tqkv__touch_streams(const tqkv__tile *tile)
     if (!a->shared) tqkv__touch_next(tile->region.values, tile->kv_head, &tile->values);
 }
 
-/* >>gather: lists, small pages and the ends of rings: tiles of ranks. Scattered rows are gathered into scratch, where they
-   are a tile as others are. */
+/* >>gather: lists, small pages and the ends of rings: tiles of ranks. Scattered rows are gathered into scratch, where
+   they are a tile as others are. */
 
 /* Bytes of the scratch of a stream: rows of two tiles, then their norms. */
 static size_t tqkv__gathered_codes(const tqkv__stream *s) { return (2 * TQKV__TILE * s->row_bytes + 63) / 64 * 64; }
@@ -11637,7 +11663,8 @@ static const tqkv__list *tqkv__list_in_pass(const tqkv__work *w, int pass)
     return pass == TQKV__GONE ? NULL : w->list;
 }
 
-/* Finds the tile of the ranks from `rank` to at most `end`; its n is 0 if a list's query sees none of it. Returns the rank behind. */
+/* Finds the tile of the ranks from `rank` to at most `end`; its n is 0 if a list's query sees none of it. Returns the
+   rank behind. */
 static int64_t tqkv__find_ranks_at(const tqkv__work *w, int pass, int64_t rank, int64_t end, tqkv__ranks *ranks)
 {
     const tqkv__attention *a = w->a;
@@ -11747,8 +11774,8 @@ static void tqkv__attend_rows(tqkv__work *w, int pass, tqkv__range range)
     }
 }
 
-/* Whether the KV heads of a call come one after the other, with one list for all. Queries with lists of their own take one KV
-   head after the other: neighbours share most of their entries, whose rows are then still in the L2 cache. */
+/* Whether the KV heads of a call come one after the other, with one list for all. Queries with lists of their own take
+   one KV head after the other: neighbours share most of their entries, whose rows are then still in the L2 cache. */
 static bool tqkv__heads_follow(const tqkv__attention *a)
 {
     return !a->call.list || (a->call.n_queries == 1 && a->call.list_heads == 1);
@@ -11838,8 +11865,8 @@ static const void *tqkv__query_part(const tqkv__attention *a, const void *query,
     return (const uint8_t *)query + (part ? (size_t)a->keys.head_dim * tqkv__type_size(a->call.query_type) : 0);
 }
 
-/* Brings part 0 or 1 of an item's queries into the basis and order of a stream, times scale. arranged: [n_rows][head_dim]; so
-   is rest, the second digits of integers. Whether there are any. */
+/* Brings part 0 or 1 of an item's queries into the basis and order of a stream, times scale. arranged:
+   [n_rows][head_dim]; so is rest, the second digits of integers. Whether there are any. */
 static bool tqkv__arrange_part(const tqkv__attention *a, const tqkv__item *item, const void *q, int part,
                                const tqkv__stream *s, float *arranged, float *rest)
 {
@@ -11874,8 +11901,8 @@ static size_t tqkv__query_floats(const tqkv__attention *a)
     return tqkv__first_floats(a) + (a->round_query ? (size_t)a->key_dim : 0);
 }
 
-/* arranged: [n_rows][head_dim] of the keys, of the tail and, if some keys are halves, of the keys for these; then second digits of
-   integers, of the keys and of the tail. Returns which of these two have any: 1 and 2. */
+/* arranged: [n_rows][head_dim] of the keys, of the tail and, if some keys are halves, of the keys for these; then
+   second digits of integers, of the keys and of the tail. Returns which of these two have any: 1 and 2. */
 static int tqkv__arrange_queries(const tqkv__attention *a, const tqkv__item *item, const void *q, float *arranged)
 {
     const size_t n_rows = (size_t)item->n_rows, of_keys = n_rows * (size_t)a->keys.head_dim;
@@ -11923,7 +11950,8 @@ static void tqkv__find_offsets(const tqkv__attention *a, const tqkv__item *item,
 }
 
 /* Adds the centres to the sums of a row. The keys' belongs to the maximum, where a float has lost the last bits of the
-   sum; they go into the weights. value_center, out: [value_dim], in the basis of the values' codes; value_center may be NULL */
+   sum; they go into the weights. value_center, out: [value_dim], in the basis of the values' codes; value_center may be
+   NULL */
 static void tqkv__add_centers(const tqkv__attention *a, double score, const float *value_center, float *out, float *max,
                               float *sum)
 {
@@ -11971,9 +11999,9 @@ static void tqkv__settle_row(const tqkv__attention *a, float *out, float *max, f
     *sum = tqkv__one_nan(*sum);
 }
 
-/* Writes an item's sums to the caller; finishes and rounds them unless the call is partial. The values' centre is added to the
-   sums, in the basis of the codes; with a scale, where the row is finished, behind the scale: a channel is then not rounded
-   against larger ones. */
+/* Writes an item's sums to the caller; finishes and rounds them unless the call is partial. The values' centre is added
+   to the sums, in the basis of the codes; with a scale, where the row is finished, behind the scale: a channel is then
+   not rounded against larger ones. */
 static TQKV__NOINLINE void tqkv__deliver(const tqkv__request *request, const tqkv__item *item, const tqkv__sums *sums)
 {
     const tqkv__attention *a = request->a;
@@ -11993,7 +12021,8 @@ static TQKV__NOINLINE void tqkv__deliver(const tqkv__request *request, const tqk
         float *out = type == TQKV_TYPE_F32 ? (float *)to : wide, max = sums->max[i], sum = sums->sum[i];
         const double score = scored ? tqkv__center_score(a, item->kv_head, tqkv__query_at(a, request->q, row)) : 0.0;
         tqkv__to_natural(a->isa, &a->values, sums->out + (size_t)i * (size_t)a->value_dim, out);
-        /* Codes of masked slots have the weight 0, and leave their signs in sums that have underflowed: -0 becomes 0. */
+        /* Codes of masked slots have the weight 0, and leave their signs in sums that have underflowed: -0 becomes
+           0. */
         for (int d = 0; d < a->value_dim; d++) out[d] = TQKV__AS_FLOAT(out[d] + 0.0f);
         if (scored || coded) tqkv__add_centers(a, score, coded, out, &max, &sum);
         if (!request->max) tqkv__finish_row(a, (int)(row % (size_t)a->call.n_heads), last, out, max, sum);
@@ -12038,8 +12067,8 @@ static int tqkv__queue_take(tqkv__queue *queue)
     return unit < queue->n_units ? unit : -1;
 }
 
-/* A job is one call or many. A unit of its work is an item over all stretches or, if some item alone is much of the work
-   ("spread"), an item over one stretch of a wave. Both ways do the same additions in the same order. */
+/* A job is one call or many. A unit of its work is an item over all stretches or, if some item alone is much of the
+   work ("spread"), an item over one stretch of a wave. Both ways do the same additions in the same order. */
 enum { TQKV__WAVE_FLOATS = 1 << 20 };
 
 typedef struct tqkv__job {
@@ -12279,7 +12308,8 @@ static void tqkv__merge_wave(const tqkv__request *request)
     }
 }
 
-/* Runs the waves of a spread job and merges the stretches of each request in order. totals: sums of all rows of each request */
+/* Runs the waves of a spread job and merges the stretches of each request in order. totals: sums of all rows of each
+   request */
 static void tqkv__run_waves(tqkv__job *job, const tqkv_parallel *parallel, float *totals)
 {
     for (int i = 0; i < job->n_requests; totals += job->requests[i++].sums_floats) job->requests[i].total = totals;
@@ -12498,7 +12528,8 @@ static bool tqkv__writes_overlap(const tqkv__writes *writes)
     return false;
 }
 
-/* Whether an item reads one of n > 0 sorted extents. Halves them: thousands of items are not compared each with each. */
+/* Whether an item reads one of n > 0 sorted extents. Halves them: thousands of items are not compared each with
+   each. */
 static bool tqkv__reads_extent(const tqkv__request *request, const tqkv__extent *extents, size_t n)
 {
     const void *low = (const void *)(uintptr_t)extents[0].begin;
@@ -12756,7 +12787,8 @@ static tqkv__scored tqkv__open_scored(const tqkv__scoring *job, int item, float 
     return s;
 }
 
-/* Brings the queries of an item into the order of the keys, with their weights and what a centre adds to their scores. */
+/* Brings the queries of an item into the order of the keys, with their weights and what a centre adds to their
+   scores. */
 static void tqkv__arrange_scored(const tqkv__scoring *job, tqkv__scored *s)
 {
     const tqkv__attention *a = &job->x->a;
@@ -13055,8 +13087,8 @@ struct tqkv_cache {
         attention; /* one query over all appended positions; defaults resolved, sinks in the cache's memory */
     tqkv_store keys, values, tail; /* values: only their shape if the keys are the values; tail: zeros without one */
     bool shared;                   /* the keys are the values */
-    /* What is kept besides of the first and of the newest positions, of keys, values and tail; zeros without. Halves; in a ring the
-       first ones' rows of F16 streams and of the tail as they are. */
+    /* What is kept besides of the first and of the newest positions, of keys, values and tail; zeros without. Halves;
+       in a ring the first ones' rows of F16 streams and of the tail as they are. */
     tqkv_store ends[2][3];
     int exact_first, exact_last, exact_batch;
     int64_t exact_below; /* positions below it are among the first ones kept */
@@ -13066,15 +13098,16 @@ struct tqkv_cache {
     int own_room;        /* their capacity */
     void *grown;         /* memory of newest halves for which that has no room, or NULL */
     size_t grown_size;
-    float *
-        channels; /* room for centres, scales and inverses of its streams, one after the other: [n_kv_heads][head_dim] */
+    float *channels;   /* room for centres, scales and inverses, stream after stream: [n_kv_heads][head_dim] */
     int64_t first;     /* resident positions [first, attention.end) */
     int calibrate;     /* as in the desc */
     uint64_t tag;      /* likewise */
     bool learning;     /* positions are in `raw` alone; see >>cache-calibrate */
+    bool reads_raw;    /* some queries read that */
     tqkv_store raw[3]; /* rows as they came of keys and values, as halves, and of the tail; zeros without */
-    void *raw_memory;  /* that holds them, or NULL */
+    void *raw_memory;  /* that holds them, or NULL: on a GPU they lie in the cache's memory, as long as that */
     size_t raw_size;
+    int64_t learnt_at; /* on a GPU the end before the append that learned; -1: none, or positions were edited since */
     tqkv_metal *metal;
     int matrix_group;
     tqkv_allocator memory;
@@ -13089,11 +13122,9 @@ struct tqkv_cache {
      : (i) == TQKV__TAIL   ? &(c)->tail                                                                                \
                            : &(c)->ends[tqkv__stream_kinds[i].end][tqkv__stream_kinds[i].side])
 
-/* All but the raw stores lie in the cache's memory. */
 static bool tqkv__has_store(const tqkv_cache *c, int i)
 {
-    if (i == TQKV__VALUES && c->shared) return false;
-    return (i < TQKV__RAW || c->raw_memory) && TQKV__STORE_AT(c, i)->head_dim > 0;
+    return (i != TQKV__VALUES || !c->shared) && TQKV__STORE_AT(c, i)->head_dim > 0;
 }
 
 /* Returns store i of a cache; NULL: there is none. */
@@ -13103,6 +13134,9 @@ static const tqkv_store *tqkv__store_of(const tqkv_cache *c, int i)
 }
 
 static tqkv_store *tqkv__own_store(tqkv_cache *c, int i) { return tqkv__has_store(c, i) ? TQKV__STORE_AT(c, i) : NULL; }
+
+/* Stores of the cache's memory: what is raw lies there only on a GPU, where work under way may read it at any time. */
+static int tqkv__stores_within(const tqkv_cache *c) { return c->metal ? TQKV__CACHE_STORES : TQKV__RAW; }
 
 /* Returns the positions of a ring of halves that serves so many queries: whole tiles, none of which wraps. */
 static int64_t tqkv__end_room(int64_t exact_last, int64_t n_queries)
@@ -13158,6 +13192,7 @@ static tqkv_result tqkv__get_raw(tqkv_cache *c);
 static void tqkv__drop_raw(tqkv_cache *c);
 struct tqkv__append;
 static void tqkv__append_learning(tqkv_cache *c, struct tqkv__append *append);
+static void tqkv__count_append(tqkv_cache *c, int n_tokens);
 static bool tqkv__view_raw(const tqkv_cache *c, tqkv_attention *view);
 static tqkv_result tqkv__attend_raw(const tqkv_cache *c, const tqkv_attention *some, const void *q, int n_queries,
                                     void *out);
@@ -13272,6 +13307,7 @@ static tqkv_result tqkv__cache_resolve(const tqkv_cache_desc *desc, tqkv_cache *
 {
     tqkv__attention resolved;
     memset(c, 0, sizeof *c);
+    c->learnt_at = -1;
     tqkv_result r = tqkv__cache_shapes(desc, c);
     if (r == TQKV_OK) r = tqkv__end_shapes(desc, c);
     if (r == TQKV_OK) r = tqkv__raw_shapes(desc, c);
@@ -13302,7 +13338,7 @@ static tqkv_result tqkv__cache_resolve(const tqkv_cache_desc *desc, tqkv_cache *
 
 /* Where arrays begin in the memory of a cache. */
 typedef struct tqkv__cache_memory {
-    size_t sinks, channels, codes[TQKV__RAW], norms[TQKV__RAW], size;
+    size_t sinks, channels, codes[TQKV__CACHE_STORES], norms[TQKV__CACHE_STORES], size;
 } tqkv__cache_memory;
 
 /* Divides a cache's memory; false on overflow. */
@@ -13314,7 +13350,7 @@ static bool tqkv__divide_memory(const tqkv_cache *c, size_t sinks_size, tqkv__ca
     bool fits = tqkv__count_channels(c, TQKV__CACHE_STREAMS, &channels) &&
                 tqkv__reserve(&at->size, sinks_size, &at->sinks) &&
                 tqkv__reserve(&at->size, TQKV__CHANNELS * channels * sizeof(float), &at->channels);
-    for (int i = 0; i < TQKV__RAW; i++) {
+    for (int i = 0; i < tqkv__stores_within(c); i++) {
         const tqkv_store *s = tqkv__store_of(c, i);
         if (!s) continue;
         fits = fits && tqkv__reserve(&at->size, tqkv_codes_size(s), &at->codes[i]) &&
@@ -13343,7 +13379,7 @@ TQKV__COLD TQKV_API tqkv_result tqkv_cache_create(const tqkv_cache_desc *desc, t
     }
     char *lines = memory + (64 - (uintptr_t)memory % 64) % 64;
     c.channels = (float *)(void *)(lines + at.channels);
-    for (int i = 0; i < TQKV__RAW; i++) {
+    for (int i = 0; i < tqkv__stores_within(&c); i++) {
         tqkv_store *s = tqkv__own_store(&c, i);
         if (!s) continue;
         s->codes_size = tqkv_codes_size(s);
@@ -13403,7 +13439,19 @@ static float *tqkv__channel_room(const tqkv_cache *c, int i, tqkv__channels kind
     return c->channels + (size_t)kind * all + before;
 }
 
-/* Takes values as centres or scales of stream i and what is kept of it besides, its heads `stride` floats apart; NULL: none. */
+/* Stream i, and what is kept of it besides, has the centres or the scales that lie in their room, or none. */
+static void tqkv__name_channels(tqkv_cache *c, int i, tqkv__channels kind, bool has)
+{
+    tqkv_store *s = TQKV__STORE_AT(c, i);
+    *(kind == TQKV__CENTERS ? &s->center : &s->channel_scale) = has ? tqkv__channel_room(c, i, kind) : NULL;
+    for (int last = 0; last < 2; last++) {
+        c->ends[last][i].center = s->center;
+        c->ends[last][i].channel_scale = s->channel_scale;
+    }
+}
+
+/* Takes values as centres or scales of stream i and what is kept of it besides, its heads `stride` floats apart; NULL:
+   none. */
 static void tqkv__cache_channels(tqkv_cache *c, int i, tqkv__channels kind, const float *values, size_t stride)
 {
     tqkv_store *s = tqkv__own_store(c, i);
@@ -13416,11 +13464,7 @@ static void tqkv__cache_channels(tqkv_cache *c, int i, tqkv__channels kind, cons
         tqkv__invert(own, (int)(n_kv_heads * dim), tqkv__channel_room(c, i, TQKV__INVERSES));
         tqkv__fp_restore(mode);
     }
-    *(kind == TQKV__CENTERS ? &s->center : &s->channel_scale) = values ? own : NULL;
-    for (int last = 0; last < 2; last++) {
-        c->ends[last][i].center = s->center;
-        c->ends[last][i].channel_scale = s->channel_scale;
-    }
+    tqkv__name_channels(c, i, kind, values != NULL);
 }
 
 /* What an append encodes: the streams, and the first positions that are kept besides. */
@@ -13488,8 +13532,8 @@ static tqkv_result tqkv__get_newest(const tqkv_cache *c, int64_t room, tqkv_stor
     return TQKV_OK;
 }
 
-/* Makes the rings of the newest halves as large as n_tokens more need them: all of their queries find what they read. They are back in
-   the cache's memory when that is enough. */
+/* Makes the rings of the newest halves as large as n_tokens more need them: all of their queries find what they read.
+   They are back in the cache's memory when that is enough. */
 static tqkv_result tqkv__fit_newest(tqkv_cache *c, int n_tokens)
 {
     const int64_t most = (int64_t)c->keys.capacity - c->exact_last + 1; /* of a ring no query sees more */
@@ -13545,13 +13589,16 @@ TQKV_API tqkv_result tqkv_cache_append(tqkv_cache *c, const void *k, const void 
         r = TQKV__REFUSE(NOT_FINITE, "k or v holds NaN or infinity");
     if (r == TQKV_OK) r = tqkv__fit_newest(c, n_tokens);
     if (r != TQKV_OK) return r;
+    if (c->metal) {
+        r = tqkv__backend_of(c->metal)->append(c->metal, c, k, v, n_tokens);
+        if (r == TQKV_OK) tqkv__count_append(c, n_tokens);
+        return r;
+    }
     if (!c->learning && n_tokens) tqkv__drop_raw(c); /* the queries that read them have come */
     if (c->learning)
         tqkv__append_learning(c, &append);
-    else if (!c->metal)
+    else
         tqkv__append_rows(c, &append);
-    else if ((r = tqkv__backend_of(c->metal)->append(c->metal, c, k, v, n_tokens)) != TQKV_OK)
-        return r;
     tqkv__cache_advance(c, n_tokens);
     return r;
 }
@@ -13565,17 +13612,23 @@ static void tqkv__count_ends(const tqkv_cache *c, tqkv_attention *a)
     a->exact_from = c->exact_from;
 }
 
-TQKV_API tqkv_attention tqkv_cache_view(const tqkv_cache *c)
+/* The attention of one query to codes and what is kept besides. */
+static tqkv_attention tqkv__view_codes(const tqkv_cache *c)
 {
-    tqkv_attention view;
-    memset(&view, 0, sizeof view);
-    if (!c || tqkv__view_raw(c, &view)) return view;
-    view = c->attention;
+    tqkv_attention view = c->attention;
     view.kv_len = (int)(c->attention.end - c->first);
     tqkv__count_ends(c, &view);
     const bool full = c->exact_held <= c->attention.end - tqkv__newest_room(c); /* of halves that came */
     if (!full && view.exact_from < c->exact_held) view.exact_from = c->exact_held;
     return view;
+}
+
+TQKV_API tqkv_attention tqkv_cache_view(const tqkv_cache *c)
+{
+    tqkv_attention view;
+    memset(&view, 0, sizeof view);
+    if (!c || tqkv__view_raw(c, &view)) return view;
+    return tqkv__view_codes(c);
 }
 
 /* Takes the list and the tree of `some`, unless that is NULL. */
@@ -13613,7 +13666,7 @@ static tqkv_result tqkv__cache_attend(tqkv_cache *c, const tqkv_attention *some,
     tqkv__attention a;
     if (!c || n_queries < 0) return TQKV__INVALID("the cache is NULL or n_queries negative");
     if (n_queries == 0) return TQKV_OK;
-    if (c->raw_memory) return tqkv__attend_raw(c, some, q, n_queries, out);
+    if (c->reads_raw) return tqkv__attend_raw(c, some, q, n_queries, out);
     tqkv_result r = tqkv__cache_attention(c, some, n_queries, &a);
     if (r != TQKV_OK) return r;
     if (!c->metal) return tqkv__attend(&a, q, out);
@@ -13708,8 +13761,9 @@ TQKV_API const tqkv_store *tqkv_cache_keys(const tqkv_cache *c) { return c ? &c-
 TQKV_API const tqkv_store *tqkv_cache_values(const tqkv_cache *c) { return c ? c->attention.values : NULL; }
 TQKV_API const tqkv_store *tqkv_cache_tail(const tqkv_cache *c) { return c ? c->attention.tail : NULL; }
 
-/* >>cache-calibrate: a cache that learns centre and scale of its keys from its first positions, and presets. Until then keys and
-   values are halves of the rows as they came, `raw`; the append that reaches the last of these positions encodes all. */
+/* >>cache-calibrate: a cache that learns centre and scale of its keys from its first positions, and presets. Until then
+   keys and values are halves of the rows as they came, `raw`; the append that reaches the last of these positions
+   encodes all. */
 
 /* Positions from which a scale can be learned. */
 #define TQKV__LEAST_POSITIONS 16
@@ -13722,9 +13776,8 @@ static tqkv_result tqkv__raw_shapes(const tqkv_cache_desc *desc, tqkv_cache *c)
     if (desc->calibrate == 0) return TQKV_OK;
     if (desc->calibrate < least) return TQKV__INVALID("calibrate: fewer than 16 positions");
     if (desc->capacity < least) return TQKV__INVALID("calibrate: the capacity is less than 16");
-    if (desc->metal) return TQKV__REFUSE(UNSUPPORTED, "calibrate: a GPU's cache takes what another one learned");
     c->calibrate = desc->calibrate;
-    c->learning = true;
+    c->learning = c->reads_raw = true;
     const int most = quarter > least ? quarter : least, n = desc->calibrate < most ? desc->calibrate : most;
     for (int i = 0; i < TQKV__CACHE_STREAMS; i++) {
         const tqkv_store *s = tqkv__store_of(c, i);
@@ -13737,7 +13790,7 @@ static tqkv_result tqkv__raw_shapes(const tqkv_cache_desc *desc, tqkv_cache *c)
     return TQKV_OK;
 }
 
-/* Gets memory for what a cache that learns keeps raw. */
+/* Gets memory for what a cache that learns keeps raw; on a GPU it is the cache's. */
 static tqkv_result tqkv__get_raw(tqkv_cache *c)
 {
     size_t codes[TQKV__CACHE_STREAMS] = {0}, norms[TQKV__CACHE_STREAMS] = {0}, size = 0;
@@ -13749,7 +13802,7 @@ static tqkv_result tqkv__get_raw(tqkv_cache *c)
         if (!tqkv__reserve(&size, raw->codes_size, &codes[i]) || !tqkv__reserve(&size, raw->norms_size, &norms[i]))
             return TQKV__INVALID("a cache of more than SIZE_MAX bytes");
     }
-    if (!size) return TQKV_OK;
+    if (!size || c->metal) return TQKV_OK;
     c->raw_size = size + 63;
     c->raw_memory = c->memory.alloc(c->memory.user, c->raw_size);
     if (!c->raw_memory) return TQKV_OUT_OF_MEMORY;
@@ -13762,13 +13815,13 @@ static tqkv_result tqkv__get_raw(tqkv_cache *c)
     return TQKV_OK;
 }
 
-/* Gives the raw halves back. */
+/* Gives the raw halves back; on a GPU their memory stays, but no later query reads it. */
 static void tqkv__drop_raw(tqkv_cache *c)
 {
     if (c->raw_memory) c->memory.free(c->memory.user, c->raw_memory, c->raw_size);
     c->raw_memory = NULL;
-    c->learning = false;
-    memset(c->raw, 0, sizeof c->raw);
+    c->learning = c->reads_raw = false;
+    if (!c->metal) memset(c->raw, 0, sizeof c->raw);
 }
 
 /* -- Learning -- */
@@ -13799,8 +13852,8 @@ static void tqkv__raw_means(const tqkv__stream *raw, int kv_head, int first, int
     tqkv__divide_sums(means, raw->head_dim, (float)(end - first));
 }
 
-/* Learns centre and scale of the keys from the raw halves of the positions before n, without those that stay exact, if enough
-   remain. */
+/* Learns centre and scale of the keys from the raw halves of the positions before n, without those that stay exact, if
+   enough remain. */
 static TQKV__NOINLINE void tqkv__learn(tqkv_cache *c, const tqkv__stream *raw, int n)
 {
     tqkv__learnt learnt;
@@ -13823,8 +13876,8 @@ static TQKV__NOINLINE void tqkv__learn(tqkv_cache *c, const tqkv__stream *raw, i
 
 /* -- Encoding what was raw -- */
 
-/* The raw halves of a cache, and where they go: tasks for each head of each stream. end: of the append, what the rings of the
-   newest halves must hold up to */
+/* The raw halves of a cache, and where they go: tasks for each head of each stream. end: of the append, what the rings
+   of the newest halves must hold up to */
 typedef struct tqkv__raw_job {
     tqkv__stream raw[2], to[2], first[2], newest[2];
     bool has_first[2], has_newest[2];
@@ -13900,8 +13953,17 @@ static tqkv_result tqkv__settle_tail(const tqkv_cache *c, const tqkv_store *raw,
     return r;
 }
 
-/* Learns from the n positions that are raw, and encodes them, with what is kept besides of them at `end`. raw: [3], the cache's or
-   another one's, whose tail may have another format and then cannot always be converted */
+/* What the cache has of its first n positions when these are encoded for an append up to `end`. */
+static void tqkv__count_settled(tqkv_cache *c, int n, int64_t end)
+{
+    c->learning = false;
+    c->exact_below = n < c->exact_first ? n : c->exact_first;
+    c->exact_from = c->exact_held = 0;
+    if (end > tqkv__newest_room(c)) c->exact_held = end - tqkv__newest_room(c) < n ? end - tqkv__newest_room(c) : n;
+}
+
+/* Learns from the n positions that are raw, and encodes them, with what is kept besides of them at `end`. raw: [3], the
+   cache's or another one's, whose tail may have another format and then cannot always be converted */
 static tqkv_result tqkv__settle(tqkv_cache *c, const tqkv_store *raw, int n, int64_t end)
 {
     tqkv__raw_job job;
@@ -13915,10 +13977,7 @@ static tqkv_result tqkv__settle(tqkv_cache *c, const tqkv_store *raw, int n, int
     job.n_heads = c->keys.n_kv_heads;
     job.end = end;
     parallel->run(parallel->user, sides * job.n_heads, tqkv__raw_task, &job);
-    c->learning = false;
-    c->exact_below = n < c->exact_first ? n : c->exact_first;
-    c->exact_from = c->exact_held = 0;
-    if (end > tqkv__newest_room(c)) c->exact_held = end - tqkv__newest_room(c) < n ? end - tqkv__newest_room(c) : n;
+    tqkv__count_settled(c, n, end);
     return tqkv__settle_tail(c, raw, n);
 }
 
@@ -13975,13 +14034,49 @@ static void tqkv__append_learning(tqkv_cache *c, tqkv__append *append)
     if (append->job.n_tokens) tqkv__append_rows(c, append);
 }
 
+/* Counts what a GPU has appended, or will have when what is recorded has run: the cache then has centre and scale,
+   whose numbers the processor does not know yet. */
+static void tqkv__count_append(tqkv_cache *c, int n_tokens)
+{
+    const int64_t end = c->attention.end + n_tokens;
+    if (!c->learning && n_tokens) tqkv__drop_raw(c);
+    if (c->learning && end >= c->raw[0].capacity) {
+        c->learnt_at = c->attention.end;
+        tqkv__count_settled(c, c->raw[0].capacity, end);
+        tqkv__name_channels(c, TQKV__KEYS, TQKV__CENTERS, true);
+        tqkv__name_channels(c, TQKV__KEYS, TQKV__SCALES, true);
+        if (c->attention.non_causal) tqkv__drop_raw(c);
+    }
+    tqkv__cache_advance(c, n_tokens);
+}
+
+/* Forgets positions whose appends a GPU did not run, and what the cache would have learned from them. */
+static tqkv_result tqkv__count_failed(tqkv_cache *c, int64_t end)
+{
+    const bool unlearns = !c->learning && end >= 0 && end <= c->learnt_at;
+    const tqkv_result r = tqkv_cache_truncate(c, end);
+    if (r != TQKV_OK || !unlearns) return r;
+    tqkv__name_channels(c, TQKV__KEYS, TQKV__CENTERS, false);
+    tqkv__name_channels(c, TQKV__KEYS, TQKV__SCALES, false);
+    c->learning = c->reads_raw = true;
+    c->exact_below = c->exact_from = c->exact_held = 0;
+    return TQKV_OK;
+}
+
+/* On a GPU a tail is encoded to its stream while the cache learns, too: kernels do not copy rows of any format. After
+   what moved raw rows, or brought them, the stream follows. */
+static tqkv_result tqkv__follow_tail(const tqkv_cache *c)
+{
+    return c->metal && c->learning ? tqkv__settle_tail(c, c->raw, (int)c->attention.end) : TQKV_OK;
+}
+
 /* -- Attending -- */
 
 /* Returns how many of the newest n_queries queries stand at positions that are read raw. */
 static int tqkv__raw_queries(const tqkv_cache *c, int n_queries)
 {
     const int64_t first = c->attention.end - n_queries, n = c->raw[0].capacity;
-    if (!c->raw_memory || first >= n) return 0;
+    if (!c->reads_raw || first >= n) return 0;
     return c->attention.end <= n ? n_queries : (int)(n - first);
 }
 
@@ -14006,8 +14101,8 @@ static bool tqkv__view_raw(const tqkv_cache *c, tqkv_attention *view)
     return true;
 }
 
-/* A call of a cache that is cut at the position from which queries read codes. The second request has the other queries or, with a
-   tree, which counts from the first query of a call, all of them, and an output of its own. */
+/* A call of a cache that is cut at the position from which queries read codes. The second request has the other queries
+   or, with a tree, which counts from the first query of a call, all of them, and an output of its own. */
 typedef struct tqkv__cut_call {
     tqkv__attention a[2];
     tqkv__request requests[2];
@@ -14083,10 +14178,12 @@ static TQKV__NOINLINE tqkv_result tqkv__attend_raw(const tqkv_cache *c, const tq
     cut.n_raw = tqkv__raw_queries(c, n_queries);
     tqkv_result r = cut.n_raw ? tqkv__cut_raw(c, some, q, n_queries, out, &cut) : TQKV_OK;
     if (r != TQKV_OK) return r;
-    if (cut.n_raw && cut.n_raw < n_queries && some && some->tree)
-        return tqkv__attend_cut_tree(c, some, q, n_queries, out, &cut);
-    if (cut.n_raw < n_queries) r = tqkv__cut_coded(c, some, q, cut.n_raw, n_queries, out, &cut);
-    return r == TQKV_OK ? tqkv__run_job(cut.requests, cut.n_requests) : r;
+    const bool whole = cut.n_raw && cut.n_raw < n_queries && some && some->tree;
+    if (whole && !c->metal) return tqkv__attend_cut_tree(c, some, q, n_queries, out, &cut);
+    if (cut.n_raw < n_queries) r = tqkv__cut_coded(c, some, q, whole ? 0 : cut.n_raw, n_queries, out, &cut);
+    if (r != TQKV_OK) return r;
+    return c->metal ? tqkv__backend_of(c->metal)->attend(c->metal, c, some, q, n_queries, out)
+                    : tqkv__run_job(cut.requests, cut.n_requests);
 }
 
 /* -- Presets -- */
@@ -14110,12 +14207,20 @@ TQKV_API tqkv_cache_desc tqkv_cache_preset(tqkv_preset preset)
 /* Lets positions below `from` be read as codes after an edit. Where none is kept as halves there is nothing to say. */
 static void tqkv__exact_begins(tqkv_cache *c, int64_t from) { c->exact_from = c->exact_last ? from : 0; }
 
+/* What was raw when the cache learned is no longer what it holds. */
+static void tqkv__begin_edit(tqkv_cache *c)
+{
+    if (c->learning) return;
+    tqkv__drop_raw(c);
+    c->learnt_at = -1;
+}
+
 TQKV_API tqkv_result tqkv_cache_truncate(tqkv_cache *c, int64_t end)
 {
     if (!c) return TQKV__INVALID("the cache is NULL");
     if (end < 0 || end > c->attention.end || (end < c->first && end != 0))
         return TQKV__REFUSE(OUT_OF_RANGE, "end: not among the resident positions");
-    if (!c->learning && end < c->attention.end) tqkv__drop_raw(c);
+    if (end < c->attention.end) tqkv__begin_edit(c);
     if (end == 0) c->first = 0;
     if (c->exact_below > end) c->exact_below = end;
     if (end < c->attention.end) tqkv__exact_begins(c, tqkv__exact_kept(c) < end ? tqkv__exact_kept(c) : end);
@@ -14124,8 +14229,8 @@ TQKV_API tqkv_result tqkv_cache_truncate(tqkv_cache *c, int64_t end)
     return TQKV_OK;
 }
 
-/* Moves n positions down, see tqkv__move_rows: halves of the first positions as far as there are any, of the newest ones if all
-   have them. */
+/* Moves n positions down, see tqkv__move_rows: halves of the first positions as far as there are any, of the newest
+   ones if all have them. */
 static void tqkv__move_positions(const tqkv_cache *c, int64_t source, int64_t target, int64_t n)
 {
     const int64_t below = c->exact_below - source < n ? c->exact_below - source : n;
@@ -14173,7 +14278,7 @@ TQKV__COLD TQKV_API tqkv_result tqkv_cache_remove(tqkv_cache *c, int64_t first, 
     if (count < 0) return TQKV__INVALID("count is negative");
     if (first < 0 || first > c->attention.end || count > c->attention.end - first)
         return TQKV__REFUSE(OUT_OF_RANGE, "first, count: not among the resident positions");
-    if (!c->learning && count) tqkv__drop_raw(c);
+    if (count) tqkv__begin_edit(c);
     const int64_t behind = first + count, n = c->attention.end - behind;
     tqkv__move_positions(c, behind, first, n);
     const int64_t kept = tqkv__exact_kept(c);
@@ -14184,7 +14289,7 @@ TQKV__COLD TQKV_API tqkv_result tqkv_cache_remove(tqkv_cache *c, int64_t first, 
     if (count) tqkv__exact_begins(c, first < kept ? (behind > kept ? behind : kept) - count : kept);
     if (first < c->exact_below) c->exact_below = c->exact_below > behind ? c->exact_below - count : first;
     c->attention.end -= count;
-    return TQKV_OK;
+    return tqkv__follow_tail(c);
 }
 
 TQKV__COLD TQKV_API tqkv_result tqkv_cache_keep(tqkv_cache *c, int n, const int *kept, int n_kept)
@@ -14198,7 +14303,7 @@ TQKV__COLD TQKV_API tqkv_result tqkv_cache_keep(tqkv_cache *c, int n, const int 
         if (kept[i] < 0 || kept[i] >= n) return TQKV__REFUSE(OUT_OF_RANGE, "kept: not one of the newest n positions");
         if (i && kept[i] <= kept[i - 1]) return TQKV__INVALID("kept: not ascending");
     }
-    if (!c->learning && n_kept < n) tqkv__drop_raw(c);
+    if (n_kept < n) tqkv__begin_edit(c);
     const int64_t first = c->attention.end - n, kept_from = tqkv__exact_kept(c);
     int64_t below = first;
     for (int i = 0, next; i < n_kept; i = next) {
@@ -14210,10 +14315,11 @@ TQKV__COLD TQKV_API tqkv_result tqkv_cache_keep(tqkv_cache *c, int n, const int 
     if (c->exact_below > below) c->exact_below = below;
     if (first < c->exact_held) c->exact_held = c->attention.end; /* their rows did not move */
     if (n_kept < n) tqkv__exact_begins(c, first < kept_from ? c->attention.end : kept_from);
-    return TQKV_OK;
+    return tqkv__follow_tail(c);
 }
 
-/* The fields of a desc, and where a cache has them: those that a snapshot holds, then those that another desc may bring. */
+/* The fields of a desc, and where a cache has them: those that a snapshot holds, then those that another desc may
+   bring. */
 // clang-format off
 #define TQKV__CACHE_SHAPE(row)                                                                                         \
     row(head_dim,     keys.head_dim)       row(value_dim,  values.head_dim)                                            \
@@ -14282,8 +14388,8 @@ static tqkv_result tqkv__fork_store(const tqkv_cache *c, int i, const tqkv_cache
     return tqkv__convert(to, from, range.from, (int)(range.to - range.from), parallel);
 }
 
-/* Copies what a cache holds to a new one of its shape. One that learns, and has more positions than the copy learns from, is
-   calibrated with these. */
+/* Copies what a cache holds to a new one of its shape. One that learns, and has more positions than the copy learns
+   from, is calibrated with these. */
 static tqkv_result tqkv__copy_cache(const tqkv_cache *c, tqkv_cache *copy, const tqkv_parallel *parallel)
 {
     tqkv_result r = TQKV_OK;
@@ -14301,7 +14407,7 @@ static tqkv_result tqkv__copy_cache(const tqkv_cache *c, tqkv_cache *copy, const
     copy->exact_from = c->exact_from;
     copy->exact_held = tqkv__range_of(c, TQKV__LAST_KEYS).from;
     copy->attention.end = c->attention.end;
-    if (!settles) return r;
+    if (!settles) return r == TQKV_OK ? tqkv__follow_tail(copy) : r;
     r = tqkv__settle(copy, c->raw, (int)c->attention.end, c->attention.end);
     tqkv__drop_raw(copy);
     return r;
@@ -14353,21 +14459,22 @@ TQKV__COLD TQKV_API tqkv_result tqkv_cache_fork(const tqkv_cache *c, const tqkv_
          48      4  capacity                                  120      8  exact_from
          52      4  key format                                128      8  XXH3-64 of the bytes before
          56      4  value format
-         60      4  tail format, or 0                       then, for each stream: keys, values unless they are the keys, tail:
+         60      4  tail format, or 0                       then, for each stream (keys, values unless shared, tail):
          64      4  type                                              centre, then scale [n_kv_heads][head_dim], if any
          68      4  bit 0: ring; 1: shared; 2: the                    codes [n_kv_heads][positions][row_bytes]
                     cache has not learned yet; 8 to 10:               norms [n_kv_heads][positions][norms_per_row]
                     keys, values and tail have a                   8  XXH3-64 of these
                     centre; 16 to 18: a scale
 
-   Behind the streams come, likewise but without centre and scale, what is kept of the first positions' keys, values and tail, then the
-   halves of the newest keys and values, as far as the cache has these stores. The newest halves are those of the positions from
-   exact_from on, but no more than an edit leaves, see tqkv__exact_kept. In a cache that has not learned yet all these have no
-   positions; behind them come the rows as they came, of keys and values as halves, and of the tail.
+   Behind the streams come, likewise but without centre and scale, what is kept of the first positions' keys, values and
+   tail, then the halves of the newest keys and values, as far as the cache has these stores. The newest halves are
+   those of the positions from exact_from on, but no more than an edit leaves, see tqkv__exact_kept. In a cache that has
+   not learned yet all these have no positions; behind them come the rows as they came, of keys and values as halves,
+   and of the tail.
 
    Positions of a store:
      offset  bytes  field                                 offset  bytes  field
-          0      8  "tqks" CR LF SUB LF                        32      4  block_scale (float32); 1 where it has no effect
+          0      8  "tqks" CR LF SUB LF                        32      4  block_scale (float32); 1 without effect
           8      4  snapshot version                           36      4  0
          12      4  bytes of the header, with its hash         40      8  first position
          16      4  format                                     48      8  number of positions
@@ -14713,9 +14820,9 @@ static size_t tqkv__wanted_ahead(const tqkv_cache *c, uint32_t centers, uint32_t
 {
     size_t all = 0, announced = 0;
     for (int i = 0; i < TQKV__CACHE_STORES; i++) {
-        const tqkv_store *s = i < TQKV__RAW ? tqkv__store_of(c, i) : &c->raw[i - TQKV__RAW]; /* has no memory yet */
+        const tqkv_store *s = tqkv__store_of(c, i); /* has no memory yet */
         const tqkv__range range = tqkv__range_of(c, i);
-        if (!s || !s->head_dim || (i >= TQKV__RAW && !c->learning)) continue;
+        if (!s || (i >= TQKV__RAW && !c->learning)) continue;
         const size_t rows = tqkv_codes_size(s) + tqkv_norms_size(s);
         const size_t center = i < TQKV__CACHE_STREAMS ? (size_t)s->n_kv_heads * (size_t)s->head_dim * sizeof(float) : 0;
         all += rows + TQKV__CHANNELS * center; /* there is always room for them */
@@ -14726,8 +14833,8 @@ static size_t tqkv__wanted_ahead(const tqkv_cache *c, uint32_t centers, uint32_t
     return all <= 1048576 ? 0 : announced < all / 16 ? announced : all / 16;
 }
 
-/* Takes centres and scales of the streams whose bits are set from where they lie in the cache: before these are read, and with
-   inverses after it. */
+/* Takes centres and scales of the streams whose bits are set from where they lie in the cache: before these are read,
+   and with inverses after it. */
 static void tqkv__take_channels(tqkv_cache *c, uint32_t centers, uint32_t scales)
 {
     for (int i = 0; i < TQKV__CACHE_STREAMS; i++)
@@ -14794,6 +14901,7 @@ TQKV__COLD TQKV_API tqkv_result tqkv_cache_load(const tqkv_cache_desc *desc, tqk
         return r;
     }
     r = tqkv__move_stores(&pipe, c);
+    if (r == TQKV_OK) r = tqkv__follow_tail(c);
     if (r == TQKV_OK) tqkv__take_channels(c, 0, found.scales);
     tqkv__drop_held(&ahead);
     if (r == TQKV_OK)
@@ -14854,8 +14962,8 @@ TQKV_API tqkv_result tqkv_store_save(const tqkv_store *store, int64_t position, 
     return r == TQKV_OK ? tqkv__move_stored(&pipe, &s, range) : r;
 }
 
-/* Every size comes from the store: a header that differs from the one that this store writes is refused, but for the first
-   position. */
+/* Every size comes from the store: a header that differs from the one that this store writes is refused, but for the
+   first position. */
 TQKV_API tqkv_result tqkv_store_load(const tqkv_store *store, int64_t position, int n_positions, tqkv_read read,
                                      void *user)
 {
@@ -15248,8 +15356,8 @@ static tqkv_result tqkv__check_tail(int head_dim, int tail_dim)
     return TQKV__REFUSE(UNSUPPORTED, TQKV__KERNELS_TEXT);
 }
 
-/* The regions of a context that attention takes in dispatches of their own: first positions that are kept as halves, the codes,
-   last positions that are. */
+/* The regions of a context that attention takes in dispatches of their own: first positions that are kept as halves,
+   the codes, last positions that are. */
 enum { TQKV__FIRST_REGION, TQKV__CODES_REGION, TQKV__LAST_REGION, TQKV__REGIONS };
 
 /* What an attention dispatches, of those regions that there are. */
@@ -15575,8 +15683,8 @@ static TQKV__NOINLINE tqkv_result tqkv__plan_extent(const tqkv__stream *s, int n
     return tqkv__check_strides(s->strides);
 }
 
-/* Adds arguments for the rows of tokens from `position` on. slots: of a KV head in memory. What encodes has bound its flag
-   before, as its first buffer. */
+/* Adds arguments for the rows of tokens from `position` on. slots: of a KV head in memory. What encodes has bound its
+   flag before, as its first buffer. */
 static tqkv_result tqkv__plan_rows(tqkv_metal_dispatch *d, const tqkv__stream *s, int slot_list, int n_tokens,
                                    int64_t position)
 {
@@ -15653,7 +15761,8 @@ static tqkv_result tqkv__plan_mapping(const tqkv_store *shape, const tqkv__mappi
     return r == TQKV_OK ? tqkv__plan_check_pages(shape, mapping->position, n, true) : r;
 }
 
-/* Adds a stream to encode: arguments at index 0 or 4, then source, codes and norms; centre, pages and scales where it says. */
+/* Adds a stream to encode: arguments at index 0 or 4, then source, codes and norms; centre, pages and scales where it
+   says. */
 static tqkv_result tqkv__plan_stream(tqkv_metal_dispatch *d, const tqkv__encode_stream *e, const tqkv__mapping *mapping)
 {
     size_t all, kept;
@@ -16046,8 +16155,8 @@ static int tqkv__choose_columns(int64_t rows, int n_queries)
     return columns;
 }
 
-/* Divides query rows and the tiles [first, end) of the keys. most_sums: bytes of the stretches' sums; SIZE_MAX: each stretch
-   has its own, and all are short */
+/* Divides query rows and the tiles [first, end) of the keys. most_sums: bytes of the stretches' sums; SIZE_MAX: each
+   stretch has its own, and all are short */
 static tqkv_result tqkv__choose_split(const tqkv__attention *a, int64_t first, int64_t end, size_t most_sums,
                                       tqkv__split *split)
 {
@@ -16399,8 +16508,8 @@ static void tqkv__plan_attend_memory(tqkv_metal_dispatch *d, size_t key_dim, siz
     d->memory_each[3] = TQKV__ATTEND_STATE_BYTES(value_dim, 1);
 }
 
-/* Matrices come whole: 8, 16 or 32 columns. The sums take turns, and after the only stretch the queries' memory. Of rows that
-   several simdgroups share, some queries and then the weights lie behind. */
+/* Matrices come whole: 8, 16 or 32 columns. The sums take turns, and after the only stretch the queries' memory. Of
+   rows that several simdgroups share, some queries and then the weights lie behind. */
 static void tqkv__plan_matrix_memory(tqkv_metal_dispatch *d, size_t head_dim, int columns)
 {
     const size_t matrices = TQKV__MATRICES(columns), tail = (size_t)tqkv__planned_tail(d),
@@ -16641,8 +16750,8 @@ static void tqkv__take_region(const tqkv__attention *a, const tqkv__attend_buffe
         own->call.list_newest = gone < INT_MAX - a->call.list_newest ? a->call.list_newest + (int)gone : INT_MAX;
 }
 
-/* Divides each region, and scratch: rows of lists, then sums, then states. Those of the first and last region lie before the others,
-   whose number may be more than the merge reads. *all: of all regions */
+/* Divides each region, and scratch: rows of lists, then sums, then states. Those of the first and last region lie
+   before the others, whose number may be more than the merge reads. *all: of all regions */
 static tqkv_result tqkv__split_regions(const tqkv__attention *a, const tqkv__attend_buffers *b,
                                        const tqkv__range regions[TQKV__REGIONS], size_t most_sums,
                                        tqkv__split splits[TQKV__REGIONS], tqkv__split *all)
@@ -16918,7 +17027,8 @@ static tqkv_result tqkv__plan_ends(const tqkv_metal_attention *from, tqkv__atten
     return TQKV__REFUSE(UNSUPPORTED, "exact_first and exact_last meet, and are of different streams: not on a GPU");
 }
 
-/* Takes [first, first + count) if b says slice, else all resident positions, and checks the pages that the processor knows. */
+/* Takes [first, first + count) if b says slice, else all resident positions, and checks the pages that the processor
+   knows. */
 static tqkv_result tqkv__plan_range(const tqkv_metal_attention *from, int64_t first, int count, tqkv__attention *a,
                                     tqkv__attend_buffers *b)
 {
@@ -17248,7 +17358,8 @@ static tqkv_result tqkv__join_items(const tqkv__batch *b, size_t *used, tqkv__at
     return TQKV_OK;
 }
 
-/* Where an array of an item is: its number in what is bound for all, and in the item's plan; and its offset in the item. */
+/* Where an array of an item is: its number in what is bound for all, and in the item's plan; and its offset in the
+   item. */
 typedef struct tqkv__batch_array {
     int bound, index;
     size_t unit, to;
@@ -17617,8 +17728,8 @@ TQKV_API tqkv_result tqkv_metal_plan_index_scores(const tqkv_metal_index *from, 
     return tqkv__close_plan(plan, tqkv__add_scores(from, q, scores, plan));
 }
 
-/* How the resident blocks of a row are divided: one threadgroup up to 16384, or where many queries fill the GPU. Else at most
-   64 chunks of a multiple of 4096 blocks, four a thread. */
+/* How the resident blocks of a row are divided: one threadgroup up to 16384, or where many queries fill the GPU. Else
+   at most 64 chunks of a multiple of 4096 blocks, four a thread. */
 enum { TQKV__CHOOSE_BLOCKS = 4096, TQKV__CHOOSE_CHUNKS = 64, TQKV__CHOOSE_QUERIES = 16 };
 
 static bool tqkv__chooses_alone(int64_t n_blocks, int n_queries)
@@ -17735,6 +17846,13 @@ static tqkv_metal_store tqkv__store_in_buffer(const tqkv_cache *c, tqkv_metal_bu
     return store;
 }
 
+/* Gives a store the centre and the scale that the cache learns. */
+static void tqkv__take_learnt_buffers(const tqkv_cache *c, tqkv_metal_buffer memory, tqkv_metal_store *store)
+{
+    store->center = tqkv__buffer_within(c, memory, tqkv__channel_room(c, TQKV__KEYS, TQKV__CENTERS));
+    store->channel_scale = tqkv__buffer_within(c, memory, tqkv__channel_room(c, TQKV__KEYS, TQKV__SCALES));
+}
+
 /* Returns the strides of a call: those that are given, or the cache's. */
 static tqkv_cache_layout tqkv__layout_of_call(const tqkv_cache *c, const tqkv_cache_layout *given)
 {
@@ -17743,33 +17861,172 @@ static tqkv_cache_layout tqkv__layout_of_call(const tqkv_cache *c, const tqkv_ca
     return given ? *given : own;
 }
 
-/* Plans the halves of the first (TQKV__FIRST_KEYS) or newest (TQKV__LAST_KEYS) positions for the tokens that they keep:
-   those of keys, of values or of both. */
-static tqkv_result tqkv__plan_halves(const tqkv_cache *c, tqkv_metal_buffer memory, const tqkv_strides strides[2],
-                                     int keys, const tqkv_metal_buffer rows[2], int n_tokens,
-                                     tqkv_metal_buffer not_finite, tqkv_metal_plan *plan)
+/* Rows that an append takes, of keys, values and tail: tokens from `position` on. */
+typedef struct tqkv__rows_in_buffers {
+    tqkv_metal_buffer at[TQKV__CACHE_STREAMS], not_finite;
+    tqkv_strides strides[TQKV__CACHE_STREAMS];
+    tqkv_type type;
+    int n_tokens;
+    int64_t position;
+    bool learnt; /* keys have the centre and the scale that the kernels before learn */
+} tqkv__rows_in_buffers;
+
+/* Returns a store of the cache, for rows of the caller's type. */
+static tqkv_metal_store tqkv__target_of_rows(const tqkv_cache *c, tqkv_metal_buffer memory,
+                                             const tqkv__rows_in_buffers *rows, int i)
 {
-    const tqkv_store *const ends[2] = {tqkv__store_of(c, keys), tqkv__store_of(c, keys + 1)};
-    const int64_t end = c->attention.end, left = keys == TQKV__LAST_KEYS ? n_tokens : c->exact_first - end;
-    const int kept = left < 0 ? 0 : left < n_tokens ? (int)left : n_tokens;
-    const tqkv__mapping mapping = tqkv__mapping_from(kept, kept ? end : 0);
-    tqkv_metal_store stores[2];
-    if ((!ends[0] && !ends[1]) || (n_tokens && !kept)) return TQKV_OK;
-    for (int side = 0; side < 2; side++) {
-        if (!ends[side]) continue;
-        stores[side] = tqkv__store_in_buffer(c, memory, ends[side]);
-        stores[side].shape.type = TQKV__STORE_AT(c, side)->type;
-        stores[side].shape.strides = strides[side];
-    }
-    if (ends[0] && ends[1])
-        return tqkv__add_encode_kv(&stores[0], &stores[1], rows[0], rows[1], &mapping, not_finite, plan);
-    return tqkv__add_encode(&stores[!ends[0]], rows[!ends[0]], &mapping, not_finite, plan);
+    const int side = tqkv__stream_kinds[i].side;
+    tqkv_metal_store store = tqkv__store_in_buffer(c, memory, TQKV__STORE_AT(c, i));
+    store.shape.type = rows->type;
+    store.shape.strides = rows->strides[side];
+    if (rows->learnt && side == TQKV__KEYS) tqkv__take_learnt_buffers(c, memory, &store);
+    return store;
 }
 
-/* Whether a GPU can append n_tokens to a cache in its memory: that is one allocation, of what kernels write. */
-static tqkv_result tqkv__check_on_gpu(const tqkv_cache *c, int n_tokens)
+/* Encodes rows to stores `one` and `other` of a cache, as far as it has them. */
+static tqkv_result tqkv__add_rows(const tqkv_cache *c, tqkv_metal_buffer memory, const tqkv__rows_in_buffers *rows,
+                                  int one, int other, tqkv_metal_plan *plan)
+{
+    const tqkv__mapping mapping = tqkv__mapping_from(rows->n_tokens, rows->n_tokens ? rows->position : 0);
+    const bool has_one = tqkv__has_store(c, one), has_other = other != one && tqkv__has_store(c, other);
+    const tqkv_metal_buffer of_one = rows->at[tqkv__stream_kinds[one].side],
+                            of_other = rows->at[tqkv__stream_kinds[other].side];
+    tqkv_metal_store stores[2];
+    if (has_one) stores[0] = tqkv__target_of_rows(c, memory, rows, one);
+    if (has_other) stores[1] = tqkv__target_of_rows(c, memory, rows, other);
+    if (has_one && has_other)
+        return tqkv__add_encode_kv(&stores[0], &stores[1], of_one, of_other, &mapping, rows->not_finite, plan);
+    if (has_one) return tqkv__add_encode(&stores[0], of_one, &mapping, rows->not_finite, plan);
+    return has_other ? tqkv__add_encode(&stores[1], of_other, &mapping, rows->not_finite, plan) : TQKV_OK;
+}
+
+/* Returns the first n tokens of rows, or as many as there are. */
+static tqkv__rows_in_buffers tqkv__rows_until(const tqkv__rows_in_buffers *rows, int64_t n)
+{
+    tqkv__rows_in_buffers some = *rows;
+    if (n < some.n_tokens) some.n_tokens = n > 0 ? (int)n : 0;
+    return some;
+}
+
+/* Returns rows without the first n tokens, of which there are more. */
+static tqkv__rows_in_buffers tqkv__rows_after(const tqkv_cache *c, const tqkv__rows_in_buffers *rows, int n)
+{
+    tqkv__rows_in_buffers some = *rows;
+    for (int i = 0; i < TQKV__CACHE_STREAMS; i++) {
+        const tqkv_store *s = tqkv__store_of(c, i);
+        if (!s) continue;
+        const size_t token = tqkv__strides_of(rows->strides[i], s->n_kv_heads, s->head_dim).token;
+        some.at[i] = tqkv__buffer_after(some.at[i], (size_t)n * token * tqkv__type_size(rows->type));
+    }
+    some.n_tokens -= n;
+    some.position += n;
+    return some;
+}
+
+/* Encodes rows to the cache's streams (0), or to what is raw of them (TQKV__RAW). A tail lies apart from keys that are
+   not the values. */
+static tqkv_result tqkv__add_streams(const tqkv_cache *c, tqkv_metal_buffer memory, const tqkv__rows_in_buffers *rows,
+                                     int first, tqkv_metal_plan *plan)
+{
+    const int keys = first + TQKV__KEYS, tail = first + TQKV__TAIL;
+    const tqkv_result r = tqkv__add_rows(c, memory, rows, keys, c->shared ? tail : first + TQKV__VALUES, plan);
+    return r == TQKV_OK && !c->shared ? tqkv__add_rows(c, memory, rows, tail, tail, plan) : r;
+}
+
+/* Encodes rows of the first positions to what is kept of them besides: of the tail, or of keys and values. None: the
+   kernels of all. */
+static tqkv_result tqkv__add_first(const tqkv_cache *c, tqkv_metal_buffer memory, const tqkv__rows_in_buffers *rows,
+                                   bool tail, tqkv_metal_plan *plan)
+{
+    const tqkv__rows_in_buffers some = tqkv__rows_until(rows, c->exact_first - rows->position);
+    if (rows->n_tokens && !some.n_tokens) return TQKV_OK;
+    return tail ? tqkv__add_rows(c, memory, &some, TQKV__FIRST_TAIL, TQKV__FIRST_TAIL, plan)
+                : tqkv__add_rows(c, memory, &some, TQKV__FIRST_KEYS, TQKV__FIRST_VALUES, plan);
+}
+
+/* Encodes rows of a cache that does not learn, or no longer. */
+static tqkv_result tqkv__add_coded(const tqkv_cache *c, tqkv_metal_buffer memory, const tqkv__rows_in_buffers *rows,
+                                   tqkv_metal_plan *plan)
+{
+    tqkv_result r = tqkv__add_streams(c, memory, rows, 0, plan);
+    if (r == TQKV_OK) r = tqkv__add_first(c, memory, rows, true, plan);
+    if (r == TQKV_OK) r = tqkv__add_first(c, memory, rows, false, plan);
+    return r == TQKV_OK ? tqkv__add_rows(c, memory, rows, TQKV__LAST_KEYS, TQKV__LAST_VALUES, plan) : r;
+}
+
+/* Returns the raw halves of keys and values as rows to encode. */
+static tqkv__rows_in_buffers tqkv__raw_rows(const tqkv_cache *c, tqkv_metal_buffer memory)
+{
+    tqkv__rows_in_buffers rows;
+    memset(&rows, 0, sizeof rows);
+    rows.type = TQKV_TYPE_F16;
+    rows.n_tokens = c->raw[0].capacity;
+    rows.learnt = true;
+    for (int i = TQKV__KEYS; i <= TQKV__VALUES; i++) {
+        const tqkv_store *raw = &c->raw[i];
+        if (!raw->head_dim) continue;
+        rows.at[i] = tqkv__buffer_within(c, memory, raw->codes);
+        rows.strides[i].token = (size_t)raw->head_dim;
+        rows.strides[i].head = (size_t)raw->capacity * (size_t)raw->head_dim;
+    }
+    return rows;
+}
+
+/* Learns centre and scale of the keys from what is raw, as tqkv__learn does. */
+static tqkv_result tqkv__add_learning(const tqkv_cache *c, tqkv_metal_buffer memory, tqkv_metal_plan *plan)
+{
+    const tqkv_metal_buffer none = {NULL, 0};
+    const tqkv__rows_in_buffers all = tqkv__raw_rows(c, memory);
+    const int n = all.n_tokens, first = n - c->exact_first >= TQKV__LEAST_POSITIONS ? c->exact_first : 0;
+    const tqkv__rows_in_buffers rows = tqkv__rows_after(c, &all, first);
+    tqkv_metal_store keys = tqkv__target_of_rows(c, memory, &rows, TQKV__KEYS);
+    const tqkv_metal_buffer results[2] = {keys.center, keys.channel_scale};
+    return tqkv__add_calibration(&keys, rows.at[TQKV__KEYS], rows.n_tokens, none, 0, 0, TQKV_PAIRS_NONE, results, plan);
+}
+
+/* Encodes the raw halves, and of the newest those that their rings hold at `end`: as tqkv__settle. */
+static tqkv_result tqkv__add_settling(const tqkv_cache *c, tqkv_metal_buffer memory, int64_t end, tqkv_metal_plan *plan)
+{
+    const tqkv__rows_in_buffers rows = tqkv__raw_rows(c, memory);
+    const int64_t oldest = end - tqkv__newest_room(c);
+    tqkv_metal_dispatch *learns = &plan->d[plan->n];
+    tqkv_result r = tqkv__add_learning(c, memory, plan);
+    if (r == TQKV_OK) learns->barrier = memory.buffer;
+    tqkv_metal_dispatch *reads = &plan->d[plan->n];
+    if (r == TQKV_OK) r = tqkv__add_rows(c, memory, &rows, TQKV__KEYS, TQKV__VALUES, plan);
+    if (r != TQKV_OK) return r;
+    reads->barrier = memory.buffer;
+    r = tqkv__add_first(c, memory, &rows, false, plan);
+    if (r != TQKV_OK || oldest >= rows.n_tokens) return r;
+    const tqkv__rows_in_buffers newest = tqkv__rows_after(c, &rows, oldest > 0 ? (int)oldest : 0);
+    return tqkv__add_rows(c, memory, &newest, TQKV__LAST_KEYS, TQKV__LAST_VALUES, plan);
+}
+
+/* Does what a cache that learns does with rows: those before its last raw position become halves, and their tails what
+   they will be. When it has that position it learns, encodes the halves and goes on. */
+static tqkv_result tqkv__add_raw(const tqkv_cache *c, tqkv_metal_buffer memory, const tqkv__rows_in_buffers *rows,
+                                 tqkv_metal_plan *plan)
+{
+    const int left = (int)(c->raw[0].capacity - rows->position);
+    const tqkv__rows_in_buffers now = tqkv__rows_until(rows, left);
+    tqkv_result r = tqkv__add_streams(c, memory, &now, TQKV__RAW, plan);
+    if (r == TQKV_OK) r = tqkv__add_rows(c, memory, &now, TQKV__TAIL, TQKV__TAIL, plan);
+    if (r == TQKV_OK) r = tqkv__add_first(c, memory, &now, true, plan);
+    if (r != TQKV_OK || now.n_tokens < left) return r;
+    r = tqkv__add_settling(c, memory, rows->position + rows->n_tokens, plan);
+    if (r != TQKV_OK || rows->n_tokens == left) return r;
+    tqkv__rows_in_buffers rest = tqkv__rows_after(c, rows, left);
+    rest.learnt = true;
+    return tqkv__add_coded(c, memory, &rest, plan);
+}
+
+/* Whether a GPU can append n_tokens to a cache in its memory, or attend with n_raw queries that read rows as they came:
+   that is one allocation, of all that kernels read and write. */
+static tqkv_result tqkv__check_on_gpu(const tqkv_cache *c, int n_tokens, int n_raw)
 {
     const int64_t wanted = (int64_t)c->exact_last + n_tokens - 1;
+    if (c->raw_memory && (c->learning || n_raw))
+        return TQKV__REFUSE(UNSUPPORTED, "calibrate: its halves lie apart in a cache without a context (metal)");
     if (c->grown) return TQKV__REFUSE(UNSUPPORTED, "the processor has appended more tokens than exact_batch");
     if (tqkv__newest_room(c) && n_tokens &&
         (wanted < c->keys.capacity ? wanted : c->keys.capacity) > tqkv__newest_room(c))
@@ -17777,15 +18034,41 @@ static tqkv_result tqkv__check_on_gpu(const tqkv_cache *c, int n_tokens)
     return TQKV_OK;
 }
 
-/* Plans the tail, whose rows lie apart from the keys, and in a ring its first positions. */
-static tqkv_result tqkv__add_tail(const tqkv_cache *c, tqkv_metal_buffer memory, const tqkv_store *to,
-                                  tqkv_metal_buffer rows, tqkv_strides strides, const tqkv__mapping *mapping,
-                                  tqkv_metal_buffer not_finite, tqkv_metal_plan *plan)
+/* Returns the caller's rows, from the cache's end on. Those of a tail come as v, or behind all of the keys'. */
+static tqkv_result tqkv__open_rows(const tqkv_cache *c, const tqkv_cache_layout *layout, tqkv_metal_buffer k,
+                                   tqkv_metal_buffer v, int n_tokens, tqkv_metal_buffer not_finite,
+                                   tqkv__rows_in_buffers *rows)
 {
-    tqkv_metal_store tail = tqkv__store_in_buffer(c, memory, to);
-    tail.shape.type = c->tail.type;
-    tail.shape.strides = strides;
-    return tqkv__add_encode(&tail, rows, mapping, not_finite, plan);
+    const tqkv_cache_layout own = tqkv__layout_of_call(c, layout);
+    tqkv__stream keys;
+    size_t bytes;
+    tqkv_store shape = c->keys;
+    memset(rows, 0, sizeof *rows);
+    rows->at[TQKV__KEYS] = k;
+    rows->at[TQKV__VALUES] = rows->at[TQKV__TAIL] = v;
+    rows->strides[TQKV__KEYS] = own.k;
+    rows->strides[TQKV__VALUES] = rows->strides[TQKV__TAIL] = own.v;
+    rows->type = c->keys.type;
+    rows->n_tokens = n_tokens;
+    rows->position = c->attention.end;
+    rows->not_finite = not_finite;
+    if (c->shared || !c->tail.head_dim) return TQKV_OK;
+    shape.strides = own.k;
+    tqkv_result r = tqkv__stream_shape(&shape, &keys);
+    if (r == TQKV_OK) r = tqkv__plan_extent(&keys, n_tokens, &bytes);
+    if (r != TQKV_OK) return r;
+    rows->at[TQKV__TAIL] = tqkv__buffer_after(k, bytes);
+    memset(&rows->strides[TQKV__TAIL], 0, sizeof rows->strides[TQKV__TAIL]);
+    return TQKV_OK;
+}
+
+/* Whether the cache has room for them. */
+static tqkv_result tqkv__check_room(const tqkv_cache *c, int n_tokens)
+{
+    tqkv__stream s;
+    if (n_tokens < 0) return TQKV__INVALID("n_tokens is negative");
+    const tqkv_result r = tqkv__stream_shape(&c->keys, &s);
+    return r == TQKV_OK ? tqkv__check_positions(&s, n_tokens, c->attention.end) : r;
 }
 
 TQKV_API tqkv_result tqkv_metal_plan_cache_append(const tqkv_cache *c, tqkv_metal_buffer memory,
@@ -17793,43 +18076,23 @@ TQKV_API tqkv_result tqkv_metal_plan_cache_append(const tqkv_cache *c, tqkv_meta
                                                   tqkv_metal_buffer v, int n_tokens, tqkv_metal_buffer not_finite,
                                                   tqkv_metal_plan *plan)
 {
+    tqkv__rows_in_buffers rows;
     if (!tqkv__open_plan(plan, "cache_append")) return TQKV__INVALID(TQKV__NO_PLAN);
     if (!c) return tqkv__close_plan(plan, TQKV__INVALID("the cache is NULL"));
-    const bool tail = c->tail.head_dim > 0, apart = tail && !c->shared;
-    const tqkv__mapping mapping = tqkv__mapping_from(n_tokens, c->attention.end);
-    const tqkv_cache_layout own = tqkv__layout_of_call(c, layout);
-    const tqkv_strides strides[] = {own.k, own.v};
-    const tqkv_metal_buffer rows[] = {k, v};
-    tqkv_metal_buffer tail_rows = v;
-    tqkv_strides tail_strides = own.v;
-    tqkv_metal_store keys = tqkv__store_in_buffer(c, memory, &c->keys),
-                     others = tqkv__store_in_buffer(c, memory, tail && !apart ? &c->tail : &c->values);
-    keys.shape.strides = own.k;
-    others.shape.strides = own.v;
-    tqkv_result r = tqkv__check_on_gpu(c, n_tokens);
-    if (r == TQKV_OK)
-        r = c->shared && !tail ? tqkv__add_encode(&keys, k, &mapping, not_finite, plan)
-                               : tqkv__add_encode_kv(&keys, &others, k, v, &mapping, not_finite, plan);
-    if (r == TQKV_OK && apart) { /* its rows come behind all of the keys' */
-        const tqkv_strides none = {0, 0};
-        const tqkv_metal_binding *of_keys = tqkv__binding_at(&plan->d[0], 1);
-        tail_rows = tqkv__buffer_after(of_keys->at, of_keys->size);
-        tail_strides = none;
-        r = tqkv__add_tail(c, memory, &c->tail, tail_rows, tail_strides, &mapping, not_finite, plan);
-    }
-    const int64_t left = c->exact_first - c->attention.end;
-    if (r == TQKV_OK && tqkv__has_store(c, TQKV__FIRST_TAIL) && (left > 0 || !n_tokens)) {
-        const tqkv__mapping kept =
-            tqkv__mapping_from(left < n_tokens && n_tokens ? (int)left : n_tokens, n_tokens ? c->attention.end : 0);
-        r = tqkv__add_tail(c, memory, TQKV__STORE_AT(c, TQKV__FIRST_TAIL), tail_rows, tail_strides, &kept, not_finite,
-                           plan);
-    }
-    if (r == TQKV_OK) r = tqkv__plan_halves(c, memory, strides, TQKV__FIRST_KEYS, rows, n_tokens, not_finite, plan);
-    if (r == TQKV_OK) r = tqkv__plan_halves(c, memory, strides, TQKV__LAST_KEYS, rows, n_tokens, not_finite, plan);
+    tqkv_result r = tqkv__check_on_gpu(c, n_tokens, 0);
+    if (r == TQKV_OK) r = tqkv__check_room(c, n_tokens);
+    if (r == TQKV_OK) r = tqkv__open_rows(c, layout, k, v, n_tokens, not_finite, &rows);
+    if (r == TQKV_OK) r = c->learning ? tqkv__add_raw(c, memory, &rows, plan) : tqkv__add_coded(c, memory, &rows, plan);
     return tqkv__close_plan(plan, r);
 }
 
-TQKV_API void tqkv_metal_cache_appended(tqkv_cache *c, int n_tokens) { tqkv__cache_advance(c, n_tokens); }
+TQKV_API void tqkv_metal_cache_appended(tqkv_cache *c, int n_tokens) { tqkv__count_append(c, n_tokens); }
+
+TQKV_API tqkv_result tqkv_metal_cache_failed(tqkv_cache *c, int64_t end)
+{
+    if (!c) return TQKV__INVALID("the cache is NULL");
+    return tqkv__count_failed(c, end);
+}
 
 /* The attention of a cache over its stores, with the lists and the tree of `some`. */
 typedef struct tqkv__cache_call {
@@ -17842,49 +18105,155 @@ static const tqkv_metal_store *tqkv__store_of_call(const tqkv_cache *c, const tq
     return tqkv__store_of(c, i) ? &call->stores[i] : NULL;
 }
 
-/* Opens the call as the cache is now, for one query. */
-static void tqkv__open_cache_call(const tqkv_cache *c, tqkv_metal_buffer memory, const tqkv_metal_attention *some,
+/* Takes the lists and the tree of queries from number `first` on. */
+static void tqkv__take_some_buffers(const tqkv_metal_attention *some, int first, tqkv_metal_attention *a)
+{
+    const tqkv_attention *call = &some->attention;
+    const size_t heads = (size_t)(call->list_heads > 0 ? call->list_heads : 1),
+                 skipped = (size_t)first * heads * (size_t)(call->list_length > 0 ? call->list_length : 0);
+    a->tree = some->tree;
+    a->list = some->list;
+    if (skipped) a->list = tqkv__buffer_after(some->list, skipped * sizeof(int32_t));
+    a->attention.tree = call->tree;
+    a->attention.list = call->list ? call->list + skipped : NULL;
+    a->attention.list_length = call->list_length;
+    a->attention.list_heads = call->list_heads;
+    a->attention.list_block = call->list_block;
+    a->attention.list_newest = call->list_newest;
+}
+
+/* Opens a call of one query, over the cache's streams (0), or over what is raw of them (TQKV__RAW). */
+static void tqkv__open_cache_call(const tqkv_cache *c, tqkv_metal_buffer memory, const tqkv_attention *view, int first,
                                   tqkv__cache_call *call)
 {
-    const int values = c->shared ? TQKV__KEYS : TQKV__VALUES;
     tqkv_metal_attention *a = &call->attention;
     memset(call, 0, sizeof *call);
     for (int i = 0; i < TQKV__CACHE_STORES; i++)
         if (tqkv__store_of(c, i)) call->stores[i] = tqkv__store_in_buffer(c, memory, tqkv__store_of(c, i));
-    a->attention = tqkv_cache_view(c);
+    a->attention = *view;
     if (!a->attention.kv_len) a->attention.end = 0; /* nothing is resident; kv_len alone would be its default */
-    a->keys = &call->stores[TQKV__KEYS];
-    a->values = &call->stores[values];
-    a->tail = tqkv__store_of_call(c, call, TQKV__TAIL);
+    a->keys = &call->stores[first + TQKV__KEYS];
+    a->values = &call->stores[first + (c->shared ? TQKV__KEYS : TQKV__VALUES)];
+    a->tail = tqkv__store_of_call(c, call, first + TQKV__TAIL);
+    a->matrix_group = c->matrix_group;
+    if (c->attention.sinks) a->sinks = tqkv__buffer_within(c, memory, c->attention.sinks);
+}
+
+/* Opens a call over codes and what is kept besides. learnt: as they will be when the cache has learned */
+static void tqkv__open_coded_call(const tqkv_cache *c, tqkv_metal_buffer memory, bool learnt, tqkv__cache_call *call)
+{
+    const tqkv_attention view = tqkv__view_codes(c);
+    const int values = c->shared ? TQKV__KEYS : TQKV__VALUES;
+    tqkv_metal_attention *a = &call->attention;
+    tqkv__open_cache_call(c, memory, &view, 0, call);
     a->first_keys = tqkv__store_of_call(c, call, TQKV__FIRST_KEYS);
     a->first_tail = tqkv__store_of_call(c, call, TQKV__FIRST_TAIL);
     a->first_values = tqkv__store_of_call(c, call, TQKV__FIRST_KEYS + values);
     a->last_keys = tqkv__store_of_call(c, call, TQKV__LAST_KEYS);
     a->last_values = tqkv__store_of_call(c, call, TQKV__LAST_KEYS + values);
-    a->matrix_group = c->matrix_group;
-    if (c->attention.sinks) a->sinks = tqkv__buffer_within(c, memory, c->attention.sinks);
-    if (!some) return;
-    a->tree = some->tree;
-    a->list = some->list;
-    a->attention.tree = some->attention.tree;
-    a->attention.list = some->attention.list;
-    a->attention.list_length = some->attention.list_length;
-    a->attention.list_heads = some->attention.list_heads;
-    a->attention.list_block = some->attention.list_block;
-    a->attention.list_newest = some->attention.list_newest;
+    for (int i = 0; learnt && i < TQKV__RAW; i++)
+        if (tqkv__stream_kinds[i].side == TQKV__KEYS && tqkv__has_store(c, i))
+            tqkv__take_learnt_buffers(c, memory, &call->stores[i]);
+}
+
+/* Opens a call over what is raw: of n_queries queries, the last of which stands before `end`. */
+static void tqkv__open_raw_call(const tqkv_cache *c, tqkv_metal_buffer memory, int64_t end, int n_queries,
+                                tqkv__cache_call *call)
+{
+    const tqkv_attention view = tqkv__raw_attention(c, end, n_queries);
+    tqkv__open_cache_call(c, memory, &view, TQKV__RAW, call);
+}
+
+/* Finds the scratch of both kinds of queries; they may run at the same time. coded: the bytes of those that read
+   codes */
+static tqkv_result tqkv__scratch_of_cache(const tqkv_cache *c, const tqkv_metal_attention *some, int n_queries,
+                                          size_t *coded, size_t *bytes)
+{
+    const tqkv_metal_buffer none = {NULL, 0};
+    tqkv__cache_call call;
+    size_t raw = 0;
+    tqkv__open_coded_call(c, none, false, &call);
+    if (some) tqkv__take_some_buffers(some, 0, &call.attention);
+    call.attention.attention.n_queries = n_queries;
+    call.attention.attention.exact_first = c->exact_first; /* as many as there will ever be */
+    call.attention.attention.exact_last = c->exact_last;
+    tqkv_result r = tqkv_metal_plan_attend_scratch(&call.attention, coded);
+    *coded = (*coded + 15) / 16 * 16;
+    if (r == TQKV_OK && c->reads_raw && !c->raw_memory) {
+        tqkv__open_raw_call(c, none, 0, n_queries, &call);
+        if (some) tqkv__take_some_buffers(some, 0, &call.attention);
+        r = tqkv_metal_plan_attend_scratch(&call.attention, &raw);
+    }
+    if (r != TQKV_OK) return r;
+    if (raw > SIZE_MAX - *coded) return TQKV__INVALID(TQKV__LARGE_SCRATCH);
+    *bytes = *coded + raw;
+    return TQKV_OK;
 }
 
 TQKV_API tqkv_result tqkv_metal_plan_cache_scratch(const tqkv_cache *c, const tqkv_metal_attention *some, int n_queries,
                                                    size_t *bytes)
 {
-    const tqkv_metal_buffer none = {NULL, 0};
-    tqkv__cache_call call;
+    size_t coded = 0;
     if (!c || n_queries <= 0) return TQKV__INVALID(TQKV__NO_CACHE_QUERIES);
-    tqkv__open_cache_call(c, none, some, &call);
-    call.attention.attention.n_queries = n_queries;
-    call.attention.attention.exact_first = c->exact_first; /* as many as there will ever be */
-    call.attention.attention.exact_last = c->exact_last;
-    return tqkv_metal_plan_attend_scratch(&call.attention, bytes);
+    if (!bytes) return TQKV__INVALID("bytes is NULL");
+    return tqkv__scratch_of_cache(c, some, n_queries, &coded, bytes);
+}
+
+/* The queries of a call, their buffers, and where the outputs go. */
+typedef struct tqkv__queries_in_buffers {
+    const tqkv_metal_attention *some; /* or NULL */
+    tqkv_metal_buffer q, scratch, out;
+    tqkv_cache_layout layout;
+    int n_queries;
+} tqkv__queries_in_buffers;
+
+/* Adds the attention of n queries from number `first` on. */
+static tqkv_result tqkv__add_cache_call(const tqkv__queries_in_buffers *from, int first, int n, tqkv__cache_call *call,
+                                        tqkv_metal_plan *plan)
+{
+    tqkv_metal_attention *a = &call->attention;
+    const int n_heads = a->attention.n_heads,
+              key_dim = a->keys->shape.head_dim + (a->tail ? a->tail->shape.head_dim : 0);
+    const tqkv_strides of_q = tqkv__strides_of(from->layout.q, n_heads, key_dim),
+                       of_out = tqkv__strides_of(from->layout.out, n_heads, a->values->shape.head_dim);
+    const size_t skipped = (size_t)first;
+    if (from->some) tqkv__take_some_buffers(from->some, first, a);
+    a->attention.n_queries = n;
+    a->attention.query_strides = from->layout.q;
+    a->attention.output_strides = from->layout.out;
+    tqkv_metal_buffer q = from->q, out = from->out;
+    if (first) {
+        q = tqkv__buffer_after(q, skipped * of_q.token * tqkv__type_size(a->attention.query_type));
+        out = tqkv__buffer_after(out, skipped * of_out.token * tqkv__type_size(a->attention.output_type));
+    }
+    tqkv__attend_buffers b = tqkv__buffers_of_call(q, from->scratch, out);
+    return tqkv__add_attention(a, 0, 0, &b, plan);
+}
+
+/* Attends for all queries. The first n_raw queries stand where rows are read raw. With a tree, which counts from the
+   first query of a call, all the others' call has them, too, and theirs comes after it. */
+static tqkv_result tqkv__add_cut_call(const tqkv_cache *c, tqkv_metal_buffer memory,
+                                      const tqkv__queries_in_buffers *from, int n_raw, tqkv_metal_plan *plan)
+{
+    tqkv__cache_call call;
+    tqkv__queries_in_buffers raw = *from;
+    size_t coded = 0, bytes;
+    const int n = from->n_queries;
+    const bool whole = n_raw && n_raw < n && from->some && from->some->tree.buffer;
+    tqkv_result r = TQKV_OK;
+    if (n_raw < n) {
+        const int first = whole ? 0 : n_raw;
+        tqkv__open_coded_call(c, memory, false, &call);
+        r = tqkv__add_cache_call(from, first, n - first, &call, plan);
+        if (r == TQKV_OK && n_raw) r = tqkv__scratch_of_cache(c, from->some, n, &coded, &bytes);
+    }
+    if (r != TQKV_OK || !n_raw) return r;
+    const int before = plan->n;
+    raw.scratch = tqkv__buffer_after(from->scratch, coded);
+    tqkv__open_raw_call(c, memory, c->attention.end - (n - n_raw), n_raw, &call);
+    r = tqkv__add_cache_call(&raw, 0, n_raw, &call, plan);
+    if (r == TQKV_OK && whole) plan->d[before].barrier = from->out.buffer;
+    return r;
 }
 
 TQKV_API tqkv_result tqkv_metal_plan_cache_attend(const tqkv_cache *c, tqkv_metal_buffer memory,
@@ -17892,17 +18261,13 @@ TQKV_API tqkv_result tqkv_metal_plan_cache_attend(const tqkv_cache *c, tqkv_meta
                                                   tqkv_metal_buffer q, int n_queries, tqkv_metal_buffer scratch,
                                                   tqkv_metal_buffer out, tqkv_metal_plan *plan)
 {
-    tqkv__cache_call call;
     if (!tqkv__open_plan(plan, "attend")) return TQKV__INVALID(TQKV__NO_PLAN);
     if (!c || n_queries <= 0) return tqkv__close_plan(plan, TQKV__INVALID(TQKV__NO_CACHE_QUERIES));
-    const tqkv_result r = tqkv__check_on_gpu(c, 0);
+    const int n_raw = tqkv__raw_queries(c, n_queries);
+    const tqkv_result r = tqkv__check_on_gpu(c, 0, n_raw);
     if (r != TQKV_OK) return tqkv__close_plan(plan, r);
-    const tqkv_cache_layout own = tqkv__layout_of_call(c, layout);
-    tqkv__open_cache_call(c, memory, some, &call);
-    call.attention.attention.n_queries = n_queries;
-    call.attention.attention.query_strides = own.q;
-    call.attention.attention.output_strides = own.out;
-    return tqkv_metal_plan_attend(&call.attention, q, scratch, out, plan);
+    const tqkv__queries_in_buffers from = {some, q, scratch, out, tqkv__layout_of_call(c, layout), n_queries};
+    return tqkv__close_plan(plan, tqkv__add_cut_call(c, memory, &from, n_raw, plan));
 }
 
 /* >>plan-prepare: what calls will need, planned ahead of time so that pipelines can be built. */
@@ -18074,23 +18439,46 @@ TQKV_API tqkv_result tqkv_metal_plan_index_prepare(const tqkv_metal_index *x, in
     return r;
 }
 
+/* Appending. A cache that learns also keeps halves, learns and encodes these. */
+static tqkv_result tqkv__visit_append(const tqkv_cache *c, tqkv_metal_buffer memory, tqkv__visitor *v)
+{
+    const tqkv_metal_buffer none = {NULL, 0};
+    tqkv__rows_in_buffers rows;
+    tqkv_result r = tqkv__check_on_gpu(c, 0, 0);
+    if (r == TQKV_OK) r = tqkv__open_rows(c, NULL, none, none, 0, none, &rows);
+    if (r != TQKV_OK) return r;
+    rows.position = 0;
+    rows.learnt = c->learning;
+    (void)tqkv__open_plan(&v->plan, "cache_append");
+    r = tqkv__visit(v, tqkv__close_plan(&v->plan, tqkv__add_coded(c, memory, &rows, &v->plan)));
+    if (r != TQKV_OK || !c->learning) return r;
+    rows.position = c->raw[0].capacity - 1;
+    rows.n_tokens = 1;
+    rows.learnt = false;
+    (void)tqkv__open_plan(&v->plan, "cache_append");
+    return tqkv__visit(v, tqkv__close_plan(&v->plan, tqkv__add_raw(c, memory, &rows, &v->plan)));
+}
+
 TQKV_API tqkv_result tqkv_metal_plan_cache_prepare(const tqkv_cache *c, tqkv_metal_buffer memory, int max_queries,
                                                    tqkv_metal_visit visit, void *user)
 {
-    const tqkv_metal_buffer none = {NULL, 0};
     tqkv__cache_call call;
     tqkv__visitor v;
+    tqkv_attention *a = &call.attention.attention;
     tqkv_result r = tqkv__check_visit(visit, max_queries);
     if (r == TQKV_OK && !c) r = TQKV__INVALID("the cache is NULL");
     if (r != TQKV_OK) return r;
     v.visit = visit;
     v.user = user;
-    r = tqkv__visit(&v, tqkv_metal_plan_cache_append(c, memory, NULL, none, none, 0, none, &v.plan));
-    if (r != TQKV_OK) return r;
-    tqkv__open_cache_call(c, memory, NULL, &call);
-    call.attention.attention.exact_first = c->exact_first;
-    call.attention.attention.exact_last = c->exact_last;
-    tqkv__take_all_regions(&call.attention.attention, &call.attention.keys->shape, &call.attention.values->shape);
+    if ((r = tqkv__visit_append(c, memory, &v)) != TQKV_OK) return r;
+    tqkv__open_coded_call(c, memory, c->learning, &call);
+    a->exact_first = c->exact_first;
+    a->exact_last = c->exact_last;
+    tqkv__take_all_regions(a, &call.attention.keys->shape, &call.attention.values->shape);
+    r = tqkv__visit_queries(&v, &call.attention, max_queries, 0);
+    if (r != TQKV_OK || !c->reads_raw || c->raw_memory) return r;
+    tqkv__open_raw_call(c, memory, 0, 1, &call);
+    tqkv__take_all_regions(a, &call.attention.keys->shape, &call.attention.values->shape);
     return tqkv__visit_queries(&v, &call.attention, max_queries, 0);
 }
 

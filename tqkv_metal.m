@@ -1029,7 +1029,13 @@ static tqkv_result tqkv__attend_cache(tqkv_metal *m, const tqkv_cache *c, const 
 
 /* >>self-test: one cache on the GPU, one on the processor */
 
-enum { TQKV__TRIAL_TOKENS = 48, TQKV__TRIAL_QUERIES = 3, TQKV__TRIAL_BLOCK = 4, TQKV__TRIAL_LISTED = 5 };
+enum {
+    TQKV__TRIAL_TOKENS = 48,
+    TQKV__TRIAL_RAW = 12,
+    TQKV__TRIAL_QUERIES = 3,
+    TQKV__TRIAL_BLOCK = 4,
+    TQKV__TRIAL_LISTED = 5
+};
 enum { TQKV__TRIAL_BLOCKS = TQKV__TRIAL_TOKENS / TQKV__TRIAL_BLOCK };
 enum { TQKV__TRIAL_K, TQKV__TRIAL_V, TQKV__TRIAL_Q, TQKV__TRIAL_OUT, TQKV__TRIAL_EXPECTED, TQKV__TRIAL_PARTS };
 
@@ -1108,8 +1114,10 @@ static tqkv_result tqkv__trial_store(tqkv_metal *m, const tqkv_store *s, tqkv_me
 {
     memset(out, 0, sizeof *out);
     out->shape = *s;
-    const tqkv_result r = tqkv_metal_find(m, s->codes, &out->codes);
-    return r == TQKV_OK && s->norms_size ? tqkv_metal_find(m, s->norms, &out->norms) : r;
+    tqkv_result r = tqkv_metal_find(m, s->codes, &out->codes);
+    if (r == TQKV_OK && s->norms_size) r = tqkv_metal_find(m, s->norms, &out->norms);
+    if (r == TQKV_OK && s->center) r = tqkv_metal_find(m, s->center, &out->center);
+    return r == TQKV_OK && s->channel_scale ? tqkv_metal_find(m, s->channel_scale, &out->channel_scale) : r;
 }
 
 static tqkv_result tqkv__record_trial(void *user, tqkv_metal_object encoder)
@@ -1317,6 +1325,23 @@ static tqkv_result tqkv__open_trial(tqkv__trial *t)
     return TQKV_OK;
 }
 
+/* Both caches append `n` tokens from number `first` on. */
+static tqkv_result tqkv__append_trial(const tqkv__trial *t, int first, int n)
+{
+    const size_t at = (size_t)first, all = TQKV__TRIAL_TOKENS;
+    const char *k = t->parts[TQKV__TRIAL_K] + at * (t->sizes[TQKV__TRIAL_K] / all),
+               *v = t->desc.shared ? NULL : t->parts[TQKV__TRIAL_V] + at * (t->sizes[TQKV__TRIAL_V] / all);
+    const tqkv_result r = tqkv_cache_append(t->gpu, k, v, n);
+    return r == TQKV_OK ? tqkv_cache_append(t->own, k, v, n) : r;
+}
+
+/* A cache that learns attends to its rows as they came before it encodes them. */
+static tqkv_result tqkv__try_raw(const tqkv__trial *t)
+{
+    const tqkv_result r = tqkv__append_trial(t, 0, TQKV__TRIAL_RAW);
+    return r == TQKV_OK ? tqkv__try_attention(t, TQKV__TRIAL_QUERIES) : r;
+}
+
 tqkv_result tqkv_metal_self_test(tqkv_metal *m, const tqkv_cache_desc *desc)
 {
     if (!m) return TQKV_INVALID_ARGUMENT;
@@ -1328,9 +1353,9 @@ tqkv_result tqkv_metal_self_test(tqkv_metal *m, const tqkv_cache_desc *desc)
     t.desc.exact_first = desc->exact_first ? 5 : 0;
     t.desc.exact_last = desc->exact_last ? 9 : 0;
     tqkv_result r = tqkv__open_trial(&t);
-    const void *k = t.parts[TQKV__TRIAL_K], *v = t.desc.shared ? NULL : t.parts[TQKV__TRIAL_V];
-    if (r == TQKV_OK) r = tqkv_cache_append(t.gpu, k, v, TQKV__TRIAL_TOKENS);
-    if (r == TQKV_OK) r = tqkv_cache_append(t.own, k, v, TQKV__TRIAL_TOKENS);
+    const int raw = desc->calibrate ? TQKV__TRIAL_RAW : 0;
+    if (r == TQKV_OK && raw) r = tqkv__try_raw(&t);
+    if (r == TQKV_OK) r = tqkv__append_trial(&t, raw, TQKV__TRIAL_TOKENS - raw);
     if (r == TQKV_OK) r = tqkv__try_stores(&t);
     if (r == TQKV_OK) r = tqkv__try_attention(&t, 1);
     if (r == TQKV_OK) r = tqkv__try_attention(&t, TQKV__TRIAL_QUERIES);

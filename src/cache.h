@@ -21,9 +21,11 @@ struct tqkv_cache {
     int calibrate;     /* as in the desc */
     uint64_t tag;      /* likewise */
     bool learning;     /* positions are in `raw` alone; see >>cache-calibrate */
+    bool reads_raw;    /* some queries read that */
     tqkv_store raw[3]; /* rows as they came of keys and values, as halves, and of the tail; zeros without */
-    void *raw_memory;  /* that holds them, or NULL */
+    void *raw_memory;  /* that holds them, or NULL: on a GPU they lie in the cache's memory, as long as that */
     size_t raw_size;
+    int64_t learnt_at; /* on a GPU the end before the append that learned; -1: none, or positions were edited since */
     tqkv_metal *metal;
     int matrix_group;
     tqkv_allocator memory;
@@ -38,11 +40,9 @@ struct tqkv_cache {
      : (i) == TQKV__TAIL   ? &(c)->tail                                                                                \
                            : &(c)->ends[tqkv__stream_kinds[i].end][tqkv__stream_kinds[i].side])
 
-/* All but the raw stores lie in the cache's memory. */
 static bool tqkv__has_store(const tqkv_cache *c, int i)
 {
-    if (i == TQKV__VALUES && c->shared) return false;
-    return (i < TQKV__RAW || c->raw_memory) && TQKV__STORE_AT(c, i)->head_dim > 0;
+    return (i != TQKV__VALUES || !c->shared) && TQKV__STORE_AT(c, i)->head_dim > 0;
 }
 
 /* Returns store i of a cache; NULL: there is none. */
@@ -52,6 +52,9 @@ static const tqkv_store *tqkv__store_of(const tqkv_cache *c, int i)
 }
 
 static tqkv_store *tqkv__own_store(tqkv_cache *c, int i) { return tqkv__has_store(c, i) ? TQKV__STORE_AT(c, i) : NULL; }
+
+/* Stores of the cache's memory: what is raw lies there only on a GPU, where work under way may read it at any time. */
+static int tqkv__stores_within(const tqkv_cache *c) { return c->metal ? TQKV__CACHE_STORES : TQKV__RAW; }
 
 /* Returns the positions of a ring of halves that serves so many queries: whole tiles, none of which wraps. */
 static int64_t tqkv__end_room(int64_t exact_last, int64_t n_queries)
@@ -107,6 +110,7 @@ static tqkv_result tqkv__get_raw(tqkv_cache *c);
 static void tqkv__drop_raw(tqkv_cache *c);
 struct tqkv__append;
 static void tqkv__append_learning(tqkv_cache *c, struct tqkv__append *append);
+static void tqkv__count_append(tqkv_cache *c, int n_tokens);
 static bool tqkv__view_raw(const tqkv_cache *c, tqkv_attention *view);
 static tqkv_result tqkv__attend_raw(const tqkv_cache *c, const tqkv_attention *some, const void *q, int n_queries,
                                     void *out);
@@ -221,6 +225,7 @@ static tqkv_result tqkv__cache_resolve(const tqkv_cache_desc *desc, tqkv_cache *
 {
     tqkv__attention resolved;
     memset(c, 0, sizeof *c);
+    c->learnt_at = -1;
     tqkv_result r = tqkv__cache_shapes(desc, c);
     if (r == TQKV_OK) r = tqkv__end_shapes(desc, c);
     if (r == TQKV_OK) r = tqkv__raw_shapes(desc, c);
@@ -251,7 +256,7 @@ static tqkv_result tqkv__cache_resolve(const tqkv_cache_desc *desc, tqkv_cache *
 
 /* Where arrays begin in the memory of a cache. */
 typedef struct tqkv__cache_memory {
-    size_t sinks, channels, codes[TQKV__RAW], norms[TQKV__RAW], size;
+    size_t sinks, channels, codes[TQKV__CACHE_STORES], norms[TQKV__CACHE_STORES], size;
 } tqkv__cache_memory;
 
 /* Divides a cache's memory; false on overflow. */
@@ -263,7 +268,7 @@ static bool tqkv__divide_memory(const tqkv_cache *c, size_t sinks_size, tqkv__ca
     bool fits = tqkv__count_channels(c, TQKV__CACHE_STREAMS, &channels) &&
                 tqkv__reserve(&at->size, sinks_size, &at->sinks) &&
                 tqkv__reserve(&at->size, TQKV__CHANNELS * channels * sizeof(float), &at->channels);
-    for (int i = 0; i < TQKV__RAW; i++) {
+    for (int i = 0; i < tqkv__stores_within(c); i++) {
         const tqkv_store *s = tqkv__store_of(c, i);
         if (!s) continue;
         fits = fits && tqkv__reserve(&at->size, tqkv_codes_size(s), &at->codes[i]) &&
@@ -292,7 +297,7 @@ TQKV__COLD TQKV_API tqkv_result tqkv_cache_create(const tqkv_cache_desc *desc, t
     }
     char *lines = memory + (64 - (uintptr_t)memory % 64) % 64;
     c.channels = (float *)(void *)(lines + at.channels);
-    for (int i = 0; i < TQKV__RAW; i++) {
+    for (int i = 0; i < tqkv__stores_within(&c); i++) {
         tqkv_store *s = tqkv__own_store(&c, i);
         if (!s) continue;
         s->codes_size = tqkv_codes_size(s);
@@ -352,6 +357,17 @@ static float *tqkv__channel_room(const tqkv_cache *c, int i, tqkv__channels kind
     return c->channels + (size_t)kind * all + before;
 }
 
+/* Stream i, and what is kept of it besides, has the centres or the scales that lie in their room, or none. */
+static void tqkv__name_channels(tqkv_cache *c, int i, tqkv__channels kind, bool has)
+{
+    tqkv_store *s = TQKV__STORE_AT(c, i);
+    *(kind == TQKV__CENTERS ? &s->center : &s->channel_scale) = has ? tqkv__channel_room(c, i, kind) : NULL;
+    for (int last = 0; last < 2; last++) {
+        c->ends[last][i].center = s->center;
+        c->ends[last][i].channel_scale = s->channel_scale;
+    }
+}
+
 /* Takes values as centres or scales of stream i and what is kept of it besides, its heads `stride` floats apart; NULL:
    none. */
 static void tqkv__cache_channels(tqkv_cache *c, int i, tqkv__channels kind, const float *values, size_t stride)
@@ -366,11 +382,7 @@ static void tqkv__cache_channels(tqkv_cache *c, int i, tqkv__channels kind, cons
         tqkv__invert(own, (int)(n_kv_heads * dim), tqkv__channel_room(c, i, TQKV__INVERSES));
         tqkv__fp_restore(mode);
     }
-    *(kind == TQKV__CENTERS ? &s->center : &s->channel_scale) = values ? own : NULL;
-    for (int last = 0; last < 2; last++) {
-        c->ends[last][i].center = s->center;
-        c->ends[last][i].channel_scale = s->channel_scale;
-    }
+    tqkv__name_channels(c, i, kind, values != NULL);
 }
 
 /* What an append encodes: the streams, and the first positions that are kept besides. */
@@ -495,13 +507,16 @@ TQKV_API tqkv_result tqkv_cache_append(tqkv_cache *c, const void *k, const void 
         r = TQKV__REFUSE(NOT_FINITE, "k or v holds NaN or infinity");
     if (r == TQKV_OK) r = tqkv__fit_newest(c, n_tokens);
     if (r != TQKV_OK) return r;
+    if (c->metal) {
+        r = tqkv__backend_of(c->metal)->append(c->metal, c, k, v, n_tokens);
+        if (r == TQKV_OK) tqkv__count_append(c, n_tokens);
+        return r;
+    }
     if (!c->learning && n_tokens) tqkv__drop_raw(c); /* the queries that read them have come */
     if (c->learning)
         tqkv__append_learning(c, &append);
-    else if (!c->metal)
+    else
         tqkv__append_rows(c, &append);
-    else if ((r = tqkv__backend_of(c->metal)->append(c->metal, c, k, v, n_tokens)) != TQKV_OK)
-        return r;
     tqkv__cache_advance(c, n_tokens);
     return r;
 }
@@ -515,17 +530,23 @@ static void tqkv__count_ends(const tqkv_cache *c, tqkv_attention *a)
     a->exact_from = c->exact_from;
 }
 
-TQKV_API tqkv_attention tqkv_cache_view(const tqkv_cache *c)
+/* The attention of one query to codes and what is kept besides. */
+static tqkv_attention tqkv__view_codes(const tqkv_cache *c)
 {
-    tqkv_attention view;
-    memset(&view, 0, sizeof view);
-    if (!c || tqkv__view_raw(c, &view)) return view;
-    view = c->attention;
+    tqkv_attention view = c->attention;
     view.kv_len = (int)(c->attention.end - c->first);
     tqkv__count_ends(c, &view);
     const bool full = c->exact_held <= c->attention.end - tqkv__newest_room(c); /* of halves that came */
     if (!full && view.exact_from < c->exact_held) view.exact_from = c->exact_held;
     return view;
+}
+
+TQKV_API tqkv_attention tqkv_cache_view(const tqkv_cache *c)
+{
+    tqkv_attention view;
+    memset(&view, 0, sizeof view);
+    if (!c || tqkv__view_raw(c, &view)) return view;
+    return tqkv__view_codes(c);
 }
 
 /* Takes the list and the tree of `some`, unless that is NULL. */
@@ -563,7 +584,7 @@ static tqkv_result tqkv__cache_attend(tqkv_cache *c, const tqkv_attention *some,
     tqkv__attention a;
     if (!c || n_queries < 0) return TQKV__INVALID("the cache is NULL or n_queries negative");
     if (n_queries == 0) return TQKV_OK;
-    if (c->raw_memory) return tqkv__attend_raw(c, some, q, n_queries, out);
+    if (c->reads_raw) return tqkv__attend_raw(c, some, q, n_queries, out);
     tqkv_result r = tqkv__cache_attention(c, some, n_queries, &a);
     if (r != TQKV_OK) return r;
     if (!c->metal) return tqkv__attend(&a, q, out);
