@@ -400,17 +400,17 @@ static void open_tqkv(bench *b)
     require(tqkv_team_create(NULL, &b->team) == TQKV_OK, "no team");
     b->pages = (int32_t *)take((size_t)n_pages * sizeof *b->pages);
     for (int i = 0; i < n_pages; i++) b->pages[i] = n_pages - 1 - i;
-    tqkv_cache_desc shape;
-    memset(&shape, 0, sizeof shape);
-    shape.key_format = b->w->keys;
-    shape.value_format = b->w->values;
-    shape.head_dim = b->s.head_dim;
-    shape.n_kv_heads = b->s.n_kv_heads;
-    shape.capacity = n_pages * PAGE;
+    tqkv_cache_desc desc;
+    memset(&desc, 0, sizeof desc);
+    desc.key_format = b->w->keys;
+    desc.value_format = b->w->values;
+    desc.head_dim = b->s.head_dim;
+    desc.n_kv_heads = b->s.n_kv_heads;
+    desc.capacity = n_pages * PAGE;
     require(tqkv_ggml_batch_open(&b->batch, PAGE, NULL, 0, 0), "no batch");
     require(tqkv_ggml_batch_add(&b->batch, 0, b->pages, n_pages, b->n - b->n_tokens, b->n_tokens),
             "no room in the batch");
-    require(tqkv_ggml_layer_open(&b->layer, &shape, NULL, NULL, &b->batch, b->team), "no layer");
+    require(tqkv_ggml_layer_open(&b->layer, &desc, NULL, NULL, &b->batch, b->team), "no layer");
     for (int i = 0; i < n_pages; i++) {
         fill(rows, (size_t)(PAGE * row));
         require(tqkv_encode(&b->layer.keys, rows, PAGE, (int64_t)i * PAGE) == TQKV_OK &&
