@@ -30,13 +30,14 @@
 
      >>formats        formats and their sizes
      >>result         result codes
-     >>isa            the instruction set in use
-     >>threads        who runs the tasks of a call
-     >>store          one stream in the caller's memory: encode, decode, probe, calibrate
+     >>common         strides, arithmetic, hooks for memory and threads
+     >>cache          a cache that owns its memory; save and load
+     >>store          one stream in the caller's memory: encode, decode, probe, calibrate, convert; save and load
      >>rotate         the rotation alone
      >>attention      attention over two stores, whole or in slices
      >>index          scores of an index, and the choice of blocks by them
-     >>cache          a cache that owns its memory; save and load, of stores too
+     >>threads        a hook for the threads of an engine
+     >>isa            the instruction set in use
      >>metal          all of it on Apple's GPUs, with tqkv_metal.m
      >>metal-plan     the same as plans, for engines that dispatch kernels themselves
 
