@@ -26,7 +26,8 @@ typedef struct tqkv_cache_desc {
        not. Until the append that reaches them keys and values are halves as they came, and attention is exact. That
        append encodes them; queries at these positions still read the halves, until the next append gives their memory
        back (with non_causal, until this one). The same codes however positions came. What it has learned is in
-       tqkv_cache_keys. Not on a GPU: there a cache is given what another one learned. */
+       tqkv_cache_keys. On a GPU the halves' memory stays as long as the cache, because work under way may read it: a copy
+       by tqkv_cache_fork, made when the cache has learned, has none. */
     int calibrate;
 
     /* Attention, as the fields of tqkv_attention. */
