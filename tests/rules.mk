@@ -2,13 +2,15 @@
 # The implementation, in test_tables.c, is compiled in each way; the tests only where sanitizers or another machine need
 # it.
 
-TEST_SOURCES := $(sort $(filter-out tests/make_goldens.c,$(wildcard tests/*.c)))
-TEST_HEADERS := $(TQKV_FILES) $(wildcard tests/*.h) \
+TEST_SOURCES := $(sort $(filter-out tests/make_goldens.c,$(wildcard tests/*.c tests/metal/*.c)))
+# Objects of all folders lie together.
+TEST_NAMES := $(notdir $(TEST_SOURCES:.c=))
+TEST_HEADERS := $(TQKV_FILES) $(wildcard tests/*.h) tests/metal/plan_fixture.h \
 	$(patsubst %,examples/%.h,thread_pool data_file snapshot_file profile)
 # The sets that `make test` runs; isa/known compares them with tqkv.h. POSIX is for popen and pthreads.
 ISAS := scalar avx2 avx512 neon
 # The STEM of each test_STEM.c, whose cases main.c adds.
-TEST_STEMS := $(patsubst tests/test_%.c,%,$(wildcard tests/test_*.c))
+TEST_STEMS := $(patsubst test_%,%,$(filter test_%,$(TEST_NAMES)))
 TEST_FLAGS = '-DTEST_STEMS=$(patsubst %,X(%),$(TEST_STEMS))' -D_POSIX_C_SOURCE=200809L -DTQKV_METAL \
 	'-DTQKV_ASSERT(x)=((x) ? (void)0 : abort())' -DTEST_ISAS='"$(ISAS)"' $(WARNINGS) $(INCLUDE) $(CPPFLAGS)
 
@@ -26,16 +28,25 @@ EMULATED_STEMS := attend attend_options codec defects golden snapshot store_snap
 #   VARIANT_name_NEEDS       further prerequisites of an object
 #   VARIANT_name_RUN         the command that runs the program
 #   VARIANT_name_CASES       files of tests/cases; empty: all cases
+define compile_variant
+@mkdir -p $(@D)
+@$(VARIANT_$(VARIANT)_CC) \
+	$(or $(if $(filter-out test_tables,$*),$(VARIANT_$(VARIANT)_TEST_FLAGS)),$(VARIANT_$(VARIANT)_FLAGS)) \
+	$(TEST_FLAGS) -c $< -o $@
+endef
+
 define runner_variant
 $(TEST_BUILD)/$(1)/%.o: tests/%.c $(TEST_HEADERS) tests/rules.mk $(VARIANT_$(1)_NEEDS)
-	@mkdir -p $$(@D)
-	@$(VARIANT_$(1)_CC) $$(or $$(if $$(filter-out test_tables,$$*),$$(VARIANT_$(1)_TEST_FLAGS)),$$(VARIANT_$(1)_FLAGS)) \
-		$$(TEST_FLAGS) -c $$< -o $$@
+	$$(compile_variant)
+$(TEST_BUILD)/$(1)/%.o: tests/metal/%.c $(TEST_HEADERS) tests/rules.mk $(VARIANT_$(1)_NEEDS)
+	$$(compile_variant)
+
+$(TEST_BUILD)/$(1)/%.o: VARIANT := $(1)
 
 $(if $(VARIANT_$(1)_STEMS),$(TEST_BUILD)/$(1)/main.o: TEST_STEMS := tables $(VARIANT_$(1)_STEMS))
 $(TEST_BUILD)/$(1)/runner: $(TEST_BUILD)/$(1)/test_tables.o $(if $(VARIANT_$(1)_STEMS),\
 		$(patsubst %,$(TEST_BUILD)/$(1)/%.o,main runner $(VARIANT_$(1)_STEMS:%=test_%)),\
-		$(patsubst tests/%.c,$(TEST_BUILD)/$(REFERENCE_BUILD)/%.o,$(filter-out tests/test_tables.c,$(TEST_SOURCES))))
+		$(patsubst %,$(TEST_BUILD)/$(REFERENCE_BUILD)/%.o,$(filter-out test_tables,$(TEST_NAMES))))
 	@$(VARIANT_$(1)_CC) $(filter-out -x c++,$(VARIANT_$(1)_FLAGS)) $$^ -o $$@ $(LIBRARIES)
 
 .PHONY: test-$(1)
@@ -285,8 +296,8 @@ COVERAGE := $(TEST_BUILD)/coverage
 LCOV_BRANCHES := --rc lcov_branch_coverage=1
 coverage: ## share of the lines and branches of src/ that the tests run, by file
 	@rm -rf $(COVERAGE) && mkdir -p $(COVERAGE)
-	@for source in $(TEST_SOURCES:tests/%.c=%); do \
-		gcc -std=c99 -O1 --coverage $(TEST_FLAGS) -c tests/$$source.c -o $(COVERAGE)/$$source.o || exit 1; done
+	@for source in $(TEST_SOURCES); do \
+		gcc -std=c99 -O1 --coverage $(TEST_FLAGS) -c $$source -o $(COVERAGE)/$$(basename $$source .c).o || exit 1; done
 	@gcc --coverage $(COVERAGE)/*.o -o $(COVERAGE)/runner $(LIBRARIES)
 	@$(COVERAGE)/runner
 	@for isa in $(ISAS); do $(COVERAGE)/runner --isa $$isa $(call cases,isa) || exit 1; done
