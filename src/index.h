@@ -286,8 +286,10 @@ static tqkv__seen_blocks tqkv__blocks_of(const tqkv__index *x, int query)
 /* Orders scores as floats do; 0 for -infinity, which is no block. */
 static uint32_t tqkv__score_key(float score)
 {
-    const uint32_t bits = tqkv__bits(score);
-    return bits == 0xff800000u ? 0 : bits == 0x80000000u ? bits : bits >> 31 ? ~bits : bits | 0x80000000u; /* -0 is 0 */
+    const uint32_t bits = tqkv__bits(score), sign = 0x80000000u;
+    const uint32_t positive = bits | sign, ordered = bits >> 31 ? ~bits : positive;
+    if (bits == 0xff800000u) return 0;
+    return bits == sign ? sign : ordered; /* -0 is 0 */
 }
 
 /* Returns the n-th largest key of n_scores scores, and how many equal ones are among those n; 0 < n <= n_scores. Each

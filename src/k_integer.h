@@ -165,9 +165,13 @@ TQKV__OP void TQKV__S(score_halves)(const int rows, const int keys, int dim, con
 {
     TQKV__VECTOR sums[2][TQKV__HALF_KEYS][16 / TQKV__INTEGER_LANES];
     TQKV__UNROLL
-    for (int r = 0; r < rows; r++) TQKV__UNROLL
-    for (int j = 0; j < keys; j++) TQKV__UNROLL
-    for (int i = 0; i < 16 / TQKV__INTEGER_LANES; i++) sums[r][j][i] = TQKV__(set1)(0.0f);
+    for (int r = 0; r < rows; r++) {
+        TQKV__UNROLL
+        for (int j = 0; j < keys; j++) {
+            TQKV__UNROLL
+            for (int i = 0; i < 16 / TQKV__INTEGER_LANES; i++) sums[r][j][i] = TQKV__(set1)(0.0f);
+        }
+    }
     for (int d = 0; d < dim; d += 16) {
         TQKV__UNROLL
         for (int i = 0; i < 16 / TQKV__INTEGER_LANES; i++) {
@@ -184,10 +188,12 @@ TQKV__OP void TQKV__S(score_halves)(const int rows, const int keys, int dim, con
         }
     }
     TQKV__UNROLL
-    for (int r = 0; r < rows; r++) TQKV__UNROLL
-    for (int j = 0; j < keys; j++) {
-        float *score = scores + r * TQKV__TILE + j;
-        *score = (add ? *score : 0.0f) + TQKV__(sum_16)(sums[r][j]);
+    for (int r = 0; r < rows; r++) {
+        TQKV__UNROLL
+        for (int j = 0; j < keys; j++) {
+            float *score = scores + r * TQKV__TILE + j;
+            *score = (add ? *score : 0.0f) + TQKV__(sum_16)(sums[r][j]);
+        }
     }
 }
 
@@ -235,9 +241,11 @@ TQKV__OP void TQKV__S(add_half_rows)(const int rows, const tqkv__stream *s, cons
         TQKV__VECTOR sums[TQKV__HALF_ROWS][16 / TQKV__INTEGER_LANES];
         const uint8_t *value = codes + 2 * d;
         TQKV__UNROLL
-        for (int r = 0; r < rows; r++) TQKV__UNROLL
-        for (int i = 0; i < 16 / TQKV__INTEGER_LANES; i++)
-            sums[r][i] = TQKV__(load)(out + r * dim + d + i * TQKV__INTEGER_LANES);
+        for (int r = 0; r < rows; r++) {
+            TQKV__UNROLL
+            for (int i = 0; i < 16 / TQKV__INTEGER_LANES; i++)
+                sums[r][i] = TQKV__(load)(out + r * dim + d + i * TQKV__INTEGER_LANES);
+        }
         for (int j = 0; j < n; j++, value += s->row_bytes) {
             TQKV__VECTOR x[16 / TQKV__INTEGER_LANES];
             TQKV__UNROLL
@@ -251,9 +259,11 @@ TQKV__OP void TQKV__S(add_half_rows)(const int rows, const tqkv__stream *s, cons
             }
         }
         TQKV__UNROLL
-        for (int r = 0; r < rows; r++) TQKV__UNROLL
-        for (int i = 0; i < 16 / TQKV__INTEGER_LANES; i++)
-            TQKV__(store)(out + r * dim + d + i * TQKV__INTEGER_LANES, sums[r][i]);
+        for (int r = 0; r < rows; r++) {
+            TQKV__UNROLL
+            for (int i = 0; i < 16 / TQKV__INTEGER_LANES; i++)
+                TQKV__(store)(out + r * dim + d + i * TQKV__INTEGER_LANES, sums[r][i]);
+        }
     }
 }
 
@@ -264,8 +274,10 @@ TQKV__TARGET static TQKV__NOINLINE void TQKV__S(add_halves)(const tqkv__stream *
     int row = 0;
     tqkv__prefetch(TQKV__L2, codes + (ptrdiff_t)segment->ahead * (ptrdiff_t)s->row_bytes,
                    (size_t)segment->n * s->row_bytes);
-    for (; row + TQKV__HALF_ROWS <= n_rows; row += TQKV__HALF_ROWS) TQKV__S(add_half_rows)
-    (TQKV__HALF_ROWS, s, codes, segment->n, weights + row * TQKV__TILE, out + row * s->head_dim);
+    for (; row + TQKV__HALF_ROWS <= n_rows; row += TQKV__HALF_ROWS) {
+        float *to = out + row * s->head_dim;
+        TQKV__S(add_half_rows)(TQKV__HALF_ROWS, s, codes, segment->n, weights + row * TQKV__TILE, to);
+    }
     for (; row + 2 <= n_rows; row += 2)
         TQKV__S(add_half_rows)(2, s, codes, segment->n, weights + row * TQKV__TILE, out + row * s->head_dim);
     for (; row < n_rows; row++)

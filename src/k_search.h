@@ -212,8 +212,10 @@ TQKV__OP void TQKV__(add_norms)(int n_lanes, int together, int n_norms, const fl
             for (int i = 0; i < vectors; i++) all[g][i] = x[i];
         }
         for (int distance = 1; distance < per_norm; distance *= 2)
-            for (int g = 0; g < per_norm; g += 2 * distance) TQKV__UNROLL
-        for (int i = 0; i < vectors; i++) all[g][i] += all[g + distance][i];
+            for (int g = 0; g < per_norm; g += 2 * distance) {
+                TQKV__UNROLL
+                for (int i = 0; i < vectors; i++) all[g][i] += all[g + distance][i];
+            }
         memcpy(sums, all[0], sizeof all[0]);
     }
     for (int b = 0; b < n_norms && !per_norm && TQKV__LANES == 16; b += 2, sums += 2) {

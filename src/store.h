@@ -63,10 +63,10 @@ static inline const tqkv__size *tqkv__size_of(int head_dim)
 }
 static bool tqkv__head_dim_known(int head_dim) { return tqkv__size_of(head_dim)->order != 0; }
 
-/* Returns TQKV__NORM_BLOCK of a head_dim that the compiler does not know */
+/* Returns TQKV__NORM_DIM of a head_dim that the compiler does not know */
 static int tqkv__norm_dim(int kind, int head_dim)
 {
-    return kind == TQKV__GRID ? tqkv__size_of(head_dim)->grid : TQKV__NORM_BLOCK(kind, head_dim);
+    return kind == TQKV__GRID ? tqkv__size_of(head_dim)->grid : TQKV__NORM_DIM(kind, head_dim);
 }
 
 #define TQKV__PANEL 256
