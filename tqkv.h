@@ -11,7 +11,9 @@
          #include "tqkv.h"
 
      Everywhere else, the include alone. Keep the name tqkv.h: the file includes itself. That one file needs xxhash.h
-     0.8.0 or later (Debian libxxhash-dev, Homebrew xxhash, or a copy beside tqkv.h), and the program links with -lm.
+     0.8.0 or later (Debian libxxhash-dev, Homebrew xxhash, or a copy beside tqkv.h), and the program links with -lm:
+
+         cc -O2 app.c -lm
 
    EXAMPLE
 
@@ -46,7 +48,8 @@
      TQKV_STATIC            every function is static: private to the including file
      TQKV_API               linkage of the public functions, by default `extern`
      TQKV_EXPLAIN(text)     receives the reason of a refused call, a string that names the argument. Example:
-                            fprintf(stderr, "tqkv: %s\n", text). Default: nothing.
+                            fprintf(stderr, "tqkv: %s\n", text). Default: nothing. Who compiles
+                            the implementation decides: a library that others link has no reasons for them.
      TQKV_NO_AVX512         leaves AVX-512 out: half the code, half the time to compile it (docs/integrating.md has both)
      TQKV_NO_AVX2           leaves both out, because AVX-512 takes short rows from AVX2: a quarter of the code
      TQKV_NO_INTEGER        leaves out the vector loops of attention in integers, a fifth of the code: TQKV_INTEGER then takes
@@ -1260,7 +1263,7 @@ TQKV_API tqkv_result tqkv_metal_plan_cache_prepare(const tqkv_cache *c, tqkv_met
 
 /* One row a head_dim D = m * n, n a power of two.
 
-   m          order of the Hadamard matrix that the rotation applies across its m runs of n values; 1: none
+   m          order of the Hadamard matrix that the rotation applies across its m subrows of n values; 1: none
    grid       values that share a norm of I8: the largest multiple of 16, at most 128, that divides D
    root       sqrt(D) and 1/sqrt(D), rounded to float: all digits, for machines that compute in wider registers        */
 // clang-format off
@@ -1291,15 +1294,16 @@ TQKV_API tqkv_result tqkv_metal_plan_cache_prepare(const tqkv_cache *c, tqkv_met
 // clang-format on
 
 /* One column of the row of D; without a row 0. A constant D gives a constant. */
-#define TQKV__MATRIX_ORDER(D)                                (TQKV__SIZES(TQKV__ORDER_OF, D) 0)
-#define TQKV__GRID_BLOCK(D)                                  (TQKV__SIZES(TQKV__GRID_BLOCK_OF, D) 0)
-#define TQKV__SQRT(D)                                        (TQKV__SIZES(TQKV__SQRT_OF, D) 0.0f)
-#define TQKV__INV_SQRT(D)                                    (TQKV__SIZES(TQKV__INV_SQRT_OF, D) 0.0f)
-#define TQKV__ORDER_OF(D, size, m, grid, root, inverse)      (D) == size ? m:
-#define TQKV__GRID_BLOCK_OF(D, size, m, grid, root, inverse) (D) == size ? grid:
-#define TQKV__SQRT_OF(D, size, m, grid, root, inverse)       (D) == size ? root:
-#define TQKV__INV_SQRT_OF(D, size, m, grid, root, inverse)   (D) == size ? inverse:
-/* Does R have a matrix across its runs? A library for Metal has no instruction that counts bits, which the short form is. */
+#define TQKV__MATRIX_ORDER(D)                              (TQKV__SIZES(TQKV__ORDER_OF, D) 0)
+#define TQKV__GRID_DIM(D)                                  (TQKV__SIZES(TQKV__GRID_DIM_OF, D) 0)
+#define TQKV__SQRT(D)                                      (TQKV__SIZES(TQKV__SQRT_OF, D) 0.0f)
+#define TQKV__INV_SQRT(D)                                  (TQKV__SIZES(TQKV__INV_SQRT_OF, D) 0.0f)
+#define TQKV__ORDER_OF(D, size, m, grid, root, inverse)    (D) == size ? m:
+#define TQKV__GRID_DIM_OF(D, size, m, grid, root, inverse) (D) == size ? grid:
+#define TQKV__SQRT_OF(D, size, m, grid, root, inverse)     (D) == size ? root:
+#define TQKV__INV_SQRT_OF(D, size, m, grid, root, inverse) (D) == size ? inverse:
+/* Whether R has a matrix across its subrows. A library for Metal has no instruction that counts bits, which the short
+   form is. */
 #ifdef __METAL_VERSION__
 #define TQKV__HAS_MATRIX(D) (TQKV__MATRIX_ORDER(D) > 1)
 #else
@@ -1347,8 +1351,8 @@ enum { TQKV__HALF = 1, TQKV__BOOK, TQKV__GRID };
 #define TQKV__PLAIN_OF(f, format, name, kind, main, upper, book, plain) (f) == format ? plain:
 
 /* Values that share a norm, in a row of D values. */
-#define TQKV__NORM_BLOCK(kind, D)                                                                                      \
-    ((kind) == TQKV__GRID ? TQKV__GRID_BLOCK(D) : (kind) == TQKV__BOOK && ((D) == 512 || (D) == 1024) ? 256 : (D))
+#define TQKV__NORM_DIM(kind, D)                                                                                        \
+    ((kind) == TQKV__GRID ? TQKV__GRID_DIM(D) : (kind) == TQKV__BOOK && ((D) == 512 || (D) == 1024) ? 256 : (D))
 /* Lanes of the sums of squares: each adds its D/lanes neighbours. */
 #define TQKV__NORM_LANES(D) ((D) % 32 ? 16 : 32)
 
@@ -1908,10 +1912,10 @@ static inline const tqkv__size *tqkv__size_of(int head_dim)
 }
 static bool tqkv__head_dim_known(int head_dim) { return tqkv__size_of(head_dim)->order != 0; }
 
-/* Returns TQKV__NORM_BLOCK of a head_dim that the compiler does not know */
+/* Returns TQKV__NORM_DIM of a head_dim that the compiler does not know */
 static int tqkv__norm_dim(int kind, int head_dim)
 {
-    return kind == TQKV__GRID ? tqkv__size_of(head_dim)->grid : TQKV__NORM_BLOCK(kind, head_dim);
+    return kind == TQKV__GRID ? tqkv__size_of(head_dim)->grid : TQKV__NORM_DIM(kind, head_dim);
 }
 
 #define TQKV__PANEL 256
@@ -4855,7 +4859,7 @@ TQKV__TARGET static void TQKV__(factors)(const tqkv__stream *s, const float *nor
 
 /* >>k-decode: codes as floats, a segment of positions at a time. */
 
-/* The format of decoded rows. */
+/* Decoded rows are floats. Their format has the number that no store may have. */
 #define TQKV__FLOATS TQKV_FORMAT_DEFAULT
 /* Codes of 2 or 4 main bits, in the order of tqkv__to_decoded. */
 #define TQKV__PACKED(format) (TQKV__MAIN_BITS(format) < 8)
@@ -5098,8 +5102,10 @@ TQKV__OP void TQKV__(open_strips)(const tqkv_format format, const int count, con
     TQKV__UNROLL
     for (int m = 0; m < 4; m++) {
         rest[m].p = keys->p[m] + keys->at;
-        if (TQKV__PACKED(format)) TQKV__(load_fields)
-        (TQKV__BOOK_BITS(format), count, rest[m].p, keys->p[m] + keys->upper, &rest[m].main, &rest[m].upper);
+        if (TQKV__PACKED(format)) {
+            const uint8_t *upper = keys->p[m] + keys->upper;
+            TQKV__(load_fields)(TQKV__BOOK_BITS(format), count, rest[m].p, upper, &rest[m].main, &rest[m].upper);
+        }
     }
 }
 
@@ -5797,8 +5803,10 @@ TQKV__OP void TQKV__(mix_subrows)(const int m, const int at_once, const int coun
                 sums[i] = TQKV__(fma)(subrow, TQKV__(repeat)(at_once, sign + i * at_once), sums[i]);
         }
         TQKV__UNROLL
-        for (int i = 0; i < count; i++) TQKV__(store)
-        (out + (b + i * at_once) * n, TQKV__(unite)(at_once, sums[i]) * TQKV__(set1)(factor));
+        for (int i = 0; i < count; i++) {
+            const TQKV__VECTOR sum = TQKV__(unite)(at_once, sums[i]);
+            TQKV__(store)(out + (b + i * at_once) * n, sum * TQKV__(set1)(factor));
+        }
     }
 }
 
@@ -5814,8 +5822,10 @@ TQKV__OP void TQKV__(mix)(const int m, const int at_once, const float *subrows, 
             TQKV__(mix_subrows)(m, 1, count, subrows + a, n, signs, factor, n, out + a);
         return;
     }
-    for (int c = 0; c < m; c++) TQKV__(store)
-    (spread + c * TQKV__LANES, TQKV__(spread)(at_once, c % at_once, TQKV__(load)(subrows + c / at_once * TQKV__LANES)));
+    for (int c = 0; c < m; c++) {
+        const TQKV__VECTOR x = TQKV__(load)(subrows + c / at_once * TQKV__LANES);
+        TQKV__(store)(spread + c * TQKV__LANES, TQKV__(spread)(at_once, c % at_once, x));
+    }
     TQKV__(mix_subrows)(m, at_once, count, spread, TQKV__LANES, signs, factor, n, out);
 }
 
@@ -6499,8 +6509,10 @@ TQKV__OP void TQKV__(add_norms)(int n_lanes, int together, int n_norms, const fl
             for (int i = 0; i < vectors; i++) all[g][i] = x[i];
         }
         for (int distance = 1; distance < per_norm; distance *= 2)
-            for (int g = 0; g < per_norm; g += 2 * distance) TQKV__UNROLL
-        for (int i = 0; i < vectors; i++) all[g][i] += all[g + distance][i];
+            for (int g = 0; g < per_norm; g += 2 * distance) {
+                TQKV__UNROLL
+                for (int i = 0; i < vectors; i++) all[g][i] += all[g + distance][i];
+            }
         memcpy(sums, all[0], sizeof all[0]);
     }
     for (int b = 0; b < n_norms && !per_norm && TQKV__LANES == 16; b += 2, sums += 2) {
@@ -7003,9 +7015,13 @@ TQKV__OP void TQKV__S(score_halves)(const int rows, const int keys, int dim, con
 {
     TQKV__VECTOR sums[2][TQKV__HALF_KEYS][16 / TQKV__INTEGER_LANES];
     TQKV__UNROLL
-    for (int r = 0; r < rows; r++) TQKV__UNROLL
-    for (int j = 0; j < keys; j++) TQKV__UNROLL
-    for (int i = 0; i < 16 / TQKV__INTEGER_LANES; i++) sums[r][j][i] = TQKV__(set1)(0.0f);
+    for (int r = 0; r < rows; r++) {
+        TQKV__UNROLL
+        for (int j = 0; j < keys; j++) {
+            TQKV__UNROLL
+            for (int i = 0; i < 16 / TQKV__INTEGER_LANES; i++) sums[r][j][i] = TQKV__(set1)(0.0f);
+        }
+    }
     for (int d = 0; d < dim; d += 16) {
         TQKV__UNROLL
         for (int i = 0; i < 16 / TQKV__INTEGER_LANES; i++) {
@@ -7022,10 +7038,12 @@ TQKV__OP void TQKV__S(score_halves)(const int rows, const int keys, int dim, con
         }
     }
     TQKV__UNROLL
-    for (int r = 0; r < rows; r++) TQKV__UNROLL
-    for (int j = 0; j < keys; j++) {
-        float *score = scores + r * TQKV__TILE + j;
-        *score = (add ? *score : 0.0f) + TQKV__(sum_16)(sums[r][j]);
+    for (int r = 0; r < rows; r++) {
+        TQKV__UNROLL
+        for (int j = 0; j < keys; j++) {
+            float *score = scores + r * TQKV__TILE + j;
+            *score = (add ? *score : 0.0f) + TQKV__(sum_16)(sums[r][j]);
+        }
     }
 }
 
@@ -7073,9 +7091,11 @@ TQKV__OP void TQKV__S(add_half_rows)(const int rows, const tqkv__stream *s, cons
         TQKV__VECTOR sums[TQKV__HALF_ROWS][16 / TQKV__INTEGER_LANES];
         const uint8_t *value = codes + 2 * d;
         TQKV__UNROLL
-        for (int r = 0; r < rows; r++) TQKV__UNROLL
-        for (int i = 0; i < 16 / TQKV__INTEGER_LANES; i++)
-            sums[r][i] = TQKV__(load)(out + r * dim + d + i * TQKV__INTEGER_LANES);
+        for (int r = 0; r < rows; r++) {
+            TQKV__UNROLL
+            for (int i = 0; i < 16 / TQKV__INTEGER_LANES; i++)
+                sums[r][i] = TQKV__(load)(out + r * dim + d + i * TQKV__INTEGER_LANES);
+        }
         for (int j = 0; j < n; j++, value += s->row_bytes) {
             TQKV__VECTOR x[16 / TQKV__INTEGER_LANES];
             TQKV__UNROLL
@@ -7089,9 +7109,11 @@ TQKV__OP void TQKV__S(add_half_rows)(const int rows, const tqkv__stream *s, cons
             }
         }
         TQKV__UNROLL
-        for (int r = 0; r < rows; r++) TQKV__UNROLL
-        for (int i = 0; i < 16 / TQKV__INTEGER_LANES; i++)
-            TQKV__(store)(out + r * dim + d + i * TQKV__INTEGER_LANES, sums[r][i]);
+        for (int r = 0; r < rows; r++) {
+            TQKV__UNROLL
+            for (int i = 0; i < 16 / TQKV__INTEGER_LANES; i++)
+                TQKV__(store)(out + r * dim + d + i * TQKV__INTEGER_LANES, sums[r][i]);
+        }
     }
 }
 
@@ -7102,8 +7124,10 @@ TQKV__TARGET static TQKV__NOINLINE void TQKV__S(add_halves)(const tqkv__stream *
     int row = 0;
     tqkv__prefetch(TQKV__L2, codes + (ptrdiff_t)segment->ahead * (ptrdiff_t)s->row_bytes,
                    (size_t)segment->n * s->row_bytes);
-    for (; row + TQKV__HALF_ROWS <= n_rows; row += TQKV__HALF_ROWS) TQKV__S(add_half_rows)
-    (TQKV__HALF_ROWS, s, codes, segment->n, weights + row * TQKV__TILE, out + row * s->head_dim);
+    for (; row + TQKV__HALF_ROWS <= n_rows; row += TQKV__HALF_ROWS) {
+        float *to = out + row * s->head_dim;
+        TQKV__S(add_half_rows)(TQKV__HALF_ROWS, s, codes, segment->n, weights + row * TQKV__TILE, to);
+    }
     for (; row + 2 <= n_rows; row += 2)
         TQKV__S(add_half_rows)(2, s, codes, segment->n, weights + row * TQKV__TILE, out + row * s->head_dim);
     for (; row < n_rows; row++)
@@ -13044,8 +13068,10 @@ static tqkv__seen_blocks tqkv__blocks_of(const tqkv__index *x, int query)
 /* Orders scores as floats do; 0 for -infinity, which is no block. */
 static uint32_t tqkv__score_key(float score)
 {
-    const uint32_t bits = tqkv__bits(score);
-    return bits == 0xff800000u ? 0 : bits == 0x80000000u ? bits : bits >> 31 ? ~bits : bits | 0x80000000u; /* -0 is 0 */
+    const uint32_t bits = tqkv__bits(score), sign = 0x80000000u;
+    const uint32_t positive = bits | sign, ordered = bits >> 31 ? ~bits : positive;
+    if (bits == 0xff800000u) return 0;
+    return bits == sign ? sign : ordered; /* -0 is 0 */
 }
 
 /* Returns the n-th largest key of n_scores scores, and how many equal ones are among those n; 0 < n <= n_scores. Each
@@ -15055,8 +15081,8 @@ TQKV_API tqkv_result tqkv_store_load(const tqkv_store *store, int64_t position, 
 #define TQKV__METAL_SIZES
 
 /* >>metal-sizes: function constants, sizes of dispatches and argument structs; the shaders include it, too */
-/* The Metal kernels, tqkv_<family>_d<head_dim>; tqkv_<family>_d<head_dim>_<value_dim> for keys and values that differ. A
-   kernel and its function constants make a pipeline. */
+/* The Metal kernels, tqkv_<family>_d<head_dim>; tqkv_<family>_d<head_dim>_<value_dim> for keys and values that differ.
+   A kernel and its function constants make a pipeline. */
 #define TQKV_FC_FORMAT       0    /* uint: encode, probe, decode: tqkv_format; encode_kv, attend: that of the keys */
 #define TQKV_FC_VALUE_FORMAT 1    /* uint: encode_kv, attend: that of the values */
 #define TQKV_FC_ROTATED      2    /* bool: encode, probe: rotate (not for F16 and unrotated); encode_kv: the keys */
@@ -15118,13 +15144,13 @@ TQKV_API tqkv_result tqkv_store_load(const tqkv_store *store, int64_t position, 
 /* head_dim of the tail that keys of head_dim D may have; 0: none */
 #define TQKV__TAIL_DIM(D) ((D) == 448 || (D) == 512 ? 64 : 0)
 
-/* Lanes of a simdgroup that share a row: a lane has its values from all runs, for the matrix across them. */
+/* Lanes of a simdgroup that share a row: a lane has its values from all subrows, for the matrix across them. */
 #define TQKV__ROW_LANES(D) (TQKV__HAS_MATRIX(D) ? (D) / TQKV__MATRIX_ORDER(D) : 32)
 
-/* Attention by products of 8x8 matrices. Element 0 or 1 of a lane's part of a matrix, Metal's thread_elements(), is in
-   this row, and in this column plus 0 or 1. Metal does not promise it: the kernel `tables` multiplies two matrices that
-   are set so, and the host leaves attend_matrix alone where their product is another. A shim of a machine with another
-   order defines both. Each bit of the lane number changes either the row or the column. */
+/* Attention by products of 8x8 matrices. Element 0 or 1 of what a lane has of a matrix, Metal's thread_elements(), is
+   in this row, and in this column plus 0 or 1. Metal does not promise it: the kernel `tables` multiplies two matrices
+   that are set so, and the host leaves attend_matrix alone where their product is another. A shim of a machine with
+   another order defines both. Each bit of the lane number changes either the row or the column. */
 #ifndef TQKV__MATRIX_ROW
 #define TQKV__MATRIX_ROW(lane)    (((lane) >> 4 << 2) | ((lane) >> 1 & 3))
 #define TQKV__MATRIX_COLUMN(lane) (((lane) >> 3 & 1) << 2 | ((lane)&1) << 1)
@@ -15132,8 +15158,8 @@ TQKV_API tqkv_result tqkv_store_load(const tqkv_store *store, int64_t position, 
 /* An element of a matrix for that test: below 64, and any two are different. */
 #define TQKV__MATRIX_TEST(row, column, seed) (((row)*8 + (column)) * (seed) % 64)
 
-/* Most query rows of a threadgroup of attend_matrix: their sums take 128 registers, 64 at D=256. Of longer rows, whose sums
-   TQKV__LONG_SIMDGROUPS share, threadgroup memory holds the queries of 8; a shim may have more. */
+/* Most query rows of a threadgroup of attend_matrix: their sums take 128 registers, 64 at D=256. Of longer rows, whose
+   sums TQKV__LONG_SIMDGROUPS share, threadgroup memory holds the queries of 8; a shim may have more. */
 #ifndef TQKV__LONG_COLUMNS
 #define TQKV__LONG_COLUMNS 8
 #endif
@@ -15141,7 +15167,7 @@ TQKV_API tqkv_result tqkv_store_load(const tqkv_store *store, int64_t position, 
 #define TQKV__LONG_SIMDGROUPS        8
 #define TQKV__LONG_WEIGHT_BYTES(n)   (8192 * (n)) /* of (1): a tile's weights of each simdgroup, or */
 #define TQKV__LONG_ROW_BYTES(D)      (16 * (D))   /*     four queries */
-#define TQKV__LONG_PART              64           /* values of a row a simdgroup */
+#define TQKV__LONG_VALUES            64           /* values of a row a simdgroup */
 #define TQKV__MATRIX_SIMDGROUPS      4            /* at most, of a threadgroup */
 #define TQKV__MATRICES(columns)                                                                                        \
     ((columns) <= 8 ? 1 : (columns) <= 16 ? 2 : (columns) <= 32 ? 4 : 8) /* that hold them */
@@ -15170,16 +15196,16 @@ TQKV_API tqkv_result tqkv_store_load(const tqkv_store *store, int64_t position, 
 #define TQKV__QUERY_FLOATS(D) (3 * (D) / 2)
 
 /* Attention cuts the context at fixed slots of the keys into stretches with sums of their own: the first n_short have
-   `length` tiles of 32 slots, the others TQKV__STRETCH_GROWTH times as many. TQKV__SECTION of them, counted from slot 0,
-   are a section. The stretches of a section are added in order, then the sections. */
+   `length` tiles of 32 slots, the others TQKV__STRETCH_GROWTH times as many. TQKV__SECTION of them, counted from slot
+   0, are a section. The stretches of a section are added in order, then the sections. */
 #define TQKV__STRETCH_GROWTH 4
 #define TQKV__SECTION        16
 #define TQKV__STRETCH_OF_TILE(tile, length, n_short)                                                                   \
     ((tile) / (length) < (n_short) ? (tile) / (length)                                                                 \
                                    : (n_short) + ((tile) - (n_short) * (length)) / (TQKV__STRETCH_GROWTH * (length)))
 
-/* Counts of a digit in index_choice, and sums of neighbouring ones. Scratch of a query, in words, where it has chunks: the
-   counts and sums of each, a header, and two words a block. */
+/* Counts of a digit in index_choice, and sums of neighbouring ones. Scratch of a query, in words, where it has chunks:
+   the counts and sums of each, a header, and two words a block. */
 #define TQKV__CHOOSE_COUNTS 4096
 #define TQKV__CHOOSE_SUMS   64
 #define TQKV__CHOOSE_HEADER 4
@@ -15211,7 +15237,8 @@ TQKV_API tqkv_result tqkv_store_load(const tqkv_store *store, int64_t position, 
 enum { TQKV__KERNEL_DIMS = 11, TQKV__N_KERNEL_SIZES = 21 };
 
 /* The values of head_dim that have kernels, as row(x, number, D). Besides, keys of TQKV__WIDE_KEYS take values of
-   TQKV__NARROW_VALUES in encode_kv and attend, and keys of D a tail of TQKV__TAIL_DIM(D): encode_kv takes it for values. */
+   TQKV__NARROW_VALUES in encode_kv and attend, and keys of D a tail of TQKV__TAIL_DIM(D): encode_kv takes it for
+   values. */
 #define TQKV__KERNELS(row, x)                                                                                          \
     row(x, 0, 32) row(x, 1, 48) row(x, 2, 64) row(x, 3, 80) row(x, 4, 96) row(x, 5, 128) row(x, 6, 192) row(x, 7, 256) \
         row(x, 8, 448) row(x, 9, 512) row(x, 10, 1024)
@@ -15224,8 +15251,8 @@ enum { TQKV__KERNEL_DIMS = 11, TQKV__N_KERNEL_SIZES = 21 };
 #define TQKV__HAS_KERNELS_OF(D, n, size) (D) == size ||
 
 /* Rows of one stream. Token t is at slot first_slot + t, minus capacity if that is beyond the store. The host resolves
-   positions; it passes at most `capacity` tokens and fewer than 2^32 rows. With a page table first_slot is a position, and
-   an entry that is none of the store's pages leaves its tokens out. */
+   positions; it passes at most `capacity` tokens and fewer than 2^32 rows. With a page table first_slot is a position,
+   and an entry that is none of the store's pages leaves its tokens out. */
 typedef struct tqkv__rows_args {
     int32_t n_tokens; /* source or destination is [n_tokens][n_kv_heads][head_dim] */
     int32_t n_kv_heads;
@@ -15275,14 +15302,14 @@ typedef struct tqkv__attend_args {
     uint32_t query_token_stride, query_head_stride; /* in values */
     int32_t tail_slots;                             /* of a KV head in memory, as key_slots */
     int32_t tail_capacity, tail_oldest_slot;        /* read if TQKV_FC_TAIL_ELSEWHERE */
-    /* Read if TQKV_FC_HALVES: a query's newest halves begin exact_last positions before the one behind its newest, but not
-       before exact_from. */
+    /* Read if TQKV_FC_HALVES: a query's newest halves begin exact_last positions before the one behind its newest, but
+       not before exact_from. */
     int32_t exact_last, exact_from;
 } tqkv__attend_args;
 
-/* attend_list has the arguments of attend. A row of a list has list_row - TQKV__LIST_HEADER entries. A row that it writes: how
-   many ranks there are, how many entries come before the newest blocks, the first of these, the position before which they
-   are not seen, the position of rank 0 in blocks, times their size; then the entries. */
+/* attend_list has the arguments of attend. A row of a list has list_row - TQKV__LIST_HEADER entries. A row that it
+   writes: how many ranks there are, how many entries come before the newest blocks, the first of these, the position
+   before which they are not seen, the position of rank 0 in blocks, times their size; then the entries. */
 #define TQKV__LIST_HEADER 8
 
 typedef struct tqkv__merge_args {
@@ -15307,8 +15334,8 @@ typedef struct tqkv__choose_args {
     int32_t step;            /* TQKV__CHOOSE_COUNT to TQKV__CHOOSE_ALONE */
 } tqkv__choose_args;
 
-/* index_scores. `keys` is that of a call whose heads are those of the index; its resident positions are the keys from number
-   first_key on. */
+/* index_scores. `keys` is that of a call whose heads are those of the index; its resident positions are the keys from
+   number first_key on. */
 #define TQKV__INDEX_KEYS 1024 /* whose scores are in threadgroup memory at a time */
 #ifndef TQKV__INDEX_COLUMNS   /* heads of a pass: threadgroup memory holds their queries. A shim may have more */
 #define TQKV__INDEX_COLUMNS 32
@@ -15322,7 +15349,7 @@ typedef struct tqkv__index_args {
     int32_t pool, relu, has_weights;
 } tqkv__index_args;
 
-/* One call of a batch. The threadgroups of attend number blocks of query rows first, then splits, then items. Offsets
+/* One call of a batch. The threadgroups of attend number groups of query rows first, then splits, then items. Offsets
    are from where the buffer is bound, in units of: */
 #define TQKV__ROWS_UNIT  2  /* bytes: q and out */
 #define TQKV__CODES_UNIT 16 /* codes; all others 4 */
