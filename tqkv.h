@@ -2919,22 +2919,23 @@ static void tqkv__unpack(const tqkv__stream *s, const uint8_t *row, uint8_t *cod
 #define TQKV__FAR 100.0f
 
 /* Quantising without bisection. The boundaries are symmetric; the positive ones suffice. 2^bits cells of equal width
-   hold at most one boundary each. The same arithmetic finds the cell of a value and of a boundary, and rounding keeps
-   order: boundaries in earlier cells are below the value, boundaries in later cells are above it. One comparison
+   hold at most one boundary each, away from the cell's ends: roundings that bring a value near an end to the next cell change
+   nothing. Boundaries in earlier cells are below the value, boundaries in later cells are above it. One comparison
    remains, with the boundary in the value's own cell or, if it has none, the next one. */
+#define TQKV__CELL_MARGIN 0.004f /* of a cell's width; a value's cell is off by 0.0001 at most */
 typedef struct tqkv__quantiser {
+    TQKV__ALIGNED uint8_t below[256]; /* boundaries in the cells before this one */
+    float bounds[128];                /* the positive boundaries, then infinity */
+    uint8_t planes[4][128];           /* TQ8: byte p of each bound in planes[p], for byte look-ups */
+    /* Of each cell, from 5 bits up: the bound that a value there is compared with, and the centroid below it; the one above is that
+       of the next cell, if the bound is in this one. Where tables do not fit registers one load of two cells takes all. */
+    float entries[257][2];
+    float squares[32];         /* of the positive centroids, up to 6 bits */
+    float squares_by_code[16]; /* of all centroids, up to 4 bits; 2 and 3 bits: repeated */
+    float centroids[32];       /* the positive ones, up to 6 bits */
     uint32_t half, low;        /* of codes, four to a word: the highest bit, and the bits below it */
     int shift;                 /* from that bit to the lowest */
     float slope, top;          /* cell of a magnitude w: the whole part of min(w * slope, top) */
-    uint8_t below[256];        /* boundaries in the cells before this one */
-    float bounds[128];         /* the positive boundaries, then infinity */
-    float squares[32];         /* of the positive centroids, up to 6 bits */
-    float squares_by_code[16]; /* of all centroids, up to 4 bits; 2 and 3 bits: repeated */
-    uint8_t planes[4][128];    /* TQ8: byte p of each bound in planes[p], for byte look-ups */
-    float centroids[32];       /* the positive ones, up to 6 bits */
-    /* Of each cell, from 5 bits up: the bound that a value there is compared with, the centroid below it, the one above. Where
-       tables do not fit registers one load takes all. */
-    float entries[256][4];
 } tqkv__quantiser;
 
 static void tqkv__quantiser_open(const tqkv__stream *s, tqkv__quantiser *q)
@@ -2946,9 +2947,10 @@ static void tqkv__quantiser_open(const tqkv__stream *s, tqkv__quantiser *q)
     q->half = 0x01010101u << q->shift;
     q->low = q->half - 0x01010101u;
     q->top = (float)((1 << bits) - 1);
-    q->slope = q->top / positive[n - 1];
+    q->slope = (q->top + 0.45f) / positive[n - 1];
     for (int i = 0; i < n; i++) {
         const float at = positive[i] * q->slope;
+        TQKV_ASSERT(at - floorf(at) > TQKV__CELL_MARGIN && at - floorf(at) < 1.0f - TQKV__CELL_MARGIN);
         for (const int own = (int)(at < q->top ? at : q->top); cell <= own; cell++) q->below[cell] = (uint8_t)i;
         q->bounds[i] = positive[i];
     }
@@ -2963,12 +2965,10 @@ static void tqkv__quantiser_open(const tqkv__stream *s, tqkv__quantiser *q)
         q->squares_by_code[i] = TQKV__AS_FLOAT(centroid * centroid);
     }
     if (bits == 8) tqkv__split_floats(q->bounds, 128, q->planes);
-    for (int i = 0; i < 1 << bits && bits > 4; i++) {
-        const int below = q->below[i];
+    for (int i = 0; i <= 1 << bits && bits > 4; i++) {
+        const int below = i < 1 << bits ? q->below[i] : n;
         q->entries[i][0] = q->bounds[below];
         q->entries[i][1] = s->codebook[n + 1 + below];
-        q->entries[i][2] = s->codebook[n + 1 + (below < n ? below + 1 : n)];
-        q->entries[i][3] = 0.0f;
     }
 }
 
@@ -6186,8 +6186,8 @@ TQKV__TARGET static void TQKV__(scale_row)(const tqkv__stream *s, float *row, fl
    each lane's next element n_lanes further on. So the sums of lanes are sums of vectors. Magnitudes are enough: codebooks are
    symmetric, a value has the sign of its centroid, and a product of 0 adds nothing. */
 typedef struct TQKV__(turned) {
-    TQKV__ALIGNED float sizes[TQKV_MAX_HEAD_DIM];
-    TQKV__ALIGNED int32_t less[TQKV_MAX_HEAD_DIM];   /* -1 for positive values, see TQKV__(fold) */
+    TQKV__ALIGNED float sizes[TQKV_MAX_HEAD_DIM + 128];
+    TQKV__ALIGNED int32_t less[TQKV_MAX_HEAD_DIM + 128];   /* -1 for positive values, see TQKV__(fold) */
     TQKV__ALIGNED uint32_t found[TQKV_MAX_HEAD_DIM]; /* see TQKV__(find) */
 } TQKV__(turned);
 
@@ -6255,13 +6255,12 @@ TQKV__OP TQKV__VECTOR TQKV__(sizes_times)(const TQKV__(turned) * t, int at, TQKV
 /* The tables of a codebook of up to 6 bits, in registers: vectors of 16 floats at least, which one permutation reads */
 #define TQKV__BOOK_VECTORS (TQKV__LANES == 4 ? 4 : 2)
 typedef struct TQKV__(book) {
-    TQKV__VECTOR slope, top, bounds[TQKV__BOOK_VECTORS], centroids[TQKV__BOOK_VECTORS];
+    TQKV__VECTOR top, bounds[TQKV__BOOK_VECTORS], centroids[TQKV__BOOK_VECTORS];
     TQKV__(codes) below[4];
 } TQKV__(book);
 
 TQKV__OP void TQKV__(load_book)(const int bits, const tqkv__quantiser *q, TQKV__(book) * book)
 {
-    book->slope = TQKV__(set1)(q->slope);
     book->top = TQKV__(set1)(q->top);
     if (bits <= 6) TQKV__(load_below)(bits, q->below, book->below);
     for (int i = 0; i < TQKV__BOOK_VECTORS; i++) {
@@ -6270,52 +6269,55 @@ TQKV__OP void TQKV__(load_book)(const int bits, const tqkv__quantiser *q, TQKV__
     }
 }
 
-TQKV__OP TQKV__(codes) TQKV__(cells)(const TQKV__(book) * book, TQKV__VECTOR w)
+/* The cells of sizes times a factor. slope: that of cells, times the factor */
+TQKV__OP TQKV__(codes) TQKV__(cells)(const TQKV__(turned) * t, int at, TQKV__VECTOR slope, TQKV__VECTOR top)
 {
-    return TQKV__(truncate)(TQKV__(min)(w * book->slope, book->top));
+    return TQKV__(truncate)(TQKV__(min)(TQKV__(load)(t->sizes + at) * slope, top));
 }
 
-/* What nearest takes of a large codebook, for all values of a row: their centroids, or where the entries of their cells are, in
-   bytes. */
-TQKV__OP void TQKV__(find)(const tqkv__stream *s, const tqkv__quantiser *q, const TQKV__(book) * book,
-                           TQKV__VECTOR factor, TQKV__(turned) * t)
+/* What nearest takes of a large codebook, for all values of a row: their centroids, or their cells. */
+TQKV__OP void TQKV__(find)(const tqkv__stream *s, const tqkv__quantiser *q, TQKV__VECTOR factor, TQKV__VECTOR slope,
+                           TQKV__(turned) * t)
 {
+    const TQKV__VECTOR top = TQKV__(set1)(q->top);
 #if TQKV__LANES == 16
-    (void)book;
-    for (int at = 0; at < s->head_dim; at += 64) { /* the last may be beyond the row */
-        TQKV__VECTOR four[4];
+    uint8_t *codes = (uint8_t *)t->found + sizeof t->found - TQKV_MAX_HEAD_DIM; /* read before centroids come there */
+    for (int at = 0; at < s->head_dim; at += 64) {                              /* the last may be beyond the row */
+        TQKV__VECTOR w[4];
+        TQKV__(codes) cells[4];
         TQKV__UNROLL
-        for (int i = 0; i < 4; i++) four[i] = TQKV__(sizes_times)(t, at + 16 * i, factor);
-        TQKV__(search_tq8)(s, q, four, four);
-        memcpy(t->found + at, four, sizeof four);
+        for (int i = 0; i < 4; i++) {
+            w[i] = TQKV__(sizes_times)(t, at + 16 * i, factor);
+            cells[i] = TQKV__(cells)(t, at + 16 * i, slope, top);
+        }
+        TQKV__(search_tq8)(q, cells, w, codes + at);
     }
+    for (int at = 0; at < s->head_dim; at += 64) TQKV__(centroids_tq8)(s, codes + at, t->found + at);
 #else
-    (void)q;
+    (void)factor;
     for (int at = 0; at < s->head_dim; at += TQKV__LANES) {
-        const TQKV__(codes) cells = TQKV__(cells)(book, TQKV__(sizes_times)(t, at, factor));
-        TQKV__(words) offsets;
-        memcpy(&offsets, &cells, sizeof offsets);
-        offsets <<= 4;
-        memcpy(t->found + at, &offsets, sizeof offsets);
+        const TQKV__(codes) cells = TQKV__(cells)(t, at, slope, top);
+        memcpy(t->found + at, &cells, sizeof cells);
     }
 #endif
 }
 
-/* The centroids of sizes_times; bits is a constant. For 3 bits three comparisons are quicker than a cell. Of a large codebook one
+/* The centroids of sizes_times (TQ8 on vectors of 16: their negatives); bits is a constant. For 3 bits three comparisons are quicker than a cell. Of a large codebook one
    load takes the bound and the centroids of a cell. */
 TQKV__OP TQKV__VECTOR TQKV__(nearest)(const int bits, const tqkv__quantiser *q, const TQKV__(book) * book,
-                                      const uint32_t *found, TQKV__VECTOR w)
+                                      const TQKV__(turned) * t, int at, TQKV__VECTOR factor, TQKV__VECTOR slope)
 {
+    const TQKV__VECTOR w = TQKV__(sizes_times)(t, at, factor);
     TQKV__(codes) index;
     TQKV__VECTOR entries[3];
     memset(&index, 0, sizeof index);
     const TQKV__(codes) none = index;
     if (TQKV__IS_LARGE(bits) && TQKV__LANES == 16) {
-        memcpy(entries, found, sizeof *entries);
+        memcpy(entries, t->found + at, sizeof *entries);
         return *entries;
     }
     if (TQKV__IS_LARGE(bits)) {
-        TQKV__(load_entries)(q->entries, found, entries);
+        TQKV__(load_entries)(q->entries, t->found + at, entries);
         return TQKV__(choose)(entries[0], w, entries[1], entries[2]);
     }
     if (bits == 3) {
@@ -6323,7 +6325,7 @@ TQKV__OP TQKV__VECTOR TQKV__(nearest)(const int bits, const tqkv__quantiser *q, 
         for (int b = 0; b < 3; b++) index = TQKV__(code_from)(index, TQKV__(set1)(q->bounds[b]), w, none);
         return TQKV__(bound)(bits, book->centroids, index);
     }
-    index = TQKV__(below)(bits, book->below, TQKV__(cells)(book, w));
+    index = TQKV__(below)(bits, book->below, TQKV__(cells)(t, at, slope, book->top));
     index = TQKV__(code_from)(index, TQKV__(bound)(bits, book->bounds, index), w, none);
     return TQKV__(bound)(bits, book->centroids, index);
 }
@@ -6337,13 +6339,12 @@ TQKV__OP void TQKV__(try_factors)(const int bits, const tqkv__stream *s, const t
     TQKV__(book) book;
     TQKV__(load_book)(bits, q, &book);
     for (int f = 0; f < TQKV__MOST_FACTORS; f++) {
-        const TQKV__VECTOR factor = TQKV__(set1)(s->factors[f]);
-        if (TQKV__IS_LARGE(bits)) TQKV__(find)(s, q, &book, factor, t);
+        const TQKV__VECTOR factor = TQKV__(set1)(s->factors[f]), slope = TQKV__(set1)(s->factors[f] * q->slope);
+        if (TQKV__IS_LARGE(bits)) TQKV__(find)(s, q, factor, slope, t);
         for (int lane = 0; lane < n_lanes; lane += TQKV__LANES) {
             TQKV__VECTOR products = TQKV__(set1)(0.0f), squares = products;
             for (int at = lane; at < s->head_dim; at += n_lanes) {
-                const TQKV__VECTOR c =
-                    TQKV__(nearest)(bits, q, &book, t->found + at, TQKV__(sizes_times)(t, at, factor));
+                const TQKV__VECTOR c = TQKV__(nearest)(bits, q, &book, t, at, factor, slope);
                 products += TQKV__(rounded)(TQKV__(load)(t->sizes + at) * c);
                 squares += TQKV__(rounded)(c * c);
             }
@@ -8289,9 +8290,9 @@ TQKV__OP __m512 tqkv__choose_avx512(__m512 bound, __m512 w, __m512 below, __m512
 {
     return _mm512_mask_blend_ps(_mm512_cmp_ps_mask(bound, w, _CMP_LE_OQ), below, above);
 }
-TQKV__OP void tqkv__load_entries_avx512(const float (*entries)[4], const uint32_t *offsets, __m512 *x)
+TQKV__OP void tqkv__load_entries_avx512(const float (*entries)[2], const uint32_t *cells, __m512 *x)
 {
-    (void)entries, (void)offsets; /* search_tq8 takes their place */
+    (void)entries, (void)cells; /* search_tq8 takes their place */
     memset(x, 0, 3 * sizeof *x);
 }
 TQKV__OP __m512i tqkv__quantise_i8_avx512(__m512 v)
@@ -8395,28 +8396,33 @@ TQKV__TARGET static void tqkv__quantise_tq8_avx512(const tqkv__quantiser *q, con
     }
 }
 
-/* The centroids of 64 sizes times a factor of a search of TQ8: counts, bounds and centroids by bytes, as in quantise_tq8. Bounds
-   are compared as integers, whose signs packing keeps. The stream has the centroids' bytes from the most negative one on. */
-TQKV__OP void tqkv__search_tq8_avx512(const tqkv__stream *s, const tqkv__quantiser *q, const __m512 *w,
-                                      __m512 *centroids)
+/* Bytes of a table of 128. upper: of which the index is 64 or more */
+TQKV__OP __m512i tqkv__look_up_byte_avx512(const uint8_t *table, __mmask64 upper, __m512i index)
 {
-    __m512i below[4];
-    __m512i cell[4], plane[4], words[4];
-    for (int i = 0; i < 4; i++) below[i] = _mm512_loadu_si512((const void *)(q->below + 64 * i));
+    const __m512i first = _mm512_permutexvar_epi8(index, _mm512_loadu_si512((const void *)table));
+    return _mm512_mask_permutexvar_epi8(first, upper, index, _mm512_loadu_si512((const void *)(table + 64)));
+}
+/* Words of a table of 128 in planes of bytes, in the order in which packing has them */
+TQKV__OP void tqkv__look_up_words_avx512(const uint8_t (*planes)[128], __m512i index, __m512i *words)
+{
+    const __mmask64 upper = _mm512_movepi8_mask(_mm512_slli_epi16(index, 1));
+    __m512i plane[4];
     TQKV__UNROLL
-    for (int i = 0; i < 4; i++)
-        cell[i] =
-            _mm512_cvttps_epi32(_mm512_min_ps(_mm512_mul_ps(w[i], _mm512_set1_ps(q->slope)), _mm512_set1_ps(q->top)));
+    for (int p = 0; p < 4; p++) plane[p] = tqkv__look_up_byte_avx512(planes[p], upper, index);
+    tqkv__join_planes_avx512(plane, words);
+}
+/* Where the centroids of 64 sizes times a factor, w, of a search of TQ8 are: counts and bounds by bytes, as in quantise_tq8. Bounds
+   are compared as integers, whose signs packing keeps. */
+TQKV__OP void tqkv__search_tq8_avx512(const tqkv__quantiser *q, const __m512i *cell, const __m512 *w, uint8_t *codes)
+{
+    __m512i words[4];
     const __m512i cells =
         _mm512_packus_epi16(_mm512_packus_epi32(cell[0], cell[1]), _mm512_packus_epi32(cell[2], cell[3]));
+    const __mmask64 odd = _mm512_movepi8_mask(_mm512_slli_epi16(cells, 1)), upper = _mm512_movepi8_mask(cells);
     __m512i count =
-        _mm512_mask_blend_epi8(_mm512_movepi8_mask(cells), _mm512_permutex2var_epi8(below[0], cells, below[1]),
-                               _mm512_permutex2var_epi8(below[2], cells, below[3]));
-    TQKV__UNROLL
-    for (int p = 0; p < 4; p++)
-        plane[p] = _mm512_permutex2var_epi8(_mm512_loadu_si512((const void *)q->planes[p]), count,
-                                            _mm512_loadu_si512((const void *)(q->planes[p] + 64)));
-    tqkv__join_planes_avx512(plane, words);
+        _mm512_mask_blend_epi8(upper, tqkv__look_up_byte_avx512(q->below, odd, cells),
+                               tqkv__look_up_byte_avx512(q->below + 128, odd, cells));
+    tqkv__look_up_words_avx512(q->planes, count, words);
     TQKV__UNROLL
     for (int i = 0; i < 4; i++)
         words[i] = _mm512_sub_epi32(_mm512_castps_si512(w[i]), words[i]); /* negative: below the bound */
@@ -8424,13 +8430,15 @@ TQKV__OP void tqkv__search_tq8_avx512(const tqkv__stream *s, const tqkv__quantis
         _mm512_packs_epi16(_mm512_packs_epi32(words[0], words[1]), _mm512_packs_epi32(words[2], words[3]));
     count = _mm512_sub_epi8(_mm512_set1_epi8(126), count); /* of the next larger centroid */
     count = _mm512_mask_sub_epi8(count, _mm512_movepi8_mask(differences), count, _mm512_set1_epi8(-1));
+    _mm512_storeu_si512((void *)codes, count);
+}
+/* The centroids, all negative, of 64 such codes: the stream has their bytes from the most negative one on. */
+TQKV__OP void tqkv__centroids_tq8_avx512(const tqkv__stream *s, const uint8_t *codes, uint32_t *centroids)
+{
+    __m512i words[4];
+    tqkv__look_up_words_avx512(s->planes, _mm512_loadu_si512((const void *)codes), words);
     TQKV__UNROLL
-    for (int p = 0; p < 4; p++)
-        plane[p] = _mm512_permutex2var_epi8(_mm512_loadu_si512((const void *)s->planes[p]), count,
-                                            _mm512_loadu_si512((const void *)(s->planes[p] + 64)));
-    tqkv__join_planes_avx512(plane, words);
-    TQKV__UNROLL
-    for (int i = 0; i < 4; i++) centroids[i] = _mm512_abs_ps(_mm512_castsi512_ps(words[i]));
+    for (int i = 0; i < 4; i++) _mm512_storeu_si512((void *)(centroids + 16 * i), words[i]);
 }
 
 static void tqkv__mix_by_order_avx2(int m, const float *subrows, float factor, int n, float *out);
@@ -8715,13 +8723,13 @@ TQKV__OP __m256 tqkv__butterfly_avx2(const int stage, __m256 x)
 TQKV__OP __m256 tqkv__even_avx2(const int stage, __m256 a, __m256 b)
 {
     if (stage == 0) return _mm256_blend_ps(a, _mm256_moveldup_ps(b), 0xaa);
-    if (stage == 1) return _mm256_castpd_ps(_mm256_unpacklo_pd(_mm256_castps_pd(a), _mm256_castps_pd(b)));
+    if (stage == 1) return _mm256_shuffle_ps(a, b, 0x44);
     return _mm256_permute2f128_ps(a, b, 0x20);
 }
 TQKV__OP __m256 tqkv__odd_avx2(const int stage, __m256 a, __m256 b)
 {
     if (stage == 0) return _mm256_blend_ps(_mm256_movehdup_ps(a), b, 0xaa);
-    if (stage == 1) return _mm256_castpd_ps(_mm256_unpackhi_pd(_mm256_castps_pd(a), _mm256_castps_pd(b)));
+    if (stage == 1) return _mm256_shuffle_ps(a, b, 0xee);
     return _mm256_permute2f128_ps(a, b, 0x31);
 }
 TQKV__OP __m256i tqkv__larger_bits_avx2(__m256i largest, __m256 x)
@@ -8769,21 +8777,17 @@ TQKV__OP __m256 tqkv__choose_avx2(__m256 bound, __m256 w, __m256 below, __m256 a
 {
     return _mm256_blendv_ps(below, above, _mm256_cmp_ps(bound, w, _CMP_LE_OQ));
 }
-/* The first three floats of 8 entries: x[i] has the i-th of each. offsets: of the entries, in bytes */
-TQKV__OP void tqkv__load_entries_avx2(const float (*entries)[4], const uint32_t *offsets, __m256 *x)
+/* The bounds of 8 cells, the centroids below them and those above */
+TQKV__OP void tqkv__load_entries_avx2(const float (*entries)[2], const uint32_t *cells, __m256 *x)
 {
-    const uint8_t *from = (const uint8_t *)(const void *)entries;
     __m256 four[4];
     TQKV__UNROLL
     for (int i = 0; i < 4; i++)
-        four[i] = _mm256_castsi256_ps(
-            _mm256_set_m128i(tqkv__load_128(from + offsets[i + 4]), tqkv__load_128(from + offsets[i])));
-    const __m256d low = _mm256_castps_pd(_mm256_unpacklo_ps(four[0], four[1])),
-                  high = _mm256_castps_pd(_mm256_unpacklo_ps(four[2], four[3]));
-    x[0] = _mm256_castpd_ps(_mm256_unpacklo_pd(low, high));
-    x[1] = _mm256_castpd_ps(_mm256_unpackhi_pd(low, high));
-    x[2] = _mm256_castpd_ps(_mm256_unpacklo_pd(_mm256_castps_pd(_mm256_unpackhi_ps(four[0], four[1])),
-                                               _mm256_castps_pd(_mm256_unpackhi_ps(four[2], four[3]))));
+        four[i] = _mm256_set_m128(_mm_loadu_ps(entries[cells[i + 4]]), _mm_loadu_ps(entries[cells[i]]));
+    const __m256 low = _mm256_shuffle_ps(four[0], four[1], 0x44), next = _mm256_shuffle_ps(four[2], four[3], 0x44);
+    x[0] = _mm256_shuffle_ps(low, next, 0x88);
+    x[1] = _mm256_shuffle_ps(low, next, 0xdd);
+    x[2] = _mm256_shuffle_ps(_mm256_shuffle_ps(four[0], four[1], 0xee), _mm256_shuffle_ps(four[2], four[3], 0xee), 0xdd);
 }
 TQKV__OP __m256i tqkv__quantise_i8_avx2(__m256 v)
 {
@@ -9193,15 +9197,14 @@ TQKV__OP float32x4_t tqkv__choose_neon(float32x4_t bound, float32x4_t w, float32
 {
     return vbslq_f32(vcleq_f32(bound, w), above, below);
 }
-TQKV__OP void tqkv__load_entries_neon(const float (*entries)[4], const uint32_t *offsets, float32x4_t *x)
+TQKV__OP void tqkv__load_entries_neon(const float (*entries)[2], const uint32_t *cells, float32x4_t *x)
 {
-    const uint8_t *from = (const uint8_t *)(const void *)entries;
     float32x4_t four[4];
     TQKV__UNROLL
-    for (int i = 0; i < 4; i++) four[i] = vreinterpretq_f32_u8(vld1q_u8(from + offsets[i]));
-    const float32x4_t low = vtrn1q_f32(four[0], four[1]), high = vtrn1q_f32(four[2], four[3]);
-    x[0] = tqkv__even_neon(1, low, high);
-    x[1] = tqkv__even_neon(1, vtrn2q_f32(four[0], four[1]), vtrn2q_f32(four[2], four[3]));
+    for (int i = 0; i < 4; i++) four[i] = vld1q_f32(entries[cells[i]]);
+    const float32x4_t low = vtrn2q_f32(four[0], four[1]), high = vtrn2q_f32(four[2], four[3]);
+    x[0] = tqkv__even_neon(1, vtrn1q_f32(four[0], four[1]), vtrn1q_f32(four[2], four[3]));
+    x[1] = tqkv__even_neon(1, low, high);
     x[2] = tqkv__odd_neon(1, low, high);
 }
 TQKV__OP uint32x4_t tqkv__quantise_i8_neon(float32x4_t v)
