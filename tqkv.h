@@ -2926,9 +2926,9 @@ static void tqkv__unpack(const tqkv__stream *s, const uint8_t *row, uint8_t *cod
 typedef struct tqkv__quantiser {
     TQKV__ALIGNED uint8_t below[256]; /* boundaries in the cells before this one */
     float bounds[128];                /* the positive boundaries, then infinity */
-    uint8_t planes[4][128];           /* TQ8: byte p of each bound in planes[p], for byte look-ups */
-    /* Of each cell, from 5 bits up: the bound that a value there is compared with, and the centroid below it; the one above is that
-       of the next cell, if the bound is in this one. Where tables do not fit registers one load of two cells takes all. */
+    uint8_t planes[4][128];           /* TQ8, vectors of 16: byte p of each bound in planes[p], for byte look-ups */
+    /* Shorter vectors: of each cell, from 5 bits up, the bound that a value there is compared with, and the centroid below it; the
+       one above is that of the next cell, if the bound is in this one. One load of two cells takes all. */
     float entries[257][2];
     float squares[32];         /* of the positive centroids, up to 6 bits */
     float squares_by_code[16]; /* of all centroids, up to 4 bits; 2 and 3 bits: repeated */
@@ -2964,7 +2964,10 @@ static void tqkv__quantiser_open(const tqkv__stream *s, tqkv__quantiser *q)
         const float centroid = bits <= 4 ? s->codebook[i % (1 << bits)] : 0.0f;
         q->squares_by_code[i] = TQKV__AS_FLOAT(centroid * centroid);
     }
-    if (bits == 8) tqkv__split_floats(q->bounds, 128, q->planes);
+    if (tqkv__isa_for(s->head_dim)->lanes == 16) { /* look up by bytes, or hold 6 bits in registers */
+        if (bits == 8) tqkv__split_floats(q->bounds, 128, q->planes);
+        return;
+    }
     for (int i = 0; i <= 1 << bits && bits > 4; i++) {
         const int below = i < 1 << bits ? q->below[i] : n;
         q->entries[i][0] = q->bounds[below];
@@ -6187,8 +6190,8 @@ TQKV__TARGET static void TQKV__(scale_row)(const tqkv__stream *s, float *row, fl
    symmetric, a value has the sign of its centroid, and a product of 0 adds nothing. */
 typedef struct TQKV__(turned) {
     TQKV__ALIGNED float sizes[TQKV_MAX_HEAD_DIM + 128];
-    TQKV__ALIGNED int32_t less[TQKV_MAX_HEAD_DIM + 128];   /* -1 for positive values, see TQKV__(fold) */
-    TQKV__ALIGNED uint32_t found[TQKV_MAX_HEAD_DIM]; /* see TQKV__(find) */
+    TQKV__ALIGNED int32_t less[TQKV_MAX_HEAD_DIM + 128]; /* -1 for positive values, see TQKV__(fold) */
+    TQKV__ALIGNED uint32_t found[TQKV_MAX_HEAD_DIM];     /* see TQKV__(find) */
 } TQKV__(turned);
 
 /* NaN becomes infinity, which is no larger with any factor either, and has the square of NaN's code. */
@@ -8419,9 +8422,8 @@ TQKV__OP void tqkv__search_tq8_avx512(const tqkv__quantiser *q, const __m512i *c
     const __m512i cells =
         _mm512_packus_epi16(_mm512_packus_epi32(cell[0], cell[1]), _mm512_packus_epi32(cell[2], cell[3]));
     const __mmask64 odd = _mm512_movepi8_mask(_mm512_slli_epi16(cells, 1)), upper = _mm512_movepi8_mask(cells);
-    __m512i count =
-        _mm512_mask_blend_epi8(upper, tqkv__look_up_byte_avx512(q->below, odd, cells),
-                               tqkv__look_up_byte_avx512(q->below + 128, odd, cells));
+    __m512i count = _mm512_mask_blend_epi8(upper, tqkv__look_up_byte_avx512(q->below, odd, cells),
+                                           tqkv__look_up_byte_avx512(q->below + 128, odd, cells));
     tqkv__look_up_words_avx512(q->planes, count, words);
     TQKV__UNROLL
     for (int i = 0; i < 4; i++)
@@ -8787,7 +8789,8 @@ TQKV__OP void tqkv__load_entries_avx2(const float (*entries)[2], const uint32_t 
     const __m256 low = _mm256_shuffle_ps(four[0], four[1], 0x44), next = _mm256_shuffle_ps(four[2], four[3], 0x44);
     x[0] = _mm256_shuffle_ps(low, next, 0x88);
     x[1] = _mm256_shuffle_ps(low, next, 0xdd);
-    x[2] = _mm256_shuffle_ps(_mm256_shuffle_ps(four[0], four[1], 0xee), _mm256_shuffle_ps(four[2], four[3], 0xee), 0xdd);
+    x[2] =
+        _mm256_shuffle_ps(_mm256_shuffle_ps(four[0], four[1], 0xee), _mm256_shuffle_ps(four[2], four[3], 0xee), 0xdd);
 }
 TQKV__OP __m256i tqkv__quantise_i8_avx2(__m256 v)
 {

@@ -229,9 +229,9 @@ static void tqkv__unpack(const tqkv__stream *s, const uint8_t *row, uint8_t *cod
 typedef struct tqkv__quantiser {
     TQKV__ALIGNED uint8_t below[256]; /* boundaries in the cells before this one */
     float bounds[128];                /* the positive boundaries, then infinity */
-    uint8_t planes[4][128];           /* TQ8: byte p of each bound in planes[p], for byte look-ups */
-    /* Of each cell, from 5 bits up: the bound that a value there is compared with, and the centroid below it; the one above is that
-       of the next cell, if the bound is in this one. Where tables do not fit registers one load of two cells takes all. */
+    uint8_t planes[4][128];           /* TQ8, vectors of 16: byte p of each bound in planes[p], for byte look-ups */
+    /* Shorter vectors: of each cell, from 5 bits up, the bound that a value there is compared with, and the centroid below it; the
+       one above is that of the next cell, if the bound is in this one. One load of two cells takes all. */
     float entries[257][2];
     float squares[32];         /* of the positive centroids, up to 6 bits */
     float squares_by_code[16]; /* of all centroids, up to 4 bits; 2 and 3 bits: repeated */
@@ -267,7 +267,10 @@ static void tqkv__quantiser_open(const tqkv__stream *s, tqkv__quantiser *q)
         const float centroid = bits <= 4 ? s->codebook[i % (1 << bits)] : 0.0f;
         q->squares_by_code[i] = TQKV__AS_FLOAT(centroid * centroid);
     }
-    if (bits == 8) tqkv__split_floats(q->bounds, 128, q->planes);
+    if (tqkv__isa_for(s->head_dim)->lanes == 16) { /* look up by bytes, or hold 6 bits in registers */
+        if (bits == 8) tqkv__split_floats(q->bounds, 128, q->planes);
+        return;
+    }
     for (int i = 0; i <= 1 << bits && bits > 4; i++) {
         const int below = i < 1 << bits ? q->below[i] : n;
         q->entries[i][0] = q->bounds[below];

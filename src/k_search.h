@@ -5,8 +5,8 @@
    symmetric, a value has the sign of its centroid, and a product of 0 adds nothing. */
 typedef struct TQKV__(turned) {
     TQKV__ALIGNED float sizes[TQKV_MAX_HEAD_DIM + 128];
-    TQKV__ALIGNED int32_t less[TQKV_MAX_HEAD_DIM + 128];   /* -1 for positive values, see TQKV__(fold) */
-    TQKV__ALIGNED uint32_t found[TQKV_MAX_HEAD_DIM]; /* see TQKV__(find) */
+    TQKV__ALIGNED int32_t less[TQKV_MAX_HEAD_DIM + 128]; /* -1 for positive values, see TQKV__(fold) */
+    TQKV__ALIGNED uint32_t found[TQKV_MAX_HEAD_DIM];     /* see TQKV__(find) */
 } TQKV__(turned);
 
 /* NaN becomes infinity, which is no larger with any factor either, and has the square of NaN's code. */

@@ -326,7 +326,8 @@ TQKV__OP void tqkv__load_entries_avx2(const float (*entries)[2], const uint32_t 
     const __m256 low = _mm256_shuffle_ps(four[0], four[1], 0x44), next = _mm256_shuffle_ps(four[2], four[3], 0x44);
     x[0] = _mm256_shuffle_ps(low, next, 0x88);
     x[1] = _mm256_shuffle_ps(low, next, 0xdd);
-    x[2] = _mm256_shuffle_ps(_mm256_shuffle_ps(four[0], four[1], 0xee), _mm256_shuffle_ps(four[2], four[3], 0xee), 0xdd);
+    x[2] =
+        _mm256_shuffle_ps(_mm256_shuffle_ps(four[0], four[1], 0xee), _mm256_shuffle_ps(four[2], four[3], 0xee), 0xdd);
 }
 TQKV__OP __m256i tqkv__quantise_i8_avx2(__m256 v)
 {

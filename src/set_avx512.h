@@ -466,9 +466,8 @@ TQKV__OP void tqkv__search_tq8_avx512(const tqkv__quantiser *q, const __m512i *c
     const __m512i cells =
         _mm512_packus_epi16(_mm512_packus_epi32(cell[0], cell[1]), _mm512_packus_epi32(cell[2], cell[3]));
     const __mmask64 odd = _mm512_movepi8_mask(_mm512_slli_epi16(cells, 1)), upper = _mm512_movepi8_mask(cells);
-    __m512i count =
-        _mm512_mask_blend_epi8(upper, tqkv__look_up_byte_avx512(q->below, odd, cells),
-                               tqkv__look_up_byte_avx512(q->below + 128, odd, cells));
+    __m512i count = _mm512_mask_blend_epi8(upper, tqkv__look_up_byte_avx512(q->below, odd, cells),
+                                           tqkv__look_up_byte_avx512(q->below + 128, odd, cells));
     tqkv__look_up_words_avx512(q->planes, count, words);
     TQKV__UNROLL
     for (int i = 0; i < 4; i++)
