@@ -169,7 +169,8 @@ TQKV_API tqkv_result tqkv_decode(const tqkv_store *s, int64_t position, int n_po
    n_kv_heads, head_dim, unrotated (F16 goes with either), the centre and the scale are the same. A page may not occur twice
    among those written. TQKV_NOT_FINITE if a row to encode holds NaN, infinity or a norm of 1e30 or more.
    Many rows go to tasks of to->parallel.
-   In place: codes, norms or both may begin where those of `from` begin, if capacity and ring are the same, neither store
+   Two page tables of one pool, with rows of as many bytes: a copy of a sequence, if the pages that have these positions are
+   others in `to` than in `from`. In place: codes, norms or both may begin where those of `from` begin, if capacity and ring are the same, neither store
    has pages, and the row of `to` (row_bytes, norms_per_row) is no longer. Rows move down in ascending order, each
    after it was read; what these stores held at other positions is lost. Memory that overlaps otherwise is refused. All
    checks come before the first write: a conversion never ends halfway. */
@@ -398,7 +399,8 @@ typedef struct tqkv_cache_desc {
        least 16, and of a smaller cache a quarter of the capacity. 0: not. Until the append that reaches them keys and values are
        halves as they came, and attention is exact. That append encodes them; queries at these positions still read the halves,
        until the next append gives their memory back (with non_causal, until this one). The same codes however positions came. What
-       it has learned is in tqkv_cache_keys. Not on a GPU: there a cache is given what another one learned. */
+       it has learned is in tqkv_cache_keys. On a GPU the halves' memory stays as long as the cache, because work under way may
+       read it: a copy by tqkv_cache_fork, made when the cache has learned, has none. */
     int calibrate;
     uint64_t tag; /* the caller's name for the model, 0: none; a snapshot or a fork of another is refused */
 } tqkv_cache_desc;
