@@ -24,8 +24,7 @@ struct machine {
     tqkv__backend backend; // first, as in struct tqkv_metal
     counting memory;
     tqkv_result answer; // instead of TQKV_OK, after all work
-    std::string wrong;
-    int raw; // positions whose queries read rows as they came
+    int raw;            // positions whose queries read rows as they came
 };
 
 machine *machine_of(tqkv_metal *m) { return (machine *)(void *)m; }
@@ -50,11 +49,11 @@ std::vector<char> packed(const void *rows, tqkv_strides s, tqkv_type type, int n
     return to;
 }
 
+// What was wrong fails the case, which goes on: another run may only list its kernels.
 tqkv_result finished(machine *m, const std::string &wrong)
 {
-    if (!wrong.empty()) m->wrong = wrong;
     CHECK(wrong.empty(), "%s", wrong.c_str());
-    return wrong.empty() ? m->answer : TQKV_METAL_ERROR;
+    return m->answer;
 }
 
 tqkv_result run_append(tqkv_metal *m, const tqkv_cache *c, const void *k, const void *v, int n)
@@ -499,6 +498,7 @@ void learn_shader_cases()
         {"non_causal", TQKV_TQ4, TQKV_TQ4, 64, 0, 100, 18, 18, 3, 8, 0, 0, 34, none, 0, 0, 1, 0, 0, f32},
     };
     for (const learn_row &row : rows) {
+        if (gpu_on_device && (&row - rows) % 3 != 1) continue; // each has pipelines of its own
         test_add(run_chunks, &row, sizeof row, "learn/chunks/%s", row.name);
         test_add(run_edits, &row, sizeof row, "learn/edits/%s", row.name);
         test_add(run_failures, &row, sizeof row, "learn/failures/%s", row.name);
