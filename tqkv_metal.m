@@ -48,7 +48,8 @@
 #define TQKV__RELEASE(object) ([(object) release], (object) = nil)
 #endif
 
-/* What the context keeps of a kernel: its pipeline or, of a kernel without constants, the library compiled from its source. */
+/* What the context keeps of a kernel: its pipeline or, of a kernel without constants, the library compiled from its
+   source. */
 typedef struct tqkv__kept {
     tqkv_metal_kernel kernel;
     id object;
@@ -291,8 +292,8 @@ static bool tqkv__is_built(tqkv_metal *m, const tqkv_metal_kernel *kernel)
     return built;
 }
 
-/* Whether pipelines of a plan could not be built because Metal refuses attend_matrix, twice: its compiler may have been restarted.
-   Then the context does without from now on, and its text says so. */
+/* Whether pipelines of a plan could not be built because Metal refuses attend_matrix, twice: its compiler may have been
+   restarted. Then the context does without from now on, and its text says so. */
 static bool tqkv__lost_matrices(tqkv_metal *m, tqkv_result r, const tqkv_metal_plan *plan)
 {
     char text[300];
@@ -844,8 +845,8 @@ tqkv_result tqkv_metal_cache_prepare(tqkv_metal *m, const tqkv_cache *c, int max
     return tqkv__prepared(m, tqkv_metal_plan_cache_prepare(c, memory, max_queries, tqkv__build, m));
 }
 
-/* >>waiting: the calls of tqkv_cache, which wait for the GPU. What they hand to it lies in a block of shared memory; one such
-   block waits for the next call, of any cache. */
+/* >>waiting: the calls of tqkv_cache, which wait for the GPU. What they hand to it lies in a block of shared memory;
+   one such block waits for the next call, of any cache. */
 
 enum { TQKV__MOST_STAGING = 64 << 20 }; /* bytes of it: a long prefill's is given back at once */
 
@@ -1169,8 +1170,8 @@ static tqkv_result tqkv__try_attention(const tqkv__trial *t, int n_queries)
                               n * (size_t)n_queries, out, expected);
 }
 
-/* The keys of the first KV head as those of an index, its choice, and attention to the blocks that it chose. Where an index
-   cannot be, the list is the processor's. Arrays lie one behind the other in a block of shared memory. */
+/* The keys of the first KV head as those of an index, its choice, and attention to the blocks that it chose. Where an
+   index cannot be, the list is the processor's. Arrays lie one behind the other in a block of shared memory. */
 typedef struct tqkv__trial_list {
     const tqkv__trial *t;
     bool indexed;
@@ -1472,8 +1473,8 @@ static bool tqkv__all_zero(const char *bytes, size_t size)
     return n == size;
 }
 
-/* Runs the product of two matrices. A failure may be of the moment: it is tried again. Matrices that lie otherwise, or a kernel that
-   Metal refuses twice, cost the context its matrices; one that was built and did not run is a failure. */
+/* Runs the product of two matrices. A failure may be of the moment: it is tried again. Matrices that lie otherwise, or
+   a kernel that Metal refuses twice, cost the context its matrices; one that was built and did not run is a failure. */
 static tqkv_result tqkv__check_product(tqkv_metal *m, tqkv_metal_plan *plan, const void *report)
 {
     char text[300];
@@ -1487,8 +1488,8 @@ static tqkv_result tqkv__check_product(tqkv_metal *m, tqkv_metal_plan *plan, con
     return TQKV_OK;
 }
 
-/* Compares the shaders' tables with those of tqkv.h. Then it looks where the GPU's matrices lie: attention can do without
-   them, so a failure there is only a text. */
+/* Compares the shaders' tables with those of tqkv.h. Then it looks where the GPU's matrices lie: attention can do
+   without them, so a failure there is only a text. */
 static tqkv_result tqkv__check_tables(tqkv_metal *m)
 {
     tqkv_metal_plan plan;
@@ -1531,8 +1532,8 @@ static void tqkv__drop_library(tqkv_metal *m)
     TQKV__RELEASE(m->source);
 }
 
-/* The library, or the source if there is one and Metal refuses the library. A wrong argument is refused either way. With
-   both, single kernels that Metal refuses come from the source, too. */
+/* The library, or the source if there is one and Metal refuses the library. A wrong argument is refused either way.
+   With both, single kernels that Metal refuses come from the source, too. */
 static tqkv_result tqkv__open_library(tqkv_metal *m, const tqkv_metal_desc *desc)
 {
     char library_text[180];

@@ -5,8 +5,8 @@ struct tqkv_cache {
         attention; /* one query over all appended positions; defaults resolved, sinks in the cache's memory */
     tqkv_store keys, values, tail; /* values: only their shape if the keys are the values; tail: zeros without one */
     bool shared;                   /* the keys are the values */
-    /* What is kept besides of the first and of the newest positions, of keys, values and tail; zeros without. Halves; in a ring the
-       first ones' rows of F16 streams and of the tail as they are. */
+    /* What is kept besides of the first and of the newest positions, of keys, values and tail; zeros without. Halves;
+       in a ring the first ones' rows of F16 streams and of the tail as they are. */
     tqkv_store ends[2][3];
     int exact_first, exact_last, exact_batch;
     int64_t exact_below; /* positions below it are among the first ones kept */
@@ -16,8 +16,7 @@ struct tqkv_cache {
     int own_room;        /* their capacity */
     void *grown;         /* memory of newest halves for which that has no room, or NULL */
     size_t grown_size;
-    float *
-        channels; /* room for centres, scales and inverses of its streams, one after the other: [n_kv_heads][head_dim] */
+    float *channels;   /* room for centres, scales and inverses, stream after stream: [n_kv_heads][head_dim] */
     int64_t first;     /* resident positions [first, attention.end) */
     int calibrate;     /* as in the desc */
     uint64_t tag;      /* likewise */
@@ -33,7 +32,7 @@ struct tqkv_cache {
     size_t size; /* of the cache's memory: the struct, the sinks, the codes and the norms */
 };
 
-/* Where a cache has store i, whether there is one or not. */
+/* This is where a cache has store i, whether there is one or not. */
 #define TQKV__STORE_AT(c, i)                                                                                           \
     ((i) >= TQKV__RAW      ? &(c)->raw[(i)-TQKV__RAW]                                                                  \
      : (i) == TQKV__KEYS   ? &(c)->keys                                                                                \
@@ -46,7 +45,7 @@ static bool tqkv__has_store(const tqkv_cache *c, int i)
     return (i != TQKV__VALUES || !c->shared) && TQKV__STORE_AT(c, i)->head_dim > 0;
 }
 
-/* Store i of a cache; NULL: there is none. */
+/* Returns store i of a cache; NULL: there is none. */
 static const tqkv_store *tqkv__store_of(const tqkv_cache *c, int i)
 {
     return tqkv__has_store(c, i) ? TQKV__STORE_AT(c, i) : NULL;
@@ -57,28 +56,28 @@ static tqkv_store *tqkv__own_store(tqkv_cache *c, int i) { return tqkv__has_stor
 /* Stores of the cache's memory: what is raw lies there only on a GPU, where work under way may read it at any time. */
 static int tqkv__stores_within(const tqkv_cache *c) { return c->metal ? TQKV__CACHE_STORES : TQKV__RAW; }
 
-/* Positions of a ring of halves that serves so many queries: whole tiles, none of which wraps. */
+/* Returns the positions of a ring of halves that serves so many queries: whole tiles, none of which wraps. */
 static int64_t tqkv__end_room(int64_t exact_last, int64_t n_queries)
 {
     return exact_last ? (exact_last + n_queries - 1 + TQKV__TILE - 1) / TQKV__TILE * TQKV__TILE : 0;
 }
 
-/* The oldest position that an edit leaves as halves: as if the ring had room for a tile of queries, so that no bit depends on how
-   positions came. exact_held is no higher. */
+/* Returns the oldest position that an edit leaves as halves: as if the ring had room for a tile of queries, so that no
+   bit depends on how positions came. exact_held is no higher. */
 static int64_t tqkv__exact_kept(const tqkv_cache *c)
 {
     const int64_t oldest = c->attention.end - tqkv__end_room(c->exact_last, TQKV__TILE);
     return oldest > c->exact_from ? oldest : c->exact_from;
 }
 
-/* Positions for which the rings of the newest halves have room; 0 without. */
+/* Returns the positions for which the rings of the newest halves have room; 0 without. */
 static int64_t tqkv__newest_room(const tqkv_cache *c)
 {
     return c->ends[1][0].capacity ? c->ends[1][0].capacity : c->ends[1][1].capacity;
 }
 
-/* The positions that store i holds; of the newest halves those that an edit leaves. These may be more than exact_last: a truncation
-   takes from them first. */
+/* Returns the positions that store i holds: of the newest halves those that an edit leaves. These may be more than
+   exact_last: a truncation takes from them first. */
 static tqkv__range tqkv__range_of(const tqkv_cache *c, int i)
 {
     const tqkv__range all = {c->first, c->attention.end}, first = {0, c->exact_below}, none = {0, 0};
@@ -96,7 +95,7 @@ typedef enum tqkv__channels {
     TQKV__CHANNELS
 } tqkv__channels;
 
-/* Channels of the streams before number n; false if their room overflows. */
+/* Counts the channels of the streams before number n; false if their room overflows. */
 static bool tqkv__count_channels(const tqkv_cache *c, int n, size_t *channels)
 {
     size_t dims = 0;
@@ -327,7 +326,7 @@ TQKV__COLD TQKV_API void tqkv_cache_destroy(tqkv_cache *c)
     memory.free(memory.user, c, c->size);
 }
 
-/* The oldest resident position of a cache appended up to `end`. */
+/* Returns the oldest resident position of a cache appended up to `end`. */
 static int64_t tqkv__oldest(const tqkv_cache *c, int64_t end)
 {
     return end - c->first > c->keys.capacity ? end - c->keys.capacity : c->first;
@@ -349,7 +348,7 @@ static bool tqkv__in_cache(const tqkv_cache *c, const void *p, size_t size)
            tqkv__overlap(c->raw_memory, c->raw_size, p, size);
 }
 
-/* Where the channels of stream i lie. */
+/* Returns where the channels of stream i lie. */
 static float *tqkv__channel_room(const tqkv_cache *c, int i, tqkv__channels kind)
 {
     size_t before = 0, all = 0; /* of a cache that exists */
@@ -369,7 +368,8 @@ static void tqkv__name_channels(tqkv_cache *c, int i, tqkv__channels kind, bool 
     }
 }
 
-/* Takes values as centres or scales of stream i and what is kept of it besides, its heads `stride` floats apart; NULL: none. */
+/* Takes values as centres or scales of stream i and what is kept of it besides, its heads `stride` floats apart; NULL:
+   none. */
 static void tqkv__cache_channels(tqkv_cache *c, int i, tqkv__channels kind, const float *values, size_t stride)
 {
     tqkv_store *s = tqkv__own_store(c, i);
@@ -450,8 +450,8 @@ static tqkv_result tqkv__get_newest(const tqkv_cache *c, int64_t room, tqkv_stor
     return TQKV_OK;
 }
 
-/* Makes the rings of the newest halves as large as n_tokens more need them: all of their queries find what they read. They are back in
-   the cache's memory when that is enough. */
+/* Makes the rings of the newest halves as large as n_tokens more need them: all of their queries find what they read.
+   They are back in the cache's memory when that is enough. */
 static tqkv_result tqkv__fit_newest(tqkv_cache *c, int n_tokens)
 {
     const int64_t most = (int64_t)c->keys.capacity - c->exact_last + 1; /* of a ring no query sees more */
@@ -561,7 +561,7 @@ static void tqkv__take_some(const tqkv_attention *some, tqkv_attention *a)
     a->list_newest = some->list_newest;
 }
 
-/* some: NULL, or an attention with the list and the tree */
+/* Opens the attention of a cache. some: NULL, or an attention with the list and the tree */
 static tqkv_result tqkv__cache_attention(const tqkv_cache *c, const tqkv_attention *some, int n_queries,
                                          tqkv__attention *a)
 {

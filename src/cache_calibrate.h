@@ -1,5 +1,6 @@
-/* >>cache-calibrate: a cache that learns centre and scale of its keys from its first positions, and presets. Until then keys and
-   values are halves of the rows as they came, `raw`; the append that reaches the last of these positions encodes all. */
+/* >>cache-calibrate: a cache that learns centre and scale of its keys from its first positions, and presets. Until then
+   keys and values are halves of the rows as they came, `raw`; the append that reaches the last of these positions
+   encodes all. */
 
 /* Positions from which a scale can be learned. */
 #define TQKV__LEAST_POSITIONS 16
@@ -62,7 +63,7 @@ static void tqkv__drop_raw(tqkv_cache *c)
 
 /* -- Learning -- */
 
-/* Row of a store of halves that are not rotated, as floats; row: [head_dim] */
+/* Widens a row of a store of halves that are not rotated to floats; row: [head_dim] */
 static void tqkv__raw_row(const tqkv__stream *raw, int kv_head, int slot, float *row)
 {
     const tqkv__codec *codec = tqkv__codec_for(raw->head_dim);
@@ -74,7 +75,7 @@ static void tqkv__raw_row(const tqkv__stream *raw, int kv_head, int slot, float 
         codec->widen(TQKV_TYPE_F16, codes, NULL, NULL, raw->head_dim, row);
 }
 
-/* As tqkv__channel_means, of the raw halves [first, end) of a head. */
+/* Finds the same as tqkv__channel_means, of the raw halves [first, end) of a head. */
 static void tqkv__raw_means(const tqkv__stream *raw, int kv_head, int first, int end, const float *center, bool squared,
                             float *means)
 {
@@ -88,8 +89,8 @@ static void tqkv__raw_means(const tqkv__stream *raw, int kv_head, int first, int
     tqkv__divide_sums(means, raw->head_dim, (float)(end - first));
 }
 
-/* Learns centre and scale of the keys from the raw halves of the positions before n, without those that stay exact, if enough
-   remain. */
+/* Learns centre and scale of the keys from the raw halves of the positions before n, without those that stay exact, if
+   enough remain. */
 static TQKV__NOINLINE void tqkv__learn(tqkv_cache *c, const tqkv__stream *raw, int n)
 {
     tqkv__learnt learnt;
@@ -112,8 +113,8 @@ static TQKV__NOINLINE void tqkv__learn(tqkv_cache *c, const tqkv__stream *raw, i
 
 /* -- Encoding what was raw -- */
 
-/* The raw halves of a cache, and where they go: tasks for each head of each stream. end: of the append, what the rings of the
-   newest halves must hold up to */
+/* The raw halves of a cache, and where they go: tasks for each head of each stream. end: of the append, what the rings
+   of the newest halves must hold up to */
 typedef struct tqkv__raw_job {
     tqkv__stream raw[2], to[2], first[2], newest[2];
     bool has_first[2], has_newest[2];
@@ -198,8 +199,8 @@ static void tqkv__count_settled(tqkv_cache *c, int n, int64_t end)
     if (end > tqkv__newest_room(c)) c->exact_held = end - tqkv__newest_room(c) < n ? end - tqkv__newest_room(c) : n;
 }
 
-/* Learns from the n positions that are raw, and encodes them, with what is kept besides of them at `end`. raw: [3], the cache's or
-   another one's, whose tail may have another format and then cannot always be converted */
+/* Learns from the n positions that are raw, and encodes them, with what is kept besides of them at `end`. raw: [3], the
+   cache's or another one's, whose tail may have another format and then cannot always be converted */
 static tqkv_result tqkv__settle(tqkv_cache *c, const tqkv_store *raw, int n, int64_t end)
 {
     tqkv__raw_job job;
@@ -270,8 +271,8 @@ static void tqkv__append_learning(tqkv_cache *c, tqkv__append *append)
     if (append->job.n_tokens) tqkv__append_rows(c, append);
 }
 
-/* Counts what a GPU has appended, or will have when what is recorded has run: the cache then has centre and scale, whose numbers
-   the processor does not know yet. */
+/* Counts what a GPU has appended, or will have when what is recorded has run: the cache then has centre and scale,
+   whose numbers the processor does not know yet. */
 static void tqkv__count_append(tqkv_cache *c, int n_tokens)
 {
     const int64_t end = c->attention.end + n_tokens;
@@ -286,21 +287,8 @@ static void tqkv__count_append(tqkv_cache *c, int n_tokens)
     tqkv__cache_advance(c, n_tokens);
 }
 
-/* Forgets positions whose appends a GPU did not run, and what the cache would have learned from them. */
-static tqkv_result tqkv__count_failed(tqkv_cache *c, int64_t end)
-{
-    const bool unlearns = !c->learning && end >= 0 && end <= c->learnt_at;
-    const tqkv_result r = tqkv_cache_truncate(c, end);
-    if (r != TQKV_OK || !unlearns) return r;
-    tqkv__name_channels(c, TQKV__KEYS, TQKV__CENTERS, false);
-    tqkv__name_channels(c, TQKV__KEYS, TQKV__SCALES, false);
-    c->learning = c->reads_raw = true;
-    c->exact_below = c->exact_from = c->exact_held = 0;
-    return TQKV_OK;
-}
-
-/* On a GPU a tail is encoded to its stream while the cache learns, too: kernels do not copy rows of any format. After what moved
-   raw rows, or brought them, the stream follows. */
+/* On a GPU a tail is encoded to its stream while the cache learns, too: kernels do not copy rows of any format. After
+   what moved raw rows, or brought them, the stream follows. */
 static tqkv_result tqkv__follow_tail(const tqkv_cache *c)
 {
     return c->metal && c->learning ? tqkv__settle_tail(c, c->raw, (int)c->attention.end) : TQKV_OK;
@@ -308,7 +296,7 @@ static tqkv_result tqkv__follow_tail(const tqkv_cache *c)
 
 /* -- Attending -- */
 
-/* How many of the newest n_queries queries stand at positions that are read raw. */
+/* Returns how many of the newest n_queries queries stand at positions that are read raw. */
 static int tqkv__raw_queries(const tqkv_cache *c, int n_queries)
 {
     const int64_t first = c->attention.end - n_queries, n = c->raw[0].capacity;
@@ -316,7 +304,7 @@ static int tqkv__raw_queries(const tqkv_cache *c, int n_queries)
     return c->attention.end <= n ? n_queries : (int)(n - first);
 }
 
-/* The attention of n_queries queries, the last of which stands before `end`, to what is raw. */
+/* Returns the attention of n_queries queries, the last of which stands before `end`, to what is raw. */
 static tqkv_attention tqkv__raw_attention(const tqkv_cache *c, int64_t end, int n_queries)
 {
     tqkv_attention a = c->attention;
@@ -337,8 +325,8 @@ static bool tqkv__view_raw(const tqkv_cache *c, tqkv_attention *view)
     return true;
 }
 
-/* A call of a cache that is cut at the position from which queries read codes. The second request has the other queries or, with a
-   tree, which counts from the first query of a call, all of them, and an output of its own. */
+/* A call of a cache that is cut at the position from which queries read codes. The second request has the other queries
+   or, with a tree, which counts from the first query of a call, all of them, and an output of its own. */
 typedef struct tqkv__cut_call {
     tqkv__attention a[2];
     tqkv__request requests[2];
@@ -380,8 +368,8 @@ static tqkv_result tqkv__cut_coded(const tqkv_cache *c, const tqkv_attention *so
     return r;
 }
 
-/* As tqkv__attend_raw, for a tree that stands on both sides: all queries read codes into memory of their own, of which those that do
-   are copied. */
+/* Does what tqkv__attend_raw does for a tree that stands on both sides: all queries read codes into memory of their
+   own, of which those that do are copied. */
 static tqkv_result tqkv__attend_cut_tree(const tqkv_cache *c, const tqkv_attention *some, const void *q, int n_queries,
                                          void *out, tqkv__cut_call *cut)
 {

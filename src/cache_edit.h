@@ -1,6 +1,6 @@
 /* >>cache-edit: truncate, remove, keep, fork. */
 
-/* After an edit positions below `from` are read as codes: nothing to say where none is kept as halves. */
+/* Lets positions below `from` be read as codes after an edit. Where none is kept as halves there is nothing to say. */
 static void tqkv__exact_begins(tqkv_cache *c, int64_t from) { c->exact_from = c->exact_last ? from : 0; }
 
 /* What was raw when the cache learned is no longer what it holds. */
@@ -25,8 +25,8 @@ TQKV_API tqkv_result tqkv_cache_truncate(tqkv_cache *c, int64_t end)
     return TQKV_OK;
 }
 
-/* Moves n positions down, see tqkv__move_rows: halves of the first positions as far as there are any, of the newest ones if all
-   have them. */
+/* Moves n positions down, see tqkv__move_rows: halves of the first positions as far as there are any, of the newest
+   ones if all have them. */
 static void tqkv__move_positions(const tqkv_cache *c, int64_t source, int64_t target, int64_t n)
 {
     const int64_t below = c->exact_below - source < n ? c->exact_below - source : n;
@@ -51,7 +51,7 @@ static void tqkv__reverse_rows(uint8_t *rows, int n, size_t size)
     }
 }
 
-/* Position p + by of the rings of halves becomes position p. */
+/* Turns the rings of halves: position p + by becomes position p. */
 static void tqkv__turn_rings(const tqkv_cache *c, int64_t by)
 {
     for (int i = TQKV__LAST_KEYS; i <= TQKV__LAST_VALUES; i++) {
@@ -114,7 +114,8 @@ TQKV__COLD TQKV_API tqkv_result tqkv_cache_keep(tqkv_cache *c, int n, const int 
     return tqkv__follow_tail(c);
 }
 
-/* The fields of a desc, and where a cache has them: those that a snapshot holds, then those that another desc may bring. */
+/* The fields of a desc, and where a cache has them: those that a snapshot holds, then those that another desc may
+   bring. */
 // clang-format off
 #define TQKV__CACHE_SHAPE(row)                                                                                         \
     row(head_dim,     keys.head_dim)       row(value_dim,  values.head_dim)                                            \
@@ -183,8 +184,8 @@ static tqkv_result tqkv__fork_store(const tqkv_cache *c, int i, const tqkv_cache
     return tqkv__convert(to, from, range.from, (int)(range.to - range.from), parallel);
 }
 
-/* Copies what a cache holds to a new one of its shape. One that learns, and has more positions than the copy learns from, is
-   calibrated with these. */
+/* Copies what a cache holds to a new one of its shape. One that learns, and has more positions than the copy learns
+   from, is calibrated with these. */
 static tqkv_result tqkv__copy_cache(const tqkv_cache *c, tqkv_cache *copy, const tqkv_parallel *parallel)
 {
     tqkv_result r = TQKV_OK;

@@ -22,7 +22,7 @@ TQKV__OP __m128i tqkv__i_load_first_avx2(const int n, const uint8_t *p)
     memcpy(&word, p, (size_t)(n == 4 ? 4 : 2));
     return _mm_cvtsi32_si128(word);
 }
-/* The next 32 or 16 codes of a field, a byte each */
+/* Loads the next 32 or 16 codes of a field, a byte each. */
 TQKV__OP __m256i tqkv__i_field_avx2(const int bits, const int left, const uint8_t *p)
 {
     const __m256i bit = _mm256_set1_epi64x((long long)0x8040201008040201u);
@@ -86,7 +86,7 @@ TQKV__OP __m256i tqkv__i_repeat_avx2(const int16_t *p)
     memcpy(&lane, p, sizeof lane);
     return _mm256_set1_epi32(lane);
 }
-/* Behind the end of a row come its last bytes again. */
+/* Interleaves rows. Behind the end of a row come its last bytes again. */
 TQKV__OP void tqkv__i_interleave_avx2(const int8_t *p, size_t stride, int left, __m256i *x)
 {
     const int step = left > 16 ? 16 : 0;

@@ -1,7 +1,7 @@
 /* >>k-accumulate: sums of values straight from the codes. */
 
-/* sums[row][v] += weights[row] * vector k + v of the strip of per_lane vectors at p; per_lane is a constant. Where vectors are
-   looked up together, weights come after them: 16 registers cannot hold both. */
+/* sums[row][v] += weights[row] * vector k + v of the strip of per_lane vectors at p; per_lane is a constant. Where
+   vectors are looked up together, weights come after them: 16 registers cannot hold both. */
 TQKV__OP void TQKV__(add_weighted)(const tqkv_format format, const int per_lane, const int rows, const int k,
                                    const int width, const TQKV__VECTOR *table, const uint8_t *p, const uint8_t *upper,
                                    const TQKV__(rows) * weights, TQKV__VECTOR (*sums)[8])
@@ -42,8 +42,9 @@ TQKV__OP void TQKV__(move_sums)(const bool store, const int rows, const int widt
     }
 }
 
-/* out[row] += sum_j weights[row][j] * value[j] for `width` vectors from vector k on of a strip of per_lane vectors, whose
-   sums are in registers over all positions; per_lane is a constant. p: of the strip at the first position, out: of vector k */
+/* Accumulates: out[row] += sum_j weights[row][j] * value[j] for `width` vectors from vector k on of a strip of per_lane
+   vectors, whose sums are in registers over all positions; per_lane is a constant. p: of the strip at the first
+   position, out: of vector k */
 TQKV__OP void TQKV__(accumulate_vectors)(const tqkv_format format, const int per_lane, const int rows, const int k,
                                          const int width, const TQKV__(panel) * panel, const TQKV__VECTOR *table,
                                          const uint8_t *p, const uint8_t *upper, float *out)
@@ -65,7 +66,7 @@ TQKV__OP void TQKV__(accumulate_vectors)(const tqkv_format format, const int per
     TQKV__(move_sums)(true, rows, width, panel, sums, out);
 }
 
-/* The same for all vectors of a whole strip, as many at a time as registers hold. */
+/* Accumulates all vectors of a whole strip, as many at a time as registers hold. */
 TQKV__OP void TQKV__(accumulate_strip)(const tqkv_format format, const int rows, const TQKV__(panel) * panel,
                                        const TQKV__VECTOR *table, const uint8_t *p, const uint8_t *upper, float *out)
 {
@@ -83,9 +84,9 @@ TQKV__OP void TQKV__(move_behind)(const bool store, const int rows, bool one, bo
     if (two) TQKV__(move_sums)(store, rows, 2, panel, sums, out);
 }
 
-/* As accumulate_vectors in one pass for a strip of per_lane vectors, 4 or 2, or 0 for none, and for `behind` vectors after it, 0, 1
-   or 2: the sums of so few would wait for each other in passes of their own. `behind` is a constant but after a strip of 4: tests
-   in the loop cost up to 0.1 of attention's time at head_dim 48. */
+/* Does in one pass what accumulate_vectors does, for a strip of per_lane vectors, 4 or 2, or 0 for none, and for
+   `behind` vectors after it, 0, 1 or 2: the sums of so few would wait for each other in passes of their own. `behind`
+   is a constant but after a strip of 4: tests in the loop cost up to 0.1 of attention's time at head_dim 48. */
 TQKV__OP void TQKV__(accumulate_rest)(const tqkv_format format, const int per_lane, const int behind, const int rows,
                                       const TQKV__(panel) * panel, const TQKV__VECTOR *table, const uint8_t *p,
                                       const uint8_t *upper, float *out)
@@ -120,7 +121,7 @@ TQKV__OP void TQKV__(accumulate_rest)(const tqkv_format format, const int per_la
     TQKV__(move_behind)(true, rows, one, two, panel, sums_behind, out_behind);
 }
 
-/* out[row] += sum_j weights[row][j] * value[j], for the whole strips of a panel */
+/* Accumulates: out[row] += sum_j weights[row][j] * value[j], for the whole strips of a panel */
 TQKV__OP void TQKV__(accumulate)(const tqkv_format format, const int rows, const TQKV__(panel) * panel)
 {
     const int strip = TQKV__STRIP(format);
@@ -135,8 +136,8 @@ TQKV__OP void TQKV__(accumulate)(const tqkv_format format, const int rows, const
     }
 }
 
-/* The same for the vectors behind them, in passes. A function of its own: in one with whole strips gcc 12 spills a sum of four
-   rows. On vectors of 4 only 4 may be left, on vectors of 8 only 2; on vectors of 16
+/* Accumulates the vectors behind them, in passes. It is a function of its own: in one with whole strips gcc 12 spills a
+   sum of four rows. On vectors of 4 only 4 may be left, on vectors of 8 only 2; on vectors of 16
 
      vectors left   7          6                           5                           4    3      2    1
      passes         4, 2 + 1   4 + 2 for up to two rows,   4 + 1 for up to three       4    2 + 1  2    1

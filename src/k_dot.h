@@ -9,7 +9,8 @@ TQKV__OP TQKV__(rows) TQKV__(open_rows)(const int rows, int stride, const TQKV__
     return all;
 }
 
-/* Does the loop decode a strip's vectors together? They share work, which the compiler finds only in adjacent code. */
+/* Whether the loop decodes a strip's vectors together. They share work, which the compiler finds only in adjacent
+   code. */
 TQKV__OP bool TQKV__(whole_strips)(const tqkv_format format)
 {
     return TQKV__KIND(format) == TQKV__BOOK && (TQKV__STRIP_TOGETHER || !TQKV__PACKED(format));
@@ -29,7 +30,7 @@ typedef struct TQKV__(keys) {
     size_t at, upper;
 } TQKV__(keys);
 
-/* sums[row][m] += products, lane by lane, of query `row` and a strip of per_lane vectors of key m */
+/* Adds products to sums[row][m], lane by lane, of query `row` and a strip of per_lane vectors of key m */
 TQKV__OP void TQKV__(dot_strip)(const int per_lane, const tqkv_format format, const int rows, const TQKV__VECTOR *table,
                                 const TQKV__(keys) * keys, const TQKV__(rows) * queries, TQKV__VECTOR (*sums)[4])
 {
@@ -79,8 +80,10 @@ TQKV__OP void TQKV__(open_strips)(const tqkv_format format, const int count, con
     TQKV__UNROLL
     for (int m = 0; m < 4; m++) {
         rest[m].p = keys->p[m] + keys->at;
-        if (TQKV__PACKED(format)) TQKV__(load_fields)
-        (TQKV__BOOK_BITS(format), count, rest[m].p, keys->p[m] + keys->upper, &rest[m].main, &rest[m].upper);
+        if (TQKV__PACKED(format)) {
+            const uint8_t *upper = keys->p[m] + keys->upper;
+            TQKV__(load_fields)(TQKV__BOOK_BITS(format), count, rest[m].p, upper, &rest[m].main, &rest[m].upper);
+        }
     }
 }
 
@@ -94,7 +97,7 @@ TQKV__OP void TQKV__(join_strips)(const tqkv_format format, int k, TQKV__(rest) 
         rest->codes = TQKV__(join_fields)(TQKV__BOOK_BITS(format), k, rest->main, rest->upper);
 }
 
-/* The next vector of each strip, whose codes are joined; x: [4] */
+/* Finds the next vector of each strip, whose codes are joined; x: [4] */
 TQKV__OP void TQKV__(next_vectors)(const tqkv_format format, const TQKV__VECTOR *table, TQKV__(rest) * rest,
                                    TQKV__VECTOR *x)
 {
@@ -110,7 +113,7 @@ TQKV__OP void TQKV__(next_vectors)(const tqkv_format format, const TQKV__VECTOR 
     }
 }
 
-/* As dot_strip for any number of vectors, one after the other; of packed codes 8 or 4. */
+/* Does what dot_strip does for any number of vectors, one after the other; of packed codes 8 or 4. */
 TQKV__OP void TQKV__(dot_vectors)(const tqkv_format format, const int rows, int count, const TQKV__VECTOR *table,
                                   const TQKV__(keys) * keys, const TQKV__(rows) * queries, TQKV__VECTOR (*sums)[4])
 {
@@ -140,9 +143,9 @@ TQKV__OP void TQKV__(dot_vectors)(const tqkv_format format, const int rows, int 
 /* The cache that codes are fetched to. */
 #define TQKV__NEAR(format) (TQKV__UPPER_BITS(format) ? TQKV__L1 : TQKV__L2)
 
-/* Asks for the codes of four keys of the next tile: packed rows as one piece of memory, before the first strip of the first
-   panel, two lines at a time; others with each strip, because many lines at once are slower. Of the latter a whole strip, because a
-   loop for fewer lines costs more than they. `begin`: before the first strip */
+/* Asks for the codes of four keys of the next tile: packed rows as one piece of memory, before the first strip of the
+   first panel, two lines at a time; others with each strip, because many lines at once are slower. Of the latter a
+   whole strip, because a loop for fewer lines costs more than they. `begin`: before the first strip */
 TQKV__OP void TQKV__(ask_ahead)(const tqkv_format format, const bool begin, const TQKV__(panel) * panel,
                                 const TQKV__(keys) * keys)
 {
@@ -167,7 +170,7 @@ TQKV__OP void TQKV__(advance)(const tqkv_format format, int count, TQKV__(keys) 
 
 /* -- The products of a panel with four keys, in the way that is quickest for its format -- */
 
-/* Vectors of 4 and 8: strip after strip, with code for all vectors of each length. */
+/* Vectors of 4 and 8 take strip after strip, with code for all vectors of each length. */
 TQKV__OP void TQKV__(dot_by_strips)(const tqkv_format format, const int rows, const TQKV__(panel) * panel,
                                     const TQKV__VECTOR *table, TQKV__(keys) * keys, TQKV__(rows) * queries,
                                     TQKV__VECTOR (*sums)[4])
@@ -183,8 +186,8 @@ TQKV__OP void TQKV__(dot_by_strips)(const tqkv_format format, const int rows, co
     }
 }
 
-/* Packed codes on vectors of 16: strips of 8 and 4 one vector after the other, because code for all of their vectors gains
-   nothing there; but strips of 2 and 1. */
+/* Packed codes on vectors of 16 take strips of 8 and 4 one vector after the other, because code for all of their
+   vectors gains nothing there; but strips of 2 and 1. */
 TQKV__OP void TQKV__(dot_long_strips)(const tqkv_format format, const int rows, const TQKV__(panel) * panel,
                                       const TQKV__VECTOR *table, TQKV__(keys) * keys, TQKV__(rows) * queries,
                                       TQKV__VECTOR (*sums)[4])
@@ -200,14 +203,14 @@ TQKV__OP void TQKV__(dot_long_strips)(const tqkv_format format, const int rows, 
     }
 }
 
-/* Vectors of the next strip where strips have any length, when so many values of the panel are left. */
+/* Returns the vectors of the next strip where strips have any length, when so many values of the panel are left. */
 TQKV__OP int TQKV__(any_length)(const tqkv_format format, int left)
 {
     const int room = TQKV__STRIP(format) * TQKV__LANES;
     return (left < room ? left : room) / TQKV__LANES;
 }
 
-/* I8 on vectors of 16: all strips one vector after the other. */
+/* I8 on vectors of 16 takes all strips one vector after the other. */
 TQKV__OP void TQKV__(dot_by_vectors)(const tqkv_format format, const int rows, const TQKV__(panel) * panel,
                                      const TQKV__VECTOR *table, TQKV__(keys) * keys, TQKV__(rows) * queries,
                                      TQKV__VECTOR (*sums)[4])
@@ -220,7 +223,8 @@ TQKV__OP void TQKV__(dot_by_vectors)(const tqkv_format format, const int rows, c
     }
 }
 
-/* Halves and decoded rows on vectors of 16: code for all vectors of whole strips gains 3%, the rest goes one after the other. */
+/* Halves and decoded rows on vectors of 16 take whole strips: code for all vectors of whole strips gains 3%, the rest
+   goes one after the other. */
 TQKV__OP void TQKV__(dot_whole_strips)(const tqkv_format format, const int rows, const TQKV__(panel) * panel,
                                        const TQKV__VECTOR *table, TQKV__(keys) * keys, TQKV__(rows) * queries,
                                        TQKV__VECTOR (*sums)[4])
@@ -236,7 +240,7 @@ TQKV__OP void TQKV__(dot_whole_strips)(const tqkv_format format, const int rows,
     }
 }
 
-/* sums[row][m]: products, lane by lane, of query `row` and key m; m < 4 */
+/* Finds sums[row][m]: products, lane by lane, of query `row` and key m; m < 4 */
 TQKV__OP void TQKV__(dot_keys)(const tqkv_format format, const int rows, const TQKV__(panel) * panel,
                                const TQKV__VECTOR *table, TQKV__(keys) * keys, TQKV__VECTOR (*sums)[4])
 {
@@ -270,7 +274,7 @@ TQKV__OP void TQKV__(store_scores)(const int rows, const TQKV__(panel) * panel, 
     for (int r = 0; r < rows; r++) TQKV__(store)(to[r], TQKV__(fma)(TQKV__(sum_across)(fours[r]), factors, before[r]));
 }
 
-/* scores[row][j] (+)= factors[j] * (q[row] . key j), four keys at a time. Each key is decoded once for all rows.
+/* Finds scores[row][j] (+)= factors[j] * (q[row] . key j), four keys at a time. Each key is decoded once for all rows.
    Summing the lanes of four vectors costs little more than of one. Writes whole vectors. */
 TQKV__OP void TQKV__(score)(const tqkv_format format, const int rows, const TQKV__(panel) * panel)
 {

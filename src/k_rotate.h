@@ -1,4 +1,5 @@
-/* >>k-rotate: rows to floats and the rotation by vectors. The sums and their order are those of >>codec, and so are the bytes. */
+/* >>k-rotate: rows to floats and the rotation by vectors. The sums and their order are those of >>codec, and so are the
+   bytes. */
 
 /* Butterflies (a, b) -> (a + b, a - b) between vectors 1, 2, 4 .. count/2 apart; count is a constant. */
 TQKV__OP void TQKV__(butterflies)(const int count, TQKV__VECTOR *x)
@@ -16,7 +17,7 @@ TQKV__OP void TQKV__(butterflies)(const int count, TQKV__VECTOR *x)
     }
 }
 
-/* count vectors from value i on; count is a constant. */
+/* Loads count vectors from value i on; count is a constant. */
 TQKV__OP void TQKV__(load_vectors)(const int count, tqkv_type type, const void *in, int i, TQKV__VECTOR *x)
 {
     if (type == TQKV_TYPE_F16) {
@@ -31,8 +32,8 @@ TQKV__OP void TQKV__(load_vectors)(const int count, tqkv_type type, const void *
     }
 }
 
-/* Flips signs if asked, then subrows the stages below `length`, at most count * LANES, on count vectors in registers. count
-   and length are constants. in, of the type: [head_dim], out: [head_dim] */
+/* Flips signs if asked, then subrows the stages below `length`, at most count * LANES, on count vectors in registers.
+   count and length are constants. in, of the type: [head_dim], out: [head_dim] */
 TQKV__OP void TQKV__(hadamard_subrows)(const int count, const int length, tqkv_type type, const void *in, int head_dim,
                                        bool flip, float *out)
 {
@@ -56,7 +57,7 @@ TQKV__OP void TQKV__(hadamard_subrows)(const int count, const int length, tqkv_t
     }
 }
 
-/* Stages h to h * count / 2, in place; count is a constant. */
+/* Does stages h to h * count / 2, in place; count is a constant. */
 TQKV__OP void TQKV__(hadamard_across)(const int count, int h, int head_dim, float *x)
 {
     const TQKV__VECTOR factor = TQKV__(set1)(h * count == head_dim ? tqkv__size_of(head_dim)->inverse_root : 1.0f);
@@ -71,7 +72,7 @@ TQKV__OP void TQKV__(hadamard_across)(const int count, int h, int head_dim, floa
         }
 }
 
-/* A column of the matrix as floats, +-1; signs: [m] and room for whole vectors */
+/* Writes a column of the matrix as floats, +-1; signs: [m] and room for whole vectors */
 TQKV__OP void TQKV__(matrix_column)(int m, int column, float *signs)
 {
     uint64_t bits = 0;
@@ -83,10 +84,10 @@ TQKV__OP void TQKV__(matrix_column)(int m, int column, float *signs)
 /* Between columns of signs: three vectors of 16 hold one of 36 */
 #define TQKV__COLUMN 48
 
-/* out[b] = sum over c of P[b][c] * x[c] in order, times factor, for `at_once` subrows b that share a vector: lane
-   at_once * a + i is element a of subrow b + i. x: m vectors, x_stride floats apart; their lanes have each element at_once
-   times. The product with 1 or -1 is exact. count vectors of sums at a time, in registers; m, at_once and count are
-   constants. signs: [m][TQKV__COLUMN], out: [m][n] */
+/* Mixes subrows: out[b] = sum over c of P[b][c] * x[c] in order, times factor, for `at_once` subrows b that share a
+   vector: lane at_once * a + i is element a of subrow b + i. x: m vectors, x_stride floats apart; their lanes have each
+   element at_once times. The product with 1 or -1 is exact. count vectors of sums at a time, in registers; m, at_once
+   and count are constants. signs: [m][TQKV__COLUMN], out: [m][n] */
 TQKV__OP void TQKV__(mix_subrows)(const int m, const int at_once, const int count, const float *x, int x_stride,
                                   const float *signs, float factor, int n, float *out)
 {
@@ -103,12 +104,15 @@ TQKV__OP void TQKV__(mix_subrows)(const int m, const int at_once, const int coun
                 sums[i] = TQKV__(fma)(subrow, TQKV__(repeat)(at_once, sign + i * at_once), sums[i]);
         }
         TQKV__UNROLL
-        for (int i = 0; i < count; i++) TQKV__(store)
-        (out + (b + i * at_once) * n, TQKV__(unite)(at_once, sums[i]) * TQKV__(set1)(factor));
+        for (int i = 0; i < count; i++) {
+            const TQKV__VECTOR sum = TQKV__(unite)(at_once, sums[i]);
+            TQKV__(store)(out + (b + i * at_once) * n, sum * TQKV__(set1)(factor));
+        }
     }
 }
 
-/* The matrix of order m across the subrows. subrows: [m][n], out: [m * n], elsewhere; at_once is LANES / n, or 1 */
+/* Applies the matrix of order m across the subrows. subrows: [m][n], out: [m * n], elsewhere; at_once is LANES / n, or
+   1 */
 TQKV__OP void TQKV__(mix)(const int m, const int at_once, const float *subrows, float factor, int n, float *out)
 {
     const int count = m > 12 ? m / 4 : 6;
@@ -119,12 +123,14 @@ TQKV__OP void TQKV__(mix)(const int m, const int at_once, const float *subrows, 
             TQKV__(mix_subrows)(m, 1, count, subrows + a, n, signs, factor, n, out + a);
         return;
     }
-    for (int c = 0; c < m; c++) TQKV__(store)
-    (spread + c * TQKV__LANES, TQKV__(spread)(at_once, c % at_once, TQKV__(load)(subrows + c / at_once * TQKV__LANES)));
+    for (int c = 0; c < m; c++) {
+        const TQKV__VECTOR x = TQKV__(load)(subrows + c / at_once * TQKV__LANES);
+        TQKV__(store)(spread + c * TQKV__LANES, TQKV__(spread)(at_once, c % at_once, x));
+    }
     TQKV__(mix_subrows)(m, at_once, count, spread, TQKV__LANES, signs, factor, n, out);
 }
 
-/* The same for the matrix of order 12, whose signs the compiler knows: no loads of them. Every second sum is made of
+/* Applies the matrix of order 12, whose signs the compiler knows: no loads of them. Every second sum is made of
    multiply-adds: a Zen 4 core does them beside additions. `rounded` hides that they multiply by 1. NEON has no other:
    clang 14 would reorder sums there with -fassociative-math. */
 TQKV__OP void TQKV__(mix_12)(const float *subrows, float factor, int n, float *out)
@@ -180,7 +186,7 @@ TQKV__TARGET static TQKV__NOINLINE void TQKV__(mix_by_order)(int m, const float 
         }
 }
 
-/* As hadamard for head_dim = m * n, m > 1: H over the subrows, then the matrix across them */
+/* Does what hadamard does for head_dim = m * n, m > 1: H over the subrows, then the matrix across them */
 TQKV__TARGET static TQKV__NOINLINE void TQKV__(rotate_subrows)(tqkv_type type, const void *in, int head_dim, bool flip,
                                                                float *out)
 {
@@ -208,7 +214,7 @@ TQKV__TARGET static TQKV__NOINLINE void TQKV__(rotate_subrows)(tqkv_type type, c
         TQKV__(mix_by_order)(m, subrows, factor, n, out);
 }
 
-/* out = R(in)/sqrt(D), after flipping signs if asked; floats in and out may be the same. */
+/* Rotates: out = R(in)/sqrt(D), after flipping signs if asked; floats in and out may be the same. */
 TQKV__TARGET static void TQKV__(hadamard)(tqkv_type type, const void *in, int head_dim, bool flip, float *out)
 {
     int h = head_dim < TQKV__LANES * TQKV__WIDTH ? head_dim : TQKV__LANES * TQKV__WIDTH;

@@ -27,7 +27,7 @@ static void tqkv__take_learnt_buffers(const tqkv_cache *c, tqkv_metal_buffer mem
     store->channel_scale = tqkv__buffer_within(c, memory, tqkv__channel_room(c, TQKV__KEYS, TQKV__SCALES));
 }
 
-/* The strides of calls: those that are given, or the cache's. */
+/* Returns the strides of a call: those that are given, or the cache's. */
 static tqkv_cache_layout tqkv__layout_of_call(const tqkv_cache *c, const tqkv_cache_layout *given)
 {
     const tqkv_cache_layout own = {c->keys.strides, c->values.strides, c->attention.query_strides,
@@ -45,7 +45,7 @@ typedef struct tqkv__rows_in_buffers {
     bool learnt; /* keys have the centre and the scale that the kernels before learn */
 } tqkv__rows_in_buffers;
 
-/* A stream of those: a store of the cache, for rows of the caller's type. */
+/* Returns a store of the cache, for rows of the caller's type. */
 static tqkv_metal_store tqkv__target_of_rows(const tqkv_cache *c, tqkv_metal_buffer memory,
                                              const tqkv__rows_in_buffers *rows, int i)
 {
@@ -57,7 +57,7 @@ static tqkv_metal_store tqkv__target_of_rows(const tqkv_cache *c, tqkv_metal_buf
     return store;
 }
 
-/* What encodes rows to stores `one` and `other` of a cache, as far as it has them. */
+/* Encodes rows to stores `one` and `other` of a cache, as far as it has them. */
 static tqkv_result tqkv__add_rows(const tqkv_cache *c, tqkv_metal_buffer memory, const tqkv__rows_in_buffers *rows,
                                   int one, int other, tqkv_metal_plan *plan)
 {
@@ -74,7 +74,7 @@ static tqkv_result tqkv__add_rows(const tqkv_cache *c, tqkv_metal_buffer memory,
     return has_other ? tqkv__add_encode(&stores[1], of_other, &mapping, rows->not_finite, plan) : TQKV_OK;
 }
 
-/* The first n tokens of rows, or as many as there are. */
+/* Returns the first n tokens of rows, or as many as there are. */
 static tqkv__rows_in_buffers tqkv__rows_until(const tqkv__rows_in_buffers *rows, int64_t n)
 {
     tqkv__rows_in_buffers some = *rows;
@@ -82,7 +82,7 @@ static tqkv__rows_in_buffers tqkv__rows_until(const tqkv__rows_in_buffers *rows,
     return some;
 }
 
-/* Rows without the first n tokens, of which there are more. */
+/* Returns rows without the first n tokens, of which there are more. */
 static tqkv__rows_in_buffers tqkv__rows_after(const tqkv_cache *c, const tqkv__rows_in_buffers *rows, int n)
 {
     tqkv__rows_in_buffers some = *rows;
@@ -97,8 +97,8 @@ static tqkv__rows_in_buffers tqkv__rows_after(const tqkv_cache *c, const tqkv__r
     return some;
 }
 
-/* What encodes rows to the cache's streams (0), or to what is raw of them (TQKV__RAW). A tail lies apart from keys that are not the
-   values. */
+/* Encodes rows to the cache's streams (0), or to what is raw of them (TQKV__RAW). A tail lies apart from keys that are
+   not the values. */
 static tqkv_result tqkv__add_streams(const tqkv_cache *c, tqkv_metal_buffer memory, const tqkv__rows_in_buffers *rows,
                                      int first, tqkv_metal_plan *plan)
 {
@@ -107,8 +107,8 @@ static tqkv_result tqkv__add_streams(const tqkv_cache *c, tqkv_metal_buffer memo
     return r == TQKV_OK && !c->shared ? tqkv__add_rows(c, memory, rows, tail, tail, plan) : r;
 }
 
-/* What encodes rows of the first positions to what is kept of them besides: of the tail, or of keys and values. None: the kernels of
-   all. */
+/* Encodes rows of the first positions to what is kept of them besides: of the tail, or of keys and values. None: the
+   kernels of all. */
 static tqkv_result tqkv__add_first(const tqkv_cache *c, tqkv_metal_buffer memory, const tqkv__rows_in_buffers *rows,
                                    bool tail, tqkv_metal_plan *plan)
 {
@@ -118,7 +118,7 @@ static tqkv_result tqkv__add_first(const tqkv_cache *c, tqkv_metal_buffer memory
                 : tqkv__add_rows(c, memory, &some, TQKV__FIRST_KEYS, TQKV__FIRST_VALUES, plan);
 }
 
-/* What encodes rows of a cache that does not learn, or no longer. */
+/* Encodes rows of a cache that does not learn, or no longer. */
 static tqkv_result tqkv__add_coded(const tqkv_cache *c, tqkv_metal_buffer memory, const tqkv__rows_in_buffers *rows,
                                    tqkv_metal_plan *plan)
 {
@@ -128,7 +128,7 @@ static tqkv_result tqkv__add_coded(const tqkv_cache *c, tqkv_metal_buffer memory
     return r == TQKV_OK ? tqkv__add_rows(c, memory, rows, TQKV__LAST_KEYS, TQKV__LAST_VALUES, plan) : r;
 }
 
-/* The raw halves of keys and values, as rows to encode. */
+/* Returns the raw halves of keys and values as rows to encode. */
 static tqkv__rows_in_buffers tqkv__raw_rows(const tqkv_cache *c, tqkv_metal_buffer memory)
 {
     tqkv__rows_in_buffers rows;
@@ -158,7 +158,7 @@ static tqkv_result tqkv__add_learning(const tqkv_cache *c, tqkv_metal_buffer mem
     return tqkv__add_calibration(&keys, rows.at[TQKV__KEYS], rows.n_tokens, none, 0, 0, TQKV_PAIRS_NONE, results, plan);
 }
 
-/* What encodes the raw halves, of the newest those that their rings hold at `end`: as tqkv__settle. */
+/* Encodes the raw halves, and of the newest those that their rings hold at `end`: as tqkv__settle. */
 static tqkv_result tqkv__add_settling(const tqkv_cache *c, tqkv_metal_buffer memory, int64_t end, tqkv_metal_plan *plan)
 {
     const tqkv__rows_in_buffers rows = tqkv__raw_rows(c, memory);
@@ -176,8 +176,8 @@ static tqkv_result tqkv__add_settling(const tqkv_cache *c, tqkv_metal_buffer mem
     return tqkv__add_rows(c, memory, &newest, TQKV__LAST_KEYS, TQKV__LAST_VALUES, plan);
 }
 
-/* What a cache that learns does with rows: those before its last raw position become halves, and their tails what they will be. When it
-   has that position it learns, encodes the halves and goes on. */
+/* Does what a cache that learns does with rows: those before its last raw position become halves, and their tails what
+   they will be. When it has that position it learns, encodes the halves and goes on. */
 static tqkv_result tqkv__add_raw(const tqkv_cache *c, tqkv_metal_buffer memory, const tqkv__rows_in_buffers *rows,
                                  tqkv_metal_plan *plan)
 {
@@ -194,8 +194,8 @@ static tqkv_result tqkv__add_raw(const tqkv_cache *c, tqkv_metal_buffer memory, 
     return tqkv__add_coded(c, memory, &rest, plan);
 }
 
-/* Whether a GPU can append n_tokens to a cache in its memory, or attend with n_raw queries that read rows as they came: that is one
-   allocation, of all that kernels read and write. */
+/* Whether a GPU can append n_tokens to a cache in its memory, or attend with n_raw queries that read rows as they came:
+   that is one allocation, of all that kernels read and write. */
 static tqkv_result tqkv__check_on_gpu(const tqkv_cache *c, int n_tokens, int n_raw)
 {
     const int64_t wanted = (int64_t)c->exact_last + n_tokens - 1;
@@ -208,7 +208,7 @@ static tqkv_result tqkv__check_on_gpu(const tqkv_cache *c, int n_tokens, int n_r
     return TQKV_OK;
 }
 
-/* The caller's rows, from the cache's end on. Those of a tail come as v, or behind all of the keys'. */
+/* Returns the caller's rows, from the cache's end on. Those of a tail come as v, or behind all of the keys'. */
 static tqkv_result tqkv__open_rows(const tqkv_cache *c, const tqkv_cache_layout *layout, tqkv_metal_buffer k,
                                    tqkv_metal_buffer v, int n_tokens, tqkv_metal_buffer not_finite,
                                    tqkv__rows_in_buffers *rows)
@@ -262,6 +262,19 @@ TQKV_API tqkv_result tqkv_metal_plan_cache_append(const tqkv_cache *c, tqkv_meta
 
 TQKV_API void tqkv_metal_cache_appended(tqkv_cache *c, int n_tokens) { tqkv__count_append(c, n_tokens); }
 
+/* Forgets positions whose appends a GPU did not run, and what the cache would have learned from them. */
+static tqkv_result tqkv__count_failed(tqkv_cache *c, int64_t end)
+{
+    const bool unlearns = !c->learning && end >= 0 && end <= c->learnt_at;
+    const tqkv_result r = tqkv_cache_truncate(c, end);
+    if (r != TQKV_OK || !unlearns) return r;
+    tqkv__name_channels(c, TQKV__KEYS, TQKV__CENTERS, false);
+    tqkv__name_channels(c, TQKV__KEYS, TQKV__SCALES, false);
+    c->learning = c->reads_raw = true;
+    c->exact_below = c->exact_from = c->exact_held = 0;
+    return TQKV_OK;
+}
+
 TQKV_API tqkv_result tqkv_metal_cache_failed(tqkv_cache *c, int64_t end)
 {
     if (!c) return TQKV__INVALID("the cache is NULL");
@@ -296,7 +309,7 @@ static void tqkv__take_some_buffers(const tqkv_metal_attention *some, int first,
     a->attention.list_newest = call->list_newest;
 }
 
-/* Of one query, over the cache's streams (0), or over what is raw of them (TQKV__RAW). */
+/* Opens a call of one query, over the cache's streams (0), or over what is raw of them (TQKV__RAW). */
 static void tqkv__open_cache_call(const tqkv_cache *c, tqkv_metal_buffer memory, const tqkv_attention *view, int first,
                                   tqkv__cache_call *call)
 {
@@ -313,7 +326,7 @@ static void tqkv__open_cache_call(const tqkv_cache *c, tqkv_metal_buffer memory,
     if (c->attention.sinks) a->sinks = tqkv__buffer_within(c, memory, c->attention.sinks);
 }
 
-/* Over codes and what is kept besides. learnt: as they will be when the cache has learned */
+/* Opens a call over codes and what is kept besides. learnt: as they will be when the cache has learned */
 static void tqkv__open_coded_call(const tqkv_cache *c, tqkv_metal_buffer memory, bool learnt, tqkv__cache_call *call)
 {
     const tqkv_attention view = tqkv__view_codes(c);
@@ -330,7 +343,7 @@ static void tqkv__open_coded_call(const tqkv_cache *c, tqkv_metal_buffer memory,
             tqkv__take_learnt_buffers(c, memory, &call->stores[i]);
 }
 
-/* Over what is raw: of n_queries queries, the last of which stands before `end`. */
+/* Opens a call over what is raw: of n_queries queries, the last of which stands before `end`. */
 static void tqkv__open_raw_call(const tqkv_cache *c, tqkv_metal_buffer memory, int64_t end, int n_queries,
                                 tqkv__cache_call *call)
 {
@@ -338,7 +351,8 @@ static void tqkv__open_raw_call(const tqkv_cache *c, tqkv_metal_buffer memory, i
     tqkv__open_cache_call(c, memory, &view, TQKV__RAW, call);
 }
 
-/* Scratch of both kinds of queries; they may run at the same time. coded: the bytes of those that read codes */
+/* Finds the scratch of both kinds of queries; they may run at the same time. coded: the bytes of those that read
+   codes */
 static tqkv_result tqkv__scratch_of_cache(const tqkv_cache *c, const tqkv_metal_attention *some, int n_queries,
                                           size_t *coded, size_t *bytes)
 {
@@ -403,8 +417,8 @@ static tqkv_result tqkv__add_cache_call(const tqkv__queries_in_buffers *from, in
     return tqkv__add_attention(a, 0, 0, &b, plan);
 }
 
-/* The first n_raw queries stand where rows are read raw. With a tree, which counts from the first query of a call, all the others'
-   call has them, too, and theirs comes after it. */
+/* Attends for all queries. The first n_raw queries stand where rows are read raw. With a tree, which counts from the
+   first query of a call, all the others' call has them, too, and theirs comes after it. */
 static tqkv_result tqkv__add_cut_call(const tqkv_cache *c, tqkv_metal_buffer memory,
                                       const tqkv__queries_in_buffers *from, int n_raw, tqkv_metal_plan *plan)
 {

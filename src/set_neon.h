@@ -79,7 +79,7 @@ TQKV__OP void tqkv__load_table_neon(const int bits, const bool nibbles, const tq
     for (int i = 0; i < (bits == 6 ? 8 : 4); i++)
         table[i] = vreinterpretq_f32_u8(vld1q_u8(s->planes[i % 4] + 16 * (i / 4)));
 }
-/* codes: [16]; bits above the code are ignored */
+/* Looks up codes: [16]; bits above the code are ignored */
 TQKV__OP float32x4_t tqkv__centroids_of_codes_neon(const int bits, const int k, const float32x4_t *table,
                                                    uint8x16_t codes)
 {
@@ -87,13 +87,14 @@ TQKV__OP float32x4_t tqkv__centroids_of_codes_neon(const int bits, const int k, 
     const uint8x16_t index = vandq_u8(veorq_u8(codes, upper), vdupq_n_u8((uint8_t)((1 << (bits - 1)) - 1)));
     return tqkv__centroids_of_planes_neon(bits, k, table, index, upper);
 }
-/* The pairs of bits of eight bytes: those of even codes in the lowest bits of a byte, those of odd codes above. */
+/* Spreads the pairs of bits of eight bytes: those of even codes in the lowest bits of a byte, those of odd codes
+   above. */
 TQKV__OP uint8x16_t tqkv__spread_pairs_neon(const uint8_t *p)
 {
     const uint16x8_t words = vmovl_u8(vld1_u8(p));
     return vreinterpretq_u8_u16(vsliq_n_u16(words, words, 4));
 }
-/* Four bytes as 16 pairs of bits, in their own order. */
+/* Spreads four bytes to 16 pairs of bits, in their own order. */
 TQKV__OP uint8x16_t tqkv__pairs_neon(const uint8_t *p)
 {
     uint32_t word;
@@ -102,8 +103,9 @@ TQKV__OP uint8x16_t tqkv__pairs_neon(const uint8_t *p)
     const uint32x4_t two = vorrq_u32(bytes, vshlq_n_u32(bytes, 12));
     return vandq_u8(vreinterpretq_u8_u32(vorrq_u32(two, vshlq_n_u32(two, 6))), vdupq_n_u8(3));
 }
-/* The main bits of codes 16 * (k / 4) ... of a strip, in the order of tqkv__to_decoded. A strip is 32 codes: the low nibbles
-   give the first four vectors, the high ones the other four. A strip of 16 (per_lane 4) keeps its own order. */
+/* Returns the main bits of codes 16 * (k / 4) ... of a strip, in the order of tqkv__to_decoded. A strip is 32 codes:
+   the low nibbles give the first four vectors, the high ones the other four. A strip of 16 (per_lane 4) keeps its own
+   order. */
 TQKV__OP uint8x16_t tqkv__main_codes_neon(const int main_bits, const int per_lane, const int k, const uint8_t *p)
 {
     const uint8x16_t mask = vdupq_n_u8((uint8_t)((1 << main_bits) - 1));
@@ -115,7 +117,7 @@ TQKV__OP uint8x16_t tqkv__main_codes_neon(const int main_bits, const int per_lan
     const uint8x16_t both = main_bits == 2 ? tqkv__spread_pairs_neon(p) : vld1q_u8(p);
     return vandq_u8(k < 4 ? both : main_bits == 2 ? vshrq_n_u8(both, 2) : vshrq_n_u8(both, 4), mask);
 }
-/* The same for a field of one upper bit: all ones for a 1. */
+/* Loads a field of one upper bit: all ones for a 1. */
 TQKV__OP uint8x16_t tqkv__upper_bit_neon(const int per_lane, const int k, const uint8_t *upper)
 {
     if (per_lane == 4) {
@@ -276,7 +278,7 @@ TQKV__OP uint32x4_t tqkv__code_from_neon(uint32x4_t count, float32x4_t bound, fl
 {
     return veorq_u32(vsubq_u32(count, vcleq_f32(bound, w)), side);
 }
-/* above where bound <= w, else below */
+/* Returns above where bound <= w, else below. */
 TQKV__OP float32x4_t tqkv__choose_neon(float32x4_t bound, float32x4_t w, float32x4_t below, float32x4_t above)
 {
     return vbslq_f32(vcleq_f32(bound, w), above, below);
