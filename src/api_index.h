@@ -14,7 +14,9 @@ typedef struct tqkv_index {
     int n_heads, n_queries; /* query heads of the index; 0 = 1 */
     int64_t end;            /* keys appended so far */
     int kv_len;             /* resident keys, as tqkv_attention's */
-    int ratio;            /* positions of the context that a key stands for: key j for those from j * ratio on. 0 = 1 */
+    int ratio;         /* positions of the context that a key stands for: key j for those from j * ratio on. 0 = 1 */
+    int64_t positions; /* of the context so far; 0 = end * ratio. Query i is at positions - n_queries + i. It sees the
+                          resident keys whose positions are all at or before its own */
     const float *weights; /* [n_queries][n_heads] or NULL: 1 */
     bool relu;
     int block; /* keys a block; 0 = 1 */
@@ -25,8 +27,6 @@ typedef struct tqkv_index {
     tqkv_parallel parallel;
     tqkv_allocator allocator; /* scratch, for some heads and queries at a time */
     tqkv_arithmetic arithmetic;
-    int64_t positions; /* of the context so far; 0 = end * ratio. Query i is at positions - n_queries + i. It sees the
-                          resident keys whose positions are all at or before its own */
 } tqkv_index;
 
 /* q: [n_queries][n_heads][head_dim]; scores: [n_queries][number of blocks up to end], -INFINITY where a query sees no key
