@@ -11,7 +11,9 @@
          #include "tqkv.h"
 
      Everywhere else, the include alone. Keep the name tqkv.h: the file includes itself. That one file needs xxhash.h
-     0.8.0 or later (Debian libxxhash-dev, Homebrew xxhash, or a copy beside tqkv.h), and the program links with -lm.
+     0.8.0 or later (Debian libxxhash-dev, Homebrew xxhash, or a copy beside tqkv.h), and the program links with -lm:
+
+         cc -O2 app.c -lm
 
    EXAMPLE
 
@@ -30,13 +32,14 @@
 
      >>formats        formats and their sizes
      >>result         result codes
-     >>isa            the instruction set in use
-     >>threads        who runs the tasks of a call
-     >>store          one stream in the caller's memory: encode, decode, probe, calibrate
+     >>common         strides, arithmetic, hooks for memory and threads
+     >>cache          a cache that owns its memory; save and load
+     >>store          one stream in the caller's memory: encode, decode, probe, calibrate, convert; save and load
      >>rotate         the rotation alone
      >>attention      attention over two stores, whole or in slices
      >>index          scores of an index, and the choice of blocks by them
-     >>cache          a cache that owns its memory; save and load, of stores too
+     >>threads        a hook for the threads of an engine
+     >>isa            the instruction set in use
      >>metal          all of it on Apple's GPUs, with tqkv_metal.m
      >>metal-plan     the same as plans, for engines that dispatch kernels themselves
 
@@ -45,7 +48,8 @@
      TQKV_STATIC            every function is static: private to the including file
      TQKV_API               linkage of the public functions, by default `extern`
      TQKV_EXPLAIN(text)     receives the reason of a refused call, a string that names the argument. Example:
-                            fprintf(stderr, "tqkv: %s\n", text). Default: nothing.
+                            fprintf(stderr, "tqkv: %s\n", text). Default: nothing. Who compiles
+                            the implementation decides: a library that others link has no reasons for them.
      TQKV_NO_AVX512         leaves AVX-512 out: half the code, half the time to compile it (docs/integrating.md has both)
      TQKV_NO_AVX2           leaves both out, because AVX-512 takes short rows from AVX2: a quarter of the code
      TQKV_NO_INTEGER        leaves out the vector loops of attention in integers, a fifth of the code: TQKV_INTEGER then takes

@@ -24,7 +24,17 @@
 extern "C" {
 #endif
 
-#include "api.h"
+#include "api_common.h"
+
+#include "api_cache.h"
+
+#include "api_store.h"
+
+#include "api_attention.h"
+
+#include "api_index.h"
+
+#include "api_threads.h"
 
 #include "api_metal.h"
 
