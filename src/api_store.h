@@ -37,27 +37,10 @@ struct tqkv_store {
        and attention add it back, exactly. For keys with a large constant part, which models with a bias in the key
        projection have. */
     const float *center;
-<<<<<<< HEAD
     /* A scale for each channel, [n_kv_heads][head_dim], in [2^-32, 2^32], or NULL. Encoding divides by it what is left
        of a row without its centre (it multiplies by 1 / channel_scale); decoding and attention multiply. For keys with
        channels far larger than others, whose error the rotation would spread over all. TQKV_ROTATED rows, queries and
        outputs are those of the scaled basis. */
-=======
-    tqkv_type type; /* of rows given to encode, probe, mean and measure, and written by decode. The codes of a half or a
-                       bfloat16 are those of the same value as a float. Attention does not look at it. */
-    const int32_t *pages; /* [n_pages], or NULL: not paged. Not with ring. */
-    int n_pages;
-    int page_size; /* in positions, any that divides capacity; multiples of 64 are quickest. 1: pages is the slot of
-                      each position. */
-    tqkv_parallel parallel; /* for encode, encode_slots and convert, of many rows; zero = the calling thread alone */
-    tqkv_strides strides;   /* of rows given to encode, probe, mean and measure, and written by decode */
-    bool rotated; /* F16 alone: halves of the rotated row, less the centre, in the basis of other formats' codes */
-    /* [n_kv_heads][head_dim], in [2^-32, 2^32], or NULL: a scale for each channel, by which encoding divides what is
-       left of a row without its centre (it multiplies by 1 / channel_scale), and by which decoding and attention
-       multiply. For keys with channels far larger than others, whose error the rotation would spread over all.
-       TQKV_ROTATED rows, queries and outputs are those of the scaled basis. As the centre the same for all
-       positions. */
->>>>>>> words
     const float *channel_scale;
     float block_scale; /* TQ formats, head_dim 512 and 1024: a factor of encoded values; 0 = 1 */
     bool rotated;      /* F16 alone: halves of the rotated row, less the centre, in the basis of other formats' codes */
