@@ -375,27 +375,10 @@ struct tqkv_store {
        and attention add it back, exactly. For keys with a large constant part, which models with a bias in the key
        projection have. */
     const float *center;
-<<<<<<< HEAD
     /* A scale for each channel, [n_kv_heads][head_dim], in [2^-32, 2^32], or NULL. Encoding divides by it what is left
        of a row without its centre (it multiplies by 1 / channel_scale); decoding and attention multiply. For keys with
        channels far larger than others, whose error the rotation would spread over all. TQKV_ROTATED rows, queries and
        outputs are those of the scaled basis. */
-=======
-    tqkv_type type; /* of rows given to encode, probe, mean and measure, and written by decode. The codes of a half or a
-                       bfloat16 are those of the same value as a float. Attention does not look at it. */
-    const int32_t *pages; /* [n_pages], or NULL: not paged. Not with ring. */
-    int n_pages;
-    int page_size; /* in positions, any that divides capacity; multiples of 64 are quickest. 1: pages is the slot of
-                      each position. */
-    tqkv_parallel parallel; /* for encode, encode_slots and convert, of many rows; zero = the calling thread alone */
-    tqkv_strides strides;   /* of rows given to encode, probe, mean and measure, and written by decode */
-    bool rotated; /* F16 alone: halves of the rotated row, less the centre, in the basis of other formats' codes */
-    /* [n_kv_heads][head_dim], in [2^-32, 2^32], or NULL: a scale for each channel, by which encoding divides what is
-       left of a row without its centre (it multiplies by 1 / channel_scale), and by which decoding and attention
-       multiply. For keys with channels far larger than others, whose error the rotation would spread over all.
-       TQKV_ROTATED rows, queries and outputs are those of the scaled basis. As the centre the same for all
-       positions. */
->>>>>>> words
     const float *channel_scale;
     float block_scale; /* TQ formats, head_dim 512 and 1024: a factor of encoded values; 0 = 1 */
     bool rotated;      /* F16 alone: halves of the rotated row, less the centre, in the basis of other formats' codes */
@@ -3034,16 +3017,17 @@ static void tqkv__unpack(const tqkv__stream *s, const uint8_t *row, uint8_t *cod
 #define TQKV__FAR 100.0f
 
 /* Quantising without bisection. The boundaries are symmetric; the positive ones suffice. 2^bits cells of equal width
-   hold at most one boundary each, away from the cell's ends: roundings that bring a value near an end to the next cell change
-   nothing. Boundaries in earlier cells are below the value, boundaries in later cells are above it. One comparison
-   remains, with the boundary in the value's own cell or, if it has none, the next one. */
+   hold at most one boundary each, away from the cell's ends: roundings that bring a value near an end to the next cell
+   change nothing. Boundaries in earlier cells are below the value, boundaries in later cells are above it. One
+   comparison remains, with the boundary in the value's own cell or, if it has none, the next one. */
 #define TQKV__CELL_MARGIN 0.004f /* of a cell's width; a value's cell is off by 0.0001 at most */
 typedef struct tqkv__quantiser {
     TQKV__ALIGNED uint8_t below[256]; /* boundaries in the cells before this one */
     float bounds[128];                /* the positive boundaries, then infinity */
     uint8_t planes[4][128];           /* TQ8, vectors of 16: byte p of each bound in planes[p], for byte look-ups */
-    /* Shorter vectors: of each cell, from 5 bits up, the bound that a value there is compared with, and the centroid below it; the
-       one above is that of the next cell, if the bound is in this one. One load of two cells takes all. */
+    /* Shorter vectors: of each cell, from 5 bits up, the bound that a value there is compared with, and the centroid
+       below it; the one above is that of the next cell, if the bound is in this one. One load of two cells takes
+       all. */
     float entries[257][2];
     float squares[32];         /* of the positive centroids, up to 6 bits */
     float squares_by_code[16]; /* of all centroids, up to 4 bits; 2 and 3 bits: repeated */
