@@ -3017,16 +3017,17 @@ static void tqkv__unpack(const tqkv__stream *s, const uint8_t *row, uint8_t *cod
 #define TQKV__FAR 100.0f
 
 /* Quantising without bisection. The boundaries are symmetric; the positive ones suffice. 2^bits cells of equal width
-   hold at most one boundary each, away from the cell's ends: roundings that bring a value near an end to the next cell change
-   nothing. Boundaries in earlier cells are below the value, boundaries in later cells are above it. One comparison
-   remains, with the boundary in the value's own cell or, if it has none, the next one. */
+   hold at most one boundary each, away from the cell's ends: roundings that bring a value near an end to the next cell
+   change nothing. Boundaries in earlier cells are below the value, boundaries in later cells are above it. One
+   comparison remains, with the boundary in the value's own cell or, if it has none, the next one. */
 #define TQKV__CELL_MARGIN 0.004f /* of a cell's width; a value's cell is off by 0.0001 at most */
 typedef struct tqkv__quantiser {
     TQKV__ALIGNED uint8_t below[256]; /* boundaries in the cells before this one */
     float bounds[128];                /* the positive boundaries, then infinity */
     uint8_t planes[4][128];           /* TQ8, vectors of 16: byte p of each bound in planes[p], for byte look-ups */
-    /* Shorter vectors: of each cell, from 5 bits up, the bound that a value there is compared with, and the centroid below it; the
-       one above is that of the next cell, if the bound is in this one. One load of two cells takes all. */
+    /* Shorter vectors: of each cell, from 5 bits up, the bound that a value there is compared with, and the centroid
+       below it; the one above is that of the next cell, if the bound is in this one. One load of two cells takes
+       all. */
     float entries[257][2];
     float squares[16];   /* TQ2: of its centroids, repeated */
     float centroids[32]; /* the positive ones, up to 6 bits */
