@@ -1881,7 +1881,7 @@ static bool tqkv__array_size(int a, int b, int c, size_t size, size_t *bytes)
            tqkv__size_multiply(*bytes, size, bytes);
 }
 
-static bool tqkv__overlap(const void *a, size_t a_size, const void *b, size_t b_size)
+static TQKV__NOINLINE bool tqkv__overlap(const void *a, size_t a_size, const void *b, size_t b_size)
 {
     uintptr_t x = (uintptr_t)a, y = (uintptr_t)b;
     return a && b && a_size && b_size && (x < y ? y - x < a_size : x - y < b_size);
@@ -3029,12 +3029,10 @@ typedef struct tqkv__quantiser {
        below it; the one above is that of the next cell, if the bound is in this one. One load of two cells takes
        all. */
     float entries[257][2];
-    float squares[32];         /* of the positive centroids, up to 6 bits */
-    float squares_by_code[16]; /* of all centroids, up to 4 bits; 2 and 3 bits: repeated */
-    float centroids[32];       /* the positive ones, up to 6 bits */
-    uint32_t half, low;        /* of codes, four to a word: the highest bit, and the bits below it */
-    int shift;                 /* from that bit to the lowest */
-    float slope, top;          /* cell of a magnitude w: the whole part of min(w * slope, top) */
+    float squares[16];   /* TQ2: of its centroids, repeated */
+    float centroids[32]; /* the positive ones, up to 6 bits */
+    float slope, top;    /* cell of a magnitude w: the whole part of min(w * slope, top) */
+    int half;            /* the codes of one sign */
 } tqkv__quantiser;
 
 static void tqkv__quantiser_open(const tqkv__stream *s, tqkv__quantiser *q)
@@ -3042,9 +3040,7 @@ static void tqkv__quantiser_open(const tqkv__stream *s, tqkv__quantiser *q)
     const int bits = s->book_bits, n = (1 << (bits - 1)) - 1;
     const float *positive = s->boundaries + n + 1; /* boundaries[n] is 0 */
     int cell = 0;
-    q->shift = bits - 1;
-    q->half = 0x01010101u << q->shift;
-    q->low = q->half - 0x01010101u;
+    q->half = n + 1;
     q->top = (float)((1 << bits) - 1);
     q->slope = (q->top + 0.45f) / positive[n - 1];
     for (int i = 0; i < n; i++) {
@@ -3055,14 +3051,8 @@ static void tqkv__quantiser_open(const tqkv__stream *s, tqkv__quantiser *q)
     }
     for (; cell < 256; cell++) q->below[cell] = (uint8_t)n;
     for (int i = n; i < 128; i++) q->bounds[i] = INFINITY;
-    for (int i = 0; i < 32; i++) {
-        q->centroids[i] = i <= n ? s->codebook[n + 1 + i] : 0.0f;
-        q->squares[i] = TQKV__AS_FLOAT(q->centroids[i] * q->centroids[i]);
-    }
-    for (int i = 0; i < 16; i++) {
-        const float centroid = bits <= 4 ? s->codebook[i % (1 << bits)] : 0.0f;
-        q->squares_by_code[i] = TQKV__AS_FLOAT(centroid * centroid);
-    }
+    for (int i = 0; i < 32; i++) q->centroids[i] = i <= n ? s->codebook[n + 1 + i] : 0.0f;
+    for (int i = 0; i < 16; i++) q->squares[i] = TQKV__AS_FLOAT(s->codebook[i & 3] * s->codebook[i & 3]);
     if (tqkv__isa_for(s->head_dim)->lanes == 16) { /* look up by bytes, or hold 6 bits in registers */
         if (bits == 8) tqkv__split_floats(q->bounds, 128, q->planes);
         return;
@@ -3506,6 +3496,13 @@ TQKV_API tqkv_result tqkv_decode(const tqkv_store *store, int64_t position, int 
     tqkv__fp_restore(mode);
     return TQKV_OK;
 }
+
+/* What is called once a token, or less often, is made small: the pragma is gcc's alone. */
+#if defined(__OPTIMIZE__) && defined(__GNUC__) && !defined(__clang__)
+#define TQKV__SMALL
+#pragma GCC push_options
+#pragma GCC optimize("Os")
+#endif
 
 /* >>convert: rows moved, and stores in another format */
 
@@ -4140,6 +4137,11 @@ TQKV_API tqkv_result tqkv_logit_noise(const tqkv_store *shape, const void *src, 
     tqkv__fp_restore(mode);
     return TQKV_OK;
 }
+
+#ifdef TQKV__SMALL
+#undef TQKV__SMALL
+#pragma GCC pop_options
+#endif
 
 /* >>attend: softmax(q.k) v in one pass over tiles of positions; a decoded key or value serves all its queries */
 
@@ -5968,24 +5970,20 @@ TQKV__TARGET static void TQKV__(unrotate)(float *y, int head_dim)
 
 /* >>k-norms: sums of squares and norms, in the lanes and the order of >>codec. */
 
-/* Byte e of word i: a code. Lane i of x[e]: the square of its centroid. bits is a constant, and at least those of the
-   codebook. Codebooks are symmetric: codes below the middle find their mirror images above it. */
-TQKV__OP void TQKV__(squares)(const int bits, const tqkv__quantiser *q, TQKV__VECTOR words, TQKV__VECTOR *x)
+/* Byte e of word i: a code of TQ2, which alone is not searched. Lane i of x[e]: the square of its centroid. */
+TQKV__OP void TQKV__(squares)(const tqkv__quantiser *q, TQKV__VECTOR words, TQKV__VECTOR *x)
 {
     TQKV__(words) codes;
-    TQKV__VECTOR table[32 / TQKV__LANES];
+    TQKV__VECTOR table[16 / TQKV__LANES];
     memcpy(&codes, &words, sizeof codes);
-    const TQKV__(words) upper = codes & q->half, index = (codes & q->low) ^ q->low ^ (upper - (upper >> q->shift));
-    const bool all = bits == 4 && TQKV__LANES == 16; /* 16 centroids in a register */
     TQKV__UNROLL
-    for (int i = 0; i < 32 / TQKV__LANES; i++)
-        table[i] = TQKV__(load)((all ? q->squares_by_code : q->squares) + (all ? 0 : i * TQKV__LANES));
+    for (int i = 0; i < 16 / TQKV__LANES; i++) table[i] = TQKV__(load)(q->squares + i * TQKV__LANES);
     TQKV__UNROLL
     for (int e = 0; e < 4; e++) {
-        const TQKV__(words) at = (all ? codes : index) >> (8 * e);
+        const TQKV__(words) at = codes >> (8 * e);
         TQKV__(codes) entry;
         memcpy(&entry, &at, sizeof entry);
-        x[e] = TQKV__(bound)(bits, table, entry);
+        x[e] = TQKV__(bound)(2, table, entry);
     }
 }
 
@@ -6156,16 +6154,16 @@ TQKV__OP void TQKV__(turn_words)(int words, const uint8_t *codes, int head_dim, 
 }
 
 /* Sums up lanes of codes, LANES of them in a vector, each over its words in order. short_lanes: lanes have one or two
-   codes, and the first steps of the tree are taken here. bits is a constant. */
-TQKV__OP void TQKV__(sums_of_words)(const int bits, bool short_lanes, int words, int n_vectors,
-                                    const tqkv__quantiser *q, const uint8_t *codes, TQKV__VECTOR *sums)
+   codes, and the first steps of the tree are taken here. */
+TQKV__OP void TQKV__(sums_of_words)(bool short_lanes, int words, int n_vectors, const tqkv__quantiser *q,
+                                    const uint8_t *codes, TQKV__VECTOR *sums)
 {
     for (const TQKV__VECTOR *end = sums + n_vectors; sums < end; sums++) {
         TQKV__VECTOR sum = TQKV__(set1)(0.0f), word[2], x[4];
         if (words == 1) {
             memcpy(&word[0], codes, sizeof word[0]);
             codes += sizeof word[0];
-            TQKV__(squares)(bits, q, word[0], x);
+            TQKV__(squares)(q, word[0], x);
             *sums = short_lanes ? (x[0] + x[1]) + (x[2] + x[3]) : ((x[0] + x[1]) + x[2]) + x[3];
             continue;
         }
@@ -6175,7 +6173,7 @@ TQKV__OP void TQKV__(sums_of_words)(const int bits, bool short_lanes, int words,
             if (words == 2) TQKV__(transpose)(2, word);
             TQKV__UNROLL
             for (int i = 0; i < 2; i++) {
-                TQKV__(squares)(bits, q, word[i], x);
+                TQKV__(squares)(q, word[i], x);
                 sum = (((sum + x[0]) + x[1]) + x[2]) + x[3];
             }
         }
@@ -6194,50 +6192,21 @@ TQKV__OP void TQKV__(lanes_of_codes)(const tqkv__stream *s, const tqkv__quantise
         TQKV__(turn_words)(words, codes, s->head_dim, turned);
         codes = (const uint8_t *)(const void *)turned;
     }
-    if (s->book_bits == 6)
-        TQKV__(sums_of_words)(6, short_lanes, words, n, q, codes, sums);
-    else if (s->book_bits == 5)
-        TQKV__(sums_of_words)(5, short_lanes, words, n, q, codes, sums);
-    else /* fewer centroids are in the same registers */
-        TQKV__(sums_of_words)(4, short_lanes, words, n, q, codes, sums);
+    TQKV__(sums_of_words)(short_lanes, words, n, q, codes, sums);
 }
 
-/* Finds the squares of a row's centroids; bits is a constant. x: [head_dim] */
-TQKV__OP void TQKV__(squares_of_codes)(const int bits, const tqkv__stream *s, const tqkv__quantiser *q,
-                                       const uint8_t *codes, float *x)
-{
-    for (int d = 0; d < s->head_dim; d += TQKV__LANES) {
-        TQKV__VECTOR four[4];
-        TQKV__(squares)(bits, q, TQKV__(widen_bytes)(codes + d), four);
-        TQKV__(store)(x + d, four[0]);
-    }
-}
-
-/* Does what sums_tq does, of the centroids of codes: [head_dim]. TQ8's are too many for squares to look up: decodes the
-   row. */
+/* Does what sums_tq does, of the centroids of codes of TQ2: [head_dim]. */
 TQKV__TARGET static TQKV__NOINLINE void TQKV__(centroid_sums)(const tqkv__stream *s, const tqkv__quantiser *q,
                                                               const uint8_t *codes, float *sums)
 {
     TQKV__ALIGNED float x[TQKV__X_STRIDE(TQKV_MAX_HEAD_DIM)];
     TQKV__VECTOR lanes[32 / TQKV__LANES];
-    if (s->book_bits == 8) {
-        TQKV__(panel) row;
-        memset(&row, 0, sizeof row);
-        row.stream = s;
-        row.codes = codes;
-        row.stride = (size_t)s->head_dim;
-        row.dim = s->head_dim;
-        TQKV__(decode_TQKV_TQ8)(&row, 1, x);
-        TQKV__(sums_tq)(s, x, sums);
-        return;
-    }
     if (TQKV__HAS_MATRIX(s->head_dim)) {
-        if (s->book_bits == 6)
-            TQKV__(squares_of_codes)(6, s, q, codes, x);
-        else if (s->book_bits == 5)
-            TQKV__(squares_of_codes)(5, s, q, codes, x);
-        else
-            TQKV__(squares_of_codes)(4, s, q, codes, x);
+        for (int d = 0; d < s->head_dim; d += TQKV__LANES) {
+            TQKV__VECTOR four[4];
+            TQKV__(squares)(q, TQKV__(widen_bytes)(codes + d), four);
+            TQKV__(store)(x + d, four[0]);
+        }
         TQKV__(sum_of_row)(true, x, s->head_dim, sums);
         return;
     }
@@ -6558,10 +6527,8 @@ TQKV__TARGET static TQKV__NOINLINE void TQKV__(search_row)(const tqkv__stream *s
     TQKV__(turn_row)(s, y, scales, v, &t);
     if (s->book_bits == 3)
         TQKV__(try_factors)(3, s, q, &t, lanes);
-    else if (s->book_bits == 4)
+    else if (s->book_bits == 4 || (s->book_bits == 5 && TQKV__LANES == 16)) /* the same code there */
         TQKV__(try_factors)(4, s, q, &t, lanes);
-    else if (s->book_bits == 5 && TQKV__LANES == 16)
-        TQKV__(try_factors)(5, s, q, &t, lanes);
     else if (s->book_bits == 6 && TQKV__LANES == 16)
         TQKV__(try_factors)(6, s, q, &t, lanes);
     else
@@ -6615,7 +6582,7 @@ TQKV__OP TQKV__(codes) TQKV__(quantise)(const int bits, const tqkv__quantiser *q
                                         const TQKV__VECTOR *bounds, TQKV__VECTOR v)
 {
     TQKV__(codes) side;
-    const TQKV__VECTOR w = TQKV__(fold)((int)(q->half & 255), v, &side);
+    const TQKV__VECTOR w = TQKV__(fold)(q->half, v, &side);
     const TQKV__VECTOR cell = TQKV__(min)(w * TQKV__(set1)(q->slope), TQKV__(set1)(q->top));
     const TQKV__(codes) count = TQKV__(below)(bits, below, TQKV__(truncate)(cell));
     return TQKV__(code_from)(count, TQKV__(bound)(bits, bounds, count), w, side);
@@ -6806,7 +6773,8 @@ TQKV__TARGET static void TQKV__(encode_rows)(const tqkv__stream *s, const tqkv__
         for (int i = 0; i < n; i++) {
             const uint8_t *codes =
                 TQKV__(quantise_row)(s, q, values[i], scales + i * norms_per_row, rows[i].codes, bytes);
-            if (s->n_factors == 1) TQKV__(centroid_sums)(s, q, codes, sums + i * norms_per_row);
+            if (s->n_factors == 1) /* TQ2 */
+                TQKV__(centroid_sums)(s, q, codes, sums + i * norms_per_row);
             if (s->n_factors > 1 && rows[i].factors)
                 memcpy(rows[i].factors, scales + i * norms_per_row, (size_t)norms_per_row * sizeof(float));
         }
@@ -12486,6 +12454,13 @@ static tqkv_result tqkv__run_job(tqkv__request *requests, int n_requests)
     return TQKV_OK;
 }
 
+/* As before >>convert. */
+#if defined(__OPTIMIZE__) && defined(__GNUC__) && !defined(__clang__)
+#define TQKV__SMALL
+#pragma GCC push_options
+#pragma GCC optimize("Os")
+#endif
+
 /* >>attend-calls: the arrays of a call, checked, and the public calls of attention */
 
 /* The arrays of one call. No written array may overlap another one. */
@@ -15099,6 +15074,11 @@ TQKV_API tqkv_result tqkv_store_load(const tqkv_store *store, int64_t position, 
     const tqkv__range range = {position, position + n_positions};
     return tqkv__move_stored(&pipe, &s, range);
 }
+
+#ifdef TQKV__SMALL
+#undef TQKV__SMALL
+#pragma GCC pop_options
+#endif
 
 #endif /* TQKV_IMPLEMENTATION, to be continued */
 

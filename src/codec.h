@@ -235,12 +235,10 @@ typedef struct tqkv__quantiser {
        below it; the one above is that of the next cell, if the bound is in this one. One load of two cells takes
        all. */
     float entries[257][2];
-    float squares[32];         /* of the positive centroids, up to 6 bits */
-    float squares_by_code[16]; /* of all centroids, up to 4 bits; 2 and 3 bits: repeated */
-    float centroids[32];       /* the positive ones, up to 6 bits */
-    uint32_t half, low;        /* of codes, four to a word: the highest bit, and the bits below it */
-    int shift;                 /* from that bit to the lowest */
-    float slope, top;          /* cell of a magnitude w: the whole part of min(w * slope, top) */
+    float squares[16];   /* TQ2: of its centroids, repeated */
+    float centroids[32]; /* the positive ones, up to 6 bits */
+    float slope, top;    /* cell of a magnitude w: the whole part of min(w * slope, top) */
+    int half;            /* the codes of one sign */
 } tqkv__quantiser;
 
 static void tqkv__quantiser_open(const tqkv__stream *s, tqkv__quantiser *q)
@@ -248,9 +246,7 @@ static void tqkv__quantiser_open(const tqkv__stream *s, tqkv__quantiser *q)
     const int bits = s->book_bits, n = (1 << (bits - 1)) - 1;
     const float *positive = s->boundaries + n + 1; /* boundaries[n] is 0 */
     int cell = 0;
-    q->shift = bits - 1;
-    q->half = 0x01010101u << q->shift;
-    q->low = q->half - 0x01010101u;
+    q->half = n + 1;
     q->top = (float)((1 << bits) - 1);
     q->slope = (q->top + 0.45f) / positive[n - 1];
     for (int i = 0; i < n; i++) {
@@ -261,14 +257,8 @@ static void tqkv__quantiser_open(const tqkv__stream *s, tqkv__quantiser *q)
     }
     for (; cell < 256; cell++) q->below[cell] = (uint8_t)n;
     for (int i = n; i < 128; i++) q->bounds[i] = INFINITY;
-    for (int i = 0; i < 32; i++) {
-        q->centroids[i] = i <= n ? s->codebook[n + 1 + i] : 0.0f;
-        q->squares[i] = TQKV__AS_FLOAT(q->centroids[i] * q->centroids[i]);
-    }
-    for (int i = 0; i < 16; i++) {
-        const float centroid = bits <= 4 ? s->codebook[i % (1 << bits)] : 0.0f;
-        q->squares_by_code[i] = TQKV__AS_FLOAT(centroid * centroid);
-    }
+    for (int i = 0; i < 32; i++) q->centroids[i] = i <= n ? s->codebook[n + 1 + i] : 0.0f;
+    for (int i = 0; i < 16; i++) q->squares[i] = TQKV__AS_FLOAT(s->codebook[i & 3] * s->codebook[i & 3]);
     if (tqkv__isa_for(s->head_dim)->lanes == 16) { /* look up by bytes, or hold 6 bits in registers */
         if (bits == 8) tqkv__split_floats(q->bounds, 128, q->planes);
         return;

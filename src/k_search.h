@@ -237,10 +237,8 @@ TQKV__TARGET static TQKV__NOINLINE void TQKV__(search_row)(const tqkv__stream *s
     TQKV__(turn_row)(s, y, scales, v, &t);
     if (s->book_bits == 3)
         TQKV__(try_factors)(3, s, q, &t, lanes);
-    else if (s->book_bits == 4)
+    else if (s->book_bits == 4 || (s->book_bits == 5 && TQKV__LANES == 16)) /* the same code there */
         TQKV__(try_factors)(4, s, q, &t, lanes);
-    else if (s->book_bits == 5 && TQKV__LANES == 16)
-        TQKV__(try_factors)(5, s, q, &t, lanes);
     else if (s->book_bits == 6 && TQKV__LANES == 16)
         TQKV__(try_factors)(6, s, q, &t, lanes);
     else

@@ -14,7 +14,7 @@ static bool tqkv__array_size(int a, int b, int c, size_t size, size_t *bytes)
            tqkv__size_multiply(*bytes, size, bytes);
 }
 
-static bool tqkv__overlap(const void *a, size_t a_size, const void *b, size_t b_size)
+static TQKV__NOINLINE bool tqkv__overlap(const void *a, size_t a_size, const void *b, size_t b_size)
 {
     uintptr_t x = (uintptr_t)a, y = (uintptr_t)b;
     return a && b && a_size && b_size && (x < y ? y - x < a_size : x - y < b_size);
