@@ -2,12 +2,12 @@
    bench/model/variants/lookup.metal in one file. Each way is a pipeline of one kernel, over codes that lie in
    caches. Times are the GPU's own, the best of some rounds after 0.3 s of the same work. `share` is of the time of
    the first way of its kind. --tiny: one round, to see that it runs. */
-#define TQKV_IMPLEMENTATION
 #include "report.h"
-#include "tqkv.h"
 #include <math.h>
 #include <string.h>
 
+/* Of the kernel: the function constant that says which way, and bytes of its tables. */
+enum { WAY_CONSTANT = 0, TABLES = 2048 };
 enum { THREADS = 128, GROUPS = 4096, ROUNDS = 64, WORDS = 4 };
 
 static int rounds = 5;
@@ -42,15 +42,15 @@ static double time_once(const work *w)
 {
     double seconds = 0;
     @autoreleasepool {
-        const tqkv__rotate_args args = {ROUNDS};
+        const int32_t n_rounds = ROUNDS;
         id<MTLCommandBuffer> commands = [w->queue commandBuffer];
         id<MTLComputeCommandEncoder> encoder = [commands computeCommandEncoder];
         [encoder setComputePipelineState:w->state];
-        [encoder setBytes:&args length:sizeof args atIndex:0];
+        [encoder setBytes:&n_rounds length:sizeof n_rounds atIndex:0];
         [encoder setBuffer:w->codes offset:0 atIndex:1];
         [encoder setBuffer:w->weights offset:0 atIndex:2];
         [encoder setBuffer:w->sums offset:0 atIndex:3];
-        [encoder setThreadgroupMemoryLength:2 * TQKV__TABLE_BYTES atIndex:0];
+        [encoder setThreadgroupMemoryLength:TABLES atIndex:0];
         [encoder dispatchThreadgroups:MTLSizeMake(GROUPS, 1, 1) threadsPerThreadgroup:MTLSizeMake(THREADS, 1, 1)];
         [encoder endEncoding];
         [commands commit];
@@ -79,7 +79,7 @@ static void time_way(work *w, id<MTLDevice> device, id<MTLLibrary> library, cons
 {
     NSError *error = nil;
     MTLFunctionConstantValues *constants = [[[MTLFunctionConstantValues alloc] init] autorelease];
-    [constants setConstantValue:&one->number type:MTLDataTypeUInt atIndex:TQKV_FC_FORMAT];
+    [constants setConstantValue:&one->number type:MTLDataTypeUInt atIndex:WAY_CONSTANT];
     id<MTLFunction> function = [library newFunctionWithName:@"tqkv_lookup" constantValues:constants error:&error];
     w->state = function ? [device newComputePipelineStateWithFunction:function error:&error] : nil;
     const double t = w->state ? time_best(w) : 0, n = (double)GROUPS * THREADS * ROUNDS * one->values;
@@ -124,6 +124,7 @@ int main(int argc, char **argv)
     id<MTLDevice> device = MTLCreateSystemDefaultDevice();
     MTLCompileOptions *options = [[[MTLCompileOptions alloc] init] autorelease];
     [options setFastMathEnabled:NO];
+    [options setPreprocessorMacros:@{@"TQKV_ONLY" : @"1", @"TQKV_ONLY_tqkv_lookup" : @"1"}];
     NSString *source = report_source(argv[1]);
     if (!source) return printf("failed: %s is no source of shaders\n", argv[1]), 1;
     id<MTLLibrary> library = [device newLibraryWithSource:source options:options error:&error];
