@@ -2556,9 +2556,13 @@ typedef struct tqkv__sums {
 /* The functions of attention in one instruction set. */
 typedef struct tqkv__isa {
     const char *name;
-    int lanes;           /* floats in a vector */
-    int nibble_order[2]; /* see tqkv__to_decoded */
+    int lanes;   /* floats in a vector */
+    int columns; /* see reorder; 1: all codes are decoded in the order of their dimensions */
     const tqkv__codec *codec;
+    /* Packed codes are decoded in an order of their own, where columns > 1: each matrix [rows][columns] of values comes
+       transposed. The rest of a panel is a matrix of fewer columns. Brings a row into that order, or back from it, plus zero;
+       rows of other codes keep theirs. from, to: [head_dim], may be the same */
+    void (*reorder)(const tqkv__stream *s, int columns, bool decoded, float zero, const float *from, float *to);
     /* scores[row][j] (+)= q[row] . key[slot + j] for j < n, with the segment's slot and n; add: to the scores of another part of the
        keys. q: [n_rows][head_dim], scores: [n_rows][TQKV__TILE] */
     void (*score_tile)(const tqkv__stream *s, int kv_head, const tqkv__segment *segment, const float *q, int n_rows,
@@ -4095,6 +4099,14 @@ static void tqkv__value_tile_scalar(const tqkv__stream *s, int kv_head, const tq
     }
 }
 
+static void tqkv__reorder_scalar(const tqkv__stream *s, int columns, bool decoded, float zero, const float *from,
+                                 float *to)
+{
+    (void)columns;
+    (void)decoded;
+    for (int d = 0; d < s->head_dim; d++) to[d] = from[d] + zero;
+}
+
 static bool tqkv__span_has(const tqkv__span *span, int j)
 {
     return j >= span->from && j < span->to && !(span->hidden >> j & 1);
@@ -4182,8 +4194,9 @@ static TQKV__INLINE void tqkv__prefetch(const int cache, const uint8_t *codes, s
 
 static const tqkv__isa tqkv__isa_scalar = {"scalar",
                                            1,
-                                           {1, 1},
+                                           1,
                                            &tqkv__codec_scalar,
+                                           tqkv__reorder_scalar,
                                            tqkv__score_tile_scalar,
                                            tqkv__softmax_tile_scalar,
                                            tqkv__end_piece_scalar,
@@ -4459,8 +4472,9 @@ static const tqkv__integers tqkv__integers_scalar = {&tqkv__isa_scalar,
                                                      tqkv__round_query_scalar,
                                                      {"scalar",
                                                       1,
-                                                      {1, 1},
+                                                      1,
                                                       &tqkv__codec_scalar,
+                                                      tqkv__reorder_scalar,
                                                       tqkv__integer_score_tile_scalar,
                                                       tqkv__integer_softmax_tile_scalar,
                                                       tqkv__end_piece_scalar,
@@ -4615,8 +4629,18 @@ TQKV__TARGET static float TQKV__(weigh)(float *x, float max)
 /* Sets the scores outside the span to `value`; some of them were never computed. */
 TQKV__OP void TQKV__(mask)(float *x, tqkv__span span, float value)
 {
-    for (int j = 0; j < span.from; j++) x[j] = value;
-    for (int j = span.to; j < TQKV__TILE; j++) x[j] = value;
+    const uint32_t from = (uint32_t)span.from, size = (uint32_t)(span.to - span.from);
+    TQKV__(words) places, scores, others;
+    for (int i = 0; i < TQKV__LANES; i++) {
+        places[i] = (uint32_t)i - from;
+        others[i] = tqkv__bits(value);
+    }
+    for (int j = 0; j < TQKV__TILE && size < TQKV__TILE; j += TQKV__LANES, places += TQKV__LANES) {
+        const TQKV__(words) inside = (TQKV__(words))(places < size); /* all ones, or 0 */
+        memcpy(&scores, x + j, sizeof scores);
+        scores = (scores & inside) | (others & ~inside);
+        memcpy(x + j, &scores, sizeof scores);
+    }
     for (uint64_t left = span.hidden; left; left &= left - 1) x[__builtin_ctzll(left)] = value;
 }
 
@@ -4723,7 +4747,7 @@ TQKV__TARGET static void TQKV__(factors)(const tqkv__stream *s, const float *nor
 
 /* The format of decoded rows. */
 #define TQKV__FLOATS TQKV_FORMAT_DEFAULT
-/* Codes of 2 or 4 main bits, in the order of tqkv__to_decoded. */
+/* Codes of 2 or 4 main bits, in the order of reorder. */
 #define TQKV__PACKED(format) (TQKV__MAIN_BITS(format) < 8)
 /* Vectors in a strip, which is decoded together. */
 #define TQKV__STRIP(format) (TQKV__PACKED(format) ? TQKV__NIBBLE_STRIP : 4)
@@ -4799,7 +4823,7 @@ TQKV__OP void TQKV__(load_codebook)(const tqkv_format format, const tqkv__stream
     if (TQKV__KIND(format) == TQKV__BOOK) TQKV__(load_table)(TQKV__BOOK_BITS(format), TQKV__PACKED(format), s, table);
 }
 
-/* Vector k of the strip at p, with its upper bits at `upper`. Packed codes come in the order of tqkv__to_decoded. */
+/* Vector k of the strip at p, with its upper bits at `upper`. Packed codes come in the order of reorder. */
 TQKV__OP TQKV__VECTOR TQKV__(value)(const tqkv_format format, const int per_lane, const int k,
                                     const TQKV__VECTOR *table, const uint8_t *p, const uint8_t *upper)
 {
@@ -4867,6 +4891,38 @@ TQKV__OP void TQKV__(decode)(const tqkv_format format, const TQKV__(panel) * pan
             p += TQKV__(strip_bytes)(format, count);
             upper += TQKV__(upper_bytes)(format, count);
         }
+    }
+}
+
+/* As reorder, for a matrix of `columns`; columns and decoded are constants where that is worth the code. */
+TQKV__OP void TQKV__(reorder_matrix)(const bool decoded, const int columns, float zero, const float *from, float *to)
+{
+    TQKV__VECTOR x[TQKV__COLUMNS * TQKV__MATRIX_ROWS / TQKV__LANES];
+    const int n = columns * TQKV__MATRIX_ROWS / TQKV__LANES;
+    TQKV__UNROLL
+    for (int i = 0; i < n; i++) x[i] = TQKV__(load)(from + i * TQKV__LANES);
+    TQKV__(turn)(decoded, columns, x);
+    TQKV__UNROLL
+    for (int i = 0; i < n; i++) TQKV__(store)(to + i * TQKV__LANES, x[i] + TQKV__(set1)(zero));
+}
+
+TQKV__TARGET static void TQKV__(reorder)(const tqkv__stream *s, int columns, bool decoded, float zero,
+                                         const float *from, float *to)
+{
+    const int most = s->main_bits < 8 ? columns : 1;
+    for (int d = 0; most == 1 && d < s->head_dim; d += TQKV__LANES)
+        TQKV__(store)(to + d, TQKV__(load)(from + d) + TQKV__(set1)(zero));
+    if (most == 1) return;
+    for (int d = 0, left = s->panel_dim, now; d < s->head_dim; d += now * TQKV__MATRIX_ROWS) {
+        for (now = most; now * TQKV__MATRIX_ROWS > left;) now /= 2;
+        if (now == TQKV__COLUMNS && decoded)
+            TQKV__(reorder_matrix)(true, TQKV__COLUMNS, zero, from + d, to + d);
+        else if (now == TQKV__COLUMNS)
+            TQKV__(reorder_matrix)(false, TQKV__COLUMNS, zero, from + d, to + d);
+        else
+            TQKV__(reorder_matrix)(decoded, now, zero, from + d, to + d);
+        left -= now * TQKV__MATRIX_ROWS;
+        if (!left) left = s->panel_dim;
     }
 }
 
@@ -6618,8 +6674,8 @@ static const tqkv__codec TQKV__(codec) = {TQKV__(rows_finite), TQKV__(scales_val
                                           TQKV__(widen),       TQKV__(narrow_row),   TQKV__(rotate),
                                           TQKV__(unrotate),    TQKV__(scale_row),    TQKV__(encode_rows)};
 
-static const tqkv__isa TQKV__(isa) = {TQKV__ISA_NAME,    TQKV__LANES,        {TQKV__NIBBLE_ORDER},
-                                      &TQKV__(codec),    TQKV__(score_tile), TQKV__(softmax_tile),
+static const tqkv__isa TQKV__(isa) = {TQKV__ISA_NAME,    TQKV__LANES,        TQKV__COLUMNS,
+                                      &TQKV__(codec),    TQKV__(reorder),    TQKV__(score_tile), TQKV__(softmax_tile),
                                       TQKV__(end_piece), TQKV__(value_tile), TQKV__(sum_heads)};
 
 #endif /* TQKV__LANES */
@@ -7757,8 +7813,9 @@ static const tqkv__integers TQKV__I(integers) = {&TQKV__(isa),
                                                  TQKV__I(round_query),
                                                  {TQKV__ISA_NAME,
                                                   TQKV__INTEGER_LANES,
-                                                  {16, 1},
+                                                  1,
                                                   &TQKV__(codec),
+                                                  TQKV__(reorder),
                                                   TQKV__I(integer_score_tile),
                                                   TQKV__(softmax_tile),
                                                   TQKV__(end_piece),
@@ -7780,6 +7837,7 @@ static const tqkv__integers TQKV__I(integers) = {&TQKV__(isa),
 #undef TQKV__BY_PARTS
 #undef TQKV__BY_PIECES
 #undef TQKV__CHUNK
+#undef TQKV__COLUMNS
 #undef TQKV__DECODED
 #undef TQKV__DECODED_SCORE_ROWS
 #undef TQKV__DECODER_OF
@@ -7793,8 +7851,8 @@ static const tqkv__integers TQKV__I(integers) = {&TQKV__(isa),
 #undef TQKV__LANE_BYTES
 #undef TQKV__LOOKED_UP
 #undef TQKV__LOOPS_OF
+#undef TQKV__MATRIX_ROWS
 #undef TQKV__MIX_SHORT_SUBROWS
-#undef TQKV__NIBBLE_ORDER
 #undef TQKV__NIBBLE_STRIP
 #undef TQKV__PADDED
 #undef TQKV__PRODUCTS
@@ -8068,6 +8126,31 @@ TQKV__OP __m512 tqkv__sum_across_avx512(const float *x)
     return _mm512_add_ps(_mm512_shuffle_f32x4(ab, cd, 0x88), _mm512_shuffle_f32x4(ab, cd, 0xdd));
 }
 
+/* A matrix [16][columns] to [columns][16], or back: each step moves the lowest bit of a place to the top, or back. */
+TQKV__OP void tqkv__turn_step_avx512(const bool decoded, const int columns, __m512 *x)
+{
+    const __m512i low = _mm512_set_epi32(23, 7, 22, 6, 21, 5, 20, 4, 19, 3, 18, 2, 17, 1, 16, 0);
+    const __m512i high = _mm512_or_si512(low, _mm512_set1_epi32(8));
+    const __m512i even = _mm512_set_epi32(30, 28, 26, 24, 22, 20, 18, 16, 14, 12, 10, 8, 6, 4, 2, 0);
+    const __m512i odd = _mm512_or_si512(even, _mm512_set1_epi32(1));
+    __m512 y[8];
+    const int half = columns / 2;
+    TQKV__UNROLL
+    for (int i = 0; i < half; i++) {
+        const __m512 a = decoded ? x[2 * i] : x[i], b = decoded ? x[2 * i + 1] : x[half + i];
+        y[decoded ? i : 2 * i] = _mm512_permutex2var_ps(a, decoded ? even : low, b);
+        y[decoded ? half + i : 2 * i + 1] = _mm512_permutex2var_ps(a, decoded ? odd : high, b);
+    }
+    TQKV__UNROLL
+    for (int i = 0; i < 2 * half; i++) x[i] = y[i];
+}
+TQKV__OP void tqkv__turn_avx512(const bool decoded, const int columns, __m512 *x)
+{
+    if (columns > 1) tqkv__turn_step_avx512(decoded, columns, x);
+    if (columns > 2) tqkv__turn_step_avx512(decoded, columns, x);
+    if (columns > 4) tqkv__turn_step_avx512(decoded, columns, x);
+}
+
 /* Encoding. An empty asm prevents the fusion of a product with a following sum, as in tqkv__rounded. */
 TQKV__OP __m512 tqkv__rounded_avx512(__m512 x)
 {
@@ -8331,7 +8414,8 @@ static void tqkv__mix_by_order_avx2(int m, const float *subrows, float factor, i
 #define TQKV__ISA_NAME           "avx512"
 #define TQKV__MIX_SHORT_SUBROWS  tqkv__mix_by_order_avx2
 #define TQKV__LANES              16
-#define TQKV__NIBBLE_ORDER       16, 8
+#define TQKV__COLUMNS            8 /* of a matrix of packed codes: see reorder */
+#define TQKV__MATRIX_ROWS        16
 #define TQKV__NIBBLE_STRIP       8 /* vectors in a strip of nibbles */
 #define TQKV__STRIP_TOGETHER     0 /* do the vectors of a strip share work? */
 #define TQKV__ROWS               4 /* queries whose sums fit in registers: values, */
@@ -8393,6 +8477,12 @@ TQKV__OP __m256 tqkv__sum_across_avx2(const float *x)
 {
     const __m256 a = _mm256_load_ps(x), b = _mm256_load_ps(x + 8);
     return _mm256_add_ps(_mm256_permute2f128_ps(a, b, 0x20), _mm256_permute2f128_ps(a, b, 0x31));
+}
+/* A matrix [4][2] to [2][4], or back */
+TQKV__OP void tqkv__turn_avx2(const bool decoded, const int columns, __m256 *x)
+{
+    const __m256i to = _mm256_set_epi32(7, 5, 3, 1, 6, 4, 2, 0), back = _mm256_set_epi32(7, 3, 6, 2, 5, 1, 4, 0);
+    if (columns == 2) *x = _mm256_permutevar8x32_ps(*x, decoded ? to : back);
 }
 /* Permutes use the lowest three bits. Blends use the sign bit, to which the shifts bring the bits above. */
 TQKV__OP __m256 tqkv__permute_16_avx2(const __m256 *table, __m256i codes)
@@ -8766,7 +8856,8 @@ TQKV__TARGET static TQKV__NOINLINE void tqkv__mix_20_avx2(const float *subrows, 
 #define TQKV__ISA_NAME           "avx2"
 #define TQKV__MIX_SHORT_SUBROWS  tqkv__mix_by_order_avx2
 #define TQKV__LANES              8
-#define TQKV__NIBBLE_ORDER       4, 2
+#define TQKV__COLUMNS            2 /* of a matrix of packed codes: see reorder */
+#define TQKV__MATRIX_ROWS        4
 #define TQKV__NIBBLE_STRIP       4
 #define TQKV__STRIP_TOGETHER     1
 #define TQKV__ROWS               4 /* queries whose sums fit in registers: values, */
@@ -8829,6 +8920,19 @@ TQKV__OP float32x4_t tqkv__sum_fours_neon(const float32x4_t *x)
     return vpaddq_f32(vpaddq_f32(x[0], x[1]), vpaddq_f32(x[2], x[3]));
 }
 TQKV__OP float32x4_t tqkv__sum_across_neon(const float *x) { return vld1q_f32(x); }
+/* A matrix [16][2] to [2][16], or back */
+TQKV__OP void tqkv__turn_neon(const bool decoded, const int columns, float32x4_t *x)
+{
+    float32x4_t y[8];
+    if (columns < 2) return;
+    TQKV__UNROLL
+    for (int i = 0; i < 4; i++) {
+        y[decoded ? i : 2 * i] = decoded ? vuzp1q_f32(x[2 * i], x[2 * i + 1]) : vzip1q_f32(x[i], x[4 + i]);
+        y[decoded ? 4 + i : 2 * i + 1] = decoded ? vuzp2q_f32(x[2 * i], x[2 * i + 1]) : vzip2q_f32(x[i], x[4 + i]);
+    }
+    TQKV__UNROLL
+    for (int i = 0; i < 8; i++) x[i] = y[i];
+}
 /* Looks up bytes: entry i is bytes 4i to 4i + 3 of 64 in a table. vqtbx keeps the byte of an index beyond. */
 TQKV__OP float32x4_t tqkv__permute_table_neon(const int bits, const float32x4_t *table, uint32x4_t codes)
 {
@@ -8893,7 +8997,7 @@ TQKV__OP uint8x16_t tqkv__pairs_neon(const uint8_t *p)
     const uint32x4_t two = vorrq_u32(bytes, vshlq_n_u32(bytes, 12));
     return vandq_u8(vreinterpretq_u8_u32(vorrq_u32(two, vshlq_n_u32(two, 6))), vdupq_n_u8(3));
 }
-/* The main bits of codes 16 * (k / 4) ... of a strip, in the order of tqkv__to_decoded. A strip is 32 codes: the low nibbles
+/* The main bits of codes 16 * (k / 4) ... of a strip, in the order of reorder. A strip is 32 codes: the low nibbles
    give the first four vectors, the high ones the other four. A strip of 16 (per_lane 4) keeps its own order. */
 TQKV__OP uint8x16_t tqkv__main_codes_neon(const int main_bits, const int per_lane, const int k, const uint8_t *p)
 {
@@ -9122,7 +9226,8 @@ TQKV__OP void tqkv__store_words_neon(uint8_t *p, uint32x4_t words)
 #define TQKV__ISA_NAME           "neon"
 #define TQKV__MIX_SHORT_SUBROWS  tqkv__mix_by_order_neon
 #define TQKV__LANES              4
-#define TQKV__NIBBLE_ORDER       16, 2
+#define TQKV__COLUMNS            2 /* of a matrix of packed codes: see reorder */
+#define TQKV__MATRIX_ROWS        16
 #define TQKV__NIBBLE_STRIP       8
 #define TQKV__STRIP_TOGETHER     1
 #define TQKV__ROWS               4 /* queries whose sums fit in registers: values, */
@@ -10783,45 +10888,16 @@ static tqkv_result tqkv__check_seen(const tqkv__attention *a, tqkv__range range)
 
 /* >>tile: the order of decoded values, tiles, and the sums of a tile, of a piece and of a stretch */
 
-/* from: [rows][columns] -> to: [columns][rows], plus zero */
-static inline void tqkv__transpose(const float *from, int rows, int columns, float zero, float *to)
-{
-    for (int column = 0; column < columns; column++, from++) {
-        const float *x = from;
-        for (int row = 0; row < rows; row++, x += columns) *to++ = *x + zero;
-    }
-}
-
-/* Instruction sets decode packed codes in their own order: each rows * columns values, a matrix [rows][columns], come
-   transposed. The rest of a panel is a matrix of fewer columns. Other codes keep their order. Queries take the decoded order;
-   sums of values are put back. from, to: [head_dim] */
-static void tqkv__reorder(const tqkv__isa *isa, const tqkv__stream *s, bool decoded, float zero, const float *from,
-                          float *to)
-{
-    const int rows = isa->nibble_order[0], most = isa->nibble_order[1];
-    if (s->main_bits >= 8 || isa->lanes == 1) {
-        tqkv__transpose(from, s->head_dim, 1, zero, to);
-        return;
-    }
-    for (const float *end = from + s->head_dim; from < end;)
-        for (int left = s->panel_dim, columns; left > 0; left -= rows * columns) {
-            for (columns = most; rows * columns > left;) columns /= 2;
-            tqkv__transpose(from, decoded ? rows : columns, decoded ? columns : rows, zero, to);
-            from += rows * columns;
-            to += rows * columns;
-        }
-}
-
-/* -0 changes nothing. */
+/* Queries take the order of decoded codes; sums of values are put back. -0 changes nothing. */
 static void tqkv__to_decoded(const tqkv__isa *isa, const tqkv__stream *s, const float *natural, float *decoded)
 {
-    tqkv__reorder(isa, s, true, -0.0f, natural, decoded);
+    isa->reorder(s, isa->columns, true, -0.0f, natural, decoded);
 }
 
 /* Of sums. 0: codes of masked slots have the weight 0, and their signs stay in a sum that has underflowed to -0 or 0. */
 static void tqkv__to_natural(const tqkv__isa *isa, const tqkv__stream *s, const float *decoded, float *natural)
 {
-    tqkv__reorder(isa, s, false, 0.0f, decoded, natural);
+    isa->reorder(s, isa->columns, false, 0.0f, decoded, natural);
 }
 
 static int tqkv__clamp(int64_t x, int low, int high) { return x < low ? low : x > high ? high : (int)x; }
@@ -10951,7 +11027,8 @@ static void tqkv__add_values(tqkv__tile *tile, int n_rows, float *out)
     const int kv_head = tile->kv_head;
     const float *weights = tile->scores + tile->begin;
     if (s->kind != TQKV__HALF || tile->whole ||
-        tqkv__halves_finite(tqkv__codes_at(s, kv_head, segment->slot), (size_t)segment->n * (size_t)s->head_dim)) {
+        a->isa->codec->rows_finite(TQKV_TYPE_F16, tqkv__codes_at(s, kv_head, segment->slot),
+                                   (size_t)segment->n * (size_t)s->head_dim)) {
         a->isa->value_tile(s, kv_head, segment, weights, n_rows, tile->scaled, out);
         return;
     }
@@ -11052,14 +11129,12 @@ static void tqkv__score_tile(tqkv__tile *tile, const float *q, int digits, int n
 static void tqkv__turn_sums(const tqkv__attention *a, const tqkv__stream *from, const tqkv__stream *to, int n_rows,
                             float *out)
 {
-    float turned[TQKV_MAX_HEAD_DIM];
-    if (a->isa->lanes == 1 || (from->main_bits < 8) == (to->main_bits < 8)) return;
+    if (a->isa->columns == 1 || (from->main_bits < 8) == (to->main_bits < 8)) return;
     for (int row = 0; row < n_rows; row++, out += a->value_dim) {
         if (from->main_bits < 8)
-            tqkv__to_natural(a->isa, from, out, turned);
+            tqkv__to_natural(a->isa, from, out, out);
         else
-            tqkv__to_decoded(a->isa, to, out, turned);
-        memcpy(out, turned, (size_t)a->value_dim * sizeof(float));
+            tqkv__to_decoded(a->isa, to, out, out);
     }
 }
 
@@ -11624,9 +11699,9 @@ static const void *tqkv__query_part(const tqkv__attention *a, const void *query,
 }
 
 /* Brings part 0 or 1 of an item's queries into the basis and order of a stream, times scale. arranged: [n_rows][head_dim]; so
-   is rest, the second digits of integers. Whether there are any. */
+   is halves, the queries for halves of the same basis, or NULL, and rest, the second digits of integers. Whether there are any. */
 static bool tqkv__arrange_part(const tqkv__attention *a, const tqkv__item *item, const void *q, int part,
-                               const tqkv__stream *s, float *arranged, float *rest)
+                               const tqkv__stream *s, float *arranged, float *halves, float *rest)
 {
     TQKV__ALIGNED float natural[TQKV_MAX_HEAD_DIM];
     bool digits = false;
@@ -11637,6 +11712,7 @@ static bool tqkv__arrange_part(const tqkv__attention *a, const tqkv__item *item,
         a->isa->codec->widen(a->call.query_type, tqkv__query_part(a, query, part), NULL, scale, s->head_dim, natural);
         if (s->rotated && original) a->isa->codec->rotate(natural, s->head_dim);
         tqkv__scale(natural, s->head_dim, a->call.scale);
+        if (halves) memcpy(halves + (size_t)i * (size_t)s->head_dim, natural, (size_t)s->head_dim * sizeof(float));
         if (!a->round_query || s->kind == TQKV__HALF) {
             tqkv__to_decoded(a->isa, s, natural, arranged);
             continue;
@@ -11665,10 +11741,10 @@ static int tqkv__arrange_queries(const tqkv__attention *a, const tqkv__item *ite
 {
     const size_t n_rows = (size_t)item->n_rows, of_keys = n_rows * (size_t)a->keys.head_dim;
     float *rest = arranged + n_rows * tqkv__first_floats(a);
-    int digits = tqkv__arrange_part(a, item, q, 0, &a->keys, arranged, rest) ? 1 : 0;
-    if (a->call.tail && tqkv__arrange_part(a, item, q, 1, &a->tail, arranged + of_keys, rest + of_keys)) digits |= 2;
-    if (a->exact[0][0] || a->exact[1][0])
-        tqkv__arrange_part(a, item, q, 0, &a->ends[!a->exact[0][0]][0], arranged + n_rows * (size_t)a->key_dim, NULL);
+    float *halves = a->exact[0][0] || a->exact[1][0] ? arranged + n_rows * (size_t)a->key_dim : NULL;
+    int digits = tqkv__arrange_part(a, item, q, 0, &a->keys, arranged, halves, rest) ? 1 : 0;
+    if (a->call.tail && tqkv__arrange_part(a, item, q, 1, &a->tail, arranged + of_keys, NULL, rest + of_keys))
+        digits |= 2;
     return digits;
 }
 

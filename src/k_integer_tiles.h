@@ -79,12 +79,6 @@ TQKV__TARGET static void TQKV__I(integer_value_tile)(const tqkv__stream *s, int 
 
 static const tqkv__integers TQKV__I(integers) = {&TQKV__(isa),
                                                  TQKV__I(round_query),
-                                                 {TQKV__ISA_NAME,
-                                                  TQKV__INTEGER_LANES,
-                                                  {16, 1},
-                                                  &TQKV__(codec),
-                                                  TQKV__I(integer_score_tile),
-                                                  TQKV__(softmax_tile),
-                                                  TQKV__(end_piece),
-                                                  TQKV__I(integer_value_tile),
-                                                  TQKV__(sum_heads)}};
+                                                 {TQKV__ISA_NAME, TQKV__INTEGER_LANES, 1, &TQKV__(codec),
+                                                  TQKV__(reorder), TQKV__I(integer_score_tile), TQKV__(softmax_tile),
+                                                  TQKV__(end_piece), TQKV__I(integer_value_tile), TQKV__(sum_heads)}};

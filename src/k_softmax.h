@@ -54,8 +54,18 @@ TQKV__TARGET static float TQKV__(weigh)(float *x, float max)
 /* Sets the scores outside the span to `value`; some of them were never computed. */
 TQKV__OP void TQKV__(mask)(float *x, tqkv__span span, float value)
 {
-    for (int j = 0; j < span.from; j++) x[j] = value;
-    for (int j = span.to; j < TQKV__TILE; j++) x[j] = value;
+    const uint32_t from = (uint32_t)span.from, size = (uint32_t)(span.to - span.from);
+    TQKV__(words) places, scores, others;
+    for (int i = 0; i < TQKV__LANES; i++) {
+        places[i] = (uint32_t)i - from;
+        others[i] = tqkv__bits(value);
+    }
+    for (int j = 0; j < TQKV__TILE && size < TQKV__TILE; j += TQKV__LANES, places += TQKV__LANES) {
+        const TQKV__(words) inside = (TQKV__(words))(places < size); /* all ones, or 0 */
+        memcpy(&scores, x + j, sizeof scores);
+        scores = (scores & inside) | (others & ~inside);
+        memcpy(x + j, &scores, sizeof scores);
+    }
     for (uint64_t left = span.hidden; left; left &= left - 1) x[__builtin_ctzll(left)] = value;
 }
 

@@ -50,6 +50,12 @@ TQKV__OP __m256 tqkv__sum_across_avx2(const float *x)
     const __m256 a = _mm256_load_ps(x), b = _mm256_load_ps(x + 8);
     return _mm256_add_ps(_mm256_permute2f128_ps(a, b, 0x20), _mm256_permute2f128_ps(a, b, 0x31));
 }
+/* A matrix [4][2] to [2][4], or back */
+TQKV__OP void tqkv__turn_avx2(const bool decoded, const int columns, __m256 *x)
+{
+    const __m256i to = _mm256_set_epi32(7, 5, 3, 1, 6, 4, 2, 0), back = _mm256_set_epi32(7, 3, 6, 2, 5, 1, 4, 0);
+    if (columns == 2) *x = _mm256_permutevar8x32_ps(*x, decoded ? to : back);
+}
 /* Permutes use the lowest three bits. Blends use the sign bit, to which the shifts bring the bits above. */
 TQKV__OP __m256 tqkv__permute_16_avx2(const __m256 *table, __m256i codes)
 {
@@ -422,7 +428,8 @@ TQKV__TARGET static TQKV__NOINLINE void tqkv__mix_20_avx2(const float *subrows, 
 #define TQKV__ISA_NAME           "avx2"
 #define TQKV__MIX_SHORT_SUBROWS  tqkv__mix_by_order_avx2
 #define TQKV__LANES              8
-#define TQKV__NIBBLE_ORDER       4, 2
+#define TQKV__COLUMNS            2 /* of a matrix of packed codes: see reorder */
+#define TQKV__MATRIX_ROWS        4
 #define TQKV__NIBBLE_STRIP       4
 #define TQKV__STRIP_TOGETHER     1
 #define TQKV__ROWS               4 /* queries whose sums fit in registers: values, */

@@ -38,6 +38,19 @@ TQKV__OP float32x4_t tqkv__sum_fours_neon(const float32x4_t *x)
     return vpaddq_f32(vpaddq_f32(x[0], x[1]), vpaddq_f32(x[2], x[3]));
 }
 TQKV__OP float32x4_t tqkv__sum_across_neon(const float *x) { return vld1q_f32(x); }
+/* A matrix [16][2] to [2][16], or back */
+TQKV__OP void tqkv__turn_neon(const bool decoded, const int columns, float32x4_t *x)
+{
+    float32x4_t y[8];
+    if (columns < 2) return;
+    TQKV__UNROLL
+    for (int i = 0; i < 4; i++) {
+        y[decoded ? i : 2 * i] = decoded ? vuzp1q_f32(x[2 * i], x[2 * i + 1]) : vzip1q_f32(x[i], x[4 + i]);
+        y[decoded ? 4 + i : 2 * i + 1] = decoded ? vuzp2q_f32(x[2 * i], x[2 * i + 1]) : vzip2q_f32(x[i], x[4 + i]);
+    }
+    TQKV__UNROLL
+    for (int i = 0; i < 8; i++) x[i] = y[i];
+}
 /* Looks up bytes: entry i is bytes 4i to 4i + 3 of 64 in a table. vqtbx keeps the byte of an index beyond. */
 TQKV__OP float32x4_t tqkv__permute_table_neon(const int bits, const float32x4_t *table, uint32x4_t codes)
 {
@@ -102,7 +115,7 @@ TQKV__OP uint8x16_t tqkv__pairs_neon(const uint8_t *p)
     const uint32x4_t two = vorrq_u32(bytes, vshlq_n_u32(bytes, 12));
     return vandq_u8(vreinterpretq_u8_u32(vorrq_u32(two, vshlq_n_u32(two, 6))), vdupq_n_u8(3));
 }
-/* The main bits of codes 16 * (k / 4) ... of a strip, in the order of tqkv__to_decoded. A strip is 32 codes: the low nibbles
+/* The main bits of codes 16 * (k / 4) ... of a strip, in the order of reorder. A strip is 32 codes: the low nibbles
    give the first four vectors, the high ones the other four. A strip of 16 (per_lane 4) keeps its own order. */
 TQKV__OP uint8x16_t tqkv__main_codes_neon(const int main_bits, const int per_lane, const int k, const uint8_t *p)
 {
@@ -331,7 +344,8 @@ TQKV__OP void tqkv__store_words_neon(uint8_t *p, uint32x4_t words)
 #define TQKV__ISA_NAME           "neon"
 #define TQKV__MIX_SHORT_SUBROWS  tqkv__mix_by_order_neon
 #define TQKV__LANES              4
-#define TQKV__NIBBLE_ORDER       16, 2
+#define TQKV__COLUMNS            2 /* of a matrix of packed codes: see reorder */
+#define TQKV__MATRIX_ROWS        16
 #define TQKV__NIBBLE_STRIP       8
 #define TQKV__STRIP_TOGETHER     1
 #define TQKV__ROWS               4 /* queries whose sums fit in registers: values, */
