@@ -437,8 +437,9 @@ typedef struct tqkv_attention {
     int exact_first, exact_last;
     int64_t exact_from; /* what a truncation, for example, has left as codes; 0: nothing */
     /* Positions below exact_first that are no longer resident are seen, as if they were, where first_keys, first_values and, with
-       a tail, first_tail have them: streams of F16 need theirs for that, too. first_tail: a store of the tail's kind. A slice has
-       them if it begins with the oldest resident position. */
+       a tail, first_tail have them: streams of F16 need theirs for that, too. They are added apart from the others: a query whose
+       window reaches back to one that is gone has other last bits than before. first_tail: a store of the tail's kind. A slice
+       has them if it begins with the oldest resident position. */
     const tqkv_store *first_tail;
     bool whole_window; /* TQKV_OUT_OF_RANGE if a position of a query's window is gone; else it sees what is there */
 } tqkv_attention;
@@ -1134,6 +1135,7 @@ TQKV_API tqkv_result tqkv_metal_plan_cache_prepare(const tqkv_cache *c, tqkv_met
      >>k-quantise     codes, packed, of whole rows
      >>k-table        all of these as a table of functions
      >>k-integer      the loops of integers
+     >>k-halves       halves among them
      >>k-integer-few  one and two rows of them
      >>k-integer-tiles  the scores and the sums of a tile
      >>set-avx512, >>set-avx2, >>set-neon
@@ -2243,10 +2245,16 @@ static tqkv_result tqkv__open_positions(const tqkv_store *store, int n, int64_t 
     return tqkv__check_positions(s, n, position);
 }
 
+/* Bytes from the first of the caller's rows to that of a token and a head. */
+static size_t tqkv__row_offset(const tqkv__stream *s, size_t token, size_t head)
+{
+    return (token * s->strides.token + head * s->strides.head) * tqkv__type_size(s->type);
+}
+
 /* The caller's row of a token and a head. */
 static const void *tqkv__source_row(const tqkv__stream *s, const void *src, size_t token, size_t head)
 {
-    return (const uint8_t *)src + (token * s->strides.token + head * s->strides.head) * tqkv__type_size(s->type);
+    return (const uint8_t *)src + tqkv__row_offset(s, token, head);
 }
 
 /* Checks p: [n][n_kv_heads] rows of the stream's type and strides; *bytes: their size, with gaps. */
@@ -3381,7 +3389,7 @@ TQKV_API tqkv_result tqkv_decode(const tqkv_store *store, int64_t position, int 
     for (int p = 0; p < n_positions; p++) {
         const int slot = tqkv__slot(&s, position + p);
         for (int h = 0; h < s.n_kv_heads; h++) {
-            void *to = (void *)(uintptr_t)tqkv__source_row(&s, dst, (size_t)p, (size_t)h);
+            void *to = (uint8_t *)dst + tqkv__row_offset(&s, (size_t)p, (size_t)h);
             float *row = s.type == TQKV_TYPE_F32 ? (float *)to : wide;
             tqkv__decode_row(&s, tqkv__codes_at(&s, h, slot), tqkv__norms_at(&s, h, slot), row);
             if (s.rotated && basis == TQKV_ORIGINAL) codec->unrotate(row, s.head_dim);
@@ -4023,6 +4031,34 @@ TQKV_API tqkv_result tqkv_logit_noise(const tqkv_store *shape, const void *src, 
    the limit keeps their sums in the L2 cache. */
 #define TQKV__CHUNK_ROWS 64
 
+/* The streams of an attention and, with raw ones, the stores of a cache, in the order of its memory and of snapshots. */
+enum {
+    TQKV__KEYS,
+    TQKV__VALUES,
+    TQKV__TAIL,
+    TQKV__CACHE_STREAMS,
+    TQKV__FIRST_KEYS =
+        TQKV__CACHE_STREAMS, /* what is kept of the first positions besides: halves; of a tail, which only a ring keeps, as it is */
+    TQKV__FIRST_VALUES,
+    TQKV__FIRST_TAIL,
+    TQKV__LAST_KEYS, /* halves of the newest positions */
+    TQKV__LAST_VALUES,
+    TQKV__STREAMS,
+    TQKV__RAW = TQKV__STREAMS, /* rows as they came while a cache learns: keys, values, tail */
+    TQKV__CACHE_STORES = TQKV__RAW + 3
+};
+
+/* Of a stream, the side (keys, values or tail) and the end: the first or the last positions, or neither. */
+typedef struct tqkv__stream_kind {
+    uint8_t side, end;
+} tqkv__stream_kind;
+enum { TQKV__FIRST_END, TQKV__LAST_END, TQKV__NO_END };
+static const tqkv__stream_kind tqkv__stream_kinds[TQKV__CACHE_STORES] = {
+    {TQKV__KEYS, TQKV__NO_END},    {TQKV__VALUES, TQKV__NO_END},    {TQKV__TAIL, TQKV__NO_END},
+    {TQKV__KEYS, TQKV__FIRST_END}, {TQKV__VALUES, TQKV__FIRST_END}, {TQKV__TAIL, TQKV__FIRST_END},
+    {TQKV__KEYS, TQKV__LAST_END},  {TQKV__VALUES, TQKV__LAST_END},  {TQKV__KEYS, TQKV__NO_END},
+    {TQKV__VALUES, TQKV__NO_END},  {TQKV__TAIL, TQKV__NO_END}};
+
 /* Positions, or ranks of a list: [from, to) */
 typedef struct tqkv__range {
     int64_t from, to;
@@ -4043,7 +4079,7 @@ typedef struct tqkv__attention {
     /* Makes integers of a query; NULL: floats. See tqkv__integers. */
     void (*round_query)(const tqkv__stream *s, const float *query, float *to);
     /* Positions below exact_below are halves in ends[0][side], and those from tqkv__exact_at on in ends[1][side], where
-       exact[][side] is set; side 0: keys, 1: values. exact_from: for the last query, on a GPU for all. See tqkv__region_at. */
+       exact[][side] is set; side: TQKV__KEYS or TQKV__VALUES. exact_from: for the last query, on a GPU for all. See tqkv__region_at. */
     int64_t exact_below, exact_from;
     bool newest_halves; /* on a GPU: this is the region that queries read from halves of the newest */
     bool exact[2][2];
@@ -4470,16 +4506,10 @@ typedef struct tqkv__integers {
 
 static const tqkv__integers tqkv__integers_scalar = {&tqkv__isa_scalar,
                                                      tqkv__round_query_scalar,
-                                                     {"scalar",
-                                                      1,
-                                                      1,
-                                                      &tqkv__codec_scalar,
-                                                      tqkv__reorder_scalar,
+                                                     {"scalar", 1, 1, &tqkv__codec_scalar, tqkv__reorder_scalar,
                                                       tqkv__integer_score_tile_scalar,
-                                                      tqkv__integer_softmax_tile_scalar,
-                                                      tqkv__end_piece_scalar,
-                                                      tqkv__integer_value_tile_scalar,
-                                                      tqkv__sum_heads_scalar}};
+                                                      tqkv__integer_softmax_tile_scalar, tqkv__end_piece_scalar,
+                                                      tqkv__integer_value_tile_scalar, tqkv__sum_heads_scalar}};
 
 #endif /* TQKV_IMPLEMENTATION, to be continued */
 
@@ -4629,16 +4659,15 @@ TQKV__TARGET static float TQKV__(weigh)(float *x, float max)
 /* Sets the scores outside the span to `value`; some of them were never computed. */
 TQKV__OP void TQKV__(mask)(float *x, tqkv__span span, float value)
 {
-    const uint32_t from = (uint32_t)span.from, size = (uint32_t)(span.to - span.from);
-    TQKV__(words) places, scores, others;
-    for (int i = 0; i < TQKV__LANES; i++) {
-        places[i] = (uint32_t)i - from;
-        others[i] = tqkv__bits(value);
-    }
+    static const uint32_t first[16] = {0, 1, 2, 3, 4, 5, 6, 7, 8, 9, 10, 11, 12, 13, 14, 15};
+    const uint32_t from = (uint32_t)span.from, size = (uint32_t)(span.to - span.from), bits = tqkv__bits(value);
+    TQKV__(words) places, scores;
+    memcpy(&places, first, sizeof places);
+    places -= from;
     for (int j = 0; j < TQKV__TILE && size < TQKV__TILE; j += TQKV__LANES, places += TQKV__LANES) {
         const TQKV__(words) inside = (TQKV__(words))(places < size); /* all ones, or 0 */
         memcpy(&scores, x + j, sizeof scores);
-        scores = (scores & inside) | (others & ~inside);
+        scores = (scores & inside) | (bits & ~inside);
         memcpy(x + j, &scores, sizeof scores);
     }
     for (uint64_t left = span.hidden; left; left &= left - 1) x[__builtin_ctzll(left)] = value;
@@ -6674,9 +6703,9 @@ static const tqkv__codec TQKV__(codec) = {TQKV__(rows_finite), TQKV__(scales_val
                                           TQKV__(widen),       TQKV__(narrow_row),   TQKV__(rotate),
                                           TQKV__(unrotate),    TQKV__(scale_row),    TQKV__(encode_rows)};
 
-static const tqkv__isa TQKV__(isa) = {TQKV__ISA_NAME,    TQKV__LANES,        TQKV__COLUMNS,
-                                      &TQKV__(codec),    TQKV__(reorder),    TQKV__(score_tile), TQKV__(softmax_tile),
-                                      TQKV__(end_piece), TQKV__(value_tile), TQKV__(sum_heads)};
+static const tqkv__isa TQKV__(isa) = {TQKV__ISA_NAME,     TQKV__LANES,        TQKV__COLUMNS,        &TQKV__(codec),
+                                      TQKV__(reorder),    TQKV__(score_tile), TQKV__(softmax_tile), TQKV__(end_piece),
+                                      TQKV__(value_tile), TQKV__(sum_heads)};
 
 #endif /* TQKV__LANES */
 
@@ -6694,7 +6723,7 @@ static const tqkv__isa TQKV__(isa) = {TQKV__ISA_NAME,    TQKV__LANES,        TQK
      load_row, repeat           those of a vector of dimensions, those of TQKV__PRODUCTS positions in each lane
      transpose                  16 bytes of TQKV__INTEGER_LANES positions to lanes, as repeat has TQKV__PRODUCTS integers
      lanes, repeated, dot_lanes, whole_lanes   as codes, row, dot, whole, for lanes of eight products
-     TQKV__LOOKED_UP            whether few rows multiply codes without storing their bytes first: with load_part, or with
+     TQKV__LOOKED_UP            whether few rows multiply codes without storing their bytes first: with load_nibbles, or with
                                 load_quarters, order_fields and look_up_fields, and with dot_bytes                     */
 
 #define TQKV__VECTOR TQKV__(vector)
@@ -6705,8 +6734,9 @@ static const tqkv__isa TQKV__(isa) = {TQKV__ISA_NAME,    TQKV__LANES,        TQK
 #define TQKV__LANE_BYTES  ((int)sizeof(TQKV__I(lanes)))
 #define TQKV__WORDS       ((TQKV__PRODUCTS == 2 ? 2 : 4) * TQKV__INTEGER_LANES) /* multiplied with a vector of codes */
 /* Keys that are decoded together. */
-#define TQKV__SLICE  16
-#define TQKV__SLICES (2 * TQKV__INTEGER_LANES > TQKV__SLICE ? 2 * TQKV__INTEGER_LANES : TQKV__SLICE)
+#define TQKV__KEYS_AT_ONCE 16
+#define TQKV__MOST_KEYS_AT_ONCE                                                                                        \
+    (2 * TQKV__INTEGER_LANES > TQKV__KEYS_AT_ONCE ? 2 * TQKV__INTEGER_LANES : TQKV__KEYS_AT_ONCE)
 #ifndef TQKV__LANES_ROWS
 #define TQKV__LANES_ROWS 8
 #endif
@@ -6809,12 +6839,12 @@ TQKV__TARGET static TQKV__S(source)
 {
     const uint8_t *row = tqkv__codes_at(s, kv_head, segment->slot + j);
     const ptrdiff_t ahead = (ptrdiff_t)segment->ahead * (ptrdiff_t)s->row_bytes;
-    const int padded = TQKV__PADDED(dim), rows = (n + TQKV__SLICE - 1) / TQKV__SLICE * TQKV__SLICE;
+    const int padded = TQKV__PADDED(dim), rows = (n + TQKV__KEYS_AT_ONCE - 1) / TQKV__KEYS_AT_ONCE * TQKV__KEYS_AT_ONCE;
     const TQKV__S(source) in_place = {(const int8_t *)row + first, s->row_bytes, ahead};
     const TQKV__S(source) decoded = {room, (size_t)padded, 0};
     if (s->kind == TQKV__GRID && n == rows) return in_place;
-    for (int i = 0; i < n; i += TQKV__SLICE, row += TQKV__SLICE * s->row_bytes) {
-        const int now = n - i < TQKV__SLICE ? n - i : TQKV__SLICE;
+    for (int i = 0; i < n; i += TQKV__KEYS_AT_ONCE, row += TQKV__KEYS_AT_ONCE * s->row_bytes) {
+        const int now = n - i < TQKV__KEYS_AT_ONCE ? n - i : TQKV__KEYS_AT_ONCE;
         int8_t *to = room + i * padded;
         if (first == 0) tqkv__prefetch(TQKV__L2, row + ahead, (size_t)now * s->row_bytes);
         if (s->kind != TQKV__GRID) TQKV__S(decoders)[s->format](s, row, first, now, dim, to);
@@ -6833,123 +6863,6 @@ TQKV__OP uint32_t TQKV__S(largest_bits)(const float *x, int n)
     memset(&largest, 0, sizeof largest);
     for (int i = 0; i < n; i += TQKV__INTEGER_LANES) largest = TQKV__(larger_bits)(largest, TQKV__(load)(x + i));
     return TQKV__S(largest_code)(largest);
-}
-
-/* Keys, and rows of values, that share a loop: enough sums in progress to hide their latency, few enough for the registers. */
-#define TQKV__HALF_KEYS (TQKV__INTEGER_LANES == 16 ? 4 : 3)
-#define TQKV__HALF_ROWS (TQKV__INTEGER_LANES == 16 ? 8 : 4)
-
-/* scores[row][j] (+)= query[row] . key j, in 16 sums each; keys: [keys][dim] floats. rows and keys are constants. */
-TQKV__OP void TQKV__S(score_halves)(const int rows, const int keys, int dim, const float *key, const float *q, bool add,
-                                    float *scores)
-{
-    TQKV__VECTOR sums[2][TQKV__HALF_KEYS][16 / TQKV__INTEGER_LANES];
-    TQKV__UNROLL
-    for (int r = 0; r < rows; r++) TQKV__UNROLL
-    for (int j = 0; j < keys; j++) TQKV__UNROLL
-    for (int i = 0; i < 16 / TQKV__INTEGER_LANES; i++) sums[r][j][i] = TQKV__(set1)(0.0f);
-    for (int d = 0; d < dim; d += 16) {
-        TQKV__UNROLL
-        for (int i = 0; i < 16 / TQKV__INTEGER_LANES; i++) {
-            TQKV__VECTOR x[2];
-            const int at = d + i * TQKV__INTEGER_LANES;
-            TQKV__UNROLL
-            for (int r = 0; r < rows; r++) x[r] = TQKV__(load)(q + r * dim + at);
-            TQKV__UNROLL
-            for (int j = 0; j < keys; j++) {
-                const TQKV__VECTOR k = TQKV__(load)(key + j * dim + at);
-                TQKV__UNROLL
-                for (int r = 0; r < rows; r++) sums[r][j][i] = TQKV__(fma)(x[r], k, sums[r][j][i]);
-            }
-        }
-    }
-    TQKV__UNROLL
-    for (int r = 0; r < rows; r++) TQKV__UNROLL
-    for (int j = 0; j < keys; j++) {
-        float *score = scores + r * TQKV__TILE + j;
-        *score = (add ? *score : 0.0f) + TQKV__(sum_16)(sums[r][j]);
-    }
-}
-
-/* The same for n keys of one or two rows. */
-TQKV__OP void TQKV__S(score_keys)(const int rows, int n, int dim, const float *key, const float *q, bool add,
-                                  float *scores)
-{
-    int j = 0;
-    for (; j + TQKV__HALF_KEYS <= n; j += TQKV__HALF_KEYS)
-        TQKV__S(score_halves)(rows, TQKV__HALF_KEYS, dim, key + j * dim, q, add, scores + j);
-    for (; j < n; j++) TQKV__S(score_halves)(rows, 1, dim, key + j * dim, q, add, scores + j);
-}
-
-/* Some keys become floats, which all rows read. */
-TQKV__TARGET static TQKV__NOINLINE void TQKV__S(score_tile_of_halves)(const tqkv__stream *s, const uint8_t *codes,
-                                                                      const tqkv__segment *segment, const float *q,
-                                                                      int n_rows, bool add, float *scores)
-{
-    enum { buffer = 2048 }; /* 8 KiB: a fraction of an L1 cache, and of the stack */
-    TQKV__ALIGNED float keys[buffer];
-    const int dim = s->head_dim, fit = buffer / dim, most = fit > 12 ? 12 : fit;
-    tqkv__prefetch(TQKV__L2, codes + (ptrdiff_t)segment->ahead * (ptrdiff_t)s->row_bytes,
-                   (size_t)segment->n * s->row_bytes);
-    for (int j = 0; j < segment->n; j += most) {
-        const int n = segment->n - j < most ? segment->n - j : most;
-        const uint8_t *from = codes + (size_t)j * s->row_bytes;
-        for (int d = 0; d < n * dim; d += TQKV__INTEGER_LANES) TQKV__(store)(keys + d, TQKV__(load_f16)(from + 2 * d));
-        for (int row = 0; row < n_rows; row += 2) {
-            const float *query = q + (size_t)row * (size_t)dim;
-            float *to = scores + row * TQKV__TILE + j;
-            if (row + 1 < n_rows)
-                TQKV__S(score_keys)(2, n, dim, keys, query, add, to);
-            else
-                TQKV__S(score_keys)(1, n, dim, keys, query, add, to);
-        }
-    }
-}
-
-/* out[row][d] += weights[row][j] * value j of halves, in the order of positions; rows is a constant. */
-TQKV__OP void TQKV__S(add_half_rows)(const int rows, const tqkv__stream *s, const uint8_t *codes, int n,
-                                     const float *weights, float *out)
-{
-    const int dim = s->head_dim;
-    for (int d = 0; d < dim; d += 16) {
-        TQKV__VECTOR sums[TQKV__HALF_ROWS][16 / TQKV__INTEGER_LANES];
-        const uint8_t *value = codes + 2 * d;
-        TQKV__UNROLL
-        for (int r = 0; r < rows; r++) TQKV__UNROLL
-        for (int i = 0; i < 16 / TQKV__INTEGER_LANES; i++)
-            sums[r][i] = TQKV__(load)(out + r * dim + d + i * TQKV__INTEGER_LANES);
-        for (int j = 0; j < n; j++, value += s->row_bytes) {
-            TQKV__VECTOR x[16 / TQKV__INTEGER_LANES];
-            TQKV__UNROLL
-            for (int i = 0; i < 16 / TQKV__INTEGER_LANES; i++)
-                x[i] = TQKV__(load_f16)(value + 2 * i * TQKV__INTEGER_LANES);
-            TQKV__UNROLL
-            for (int r = 0; r < rows; r++) {
-                const TQKV__VECTOR weight = TQKV__(set1)(weights[r * TQKV__TILE + j]);
-                TQKV__UNROLL
-                for (int i = 0; i < 16 / TQKV__INTEGER_LANES; i++) sums[r][i] = TQKV__(fma)(weight, x[i], sums[r][i]);
-            }
-        }
-        TQKV__UNROLL
-        for (int r = 0; r < rows; r++) TQKV__UNROLL
-        for (int i = 0; i < 16 / TQKV__INTEGER_LANES; i++)
-            TQKV__(store)(out + r * dim + d + i * TQKV__INTEGER_LANES, sums[r][i]);
-    }
-}
-
-TQKV__TARGET static TQKV__NOINLINE void TQKV__S(add_halves)(const tqkv__stream *s, const uint8_t *codes,
-                                                            const tqkv__segment *segment, const float *weights,
-                                                            int n_rows, float *out)
-{
-    int row = 0;
-    tqkv__prefetch(TQKV__L2, codes + (ptrdiff_t)segment->ahead * (ptrdiff_t)s->row_bytes,
-                   (size_t)segment->n * s->row_bytes);
-    for (; row + TQKV__HALF_ROWS <= n_rows; row += TQKV__HALF_ROWS) TQKV__S(add_half_rows)
-    (TQKV__HALF_ROWS, s, codes, segment->n, weights + row * TQKV__TILE, out + row * s->head_dim);
-    for (; row + 2 <= n_rows; row += 2)
-        TQKV__S(add_half_rows)(2, s, codes, segment->n, weights + row * TQKV__TILE, out + row * s->head_dim);
-    for (; row < n_rows; row++)
-        TQKV__S(add_half_rows)(1, s, codes, segment->n, weights + row * TQKV__TILE, out + row * s->head_dim);
 }
 #endif
 
@@ -7269,85 +7182,253 @@ TQKV__TARGET static void TQKV__I(add_integers)(const TQKV__I(product) * p, int n
     }
 }
 
+/* >>k-halves: halves in integer attention. They are multiplied as floats, in one order for all sets: 16 sums of a key's
+   products, added up as sum_16 does; values position after position. */
+
+#ifndef TQKV__DECODED /* true: another set of the same name has these */
+
+/* Rows that share decoded keys, and values. Enough sums in progress to hide their latency, few enough for the registers. */
+#define TQKV__HALF_KEY_ROWS (TQKV__INTEGER_LANES == 16 ? 4 : 2)
+#define TQKV__HALF_ROWS     (TQKV__INTEGER_LANES == 16 ? 8 : 4)
+
+/* scores[row][j] (+)= query[row] . key j for four keys, which are halves or floats; rows and halves are constants. Eight of the
+   16 sums at a time where registers hold no more. */
+TQKV__OP void TQKV__S(score_four_halves)(const int rows, const bool halves, int dim, const uint8_t *const *keys,
+                                         const float *q, bool add, float *scores)
+{
+    enum { ALL = 16 / TQKV__INTEGER_LANES, NOW = TQKV__INTEGER_LANES == 4 ? 2 : 1 };
+    TQKV__VECTOR sums[TQKV__HALF_KEY_ROWS][4][ALL];
+    TQKV__UNROLL
+    for (int first = 0; first < ALL; first += NOW) {
+        TQKV__VECTOR now[TQKV__HALF_KEY_ROWS][4][NOW];
+        TQKV__UNROLL
+        for (int i = 0; i < rows * 4 * NOW; i++) now[i / NOW / 4][i / NOW % 4][i % NOW] = TQKV__(set1)(0.0f);
+        for (int d = first * TQKV__INTEGER_LANES; d < dim; d += 16) {
+            TQKV__UNROLL
+            for (int i = 0; i < NOW; i++) {
+                const int at = d + i * TQKV__INTEGER_LANES;
+                TQKV__VECTOR x[TQKV__HALF_KEY_ROWS];
+                TQKV__UNROLL
+                for (int r = 0; r < rows; r++) x[r] = TQKV__(load)(q + r * dim + at);
+                TQKV__UNROLL
+                for (int j = 0; j < 4; j++) {
+                    const TQKV__VECTOR key = halves ? TQKV__(load_f16)(keys[j] + 2 * at)
+                                                    : TQKV__(load)((const float *)(const void *)keys[j] + at);
+                    TQKV__UNROLL
+                    for (int r = 0; r < rows; r++) now[r][j][i] = TQKV__(fma)(x[r], key, now[r][j][i]);
+                }
+            }
+        }
+        TQKV__UNROLL
+        for (int i = 0; i < rows * 4 * NOW; i++)
+            sums[i / NOW / 4][i / NOW % 4][first + i % NOW] = now[i / NOW / 4][i / NOW % 4][i % NOW];
+    }
+    TQKV__UNROLL
+    for (int r = 0; r < rows; r++) TQKV__(add_sums_of_16)(&sums[r][0][0], add, scores + r * TQKV__TILE);
+}
+
+/* The same for n keys, `stride` bytes apart; past the end the last one again. */
+TQKV__OP void TQKV__S(score_half_rows)(const int rows, const bool halves, int dim, const uint8_t *codes, size_t stride,
+                                       int n, const float *q, bool add, float *scores)
+{
+    for (int j = 0; j < n; j += 4) {
+        const uint8_t *keys[4];
+        TQKV__UNROLL
+        for (int i = 0; i < 4; i++) keys[i] = codes + (size_t)(j + i < n ? j + i : n - 1) * stride;
+        TQKV__S(score_four_halves)(rows, halves, dim, keys, q, add, scores + j);
+    }
+}
+
+/* Many rows read keys that have become floats, a few at a time. */
+TQKV__TARGET static TQKV__NOINLINE int TQKV__S(score_many_halves)(const tqkv__stream *s, const uint8_t *codes, int n,
+                                                                  const float *q, int n_rows, bool add, float *scores)
+{
+    enum { ROOM = 4096 }; /* 16 KiB: a fraction of an L1 cache, and of the stack */
+    TQKV__ALIGNED float keys[ROOM];
+    const int dim = s->head_dim, fit = ROOM / dim / 4 * 4, most = fit > 16 ? 16 : fit;
+    const int rows = TQKV__HALF_KEY_ROWS, many = n_rows / rows * rows;
+    for (int j = 0; j < n; j += most) {
+        const int now = n - j < most ? n - j : most;
+        for (int i = 0; i < now * dim; i += TQKV__INTEGER_LANES)
+            TQKV__(store)(keys + i, TQKV__(load_f16)(codes + (size_t)j * s->row_bytes + 2 * i));
+        for (int row = 0; row < many; row += rows)
+            TQKV__S(score_half_rows)(TQKV__HALF_KEY_ROWS, false, dim, (const uint8_t *)(const void *)keys,
+                                     (size_t)dim * sizeof *keys, now, q + row * dim, add,
+                                     scores + row * TQKV__TILE + j);
+    }
+    return many;
+}
+
+TQKV__TARGET static TQKV__NOINLINE void TQKV__S(score_halves)(const tqkv__stream *s, const uint8_t *codes,
+                                                              const tqkv__segment *segment, const float *q, int n_rows,
+                                                              bool add, float *scores)
+{
+    const int dim = s->head_dim, n = segment->n;
+    int row = 0;
+    tqkv__prefetch(TQKV__L2, codes + (ptrdiff_t)segment->ahead * (ptrdiff_t)s->row_bytes, (size_t)n * s->row_bytes);
+    if (n_rows > 2) row = TQKV__S(score_many_halves)(s, codes, n, q, n_rows, add, scores);
+    for (int now; row < n_rows; row += now) {
+        now = row + 2 <= n_rows ? 2 : 1;
+        if (now == 2)
+            TQKV__S(score_half_rows)(2, true, dim, codes, s->row_bytes, n, q + row * dim, add,
+                                     scores + row * TQKV__TILE);
+        else
+            TQKV__S(score_half_rows)(1, true, dim, codes, s->row_bytes, n, q + row * dim, add,
+                                     scores + row * TQKV__TILE);
+    }
+}
+
+/* out[row][d] += weights[row][j] * value j for `width` vectors of dimensions; rows and width are constants. */
+TQKV__OP void TQKV__S(add_half_vectors)(const int rows, const int width, const tqkv__stream *s, const uint8_t *codes,
+                                        int n, const float *weights, float *out)
+{
+    const int dim = s->head_dim;
+    TQKV__VECTOR sums[TQKV__HALF_ROWS][8];
+    TQKV__UNROLL
+    for (int i = 0; i < rows * width; i++)
+        sums[i / width][i % width] = TQKV__(load)(out + i / width * dim + i % width * TQKV__INTEGER_LANES);
+    for (int j = 0; j < n; j++, codes += s->row_bytes) {
+        TQKV__VECTOR x[8];
+        TQKV__UNROLL
+        for (int i = 0; i < width; i++) x[i] = TQKV__(load_f16)(codes + 2 * i * TQKV__INTEGER_LANES);
+        TQKV__UNROLL
+        for (int r = 0; r < rows; r++) {
+            const TQKV__VECTOR weight = TQKV__(set1)(weights[r * TQKV__TILE + j]);
+            TQKV__UNROLL
+            for (int i = 0; i < width; i++) sums[r][i] = TQKV__(fma)(weight, x[i], sums[r][i]);
+        }
+    }
+    TQKV__UNROLL
+    for (int i = 0; i < rows * width; i++)
+        TQKV__(store)(out + i / width * dim + i % width * TQKV__INTEGER_LANES, sums[i / width][i % width]);
+}
+
+/* The same for all dimensions, 32 or, for few rows on wide vectors, 64 at a time. */
+TQKV__OP void TQKV__S(add_half_rows)(const int rows, const tqkv__stream *s, const uint8_t *codes, int n,
+                                     const float *weights, float *out)
+{
+    const int sixteen = 16 / TQKV__INTEGER_LANES, most = TQKV__INTEGER_LANES == 16 && rows <= 2 ? 4 : 2;
+    const bool wide = TQKV__INTEGER_LANES == 16 || rows <= 2;
+    int d = 0;
+    for (; wide && d + 16 * most <= s->head_dim; d += 16 * most)
+        TQKV__S(add_half_vectors)(rows, most * sixteen, s, codes + 2 * d, n, weights, out + d);
+    for (; d < s->head_dim; d += 16) TQKV__S(add_half_vectors)(rows, sixteen, s, codes + 2 * d, n, weights, out + d);
+}
+
+TQKV__TARGET static TQKV__NOINLINE void TQKV__S(add_halves)(const tqkv__stream *s, const uint8_t *codes,
+                                                            const tqkv__segment *segment, const float *weights,
+                                                            int n_rows, float *out)
+{
+    const int n = segment->n;
+    tqkv__prefetch(TQKV__L2, codes + (ptrdiff_t)segment->ahead * (ptrdiff_t)s->row_bytes, (size_t)n * s->row_bytes);
+    for (int left = n_rows, now; left > 0; left -= now, weights += now * TQKV__TILE, out += now * s->head_dim) {
+        now = left >= TQKV__HALF_ROWS ? TQKV__HALF_ROWS : left >= 2 ? 2 : 1;
+        if (now == 1)
+            TQKV__S(add_half_rows)(1, s, codes, n, weights, out);
+        else if (now == 2)
+            TQKV__S(add_half_rows)(2, s, codes, n, weights, out);
+        else
+            TQKV__S(add_half_rows)(TQKV__HALF_ROWS, s, codes, n, weights, out);
+    }
+}
+#endif
+
 /* >>k-integer-few: one and two rows of integers, straight from the codes; a set with tables of bytes in registers has them. */
 
 #if TQKV__LOOKED_UP
-/* -- Few rows: fields of 4 bits are multiplied as bytes, in the order in which they are stored, and an integer is 256 times its
-   high byte plus its low one, both signed. Part 0 is the lower code of each byte, part 1 the upper one. Codes are c + 128,
-   because the products want one factor unsigned; sums begin with -128 times that of the other. -- */
+/* Few rows multiply codes that become bytes only in registers. An integer of a row is 256 times its high byte plus its low one,
+   both signed, and has two sums. Codes are c + 128, because the products want one factor unsigned; sums begin with -128 times
+   that of the other. A vector has 64 bytes in one of three orders, where p are positions and d dimensions:
 
-/* Dimensions in both parts of a vector of codes */
-#define TQKV__CHUNK (2 * TQKV__BYTES)
+     nibbles: one position, as its fields are stored. Nibble 0 is the lower code of each byte, nibble 1 the upper one.
+       byte         0     1     2  ...    63
+       nibble 0    d0    d2    d4  ...  d126
+       nibble 1    d1    d3    d5  ...  d127
 
-/* TQ4 with fewer rows than take lanes, two at a time, TQ5 with two, TQ6 with one, where they fill more than half a vector. Four
-   rows of 80 dimensions take less time in quarters. */
-static bool TQKV__I(is_packed)(const tqkv__stream *s, int n, int n_rows)
+     quarters, for scores: sixteen k of 64 dimensions, d16k to d16k+15, of four positions
+       byte         0 to 15   16 to 31   32 to 47   48 to 63
+                    p0        p1         p2         p3
+
+     quarters, for sums ("lanes"): the same 64 codes, the positions of a dimension side by side
+       byte         0 to 3    4 to 7     ...        60 to 63
+                    p0 to p3 of d16k     ...        of d16k+15     */
+
+/* -- Nibbles -- */
+
+/* Dimensions in both nibbles of a vector of codes */
+#define TQKV__NIBBLES (2 * TQKV__BYTES)
+
+/* Nibbles are for TQ4 with fewer rows than take lanes, two at a time, for TQ5 with two and TQ6 with one, where they fill more than
+   half a vector. Four rows of 80 dimensions take less time in quarters. */
+static bool TQKV__I(takes_nibbles)(const tqkv__stream *s, int n, int n_rows)
 {
     const int most = s->upper_bits ? 3 - s->upper_bits : s->panel_dim > 80 ? TQKV__LANES_ROWS - 1 : 2;
-    return n_rows <= most && n % TQKV__SLICE == 0 && s->main_bits == 4 && s->panel_dim > TQKV__BYTES;
+    return n_rows <= most && n % TQKV__KEYS_AT_ONCE == 0 && s->main_bits == 4 && s->panel_dim > TQKV__BYTES;
 }
 
-/* The integers of a row of queries by parts, their high bytes and their low ones; starts: the first sums of both */
-typedef struct TQKV__I(digits) {
-    int8_t parts[TQKV__PANEL / TQKV__BYTES][2][TQKV__BYTES];
+/* The integers of a row of queries by nibbles: bytes[][0] their high bytes, [1] their low ones; starts: the first sums of both */
+typedef struct TQKV__I(nibble_query) {
+    int8_t bytes[TQKV__PANEL / TQKV__BYTES][2][TQKV__BYTES];
     TQKV__(codes) starts[2];
-} TQKV__I(digits);
+} TQKV__I(nibble_query);
 
-TQKV__TARGET static TQKV__NOINLINE void TQKV__I(open_digits)(const int16_t *words, int dim, TQKV__I(digits) * to)
+TQKV__TARGET static TQKV__NOINLINE void TQKV__I(open_nibble_query)(const int16_t *words, int dim,
+                                                                   TQKV__I(nibble_query) * to)
 {
     to->starts[0] = to->starts[1] = TQKV__I(no_sum)();
-    for (int d = 0; d < dim; d += TQKV__CHUNK)
-        for (int part = 0; part < 2; part++) {
+    for (int d = 0; d < dim; d += TQKV__NIBBLES)
+        for (int nibble = 0; nibble < 2; nibble++) {
             TQKV__(codes) a[2], b[2];
             TQKV__I(split)(words + d, dim - d, a);
             TQKV__I(split)(words + d + TQKV__BYTES, dim - d - TQKV__BYTES, b);
             TQKV__UNROLL
             for (int i = 0; i < 2; i++) {
-                const TQKV__(codes) x = TQKV__I(part_of)(part, a[i], b[i]);
-                memcpy(to->parts[d / TQKV__BYTES + part][i], &x, sizeof x);
+                const TQKV__(codes) x = TQKV__I(nibbles_of)(nibble, a[i], b[i]);
+                memcpy(to->bytes[d / TQKV__BYTES + nibble][i], &x, sizeof x);
                 to->starts[i] = TQKV__I(less_bytes)(to->starts[i], x);
             }
         }
 }
 
-/* Dimensions of the positions of a tile: of a panel, or 64 of them or what is left */
-typedef struct TQKV__I(chunk) {
+/* The stored codes of a tile's positions, for all dimensions of a panel or for 64 of them or what is left */
+typedef struct TQKV__I(stored) {
     const uint8_t *fields[2]; /* main ones, upper ones */
     uint32_t masks[2];        /* a bit for each 16 bits of 64 fields */
     size_t stride;
     ptrdiff_t ahead; /* to the next tile, 0: not asked for */
     const int8_t *centroids;
     int n, left; /* positions, dimensions */
-} TQKV__I(chunk);
+} TQKV__I(stored);
 
-/* Dimensions [first + d, first + dim), at most 64 of them */
-TQKV__OP TQKV__I(chunk)
-    TQKV__I(open_chunk)(const tqkv__stream *s, int kv_head, const tqkv__segment *segment, int first, int d, int dim)
+/* Opens the codes of dimensions [first + d, first + dim), at most 64 of them. */
+TQKV__OP TQKV__I(stored)
+    TQKV__I(open_stored)(const tqkv__stream *s, int kv_head, const tqkv__segment *segment, int first, int d, int dim)
 {
     const uint8_t *row = tqkv__codes_at(s, kv_head, segment->slot);
     const int left = dim - d < 64 ? dim - d : 64, main = s->main_bits, upper = s->upper_bits;
-    const TQKV__I(chunk) p = {{row + (first + d) * main / 8, row + (s->head_dim * main + (first + d) * upper) / 8},
-                              {((uint32_t)1 << left * main / 16) - 1, ((uint32_t)1 << left * upper / 16) - 1},
-                              s->row_bytes,
-                              first + d == 0 ? (ptrdiff_t)segment->ahead * (ptrdiff_t)s->row_bytes : 0,
-                              s->centroids,
-                              segment->n,
-                              left};
+    const TQKV__I(stored) p = {{row + (first + d) * main / 8, row + (s->head_dim * main + (first + d) * upper) / 8},
+                               {((uint32_t)1 << left * main / 16) - 1, ((uint32_t)1 << left * upper / 16) - 1},
+                               s->row_bytes,
+                               first + d == 0 ? (ptrdiff_t)segment->ahead * (ptrdiff_t)s->row_bytes : 0,
+                               s->centroids,
+                               segment->n,
+                               left};
     return p;
 }
 
-/* All dimensions of a panel: its packed codes are walked by lines, each of which asks for that of the next tile. */
-TQKV__OP TQKV__I(chunk) TQKV__I(open_panel)(const tqkv__stream *s, int kv_head, const tqkv__segment *segment, int first)
+/* Opens all dimensions of a panel: its packed codes are walked by lines, each of which asks for that of the next tile. */
+TQKV__OP TQKV__I(stored)
+    TQKV__I(open_stored_panel)(const tqkv__stream *s, int kv_head, const tqkv__segment *segment, int first)
 {
-    TQKV__I(chunk) p = TQKV__I(open_chunk)(s, kv_head, segment, first, 0, s->panel_dim);
+    TQKV__I(stored) p = TQKV__I(open_stored)(s, kv_head, segment, first, 0, s->panel_dim);
     p.ahead = (ptrdiff_t)segment->ahead * (ptrdiff_t)s->row_bytes;
     p.left = s->panel_dim;
     return p;
 }
 
 /* sums[row][i]: the products of four positions from 4 i on with one or two rows, in the lanes that sum_codes_across adds up */
-TQKV__OP void TQKV__I(score_parts)(const tqkv_format format, const int rows, const TQKV__I(chunk) * p,
-                                   const TQKV__I(digits) * digits, TQKV__(codes) (*sums)[TQKV__TILE / 4])
+TQKV__OP void TQKV__I(dot_nibbles)(const tqkv_format format, const int rows, const TQKV__I(stored) * p,
+                                   const TQKV__I(nibble_query) * query, TQKV__(codes) (*sums)[TQKV__TILE / 4])
 {
     const TQKV__(codes) book = TQKV__I(load_book)(p->centroids);
     const size_t stride = p->stride;
@@ -7356,10 +7437,10 @@ TQKV__OP void TQKV__I(score_parts)(const tqkv_format format, const int rows, con
         TQKV__(codes) high[2][4], low[2][4];
         TQKV__UNROLL
         for (int i = 0; i < 4 * rows; i++) {
-            high[i / 4][i % 4] = digits[i / 4].starts[0];
-            low[i / 4][i % 4] = digits[i / 4].starts[1];
+            high[i / 4][i % 4] = query[i / 4].starts[0];
+            low[i / 4][i % 4] = query[i / 4].starts[1];
         }
-        for (int d = 0; d < p->left; d += TQKV__CHUNK) {
+        for (int d = 0; d < p->left; d += TQKV__NIBBLES) {
             const uint8_t *main_at = row + d / 2, *upper_at = upper + d * TQKV__UPPER_BITS(format) / 8;
             TQKV__UNROLL
             for (int i = 0; i < 4; i++) {
@@ -7368,14 +7449,14 @@ TQKV__OP void TQKV__I(score_parts)(const tqkv_format format, const int rows, con
                     tqkv__prefetch(TQKV__L2, upper_at + (ptrdiff_t)((size_t)i * stride) + p->ahead, 1);
             }
             TQKV__UNROLL
-            for (int part = 0; part < 2; part++) {
+            for (int nibble = 0; nibble < 2; nibble++) {
                 TQKV__UNROLL
                 for (int i = 0; i < 4; i++) {
-                    const TQKV__(codes) x = TQKV__I(load_part)(
-                        format, part, book, p->left - d, main_at + (size_t)i * stride, upper_at + (size_t)i * stride);
+                    const TQKV__(codes) x = TQKV__I(load_nibbles)(
+                        format, nibble, book, p->left - d, main_at + (size_t)i * stride, upper_at + (size_t)i * stride);
                     TQKV__UNROLL
                     for (int r = 0; r < rows; r++) {
-                        const int8_t(*y)[TQKV__BYTES] = digits[r].parts[d / TQKV__BYTES + part];
+                        const int8_t(*y)[TQKV__BYTES] = query[r].bytes[d / TQKV__BYTES + nibble];
                         high[r][i] = TQKV__I(dot_bytes)(high[r][i], x, TQKV__I(load_codes)(y[0]));
                         low[r][i] = TQKV__I(dot_bytes)(low[r][i], x, TQKV__I(load_codes)(y[1]));
                     }
@@ -7393,53 +7474,55 @@ TQKV__OP void TQKV__I(score_parts)(const tqkv_format format, const int rows, con
 
 /* macro(format, rows): where this takes less time than words, or than storing the bytes first (D=128, one core of a Zen 5: TQ4
    0.78 of it, TQ5 0.77, with one row TQ6 0.68; two rows of TQ4 after two 0.88 of four at once) */
-#define TQKV__BY_PARTS(macro)                                                                                          \
+#define TQKV__BY_NIBBLES(macro)                                                                                        \
     macro(TQKV_TQ4, 1) macro(TQKV_TQ4, 2) macro(TQKV_TQ5, 1) macro(TQKV_TQ5, 2) macro(TQKV_TQ6, 1)
 
 /* Functions of their own, because loops that share one spill. The copy tells the compiler that sums lie elsewhere. */
-#define TQKV__SCORE_PARTS(format, rows)                                                                                \
-    TQKV__TARGET static TQKV__NOINLINE void TQKV__I(score_parts_##format##_##rows)(                                    \
-        const TQKV__I(chunk) * p, const TQKV__I(digits) * digits, TQKV__(codes)(*sums)[TQKV__TILE / 4])                \
+#define TQKV__DOT_NIBBLES(format, rows)                                                                                \
+    TQKV__TARGET static TQKV__NOINLINE void TQKV__I(dot_nibbles_##format##_##rows)(                                    \
+        const TQKV__I(stored) * p, const TQKV__I(nibble_query) * query, TQKV__(codes)(*sums)[TQKV__TILE / 4])          \
     {                                                                                                                  \
-        const TQKV__I(chunk) copy = *p;                                                                                \
-        TQKV__I(score_parts)(format, rows, &copy, digits, sums);                                                       \
+        const TQKV__I(stored) copy = *p;                                                                               \
+        TQKV__I(dot_nibbles)(format, rows, &copy, query, sums);                                                        \
     }
-TQKV__BY_PARTS(TQKV__SCORE_PARTS)
+TQKV__BY_NIBBLES(TQKV__DOT_NIBBLES)
 
-TQKV__TARGET static TQKV__NOINLINE void TQKV__I(score_packed)(const tqkv__stream *s, int kv_head,
-                                                              const tqkv__segment *segment, int first, int rows,
-                                                              const TQKV__I(product) * p)
+TQKV__TARGET static TQKV__NOINLINE void TQKV__I(score_nibbles)(const tqkv__stream *s, int kv_head,
+                                                               const tqkv__segment *segment, int first, int rows,
+                                                               const TQKV__I(product) * p)
 {
-    const TQKV__I(chunk) panel = TQKV__I(open_panel)(s, kv_head, segment, first);
-    TQKV__I(digits) digits[2];
+    const TQKV__I(stored) panel = TQKV__I(open_stored_panel)(s, kv_head, segment, first);
+    TQKV__I(nibble_query) query[2];
     TQKV__(codes) sums[2][TQKV__TILE / 4];
-    for (int r = 0; r < rows; r++) TQKV__I(open_digits)(p->rows + 2 * r * p->row_floats, p->dim, &digits[r]);
-#define TQKV__SCORE_PACKED(which, n)                                                                                   \
-    if (s->format == which && rows == n) TQKV__I(score_parts_##which##_##n)(&panel, digits, sums);
-    TQKV__BY_PARTS(TQKV__SCORE_PACKED)
+    for (int r = 0; r < rows; r++) TQKV__I(open_nibble_query)(p->rows + 2 * r * p->row_floats, p->dim, &query[r]);
+#define TQKV__SCORE_NIBBLES(which, n)                                                                                  \
+    if (s->format == which && rows == n) TQKV__I(dot_nibbles_##which##_##n)(&panel, query, sums);
+    TQKV__BY_NIBBLES(TQKV__SCORE_NIBBLES)
     for (int j = 0; j < p->n; j += 16)
         for (int r = 0; r < rows; r++) TQKV__I(add_scores)(p, r, j, TQKV__S(sum_codes_across)(sums[r] + j / 4));
 }
 
-/* -- Few rows: four positions at a time are looked up where they are multiplied, 16 dimensions of each in a quarter of a vector, so
-   that no size leaves lanes empty. Integers and codes are the bytes that they are above. -- */
+/* -- Quarters: no size leaves lanes empty. -- */
 
-/* Of what is not packed, TQ2 and TQ4 with fewer rows than take lanes, TQ3 and TQ5 with two. More rows of more dimensions share bytes. */
-static bool TQKV__I(is_quartered)(const tqkv__stream *s, int n, int n_rows)
+/* Quarters are for TQ2 and TQ4 with fewer rows than take lanes, for TQ3 and TQ5 with two, where nibbles are not. More rows of more
+   dimensions share bytes. */
+static bool TQKV__I(takes_quarters)(const tqkv__stream *s, int n, int n_rows)
 {
     int most = 0;
     if (s->format == TQKV_TQ2 || s->format == TQKV_TQ4) most = s->panel_dim > 80 ? 2 : TQKV__LANES_ROWS - 1;
     if (s->format == TQKV_TQ3 || s->format == TQKV_TQ5) most = s->panel_dim > 128 ? 1 : 2;
-    return n_rows <= most && n % TQKV__SLICE == 0;
+    return n_rows <= most && n % TQKV__KEYS_AT_ONCE == 0;
 }
 
-/* The integers of a row of queries, 16 of them in each quarter, their high bytes and their low ones; start: the first sums */
-typedef struct TQKV__I(quarters) {
-    int8_t pieces[TQKV__PANEL / 16][2][TQKV__BYTES];
+/* The integers of a row of queries, 16 of them in each quarter: bytes[][0] their high bytes, [1] their low ones; start: the first
+   sums */
+typedef struct TQKV__I(quarter_query) {
+    int8_t bytes[TQKV__PANEL / 16][2][TQKV__BYTES];
     TQKV__(codes) start;
-} TQKV__I(quarters);
+} TQKV__I(quarter_query);
 
-TQKV__TARGET static TQKV__NOINLINE void TQKV__I(open_quarters)(const int16_t *words, int dim, TQKV__I(quarters) * to)
+TQKV__TARGET static TQKV__NOINLINE void TQKV__I(open_quarter_query)(const int16_t *words, int dim,
+                                                                    TQKV__I(quarter_query) * to)
 {
     TQKV__(codes) starts[2] = {TQKV__I(no_sum)(), TQKV__I(no_sum)()};
     for (int d = 0; d < dim; d += TQKV__BYTES) {
@@ -7448,32 +7531,32 @@ TQKV__TARGET static TQKV__NOINLINE void TQKV__I(open_quarters)(const int16_t *wo
         TQKV__UNROLL
         for (int i = 0; i < 8; i++) {
             const TQKV__(codes) x = TQKV__I(repeat_quarter)(bytes[i % 2], i / 2);
-            memcpy(to->pieces[d / 16 + i / 2][i % 2], &x, sizeof x);
+            memcpy(to->bytes[d / 16 + i / 2][i % 2], &x, sizeof x);
             starts[i % 2] = TQKV__I(less_bytes)(starts[i % 2], x);
         }
     }
     to->start = TQKV__I(join)(starts[0], starts[1]);
 }
 
-/* 16 codes of four positions, piece `piece` of 64; raw, fields: what was loaded with an earlier piece */
-TQKV__OP TQKV__(codes) TQKV__I(look_up_piece)(const tqkv_format format, const bool lanes, const int piece,
-                                              TQKV__(codes) book, const TQKV__I(chunk) * p, size_t at, size_t stride,
-                                              TQKV__(codes) (*raw)[2], TQKV__(codes) * fields)
+/* Looks up a sixteen of four positions; raw, fields: what was loaded with an earlier one. */
+TQKV__OP TQKV__(codes) TQKV__I(look_up_sixteen)(const tqkv_format format, const bool lanes, const int sixteen,
+                                                TQKV__(codes) book, const TQKV__I(stored) * p, size_t at, size_t stride,
+                                                TQKV__(codes) (*raw)[2], TQKV__(codes) * fields)
 {
     TQKV__UNROLL
     for (int i = 0; i < 2; i++) {
         const int bits = i ? TQKV__UPPER_BITS(format) : TQKV__MAIN_BITS(format);
         if (!bits) break;
-        if (piece == 0) TQKV__I(load_quarters)(bits, p->masks[i], p->fields[i] + at, stride, raw[i]);
-        if (piece == 0 || (piece == 2 && (lanes || bits == 4)))
-            fields[i] = TQKV__I(order_fields)(bits, lanes, piece, raw[i]);
+        if (sixteen == 0) TQKV__I(load_quarters)(bits, p->masks[i], p->fields[i] + at, stride, raw[i]);
+        if (sixteen == 0 || (sixteen == 2 && (lanes || bits == 4)))
+            fields[i] = TQKV__I(order_fields)(bits, lanes, sixteen, raw[i]);
     }
-    return TQKV__I(look_up_fields)(format, lanes, piece, fields, book);
+    return TQKV__I(look_up_fields)(format, lanes, sixteen, fields, book);
 }
 
 /* sums[row][v]: the products of the positions v, v + 4, v + 8 and v + 12 of 16 with a row, in a quarter each, for 64 dimensions */
-TQKV__OP void TQKV__I(score_pieces)(const tqkv_format format, const int rows, const TQKV__I(chunk) * p,
-                                    const TQKV__I(quarters) * q, int d, TQKV__(codes) (*sums)[TQKV__TILE / 4])
+TQKV__OP void TQKV__I(dot_quarters)(const tqkv_format format, const int rows, const TQKV__I(stored) * p,
+                                    const TQKV__I(quarter_query) * query, int d, TQKV__(codes) (*sums)[TQKV__TILE / 4])
 {
     const TQKV__(codes) book = TQKV__I(load_book)(p->centroids);
     for (int v = 0; v < p->n / 4; v++) {
@@ -7489,10 +7572,10 @@ TQKV__OP void TQKV__I(score_pieces)(const tqkv_format format, const int rows, co
         TQKV__UNROLL
         for (int k = 0; k < 4; k++) {
             if (k * 16 >= p->left) break;
-            const TQKV__(codes) x = TQKV__I(look_up_piece)(format, false, k, book, p, at, 4 * p->stride, raw, fields);
+            const TQKV__(codes) x = TQKV__I(look_up_sixteen)(format, false, k, book, p, at, 4 * p->stride, raw, fields);
             TQKV__UNROLL
             for (int r = 0; r < rows; r++) {
-                const int8_t(*y)[TQKV__BYTES] = q[r].pieces[d / 16 + k];
+                const int8_t(*y)[TQKV__BYTES] = query[r].bytes[d / 16 + k];
                 high[r] = TQKV__I(dot_bytes)(high[r], x, TQKV__I(load_codes)(y[0]));
                 low[r] = TQKV__I(dot_bytes)(low[r], x, TQKV__I(load_codes)(y[1]));
             }
@@ -7503,36 +7586,36 @@ TQKV__OP void TQKV__I(score_pieces)(const tqkv_format format, const int rows, co
 }
 
 /* macro(format, rows) */
-#define TQKV__BY_PIECES(macro)                                                                                         \
+#define TQKV__BY_QUARTERS(macro)                                                                                       \
     macro(TQKV_TQ2, 1) macro(TQKV_TQ2, 2) macro(TQKV_TQ3, 1) macro(TQKV_TQ3, 2) macro(TQKV_TQ4, 1) macro(TQKV_TQ4, 2)  \
         macro(TQKV_TQ5, 1) macro(TQKV_TQ5, 2)
 #define TQKV__BY_FOUR_ROWS(macro) macro(TQKV_TQ2, 4) macro(TQKV_TQ4, 4) /* scores alone: values have four sums a row */
 
-#define TQKV__SCORE_PIECES(format, rows)                                                                               \
-    TQKV__TARGET static TQKV__NOINLINE void TQKV__I(score_##format##_##rows)(                                          \
-        const TQKV__I(chunk) * p, const TQKV__I(quarters) * q, int d, TQKV__(codes)(*sums)[TQKV__TILE / 4])            \
+#define TQKV__DOT_QUARTERS(format, rows)                                                                               \
+    TQKV__TARGET static TQKV__NOINLINE void TQKV__I(dot_quarters_##format##_##rows)(                                   \
+        const TQKV__I(stored) * p, const TQKV__I(quarter_query) * query, int d, TQKV__(codes)(*sums)[TQKV__TILE / 4])  \
     {                                                                                                                  \
-        const TQKV__I(chunk) copy = *p;                                                                                \
-        TQKV__I(score_pieces)(format, rows, &copy, q, d, sums);                                                        \
+        const TQKV__I(stored) copy = *p;                                                                               \
+        TQKV__I(dot_quarters)(format, rows, &copy, query, d, sums);                                                    \
     }
-TQKV__BY_PIECES(TQKV__SCORE_PIECES)
-TQKV__BY_FOUR_ROWS(TQKV__SCORE_PIECES)
+TQKV__BY_QUARTERS(TQKV__DOT_QUARTERS)
+TQKV__BY_FOUR_ROWS(TQKV__DOT_QUARTERS)
 
 TQKV__TARGET static TQKV__NOINLINE void TQKV__I(score_quarters)(const tqkv__stream *s, int kv_head,
                                                                 const tqkv__segment *segment, int first, int rows,
                                                                 const TQKV__I(product) * p)
 {
-    TQKV__I(quarters) quarters[4];
+    TQKV__I(quarter_query) query[4];
     TQKV__(codes) sums[4][TQKV__TILE / 4];
     for (int r = 0; r < rows; r++) {
-        TQKV__I(open_quarters)(p->rows + 2 * r * p->row_floats, p->dim, &quarters[r]);
-        for (int v = 0; v < p->n / 4; v++) sums[r][v] = quarters[r].start;
+        TQKV__I(open_quarter_query)(p->rows + 2 * r * p->row_floats, p->dim, &query[r]);
+        for (int v = 0; v < p->n / 4; v++) sums[r][v] = query[r].start;
     }
     for (int d = 0; d < p->dim; d += 64) {
-        const TQKV__I(chunk) chunk = TQKV__I(open_chunk)(s, kv_head, segment, first, d, p->dim);
+        const TQKV__I(stored) stored = TQKV__I(open_stored)(s, kv_head, segment, first, d, p->dim);
 #define TQKV__SCORE_QUARTERS(which, n)                                                                                 \
-    if (s->format == which && rows == n) TQKV__I(score_##which##_##n)(&chunk, quarters, d, sums);
-        TQKV__BY_PIECES(TQKV__SCORE_QUARTERS)
+    if (s->format == which && rows == n) TQKV__I(dot_quarters_##which##_##n)(&stored, query, d, sums);
+        TQKV__BY_QUARTERS(TQKV__SCORE_QUARTERS)
         TQKV__BY_FOUR_ROWS(TQKV__SCORE_QUARTERS)
     }
     for (int j = 0; j < p->n; j += 16)
@@ -7544,12 +7627,12 @@ TQKV__TARGET static TQKV__NOINLINE void TQKV__I(score_few)(const tqkv__stream *s
                                                            const tqkv__segment *segment, int first, int n_rows,
                                                            TQKV__I(product) * p)
 {
-    const bool packed = TQKV__I(is_packed)(s, segment->n, n_rows);
+    const bool nibbles = TQKV__I(takes_nibbles)(s, segment->n, n_rows);
     p->n = segment->n;
     for (int left = n_rows, now; left > 0; left -= now) {
-        now = !packed && left >= 4 ? 4 : left >= 2 ? 2 : 1;
-        if (packed)
-            TQKV__I(score_packed)(s, kv_head, segment, first, now, p);
+        now = !nibbles && left >= 4 ? 4 : left >= 2 ? 2 : 1;
+        if (nibbles)
+            TQKV__I(score_nibbles)(s, kv_head, segment, first, now, p);
         else
             TQKV__I(score_quarters)(s, kv_head, segment, first, now, p);
         TQKV__I(advance)(p, now);
@@ -7557,19 +7640,20 @@ TQKV__TARGET static TQKV__NOINLINE void TQKV__I(score_few)(const tqkv__stream *s
 }
 
 /* The weights of a row as bytes, and -128 times their sum */
-typedef struct TQKV__I(parts) {
+typedef struct TQKV__I(byte_weights) {
     int8_t bytes[2][TQKV__TILE];
     int32_t start;
-} TQKV__I(parts);
+} TQKV__I(byte_weights);
 
-TQKV__TARGET static TQKV__NOINLINE void TQKV__I(open_parts)(const int16_t *words, TQKV__I(parts) * to)
+TQKV__TARGET static TQKV__NOINLINE void TQKV__I(open_byte_weights)(const int16_t *words, TQKV__I(byte_weights) * to)
 {
     to->start = TQKV__I(split_weights)(words, to->bytes);
 }
 
-/* The sums of one part of a chunk: dword i of results[t] is byte 16 l + 4 t + i of the chunk, where l is its quarter. */
-TQKV__OP void TQKV__I(sum_part)(const tqkv_format format, const int part, const int rows, const TQKV__I(chunk) * p,
-                                const TQKV__I(parts) * weights, TQKV__(codes) (*results)[4])
+/* The sums of one nibble of a vector of codes: dword i of quarter l of results[t] is that of byte 16 l + 4 t + i. */
+TQKV__OP void TQKV__I(sum_nibbles)(const tqkv_format format, const int nibble, const int rows,
+                                   const TQKV__I(stored) * p, const TQKV__I(byte_weights) * weights,
+                                   TQKV__(codes) (*results)[4])
 {
     const TQKV__(codes) book = TQKV__I(load_book)(p->centroids);
     const uint8_t *row = p->fields[0], *upper = p->fields[1];
@@ -7584,9 +7668,9 @@ TQKV__OP void TQKV__I(sum_part)(const tqkv_format format, const int part, const 
         TQKV__UNROLL
         for (int i = 0; i < 4; i++) {
             const size_t at = (size_t)(j + i) * p->stride;
-            if (part == 0) tqkv__prefetch(TQKV__L2, row + at + p->ahead, 1);
-            if (part == 0 && TQKV__UPPER_BITS(format)) tqkv__prefetch(TQKV__L2, upper + at + p->ahead, 1);
-            x[i] = TQKV__I(load_part)(format, part, book, p->left, row + at, upper + at);
+            if (nibble == 0) tqkv__prefetch(TQKV__L2, row + at + p->ahead, 1);
+            if (nibble == 0 && TQKV__UPPER_BITS(format)) tqkv__prefetch(TQKV__L2, upper + at + p->ahead, 1);
+            x[i] = TQKV__I(load_nibbles)(format, nibble, book, p->left, row + at, upper + at);
         }
         TQKV__I(interleave_four)(x);
         TQKV__UNROLL
@@ -7607,53 +7691,53 @@ TQKV__OP void TQKV__I(sum_part)(const tqkv_format format, const int part, const 
     }
 }
 
-/* Adds the sums of both parts of a chunk of row r. */
-TQKV__TARGET static TQKV__NOINLINE void TQKV__I(close_parts)(const TQKV__I(product) * p, int r, int d,
-                                                             const TQKV__(codes) * even, const TQKV__(codes) * odd)
+/* Adds the sums of both nibbles of a vector of codes to row r. */
+TQKV__TARGET static TQKV__NOINLINE void TQKV__I(add_nibble_sums)(const TQKV__I(product) * p, int r, int d,
+                                                                 const TQKV__(codes) * even, const TQKV__(codes) * odd)
 {
     TQKV__(codes) x[8];
     float *to = p->results + r * p->result_floats + d;
     const TQKV__VECTOR unit = TQKV__(set1)(p->units[r * p->row_floats]);
-    TQKV__I(order_parts)(even, odd, x);
+    TQKV__I(order_nibbles)(even, odd, x);
     TQKV__UNROLL
     for (int i = 0; i < 8; i++, to += TQKV__INTEGER_LANES)
         if (d + i * TQKV__INTEGER_LANES < p->dim)
             TQKV__(store)(to, TQKV__(fma)(TQKV__S(to_floats)(x[i]), unit, TQKV__(load)(to)));
 }
 
-/* sums[part][row]: of the first chunk of p */
-#define TQKV__ADD_PARTS(format, rows)                                                                                  \
-    TQKV__TARGET static TQKV__NOINLINE void TQKV__I(add_parts_##format##_##rows)(                                      \
-        const TQKV__I(chunk) * p, const TQKV__I(parts) * weights, TQKV__(codes)(*sums)[2][4])                          \
+/* sums[nibble][row]: of the first vector of codes of p */
+#define TQKV__SUM_NIBBLES(format, rows)                                                                                \
+    TQKV__TARGET static TQKV__NOINLINE void TQKV__I(sum_nibbles_##format##_##rows)(                                    \
+        const TQKV__I(stored) * p, const TQKV__I(byte_weights) * weights, TQKV__(codes)(*sums)[2][4])                  \
     {                                                                                                                  \
-        const TQKV__I(chunk) copy = *p;                                                                                \
-        TQKV__I(sum_part)(format, 0, rows, &copy, weights, sums[0]);                                                   \
-        TQKV__I(sum_part)(format, 1, rows, &copy, weights, sums[1]);                                                   \
+        const TQKV__I(stored) copy = *p;                                                                               \
+        TQKV__I(sum_nibbles)(format, 0, rows, &copy, weights, sums[0]);                                                \
+        TQKV__I(sum_nibbles)(format, 1, rows, &copy, weights, sums[1]);                                                \
     }
-TQKV__BY_PARTS(TQKV__ADD_PARTS)
+TQKV__BY_NIBBLES(TQKV__SUM_NIBBLES)
 
 /* results[row][d] += (sum_j rows[row][j] * codes[j][d]) * unit of the row */
-TQKV__TARGET static TQKV__NOINLINE void TQKV__I(add_packed)(const tqkv__stream *s, int kv_head,
-                                                            const tqkv__segment *segment, int first, int rows,
-                                                            const TQKV__I(product) * p)
+TQKV__TARGET static TQKV__NOINLINE void TQKV__I(add_nibbles)(const tqkv__stream *s, int kv_head,
+                                                             const tqkv__segment *segment, int first, int rows,
+                                                             const TQKV__I(product) * p)
 {
-    TQKV__I(chunk) panel = TQKV__I(open_panel)(s, kv_head, segment, first);
-    TQKV__I(parts) weights[2];
+    TQKV__I(stored) panel = TQKV__I(open_stored_panel)(s, kv_head, segment, first);
+    TQKV__I(byte_weights) weights[2];
     TQKV__(codes) sums[2][2][4];
-    for (int r = 0; r < rows; r++) TQKV__I(open_parts)(p->rows + 2 * r * p->row_floats, &weights[r]);
-    for (int d = 0; d < p->dim; d += TQKV__CHUNK, panel.left -= TQKV__CHUNK) {
-#define TQKV__ADD_PACKED(which, n)                                                                                     \
-    if (s->format == which && rows == n) TQKV__I(add_parts_##which##_##n)(&panel, weights, sums);
-        TQKV__BY_PARTS(TQKV__ADD_PACKED)
-        for (int r = 0; r < rows; r++) TQKV__I(close_parts)(p, r, d, sums[0][r], sums[1][r]);
-        panel.fields[0] += TQKV__CHUNK / 2;
-        panel.fields[1] += TQKV__CHUNK * s->upper_bits / 8;
+    for (int r = 0; r < rows; r++) TQKV__I(open_byte_weights)(p->rows + 2 * r * p->row_floats, &weights[r]);
+    for (int d = 0; d < p->dim; d += TQKV__NIBBLES, panel.left -= TQKV__NIBBLES) {
+#define TQKV__ADD_NIBBLES(which, n)                                                                                    \
+    if (s->format == which && rows == n) TQKV__I(sum_nibbles_##which##_##n)(&panel, weights, sums);
+        TQKV__BY_NIBBLES(TQKV__ADD_NIBBLES)
+        for (int r = 0; r < rows; r++) TQKV__I(add_nibble_sums)(p, r, d, sums[0][r], sums[1][r]);
+        panel.fields[0] += TQKV__NIBBLES / 2;
+        panel.fields[1] += TQKV__NIBBLES * s->upper_bits / 8;
     }
 }
 
-/* sums[row][k] = sum_j weights[row][j] * codes[j][d], for 16 dimensions of piece k of 64 */
-TQKV__OP void TQKV__I(add_pieces)(const tqkv_format format, const int rows, const TQKV__I(chunk) * p,
-                                  const TQKV__I(parts) * weights, TQKV__(codes) (*sums)[4])
+/* sums[row][k] = sum_j weights[row][j] * codes[j][d], for the 16 dimensions of sixteen k */
+TQKV__OP void TQKV__I(sum_quarters)(const tqkv_format format, const int rows, const TQKV__I(stored) * p,
+                                    const TQKV__I(byte_weights) * weights, TQKV__(codes) (*sums)[4])
 {
     const TQKV__(codes) book = TQKV__I(load_book)(p->centroids);
     TQKV__(codes) high[2][4], low[2][4], raw[2][2], fields[2];
@@ -7668,7 +7752,7 @@ TQKV__OP void TQKV__I(add_pieces)(const tqkv_format format, const int rows, cons
         TQKV__UNROLL
         for (int k = 0; k < 4; k++) {
             if (k * 16 >= p->left) break;
-            const TQKV__(codes) x = TQKV__I(look_up_piece)(format, true, k, book, p, at, p->stride, raw, fields);
+            const TQKV__(codes) x = TQKV__I(look_up_sixteen)(format, true, k, book, p, at, p->stride, raw, fields);
             TQKV__UNROLL
             for (int r = 0; r < rows; r++) {
                 high[r][k] = TQKV__I(dot_bytes)(high[r][k], x, TQKV__I(repeat_four)(weights[r].bytes[0] + j));
@@ -7683,31 +7767,31 @@ TQKV__OP void TQKV__I(add_pieces)(const tqkv_format format, const int rows, cons
     }
 }
 
-#define TQKV__ADD_PIECES(format, rows)                                                                                 \
-    TQKV__TARGET static TQKV__NOINLINE void TQKV__I(add_##format##_##rows)(                                            \
-        const TQKV__I(chunk) * p, const TQKV__I(parts) * weights, TQKV__(codes)(*sums)[4])                             \
+#define TQKV__SUM_QUARTERS(format, rows)                                                                               \
+    TQKV__TARGET static TQKV__NOINLINE void TQKV__I(sum_quarters_##format##_##rows)(                                   \
+        const TQKV__I(stored) * p, const TQKV__I(byte_weights) * weights, TQKV__(codes)(*sums)[4])                     \
     {                                                                                                                  \
-        const TQKV__I(chunk) copy = *p;                                                                                \
-        TQKV__I(add_pieces)(format, rows, &copy, weights, sums);                                                       \
+        const TQKV__I(stored) copy = *p;                                                                               \
+        TQKV__I(sum_quarters)(format, rows, &copy, weights, sums);                                                     \
     }
-TQKV__BY_PIECES(TQKV__ADD_PIECES)
+TQKV__BY_QUARTERS(TQKV__SUM_QUARTERS)
 
 TQKV__TARGET static TQKV__NOINLINE void TQKV__I(add_quarters)(const tqkv__stream *s, int kv_head,
                                                               const tqkv__segment *segment, int first, int rows,
                                                               const TQKV__I(product) * p)
 {
-    TQKV__I(parts) parts[2];
+    TQKV__I(byte_weights) weights[2];
     TQKV__(codes) sums[2][4];
-    for (int r = 0; r < rows; r++) TQKV__I(open_parts)(p->rows + 2 * r * p->row_floats, &parts[r]);
+    for (int r = 0; r < rows; r++) TQKV__I(open_byte_weights)(p->rows + 2 * r * p->row_floats, &weights[r]);
     for (int d = 0; d < p->dim; d += 64) {
-        const TQKV__I(chunk) chunk = TQKV__I(open_chunk)(s, kv_head, segment, first, d, p->dim);
+        const TQKV__I(stored) stored = TQKV__I(open_stored)(s, kv_head, segment, first, d, p->dim);
 #define TQKV__ADD_QUARTERS(which, n)                                                                                   \
-    if (s->format == which && rows == n) TQKV__I(add_##which##_##n)(&chunk, parts, sums);
-        TQKV__BY_PIECES(TQKV__ADD_QUARTERS)
+    if (s->format == which && rows == n) TQKV__I(sum_quarters_##which##_##n)(&stored, weights, sums);
+        TQKV__BY_QUARTERS(TQKV__ADD_QUARTERS)
         for (int r = 0; r < rows; r++) {
             float *to = p->results + r * p->result_floats + d;
             const TQKV__VECTOR unit = TQKV__(set1)(p->units[r * p->row_floats]);
-            for (int k = 0; k * 16 < chunk.left; k++, to += 16)
+            for (int k = 0; k * 16 < stored.left; k++, to += 16)
                 TQKV__(store)(to, TQKV__(fma)(TQKV__S(to_floats)(sums[r][k]), unit, TQKV__(load)(to)));
         }
     }
@@ -7718,11 +7802,11 @@ TQKV__TARGET static TQKV__NOINLINE void TQKV__I(add_few)(const tqkv__stream *s, 
                                                          const tqkv__segment *segment, int first, int n_rows,
                                                          TQKV__I(product) * p)
 {
-    const bool packed = TQKV__I(is_packed)(s, segment->n, n_rows);
+    const bool nibbles = TQKV__I(takes_nibbles)(s, segment->n, n_rows);
     for (int left = n_rows, now; left > 0; left -= now) {
         now = left >= 2 ? 2 : 1;
-        if (packed)
-            TQKV__I(add_packed)(s, kv_head, segment, first, now, p);
+        if (nibbles)
+            TQKV__I(add_nibbles)(s, kv_head, segment, first, now, p);
         else
             TQKV__I(add_quarters)(s, kv_head, segment, first, now, p);
         TQKV__I(advance)(p, now);
@@ -7736,19 +7820,19 @@ TQKV__TARGET static void TQKV__I(integer_score_tile)(const tqkv__stream *s, int 
                                                      const float *q, int n_rows, bool add, float *scores)
 {
     TQKV__ALIGNED float factors[TQKV_MAX_HEAD_DIM / 128 * TQKV__TILE];
-    TQKV__ALIGNED int8_t room[TQKV__SLICES * TQKV__PANEL];
+    TQKV__ALIGNED int8_t room[TQKV__MOST_KEYS_AT_ONCE * TQKV__PANEL];
     const bool lanes = n_rows >= TQKV__LANES_ROWS;
-    const int step = lanes ? 2 * TQKV__INTEGER_LANES : TQKV__SLICE;
+    const int step = lanes ? 2 * TQKV__INTEGER_LANES : TQKV__KEYS_AT_ONCE;
     const int dim = s->panel_dim, head_dim = s->head_dim;
     if (s->kind == TQKV__HALF) {
-        TQKV__S(score_tile_of_halves)(s, tqkv__codes_at(s, kv_head, segment->slot), segment, q, n_rows, add, scores);
+        TQKV__S(score_halves)(s, tqkv__codes_at(s, kv_head, segment->slot), segment, q, n_rows, add, scores);
         return;
     }
     TQKV__(factors)(s, tqkv__norms_at(s, kv_head, segment->slot), segment, true, factors);
     for (int b = 0; b < head_dim / dim; b++) {
         TQKV__I(product) p;
 #if TQKV__LOOKED_UP
-        if (TQKV__I(is_packed)(s, segment->n, n_rows) || TQKV__I(is_quartered)(s, segment->n, n_rows)) {
+        if (TQKV__I(takes_nibbles)(s, segment->n, n_rows) || TQKV__I(takes_quarters)(s, segment->n, n_rows)) {
             TQKV__I(open_scores)(s, b, q, add, factors, scores, &p);
             TQKV__I(score_few)(s, kv_head, segment, b * dim, n_rows, &p);
             continue;
@@ -7799,7 +7883,7 @@ TQKV__TARGET static void TQKV__I(integer_value_tile)(const tqkv__stream *s, int 
         TQKV__I(product) p;
         TQKV__I(open_sums)(s, b, segment->n, weights, n_rows, factors, scaled, out, &p);
 #if TQKV__LOOKED_UP
-        if (TQKV__I(is_packed)(s, segment->n, n_rows) || TQKV__I(is_quartered)(s, segment->n, n_rows)) {
+        if (TQKV__I(takes_nibbles)(s, segment->n, n_rows) || TQKV__I(takes_quarters)(s, segment->n, n_rows)) {
             TQKV__I(add_few)(s, kv_head, segment, b * dim, n_rows, &p);
             continue;
         }
@@ -7811,39 +7895,34 @@ TQKV__TARGET static void TQKV__I(integer_value_tile)(const tqkv__stream *s, int 
 
 static const tqkv__integers TQKV__I(integers) = {&TQKV__(isa),
                                                  TQKV__I(round_query),
-                                                 {TQKV__ISA_NAME,
-                                                  TQKV__INTEGER_LANES,
-                                                  1,
-                                                  &TQKV__(codec),
-                                                  TQKV__(reorder),
-                                                  TQKV__I(integer_score_tile),
-                                                  TQKV__(softmax_tile),
-                                                  TQKV__(end_piece),
-                                                  TQKV__I(integer_value_tile),
-                                                  TQKV__(sum_heads)}};
+                                                 {TQKV__ISA_NAME, TQKV__INTEGER_LANES, 1, &TQKV__(codec),
+                                                  TQKV__(reorder), TQKV__I(integer_score_tile), TQKV__(softmax_tile),
+                                                  TQKV__(end_piece), TQKV__I(integer_value_tile), TQKV__(sum_heads)}};
 
 #endif /* TQKV__INTEGER_LANES */
 
 #if defined(TQKV__LANES) || defined(TQKV__INTEGER_LANES)
 /* These macros belong to one set. */
-#undef TQKV__ADD_PACKED
-#undef TQKV__ADD_PARTS
-#undef TQKV__ADD_PIECES
+#undef TQKV__ADD_NIBBLES
+#undef TQKV__SUM_NIBBLES
+#undef TQKV__SUM_QUARTERS
 #undef TQKV__ADD_QUARTERS
 #undef TQKV__BYTES
 #undef TQKV__BOOK_VECTORS
 #undef TQKV__IS_LARGE
 #undef TQKV__BY_FOUR_ROWS
-#undef TQKV__BY_PARTS
-#undef TQKV__BY_PIECES
-#undef TQKV__CHUNK
+#undef TQKV__BY_NIBBLES
+#undef TQKV__BY_QUARTERS
 #undef TQKV__COLUMNS
+#undef TQKV__NIBBLES
 #undef TQKV__DECODED
 #undef TQKV__DECODED_SCORE_ROWS
 #undef TQKV__DECODER_OF
 #undef TQKV__DECODE_INTEGERS
 #undef TQKV__DECODE_LOOP
 #undef TQKV__DOT_LANES
+#undef TQKV__HALF_KEY_ROWS
+#undef TQKV__HALF_ROWS
 #undef TQKV__INTEGER_LANES
 #undef TQKV__ISA_NAME
 #undef TQKV__LANES
@@ -7862,15 +7941,15 @@ static const tqkv__integers TQKV__I(integers) = {&TQKV__(isa),
 #undef TQKV__ROWS
 #undef TQKV__ROW_LOOPS
 #undef TQKV__STRIP_TOGETHER
-#undef TQKV__SCORE_PACKED
-#undef TQKV__SCORE_PARTS
-#undef TQKV__SCORE_PIECES
+#undef TQKV__SCORE_NIBBLES
+#undef TQKV__DOT_NIBBLES
+#undef TQKV__DOT_QUARTERS
 #undef TQKV__SCORE_QUARTERS
 #undef TQKV__SCORE_ROWS
 #undef TQKV__SHORTER
 #undef TQKV__SHORT_STRIPS
-#undef TQKV__SLICE
-#undef TQKV__SLICES
+#undef TQKV__KEYS_AT_ONCE
+#undef TQKV__MOST_KEYS_AT_ONCE
 #undef TQKV__STEP
 #undef TQKV__SUMS
 #undef TQKV__VECTOR
@@ -7950,6 +8029,18 @@ TQKV__OP float tqkv__sum_16_avx512(const __m512 *x)
     __m128 m = _mm_add_ps(_mm256_castps256_ps128(half), _mm256_extractf128_ps(half, 1));
     m = _mm_add_ps(m, _mm_movehl_ps(m, m));
     return _mm_cvtss_f32(_mm_add_ss(m, _mm_movehdup_ps(m)));
+}
+
+/* to[m] (+)= sum_16 of x[m], m < 4 */
+TQKV__OP void tqkv__add_sums_of_16_avx512(const __m512 *x, bool add, float *to)
+{
+    const __m512 ab = _mm512_add_ps(_mm512_shuffle_f32x4(x[0], x[1], 0x44), _mm512_shuffle_f32x4(x[0], x[1], 0xee));
+    const __m512 cd = _mm512_add_ps(_mm512_shuffle_f32x4(x[2], x[3], 0x44), _mm512_shuffle_f32x4(x[2], x[3], 0xee));
+    __m512 all = _mm512_add_ps(_mm512_shuffle_f32x4(ab, cd, 0x88), _mm512_shuffle_f32x4(ab, cd, 0xdd));
+    all = _mm512_add_ps(all, _mm512_permute_ps(all, 0x4e));
+    all = _mm512_add_ps(all, _mm512_permute_ps(all, 0xb1));
+    const __m128 sums = _mm512_castps512_ps128(_mm512_maskz_compress_ps(0x1111, all));
+    _mm_storeu_ps(to, _mm_add_ps(add ? _mm_loadu_ps(to) : _mm_setzero_ps(), sums));
 }
 
 /* value where x >= least or x is NaN, else 0 */
@@ -8467,6 +8558,18 @@ TQKV__OP float tqkv__sum_16_avx2(const __m256 *x)
     m = _mm_add_ps(m, _mm_movehl_ps(m, m));
     return _mm_cvtss_f32(_mm_add_ss(m, _mm_movehdup_ps(m)));
 }
+/* to[m] (+)= sum_16 of the vectors 2 m and 2 m + 1, m < 4 */
+TQKV__OP void tqkv__add_sums_of_16_avx2(const __m256 *x, bool add, float *to)
+{
+    const __m256 a = _mm256_add_ps(x[0], x[1]), b = _mm256_add_ps(x[2], x[3]), c = _mm256_add_ps(x[4], x[5]),
+                 d = _mm256_add_ps(x[6], x[7]);
+    const __m256 ac = _mm256_add_ps(_mm256_permute2f128_ps(a, c, 0x20), _mm256_permute2f128_ps(a, c, 0x31));
+    const __m256 bd = _mm256_add_ps(_mm256_permute2f128_ps(b, d, 0x20), _mm256_permute2f128_ps(b, d, 0x31));
+    const __m256 all = _mm256_add_ps(_mm256_shuffle_ps(ac, bd, 0x44), _mm256_shuffle_ps(ac, bd, 0xee));
+    const __m128 ab = _mm256_castps256_ps128(all), cd = _mm256_extractf128_ps(all, 1);
+    const __m128 sums = _mm_add_ps(_mm_shuffle_ps(ab, cd, 0x88), _mm_shuffle_ps(ab, cd, 0xdd));
+    _mm_storeu_ps(to, _mm_add_ps(add ? _mm_loadu_ps(to) : _mm_setzero_ps(), sums));
+}
 TQKV__OP __m256 tqkv__sum_fours_avx2(const __m256 *x)
 {
     const __m256 a = _mm256_add_ps(_mm256_unpacklo_ps(x[0], x[1]), _mm256_unpackhi_ps(x[0], x[1]));
@@ -8914,6 +9017,20 @@ TQKV__OP float32x4_t tqkv__zero_below_neon(float32x4_t least, float32x4_t x, flo
 TQKV__OP float32x4_t tqkv__mul_nonzero_neon(float32x4_t a, float32x4_t b)
 {
     return vreinterpretq_f32_u32(vbicq_u32(vreinterpretq_u32_f32(vmulq_f32(a, b)), vceqzq_f32(a)));
+}
+/* to[m] (+)= sum_16 of the vectors from 4 m on, m < 4 */
+TQKV__OP void tqkv__add_sums_of_16_neon(const float32x4_t *x, bool add, float *to)
+{
+    float32x4_t fours[4], pairs[2];
+    TQKV__UNROLL
+    for (int m = 0; m < 4; m++)
+        fours[m] = vaddq_f32(vaddq_f32(x[4 * m], x[4 * m + 2]), vaddq_f32(x[4 * m + 1], x[4 * m + 3]));
+    TQKV__UNROLL
+    for (int m = 0; m < 2; m++) {
+        const float64x2_t a = vreinterpretq_f64_f32(fours[2 * m]), b = vreinterpretq_f64_f32(fours[2 * m + 1]);
+        pairs[m] = vaddq_f32(vreinterpretq_f32_f64(vtrn1q_f64(a, b)), vreinterpretq_f32_f64(vtrn2q_f64(a, b)));
+    }
+    vst1q_f32(to, vaddq_f32(add ? vld1q_f32(to) : vdupq_n_f32(0.0f), vpaddq_f32(pairs[0], pairs[1])));
 }
 TQKV__OP float32x4_t tqkv__sum_fours_neon(const float32x4_t *x)
 {
@@ -9385,11 +9502,11 @@ TQKV__OP void tqkv__i_split_avx512(const int16_t *words, int n, __m512i *bytes)
     bytes[0] = _mm512_inserti64x4(_mm512_castsi256_si512(high), next, 1);
     bytes[1] = _mm512_inserti64x4(_mm512_castsi256_si512(_mm512_cvtepi16_epi8(a)), _mm512_cvtepi16_epi8(b), 1);
 }
-/* Those of a part, from the bytes of all dimensions of a chunk */
-TQKV__OP __m512i tqkv__i_part_of_avx512(int part, __m512i a, __m512i b)
+/* The bytes of one nibble, from those of 128 dimensions */
+TQKV__OP __m512i tqkv__i_nibbles_of_avx512(int nibble, __m512i a, __m512i b)
 {
     TQKV__ALIGNED int8_t at[64];
-    for (int i = 0; i < 64; i++) at[i] = (int8_t)(2 * i + part);
+    for (int i = 0; i < 64; i++) at[i] = (int8_t)(2 * i + nibble);
     return _mm512_permutex2var_epi8(a, _mm512_load_si512((const void *)at), b);
 }
 TQKV__OP __m512i tqkv__i_dot_bytes_avx512(__m512i sums, __m512i codes, __m512i bytes)
@@ -9412,16 +9529,16 @@ TQKV__OP __m512i tqkv__i_join_avx512(__m512i high, __m512i low)
     return _mm512_add_epi32(_mm512_slli_epi32(high, 8), low);
 }
 TQKV__OP __m512i tqkv__i_set_lanes_avx512(int32_t x) { return _mm512_set1_epi32(x); }
-/* left: dimensions from the chunk on; upper: 8 upper bits a byte of TQ5, 4 of TQ6 */
-TQKV__OP __m512i tqkv__i_load_part_avx512(const tqkv_format format, const int part, __m512i book, int left,
-                                          const uint8_t *p, const uint8_t *upper)
+/* left: dimensions from here on; upper: 8 upper bits a byte of TQ5, 4 of TQ6 */
+TQKV__OP __m512i tqkv__i_load_nibbles_avx512(const tqkv_format format, const int nibble, __m512i book, int left,
+                                             const uint8_t *p, const uint8_t *upper)
 {
     const int n = left < 128 ? left : 128, upper_bits = TQKV__UPPER_BITS(format);
     __m512i index = _mm512_maskz_loadu_epi8(~(uint64_t)0 >> (64 - n / 2), (const void *)p);
     /* other bits find a copy in the table */
-    if (part) index = _mm512_srlv_epi16(index, _mm512_set1_epi16(4));
+    if (nibble) index = _mm512_srlv_epi16(index, _mm512_set1_epi16(4));
     if (upper_bits) {
-        const uint64_t step = (uint64_t)(2 * upper_bits), first = (uint64_t)(upper_bits * part - 4 + 64) % 64;
+        const uint64_t step = (uint64_t)(2 * upper_bits), first = (uint64_t)(upper_bits * nibble - 4 + 64) % 64;
         const uint64_t at = first * 0x0101010101010101u + step * 0x0706050403020100u;
         const uint64_t mask = ~(uint64_t)0 >> (64 - n * upper_bits / 8);
         __m512i x;
@@ -9463,8 +9580,8 @@ TQKV__OP int32_t tqkv__i_split_weights_avx512(const int16_t *words, int8_t (*to)
                       _mm512_add_epi32(_mm512_madd_epi16(_mm512_loadu_si512((const void *)words), ones),
                                        _mm512_madd_epi16(_mm512_loadu_si512((const void *)(words + 32)), ones)));
 }
-/* The sums of both parts in the order of their dimensions. even, odd: [4], x: [8] */
-TQKV__OP void tqkv__i_order_parts_avx512(const __m512i *even, const __m512i *odd, __m512i *x)
+/* Brings the sums of both nibbles into the order of their dimensions. even, odd: [4], x: [8] */
+TQKV__OP void tqkv__i_order_nibbles_avx512(const __m512i *even, const __m512i *odd, __m512i *x)
 {
     TQKV__UNROLL
     for (int i = 0; i < 4; i += 2) {
@@ -9503,37 +9620,46 @@ TQKV__OP void tqkv__i_load_quarters_avx512(const int bits, uint32_t mask, const 
     x[0] = _mm512_inserti32x4(x[0], _mm_maskz_loadu_epi16(quarters, (const void *)(p + 2 * stride)), 2);
     x[0] = _mm512_inserti32x4(x[0], _mm_maskz_loadu_epi16(quarters, (const void *)(p + 3 * stride)), 3);
 }
-/* The bytes from which the lookups of this piece and the next ones take their bits. Without lanes: in half h of each quarter
-   those of the codes from 16 k + 8 h on. With them: in eight bytes those of two dimensions of all positions, for two pieces. */
-TQKV__OP __m512i tqkv__i_order_fields_avx512(const int bits, const bool lanes, const int piece, const __m512i *x)
+/* Orders fields by the words of 64 bits from which tqkv__i_sixteen takes codes. x: of 64 codes of four positions
+
+     scores   word h of quarter p: of position p codes 8 h to 8 h + 7 of this sixteen, `bits` bytes, then of the next ones
+     sums     word w: a byte with the codes 2 w and 2 w + 1 of this sixteen of each position, then of the next sixteen    */
+TQKV__OP __m512i tqkv__i_order_fields_avx512(const int bits, const bool lanes, const int sixteen, const __m512i *x)
 {
     TQKV__ALIGNED int8_t at[64];
     const int size = bits == 4 ? 32 : 16; /* bytes from one position to the next */
-    for (int i = 0; i < 64 && lanes; i++)
-        at[i] = (int8_t)(i % 4 * size + (16 * (piece + i / 4 % 2) + i / 8 * 2) * bits / 8 % size);
-    for (int i = 0; i < 64 && !lanes; i++)
-        at[i] = (int8_t)(i / 16 * size + (piece * 2 * bits + (i % 8 / bits * 2 + i % 16 / 8) * bits + i % bits) % size);
+    for (int i = 0; i < 64 && lanes; i++) {
+        const int word = i / 8, next = i % 8 / 4, position = i % 4;
+        at[i] = (int8_t)(position * size + (16 * (sixteen + next) + 2 * word) * bits / 8 % size);
+    }
+    for (int i = 0; i < 64 && !lanes; i++) {
+        const int position = i / 16, half = i % 16 / 8, next = i % 8 / bits, byte = i % bits;
+        at[i] = (int8_t)(position * size + ((2 * (sixteen + next) + half) * bits + byte) % size);
+    }
     const __m512i index = _mm512_load_si512((const void *)at);
     return bits == 4 ? _mm512_permutex2var_epi8(x[0], index, x[1]) : _mm512_permutexvar_epi8(index, x[0]);
 }
-/* Eight bits a code, the first of which is `low` bits before it */
-TQKV__OP __m512i tqkv__i_piece_avx512(const int bits, const int low, const bool lanes, const int piece, __m512i fields)
+/* Eight bits a code of a sixteen, from ordered fields; its first bit comes to bit `low`. */
+TQKV__OP __m512i tqkv__i_sixteen_avx512(const int bits, const int low, const bool lanes, const int sixteen,
+                                        __m512i fields)
 {
     TQKV__ALIGNED int8_t at[64];
-    for (int i = 0; i < 64 && lanes; i++)
-        at[i] = (int8_t)((piece % 2 * 32 + i % 4 * 8 + (i / 8 * 2 + i % 8 / 4) * bits % 8 + 64 - low) % 64);
-    for (int i = 0; i < 64 && !lanes; i++) at[i] = (int8_t)((piece * 8 * bits + i % 8 * bits + 64 - low) % 64);
+    for (int i = 0; i < 64 && lanes; i++) {
+        const int code = i / 4, position = i % 4;
+        at[i] = (int8_t)((sixteen % 2 * 32 + position * 8 + code * bits % 8 + 64 - low) % 64);
+    }
+    for (int i = 0; i < 64 && !lanes; i++) at[i] = (int8_t)(((8 * sixteen + i % 8) * bits + 64 - low) % 64);
     return _mm512_multishift_epi64_epi8(_mm512_load_si512((const void *)at), fields);
 }
 /* fields: the main ones, the upper ones */
-TQKV__OP __m512i tqkv__i_look_up_fields_avx512(const tqkv_format format, const bool lanes, const int piece,
+TQKV__OP __m512i tqkv__i_look_up_fields_avx512(const tqkv_format format, const bool lanes, const int sixteen,
                                                const __m512i *fields, __m512i book)
 {
     const int main = TQKV__MAIN_BITS(format), upper_bits = TQKV__UPPER_BITS(format);
-    __m512i index = tqkv__i_piece_avx512(main, 0, lanes, piece, fields[0]);
+    __m512i index = tqkv__i_sixteen_avx512(main, 0, lanes, sixteen, fields[0]);
     if (upper_bits)
         index = _mm512_ternarylogic_epi64(_mm512_set1_epi8((char)((1 << main) - 1)), index,
-                                          tqkv__i_piece_avx512(upper_bits, main, lanes, piece, fields[1]), 0xca);
+                                          tqkv__i_sixteen_avx512(upper_bits, main, lanes, sixteen, fields[1]), 0xca);
     return _mm512_permutexvar_epi8(index, book);
 }
 
@@ -9876,7 +10002,7 @@ TQKV__OP uint32_t tqkv__i_largest_code_neon(uint32x4_t x) { return vmaxvq_u32(x)
 #define TQKV__TARGET __attribute__((target(TQKV__ARM_BASE "+dotprod")))
 #endif
 
-typedef struct tqkv__i_digits {
+typedef struct tqkv__i_bytes {
     uint32x4_t high, low;
 } tqkv__i_sum_dotprod, tqkv__i_row_dotprod;
 
@@ -10444,8 +10570,9 @@ static tqkv_result tqkv__take_ends(tqkv__attention *a, tqkv_result (*open)(const
                                             {call->last_keys, call->last_values}};
     const int64_t below = call->exact_first < call->end ? call->exact_first : call->end;
     const int64_t newest = call->end - call->exact_last, oldest = tqkv__exact_oldest(a);
-    for (int i = 0; i < 4; i++) {
-        const int last = i / 2, side = i % 2;
+    for (int i = TQKV__FIRST_KEYS; i < TQKV__STREAMS; i++) {
+        const int last = tqkv__stream_kinds[i].end, side = tqkv__stream_kinds[i].side;
+        if (i == TQKV__FIRST_TAIL) continue; /* see tqkv__take_kept */
         const tqkv__stream *codes = side ? &a->values : &a->keys;
         const tqkv_store *store = stores[last][a->shared ? 0 : side];
         if (!store || codes->kind == TQKV__HALF || (last ? !call->exact_last : below == 0)) continue;
@@ -10533,22 +10660,32 @@ static tqkv__region tqkv__region_at(const tqkv__attention *a, int64_t position, 
     return region;
 }
 
-/* The streams of an attention: keys, values, tail, then the halves of the first positions' keys and values and of the newest
-   ones', then the tail of the first positions. NULL: it has no such stream. */
-enum { TQKV__STREAMS = 8, TQKV__FIRST_HALVES = 3, TQKV__LAST_HALVES = 5, TQKV__FIRST_TAIL = 7 };
+/* Where an attention has stream i, whether it reads it or not. */
+#define TQKV__STREAM_AT(a, i)                                                                                          \
+    ((i) == TQKV__KEYS         ? &(a)->keys                                                                            \
+     : (i) == TQKV__VALUES     ? &(a)->values                                                                          \
+     : (i) == TQKV__TAIL       ? &(a)->tail                                                                            \
+     : (i) == TQKV__FIRST_TAIL ? &(a)->first_tail                                                                      \
+                               : &(a)->ends[tqkv__stream_kinds[i].end][tqkv__stream_kinds[i].side])
+
+static bool tqkv__has_stream(const tqkv__attention *a, int i)
+{
+    const tqkv__stream_kind kind = tqkv__stream_kinds[i];
+    if (i == TQKV__TAIL) return a->call.tail != NULL;
+    if (i == TQKV__FIRST_TAIL) return a->kept && a->call.tail;
+    return kind.end == TQKV__NO_END || a->exact[kind.end][kind.side];
+}
+
+/* Stream i of an attention; NULL if it does not read it. */
 static const tqkv__stream *tqkv__stream_read(const tqkv__attention *a, int i)
 {
-    const int last = i >= TQKV__LAST_HALVES, side = (i - TQKV__FIRST_HALVES) % 2;
-    if (i == TQKV__FIRST_TAIL) return a->kept && a->call.tail ? &a->first_tail : NULL;
-    if (i >= TQKV__FIRST_HALVES) return a->exact[last][side] ? &a->ends[last][side] : NULL;
-    return i == 0 ? &a->keys : i == 1 ? &a->values : a->call.tail ? &a->tail : NULL;
+    return tqkv__has_stream(a, i) ? TQKV__STREAM_AT(a, i) : NULL;
 }
 
 /* The resident positions of a range that a query, or one behind it, may read from stream i. */
 static tqkv__range tqkv__positions_read(const tqkv__attention *a, int i, tqkv__range range, int query)
 {
-    const bool first = i >= TQKV__FIRST_HALVES && i < TQKV__LAST_HALVES;
-    const bool last = i >= TQKV__LAST_HALVES && i < TQKV__FIRST_TAIL;
+    const bool first = tqkv__stream_kinds[i].end == TQKV__FIRST_END, last = tqkv__stream_kinds[i].end == TQKV__LAST_END;
     if (last && tqkv__exact_at(a, query) > range.from) range.from = tqkv__exact_at(a, query);
     if (first && a->exact_below < range.to) range.to = a->exact_below;
     if (i == TQKV__FIRST_TAIL) range.to = range.from;
@@ -10863,11 +11000,9 @@ static tqkv_result tqkv__check_entries(const tqkv__attention *a, int64_t first, 
 static tqkv_result tqkv__check_kept(const tqkv__attention *a)
 {
     const tqkv__range kept = {0, a->kept}, seen = tqkv__visible_to(a, 0, a->call.n_queries - 1, kept);
-    const int streams[3] = {TQKV__FIRST_HALVES, TQKV__FIRST_HALVES + 1, TQKV__FIRST_TAIL};
     tqkv_result r = TQKV_OK;
-    for (int i = 0; r == TQKV_OK && a->kept && i < 3; i++)
-        if (tqkv__stream_read(a, streams[i]))
-            r = tqkv__check_pages(tqkv__stream_read(a, streams[i]), seen.from, seen.to);
+    for (int i = TQKV__FIRST_KEYS; r == TQKV_OK && a->kept && i <= TQKV__FIRST_TAIL; i++)
+        if (tqkv__has_stream(a, i)) r = tqkv__check_pages(TQKV__STREAM_AT(a, i), seen.from, seen.to);
     return r;
 }
 
@@ -11423,8 +11558,7 @@ static void tqkv__open_gathered(const tqkv__attention *a, float *scratch, tqkv__
     memory += (64 - (uintptr_t)memory % 64) % 64;
     *gathered = *a;
     for (int i = 0; i < TQKV__STREAMS; i++) {
-        tqkv__stream *s = (tqkv__stream *)(uintptr_t)tqkv__stream_read(gathered, i);
-        if (s) memory = tqkv__put_stream(s, memory);
+        if (tqkv__has_stream(a, i)) memory = tqkv__put_stream(TQKV__STREAM_AT(gathered, i), memory);
     }
     if (!a->shared) return;
     gathered->values = gathered->keys;
@@ -12939,31 +13073,28 @@ struct tqkv_cache {
     size_t size; /* of the cache's memory: the struct, the sinks, the codes and the norms */
 };
 
-/* The streams of a cache, in the order of its memory and of snapshots: keys, values, tail. NULL: it has no such stream. */
-enum { TQKV__CACHE_STREAMS = 3 };
-static tqkv_store *tqkv__stream_of(const tqkv_cache *c, int i)
+/* Where a cache has store i, whether there is one or not. */
+#define TQKV__STORE_AT(c, i)                                                                                           \
+    ((i) >= TQKV__RAW      ? &(c)->raw[(i)-TQKV__RAW]                                                                  \
+     : (i) == TQKV__KEYS   ? &(c)->keys                                                                                \
+     : (i) == TQKV__VALUES ? &(c)->values                                                                              \
+     : (i) == TQKV__TAIL   ? &(c)->tail                                                                                \
+                           : &(c)->ends[tqkv__stream_kinds[i].end][tqkv__stream_kinds[i].side])
+
+/* All but the raw stores lie in the cache's memory. */
+static bool tqkv__has_store(const tqkv_cache *c, int i)
 {
-    const tqkv_store *const all[TQKV__CACHE_STREAMS] = {&c->keys, c->shared ? NULL : &c->values,
-                                                        c->tail.head_dim ? &c->tail : NULL};
-    return (tqkv_store *)(uintptr_t)all[i];
+    if (i == TQKV__VALUES && c->shared) return false;
+    return (i < TQKV__RAW || c->raw_memory) && TQKV__STORE_AT(c, i)->head_dim > 0;
 }
 
-/* What is kept besides, number i: of the first positions' keys, values and tail, then of the newest ones'. NULL: there is none. */
-enum { TQKV__CACHE_ENDS = 6, TQKV__LAST_KEYS = 3 };
-static tqkv_store *tqkv__end_of(const tqkv_cache *c, int i)
+/* Store i of a cache; NULL: there is none. */
+static const tqkv_store *tqkv__store_of(const tqkv_cache *c, int i)
 {
-    const tqkv_store *s = &c->ends[i / 3][i % 3];
-    return s->head_dim ? (tqkv_store *)(uintptr_t)s : NULL;
+    return tqkv__has_store(c, i) ? TQKV__STORE_AT(c, i) : NULL;
 }
 
-/* All stores: the streams, then what is kept besides, then what is raw; all but the last lie in the cache's at. */
-enum { TQKV__CACHE_STORES = 12, TQKV__FIRST_ENDS = 3, TQKV__LAST_ENDS = 6, TQKV__RAW = 9 };
-static tqkv_store *tqkv__store_of(const tqkv_cache *c, int i)
-{
-    const tqkv_store *raw = i >= TQKV__RAW ? &c->raw[i - TQKV__RAW] : NULL;
-    if (raw) return c->raw_memory && raw->head_dim ? (tqkv_store *)(uintptr_t)raw : NULL;
-    return i < TQKV__CACHE_STREAMS ? tqkv__stream_of(c, i) : tqkv__end_of(c, i - TQKV__CACHE_STREAMS);
-}
+static tqkv_store *tqkv__own_store(tqkv_cache *c, int i) { return tqkv__has_store(c, i) ? TQKV__STORE_AT(c, i) : NULL; }
 
 /* Positions of a ring of halves that serves so many queries: whole tiles, none of which wraps. */
 static int64_t tqkv__end_room(int64_t exact_last, int64_t n_queries)
@@ -12993,7 +13124,7 @@ static tqkv__range tqkv__range_of(const tqkv_cache *c, int i)
     tqkv__range newest = all;
     if (i >= TQKV__RAW || c->learning) return i >= TQKV__RAW && c->learning ? all : none;
     if (tqkv__exact_kept(c) > newest.from) newest.from = tqkv__exact_kept(c);
-    return i < TQKV__FIRST_ENDS ? all : i < TQKV__LAST_ENDS ? first : newest;
+    return i < TQKV__FIRST_KEYS ? all : i < TQKV__LAST_KEYS ? first : newest;
 }
 
 /* What a stream has a value a channel of. */
@@ -13009,7 +13140,7 @@ static bool tqkv__count_channels(const tqkv_cache *c, int n, size_t *channels)
 {
     size_t dims = 0;
     for (int i = 0; i < n; i++)
-        if (tqkv__stream_of(c, i)) dims += (size_t)tqkv__stream_of(c, i)->head_dim;
+        if (tqkv__has_store(c, i)) dims += (size_t)TQKV__STORE_AT(c, i)->head_dim;
     return tqkv__size_multiply(dims, (size_t)c->keys.n_kv_heads, channels) &&
            *channels <= SIZE_MAX / sizeof(float) / TQKV__CHANNELS;
 }
@@ -13053,15 +13184,17 @@ static tqkv_result tqkv__check_metal(const tqkv_store *keys, const tqkv_store *v
 #endif
 }
 
-/* Takes the shape of what is kept of stream i besides, of the first or of the newest positions. */
-static void tqkv__end_shape(const tqkv_cache_desc *desc, int last, int i, tqkv_cache *c)
+/* Takes the shape of store i, of what is kept of the first or of the newest positions. */
+static void tqkv__end_shape(const tqkv_cache_desc *desc, int i, tqkv_cache *c)
 {
-    const tqkv_store *stream = tqkv__stream_of(c, i);
+    const int side = tqkv__stream_kinds[i].side;
+    const bool last = tqkv__stream_kinds[i].end == TQKV__LAST_END;
+    const tqkv_store *stream = tqkv__store_of(c, side);
     const int64_t batch = desc->exact_batch ? desc->exact_batch : desc->metal ? 512 : 1;
     const int64_t room = tqkv__end_room(desc->exact_last, batch > TQKV__TILE ? batch : TQKV__TILE);
-    const bool halves = stream && i < 2 && stream->format != TQKV_F16;
+    const bool halves = stream && side != TQKV__TAIL && stream->format != TQKV_F16;
     const bool as_it_is = stream && !halves && !last && desc->ring;
-    tqkv_store *s = &c->ends[last][i];
+    tqkv_store *s = TQKV__STORE_AT(c, i);
     if (!(last ? desc->exact_last : desc->exact_first) || (!halves && !as_it_is)) return;
     *s = *stream;
     if (halves) {
@@ -13085,7 +13218,7 @@ static tqkv_result tqkv__end_shapes(const tqkv_cache_desc *desc, tqkv_cache *c)
     c->exact_last = last;
     c->exact_batch = batch;
     c->tag = desc->tag;
-    for (int i = 0; i < TQKV__CACHE_ENDS; i++) tqkv__end_shape(desc, i / 3, i % 3, c);
+    for (int i = TQKV__FIRST_KEYS; i < TQKV__STREAMS; i++) tqkv__end_shape(desc, i, c);
     return TQKV_OK;
 }
 
@@ -13119,11 +13252,11 @@ static void tqkv__cache_attach(tqkv_attention *a, const tqkv_cache *c)
     a->keys = &c->keys;
     a->values = c->shared ? &c->keys : &c->values;
     a->tail = c->tail.head_dim ? &c->tail : NULL;
-    a->first_keys = tqkv__end_of(c, 0);
-    a->first_values = tqkv__end_of(c, c->shared ? 0 : 1);
-    a->first_tail = tqkv__end_of(c, 2);
-    a->last_keys = tqkv__end_of(c, TQKV__LAST_KEYS);
-    a->last_values = tqkv__end_of(c, c->shared ? TQKV__LAST_KEYS : TQKV__LAST_KEYS + 1);
+    a->first_keys = tqkv__store_of(c, TQKV__FIRST_KEYS);
+    a->first_values = tqkv__store_of(c, c->shared ? TQKV__FIRST_KEYS : TQKV__FIRST_VALUES);
+    a->first_tail = tqkv__store_of(c, TQKV__FIRST_TAIL);
+    a->last_keys = tqkv__store_of(c, TQKV__LAST_KEYS);
+    a->last_values = tqkv__store_of(c, c->shared ? TQKV__LAST_KEYS : TQKV__LAST_VALUES);
 }
 
 /* Resolves the defaults of a desc; checks it and the shapes of all streams. */
@@ -13203,7 +13336,7 @@ TQKV__COLD TQKV_API tqkv_result tqkv_cache_create(const tqkv_cache_desc *desc, t
     char *lines = memory + (64 - (uintptr_t)memory % 64) % 64;
     c.channels = (float *)(void *)(lines + at.channels);
     for (int i = 0; i < TQKV__RAW; i++) {
-        tqkv_store *s = tqkv__store_of(&c, i);
+        tqkv_store *s = tqkv__own_store(&c, i);
         if (!s) continue;
         s->codes_size = tqkv_codes_size(s);
         s->norms_size = tqkv_norms_size(s);
@@ -13265,7 +13398,7 @@ static float *tqkv__channel_room(const tqkv_cache *c, int i, tqkv__channels kind
 /* Takes values as centres or scales of stream i and what is kept of it besides, its heads `stride` floats apart; NULL: none. */
 static void tqkv__cache_channels(tqkv_cache *c, int i, tqkv__channels kind, const float *values, size_t stride)
 {
-    tqkv_store *s = tqkv__stream_of(c, i);
+    tqkv_store *s = tqkv__own_store(c, i);
     if (!s) return;
     const size_t dim = (size_t)s->head_dim, n_kv_heads = (size_t)s->n_kv_heads;
     float *own = tqkv__channel_room(c, i, kind);
@@ -13294,17 +13427,18 @@ static tqkv_result tqkv__append_open(const tqkv_cache *c, int i, const void *k, 
 {
     const int key_dim = c->keys.head_dim + c->tail.head_dim;
     const int64_t left = c->exact_first - c->attention.end;
-    const void *src = i == 1 ? v : k;
-    tqkv_store store = *tqkv__stream_of(c, i);
-    store.strides = i == 1 ? c->values.strides : tqkv__strides_of(c->keys.strides, store.n_kv_heads, key_dim);
-    if (i == 2 && k) src = (const uint8_t *)k + (size_t)c->keys.head_dim * tqkv__type_size(store.type);
+    const void *src = i == TQKV__VALUES ? v : k;
+    tqkv_store store = *TQKV__STORE_AT(c, i);
+    store.strides =
+        i == TQKV__VALUES ? c->values.strides : tqkv__strides_of(c->keys.strides, store.n_kv_heads, key_dim);
+    if (i == TQKV__TAIL && k) src = (const uint8_t *)k + (size_t)c->keys.head_dim * tqkv__type_size(store.type);
     tqkv_result r = tqkv__encode_open(&store, src, n_tokens, c->attention.end, &append->streams[i]);
     if (r != TQKV_OK) return r;
     if (tqkv__in_cache(c, src, tqkv__rows_size(&store, n_tokens))) return TQKV__INVALID("k or v overlaps the cache");
     if (store.channel_scale) append->streams[i].inverses = tqkv__channel_room(c, i, TQKV__INVERSES);
     tqkv__add_stream(&append->job, &append->streams[i], src);
-    if (!tqkv__end_of(c, i) || left <= 0) return TQKV_OK;
-    tqkv_store first = *tqkv__end_of(c, i);
+    if (!tqkv__has_store(c, TQKV__FIRST_KEYS + i) || left <= 0) return TQKV_OK;
+    tqkv_store first = *TQKV__STORE_AT(c, TQKV__FIRST_KEYS + i);
     first.strides = store.strides;
     r = tqkv__stream_open(&first, &append->first[i]);
     tqkv__add_stream(&append->first_job, &append->first[i], src);
@@ -13378,7 +13512,7 @@ static tqkv_result tqkv__fit_newest(tqkv_cache *c, int n_tokens)
 static void tqkv__append_rows(const tqkv_cache *c, tqkv__append *append)
 {
     for (int side = 0; side < 2; side++) {
-        const tqkv_store *newest = tqkv__end_of(c, TQKV__LAST_KEYS + side);
+        const tqkv_store *newest = tqkv__store_of(c, TQKV__LAST_KEYS + side);
         if (!newest || tqkv__stream_open(newest, &append->newest[side]) != TQKV_OK) continue;
         append->job.halves[side] = &append->newest[side];
     }
@@ -13398,7 +13532,7 @@ TQKV_API tqkv_result tqkv_cache_append(tqkv_cache *c, const void *k, const void 
     tqkv__encode_job_open(&append.first_job, &c->attention.parallel, left < n_tokens ? (int)left : n_tokens,
                           c->attention.end);
     for (int i = 0; r == TQKV_OK && i < TQKV__CACHE_STREAMS; i++)
-        if (tqkv__stream_of(c, i)) r = tqkv__append_open(c, i, k, v, n_tokens, &append);
+        if (tqkv__has_store(c, i)) r = tqkv__append_open(c, i, k, v, n_tokens, &append);
     if (r == TQKV_OK && !tqkv__sources_finite(&append.job))
         r = TQKV__REFUSE(NOT_FINITE, "k or v holds NaN or infinity");
     if (r == TQKV_OK) r = tqkv__fit_newest(c, n_tokens);
@@ -13417,7 +13551,7 @@ TQKV_API tqkv_result tqkv_cache_append(tqkv_cache *c, const void *k, const void 
 /* Counts what is kept as halves. */
 static void tqkv__count_ends(const tqkv_cache *c, tqkv_attention *a)
 {
-    const tqkv__range newest = tqkv__range_of(c, TQKV__LAST_ENDS);
+    const tqkv__range newest = tqkv__range_of(c, TQKV__LAST_KEYS);
     a->exact_first = (int)c->exact_below;
     a->exact_last = newest.to - newest.from < c->exact_last ? (int)(newest.to - newest.from) : c->exact_last;
     a->exact_from = c->exact_from;
@@ -13516,9 +13650,9 @@ static tqkv_result tqkv__set_channels(tqkv_cache *c, tqkv__channels kind, const 
     if (tqkv__in_cache(c, keys, n_keys * sizeof(float)) || tqkv__in_cache(c, values, n_values * sizeof(float)))
         return TQKV__INVALID("a centre or a scale lies in the cache");
     tqkv__drop_raw(c);
-    tqkv__cache_channels(c, 0, kind, keys, key_dim);
-    tqkv__cache_channels(c, 1, kind, values, (size_t)c->values.head_dim);
-    tqkv__cache_channels(c, 2, kind, keys ? keys + c->keys.head_dim : NULL, key_dim);
+    tqkv__cache_channels(c, TQKV__KEYS, kind, keys, key_dim);
+    tqkv__cache_channels(c, TQKV__VALUES, kind, values, (size_t)c->values.head_dim);
+    tqkv__cache_channels(c, TQKV__TAIL, kind, keys ? keys + c->keys.head_dim : NULL, key_dim);
     return TQKV_OK;
 }
 
@@ -13585,7 +13719,7 @@ static tqkv_result tqkv__raw_shapes(const tqkv_cache_desc *desc, tqkv_cache *c)
     c->learning = true;
     const int most = quarter > least ? quarter : least, n = desc->calibrate < most ? desc->calibrate : most;
     for (int i = 0; i < TQKV__CACHE_STREAMS; i++) {
-        const tqkv_store *s = tqkv__stream_of(c, i);
+        const tqkv_store *s = tqkv__store_of(c, i);
         if (!s) continue;
         c->raw[i] = *s;
         if (i < 2) c->raw[i].format = TQKV_F16;
@@ -13664,7 +13798,8 @@ static TQKV__NOINLINE void tqkv__learn(tqkv_cache *c, const tqkv__stream *raw, i
     tqkv__learnt learnt;
     const int first = n - c->exact_first >= TQKV__LEAST_POSITIONS ? c->exact_first : 0;
     const size_t dim = (size_t)raw->head_dim;
-    float *center = tqkv__channel_room(c, 0, TQKV__CENTERS), *scale = tqkv__channel_room(c, 0, TQKV__SCALES);
+    float *center = tqkv__channel_room(c, TQKV__KEYS, TQKV__CENTERS),
+          *scale = tqkv__channel_room(c, TQKV__KEYS, TQKV__SCALES);
     const uint64_t mode = tqkv__fp_exact();
     for (int h = 0; h < raw->n_kv_heads; h++) {
         tqkv__raw_means(raw, h, first, n, NULL, false, learnt.center);
@@ -13674,8 +13809,8 @@ static TQKV__NOINLINE void tqkv__learn(tqkv_cache *c, const tqkv__stream *raw, i
         tqkv__scales_of(learnt.rows, NULL, raw->head_dim, scale + (size_t)h * dim);
     }
     tqkv__fp_restore(mode);
-    tqkv__cache_channels(c, 0, TQKV__CENTERS, center, dim);
-    tqkv__cache_channels(c, 0, TQKV__SCALES, scale, dim);
+    tqkv__cache_channels(c, TQKV__KEYS, TQKV__CENTERS, center, dim);
+    tqkv__cache_channels(c, TQKV__KEYS, TQKV__SCALES, scale, dim);
 }
 
 /* -- Encoding what was raw -- */
@@ -13737,9 +13872,10 @@ static void tqkv__raw_task(void *context, int index)
 /* Opens the stores of one side; their buffers were checked when the cache was made. */
 static void tqkv__open_raw_side(const tqkv_cache *c, const tqkv_store *raw, int side, tqkv__raw_job *job)
 {
-    const tqkv_store *first = tqkv__end_of(c, side), *newest = tqkv__end_of(c, TQKV__LAST_KEYS + side);
+    const tqkv_store *first = tqkv__store_of(c, TQKV__FIRST_KEYS + side),
+                     *newest = tqkv__store_of(c, TQKV__LAST_KEYS + side);
     (void)tqkv__stream_open(&raw[side], &job->raw[side]);
-    (void)tqkv__stream_open(tqkv__stream_of(c, side), &job->to[side]);
+    (void)tqkv__stream_open(tqkv__store_of(c, side), &job->to[side]);
     job->has_first[side] = first && tqkv__stream_open(first, &job->first[side]) == TQKV_OK;
     job->has_newest[side] = newest && tqkv__stream_open(newest, &job->newest[side]) == TQKV_OK;
 }
@@ -13747,7 +13883,7 @@ static void tqkv__open_raw_side(const tqkv_cache *c, const tqkv_store *raw, int 
 /* Brings the raw rows of a tail to its stores. */
 static tqkv_result tqkv__settle_tail(const tqkv_cache *c, const tqkv_store *raw, int n)
 {
-    const tqkv_store *const stores[2] = {tqkv__stream_of(c, 2), tqkv__end_of(c, 2)};
+    const tqkv_store *const stores[2] = {tqkv__store_of(c, TQKV__TAIL), tqkv__store_of(c, TQKV__FIRST_TAIL)};
     tqkv_result r = TQKV_OK;
     for (int i = 0; r == TQKV_OK && i < 2; i++)
         if (raw[2].head_dim && stores[i])
@@ -13813,7 +13949,7 @@ static void tqkv__take_learnt(const tqkv_cache *c, tqkv__append *append)
     for (int i = 0; i < 2; i++) {
         streams[i]->center = c->keys.center;
         streams[i]->channel_scale = c->keys.channel_scale;
-        streams[i]->inverses = tqkv__channel_room(c, 0, TQKV__INVERSES);
+        streams[i]->inverses = tqkv__channel_room(c, TQKV__KEYS, TQKV__INVERSES);
     }
 }
 
@@ -13988,8 +14124,8 @@ static void tqkv__move_positions(const tqkv_cache *c, int64_t source, int64_t ta
     for (int i = 0; i < TQKV__CACHE_STORES; i++) {
         tqkv__stream s;
         const tqkv_store *store = tqkv__store_of(c, i);
-        const bool first = i >= TQKV__FIRST_ENDS && i < TQKV__LAST_ENDS;
-        const bool newest = i >= TQKV__LAST_ENDS && i < TQKV__RAW;
+        const bool first = tqkv__stream_kinds[i].end == TQKV__FIRST_END;
+        const bool newest = tqkv__stream_kinds[i].end == TQKV__LAST_END;
         if (!store || (newest && target < c->exact_held) || c->learning != (i >= TQKV__RAW)) continue;
         if (tqkv__stream_open(store, &s) == TQKV_OK) tqkv__move_rows(&s, source, &s, target, first ? below : n);
     }
@@ -14009,9 +14145,9 @@ static void tqkv__reverse_rows(uint8_t *rows, int n, size_t size)
 /* Position p + by of the rings of halves becomes position p. */
 static void tqkv__turn_rings(const tqkv_cache *c, int64_t by)
 {
-    for (int i = TQKV__LAST_KEYS; i < TQKV__CACHE_ENDS; i++) {
+    for (int i = TQKV__LAST_KEYS; i <= TQKV__LAST_VALUES; i++) {
         tqkv__stream s;
-        if (!tqkv__end_of(c, i) || tqkv__stream_open(tqkv__end_of(c, i), &s) != TQKV_OK) continue;
+        if (!tqkv__has_store(c, i) || tqkv__stream_open(TQKV__STORE_AT(c, i), &s) != TQKV_OK) continue;
         const int n = (int)(by % s.capacity);
         for (int h = 0; h < s.n_kv_heads; h++) {
             uint8_t *rows = tqkv__codes_at(&s, h, 0);
@@ -14133,7 +14269,7 @@ static tqkv_result tqkv__fork_store(const tqkv_cache *c, int i, const tqkv_cache
         range.from = c->first;
         memset(to->codes, 0, to->codes_size);
     }
-    if (!from && i < TQKV__RAW) from = tqkv__stream_of(c, (i - TQKV__FIRST_ENDS) % 3);
+    if (!from && i < TQKV__RAW) from = tqkv__store_of(c, tqkv__stream_kinds[i].side);
     if (range.from >= range.to) return TQKV_OK;
     return tqkv__convert(to, from, range.from, (int)(range.to - range.from), parallel);
 }
@@ -14145,7 +14281,7 @@ static tqkv_result tqkv__copy_cache(const tqkv_cache *c, tqkv_cache *copy, const
     tqkv_result r = TQKV_OK;
     const bool settles = c->learning && c->attention.end >= copy->raw[0].capacity;
     for (int i = 0; i < TQKV__CACHE_STREAMS; i++) {
-        const tqkv_store *from = tqkv__stream_of(c, i);
+        const tqkv_store *from = tqkv__store_of(c, i);
         if (!from) continue;
         tqkv__cache_channels(copy, i, TQKV__CENTERS, from->center, (size_t)from->head_dim);
         tqkv__cache_channels(copy, i, TQKV__SCALES, from->channel_scale, (size_t)from->head_dim);
@@ -14155,7 +14291,7 @@ static tqkv_result tqkv__copy_cache(const tqkv_cache *c, tqkv_cache *copy, const
     copy->first = c->first;
     copy->exact_below = c->exact_below;
     copy->exact_from = c->exact_from;
-    copy->exact_held = tqkv__range_of(c, TQKV__LAST_ENDS).from;
+    copy->exact_held = tqkv__range_of(c, TQKV__LAST_KEYS).from;
     copy->attention.end = c->attention.end;
     if (!settles) return r;
     r = tqkv__settle(copy, c->raw, (int)c->attention.end, c->attention.end);
@@ -14288,17 +14424,18 @@ static tqkv_result tqkv__move_hash(tqkv__pipe *pipe)
     return memcmp(bytes, expected, sizeof bytes) == 0 ? TQKV_OK : TQKV_CORRUPT;
 }
 
-static tqkv_result tqkv__move_floats(tqkv__pipe *pipe, float *x, size_t n)
+/* Writes floats, or reads them to `to`. from, to: [n] */
+static tqkv_result tqkv__move_floats(tqkv__pipe *pipe, const float *from, float *to, size_t n)
 {
     uint8_t bytes[1024];
     for (size_t done = 0; done < n;) {
         const size_t count = n - done < sizeof bytes / 4 ? n - done : sizeof bytes / 4;
         if (pipe->write)
-            for (size_t i = 0; i < count; i++) tqkv__put(bytes + 4 * i, 4, tqkv__bits(x[done + i]));
+            for (size_t i = 0; i < count; i++) tqkv__put(bytes + 4 * i, 4, tqkv__bits(from[done + i]));
         const tqkv_result r = tqkv__move(pipe, bytes, 4 * count);
         if (r != TQKV_OK) return r;
         if (pipe->read)
-            for (size_t i = 0; i < count; i++) x[done + i] = tqkv__float((uint32_t)tqkv__get(bytes + 4 * i, 4));
+            for (size_t i = 0; i < count; i++) to[done + i] = tqkv__float((uint32_t)tqkv__get(bytes + 4 * i, 4));
         done += count;
     }
     return TQKV_OK;
@@ -14313,21 +14450,22 @@ static tqkv_result tqkv__move_stored(tqkv__pipe *pipe, const tqkv__stream *s, tq
             for (int64_t position = range.from, n; position < range.to; position += n) {
                 const int slot = tqkv__slot(s, position), room = tqkv__slots_left(s, position);
                 n = range.to - position < room ? range.to - position : room;
+                float *of_rows = tqkv__norms_at(s, h, slot);
                 if (!norms)
                     r = tqkv__move(pipe, tqkv__codes_at(s, h, slot), (size_t)n * s->row_bytes);
                 else
-                    r = tqkv__move_floats(pipe, tqkv__norms_at(s, h, slot), (size_t)n * (size_t)s->norms_per_row);
+                    r = tqkv__move_floats(pipe, of_rows, of_rows, (size_t)n * (size_t)s->norms_per_row);
                 if (r != TQKV_OK) return r;
             }
     return tqkv__move_hash(pipe);
 }
 
-/* Moves centre and scale, which when they are read lie in the cache's own memory. */
-static tqkv_result tqkv__move_channels(tqkv__pipe *pipe, const tqkv__stream *s)
+/* Moves centre and scale. to_center, to_scale: the same in the cache's memory; NULL where nothing is read */
+static tqkv_result tqkv__move_channels(tqkv__pipe *pipe, const tqkv__stream *s, float *to_center, float *to_scale)
 {
     const size_t n = tqkv__center_size(s) / sizeof(float);
-    tqkv_result r = s->center ? tqkv__move_floats(pipe, (float *)(uintptr_t)s->center, n) : TQKV_OK;
-    if (r == TQKV_OK && s->channel_scale) r = tqkv__move_floats(pipe, (float *)(uintptr_t)s->channel_scale, n);
+    tqkv_result r = s->center ? tqkv__move_floats(pipe, s->center, to_center, n) : TQKV_OK;
+    if (r == TQKV_OK && s->channel_scale) r = tqkv__move_floats(pipe, s->channel_scale, to_scale, n);
     const bool valid = (!s->center || tqkv__all_finite(s->center, n)) &&
                        (!s->channel_scale || tqkv__scales_valid(s->channel_scale, n));
     return r != TQKV_OK || valid ? r : TQKV_CORRUPT;
@@ -14341,7 +14479,9 @@ static tqkv_result tqkv__move_stores(tqkv__pipe *pipe, const tqkv_cache *c)
         tqkv__stream s;
         if (!tqkv__store_of(c, i) || (i >= TQKV__RAW && !c->learning)) continue;
         r = tqkv__stream_open(tqkv__store_of(c, i), &s);
-        if (r == TQKV_OK && i < TQKV__CACHE_STREAMS) r = tqkv__move_channels(pipe, &s);
+        if (r == TQKV_OK && i < TQKV__CACHE_STREAMS)
+            r = tqkv__move_channels(pipe, &s, tqkv__channel_room(c, i, TQKV__CENTERS),
+                                    tqkv__channel_room(c, i, TQKV__SCALES));
         if (r == TQKV_OK) r = tqkv__move_stored(pipe, &s, tqkv__range_of(c, i));
     }
     return r;
@@ -14386,7 +14526,7 @@ static uint32_t tqkv__streams_with(const tqkv_cache *c, bool scales)
 {
     uint32_t bits = 0;
     for (int i = 0; i < TQKV__CACHE_STREAMS; i++) {
-        const tqkv_store *s = tqkv__stream_of(c, i);
+        const tqkv_store *s = tqkv__store_of(c, i);
         if (s && (scales ? s->channel_scale : s->center)) bits |= 1u << i;
     }
     return bits;
@@ -14417,7 +14557,7 @@ static void tqkv__cache_header(const tqkv_cache *c, uint8_t *header)
                                                   (uint32_t)c->calibrate,
                                                   (uint32_t)c->exact_first,
                                                   (uint32_t)c->exact_last,
-                                                  (uint32_t)tqkv__range_of(c, TQKV__FIRST_ENDS).to,
+                                                  (uint32_t)tqkv__range_of(c, TQKV__FIRST_KEYS).to,
                                                   0};
     tqkv__put_name(tqkv__magic, TQKV__HEADER_SIZE, header);
     tqkv__put(header + 16, 8, c->tag);
@@ -14509,7 +14649,7 @@ static void tqkv__set_range(tqkv_cache *c, const tqkv__header *h)
     c->exact_below = h->exact_below;
     c->exact_from = h->exact_from;
     c->learning = h->learning;
-    c->exact_held = tqkv__range_of(c, TQKV__LAST_ENDS).from;
+    c->exact_held = tqkv__range_of(c, TQKV__LAST_KEYS).from;
 }
 
 /* A reader that holds the first `filled` bytes and has passed on `taken` of them. */
@@ -14587,7 +14727,7 @@ static void tqkv__take_channels(tqkv_cache *c, uint32_t centers, uint32_t scales
             const tqkv__channels kind = k ? TQKV__SCALES : TQKV__CENTERS;
             if ((k ? scales : centers) >> i & 1)
                 tqkv__cache_channels(c, i, kind, tqkv__channel_room(c, i, kind),
-                                     (size_t)tqkv__stream_of(c, i)->head_dim);
+                                     (size_t)TQKV__STORE_AT(c, i)->head_dim);
         }
 }
 
@@ -14667,7 +14807,7 @@ static uint64_t tqkv__channels_hash(const tqkv__stream *s)
     tqkv__pipe pipe;
     if (!s->center && !s->channel_scale) return 0;
     tqkv__pipe_open(&pipe, tqkv__write_nowhere, NULL, NULL);
-    (void)tqkv__move_channels(&pipe, s);
+    (void)tqkv__move_channels(&pipe, s, NULL, NULL);
     return XXH3_64bits_digest(&pipe.hash);
 }
 
@@ -16651,11 +16791,13 @@ static tqkv_result tqkv__plan_end_shapes(const tqkv_metal_attention *from, tqkv_
                                                 {from->last_keys, from->last_values}};
     tqkv_attention *to = &call->attention;
     const tqkv_store **const shapes[2][2] = {{&to->first_keys, &to->first_values}, {&to->last_keys, &to->last_values}};
-    for (int i = 0; i < 4; i++) {
-        const tqkv_metal_store *end = ends[i / 2][i % 2], *codes = i % 2 ? from->values : from->keys;
-        tqkv_store *shape = &call->ends[i / 2][i % 2];
-        *shapes[i / 2][i % 2] = end ? shape : NULL;
-        if (!end || !(i / 2 ? to->exact_last : to->exact_first)) continue;
+    for (int i = TQKV__FIRST_KEYS; i < TQKV__STREAMS; i++) {
+        const int last = tqkv__stream_kinds[i].end, side = tqkv__stream_kinds[i].side;
+        if (i == TQKV__FIRST_TAIL) continue; /* see tqkv__plan_first_tail */
+        const tqkv_metal_store *end = ends[last][side], *codes = side == TQKV__VALUES ? from->values : from->keys;
+        tqkv_store *shape = &call->ends[last][side];
+        *shapes[last][side] = end ? shape : NULL;
+        if (!end || !(last ? to->exact_last : to->exact_first)) continue;
         tqkv__plan_store(end, shape);
         shape->center = codes->shape.center;
         if (!tqkv__same_buffer(end->center, codes->center) ||
@@ -17584,14 +17726,14 @@ static tqkv_cache_layout tqkv__layout_of_call(const tqkv_cache *c, const tqkv_ca
     return given ? *given : own;
 }
 
-/* The halves of the first (0) or newest (TQKV__LAST_KEYS) positions for the tokens that they keep: those of keys, of values or of
+/* The halves of the first (TQKV__FIRST_KEYS) or newest (TQKV__LAST_KEYS) positions for the tokens that they keep: those of keys, of values or of
    both. */
 static tqkv_result tqkv__plan_halves(const tqkv_cache *c, tqkv_metal_buffer memory, const tqkv_strides strides[2],
-                                     int first, const tqkv_metal_buffer rows[2], int n_tokens,
+                                     int keys, const tqkv_metal_buffer rows[2], int n_tokens,
                                      tqkv_metal_buffer not_finite, tqkv_metal_plan *plan)
 {
-    const tqkv_store *const ends[2] = {tqkv__end_of(c, first), tqkv__end_of(c, first + 1)};
-    const int64_t end = c->attention.end, left = first ? n_tokens : c->exact_first - end;
+    const tqkv_store *const ends[2] = {tqkv__store_of(c, keys), tqkv__store_of(c, keys + 1)};
+    const int64_t end = c->attention.end, left = keys == TQKV__LAST_KEYS ? n_tokens : c->exact_first - end;
     const int kept = left < 0 ? 0 : left < n_tokens ? (int)left : n_tokens;
     const tqkv__mapping mapping = tqkv__mapping_from(kept, kept ? end : 0);
     tqkv_metal_store stores[2];
@@ -17599,7 +17741,7 @@ static tqkv_result tqkv__plan_halves(const tqkv_cache *c, tqkv_metal_buffer memo
     for (int side = 0; side < 2; side++) {
         if (!ends[side]) continue;
         stores[side] = tqkv__store_in_buffer(c, memory, ends[side]);
-        stores[side].shape.type = tqkv__stream_of(c, side)->type;
+        stores[side].shape.type = TQKV__STORE_AT(c, side)->type;
         stores[side].shape.strides = strides[side];
     }
     if (ends[0] && ends[1])
@@ -17659,13 +17801,14 @@ TQKV_API tqkv_result tqkv_metal_plan_cache_append(const tqkv_cache *c, tqkv_meta
         r = tqkv__add_tail(c, memory, &c->tail, tail_rows, tail_strides, &mapping, not_finite, plan);
     }
     const int64_t left = c->exact_first - c->attention.end;
-    if (r == TQKV_OK && tqkv__end_of(c, 2) && (left > 0 || !n_tokens)) {
+    if (r == TQKV_OK && tqkv__has_store(c, TQKV__FIRST_TAIL) && (left > 0 || !n_tokens)) {
         const tqkv__mapping kept =
             tqkv__mapping_from(left < n_tokens && n_tokens ? (int)left : n_tokens, n_tokens ? c->attention.end : 0);
-        r = tqkv__add_tail(c, memory, tqkv__end_of(c, 2), tail_rows, tail_strides, &kept, not_finite, plan);
+        r = tqkv__add_tail(c, memory, TQKV__STORE_AT(c, TQKV__FIRST_TAIL), tail_rows, tail_strides, &kept, not_finite,
+                           plan);
     }
-    for (int first = 0; r == TQKV_OK && first <= TQKV__LAST_KEYS; first += TQKV__LAST_KEYS)
-        r = tqkv__plan_halves(c, memory, strides, first, rows, n_tokens, not_finite, plan);
+    if (r == TQKV_OK) r = tqkv__plan_halves(c, memory, strides, TQKV__FIRST_KEYS, rows, n_tokens, not_finite, plan);
+    if (r == TQKV_OK) r = tqkv__plan_halves(c, memory, strides, TQKV__LAST_KEYS, rows, n_tokens, not_finite, plan);
     return tqkv__close_plan(plan, r);
 }
 
@@ -17686,21 +17829,21 @@ static const tqkv_metal_store *tqkv__store_of_call(const tqkv_cache *c, const tq
 static void tqkv__open_cache_call(const tqkv_cache *c, tqkv_metal_buffer memory, const tqkv_metal_attention *some,
                                   tqkv__cache_call *call)
 {
-    const int values = c->shared ? 0 : 1;
+    const int values = c->shared ? TQKV__KEYS : TQKV__VALUES;
     tqkv_metal_attention *a = &call->attention;
     memset(call, 0, sizeof *call);
     for (int i = 0; i < TQKV__CACHE_STORES; i++)
         if (tqkv__store_of(c, i)) call->stores[i] = tqkv__store_in_buffer(c, memory, tqkv__store_of(c, i));
     a->attention = tqkv_cache_view(c);
     if (!a->attention.kv_len) a->attention.end = 0; /* nothing is resident; kv_len alone would be its default */
-    a->keys = &call->stores[0];
+    a->keys = &call->stores[TQKV__KEYS];
     a->values = &call->stores[values];
-    a->tail = tqkv__store_of_call(c, call, 2);
-    a->first_keys = tqkv__store_of_call(c, call, TQKV__FIRST_ENDS);
-    a->first_tail = tqkv__store_of_call(c, call, TQKV__FIRST_ENDS + 2);
-    a->first_values = tqkv__store_of_call(c, call, TQKV__FIRST_ENDS + values);
-    a->last_keys = tqkv__store_of_call(c, call, TQKV__LAST_ENDS);
-    a->last_values = tqkv__store_of_call(c, call, TQKV__LAST_ENDS + values);
+    a->tail = tqkv__store_of_call(c, call, TQKV__TAIL);
+    a->first_keys = tqkv__store_of_call(c, call, TQKV__FIRST_KEYS);
+    a->first_tail = tqkv__store_of_call(c, call, TQKV__FIRST_TAIL);
+    a->first_values = tqkv__store_of_call(c, call, TQKV__FIRST_KEYS + values);
+    a->last_keys = tqkv__store_of_call(c, call, TQKV__LAST_KEYS);
+    a->last_values = tqkv__store_of_call(c, call, TQKV__LAST_KEYS + values);
     a->matrix_group = c->matrix_group;
     if (c->attention.sinks) a->sinks = tqkv__buffer_within(c, memory, c->attention.sinks);
     if (!some) return;

@@ -6,18 +6,20 @@
  *   tinylm generate PROMPT [options]                           text, byte by byte
  *   tinylm save FILE PROMPT [options]                          the caches of a prompt, in a file
  *   tinylm resume FILE [options]                               continues from there, in another process
- *   tinylm speculate PROMPT [options]                          tq4 proposes, --keys --values verify, truncate undoes
+ *   tinylm speculate PROMPT [options]                          tq4 proposes, the cache verifies, truncate undoes
  *     --tree                                                   the same with branches; compared with greedy decoding
+ *   tinylm learn PROFILE [--windows N] [--text FILE]           centre and scale of the keys, for --profile PROFILE
  *
- * Options: --keys F, --values F, --bytes N, --temperature T, --seed N, --threads N, --model FILE. Formats: f16 i8 tq8
- * tq6 tq5 tq4 tq3 tq2, and --first N --last N keep these positions as halves, too; or the plain cache for comparison: f32, q8_0, q4_0, and q8_0r, q4_0r with llama.cpp's rotation.
+ * Options: --preset safe|small|tiny, or --keys F, --values F; --bytes N, --temperature T, --seed N, --threads N, --model
+ * FILE. Formats: f16 i8 tq8 tq6 tq5 tq4 tq3 tq2, and --first N --last N keep these positions as halves, too; or the plain
+ * cache for comparison: f32, q8_0, q4_0, and q8_0r, q4_0r with llama.cpp's rotation.
  * With --cache FOLDER --limit MIB prompts are kept in files, and a later prompt that begins like one is computed from there
  * on. tinylm_session.h has the calls of tqkv in a forward pass. This file has save, resume and the removal of rejected
  * tokens. */
 #define _POSIX_C_SOURCE  200809L
 #define _DARWIN_C_SOURCE /* the number of processors, which POSIX does not give */
 #include "tqkv.h"
-#include "tinylm_bias.h"
+#include "tinylm_profile.h"
 #include "tinylm_prompt.h"
 #include "tinylm_score.h"
 #include "tinylm_tree.h"
@@ -27,14 +29,15 @@ enum { PROPOSALS = 6 };
 
 /* ---- score ---- */
 
-/* The pairs that `tinylm score` prints. With --all it prints every tqkv pair and every llama.cpp pair. */
-static const char *const score_pairs[][2] = {{"f16", "f16"},     {"i8", "i8"},      {"tq8", "tq8"},   {"tq6", "tq6"},
-                                             {"tq5", "tq5"},     {"i8", "tq4"},     {"tq4", "tq4"},   {"tq4", "tq3"},
-                                             {"tq3", "tq3"},     {"tq2", "tq2"},    {"q8_0", "q8_0"}, {"q4_0", "q4_0"},
-                                             {"q8_0r", "q8_0r"}, {"q4_0r", "q4_0r"}};
+/* The presets and pairs that `tinylm score` prints. With --all it prints every tqkv pair and every llama.cpp pair. */
+static const char *const score_pairs[][2] = {
+    {"safe", "safe"}, {"small", "small"}, {"tiny", "tiny"}, {"f16", "f16"},     {"i8", "i8"},      {"tq8", "tq8"},
+    {"tq6", "tq6"},   {"tq5", "tq5"},     {"i8", "tq4"},    {"tq4", "tq4"},     {"tq4", "tq3"},    {"tq3", "tq3"},
+    {"tq2", "tq2"},   {"q8_0", "q8_0"},   {"q4_0", "q4_0"}, {"q8_0r", "q8_0r"}, {"q4_0r", "q4_0r"}};
 
 static bool pairs_up(const format_choice *keys, const format_choice *values)
 {
+    if (keys->is_preset || values->is_preset) return keys == values;
     return !keys->format == !values->format && keys->rotated == values->rotated && keys->bits < 32 && values->bits < 32;
 }
 
@@ -45,28 +48,23 @@ static const char *const biased_pairs[][2] = {{"f16", "f16"},  {"i8", "f16"},   
 /* Prints a line of the table. The first pair of a job is the reference for the later ones. */
 static void score_pair(scoring *job, const format_choice *keys, const format_choice *values)
 {
-    session s;
-    char label[16];
     double bits, means[3], start = seconds();
     int n = job->n_windows * WINDOW_BYTES;
     float *logits = job->reference_bits > 0 ? job->logits : job->reference;
-    snprintf(label, sizeof label, "%s %s", keys->name, values->name);
-    session_create(&s, job->m, keys, values, WINDOW_BYTES);
-    score_windows(job, &s, logits, label);
-    double rate = n / (seconds() - start), bytes = session_bytes(&s, &bits);
+    const double bytes = score_windows(job, keys, values, logits, &bits), rate = n / (seconds() - start);
     compare(logits, job->reference, job->text, n, means);
     if (logits == job->reference) job->reference_bits = means[0];
-    printf("%-6s %-6s %8.2f %9.0f %9.5f %+9.5f %11.7f %8.2f%% %9.0f\n", keys->name, values->name, bits, bytes / 1024,
-           means[0], means[0] - job->reference_bits, means[1], 100 * means[2], rate);
+    printf("%-6s %-6s %8.2f %9.0f %9.5f %+9.5f %11.7f %8.2f%% %9.0f\n", keys->name,
+           keys->is_preset ? "preset" : values->name, bits, bytes / 1024, means[0], means[0] - job->reference_bits,
+           means[1], 100 * means[2], rate);
     fflush(stdout);
-    session_destroy(&s);
 }
 
 static void score_list(scoring *job, const options *o, const char *const pairs[][2], size_t count)
 {
     for (size_t i = 0; i < count; i++) {
         const format_choice *keys = find_format(pairs[i][0]);
-        if (keys->format || o->center_tokens == 0) score_pair(job, keys, find_format(pairs[i][1]));
+        if (is_tqkv(keys) || o->center_tokens == 0) score_pair(job, keys, find_format(pairs[i][1]));
     }
 }
 
@@ -75,8 +73,10 @@ static void command_score(model *m, const options *o)
     scoring job = scoring_open(m, o->file, o->n_windows);
     if (o->bias > 0) plant_bias(m, job.text, o->bias, o->before_rotary);
     if (o->center_tokens > 0) find_centers(m, job.text, o->center_tokens);
-    printf("# %d windows of %d bytes. KL: nats a byte, from the f32 cache. top-1: same likeliest byte.\n", o->n_windows,
-           WINDOW_BYTES);
+    printf(
+        "# %d windows of %d bytes. KL: nats a byte, from the f32 cache. top-1: same likeliest byte. bits/v: codes and "
+        "norms.\n",
+        o->n_windows, WINDOW_BYTES);
     printf("%-6s %-6s %8s %9s %9s %9s %11s %9s %9s\n", "#keys", "values", "bits/v", "KiB", "bits/byte", "+f32", "KL",
            "top-1", "bytes/s");
     score_pair(&job, find_format("f32"), find_format("f32"));
@@ -92,6 +92,17 @@ static void command_score(model *m, const options *o)
         score_list(&job, o, score_pairs, sizeof score_pairs / sizeof *score_pairs);
     }
     scoring_close(&job);
+}
+
+static void command_learn(model *m, const options *o)
+{
+    data_file text;
+    const int n = o->n_windows * WINDOW_BYTES < MAX_CONTEXT ? o->n_windows * WINDOW_BYTES : MAX_CONTEXT;
+    if (!data_file_open(&text, o->file)) stop(o->file, "cannot be read");
+    if (text.size < (size_t)n) stop(o->file, "is too short for so many windows");
+    if (o->bias > 0) plant_bias(m, text.bytes, o->bias, o->before_rotary);
+    learn_profile(m, text.bytes, n, o->profile);
+    free(text.bytes);
 }
 
 /* ---- generate ---- */
@@ -114,7 +125,7 @@ static void conversation_start(conversation *c, model *m, const options *o)
         prefill(&c->s, c->text, c->length - 1);
         return;
     }
-    if (!o->keys->format) stop("--cache", "takes tqkv's formats");
+    if (!is_tqkv(o->keys)) stop("--cache", "takes tqkv's formats");
     const prompt_cache kept = session_prompts(&c->s, o);
     const int loaded = session_read_prompt(&c->s, &kept, c->text, c->length - 1);
     fprintf(stderr, "tinylm: %d of %d bytes of the prompt from %s\n", loaded, c->length - 1, o->folder);
@@ -163,7 +174,7 @@ static void command_save(model *m, const options *o)
 {
     conversation c;
     conversation_start(&c, m, o);
-    if (!c.s.keys->format) stop("save", "only tqkv caches can be saved");
+    if (!is_tqkv(c.s.keys)) stop("save", "only tqkv caches can be saved");
     FILE *file = fopen(o->file, "wb");
     if (!file) stop(o->file, strerror(errno));
     uint32_t check_sum = text_checksum(c.text, c.length);
@@ -177,8 +188,12 @@ static void command_save(model *m, const options *o)
     for (int i = 0; i < m->n_layers; i++) check(tqkv_cache_save(c.s.caches[i], write_file, file), o->file);
     long size = ftell(file);
     if (fclose(file) != 0 || !good) stop(o->file, "could not be written");
-    printf("%d bytes of text and their caches (%s keys, %s values) in %s: %ld bytes\n", c.length, c.s.keys->name,
-           c.s.values->name, o->file, size);
+    if (c.s.keys->is_preset)
+        printf("%d bytes of text and their caches (preset %s) in %s: %ld bytes\n", c.length, c.s.keys->name, o->file,
+               size);
+    else
+        printf("%d bytes of text and their caches (%s keys, %s values) in %s: %ld bytes\n", c.length, c.s.keys->name,
+               c.s.values->name, o->file, size);
     session_destroy(&c.s);
 }
 
@@ -279,7 +294,7 @@ static void command_speculate_tree(model *m, const options *o)
     static conversation c, greedy;
     session draft;
     int lengths[TREE_DEPTH + 1] = {0}, rounds = 0, accepted = 0;
-    if (!o->keys->format) stop("speculate", "only tqkv caches take trees");
+    if (!is_tqkv(o->keys)) stop("speculate", "only tqkv caches take trees");
     generate_greedily(m, o, &greedy);
     conversation_start(&c, m, o);
     session_create(&draft, m, find_format("tq4"), find_format("tq4"), MAX_CONTEXT);
@@ -294,11 +309,17 @@ static void command_speculate_tree(model *m, const options *o)
     printf("\n%d calls of %d bytes each verified trees %d deep; guesses accepted a call, on average %.2f:", rounds,
            TREE_NODES, TREE_DEPTH, (double)accepted / (rounds ? rounds : 1));
     for (int i = 0; i <= TREE_DEPTH; i++) printf(" %d: %d%s", i, lengths[i], i < TREE_DEPTH ? "," : "\n");
-    bool same = memcmp(c.text, greedy.text, (size_t)c.length) == 0;
+    int same = 0;
+    while (same < c.length && c.text[same] == greedy.text[same]) same++;
     session_destroy(&draft);
     session_destroy(&c.s);
-    if (!same) stop("speculate", "greedy decoding writes other bytes");
-    puts("the same bytes as greedy decoding");
+    const bool has_ends = o->keys->is_preset || o->exact_last > 0;
+    if (same < c.length && !has_ends) stop("speculate", "greedy decoding writes other bytes");
+    if (same == c.length)
+        puts("the same bytes as greedy decoding");
+    else /* the newest positions of a guess are others than those of the text that it becomes */
+        printf("the same bytes as greedy decoding up to %d of %d: a guess reads other positions as halves\n", same,
+               c.length);
 }
 
 static void command_speculate(model *m, const options *o)
@@ -336,11 +357,10 @@ static void command_demo(model *m, const options *given)
     o.n_windows = 2;
     command_score(m, &o);
     o.prompt = "And it came to pass, that";
-    o.keys = find_format("i8");
-    o.values = find_format("tq4");
+    o.keys = o.values = find_format("safe");
     o.n_bytes = 600;
     o.temperature = 0.6f;
-    puts("\nWritten with keys in i8 and values in tq4:");
+    puts("\nWritten with the preset safe:");
     command_generate(m, &o);
     o.n_bytes = 100;
     puts("\nVerified trees of guesses:");
@@ -353,7 +373,8 @@ int main(int argc, char **argv)
         const char *name;
         void (*run)(model *m, const options *o);
     } commands[] = {{"score", command_score},   {"generate", command_generate},   {"save", command_save},
-                    {"resume", command_resume}, {"speculate", command_speculate}, {"demo", command_demo}};
+                    {"resume", command_resume}, {"speculate", command_speculate}, {"demo", command_demo},
+                    {"learn", command_learn}};
     options o = parse(argc, argv);
     for (size_t i = 0; i < sizeof commands / sizeof *commands; i++) {
         if (strcmp(o.command, commands[i].name) != 0) continue;
@@ -363,6 +384,7 @@ int main(int argc, char **argv)
         m.exact_first = o.exact_first;
         m.exact_last = o.exact_last;
         m.batch = o.batch;
+        if (o.profile && commands[i].run != command_learn) use_profile(&m, o.profile);
         commands[i].run(&m, &o);
         model_free(&m);
         return 0;

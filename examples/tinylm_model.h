@@ -23,7 +23,8 @@ typedef struct model_layer {
     float *norm_attention, *norm_mlp; /* [d_model] */
     float *q_norm, *k_norm;           /* [head_dim], with qk_norm */
     linear q, k, v, o, gate, up, down;
-    float *key_bias, *key_center; /* [n_kv_heads][head_dim] or NULL: see tinylm_bias.h */
+    float *key_bias;               /* [n_kv_heads][head_dim] or NULL: see tinylm_bias.h */
+    float *key_center, *key_scale; /* of the keys' channels, likewise: by which the caches store them */
 } model_layer;
 
 typedef struct model {
@@ -109,7 +110,7 @@ static void model_free(model *m)
         float *arrays[] = {layer->norm_attention, layer->norm_mlp,  layer->q_norm,      layer->k_norm,
                            layer->q.panels,       layer->k.panels,  layer->v.panels,    layer->o.panels,
                            layer->gate.panels,    layer->up.panels, layer->down.panels, layer->key_bias,
-                           layer->key_center};
+                           layer->key_center,     layer->key_scale};
         for (size_t a = 0; a < sizeof arrays / sizeof *arrays; a++) free(arrays[a]);
     }
     free(m->embedding);

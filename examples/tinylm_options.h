@@ -9,28 +9,35 @@
 
 typedef struct format_choice {
     const char *name;
-    tqkv_format format; /* TQKV_FORMAT_DEFAULT: the plain cache */
+    tqkv_format format; /* TQKV_FORMAT_DEFAULT: a preset, or the plain cache */
     round_trip through; /* of the plain cache; NULL: none */
     bool rotated;       /* rotate for the round trip */
     double bits;        /* bits a value, of the plain cache */
+    bool is_preset;     /* of keys and values both: their formats, exact ends, and what the cache learns by itself */
+    tqkv_preset preset;
 } format_choice;
 
 static const format_choice formats[] = {
-    {"f16", TQKV_F16, NULL, false, 0},
-    {"i8", TQKV_I8, NULL, false, 0},
-    {"tq8", TQKV_TQ8, NULL, false, 0},
-    {"tq6", TQKV_TQ6, NULL, false, 0},
-    {"tq5", TQKV_TQ5, NULL, false, 0},
-    {"tq4", TQKV_TQ4, NULL, false, 0},
-    {"tq3", TQKV_TQ3, NULL, false, 0},
-    {"tq2", TQKV_TQ2, NULL, false, 0},
-    {"f32", TQKV_FORMAT_DEFAULT, NULL, false, 32},
-    {"q8_0", TQKV_FORMAT_DEFAULT, q8_0_round_trip, false, 8.5},
-    {"q4_0", TQKV_FORMAT_DEFAULT, q4_0_round_trip, false, 4.5},
-    {"q8_0r", TQKV_FORMAT_DEFAULT, q8_0_round_trip, true, 8.5},
-    {"q4_0r", TQKV_FORMAT_DEFAULT, q4_0_round_trip, true, 4.5},
+    {.name = "f16", .format = TQKV_F16},
+    {.name = "i8", .format = TQKV_I8},
+    {.name = "tq8", .format = TQKV_TQ8},
+    {.name = "tq6", .format = TQKV_TQ6},
+    {.name = "tq5", .format = TQKV_TQ5},
+    {.name = "tq4", .format = TQKV_TQ4},
+    {.name = "tq3", .format = TQKV_TQ3},
+    {.name = "tq2", .format = TQKV_TQ2},
+    {.name = "f32", .bits = 32},
+    {.name = "q8_0", .through = q8_0_round_trip, .bits = 8.5},
+    {.name = "q4_0", .through = q4_0_round_trip, .bits = 4.5},
+    {.name = "q8_0r", .through = q8_0_round_trip, .rotated = true, .bits = 8.5},
+    {.name = "q4_0r", .through = q4_0_round_trip, .rotated = true, .bits = 4.5},
+    {.name = "safe", .is_preset = true, .preset = TQKV_SAFE},
+    {.name = "small", .is_preset = true, .preset = TQKV_SMALL},
+    {.name = "tiny", .is_preset = true, .preset = TQKV_TINY},
 };
 enum { N_FORMATS = sizeof formats / sizeof *formats };
+
+static bool is_tqkv(const format_choice *choice) { return choice->is_preset || choice->format; }
 
 enum { WINDOW_BYTES = 1024 }; /* of text that `score` reads from an empty cache */
 
@@ -41,7 +48,8 @@ typedef struct options {
     const format_choice *keys, *values; /* both or neither */
     int n_bytes, n_windows, n_threads;
     int exact_first, exact_last, batch;
-    int center_tokens; /* keys whose mean becomes the caches' centre; 0: no centre */
+    int center_tokens;   /* keys whose mean becomes the caches' centre; 0: no centre */
+    const char *profile; /* a file with centre and scale of the keys; NULL: none */
     float temperature, bias, before_rotary;
     uint64_t seed;
     bool all, tree, integers;
@@ -70,7 +78,11 @@ static void usage(void)
          "tinylm save FILE PROMPT [options]\n"
          "tinylm resume FILE [options]\n"
          "tinylm speculate PROMPT [--tree] [options]\n"
-         "options: --keys F --values F (f16 i8 tq8 tq6 tq5 tq4 tq3 tq2; or for both f32 q8_0 q4_0 q8_0r q4_0r)\n"
+         "tinylm learn PROFILE [--windows N] [--text FILE]\n"
+         "options: --preset safe|small|tiny; or --keys F --values F (f16 i8 tq8 tq6 tq5 tq4 tq3 tq2; or for both f32 "
+         "q8_0\n"
+         "         q4_0 q8_0r q4_0r)\n"
+         "         --profile PROFILE (centre and scale of the keys, as learn wrote them)\n"
          "         --bytes N --temperature T --seed N --threads N --model FILE\n"
          "         --integer (attention in integers; tq8 stays in floats)\n"
          "         --first N --last N (positions as halves, too) --batch N (positions at a time)\n"
@@ -101,6 +113,11 @@ static void parse_option(options *o, const char *name, const char *value)
         o->keys = find_format(value);
     } else if (strcmp(name, "--values") == 0) {
         o->values = find_format(value);
+    } else if (strcmp(name, "--preset") == 0) {
+        o->keys = o->values = find_format(value);
+        if (!o->keys->is_preset) stop(value, "is no preset");
+    } else if (strcmp(name, "--profile") == 0) {
+        o->profile = value;
     } else if (strcmp(name, "--bytes") == 0) {
         o->n_bytes = number(name, value, 0, MAX_CONTEXT);
     } else if (strcmp(name, "--windows") == 0) {
@@ -137,14 +154,24 @@ static void parse_option(options *o, const char *name, const char *value)
     }
 }
 
+/* How many positional arguments a command takes. */
+static int positionals(const char *command)
+{
+    static const struct {
+        const char *command;
+        int n;
+    } known[] = {{"demo", 0}, {"score", 0}, {"save", 2}};
+    for (size_t i = 0; i < sizeof known / sizeof *known; i++)
+        if (strcmp(command, known[i].command) == 0) return known[i].n;
+    return 1;
+}
+
 /* Positional arguments in the order of usage(), options anywhere. */
 static void parse_arguments(options *o, int argc, char **argv)
 {
     const char *positional[2] = {NULL, NULL};
-    bool saves = strcmp(o->command, "save") == 0, resumes = strcmp(o->command, "resume") == 0;
-    int n_positional = 0, wanted = saves                                                                 ? 2
-                                   : strcmp(o->command, "score") == 0 || strcmp(o->command, "demo") == 0 ? 0
-                                                                                                         : 1;
+    const int wanted = positionals(o->command);
+    int n_positional = 0;
     for (int i = 2; i < argc; i++) {
         if (strcmp(argv[i], "--all") == 0) {
             o->all = true;
@@ -163,8 +190,9 @@ static void parse_arguments(options *o, int argc, char **argv)
         }
     }
     if (n_positional != wanted) usage();
-    if (saves || resumes) o->file = positional[0];
-    o->prompt = saves ? positional[1] : positional[0];
+    if (wanted == 2 || strcmp(o->command, "resume") == 0) o->file = positional[0];
+    if (strcmp(o->command, "learn") == 0) o->profile = positional[0];
+    o->prompt = positional[wanted == 2];
 }
 
 static options parse(int argc, char **argv)
@@ -179,10 +207,7 @@ static options parse(int argc, char **argv)
     o.command = argc < 2 ? "demo" : argv[1];
     parse_arguments(&o, argc, argv);
     if (!o.keys != !o.values) o.keys = o.values = o.keys ? o.keys : o.values;
-    if (!o.keys && o.prompt) {
-        o.keys = find_format("i8");
-        o.values = find_format("tq4");
-    }
+    if (!o.keys && o.prompt) o.keys = o.values = find_format("safe");
     return o;
 }
 

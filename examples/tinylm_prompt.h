@@ -9,8 +9,16 @@
 static inline uint64_t session_tag(const session *s)
 {
     const model *m = s->m;
-    const int settings[] = {s->keys->format, s->values->format, m->integers, m->exact_first, m->exact_last, m->batch};
-    return XXH3_64bits_withSeed(settings, sizeof settings, m->tag);
+    const int settings[] = {s->keys->is_preset, s->keys->preset, s->keys->format, s->values->format,
+                            m->integers,        m->exact_first,  m->exact_last,   m->batch};
+    uint64_t tag = XXH3_64bits_withSeed(settings, sizeof settings, m->tag);
+    for (int i = 0; i < m->n_layers; i++) {
+        const model_layer *layer = &m->layers[i];
+        const size_t size = sizeof(float) * (size_t)layer->n_kv_heads * (size_t)layer->head_dim;
+        if (layer->key_center) tag = XXH3_64bits_withSeed(layer->key_center, size, tag);
+        if (layer->key_scale) tag = XXH3_64bits_withSeed(layer->key_scale, size, tag);
+    }
+    return tag;
 }
 
 static inline void say_skipped(void *user, const char *text)

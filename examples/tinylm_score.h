@@ -29,17 +29,26 @@ static void scoring_close(scoring *job)
     free(job->text);
 }
 
-/* Every window starts from an empty cache and is one call of forward. */
-static void score_windows(const scoring *job, session *s, float *logits, const char *label)
+/* Every window starts from a new cache, which has learned nothing, and is one call of forward. Returns the bytes and, if `bits`
+ * is given, the bits a value of such a cache. */
+static double score_windows(const scoring *job, const format_choice *keys, const format_choice *values, float *logits,
+                            double *bits)
 {
+    char label[16];
+    double bytes = 0;
+    snprintf(label, sizeof label, "%s %s", keys->name, values->name);
     for (int w = 0; w < job->n_windows; w++) {
+        session s;
         float *rows = logits + (size_t)w * WINDOW_BYTES * VOCABULARY;
         progress(label, w, job->n_windows);
-        session_truncate(s, 0);
-        forward(s, job->text + w * WINDOW_BYTES, WINDOW_BYTES, rows);
+        session_create(&s, job->m, keys, values, WINDOW_BYTES);
+        forward(&s, job->text + w * WINDOW_BYTES, WINDOW_BYTES, rows);
         for (int i = 0; i < WINDOW_BYTES; i++) log_softmax(rows + i * VOCABULARY);
+        bytes = session_bytes(&s, bits);
+        session_destroy(&s);
     }
     progress(label, job->n_windows, job->n_windows);
+    return bytes;
 }
 
 #endif

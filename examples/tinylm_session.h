@@ -41,13 +41,16 @@ static float *floats(size_t count)
  * window of the oldest query in a batch must be resident, also after a rollback of the batch. */
 static tqkv_cache_desc layer_desc(session *s, const model_layer *shape)
 {
-    tqkv_cache_desc desc = {.head_dim = shape->head_dim, .n_kv_heads = shape->n_kv_heads, .n_heads = shape->n_heads};
+    const tqkv_cache_desc plain = {.exact_first = s->m->exact_first, .exact_last = s->m->exact_last};
+    tqkv_cache_desc desc = s->keys->is_preset ? tqkv_cache_preset(s->keys->preset) : plain;
+    desc.head_dim = shape->head_dim;
+    desc.n_kv_heads = shape->n_kv_heads;
+    desc.n_heads = shape->n_heads;
     desc.ring = shape->window > 0;
     desc.capacity = desc.ring ? shape->window + BATCH : s->capacity;
     desc.window = shape->window;
     desc.softcap = shape->softcap;
-    desc.exact_first = desc.ring ? 0 : s->m->exact_first; /* a ring forgets the first positions */
-    desc.exact_last = s->m->exact_last;
+    if (desc.ring) desc.exact_first = 0; /* a ring forgets the first positions */
     desc.parallel = (tqkv_parallel){pool_run, &s->m->pool};
     desc.tag = s->m->tag; /* a snapshot of another model is refused */
     return desc;
@@ -57,8 +60,10 @@ static tqkv_cache_desc layer_desc(session *s, const model_layer *shape)
 static tqkv_cache_desc session_desc(session *s, const model_layer *shape)
 {
     tqkv_cache_desc desc = layer_desc(s, shape);
-    desc.key_format = s->keys->format;
-    desc.value_format = s->values->format;
+    if (!s->keys->is_preset) {
+        desc.key_format = s->keys->format;
+        desc.value_format = s->values->format;
+    }
     if (s->m->integers && desc.key_format != TQKV_TQ8 && desc.value_format != TQKV_TQ8) desc.arithmetic = TQKV_INTEGER;
     return desc;
 }
@@ -66,7 +71,7 @@ static tqkv_cache_desc session_desc(session *s, const model_layer *shape)
 /* tqkv takes two calls between the projections: append, attend. */
 static void attend_cached(session *s, int layer, int n)
 {
-    if (s->keys->format) {
+    if (is_tqkv(s->keys)) {
         check(tqkv_cache_append(s->caches[layer], s->k, s->v, n), "append");
         check(tqkv_cache_attend(s->caches[layer], s->q, n, s->wide), "attend");
     } else {
@@ -97,14 +102,17 @@ static inline void session_create(session *s, model *m, const format_choice *key
     s->keys = keys;
     s->values = values;
     if (capacity > MAX_CONTEXT) stop("context", "longer than 4096 bytes");
-    if (!keys->format != !values->format)
+    if (is_tqkv(keys) != is_tqkv(values))
         stop("formats", "the plain ones (f32, q8_0, q4_0, q8_0r, q4_0r) do not pair with tqkv's");
+    if (keys != values && (keys->is_preset || values->is_preset))
+        stop("formats", "a preset has both, of keys and values");
     for (int i = 0; i < m->n_layers; i++) {
         const model_layer *shape = &m->layers[i];
-        if (keys->format) {
+        if (is_tqkv(keys)) {
             const tqkv_cache_desc desc = session_desc(s, shape);
             check(tqkv_cache_create(&desc, &s->caches[i]), "cache");
             if (shape->key_center) check(tqkv_cache_set_center(s->caches[i], shape->key_center, NULL), "center");
+            if (shape->key_scale) check(tqkv_cache_set_scale(s->caches[i], shape->key_scale, NULL), "scale");
         } else {
             size_t row = (size_t)shape->n_kv_heads * (size_t)shape->head_dim;
             float *k = floats((size_t)capacity * row), *v = floats((size_t)capacity * row);
@@ -127,24 +135,32 @@ static void session_destroy(session *s)
 /* Removes the positions from `end` on. */
 static inline void session_truncate(session *s, int end)
 {
-    for (int i = 0; i < s->m->n_layers && s->keys->format; i++)
+    for (int i = 0; i < s->m->n_layers && is_tqkv(s->keys); i++)
         check(tqkv_cache_truncate(s->caches[i], end), "truncate");
     s->end = end;
 }
 
-/* Bytes of the caches of all layers. *bits, if given: bits a stored value, with norms. A plain cache counts with the
+/* Codes and norms of a cache, without what it keeps beside them. */
+static inline double coded_bytes(const tqkv_cache *cache)
+{
+    const tqkv_store *keys = tqkv_cache_keys(cache), *values = tqkv_cache_values(cache);
+    return (double)(tqkv_codes_size(keys) + tqkv_norms_size(keys) + tqkv_codes_size(values) + tqkv_norms_size(values));
+}
+
+/* Bytes of the caches of all layers. *bits, if given: bits a stored value, codes and norms. A plain cache counts with the
  * bits of its format and the capacity of the tqkv cache. */
 static inline double session_bytes(session *s, double *bits)
 {
-    double bytes = 0, values = 0;
+    double bytes = 0, coded = 0, values = 0;
     for (int i = 0; i < s->m->n_layers; i++) {
         tqkv_cache_desc desc = layer_desc(s, &s->m->layers[i]);
-        double stream = (double)desc.capacity * desc.n_kv_heads * desc.head_dim;
+        const double stream = (double)desc.capacity * desc.n_kv_heads * desc.head_dim;
+        const double plain = stream * (s->keys->bits + s->values->bits) / 8;
         values += 2 * stream;
-        bytes +=
-            s->keys->format ? (double)tqkv_cache_bytes(s->caches[i]) : stream * (s->keys->bits + s->values->bits) / 8;
+        bytes += is_tqkv(s->keys) ? (double)tqkv_cache_bytes(s->caches[i]) : plain;
+        coded += is_tqkv(s->keys) ? coded_bytes(s->caches[i]) : plain;
     }
-    if (bits) *bits = 8 * bytes / values;
+    if (bits) *bits = 8 * coded / values;
     return bytes;
 }
 

@@ -82,11 +82,10 @@ static void attend_tree(session *s, int index, int n)
     const model_layer *layer = &s->m->layers[index];
     tqkv_cache *cache = s->caches[index];
     check(tqkv_cache_append(cache, s->k, s->v, n), "append");
-    tqkv_attention a = {.keys = tqkv_cache_keys(cache), .values = tqkv_cache_values(cache), .n_heads = layer->n_heads};
+    tqkv_attention a = tqkv_cache_view(cache);
     a.n_queries = n;
-    a.end = tqkv_cache_end(cache);
-    a.softcap = layer->softcap;
-    a.parallel = (tqkv_parallel){pool_run, &s->m->pool};
+    a.window = 0;
+    a.whole_window = false;
     a.tree = t->seen;
     if (layer->window > 0)
         attend_window(s, &a, t, layer->window);

@@ -290,8 +290,9 @@ typedef struct tqkv_attention {
     int exact_first, exact_last;
     int64_t exact_from; /* what a truncation, for example, has left as codes; 0: nothing */
     /* Positions below exact_first that are no longer resident are seen, as if they were, where first_keys, first_values and, with
-       a tail, first_tail have them: streams of F16 need theirs for that, too. first_tail: a store of the tail's kind. A slice has
-       them if it begins with the oldest resident position. */
+       a tail, first_tail have them: streams of F16 need theirs for that, too. They are added apart from the others: a query whose
+       window reaches back to one that is gone has other last bits than before. first_tail: a store of the tail's kind. A slice
+       has them if it begins with the oldest resident position. */
     const tqkv_store *first_tail;
     bool whole_window; /* TQKV_OUT_OF_RANGE if a position of a query's window is gone; else it sees what is there */
 } tqkv_attention;

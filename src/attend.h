@@ -6,6 +6,34 @@
    the limit keeps their sums in the L2 cache. */
 #define TQKV__CHUNK_ROWS 64
 
+/* The streams of an attention and, with raw ones, the stores of a cache, in the order of its memory and of snapshots. */
+enum {
+    TQKV__KEYS,
+    TQKV__VALUES,
+    TQKV__TAIL,
+    TQKV__CACHE_STREAMS,
+    TQKV__FIRST_KEYS =
+        TQKV__CACHE_STREAMS, /* what is kept of the first positions besides: halves; of a tail, which only a ring keeps, as it is */
+    TQKV__FIRST_VALUES,
+    TQKV__FIRST_TAIL,
+    TQKV__LAST_KEYS, /* halves of the newest positions */
+    TQKV__LAST_VALUES,
+    TQKV__STREAMS,
+    TQKV__RAW = TQKV__STREAMS, /* rows as they came while a cache learns: keys, values, tail */
+    TQKV__CACHE_STORES = TQKV__RAW + 3
+};
+
+/* Of a stream, the side (keys, values or tail) and the end: the first or the last positions, or neither. */
+typedef struct tqkv__stream_kind {
+    uint8_t side, end;
+} tqkv__stream_kind;
+enum { TQKV__FIRST_END, TQKV__LAST_END, TQKV__NO_END };
+static const tqkv__stream_kind tqkv__stream_kinds[TQKV__CACHE_STORES] = {
+    {TQKV__KEYS, TQKV__NO_END},    {TQKV__VALUES, TQKV__NO_END},    {TQKV__TAIL, TQKV__NO_END},
+    {TQKV__KEYS, TQKV__FIRST_END}, {TQKV__VALUES, TQKV__FIRST_END}, {TQKV__TAIL, TQKV__FIRST_END},
+    {TQKV__KEYS, TQKV__LAST_END},  {TQKV__VALUES, TQKV__LAST_END},  {TQKV__KEYS, TQKV__NO_END},
+    {TQKV__VALUES, TQKV__NO_END},  {TQKV__TAIL, TQKV__NO_END}};
+
 /* Positions, or ranks of a list: [from, to) */
 typedef struct tqkv__range {
     int64_t from, to;
@@ -26,7 +54,7 @@ typedef struct tqkv__attention {
     /* Makes integers of a query; NULL: floats. See tqkv__integers. */
     void (*round_query)(const tqkv__stream *s, const float *query, float *to);
     /* Positions below exact_below are halves in ends[0][side], and those from tqkv__exact_at on in ends[1][side], where
-       exact[][side] is set; side 0: keys, 1: values. exact_from: for the last query, on a GPU for all. See tqkv__region_at. */
+       exact[][side] is set; side: TQKV__KEYS or TQKV__VALUES. exact_from: for the last query, on a GPU for all. See tqkv__region_at. */
     int64_t exact_below, exact_from;
     bool newest_halves; /* on a GPU: this is the region that queries read from halves of the newest */
     bool exact[2][2];

@@ -224,8 +224,9 @@ static tqkv_result tqkv__take_ends(tqkv__attention *a, tqkv_result (*open)(const
                                             {call->last_keys, call->last_values}};
     const int64_t below = call->exact_first < call->end ? call->exact_first : call->end;
     const int64_t newest = call->end - call->exact_last, oldest = tqkv__exact_oldest(a);
-    for (int i = 0; i < 4; i++) {
-        const int last = i / 2, side = i % 2;
+    for (int i = TQKV__FIRST_KEYS; i < TQKV__STREAMS; i++) {
+        const int last = tqkv__stream_kinds[i].end, side = tqkv__stream_kinds[i].side;
+        if (i == TQKV__FIRST_TAIL) continue; /* see tqkv__take_kept */
         const tqkv__stream *codes = side ? &a->values : &a->keys;
         const tqkv_store *store = stores[last][a->shared ? 0 : side];
         if (!store || codes->kind == TQKV__HALF || (last ? !call->exact_last : below == 0)) continue;
@@ -313,22 +314,32 @@ static tqkv__region tqkv__region_at(const tqkv__attention *a, int64_t position, 
     return region;
 }
 
-/* The streams of an attention: keys, values, tail, then the halves of the first positions' keys and values and of the newest
-   ones', then the tail of the first positions. NULL: it has no such stream. */
-enum { TQKV__STREAMS = 8, TQKV__FIRST_HALVES = 3, TQKV__LAST_HALVES = 5, TQKV__FIRST_TAIL = 7 };
+/* Where an attention has stream i, whether it reads it or not. */
+#define TQKV__STREAM_AT(a, i)                                                                                          \
+    ((i) == TQKV__KEYS         ? &(a)->keys                                                                            \
+     : (i) == TQKV__VALUES     ? &(a)->values                                                                          \
+     : (i) == TQKV__TAIL       ? &(a)->tail                                                                            \
+     : (i) == TQKV__FIRST_TAIL ? &(a)->first_tail                                                                      \
+                               : &(a)->ends[tqkv__stream_kinds[i].end][tqkv__stream_kinds[i].side])
+
+static bool tqkv__has_stream(const tqkv__attention *a, int i)
+{
+    const tqkv__stream_kind kind = tqkv__stream_kinds[i];
+    if (i == TQKV__TAIL) return a->call.tail != NULL;
+    if (i == TQKV__FIRST_TAIL) return a->kept && a->call.tail;
+    return kind.end == TQKV__NO_END || a->exact[kind.end][kind.side];
+}
+
+/* Stream i of an attention; NULL if it does not read it. */
 static const tqkv__stream *tqkv__stream_read(const tqkv__attention *a, int i)
 {
-    const int last = i >= TQKV__LAST_HALVES, side = (i - TQKV__FIRST_HALVES) % 2;
-    if (i == TQKV__FIRST_TAIL) return a->kept && a->call.tail ? &a->first_tail : NULL;
-    if (i >= TQKV__FIRST_HALVES) return a->exact[last][side] ? &a->ends[last][side] : NULL;
-    return i == 0 ? &a->keys : i == 1 ? &a->values : a->call.tail ? &a->tail : NULL;
+    return tqkv__has_stream(a, i) ? TQKV__STREAM_AT(a, i) : NULL;
 }
 
 /* The resident positions of a range that a query, or one behind it, may read from stream i. */
 static tqkv__range tqkv__positions_read(const tqkv__attention *a, int i, tqkv__range range, int query)
 {
-    const bool first = i >= TQKV__FIRST_HALVES && i < TQKV__LAST_HALVES;
-    const bool last = i >= TQKV__LAST_HALVES && i < TQKV__FIRST_TAIL;
+    const bool first = tqkv__stream_kinds[i].end == TQKV__FIRST_END, last = tqkv__stream_kinds[i].end == TQKV__LAST_END;
     if (last && tqkv__exact_at(a, query) > range.from) range.from = tqkv__exact_at(a, query);
     if (first && a->exact_below < range.to) range.to = a->exact_below;
     if (i == TQKV__FIRST_TAIL) range.to = range.from;

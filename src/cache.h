@@ -31,31 +31,28 @@ struct tqkv_cache {
     size_t size; /* of the cache's memory: the struct, the sinks, the codes and the norms */
 };
 
-/* The streams of a cache, in the order of its memory and of snapshots: keys, values, tail. NULL: it has no such stream. */
-enum { TQKV__CACHE_STREAMS = 3 };
-static tqkv_store *tqkv__stream_of(const tqkv_cache *c, int i)
+/* Where a cache has store i, whether there is one or not. */
+#define TQKV__STORE_AT(c, i)                                                                                           \
+    ((i) >= TQKV__RAW      ? &(c)->raw[(i)-TQKV__RAW]                                                                  \
+     : (i) == TQKV__KEYS   ? &(c)->keys                                                                                \
+     : (i) == TQKV__VALUES ? &(c)->values                                                                              \
+     : (i) == TQKV__TAIL   ? &(c)->tail                                                                                \
+                           : &(c)->ends[tqkv__stream_kinds[i].end][tqkv__stream_kinds[i].side])
+
+/* All but the raw stores lie in the cache's memory. */
+static bool tqkv__has_store(const tqkv_cache *c, int i)
 {
-    const tqkv_store *const all[TQKV__CACHE_STREAMS] = {&c->keys, c->shared ? NULL : &c->values,
-                                                        c->tail.head_dim ? &c->tail : NULL};
-    return (tqkv_store *)(uintptr_t)all[i];
+    if (i == TQKV__VALUES && c->shared) return false;
+    return (i < TQKV__RAW || c->raw_memory) && TQKV__STORE_AT(c, i)->head_dim > 0;
 }
 
-/* What is kept besides, number i: of the first positions' keys, values and tail, then of the newest ones'. NULL: there is none. */
-enum { TQKV__CACHE_ENDS = 6, TQKV__LAST_KEYS = 3 };
-static tqkv_store *tqkv__end_of(const tqkv_cache *c, int i)
+/* Store i of a cache; NULL: there is none. */
+static const tqkv_store *tqkv__store_of(const tqkv_cache *c, int i)
 {
-    const tqkv_store *s = &c->ends[i / 3][i % 3];
-    return s->head_dim ? (tqkv_store *)(uintptr_t)s : NULL;
+    return tqkv__has_store(c, i) ? TQKV__STORE_AT(c, i) : NULL;
 }
 
-/* All stores: the streams, then what is kept besides, then what is raw; all but the last lie in the cache's at. */
-enum { TQKV__CACHE_STORES = 12, TQKV__FIRST_ENDS = 3, TQKV__LAST_ENDS = 6, TQKV__RAW = 9 };
-static tqkv_store *tqkv__store_of(const tqkv_cache *c, int i)
-{
-    const tqkv_store *raw = i >= TQKV__RAW ? &c->raw[i - TQKV__RAW] : NULL;
-    if (raw) return c->raw_memory && raw->head_dim ? (tqkv_store *)(uintptr_t)raw : NULL;
-    return i < TQKV__CACHE_STREAMS ? tqkv__stream_of(c, i) : tqkv__end_of(c, i - TQKV__CACHE_STREAMS);
-}
+static tqkv_store *tqkv__own_store(tqkv_cache *c, int i) { return tqkv__has_store(c, i) ? TQKV__STORE_AT(c, i) : NULL; }
 
 /* Positions of a ring of halves that serves so many queries: whole tiles, none of which wraps. */
 static int64_t tqkv__end_room(int64_t exact_last, int64_t n_queries)
@@ -85,7 +82,7 @@ static tqkv__range tqkv__range_of(const tqkv_cache *c, int i)
     tqkv__range newest = all;
     if (i >= TQKV__RAW || c->learning) return i >= TQKV__RAW && c->learning ? all : none;
     if (tqkv__exact_kept(c) > newest.from) newest.from = tqkv__exact_kept(c);
-    return i < TQKV__FIRST_ENDS ? all : i < TQKV__LAST_ENDS ? first : newest;
+    return i < TQKV__FIRST_KEYS ? all : i < TQKV__LAST_KEYS ? first : newest;
 }
 
 /* What a stream has a value a channel of. */
@@ -101,7 +98,7 @@ static bool tqkv__count_channels(const tqkv_cache *c, int n, size_t *channels)
 {
     size_t dims = 0;
     for (int i = 0; i < n; i++)
-        if (tqkv__stream_of(c, i)) dims += (size_t)tqkv__stream_of(c, i)->head_dim;
+        if (tqkv__has_store(c, i)) dims += (size_t)TQKV__STORE_AT(c, i)->head_dim;
     return tqkv__size_multiply(dims, (size_t)c->keys.n_kv_heads, channels) &&
            *channels <= SIZE_MAX / sizeof(float) / TQKV__CHANNELS;
 }
@@ -145,15 +142,17 @@ static tqkv_result tqkv__check_metal(const tqkv_store *keys, const tqkv_store *v
 #endif
 }
 
-/* Takes the shape of what is kept of stream i besides, of the first or of the newest positions. */
-static void tqkv__end_shape(const tqkv_cache_desc *desc, int last, int i, tqkv_cache *c)
+/* Takes the shape of store i, of what is kept of the first or of the newest positions. */
+static void tqkv__end_shape(const tqkv_cache_desc *desc, int i, tqkv_cache *c)
 {
-    const tqkv_store *stream = tqkv__stream_of(c, i);
+    const int side = tqkv__stream_kinds[i].side;
+    const bool last = tqkv__stream_kinds[i].end == TQKV__LAST_END;
+    const tqkv_store *stream = tqkv__store_of(c, side);
     const int64_t batch = desc->exact_batch ? desc->exact_batch : desc->metal ? 512 : 1;
     const int64_t room = tqkv__end_room(desc->exact_last, batch > TQKV__TILE ? batch : TQKV__TILE);
-    const bool halves = stream && i < 2 && stream->format != TQKV_F16;
+    const bool halves = stream && side != TQKV__TAIL && stream->format != TQKV_F16;
     const bool as_it_is = stream && !halves && !last && desc->ring;
-    tqkv_store *s = &c->ends[last][i];
+    tqkv_store *s = TQKV__STORE_AT(c, i);
     if (!(last ? desc->exact_last : desc->exact_first) || (!halves && !as_it_is)) return;
     *s = *stream;
     if (halves) {
@@ -177,7 +176,7 @@ static tqkv_result tqkv__end_shapes(const tqkv_cache_desc *desc, tqkv_cache *c)
     c->exact_last = last;
     c->exact_batch = batch;
     c->tag = desc->tag;
-    for (int i = 0; i < TQKV__CACHE_ENDS; i++) tqkv__end_shape(desc, i / 3, i % 3, c);
+    for (int i = TQKV__FIRST_KEYS; i < TQKV__STREAMS; i++) tqkv__end_shape(desc, i, c);
     return TQKV_OK;
 }
 
@@ -211,11 +210,11 @@ static void tqkv__cache_attach(tqkv_attention *a, const tqkv_cache *c)
     a->keys = &c->keys;
     a->values = c->shared ? &c->keys : &c->values;
     a->tail = c->tail.head_dim ? &c->tail : NULL;
-    a->first_keys = tqkv__end_of(c, 0);
-    a->first_values = tqkv__end_of(c, c->shared ? 0 : 1);
-    a->first_tail = tqkv__end_of(c, 2);
-    a->last_keys = tqkv__end_of(c, TQKV__LAST_KEYS);
-    a->last_values = tqkv__end_of(c, c->shared ? TQKV__LAST_KEYS : TQKV__LAST_KEYS + 1);
+    a->first_keys = tqkv__store_of(c, TQKV__FIRST_KEYS);
+    a->first_values = tqkv__store_of(c, c->shared ? TQKV__FIRST_KEYS : TQKV__FIRST_VALUES);
+    a->first_tail = tqkv__store_of(c, TQKV__FIRST_TAIL);
+    a->last_keys = tqkv__store_of(c, TQKV__LAST_KEYS);
+    a->last_values = tqkv__store_of(c, c->shared ? TQKV__LAST_KEYS : TQKV__LAST_VALUES);
 }
 
 /* Resolves the defaults of a desc; checks it and the shapes of all streams. */
@@ -295,7 +294,7 @@ TQKV__COLD TQKV_API tqkv_result tqkv_cache_create(const tqkv_cache_desc *desc, t
     char *lines = memory + (64 - (uintptr_t)memory % 64) % 64;
     c.channels = (float *)(void *)(lines + at.channels);
     for (int i = 0; i < TQKV__RAW; i++) {
-        tqkv_store *s = tqkv__store_of(&c, i);
+        tqkv_store *s = tqkv__own_store(&c, i);
         if (!s) continue;
         s->codes_size = tqkv_codes_size(s);
         s->norms_size = tqkv_norms_size(s);
@@ -357,7 +356,7 @@ static float *tqkv__channel_room(const tqkv_cache *c, int i, tqkv__channels kind
 /* Takes values as centres or scales of stream i and what is kept of it besides, its heads `stride` floats apart; NULL: none. */
 static void tqkv__cache_channels(tqkv_cache *c, int i, tqkv__channels kind, const float *values, size_t stride)
 {
-    tqkv_store *s = tqkv__stream_of(c, i);
+    tqkv_store *s = tqkv__own_store(c, i);
     if (!s) return;
     const size_t dim = (size_t)s->head_dim, n_kv_heads = (size_t)s->n_kv_heads;
     float *own = tqkv__channel_room(c, i, kind);
@@ -386,17 +385,18 @@ static tqkv_result tqkv__append_open(const tqkv_cache *c, int i, const void *k, 
 {
     const int key_dim = c->keys.head_dim + c->tail.head_dim;
     const int64_t left = c->exact_first - c->attention.end;
-    const void *src = i == 1 ? v : k;
-    tqkv_store store = *tqkv__stream_of(c, i);
-    store.strides = i == 1 ? c->values.strides : tqkv__strides_of(c->keys.strides, store.n_kv_heads, key_dim);
-    if (i == 2 && k) src = (const uint8_t *)k + (size_t)c->keys.head_dim * tqkv__type_size(store.type);
+    const void *src = i == TQKV__VALUES ? v : k;
+    tqkv_store store = *TQKV__STORE_AT(c, i);
+    store.strides =
+        i == TQKV__VALUES ? c->values.strides : tqkv__strides_of(c->keys.strides, store.n_kv_heads, key_dim);
+    if (i == TQKV__TAIL && k) src = (const uint8_t *)k + (size_t)c->keys.head_dim * tqkv__type_size(store.type);
     tqkv_result r = tqkv__encode_open(&store, src, n_tokens, c->attention.end, &append->streams[i]);
     if (r != TQKV_OK) return r;
     if (tqkv__in_cache(c, src, tqkv__rows_size(&store, n_tokens))) return TQKV__INVALID("k or v overlaps the cache");
     if (store.channel_scale) append->streams[i].inverses = tqkv__channel_room(c, i, TQKV__INVERSES);
     tqkv__add_stream(&append->job, &append->streams[i], src);
-    if (!tqkv__end_of(c, i) || left <= 0) return TQKV_OK;
-    tqkv_store first = *tqkv__end_of(c, i);
+    if (!tqkv__has_store(c, TQKV__FIRST_KEYS + i) || left <= 0) return TQKV_OK;
+    tqkv_store first = *TQKV__STORE_AT(c, TQKV__FIRST_KEYS + i);
     first.strides = store.strides;
     r = tqkv__stream_open(&first, &append->first[i]);
     tqkv__add_stream(&append->first_job, &append->first[i], src);
@@ -470,7 +470,7 @@ static tqkv_result tqkv__fit_newest(tqkv_cache *c, int n_tokens)
 static void tqkv__append_rows(const tqkv_cache *c, tqkv__append *append)
 {
     for (int side = 0; side < 2; side++) {
-        const tqkv_store *newest = tqkv__end_of(c, TQKV__LAST_KEYS + side);
+        const tqkv_store *newest = tqkv__store_of(c, TQKV__LAST_KEYS + side);
         if (!newest || tqkv__stream_open(newest, &append->newest[side]) != TQKV_OK) continue;
         append->job.halves[side] = &append->newest[side];
     }
@@ -490,7 +490,7 @@ TQKV_API tqkv_result tqkv_cache_append(tqkv_cache *c, const void *k, const void 
     tqkv__encode_job_open(&append.first_job, &c->attention.parallel, left < n_tokens ? (int)left : n_tokens,
                           c->attention.end);
     for (int i = 0; r == TQKV_OK && i < TQKV__CACHE_STREAMS; i++)
-        if (tqkv__stream_of(c, i)) r = tqkv__append_open(c, i, k, v, n_tokens, &append);
+        if (tqkv__has_store(c, i)) r = tqkv__append_open(c, i, k, v, n_tokens, &append);
     if (r == TQKV_OK && !tqkv__sources_finite(&append.job))
         r = TQKV__REFUSE(NOT_FINITE, "k or v holds NaN or infinity");
     if (r == TQKV_OK) r = tqkv__fit_newest(c, n_tokens);
@@ -509,7 +509,7 @@ TQKV_API tqkv_result tqkv_cache_append(tqkv_cache *c, const void *k, const void 
 /* Counts what is kept as halves. */
 static void tqkv__count_ends(const tqkv_cache *c, tqkv_attention *a)
 {
-    const tqkv__range newest = tqkv__range_of(c, TQKV__LAST_ENDS);
+    const tqkv__range newest = tqkv__range_of(c, TQKV__LAST_KEYS);
     a->exact_first = (int)c->exact_below;
     a->exact_last = newest.to - newest.from < c->exact_last ? (int)(newest.to - newest.from) : c->exact_last;
     a->exact_from = c->exact_from;
@@ -608,9 +608,9 @@ static tqkv_result tqkv__set_channels(tqkv_cache *c, tqkv__channels kind, const 
     if (tqkv__in_cache(c, keys, n_keys * sizeof(float)) || tqkv__in_cache(c, values, n_values * sizeof(float)))
         return TQKV__INVALID("a centre or a scale lies in the cache");
     tqkv__drop_raw(c);
-    tqkv__cache_channels(c, 0, kind, keys, key_dim);
-    tqkv__cache_channels(c, 1, kind, values, (size_t)c->values.head_dim);
-    tqkv__cache_channels(c, 2, kind, keys ? keys + c->keys.head_dim : NULL, key_dim);
+    tqkv__cache_channels(c, TQKV__KEYS, kind, keys, key_dim);
+    tqkv__cache_channels(c, TQKV__VALUES, kind, values, (size_t)c->values.head_dim);
+    tqkv__cache_channels(c, TQKV__TAIL, kind, keys ? keys + c->keys.head_dim : NULL, key_dim);
     return TQKV_OK;
 }
 

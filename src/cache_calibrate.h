@@ -17,7 +17,7 @@ static tqkv_result tqkv__raw_shapes(const tqkv_cache_desc *desc, tqkv_cache *c)
     c->learning = true;
     const int most = quarter > least ? quarter : least, n = desc->calibrate < most ? desc->calibrate : most;
     for (int i = 0; i < TQKV__CACHE_STREAMS; i++) {
-        const tqkv_store *s = tqkv__stream_of(c, i);
+        const tqkv_store *s = tqkv__store_of(c, i);
         if (!s) continue;
         c->raw[i] = *s;
         if (i < 2) c->raw[i].format = TQKV_F16;
@@ -96,7 +96,8 @@ static TQKV__NOINLINE void tqkv__learn(tqkv_cache *c, const tqkv__stream *raw, i
     tqkv__learnt learnt;
     const int first = n - c->exact_first >= TQKV__LEAST_POSITIONS ? c->exact_first : 0;
     const size_t dim = (size_t)raw->head_dim;
-    float *center = tqkv__channel_room(c, 0, TQKV__CENTERS), *scale = tqkv__channel_room(c, 0, TQKV__SCALES);
+    float *center = tqkv__channel_room(c, TQKV__KEYS, TQKV__CENTERS),
+          *scale = tqkv__channel_room(c, TQKV__KEYS, TQKV__SCALES);
     const uint64_t mode = tqkv__fp_exact();
     for (int h = 0; h < raw->n_kv_heads; h++) {
         tqkv__raw_means(raw, h, first, n, NULL, false, learnt.center);
@@ -106,8 +107,8 @@ static TQKV__NOINLINE void tqkv__learn(tqkv_cache *c, const tqkv__stream *raw, i
         tqkv__scales_of(learnt.rows, NULL, raw->head_dim, scale + (size_t)h * dim);
     }
     tqkv__fp_restore(mode);
-    tqkv__cache_channels(c, 0, TQKV__CENTERS, center, dim);
-    tqkv__cache_channels(c, 0, TQKV__SCALES, scale, dim);
+    tqkv__cache_channels(c, TQKV__KEYS, TQKV__CENTERS, center, dim);
+    tqkv__cache_channels(c, TQKV__KEYS, TQKV__SCALES, scale, dim);
 }
 
 /* -- Encoding what was raw -- */
@@ -169,9 +170,10 @@ static void tqkv__raw_task(void *context, int index)
 /* Opens the stores of one side; their buffers were checked when the cache was made. */
 static void tqkv__open_raw_side(const tqkv_cache *c, const tqkv_store *raw, int side, tqkv__raw_job *job)
 {
-    const tqkv_store *first = tqkv__end_of(c, side), *newest = tqkv__end_of(c, TQKV__LAST_KEYS + side);
+    const tqkv_store *first = tqkv__store_of(c, TQKV__FIRST_KEYS + side),
+                     *newest = tqkv__store_of(c, TQKV__LAST_KEYS + side);
     (void)tqkv__stream_open(&raw[side], &job->raw[side]);
-    (void)tqkv__stream_open(tqkv__stream_of(c, side), &job->to[side]);
+    (void)tqkv__stream_open(tqkv__store_of(c, side), &job->to[side]);
     job->has_first[side] = first && tqkv__stream_open(first, &job->first[side]) == TQKV_OK;
     job->has_newest[side] = newest && tqkv__stream_open(newest, &job->newest[side]) == TQKV_OK;
 }
@@ -179,7 +181,7 @@ static void tqkv__open_raw_side(const tqkv_cache *c, const tqkv_store *raw, int 
 /* Brings the raw rows of a tail to its stores. */
 static tqkv_result tqkv__settle_tail(const tqkv_cache *c, const tqkv_store *raw, int n)
 {
-    const tqkv_store *const stores[2] = {tqkv__stream_of(c, 2), tqkv__end_of(c, 2)};
+    const tqkv_store *const stores[2] = {tqkv__store_of(c, TQKV__TAIL), tqkv__store_of(c, TQKV__FIRST_TAIL)};
     tqkv_result r = TQKV_OK;
     for (int i = 0; r == TQKV_OK && i < 2; i++)
         if (raw[2].head_dim && stores[i])
@@ -245,7 +247,7 @@ static void tqkv__take_learnt(const tqkv_cache *c, tqkv__append *append)
     for (int i = 0; i < 2; i++) {
         streams[i]->center = c->keys.center;
         streams[i]->channel_scale = c->keys.channel_scale;
-        streams[i]->inverses = tqkv__channel_room(c, 0, TQKV__INVERSES);
+        streams[i]->inverses = tqkv__channel_room(c, TQKV__KEYS, TQKV__INVERSES);
     }
 }
 

@@ -25,8 +25,8 @@ static void tqkv__move_positions(const tqkv_cache *c, int64_t source, int64_t ta
     for (int i = 0; i < TQKV__CACHE_STORES; i++) {
         tqkv__stream s;
         const tqkv_store *store = tqkv__store_of(c, i);
-        const bool first = i >= TQKV__FIRST_ENDS && i < TQKV__LAST_ENDS;
-        const bool newest = i >= TQKV__LAST_ENDS && i < TQKV__RAW;
+        const bool first = tqkv__stream_kinds[i].end == TQKV__FIRST_END;
+        const bool newest = tqkv__stream_kinds[i].end == TQKV__LAST_END;
         if (!store || (newest && target < c->exact_held) || c->learning != (i >= TQKV__RAW)) continue;
         if (tqkv__stream_open(store, &s) == TQKV_OK) tqkv__move_rows(&s, source, &s, target, first ? below : n);
     }
@@ -46,9 +46,9 @@ static void tqkv__reverse_rows(uint8_t *rows, int n, size_t size)
 /* Position p + by of the rings of halves becomes position p. */
 static void tqkv__turn_rings(const tqkv_cache *c, int64_t by)
 {
-    for (int i = TQKV__LAST_KEYS; i < TQKV__CACHE_ENDS; i++) {
+    for (int i = TQKV__LAST_KEYS; i <= TQKV__LAST_VALUES; i++) {
         tqkv__stream s;
-        if (!tqkv__end_of(c, i) || tqkv__stream_open(tqkv__end_of(c, i), &s) != TQKV_OK) continue;
+        if (!tqkv__has_store(c, i) || tqkv__stream_open(TQKV__STORE_AT(c, i), &s) != TQKV_OK) continue;
         const int n = (int)(by % s.capacity);
         for (int h = 0; h < s.n_kv_heads; h++) {
             uint8_t *rows = tqkv__codes_at(&s, h, 0);
@@ -170,7 +170,7 @@ static tqkv_result tqkv__fork_store(const tqkv_cache *c, int i, const tqkv_cache
         range.from = c->first;
         memset(to->codes, 0, to->codes_size);
     }
-    if (!from && i < TQKV__RAW) from = tqkv__stream_of(c, (i - TQKV__FIRST_ENDS) % 3);
+    if (!from && i < TQKV__RAW) from = tqkv__store_of(c, tqkv__stream_kinds[i].side);
     if (range.from >= range.to) return TQKV_OK;
     return tqkv__convert(to, from, range.from, (int)(range.to - range.from), parallel);
 }
@@ -182,7 +182,7 @@ static tqkv_result tqkv__copy_cache(const tqkv_cache *c, tqkv_cache *copy, const
     tqkv_result r = TQKV_OK;
     const bool settles = c->learning && c->attention.end >= copy->raw[0].capacity;
     for (int i = 0; i < TQKV__CACHE_STREAMS; i++) {
-        const tqkv_store *from = tqkv__stream_of(c, i);
+        const tqkv_store *from = tqkv__store_of(c, i);
         if (!from) continue;
         tqkv__cache_channels(copy, i, TQKV__CENTERS, from->center, (size_t)from->head_dim);
         tqkv__cache_channels(copy, i, TQKV__SCALES, from->channel_scale, (size_t)from->head_dim);
@@ -192,7 +192,7 @@ static tqkv_result tqkv__copy_cache(const tqkv_cache *c, tqkv_cache *copy, const
     copy->first = c->first;
     copy->exact_below = c->exact_below;
     copy->exact_from = c->exact_from;
-    copy->exact_held = tqkv__range_of(c, TQKV__LAST_ENDS).from;
+    copy->exact_held = tqkv__range_of(c, TQKV__LAST_KEYS).from;
     copy->attention.end = c->attention.end;
     if (!settles) return r;
     r = tqkv__settle(copy, c->raw, (int)c->attention.end, c->attention.end);

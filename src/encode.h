@@ -286,7 +286,7 @@ TQKV_API tqkv_result tqkv_decode(const tqkv_store *store, int64_t position, int 
     for (int p = 0; p < n_positions; p++) {
         const int slot = tqkv__slot(&s, position + p);
         for (int h = 0; h < s.n_kv_heads; h++) {
-            void *to = (void *)(uintptr_t)tqkv__source_row(&s, dst, (size_t)p, (size_t)h);
+            void *to = (uint8_t *)dst + tqkv__row_offset(&s, (size_t)p, (size_t)h);
             float *row = s.type == TQKV_TYPE_F32 ? (float *)to : wide;
             tqkv__decode_row(&s, tqkv__codes_at(&s, h, slot), tqkv__norms_at(&s, h, slot), row);
             if (s.rotated && basis == TQKV_ORIGINAL) codec->unrotate(row, s.head_dim);

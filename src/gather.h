@@ -38,8 +38,7 @@ static void tqkv__open_gathered(const tqkv__attention *a, float *scratch, tqkv__
     memory += (64 - (uintptr_t)memory % 64) % 64;
     *gathered = *a;
     for (int i = 0; i < TQKV__STREAMS; i++) {
-        tqkv__stream *s = (tqkv__stream *)(uintptr_t)tqkv__stream_read(gathered, i);
-        if (s) memory = tqkv__put_stream(s, memory);
+        if (tqkv__has_stream(a, i)) memory = tqkv__put_stream(TQKV__STREAM_AT(gathered, i), memory);
     }
     if (!a->shared) return;
     gathered->values = gathered->keys;

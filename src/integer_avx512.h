@@ -145,11 +145,11 @@ TQKV__OP void tqkv__i_split_avx512(const int16_t *words, int n, __m512i *bytes)
     bytes[0] = _mm512_inserti64x4(_mm512_castsi256_si512(high), next, 1);
     bytes[1] = _mm512_inserti64x4(_mm512_castsi256_si512(_mm512_cvtepi16_epi8(a)), _mm512_cvtepi16_epi8(b), 1);
 }
-/* Those of a part, from the bytes of all dimensions of a chunk */
-TQKV__OP __m512i tqkv__i_part_of_avx512(int part, __m512i a, __m512i b)
+/* The bytes of one nibble, from those of 128 dimensions */
+TQKV__OP __m512i tqkv__i_nibbles_of_avx512(int nibble, __m512i a, __m512i b)
 {
     TQKV__ALIGNED int8_t at[64];
-    for (int i = 0; i < 64; i++) at[i] = (int8_t)(2 * i + part);
+    for (int i = 0; i < 64; i++) at[i] = (int8_t)(2 * i + nibble);
     return _mm512_permutex2var_epi8(a, _mm512_load_si512((const void *)at), b);
 }
 TQKV__OP __m512i tqkv__i_dot_bytes_avx512(__m512i sums, __m512i codes, __m512i bytes)
@@ -172,16 +172,16 @@ TQKV__OP __m512i tqkv__i_join_avx512(__m512i high, __m512i low)
     return _mm512_add_epi32(_mm512_slli_epi32(high, 8), low);
 }
 TQKV__OP __m512i tqkv__i_set_lanes_avx512(int32_t x) { return _mm512_set1_epi32(x); }
-/* left: dimensions from the chunk on; upper: 8 upper bits a byte of TQ5, 4 of TQ6 */
-TQKV__OP __m512i tqkv__i_load_part_avx512(const tqkv_format format, const int part, __m512i book, int left,
-                                          const uint8_t *p, const uint8_t *upper)
+/* left: dimensions from here on; upper: 8 upper bits a byte of TQ5, 4 of TQ6 */
+TQKV__OP __m512i tqkv__i_load_nibbles_avx512(const tqkv_format format, const int nibble, __m512i book, int left,
+                                             const uint8_t *p, const uint8_t *upper)
 {
     const int n = left < 128 ? left : 128, upper_bits = TQKV__UPPER_BITS(format);
     __m512i index = _mm512_maskz_loadu_epi8(~(uint64_t)0 >> (64 - n / 2), (const void *)p);
     /* other bits find a copy in the table */
-    if (part) index = _mm512_srlv_epi16(index, _mm512_set1_epi16(4));
+    if (nibble) index = _mm512_srlv_epi16(index, _mm512_set1_epi16(4));
     if (upper_bits) {
-        const uint64_t step = (uint64_t)(2 * upper_bits), first = (uint64_t)(upper_bits * part - 4 + 64) % 64;
+        const uint64_t step = (uint64_t)(2 * upper_bits), first = (uint64_t)(upper_bits * nibble - 4 + 64) % 64;
         const uint64_t at = first * 0x0101010101010101u + step * 0x0706050403020100u;
         const uint64_t mask = ~(uint64_t)0 >> (64 - n * upper_bits / 8);
         __m512i x;
@@ -223,8 +223,8 @@ TQKV__OP int32_t tqkv__i_split_weights_avx512(const int16_t *words, int8_t (*to)
                       _mm512_add_epi32(_mm512_madd_epi16(_mm512_loadu_si512((const void *)words), ones),
                                        _mm512_madd_epi16(_mm512_loadu_si512((const void *)(words + 32)), ones)));
 }
-/* The sums of both parts in the order of their dimensions. even, odd: [4], x: [8] */
-TQKV__OP void tqkv__i_order_parts_avx512(const __m512i *even, const __m512i *odd, __m512i *x)
+/* Brings the sums of both nibbles into the order of their dimensions. even, odd: [4], x: [8] */
+TQKV__OP void tqkv__i_order_nibbles_avx512(const __m512i *even, const __m512i *odd, __m512i *x)
 {
     TQKV__UNROLL
     for (int i = 0; i < 4; i += 2) {
@@ -263,37 +263,46 @@ TQKV__OP void tqkv__i_load_quarters_avx512(const int bits, uint32_t mask, const 
     x[0] = _mm512_inserti32x4(x[0], _mm_maskz_loadu_epi16(quarters, (const void *)(p + 2 * stride)), 2);
     x[0] = _mm512_inserti32x4(x[0], _mm_maskz_loadu_epi16(quarters, (const void *)(p + 3 * stride)), 3);
 }
-/* The bytes from which the lookups of this piece and the next ones take their bits. Without lanes: in half h of each quarter
-   those of the codes from 16 k + 8 h on. With them: in eight bytes those of two dimensions of all positions, for two pieces. */
-TQKV__OP __m512i tqkv__i_order_fields_avx512(const int bits, const bool lanes, const int piece, const __m512i *x)
+/* Orders fields by the words of 64 bits from which tqkv__i_sixteen takes codes. x: of 64 codes of four positions
+
+     scores   word h of quarter p: of position p codes 8 h to 8 h + 7 of this sixteen, `bits` bytes, then of the next ones
+     sums     word w: a byte with the codes 2 w and 2 w + 1 of this sixteen of each position, then of the next sixteen    */
+TQKV__OP __m512i tqkv__i_order_fields_avx512(const int bits, const bool lanes, const int sixteen, const __m512i *x)
 {
     TQKV__ALIGNED int8_t at[64];
     const int size = bits == 4 ? 32 : 16; /* bytes from one position to the next */
-    for (int i = 0; i < 64 && lanes; i++)
-        at[i] = (int8_t)(i % 4 * size + (16 * (piece + i / 4 % 2) + i / 8 * 2) * bits / 8 % size);
-    for (int i = 0; i < 64 && !lanes; i++)
-        at[i] = (int8_t)(i / 16 * size + (piece * 2 * bits + (i % 8 / bits * 2 + i % 16 / 8) * bits + i % bits) % size);
+    for (int i = 0; i < 64 && lanes; i++) {
+        const int word = i / 8, next = i % 8 / 4, position = i % 4;
+        at[i] = (int8_t)(position * size + (16 * (sixteen + next) + 2 * word) * bits / 8 % size);
+    }
+    for (int i = 0; i < 64 && !lanes; i++) {
+        const int position = i / 16, half = i % 16 / 8, next = i % 8 / bits, byte = i % bits;
+        at[i] = (int8_t)(position * size + ((2 * (sixteen + next) + half) * bits + byte) % size);
+    }
     const __m512i index = _mm512_load_si512((const void *)at);
     return bits == 4 ? _mm512_permutex2var_epi8(x[0], index, x[1]) : _mm512_permutexvar_epi8(index, x[0]);
 }
-/* Eight bits a code, the first of which is `low` bits before it */
-TQKV__OP __m512i tqkv__i_piece_avx512(const int bits, const int low, const bool lanes, const int piece, __m512i fields)
+/* Eight bits a code of a sixteen, from ordered fields; its first bit comes to bit `low`. */
+TQKV__OP __m512i tqkv__i_sixteen_avx512(const int bits, const int low, const bool lanes, const int sixteen,
+                                        __m512i fields)
 {
     TQKV__ALIGNED int8_t at[64];
-    for (int i = 0; i < 64 && lanes; i++)
-        at[i] = (int8_t)((piece % 2 * 32 + i % 4 * 8 + (i / 8 * 2 + i % 8 / 4) * bits % 8 + 64 - low) % 64);
-    for (int i = 0; i < 64 && !lanes; i++) at[i] = (int8_t)((piece * 8 * bits + i % 8 * bits + 64 - low) % 64);
+    for (int i = 0; i < 64 && lanes; i++) {
+        const int code = i / 4, position = i % 4;
+        at[i] = (int8_t)((sixteen % 2 * 32 + position * 8 + code * bits % 8 + 64 - low) % 64);
+    }
+    for (int i = 0; i < 64 && !lanes; i++) at[i] = (int8_t)(((8 * sixteen + i % 8) * bits + 64 - low) % 64);
     return _mm512_multishift_epi64_epi8(_mm512_load_si512((const void *)at), fields);
 }
 /* fields: the main ones, the upper ones */
-TQKV__OP __m512i tqkv__i_look_up_fields_avx512(const tqkv_format format, const bool lanes, const int piece,
+TQKV__OP __m512i tqkv__i_look_up_fields_avx512(const tqkv_format format, const bool lanes, const int sixteen,
                                                const __m512i *fields, __m512i book)
 {
     const int main = TQKV__MAIN_BITS(format), upper_bits = TQKV__UPPER_BITS(format);
-    __m512i index = tqkv__i_piece_avx512(main, 0, lanes, piece, fields[0]);
+    __m512i index = tqkv__i_sixteen_avx512(main, 0, lanes, sixteen, fields[0]);
     if (upper_bits)
         index = _mm512_ternarylogic_epi64(_mm512_set1_epi8((char)((1 << main) - 1)), index,
-                                          tqkv__i_piece_avx512(upper_bits, main, lanes, piece, fields[1]), 0xca);
+                                          tqkv__i_sixteen_avx512(upper_bits, main, lanes, sixteen, fields[1]), 0xca);
     return _mm512_permutexvar_epi8(index, book);
 }
 

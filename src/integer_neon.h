@@ -136,7 +136,7 @@ TQKV__OP uint32_t tqkv__i_largest_code_neon(uint32x4_t x) { return vmaxvq_u32(x)
 #define TQKV__TARGET __attribute__((target(TQKV__ARM_BASE "+dotprod")))
 #endif
 
-typedef struct tqkv__i_digits {
+typedef struct tqkv__i_bytes {
     uint32x4_t high, low;
 } tqkv__i_sum_dotprod, tqkv__i_row_dotprod;
 

@@ -10,7 +10,7 @@
      load_row, repeat           those of a vector of dimensions, those of TQKV__PRODUCTS positions in each lane
      transpose                  16 bytes of TQKV__INTEGER_LANES positions to lanes, as repeat has TQKV__PRODUCTS integers
      lanes, repeated, dot_lanes, whole_lanes   as codes, row, dot, whole, for lanes of eight products
-     TQKV__LOOKED_UP            whether few rows multiply codes without storing their bytes first: with load_part, or with
+     TQKV__LOOKED_UP            whether few rows multiply codes without storing their bytes first: with load_nibbles, or with
                                 load_quarters, order_fields and look_up_fields, and with dot_bytes                     */
 
 #define TQKV__VECTOR TQKV__(vector)
@@ -21,8 +21,9 @@
 #define TQKV__LANE_BYTES  ((int)sizeof(TQKV__I(lanes)))
 #define TQKV__WORDS       ((TQKV__PRODUCTS == 2 ? 2 : 4) * TQKV__INTEGER_LANES) /* multiplied with a vector of codes */
 /* Keys that are decoded together. */
-#define TQKV__SLICE  16
-#define TQKV__SLICES (2 * TQKV__INTEGER_LANES > TQKV__SLICE ? 2 * TQKV__INTEGER_LANES : TQKV__SLICE)
+#define TQKV__KEYS_AT_ONCE 16
+#define TQKV__MOST_KEYS_AT_ONCE                                                                                        \
+    (2 * TQKV__INTEGER_LANES > TQKV__KEYS_AT_ONCE ? 2 * TQKV__INTEGER_LANES : TQKV__KEYS_AT_ONCE)
 #ifndef TQKV__LANES_ROWS
 #define TQKV__LANES_ROWS 8
 #endif
@@ -125,12 +126,12 @@ TQKV__TARGET static TQKV__S(source)
 {
     const uint8_t *row = tqkv__codes_at(s, kv_head, segment->slot + j);
     const ptrdiff_t ahead = (ptrdiff_t)segment->ahead * (ptrdiff_t)s->row_bytes;
-    const int padded = TQKV__PADDED(dim), rows = (n + TQKV__SLICE - 1) / TQKV__SLICE * TQKV__SLICE;
+    const int padded = TQKV__PADDED(dim), rows = (n + TQKV__KEYS_AT_ONCE - 1) / TQKV__KEYS_AT_ONCE * TQKV__KEYS_AT_ONCE;
     const TQKV__S(source) in_place = {(const int8_t *)row + first, s->row_bytes, ahead};
     const TQKV__S(source) decoded = {room, (size_t)padded, 0};
     if (s->kind == TQKV__GRID && n == rows) return in_place;
-    for (int i = 0; i < n; i += TQKV__SLICE, row += TQKV__SLICE * s->row_bytes) {
-        const int now = n - i < TQKV__SLICE ? n - i : TQKV__SLICE;
+    for (int i = 0; i < n; i += TQKV__KEYS_AT_ONCE, row += TQKV__KEYS_AT_ONCE * s->row_bytes) {
+        const int now = n - i < TQKV__KEYS_AT_ONCE ? n - i : TQKV__KEYS_AT_ONCE;
         int8_t *to = room + i * padded;
         if (first == 0) tqkv__prefetch(TQKV__L2, row + ahead, (size_t)now * s->row_bytes);
         if (s->kind != TQKV__GRID) TQKV__S(decoders)[s->format](s, row, first, now, dim, to);
@@ -149,123 +150,6 @@ TQKV__OP uint32_t TQKV__S(largest_bits)(const float *x, int n)
     memset(&largest, 0, sizeof largest);
     for (int i = 0; i < n; i += TQKV__INTEGER_LANES) largest = TQKV__(larger_bits)(largest, TQKV__(load)(x + i));
     return TQKV__S(largest_code)(largest);
-}
-
-/* Keys, and rows of values, that share a loop: enough sums in progress to hide their latency, few enough for the registers. */
-#define TQKV__HALF_KEYS (TQKV__INTEGER_LANES == 16 ? 4 : 3)
-#define TQKV__HALF_ROWS (TQKV__INTEGER_LANES == 16 ? 8 : 4)
-
-/* scores[row][j] (+)= query[row] . key j, in 16 sums each; keys: [keys][dim] floats. rows and keys are constants. */
-TQKV__OP void TQKV__S(score_halves)(const int rows, const int keys, int dim, const float *key, const float *q, bool add,
-                                    float *scores)
-{
-    TQKV__VECTOR sums[2][TQKV__HALF_KEYS][16 / TQKV__INTEGER_LANES];
-    TQKV__UNROLL
-    for (int r = 0; r < rows; r++) TQKV__UNROLL
-    for (int j = 0; j < keys; j++) TQKV__UNROLL
-    for (int i = 0; i < 16 / TQKV__INTEGER_LANES; i++) sums[r][j][i] = TQKV__(set1)(0.0f);
-    for (int d = 0; d < dim; d += 16) {
-        TQKV__UNROLL
-        for (int i = 0; i < 16 / TQKV__INTEGER_LANES; i++) {
-            TQKV__VECTOR x[2];
-            const int at = d + i * TQKV__INTEGER_LANES;
-            TQKV__UNROLL
-            for (int r = 0; r < rows; r++) x[r] = TQKV__(load)(q + r * dim + at);
-            TQKV__UNROLL
-            for (int j = 0; j < keys; j++) {
-                const TQKV__VECTOR k = TQKV__(load)(key + j * dim + at);
-                TQKV__UNROLL
-                for (int r = 0; r < rows; r++) sums[r][j][i] = TQKV__(fma)(x[r], k, sums[r][j][i]);
-            }
-        }
-    }
-    TQKV__UNROLL
-    for (int r = 0; r < rows; r++) TQKV__UNROLL
-    for (int j = 0; j < keys; j++) {
-        float *score = scores + r * TQKV__TILE + j;
-        *score = (add ? *score : 0.0f) + TQKV__(sum_16)(sums[r][j]);
-    }
-}
-
-/* The same for n keys of one or two rows. */
-TQKV__OP void TQKV__S(score_keys)(const int rows, int n, int dim, const float *key, const float *q, bool add,
-                                  float *scores)
-{
-    int j = 0;
-    for (; j + TQKV__HALF_KEYS <= n; j += TQKV__HALF_KEYS)
-        TQKV__S(score_halves)(rows, TQKV__HALF_KEYS, dim, key + j * dim, q, add, scores + j);
-    for (; j < n; j++) TQKV__S(score_halves)(rows, 1, dim, key + j * dim, q, add, scores + j);
-}
-
-/* Some keys become floats, which all rows read. */
-TQKV__TARGET static TQKV__NOINLINE void TQKV__S(score_tile_of_halves)(const tqkv__stream *s, const uint8_t *codes,
-                                                                      const tqkv__segment *segment, const float *q,
-                                                                      int n_rows, bool add, float *scores)
-{
-    enum { buffer = 2048 }; /* 8 KiB: a fraction of an L1 cache, and of the stack */
-    TQKV__ALIGNED float keys[buffer];
-    const int dim = s->head_dim, fit = buffer / dim, most = fit > 12 ? 12 : fit;
-    tqkv__prefetch(TQKV__L2, codes + (ptrdiff_t)segment->ahead * (ptrdiff_t)s->row_bytes,
-                   (size_t)segment->n * s->row_bytes);
-    for (int j = 0; j < segment->n; j += most) {
-        const int n = segment->n - j < most ? segment->n - j : most;
-        const uint8_t *from = codes + (size_t)j * s->row_bytes;
-        for (int d = 0; d < n * dim; d += TQKV__INTEGER_LANES) TQKV__(store)(keys + d, TQKV__(load_f16)(from + 2 * d));
-        for (int row = 0; row < n_rows; row += 2) {
-            const float *query = q + (size_t)row * (size_t)dim;
-            float *to = scores + row * TQKV__TILE + j;
-            if (row + 1 < n_rows)
-                TQKV__S(score_keys)(2, n, dim, keys, query, add, to);
-            else
-                TQKV__S(score_keys)(1, n, dim, keys, query, add, to);
-        }
-    }
-}
-
-/* out[row][d] += weights[row][j] * value j of halves, in the order of positions; rows is a constant. */
-TQKV__OP void TQKV__S(add_half_rows)(const int rows, const tqkv__stream *s, const uint8_t *codes, int n,
-                                     const float *weights, float *out)
-{
-    const int dim = s->head_dim;
-    for (int d = 0; d < dim; d += 16) {
-        TQKV__VECTOR sums[TQKV__HALF_ROWS][16 / TQKV__INTEGER_LANES];
-        const uint8_t *value = codes + 2 * d;
-        TQKV__UNROLL
-        for (int r = 0; r < rows; r++) TQKV__UNROLL
-        for (int i = 0; i < 16 / TQKV__INTEGER_LANES; i++)
-            sums[r][i] = TQKV__(load)(out + r * dim + d + i * TQKV__INTEGER_LANES);
-        for (int j = 0; j < n; j++, value += s->row_bytes) {
-            TQKV__VECTOR x[16 / TQKV__INTEGER_LANES];
-            TQKV__UNROLL
-            for (int i = 0; i < 16 / TQKV__INTEGER_LANES; i++)
-                x[i] = TQKV__(load_f16)(value + 2 * i * TQKV__INTEGER_LANES);
-            TQKV__UNROLL
-            for (int r = 0; r < rows; r++) {
-                const TQKV__VECTOR weight = TQKV__(set1)(weights[r * TQKV__TILE + j]);
-                TQKV__UNROLL
-                for (int i = 0; i < 16 / TQKV__INTEGER_LANES; i++) sums[r][i] = TQKV__(fma)(weight, x[i], sums[r][i]);
-            }
-        }
-        TQKV__UNROLL
-        for (int r = 0; r < rows; r++) TQKV__UNROLL
-        for (int i = 0; i < 16 / TQKV__INTEGER_LANES; i++)
-            TQKV__(store)(out + r * dim + d + i * TQKV__INTEGER_LANES, sums[r][i]);
-    }
-}
-
-TQKV__TARGET static TQKV__NOINLINE void TQKV__S(add_halves)(const tqkv__stream *s, const uint8_t *codes,
-                                                            const tqkv__segment *segment, const float *weights,
-                                                            int n_rows, float *out)
-{
-    int row = 0;
-    tqkv__prefetch(TQKV__L2, codes + (ptrdiff_t)segment->ahead * (ptrdiff_t)s->row_bytes,
-                   (size_t)segment->n * s->row_bytes);
-    for (; row + TQKV__HALF_ROWS <= n_rows; row += TQKV__HALF_ROWS) TQKV__S(add_half_rows)
-    (TQKV__HALF_ROWS, s, codes, segment->n, weights + row * TQKV__TILE, out + row * s->head_dim);
-    for (; row + 2 <= n_rows; row += 2)
-        TQKV__S(add_half_rows)(2, s, codes, segment->n, weights + row * TQKV__TILE, out + row * s->head_dim);
-    for (; row < n_rows; row++)
-        TQKV__S(add_half_rows)(1, s, codes, segment->n, weights + row * TQKV__TILE, out + row * s->head_dim);
 }
 #endif
 

@@ -4,19 +4,19 @@ TQKV__TARGET static void TQKV__I(integer_score_tile)(const tqkv__stream *s, int 
                                                      const float *q, int n_rows, bool add, float *scores)
 {
     TQKV__ALIGNED float factors[TQKV_MAX_HEAD_DIM / 128 * TQKV__TILE];
-    TQKV__ALIGNED int8_t room[TQKV__SLICES * TQKV__PANEL];
+    TQKV__ALIGNED int8_t room[TQKV__MOST_KEYS_AT_ONCE * TQKV__PANEL];
     const bool lanes = n_rows >= TQKV__LANES_ROWS;
-    const int step = lanes ? 2 * TQKV__INTEGER_LANES : TQKV__SLICE;
+    const int step = lanes ? 2 * TQKV__INTEGER_LANES : TQKV__KEYS_AT_ONCE;
     const int dim = s->panel_dim, head_dim = s->head_dim;
     if (s->kind == TQKV__HALF) {
-        TQKV__S(score_tile_of_halves)(s, tqkv__codes_at(s, kv_head, segment->slot), segment, q, n_rows, add, scores);
+        TQKV__S(score_halves)(s, tqkv__codes_at(s, kv_head, segment->slot), segment, q, n_rows, add, scores);
         return;
     }
     TQKV__(factors)(s, tqkv__norms_at(s, kv_head, segment->slot), segment, true, factors);
     for (int b = 0; b < head_dim / dim; b++) {
         TQKV__I(product) p;
 #if TQKV__LOOKED_UP
-        if (TQKV__I(is_packed)(s, segment->n, n_rows) || TQKV__I(is_quartered)(s, segment->n, n_rows)) {
+        if (TQKV__I(takes_nibbles)(s, segment->n, n_rows) || TQKV__I(takes_quarters)(s, segment->n, n_rows)) {
             TQKV__I(open_scores)(s, b, q, add, factors, scores, &p);
             TQKV__I(score_few)(s, kv_head, segment, b * dim, n_rows, &p);
             continue;
@@ -67,7 +67,7 @@ TQKV__TARGET static void TQKV__I(integer_value_tile)(const tqkv__stream *s, int 
         TQKV__I(product) p;
         TQKV__I(open_sums)(s, b, segment->n, weights, n_rows, factors, scaled, out, &p);
 #if TQKV__LOOKED_UP
-        if (TQKV__I(is_packed)(s, segment->n, n_rows) || TQKV__I(is_quartered)(s, segment->n, n_rows)) {
+        if (TQKV__I(takes_nibbles)(s, segment->n, n_rows) || TQKV__I(takes_quarters)(s, segment->n, n_rows)) {
             TQKV__I(add_few)(s, kv_head, segment, b * dim, n_rows, &p);
             continue;
         }

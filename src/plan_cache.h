@@ -28,14 +28,14 @@ static tqkv_cache_layout tqkv__layout_of_call(const tqkv_cache *c, const tqkv_ca
     return given ? *given : own;
 }
 
-/* The halves of the first (0) or newest (TQKV__LAST_KEYS) positions for the tokens that they keep: those of keys, of values or of
+/* The halves of the first (TQKV__FIRST_KEYS) or newest (TQKV__LAST_KEYS) positions for the tokens that they keep: those of keys, of values or of
    both. */
 static tqkv_result tqkv__plan_halves(const tqkv_cache *c, tqkv_metal_buffer memory, const tqkv_strides strides[2],
-                                     int first, const tqkv_metal_buffer rows[2], int n_tokens,
+                                     int keys, const tqkv_metal_buffer rows[2], int n_tokens,
                                      tqkv_metal_buffer not_finite, tqkv_metal_plan *plan)
 {
-    const tqkv_store *const ends[2] = {tqkv__end_of(c, first), tqkv__end_of(c, first + 1)};
-    const int64_t end = c->attention.end, left = first ? n_tokens : c->exact_first - end;
+    const tqkv_store *const ends[2] = {tqkv__store_of(c, keys), tqkv__store_of(c, keys + 1)};
+    const int64_t end = c->attention.end, left = keys == TQKV__LAST_KEYS ? n_tokens : c->exact_first - end;
     const int kept = left < 0 ? 0 : left < n_tokens ? (int)left : n_tokens;
     const tqkv__mapping mapping = tqkv__mapping_from(kept, kept ? end : 0);
     tqkv_metal_store stores[2];
@@ -43,7 +43,7 @@ static tqkv_result tqkv__plan_halves(const tqkv_cache *c, tqkv_metal_buffer memo
     for (int side = 0; side < 2; side++) {
         if (!ends[side]) continue;
         stores[side] = tqkv__store_in_buffer(c, memory, ends[side]);
-        stores[side].shape.type = tqkv__stream_of(c, side)->type;
+        stores[side].shape.type = TQKV__STORE_AT(c, side)->type;
         stores[side].shape.strides = strides[side];
     }
     if (ends[0] && ends[1])
@@ -103,13 +103,14 @@ TQKV_API tqkv_result tqkv_metal_plan_cache_append(const tqkv_cache *c, tqkv_meta
         r = tqkv__add_tail(c, memory, &c->tail, tail_rows, tail_strides, &mapping, not_finite, plan);
     }
     const int64_t left = c->exact_first - c->attention.end;
-    if (r == TQKV_OK && tqkv__end_of(c, 2) && (left > 0 || !n_tokens)) {
+    if (r == TQKV_OK && tqkv__has_store(c, TQKV__FIRST_TAIL) && (left > 0 || !n_tokens)) {
         const tqkv__mapping kept =
             tqkv__mapping_from(left < n_tokens && n_tokens ? (int)left : n_tokens, n_tokens ? c->attention.end : 0);
-        r = tqkv__add_tail(c, memory, tqkv__end_of(c, 2), tail_rows, tail_strides, &kept, not_finite, plan);
+        r = tqkv__add_tail(c, memory, TQKV__STORE_AT(c, TQKV__FIRST_TAIL), tail_rows, tail_strides, &kept, not_finite,
+                           plan);
     }
-    for (int first = 0; r == TQKV_OK && first <= TQKV__LAST_KEYS; first += TQKV__LAST_KEYS)
-        r = tqkv__plan_halves(c, memory, strides, first, rows, n_tokens, not_finite, plan);
+    if (r == TQKV_OK) r = tqkv__plan_halves(c, memory, strides, TQKV__FIRST_KEYS, rows, n_tokens, not_finite, plan);
+    if (r == TQKV_OK) r = tqkv__plan_halves(c, memory, strides, TQKV__LAST_KEYS, rows, n_tokens, not_finite, plan);
     return tqkv__close_plan(plan, r);
 }
 
@@ -130,21 +131,21 @@ static const tqkv_metal_store *tqkv__store_of_call(const tqkv_cache *c, const tq
 static void tqkv__open_cache_call(const tqkv_cache *c, tqkv_metal_buffer memory, const tqkv_metal_attention *some,
                                   tqkv__cache_call *call)
 {
-    const int values = c->shared ? 0 : 1;
+    const int values = c->shared ? TQKV__KEYS : TQKV__VALUES;
     tqkv_metal_attention *a = &call->attention;
     memset(call, 0, sizeof *call);
     for (int i = 0; i < TQKV__CACHE_STORES; i++)
         if (tqkv__store_of(c, i)) call->stores[i] = tqkv__store_in_buffer(c, memory, tqkv__store_of(c, i));
     a->attention = tqkv_cache_view(c);
     if (!a->attention.kv_len) a->attention.end = 0; /* nothing is resident; kv_len alone would be its default */
-    a->keys = &call->stores[0];
+    a->keys = &call->stores[TQKV__KEYS];
     a->values = &call->stores[values];
-    a->tail = tqkv__store_of_call(c, call, 2);
-    a->first_keys = tqkv__store_of_call(c, call, TQKV__FIRST_ENDS);
-    a->first_tail = tqkv__store_of_call(c, call, TQKV__FIRST_ENDS + 2);
-    a->first_values = tqkv__store_of_call(c, call, TQKV__FIRST_ENDS + values);
-    a->last_keys = tqkv__store_of_call(c, call, TQKV__LAST_ENDS);
-    a->last_values = tqkv__store_of_call(c, call, TQKV__LAST_ENDS + values);
+    a->tail = tqkv__store_of_call(c, call, TQKV__TAIL);
+    a->first_keys = tqkv__store_of_call(c, call, TQKV__FIRST_KEYS);
+    a->first_tail = tqkv__store_of_call(c, call, TQKV__FIRST_TAIL);
+    a->first_values = tqkv__store_of_call(c, call, TQKV__FIRST_KEYS + values);
+    a->last_keys = tqkv__store_of_call(c, call, TQKV__LAST_KEYS);
+    a->last_values = tqkv__store_of_call(c, call, TQKV__LAST_KEYS + values);
     a->matrix_group = c->matrix_group;
     if (c->attention.sinks) a->sinks = tqkv__buffer_within(c, memory, c->attention.sinks);
     if (!some) return;

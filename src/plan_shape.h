@@ -74,11 +74,13 @@ static tqkv_result tqkv__plan_end_shapes(const tqkv_metal_attention *from, tqkv_
                                                 {from->last_keys, from->last_values}};
     tqkv_attention *to = &call->attention;
     const tqkv_store **const shapes[2][2] = {{&to->first_keys, &to->first_values}, {&to->last_keys, &to->last_values}};
-    for (int i = 0; i < 4; i++) {
-        const tqkv_metal_store *end = ends[i / 2][i % 2], *codes = i % 2 ? from->values : from->keys;
-        tqkv_store *shape = &call->ends[i / 2][i % 2];
-        *shapes[i / 2][i % 2] = end ? shape : NULL;
-        if (!end || !(i / 2 ? to->exact_last : to->exact_first)) continue;
+    for (int i = TQKV__FIRST_KEYS; i < TQKV__STREAMS; i++) {
+        const int last = tqkv__stream_kinds[i].end, side = tqkv__stream_kinds[i].side;
+        if (i == TQKV__FIRST_TAIL) continue; /* see tqkv__plan_first_tail */
+        const tqkv_metal_store *end = ends[last][side], *codes = side == TQKV__VALUES ? from->values : from->keys;
+        tqkv_store *shape = &call->ends[last][side];
+        *shapes[last][side] = end ? shape : NULL;
+        if (!end || !(last ? to->exact_last : to->exact_first)) continue;
         tqkv__plan_store(end, shape);
         shape->center = codes->shape.center;
         if (!tqkv__same_buffer(end->center, codes->center) ||

@@ -39,6 +39,18 @@ TQKV__OP float tqkv__sum_16_avx2(const __m256 *x)
     m = _mm_add_ps(m, _mm_movehl_ps(m, m));
     return _mm_cvtss_f32(_mm_add_ss(m, _mm_movehdup_ps(m)));
 }
+/* to[m] (+)= sum_16 of the vectors 2 m and 2 m + 1, m < 4 */
+TQKV__OP void tqkv__add_sums_of_16_avx2(const __m256 *x, bool add, float *to)
+{
+    const __m256 a = _mm256_add_ps(x[0], x[1]), b = _mm256_add_ps(x[2], x[3]), c = _mm256_add_ps(x[4], x[5]),
+                 d = _mm256_add_ps(x[6], x[7]);
+    const __m256 ac = _mm256_add_ps(_mm256_permute2f128_ps(a, c, 0x20), _mm256_permute2f128_ps(a, c, 0x31));
+    const __m256 bd = _mm256_add_ps(_mm256_permute2f128_ps(b, d, 0x20), _mm256_permute2f128_ps(b, d, 0x31));
+    const __m256 all = _mm256_add_ps(_mm256_shuffle_ps(ac, bd, 0x44), _mm256_shuffle_ps(ac, bd, 0xee));
+    const __m128 ab = _mm256_castps256_ps128(all), cd = _mm256_extractf128_ps(all, 1);
+    const __m128 sums = _mm_add_ps(_mm_shuffle_ps(ab, cd, 0x88), _mm_shuffle_ps(ab, cd, 0xdd));
+    _mm_storeu_ps(to, _mm_add_ps(add ? _mm_loadu_ps(to) : _mm_setzero_ps(), sums));
+}
 TQKV__OP __m256 tqkv__sum_fours_avx2(const __m256 *x)
 {
     const __m256 a = _mm256_add_ps(_mm256_unpacklo_ps(x[0], x[1]), _mm256_unpackhi_ps(x[0], x[1]));

@@ -33,6 +33,20 @@ TQKV__OP float32x4_t tqkv__mul_nonzero_neon(float32x4_t a, float32x4_t b)
 {
     return vreinterpretq_f32_u32(vbicq_u32(vreinterpretq_u32_f32(vmulq_f32(a, b)), vceqzq_f32(a)));
 }
+/* to[m] (+)= sum_16 of the vectors from 4 m on, m < 4 */
+TQKV__OP void tqkv__add_sums_of_16_neon(const float32x4_t *x, bool add, float *to)
+{
+    float32x4_t fours[4], pairs[2];
+    TQKV__UNROLL
+    for (int m = 0; m < 4; m++)
+        fours[m] = vaddq_f32(vaddq_f32(x[4 * m], x[4 * m + 2]), vaddq_f32(x[4 * m + 1], x[4 * m + 3]));
+    TQKV__UNROLL
+    for (int m = 0; m < 2; m++) {
+        const float64x2_t a = vreinterpretq_f64_f32(fours[2 * m]), b = vreinterpretq_f64_f32(fours[2 * m + 1]);
+        pairs[m] = vaddq_f32(vreinterpretq_f32_f64(vtrn1q_f64(a, b)), vreinterpretq_f32_f64(vtrn2q_f64(a, b)));
+    }
+    vst1q_f32(to, vaddq_f32(add ? vld1q_f32(to) : vdupq_n_f32(0.0f), vpaddq_f32(pairs[0], pairs[1])));
+}
 TQKV__OP float32x4_t tqkv__sum_fours_neon(const float32x4_t *x)
 {
     return vpaddq_f32(vpaddq_f32(x[0], x[1]), vpaddq_f32(x[2], x[3]));

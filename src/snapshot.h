@@ -94,17 +94,18 @@ static tqkv_result tqkv__move_hash(tqkv__pipe *pipe)
     return memcmp(bytes, expected, sizeof bytes) == 0 ? TQKV_OK : TQKV_CORRUPT;
 }
 
-static tqkv_result tqkv__move_floats(tqkv__pipe *pipe, float *x, size_t n)
+/* Writes floats, or reads them to `to`. from, to: [n] */
+static tqkv_result tqkv__move_floats(tqkv__pipe *pipe, const float *from, float *to, size_t n)
 {
     uint8_t bytes[1024];
     for (size_t done = 0; done < n;) {
         const size_t count = n - done < sizeof bytes / 4 ? n - done : sizeof bytes / 4;
         if (pipe->write)
-            for (size_t i = 0; i < count; i++) tqkv__put(bytes + 4 * i, 4, tqkv__bits(x[done + i]));
+            for (size_t i = 0; i < count; i++) tqkv__put(bytes + 4 * i, 4, tqkv__bits(from[done + i]));
         const tqkv_result r = tqkv__move(pipe, bytes, 4 * count);
         if (r != TQKV_OK) return r;
         if (pipe->read)
-            for (size_t i = 0; i < count; i++) x[done + i] = tqkv__float((uint32_t)tqkv__get(bytes + 4 * i, 4));
+            for (size_t i = 0; i < count; i++) to[done + i] = tqkv__float((uint32_t)tqkv__get(bytes + 4 * i, 4));
         done += count;
     }
     return TQKV_OK;
@@ -119,21 +120,22 @@ static tqkv_result tqkv__move_stored(tqkv__pipe *pipe, const tqkv__stream *s, tq
             for (int64_t position = range.from, n; position < range.to; position += n) {
                 const int slot = tqkv__slot(s, position), room = tqkv__slots_left(s, position);
                 n = range.to - position < room ? range.to - position : room;
+                float *of_rows = tqkv__norms_at(s, h, slot);
                 if (!norms)
                     r = tqkv__move(pipe, tqkv__codes_at(s, h, slot), (size_t)n * s->row_bytes);
                 else
-                    r = tqkv__move_floats(pipe, tqkv__norms_at(s, h, slot), (size_t)n * (size_t)s->norms_per_row);
+                    r = tqkv__move_floats(pipe, of_rows, of_rows, (size_t)n * (size_t)s->norms_per_row);
                 if (r != TQKV_OK) return r;
             }
     return tqkv__move_hash(pipe);
 }
 
-/* Moves centre and scale, which when they are read lie in the cache's own memory. */
-static tqkv_result tqkv__move_channels(tqkv__pipe *pipe, const tqkv__stream *s)
+/* Moves centre and scale. to_center, to_scale: the same in the cache's memory; NULL where nothing is read */
+static tqkv_result tqkv__move_channels(tqkv__pipe *pipe, const tqkv__stream *s, float *to_center, float *to_scale)
 {
     const size_t n = tqkv__center_size(s) / sizeof(float);
-    tqkv_result r = s->center ? tqkv__move_floats(pipe, (float *)(uintptr_t)s->center, n) : TQKV_OK;
-    if (r == TQKV_OK && s->channel_scale) r = tqkv__move_floats(pipe, (float *)(uintptr_t)s->channel_scale, n);
+    tqkv_result r = s->center ? tqkv__move_floats(pipe, s->center, to_center, n) : TQKV_OK;
+    if (r == TQKV_OK && s->channel_scale) r = tqkv__move_floats(pipe, s->channel_scale, to_scale, n);
     const bool valid = (!s->center || tqkv__all_finite(s->center, n)) &&
                        (!s->channel_scale || tqkv__scales_valid(s->channel_scale, n));
     return r != TQKV_OK || valid ? r : TQKV_CORRUPT;
@@ -147,7 +149,9 @@ static tqkv_result tqkv__move_stores(tqkv__pipe *pipe, const tqkv_cache *c)
         tqkv__stream s;
         if (!tqkv__store_of(c, i) || (i >= TQKV__RAW && !c->learning)) continue;
         r = tqkv__stream_open(tqkv__store_of(c, i), &s);
-        if (r == TQKV_OK && i < TQKV__CACHE_STREAMS) r = tqkv__move_channels(pipe, &s);
+        if (r == TQKV_OK && i < TQKV__CACHE_STREAMS)
+            r = tqkv__move_channels(pipe, &s, tqkv__channel_room(c, i, TQKV__CENTERS),
+                                    tqkv__channel_room(c, i, TQKV__SCALES));
         if (r == TQKV_OK) r = tqkv__move_stored(pipe, &s, tqkv__range_of(c, i));
     }
     return r;
@@ -192,7 +196,7 @@ static uint32_t tqkv__streams_with(const tqkv_cache *c, bool scales)
 {
     uint32_t bits = 0;
     for (int i = 0; i < TQKV__CACHE_STREAMS; i++) {
-        const tqkv_store *s = tqkv__stream_of(c, i);
+        const tqkv_store *s = tqkv__store_of(c, i);
         if (s && (scales ? s->channel_scale : s->center)) bits |= 1u << i;
     }
     return bits;
@@ -223,7 +227,7 @@ static void tqkv__cache_header(const tqkv_cache *c, uint8_t *header)
                                                   (uint32_t)c->calibrate,
                                                   (uint32_t)c->exact_first,
                                                   (uint32_t)c->exact_last,
-                                                  (uint32_t)tqkv__range_of(c, TQKV__FIRST_ENDS).to,
+                                                  (uint32_t)tqkv__range_of(c, TQKV__FIRST_KEYS).to,
                                                   0};
     tqkv__put_name(tqkv__magic, TQKV__HEADER_SIZE, header);
     tqkv__put(header + 16, 8, c->tag);
@@ -315,7 +319,7 @@ static void tqkv__set_range(tqkv_cache *c, const tqkv__header *h)
     c->exact_below = h->exact_below;
     c->exact_from = h->exact_from;
     c->learning = h->learning;
-    c->exact_held = tqkv__range_of(c, TQKV__LAST_ENDS).from;
+    c->exact_held = tqkv__range_of(c, TQKV__LAST_KEYS).from;
 }
 
 /* A reader that holds the first `filled` bytes and has passed on `taken` of them. */
@@ -393,7 +397,7 @@ static void tqkv__take_channels(tqkv_cache *c, uint32_t centers, uint32_t scales
             const tqkv__channels kind = k ? TQKV__SCALES : TQKV__CENTERS;
             if ((k ? scales : centers) >> i & 1)
                 tqkv__cache_channels(c, i, kind, tqkv__channel_room(c, i, kind),
-                                     (size_t)tqkv__stream_of(c, i)->head_dim);
+                                     (size_t)TQKV__STORE_AT(c, i)->head_dim);
         }
 }
 
@@ -473,7 +477,7 @@ static uint64_t tqkv__channels_hash(const tqkv__stream *s)
     tqkv__pipe pipe;
     if (!s->center && !s->channel_scale) return 0;
     tqkv__pipe_open(&pipe, tqkv__write_nowhere, NULL, NULL);
-    (void)tqkv__move_channels(&pipe, s);
+    (void)tqkv__move_channels(&pipe, s, NULL, NULL);
     return XXH3_64bits_digest(&pipe.hash);
 }
 

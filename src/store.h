@@ -466,10 +466,16 @@ static tqkv_result tqkv__open_positions(const tqkv_store *store, int n, int64_t 
     return tqkv__check_positions(s, n, position);
 }
 
+/* Bytes from the first of the caller's rows to that of a token and a head. */
+static size_t tqkv__row_offset(const tqkv__stream *s, size_t token, size_t head)
+{
+    return (token * s->strides.token + head * s->strides.head) * tqkv__type_size(s->type);
+}
+
 /* The caller's row of a token and a head. */
 static const void *tqkv__source_row(const tqkv__stream *s, const void *src, size_t token, size_t head)
 {
-    return (const uint8_t *)src + (token * s->strides.token + head * s->strides.head) * tqkv__type_size(s->type);
+    return (const uint8_t *)src + tqkv__row_offset(s, token, head);
 }
 
 /* Checks p: [n][n_kv_heads] rows of the stream's type and strides; *bytes: their size, with gaps. */

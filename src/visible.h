@@ -193,11 +193,9 @@ static tqkv_result tqkv__check_entries(const tqkv__attention *a, int64_t first, 
 static tqkv_result tqkv__check_kept(const tqkv__attention *a)
 {
     const tqkv__range kept = {0, a->kept}, seen = tqkv__visible_to(a, 0, a->call.n_queries - 1, kept);
-    const int streams[3] = {TQKV__FIRST_HALVES, TQKV__FIRST_HALVES + 1, TQKV__FIRST_TAIL};
     tqkv_result r = TQKV_OK;
-    for (int i = 0; r == TQKV_OK && a->kept && i < 3; i++)
-        if (tqkv__stream_read(a, streams[i]))
-            r = tqkv__check_pages(tqkv__stream_read(a, streams[i]), seen.from, seen.to);
+    for (int i = TQKV__FIRST_KEYS; r == TQKV_OK && a->kept && i <= TQKV__FIRST_TAIL; i++)
+        if (tqkv__has_stream(a, i)) r = tqkv__check_pages(TQKV__STREAM_AT(a, i), seen.from, seen.to);
     return r;
 }
 

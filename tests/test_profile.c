@@ -1,4 +1,5 @@
-/* examples/profile.h: profiles that it must read, and every way in which a file may be damaged. */
+/* examples/profile.h: profiles that it must read, and every way in which a file may be damaged; profile_write.h. */
+#include "examples/profile_write.h"
 #include "profile_fixture.h"
 
 /* A copy of the exact size is parsed: parsing changes the bytes, and sanitizers report a read beyond them. */
@@ -44,6 +45,25 @@ static void run_read(const void *row)
     check_read(&read, made);
     profile_free(&read);
     free(file.bytes);
+}
+
+/* What was read is written again, and read again. */
+static void run_written(const void *row)
+{
+    const profile_made *made = (const profile_made *)row;
+    profile_bytes file = profile_make(made);
+    profile first, second;
+    size_t size = 0;
+    CHECK_RESULT(parse(file.bytes, file.size, &first), TQKV_OK);
+    uint8_t *written = profile_bytes_of(&first, &size);
+    REQUIRE(written, "no memory");
+    CHECK_RESULT(parse(written, size, &second), TQKV_OK);
+    check_read(&second, made);
+    profile_free(&first);
+    profile_free(&second);
+    free(written);
+    free(file.bytes);
+    CHECK_RESULT(profile_save("/no/such/folder/profile", &first), TQKV_IO);
 }
 
 static void run_damaged(const void *row)
@@ -155,8 +175,10 @@ void test_profile_cases(void)
         {2, 2, 32, true, false, 1, 32},   {3, 1, 80, false, true, 1, 64},   {1, 8, 128, false, false, 1, 4},
         {30, 3, 64, true, true, 1, 4096}, {12, 1, 48, false, false, 1, 32},
     };
-    for (int i = 0; i < (int)(sizeof made / sizeof *made); i++)
+    for (int i = 0; i < (int)(sizeof made / sizeof *made); i++) {
         test_add(run_read, &made[i], sizeof made[i], "profile/read/%d", i);
+        test_add(run_written, &made[i], sizeof made[i], "profile/written/%d", i);
+    }
     test_add(run_damaged, &made[0], sizeof made[0], "profile/damaged");
     test_add(run_edited, &made[0], sizeof made[0], "profile/edited");
     test_add(run_values, &made[0], sizeof made[0], "profile/values");

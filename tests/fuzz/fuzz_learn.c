@@ -129,12 +129,12 @@ static int learns_at(const twins *t)
     return n > 16 ? n : 16;
 }
 
-/* Whether the queries of a chunk see what each sees alone: a ring without a window has lost older positions by then, and all see
-   the whole chunk if the cache is not causal. */
-static bool chunk_sees_the_same(const twins *t)
+/* Whether the n queries of a chunk see what each sees alone. All see the whole chunk if the cache is not causal, and in a ring that
+   has wrapped they may have lost positions, or read first positions that are gone, unless n leaves room for a window. */
+static bool chunk_sees_the_same(const twins *t, int n)
 {
-    const bool lost = t->desc.ring && !t->desc.window && tqkv_cache_end(t->chunked) > t->desc.capacity;
-    return !lost && !t->desc.non_causal;
+    const bool wrapped = t->desc.ring && tqkv_cache_end(t->chunked) > t->desc.capacity;
+    return !t->desc.non_causal && (!wrapped || (t->desc.window && n <= t->desc.capacity - t->desc.window + 1));
 }
 
 /* Appends the rows to the single cache, each attended to alone; out: what the chunk gave, or NULL if it was refused. */
@@ -169,7 +169,7 @@ static void append(fuzz_input *input, twins *t)
         }
         CHECK(result == TQKV_OK || result == TQKV_OUT_OF_RANGE, "%s", tqkv_result_string(result));
         CHECK(result == TQKV_OK || fuzz_is_untouched(out, size), "written");
-        append_singly(t, &r, n, result == TQKV_OK && chunk_sees_the_same(t) ? out : NULL);
+        append_singly(t, &r, n, result == TQKV_OK && chunk_sees_the_same(t, n) ? out : NULL);
     }
     free(out);
     free_rows(&r);
