@@ -545,7 +545,8 @@ typedef struct tqkv_cache_desc {
        least 16, and of a smaller cache a quarter of the capacity. 0: not. Until the append that reaches them keys and values are
        halves as they came, and attention is exact. That append encodes them; queries at these positions still read the halves,
        until the next append gives their memory back (with non_causal, until this one). The same codes however positions came. What
-       it has learned is in tqkv_cache_keys. Not on a GPU: there a cache is given what another one learned. */
+       it has learned is in tqkv_cache_keys. On a GPU the halves' memory stays as long as the cache, because work under way may
+       read it: a copy by tqkv_cache_fork, made when the cache has learned, has none. */
     int calibrate;
     uint64_t tag; /* the caller's name for the model, 0: none; a snapshot or a fork of another is refused */
 } tqkv_cache_desc;
@@ -864,8 +865,9 @@ TQKV_METAL_API tqkv_result tqkv_metal_find(tqkv_metal *m, const void *pointer, t
    wait; all other calls, and encode and attend on tqkv_cache_keys and _values, run on the processor. Those that read
    or move codes (remove, keep, fork, save) need recorded appends to have completed, and remove and keep all work. After
    TQKV_METAL_ERROR an append has not happened, but a ring may have lost its oldest positions.
-   The two calls below record into an encoder. An append counts at once, and attention can be recorded after it;
-   truncate if the command buffer fails. The processor sees the codes after the buffer has completed. Rows of a tail lie apart
+   The two calls below record into an encoder. An append counts at once, and attention can be recorded after it; if the
+   command buffer fails, tqkv_metal_cache_failed takes back what it had. The processor sees the codes, and with `calibrate` the
+   centre and the scale, after the buffer has completed: nothing waits for these. Rows of a tail lie apart
    from those of the keys: a shared cache takes them as v, and nothing without a tail, others behind all rows of the keys. */
 TQKV_METAL_API tqkv_result tqkv_metal_cache_append(tqkv_metal *m, tqkv_metal_object encoder, tqkv_cache *c,
                                                    tqkv_metal_buffer k, tqkv_metal_buffer v, int n_tokens,
@@ -913,7 +915,7 @@ enum {
     TQKV_METAL_ARGUMENTS = 256, /* most bytes of an argument struct */
     TQKV_METAL_BINDINGS = 28,
     TQKV_METAL_MEMORIES = 4,
-    TQKV_METAL_DISPATCHES = 7,   /* most of a plan */
+    TQKV_METAL_DISPATCHES = 13,  /* most of a plan */
     TQKV_METAL_ONLY_CHECKED = -1 /* in place of a binding's index */
 };
 
@@ -1078,6 +1080,9 @@ TQKV_API tqkv_result tqkv_metal_plan_cache_append(const tqkv_cache *c, tqkv_meta
                                                   tqkv_metal_buffer v, int n_tokens, tqkv_metal_buffer not_finite,
                                                   tqkv_metal_plan *plan);
 TQKV_API void tqkv_metal_cache_appended(tqkv_cache *c, int n_tokens);
+/* For appends that did not run, because a command buffer failed: as tqkv_cache_truncate, and if one of them was to learn centre and
+   scale (calibrate), the cache learns again. Before any other edit, and when nothing is under way. */
+TQKV_API tqkv_result tqkv_metal_cache_failed(tqkv_cache *c, int64_t end);
 TQKV_API tqkv_result tqkv_metal_plan_cache_scratch(const tqkv_cache *c, const tqkv_metal_attention *some, int n_queries,
                                                    size_t *bytes);
 TQKV_API tqkv_result tqkv_metal_plan_cache_attend(const tqkv_cache *c, tqkv_metal_buffer memory,
@@ -1498,8 +1503,9 @@ typedef struct tqkv__backend {
 #error "tqkv.h: -ffast-math changes stored bytes; compile this file without it, or define TQKV_ALLOW_FAST_MATH"
 #endif
 
-/* Options of fast math that clang announces by no macro (-fassociative-math, -freciprocal-math, -funsafe-math-optimizations)
-   would change norms. On arm64 clang 14 does not know the pragma, and reorders no sum that counts; clang 16 would. */
+/* Options of fast math that clang announces by no macro (-fassociative-math, -freciprocal-math,
+   -funsafe-math-optimizations) would change norms. On arm64 clang 14 does not know the pragma, and reorders no sum that
+   counts; clang 16 would. */
 #if defined(__clang__) && !defined(TQKV_ALLOW_FAST_MATH) &&                                                            \
     (defined(__x86_64__) || (defined(__aarch64__) && __clang_major__ > 14))
 #define TQKV__PRECISE
@@ -1559,8 +1565,8 @@ extern "C"
 #error "tqkv.h: xxhash.h is too old, 0.8.0 is needed: Debian libxxhash-dev, Homebrew xxhash, or a copy beside tqkv.h"
 #endif
 
-/* With -fshort-enums or -fpack-struct for this file alone what callers pass has another layout. 32-bit ARM has short enums in some
-   systems, and says so. */
+/* With -fshort-enums or -fpack-struct for this file alone what callers pass has another layout. 32-bit ARM has short
+   enums in some systems, and says so. */
 enum tqkv__smallest { TQKV__SMALLEST };
 struct tqkv__gap {
     char before;
@@ -1617,22 +1623,22 @@ static inline float tqkv__rounded(float x)
     return x;
 }
 
-/* The same for results that no sum follows: floats already, except in wider registers (x87). */
+/* Rounds results that no sum follows: they are floats already, except in wider registers (x87). */
 #if defined(__FLT_EVAL_METHOD__) && __FLT_EVAL_METHOD__ == 0
 #define TQKV__AS_FLOAT(x) (x)
 #else
 #define TQKV__AS_FLOAT(x) tqkv__rounded(x)
 #endif
 
-/* As tqkv__rounded */
+/* Rounds as tqkv__rounded does. */
 static inline double tqkv__rounded_double(double x)
 {
     __asm__("" : "+m"(x));
     return x;
 }
 
-/* a*b + c, rounded once. The product of two floats is exact in double. Its sum with c is rounded to odd there: if it is
-   not exact, the last bit of the double is set, and the rounding to float cannot see a tie that is none. */
+/* Returns a*b + c, rounded once. The product of two floats is exact in double. Its sum with c is rounded to odd there:
+   if it is not exact, the last bit of the double is set, and the rounding to float cannot see a tie that is none. */
 static inline float tqkv__fma(float a, float b, float c)
 {
 #if defined(__FP_FAST_FMAF) || defined(__FMA__) || defined(__ARM_FEATURE_FMA)
@@ -1708,7 +1714,7 @@ static bool tqkv__all_finite(const float *x, size_t n)
     return !bad;
 }
 
-/* The i-th half or bfloat16, whatever type the caller's compiler has for it. */
+/* Returns the i-th half or bfloat16, whatever type the caller's compiler has for it. */
 static uint16_t tqkv__half_at(const void *halves, size_t i)
 {
     uint16_t half;
@@ -1716,7 +1722,7 @@ static uint16_t tqkv__half_at(const void *halves, size_t i)
     return half;
 }
 
-/* As tqkv__all_finite, for n values of any type. */
+/* Does what tqkv__all_finite does, for n values of any type. */
 static bool tqkv__values_finite(tqkv_type type, const void *x, size_t n)
 {
     const uint32_t exponent = type == TQKV_TYPE_F16 ? 0x7c00u : 0x7f80u;
@@ -1726,10 +1732,11 @@ static bool tqkv__values_finite(tqkv_type type, const void *x, size_t n)
     return !bad;
 }
 
-/* To the nearest integer, ties to even; |x| < 2^22 */
+/* Rounds to the nearest integer, ties to even; |x| < 2^22 */
 static inline float tqkv__round(float x) { return TQKV__AS_FLOAT(tqkv__rounded(x + 12582912.0f) - 12582912.0f); }
 
-/* exp_parts, exp and tanh of the kernels, step by step. Tables, because constants may be wider than a float. */
+/* These are exp_terms, exp and tanh of the kernels, step by step. Tables hold the constants, because constants may be
+   wider than a float. */
 static void tqkv__exp_terms(float x, float *power, float *tail)
 {
     static const float reduce[3] = {1.44269504f, -0.693359375f, 2.12194440e-4f};
@@ -1742,7 +1749,7 @@ static void tqkv__exp_terms(float x, float *power, float *tail)
     *power = tqkv__float((uint32_t)((int)n + 127) << 23);
 }
 
-/* e^x for x up to 87; 0 below -87. NaN stays NaN. */
+/* Returns e^x for x up to 87; 0 below -87. NaN stays NaN. */
 static TQKV__NOINLINE float tqkv__exp(float x)
 {
     float power, tail;
@@ -1753,7 +1760,7 @@ static TQKV__NOINLINE float tqkv__exp(float x)
     return tqkv__fma(power, tail, power);
 }
 
-/* a*b + c*d */
+/* Returns a*b + c*d, each product rounded. */
 static inline float tqkv__sum_of_products(float a, float b, float c, float d)
 {
     return TQKV__AS_FLOAT(tqkv__rounded(a * b) + tqkv__rounded(c * d));
@@ -1799,13 +1806,13 @@ static bool tqkv__overlap(const void *a, size_t a_size, const void *b, size_t b_
     return a && b && a_size && b_size && (x < y ? y - x < a_size : x - y < b_size);
 }
 
-/* Neither NULL nor misaligned. alignment: a power of two */
+/* Whether p is neither NULL nor misaligned. alignment: a power of two */
 static bool tqkv__aligned_at(const void *p, size_t alignment) { return p && ((uintptr_t)p & (alignment - 1)) == 0; }
 static bool tqkv__floats_at(const void *p) { return tqkv__aligned_at(p, sizeof(float)); }
 
 static bool tqkv__format_known(tqkv_format f) { return TQKV__KIND(f) != 0; }
 
-/* Bytes of a value; 0: no tqkv_type. */
+/* Returns the bytes of a value; 0: no tqkv_type. */
 static size_t tqkv__type_size(tqkv_type type)
 {
     return type == TQKV_TYPE_F32 ? sizeof(float) : type == TQKV_TYPE_F16 || type == TQKV_TYPE_BF16 ? 2 : 0;
@@ -1817,8 +1824,8 @@ static size_t tqkv__type_size(tqkv_type type)
 #define TQKV__HEAD_DIMS                                                                                                \
     "head_dim: none of " TQKV__SIZES(TQKV__SIZE_TEXT, ) "to which rows can be padded with zeros; set scale then"
 
-/* A row of TQKV__SIZES for a head_dim that the compiler does not know, where its columns would be chains of comparisons,
-   half a KB each; zeros without a row. */
+/* A row of TQKV__SIZES for a head_dim that the compiler does not know, where its columns would be chains of
+   comparisons, half a KB each; zeros without a row. */
 typedef struct tqkv__size {
     int order, subrow, grid; /* subrow: values in each of `order` subrows */
     float root, inverse_root;
@@ -1842,7 +1849,7 @@ static inline const tqkv__size *tqkv__size_of(int head_dim)
 }
 static bool tqkv__head_dim_known(int head_dim) { return tqkv__size_of(head_dim)->order != 0; }
 
-/* TQKV__NORM_BLOCK of a head_dim that the compiler does not know */
+/* Returns TQKV__NORM_BLOCK of a head_dim that the compiler does not know */
 static int tqkv__norm_dim(int kind, int head_dim)
 {
     return kind == TQKV__GRID ? tqkv__size_of(head_dim)->grid : TQKV__NORM_BLOCK(kind, head_dim);
@@ -1891,7 +1898,8 @@ static bool tqkv__without_gaps(tqkv_strides strides, int n_heads, int dim)
     return strides.head == (size_t)dim && strides.token == (size_t)n_heads * (size_t)dim;
 }
 
-/* Bytes from the first of [n][n_heads] rows to the end of the last one; false if one cannot compute with them. */
+/* Finds the bytes from the first of [n][n_heads] rows to the end of the last one; false if one cannot compute with
+   them. */
 static bool tqkv__rows_extent(tqkv_strides strides, int n, int n_heads, int dim, size_t value_size, size_t *bytes)
 {
     size_t token, head;
@@ -1929,6 +1937,20 @@ static tqkv_result tqkv__table_shape(const tqkv_store *store, tqkv__stream *s)
     return TQKV_OK;
 }
 
+/* Takes the format's row in TQKV__FORMATS, and its tables. */
+static void tqkv__take_format(tqkv_format format, tqkv__stream *s)
+{
+    s->format = format;
+    s->kind = TQKV__KIND(format);
+    s->main_bits = TQKV__MAIN_BITS(format);
+    s->upper_bits = TQKV__UPPER_BITS(format);
+    s->book_bits = TQKV__BOOK_BITS(format);
+    s->codebook = s->book_bits ? TQKV__CODEBOOK(s->book_bits) : NULL;
+    s->boundaries = s->book_bits ? TQKV__BOUNDARIES(s->book_bits) : NULL;
+    s->factors = s->book_bits ? TQKV__FACTORS(s->book_bits) : NULL;
+    s->n_factors = TQKV__N_FACTORS(s->book_bits);
+}
+
 /* Checks the shape of a store, not its buffers. */
 static tqkv_result tqkv__stream_shape(const tqkv_store *store, tqkv__stream *s)
 {
@@ -1944,15 +1966,7 @@ static tqkv_result tqkv__stream_shape(const tqkv_store *store, tqkv__stream *s)
     if (store->capacity <= 0) return TQKV__INVALID("capacity is not positive");
     if (!(store->block_scale >= 0.0f && store->block_scale <= 3.0e38f))
         return TQKV__INVALID("block_scale: negative, NaN or infinite");
-    s->format = store->format;
-    s->kind = TQKV__KIND(s->format);
-    s->main_bits = TQKV__MAIN_BITS(s->format);
-    s->upper_bits = TQKV__UPPER_BITS(s->format);
-    s->book_bits = TQKV__BOOK_BITS(s->format);
-    s->codebook = s->book_bits ? TQKV__CODEBOOK(s->book_bits) : NULL;
-    s->boundaries = s->book_bits ? TQKV__BOUNDARIES(s->book_bits) : NULL;
-    s->factors = s->book_bits ? TQKV__FACTORS(s->book_bits) : NULL;
-    s->n_factors = TQKV__N_FACTORS(s->book_bits);
+    tqkv__take_format(store->format, s);
     s->head_dim = store->head_dim;
     s->root = tqkv__size_of(s->head_dim)->root;
     s->inverse_root = tqkv__size_of(s->head_dim)->inverse_root;
@@ -1975,7 +1989,8 @@ static tqkv_result tqkv__stream_shape(const tqkv_store *store, tqkv__stream *s)
     return store->pages ? tqkv__table_shape(store, s) : TQKV_OK;
 }
 
-/* Whether a value of each channel, x: [n_kv_heads][head_dim], is finite, or a scale that is allowed; by the set in use. */
+/* Whether a value of each channel, x: [n_kv_heads][head_dim], is finite, or a scale that is allowed; by the set in
+   use. */
 static bool tqkv__channels_finite(const tqkv__stream *s, const float *x);
 static bool tqkv__channels_scale(const tqkv__stream *s, const float *x);
 
@@ -2002,13 +2017,14 @@ static tqkv_result tqkv__stream_channels(const tqkv_store *store, tqkv__stream *
     return tqkv__stream_scale(store, s);
 }
 
-/* Of a centre, or of a scale, in bytes. A stream of `capacity` such rows has a size, so this does not overflow. */
+/* Returns the bytes of a centre, or of a scale. A stream of `capacity` such rows has a size, so this does not
+   overflow. */
 static size_t tqkv__center_size(const tqkv__stream *s)
 {
     return (size_t)s->n_kv_heads * (size_t)s->head_dim * sizeof(float);
 }
 
-/* What a head has of centre, scale or inverses, [head_dim]; NULL of NULL */
+/* Returns what a head has of centre, scale or inverses, [head_dim]; NULL for NULL */
 static const float *tqkv__of_head(const tqkv__stream *s, const float *channels, int kv_head)
 {
     return channels ? channels + (size_t)kv_head * (size_t)s->head_dim : NULL;
@@ -2021,10 +2037,11 @@ static const float *tqkv__scale_of(const tqkv__stream *s, int kv_head)
     return tqkv__of_head(s, s->channel_scale, kv_head);
 }
 
-/* In bytes */
+/* Returns the bytes of a page table. */
 static size_t tqkv__table_size(const tqkv__stream *s) { return (size_t)s->n_pages * sizeof(int32_t); }
 
-/* The bytes of n floats, byte p of each in planes[p], repeated: what look-ups of bytes take. n: a power of two up to 128 */
+/* Splits n floats into bytes, byte p of each in planes[p], repeated: what look-ups of bytes take. n: a power of two up
+   to 128 */
 static void tqkv__split_floats(const float *x, int n, uint8_t planes[4][128])
 {
     for (int i = 0; i < n; i++)
@@ -2037,8 +2054,8 @@ static void tqkv__split_floats(const float *x, int n, uint8_t planes[4][128])
         }
 }
 
-/* Codebooks are symmetric: centroid n - 1 - c is -centroid c. For TQ8 the lower half is enough: look-ups take ~c for a code c
-   of the upper half, and flip the sign. */
+/* Codebooks are symmetric: centroid n - 1 - c is -centroid c. For TQ8 the lower half is enough: look-ups take ~c for a
+   code c of the upper half, and flip the sign. */
 static void tqkv__fill_planes(tqkv__stream *s)
 {
     if (s->kind == TQKV__BOOK) tqkv__split_floats(s->codebook, s->book_bits < 8 ? 1 << s->book_bits : 128, s->planes);
@@ -2091,7 +2108,7 @@ static bool tqkv__stream_overlaps(const tqkv__stream *s, const void *p, size_t s
            tqkv__overlap(s->pages, tqkv__table_size(s), p, size);
 }
 
-/* The positions that a store without a ring can have. */
+/* Returns the positions that a store without a ring can have. */
 static int64_t tqkv__room(const tqkv__stream *s)
 {
     return s->page_size ? (int64_t)s->n_pages * s->page_size : s->capacity;
@@ -2104,7 +2121,7 @@ static int tqkv__slot(const tqkv__stream *s, int64_t position)
     return (int)(s->ring ? position % s->capacity : position);
 }
 
-/* Slots from that of a position on that hold the positions behind it, in order. */
+/* Returns how many slots from that of a position on hold the positions behind it, in order. */
 static int tqkv__slots_left(const tqkv__stream *s, int64_t position)
 {
     if (s->pages) return s->page_size - (int)(position % s->page_size);
@@ -2245,13 +2262,13 @@ static tqkv_result tqkv__open_positions(const tqkv_store *store, int n, int64_t 
     return tqkv__check_positions(s, n, position);
 }
 
-/* Bytes from the first of the caller's rows to that of a token and a head. */
+/* Returns the bytes from the first of the caller's rows to that of a token and a head. */
 static size_t tqkv__row_offset(const tqkv__stream *s, size_t token, size_t head)
 {
     return (token * s->strides.token + head * s->strides.head) * tqkv__type_size(s->type);
 }
 
-/* The caller's row of a token and a head. */
+/* Returns the caller's row of a token and a head. */
 static const void *tqkv__source_row(const tqkv__stream *s, const void *src, size_t token, size_t head)
 {
     return (const uint8_t *)src + tqkv__row_offset(s, token, head);
@@ -2271,7 +2288,7 @@ static tqkv_result tqkv__check_rows(const tqkv__stream *s, const void *p, int n,
     return TQKV_OK;
 }
 
-/* Bytes of the caller's rows of so many tokens. */
+/* Returns the bytes of the caller's rows of so many tokens. */
 static size_t tqkv__rows_size(const tqkv_store *s, int n_tokens)
 {
     size_t bytes;
@@ -2399,8 +2416,8 @@ static void tqkv__take_tasks(tqkv_team *team)
     }
 }
 
-/* The hook. A helper counts itself in before it looks whether tasks are open, and thread 0 closes before it looks who is
-   inside: one of them sees the other, so no helper has a task or looks at `task` when this returns. */
+/* This is the hook. A helper counts itself in before it looks whether tasks are open, and thread 0 closes before it
+   looks who is inside: one of them sees the other, so no helper has a task or looks at `task` when this returns. */
 static void tqkv__team_run(void *user, int count, tqkv_task task, void *context)
 {
     tqkv_team *team = (tqkv_team *)user;
@@ -2536,8 +2553,8 @@ static bool tqkv__channels_scale(const tqkv__stream *s, const float *x)
     return tqkv__codec_for(s->head_dim)->scales_valid(x, (size_t)s->n_kv_heads * (size_t)s->head_dim);
 }
 
-/* The inverses by which encoding multiplies the channels of the heads [first, first + n): those that the stream keeps, or in
-   room: [n][head_dim]. NULL without a scale */
+/* Returns the inverses by which encoding multiplies the channels of the heads [first, first + n): those that the stream
+   keeps, or in room: [n][head_dim]. NULL without a scale */
 static const float *tqkv__inverses_of(const tqkv__stream *s, int first, int n, float *room)
 {
     if (s->inverses || !s->channel_scale) return tqkv__of_head(s, s->inverses, first);
@@ -2567,12 +2584,17 @@ typedef struct tqkv__isa {
     int lanes;   /* floats in a vector */
     int columns; /* see reorder; 1: all codes are decoded in the order of their dimensions */
     const tqkv__codec *codec;
+<<<<<<< HEAD
     /* Packed codes are decoded in an order of their own, where columns > 1: each matrix [rows][columns] of values comes
        transposed. The rest of a panel is a matrix of fewer columns. Brings a row into that order, or back from it, plus zero;
        rows of other codes keep theirs. from, to: [head_dim], may be the same */
     void (*reorder)(const tqkv__stream *s, int columns, bool decoded, float zero, const float *from, float *to);
     /* scores[row][j] (+)= q[row] . key[slot + j] for j < n, with the segment's slot and n; add: to the scores of another part of the
        keys. q: [n_rows][head_dim], scores: [n_rows][TQKV__TILE] */
+=======
+    /* scores[row][j] (+)= q[row] . key[slot + j] for j < n, with the segment's slot and n; add: to the scores of
+       another part of the keys. q: [n_rows][head_dim], scores: [n_rows][TQKV__TILE] */
+>>>>>>> main
     void (*score_tile)(const tqkv__stream *s, int kv_head, const tqkv__segment *segment, const float *q, int n_rows,
                        bool add, float *scores);
     /* Turns the scores in each row's span into weights exp(score - max) and the others into 0; scales the row's sums to
@@ -2580,8 +2602,8 @@ typedef struct tqkv__isa {
        [n_rows][TQKV__TILE], out: [n_rows][value_dim] */
     void (*softmax_tile)(const struct tqkv__attention *a, const tqkv__span *spans, const float *offsets, int n_rows,
                          float *scores, float *max, float *sum, float *out);
-    /* Adds the sums of a piece to those of its stretch, each rounded once, and clears them for the next piece, whose maximum
-       goes on from here. */
+    /* Adds the sums of a piece to those of its stretch, each rounded once, and clears them for the next piece, whose
+       maximum goes on from here. */
     void (*end_piece)(int n_rows, int value_dim, const tqkv__sums *piece, const tqkv__sums *sums);
     /* out[row] += sum_j weights[row][j] * value[slot + j] for j < n. A weight of 0 adds nothing, even beside a NaN norm
        in a slot that this row does not see. weights, scaled (scratch): [n_rows][TQKV__TILE], out: [n_rows][head_dim] */
@@ -2612,7 +2634,8 @@ static const uint8_t *tqkv__matrix_row(int m, int row)
     }
 }
 
-/* out[b] = sum over c = 0 .. m-1 of P[b][c] * x[c], in that order, for each column of x as [m][n]; P is of order m > 1. */
+/* Mixes subrows: out[b] = sum over c = 0 .. m-1 of P[b][c] * x[c], in that order, for each column of x as [m][n]; P is
+   of order m > 1. */
 static void tqkv__mix_subrows(float *x, int m, int n)
 {
     float column[36];
@@ -2628,7 +2651,8 @@ static void tqkv__mix_subrows(float *x, int m, int n)
     }
 }
 
-/* Walsh-Hadamard transform of each subrow in natural order, then the matrix across the subrows; unnormalised. x: [head_dim] */
+/* Applies the Walsh-Hadamard transform to each subrow in natural order, then the matrix across the subrows;
+   unnormalised. x: [head_dim] */
 static void tqkv__hadamard(float *x, int head_dim)
 {
     const int m = tqkv__size_of(head_dim)->order, n = tqkv__size_of(head_dim)->subrow;
@@ -2648,7 +2672,7 @@ static void tqkv__flip_signs(float *x, int head_dim)
         if ((tqkv__tables.signs[j % 512 / 8] >> (j % 8)) & 1) x[j] = -x[j];
 }
 
-/* y = R(s*x)/sqrt(D) in double, for sums of far larger terms. */
+/* Rotates, y = R(s*x)/sqrt(D), in double, for sums of far larger terms. */
 static void tqkv__rotate_double(double *x, int head_dim)
 {
     const int m = tqkv__size_of(head_dim)->order, n = tqkv__size_of(head_dim)->subrow;
@@ -2696,8 +2720,9 @@ static TQKV__NOINLINE void tqkv__unrotate_row(float *y, int head_dim)
 
 /* >>codec: norms, quantising, packing, and back, in plain C: the specification */
 
-/* Norm of a TQ row, or of 256 of its values, from the sum of their squares; scale: the factor that brings them to variance 1. If the
-   rotation of a row overflows, the sum is NaN, whose sign depends on the machine: fabsf clears the norm's. */
+/* Returns the norm of a TQ row, or of 256 of its values, from the sum of their squares; scale: the factor that brings
+   them to variance 1. If the rotation of a row overflows, the sum is NaN, whose sign depends on the machine: fabsf
+   clears the norm's. */
 static float tqkv__norm_tq(const tqkv__stream *s, float sum, float *scale)
 {
     const bool one = s->norms_per_row == 1;
@@ -2707,10 +2732,9 @@ static float tqkv__norm_tq(const tqkv__stream *s, float sum, float *scale)
     return norm;
 }
 
-/* Norm of the values of an I8 row that share it: the largest magnitude / 127; scale: 1 / step of the grid. Both are 0 for
-   values near 0. With
-   -freciprocal-math, which clang announces by no macro, the compiler would multiply by 1/127 if it knew the divisor or
-   could hoist it. */
+/* Returns the norm of the values of an I8 row that share it: the largest magnitude / 127; scale: 1 / step of the grid.
+   Both are 0 for values near 0. With -freciprocal-math, which clang announces by no macro, the compiler would multiply
+   by 1/127 if it knew the divisor or could hoist it. */
 static float tqkv__norm_i8(float largest, float *scale)
 {
     const volatile float steps = 127.0f;
@@ -2720,8 +2744,9 @@ static float tqkv__norm_i8(float largest, float *scale)
     return TQKV__AS_FLOAT(largest / steps);
 }
 
-/* Sums of products of a TQ row, one for each norm, in the order of a GPU's group of 32 (or 16) lanes: each lane adds the
-   products of its neighbours in order, then an xor-tree adds the lanes that share a norm. x, y: [head_dim] */
+/* Finds the sums of products of a TQ row, one for each norm, in the order of a GPU's group of 32 (or 16) lanes: each
+   lane adds the products of its neighbours in order, then an xor-tree adds the lanes that share a norm. x, y:
+   [head_dim] */
 static void tqkv__sums_of_products(const tqkv__stream *s, const float *x, const float *y, float *sums)
 {
     float lanes[32], other[32];
@@ -2746,8 +2771,8 @@ static void tqkv__norms_tq(const tqkv__stream *s, const float *y, float *norms, 
 }
 
 /* Quantising shortens a row by its error, and with it every score. The stored norm makes the decoded row as long as the
-   row was: norm * sqrt(D)/|c|, where c are the centroids of the codes; where a row has several norms, norm * block_scale / RMS of c. sums: of the
-   squares of c */
+   row was: norm * sqrt(D)/|c|, where c are the centroids of the codes; where a row has several norms, norm *
+   block_scale / RMS of c. sums: of the squares of c */
 static void tqkv__correct_norms(const tqkv__stream *s, const float *sums, float *norms)
 {
     const bool one = s->norms_per_row == 1;
@@ -2782,7 +2807,7 @@ static TQKV__NOINLINE void tqkv__scale_row(const tqkv__stream *s, float *row, fl
     for (int b = 0; b < s->norms_per_row; b++) tqkv__scale(row + b * s->norm_dim, s->norm_dim, scales[b]);
 }
 
-/* Number of boundaries below v, by bisection; boundaries: [(1 << bits) - 1]. NaN gives 0. */
+/* Returns the number of boundaries below v, by bisection; boundaries: [(1 << bits) - 1]. NaN gives 0. */
 static unsigned tqkv__quantise(const float *boundaries, int bits, float v)
 {
     unsigned code = 0;
@@ -2791,7 +2816,7 @@ static unsigned tqkv__quantise(const float *boundaries, int bits, float v)
     return code;
 }
 
-/* round-half-even(v), clamped to +-127; NaN gives 127. The sum with 1.5*2^23 has no bits below 1. */
+/* Returns round-half-even(v), clamped to +-127; NaN gives 127. The sum with 1.5*2^23 has no bits below 1. */
 static uint8_t tqkv__quantise_i8(float v)
 {
     const float magic = 12582912.0f;
@@ -2844,8 +2869,8 @@ static TQKV__NOINLINE void tqkv__invert(const float *scales, int n, float *inver
     for (int i = 0; i < n; i++) inverses[i] = TQKV__AS_FLOAT(dividend / scales[i]);
 }
 
-/* A row as floats, which is exact, less its centre and times its inverses, unless these are NULL. src, center, inverses, row:
-   [n] */
+/* Makes floats of a row, which is exact, less its centre and times its inverses, unless these are NULL. src, center,
+   inverses, row: [n] */
 static void tqkv__widen_row(tqkv_type type, const void *src, const float *center, const float *inverses, int n,
                             float *row)
 {
@@ -2861,8 +2886,8 @@ static void tqkv__widen_row(tqkv_type type, const void *src, const float *center
         for (int i = 0; i < n; i++) row[i] = tqkv__rounded(row[i] * inverses[i]);
 }
 
-/* Rounds to nearest even, beyond the largest half to infinity. NaN stays NaN: it keeps its upper bits and becomes quiet, as
-   by the processors' instructions. */
+/* Rounds to nearest even, beyond the largest half to infinity. NaN stays NaN: it keeps its upper bits and becomes
+   quiet, as by the processors' instructions. */
 static uint16_t tqkv__half_rounded(float x)
 {
     const uint32_t bits = tqkv__bits(x), magnitude = bits & 0x7fffffffu, sign = (bits >> 16) & 0x8000u;
@@ -2889,7 +2914,7 @@ static void tqkv__narrow_row(tqkv_type type, const float *row, int n, void *dst)
         }
 }
 
-/* codes: [head_dim] -> row: [row_bytes]: the field of main bits, then the field of upper bits */
+/* Packs codes: [head_dim] -> row: [row_bytes]: the field of main bits, then the field of upper bits */
 static void tqkv__pack(const tqkv__stream *s, const uint8_t *codes, uint8_t *row)
 {
     const int main_bits = s->main_bits, upper_bits = s->upper_bits, mask = (1 << main_bits) - 1;
@@ -2901,7 +2926,7 @@ static void tqkv__pack(const tqkv__stream *s, const uint8_t *codes, uint8_t *row
     }
 }
 
-/* row: [row_bytes] -> codes: [head_dim]. Every byte is valid: bits above a code are ignored. */
+/* Unpacks row: [row_bytes] -> codes: [head_dim]. Every byte is valid: bits above a code are ignored. */
 static void tqkv__unpack(const tqkv__stream *s, const uint8_t *row, uint8_t *codes)
 {
     const int main_bits = s->main_bits, upper_bits = s->upper_bits;
@@ -2914,7 +2939,7 @@ static void tqkv__unpack(const tqkv__stream *s, const uint8_t *row, uint8_t *cod
     }
 }
 
-/* Beyond every boundary. max(v, -TQKV__FAR) has the code of v and is never NaN. */
+/* A value beyond every boundary: max(v, -TQKV__FAR) has the code of v and is never NaN. */
 #define TQKV__FAR 100.0f
 
 /* Quantising without bisection. The boundaries are symmetric; the positive ones suffice. 2^bits cells of equal width
@@ -2931,8 +2956,8 @@ typedef struct tqkv__quantiser {
     float squares_by_code[16]; /* of all centroids, up to 4 bits; 2 and 3 bits: repeated */
     uint8_t planes[4][128];    /* TQ8: byte p of each bound in planes[p], for byte look-ups */
     float centroids[32];       /* the positive ones, up to 6 bits */
-    /* Of each cell, from 5 bits up: the bound that a value there is compared with, the centroid below it, the one above. Where
-       tables do not fit registers one load takes all. */
+    /* An entry is of a cell, from 5 bits up: the bound that a value there is compared with, the centroid below it, the
+       one above. Where tables do not fit registers one load takes all. */
     float entries[256][4];
 } tqkv__quantiser;
 
@@ -2971,9 +2996,9 @@ static void tqkv__quantiser_open(const tqkv__stream *s, tqkv__quantiser *q)
     }
 }
 
-/* Source and destination of a row. src, of the stream's type, center and inverses (or NULL): [head_dim], codes: [row_bytes], norms,
-   and factors (or NULL), those that a search chose: [norms_per_row]; half: [2 * head_dim] or NULL, takes the rotated row as halves,
-   too */
+/* Source and destination of a row. src, of the stream's type, center and inverses (or NULL): [head_dim], codes:
+   [row_bytes], norms, and factors (or NULL), those that a search chose: [norms_per_row]; half: [2 * head_dim] or NULL,
+   takes the rotated row as halves, too */
 typedef struct tqkv__row {
     const void *src;
     const float *center, *inverses; /* inverses: see tqkv__inverses_of */
@@ -2991,10 +3016,10 @@ static void tqkv__store_halves(const float *x, int n, uint8_t *to)
     }
 }
 
-/* The norm of a row is not the scale that its values are best coded with. Tries the format's factors on the scaled values of
-   a row, and takes for each norm the first whose codes are nearest in direction: the largest (sum of v*c)^2 / (sum of c*c),
-   c being the codes' centroids; the first of all if that is NaN. v: [head_dim] -> codes: [head_dim], squares: sums of c*c,
-   factors: both [norms_per_row] */
+/* The norm of a row is not the scale that its values are best coded with. Tries the format's factors on the scaled
+   values of a row, and takes for each norm the first whose codes are nearest in direction: the largest (sum of v*c)^2 /
+   (sum of c*c), c being the codes' centroids; the first of all if that is NaN. v: [head_dim] -> codes: [head_dim],
+   squares: sums of c*c, factors: both [norms_per_row] */
 static TQKV__NOINLINE void tqkv__search_row(const tqkv__stream *s, const float *v, uint8_t *codes, float *squares,
                                             float *factors)
 {
@@ -3058,14 +3083,14 @@ static const tqkv__codec tqkv__codec_scalar = {tqkv__values_finite, tqkv__scales
                                                tqkv__widen_row,     tqkv__narrow_row,   tqkv__rotate_row,
                                                tqkv__unrotate_row,  tqkv__scale_row,    tqkv__encode_rows};
 
-/* The factor of the centroids or integers that share a norm. */
+/* Returns the factor of the centroids or integers that share a norm. */
 static float tqkv__factor(const tqkv__stream *s, float norm)
 {
     if (s->kind == TQKV__GRID) return norm;
     return TQKV__AS_FLOAT(s->norms_per_row == 1 ? norm * s->inverse_root : norm / s->block_scale);
 }
 
-/* row, norms -> dst: [head_dim], in the basis of the stream. */
+/* Decodes row and norms -> dst: [head_dim], in the basis of the stream. */
 static TQKV__NOINLINE void tqkv__decode_row(const tqkv__stream *s, const uint8_t *row, const float *norms, float *dst)
 {
     uint8_t codes[TQKV_MAX_HEAD_DIM];
@@ -3082,14 +3107,14 @@ static TQKV__NOINLINE void tqkv__decode_row(const tqkv__stream *s, const uint8_t
     }
 }
 
-/* dst *= scale of the head; dst: [head_dim], in the original basis */
+/* Multiplies: dst *= scale of the head; dst: [head_dim], in the original basis */
 static TQKV__NOINLINE void tqkv__apply_scale(const tqkv__stream *s, int kv_head, float *dst)
 {
     const float *scale = tqkv__scale_of(s, kv_head);
     for (int d = 0; scale && d < s->head_dim; d++) dst[d] = TQKV__AS_FLOAT(dst[d] * scale[d]);
 }
 
-/* dst += centre of the head, or, in the basis of the codes, what encoding makes of it; dst: [head_dim] */
+/* Adds: dst += centre of the head, or, in the basis of the codes, what encoding makes of it; dst: [head_dim] */
 static TQKV__NOINLINE void tqkv__add_center(const tqkv__stream *s, int kv_head, bool coded, float *dst)
 {
     float center[TQKV_MAX_HEAD_DIM], room[TQKV_MAX_HEAD_DIM];
@@ -3156,7 +3181,8 @@ static tqkv_result tqkv__check_source(const tqkv__stream *s, const void *src, in
     return tqkv__rows_finite(s, src, n_tokens) ? TQKV_OK : TQKV__REFUSE(NOT_FINITE, "src holds NaN or infinity");
 }
 
-/* The first token to write. Of more tokens than a ring holds only the last ones are kept: each slot is written once. */
+/* Returns the first token to write. Of more tokens than a ring holds only the last ones are kept: each slot is written
+   once. */
 static int tqkv__first_kept(const tqkv__stream *s, int n_tokens)
 {
     return s->ring && n_tokens > s->capacity ? n_tokens - s->capacity : 0;
@@ -3168,8 +3194,8 @@ typedef struct tqkv__heads {
     const float *inverses;
 } tqkv__heads;
 
-/* Tokens [from, to) of src; src[0] is for `position`. halves: a ring of halves that takes what remains in it of the tokens up to
-   `end`, too, or NULL */
+/* Tokens [from, to) of src; src[0] is for `position`. halves: a ring of halves that takes what remains in it of the
+   tokens up to `end`, too, or NULL */
 typedef struct tqkv__tokens {
     const tqkv__stream *halves;
     const void *src;
@@ -3208,8 +3234,8 @@ static void tqkv__encode_heads(const tqkv__stream *s, const tqkv__quantiser *q, 
     if (n) codec->encode_rows(s, q, rows, n);
 }
 
-/* Encodes tokens after tqkv__encode_open. With a scale as many heads at a time as have their inverses in 4 KiB, so that each inverse
-   is found once. */
+/* Encodes tokens after tqkv__encode_open. With a scale as many heads at a time as have their inverses in 4 KiB, so that
+   each inverse is found once. */
 static void tqkv__encode_tokens(const tqkv__stream *s, const tqkv__tokens *tokens)
 {
     float room[TQKV_MAX_HEAD_DIM];
@@ -3225,8 +3251,8 @@ static void tqkv__encode_tokens(const tqkv__stream *s, const tqkv__tokens *token
     tqkv__fp_restore(mode);
 }
 
-/* Encodes the same tokens into some streams, each from its own source: tasks for some tokens of one of them. The hook runs them
-   twice: first they test for NaN and Inf, then they encode. */
+/* Encodes the same tokens into some streams, each from its own source: tasks for some tokens of one of them. The hook
+   runs them twice: first they test for NaN and Inf, then they encode. */
 enum { TQKV__ENCODE_STREAMS = 3, TQKV__ENCODE_TASKS = 16 };
 typedef struct tqkv__encode_job {
     const tqkv__stream *streams[TQKV__ENCODE_STREAMS], *halves[TQKV__ENCODE_STREAMS]; /* see tqkv__encode_tokens */
@@ -3270,7 +3296,8 @@ static void tqkv__add_stream(tqkv__encode_job *job, const tqkv__stream *s, const
     job->src[job->n_streams++] = src;
 }
 
-/* Tasks for tokens of a stream: one for each 64 KiB of floats, which take about ten microseconds. */
+/* Returns the number of tasks for tokens of a stream: one for each 64 KiB of floats, which take about ten
+   microseconds. */
 static int tqkv__tasks_for(const tqkv__stream *s, int n_tokens)
 {
     const int64_t wanted = (int64_t)n_tokens * s->n_kv_heads * s->head_dim / 16384;
@@ -3458,7 +3485,7 @@ static bool tqkv__same_rows(const tqkv__stream *a, const tqkv__stream *b)
            (a->block_scale == b->block_scale || a->kind != TQKV__BOOK || a->norms_per_row == 1);
 }
 
-/* Of streams with the same n_kv_heads and head_dim. */
+/* Whether the streams, with the same n_kv_heads and head_dim, have the same centre or scale. */
 static bool tqkv__same_channels(const tqkv__stream *s, const float *a, const float *b)
 {
     return a == b || (a && b && memcmp(a, b, tqkv__center_size(s)) == 0);
@@ -3738,7 +3765,7 @@ typedef struct tqkv__queries {
     int n, group;
 } tqkv__queries;
 
-/* Of one head, [head_dim] each: mean, and mean squares of rows and of the queries that read them. */
+/* Learnt of one head, [head_dim] each: mean, and mean squares of rows and of the queries that read them. */
 typedef struct tqkv__learnt {
     float center[TQKV_MAX_HEAD_DIM], rows[TQKV_MAX_HEAD_DIM], queries[TQKV_MAX_HEAD_DIM];
 } tqkv__learnt;
@@ -3749,15 +3776,15 @@ static TQKV__NOINLINE void tqkv__add_row(const float *x, bool squared, int n, fl
     for (int d = 0; d < n; d++) sums[d] = TQKV__AS_FLOAT(sums[d] + (squared ? tqkv__rounded(x[d] * x[d]) : x[d]));
 }
 
-/* The means of so many values, zeros of none. sums: [head_dim] */
+/* Divides sums of so many values, which gives the means; zeros of none. sums: [head_dim] */
 static TQKV__NOINLINE void tqkv__divide_sums(float *sums, int head_dim, float values)
 {
     const volatile float by = values > 0.0f ? values : 1.0f; /* see tqkv__norm_i8 */
     for (int d = 0; d < head_dim; d++) sums[d] = TQKV__AS_FLOAT(sums[d] / by);
 }
 
-/* The mean over n rows, or that of the squares, of the differences from a centre, unless that is NULL: one float a channel, rows
-   in order. means: [head_dim] */
+/* Finds the mean over n rows, or that of the squares, of the differences from a centre, unless that is NULL: one float
+   a channel, rows in order. means: [head_dim] */
 static void tqkv__channel_means(const tqkv__stream *s, const void *src, int n, int first_head, int n_heads,
                                 const float *center, bool squared, float *means)
 {
@@ -3772,7 +3799,7 @@ static void tqkv__channel_means(const tqkv__stream *s, const void *src, int n, i
     tqkv__divide_sums(means, s->head_dim, (float)n * (float)n_heads);
 }
 
-/* The two channels of a rotary pair: [head_dim / 2] */
+/* Finds the two channels of a rotary pair: [head_dim / 2] */
 static void tqkv__pair_of(tqkv_pairs pairs, int head_dim, int i, int *low, int *high)
 {
     *low = pairs == TQKV_PAIRS_HALVES ? i : 2 * i;
@@ -3813,7 +3840,7 @@ static TQKV__NOINLINE void tqkv__scales_of(const float *s, const float *r, int h
     }
 }
 
-/* Centre and scale of a head; center, scale: [head_dim], either may be NULL. queries may be NULL. */
+/* Finds centre and scale of a head; center, scale: [head_dim], either may be NULL. queries may be NULL. */
 static TQKV__NOINLINE void tqkv__calibrate_head(const tqkv__stream *s, const void *src, int n_tokens, int kv_head,
                                                 const tqkv__queries *queries, tqkv_pairs pairs, float *center,
                                                 float *scale)
@@ -3930,7 +3957,7 @@ typedef struct tqkv__noises {
     double first[TQKV__NOISE_ROWS], second[TQKV__NOISE_ROWS];
 } tqkv__noises;
 
-/* What encoding and decoding adds to a row; error: [head_dim], in the original basis */
+/* Finds what encoding and decoding adds to a row; error: [head_dim], in the original basis */
 static TQKV__NOINLINE void tqkv__row_error(const tqkv__stream *s, const tqkv__quantiser *q, int kv_head,
                                            const tqkv__row *row, float *error)
 {
@@ -3945,7 +3972,7 @@ static TQKV__NOINLINE void tqkv__row_error(const tqkv__stream *s, const tqkv__qu
     for (int d = 0; d < s->head_dim; d++) error[d] -= source[d];
 }
 
-/* q.e of a query and an error, in four sums; n: a multiple of 16 */
+/* Returns q.e of a query and an error, in four sums; n: a multiple of 16 */
 static double tqkv__noise_of(const float *q, const float *error, int n)
 {
     double sums[4] = {0.0, 0.0, 0.0, 0.0};
@@ -3970,7 +3997,7 @@ static void tqkv__add_noise(const tqkv__queries *queries, int kv_head, int first
     }
 }
 
-/* The variance over the rows of what a head's rows add to scores, mean over its queries. */
+/* Returns the variance over the rows of what a head's rows add to scores, mean over its queries. */
 static TQKV__NOINLINE double tqkv__head_noise(const tqkv__stream *s, const tqkv__quantiser *q, const void *src,
                                               int n_tokens, int kv_head, const tqkv__queries *queries)
 {
@@ -4031,14 +4058,15 @@ TQKV_API tqkv_result tqkv_logit_noise(const tqkv_store *shape, const void *src, 
    the limit keeps their sums in the L2 cache. */
 #define TQKV__CHUNK_ROWS 64
 
-/* The streams of an attention and, with raw ones, the stores of a cache, in the order of its memory and of snapshots. */
+/* The streams of an attention and, with raw ones, the stores of a cache, in the order of its memory and of
+   snapshots. */
 enum {
     TQKV__KEYS,
     TQKV__VALUES,
     TQKV__TAIL,
     TQKV__CACHE_STREAMS,
-    TQKV__FIRST_KEYS =
-        TQKV__CACHE_STREAMS, /* what is kept of the first positions besides: halves; of a tail, which only a ring keeps, as it is */
+    /* What is kept of the first positions besides: halves, and of a tail, which only a ring keeps, rows as they are. */
+    TQKV__FIRST_KEYS = TQKV__CACHE_STREAMS,
     TQKV__FIRST_VALUES,
     TQKV__FIRST_TAIL,
     TQKV__LAST_KEYS, /* halves of the newest positions */
@@ -4048,7 +4076,7 @@ enum {
     TQKV__CACHE_STORES = TQKV__RAW + 3
 };
 
-/* Of a stream, the side (keys, values or tail) and the end: the first or the last positions, or neither. */
+/* A stream has a side (keys, values or tail) and an end: the first or the last positions, or neither. */
 typedef struct tqkv__stream_kind {
     uint8_t side, end;
 } tqkv__stream_kind;
@@ -4079,7 +4107,8 @@ typedef struct tqkv__attention {
     /* Makes integers of a query; NULL: floats. See tqkv__integers. */
     void (*round_query)(const tqkv__stream *s, const float *query, float *to);
     /* Positions below exact_below are halves in ends[0][side], and those from tqkv__exact_at on in ends[1][side], where
-       exact[][side] is set; side: TQKV__KEYS or TQKV__VALUES. exact_from: for the last query, on a GPU for all. See tqkv__region_at. */
+       exact[][side] is set; side: TQKV__KEYS or TQKV__VALUES. exact_from: for the last query, on a GPU for all. See
+       tqkv__region_at. */
     int64_t exact_below, exact_from;
     bool newest_halves; /* on a GPU: this is the region that queries read from halves of the newest */
     bool exact[2][2];
@@ -4087,11 +4116,12 @@ typedef struct tqkv__attention {
     tqkv__stream ends[2][2], first_tail; /* not cleared if unused: that would take as long as a few positions */
 } tqkv__attention;
 
-/* Additions in a row to one sum of products. Longer ones may all be rounded to the same side, where keys are parallel to the query
-   and their products equal: with scores of 50 an error of 8e-5 at head_dim 1024. */
+/* Additions in a row to one sum of products. Longer ones may all be rounded to the same side, where keys are parallel
+   to the query and their products equal: with scores of 50 an error of 8e-5 at head_dim 1024. */
 #define TQKV__MOST_ADDITIONS 16
 
-/* In eight sums: less latency, smaller errors. n: up to 8 * TQKV__MOST_ADDITIONS, a multiple of 8 */
+/* A dot product in eight sums has less latency and smaller errors. n: up to 8 * TQKV__MOST_ADDITIONS, a multiple of
+   8 */
 static float tqkv__dot(const float *a, const float *b, int n)
 {
     float sums[8] = {0, 0, 0, 0, 0, 0, 0, 0};
@@ -4182,7 +4212,7 @@ static void tqkv__softmax_tile_scalar(const tqkv__attention *a, const tqkv__span
                                  out + (size_t)row * (size_t)a->value_dim);
 }
 
-/* What the sum of a stretch loses to the maximum of a piece of it, as the exponent of a factor. */
+/* Returns what the sum of a stretch loses to the maximum of a piece of it, as the exponent of a factor. */
 static inline float tqkv__loss(float max, float piece_max)
 {
     return piece_max > max ? TQKV__AS_FLOAT(max - piece_max) : 0.0f;
@@ -4213,10 +4243,10 @@ static void tqkv__sum_heads_scalar(const float *scores, const float *weights, co
 }
 
 /* Asks for codes that will be read soon: the next tile's, while this tile is computed. Nearer requests come too late;
-   farther ones push out what is in use (32k positions: 1.1 to 1.5 times slower at half or twice the distance). They go to
-   the L2 cache: on a Zen 4 core F16 is then twice and I8 1.6 times as fast as with requests to the L1, to which few lines
-   can be on their way (D=128, 32k). Formats with a field of upper bits take the L1: they wait for look-ups and not for
-   memory (TQ5 1.3 times, TQ6 1.2 times as fast there). cache is a constant. */
+   farther ones push out what is in use (32k positions: 1.1 to 1.5 times slower at half or twice the distance). They go
+   to the L2 cache: on a Zen 4 core F16 is then twice and I8 1.6 times as fast as with requests to the L1, to which few
+   lines can be on their way (D=128, 32k). Formats with a field of upper bits take the L1: they wait for look-ups and
+   not for memory (TQ5 1.3 times, TQ6 1.2 times as fast there). cache is a constant. */
 enum { TQKV__L1 = 1, TQKV__L2 };
 static TQKV__INLINE void tqkv__prefetch(const int cache, const uint8_t *codes, size_t size)
 {
@@ -4284,7 +4314,7 @@ static void tqkv__fill_integers(tqkv__stream *s)
     }
 }
 
-/* The integers of n values from the first on; row: [row_bytes] */
+/* Finds the integers of n values from the first on; row: [row_bytes] */
 static void tqkv__integers_at(const tqkv__stream *s, const uint8_t *row, int first, int n, int8_t *integers)
 {
     const int main_bits = s->main_bits, upper_bits = s->upper_bits;
@@ -4296,7 +4326,8 @@ static void tqkv__integers_at(const tqkv__stream *s, const uint8_t *row, int fir
     }
 }
 
-/* What multiplies integers against the value whose bits are `largest`: step * value / T. NaN if it is not finite. */
+/* Returns what multiplies integers against the value whose bits are `largest`: step * value / T. NaN if it is not
+   finite. */
 static float tqkv__integer_unit(uint32_t largest, float step)
 {
     const volatile float top = (float)TQKV__INTEGER_TOP;
@@ -4305,7 +4336,7 @@ static float tqkv__integer_unit(uint32_t largest, float step)
     return TQKV__AS_FLOAT(TQKV__AS_FLOAT(value / top) * step);
 }
 
-/* T / value; 0 if that is not finite */
+/* Returns T / value; 0 if that is not finite */
 static float tqkv__integer_scale(uint32_t largest)
 {
     if (largest >= 0x7f800000u) return 0.0f;
@@ -4313,7 +4344,7 @@ static float tqkv__integer_scale(uint32_t largest)
     return TQKV__AS_FLOAT((float)TQKV__INTEGER_TOP / value);
 }
 
-/* x: [n] -> to: [n]; returns the unit */
+/* Makes integers of x: [n] -> to: [n]; returns the unit */
 static float tqkv__to_integers(const float *x, int n, float step, int16_t *to)
 {
     uint32_t largest = 0;
@@ -4332,9 +4363,9 @@ static void tqkv__round_query_scalar(const tqkv__stream *s, const float *query, 
     memcpy(to, integers, (size_t)s->head_dim * sizeof *integers);
 }
 
-/* Turns a query into what its integers leave of it, and says whether that is worth a second digit: if fewer than 19 of 32
-   values reach an eighth of the largest. Of Gaussian rows that are those whose largest is above 4.3 times their deviation:
-   one in 400 at head_dim 128. One coordinate a thousand times the others would leave these five bits. */
+/* Turns a query into what its integers leave of it, and says whether that is worth a second digit: if fewer than 19 of
+   32 values reach an eighth of the largest. Of Gaussian rows that are those whose largest is above 4.3 times their
+   deviation: one in 400 at head_dim 128. One coordinate a thousand times the others would leave these five bits. */
 static bool tqkv__round_rest(float *query, int n)
 {
     uint32_t largest = 0;
@@ -4355,7 +4386,7 @@ static bool tqkv__round_rest(float *query, int n)
 /* Results that are NaN have one pattern of bits, whatever the processor makes of them. */
 static float tqkv__one_nan(float x) { return x != x ? tqkv__float(0x7fc00000u) : x; }
 
-/* The factor of panel `panel` of panel_dim values of a row. */
+/* Returns the factor of panel `panel` of panel_dim values of a row. */
 static float tqkv__panel_factor(const tqkv__stream *s, const float *norms, int panel)
 {
     return tqkv__factor(s, norms[panel * s->panel_dim / s->norm_dim]);
@@ -4411,7 +4442,7 @@ static void tqkv__integer_score_tile_scalar(const tqkv__stream *s, int kv_head, 
     }
 }
 
-/* As softmax_tile of the kernels. */
+/* Does what softmax_tile of the kernels does. */
 static void tqkv__integer_softmax_row(const tqkv__attention *a, const tqkv__span *span, float offset, float *scores,
                                       float *max, float *sum, float *out)
 {
@@ -4450,7 +4481,7 @@ static void tqkv__integer_softmax_tile_scalar(const tqkv__attention *a, const tq
                                   out + (size_t)row * (size_t)a->value_dim);
 }
 
-/* out += sum_j weights[j] * value j for values of halves, one position after the other. out: [head_dim] */
+/* Adds: out += sum_j weights[j] * value j for values of halves, one position after the other. out: [head_dim] */
 static void tqkv__add_halves(const tqkv__stream *s, int kv_head, const tqkv__segment *segment, const float *weights,
                              float *out)
 {
@@ -4461,7 +4492,7 @@ static void tqkv__add_halves(const tqkv__stream *s, int kv_head, const tqkv__seg
     }
 }
 
-/* The same for one panel of integers; integers: [n][panel_dim], out: [panel_dim] */
+/* Adds one panel of integers in the same way; integers: [n][panel_dim], out: [panel_dim] */
 static void tqkv__add_integers(const tqkv__stream *s, int kv_head, const tqkv__segment *segment, int panel,
                                const int8_t *integers, const float *weights, float *out)
 {
@@ -4513,9 +4544,9 @@ static const tqkv__integers tqkv__integers_scalar = {&tqkv__isa_scalar,
 
 #endif /* TQKV_IMPLEMENTATION, to be continued */
 
-/* The loops of attention and of encoding. The implementation includes this file again for each
-   instruction set, and compiles the sections from here to >>set-avx512 for it. TQKV__(name) is that set's version of name,
-   TQKV__LANES the number of floats in its vector, and TQKV__TARGET the attribute that enables it in the compiler. */
+/* The loops of attention and of encoding follow. The implementation includes this file again for each instruction set,
+   and compiles the sections from here to >>set-avx512 for it. TQKV__(name) is that set's version of name, TQKV__LANES
+   the number of floats in its vector, and TQKV__TARGET the attribute that enables it in the compiler. */
 #ifdef TQKV__LANES
 
 /* >>kernels: what the loops of attention and of encoding share */
@@ -4532,7 +4563,7 @@ TQKV__OP TQKV__VECTOR TQKV__(load)(const float *p)
 
 TQKV__OP void TQKV__(store)(float *p, TQKV__VECTOR x) { memcpy(p, &x, sizeof x); }
 
-/* LANES values from number i on, as floats; type is a constant. */
+/* Loads LANES values from number i on as floats; type is a constant. */
 TQKV__OP TQKV__VECTOR TQKV__(load_as)(const tqkv_type type, const void *values, int i)
 {
     const uint8_t *halves = (const uint8_t *)values + 2 * (size_t)i;
@@ -4541,7 +4572,7 @@ TQKV__OP TQKV__VECTOR TQKV__(load_as)(const tqkv_type type, const void *values, 
     return TQKV__(load)((const float *)values + i);
 }
 
-/* As tqkv__widen_row and tqkv__narrow_row. */
+/* These do what tqkv__widen_row and tqkv__narrow_row do. */
 TQKV__OP void TQKV__(widen_as)(const tqkv_type type, const void *src, const float *center, const float *inverses, int n,
                                float *row)
 {
@@ -4564,7 +4595,7 @@ TQKV__TARGET static void TQKV__(widen)(tqkv_type type, const void *src, const fl
         TQKV__(widen_as)(TQKV_TYPE_F32, src, center, inverses, n, row);
 }
 
-/* As tqkv__scales_valid and tqkv__invert, for whole rows. */
+/* These do what tqkv__scales_valid and tqkv__invert do, for whole rows. */
 TQKV__TARGET static bool TQKV__(scales_valid)(const float *x, size_t n)
 {
     TQKV__(words) bad, bits;
@@ -4742,9 +4773,9 @@ TQKV__TARGET static void TQKV__(sum_heads)(const float *scores, const float *wei
     }
 }
 
-/* The factors of a tile's codes, per panel and position. Those of keys that are infinite become NaN: a score of -infinity
-   would leave the position out. norms: NULL for halves, whose factors are all 1; factors: [n_blocks][TQKV__TILE], of others zero
-   beyond n */
+/* Finds the factors of a tile's codes, per panel and position. Those of keys that are infinite become NaN: a score of
+   -infinity would leave the position out. norms: NULL for halves, whose factors are all 1; factors:
+   [n_blocks][TQKV__TILE], of others zero beyond n */
 TQKV__TARGET static void TQKV__(factors)(const tqkv__stream *s, const float *norms, const tqkv__segment *segment,
                                          bool keys, float *factors)
 {
@@ -4780,13 +4811,13 @@ TQKV__TARGET static void TQKV__(factors)(const tqkv__stream *s, const float *nor
 #define TQKV__PACKED(format) (TQKV__MAIN_BITS(format) < 8)
 /* Vectors in a strip, which is decoded together. */
 #define TQKV__STRIP(format) (TQKV__PACKED(format) ? TQKV__NIBBLE_STRIP : 4)
-/* Formats with loops straight from the codes. Not those of codebooks in bytes, and on AVX2 none of 6 bits: their rows are decoded
-   first, which takes 1.1 to 1.4 times as long for one and two query rows. I8 and TQ5 are as exact or smaller, and faster; the
-   loops would take 35 KB. */
+/* Formats with loops straight from the codes. Not those of codebooks in bytes, and on AVX2 none of 6 bits: their rows
+   are decoded first, which takes 1.1 to 1.4 times as long for one and two query rows. I8 and TQ5 are as exact or
+   smaller, and faster; the loops would take 35 KB. */
 #define TQKV__HAS_LOOPS(kind, main, book) ((kind) != TQKV__BOOK || ((main) < 8 && (TQKV__LANES != 8 || (book) < 6)))
-#define TQKV__DIRECT(format)              TQKV__HAS_LOOPS(TQKV__KIND(format), TQKV__MAIN_BITS(format), TQKV__BOOK_BITS(format))
-/* Rows of a codebook's loops. More take decoded rows: on AVX2 four took as long or longer straight from the codes (Zen 4,
-   D=128: TQ3 1.10, TQ2 1.04, TQ5 to TQ8 0.99 times). */
+#define TQKV__DIRECT(f)                   TQKV__HAS_LOOPS(TQKV__KIND(f), TQKV__MAIN_BITS(f), TQKV__BOOK_BITS(f))
+/* Rows of a codebook's loops. More take decoded rows: on AVX2 four took as long or longer straight from the codes (Zen
+   4, D=128: TQ3 1.10, TQ2 1.04, TQ5 to TQ8 0.99 times). */
 #define TQKV__BOOK_ROWS(book, keys) (TQKV__LANES == 8 && ((keys) || (book) != 4) ? 2 : 4)
 /* Most rows of a format's loops, which are compiled for 1, 2 and so many. No kind: decoded rows. */
 #define TQKV__KEY_ROWS(kind, book)                                                                                     \
@@ -4830,7 +4861,7 @@ typedef struct TQKV__(loops) {
     void (*add_rest)(const TQKV__(panel) *, int rows);
 } TQKV__(loops);
 
-/* Bytes of a strip in the field of main bits, and in the field of upper bits. */
+/* Returns the bytes of a strip in the field of main bits, and in the field of upper bits. */
 TQKV__OP int TQKV__(strip_bytes)(const tqkv_format format, int per_lane)
 {
     return TQKV__LANES * per_lane * (format == TQKV__FLOATS ? 32 : TQKV__MAIN_BITS(format)) / 8;
@@ -4852,7 +4883,12 @@ TQKV__OP void TQKV__(load_codebook)(const tqkv_format format, const tqkv__stream
     if (TQKV__KIND(format) == TQKV__BOOK) TQKV__(load_table)(TQKV__BOOK_BITS(format), TQKV__PACKED(format), s, table);
 }
 
+<<<<<<< HEAD
 /* Vector k of the strip at p, with its upper bits at `upper`. Packed codes come in the order of reorder. */
+=======
+/* Returns vector k of the strip at p, with its upper bits at `upper`. Packed codes come in the order of
+   tqkv__to_decoded. */
+>>>>>>> main
 TQKV__OP TQKV__VECTOR TQKV__(value)(const tqkv_format format, const int per_lane, const int k,
                                     const TQKV__VECTOR *table, const uint8_t *p, const uint8_t *upper)
 {
@@ -4864,7 +4900,7 @@ TQKV__OP TQKV__VECTOR TQKV__(value)(const tqkv_format format, const int per_lane
                                 : TQKV__(centroids_of_bytes)(bits, per_lane, k, table, p);
 }
 
-/* Vectors k to k + count - 1 of the strip; x: [count] */
+/* Finds vectors k to k + count - 1 of the strip; x: [count] */
 TQKV__OP void TQKV__(values)(const tqkv_format format, const int per_lane, const int k, const int count,
                              const TQKV__VECTOR *table, const uint8_t *p, const uint8_t *upper, TQKV__VECTOR *x)
 {
@@ -4872,12 +4908,13 @@ TQKV__OP void TQKV__(values)(const tqkv_format format, const int per_lane, const
     for (int i = 0; i < count; i++) x[i] = TQKV__(value)(format, per_lane, k + i, table, p, upper);
 }
 
-/* -- A panel, which is a multiple of 16 values, is whole strips and then, as they fit, strips of 4, 2 and 1 vectors. -- */
+/* -- A panel, which is a multiple of 16 values, is whole strips and then, as they fit, strips of 4, 2 and 1 vectors.
+   -- */
 
-/* Are there strips of two vectors? On vectors of 16 only packed codes gain by them. */
+/* Whether there are strips of two vectors. On vectors of 16 only packed codes gain by them. */
 #define TQKV__SHORT_STRIPS(format) (TQKV__LANES < 16 || TQKV__PACKED(format))
 
-/* Vectors of the next strip, when so many values of the panel are left. */
+/* Returns the vectors of the next strip, when so many values of the panel are left. */
 TQKV__OP int TQKV__(strip_length)(const tqkv_format format, int left)
 {
     const int strip = TQKV__STRIP(format);
@@ -4894,7 +4931,7 @@ TQKV__OP int TQKV__(strip_length)(const tqkv_format format, int left)
      : TQKV__LANES == 16                        ? loop(1, __VA_ARGS__)                                                 \
                                                 : (void)0)
 
-/* A strip of per_lane vectors as floats. */
+/* Decodes a strip of per_lane vectors to floats. */
 TQKV__OP void TQKV__(decode_strip)(const int per_lane, const tqkv_format format, const TQKV__VECTOR *table,
                                    const uint8_t *p, const uint8_t *upper, float *x)
 {
@@ -4904,7 +4941,7 @@ TQKV__OP void TQKV__(decode_strip)(const int per_lane, const tqkv_format format,
     for (int k = 0; k < per_lane; k++) TQKV__(store)(x + k * TQKV__LANES, strip[k]);
 }
 
-/* The first n positions as floats. x: [n][TQKV__X_STRIDE] */
+/* Decodes the first n positions to floats. x: [n][TQKV__X_STRIDE] */
 TQKV__OP void TQKV__(decode)(const tqkv_format format, const TQKV__(panel) * panel, int n, float *x)
 {
     TQKV__VECTOR table[8];
@@ -4961,7 +4998,8 @@ typedef struct TQKV__(rows) {
     size_t offset[TQKV__ROWS]; /* of each row, in floats */
 } TQKV__(rows);
 
-/* Row r of a loop, in a panel: of three rows in the loop for four the last stands twice. Only that loop has a row 3. */
+/* Returns row r of a loop, in a panel: of three rows in the loop for four the last stands twice. Only that loop has a
+   row 3. */
 TQKV__OP int TQKV__(row_in)(const TQKV__(panel) * panel, const int r) { return r < 3 ? r : panel->n_rows - 1; }
 
 /* >>k-dot: scores straight from the codes. */
@@ -4975,7 +5013,8 @@ TQKV__OP TQKV__(rows) TQKV__(open_rows)(const int rows, int stride, const TQKV__
     return all;
 }
 
-/* Does the loop decode a strip's vectors together? They share work, which the compiler finds only in adjacent code. */
+/* Whether the loop decodes a strip's vectors together. They share work, which the compiler finds only in adjacent
+   code. */
 TQKV__OP bool TQKV__(whole_strips)(const tqkv_format format)
 {
     return TQKV__KIND(format) == TQKV__BOOK && (TQKV__STRIP_TOGETHER || !TQKV__PACKED(format));
@@ -4995,7 +5034,7 @@ typedef struct TQKV__(keys) {
     size_t at, upper;
 } TQKV__(keys);
 
-/* sums[row][m] += products, lane by lane, of query `row` and a strip of per_lane vectors of key m */
+/* Adds products to sums[row][m], lane by lane, of query `row` and a strip of per_lane vectors of key m */
 TQKV__OP void TQKV__(dot_strip)(const int per_lane, const tqkv_format format, const int rows, const TQKV__VECTOR *table,
                                 const TQKV__(keys) * keys, const TQKV__(rows) * queries, TQKV__VECTOR (*sums)[4])
 {
@@ -5060,7 +5099,7 @@ TQKV__OP void TQKV__(join_strips)(const tqkv_format format, int k, TQKV__(rest) 
         rest->codes = TQKV__(join_fields)(TQKV__BOOK_BITS(format), k, rest->main, rest->upper);
 }
 
-/* The next vector of each strip, whose codes are joined; x: [4] */
+/* Finds the next vector of each strip, whose codes are joined; x: [4] */
 TQKV__OP void TQKV__(next_vectors)(const tqkv_format format, const TQKV__VECTOR *table, TQKV__(rest) * rest,
                                    TQKV__VECTOR *x)
 {
@@ -5076,7 +5115,7 @@ TQKV__OP void TQKV__(next_vectors)(const tqkv_format format, const TQKV__VECTOR 
     }
 }
 
-/* As dot_strip for any number of vectors, one after the other; of packed codes 8 or 4. */
+/* Does what dot_strip does for any number of vectors, one after the other; of packed codes 8 or 4. */
 TQKV__OP void TQKV__(dot_vectors)(const tqkv_format format, const int rows, int count, const TQKV__VECTOR *table,
                                   const TQKV__(keys) * keys, const TQKV__(rows) * queries, TQKV__VECTOR (*sums)[4])
 {
@@ -5106,9 +5145,9 @@ TQKV__OP void TQKV__(dot_vectors)(const tqkv_format format, const int rows, int 
 /* The cache that codes are fetched to. */
 #define TQKV__NEAR(format) (TQKV__UPPER_BITS(format) ? TQKV__L1 : TQKV__L2)
 
-/* Asks for the codes of four keys of the next tile: packed rows as one piece of memory, before the first strip of the first
-   panel, two lines at a time; others with each strip, because many lines at once are slower. Of the latter a whole strip, because a
-   loop for fewer lines costs more than they. `begin`: before the first strip */
+/* Asks for the codes of four keys of the next tile: packed rows as one piece of memory, before the first strip of the
+   first panel, two lines at a time; others with each strip, because many lines at once are slower. Of the latter a
+   whole strip, because a loop for fewer lines costs more than they. `begin`: before the first strip */
 TQKV__OP void TQKV__(ask_ahead)(const tqkv_format format, const bool begin, const TQKV__(panel) * panel,
                                 const TQKV__(keys) * keys)
 {
@@ -5131,39 +5170,94 @@ TQKV__OP void TQKV__(advance)(const tqkv_format format, int count, TQKV__(keys) 
     queries->at += count * TQKV__LANES;
 }
 
-/* sums[row][m]: products, lane by lane, of query `row` and key m; m < 4. On vectors of 16 most strips are taken one vector
-   after the other: code for all vectors of a strip gains nothing there, but 3% for whole strips of halves, and short strips of
-   packed codes. */
+/* -- The products of a panel with four keys, in the way that is quickest for its format -- */
+
+/* Vectors of 4 and 8 take strip after strip, with code for all vectors of each length. */
+TQKV__OP void TQKV__(dot_by_strips)(const tqkv_format format, const int rows, const TQKV__(panel) * panel,
+                                    const TQKV__VECTOR *table, TQKV__(keys) * keys, TQKV__(rows) * queries,
+                                    TQKV__VECTOR (*sums)[4])
+{
+    for (int left = panel->dim, count; left > 0; left -= count * TQKV__LANES) {
+        count = TQKV__(strip_length)(format, left);
+        TQKV__(ask_ahead)(format, false, panel, keys);
+        if (left >= TQKV__STRIP(format) * TQKV__LANES)
+            TQKV__(dot_strip)(TQKV__STRIP(format), format, rows, table, keys, queries, sums);
+        else
+            TQKV__SHORTER(TQKV__(dot_strip), format, rows, table, keys, queries, sums);
+        TQKV__(advance)(format, count, keys, queries);
+    }
+}
+
+/* Packed codes on vectors of 16 take strips of 8 and 4 one vector after the other, because code for all of their
+   vectors gains nothing there; but strips of 2 and 1. */
+TQKV__OP void TQKV__(dot_long_strips)(const tqkv_format format, const int rows, const TQKV__(panel) * panel,
+                                      const TQKV__VECTOR *table, TQKV__(keys) * keys, TQKV__(rows) * queries,
+                                      TQKV__VECTOR (*sums)[4])
+{
+    for (int left = panel->dim, count; left > 0; left -= count * TQKV__LANES) {
+        count = TQKV__(strip_length)(format, left);
+        TQKV__(ask_ahead)(format, false, panel, keys);
+        if (count > 2)
+            TQKV__(dot_vectors)(format, rows, count, table, keys, queries, sums);
+        else
+            TQKV__SHORTER(TQKV__(dot_strip), format, rows, table, keys, queries, sums);
+        TQKV__(advance)(format, count, keys, queries);
+    }
+}
+
+/* Returns the vectors of the next strip where strips have any length, when so many values of the panel are left. */
+TQKV__OP int TQKV__(any_length)(const tqkv_format format, int left)
+{
+    const int room = TQKV__STRIP(format) * TQKV__LANES;
+    return (left < room ? left : room) / TQKV__LANES;
+}
+
+/* I8 on vectors of 16 takes all strips one vector after the other. */
+TQKV__OP void TQKV__(dot_by_vectors)(const tqkv_format format, const int rows, const TQKV__(panel) * panel,
+                                     const TQKV__VECTOR *table, TQKV__(keys) * keys, TQKV__(rows) * queries,
+                                     TQKV__VECTOR (*sums)[4])
+{
+    for (int left = panel->dim, count; left > 0; left -= count * TQKV__LANES) {
+        count = TQKV__(any_length)(format, left);
+        TQKV__(ask_ahead)(format, false, panel, keys);
+        TQKV__(dot_vectors)(format, rows, count, table, keys, queries, sums);
+        TQKV__(advance)(format, count, keys, queries);
+    }
+}
+
+/* Halves and decoded rows on vectors of 16 take whole strips: code for all vectors of whole strips gains 3%, the rest
+   goes one after the other. */
+TQKV__OP void TQKV__(dot_whole_strips)(const tqkv_format format, const int rows, const TQKV__(panel) * panel,
+                                       const TQKV__VECTOR *table, TQKV__(keys) * keys, TQKV__(rows) * queries,
+                                       TQKV__VECTOR (*sums)[4])
+{
+    for (int left = panel->dim, count; left > 0; left -= count * TQKV__LANES) {
+        count = TQKV__(any_length)(format, left);
+        TQKV__(ask_ahead)(format, false, panel, keys);
+        if (left < TQKV__STRIP(format) * TQKV__LANES)
+            TQKV__(dot_vectors)(format, rows, count, table, keys, queries, sums);
+        else
+            TQKV__(dot_strip)(TQKV__STRIP(format), format, rows, table, keys, queries, sums);
+        TQKV__(advance)(format, count, keys, queries);
+    }
+}
+
+/* Finds sums[row][m]: products, lane by lane, of query `row` and key m; m < 4 */
 TQKV__OP void TQKV__(dot_keys)(const tqkv_format format, const int rows, const TQKV__(panel) * panel,
                                const TQKV__VECTOR *table, TQKV__(keys) * keys, TQKV__VECTOR (*sums)[4])
 {
-    const int strip = TQKV__STRIP(format);
-    const bool wide = TQKV__LANES == 16, packed = TQKV__PACKED(format), grid = TQKV__KIND(format) == TQKV__GRID;
-    const bool any = wide && !packed && TQKV__KIND(format) != TQKV__BOOK; /* are there strips of any length? */
-    const bool apart = wide && TQKV__(whole_strips)(format);              /* whole strips in a loop of their own */
-    int left = panel->dim;
     TQKV__(rows) queries = TQKV__(open_rows)(rows, panel->row_stride, panel);
     TQKV__(ask_ahead)(format, true, panel, keys);
     TQKV__UNROLL
     for (int i = 0; i < 4 * rows; i++) sums[i / 4][i % 4] = TQKV__(set1)(0.0f);
-    for (; apart && left >= strip * TQKV__LANES; left -= strip * TQKV__LANES) {
-        TQKV__(ask_ahead)(format, false, panel, keys);
-        TQKV__(dot_strip)(TQKV__STRIP(format), format, rows, table, keys, &queries, sums);
-        TQKV__(advance)(format, strip, keys, &queries);
-    }
-    for (int count; left > 0; left -= count * TQKV__LANES) {
-        const int room = strip * TQKV__LANES;
-        const bool whole = left >= room;
-        count = any ? (left < room ? left : room) / TQKV__LANES : TQKV__(strip_length)(format, left);
-        TQKV__(ask_ahead)(format, false, panel, keys);
-        if (any ? grid || !whole : wide && packed && count > 2)
-            TQKV__(dot_vectors)(format, rows, count, table, keys, &queries, sums);
-        else if (whole && !apart && !(wide && packed))
-            TQKV__(dot_strip)(TQKV__STRIP(format), format, rows, table, keys, &queries, sums);
-        else
-            TQKV__SHORTER(TQKV__(dot_strip), format, rows, table, keys, &queries, sums);
-        TQKV__(advance)(format, count, keys, &queries);
-    }
+    if (TQKV__LANES < 16)
+        TQKV__(dot_by_strips)(format, rows, panel, table, keys, &queries, sums);
+    else if (TQKV__PACKED(format))
+        TQKV__(dot_long_strips)(format, rows, panel, table, keys, &queries, sums);
+    else if (TQKV__KIND(format) == TQKV__GRID)
+        TQKV__(dot_by_vectors)(format, rows, panel, table, keys, &queries, sums);
+    else
+        TQKV__(dot_whole_strips)(format, rows, panel, table, keys, &queries, sums);
 }
 
 /* Writes a vector of scores for each row: (+)= factors * sum_across(fours). */
@@ -5182,7 +5276,7 @@ TQKV__OP void TQKV__(store_scores)(const int rows, const TQKV__(panel) * panel, 
     for (int r = 0; r < rows; r++) TQKV__(store)(to[r], TQKV__(fma)(TQKV__(sum_across)(fours[r]), factors, before[r]));
 }
 
-/* scores[row][j] (+)= factors[j] * (q[row] . key j), four keys at a time. Each key is decoded once for all rows.
+/* Finds scores[row][j] (+)= factors[j] * (q[row] . key j), four keys at a time. Each key is decoded once for all rows.
    Summing the lanes of four vectors costs little more than of one. Writes whole vectors. */
 TQKV__OP void TQKV__(score)(const tqkv_format format, const int rows, const TQKV__(panel) * panel)
 {
@@ -5214,8 +5308,8 @@ TQKV__OP void TQKV__(score)(const tqkv_format format, const int rows, const TQKV
 
 /* >>k-accumulate: sums of values straight from the codes. */
 
-/* sums[row][v] += weights[row] * vector k + v of the strip of per_lane vectors at p; per_lane is a constant. Where vectors are
-   looked up together, weights come after them: 16 registers cannot hold both. */
+/* sums[row][v] += weights[row] * vector k + v of the strip of per_lane vectors at p; per_lane is a constant. Where
+   vectors are looked up together, weights come after them: 16 registers cannot hold both. */
 TQKV__OP void TQKV__(add_weighted)(const tqkv_format format, const int per_lane, const int rows, const int k,
                                    const int width, const TQKV__VECTOR *table, const uint8_t *p, const uint8_t *upper,
                                    const TQKV__(rows) * weights, TQKV__VECTOR (*sums)[8])
@@ -5256,8 +5350,9 @@ TQKV__OP void TQKV__(move_sums)(const bool store, const int rows, const int widt
     }
 }
 
-/* out[row] += sum_j weights[row][j] * value[j] for `width` vectors from vector k on of a strip of per_lane vectors, whose
-   sums are in registers over all positions; per_lane is a constant. p: of the strip at the first position, out: of vector k */
+/* Accumulates: out[row] += sum_j weights[row][j] * value[j] for `width` vectors from vector k on of a strip of per_lane
+   vectors, whose sums are in registers over all positions; per_lane is a constant. p: of the strip at the first
+   position, out: of vector k */
 TQKV__OP void TQKV__(accumulate_vectors)(const tqkv_format format, const int per_lane, const int rows, const int k,
                                          const int width, const TQKV__(panel) * panel, const TQKV__VECTOR *table,
                                          const uint8_t *p, const uint8_t *upper, float *out)
@@ -5279,7 +5374,7 @@ TQKV__OP void TQKV__(accumulate_vectors)(const tqkv_format format, const int per
     TQKV__(move_sums)(true, rows, width, panel, sums, out);
 }
 
-/* The same for all vectors of a whole strip, as many at a time as registers hold. */
+/* Accumulates all vectors of a whole strip, as many at a time as registers hold. */
 TQKV__OP void TQKV__(accumulate_strip)(const tqkv_format format, const int rows, const TQKV__(panel) * panel,
                                        const TQKV__VECTOR *table, const uint8_t *p, const uint8_t *upper, float *out)
 {
@@ -5289,45 +5384,52 @@ TQKV__OP void TQKV__(accumulate_strip)(const tqkv_format format, const int rows,
         TQKV__(accumulate_vectors)(format, per_lane, rows, k, width, panel, table, p, upper, out);
 }
 
-/* The same for a strip of per_lane vectors, 4 or 2, or 0 for none, and `behind` vectors behind it: in one pass, because the sums of
-   few vectors would wait for each other. `behind` is 0, 1 or, after a strip of 4, 2, and a constant but there: tests in the loop
-   cost up to 0.1 of attention's time at head_dim 48. */
+/* Loads or stores the sums of the vectors behind a strip: two, one or none; two is a constant if it is false. */
+TQKV__OP void TQKV__(move_behind)(const bool store, const int rows, bool one, bool two, const TQKV__(panel) * panel,
+                                  TQKV__VECTOR (*sums)[8], float *out)
+{
+    if (one) TQKV__(move_sums)(store, rows, 1, panel, sums, out);
+    if (two) TQKV__(move_sums)(store, rows, 2, panel, sums, out);
+}
+
+/* Does in one pass what accumulate_vectors does, for a strip of per_lane vectors, 4 or 2, or 0 for none, and for
+   `behind` vectors after it, 0, 1 or 2: the sums of so few would wait for each other in passes of their own. `behind`
+   is a constant but after a strip of 4: tests in the loop cost up to 0.1 of attention's time at head_dim 48. */
 TQKV__OP void TQKV__(accumulate_rest)(const tqkv_format format, const int per_lane, const int behind, const int rows,
                                       const TQKV__(panel) * panel, const TQKV__VECTOR *table, const uint8_t *p,
                                       const uint8_t *upper, float *out)
 {
-    const int n = panel->n, asked = per_lane > 2 ? per_lane + 1 : 3;
+    const int n = panel->n, asked = per_lane > 2 ? per_lane + 1 : 3; /* vectors of the next tile's codes */
     const int bytes = TQKV__(strip_bytes)(format, per_lane), upper_bytes = TQKV__(upper_bytes)(format, per_lane);
-    const bool pair = per_lane == 4 && 6 * rows <= TQKV__SUMS && behind == 2;
+    const bool two = per_lane == 4 && 6 * rows <= TQKV__SUMS && behind == 2, one = behind && !two;
     const size_t stride = TQKV__(stride)(format, panel);
     const size_t size = (size_t)(TQKV__(strip_bytes)(format, asked) + TQKV__(upper_bytes)(format, asked));
     const ptrdiff_t ahead = panel->ahead;
     TQKV__(rows) weights = TQKV__(open_rows)(rows, TQKV__TILE, panel);
-    TQKV__VECTOR sums[TQKV__ROWS][8], more[TQKV__ROWS][8];
-    float *last = out + per_lane * TQKV__LANES;
+    TQKV__VECTOR sums[TQKV__ROWS][8], sums_behind[TQKV__ROWS][8];
+    float *out_behind = out + per_lane * TQKV__LANES;
     int j = 0;
     if (per_lane) TQKV__(move_sums)(false, rows, per_lane, panel, sums, out);
-    if (behind && !pair) TQKV__(move_sums)(false, rows, 1, panel, more, last);
-    if (pair) TQKV__(move_sums)(false, rows, 2, panel, more, last);
+    TQKV__(move_behind)(false, rows, one, two, panel, sums_behind, out_behind);
     do {
         if (format != TQKV__FLOATS) tqkv__prefetch(TQKV__NEAR(format), p + ahead, size);
         if (per_lane) TQKV__(add_weighted)(format, per_lane, rows, 0, per_lane, table, p, upper, &weights, sums);
         if (behind) {
-            if (pair)
-                TQKV__(add_weighted)(format, 2, rows, 0, 2, table, p + bytes, upper + upper_bytes, &weights, more);
+            const uint8_t *next = p + bytes, *next_upper = upper + upper_bytes;
+            if (two)
+                TQKV__(add_weighted)(format, 2, rows, 0, 2, table, next, next_upper, &weights, sums_behind);
             else
-                TQKV__(add_weighted)(format, 1, rows, 0, 1, table, p + bytes, upper + upper_bytes, &weights, more);
+                TQKV__(add_weighted)(format, 1, rows, 0, 1, table, next, next_upper, &weights, sums_behind);
         }
         p += stride;
         upper += stride;
         weights.at++;
     } while (++j < n);
     if (per_lane) TQKV__(move_sums)(true, rows, per_lane, panel, sums, out);
-    if (behind && !pair) TQKV__(move_sums)(true, rows, 1, panel, more, last);
-    if (pair) TQKV__(move_sums)(true, rows, 2, panel, more, last);
+    TQKV__(move_behind)(true, rows, one, two, panel, sums_behind, out_behind);
 }
 
-/* out[row] += sum_j weights[row][j] * value[j], for the whole strips of a panel */
+/* Accumulates: out[row] += sum_j weights[row][j] * value[j], for the whole strips of a panel */
 TQKV__OP void TQKV__(accumulate)(const tqkv_format format, const int rows, const TQKV__(panel) * panel)
 {
     const int strip = TQKV__STRIP(format);
@@ -5342,7 +5444,12 @@ TQKV__OP void TQKV__(accumulate)(const tqkv_format format, const int rows, const
     }
 }
 
-/* The same for what is behind them. A function of its own: in one with whole strips gcc 12 spills a sum of four rows. */
+/* Accumulates the vectors behind them, in passes. It is a function of its own: in one with whole strips gcc 12 spills a
+   sum of four rows. On vectors of 4 only 4 may be left, on vectors of 8 only 2; on vectors of 16
+
+     vectors left   7          6                           5                           4    3      2    1
+     passes         4, 2 + 1   4 + 2 for up to two rows,   4 + 1 for up to three       4    2 + 1  2    1
+                               else 4, 2                   rows, else 4, 1                                  */
 TQKV__OP void TQKV__(add_rest)(const tqkv_format format, const int rows, const TQKV__(panel) * panel)
 {
     const int strip = TQKV__STRIP(format), vectors = panel->dim / TQKV__LANES, whole = vectors / strip * strip;
@@ -5372,7 +5479,7 @@ TQKV__OP void TQKV__(add_rest)(const tqkv_format format, const int rows, const T
 
 /* >>k-tiles: the scores and the sums of a tile, by rows, decoded first or not. */
 
-/* As decode, for a codebook too large for table instructions: loads eight codes, stores a vector of centroids. */
+/* Decodes with a codebook too large for table instructions: loads eight codes, stores a vector of centroids. */
 TQKV__OP void TQKV__(decode_by_loads)(const TQKV__(panel) * panel, int n, float *x)
 {
     const float *codebook = panel->stream->codebook;
@@ -5399,7 +5506,7 @@ TQKV__OP void TQKV__(decode_rows)(const tqkv_format format, const TQKV__(panel) 
         TQKV__(decode)(format, panel, n, x);
 }
 
-/* By the columns of a row: what is left out here is not inlined to be thrown away. */
+/* These go by the columns of a row of TQKV__FORMATS: what is left out here is not inlined to be thrown away. */
 #define TQKV__ROW_LOOPS(unused, format, name, kind, main, upper, book, plain)                                          \
     TQKV__TARGET static void TQKV__(score_##format)(const TQKV__(panel) * panel, int rows)                             \
     {                                                                                                                  \
@@ -5428,8 +5535,8 @@ static const TQKV__(loops) TQKV__(loops_by_format)[] = {
     {NULL, TQKV__(score_TQKV__FLOATS), TQKV__(accumulate_TQKV__FLOATS), TQKV__(rest_TQKV__FLOATS)},
     TQKV__FORMATS(TQKV__LOOPS_OF, )};
 
-/* Calls the loop for all rows of a panel, at most `most` at a time. Three take the loop for four, with one row twice: as two
-   and one they would decode everything twice. */
+/* Calls the loop for all rows of a panel, at most `most` at a time. Three take the loop for four, with one row twice:
+   as two and one they would decode everything twice. */
 static void TQKV__(by_rows)(TQKV__(panel) * panel, int n_rows, int most, void (*loop)(const TQKV__(panel) *, int rows))
 {
     const float *rows = panel->rows;
@@ -5480,9 +5587,10 @@ TQKV__TARGET static void TQKV__(attend_decoded)(TQKV__(panel) * panel, int n_row
     }
 }
 
-/* Few rows work straight from the codes; with a codebook only while no code is looked up twice. 32 wide registers hold
-   four rows of multiply-adds and the look-ups of up to 5 bits: there any number of rows of values works so, but at most eight
-   where codes are joined from two fields (Zen 5: 12 rows of TQ3 and TQ5 take 0.92 times as long decoded, 64 rows 0.85). */
+/* Attends to a panel. Few rows work straight from the codes; with a codebook only while no code is looked up twice. 32
+   wide registers hold four rows of multiply-adds and the look-ups of up to 5 bits: there any number of rows of values
+   works so, but at most eight where codes are joined from two fields (Zen 5: 12 rows of TQ3 and TQ5 take 0.92 times as
+   long decoded, 64 rows 0.85). */
 TQKV__TARGET static void TQKV__(attend_panel)(TQKV__(panel) * panel, int n_rows, bool keys)
 {
     const tqkv__stream *s = panel->stream;
@@ -5569,7 +5677,8 @@ TQKV__TARGET static void TQKV__(value_tile)(const tqkv__stream *s, int kv_head, 
     }
 }
 
-/* >>k-rotate: rows to floats and the rotation by vectors. The sums and their order are those of >>codec, and so are the bytes. */
+/* >>k-rotate: rows to floats and the rotation by vectors. The sums and their order are those of >>codec, and so are the
+   bytes. */
 
 /* Butterflies (a, b) -> (a + b, a - b) between vectors 1, 2, 4 .. count/2 apart; count is a constant. */
 TQKV__OP void TQKV__(butterflies)(const int count, TQKV__VECTOR *x)
@@ -5587,7 +5696,7 @@ TQKV__OP void TQKV__(butterflies)(const int count, TQKV__VECTOR *x)
     }
 }
 
-/* count vectors from value i on; count is a constant. */
+/* Loads count vectors from value i on; count is a constant. */
 TQKV__OP void TQKV__(load_vectors)(const int count, tqkv_type type, const void *in, int i, TQKV__VECTOR *x)
 {
     if (type == TQKV_TYPE_F16) {
@@ -5602,8 +5711,8 @@ TQKV__OP void TQKV__(load_vectors)(const int count, tqkv_type type, const void *
     }
 }
 
-/* Flips signs if asked, then subrows the stages below `length`, at most count * LANES, on count vectors in registers. count
-   and length are constants. in, of the type: [head_dim], out: [head_dim] */
+/* Flips signs if asked, then subrows the stages below `length`, at most count * LANES, on count vectors in registers.
+   count and length are constants. in, of the type: [head_dim], out: [head_dim] */
 TQKV__OP void TQKV__(hadamard_subrows)(const int count, const int length, tqkv_type type, const void *in, int head_dim,
                                        bool flip, float *out)
 {
@@ -5627,7 +5736,7 @@ TQKV__OP void TQKV__(hadamard_subrows)(const int count, const int length, tqkv_t
     }
 }
 
-/* Stages h to h * count / 2, in place; count is a constant. */
+/* Does stages h to h * count / 2, in place; count is a constant. */
 TQKV__OP void TQKV__(hadamard_across)(const int count, int h, int head_dim, float *x)
 {
     const TQKV__VECTOR factor = TQKV__(set1)(h * count == head_dim ? tqkv__size_of(head_dim)->inverse_root : 1.0f);
@@ -5642,7 +5751,7 @@ TQKV__OP void TQKV__(hadamard_across)(const int count, int h, int head_dim, floa
         }
 }
 
-/* A column of the matrix as floats, +-1; signs: [m] and room for whole vectors */
+/* Writes a column of the matrix as floats, +-1; signs: [m] and room for whole vectors */
 TQKV__OP void TQKV__(matrix_column)(int m, int column, float *signs)
 {
     uint64_t bits = 0;
@@ -5654,10 +5763,10 @@ TQKV__OP void TQKV__(matrix_column)(int m, int column, float *signs)
 /* Between columns of signs: three vectors of 16 hold one of 36 */
 #define TQKV__COLUMN 48
 
-/* out[b] = sum over c of P[b][c] * x[c] in order, times factor, for `at_once` subrows b that share a vector: lane
-   at_once * a + i is element a of subrow b + i. x: m vectors, x_stride floats apart; their lanes have each element at_once
-   times. The product with 1 or -1 is exact. count vectors of sums at a time, in registers; m, at_once and count are
-   constants. signs: [m][TQKV__COLUMN], out: [m][n] */
+/* Mixes subrows: out[b] = sum over c of P[b][c] * x[c] in order, times factor, for `at_once` subrows b that share a
+   vector: lane at_once * a + i is element a of subrow b + i. x: m vectors, x_stride floats apart; their lanes have each
+   element at_once times. The product with 1 or -1 is exact. count vectors of sums at a time, in registers; m, at_once
+   and count are constants. signs: [m][TQKV__COLUMN], out: [m][n] */
 TQKV__OP void TQKV__(mix_subrows)(const int m, const int at_once, const int count, const float *x, int x_stride,
                                   const float *signs, float factor, int n, float *out)
 {
@@ -5679,7 +5788,8 @@ TQKV__OP void TQKV__(mix_subrows)(const int m, const int at_once, const int coun
     }
 }
 
-/* The matrix of order m across the subrows. subrows: [m][n], out: [m * n], elsewhere; at_once is LANES / n, or 1 */
+/* Applies the matrix of order m across the subrows. subrows: [m][n], out: [m * n], elsewhere; at_once is LANES / n, or
+   1 */
 TQKV__OP void TQKV__(mix)(const int m, const int at_once, const float *subrows, float factor, int n, float *out)
 {
     const int count = m > 12 ? m / 4 : 6;
@@ -5695,7 +5805,7 @@ TQKV__OP void TQKV__(mix)(const int m, const int at_once, const float *subrows, 
     TQKV__(mix_subrows)(m, at_once, count, spread, TQKV__LANES, signs, factor, n, out);
 }
 
-/* The same for the matrix of order 12, whose signs the compiler knows: no loads of them. Every second sum is made of
+/* Applies the matrix of order 12, whose signs the compiler knows: no loads of them. Every second sum is made of
    multiply-adds: a Zen 4 core does them beside additions. `rounded` hides that they multiply by 1. NEON has no other:
    clang 14 would reorder sums there with -fassociative-math. */
 TQKV__OP void TQKV__(mix_12)(const float *subrows, float factor, int n, float *out)
@@ -5751,7 +5861,7 @@ TQKV__TARGET static TQKV__NOINLINE void TQKV__(mix_by_order)(int m, const float 
         }
 }
 
-/* As hadamard for head_dim = m * n, m > 1: H over the subrows, then the matrix across them */
+/* Does what hadamard does for head_dim = m * n, m > 1: H over the subrows, then the matrix across them */
 TQKV__TARGET static TQKV__NOINLINE void TQKV__(rotate_subrows)(tqkv_type type, const void *in, int head_dim, bool flip,
                                                                float *out)
 {
@@ -5778,10 +5888,8 @@ TQKV__TARGET static TQKV__NOINLINE void TQKV__(rotate_subrows)(tqkv_type type, c
     else
         TQKV__(mix_by_order)(m, subrows, factor, n, out);
 }
-#undef TQKV__MIX
-#undef TQKV__COLUMN
 
-/* out = R(in)/sqrt(D), after flipping signs if asked; floats in and out may be the same. */
+/* Rotates: out = R(in)/sqrt(D), after flipping signs if asked; floats in and out may be the same. */
 TQKV__TARGET static void TQKV__(hadamard)(tqkv_type type, const void *in, int head_dim, bool flip, float *out)
 {
     int h = head_dim < TQKV__LANES * TQKV__WIDTH ? head_dim : TQKV__LANES * TQKV__WIDTH;
@@ -5849,9 +5957,9 @@ TQKV__OP void TQKV__(transpose)(const int count, TQKV__VECTOR *x)
         }
 }
 
-/* The words of LANES lanes, each of per_lane neighbours: x[e] has the e-th of each. If per_lane < LANES, bit j of a lane's
-   number moves to bit (j + log2(per_lane)) modulo log2(LANES) of where it comes to. Only per_lane words from the first of count,
-   a constant: the smaller of per_lane and LANES. */
+/* Loads the words of LANES lanes, each of per_lane neighbours: x[e] has the e-th of each. If per_lane < LANES, bit j of
+   a lane's number moves to bit (j + log2(per_lane)) modulo log2(LANES) of where it comes to. Only per_lane words from
+   the first of count, a constant: the smaller of per_lane and LANES. */
 TQKV__OP void TQKV__(load_lanes)(const int count, int per_lane, const uint8_t *words, TQKV__VECTOR *x)
 {
     const int stride = per_lane < TQKV__LANES ? TQKV__LANES : per_lane;
@@ -5860,7 +5968,7 @@ TQKV__OP void TQKV__(load_lanes)(const int count, int per_lane, const uint8_t *w
     TQKV__(transpose)(count, x);
 }
 
-/* Sums of squares of LANES lanes, each over its per_lane floats in order; most: a constant, per_lane or LANES */
+/* Sums up the squares of LANES lanes, each over its per_lane floats in order; most: a constant, per_lane or LANES */
 TQKV__OP TQKV__VECTOR TQKV__(lane_sums)(const int most, int per_lane, const uint8_t *floats)
 {
     const int count = most < TQKV__LANES ? most : TQKV__LANES;
@@ -5905,8 +6013,8 @@ TQKV__OP void TQKV__(add_lanes)(const int n_lanes, const int per_lane, const int
     }
 }
 
-/* Sums of lanes of any length, in the lanes' own order; squared: x holds the squares. Reads up to three floats behind the
-   last lane. */
+/* Sums up lanes of any length, in the lanes' own order; squared: x holds the squares. Reads up to three floats behind
+   the last lane. */
 TQKV__OP TQKV__VECTOR TQKV__(sums_of_lanes)(bool squared, const float *x, int per_lane)
 {
     TQKV__VECTOR sum = TQKV__(set1)(0.0f);
@@ -5922,7 +6030,7 @@ TQKV__OP TQKV__VECTOR TQKV__(sums_of_lanes)(bool squared, const float *x, int pe
     return sum;
 }
 
-/* The sum of squares of a row of head_dim that is no power of two; three more floats are readable behind x. */
+/* Finds the sum of squares of a row of head_dim that is no power of two; three more floats are readable behind x. */
 TQKV__TARGET static TQKV__NOINLINE void TQKV__(sum_of_row)(bool squared, const float *x, int head_dim, float *sum)
 {
     const int n = TQKV__NORM_LANES(head_dim), per_lane = head_dim / n;
@@ -5941,8 +6049,8 @@ TQKV__TARGET static TQKV__NOINLINE void TQKV__(sum_of_row)(bool squared, const f
         step(32, 1) step(64, 1) step(128, 1) step(256, 1) step(512, 2) step(1024, 4)                                   \
     }
 
-/* Sums of squares of one row, one for each norm; sums: [norms_per_row]. If head_dim is no power of two, three more floats
-   are readable behind y. */
+/* Finds the sums of squares of one row, one for each norm; sums: [norms_per_row]. If head_dim is no power of two, three
+   more floats are readable behind y. */
 TQKV__TARGET static void TQKV__(sums_tq)(const tqkv__stream *s, const float *y, float *sums)
 {
     const uint8_t *bytes = (const uint8_t *)(const void *)y;
@@ -5969,7 +6077,6 @@ TQKV__TARGET static void TQKV__(sums_tq)(const tqkv__stream *s, const float *y, 
         TQKV__(add_lanes)(32, (D) / 32, n, x, sums);                                                                   \
         break;
     TQKV__BY_HEAD_DIM(TQKV__SUM_FLOATS)
-#undef TQKV__SUM_FLOATS
 }
 
 /* Four codes to a word: lanes of one word up to D=128, fewer than 32 below. */
@@ -5985,7 +6092,8 @@ TQKV__OP void TQKV__(turn_lanes)(const int count, int words, const uint8_t *code
     for (int i = 0; i < count; i++) TQKV__(store)(to + i * TQKV__LANES, x[i]);
 }
 
-/* Those of a row's codes, the lanes of a vector after those of another; lanes have two words or more. to: [head_dim / 4] */
+/* Brings the words of a row's codes into that order, the lanes of a vector after those of another; lanes have two words
+   or more. to: [head_dim / 4] */
 TQKV__OP void TQKV__(turn_words)(int words, const uint8_t *codes, int head_dim, float *to)
 {
     const int step = words * TQKV__LANES;
@@ -5999,8 +6107,8 @@ TQKV__OP void TQKV__(turn_words)(int words, const uint8_t *codes, int head_dim, 
     }
 }
 
-/* Sums of lanes of codes, LANES of them in a vector, each over its words in order. short_lanes: lanes have one or two codes, and
-   the first steps of the tree are taken here. bits is a constant. */
+/* Sums up lanes of codes, LANES of them in a vector, each over its words in order. short_lanes: lanes have one or two
+   codes, and the first steps of the tree are taken here. bits is a constant. */
 TQKV__OP void TQKV__(sums_of_words)(const int bits, bool short_lanes, int words, int n_vectors,
                                     const tqkv__quantiser *q, const uint8_t *codes, TQKV__VECTOR *sums)
 {
@@ -6027,7 +6135,7 @@ TQKV__OP void TQKV__(sums_of_words)(const int bits, bool short_lanes, int words,
     }
 }
 
-/* The sums of the lanes of a row's codes */
+/* Finds the sums of the lanes of a row's codes. */
 TQKV__OP void TQKV__(lanes_of_codes)(const tqkv__stream *s, const tqkv__quantiser *q, const uint8_t *codes,
                                      TQKV__VECTOR *sums)
 {
@@ -6046,7 +6154,7 @@ TQKV__OP void TQKV__(lanes_of_codes)(const tqkv__stream *s, const tqkv__quantise
         TQKV__(sums_of_words)(4, short_lanes, words, n, q, codes, sums);
 }
 
-/* The squares of a row's centroids; bits is a constant. x: [head_dim] */
+/* Finds the squares of a row's centroids; bits is a constant. x: [head_dim] */
 TQKV__OP void TQKV__(squares_of_codes)(const int bits, const tqkv__stream *s, const tqkv__quantiser *q,
                                        const uint8_t *codes, float *x)
 {
@@ -6057,7 +6165,8 @@ TQKV__OP void TQKV__(squares_of_codes)(const int bits, const tqkv__stream *s, co
     }
 }
 
-/* As sums_tq, of the centroids of codes: [head_dim]. TQ8's are too many for squares to look up: decodes the row. */
+/* Does what sums_tq does, of the centroids of codes: [head_dim]. TQ8's are too many for squares to look up: decodes the
+   row. */
 TQKV__TARGET static TQKV__NOINLINE void TQKV__(centroid_sums)(const tqkv__stream *s, const tqkv__quantiser *q,
                                                               const uint8_t *codes, float *sums)
 {
@@ -6090,13 +6199,10 @@ TQKV__TARGET static TQKV__NOINLINE void TQKV__(centroid_sums)(const tqkv__stream
         TQKV__(add_lanes)(TQKV__WORD_LANES(D), TQKV__LANE_WORDS(D), n, lanes, sums);                                   \
         break;
     TQKV__BY_HEAD_DIM(TQKV__SUM_LANES)
-#undef TQKV__SUM_LANES
 }
-#undef TQKV__BY_HEAD_DIM
-#undef TQKV__WORD_LANES
-#undef TQKV__LANE_WORDS
 
-/* As tqkv__norm_tq for a few rows, in whole vectors. values: [n_rows], norms, scales: [n_rows][norms_per_row] */
+/* Does what tqkv__norm_tq does for a few rows, in whole vectors. values: [n_rows], norms, scales:
+   [n_rows][norms_per_row] */
 TQKV__TARGET static void TQKV__(norms_tq)(const tqkv__stream *s, const float *const *values, int n_rows, float *norms,
                                           float *scales)
 {
@@ -6114,8 +6220,8 @@ TQKV__TARGET static void TQKV__(norms_tq)(const tqkv__stream *s, const float *co
     }
 }
 
-/* As tqkv__correct_norms for a few rows; sums: of the squares of their centroids. norms, sums: [n], room for whole
-   vectors */
+/* Does what tqkv__correct_norms does for a few rows; sums: of the squares of their centroids. norms, sums: [n], room
+   for whole vectors */
 TQKV__TARGET static void TQKV__(correct_norms)(const tqkv__stream *s, int n, const float *sums, float *norms)
 {
     const bool several = s->norms_per_row > 1;
@@ -6142,7 +6248,7 @@ TQKV__TARGET static void TQKV__(norms_i8)(const tqkv__stream *s, const float *co
     }
 }
 
-/* Norms and scales of a few rows, as tqkv__scale_row. */
+/* Finds norms and scales of a few rows as tqkv__scale_row does. */
 TQKV__OP void TQKV__(norms)(const tqkv__stream *s, const float *const *values, int n_rows, float *norms, float *scales)
 {
     if (s->kind == TQKV__GRID)
@@ -6167,9 +6273,9 @@ TQKV__TARGET static void TQKV__(scale_row)(const tqkv__stream *s, float *row, fl
 
 /* >>k-search: the factors of a few rows, by vectors; what tqkv__search_row does with one. */
 
-/* The scaled values of a row in the order that the sums take: element e of the lanes of a vector side by side, a vector of
-   each lane's next element n_lanes further on. So the sums of lanes are sums of vectors. Magnitudes are enough: codebooks are
-   symmetric, a value has the sign of its centroid, and a product of 0 adds nothing. */
+/* The scaled values of a row in the order that the sums take: element e of the lanes of a vector side by side, a vector
+   of each lane's next element n_lanes further on. So the sums of lanes are sums of vectors. Magnitudes are enough:
+   codebooks are symmetric, a value has the sign of its centroid, and a product of 0 adds nothing. */
 typedef struct TQKV__(turned) {
     TQKV__ALIGNED float sizes[TQKV_MAX_HEAD_DIM];
     TQKV__ALIGNED int32_t less[TQKV_MAX_HEAD_DIM];   /* -1 for positive values, see TQKV__(fold) */
@@ -6184,8 +6290,9 @@ TQKV__OP void TQKV__(turn_value)(TQKV__(turned) * t, int at, TQKV__VECTOR v)
     memcpy(t->less + at, &positive, sizeof positive);
 }
 
-/* Lanes of three values and more: loads of four neighbours; reads up to three floats behind the last lane. Shorter ones: a load
-   has the values of two or four lanes, which come to different vectors. per_lane: a constant for 1, 2 and 4. v: [head_dim] */
+/* Lanes of three values and more: loads of four neighbours; reads up to three floats behind the last lane. Shorter
+   ones: a load has the values of two or four lanes, which come to different vectors. per_lane: a constant for 1, 2 and
+   4. v: [head_dim] */
 TQKV__OP void TQKV__(turn_values)(const int per_lane, int n_lanes, const float *v, TQKV__(turned) * t)
 {
     const int together = per_lane < 3 ? 4 / per_lane : 1, width = together * per_lane;
@@ -6224,7 +6331,7 @@ TQKV__OP void TQKV__(turn_row)(const tqkv__stream *s, const float *y, const floa
 /* Codebooks whose tables do not fit registers */
 #define TQKV__IS_LARGE(bits) ((bits) > (TQKV__LANES == 16 ? 6 : 4))
 
-/* Sizes times a factor, and the next float below where the value is positive: see TQKV__(fold). */
+/* Returns sizes times a factor, and the next float below where the value is positive: see TQKV__(fold). */
 TQKV__OP TQKV__VECTOR TQKV__(sizes_times)(const TQKV__(turned) * t, int at, TQKV__VECTOR factor)
 {
     const TQKV__VECTOR size = TQKV__(load)(t->sizes + at) * factor;
@@ -6260,8 +6367,8 @@ TQKV__OP TQKV__(codes) TQKV__(cells)(const TQKV__(book) * book, TQKV__VECTOR w)
     return TQKV__(truncate)(TQKV__(min)(w * book->slope, book->top));
 }
 
-/* What nearest takes of a large codebook, for all values of a row: their centroids, or where the entries of their cells are, in
-   bytes. */
+/* Finds what nearest takes of a large codebook, for all values of a row: their centroids, or where the entries of their
+   cells are, in bytes. */
 TQKV__OP void TQKV__(find)(const tqkv__stream *s, const tqkv__quantiser *q, const TQKV__(book) * book,
                            TQKV__VECTOR factor, TQKV__(turned) * t)
 {
@@ -6286,8 +6393,8 @@ TQKV__OP void TQKV__(find)(const tqkv__stream *s, const tqkv__quantiser *q, cons
 #endif
 }
 
-/* The centroids of sizes_times; bits is a constant. For 3 bits three comparisons are quicker than a cell. Of a large codebook one
-   load takes the bound and the centroids of a cell. */
+/* Returns the centroids of sizes_times; bits is a constant. For 3 bits three comparisons are quicker than a cell. Of a
+   large codebook one load takes the bound and the centroids of a cell. */
 TQKV__OP TQKV__VECTOR TQKV__(nearest)(const int bits, const tqkv__quantiser *q, const TQKV__(book) * book,
                                       const uint32_t *found, TQKV__VECTOR w)
 {
@@ -6313,7 +6420,7 @@ TQKV__OP TQKV__VECTOR TQKV__(nearest)(const int bits, const tqkv__quantiser *q, 
     return TQKV__(bound)(bits, book->centroids, index);
 }
 
-/* The sums of v*c and of c*c of each lane: lanes[2f], lanes[2f + 1] of factor f */
+/* Finds the sums of v*c and of c*c of each lane: lanes[2f], lanes[2f + 1] of factor f */
 enum { TQKV__(sums_tried) = 2 * TQKV__MOST_FACTORS };
 TQKV__OP void TQKV__(try_factors)(const int bits, const tqkv__stream *s, const tqkv__quantiser *q, TQKV__(turned) * t,
                                   float (*lanes)[32])
@@ -6411,8 +6518,8 @@ TQKV__TARGET static TQKV__NOINLINE void TQKV__(search_row)(const tqkv__stream *s
     TQKV__(add_norms)(n_lanes, per_lane < 3 ? 4 / per_lane : 1, s->norms_per_row, (const float(*)[32])lanes, sums);
 }
 
-/* The best factors of n norms, each the first of the largest (sum v*c)^2 / (sum c*c), and their sums of c*c. tried: [n][16],
-   factors, squares: [n]; room for whole vectors */
+/* Finds the best factors of n norms, each the first of the largest (sum v*c)^2 / (sum c*c), and their sums of c*c.
+   tried: [n][16], factors, squares: [n]; room for whole vectors */
 TQKV__OP void TQKV__(choose_factors)(const tqkv__stream *s, int n, float (*tried)[16], float *factors, float *squares)
 {
     for (int first = 0; first < n; first += TQKV__LANES) {
@@ -6432,8 +6539,9 @@ TQKV__OP void TQKV__(choose_factors)(const tqkv__stream *s, int n, float (*tried
     }
 }
 
-/* Scales a few rows; then their scales become the factors of the search. values: [n_rows], of which each becomes a row of
-   `rows`, [n_rows][head_dim] and room for three more; scales, squares: [n_rows][norms_per_row] and room for whole vectors */
+/* Scales a few rows; then their scales become the factors of the search. values: [n_rows], of which each becomes a row
+   of `rows`, [n_rows][head_dim] and room for three more; scales, squares: [n_rows][norms_per_row] and room for whole
+   vectors */
 TQKV__TARGET static void TQKV__(search)(const tqkv__stream *s, const tqkv__quantiser *q, int n_rows,
                                         const float **values, float *rows, float *scales, float *squares)
 {
@@ -6451,7 +6559,7 @@ TQKV__TARGET static void TQKV__(search)(const tqkv__stream *s, const tqkv__quant
 
 /* >>k-quantise: codes, packed, of whole rows. */
 
-/* As tqkv__quantise, with the cells of tqkv__quantiser. bits is a constant, 4 for fewer, too. */
+/* Does what tqkv__quantise does, with the cells of tqkv__quantiser. bits is a constant, 4 for fewer, too. */
 TQKV__OP TQKV__(codes) TQKV__(quantise)(const int bits, const tqkv__quantiser *q, const TQKV__(codes) * below,
                                         const TQKV__VECTOR *bounds, TQKV__VECTOR v)
 {
@@ -6463,8 +6571,9 @@ TQKV__OP TQKV__(codes) TQKV__(quantise)(const int bits, const tqkv__quantiser *q
 }
 
 #if TQKV__LANES < 16
-/* Quantises TQ8 where tables are too large for instructions: vectors find the cells of n values, loads the counts and
-   bounds, vectors compare. One loop a step: a vector load that follows stores of its lanes at once would wait for them. */
+/* Quantises TQ8 where tables are too large for instructions: vectors find the cells of n values, loads the counts
+   and bounds, vectors compare. One loop a step: a vector load that follows stores of its lanes at once would wait
+   for them. */
 TQKV__TARGET static TQKV__NOINLINE void TQKV__(quantise_loads)(const tqkv__quantiser *q, const float *y, int n,
                                                                float scale, uint8_t *codes)
 {
@@ -6498,7 +6607,8 @@ TQKV__TARGET static TQKV__NOINLINE void TQKV__(quantise_loads)(const tqkv__quant
 }
 #endif
 
-/* The codes of TQ8 for n values with one scale: 256 at a time, then whole vectors, then a tail with zeros behind it. */
+/* Finds the codes of TQ8 for n values with one scale: 256 at a time, then whole vectors, then a tail with zeros behind
+   it. */
 TQKV__OP void TQKV__(quantise_values_tq8)(const tqkv__quantiser *q, const float *y, int n, float scale, uint8_t *codes)
 {
     enum { step = 4 * TQKV__LANES };
@@ -6513,7 +6623,8 @@ TQKV__OP void TQKV__(quantise_values_tq8)(const tqkv__quantiser *q, const float 
     memcpy(codes + n - rest, tail_codes, (size_t)rest);
 }
 
-/* y: [head_dim], scales: [norms_per_row] -> codes: [head_dim]. bits is a constant: of the codebook, 4 for fewer, 0 without. */
+/* Quantises y: [head_dim], scales: [norms_per_row] -> codes: [head_dim]. bits is a constant: of the codebook, 4 for
+   fewer, 0 without. */
 TQKV__OP void TQKV__(quantise_as)(const int bits, const tqkv__stream *s, const tqkv__quantiser *q, const float *y,
                                   const float *scales, uint8_t *codes)
 {
@@ -6540,7 +6651,7 @@ TQKV__OP void TQKV__(quantise_as)(const int bits, const tqkv__stream *s, const t
         }
 }
 
-/* bytes: [head_dim], with room for whole vectors -> row: [row_bytes]. The bits are constants. */
+/* Packs bytes: [head_dim], with room for whole vectors -> row: [row_bytes]. The bits are constants. */
 TQKV__OP void TQKV__(pack_as)(const int main_bits, const int upper_bits, int head_dim, const uint8_t *bytes,
                               uint8_t *row)
 {
@@ -6558,8 +6669,8 @@ TQKV__OP void TQKV__(pack_as)(const int main_bits, const int upper_bits, int hea
     }
 }
 
-/* y: [head_dim], scales: [norms_per_row] -> row: [row_bytes]. Returns the codes as bytes, [head_dim]: the row itself or, if
-   it is packed, `bytes`. */
+/* Quantises and packs y: [head_dim], scales: [norms_per_row] -> row: [row_bytes]. Returns the codes as bytes,
+   [head_dim]: the row itself or, if it is packed, `bytes`. */
 TQKV__TARGET static const uint8_t *TQKV__(quantise_row)(const tqkv__stream *s, const tqkv__quantiser *q, const float *y,
                                                         const float *scales, uint8_t *row, uint8_t *bytes)
 {
@@ -6583,7 +6694,7 @@ TQKV__TARGET static const uint8_t *TQKV__(quantise_row)(const tqkv__stream *s, c
     return codes;
 }
 
-/* The codes of F16; type is a constant. */
+/* Stores the codes of F16; type is a constant. */
 TQKV__OP void TQKV__(store_f16_as)(const tqkv_type type, const void *src, int head_dim, uint8_t *row)
 {
     for (int d = 0; d < head_dim; d += TQKV__LANES) TQKV__(store_f16)(row + 2 * d, TQKV__(load_as)(type, src, d));
@@ -6599,9 +6710,9 @@ TQKV__TARGET static void TQKV__(store_f16_row)(tqkv_type type, const void *src, 
         TQKV__(store_f16_as)(TQKV_TYPE_F32, src, head_dim, row);
 }
 
-/* The values of a row that are to be quantised: less its centre, times its inverses, rotated, in row: [head_dim] or, where
-   nothing is to be done, in the source. Halves are not widened first: that pass would make them a tenth slower than floats. F16 is stored. The
-   sums of a row that is not rotated may read behind it: a copy. */
+/* Returns the values of a row that are to be quantised: less its centre, times its inverses, rotated, in row:
+   [head_dim] or, where nothing is to be done, in the source. Halves are not widened first: that pass would make them a
+   tenth slower than floats. F16 is stored. The sums of a row that is not rotated may read behind it: a copy. */
 TQKV__TARGET static const float *TQKV__(open_row)(const tqkv__stream *s, const tqkv__row *source, float *row)
 {
     const bool half = s->kind == TQKV__HALF;
@@ -6655,7 +6766,7 @@ TQKV__TARGET static void TQKV__(encode_rows)(const tqkv__stream *s, const tqkv__
     }
 }
 
-/* As tqkv__all_finite for whole rows: the largest magnitude shows an exponent of all ones. */
+/* Does what tqkv__all_finite does for whole rows: the largest magnitude shows an exponent of all ones. */
 TQKV__TARGET static bool TQKV__(floats_finite)(const float *x, size_t n)
 {
     TQKV__(codes) largest[4];
@@ -6672,8 +6783,8 @@ TQKV__TARGET static bool TQKV__(floats_finite)(const float *x, size_t n)
     return all < 0x7f800000u;
 }
 
-/* As tqkv__values_finite for whole rows. Two halves, or bfloat16s, in a word: a 1 added at the lowest bit of an exponent
-   carries into the sign bit from an exponent of all ones, and from no other. */
+/* Does what tqkv__values_finite does for whole rows. Two halves, or bfloat16s, in a word: a 1 added at the lowest bit
+   of an exponent carries into the sign bit from an exponent of all ones, and from no other. */
 TQKV__TARGET static bool TQKV__(rows_finite)(tqkv_type type, const void *x, size_t n)
 {
     const uint32_t one = type == TQKV_TYPE_F16 ? 0x04000400u : 0x00800080u;
@@ -6721,10 +6832,10 @@ static const tqkv__isa TQKV__(isa) = {TQKV__ISA_NAME,     TQKV__LANES,        TQ
      interleave                 bytes of TQKV__PRODUCTS values to lanes, a dimension of all in each
      round_codes, store_words   floats to integers, lanes to the 16 bits in which products find them, from `i` on
      load_row, repeat           those of a vector of dimensions, those of TQKV__PRODUCTS positions in each lane
-     transpose                  16 bytes of TQKV__INTEGER_LANES positions to lanes, as repeat has TQKV__PRODUCTS integers
+     transpose                  16 bytes of TQKV__INTEGER_LANES positions to lanes, as repeat has integers
      lanes, repeated, dot_lanes, whole_lanes   as codes, row, dot, whole, for lanes of eight products
-     TQKV__LOOKED_UP            whether few rows multiply codes without storing their bytes first: with load_nibbles, or with
-                                load_quarters, order_fields and look_up_fields, and with dot_bytes                     */
+     TQKV__LOOKED_UP            whether few rows multiply codes without storing their bytes first: with load_nibbles,
+                                or with load_quarters, order_fields and look_up_fields, and with dot_bytes         */
 
 #define TQKV__VECTOR TQKV__(vector)
 /* Integers that decode_codes writes and that interleave reads of a row; rows of integers are padded to that. */
@@ -6774,7 +6885,8 @@ TQKV__OP TQKV__I(lanes) TQKV__I(load_lanes)(const void *p)
 
 #ifndef TQKV__DECODED /* true: another set of the same name has the decoders, and what takes floats */
 
-/* Decodes `left` of the integers of n rows, at most TQKV__STEP; p, upper: the fields of the first row, to: as wide as `stride` */
+/* Decodes `left` of the integers of n rows, at most TQKV__STEP; p, upper: the fields of the first row, to: as wide as
+   `stride` */
 TQKV__OP void TQKV__S(decode_step)(const tqkv_format format, const TQKV__(codes) * books, int left, size_t row_bytes,
                                    const uint8_t *p, const uint8_t *upper, int n, int8_t *to, int stride)
 {
@@ -6831,8 +6943,8 @@ TQKV__OP void TQKV__S(copy_integers)(const uint8_t *row, int dim, int padded, in
     for (int d = dim; d < padded; d += 16) memset(to + d, 0, 16);
 }
 
-/* The integers [first, first + dim) of `n` slots from that of the segment's position j on. I8 is read in place where that goes.
-   room: [n rounded up to slices][TQKV__PADDED(dim)] */
+/* Returns the integers [first, first + dim) of `n` slots from that of the segment's position j on. I8 is read in place
+   where that goes. room: [n rounded up to slices][TQKV__PADDED(dim)] */
 TQKV__TARGET static TQKV__S(source)
     TQKV__S(open_integers)(const tqkv__stream *s, int kv_head, const tqkv__segment *segment, int j, int n, int first,
                            int dim, int8_t *room)
@@ -6856,7 +6968,7 @@ TQKV__TARGET static TQKV__S(source)
     return decoded;
 }
 
-/* The largest magnitude of n floats, as bits: NaN is above all others. n: a multiple of LANES */
+/* Returns the largest magnitude of n floats, as bits: NaN is above all others. n: a multiple of LANES */
 TQKV__OP uint32_t TQKV__S(largest_bits)(const float *x, int n)
 {
     TQKV__(codes) largest;
@@ -6864,6 +6976,128 @@ TQKV__OP uint32_t TQKV__S(largest_bits)(const float *x, int n)
     for (int i = 0; i < n; i += TQKV__INTEGER_LANES) largest = TQKV__(larger_bits)(largest, TQKV__(load)(x + i));
     return TQKV__S(largest_code)(largest);
 }
+<<<<<<< HEAD
+=======
+
+/* Keys, and rows of values, that share a loop: enough sums in progress to hide their latency, few enough for the
+   registers. */
+#define TQKV__HALF_KEYS (TQKV__INTEGER_LANES == 16 ? 4 : 3)
+#define TQKV__HALF_ROWS (TQKV__INTEGER_LANES == 16 ? 8 : 4)
+
+/* Finds scores[row][j] (+)= query[row] . key j, in 16 sums each; keys: [keys][dim] floats. rows and keys are
+   constants. */
+TQKV__OP void TQKV__S(score_halves)(const int rows, const int keys, int dim, const float *key, const float *q, bool add,
+                                    float *scores)
+{
+    TQKV__VECTOR sums[2][TQKV__HALF_KEYS][16 / TQKV__INTEGER_LANES];
+    TQKV__UNROLL
+    for (int r = 0; r < rows; r++) TQKV__UNROLL
+    for (int j = 0; j < keys; j++) TQKV__UNROLL
+    for (int i = 0; i < 16 / TQKV__INTEGER_LANES; i++) sums[r][j][i] = TQKV__(set1)(0.0f);
+    for (int d = 0; d < dim; d += 16) {
+        TQKV__UNROLL
+        for (int i = 0; i < 16 / TQKV__INTEGER_LANES; i++) {
+            TQKV__VECTOR x[2];
+            const int at = d + i * TQKV__INTEGER_LANES;
+            TQKV__UNROLL
+            for (int r = 0; r < rows; r++) x[r] = TQKV__(load)(q + r * dim + at);
+            TQKV__UNROLL
+            for (int j = 0; j < keys; j++) {
+                const TQKV__VECTOR k = TQKV__(load)(key + j * dim + at);
+                TQKV__UNROLL
+                for (int r = 0; r < rows; r++) sums[r][j][i] = TQKV__(fma)(x[r], k, sums[r][j][i]);
+            }
+        }
+    }
+    TQKV__UNROLL
+    for (int r = 0; r < rows; r++) TQKV__UNROLL
+    for (int j = 0; j < keys; j++) {
+        float *score = scores + r * TQKV__TILE + j;
+        *score = (add ? *score : 0.0f) + TQKV__(sum_16)(sums[r][j]);
+    }
+}
+
+/* Scores n keys for one or two rows. */
+TQKV__OP void TQKV__S(score_keys)(const int rows, int n, int dim, const float *key, const float *q, bool add,
+                                  float *scores)
+{
+    int j = 0;
+    for (; j + TQKV__HALF_KEYS <= n; j += TQKV__HALF_KEYS)
+        TQKV__S(score_halves)(rows, TQKV__HALF_KEYS, dim, key + j * dim, q, add, scores + j);
+    for (; j < n; j++) TQKV__S(score_halves)(rows, 1, dim, key + j * dim, q, add, scores + j);
+}
+
+/* Scores a tile of halves: some keys at a time become floats, which all rows read. */
+TQKV__TARGET static TQKV__NOINLINE void TQKV__S(score_tile_of_halves)(const tqkv__stream *s, const uint8_t *codes,
+                                                                      const tqkv__segment *segment, const float *q,
+                                                                      int n_rows, bool add, float *scores)
+{
+    enum { buffer = 2048 }; /* 8 KiB: a fraction of an L1 cache, and of the stack */
+    TQKV__ALIGNED float keys[buffer];
+    const int dim = s->head_dim, fit = buffer / dim, most = fit > 12 ? 12 : fit;
+    tqkv__prefetch(TQKV__L2, codes + (ptrdiff_t)segment->ahead * (ptrdiff_t)s->row_bytes,
+                   (size_t)segment->n * s->row_bytes);
+    for (int j = 0; j < segment->n; j += most) {
+        const int n = segment->n - j < most ? segment->n - j : most;
+        const uint8_t *from = codes + (size_t)j * s->row_bytes;
+        for (int d = 0; d < n * dim; d += TQKV__INTEGER_LANES) TQKV__(store)(keys + d, TQKV__(load_f16)(from + 2 * d));
+        for (int row = 0; row < n_rows; row += 2) {
+            const float *query = q + (size_t)row * (size_t)dim;
+            float *to = scores + row * TQKV__TILE + j;
+            if (row + 1 < n_rows)
+                TQKV__S(score_keys)(2, n, dim, keys, query, add, to);
+            else
+                TQKV__S(score_keys)(1, n, dim, keys, query, add, to);
+        }
+    }
+}
+
+/* Adds: out[row][d] += weights[row][j] * value j of halves, in the order of positions; rows is a constant. */
+TQKV__OP void TQKV__S(add_half_rows)(const int rows, const tqkv__stream *s, const uint8_t *codes, int n,
+                                     const float *weights, float *out)
+{
+    const int dim = s->head_dim;
+    for (int d = 0; d < dim; d += 16) {
+        TQKV__VECTOR sums[TQKV__HALF_ROWS][16 / TQKV__INTEGER_LANES];
+        const uint8_t *value = codes + 2 * d;
+        TQKV__UNROLL
+        for (int r = 0; r < rows; r++) TQKV__UNROLL
+        for (int i = 0; i < 16 / TQKV__INTEGER_LANES; i++)
+            sums[r][i] = TQKV__(load)(out + r * dim + d + i * TQKV__INTEGER_LANES);
+        for (int j = 0; j < n; j++, value += s->row_bytes) {
+            TQKV__VECTOR x[16 / TQKV__INTEGER_LANES];
+            TQKV__UNROLL
+            for (int i = 0; i < 16 / TQKV__INTEGER_LANES; i++)
+                x[i] = TQKV__(load_f16)(value + 2 * i * TQKV__INTEGER_LANES);
+            TQKV__UNROLL
+            for (int r = 0; r < rows; r++) {
+                const TQKV__VECTOR weight = TQKV__(set1)(weights[r * TQKV__TILE + j]);
+                TQKV__UNROLL
+                for (int i = 0; i < 16 / TQKV__INTEGER_LANES; i++) sums[r][i] = TQKV__(fma)(weight, x[i], sums[r][i]);
+            }
+        }
+        TQKV__UNROLL
+        for (int r = 0; r < rows; r++) TQKV__UNROLL
+        for (int i = 0; i < 16 / TQKV__INTEGER_LANES; i++)
+            TQKV__(store)(out + r * dim + d + i * TQKV__INTEGER_LANES, sums[r][i]);
+    }
+}
+
+TQKV__TARGET static TQKV__NOINLINE void TQKV__S(add_halves)(const tqkv__stream *s, const uint8_t *codes,
+                                                            const tqkv__segment *segment, const float *weights,
+                                                            int n_rows, float *out)
+{
+    int row = 0;
+    tqkv__prefetch(TQKV__L2, codes + (ptrdiff_t)segment->ahead * (ptrdiff_t)s->row_bytes,
+                   (size_t)segment->n * s->row_bytes);
+    for (; row + TQKV__HALF_ROWS <= n_rows; row += TQKV__HALF_ROWS) TQKV__S(add_half_rows)
+    (TQKV__HALF_ROWS, s, codes, segment->n, weights + row * TQKV__TILE, out + row * s->head_dim);
+    for (; row + 2 <= n_rows; row += 2)
+        TQKV__S(add_half_rows)(2, s, codes, segment->n, weights + row * TQKV__TILE, out + row * s->head_dim);
+    for (; row < n_rows; row++)
+        TQKV__S(add_half_rows)(1, s, codes, segment->n, weights + row * TQKV__TILE, out + row * s->head_dim);
+}
+>>>>>>> main
 #endif
 
 /* Integers of a panel of a query, padded to whole vectors */
@@ -6881,8 +7115,8 @@ TQKV__OP void TQKV__I(round_floats)(const float *x, int n, float scale, int16_t 
             TQKV__I(store_words)(to, i, TQKV__S(round_codes)(TQKV__(load)(x + i) * TQKV__(set1)(scale)));
 }
 
-/* The integers of a query, each panel's padded with zeros to whole vectors. Its unit stands where the last value would.
-   query, to: [head_dim] */
+/* Rounds a query to integers, each panel's padded with zeros to whole vectors. Its unit stands where the last value
+   would. query, to: [head_dim] */
 TQKV__TARGET static void TQKV__I(round_query)(const tqkv__stream *s, const float *query, float *to)
 {
     const int dim = s->panel_dim, size = TQKV__QUERY_PANEL(dim);
@@ -6895,8 +7129,8 @@ TQKV__TARGET static void TQKV__I(round_query)(const tqkv__stream *s, const float
     to[s->head_dim - 1] = tqkv__integer_unit(largest, s->step);
 }
 
-/* The weights of a row times the norms of a panel as integers; behind them, at TQKV__WEIGHTS_UNIT, their unit. Weights
-   from n on are another row's. */
+/* Rounds the weights of a row times the norms of a panel as integers; behind them, at TQKV__WEIGHTS_UNIT, their unit.
+   Weights from n on are another row's. */
 TQKV__TARGET static void TQKV__I(round_weights)(const tqkv__stream *s, const float *weights, const float *factors,
                                                 int n, float *to)
 {
@@ -6944,7 +7178,7 @@ typedef struct TQKV__I(product) {
     bool add;             /* to the scores */
 } TQKV__I(product);
 
-/* fours[row]: the products of four positions with a row, summed over the lanes. rows: a constant */
+/* Finds fours[row]: the products of four positions with a row, summed over the lanes. rows: a constant */
 TQKV__OP void TQKV__I(score_four)(const int rows, const TQKV__I(product) * p, const int8_t *codes,
                                   TQKV__(codes) * fours, int distance)
 {
@@ -6976,7 +7210,7 @@ TQKV__OP void TQKV__I(score_four)(const int rows, const TQKV__I(product) * p, co
     }
 }
 
-/* Scores of row r and the positions from j on, from the sums of their products */
+/* Writes scores of row r and the positions from j on, from the sums of their products */
 TQKV__OP void TQKV__I(add_scores)(const TQKV__I(product) * p, int r, int j, TQKV__(codes) sum)
 {
     float *to = p->results + r * TQKV__TILE + j;
@@ -6985,7 +7219,8 @@ TQKV__OP void TQKV__I(add_scores)(const TQKV__I(product) * p, int r, int j, TQKV
     TQKV__(store)(to, TQKV__(fma)(TQKV__S(to_floats)(sum), factor, before));
 }
 
-/* results[row][j] (+)= (sum_d rows[row][d] * codes[j][d]) * factors[j] * unit of the row, LANES positions at a time */
+/* Finds results[row][j] (+)= (sum_d rows[row][d] * codes[j][d]) * factors[j] * unit of the row, LANES positions at a
+   time */
 TQKV__OP void TQKV__I(score_rows_of)(const int rows, const TQKV__I(product) * p)
 {
     for (int j = 0; j < p->n; j += TQKV__INTEGER_LANES) {
@@ -7022,7 +7257,8 @@ TQKV__TARGET static void TQKV__I(score_integers)(TQKV__I(product) p, int n_rows)
     }
 }
 
-/* As score_rows_of for the positions of two vectors, which are lanes of tile: [dim / TQKV__PRODUCTS][2][TQKV__LANE_BYTES] */
+/* Does what score_rows_of does for the positions of two vectors, which are lanes of tile: [dim /
+   TQKV__PRODUCTS][2][TQKV__LANE_BYTES] */
 TQKV__OP void TQKV__I(score_lanes_of)(const int rows, const TQKV__I(product) * p, const int8_t *tile)
 {
     const int size = 2 * p->row_floats, half = rows > 4 ? rows / 2 : rows; /* two addresses need fewer offsets */
@@ -7044,7 +7280,8 @@ TQKV__OP void TQKV__I(score_lanes_of)(const int rows, const TQKV__I(product) * p
         TQKV__I(add_scores)(p, i / 2, i % 2 * TQKV__INTEGER_LANES, TQKV__WHOLE_LANES(sums[i / 2][i % 2]));
 }
 
-/* score_integers for many rows: turning the positions into lanes takes less time than adding up the lanes of each sum. */
+/* Does what score_integers does for many rows: turning the positions into lanes takes less time than adding up the
+   lanes of each sum. */
 TQKV__TARGET static TQKV__NOINLINE void TQKV__I(score_lanes)(TQKV__I(product) p, int n_rows)
 {
     TQKV__ALIGNED int8_t tile[TQKV__PANEL / TQKV__PRODUCTS * 2 * TQKV__LANE_BYTES];
@@ -7075,7 +7312,7 @@ TQKV__TARGET static TQKV__NOINLINE void TQKV__I(score_lanes)(TQKV__I(product) p,
     }
 }
 
-/* Scores of panel b, but for its codes and the number of positions. factors: [panels][TQKV__TILE] */
+/* Opens the scores of panel b, but for its codes and the number of positions. factors: [panels][TQKV__TILE] */
 TQKV__OP void TQKV__I(open_scores)(const tqkv__stream *s, int b, const float *q, bool add, const float *factors,
                                    float *scores, TQKV__I(product) * p)
 {
@@ -7089,7 +7326,7 @@ TQKV__OP void TQKV__I(open_scores)(const tqkv__stream *s, int b, const float *q,
     p->add = add || b > 0;
 }
 
-/* TQKV__STEP dimensions of TQKV__PRODUCTS positions, interleaved; asks for those of the next tile. */
+/* Opens TQKV__STEP dimensions of TQKV__PRODUCTS positions, interleaved; asks for those of the next tile. */
 TQKV__OP void TQKV__I(open_group)(const int8_t *at, size_t stride, ptrdiff_t ahead, int left, TQKV__I(lanes) * x)
 {
     TQKV__UNROLL
@@ -7098,8 +7335,9 @@ TQKV__OP void TQKV__I(open_group)(const int8_t *at, size_t stride, ptrdiff_t ahe
     TQKV__I(interleave)(at, stride, left, x);
 }
 
-/* results[row][d] += (sum_j rows[row][j] * codes[j][d]) * unit of the row, for TQKV__STEP dimensions from `first` on,
-   or only for the half of them that the first two vectors hold. ready: it is interleaved in tile. rows, ready, vectors: constants */
+/* Adds: results[row][d] += (sum_j rows[row][j] * codes[j][d]) * unit of the row, for TQKV__STEP dimensions from `first`
+   on, or only for the half of them that the first two vectors hold. ready: it is interleaved in tile. rows, ready,
+   vectors: constants */
 TQKV__OP void TQKV__I(add_vectors_of)(const int rows, const bool ready, const int vectors, const TQKV__I(product) * p,
                                       int first, const int8_t *tile)
 {
@@ -7148,7 +7386,7 @@ TQKV__OP void TQKV__I(add_rows_of)(const int rows, const bool ready, const TQKV_
         TQKV__I(add_vectors_of)(rows, ready, 4, p, first, tile);
 }
 
-/* The sums of all rows for TQKV__STEP dimensions from d on, whose positions they share interleaved. */
+/* Adds to the sums of all rows for TQKV__STEP dimensions from d on, whose positions they share interleaved. */
 TQKV__TARGET static TQKV__NOINLINE void TQKV__I(add_interleaved)(TQKV__I(product) p, int d, int n_rows)
 {
     TQKV__ALIGNED int8_t tile[TQKV__TILE / TQKV__PRODUCTS * 4 * TQKV__LANE_BYTES];
@@ -7169,7 +7407,7 @@ TQKV__TARGET static TQKV__NOINLINE void TQKV__I(add_interleaved)(TQKV__I(product
     }
 }
 
-/* Few rows interleave the positions for themselves. */
+/* Adds a panel; few rows interleave the positions for themselves. */
 TQKV__TARGET static void TQKV__I(add_integers)(const TQKV__I(product) * p, int n_rows)
 {
     for (int d = 0; d < p->dim; d += TQKV__STEP) {
@@ -7188,7 +7426,7 @@ TQKV__TARGET static void TQKV__I(add_integers)(const TQKV__I(product) * p, int n
 #ifndef TQKV__DECODED /* true: another set of the same name has these */
 
 /* Rows that share decoded keys, and values. Enough sums in progress to hide their latency, few enough for the registers. */
-#define TQKV__HALF_KEY_ROWS (TQKV__INTEGER_LANES == 16 ? 4 : 2)
+#define TQKV__HALF_KEY_ROWS (TQKV__INTEGER_LANES == 16 ? 4 : 3)
 #define TQKV__HALF_ROWS     (TQKV__INTEGER_LANES == 16 ? 8 : 4)
 
 /* scores[row][j] (+)= query[row] . key j for four keys, which are halves or floats; rows and halves are constants. Eight of the
@@ -7251,10 +7489,9 @@ TQKV__TARGET static TQKV__NOINLINE int TQKV__S(score_many_halves)(const tqkv__st
         const int now = n - j < most ? n - j : most;
         for (int i = 0; i < now * dim; i += TQKV__INTEGER_LANES)
             TQKV__(store)(keys + i, TQKV__(load_f16)(codes + (size_t)j * s->row_bytes + 2 * i));
-        for (int row = 0; row < many; row += rows)
-            TQKV__S(score_half_rows)(TQKV__HALF_KEY_ROWS, false, dim, (const uint8_t *)(const void *)keys,
-                                     (size_t)dim * sizeof *keys, now, q + row * dim, add,
-                                     scores + row * TQKV__TILE + j);
+        for (int row = 0; row < many; row += rows) TQKV__S(score_half_rows)
+        (TQKV__HALF_KEY_ROWS, false, dim, (const uint8_t *)(const void *)keys, (size_t)dim * sizeof *keys, now,
+         q + row * dim, add, scores + row * TQKV__TILE + j);
     }
     return many;
 }
@@ -7269,12 +7506,10 @@ TQKV__TARGET static TQKV__NOINLINE void TQKV__S(score_halves)(const tqkv__stream
     if (n_rows > 2) row = TQKV__S(score_many_halves)(s, codes, n, q, n_rows, add, scores);
     for (int now; row < n_rows; row += now) {
         now = row + 2 <= n_rows ? 2 : 1;
-        if (now == 2)
-            TQKV__S(score_half_rows)(2, true, dim, codes, s->row_bytes, n, q + row * dim, add,
-                                     scores + row * TQKV__TILE);
-        else
-            TQKV__S(score_half_rows)(1, true, dim, codes, s->row_bytes, n, q + row * dim, add,
-                                     scores + row * TQKV__TILE);
+        if (now == 2) TQKV__S(score_half_rows)
+        (2, true, dim, codes, s->row_bytes, n, q + row * dim, add, scores + row * TQKV__TILE);
+        else TQKV__S(score_half_rows)(1, true, dim, codes, s->row_bytes, n, q + row * dim, add,
+                                      scores + row * TQKV__TILE);
     }
 }
 
@@ -7333,12 +7568,14 @@ TQKV__TARGET static TQKV__NOINLINE void TQKV__S(add_halves)(const tqkv__stream *
 }
 #endif
 
-/* >>k-integer-few: one and two rows of integers, straight from the codes; a set with tables of bytes in registers has them. */
+/* >>k-integer-few: one and two rows of integers, straight from the codes; a set with tables of bytes in registers has
+   them. */
 
 #if TQKV__LOOKED_UP
-/* Few rows multiply codes that become bytes only in registers. An integer of a row is 256 times its high byte plus its low one,
-   both signed, and has two sums. Codes are c + 128, because the products want one factor unsigned; sums begin with -128 times
-   that of the other. A vector has 64 bytes in one of three orders, where p are positions and d dimensions:
+/* Few rows multiply codes that become bytes only in registers. An integer of a row is 256 times its high byte plus its
+   low one, both signed, and has two sums. Codes are c + 128, because the products want one factor unsigned; sums begin
+   with -128 times that of the other. A vector has 64 bytes in one of three orders, where p are positions and d
+   dimensions:
 
      nibbles: one position, as its fields are stored. Nibble 0 is the lower code of each byte, nibble 1 the upper one.
        byte         0     1     2  ...    63
@@ -7358,15 +7595,16 @@ TQKV__TARGET static TQKV__NOINLINE void TQKV__S(add_halves)(const tqkv__stream *
 /* Dimensions in both nibbles of a vector of codes */
 #define TQKV__NIBBLES (2 * TQKV__BYTES)
 
-/* Nibbles are for TQ4 with fewer rows than take lanes, two at a time, for TQ5 with two and TQ6 with one, where they fill more than
-   half a vector. Four rows of 80 dimensions take less time in quarters. */
+/* Nibbles are for TQ4 with fewer rows than take lanes, two at a time, for TQ5 with two and TQ6 with one, where they
+   fill more than half a vector. Four rows of 80 dimensions take less time in quarters. */
 static bool TQKV__I(takes_nibbles)(const tqkv__stream *s, int n, int n_rows)
 {
     const int most = s->upper_bits ? 3 - s->upper_bits : s->panel_dim > 80 ? TQKV__LANES_ROWS - 1 : 2;
     return n_rows <= most && n % TQKV__KEYS_AT_ONCE == 0 && s->main_bits == 4 && s->panel_dim > TQKV__BYTES;
 }
 
-/* The integers of a row of queries by nibbles: bytes[][0] their high bytes, [1] their low ones; starts: the first sums of both */
+/* The integers of a row of queries by nibbles: bytes[][0] their high bytes, [1] their low ones; starts: the first sums
+   of both */
 typedef struct TQKV__I(nibble_query) {
     int8_t bytes[TQKV__PANEL / TQKV__BYTES][2][TQKV__BYTES];
     TQKV__(codes) starts[2];
@@ -7416,7 +7654,8 @@ TQKV__OP TQKV__I(stored)
     return p;
 }
 
-/* Opens all dimensions of a panel: its packed codes are walked by lines, each of which asks for that of the next tile. */
+/* Opens all dimensions of a panel: its packed codes are walked by lines, each of which asks for that of the next
+   tile. */
 TQKV__OP TQKV__I(stored)
     TQKV__I(open_stored_panel)(const tqkv__stream *s, int kv_head, const tqkv__segment *segment, int first)
 {
@@ -7426,7 +7665,8 @@ TQKV__OP TQKV__I(stored)
     return p;
 }
 
-/* sums[row][i]: the products of four positions from 4 i on with one or two rows, in the lanes that sum_codes_across adds up */
+/* Finds sums[row][i]: the products of four positions from 4 i on with one or two rows, in the lanes that
+   sum_codes_across adds up */
 TQKV__OP void TQKV__I(dot_nibbles)(const tqkv_format format, const int rows, const TQKV__I(stored) * p,
                                    const TQKV__I(nibble_query) * query, TQKV__(codes) (*sums)[TQKV__TILE / 4])
 {
@@ -7472,8 +7712,9 @@ TQKV__OP void TQKV__I(dot_nibbles)(const tqkv_format format, const int rows, con
     }
 }
 
-/* macro(format, rows): where this takes less time than words, or than storing the bytes first (D=128, one core of a Zen 5: TQ4
-   0.78 of it, TQ5 0.77, with one row TQ6 0.68; two rows of TQ4 after two 0.88 of four at once) */
+/* The pairs macro(format, rows) are those where this takes less time than words, or than storing the bytes first
+   (D=128, one core of a Zen 5: TQ4 0.78 of it, TQ5 0.77, with one row TQ6 0.68; two rows of TQ4 after two 0.88 of four
+   at once) */
 #define TQKV__BY_NIBBLES(macro)                                                                                        \
     macro(TQKV_TQ4, 1) macro(TQKV_TQ4, 2) macro(TQKV_TQ5, 1) macro(TQKV_TQ5, 2) macro(TQKV_TQ6, 1)
 
@@ -7504,8 +7745,8 @@ TQKV__TARGET static TQKV__NOINLINE void TQKV__I(score_nibbles)(const tqkv__strea
 
 /* -- Quarters: no size leaves lanes empty. -- */
 
-/* Quarters are for TQ2 and TQ4 with fewer rows than take lanes, for TQ3 and TQ5 with two, where nibbles are not. More rows of more
-   dimensions share bytes. */
+/* Quarters are for TQ2 and TQ4 with fewer rows than take lanes, for TQ3 and TQ5 with two, where nibbles are not. More
+   rows of more dimensions share bytes. */
 static bool TQKV__I(takes_quarters)(const tqkv__stream *s, int n, int n_rows)
 {
     int most = 0;
@@ -7514,8 +7755,8 @@ static bool TQKV__I(takes_quarters)(const tqkv__stream *s, int n, int n_rows)
     return n_rows <= most && n % TQKV__KEYS_AT_ONCE == 0;
 }
 
-/* The integers of a row of queries, 16 of them in each quarter: bytes[][0] their high bytes, [1] their low ones; start: the first
-   sums */
+/* The integers of a row of queries, 16 of them in each quarter: bytes[][0] their high bytes, [1] their low ones; start:
+   the first sums */
 typedef struct TQKV__I(quarter_query) {
     int8_t bytes[TQKV__PANEL / 16][2][TQKV__BYTES];
     TQKV__(codes) start;
@@ -7554,7 +7795,8 @@ TQKV__OP TQKV__(codes) TQKV__I(look_up_sixteen)(const tqkv_format format, const 
     return TQKV__I(look_up_fields)(format, lanes, sixteen, fields, book);
 }
 
-/* sums[row][v]: the products of the positions v, v + 4, v + 8 and v + 12 of 16 with a row, in a quarter each, for 64 dimensions */
+/* Finds sums[row][v]: the products of the positions v, v + 4, v + 8 and v + 12 of 16 with a row, in a quarter each, for
+   64 dimensions */
 TQKV__OP void TQKV__I(dot_quarters)(const tqkv_format format, const int rows, const TQKV__I(stored) * p,
                                     const TQKV__I(quarter_query) * query, int d, TQKV__(codes) (*sums)[TQKV__TILE / 4])
 {
@@ -7622,7 +7864,7 @@ TQKV__TARGET static TQKV__NOINLINE void TQKV__I(score_quarters)(const tqkv__stre
         for (int r = 0; r < rows; r++) TQKV__I(add_scores)(p, r, j, TQKV__S(sum_four_codes)(sums[r] + j / 4));
 }
 
-/* The scores of a panel with few rows. p: without positions */
+/* Finds the scores of a panel with few rows. p: without positions */
 TQKV__TARGET static TQKV__NOINLINE void TQKV__I(score_few)(const tqkv__stream *s, int kv_head,
                                                            const tqkv__segment *segment, int first, int n_rows,
                                                            TQKV__I(product) * p)
@@ -7650,7 +7892,8 @@ TQKV__TARGET static TQKV__NOINLINE void TQKV__I(open_byte_weights)(const int16_t
     to->start = TQKV__I(split_weights)(words, to->bytes);
 }
 
-/* The sums of one nibble of a vector of codes: dword i of quarter l of results[t] is that of byte 16 l + 4 t + i. */
+/* Finds the sums of one nibble of a vector of codes: dword i of quarter l of results[t] is that of byte 16 l + 4 t +
+   i. */
 TQKV__OP void TQKV__I(sum_nibbles)(const tqkv_format format, const int nibble, const int rows,
                                    const TQKV__I(stored) * p, const TQKV__I(byte_weights) * weights,
                                    TQKV__(codes) (*results)[4])
@@ -7716,7 +7959,7 @@ TQKV__TARGET static TQKV__NOINLINE void TQKV__I(add_nibble_sums)(const TQKV__I(p
     }
 TQKV__BY_NIBBLES(TQKV__SUM_NIBBLES)
 
-/* results[row][d] += (sum_j rows[row][j] * codes[j][d]) * unit of the row */
+/* Adds: results[row][d] += (sum_j rows[row][j] * codes[j][d]) * unit of the row */
 TQKV__TARGET static TQKV__NOINLINE void TQKV__I(add_nibbles)(const tqkv__stream *s, int kv_head,
                                                              const tqkv__segment *segment, int first, int rows,
                                                              const TQKV__I(product) * p)
@@ -7735,7 +7978,7 @@ TQKV__TARGET static TQKV__NOINLINE void TQKV__I(add_nibbles)(const tqkv__stream 
     }
 }
 
-/* sums[row][k] = sum_j weights[row][j] * codes[j][d], for the 16 dimensions of sixteen k */
+/* Finds sums[row][k] = sum_j weights[row][j] * codes[j][d], for the 16 dimensions of sixteen k */
 TQKV__OP void TQKV__I(sum_quarters)(const tqkv_format format, const int rows, const TQKV__I(stored) * p,
                                     const TQKV__I(byte_weights) * weights, TQKV__(codes) (*sums)[4])
 {
@@ -7797,7 +8040,7 @@ TQKV__TARGET static TQKV__NOINLINE void TQKV__I(add_quarters)(const tqkv__stream
     }
 }
 
-/* The sums of a panel with few rows. p: without p.at */
+/* Adds to the sums of a panel with few rows. p: without p.at */
 TQKV__TARGET static TQKV__NOINLINE void TQKV__I(add_few)(const tqkv__stream *s, int kv_head,
                                                          const tqkv__segment *segment, int first, int n_rows,
                                                          TQKV__I(product) * p)
@@ -7850,7 +8093,7 @@ TQKV__TARGET static void TQKV__I(integer_score_tile)(const tqkv__stream *s, int 
     }
 }
 
-/* The sums of panel b, but for its codes. */
+/* Opens the sums of panel b, but for its codes. */
 TQKV__OP void TQKV__I(open_sums)(const tqkv__stream *s, int b, int n, const float *weights, int n_rows,
                                  const float *factors, float *scaled, float *out, TQKV__I(product) * p)
 {
@@ -7902,6 +8145,7 @@ static const tqkv__integers TQKV__I(integers) = {&TQKV__(isa),
 #endif /* TQKV__INTEGER_LANES */
 
 #if defined(TQKV__LANES) || defined(TQKV__INTEGER_LANES)
+<<<<<<< HEAD
 /* These macros belong to one set. */
 #undef TQKV__ADD_NIBBLES
 #undef TQKV__SUM_NIBBLES
@@ -7915,60 +8159,51 @@ static const tqkv__integers TQKV__I(integers) = {&TQKV__(isa),
 #undef TQKV__BY_QUARTERS
 #undef TQKV__COLUMNS
 #undef TQKV__NIBBLES
+=======
+/* The macros that a set defines, and two that depend on it. Those of the loops are the same for all. */
+#undef TQKV__
+>>>>>>> main
 #undef TQKV__DECODED
 #undef TQKV__DECODED_SCORE_ROWS
-#undef TQKV__DECODER_OF
-#undef TQKV__DECODE_INTEGERS
-#undef TQKV__DECODE_LOOP
 #undef TQKV__DOT_LANES
+<<<<<<< HEAD
 #undef TQKV__HALF_KEY_ROWS
 #undef TQKV__HALF_ROWS
+=======
+#undef TQKV__I
+>>>>>>> main
 #undef TQKV__INTEGER_LANES
 #undef TQKV__ISA_NAME
 #undef TQKV__LANES
 #undef TQKV__LANES_ROWS
-#undef TQKV__LANE_BYTES
 #undef TQKV__LOOKED_UP
+<<<<<<< HEAD
 #undef TQKV__LOOPS_OF
 #undef TQKV__MATRIX_ROWS
+=======
+>>>>>>> main
 #undef TQKV__MIX_SHORT_SUBROWS
 #undef TQKV__NIBBLE_STRIP
-#undef TQKV__PADDED
 #undef TQKV__PRODUCTS
 #undef TQKV__PRODUCT_ROWS
-#undef TQKV__QUERY_PANEL
 #undef TQKV__ROUNDED
 #undef TQKV__ROWS
-#undef TQKV__ROW_LOOPS
-#undef TQKV__STRIP_TOGETHER
-#undef TQKV__SCORE_NIBBLES
-#undef TQKV__DOT_NIBBLES
-#undef TQKV__DOT_QUARTERS
-#undef TQKV__SCORE_QUARTERS
+#undef TQKV__S
 #undef TQKV__SCORE_ROWS
-#undef TQKV__SHORTER
-#undef TQKV__SHORT_STRIPS
-#undef TQKV__KEYS_AT_ONCE
-#undef TQKV__MOST_KEYS_AT_ONCE
-#undef TQKV__STEP
+#undef TQKV__STRIP_TOGETHER
 #undef TQKV__SUMS
-#undef TQKV__VECTOR
-#undef TQKV__WEIGHTS_UNIT
+#undef TQKV__TARGET
 #undef TQKV__WHOLE_LANES
 #undef TQKV__WIDTH
-#undef TQKV__WORDS
-#undef TQKV__
-#undef TQKV__I
-#undef TQKV__S
-#undef TQKV__TARGET
 #endif
 
 #if defined(TQKV_IMPLEMENTATION) && !defined(TQKV__SETS)
 #define TQKV__SETS
 #define TQKV__NESTED /* the file that a set includes is tqkv.h again */
 
-/* Loops that are not optimised take twenty times the space and up to 130 times the time. gcc optimises them, whatever the rest
-   of the file is compiled with. clang has no such pragma: it leaves the sets out, and plain C takes a fifth of the time. */
+/* Loops that are not optimised take twenty times the space and up to 130 times the time. gcc optimises them, whatever
+   the rest of the file is compiled with. clang has no such pragma: it leaves the sets out, and plain C takes a fifth of
+   the time. */
 #if defined(__OPTIMIZE__) || !defined(__clang__)
 #if defined(__x86_64__) && !defined(TQKV_NO_AVX2)
 #define TQKV__AVX2
@@ -8007,7 +8242,7 @@ typedef __m512i tqkv__codes_avx512;
 
 TQKV__OP __m512 tqkv__set1_avx512(float x) { return _mm512_set1_ps(x); }
 TQKV__OP __m512 tqkv__fma_avx512(__m512 a, __m512 b, __m512 c) { return _mm512_fmadd_ps(a, b, c); }
-/* a > b ? a : b; gives b if either is NaN, in every set */
+/* Returns a > b ? a : b; gives b if either is NaN, in every set */
 TQKV__OP __m512 tqkv__max_avx512(__m512 a, __m512 b) { return _mm512_max_ps(a, b); }
 TQKV__OP __m512 tqkv__abs_avx512(__m512 x) { return _mm512_abs_ps(x); }
 TQKV__OP __m512 tqkv__copysign_avx512(__m512 magnitude, __m512 sign)
@@ -8022,7 +8257,7 @@ TQKV__OP __m512 tqkv__round_avx512(__m512 x) { return _mm512_roundscale_ps(x, 8)
 TQKV__OP __m512 tqkv__exp2_avx512(__m512 n) { return _mm512_scalef_ps(_mm512_set1_ps(1.0f), n); }
 TQKV__OP float tqkv__first_lane_avx512(__m512 x) { return _mm512_cvtss_f32(x); }
 TQKV__OP float tqkv__largest_lane_avx512(__m512 x) { return _mm512_reduce_max_ps(x); }
-/* Of 16 sums, in one order for all sets: lane i and i + 8, then i + 4, i + 2, i + 1. */
+/* Adds up 16 sums, in one order for all sets: lane i and i + 8, then i + 4, i + 2, i + 1. */
 TQKV__OP float tqkv__sum_16_avx512(const __m512 *x)
 {
     const __m256 half = _mm256_add_ps(_mm512_castps512_ps256(*x), _mm512_extractf32x8_ps(*x, 1));
@@ -8031,6 +8266,7 @@ TQKV__OP float tqkv__sum_16_avx512(const __m512 *x)
     return _mm_cvtss_f32(_mm_add_ss(m, _mm_movehdup_ps(m)));
 }
 
+<<<<<<< HEAD
 /* to[m] (+)= sum_16 of x[m], m < 4 */
 TQKV__OP void tqkv__add_sums_of_16_avx512(const __m512 *x, bool add, float *to)
 {
@@ -8044,11 +8280,14 @@ TQKV__OP void tqkv__add_sums_of_16_avx512(const __m512 *x, bool add, float *to)
 }
 
 /* value where x >= least or x is NaN, else 0 */
+=======
+/* Returns value where x >= least or x is NaN, else 0 */
+>>>>>>> main
 TQKV__OP __m512 tqkv__zero_below_avx512(__m512 least, __m512 x, __m512 value)
 {
     return _mm512_maskz_mov_ps(_mm512_cmp_ps_mask(x, least, _CMP_NLT_UQ), value);
 }
-/* a * b; 0 where a is 0, even if b is infinite or NaN */
+/* Returns a * b; 0 where a is 0, even if b is infinite or NaN */
 TQKV__OP __m512 tqkv__mul_nonzero_avx512(__m512 a, __m512 b)
 {
     return _mm512_maskz_mul_ps(_mm512_cmp_ps_mask(a, _mm512_setzero_ps(), _CMP_NEQ_UQ), a, b);
@@ -8058,7 +8297,7 @@ TQKV__OP __m256i tqkv__load_256_avx512(const uint8_t *p)
 {
     return _mm256_loadu_si256((const __m256i *)(const void *)p);
 }
-/* A field of 1 or 2 bits a lane, of which bit `first` comes to bit `to`. */
+/* Loads a field of 1 or 2 bits a lane, of which bit `first` comes to bit `to`. */
 TQKV__OP __m512i tqkv__load_short_field_avx512(const int bits, const int first, const int to, const uint8_t *p)
 {
     const __m512i lanes = _mm512_set_epi32(15, 14, 13, 12, 11, 10, 9, 8, 7, 6, 5, 4, 3, 2, 1, 0);
@@ -8073,8 +8312,8 @@ TQKV__OP __m512i tqkv__load_short_field_avx512(const int bits, const int first, 
     memcpy(&all, p, sizeof all);
     return _mm512_rorv_epi32(_mm512_set1_epi32((int)all), turn);
 }
-/* A field of a strip: lane l holds `bits` bits from bit l * bits of p on. With the codes l * per_lane ... of a strip in a
-   lane, one shift moves the k-th code of every lane to bit 0. Other bits may follow those of the lane. */
+/* Loads a field of a strip: lane l holds `bits` bits from bit l * bits of p on. With the codes l * per_lane ... of a
+   strip in a lane, one shift moves the k-th code of every lane to bit 0. Other bits may follow those of the lane. */
 TQKV__OP __m512i tqkv__load_field_avx512(const int bits, const uint8_t *p)
 {
     uint64_t word;
@@ -8086,7 +8325,7 @@ TQKV__OP __m512i tqkv__load_field_avx512(const int bits, const uint8_t *p)
     return _mm512_multishift_epi64_epi8(_mm512_set_epi32(60, 56, 52, 48, 44, 40, 36, 32, 28, 24, 20, 16, 12, 8, 4, 0),
                                         _mm512_set1_epi64((long long)word));
 }
-/* The k-th codes of a strip of one or two vectors. */
+/* Returns the k-th codes of a strip of one or two vectors. */
 TQKV__OP __m512i tqkv__short_codes_avx512(const int bits, const int per_lane, const int k, const uint8_t *p,
                                           const uint8_t *upper)
 {
@@ -8101,7 +8340,7 @@ TQKV__OP __m512i tqkv__short_codes_avx512(const int bits, const int per_lane, co
             : tqkv__load_short_field_avx512(upper_bits * per_lane, upper_bits * k, main_bits, upper);
     return _mm512_ternarylogic_epi64(_mm512_set1_epi32((1 << main_bits) - 1), low, high, 0xca);
 }
-/* The fields of a strip of 8 or 4 vectors. */
+/* Loads the fields of a strip of 8 or 4 vectors. */
 TQKV__OP void tqkv__load_fields_avx512(const int bits, const int count, const uint8_t *p, const uint8_t *upper,
                                        __m512i *low, __m512i *high)
 {
@@ -8109,8 +8348,8 @@ TQKV__OP void tqkv__load_fields_avx512(const int bits, const int count, const ui
     *low = tqkv__load_field_avx512(count * main_bits, p);
     if (upper_bits) *high = tqkv__load_field_avx512(count * upper_bits, upper);
 }
-/* All codes of TQ3 as nibbles. Bytes take windows of 8 bits from both fields, in words of 64 bits: two codes' low pairs in
-   bits 0 to 3, their third bits in bits 4 and 5. One look-up puts these six bits in order. */
+/* Joins all codes of TQ3 as nibbles. Bytes take windows of 8 bits from both fields, in words of 64 bits: two codes' low
+   pairs in bits 0 to 3, their third bits in bits 4 and 5. One look-up puts these six bits in order. */
 TQKV__OP __m512i tqkv__join_tq3_avx512(__m512i low, __m512i high)
 {
     const __m512i pairs = _mm512_multishift_epi64_epi8(_mm512_set1_epi64(0x2c2824200c080400), low);
@@ -8121,8 +8360,8 @@ TQKV__OP __m512i tqkv__join_tq3_avx512(__m512i low, __m512i high)
                          0x34343434, 0x24242424, 0x14141414, 0x04040404, 0x30303030, 0x20202020, 0x10101010, 0);
     return _mm512_permutexvar_epi8(six, _mm512_or_si512(upper_five, _mm512_set1_epi32(0x03020100)));
 }
-/* The codes from the k-th on of each lane: of TQ5 and TQ6 four as bytes, in the same way, whose upper bits may be others; of
-   the other formats all of them, in as many bits as their codes or, TQ3, in four. */
+/* Joins the codes from the k-th on of each lane: of TQ5 and TQ6 four as bytes, in the same way, whose upper bits may be
+   others; of the other formats all of them, in as many bits as their codes or, TQ3, in four. */
 TQKV__OP __m512i tqkv__join_fields_avx512(const int bits, int k, __m512i low, __m512i high)
 {
     const long long each = 0x0101010101010101, upper_at = bits == 5 ? 0x1f1e1d1c3f3e3d3c : 0x22201e1c02003e3c;
@@ -8200,14 +8439,14 @@ TQKV__OP __m512 tqkv__load_bf16_avx512(const uint8_t *p)
     return _mm512_castsi512_ps(_mm512_slli_epi32(_mm512_cvtepu16_epi32(tqkv__load_256_avx512(p)), 16));
 }
 
-/* Lane 4i + m: the sum of lanes 4i to 4i + 3 of x[m] */
+/* Sums up fours: lane 4i + m has the sum of lanes 4i to 4i + 3 of x[m] */
 TQKV__OP __m512 tqkv__sum_fours_avx512(const __m512 *x)
 {
     const __m512 a = _mm512_add_ps(_mm512_unpacklo_ps(x[0], x[1]), _mm512_unpackhi_ps(x[0], x[1]));
     const __m512 b = _mm512_add_ps(_mm512_unpacklo_ps(x[2], x[3]), _mm512_unpackhi_ps(x[2], x[3]));
     return _mm512_add_ps(_mm512_shuffle_ps(a, b, 0x44), _mm512_shuffle_ps(a, b, 0xee));
 }
-/* x: four such vectors. Lane 4i + m: the sum of the lanes 4j + m of the i-th */
+/* Sums up across x, four such vectors. Lane 4i + m: the sum of the lanes 4j + m of the i-th */
 TQKV__OP __m512 tqkv__sum_across_avx512(const float *x)
 {
     const __m512 a = _mm512_load_ps(x), b = _mm512_load_ps(x + 16), c = _mm512_load_ps(x + 32),
@@ -8250,7 +8489,7 @@ TQKV__OP __m512 tqkv__rounded_avx512(__m512 x)
 }
 TQKV__OP __m512 tqkv__min_avx512(__m512 a, __m512 b) { return _mm512_min_ps(a, b); }
 TQKV__OP __m512 tqkv__sqrt_avx512(__m512 x) { return _mm512_sqrt_ps(x); }
-/* x > least ? 1/x : 0 */
+/* Returns x > least ? 1/x : 0. */
 TQKV__OP __m512 tqkv__invert_above_avx512(float least, __m512 x)
 {
     return _mm512_maskz_div_ps(_mm512_cmp_ps_mask(x, _mm512_set1_ps(least), _CMP_GT_OQ), _mm512_set1_ps(1.0f), x);
@@ -8262,17 +8501,32 @@ TQKV__OP __m512 tqkv__flip_avx512(__m512 x, int d)
     memcpy(&signs, tqkv__tables.signs + d % 512 / 8, sizeof signs);
     return _mm512_mask_xor_ps(x, signs, x, _mm512_set1_ps(-0.0f));
 }
-/* -1 for bits of 1, else 1; lane i has bit i. */
+/* Returns -1 for bits of 1, else 1; lane i has bit i. */
 TQKV__OP __m512 tqkv__signs_avx512(uint32_t bits)
 {
     return _mm512_mask_blend_ps((__mmask16)bits, _mm512_set1_ps(1.0f), _mm512_set1_ps(-1.0f));
 }
-/* See >>set-avx2. Subrows that do not fill a vector of 16 are rotated there. */
-#define tqkv__repeat_avx512(n, p)                 _mm512_set1_ps(*(p))
-#define tqkv__spread_avx512(n, i, x)              (x)
-#define tqkv__unite_avx512(n, x)                  (x)
-#define tqkv__mix_20_avx512(subrows, factor, out) ((void)0)
-/* Four floats at p, p + stride ... */
+/* See >>set-avx2. Subrows that do not fill a vector of 16 are rotated there: n is 1. */
+TQKV__OP __m512 tqkv__repeat_avx512(const int n, const float *p)
+{
+    (void)n;
+    return _mm512_set1_ps(*p);
+}
+TQKV__OP __m512 tqkv__spread_avx512(const int n, int i, __m512 x)
+{
+    (void)n, (void)i;
+    return x;
+}
+TQKV__OP __m512 tqkv__unite_avx512(const int n, __m512 x)
+{
+    (void)n;
+    return x;
+}
+TQKV__OP void tqkv__mix_20_avx512(const float *subrows, float factor, float *out)
+{
+    (void)subrows, (void)factor, (void)out;
+}
+/* Loads four floats at p, p + stride and so on. */
 TQKV__OP __m512 tqkv__load_fours_avx512(const float *p, int stride)
 {
     __m512 x = _mm512_castps128_ps512(_mm_loadu_ps(p));
@@ -8280,7 +8534,7 @@ TQKV__OP __m512 tqkv__load_fours_avx512(const float *p, int stride)
     x = _mm512_insertf32x4(x, _mm_loadu_ps(p + 2 * stride), 2);
     return _mm512_insertf32x4(x, _mm_loadu_ps(p + 3 * stride), 3);
 }
-/* Bytes as words */
+/* Widens bytes to words. */
 TQKV__OP __m512 tqkv__widen_bytes_avx512(const uint8_t *p)
 {
     return _mm512_castsi512_ps(_mm512_cvtepu8_epi32(tqkv__load_128(p)));
@@ -8300,7 +8554,8 @@ TQKV__OP __m512 tqkv__butterfly_avx512(const int stage, __m512 x)
     const __m512 sign = _mm512_mask_blend_ps(upper[stage], _mm512_set1_ps(1.0f), _mm512_set1_ps(-1.0f));
     return _mm512_fmadd_ps(x, sign, tqkv__swap_avx512(1 << stage, x));
 }
-/* even: lanes of a and b with bit `stage` clear, those of b moved up by 2^stage. odd: the others, a's moved down. */
+/* Both pick lanes. even: lanes of a and b with bit `stage` clear, those of b moved up by 2^stage. odd: the others, a's
+   moved down. */
 TQKV__OP __m512 tqkv__even_avx512(const int stage, __m512 a, __m512 b)
 {
     if (stage == 0) return _mm512_mask_moveldup_ps(a, 0xaaaa, b);
@@ -8320,9 +8575,9 @@ TQKV__OP __m512i tqkv__larger_bits_avx512(__m512i largest, __m512 x)
     return _mm512_max_epu32(largest, _mm512_castps_si512(_mm512_abs_ps(x)));
 }
 
-/* The magnitude of v; for positive v the next float below: "boundary <= result" then counts ties down on both sides.
-   NaN becomes -TQKV__FAR, its magnitude TQKV__FAR. With half = 2^(bits-1) and c boundaries passed, the code is half + c
-   on the positive side and half - 1 - c on the negative: c ^ side. */
+/* Returns the magnitude of v; for positive v the next float below: "boundary <= result" then counts ties down on both
+   sides. NaN becomes -TQKV__FAR, its magnitude TQKV__FAR. With half = 2^(bits-1) and c boundaries passed, the code is
+   half + c on the positive side and half - 1 - c on the negative: c ^ side. */
 TQKV__OP __m512 tqkv__fold_avx512(const int half, __m512 v, __m512i *side)
 {
     v = _mm512_max_ps(v, _mm512_set1_ps(-TQKV__FAR));
@@ -8347,18 +8602,22 @@ TQKV__OP __m512 tqkv__bound_avx512(const int bits, const __m512 *bounds, __m512i
 {
     return bits < 6 ? _mm512_permutexvar_ps(index, bounds[0]) : _mm512_permutex2var_ps(bounds[0], index, bounds[1]);
 }
-/* The code, from the count before the cell and the one boundary that may lie in it */
+/* Returns the code, from the count before the cell and the one boundary that may lie in it */
 TQKV__OP __m512i tqkv__code_from_avx512(__m512i count, __m512 bound, __m512 w, __m512i side)
 {
     const __mmask16 above = _mm512_cmp_ps_mask(bound, w, _CMP_LE_OQ);
     return _mm512_xor_si512(_mm512_mask_sub_epi32(count, above, count, _mm512_set1_epi32(-1)), side);
 }
-/* above where bound <= w, else below */
+/* Returns above where bound <= w, else below. */
 TQKV__OP __m512 tqkv__choose_avx512(__m512 bound, __m512 w, __m512 below, __m512 above)
 {
     return _mm512_mask_blend_ps(_mm512_cmp_ps_mask(bound, w, _CMP_LE_OQ), below, above);
 }
-#define tqkv__load_entries_avx512(entries, offsets, x) memset(x, 0, 3 * sizeof *(x)) /* has search_tq8 */
+TQKV__OP void tqkv__load_entries_avx512(const float (*entries)[4], const uint32_t *offsets, __m512 *x)
+{
+    (void)entries, (void)offsets; /* search_tq8 takes their place */
+    memset(x, 0, 3 * sizeof *x);
+}
 TQKV__OP __m512i tqkv__quantise_i8_avx512(__m512 v)
 {
     v = _mm512_min_ps(v, _mm512_set1_ps(127.0f)); /* gives the second operand if either is NaN */
@@ -8392,7 +8651,7 @@ TQKV__OP void tqkv__pack_avx512(const int bits, const int low, __m512i codes, ui
     const __m512i fours = _mm512_madd_epi16(pairs, _mm512_set1_epi32(0x00100001));
     _mm_storeu_si128((__m128i *)(void *)p, _mm512_cvtepi32_epi8(fours));
 }
-/* Rounded halves; beyond the largest infinity. store_f16 clamps instead. */
+/* Stores rounded halves; beyond the largest infinity. store_f16 clamps instead. */
 TQKV__OP void tqkv__store_half_avx512(uint8_t *p, __m512 x)
 {
     const __m256i halves = /* without a mask GCC's macro gives a warning */
@@ -8403,7 +8662,7 @@ TQKV__OP void tqkv__store_f16_avx512(uint8_t *p, __m512 x)
 {
     tqkv__store_half_avx512(p, _mm512_max_ps(_mm512_min_ps(x, _mm512_set1_ps(65504.0f)), _mm512_set1_ps(-65504.0f)));
 }
-/* The lower halves of 32-bit words, whose upper halves are 0. */
+/* Stores the lower halves of 32-bit words, whose upper halves are 0. */
 TQKV__OP void tqkv__store_words_avx512(uint8_t *p, __m512i words)
 {
     _mm256_storeu_si256((__m256i *)(void *)p, _mm512_cvtepi32_epi16(words));
@@ -8420,8 +8679,9 @@ TQKV__OP void tqkv__join_planes_avx512(const __m512i *plane, __m512i *words)
     words[3] = _mm512_unpackhi_epi16(high01, high23);
 }
 
-/* 64 values at a time. One byte look-up finds the count before the cell, four find the bytes of the boundary in it.
-   Packing and interleaving are inverse within 128 bits: boundaries meet their values. `order` sorts the counts. */
+/* Quantises 64 values at a time. One byte look-up finds the count before the cell, four find the bytes of the
+   boundary in it. Packing and interleaving are inverse within 128 bits: boundaries meet their values. `order` sorts
+   the counts. */
 TQKV__TARGET static void tqkv__quantise_tq8_avx512(const tqkv__quantiser *q, const float *y, int n, float scale,
                                                    uint8_t *codes)
 {
@@ -8460,8 +8720,9 @@ TQKV__TARGET static void tqkv__quantise_tq8_avx512(const tqkv__quantiser *q, con
     }
 }
 
-/* The centroids of 64 sizes times a factor of a search of TQ8: counts, bounds and centroids by bytes, as in quantise_tq8. Bounds
-   are compared as integers, whose signs packing keeps. The stream has the centroids' bytes from the most negative one on. */
+/* Finds the centroids of 64 sizes times a factor of a search of TQ8: counts, bounds and centroids by bytes, as in
+   quantise_tq8. Bounds are compared as integers, whose signs packing keeps. The stream has the centroids' bytes from
+   the most negative one on. */
 TQKV__OP void tqkv__search_tq8_avx512(const tqkv__stream *s, const tqkv__quantiser *q, const __m512 *w,
                                       __m512 *centroids)
 {
@@ -8630,12 +8891,12 @@ TQKV__OP void tqkv__load_table_avx2(const int bits, const bool nibbles, const tq
         if (bits == 6) table[4 + p] = _mm256_castsi256_ps(_mm256_broadcastsi128_si256(_mm_xor_si128(first, second)));
     }
 }
-/* All ones in the bytes that have the bit of `bit` */
+/* Sets all bits of the bytes that have those of `bit`. */
 TQKV__OP __m256i tqkv__has_bit_avx2(__m256i bytes, __m256i bit)
 {
     return _mm256_cmpeq_epi8(_mm256_and_si256(bytes, bit), bit);
 }
-/* The first `size` bytes at p, 2 to 16, then zeros. */
+/* Loads the first `size` bytes at p, 2 to 16, then zeros. */
 TQKV__OP __m128i tqkv__load_bytes_avx2(const int size, const uint8_t *p)
 {
     long long word = 0;
@@ -8644,16 +8905,16 @@ TQKV__OP __m128i tqkv__load_bytes_avx2(const int size, const uint8_t *p)
     memcpy(&word, p, (size_t)(size % 8));
     return _mm_cvtsi64_si128(word);
 }
-/* The pairs of bits of 2 * per_lane bytes, in the order of nibbles: the even ones, then the odd ones, each in the lowest
-   bits of a byte with others above it. */
+/* Spreads the pairs of bits of 2 * per_lane bytes, in the order of nibbles: the even ones, then the odd ones, each in
+   the lowest bits of a byte with others above it. */
 TQKV__OP __m256i tqkv__spread_pairs_avx2(const int per_lane, const uint8_t *p)
 {
     const __m128i words = _mm_cvtepu8_epi16(tqkv__load_bytes_avx2(2 * per_lane, p)),
                   spread = _mm_or_si128(words, _mm_slli_epi16(words, 4));
     return _mm256_srlv_epi64(_mm256_broadcastsi128_si256(spread), _mm256_set_epi64x(2, 2, 0, 0));
 }
-/* A strip is 16 bytes, or half of them (per_lane 2): the low nibbles go to the lower half of a vector, the high ones to the
-   upper half. */
+/* A strip is 16 bytes, or half of them (per_lane 2): the low nibbles go to the lower half of a vector, the high ones to
+   the upper half. */
 TQKV__OP __m256 tqkv__centroids_of_packed_avx2(const int bits, const int per_lane, const int k, const __m256 *table,
                                                const uint8_t *p, const uint8_t *upper)
 {
@@ -8691,8 +8952,8 @@ TQKV__OP __m256 tqkv__centroids_of_packed_avx2(const int bits, const int per_lan
     return tqkv__centroids_of_planes_avx2(bits, k, table, _mm256_and_si256(_mm256_xor_si256(codes, half), fifteen),
                                           half, second);
 }
-/* Eight centroids of TQ8, whose magnitudes would take 32 shuffles. The asm keeps the codes in a register of which x86
-   reads the two lowest bytes (Q), and each shift a shift of 16: 0.7 of the time on a Zen 4 core. */
+/* Loads eight centroids of TQ8, whose magnitudes would take 32 shuffles. The asm keeps the codes in a register of which
+   x86 reads the two lowest bytes (Q), and each shift a shift of 16: 0.7 of the time on a Zen 4 core. */
 TQKV__OP __m256 tqkv__centroids_by_loads_avx2(const uint8_t *p)
 {
     const float *centroids = tqkv__tables.codebook_8;
@@ -8754,7 +9015,7 @@ TQKV__OP __m256 tqkv__signs_avx2(uint32_t bits)
         _mm256_sllv_epi32(_mm256_set1_epi32((int)bits), _mm256_set_epi32(24, 25, 26, 27, 28, 29, 30, 31));
     return _mm256_or_ps(_mm256_and_ps(_mm256_castsi256_ps(moved), _mm256_set1_ps(-0.0f)), _mm256_set1_ps(1.0f));
 }
-/* n floats, again and again; n is 1 or 2 */
+/* Repeats n floats; n is 1 or 2. */
 TQKV__OP __m256 tqkv__repeat_avx2(const int n, const float *p)
 {
     double two;
@@ -8762,14 +9023,14 @@ TQKV__OP __m256 tqkv__repeat_avx2(const int n, const float *p)
     memcpy(&two, p, sizeof two);
     return _mm256_castpd_ps(_mm256_set1_pd(two));
 }
-/* The i-th half of x, each lane twice */
+/* Takes the i-th half of x, each lane twice. */
 TQKV__OP __m256 tqkv__spread_avx2(const int n, int i, __m256 x)
 {
     (void)n; /* 2 */
     return _mm256_permutevar8x32_ps(
         x, _mm256_add_epi32(_mm256_set_epi32(3, 3, 2, 2, 1, 1, 0, 0), _mm256_set1_epi32(4 * i)));
 }
-/* n 2: the even lanes of x, then the odd ones */
+/* Puts the even lanes of x before the odd ones, if n is 2. */
 TQKV__OP __m256 tqkv__unite_avx2(const int n, __m256 x)
 {
     return n == 1 ? x : _mm256_permutevar8x32_ps(x, _mm256_set_epi32(7, 5, 3, 1, 6, 4, 2, 0));
@@ -8848,12 +9109,12 @@ TQKV__OP __m256i tqkv__code_from_avx2(__m256i count, __m256 bound, __m256 w, __m
     const __m256i above = _mm256_castps_si256(_mm256_cmp_ps(bound, w, _CMP_LE_OQ));
     return _mm256_xor_si256(_mm256_sub_epi32(count, above), side);
 }
-/* above where bound <= w, else below */
+/* Returns above where bound <= w, else below. */
 TQKV__OP __m256 tqkv__choose_avx2(__m256 bound, __m256 w, __m256 below, __m256 above)
 {
     return _mm256_blendv_ps(below, above, _mm256_cmp_ps(bound, w, _CMP_LE_OQ));
 }
-/* The first three floats of 8 entries: x[i] has the i-th of each. offsets: of the entries, in bytes */
+/* Loads the first three floats of 8 entries: x[i] has the i-th of each. offsets: of the entries, in bytes */
 TQKV__OP void tqkv__load_entries_avx2(const float (*entries)[4], const uint32_t *offsets, __m256 *x)
 {
     const uint8_t *from = (const uint8_t *)(const void *)entries;
@@ -8914,8 +9175,9 @@ TQKV__OP void tqkv__store_words_avx2(uint8_t *p, __m256i words)
 }
 #define tqkv__quantise_tq8_avx2 tqkv__quantise_loads_avx2
 
-/* out[b] += P[b][c] * x for ten subrows b from `first` on, of 4 values each; P: the matrix of order 20. Its signs are known to
-   the compiler, and every second sum is made of multiply-adds, see TQKV__(mix_12). The asm keeps the sums in order. */
+/* Adds: out[b] += P[b][c] * x for ten subrows b from `first` on, of 4 values each; P: the matrix of order 20. Its signs
+   are known to the compiler, and every second sum is made of multiply-adds, see TQKV__(mix_12). The asm keeps the sums
+   in order. */
 TQKV__OP void tqkv__mix_column_avx2(const int first, const int c, __m128 x, __m128 plus, __m128 minus, __m128 *sums)
 {
     TQKV__UNROLL
@@ -8930,7 +9192,7 @@ TQKV__OP void tqkv__mix_column_avx2(const int first, const int c, __m128 x, __m1
         __asm__("" : "+x"(sums[i]));
     }
 }
-/* subrows, out: [20][4] */
+/* Applies the matrix of order 20. subrows, out: [20][4] */
 TQKV__TARGET static TQKV__NOINLINE void tqkv__mix_20_avx2(const float *subrows, float factor, float *out)
 {
     const __m256 ones = tqkv__rounded_avx2(_mm256_set1_ps(1.0f)), less = tqkv__rounded_avx2(_mm256_set1_ps(-1.0f));
@@ -8947,12 +9209,24 @@ TQKV__TARGET static TQKV__NOINLINE void tqkv__mix_20_avx2(const float *subrows, 
     }
 }
 
-/* Only for vectors of 16. */
-#define tqkv__load_fields_avx2(bits, count, p, upper, low, high)                                                       \
-    ((void)(count), (void)(upper), (void)(low), (void)(high))
-#define tqkv__join_fields_avx2(bits, k, low, high) (low)
-#define tqkv__next_codes_avx2(bits, codes)         ((void)(codes))
-#define tqkv__look_up_avx2(bits, table, codes)     (*(table))
+/* Only vectors of 16 need these. */
+TQKV__OP void tqkv__load_fields_avx2(const int bits, const int count, const uint8_t *p, const uint8_t *upper,
+                                     __m256i *low, __m256i *high)
+{
+    (void)bits, (void)count, (void)p, (void)upper;
+    *low = *high = _mm256_setzero_si256();
+}
+TQKV__OP __m256i tqkv__join_fields_avx2(const int bits, int k, __m256i low, __m256i high)
+{
+    (void)bits, (void)k, (void)high;
+    return low;
+}
+TQKV__OP void tqkv__next_codes_avx2(const int bits, __m256i *codes) { (void)bits, (void)codes; }
+TQKV__OP __m256 tqkv__look_up_avx2(const int bits, const __m256 *table, __m256i codes)
+{
+    (void)bits, (void)codes;
+    return *table;
+}
 
 #define TQKV__(name)             tqkv__##name##_avx2
 #define TQKV__WIDTH              8 /* vectors of the rotation in registers */
@@ -9091,7 +9365,7 @@ TQKV__OP void tqkv__load_table_neon(const int bits, const bool nibbles, const tq
     for (int i = 0; i < (bits == 6 ? 8 : 4); i++)
         table[i] = vreinterpretq_f32_u8(vld1q_u8(s->planes[i % 4] + 16 * (i / 4)));
 }
-/* codes: [16]; bits above the code are ignored */
+/* Looks up codes: [16]; bits above the code are ignored */
 TQKV__OP float32x4_t tqkv__centroids_of_codes_neon(const int bits, const int k, const float32x4_t *table,
                                                    uint8x16_t codes)
 {
@@ -9099,13 +9373,14 @@ TQKV__OP float32x4_t tqkv__centroids_of_codes_neon(const int bits, const int k, 
     const uint8x16_t index = vandq_u8(veorq_u8(codes, upper), vdupq_n_u8((uint8_t)((1 << (bits - 1)) - 1)));
     return tqkv__centroids_of_planes_neon(bits, k, table, index, upper);
 }
-/* The pairs of bits of eight bytes: those of even codes in the lowest bits of a byte, those of odd codes above. */
+/* Spreads the pairs of bits of eight bytes: those of even codes in the lowest bits of a byte, those of odd codes
+   above. */
 TQKV__OP uint8x16_t tqkv__spread_pairs_neon(const uint8_t *p)
 {
     const uint16x8_t words = vmovl_u8(vld1_u8(p));
     return vreinterpretq_u8_u16(vsliq_n_u16(words, words, 4));
 }
-/* Four bytes as 16 pairs of bits, in their own order. */
+/* Spreads four bytes to 16 pairs of bits, in their own order. */
 TQKV__OP uint8x16_t tqkv__pairs_neon(const uint8_t *p)
 {
     uint32_t word;
@@ -9114,8 +9389,14 @@ TQKV__OP uint8x16_t tqkv__pairs_neon(const uint8_t *p)
     const uint32x4_t two = vorrq_u32(bytes, vshlq_n_u32(bytes, 12));
     return vandq_u8(vreinterpretq_u8_u32(vorrq_u32(two, vshlq_n_u32(two, 6))), vdupq_n_u8(3));
 }
+<<<<<<< HEAD
 /* The main bits of codes 16 * (k / 4) ... of a strip, in the order of reorder. A strip is 32 codes: the low nibbles
    give the first four vectors, the high ones the other four. A strip of 16 (per_lane 4) keeps its own order. */
+=======
+/* Returns the main bits of codes 16 * (k / 4) ... of a strip, in the order of tqkv__to_decoded. A strip is 32 codes:
+   the low nibbles give the first four vectors, the high ones the other four. A strip of 16 (per_lane 4) keeps its own
+   order. */
+>>>>>>> main
 TQKV__OP uint8x16_t tqkv__main_codes_neon(const int main_bits, const int per_lane, const int k, const uint8_t *p)
 {
     const uint8x16_t mask = vdupq_n_u8((uint8_t)((1 << main_bits) - 1));
@@ -9127,7 +9408,7 @@ TQKV__OP uint8x16_t tqkv__main_codes_neon(const int main_bits, const int per_lan
     const uint8x16_t both = main_bits == 2 ? tqkv__spread_pairs_neon(p) : vld1q_u8(p);
     return vandq_u8(k < 4 ? both : main_bits == 2 ? vshrq_n_u8(both, 2) : vshrq_n_u8(both, 4), mask);
 }
-/* The same for a field of one upper bit: all ones for a 1. */
+/* Loads a field of one upper bit: all ones for a 1. */
 TQKV__OP uint8x16_t tqkv__upper_bit_neon(const int per_lane, const int k, const uint8_t *upper)
 {
     if (per_lane == 4) {
@@ -9201,10 +9482,26 @@ TQKV__OP float32x4_t tqkv__signs_neon(uint32_t bits)
     const uint32x4_t moved = vandq_u32(vshlq_u32(vdupq_n_u32(bits), vld1q_s32(shifts)), vdupq_n_u32(0x80000000u));
     return vreinterpretq_f32_u32(vorrq_u32(moved, vdupq_n_u32(0x3f800000u)));
 }
-#define tqkv__repeat_neon(n, p)                 vld1q_dup_f32(p) /* no subrow is shorter than a vector */
-#define tqkv__spread_neon(n, i, x)              (x)
-#define tqkv__unite_neon(n, x)                  (x)
-#define tqkv__mix_20_neon(subrows, factor, out) ((void)0)
+/* No subrow is shorter than a vector: n is 1. */
+TQKV__OP float32x4_t tqkv__repeat_neon(const int n, const float *p)
+{
+    (void)n;
+    return vld1q_dup_f32(p);
+}
+TQKV__OP float32x4_t tqkv__spread_neon(const int n, int i, float32x4_t x)
+{
+    (void)n, (void)i;
+    return x;
+}
+TQKV__OP float32x4_t tqkv__unite_neon(const int n, float32x4_t x)
+{
+    (void)n;
+    return x;
+}
+TQKV__OP void tqkv__mix_20_neon(const float *subrows, float factor, float *out)
+{
+    (void)subrows, (void)factor, (void)out;
+}
 TQKV__OP float32x4_t tqkv__load_fours_neon(const float *p, int stride)
 {
     (void)stride;
@@ -9272,7 +9569,7 @@ TQKV__OP uint32x4_t tqkv__code_from_neon(uint32x4_t count, float32x4_t bound, fl
 {
     return veorq_u32(vsubq_u32(count, vcleq_f32(bound, w)), side);
 }
-/* above where bound <= w, else below */
+/* Returns above where bound <= w, else below. */
 TQKV__OP float32x4_t tqkv__choose_neon(float32x4_t bound, float32x4_t w, float32x4_t below, float32x4_t above)
 {
     return vbslq_f32(vcleq_f32(bound, w), above, below);
@@ -9331,12 +9628,24 @@ TQKV__OP void tqkv__store_words_neon(uint8_t *p, uint32x4_t words)
 }
 #define tqkv__quantise_tq8_neon tqkv__quantise_loads_neon
 
-/* Only for vectors of 16. */
-#define tqkv__load_fields_neon(bits, count, p, upper, low, high)                                                       \
-    ((void)(count), (void)(upper), (void)(low), (void)(high))
-#define tqkv__join_fields_neon(bits, k, low, high) (low)
-#define tqkv__next_codes_neon(bits, codes)         ((void)(codes))
-#define tqkv__look_up_neon(bits, table, codes)     (*(table))
+/* Only vectors of 16 need these. */
+TQKV__OP void tqkv__load_fields_neon(const int bits, const int count, const uint8_t *p, const uint8_t *upper,
+                                     uint32x4_t *low, uint32x4_t *high)
+{
+    (void)bits, (void)count, (void)p, (void)upper;
+    *low = *high = vdupq_n_u32(0);
+}
+TQKV__OP uint32x4_t tqkv__join_fields_neon(const int bits, int k, uint32x4_t low, uint32x4_t high)
+{
+    (void)bits, (void)k, (void)high;
+    return low;
+}
+TQKV__OP void tqkv__next_codes_neon(const int bits, uint32x4_t *codes) { (void)bits, (void)codes; }
+TQKV__OP float32x4_t tqkv__look_up_neon(const int bits, const float32x4_t *table, uint32x4_t codes)
+{
+    (void)bits, (void)codes;
+    return *table;
+}
 
 #define TQKV__(name)             tqkv__##name##_neon
 #define TQKV__WIDTH              16 /* vectors of the rotation in registers */
@@ -9383,7 +9692,7 @@ TQKV__OP __m512i tqkv__i_field_avx512(const int bits, const int low, int left, c
         words = _mm512_cvtepu8_epi64(_mm_maskz_loadu_epi8((__mmask16)mask, (const void *)p));
     return _mm512_multishift_epi64_epi8(_mm512_set1_epi64((long long)at), words);
 }
-/* Bits above a code find its copy in the table. */
+/* Looks codes up. Bits above a code find its copy in the table. */
 TQKV__OP __m512i tqkv__i_look_up_avx512(const tqkv_format format, const __m512i *books, int left, const uint8_t *p,
                                         const uint8_t *upper)
 {
@@ -9409,8 +9718,8 @@ TQKV__OP __m512i tqkv__i_dot_avx512(__m512i sums, __m512i codes, __m512i integer
     return sums;
 #endif
 }
-#define tqkv__i_whole_avx512(sum) (sum)
-#define tqkv__i_load_row_avx512   tqkv__i_load_codes_avx512
+TQKV__OP __m512i tqkv__i_whole_avx512(__m512i sum) { return sum; }
+#define tqkv__i_load_row_avx512 tqkv__i_load_codes_avx512
 TQKV__OP __m512i tqkv__i_repeat_avx512(const int16_t *p)
 {
     int32_t lane;
@@ -9444,7 +9753,7 @@ TQKV__OP __m512i tqkv__i_load_left_avx512(const int8_t *p, int left)
     if (left >= 64) return _mm512_loadu_si512((const void *)p);
     return _mm512_maskz_loadu_epi8(((uint64_t)1 << left) - 1, (const void *)p);
 }
-/* Half h of vector v: dimensions 16 h + 8 v on, of v + 2 from 32 on */
+/* Interleaves rows. Half h of vector v: dimensions 16 h + 8 v on, of v + 2 from 32 on */
 TQKV__OP void tqkv__i_interleave_avx512(const int8_t *p, size_t stride, int left, __m512i *x)
 {
     const __m512i a = tqkv__i_load_left_avx512(p, left), b = tqkv__i_load_left_avx512(p + stride, left);
@@ -9463,7 +9772,7 @@ TQKV__OP void tqkv__i_natural_order_avx512(__m512i *x)
         x[v + 1] = _mm512_shuffle_i64x2(a, b, 0xee);
     }
 }
-/* Lanes of four vectors added up in each quarter: lane i of it is vector i's. */
+/* Adds up the lanes of four vectors in each quarter: lane i of it is vector i's. */
 TQKV__OP __m512i tqkv__i_sum_four_codes_avx512(const __m512i *x)
 {
     const __m512i a = _mm512_add_epi32(_mm512_unpacklo_epi32(x[0], x[1]), _mm512_unpackhi_epi32(x[0], x[1]));
@@ -9484,13 +9793,13 @@ TQKV__OP void tqkv__i_store_words_avx512(int16_t *p, int i, __m512i x)
 }
 TQKV__OP uint32_t tqkv__i_largest_code_avx512(__m512i x) { return _mm512_reduce_max_epu32(x); }
 
-/* What loops for few rows take; see there. */
+/* These are what loops for few rows take; see there. */
 
 TQKV__OP __m512i tqkv__i_load_book_avx512(const int8_t *centroids)
 {
     return _mm512_xor_si512(_mm512_loadu_si512((const void *)centroids), _mm512_set1_epi8(-128));
 }
-/* The high and the low bytes of 64 integers, of which there are n */
+/* Splits into the high and the low bytes of 64 integers, of which there are n */
 TQKV__OP void tqkv__i_split_avx512(const int16_t *words, int n, __m512i *bytes)
 {
     const uint64_t mask = n <= 0 ? 0 : n >= 64 ? ~(uint64_t)0 : ((uint64_t)1 << n) - 1;
@@ -9502,7 +9811,7 @@ TQKV__OP void tqkv__i_split_avx512(const int16_t *words, int n, __m512i *bytes)
     bytes[0] = _mm512_inserti64x4(_mm512_castsi256_si512(high), next, 1);
     bytes[1] = _mm512_inserti64x4(_mm512_castsi256_si512(_mm512_cvtepi16_epi8(a)), _mm512_cvtepi16_epi8(b), 1);
 }
-/* The bytes of one nibble, from those of 128 dimensions */
+/* Takes the bytes of one nibble out of those of 128 dimensions. */
 TQKV__OP __m512i tqkv__i_nibbles_of_avx512(int nibble, __m512i a, __m512i b)
 {
     TQKV__ALIGNED int8_t at[64];
@@ -9518,7 +9827,7 @@ TQKV__OP __m512i tqkv__i_dot_bytes_avx512(__m512i sums, __m512i codes, __m512i b
     return sums;
 #endif
 }
-/* sums - 128 times the sums of four bytes */
+/* Returns sums - 128 times the sums of four bytes. */
 TQKV__OP __m512i tqkv__i_less_bytes_avx512(__m512i sums, __m512i bytes)
 {
     return _mm512_sub_epi32(sums,
@@ -9529,7 +9838,7 @@ TQKV__OP __m512i tqkv__i_join_avx512(__m512i high, __m512i low)
     return _mm512_add_epi32(_mm512_slli_epi32(high, 8), low);
 }
 TQKV__OP __m512i tqkv__i_set_lanes_avx512(int32_t x) { return _mm512_set1_epi32(x); }
-/* left: dimensions from here on; upper: 8 upper bits a byte of TQ5, 4 of TQ6 */
+/* Loads one nibble of each byte. left: dimensions from here on; upper: 8 upper bits a byte of TQ5, 4 of TQ6 */
 TQKV__OP __m512i tqkv__i_load_nibbles_avx512(const tqkv_format format, const int nibble, __m512i book, int left,
                                              const uint8_t *p, const uint8_t *upper)
 {
@@ -9551,7 +9860,7 @@ TQKV__OP __m512i tqkv__i_load_nibbles_avx512(const tqkv_format format, const int
     }
     return _mm512_permutexvar_epi8(index, book);
 }
-/* Dword i of quarter l of x[t]: byte 16 l + 4 t + i of four vectors */
+/* Interleaves four vectors: dword i of quarter l of x[t] is byte 16 l + 4 t + i of four vectors */
 TQKV__OP void tqkv__i_interleave_four_avx512(__m512i *x)
 {
     const __m512i a = _mm512_unpacklo_epi8(x[0], x[1]), b = _mm512_unpacklo_epi8(x[2], x[3]);
@@ -9561,14 +9870,14 @@ TQKV__OP void tqkv__i_interleave_four_avx512(__m512i *x)
     x[2] = _mm512_unpacklo_epi16(c, d);
     x[3] = _mm512_unpackhi_epi16(c, d);
 }
-/* Four bytes in all lanes */
+/* Puts four bytes into all lanes. */
 TQKV__OP __m512i tqkv__i_repeat_four_avx512(const int8_t *p)
 {
     int32_t lane;
     memcpy(&lane, p, sizeof lane);
     return _mm512_set1_epi32(lane);
 }
-/* The bytes of a tile's weights; returns -128 times the sum of the weights. */
+/* Splits a tile's weights into bytes; returns -128 times the sum of the weights. */
 TQKV__OP int32_t tqkv__i_split_weights_avx512(const int16_t *words, int8_t (*to)[TQKV__TILE])
 {
     const __m512i ones = _mm512_set1_epi16(1);
@@ -9597,13 +9906,14 @@ TQKV__OP void tqkv__i_order_nibbles_avx512(const __m512i *even, const __m512i *o
     }
 }
 
-/* Quarter i in all quarters */
+/* Puts quarter i into all quarters. */
 TQKV__OP __m512i tqkv__i_repeat_quarter_avx512(__m512i x, const int i)
 {
     const __m512i index = _mm512_set4_epi32(4 * i + 3, 4 * i + 2, 4 * i + 1, 4 * i);
     return _mm512_permutexvar_epi32(index, x);
 }
-/* Fields of 64 codes of four positions, each in a half of a vector or in a quarter of the first one. mask: a bit for 16 bits */
+/* Loads fields of 64 codes of four positions, each in a half of a vector or in a quarter of the first one. mask: a bit
+   for 16 bits */
 TQKV__OP void tqkv__i_load_quarters_avx512(const int bits, uint32_t mask, const uint8_t *p, size_t stride, __m512i *x)
 {
     if (bits == 4) {
@@ -9622,8 +9932,8 @@ TQKV__OP void tqkv__i_load_quarters_avx512(const int bits, uint32_t mask, const 
 }
 /* Orders fields by the words of 64 bits from which tqkv__i_sixteen takes codes. x: of 64 codes of four positions
 
-     scores   word h of quarter p: of position p codes 8 h to 8 h + 7 of this sixteen, `bits` bytes, then of the next ones
-     sums     word w: a byte with the codes 2 w and 2 w + 1 of this sixteen of each position, then of the next sixteen    */
+     scores   word h of quarter p: of position p codes 8 h to 8 h + 7 of this sixteen, `bits` bytes, then of others
+     sums     word w: a byte with codes 2 w and 2 w + 1 of this sixteen of each position, then of the next sixteen  */
 TQKV__OP __m512i tqkv__i_order_fields_avx512(const int bits, const bool lanes, const int sixteen, const __m512i *x)
 {
     TQKV__ALIGNED int8_t at[64];
@@ -9639,7 +9949,7 @@ TQKV__OP __m512i tqkv__i_order_fields_avx512(const int bits, const bool lanes, c
     const __m512i index = _mm512_load_si512((const void *)at);
     return bits == 4 ? _mm512_permutex2var_epi8(x[0], index, x[1]) : _mm512_permutexvar_epi8(index, x[0]);
 }
-/* Eight bits a code of a sixteen, from ordered fields; its first bit comes to bit `low`. */
+/* Takes eight bits a code of a sixteen from ordered fields; its first bit comes to bit `low`. */
 TQKV__OP __m512i tqkv__i_sixteen_avx512(const int bits, const int low, const bool lanes, const int sixteen,
                                         __m512i fields)
 {
@@ -9651,7 +9961,7 @@ TQKV__OP __m512i tqkv__i_sixteen_avx512(const int bits, const int low, const boo
     for (int i = 0; i < 64 && !lanes; i++) at[i] = (int8_t)(((8 * sixteen + i % 8) * bits + 64 - low) % 64);
     return _mm512_multishift_epi64_epi8(_mm512_load_si512((const void *)at), fields);
 }
-/* fields: the main ones, the upper ones */
+/* Looks up a sixteen. fields: the main ones, the upper ones */
 TQKV__OP __m512i tqkv__i_look_up_fields_avx512(const tqkv_format format, const bool lanes, const int sixteen,
                                                const __m512i *fields, __m512i book)
 {
@@ -9698,7 +10008,7 @@ TQKV__OP __m128i tqkv__i_load_first_avx2(const int n, const uint8_t *p)
     memcpy(&word, p, (size_t)(n == 4 ? 4 : 2));
     return _mm_cvtsi32_si128(word);
 }
-/* The next 32 or 16 codes of a field, a byte each */
+/* Loads the next 32 or 16 codes of a field, a byte each. */
 TQKV__OP __m256i tqkv__i_field_avx2(const int bits, const int left, const uint8_t *p)
 {
     const __m256i bit = _mm256_set1_epi64x((long long)0x8040201008040201u);
@@ -9754,15 +10064,15 @@ TQKV__OP __m256i tqkv__i_dot_avx2(__m256i sums, __m256i codes, __m256i integers)
     return sums;
 #endif
 }
-#define tqkv__i_whole_avx2(sum) (sum)
-#define tqkv__i_load_row_avx2   tqkv__i_load_codes_avx2
+TQKV__OP __m256i tqkv__i_whole_avx2(__m256i sum) { return sum; }
+#define tqkv__i_load_row_avx2 tqkv__i_load_codes_avx2
 TQKV__OP __m256i tqkv__i_repeat_avx2(const int16_t *p)
 {
     int32_t lane;
     memcpy(&lane, p, sizeof lane);
     return _mm256_set1_epi32(lane);
 }
-/* Behind the end of a row come its last bytes again. */
+/* Interleaves rows. Behind the end of a row come its last bytes again. */
 TQKV__OP void tqkv__i_interleave_avx2(const int8_t *p, size_t stride, int left, __m256i *x)
 {
     const int step = left > 16 ? 16 : 0;
@@ -9792,7 +10102,7 @@ TQKV__OP void tqkv__i_transpose_avx2(const int8_t *p, size_t stride, __m256i *x)
         x[4 * half + 3] = _mm256_srai_epi16(_mm256_unpackhi_epi8(high, high), 8);
     }
 }
-#define tqkv__i_natural_order_avx2(x) ((void)(x))
+TQKV__OP void tqkv__i_natural_order_avx2(__m256i *x) { (void)x; }
 TQKV__OP __m256i tqkv__i_sum_four_codes_avx2(const __m256i *x)
 {
     return _mm256_hadd_epi32(_mm256_hadd_epi32(x[0], x[1]), _mm256_hadd_epi32(x[2], x[3]));
@@ -9927,8 +10237,8 @@ TQKV__OP uint32x4_t tqkv__i_dot_neon(uint32x4_t sums, uint32x4_t codes, uint32x4
     const int32x4_t low = vmlal_s16(vreinterpretq_s32_u32(sums), vget_low_s16(x), vget_low_s16(y));
     return vreinterpretq_u32_s32(vmlal_high_s16(low, x, y));
 }
-#define tqkv__i_whole_neon(sum) (sum)
-#define tqkv__i_load_row_neon   tqkv__i_load_codes_neon
+TQKV__OP uint32x4_t tqkv__i_whole_neon(uint32x4_t sum) { return sum; }
+#define tqkv__i_load_row_neon tqkv__i_load_codes_neon
 TQKV__OP uint32x4_t tqkv__i_repeat_neon(const int16_t *p)
 {
     return vreinterpretq_u32_s16(vcombine_s16(vld1_dup_s16(p), vld1_dup_s16(p + 1)));
@@ -9960,7 +10270,7 @@ TQKV__OP void tqkv__i_transpose_neon(const int8_t *p, size_t stride, uint32x4_t 
         x[4 * half + 3] = vreinterpretq_u32_s16(vmovl_high_s8(high));
     }
 }
-#define tqkv__i_natural_order_neon(x) ((void)(x))
+TQKV__OP void tqkv__i_natural_order_neon(uint32x4_t *x) { (void)x; }
 TQKV__OP uint32x4_t tqkv__i_sum_four_codes_neon(const uint32x4_t *x)
 {
     return vpaddq_u32(vpaddq_u32(x[0], x[1]), vpaddq_u32(x[2], x[3]));
@@ -9984,10 +10294,11 @@ TQKV__OP uint32_t tqkv__i_largest_code_neon(uint32x4_t x) { return vmaxvq_u32(x)
 #define TQKV__LOOKED_UP     0
 #include "tqkv.h"
 
-/* -- NEON, with products of four bytes: DotProd. An integer is 256 times its high byte plus its low one, both signed. -- */
+/* -- NEON, with products of four bytes: DotProd. An integer is 256 times its high byte plus its low one, both signed.
+   -- */
 
-/* gcc inlines a function into another only if that has all features of its target. DotProd wants ARMv8.2 there, which all
-   that come with one of the first four have. */
+/* gcc inlines a function into another only if that has all features of its target. DotProd wants ARMv8.2 there, which
+   all that come with one of the first four have. */
 #ifdef __clang__
 #define TQKV__TARGET __attribute__((target("dotprod")))
 #elif defined(__ARM_FEATURE_DOTPROD) || defined(__ARM_FEATURE_FP16_VECTOR_ARITHMETIC) || defined(__ARM_FEATURE_SVE) || \
@@ -10022,7 +10333,7 @@ TQKV__OP uint32x4_t tqkv__i_whole_dotprod(tqkv__i_sum_dotprod sums)
 {
     return vaddq_u32(vshlq_n_u32(sums.high, 8), sums.low);
 }
-/* The high bytes of four integers, then their low ones */
+/* Splits four integers into their high bytes, then their low ones. */
 TQKV__OP int8x8_t tqkv__i_split_dotprod(uint32x4_t x)
 {
     const int16x4_t words = vmovn_s32(vreinterpretq_s32_u32(x));
@@ -10088,8 +10399,9 @@ TQKV__OP void tqkv__i_interleave_dotprod(const int8_t *p, size_t stride, int lef
 
 #if defined(__clang__) ? __clang_major__ >= 13 : __GNUC__ >= 10
 #define TQKV__I8MM
-/* -- NEON, with products of matrices of 2 by 8 bytes: I8MM. One is of two positions, or two dimensions of eight positions;
-   the other is the high bytes of eight integers and their low ones, which lie side by side. Keys of few rows take DotProd. -- */
+/* -- NEON, with products of matrices of 2 by 8 bytes: I8MM. One is of two positions, or two dimensions of eight
+   positions; the other is the high bytes of eight integers and their low ones, which lie side by side. Keys of few rows
+   take DotProd. -- */
 
 #ifdef __clang__
 #define TQKV__TARGET __attribute__((target("dotprod,i8mm")))
@@ -10104,7 +10416,7 @@ typedef struct tqkv__i_lanes_i8mm {
     uint32x4_t first, last;
 } tqkv__i_lanes_i8mm;
 
-/* sums + x times y transposed */
+/* Returns sums + x times y transposed. */
 TQKV__OP uint32x4_t tqkv__i_multiply_matrices(uint32x4_t sums, uint32x4_t x, uint32x4_t y)
 {
     __asm__("smmla\t%0.4s, %1.16b, %2.16b" : "+w"(sums) : "w"(x), "w"(y));
@@ -10120,7 +10432,7 @@ TQKV__OP uint32x4_t tqkv__i_whole_lanes_i8mm(tqkv__i_sum_i8mm sums)
 {
     return vaddq_u32(vshlq_n_u32(vuzp1q_u32(sums.high, sums.low), 8), vuzp2q_u32(sums.high, sums.low));
 }
-/* The high bytes of eight integers, then their low ones */
+/* Stores the high bytes of eight integers, then their low ones. */
 TQKV__OP void tqkv__i_store_words_i8mm(int16_t *p, int i, uint32x4_t x)
 {
     const uint32x2_t bytes = vreinterpret_u32_s8(tqkv__i_split_dotprod(x));
@@ -10246,8 +10558,8 @@ static const tqkv__isa *tqkv__isa_now(void)
     return isa;
 }
 
-/* The chosen set, or the next narrower one that has three vectors in a row of head_dim. A processor that has a set has the
-   narrower ones; asking it again would take microseconds in a virtual machine. */
+/* Returns the chosen set, or the next narrower one that has three vectors in a row of head_dim. A processor that has a
+   set has the narrower ones; asking it again would take microseconds in a virtual machine. */
 static const tqkv__isa *tqkv__isa_for(int head_dim)
 {
     const tqkv__isa *isa = tqkv__isa_now();
@@ -10303,7 +10615,7 @@ static int tqkv__find_products(void)
     return best ? matrices ? 3 : 2 : 1;
 }
 
-/* Asked once: it takes microseconds in a virtual machine. */
+/* The processor is asked once: it takes microseconds in a virtual machine. */
 static char tqkv__products_now(void)
 {
     char known = __atomic_load_n(&tqkv__products, __ATOMIC_RELAXED);
@@ -10407,8 +10719,8 @@ static tqkv_result tqkv__take_tail(tqkv__attention *a)
     return TQKV_OK;
 }
 
-/* 1/sqrt(n). In a column of TQKV__SIZES for the sizes of streams; double is enough for their sums: no 1/sqrt(n) lies so near
-   to the middle of two floats. Rounds the bits of the double, whatever the caller's rounding mode. */
+/* Returns 1/sqrt(n): from TQKV__SIZES for the sizes of streams; for their sums double is enough, because no 1/sqrt(n)
+   lies so near to the middle of two floats. Rounds the bits of the double, whatever the caller's rounding mode. */
 static float tqkv__inverse_root(int n)
 {
     double root = 1.0 / sqrt((double)n);
@@ -10432,6 +10744,20 @@ static tqkv_result tqkv__take_strides(tqkv__attention *a)
         return TQKV__INVALID("query_strides or output_strides: rows of more than SIZE_MAX bytes");
     if (tqkv__rows_distinct(call->output_strides, n, n_heads, a->value_dim)) return TQKV_OK;
     return TQKV__INVALID(TQKV__ROWS_SHARED);
+}
+
+/* Checks what does not depend on other fields. */
+static tqkv_result tqkv__check_options(const tqkv_attention *a)
+{
+    if (a->exact_first < 0 || a->exact_last < 0 || a->exact_from < 0)
+        return TQKV__INVALID("exact_first, exact_last or exact_from is negative");
+    if (!tqkv__all_finite(&a->scale, 1) || !tqkv__all_finite(&a->softcap, 1))
+        return TQKV__INVALID("scale or softcap is NaN or infinite");
+    if (!tqkv__basis_known(a->query_basis) || !tqkv__basis_known(a->output_basis))
+        return TQKV__INVALID("query_basis or output_basis: no tqkv_basis");
+    if (!tqkv__type_size(a->query_type) || !tqkv__type_size(a->output_type))
+        return TQKV__REFUSE(UNSUPPORTED, TQKV__NO_TYPE);
+    return TQKV_OK;
 }
 
 /* Resolves and checks everything except the stores' buffers and the resident range. */
@@ -10461,14 +10787,7 @@ static tqkv_result tqkv__attention_shape(const tqkv_attention *a, tqkv__attentio
     if (call->n_heads < 0 || call->n_heads % r->n_kv_heads != 0)
         return TQKV__INVALID("n_heads is not a multiple of n_kv_heads");
     if (call->n_queries < 0 || call->window < 0) return TQKV__INVALID("n_queries or window is negative");
-    if (call->exact_first < 0 || call->exact_last < 0 || call->exact_from < 0)
-        return TQKV__INVALID("exact_first, exact_last or exact_from is negative");
-    if (!tqkv__all_finite(&a->scale, 1) || !tqkv__all_finite(&a->softcap, 1))
-        return TQKV__INVALID("scale or softcap is NaN or infinite");
-    if (!tqkv__basis_known(a->query_basis) || !tqkv__basis_known(a->output_basis))
-        return TQKV__INVALID("query_basis or output_basis: no tqkv_basis");
-    if (!tqkv__type_size(a->query_type) || !tqkv__type_size(a->output_type))
-        return TQKV__REFUSE(UNSUPPORTED, TQKV__NO_TYPE);
+    if ((result = tqkv__check_options(a)) != TQKV_OK) return result;
     if (!tqkv__resolve_allocator(&call->allocator)) return TQKV__INVALID("allocator: one of alloc and free is missing");
     if (!tqkv__array_size(call->n_queries, call->n_heads, 1, 1, &r->n_rows) ||
         !tqkv__size_multiply(r->n_rows, (size_t)r->key_dim, &r->q_elements) || r->q_elements > SIZE_MAX / 64 ||
@@ -10494,7 +10813,7 @@ static tqkv_result tqkv__attention_range(const tqkv_attention *a, tqkv__attentio
     return TQKV_OK;
 }
 
-/* Are the rows of two streams laid out alike, over the same bytes? */
+/* Whether the rows of two streams are laid out alike, over the same bytes. */
 static bool tqkv__same_bytes(const tqkv__stream *a, const tqkv__stream *b)
 {
     return a->codes == b->codes && (a->norms == b->norms || !a->norms_size) && a->format == b->format &&
@@ -10502,8 +10821,8 @@ static bool tqkv__same_bytes(const tqkv__stream *a, const tqkv__stream *b)
            a->rotated == b->rotated && a->block_scale == b->block_scale;
 }
 
-/* Refuses streams that share bytes, but are neither one stream nor, by their page tables, two in one pool. Finds whether
-   keys and values are one. */
+/* Refuses streams that share bytes, but are neither one stream nor, by their page tables, two in one pool. Finds
+   whether keys and values are one. */
 static tqkv_result tqkv__check_streams(tqkv__attention *a)
 {
     const tqkv__stream *k = &a->keys, *v = &a->values;
@@ -10539,8 +10858,8 @@ static tqkv_result tqkv__check_end(const tqkv__attention *a, const tqkv__stream 
     return TQKV_OK;
 }
 
-/* The first position that a query reads from the halves of the newest. With none all are, and these are codes. A query whose own
-   position does not matter stands at the end. */
+/* Returns the first position that a query reads from the halves of the newest. Without such halves it is 0, and these
+   are codes. A query whose own position does not matter stands at the end. */
 static int64_t tqkv__exact_at(const tqkv__attention *a, int query)
 {
     const tqkv_attention *call = &a->call;
@@ -10550,7 +10869,8 @@ static int64_t tqkv__exact_at(const tqkv__attention *a, int query)
     return from > call->exact_from ? from : call->exact_from;
 }
 
-/* The oldest position that some query reads from the halves of the newest; they are asked for, but nothing else is known of them. */
+/* Returns the oldest position that some query reads from the halves of the newest; they are asked for, but nothing else
+   is known of them. */
 static int64_t tqkv__exact_oldest(const tqkv__attention *a)
 {
     const tqkv_attention *call = &a->call;
@@ -10605,8 +10925,8 @@ static tqkv_result tqkv__check_first_tail(const tqkv__attention *a, const tqkv__
     return TQKV_OK;
 }
 
-/* Takes the first positions that are no longer resident, if all streams have them, from stores opened by `open`; follows
-   tqkv__take_ends. */
+/* Takes the first positions that are no longer resident, if all streams have them, from stores opened by `open`;
+   follows tqkv__take_ends. */
 static tqkv_result tqkv__take_kept(tqkv__attention *a, tqkv_result (*open)(const tqkv_store *, tqkv__stream *))
 {
     const tqkv_attention *call = &a->call;
@@ -10633,9 +10953,9 @@ static tqkv_result tqkv__take_kept(tqkv__attention *a, tqkv_result (*open)(const
     return TQKV_OK;
 }
 
-/* Positions that are read from the same streams. A query reads what is no longer resident in its first pass, then [0, b) and
-   [b, end), where b is tqkv__exact_at. Queries of an item have other b: each looks only at its own positions of the tiles that both
-   passes have, so its sums are added in the same order alone and in a batch. */
+/* Positions that are read from the same streams. A query reads what is no longer resident in its first pass, then [0,
+   b) and [b, end), where b is tqkv__exact_at. Queries of an item have other b: each looks only at its own positions of
+   the tiles that both passes have, so its sums are added in the same order alone and in a batch. */
 enum { TQKV__GONE, TQKV__OLDER, TQKV__NEWEST, TQKV__PASSES };
 typedef struct tqkv__region {
     int number; /* tells regions apart: 2 * pass, plus 1 for the first positions */
@@ -10643,7 +10963,7 @@ typedef struct tqkv__region {
     int64_t end; /* the first position behind them */
 } tqkv__region;
 
-/* The keys (side 0) or values (1) of a region. */
+/* Returns the keys or values (side) of a region. */
 static const tqkv__stream *tqkv__stream_at(const tqkv__attention *a, int side, int number)
 {
     if (number % 2 && a->exact[0][side]) return &a->ends[0][side];
@@ -10660,7 +10980,7 @@ static tqkv__region tqkv__region_at(const tqkv__attention *a, int64_t position, 
     return region;
 }
 
-/* Where an attention has stream i, whether it reads it or not. */
+/* This is where an attention has stream i, whether it reads it or not. */
 #define TQKV__STREAM_AT(a, i)                                                                                          \
     ((i) == TQKV__KEYS         ? &(a)->keys                                                                            \
      : (i) == TQKV__VALUES     ? &(a)->values                                                                          \
@@ -10676,13 +10996,13 @@ static bool tqkv__has_stream(const tqkv__attention *a, int i)
     return kind.end == TQKV__NO_END || a->exact[kind.end][kind.side];
 }
 
-/* Stream i of an attention; NULL if it does not read it. */
+/* Returns stream i of an attention; NULL if it does not read it. */
 static const tqkv__stream *tqkv__stream_read(const tqkv__attention *a, int i)
 {
     return tqkv__has_stream(a, i) ? TQKV__STREAM_AT(a, i) : NULL;
 }
 
-/* The resident positions of a range that a query, or one behind it, may read from stream i. */
+/* Returns the resident positions of a range that a query, or one behind it, may read from stream i. */
 static tqkv__range tqkv__positions_read(const tqkv__attention *a, int i, tqkv__range range, int query)
 {
     const bool first = tqkv__stream_kinds[i].end == TQKV__FIRST_END, last = tqkv__stream_kinds[i].end == TQKV__LAST_END;
@@ -10714,7 +11034,7 @@ static tqkv_result tqkv__check_row(const int32_t *row, int n)
     return TQKV_OK;
 }
 
-/* The numbers of a list, but not its entries. */
+/* Checks the numbers of a list, but not its entries. */
 static tqkv_result tqkv__list_shape(tqkv__attention *a)
 {
     tqkv_attention *call = &a->call;
@@ -10742,7 +11062,7 @@ static tqkv_result tqkv__check_list(tqkv__attention *a)
     return r;
 }
 
-/* The positions of a query's window that are not there any more. */
+/* Returns the positions of a query's window that are not there any more. */
 static tqkv__range tqkv__gone_from_window(const tqkv__attention *a, int query)
 {
     const int64_t oldest = a->call.end - a->call.n_queries + query - a->call.window + 1;
@@ -10807,7 +11127,7 @@ static tqkv_result tqkv__attention_open(const tqkv_attention *a, tqkv__attention
 
 /* >>visible: which positions a query sees: windows, trees, lists */
 
-/* The positions of a range that a query sees. */
+/* Returns the positions of a range that a query sees. */
 static tqkv__range tqkv__visible(const tqkv__attention *a, int query, tqkv__range range)
 {
     const int64_t position = a->call.end - a->call.n_queries + query;
@@ -10820,7 +11140,7 @@ static tqkv__range tqkv__visible(const tqkv__attention *a, int query, tqkv__rang
     return range;
 }
 
-/* What the queries [first, last] see together. */
+/* Returns what the queries [first, last] see together. */
 static tqkv__range tqkv__visible_to(const tqkv__attention *a, int first, int last, tqkv__range range)
 {
     const tqkv__range seen = {tqkv__visible(a, first, range).from, tqkv__visible(a, last, range).to};
@@ -10835,24 +11155,25 @@ static bool tqkv__tree_has(const tqkv__attention *a, int j)
     return false;
 }
 
-/* What a query sees of a context by its list: the blocks entries[0 .. n_before), then all blocks from `recent` on, where the
-   newest positions begin. The positions of these blocks, visible or not, have the ranks base, base + 1 ...: attention goes
-   from rank to rank as it goes from position to position without a list. Tiles, pieces and stretches are cut by rank, so a
-   query's bits depend on its own list only. The first visible block has its positions as ranks: a list of all blocks
-   changes no bit. */
+/* What a query sees of a context by its list: the blocks entries[0 .. n_before), then all blocks from `recent` on,
+   where the newest positions begin. The positions of these blocks, visible or not, have the ranks base, base + 1 ...:
+   attention goes from rank to rank as it goes from position to position without a list. Tiles, pieces and stretches are
+   cut by rank, so a query's bits depend on its own list only. The first visible block has its positions as ranks: a
+   list of all blocks changes no bit. */
 typedef struct tqkv__list {
-    const int32_t *entries;           /* from the first visible block on */
-    int shift;                        /* a block is 1 << shift positions */
-    int64_t n_before, recent, hidden; /* positions of block `recent` before `hidden` are not seen */
+    const int32_t *entries; /* from the first visible block on */
+    int shift;              /* a block is 1 << shift positions */
+    int64_t n_before, recent;
+    int64_t recent_from; /* positions of block `recent` before this one are not seen; 0: all are */
     int64_t base;
     tqkv__range seen; /* ranks */
-    /* Of the positions that are no longer resident those in the blocks row[0 .. n_row), and those from kept_from on. They have no
-       ranks. */
+    /* Of the positions that are no longer resident those in the blocks row[0 .. n_row), and those from kept_from on.
+       They have no ranks. */
     const int32_t *row;
     int64_t n_row, kept_from;
 } tqkv__list;
 
-/* The first of n ascending entries that is not below `block`. */
+/* Returns the number of the first of n ascending entries that is not below `block`. */
 static int64_t tqkv__entry_at(const int32_t *entries, int64_t n, int64_t block)
 {
     int64_t low = 0;
@@ -10866,7 +11187,7 @@ static int64_t tqkv__entry_at(const int32_t *entries, int64_t n, int64_t block)
     return low;
 }
 
-/* The ranks before a position. */
+/* Returns the number of ranks before a position. */
 static int64_t tqkv__rank_of(const tqkv__list *l, int64_t position)
 {
     const int64_t block = position >> l->shift, inside = position & (((int64_t)1 << l->shift) - 1);
@@ -10875,7 +11196,7 @@ static int64_t tqkv__rank_of(const tqkv__list *l, int64_t position)
     return l->base + (at << l->shift) + (at < l->n_before && l->entries[at] == block ? inside : 0);
 }
 
-/* Without a list ranks are positions. */
+/* Returns the position of a rank; without a list it is the rank. */
 static int64_t tqkv__position_of(const tqkv__list *l, int64_t rank)
 {
     if (!l) return rank;
@@ -10891,7 +11212,7 @@ static bool tqkv__tree_hides(const tqkv__attention *a, int query, int64_t positi
     return a->call.tree && j >= 0 && !(a->call.tree[query] >> j & 1);
 }
 
-/* Where the newest `left` positions of a range begin that a query sees; takes their number from `left`. */
+/* Returns where the newest `left` positions of a range begin that a query sees; takes their number from `left`. */
 static int64_t tqkv__newest_from(const tqkv__attention *a, int query, tqkv__range range, int *left)
 {
     while (a->call.tree && *left > 0 && range.to > range.from && range.to > a->call.end - a->call.n_queries)
@@ -10901,7 +11222,7 @@ static int64_t tqkv__newest_from(const tqkv__attention *a, int query, tqkv__rang
     return range.to - n;
 }
 
-/* The list of a query, as far as it looks at a range of positions. */
+/* Opens the list of a query, as far as it looks at a range of positions. */
 static tqkv__list tqkv__open_list(const tqkv__attention *a, int query, int kv_head, tqkv__range range)
 {
     tqkv__list l;
@@ -10916,34 +11237,36 @@ static tqkv__list tqkv__open_list(const tqkv__attention *a, int query, int kv_he
     l.entries += gone;
     n -= gone;
     l.base = all.from >> l.shift << l.shift;
-    l.hidden = tqkv__newest_from(a, query, all, &newest);
+    const int64_t newest_from = tqkv__newest_from(a, query, all, &newest), last = ((int64_t)1 << l.shift) - 1;
     l.kept_from = tqkv__newest_from(a, query, tqkv__visible(a, query, kept), &newest);
-    l.recent = l.hidden < all.to ? l.hidden >> l.shift : (all.to >> l.shift) + (all.to % ((int64_t)1 << l.shift) > 0);
+    /* Without newest positions `recent` is the first block behind all that the query sees. */
+    l.recent = newest_from < all.to ? newest_from >> l.shift : (all.to >> l.shift) + ((all.to & last) > 0);
     l.n_before = tqkv__entry_at(l.entries, n, l.recent);
-    if (l.hidden == all.to || (l.n_before < n && l.entries[l.n_before] == l.recent)) l.hidden = 0;
+    const bool listed = l.n_before < n && l.entries[l.n_before] == l.recent; /* then all of it is seen */
+    l.recent_from = newest_from < all.to && !listed ? newest_from : 0;
     range = tqkv__visible(a, query, range);
     l.seen.from = tqkv__rank_of(&l, range.from);
     l.seen.to = tqkv__rank_of(&l, range.to);
     return l;
 }
 
-/* Of the ranks [rank, rank + n), n <= 64, those whose positions a query does not see, as bits. */
+/* Returns as bits those of the ranks [rank, rank + n), n <= 64, whose positions a query does not see. */
 static uint64_t tqkv__hidden_ranks(const tqkv__attention *a, int query, const tqkv__list *l, int64_t rank, int n)
 {
     uint64_t hidden = 0;
     if (!l) return 0; /* see tqkv__find_spans */
     const int64_t last = tqkv__position_of(l, rank + n - 1);
     const bool tree = a->call.tree && last >= a->call.end - a->call.n_queries;
-    if (!tree && (l->hidden == 0 || rank + n <= l->base + (l->n_before << l->shift))) return 0;
+    if (!tree && (l->recent_from == 0 || rank + n <= l->base + (l->n_before << l->shift))) return 0;
     for (int j = 0; j < n; j++) {
         const int64_t position = tqkv__position_of(l, rank + j);
-        const bool before = position < l->hidden && position >> l->shift >= l->recent;
+        const bool before = position < l->recent_from && position >> l->shift >= l->recent;
         if (before || tqkv__tree_hides(a, query, position)) hidden |= (uint64_t)1 << j;
     }
     return hidden;
 }
 
-/* The ranks that some query sees of a range of positions. */
+/* Returns the ranks that some query sees of a range of positions. */
 static tqkv__range tqkv__listed_to(const tqkv__attention *a, tqkv__range range)
 {
     tqkv__range all = {INT64_MAX, 0};
@@ -10957,7 +11280,7 @@ static tqkv__range tqkv__listed_to(const tqkv__attention *a, tqkv__range range)
     return all;
 }
 
-/* As tqkv__check_pages, for the positions of a list in stream i. */
+/* Does what tqkv__check_pages does, for the positions of a list in stream i. */
 static tqkv_result tqkv__check_listed(const tqkv__attention *a, int i, tqkv__range range, int query,
                                       const tqkv__list *l)
 {
@@ -10996,7 +11319,7 @@ static tqkv_result tqkv__check_entries(const tqkv__attention *a, int64_t first, 
     return r;
 }
 
-/* As tqkv__check_entries, for the positions that are no longer resident. */
+/* Does what tqkv__check_entries does, for the positions that are no longer resident. */
 static tqkv_result tqkv__check_kept(const tqkv__attention *a)
 {
     const tqkv__range kept = {0, a->kept}, seen = tqkv__visible_to(a, 0, a->call.n_queries - 1, kept);
@@ -11006,7 +11329,7 @@ static tqkv_result tqkv__check_kept(const tqkv__attention *a)
     return r;
 }
 
-/* As tqkv__check_entries, for the positions that some query sees. */
+/* Does what tqkv__check_entries does, for the positions that some query sees. */
 static tqkv_result tqkv__check_seen(const tqkv__attention *a, tqkv__range range)
 {
     const int64_t first = a->call.end - a->call.n_queries; /* of the tree */
@@ -11023,16 +11346,53 @@ static tqkv_result tqkv__check_seen(const tqkv__attention *a, tqkv__range range)
 
 /* >>tile: the order of decoded values, tiles, and the sums of a tile, of a piece and of a stretch */
 
+<<<<<<< HEAD
 /* Queries take the order of decoded codes; sums of values are put back. -0 changes nothing. */
 static void tqkv__to_decoded(const tqkv__isa *isa, const tqkv__stream *s, const float *natural, float *decoded)
 {
     isa->reorder(s, isa->columns, true, -0.0f, natural, decoded);
+=======
+/* from: [rows][columns] -> to: [columns][rows] */
+static inline void tqkv__transpose(const float *from, int rows, int columns, float *to)
+{
+    for (int column = 0; column < columns; column++, from++) {
+        const float *x = from;
+        for (int row = 0; row < rows; row++, x += columns) *to++ = *x;
+    }
 }
 
-/* Of sums. 0: codes of masked slots have the weight 0, and their signs stay in a sum that has underflowed to -0 or 0. */
+/* Instruction sets decode packed codes in their own order: each rows * columns values, a matrix [rows][columns], come
+   transposed. The rest of a panel is a matrix of fewer columns. Other codes keep their order. Queries take the decoded
+   order; sums of values are put back. from, to: [head_dim] */
+static void tqkv__reorder(const tqkv__isa *isa, const tqkv__stream *s, bool decoded, const float *from, float *to)
+{
+    const int rows = isa->nibble_order[0], most = isa->nibble_order[1];
+    if (s->main_bits >= 8 || isa->lanes == 1) {
+        memcpy(to, from, (size_t)s->head_dim * sizeof(float));
+        return;
+    }
+    for (const float *end = from + s->head_dim; from < end;)
+        for (int left = s->panel_dim, columns; left > 0; left -= rows * columns) {
+            for (columns = most; rows * columns > left;) columns /= 2;
+            tqkv__transpose(from, decoded ? rows : columns, decoded ? columns : rows, to);
+            from += rows * columns;
+            to += rows * columns;
+        }
+}
+
+static void tqkv__to_decoded(const tqkv__isa *isa, const tqkv__stream *s, const float *natural, float *decoded)
+{
+    tqkv__reorder(isa, s, true, natural, decoded);
+>>>>>>> main
+}
+
 static void tqkv__to_natural(const tqkv__isa *isa, const tqkv__stream *s, const float *decoded, float *natural)
 {
+<<<<<<< HEAD
     isa->reorder(s, isa->columns, false, 0.0f, decoded, natural);
+=======
+    tqkv__reorder(isa, s, false, decoded, natural);
+>>>>>>> main
 }
 
 static int tqkv__clamp(int64_t x, int low, int high) { return x < low ? low : x > high ? high : (int)x; }
@@ -11057,7 +11417,7 @@ static bool tqkv__odd_rings(const tqkv__attention *a)
     return false;
 }
 
-/* Positions from this one on that a tile may take. */
+/* Returns the positions from this one on that a tile may take. */
 static int tqkv__tile_room(const tqkv__stream *s, int64_t position)
 {
     return s->page_size % TQKV__TILE || s->ring ? TQKV__TILE : tqkv__slots_left(s, position);
@@ -11069,10 +11429,10 @@ static bool tqkv__wraps(const tqkv__stream *s, int64_t position, int64_t n)
     return s->ring && tqkv__slots_left(s, position) < n;
 }
 
-/* A tile is contiguous in all its streams, or gathered: it ends where a large page ends, or another region begins, and at
-   positions that are a multiple of TQKV__TILE. Its scores are at the position modulo TQKV__TILE. A query's sums are then the
-   same bits alone or in a batch, and in a store of any kind and size. Otherwise prefill and decode drift apart: a last bit
-   changes the next layer's keys, and now and then a code. */
+/* Returns the length of a tile. It is contiguous in all its streams, or gathered: it ends where a large page ends, or
+   another region begins, and at positions that are a multiple of TQKV__TILE. Its scores are at the position modulo
+   TQKV__TILE. A query's sums are then the same bits alone or in a batch, and in a store of any kind and size. Otherwise
+   prefill and decode drift apart: a last bit changes the next layer's keys, and now and then a code. */
 static int tqkv__tile_length(const tqkv__attention *a, const tqkv__region *region, int64_t position, int64_t end)
 {
     const int64_t aligned = TQKV__TILE - position % TQKV__TILE, border = region->end - position;
@@ -11111,8 +11471,8 @@ typedef struct tqkv__tile {
     TQKV__ALIGNED float scaled[TQKV__CHUNK_ROWS * TQKV__TILE];       /* for value_tile */
 } tqkv__tile;
 
-/* The slots of a tile of n positions. While it is computed the next tile of [.., end) is fetched, which a page table
-   may put anywhere. */
+/* Finds the slots of a tile of n positions. While it is computed the next tile of [.., end) is fetched, which a page
+   table may put anywhere. */
 static void tqkv__open_segment(const tqkv__stream *s, int64_t position, int n, int64_t end, tqkv__segment *segment)
 {
     const int64_t next = position + n;
@@ -11124,7 +11484,7 @@ static void tqkv__open_segment(const tqkv__stream *s, int64_t position, int n, i
     if (page >= 0 && page < s->capacity / s->page_size) segment->ahead = page * s->page_size - segment->slot;
 }
 
-/* The segments of a tile of a region, which is contiguous in all its streams. */
+/* Finds the segments of a tile of a region, which is contiguous in all its streams. */
 static void tqkv__find_segments(const tqkv__attention *a, const tqkv__region *region, int64_t end, tqkv__tile *tile)
 {
     tile->region = *region;
@@ -11133,11 +11493,12 @@ static void tqkv__find_segments(const tqkv__attention *a, const tqkv__region *re
     if (a->call.tail) tqkv__open_segment(region->tail, tile->position, tile->n, end, &tile->tail);
 }
 
-/* Asks for a line of each 4 KiB of the next tile, and for its norms, a tile early. The loops ask for the other lines, but late
-   where the processor does not know the memory page yet. With codes that come from memory (32 heads of 128, 32768 positions, AMD
-   EPYC) this takes away 24% of the time of F16 and 3 to 7% of I8 keys and TQ4, paged or not; with codes in a cache it adds 1%.
-   Not for codes of less than two lines a row that go on where this tile ends: the processor sees one stream and reads it ahead by
-   itself, and a touch out of its order adds 10% to 18% (TQ4 of 128, I8 and F16 of 64; Zen 5), 2% to 8% (I8 of 96, TQ4 of 192). */
+/* Asks for a line of each 4 KiB of the next tile, and for its norms, a tile early. The loops ask for the other lines,
+   but late where the processor does not know the memory page yet. With codes that come from memory (32 heads of 128,
+   32768 positions, AMD EPYC) this takes away 24% of the time of F16 and 3 to 7% of I8 keys and TQ4, paged or not; with
+   codes in a cache it adds 1%. Not for codes of less than two lines a row that go on where this tile ends: the
+   processor sees one stream and reads it ahead by itself, and a touch out of its order adds 10% to 18% (TQ4 of 128, I8
+   and F16 of 64; Zen 5), 2% to 8% (I8 of 96, TQ4 of 192). */
 static void tqkv__touch_next(const tqkv__stream *s, int kv_head, const tqkv__segment *segment)
 {
     const size_t size = TQKV__TILE * s->row_bytes, norms_size = (size_t)(TQKV__TILE * s->norms_per_row) * sizeof(float);
@@ -11152,8 +11513,9 @@ static void tqkv__touch_next(const tqkv__stream *s, int kv_head, const tqkv__seg
     tqkv__prefetch(TQKV__L1, (const uint8_t *)norms, norms_size + 63); /* they may begin within a line */
 }
 
-/* value_tile, safe for F16: if a tile holds NaN or Inf and some row does not see all of it, each position is added
-   alone, and only to rows that see it: also with a weight that has underflowed to 0, as where all see all of it. */
+/* Does what value_tile does, safe for F16: if a tile holds NaN or Inf and some row does not see all of it, each
+   position is added alone, and only to rows that see it: also with a weight that has underflowed to 0, as where all see
+   all of it. */
 static void tqkv__add_values(tqkv__tile *tile, int n_rows, float *out)
 {
     const tqkv__attention *a = tile->streams;
@@ -11177,10 +11539,10 @@ static void tqkv__add_values(tqkv__tile *tile, int n_rows, float *out)
         }
 }
 
-/* The numbers below n, at most 64, as bits */
+/* Returns the numbers below n, at most 64, as bits. */
 static uint64_t tqkv__bits_below(int n) { return n < 64 ? ((uint64_t)1 << n) - 1 : UINT64_MAX; }
 
-/* What a query sees of a tile's scores, when it looks at a range. */
+/* Returns what a query sees of a tile's scores, when it looks at a range. */
 static tqkv__span tqkv__span_of(const tqkv__attention *a, int query, const tqkv__tile *tile, tqkv__range range)
 {
     const tqkv__range seen = tqkv__visible(a, query, range);
@@ -11229,21 +11591,21 @@ static TQKV__NOINLINE void tqkv__merge_sums(const tqkv__sums *into, const tqkv__
                         from->out + i * (size_t)value_dim, from->max[i], from->sum[i]);
 }
 
-/* The context is cut into stretches at multiples of 2048 positions, and these into pieces. Each has its own softmax and float
-   sums, merged in the order of the positions: the error does not grow with the context as in one long sum, not even if
-   all additions of equal values are rounded to the same side. A query's bits depend only on its positions, not on
-   other queries or on tasks. A merge costs as much as half a position. */
+/* The context is cut into stretches at multiples of 2048 positions, and these into pieces. Each has its own softmax and
+   float sums, merged in the order of the positions: the error does not grow with the context as in one long sum, not
+   even if all additions of equal values are rounded to the same side. A query's bits depend only on its positions, not
+   on other queries or on tasks. A merge costs as much as half a position. */
 #define TQKV__STRETCH 2048
 #define TQKV__PIECE   256
 
-/* Floats of an arranged query, without its second digits. */
+/* Returns the floats of an arranged query, without its second digits. */
 static size_t tqkv__first_floats(const tqkv__attention *a)
 {
     return (size_t)(a->key_dim + (a->exact[0][0] || a->exact[1][0] ? a->keys.head_dim : 0));
 }
 
-/* The scores of a tile: the sum of those of the parts of the keys, in their order, and of the second digits. q, digits: as
-   tqkv__arrange_queries gives them */
+/* Finds the scores of a tile: the sum of those of the parts of the keys, in their order, and of the second digits. q,
+   digits: as tqkv__arrange_queries gives them */
 static void tqkv__score_tile(tqkv__tile *tile, const float *q, int digits, int n_rows)
 {
     const tqkv__attention *a = tile->streams;
@@ -11260,7 +11622,7 @@ static void tqkv__score_tile(tqkv__tile *tile, const float *q, int digits, int n
         a->isa->score_tile(tile->region.tail, tile->kv_head, &tile->tail, rest + of_keys, n_rows, true, scores);
 }
 
-/* Sums of values have the order of the stream that is added to them: brings them into that of another. */
+/* Brings sums of values, which have the order of the stream that is added to them, into that of another. */
 static void tqkv__turn_sums(const tqkv__attention *a, const tqkv__stream *from, const tqkv__stream *to, int n_rows,
                             float *out)
 {
@@ -11275,9 +11637,9 @@ static void tqkv__turn_sums(const tqkv__attention *a, const tqkv__stream *from, 
 
 /* >>walk: an item from tile to tile */
 
-/* An item at work: its queries as tqkv__arrange_queries gives them, what centres add to its scores, and its sums, of a piece
-   and of a stretch. A tile's values are added after the next tile's scores. These steps are independent, and the processor
-   overlaps them. */
+/* An item at work: its queries as tqkv__arrange_queries gives them, what centres add to its scores, and its sums, of a
+   piece and of a stretch. A tile's values are added after the next tile's scores. These steps are independent, and the
+   processor overlaps them. */
 typedef struct tqkv__work {
     const tqkv__attention *a;
     const tqkv__item *item;
@@ -11295,7 +11657,7 @@ typedef struct tqkv__work {
     tqkv__ranks ranks[3];             /* likewise: of the tile before, of this one and of the next */
 } tqkv__work;
 
-/* What the rows see together of a range of positions or, with a list, ranks. */
+/* Returns what the rows see together of a range of positions or, with a list, ranks. */
 static tqkv__range tqkv__range_of_rows(const tqkv__work *w, tqkv__range range)
 {
     const tqkv__item *item = w->item;
@@ -11306,7 +11668,7 @@ static tqkv__range tqkv__range_of_rows(const tqkv__work *w, tqkv__range range)
     return range;
 }
 
-/* What every row sees all of, of a range of positions. */
+/* Returns what every row sees all of, in a range of positions. */
 static tqkv__range tqkv__common_range(const tqkv__work *w, tqkv__range range)
 {
     const tqkv__item *item = w->item;
@@ -11318,8 +11680,8 @@ static tqkv__range tqkv__common_range(const tqkv__work *w, tqkv__range range)
     return all;
 }
 
-/* Finds the passes through a range of positions or ranks or, for `kept`, through what is no longer resident, and what all rows see of
-   them. Without halves of the newest all is in the last. */
+/* Finds the passes through a range of positions or ranks or, for `kept`, through what is no longer resident, and what
+   all rows see of them. Without halves of the newest all is in the last. */
 static void tqkv__find_passes(tqkv__work *w, tqkv__range range, bool kept)
 {
     const tqkv__range none = {0, 0}, before = {0, w->a->kept};
@@ -11344,7 +11706,7 @@ static void tqkv__find_passes(tqkv__work *w, tqkv__range range, bool kept)
     if (newest->from < high) newest->from = high;
 }
 
-/* What a query reads of a range in a pass. */
+/* Returns what a query reads of a range in a pass. */
 static tqkv__range tqkv__range_in_pass(const tqkv__work *w, int pass, int query, tqkv__range range)
 {
     const tqkv__range kept = {0, w->a->kept};
@@ -11393,7 +11755,7 @@ static bool tqkv__find_spans(const tqkv__work *w, tqkv__range range, tqkv__tile 
     return seen;
 }
 
-/* Rows are short: a call of memcpy for each would take longer than the copy. */
+/* Copies a row. Rows are short: a call of memcpy for each would take longer than the copy. */
 static inline void tqkv__copy_row(uint8_t *to, const uint8_t *from, size_t size)
 {
     for (; size >= 64; size -= 64, to += 64, from += 64) memcpy(to, from, 64);
@@ -11401,7 +11763,7 @@ static inline void tqkv__copy_row(uint8_t *to, const uint8_t *from, size_t size)
     if (size) memcpy(to, from, size);
 }
 
-/* size and norms (floats a row) may be constants. */
+/* Gathers rows and their norms; size and norms (floats a row) may be constants. */
 static TQKV__INLINE void tqkv__gather_rows(const uint8_t *codes, const float *of_rows, const size_t size,
                                            const size_t norms, const int32_t *slot_list, int n, uint8_t *row,
                                            float *norm)
@@ -11416,7 +11778,8 @@ static TQKV__INLINE void tqkv__gather_rows(const uint8_t *codes, const float *of
     }
 }
 
-/* Copies rows to slots of another stream from `slot` on; those that are hidden become zeros, because they may be NaN. */
+/* Copies rows to slots of another stream from `slot` on; those that are hidden become zeros, because they may be
+   NaN. */
 static void tqkv__gather(const tqkv__stream *from, int kv_head, const tqkv__ranks *ranks, const int32_t *slot_list,
                          const tqkv__stream *to, int slot)
 {
@@ -11431,8 +11794,9 @@ static void tqkv__gather(const tqkv__stream *from, int kv_head, const tqkv__rank
         tqkv__gather_rows(codes, of_rows, size, norms, slot_list, ranks->n, row, norm);
 }
 
-/* Asks for the rows of a tile, to the L1 cache. With requests to the L2 a list of 2,048 of 32,768 positions takes 1.4 times as
-   long from memory (TQ4 of 128, group 4, blocks of 1, Zen 5), and F16 of 512, whose tiles are larger than an L1, as long. */
+/* Asks for the rows of a tile, to the L1 cache. With requests to the L2 a list of 2,048 of 32,768 positions takes 1.4
+   times as long from memory (TQ4 of 128, group 4, blocks of 1, Zen 5), and F16 of 512, whose tiles are larger than an
+   L1, as long. */
 static void tqkv__ask(const tqkv__stream *s, int kv_head, const tqkv__ranks *ranks, const int32_t *slot_list)
 {
     const size_t norms = (size_t)s->norms_per_row * sizeof(float), size = s->row_bytes;
@@ -11463,7 +11827,7 @@ static void tqkv__ask_values(const tqkv__attention *a, int kv_head, const tqkv__
     if (!a->shared && ranks->n) tqkv__ask(ranks->region.values, kv_head, ranks, ranks->values);
 }
 
-/* The tile that is free. */
+/* Returns the tile that is free. */
 static tqkv__tile *tqkv__next_tile(const tqkv__work *w, int64_t position, int n)
 {
     tqkv__tile *tile = &w->tiles[w->before == &w->tiles[0]];
@@ -11518,8 +11882,8 @@ static void tqkv__touch_streams(const tqkv__tile *tile)
     if (!a->shared) tqkv__touch_next(tile->region.values, tile->kv_head, &tile->values);
 }
 
-/* >>gather: lists, small pages and the ends of rings: tiles of ranks. Scattered rows are gathered into scratch, where they
-   are a tile as others are. */
+/* >>gather: lists, small pages and the ends of rings: tiles of ranks. Scattered rows are gathered into scratch, where
+   they are a tile as others are. */
 
 /* Bytes of the scratch of a stream: rows of two tiles, then their norms. */
 static size_t tqkv__gathered_codes(const tqkv__stream *s) { return (2 * TQKV__TILE * s->row_bytes + 63) / 64 * 64; }
@@ -11528,7 +11892,7 @@ static size_t tqkv__gathered_size(const tqkv__stream *s)
     return tqkv__gathered_codes(s) + 2 * TQKV__TILE * (size_t)s->norms_per_row * sizeof(float);
 }
 
-/* Scratch for the scattered rows of an attention, in floats. */
+/* Returns the scratch for the scattered rows of an attention, in floats. */
 static size_t tqkv__gathered_floats(const tqkv__attention *a)
 {
     size_t size = 64;
@@ -11551,7 +11915,7 @@ static uint8_t *tqkv__put_stream(tqkv__stream *s, uint8_t *memory)
     return memory + tqkv__gathered_size(s);
 }
 
-/* The attention over gathered tiles; tile i of a work has the slots from TQKV__TILE * i on. */
+/* Opens the attention over gathered tiles; tile i of a work has the slots from TQKV__TILE * i on. */
 static void tqkv__open_gathered(const tqkv__attention *a, float *scratch, tqkv__attention *gathered)
 {
     uint8_t *memory = (uint8_t *)scratch;
@@ -11566,7 +11930,7 @@ static void tqkv__open_gathered(const tqkv__attention *a, float *scratch, tqkv__
         if (a->exact[i][1]) gathered->ends[i][1] = gathered->ends[i][0];
 }
 
-/* The slots of n positions; -1 where a page is none: nothing sees it, for it would have been refused. */
+/* Finds the slots of n positions; -1 where a page is none: nothing sees it, for it would have been refused. */
 static void tqkv__slots_of(const tqkv__stream *s, int64_t position, int n, int32_t *slot_list)
 {
     const int size = s->pages ? s->page_size : n, n_pages = s->pages ? s->capacity / size : 0;
@@ -11600,7 +11964,7 @@ static void tqkv__find_slots(const tqkv__stream *s, const tqkv__list *l, const t
     }
 }
 
-/* The same for all streams of a tile. */
+/* Finds the slots of all streams of a tile. */
 static void tqkv__find_slots_of(const tqkv__attention *a, const tqkv__list *l, tqkv__ranks *ranks)
 {
     const tqkv__stream *k = ranks->region.keys, *v = ranks->region.values;
@@ -11632,7 +11996,8 @@ static const tqkv__list *tqkv__list_in_pass(const tqkv__work *w, int pass)
     return pass == TQKV__GONE ? NULL : w->list;
 }
 
-/* Finds the tile of the ranks from `rank` to at most `end`; its n is 0 if a list's query sees none of it. Returns the rank behind. */
+/* Finds the tile of the ranks from `rank` to at most `end`; its n is 0 if a list's query sees none of it. Returns the
+   rank behind. */
 static int64_t tqkv__find_ranks_at(const tqkv__work *w, int pass, int64_t rank, int64_t end, tqkv__ranks *ranks)
 {
     const tqkv__attention *a = w->a;
@@ -11670,13 +12035,14 @@ static void tqkv__find_ranks(const tqkv__work *w, int pass, int64_t rank, tqkv__
     }
 }
 
-/* The first one of a stretch. */
+/* Finds the first tile of ranks of a stretch. */
 static void tqkv__find_first_ranks(const tqkv__work *w, tqkv__ranks *ranks)
 {
     tqkv__find_ranks(w, 0, w->passes[0].from, ranks);
 }
 
-/* Slots of a tile: those of its rows, if these are together, else in scratch. ahead: the next tile's first slot, or -1 */
+/* Returns the slots of a tile: those of its rows, if these are together, else in scratch. ahead: the next tile's first
+   slot, or -1 */
 static tqkv__segment tqkv__segment_of_ranks(const tqkv__ranks *ranks, const int32_t *slot_list, int scratch,
                                             int64_t ahead)
 {
@@ -11711,7 +12077,7 @@ static tqkv__tile *tqkv__tile_of_ranks(const tqkv__work *w, const tqkv__ranks *r
     return tile;
 }
 
-/* A tile in which a ring wraps: its rows are gathered. */
+/* Makes a tile in which a ring wraps: its rows are gathered. */
 static tqkv__tile *tqkv__wrapped_tile(tqkv__work *w, int pass, int64_t position)
 {
     tqkv__ranks *ranks = &w->ranks[w->before == &w->tiles[0]]; /* those of the tile before are in use */
@@ -11741,8 +12107,8 @@ static void tqkv__attend_rows(tqkv__work *w, int pass, tqkv__range range)
     }
 }
 
-/* Whether the KV heads of a call come one after the other, with one list for all. Queries with lists of their own take one KV
-   head after the other: neighbours share most of their entries, whose rows are then still in the L2 cache. */
+/* Whether the KV heads of a call come one after the other, with one list for all. Queries with lists of their own take
+   one KV head after the other: neighbours share most of their entries, whose rows are then still in the L2 cache. */
 static bool tqkv__heads_follow(const tqkv__attention *a)
 {
     return !a->call.list || (a->call.n_queries == 1 && a->call.list_heads == 1);
@@ -11759,7 +12125,7 @@ static void tqkv__ask_next_head(const tqkv__work *w)
     tqkv__ask_values(w->a, kv_head, &ranks);
 }
 
-/* As tqkv__attend_rows, for lists and small pages; range: of ranks. */
+/* Does what tqkv__attend_rows does, for lists and small pages; range: of ranks */
 static void tqkv__attend_ranks(tqkv__work *w, tqkv__range range)
 {
     const tqkv__attention *a = w->a;
@@ -11798,14 +12164,14 @@ typedef struct tqkv__request {
     float *total, *now;   /* spread: sums of all earlier waves; [n_wave]: of the stretches in this wave */
 } tqkv__request;
 
-/* The caller's row that is row i of an item. */
+/* Returns the caller's row that is row i of an item. */
 static size_t tqkv__caller_row(const tqkv__attention *a, const tqkv__item *item, int i)
 {
     const int row = item->first_row + i;
     return (size_t)(row / a->group) * (size_t)a->call.n_heads + (size_t)(item->kv_head * a->group + row % a->group);
 }
 
-/* The value at which a row of the caller begins. */
+/* Returns the value at which a row of the caller begins. */
 static size_t tqkv__row_begin(const tqkv__attention *a, tqkv_strides strides, size_t row)
 {
     const size_t n_heads = (size_t)a->call.n_heads;
@@ -11817,7 +12183,7 @@ static const void *tqkv__query_at(const tqkv__attention *a, const void *q, size_
     return (const uint8_t *)q + tqkv__row_begin(a, a->call.query_strides, row) * tqkv__type_size(a->call.query_type);
 }
 
-/* Sums of slices have no gaps. */
+/* Returns where a row of the output lies; sums of slices have no gaps. */
 static void *tqkv__output_at(const tqkv__request *request, size_t row)
 {
     const tqkv__attention *a = request->a;
@@ -11826,14 +12192,19 @@ static void *tqkv__output_at(const tqkv__request *request, size_t row)
            tqkv__row_begin(a, a->call.output_strides, row) * tqkv__type_size(a->call.output_type);
 }
 
-/* A part of the caller's query: [head_dim] of part 0 or 1 of the keys */
+/* Returns a part of the caller's query: [head_dim] of part 0 or 1 of the keys */
 static const void *tqkv__query_part(const tqkv__attention *a, const void *query, int part)
 {
     return (const uint8_t *)query + (part ? (size_t)a->keys.head_dim * tqkv__type_size(a->call.query_type) : 0);
 }
 
+<<<<<<< HEAD
 /* Brings part 0 or 1 of an item's queries into the basis and order of a stream, times scale. arranged: [n_rows][head_dim]; so
    is halves, the queries for halves of the same basis, or NULL, and rest, the second digits of integers. Whether there are any. */
+=======
+/* Brings part 0 or 1 of an item's queries into the basis and order of a stream, times scale. arranged:
+   [n_rows][head_dim]; so is rest, the second digits of integers. Whether there are any. */
+>>>>>>> main
 static bool tqkv__arrange_part(const tqkv__attention *a, const tqkv__item *item, const void *q, int part,
                                const tqkv__stream *s, float *arranged, float *halves, float *rest)
 {
@@ -11863,14 +12234,14 @@ static bool tqkv__arrange_part(const tqkv__attention *a, const tqkv__item *item,
     return digits;
 }
 
-/* Floats of an arranged query with its second digits. */
+/* Returns the floats of an arranged query with its second digits. */
 static size_t tqkv__query_floats(const tqkv__attention *a)
 {
     return tqkv__first_floats(a) + (a->round_query ? (size_t)a->key_dim : 0);
 }
 
-/* arranged: [n_rows][head_dim] of the keys, of the tail and, if some keys are halves, of the keys for these; then second digits of
-   integers, of the keys and of the tail. Returns which of these two have any: 1 and 2. */
+/* arranged: [n_rows][head_dim] of the keys, of the tail and, if some keys are halves, of the keys for these; then
+   second digits of integers, of the keys and of the tail. Returns which of these two have any: 1 and 2. */
 static int tqkv__arrange_queries(const tqkv__attention *a, const tqkv__item *item, const void *q, float *arranged)
 {
     const size_t n_rows = (size_t)item->n_rows, of_keys = n_rows * (size_t)a->keys.head_dim;
@@ -11882,7 +12253,7 @@ static int tqkv__arrange_queries(const tqkv__attention *a, const tqkv__item *ite
     return digits;
 }
 
-/* q.c, for the centre c of part 0 or 1 of the keys, in the query's basis. query: [key_dim], the caller's */
+/* Returns q.c, for the centre c of part 0 or 1 of the keys, in the query's basis. query: [key_dim], the caller's */
 static TQKV__NOINLINE double tqkv__center_product(const tqkv__attention *a, int kv_head, int part, const void *query)
 {
     float q[TQKV_MAX_HEAD_DIM]; /* first room for the inverses */
@@ -11900,15 +12271,15 @@ static TQKV__NOINLINE double tqkv__center_product(const tqkv__attention *a, int 
     return sum;
 }
 
-/* scale * q.c of all parts: what is missing in all scores of a row. In double: it may be a thousand times as large as what
-   differs between scores. query: [key_dim], the caller's */
+/* Returns scale * q.c of all parts: what is missing in all scores of a row. In double: it may be a thousand times as
+   large as what differs between scores. query: [key_dim], the caller's */
 static double tqkv__center_score(const tqkv__attention *a, int kv_head, const void *query)
 {
     const double tail = a->call.tail ? tqkv__center_product(a, kv_head, 1, query) : 0.0;
     return (tqkv__center_product(a, kv_head, 0, query) + tail) * (double)a->call.scale;
 }
 
-/* What centres add to an item's scores; offsets: [n_rows], read if there is a softcap */
+/* Finds what centres add to an item's scores; offsets: [n_rows], read if there is a softcap */
 static void tqkv__find_offsets(const tqkv__attention *a, const tqkv__item *item, const void *q, float *offsets)
 {
     for (int i = 0; i < item->n_rows; i++) {
@@ -11918,7 +12289,8 @@ static void tqkv__find_offsets(const tqkv__attention *a, const tqkv__item *item,
 }
 
 /* Adds the centres to the sums of a row. The keys' belongs to the maximum, where a float has lost the last bits of the
-   sum; they go into the weights. value_center, out: [value_dim], in the basis of the values' codes; value_center may be NULL */
+   sum; they go into the weights. value_center, out: [value_dim], in the basis of the values' codes; value_center may be
+   NULL */
 static void tqkv__add_centers(const tqkv__attention *a, double score, const float *value_center, float *out, float *max,
                               float *sum)
 {
@@ -11932,14 +12304,14 @@ static void tqkv__add_centers(const tqkv__attention *a, double score, const floa
     *max = rounded;
 }
 
-/* out += share * center; share: that of the positions in all weights. center, out: [value_dim] */
+/* Adds: out += share * center; share: that of the positions in all weights. center, out: [value_dim] */
 static void tqkv__add_share(const tqkv__attention *a, const float *center, float share, float *out)
 {
     for (int d = 0; d < a->value_dim; d++) out[d] = TQKV__AS_FLOAT(out[d] + tqkv__rounded(share * center[d]));
 }
 
-/* out = out / (sum + exp(sink - max)), rotated back and scaled, then the centre unless that is NULL; zeros if the row saw nothing.
-   center, out: [value_dim], center in the original basis */
+/* Finishes a row: out = out / (sum + exp(sink - max)), rotated back and scaled, then the centre unless that is NULL;
+   zeros if the row saw nothing. center, out: [value_dim], center in the original basis */
 static TQKV__NOINLINE void tqkv__finish_row(const tqkv__attention *a, int head, const float *center, float *out,
                                             float max, float sum)
 {
@@ -11957,7 +12329,7 @@ static TQKV__NOINLINE void tqkv__finish_row(const tqkv__attention *a, int head, 
     if (center) tqkv__add_share(a, center, TQKV__AS_FLOAT(tqkv__rounded(sum * keep) / all), out);
 }
 
-/* Of integers: see tqkv__one_nan. out: [value_dim] */
+/* Settles the NaNs of integers, see tqkv__one_nan. out: [value_dim] */
 static void tqkv__settle_row(const tqkv__attention *a, float *out, float *max, float *sum)
 {
     if (!a->round_query) return;
@@ -11966,9 +12338,9 @@ static void tqkv__settle_row(const tqkv__attention *a, float *out, float *max, f
     *sum = tqkv__one_nan(*sum);
 }
 
-/* Writes an item's sums to the caller; finishes and rounds them unless the call is partial. The values' centre is added to the
-   sums, in the basis of the codes; with a scale, where the row is finished, behind the scale: a channel is then not rounded
-   against larger ones. */
+/* Writes an item's sums to the caller; finishes and rounds them unless the call is partial. The values' centre is added
+   to the sums, in the basis of the codes; with a scale, where the row is finished, behind the scale: a channel is then
+   not rounded against larger ones. */
 static TQKV__NOINLINE void tqkv__deliver(const tqkv__request *request, const tqkv__item *item, const tqkv__sums *sums)
 {
     const tqkv__attention *a = request->a;
@@ -11988,6 +12360,9 @@ static TQKV__NOINLINE void tqkv__deliver(const tqkv__request *request, const tqk
         float *out = type == TQKV_TYPE_F32 ? (float *)to : wide, max = sums->max[i], sum = sums->sum[i];
         const double score = scored ? tqkv__center_score(a, item->kv_head, tqkv__query_at(a, request->q, row)) : 0.0;
         tqkv__to_natural(a->isa, &a->values, sums->out + (size_t)i * (size_t)a->value_dim, out);
+        /* Codes of masked slots have the weight 0, and leave their signs in sums that have underflowed: -0 becomes
+           0. */
+        for (int d = 0; d < a->value_dim; d++) out[d] = TQKV__AS_FLOAT(out[d] + 0.0f);
         if (scored || coded) tqkv__add_centers(a, score, coded, out, &max, &sum);
         if (!request->max) tqkv__finish_row(a, (int)(row % (size_t)a->call.n_heads), last, out, max, sum);
         tqkv__settle_row(a, out, &max, &sum);
@@ -12024,15 +12399,15 @@ static bool tqkv__queue_open(tqkv__queue *queue, const tqkv_allocator *allocator
     return true;
 }
 
-/* The next unit; -1 when all are taken. */
+/* Takes the next unit; -1 when all are taken. */
 static int tqkv__queue_take(tqkv__queue *queue)
 {
     const int unit = __atomic_fetch_add(&queue->next, 1, __ATOMIC_RELAXED);
     return unit < queue->n_units ? unit : -1;
 }
 
-/* A job is one call or many. A unit of its work is an item over all stretches or, if some item alone is much of the work
-   ("spread"), an item over one stretch of a wave. Both ways do the same additions in the same order. */
+/* A job is one call or many. A unit of its work is an item over all stretches or, if some item alone is much of the
+   work ("spread"), an item over one stretch of a wave. Both ways do the same additions in the same order. */
 enum { TQKV__WAVE_FLOATS = 1 << 20 };
 
 typedef struct tqkv__job {
@@ -12058,7 +12433,7 @@ static tqkv__item tqkv__item_of(const tqkv__request *request, int index)
     return item;
 }
 
-/* The sums of one stretch; that before the first is of positions that are no longer resident. */
+/* Finds the sums of one stretch; that before the first is of positions that are no longer resident. */
 static void tqkv__attend_stretch(const tqkv__request *request, tqkv__work *w, int64_t stretch, const tqkv__sums *sums)
 {
     const int64_t begin = stretch * TQKV__STRETCH;
@@ -12082,7 +12457,7 @@ static void tqkv__attend_stretch(const tqkv__request *request, tqkv__work *w, in
     if (w->before) tqkv__turn_sums(w->a, w->before->region.values, &w->a->values, n_rows, sums->out);
 }
 
-/* The sums of n_rows rows in memory. */
+/* Returns the sums of n_rows rows in memory. */
 static tqkv__sums tqkv__sums_at(float *memory, size_t n_rows, int value_dim)
 {
     const size_t elements = n_rows * (size_t)value_dim;
@@ -12090,7 +12465,7 @@ static tqkv__sums tqkv__sums_at(float *memory, size_t n_rows, int value_dim)
     return sums;
 }
 
-/* An item's request of sums of all rows, which are ordered by KV head. */
+/* Returns an item's sums within those of all rows, which are ordered by KV head. */
 static tqkv__sums tqkv__sums_of_item(const tqkv__request *request, const tqkv__item *item, float *memory)
 {
     const tqkv__attention *a = request->a;
@@ -12144,7 +12519,8 @@ static TQKV__NOINLINE void tqkv__attend_unit(const tqkv__job *job, const tqkv__r
     tqkv__deliver(request, &item, &all);
 }
 
-/* The last request that begins at or before the unit; requests without units in this wave begin where the next one does. */
+/* Returns the last request that begins at or before the unit; requests without units in this wave begin where the next
+   one does. */
 static const tqkv__request *tqkv__request_of(const tqkv__job *job, int unit)
 {
     int low = 0, high = job->n_requests;
@@ -12170,16 +12546,16 @@ static void tqkv__attend_task(void *context, int index)
     tqkv__fp_restore(mode);
 }
 
-/* Rows whose vectors take 32 KiB. */
+/* Returns the number of rows whose vectors take 32 KiB. */
 static int tqkv__chunk_rows(int head_dim)
 {
     return 8192 / head_dim < TQKV__CHUNK_ROWS ? 8192 / head_dim : TQKV__CHUNK_ROWS;
 }
 
-/* Query rows of an item: as many of `all` as there are, evenly, up to TQKV__CHUNK_ROWS and 144 KiB of sums. Sums that
-   only fit the L2 cache cost less than decoding once more: 64 heads of 512 take 0.92 (TQ4), 0.88 (I8) and 0.86 times
-   (TQ4, integers) the time of 16 rows an item on an AMD EPYC with 1 MiB of L2. But 32 KiB where
-   tasks would be left without work, of which there is `others` times that of these rows. */
+/* Returns the query rows of an item: as many of `all` as there are, evenly, up to TQKV__CHUNK_ROWS and 144 KiB of sums.
+   Sums that only fit the L2 cache cost less than decoding once more: 64 heads of 512 take 0.92 (TQ4), 0.88 (I8) and
+   0.86 times (TQ4, integers) the time of 16 rows an item on an AMD EPYC with 1 MiB of L2. But 32 KiB where tasks would
+   be left without work, of which there is `others` times that of these rows. */
 static int tqkv__item_rows(const tqkv__attention *a, int all, int64_t others)
 {
     const int dim = a->key_dim > a->value_dim ? a->key_dim : a->value_dim;
@@ -12271,7 +12647,8 @@ static void tqkv__merge_wave(const tqkv__request *request)
     }
 }
 
-/* Runs the waves of a spread job and merges the stretches of each request in order. totals: sums of all rows of each request */
+/* Runs the waves of a spread job and merges the stretches of each request in order. totals: sums of all rows of each
+   request */
 static void tqkv__run_waves(tqkv__job *job, const tqkv_parallel *parallel, float *totals)
 {
     for (int i = 0; i < job->n_requests; totals += job->requests[i++].sums_floats) job->requests[i].total = totals;
@@ -12363,7 +12740,7 @@ static tqkv_result tqkv__check_arrays(const tqkv__arrays *arrays, int n_written)
     return TQKV_OK;
 }
 
-/* Bytes of a list. */
+/* Returns the bytes of a list. */
 static size_t tqkv__list_size(const tqkv__attention *a)
 {
     if (!a->call.list) return 0;
@@ -12490,7 +12867,8 @@ static bool tqkv__writes_overlap(const tqkv__writes *writes)
     return false;
 }
 
-/* Whether an item reads one of n > 0 sorted extents. Halves them: thousands of items are not compared each with each. */
+/* Whether an item reads one of n > 0 sorted extents. Halves them: thousands of items are not compared each with
+   each. */
 static bool tqkv__reads_extent(const tqkv__request *request, const tqkv__extent *extents, size_t n)
 {
     const void *low = (const void *)(uintptr_t)extents[0].begin;
@@ -12687,7 +13065,7 @@ static tqkv_result tqkv__index_shape(const tqkv_index *index, tqkv__index *x)
     return TQKV_OK;
 }
 
-/* The keys that a query sees end here; they begin at the first resident one. */
+/* Returns where the keys that a query sees end; they begin at the first resident one. */
 static int64_t tqkv__index_end(const tqkv__index *x, int query)
 {
     const int64_t end = (x->call.positions - x->a.call.n_queries + query + 1) / x->call.ratio;
@@ -12748,7 +13126,8 @@ static tqkv__scored tqkv__open_scored(const tqkv__scoring *job, int item, float 
     return s;
 }
 
-/* Brings the queries of an item into the order of the keys, with their weights and what a centre adds to their scores. */
+/* Brings the queries of an item into the order of the keys, with their weights and what a centre adds to their
+   scores. */
 static void tqkv__arrange_scored(const tqkv__scoring *job, tqkv__scored *s)
 {
     const tqkv__attention *a = &job->x->a;
@@ -12762,7 +13141,7 @@ static void tqkv__arrange_scored(const tqkv__scoring *job, tqkv__scored *s)
     }
 }
 
-/* sums[query][j]: the score of each key of the segment */
+/* Finds sums[query][j]: the score of each key of the segment */
 static void tqkv__score_keys(const tqkv__index *x, const tqkv__scored *s, const tqkv__segment *segment)
 {
     const int n_heads = x->a.call.n_heads, n_rows = s->n_queries * n_heads, most = tqkv__tile_rows(x);
@@ -12935,8 +13314,8 @@ static uint32_t tqkv__score_key(float score)
     return bits == 0xff800000u ? 0 : bits == 0x80000000u ? bits : bits >> 31 ? ~bits : bits | 0x80000000u; /* -0 is 0 */
 }
 
-/* The n-th largest key of n_scores scores, and how many equal ones are among those n; 0 < n <= n_scores. Each pass counts
-   the next bits of the keys that agree with it so far. */
+/* Returns the n-th largest key of n_scores scores, and how many equal ones are among those n; 0 < n <= n_scores. Each
+   pass counts the next bits of the keys that agree with it so far. */
 static uint32_t tqkv__nth_key(const float *scores, int64_t n_scores, int64_t n, int64_t *equal)
 {
     static const uint8_t widths[3] = {11, 11, 10};
@@ -13047,8 +13426,8 @@ struct tqkv_cache {
         attention; /* one query over all appended positions; defaults resolved, sinks in the cache's memory */
     tqkv_store keys, values, tail; /* values: only their shape if the keys are the values; tail: zeros without one */
     bool shared;                   /* the keys are the values */
-    /* What is kept besides of the first and of the newest positions, of keys, values and tail; zeros without. Halves; in a ring the
-       first ones' rows of F16 streams and of the tail as they are. */
+    /* What is kept besides of the first and of the newest positions, of keys, values and tail; zeros without. Halves;
+       in a ring the first ones' rows of F16 streams and of the tail as they are. */
     tqkv_store ends[2][3];
     int exact_first, exact_last, exact_batch;
     int64_t exact_below; /* positions below it are among the first ones kept */
@@ -13058,22 +13437,23 @@ struct tqkv_cache {
     int own_room;        /* their capacity */
     void *grown;         /* memory of newest halves for which that has no room, or NULL */
     size_t grown_size;
-    float *
-        channels; /* room for centres, scales and inverses of its streams, one after the other: [n_kv_heads][head_dim] */
+    float *channels;   /* room for centres, scales and inverses, stream after stream: [n_kv_heads][head_dim] */
     int64_t first;     /* resident positions [first, attention.end) */
     int calibrate;     /* as in the desc */
     uint64_t tag;      /* likewise */
     bool learning;     /* positions are in `raw` alone; see >>cache-calibrate */
+    bool reads_raw;    /* some queries read that */
     tqkv_store raw[3]; /* rows as they came of keys and values, as halves, and of the tail; zeros without */
-    void *raw_memory;  /* that holds them, or NULL */
+    void *raw_memory;  /* that holds them, or NULL: on a GPU they lie in the cache's memory, as long as that */
     size_t raw_size;
+    int64_t learnt_at; /* on a GPU the end before the append that learned; -1: none, or positions were edited since */
     tqkv_metal *metal;
     int matrix_group;
     tqkv_allocator memory;
     size_t size; /* of the cache's memory: the struct, the sinks, the codes and the norms */
 };
 
-/* Where a cache has store i, whether there is one or not. */
+/* This is where a cache has store i, whether there is one or not. */
 #define TQKV__STORE_AT(c, i)                                                                                           \
     ((i) >= TQKV__RAW      ? &(c)->raw[(i)-TQKV__RAW]                                                                  \
      : (i) == TQKV__KEYS   ? &(c)->keys                                                                                \
@@ -13081,14 +13461,12 @@ struct tqkv_cache {
      : (i) == TQKV__TAIL   ? &(c)->tail                                                                                \
                            : &(c)->ends[tqkv__stream_kinds[i].end][tqkv__stream_kinds[i].side])
 
-/* All but the raw stores lie in the cache's memory. */
 static bool tqkv__has_store(const tqkv_cache *c, int i)
 {
-    if (i == TQKV__VALUES && c->shared) return false;
-    return (i < TQKV__RAW || c->raw_memory) && TQKV__STORE_AT(c, i)->head_dim > 0;
+    return (i != TQKV__VALUES || !c->shared) && TQKV__STORE_AT(c, i)->head_dim > 0;
 }
 
-/* Store i of a cache; NULL: there is none. */
+/* Returns store i of a cache; NULL: there is none. */
 static const tqkv_store *tqkv__store_of(const tqkv_cache *c, int i)
 {
     return tqkv__has_store(c, i) ? TQKV__STORE_AT(c, i) : NULL;
@@ -13096,28 +13474,31 @@ static const tqkv_store *tqkv__store_of(const tqkv_cache *c, int i)
 
 static tqkv_store *tqkv__own_store(tqkv_cache *c, int i) { return tqkv__has_store(c, i) ? TQKV__STORE_AT(c, i) : NULL; }
 
-/* Positions of a ring of halves that serves so many queries: whole tiles, none of which wraps. */
+/* Stores of the cache's memory: what is raw lies there only on a GPU, where work under way may read it at any time. */
+static int tqkv__stores_within(const tqkv_cache *c) { return c->metal ? TQKV__CACHE_STORES : TQKV__RAW; }
+
+/* Returns the positions of a ring of halves that serves so many queries: whole tiles, none of which wraps. */
 static int64_t tqkv__end_room(int64_t exact_last, int64_t n_queries)
 {
     return exact_last ? (exact_last + n_queries - 1 + TQKV__TILE - 1) / TQKV__TILE * TQKV__TILE : 0;
 }
 
-/* The oldest position that an edit leaves as halves: as if the ring had room for a tile of queries, so that no bit depends on how
-   positions came. exact_held is no higher. */
+/* Returns the oldest position that an edit leaves as halves: as if the ring had room for a tile of queries, so that no
+   bit depends on how positions came. exact_held is no higher. */
 static int64_t tqkv__exact_kept(const tqkv_cache *c)
 {
     const int64_t oldest = c->attention.end - tqkv__end_room(c->exact_last, TQKV__TILE);
     return oldest > c->exact_from ? oldest : c->exact_from;
 }
 
-/* Positions for which the rings of the newest halves have room; 0 without. */
+/* Returns the positions for which the rings of the newest halves have room; 0 without. */
 static int64_t tqkv__newest_room(const tqkv_cache *c)
 {
     return c->ends[1][0].capacity ? c->ends[1][0].capacity : c->ends[1][1].capacity;
 }
 
-/* The positions that store i holds; of the newest halves those that an edit leaves. These may be more than exact_last: a truncation
-   takes from them first. */
+/* Returns the positions that store i holds: of the newest halves those that an edit leaves. These may be more than
+   exact_last: a truncation takes from them first. */
 static tqkv__range tqkv__range_of(const tqkv_cache *c, int i)
 {
     const tqkv__range all = {c->first, c->attention.end}, first = {0, c->exact_below}, none = {0, 0};
@@ -13135,7 +13516,7 @@ typedef enum tqkv__channels {
     TQKV__CHANNELS
 } tqkv__channels;
 
-/* Channels of the streams before number n; false if their room overflows. */
+/* Counts the channels of the streams before number n; false if their room overflows. */
 static bool tqkv__count_channels(const tqkv_cache *c, int n, size_t *channels)
 {
     size_t dims = 0;
@@ -13150,6 +13531,7 @@ static tqkv_result tqkv__get_raw(tqkv_cache *c);
 static void tqkv__drop_raw(tqkv_cache *c);
 struct tqkv__append;
 static void tqkv__append_learning(tqkv_cache *c, struct tqkv__append *append);
+static void tqkv__count_append(tqkv_cache *c, int n_tokens);
 static bool tqkv__view_raw(const tqkv_cache *c, tqkv_attention *view);
 static tqkv_result tqkv__attend_raw(const tqkv_cache *c, const tqkv_attention *some, const void *q, int n_queries,
                                     void *out);
@@ -13264,6 +13646,7 @@ static tqkv_result tqkv__cache_resolve(const tqkv_cache_desc *desc, tqkv_cache *
 {
     tqkv__attention resolved;
     memset(c, 0, sizeof *c);
+    c->learnt_at = -1;
     tqkv_result r = tqkv__cache_shapes(desc, c);
     if (r == TQKV_OK) r = tqkv__end_shapes(desc, c);
     if (r == TQKV_OK) r = tqkv__raw_shapes(desc, c);
@@ -13294,7 +13677,7 @@ static tqkv_result tqkv__cache_resolve(const tqkv_cache_desc *desc, tqkv_cache *
 
 /* Where arrays begin in the memory of a cache. */
 typedef struct tqkv__cache_memory {
-    size_t sinks, channels, codes[TQKV__RAW], norms[TQKV__RAW], size;
+    size_t sinks, channels, codes[TQKV__CACHE_STORES], norms[TQKV__CACHE_STORES], size;
 } tqkv__cache_memory;
 
 /* Divides a cache's memory; false on overflow. */
@@ -13306,7 +13689,7 @@ static bool tqkv__divide_memory(const tqkv_cache *c, size_t sinks_size, tqkv__ca
     bool fits = tqkv__count_channels(c, TQKV__CACHE_STREAMS, &channels) &&
                 tqkv__reserve(&at->size, sinks_size, &at->sinks) &&
                 tqkv__reserve(&at->size, TQKV__CHANNELS * channels * sizeof(float), &at->channels);
-    for (int i = 0; i < TQKV__RAW; i++) {
+    for (int i = 0; i < tqkv__stores_within(c); i++) {
         const tqkv_store *s = tqkv__store_of(c, i);
         if (!s) continue;
         fits = fits && tqkv__reserve(&at->size, tqkv_codes_size(s), &at->codes[i]) &&
@@ -13335,7 +13718,7 @@ TQKV__COLD TQKV_API tqkv_result tqkv_cache_create(const tqkv_cache_desc *desc, t
     }
     char *lines = memory + (64 - (uintptr_t)memory % 64) % 64;
     c.channels = (float *)(void *)(lines + at.channels);
-    for (int i = 0; i < TQKV__RAW; i++) {
+    for (int i = 0; i < tqkv__stores_within(&c); i++) {
         tqkv_store *s = tqkv__own_store(&c, i);
         if (!s) continue;
         s->codes_size = tqkv_codes_size(s);
@@ -13364,7 +13747,7 @@ TQKV__COLD TQKV_API void tqkv_cache_destroy(tqkv_cache *c)
     memory.free(memory.user, c, c->size);
 }
 
-/* The oldest resident position of a cache appended up to `end`. */
+/* Returns the oldest resident position of a cache appended up to `end`. */
 static int64_t tqkv__oldest(const tqkv_cache *c, int64_t end)
 {
     return end - c->first > c->keys.capacity ? end - c->keys.capacity : c->first;
@@ -13386,7 +13769,7 @@ static bool tqkv__in_cache(const tqkv_cache *c, const void *p, size_t size)
            tqkv__overlap(c->raw_memory, c->raw_size, p, size);
 }
 
-/* Where the channels of stream i lie. */
+/* Returns where the channels of stream i lie. */
 static float *tqkv__channel_room(const tqkv_cache *c, int i, tqkv__channels kind)
 {
     size_t before = 0, all = 0; /* of a cache that exists */
@@ -13395,7 +13778,19 @@ static float *tqkv__channel_room(const tqkv_cache *c, int i, tqkv__channels kind
     return c->channels + (size_t)kind * all + before;
 }
 
-/* Takes values as centres or scales of stream i and what is kept of it besides, its heads `stride` floats apart; NULL: none. */
+/* Stream i, and what is kept of it besides, has the centres or the scales that lie in their room, or none. */
+static void tqkv__name_channels(tqkv_cache *c, int i, tqkv__channels kind, bool has)
+{
+    tqkv_store *s = TQKV__STORE_AT(c, i);
+    *(kind == TQKV__CENTERS ? &s->center : &s->channel_scale) = has ? tqkv__channel_room(c, i, kind) : NULL;
+    for (int last = 0; last < 2; last++) {
+        c->ends[last][i].center = s->center;
+        c->ends[last][i].channel_scale = s->channel_scale;
+    }
+}
+
+/* Takes values as centres or scales of stream i and what is kept of it besides, its heads `stride` floats apart; NULL:
+   none. */
 static void tqkv__cache_channels(tqkv_cache *c, int i, tqkv__channels kind, const float *values, size_t stride)
 {
     tqkv_store *s = tqkv__own_store(c, i);
@@ -13408,11 +13803,7 @@ static void tqkv__cache_channels(tqkv_cache *c, int i, tqkv__channels kind, cons
         tqkv__invert(own, (int)(n_kv_heads * dim), tqkv__channel_room(c, i, TQKV__INVERSES));
         tqkv__fp_restore(mode);
     }
-    *(kind == TQKV__CENTERS ? &s->center : &s->channel_scale) = values ? own : NULL;
-    for (int last = 0; last < 2; last++) {
-        c->ends[last][i].center = s->center;
-        c->ends[last][i].channel_scale = s->channel_scale;
-    }
+    tqkv__name_channels(c, i, kind, values != NULL);
 }
 
 /* What an append encodes: the streams, and the first positions that are kept besides. */
@@ -13480,8 +13871,8 @@ static tqkv_result tqkv__get_newest(const tqkv_cache *c, int64_t room, tqkv_stor
     return TQKV_OK;
 }
 
-/* Makes the rings of the newest halves as large as n_tokens more need them: all of their queries find what they read. They are back in
-   the cache's memory when that is enough. */
+/* Makes the rings of the newest halves as large as n_tokens more need them: all of their queries find what they read.
+   They are back in the cache's memory when that is enough. */
 static tqkv_result tqkv__fit_newest(tqkv_cache *c, int n_tokens)
 {
     const int64_t most = (int64_t)c->keys.capacity - c->exact_last + 1; /* of a ring no query sees more */
@@ -13537,13 +13928,16 @@ TQKV_API tqkv_result tqkv_cache_append(tqkv_cache *c, const void *k, const void 
         r = TQKV__REFUSE(NOT_FINITE, "k or v holds NaN or infinity");
     if (r == TQKV_OK) r = tqkv__fit_newest(c, n_tokens);
     if (r != TQKV_OK) return r;
+    if (c->metal) {
+        r = tqkv__backend_of(c->metal)->append(c->metal, c, k, v, n_tokens);
+        if (r == TQKV_OK) tqkv__count_append(c, n_tokens);
+        return r;
+    }
     if (!c->learning && n_tokens) tqkv__drop_raw(c); /* the queries that read them have come */
     if (c->learning)
         tqkv__append_learning(c, &append);
-    else if (!c->metal)
+    else
         tqkv__append_rows(c, &append);
-    else if ((r = tqkv__backend_of(c->metal)->append(c->metal, c, k, v, n_tokens)) != TQKV_OK)
-        return r;
     tqkv__cache_advance(c, n_tokens);
     return r;
 }
@@ -13557,17 +13951,23 @@ static void tqkv__count_ends(const tqkv_cache *c, tqkv_attention *a)
     a->exact_from = c->exact_from;
 }
 
-TQKV_API tqkv_attention tqkv_cache_view(const tqkv_cache *c)
+/* The attention of one query to codes and what is kept besides. */
+static tqkv_attention tqkv__view_codes(const tqkv_cache *c)
 {
-    tqkv_attention view;
-    memset(&view, 0, sizeof view);
-    if (!c || tqkv__view_raw(c, &view)) return view;
-    view = c->attention;
+    tqkv_attention view = c->attention;
     view.kv_len = (int)(c->attention.end - c->first);
     tqkv__count_ends(c, &view);
     const bool full = c->exact_held <= c->attention.end - tqkv__newest_room(c); /* of halves that came */
     if (!full && view.exact_from < c->exact_held) view.exact_from = c->exact_held;
     return view;
+}
+
+TQKV_API tqkv_attention tqkv_cache_view(const tqkv_cache *c)
+{
+    tqkv_attention view;
+    memset(&view, 0, sizeof view);
+    if (!c || tqkv__view_raw(c, &view)) return view;
+    return tqkv__view_codes(c);
 }
 
 /* Takes the list and the tree of `some`, unless that is NULL. */
@@ -13582,7 +13982,7 @@ static void tqkv__take_some(const tqkv_attention *some, tqkv_attention *a)
     a->list_newest = some->list_newest;
 }
 
-/* some: NULL, or an attention with the list and the tree */
+/* Opens the attention of a cache. some: NULL, or an attention with the list and the tree */
 static tqkv_result tqkv__cache_attention(const tqkv_cache *c, const tqkv_attention *some, int n_queries,
                                          tqkv__attention *a)
 {
@@ -13605,7 +14005,7 @@ static tqkv_result tqkv__cache_attend(tqkv_cache *c, const tqkv_attention *some,
     tqkv__attention a;
     if (!c || n_queries < 0) return TQKV__INVALID("the cache is NULL or n_queries negative");
     if (n_queries == 0) return TQKV_OK;
-    if (c->raw_memory) return tqkv__attend_raw(c, some, q, n_queries, out);
+    if (c->reads_raw) return tqkv__attend_raw(c, some, q, n_queries, out);
     tqkv_result r = tqkv__cache_attention(c, some, n_queries, &a);
     if (r != TQKV_OK) return r;
     if (!c->metal) return tqkv__attend(&a, q, out);
@@ -13700,8 +14100,9 @@ TQKV_API const tqkv_store *tqkv_cache_keys(const tqkv_cache *c) { return c ? &c-
 TQKV_API const tqkv_store *tqkv_cache_values(const tqkv_cache *c) { return c ? c->attention.values : NULL; }
 TQKV_API const tqkv_store *tqkv_cache_tail(const tqkv_cache *c) { return c ? c->attention.tail : NULL; }
 
-/* >>cache-calibrate: a cache that learns centre and scale of its keys from its first positions, and presets. Until then keys and
-   values are halves of the rows as they came, `raw`; the append that reaches the last of these positions encodes all. */
+/* >>cache-calibrate: a cache that learns centre and scale of its keys from its first positions, and presets. Until then
+   keys and values are halves of the rows as they came, `raw`; the append that reaches the last of these positions
+   encodes all. */
 
 /* Positions from which a scale can be learned. */
 #define TQKV__LEAST_POSITIONS 16
@@ -13714,9 +14115,8 @@ static tqkv_result tqkv__raw_shapes(const tqkv_cache_desc *desc, tqkv_cache *c)
     if (desc->calibrate == 0) return TQKV_OK;
     if (desc->calibrate < least) return TQKV__INVALID("calibrate: fewer than 16 positions");
     if (desc->capacity < least) return TQKV__INVALID("calibrate: the capacity is less than 16");
-    if (desc->metal) return TQKV__REFUSE(UNSUPPORTED, "calibrate: a GPU's cache takes what another one learned");
     c->calibrate = desc->calibrate;
-    c->learning = true;
+    c->learning = c->reads_raw = true;
     const int most = quarter > least ? quarter : least, n = desc->calibrate < most ? desc->calibrate : most;
     for (int i = 0; i < TQKV__CACHE_STREAMS; i++) {
         const tqkv_store *s = tqkv__store_of(c, i);
@@ -13729,7 +14129,7 @@ static tqkv_result tqkv__raw_shapes(const tqkv_cache_desc *desc, tqkv_cache *c)
     return TQKV_OK;
 }
 
-/* Gets memory for what a cache that learns keeps raw. */
+/* Gets memory for what a cache that learns keeps raw; on a GPU it is the cache's. */
 static tqkv_result tqkv__get_raw(tqkv_cache *c)
 {
     size_t codes[TQKV__CACHE_STREAMS] = {0}, norms[TQKV__CACHE_STREAMS] = {0}, size = 0;
@@ -13741,7 +14141,7 @@ static tqkv_result tqkv__get_raw(tqkv_cache *c)
         if (!tqkv__reserve(&size, raw->codes_size, &codes[i]) || !tqkv__reserve(&size, raw->norms_size, &norms[i]))
             return TQKV__INVALID("a cache of more than SIZE_MAX bytes");
     }
-    if (!size) return TQKV_OK;
+    if (!size || c->metal) return TQKV_OK;
     c->raw_size = size + 63;
     c->raw_memory = c->memory.alloc(c->memory.user, c->raw_size);
     if (!c->raw_memory) return TQKV_OUT_OF_MEMORY;
@@ -13754,18 +14154,18 @@ static tqkv_result tqkv__get_raw(tqkv_cache *c)
     return TQKV_OK;
 }
 
-/* Gives the raw halves back. */
+/* Gives the raw halves back; on a GPU their memory stays, but no later query reads it. */
 static void tqkv__drop_raw(tqkv_cache *c)
 {
     if (c->raw_memory) c->memory.free(c->memory.user, c->raw_memory, c->raw_size);
     c->raw_memory = NULL;
-    c->learning = false;
-    memset(c->raw, 0, sizeof c->raw);
+    c->learning = c->reads_raw = false;
+    if (!c->metal) memset(c->raw, 0, sizeof c->raw);
 }
 
 /* -- Learning -- */
 
-/* Row of a store of halves that are not rotated, as floats; row: [head_dim] */
+/* Widens a row of a store of halves that are not rotated to floats; row: [head_dim] */
 static void tqkv__raw_row(const tqkv__stream *raw, int kv_head, int slot, float *row)
 {
     const tqkv__codec *codec = tqkv__codec_for(raw->head_dim);
@@ -13777,7 +14177,7 @@ static void tqkv__raw_row(const tqkv__stream *raw, int kv_head, int slot, float 
         codec->widen(TQKV_TYPE_F16, codes, NULL, NULL, raw->head_dim, row);
 }
 
-/* As tqkv__channel_means, of the raw halves [first, end) of a head. */
+/* Finds the same as tqkv__channel_means, of the raw halves [first, end) of a head. */
 static void tqkv__raw_means(const tqkv__stream *raw, int kv_head, int first, int end, const float *center, bool squared,
                             float *means)
 {
@@ -13791,8 +14191,8 @@ static void tqkv__raw_means(const tqkv__stream *raw, int kv_head, int first, int
     tqkv__divide_sums(means, raw->head_dim, (float)(end - first));
 }
 
-/* Learns centre and scale of the keys from the raw halves of the positions before n, without those that stay exact, if enough
-   remain. */
+/* Learns centre and scale of the keys from the raw halves of the positions before n, without those that stay exact, if
+   enough remain. */
 static TQKV__NOINLINE void tqkv__learn(tqkv_cache *c, const tqkv__stream *raw, int n)
 {
     tqkv__learnt learnt;
@@ -13815,8 +14215,8 @@ static TQKV__NOINLINE void tqkv__learn(tqkv_cache *c, const tqkv__stream *raw, i
 
 /* -- Encoding what was raw -- */
 
-/* The raw halves of a cache, and where they go: tasks for each head of each stream. end: of the append, what the rings of the
-   newest halves must hold up to */
+/* The raw halves of a cache, and where they go: tasks for each head of each stream. end: of the append, what the rings
+   of the newest halves must hold up to */
 typedef struct tqkv__raw_job {
     tqkv__stream raw[2], to[2], first[2], newest[2];
     bool has_first[2], has_newest[2];
@@ -13892,8 +14292,17 @@ static tqkv_result tqkv__settle_tail(const tqkv_cache *c, const tqkv_store *raw,
     return r;
 }
 
-/* Learns from the n positions that are raw, and encodes them, with what is kept besides of them at `end`. raw: [3], the cache's or
-   another one's, whose tail may have another format and then cannot always be converted */
+/* What the cache has of its first n positions when these are encoded for an append up to `end`. */
+static void tqkv__count_settled(tqkv_cache *c, int n, int64_t end)
+{
+    c->learning = false;
+    c->exact_below = n < c->exact_first ? n : c->exact_first;
+    c->exact_from = c->exact_held = 0;
+    if (end > tqkv__newest_room(c)) c->exact_held = end - tqkv__newest_room(c) < n ? end - tqkv__newest_room(c) : n;
+}
+
+/* Learns from the n positions that are raw, and encodes them, with what is kept besides of them at `end`. raw: [3], the
+   cache's or another one's, whose tail may have another format and then cannot always be converted */
 static tqkv_result tqkv__settle(tqkv_cache *c, const tqkv_store *raw, int n, int64_t end)
 {
     tqkv__raw_job job;
@@ -13907,10 +14316,7 @@ static tqkv_result tqkv__settle(tqkv_cache *c, const tqkv_store *raw, int n, int
     job.n_heads = c->keys.n_kv_heads;
     job.end = end;
     parallel->run(parallel->user, sides * job.n_heads, tqkv__raw_task, &job);
-    c->learning = false;
-    c->exact_below = n < c->exact_first ? n : c->exact_first;
-    c->exact_from = c->exact_held = 0;
-    if (end > tqkv__newest_room(c)) c->exact_held = end - tqkv__newest_room(c) < n ? end - tqkv__newest_room(c) : n;
+    tqkv__count_settled(c, n, end);
     return tqkv__settle_tail(c, raw, n);
 }
 
@@ -13967,17 +14373,53 @@ static void tqkv__append_learning(tqkv_cache *c, tqkv__append *append)
     if (append->job.n_tokens) tqkv__append_rows(c, append);
 }
 
+/* Counts what a GPU has appended, or will have when what is recorded has run: the cache then has centre and scale,
+   whose numbers the processor does not know yet. */
+static void tqkv__count_append(tqkv_cache *c, int n_tokens)
+{
+    const int64_t end = c->attention.end + n_tokens;
+    if (!c->learning && n_tokens) tqkv__drop_raw(c);
+    if (c->learning && end >= c->raw[0].capacity) {
+        c->learnt_at = c->attention.end;
+        tqkv__count_settled(c, c->raw[0].capacity, end);
+        tqkv__name_channels(c, TQKV__KEYS, TQKV__CENTERS, true);
+        tqkv__name_channels(c, TQKV__KEYS, TQKV__SCALES, true);
+        if (c->attention.non_causal) tqkv__drop_raw(c);
+    }
+    tqkv__cache_advance(c, n_tokens);
+}
+
+/* Forgets positions whose appends a GPU did not run, and what the cache would have learned from them. */
+static tqkv_result tqkv__count_failed(tqkv_cache *c, int64_t end)
+{
+    const bool unlearns = !c->learning && end >= 0 && end <= c->learnt_at;
+    const tqkv_result r = tqkv_cache_truncate(c, end);
+    if (r != TQKV_OK || !unlearns) return r;
+    tqkv__name_channels(c, TQKV__KEYS, TQKV__CENTERS, false);
+    tqkv__name_channels(c, TQKV__KEYS, TQKV__SCALES, false);
+    c->learning = c->reads_raw = true;
+    c->exact_below = c->exact_from = c->exact_held = 0;
+    return TQKV_OK;
+}
+
+/* On a GPU a tail is encoded to its stream while the cache learns, too: kernels do not copy rows of any format. After
+   what moved raw rows, or brought them, the stream follows. */
+static tqkv_result tqkv__follow_tail(const tqkv_cache *c)
+{
+    return c->metal && c->learning ? tqkv__settle_tail(c, c->raw, (int)c->attention.end) : TQKV_OK;
+}
+
 /* -- Attending -- */
 
-/* How many of the newest n_queries queries stand at positions that are read raw. */
+/* Returns how many of the newest n_queries queries stand at positions that are read raw. */
 static int tqkv__raw_queries(const tqkv_cache *c, int n_queries)
 {
     const int64_t first = c->attention.end - n_queries, n = c->raw[0].capacity;
-    if (!c->raw_memory || first >= n) return 0;
+    if (!c->reads_raw || first >= n) return 0;
     return c->attention.end <= n ? n_queries : (int)(n - first);
 }
 
-/* The attention of n_queries queries, the last of which stands before `end`, to what is raw. */
+/* Returns the attention of n_queries queries, the last of which stands before `end`, to what is raw. */
 static tqkv_attention tqkv__raw_attention(const tqkv_cache *c, int64_t end, int n_queries)
 {
     tqkv_attention a = c->attention;
@@ -13998,8 +14440,8 @@ static bool tqkv__view_raw(const tqkv_cache *c, tqkv_attention *view)
     return true;
 }
 
-/* A call of a cache that is cut at the position from which queries read codes. The second request has the other queries or, with a
-   tree, which counts from the first query of a call, all of them, and an output of its own. */
+/* A call of a cache that is cut at the position from which queries read codes. The second request has the other queries
+   or, with a tree, which counts from the first query of a call, all of them, and an output of its own. */
 typedef struct tqkv__cut_call {
     tqkv__attention a[2];
     tqkv__request requests[2];
@@ -14041,8 +14483,8 @@ static tqkv_result tqkv__cut_coded(const tqkv_cache *c, const tqkv_attention *so
     return r;
 }
 
-/* As tqkv__attend_raw, for a tree that stands on both sides: all queries read codes into memory of their own, of which those that do
-   are copied. */
+/* Does what tqkv__attend_raw does for a tree that stands on both sides: all queries read codes into memory of their
+   own, of which those that do are copied. */
 static tqkv_result tqkv__attend_cut_tree(const tqkv_cache *c, const tqkv_attention *some, const void *q, int n_queries,
                                          void *out, tqkv__cut_call *cut)
 {
@@ -14075,10 +14517,12 @@ static TQKV__NOINLINE tqkv_result tqkv__attend_raw(const tqkv_cache *c, const tq
     cut.n_raw = tqkv__raw_queries(c, n_queries);
     tqkv_result r = cut.n_raw ? tqkv__cut_raw(c, some, q, n_queries, out, &cut) : TQKV_OK;
     if (r != TQKV_OK) return r;
-    if (cut.n_raw && cut.n_raw < n_queries && some && some->tree)
-        return tqkv__attend_cut_tree(c, some, q, n_queries, out, &cut);
-    if (cut.n_raw < n_queries) r = tqkv__cut_coded(c, some, q, cut.n_raw, n_queries, out, &cut);
-    return r == TQKV_OK ? tqkv__run_job(cut.requests, cut.n_requests) : r;
+    const bool whole = cut.n_raw && cut.n_raw < n_queries && some && some->tree;
+    if (whole && !c->metal) return tqkv__attend_cut_tree(c, some, q, n_queries, out, &cut);
+    if (cut.n_raw < n_queries) r = tqkv__cut_coded(c, some, q, whole ? 0 : cut.n_raw, n_queries, out, &cut);
+    if (r != TQKV_OK) return r;
+    return c->metal ? tqkv__backend_of(c->metal)->attend(c->metal, c, some, q, n_queries, out)
+                    : tqkv__run_job(cut.requests, cut.n_requests);
 }
 
 /* -- Presets -- */
@@ -14099,15 +14543,23 @@ TQKV_API tqkv_cache_desc tqkv_cache_preset(tqkv_preset preset)
 
 /* >>cache-edit: truncate, remove, keep, fork. */
 
-/* After an edit positions below `from` are read as codes: nothing to say where none is kept as halves. */
+/* Lets positions below `from` be read as codes after an edit. Where none is kept as halves there is nothing to say. */
 static void tqkv__exact_begins(tqkv_cache *c, int64_t from) { c->exact_from = c->exact_last ? from : 0; }
+
+/* What was raw when the cache learned is no longer what it holds. */
+static void tqkv__begin_edit(tqkv_cache *c)
+{
+    if (c->learning) return;
+    tqkv__drop_raw(c);
+    c->learnt_at = -1;
+}
 
 TQKV_API tqkv_result tqkv_cache_truncate(tqkv_cache *c, int64_t end)
 {
     if (!c) return TQKV__INVALID("the cache is NULL");
     if (end < 0 || end > c->attention.end || (end < c->first && end != 0))
         return TQKV__REFUSE(OUT_OF_RANGE, "end: not among the resident positions");
-    if (!c->learning && end < c->attention.end) tqkv__drop_raw(c);
+    if (end < c->attention.end) tqkv__begin_edit(c);
     if (end == 0) c->first = 0;
     if (c->exact_below > end) c->exact_below = end;
     if (end < c->attention.end) tqkv__exact_begins(c, tqkv__exact_kept(c) < end ? tqkv__exact_kept(c) : end);
@@ -14116,8 +14568,8 @@ TQKV_API tqkv_result tqkv_cache_truncate(tqkv_cache *c, int64_t end)
     return TQKV_OK;
 }
 
-/* Moves n positions down, see tqkv__move_rows: halves of the first positions as far as there are any, of the newest ones if all
-   have them. */
+/* Moves n positions down, see tqkv__move_rows: halves of the first positions as far as there are any, of the newest
+   ones if all have them. */
 static void tqkv__move_positions(const tqkv_cache *c, int64_t source, int64_t target, int64_t n)
 {
     const int64_t below = c->exact_below - source < n ? c->exact_below - source : n;
@@ -14142,7 +14594,7 @@ static void tqkv__reverse_rows(uint8_t *rows, int n, size_t size)
     }
 }
 
-/* Position p + by of the rings of halves becomes position p. */
+/* Turns the rings of halves: position p + by becomes position p. */
 static void tqkv__turn_rings(const tqkv_cache *c, int64_t by)
 {
     for (int i = TQKV__LAST_KEYS; i <= TQKV__LAST_VALUES; i++) {
@@ -14165,7 +14617,7 @@ TQKV__COLD TQKV_API tqkv_result tqkv_cache_remove(tqkv_cache *c, int64_t first, 
     if (count < 0) return TQKV__INVALID("count is negative");
     if (first < 0 || first > c->attention.end || count > c->attention.end - first)
         return TQKV__REFUSE(OUT_OF_RANGE, "first, count: not among the resident positions");
-    if (!c->learning && count) tqkv__drop_raw(c);
+    if (count) tqkv__begin_edit(c);
     const int64_t behind = first + count, n = c->attention.end - behind;
     tqkv__move_positions(c, behind, first, n);
     const int64_t kept = tqkv__exact_kept(c);
@@ -14176,7 +14628,7 @@ TQKV__COLD TQKV_API tqkv_result tqkv_cache_remove(tqkv_cache *c, int64_t first, 
     if (count) tqkv__exact_begins(c, first < kept ? (behind > kept ? behind : kept) - count : kept);
     if (first < c->exact_below) c->exact_below = c->exact_below > behind ? c->exact_below - count : first;
     c->attention.end -= count;
-    return TQKV_OK;
+    return tqkv__follow_tail(c);
 }
 
 TQKV__COLD TQKV_API tqkv_result tqkv_cache_keep(tqkv_cache *c, int n, const int *kept, int n_kept)
@@ -14190,7 +14642,7 @@ TQKV__COLD TQKV_API tqkv_result tqkv_cache_keep(tqkv_cache *c, int n, const int 
         if (kept[i] < 0 || kept[i] >= n) return TQKV__REFUSE(OUT_OF_RANGE, "kept: not one of the newest n positions");
         if (i && kept[i] <= kept[i - 1]) return TQKV__INVALID("kept: not ascending");
     }
-    if (!c->learning && n_kept < n) tqkv__drop_raw(c);
+    if (n_kept < n) tqkv__begin_edit(c);
     const int64_t first = c->attention.end - n, kept_from = tqkv__exact_kept(c);
     int64_t below = first;
     for (int i = 0, next; i < n_kept; i = next) {
@@ -14202,10 +14654,11 @@ TQKV__COLD TQKV_API tqkv_result tqkv_cache_keep(tqkv_cache *c, int n, const int 
     if (c->exact_below > below) c->exact_below = below;
     if (first < c->exact_held) c->exact_held = c->attention.end; /* their rows did not move */
     if (n_kept < n) tqkv__exact_begins(c, first < kept_from ? c->attention.end : kept_from);
-    return TQKV_OK;
+    return tqkv__follow_tail(c);
 }
 
-/* The fields of a desc, and where a cache has them: those that a snapshot holds, then those that another desc may bring. */
+/* The fields of a desc, and where a cache has them: those that a snapshot holds, then those that another desc may
+   bring. */
 // clang-format off
 #define TQKV__CACHE_SHAPE(row)                                                                                         \
     row(head_dim,     keys.head_dim)       row(value_dim,  values.head_dim)                                            \
@@ -14274,8 +14727,8 @@ static tqkv_result tqkv__fork_store(const tqkv_cache *c, int i, const tqkv_cache
     return tqkv__convert(to, from, range.from, (int)(range.to - range.from), parallel);
 }
 
-/* Copies what a cache holds to a new one of its shape. One that learns, and has more positions than the copy learns from, is
-   calibrated with these. */
+/* Copies what a cache holds to a new one of its shape. One that learns, and has more positions than the copy learns
+   from, is calibrated with these. */
 static tqkv_result tqkv__copy_cache(const tqkv_cache *c, tqkv_cache *copy, const tqkv_parallel *parallel)
 {
     tqkv_result r = TQKV_OK;
@@ -14293,7 +14746,7 @@ static tqkv_result tqkv__copy_cache(const tqkv_cache *c, tqkv_cache *copy, const
     copy->exact_from = c->exact_from;
     copy->exact_held = tqkv__range_of(c, TQKV__LAST_KEYS).from;
     copy->attention.end = c->attention.end;
-    if (!settles) return r;
+    if (!settles) return r == TQKV_OK ? tqkv__follow_tail(copy) : r;
     r = tqkv__settle(copy, c->raw, (int)c->attention.end, c->attention.end);
     tqkv__drop_raw(copy);
     return r;
@@ -14345,21 +14798,22 @@ TQKV__COLD TQKV_API tqkv_result tqkv_cache_fork(const tqkv_cache *c, const tqkv_
          48      4  capacity                                  120      8  exact_from
          52      4  key format                                128      8  XXH3-64 of the bytes before
          56      4  value format
-         60      4  tail format, or 0                       then, for each stream: keys, values unless they are the keys, tail:
+         60      4  tail format, or 0                       then, for each stream (keys, values unless shared, tail):
          64      4  type                                              centre, then scale [n_kv_heads][head_dim], if any
          68      4  bit 0: ring; 1: shared; 2: the                    codes [n_kv_heads][positions][row_bytes]
                     cache has not learned yet; 8 to 10:               norms [n_kv_heads][positions][norms_per_row]
                     keys, values and tail have a                   8  XXH3-64 of these
                     centre; 16 to 18: a scale
 
-   Behind the streams come, likewise but without centre and scale, what is kept of the first positions' keys, values and tail, then the
-   halves of the newest keys and values, as far as the cache has these stores. The newest halves are those of the positions from
-   exact_from on, but no more than an edit leaves, see tqkv__exact_kept. In a cache that has not learned yet all these have no
-   positions; behind them come the rows as they came, of keys and values as halves, and of the tail.
+   Behind the streams come, likewise but without centre and scale, what is kept of the first positions' keys, values and
+   tail, then the halves of the newest keys and values, as far as the cache has these stores. The newest halves are
+   those of the positions from exact_from on, but no more than an edit leaves, see tqkv__exact_kept. In a cache that has
+   not learned yet all these have no positions; behind them come the rows as they came, of keys and values as halves,
+   and of the tail.
 
    Positions of a store:
      offset  bytes  field                                 offset  bytes  field
-          0      8  "tqks" CR LF SUB LF                        32      4  block_scale (float32); 1 where it has no effect
+          0      8  "tqks" CR LF SUB LF                        32      4  block_scale (float32); 1 without effect
           8      4  snapshot version                           36      4  0
          12      4  bytes of the header, with its hash         40      8  first position
          16      4  format                                     48      8  number of positions
@@ -14521,7 +14975,7 @@ static tqkv_result tqkv__read_header(tqkv__pipe *pipe, const char *magic, size_t
     return r == TQKV_OK ? tqkv__move_hash(pipe) : r;
 }
 
-/* A bit for each stream with a centre, or with a scale. */
+/* Returns a bit for each stream with a centre, or with a scale. */
 static uint32_t tqkv__streams_with(const tqkv_cache *c, bool scales)
 {
     uint32_t bits = 0;
@@ -14617,7 +15071,7 @@ static bool tqkv__parse_shape(const uint32_t fields[TQKV__HEADER_FIELDS], tqkv_c
     return !d->shared || (d->value_format == d->key_format && d->value_dim == d->head_dim);
 }
 
-/* False if no cache can have written it. */
+/* Takes what a header says; false if no cache can have written it. */
 static bool tqkv__parse_header(const uint8_t *header, tqkv__header *h)
 {
     uint32_t fields[TQKV__HEADER_FIELDS];
@@ -14641,7 +15095,7 @@ static bool tqkv__parse_header(const uint8_t *header, tqkv__header *h)
     return !h->learning || (d->calibrate && !h->centers && !h->scales && !h->exact_below);
 }
 
-/* A cache that holds what a header says. */
+/* Makes a cache hold what a header says. */
 static void tqkv__set_range(tqkv_cache *c, const tqkv__header *h)
 {
     c->first = h->first;
@@ -14699,15 +15153,15 @@ static tqkv_result tqkv__hold(tqkv__read_ahead *a, size_t wanted)
     return TQKV_OK;
 }
 
-/* Bytes to read before the cache is created: none up to 1 MiB; then a sixteenth of the cache's size, or all that the
-   header announces if that is less. A file that was cut short cannot make load allocate much. */
+/* Returns the bytes to read before the cache is created: none up to 1 MiB; then a sixteenth of the cache's size, or all
+   that the header announces if that is less. A file that was cut short cannot make load allocate much. */
 static size_t tqkv__wanted_ahead(const tqkv_cache *c, uint32_t centers, uint32_t scales)
 {
     size_t all = 0, announced = 0;
     for (int i = 0; i < TQKV__CACHE_STORES; i++) {
-        const tqkv_store *s = i < TQKV__RAW ? tqkv__store_of(c, i) : &c->raw[i - TQKV__RAW]; /* has no memory yet */
+        const tqkv_store *s = tqkv__store_of(c, i); /* has no memory yet */
         const tqkv__range range = tqkv__range_of(c, i);
-        if (!s || !s->head_dim || (i >= TQKV__RAW && !c->learning)) continue;
+        if (!s || (i >= TQKV__RAW && !c->learning)) continue;
         const size_t rows = tqkv_codes_size(s) + tqkv_norms_size(s);
         const size_t center = i < TQKV__CACHE_STREAMS ? (size_t)s->n_kv_heads * (size_t)s->head_dim * sizeof(float) : 0;
         all += rows + TQKV__CHANNELS * center; /* there is always room for them */
@@ -14718,8 +15172,8 @@ static size_t tqkv__wanted_ahead(const tqkv_cache *c, uint32_t centers, uint32_t
     return all <= 1048576 ? 0 : announced < all / 16 ? announced : all / 16;
 }
 
-/* Takes centres and scales of the streams whose bits are set from where they lie in the cache: before these are read, and with
-   inverses after it. */
+/* Takes centres and scales of the streams whose bits are set from where they lie in the cache: before these are read,
+   and with inverses after it. */
 static void tqkv__take_channels(tqkv_cache *c, uint32_t centers, uint32_t scales)
 {
     for (int i = 0; i < TQKV__CACHE_STREAMS; i++)
@@ -14731,7 +15185,7 @@ static void tqkv__take_channels(tqkv_cache *c, uint32_t centers, uint32_t scales
         }
 }
 
-/* Room for the centres and scales that the snapshot has: ones, until they are read. */
+/* Opens the room for the centres and scales that the snapshot has: ones, until they are read. */
 static void tqkv__open_channels(tqkv_cache *c, uint32_t centers, uint32_t scales)
 {
     size_t channels = 0;
@@ -14740,7 +15194,7 @@ static void tqkv__open_channels(tqkv_cache *c, uint32_t centers, uint32_t scales
     tqkv__take_channels(c, centers, scales);
 }
 
-/* A cache to read into. One that has learned needs no raw memory. */
+/* Creates a cache to read into. One that has learned needs no raw memory. */
 static tqkv_result tqkv__create_found(const tqkv__header *found, tqkv_cache **out)
 {
     tqkv_cache_desc desc = found->desc;
@@ -14786,6 +15240,7 @@ TQKV__COLD TQKV_API tqkv_result tqkv_cache_load(const tqkv_cache_desc *desc, tqk
         return r;
     }
     r = tqkv__move_stores(&pipe, c);
+    if (r == TQKV_OK) r = tqkv__follow_tail(c);
     if (r == TQKV_OK) tqkv__take_channels(c, 0, found.scales);
     tqkv__drop_held(&ahead);
     if (r == TQKV_OK)
@@ -14801,7 +15256,7 @@ static size_t tqkv__write_nowhere(void *user, const void *bytes, size_t n)
     return n;
 }
 
-/* The hash of the bytes of centre and scale in a snapshot; 0 without. */
+/* Returns the hash of the bytes of centre and scale in a snapshot; 0 without. */
 static uint64_t tqkv__channels_hash(const tqkv__stream *s)
 {
     tqkv__pipe pipe;
@@ -14846,8 +15301,8 @@ TQKV_API tqkv_result tqkv_store_save(const tqkv_store *store, int64_t position, 
     return r == TQKV_OK ? tqkv__move_stored(&pipe, &s, range) : r;
 }
 
-/* Every size comes from the store: a header that differs from the one that this store writes is refused, but for the first
-   position. */
+/* Every size comes from the store: a header that differs from the one that this store writes is refused, but for the
+   first position. */
 TQKV_API tqkv_result tqkv_store_load(const tqkv_store *store, int64_t position, int n_positions, tqkv_read read,
                                      void *user)
 {
@@ -15221,7 +15676,8 @@ enum {
 
 /* >>plan-rows: bindings; encode, probe, decode, rotate */
 
-/* Follows tqkv__stream_shape and tqkv__attention_shape. value_dim: in calls of both streams, else head_dim */
+/* Checks whether there are kernels; follows tqkv__stream_shape and tqkv__attention_shape. value_dim: in calls of both
+   streams, else head_dim */
 static tqkv_result tqkv__check_kernels(int head_dim, int value_dim)
 {
     const bool wide = head_dim == TQKV__WIDE_KEYS && value_dim == TQKV__NARROW_VALUES;
@@ -15232,15 +15688,15 @@ static tqkv_result tqkv__check_kernels(int head_dim, int value_dim)
 /* Whether attend_matrix has sums of such rows in several simdgroups, TQKV__LONG_SIMDGROUPS a threadgroup. */
 static bool tqkv__is_long(int head_dim) { return head_dim == 448 || head_dim == 512; }
 
-/* tail_dim: 0 without a tail */
+/* Checks whether keys may have such a tail. tail_dim: 0 without one */
 static tqkv_result tqkv__check_tail(int head_dim, int tail_dim)
 {
     if (!tail_dim || tail_dim == TQKV__TAIL_DIM(head_dim)) return TQKV_OK;
     return TQKV__REFUSE(UNSUPPORTED, TQKV__KERNELS_TEXT);
 }
 
-/* The regions of a context that attention takes in dispatches of their own: first positions that are kept as halves, the codes,
-   last positions that are. */
+/* The regions of a context that attention takes in dispatches of their own: first positions that are kept as halves,
+   the codes, last positions that are. */
 enum { TQKV__FIRST_REGION, TQKV__CODES_REGION, TQKV__LAST_REGION, TQKV__REGIONS };
 
 /* What an attention dispatches, of those regions that there are. */
@@ -15381,7 +15837,7 @@ static bool tqkv__open_plan(tqkv_metal_plan *plan, const char *call)
     return true;
 }
 
-/* Ends it with the result of the call. */
+/* Ends a plan with the result of its call. */
 static tqkv_result tqkv__close_plan(tqkv_metal_plan *plan, tqkv_result r)
 {
     plan->result = r;
@@ -15389,14 +15845,14 @@ static tqkv_result tqkv__close_plan(tqkv_metal_plan *plan, tqkv_result r)
     return r;
 }
 
-/* Its next dispatch. */
+/* Returns the next dispatch of a plan. */
 static tqkv_metal_dispatch *tqkv__add_dispatch(tqkv_metal_plan *plan)
 {
     TQKV_ASSERT(plan->n < TQKV_METAL_DISPATCHES);
     return &plan->d[plan->n++];
 }
 
-/* What plans are made of is called, not inlined: a fifth of their code. */
+/* Adds arguments. What plans are made of is called, not inlined: a fifth of their code. */
 static TQKV__NOINLINE void tqkv__plan_args(tqkv_metal_dispatch *d, const void *args, size_t size)
 {
     TQKV_ASSERT(d->n_arguments < 2 && size <= TQKV_METAL_ARGUMENTS);
@@ -15466,7 +15922,7 @@ static tqkv_result tqkv__plan_table(const tqkv_metal_store *store, tqkv__stream 
     return store->shape.pages ? TQKV__INVALID("pages: no buffer") : TQKV_OK;
 }
 
-/* The shape of a store in buffers, without its table. */
+/* Takes the shape of a store in buffers, without its table. */
 static tqkv_result tqkv__plan_store(const tqkv_metal_store *store, tqkv_store *shape)
 {
     if (!store) return TQKV__INVALID("a store is NULL");
@@ -15483,7 +15939,7 @@ static tqkv_result tqkv__plan_open(const tqkv_metal_store *store, tqkv__stream *
     return r == TQKV_OK ? tqkv__plan_table(store, s) : r;
 }
 
-/* From here on positions take the place of slots: only the kernel looks at the table. */
+/* Lets positions take the place of slots: only the kernel looks at the table. */
 static tqkv_result tqkv__plan_positions(tqkv__stream *s)
 {
     const int64_t room = (int64_t)s->n_pages * s->page_size;
@@ -15522,7 +15978,7 @@ static void tqkv__plan_bind_flag(tqkv_metal_dispatch *d, int index, tqkv_metal_b
     tqkv__plan_bind(d, "not_finite", index, at, at.buffer ? sizeof(uint32_t) : 0, true);
 }
 
-/* The buffer `bytes` further on. An offset that would wrap becomes one beyond the end of any buffer. */
+/* Returns the buffer `bytes` further on. An offset that would wrap becomes one beyond the end of any buffer. */
 static tqkv_metal_buffer tqkv__buffer_after(tqkv_metal_buffer at, size_t bytes)
 {
     const size_t last = SIZE_MAX - 15;
@@ -15546,7 +16002,7 @@ static tqkv_result tqkv__check_strides(tqkv_strides strides)
     return TQKV__REFUSE(UNSUPPORTED, "strides of 2^32 values or more: not on a GPU");
 }
 
-/* Of q, of the output and of the sums of a slice. */
+/* Checks the strides of q, of the output and of the sums of a slice. */
 static tqkv_result tqkv__check_call_strides(const tqkv__attention *a)
 {
     const tqkv_strides none = {0, 0};
@@ -15555,7 +16011,7 @@ static tqkv_result tqkv__check_call_strides(const tqkv__attention *a)
     return r == TQKV_OK ? tqkv__check_strides(tqkv__strides_of(none, a->call.n_heads, a->value_dim)) : r;
 }
 
-/* The bytes of the caller's rows of so many tokens, with gaps. As floats without gaps they have a size, too. */
+/* Finds the bytes of the caller's rows of so many tokens, with gaps. As floats without gaps they have a size, too. */
 static TQKV__NOINLINE tqkv_result tqkv__plan_extent(const tqkv__stream *s, int n_tokens, size_t *bytes)
 {
     const size_t size = tqkv__type_size(s->type);
@@ -15566,8 +16022,8 @@ static TQKV__NOINLINE tqkv_result tqkv__plan_extent(const tqkv__stream *s, int n
     return tqkv__check_strides(s->strides);
 }
 
-/* Adds arguments for the rows of tokens from `position` on. slots: of a KV head in memory. What encodes has bound its flag
-   before, as its first buffer. */
+/* Adds arguments for the rows of tokens from `position` on. slots: of a KV head in memory. What encodes has bound its
+   flag before, as its first buffer. */
 static tqkv_result tqkv__plan_rows(tqkv_metal_dispatch *d, const tqkv__stream *s, int slot_list, int n_tokens,
                                    int64_t position)
 {
@@ -15611,7 +16067,7 @@ typedef struct tqkv__encode_stream {
     int center, pages, scale; /* indices */
 } tqkv__encode_stream;
 
-/* Memory at `index` for the rows of each simdgroup. Metal takes no empty memory. */
+/* Plans memory at `index` for the rows of each simdgroup. Metal takes no empty memory. */
 static void tqkv__plan_encode_memory(tqkv_metal_dispatch *d, int index, int head_dim)
 {
     const size_t rows = (size_t)TQKV__ROW_BYTES(head_dim, 1);
@@ -15644,7 +16100,8 @@ static tqkv_result tqkv__plan_mapping(const tqkv_store *shape, const tqkv__mappi
     return r == TQKV_OK ? tqkv__plan_check_pages(shape, mapping->position, n, true) : r;
 }
 
-/* Adds a stream to encode: arguments at index 0 or 4, then source, codes and norms; centre, pages and scales where it says. */
+/* Adds a stream to encode: arguments at index 0 or 4, then source, codes and norms; centre, pages and scales where it
+   says. */
 static tqkv_result tqkv__plan_stream(tqkv_metal_dispatch *d, const tqkv__encode_stream *e, const tqkv__mapping *mapping)
 {
     size_t all, kept;
@@ -15991,7 +16448,8 @@ static int tqkv__stretch_of(int64_t tile, int n_short)
     return (int)TQKV__STRETCH_OF_TILE(tile, length, n);
 }
 
-/* Slots of the keys before slice_end that some query sees, as tiles [*first, *end). A ring that wraps: all. */
+/* Finds the slots of the keys before slice_end that some query sees, as tiles [*first, *end): all of a ring that
+   wraps. */
 static void tqkv__tiles_seen(const tqkv__attention *a, int64_t slice_end, int64_t *first, int64_t *end)
 {
     const tqkv__range slice = {a->first, slice_end}, visible = tqkv__visible_to(a, 0, a->call.n_queries - 1, slice);
@@ -16021,13 +16479,13 @@ static bool tqkv__choose_matrix(const tqkv__attention *a)
            (head_dim == 64 || head_dim == 128 || head_dim == 256 || tqkv__is_long(head_dim));
 }
 
-/* Query rows of a threadgroup that multiplies matrices: 64 registers of sums. The benchmark's GPU, with 255 registers a
-   thread, takes 32 up to D=128. */
+/* Returns the query rows of a threadgroup that multiplies matrices: 64 registers of sums. The benchmark's GPU, with 255
+   registers a thread, takes 32 up to D=128. */
 static int tqkv__matrix_rows(int head_dim) { return head_dim <= 64 ? 32 : head_dim <= 128 ? 16 : 8; }
 
-/* A number of columns has a pipeline of its own, and Metal takes up to a second for one. One query has always the same rows:
-   they are its columns. For several they are a power of two, so that a server, whose calls differ in their numbers of
-   queries, does not wait for Metal's compiler while it serves. */
+/* Returns the columns of a threadgroup. A number of columns has a pipeline of its own, and Metal takes up to a second
+   for one. One query has always the same rows: they are its columns. For several they are a power of two, so that a
+   server, whose calls differ in their numbers of queries, does not wait for Metal's compiler while it serves. */
 static int tqkv__choose_columns(int64_t rows, int n_queries)
 {
     int columns = 1;
@@ -16036,8 +16494,8 @@ static int tqkv__choose_columns(int64_t rows, int n_queries)
     return columns;
 }
 
-/* Divides query rows and the tiles [first, end) of the keys. most_sums: bytes of the stretches' sums; SIZE_MAX: each stretch
-   has its own, and all are short */
+/* Divides query rows and the tiles [first, end) of the keys. most_sums: bytes of the stretches' sums; SIZE_MAX: each
+   stretch has its own, and all are short */
 static tqkv_result tqkv__choose_split(const tqkv__attention *a, int64_t first, int64_t end, size_t most_sums,
                                       tqkv__split *split)
 {
@@ -16069,16 +16527,16 @@ static tqkv_result tqkv__choose_split(const tqkv__attention *a, int64_t first, i
     return TQKV_OK;
 }
 
-/* The positions from the oldest one of a region of the context on. Only the first ones of a ring, which end long before the queries'
-   own, have more behind them than an int counts. */
+/* Returns the number of positions from the oldest one of a region of the context on. Only the first ones of a ring,
+   which end long before the queries' own, have more behind them than an int counts. */
 static int tqkv__positions_behind(const tqkv__attention *a)
 {
     const int64_t n = a->call.end - a->first;
     return n < INT_MAX ? (int)n : 1 << 30;
 }
 
-/* What a query sees, counted from the oldest resident position: the positions up to first_newest and its number, and of those
-   the last `window`, or all. Without causality it looks as far ahead as back. */
+/* Finds what a query sees, counted from the oldest resident position: the positions up to first_newest and its number,
+   and of those the last `window`, or all. Without causality it looks as far ahead as back. */
 static void tqkv__plan_seen(const tqkv__attention *a, int32_t *first_newest, int32_t *window)
 {
     const int kv_len = tqkv__positions_behind(a), n = a->call.n_queries, own = a->call.window;
@@ -16092,7 +16550,7 @@ static void tqkv__plan_seen(const tqkv__attention *a, int32_t *first_newest, int
 
 /* >>plan-list: which tiles lists of blocks name. */
 
-/* Whether these are integers. */
+/* Refuses what these integers cannot count. */
 static tqkv_result tqkv__check_non_causal(const tqkv__attention *a)
 {
     if (!a->call.non_causal || a->call.end - a->first + a->call.n_queries <= INT_MAX / 2) return TQKV_OK;
@@ -16117,7 +16575,7 @@ static size_t tqkv__list_rows_size(const tqkv__attention *a)
     return a->call.list ? ((size_t)a->call.n_queries * (size_t)a->call.list_heads * row + 15) / 16 * 16 : 0;
 }
 
-/* Positions of its block before the oldest resident one. */
+/* Returns the positions of its block before the oldest resident one. */
 static int tqkv__list_inside(const tqkv__attention *a) { return (int)(a->first % a->call.list_block); }
 
 /* Whether positions up to slice_end have ascending slots, and enough before them, so that ranks can take slots. */
@@ -16128,8 +16586,9 @@ static bool tqkv__list_in_order(const tqkv__attention *a, int64_t slice_end)
     return slot >= tqkv__list_inside(a) && slot + (slice_end - a->first) <= a->keys.capacity;
 }
 
-/* The slot of the first position of the block of the oldest resident one. Of newest halves, whose ring is short and whose oldest
-   position depends on all queries of the call: its slot in a stretch, so that a query's ranks are divided as if it were alone. */
+/* Returns the slot of the first position of the block of the oldest resident one. Of newest halves, whose ring is short
+   and whose oldest position depends on all queries of the call: its slot in a stretch, so that a query's ranks are
+   divided as if it were alone. */
 static int64_t tqkv__list_base(const tqkv__attention *a, int64_t slice_end)
 {
     const int64_t length = TQKV__STRETCH_TILES * TQKV__SIMD_WIDTH;
@@ -16138,8 +16597,8 @@ static int64_t tqkv__list_base(const tqkv__attention *a, int64_t slice_end)
     return tqkv__slot(&a->keys, a->first) - tqkv__list_inside(a);
 }
 
-/* The first position, counted from the oldest resident one, of the block where the window of a query begins, or its newest
-   halves. */
+/* Returns the first position, counted from the oldest resident one, of the block where the window of a query begins, or
+   its newest halves. */
 static int64_t tqkv__window_block(const tqkv__attention *a, int query)
 {
     int32_t newest, window;
@@ -16150,8 +16609,8 @@ static int64_t tqkv__window_block(const tqkv__attention *a, int query)
     return (from + tqkv__list_inside(a)) / a->call.list_block * a->call.list_block;
 }
 
-/* The tiles of ranks: from that of the first query's on, and before *end; with ascending slots not beyond the *end that there
-   was. */
+/* Finds the tiles of ranks: from that of the first query's on, and before *end; with ascending slots not beyond the
+   *end that there was. */
 static void tqkv__listed_tiles(const tqkv__attention *a, int64_t slice_end, int64_t *first, int64_t *end)
 {
     const tqkv_attention *c = &a->call;
@@ -16172,8 +16631,9 @@ static bool tqkv__has_small_pages(const tqkv__attention *a)
     return a->keys.page_size % 64 || a->values.page_size % 64;
 }
 
-/* A division by the tiles of a page, d: a GPU takes tens of instructions for one. With 2^shift < d <= 2^(shift+1) the factor
-   2^(32+shift) / d, rounded up, is at most d / 2^(32+shift) of itself too large: that is exact for tiles below 2^26. */
+/* Plans a division by the tiles of a page, d: a GPU takes tens of instructions for one. With 2^shift < d <= 2^(shift+1)
+   the factor 2^(32+shift) / d, rounded up, is at most d / 2^(32+shift) of itself too large: that is exact for tiles
+   below 2^26. */
 static void tqkv__plan_division(int page_size, uint32_t *factor, int32_t *shift)
 {
     const int tiles = page_size / TQKV__SIMD_WIDTH;
@@ -16221,7 +16681,7 @@ static void tqkv__plan_list_args(const tqkv__attention *a, int64_t slice_end, tq
     args->list_first_block = first_block < INT_MAX ? (int32_t)first_block : INT_MAX;
 }
 
-/* What attention and index_scores have in common. slots: of a KV head in memory */
+/* Takes what attention and index_scores have in common. slots: of a KV head in memory */
 static TQKV__NOINLINE void tqkv__plan_key_args(const tqkv__attention *a, int slot_list, tqkv__attend_args *args)
 {
     memset(args, 0, sizeof *args);
@@ -16243,8 +16703,8 @@ static TQKV__NOINLINE void tqkv__plan_key_args(const tqkv__attention *a, int slo
         tqkv__plan_division(a->keys.page_size, &args->key_page_factor, &args->key_page_shift);
 }
 
-/* Where the newest halves of each query begin, from the newest position that it sees; without halves behind all of them. As far as
-   it matters, so that no sum is too large. */
+/* Finds where the newest halves of each query begin, counted from the newest position that it sees; without halves that
+   is behind all of them. Numbers go as far as it matters, so that no sum is too large. */
 static void tqkv__plan_boundary(const tqkv__attention *a, tqkv__attend_args *args)
 {
     const int own = args->kv_len - a->call.n_queries,
@@ -16289,7 +16749,8 @@ static void tqkv__plan_attend_args(const tqkv__attention *a, const tqkv__attend_
         tqkv__plan_division(args->value_page_size, &args->value_page_factor, &args->value_page_shift);
 }
 
-/* Of attention and index_scores. center, tail_center: whether those of the keys and of their tail are used */
+/* Names the constants of attention and index_scores. center, tail_center: whether those of the keys and of their tail
+   are used */
 static void tqkv__plan_key_constants(tqkv_metal_dispatch *d, const tqkv__attention *a, bool center, bool tail_center)
 {
     const bool rotate = a->call.query_basis == TQKV_ORIGINAL;
@@ -16309,8 +16770,8 @@ static void tqkv__plan_key_constants(tqkv_metal_dispatch *d, const tqkv__attenti
     tqkv__plan_constant(d, TQKV_FC_TAIL_ROTATED, tail_center && a->tail.rotated && !rotate);
 }
 
-/* Scales of the channels of the keys or of their tail: of queries in the original basis or, beside others, of the centre. The two
-   constants say which. */
+/* Binds scales of the channels of the keys or of their tail, which are of queries in the original basis or, beside
+   others, of the centre. The two constants say which. */
 static void tqkv__plan_bind_key_scale(tqkv_metal_dispatch *d, const char *name, int index, const tqkv_metal_store *keys,
                                       const tqkv__stream *s, bool original, bool center, const int constants[2])
 {
@@ -16320,7 +16781,7 @@ static void tqkv__plan_bind_key_scale(tqkv_metal_dispatch *d, const char *name, 
     tqkv__plan_constant(d, constants[1], scaled && !original);
 }
 
-/* Of attention: which streams have a position in the same slot. */
+/* Names the constants that say which streams have a position in the same slot. */
 static void tqkv__plan_slot_constants(tqkv_metal_dispatch *d, const tqkv__attention *a, const tqkv__attend_buffers *b,
                                       const tqkv__attend_args *args)
 {
@@ -16331,7 +16792,7 @@ static void tqkv__plan_slot_constants(tqkv_metal_dispatch *d, const tqkv__attent
     tqkv__plan_constant(d, TQKV_FC_TAIL_ELSEWHERE, b->tail && !a->keys.n_pages && !tail);
 }
 
-/* Partial results: sums at `index`, their states behind it. */
+/* Binds partial results: sums at `index`, their states behind it. */
 static TQKV__NOINLINE void tqkv__plan_bind_partials(tqkv_metal_dispatch *d, int index, tqkv_metal_buffer scratch,
                                                     const tqkv__split *split, bool written)
 {
@@ -16345,14 +16806,14 @@ static int tqkv__planned_tail(const tqkv_metal_dispatch *d)
     return d->kernel.constants[TQKV_FC_TAIL_FORMAT] > 1 ? TQKV__TAIL_DIM(d->kernel.head_dim * TQKV__DIM_UNIT) : 0;
 }
 
-/* The centre of the keys or of their tail adds the same to all scores of a query. That shows under softcap, beside sinks and
-   in a slice. */
+/* Whether a centre of keys or of their tail counts. It adds the same to all scores of a query. That shows under
+   softcap, beside sinks and in a slice. */
 static bool tqkv__center_counts(const tqkv__attention *a, const tqkv__attend_buffers *b, const tqkv_metal_store *keys)
 {
     return keys && keys->center.buffer && (a->call.softcap > 0.0f || b->sinks.buffer || b->slice.to);
 }
 
-/* Slices of attend_merge, from index 7 on, and of attend, which does not use them. */
+/* Binds slices of attend_merge, from index 7 on, and of attend, which does not use them. */
 static void tqkv__plan_bind_slices(tqkv_metal_dispatch *d, const tqkv__attention *a, const tqkv__slice_buffers *slice)
 {
     const bool merge = d->kernel.family == TQKV_METAL_ATTEND_MERGE;
@@ -16366,7 +16827,7 @@ static void tqkv__plan_bind_slices(tqkv_metal_dispatch *d, const tqkv__attention
     tqkv__plan_constant(d, TQKV_FC_TO_SLICE, slice->to);
 }
 
-/* Bytes of the output with its gaps, or of the sums of a slice, which have none. */
+/* Returns the bytes of the output with its gaps, or of the sums of a slice, which have none. */
 static size_t tqkv__plan_out_size(const tqkv__attention *a, const tqkv__attend_buffers *b)
 {
     return b->slice.to ? a->out_elements * sizeof(float) : a->out_size;
@@ -16386,8 +16847,8 @@ static void tqkv__plan_attend_memory(tqkv_metal_dispatch *d, size_t key_dim, siz
     d->memory_each[3] = TQKV__ATTEND_STATE_BYTES(value_dim, 1);
 }
 
-/* Matrices come whole: 8, 16 or 32 columns. The sums take turns, and after the only stretch the queries' memory. Of rows that
-   several simdgroups share, some queries and then the weights lie behind. */
+/* Matrices come whole: 8, 16 or 32 columns. The sums take turns, and after the only stretch the queries' memory. Of
+   rows that several simdgroups share, some queries and then the weights lie behind. */
 static void tqkv__plan_matrix_memory(tqkv_metal_dispatch *d, size_t head_dim, int columns)
 {
     const size_t matrices = TQKV__MATRICES(columns), tail = (size_t)tqkv__planned_tail(d),
@@ -16404,7 +16865,7 @@ static void tqkv__plan_matrix_memory(tqkv_metal_dispatch *d, size_t head_dim, in
     d->memory_each[3] = TQKV__MATRIX_STATE_BYTES(matrices);
 }
 
-/* Threadgroups of a KV head and split. */
+/* Returns the threadgroups of a KV head and split. */
 static size_t tqkv__row_groups(const tqkv_metal_dispatch *d, const tqkv__attend_args *args, size_t columns)
 {
     const bool list = d->kernel.constants[TQKV_FC_LIST] == 1 + true; /* then each query has threadgroups of its own */
@@ -16496,7 +16957,7 @@ static void tqkv__plan_attend_splits(tqkv_metal_dispatch *d, const tqkv__attenti
     d->n_simdgroups = split->n_simdgroups;
 }
 
-/* attend_list for a planned attend: it has its arguments. */
+/* Plans attend_list for a planned attend, whose arguments it has. */
 static void tqkv__plan_list(tqkv_metal_dispatch *d, const tqkv__attention *a, const tqkv__attend_buffers *b,
                             const tqkv_metal_dispatch *attend)
 {
@@ -16516,7 +16977,7 @@ static void tqkv__plan_list(tqkv_metal_dispatch *d, const tqkv__attention *a, co
     d->n_simdgroups = length / 32 < 31 ? (int)length / 32 + 1 : 32;
 }
 
-/* What all calls of attend_merge have; without what is read, and the centres. */
+/* Begins a call of attend_merge: all but what is read, and the centres. */
 static void tqkv__plan_merge_begin(tqkv_metal_dispatch *d, const tqkv__attention *a, const tqkv__attend_buffers *b,
                                    tqkv__merge_args args, bool unrotate)
 {
@@ -16543,7 +17004,8 @@ static void tqkv__plan_merge_begin(tqkv_metal_dispatch *d, const tqkv__attention
     d->n_simdgroups = 1;
 }
 
-/* Scales of the values' channels: of an output in the original basis or, beside others, of the centre. */
+/* Binds scales of the values' channels, which are of an output in the original basis or, beside others, of the
+   centre. */
 static void tqkv__plan_bind_value_scale(tqkv_metal_dispatch *d, const tqkv__attention *a, const tqkv__attend_buffers *b,
                                         bool center)
 {
@@ -16578,8 +17040,9 @@ static void tqkv__plan_attend_merge(tqkv_metal_dispatch *d, const tqkv__attentio
     d->barrier = b->scratch.buffer;
 }
 
-/* The positions of each region of the context up to slice_end. First and last are read as halves where stores hold them so. What a
-   query reads as newest halves depends on its own position: where several begin the last region and the codes overlap. */
+/* Finds the positions of each region of the context up to slice_end. First and last are read as halves where stores
+   hold them so. What a query reads as newest halves depends on its own position: where several begin the last region
+   and the codes overlap. */
 static void tqkv__find_regions(const tqkv__attention *a, int64_t slice_end, tqkv__range regions[TQKV__REGIONS])
 {
     const bool first = a->exact[0][0] || a->exact[0][1], last = a->exact[1][0] || a->exact[1][1];
@@ -16599,7 +17062,7 @@ static void tqkv__find_regions(const tqkv__attention *a, int64_t slice_end, tqkv
     if (high < slice_end) codes->to = high > codes->from ? high : codes->from;
 }
 
-/* The attention to region i alone, and its streams. */
+/* Takes the attention to region i alone, and its streams. */
 static void tqkv__take_region(const tqkv__attention *a, const tqkv__attend_buffers *b, int i, tqkv__range positions,
                               tqkv__attention *own, tqkv__attend_buffers *buffers)
 {
@@ -16626,8 +17089,8 @@ static void tqkv__take_region(const tqkv__attention *a, const tqkv__attend_buffe
         own->call.list_newest = gone < INT_MAX - a->call.list_newest ? a->call.list_newest + (int)gone : INT_MAX;
 }
 
-/* Divides each region, and scratch: rows of lists, then sums, then states. Those of the first and last region lie before the others,
-   whose number may be more than the merge reads. *all: of all regions */
+/* Divides each region, and scratch: rows of lists, then sums, then states. Those of the first and last region lie
+   before the others, whose number may be more than the merge reads. *all: of all regions */
 static tqkv_result tqkv__split_regions(const tqkv__attention *a, const tqkv__attend_buffers *b,
                                        const tqkv__range regions[TQKV__REGIONS], size_t most_sums,
                                        tqkv__split splits[TQKV__REGIONS], tqkv__split *all)
@@ -16662,7 +17125,7 @@ static tqkv_result tqkv__split_regions(const tqkv__attention *a, const tqkv__att
     return TQKV_OK;
 }
 
-/* Lists and attend for each region of the context, then the merge. */
+/* Plans lists and attend for each region of the context, then the merge. */
 static tqkv_result tqkv__plan_attention(const tqkv__attention *a, const tqkv__attend_buffers *b, size_t most_sums,
                                         tqkv__attend_plan *plan)
 {
@@ -16690,7 +17153,7 @@ static tqkv_result tqkv__plan_attention(const tqkv__attention *a, const tqkv__at
     return TQKV_OK;
 }
 
-/* Adds all of them, in their order. */
+/* Adds all dispatches, in their order. */
 static void tqkv__order_dispatches(const tqkv__attend_plan *from, tqkv_metal_plan *plan)
 {
     for (int p = 0; p < TQKV__REGIONS; p++)
@@ -16700,7 +17163,7 @@ static void tqkv__order_dispatches(const tqkv__attend_plan *from, tqkv_metal_pla
     *tqkv__add_dispatch(plan) = from->merge;
 }
 
-/* attend_merge of a slice of the caller: b->slice.to: adds it to another, else finishes it. */
+/* Plans attend_merge of a slice of the caller: with b->slice.to it is added to another, else finished. */
 static void tqkv__plan_slice(tqkv_metal_dispatch *d, const tqkv__attention *a, const tqkv__attend_buffers *b,
                              tqkv_metal_buffer src_out, bool unrotate)
 {
@@ -16736,7 +17199,7 @@ static bool tqkv__same_table(const tqkv_metal_store *a, const tqkv_metal_store *
            (!a->pages.buffer || (x->n_pages == y->n_pages && x->page_size == y->page_size && x->pages == y->pages));
 }
 
-/* Of the bytes that a store takes from a buffer on, whether some belong to another store. */
+/* Whether some of the bytes that a store takes from a buffer on belong to another store. */
 static bool tqkv__stores_overlap(const tqkv_metal_store *a, const tqkv__stream *s, const tqkv_metal_store *b,
                                  const tqkv__stream *t)
 {
@@ -16767,7 +17230,8 @@ static bool tqkv__plan_shared(const tqkv_metal_attention *from, const tqkv__atte
            tqkv__same_buffer(from->keys->channel_scale, from->values->channel_scale);
 }
 
-/* Streams that share bytes must be one stream, or by their page tables two in one pool. The tail lies in the keys' slots. */
+/* Checks streams: those that share bytes must be one stream, or by their page tables two in one pool. The tail lies in
+   the keys' slots. */
 static tqkv_result tqkv__plan_check_streams(const tqkv_metal_attention *from, const tqkv__attention *a)
 {
     const tqkv__stream *k = &a->keys, *v = &a->values;
@@ -16784,7 +17248,7 @@ static tqkv_result tqkv__plan_check_streams(const tqkv_metal_attention *from, co
     return TQKV__INVALID("tail: overlaps the keys or the values");
 }
 
-/* The stores of the positions that are kept as halves. Their centres are buffers, too. */
+/* Takes the stores of the positions that are kept as halves. Their centres are buffers, too. */
 static tqkv_result tqkv__plan_end_shapes(const tqkv_metal_attention *from, tqkv__plan_call *call)
 {
     const tqkv_metal_store *const ends[2][2] = {{from->first_keys, from->first_values},
@@ -16809,7 +17273,7 @@ static tqkv_result tqkv__plan_end_shapes(const tqkv_metal_attention *from, tqkv_
     return TQKV_OK;
 }
 
-/* The store of a tail's first positions; follows what takes the tail. */
+/* Takes the store of a tail's first positions; follows what takes the tail. */
 static tqkv_result tqkv__plan_first_tail(const tqkv_metal_attention *from, tqkv__plan_call *call)
 {
     tqkv_attention *to = &call->attention;
@@ -16825,11 +17289,12 @@ static tqkv_result tqkv__plan_first_tail(const tqkv_metal_attention *from, tqkv_
     return TQKV_OK;
 }
 
-/* In place of what the processor does not know. A tree of as many queries as one has: none sees any of its positions. */
+/* These stand for what the processor does not know. A tree of as many queries as one has: none sees any of its
+   positions. */
 static const uint64_t tqkv__unknown_tree[64] = {0};
 static const int32_t tqkv__unknown_list[1] = {0};
 
-/* tqkv__attention_shape of `from` */
+/* Does what tqkv__attention_shape does, for `from`. */
 static tqkv_result tqkv__plan_shape(const tqkv_metal_attention *from, tqkv__plan_call *call, tqkv__attention *a)
 {
     tqkv_attention *to = &call->attention;
@@ -16866,7 +17331,7 @@ static tqkv_result tqkv__plan_shape(const tqkv_metal_attention *from, tqkv__plan
     return TQKV__REFUSE(UNSUPPORTED, "one of keys and values has pages: not on a GPU");
 }
 
-/* Positions take the place of slots. If a table is empty there are none, and the kernel reads neither table. */
+/* Lets positions take the place of slots. If a table is empty there are none, and the kernel reads neither table. */
 static tqkv_result tqkv__plan_attention_positions(tqkv__attention *a)
 {
     if (!a->keys.n_pages || !a->values.n_pages)
@@ -16901,7 +17366,8 @@ static tqkv_result tqkv__plan_ends(const tqkv_metal_attention *from, tqkv__atten
     return TQKV__REFUSE(UNSUPPORTED, "exact_first and exact_last meet, and are of different streams: not on a GPU");
 }
 
-/* Takes [first, first + count) if b says slice, else all resident positions, and checks the pages that the processor knows. */
+/* Takes [first, first + count) if b says slice, else all resident positions, and checks the pages that the processor
+   knows. */
 static tqkv_result tqkv__plan_range(const tqkv_metal_attention *from, int64_t first, int count, tqkv__attention *a,
                                     tqkv__attend_buffers *b)
 {
@@ -16942,7 +17408,7 @@ static tqkv_result tqkv__plan_call_of(const tqkv_metal_attention *from, int64_t 
 
 /* >>plan-calls: the calls of attention on a GPU. */
 
-/* All its dispatches. */
+/* Adds all dispatches of an attention. */
 static tqkv_result tqkv__add_attention(const tqkv_metal_attention *from, int64_t first, int count,
                                        tqkv__attend_buffers *b, tqkv_metal_plan *plan)
 {
@@ -17060,8 +17526,8 @@ static tqkv_result tqkv__add_scratch_of_end(const tqkv__attention *a, int last, 
     return TQKV_OK;
 }
 
-/* The most scratch for any `end`. A window takes most stretches and sections where it begins with the last slot of a
-   section. If the whole store takes sections, a slice of it may take stretches, up to their limit. */
+/* Finds the most scratch for any `end`. A window takes most stretches and sections where it begins with the last slot
+   of a section. If the whole store takes sections, a slice of it may take stretches, up to their limit. */
 static tqkv_result tqkv__plan_most_scratch(tqkv__attention *a, size_t most_sums, size_t *bytes)
 {
     tqkv__split split;
@@ -17103,7 +17569,7 @@ static tqkv_metal_binding *tqkv__binding_at(tqkv_metal_dispatch *d, int index)
     return &d->bindings[i];
 }
 
-/* Constants that may differ between items. */
+/* Whether a constant may differ between items. */
 static bool tqkv__joins(int constant)
 {
     return constant == TQKV_FC_COLUMNS || constant == TQKV_FC_MANY_QUERIES || constant == TQKV_FC_SAME_SLOTS ||
@@ -17121,7 +17587,7 @@ typedef struct tqkv__batch {
     bool matrices;
 } tqkv__batch;
 
-/* Item i alone, with the scratch from *used on. An item without positions has no partial results. */
+/* Plans item i alone, with the scratch from *used on. An item without positions has no partial results. */
 static tqkv_result tqkv__plan_batch_item(const tqkv__batch *b, int i, size_t *used, tqkv__attend_plan *own)
 {
     tqkv__attend_buffers buffers = tqkv__buffers_of_call(b->q[i], tqkv__buffer_after(b->scratch, *used), b->out[i]);
@@ -17204,7 +17670,7 @@ static tqkv_result tqkv__join_regions(tqkv__attend_plan *all, const tqkv__attend
     return r;
 }
 
-/* All items' plans in one, and the bytes of scratch. */
+/* Joins all items' plans in one, and counts the bytes of scratch. */
 static tqkv_result tqkv__join_items(const tqkv__batch *b, size_t *used, tqkv__attend_plan *all)
 {
     bool paged = false, unpaged = false;
@@ -17231,14 +17697,15 @@ static tqkv_result tqkv__join_items(const tqkv__batch *b, size_t *used, tqkv__at
     return TQKV_OK;
 }
 
-/* Where an array of an item is: its number in what is bound for all, and in the item's plan; and its offset in the item. */
+/* Where an array of an item is: its number in what is bound for all, and in the item's plan; and its offset in the
+   item. */
 typedef struct tqkv__batch_array {
     int bound, index;
     size_t unit, to;
 } tqkv__batch_array;
 #define TQKV__OFFSET(name) offsetof(tqkv__batch_item, name)
 
-/* The offset of an item's array in what is bound for all; 0 if it has none. */
+/* Writes the offset of an item's array in what is bound for all; 0 if it has none. */
 static tqkv_result tqkv__write_offsets(tqkv_metal_dispatch *all, tqkv_metal_dispatch *one,
                                        const tqkv__batch_array *arrays, size_t n, tqkv__batch_item *to)
 {
@@ -17273,7 +17740,7 @@ static tqkv_result tqkv__write_region(tqkv__attend_plan *all, tqkv__attend_plan 
     return r == TQKV_OK && own->listed ? tqkv__write_offsets(&all->lists[p], &own->lists[p], &list, 1, to) : r;
 }
 
-/* The merge of an item. */
+/* Writes the merge of an item. */
 static tqkv_result tqkv__write_merge(tqkv__attend_plan *all, tqkv__attend_plan *own, tqkv__batch_item *to)
 {
     static const tqkv__batch_array arrays[] = {{1, 1, 4, TQKV__OFFSET(partial_out)},
@@ -17285,8 +17752,8 @@ static tqkv_result tqkv__write_merge(tqkv__attend_plan *all, tqkv__attend_plan *
     return tqkv__write_offsets(&all->merge, &own->merge, arrays, sizeof arrays / sizeof *arrays, to);
 }
 
-/* An item is described once for each region and once for the merge, which look for other numbers of threadgroups and other
-   bytes of scratch; without halves once for all. */
+/* Returns the number of tables of items. An item is described once for each region and once for the merge, which look
+   for other numbers of threadgroups and other bytes of scratch; without halves once for all. */
 static int tqkv__batch_tables(const tqkv_metal_attention *items, int n)
 {
     for (int i = 0; i < n; i++)
@@ -17300,7 +17767,7 @@ static size_t tqkv__batch_table_size(int n)
     return ((size_t)n * sizeof(tqkv__batch_item) + unit - 1) / unit * unit;
 }
 
-/* Bytes of a batch's arguments. n_items: not negative */
+/* Finds the bytes of a batch's arguments. n_items: not negative */
 static tqkv_result tqkv__batch_arguments(const tqkv_metal_attention *items, int n_items, size_t *bytes)
 {
     const int n = tqkv__batch_tables(items, n_items);
@@ -17309,7 +17776,7 @@ static tqkv_result tqkv__batch_arguments(const tqkv_metal_attention *items, int 
     return TQKV_OK;
 }
 
-/* Table number `number` of b->tables, or the only one. */
+/* Returns table number `number` of b->tables, or the only one. */
 static tqkv__batch_item *tqkv__batch_table(const tqkv__batch *b, void *contents, int number)
 {
     char *first = (char *)contents;
@@ -17374,7 +17841,7 @@ static tqkv_result tqkv__write_items(const tqkv__batch *b, void *contents, tqkv_
     return TQKV_OK;
 }
 
-/* The rows that an item writes; value: bytes of one, dim: values of a row. */
+/* Returns the rows that an item writes; value: bytes of one, dim: values of a row. */
 static tqkv__output tqkv__output_of_item(const tqkv__batch_item *item, size_t value, int dim)
 {
     const tqkv__merge_args *merge = &item->merge;
@@ -17399,8 +17866,8 @@ static tqkv_result tqkv__check_item_outputs(const tqkv__batch *b, const tqkv__ba
     return overlap ? TQKV__INVALID("outputs of a batch overlap") : TQKV_OK;
 }
 
-/* What one dispatch for all items has in place of an item's: the items and all scratch. scratch: index of partial results, or of
-   rows of lists */
+/* Gives one dispatch for all items what it has in place of an item's: the items and all scratch. scratch: index of
+   partial results, or of rows of lists */
 static void tqkv__plan_joined(const tqkv__batch *b, int table, size_t used, int items, int scratch,
                               tqkv_metal_dispatch *d)
 {
@@ -17413,7 +17880,7 @@ static void tqkv__plan_joined(const tqkv__batch *b, int table, size_t used, int 
     tqkv__plan_constant(d, TQKV_FC_BATCH, true);
 }
 
-/* The items say where states and rows of lists are in scratch. */
+/* Joins all dispatches. The items say where states and rows of lists are in scratch. */
 static void tqkv__plan_all_joined(const tqkv__batch *b, size_t used, tqkv__attend_plan *all)
 {
     for (int p = 0; p < TQKV__REGIONS; p++) {
@@ -17428,7 +17895,7 @@ static void tqkv__plan_all_joined(const tqkv__batch *b, size_t used, tqkv__atten
     tqkv__binding_at(&all->merge, 2)->size = 0;
 }
 
-/* items: at least one */
+/* Plans a batch. items: at least one */
 static tqkv_result tqkv__plan_batch(const tqkv__batch *b, void *contents, tqkv__attend_plan *all)
 {
     size_t used = 0;
@@ -17480,7 +17947,7 @@ TQKV_API tqkv_result tqkv_metal_plan_attend_batch_sizes(const tqkv_metal_attenti
 
 /* >>plan-index: the scores of an index and the choice of blocks */
 
-/* tqkv__index_shape of `from` */
+/* Does what tqkv__index_shape does, for `from`. */
 static tqkv_result tqkv__plan_index_open(const tqkv_metal_index *from, tqkv__index *x)
 {
     static const int32_t not_known[1] = {0};
@@ -17499,7 +17966,7 @@ static tqkv_result tqkv__plan_index_open(const tqkv_metal_index *from, tqkv__ind
     return call.end > INT_MAX ? TQKV__REFUSE(UNSUPPORTED, "an index of 2^31 keys: not on a GPU") : TQKV_OK;
 }
 
-/* The keys before seen + (rest + i) / ratio are at positions that query i sees. */
+/* Finds `seen` and `rest`: the keys before seen + (rest + i) / ratio are at positions that query i sees. */
 static void tqkv__plan_keys_seen(const tqkv__index *x, int32_t *seen, int32_t *rest)
 {
     const int64_t first = x->call.positions - x->a.call.n_queries + 1, ratio = x->call.ratio, end = x->a.call.end;
@@ -17508,7 +17975,7 @@ static void tqkv__plan_keys_seen(const tqkv__index *x, int32_t *seen, int32_t *r
     *rest = (int32_t)(first - whole * ratio);
 }
 
-/* Blocks of a threadgroup: 256 threadgroups if that gives each 128 keys, and most 1024. */
+/* Returns the blocks of a threadgroup: 256 threadgroups if that gives each 128 keys, and most 1024. */
 static int tqkv__index_blocks_each(const tqkv__index *x)
 {
     const int64_t keys = (x->a.call.end - x->a.first) * x->a.call.n_queries / 256 / 128 * 128;
@@ -17600,8 +18067,8 @@ TQKV_API tqkv_result tqkv_metal_plan_index_scores(const tqkv_metal_index *from, 
     return tqkv__close_plan(plan, tqkv__add_scores(from, q, scores, plan));
 }
 
-/* How the resident blocks of a row are divided: one threadgroup up to 16384, or where many queries fill the GPU. Else at most
-   64 chunks of a multiple of 4096 blocks, four a thread. */
+/* How the resident blocks of a row are divided: one threadgroup up to 16384, or where many queries fill the GPU. Else
+   at most 64 chunks of a multiple of 4096 blocks, four a thread. */
 enum { TQKV__CHOOSE_BLOCKS = 4096, TQKV__CHOOSE_CHUNKS = 64, TQKV__CHOOSE_QUERIES = 16 };
 
 static bool tqkv__chooses_alone(int64_t n_blocks, int n_queries)
@@ -17617,7 +18084,7 @@ static void tqkv__plan_chunks(int64_t n_blocks, int n_queries, tqkv__choose_args
     args->n_chunks = (int32_t)(alone ? 1 : (n_blocks + args->chunk - 1) / args->chunk);
 }
 
-/* Words of a query. That of fewer blocks is not larger. */
+/* Returns the words of scratch of a query. That of fewer blocks is not larger. */
 static size_t tqkv__choose_words(int64_t n_blocks, int n_queries)
 {
     const size_t chunks = TQKV__CHOOSE_CHUNKS, blocks = (size_t)n_blocks;
@@ -17718,7 +18185,14 @@ static tqkv_metal_store tqkv__store_in_buffer(const tqkv_cache *c, tqkv_metal_bu
     return store;
 }
 
-/* The strides of calls: those that are given, or the cache's. */
+/* Gives a store the centre and the scale that the cache learns. */
+static void tqkv__take_learnt_buffers(const tqkv_cache *c, tqkv_metal_buffer memory, tqkv_metal_store *store)
+{
+    store->center = tqkv__buffer_within(c, memory, tqkv__channel_room(c, TQKV__KEYS, TQKV__CENTERS));
+    store->channel_scale = tqkv__buffer_within(c, memory, tqkv__channel_room(c, TQKV__KEYS, TQKV__SCALES));
+}
+
+/* Returns the strides of a call: those that are given, or the cache's. */
 static tqkv_cache_layout tqkv__layout_of_call(const tqkv_cache *c, const tqkv_cache_layout *given)
 {
     const tqkv_cache_layout own = {c->keys.strides, c->values.strides, c->attention.query_strides,
@@ -17726,33 +18200,172 @@ static tqkv_cache_layout tqkv__layout_of_call(const tqkv_cache *c, const tqkv_ca
     return given ? *given : own;
 }
 
-/* The halves of the first (TQKV__FIRST_KEYS) or newest (TQKV__LAST_KEYS) positions for the tokens that they keep: those of keys, of values or of
-   both. */
-static tqkv_result tqkv__plan_halves(const tqkv_cache *c, tqkv_metal_buffer memory, const tqkv_strides strides[2],
-                                     int keys, const tqkv_metal_buffer rows[2], int n_tokens,
-                                     tqkv_metal_buffer not_finite, tqkv_metal_plan *plan)
+/* Rows that an append takes, of keys, values and tail: tokens from `position` on. */
+typedef struct tqkv__rows_in_buffers {
+    tqkv_metal_buffer at[TQKV__CACHE_STREAMS], not_finite;
+    tqkv_strides strides[TQKV__CACHE_STREAMS];
+    tqkv_type type;
+    int n_tokens;
+    int64_t position;
+    bool learnt; /* keys have the centre and the scale that the kernels before learn */
+} tqkv__rows_in_buffers;
+
+/* Returns a store of the cache, for rows of the caller's type. */
+static tqkv_metal_store tqkv__target_of_rows(const tqkv_cache *c, tqkv_metal_buffer memory,
+                                             const tqkv__rows_in_buffers *rows, int i)
 {
-    const tqkv_store *const ends[2] = {tqkv__store_of(c, keys), tqkv__store_of(c, keys + 1)};
-    const int64_t end = c->attention.end, left = keys == TQKV__LAST_KEYS ? n_tokens : c->exact_first - end;
-    const int kept = left < 0 ? 0 : left < n_tokens ? (int)left : n_tokens;
-    const tqkv__mapping mapping = tqkv__mapping_from(kept, kept ? end : 0);
-    tqkv_metal_store stores[2];
-    if ((!ends[0] && !ends[1]) || (n_tokens && !kept)) return TQKV_OK;
-    for (int side = 0; side < 2; side++) {
-        if (!ends[side]) continue;
-        stores[side] = tqkv__store_in_buffer(c, memory, ends[side]);
-        stores[side].shape.type = TQKV__STORE_AT(c, side)->type;
-        stores[side].shape.strides = strides[side];
-    }
-    if (ends[0] && ends[1])
-        return tqkv__add_encode_kv(&stores[0], &stores[1], rows[0], rows[1], &mapping, not_finite, plan);
-    return tqkv__add_encode(&stores[!ends[0]], rows[!ends[0]], &mapping, not_finite, plan);
+    const int side = tqkv__stream_kinds[i].side;
+    tqkv_metal_store store = tqkv__store_in_buffer(c, memory, TQKV__STORE_AT(c, i));
+    store.shape.type = rows->type;
+    store.shape.strides = rows->strides[side];
+    if (rows->learnt && side == TQKV__KEYS) tqkv__take_learnt_buffers(c, memory, &store);
+    return store;
 }
 
-/* Whether a GPU can append n_tokens to a cache in its memory: that is one allocation, of what kernels write. */
-static tqkv_result tqkv__check_on_gpu(const tqkv_cache *c, int n_tokens)
+/* Encodes rows to stores `one` and `other` of a cache, as far as it has them. */
+static tqkv_result tqkv__add_rows(const tqkv_cache *c, tqkv_metal_buffer memory, const tqkv__rows_in_buffers *rows,
+                                  int one, int other, tqkv_metal_plan *plan)
+{
+    const tqkv__mapping mapping = tqkv__mapping_from(rows->n_tokens, rows->n_tokens ? rows->position : 0);
+    const bool has_one = tqkv__has_store(c, one), has_other = other != one && tqkv__has_store(c, other);
+    const tqkv_metal_buffer of_one = rows->at[tqkv__stream_kinds[one].side],
+                            of_other = rows->at[tqkv__stream_kinds[other].side];
+    tqkv_metal_store stores[2];
+    if (has_one) stores[0] = tqkv__target_of_rows(c, memory, rows, one);
+    if (has_other) stores[1] = tqkv__target_of_rows(c, memory, rows, other);
+    if (has_one && has_other)
+        return tqkv__add_encode_kv(&stores[0], &stores[1], of_one, of_other, &mapping, rows->not_finite, plan);
+    if (has_one) return tqkv__add_encode(&stores[0], of_one, &mapping, rows->not_finite, plan);
+    return has_other ? tqkv__add_encode(&stores[1], of_other, &mapping, rows->not_finite, plan) : TQKV_OK;
+}
+
+/* Returns the first n tokens of rows, or as many as there are. */
+static tqkv__rows_in_buffers tqkv__rows_until(const tqkv__rows_in_buffers *rows, int64_t n)
+{
+    tqkv__rows_in_buffers some = *rows;
+    if (n < some.n_tokens) some.n_tokens = n > 0 ? (int)n : 0;
+    return some;
+}
+
+/* Returns rows without the first n tokens, of which there are more. */
+static tqkv__rows_in_buffers tqkv__rows_after(const tqkv_cache *c, const tqkv__rows_in_buffers *rows, int n)
+{
+    tqkv__rows_in_buffers some = *rows;
+    for (int i = 0; i < TQKV__CACHE_STREAMS; i++) {
+        const tqkv_store *s = tqkv__store_of(c, i);
+        if (!s) continue;
+        const size_t token = tqkv__strides_of(rows->strides[i], s->n_kv_heads, s->head_dim).token;
+        some.at[i] = tqkv__buffer_after(some.at[i], (size_t)n * token * tqkv__type_size(rows->type));
+    }
+    some.n_tokens -= n;
+    some.position += n;
+    return some;
+}
+
+/* Encodes rows to the cache's streams (0), or to what is raw of them (TQKV__RAW). A tail lies apart from keys that are
+   not the values. */
+static tqkv_result tqkv__add_streams(const tqkv_cache *c, tqkv_metal_buffer memory, const tqkv__rows_in_buffers *rows,
+                                     int first, tqkv_metal_plan *plan)
+{
+    const int keys = first + TQKV__KEYS, tail = first + TQKV__TAIL;
+    const tqkv_result r = tqkv__add_rows(c, memory, rows, keys, c->shared ? tail : first + TQKV__VALUES, plan);
+    return r == TQKV_OK && !c->shared ? tqkv__add_rows(c, memory, rows, tail, tail, plan) : r;
+}
+
+/* Encodes rows of the first positions to what is kept of them besides: of the tail, or of keys and values. None: the
+   kernels of all. */
+static tqkv_result tqkv__add_first(const tqkv_cache *c, tqkv_metal_buffer memory, const tqkv__rows_in_buffers *rows,
+                                   bool tail, tqkv_metal_plan *plan)
+{
+    const tqkv__rows_in_buffers some = tqkv__rows_until(rows, c->exact_first - rows->position);
+    if (rows->n_tokens && !some.n_tokens) return TQKV_OK;
+    return tail ? tqkv__add_rows(c, memory, &some, TQKV__FIRST_TAIL, TQKV__FIRST_TAIL, plan)
+                : tqkv__add_rows(c, memory, &some, TQKV__FIRST_KEYS, TQKV__FIRST_VALUES, plan);
+}
+
+/* Encodes rows of a cache that does not learn, or no longer. */
+static tqkv_result tqkv__add_coded(const tqkv_cache *c, tqkv_metal_buffer memory, const tqkv__rows_in_buffers *rows,
+                                   tqkv_metal_plan *plan)
+{
+    tqkv_result r = tqkv__add_streams(c, memory, rows, 0, plan);
+    if (r == TQKV_OK) r = tqkv__add_first(c, memory, rows, true, plan);
+    if (r == TQKV_OK) r = tqkv__add_first(c, memory, rows, false, plan);
+    return r == TQKV_OK ? tqkv__add_rows(c, memory, rows, TQKV__LAST_KEYS, TQKV__LAST_VALUES, plan) : r;
+}
+
+/* Returns the raw halves of keys and values as rows to encode. */
+static tqkv__rows_in_buffers tqkv__raw_rows(const tqkv_cache *c, tqkv_metal_buffer memory)
+{
+    tqkv__rows_in_buffers rows;
+    memset(&rows, 0, sizeof rows);
+    rows.type = TQKV_TYPE_F16;
+    rows.n_tokens = c->raw[0].capacity;
+    rows.learnt = true;
+    for (int i = TQKV__KEYS; i <= TQKV__VALUES; i++) {
+        const tqkv_store *raw = &c->raw[i];
+        if (!raw->head_dim) continue;
+        rows.at[i] = tqkv__buffer_within(c, memory, raw->codes);
+        rows.strides[i].token = (size_t)raw->head_dim;
+        rows.strides[i].head = (size_t)raw->capacity * (size_t)raw->head_dim;
+    }
+    return rows;
+}
+
+/* Learns centre and scale of the keys from what is raw, as tqkv__learn does. */
+static tqkv_result tqkv__add_learning(const tqkv_cache *c, tqkv_metal_buffer memory, tqkv_metal_plan *plan)
+{
+    const tqkv_metal_buffer none = {NULL, 0};
+    const tqkv__rows_in_buffers all = tqkv__raw_rows(c, memory);
+    const int n = all.n_tokens, first = n - c->exact_first >= TQKV__LEAST_POSITIONS ? c->exact_first : 0;
+    const tqkv__rows_in_buffers rows = tqkv__rows_after(c, &all, first);
+    tqkv_metal_store keys = tqkv__target_of_rows(c, memory, &rows, TQKV__KEYS);
+    const tqkv_metal_buffer results[2] = {keys.center, keys.channel_scale};
+    return tqkv__add_calibration(&keys, rows.at[TQKV__KEYS], rows.n_tokens, none, 0, 0, TQKV_PAIRS_NONE, results, plan);
+}
+
+/* Encodes the raw halves, and of the newest those that their rings hold at `end`: as tqkv__settle. */
+static tqkv_result tqkv__add_settling(const tqkv_cache *c, tqkv_metal_buffer memory, int64_t end, tqkv_metal_plan *plan)
+{
+    const tqkv__rows_in_buffers rows = tqkv__raw_rows(c, memory);
+    const int64_t oldest = end - tqkv__newest_room(c);
+    tqkv_metal_dispatch *learns = &plan->d[plan->n];
+    tqkv_result r = tqkv__add_learning(c, memory, plan);
+    if (r == TQKV_OK) learns->barrier = memory.buffer;
+    tqkv_metal_dispatch *reads = &plan->d[plan->n];
+    if (r == TQKV_OK) r = tqkv__add_rows(c, memory, &rows, TQKV__KEYS, TQKV__VALUES, plan);
+    if (r != TQKV_OK) return r;
+    reads->barrier = memory.buffer;
+    r = tqkv__add_first(c, memory, &rows, false, plan);
+    if (r != TQKV_OK || oldest >= rows.n_tokens) return r;
+    const tqkv__rows_in_buffers newest = tqkv__rows_after(c, &rows, oldest > 0 ? (int)oldest : 0);
+    return tqkv__add_rows(c, memory, &newest, TQKV__LAST_KEYS, TQKV__LAST_VALUES, plan);
+}
+
+/* Does what a cache that learns does with rows: those before its last raw position become halves, and their tails what
+   they will be. When it has that position it learns, encodes the halves and goes on. */
+static tqkv_result tqkv__add_raw(const tqkv_cache *c, tqkv_metal_buffer memory, const tqkv__rows_in_buffers *rows,
+                                 tqkv_metal_plan *plan)
+{
+    const int left = (int)(c->raw[0].capacity - rows->position);
+    const tqkv__rows_in_buffers now = tqkv__rows_until(rows, left);
+    tqkv_result r = tqkv__add_streams(c, memory, &now, TQKV__RAW, plan);
+    if (r == TQKV_OK) r = tqkv__add_rows(c, memory, &now, TQKV__TAIL, TQKV__TAIL, plan);
+    if (r == TQKV_OK) r = tqkv__add_first(c, memory, &now, true, plan);
+    if (r != TQKV_OK || now.n_tokens < left) return r;
+    r = tqkv__add_settling(c, memory, rows->position + rows->n_tokens, plan);
+    if (r != TQKV_OK || rows->n_tokens == left) return r;
+    tqkv__rows_in_buffers rest = tqkv__rows_after(c, rows, left);
+    rest.learnt = true;
+    return tqkv__add_coded(c, memory, &rest, plan);
+}
+
+/* Whether a GPU can append n_tokens to a cache in its memory, or attend with n_raw queries that read rows as they came:
+   that is one allocation, of all that kernels read and write. */
+static tqkv_result tqkv__check_on_gpu(const tqkv_cache *c, int n_tokens, int n_raw)
 {
     const int64_t wanted = (int64_t)c->exact_last + n_tokens - 1;
+    if (c->raw_memory && (c->learning || n_raw))
+        return TQKV__REFUSE(UNSUPPORTED, "calibrate: its halves lie apart in a cache without a context (metal)");
     if (c->grown) return TQKV__REFUSE(UNSUPPORTED, "the processor has appended more tokens than exact_batch");
     if (tqkv__newest_room(c) && n_tokens &&
         (wanted < c->keys.capacity ? wanted : c->keys.capacity) > tqkv__newest_room(c))
@@ -17760,15 +18373,41 @@ static tqkv_result tqkv__check_on_gpu(const tqkv_cache *c, int n_tokens)
     return TQKV_OK;
 }
 
-/* The tail, whose rows lie apart from the keys, and in a ring its first positions. */
-static tqkv_result tqkv__add_tail(const tqkv_cache *c, tqkv_metal_buffer memory, const tqkv_store *to,
-                                  tqkv_metal_buffer rows, tqkv_strides strides, const tqkv__mapping *mapping,
-                                  tqkv_metal_buffer not_finite, tqkv_metal_plan *plan)
+/* Returns the caller's rows, from the cache's end on. Those of a tail come as v, or behind all of the keys'. */
+static tqkv_result tqkv__open_rows(const tqkv_cache *c, const tqkv_cache_layout *layout, tqkv_metal_buffer k,
+                                   tqkv_metal_buffer v, int n_tokens, tqkv_metal_buffer not_finite,
+                                   tqkv__rows_in_buffers *rows)
 {
-    tqkv_metal_store tail = tqkv__store_in_buffer(c, memory, to);
-    tail.shape.type = c->tail.type;
-    tail.shape.strides = strides;
-    return tqkv__add_encode(&tail, rows, mapping, not_finite, plan);
+    const tqkv_cache_layout own = tqkv__layout_of_call(c, layout);
+    tqkv__stream keys;
+    size_t bytes;
+    tqkv_store shape = c->keys;
+    memset(rows, 0, sizeof *rows);
+    rows->at[TQKV__KEYS] = k;
+    rows->at[TQKV__VALUES] = rows->at[TQKV__TAIL] = v;
+    rows->strides[TQKV__KEYS] = own.k;
+    rows->strides[TQKV__VALUES] = rows->strides[TQKV__TAIL] = own.v;
+    rows->type = c->keys.type;
+    rows->n_tokens = n_tokens;
+    rows->position = c->attention.end;
+    rows->not_finite = not_finite;
+    if (c->shared || !c->tail.head_dim) return TQKV_OK;
+    shape.strides = own.k;
+    tqkv_result r = tqkv__stream_shape(&shape, &keys);
+    if (r == TQKV_OK) r = tqkv__plan_extent(&keys, n_tokens, &bytes);
+    if (r != TQKV_OK) return r;
+    rows->at[TQKV__TAIL] = tqkv__buffer_after(k, bytes);
+    memset(&rows->strides[TQKV__TAIL], 0, sizeof rows->strides[TQKV__TAIL]);
+    return TQKV_OK;
+}
+
+/* Whether the cache has room for them. */
+static tqkv_result tqkv__check_room(const tqkv_cache *c, int n_tokens)
+{
+    tqkv__stream s;
+    if (n_tokens < 0) return TQKV__INVALID("n_tokens is negative");
+    const tqkv_result r = tqkv__stream_shape(&c->keys, &s);
+    return r == TQKV_OK ? tqkv__check_positions(&s, n_tokens, c->attention.end) : r;
 }
 
 TQKV_API tqkv_result tqkv_metal_plan_cache_append(const tqkv_cache *c, tqkv_metal_buffer memory,
@@ -17776,43 +18415,23 @@ TQKV_API tqkv_result tqkv_metal_plan_cache_append(const tqkv_cache *c, tqkv_meta
                                                   tqkv_metal_buffer v, int n_tokens, tqkv_metal_buffer not_finite,
                                                   tqkv_metal_plan *plan)
 {
+    tqkv__rows_in_buffers rows;
     if (!tqkv__open_plan(plan, "cache_append")) return TQKV__INVALID(TQKV__NO_PLAN);
     if (!c) return tqkv__close_plan(plan, TQKV__INVALID("the cache is NULL"));
-    const bool tail = c->tail.head_dim > 0, apart = tail && !c->shared;
-    const tqkv__mapping mapping = tqkv__mapping_from(n_tokens, c->attention.end);
-    const tqkv_cache_layout own = tqkv__layout_of_call(c, layout);
-    const tqkv_strides strides[] = {own.k, own.v};
-    const tqkv_metal_buffer rows[] = {k, v};
-    tqkv_metal_buffer tail_rows = v;
-    tqkv_strides tail_strides = own.v;
-    tqkv_metal_store keys = tqkv__store_in_buffer(c, memory, &c->keys),
-                     others = tqkv__store_in_buffer(c, memory, tail && !apart ? &c->tail : &c->values);
-    keys.shape.strides = own.k;
-    others.shape.strides = own.v;
-    tqkv_result r = tqkv__check_on_gpu(c, n_tokens);
-    if (r == TQKV_OK)
-        r = c->shared && !tail ? tqkv__add_encode(&keys, k, &mapping, not_finite, plan)
-                               : tqkv__add_encode_kv(&keys, &others, k, v, &mapping, not_finite, plan);
-    if (r == TQKV_OK && apart) { /* its rows come behind all of the keys' */
-        const tqkv_strides none = {0, 0};
-        const tqkv_metal_binding *of_keys = tqkv__binding_at(&plan->d[0], 1);
-        tail_rows = tqkv__buffer_after(of_keys->at, of_keys->size);
-        tail_strides = none;
-        r = tqkv__add_tail(c, memory, &c->tail, tail_rows, tail_strides, &mapping, not_finite, plan);
-    }
-    const int64_t left = c->exact_first - c->attention.end;
-    if (r == TQKV_OK && tqkv__has_store(c, TQKV__FIRST_TAIL) && (left > 0 || !n_tokens)) {
-        const tqkv__mapping kept =
-            tqkv__mapping_from(left < n_tokens && n_tokens ? (int)left : n_tokens, n_tokens ? c->attention.end : 0);
-        r = tqkv__add_tail(c, memory, TQKV__STORE_AT(c, TQKV__FIRST_TAIL), tail_rows, tail_strides, &kept, not_finite,
-                           plan);
-    }
-    if (r == TQKV_OK) r = tqkv__plan_halves(c, memory, strides, TQKV__FIRST_KEYS, rows, n_tokens, not_finite, plan);
-    if (r == TQKV_OK) r = tqkv__plan_halves(c, memory, strides, TQKV__LAST_KEYS, rows, n_tokens, not_finite, plan);
+    tqkv_result r = tqkv__check_on_gpu(c, n_tokens, 0);
+    if (r == TQKV_OK) r = tqkv__check_room(c, n_tokens);
+    if (r == TQKV_OK) r = tqkv__open_rows(c, layout, k, v, n_tokens, not_finite, &rows);
+    if (r == TQKV_OK) r = c->learning ? tqkv__add_raw(c, memory, &rows, plan) : tqkv__add_coded(c, memory, &rows, plan);
     return tqkv__close_plan(plan, r);
 }
 
-TQKV_API void tqkv_metal_cache_appended(tqkv_cache *c, int n_tokens) { tqkv__cache_advance(c, n_tokens); }
+TQKV_API void tqkv_metal_cache_appended(tqkv_cache *c, int n_tokens) { tqkv__count_append(c, n_tokens); }
+
+TQKV_API tqkv_result tqkv_metal_cache_failed(tqkv_cache *c, int64_t end)
+{
+    if (!c) return TQKV__INVALID("the cache is NULL");
+    return tqkv__count_failed(c, end);
+}
 
 /* The attention of a cache over its stores, with the lists and the tree of `some`. */
 typedef struct tqkv__cache_call {
@@ -17825,49 +18444,155 @@ static const tqkv_metal_store *tqkv__store_of_call(const tqkv_cache *c, const tq
     return tqkv__store_of(c, i) ? &call->stores[i] : NULL;
 }
 
-/* As it is now, of one query. */
-static void tqkv__open_cache_call(const tqkv_cache *c, tqkv_metal_buffer memory, const tqkv_metal_attention *some,
+/* Takes the lists and the tree of queries from number `first` on. */
+static void tqkv__take_some_buffers(const tqkv_metal_attention *some, int first, tqkv_metal_attention *a)
+{
+    const tqkv_attention *call = &some->attention;
+    const size_t heads = (size_t)(call->list_heads > 0 ? call->list_heads : 1),
+                 skipped = (size_t)first * heads * (size_t)(call->list_length > 0 ? call->list_length : 0);
+    a->tree = some->tree;
+    a->list = some->list;
+    if (skipped) a->list = tqkv__buffer_after(some->list, skipped * sizeof(int32_t));
+    a->attention.tree = call->tree;
+    a->attention.list = call->list ? call->list + skipped : NULL;
+    a->attention.list_length = call->list_length;
+    a->attention.list_heads = call->list_heads;
+    a->attention.list_block = call->list_block;
+    a->attention.list_newest = call->list_newest;
+}
+
+/* Opens a call of one query, over the cache's streams (0), or over what is raw of them (TQKV__RAW). */
+static void tqkv__open_cache_call(const tqkv_cache *c, tqkv_metal_buffer memory, const tqkv_attention *view, int first,
                                   tqkv__cache_call *call)
 {
-    const int values = c->shared ? TQKV__KEYS : TQKV__VALUES;
     tqkv_metal_attention *a = &call->attention;
     memset(call, 0, sizeof *call);
     for (int i = 0; i < TQKV__CACHE_STORES; i++)
         if (tqkv__store_of(c, i)) call->stores[i] = tqkv__store_in_buffer(c, memory, tqkv__store_of(c, i));
-    a->attention = tqkv_cache_view(c);
+    a->attention = *view;
     if (!a->attention.kv_len) a->attention.end = 0; /* nothing is resident; kv_len alone would be its default */
-    a->keys = &call->stores[TQKV__KEYS];
-    a->values = &call->stores[values];
-    a->tail = tqkv__store_of_call(c, call, TQKV__TAIL);
+    a->keys = &call->stores[first + TQKV__KEYS];
+    a->values = &call->stores[first + (c->shared ? TQKV__KEYS : TQKV__VALUES)];
+    a->tail = tqkv__store_of_call(c, call, first + TQKV__TAIL);
+    a->matrix_group = c->matrix_group;
+    if (c->attention.sinks) a->sinks = tqkv__buffer_within(c, memory, c->attention.sinks);
+}
+
+/* Opens a call over codes and what is kept besides. learnt: as they will be when the cache has learned */
+static void tqkv__open_coded_call(const tqkv_cache *c, tqkv_metal_buffer memory, bool learnt, tqkv__cache_call *call)
+{
+    const tqkv_attention view = tqkv__view_codes(c);
+    const int values = c->shared ? TQKV__KEYS : TQKV__VALUES;
+    tqkv_metal_attention *a = &call->attention;
+    tqkv__open_cache_call(c, memory, &view, 0, call);
     a->first_keys = tqkv__store_of_call(c, call, TQKV__FIRST_KEYS);
     a->first_tail = tqkv__store_of_call(c, call, TQKV__FIRST_TAIL);
     a->first_values = tqkv__store_of_call(c, call, TQKV__FIRST_KEYS + values);
     a->last_keys = tqkv__store_of_call(c, call, TQKV__LAST_KEYS);
     a->last_values = tqkv__store_of_call(c, call, TQKV__LAST_KEYS + values);
-    a->matrix_group = c->matrix_group;
-    if (c->attention.sinks) a->sinks = tqkv__buffer_within(c, memory, c->attention.sinks);
-    if (!some) return;
-    a->tree = some->tree;
-    a->list = some->list;
-    a->attention.tree = some->attention.tree;
-    a->attention.list = some->attention.list;
-    a->attention.list_length = some->attention.list_length;
-    a->attention.list_heads = some->attention.list_heads;
-    a->attention.list_block = some->attention.list_block;
-    a->attention.list_newest = some->attention.list_newest;
+    for (int i = 0; learnt && i < TQKV__RAW; i++)
+        if (tqkv__stream_kinds[i].side == TQKV__KEYS && tqkv__has_store(c, i))
+            tqkv__take_learnt_buffers(c, memory, &call->stores[i]);
+}
+
+/* Opens a call over what is raw: of n_queries queries, the last of which stands before `end`. */
+static void tqkv__open_raw_call(const tqkv_cache *c, tqkv_metal_buffer memory, int64_t end, int n_queries,
+                                tqkv__cache_call *call)
+{
+    const tqkv_attention view = tqkv__raw_attention(c, end, n_queries);
+    tqkv__open_cache_call(c, memory, &view, TQKV__RAW, call);
+}
+
+/* Finds the scratch of both kinds of queries; they may run at the same time. coded: the bytes of those that read
+   codes */
+static tqkv_result tqkv__scratch_of_cache(const tqkv_cache *c, const tqkv_metal_attention *some, int n_queries,
+                                          size_t *coded, size_t *bytes)
+{
+    const tqkv_metal_buffer none = {NULL, 0};
+    tqkv__cache_call call;
+    size_t raw = 0;
+    tqkv__open_coded_call(c, none, false, &call);
+    if (some) tqkv__take_some_buffers(some, 0, &call.attention);
+    call.attention.attention.n_queries = n_queries;
+    call.attention.attention.exact_first = c->exact_first; /* as many as there will ever be */
+    call.attention.attention.exact_last = c->exact_last;
+    tqkv_result r = tqkv_metal_plan_attend_scratch(&call.attention, coded);
+    *coded = (*coded + 15) / 16 * 16;
+    if (r == TQKV_OK && c->reads_raw && !c->raw_memory) {
+        tqkv__open_raw_call(c, none, 0, n_queries, &call);
+        if (some) tqkv__take_some_buffers(some, 0, &call.attention);
+        r = tqkv_metal_plan_attend_scratch(&call.attention, &raw);
+    }
+    if (r != TQKV_OK) return r;
+    if (raw > SIZE_MAX - *coded) return TQKV__INVALID(TQKV__LARGE_SCRATCH);
+    *bytes = *coded + raw;
+    return TQKV_OK;
 }
 
 TQKV_API tqkv_result tqkv_metal_plan_cache_scratch(const tqkv_cache *c, const tqkv_metal_attention *some, int n_queries,
                                                    size_t *bytes)
 {
-    const tqkv_metal_buffer none = {NULL, 0};
-    tqkv__cache_call call;
+    size_t coded = 0;
     if (!c || n_queries <= 0) return TQKV__INVALID(TQKV__NO_CACHE_QUERIES);
-    tqkv__open_cache_call(c, none, some, &call);
-    call.attention.attention.n_queries = n_queries;
-    call.attention.attention.exact_first = c->exact_first; /* as many as there will ever be */
-    call.attention.attention.exact_last = c->exact_last;
-    return tqkv_metal_plan_attend_scratch(&call.attention, bytes);
+    if (!bytes) return TQKV__INVALID("bytes is NULL");
+    return tqkv__scratch_of_cache(c, some, n_queries, &coded, bytes);
+}
+
+/* The queries of a call, their buffers, and where the outputs go. */
+typedef struct tqkv__queries_in_buffers {
+    const tqkv_metal_attention *some; /* or NULL */
+    tqkv_metal_buffer q, scratch, out;
+    tqkv_cache_layout layout;
+    int n_queries;
+} tqkv__queries_in_buffers;
+
+/* Adds the attention of n queries from number `first` on. */
+static tqkv_result tqkv__add_cache_call(const tqkv__queries_in_buffers *from, int first, int n, tqkv__cache_call *call,
+                                        tqkv_metal_plan *plan)
+{
+    tqkv_metal_attention *a = &call->attention;
+    const int n_heads = a->attention.n_heads,
+              key_dim = a->keys->shape.head_dim + (a->tail ? a->tail->shape.head_dim : 0);
+    const tqkv_strides of_q = tqkv__strides_of(from->layout.q, n_heads, key_dim),
+                       of_out = tqkv__strides_of(from->layout.out, n_heads, a->values->shape.head_dim);
+    const size_t skipped = (size_t)first;
+    if (from->some) tqkv__take_some_buffers(from->some, first, a);
+    a->attention.n_queries = n;
+    a->attention.query_strides = from->layout.q;
+    a->attention.output_strides = from->layout.out;
+    tqkv_metal_buffer q = from->q, out = from->out;
+    if (first) {
+        q = tqkv__buffer_after(q, skipped * of_q.token * tqkv__type_size(a->attention.query_type));
+        out = tqkv__buffer_after(out, skipped * of_out.token * tqkv__type_size(a->attention.output_type));
+    }
+    tqkv__attend_buffers b = tqkv__buffers_of_call(q, from->scratch, out);
+    return tqkv__add_attention(a, 0, 0, &b, plan);
+}
+
+/* Attends for all queries. The first n_raw queries stand where rows are read raw. With a tree, which counts from the
+   first query of a call, all the others' call has them, too, and theirs comes after it. */
+static tqkv_result tqkv__add_cut_call(const tqkv_cache *c, tqkv_metal_buffer memory,
+                                      const tqkv__queries_in_buffers *from, int n_raw, tqkv_metal_plan *plan)
+{
+    tqkv__cache_call call;
+    tqkv__queries_in_buffers raw = *from;
+    size_t coded = 0, bytes;
+    const int n = from->n_queries;
+    const bool whole = n_raw && n_raw < n && from->some && from->some->tree.buffer;
+    tqkv_result r = TQKV_OK;
+    if (n_raw < n) {
+        const int first = whole ? 0 : n_raw;
+        tqkv__open_coded_call(c, memory, false, &call);
+        r = tqkv__add_cache_call(from, first, n - first, &call, plan);
+        if (r == TQKV_OK && n_raw) r = tqkv__scratch_of_cache(c, from->some, n, &coded, &bytes);
+    }
+    if (r != TQKV_OK || !n_raw) return r;
+    const int before = plan->n;
+    raw.scratch = tqkv__buffer_after(from->scratch, coded);
+    tqkv__open_raw_call(c, memory, c->attention.end - (n - n_raw), n_raw, &call);
+    r = tqkv__add_cache_call(&raw, 0, n_raw, &call, plan);
+    if (r == TQKV_OK && whole) plan->d[before].barrier = from->out.buffer;
+    return r;
 }
 
 TQKV_API tqkv_result tqkv_metal_plan_cache_attend(const tqkv_cache *c, tqkv_metal_buffer memory,
@@ -17875,17 +18600,13 @@ TQKV_API tqkv_result tqkv_metal_plan_cache_attend(const tqkv_cache *c, tqkv_meta
                                                   tqkv_metal_buffer q, int n_queries, tqkv_metal_buffer scratch,
                                                   tqkv_metal_buffer out, tqkv_metal_plan *plan)
 {
-    tqkv__cache_call call;
     if (!tqkv__open_plan(plan, "attend")) return TQKV__INVALID(TQKV__NO_PLAN);
     if (!c || n_queries <= 0) return tqkv__close_plan(plan, TQKV__INVALID(TQKV__NO_CACHE_QUERIES));
-    const tqkv_result r = tqkv__check_on_gpu(c, 0);
+    const int n_raw = tqkv__raw_queries(c, n_queries);
+    const tqkv_result r = tqkv__check_on_gpu(c, 0, n_raw);
     if (r != TQKV_OK) return tqkv__close_plan(plan, r);
-    const tqkv_cache_layout own = tqkv__layout_of_call(c, layout);
-    tqkv__open_cache_call(c, memory, some, &call);
-    call.attention.attention.n_queries = n_queries;
-    call.attention.attention.query_strides = own.q;
-    call.attention.attention.output_strides = own.out;
-    return tqkv_metal_plan_attend(&call.attention, q, scratch, out, plan);
+    const tqkv__queries_in_buffers from = {some, q, scratch, out, tqkv__layout_of_call(c, layout), n_queries};
+    return tqkv__close_plan(plan, tqkv__add_cut_call(c, memory, &from, n_raw, plan));
 }
 
 /* >>plan-prepare: what calls will need, planned ahead of time so that pipelines can be built. */
@@ -17905,13 +18626,13 @@ static tqkv_result tqkv__check_visit(tqkv_metal_visit visit, int max_queries)
     return visit && max_queries >= 0 ? TQKV_OK : TQKV__INVALID("visit is NULL, or max_queries negative");
 }
 
-/* planned: the result of what made the plan */
+/* Visits a plan. planned: the result of what made it */
 static tqkv_result tqkv__visit(tqkv__visitor *v, tqkv_result planned)
 {
     return planned == TQKV_OK ? v->visit(v->user, &v->plan) : planned;
 }
 
-/* As planned, and for a page table that is shorter than a tile where it is not, or the reverse. */
+/* Visits a plan as it is, and for a page table that is shorter than a tile where it is not, or the reverse. */
 static tqkv_result tqkv__visit_tables(tqkv__visitor *v, tqkv_result planned)
 {
     bool other = false;
@@ -17927,7 +18648,7 @@ static tqkv_result tqkv__visit_tables(tqkv__visitor *v, tqkv_result planned)
     return other ? tqkv__visit(v, r) : r;
 }
 
-/* Attention, alone and in batches. */
+/* Visits attention, alone and in batches. */
 static tqkv_result tqkv__visit_attention(tqkv__visitor *v, tqkv_result planned, bool batches)
 {
     const tqkv_result r = tqkv__visit_tables(v, planned);
@@ -17936,7 +18657,7 @@ static tqkv_result tqkv__visit_attention(tqkv__visitor *v, tqkv_result planned, 
     return tqkv__visit_tables(v, r);
 }
 
-/* What writes keys and values, or one of them. */
+/* Visits what writes keys and values, or one of them. */
 static tqkv_result tqkv__visit_encoding(tqkv__visitor *v, const tqkv_metal_store *keys, const tqkv_metal_store *values)
 {
     const tqkv_metal_buffer none = {NULL, 0};
@@ -17945,7 +18666,7 @@ static tqkv_result tqkv__visit_encoding(tqkv__visitor *v, const tqkv_metal_store
                                          : tqkv_metal_plan_encode(keys ? keys : values, none, 0, 0, none, &v->plan));
 }
 
-/* Slices of it, their merge and their end. */
+/* Visits slices of an attention, their merge and their end. */
 static tqkv_result tqkv__visit_slices(tqkv__visitor *v, const tqkv_metal_attention *a)
 {
     const tqkv_metal_buffer none = {NULL, 0};
@@ -17958,7 +18679,7 @@ static tqkv_result tqkv__visit_slices(tqkv__visitor *v, const tqkv_metal_attenti
     return r == TQKV_OK ? tqkv__visit(v, tqkv_metal_plan_attend_finish(a, none, none, none, none, &v->plan)) : r;
 }
 
-/* The store without the processor's copy of its page table. */
+/* Returns the store without the processor's copy of its page table. */
 static tqkv_metal_store tqkv__any_pages(const tqkv_metal_store *s)
 {
     tqkv_metal_store any = *s;
@@ -17992,7 +18713,7 @@ static bool tqkv__prepares(int n, int max_queries)
     return n <= (max_queries ? max_queries : 1) && n <= TQKV__MOST_PREPARED;
 }
 
-/* Attention of all numbers of queries. call: in all regions */
+/* Visits attention of all numbers of queries. call: in all regions */
 static tqkv_result tqkv__visit_queries(tqkv__visitor *v, tqkv_metal_attention *call, int max_queries, int also)
 {
     const tqkv_metal_buffer none = {NULL, 0};
@@ -18057,23 +18778,46 @@ TQKV_API tqkv_result tqkv_metal_plan_index_prepare(const tqkv_metal_index *x, in
     return r;
 }
 
+/* Appending. A cache that learns also keeps halves, learns and encodes these. */
+static tqkv_result tqkv__visit_append(const tqkv_cache *c, tqkv_metal_buffer memory, tqkv__visitor *v)
+{
+    const tqkv_metal_buffer none = {NULL, 0};
+    tqkv__rows_in_buffers rows;
+    tqkv_result r = tqkv__check_on_gpu(c, 0, 0);
+    if (r == TQKV_OK) r = tqkv__open_rows(c, NULL, none, none, 0, none, &rows);
+    if (r != TQKV_OK) return r;
+    rows.position = 0;
+    rows.learnt = c->learning;
+    (void)tqkv__open_plan(&v->plan, "cache_append");
+    r = tqkv__visit(v, tqkv__close_plan(&v->plan, tqkv__add_coded(c, memory, &rows, &v->plan)));
+    if (r != TQKV_OK || !c->learning) return r;
+    rows.position = c->raw[0].capacity - 1;
+    rows.n_tokens = 1;
+    rows.learnt = false;
+    (void)tqkv__open_plan(&v->plan, "cache_append");
+    return tqkv__visit(v, tqkv__close_plan(&v->plan, tqkv__add_raw(c, memory, &rows, &v->plan)));
+}
+
 TQKV_API tqkv_result tqkv_metal_plan_cache_prepare(const tqkv_cache *c, tqkv_metal_buffer memory, int max_queries,
                                                    tqkv_metal_visit visit, void *user)
 {
-    const tqkv_metal_buffer none = {NULL, 0};
     tqkv__cache_call call;
     tqkv__visitor v;
+    tqkv_attention *a = &call.attention.attention;
     tqkv_result r = tqkv__check_visit(visit, max_queries);
     if (r == TQKV_OK && !c) r = TQKV__INVALID("the cache is NULL");
     if (r != TQKV_OK) return r;
     v.visit = visit;
     v.user = user;
-    r = tqkv__visit(&v, tqkv_metal_plan_cache_append(c, memory, NULL, none, none, 0, none, &v.plan));
-    if (r != TQKV_OK) return r;
-    tqkv__open_cache_call(c, memory, NULL, &call);
-    call.attention.attention.exact_first = c->exact_first;
-    call.attention.attention.exact_last = c->exact_last;
-    tqkv__take_all_regions(&call.attention.attention, &call.attention.keys->shape, &call.attention.values->shape);
+    if ((r = tqkv__visit_append(c, memory, &v)) != TQKV_OK) return r;
+    tqkv__open_coded_call(c, memory, c->learning, &call);
+    a->exact_first = c->exact_first;
+    a->exact_last = c->exact_last;
+    tqkv__take_all_regions(a, &call.attention.keys->shape, &call.attention.values->shape);
+    r = tqkv__visit_queries(&v, &call.attention, max_queries, 0);
+    if (r != TQKV_OK || !c->reads_raw || c->raw_memory) return r;
+    tqkv__open_raw_call(c, memory, 0, 1, &call);
+    tqkv__take_all_regions(a, &call.attention.keys->shape, &call.attention.values->shape);
     return tqkv__visit_queries(&v, &call.attention, max_queries, 0);
 }
 

@@ -48,7 +48,8 @@
 #define TQKV__RELEASE(object) ([(object) release], (object) = nil)
 #endif
 
-/* What the context keeps of a kernel: its pipeline or, of a kernel without constants, the library compiled from its source. */
+/* What the context keeps of a kernel: its pipeline or, of a kernel without constants, the library compiled from its
+   source. */
 typedef struct tqkv__kept {
     tqkv_metal_kernel kernel;
     id object;
@@ -291,8 +292,8 @@ static bool tqkv__is_built(tqkv_metal *m, const tqkv_metal_kernel *kernel)
     return built;
 }
 
-/* Whether pipelines of a plan could not be built because Metal refuses attend_matrix, twice: its compiler may have been restarted.
-   Then the context does without from now on, and its text says so. */
+/* Whether pipelines of a plan could not be built because Metal refuses attend_matrix, twice: its compiler may have been
+   restarted. Then the context does without from now on, and its text says so. */
 static bool tqkv__lost_matrices(tqkv_metal *m, tqkv_result r, const tqkv_metal_plan *plan)
 {
     char text[300];
@@ -844,8 +845,8 @@ tqkv_result tqkv_metal_cache_prepare(tqkv_metal *m, const tqkv_cache *c, int max
     return tqkv__prepared(m, tqkv_metal_plan_cache_prepare(c, memory, max_queries, tqkv__build, m));
 }
 
-/* >>waiting: the calls of tqkv_cache, which wait for the GPU. What they hand to it lies in a block of shared memory; one such
-   block waits for the next call, of any cache. */
+/* >>waiting: the calls of tqkv_cache, which wait for the GPU. What they hand to it lies in a block of shared memory;
+   one such block waits for the next call, of any cache. */
 
 enum { TQKV__MOST_STAGING = 64 << 20 }; /* bytes of it: a long prefill's is given back at once */
 
@@ -1028,7 +1029,13 @@ static tqkv_result tqkv__attend_cache(tqkv_metal *m, const tqkv_cache *c, const 
 
 /* >>self-test: one cache on the GPU, one on the processor */
 
-enum { TQKV__TRIAL_TOKENS = 48, TQKV__TRIAL_QUERIES = 3, TQKV__TRIAL_BLOCK = 4, TQKV__TRIAL_LISTED = 5 };
+enum {
+    TQKV__TRIAL_TOKENS = 48,
+    TQKV__TRIAL_RAW = 12,
+    TQKV__TRIAL_QUERIES = 3,
+    TQKV__TRIAL_BLOCK = 4,
+    TQKV__TRIAL_LISTED = 5
+};
 enum { TQKV__TRIAL_BLOCKS = TQKV__TRIAL_TOKENS / TQKV__TRIAL_BLOCK };
 enum { TQKV__TRIAL_K, TQKV__TRIAL_V, TQKV__TRIAL_Q, TQKV__TRIAL_OUT, TQKV__TRIAL_EXPECTED, TQKV__TRIAL_PARTS };
 
@@ -1107,8 +1114,10 @@ static tqkv_result tqkv__trial_store(tqkv_metal *m, const tqkv_store *s, tqkv_me
 {
     memset(out, 0, sizeof *out);
     out->shape = *s;
-    const tqkv_result r = tqkv_metal_find(m, s->codes, &out->codes);
-    return r == TQKV_OK && s->norms_size ? tqkv_metal_find(m, s->norms, &out->norms) : r;
+    tqkv_result r = tqkv_metal_find(m, s->codes, &out->codes);
+    if (r == TQKV_OK && s->norms_size) r = tqkv_metal_find(m, s->norms, &out->norms);
+    if (r == TQKV_OK && s->center) r = tqkv_metal_find(m, s->center, &out->center);
+    return r == TQKV_OK && s->channel_scale ? tqkv_metal_find(m, s->channel_scale, &out->channel_scale) : r;
 }
 
 static tqkv_result tqkv__record_trial(void *user, tqkv_metal_object encoder)
@@ -1161,8 +1170,8 @@ static tqkv_result tqkv__try_attention(const tqkv__trial *t, int n_queries)
                               n * (size_t)n_queries, out, expected);
 }
 
-/* The keys of the first KV head as those of an index, its choice, and attention to the blocks that it chose. Where an index
-   cannot be, the list is the processor's. Arrays lie one behind the other in a block of shared memory. */
+/* The keys of the first KV head as those of an index, its choice, and attention to the blocks that it chose. Where an
+   index cannot be, the list is the processor's. Arrays lie one behind the other in a block of shared memory. */
 typedef struct tqkv__trial_list {
     const tqkv__trial *t;
     bool indexed;
@@ -1316,6 +1325,23 @@ static tqkv_result tqkv__open_trial(tqkv__trial *t)
     return TQKV_OK;
 }
 
+/* Both caches append `n` tokens from number `first` on. */
+static tqkv_result tqkv__append_trial(const tqkv__trial *t, int first, int n)
+{
+    const size_t at = (size_t)first, all = TQKV__TRIAL_TOKENS;
+    const char *k = t->parts[TQKV__TRIAL_K] + at * (t->sizes[TQKV__TRIAL_K] / all),
+               *v = t->desc.shared ? NULL : t->parts[TQKV__TRIAL_V] + at * (t->sizes[TQKV__TRIAL_V] / all);
+    const tqkv_result r = tqkv_cache_append(t->gpu, k, v, n);
+    return r == TQKV_OK ? tqkv_cache_append(t->own, k, v, n) : r;
+}
+
+/* A cache that learns attends to its rows as they came before it encodes them. */
+static tqkv_result tqkv__try_raw(const tqkv__trial *t)
+{
+    const tqkv_result r = tqkv__append_trial(t, 0, TQKV__TRIAL_RAW);
+    return r == TQKV_OK ? tqkv__try_attention(t, TQKV__TRIAL_QUERIES) : r;
+}
+
 tqkv_result tqkv_metal_self_test(tqkv_metal *m, const tqkv_cache_desc *desc)
 {
     if (!m) return TQKV_INVALID_ARGUMENT;
@@ -1327,9 +1353,9 @@ tqkv_result tqkv_metal_self_test(tqkv_metal *m, const tqkv_cache_desc *desc)
     t.desc.exact_first = desc->exact_first ? 5 : 0;
     t.desc.exact_last = desc->exact_last ? 9 : 0;
     tqkv_result r = tqkv__open_trial(&t);
-    const void *k = t.parts[TQKV__TRIAL_K], *v = t.desc.shared ? NULL : t.parts[TQKV__TRIAL_V];
-    if (r == TQKV_OK) r = tqkv_cache_append(t.gpu, k, v, TQKV__TRIAL_TOKENS);
-    if (r == TQKV_OK) r = tqkv_cache_append(t.own, k, v, TQKV__TRIAL_TOKENS);
+    const int raw = desc->calibrate ? TQKV__TRIAL_RAW : 0;
+    if (r == TQKV_OK && raw) r = tqkv__try_raw(&t);
+    if (r == TQKV_OK) r = tqkv__append_trial(&t, raw, TQKV__TRIAL_TOKENS - raw);
     if (r == TQKV_OK) r = tqkv__try_stores(&t);
     if (r == TQKV_OK) r = tqkv__try_attention(&t, 1);
     if (r == TQKV_OK) r = tqkv__try_attention(&t, TQKV__TRIAL_QUERIES);
@@ -1447,8 +1473,8 @@ static bool tqkv__all_zero(const char *bytes, size_t size)
     return n == size;
 }
 
-/* Runs the product of two matrices. A failure may be of the moment: it is tried again. Matrices that lie otherwise, or a kernel that
-   Metal refuses twice, cost the context its matrices; one that was built and did not run is a failure. */
+/* Runs the product of two matrices. A failure may be of the moment: it is tried again. Matrices that lie otherwise, or
+   a kernel that Metal refuses twice, cost the context its matrices; one that was built and did not run is a failure. */
 static tqkv_result tqkv__check_product(tqkv_metal *m, tqkv_metal_plan *plan, const void *report)
 {
     char text[300];
@@ -1462,8 +1488,8 @@ static tqkv_result tqkv__check_product(tqkv_metal *m, tqkv_metal_plan *plan, con
     return TQKV_OK;
 }
 
-/* Compares the shaders' tables with those of tqkv.h. Then it looks where the GPU's matrices lie: attention can do without
-   them, so a failure there is only a text. */
+/* Compares the shaders' tables with those of tqkv.h. Then it looks where the GPU's matrices lie: attention can do
+   without them, so a failure there is only a text. */
 static tqkv_result tqkv__check_tables(tqkv_metal *m)
 {
     tqkv_metal_plan plan;
@@ -1506,8 +1532,8 @@ static void tqkv__drop_library(tqkv_metal *m)
     TQKV__RELEASE(m->source);
 }
 
-/* The library, or the source if there is one and Metal refuses the library. A wrong argument is refused either way. With
-   both, single kernels that Metal refuses come from the source, too. */
+/* The library, or the source if there is one and Metal refuses the library. A wrong argument is refused either way.
+   With both, single kernels that Metal refuses come from the source, too. */
 static tqkv_result tqkv__open_library(tqkv_metal *m, const tqkv_metal_desc *desc)
 {
     char library_text[180];

@@ -398,7 +398,8 @@ typedef struct tqkv_cache_desc {
        least 16, and of a smaller cache a quarter of the capacity. 0: not. Until the append that reaches them keys and values are
        halves as they came, and attention is exact. That append encodes them; queries at these positions still read the halves,
        until the next append gives their memory back (with non_causal, until this one). The same codes however positions came. What
-       it has learned is in tqkv_cache_keys. Not on a GPU: there a cache is given what another one learned. */
+       it has learned is in tqkv_cache_keys. On a GPU the halves' memory stays as long as the cache, because work under way may
+       read it: a copy by tqkv_cache_fork, made when the cache has learned, has none. */
     int calibrate;
     uint64_t tag; /* the caller's name for the model, 0: none; a snapshot or a fork of another is refused */
 } tqkv_cache_desc;

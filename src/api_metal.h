@@ -221,8 +221,9 @@ TQKV_METAL_API tqkv_result tqkv_metal_find(tqkv_metal *m, const void *pointer, t
    wait; all other calls, and encode and attend on tqkv_cache_keys and _values, run on the processor. Those that read
    or move codes (remove, keep, fork, save) need recorded appends to have completed, and remove and keep all work. After
    TQKV_METAL_ERROR an append has not happened, but a ring may have lost its oldest positions.
-   The two calls below record into an encoder. An append counts at once, and attention can be recorded after it;
-   truncate if the command buffer fails. The processor sees the codes after the buffer has completed. Rows of a tail lie apart
+   The two calls below record into an encoder. An append counts at once, and attention can be recorded after it; if the
+   command buffer fails, tqkv_metal_cache_failed takes back what it had. The processor sees the codes, and with `calibrate` the
+   centre and the scale, after the buffer has completed: nothing waits for these. Rows of a tail lie apart
    from those of the keys: a shared cache takes them as v, and nothing without a tail, others behind all rows of the keys. */
 TQKV_METAL_API tqkv_result tqkv_metal_cache_append(tqkv_metal *m, tqkv_metal_object encoder, tqkv_cache *c,
                                                    tqkv_metal_buffer k, tqkv_metal_buffer v, int n_tokens,

@@ -12,7 +12,7 @@ enum {
     TQKV_METAL_ARGUMENTS = 256, /* most bytes of an argument struct */
     TQKV_METAL_BINDINGS = 28,
     TQKV_METAL_MEMORIES = 4,
-    TQKV_METAL_DISPATCHES = 7,   /* most of a plan */
+    TQKV_METAL_DISPATCHES = 13,  /* most of a plan */
     TQKV_METAL_ONLY_CHECKED = -1 /* in place of a binding's index */
 };
 
@@ -177,6 +177,9 @@ TQKV_API tqkv_result tqkv_metal_plan_cache_append(const tqkv_cache *c, tqkv_meta
                                                   tqkv_metal_buffer v, int n_tokens, tqkv_metal_buffer not_finite,
                                                   tqkv_metal_plan *plan);
 TQKV_API void tqkv_metal_cache_appended(tqkv_cache *c, int n_tokens);
+/* For appends that did not run, because a command buffer failed: as tqkv_cache_truncate, and if one of them was to learn centre and
+   scale (calibrate), the cache learns again. Before any other edit, and when nothing is under way. */
+TQKV_API tqkv_result tqkv_metal_cache_failed(tqkv_cache *c, int64_t end);
 TQKV_API tqkv_result tqkv_metal_plan_cache_scratch(const tqkv_cache *c, const tqkv_metal_attention *some, int n_queries,
                                                    size_t *bytes);
 TQKV_API tqkv_result tqkv_metal_plan_cache_attend(const tqkv_cache *c, tqkv_metal_buffer memory,

@@ -6,14 +6,15 @@
    the limit keeps their sums in the L2 cache. */
 #define TQKV__CHUNK_ROWS 64
 
-/* The streams of an attention and, with raw ones, the stores of a cache, in the order of its memory and of snapshots. */
+/* The streams of an attention and, with raw ones, the stores of a cache, in the order of its memory and of
+   snapshots. */
 enum {
     TQKV__KEYS,
     TQKV__VALUES,
     TQKV__TAIL,
     TQKV__CACHE_STREAMS,
-    TQKV__FIRST_KEYS =
-        TQKV__CACHE_STREAMS, /* what is kept of the first positions besides: halves; of a tail, which only a ring keeps, as it is */
+    /* What is kept of the first positions besides: halves, and of a tail, which only a ring keeps, rows as they are. */
+    TQKV__FIRST_KEYS = TQKV__CACHE_STREAMS,
     TQKV__FIRST_VALUES,
     TQKV__FIRST_TAIL,
     TQKV__LAST_KEYS, /* halves of the newest positions */
@@ -23,7 +24,7 @@ enum {
     TQKV__CACHE_STORES = TQKV__RAW + 3
 };
 
-/* Of a stream, the side (keys, values or tail) and the end: the first or the last positions, or neither. */
+/* A stream has a side (keys, values or tail) and an end: the first or the last positions, or neither. */
 typedef struct tqkv__stream_kind {
     uint8_t side, end;
 } tqkv__stream_kind;
@@ -54,7 +55,8 @@ typedef struct tqkv__attention {
     /* Makes integers of a query; NULL: floats. See tqkv__integers. */
     void (*round_query)(const tqkv__stream *s, const float *query, float *to);
     /* Positions below exact_below are halves in ends[0][side], and those from tqkv__exact_at on in ends[1][side], where
-       exact[][side] is set; side: TQKV__KEYS or TQKV__VALUES. exact_from: for the last query, on a GPU for all. See tqkv__region_at. */
+       exact[][side] is set; side: TQKV__KEYS or TQKV__VALUES. exact_from: for the last query, on a GPU for all. See
+       tqkv__region_at. */
     int64_t exact_below, exact_from;
     bool newest_halves; /* on a GPU: this is the region that queries read from halves of the newest */
     bool exact[2][2];
@@ -62,11 +64,12 @@ typedef struct tqkv__attention {
     tqkv__stream ends[2][2], first_tail; /* not cleared if unused: that would take as long as a few positions */
 } tqkv__attention;
 
-/* Additions in a row to one sum of products. Longer ones may all be rounded to the same side, where keys are parallel to the query
-   and their products equal: with scores of 50 an error of 8e-5 at head_dim 1024. */
+/* Additions in a row to one sum of products. Longer ones may all be rounded to the same side, where keys are parallel
+   to the query and their products equal: with scores of 50 an error of 8e-5 at head_dim 1024. */
 #define TQKV__MOST_ADDITIONS 16
 
-/* In eight sums: less latency, smaller errors. n: up to 8 * TQKV__MOST_ADDITIONS, a multiple of 8 */
+/* A dot product in eight sums has less latency and smaller errors. n: up to 8 * TQKV__MOST_ADDITIONS, a multiple of
+   8 */
 static float tqkv__dot(const float *a, const float *b, int n)
 {
     float sums[8] = {0, 0, 0, 0, 0, 0, 0, 0};
@@ -157,7 +160,7 @@ static void tqkv__softmax_tile_scalar(const tqkv__attention *a, const tqkv__span
                                  out + (size_t)row * (size_t)a->value_dim);
 }
 
-/* What the sum of a stretch loses to the maximum of a piece of it, as the exponent of a factor. */
+/* Returns what the sum of a stretch loses to the maximum of a piece of it, as the exponent of a factor. */
 static inline float tqkv__loss(float max, float piece_max)
 {
     return piece_max > max ? TQKV__AS_FLOAT(max - piece_max) : 0.0f;
@@ -188,10 +191,10 @@ static void tqkv__sum_heads_scalar(const float *scores, const float *weights, co
 }
 
 /* Asks for codes that will be read soon: the next tile's, while this tile is computed. Nearer requests come too late;
-   farther ones push out what is in use (32k positions: 1.1 to 1.5 times slower at half or twice the distance). They go to
-   the L2 cache: on a Zen 4 core F16 is then twice and I8 1.6 times as fast as with requests to the L1, to which few lines
-   can be on their way (D=128, 32k). Formats with a field of upper bits take the L1: they wait for look-ups and not for
-   memory (TQ5 1.3 times, TQ6 1.2 times as fast there). cache is a constant. */
+   farther ones push out what is in use (32k positions: 1.1 to 1.5 times slower at half or twice the distance). They go
+   to the L2 cache: on a Zen 4 core F16 is then twice and I8 1.6 times as fast as with requests to the L1, to which few
+   lines can be on their way (D=128, 32k). Formats with a field of upper bits take the L1: they wait for look-ups and
+   not for memory (TQ5 1.3 times, TQ6 1.2 times as fast there). cache is a constant. */
 enum { TQKV__L1 = 1, TQKV__L2 };
 static TQKV__INLINE void tqkv__prefetch(const int cache, const uint8_t *codes, size_t size)
 {

@@ -37,7 +37,7 @@ static tqkv_result tqkv__check_arrays(const tqkv__arrays *arrays, int n_written)
     return TQKV_OK;
 }
 
-/* Bytes of a list. */
+/* Returns the bytes of a list. */
 static size_t tqkv__list_size(const tqkv__attention *a)
 {
     if (!a->call.list) return 0;
@@ -164,7 +164,8 @@ static bool tqkv__writes_overlap(const tqkv__writes *writes)
     return false;
 }
 
-/* Whether an item reads one of n > 0 sorted extents. Halves them: thousands of items are not compared each with each. */
+/* Whether an item reads one of n > 0 sorted extents. Halves them: thousands of items are not compared each with
+   each. */
 static bool tqkv__reads_extent(const tqkv__request *request, const tqkv__extent *extents, size_t n)
 {
     const void *low = (const void *)(uintptr_t)extents[0].begin;

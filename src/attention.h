@@ -61,8 +61,8 @@ static tqkv_result tqkv__take_tail(tqkv__attention *a)
     return TQKV_OK;
 }
 
-/* 1/sqrt(n). In a column of TQKV__SIZES for the sizes of streams; double is enough for their sums: no 1/sqrt(n) lies so near
-   to the middle of two floats. Rounds the bits of the double, whatever the caller's rounding mode. */
+/* Returns 1/sqrt(n): from TQKV__SIZES for the sizes of streams; for their sums double is enough, because no 1/sqrt(n)
+   lies so near to the middle of two floats. Rounds the bits of the double, whatever the caller's rounding mode. */
 static float tqkv__inverse_root(int n)
 {
     double root = 1.0 / sqrt((double)n);
@@ -86,6 +86,20 @@ static tqkv_result tqkv__take_strides(tqkv__attention *a)
         return TQKV__INVALID("query_strides or output_strides: rows of more than SIZE_MAX bytes");
     if (tqkv__rows_distinct(call->output_strides, n, n_heads, a->value_dim)) return TQKV_OK;
     return TQKV__INVALID(TQKV__ROWS_SHARED);
+}
+
+/* Checks what does not depend on other fields. */
+static tqkv_result tqkv__check_options(const tqkv_attention *a)
+{
+    if (a->exact_first < 0 || a->exact_last < 0 || a->exact_from < 0)
+        return TQKV__INVALID("exact_first, exact_last or exact_from is negative");
+    if (!tqkv__all_finite(&a->scale, 1) || !tqkv__all_finite(&a->softcap, 1))
+        return TQKV__INVALID("scale or softcap is NaN or infinite");
+    if (!tqkv__basis_known(a->query_basis) || !tqkv__basis_known(a->output_basis))
+        return TQKV__INVALID("query_basis or output_basis: no tqkv_basis");
+    if (!tqkv__type_size(a->query_type) || !tqkv__type_size(a->output_type))
+        return TQKV__REFUSE(UNSUPPORTED, TQKV__NO_TYPE);
+    return TQKV_OK;
 }
 
 /* Resolves and checks everything except the stores' buffers and the resident range. */
@@ -115,14 +129,7 @@ static tqkv_result tqkv__attention_shape(const tqkv_attention *a, tqkv__attentio
     if (call->n_heads < 0 || call->n_heads % r->n_kv_heads != 0)
         return TQKV__INVALID("n_heads is not a multiple of n_kv_heads");
     if (call->n_queries < 0 || call->window < 0) return TQKV__INVALID("n_queries or window is negative");
-    if (call->exact_first < 0 || call->exact_last < 0 || call->exact_from < 0)
-        return TQKV__INVALID("exact_first, exact_last or exact_from is negative");
-    if (!tqkv__all_finite(&a->scale, 1) || !tqkv__all_finite(&a->softcap, 1))
-        return TQKV__INVALID("scale or softcap is NaN or infinite");
-    if (!tqkv__basis_known(a->query_basis) || !tqkv__basis_known(a->output_basis))
-        return TQKV__INVALID("query_basis or output_basis: no tqkv_basis");
-    if (!tqkv__type_size(a->query_type) || !tqkv__type_size(a->output_type))
-        return TQKV__REFUSE(UNSUPPORTED, TQKV__NO_TYPE);
+    if ((result = tqkv__check_options(a)) != TQKV_OK) return result;
     if (!tqkv__resolve_allocator(&call->allocator)) return TQKV__INVALID("allocator: one of alloc and free is missing");
     if (!tqkv__array_size(call->n_queries, call->n_heads, 1, 1, &r->n_rows) ||
         !tqkv__size_multiply(r->n_rows, (size_t)r->key_dim, &r->q_elements) || r->q_elements > SIZE_MAX / 64 ||
@@ -148,7 +155,7 @@ static tqkv_result tqkv__attention_range(const tqkv_attention *a, tqkv__attentio
     return TQKV_OK;
 }
 
-/* Are the rows of two streams laid out alike, over the same bytes? */
+/* Whether the rows of two streams are laid out alike, over the same bytes. */
 static bool tqkv__same_bytes(const tqkv__stream *a, const tqkv__stream *b)
 {
     return a->codes == b->codes && (a->norms == b->norms || !a->norms_size) && a->format == b->format &&
@@ -156,8 +163,8 @@ static bool tqkv__same_bytes(const tqkv__stream *a, const tqkv__stream *b)
            a->rotated == b->rotated && a->block_scale == b->block_scale;
 }
 
-/* Refuses streams that share bytes, but are neither one stream nor, by their page tables, two in one pool. Finds whether
-   keys and values are one. */
+/* Refuses streams that share bytes, but are neither one stream nor, by their page tables, two in one pool. Finds
+   whether keys and values are one. */
 static tqkv_result tqkv__check_streams(tqkv__attention *a)
 {
     const tqkv__stream *k = &a->keys, *v = &a->values;
@@ -193,8 +200,8 @@ static tqkv_result tqkv__check_end(const tqkv__attention *a, const tqkv__stream 
     return TQKV_OK;
 }
 
-/* The first position that a query reads from the halves of the newest. With none all are, and these are codes. A query whose own
-   position does not matter stands at the end. */
+/* Returns the first position that a query reads from the halves of the newest. Without such halves it is 0, and these
+   are codes. A query whose own position does not matter stands at the end. */
 static int64_t tqkv__exact_at(const tqkv__attention *a, int query)
 {
     const tqkv_attention *call = &a->call;
@@ -204,7 +211,8 @@ static int64_t tqkv__exact_at(const tqkv__attention *a, int query)
     return from > call->exact_from ? from : call->exact_from;
 }
 
-/* The oldest position that some query reads from the halves of the newest; they are asked for, but nothing else is known of them. */
+/* Returns the oldest position that some query reads from the halves of the newest; they are asked for, but nothing else
+   is known of them. */
 static int64_t tqkv__exact_oldest(const tqkv__attention *a)
 {
     const tqkv_attention *call = &a->call;
@@ -259,8 +267,8 @@ static tqkv_result tqkv__check_first_tail(const tqkv__attention *a, const tqkv__
     return TQKV_OK;
 }
 
-/* Takes the first positions that are no longer resident, if all streams have them, from stores opened by `open`; follows
-   tqkv__take_ends. */
+/* Takes the first positions that are no longer resident, if all streams have them, from stores opened by `open`;
+   follows tqkv__take_ends. */
 static tqkv_result tqkv__take_kept(tqkv__attention *a, tqkv_result (*open)(const tqkv_store *, tqkv__stream *))
 {
     const tqkv_attention *call = &a->call;
@@ -287,9 +295,9 @@ static tqkv_result tqkv__take_kept(tqkv__attention *a, tqkv_result (*open)(const
     return TQKV_OK;
 }
 
-/* Positions that are read from the same streams. A query reads what is no longer resident in its first pass, then [0, b) and
-   [b, end), where b is tqkv__exact_at. Queries of an item have other b: each looks only at its own positions of the tiles that both
-   passes have, so its sums are added in the same order alone and in a batch. */
+/* Positions that are read from the same streams. A query reads what is no longer resident in its first pass, then [0,
+   b) and [b, end), where b is tqkv__exact_at. Queries of an item have other b: each looks only at its own positions of
+   the tiles that both passes have, so its sums are added in the same order alone and in a batch. */
 enum { TQKV__GONE, TQKV__OLDER, TQKV__NEWEST, TQKV__PASSES };
 typedef struct tqkv__region {
     int number; /* tells regions apart: 2 * pass, plus 1 for the first positions */
@@ -297,7 +305,7 @@ typedef struct tqkv__region {
     int64_t end; /* the first position behind them */
 } tqkv__region;
 
-/* The keys (side 0) or values (1) of a region. */
+/* Returns the keys or values (side) of a region. */
 static const tqkv__stream *tqkv__stream_at(const tqkv__attention *a, int side, int number)
 {
     if (number % 2 && a->exact[0][side]) return &a->ends[0][side];
@@ -314,7 +322,7 @@ static tqkv__region tqkv__region_at(const tqkv__attention *a, int64_t position, 
     return region;
 }
 
-/* Where an attention has stream i, whether it reads it or not. */
+/* This is where an attention has stream i, whether it reads it or not. */
 #define TQKV__STREAM_AT(a, i)                                                                                          \
     ((i) == TQKV__KEYS         ? &(a)->keys                                                                            \
      : (i) == TQKV__VALUES     ? &(a)->values                                                                          \
@@ -330,13 +338,13 @@ static bool tqkv__has_stream(const tqkv__attention *a, int i)
     return kind.end == TQKV__NO_END || a->exact[kind.end][kind.side];
 }
 
-/* Stream i of an attention; NULL if it does not read it. */
+/* Returns stream i of an attention; NULL if it does not read it. */
 static const tqkv__stream *tqkv__stream_read(const tqkv__attention *a, int i)
 {
     return tqkv__has_stream(a, i) ? TQKV__STREAM_AT(a, i) : NULL;
 }
 
-/* The resident positions of a range that a query, or one behind it, may read from stream i. */
+/* Returns the resident positions of a range that a query, or one behind it, may read from stream i. */
 static tqkv__range tqkv__positions_read(const tqkv__attention *a, int i, tqkv__range range, int query)
 {
     const bool first = tqkv__stream_kinds[i].end == TQKV__FIRST_END, last = tqkv__stream_kinds[i].end == TQKV__LAST_END;
@@ -368,7 +376,7 @@ static tqkv_result tqkv__check_row(const int32_t *row, int n)
     return TQKV_OK;
 }
 
-/* The numbers of a list, but not its entries. */
+/* Checks the numbers of a list, but not its entries. */
 static tqkv_result tqkv__list_shape(tqkv__attention *a)
 {
     tqkv_attention *call = &a->call;
@@ -396,7 +404,7 @@ static tqkv_result tqkv__check_list(tqkv__attention *a)
     return r;
 }
 
-/* The positions of a query's window that are not there any more. */
+/* Returns the positions of a query's window that are not there any more. */
 static tqkv__range tqkv__gone_from_window(const tqkv__attention *a, int query)
 {
     const int64_t oldest = a->call.end - a->call.n_queries + query - a->call.window + 1;

@@ -5,8 +5,8 @@ struct tqkv_cache {
         attention; /* one query over all appended positions; defaults resolved, sinks in the cache's memory */
     tqkv_store keys, values, tail; /* values: only their shape if the keys are the values; tail: zeros without one */
     bool shared;                   /* the keys are the values */
-    /* What is kept besides of the first and of the newest positions, of keys, values and tail; zeros without. Halves; in a ring the
-       first ones' rows of F16 streams and of the tail as they are. */
+    /* What is kept besides of the first and of the newest positions, of keys, values and tail; zeros without. Halves;
+       in a ring the first ones' rows of F16 streams and of the tail as they are. */
     tqkv_store ends[2][3];
     int exact_first, exact_last, exact_batch;
     int64_t exact_below; /* positions below it are among the first ones kept */
@@ -16,22 +16,23 @@ struct tqkv_cache {
     int own_room;        /* their capacity */
     void *grown;         /* memory of newest halves for which that has no room, or NULL */
     size_t grown_size;
-    float *
-        channels; /* room for centres, scales and inverses of its streams, one after the other: [n_kv_heads][head_dim] */
+    float *channels;   /* room for centres, scales and inverses, stream after stream: [n_kv_heads][head_dim] */
     int64_t first;     /* resident positions [first, attention.end) */
     int calibrate;     /* as in the desc */
     uint64_t tag;      /* likewise */
     bool learning;     /* positions are in `raw` alone; see >>cache-calibrate */
+    bool reads_raw;    /* some queries read that */
     tqkv_store raw[3]; /* rows as they came of keys and values, as halves, and of the tail; zeros without */
-    void *raw_memory;  /* that holds them, or NULL */
+    void *raw_memory;  /* that holds them, or NULL: on a GPU they lie in the cache's memory, as long as that */
     size_t raw_size;
+    int64_t learnt_at; /* on a GPU the end before the append that learned; -1: none, or positions were edited since */
     tqkv_metal *metal;
     int matrix_group;
     tqkv_allocator memory;
     size_t size; /* of the cache's memory: the struct, the sinks, the codes and the norms */
 };
 
-/* Where a cache has store i, whether there is one or not. */
+/* This is where a cache has store i, whether there is one or not. */
 #define TQKV__STORE_AT(c, i)                                                                                           \
     ((i) >= TQKV__RAW      ? &(c)->raw[(i)-TQKV__RAW]                                                                  \
      : (i) == TQKV__KEYS   ? &(c)->keys                                                                                \
@@ -39,14 +40,12 @@ struct tqkv_cache {
      : (i) == TQKV__TAIL   ? &(c)->tail                                                                                \
                            : &(c)->ends[tqkv__stream_kinds[i].end][tqkv__stream_kinds[i].side])
 
-/* All but the raw stores lie in the cache's memory. */
 static bool tqkv__has_store(const tqkv_cache *c, int i)
 {
-    if (i == TQKV__VALUES && c->shared) return false;
-    return (i < TQKV__RAW || c->raw_memory) && TQKV__STORE_AT(c, i)->head_dim > 0;
+    return (i != TQKV__VALUES || !c->shared) && TQKV__STORE_AT(c, i)->head_dim > 0;
 }
 
-/* Store i of a cache; NULL: there is none. */
+/* Returns store i of a cache; NULL: there is none. */
 static const tqkv_store *tqkv__store_of(const tqkv_cache *c, int i)
 {
     return tqkv__has_store(c, i) ? TQKV__STORE_AT(c, i) : NULL;
@@ -54,28 +53,31 @@ static const tqkv_store *tqkv__store_of(const tqkv_cache *c, int i)
 
 static tqkv_store *tqkv__own_store(tqkv_cache *c, int i) { return tqkv__has_store(c, i) ? TQKV__STORE_AT(c, i) : NULL; }
 
-/* Positions of a ring of halves that serves so many queries: whole tiles, none of which wraps. */
+/* Stores of the cache's memory: what is raw lies there only on a GPU, where work under way may read it at any time. */
+static int tqkv__stores_within(const tqkv_cache *c) { return c->metal ? TQKV__CACHE_STORES : TQKV__RAW; }
+
+/* Returns the positions of a ring of halves that serves so many queries: whole tiles, none of which wraps. */
 static int64_t tqkv__end_room(int64_t exact_last, int64_t n_queries)
 {
     return exact_last ? (exact_last + n_queries - 1 + TQKV__TILE - 1) / TQKV__TILE * TQKV__TILE : 0;
 }
 
-/* The oldest position that an edit leaves as halves: as if the ring had room for a tile of queries, so that no bit depends on how
-   positions came. exact_held is no higher. */
+/* Returns the oldest position that an edit leaves as halves: as if the ring had room for a tile of queries, so that no
+   bit depends on how positions came. exact_held is no higher. */
 static int64_t tqkv__exact_kept(const tqkv_cache *c)
 {
     const int64_t oldest = c->attention.end - tqkv__end_room(c->exact_last, TQKV__TILE);
     return oldest > c->exact_from ? oldest : c->exact_from;
 }
 
-/* Positions for which the rings of the newest halves have room; 0 without. */
+/* Returns the positions for which the rings of the newest halves have room; 0 without. */
 static int64_t tqkv__newest_room(const tqkv_cache *c)
 {
     return c->ends[1][0].capacity ? c->ends[1][0].capacity : c->ends[1][1].capacity;
 }
 
-/* The positions that store i holds; of the newest halves those that an edit leaves. These may be more than exact_last: a truncation
-   takes from them first. */
+/* Returns the positions that store i holds: of the newest halves those that an edit leaves. These may be more than
+   exact_last: a truncation takes from them first. */
 static tqkv__range tqkv__range_of(const tqkv_cache *c, int i)
 {
     const tqkv__range all = {c->first, c->attention.end}, first = {0, c->exact_below}, none = {0, 0};
@@ -93,7 +95,7 @@ typedef enum tqkv__channels {
     TQKV__CHANNELS
 } tqkv__channels;
 
-/* Channels of the streams before number n; false if their room overflows. */
+/* Counts the channels of the streams before number n; false if their room overflows. */
 static bool tqkv__count_channels(const tqkv_cache *c, int n, size_t *channels)
 {
     size_t dims = 0;
@@ -108,6 +110,7 @@ static tqkv_result tqkv__get_raw(tqkv_cache *c);
 static void tqkv__drop_raw(tqkv_cache *c);
 struct tqkv__append;
 static void tqkv__append_learning(tqkv_cache *c, struct tqkv__append *append);
+static void tqkv__count_append(tqkv_cache *c, int n_tokens);
 static bool tqkv__view_raw(const tqkv_cache *c, tqkv_attention *view);
 static tqkv_result tqkv__attend_raw(const tqkv_cache *c, const tqkv_attention *some, const void *q, int n_queries,
                                     void *out);
@@ -222,6 +225,7 @@ static tqkv_result tqkv__cache_resolve(const tqkv_cache_desc *desc, tqkv_cache *
 {
     tqkv__attention resolved;
     memset(c, 0, sizeof *c);
+    c->learnt_at = -1;
     tqkv_result r = tqkv__cache_shapes(desc, c);
     if (r == TQKV_OK) r = tqkv__end_shapes(desc, c);
     if (r == TQKV_OK) r = tqkv__raw_shapes(desc, c);
@@ -252,7 +256,7 @@ static tqkv_result tqkv__cache_resolve(const tqkv_cache_desc *desc, tqkv_cache *
 
 /* Where arrays begin in the memory of a cache. */
 typedef struct tqkv__cache_memory {
-    size_t sinks, channels, codes[TQKV__RAW], norms[TQKV__RAW], size;
+    size_t sinks, channels, codes[TQKV__CACHE_STORES], norms[TQKV__CACHE_STORES], size;
 } tqkv__cache_memory;
 
 /* Divides a cache's memory; false on overflow. */
@@ -264,7 +268,7 @@ static bool tqkv__divide_memory(const tqkv_cache *c, size_t sinks_size, tqkv__ca
     bool fits = tqkv__count_channels(c, TQKV__CACHE_STREAMS, &channels) &&
                 tqkv__reserve(&at->size, sinks_size, &at->sinks) &&
                 tqkv__reserve(&at->size, TQKV__CHANNELS * channels * sizeof(float), &at->channels);
-    for (int i = 0; i < TQKV__RAW; i++) {
+    for (int i = 0; i < tqkv__stores_within(c); i++) {
         const tqkv_store *s = tqkv__store_of(c, i);
         if (!s) continue;
         fits = fits && tqkv__reserve(&at->size, tqkv_codes_size(s), &at->codes[i]) &&
@@ -293,7 +297,7 @@ TQKV__COLD TQKV_API tqkv_result tqkv_cache_create(const tqkv_cache_desc *desc, t
     }
     char *lines = memory + (64 - (uintptr_t)memory % 64) % 64;
     c.channels = (float *)(void *)(lines + at.channels);
-    for (int i = 0; i < TQKV__RAW; i++) {
+    for (int i = 0; i < tqkv__stores_within(&c); i++) {
         tqkv_store *s = tqkv__own_store(&c, i);
         if (!s) continue;
         s->codes_size = tqkv_codes_size(s);
@@ -322,7 +326,7 @@ TQKV__COLD TQKV_API void tqkv_cache_destroy(tqkv_cache *c)
     memory.free(memory.user, c, c->size);
 }
 
-/* The oldest resident position of a cache appended up to `end`. */
+/* Returns the oldest resident position of a cache appended up to `end`. */
 static int64_t tqkv__oldest(const tqkv_cache *c, int64_t end)
 {
     return end - c->first > c->keys.capacity ? end - c->keys.capacity : c->first;
@@ -344,7 +348,7 @@ static bool tqkv__in_cache(const tqkv_cache *c, const void *p, size_t size)
            tqkv__overlap(c->raw_memory, c->raw_size, p, size);
 }
 
-/* Where the channels of stream i lie. */
+/* Returns where the channels of stream i lie. */
 static float *tqkv__channel_room(const tqkv_cache *c, int i, tqkv__channels kind)
 {
     size_t before = 0, all = 0; /* of a cache that exists */
@@ -353,7 +357,19 @@ static float *tqkv__channel_room(const tqkv_cache *c, int i, tqkv__channels kind
     return c->channels + (size_t)kind * all + before;
 }
 
-/* Takes values as centres or scales of stream i and what is kept of it besides, its heads `stride` floats apart; NULL: none. */
+/* Stream i, and what is kept of it besides, has the centres or the scales that lie in their room, or none. */
+static void tqkv__name_channels(tqkv_cache *c, int i, tqkv__channels kind, bool has)
+{
+    tqkv_store *s = TQKV__STORE_AT(c, i);
+    *(kind == TQKV__CENTERS ? &s->center : &s->channel_scale) = has ? tqkv__channel_room(c, i, kind) : NULL;
+    for (int last = 0; last < 2; last++) {
+        c->ends[last][i].center = s->center;
+        c->ends[last][i].channel_scale = s->channel_scale;
+    }
+}
+
+/* Takes values as centres or scales of stream i and what is kept of it besides, its heads `stride` floats apart; NULL:
+   none. */
 static void tqkv__cache_channels(tqkv_cache *c, int i, tqkv__channels kind, const float *values, size_t stride)
 {
     tqkv_store *s = tqkv__own_store(c, i);
@@ -366,11 +382,7 @@ static void tqkv__cache_channels(tqkv_cache *c, int i, tqkv__channels kind, cons
         tqkv__invert(own, (int)(n_kv_heads * dim), tqkv__channel_room(c, i, TQKV__INVERSES));
         tqkv__fp_restore(mode);
     }
-    *(kind == TQKV__CENTERS ? &s->center : &s->channel_scale) = values ? own : NULL;
-    for (int last = 0; last < 2; last++) {
-        c->ends[last][i].center = s->center;
-        c->ends[last][i].channel_scale = s->channel_scale;
-    }
+    tqkv__name_channels(c, i, kind, values != NULL);
 }
 
 /* What an append encodes: the streams, and the first positions that are kept besides. */
@@ -438,8 +450,8 @@ static tqkv_result tqkv__get_newest(const tqkv_cache *c, int64_t room, tqkv_stor
     return TQKV_OK;
 }
 
-/* Makes the rings of the newest halves as large as n_tokens more need them: all of their queries find what they read. They are back in
-   the cache's memory when that is enough. */
+/* Makes the rings of the newest halves as large as n_tokens more need them: all of their queries find what they read.
+   They are back in the cache's memory when that is enough. */
 static tqkv_result tqkv__fit_newest(tqkv_cache *c, int n_tokens)
 {
     const int64_t most = (int64_t)c->keys.capacity - c->exact_last + 1; /* of a ring no query sees more */
@@ -495,13 +507,16 @@ TQKV_API tqkv_result tqkv_cache_append(tqkv_cache *c, const void *k, const void 
         r = TQKV__REFUSE(NOT_FINITE, "k or v holds NaN or infinity");
     if (r == TQKV_OK) r = tqkv__fit_newest(c, n_tokens);
     if (r != TQKV_OK) return r;
+    if (c->metal) {
+        r = tqkv__backend_of(c->metal)->append(c->metal, c, k, v, n_tokens);
+        if (r == TQKV_OK) tqkv__count_append(c, n_tokens);
+        return r;
+    }
     if (!c->learning && n_tokens) tqkv__drop_raw(c); /* the queries that read them have come */
     if (c->learning)
         tqkv__append_learning(c, &append);
-    else if (!c->metal)
+    else
         tqkv__append_rows(c, &append);
-    else if ((r = tqkv__backend_of(c->metal)->append(c->metal, c, k, v, n_tokens)) != TQKV_OK)
-        return r;
     tqkv__cache_advance(c, n_tokens);
     return r;
 }
@@ -515,17 +530,23 @@ static void tqkv__count_ends(const tqkv_cache *c, tqkv_attention *a)
     a->exact_from = c->exact_from;
 }
 
-TQKV_API tqkv_attention tqkv_cache_view(const tqkv_cache *c)
+/* The attention of one query to codes and what is kept besides. */
+static tqkv_attention tqkv__view_codes(const tqkv_cache *c)
 {
-    tqkv_attention view;
-    memset(&view, 0, sizeof view);
-    if (!c || tqkv__view_raw(c, &view)) return view;
-    view = c->attention;
+    tqkv_attention view = c->attention;
     view.kv_len = (int)(c->attention.end - c->first);
     tqkv__count_ends(c, &view);
     const bool full = c->exact_held <= c->attention.end - tqkv__newest_room(c); /* of halves that came */
     if (!full && view.exact_from < c->exact_held) view.exact_from = c->exact_held;
     return view;
+}
+
+TQKV_API tqkv_attention tqkv_cache_view(const tqkv_cache *c)
+{
+    tqkv_attention view;
+    memset(&view, 0, sizeof view);
+    if (!c || tqkv__view_raw(c, &view)) return view;
+    return tqkv__view_codes(c);
 }
 
 /* Takes the list and the tree of `some`, unless that is NULL. */
@@ -540,7 +561,7 @@ static void tqkv__take_some(const tqkv_attention *some, tqkv_attention *a)
     a->list_newest = some->list_newest;
 }
 
-/* some: NULL, or an attention with the list and the tree */
+/* Opens the attention of a cache. some: NULL, or an attention with the list and the tree */
 static tqkv_result tqkv__cache_attention(const tqkv_cache *c, const tqkv_attention *some, int n_queries,
                                          tqkv__attention *a)
 {
@@ -563,7 +584,7 @@ static tqkv_result tqkv__cache_attend(tqkv_cache *c, const tqkv_attention *some,
     tqkv__attention a;
     if (!c || n_queries < 0) return TQKV__INVALID("the cache is NULL or n_queries negative");
     if (n_queries == 0) return TQKV_OK;
-    if (c->raw_memory) return tqkv__attend_raw(c, some, q, n_queries, out);
+    if (c->reads_raw) return tqkv__attend_raw(c, some, q, n_queries, out);
     tqkv_result r = tqkv__cache_attention(c, some, n_queries, &a);
     if (r != TQKV_OK) return r;
     if (!c->metal) return tqkv__attend(&a, q, out);

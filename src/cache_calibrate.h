@@ -1,5 +1,6 @@
-/* >>cache-calibrate: a cache that learns centre and scale of its keys from its first positions, and presets. Until then keys and
-   values are halves of the rows as they came, `raw`; the append that reaches the last of these positions encodes all. */
+/* >>cache-calibrate: a cache that learns centre and scale of its keys from its first positions, and presets. Until then
+   keys and values are halves of the rows as they came, `raw`; the append that reaches the last of these positions
+   encodes all. */
 
 /* Positions from which a scale can be learned. */
 #define TQKV__LEAST_POSITIONS 16
@@ -12,9 +13,8 @@ static tqkv_result tqkv__raw_shapes(const tqkv_cache_desc *desc, tqkv_cache *c)
     if (desc->calibrate == 0) return TQKV_OK;
     if (desc->calibrate < least) return TQKV__INVALID("calibrate: fewer than 16 positions");
     if (desc->capacity < least) return TQKV__INVALID("calibrate: the capacity is less than 16");
-    if (desc->metal) return TQKV__REFUSE(UNSUPPORTED, "calibrate: a GPU's cache takes what another one learned");
     c->calibrate = desc->calibrate;
-    c->learning = true;
+    c->learning = c->reads_raw = true;
     const int most = quarter > least ? quarter : least, n = desc->calibrate < most ? desc->calibrate : most;
     for (int i = 0; i < TQKV__CACHE_STREAMS; i++) {
         const tqkv_store *s = tqkv__store_of(c, i);
@@ -27,7 +27,7 @@ static tqkv_result tqkv__raw_shapes(const tqkv_cache_desc *desc, tqkv_cache *c)
     return TQKV_OK;
 }
 
-/* Gets memory for what a cache that learns keeps raw. */
+/* Gets memory for what a cache that learns keeps raw; on a GPU it is the cache's. */
 static tqkv_result tqkv__get_raw(tqkv_cache *c)
 {
     size_t codes[TQKV__CACHE_STREAMS] = {0}, norms[TQKV__CACHE_STREAMS] = {0}, size = 0;
@@ -39,7 +39,7 @@ static tqkv_result tqkv__get_raw(tqkv_cache *c)
         if (!tqkv__reserve(&size, raw->codes_size, &codes[i]) || !tqkv__reserve(&size, raw->norms_size, &norms[i]))
             return TQKV__INVALID("a cache of more than SIZE_MAX bytes");
     }
-    if (!size) return TQKV_OK;
+    if (!size || c->metal) return TQKV_OK;
     c->raw_size = size + 63;
     c->raw_memory = c->memory.alloc(c->memory.user, c->raw_size);
     if (!c->raw_memory) return TQKV_OUT_OF_MEMORY;
@@ -52,18 +52,18 @@ static tqkv_result tqkv__get_raw(tqkv_cache *c)
     return TQKV_OK;
 }
 
-/* Gives the raw halves back. */
+/* Gives the raw halves back; on a GPU their memory stays, but no later query reads it. */
 static void tqkv__drop_raw(tqkv_cache *c)
 {
     if (c->raw_memory) c->memory.free(c->memory.user, c->raw_memory, c->raw_size);
     c->raw_memory = NULL;
-    c->learning = false;
-    memset(c->raw, 0, sizeof c->raw);
+    c->learning = c->reads_raw = false;
+    if (!c->metal) memset(c->raw, 0, sizeof c->raw);
 }
 
 /* -- Learning -- */
 
-/* Row of a store of halves that are not rotated, as floats; row: [head_dim] */
+/* Widens a row of a store of halves that are not rotated to floats; row: [head_dim] */
 static void tqkv__raw_row(const tqkv__stream *raw, int kv_head, int slot, float *row)
 {
     const tqkv__codec *codec = tqkv__codec_for(raw->head_dim);
@@ -75,7 +75,7 @@ static void tqkv__raw_row(const tqkv__stream *raw, int kv_head, int slot, float 
         codec->widen(TQKV_TYPE_F16, codes, NULL, NULL, raw->head_dim, row);
 }
 
-/* As tqkv__channel_means, of the raw halves [first, end) of a head. */
+/* Finds the same as tqkv__channel_means, of the raw halves [first, end) of a head. */
 static void tqkv__raw_means(const tqkv__stream *raw, int kv_head, int first, int end, const float *center, bool squared,
                             float *means)
 {
@@ -89,8 +89,8 @@ static void tqkv__raw_means(const tqkv__stream *raw, int kv_head, int first, int
     tqkv__divide_sums(means, raw->head_dim, (float)(end - first));
 }
 
-/* Learns centre and scale of the keys from the raw halves of the positions before n, without those that stay exact, if enough
-   remain. */
+/* Learns centre and scale of the keys from the raw halves of the positions before n, without those that stay exact, if
+   enough remain. */
 static TQKV__NOINLINE void tqkv__learn(tqkv_cache *c, const tqkv__stream *raw, int n)
 {
     tqkv__learnt learnt;
@@ -113,8 +113,8 @@ static TQKV__NOINLINE void tqkv__learn(tqkv_cache *c, const tqkv__stream *raw, i
 
 /* -- Encoding what was raw -- */
 
-/* The raw halves of a cache, and where they go: tasks for each head of each stream. end: of the append, what the rings of the
-   newest halves must hold up to */
+/* The raw halves of a cache, and where they go: tasks for each head of each stream. end: of the append, what the rings
+   of the newest halves must hold up to */
 typedef struct tqkv__raw_job {
     tqkv__stream raw[2], to[2], first[2], newest[2];
     bool has_first[2], has_newest[2];
@@ -190,8 +190,17 @@ static tqkv_result tqkv__settle_tail(const tqkv_cache *c, const tqkv_store *raw,
     return r;
 }
 
-/* Learns from the n positions that are raw, and encodes them, with what is kept besides of them at `end`. raw: [3], the cache's or
-   another one's, whose tail may have another format and then cannot always be converted */
+/* What the cache has of its first n positions when these are encoded for an append up to `end`. */
+static void tqkv__count_settled(tqkv_cache *c, int n, int64_t end)
+{
+    c->learning = false;
+    c->exact_below = n < c->exact_first ? n : c->exact_first;
+    c->exact_from = c->exact_held = 0;
+    if (end > tqkv__newest_room(c)) c->exact_held = end - tqkv__newest_room(c) < n ? end - tqkv__newest_room(c) : n;
+}
+
+/* Learns from the n positions that are raw, and encodes them, with what is kept besides of them at `end`. raw: [3], the
+   cache's or another one's, whose tail may have another format and then cannot always be converted */
 static tqkv_result tqkv__settle(tqkv_cache *c, const tqkv_store *raw, int n, int64_t end)
 {
     tqkv__raw_job job;
@@ -205,10 +214,7 @@ static tqkv_result tqkv__settle(tqkv_cache *c, const tqkv_store *raw, int n, int
     job.n_heads = c->keys.n_kv_heads;
     job.end = end;
     parallel->run(parallel->user, sides * job.n_heads, tqkv__raw_task, &job);
-    c->learning = false;
-    c->exact_below = n < c->exact_first ? n : c->exact_first;
-    c->exact_from = c->exact_held = 0;
-    if (end > tqkv__newest_room(c)) c->exact_held = end - tqkv__newest_room(c) < n ? end - tqkv__newest_room(c) : n;
+    tqkv__count_settled(c, n, end);
     return tqkv__settle_tail(c, raw, n);
 }
 
@@ -265,17 +271,53 @@ static void tqkv__append_learning(tqkv_cache *c, tqkv__append *append)
     if (append->job.n_tokens) tqkv__append_rows(c, append);
 }
 
+/* Counts what a GPU has appended, or will have when what is recorded has run: the cache then has centre and scale,
+   whose numbers the processor does not know yet. */
+static void tqkv__count_append(tqkv_cache *c, int n_tokens)
+{
+    const int64_t end = c->attention.end + n_tokens;
+    if (!c->learning && n_tokens) tqkv__drop_raw(c);
+    if (c->learning && end >= c->raw[0].capacity) {
+        c->learnt_at = c->attention.end;
+        tqkv__count_settled(c, c->raw[0].capacity, end);
+        tqkv__name_channels(c, TQKV__KEYS, TQKV__CENTERS, true);
+        tqkv__name_channels(c, TQKV__KEYS, TQKV__SCALES, true);
+        if (c->attention.non_causal) tqkv__drop_raw(c);
+    }
+    tqkv__cache_advance(c, n_tokens);
+}
+
+/* Forgets positions whose appends a GPU did not run, and what the cache would have learned from them. */
+static tqkv_result tqkv__count_failed(tqkv_cache *c, int64_t end)
+{
+    const bool unlearns = !c->learning && end >= 0 && end <= c->learnt_at;
+    const tqkv_result r = tqkv_cache_truncate(c, end);
+    if (r != TQKV_OK || !unlearns) return r;
+    tqkv__name_channels(c, TQKV__KEYS, TQKV__CENTERS, false);
+    tqkv__name_channels(c, TQKV__KEYS, TQKV__SCALES, false);
+    c->learning = c->reads_raw = true;
+    c->exact_below = c->exact_from = c->exact_held = 0;
+    return TQKV_OK;
+}
+
+/* On a GPU a tail is encoded to its stream while the cache learns, too: kernels do not copy rows of any format. After
+   what moved raw rows, or brought them, the stream follows. */
+static tqkv_result tqkv__follow_tail(const tqkv_cache *c)
+{
+    return c->metal && c->learning ? tqkv__settle_tail(c, c->raw, (int)c->attention.end) : TQKV_OK;
+}
+
 /* -- Attending -- */
 
-/* How many of the newest n_queries queries stand at positions that are read raw. */
+/* Returns how many of the newest n_queries queries stand at positions that are read raw. */
 static int tqkv__raw_queries(const tqkv_cache *c, int n_queries)
 {
     const int64_t first = c->attention.end - n_queries, n = c->raw[0].capacity;
-    if (!c->raw_memory || first >= n) return 0;
+    if (!c->reads_raw || first >= n) return 0;
     return c->attention.end <= n ? n_queries : (int)(n - first);
 }
 
-/* The attention of n_queries queries, the last of which stands before `end`, to what is raw. */
+/* Returns the attention of n_queries queries, the last of which stands before `end`, to what is raw. */
 static tqkv_attention tqkv__raw_attention(const tqkv_cache *c, int64_t end, int n_queries)
 {
     tqkv_attention a = c->attention;
@@ -296,8 +338,8 @@ static bool tqkv__view_raw(const tqkv_cache *c, tqkv_attention *view)
     return true;
 }
 
-/* A call of a cache that is cut at the position from which queries read codes. The second request has the other queries or, with a
-   tree, which counts from the first query of a call, all of them, and an output of its own. */
+/* A call of a cache that is cut at the position from which queries read codes. The second request has the other queries
+   or, with a tree, which counts from the first query of a call, all of them, and an output of its own. */
 typedef struct tqkv__cut_call {
     tqkv__attention a[2];
     tqkv__request requests[2];
@@ -339,8 +381,8 @@ static tqkv_result tqkv__cut_coded(const tqkv_cache *c, const tqkv_attention *so
     return r;
 }
 
-/* As tqkv__attend_raw, for a tree that stands on both sides: all queries read codes into memory of their own, of which those that do
-   are copied. */
+/* Does what tqkv__attend_raw does for a tree that stands on both sides: all queries read codes into memory of their
+   own, of which those that do are copied. */
 static tqkv_result tqkv__attend_cut_tree(const tqkv_cache *c, const tqkv_attention *some, const void *q, int n_queries,
                                          void *out, tqkv__cut_call *cut)
 {
@@ -373,10 +415,12 @@ static TQKV__NOINLINE tqkv_result tqkv__attend_raw(const tqkv_cache *c, const tq
     cut.n_raw = tqkv__raw_queries(c, n_queries);
     tqkv_result r = cut.n_raw ? tqkv__cut_raw(c, some, q, n_queries, out, &cut) : TQKV_OK;
     if (r != TQKV_OK) return r;
-    if (cut.n_raw && cut.n_raw < n_queries && some && some->tree)
-        return tqkv__attend_cut_tree(c, some, q, n_queries, out, &cut);
-    if (cut.n_raw < n_queries) r = tqkv__cut_coded(c, some, q, cut.n_raw, n_queries, out, &cut);
-    return r == TQKV_OK ? tqkv__run_job(cut.requests, cut.n_requests) : r;
+    const bool whole = cut.n_raw && cut.n_raw < n_queries && some && some->tree;
+    if (whole && !c->metal) return tqkv__attend_cut_tree(c, some, q, n_queries, out, &cut);
+    if (cut.n_raw < n_queries) r = tqkv__cut_coded(c, some, q, whole ? 0 : cut.n_raw, n_queries, out, &cut);
+    if (r != TQKV_OK) return r;
+    return c->metal ? tqkv__backend_of(c->metal)->attend(c->metal, c, some, q, n_queries, out)
+                    : tqkv__run_job(cut.requests, cut.n_requests);
 }
 
 /* -- Presets -- */

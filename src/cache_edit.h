@@ -1,14 +1,22 @@
 /* >>cache-edit: truncate, remove, keep, fork. */
 
-/* After an edit positions below `from` are read as codes: nothing to say where none is kept as halves. */
+/* Lets positions below `from` be read as codes after an edit. Where none is kept as halves there is nothing to say. */
 static void tqkv__exact_begins(tqkv_cache *c, int64_t from) { c->exact_from = c->exact_last ? from : 0; }
+
+/* What was raw when the cache learned is no longer what it holds. */
+static void tqkv__begin_edit(tqkv_cache *c)
+{
+    if (c->learning) return;
+    tqkv__drop_raw(c);
+    c->learnt_at = -1;
+}
 
 TQKV_API tqkv_result tqkv_cache_truncate(tqkv_cache *c, int64_t end)
 {
     if (!c) return TQKV__INVALID("the cache is NULL");
     if (end < 0 || end > c->attention.end || (end < c->first && end != 0))
         return TQKV__REFUSE(OUT_OF_RANGE, "end: not among the resident positions");
-    if (!c->learning && end < c->attention.end) tqkv__drop_raw(c);
+    if (end < c->attention.end) tqkv__begin_edit(c);
     if (end == 0) c->first = 0;
     if (c->exact_below > end) c->exact_below = end;
     if (end < c->attention.end) tqkv__exact_begins(c, tqkv__exact_kept(c) < end ? tqkv__exact_kept(c) : end);
@@ -17,8 +25,8 @@ TQKV_API tqkv_result tqkv_cache_truncate(tqkv_cache *c, int64_t end)
     return TQKV_OK;
 }
 
-/* Moves n positions down, see tqkv__move_rows: halves of the first positions as far as there are any, of the newest ones if all
-   have them. */
+/* Moves n positions down, see tqkv__move_rows: halves of the first positions as far as there are any, of the newest
+   ones if all have them. */
 static void tqkv__move_positions(const tqkv_cache *c, int64_t source, int64_t target, int64_t n)
 {
     const int64_t below = c->exact_below - source < n ? c->exact_below - source : n;
@@ -43,7 +51,7 @@ static void tqkv__reverse_rows(uint8_t *rows, int n, size_t size)
     }
 }
 
-/* Position p + by of the rings of halves becomes position p. */
+/* Turns the rings of halves: position p + by becomes position p. */
 static void tqkv__turn_rings(const tqkv_cache *c, int64_t by)
 {
     for (int i = TQKV__LAST_KEYS; i <= TQKV__LAST_VALUES; i++) {
@@ -66,7 +74,7 @@ TQKV__COLD TQKV_API tqkv_result tqkv_cache_remove(tqkv_cache *c, int64_t first, 
     if (count < 0) return TQKV__INVALID("count is negative");
     if (first < 0 || first > c->attention.end || count > c->attention.end - first)
         return TQKV__REFUSE(OUT_OF_RANGE, "first, count: not among the resident positions");
-    if (!c->learning && count) tqkv__drop_raw(c);
+    if (count) tqkv__begin_edit(c);
     const int64_t behind = first + count, n = c->attention.end - behind;
     tqkv__move_positions(c, behind, first, n);
     const int64_t kept = tqkv__exact_kept(c);
@@ -77,7 +85,7 @@ TQKV__COLD TQKV_API tqkv_result tqkv_cache_remove(tqkv_cache *c, int64_t first, 
     if (count) tqkv__exact_begins(c, first < kept ? (behind > kept ? behind : kept) - count : kept);
     if (first < c->exact_below) c->exact_below = c->exact_below > behind ? c->exact_below - count : first;
     c->attention.end -= count;
-    return TQKV_OK;
+    return tqkv__follow_tail(c);
 }
 
 TQKV__COLD TQKV_API tqkv_result tqkv_cache_keep(tqkv_cache *c, int n, const int *kept, int n_kept)
@@ -91,7 +99,7 @@ TQKV__COLD TQKV_API tqkv_result tqkv_cache_keep(tqkv_cache *c, int n, const int 
         if (kept[i] < 0 || kept[i] >= n) return TQKV__REFUSE(OUT_OF_RANGE, "kept: not one of the newest n positions");
         if (i && kept[i] <= kept[i - 1]) return TQKV__INVALID("kept: not ascending");
     }
-    if (!c->learning && n_kept < n) tqkv__drop_raw(c);
+    if (n_kept < n) tqkv__begin_edit(c);
     const int64_t first = c->attention.end - n, kept_from = tqkv__exact_kept(c);
     int64_t below = first;
     for (int i = 0, next; i < n_kept; i = next) {
@@ -103,10 +111,11 @@ TQKV__COLD TQKV_API tqkv_result tqkv_cache_keep(tqkv_cache *c, int n, const int 
     if (c->exact_below > below) c->exact_below = below;
     if (first < c->exact_held) c->exact_held = c->attention.end; /* their rows did not move */
     if (n_kept < n) tqkv__exact_begins(c, first < kept_from ? c->attention.end : kept_from);
-    return TQKV_OK;
+    return tqkv__follow_tail(c);
 }
 
-/* The fields of a desc, and where a cache has them: those that a snapshot holds, then those that another desc may bring. */
+/* The fields of a desc, and where a cache has them: those that a snapshot holds, then those that another desc may
+   bring. */
 // clang-format off
 #define TQKV__CACHE_SHAPE(row)                                                                                         \
     row(head_dim,     keys.head_dim)       row(value_dim,  values.head_dim)                                            \
@@ -175,8 +184,8 @@ static tqkv_result tqkv__fork_store(const tqkv_cache *c, int i, const tqkv_cache
     return tqkv__convert(to, from, range.from, (int)(range.to - range.from), parallel);
 }
 
-/* Copies what a cache holds to a new one of its shape. One that learns, and has more positions than the copy learns from, is
-   calibrated with these. */
+/* Copies what a cache holds to a new one of its shape. One that learns, and has more positions than the copy learns
+   from, is calibrated with these. */
 static tqkv_result tqkv__copy_cache(const tqkv_cache *c, tqkv_cache *copy, const tqkv_parallel *parallel)
 {
     tqkv_result r = TQKV_OK;
@@ -194,7 +203,7 @@ static tqkv_result tqkv__copy_cache(const tqkv_cache *c, tqkv_cache *copy, const
     copy->exact_from = c->exact_from;
     copy->exact_held = tqkv__range_of(c, TQKV__LAST_KEYS).from;
     copy->attention.end = c->attention.end;
-    if (!settles) return r;
+    if (!settles) return r == TQKV_OK ? tqkv__follow_tail(copy) : r;
     r = tqkv__settle(copy, c->raw, (int)c->attention.end, c->attention.end);
     tqkv__drop_raw(copy);
     return r;

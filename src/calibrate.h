@@ -12,7 +12,7 @@ typedef struct tqkv__queries {
     int n, group;
 } tqkv__queries;
 
-/* Of one head, [head_dim] each: mean, and mean squares of rows and of the queries that read them. */
+/* Learnt of one head, [head_dim] each: mean, and mean squares of rows and of the queries that read them. */
 typedef struct tqkv__learnt {
     float center[TQKV_MAX_HEAD_DIM], rows[TQKV_MAX_HEAD_DIM], queries[TQKV_MAX_HEAD_DIM];
 } tqkv__learnt;
@@ -23,15 +23,15 @@ static TQKV__NOINLINE void tqkv__add_row(const float *x, bool squared, int n, fl
     for (int d = 0; d < n; d++) sums[d] = TQKV__AS_FLOAT(sums[d] + (squared ? tqkv__rounded(x[d] * x[d]) : x[d]));
 }
 
-/* The means of so many values, zeros of none. sums: [head_dim] */
+/* Divides sums of so many values, which gives the means; zeros of none. sums: [head_dim] */
 static TQKV__NOINLINE void tqkv__divide_sums(float *sums, int head_dim, float values)
 {
     const volatile float by = values > 0.0f ? values : 1.0f; /* see tqkv__norm_i8 */
     for (int d = 0; d < head_dim; d++) sums[d] = TQKV__AS_FLOAT(sums[d] / by);
 }
 
-/* The mean over n rows, or that of the squares, of the differences from a centre, unless that is NULL: one float a channel, rows
-   in order. means: [head_dim] */
+/* Finds the mean over n rows, or that of the squares, of the differences from a centre, unless that is NULL: one float
+   a channel, rows in order. means: [head_dim] */
 static void tqkv__channel_means(const tqkv__stream *s, const void *src, int n, int first_head, int n_heads,
                                 const float *center, bool squared, float *means)
 {
@@ -46,7 +46,7 @@ static void tqkv__channel_means(const tqkv__stream *s, const void *src, int n, i
     tqkv__divide_sums(means, s->head_dim, (float)n * (float)n_heads);
 }
 
-/* The two channels of a rotary pair: [head_dim / 2] */
+/* Finds the two channels of a rotary pair: [head_dim / 2] */
 static void tqkv__pair_of(tqkv_pairs pairs, int head_dim, int i, int *low, int *high)
 {
     *low = pairs == TQKV_PAIRS_HALVES ? i : 2 * i;
@@ -87,7 +87,7 @@ static TQKV__NOINLINE void tqkv__scales_of(const float *s, const float *r, int h
     }
 }
 
-/* Centre and scale of a head; center, scale: [head_dim], either may be NULL. queries may be NULL. */
+/* Finds centre and scale of a head; center, scale: [head_dim], either may be NULL. queries may be NULL. */
 static TQKV__NOINLINE void tqkv__calibrate_head(const tqkv__stream *s, const void *src, int n_tokens, int kv_head,
                                                 const tqkv__queries *queries, tqkv_pairs pairs, float *center,
                                                 float *scale)
@@ -204,7 +204,7 @@ typedef struct tqkv__noises {
     double first[TQKV__NOISE_ROWS], second[TQKV__NOISE_ROWS];
 } tqkv__noises;
 
-/* What encoding and decoding adds to a row; error: [head_dim], in the original basis */
+/* Finds what encoding and decoding adds to a row; error: [head_dim], in the original basis */
 static TQKV__NOINLINE void tqkv__row_error(const tqkv__stream *s, const tqkv__quantiser *q, int kv_head,
                                            const tqkv__row *row, float *error)
 {
@@ -219,7 +219,7 @@ static TQKV__NOINLINE void tqkv__row_error(const tqkv__stream *s, const tqkv__qu
     for (int d = 0; d < s->head_dim; d++) error[d] -= source[d];
 }
 
-/* q.e of a query and an error, in four sums; n: a multiple of 16 */
+/* Returns q.e of a query and an error, in four sums; n: a multiple of 16 */
 static double tqkv__noise_of(const float *q, const float *error, int n)
 {
     double sums[4] = {0.0, 0.0, 0.0, 0.0};
@@ -244,7 +244,7 @@ static void tqkv__add_noise(const tqkv__queries *queries, int kv_head, int first
     }
 }
 
-/* The variance over the rows of what a head's rows add to scores, mean over its queries. */
+/* Returns the variance over the rows of what a head's rows add to scores, mean over its queries. */
 static TQKV__NOINLINE double tqkv__head_noise(const tqkv__stream *s, const tqkv__quantiser *q, const void *src,
                                               int n_tokens, int kv_head, const tqkv__queries *queries)
 {

@@ -1,7 +1,8 @@
 /* >>codec: norms, quantising, packing, and back, in plain C: the specification */
 
-/* Norm of a TQ row, or of 256 of its values, from the sum of their squares; scale: the factor that brings them to variance 1. If the
-   rotation of a row overflows, the sum is NaN, whose sign depends on the machine: fabsf clears the norm's. */
+/* Returns the norm of a TQ row, or of 256 of its values, from the sum of their squares; scale: the factor that brings
+   them to variance 1. If the rotation of a row overflows, the sum is NaN, whose sign depends on the machine: fabsf
+   clears the norm's. */
 static float tqkv__norm_tq(const tqkv__stream *s, float sum, float *scale)
 {
     const bool one = s->norms_per_row == 1;
@@ -11,10 +12,9 @@ static float tqkv__norm_tq(const tqkv__stream *s, float sum, float *scale)
     return norm;
 }
 
-/* Norm of the values of an I8 row that share it: the largest magnitude / 127; scale: 1 / step of the grid. Both are 0 for
-   values near 0. With
-   -freciprocal-math, which clang announces by no macro, the compiler would multiply by 1/127 if it knew the divisor or
-   could hoist it. */
+/* Returns the norm of the values of an I8 row that share it: the largest magnitude / 127; scale: 1 / step of the grid.
+   Both are 0 for values near 0. With -freciprocal-math, which clang announces by no macro, the compiler would multiply
+   by 1/127 if it knew the divisor or could hoist it. */
 static float tqkv__norm_i8(float largest, float *scale)
 {
     const volatile float steps = 127.0f;
@@ -24,8 +24,9 @@ static float tqkv__norm_i8(float largest, float *scale)
     return TQKV__AS_FLOAT(largest / steps);
 }
 
-/* Sums of products of a TQ row, one for each norm, in the order of a GPU's group of 32 (or 16) lanes: each lane adds the
-   products of its neighbours in order, then an xor-tree adds the lanes that share a norm. x, y: [head_dim] */
+/* Finds the sums of products of a TQ row, one for each norm, in the order of a GPU's group of 32 (or 16) lanes: each
+   lane adds the products of its neighbours in order, then an xor-tree adds the lanes that share a norm. x, y:
+   [head_dim] */
 static void tqkv__sums_of_products(const tqkv__stream *s, const float *x, const float *y, float *sums)
 {
     float lanes[32], other[32];
@@ -50,8 +51,8 @@ static void tqkv__norms_tq(const tqkv__stream *s, const float *y, float *norms, 
 }
 
 /* Quantising shortens a row by its error, and with it every score. The stored norm makes the decoded row as long as the
-   row was: norm * sqrt(D)/|c|, where c are the centroids of the codes; where a row has several norms, norm * block_scale / RMS of c. sums: of the
-   squares of c */
+   row was: norm * sqrt(D)/|c|, where c are the centroids of the codes; where a row has several norms, norm *
+   block_scale / RMS of c. sums: of the squares of c */
 static void tqkv__correct_norms(const tqkv__stream *s, const float *sums, float *norms)
 {
     const bool one = s->norms_per_row == 1;
@@ -86,7 +87,7 @@ static TQKV__NOINLINE void tqkv__scale_row(const tqkv__stream *s, float *row, fl
     for (int b = 0; b < s->norms_per_row; b++) tqkv__scale(row + b * s->norm_dim, s->norm_dim, scales[b]);
 }
 
-/* Number of boundaries below v, by bisection; boundaries: [(1 << bits) - 1]. NaN gives 0. */
+/* Returns the number of boundaries below v, by bisection; boundaries: [(1 << bits) - 1]. NaN gives 0. */
 static unsigned tqkv__quantise(const float *boundaries, int bits, float v)
 {
     unsigned code = 0;
@@ -95,7 +96,7 @@ static unsigned tqkv__quantise(const float *boundaries, int bits, float v)
     return code;
 }
 
-/* round-half-even(v), clamped to +-127; NaN gives 127. The sum with 1.5*2^23 has no bits below 1. */
+/* Returns round-half-even(v), clamped to +-127; NaN gives 127. The sum with 1.5*2^23 has no bits below 1. */
 static uint8_t tqkv__quantise_i8(float v)
 {
     const float magic = 12582912.0f;
@@ -148,8 +149,8 @@ static TQKV__NOINLINE void tqkv__invert(const float *scales, int n, float *inver
     for (int i = 0; i < n; i++) inverses[i] = TQKV__AS_FLOAT(dividend / scales[i]);
 }
 
-/* A row as floats, which is exact, less its centre and times its inverses, unless these are NULL. src, center, inverses, row:
-   [n] */
+/* Makes floats of a row, which is exact, less its centre and times its inverses, unless these are NULL. src, center,
+   inverses, row: [n] */
 static void tqkv__widen_row(tqkv_type type, const void *src, const float *center, const float *inverses, int n,
                             float *row)
 {
@@ -165,8 +166,8 @@ static void tqkv__widen_row(tqkv_type type, const void *src, const float *center
         for (int i = 0; i < n; i++) row[i] = tqkv__rounded(row[i] * inverses[i]);
 }
 
-/* Rounds to nearest even, beyond the largest half to infinity. NaN stays NaN: it keeps its upper bits and becomes quiet, as
-   by the processors' instructions. */
+/* Rounds to nearest even, beyond the largest half to infinity. NaN stays NaN: it keeps its upper bits and becomes
+   quiet, as by the processors' instructions. */
 static uint16_t tqkv__half_rounded(float x)
 {
     const uint32_t bits = tqkv__bits(x), magnitude = bits & 0x7fffffffu, sign = (bits >> 16) & 0x8000u;
@@ -193,7 +194,7 @@ static void tqkv__narrow_row(tqkv_type type, const float *row, int n, void *dst)
         }
 }
 
-/* codes: [head_dim] -> row: [row_bytes]: the field of main bits, then the field of upper bits */
+/* Packs codes: [head_dim] -> row: [row_bytes]: the field of main bits, then the field of upper bits */
 static void tqkv__pack(const tqkv__stream *s, const uint8_t *codes, uint8_t *row)
 {
     const int main_bits = s->main_bits, upper_bits = s->upper_bits, mask = (1 << main_bits) - 1;
@@ -205,7 +206,7 @@ static void tqkv__pack(const tqkv__stream *s, const uint8_t *codes, uint8_t *row
     }
 }
 
-/* row: [row_bytes] -> codes: [head_dim]. Every byte is valid: bits above a code are ignored. */
+/* Unpacks row: [row_bytes] -> codes: [head_dim]. Every byte is valid: bits above a code are ignored. */
 static void tqkv__unpack(const tqkv__stream *s, const uint8_t *row, uint8_t *codes)
 {
     const int main_bits = s->main_bits, upper_bits = s->upper_bits;
@@ -218,7 +219,7 @@ static void tqkv__unpack(const tqkv__stream *s, const uint8_t *row, uint8_t *cod
     }
 }
 
-/* Beyond every boundary. max(v, -TQKV__FAR) has the code of v and is never NaN. */
+/* A value beyond every boundary: max(v, -TQKV__FAR) has the code of v and is never NaN. */
 #define TQKV__FAR 100.0f
 
 /* Quantising without bisection. The boundaries are symmetric; the positive ones suffice. 2^bits cells of equal width
@@ -235,8 +236,8 @@ typedef struct tqkv__quantiser {
     float squares_by_code[16]; /* of all centroids, up to 4 bits; 2 and 3 bits: repeated */
     uint8_t planes[4][128];    /* TQ8: byte p of each bound in planes[p], for byte look-ups */
     float centroids[32];       /* the positive ones, up to 6 bits */
-    /* Of each cell, from 5 bits up: the bound that a value there is compared with, the centroid below it, the one above. Where
-       tables do not fit registers one load takes all. */
+    /* An entry is of a cell, from 5 bits up: the bound that a value there is compared with, the centroid below it, the
+       one above. Where tables do not fit registers one load takes all. */
     float entries[256][4];
 } tqkv__quantiser;
 
@@ -275,9 +276,9 @@ static void tqkv__quantiser_open(const tqkv__stream *s, tqkv__quantiser *q)
     }
 }
 
-/* Source and destination of a row. src, of the stream's type, center and inverses (or NULL): [head_dim], codes: [row_bytes], norms,
-   and factors (or NULL), those that a search chose: [norms_per_row]; half: [2 * head_dim] or NULL, takes the rotated row as halves,
-   too */
+/* Source and destination of a row. src, of the stream's type, center and inverses (or NULL): [head_dim], codes:
+   [row_bytes], norms, and factors (or NULL), those that a search chose: [norms_per_row]; half: [2 * head_dim] or NULL,
+   takes the rotated row as halves, too */
 typedef struct tqkv__row {
     const void *src;
     const float *center, *inverses; /* inverses: see tqkv__inverses_of */
@@ -295,10 +296,10 @@ static void tqkv__store_halves(const float *x, int n, uint8_t *to)
     }
 }
 
-/* The norm of a row is not the scale that its values are best coded with. Tries the format's factors on the scaled values of
-   a row, and takes for each norm the first whose codes are nearest in direction: the largest (sum of v*c)^2 / (sum of c*c),
-   c being the codes' centroids; the first of all if that is NaN. v: [head_dim] -> codes: [head_dim], squares: sums of c*c,
-   factors: both [norms_per_row] */
+/* The norm of a row is not the scale that its values are best coded with. Tries the format's factors on the scaled
+   values of a row, and takes for each norm the first whose codes are nearest in direction: the largest (sum of v*c)^2 /
+   (sum of c*c), c being the codes' centroids; the first of all if that is NaN. v: [head_dim] -> codes: [head_dim],
+   squares: sums of c*c, factors: both [norms_per_row] */
 static TQKV__NOINLINE void tqkv__search_row(const tqkv__stream *s, const float *v, uint8_t *codes, float *squares,
                                             float *factors)
 {
@@ -362,14 +363,14 @@ static const tqkv__codec tqkv__codec_scalar = {tqkv__values_finite, tqkv__scales
                                                tqkv__widen_row,     tqkv__narrow_row,   tqkv__rotate_row,
                                                tqkv__unrotate_row,  tqkv__scale_row,    tqkv__encode_rows};
 
-/* The factor of the centroids or integers that share a norm. */
+/* Returns the factor of the centroids or integers that share a norm. */
 static float tqkv__factor(const tqkv__stream *s, float norm)
 {
     if (s->kind == TQKV__GRID) return norm;
     return TQKV__AS_FLOAT(s->norms_per_row == 1 ? norm * s->inverse_root : norm / s->block_scale);
 }
 
-/* row, norms -> dst: [head_dim], in the basis of the stream. */
+/* Decodes row and norms -> dst: [head_dim], in the basis of the stream. */
 static TQKV__NOINLINE void tqkv__decode_row(const tqkv__stream *s, const uint8_t *row, const float *norms, float *dst)
 {
     uint8_t codes[TQKV_MAX_HEAD_DIM];
@@ -386,14 +387,14 @@ static TQKV__NOINLINE void tqkv__decode_row(const tqkv__stream *s, const uint8_t
     }
 }
 
-/* dst *= scale of the head; dst: [head_dim], in the original basis */
+/* Multiplies: dst *= scale of the head; dst: [head_dim], in the original basis */
 static TQKV__NOINLINE void tqkv__apply_scale(const tqkv__stream *s, int kv_head, float *dst)
 {
     const float *scale = tqkv__scale_of(s, kv_head);
     for (int d = 0; scale && d < s->head_dim; d++) dst[d] = TQKV__AS_FLOAT(dst[d] * scale[d]);
 }
 
-/* dst += centre of the head, or, in the basis of the codes, what encoding makes of it; dst: [head_dim] */
+/* Adds: dst += centre of the head, or, in the basis of the codes, what encoding makes of it; dst: [head_dim] */
 static TQKV__NOINLINE void tqkv__add_center(const tqkv__stream *s, int kv_head, bool coded, float *dst)
 {
     float center[TQKV_MAX_HEAD_DIM], room[TQKV_MAX_HEAD_DIM];

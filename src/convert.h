@@ -54,7 +54,7 @@ static bool tqkv__same_rows(const tqkv__stream *a, const tqkv__stream *b)
            (a->block_scale == b->block_scale || a->kind != TQKV__BOOK || a->norms_per_row == 1);
 }
 
-/* Of streams with the same n_kv_heads and head_dim. */
+/* Whether the streams, with the same n_kv_heads and head_dim, have the same centre or scale. */
 static bool tqkv__same_channels(const tqkv__stream *s, const float *a, const float *b)
 {
     return a == b || (a && b && memcmp(a, b, tqkv__center_size(s)) == 0);

@@ -53,7 +53,8 @@ static tqkv_result tqkv__check_source(const tqkv__stream *s, const void *src, in
     return tqkv__rows_finite(s, src, n_tokens) ? TQKV_OK : TQKV__REFUSE(NOT_FINITE, "src holds NaN or infinity");
 }
 
-/* The first token to write. Of more tokens than a ring holds only the last ones are kept: each slot is written once. */
+/* Returns the first token to write. Of more tokens than a ring holds only the last ones are kept: each slot is written
+   once. */
 static int tqkv__first_kept(const tqkv__stream *s, int n_tokens)
 {
     return s->ring && n_tokens > s->capacity ? n_tokens - s->capacity : 0;
@@ -65,8 +66,8 @@ typedef struct tqkv__heads {
     const float *inverses;
 } tqkv__heads;
 
-/* Tokens [from, to) of src; src[0] is for `position`. halves: a ring of halves that takes what remains in it of the tokens up to
-   `end`, too, or NULL */
+/* Tokens [from, to) of src; src[0] is for `position`. halves: a ring of halves that takes what remains in it of the
+   tokens up to `end`, too, or NULL */
 typedef struct tqkv__tokens {
     const tqkv__stream *halves;
     const void *src;
@@ -105,8 +106,8 @@ static void tqkv__encode_heads(const tqkv__stream *s, const tqkv__quantiser *q, 
     if (n) codec->encode_rows(s, q, rows, n);
 }
 
-/* Encodes tokens after tqkv__encode_open. With a scale as many heads at a time as have their inverses in 4 KiB, so that each inverse
-   is found once. */
+/* Encodes tokens after tqkv__encode_open. With a scale as many heads at a time as have their inverses in 4 KiB, so that
+   each inverse is found once. */
 static void tqkv__encode_tokens(const tqkv__stream *s, const tqkv__tokens *tokens)
 {
     float room[TQKV_MAX_HEAD_DIM];
@@ -122,8 +123,8 @@ static void tqkv__encode_tokens(const tqkv__stream *s, const tqkv__tokens *token
     tqkv__fp_restore(mode);
 }
 
-/* Encodes the same tokens into some streams, each from its own source: tasks for some tokens of one of them. The hook runs them
-   twice: first they test for NaN and Inf, then they encode. */
+/* Encodes the same tokens into some streams, each from its own source: tasks for some tokens of one of them. The hook
+   runs them twice: first they test for NaN and Inf, then they encode. */
 enum { TQKV__ENCODE_STREAMS = 3, TQKV__ENCODE_TASKS = 16 };
 typedef struct tqkv__encode_job {
     const tqkv__stream *streams[TQKV__ENCODE_STREAMS], *halves[TQKV__ENCODE_STREAMS]; /* see tqkv__encode_tokens */
@@ -167,7 +168,8 @@ static void tqkv__add_stream(tqkv__encode_job *job, const tqkv__stream *s, const
     job->src[job->n_streams++] = src;
 }
 
-/* Tasks for tokens of a stream: one for each 64 KiB of floats, which take about ten microseconds. */
+/* Returns the number of tasks for tokens of a stream: one for each 64 KiB of floats, which take about ten
+   microseconds. */
 static int tqkv__tasks_for(const tqkv__stream *s, int n_tokens)
 {
     const int64_t wanted = (int64_t)n_tokens * s->n_kv_heads * s->head_dim / 16384;

@@ -14,22 +14,22 @@ static inline float tqkv__rounded(float x)
     return x;
 }
 
-/* The same for results that no sum follows: floats already, except in wider registers (x87). */
+/* Rounds results that no sum follows: they are floats already, except in wider registers (x87). */
 #if defined(__FLT_EVAL_METHOD__) && __FLT_EVAL_METHOD__ == 0
 #define TQKV__AS_FLOAT(x) (x)
 #else
 #define TQKV__AS_FLOAT(x) tqkv__rounded(x)
 #endif
 
-/* As tqkv__rounded */
+/* Rounds as tqkv__rounded does. */
 static inline double tqkv__rounded_double(double x)
 {
     __asm__("" : "+m"(x));
     return x;
 }
 
-/* a*b + c, rounded once. The product of two floats is exact in double. Its sum with c is rounded to odd there: if it is
-   not exact, the last bit of the double is set, and the rounding to float cannot see a tie that is none. */
+/* Returns a*b + c, rounded once. The product of two floats is exact in double. Its sum with c is rounded to odd there:
+   if it is not exact, the last bit of the double is set, and the rounding to float cannot see a tie that is none. */
 static inline float tqkv__fma(float a, float b, float c)
 {
 #if defined(__FP_FAST_FMAF) || defined(__FMA__) || defined(__ARM_FEATURE_FMA)
@@ -105,7 +105,7 @@ static bool tqkv__all_finite(const float *x, size_t n)
     return !bad;
 }
 
-/* The i-th half or bfloat16, whatever type the caller's compiler has for it. */
+/* Returns the i-th half or bfloat16, whatever type the caller's compiler has for it. */
 static uint16_t tqkv__half_at(const void *halves, size_t i)
 {
     uint16_t half;
@@ -113,7 +113,7 @@ static uint16_t tqkv__half_at(const void *halves, size_t i)
     return half;
 }
 
-/* As tqkv__all_finite, for n values of any type. */
+/* Does what tqkv__all_finite does, for n values of any type. */
 static bool tqkv__values_finite(tqkv_type type, const void *x, size_t n)
 {
     const uint32_t exponent = type == TQKV_TYPE_F16 ? 0x7c00u : 0x7f80u;
@@ -123,10 +123,11 @@ static bool tqkv__values_finite(tqkv_type type, const void *x, size_t n)
     return !bad;
 }
 
-/* To the nearest integer, ties to even; |x| < 2^22 */
+/* Rounds to the nearest integer, ties to even; |x| < 2^22 */
 static inline float tqkv__round(float x) { return TQKV__AS_FLOAT(tqkv__rounded(x + 12582912.0f) - 12582912.0f); }
 
-/* exp_parts, exp and tanh of the kernels, step by step. Tables, because constants may be wider than a float. */
+/* These are exp_terms, exp and tanh of the kernels, step by step. Tables hold the constants, because constants may be
+   wider than a float. */
 static void tqkv__exp_terms(float x, float *power, float *tail)
 {
     static const float reduce[3] = {1.44269504f, -0.693359375f, 2.12194440e-4f};
@@ -139,7 +140,7 @@ static void tqkv__exp_terms(float x, float *power, float *tail)
     *power = tqkv__float((uint32_t)((int)n + 127) << 23);
 }
 
-/* e^x for x up to 87; 0 below -87. NaN stays NaN. */
+/* Returns e^x for x up to 87; 0 below -87. NaN stays NaN. */
 static TQKV__NOINLINE float tqkv__exp(float x)
 {
     float power, tail;
@@ -150,7 +151,7 @@ static TQKV__NOINLINE float tqkv__exp(float x)
     return tqkv__fma(power, tail, power);
 }
 
-/* a*b + c*d */
+/* Returns a*b + c*d, each product rounded. */
 static inline float tqkv__sum_of_products(float a, float b, float c, float d)
 {
     return TQKV__AS_FLOAT(tqkv__rounded(a * b) + tqkv__rounded(c * d));

@@ -1,5 +1,5 @@
-/* >>gather: lists, small pages and the ends of rings: tiles of ranks. Scattered rows are gathered into scratch, where they
-   are a tile as others are. */
+/* >>gather: lists, small pages and the ends of rings: tiles of ranks. Scattered rows are gathered into scratch, where
+   they are a tile as others are. */
 
 /* Bytes of the scratch of a stream: rows of two tiles, then their norms. */
 static size_t tqkv__gathered_codes(const tqkv__stream *s) { return (2 * TQKV__TILE * s->row_bytes + 63) / 64 * 64; }
@@ -8,7 +8,7 @@ static size_t tqkv__gathered_size(const tqkv__stream *s)
     return tqkv__gathered_codes(s) + 2 * TQKV__TILE * (size_t)s->norms_per_row * sizeof(float);
 }
 
-/* Scratch for the scattered rows of an attention, in floats. */
+/* Returns the scratch for the scattered rows of an attention, in floats. */
 static size_t tqkv__gathered_floats(const tqkv__attention *a)
 {
     size_t size = 64;
@@ -31,7 +31,7 @@ static uint8_t *tqkv__put_stream(tqkv__stream *s, uint8_t *memory)
     return memory + tqkv__gathered_size(s);
 }
 
-/* The attention over gathered tiles; tile i of a work has the slots from TQKV__TILE * i on. */
+/* Opens the attention over gathered tiles; tile i of a work has the slots from TQKV__TILE * i on. */
 static void tqkv__open_gathered(const tqkv__attention *a, float *scratch, tqkv__attention *gathered)
 {
     uint8_t *memory = (uint8_t *)scratch;
@@ -46,7 +46,7 @@ static void tqkv__open_gathered(const tqkv__attention *a, float *scratch, tqkv__
         if (a->exact[i][1]) gathered->ends[i][1] = gathered->ends[i][0];
 }
 
-/* The slots of n positions; -1 where a page is none: nothing sees it, for it would have been refused. */
+/* Finds the slots of n positions; -1 where a page is none: nothing sees it, for it would have been refused. */
 static void tqkv__slots_of(const tqkv__stream *s, int64_t position, int n, int32_t *slot_list)
 {
     const int size = s->pages ? s->page_size : n, n_pages = s->pages ? s->capacity / size : 0;
@@ -80,7 +80,7 @@ static void tqkv__find_slots(const tqkv__stream *s, const tqkv__list *l, const t
     }
 }
 
-/* The same for all streams of a tile. */
+/* Finds the slots of all streams of a tile. */
 static void tqkv__find_slots_of(const tqkv__attention *a, const tqkv__list *l, tqkv__ranks *ranks)
 {
     const tqkv__stream *k = ranks->region.keys, *v = ranks->region.values;
@@ -112,7 +112,8 @@ static const tqkv__list *tqkv__list_in_pass(const tqkv__work *w, int pass)
     return pass == TQKV__GONE ? NULL : w->list;
 }
 
-/* Finds the tile of the ranks from `rank` to at most `end`; its n is 0 if a list's query sees none of it. Returns the rank behind. */
+/* Finds the tile of the ranks from `rank` to at most `end`; its n is 0 if a list's query sees none of it. Returns the
+   rank behind. */
 static int64_t tqkv__find_ranks_at(const tqkv__work *w, int pass, int64_t rank, int64_t end, tqkv__ranks *ranks)
 {
     const tqkv__attention *a = w->a;
@@ -150,13 +151,14 @@ static void tqkv__find_ranks(const tqkv__work *w, int pass, int64_t rank, tqkv__
     }
 }
 
-/* The first one of a stretch. */
+/* Finds the first tile of ranks of a stretch. */
 static void tqkv__find_first_ranks(const tqkv__work *w, tqkv__ranks *ranks)
 {
     tqkv__find_ranks(w, 0, w->passes[0].from, ranks);
 }
 
-/* Slots of a tile: those of its rows, if these are together, else in scratch. ahead: the next tile's first slot, or -1 */
+/* Returns the slots of a tile: those of its rows, if these are together, else in scratch. ahead: the next tile's first
+   slot, or -1 */
 static tqkv__segment tqkv__segment_of_ranks(const tqkv__ranks *ranks, const int32_t *slot_list, int scratch,
                                             int64_t ahead)
 {
@@ -191,7 +193,7 @@ static tqkv__tile *tqkv__tile_of_ranks(const tqkv__work *w, const tqkv__ranks *r
     return tile;
 }
 
-/* A tile in which a ring wraps: its rows are gathered. */
+/* Makes a tile in which a ring wraps: its rows are gathered. */
 static tqkv__tile *tqkv__wrapped_tile(tqkv__work *w, int pass, int64_t position)
 {
     tqkv__ranks *ranks = &w->ranks[w->before == &w->tiles[0]]; /* those of the tile before are in use */
@@ -221,8 +223,8 @@ static void tqkv__attend_rows(tqkv__work *w, int pass, tqkv__range range)
     }
 }
 
-/* Whether the KV heads of a call come one after the other, with one list for all. Queries with lists of their own take one KV
-   head after the other: neighbours share most of their entries, whose rows are then still in the L2 cache. */
+/* Whether the KV heads of a call come one after the other, with one list for all. Queries with lists of their own take
+   one KV head after the other: neighbours share most of their entries, whose rows are then still in the L2 cache. */
 static bool tqkv__heads_follow(const tqkv__attention *a)
 {
     return !a->call.list || (a->call.n_queries == 1 && a->call.list_heads == 1);
@@ -239,7 +241,7 @@ static void tqkv__ask_next_head(const tqkv__work *w)
     tqkv__ask_values(w->a, kv_head, &ranks);
 }
 
-/* As tqkv__attend_rows, for lists and small pages; range: of ranks. */
+/* Does what tqkv__attend_rows does, for lists and small pages; range: of ranks */
 static void tqkv__attend_ranks(tqkv__work *w, tqkv__range range)
 {
     const tqkv__attention *a = w->a;

@@ -41,7 +41,7 @@ static tqkv_result tqkv__index_shape(const tqkv_index *index, tqkv__index *x)
     return TQKV_OK;
 }
 
-/* The keys that a query sees end here; they begin at the first resident one. */
+/* Returns where the keys that a query sees end; they begin at the first resident one. */
 static int64_t tqkv__index_end(const tqkv__index *x, int query)
 {
     const int64_t end = (x->call.positions - x->a.call.n_queries + query + 1) / x->call.ratio;
@@ -102,7 +102,8 @@ static tqkv__scored tqkv__open_scored(const tqkv__scoring *job, int item, float 
     return s;
 }
 
-/* Brings the queries of an item into the order of the keys, with their weights and what a centre adds to their scores. */
+/* Brings the queries of an item into the order of the keys, with their weights and what a centre adds to their
+   scores. */
 static void tqkv__arrange_scored(const tqkv__scoring *job, tqkv__scored *s)
 {
     const tqkv__attention *a = &job->x->a;
@@ -116,7 +117,7 @@ static void tqkv__arrange_scored(const tqkv__scoring *job, tqkv__scored *s)
     }
 }
 
-/* sums[query][j]: the score of each key of the segment */
+/* Finds sums[query][j]: the score of each key of the segment */
 static void tqkv__score_keys(const tqkv__index *x, const tqkv__scored *s, const tqkv__segment *segment)
 {
     const int n_heads = x->a.call.n_heads, n_rows = s->n_queries * n_heads, most = tqkv__tile_rows(x);
@@ -289,8 +290,8 @@ static uint32_t tqkv__score_key(float score)
     return bits == 0xff800000u ? 0 : bits == 0x80000000u ? bits : bits >> 31 ? ~bits : bits | 0x80000000u; /* -0 is 0 */
 }
 
-/* The n-th largest key of n_scores scores, and how many equal ones are among those n; 0 < n <= n_scores. Each pass counts
-   the next bits of the keys that agree with it so far. */
+/* Returns the n-th largest key of n_scores scores, and how many equal ones are among those n; 0 < n <= n_scores. Each
+   pass counts the next bits of the keys that agree with it so far. */
 static uint32_t tqkv__nth_key(const float *scores, int64_t n_scores, int64_t n, int64_t *equal)
 {
     static const uint8_t widths[3] = {11, 11, 10};

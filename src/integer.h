@@ -43,7 +43,7 @@ static void tqkv__fill_integers(tqkv__stream *s)
     }
 }
 
-/* The integers of n values from the first on; row: [row_bytes] */
+/* Finds the integers of n values from the first on; row: [row_bytes] */
 static void tqkv__integers_at(const tqkv__stream *s, const uint8_t *row, int first, int n, int8_t *integers)
 {
     const int main_bits = s->main_bits, upper_bits = s->upper_bits;
@@ -55,7 +55,8 @@ static void tqkv__integers_at(const tqkv__stream *s, const uint8_t *row, int fir
     }
 }
 
-/* What multiplies integers against the value whose bits are `largest`: step * value / T. NaN if it is not finite. */
+/* Returns what multiplies integers against the value whose bits are `largest`: step * value / T. NaN if it is not
+   finite. */
 static float tqkv__integer_unit(uint32_t largest, float step)
 {
     const volatile float top = (float)TQKV__INTEGER_TOP;
@@ -64,7 +65,7 @@ static float tqkv__integer_unit(uint32_t largest, float step)
     return TQKV__AS_FLOAT(TQKV__AS_FLOAT(value / top) * step);
 }
 
-/* T / value; 0 if that is not finite */
+/* Returns T / value; 0 if that is not finite */
 static float tqkv__integer_scale(uint32_t largest)
 {
     if (largest >= 0x7f800000u) return 0.0f;
@@ -72,7 +73,7 @@ static float tqkv__integer_scale(uint32_t largest)
     return TQKV__AS_FLOAT((float)TQKV__INTEGER_TOP / value);
 }
 
-/* x: [n] -> to: [n]; returns the unit */
+/* Makes integers of x: [n] -> to: [n]; returns the unit */
 static float tqkv__to_integers(const float *x, int n, float step, int16_t *to)
 {
     uint32_t largest = 0;
@@ -91,9 +92,9 @@ static void tqkv__round_query_scalar(const tqkv__stream *s, const float *query, 
     memcpy(to, integers, (size_t)s->head_dim * sizeof *integers);
 }
 
-/* Turns a query into what its integers leave of it, and says whether that is worth a second digit: if fewer than 19 of 32
-   values reach an eighth of the largest. Of Gaussian rows that are those whose largest is above 4.3 times their deviation:
-   one in 400 at head_dim 128. One coordinate a thousand times the others would leave these five bits. */
+/* Turns a query into what its integers leave of it, and says whether that is worth a second digit: if fewer than 19 of
+   32 values reach an eighth of the largest. Of Gaussian rows that are those whose largest is above 4.3 times their
+   deviation: one in 400 at head_dim 128. One coordinate a thousand times the others would leave these five bits. */
 static bool tqkv__round_rest(float *query, int n)
 {
     uint32_t largest = 0;
@@ -114,7 +115,7 @@ static bool tqkv__round_rest(float *query, int n)
 /* Results that are NaN have one pattern of bits, whatever the processor makes of them. */
 static float tqkv__one_nan(float x) { return x != x ? tqkv__float(0x7fc00000u) : x; }
 
-/* The factor of panel `panel` of panel_dim values of a row. */
+/* Returns the factor of panel `panel` of panel_dim values of a row. */
 static float tqkv__panel_factor(const tqkv__stream *s, const float *norms, int panel)
 {
     return tqkv__factor(s, norms[panel * s->panel_dim / s->norm_dim]);
@@ -170,7 +171,7 @@ static void tqkv__integer_score_tile_scalar(const tqkv__stream *s, int kv_head, 
     }
 }
 
-/* As softmax_tile of the kernels. */
+/* Does what softmax_tile of the kernels does. */
 static void tqkv__integer_softmax_row(const tqkv__attention *a, const tqkv__span *span, float offset, float *scores,
                                       float *max, float *sum, float *out)
 {
@@ -209,7 +210,7 @@ static void tqkv__integer_softmax_tile_scalar(const tqkv__attention *a, const tq
                                   out + (size_t)row * (size_t)a->value_dim);
 }
 
-/* out += sum_j weights[j] * value j for values of halves, one position after the other. out: [head_dim] */
+/* Adds: out += sum_j weights[j] * value j for values of halves, one position after the other. out: [head_dim] */
 static void tqkv__add_halves(const tqkv__stream *s, int kv_head, const tqkv__segment *segment, const float *weights,
                              float *out)
 {
@@ -220,7 +221,7 @@ static void tqkv__add_halves(const tqkv__stream *s, int kv_head, const tqkv__seg
     }
 }
 
-/* The same for one panel of integers; integers: [n][panel_dim], out: [panel_dim] */
+/* Adds one panel of integers in the same way; integers: [n][panel_dim], out: [panel_dim] */
 static void tqkv__add_integers(const tqkv__stream *s, int kv_head, const tqkv__segment *segment, int panel,
                                const int8_t *integers, const float *weights, float *out)
 {

@@ -22,7 +22,7 @@ TQKV__OP __m128i tqkv__i_load_first_avx2(const int n, const uint8_t *p)
     memcpy(&word, p, (size_t)(n == 4 ? 4 : 2));
     return _mm_cvtsi32_si128(word);
 }
-/* The next 32 or 16 codes of a field, a byte each */
+/* Loads the next 32 or 16 codes of a field, a byte each. */
 TQKV__OP __m256i tqkv__i_field_avx2(const int bits, const int left, const uint8_t *p)
 {
     const __m256i bit = _mm256_set1_epi64x((long long)0x8040201008040201u);
@@ -78,15 +78,15 @@ TQKV__OP __m256i tqkv__i_dot_avx2(__m256i sums, __m256i codes, __m256i integers)
     return sums;
 #endif
 }
-#define tqkv__i_whole_avx2(sum) (sum)
-#define tqkv__i_load_row_avx2   tqkv__i_load_codes_avx2
+TQKV__OP __m256i tqkv__i_whole_avx2(__m256i sum) { return sum; }
+#define tqkv__i_load_row_avx2 tqkv__i_load_codes_avx2
 TQKV__OP __m256i tqkv__i_repeat_avx2(const int16_t *p)
 {
     int32_t lane;
     memcpy(&lane, p, sizeof lane);
     return _mm256_set1_epi32(lane);
 }
-/* Behind the end of a row come its last bytes again. */
+/* Interleaves rows. Behind the end of a row come its last bytes again. */
 TQKV__OP void tqkv__i_interleave_avx2(const int8_t *p, size_t stride, int left, __m256i *x)
 {
     const int step = left > 16 ? 16 : 0;
@@ -116,7 +116,7 @@ TQKV__OP void tqkv__i_transpose_avx2(const int8_t *p, size_t stride, __m256i *x)
         x[4 * half + 3] = _mm256_srai_epi16(_mm256_unpackhi_epi8(high, high), 8);
     }
 }
-#define tqkv__i_natural_order_avx2(x) ((void)(x))
+TQKV__OP void tqkv__i_natural_order_avx2(__m256i *x) { (void)x; }
 TQKV__OP __m256i tqkv__i_sum_four_codes_avx2(const __m256i *x)
 {
     return _mm256_hadd_epi32(_mm256_hadd_epi32(x[0], x[1]), _mm256_hadd_epi32(x[2], x[3]));

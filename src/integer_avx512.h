@@ -26,7 +26,7 @@ TQKV__OP __m512i tqkv__i_field_avx512(const int bits, const int low, int left, c
         words = _mm512_cvtepu8_epi64(_mm_maskz_loadu_epi8((__mmask16)mask, (const void *)p));
     return _mm512_multishift_epi64_epi8(_mm512_set1_epi64((long long)at), words);
 }
-/* Bits above a code find its copy in the table. */
+/* Looks codes up. Bits above a code find its copy in the table. */
 TQKV__OP __m512i tqkv__i_look_up_avx512(const tqkv_format format, const __m512i *books, int left, const uint8_t *p,
                                         const uint8_t *upper)
 {
@@ -52,8 +52,8 @@ TQKV__OP __m512i tqkv__i_dot_avx512(__m512i sums, __m512i codes, __m512i integer
     return sums;
 #endif
 }
-#define tqkv__i_whole_avx512(sum) (sum)
-#define tqkv__i_load_row_avx512   tqkv__i_load_codes_avx512
+TQKV__OP __m512i tqkv__i_whole_avx512(__m512i sum) { return sum; }
+#define tqkv__i_load_row_avx512 tqkv__i_load_codes_avx512
 TQKV__OP __m512i tqkv__i_repeat_avx512(const int16_t *p)
 {
     int32_t lane;
@@ -87,7 +87,7 @@ TQKV__OP __m512i tqkv__i_load_left_avx512(const int8_t *p, int left)
     if (left >= 64) return _mm512_loadu_si512((const void *)p);
     return _mm512_maskz_loadu_epi8(((uint64_t)1 << left) - 1, (const void *)p);
 }
-/* Half h of vector v: dimensions 16 h + 8 v on, of v + 2 from 32 on */
+/* Interleaves rows. Half h of vector v: dimensions 16 h + 8 v on, of v + 2 from 32 on */
 TQKV__OP void tqkv__i_interleave_avx512(const int8_t *p, size_t stride, int left, __m512i *x)
 {
     const __m512i a = tqkv__i_load_left_avx512(p, left), b = tqkv__i_load_left_avx512(p + stride, left);
@@ -106,7 +106,7 @@ TQKV__OP void tqkv__i_natural_order_avx512(__m512i *x)
         x[v + 1] = _mm512_shuffle_i64x2(a, b, 0xee);
     }
 }
-/* Lanes of four vectors added up in each quarter: lane i of it is vector i's. */
+/* Adds up the lanes of four vectors in each quarter: lane i of it is vector i's. */
 TQKV__OP __m512i tqkv__i_sum_four_codes_avx512(const __m512i *x)
 {
     const __m512i a = _mm512_add_epi32(_mm512_unpacklo_epi32(x[0], x[1]), _mm512_unpackhi_epi32(x[0], x[1]));
@@ -127,13 +127,13 @@ TQKV__OP void tqkv__i_store_words_avx512(int16_t *p, int i, __m512i x)
 }
 TQKV__OP uint32_t tqkv__i_largest_code_avx512(__m512i x) { return _mm512_reduce_max_epu32(x); }
 
-/* What loops for few rows take; see there. */
+/* These are what loops for few rows take; see there. */
 
 TQKV__OP __m512i tqkv__i_load_book_avx512(const int8_t *centroids)
 {
     return _mm512_xor_si512(_mm512_loadu_si512((const void *)centroids), _mm512_set1_epi8(-128));
 }
-/* The high and the low bytes of 64 integers, of which there are n */
+/* Splits into the high and the low bytes of 64 integers, of which there are n */
 TQKV__OP void tqkv__i_split_avx512(const int16_t *words, int n, __m512i *bytes)
 {
     const uint64_t mask = n <= 0 ? 0 : n >= 64 ? ~(uint64_t)0 : ((uint64_t)1 << n) - 1;
@@ -145,7 +145,7 @@ TQKV__OP void tqkv__i_split_avx512(const int16_t *words, int n, __m512i *bytes)
     bytes[0] = _mm512_inserti64x4(_mm512_castsi256_si512(high), next, 1);
     bytes[1] = _mm512_inserti64x4(_mm512_castsi256_si512(_mm512_cvtepi16_epi8(a)), _mm512_cvtepi16_epi8(b), 1);
 }
-/* The bytes of one nibble, from those of 128 dimensions */
+/* Takes the bytes of one nibble out of those of 128 dimensions. */
 TQKV__OP __m512i tqkv__i_nibbles_of_avx512(int nibble, __m512i a, __m512i b)
 {
     TQKV__ALIGNED int8_t at[64];
@@ -161,7 +161,7 @@ TQKV__OP __m512i tqkv__i_dot_bytes_avx512(__m512i sums, __m512i codes, __m512i b
     return sums;
 #endif
 }
-/* sums - 128 times the sums of four bytes */
+/* Returns sums - 128 times the sums of four bytes. */
 TQKV__OP __m512i tqkv__i_less_bytes_avx512(__m512i sums, __m512i bytes)
 {
     return _mm512_sub_epi32(sums,
@@ -172,7 +172,7 @@ TQKV__OP __m512i tqkv__i_join_avx512(__m512i high, __m512i low)
     return _mm512_add_epi32(_mm512_slli_epi32(high, 8), low);
 }
 TQKV__OP __m512i tqkv__i_set_lanes_avx512(int32_t x) { return _mm512_set1_epi32(x); }
-/* left: dimensions from here on; upper: 8 upper bits a byte of TQ5, 4 of TQ6 */
+/* Loads one nibble of each byte. left: dimensions from here on; upper: 8 upper bits a byte of TQ5, 4 of TQ6 */
 TQKV__OP __m512i tqkv__i_load_nibbles_avx512(const tqkv_format format, const int nibble, __m512i book, int left,
                                              const uint8_t *p, const uint8_t *upper)
 {
@@ -194,7 +194,7 @@ TQKV__OP __m512i tqkv__i_load_nibbles_avx512(const tqkv_format format, const int
     }
     return _mm512_permutexvar_epi8(index, book);
 }
-/* Dword i of quarter l of x[t]: byte 16 l + 4 t + i of four vectors */
+/* Interleaves four vectors: dword i of quarter l of x[t] is byte 16 l + 4 t + i of four vectors */
 TQKV__OP void tqkv__i_interleave_four_avx512(__m512i *x)
 {
     const __m512i a = _mm512_unpacklo_epi8(x[0], x[1]), b = _mm512_unpacklo_epi8(x[2], x[3]);
@@ -204,14 +204,14 @@ TQKV__OP void tqkv__i_interleave_four_avx512(__m512i *x)
     x[2] = _mm512_unpacklo_epi16(c, d);
     x[3] = _mm512_unpackhi_epi16(c, d);
 }
-/* Four bytes in all lanes */
+/* Puts four bytes into all lanes. */
 TQKV__OP __m512i tqkv__i_repeat_four_avx512(const int8_t *p)
 {
     int32_t lane;
     memcpy(&lane, p, sizeof lane);
     return _mm512_set1_epi32(lane);
 }
-/* The bytes of a tile's weights; returns -128 times the sum of the weights. */
+/* Splits a tile's weights into bytes; returns -128 times the sum of the weights. */
 TQKV__OP int32_t tqkv__i_split_weights_avx512(const int16_t *words, int8_t (*to)[TQKV__TILE])
 {
     const __m512i ones = _mm512_set1_epi16(1);
@@ -240,13 +240,14 @@ TQKV__OP void tqkv__i_order_nibbles_avx512(const __m512i *even, const __m512i *o
     }
 }
 
-/* Quarter i in all quarters */
+/* Puts quarter i into all quarters. */
 TQKV__OP __m512i tqkv__i_repeat_quarter_avx512(__m512i x, const int i)
 {
     const __m512i index = _mm512_set4_epi32(4 * i + 3, 4 * i + 2, 4 * i + 1, 4 * i);
     return _mm512_permutexvar_epi32(index, x);
 }
-/* Fields of 64 codes of four positions, each in a half of a vector or in a quarter of the first one. mask: a bit for 16 bits */
+/* Loads fields of 64 codes of four positions, each in a half of a vector or in a quarter of the first one. mask: a bit
+   for 16 bits */
 TQKV__OP void tqkv__i_load_quarters_avx512(const int bits, uint32_t mask, const uint8_t *p, size_t stride, __m512i *x)
 {
     if (bits == 4) {
@@ -265,8 +266,8 @@ TQKV__OP void tqkv__i_load_quarters_avx512(const int bits, uint32_t mask, const 
 }
 /* Orders fields by the words of 64 bits from which tqkv__i_sixteen takes codes. x: of 64 codes of four positions
 
-     scores   word h of quarter p: of position p codes 8 h to 8 h + 7 of this sixteen, `bits` bytes, then of the next ones
-     sums     word w: a byte with the codes 2 w and 2 w + 1 of this sixteen of each position, then of the next sixteen    */
+     scores   word h of quarter p: of position p codes 8 h to 8 h + 7 of this sixteen, `bits` bytes, then of others
+     sums     word w: a byte with codes 2 w and 2 w + 1 of this sixteen of each position, then of the next sixteen  */
 TQKV__OP __m512i tqkv__i_order_fields_avx512(const int bits, const bool lanes, const int sixteen, const __m512i *x)
 {
     TQKV__ALIGNED int8_t at[64];
@@ -282,7 +283,7 @@ TQKV__OP __m512i tqkv__i_order_fields_avx512(const int bits, const bool lanes, c
     const __m512i index = _mm512_load_si512((const void *)at);
     return bits == 4 ? _mm512_permutex2var_epi8(x[0], index, x[1]) : _mm512_permutexvar_epi8(index, x[0]);
 }
-/* Eight bits a code of a sixteen, from ordered fields; its first bit comes to bit `low`. */
+/* Takes eight bits a code of a sixteen from ordered fields; its first bit comes to bit `low`. */
 TQKV__OP __m512i tqkv__i_sixteen_avx512(const int bits, const int low, const bool lanes, const int sixteen,
                                         __m512i fields)
 {
@@ -294,7 +295,7 @@ TQKV__OP __m512i tqkv__i_sixteen_avx512(const int bits, const int low, const boo
     for (int i = 0; i < 64 && !lanes; i++) at[i] = (int8_t)(((8 * sixteen + i % 8) * bits + 64 - low) % 64);
     return _mm512_multishift_epi64_epi8(_mm512_load_si512((const void *)at), fields);
 }
-/* fields: the main ones, the upper ones */
+/* Looks up a sixteen. fields: the main ones, the upper ones */
 TQKV__OP __m512i tqkv__i_look_up_fields_avx512(const tqkv_format format, const bool lanes, const int sixteen,
                                                const __m512i *fields, __m512i book)
 {

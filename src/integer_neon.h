@@ -61,8 +61,8 @@ TQKV__OP uint32x4_t tqkv__i_dot_neon(uint32x4_t sums, uint32x4_t codes, uint32x4
     const int32x4_t low = vmlal_s16(vreinterpretq_s32_u32(sums), vget_low_s16(x), vget_low_s16(y));
     return vreinterpretq_u32_s32(vmlal_high_s16(low, x, y));
 }
-#define tqkv__i_whole_neon(sum) (sum)
-#define tqkv__i_load_row_neon   tqkv__i_load_codes_neon
+TQKV__OP uint32x4_t tqkv__i_whole_neon(uint32x4_t sum) { return sum; }
+#define tqkv__i_load_row_neon tqkv__i_load_codes_neon
 TQKV__OP uint32x4_t tqkv__i_repeat_neon(const int16_t *p)
 {
     return vreinterpretq_u32_s16(vcombine_s16(vld1_dup_s16(p), vld1_dup_s16(p + 1)));
@@ -94,7 +94,7 @@ TQKV__OP void tqkv__i_transpose_neon(const int8_t *p, size_t stride, uint32x4_t 
         x[4 * half + 3] = vreinterpretq_u32_s16(vmovl_high_s8(high));
     }
 }
-#define tqkv__i_natural_order_neon(x) ((void)(x))
+TQKV__OP void tqkv__i_natural_order_neon(uint32x4_t *x) { (void)x; }
 TQKV__OP uint32x4_t tqkv__i_sum_four_codes_neon(const uint32x4_t *x)
 {
     return vpaddq_u32(vpaddq_u32(x[0], x[1]), vpaddq_u32(x[2], x[3]));
@@ -118,10 +118,11 @@ TQKV__OP uint32_t tqkv__i_largest_code_neon(uint32x4_t x) { return vmaxvq_u32(x)
 #define TQKV__LOOKED_UP     0
 #include "tqkv.h"
 
-/* -- NEON, with products of four bytes: DotProd. An integer is 256 times its high byte plus its low one, both signed. -- */
+/* -- NEON, with products of four bytes: DotProd. An integer is 256 times its high byte plus its low one, both signed.
+   -- */
 
-/* gcc inlines a function into another only if that has all features of its target. DotProd wants ARMv8.2 there, which all
-   that come with one of the first four have. */
+/* gcc inlines a function into another only if that has all features of its target. DotProd wants ARMv8.2 there, which
+   all that come with one of the first four have. */
 #ifdef __clang__
 #define TQKV__TARGET __attribute__((target("dotprod")))
 #elif defined(__ARM_FEATURE_DOTPROD) || defined(__ARM_FEATURE_FP16_VECTOR_ARITHMETIC) || defined(__ARM_FEATURE_SVE) || \
@@ -156,7 +157,7 @@ TQKV__OP uint32x4_t tqkv__i_whole_dotprod(tqkv__i_sum_dotprod sums)
 {
     return vaddq_u32(vshlq_n_u32(sums.high, 8), sums.low);
 }
-/* The high bytes of four integers, then their low ones */
+/* Splits four integers into their high bytes, then their low ones. */
 TQKV__OP int8x8_t tqkv__i_split_dotprod(uint32x4_t x)
 {
     const int16x4_t words = vmovn_s32(vreinterpretq_s32_u32(x));
@@ -222,8 +223,9 @@ TQKV__OP void tqkv__i_interleave_dotprod(const int8_t *p, size_t stride, int lef
 
 #if defined(__clang__) ? __clang_major__ >= 13 : __GNUC__ >= 10
 #define TQKV__I8MM
-/* -- NEON, with products of matrices of 2 by 8 bytes: I8MM. One is of two positions, or two dimensions of eight positions;
-   the other is the high bytes of eight integers and their low ones, which lie side by side. Keys of few rows take DotProd. -- */
+/* -- NEON, with products of matrices of 2 by 8 bytes: I8MM. One is of two positions, or two dimensions of eight
+   positions; the other is the high bytes of eight integers and their low ones, which lie side by side. Keys of few rows
+   take DotProd. -- */
 
 #ifdef __clang__
 #define TQKV__TARGET __attribute__((target("dotprod,i8mm")))
@@ -238,7 +240,7 @@ typedef struct tqkv__i_lanes_i8mm {
     uint32x4_t first, last;
 } tqkv__i_lanes_i8mm;
 
-/* sums + x times y transposed */
+/* Returns sums + x times y transposed. */
 TQKV__OP uint32x4_t tqkv__i_multiply_matrices(uint32x4_t sums, uint32x4_t x, uint32x4_t y)
 {
     __asm__("smmla\t%0.4s, %1.16b, %2.16b" : "+w"(sums) : "w"(x), "w"(y));
@@ -254,7 +256,7 @@ TQKV__OP uint32x4_t tqkv__i_whole_lanes_i8mm(tqkv__i_sum_i8mm sums)
 {
     return vaddq_u32(vshlq_n_u32(vuzp1q_u32(sums.high, sums.low), 8), vuzp2q_u32(sums.high, sums.low));
 }
-/* The high bytes of eight integers, then their low ones */
+/* Stores the high bytes of eight integers, then their low ones. */
 TQKV__OP void tqkv__i_store_words_i8mm(int16_t *p, int i, uint32x4_t x)
 {
     const uint32x2_t bytes = vreinterpret_u32_s8(tqkv__i_split_dotprod(x));

@@ -53,8 +53,8 @@ static const tqkv__isa *tqkv__isa_now(void)
     return isa;
 }
 
-/* The chosen set, or the next narrower one that has three vectors in a row of head_dim. A processor that has a set has the
-   narrower ones; asking it again would take microseconds in a virtual machine. */
+/* Returns the chosen set, or the next narrower one that has three vectors in a row of head_dim. A processor that has a
+   set has the narrower ones; asking it again would take microseconds in a virtual machine. */
 static const tqkv__isa *tqkv__isa_for(int head_dim)
 {
     const tqkv__isa *isa = tqkv__isa_now();
@@ -110,7 +110,7 @@ static int tqkv__find_products(void)
     return best ? matrices ? 3 : 2 : 1;
 }
 
-/* Asked once: it takes microseconds in a virtual machine. */
+/* The processor is asked once: it takes microseconds in a virtual machine. */
 static char tqkv__products_now(void)
 {
     char known = __atomic_load_n(&tqkv__products, __ATOMIC_RELAXED);

@@ -23,15 +23,15 @@ static bool tqkv__queue_open(tqkv__queue *queue, const tqkv_allocator *allocator
     return true;
 }
 
-/* The next unit; -1 when all are taken. */
+/* Takes the next unit; -1 when all are taken. */
 static int tqkv__queue_take(tqkv__queue *queue)
 {
     const int unit = __atomic_fetch_add(&queue->next, 1, __ATOMIC_RELAXED);
     return unit < queue->n_units ? unit : -1;
 }
 
-/* A job is one call or many. A unit of its work is an item over all stretches or, if some item alone is much of the work
-   ("spread"), an item over one stretch of a wave. Both ways do the same additions in the same order. */
+/* A job is one call or many. A unit of its work is an item over all stretches or, if some item alone is much of the
+   work ("spread"), an item over one stretch of a wave. Both ways do the same additions in the same order. */
 enum { TQKV__WAVE_FLOATS = 1 << 20 };
 
 typedef struct tqkv__job {
@@ -57,7 +57,7 @@ static tqkv__item tqkv__item_of(const tqkv__request *request, int index)
     return item;
 }
 
-/* The sums of one stretch; that before the first is of positions that are no longer resident. */
+/* Finds the sums of one stretch; that before the first is of positions that are no longer resident. */
 static void tqkv__attend_stretch(const tqkv__request *request, tqkv__work *w, int64_t stretch, const tqkv__sums *sums)
 {
     const int64_t begin = stretch * TQKV__STRETCH;
@@ -81,7 +81,7 @@ static void tqkv__attend_stretch(const tqkv__request *request, tqkv__work *w, in
     if (w->before) tqkv__turn_sums(w->a, w->before->region.values, &w->a->values, n_rows, sums->out);
 }
 
-/* The sums of n_rows rows in memory. */
+/* Returns the sums of n_rows rows in memory. */
 static tqkv__sums tqkv__sums_at(float *memory, size_t n_rows, int value_dim)
 {
     const size_t elements = n_rows * (size_t)value_dim;
@@ -89,7 +89,7 @@ static tqkv__sums tqkv__sums_at(float *memory, size_t n_rows, int value_dim)
     return sums;
 }
 
-/* An item's request of sums of all rows, which are ordered by KV head. */
+/* Returns an item's sums within those of all rows, which are ordered by KV head. */
 static tqkv__sums tqkv__sums_of_item(const tqkv__request *request, const tqkv__item *item, float *memory)
 {
     const tqkv__attention *a = request->a;
@@ -143,7 +143,8 @@ static TQKV__NOINLINE void tqkv__attend_unit(const tqkv__job *job, const tqkv__r
     tqkv__deliver(request, &item, &all);
 }
 
-/* The last request that begins at or before the unit; requests without units in this wave begin where the next one does. */
+/* Returns the last request that begins at or before the unit; requests without units in this wave begin where the next
+   one does. */
 static const tqkv__request *tqkv__request_of(const tqkv__job *job, int unit)
 {
     int low = 0, high = job->n_requests;
@@ -169,16 +170,16 @@ static void tqkv__attend_task(void *context, int index)
     tqkv__fp_restore(mode);
 }
 
-/* Rows whose vectors take 32 KiB. */
+/* Returns the number of rows whose vectors take 32 KiB. */
 static int tqkv__chunk_rows(int head_dim)
 {
     return 8192 / head_dim < TQKV__CHUNK_ROWS ? 8192 / head_dim : TQKV__CHUNK_ROWS;
 }
 
-/* Query rows of an item: as many of `all` as there are, evenly, up to TQKV__CHUNK_ROWS and 144 KiB of sums. Sums that
-   only fit the L2 cache cost less than decoding once more: 64 heads of 512 take 0.92 (TQ4), 0.88 (I8) and 0.86 times
-   (TQ4, integers) the time of 16 rows an item on an AMD EPYC with 1 MiB of L2. But 32 KiB where
-   tasks would be left without work, of which there is `others` times that of these rows. */
+/* Returns the query rows of an item: as many of `all` as there are, evenly, up to TQKV__CHUNK_ROWS and 144 KiB of sums.
+   Sums that only fit the L2 cache cost less than decoding once more: 64 heads of 512 take 0.92 (TQ4), 0.88 (I8) and
+   0.86 times (TQ4, integers) the time of 16 rows an item on an AMD EPYC with 1 MiB of L2. But 32 KiB where tasks would
+   be left without work, of which there is `others` times that of these rows. */
 static int tqkv__item_rows(const tqkv__attention *a, int all, int64_t others)
 {
     const int dim = a->key_dim > a->value_dim ? a->key_dim : a->value_dim;
@@ -270,7 +271,8 @@ static void tqkv__merge_wave(const tqkv__request *request)
     }
 }
 
-/* Runs the waves of a spread job and merges the stretches of each request in order. totals: sums of all rows of each request */
+/* Runs the waves of a spread job and merges the stretches of each request in order. totals: sums of all rows of each
+   request */
 static void tqkv__run_waves(tqkv__job *job, const tqkv_parallel *parallel, float *totals)
 {
     for (int i = 0; i < job->n_requests; totals += job->requests[i++].sums_floats) job->requests[i].total = totals;

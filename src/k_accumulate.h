@@ -1,7 +1,7 @@
 /* >>k-accumulate: sums of values straight from the codes. */
 
-/* sums[row][v] += weights[row] * vector k + v of the strip of per_lane vectors at p; per_lane is a constant. Where vectors are
-   looked up together, weights come after them: 16 registers cannot hold both. */
+/* sums[row][v] += weights[row] * vector k + v of the strip of per_lane vectors at p; per_lane is a constant. Where
+   vectors are looked up together, weights come after them: 16 registers cannot hold both. */
 TQKV__OP void TQKV__(add_weighted)(const tqkv_format format, const int per_lane, const int rows, const int k,
                                    const int width, const TQKV__VECTOR *table, const uint8_t *p, const uint8_t *upper,
                                    const TQKV__(rows) * weights, TQKV__VECTOR (*sums)[8])
@@ -42,8 +42,9 @@ TQKV__OP void TQKV__(move_sums)(const bool store, const int rows, const int widt
     }
 }
 
-/* out[row] += sum_j weights[row][j] * value[j] for `width` vectors from vector k on of a strip of per_lane vectors, whose
-   sums are in registers over all positions; per_lane is a constant. p: of the strip at the first position, out: of vector k */
+/* Accumulates: out[row] += sum_j weights[row][j] * value[j] for `width` vectors from vector k on of a strip of per_lane
+   vectors, whose sums are in registers over all positions; per_lane is a constant. p: of the strip at the first
+   position, out: of vector k */
 TQKV__OP void TQKV__(accumulate_vectors)(const tqkv_format format, const int per_lane, const int rows, const int k,
                                          const int width, const TQKV__(panel) * panel, const TQKV__VECTOR *table,
                                          const uint8_t *p, const uint8_t *upper, float *out)
@@ -65,7 +66,7 @@ TQKV__OP void TQKV__(accumulate_vectors)(const tqkv_format format, const int per
     TQKV__(move_sums)(true, rows, width, panel, sums, out);
 }
 
-/* The same for all vectors of a whole strip, as many at a time as registers hold. */
+/* Accumulates all vectors of a whole strip, as many at a time as registers hold. */
 TQKV__OP void TQKV__(accumulate_strip)(const tqkv_format format, const int rows, const TQKV__(panel) * panel,
                                        const TQKV__VECTOR *table, const uint8_t *p, const uint8_t *upper, float *out)
 {
@@ -75,45 +76,52 @@ TQKV__OP void TQKV__(accumulate_strip)(const tqkv_format format, const int rows,
         TQKV__(accumulate_vectors)(format, per_lane, rows, k, width, panel, table, p, upper, out);
 }
 
-/* The same for a strip of per_lane vectors, 4 or 2, or 0 for none, and `behind` vectors behind it: in one pass, because the sums of
-   few vectors would wait for each other. `behind` is 0, 1 or, after a strip of 4, 2, and a constant but there: tests in the loop
-   cost up to 0.1 of attention's time at head_dim 48. */
+/* Loads or stores the sums of the vectors behind a strip: two, one or none; two is a constant if it is false. */
+TQKV__OP void TQKV__(move_behind)(const bool store, const int rows, bool one, bool two, const TQKV__(panel) * panel,
+                                  TQKV__VECTOR (*sums)[8], float *out)
+{
+    if (one) TQKV__(move_sums)(store, rows, 1, panel, sums, out);
+    if (two) TQKV__(move_sums)(store, rows, 2, panel, sums, out);
+}
+
+/* Does in one pass what accumulate_vectors does, for a strip of per_lane vectors, 4 or 2, or 0 for none, and for
+   `behind` vectors after it, 0, 1 or 2: the sums of so few would wait for each other in passes of their own. `behind`
+   is a constant but after a strip of 4: tests in the loop cost up to 0.1 of attention's time at head_dim 48. */
 TQKV__OP void TQKV__(accumulate_rest)(const tqkv_format format, const int per_lane, const int behind, const int rows,
                                       const TQKV__(panel) * panel, const TQKV__VECTOR *table, const uint8_t *p,
                                       const uint8_t *upper, float *out)
 {
-    const int n = panel->n, asked = per_lane > 2 ? per_lane + 1 : 3;
+    const int n = panel->n, asked = per_lane > 2 ? per_lane + 1 : 3; /* vectors of the next tile's codes */
     const int bytes = TQKV__(strip_bytes)(format, per_lane), upper_bytes = TQKV__(upper_bytes)(format, per_lane);
-    const bool pair = per_lane == 4 && 6 * rows <= TQKV__SUMS && behind == 2;
+    const bool two = per_lane == 4 && 6 * rows <= TQKV__SUMS && behind == 2, one = behind && !two;
     const size_t stride = TQKV__(stride)(format, panel);
     const size_t size = (size_t)(TQKV__(strip_bytes)(format, asked) + TQKV__(upper_bytes)(format, asked));
     const ptrdiff_t ahead = panel->ahead;
     TQKV__(rows) weights = TQKV__(open_rows)(rows, TQKV__TILE, panel);
-    TQKV__VECTOR sums[TQKV__ROWS][8], more[TQKV__ROWS][8];
-    float *last = out + per_lane * TQKV__LANES;
+    TQKV__VECTOR sums[TQKV__ROWS][8], sums_behind[TQKV__ROWS][8];
+    float *out_behind = out + per_lane * TQKV__LANES;
     int j = 0;
     if (per_lane) TQKV__(move_sums)(false, rows, per_lane, panel, sums, out);
-    if (behind && !pair) TQKV__(move_sums)(false, rows, 1, panel, more, last);
-    if (pair) TQKV__(move_sums)(false, rows, 2, panel, more, last);
+    TQKV__(move_behind)(false, rows, one, two, panel, sums_behind, out_behind);
     do {
         if (format != TQKV__FLOATS) tqkv__prefetch(TQKV__NEAR(format), p + ahead, size);
         if (per_lane) TQKV__(add_weighted)(format, per_lane, rows, 0, per_lane, table, p, upper, &weights, sums);
         if (behind) {
-            if (pair)
-                TQKV__(add_weighted)(format, 2, rows, 0, 2, table, p + bytes, upper + upper_bytes, &weights, more);
+            const uint8_t *next = p + bytes, *next_upper = upper + upper_bytes;
+            if (two)
+                TQKV__(add_weighted)(format, 2, rows, 0, 2, table, next, next_upper, &weights, sums_behind);
             else
-                TQKV__(add_weighted)(format, 1, rows, 0, 1, table, p + bytes, upper + upper_bytes, &weights, more);
+                TQKV__(add_weighted)(format, 1, rows, 0, 1, table, next, next_upper, &weights, sums_behind);
         }
         p += stride;
         upper += stride;
         weights.at++;
     } while (++j < n);
     if (per_lane) TQKV__(move_sums)(true, rows, per_lane, panel, sums, out);
-    if (behind && !pair) TQKV__(move_sums)(true, rows, 1, panel, more, last);
-    if (pair) TQKV__(move_sums)(true, rows, 2, panel, more, last);
+    TQKV__(move_behind)(true, rows, one, two, panel, sums_behind, out_behind);
 }
 
-/* out[row] += sum_j weights[row][j] * value[j], for the whole strips of a panel */
+/* Accumulates: out[row] += sum_j weights[row][j] * value[j], for the whole strips of a panel */
 TQKV__OP void TQKV__(accumulate)(const tqkv_format format, const int rows, const TQKV__(panel) * panel)
 {
     const int strip = TQKV__STRIP(format);
@@ -128,7 +136,12 @@ TQKV__OP void TQKV__(accumulate)(const tqkv_format format, const int rows, const
     }
 }
 
-/* The same for what is behind them. A function of its own: in one with whole strips gcc 12 spills a sum of four rows. */
+/* Accumulates the vectors behind them, in passes. It is a function of its own: in one with whole strips gcc 12 spills a
+   sum of four rows. On vectors of 4 only 4 may be left, on vectors of 8 only 2; on vectors of 16
+
+     vectors left   7          6                           5                           4    3      2    1
+     passes         4, 2 + 1   4 + 2 for up to two rows,   4 + 1 for up to three       4    2 + 1  2    1
+                               else 4, 2                   rows, else 4, 1                                  */
 TQKV__OP void TQKV__(add_rest)(const tqkv_format format, const int rows, const TQKV__(panel) * panel)
 {
     const int strip = TQKV__STRIP(format), vectors = panel->dim / TQKV__LANES, whole = vectors / strip * strip;

@@ -6,13 +6,13 @@
 #define TQKV__PACKED(format) (TQKV__MAIN_BITS(format) < 8)
 /* Vectors in a strip, which is decoded together. */
 #define TQKV__STRIP(format) (TQKV__PACKED(format) ? TQKV__NIBBLE_STRIP : 4)
-/* Formats with loops straight from the codes. Not those of codebooks in bytes, and on AVX2 none of 6 bits: their rows are decoded
-   first, which takes 1.1 to 1.4 times as long for one and two query rows. I8 and TQ5 are as exact or smaller, and faster; the
-   loops would take 35 KB. */
+/* Formats with loops straight from the codes. Not those of codebooks in bytes, and on AVX2 none of 6 bits: their rows
+   are decoded first, which takes 1.1 to 1.4 times as long for one and two query rows. I8 and TQ5 are as exact or
+   smaller, and faster; the loops would take 35 KB. */
 #define TQKV__HAS_LOOPS(kind, main, book) ((kind) != TQKV__BOOK || ((main) < 8 && (TQKV__LANES != 8 || (book) < 6)))
-#define TQKV__DIRECT(format)              TQKV__HAS_LOOPS(TQKV__KIND(format), TQKV__MAIN_BITS(format), TQKV__BOOK_BITS(format))
-/* Rows of a codebook's loops. More take decoded rows: on AVX2 four took as long or longer straight from the codes (Zen 4,
-   D=128: TQ3 1.10, TQ2 1.04, TQ5 to TQ8 0.99 times). */
+#define TQKV__DIRECT(f)                   TQKV__HAS_LOOPS(TQKV__KIND(f), TQKV__MAIN_BITS(f), TQKV__BOOK_BITS(f))
+/* Rows of a codebook's loops. More take decoded rows: on AVX2 four took as long or longer straight from the codes (Zen
+   4, D=128: TQ3 1.10, TQ2 1.04, TQ5 to TQ8 0.99 times). */
 #define TQKV__BOOK_ROWS(book, keys) (TQKV__LANES == 8 && ((keys) || (book) != 4) ? 2 : 4)
 /* Most rows of a format's loops, which are compiled for 1, 2 and so many. No kind: decoded rows. */
 #define TQKV__KEY_ROWS(kind, book)                                                                                     \
@@ -56,7 +56,7 @@ typedef struct TQKV__(loops) {
     void (*add_rest)(const TQKV__(panel) *, int rows);
 } TQKV__(loops);
 
-/* Bytes of a strip in the field of main bits, and in the field of upper bits. */
+/* Returns the bytes of a strip in the field of main bits, and in the field of upper bits. */
 TQKV__OP int TQKV__(strip_bytes)(const tqkv_format format, int per_lane)
 {
     return TQKV__LANES * per_lane * (format == TQKV__FLOATS ? 32 : TQKV__MAIN_BITS(format)) / 8;
@@ -78,7 +78,12 @@ TQKV__OP void TQKV__(load_codebook)(const tqkv_format format, const tqkv__stream
     if (TQKV__KIND(format) == TQKV__BOOK) TQKV__(load_table)(TQKV__BOOK_BITS(format), TQKV__PACKED(format), s, table);
 }
 
+<<<<<<< HEAD
 /* Vector k of the strip at p, with its upper bits at `upper`. Packed codes come in the order of reorder. */
+=======
+/* Returns vector k of the strip at p, with its upper bits at `upper`. Packed codes come in the order of
+   tqkv__to_decoded. */
+>>>>>>> main
 TQKV__OP TQKV__VECTOR TQKV__(value)(const tqkv_format format, const int per_lane, const int k,
                                     const TQKV__VECTOR *table, const uint8_t *p, const uint8_t *upper)
 {
@@ -90,7 +95,7 @@ TQKV__OP TQKV__VECTOR TQKV__(value)(const tqkv_format format, const int per_lane
                                 : TQKV__(centroids_of_bytes)(bits, per_lane, k, table, p);
 }
 
-/* Vectors k to k + count - 1 of the strip; x: [count] */
+/* Finds vectors k to k + count - 1 of the strip; x: [count] */
 TQKV__OP void TQKV__(values)(const tqkv_format format, const int per_lane, const int k, const int count,
                              const TQKV__VECTOR *table, const uint8_t *p, const uint8_t *upper, TQKV__VECTOR *x)
 {
@@ -98,12 +103,13 @@ TQKV__OP void TQKV__(values)(const tqkv_format format, const int per_lane, const
     for (int i = 0; i < count; i++) x[i] = TQKV__(value)(format, per_lane, k + i, table, p, upper);
 }
 
-/* -- A panel, which is a multiple of 16 values, is whole strips and then, as they fit, strips of 4, 2 and 1 vectors. -- */
+/* -- A panel, which is a multiple of 16 values, is whole strips and then, as they fit, strips of 4, 2 and 1 vectors.
+   -- */
 
-/* Are there strips of two vectors? On vectors of 16 only packed codes gain by them. */
+/* Whether there are strips of two vectors. On vectors of 16 only packed codes gain by them. */
 #define TQKV__SHORT_STRIPS(format) (TQKV__LANES < 16 || TQKV__PACKED(format))
 
-/* Vectors of the next strip, when so many values of the panel are left. */
+/* Returns the vectors of the next strip, when so many values of the panel are left. */
 TQKV__OP int TQKV__(strip_length)(const tqkv_format format, int left)
 {
     const int strip = TQKV__STRIP(format);
@@ -120,7 +126,7 @@ TQKV__OP int TQKV__(strip_length)(const tqkv_format format, int left)
      : TQKV__LANES == 16                        ? loop(1, __VA_ARGS__)                                                 \
                                                 : (void)0)
 
-/* A strip of per_lane vectors as floats. */
+/* Decodes a strip of per_lane vectors to floats. */
 TQKV__OP void TQKV__(decode_strip)(const int per_lane, const tqkv_format format, const TQKV__VECTOR *table,
                                    const uint8_t *p, const uint8_t *upper, float *x)
 {
@@ -130,7 +136,7 @@ TQKV__OP void TQKV__(decode_strip)(const int per_lane, const tqkv_format format,
     for (int k = 0; k < per_lane; k++) TQKV__(store)(x + k * TQKV__LANES, strip[k]);
 }
 
-/* The first n positions as floats. x: [n][TQKV__X_STRIDE] */
+/* Decodes the first n positions to floats. x: [n][TQKV__X_STRIDE] */
 TQKV__OP void TQKV__(decode)(const tqkv_format format, const TQKV__(panel) * panel, int n, float *x)
 {
     TQKV__VECTOR table[8];
@@ -187,5 +193,6 @@ typedef struct TQKV__(rows) {
     size_t offset[TQKV__ROWS]; /* of each row, in floats */
 } TQKV__(rows);
 
-/* Row r of a loop, in a panel: of three rows in the loop for four the last stands twice. Only that loop has a row 3. */
+/* Returns row r of a loop, in a panel: of three rows in the loop for four the last stands twice. Only that loop has a
+   row 3. */
 TQKV__OP int TQKV__(row_in)(const TQKV__(panel) * panel, const int r) { return r < 3 ? r : panel->n_rows - 1; }

@@ -9,7 +9,8 @@ TQKV__OP TQKV__(rows) TQKV__(open_rows)(const int rows, int stride, const TQKV__
     return all;
 }
 
-/* Does the loop decode a strip's vectors together? They share work, which the compiler finds only in adjacent code. */
+/* Whether the loop decodes a strip's vectors together. They share work, which the compiler finds only in adjacent
+   code. */
 TQKV__OP bool TQKV__(whole_strips)(const tqkv_format format)
 {
     return TQKV__KIND(format) == TQKV__BOOK && (TQKV__STRIP_TOGETHER || !TQKV__PACKED(format));
@@ -29,7 +30,7 @@ typedef struct TQKV__(keys) {
     size_t at, upper;
 } TQKV__(keys);
 
-/* sums[row][m] += products, lane by lane, of query `row` and a strip of per_lane vectors of key m */
+/* Adds products to sums[row][m], lane by lane, of query `row` and a strip of per_lane vectors of key m */
 TQKV__OP void TQKV__(dot_strip)(const int per_lane, const tqkv_format format, const int rows, const TQKV__VECTOR *table,
                                 const TQKV__(keys) * keys, const TQKV__(rows) * queries, TQKV__VECTOR (*sums)[4])
 {
@@ -94,7 +95,7 @@ TQKV__OP void TQKV__(join_strips)(const tqkv_format format, int k, TQKV__(rest) 
         rest->codes = TQKV__(join_fields)(TQKV__BOOK_BITS(format), k, rest->main, rest->upper);
 }
 
-/* The next vector of each strip, whose codes are joined; x: [4] */
+/* Finds the next vector of each strip, whose codes are joined; x: [4] */
 TQKV__OP void TQKV__(next_vectors)(const tqkv_format format, const TQKV__VECTOR *table, TQKV__(rest) * rest,
                                    TQKV__VECTOR *x)
 {
@@ -110,7 +111,7 @@ TQKV__OP void TQKV__(next_vectors)(const tqkv_format format, const TQKV__VECTOR 
     }
 }
 
-/* As dot_strip for any number of vectors, one after the other; of packed codes 8 or 4. */
+/* Does what dot_strip does for any number of vectors, one after the other; of packed codes 8 or 4. */
 TQKV__OP void TQKV__(dot_vectors)(const tqkv_format format, const int rows, int count, const TQKV__VECTOR *table,
                                   const TQKV__(keys) * keys, const TQKV__(rows) * queries, TQKV__VECTOR (*sums)[4])
 {
@@ -140,9 +141,9 @@ TQKV__OP void TQKV__(dot_vectors)(const tqkv_format format, const int rows, int 
 /* The cache that codes are fetched to. */
 #define TQKV__NEAR(format) (TQKV__UPPER_BITS(format) ? TQKV__L1 : TQKV__L2)
 
-/* Asks for the codes of four keys of the next tile: packed rows as one piece of memory, before the first strip of the first
-   panel, two lines at a time; others with each strip, because many lines at once are slower. Of the latter a whole strip, because a
-   loop for fewer lines costs more than they. `begin`: before the first strip */
+/* Asks for the codes of four keys of the next tile: packed rows as one piece of memory, before the first strip of the
+   first panel, two lines at a time; others with each strip, because many lines at once are slower. Of the latter a
+   whole strip, because a loop for fewer lines costs more than they. `begin`: before the first strip */
 TQKV__OP void TQKV__(ask_ahead)(const tqkv_format format, const bool begin, const TQKV__(panel) * panel,
                                 const TQKV__(keys) * keys)
 {
@@ -165,39 +166,94 @@ TQKV__OP void TQKV__(advance)(const tqkv_format format, int count, TQKV__(keys) 
     queries->at += count * TQKV__LANES;
 }
 
-/* sums[row][m]: products, lane by lane, of query `row` and key m; m < 4. On vectors of 16 most strips are taken one vector
-   after the other: code for all vectors of a strip gains nothing there, but 3% for whole strips of halves, and short strips of
-   packed codes. */
+/* -- The products of a panel with four keys, in the way that is quickest for its format -- */
+
+/* Vectors of 4 and 8 take strip after strip, with code for all vectors of each length. */
+TQKV__OP void TQKV__(dot_by_strips)(const tqkv_format format, const int rows, const TQKV__(panel) * panel,
+                                    const TQKV__VECTOR *table, TQKV__(keys) * keys, TQKV__(rows) * queries,
+                                    TQKV__VECTOR (*sums)[4])
+{
+    for (int left = panel->dim, count; left > 0; left -= count * TQKV__LANES) {
+        count = TQKV__(strip_length)(format, left);
+        TQKV__(ask_ahead)(format, false, panel, keys);
+        if (left >= TQKV__STRIP(format) * TQKV__LANES)
+            TQKV__(dot_strip)(TQKV__STRIP(format), format, rows, table, keys, queries, sums);
+        else
+            TQKV__SHORTER(TQKV__(dot_strip), format, rows, table, keys, queries, sums);
+        TQKV__(advance)(format, count, keys, queries);
+    }
+}
+
+/* Packed codes on vectors of 16 take strips of 8 and 4 one vector after the other, because code for all of their
+   vectors gains nothing there; but strips of 2 and 1. */
+TQKV__OP void TQKV__(dot_long_strips)(const tqkv_format format, const int rows, const TQKV__(panel) * panel,
+                                      const TQKV__VECTOR *table, TQKV__(keys) * keys, TQKV__(rows) * queries,
+                                      TQKV__VECTOR (*sums)[4])
+{
+    for (int left = panel->dim, count; left > 0; left -= count * TQKV__LANES) {
+        count = TQKV__(strip_length)(format, left);
+        TQKV__(ask_ahead)(format, false, panel, keys);
+        if (count > 2)
+            TQKV__(dot_vectors)(format, rows, count, table, keys, queries, sums);
+        else
+            TQKV__SHORTER(TQKV__(dot_strip), format, rows, table, keys, queries, sums);
+        TQKV__(advance)(format, count, keys, queries);
+    }
+}
+
+/* Returns the vectors of the next strip where strips have any length, when so many values of the panel are left. */
+TQKV__OP int TQKV__(any_length)(const tqkv_format format, int left)
+{
+    const int room = TQKV__STRIP(format) * TQKV__LANES;
+    return (left < room ? left : room) / TQKV__LANES;
+}
+
+/* I8 on vectors of 16 takes all strips one vector after the other. */
+TQKV__OP void TQKV__(dot_by_vectors)(const tqkv_format format, const int rows, const TQKV__(panel) * panel,
+                                     const TQKV__VECTOR *table, TQKV__(keys) * keys, TQKV__(rows) * queries,
+                                     TQKV__VECTOR (*sums)[4])
+{
+    for (int left = panel->dim, count; left > 0; left -= count * TQKV__LANES) {
+        count = TQKV__(any_length)(format, left);
+        TQKV__(ask_ahead)(format, false, panel, keys);
+        TQKV__(dot_vectors)(format, rows, count, table, keys, queries, sums);
+        TQKV__(advance)(format, count, keys, queries);
+    }
+}
+
+/* Halves and decoded rows on vectors of 16 take whole strips: code for all vectors of whole strips gains 3%, the rest
+   goes one after the other. */
+TQKV__OP void TQKV__(dot_whole_strips)(const tqkv_format format, const int rows, const TQKV__(panel) * panel,
+                                       const TQKV__VECTOR *table, TQKV__(keys) * keys, TQKV__(rows) * queries,
+                                       TQKV__VECTOR (*sums)[4])
+{
+    for (int left = panel->dim, count; left > 0; left -= count * TQKV__LANES) {
+        count = TQKV__(any_length)(format, left);
+        TQKV__(ask_ahead)(format, false, panel, keys);
+        if (left < TQKV__STRIP(format) * TQKV__LANES)
+            TQKV__(dot_vectors)(format, rows, count, table, keys, queries, sums);
+        else
+            TQKV__(dot_strip)(TQKV__STRIP(format), format, rows, table, keys, queries, sums);
+        TQKV__(advance)(format, count, keys, queries);
+    }
+}
+
+/* Finds sums[row][m]: products, lane by lane, of query `row` and key m; m < 4 */
 TQKV__OP void TQKV__(dot_keys)(const tqkv_format format, const int rows, const TQKV__(panel) * panel,
                                const TQKV__VECTOR *table, TQKV__(keys) * keys, TQKV__VECTOR (*sums)[4])
 {
-    const int strip = TQKV__STRIP(format);
-    const bool wide = TQKV__LANES == 16, packed = TQKV__PACKED(format), grid = TQKV__KIND(format) == TQKV__GRID;
-    const bool any = wide && !packed && TQKV__KIND(format) != TQKV__BOOK; /* are there strips of any length? */
-    const bool apart = wide && TQKV__(whole_strips)(format);              /* whole strips in a loop of their own */
-    int left = panel->dim;
     TQKV__(rows) queries = TQKV__(open_rows)(rows, panel->row_stride, panel);
     TQKV__(ask_ahead)(format, true, panel, keys);
     TQKV__UNROLL
     for (int i = 0; i < 4 * rows; i++) sums[i / 4][i % 4] = TQKV__(set1)(0.0f);
-    for (; apart && left >= strip * TQKV__LANES; left -= strip * TQKV__LANES) {
-        TQKV__(ask_ahead)(format, false, panel, keys);
-        TQKV__(dot_strip)(TQKV__STRIP(format), format, rows, table, keys, &queries, sums);
-        TQKV__(advance)(format, strip, keys, &queries);
-    }
-    for (int count; left > 0; left -= count * TQKV__LANES) {
-        const int room = strip * TQKV__LANES;
-        const bool whole = left >= room;
-        count = any ? (left < room ? left : room) / TQKV__LANES : TQKV__(strip_length)(format, left);
-        TQKV__(ask_ahead)(format, false, panel, keys);
-        if (any ? grid || !whole : wide && packed && count > 2)
-            TQKV__(dot_vectors)(format, rows, count, table, keys, &queries, sums);
-        else if (whole && !apart && !(wide && packed))
-            TQKV__(dot_strip)(TQKV__STRIP(format), format, rows, table, keys, &queries, sums);
-        else
-            TQKV__SHORTER(TQKV__(dot_strip), format, rows, table, keys, &queries, sums);
-        TQKV__(advance)(format, count, keys, &queries);
-    }
+    if (TQKV__LANES < 16)
+        TQKV__(dot_by_strips)(format, rows, panel, table, keys, &queries, sums);
+    else if (TQKV__PACKED(format))
+        TQKV__(dot_long_strips)(format, rows, panel, table, keys, &queries, sums);
+    else if (TQKV__KIND(format) == TQKV__GRID)
+        TQKV__(dot_by_vectors)(format, rows, panel, table, keys, &queries, sums);
+    else
+        TQKV__(dot_whole_strips)(format, rows, panel, table, keys, &queries, sums);
 }
 
 /* Writes a vector of scores for each row: (+)= factors * sum_across(fours). */
@@ -216,7 +272,7 @@ TQKV__OP void TQKV__(store_scores)(const int rows, const TQKV__(panel) * panel, 
     for (int r = 0; r < rows; r++) TQKV__(store)(to[r], TQKV__(fma)(TQKV__(sum_across)(fours[r]), factors, before[r]));
 }
 
-/* scores[row][j] (+)= factors[j] * (q[row] . key j), four keys at a time. Each key is decoded once for all rows.
+/* Finds scores[row][j] (+)= factors[j] * (q[row] . key j), four keys at a time. Each key is decoded once for all rows.
    Summing the lanes of four vectors costs little more than of one. Writes whole vectors. */
 TQKV__OP void TQKV__(score)(const tqkv_format format, const int rows, const TQKV__(panel) * panel)
 {

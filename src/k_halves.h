@@ -4,7 +4,7 @@
 #ifndef TQKV__DECODED /* true: another set of the same name has these */
 
 /* Rows that share decoded keys, and values. Enough sums in progress to hide their latency, few enough for the registers. */
-#define TQKV__HALF_KEY_ROWS (TQKV__INTEGER_LANES == 16 ? 4 : 2)
+#define TQKV__HALF_KEY_ROWS (TQKV__INTEGER_LANES == 16 ? 4 : 3)
 #define TQKV__HALF_ROWS     (TQKV__INTEGER_LANES == 16 ? 8 : 4)
 
 /* scores[row][j] (+)= query[row] . key j for four keys, which are halves or floats; rows and halves are constants. Eight of the
@@ -67,10 +67,9 @@ TQKV__TARGET static TQKV__NOINLINE int TQKV__S(score_many_halves)(const tqkv__st
         const int now = n - j < most ? n - j : most;
         for (int i = 0; i < now * dim; i += TQKV__INTEGER_LANES)
             TQKV__(store)(keys + i, TQKV__(load_f16)(codes + (size_t)j * s->row_bytes + 2 * i));
-        for (int row = 0; row < many; row += rows)
-            TQKV__S(score_half_rows)
-            (TQKV__HALF_KEY_ROWS, false, dim, (const uint8_t *)(const void *)keys, (size_t)dim * sizeof *keys, now,
-             q + row * dim, add, scores + row * TQKV__TILE + j);
+        for (int row = 0; row < many; row += rows) TQKV__S(score_half_rows)
+        (TQKV__HALF_KEY_ROWS, false, dim, (const uint8_t *)(const void *)keys, (size_t)dim * sizeof *keys, now,
+         q + row * dim, add, scores + row * TQKV__TILE + j);
     }
     return many;
 }
@@ -85,12 +84,10 @@ TQKV__TARGET static TQKV__NOINLINE void TQKV__S(score_halves)(const tqkv__stream
     if (n_rows > 2) row = TQKV__S(score_many_halves)(s, codes, n, q, n_rows, add, scores);
     for (int now; row < n_rows; row += now) {
         now = row + 2 <= n_rows ? 2 : 1;
-        if (now == 2)
-            TQKV__S(score_half_rows)
-            (2, true, dim, codes, s->row_bytes, n, q + row * dim, add, scores + row * TQKV__TILE);
-        else
-            TQKV__S(score_half_rows)
-            (1, true, dim, codes, s->row_bytes, n, q + row * dim, add, scores + row * TQKV__TILE);
+        if (now == 2) TQKV__S(score_half_rows)
+        (2, true, dim, codes, s->row_bytes, n, q + row * dim, add, scores + row * TQKV__TILE);
+        else TQKV__S(score_half_rows)(1, true, dim, codes, s->row_bytes, n, q + row * dim, add,
+                                      scores + row * TQKV__TILE);
     }
 }
 

@@ -8,10 +8,10 @@
      interleave                 bytes of TQKV__PRODUCTS values to lanes, a dimension of all in each
      round_codes, store_words   floats to integers, lanes to the 16 bits in which products find them, from `i` on
      load_row, repeat           those of a vector of dimensions, those of TQKV__PRODUCTS positions in each lane
-     transpose                  16 bytes of TQKV__INTEGER_LANES positions to lanes, as repeat has TQKV__PRODUCTS integers
+     transpose                  16 bytes of TQKV__INTEGER_LANES positions to lanes, as repeat has integers
      lanes, repeated, dot_lanes, whole_lanes   as codes, row, dot, whole, for lanes of eight products
-     TQKV__LOOKED_UP            whether few rows multiply codes without storing their bytes first: with load_nibbles, or with
-                                load_quarters, order_fields and look_up_fields, and with dot_bytes                     */
+     TQKV__LOOKED_UP            whether few rows multiply codes without storing their bytes first: with load_nibbles,
+                                or with load_quarters, order_fields and look_up_fields, and with dot_bytes         */
 
 #define TQKV__VECTOR TQKV__(vector)
 /* Integers that decode_codes writes and that interleave reads of a row; rows of integers are padded to that. */
@@ -61,7 +61,8 @@ TQKV__OP TQKV__I(lanes) TQKV__I(load_lanes)(const void *p)
 
 #ifndef TQKV__DECODED /* true: another set of the same name has the decoders, and what takes floats */
 
-/* Decodes `left` of the integers of n rows, at most TQKV__STEP; p, upper: the fields of the first row, to: as wide as `stride` */
+/* Decodes `left` of the integers of n rows, at most TQKV__STEP; p, upper: the fields of the first row, to: as wide as
+   `stride` */
 TQKV__OP void TQKV__S(decode_step)(const tqkv_format format, const TQKV__(codes) * books, int left, size_t row_bytes,
                                    const uint8_t *p, const uint8_t *upper, int n, int8_t *to, int stride)
 {
@@ -118,8 +119,8 @@ TQKV__OP void TQKV__S(copy_integers)(const uint8_t *row, int dim, int padded, in
     for (int d = dim; d < padded; d += 16) memset(to + d, 0, 16);
 }
 
-/* The integers [first, first + dim) of `n` slots from that of the segment's position j on. I8 is read in place where that goes.
-   room: [n rounded up to slices][TQKV__PADDED(dim)] */
+/* Returns the integers [first, first + dim) of `n` slots from that of the segment's position j on. I8 is read in place
+   where that goes. room: [n rounded up to slices][TQKV__PADDED(dim)] */
 TQKV__TARGET static TQKV__S(source)
     TQKV__S(open_integers)(const tqkv__stream *s, int kv_head, const tqkv__segment *segment, int j, int n, int first,
                            int dim, int8_t *room)
@@ -143,7 +144,7 @@ TQKV__TARGET static TQKV__S(source)
     return decoded;
 }
 
-/* The largest magnitude of n floats, as bits: NaN is above all others. n: a multiple of LANES */
+/* Returns the largest magnitude of n floats, as bits: NaN is above all others. n: a multiple of LANES */
 TQKV__OP uint32_t TQKV__S(largest_bits)(const float *x, int n)
 {
     TQKV__(codes) largest;
@@ -151,6 +152,128 @@ TQKV__OP uint32_t TQKV__S(largest_bits)(const float *x, int n)
     for (int i = 0; i < n; i += TQKV__INTEGER_LANES) largest = TQKV__(larger_bits)(largest, TQKV__(load)(x + i));
     return TQKV__S(largest_code)(largest);
 }
+<<<<<<< HEAD
+=======
+
+/* Keys, and rows of values, that share a loop: enough sums in progress to hide their latency, few enough for the
+   registers. */
+#define TQKV__HALF_KEYS (TQKV__INTEGER_LANES == 16 ? 4 : 3)
+#define TQKV__HALF_ROWS (TQKV__INTEGER_LANES == 16 ? 8 : 4)
+
+/* Finds scores[row][j] (+)= query[row] . key j, in 16 sums each; keys: [keys][dim] floats. rows and keys are
+   constants. */
+TQKV__OP void TQKV__S(score_halves)(const int rows, const int keys, int dim, const float *key, const float *q, bool add,
+                                    float *scores)
+{
+    TQKV__VECTOR sums[2][TQKV__HALF_KEYS][16 / TQKV__INTEGER_LANES];
+    TQKV__UNROLL
+    for (int r = 0; r < rows; r++) TQKV__UNROLL
+    for (int j = 0; j < keys; j++) TQKV__UNROLL
+    for (int i = 0; i < 16 / TQKV__INTEGER_LANES; i++) sums[r][j][i] = TQKV__(set1)(0.0f);
+    for (int d = 0; d < dim; d += 16) {
+        TQKV__UNROLL
+        for (int i = 0; i < 16 / TQKV__INTEGER_LANES; i++) {
+            TQKV__VECTOR x[2];
+            const int at = d + i * TQKV__INTEGER_LANES;
+            TQKV__UNROLL
+            for (int r = 0; r < rows; r++) x[r] = TQKV__(load)(q + r * dim + at);
+            TQKV__UNROLL
+            for (int j = 0; j < keys; j++) {
+                const TQKV__VECTOR k = TQKV__(load)(key + j * dim + at);
+                TQKV__UNROLL
+                for (int r = 0; r < rows; r++) sums[r][j][i] = TQKV__(fma)(x[r], k, sums[r][j][i]);
+            }
+        }
+    }
+    TQKV__UNROLL
+    for (int r = 0; r < rows; r++) TQKV__UNROLL
+    for (int j = 0; j < keys; j++) {
+        float *score = scores + r * TQKV__TILE + j;
+        *score = (add ? *score : 0.0f) + TQKV__(sum_16)(sums[r][j]);
+    }
+}
+
+/* Scores n keys for one or two rows. */
+TQKV__OP void TQKV__S(score_keys)(const int rows, int n, int dim, const float *key, const float *q, bool add,
+                                  float *scores)
+{
+    int j = 0;
+    for (; j + TQKV__HALF_KEYS <= n; j += TQKV__HALF_KEYS)
+        TQKV__S(score_halves)(rows, TQKV__HALF_KEYS, dim, key + j * dim, q, add, scores + j);
+    for (; j < n; j++) TQKV__S(score_halves)(rows, 1, dim, key + j * dim, q, add, scores + j);
+}
+
+/* Scores a tile of halves: some keys at a time become floats, which all rows read. */
+TQKV__TARGET static TQKV__NOINLINE void TQKV__S(score_tile_of_halves)(const tqkv__stream *s, const uint8_t *codes,
+                                                                      const tqkv__segment *segment, const float *q,
+                                                                      int n_rows, bool add, float *scores)
+{
+    enum { buffer = 2048 }; /* 8 KiB: a fraction of an L1 cache, and of the stack */
+    TQKV__ALIGNED float keys[buffer];
+    const int dim = s->head_dim, fit = buffer / dim, most = fit > 12 ? 12 : fit;
+    tqkv__prefetch(TQKV__L2, codes + (ptrdiff_t)segment->ahead * (ptrdiff_t)s->row_bytes,
+                   (size_t)segment->n * s->row_bytes);
+    for (int j = 0; j < segment->n; j += most) {
+        const int n = segment->n - j < most ? segment->n - j : most;
+        const uint8_t *from = codes + (size_t)j * s->row_bytes;
+        for (int d = 0; d < n * dim; d += TQKV__INTEGER_LANES) TQKV__(store)(keys + d, TQKV__(load_f16)(from + 2 * d));
+        for (int row = 0; row < n_rows; row += 2) {
+            const float *query = q + (size_t)row * (size_t)dim;
+            float *to = scores + row * TQKV__TILE + j;
+            if (row + 1 < n_rows)
+                TQKV__S(score_keys)(2, n, dim, keys, query, add, to);
+            else
+                TQKV__S(score_keys)(1, n, dim, keys, query, add, to);
+        }
+    }
+}
+
+/* Adds: out[row][d] += weights[row][j] * value j of halves, in the order of positions; rows is a constant. */
+TQKV__OP void TQKV__S(add_half_rows)(const int rows, const tqkv__stream *s, const uint8_t *codes, int n,
+                                     const float *weights, float *out)
+{
+    const int dim = s->head_dim;
+    for (int d = 0; d < dim; d += 16) {
+        TQKV__VECTOR sums[TQKV__HALF_ROWS][16 / TQKV__INTEGER_LANES];
+        const uint8_t *value = codes + 2 * d;
+        TQKV__UNROLL
+        for (int r = 0; r < rows; r++) TQKV__UNROLL
+        for (int i = 0; i < 16 / TQKV__INTEGER_LANES; i++)
+            sums[r][i] = TQKV__(load)(out + r * dim + d + i * TQKV__INTEGER_LANES);
+        for (int j = 0; j < n; j++, value += s->row_bytes) {
+            TQKV__VECTOR x[16 / TQKV__INTEGER_LANES];
+            TQKV__UNROLL
+            for (int i = 0; i < 16 / TQKV__INTEGER_LANES; i++)
+                x[i] = TQKV__(load_f16)(value + 2 * i * TQKV__INTEGER_LANES);
+            TQKV__UNROLL
+            for (int r = 0; r < rows; r++) {
+                const TQKV__VECTOR weight = TQKV__(set1)(weights[r * TQKV__TILE + j]);
+                TQKV__UNROLL
+                for (int i = 0; i < 16 / TQKV__INTEGER_LANES; i++) sums[r][i] = TQKV__(fma)(weight, x[i], sums[r][i]);
+            }
+        }
+        TQKV__UNROLL
+        for (int r = 0; r < rows; r++) TQKV__UNROLL
+        for (int i = 0; i < 16 / TQKV__INTEGER_LANES; i++)
+            TQKV__(store)(out + r * dim + d + i * TQKV__INTEGER_LANES, sums[r][i]);
+    }
+}
+
+TQKV__TARGET static TQKV__NOINLINE void TQKV__S(add_halves)(const tqkv__stream *s, const uint8_t *codes,
+                                                            const tqkv__segment *segment, const float *weights,
+                                                            int n_rows, float *out)
+{
+    int row = 0;
+    tqkv__prefetch(TQKV__L2, codes + (ptrdiff_t)segment->ahead * (ptrdiff_t)s->row_bytes,
+                   (size_t)segment->n * s->row_bytes);
+    for (; row + TQKV__HALF_ROWS <= n_rows; row += TQKV__HALF_ROWS) TQKV__S(add_half_rows)
+    (TQKV__HALF_ROWS, s, codes, segment->n, weights + row * TQKV__TILE, out + row * s->head_dim);
+    for (; row + 2 <= n_rows; row += 2)
+        TQKV__S(add_half_rows)(2, s, codes, segment->n, weights + row * TQKV__TILE, out + row * s->head_dim);
+    for (; row < n_rows; row++)
+        TQKV__S(add_half_rows)(1, s, codes, segment->n, weights + row * TQKV__TILE, out + row * s->head_dim);
+}
+>>>>>>> main
 #endif
 
 /* Integers of a panel of a query, padded to whole vectors */
@@ -168,8 +291,8 @@ TQKV__OP void TQKV__I(round_floats)(const float *x, int n, float scale, int16_t 
             TQKV__I(store_words)(to, i, TQKV__S(round_codes)(TQKV__(load)(x + i) * TQKV__(set1)(scale)));
 }
 
-/* The integers of a query, each panel's padded with zeros to whole vectors. Its unit stands where the last value would.
-   query, to: [head_dim] */
+/* Rounds a query to integers, each panel's padded with zeros to whole vectors. Its unit stands where the last value
+   would. query, to: [head_dim] */
 TQKV__TARGET static void TQKV__I(round_query)(const tqkv__stream *s, const float *query, float *to)
 {
     const int dim = s->panel_dim, size = TQKV__QUERY_PANEL(dim);
@@ -182,8 +305,8 @@ TQKV__TARGET static void TQKV__I(round_query)(const tqkv__stream *s, const float
     to[s->head_dim - 1] = tqkv__integer_unit(largest, s->step);
 }
 
-/* The weights of a row times the norms of a panel as integers; behind them, at TQKV__WEIGHTS_UNIT, their unit. Weights
-   from n on are another row's. */
+/* Rounds the weights of a row times the norms of a panel as integers; behind them, at TQKV__WEIGHTS_UNIT, their unit.
+   Weights from n on are another row's. */
 TQKV__TARGET static void TQKV__I(round_weights)(const tqkv__stream *s, const float *weights, const float *factors,
                                                 int n, float *to)
 {
@@ -231,7 +354,7 @@ typedef struct TQKV__I(product) {
     bool add;             /* to the scores */
 } TQKV__I(product);
 
-/* fours[row]: the products of four positions with a row, summed over the lanes. rows: a constant */
+/* Finds fours[row]: the products of four positions with a row, summed over the lanes. rows: a constant */
 TQKV__OP void TQKV__I(score_four)(const int rows, const TQKV__I(product) * p, const int8_t *codes,
                                   TQKV__(codes) * fours, int distance)
 {
@@ -263,7 +386,7 @@ TQKV__OP void TQKV__I(score_four)(const int rows, const TQKV__I(product) * p, co
     }
 }
 
-/* Scores of row r and the positions from j on, from the sums of their products */
+/* Writes scores of row r and the positions from j on, from the sums of their products */
 TQKV__OP void TQKV__I(add_scores)(const TQKV__I(product) * p, int r, int j, TQKV__(codes) sum)
 {
     float *to = p->results + r * TQKV__TILE + j;
@@ -272,7 +395,8 @@ TQKV__OP void TQKV__I(add_scores)(const TQKV__I(product) * p, int r, int j, TQKV
     TQKV__(store)(to, TQKV__(fma)(TQKV__S(to_floats)(sum), factor, before));
 }
 
-/* results[row][j] (+)= (sum_d rows[row][d] * codes[j][d]) * factors[j] * unit of the row, LANES positions at a time */
+/* Finds results[row][j] (+)= (sum_d rows[row][d] * codes[j][d]) * factors[j] * unit of the row, LANES positions at a
+   time */
 TQKV__OP void TQKV__I(score_rows_of)(const int rows, const TQKV__I(product) * p)
 {
     for (int j = 0; j < p->n; j += TQKV__INTEGER_LANES) {
@@ -309,7 +433,8 @@ TQKV__TARGET static void TQKV__I(score_integers)(TQKV__I(product) p, int n_rows)
     }
 }
 
-/* As score_rows_of for the positions of two vectors, which are lanes of tile: [dim / TQKV__PRODUCTS][2][TQKV__LANE_BYTES] */
+/* Does what score_rows_of does for the positions of two vectors, which are lanes of tile: [dim /
+   TQKV__PRODUCTS][2][TQKV__LANE_BYTES] */
 TQKV__OP void TQKV__I(score_lanes_of)(const int rows, const TQKV__I(product) * p, const int8_t *tile)
 {
     const int size = 2 * p->row_floats, half = rows > 4 ? rows / 2 : rows; /* two addresses need fewer offsets */
@@ -331,7 +456,8 @@ TQKV__OP void TQKV__I(score_lanes_of)(const int rows, const TQKV__I(product) * p
         TQKV__I(add_scores)(p, i / 2, i % 2 * TQKV__INTEGER_LANES, TQKV__WHOLE_LANES(sums[i / 2][i % 2]));
 }
 
-/* score_integers for many rows: turning the positions into lanes takes less time than adding up the lanes of each sum. */
+/* Does what score_integers does for many rows: turning the positions into lanes takes less time than adding up the
+   lanes of each sum. */
 TQKV__TARGET static TQKV__NOINLINE void TQKV__I(score_lanes)(TQKV__I(product) p, int n_rows)
 {
     TQKV__ALIGNED int8_t tile[TQKV__PANEL / TQKV__PRODUCTS * 2 * TQKV__LANE_BYTES];
@@ -362,7 +488,7 @@ TQKV__TARGET static TQKV__NOINLINE void TQKV__I(score_lanes)(TQKV__I(product) p,
     }
 }
 
-/* Scores of panel b, but for its codes and the number of positions. factors: [panels][TQKV__TILE] */
+/* Opens the scores of panel b, but for its codes and the number of positions. factors: [panels][TQKV__TILE] */
 TQKV__OP void TQKV__I(open_scores)(const tqkv__stream *s, int b, const float *q, bool add, const float *factors,
                                    float *scores, TQKV__I(product) * p)
 {
@@ -376,7 +502,7 @@ TQKV__OP void TQKV__I(open_scores)(const tqkv__stream *s, int b, const float *q,
     p->add = add || b > 0;
 }
 
-/* TQKV__STEP dimensions of TQKV__PRODUCTS positions, interleaved; asks for those of the next tile. */
+/* Opens TQKV__STEP dimensions of TQKV__PRODUCTS positions, interleaved; asks for those of the next tile. */
 TQKV__OP void TQKV__I(open_group)(const int8_t *at, size_t stride, ptrdiff_t ahead, int left, TQKV__I(lanes) * x)
 {
     TQKV__UNROLL
@@ -385,8 +511,9 @@ TQKV__OP void TQKV__I(open_group)(const int8_t *at, size_t stride, ptrdiff_t ahe
     TQKV__I(interleave)(at, stride, left, x);
 }
 
-/* results[row][d] += (sum_j rows[row][j] * codes[j][d]) * unit of the row, for TQKV__STEP dimensions from `first` on,
-   or only for the half of them that the first two vectors hold. ready: it is interleaved in tile. rows, ready, vectors: constants */
+/* Adds: results[row][d] += (sum_j rows[row][j] * codes[j][d]) * unit of the row, for TQKV__STEP dimensions from `first`
+   on, or only for the half of them that the first two vectors hold. ready: it is interleaved in tile. rows, ready,
+   vectors: constants */
 TQKV__OP void TQKV__I(add_vectors_of)(const int rows, const bool ready, const int vectors, const TQKV__I(product) * p,
                                       int first, const int8_t *tile)
 {
@@ -435,7 +562,7 @@ TQKV__OP void TQKV__I(add_rows_of)(const int rows, const bool ready, const TQKV_
         TQKV__I(add_vectors_of)(rows, ready, 4, p, first, tile);
 }
 
-/* The sums of all rows for TQKV__STEP dimensions from d on, whose positions they share interleaved. */
+/* Adds to the sums of all rows for TQKV__STEP dimensions from d on, whose positions they share interleaved. */
 TQKV__TARGET static TQKV__NOINLINE void TQKV__I(add_interleaved)(TQKV__I(product) p, int d, int n_rows)
 {
     TQKV__ALIGNED int8_t tile[TQKV__TILE / TQKV__PRODUCTS * 4 * TQKV__LANE_BYTES];
@@ -456,7 +583,7 @@ TQKV__TARGET static TQKV__NOINLINE void TQKV__I(add_interleaved)(TQKV__I(product
     }
 }
 
-/* Few rows interleave the positions for themselves. */
+/* Adds a panel; few rows interleave the positions for themselves. */
 TQKV__TARGET static void TQKV__I(add_integers)(const TQKV__I(product) * p, int n_rows)
 {
     for (int d = 0; d < p->dim; d += TQKV__STEP) {

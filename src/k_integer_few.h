@@ -1,9 +1,11 @@
-/* >>k-integer-few: one and two rows of integers, straight from the codes; a set with tables of bytes in registers has them. */
+/* >>k-integer-few: one and two rows of integers, straight from the codes; a set with tables of bytes in registers has
+   them. */
 
 #if TQKV__LOOKED_UP
-/* Few rows multiply codes that become bytes only in registers. An integer of a row is 256 times its high byte plus its low one,
-   both signed, and has two sums. Codes are c + 128, because the products want one factor unsigned; sums begin with -128 times
-   that of the other. A vector has 64 bytes in one of three orders, where p are positions and d dimensions:
+/* Few rows multiply codes that become bytes only in registers. An integer of a row is 256 times its high byte plus its
+   low one, both signed, and has two sums. Codes are c + 128, because the products want one factor unsigned; sums begin
+   with -128 times that of the other. A vector has 64 bytes in one of three orders, where p are positions and d
+   dimensions:
 
      nibbles: one position, as its fields are stored. Nibble 0 is the lower code of each byte, nibble 1 the upper one.
        byte         0     1     2  ...    63
@@ -23,15 +25,16 @@
 /* Dimensions in both nibbles of a vector of codes */
 #define TQKV__NIBBLES (2 * TQKV__BYTES)
 
-/* Nibbles are for TQ4 with fewer rows than take lanes, two at a time, for TQ5 with two and TQ6 with one, where they fill more than
-   half a vector. Four rows of 80 dimensions take less time in quarters. */
+/* Nibbles are for TQ4 with fewer rows than take lanes, two at a time, for TQ5 with two and TQ6 with one, where they
+   fill more than half a vector. Four rows of 80 dimensions take less time in quarters. */
 static bool TQKV__I(takes_nibbles)(const tqkv__stream *s, int n, int n_rows)
 {
     const int most = s->upper_bits ? 3 - s->upper_bits : s->panel_dim > 80 ? TQKV__LANES_ROWS - 1 : 2;
     return n_rows <= most && n % TQKV__KEYS_AT_ONCE == 0 && s->main_bits == 4 && s->panel_dim > TQKV__BYTES;
 }
 
-/* The integers of a row of queries by nibbles: bytes[][0] their high bytes, [1] their low ones; starts: the first sums of both */
+/* The integers of a row of queries by nibbles: bytes[][0] their high bytes, [1] their low ones; starts: the first sums
+   of both */
 typedef struct TQKV__I(nibble_query) {
     int8_t bytes[TQKV__PANEL / TQKV__BYTES][2][TQKV__BYTES];
     TQKV__(codes) starts[2];
@@ -81,7 +84,8 @@ TQKV__OP TQKV__I(stored)
     return p;
 }
 
-/* Opens all dimensions of a panel: its packed codes are walked by lines, each of which asks for that of the next tile. */
+/* Opens all dimensions of a panel: its packed codes are walked by lines, each of which asks for that of the next
+   tile. */
 TQKV__OP TQKV__I(stored)
     TQKV__I(open_stored_panel)(const tqkv__stream *s, int kv_head, const tqkv__segment *segment, int first)
 {
@@ -91,7 +95,8 @@ TQKV__OP TQKV__I(stored)
     return p;
 }
 
-/* sums[row][i]: the products of four positions from 4 i on with one or two rows, in the lanes that sum_codes_across adds up */
+/* Finds sums[row][i]: the products of four positions from 4 i on with one or two rows, in the lanes that
+   sum_codes_across adds up */
 TQKV__OP void TQKV__I(dot_nibbles)(const tqkv_format format, const int rows, const TQKV__I(stored) * p,
                                    const TQKV__I(nibble_query) * query, TQKV__(codes) (*sums)[TQKV__TILE / 4])
 {
@@ -137,8 +142,9 @@ TQKV__OP void TQKV__I(dot_nibbles)(const tqkv_format format, const int rows, con
     }
 }
 
-/* macro(format, rows): where this takes less time than words, or than storing the bytes first (D=128, one core of a Zen 5: TQ4
-   0.78 of it, TQ5 0.77, with one row TQ6 0.68; two rows of TQ4 after two 0.88 of four at once) */
+/* The pairs macro(format, rows) are those where this takes less time than words, or than storing the bytes first
+   (D=128, one core of a Zen 5: TQ4 0.78 of it, TQ5 0.77, with one row TQ6 0.68; two rows of TQ4 after two 0.88 of four
+   at once) */
 #define TQKV__BY_NIBBLES(macro)                                                                                        \
     macro(TQKV_TQ4, 1) macro(TQKV_TQ4, 2) macro(TQKV_TQ5, 1) macro(TQKV_TQ5, 2) macro(TQKV_TQ6, 1)
 
@@ -169,8 +175,8 @@ TQKV__TARGET static TQKV__NOINLINE void TQKV__I(score_nibbles)(const tqkv__strea
 
 /* -- Quarters: no size leaves lanes empty. -- */
 
-/* Quarters are for TQ2 and TQ4 with fewer rows than take lanes, for TQ3 and TQ5 with two, where nibbles are not. More rows of more
-   dimensions share bytes. */
+/* Quarters are for TQ2 and TQ4 with fewer rows than take lanes, for TQ3 and TQ5 with two, where nibbles are not. More
+   rows of more dimensions share bytes. */
 static bool TQKV__I(takes_quarters)(const tqkv__stream *s, int n, int n_rows)
 {
     int most = 0;
@@ -179,8 +185,8 @@ static bool TQKV__I(takes_quarters)(const tqkv__stream *s, int n, int n_rows)
     return n_rows <= most && n % TQKV__KEYS_AT_ONCE == 0;
 }
 
-/* The integers of a row of queries, 16 of them in each quarter: bytes[][0] their high bytes, [1] their low ones; start: the first
-   sums */
+/* The integers of a row of queries, 16 of them in each quarter: bytes[][0] their high bytes, [1] their low ones; start:
+   the first sums */
 typedef struct TQKV__I(quarter_query) {
     int8_t bytes[TQKV__PANEL / 16][2][TQKV__BYTES];
     TQKV__(codes) start;
@@ -219,7 +225,8 @@ TQKV__OP TQKV__(codes) TQKV__I(look_up_sixteen)(const tqkv_format format, const 
     return TQKV__I(look_up_fields)(format, lanes, sixteen, fields, book);
 }
 
-/* sums[row][v]: the products of the positions v, v + 4, v + 8 and v + 12 of 16 with a row, in a quarter each, for 64 dimensions */
+/* Finds sums[row][v]: the products of the positions v, v + 4, v + 8 and v + 12 of 16 with a row, in a quarter each, for
+   64 dimensions */
 TQKV__OP void TQKV__I(dot_quarters)(const tqkv_format format, const int rows, const TQKV__I(stored) * p,
                                     const TQKV__I(quarter_query) * query, int d, TQKV__(codes) (*sums)[TQKV__TILE / 4])
 {
@@ -287,7 +294,7 @@ TQKV__TARGET static TQKV__NOINLINE void TQKV__I(score_quarters)(const tqkv__stre
         for (int r = 0; r < rows; r++) TQKV__I(add_scores)(p, r, j, TQKV__S(sum_four_codes)(sums[r] + j / 4));
 }
 
-/* The scores of a panel with few rows. p: without positions */
+/* Finds the scores of a panel with few rows. p: without positions */
 TQKV__TARGET static TQKV__NOINLINE void TQKV__I(score_few)(const tqkv__stream *s, int kv_head,
                                                            const tqkv__segment *segment, int first, int n_rows,
                                                            TQKV__I(product) * p)
@@ -315,7 +322,8 @@ TQKV__TARGET static TQKV__NOINLINE void TQKV__I(open_byte_weights)(const int16_t
     to->start = TQKV__I(split_weights)(words, to->bytes);
 }
 
-/* The sums of one nibble of a vector of codes: dword i of quarter l of results[t] is that of byte 16 l + 4 t + i. */
+/* Finds the sums of one nibble of a vector of codes: dword i of quarter l of results[t] is that of byte 16 l + 4 t +
+   i. */
 TQKV__OP void TQKV__I(sum_nibbles)(const tqkv_format format, const int nibble, const int rows,
                                    const TQKV__I(stored) * p, const TQKV__I(byte_weights) * weights,
                                    TQKV__(codes) (*results)[4])
@@ -381,7 +389,7 @@ TQKV__TARGET static TQKV__NOINLINE void TQKV__I(add_nibble_sums)(const TQKV__I(p
     }
 TQKV__BY_NIBBLES(TQKV__SUM_NIBBLES)
 
-/* results[row][d] += (sum_j rows[row][j] * codes[j][d]) * unit of the row */
+/* Adds: results[row][d] += (sum_j rows[row][j] * codes[j][d]) * unit of the row */
 TQKV__TARGET static TQKV__NOINLINE void TQKV__I(add_nibbles)(const tqkv__stream *s, int kv_head,
                                                              const tqkv__segment *segment, int first, int rows,
                                                              const TQKV__I(product) * p)
@@ -400,7 +408,7 @@ TQKV__TARGET static TQKV__NOINLINE void TQKV__I(add_nibbles)(const tqkv__stream 
     }
 }
 
-/* sums[row][k] = sum_j weights[row][j] * codes[j][d], for the 16 dimensions of sixteen k */
+/* Finds sums[row][k] = sum_j weights[row][j] * codes[j][d], for the 16 dimensions of sixteen k */
 TQKV__OP void TQKV__I(sum_quarters)(const tqkv_format format, const int rows, const TQKV__I(stored) * p,
                                     const TQKV__I(byte_weights) * weights, TQKV__(codes) (*sums)[4])
 {
@@ -462,7 +470,7 @@ TQKV__TARGET static TQKV__NOINLINE void TQKV__I(add_quarters)(const tqkv__stream
     }
 }
 
-/* The sums of a panel with few rows. p: without p.at */
+/* Adds to the sums of a panel with few rows. p: without p.at */
 TQKV__TARGET static TQKV__NOINLINE void TQKV__I(add_few)(const tqkv__stream *s, int kv_head,
                                                          const tqkv__segment *segment, int first, int n_rows,
                                                          TQKV__I(product) * p)

@@ -34,7 +34,7 @@ TQKV__TARGET static void TQKV__I(integer_score_tile)(const tqkv__stream *s, int 
     }
 }
 
-/* The sums of panel b, but for its codes. */
+/* Opens the sums of panel b, but for its codes. */
 TQKV__OP void TQKV__I(open_sums)(const tqkv__stream *s, int b, int n, const float *weights, int n_rows,
                                  const float *factors, float *scaled, float *out, TQKV__I(product) * p)
 {

@@ -37,9 +37,9 @@ TQKV__OP void TQKV__(transpose)(const int count, TQKV__VECTOR *x)
         }
 }
 
-/* The words of LANES lanes, each of per_lane neighbours: x[e] has the e-th of each. If per_lane < LANES, bit j of a lane's
-   number moves to bit (j + log2(per_lane)) modulo log2(LANES) of where it comes to. Only per_lane words from the first of count,
-   a constant: the smaller of per_lane and LANES. */
+/* Loads the words of LANES lanes, each of per_lane neighbours: x[e] has the e-th of each. If per_lane < LANES, bit j of
+   a lane's number moves to bit (j + log2(per_lane)) modulo log2(LANES) of where it comes to. Only per_lane words from
+   the first of count, a constant: the smaller of per_lane and LANES. */
 TQKV__OP void TQKV__(load_lanes)(const int count, int per_lane, const uint8_t *words, TQKV__VECTOR *x)
 {
     const int stride = per_lane < TQKV__LANES ? TQKV__LANES : per_lane;
@@ -48,7 +48,7 @@ TQKV__OP void TQKV__(load_lanes)(const int count, int per_lane, const uint8_t *w
     TQKV__(transpose)(count, x);
 }
 
-/* Sums of squares of LANES lanes, each over its per_lane floats in order; most: a constant, per_lane or LANES */
+/* Sums up the squares of LANES lanes, each over its per_lane floats in order; most: a constant, per_lane or LANES */
 TQKV__OP TQKV__VECTOR TQKV__(lane_sums)(const int most, int per_lane, const uint8_t *floats)
 {
     const int count = most < TQKV__LANES ? most : TQKV__LANES;
@@ -93,8 +93,8 @@ TQKV__OP void TQKV__(add_lanes)(const int n_lanes, const int per_lane, const int
     }
 }
 
-/* Sums of lanes of any length, in the lanes' own order; squared: x holds the squares. Reads up to three floats behind the
-   last lane. */
+/* Sums up lanes of any length, in the lanes' own order; squared: x holds the squares. Reads up to three floats behind
+   the last lane. */
 TQKV__OP TQKV__VECTOR TQKV__(sums_of_lanes)(bool squared, const float *x, int per_lane)
 {
     TQKV__VECTOR sum = TQKV__(set1)(0.0f);
@@ -110,7 +110,7 @@ TQKV__OP TQKV__VECTOR TQKV__(sums_of_lanes)(bool squared, const float *x, int pe
     return sum;
 }
 
-/* The sum of squares of a row of head_dim that is no power of two; three more floats are readable behind x. */
+/* Finds the sum of squares of a row of head_dim that is no power of two; three more floats are readable behind x. */
 TQKV__TARGET static TQKV__NOINLINE void TQKV__(sum_of_row)(bool squared, const float *x, int head_dim, float *sum)
 {
     const int n = TQKV__NORM_LANES(head_dim), per_lane = head_dim / n;
@@ -129,8 +129,8 @@ TQKV__TARGET static TQKV__NOINLINE void TQKV__(sum_of_row)(bool squared, const f
         step(32, 1) step(64, 1) step(128, 1) step(256, 1) step(512, 2) step(1024, 4)                                   \
     }
 
-/* Sums of squares of one row, one for each norm; sums: [norms_per_row]. If head_dim is no power of two, three more floats
-   are readable behind y. */
+/* Finds the sums of squares of one row, one for each norm; sums: [norms_per_row]. If head_dim is no power of two, three
+   more floats are readable behind y. */
 TQKV__TARGET static void TQKV__(sums_tq)(const tqkv__stream *s, const float *y, float *sums)
 {
     const uint8_t *bytes = (const uint8_t *)(const void *)y;
@@ -157,7 +157,6 @@ TQKV__TARGET static void TQKV__(sums_tq)(const tqkv__stream *s, const float *y, 
         TQKV__(add_lanes)(32, (D) / 32, n, x, sums);                                                                   \
         break;
     TQKV__BY_HEAD_DIM(TQKV__SUM_FLOATS)
-#undef TQKV__SUM_FLOATS
 }
 
 /* Four codes to a word: lanes of one word up to D=128, fewer than 32 below. */
@@ -173,7 +172,8 @@ TQKV__OP void TQKV__(turn_lanes)(const int count, int words, const uint8_t *code
     for (int i = 0; i < count; i++) TQKV__(store)(to + i * TQKV__LANES, x[i]);
 }
 
-/* Those of a row's codes, the lanes of a vector after those of another; lanes have two words or more. to: [head_dim / 4] */
+/* Brings the words of a row's codes into that order, the lanes of a vector after those of another; lanes have two words
+   or more. to: [head_dim / 4] */
 TQKV__OP void TQKV__(turn_words)(int words, const uint8_t *codes, int head_dim, float *to)
 {
     const int step = words * TQKV__LANES;
@@ -187,8 +187,8 @@ TQKV__OP void TQKV__(turn_words)(int words, const uint8_t *codes, int head_dim, 
     }
 }
 
-/* Sums of lanes of codes, LANES of them in a vector, each over its words in order. short_lanes: lanes have one or two codes, and
-   the first steps of the tree are taken here. bits is a constant. */
+/* Sums up lanes of codes, LANES of them in a vector, each over its words in order. short_lanes: lanes have one or two
+   codes, and the first steps of the tree are taken here. bits is a constant. */
 TQKV__OP void TQKV__(sums_of_words)(const int bits, bool short_lanes, int words, int n_vectors,
                                     const tqkv__quantiser *q, const uint8_t *codes, TQKV__VECTOR *sums)
 {
@@ -215,7 +215,7 @@ TQKV__OP void TQKV__(sums_of_words)(const int bits, bool short_lanes, int words,
     }
 }
 
-/* The sums of the lanes of a row's codes */
+/* Finds the sums of the lanes of a row's codes. */
 TQKV__OP void TQKV__(lanes_of_codes)(const tqkv__stream *s, const tqkv__quantiser *q, const uint8_t *codes,
                                      TQKV__VECTOR *sums)
 {
@@ -234,7 +234,7 @@ TQKV__OP void TQKV__(lanes_of_codes)(const tqkv__stream *s, const tqkv__quantise
         TQKV__(sums_of_words)(4, short_lanes, words, n, q, codes, sums);
 }
 
-/* The squares of a row's centroids; bits is a constant. x: [head_dim] */
+/* Finds the squares of a row's centroids; bits is a constant. x: [head_dim] */
 TQKV__OP void TQKV__(squares_of_codes)(const int bits, const tqkv__stream *s, const tqkv__quantiser *q,
                                        const uint8_t *codes, float *x)
 {
@@ -245,7 +245,8 @@ TQKV__OP void TQKV__(squares_of_codes)(const int bits, const tqkv__stream *s, co
     }
 }
 
-/* As sums_tq, of the centroids of codes: [head_dim]. TQ8's are too many for squares to look up: decodes the row. */
+/* Does what sums_tq does, of the centroids of codes: [head_dim]. TQ8's are too many for squares to look up: decodes the
+   row. */
 TQKV__TARGET static TQKV__NOINLINE void TQKV__(centroid_sums)(const tqkv__stream *s, const tqkv__quantiser *q,
                                                               const uint8_t *codes, float *sums)
 {
@@ -278,13 +279,10 @@ TQKV__TARGET static TQKV__NOINLINE void TQKV__(centroid_sums)(const tqkv__stream
         TQKV__(add_lanes)(TQKV__WORD_LANES(D), TQKV__LANE_WORDS(D), n, lanes, sums);                                   \
         break;
     TQKV__BY_HEAD_DIM(TQKV__SUM_LANES)
-#undef TQKV__SUM_LANES
 }
-#undef TQKV__BY_HEAD_DIM
-#undef TQKV__WORD_LANES
-#undef TQKV__LANE_WORDS
 
-/* As tqkv__norm_tq for a few rows, in whole vectors. values: [n_rows], norms, scales: [n_rows][norms_per_row] */
+/* Does what tqkv__norm_tq does for a few rows, in whole vectors. values: [n_rows], norms, scales:
+   [n_rows][norms_per_row] */
 TQKV__TARGET static void TQKV__(norms_tq)(const tqkv__stream *s, const float *const *values, int n_rows, float *norms,
                                           float *scales)
 {
@@ -302,8 +300,8 @@ TQKV__TARGET static void TQKV__(norms_tq)(const tqkv__stream *s, const float *co
     }
 }
 
-/* As tqkv__correct_norms for a few rows; sums: of the squares of their centroids. norms, sums: [n], room for whole
-   vectors */
+/* Does what tqkv__correct_norms does for a few rows; sums: of the squares of their centroids. norms, sums: [n], room
+   for whole vectors */
 TQKV__TARGET static void TQKV__(correct_norms)(const tqkv__stream *s, int n, const float *sums, float *norms)
 {
     const bool several = s->norms_per_row > 1;
@@ -330,7 +328,7 @@ TQKV__TARGET static void TQKV__(norms_i8)(const tqkv__stream *s, const float *co
     }
 }
 
-/* Norms and scales of a few rows, as tqkv__scale_row. */
+/* Finds norms and scales of a few rows as tqkv__scale_row does. */
 TQKV__OP void TQKV__(norms)(const tqkv__stream *s, const float *const *values, int n_rows, float *norms, float *scales)
 {
     if (s->kind == TQKV__GRID)

@@ -1,6 +1,6 @@
 /* >>k-quantise: codes, packed, of whole rows. */
 
-/* As tqkv__quantise, with the cells of tqkv__quantiser. bits is a constant, 4 for fewer, too. */
+/* Does what tqkv__quantise does, with the cells of tqkv__quantiser. bits is a constant, 4 for fewer, too. */
 TQKV__OP TQKV__(codes) TQKV__(quantise)(const int bits, const tqkv__quantiser *q, const TQKV__(codes) * below,
                                         const TQKV__VECTOR *bounds, TQKV__VECTOR v)
 {
@@ -12,8 +12,9 @@ TQKV__OP TQKV__(codes) TQKV__(quantise)(const int bits, const tqkv__quantiser *q
 }
 
 #if TQKV__LANES < 16
-/* Quantises TQ8 where tables are too large for instructions: vectors find the cells of n values, loads the counts and
-   bounds, vectors compare. One loop a step: a vector load that follows stores of its lanes at once would wait for them. */
+/* Quantises TQ8 where tables are too large for instructions: vectors find the cells of n values, loads the counts
+   and bounds, vectors compare. One loop a step: a vector load that follows stores of its lanes at once would wait
+   for them. */
 TQKV__TARGET static TQKV__NOINLINE void TQKV__(quantise_loads)(const tqkv__quantiser *q, const float *y, int n,
                                                                float scale, uint8_t *codes)
 {
@@ -47,7 +48,8 @@ TQKV__TARGET static TQKV__NOINLINE void TQKV__(quantise_loads)(const tqkv__quant
 }
 #endif
 
-/* The codes of TQ8 for n values with one scale: 256 at a time, then whole vectors, then a tail with zeros behind it. */
+/* Finds the codes of TQ8 for n values with one scale: 256 at a time, then whole vectors, then a tail with zeros behind
+   it. */
 TQKV__OP void TQKV__(quantise_values_tq8)(const tqkv__quantiser *q, const float *y, int n, float scale, uint8_t *codes)
 {
     enum { step = 4 * TQKV__LANES };
@@ -62,7 +64,8 @@ TQKV__OP void TQKV__(quantise_values_tq8)(const tqkv__quantiser *q, const float 
     memcpy(codes + n - rest, tail_codes, (size_t)rest);
 }
 
-/* y: [head_dim], scales: [norms_per_row] -> codes: [head_dim]. bits is a constant: of the codebook, 4 for fewer, 0 without. */
+/* Quantises y: [head_dim], scales: [norms_per_row] -> codes: [head_dim]. bits is a constant: of the codebook, 4 for
+   fewer, 0 without. */
 TQKV__OP void TQKV__(quantise_as)(const int bits, const tqkv__stream *s, const tqkv__quantiser *q, const float *y,
                                   const float *scales, uint8_t *codes)
 {
@@ -89,7 +92,7 @@ TQKV__OP void TQKV__(quantise_as)(const int bits, const tqkv__stream *s, const t
         }
 }
 
-/* bytes: [head_dim], with room for whole vectors -> row: [row_bytes]. The bits are constants. */
+/* Packs bytes: [head_dim], with room for whole vectors -> row: [row_bytes]. The bits are constants. */
 TQKV__OP void TQKV__(pack_as)(const int main_bits, const int upper_bits, int head_dim, const uint8_t *bytes,
                               uint8_t *row)
 {
@@ -107,8 +110,8 @@ TQKV__OP void TQKV__(pack_as)(const int main_bits, const int upper_bits, int hea
     }
 }
 
-/* y: [head_dim], scales: [norms_per_row] -> row: [row_bytes]. Returns the codes as bytes, [head_dim]: the row itself or, if
-   it is packed, `bytes`. */
+/* Quantises and packs y: [head_dim], scales: [norms_per_row] -> row: [row_bytes]. Returns the codes as bytes,
+   [head_dim]: the row itself or, if it is packed, `bytes`. */
 TQKV__TARGET static const uint8_t *TQKV__(quantise_row)(const tqkv__stream *s, const tqkv__quantiser *q, const float *y,
                                                         const float *scales, uint8_t *row, uint8_t *bytes)
 {
@@ -132,7 +135,7 @@ TQKV__TARGET static const uint8_t *TQKV__(quantise_row)(const tqkv__stream *s, c
     return codes;
 }
 
-/* The codes of F16; type is a constant. */
+/* Stores the codes of F16; type is a constant. */
 TQKV__OP void TQKV__(store_f16_as)(const tqkv_type type, const void *src, int head_dim, uint8_t *row)
 {
     for (int d = 0; d < head_dim; d += TQKV__LANES) TQKV__(store_f16)(row + 2 * d, TQKV__(load_as)(type, src, d));
@@ -148,9 +151,9 @@ TQKV__TARGET static void TQKV__(store_f16_row)(tqkv_type type, const void *src, 
         TQKV__(store_f16_as)(TQKV_TYPE_F32, src, head_dim, row);
 }
 
-/* The values of a row that are to be quantised: less its centre, times its inverses, rotated, in row: [head_dim] or, where
-   nothing is to be done, in the source. Halves are not widened first: that pass would make them a tenth slower than floats. F16 is stored. The
-   sums of a row that is not rotated may read behind it: a copy. */
+/* Returns the values of a row that are to be quantised: less its centre, times its inverses, rotated, in row:
+   [head_dim] or, where nothing is to be done, in the source. Halves are not widened first: that pass would make them a
+   tenth slower than floats. F16 is stored. The sums of a row that is not rotated may read behind it: a copy. */
 TQKV__TARGET static const float *TQKV__(open_row)(const tqkv__stream *s, const tqkv__row *source, float *row)
 {
     const bool half = s->kind == TQKV__HALF;
@@ -204,7 +207,7 @@ TQKV__TARGET static void TQKV__(encode_rows)(const tqkv__stream *s, const tqkv__
     }
 }
 
-/* As tqkv__all_finite for whole rows: the largest magnitude shows an exponent of all ones. */
+/* Does what tqkv__all_finite does for whole rows: the largest magnitude shows an exponent of all ones. */
 TQKV__TARGET static bool TQKV__(floats_finite)(const float *x, size_t n)
 {
     TQKV__(codes) largest[4];
@@ -221,8 +224,8 @@ TQKV__TARGET static bool TQKV__(floats_finite)(const float *x, size_t n)
     return all < 0x7f800000u;
 }
 
-/* As tqkv__values_finite for whole rows. Two halves, or bfloat16s, in a word: a 1 added at the lowest bit of an exponent
-   carries into the sign bit from an exponent of all ones, and from no other. */
+/* Does what tqkv__values_finite does for whole rows. Two halves, or bfloat16s, in a word: a 1 added at the lowest bit
+   of an exponent carries into the sign bit from an exponent of all ones, and from no other. */
 TQKV__TARGET static bool TQKV__(rows_finite)(tqkv_type type, const void *x, size_t n)
 {
     const uint32_t one = type == TQKV_TYPE_F16 ? 0x04000400u : 0x00800080u;

@@ -1,4 +1,5 @@
-/* >>k-rotate: rows to floats and the rotation by vectors. The sums and their order are those of >>codec, and so are the bytes. */
+/* >>k-rotate: rows to floats and the rotation by vectors. The sums and their order are those of >>codec, and so are the
+   bytes. */
 
 /* Butterflies (a, b) -> (a + b, a - b) between vectors 1, 2, 4 .. count/2 apart; count is a constant. */
 TQKV__OP void TQKV__(butterflies)(const int count, TQKV__VECTOR *x)
@@ -16,7 +17,7 @@ TQKV__OP void TQKV__(butterflies)(const int count, TQKV__VECTOR *x)
     }
 }
 
-/* count vectors from value i on; count is a constant. */
+/* Loads count vectors from value i on; count is a constant. */
 TQKV__OP void TQKV__(load_vectors)(const int count, tqkv_type type, const void *in, int i, TQKV__VECTOR *x)
 {
     if (type == TQKV_TYPE_F16) {
@@ -31,8 +32,8 @@ TQKV__OP void TQKV__(load_vectors)(const int count, tqkv_type type, const void *
     }
 }
 
-/* Flips signs if asked, then subrows the stages below `length`, at most count * LANES, on count vectors in registers. count
-   and length are constants. in, of the type: [head_dim], out: [head_dim] */
+/* Flips signs if asked, then subrows the stages below `length`, at most count * LANES, on count vectors in registers.
+   count and length are constants. in, of the type: [head_dim], out: [head_dim] */
 TQKV__OP void TQKV__(hadamard_subrows)(const int count, const int length, tqkv_type type, const void *in, int head_dim,
                                        bool flip, float *out)
 {
@@ -56,7 +57,7 @@ TQKV__OP void TQKV__(hadamard_subrows)(const int count, const int length, tqkv_t
     }
 }
 
-/* Stages h to h * count / 2, in place; count is a constant. */
+/* Does stages h to h * count / 2, in place; count is a constant. */
 TQKV__OP void TQKV__(hadamard_across)(const int count, int h, int head_dim, float *x)
 {
     const TQKV__VECTOR factor = TQKV__(set1)(h * count == head_dim ? tqkv__size_of(head_dim)->inverse_root : 1.0f);
@@ -71,7 +72,7 @@ TQKV__OP void TQKV__(hadamard_across)(const int count, int h, int head_dim, floa
         }
 }
 
-/* A column of the matrix as floats, +-1; signs: [m] and room for whole vectors */
+/* Writes a column of the matrix as floats, +-1; signs: [m] and room for whole vectors */
 TQKV__OP void TQKV__(matrix_column)(int m, int column, float *signs)
 {
     uint64_t bits = 0;
@@ -83,10 +84,10 @@ TQKV__OP void TQKV__(matrix_column)(int m, int column, float *signs)
 /* Between columns of signs: three vectors of 16 hold one of 36 */
 #define TQKV__COLUMN 48
 
-/* out[b] = sum over c of P[b][c] * x[c] in order, times factor, for `at_once` subrows b that share a vector: lane
-   at_once * a + i is element a of subrow b + i. x: m vectors, x_stride floats apart; their lanes have each element at_once
-   times. The product with 1 or -1 is exact. count vectors of sums at a time, in registers; m, at_once and count are
-   constants. signs: [m][TQKV__COLUMN], out: [m][n] */
+/* Mixes subrows: out[b] = sum over c of P[b][c] * x[c] in order, times factor, for `at_once` subrows b that share a
+   vector: lane at_once * a + i is element a of subrow b + i. x: m vectors, x_stride floats apart; their lanes have each
+   element at_once times. The product with 1 or -1 is exact. count vectors of sums at a time, in registers; m, at_once
+   and count are constants. signs: [m][TQKV__COLUMN], out: [m][n] */
 TQKV__OP void TQKV__(mix_subrows)(const int m, const int at_once, const int count, const float *x, int x_stride,
                                   const float *signs, float factor, int n, float *out)
 {
@@ -108,7 +109,8 @@ TQKV__OP void TQKV__(mix_subrows)(const int m, const int at_once, const int coun
     }
 }
 
-/* The matrix of order m across the subrows. subrows: [m][n], out: [m * n], elsewhere; at_once is LANES / n, or 1 */
+/* Applies the matrix of order m across the subrows. subrows: [m][n], out: [m * n], elsewhere; at_once is LANES / n, or
+   1 */
 TQKV__OP void TQKV__(mix)(const int m, const int at_once, const float *subrows, float factor, int n, float *out)
 {
     const int count = m > 12 ? m / 4 : 6;
@@ -124,7 +126,7 @@ TQKV__OP void TQKV__(mix)(const int m, const int at_once, const float *subrows, 
     TQKV__(mix_subrows)(m, at_once, count, spread, TQKV__LANES, signs, factor, n, out);
 }
 
-/* The same for the matrix of order 12, whose signs the compiler knows: no loads of them. Every second sum is made of
+/* Applies the matrix of order 12, whose signs the compiler knows: no loads of them. Every second sum is made of
    multiply-adds: a Zen 4 core does them beside additions. `rounded` hides that they multiply by 1. NEON has no other:
    clang 14 would reorder sums there with -fassociative-math. */
 TQKV__OP void TQKV__(mix_12)(const float *subrows, float factor, int n, float *out)
@@ -180,7 +182,7 @@ TQKV__TARGET static TQKV__NOINLINE void TQKV__(mix_by_order)(int m, const float 
         }
 }
 
-/* As hadamard for head_dim = m * n, m > 1: H over the subrows, then the matrix across them */
+/* Does what hadamard does for head_dim = m * n, m > 1: H over the subrows, then the matrix across them */
 TQKV__TARGET static TQKV__NOINLINE void TQKV__(rotate_subrows)(tqkv_type type, const void *in, int head_dim, bool flip,
                                                                float *out)
 {
@@ -207,10 +209,8 @@ TQKV__TARGET static TQKV__NOINLINE void TQKV__(rotate_subrows)(tqkv_type type, c
     else
         TQKV__(mix_by_order)(m, subrows, factor, n, out);
 }
-#undef TQKV__MIX
-#undef TQKV__COLUMN
 
-/* out = R(in)/sqrt(D), after flipping signs if asked; floats in and out may be the same. */
+/* Rotates: out = R(in)/sqrt(D), after flipping signs if asked; floats in and out may be the same. */
 TQKV__TARGET static void TQKV__(hadamard)(tqkv_type type, const void *in, int head_dim, bool flip, float *out)
 {
     int h = head_dim < TQKV__LANES * TQKV__WIDTH ? head_dim : TQKV__LANES * TQKV__WIDTH;

@@ -1,8 +1,8 @@
 /* >>k-search: the factors of a few rows, by vectors; what tqkv__search_row does with one. */
 
-/* The scaled values of a row in the order that the sums take: element e of the lanes of a vector side by side, a vector of
-   each lane's next element n_lanes further on. So the sums of lanes are sums of vectors. Magnitudes are enough: codebooks are
-   symmetric, a value has the sign of its centroid, and a product of 0 adds nothing. */
+/* The scaled values of a row in the order that the sums take: element e of the lanes of a vector side by side, a vector
+   of each lane's next element n_lanes further on. So the sums of lanes are sums of vectors. Magnitudes are enough:
+   codebooks are symmetric, a value has the sign of its centroid, and a product of 0 adds nothing. */
 typedef struct TQKV__(turned) {
     TQKV__ALIGNED float sizes[TQKV_MAX_HEAD_DIM];
     TQKV__ALIGNED int32_t less[TQKV_MAX_HEAD_DIM];   /* -1 for positive values, see TQKV__(fold) */
@@ -17,8 +17,9 @@ TQKV__OP void TQKV__(turn_value)(TQKV__(turned) * t, int at, TQKV__VECTOR v)
     memcpy(t->less + at, &positive, sizeof positive);
 }
 
-/* Lanes of three values and more: loads of four neighbours; reads up to three floats behind the last lane. Shorter ones: a load
-   has the values of two or four lanes, which come to different vectors. per_lane: a constant for 1, 2 and 4. v: [head_dim] */
+/* Lanes of three values and more: loads of four neighbours; reads up to three floats behind the last lane. Shorter
+   ones: a load has the values of two or four lanes, which come to different vectors. per_lane: a constant for 1, 2 and
+   4. v: [head_dim] */
 TQKV__OP void TQKV__(turn_values)(const int per_lane, int n_lanes, const float *v, TQKV__(turned) * t)
 {
     const int together = per_lane < 3 ? 4 / per_lane : 1, width = together * per_lane;
@@ -57,7 +58,7 @@ TQKV__OP void TQKV__(turn_row)(const tqkv__stream *s, const float *y, const floa
 /* Codebooks whose tables do not fit registers */
 #define TQKV__IS_LARGE(bits) ((bits) > (TQKV__LANES == 16 ? 6 : 4))
 
-/* Sizes times a factor, and the next float below where the value is positive: see TQKV__(fold). */
+/* Returns sizes times a factor, and the next float below where the value is positive: see TQKV__(fold). */
 TQKV__OP TQKV__VECTOR TQKV__(sizes_times)(const TQKV__(turned) * t, int at, TQKV__VECTOR factor)
 {
     const TQKV__VECTOR size = TQKV__(load)(t->sizes + at) * factor;
@@ -93,8 +94,8 @@ TQKV__OP TQKV__(codes) TQKV__(cells)(const TQKV__(book) * book, TQKV__VECTOR w)
     return TQKV__(truncate)(TQKV__(min)(w * book->slope, book->top));
 }
 
-/* What nearest takes of a large codebook, for all values of a row: their centroids, or where the entries of their cells are, in
-   bytes. */
+/* Finds what nearest takes of a large codebook, for all values of a row: their centroids, or where the entries of their
+   cells are, in bytes. */
 TQKV__OP void TQKV__(find)(const tqkv__stream *s, const tqkv__quantiser *q, const TQKV__(book) * book,
                            TQKV__VECTOR factor, TQKV__(turned) * t)
 {
@@ -119,8 +120,8 @@ TQKV__OP void TQKV__(find)(const tqkv__stream *s, const tqkv__quantiser *q, cons
 #endif
 }
 
-/* The centroids of sizes_times; bits is a constant. For 3 bits three comparisons are quicker than a cell. Of a large codebook one
-   load takes the bound and the centroids of a cell. */
+/* Returns the centroids of sizes_times; bits is a constant. For 3 bits three comparisons are quicker than a cell. Of a
+   large codebook one load takes the bound and the centroids of a cell. */
 TQKV__OP TQKV__VECTOR TQKV__(nearest)(const int bits, const tqkv__quantiser *q, const TQKV__(book) * book,
                                       const uint32_t *found, TQKV__VECTOR w)
 {
@@ -146,7 +147,7 @@ TQKV__OP TQKV__VECTOR TQKV__(nearest)(const int bits, const tqkv__quantiser *q, 
     return TQKV__(bound)(bits, book->centroids, index);
 }
 
-/* The sums of v*c and of c*c of each lane: lanes[2f], lanes[2f + 1] of factor f */
+/* Finds the sums of v*c and of c*c of each lane: lanes[2f], lanes[2f + 1] of factor f */
 enum { TQKV__(sums_tried) = 2 * TQKV__MOST_FACTORS };
 TQKV__OP void TQKV__(try_factors)(const int bits, const tqkv__stream *s, const tqkv__quantiser *q, TQKV__(turned) * t,
                                   float (*lanes)[32])
@@ -244,8 +245,8 @@ TQKV__TARGET static TQKV__NOINLINE void TQKV__(search_row)(const tqkv__stream *s
     TQKV__(add_norms)(n_lanes, per_lane < 3 ? 4 / per_lane : 1, s->norms_per_row, (const float(*)[32])lanes, sums);
 }
 
-/* The best factors of n norms, each the first of the largest (sum v*c)^2 / (sum c*c), and their sums of c*c. tried: [n][16],
-   factors, squares: [n]; room for whole vectors */
+/* Finds the best factors of n norms, each the first of the largest (sum v*c)^2 / (sum c*c), and their sums of c*c.
+   tried: [n][16], factors, squares: [n]; room for whole vectors */
 TQKV__OP void TQKV__(choose_factors)(const tqkv__stream *s, int n, float (*tried)[16], float *factors, float *squares)
 {
     for (int first = 0; first < n; first += TQKV__LANES) {
@@ -265,8 +266,9 @@ TQKV__OP void TQKV__(choose_factors)(const tqkv__stream *s, int n, float (*tried
     }
 }
 
-/* Scales a few rows; then their scales become the factors of the search. values: [n_rows], of which each becomes a row of
-   `rows`, [n_rows][head_dim] and room for three more; scales, squares: [n_rows][norms_per_row] and room for whole vectors */
+/* Scales a few rows; then their scales become the factors of the search. values: [n_rows], of which each becomes a row
+   of `rows`, [n_rows][head_dim] and room for three more; scales, squares: [n_rows][norms_per_row] and room for whole
+   vectors */
 TQKV__TARGET static void TQKV__(search)(const tqkv__stream *s, const tqkv__quantiser *q, int n_rows,
                                         const float **values, float *rows, float *scales, float *squares)
 {

@@ -137,9 +137,9 @@ TQKV__TARGET static void TQKV__(sum_heads)(const float *scores, const float *wei
     }
 }
 
-/* The factors of a tile's codes, per panel and position. Those of keys that are infinite become NaN: a score of -infinity
-   would leave the position out. norms: NULL for halves, whose factors are all 1; factors: [n_blocks][TQKV__TILE], of others zero
-   beyond n */
+/* Finds the factors of a tile's codes, per panel and position. Those of keys that are infinite become NaN: a score of
+   -infinity would leave the position out. norms: NULL for halves, whose factors are all 1; factors:
+   [n_blocks][TQKV__TILE], of others zero beyond n */
 TQKV__TARGET static void TQKV__(factors)(const tqkv__stream *s, const float *norms, const tqkv__segment *segment,
                                          bool keys, float *factors)
 {

@@ -1,6 +1,6 @@
 /* >>k-tiles: the scores and the sums of a tile, by rows, decoded first or not. */
 
-/* As decode, for a codebook too large for table instructions: loads eight codes, stores a vector of centroids. */
+/* Decodes with a codebook too large for table instructions: loads eight codes, stores a vector of centroids. */
 TQKV__OP void TQKV__(decode_by_loads)(const TQKV__(panel) * panel, int n, float *x)
 {
     const float *codebook = panel->stream->codebook;
@@ -27,7 +27,7 @@ TQKV__OP void TQKV__(decode_rows)(const tqkv_format format, const TQKV__(panel) 
         TQKV__(decode)(format, panel, n, x);
 }
 
-/* By the columns of a row: what is left out here is not inlined to be thrown away. */
+/* These go by the columns of a row of TQKV__FORMATS: what is left out here is not inlined to be thrown away. */
 #define TQKV__ROW_LOOPS(unused, format, name, kind, main, upper, book, plain)                                          \
     TQKV__TARGET static void TQKV__(score_##format)(const TQKV__(panel) * panel, int rows)                             \
     {                                                                                                                  \
@@ -56,8 +56,8 @@ static const TQKV__(loops) TQKV__(loops_by_format)[] = {
     {NULL, TQKV__(score_TQKV__FLOATS), TQKV__(accumulate_TQKV__FLOATS), TQKV__(rest_TQKV__FLOATS)},
     TQKV__FORMATS(TQKV__LOOPS_OF, )};
 
-/* Calls the loop for all rows of a panel, at most `most` at a time. Three take the loop for four, with one row twice: as two
-   and one they would decode everything twice. */
+/* Calls the loop for all rows of a panel, at most `most` at a time. Three take the loop for four, with one row twice:
+   as two and one they would decode everything twice. */
 static void TQKV__(by_rows)(TQKV__(panel) * panel, int n_rows, int most, void (*loop)(const TQKV__(panel) *, int rows))
 {
     const float *rows = panel->rows;
@@ -108,9 +108,10 @@ TQKV__TARGET static void TQKV__(attend_decoded)(TQKV__(panel) * panel, int n_row
     }
 }
 
-/* Few rows work straight from the codes; with a codebook only while no code is looked up twice. 32 wide registers hold
-   four rows of multiply-adds and the look-ups of up to 5 bits: there any number of rows of values works so, but at most eight
-   where codes are joined from two fields (Zen 5: 12 rows of TQ3 and TQ5 take 0.92 times as long decoded, 64 rows 0.85). */
+/* Attends to a panel. Few rows work straight from the codes; with a codebook only while no code is looked up twice. 32
+   wide registers hold four rows of multiply-adds and the look-ups of up to 5 bits: there any number of rows of values
+   works so, but at most eight where codes are joined from two fields (Zen 5: 12 rows of TQ3 and TQ5 take 0.92 times as
+   long decoded, 64 rows 0.85). */
 TQKV__TARGET static void TQKV__(attend_panel)(TQKV__(panel) * panel, int n_rows, bool keys)
 {
     const tqkv__stream *s = panel->stream;

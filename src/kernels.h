@@ -12,7 +12,7 @@ TQKV__OP TQKV__VECTOR TQKV__(load)(const float *p)
 
 TQKV__OP void TQKV__(store)(float *p, TQKV__VECTOR x) { memcpy(p, &x, sizeof x); }
 
-/* LANES values from number i on, as floats; type is a constant. */
+/* Loads LANES values from number i on as floats; type is a constant. */
 TQKV__OP TQKV__VECTOR TQKV__(load_as)(const tqkv_type type, const void *values, int i)
 {
     const uint8_t *halves = (const uint8_t *)values + 2 * (size_t)i;
@@ -21,7 +21,7 @@ TQKV__OP TQKV__VECTOR TQKV__(load_as)(const tqkv_type type, const void *values, 
     return TQKV__(load)((const float *)values + i);
 }
 
-/* As tqkv__widen_row and tqkv__narrow_row. */
+/* These do what tqkv__widen_row and tqkv__narrow_row do. */
 TQKV__OP void TQKV__(widen_as)(const tqkv_type type, const void *src, const float *center, const float *inverses, int n,
                                float *row)
 {
@@ -44,7 +44,7 @@ TQKV__TARGET static void TQKV__(widen)(tqkv_type type, const void *src, const fl
         TQKV__(widen_as)(TQKV_TYPE_F32, src, center, inverses, n, row);
 }
 
-/* As tqkv__scales_valid and tqkv__invert, for whole rows. */
+/* These do what tqkv__scales_valid and tqkv__invert do, for whole rows. */
 TQKV__TARGET static bool TQKV__(scales_valid)(const float *x, size_t n)
 {
     TQKV__(words) bad, bits;

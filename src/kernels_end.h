@@ -1,3 +1,4 @@
+<<<<<<< HEAD
 /* These macros belong to one set. */
 #undef TQKV__ADD_NIBBLES
 #undef TQKV__SUM_NIBBLES
@@ -11,49 +12,39 @@
 #undef TQKV__BY_QUARTERS
 #undef TQKV__COLUMNS
 #undef TQKV__NIBBLES
+=======
+/* The macros that a set defines, and two that depend on it. Those of the loops are the same for all. */
+#undef TQKV__
+>>>>>>> main
 #undef TQKV__DECODED
 #undef TQKV__DECODED_SCORE_ROWS
-#undef TQKV__DECODER_OF
-#undef TQKV__DECODE_INTEGERS
-#undef TQKV__DECODE_LOOP
 #undef TQKV__DOT_LANES
+<<<<<<< HEAD
 #undef TQKV__HALF_KEY_ROWS
 #undef TQKV__HALF_ROWS
+=======
+#undef TQKV__I
+>>>>>>> main
 #undef TQKV__INTEGER_LANES
 #undef TQKV__ISA_NAME
 #undef TQKV__LANES
 #undef TQKV__LANES_ROWS
-#undef TQKV__LANE_BYTES
 #undef TQKV__LOOKED_UP
+<<<<<<< HEAD
 #undef TQKV__LOOPS_OF
 #undef TQKV__MATRIX_ROWS
+=======
+>>>>>>> main
 #undef TQKV__MIX_SHORT_SUBROWS
 #undef TQKV__NIBBLE_STRIP
-#undef TQKV__PADDED
 #undef TQKV__PRODUCTS
 #undef TQKV__PRODUCT_ROWS
-#undef TQKV__QUERY_PANEL
 #undef TQKV__ROUNDED
 #undef TQKV__ROWS
-#undef TQKV__ROW_LOOPS
-#undef TQKV__STRIP_TOGETHER
-#undef TQKV__SCORE_NIBBLES
-#undef TQKV__DOT_NIBBLES
-#undef TQKV__DOT_QUARTERS
-#undef TQKV__SCORE_QUARTERS
+#undef TQKV__S
 #undef TQKV__SCORE_ROWS
-#undef TQKV__SHORTER
-#undef TQKV__SHORT_STRIPS
-#undef TQKV__KEYS_AT_ONCE
-#undef TQKV__MOST_KEYS_AT_ONCE
-#undef TQKV__STEP
+#undef TQKV__STRIP_TOGETHER
 #undef TQKV__SUMS
-#undef TQKV__VECTOR
-#undef TQKV__WEIGHTS_UNIT
+#undef TQKV__TARGET
 #undef TQKV__WHOLE_LANES
 #undef TQKV__WIDTH
-#undef TQKV__WORDS
-#undef TQKV__
-#undef TQKV__I
-#undef TQKV__S
-#undef TQKV__TARGET

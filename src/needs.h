@@ -9,8 +9,9 @@
 #error "tqkv.h: -ffast-math changes stored bytes; compile this file without it, or define TQKV_ALLOW_FAST_MATH"
 #endif
 
-/* Options of fast math that clang announces by no macro (-fassociative-math, -freciprocal-math, -funsafe-math-optimizations)
-   would change norms. On arm64 clang 14 does not know the pragma, and reorders no sum that counts; clang 16 would. */
+/* Options of fast math that clang announces by no macro (-fassociative-math, -freciprocal-math,
+   -funsafe-math-optimizations) would change norms. On arm64 clang 14 does not know the pragma, and reorders no sum that
+   counts; clang 16 would. */
 #if defined(__clang__) && !defined(TQKV_ALLOW_FAST_MATH) &&                                                            \
     (defined(__x86_64__) || (defined(__aarch64__) && __clang_major__ > 14))
 #define TQKV__PRECISE
@@ -70,8 +71,8 @@ extern "C"
 #error "tqkv.h: xxhash.h is too old, 0.8.0 is needed: Debian libxxhash-dev, Homebrew xxhash, or a copy beside tqkv.h"
 #endif
 
-/* With -fshort-enums or -fpack-struct for this file alone what callers pass has another layout. 32-bit ARM has short enums in some
-   systems, and says so. */
+/* With -fshort-enums or -fpack-struct for this file alone what callers pass has another layout. 32-bit ARM has short
+   enums in some systems, and says so. */
 enum tqkv__smallest { TQKV__SMALLEST };
 struct tqkv__gap {
     char before;

@@ -37,7 +37,7 @@ static void tqkv__plan_list_args(const tqkv__attention *a, int64_t slice_end, tq
     args->list_first_block = first_block < INT_MAX ? (int32_t)first_block : INT_MAX;
 }
 
-/* What attention and index_scores have in common. slots: of a KV head in memory */
+/* Takes what attention and index_scores have in common. slots: of a KV head in memory */
 static TQKV__NOINLINE void tqkv__plan_key_args(const tqkv__attention *a, int slot_list, tqkv__attend_args *args)
 {
     memset(args, 0, sizeof *args);
@@ -59,8 +59,8 @@ static TQKV__NOINLINE void tqkv__plan_key_args(const tqkv__attention *a, int slo
         tqkv__plan_division(a->keys.page_size, &args->key_page_factor, &args->key_page_shift);
 }
 
-/* Where the newest halves of each query begin, from the newest position that it sees; without halves behind all of them. As far as
-   it matters, so that no sum is too large. */
+/* Finds where the newest halves of each query begin, counted from the newest position that it sees; without halves that
+   is behind all of them. Numbers go as far as it matters, so that no sum is too large. */
 static void tqkv__plan_boundary(const tqkv__attention *a, tqkv__attend_args *args)
 {
     const int own = args->kv_len - a->call.n_queries,
@@ -105,7 +105,8 @@ static void tqkv__plan_attend_args(const tqkv__attention *a, const tqkv__attend_
         tqkv__plan_division(args->value_page_size, &args->value_page_factor, &args->value_page_shift);
 }
 
-/* Of attention and index_scores. center, tail_center: whether those of the keys and of their tail are used */
+/* Names the constants of attention and index_scores. center, tail_center: whether those of the keys and of their tail
+   are used */
 static void tqkv__plan_key_constants(tqkv_metal_dispatch *d, const tqkv__attention *a, bool center, bool tail_center)
 {
     const bool rotate = a->call.query_basis == TQKV_ORIGINAL;
@@ -125,8 +126,8 @@ static void tqkv__plan_key_constants(tqkv_metal_dispatch *d, const tqkv__attenti
     tqkv__plan_constant(d, TQKV_FC_TAIL_ROTATED, tail_center && a->tail.rotated && !rotate);
 }
 
-/* Scales of the channels of the keys or of their tail: of queries in the original basis or, beside others, of the centre. The two
-   constants say which. */
+/* Binds scales of the channels of the keys or of their tail, which are of queries in the original basis or, beside
+   others, of the centre. The two constants say which. */
 static void tqkv__plan_bind_key_scale(tqkv_metal_dispatch *d, const char *name, int index, const tqkv_metal_store *keys,
                                       const tqkv__stream *s, bool original, bool center, const int constants[2])
 {
@@ -136,7 +137,7 @@ static void tqkv__plan_bind_key_scale(tqkv_metal_dispatch *d, const char *name, 
     tqkv__plan_constant(d, constants[1], scaled && !original);
 }
 
-/* Of attention: which streams have a position in the same slot. */
+/* Names the constants that say which streams have a position in the same slot. */
 static void tqkv__plan_slot_constants(tqkv_metal_dispatch *d, const tqkv__attention *a, const tqkv__attend_buffers *b,
                                       const tqkv__attend_args *args)
 {
@@ -147,7 +148,7 @@ static void tqkv__plan_slot_constants(tqkv_metal_dispatch *d, const tqkv__attent
     tqkv__plan_constant(d, TQKV_FC_TAIL_ELSEWHERE, b->tail && !a->keys.n_pages && !tail);
 }
 
-/* Partial results: sums at `index`, their states behind it. */
+/* Binds partial results: sums at `index`, their states behind it. */
 static TQKV__NOINLINE void tqkv__plan_bind_partials(tqkv_metal_dispatch *d, int index, tqkv_metal_buffer scratch,
                                                     const tqkv__split *split, bool written)
 {
@@ -161,14 +162,14 @@ static int tqkv__planned_tail(const tqkv_metal_dispatch *d)
     return d->kernel.constants[TQKV_FC_TAIL_FORMAT] > 1 ? TQKV__TAIL_DIM(d->kernel.head_dim * TQKV__DIM_UNIT) : 0;
 }
 
-/* The centre of the keys or of their tail adds the same to all scores of a query. That shows under softcap, beside sinks and
-   in a slice. */
+/* Whether a centre of keys or of their tail counts. It adds the same to all scores of a query. That shows under
+   softcap, beside sinks and in a slice. */
 static bool tqkv__center_counts(const tqkv__attention *a, const tqkv__attend_buffers *b, const tqkv_metal_store *keys)
 {
     return keys && keys->center.buffer && (a->call.softcap > 0.0f || b->sinks.buffer || b->slice.to);
 }
 
-/* Slices of attend_merge, from index 7 on, and of attend, which does not use them. */
+/* Binds slices of attend_merge, from index 7 on, and of attend, which does not use them. */
 static void tqkv__plan_bind_slices(tqkv_metal_dispatch *d, const tqkv__attention *a, const tqkv__slice_buffers *slice)
 {
     const bool merge = d->kernel.family == TQKV_METAL_ATTEND_MERGE;
@@ -182,7 +183,7 @@ static void tqkv__plan_bind_slices(tqkv_metal_dispatch *d, const tqkv__attention
     tqkv__plan_constant(d, TQKV_FC_TO_SLICE, slice->to);
 }
 
-/* Bytes of the output with its gaps, or of the sums of a slice, which have none. */
+/* Returns the bytes of the output with its gaps, or of the sums of a slice, which have none. */
 static size_t tqkv__plan_out_size(const tqkv__attention *a, const tqkv__attend_buffers *b)
 {
     return b->slice.to ? a->out_elements * sizeof(float) : a->out_size;
@@ -202,8 +203,8 @@ static void tqkv__plan_attend_memory(tqkv_metal_dispatch *d, size_t key_dim, siz
     d->memory_each[3] = TQKV__ATTEND_STATE_BYTES(value_dim, 1);
 }
 
-/* Matrices come whole: 8, 16 or 32 columns. The sums take turns, and after the only stretch the queries' memory. Of rows that
-   several simdgroups share, some queries and then the weights lie behind. */
+/* Matrices come whole: 8, 16 or 32 columns. The sums take turns, and after the only stretch the queries' memory. Of
+   rows that several simdgroups share, some queries and then the weights lie behind. */
 static void tqkv__plan_matrix_memory(tqkv_metal_dispatch *d, size_t head_dim, int columns)
 {
     const size_t matrices = TQKV__MATRICES(columns), tail = (size_t)tqkv__planned_tail(d),
@@ -220,7 +221,7 @@ static void tqkv__plan_matrix_memory(tqkv_metal_dispatch *d, size_t head_dim, in
     d->memory_each[3] = TQKV__MATRIX_STATE_BYTES(matrices);
 }
 
-/* Threadgroups of a KV head and split. */
+/* Returns the threadgroups of a KV head and split. */
 static size_t tqkv__row_groups(const tqkv_metal_dispatch *d, const tqkv__attend_args *args, size_t columns)
 {
     const bool list = d->kernel.constants[TQKV_FC_LIST] == 1 + true; /* then each query has threadgroups of its own */
@@ -312,7 +313,7 @@ static void tqkv__plan_attend_splits(tqkv_metal_dispatch *d, const tqkv__attenti
     d->n_simdgroups = split->n_simdgroups;
 }
 
-/* attend_list for a planned attend: it has its arguments. */
+/* Plans attend_list for a planned attend, whose arguments it has. */
 static void tqkv__plan_list(tqkv_metal_dispatch *d, const tqkv__attention *a, const tqkv__attend_buffers *b,
                             const tqkv_metal_dispatch *attend)
 {
@@ -332,7 +333,7 @@ static void tqkv__plan_list(tqkv_metal_dispatch *d, const tqkv__attention *a, co
     d->n_simdgroups = length / 32 < 31 ? (int)length / 32 + 1 : 32;
 }
 
-/* What all calls of attend_merge have; without what is read, and the centres. */
+/* Begins a call of attend_merge: all but what is read, and the centres. */
 static void tqkv__plan_merge_begin(tqkv_metal_dispatch *d, const tqkv__attention *a, const tqkv__attend_buffers *b,
                                    tqkv__merge_args args, bool unrotate)
 {
@@ -359,7 +360,8 @@ static void tqkv__plan_merge_begin(tqkv_metal_dispatch *d, const tqkv__attention
     d->n_simdgroups = 1;
 }
 
-/* Scales of the values' channels: of an output in the original basis or, beside others, of the centre. */
+/* Binds scales of the values' channels, which are of an output in the original basis or, beside others, of the
+   centre. */
 static void tqkv__plan_bind_value_scale(tqkv_metal_dispatch *d, const tqkv__attention *a, const tqkv__attend_buffers *b,
                                         bool center)
 {
@@ -394,8 +396,9 @@ static void tqkv__plan_attend_merge(tqkv_metal_dispatch *d, const tqkv__attentio
     d->barrier = b->scratch.buffer;
 }
 
-/* The positions of each region of the context up to slice_end. First and last are read as halves where stores hold them so. What a
-   query reads as newest halves depends on its own position: where several begin the last region and the codes overlap. */
+/* Finds the positions of each region of the context up to slice_end. First and last are read as halves where stores
+   hold them so. What a query reads as newest halves depends on its own position: where several begin the last region
+   and the codes overlap. */
 static void tqkv__find_regions(const tqkv__attention *a, int64_t slice_end, tqkv__range regions[TQKV__REGIONS])
 {
     const bool first = a->exact[0][0] || a->exact[0][1], last = a->exact[1][0] || a->exact[1][1];
@@ -415,7 +418,7 @@ static void tqkv__find_regions(const tqkv__attention *a, int64_t slice_end, tqkv
     if (high < slice_end) codes->to = high > codes->from ? high : codes->from;
 }
 
-/* The attention to region i alone, and its streams. */
+/* Takes the attention to region i alone, and its streams. */
 static void tqkv__take_region(const tqkv__attention *a, const tqkv__attend_buffers *b, int i, tqkv__range positions,
                               tqkv__attention *own, tqkv__attend_buffers *buffers)
 {
@@ -442,8 +445,8 @@ static void tqkv__take_region(const tqkv__attention *a, const tqkv__attend_buffe
         own->call.list_newest = gone < INT_MAX - a->call.list_newest ? a->call.list_newest + (int)gone : INT_MAX;
 }
 
-/* Divides each region, and scratch: rows of lists, then sums, then states. Those of the first and last region lie before the others,
-   whose number may be more than the merge reads. *all: of all regions */
+/* Divides each region, and scratch: rows of lists, then sums, then states. Those of the first and last region lie
+   before the others, whose number may be more than the merge reads. *all: of all regions */
 static tqkv_result tqkv__split_regions(const tqkv__attention *a, const tqkv__attend_buffers *b,
                                        const tqkv__range regions[TQKV__REGIONS], size_t most_sums,
                                        tqkv__split splits[TQKV__REGIONS], tqkv__split *all)
@@ -478,7 +481,7 @@ static tqkv_result tqkv__split_regions(const tqkv__attention *a, const tqkv__att
     return TQKV_OK;
 }
 
-/* Lists and attend for each region of the context, then the merge. */
+/* Plans lists and attend for each region of the context, then the merge. */
 static tqkv_result tqkv__plan_attention(const tqkv__attention *a, const tqkv__attend_buffers *b, size_t most_sums,
                                         tqkv__attend_plan *plan)
 {
@@ -506,7 +509,7 @@ static tqkv_result tqkv__plan_attention(const tqkv__attention *a, const tqkv__at
     return TQKV_OK;
 }
 
-/* Adds all of them, in their order. */
+/* Adds all dispatches, in their order. */
 static void tqkv__order_dispatches(const tqkv__attend_plan *from, tqkv_metal_plan *plan)
 {
     for (int p = 0; p < TQKV__REGIONS; p++)
@@ -516,7 +519,7 @@ static void tqkv__order_dispatches(const tqkv__attend_plan *from, tqkv_metal_pla
     *tqkv__add_dispatch(plan) = from->merge;
 }
 
-/* attend_merge of a slice of the caller: b->slice.to: adds it to another, else finishes it. */
+/* Plans attend_merge of a slice of the caller: with b->slice.to it is added to another, else finished. */
 static void tqkv__plan_slice(tqkv_metal_dispatch *d, const tqkv__attention *a, const tqkv__attend_buffers *b,
                              tqkv_metal_buffer src_out, bool unrotate)
 {

@@ -7,7 +7,7 @@ static tqkv_metal_binding *tqkv__binding_at(tqkv_metal_dispatch *d, int index)
     return &d->bindings[i];
 }
 
-/* Constants that may differ between items. */
+/* Whether a constant may differ between items. */
 static bool tqkv__joins(int constant)
 {
     return constant == TQKV_FC_COLUMNS || constant == TQKV_FC_MANY_QUERIES || constant == TQKV_FC_SAME_SLOTS ||
@@ -25,7 +25,7 @@ typedef struct tqkv__batch {
     bool matrices;
 } tqkv__batch;
 
-/* Item i alone, with the scratch from *used on. An item without positions has no partial results. */
+/* Plans item i alone, with the scratch from *used on. An item without positions has no partial results. */
 static tqkv_result tqkv__plan_batch_item(const tqkv__batch *b, int i, size_t *used, tqkv__attend_plan *own)
 {
     tqkv__attend_buffers buffers = tqkv__buffers_of_call(b->q[i], tqkv__buffer_after(b->scratch, *used), b->out[i]);
@@ -108,7 +108,7 @@ static tqkv_result tqkv__join_regions(tqkv__attend_plan *all, const tqkv__attend
     return r;
 }
 
-/* All items' plans in one, and the bytes of scratch. */
+/* Joins all items' plans in one, and counts the bytes of scratch. */
 static tqkv_result tqkv__join_items(const tqkv__batch *b, size_t *used, tqkv__attend_plan *all)
 {
     bool paged = false, unpaged = false;
@@ -135,14 +135,15 @@ static tqkv_result tqkv__join_items(const tqkv__batch *b, size_t *used, tqkv__at
     return TQKV_OK;
 }
 
-/* Where an array of an item is: its number in what is bound for all, and in the item's plan; and its offset in the item. */
+/* Where an array of an item is: its number in what is bound for all, and in the item's plan; and its offset in the
+   item. */
 typedef struct tqkv__batch_array {
     int bound, index;
     size_t unit, to;
 } tqkv__batch_array;
 #define TQKV__OFFSET(name) offsetof(tqkv__batch_item, name)
 
-/* The offset of an item's array in what is bound for all; 0 if it has none. */
+/* Writes the offset of an item's array in what is bound for all; 0 if it has none. */
 static tqkv_result tqkv__write_offsets(tqkv_metal_dispatch *all, tqkv_metal_dispatch *one,
                                        const tqkv__batch_array *arrays, size_t n, tqkv__batch_item *to)
 {
@@ -177,7 +178,7 @@ static tqkv_result tqkv__write_region(tqkv__attend_plan *all, tqkv__attend_plan 
     return r == TQKV_OK && own->listed ? tqkv__write_offsets(&all->lists[p], &own->lists[p], &list, 1, to) : r;
 }
 
-/* The merge of an item. */
+/* Writes the merge of an item. */
 static tqkv_result tqkv__write_merge(tqkv__attend_plan *all, tqkv__attend_plan *own, tqkv__batch_item *to)
 {
     static const tqkv__batch_array arrays[] = {{1, 1, 4, TQKV__OFFSET(partial_out)},
@@ -189,8 +190,8 @@ static tqkv_result tqkv__write_merge(tqkv__attend_plan *all, tqkv__attend_plan *
     return tqkv__write_offsets(&all->merge, &own->merge, arrays, sizeof arrays / sizeof *arrays, to);
 }
 
-/* An item is described once for each region and once for the merge, which look for other numbers of threadgroups and other
-   bytes of scratch; without halves once for all. */
+/* Returns the number of tables of items. An item is described once for each region and once for the merge, which look
+   for other numbers of threadgroups and other bytes of scratch; without halves once for all. */
 static int tqkv__batch_tables(const tqkv_metal_attention *items, int n)
 {
     for (int i = 0; i < n; i++)
@@ -204,7 +205,7 @@ static size_t tqkv__batch_table_size(int n)
     return ((size_t)n * sizeof(tqkv__batch_item) + unit - 1) / unit * unit;
 }
 
-/* Bytes of a batch's arguments. n_items: not negative */
+/* Finds the bytes of a batch's arguments. n_items: not negative */
 static tqkv_result tqkv__batch_arguments(const tqkv_metal_attention *items, int n_items, size_t *bytes)
 {
     const int n = tqkv__batch_tables(items, n_items);
@@ -213,7 +214,7 @@ static tqkv_result tqkv__batch_arguments(const tqkv_metal_attention *items, int 
     return TQKV_OK;
 }
 
-/* Table number `number` of b->tables, or the only one. */
+/* Returns table number `number` of b->tables, or the only one. */
 static tqkv__batch_item *tqkv__batch_table(const tqkv__batch *b, void *contents, int number)
 {
     char *first = (char *)contents;
@@ -278,7 +279,7 @@ static tqkv_result tqkv__write_items(const tqkv__batch *b, void *contents, tqkv_
     return TQKV_OK;
 }
 
-/* The rows that an item writes; value: bytes of one, dim: values of a row. */
+/* Returns the rows that an item writes; value: bytes of one, dim: values of a row. */
 static tqkv__output tqkv__output_of_item(const tqkv__batch_item *item, size_t value, int dim)
 {
     const tqkv__merge_args *merge = &item->merge;
@@ -303,8 +304,8 @@ static tqkv_result tqkv__check_item_outputs(const tqkv__batch *b, const tqkv__ba
     return overlap ? TQKV__INVALID("outputs of a batch overlap") : TQKV_OK;
 }
 
-/* What one dispatch for all items has in place of an item's: the items and all scratch. scratch: index of partial results, or of
-   rows of lists */
+/* Gives one dispatch for all items what it has in place of an item's: the items and all scratch. scratch: index of
+   partial results, or of rows of lists */
 static void tqkv__plan_joined(const tqkv__batch *b, int table, size_t used, int items, int scratch,
                               tqkv_metal_dispatch *d)
 {
@@ -317,7 +318,7 @@ static void tqkv__plan_joined(const tqkv__batch *b, int table, size_t used, int 
     tqkv__plan_constant(d, TQKV_FC_BATCH, true);
 }
 
-/* The items say where states and rows of lists are in scratch. */
+/* Joins all dispatches. The items say where states and rows of lists are in scratch. */
 static void tqkv__plan_all_joined(const tqkv__batch *b, size_t used, tqkv__attend_plan *all)
 {
     for (int p = 0; p < TQKV__REGIONS; p++) {
@@ -332,7 +333,7 @@ static void tqkv__plan_all_joined(const tqkv__batch *b, size_t used, tqkv__atten
     tqkv__binding_at(&all->merge, 2)->size = 0;
 }
 
-/* items: at least one */
+/* Plans a batch. items: at least one */
 static tqkv_result tqkv__plan_batch(const tqkv__batch *b, void *contents, tqkv__attend_plan *all)
 {
     size_t used = 0;

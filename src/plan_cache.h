@@ -20,7 +20,14 @@ static tqkv_metal_store tqkv__store_in_buffer(const tqkv_cache *c, tqkv_metal_bu
     return store;
 }
 
-/* The strides of calls: those that are given, or the cache's. */
+/* Gives a store the centre and the scale that the cache learns. */
+static void tqkv__take_learnt_buffers(const tqkv_cache *c, tqkv_metal_buffer memory, tqkv_metal_store *store)
+{
+    store->center = tqkv__buffer_within(c, memory, tqkv__channel_room(c, TQKV__KEYS, TQKV__CENTERS));
+    store->channel_scale = tqkv__buffer_within(c, memory, tqkv__channel_room(c, TQKV__KEYS, TQKV__SCALES));
+}
+
+/* Returns the strides of a call: those that are given, or the cache's. */
 static tqkv_cache_layout tqkv__layout_of_call(const tqkv_cache *c, const tqkv_cache_layout *given)
 {
     const tqkv_cache_layout own = {c->keys.strides, c->values.strides, c->attention.query_strides,
@@ -28,33 +35,172 @@ static tqkv_cache_layout tqkv__layout_of_call(const tqkv_cache *c, const tqkv_ca
     return given ? *given : own;
 }
 
-/* The halves of the first (TQKV__FIRST_KEYS) or newest (TQKV__LAST_KEYS) positions for the tokens that they keep: those of keys, of values or of
-   both. */
-static tqkv_result tqkv__plan_halves(const tqkv_cache *c, tqkv_metal_buffer memory, const tqkv_strides strides[2],
-                                     int keys, const tqkv_metal_buffer rows[2], int n_tokens,
-                                     tqkv_metal_buffer not_finite, tqkv_metal_plan *plan)
+/* Rows that an append takes, of keys, values and tail: tokens from `position` on. */
+typedef struct tqkv__rows_in_buffers {
+    tqkv_metal_buffer at[TQKV__CACHE_STREAMS], not_finite;
+    tqkv_strides strides[TQKV__CACHE_STREAMS];
+    tqkv_type type;
+    int n_tokens;
+    int64_t position;
+    bool learnt; /* keys have the centre and the scale that the kernels before learn */
+} tqkv__rows_in_buffers;
+
+/* Returns a store of the cache, for rows of the caller's type. */
+static tqkv_metal_store tqkv__target_of_rows(const tqkv_cache *c, tqkv_metal_buffer memory,
+                                             const tqkv__rows_in_buffers *rows, int i)
 {
-    const tqkv_store *const ends[2] = {tqkv__store_of(c, keys), tqkv__store_of(c, keys + 1)};
-    const int64_t end = c->attention.end, left = keys == TQKV__LAST_KEYS ? n_tokens : c->exact_first - end;
-    const int kept = left < 0 ? 0 : left < n_tokens ? (int)left : n_tokens;
-    const tqkv__mapping mapping = tqkv__mapping_from(kept, kept ? end : 0);
-    tqkv_metal_store stores[2];
-    if ((!ends[0] && !ends[1]) || (n_tokens && !kept)) return TQKV_OK;
-    for (int side = 0; side < 2; side++) {
-        if (!ends[side]) continue;
-        stores[side] = tqkv__store_in_buffer(c, memory, ends[side]);
-        stores[side].shape.type = TQKV__STORE_AT(c, side)->type;
-        stores[side].shape.strides = strides[side];
-    }
-    if (ends[0] && ends[1])
-        return tqkv__add_encode_kv(&stores[0], &stores[1], rows[0], rows[1], &mapping, not_finite, plan);
-    return tqkv__add_encode(&stores[!ends[0]], rows[!ends[0]], &mapping, not_finite, plan);
+    const int side = tqkv__stream_kinds[i].side;
+    tqkv_metal_store store = tqkv__store_in_buffer(c, memory, TQKV__STORE_AT(c, i));
+    store.shape.type = rows->type;
+    store.shape.strides = rows->strides[side];
+    if (rows->learnt && side == TQKV__KEYS) tqkv__take_learnt_buffers(c, memory, &store);
+    return store;
 }
 
-/* Whether a GPU can append n_tokens to a cache in its memory: that is one allocation, of what kernels write. */
-static tqkv_result tqkv__check_on_gpu(const tqkv_cache *c, int n_tokens)
+/* Encodes rows to stores `one` and `other` of a cache, as far as it has them. */
+static tqkv_result tqkv__add_rows(const tqkv_cache *c, tqkv_metal_buffer memory, const tqkv__rows_in_buffers *rows,
+                                  int one, int other, tqkv_metal_plan *plan)
+{
+    const tqkv__mapping mapping = tqkv__mapping_from(rows->n_tokens, rows->n_tokens ? rows->position : 0);
+    const bool has_one = tqkv__has_store(c, one), has_other = other != one && tqkv__has_store(c, other);
+    const tqkv_metal_buffer of_one = rows->at[tqkv__stream_kinds[one].side],
+                            of_other = rows->at[tqkv__stream_kinds[other].side];
+    tqkv_metal_store stores[2];
+    if (has_one) stores[0] = tqkv__target_of_rows(c, memory, rows, one);
+    if (has_other) stores[1] = tqkv__target_of_rows(c, memory, rows, other);
+    if (has_one && has_other)
+        return tqkv__add_encode_kv(&stores[0], &stores[1], of_one, of_other, &mapping, rows->not_finite, plan);
+    if (has_one) return tqkv__add_encode(&stores[0], of_one, &mapping, rows->not_finite, plan);
+    return has_other ? tqkv__add_encode(&stores[1], of_other, &mapping, rows->not_finite, plan) : TQKV_OK;
+}
+
+/* Returns the first n tokens of rows, or as many as there are. */
+static tqkv__rows_in_buffers tqkv__rows_until(const tqkv__rows_in_buffers *rows, int64_t n)
+{
+    tqkv__rows_in_buffers some = *rows;
+    if (n < some.n_tokens) some.n_tokens = n > 0 ? (int)n : 0;
+    return some;
+}
+
+/* Returns rows without the first n tokens, of which there are more. */
+static tqkv__rows_in_buffers tqkv__rows_after(const tqkv_cache *c, const tqkv__rows_in_buffers *rows, int n)
+{
+    tqkv__rows_in_buffers some = *rows;
+    for (int i = 0; i < TQKV__CACHE_STREAMS; i++) {
+        const tqkv_store *s = tqkv__store_of(c, i);
+        if (!s) continue;
+        const size_t token = tqkv__strides_of(rows->strides[i], s->n_kv_heads, s->head_dim).token;
+        some.at[i] = tqkv__buffer_after(some.at[i], (size_t)n * token * tqkv__type_size(rows->type));
+    }
+    some.n_tokens -= n;
+    some.position += n;
+    return some;
+}
+
+/* Encodes rows to the cache's streams (0), or to what is raw of them (TQKV__RAW). A tail lies apart from keys that are
+   not the values. */
+static tqkv_result tqkv__add_streams(const tqkv_cache *c, tqkv_metal_buffer memory, const tqkv__rows_in_buffers *rows,
+                                     int first, tqkv_metal_plan *plan)
+{
+    const int keys = first + TQKV__KEYS, tail = first + TQKV__TAIL;
+    const tqkv_result r = tqkv__add_rows(c, memory, rows, keys, c->shared ? tail : first + TQKV__VALUES, plan);
+    return r == TQKV_OK && !c->shared ? tqkv__add_rows(c, memory, rows, tail, tail, plan) : r;
+}
+
+/* Encodes rows of the first positions to what is kept of them besides: of the tail, or of keys and values. None: the
+   kernels of all. */
+static tqkv_result tqkv__add_first(const tqkv_cache *c, tqkv_metal_buffer memory, const tqkv__rows_in_buffers *rows,
+                                   bool tail, tqkv_metal_plan *plan)
+{
+    const tqkv__rows_in_buffers some = tqkv__rows_until(rows, c->exact_first - rows->position);
+    if (rows->n_tokens && !some.n_tokens) return TQKV_OK;
+    return tail ? tqkv__add_rows(c, memory, &some, TQKV__FIRST_TAIL, TQKV__FIRST_TAIL, plan)
+                : tqkv__add_rows(c, memory, &some, TQKV__FIRST_KEYS, TQKV__FIRST_VALUES, plan);
+}
+
+/* Encodes rows of a cache that does not learn, or no longer. */
+static tqkv_result tqkv__add_coded(const tqkv_cache *c, tqkv_metal_buffer memory, const tqkv__rows_in_buffers *rows,
+                                   tqkv_metal_plan *plan)
+{
+    tqkv_result r = tqkv__add_streams(c, memory, rows, 0, plan);
+    if (r == TQKV_OK) r = tqkv__add_first(c, memory, rows, true, plan);
+    if (r == TQKV_OK) r = tqkv__add_first(c, memory, rows, false, plan);
+    return r == TQKV_OK ? tqkv__add_rows(c, memory, rows, TQKV__LAST_KEYS, TQKV__LAST_VALUES, plan) : r;
+}
+
+/* Returns the raw halves of keys and values as rows to encode. */
+static tqkv__rows_in_buffers tqkv__raw_rows(const tqkv_cache *c, tqkv_metal_buffer memory)
+{
+    tqkv__rows_in_buffers rows;
+    memset(&rows, 0, sizeof rows);
+    rows.type = TQKV_TYPE_F16;
+    rows.n_tokens = c->raw[0].capacity;
+    rows.learnt = true;
+    for (int i = TQKV__KEYS; i <= TQKV__VALUES; i++) {
+        const tqkv_store *raw = &c->raw[i];
+        if (!raw->head_dim) continue;
+        rows.at[i] = tqkv__buffer_within(c, memory, raw->codes);
+        rows.strides[i].token = (size_t)raw->head_dim;
+        rows.strides[i].head = (size_t)raw->capacity * (size_t)raw->head_dim;
+    }
+    return rows;
+}
+
+/* Learns centre and scale of the keys from what is raw, as tqkv__learn does. */
+static tqkv_result tqkv__add_learning(const tqkv_cache *c, tqkv_metal_buffer memory, tqkv_metal_plan *plan)
+{
+    const tqkv_metal_buffer none = {NULL, 0};
+    const tqkv__rows_in_buffers all = tqkv__raw_rows(c, memory);
+    const int n = all.n_tokens, first = n - c->exact_first >= TQKV__LEAST_POSITIONS ? c->exact_first : 0;
+    const tqkv__rows_in_buffers rows = tqkv__rows_after(c, &all, first);
+    tqkv_metal_store keys = tqkv__target_of_rows(c, memory, &rows, TQKV__KEYS);
+    const tqkv_metal_buffer results[2] = {keys.center, keys.channel_scale};
+    return tqkv__add_calibration(&keys, rows.at[TQKV__KEYS], rows.n_tokens, none, 0, 0, TQKV_PAIRS_NONE, results, plan);
+}
+
+/* Encodes the raw halves, and of the newest those that their rings hold at `end`: as tqkv__settle. */
+static tqkv_result tqkv__add_settling(const tqkv_cache *c, tqkv_metal_buffer memory, int64_t end, tqkv_metal_plan *plan)
+{
+    const tqkv__rows_in_buffers rows = tqkv__raw_rows(c, memory);
+    const int64_t oldest = end - tqkv__newest_room(c);
+    tqkv_metal_dispatch *learns = &plan->d[plan->n];
+    tqkv_result r = tqkv__add_learning(c, memory, plan);
+    if (r == TQKV_OK) learns->barrier = memory.buffer;
+    tqkv_metal_dispatch *reads = &plan->d[plan->n];
+    if (r == TQKV_OK) r = tqkv__add_rows(c, memory, &rows, TQKV__KEYS, TQKV__VALUES, plan);
+    if (r != TQKV_OK) return r;
+    reads->barrier = memory.buffer;
+    r = tqkv__add_first(c, memory, &rows, false, plan);
+    if (r != TQKV_OK || oldest >= rows.n_tokens) return r;
+    const tqkv__rows_in_buffers newest = tqkv__rows_after(c, &rows, oldest > 0 ? (int)oldest : 0);
+    return tqkv__add_rows(c, memory, &newest, TQKV__LAST_KEYS, TQKV__LAST_VALUES, plan);
+}
+
+/* Does what a cache that learns does with rows: those before its last raw position become halves, and their tails what
+   they will be. When it has that position it learns, encodes the halves and goes on. */
+static tqkv_result tqkv__add_raw(const tqkv_cache *c, tqkv_metal_buffer memory, const tqkv__rows_in_buffers *rows,
+                                 tqkv_metal_plan *plan)
+{
+    const int left = (int)(c->raw[0].capacity - rows->position);
+    const tqkv__rows_in_buffers now = tqkv__rows_until(rows, left);
+    tqkv_result r = tqkv__add_streams(c, memory, &now, TQKV__RAW, plan);
+    if (r == TQKV_OK) r = tqkv__add_rows(c, memory, &now, TQKV__TAIL, TQKV__TAIL, plan);
+    if (r == TQKV_OK) r = tqkv__add_first(c, memory, &now, true, plan);
+    if (r != TQKV_OK || now.n_tokens < left) return r;
+    r = tqkv__add_settling(c, memory, rows->position + rows->n_tokens, plan);
+    if (r != TQKV_OK || rows->n_tokens == left) return r;
+    tqkv__rows_in_buffers rest = tqkv__rows_after(c, rows, left);
+    rest.learnt = true;
+    return tqkv__add_coded(c, memory, &rest, plan);
+}
+
+/* Whether a GPU can append n_tokens to a cache in its memory, or attend with n_raw queries that read rows as they came:
+   that is one allocation, of all that kernels read and write. */
+static tqkv_result tqkv__check_on_gpu(const tqkv_cache *c, int n_tokens, int n_raw)
 {
     const int64_t wanted = (int64_t)c->exact_last + n_tokens - 1;
+    if (c->raw_memory && (c->learning || n_raw))
+        return TQKV__REFUSE(UNSUPPORTED, "calibrate: its halves lie apart in a cache without a context (metal)");
     if (c->grown) return TQKV__REFUSE(UNSUPPORTED, "the processor has appended more tokens than exact_batch");
     if (tqkv__newest_room(c) && n_tokens &&
         (wanted < c->keys.capacity ? wanted : c->keys.capacity) > tqkv__newest_room(c))
@@ -62,15 +208,41 @@ static tqkv_result tqkv__check_on_gpu(const tqkv_cache *c, int n_tokens)
     return TQKV_OK;
 }
 
-/* The tail, whose rows lie apart from the keys, and in a ring its first positions. */
-static tqkv_result tqkv__add_tail(const tqkv_cache *c, tqkv_metal_buffer memory, const tqkv_store *to,
-                                  tqkv_metal_buffer rows, tqkv_strides strides, const tqkv__mapping *mapping,
-                                  tqkv_metal_buffer not_finite, tqkv_metal_plan *plan)
+/* Returns the caller's rows, from the cache's end on. Those of a tail come as v, or behind all of the keys'. */
+static tqkv_result tqkv__open_rows(const tqkv_cache *c, const tqkv_cache_layout *layout, tqkv_metal_buffer k,
+                                   tqkv_metal_buffer v, int n_tokens, tqkv_metal_buffer not_finite,
+                                   tqkv__rows_in_buffers *rows)
 {
-    tqkv_metal_store tail = tqkv__store_in_buffer(c, memory, to);
-    tail.shape.type = c->tail.type;
-    tail.shape.strides = strides;
-    return tqkv__add_encode(&tail, rows, mapping, not_finite, plan);
+    const tqkv_cache_layout own = tqkv__layout_of_call(c, layout);
+    tqkv__stream keys;
+    size_t bytes;
+    tqkv_store shape = c->keys;
+    memset(rows, 0, sizeof *rows);
+    rows->at[TQKV__KEYS] = k;
+    rows->at[TQKV__VALUES] = rows->at[TQKV__TAIL] = v;
+    rows->strides[TQKV__KEYS] = own.k;
+    rows->strides[TQKV__VALUES] = rows->strides[TQKV__TAIL] = own.v;
+    rows->type = c->keys.type;
+    rows->n_tokens = n_tokens;
+    rows->position = c->attention.end;
+    rows->not_finite = not_finite;
+    if (c->shared || !c->tail.head_dim) return TQKV_OK;
+    shape.strides = own.k;
+    tqkv_result r = tqkv__stream_shape(&shape, &keys);
+    if (r == TQKV_OK) r = tqkv__plan_extent(&keys, n_tokens, &bytes);
+    if (r != TQKV_OK) return r;
+    rows->at[TQKV__TAIL] = tqkv__buffer_after(k, bytes);
+    memset(&rows->strides[TQKV__TAIL], 0, sizeof rows->strides[TQKV__TAIL]);
+    return TQKV_OK;
+}
+
+/* Whether the cache has room for them. */
+static tqkv_result tqkv__check_room(const tqkv_cache *c, int n_tokens)
+{
+    tqkv__stream s;
+    if (n_tokens < 0) return TQKV__INVALID("n_tokens is negative");
+    const tqkv_result r = tqkv__stream_shape(&c->keys, &s);
+    return r == TQKV_OK ? tqkv__check_positions(&s, n_tokens, c->attention.end) : r;
 }
 
 TQKV_API tqkv_result tqkv_metal_plan_cache_append(const tqkv_cache *c, tqkv_metal_buffer memory,
@@ -78,43 +250,23 @@ TQKV_API tqkv_result tqkv_metal_plan_cache_append(const tqkv_cache *c, tqkv_meta
                                                   tqkv_metal_buffer v, int n_tokens, tqkv_metal_buffer not_finite,
                                                   tqkv_metal_plan *plan)
 {
+    tqkv__rows_in_buffers rows;
     if (!tqkv__open_plan(plan, "cache_append")) return TQKV__INVALID(TQKV__NO_PLAN);
     if (!c) return tqkv__close_plan(plan, TQKV__INVALID("the cache is NULL"));
-    const bool tail = c->tail.head_dim > 0, apart = tail && !c->shared;
-    const tqkv__mapping mapping = tqkv__mapping_from(n_tokens, c->attention.end);
-    const tqkv_cache_layout own = tqkv__layout_of_call(c, layout);
-    const tqkv_strides strides[] = {own.k, own.v};
-    const tqkv_metal_buffer rows[] = {k, v};
-    tqkv_metal_buffer tail_rows = v;
-    tqkv_strides tail_strides = own.v;
-    tqkv_metal_store keys = tqkv__store_in_buffer(c, memory, &c->keys),
-                     others = tqkv__store_in_buffer(c, memory, tail && !apart ? &c->tail : &c->values);
-    keys.shape.strides = own.k;
-    others.shape.strides = own.v;
-    tqkv_result r = tqkv__check_on_gpu(c, n_tokens);
-    if (r == TQKV_OK)
-        r = c->shared && !tail ? tqkv__add_encode(&keys, k, &mapping, not_finite, plan)
-                               : tqkv__add_encode_kv(&keys, &others, k, v, &mapping, not_finite, plan);
-    if (r == TQKV_OK && apart) { /* its rows come behind all of the keys' */
-        const tqkv_strides none = {0, 0};
-        const tqkv_metal_binding *of_keys = tqkv__binding_at(&plan->d[0], 1);
-        tail_rows = tqkv__buffer_after(of_keys->at, of_keys->size);
-        tail_strides = none;
-        r = tqkv__add_tail(c, memory, &c->tail, tail_rows, tail_strides, &mapping, not_finite, plan);
-    }
-    const int64_t left = c->exact_first - c->attention.end;
-    if (r == TQKV_OK && tqkv__has_store(c, TQKV__FIRST_TAIL) && (left > 0 || !n_tokens)) {
-        const tqkv__mapping kept =
-            tqkv__mapping_from(left < n_tokens && n_tokens ? (int)left : n_tokens, n_tokens ? c->attention.end : 0);
-        r = tqkv__add_tail(c, memory, TQKV__STORE_AT(c, TQKV__FIRST_TAIL), tail_rows, tail_strides, &kept, not_finite,
-                           plan);
-    }
-    if (r == TQKV_OK) r = tqkv__plan_halves(c, memory, strides, TQKV__FIRST_KEYS, rows, n_tokens, not_finite, plan);
-    if (r == TQKV_OK) r = tqkv__plan_halves(c, memory, strides, TQKV__LAST_KEYS, rows, n_tokens, not_finite, plan);
+    tqkv_result r = tqkv__check_on_gpu(c, n_tokens, 0);
+    if (r == TQKV_OK) r = tqkv__check_room(c, n_tokens);
+    if (r == TQKV_OK) r = tqkv__open_rows(c, layout, k, v, n_tokens, not_finite, &rows);
+    if (r == TQKV_OK) r = c->learning ? tqkv__add_raw(c, memory, &rows, plan) : tqkv__add_coded(c, memory, &rows, plan);
     return tqkv__close_plan(plan, r);
 }
 
-TQKV_API void tqkv_metal_cache_appended(tqkv_cache *c, int n_tokens) { tqkv__cache_advance(c, n_tokens); }
+TQKV_API void tqkv_metal_cache_appended(tqkv_cache *c, int n_tokens) { tqkv__count_append(c, n_tokens); }
+
+TQKV_API tqkv_result tqkv_metal_cache_failed(tqkv_cache *c, int64_t end)
+{
+    if (!c) return TQKV__INVALID("the cache is NULL");
+    return tqkv__count_failed(c, end);
+}
 
 /* The attention of a cache over its stores, with the lists and the tree of `some`. */
 typedef struct tqkv__cache_call {
@@ -127,49 +279,155 @@ static const tqkv_metal_store *tqkv__store_of_call(const tqkv_cache *c, const tq
     return tqkv__store_of(c, i) ? &call->stores[i] : NULL;
 }
 
-/* As it is now, of one query. */
-static void tqkv__open_cache_call(const tqkv_cache *c, tqkv_metal_buffer memory, const tqkv_metal_attention *some,
+/* Takes the lists and the tree of queries from number `first` on. */
+static void tqkv__take_some_buffers(const tqkv_metal_attention *some, int first, tqkv_metal_attention *a)
+{
+    const tqkv_attention *call = &some->attention;
+    const size_t heads = (size_t)(call->list_heads > 0 ? call->list_heads : 1),
+                 skipped = (size_t)first * heads * (size_t)(call->list_length > 0 ? call->list_length : 0);
+    a->tree = some->tree;
+    a->list = some->list;
+    if (skipped) a->list = tqkv__buffer_after(some->list, skipped * sizeof(int32_t));
+    a->attention.tree = call->tree;
+    a->attention.list = call->list ? call->list + skipped : NULL;
+    a->attention.list_length = call->list_length;
+    a->attention.list_heads = call->list_heads;
+    a->attention.list_block = call->list_block;
+    a->attention.list_newest = call->list_newest;
+}
+
+/* Opens a call of one query, over the cache's streams (0), or over what is raw of them (TQKV__RAW). */
+static void tqkv__open_cache_call(const tqkv_cache *c, tqkv_metal_buffer memory, const tqkv_attention *view, int first,
                                   tqkv__cache_call *call)
 {
-    const int values = c->shared ? TQKV__KEYS : TQKV__VALUES;
     tqkv_metal_attention *a = &call->attention;
     memset(call, 0, sizeof *call);
     for (int i = 0; i < TQKV__CACHE_STORES; i++)
         if (tqkv__store_of(c, i)) call->stores[i] = tqkv__store_in_buffer(c, memory, tqkv__store_of(c, i));
-    a->attention = tqkv_cache_view(c);
+    a->attention = *view;
     if (!a->attention.kv_len) a->attention.end = 0; /* nothing is resident; kv_len alone would be its default */
-    a->keys = &call->stores[TQKV__KEYS];
-    a->values = &call->stores[values];
-    a->tail = tqkv__store_of_call(c, call, TQKV__TAIL);
+    a->keys = &call->stores[first + TQKV__KEYS];
+    a->values = &call->stores[first + (c->shared ? TQKV__KEYS : TQKV__VALUES)];
+    a->tail = tqkv__store_of_call(c, call, first + TQKV__TAIL);
+    a->matrix_group = c->matrix_group;
+    if (c->attention.sinks) a->sinks = tqkv__buffer_within(c, memory, c->attention.sinks);
+}
+
+/* Opens a call over codes and what is kept besides. learnt: as they will be when the cache has learned */
+static void tqkv__open_coded_call(const tqkv_cache *c, tqkv_metal_buffer memory, bool learnt, tqkv__cache_call *call)
+{
+    const tqkv_attention view = tqkv__view_codes(c);
+    const int values = c->shared ? TQKV__KEYS : TQKV__VALUES;
+    tqkv_metal_attention *a = &call->attention;
+    tqkv__open_cache_call(c, memory, &view, 0, call);
     a->first_keys = tqkv__store_of_call(c, call, TQKV__FIRST_KEYS);
     a->first_tail = tqkv__store_of_call(c, call, TQKV__FIRST_TAIL);
     a->first_values = tqkv__store_of_call(c, call, TQKV__FIRST_KEYS + values);
     a->last_keys = tqkv__store_of_call(c, call, TQKV__LAST_KEYS);
     a->last_values = tqkv__store_of_call(c, call, TQKV__LAST_KEYS + values);
-    a->matrix_group = c->matrix_group;
-    if (c->attention.sinks) a->sinks = tqkv__buffer_within(c, memory, c->attention.sinks);
-    if (!some) return;
-    a->tree = some->tree;
-    a->list = some->list;
-    a->attention.tree = some->attention.tree;
-    a->attention.list = some->attention.list;
-    a->attention.list_length = some->attention.list_length;
-    a->attention.list_heads = some->attention.list_heads;
-    a->attention.list_block = some->attention.list_block;
-    a->attention.list_newest = some->attention.list_newest;
+    for (int i = 0; learnt && i < TQKV__RAW; i++)
+        if (tqkv__stream_kinds[i].side == TQKV__KEYS && tqkv__has_store(c, i))
+            tqkv__take_learnt_buffers(c, memory, &call->stores[i]);
+}
+
+/* Opens a call over what is raw: of n_queries queries, the last of which stands before `end`. */
+static void tqkv__open_raw_call(const tqkv_cache *c, tqkv_metal_buffer memory, int64_t end, int n_queries,
+                                tqkv__cache_call *call)
+{
+    const tqkv_attention view = tqkv__raw_attention(c, end, n_queries);
+    tqkv__open_cache_call(c, memory, &view, TQKV__RAW, call);
+}
+
+/* Finds the scratch of both kinds of queries; they may run at the same time. coded: the bytes of those that read
+   codes */
+static tqkv_result tqkv__scratch_of_cache(const tqkv_cache *c, const tqkv_metal_attention *some, int n_queries,
+                                          size_t *coded, size_t *bytes)
+{
+    const tqkv_metal_buffer none = {NULL, 0};
+    tqkv__cache_call call;
+    size_t raw = 0;
+    tqkv__open_coded_call(c, none, false, &call);
+    if (some) tqkv__take_some_buffers(some, 0, &call.attention);
+    call.attention.attention.n_queries = n_queries;
+    call.attention.attention.exact_first = c->exact_first; /* as many as there will ever be */
+    call.attention.attention.exact_last = c->exact_last;
+    tqkv_result r = tqkv_metal_plan_attend_scratch(&call.attention, coded);
+    *coded = (*coded + 15) / 16 * 16;
+    if (r == TQKV_OK && c->reads_raw && !c->raw_memory) {
+        tqkv__open_raw_call(c, none, 0, n_queries, &call);
+        if (some) tqkv__take_some_buffers(some, 0, &call.attention);
+        r = tqkv_metal_plan_attend_scratch(&call.attention, &raw);
+    }
+    if (r != TQKV_OK) return r;
+    if (raw > SIZE_MAX - *coded) return TQKV__INVALID(TQKV__LARGE_SCRATCH);
+    *bytes = *coded + raw;
+    return TQKV_OK;
 }
 
 TQKV_API tqkv_result tqkv_metal_plan_cache_scratch(const tqkv_cache *c, const tqkv_metal_attention *some, int n_queries,
                                                    size_t *bytes)
 {
-    const tqkv_metal_buffer none = {NULL, 0};
-    tqkv__cache_call call;
+    size_t coded = 0;
     if (!c || n_queries <= 0) return TQKV__INVALID(TQKV__NO_CACHE_QUERIES);
-    tqkv__open_cache_call(c, none, some, &call);
-    call.attention.attention.n_queries = n_queries;
-    call.attention.attention.exact_first = c->exact_first; /* as many as there will ever be */
-    call.attention.attention.exact_last = c->exact_last;
-    return tqkv_metal_plan_attend_scratch(&call.attention, bytes);
+    if (!bytes) return TQKV__INVALID("bytes is NULL");
+    return tqkv__scratch_of_cache(c, some, n_queries, &coded, bytes);
+}
+
+/* The queries of a call, their buffers, and where the outputs go. */
+typedef struct tqkv__queries_in_buffers {
+    const tqkv_metal_attention *some; /* or NULL */
+    tqkv_metal_buffer q, scratch, out;
+    tqkv_cache_layout layout;
+    int n_queries;
+} tqkv__queries_in_buffers;
+
+/* Adds the attention of n queries from number `first` on. */
+static tqkv_result tqkv__add_cache_call(const tqkv__queries_in_buffers *from, int first, int n, tqkv__cache_call *call,
+                                        tqkv_metal_plan *plan)
+{
+    tqkv_metal_attention *a = &call->attention;
+    const int n_heads = a->attention.n_heads,
+              key_dim = a->keys->shape.head_dim + (a->tail ? a->tail->shape.head_dim : 0);
+    const tqkv_strides of_q = tqkv__strides_of(from->layout.q, n_heads, key_dim),
+                       of_out = tqkv__strides_of(from->layout.out, n_heads, a->values->shape.head_dim);
+    const size_t skipped = (size_t)first;
+    if (from->some) tqkv__take_some_buffers(from->some, first, a);
+    a->attention.n_queries = n;
+    a->attention.query_strides = from->layout.q;
+    a->attention.output_strides = from->layout.out;
+    tqkv_metal_buffer q = from->q, out = from->out;
+    if (first) {
+        q = tqkv__buffer_after(q, skipped * of_q.token * tqkv__type_size(a->attention.query_type));
+        out = tqkv__buffer_after(out, skipped * of_out.token * tqkv__type_size(a->attention.output_type));
+    }
+    tqkv__attend_buffers b = tqkv__buffers_of_call(q, from->scratch, out);
+    return tqkv__add_attention(a, 0, 0, &b, plan);
+}
+
+/* Attends for all queries. The first n_raw queries stand where rows are read raw. With a tree, which counts from the
+   first query of a call, all the others' call has them, too, and theirs comes after it. */
+static tqkv_result tqkv__add_cut_call(const tqkv_cache *c, tqkv_metal_buffer memory,
+                                      const tqkv__queries_in_buffers *from, int n_raw, tqkv_metal_plan *plan)
+{
+    tqkv__cache_call call;
+    tqkv__queries_in_buffers raw = *from;
+    size_t coded = 0, bytes;
+    const int n = from->n_queries;
+    const bool whole = n_raw && n_raw < n && from->some && from->some->tree.buffer;
+    tqkv_result r = TQKV_OK;
+    if (n_raw < n) {
+        const int first = whole ? 0 : n_raw;
+        tqkv__open_coded_call(c, memory, false, &call);
+        r = tqkv__add_cache_call(from, first, n - first, &call, plan);
+        if (r == TQKV_OK && n_raw) r = tqkv__scratch_of_cache(c, from->some, n, &coded, &bytes);
+    }
+    if (r != TQKV_OK || !n_raw) return r;
+    const int before = plan->n;
+    raw.scratch = tqkv__buffer_after(from->scratch, coded);
+    tqkv__open_raw_call(c, memory, c->attention.end - (n - n_raw), n_raw, &call);
+    r = tqkv__add_cache_call(&raw, 0, n_raw, &call, plan);
+    if (r == TQKV_OK && whole) plan->d[before].barrier = from->out.buffer;
+    return r;
 }
 
 TQKV_API tqkv_result tqkv_metal_plan_cache_attend(const tqkv_cache *c, tqkv_metal_buffer memory,
@@ -177,15 +435,11 @@ TQKV_API tqkv_result tqkv_metal_plan_cache_attend(const tqkv_cache *c, tqkv_meta
                                                   tqkv_metal_buffer q, int n_queries, tqkv_metal_buffer scratch,
                                                   tqkv_metal_buffer out, tqkv_metal_plan *plan)
 {
-    tqkv__cache_call call;
     if (!tqkv__open_plan(plan, "attend")) return TQKV__INVALID(TQKV__NO_PLAN);
     if (!c || n_queries <= 0) return tqkv__close_plan(plan, TQKV__INVALID(TQKV__NO_CACHE_QUERIES));
-    const tqkv_result r = tqkv__check_on_gpu(c, 0);
+    const int n_raw = tqkv__raw_queries(c, n_queries);
+    const tqkv_result r = tqkv__check_on_gpu(c, 0, n_raw);
     if (r != TQKV_OK) return tqkv__close_plan(plan, r);
-    const tqkv_cache_layout own = tqkv__layout_of_call(c, layout);
-    tqkv__open_cache_call(c, memory, some, &call);
-    call.attention.attention.n_queries = n_queries;
-    call.attention.attention.query_strides = own.q;
-    call.attention.attention.output_strides = own.out;
-    return tqkv_metal_plan_attend(&call.attention, q, scratch, out, plan);
+    const tqkv__queries_in_buffers from = {some, q, scratch, out, tqkv__layout_of_call(c, layout), n_queries};
+    return tqkv__close_plan(plan, tqkv__add_cut_call(c, memory, &from, n_raw, plan));
 }

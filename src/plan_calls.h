@@ -1,6 +1,6 @@
 /* >>plan-calls: the calls of attention on a GPU. */
 
-/* All its dispatches. */
+/* Adds all dispatches of an attention. */
 static tqkv_result tqkv__add_attention(const tqkv_metal_attention *from, int64_t first, int count,
                                        tqkv__attend_buffers *b, tqkv_metal_plan *plan)
 {
@@ -118,8 +118,8 @@ static tqkv_result tqkv__add_scratch_of_end(const tqkv__attention *a, int last, 
     return TQKV_OK;
 }
 
-/* The most scratch for any `end`. A window takes most stretches and sections where it begins with the last slot of a
-   section. If the whole store takes sections, a slice of it may take stretches, up to their limit. */
+/* Finds the most scratch for any `end`. A window takes most stretches and sections where it begins with the last slot
+   of a section. If the whole store takes sections, a slice of it may take stretches, up to their limit. */
 static tqkv_result tqkv__plan_most_scratch(tqkv__attention *a, size_t most_sums, size_t *bytes)
 {
     tqkv__split split;

@@ -1,6 +1,6 @@
 /* >>plan-index: the scores of an index and the choice of blocks */
 
-/* tqkv__index_shape of `from` */
+/* Does what tqkv__index_shape does, for `from`. */
 static tqkv_result tqkv__plan_index_open(const tqkv_metal_index *from, tqkv__index *x)
 {
     static const int32_t not_known[1] = {0};
@@ -19,7 +19,7 @@ static tqkv_result tqkv__plan_index_open(const tqkv_metal_index *from, tqkv__ind
     return call.end > INT_MAX ? TQKV__REFUSE(UNSUPPORTED, "an index of 2^31 keys: not on a GPU") : TQKV_OK;
 }
 
-/* The keys before seen + (rest + i) / ratio are at positions that query i sees. */
+/* Finds `seen` and `rest`: the keys before seen + (rest + i) / ratio are at positions that query i sees. */
 static void tqkv__plan_keys_seen(const tqkv__index *x, int32_t *seen, int32_t *rest)
 {
     const int64_t first = x->call.positions - x->a.call.n_queries + 1, ratio = x->call.ratio, end = x->a.call.end;
@@ -28,7 +28,7 @@ static void tqkv__plan_keys_seen(const tqkv__index *x, int32_t *seen, int32_t *r
     *rest = (int32_t)(first - whole * ratio);
 }
 
-/* Blocks of a threadgroup: 256 threadgroups if that gives each 128 keys, and most 1024. */
+/* Returns the blocks of a threadgroup: 256 threadgroups if that gives each 128 keys, and most 1024. */
 static int tqkv__index_blocks_each(const tqkv__index *x)
 {
     const int64_t keys = (x->a.call.end - x->a.first) * x->a.call.n_queries / 256 / 128 * 128;
@@ -120,8 +120,8 @@ TQKV_API tqkv_result tqkv_metal_plan_index_scores(const tqkv_metal_index *from, 
     return tqkv__close_plan(plan, tqkv__add_scores(from, q, scores, plan));
 }
 
-/* How the resident blocks of a row are divided: one threadgroup up to 16384, or where many queries fill the GPU. Else at most
-   64 chunks of a multiple of 4096 blocks, four a thread. */
+/* How the resident blocks of a row are divided: one threadgroup up to 16384, or where many queries fill the GPU. Else
+   at most 64 chunks of a multiple of 4096 blocks, four a thread. */
 enum { TQKV__CHOOSE_BLOCKS = 4096, TQKV__CHOOSE_CHUNKS = 64, TQKV__CHOOSE_QUERIES = 16 };
 
 static bool tqkv__chooses_alone(int64_t n_blocks, int n_queries)
@@ -137,7 +137,7 @@ static void tqkv__plan_chunks(int64_t n_blocks, int n_queries, tqkv__choose_args
     args->n_chunks = (int32_t)(alone ? 1 : (n_blocks + args->chunk - 1) / args->chunk);
 }
 
-/* Words of a query. That of fewer blocks is not larger. */
+/* Returns the words of scratch of a query. That of fewer blocks is not larger. */
 static size_t tqkv__choose_words(int64_t n_blocks, int n_queries)
 {
     const size_t chunks = TQKV__CHOOSE_CHUNKS, blocks = (size_t)n_blocks;

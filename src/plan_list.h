@@ -1,6 +1,6 @@
 /* >>plan-list: which tiles lists of blocks name. */
 
-/* Whether these are integers. */
+/* Refuses what these integers cannot count. */
 static tqkv_result tqkv__check_non_causal(const tqkv__attention *a)
 {
     if (!a->call.non_causal || a->call.end - a->first + a->call.n_queries <= INT_MAX / 2) return TQKV_OK;
@@ -25,7 +25,7 @@ static size_t tqkv__list_rows_size(const tqkv__attention *a)
     return a->call.list ? ((size_t)a->call.n_queries * (size_t)a->call.list_heads * row + 15) / 16 * 16 : 0;
 }
 
-/* Positions of its block before the oldest resident one. */
+/* Returns the positions of its block before the oldest resident one. */
 static int tqkv__list_inside(const tqkv__attention *a) { return (int)(a->first % a->call.list_block); }
 
 /* Whether positions up to slice_end have ascending slots, and enough before them, so that ranks can take slots. */
@@ -36,8 +36,9 @@ static bool tqkv__list_in_order(const tqkv__attention *a, int64_t slice_end)
     return slot >= tqkv__list_inside(a) && slot + (slice_end - a->first) <= a->keys.capacity;
 }
 
-/* The slot of the first position of the block of the oldest resident one. Of newest halves, whose ring is short and whose oldest
-   position depends on all queries of the call: its slot in a stretch, so that a query's ranks are divided as if it were alone. */
+/* Returns the slot of the first position of the block of the oldest resident one. Of newest halves, whose ring is short
+   and whose oldest position depends on all queries of the call: its slot in a stretch, so that a query's ranks are
+   divided as if it were alone. */
 static int64_t tqkv__list_base(const tqkv__attention *a, int64_t slice_end)
 {
     const int64_t length = TQKV__STRETCH_TILES * TQKV__SIMD_WIDTH;
@@ -46,8 +47,8 @@ static int64_t tqkv__list_base(const tqkv__attention *a, int64_t slice_end)
     return tqkv__slot(&a->keys, a->first) - tqkv__list_inside(a);
 }
 
-/* The first position, counted from the oldest resident one, of the block where the window of a query begins, or its newest
-   halves. */
+/* Returns the first position, counted from the oldest resident one, of the block where the window of a query begins, or
+   its newest halves. */
 static int64_t tqkv__window_block(const tqkv__attention *a, int query)
 {
     int32_t newest, window;
@@ -58,8 +59,8 @@ static int64_t tqkv__window_block(const tqkv__attention *a, int query)
     return (from + tqkv__list_inside(a)) / a->call.list_block * a->call.list_block;
 }
 
-/* The tiles of ranks: from that of the first query's on, and before *end; with ascending slots not beyond the *end that there
-   was. */
+/* Finds the tiles of ranks: from that of the first query's on, and before *end; with ascending slots not beyond the
+   *end that there was. */
 static void tqkv__listed_tiles(const tqkv__attention *a, int64_t slice_end, int64_t *first, int64_t *end)
 {
     const tqkv_attention *c = &a->call;
@@ -80,8 +81,9 @@ static bool tqkv__has_small_pages(const tqkv__attention *a)
     return a->keys.page_size % 64 || a->values.page_size % 64;
 }
 
-/* A division by the tiles of a page, d: a GPU takes tens of instructions for one. With 2^shift < d <= 2^(shift+1) the factor
-   2^(32+shift) / d, rounded up, is at most d / 2^(32+shift) of itself too large: that is exact for tiles below 2^26. */
+/* Plans a division by the tiles of a page, d: a GPU takes tens of instructions for one. With 2^shift < d <= 2^(shift+1)
+   the factor 2^(32+shift) / d, rounded up, is at most d / 2^(32+shift) of itself too large: that is exact for tiles
+   below 2^26. */
 static void tqkv__plan_division(int page_size, uint32_t *factor, int32_t *shift)
 {
     const int tiles = page_size / TQKV__SIMD_WIDTH;

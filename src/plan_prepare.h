@@ -15,13 +15,13 @@ static tqkv_result tqkv__check_visit(tqkv_metal_visit visit, int max_queries)
     return visit && max_queries >= 0 ? TQKV_OK : TQKV__INVALID("visit is NULL, or max_queries negative");
 }
 
-/* planned: the result of what made the plan */
+/* Visits a plan. planned: the result of what made it */
 static tqkv_result tqkv__visit(tqkv__visitor *v, tqkv_result planned)
 {
     return planned == TQKV_OK ? v->visit(v->user, &v->plan) : planned;
 }
 
-/* As planned, and for a page table that is shorter than a tile where it is not, or the reverse. */
+/* Visits a plan as it is, and for a page table that is shorter than a tile where it is not, or the reverse. */
 static tqkv_result tqkv__visit_tables(tqkv__visitor *v, tqkv_result planned)
 {
     bool other = false;
@@ -37,7 +37,7 @@ static tqkv_result tqkv__visit_tables(tqkv__visitor *v, tqkv_result planned)
     return other ? tqkv__visit(v, r) : r;
 }
 
-/* Attention, alone and in batches. */
+/* Visits attention, alone and in batches. */
 static tqkv_result tqkv__visit_attention(tqkv__visitor *v, tqkv_result planned, bool batches)
 {
     const tqkv_result r = tqkv__visit_tables(v, planned);
@@ -46,7 +46,7 @@ static tqkv_result tqkv__visit_attention(tqkv__visitor *v, tqkv_result planned, 
     return tqkv__visit_tables(v, r);
 }
 
-/* What writes keys and values, or one of them. */
+/* Visits what writes keys and values, or one of them. */
 static tqkv_result tqkv__visit_encoding(tqkv__visitor *v, const tqkv_metal_store *keys, const tqkv_metal_store *values)
 {
     const tqkv_metal_buffer none = {NULL, 0};
@@ -55,7 +55,7 @@ static tqkv_result tqkv__visit_encoding(tqkv__visitor *v, const tqkv_metal_store
                                          : tqkv_metal_plan_encode(keys ? keys : values, none, 0, 0, none, &v->plan));
 }
 
-/* Slices of it, their merge and their end. */
+/* Visits slices of an attention, their merge and their end. */
 static tqkv_result tqkv__visit_slices(tqkv__visitor *v, const tqkv_metal_attention *a)
 {
     const tqkv_metal_buffer none = {NULL, 0};
@@ -68,7 +68,7 @@ static tqkv_result tqkv__visit_slices(tqkv__visitor *v, const tqkv_metal_attenti
     return r == TQKV_OK ? tqkv__visit(v, tqkv_metal_plan_attend_finish(a, none, none, none, none, &v->plan)) : r;
 }
 
-/* The store without the processor's copy of its page table. */
+/* Returns the store without the processor's copy of its page table. */
 static tqkv_metal_store tqkv__any_pages(const tqkv_metal_store *s)
 {
     tqkv_metal_store any = *s;
@@ -102,7 +102,7 @@ static bool tqkv__prepares(int n, int max_queries)
     return n <= (max_queries ? max_queries : 1) && n <= TQKV__MOST_PREPARED;
 }
 
-/* Attention of all numbers of queries. call: in all regions */
+/* Visits attention of all numbers of queries. call: in all regions */
 static tqkv_result tqkv__visit_queries(tqkv__visitor *v, tqkv_metal_attention *call, int max_queries, int also)
 {
     const tqkv_metal_buffer none = {NULL, 0};
@@ -167,22 +167,45 @@ TQKV_API tqkv_result tqkv_metal_plan_index_prepare(const tqkv_metal_index *x, in
     return r;
 }
 
+/* Appending. A cache that learns also keeps halves, learns and encodes these. */
+static tqkv_result tqkv__visit_append(const tqkv_cache *c, tqkv_metal_buffer memory, tqkv__visitor *v)
+{
+    const tqkv_metal_buffer none = {NULL, 0};
+    tqkv__rows_in_buffers rows;
+    tqkv_result r = tqkv__check_on_gpu(c, 0, 0);
+    if (r == TQKV_OK) r = tqkv__open_rows(c, NULL, none, none, 0, none, &rows);
+    if (r != TQKV_OK) return r;
+    rows.position = 0;
+    rows.learnt = c->learning;
+    (void)tqkv__open_plan(&v->plan, "cache_append");
+    r = tqkv__visit(v, tqkv__close_plan(&v->plan, tqkv__add_coded(c, memory, &rows, &v->plan)));
+    if (r != TQKV_OK || !c->learning) return r;
+    rows.position = c->raw[0].capacity - 1;
+    rows.n_tokens = 1;
+    rows.learnt = false;
+    (void)tqkv__open_plan(&v->plan, "cache_append");
+    return tqkv__visit(v, tqkv__close_plan(&v->plan, tqkv__add_raw(c, memory, &rows, &v->plan)));
+}
+
 TQKV_API tqkv_result tqkv_metal_plan_cache_prepare(const tqkv_cache *c, tqkv_metal_buffer memory, int max_queries,
                                                    tqkv_metal_visit visit, void *user)
 {
-    const tqkv_metal_buffer none = {NULL, 0};
     tqkv__cache_call call;
     tqkv__visitor v;
+    tqkv_attention *a = &call.attention.attention;
     tqkv_result r = tqkv__check_visit(visit, max_queries);
     if (r == TQKV_OK && !c) r = TQKV__INVALID("the cache is NULL");
     if (r != TQKV_OK) return r;
     v.visit = visit;
     v.user = user;
-    r = tqkv__visit(&v, tqkv_metal_plan_cache_append(c, memory, NULL, none, none, 0, none, &v.plan));
-    if (r != TQKV_OK) return r;
-    tqkv__open_cache_call(c, memory, NULL, &call);
-    call.attention.attention.exact_first = c->exact_first;
-    call.attention.attention.exact_last = c->exact_last;
-    tqkv__take_all_regions(&call.attention.attention, &call.attention.keys->shape, &call.attention.values->shape);
+    if ((r = tqkv__visit_append(c, memory, &v)) != TQKV_OK) return r;
+    tqkv__open_coded_call(c, memory, c->learning, &call);
+    a->exact_first = c->exact_first;
+    a->exact_last = c->exact_last;
+    tqkv__take_all_regions(a, &call.attention.keys->shape, &call.attention.values->shape);
+    r = tqkv__visit_queries(&v, &call.attention, max_queries, 0);
+    if (r != TQKV_OK || !c->reads_raw || c->raw_memory) return r;
+    tqkv__open_raw_call(c, memory, 0, 1, &call);
+    tqkv__take_all_regions(a, &call.attention.keys->shape, &call.attention.values->shape);
     return tqkv__visit_queries(&v, &call.attention, max_queries, 0);
 }

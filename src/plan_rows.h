@@ -1,6 +1,7 @@
 /* >>plan-rows: bindings; encode, probe, decode, rotate */
 
-/* Follows tqkv__stream_shape and tqkv__attention_shape. value_dim: in calls of both streams, else head_dim */
+/* Checks whether there are kernels; follows tqkv__stream_shape and tqkv__attention_shape. value_dim: in calls of both
+   streams, else head_dim */
 static tqkv_result tqkv__check_kernels(int head_dim, int value_dim)
 {
     const bool wide = head_dim == TQKV__WIDE_KEYS && value_dim == TQKV__NARROW_VALUES;
@@ -11,15 +12,15 @@ static tqkv_result tqkv__check_kernels(int head_dim, int value_dim)
 /* Whether attend_matrix has sums of such rows in several simdgroups, TQKV__LONG_SIMDGROUPS a threadgroup. */
 static bool tqkv__is_long(int head_dim) { return head_dim == 448 || head_dim == 512; }
 
-/* tail_dim: 0 without a tail */
+/* Checks whether keys may have such a tail. tail_dim: 0 without one */
 static tqkv_result tqkv__check_tail(int head_dim, int tail_dim)
 {
     if (!tail_dim || tail_dim == TQKV__TAIL_DIM(head_dim)) return TQKV_OK;
     return TQKV__REFUSE(UNSUPPORTED, TQKV__KERNELS_TEXT);
 }
 
-/* The regions of a context that attention takes in dispatches of their own: first positions that are kept as halves, the codes,
-   last positions that are. */
+/* The regions of a context that attention takes in dispatches of their own: first positions that are kept as halves,
+   the codes, last positions that are. */
 enum { TQKV__FIRST_REGION, TQKV__CODES_REGION, TQKV__LAST_REGION, TQKV__REGIONS };
 
 /* What an attention dispatches, of those regions that there are. */
@@ -160,7 +161,7 @@ static bool tqkv__open_plan(tqkv_metal_plan *plan, const char *call)
     return true;
 }
 
-/* Ends it with the result of the call. */
+/* Ends a plan with the result of its call. */
 static tqkv_result tqkv__close_plan(tqkv_metal_plan *plan, tqkv_result r)
 {
     plan->result = r;
@@ -168,14 +169,14 @@ static tqkv_result tqkv__close_plan(tqkv_metal_plan *plan, tqkv_result r)
     return r;
 }
 
-/* Its next dispatch. */
+/* Returns the next dispatch of a plan. */
 static tqkv_metal_dispatch *tqkv__add_dispatch(tqkv_metal_plan *plan)
 {
     TQKV_ASSERT(plan->n < TQKV_METAL_DISPATCHES);
     return &plan->d[plan->n++];
 }
 
-/* What plans are made of is called, not inlined: a fifth of their code. */
+/* Adds arguments. What plans are made of is called, not inlined: a fifth of their code. */
 static TQKV__NOINLINE void tqkv__plan_args(tqkv_metal_dispatch *d, const void *args, size_t size)
 {
     TQKV_ASSERT(d->n_arguments < 2 && size <= TQKV_METAL_ARGUMENTS);
@@ -245,7 +246,7 @@ static tqkv_result tqkv__plan_table(const tqkv_metal_store *store, tqkv__stream 
     return store->shape.pages ? TQKV__INVALID("pages: no buffer") : TQKV_OK;
 }
 
-/* The shape of a store in buffers, without its table. */
+/* Takes the shape of a store in buffers, without its table. */
 static tqkv_result tqkv__plan_store(const tqkv_metal_store *store, tqkv_store *shape)
 {
     if (!store) return TQKV__INVALID("a store is NULL");
@@ -262,7 +263,7 @@ static tqkv_result tqkv__plan_open(const tqkv_metal_store *store, tqkv__stream *
     return r == TQKV_OK ? tqkv__plan_table(store, s) : r;
 }
 
-/* From here on positions take the place of slots: only the kernel looks at the table. */
+/* Lets positions take the place of slots: only the kernel looks at the table. */
 static tqkv_result tqkv__plan_positions(tqkv__stream *s)
 {
     const int64_t room = (int64_t)s->n_pages * s->page_size;
@@ -301,7 +302,7 @@ static void tqkv__plan_bind_flag(tqkv_metal_dispatch *d, int index, tqkv_metal_b
     tqkv__plan_bind(d, "not_finite", index, at, at.buffer ? sizeof(uint32_t) : 0, true);
 }
 
-/* The buffer `bytes` further on. An offset that would wrap becomes one beyond the end of any buffer. */
+/* Returns the buffer `bytes` further on. An offset that would wrap becomes one beyond the end of any buffer. */
 static tqkv_metal_buffer tqkv__buffer_after(tqkv_metal_buffer at, size_t bytes)
 {
     const size_t last = SIZE_MAX - 15;
@@ -325,7 +326,7 @@ static tqkv_result tqkv__check_strides(tqkv_strides strides)
     return TQKV__REFUSE(UNSUPPORTED, "strides of 2^32 values or more: not on a GPU");
 }
 
-/* Of q, of the output and of the sums of a slice. */
+/* Checks the strides of q, of the output and of the sums of a slice. */
 static tqkv_result tqkv__check_call_strides(const tqkv__attention *a)
 {
     const tqkv_strides none = {0, 0};
@@ -334,7 +335,7 @@ static tqkv_result tqkv__check_call_strides(const tqkv__attention *a)
     return r == TQKV_OK ? tqkv__check_strides(tqkv__strides_of(none, a->call.n_heads, a->value_dim)) : r;
 }
 
-/* The bytes of the caller's rows of so many tokens, with gaps. As floats without gaps they have a size, too. */
+/* Finds the bytes of the caller's rows of so many tokens, with gaps. As floats without gaps they have a size, too. */
 static TQKV__NOINLINE tqkv_result tqkv__plan_extent(const tqkv__stream *s, int n_tokens, size_t *bytes)
 {
     const size_t size = tqkv__type_size(s->type);
@@ -345,8 +346,8 @@ static TQKV__NOINLINE tqkv_result tqkv__plan_extent(const tqkv__stream *s, int n
     return tqkv__check_strides(s->strides);
 }
 
-/* Adds arguments for the rows of tokens from `position` on. slots: of a KV head in memory. What encodes has bound its flag
-   before, as its first buffer. */
+/* Adds arguments for the rows of tokens from `position` on. slots: of a KV head in memory. What encodes has bound its
+   flag before, as its first buffer. */
 static tqkv_result tqkv__plan_rows(tqkv_metal_dispatch *d, const tqkv__stream *s, int slot_list, int n_tokens,
                                    int64_t position)
 {
@@ -390,7 +391,7 @@ typedef struct tqkv__encode_stream {
     int center, pages, scale; /* indices */
 } tqkv__encode_stream;
 
-/* Memory at `index` for the rows of each simdgroup. Metal takes no empty memory. */
+/* Plans memory at `index` for the rows of each simdgroup. Metal takes no empty memory. */
 static void tqkv__plan_encode_memory(tqkv_metal_dispatch *d, int index, int head_dim)
 {
     const size_t rows = (size_t)TQKV__ROW_BYTES(head_dim, 1);
@@ -423,7 +424,8 @@ static tqkv_result tqkv__plan_mapping(const tqkv_store *shape, const tqkv__mappi
     return r == TQKV_OK ? tqkv__plan_check_pages(shape, mapping->position, n, true) : r;
 }
 
-/* Adds a stream to encode: arguments at index 0 or 4, then source, codes and norms; centre, pages and scales where it says. */
+/* Adds a stream to encode: arguments at index 0 or 4, then source, codes and norms; centre, pages and scales where it
+   says. */
 static tqkv_result tqkv__plan_stream(tqkv_metal_dispatch *d, const tqkv__encode_stream *e, const tqkv__mapping *mapping)
 {
     size_t all, kept;

@@ -19,7 +19,7 @@ static bool tqkv__same_table(const tqkv_metal_store *a, const tqkv_metal_store *
            (!a->pages.buffer || (x->n_pages == y->n_pages && x->page_size == y->page_size && x->pages == y->pages));
 }
 
-/* Of the bytes that a store takes from a buffer on, whether some belong to another store. */
+/* Whether some of the bytes that a store takes from a buffer on belong to another store. */
 static bool tqkv__stores_overlap(const tqkv_metal_store *a, const tqkv__stream *s, const tqkv_metal_store *b,
                                  const tqkv__stream *t)
 {
@@ -50,7 +50,8 @@ static bool tqkv__plan_shared(const tqkv_metal_attention *from, const tqkv__atte
            tqkv__same_buffer(from->keys->channel_scale, from->values->channel_scale);
 }
 
-/* Streams that share bytes must be one stream, or by their page tables two in one pool. The tail lies in the keys' slots. */
+/* Checks streams: those that share bytes must be one stream, or by their page tables two in one pool. The tail lies in
+   the keys' slots. */
 static tqkv_result tqkv__plan_check_streams(const tqkv_metal_attention *from, const tqkv__attention *a)
 {
     const tqkv__stream *k = &a->keys, *v = &a->values;
@@ -67,7 +68,7 @@ static tqkv_result tqkv__plan_check_streams(const tqkv_metal_attention *from, co
     return TQKV__INVALID("tail: overlaps the keys or the values");
 }
 
-/* The stores of the positions that are kept as halves. Their centres are buffers, too. */
+/* Takes the stores of the positions that are kept as halves. Their centres are buffers, too. */
 static tqkv_result tqkv__plan_end_shapes(const tqkv_metal_attention *from, tqkv__plan_call *call)
 {
     const tqkv_metal_store *const ends[2][2] = {{from->first_keys, from->first_values},
@@ -92,7 +93,7 @@ static tqkv_result tqkv__plan_end_shapes(const tqkv_metal_attention *from, tqkv_
     return TQKV_OK;
 }
 
-/* The store of a tail's first positions; follows what takes the tail. */
+/* Takes the store of a tail's first positions; follows what takes the tail. */
 static tqkv_result tqkv__plan_first_tail(const tqkv_metal_attention *from, tqkv__plan_call *call)
 {
     tqkv_attention *to = &call->attention;
@@ -108,11 +109,12 @@ static tqkv_result tqkv__plan_first_tail(const tqkv_metal_attention *from, tqkv_
     return TQKV_OK;
 }
 
-/* In place of what the processor does not know. A tree of as many queries as one has: none sees any of its positions. */
+/* These stand for what the processor does not know. A tree of as many queries as one has: none sees any of its
+   positions. */
 static const uint64_t tqkv__unknown_tree[64] = {0};
 static const int32_t tqkv__unknown_list[1] = {0};
 
-/* tqkv__attention_shape of `from` */
+/* Does what tqkv__attention_shape does, for `from`. */
 static tqkv_result tqkv__plan_shape(const tqkv_metal_attention *from, tqkv__plan_call *call, tqkv__attention *a)
 {
     tqkv_attention *to = &call->attention;
@@ -149,7 +151,7 @@ static tqkv_result tqkv__plan_shape(const tqkv_metal_attention *from, tqkv__plan
     return TQKV__REFUSE(UNSUPPORTED, "one of keys and values has pages: not on a GPU");
 }
 
-/* Positions take the place of slots. If a table is empty there are none, and the kernel reads neither table. */
+/* Lets positions take the place of slots. If a table is empty there are none, and the kernel reads neither table. */
 static tqkv_result tqkv__plan_attention_positions(tqkv__attention *a)
 {
     if (!a->keys.n_pages || !a->values.n_pages)
@@ -184,7 +186,8 @@ static tqkv_result tqkv__plan_ends(const tqkv_metal_attention *from, tqkv__atten
     return TQKV__REFUSE(UNSUPPORTED, "exact_first and exact_last meet, and are of different streams: not on a GPU");
 }
 
-/* Takes [first, first + count) if b says slice, else all resident positions, and checks the pages that the processor knows. */
+/* Takes [first, first + count) if b says slice, else all resident positions, and checks the pages that the processor
+   knows. */
 static tqkv_result tqkv__plan_range(const tqkv_metal_attention *from, int64_t first, int count, tqkv__attention *a,
                                     tqkv__attend_buffers *b)
 {

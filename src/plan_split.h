@@ -37,7 +37,8 @@ static int tqkv__stretch_of(int64_t tile, int n_short)
     return (int)TQKV__STRETCH_OF_TILE(tile, length, n);
 }
 
-/* Slots of the keys before slice_end that some query sees, as tiles [*first, *end). A ring that wraps: all. */
+/* Finds the slots of the keys before slice_end that some query sees, as tiles [*first, *end): all of a ring that
+   wraps. */
 static void tqkv__tiles_seen(const tqkv__attention *a, int64_t slice_end, int64_t *first, int64_t *end)
 {
     const tqkv__range slice = {a->first, slice_end}, visible = tqkv__visible_to(a, 0, a->call.n_queries - 1, slice);
@@ -67,13 +68,13 @@ static bool tqkv__choose_matrix(const tqkv__attention *a)
            (head_dim == 64 || head_dim == 128 || head_dim == 256 || tqkv__is_long(head_dim));
 }
 
-/* Query rows of a threadgroup that multiplies matrices: 64 registers of sums. The benchmark's GPU, with 255 registers a
-   thread, takes 32 up to D=128. */
+/* Returns the query rows of a threadgroup that multiplies matrices: 64 registers of sums. The benchmark's GPU, with 255
+   registers a thread, takes 32 up to D=128. */
 static int tqkv__matrix_rows(int head_dim) { return head_dim <= 64 ? 32 : head_dim <= 128 ? 16 : 8; }
 
-/* A number of columns has a pipeline of its own, and Metal takes up to a second for one. One query has always the same rows:
-   they are its columns. For several they are a power of two, so that a server, whose calls differ in their numbers of
-   queries, does not wait for Metal's compiler while it serves. */
+/* Returns the columns of a threadgroup. A number of columns has a pipeline of its own, and Metal takes up to a second
+   for one. One query has always the same rows: they are its columns. For several they are a power of two, so that a
+   server, whose calls differ in their numbers of queries, does not wait for Metal's compiler while it serves. */
 static int tqkv__choose_columns(int64_t rows, int n_queries)
 {
     int columns = 1;
@@ -82,8 +83,8 @@ static int tqkv__choose_columns(int64_t rows, int n_queries)
     return columns;
 }
 
-/* Divides query rows and the tiles [first, end) of the keys. most_sums: bytes of the stretches' sums; SIZE_MAX: each stretch
-   has its own, and all are short */
+/* Divides query rows and the tiles [first, end) of the keys. most_sums: bytes of the stretches' sums; SIZE_MAX: each
+   stretch has its own, and all are short */
 static tqkv_result tqkv__choose_split(const tqkv__attention *a, int64_t first, int64_t end, size_t most_sums,
                                       tqkv__split *split)
 {
@@ -115,16 +116,16 @@ static tqkv_result tqkv__choose_split(const tqkv__attention *a, int64_t first, i
     return TQKV_OK;
 }
 
-/* The positions from the oldest one of a region of the context on. Only the first ones of a ring, which end long before the queries'
-   own, have more behind them than an int counts. */
+/* Returns the number of positions from the oldest one of a region of the context on. Only the first ones of a ring,
+   which end long before the queries' own, have more behind them than an int counts. */
 static int tqkv__positions_behind(const tqkv__attention *a)
 {
     const int64_t n = a->call.end - a->first;
     return n < INT_MAX ? (int)n : 1 << 30;
 }
 
-/* What a query sees, counted from the oldest resident position: the positions up to first_newest and its number, and of those
-   the last `window`, or all. Without causality it looks as far ahead as back. */
+/* Finds what a query sees, counted from the oldest resident position: the positions up to first_newest and its number,
+   and of those the last `window`, or all. Without causality it looks as far ahead as back. */
 static void tqkv__plan_seen(const tqkv__attention *a, int32_t *first_newest, int32_t *window)
 {
     const int kv_len = tqkv__positions_behind(a), n = a->call.n_queries, own = a->call.window;

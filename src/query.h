@@ -18,14 +18,14 @@ typedef struct tqkv__request {
     float *total, *now;   /* spread: sums of all earlier waves; [n_wave]: of the stretches in this wave */
 } tqkv__request;
 
-/* The caller's row that is row i of an item. */
+/* Returns the caller's row that is row i of an item. */
 static size_t tqkv__caller_row(const tqkv__attention *a, const tqkv__item *item, int i)
 {
     const int row = item->first_row + i;
     return (size_t)(row / a->group) * (size_t)a->call.n_heads + (size_t)(item->kv_head * a->group + row % a->group);
 }
 
-/* The value at which a row of the caller begins. */
+/* Returns the value at which a row of the caller begins. */
 static size_t tqkv__row_begin(const tqkv__attention *a, tqkv_strides strides, size_t row)
 {
     const size_t n_heads = (size_t)a->call.n_heads;
@@ -37,7 +37,7 @@ static const void *tqkv__query_at(const tqkv__attention *a, const void *q, size_
     return (const uint8_t *)q + tqkv__row_begin(a, a->call.query_strides, row) * tqkv__type_size(a->call.query_type);
 }
 
-/* Sums of slices have no gaps. */
+/* Returns where a row of the output lies; sums of slices have no gaps. */
 static void *tqkv__output_at(const tqkv__request *request, size_t row)
 {
     const tqkv__attention *a = request->a;
@@ -46,14 +46,19 @@ static void *tqkv__output_at(const tqkv__request *request, size_t row)
            tqkv__row_begin(a, a->call.output_strides, row) * tqkv__type_size(a->call.output_type);
 }
 
-/* A part of the caller's query: [head_dim] of part 0 or 1 of the keys */
+/* Returns a part of the caller's query: [head_dim] of part 0 or 1 of the keys */
 static const void *tqkv__query_part(const tqkv__attention *a, const void *query, int part)
 {
     return (const uint8_t *)query + (part ? (size_t)a->keys.head_dim * tqkv__type_size(a->call.query_type) : 0);
 }
 
+<<<<<<< HEAD
 /* Brings part 0 or 1 of an item's queries into the basis and order of a stream, times scale. arranged: [n_rows][head_dim]; so
    is halves, the queries for halves of the same basis, or NULL, and rest, the second digits of integers. Whether there are any. */
+=======
+/* Brings part 0 or 1 of an item's queries into the basis and order of a stream, times scale. arranged:
+   [n_rows][head_dim]; so is rest, the second digits of integers. Whether there are any. */
+>>>>>>> main
 static bool tqkv__arrange_part(const tqkv__attention *a, const tqkv__item *item, const void *q, int part,
                                const tqkv__stream *s, float *arranged, float *halves, float *rest)
 {
@@ -83,14 +88,14 @@ static bool tqkv__arrange_part(const tqkv__attention *a, const tqkv__item *item,
     return digits;
 }
 
-/* Floats of an arranged query with its second digits. */
+/* Returns the floats of an arranged query with its second digits. */
 static size_t tqkv__query_floats(const tqkv__attention *a)
 {
     return tqkv__first_floats(a) + (a->round_query ? (size_t)a->key_dim : 0);
 }
 
-/* arranged: [n_rows][head_dim] of the keys, of the tail and, if some keys are halves, of the keys for these; then second digits of
-   integers, of the keys and of the tail. Returns which of these two have any: 1 and 2. */
+/* arranged: [n_rows][head_dim] of the keys, of the tail and, if some keys are halves, of the keys for these; then
+   second digits of integers, of the keys and of the tail. Returns which of these two have any: 1 and 2. */
 static int tqkv__arrange_queries(const tqkv__attention *a, const tqkv__item *item, const void *q, float *arranged)
 {
     const size_t n_rows = (size_t)item->n_rows, of_keys = n_rows * (size_t)a->keys.head_dim;
@@ -102,7 +107,7 @@ static int tqkv__arrange_queries(const tqkv__attention *a, const tqkv__item *ite
     return digits;
 }
 
-/* q.c, for the centre c of part 0 or 1 of the keys, in the query's basis. query: [key_dim], the caller's */
+/* Returns q.c, for the centre c of part 0 or 1 of the keys, in the query's basis. query: [key_dim], the caller's */
 static TQKV__NOINLINE double tqkv__center_product(const tqkv__attention *a, int kv_head, int part, const void *query)
 {
     float q[TQKV_MAX_HEAD_DIM]; /* first room for the inverses */
@@ -120,15 +125,15 @@ static TQKV__NOINLINE double tqkv__center_product(const tqkv__attention *a, int 
     return sum;
 }
 
-/* scale * q.c of all parts: what is missing in all scores of a row. In double: it may be a thousand times as large as what
-   differs between scores. query: [key_dim], the caller's */
+/* Returns scale * q.c of all parts: what is missing in all scores of a row. In double: it may be a thousand times as
+   large as what differs between scores. query: [key_dim], the caller's */
 static double tqkv__center_score(const tqkv__attention *a, int kv_head, const void *query)
 {
     const double tail = a->call.tail ? tqkv__center_product(a, kv_head, 1, query) : 0.0;
     return (tqkv__center_product(a, kv_head, 0, query) + tail) * (double)a->call.scale;
 }
 
-/* What centres add to an item's scores; offsets: [n_rows], read if there is a softcap */
+/* Finds what centres add to an item's scores; offsets: [n_rows], read if there is a softcap */
 static void tqkv__find_offsets(const tqkv__attention *a, const tqkv__item *item, const void *q, float *offsets)
 {
     for (int i = 0; i < item->n_rows; i++) {
@@ -138,7 +143,8 @@ static void tqkv__find_offsets(const tqkv__attention *a, const tqkv__item *item,
 }
 
 /* Adds the centres to the sums of a row. The keys' belongs to the maximum, where a float has lost the last bits of the
-   sum; they go into the weights. value_center, out: [value_dim], in the basis of the values' codes; value_center may be NULL */
+   sum; they go into the weights. value_center, out: [value_dim], in the basis of the values' codes; value_center may be
+   NULL */
 static void tqkv__add_centers(const tqkv__attention *a, double score, const float *value_center, float *out, float *max,
                               float *sum)
 {
@@ -152,14 +158,14 @@ static void tqkv__add_centers(const tqkv__attention *a, double score, const floa
     *max = rounded;
 }
 
-/* out += share * center; share: that of the positions in all weights. center, out: [value_dim] */
+/* Adds: out += share * center; share: that of the positions in all weights. center, out: [value_dim] */
 static void tqkv__add_share(const tqkv__attention *a, const float *center, float share, float *out)
 {
     for (int d = 0; d < a->value_dim; d++) out[d] = TQKV__AS_FLOAT(out[d] + tqkv__rounded(share * center[d]));
 }
 
-/* out = out / (sum + exp(sink - max)), rotated back and scaled, then the centre unless that is NULL; zeros if the row saw nothing.
-   center, out: [value_dim], center in the original basis */
+/* Finishes a row: out = out / (sum + exp(sink - max)), rotated back and scaled, then the centre unless that is NULL;
+   zeros if the row saw nothing. center, out: [value_dim], center in the original basis */
 static TQKV__NOINLINE void tqkv__finish_row(const tqkv__attention *a, int head, const float *center, float *out,
                                             float max, float sum)
 {
@@ -177,7 +183,7 @@ static TQKV__NOINLINE void tqkv__finish_row(const tqkv__attention *a, int head, 
     if (center) tqkv__add_share(a, center, TQKV__AS_FLOAT(tqkv__rounded(sum * keep) / all), out);
 }
 
-/* Of integers: see tqkv__one_nan. out: [value_dim] */
+/* Settles the NaNs of integers, see tqkv__one_nan. out: [value_dim] */
 static void tqkv__settle_row(const tqkv__attention *a, float *out, float *max, float *sum)
 {
     if (!a->round_query) return;
@@ -186,9 +192,9 @@ static void tqkv__settle_row(const tqkv__attention *a, float *out, float *max, f
     *sum = tqkv__one_nan(*sum);
 }
 
-/* Writes an item's sums to the caller; finishes and rounds them unless the call is partial. The values' centre is added to the
-   sums, in the basis of the codes; with a scale, where the row is finished, behind the scale: a channel is then not rounded
-   against larger ones. */
+/* Writes an item's sums to the caller; finishes and rounds them unless the call is partial. The values' centre is added
+   to the sums, in the basis of the codes; with a scale, where the row is finished, behind the scale: a channel is then
+   not rounded against larger ones. */
 static TQKV__NOINLINE void tqkv__deliver(const tqkv__request *request, const tqkv__item *item, const tqkv__sums *sums)
 {
     const tqkv__attention *a = request->a;
@@ -208,6 +214,9 @@ static TQKV__NOINLINE void tqkv__deliver(const tqkv__request *request, const tqk
         float *out = type == TQKV_TYPE_F32 ? (float *)to : wide, max = sums->max[i], sum = sums->sum[i];
         const double score = scored ? tqkv__center_score(a, item->kv_head, tqkv__query_at(a, request->q, row)) : 0.0;
         tqkv__to_natural(a->isa, &a->values, sums->out + (size_t)i * (size_t)a->value_dim, out);
+        /* Codes of masked slots have the weight 0, and leave their signs in sums that have underflowed: -0 becomes
+           0. */
+        for (int d = 0; d < a->value_dim; d++) out[d] = TQKV__AS_FLOAT(out[d] + 0.0f);
         if (scored || coded) tqkv__add_centers(a, score, coded, out, &max, &sum);
         if (!request->max) tqkv__finish_row(a, (int)(row % (size_t)a->call.n_heads), last, out, max, sum);
         tqkv__settle_row(a, out, &max, &sum);

@@ -15,7 +15,8 @@ static const uint8_t *tqkv__matrix_row(int m, int row)
     }
 }
 
-/* out[b] = sum over c = 0 .. m-1 of P[b][c] * x[c], in that order, for each column of x as [m][n]; P is of order m > 1. */
+/* Mixes subrows: out[b] = sum over c = 0 .. m-1 of P[b][c] * x[c], in that order, for each column of x as [m][n]; P is
+   of order m > 1. */
 static void tqkv__mix_subrows(float *x, int m, int n)
 {
     float column[36];
@@ -31,7 +32,8 @@ static void tqkv__mix_subrows(float *x, int m, int n)
     }
 }
 
-/* Walsh-Hadamard transform of each subrow in natural order, then the matrix across the subrows; unnormalised. x: [head_dim] */
+/* Applies the Walsh-Hadamard transform to each subrow in natural order, then the matrix across the subrows;
+   unnormalised. x: [head_dim] */
 static void tqkv__hadamard(float *x, int head_dim)
 {
     const int m = tqkv__size_of(head_dim)->order, n = tqkv__size_of(head_dim)->subrow;
@@ -51,7 +53,7 @@ static void tqkv__flip_signs(float *x, int head_dim)
         if ((tqkv__tables.signs[j % 512 / 8] >> (j % 8)) & 1) x[j] = -x[j];
 }
 
-/* y = R(s*x)/sqrt(D) in double, for sums of far larger terms. */
+/* Rotates, y = R(s*x)/sqrt(D), in double, for sums of far larger terms. */
 static void tqkv__rotate_double(double *x, int head_dim)
 {
     const int m = tqkv__size_of(head_dim)->order, n = tqkv__size_of(head_dim)->subrow;

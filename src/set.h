@@ -30,8 +30,8 @@ static bool tqkv__channels_scale(const tqkv__stream *s, const float *x)
     return tqkv__codec_for(s->head_dim)->scales_valid(x, (size_t)s->n_kv_heads * (size_t)s->head_dim);
 }
 
-/* The inverses by which encoding multiplies the channels of the heads [first, first + n): those that the stream keeps, or in
-   room: [n][head_dim]. NULL without a scale */
+/* Returns the inverses by which encoding multiplies the channels of the heads [first, first + n): those that the stream
+   keeps, or in room: [n][head_dim]. NULL without a scale */
 static const float *tqkv__inverses_of(const tqkv__stream *s, int first, int n, float *room)
 {
     if (s->inverses || !s->channel_scale) return tqkv__of_head(s, s->inverses, first);
@@ -61,12 +61,17 @@ typedef struct tqkv__isa {
     int lanes;   /* floats in a vector */
     int columns; /* see reorder; 1: all codes are decoded in the order of their dimensions */
     const tqkv__codec *codec;
+<<<<<<< HEAD
     /* Packed codes are decoded in an order of their own, where columns > 1: each matrix [rows][columns] of values comes
        transposed. The rest of a panel is a matrix of fewer columns. Brings a row into that order, or back from it, plus zero;
        rows of other codes keep theirs. from, to: [head_dim], may be the same */
     void (*reorder)(const tqkv__stream *s, int columns, bool decoded, float zero, const float *from, float *to);
     /* scores[row][j] (+)= q[row] . key[slot + j] for j < n, with the segment's slot and n; add: to the scores of another part of the
        keys. q: [n_rows][head_dim], scores: [n_rows][TQKV__TILE] */
+=======
+    /* scores[row][j] (+)= q[row] . key[slot + j] for j < n, with the segment's slot and n; add: to the scores of
+       another part of the keys. q: [n_rows][head_dim], scores: [n_rows][TQKV__TILE] */
+>>>>>>> main
     void (*score_tile)(const tqkv__stream *s, int kv_head, const tqkv__segment *segment, const float *q, int n_rows,
                        bool add, float *scores);
     /* Turns the scores in each row's span into weights exp(score - max) and the others into 0; scales the row's sums to
@@ -74,8 +79,8 @@ typedef struct tqkv__isa {
        [n_rows][TQKV__TILE], out: [n_rows][value_dim] */
     void (*softmax_tile)(const struct tqkv__attention *a, const tqkv__span *spans, const float *offsets, int n_rows,
                          float *scores, float *max, float *sum, float *out);
-    /* Adds the sums of a piece to those of its stretch, each rounded once, and clears them for the next piece, whose maximum
-       goes on from here. */
+    /* Adds the sums of a piece to those of its stretch, each rounded once, and clears them for the next piece, whose
+       maximum goes on from here. */
     void (*end_piece)(int n_rows, int value_dim, const tqkv__sums *piece, const tqkv__sums *sums);
     /* out[row] += sum_j weights[row][j] * value[slot + j] for j < n. A weight of 0 adds nothing, even beside a NaN norm
        in a slot that this row does not see. weights, scaled (scratch): [n_rows][TQKV__TILE], out: [n_rows][head_dim] */

@@ -111,12 +111,12 @@ TQKV__OP void tqkv__load_table_avx2(const int bits, const bool nibbles, const tq
         if (bits == 6) table[4 + p] = _mm256_castsi256_ps(_mm256_broadcastsi128_si256(_mm_xor_si128(first, second)));
     }
 }
-/* All ones in the bytes that have the bit of `bit` */
+/* Sets all bits of the bytes that have those of `bit`. */
 TQKV__OP __m256i tqkv__has_bit_avx2(__m256i bytes, __m256i bit)
 {
     return _mm256_cmpeq_epi8(_mm256_and_si256(bytes, bit), bit);
 }
-/* The first `size` bytes at p, 2 to 16, then zeros. */
+/* Loads the first `size` bytes at p, 2 to 16, then zeros. */
 TQKV__OP __m128i tqkv__load_bytes_avx2(const int size, const uint8_t *p)
 {
     long long word = 0;
@@ -125,16 +125,16 @@ TQKV__OP __m128i tqkv__load_bytes_avx2(const int size, const uint8_t *p)
     memcpy(&word, p, (size_t)(size % 8));
     return _mm_cvtsi64_si128(word);
 }
-/* The pairs of bits of 2 * per_lane bytes, in the order of nibbles: the even ones, then the odd ones, each in the lowest
-   bits of a byte with others above it. */
+/* Spreads the pairs of bits of 2 * per_lane bytes, in the order of nibbles: the even ones, then the odd ones, each in
+   the lowest bits of a byte with others above it. */
 TQKV__OP __m256i tqkv__spread_pairs_avx2(const int per_lane, const uint8_t *p)
 {
     const __m128i words = _mm_cvtepu8_epi16(tqkv__load_bytes_avx2(2 * per_lane, p)),
                   spread = _mm_or_si128(words, _mm_slli_epi16(words, 4));
     return _mm256_srlv_epi64(_mm256_broadcastsi128_si256(spread), _mm256_set_epi64x(2, 2, 0, 0));
 }
-/* A strip is 16 bytes, or half of them (per_lane 2): the low nibbles go to the lower half of a vector, the high ones to the
-   upper half. */
+/* A strip is 16 bytes, or half of them (per_lane 2): the low nibbles go to the lower half of a vector, the high ones to
+   the upper half. */
 TQKV__OP __m256 tqkv__centroids_of_packed_avx2(const int bits, const int per_lane, const int k, const __m256 *table,
                                                const uint8_t *p, const uint8_t *upper)
 {
@@ -172,8 +172,8 @@ TQKV__OP __m256 tqkv__centroids_of_packed_avx2(const int bits, const int per_lan
     return tqkv__centroids_of_planes_avx2(bits, k, table, _mm256_and_si256(_mm256_xor_si256(codes, half), fifteen),
                                           half, second);
 }
-/* Eight centroids of TQ8, whose magnitudes would take 32 shuffles. The asm keeps the codes in a register of which x86
-   reads the two lowest bytes (Q), and each shift a shift of 16: 0.7 of the time on a Zen 4 core. */
+/* Loads eight centroids of TQ8, whose magnitudes would take 32 shuffles. The asm keeps the codes in a register of which
+   x86 reads the two lowest bytes (Q), and each shift a shift of 16: 0.7 of the time on a Zen 4 core. */
 TQKV__OP __m256 tqkv__centroids_by_loads_avx2(const uint8_t *p)
 {
     const float *centroids = tqkv__tables.codebook_8;
@@ -235,7 +235,7 @@ TQKV__OP __m256 tqkv__signs_avx2(uint32_t bits)
         _mm256_sllv_epi32(_mm256_set1_epi32((int)bits), _mm256_set_epi32(24, 25, 26, 27, 28, 29, 30, 31));
     return _mm256_or_ps(_mm256_and_ps(_mm256_castsi256_ps(moved), _mm256_set1_ps(-0.0f)), _mm256_set1_ps(1.0f));
 }
-/* n floats, again and again; n is 1 or 2 */
+/* Repeats n floats; n is 1 or 2. */
 TQKV__OP __m256 tqkv__repeat_avx2(const int n, const float *p)
 {
     double two;
@@ -243,14 +243,14 @@ TQKV__OP __m256 tqkv__repeat_avx2(const int n, const float *p)
     memcpy(&two, p, sizeof two);
     return _mm256_castpd_ps(_mm256_set1_pd(two));
 }
-/* The i-th half of x, each lane twice */
+/* Takes the i-th half of x, each lane twice. */
 TQKV__OP __m256 tqkv__spread_avx2(const int n, int i, __m256 x)
 {
     (void)n; /* 2 */
     return _mm256_permutevar8x32_ps(
         x, _mm256_add_epi32(_mm256_set_epi32(3, 3, 2, 2, 1, 1, 0, 0), _mm256_set1_epi32(4 * i)));
 }
-/* n 2: the even lanes of x, then the odd ones */
+/* Puts the even lanes of x before the odd ones, if n is 2. */
 TQKV__OP __m256 tqkv__unite_avx2(const int n, __m256 x)
 {
     return n == 1 ? x : _mm256_permutevar8x32_ps(x, _mm256_set_epi32(7, 5, 3, 1, 6, 4, 2, 0));
@@ -329,12 +329,12 @@ TQKV__OP __m256i tqkv__code_from_avx2(__m256i count, __m256 bound, __m256 w, __m
     const __m256i above = _mm256_castps_si256(_mm256_cmp_ps(bound, w, _CMP_LE_OQ));
     return _mm256_xor_si256(_mm256_sub_epi32(count, above), side);
 }
-/* above where bound <= w, else below */
+/* Returns above where bound <= w, else below. */
 TQKV__OP __m256 tqkv__choose_avx2(__m256 bound, __m256 w, __m256 below, __m256 above)
 {
     return _mm256_blendv_ps(below, above, _mm256_cmp_ps(bound, w, _CMP_LE_OQ));
 }
-/* The first three floats of 8 entries: x[i] has the i-th of each. offsets: of the entries, in bytes */
+/* Loads the first three floats of 8 entries: x[i] has the i-th of each. offsets: of the entries, in bytes */
 TQKV__OP void tqkv__load_entries_avx2(const float (*entries)[4], const uint32_t *offsets, __m256 *x)
 {
     const uint8_t *from = (const uint8_t *)(const void *)entries;
@@ -395,8 +395,9 @@ TQKV__OP void tqkv__store_words_avx2(uint8_t *p, __m256i words)
 }
 #define tqkv__quantise_tq8_avx2 tqkv__quantise_loads_avx2
 
-/* out[b] += P[b][c] * x for ten subrows b from `first` on, of 4 values each; P: the matrix of order 20. Its signs are known to
-   the compiler, and every second sum is made of multiply-adds, see TQKV__(mix_12). The asm keeps the sums in order. */
+/* Adds: out[b] += P[b][c] * x for ten subrows b from `first` on, of 4 values each; P: the matrix of order 20. Its signs
+   are known to the compiler, and every second sum is made of multiply-adds, see TQKV__(mix_12). The asm keeps the sums
+   in order. */
 TQKV__OP void tqkv__mix_column_avx2(const int first, const int c, __m128 x, __m128 plus, __m128 minus, __m128 *sums)
 {
     TQKV__UNROLL
@@ -411,7 +412,7 @@ TQKV__OP void tqkv__mix_column_avx2(const int first, const int c, __m128 x, __m1
         __asm__("" : "+x"(sums[i]));
     }
 }
-/* subrows, out: [20][4] */
+/* Applies the matrix of order 20. subrows, out: [20][4] */
 TQKV__TARGET static TQKV__NOINLINE void tqkv__mix_20_avx2(const float *subrows, float factor, float *out)
 {
     const __m256 ones = tqkv__rounded_avx2(_mm256_set1_ps(1.0f)), less = tqkv__rounded_avx2(_mm256_set1_ps(-1.0f));
@@ -428,12 +429,24 @@ TQKV__TARGET static TQKV__NOINLINE void tqkv__mix_20_avx2(const float *subrows, 
     }
 }
 
-/* Only for vectors of 16. */
-#define tqkv__load_fields_avx2(bits, count, p, upper, low, high)                                                       \
-    ((void)(count), (void)(upper), (void)(low), (void)(high))
-#define tqkv__join_fields_avx2(bits, k, low, high) (low)
-#define tqkv__next_codes_avx2(bits, codes)         ((void)(codes))
-#define tqkv__look_up_avx2(bits, table, codes)     (*(table))
+/* Only vectors of 16 need these. */
+TQKV__OP void tqkv__load_fields_avx2(const int bits, const int count, const uint8_t *p, const uint8_t *upper,
+                                     __m256i *low, __m256i *high)
+{
+    (void)bits, (void)count, (void)p, (void)upper;
+    *low = *high = _mm256_setzero_si256();
+}
+TQKV__OP __m256i tqkv__join_fields_avx2(const int bits, int k, __m256i low, __m256i high)
+{
+    (void)bits, (void)k, (void)high;
+    return low;
+}
+TQKV__OP void tqkv__next_codes_avx2(const int bits, __m256i *codes) { (void)bits, (void)codes; }
+TQKV__OP __m256 tqkv__look_up_avx2(const int bits, const __m256 *table, __m256i codes)
+{
+    (void)bits, (void)codes;
+    return *table;
+}
 
 #define TQKV__(name)             tqkv__##name##_avx2
 #define TQKV__WIDTH              8 /* vectors of the rotation in registers */

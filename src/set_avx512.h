@@ -8,7 +8,7 @@ typedef __m512i tqkv__codes_avx512;
 
 TQKV__OP __m512 tqkv__set1_avx512(float x) { return _mm512_set1_ps(x); }
 TQKV__OP __m512 tqkv__fma_avx512(__m512 a, __m512 b, __m512 c) { return _mm512_fmadd_ps(a, b, c); }
-/* a > b ? a : b; gives b if either is NaN, in every set */
+/* Returns a > b ? a : b; gives b if either is NaN, in every set */
 TQKV__OP __m512 tqkv__max_avx512(__m512 a, __m512 b) { return _mm512_max_ps(a, b); }
 TQKV__OP __m512 tqkv__abs_avx512(__m512 x) { return _mm512_abs_ps(x); }
 TQKV__OP __m512 tqkv__copysign_avx512(__m512 magnitude, __m512 sign)
@@ -23,7 +23,7 @@ TQKV__OP __m512 tqkv__round_avx512(__m512 x) { return _mm512_roundscale_ps(x, 8)
 TQKV__OP __m512 tqkv__exp2_avx512(__m512 n) { return _mm512_scalef_ps(_mm512_set1_ps(1.0f), n); }
 TQKV__OP float tqkv__first_lane_avx512(__m512 x) { return _mm512_cvtss_f32(x); }
 TQKV__OP float tqkv__largest_lane_avx512(__m512 x) { return _mm512_reduce_max_ps(x); }
-/* Of 16 sums, in one order for all sets: lane i and i + 8, then i + 4, i + 2, i + 1. */
+/* Adds up 16 sums, in one order for all sets: lane i and i + 8, then i + 4, i + 2, i + 1. */
 TQKV__OP float tqkv__sum_16_avx512(const __m512 *x)
 {
     const __m256 half = _mm256_add_ps(_mm512_castps512_ps256(*x), _mm512_extractf32x8_ps(*x, 1));
@@ -32,6 +32,7 @@ TQKV__OP float tqkv__sum_16_avx512(const __m512 *x)
     return _mm_cvtss_f32(_mm_add_ss(m, _mm_movehdup_ps(m)));
 }
 
+<<<<<<< HEAD
 /* to[m] (+)= sum_16 of x[m], m < 4 */
 TQKV__OP void tqkv__add_sums_of_16_avx512(const __m512 *x, bool add, float *to)
 {
@@ -45,11 +46,14 @@ TQKV__OP void tqkv__add_sums_of_16_avx512(const __m512 *x, bool add, float *to)
 }
 
 /* value where x >= least or x is NaN, else 0 */
+=======
+/* Returns value where x >= least or x is NaN, else 0 */
+>>>>>>> main
 TQKV__OP __m512 tqkv__zero_below_avx512(__m512 least, __m512 x, __m512 value)
 {
     return _mm512_maskz_mov_ps(_mm512_cmp_ps_mask(x, least, _CMP_NLT_UQ), value);
 }
-/* a * b; 0 where a is 0, even if b is infinite or NaN */
+/* Returns a * b; 0 where a is 0, even if b is infinite or NaN */
 TQKV__OP __m512 tqkv__mul_nonzero_avx512(__m512 a, __m512 b)
 {
     return _mm512_maskz_mul_ps(_mm512_cmp_ps_mask(a, _mm512_setzero_ps(), _CMP_NEQ_UQ), a, b);
@@ -59,7 +63,7 @@ TQKV__OP __m256i tqkv__load_256_avx512(const uint8_t *p)
 {
     return _mm256_loadu_si256((const __m256i *)(const void *)p);
 }
-/* A field of 1 or 2 bits a lane, of which bit `first` comes to bit `to`. */
+/* Loads a field of 1 or 2 bits a lane, of which bit `first` comes to bit `to`. */
 TQKV__OP __m512i tqkv__load_short_field_avx512(const int bits, const int first, const int to, const uint8_t *p)
 {
     const __m512i lanes = _mm512_set_epi32(15, 14, 13, 12, 11, 10, 9, 8, 7, 6, 5, 4, 3, 2, 1, 0);
@@ -74,8 +78,8 @@ TQKV__OP __m512i tqkv__load_short_field_avx512(const int bits, const int first, 
     memcpy(&all, p, sizeof all);
     return _mm512_rorv_epi32(_mm512_set1_epi32((int)all), turn);
 }
-/* A field of a strip: lane l holds `bits` bits from bit l * bits of p on. With the codes l * per_lane ... of a strip in a
-   lane, one shift moves the k-th code of every lane to bit 0. Other bits may follow those of the lane. */
+/* Loads a field of a strip: lane l holds `bits` bits from bit l * bits of p on. With the codes l * per_lane ... of a
+   strip in a lane, one shift moves the k-th code of every lane to bit 0. Other bits may follow those of the lane. */
 TQKV__OP __m512i tqkv__load_field_avx512(const int bits, const uint8_t *p)
 {
     uint64_t word;
@@ -87,7 +91,7 @@ TQKV__OP __m512i tqkv__load_field_avx512(const int bits, const uint8_t *p)
     return _mm512_multishift_epi64_epi8(_mm512_set_epi32(60, 56, 52, 48, 44, 40, 36, 32, 28, 24, 20, 16, 12, 8, 4, 0),
                                         _mm512_set1_epi64((long long)word));
 }
-/* The k-th codes of a strip of one or two vectors. */
+/* Returns the k-th codes of a strip of one or two vectors. */
 TQKV__OP __m512i tqkv__short_codes_avx512(const int bits, const int per_lane, const int k, const uint8_t *p,
                                           const uint8_t *upper)
 {
@@ -102,7 +106,7 @@ TQKV__OP __m512i tqkv__short_codes_avx512(const int bits, const int per_lane, co
             : tqkv__load_short_field_avx512(upper_bits * per_lane, upper_bits * k, main_bits, upper);
     return _mm512_ternarylogic_epi64(_mm512_set1_epi32((1 << main_bits) - 1), low, high, 0xca);
 }
-/* The fields of a strip of 8 or 4 vectors. */
+/* Loads the fields of a strip of 8 or 4 vectors. */
 TQKV__OP void tqkv__load_fields_avx512(const int bits, const int count, const uint8_t *p, const uint8_t *upper,
                                        __m512i *low, __m512i *high)
 {
@@ -110,8 +114,8 @@ TQKV__OP void tqkv__load_fields_avx512(const int bits, const int count, const ui
     *low = tqkv__load_field_avx512(count * main_bits, p);
     if (upper_bits) *high = tqkv__load_field_avx512(count * upper_bits, upper);
 }
-/* All codes of TQ3 as nibbles. Bytes take windows of 8 bits from both fields, in words of 64 bits: two codes' low pairs in
-   bits 0 to 3, their third bits in bits 4 and 5. One look-up puts these six bits in order. */
+/* Joins all codes of TQ3 as nibbles. Bytes take windows of 8 bits from both fields, in words of 64 bits: two codes' low
+   pairs in bits 0 to 3, their third bits in bits 4 and 5. One look-up puts these six bits in order. */
 TQKV__OP __m512i tqkv__join_tq3_avx512(__m512i low, __m512i high)
 {
     const __m512i pairs = _mm512_multishift_epi64_epi8(_mm512_set1_epi64(0x2c2824200c080400), low);
@@ -122,8 +126,8 @@ TQKV__OP __m512i tqkv__join_tq3_avx512(__m512i low, __m512i high)
                          0x34343434, 0x24242424, 0x14141414, 0x04040404, 0x30303030, 0x20202020, 0x10101010, 0);
     return _mm512_permutexvar_epi8(six, _mm512_or_si512(upper_five, _mm512_set1_epi32(0x03020100)));
 }
-/* The codes from the k-th on of each lane: of TQ5 and TQ6 four as bytes, in the same way, whose upper bits may be others; of
-   the other formats all of them, in as many bits as their codes or, TQ3, in four. */
+/* Joins the codes from the k-th on of each lane: of TQ5 and TQ6 four as bytes, in the same way, whose upper bits may be
+   others; of the other formats all of them, in as many bits as their codes or, TQ3, in four. */
 TQKV__OP __m512i tqkv__join_fields_avx512(const int bits, int k, __m512i low, __m512i high)
 {
     const long long each = 0x0101010101010101, upper_at = bits == 5 ? 0x1f1e1d1c3f3e3d3c : 0x22201e1c02003e3c;
@@ -201,14 +205,14 @@ TQKV__OP __m512 tqkv__load_bf16_avx512(const uint8_t *p)
     return _mm512_castsi512_ps(_mm512_slli_epi32(_mm512_cvtepu16_epi32(tqkv__load_256_avx512(p)), 16));
 }
 
-/* Lane 4i + m: the sum of lanes 4i to 4i + 3 of x[m] */
+/* Sums up fours: lane 4i + m has the sum of lanes 4i to 4i + 3 of x[m] */
 TQKV__OP __m512 tqkv__sum_fours_avx512(const __m512 *x)
 {
     const __m512 a = _mm512_add_ps(_mm512_unpacklo_ps(x[0], x[1]), _mm512_unpackhi_ps(x[0], x[1]));
     const __m512 b = _mm512_add_ps(_mm512_unpacklo_ps(x[2], x[3]), _mm512_unpackhi_ps(x[2], x[3]));
     return _mm512_add_ps(_mm512_shuffle_ps(a, b, 0x44), _mm512_shuffle_ps(a, b, 0xee));
 }
-/* x: four such vectors. Lane 4i + m: the sum of the lanes 4j + m of the i-th */
+/* Sums up across x, four such vectors. Lane 4i + m: the sum of the lanes 4j + m of the i-th */
 TQKV__OP __m512 tqkv__sum_across_avx512(const float *x)
 {
     const __m512 a = _mm512_load_ps(x), b = _mm512_load_ps(x + 16), c = _mm512_load_ps(x + 32),
@@ -251,7 +255,7 @@ TQKV__OP __m512 tqkv__rounded_avx512(__m512 x)
 }
 TQKV__OP __m512 tqkv__min_avx512(__m512 a, __m512 b) { return _mm512_min_ps(a, b); }
 TQKV__OP __m512 tqkv__sqrt_avx512(__m512 x) { return _mm512_sqrt_ps(x); }
-/* x > least ? 1/x : 0 */
+/* Returns x > least ? 1/x : 0. */
 TQKV__OP __m512 tqkv__invert_above_avx512(float least, __m512 x)
 {
     return _mm512_maskz_div_ps(_mm512_cmp_ps_mask(x, _mm512_set1_ps(least), _CMP_GT_OQ), _mm512_set1_ps(1.0f), x);
@@ -263,17 +267,32 @@ TQKV__OP __m512 tqkv__flip_avx512(__m512 x, int d)
     memcpy(&signs, tqkv__tables.signs + d % 512 / 8, sizeof signs);
     return _mm512_mask_xor_ps(x, signs, x, _mm512_set1_ps(-0.0f));
 }
-/* -1 for bits of 1, else 1; lane i has bit i. */
+/* Returns -1 for bits of 1, else 1; lane i has bit i. */
 TQKV__OP __m512 tqkv__signs_avx512(uint32_t bits)
 {
     return _mm512_mask_blend_ps((__mmask16)bits, _mm512_set1_ps(1.0f), _mm512_set1_ps(-1.0f));
 }
-/* See >>set-avx2. Subrows that do not fill a vector of 16 are rotated there. */
-#define tqkv__repeat_avx512(n, p)                 _mm512_set1_ps(*(p))
-#define tqkv__spread_avx512(n, i, x)              (x)
-#define tqkv__unite_avx512(n, x)                  (x)
-#define tqkv__mix_20_avx512(subrows, factor, out) ((void)0)
-/* Four floats at p, p + stride ... */
+/* See >>set-avx2. Subrows that do not fill a vector of 16 are rotated there: n is 1. */
+TQKV__OP __m512 tqkv__repeat_avx512(const int n, const float *p)
+{
+    (void)n;
+    return _mm512_set1_ps(*p);
+}
+TQKV__OP __m512 tqkv__spread_avx512(const int n, int i, __m512 x)
+{
+    (void)n, (void)i;
+    return x;
+}
+TQKV__OP __m512 tqkv__unite_avx512(const int n, __m512 x)
+{
+    (void)n;
+    return x;
+}
+TQKV__OP void tqkv__mix_20_avx512(const float *subrows, float factor, float *out)
+{
+    (void)subrows, (void)factor, (void)out;
+}
+/* Loads four floats at p, p + stride and so on. */
 TQKV__OP __m512 tqkv__load_fours_avx512(const float *p, int stride)
 {
     __m512 x = _mm512_castps128_ps512(_mm_loadu_ps(p));
@@ -281,7 +300,7 @@ TQKV__OP __m512 tqkv__load_fours_avx512(const float *p, int stride)
     x = _mm512_insertf32x4(x, _mm_loadu_ps(p + 2 * stride), 2);
     return _mm512_insertf32x4(x, _mm_loadu_ps(p + 3 * stride), 3);
 }
-/* Bytes as words */
+/* Widens bytes to words. */
 TQKV__OP __m512 tqkv__widen_bytes_avx512(const uint8_t *p)
 {
     return _mm512_castsi512_ps(_mm512_cvtepu8_epi32(tqkv__load_128(p)));
@@ -301,7 +320,8 @@ TQKV__OP __m512 tqkv__butterfly_avx512(const int stage, __m512 x)
     const __m512 sign = _mm512_mask_blend_ps(upper[stage], _mm512_set1_ps(1.0f), _mm512_set1_ps(-1.0f));
     return _mm512_fmadd_ps(x, sign, tqkv__swap_avx512(1 << stage, x));
 }
-/* even: lanes of a and b with bit `stage` clear, those of b moved up by 2^stage. odd: the others, a's moved down. */
+/* Both pick lanes. even: lanes of a and b with bit `stage` clear, those of b moved up by 2^stage. odd: the others, a's
+   moved down. */
 TQKV__OP __m512 tqkv__even_avx512(const int stage, __m512 a, __m512 b)
 {
     if (stage == 0) return _mm512_mask_moveldup_ps(a, 0xaaaa, b);
@@ -321,9 +341,9 @@ TQKV__OP __m512i tqkv__larger_bits_avx512(__m512i largest, __m512 x)
     return _mm512_max_epu32(largest, _mm512_castps_si512(_mm512_abs_ps(x)));
 }
 
-/* The magnitude of v; for positive v the next float below: "boundary <= result" then counts ties down on both sides.
-   NaN becomes -TQKV__FAR, its magnitude TQKV__FAR. With half = 2^(bits-1) and c boundaries passed, the code is half + c
-   on the positive side and half - 1 - c on the negative: c ^ side. */
+/* Returns the magnitude of v; for positive v the next float below: "boundary <= result" then counts ties down on both
+   sides. NaN becomes -TQKV__FAR, its magnitude TQKV__FAR. With half = 2^(bits-1) and c boundaries passed, the code is
+   half + c on the positive side and half - 1 - c on the negative: c ^ side. */
 TQKV__OP __m512 tqkv__fold_avx512(const int half, __m512 v, __m512i *side)
 {
     v = _mm512_max_ps(v, _mm512_set1_ps(-TQKV__FAR));
@@ -348,18 +368,22 @@ TQKV__OP __m512 tqkv__bound_avx512(const int bits, const __m512 *bounds, __m512i
 {
     return bits < 6 ? _mm512_permutexvar_ps(index, bounds[0]) : _mm512_permutex2var_ps(bounds[0], index, bounds[1]);
 }
-/* The code, from the count before the cell and the one boundary that may lie in it */
+/* Returns the code, from the count before the cell and the one boundary that may lie in it */
 TQKV__OP __m512i tqkv__code_from_avx512(__m512i count, __m512 bound, __m512 w, __m512i side)
 {
     const __mmask16 above = _mm512_cmp_ps_mask(bound, w, _CMP_LE_OQ);
     return _mm512_xor_si512(_mm512_mask_sub_epi32(count, above, count, _mm512_set1_epi32(-1)), side);
 }
-/* above where bound <= w, else below */
+/* Returns above where bound <= w, else below. */
 TQKV__OP __m512 tqkv__choose_avx512(__m512 bound, __m512 w, __m512 below, __m512 above)
 {
     return _mm512_mask_blend_ps(_mm512_cmp_ps_mask(bound, w, _CMP_LE_OQ), below, above);
 }
-#define tqkv__load_entries_avx512(entries, offsets, x) memset(x, 0, 3 * sizeof *(x)) /* has search_tq8 */
+TQKV__OP void tqkv__load_entries_avx512(const float (*entries)[4], const uint32_t *offsets, __m512 *x)
+{
+    (void)entries, (void)offsets; /* search_tq8 takes their place */
+    memset(x, 0, 3 * sizeof *x);
+}
 TQKV__OP __m512i tqkv__quantise_i8_avx512(__m512 v)
 {
     v = _mm512_min_ps(v, _mm512_set1_ps(127.0f)); /* gives the second operand if either is NaN */
@@ -393,7 +417,7 @@ TQKV__OP void tqkv__pack_avx512(const int bits, const int low, __m512i codes, ui
     const __m512i fours = _mm512_madd_epi16(pairs, _mm512_set1_epi32(0x00100001));
     _mm_storeu_si128((__m128i *)(void *)p, _mm512_cvtepi32_epi8(fours));
 }
-/* Rounded halves; beyond the largest infinity. store_f16 clamps instead. */
+/* Stores rounded halves; beyond the largest infinity. store_f16 clamps instead. */
 TQKV__OP void tqkv__store_half_avx512(uint8_t *p, __m512 x)
 {
     const __m256i halves = /* without a mask GCC's macro gives a warning */
@@ -404,7 +428,7 @@ TQKV__OP void tqkv__store_f16_avx512(uint8_t *p, __m512 x)
 {
     tqkv__store_half_avx512(p, _mm512_max_ps(_mm512_min_ps(x, _mm512_set1_ps(65504.0f)), _mm512_set1_ps(-65504.0f)));
 }
-/* The lower halves of 32-bit words, whose upper halves are 0. */
+/* Stores the lower halves of 32-bit words, whose upper halves are 0. */
 TQKV__OP void tqkv__store_words_avx512(uint8_t *p, __m512i words)
 {
     _mm256_storeu_si256((__m256i *)(void *)p, _mm512_cvtepi32_epi16(words));
@@ -421,8 +445,9 @@ TQKV__OP void tqkv__join_planes_avx512(const __m512i *plane, __m512i *words)
     words[3] = _mm512_unpackhi_epi16(high01, high23);
 }
 
-/* 64 values at a time. One byte look-up finds the count before the cell, four find the bytes of the boundary in it.
-   Packing and interleaving are inverse within 128 bits: boundaries meet their values. `order` sorts the counts. */
+/* Quantises 64 values at a time. One byte look-up finds the count before the cell, four find the bytes of the
+   boundary in it. Packing and interleaving are inverse within 128 bits: boundaries meet their values. `order` sorts
+   the counts. */
 TQKV__TARGET static void tqkv__quantise_tq8_avx512(const tqkv__quantiser *q, const float *y, int n, float scale,
                                                    uint8_t *codes)
 {
@@ -461,8 +486,9 @@ TQKV__TARGET static void tqkv__quantise_tq8_avx512(const tqkv__quantiser *q, con
     }
 }
 
-/* The centroids of 64 sizes times a factor of a search of TQ8: counts, bounds and centroids by bytes, as in quantise_tq8. Bounds
-   are compared as integers, whose signs packing keeps. The stream has the centroids' bytes from the most negative one on. */
+/* Finds the centroids of 64 sizes times a factor of a search of TQ8: counts, bounds and centroids by bytes, as in
+   quantise_tq8. Bounds are compared as integers, whose signs packing keeps. The stream has the centroids' bytes from
+   the most negative one on. */
 TQKV__OP void tqkv__search_tq8_avx512(const tqkv__stream *s, const tqkv__quantiser *q, const __m512 *w,
                                       __m512 *centroids)
 {

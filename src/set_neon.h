@@ -106,7 +106,7 @@ TQKV__OP void tqkv__load_table_neon(const int bits, const bool nibbles, const tq
     for (int i = 0; i < (bits == 6 ? 8 : 4); i++)
         table[i] = vreinterpretq_f32_u8(vld1q_u8(s->planes[i % 4] + 16 * (i / 4)));
 }
-/* codes: [16]; bits above the code are ignored */
+/* Looks up codes: [16]; bits above the code are ignored */
 TQKV__OP float32x4_t tqkv__centroids_of_codes_neon(const int bits, const int k, const float32x4_t *table,
                                                    uint8x16_t codes)
 {
@@ -114,13 +114,14 @@ TQKV__OP float32x4_t tqkv__centroids_of_codes_neon(const int bits, const int k, 
     const uint8x16_t index = vandq_u8(veorq_u8(codes, upper), vdupq_n_u8((uint8_t)((1 << (bits - 1)) - 1)));
     return tqkv__centroids_of_planes_neon(bits, k, table, index, upper);
 }
-/* The pairs of bits of eight bytes: those of even codes in the lowest bits of a byte, those of odd codes above. */
+/* Spreads the pairs of bits of eight bytes: those of even codes in the lowest bits of a byte, those of odd codes
+   above. */
 TQKV__OP uint8x16_t tqkv__spread_pairs_neon(const uint8_t *p)
 {
     const uint16x8_t words = vmovl_u8(vld1_u8(p));
     return vreinterpretq_u8_u16(vsliq_n_u16(words, words, 4));
 }
-/* Four bytes as 16 pairs of bits, in their own order. */
+/* Spreads four bytes to 16 pairs of bits, in their own order. */
 TQKV__OP uint8x16_t tqkv__pairs_neon(const uint8_t *p)
 {
     uint32_t word;
@@ -129,8 +130,14 @@ TQKV__OP uint8x16_t tqkv__pairs_neon(const uint8_t *p)
     const uint32x4_t two = vorrq_u32(bytes, vshlq_n_u32(bytes, 12));
     return vandq_u8(vreinterpretq_u8_u32(vorrq_u32(two, vshlq_n_u32(two, 6))), vdupq_n_u8(3));
 }
+<<<<<<< HEAD
 /* The main bits of codes 16 * (k / 4) ... of a strip, in the order of reorder. A strip is 32 codes: the low nibbles
    give the first four vectors, the high ones the other four. A strip of 16 (per_lane 4) keeps its own order. */
+=======
+/* Returns the main bits of codes 16 * (k / 4) ... of a strip, in the order of tqkv__to_decoded. A strip is 32 codes:
+   the low nibbles give the first four vectors, the high ones the other four. A strip of 16 (per_lane 4) keeps its own
+   order. */
+>>>>>>> main
 TQKV__OP uint8x16_t tqkv__main_codes_neon(const int main_bits, const int per_lane, const int k, const uint8_t *p)
 {
     const uint8x16_t mask = vdupq_n_u8((uint8_t)((1 << main_bits) - 1));
@@ -142,7 +149,7 @@ TQKV__OP uint8x16_t tqkv__main_codes_neon(const int main_bits, const int per_lan
     const uint8x16_t both = main_bits == 2 ? tqkv__spread_pairs_neon(p) : vld1q_u8(p);
     return vandq_u8(k < 4 ? both : main_bits == 2 ? vshrq_n_u8(both, 2) : vshrq_n_u8(both, 4), mask);
 }
-/* The same for a field of one upper bit: all ones for a 1. */
+/* Loads a field of one upper bit: all ones for a 1. */
 TQKV__OP uint8x16_t tqkv__upper_bit_neon(const int per_lane, const int k, const uint8_t *upper)
 {
     if (per_lane == 4) {
@@ -216,10 +223,26 @@ TQKV__OP float32x4_t tqkv__signs_neon(uint32_t bits)
     const uint32x4_t moved = vandq_u32(vshlq_u32(vdupq_n_u32(bits), vld1q_s32(shifts)), vdupq_n_u32(0x80000000u));
     return vreinterpretq_f32_u32(vorrq_u32(moved, vdupq_n_u32(0x3f800000u)));
 }
-#define tqkv__repeat_neon(n, p)                 vld1q_dup_f32(p) /* no subrow is shorter than a vector */
-#define tqkv__spread_neon(n, i, x)              (x)
-#define tqkv__unite_neon(n, x)                  (x)
-#define tqkv__mix_20_neon(subrows, factor, out) ((void)0)
+/* No subrow is shorter than a vector: n is 1. */
+TQKV__OP float32x4_t tqkv__repeat_neon(const int n, const float *p)
+{
+    (void)n;
+    return vld1q_dup_f32(p);
+}
+TQKV__OP float32x4_t tqkv__spread_neon(const int n, int i, float32x4_t x)
+{
+    (void)n, (void)i;
+    return x;
+}
+TQKV__OP float32x4_t tqkv__unite_neon(const int n, float32x4_t x)
+{
+    (void)n;
+    return x;
+}
+TQKV__OP void tqkv__mix_20_neon(const float *subrows, float factor, float *out)
+{
+    (void)subrows, (void)factor, (void)out;
+}
 TQKV__OP float32x4_t tqkv__load_fours_neon(const float *p, int stride)
 {
     (void)stride;
@@ -287,7 +310,7 @@ TQKV__OP uint32x4_t tqkv__code_from_neon(uint32x4_t count, float32x4_t bound, fl
 {
     return veorq_u32(vsubq_u32(count, vcleq_f32(bound, w)), side);
 }
-/* above where bound <= w, else below */
+/* Returns above where bound <= w, else below. */
 TQKV__OP float32x4_t tqkv__choose_neon(float32x4_t bound, float32x4_t w, float32x4_t below, float32x4_t above)
 {
     return vbslq_f32(vcleq_f32(bound, w), above, below);
@@ -346,12 +369,24 @@ TQKV__OP void tqkv__store_words_neon(uint8_t *p, uint32x4_t words)
 }
 #define tqkv__quantise_tq8_neon tqkv__quantise_loads_neon
 
-/* Only for vectors of 16. */
-#define tqkv__load_fields_neon(bits, count, p, upper, low, high)                                                       \
-    ((void)(count), (void)(upper), (void)(low), (void)(high))
-#define tqkv__join_fields_neon(bits, k, low, high) (low)
-#define tqkv__next_codes_neon(bits, codes)         ((void)(codes))
-#define tqkv__look_up_neon(bits, table, codes)     (*(table))
+/* Only vectors of 16 need these. */
+TQKV__OP void tqkv__load_fields_neon(const int bits, const int count, const uint8_t *p, const uint8_t *upper,
+                                     uint32x4_t *low, uint32x4_t *high)
+{
+    (void)bits, (void)count, (void)p, (void)upper;
+    *low = *high = vdupq_n_u32(0);
+}
+TQKV__OP uint32x4_t tqkv__join_fields_neon(const int bits, int k, uint32x4_t low, uint32x4_t high)
+{
+    (void)bits, (void)k, (void)high;
+    return low;
+}
+TQKV__OP void tqkv__next_codes_neon(const int bits, uint32x4_t *codes) { (void)bits, (void)codes; }
+TQKV__OP float32x4_t tqkv__look_up_neon(const int bits, const float32x4_t *table, uint32x4_t codes)
+{
+    (void)bits, (void)codes;
+    return *table;
+}
 
 #define TQKV__(name)             tqkv__##name##_neon
 #define TQKV__WIDTH              16 /* vectors of the rotation in registers */

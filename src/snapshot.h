@@ -15,21 +15,22 @@
          48      4  capacity                                  120      8  exact_from
          52      4  key format                                128      8  XXH3-64 of the bytes before
          56      4  value format
-         60      4  tail format, or 0                       then, for each stream: keys, values unless they are the keys, tail:
+         60      4  tail format, or 0                       then, for each stream (keys, values unless shared, tail):
          64      4  type                                              centre, then scale [n_kv_heads][head_dim], if any
          68      4  bit 0: ring; 1: shared; 2: the                    codes [n_kv_heads][positions][row_bytes]
                     cache has not learned yet; 8 to 10:               norms [n_kv_heads][positions][norms_per_row]
                     keys, values and tail have a                   8  XXH3-64 of these
                     centre; 16 to 18: a scale
 
-   Behind the streams come, likewise but without centre and scale, what is kept of the first positions' keys, values and tail, then the
-   halves of the newest keys and values, as far as the cache has these stores. The newest halves are those of the positions from
-   exact_from on, but no more than an edit leaves, see tqkv__exact_kept. In a cache that has not learned yet all these have no
-   positions; behind them come the rows as they came, of keys and values as halves, and of the tail.
+   Behind the streams come, likewise but without centre and scale, what is kept of the first positions' keys, values and
+   tail, then the halves of the newest keys and values, as far as the cache has these stores. The newest halves are
+   those of the positions from exact_from on, but no more than an edit leaves, see tqkv__exact_kept. In a cache that has
+   not learned yet all these have no positions; behind them come the rows as they came, of keys and values as halves,
+   and of the tail.
 
    Positions of a store:
      offset  bytes  field                                 offset  bytes  field
-          0      8  "tqks" CR LF SUB LF                        32      4  block_scale (float32); 1 where it has no effect
+          0      8  "tqks" CR LF SUB LF                        32      4  block_scale (float32); 1 without effect
           8      4  snapshot version                           36      4  0
          12      4  bytes of the header, with its hash         40      8  first position
          16      4  format                                     48      8  number of positions
@@ -191,7 +192,7 @@ static tqkv_result tqkv__read_header(tqkv__pipe *pipe, const char *magic, size_t
     return r == TQKV_OK ? tqkv__move_hash(pipe) : r;
 }
 
-/* A bit for each stream with a centre, or with a scale. */
+/* Returns a bit for each stream with a centre, or with a scale. */
 static uint32_t tqkv__streams_with(const tqkv_cache *c, bool scales)
 {
     uint32_t bits = 0;
@@ -287,7 +288,7 @@ static bool tqkv__parse_shape(const uint32_t fields[TQKV__HEADER_FIELDS], tqkv_c
     return !d->shared || (d->value_format == d->key_format && d->value_dim == d->head_dim);
 }
 
-/* False if no cache can have written it. */
+/* Takes what a header says; false if no cache can have written it. */
 static bool tqkv__parse_header(const uint8_t *header, tqkv__header *h)
 {
     uint32_t fields[TQKV__HEADER_FIELDS];
@@ -311,7 +312,7 @@ static bool tqkv__parse_header(const uint8_t *header, tqkv__header *h)
     return !h->learning || (d->calibrate && !h->centers && !h->scales && !h->exact_below);
 }
 
-/* A cache that holds what a header says. */
+/* Makes a cache hold what a header says. */
 static void tqkv__set_range(tqkv_cache *c, const tqkv__header *h)
 {
     c->first = h->first;
@@ -369,15 +370,15 @@ static tqkv_result tqkv__hold(tqkv__read_ahead *a, size_t wanted)
     return TQKV_OK;
 }
 
-/* Bytes to read before the cache is created: none up to 1 MiB; then a sixteenth of the cache's size, or all that the
-   header announces if that is less. A file that was cut short cannot make load allocate much. */
+/* Returns the bytes to read before the cache is created: none up to 1 MiB; then a sixteenth of the cache's size, or all
+   that the header announces if that is less. A file that was cut short cannot make load allocate much. */
 static size_t tqkv__wanted_ahead(const tqkv_cache *c, uint32_t centers, uint32_t scales)
 {
     size_t all = 0, announced = 0;
     for (int i = 0; i < TQKV__CACHE_STORES; i++) {
-        const tqkv_store *s = i < TQKV__RAW ? tqkv__store_of(c, i) : &c->raw[i - TQKV__RAW]; /* has no memory yet */
+        const tqkv_store *s = tqkv__store_of(c, i); /* has no memory yet */
         const tqkv__range range = tqkv__range_of(c, i);
-        if (!s || !s->head_dim || (i >= TQKV__RAW && !c->learning)) continue;
+        if (!s || (i >= TQKV__RAW && !c->learning)) continue;
         const size_t rows = tqkv_codes_size(s) + tqkv_norms_size(s);
         const size_t center = i < TQKV__CACHE_STREAMS ? (size_t)s->n_kv_heads * (size_t)s->head_dim * sizeof(float) : 0;
         all += rows + TQKV__CHANNELS * center; /* there is always room for them */
@@ -388,8 +389,8 @@ static size_t tqkv__wanted_ahead(const tqkv_cache *c, uint32_t centers, uint32_t
     return all <= 1048576 ? 0 : announced < all / 16 ? announced : all / 16;
 }
 
-/* Takes centres and scales of the streams whose bits are set from where they lie in the cache: before these are read, and with
-   inverses after it. */
+/* Takes centres and scales of the streams whose bits are set from where they lie in the cache: before these are read,
+   and with inverses after it. */
 static void tqkv__take_channels(tqkv_cache *c, uint32_t centers, uint32_t scales)
 {
     for (int i = 0; i < TQKV__CACHE_STREAMS; i++)
@@ -401,7 +402,7 @@ static void tqkv__take_channels(tqkv_cache *c, uint32_t centers, uint32_t scales
         }
 }
 
-/* Room for the centres and scales that the snapshot has: ones, until they are read. */
+/* Opens the room for the centres and scales that the snapshot has: ones, until they are read. */
 static void tqkv__open_channels(tqkv_cache *c, uint32_t centers, uint32_t scales)
 {
     size_t channels = 0;
@@ -410,7 +411,7 @@ static void tqkv__open_channels(tqkv_cache *c, uint32_t centers, uint32_t scales
     tqkv__take_channels(c, centers, scales);
 }
 
-/* A cache to read into. One that has learned needs no raw memory. */
+/* Creates a cache to read into. One that has learned needs no raw memory. */
 static tqkv_result tqkv__create_found(const tqkv__header *found, tqkv_cache **out)
 {
     tqkv_cache_desc desc = found->desc;
@@ -456,6 +457,7 @@ TQKV__COLD TQKV_API tqkv_result tqkv_cache_load(const tqkv_cache_desc *desc, tqk
         return r;
     }
     r = tqkv__move_stores(&pipe, c);
+    if (r == TQKV_OK) r = tqkv__follow_tail(c);
     if (r == TQKV_OK) tqkv__take_channels(c, 0, found.scales);
     tqkv__drop_held(&ahead);
     if (r == TQKV_OK)
@@ -471,7 +473,7 @@ static size_t tqkv__write_nowhere(void *user, const void *bytes, size_t n)
     return n;
 }
 
-/* The hash of the bytes of centre and scale in a snapshot; 0 without. */
+/* Returns the hash of the bytes of centre and scale in a snapshot; 0 without. */
 static uint64_t tqkv__channels_hash(const tqkv__stream *s)
 {
     tqkv__pipe pipe;
@@ -516,8 +518,8 @@ TQKV_API tqkv_result tqkv_store_save(const tqkv_store *store, int64_t position, 
     return r == TQKV_OK ? tqkv__move_stored(&pipe, &s, range) : r;
 }
 
-/* Every size comes from the store: a header that differs from the one that this store writes is refused, but for the first
-   position. */
+/* Every size comes from the store: a header that differs from the one that this store writes is refused, but for the
+   first position. */
 TQKV_API tqkv_result tqkv_store_load(const tqkv_store *store, int64_t position, int n_positions, tqkv_read read,
                                      void *user)
 {

@@ -20,13 +20,13 @@ static bool tqkv__overlap(const void *a, size_t a_size, const void *b, size_t b_
     return a && b && a_size && b_size && (x < y ? y - x < a_size : x - y < b_size);
 }
 
-/* Neither NULL nor misaligned. alignment: a power of two */
+/* Whether p is neither NULL nor misaligned. alignment: a power of two */
 static bool tqkv__aligned_at(const void *p, size_t alignment) { return p && ((uintptr_t)p & (alignment - 1)) == 0; }
 static bool tqkv__floats_at(const void *p) { return tqkv__aligned_at(p, sizeof(float)); }
 
 static bool tqkv__format_known(tqkv_format f) { return TQKV__KIND(f) != 0; }
 
-/* Bytes of a value; 0: no tqkv_type. */
+/* Returns the bytes of a value; 0: no tqkv_type. */
 static size_t tqkv__type_size(tqkv_type type)
 {
     return type == TQKV_TYPE_F32 ? sizeof(float) : type == TQKV_TYPE_F16 || type == TQKV_TYPE_BF16 ? 2 : 0;
@@ -38,8 +38,8 @@ static size_t tqkv__type_size(tqkv_type type)
 #define TQKV__HEAD_DIMS                                                                                                \
     "head_dim: none of " TQKV__SIZES(TQKV__SIZE_TEXT, ) "to which rows can be padded with zeros; set scale then"
 
-/* A row of TQKV__SIZES for a head_dim that the compiler does not know, where its columns would be chains of comparisons,
-   half a KB each; zeros without a row. */
+/* A row of TQKV__SIZES for a head_dim that the compiler does not know, where its columns would be chains of
+   comparisons, half a KB each; zeros without a row. */
 typedef struct tqkv__size {
     int order, subrow, grid; /* subrow: values in each of `order` subrows */
     float root, inverse_root;
@@ -63,7 +63,7 @@ static inline const tqkv__size *tqkv__size_of(int head_dim)
 }
 static bool tqkv__head_dim_known(int head_dim) { return tqkv__size_of(head_dim)->order != 0; }
 
-/* TQKV__NORM_BLOCK of a head_dim that the compiler does not know */
+/* Returns TQKV__NORM_BLOCK of a head_dim that the compiler does not know */
 static int tqkv__norm_dim(int kind, int head_dim)
 {
     return kind == TQKV__GRID ? tqkv__size_of(head_dim)->grid : TQKV__NORM_BLOCK(kind, head_dim);
@@ -112,7 +112,8 @@ static bool tqkv__without_gaps(tqkv_strides strides, int n_heads, int dim)
     return strides.head == (size_t)dim && strides.token == (size_t)n_heads * (size_t)dim;
 }
 
-/* Bytes from the first of [n][n_heads] rows to the end of the last one; false if one cannot compute with them. */
+/* Finds the bytes from the first of [n][n_heads] rows to the end of the last one; false if one cannot compute with
+   them. */
 static bool tqkv__rows_extent(tqkv_strides strides, int n, int n_heads, int dim, size_t value_size, size_t *bytes)
 {
     size_t token, head;
@@ -150,6 +151,20 @@ static tqkv_result tqkv__table_shape(const tqkv_store *store, tqkv__stream *s)
     return TQKV_OK;
 }
 
+/* Takes the format's row in TQKV__FORMATS, and its tables. */
+static void tqkv__take_format(tqkv_format format, tqkv__stream *s)
+{
+    s->format = format;
+    s->kind = TQKV__KIND(format);
+    s->main_bits = TQKV__MAIN_BITS(format);
+    s->upper_bits = TQKV__UPPER_BITS(format);
+    s->book_bits = TQKV__BOOK_BITS(format);
+    s->codebook = s->book_bits ? TQKV__CODEBOOK(s->book_bits) : NULL;
+    s->boundaries = s->book_bits ? TQKV__BOUNDARIES(s->book_bits) : NULL;
+    s->factors = s->book_bits ? TQKV__FACTORS(s->book_bits) : NULL;
+    s->n_factors = TQKV__N_FACTORS(s->book_bits);
+}
+
 /* Checks the shape of a store, not its buffers. */
 static tqkv_result tqkv__stream_shape(const tqkv_store *store, tqkv__stream *s)
 {
@@ -165,15 +180,7 @@ static tqkv_result tqkv__stream_shape(const tqkv_store *store, tqkv__stream *s)
     if (store->capacity <= 0) return TQKV__INVALID("capacity is not positive");
     if (!(store->block_scale >= 0.0f && store->block_scale <= 3.0e38f))
         return TQKV__INVALID("block_scale: negative, NaN or infinite");
-    s->format = store->format;
-    s->kind = TQKV__KIND(s->format);
-    s->main_bits = TQKV__MAIN_BITS(s->format);
-    s->upper_bits = TQKV__UPPER_BITS(s->format);
-    s->book_bits = TQKV__BOOK_BITS(s->format);
-    s->codebook = s->book_bits ? TQKV__CODEBOOK(s->book_bits) : NULL;
-    s->boundaries = s->book_bits ? TQKV__BOUNDARIES(s->book_bits) : NULL;
-    s->factors = s->book_bits ? TQKV__FACTORS(s->book_bits) : NULL;
-    s->n_factors = TQKV__N_FACTORS(s->book_bits);
+    tqkv__take_format(store->format, s);
     s->head_dim = store->head_dim;
     s->root = tqkv__size_of(s->head_dim)->root;
     s->inverse_root = tqkv__size_of(s->head_dim)->inverse_root;
@@ -196,7 +203,8 @@ static tqkv_result tqkv__stream_shape(const tqkv_store *store, tqkv__stream *s)
     return store->pages ? tqkv__table_shape(store, s) : TQKV_OK;
 }
 
-/* Whether a value of each channel, x: [n_kv_heads][head_dim], is finite, or a scale that is allowed; by the set in use. */
+/* Whether a value of each channel, x: [n_kv_heads][head_dim], is finite, or a scale that is allowed; by the set in
+   use. */
 static bool tqkv__channels_finite(const tqkv__stream *s, const float *x);
 static bool tqkv__channels_scale(const tqkv__stream *s, const float *x);
 
@@ -223,13 +231,14 @@ static tqkv_result tqkv__stream_channels(const tqkv_store *store, tqkv__stream *
     return tqkv__stream_scale(store, s);
 }
 
-/* Of a centre, or of a scale, in bytes. A stream of `capacity` such rows has a size, so this does not overflow. */
+/* Returns the bytes of a centre, or of a scale. A stream of `capacity` such rows has a size, so this does not
+   overflow. */
 static size_t tqkv__center_size(const tqkv__stream *s)
 {
     return (size_t)s->n_kv_heads * (size_t)s->head_dim * sizeof(float);
 }
 
-/* What a head has of centre, scale or inverses, [head_dim]; NULL of NULL */
+/* Returns what a head has of centre, scale or inverses, [head_dim]; NULL for NULL */
 static const float *tqkv__of_head(const tqkv__stream *s, const float *channels, int kv_head)
 {
     return channels ? channels + (size_t)kv_head * (size_t)s->head_dim : NULL;
@@ -242,10 +251,11 @@ static const float *tqkv__scale_of(const tqkv__stream *s, int kv_head)
     return tqkv__of_head(s, s->channel_scale, kv_head);
 }
 
-/* In bytes */
+/* Returns the bytes of a page table. */
 static size_t tqkv__table_size(const tqkv__stream *s) { return (size_t)s->n_pages * sizeof(int32_t); }
 
-/* The bytes of n floats, byte p of each in planes[p], repeated: what look-ups of bytes take. n: a power of two up to 128 */
+/* Splits n floats into bytes, byte p of each in planes[p], repeated: what look-ups of bytes take. n: a power of two up
+   to 128 */
 static void tqkv__split_floats(const float *x, int n, uint8_t planes[4][128])
 {
     for (int i = 0; i < n; i++)
@@ -258,8 +268,8 @@ static void tqkv__split_floats(const float *x, int n, uint8_t planes[4][128])
         }
 }
 
-/* Codebooks are symmetric: centroid n - 1 - c is -centroid c. For TQ8 the lower half is enough: look-ups take ~c for a code c
-   of the upper half, and flip the sign. */
+/* Codebooks are symmetric: centroid n - 1 - c is -centroid c. For TQ8 the lower half is enough: look-ups take ~c for a
+   code c of the upper half, and flip the sign. */
 static void tqkv__fill_planes(tqkv__stream *s)
 {
     if (s->kind == TQKV__BOOK) tqkv__split_floats(s->codebook, s->book_bits < 8 ? 1 << s->book_bits : 128, s->planes);
@@ -312,7 +322,7 @@ static bool tqkv__stream_overlaps(const tqkv__stream *s, const void *p, size_t s
            tqkv__overlap(s->pages, tqkv__table_size(s), p, size);
 }
 
-/* The positions that a store without a ring can have. */
+/* Returns the positions that a store without a ring can have. */
 static int64_t tqkv__room(const tqkv__stream *s)
 {
     return s->page_size ? (int64_t)s->n_pages * s->page_size : s->capacity;
@@ -325,7 +335,7 @@ static int tqkv__slot(const tqkv__stream *s, int64_t position)
     return (int)(s->ring ? position % s->capacity : position);
 }
 
-/* Slots from that of a position on that hold the positions behind it, in order. */
+/* Returns how many slots from that of a position on hold the positions behind it, in order. */
 static int tqkv__slots_left(const tqkv__stream *s, int64_t position)
 {
     if (s->pages) return s->page_size - (int)(position % s->page_size);
@@ -466,13 +476,13 @@ static tqkv_result tqkv__open_positions(const tqkv_store *store, int n, int64_t 
     return tqkv__check_positions(s, n, position);
 }
 
-/* Bytes from the first of the caller's rows to that of a token and a head. */
+/* Returns the bytes from the first of the caller's rows to that of a token and a head. */
 static size_t tqkv__row_offset(const tqkv__stream *s, size_t token, size_t head)
 {
     return (token * s->strides.token + head * s->strides.head) * tqkv__type_size(s->type);
 }
 
-/* The caller's row of a token and a head. */
+/* Returns the caller's row of a token and a head. */
 static const void *tqkv__source_row(const tqkv__stream *s, const void *src, size_t token, size_t head)
 {
     return (const uint8_t *)src + tqkv__row_offset(s, token, head);
@@ -492,7 +502,7 @@ static tqkv_result tqkv__check_rows(const tqkv__stream *s, const void *p, int n,
     return TQKV_OK;
 }
 
-/* Bytes of the caller's rows of so many tokens. */
+/* Returns the bytes of the caller's rows of so many tokens. */
 static size_t tqkv__rows_size(const tqkv_store *s, int n_tokens)
 {
     size_t bytes;

@@ -89,8 +89,8 @@ static void tqkv__take_tasks(tqkv_team *team)
     }
 }
 
-/* The hook. A helper counts itself in before it looks whether tasks are open, and thread 0 closes before it looks who is
-   inside: one of them sees the other, so no helper has a task or looks at `task` when this returns. */
+/* This is the hook. A helper counts itself in before it looks whether tasks are open, and thread 0 closes before it
+   looks who is inside: one of them sees the other, so no helper has a task or looks at `task` when this returns. */
 static void tqkv__team_run(void *user, int count, tqkv_task task, void *context)
 {
     tqkv_team *team = (tqkv_team *)user;

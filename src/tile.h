@@ -1,15 +1,52 @@
 /* >>tile: the order of decoded values, tiles, and the sums of a tile, of a piece and of a stretch */
 
+<<<<<<< HEAD
 /* Queries take the order of decoded codes; sums of values are put back. -0 changes nothing. */
 static void tqkv__to_decoded(const tqkv__isa *isa, const tqkv__stream *s, const float *natural, float *decoded)
 {
     isa->reorder(s, isa->columns, true, -0.0f, natural, decoded);
+=======
+/* from: [rows][columns] -> to: [columns][rows] */
+static inline void tqkv__transpose(const float *from, int rows, int columns, float *to)
+{
+    for (int column = 0; column < columns; column++, from++) {
+        const float *x = from;
+        for (int row = 0; row < rows; row++, x += columns) *to++ = *x;
+    }
 }
 
-/* Of sums. 0: codes of masked slots have the weight 0, and their signs stay in a sum that has underflowed to -0 or 0. */
+/* Instruction sets decode packed codes in their own order: each rows * columns values, a matrix [rows][columns], come
+   transposed. The rest of a panel is a matrix of fewer columns. Other codes keep their order. Queries take the decoded
+   order; sums of values are put back. from, to: [head_dim] */
+static void tqkv__reorder(const tqkv__isa *isa, const tqkv__stream *s, bool decoded, const float *from, float *to)
+{
+    const int rows = isa->nibble_order[0], most = isa->nibble_order[1];
+    if (s->main_bits >= 8 || isa->lanes == 1) {
+        memcpy(to, from, (size_t)s->head_dim * sizeof(float));
+        return;
+    }
+    for (const float *end = from + s->head_dim; from < end;)
+        for (int left = s->panel_dim, columns; left > 0; left -= rows * columns) {
+            for (columns = most; rows * columns > left;) columns /= 2;
+            tqkv__transpose(from, decoded ? rows : columns, decoded ? columns : rows, to);
+            from += rows * columns;
+            to += rows * columns;
+        }
+}
+
+static void tqkv__to_decoded(const tqkv__isa *isa, const tqkv__stream *s, const float *natural, float *decoded)
+{
+    tqkv__reorder(isa, s, true, natural, decoded);
+>>>>>>> main
+}
+
 static void tqkv__to_natural(const tqkv__isa *isa, const tqkv__stream *s, const float *decoded, float *natural)
 {
+<<<<<<< HEAD
     isa->reorder(s, isa->columns, false, 0.0f, decoded, natural);
+=======
+    tqkv__reorder(isa, s, false, decoded, natural);
+>>>>>>> main
 }
 
 static int tqkv__clamp(int64_t x, int low, int high) { return x < low ? low : x > high ? high : (int)x; }
@@ -34,7 +71,7 @@ static bool tqkv__odd_rings(const tqkv__attention *a)
     return false;
 }
 
-/* Positions from this one on that a tile may take. */
+/* Returns the positions from this one on that a tile may take. */
 static int tqkv__tile_room(const tqkv__stream *s, int64_t position)
 {
     return s->page_size % TQKV__TILE || s->ring ? TQKV__TILE : tqkv__slots_left(s, position);
@@ -46,10 +83,10 @@ static bool tqkv__wraps(const tqkv__stream *s, int64_t position, int64_t n)
     return s->ring && tqkv__slots_left(s, position) < n;
 }
 
-/* A tile is contiguous in all its streams, or gathered: it ends where a large page ends, or another region begins, and at
-   positions that are a multiple of TQKV__TILE. Its scores are at the position modulo TQKV__TILE. A query's sums are then the
-   same bits alone or in a batch, and in a store of any kind and size. Otherwise prefill and decode drift apart: a last bit
-   changes the next layer's keys, and now and then a code. */
+/* Returns the length of a tile. It is contiguous in all its streams, or gathered: it ends where a large page ends, or
+   another region begins, and at positions that are a multiple of TQKV__TILE. Its scores are at the position modulo
+   TQKV__TILE. A query's sums are then the same bits alone or in a batch, and in a store of any kind and size. Otherwise
+   prefill and decode drift apart: a last bit changes the next layer's keys, and now and then a code. */
 static int tqkv__tile_length(const tqkv__attention *a, const tqkv__region *region, int64_t position, int64_t end)
 {
     const int64_t aligned = TQKV__TILE - position % TQKV__TILE, border = region->end - position;
@@ -88,8 +125,8 @@ typedef struct tqkv__tile {
     TQKV__ALIGNED float scaled[TQKV__CHUNK_ROWS * TQKV__TILE];       /* for value_tile */
 } tqkv__tile;
 
-/* The slots of a tile of n positions. While it is computed the next tile of [.., end) is fetched, which a page table
-   may put anywhere. */
+/* Finds the slots of a tile of n positions. While it is computed the next tile of [.., end) is fetched, which a page
+   table may put anywhere. */
 static void tqkv__open_segment(const tqkv__stream *s, int64_t position, int n, int64_t end, tqkv__segment *segment)
 {
     const int64_t next = position + n;
@@ -101,7 +138,7 @@ static void tqkv__open_segment(const tqkv__stream *s, int64_t position, int n, i
     if (page >= 0 && page < s->capacity / s->page_size) segment->ahead = page * s->page_size - segment->slot;
 }
 
-/* The segments of a tile of a region, which is contiguous in all its streams. */
+/* Finds the segments of a tile of a region, which is contiguous in all its streams. */
 static void tqkv__find_segments(const tqkv__attention *a, const tqkv__region *region, int64_t end, tqkv__tile *tile)
 {
     tile->region = *region;
@@ -110,11 +147,12 @@ static void tqkv__find_segments(const tqkv__attention *a, const tqkv__region *re
     if (a->call.tail) tqkv__open_segment(region->tail, tile->position, tile->n, end, &tile->tail);
 }
 
-/* Asks for a line of each 4 KiB of the next tile, and for its norms, a tile early. The loops ask for the other lines, but late
-   where the processor does not know the memory page yet. With codes that come from memory (32 heads of 128, 32768 positions, AMD
-   EPYC) this takes away 24% of the time of F16 and 3 to 7% of I8 keys and TQ4, paged or not; with codes in a cache it adds 1%.
-   Not for codes of less than two lines a row that go on where this tile ends: the processor sees one stream and reads it ahead by
-   itself, and a touch out of its order adds 10% to 18% (TQ4 of 128, I8 and F16 of 64; Zen 5), 2% to 8% (I8 of 96, TQ4 of 192). */
+/* Asks for a line of each 4 KiB of the next tile, and for its norms, a tile early. The loops ask for the other lines,
+   but late where the processor does not know the memory page yet. With codes that come from memory (32 heads of 128,
+   32768 positions, AMD EPYC) this takes away 24% of the time of F16 and 3 to 7% of I8 keys and TQ4, paged or not; with
+   codes in a cache it adds 1%. Not for codes of less than two lines a row that go on where this tile ends: the
+   processor sees one stream and reads it ahead by itself, and a touch out of its order adds 10% to 18% (TQ4 of 128, I8
+   and F16 of 64; Zen 5), 2% to 8% (I8 of 96, TQ4 of 192). */
 static void tqkv__touch_next(const tqkv__stream *s, int kv_head, const tqkv__segment *segment)
 {
     const size_t size = TQKV__TILE * s->row_bytes, norms_size = (size_t)(TQKV__TILE * s->norms_per_row) * sizeof(float);
@@ -129,8 +167,9 @@ static void tqkv__touch_next(const tqkv__stream *s, int kv_head, const tqkv__seg
     tqkv__prefetch(TQKV__L1, (const uint8_t *)norms, norms_size + 63); /* they may begin within a line */
 }
 
-/* value_tile, safe for F16: if a tile holds NaN or Inf and some row does not see all of it, each position is added
-   alone, and only to rows that see it: also with a weight that has underflowed to 0, as where all see all of it. */
+/* Does what value_tile does, safe for F16: if a tile holds NaN or Inf and some row does not see all of it, each
+   position is added alone, and only to rows that see it: also with a weight that has underflowed to 0, as where all see
+   all of it. */
 static void tqkv__add_values(tqkv__tile *tile, int n_rows, float *out)
 {
     const tqkv__attention *a = tile->streams;
@@ -154,10 +193,10 @@ static void tqkv__add_values(tqkv__tile *tile, int n_rows, float *out)
         }
 }
 
-/* The numbers below n, at most 64, as bits */
+/* Returns the numbers below n, at most 64, as bits. */
 static uint64_t tqkv__bits_below(int n) { return n < 64 ? ((uint64_t)1 << n) - 1 : UINT64_MAX; }
 
-/* What a query sees of a tile's scores, when it looks at a range. */
+/* Returns what a query sees of a tile's scores, when it looks at a range. */
 static tqkv__span tqkv__span_of(const tqkv__attention *a, int query, const tqkv__tile *tile, tqkv__range range)
 {
     const tqkv__range seen = tqkv__visible(a, query, range);
@@ -206,21 +245,21 @@ static TQKV__NOINLINE void tqkv__merge_sums(const tqkv__sums *into, const tqkv__
                         from->out + i * (size_t)value_dim, from->max[i], from->sum[i]);
 }
 
-/* The context is cut into stretches at multiples of 2048 positions, and these into pieces. Each has its own softmax and float
-   sums, merged in the order of the positions: the error does not grow with the context as in one long sum, not even if
-   all additions of equal values are rounded to the same side. A query's bits depend only on its positions, not on
-   other queries or on tasks. A merge costs as much as half a position. */
+/* The context is cut into stretches at multiples of 2048 positions, and these into pieces. Each has its own softmax and
+   float sums, merged in the order of the positions: the error does not grow with the context as in one long sum, not
+   even if all additions of equal values are rounded to the same side. A query's bits depend only on its positions, not
+   on other queries or on tasks. A merge costs as much as half a position. */
 #define TQKV__STRETCH 2048
 #define TQKV__PIECE   256
 
-/* Floats of an arranged query, without its second digits. */
+/* Returns the floats of an arranged query, without its second digits. */
 static size_t tqkv__first_floats(const tqkv__attention *a)
 {
     return (size_t)(a->key_dim + (a->exact[0][0] || a->exact[1][0] ? a->keys.head_dim : 0));
 }
 
-/* The scores of a tile: the sum of those of the parts of the keys, in their order, and of the second digits. q, digits: as
-   tqkv__arrange_queries gives them */
+/* Finds the scores of a tile: the sum of those of the parts of the keys, in their order, and of the second digits. q,
+   digits: as tqkv__arrange_queries gives them */
 static void tqkv__score_tile(tqkv__tile *tile, const float *q, int digits, int n_rows)
 {
     const tqkv__attention *a = tile->streams;
@@ -237,7 +276,7 @@ static void tqkv__score_tile(tqkv__tile *tile, const float *q, int digits, int n
         a->isa->score_tile(tile->region.tail, tile->kv_head, &tile->tail, rest + of_keys, n_rows, true, scores);
 }
 
-/* Sums of values have the order of the stream that is added to them: brings them into that of another. */
+/* Brings sums of values, which have the order of the stream that is added to them, into that of another. */
 static void tqkv__turn_sums(const tqkv__attention *a, const tqkv__stream *from, const tqkv__stream *to, int n_rows,
                             float *out)
 {

@@ -82,9 +82,9 @@ extern "C" {
 
 #endif /* TQKV_IMPLEMENTATION, to be continued */
 
-/* The loops of attention and of encoding. The implementation includes this file again for each
-   instruction set, and compiles the sections from here to >>set-avx512 for it. TQKV__(name) is that set's version of name,
-   TQKV__LANES the number of floats in its vector, and TQKV__TARGET the attribute that enables it in the compiler. */
+/* The loops of attention and of encoding follow. The implementation includes this file again for each instruction set,
+   and compiles the sections from here to >>set-avx512 for it. TQKV__(name) is that set's version of name, TQKV__LANES
+   the number of floats in its vector, and TQKV__TARGET the attribute that enables it in the compiler. */
 #ifdef TQKV__LANES
 
 #include "kernels.h"
@@ -131,8 +131,9 @@ extern "C" {
 #define TQKV__SETS
 #define TQKV__NESTED /* the file that a set includes is tqkv.h again */
 
-/* Loops that are not optimised take twenty times the space and up to 130 times the time. gcc optimises them, whatever the rest
-   of the file is compiled with. clang has no such pragma: it leaves the sets out, and plain C takes a fifth of the time. */
+/* Loops that are not optimised take twenty times the space and up to 130 times the time. gcc optimises them, whatever
+   the rest of the file is compiled with. clang has no such pragma: it leaves the sets out, and plain C takes a fifth of
+   the time. */
 #if defined(__OPTIMIZE__) || !defined(__clang__)
 #if defined(__x86_64__) && !defined(TQKV_NO_AVX2)
 #define TQKV__AVX2

@@ -1,6 +1,6 @@
 /* >>visible: which positions a query sees: windows, trees, lists */
 
-/* The positions of a range that a query sees. */
+/* Returns the positions of a range that a query sees. */
 static tqkv__range tqkv__visible(const tqkv__attention *a, int query, tqkv__range range)
 {
     const int64_t position = a->call.end - a->call.n_queries + query;
@@ -13,7 +13,7 @@ static tqkv__range tqkv__visible(const tqkv__attention *a, int query, tqkv__rang
     return range;
 }
 
-/* What the queries [first, last] see together. */
+/* Returns what the queries [first, last] see together. */
 static tqkv__range tqkv__visible_to(const tqkv__attention *a, int first, int last, tqkv__range range)
 {
     const tqkv__range seen = {tqkv__visible(a, first, range).from, tqkv__visible(a, last, range).to};
@@ -28,24 +28,25 @@ static bool tqkv__tree_has(const tqkv__attention *a, int j)
     return false;
 }
 
-/* What a query sees of a context by its list: the blocks entries[0 .. n_before), then all blocks from `recent` on, where the
-   newest positions begin. The positions of these blocks, visible or not, have the ranks base, base + 1 ...: attention goes
-   from rank to rank as it goes from position to position without a list. Tiles, pieces and stretches are cut by rank, so a
-   query's bits depend on its own list only. The first visible block has its positions as ranks: a list of all blocks
-   changes no bit. */
+/* What a query sees of a context by its list: the blocks entries[0 .. n_before), then all blocks from `recent` on,
+   where the newest positions begin. The positions of these blocks, visible or not, have the ranks base, base + 1 ...:
+   attention goes from rank to rank as it goes from position to position without a list. Tiles, pieces and stretches are
+   cut by rank, so a query's bits depend on its own list only. The first visible block has its positions as ranks: a
+   list of all blocks changes no bit. */
 typedef struct tqkv__list {
-    const int32_t *entries;           /* from the first visible block on */
-    int shift;                        /* a block is 1 << shift positions */
-    int64_t n_before, recent, hidden; /* positions of block `recent` before `hidden` are not seen */
+    const int32_t *entries; /* from the first visible block on */
+    int shift;              /* a block is 1 << shift positions */
+    int64_t n_before, recent;
+    int64_t recent_from; /* positions of block `recent` before this one are not seen; 0: all are */
     int64_t base;
     tqkv__range seen; /* ranks */
-    /* Of the positions that are no longer resident those in the blocks row[0 .. n_row), and those from kept_from on. They have no
-       ranks. */
+    /* Of the positions that are no longer resident those in the blocks row[0 .. n_row), and those from kept_from on.
+       They have no ranks. */
     const int32_t *row;
     int64_t n_row, kept_from;
 } tqkv__list;
 
-/* The first of n ascending entries that is not below `block`. */
+/* Returns the number of the first of n ascending entries that is not below `block`. */
 static int64_t tqkv__entry_at(const int32_t *entries, int64_t n, int64_t block)
 {
     int64_t low = 0;
@@ -59,7 +60,7 @@ static int64_t tqkv__entry_at(const int32_t *entries, int64_t n, int64_t block)
     return low;
 }
 
-/* The ranks before a position. */
+/* Returns the number of ranks before a position. */
 static int64_t tqkv__rank_of(const tqkv__list *l, int64_t position)
 {
     const int64_t block = position >> l->shift, inside = position & (((int64_t)1 << l->shift) - 1);
@@ -68,7 +69,7 @@ static int64_t tqkv__rank_of(const tqkv__list *l, int64_t position)
     return l->base + (at << l->shift) + (at < l->n_before && l->entries[at] == block ? inside : 0);
 }
 
-/* Without a list ranks are positions. */
+/* Returns the position of a rank; without a list it is the rank. */
 static int64_t tqkv__position_of(const tqkv__list *l, int64_t rank)
 {
     if (!l) return rank;
@@ -84,7 +85,7 @@ static bool tqkv__tree_hides(const tqkv__attention *a, int query, int64_t positi
     return a->call.tree && j >= 0 && !(a->call.tree[query] >> j & 1);
 }
 
-/* Where the newest `left` positions of a range begin that a query sees; takes their number from `left`. */
+/* Returns where the newest `left` positions of a range begin that a query sees; takes their number from `left`. */
 static int64_t tqkv__newest_from(const tqkv__attention *a, int query, tqkv__range range, int *left)
 {
     while (a->call.tree && *left > 0 && range.to > range.from && range.to > a->call.end - a->call.n_queries)
@@ -94,7 +95,7 @@ static int64_t tqkv__newest_from(const tqkv__attention *a, int query, tqkv__rang
     return range.to - n;
 }
 
-/* The list of a query, as far as it looks at a range of positions. */
+/* Opens the list of a query, as far as it looks at a range of positions. */
 static tqkv__list tqkv__open_list(const tqkv__attention *a, int query, int kv_head, tqkv__range range)
 {
     tqkv__list l;
@@ -109,34 +110,36 @@ static tqkv__list tqkv__open_list(const tqkv__attention *a, int query, int kv_he
     l.entries += gone;
     n -= gone;
     l.base = all.from >> l.shift << l.shift;
-    l.hidden = tqkv__newest_from(a, query, all, &newest);
+    const int64_t newest_from = tqkv__newest_from(a, query, all, &newest), last = ((int64_t)1 << l.shift) - 1;
     l.kept_from = tqkv__newest_from(a, query, tqkv__visible(a, query, kept), &newest);
-    l.recent = l.hidden < all.to ? l.hidden >> l.shift : (all.to >> l.shift) + (all.to % ((int64_t)1 << l.shift) > 0);
+    /* Without newest positions `recent` is the first block behind all that the query sees. */
+    l.recent = newest_from < all.to ? newest_from >> l.shift : (all.to >> l.shift) + ((all.to & last) > 0);
     l.n_before = tqkv__entry_at(l.entries, n, l.recent);
-    if (l.hidden == all.to || (l.n_before < n && l.entries[l.n_before] == l.recent)) l.hidden = 0;
+    const bool listed = l.n_before < n && l.entries[l.n_before] == l.recent; /* then all of it is seen */
+    l.recent_from = newest_from < all.to && !listed ? newest_from : 0;
     range = tqkv__visible(a, query, range);
     l.seen.from = tqkv__rank_of(&l, range.from);
     l.seen.to = tqkv__rank_of(&l, range.to);
     return l;
 }
 
-/* Of the ranks [rank, rank + n), n <= 64, those whose positions a query does not see, as bits. */
+/* Returns as bits those of the ranks [rank, rank + n), n <= 64, whose positions a query does not see. */
 static uint64_t tqkv__hidden_ranks(const tqkv__attention *a, int query, const tqkv__list *l, int64_t rank, int n)
 {
     uint64_t hidden = 0;
     if (!l) return 0; /* see tqkv__find_spans */
     const int64_t last = tqkv__position_of(l, rank + n - 1);
     const bool tree = a->call.tree && last >= a->call.end - a->call.n_queries;
-    if (!tree && (l->hidden == 0 || rank + n <= l->base + (l->n_before << l->shift))) return 0;
+    if (!tree && (l->recent_from == 0 || rank + n <= l->base + (l->n_before << l->shift))) return 0;
     for (int j = 0; j < n; j++) {
         const int64_t position = tqkv__position_of(l, rank + j);
-        const bool before = position < l->hidden && position >> l->shift >= l->recent;
+        const bool before = position < l->recent_from && position >> l->shift >= l->recent;
         if (before || tqkv__tree_hides(a, query, position)) hidden |= (uint64_t)1 << j;
     }
     return hidden;
 }
 
-/* The ranks that some query sees of a range of positions. */
+/* Returns the ranks that some query sees of a range of positions. */
 static tqkv__range tqkv__listed_to(const tqkv__attention *a, tqkv__range range)
 {
     tqkv__range all = {INT64_MAX, 0};
@@ -150,7 +153,7 @@ static tqkv__range tqkv__listed_to(const tqkv__attention *a, tqkv__range range)
     return all;
 }
 
-/* As tqkv__check_pages, for the positions of a list in stream i. */
+/* Does what tqkv__check_pages does, for the positions of a list in stream i. */
 static tqkv_result tqkv__check_listed(const tqkv__attention *a, int i, tqkv__range range, int query,
                                       const tqkv__list *l)
 {
@@ -189,7 +192,7 @@ static tqkv_result tqkv__check_entries(const tqkv__attention *a, int64_t first, 
     return r;
 }
 
-/* As tqkv__check_entries, for the positions that are no longer resident. */
+/* Does what tqkv__check_entries does, for the positions that are no longer resident. */
 static tqkv_result tqkv__check_kept(const tqkv__attention *a)
 {
     const tqkv__range kept = {0, a->kept}, seen = tqkv__visible_to(a, 0, a->call.n_queries - 1, kept);
@@ -199,7 +202,7 @@ static tqkv_result tqkv__check_kept(const tqkv__attention *a)
     return r;
 }
 
-/* As tqkv__check_entries, for the positions that some query sees. */
+/* Does what tqkv__check_entries does, for the positions that some query sees. */
 static tqkv_result tqkv__check_seen(const tqkv__attention *a, tqkv__range range)
 {
     const int64_t first = a->call.end - a->call.n_queries; /* of the tree */

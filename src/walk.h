@@ -1,8 +1,8 @@
 /* >>walk: an item from tile to tile */
 
-/* An item at work: its queries as tqkv__arrange_queries gives them, what centres add to its scores, and its sums, of a piece
-   and of a stretch. A tile's values are added after the next tile's scores. These steps are independent, and the processor
-   overlaps them. */
+/* An item at work: its queries as tqkv__arrange_queries gives them, what centres add to its scores, and its sums, of a
+   piece and of a stretch. A tile's values are added after the next tile's scores. These steps are independent, and the
+   processor overlaps them. */
 typedef struct tqkv__work {
     const tqkv__attention *a;
     const tqkv__item *item;
@@ -20,7 +20,7 @@ typedef struct tqkv__work {
     tqkv__ranks ranks[3];             /* likewise: of the tile before, of this one and of the next */
 } tqkv__work;
 
-/* What the rows see together of a range of positions or, with a list, ranks. */
+/* Returns what the rows see together of a range of positions or, with a list, ranks. */
 static tqkv__range tqkv__range_of_rows(const tqkv__work *w, tqkv__range range)
 {
     const tqkv__item *item = w->item;
@@ -31,7 +31,7 @@ static tqkv__range tqkv__range_of_rows(const tqkv__work *w, tqkv__range range)
     return range;
 }
 
-/* What every row sees all of, of a range of positions. */
+/* Returns what every row sees all of, in a range of positions. */
 static tqkv__range tqkv__common_range(const tqkv__work *w, tqkv__range range)
 {
     const tqkv__item *item = w->item;
@@ -43,8 +43,8 @@ static tqkv__range tqkv__common_range(const tqkv__work *w, tqkv__range range)
     return all;
 }
 
-/* Finds the passes through a range of positions or ranks or, for `kept`, through what is no longer resident, and what all rows see of
-   them. Without halves of the newest all is in the last. */
+/* Finds the passes through a range of positions or ranks or, for `kept`, through what is no longer resident, and what
+   all rows see of them. Without halves of the newest all is in the last. */
 static void tqkv__find_passes(tqkv__work *w, tqkv__range range, bool kept)
 {
     const tqkv__range none = {0, 0}, before = {0, w->a->kept};
@@ -69,7 +69,7 @@ static void tqkv__find_passes(tqkv__work *w, tqkv__range range, bool kept)
     if (newest->from < high) newest->from = high;
 }
 
-/* What a query reads of a range in a pass. */
+/* Returns what a query reads of a range in a pass. */
 static tqkv__range tqkv__range_in_pass(const tqkv__work *w, int pass, int query, tqkv__range range)
 {
     const tqkv__range kept = {0, w->a->kept};
@@ -118,7 +118,7 @@ static bool tqkv__find_spans(const tqkv__work *w, tqkv__range range, tqkv__tile 
     return seen;
 }
 
-/* Rows are short: a call of memcpy for each would take longer than the copy. */
+/* Copies a row. Rows are short: a call of memcpy for each would take longer than the copy. */
 static inline void tqkv__copy_row(uint8_t *to, const uint8_t *from, size_t size)
 {
     for (; size >= 64; size -= 64, to += 64, from += 64) memcpy(to, from, 64);
@@ -126,7 +126,7 @@ static inline void tqkv__copy_row(uint8_t *to, const uint8_t *from, size_t size)
     if (size) memcpy(to, from, size);
 }
 
-/* size and norms (floats a row) may be constants. */
+/* Gathers rows and their norms; size and norms (floats a row) may be constants. */
 static TQKV__INLINE void tqkv__gather_rows(const uint8_t *codes, const float *of_rows, const size_t size,
                                            const size_t norms, const int32_t *slot_list, int n, uint8_t *row,
                                            float *norm)
@@ -141,7 +141,8 @@ static TQKV__INLINE void tqkv__gather_rows(const uint8_t *codes, const float *of
     }
 }
 
-/* Copies rows to slots of another stream from `slot` on; those that are hidden become zeros, because they may be NaN. */
+/* Copies rows to slots of another stream from `slot` on; those that are hidden become zeros, because they may be
+   NaN. */
 static void tqkv__gather(const tqkv__stream *from, int kv_head, const tqkv__ranks *ranks, const int32_t *slot_list,
                          const tqkv__stream *to, int slot)
 {
@@ -156,8 +157,9 @@ static void tqkv__gather(const tqkv__stream *from, int kv_head, const tqkv__rank
         tqkv__gather_rows(codes, of_rows, size, norms, slot_list, ranks->n, row, norm);
 }
 
-/* Asks for the rows of a tile, to the L1 cache. With requests to the L2 a list of 2,048 of 32,768 positions takes 1.4 times as
-   long from memory (TQ4 of 128, group 4, blocks of 1, Zen 5), and F16 of 512, whose tiles are larger than an L1, as long. */
+/* Asks for the rows of a tile, to the L1 cache. With requests to the L2 a list of 2,048 of 32,768 positions takes 1.4
+   times as long from memory (TQ4 of 128, group 4, blocks of 1, Zen 5), and F16 of 512, whose tiles are larger than an
+   L1, as long. */
 static void tqkv__ask(const tqkv__stream *s, int kv_head, const tqkv__ranks *ranks, const int32_t *slot_list)
 {
     const size_t norms = (size_t)s->norms_per_row * sizeof(float), size = s->row_bytes;
@@ -188,7 +190,7 @@ static void tqkv__ask_values(const tqkv__attention *a, int kv_head, const tqkv__
     if (!a->shared && ranks->n) tqkv__ask(ranks->region.values, kv_head, ranks, ranks->values);
 }
 
-/* The tile that is free. */
+/* Returns the tile that is free. */
 static tqkv__tile *tqkv__next_tile(const tqkv__work *w, int64_t position, int n)
 {
     tqkv__tile *tile = &w->tiles[w->before == &w->tiles[0]];

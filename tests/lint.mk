@@ -8,12 +8,18 @@ LINT_IMPLEMENTATION := tests/test_tables.c
 LINT_OTHERS := $(filter-out examples/mpi_context.c bench/ggml.c $(LINT_IMPLEMENTATION),\
 	$(wildcard tests/*.c tests/fuzz/*.c tests/large/*.c examples/*.c $(filter-out examples/tests/snippets.c,$(wildcard examples/tests/*.c)) bench/*.c))
 
-.PHONY: deps-lint lint lint-tidy lint-gcc lint-cppcheck lint-shell
+.PHONY: deps-lint lint lint-length lint-tidy lint-gcc lint-cppcheck lint-shell
 deps-lint: ## install what `make lint` needs
 	@$(call install,$(DEB_LINT))
 
-lint: lint-gcc lint-tidy lint-cppcheck lint-shell ## static analysis: gcc, clang-tidy with clang's analyzer, cppcheck, shellcheck
+lint: lint-length lint-gcc lint-tidy lint-cppcheck lint-shell ## static analysis: gcc, clang-tidy with clang's analyzer, cppcheck, shellcheck
 	@echo "lint: clean"
+
+# Functions of more than 40 lines of the library and its bench: between braces in the first column.
+lint-length:
+	@awk '/^{$$/ { first = FNR } /^}$$/ && first { n = FNR - first - 1; first = 0; \
+		if (n > 40) { print FILENAME ":" FNR - n ": a function of " n " lines"; long = 1 } } END { exit long }' \
+		$(wildcard src/*.h *.m shaders/*.h bench/*.[ch])
 
 # gcc's analyzer. Of the implementation the portable code: the sets have its loops, and neither allocate nor open anything.
 lint-gcc: $(LINT_OTHERS:%=$(BUILD)/lint/%.analyzed) $(LINT_IMPLEMENTATION:%=$(BUILD)/lint/%.analyzed)

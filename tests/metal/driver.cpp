@@ -46,6 +46,7 @@ int main(int argc, char **argv)
     slice_shader_cases();
     list_shader_cases();
     index_shader_cases();
+    learn_shader_cases();
     defect_shader_cases();
 #ifdef GPU_CUDA
     cuda_shader_cases(gpu_on_device && !strcmp(library, "list"));

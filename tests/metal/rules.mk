@@ -4,7 +4,7 @@ METAL_BUILD := $(BUILD)/metal
 SHADER_KERNELS := $(sort $(wildcard shaders/*.metal))
 SHADER_SOURCES := $(SHADER_KERNELS) $(sort $(wildcard shaders/*.h))
 SHADER_NAMES := $(SHADER_KERNELS:shaders/%.metal=%)
-SHADER_TESTS := gpu driver codec_cases attend_cases page_cases stride_cases slice_cases list_cases index_cases defect_cases machine_cases
+SHADER_TESTS := gpu driver codec_cases attend_cases page_cases stride_cases slice_cases list_cases index_cases learn_cases defect_cases machine_cases
 SHADER_TEST_HEADERS := $(TQKV_FILES) $(wildcard tests/*.h tests/metal/*.h)
 
 DEB_TEST += clang python3

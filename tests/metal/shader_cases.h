@@ -12,6 +12,7 @@ void stride_shader_cases();
 void slice_shader_cases();
 void list_shader_cases();
 void index_shader_cases();
+void learn_shader_cases();
 void defect_shader_cases();
 void machine_cases();
 

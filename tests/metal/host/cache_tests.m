@@ -473,6 +473,129 @@ static void run_ends(const void *parameters)
     free(expected);
 }
 
+/* Appends n tokens and attends with as many queries in the caller's encoder, whose dispatches run in any order between barriers. */
+static void record_chunk(tqkv_cache *cache, const tqkv_cache_desc *desc, const float *k, const float *v, const float *q,
+                         int n, float *out)
+{
+    const size_t value_dim = (size_t)(desc->value_dim ? desc->value_dim : desc->head_dim),
+                 tail = (size_t)desc->tail_dim, dim = (size_t)desc->head_dim, heads = (size_t)desc->n_kv_heads,
+                 tokens = (size_t)n * heads, rows = (size_t)(n * desc->n_heads), n_k = tokens * (dim + tail);
+    size_t scratch_size = 0;
+    tqkv_metal *m = test_host.metal;
+    CHECK_RESULT(tqkv_metal_cache_scratch(m, cache, n, &scratch_size), TQKV_OK);
+    float *apart = test_alloc(n_k * sizeof *apart); /* rows of a tail lie behind those of the keys */
+    for (size_t i = 0; i < tokens; i++) {
+        memcpy(apart + i * dim, k + i * (dim + tail), dim * sizeof *k);
+        memcpy(apart + tokens * dim + i * tail, k + i * (dim + tail) + dim, tail * sizeof *k);
+    }
+    tqkv_metal_buffer kb = host_buffer(apart, n_k * sizeof *k), qb = host_buffer(q, rows * (dim + tail) * sizeof *q),
+                      vb = desc->shared ? kb : host_buffer(v, tokens * value_dim * sizeof *v),
+                      ob = host_zeros(rows * value_dim * sizeof *out), scratch = host_zeros(scratch_size),
+                      flag = host_zeros(4), codes;
+    if (desc->shared) vb.offset += tokens * dim * sizeof *k;
+    CHECK_RESULT(tqkv_metal_find(m, tqkv_cache_keys(cache)->codes, &codes), TQKV_OK);
+    host_work work = host_begin(true);
+    CHECK_RESULT(tqkv_metal_cache_append(m, work.encoder, cache, kb, vb, n, flag), TQKV_OK);
+    const id<MTLResource> written[] = {codes.buffer};
+    [work.encoder memoryBarrierWithResources:written count:1];
+    CHECK_RESULT(tqkv_metal_cache_attend(m, work.encoder, cache, qb, n, scratch, ob), TQKV_OK);
+    host_end(&work);
+    memcpy(out, host_contents(ob), rows * value_dim * sizeof *out);
+    CHECK(*(uint32_t *)host_contents(flag) == 0, "the flag is raised");
+    const tqkv_metal_buffer all[] = {kb, qb, ob, scratch, flag};
+    for (int i = 0; i < 5; i++) host_release(all[i]);
+    if (!desc->shared) host_release(vb);
+    free(apart);
+}
+
+/* A cache that learns, appended to in chunks that are recorded, in chunks that wait, and on the processor: the same snapshots at any
+   time. Queries of a tree that stand on both sides of the last position that is raw come later than the others. */
+static void run_learns(const void *parameters)
+{
+    enum { TOKENS = 40, MOST = 20 };
+    static const int chunks[] = {5, 1, 8, MOST, 1, 5};
+    const uint64_t tree[] = {1, 3, 5, 11, 19};
+    const tqkv_attention some = {.tree = tree};
+    tqkv_cache_desc desc = *(const tqkv_cache_desc *)parameters;
+    const size_t value_dim = (size_t)(desc.value_dim ? desc.value_dim : desc.head_dim),
+                 key_dim = (size_t)(desc.head_dim + desc.tail_dim), heads = (size_t)desc.n_kv_heads,
+                 n_heads = (size_t)desc.n_heads, n_out = MOST * n_heads * value_dim;
+    float *k = host_floats(81, TOKENS * heads * key_dim), *v = host_floats(82, TOKENS * heads * value_dim),
+          *q = host_floats(83, TOKENS * n_heads * key_dim), *out[3];
+    tqkv_cache *caches[3] = {NULL, NULL, NULL}; /* of the processor, recorded, waiting */
+    for (int i = 0; i < 3; i++) {
+        desc.metal = i ? test_host.metal : NULL;
+        CHECK_RESULT(tqkv_cache_create(&desc, &caches[i]), TQKV_OK);
+        out[i] = test_alloc(n_out * sizeof *out[i]);
+    }
+    for (size_t i = 0, end = 0; i < sizeof chunks / sizeof *chunks; end += (size_t)chunks[i++]) {
+        const int n = chunks[i];
+        const float *rows = k + end * heads * key_dim, *others = desc.shared ? NULL : v + end * heads * value_dim,
+                    *queries = q + end * n_heads * key_dim;
+        stream_memory saved[3] = {{0}, {0}, {0}};
+        for (int c = 0; c < 3; c++) {
+            if (c == 1)
+                record_chunk(caches[c], &desc, rows, others, queries, n, out[c]);
+            else {
+                CHECK_RESULT(tqkv_cache_append(caches[c], rows, others, n), TQKV_OK);
+                CHECK_RESULT(tqkv_cache_attend(caches[c], queries, n, out[c]), TQKV_OK);
+            }
+            CHECK_RESULT(tqkv_cache_save(caches[c], write_memory, &saved[c]), TQKV_OK);
+            CHECK(saved[c].size == saved[0].size && !memcmp(saved[c].bytes, saved[0].bytes, saved[0].size),
+                  "snapshot %d after %zu positions", c, end + (size_t)n);
+            free(c ? saved[c].bytes : NULL);
+        }
+        free(saved[0].bytes);
+        check_close(out[1], out[0], (size_t)n * n_heads * value_dim, "recorded");
+        CHECK(!memcmp(out[1], out[2], (size_t)n * n_heads * value_dim * sizeof **out), "recorded: other bits");
+        for (int c = 0; n >= 5 && c < 3; c += 2)
+            CHECK_RESULT(tqkv_cache_attend_some(caches[c], &some, queries, 5, out[c]), TQKV_OK);
+        if (n >= 5) check_close(out[2], out[0], 5 * n_heads * value_dim, "of a tree");
+    }
+    CHECK(tqkv_cache_keys(caches[1])->channel_scale, "nothing was learned");
+    for (int i = 0; i < 3; i++) {
+        tqkv_cache_destroy(caches[i]);
+        free(out[i]);
+    }
+    free(k);
+    free(v);
+    free(q);
+}
+
+/* Of a tree whose queries stand on both sides, recorded: the outputs of those that read what is raw are written last. */
+static void run_learns_tree(const void *parameters)
+{
+    enum { N = 6, BEFORE = 20 - 3, D = 64, OUT = N * 2 * D };
+    const uint64_t tree[N] = {1, 3, 5, 11, 19, 37};
+    const tqkv_attention known = {.tree = tree};
+    tqkv_cache_desc desc = {.head_dim = D, .n_kv_heads = 1, .n_heads = 2, .capacity = 90, .calibrate = 20};
+    tqkv_metal *m = test_host.metal;
+    tqkv_cache *caches[2] = {NULL, NULL};
+    float *rows = host_floats(91, (BEFORE + N) * D), *q = host_floats(92, OUT), out[OUT];
+    size_t bytes = 0;
+    (void)parameters;
+    for (int i = 0; i < 2; i++) {
+        desc.metal = i ? m : NULL;
+        CHECK_RESULT(tqkv_cache_create(&desc, &caches[i]), TQKV_OK);
+        CHECK_RESULT(tqkv_cache_append(caches[i], rows, rows, BEFORE), TQKV_OK);
+        CHECK_RESULT(tqkv_cache_append(caches[i], rows + BEFORE * D, rows, N), TQKV_OK);
+    }
+    tqkv_metal_attention some = {.attention = known, .tree = host_buffer(tree, sizeof tree)};
+    CHECK_RESULT(tqkv_metal_cache_some_scratch(m, caches[1], &some, N, &bytes), TQKV_OK);
+    const tqkv_metal_buffer qb = host_buffer(q, OUT * sizeof *q), ob = host_zeros(OUT * sizeof *q),
+                            scratch = host_zeros(bytes);
+    host_work work = host_begin(true);
+    CHECK_RESULT(tqkv_metal_cache_attend_some(m, work.encoder, caches[1], &some, qb, N, scratch, ob), TQKV_OK);
+    host_end(&work);
+    CHECK_RESULT(tqkv_cache_attend_some(caches[0], &known, q, N, out), TQKV_OK);
+    check_close(host_contents(ob), out, OUT, "of a tree, recorded");
+    const tqkv_metal_buffer all[] = {some.tree, qb, ob, scratch};
+    for (int i = 0; i < 4; i++) host_release(all[i]);
+    for (int i = 0; i < 2; i++) tqkv_cache_destroy(caches[i]);
+    free(rows);
+    free(q);
+}
+
 void cache_host_cases(void)
 {
     const ends_row ends[] = {{{TQKV_I8, TQKV_TQ4, 64, 90, false, 60, -1}, 4, 30},
@@ -496,6 +619,33 @@ void cache_host_cases(void)
     const latent_row latent[] = {{false, false, 0}, {true, false, 0}, {false, false, 5},
                                  {true, true, 0},   {true, false, 3}, {true, true, 6}};
     for (int i = 0; i < 6; i++) test_add(run_latent, &latent[i], sizeof latent[i], "cache/latent/%d", i);
+    const tqkv_cache_desc learns[] = {
+        {.head_dim = 64,
+         .n_kv_heads = 2,
+         .n_heads = 4,
+         .capacity = 80,
+         .calibrate = 16,
+         .exact_first = 3,
+         .exact_last = 5},
+        {.head_dim = 64, .n_kv_heads = 1, .n_heads = 2, .capacity = 50, .calibrate = 30, .ring = true, .window = 9},
+        {.head_dim = 512,
+         .n_kv_heads = 1,
+         .n_heads = 2,
+         .capacity = 80,
+         .calibrate = 16,
+         .shared = true,
+         .tail_dim = 64},
+        {.head_dim = 448,
+         .n_kv_heads = 1,
+         .n_heads = 2,
+         .capacity = 80,
+         .calibrate = 16,
+         .tail_dim = 64,
+         .tail_format = TQKV_I8,
+         .exact_first = 20,
+         .exact_last = 4}};
+    for (int i = 0; i < 4; i++) test_add(run_learns, &learns[i], sizeof learns[i], "cache/learns/%d", i);
+    test_add(run_learns_tree, NULL, 0, "cache/learns/tree");
     test_add(run_refusals, NULL, 0, "refusals/cache");
     test_add(run_strides, NULL, 0, "cache/strides");
 }

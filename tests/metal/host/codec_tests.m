@@ -304,6 +304,67 @@ static void run_refusals(const void *parameters)
     free(source);
 }
 
+typedef struct calibrate_case {
+    tqkv_type type;
+    int head_dim, n_tokens, group, n_queries;
+    tqkv_pairs pairs;
+} calibrate_case;
+
+/* The processor's bits, with queries and without; what lacks a buffer or overlaps is refused. */
+static void run_calibrate(const void *parameters)
+{
+    const calibrate_case *c = parameters;
+    const size_t each = (size_t)(HEADS * c->head_dim), n_rows = (size_t)c->n_tokens * each,
+                 n_queries = (size_t)(c->n_queries * c->group) * each, size = each * sizeof(float);
+    tqkv_store store = test_store(TQKV_TQ4, c->head_dim, HEADS, 1, false);
+    store.type = c->type;
+    float *rows = host_floats(21, n_rows), *queries = host_floats(22, n_queries + 1), *expected = test_alloc(2 * size);
+    to_type(c->type, rows, n_rows);
+    to_type(c->type, queries, n_queries);
+    const int heads = HEADS * c->group;
+    CHECK_RESULT(tqkv_calibrate(&store, rows, c->n_tokens, c->n_queries ? queries : NULL, heads, c->n_queries, c->pairs,
+                                expected, expected + each),
+                 TQKV_OK);
+    tqkv_metal *m = test_host.metal;
+    const tqkv_metal_store shape = {.shape = store};
+    tqkv_metal_buffer src = host_buffer(rows, n_rows * size_of(c->type)),
+                      q = c->n_queries ? host_buffer(queries, n_queries * size_of(c->type)) : none,
+                      center = host_zeros(size), scale = host_zeros(size), far = center;
+    far.offset += 4;
+    host_work w = host_begin(true);
+    CHECK_RESULT(
+        tqkv_metal_calibrate(m, w.encoder, &shape, src, c->n_tokens, q, heads, c->n_queries, c->pairs, center, scale),
+        TQKV_OK);
+    CHECK_REFUSED(
+        m, tqkv_metal_calibrate(m, w.encoder, &shape, src, c->n_tokens, q, heads, c->n_queries, c->pairs, far, scale),
+        TQKV_INVALID_ARGUMENT, "center: needs");
+    CHECK_REFUSED(
+        m,
+        tqkv_metal_calibrate(m, w.encoder, &shape, src, c->n_tokens, q, heads, c->n_queries, c->pairs, center, center),
+        TQKV_INVALID_ARGUMENT, "overlap");
+    CHECK_REFUSED(
+        m,
+        tqkv_metal_calibrate(m, w.encoder, &shape, none, c->n_tokens, q, heads, c->n_queries, c->pairs, center, scale),
+        TQKV_INVALID_ARGUMENT, "src: no buffer");
+    CHECK_REFUSED(m, tqkv_metal_calibrate(m, w.encoder, NULL, src, 1, q, heads, 0, c->pairs, center, scale),
+                  TQKV_INVALID_ARGUMENT, "calibrate");
+    CHECK_REFUSED(m, tqkv_metal_calibrate(m, w.encoder, &shape, src, 1, none, 1, 0, c->pairs, center, scale),
+                  TQKV_INVALID_ARGUMENT, "calibrate");
+    host_end(&w);
+    CHECK(!memcmp(host_contents(center), expected, size), "another centre");
+    CHECK(!memcmp(host_contents(scale), expected + each, size), "another scale");
+    CHECK_RESULT(tqkv_metal_calibrate(NULL, nil, &shape, src, 1, none, 0, 0, c->pairs, center, scale),
+                 TQKV_INVALID_ARGUMENT);
+    host_release(src);
+    if (q.buffer) host_release(q);
+    host_release(center);
+    host_release(scale);
+    test_store_free(&store);
+    free(rows);
+    free(queries);
+    free(expected);
+}
+
 /* 8 tokens of halves fit into b, from its beginning on. */
 static void refuse_halves(const tqkv_metal_store *gpu, tqkv_metal_object encoder, tqkv_metal_buffer b)
 {
@@ -395,6 +456,10 @@ void codec_host_cases(void)
         test_add(run_codec, &c, sizeof c, "encode/types/%d", type);
         test_add(run_probe, &c, sizeof c, "probe/types/%d", type);
     }
+    const calibrate_case learns[] = {{TQKV_TYPE_F32, 64, 40, 1, 0, TQKV_PAIRS_NONE},
+                                     {TQKV_TYPE_F16, 128, 17, 2, 5, TQKV_PAIRS_HALVES},
+                                     {TQKV_TYPE_BF16, 1024, 3, 1, 1, TQKV_PAIRS_NEIGHBOURS}};
+    for (int i = 0; i < 3; i++) test_add(run_calibrate, &learns[i], sizeof learns[i], "calibrate/%d", i);
     for (int i = 0; i < 3; i++) test_add(run_not_finite, &bad[i], sizeof(float), "not_finite/%d", i);
     test_add(run_refusals, NULL, 0, "refusals/encode");
     test_add(run_other_refusals, NULL, 0, "refusals/others");

@@ -48,7 +48,9 @@ static void run_self_test(const void *parameters)
         {.head_dim = 512, .n_kv_heads = 1, .n_heads = 8, .shared = true, .tail_dim = 64},
         {.head_dim = 448, .n_kv_heads = 1, .n_heads = 2, .shared = true, .tail_dim = 64, .tail_format = TQKV_TQ8},
         {.head_dim = 128, .n_kv_heads = 1, .n_heads = 2, .exact_first = 4, .exact_last = 64, .ring = true},
-        {.head_dim = 96, .n_kv_heads = 1, .n_heads = 2, .sinks = sinks, .window = 100}};
+        {.head_dim = 96, .n_kv_heads = 1, .n_heads = 2, .sinks = sinks, .window = 100},
+        {.head_dim = 64, .n_kv_heads = 2, .calibrate = 512, .exact_first = 4, .exact_last = 128, .sinks = sinks},
+        {.head_dim = 512, .n_kv_heads = 1, .n_heads = 8, .shared = true, .tail_dim = 64, .calibrate = 100}};
     for (size_t i = 0; i < sizeof descs / sizeof *descs; i++) {
         char text[400];
         const tqkv_result r = tqkv_metal_self_test(test_host.metal, &descs[i]);
@@ -69,7 +71,8 @@ static void run_self_test_fails(const void *parameters)
     (void)parameters;
     const tqkv_cache_desc usual = {.head_dim = 64, .n_kv_heads = 1},
                           latent = {.head_dim = 448, .n_kv_heads = 1, .shared = true, .tail_dim = 64},
-                          ends = {.head_dim = 64, .n_kv_heads = 1, .exact_first = 1, .exact_last = 1};
+                          ends = {.head_dim = 64, .n_kv_heads = 1, .exact_first = 1, .exact_last = 1},
+                          learns = {.head_dim = 64, .n_kv_heads = 1, .calibrate = 512};
     const struct {
         tqkv_cache_desc desc;
         int dispatch;
@@ -84,7 +87,9 @@ static void run_self_test_fails(const void *parameters)
                  {usual, 12, "outputs of a list"}, /* after attend_list and attend */
                  {latent, 3, "decoded tails of head_dim 448, i8/i8 and f16"},
                  {latent, 10, "outputs of a list"},
-                 {ends, 2, "outputs of one query"}}; /* encode_kv of the first positions as halves */
+                 {ends, 2, "outputs of one query"},       /* encode_kv of the first positions as halves */
+                 {learns, 3, "outputs of three queries"}, /* of what is raw, after encode_kv and attend */
+                 {learns, 5, "keys of head_dim 64"}};     /* by another centre, after the last of what is raw */
     for (size_t i = 0; i < sizeof cases / sizeof *cases; i++) {
         standin_spoil(cases[i].dispatch);
         CHECK_REFUSED(test_host.metal, tqkv_metal_self_test(test_host.metal, &cases[i].desc), TQKV_METAL_ERROR,

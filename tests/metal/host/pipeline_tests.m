@@ -80,7 +80,7 @@ static void run_prepared(const void *parameters)
     CHECK_RESULT(tqkv_metal_cache_prepare(m, cache, 9), TQKV_OK);
     standin_fail_at(0);
     int calls = 0;
-    for (int end = 1; end <= 12; end++, calls++) {
+    for (int end = 1; end <= (desc.calibrate ? 24 : 12); end++, calls++) {
         CHECK_RESULT(tqkv_cache_append(cache, x, desc.shared ? NULL : x, 1), TQKV_OK);
         for (int n = 9; n > 0; n -= 4, calls++) CHECK_RESULT(tqkv_cache_attend(cache, x, n, out), TQKV_OK);
     }
@@ -416,9 +416,12 @@ void pipeline_host_cases(void)
         {.head_dim = 64, .n_kv_heads = 1, .n_heads = 3, .capacity = 12},
         {.head_dim = 64, .n_kv_heads = 1, .n_heads = 2, .capacity = 12, .exact_first = 4, .exact_last = 5},
         {.head_dim = 64, .n_kv_heads = 1, .ring = true, .capacity = 7, .value_format = TQKV_F16, .exact_last = 3},
-        {.head_dim = 448, .n_kv_heads = 1, .n_heads = 2, .capacity = 12, .shared = true, .tail_dim = 64}};
-    const char *const prepared_names[] = {"cache", "cache_ends", "cache_ring", "cache_latent"};
-    for (int i = 0; i < 4; i++)
+        {.head_dim = 448, .n_kv_heads = 1, .n_heads = 2, .capacity = 12, .shared = true, .tail_dim = 64},
+        {.head_dim = 64, .n_kv_heads = 1, .capacity = 40, .calibrate = 16, .exact_first = 20, .exact_last = 3},
+        {.head_dim = 448, .n_kv_heads = 1, .capacity = 40, .calibrate = 16, .shared = true, .tail_dim = 64}};
+    const char *const prepared_names[] = {"cache",        "cache_ends", "cache_ring",
+                                          "cache_latent", "learns",     "learns_latent"};
+    for (int i = 0; i < 6; i++)
         test_add(run_prepared, &prepared[i], sizeof prepared[i], "context/prepared/%s", prepared_names[i]);
     for (int i = 0; i < 2; i++)
         test_add(run_prepared_stores, &(bool){i == 1}, sizeof(bool), "context/prepared/%s", i ? "pages" : "stores");

@@ -1,0 +1,511 @@
+// Caches on a GPU that learn centre and scale of their keys: at every step the snapshot and, within rounding, the outputs of the
+// processor's cache, however positions come, through edits, copies and failures; a query's bits are those that it has alone.
+#include "shader_cases.h"
+#include "../cache_fixture.h"
+
+namespace
+{
+
+struct learn_row {
+    const char *name;
+    tqkv_format key_format, value_format;
+    int head_dim, value_dim, capacity, calibrate, learns_at; // learns_at: what calibrate comes to
+    int exact_first, exact_last, tail_dim, window, tokens;
+    tqkv_format tail_format;
+    bool ring, shared, non_causal, strides;
+    int matrix_group;
+    tqkv_type type;
+};
+
+enum { HEADS = CACHE_HEADS * CACHE_GROUP };
+
+// In place of a context: appends and attends on the machine of simt.h.
+struct machine {
+    tqkv__backend backend; // first, as in struct tqkv_metal
+    counting memory;
+    tqkv_result answer; // instead of TQKV_OK, after all work
+    std::string wrong;
+    int raw; // positions whose queries read rows as they came
+};
+
+machine *machine_of(tqkv_metal *m) { return (machine *)(void *)m; }
+
+tqkv_strides strides_or(tqkv_strides s, int n_heads, int dim)
+{
+    return {s.token ? s.token : (size_t)(n_heads * dim), s.head ? s.head : (size_t)dim};
+}
+
+size_t size_of(tqkv_type type) { return type == TQKV_TYPE_F32 ? 4 : 2; }
+
+// Values [from, from + dim) of rows [n][n_heads], without gaps.
+std::vector<char> packed(const void *rows, tqkv_strides s, tqkv_type type, int n, int n_heads, int from, int dim)
+{
+    const size_t value = size_of(type), row = (size_t)dim * value;
+    std::vector<char> to((size_t)(n * n_heads) * row);
+    for (int i = 0; i < n * n_heads; i++)
+        memcpy(&to[(size_t)i * row],
+               (const char *)rows +
+                   ((size_t)(i / n_heads) * s.token + (size_t)(i % n_heads) * s.head + (size_t)from) * value,
+               row);
+    return to;
+}
+
+tqkv_result finished(machine *m, const std::string &wrong)
+{
+    if (!wrong.empty()) m->wrong = wrong;
+    CHECK(wrong.empty(), "%s", wrong.c_str());
+    return wrong.empty() ? m->answer : TQKV_METAL_ERROR;
+}
+
+tqkv_result run_append(tqkv_metal *m, const tqkv_cache *c, const void *k, const void *v, int n)
+{
+    static const tqkv_cache_layout no_gaps = {{0, 0}, {0, 0}, {0, 0}, {0, 0}};
+    const tqkv_store *keys = tqkv_cache_keys(c), *values = tqkv_cache_values(c), *tail = tqkv_cache_tail(c);
+    const int heads = keys->n_kv_heads, tail_dim = tail ? tail->head_dim : 0;
+    const tqkv_strides of_k = strides_or(keys->strides, heads, keys->head_dim + tail_dim),
+                       of_v = strides_or(values->strides, heads, values->head_dim);
+    std::vector<char> rows = packed(k, of_k, keys->type, n, heads, 0, keys->head_dim), others;
+    const std::vector<char> tails = packed(k, of_k, keys->type, n, heads, keys->head_dim, tail_dim);
+    if (v) others = packed(v, of_v, keys->type, n, heads, 0, values->head_dim);
+    if (v) rows.insert(rows.end(), tails.begin(), tails.end()); // behind the keys
+    tqkv_metal_plan plan;
+    const tqkv_metal_buffer none = {nullptr, 0};
+    tqkv_metal_plan_cache_append(c, gpu_buffer(c), &no_gaps, gpu_buffer(rows.data()),
+                                 gpu_buffer(v ? others.data() : tails.data()), n, none, &plan);
+    return finished(machine_of(m), gpu_run(plan));
+}
+
+tqkv_result run_attend(tqkv_metal *m, const tqkv_cache *c, const tqkv_attention *some, const void *q, int n, void *out)
+{
+    static const tqkv_cache_layout no_gaps = {{0, 0}, {0, 0}, {0, 0}, {0, 0}};
+    const tqkv_attention view = tqkv_cache_view(c);
+    const tqkv_store *tail = tqkv_cache_tail(c);
+    const int key_dim = tqkv_cache_keys(c)->head_dim + (tail ? tail->head_dim : 0),
+              value_dim = tqkv_cache_values(c)->head_dim, heads = view.n_heads;
+    const tqkv_strides of_q = strides_or(view.query_strides, heads, key_dim),
+                       of_out = strides_or(view.output_strides, heads, value_dim);
+    const size_t value = size_of(view.query_type), row = (size_t)value_dim * value;
+    const std::vector<char> queries = packed(q, of_q, view.query_type, n, heads, 0, key_dim);
+    std::vector<char> outputs((size_t)(n * heads) * row);
+    tqkv_metal_attention call = {};
+    if (some) call.attention = *some;
+    if (some && some->list) call.list = gpu_buffer(some->list);
+    if (some && some->tree) call.tree = gpu_buffer(some->tree);
+    size_t bytes = 0;
+    CHECK_RESULT(tqkv_metal_plan_cache_scratch(c, &call, n, &bytes), TQKV_OK);
+    std::vector<uint32_t> scratch(bytes / 4 + 1, 0xffffffffu);
+    tqkv_metal_plan plan;
+    tqkv_metal_plan_cache_attend(c, gpu_buffer(c), &no_gaps, &call, gpu_buffer(queries.data()), n,
+                                 gpu_buffer(scratch.data()), gpu_buffer(outputs.data()), &plan);
+    bool rewrites = false; // outputs of a tree that are written twice, in this order
+    for (int i = 0; i < plan.n; i++) rewrites = rewrites || plan.d[i].barrier == outputs.data();
+    CHECK(rewrites == (some && some->tree && view.keys == tqkv_cache_keys(c) && view.end - n < machine_of(m)->raw),
+          "a barrier on the outputs, or none");
+    const tqkv_result r = finished(machine_of(m), gpu_run(plan));
+    for (int i = 0; r == TQKV_OK && i < n * heads; i++)
+        memcpy((char *)out + ((size_t)(i / heads) * of_out.token + (size_t)(i % heads) * of_out.head) * value,
+               &outputs[(size_t)i * row], row);
+    CHECK(scratch.back() == 0xffffffffu || bytes % 4, "scratch: written behind its end");
+    return r;
+}
+
+tqkv_cache_desc describe(const learn_row *row)
+{
+    const cache_row plain = {row->key_format, row->value_format, row->head_dim, row->capacity, row->ring, 0, -1};
+    tqkv_cache_desc desc = cache_desc(&plain, nullptr);
+    desc.sinks = cache_sinks;
+    desc.value_dim = row->shared ? 0 : row->value_dim;
+    if (row->shared) desc.value_format = TQKV_FORMAT_DEFAULT;
+    desc.shared = row->shared;
+    desc.tail_dim = row->tail_dim;
+    desc.tail_format = row->tail_format;
+    desc.window = row->window;
+    desc.exact_first = row->exact_first;
+    desc.exact_last = row->exact_last;
+    desc.exact_batch = 64;
+    desc.calibrate = row->calibrate;
+    desc.type = row->type;
+    desc.non_causal = row->non_causal;
+    desc.matrix_group = row->matrix_group;
+    return desc;
+}
+
+// The same cache on the processor (0) and on the machine (1), and rows for both.
+struct pair_of_caches {
+    const learn_row *row;
+    int key_dim, value_dim;
+    machine gpu;
+    tqkv_cache *caches[2];
+    std::vector<char> rows[3]; // of k, v and q: [tokens][heads][dim], with gaps where the row says so
+    tqkv_strides strides[3];
+
+    explicit pair_of_caches(const learn_row *r);
+    ~pair_of_caches();
+    pair_of_caches(const pair_of_caches &) = delete;
+    pair_of_caches &operator=(const pair_of_caches &) = delete;
+    tqkv_cache_desc desc(int side);
+    void make();
+    int heads_of(int which) const { return which == 2 ? (int)HEADS : (int)CACHE_HEADS; }
+    int dim_of(int which) const { return which == 1 ? value_dim : key_dim; }
+    const void *at(int which, int t) const
+    {
+        return &rows[which][(size_t)t * strides[which].token * size_of(row->type)];
+    }
+    void append(int t, int n);
+    void compare(const char *what) const;
+    // Outputs of the queries of rows [t, t + n) on the machine, which are close to the processor's.
+    std::vector<char> attend(int t, int n, const tqkv_attention *some);
+};
+
+pair_of_caches::pair_of_caches(const learn_row *r) : row(r), gpu()
+{
+    key_dim = row->head_dim + row->tail_dim;
+    value_dim = row->value_dim && !row->shared ? row->value_dim : row->head_dim;
+    gpu.backend.memory = counting_allocator(&gpu.memory);
+    gpu.backend.append = run_append;
+    gpu.backend.attend = run_attend;
+    gpu.raw = row->learns_at;
+    for (int which = 0; which < 3; which++) {
+        const int heads = heads_of(which), dim = dim_of(which), n = row->tokens;
+        strides[which] = {(size_t)(heads * dim), (size_t)dim};
+        if (row->strides) strides[which] = {(size_t)(heads * (dim + 3) + 5), (size_t)dim + 3};
+        const int all = n * (int)strides[which].token;
+        std::vector<float> values((size_t)all);
+        float *scales = test_scales(7, heads, dim, 8.0);
+        data_rows((uint64_t)(3 + which), DATA_STUDENT, values.data(), 1, all);
+        for (int i = 0; i < all; i++) { // channels differ in size and have a constant part, but not those of queries
+            const int channel = i % (int)strides[which].token % (heads * dim);
+            values[(size_t)i] =
+                which == 2 ? 0.3f * values[(size_t)i] : (values[(size_t)i] + (float)(channel % 5)) * scales[channel];
+        }
+        free(scales);
+        rows[which].resize((size_t)all * size_of(row->type));
+        for (int i = 0; i < all; i++) {
+            const uint16_t half =
+                row->type == TQKV_TYPE_F32 ? (uint16_t)0 : reference_narrow(row->type, values[(size_t)i]);
+            memcpy(&rows[which][(size_t)i * size_of(row->type)],
+                   row->type == TQKV_TYPE_F32 ? (const void *)&values[(size_t)i] : &half, size_of(row->type));
+        }
+    }
+    caches[0] = caches[1] = nullptr;
+    make();
+}
+
+pair_of_caches::~pair_of_caches()
+{
+    for (int side = 0; side < 2; side++) tqkv_cache_destroy(caches[side]);
+    CHECK_NO_LEAK(&gpu.memory);
+}
+
+tqkv_cache_desc pair_of_caches::desc(int side)
+{
+    tqkv_cache_desc desc = describe(row);
+    if (side) desc.metal = (tqkv_metal *)(void *)&gpu;
+    return desc;
+}
+
+void pair_of_caches::make()
+{
+    const tqkv_cache_layout layout = {strides[0], strides[1], strides[2], {0, 0}};
+    for (int side = 0; side < 2; side++) {
+        const tqkv_cache_desc with = desc(side);
+        tqkv_cache_destroy(caches[side]);
+        CHECK_RESULT(tqkv_cache_create(&with, &caches[side]), TQKV_OK);
+        if (caches[side] && row->strides) CHECK_RESULT(tqkv_cache_set_layout(caches[side], &layout), TQKV_OK);
+    }
+}
+
+void pair_of_caches::append(int t, int n)
+{
+    for (int side = 0; side < 2; side++)
+        CHECK_RESULT(tqkv_cache_append(caches[side], at(0, t), row->shared ? nullptr : at(1, t), n), TQKV_OK);
+}
+
+void pair_of_caches::compare(const char *what) const
+{
+    stream a = stream_of_cache(caches[0]), b = stream_of_cache(caches[1]);
+    size_t first = 0;
+    while (first < a.size && first < b.size && a.bytes[first] == b.bytes[first]) first++;
+    CHECK(stream_is_equal(&a, &b), "%s, up to %d: snapshots differ at byte %d of %d and %d", what,
+          (int)tqkv_cache_end(caches[0]), (int)first, (int)a.size, (int)b.size);
+    CHECK(!tqkv_cache_keys(caches[0])->center == !tqkv_cache_keys(caches[1])->center, "%s: one has learned", what);
+    stream_free(&a);
+    stream_free(&b);
+}
+
+double value_at(tqkv_type type, const char *rows, size_t i)
+{
+    float value;
+    uint16_t half;
+    memcpy(&value, rows + 4 * i, type == TQKV_TYPE_F32 ? 4 : 0);
+    memcpy(&half, rows + 2 * i, 2);
+    return type == TQKV_TYPE_F32 ? (double)value : (double)reference_wide(type, half);
+}
+
+std::vector<char> pair_of_caches::attend(int t, int n, const tqkv_attention *some)
+{
+    const size_t count = (size_t)(n * HEADS * value_dim);
+    std::vector<char> out[2];
+    double wrong = 0, all = 0;
+    for (int side = 0; side < 2; side++) {
+        out[side].assign(count * size_of(row->type), (char)0xee);
+        CHECK_RESULT(some ? tqkv_cache_attend_some(caches[side], some, at(2, t), n, out[side].data())
+                          : tqkv_cache_attend(caches[side], at(2, t), n, out[side].data()),
+                     TQKV_OK);
+    }
+    for (size_t i = 0; i < count; i++) {
+        const double expected = value_at(row->type, out[0].data(), i),
+                     difference = value_at(row->type, out[1].data(), i) - expected;
+        wrong += difference * difference;
+        all += expected * expected;
+    }
+    const double limit = row->type == TQKV_TYPE_F32 ? 4e-5 : row->type == TQKV_TYPE_F16 ? 1e-3 : 8e-3; // 2e-5 of either
+    CHECK(all > 0 && wrong <= limit * limit * all, "%d queries up to %d differ by %g", n,
+          (int)tqkv_cache_end(caches[0]), sqrt(wrong / all));
+    return out[1];
+}
+
+const int chunkings[][6] = {{1}, {60}, {7, 20, 1, 9}, {15, 1, 1, 3}, {16, 8}};
+
+void run_chunks(const void *parameters)
+{
+    const learn_row *row = (const learn_row *)parameters;
+    const size_t each =
+        (size_t)(HEADS * (row->value_dim && !row->shared ? row->value_dim : row->head_dim)) * size_of(row->type);
+    std::vector<char> alone;
+    pair_of_caches caches(row);
+    for (const int *chunks : chunkings) {
+        caches.make();
+        for (int end = 0, i = 0, n; end < row->tokens; end += n, i = chunks[i + 1] ? i + 1 : 0) {
+            n = chunks[i] < row->tokens - end ? chunks[i] : row->tokens - end;
+            if (row->ring && row->window && n > row->capacity - row->window + 1) n = row->capacity - row->window + 1;
+            caches.append(end, n);
+            caches.compare("appended");
+            const int asked = row->ring && !row->window ? 1 : n;
+            const std::vector<char> out = caches.attend(end + n - asked, asked, nullptr);
+            if (chunks == chunkings[0]) alone.insert(alone.end(), out.begin(), out.end());
+            const bool crosses = row->non_causal; // its queries see what comes with them
+            CHECK(crosses || !memcmp(out.data(), &alone[(size_t)(end + n - asked) * each], out.size()),
+                  "queries of [%d, %d) have other bits alone", end, end + n);
+        }
+        CHECK(tqkv_cache_keys(caches.caches[1])->channel_scale, "nothing was learned");
+    }
+}
+
+// Trees and lists whose queries stand on both sides of the last position that is raw.
+void run_some(const void *parameters)
+{
+    enum { N = 6, LENGTH = 3 };
+    const learn_row *row = (const learn_row *)parameters;
+    static const uint64_t tree[N] = {1, 3, 5, 11, 19, 37};
+    static const int32_t list[N * LENGTH] = {0, 1, -1, 1, 2, 3, 0, 2, 4, 0, -1, 9, 1, 3, -1, 2, 3, 5};
+    pair_of_caches caches(row);
+    for (int before = 0; before <= N; before += before == 2 ? 2 : 1) {
+        const int end = row->learns_at + N - before;
+        caches.make();
+        caches.append(0, end - N);
+        caches.append(end - N, N);
+        for (int way = 1; way < 4; way++) {
+            tqkv_attention some;
+            memset(&some, 0, sizeof some);
+            some.tree = way & 1 ? tree : nullptr;
+            some.list = way & 2 ? list : nullptr;
+            some.list_length = way & 2 ? LENGTH : 0;
+            some.list_block = way & 2 ? 4 : 0;
+            some.list_newest = way & 2 ? 2 : 0;
+            caches.attend(end - N, N, &some);
+        }
+    }
+}
+
+// Edits, and copies to the other side, before the cache learns and after.
+void run_edits(const void *parameters)
+{
+    const learn_row *row = (const learn_row *)parameters;
+    pair_of_caches caches(row);
+    const int kept[] = {0, 2, 3}, n = row->learns_at;
+    caches.append(0, n - 4);
+    caches.append(20, 3);
+    for (int side = 0; side < 2; side++) {
+        CHECK_RESULT(tqkv_cache_truncate(caches.caches[side], n - 3), TQKV_OK);
+        CHECK_RESULT(tqkv_cache_keep(caches.caches[side], 5, kept, 3), TQKV_OK);
+        if (!row->ring) CHECK_RESULT(tqkv_cache_remove(caches.caches[side], 2, 3), TQKV_OK);
+    }
+    caches.compare("edited");
+    caches.attend(0, 2, nullptr);
+    for (int copies = 0; copies < 2; copies++) { // forked, then saved and loaded; each becomes the other
+        tqkv_cache *copy[2] = {nullptr, nullptr};
+        for (int side = 0; side < 2; side++) {
+            tqkv_cache_desc other = caches.desc(1 - side);
+            stream s = stream_of_cache(caches.caches[side]);
+            if (copies)
+                CHECK_RESULT(tqkv_cache_load(&other, stream_read, &s, &copy[1 - side]), TQKV_OK);
+            else
+                CHECK_RESULT(tqkv_cache_fork(caches.caches[side], nullptr, &copy[side]), TQKV_OK);
+            stream_free(&s);
+        }
+        for (int side = 0; side < 2; side++) {
+            tqkv_cache_destroy(caches.caches[side]);
+            caches.caches[side] = copy[side];
+        }
+        caches.compare("copied");
+        caches.append(copies + 1, 1);
+        caches.attend(0, 1, nullptr);
+    }
+    const int end = (int)tqkv_cache_end(caches.caches[0]);
+    caches.append(end, n - end + 3); // learns
+    caches.compare("learned");
+    caches.attend(end, 4, nullptr);
+    for (int side = 0; side < 2; side++) CHECK_RESULT(tqkv_cache_truncate(caches.caches[side], n - 2), TQKV_OK);
+    caches.compare("truncated"); // which undoes nothing
+    caches.attend(0, 1, nullptr);
+    caches.append(0, 5);
+    caches.compare("gone on");
+    caches.attend(0, 3, nullptr);
+    for (int side = 0; side < 2; side++) CHECK_RESULT(tqkv_cache_keep(caches.caches[side], 5, kept, 3), TQKV_OK);
+    caches.compare("kept");
+    caches.append(5, 2);
+    caches.compare("and on");
+    caches.attend(0, 2, nullptr);
+}
+
+// A failure of the GPU, or of an allocation, leaves the cache as it was; the same call then learns the same.
+void run_failures(const void *parameters)
+{
+    const learn_row *row = (const learn_row *)parameters;
+    pair_of_caches caches(row);
+    tqkv_cache *cache = nullptr;
+    const tqkv_cache_desc desc = caches.desc(1);
+    caches.gpu.memory.calls = 0;
+    caches.gpu.memory.fail_at = 1;
+    CHECK_RESULT(tqkv_cache_create(&desc, &cache), TQKV_OUT_OF_MEMORY);
+    CHECK(!cache && caches.gpu.memory.calls == 1, "not one allocation");
+    caches.gpu.memory.fail_at = 0;
+    const size_t bytes = tqkv_cache_bytes(caches.caches[1]);
+    CHECK(bytes == tqkv_cache_bytes(caches.caches[0]), "%d bytes, on the processor %d", (int)bytes,
+          (int)tqkv_cache_bytes(caches.caches[0]));
+    const int sizes[] = {row->learns_at - 3, 6, 2};
+    for (int i = 0, end = 0; i < 3; end += sizes[i++]) {
+        const void *v = row->shared ? nullptr : caches.at(1, end);
+        caches.gpu.answer = TQKV_METAL_ERROR;
+        CHECK_RESULT(tqkv_cache_append(caches.caches[1], caches.at(0, end), v, sizes[i]), TQKV_METAL_ERROR);
+        std::vector<float> out((size_t)(HEADS * caches.value_dim));
+        caches.gpu.answer = TQKV_OK;
+        CHECK(tqkv_cache_end(caches.caches[1]) == end, "a failed append counts");
+        caches.compare("failed");
+        if (end) caches.attend(end - 2, 2, nullptr);
+        caches.append(end, sizes[i]);
+        caches.compare("tried again");
+        caches.attend(end, 1, nullptr);
+        CHECK(tqkv_cache_bytes(caches.caches[1]) == bytes, "on a GPU the halves' memory stays");
+    }
+    const int too_many = 64 + 80;
+    std::vector<char> many((size_t)too_many * caches.strides[0].token * 4, 0);
+    if (row->exact_last && !row->ring)
+        CHECK_RESULT(tqkv_cache_append(caches.caches[1], many.data(), row->shared ? nullptr : many.data(), too_many),
+                     TQKV_OUT_OF_RANGE);
+    caches.compare("refused");
+}
+
+// Appends that count, in command buffers that fail: with the one that was to learn gone, the cache learns again.
+void run_failed_commands(const void *parameters)
+{
+    const learn_row *row = (const learn_row *)parameters;
+    const int before = row->learns_at - 3;
+    for (int undone = 1; undone <= 3;
+         undone++) { // so many appends did not run, of which the second or the third learns
+        pair_of_caches caches(row);
+        tqkv_cache *c = caches.caches[1];
+        caches.append(0, before - 1);
+        if (undone < 3) caches.append(before - 1, 1);
+        const int end = (int)tqkv_cache_end(c);
+        if (undone == 3) tqkv_metal_cache_appended(c, 1);
+        tqkv_metal_cache_appended(c, 6);
+        if (undone > 1) tqkv_metal_cache_appended(c, 2);
+        CHECK(tqkv_cache_keys(c)->channel_scale, "appends do not count at once");
+        CHECK_RESULT(tqkv_metal_cache_failed(c, end), TQKV_OK);
+        caches.compare("failed");
+        CHECK_RESULT(tqkv_metal_cache_failed(c, end), TQKV_OK); // once more: nothing
+        caches.attend(end - 2, 2, nullptr);
+        caches.append(end, 7);
+        caches.compare("tried again");
+        caches.append(end + 7, 2);
+        tqkv_metal_cache_appended(c, 3);
+        CHECK_RESULT(tqkv_metal_cache_failed(c, end + 9), TQKV_OK);
+        CHECK(tqkv_cache_keys(c)->channel_scale, "a later failure forgets the scale");
+        for (int side = 0; side < 2; side++) CHECK_RESULT(tqkv_cache_truncate(caches.caches[side], end + 8), TQKV_OK);
+        CHECK_RESULT(tqkv_metal_cache_failed(c, 0), TQKV_OK);
+        CHECK(tqkv_cache_keys(c)->channel_scale && !tqkv_cache_end(c), "after an edit a failure is a truncation");
+        CHECK_RESULT(tqkv_metal_cache_failed(c, 1), TQKV_OUT_OF_RANGE);
+        CHECK_RESULT(tqkv_metal_cache_failed(NULL, 0), TQKV_INVALID_ARGUMENT);
+    }
+}
+
+// With centre or scale given a cache does not learn; its halves' memory counts as long as it is there.
+void run_set(const void *parameters)
+{
+    const learn_row *row = (const learn_row *)parameters;
+    pair_of_caches caches(row);
+    float *scales = test_scales(1, CACHE_HEADS, caches.key_dim, 6.0);
+    const size_t bytes = tqkv_cache_bytes(caches.caches[1]);
+    for (int side = 0; side < 2; side++)
+        CHECK_RESULT(tqkv_cache_set_scale(caches.caches[side], scales, nullptr), TQKV_OK);
+    free(scales);
+    CHECK(tqkv_cache_bytes(caches.caches[1]) == bytes, "the halves' memory is gone");
+    caches.append(0, 20);
+    caches.compare("set");
+    caches.attend(0, 3, nullptr);
+    tqkv_cache *fork = nullptr;
+    CHECK_RESULT(tqkv_cache_fork(caches.caches[1], nullptr, &fork), TQKV_OK);
+    CHECK(tqkv_cache_bytes(fork) == tqkv_cache_bytes(caches.caches[0]), "a copy has room for halves");
+    tqkv_cache_destroy(fork);
+}
+
+// Without a context the halves lie apart from the cache: kernels cannot reach them.
+void run_apart(const void *parameters)
+{
+    const learn_row *row = (const learn_row *)parameters;
+    const tqkv_metal_buffer none = {nullptr, 0};
+    tqkv_metal_plan plan;
+    pair_of_caches caches(row);
+    tqkv_cache *c = caches.caches[0];
+    for (int end = 0; end <= row->learns_at; end += row->learns_at) {
+        CHECK_RESULT(tqkv_metal_plan_cache_append(c, gpu_buffer(c), nullptr, none, none, 1, none, &plan),
+                     end ? TQKV_OK : TQKV_UNSUPPORTED);
+        CHECK_RESULT(tqkv_metal_plan_cache_attend(c, gpu_buffer(c), nullptr, nullptr, none, 1, none, none, &plan),
+                     TQKV_UNSUPPORTED);
+        caches.append(end, end ? 1 : row->learns_at);
+    }
+    CHECK_RESULT(tqkv_metal_plan_cache_attend(c, gpu_buffer(c), nullptr, nullptr, none, 1, none, none, &plan), TQKV_OK);
+}
+
+} // namespace
+
+void learn_shader_cases()
+{
+    const tqkv_type f32 = TQKV_TYPE_F32;
+    const tqkv_format none = TQKV_FORMAT_DEFAULT;
+    const learn_row rows[] = {
+        {"plain", TQKV_TQ4, TQKV_TQ4, 64, 0, 120, 20, 20, 0, 0, 0, 0, 34, none, 0, 0, 0, 0, 0, f32},
+        {"ends", TQKV_TQ4, TQKV_TQ3, 64, 0, 200, 20, 20, 4, 9, 0, 0, 48, none, 0, 0, 0, 0, 0, f32},
+        {"many_first", TQKV_TQ3, TQKV_TQ2, 32, 0, 200, 20, 20, 30, 5, 0, 0, 40, none, 0, 0, 0, 1, 0, f32},
+        {"window", TQKV_I8, TQKV_TQ4, 64, 0, 70, 512, 17, 3, 12, 0, 30, 110, none, 1, 0, 0, 0, 0, f32},
+        {"ring", TQKV_F16, TQKV_TQ5, 32, 0, 40, 20, 16, 5, 6, 0, 0, 60, none, 1, 0, 0, 0, 0, f32},
+        {"wide_keys", TQKV_TQ6, TQKV_F16, 192, 128, 90, 20, 20, 2, 5, 0, 0, 30, none, 0, 0, 0, 0, 0, TQKV_TYPE_BF16},
+        {"matrices", TQKV_TQ4, TQKV_TQ4, 64, 0, 100, 18, 18, 3, 8, 0, 0, 34, none, 0, 0, 0, 1, 2, TQKV_TYPE_F16},
+        {"latent", TQKV_TQ4, none, 512, 0, 100, 16, 16, 2, 5, 64, 0, 24, TQKV_I8, 0, 1, 0, 0, 0, f32},
+        {"latent_ring", TQKV_TQ4, none, 448, 0, 30, 16, 16, 20, 3, 64, 8, 36, none, 1, 1, 0, 0, 0, f32},
+        {"tail_apart", TQKV_TQ4, TQKV_TQ5, 512, 0, 100, 16, 16, 2, 5, 64, 0, 24, TQKV_TQ6, 0, 0, 0, 0, 0, f32},
+        {"non_causal", TQKV_TQ4, TQKV_TQ4, 64, 0, 100, 18, 18, 3, 8, 0, 0, 34, none, 0, 0, 1, 0, 0, f32},
+    };
+    for (const learn_row &row : rows) {
+        test_add(run_chunks, &row, sizeof row, "learn/chunks/%s", row.name);
+        test_add(run_edits, &row, sizeof row, "learn/edits/%s", row.name);
+        test_add(run_failures, &row, sizeof row, "learn/failures/%s", row.name);
+        if (!row.ring && !row.non_causal) test_add(run_some, &row, sizeof row, "learn/some/%s", row.name);
+    }
+    for (int i : {0, 1, 7})
+        test_add(run_failed_commands, &rows[i], sizeof *rows, "learn/failed_commands/%s", rows[i].name);
+    test_add(run_set, &rows[1], sizeof *rows, "learn/set");
+    test_add(run_apart, &rows[1], sizeof *rows, "learn/apart");
+}
