@@ -2584,17 +2584,12 @@ typedef struct tqkv__isa {
     int lanes;   /* floats in a vector */
     int columns; /* see reorder; 1: all codes are decoded in the order of their dimensions */
     const tqkv__codec *codec;
-<<<<<<< HEAD
     /* Packed codes are decoded in an order of their own, where columns > 1: each matrix [rows][columns] of values comes
-       transposed. The rest of a panel is a matrix of fewer columns. Brings a row into that order, or back from it, plus zero;
-       rows of other codes keep theirs. from, to: [head_dim], may be the same */
-    void (*reorder)(const tqkv__stream *s, int columns, bool decoded, float zero, const float *from, float *to);
-    /* scores[row][j] (+)= q[row] . key[slot + j] for j < n, with the segment's slot and n; add: to the scores of another part of the
-       keys. q: [n_rows][head_dim], scores: [n_rows][TQKV__TILE] */
-=======
+       transposed. The rest of a panel is a matrix of fewer columns. Brings a row into that order, or back from it; rows
+       of other codes keep theirs. from, to: [head_dim], may be the same */
+    void (*reorder)(const tqkv__stream *s, int columns, bool decoded, const float *from, float *to);
     /* scores[row][j] (+)= q[row] . key[slot + j] for j < n, with the segment's slot and n; add: to the scores of
        another part of the keys. q: [n_rows][head_dim], scores: [n_rows][TQKV__TILE] */
->>>>>>> main
     void (*score_tile)(const tqkv__stream *s, int kv_head, const tqkv__segment *segment, const float *q, int n_rows,
                        bool add, float *scores);
     /* Turns the scores in each row's span into weights exp(score - max) and the others into 0; scales the row's sums to
@@ -4165,12 +4160,11 @@ static void tqkv__value_tile_scalar(const tqkv__stream *s, int kv_head, const tq
     }
 }
 
-static void tqkv__reorder_scalar(const tqkv__stream *s, int columns, bool decoded, float zero, const float *from,
-                                 float *to)
+static void tqkv__reorder_scalar(const tqkv__stream *s, int columns, bool decoded, const float *from, float *to)
 {
     (void)columns;
     (void)decoded;
-    for (int d = 0; d < s->head_dim; d++) to[d] = from[d] + zero;
+    memmove(to, from, (size_t)s->head_dim * sizeof(float));
 }
 
 static bool tqkv__span_has(const tqkv__span *span, int j)
@@ -4883,12 +4877,8 @@ TQKV__OP void TQKV__(load_codebook)(const tqkv_format format, const tqkv__stream
     if (TQKV__KIND(format) == TQKV__BOOK) TQKV__(load_table)(TQKV__BOOK_BITS(format), TQKV__PACKED(format), s, table);
 }
 
-<<<<<<< HEAD
-/* Vector k of the strip at p, with its upper bits at `upper`. Packed codes come in the order of reorder. */
-=======
 /* Returns vector k of the strip at p, with its upper bits at `upper`. Packed codes come in the order of
-   tqkv__to_decoded. */
->>>>>>> main
+   reorder. */
 TQKV__OP TQKV__VECTOR TQKV__(value)(const tqkv_format format, const int per_lane, const int k,
                                     const TQKV__VECTOR *table, const uint8_t *p, const uint8_t *upper)
 {
@@ -4961,7 +4951,7 @@ TQKV__OP void TQKV__(decode)(const tqkv_format format, const TQKV__(panel) * pan
 }
 
 /* As reorder, for a matrix of `columns`; columns and decoded are constants where that is worth the code. */
-TQKV__OP void TQKV__(reorder_matrix)(const bool decoded, const int columns, float zero, const float *from, float *to)
+TQKV__OP void TQKV__(reorder_matrix)(const bool decoded, const int columns, const float *from, float *to)
 {
     TQKV__VECTOR x[TQKV__COLUMNS * TQKV__MATRIX_ROWS / TQKV__LANES];
     const int n = columns * TQKV__MATRIX_ROWS / TQKV__LANES;
@@ -4969,24 +4959,22 @@ TQKV__OP void TQKV__(reorder_matrix)(const bool decoded, const int columns, floa
     for (int i = 0; i < n; i++) x[i] = TQKV__(load)(from + i * TQKV__LANES);
     TQKV__(turn)(decoded, columns, x);
     TQKV__UNROLL
-    for (int i = 0; i < n; i++) TQKV__(store)(to + i * TQKV__LANES, x[i] + TQKV__(set1)(zero));
+    for (int i = 0; i < n; i++) TQKV__(store)(to + i * TQKV__LANES, x[i]);
 }
 
-TQKV__TARGET static void TQKV__(reorder)(const tqkv__stream *s, int columns, bool decoded, float zero,
-                                         const float *from, float *to)
+TQKV__TARGET static void TQKV__(reorder)(const tqkv__stream *s, int columns, bool decoded, const float *from, float *to)
 {
     const int most = s->main_bits < 8 ? columns : 1;
-    for (int d = 0; most == 1 && d < s->head_dim; d += TQKV__LANES)
-        TQKV__(store)(to + d, TQKV__(load)(from + d) + TQKV__(set1)(zero));
+    for (int d = 0; most == 1 && d < s->head_dim; d += TQKV__LANES) TQKV__(store)(to + d, TQKV__(load)(from + d));
     if (most == 1) return;
     for (int d = 0, left = s->panel_dim, now; d < s->head_dim; d += now * TQKV__MATRIX_ROWS) {
         for (now = most; now * TQKV__MATRIX_ROWS > left;) now /= 2;
         if (now == TQKV__COLUMNS && decoded)
-            TQKV__(reorder_matrix)(true, TQKV__COLUMNS, zero, from + d, to + d);
+            TQKV__(reorder_matrix)(true, TQKV__COLUMNS, from + d, to + d);
         else if (now == TQKV__COLUMNS)
-            TQKV__(reorder_matrix)(false, TQKV__COLUMNS, zero, from + d, to + d);
+            TQKV__(reorder_matrix)(false, TQKV__COLUMNS, from + d, to + d);
         else
-            TQKV__(reorder_matrix)(decoded, now, zero, from + d, to + d);
+            TQKV__(reorder_matrix)(decoded, now, from + d, to + d);
         left -= now * TQKV__MATRIX_ROWS;
         if (!left) left = s->panel_dim;
     }
@@ -6976,128 +6964,6 @@ TQKV__OP uint32_t TQKV__S(largest_bits)(const float *x, int n)
     for (int i = 0; i < n; i += TQKV__INTEGER_LANES) largest = TQKV__(larger_bits)(largest, TQKV__(load)(x + i));
     return TQKV__S(largest_code)(largest);
 }
-<<<<<<< HEAD
-=======
-
-/* Keys, and rows of values, that share a loop: enough sums in progress to hide their latency, few enough for the
-   registers. */
-#define TQKV__HALF_KEYS (TQKV__INTEGER_LANES == 16 ? 4 : 3)
-#define TQKV__HALF_ROWS (TQKV__INTEGER_LANES == 16 ? 8 : 4)
-
-/* Finds scores[row][j] (+)= query[row] . key j, in 16 sums each; keys: [keys][dim] floats. rows and keys are
-   constants. */
-TQKV__OP void TQKV__S(score_halves)(const int rows, const int keys, int dim, const float *key, const float *q, bool add,
-                                    float *scores)
-{
-    TQKV__VECTOR sums[2][TQKV__HALF_KEYS][16 / TQKV__INTEGER_LANES];
-    TQKV__UNROLL
-    for (int r = 0; r < rows; r++) TQKV__UNROLL
-    for (int j = 0; j < keys; j++) TQKV__UNROLL
-    for (int i = 0; i < 16 / TQKV__INTEGER_LANES; i++) sums[r][j][i] = TQKV__(set1)(0.0f);
-    for (int d = 0; d < dim; d += 16) {
-        TQKV__UNROLL
-        for (int i = 0; i < 16 / TQKV__INTEGER_LANES; i++) {
-            TQKV__VECTOR x[2];
-            const int at = d + i * TQKV__INTEGER_LANES;
-            TQKV__UNROLL
-            for (int r = 0; r < rows; r++) x[r] = TQKV__(load)(q + r * dim + at);
-            TQKV__UNROLL
-            for (int j = 0; j < keys; j++) {
-                const TQKV__VECTOR k = TQKV__(load)(key + j * dim + at);
-                TQKV__UNROLL
-                for (int r = 0; r < rows; r++) sums[r][j][i] = TQKV__(fma)(x[r], k, sums[r][j][i]);
-            }
-        }
-    }
-    TQKV__UNROLL
-    for (int r = 0; r < rows; r++) TQKV__UNROLL
-    for (int j = 0; j < keys; j++) {
-        float *score = scores + r * TQKV__TILE + j;
-        *score = (add ? *score : 0.0f) + TQKV__(sum_16)(sums[r][j]);
-    }
-}
-
-/* Scores n keys for one or two rows. */
-TQKV__OP void TQKV__S(score_keys)(const int rows, int n, int dim, const float *key, const float *q, bool add,
-                                  float *scores)
-{
-    int j = 0;
-    for (; j + TQKV__HALF_KEYS <= n; j += TQKV__HALF_KEYS)
-        TQKV__S(score_halves)(rows, TQKV__HALF_KEYS, dim, key + j * dim, q, add, scores + j);
-    for (; j < n; j++) TQKV__S(score_halves)(rows, 1, dim, key + j * dim, q, add, scores + j);
-}
-
-/* Scores a tile of halves: some keys at a time become floats, which all rows read. */
-TQKV__TARGET static TQKV__NOINLINE void TQKV__S(score_tile_of_halves)(const tqkv__stream *s, const uint8_t *codes,
-                                                                      const tqkv__segment *segment, const float *q,
-                                                                      int n_rows, bool add, float *scores)
-{
-    enum { buffer = 2048 }; /* 8 KiB: a fraction of an L1 cache, and of the stack */
-    TQKV__ALIGNED float keys[buffer];
-    const int dim = s->head_dim, fit = buffer / dim, most = fit > 12 ? 12 : fit;
-    tqkv__prefetch(TQKV__L2, codes + (ptrdiff_t)segment->ahead * (ptrdiff_t)s->row_bytes,
-                   (size_t)segment->n * s->row_bytes);
-    for (int j = 0; j < segment->n; j += most) {
-        const int n = segment->n - j < most ? segment->n - j : most;
-        const uint8_t *from = codes + (size_t)j * s->row_bytes;
-        for (int d = 0; d < n * dim; d += TQKV__INTEGER_LANES) TQKV__(store)(keys + d, TQKV__(load_f16)(from + 2 * d));
-        for (int row = 0; row < n_rows; row += 2) {
-            const float *query = q + (size_t)row * (size_t)dim;
-            float *to = scores + row * TQKV__TILE + j;
-            if (row + 1 < n_rows)
-                TQKV__S(score_keys)(2, n, dim, keys, query, add, to);
-            else
-                TQKV__S(score_keys)(1, n, dim, keys, query, add, to);
-        }
-    }
-}
-
-/* Adds: out[row][d] += weights[row][j] * value j of halves, in the order of positions; rows is a constant. */
-TQKV__OP void TQKV__S(add_half_rows)(const int rows, const tqkv__stream *s, const uint8_t *codes, int n,
-                                     const float *weights, float *out)
-{
-    const int dim = s->head_dim;
-    for (int d = 0; d < dim; d += 16) {
-        TQKV__VECTOR sums[TQKV__HALF_ROWS][16 / TQKV__INTEGER_LANES];
-        const uint8_t *value = codes + 2 * d;
-        TQKV__UNROLL
-        for (int r = 0; r < rows; r++) TQKV__UNROLL
-        for (int i = 0; i < 16 / TQKV__INTEGER_LANES; i++)
-            sums[r][i] = TQKV__(load)(out + r * dim + d + i * TQKV__INTEGER_LANES);
-        for (int j = 0; j < n; j++, value += s->row_bytes) {
-            TQKV__VECTOR x[16 / TQKV__INTEGER_LANES];
-            TQKV__UNROLL
-            for (int i = 0; i < 16 / TQKV__INTEGER_LANES; i++)
-                x[i] = TQKV__(load_f16)(value + 2 * i * TQKV__INTEGER_LANES);
-            TQKV__UNROLL
-            for (int r = 0; r < rows; r++) {
-                const TQKV__VECTOR weight = TQKV__(set1)(weights[r * TQKV__TILE + j]);
-                TQKV__UNROLL
-                for (int i = 0; i < 16 / TQKV__INTEGER_LANES; i++) sums[r][i] = TQKV__(fma)(weight, x[i], sums[r][i]);
-            }
-        }
-        TQKV__UNROLL
-        for (int r = 0; r < rows; r++) TQKV__UNROLL
-        for (int i = 0; i < 16 / TQKV__INTEGER_LANES; i++)
-            TQKV__(store)(out + r * dim + d + i * TQKV__INTEGER_LANES, sums[r][i]);
-    }
-}
-
-TQKV__TARGET static TQKV__NOINLINE void TQKV__S(add_halves)(const tqkv__stream *s, const uint8_t *codes,
-                                                            const tqkv__segment *segment, const float *weights,
-                                                            int n_rows, float *out)
-{
-    int row = 0;
-    tqkv__prefetch(TQKV__L2, codes + (ptrdiff_t)segment->ahead * (ptrdiff_t)s->row_bytes,
-                   (size_t)segment->n * s->row_bytes);
-    for (; row + TQKV__HALF_ROWS <= n_rows; row += TQKV__HALF_ROWS) TQKV__S(add_half_rows)
-    (TQKV__HALF_ROWS, s, codes, segment->n, weights + row * TQKV__TILE, out + row * s->head_dim);
-    for (; row + 2 <= n_rows; row += 2)
-        TQKV__S(add_half_rows)(2, s, codes, segment->n, weights + row * TQKV__TILE, out + row * s->head_dim);
-    for (; row < n_rows; row++)
-        TQKV__S(add_half_rows)(1, s, codes, segment->n, weights + row * TQKV__TILE, out + row * s->head_dim);
-}
->>>>>>> main
 #endif
 
 /* Integers of a panel of a query, padded to whole vectors */
@@ -8145,43 +8011,19 @@ static const tqkv__integers TQKV__I(integers) = {&TQKV__(isa),
 #endif /* TQKV__INTEGER_LANES */
 
 #if defined(TQKV__LANES) || defined(TQKV__INTEGER_LANES)
-<<<<<<< HEAD
-/* These macros belong to one set. */
-#undef TQKV__ADD_NIBBLES
-#undef TQKV__SUM_NIBBLES
-#undef TQKV__SUM_QUARTERS
-#undef TQKV__ADD_QUARTERS
-#undef TQKV__BYTES
-#undef TQKV__BOOK_VECTORS
-#undef TQKV__IS_LARGE
-#undef TQKV__BY_FOUR_ROWS
-#undef TQKV__BY_NIBBLES
-#undef TQKV__BY_QUARTERS
-#undef TQKV__COLUMNS
-#undef TQKV__NIBBLES
-=======
 /* The macros that a set defines, and two that depend on it. Those of the loops are the same for all. */
 #undef TQKV__
->>>>>>> main
+#undef TQKV__COLUMNS
 #undef TQKV__DECODED
 #undef TQKV__DECODED_SCORE_ROWS
 #undef TQKV__DOT_LANES
-<<<<<<< HEAD
-#undef TQKV__HALF_KEY_ROWS
-#undef TQKV__HALF_ROWS
-=======
 #undef TQKV__I
->>>>>>> main
 #undef TQKV__INTEGER_LANES
 #undef TQKV__ISA_NAME
 #undef TQKV__LANES
 #undef TQKV__LANES_ROWS
 #undef TQKV__LOOKED_UP
-<<<<<<< HEAD
-#undef TQKV__LOOPS_OF
 #undef TQKV__MATRIX_ROWS
-=======
->>>>>>> main
 #undef TQKV__MIX_SHORT_SUBROWS
 #undef TQKV__NIBBLE_STRIP
 #undef TQKV__PRODUCTS
@@ -8266,8 +8108,7 @@ TQKV__OP float tqkv__sum_16_avx512(const __m512 *x)
     return _mm_cvtss_f32(_mm_add_ss(m, _mm_movehdup_ps(m)));
 }
 
-<<<<<<< HEAD
-/* to[m] (+)= sum_16 of x[m], m < 4 */
+/* Finds to[m] (+)= sum_16 of x[m], m < 4 */
 TQKV__OP void tqkv__add_sums_of_16_avx512(const __m512 *x, bool add, float *to)
 {
     const __m512 ab = _mm512_add_ps(_mm512_shuffle_f32x4(x[0], x[1], 0x44), _mm512_shuffle_f32x4(x[0], x[1], 0xee));
@@ -8279,10 +8120,7 @@ TQKV__OP void tqkv__add_sums_of_16_avx512(const __m512 *x, bool add, float *to)
     _mm_storeu_ps(to, _mm_add_ps(add ? _mm_loadu_ps(to) : _mm_setzero_ps(), sums));
 }
 
-/* value where x >= least or x is NaN, else 0 */
-=======
 /* Returns value where x >= least or x is NaN, else 0 */
->>>>>>> main
 TQKV__OP __m512 tqkv__zero_below_avx512(__m512 least, __m512 x, __m512 value)
 {
     return _mm512_maskz_mov_ps(_mm512_cmp_ps_mask(x, least, _CMP_NLT_UQ), value);
@@ -9389,14 +9227,9 @@ TQKV__OP uint8x16_t tqkv__pairs_neon(const uint8_t *p)
     const uint32x4_t two = vorrq_u32(bytes, vshlq_n_u32(bytes, 12));
     return vandq_u8(vreinterpretq_u8_u32(vorrq_u32(two, vshlq_n_u32(two, 6))), vdupq_n_u8(3));
 }
-<<<<<<< HEAD
-/* The main bits of codes 16 * (k / 4) ... of a strip, in the order of reorder. A strip is 32 codes: the low nibbles
-   give the first four vectors, the high ones the other four. A strip of 16 (per_lane 4) keeps its own order. */
-=======
-/* Returns the main bits of codes 16 * (k / 4) ... of a strip, in the order of tqkv__to_decoded. A strip is 32 codes:
+/* Returns the main bits of codes 16 * (k / 4) ... of a strip, in the order of reorder. A strip is 32 codes:
    the low nibbles give the first four vectors, the high ones the other four. A strip of 16 (per_lane 4) keeps its own
    order. */
->>>>>>> main
 TQKV__OP uint8x16_t tqkv__main_codes_neon(const int main_bits, const int per_lane, const int k, const uint8_t *p)
 {
     const uint8x16_t mask = vdupq_n_u8((uint8_t)((1 << main_bits) - 1));
@@ -11346,53 +11179,15 @@ static tqkv_result tqkv__check_seen(const tqkv__attention *a, tqkv__range range)
 
 /* >>tile: the order of decoded values, tiles, and the sums of a tile, of a piece and of a stretch */
 
-<<<<<<< HEAD
-/* Queries take the order of decoded codes; sums of values are put back. -0 changes nothing. */
+/* Queries take the order of decoded codes; sums of values are put back. */
 static void tqkv__to_decoded(const tqkv__isa *isa, const tqkv__stream *s, const float *natural, float *decoded)
 {
-    isa->reorder(s, isa->columns, true, -0.0f, natural, decoded);
-=======
-/* from: [rows][columns] -> to: [columns][rows] */
-static inline void tqkv__transpose(const float *from, int rows, int columns, float *to)
-{
-    for (int column = 0; column < columns; column++, from++) {
-        const float *x = from;
-        for (int row = 0; row < rows; row++, x += columns) *to++ = *x;
-    }
-}
-
-/* Instruction sets decode packed codes in their own order: each rows * columns values, a matrix [rows][columns], come
-   transposed. The rest of a panel is a matrix of fewer columns. Other codes keep their order. Queries take the decoded
-   order; sums of values are put back. from, to: [head_dim] */
-static void tqkv__reorder(const tqkv__isa *isa, const tqkv__stream *s, bool decoded, const float *from, float *to)
-{
-    const int rows = isa->nibble_order[0], most = isa->nibble_order[1];
-    if (s->main_bits >= 8 || isa->lanes == 1) {
-        memcpy(to, from, (size_t)s->head_dim * sizeof(float));
-        return;
-    }
-    for (const float *end = from + s->head_dim; from < end;)
-        for (int left = s->panel_dim, columns; left > 0; left -= rows * columns) {
-            for (columns = most; rows * columns > left;) columns /= 2;
-            tqkv__transpose(from, decoded ? rows : columns, decoded ? columns : rows, to);
-            from += rows * columns;
-            to += rows * columns;
-        }
-}
-
-static void tqkv__to_decoded(const tqkv__isa *isa, const tqkv__stream *s, const float *natural, float *decoded)
-{
-    tqkv__reorder(isa, s, true, natural, decoded);
->>>>>>> main
+    isa->reorder(s, isa->columns, true, natural, decoded);
 }
 
 static void tqkv__to_natural(const tqkv__isa *isa, const tqkv__stream *s, const float *decoded, float *natural)
 {
-<<<<<<< HEAD
-    isa->reorder(s, isa->columns, false, 0.0f, decoded, natural);
-=======
-    tqkv__reorder(isa, s, false, decoded, natural);
->>>>>>> main
+    isa->reorder(s, isa->columns, false, decoded, natural);
 }
 
 static int tqkv__clamp(int64_t x, int low, int high) { return x < low ? low : x > high ? high : (int)x; }
@@ -12198,13 +11993,9 @@ static const void *tqkv__query_part(const tqkv__attention *a, const void *query,
     return (const uint8_t *)query + (part ? (size_t)a->keys.head_dim * tqkv__type_size(a->call.query_type) : 0);
 }
 
-<<<<<<< HEAD
-/* Brings part 0 or 1 of an item's queries into the basis and order of a stream, times scale. arranged: [n_rows][head_dim]; so
-   is halves, the queries for halves of the same basis, or NULL, and rest, the second digits of integers. Whether there are any. */
-=======
 /* Brings part 0 or 1 of an item's queries into the basis and order of a stream, times scale. arranged:
-   [n_rows][head_dim]; so is rest, the second digits of integers. Whether there are any. */
->>>>>>> main
+   [n_rows][head_dim]; so is halves, the queries for halves of the same basis, or NULL, and rest, the second digits of
+   integers. Whether there are any. */
 static bool tqkv__arrange_part(const tqkv__attention *a, const tqkv__item *item, const void *q, int part,
                                const tqkv__stream *s, float *arranged, float *halves, float *rest)
 {

@@ -113,12 +113,11 @@ static void tqkv__value_tile_scalar(const tqkv__stream *s, int kv_head, const tq
     }
 }
 
-static void tqkv__reorder_scalar(const tqkv__stream *s, int columns, bool decoded, float zero, const float *from,
-                                 float *to)
+static void tqkv__reorder_scalar(const tqkv__stream *s, int columns, bool decoded, const float *from, float *to)
 {
     (void)columns;
     (void)decoded;
-    for (int d = 0; d < s->head_dim; d++) to[d] = from[d] + zero;
+    memmove(to, from, (size_t)s->head_dim * sizeof(float));
 }
 
 static bool tqkv__span_has(const tqkv__span *span, int j)

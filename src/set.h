@@ -61,17 +61,12 @@ typedef struct tqkv__isa {
     int lanes;   /* floats in a vector */
     int columns; /* see reorder; 1: all codes are decoded in the order of their dimensions */
     const tqkv__codec *codec;
-<<<<<<< HEAD
     /* Packed codes are decoded in an order of their own, where columns > 1: each matrix [rows][columns] of values comes
-       transposed. The rest of a panel is a matrix of fewer columns. Brings a row into that order, or back from it, plus zero;
-       rows of other codes keep theirs. from, to: [head_dim], may be the same */
-    void (*reorder)(const tqkv__stream *s, int columns, bool decoded, float zero, const float *from, float *to);
-    /* scores[row][j] (+)= q[row] . key[slot + j] for j < n, with the segment's slot and n; add: to the scores of another part of the
-       keys. q: [n_rows][head_dim], scores: [n_rows][TQKV__TILE] */
-=======
+       transposed. The rest of a panel is a matrix of fewer columns. Brings a row into that order, or back from it; rows
+       of other codes keep theirs. from, to: [head_dim], may be the same */
+    void (*reorder)(const tqkv__stream *s, int columns, bool decoded, const float *from, float *to);
     /* scores[row][j] (+)= q[row] . key[slot + j] for j < n, with the segment's slot and n; add: to the scores of
        another part of the keys. q: [n_rows][head_dim], scores: [n_rows][TQKV__TILE] */
->>>>>>> main
     void (*score_tile)(const tqkv__stream *s, int kv_head, const tqkv__segment *segment, const float *q, int n_rows,
                        bool add, float *scores);
     /* Turns the scores in each row's span into weights exp(score - max) and the others into 0; scales the row's sums to

@@ -32,8 +32,7 @@ TQKV__OP float tqkv__sum_16_avx512(const __m512 *x)
     return _mm_cvtss_f32(_mm_add_ss(m, _mm_movehdup_ps(m)));
 }
 
-<<<<<<< HEAD
-/* to[m] (+)= sum_16 of x[m], m < 4 */
+/* Finds to[m] (+)= sum_16 of x[m], m < 4 */
 TQKV__OP void tqkv__add_sums_of_16_avx512(const __m512 *x, bool add, float *to)
 {
     const __m512 ab = _mm512_add_ps(_mm512_shuffle_f32x4(x[0], x[1], 0x44), _mm512_shuffle_f32x4(x[0], x[1], 0xee));
@@ -45,10 +44,7 @@ TQKV__OP void tqkv__add_sums_of_16_avx512(const __m512 *x, bool add, float *to)
     _mm_storeu_ps(to, _mm_add_ps(add ? _mm_loadu_ps(to) : _mm_setzero_ps(), sums));
 }
 
-/* value where x >= least or x is NaN, else 0 */
-=======
 /* Returns value where x >= least or x is NaN, else 0 */
->>>>>>> main
 TQKV__OP __m512 tqkv__zero_below_avx512(__m512 least, __m512 x, __m512 value)
 {
     return _mm512_maskz_mov_ps(_mm512_cmp_ps_mask(x, least, _CMP_NLT_UQ), value);

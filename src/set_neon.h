@@ -130,14 +130,9 @@ TQKV__OP uint8x16_t tqkv__pairs_neon(const uint8_t *p)
     const uint32x4_t two = vorrq_u32(bytes, vshlq_n_u32(bytes, 12));
     return vandq_u8(vreinterpretq_u8_u32(vorrq_u32(two, vshlq_n_u32(two, 6))), vdupq_n_u8(3));
 }
-<<<<<<< HEAD
-/* The main bits of codes 16 * (k / 4) ... of a strip, in the order of reorder. A strip is 32 codes: the low nibbles
-   give the first four vectors, the high ones the other four. A strip of 16 (per_lane 4) keeps its own order. */
-=======
-/* Returns the main bits of codes 16 * (k / 4) ... of a strip, in the order of tqkv__to_decoded. A strip is 32 codes:
+/* Returns the main bits of codes 16 * (k / 4) ... of a strip, in the order of reorder. A strip is 32 codes:
    the low nibbles give the first four vectors, the high ones the other four. A strip of 16 (per_lane 4) keeps its own
    order. */
->>>>>>> main
 TQKV__OP uint8x16_t tqkv__main_codes_neon(const int main_bits, const int per_lane, const int k, const uint8_t *p)
 {
     const uint8x16_t mask = vdupq_n_u8((uint8_t)((1 << main_bits) - 1));

@@ -1,52 +1,14 @@
 /* >>tile: the order of decoded values, tiles, and the sums of a tile, of a piece and of a stretch */
 
-<<<<<<< HEAD
-/* Queries take the order of decoded codes; sums of values are put back. -0 changes nothing. */
+/* Queries take the order of decoded codes; sums of values are put back. */
 static void tqkv__to_decoded(const tqkv__isa *isa, const tqkv__stream *s, const float *natural, float *decoded)
 {
-    isa->reorder(s, isa->columns, true, -0.0f, natural, decoded);
-=======
-/* from: [rows][columns] -> to: [columns][rows] */
-static inline void tqkv__transpose(const float *from, int rows, int columns, float *to)
-{
-    for (int column = 0; column < columns; column++, from++) {
-        const float *x = from;
-        for (int row = 0; row < rows; row++, x += columns) *to++ = *x;
-    }
-}
-
-/* Instruction sets decode packed codes in their own order: each rows * columns values, a matrix [rows][columns], come
-   transposed. The rest of a panel is a matrix of fewer columns. Other codes keep their order. Queries take the decoded
-   order; sums of values are put back. from, to: [head_dim] */
-static void tqkv__reorder(const tqkv__isa *isa, const tqkv__stream *s, bool decoded, const float *from, float *to)
-{
-    const int rows = isa->nibble_order[0], most = isa->nibble_order[1];
-    if (s->main_bits >= 8 || isa->lanes == 1) {
-        memcpy(to, from, (size_t)s->head_dim * sizeof(float));
-        return;
-    }
-    for (const float *end = from + s->head_dim; from < end;)
-        for (int left = s->panel_dim, columns; left > 0; left -= rows * columns) {
-            for (columns = most; rows * columns > left;) columns /= 2;
-            tqkv__transpose(from, decoded ? rows : columns, decoded ? columns : rows, to);
-            from += rows * columns;
-            to += rows * columns;
-        }
-}
-
-static void tqkv__to_decoded(const tqkv__isa *isa, const tqkv__stream *s, const float *natural, float *decoded)
-{
-    tqkv__reorder(isa, s, true, natural, decoded);
->>>>>>> main
+    isa->reorder(s, isa->columns, true, natural, decoded);
 }
 
 static void tqkv__to_natural(const tqkv__isa *isa, const tqkv__stream *s, const float *decoded, float *natural)
 {
-<<<<<<< HEAD
-    isa->reorder(s, isa->columns, false, 0.0f, decoded, natural);
-=======
-    tqkv__reorder(isa, s, false, decoded, natural);
->>>>>>> main
+    isa->reorder(s, isa->columns, false, decoded, natural);
 }
 
 static int tqkv__clamp(int64_t x, int low, int high) { return x < low ? low : x > high ? high : (int)x; }
