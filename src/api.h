@@ -169,7 +169,8 @@ TQKV_API tqkv_result tqkv_decode(const tqkv_store *s, int64_t position, int n_po
    n_kv_heads, head_dim, unrotated (F16 goes with either), the centre and the scale are the same. A page may not occur twice
    among those written. TQKV_NOT_FINITE if a row to encode holds NaN, infinity or a norm of 1e30 or more.
    Many rows go to tasks of to->parallel.
-   In place: codes, norms or both may begin where those of `from` begin, if capacity and ring are the same, neither store
+   Two page tables of one pool, with rows of as many bytes: a copy of a sequence, if the pages that have these positions are
+   others in `to` than in `from`. In place: codes, norms or both may begin where those of `from` begin, if capacity and ring are the same, neither store
    has pages, and the row of `to` (row_bytes, norms_per_row) is no longer. Rows move down in ascending order, each
    after it was read; what these stores held at other positions is lost. Memory that overlaps otherwise is refused. All
    checks come before the first write: a conversion never ends halfway. */

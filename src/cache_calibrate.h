@@ -287,19 +287,6 @@ static void tqkv__count_append(tqkv_cache *c, int n_tokens)
     tqkv__cache_advance(c, n_tokens);
 }
 
-/* Forgets positions whose appends a GPU did not run, and what the cache would have learned from them. */
-static tqkv_result tqkv__count_failed(tqkv_cache *c, int64_t end)
-{
-    const bool unlearns = !c->learning && end >= 0 && end <= c->learnt_at;
-    const tqkv_result r = tqkv_cache_truncate(c, end);
-    if (r != TQKV_OK || !unlearns) return r;
-    tqkv__name_channels(c, TQKV__KEYS, TQKV__CENTERS, false);
-    tqkv__name_channels(c, TQKV__KEYS, TQKV__SCALES, false);
-    c->learning = c->reads_raw = true;
-    c->exact_below = c->exact_from = c->exact_held = 0;
-    return TQKV_OK;
-}
-
 /* On a GPU a tail is encoded to its stream while the cache learns, too: kernels do not copy rows of any format. After
    what moved raw rows, or brought them, the stream follows. */
 static tqkv_result tqkv__follow_tail(const tqkv_cache *c)

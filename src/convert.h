@@ -32,12 +32,24 @@ static bool tqkv__row_converts(const tqkv__stream *s, int kv_head, int slot)
     return true;
 }
 
-/* Rows that begin where longer rows begin can be written over them in ascending order. */
-static bool tqkv__stays_apart(const tqkv__stream *to, const tqkv__stream *from)
+/* Whether both stores are tables over one pool, and those pages of `to` that have n > 0 positions are none of those of `from`. */
+static bool tqkv__other_pages(const tqkv__stream *to, const tqkv__stream *from, int64_t position, int n)
+{
+    if (!to->pages || !from->pages || to->codes != from->codes || to->norms != from->norms) return false;
+    if (to->capacity != from->capacity || to->page_size != from->page_size) return false;
+    if (to->row_bytes != from->row_bytes || to->norms_per_row != from->norms_per_row) return false;
+    const int64_t first = position / to->page_size, count = (position + n - 1) / to->page_size - first + 1;
+    return tqkv__all_distinct(to->pages + first, count, from->pages + first, count);
+}
+
+/* Whether n positions can be converted without writing what is still to be read. Rows that begin where longer rows begin can be
+   written over them in ascending order. */
+static bool tqkv__stays_apart(const tqkv__stream *to, const tqkv__stream *from, int64_t position, int n)
 {
     const bool aligned = to->capacity == from->capacity && to->ring == from->ring && !to->pages && !from->pages;
-    const bool codes_stay = to->codes == from->codes && aligned && to->row_bytes <= from->row_bytes;
-    const bool norms_stay = to->norms == from->norms && aligned && to->norms_per_row <= from->norms_per_row;
+    const bool others = n > 0 && tqkv__other_pages(to, from, position, n);
+    const bool codes_stay = others || (to->codes == from->codes && aligned && to->row_bytes <= from->row_bytes);
+    const bool norms_stay = others || (to->norms == from->norms && aligned && to->norms_per_row <= from->norms_per_row);
     return (codes_stay || !tqkv__overlap(to->codes, to->codes_size, from->codes, from->codes_size)) &&
            (norms_stay || !tqkv__overlap(to->norms, to->norms_size, from->norms, from->norms_size)) &&
            !tqkv__overlap(to->codes, to->codes_size, from->norms, from->norms_size) &&
@@ -84,8 +96,8 @@ TQKV__COLD static tqkv_result tqkv__convert_open(const tqkv_store *to_store, con
         return TQKV__INVALID("unrotated: the stores differ in it");
     if (!tqkv__same_center(to, from)) return TQKV__INVALID("center: the stores differ in it");
     if (!tqkv__same_scale(to, from)) return TQKV__INVALID("channel_scale: the stores differ in it");
-    if (!tqkv__stays_apart(to, from))
-        return TQKV__INVALID("`to` overlaps `from`, other than with shorter rows from the same address on");
+    if (!tqkv__stays_apart(to, from, position, n))
+        return TQKV__INVALID("`to` overlaps `from`, other than in pages of its own or with shorter rows in place");
     for (int p = 0; p < n && !tqkv__same_rows(to, from); p++)
         for (int h = 0; h < from->n_kv_heads; h++)
             if (!tqkv__row_converts(from, h, tqkv__slot(from, position + p)))

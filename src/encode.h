@@ -225,7 +225,7 @@ static tqkv_result tqkv__check_slots(const tqkv__stream *s, const int32_t *slot_
     for (int t = 0; t < n; t++)
         if (slot_list[t] < -1 || slot_list[t] >= s->capacity)
             return TQKV__REFUSE(OUT_OF_RANGE, "slots: outside the store");
-    return tqkv__all_distinct(slot_list, n) ? TQKV_OK : TQKV__INVALID("slots: a slot twice");
+    return tqkv__all_distinct(slot_list, n, NULL, 0) ? TQKV_OK : TQKV__INVALID("slots: a slot twice");
 }
 
 TQKV_API tqkv_result tqkv_encode_slots(const tqkv_store *store, const void *src, int n_tokens, const int32_t *slot_list)

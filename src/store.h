@@ -426,24 +426,25 @@ static tqkv_result tqkv__check_pages(const tqkv__stream *s, int64_t first, int64
     return TQKV_OK;
 }
 
-/* Whether no number occurs twice, but for negative ones; ids: [n]. Marks 32768 numbers at a time in 4 KiB of stack. */
-static bool tqkv__all_distinct(const int32_t *ids, int64_t n)
+/* Whether no number of ids occurs twice or among others, but for negative ones; ids: [n], others: [n_others], or NULL and 0. Marks
+   32768 numbers at a time in 4 KiB of stack. */
+static bool tqkv__all_distinct(const int32_t *ids, int64_t n, const int32_t *others, int64_t n_others)
 {
     enum { at_a_time = 32768 };
     uint8_t marks[at_a_time / 8];
-    int64_t low = n > 1 ? INT32_MAX : 0, high = -1;
-    if (n > 1)
-        for (int64_t i = 0; i < n; i++) {
-            if (ids[i] >= 0 && ids[i] < low) low = ids[i];
-            if (ids[i] > high) high = ids[i];
-        }
+    int64_t low = n + n_others > 1 ? INT32_MAX : 0, high = -1;
+    for (int64_t i = 0; i < n && n + n_others > 1; i++) {
+        if (ids[i] >= 0 && ids[i] < low) low = ids[i];
+        if (ids[i] > high) high = ids[i];
+    }
     for (; low <= high; low += at_a_time) {
         memset(marks, 0, sizeof marks);
-        for (int64_t i = 0; i < n; i++) {
-            const int64_t at = ids[i] - low;
-            if (ids[i] < 0 || at < 0 || at >= at_a_time) continue;
+        for (int64_t i = 0; i < n + n_others; i++) {
+            const int32_t id = i < n ? ids[i] : others[i - n];
+            const int64_t at = id - low;
+            if (id < 0 || at < 0 || at >= at_a_time) continue;
             if (marks[at / 8] >> (at % 8) & 1) return false;
-            marks[at / 8] = (uint8_t)(marks[at / 8] | 1 << (at % 8));
+            if (i < n) marks[at / 8] = (uint8_t)(marks[at / 8] | 1 << (at % 8));
         }
     }
     return true;
@@ -462,7 +463,7 @@ static tqkv_result tqkv__check_written(const tqkv__stream *s, int n, int64_t pos
 {
     if (!s->pages || n == 0) return TQKV_OK;
     const int64_t page = position / s->page_size, last = (position + n - 1) / s->page_size;
-    if (tqkv__all_distinct(s->pages + page, last - page + 1)) return TQKV_OK;
+    if (tqkv__all_distinct(s->pages + page, last - page + 1, NULL, 0)) return TQKV_OK;
     return TQKV__INVALID("pages: a page twice among those to write");
 }
 
