@@ -316,7 +316,8 @@ TQKV_API tqkv_result tqkv_decode(const tqkv_store *s, int64_t position, int n_po
    n_kv_heads, head_dim, unrotated (F16 goes with either), the centre and the scale are the same. A page may not occur twice
    among those written. TQKV_NOT_FINITE if a row to encode holds NaN, infinity or a norm of 1e30 or more.
    Many rows go to tasks of to->parallel.
-   In place: codes, norms or both may begin where those of `from` begin, if capacity and ring are the same, neither store
+   Two page tables of one pool, with rows of as many bytes: a copy of a sequence, if the pages that have these positions are
+   others in `to` than in `from`. In place: codes, norms or both may begin where those of `from` begin, if capacity and ring are the same, neither store
    has pages, and the row of `to` (row_bytes, norms_per_row) is no longer. Rows move down in ascending order, each
    after it was read; what these stores held at other positions is lost. Memory that overlaps otherwise is refused. All
    checks come before the first write: a conversion never ends halfway. */
@@ -2212,24 +2213,25 @@ static tqkv_result tqkv__check_pages(const tqkv__stream *s, int64_t first, int64
     return TQKV_OK;
 }
 
-/* Whether no number occurs twice, but for negative ones; ids: [n]. Marks 32768 numbers at a time in 4 KiB of stack. */
-static bool tqkv__all_distinct(const int32_t *ids, int64_t n)
+/* Whether no number of ids occurs twice or among others, but for negative ones; ids: [n], others: [n_others], or NULL and 0. Marks
+   32768 numbers at a time in 4 KiB of stack. */
+static bool tqkv__all_distinct(const int32_t *ids, int64_t n, const int32_t *others, int64_t n_others)
 {
     enum { at_a_time = 32768 };
     uint8_t marks[at_a_time / 8];
-    int64_t low = n > 1 ? INT32_MAX : 0, high = -1;
-    if (n > 1)
-        for (int64_t i = 0; i < n; i++) {
-            if (ids[i] >= 0 && ids[i] < low) low = ids[i];
-            if (ids[i] > high) high = ids[i];
-        }
+    int64_t low = n + n_others > 1 ? INT32_MAX : 0, high = -1;
+    for (int64_t i = 0; i < n && n + n_others > 1; i++) {
+        if (ids[i] >= 0 && ids[i] < low) low = ids[i];
+        if (ids[i] > high) high = ids[i];
+    }
     for (; low <= high; low += at_a_time) {
         memset(marks, 0, sizeof marks);
-        for (int64_t i = 0; i < n; i++) {
-            const int64_t at = ids[i] - low;
-            if (ids[i] < 0 || at < 0 || at >= at_a_time) continue;
+        for (int64_t i = 0; i < n + n_others; i++) {
+            const int32_t id = i < n ? ids[i] : others[i - n];
+            const int64_t at = id - low;
+            if (id < 0 || at < 0 || at >= at_a_time) continue;
             if (marks[at / 8] >> (at % 8) & 1) return false;
-            marks[at / 8] = (uint8_t)(marks[at / 8] | 1 << (at % 8));
+            if (i < n) marks[at / 8] = (uint8_t)(marks[at / 8] | 1 << (at % 8));
         }
     }
     return true;
@@ -2248,7 +2250,7 @@ static tqkv_result tqkv__check_written(const tqkv__stream *s, int n, int64_t pos
 {
     if (!s->pages || n == 0) return TQKV_OK;
     const int64_t page = position / s->page_size, last = (position + n - 1) / s->page_size;
-    if (tqkv__all_distinct(s->pages + page, last - page + 1)) return TQKV_OK;
+    if (tqkv__all_distinct(s->pages + page, last - page + 1, NULL, 0)) return TQKV_OK;
     return TQKV__INVALID("pages: a page twice among those to write");
 }
 
@@ -3348,7 +3350,7 @@ static tqkv_result tqkv__check_slots(const tqkv__stream *s, const int32_t *slot_
     for (int t = 0; t < n; t++)
         if (slot_list[t] < -1 || slot_list[t] >= s->capacity)
             return TQKV__REFUSE(OUT_OF_RANGE, "slots: outside the store");
-    return tqkv__all_distinct(slot_list, n) ? TQKV_OK : TQKV__INVALID("slots: a slot twice");
+    return tqkv__all_distinct(slot_list, n, NULL, 0) ? TQKV_OK : TQKV__INVALID("slots: a slot twice");
 }
 
 TQKV_API tqkv_result tqkv_encode_slots(const tqkv_store *store, const void *src, int n_tokens, const int32_t *slot_list)
@@ -3458,12 +3460,24 @@ static bool tqkv__row_converts(const tqkv__stream *s, int kv_head, int slot)
     return true;
 }
 
-/* Rows that begin where longer rows begin can be written over them in ascending order. */
-static bool tqkv__stays_apart(const tqkv__stream *to, const tqkv__stream *from)
+/* Whether both stores are tables over one pool, and those pages of `to` that have n > 0 positions are none of those of `from`. */
+static bool tqkv__other_pages(const tqkv__stream *to, const tqkv__stream *from, int64_t position, int n)
+{
+    if (!to->pages || !from->pages || to->codes != from->codes || to->norms != from->norms) return false;
+    if (to->capacity != from->capacity || to->page_size != from->page_size) return false;
+    if (to->row_bytes != from->row_bytes || to->norms_per_row != from->norms_per_row) return false;
+    const int64_t first = position / to->page_size, count = (position + n - 1) / to->page_size - first + 1;
+    return tqkv__all_distinct(to->pages + first, count, from->pages + first, count);
+}
+
+/* Whether n positions can be converted without writing what is still to be read. Rows that begin where longer rows begin can be
+   written over them in ascending order. */
+static bool tqkv__stays_apart(const tqkv__stream *to, const tqkv__stream *from, int64_t position, int n)
 {
     const bool aligned = to->capacity == from->capacity && to->ring == from->ring && !to->pages && !from->pages;
-    const bool codes_stay = to->codes == from->codes && aligned && to->row_bytes <= from->row_bytes;
-    const bool norms_stay = to->norms == from->norms && aligned && to->norms_per_row <= from->norms_per_row;
+    const bool others = n > 0 && tqkv__other_pages(to, from, position, n);
+    const bool codes_stay = others || (to->codes == from->codes && aligned && to->row_bytes <= from->row_bytes);
+    const bool norms_stay = others || (to->norms == from->norms && aligned && to->norms_per_row <= from->norms_per_row);
     return (codes_stay || !tqkv__overlap(to->codes, to->codes_size, from->codes, from->codes_size)) &&
            (norms_stay || !tqkv__overlap(to->norms, to->norms_size, from->norms, from->norms_size)) &&
            !tqkv__overlap(to->codes, to->codes_size, from->norms, from->norms_size) &&
@@ -3510,8 +3524,8 @@ TQKV__COLD static tqkv_result tqkv__convert_open(const tqkv_store *to_store, con
         return TQKV__INVALID("unrotated: the stores differ in it");
     if (!tqkv__same_center(to, from)) return TQKV__INVALID("center: the stores differ in it");
     if (!tqkv__same_scale(to, from)) return TQKV__INVALID("channel_scale: the stores differ in it");
-    if (!tqkv__stays_apart(to, from))
-        return TQKV__INVALID("`to` overlaps `from`, other than with shorter rows from the same address on");
+    if (!tqkv__stays_apart(to, from, position, n))
+        return TQKV__INVALID("`to` overlaps `from`, other than in pages of its own or with shorter rows in place");
     for (int p = 0; p < n && !tqkv__same_rows(to, from); p++)
         for (int h = 0; h < from->n_kv_heads; h++)
             if (!tqkv__row_converts(from, h, tqkv__slot(from, position + p)))
@@ -14180,19 +14194,6 @@ static void tqkv__count_append(tqkv_cache *c, int n_tokens)
     tqkv__cache_advance(c, n_tokens);
 }
 
-/* Forgets positions whose appends a GPU did not run, and what the cache would have learned from them. */
-static tqkv_result tqkv__count_failed(tqkv_cache *c, int64_t end)
-{
-    const bool unlearns = !c->learning && end >= 0 && end <= c->learnt_at;
-    const tqkv_result r = tqkv_cache_truncate(c, end);
-    if (r != TQKV_OK || !unlearns) return r;
-    tqkv__name_channels(c, TQKV__KEYS, TQKV__CENTERS, false);
-    tqkv__name_channels(c, TQKV__KEYS, TQKV__SCALES, false);
-    c->learning = c->reads_raw = true;
-    c->exact_below = c->exact_from = c->exact_held = 0;
-    return TQKV_OK;
-}
-
 /* On a GPU a tail is encoded to its stream while the cache learns, too: kernels do not copy rows of any format. After
    what moved raw rows, or brought them, the stream follows. */
 static tqkv_result tqkv__follow_tail(const tqkv_cache *c)
@@ -15759,7 +15760,7 @@ static tqkv_result tqkv__plan_check_pages(const tqkv_store *shape, int64_t first
     const tqkv_result r = tqkv__check_pages(&table, first, first + n);
     if (r != TQKV_OK || !table.pages || !n || !written) return r;
     const int64_t page = first / table.page_size, last = (first + n - 1) / table.page_size;
-    return tqkv__all_distinct(table.pages + page, last - page + 1)
+    return tqkv__all_distinct(table.pages + page, last - page + 1, NULL, 0)
                ? TQKV_OK
                : TQKV__INVALID("pages: a page twice among those to write");
 }
@@ -18217,6 +18218,19 @@ TQKV_API tqkv_result tqkv_metal_plan_cache_append(const tqkv_cache *c, tqkv_meta
 }
 
 TQKV_API void tqkv_metal_cache_appended(tqkv_cache *c, int n_tokens) { tqkv__count_append(c, n_tokens); }
+
+/* Forgets positions whose appends a GPU did not run, and what the cache would have learned from them. */
+static tqkv_result tqkv__count_failed(tqkv_cache *c, int64_t end)
+{
+    const bool unlearns = !c->learning && end >= 0 && end <= c->learnt_at;
+    const tqkv_result r = tqkv_cache_truncate(c, end);
+    if (r != TQKV_OK || !unlearns) return r;
+    tqkv__name_channels(c, TQKV__KEYS, TQKV__CENTERS, false);
+    tqkv__name_channels(c, TQKV__KEYS, TQKV__SCALES, false);
+    c->learning = c->reads_raw = true;
+    c->exact_below = c->exact_from = c->exact_held = 0;
+    return TQKV_OK;
+}
 
 TQKV_API tqkv_result tqkv_metal_cache_failed(tqkv_cache *c, int64_t end)
 {
