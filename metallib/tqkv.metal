@@ -63,7 +63,7 @@ typedef enum tqkv_type {
 
 /* One row a head_dim D = m * n, n a power of two.
 
-   m          order of the Hadamard matrix that the rotation applies across its m runs of n values; 1: none
+   m          order of the Hadamard matrix that the rotation applies across its m subrows of n values; 1: none
    grid       values that share a norm of I8: the largest multiple of 16, at most 128, that divides D
    root       sqrt(D) and 1/sqrt(D), rounded to float: all digits, for machines that compute in wider registers        */
 // clang-format off
@@ -94,15 +94,16 @@ typedef enum tqkv_type {
 // clang-format on
 
 /* One column of the row of D; without a row 0. A constant D gives a constant. */
-#define TQKV__MATRIX_ORDER(D)                                (TQKV__SIZES(TQKV__ORDER_OF, D) 0)
-#define TQKV__GRID_BLOCK(D)                                  (TQKV__SIZES(TQKV__GRID_BLOCK_OF, D) 0)
-#define TQKV__SQRT(D)                                        (TQKV__SIZES(TQKV__SQRT_OF, D) 0.0f)
-#define TQKV__INV_SQRT(D)                                    (TQKV__SIZES(TQKV__INV_SQRT_OF, D) 0.0f)
-#define TQKV__ORDER_OF(D, size, m, grid, root, inverse)      (D) == size ? m:
-#define TQKV__GRID_BLOCK_OF(D, size, m, grid, root, inverse) (D) == size ? grid:
-#define TQKV__SQRT_OF(D, size, m, grid, root, inverse)       (D) == size ? root:
-#define TQKV__INV_SQRT_OF(D, size, m, grid, root, inverse)   (D) == size ? inverse:
-/* Does R have a matrix across its runs? A library for Metal has no instruction that counts bits, which the short form is. */
+#define TQKV__MATRIX_ORDER(D)                              (TQKV__SIZES(TQKV__ORDER_OF, D) 0)
+#define TQKV__GRID_DIM(D)                                  (TQKV__SIZES(TQKV__GRID_DIM_OF, D) 0)
+#define TQKV__SQRT(D)                                      (TQKV__SIZES(TQKV__SQRT_OF, D) 0.0f)
+#define TQKV__INV_SQRT(D)                                  (TQKV__SIZES(TQKV__INV_SQRT_OF, D) 0.0f)
+#define TQKV__ORDER_OF(D, size, m, grid, root, inverse)    (D) == size ? m:
+#define TQKV__GRID_DIM_OF(D, size, m, grid, root, inverse) (D) == size ? grid:
+#define TQKV__SQRT_OF(D, size, m, grid, root, inverse)     (D) == size ? root:
+#define TQKV__INV_SQRT_OF(D, size, m, grid, root, inverse) (D) == size ? inverse:
+/* Whether R has a matrix across its subrows. A library for Metal has no instruction that counts bits, which the short
+   form is. */
 #ifdef __METAL_VERSION__
 #define TQKV__HAS_MATRIX(D) (TQKV__MATRIX_ORDER(D) > 1)
 #else
@@ -150,8 +151,8 @@ enum { TQKV__HALF = 1, TQKV__BOOK, TQKV__GRID };
 #define TQKV__PLAIN_OF(f, format, name, kind, main, upper, book, plain) (f) == format ? plain:
 
 /* Values that share a norm, in a row of D values. */
-#define TQKV__NORM_BLOCK(kind, D)                                                                                      \
-    ((kind) == TQKV__GRID ? TQKV__GRID_BLOCK(D) : (kind) == TQKV__BOOK && ((D) == 512 || (D) == 1024) ? 256 : (D))
+#define TQKV__NORM_DIM(kind, D)                                                                                        \
+    ((kind) == TQKV__GRID ? TQKV__GRID_DIM(D) : (kind) == TQKV__BOOK && ((D) == 512 || (D) == 1024) ? 256 : (D))
 /* Lanes of the sums of squares: each adds its D/lanes neighbours. */
 #define TQKV__NORM_LANES(D) ((D) % 32 ? 16 : 32)
 
@@ -337,8 +338,8 @@ TQKV__ASSERT_SIZE(tqkv__table_set, 3560);
 // ---- src/metal_sizes.h ----
 
 /* >>metal-sizes: function constants, sizes of dispatches and argument structs; the shaders include it, too */
-/* The Metal kernels, tqkv_<family>_d<head_dim>; tqkv_<family>_d<head_dim>_<value_dim> for keys and values that differ. A
-   kernel and its function constants make a pipeline. */
+/* The Metal kernels, tqkv_<family>_d<head_dim>; tqkv_<family>_d<head_dim>_<value_dim> for keys and values that differ.
+   A kernel and its function constants make a pipeline. */
 #define TQKV_FC_FORMAT       0    /* uint: encode, probe, decode: tqkv_format; encode_kv, attend: that of the keys */
 #define TQKV_FC_VALUE_FORMAT 1    /* uint: encode_kv, attend: that of the values */
 #define TQKV_FC_ROTATED      2    /* bool: encode, probe: rotate (not for F16 and unrotated); encode_kv: the keys */
@@ -400,13 +401,13 @@ TQKV__ASSERT_SIZE(tqkv__table_set, 3560);
 /* head_dim of the tail that keys of head_dim D may have; 0: none */
 #define TQKV__TAIL_DIM(D) ((D) == 448 || (D) == 512 ? 64 : 0)
 
-/* Lanes of a simdgroup that share a row: a lane has its values from all runs, for the matrix across them. */
+/* Lanes of a simdgroup that share a row: a lane has its values from all subrows, for the matrix across them. */
 #define TQKV__ROW_LANES(D) (TQKV__HAS_MATRIX(D) ? (D) / TQKV__MATRIX_ORDER(D) : 32)
 
-/* Attention by products of 8x8 matrices. Element 0 or 1 of a lane's part of a matrix, Metal's thread_elements(), is in
-   this row, and in this column plus 0 or 1. Metal does not promise it: the kernel `tables` multiplies two matrices that
-   are set so, and the host leaves attend_matrix alone where their product is another. A shim of a machine with another
-   order defines both. Each bit of the lane number changes either the row or the column. */
+/* Attention by products of 8x8 matrices. Element 0 or 1 of what a lane has of a matrix, Metal's thread_elements(), is
+   in this row, and in this column plus 0 or 1. Metal does not promise it: the kernel `tables` multiplies two matrices
+   that are set so, and the host leaves attend_matrix alone where their product is another. A shim of a machine with
+   another order defines both. Each bit of the lane number changes either the row or the column. */
 #ifndef TQKV__MATRIX_ROW
 #define TQKV__MATRIX_ROW(lane)    (((lane) >> 4 << 2) | ((lane) >> 1 & 3))
 #define TQKV__MATRIX_COLUMN(lane) (((lane) >> 3 & 1) << 2 | ((lane)&1) << 1)
@@ -414,8 +415,8 @@ TQKV__ASSERT_SIZE(tqkv__table_set, 3560);
 /* An element of a matrix for that test: below 64, and any two are different. */
 #define TQKV__MATRIX_TEST(row, column, seed) (((row)*8 + (column)) * (seed) % 64)
 
-/* Most query rows of a threadgroup of attend_matrix: their sums take 128 registers, 64 at D=256. Of longer rows, whose sums
-   TQKV__LONG_SIMDGROUPS share, threadgroup memory holds the queries of 8; a shim may have more. */
+/* Most query rows of a threadgroup of attend_matrix: their sums take 128 registers, 64 at D=256. Of longer rows, whose
+   sums TQKV__LONG_SIMDGROUPS share, threadgroup memory holds the queries of 8; a shim may have more. */
 #ifndef TQKV__LONG_COLUMNS
 #define TQKV__LONG_COLUMNS 8
 #endif
@@ -423,7 +424,7 @@ TQKV__ASSERT_SIZE(tqkv__table_set, 3560);
 #define TQKV__LONG_SIMDGROUPS        8
 #define TQKV__LONG_WEIGHT_BYTES(n)   (8192 * (n)) /* of (1): a tile's weights of each simdgroup, or */
 #define TQKV__LONG_ROW_BYTES(D)      (16 * (D))   /*     four queries */
-#define TQKV__LONG_PART              64           /* values of a row a simdgroup */
+#define TQKV__LONG_VALUES            64           /* values of a row a simdgroup */
 #define TQKV__MATRIX_SIMDGROUPS      4            /* at most, of a threadgroup */
 #define TQKV__MATRICES(columns)                                                                                        \
     ((columns) <= 8 ? 1 : (columns) <= 16 ? 2 : (columns) <= 32 ? 4 : 8) /* that hold them */
@@ -452,16 +453,16 @@ TQKV__ASSERT_SIZE(tqkv__table_set, 3560);
 #define TQKV__QUERY_FLOATS(D) (3 * (D) / 2)
 
 /* Attention cuts the context at fixed slots of the keys into stretches with sums of their own: the first n_short have
-   `length` tiles of 32 slots, the others TQKV__STRETCH_GROWTH times as many. TQKV__SECTION of them, counted from slot 0,
-   are a section. The stretches of a section are added in order, then the sections. */
+   `length` tiles of 32 slots, the others TQKV__STRETCH_GROWTH times as many. TQKV__SECTION of them, counted from slot
+   0, are a section. The stretches of a section are added in order, then the sections. */
 #define TQKV__STRETCH_GROWTH 4
 #define TQKV__SECTION        16
 #define TQKV__STRETCH_OF_TILE(tile, length, n_short)                                                                   \
     ((tile) / (length) < (n_short) ? (tile) / (length)                                                                 \
                                    : (n_short) + ((tile) - (n_short) * (length)) / (TQKV__STRETCH_GROWTH * (length)))
 
-/* Counts of a digit in index_choice, and sums of neighbouring ones. Scratch of a query, in words, where it has chunks: the
-   counts and sums of each, a header, and two words a block. */
+/* Counts of a digit in index_choice, and sums of neighbouring ones. Scratch of a query, in words, where it has chunks:
+   the counts and sums of each, a header, and two words a block. */
 #define TQKV__CHOOSE_COUNTS 4096
 #define TQKV__CHOOSE_SUMS   64
 #define TQKV__CHOOSE_HEADER 4
@@ -493,7 +494,8 @@ TQKV__ASSERT_SIZE(tqkv__table_set, 3560);
 enum { TQKV__KERNEL_DIMS = 11, TQKV__N_KERNEL_SIZES = 21 };
 
 /* The values of head_dim that have kernels, as row(x, number, D). Besides, keys of TQKV__WIDE_KEYS take values of
-   TQKV__NARROW_VALUES in encode_kv and attend, and keys of D a tail of TQKV__TAIL_DIM(D): encode_kv takes it for values. */
+   TQKV__NARROW_VALUES in encode_kv and attend, and keys of D a tail of TQKV__TAIL_DIM(D): encode_kv takes it for
+   values. */
 #define TQKV__KERNELS(row, x)                                                                                          \
     row(x, 0, 32) row(x, 1, 48) row(x, 2, 64) row(x, 3, 80) row(x, 4, 96) row(x, 5, 128) row(x, 6, 192) row(x, 7, 256) \
         row(x, 8, 448) row(x, 9, 512) row(x, 10, 1024)
@@ -506,8 +508,8 @@ enum { TQKV__KERNEL_DIMS = 11, TQKV__N_KERNEL_SIZES = 21 };
 #define TQKV__HAS_KERNELS_OF(D, n, size) (D) == size ||
 
 /* Rows of one stream. Token t is at slot first_slot + t, minus capacity if that is beyond the store. The host resolves
-   positions; it passes at most `capacity` tokens and fewer than 2^32 rows. With a page table first_slot is a position, and
-   an entry that is none of the store's pages leaves its tokens out. */
+   positions; it passes at most `capacity` tokens and fewer than 2^32 rows. With a page table first_slot is a position,
+   and an entry that is none of the store's pages leaves its tokens out. */
 typedef struct tqkv__rows_args {
     int32_t n_tokens; /* source or destination is [n_tokens][n_kv_heads][head_dim] */
     int32_t n_kv_heads;
@@ -557,14 +559,14 @@ typedef struct tqkv__attend_args {
     uint32_t query_token_stride, query_head_stride; /* in values */
     int32_t tail_slots;                             /* of a KV head in memory, as key_slots */
     int32_t tail_capacity, tail_oldest_slot;        /* read if TQKV_FC_TAIL_ELSEWHERE */
-    /* Read if TQKV_FC_HALVES: a query's newest halves begin exact_last positions before the one behind its newest, but not
-       before exact_from. */
+    /* Read if TQKV_FC_HALVES: a query's newest halves begin exact_last positions before the one behind its newest, but
+       not before exact_from. */
     int32_t exact_last, exact_from;
 } tqkv__attend_args;
 
-/* attend_list has the arguments of attend. A row of a list has list_row - TQKV__LIST_HEADER entries. A row that it writes: how
-   many ranks there are, how many entries come before the newest blocks, the first of these, the position before which they
-   are not seen, the position of rank 0 in blocks, times their size; then the entries. */
+/* attend_list has the arguments of attend. A row of a list has list_row - TQKV__LIST_HEADER entries. A row that it
+   writes: how many ranks there are, how many entries come before the newest blocks, the first of these, the position
+   before which they are not seen, the position of rank 0 in blocks, times their size; then the entries. */
 #define TQKV__LIST_HEADER 8
 
 typedef struct tqkv__merge_args {
@@ -589,8 +591,8 @@ typedef struct tqkv__choose_args {
     int32_t step;            /* TQKV__CHOOSE_COUNT to TQKV__CHOOSE_ALONE */
 } tqkv__choose_args;
 
-/* index_scores. `keys` is that of a call whose heads are those of the index; its resident positions are the keys from number
-   first_key on. */
+/* index_scores. `keys` is that of a call whose heads are those of the index; its resident positions are the keys from
+   number first_key on. */
 #define TQKV__INDEX_KEYS 1024 /* whose scores are in threadgroup memory at a time */
 #ifndef TQKV__INDEX_COLUMNS   /* heads of a pass: threadgroup memory holds their queries. A shim may have more */
 #define TQKV__INDEX_COLUMNS 32
@@ -604,7 +606,7 @@ typedef struct tqkv__index_args {
     int32_t pool, relu, has_weights;
 } tqkv__index_args;
 
-/* One call of a batch. The threadgroups of attend number blocks of query rows first, then splits, then items. Offsets
+/* One call of a batch. The threadgroups of attend number groups of query rows first, then splits, then items. Offsets
    are from where the buffer is bound, in units of: */
 #define TQKV__ROWS_UNIT  2  /* bytes: q and out */
 #define TQKV__CODES_UNIT 16 /* codes; all others 4 */
@@ -721,7 +723,7 @@ using namespace metal;
 #define TQKV_PIECES(D, L, C) ((D) / ((L) * (C)))
 
 // Layout of the rows of a simdgroup. Without a matrix one row: lane l owns the values l*D/32 .. of it. With a matrix,
-// TQKV_ROWS rows side by side: a lane owns one value of each run, so the matrix across the runs stays in the lane.
+// TQKV_ROWS rows side by side: a lane owns one value of each subrow, so the matrix across them stays in the lane.
 #define TQKV_ROWS(D)        (32 / TQKV__ROW_LANES(D))
 #define TQKV_ROW_PIECE(D)   (TQKV__HAS_MATRIX(D) ? 1 : (D) / 32)
 #define TQKV_LANE_VALUES(D) ((D) / TQKV__ROW_LANES(D))
@@ -996,7 +998,7 @@ inline uint row_bytes(uint format)
 template <int D>
 inline uint norm_block(uint format)
 {
-    return uint(TQKV__NORM_BLOCK(kind_of(format), D));
+    return uint(TQKV__NORM_DIM(kind_of(format), D));
 }
 
 // Factor of a decoded code, from its block's norm.
@@ -2068,8 +2070,8 @@ inline void add_any_values(constant tqkv__attend_args &args, thread const attend
 // ---- shaders/rotate.h ----
 
 // The rotation y = R(s*x)/sqrt(D) of a row: random signs s, then R: the Walsh-Hadamard transform H or, where D is no
-// power of two, H of each run and a Hadamard matrix across the runs. common.h has the layout of the row over L lanes in
-// pieces of C values a lane. With a matrix a piece of all lanes is a run, and C is 1.
+// power of two, H of each subrow and a Hadamard matrix across the subrows. common.h has the layout of the row over L lanes in
+// pieces of C values a lane. With a matrix a piece of all lanes is a subrow, and C is 1.
 #ifndef TQKV_ROTATE_H
 #define TQKV_ROTATE_H
 
@@ -2358,7 +2360,7 @@ inline key_part tail_part(thread const attend_task &task)
 
 // Lanes that share a row of keys, as many of 4 as divide what has one norm: all values or, in 8 bits, perhaps a block.
 // They share R rows: lanes l*R .. l*R+R-1 have rows l, l + 32/R, l + 2*32/R ..
-#define KEY_BLOCK(D, W) ((W) == 8 ? TQKV__GRID_BLOCK(D) : (D))
+#define KEY_BLOCK(D, W) ((W) == 8 ? TQKV__GRID_DIM(D) : (D))
 #define KEY_LANES(D, W)                                                                                                \
     (KEY_BLOCK(D, W) % (4 * KEY_VALUES(D, W)) == 0 ? 4 : KEY_BLOCK(D, W) % (2 * KEY_VALUES(D, W)) == 0 ? 2 : 1)
 
@@ -3560,8 +3562,7 @@ inline left_part left_of_rows(uint format, thread const raw_codes<W, N> &a, thre
 #define TQKV_MATRIX_COLUMNS_H
 
 // Values of a row that lie between two changes of the factor of its codes, for any format of this width.
-#define MATRIX_BLOCK(D, W)                                                                                             \
-    ((W) == 16 ? (D) : (W) == 8 ? TQKV__NORM_BLOCK(TQKV__GRID, D) : TQKV__NORM_BLOCK(TQKV__BOOK, D))
+#define MATRIX_BLOCK(D, W)     ((W) == 16 ? (D) : (W) == 8 ? TQKV__NORM_DIM(TQKV__GRID, D) : TQKV__NORM_DIM(TQKV__BOOK, D))
 #define MATRIX_POWER_OF_TWO(n) ((n) & -(n)) // the largest that divides n
 #define MATRIX_VALUES(n, W)    (MATRIX_POWER_OF_TWO(n) < 128 / (W) ? MATRIX_POWER_OF_TWO(n) : 128 / (W))
 // A row of keys: chunks of 4*N values. Lanes with the elements of column 2t of a left factor have values t*N .. of each.
@@ -4747,7 +4748,7 @@ inline void open_walk(constant tqkv__attend_args &args, thread const attend_task
 template <int D, int F>
 inline void score_long_tile(constant tqkv__attend_args &args, thread const attend_task &task, long_rounds rounds,
                             uint round, uint next, thread const value_books &books, column_memory memory,
-                            thread const matrix_state<TQKV__LONG_PART, F> &state, thread long_walk<D, F> &walk,
+                            thread const matrix_state<TQKV__LONG_VALUES, F> &state, thread long_walk<D, F> &walk,
                             thread sum_matrix (&score)[4][F])
 {
     const int T = TQKV__TAIL_DIM(D);
@@ -4906,7 +4907,7 @@ inline void scale_long_weights(constant tqkv__attend_args &args, thread const at
 template <int D>
 inline bool shares_rights()
 {
-    return TQKV_STORED_RIGHTS && norm_block<D>(value_format) % uint(4 * TQKV__LONG_PART) == 0;
+    return TQKV_STORED_RIGHTS && norm_block<D>(value_format) % uint(4 * TQKV__LONG_VALUES) == 0;
 }
 
 // Those of half h of a tile: [blocks][simdgroups][2][F]
@@ -4977,7 +4978,7 @@ inline void multiply_by_rights(int chunk, thread const value_chunk<D, W> &values
 }
 
 // Chunks of a simdgroup's part of a row.
-#define LONG_CHUNKS(D, W) (TQKV__LONG_PART / (8 * MATRIX_OUT_VALUES(D, W)))
+#define LONG_CHUNKS(D, W) (TQKV__LONG_VALUES / (8 * MATRIX_OUT_VALUES(D, W)))
 
 template <int D, int W>
 inline void load_part(constant tqkv__attend_args &args, thread const attend_task &task, uint base, uint chunk,
@@ -4999,7 +5000,7 @@ struct part_values {
 template <int D>
 inline uint block_of_part(uint simdgroup)
 {
-    return simdgroup * uint(TQKV__LONG_PART) / norm_block<D>(value_format);
+    return simdgroup * uint(TQKV__LONG_VALUES) / norm_block<D>(value_format);
 }
 
 template <int D, int W>
@@ -5014,7 +5015,7 @@ inline void open_part(constant tqkv__attend_args &args, thread const attend_task
 template <int D, int W, int F>
 inline void add_part(constant tqkv__attend_args &args, thread const attend_task &task, uint number, uint base,
                      bool whole, thread const value_book &book, thread part_values<D, W> &values,
-                     thread matrix_state<TQKV__LONG_PART, F> &state)
+                     thread matrix_state<TQKV__LONG_VALUES, F> &state)
 {
     const int N = MATRIX_OUT_VALUES(D, W), chunks = LONG_CHUNKS(D, W);
     const uint block_chunks = norm_block<D>(value_format) / uint(8 * N), first = task.simdgroup * uint(chunks);
@@ -5039,7 +5040,7 @@ inline void add_part(constant tqkv__attend_args &args, thread const attend_task 
         if (j + 1 < chunks) load_part<D, W>(args, task, base, uint(j + 1), values.chunk);
     }
     // Not once a round: ptxas serialises all products of warpgroups where some are under way over a loop or a branch.
-    finish_products<F>(state.out, TQKV__LONG_PART / 8);
+    finish_products<F>(state.out, TQKV__LONG_VALUES / 8);
 }
 
 // Word by word: Apple's modules copy no structs by a call.
@@ -5064,7 +5065,7 @@ inline void copy_part(thread const part_values<D, W> &from, thread part_values<D
 template <int D, int W, int F>
 inline void add_parts(constant tqkv__attend_args &args, thread const attend_task &task, long_rounds rounds, uint round,
                       newest_range newest, thread const value_book &book, thread part_values<D, W> &values,
-                      thread matrix_state<TQKV__LONG_PART, F> &state)
+                      thread matrix_state<TQKV__LONG_VALUES, F> &state)
 {
     uint base = find_tile(args, task.pages, round).values;
     for (uint s = 0; s < uint(TQKV__LONG_SIMDGROUPS); s++) {
@@ -5091,7 +5092,7 @@ inline void open_parts(constant tqkv__attend_args &args, thread const attend_tas
                        thread any_part_values<D> &values)
 {
     uint base = find_tile(args, task.pages, round).values;
-    if (task.simdgroup * uint(TQKV__LONG_PART) >= uint(D)) return;
+    if (task.simdgroup * uint(TQKV__LONG_VALUES) >= uint(D)) return;
     WITH_CODES(value_format, values, open_part<D, W>(args, task, base, codes));
 }
 
@@ -5109,7 +5110,7 @@ inline void store_floats(thread const float *x, device float *to)
 // Adds the simdgroup's part of the sums to a partial result and, at the end of a section, to the first.
 template <int D, int N, int F>
 inline void store_part(thread const attend_task &task, column_memory memory, column_end how,
-                       thread const matrix_state<TQKV__LONG_PART, F> &state)
+                       thread const matrix_state<TQKV__LONG_VALUES, F> &state)
 {
     const int M = N % 4 == 0 ? 4 : 2;
     TQKV_UNROLL
@@ -5120,9 +5121,9 @@ inline void store_part(thread const attend_task &task, column_memory memory, col
             if (c >= how.used) continue;
             float4 shares = *(threadgroup const float4 *)(memory.shares + c * 4u);
             device float *to = task.partial_out + row_offset(memory.rows[c], D) +
-                               (task.simdgroup * uint(TQKV__LONG_PART) + TQKV__MATRIX_ROW(task.lane) * uint(N));
+                               (task.simdgroup * uint(TQKV__LONG_VALUES) + TQKV__MATRIX_ROW(task.lane) * uint(N));
             TQKV_UNROLL
-            for (int b = 0; b < TQKV__LONG_PART / 8; b += M) {
+            for (int b = 0; b < TQKV__LONG_VALUES / 8; b += M) {
                 device float *total = to + (b / N * 8 * N + b % N), *section = total + how.section;
                 float own[M], kept[M], all[M];
                 TQKV_UNROLL
@@ -5145,7 +5146,7 @@ inline void store_part(thread const attend_task &task, column_memory memory, col
 // As keep_stretch of attend.h.
 template <int D, int F>
 inline uint keep_parts(constant tqkv__attend_args &args, thread const attend_task &task, stretch_range own,
-                       uint stretch, column_memory memory, thread matrix_state<TQKV__LONG_PART, F> &state)
+                       uint stretch, column_memory memory, thread matrix_state<TQKV__LONG_VALUES, F> &state)
 {
     column_end how = open_end(args, task, own, stretch, uint(D));
     threadgroup_barrier(mem_flags::mem_threadgroup); // the states' memory holds maxima
@@ -5153,7 +5154,7 @@ inline uint keep_parts(constant tqkv__attend_args &args, thread const attend_tas
     threadgroup_barrier(mem_flags::mem_threadgroup);
     if (task.simdgroup == 0 && task.lane < uint(F * 8)) combine_states<F>(task, false, task.lane, memory, how);
     threadgroup_barrier(mem_flags::mem_threadgroup);
-    if (task.simdgroup * uint(TQKV__LONG_PART) < uint(D)) {
+    if (task.simdgroup * uint(TQKV__LONG_VALUES) < uint(D)) {
         if (code_width(value_format) == 4) store_part<D, MATRIX_OUT_VALUES(D, 4), F>(task, memory, how, state);
         if (code_width(value_format) == 8) store_part<D, MATRIX_OUT_VALUES(D, 8), F>(task, memory, how, state);
         if (code_width(value_format) == 16) store_part<D, MATRIX_OUT_VALUES(D, 16), F>(task, memory, how, state);
@@ -5166,7 +5167,7 @@ inline uint keep_parts(constant tqkv__attend_args &args, thread const attend_tas
 template <int D, int F>
 inline void add_rounds(constant tqkv__attend_args &args, thread const attend_task &task, long_rounds rounds,
                        thread const value_books &books, column_memory memory,
-                       thread matrix_state<TQKV__LONG_PART, F> &state)
+                       thread matrix_state<TQKV__LONG_VALUES, F> &state)
 {
     long_walk<D, F> walk;
     walk.newest = newest_of_columns(args, task.first_column);
@@ -5190,7 +5191,7 @@ inline void add_rounds(constant tqkv__attend_args &args, thread const attend_tas
         else
             store_tile_weights<F>(task, score);
         threadgroup_barrier(mem_flags::mem_threadgroup);
-        if (task.simdgroup * uint(TQKV__LONG_PART) < uint(D)) {
+        if (task.simdgroup * uint(TQKV__LONG_VALUES) < uint(D)) {
             WITH_CODES(value_format, values,
                        add_parts<D, W, F>(args, task, rounds, round, walk.newest, books.values, codes, state));
         }
@@ -5232,7 +5233,7 @@ inline void attend_rounds(constant tqkv__attend_args &args, thread const attend_
     column_memory memory = column_memory_of<F>(task.kept);
     tile_range seen = tiles_seen(args, task.first_column, task.pages.list);
     stretch_range own = stretches_of_threadgroup(args, seen, task.split);
-    matrix_state<TQKV__LONG_PART, F> state;
+    matrix_state<TQKV__LONG_VALUES, F> state;
     load_books(task, thread_index, n_threads);
     load_matrix_queries<D, F>(args, task, first_part(args, task), memory);
     if (tail_format != 0) {
@@ -5844,7 +5845,7 @@ DECODE(1024)
 inline bool is_finite(float x) { return (as_type<uint>(x) & 0x7f800000u) != 0x7f800000u; }
 
 // A lane takes 16 values, or 32 from head_dim 256 on: most stages of the transform then stay in the lane. In pieces of
-// four values the loads are dense. With a matrix a lane takes one value of each run for the rotation; then threadgroup
+// four values the loads are dense. With a matrix a lane takes one value of each subrow for the rotation; then threadgroup
 // memory gives it as many neighbours: whole parts, one piece.
 #define ENCODE_LANES(D)  (TQKV__HAS_MATRIX(D) ? TQKV__ROW_LANES(D) : (D) <= 128 ? (D) / 16 : (D) / 32)
 #define ENCODE_PIECE(D)  (TQKV__HAS_MATRIX(D) ? TQKV__MATRIX_ORDER(D) : (D) <= 512 ? 4 : 8)
@@ -5879,8 +5880,8 @@ inline bool clear_if_not_finite(thread float *x)
 #define BLOCK_PIECES(D, BLOCK)                                                                                         \
     ((BLOCK) > ENCODE_LANES(D) * ENCODE_PIECE(D) ? (BLOCK) / (ENCODE_LANES(D) * ENCODE_PIECE(D)) : 1)
 #define BLOCK_LANES(D, BLOCK) ((BLOCK) / (ENCODE_PIECE(D) * BLOCK_PIECES(D, BLOCK)))
-#define NORM_BLOCK(D)         TQKV__NORM_BLOCK(TQKV__BOOK, D)
-#define MAXIMUM_BLOCK(D)      TQKV__NORM_BLOCK(TQKV__GRID, D)
+#define NORM_BLOCK(D)         TQKV__NORM_DIM(TQKV__BOOK, D)
+#define MAXIMUM_BLOCK(D)      TQKV__NORM_DIM(TQKV__GRID, D)
 
 // Blocks that a lane's pieces belong to. A reduction leaves each lane the result of one of them, its own.
 #define LANE_BLOCKS(D, BLOCK) (ENCODE_PIECES(D) / BLOCK_PIECES(D, BLOCK))
@@ -6291,7 +6292,7 @@ inline void rotate_by_factors(thread float *x, uint lane, thread const float *si
     scale_values<ENCODE_VALUES(D)>(x, TQKV__INV_SQRT(D));
 }
 
-// From a value of each run to neighbours, through `rows`: the rows of the simdgroup, L floats apart, so that few of
+// From a value of each subrow to neighbours, through `rows`: the rows of the simdgroup, L floats apart, so that few of
 // their values share a bank. lane: of the simdgroup
 template <int D>
 inline void gather_neighbours(uint lane, threadgroup float *rows, thread float *x)

@@ -68,7 +68,7 @@ inline key_part tail_part(thread const attend_task &task)
 
 // Lanes that share a row of keys, as many of 4 as divide what has one norm: all values or, in 8 bits, perhaps a block.
 // They share R rows: lanes l*R .. l*R+R-1 have rows l, l + 32/R, l + 2*32/R ..
-#define KEY_BLOCK(D, W) ((W) == 8 ? TQKV__GRID_BLOCK(D) : (D))
+#define KEY_BLOCK(D, W) ((W) == 8 ? TQKV__GRID_DIM(D) : (D))
 #define KEY_LANES(D, W)                                                                                                \
     (KEY_BLOCK(D, W) % (4 * KEY_VALUES(D, W)) == 0 ? 4 : KEY_BLOCK(D, W) % (2 * KEY_VALUES(D, W)) == 0 ? 2 : 1)
 

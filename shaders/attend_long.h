@@ -112,7 +112,7 @@ inline void open_walk(constant tqkv__attend_args &args, thread const attend_task
 template <int D, int F>
 inline void score_long_tile(constant tqkv__attend_args &args, thread const attend_task &task, long_rounds rounds,
                             uint round, uint next, thread const value_books &books, column_memory memory,
-                            thread const matrix_state<TQKV__LONG_PART, F> &state, thread long_walk<D, F> &walk,
+                            thread const matrix_state<TQKV__LONG_VALUES, F> &state, thread long_walk<D, F> &walk,
                             thread sum_matrix (&score)[4][F])
 {
     const int T = TQKV__TAIL_DIM(D);
@@ -271,7 +271,7 @@ inline void scale_long_weights(constant tqkv__attend_args &args, thread const at
 template <int D>
 inline bool shares_rights()
 {
-    return TQKV_STORED_RIGHTS && norm_block<D>(value_format) % uint(4 * TQKV__LONG_PART) == 0;
+    return TQKV_STORED_RIGHTS && norm_block<D>(value_format) % uint(4 * TQKV__LONG_VALUES) == 0;
 }
 
 // Those of half h of a tile: [blocks][simdgroups][2][F]
@@ -342,7 +342,7 @@ inline void multiply_by_rights(int chunk, thread const value_chunk<D, W> &values
 }
 
 // Chunks of a simdgroup's part of a row.
-#define LONG_CHUNKS(D, W) (TQKV__LONG_PART / (8 * MATRIX_OUT_VALUES(D, W)))
+#define LONG_CHUNKS(D, W) (TQKV__LONG_VALUES / (8 * MATRIX_OUT_VALUES(D, W)))
 
 template <int D, int W>
 inline void load_part(constant tqkv__attend_args &args, thread const attend_task &task, uint base, uint chunk,
@@ -364,7 +364,7 @@ struct part_values {
 template <int D>
 inline uint block_of_part(uint simdgroup)
 {
-    return simdgroup * uint(TQKV__LONG_PART) / norm_block<D>(value_format);
+    return simdgroup * uint(TQKV__LONG_VALUES) / norm_block<D>(value_format);
 }
 
 template <int D, int W>
@@ -379,7 +379,7 @@ inline void open_part(constant tqkv__attend_args &args, thread const attend_task
 template <int D, int W, int F>
 inline void add_part(constant tqkv__attend_args &args, thread const attend_task &task, uint number, uint base,
                      bool whole, thread const value_book &book, thread part_values<D, W> &values,
-                     thread matrix_state<TQKV__LONG_PART, F> &state)
+                     thread matrix_state<TQKV__LONG_VALUES, F> &state)
 {
     const int N = MATRIX_OUT_VALUES(D, W), chunks = LONG_CHUNKS(D, W);
     const uint block_chunks = norm_block<D>(value_format) / uint(8 * N), first = task.simdgroup * uint(chunks);
@@ -404,7 +404,7 @@ inline void add_part(constant tqkv__attend_args &args, thread const attend_task 
         if (j + 1 < chunks) load_part<D, W>(args, task, base, uint(j + 1), values.chunk);
     }
     // Not once a round: ptxas serialises all products of warpgroups where some are under way over a loop or a branch.
-    finish_products<F>(state.out, TQKV__LONG_PART / 8);
+    finish_products<F>(state.out, TQKV__LONG_VALUES / 8);
 }
 
 // Word by word: Apple's modules copy no structs by a call.
@@ -429,7 +429,7 @@ inline void copy_part(thread const part_values<D, W> &from, thread part_values<D
 template <int D, int W, int F>
 inline void add_parts(constant tqkv__attend_args &args, thread const attend_task &task, long_rounds rounds, uint round,
                       newest_range newest, thread const value_book &book, thread part_values<D, W> &values,
-                      thread matrix_state<TQKV__LONG_PART, F> &state)
+                      thread matrix_state<TQKV__LONG_VALUES, F> &state)
 {
     uint base = find_tile(args, task.pages, round).values;
     for (uint s = 0; s < uint(TQKV__LONG_SIMDGROUPS); s++) {
@@ -456,7 +456,7 @@ inline void open_parts(constant tqkv__attend_args &args, thread const attend_tas
                        thread any_part_values<D> &values)
 {
     uint base = find_tile(args, task.pages, round).values;
-    if (task.simdgroup * uint(TQKV__LONG_PART) >= uint(D)) return;
+    if (task.simdgroup * uint(TQKV__LONG_VALUES) >= uint(D)) return;
     WITH_CODES(value_format, values, open_part<D, W>(args, task, base, codes));
 }
 
@@ -474,7 +474,7 @@ inline void store_floats(thread const float *x, device float *to)
 // Adds the simdgroup's part of the sums to a partial result and, at the end of a section, to the first.
 template <int D, int N, int F>
 inline void store_part(thread const attend_task &task, column_memory memory, column_end how,
-                       thread const matrix_state<TQKV__LONG_PART, F> &state)
+                       thread const matrix_state<TQKV__LONG_VALUES, F> &state)
 {
     const int M = N % 4 == 0 ? 4 : 2;
     TQKV_UNROLL
@@ -485,9 +485,9 @@ inline void store_part(thread const attend_task &task, column_memory memory, col
             if (c >= how.used) continue;
             float4 shares = *(threadgroup const float4 *)(memory.shares + c * 4u);
             device float *to = task.partial_out + row_offset(memory.rows[c], D) +
-                               (task.simdgroup * uint(TQKV__LONG_PART) + TQKV__MATRIX_ROW(task.lane) * uint(N));
+                               (task.simdgroup * uint(TQKV__LONG_VALUES) + TQKV__MATRIX_ROW(task.lane) * uint(N));
             TQKV_UNROLL
-            for (int b = 0; b < TQKV__LONG_PART / 8; b += M) {
+            for (int b = 0; b < TQKV__LONG_VALUES / 8; b += M) {
                 device float *total = to + (b / N * 8 * N + b % N), *section = total + how.section;
                 float own[M], kept[M], all[M];
                 TQKV_UNROLL
@@ -510,7 +510,7 @@ inline void store_part(thread const attend_task &task, column_memory memory, col
 // As keep_stretch of attend.h.
 template <int D, int F>
 inline uint keep_parts(constant tqkv__attend_args &args, thread const attend_task &task, stretch_range own,
-                       uint stretch, column_memory memory, thread matrix_state<TQKV__LONG_PART, F> &state)
+                       uint stretch, column_memory memory, thread matrix_state<TQKV__LONG_VALUES, F> &state)
 {
     column_end how = open_end(args, task, own, stretch, uint(D));
     threadgroup_barrier(mem_flags::mem_threadgroup); // the states' memory holds maxima
@@ -518,7 +518,7 @@ inline uint keep_parts(constant tqkv__attend_args &args, thread const attend_tas
     threadgroup_barrier(mem_flags::mem_threadgroup);
     if (task.simdgroup == 0 && task.lane < uint(F * 8)) combine_states<F>(task, false, task.lane, memory, how);
     threadgroup_barrier(mem_flags::mem_threadgroup);
-    if (task.simdgroup * uint(TQKV__LONG_PART) < uint(D)) {
+    if (task.simdgroup * uint(TQKV__LONG_VALUES) < uint(D)) {
         if (code_width(value_format) == 4) store_part<D, MATRIX_OUT_VALUES(D, 4), F>(task, memory, how, state);
         if (code_width(value_format) == 8) store_part<D, MATRIX_OUT_VALUES(D, 8), F>(task, memory, how, state);
         if (code_width(value_format) == 16) store_part<D, MATRIX_OUT_VALUES(D, 16), F>(task, memory, how, state);
@@ -531,7 +531,7 @@ inline uint keep_parts(constant tqkv__attend_args &args, thread const attend_tas
 template <int D, int F>
 inline void add_rounds(constant tqkv__attend_args &args, thread const attend_task &task, long_rounds rounds,
                        thread const value_books &books, column_memory memory,
-                       thread matrix_state<TQKV__LONG_PART, F> &state)
+                       thread matrix_state<TQKV__LONG_VALUES, F> &state)
 {
     long_walk<D, F> walk;
     walk.newest = newest_of_columns(args, task.first_column);
@@ -555,7 +555,7 @@ inline void add_rounds(constant tqkv__attend_args &args, thread const attend_tas
         else
             store_tile_weights<F>(task, score);
         threadgroup_barrier(mem_flags::mem_threadgroup);
-        if (task.simdgroup * uint(TQKV__LONG_PART) < uint(D)) {
+        if (task.simdgroup * uint(TQKV__LONG_VALUES) < uint(D)) {
             WITH_CODES(value_format, values,
                        add_parts<D, W, F>(args, task, rounds, round, walk.newest, books.values, codes, state));
         }
@@ -597,7 +597,7 @@ inline void attend_rounds(constant tqkv__attend_args &args, thread const attend_
     column_memory memory = column_memory_of<F>(task.kept);
     tile_range seen = tiles_seen(args, task.first_column, task.pages.list);
     stretch_range own = stretches_of_threadgroup(args, seen, task.split);
-    matrix_state<TQKV__LONG_PART, F> state;
+    matrix_state<TQKV__LONG_VALUES, F> state;
     load_books(task, thread_index, n_threads);
     load_matrix_queries<D, F>(args, task, first_part(args, task), memory);
     if (tail_format != 0) {

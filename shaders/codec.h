@@ -63,7 +63,7 @@ inline uint row_bytes(uint format)
 template <int D>
 inline uint norm_block(uint format)
 {
-    return uint(TQKV__NORM_BLOCK(kind_of(format), D));
+    return uint(TQKV__NORM_DIM(kind_of(format), D));
 }
 
 // Factor of a decoded code, from its block's norm.

@@ -67,7 +67,7 @@ using namespace metal;
 #define TQKV_PIECES(D, L, C) ((D) / ((L) * (C)))
 
 // Layout of the rows of a simdgroup. Without a matrix one row: lane l owns the values l*D/32 .. of it. With a matrix,
-// TQKV_ROWS rows side by side: a lane owns one value of each run, so the matrix across the runs stays in the lane.
+// TQKV_ROWS rows side by side: a lane owns one value of each subrow, so the matrix across them stays in the lane.
 #define TQKV_ROWS(D)        (32 / TQKV__ROW_LANES(D))
 #define TQKV_ROW_PIECE(D)   (TQKV__HAS_MATRIX(D) ? 1 : (D) / 32)
 #define TQKV_LANE_VALUES(D) ((D) / TQKV__ROW_LANES(D))

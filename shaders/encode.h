@@ -24,7 +24,7 @@
 inline bool is_finite(float x) { return (as_type<uint>(x) & 0x7f800000u) != 0x7f800000u; }
 
 // A lane takes 16 values, or 32 from head_dim 256 on: most stages of the transform then stay in the lane. In pieces of
-// four values the loads are dense. With a matrix a lane takes one value of each run for the rotation; then threadgroup
+// four values the loads are dense. With a matrix a lane takes one value of each subrow for the rotation; then threadgroup
 // memory gives it as many neighbours: whole parts, one piece.
 #define ENCODE_LANES(D)  (TQKV__HAS_MATRIX(D) ? TQKV__ROW_LANES(D) : (D) <= 128 ? (D) / 16 : (D) / 32)
 #define ENCODE_PIECE(D)  (TQKV__HAS_MATRIX(D) ? TQKV__MATRIX_ORDER(D) : (D) <= 512 ? 4 : 8)
@@ -59,8 +59,8 @@ inline bool clear_if_not_finite(thread float *x)
 #define BLOCK_PIECES(D, BLOCK)                                                                                         \
     ((BLOCK) > ENCODE_LANES(D) * ENCODE_PIECE(D) ? (BLOCK) / (ENCODE_LANES(D) * ENCODE_PIECE(D)) : 1)
 #define BLOCK_LANES(D, BLOCK) ((BLOCK) / (ENCODE_PIECE(D) * BLOCK_PIECES(D, BLOCK)))
-#define NORM_BLOCK(D)         TQKV__NORM_BLOCK(TQKV__BOOK, D)
-#define MAXIMUM_BLOCK(D)      TQKV__NORM_BLOCK(TQKV__GRID, D)
+#define NORM_BLOCK(D)         TQKV__NORM_DIM(TQKV__BOOK, D)
+#define MAXIMUM_BLOCK(D)      TQKV__NORM_DIM(TQKV__GRID, D)
 
 // Blocks that a lane's pieces belong to. A reduction leaves each lane the result of one of them, its own.
 #define LANE_BLOCKS(D, BLOCK) (ENCODE_PIECES(D) / BLOCK_PIECES(D, BLOCK))
@@ -471,7 +471,7 @@ inline void rotate_by_factors(thread float *x, uint lane, thread const float *si
     scale_values<ENCODE_VALUES(D)>(x, TQKV__INV_SQRT(D));
 }
 
-// From a value of each run to neighbours, through `rows`: the rows of the simdgroup, L floats apart, so that few of
+// From a value of each subrow to neighbours, through `rows`: the rows of the simdgroup, L floats apart, so that few of
 // their values share a bank. lane: of the simdgroup
 template <int D>
 inline void gather_neighbours(uint lane, threadgroup float *rows, thread float *x)

@@ -9,8 +9,7 @@
 #include "fragments.h"
 
 // Values of a row that lie between two changes of the factor of its codes, for any format of this width.
-#define MATRIX_BLOCK(D, W)                                                                                             \
-    ((W) == 16 ? (D) : (W) == 8 ? TQKV__NORM_BLOCK(TQKV__GRID, D) : TQKV__NORM_BLOCK(TQKV__BOOK, D))
+#define MATRIX_BLOCK(D, W)     ((W) == 16 ? (D) : (W) == 8 ? TQKV__NORM_DIM(TQKV__GRID, D) : TQKV__NORM_DIM(TQKV__BOOK, D))
 #define MATRIX_POWER_OF_TWO(n) ((n) & -(n)) // the largest that divides n
 #define MATRIX_VALUES(n, W)    (MATRIX_POWER_OF_TWO(n) < 128 / (W) ? MATRIX_POWER_OF_TWO(n) : 128 / (W))
 // A row of keys: chunks of 4*N values. Lanes with the elements of column 2t of a left factor have values t*N .. of each.

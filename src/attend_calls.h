@@ -169,7 +169,7 @@ static bool tqkv__writes_overlap(const tqkv__writes *writes)
 static bool tqkv__reads_extent(const tqkv__request *request, const tqkv__extent *extents, size_t n)
 {
     const void *low = (const void *)(uintptr_t)extents[0].begin;
-    if (!tqkv__reads(request->a, request->q, low, (size_t)(extents[n - 1].end - extents[0].begin))) return false;
+    if (!tqkv__reads(request->a, request->q, low, extents[n - 1].end - extents[0].begin)) return false;
     return n == 1 || tqkv__reads_extent(request, extents, n / 2) ||
            tqkv__reads_extent(request, extents + n / 2, n - n / 2);
 }

@@ -1,6 +1,6 @@
 /* >>k-decode: codes as floats, a segment of positions at a time. */
 
-/* The format of decoded rows. */
+/* Decoded rows are floats. Their format has the number that no store may have. */
 #define TQKV__FLOATS TQKV_FORMAT_DEFAULT
 /* Codes of 2 or 4 main bits, in the order of reorder. */
 #define TQKV__PACKED(format) (TQKV__MAIN_BITS(format) < 8)

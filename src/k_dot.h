@@ -80,8 +80,10 @@ TQKV__OP void TQKV__(open_strips)(const tqkv_format format, const int count, con
     TQKV__UNROLL
     for (int m = 0; m < 4; m++) {
         rest[m].p = keys->p[m] + keys->at;
-        if (TQKV__PACKED(format)) TQKV__(load_fields)
-        (TQKV__BOOK_BITS(format), count, rest[m].p, keys->p[m] + keys->upper, &rest[m].main, &rest[m].upper);
+        if (TQKV__PACKED(format)) {
+            const uint8_t *upper = keys->p[m] + keys->upper;
+            TQKV__(load_fields)(TQKV__BOOK_BITS(format), count, rest[m].p, upper, &rest[m].main, &rest[m].upper);
+        }
     }
 }
 

@@ -104,8 +104,10 @@ TQKV__OP void TQKV__(mix_subrows)(const int m, const int at_once, const int coun
                 sums[i] = TQKV__(fma)(subrow, TQKV__(repeat)(at_once, sign + i * at_once), sums[i]);
         }
         TQKV__UNROLL
-        for (int i = 0; i < count; i++) TQKV__(store)
-        (out + (b + i * at_once) * n, TQKV__(unite)(at_once, sums[i]) * TQKV__(set1)(factor));
+        for (int i = 0; i < count; i++) {
+            const TQKV__VECTOR sum = TQKV__(unite)(at_once, sums[i]);
+            TQKV__(store)(out + (b + i * at_once) * n, sum * TQKV__(set1)(factor));
+        }
     }
 }
 
@@ -121,8 +123,10 @@ TQKV__OP void TQKV__(mix)(const int m, const int at_once, const float *subrows, 
             TQKV__(mix_subrows)(m, 1, count, subrows + a, n, signs, factor, n, out + a);
         return;
     }
-    for (int c = 0; c < m; c++) TQKV__(store)
-    (spread + c * TQKV__LANES, TQKV__(spread)(at_once, c % at_once, TQKV__(load)(subrows + c / at_once * TQKV__LANES)));
+    for (int c = 0; c < m; c++) {
+        const TQKV__VECTOR x = TQKV__(load)(subrows + c / at_once * TQKV__LANES);
+        TQKV__(store)(spread + c * TQKV__LANES, TQKV__(spread)(at_once, c % at_once, x));
+    }
     TQKV__(mix_subrows)(m, at_once, count, spread, TQKV__LANES, signs, factor, n, out);
 }
 

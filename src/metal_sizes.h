@@ -1,6 +1,6 @@
 /* >>metal-sizes: function constants, sizes of dispatches and argument structs; the shaders include it, too */
-/* The Metal kernels, tqkv_<family>_d<head_dim>; tqkv_<family>_d<head_dim>_<value_dim> for keys and values that differ. A
-   kernel and its function constants make a pipeline. */
+/* The Metal kernels, tqkv_<family>_d<head_dim>; tqkv_<family>_d<head_dim>_<value_dim> for keys and values that differ.
+   A kernel and its function constants make a pipeline. */
 #define TQKV_FC_FORMAT       0    /* uint: encode, probe, decode: tqkv_format; encode_kv, attend: that of the keys */
 #define TQKV_FC_VALUE_FORMAT 1    /* uint: encode_kv, attend: that of the values */
 #define TQKV_FC_ROTATED      2    /* bool: encode, probe: rotate (not for F16 and unrotated); encode_kv: the keys */
@@ -62,13 +62,13 @@
 /* head_dim of the tail that keys of head_dim D may have; 0: none */
 #define TQKV__TAIL_DIM(D) ((D) == 448 || (D) == 512 ? 64 : 0)
 
-/* Lanes of a simdgroup that share a row: a lane has its values from all runs, for the matrix across them. */
+/* Lanes of a simdgroup that share a row: a lane has its values from all subrows, for the matrix across them. */
 #define TQKV__ROW_LANES(D) (TQKV__HAS_MATRIX(D) ? (D) / TQKV__MATRIX_ORDER(D) : 32)
 
-/* Attention by products of 8x8 matrices. Element 0 or 1 of a lane's part of a matrix, Metal's thread_elements(), is in
-   this row, and in this column plus 0 or 1. Metal does not promise it: the kernel `tables` multiplies two matrices that
-   are set so, and the host leaves attend_matrix alone where their product is another. A shim of a machine with another
-   order defines both. Each bit of the lane number changes either the row or the column. */
+/* Attention by products of 8x8 matrices. Element 0 or 1 of what a lane has of a matrix, Metal's thread_elements(), is
+   in this row, and in this column plus 0 or 1. Metal does not promise it: the kernel `tables` multiplies two matrices
+   that are set so, and the host leaves attend_matrix alone where their product is another. A shim of a machine with
+   another order defines both. Each bit of the lane number changes either the row or the column. */
 #ifndef TQKV__MATRIX_ROW
 #define TQKV__MATRIX_ROW(lane)    (((lane) >> 4 << 2) | ((lane) >> 1 & 3))
 #define TQKV__MATRIX_COLUMN(lane) (((lane) >> 3 & 1) << 2 | ((lane)&1) << 1)
@@ -76,8 +76,8 @@
 /* An element of a matrix for that test: below 64, and any two are different. */
 #define TQKV__MATRIX_TEST(row, column, seed) (((row)*8 + (column)) * (seed) % 64)
 
-/* Most query rows of a threadgroup of attend_matrix: their sums take 128 registers, 64 at D=256. Of longer rows, whose sums
-   TQKV__LONG_SIMDGROUPS share, threadgroup memory holds the queries of 8; a shim may have more. */
+/* Most query rows of a threadgroup of attend_matrix: their sums take 128 registers, 64 at D=256. Of longer rows, whose
+   sums TQKV__LONG_SIMDGROUPS share, threadgroup memory holds the queries of 8; a shim may have more. */
 #ifndef TQKV__LONG_COLUMNS
 #define TQKV__LONG_COLUMNS 8
 #endif
@@ -85,7 +85,7 @@
 #define TQKV__LONG_SIMDGROUPS        8
 #define TQKV__LONG_WEIGHT_BYTES(n)   (8192 * (n)) /* of (1): a tile's weights of each simdgroup, or */
 #define TQKV__LONG_ROW_BYTES(D)      (16 * (D))   /*     four queries */
-#define TQKV__LONG_PART              64           /* values of a row a simdgroup */
+#define TQKV__LONG_VALUES            64           /* values of a row a simdgroup */
 #define TQKV__MATRIX_SIMDGROUPS      4            /* at most, of a threadgroup */
 #define TQKV__MATRICES(columns)                                                                                        \
     ((columns) <= 8 ? 1 : (columns) <= 16 ? 2 : (columns) <= 32 ? 4 : 8) /* that hold them */
@@ -114,16 +114,16 @@
 #define TQKV__QUERY_FLOATS(D) (3 * (D) / 2)
 
 /* Attention cuts the context at fixed slots of the keys into stretches with sums of their own: the first n_short have
-   `length` tiles of 32 slots, the others TQKV__STRETCH_GROWTH times as many. TQKV__SECTION of them, counted from slot 0,
-   are a section. The stretches of a section are added in order, then the sections. */
+   `length` tiles of 32 slots, the others TQKV__STRETCH_GROWTH times as many. TQKV__SECTION of them, counted from slot
+   0, are a section. The stretches of a section are added in order, then the sections. */
 #define TQKV__STRETCH_GROWTH 4
 #define TQKV__SECTION        16
 #define TQKV__STRETCH_OF_TILE(tile, length, n_short)                                                                   \
     ((tile) / (length) < (n_short) ? (tile) / (length)                                                                 \
                                    : (n_short) + ((tile) - (n_short) * (length)) / (TQKV__STRETCH_GROWTH * (length)))
 
-/* Counts of a digit in index_choice, and sums of neighbouring ones. Scratch of a query, in words, where it has chunks: the
-   counts and sums of each, a header, and two words a block. */
+/* Counts of a digit in index_choice, and sums of neighbouring ones. Scratch of a query, in words, where it has chunks:
+   the counts and sums of each, a header, and two words a block. */
 #define TQKV__CHOOSE_COUNTS 4096
 #define TQKV__CHOOSE_SUMS   64
 #define TQKV__CHOOSE_HEADER 4
@@ -155,7 +155,8 @@
 enum { TQKV__KERNEL_DIMS = 11, TQKV__N_KERNEL_SIZES = 21 };
 
 /* The values of head_dim that have kernels, as row(x, number, D). Besides, keys of TQKV__WIDE_KEYS take values of
-   TQKV__NARROW_VALUES in encode_kv and attend, and keys of D a tail of TQKV__TAIL_DIM(D): encode_kv takes it for values. */
+   TQKV__NARROW_VALUES in encode_kv and attend, and keys of D a tail of TQKV__TAIL_DIM(D): encode_kv takes it for
+   values. */
 #define TQKV__KERNELS(row, x)                                                                                          \
     row(x, 0, 32) row(x, 1, 48) row(x, 2, 64) row(x, 3, 80) row(x, 4, 96) row(x, 5, 128) row(x, 6, 192) row(x, 7, 256) \
         row(x, 8, 448) row(x, 9, 512) row(x, 10, 1024)
@@ -168,8 +169,8 @@ enum { TQKV__KERNEL_DIMS = 11, TQKV__N_KERNEL_SIZES = 21 };
 #define TQKV__HAS_KERNELS_OF(D, n, size) (D) == size ||
 
 /* Rows of one stream. Token t is at slot first_slot + t, minus capacity if that is beyond the store. The host resolves
-   positions; it passes at most `capacity` tokens and fewer than 2^32 rows. With a page table first_slot is a position, and
-   an entry that is none of the store's pages leaves its tokens out. */
+   positions; it passes at most `capacity` tokens and fewer than 2^32 rows. With a page table first_slot is a position,
+   and an entry that is none of the store's pages leaves its tokens out. */
 typedef struct tqkv__rows_args {
     int32_t n_tokens; /* source or destination is [n_tokens][n_kv_heads][head_dim] */
     int32_t n_kv_heads;
@@ -219,14 +220,14 @@ typedef struct tqkv__attend_args {
     uint32_t query_token_stride, query_head_stride; /* in values */
     int32_t tail_slots;                             /* of a KV head in memory, as key_slots */
     int32_t tail_capacity, tail_oldest_slot;        /* read if TQKV_FC_TAIL_ELSEWHERE */
-    /* Read if TQKV_FC_HALVES: a query's newest halves begin exact_last positions before the one behind its newest, but not
-       before exact_from. */
+    /* Read if TQKV_FC_HALVES: a query's newest halves begin exact_last positions before the one behind its newest, but
+       not before exact_from. */
     int32_t exact_last, exact_from;
 } tqkv__attend_args;
 
-/* attend_list has the arguments of attend. A row of a list has list_row - TQKV__LIST_HEADER entries. A row that it writes: how
-   many ranks there are, how many entries come before the newest blocks, the first of these, the position before which they
-   are not seen, the position of rank 0 in blocks, times their size; then the entries. */
+/* attend_list has the arguments of attend. A row of a list has list_row - TQKV__LIST_HEADER entries. A row that it
+   writes: how many ranks there are, how many entries come before the newest blocks, the first of these, the position
+   before which they are not seen, the position of rank 0 in blocks, times their size; then the entries. */
 #define TQKV__LIST_HEADER 8
 
 typedef struct tqkv__merge_args {
@@ -251,8 +252,8 @@ typedef struct tqkv__choose_args {
     int32_t step;            /* TQKV__CHOOSE_COUNT to TQKV__CHOOSE_ALONE */
 } tqkv__choose_args;
 
-/* index_scores. `keys` is that of a call whose heads are those of the index; its resident positions are the keys from number
-   first_key on. */
+/* index_scores. `keys` is that of a call whose heads are those of the index; its resident positions are the keys from
+   number first_key on. */
 #define TQKV__INDEX_KEYS 1024 /* whose scores are in threadgroup memory at a time */
 #ifndef TQKV__INDEX_COLUMNS   /* heads of a pass: threadgroup memory holds their queries. A shim may have more */
 #define TQKV__INDEX_COLUMNS 32
@@ -266,7 +267,7 @@ typedef struct tqkv__index_args {
     int32_t pool, relu, has_weights;
 } tqkv__index_args;
 
-/* One call of a batch. The threadgroups of attend number blocks of query rows first, then splits, then items. Offsets
+/* One call of a batch. The threadgroups of attend number groups of query rows first, then splits, then items. Offsets
    are from where the buffer is bound, in units of: */
 #define TQKV__ROWS_UNIT  2  /* bytes: q and out */
 #define TQKV__CODES_UNIT 16 /* codes; all others 4 */

@@ -12,7 +12,7 @@
 
 /* One row a head_dim D = m * n, n a power of two.
 
-   m          order of the Hadamard matrix that the rotation applies across its m runs of n values; 1: none
+   m          order of the Hadamard matrix that the rotation applies across its m subrows of n values; 1: none
    grid       values that share a norm of I8: the largest multiple of 16, at most 128, that divides D
    root       sqrt(D) and 1/sqrt(D), rounded to float: all digits, for machines that compute in wider registers        */
 // clang-format off
@@ -43,15 +43,16 @@
 // clang-format on
 
 /* One column of the row of D; without a row 0. A constant D gives a constant. */
-#define TQKV__MATRIX_ORDER(D)                                (TQKV__SIZES(TQKV__ORDER_OF, D) 0)
-#define TQKV__GRID_BLOCK(D)                                  (TQKV__SIZES(TQKV__GRID_BLOCK_OF, D) 0)
-#define TQKV__SQRT(D)                                        (TQKV__SIZES(TQKV__SQRT_OF, D) 0.0f)
-#define TQKV__INV_SQRT(D)                                    (TQKV__SIZES(TQKV__INV_SQRT_OF, D) 0.0f)
-#define TQKV__ORDER_OF(D, size, m, grid, root, inverse)      (D) == size ? m:
-#define TQKV__GRID_BLOCK_OF(D, size, m, grid, root, inverse) (D) == size ? grid:
-#define TQKV__SQRT_OF(D, size, m, grid, root, inverse)       (D) == size ? root:
-#define TQKV__INV_SQRT_OF(D, size, m, grid, root, inverse)   (D) == size ? inverse:
-/* Does R have a matrix across its runs? A library for Metal has no instruction that counts bits, which the short form is. */
+#define TQKV__MATRIX_ORDER(D)                              (TQKV__SIZES(TQKV__ORDER_OF, D) 0)
+#define TQKV__GRID_DIM(D)                                  (TQKV__SIZES(TQKV__GRID_DIM_OF, D) 0)
+#define TQKV__SQRT(D)                                      (TQKV__SIZES(TQKV__SQRT_OF, D) 0.0f)
+#define TQKV__INV_SQRT(D)                                  (TQKV__SIZES(TQKV__INV_SQRT_OF, D) 0.0f)
+#define TQKV__ORDER_OF(D, size, m, grid, root, inverse)    (D) == size ? m:
+#define TQKV__GRID_DIM_OF(D, size, m, grid, root, inverse) (D) == size ? grid:
+#define TQKV__SQRT_OF(D, size, m, grid, root, inverse)     (D) == size ? root:
+#define TQKV__INV_SQRT_OF(D, size, m, grid, root, inverse) (D) == size ? inverse:
+/* Whether R has a matrix across its subrows. A library for Metal has no instruction that counts bits, which the short
+   form is. */
 #ifdef __METAL_VERSION__
 #define TQKV__HAS_MATRIX(D) (TQKV__MATRIX_ORDER(D) > 1)
 #else
@@ -99,8 +100,8 @@ enum { TQKV__HALF = 1, TQKV__BOOK, TQKV__GRID };
 #define TQKV__PLAIN_OF(f, format, name, kind, main, upper, book, plain) (f) == format ? plain:
 
 /* Values that share a norm, in a row of D values. */
-#define TQKV__NORM_BLOCK(kind, D)                                                                                      \
-    ((kind) == TQKV__GRID ? TQKV__GRID_BLOCK(D) : (kind) == TQKV__BOOK && ((D) == 512 || (D) == 1024) ? 256 : (D))
+#define TQKV__NORM_DIM(kind, D)                                                                                        \
+    ((kind) == TQKV__GRID ? TQKV__GRID_DIM(D) : (kind) == TQKV__BOOK && ((D) == 512 || (D) == 1024) ? 256 : (D))
 /* Lanes of the sums of squares: each adds its D/lanes neighbours. */
 #define TQKV__NORM_LANES(D) ((D) % 32 ? 16 : 32)
 

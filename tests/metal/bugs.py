@@ -110,7 +110,7 @@ BUGS = {
         (64, 128), "plain", "attend/center", "relative error"),
     # Defects of earlier systems.
     "norms_of_both_blocks": (
-        "shaders/encode.h", "TQKV__NORM_BLOCK(TQKV__BOOK, D)", "(D)", "encode", (512, 1024), "plain", "defect/block_norms_of_d512", "norms of tq5 d512"),
+        "shaders/encode.h", "TQKV__NORM_DIM(TQKV__BOOK, D)", "(D)", "encode", (512, 1024), "plain", "defect/block_norms_of_d512", "norms of tq5 d512"),
     "no_barrier_before_values": (
         "shaders/attend.h",
         "        simdgroup_barrier(mem_flags::mem_threadgroup);\n        add_any_values", "        add_any_values", "attend",
@@ -252,7 +252,7 @@ BUGS = {
         "shaders/attend_long.h", "largest = max(largest, maxima[s * 8 * F]);", "largest = max(largest, maxima[task.simdgroup * uint(8 * F)]);",
         "attend_matrix", (512,), "plain", "latent/large_scores", "relative error"),
     "norms_of_the_first_block": (
-        "shaders/attend_long.h", "return simdgroup * uint(TQKV__LONG_PART) / norm_block<D>(value_format);", "return 0u * simdgroup;", "attend_matrix", (512,), "plain",
+        "shaders/attend_long.h", "return simdgroup * uint(TQKV__LONG_VALUES) / norm_block<D>(value_format);", "return 0u * simdgroup;", "attend_matrix", (512,), "plain",
         "latent/d512/i8", "relative error"),
     "tile_of_another_stretch": (
         "shaders/attend_long.h", "return tile >= rounds.begin && tile < rounds.end &&", "return tile >= rounds.begin &&", "attend_matrix",
