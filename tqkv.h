@@ -1221,6 +1221,7 @@ TQKV_API tqkv_result tqkv_metal_plan_cache_prepare(const tqkv_cache *c, tqkv_met
      >>k-quantise     codes, packed, of whole rows
      >>k-table        all of these as a table of functions
      >>k-integer      the loops of integers
+     >>k-halves       halves among them
      >>k-integer-few  one and two rows of them
      >>k-integer-tiles  the scores and the sums of a tile
      >>set-avx512, >>set-avx2, >>set-neon
@@ -2664,9 +2665,13 @@ typedef struct tqkv__sums {
 /* The functions of attention in one instruction set. */
 typedef struct tqkv__isa {
     const char *name;
-    int lanes;           /* floats in a vector */
-    int nibble_order[2]; /* see tqkv__to_decoded */
+    int lanes;   /* floats in a vector */
+    int columns; /* see reorder; 1: all codes are decoded in the order of their dimensions */
     const tqkv__codec *codec;
+    /* Packed codes are decoded in an order of their own, where columns > 1: each matrix [rows][columns] of values comes
+       transposed. The rest of a panel is a matrix of fewer columns. Brings a row into that order, or back from it; rows
+       of other codes keep theirs. from, to: [head_dim], may be the same */
+    void (*reorder)(const tqkv__stream *s, int columns, bool decoded, const float *from, float *to);
     /* scores[row][j] (+)= q[row] . key[slot + j] for j < n, with the segment's slot and n; add: to the scores of
        another part of the keys. q: [n_rows][head_dim], scores: [n_rows][TQKV__TILE] */
     void (*score_tile)(const tqkv__stream *s, int kv_head, const tqkv__segment *segment, const float *q, int n_rows,
@@ -4258,6 +4263,13 @@ static void tqkv__value_tile_scalar(const tqkv__stream *s, int kv_head, const tq
     }
 }
 
+static void tqkv__reorder_scalar(const tqkv__stream *s, int columns, bool decoded, const float *from, float *to)
+{
+    (void)columns;
+    (void)decoded;
+    memmove(to, from, (size_t)s->head_dim * sizeof(float));
+}
+
 static bool tqkv__span_has(const tqkv__span *span, int j)
 {
     return j >= span->from && j < span->to && !(span->hidden >> j & 1);
@@ -4345,8 +4357,9 @@ static TQKV__INLINE void tqkv__prefetch(const int cache, const uint8_t *codes, s
 
 static const tqkv__isa tqkv__isa_scalar = {"scalar",
                                            1,
-                                           {1, 1},
+                                           1,
                                            &tqkv__codec_scalar,
+                                           tqkv__reorder_scalar,
                                            tqkv__score_tile_scalar,
                                            tqkv__softmax_tile_scalar,
                                            tqkv__end_piece_scalar,
@@ -4621,15 +4634,10 @@ typedef struct tqkv__integers {
 
 static const tqkv__integers tqkv__integers_scalar = {&tqkv__isa_scalar,
                                                      tqkv__round_query_scalar,
-                                                     {"scalar",
-                                                      1,
-                                                      {1, 1},
-                                                      &tqkv__codec_scalar,
+                                                     {"scalar", 1, 1, &tqkv__codec_scalar, tqkv__reorder_scalar,
                                                       tqkv__integer_score_tile_scalar,
-                                                      tqkv__integer_softmax_tile_scalar,
-                                                      tqkv__end_piece_scalar,
-                                                      tqkv__integer_value_tile_scalar,
-                                                      tqkv__sum_heads_scalar}};
+                                                      tqkv__integer_softmax_tile_scalar, tqkv__end_piece_scalar,
+                                                      tqkv__integer_value_tile_scalar, tqkv__sum_heads_scalar}};
 
 #endif /* TQKV_IMPLEMENTATION, to be continued */
 
@@ -4779,8 +4787,17 @@ TQKV__TARGET static float TQKV__(weigh)(float *x, float max)
 /* Sets the scores outside the span to `value`; some of them were never computed. */
 TQKV__OP void TQKV__(mask)(float *x, tqkv__span span, float value)
 {
-    for (int j = 0; j < span.from; j++) x[j] = value;
-    for (int j = span.to; j < TQKV__TILE; j++) x[j] = value;
+    static const uint32_t first[16] = {0, 1, 2, 3, 4, 5, 6, 7, 8, 9, 10, 11, 12, 13, 14, 15};
+    const uint32_t from = (uint32_t)span.from, size = (uint32_t)(span.to - span.from), bits = tqkv__bits(value);
+    TQKV__(words) places, scores;
+    memcpy(&places, first, sizeof places);
+    places -= from;
+    for (int j = 0; j < TQKV__TILE && size < TQKV__TILE; j += TQKV__LANES, places += TQKV__LANES) {
+        const TQKV__(words) inside = (TQKV__(words))(places < size); /* all ones, or 0 */
+        memcpy(&scores, x + j, sizeof scores);
+        scores = (scores & inside) | (bits & ~inside);
+        memcpy(x + j, &scores, sizeof scores);
+    }
     for (uint64_t left = span.hidden; left; left &= left - 1) x[__builtin_ctzll(left)] = value;
 }
 
@@ -4887,7 +4904,7 @@ TQKV__TARGET static void TQKV__(factors)(const tqkv__stream *s, const float *nor
 
 /* Decoded rows are floats. Their format has the number that no store may have. */
 #define TQKV__FLOATS TQKV_FORMAT_DEFAULT
-/* Codes of 2 or 4 main bits, in the order of tqkv__to_decoded. */
+/* Codes of 2 or 4 main bits, in the order of reorder. */
 #define TQKV__PACKED(format) (TQKV__MAIN_BITS(format) < 8)
 /* Vectors in a strip, which is decoded together. */
 #define TQKV__STRIP(format) (TQKV__PACKED(format) ? TQKV__NIBBLE_STRIP : 4)
@@ -4964,7 +4981,7 @@ TQKV__OP void TQKV__(load_codebook)(const tqkv_format format, const tqkv__stream
 }
 
 /* Returns vector k of the strip at p, with its upper bits at `upper`. Packed codes come in the order of
-   tqkv__to_decoded. */
+   reorder. */
 TQKV__OP TQKV__VECTOR TQKV__(value)(const tqkv_format format, const int per_lane, const int k,
                                     const TQKV__VECTOR *table, const uint8_t *p, const uint8_t *upper)
 {
@@ -5033,6 +5050,36 @@ TQKV__OP void TQKV__(decode)(const tqkv_format format, const TQKV__(panel) * pan
             p += TQKV__(strip_bytes)(format, count);
             upper += TQKV__(upper_bytes)(format, count);
         }
+    }
+}
+
+/* As reorder, for a matrix of `columns`; columns and decoded are constants where that is worth the code. */
+TQKV__OP void TQKV__(reorder_matrix)(const bool decoded, const int columns, const float *from, float *to)
+{
+    TQKV__VECTOR x[TQKV__COLUMNS * TQKV__MATRIX_ROWS / TQKV__LANES];
+    const int n = columns * TQKV__MATRIX_ROWS / TQKV__LANES;
+    TQKV__UNROLL
+    for (int i = 0; i < n; i++) x[i] = TQKV__(load)(from + i * TQKV__LANES);
+    TQKV__(turn)(decoded, columns, x);
+    TQKV__UNROLL
+    for (int i = 0; i < n; i++) TQKV__(store)(to + i * TQKV__LANES, x[i]);
+}
+
+TQKV__TARGET static void TQKV__(reorder)(const tqkv__stream *s, int columns, bool decoded, const float *from, float *to)
+{
+    const int most = s->main_bits < 8 ? columns : 1;
+    for (int d = 0; most == 1 && d < s->head_dim; d += TQKV__LANES) TQKV__(store)(to + d, TQKV__(load)(from + d));
+    if (most == 1) return;
+    for (int d = 0, left = s->panel_dim, now; d < s->head_dim; d += now * TQKV__MATRIX_ROWS) {
+        for (now = most; now * TQKV__MATRIX_ROWS > left;) now /= 2;
+        if (now == TQKV__COLUMNS && decoded)
+            TQKV__(reorder_matrix)(true, TQKV__COLUMNS, from + d, to + d);
+        else if (now == TQKV__COLUMNS)
+            TQKV__(reorder_matrix)(false, TQKV__COLUMNS, from + d, to + d);
+        else
+            TQKV__(reorder_matrix)(decoded, now, from + d, to + d);
+        left -= now * TQKV__MATRIX_ROWS;
+        if (!left) left = s->panel_dim;
     }
 }
 
@@ -6833,9 +6880,9 @@ static const tqkv__codec TQKV__(codec) = {TQKV__(rows_finite), TQKV__(scales_val
                                           TQKV__(widen),       TQKV__(narrow_row),   TQKV__(rotate),
                                           TQKV__(unrotate),    TQKV__(scale_row),    TQKV__(encode_rows)};
 
-static const tqkv__isa TQKV__(isa) = {TQKV__ISA_NAME,    TQKV__LANES,        {TQKV__NIBBLE_ORDER},
-                                      &TQKV__(codec),    TQKV__(score_tile), TQKV__(softmax_tile),
-                                      TQKV__(end_piece), TQKV__(value_tile), TQKV__(sum_heads)};
+static const tqkv__isa TQKV__(isa) = {TQKV__ISA_NAME,     TQKV__LANES,        TQKV__COLUMNS,        &TQKV__(codec),
+                                      TQKV__(reorder),    TQKV__(score_tile), TQKV__(softmax_tile), TQKV__(end_piece),
+                                      TQKV__(value_tile), TQKV__(sum_heads)};
 
 #endif /* TQKV__LANES */
 
@@ -6994,137 +7041,6 @@ TQKV__OP uint32_t TQKV__S(largest_bits)(const float *x, int n)
     memset(&largest, 0, sizeof largest);
     for (int i = 0; i < n; i += TQKV__INTEGER_LANES) largest = TQKV__(larger_bits)(largest, TQKV__(load)(x + i));
     return TQKV__S(largest_code)(largest);
-}
-
-/* Keys, and rows of values, that share a loop: enough sums in progress to hide their latency, few enough for the
-   registers. */
-#define TQKV__HALF_KEYS (TQKV__INTEGER_LANES == 16 ? 4 : 3)
-#define TQKV__HALF_ROWS (TQKV__INTEGER_LANES == 16 ? 8 : 4)
-
-/* Finds scores[row][j] (+)= query[row] . key j, in 16 sums each; keys: [keys][dim] floats. rows and keys are
-   constants. */
-TQKV__OP void TQKV__S(score_halves)(const int rows, const int keys, int dim, const float *key, const float *q, bool add,
-                                    float *scores)
-{
-    TQKV__VECTOR sums[2][TQKV__HALF_KEYS][16 / TQKV__INTEGER_LANES];
-    TQKV__UNROLL
-    for (int r = 0; r < rows; r++) {
-        TQKV__UNROLL
-        for (int j = 0; j < keys; j++) {
-            TQKV__UNROLL
-            for (int i = 0; i < 16 / TQKV__INTEGER_LANES; i++) sums[r][j][i] = TQKV__(set1)(0.0f);
-        }
-    }
-    for (int d = 0; d < dim; d += 16) {
-        TQKV__UNROLL
-        for (int i = 0; i < 16 / TQKV__INTEGER_LANES; i++) {
-            TQKV__VECTOR x[2];
-            const int at = d + i * TQKV__INTEGER_LANES;
-            TQKV__UNROLL
-            for (int r = 0; r < rows; r++) x[r] = TQKV__(load)(q + r * dim + at);
-            TQKV__UNROLL
-            for (int j = 0; j < keys; j++) {
-                const TQKV__VECTOR k = TQKV__(load)(key + j * dim + at);
-                TQKV__UNROLL
-                for (int r = 0; r < rows; r++) sums[r][j][i] = TQKV__(fma)(x[r], k, sums[r][j][i]);
-            }
-        }
-    }
-    TQKV__UNROLL
-    for (int r = 0; r < rows; r++) {
-        TQKV__UNROLL
-        for (int j = 0; j < keys; j++) {
-            float *score = scores + r * TQKV__TILE + j;
-            *score = (add ? *score : 0.0f) + TQKV__(sum_16)(sums[r][j]);
-        }
-    }
-}
-
-/* Scores n keys for one or two rows. */
-TQKV__OP void TQKV__S(score_keys)(const int rows, int n, int dim, const float *key, const float *q, bool add,
-                                  float *scores)
-{
-    int j = 0;
-    for (; j + TQKV__HALF_KEYS <= n; j += TQKV__HALF_KEYS)
-        TQKV__S(score_halves)(rows, TQKV__HALF_KEYS, dim, key + j * dim, q, add, scores + j);
-    for (; j < n; j++) TQKV__S(score_halves)(rows, 1, dim, key + j * dim, q, add, scores + j);
-}
-
-/* Scores a tile of halves: some keys at a time become floats, which all rows read. */
-TQKV__TARGET static TQKV__NOINLINE void TQKV__S(score_tile_of_halves)(const tqkv__stream *s, const uint8_t *codes,
-                                                                      const tqkv__segment *segment, const float *q,
-                                                                      int n_rows, bool add, float *scores)
-{
-    enum { buffer = 2048 }; /* 8 KiB: a fraction of an L1 cache, and of the stack */
-    TQKV__ALIGNED float keys[buffer];
-    const int dim = s->head_dim, fit = buffer / dim, most = fit > 12 ? 12 : fit;
-    tqkv__prefetch(TQKV__L2, codes + (ptrdiff_t)segment->ahead * (ptrdiff_t)s->row_bytes,
-                   (size_t)segment->n * s->row_bytes);
-    for (int j = 0; j < segment->n; j += most) {
-        const int n = segment->n - j < most ? segment->n - j : most;
-        const uint8_t *from = codes + (size_t)j * s->row_bytes;
-        for (int d = 0; d < n * dim; d += TQKV__INTEGER_LANES) TQKV__(store)(keys + d, TQKV__(load_f16)(from + 2 * d));
-        for (int row = 0; row < n_rows; row += 2) {
-            const float *query = q + (size_t)row * (size_t)dim;
-            float *to = scores + row * TQKV__TILE + j;
-            if (row + 1 < n_rows)
-                TQKV__S(score_keys)(2, n, dim, keys, query, add, to);
-            else
-                TQKV__S(score_keys)(1, n, dim, keys, query, add, to);
-        }
-    }
-}
-
-/* Adds: out[row][d] += weights[row][j] * value j of halves, in the order of positions; rows is a constant. */
-TQKV__OP void TQKV__S(add_half_rows)(const int rows, const tqkv__stream *s, const uint8_t *codes, int n,
-                                     const float *weights, float *out)
-{
-    const int dim = s->head_dim;
-    for (int d = 0; d < dim; d += 16) {
-        TQKV__VECTOR sums[TQKV__HALF_ROWS][16 / TQKV__INTEGER_LANES];
-        const uint8_t *value = codes + 2 * d;
-        TQKV__UNROLL
-        for (int r = 0; r < rows; r++) {
-            TQKV__UNROLL
-            for (int i = 0; i < 16 / TQKV__INTEGER_LANES; i++)
-                sums[r][i] = TQKV__(load)(out + r * dim + d + i * TQKV__INTEGER_LANES);
-        }
-        for (int j = 0; j < n; j++, value += s->row_bytes) {
-            TQKV__VECTOR x[16 / TQKV__INTEGER_LANES];
-            TQKV__UNROLL
-            for (int i = 0; i < 16 / TQKV__INTEGER_LANES; i++)
-                x[i] = TQKV__(load_f16)(value + 2 * i * TQKV__INTEGER_LANES);
-            TQKV__UNROLL
-            for (int r = 0; r < rows; r++) {
-                const TQKV__VECTOR weight = TQKV__(set1)(weights[r * TQKV__TILE + j]);
-                TQKV__UNROLL
-                for (int i = 0; i < 16 / TQKV__INTEGER_LANES; i++) sums[r][i] = TQKV__(fma)(weight, x[i], sums[r][i]);
-            }
-        }
-        TQKV__UNROLL
-        for (int r = 0; r < rows; r++) {
-            TQKV__UNROLL
-            for (int i = 0; i < 16 / TQKV__INTEGER_LANES; i++)
-                TQKV__(store)(out + r * dim + d + i * TQKV__INTEGER_LANES, sums[r][i]);
-        }
-    }
-}
-
-TQKV__TARGET static TQKV__NOINLINE void TQKV__S(add_halves)(const tqkv__stream *s, const uint8_t *codes,
-                                                            const tqkv__segment *segment, const float *weights,
-                                                            int n_rows, float *out)
-{
-    int row = 0;
-    tqkv__prefetch(TQKV__L2, codes + (ptrdiff_t)segment->ahead * (ptrdiff_t)s->row_bytes,
-                   (size_t)segment->n * s->row_bytes);
-    for (; row + TQKV__HALF_ROWS <= n_rows; row += TQKV__HALF_ROWS) {
-        float *to = out + row * s->head_dim;
-        TQKV__S(add_half_rows)(TQKV__HALF_ROWS, s, codes, segment->n, weights + row * TQKV__TILE, to);
-    }
-    for (; row + 2 <= n_rows; row += 2)
-        TQKV__S(add_half_rows)(2, s, codes, segment->n, weights + row * TQKV__TILE, out + row * s->head_dim);
-    for (; row < n_rows; row++)
-        TQKV__S(add_half_rows)(1, s, codes, segment->n, weights + row * TQKV__TILE, out + row * s->head_dim);
 }
 #endif
 
@@ -7447,6 +7363,154 @@ TQKV__TARGET static void TQKV__I(add_integers)(const TQKV__I(product) * p, int n
             TQKV__I(add_interleaved)(*p, d, n_rows);
     }
 }
+
+/* >>k-halves: halves in integer attention. They are multiplied as floats, in one order for all sets: 16 sums of a key's
+   products, added up as sum_16 does; values position after position. */
+
+#ifndef TQKV__DECODED /* true: another set of the same name has these */
+
+/* Rows that share decoded keys, and values. Enough sums in progress to hide their latency, few enough for the registers. */
+#define TQKV__HALF_KEY_ROWS (TQKV__INTEGER_LANES == 16 ? 4 : 3)
+#define TQKV__HALF_ROWS     (TQKV__INTEGER_LANES == 16 ? 8 : 4)
+
+/* scores[row][j] (+)= query[row] . key j for four keys, which are halves or floats; rows and halves are constants. Eight of the
+   16 sums at a time where registers hold no more. */
+TQKV__OP void TQKV__S(score_four_halves)(const int rows, const bool halves, int dim, const uint8_t *const *keys,
+                                         const float *q, bool add, float *scores)
+{
+    enum { ALL = 16 / TQKV__INTEGER_LANES, NOW = TQKV__INTEGER_LANES == 4 ? 2 : 1 };
+    TQKV__VECTOR sums[TQKV__HALF_KEY_ROWS][4][ALL];
+    TQKV__UNROLL
+    for (int first = 0; first < ALL; first += NOW) {
+        TQKV__VECTOR now[TQKV__HALF_KEY_ROWS][4][NOW];
+        TQKV__UNROLL
+        for (int i = 0; i < rows * 4 * NOW; i++) now[i / NOW / 4][i / NOW % 4][i % NOW] = TQKV__(set1)(0.0f);
+        for (int d = first * TQKV__INTEGER_LANES; d < dim; d += 16) {
+            TQKV__UNROLL
+            for (int i = 0; i < NOW; i++) {
+                const int at = d + i * TQKV__INTEGER_LANES;
+                TQKV__VECTOR x[TQKV__HALF_KEY_ROWS];
+                TQKV__UNROLL
+                for (int r = 0; r < rows; r++) x[r] = TQKV__(load)(q + r * dim + at);
+                TQKV__UNROLL
+                for (int j = 0; j < 4; j++) {
+                    const TQKV__VECTOR key = halves ? TQKV__(load_f16)(keys[j] + 2 * at)
+                                                    : TQKV__(load)((const float *)(const void *)keys[j] + at);
+                    TQKV__UNROLL
+                    for (int r = 0; r < rows; r++) now[r][j][i] = TQKV__(fma)(x[r], key, now[r][j][i]);
+                }
+            }
+        }
+        TQKV__UNROLL
+        for (int i = 0; i < rows * 4 * NOW; i++)
+            sums[i / NOW / 4][i / NOW % 4][first + i % NOW] = now[i / NOW / 4][i / NOW % 4][i % NOW];
+    }
+    TQKV__UNROLL
+    for (int r = 0; r < rows; r++) TQKV__(add_sums_of_16)(&sums[r][0][0], add, scores + r * TQKV__TILE);
+}
+
+/* The same for n keys, `stride` bytes apart; past the end the last one again. */
+TQKV__OP void TQKV__S(score_half_rows)(const int rows, const bool halves, int dim, const uint8_t *codes, size_t stride,
+                                       int n, const float *q, bool add, float *scores)
+{
+    for (int j = 0; j < n; j += 4) {
+        const uint8_t *keys[4];
+        TQKV__UNROLL
+        for (int i = 0; i < 4; i++) keys[i] = codes + (size_t)(j + i < n ? j + i : n - 1) * stride;
+        TQKV__S(score_four_halves)(rows, halves, dim, keys, q, add, scores + j);
+    }
+}
+
+/* Many rows read keys that have become floats, a few at a time. */
+TQKV__TARGET static TQKV__NOINLINE int TQKV__S(score_many_halves)(const tqkv__stream *s, const uint8_t *codes, int n,
+                                                                  const float *q, int n_rows, bool add, float *scores)
+{
+    enum { ROOM = 4096 }; /* 16 KiB: a fraction of an L1 cache, and of the stack */
+    TQKV__ALIGNED float keys[ROOM];
+    const int dim = s->head_dim, fit = ROOM / dim / 4 * 4, most = fit > 16 ? 16 : fit;
+    const int rows = TQKV__HALF_KEY_ROWS, many = n_rows / rows * rows;
+    for (int j = 0; j < n; j += most) {
+        const int now = n - j < most ? n - j : most;
+        for (int i = 0; i < now * dim; i += TQKV__INTEGER_LANES)
+            TQKV__(store)(keys + i, TQKV__(load_f16)(codes + (size_t)j * s->row_bytes + 2 * i));
+        for (int row = 0; row < many; row += rows) TQKV__S(score_half_rows)
+        (TQKV__HALF_KEY_ROWS, false, dim, (const uint8_t *)(const void *)keys, (size_t)dim * sizeof *keys, now,
+         q + row * dim, add, scores + row * TQKV__TILE + j);
+    }
+    return many;
+}
+
+TQKV__TARGET static TQKV__NOINLINE void TQKV__S(score_halves)(const tqkv__stream *s, const uint8_t *codes,
+                                                              const tqkv__segment *segment, const float *q, int n_rows,
+                                                              bool add, float *scores)
+{
+    const int dim = s->head_dim, n = segment->n;
+    int row = 0;
+    tqkv__prefetch(TQKV__L2, codes + (ptrdiff_t)segment->ahead * (ptrdiff_t)s->row_bytes, (size_t)n * s->row_bytes);
+    if (n_rows > 2) row = TQKV__S(score_many_halves)(s, codes, n, q, n_rows, add, scores);
+    for (int now; row < n_rows; row += now) {
+        now = row + 2 <= n_rows ? 2 : 1;
+        if (now == 2) TQKV__S(score_half_rows)
+        (2, true, dim, codes, s->row_bytes, n, q + row * dim, add, scores + row * TQKV__TILE);
+        else TQKV__S(score_half_rows)(1, true, dim, codes, s->row_bytes, n, q + row * dim, add,
+                                      scores + row * TQKV__TILE);
+    }
+}
+
+/* out[row][d] += weights[row][j] * value j for `width` vectors of dimensions; rows and width are constants. */
+TQKV__OP void TQKV__S(add_half_vectors)(const int rows, const int width, const tqkv__stream *s, const uint8_t *codes,
+                                        int n, const float *weights, float *out)
+{
+    const int dim = s->head_dim;
+    TQKV__VECTOR sums[TQKV__HALF_ROWS][8];
+    TQKV__UNROLL
+    for (int i = 0; i < rows * width; i++)
+        sums[i / width][i % width] = TQKV__(load)(out + i / width * dim + i % width * TQKV__INTEGER_LANES);
+    for (int j = 0; j < n; j++, codes += s->row_bytes) {
+        TQKV__VECTOR x[8];
+        TQKV__UNROLL
+        for (int i = 0; i < width; i++) x[i] = TQKV__(load_f16)(codes + 2 * i * TQKV__INTEGER_LANES);
+        TQKV__UNROLL
+        for (int r = 0; r < rows; r++) {
+            const TQKV__VECTOR weight = TQKV__(set1)(weights[r * TQKV__TILE + j]);
+            TQKV__UNROLL
+            for (int i = 0; i < width; i++) sums[r][i] = TQKV__(fma)(weight, x[i], sums[r][i]);
+        }
+    }
+    TQKV__UNROLL
+    for (int i = 0; i < rows * width; i++)
+        TQKV__(store)(out + i / width * dim + i % width * TQKV__INTEGER_LANES, sums[i / width][i % width]);
+}
+
+/* The same for all dimensions, 32 or, for few rows on wide vectors, 64 at a time. */
+TQKV__OP void TQKV__S(add_half_rows)(const int rows, const tqkv__stream *s, const uint8_t *codes, int n,
+                                     const float *weights, float *out)
+{
+    const int sixteen = 16 / TQKV__INTEGER_LANES, most = TQKV__INTEGER_LANES == 16 && rows <= 2 ? 4 : 2;
+    const bool wide = TQKV__INTEGER_LANES == 16 || rows <= 2;
+    int d = 0;
+    for (; wide && d + 16 * most <= s->head_dim; d += 16 * most)
+        TQKV__S(add_half_vectors)(rows, most * sixteen, s, codes + 2 * d, n, weights, out + d);
+    for (; d < s->head_dim; d += 16) TQKV__S(add_half_vectors)(rows, sixteen, s, codes + 2 * d, n, weights, out + d);
+}
+
+TQKV__TARGET static TQKV__NOINLINE void TQKV__S(add_halves)(const tqkv__stream *s, const uint8_t *codes,
+                                                            const tqkv__segment *segment, const float *weights,
+                                                            int n_rows, float *out)
+{
+    const int n = segment->n;
+    tqkv__prefetch(TQKV__L2, codes + (ptrdiff_t)segment->ahead * (ptrdiff_t)s->row_bytes, (size_t)n * s->row_bytes);
+    for (int left = n_rows, now; left > 0; left -= now, weights += now * TQKV__TILE, out += now * s->head_dim) {
+        now = left >= TQKV__HALF_ROWS ? TQKV__HALF_ROWS : left >= 2 ? 2 : 1;
+        if (now == 1)
+            TQKV__S(add_half_rows)(1, s, codes, n, weights, out);
+        else if (now == 2)
+            TQKV__S(add_half_rows)(2, s, codes, n, weights, out);
+        else
+            TQKV__S(add_half_rows)(TQKV__HALF_ROWS, s, codes, n, weights, out);
+    }
+}
+#endif
 
 /* >>k-integer-few: one and two rows of integers, straight from the codes; a set with tables of bytes in registers has
    them. */
@@ -7948,7 +8012,7 @@ TQKV__TARGET static void TQKV__I(integer_score_tile)(const tqkv__stream *s, int 
     const int step = lanes ? 2 * TQKV__INTEGER_LANES : TQKV__KEYS_AT_ONCE;
     const int dim = s->panel_dim, head_dim = s->head_dim;
     if (s->kind == TQKV__HALF) {
-        TQKV__S(score_tile_of_halves)(s, tqkv__codes_at(s, kv_head, segment->slot), segment, q, n_rows, add, scores);
+        TQKV__S(score_halves)(s, tqkv__codes_at(s, kv_head, segment->slot), segment, q, n_rows, add, scores);
         return;
     }
     TQKV__(factors)(s, tqkv__norms_at(s, kv_head, segment->slot), segment, true, factors);
@@ -8018,21 +8082,16 @@ TQKV__TARGET static void TQKV__I(integer_value_tile)(const tqkv__stream *s, int 
 
 static const tqkv__integers TQKV__I(integers) = {&TQKV__(isa),
                                                  TQKV__I(round_query),
-                                                 {TQKV__ISA_NAME,
-                                                  TQKV__INTEGER_LANES,
-                                                  {16, 1},
-                                                  &TQKV__(codec),
-                                                  TQKV__I(integer_score_tile),
-                                                  TQKV__(softmax_tile),
-                                                  TQKV__(end_piece),
-                                                  TQKV__I(integer_value_tile),
-                                                  TQKV__(sum_heads)}};
+                                                 {TQKV__ISA_NAME, TQKV__INTEGER_LANES, 1, &TQKV__(codec),
+                                                  TQKV__(reorder), TQKV__I(integer_score_tile), TQKV__(softmax_tile),
+                                                  TQKV__(end_piece), TQKV__I(integer_value_tile), TQKV__(sum_heads)}};
 
 #endif /* TQKV__INTEGER_LANES */
 
 #if defined(TQKV__LANES) || defined(TQKV__INTEGER_LANES)
 /* The macros that a set defines, and two that depend on it. Those of the loops are the same for all. */
 #undef TQKV__
+#undef TQKV__COLUMNS
 #undef TQKV__DECODED
 #undef TQKV__DECODED_SCORE_ROWS
 #undef TQKV__DOT_LANES
@@ -8042,8 +8101,8 @@ static const tqkv__integers TQKV__I(integers) = {&TQKV__(isa),
 #undef TQKV__LANES
 #undef TQKV__LANES_ROWS
 #undef TQKV__LOOKED_UP
+#undef TQKV__MATRIX_ROWS
 #undef TQKV__MIX_SHORT_SUBROWS
-#undef TQKV__NIBBLE_ORDER
 #undef TQKV__NIBBLE_STRIP
 #undef TQKV__PRODUCTS
 #undef TQKV__PRODUCT_ROWS
@@ -8125,6 +8184,18 @@ TQKV__OP float tqkv__sum_16_avx512(const __m512 *x)
     __m128 m = _mm_add_ps(_mm256_castps256_ps128(half), _mm256_extractf128_ps(half, 1));
     m = _mm_add_ps(m, _mm_movehl_ps(m, m));
     return _mm_cvtss_f32(_mm_add_ss(m, _mm_movehdup_ps(m)));
+}
+
+/* Finds to[m] (+)= sum_16 of x[m], m < 4 */
+TQKV__OP void tqkv__add_sums_of_16_avx512(const __m512 *x, bool add, float *to)
+{
+    const __m512 ab = _mm512_add_ps(_mm512_shuffle_f32x4(x[0], x[1], 0x44), _mm512_shuffle_f32x4(x[0], x[1], 0xee));
+    const __m512 cd = _mm512_add_ps(_mm512_shuffle_f32x4(x[2], x[3], 0x44), _mm512_shuffle_f32x4(x[2], x[3], 0xee));
+    __m512 all = _mm512_add_ps(_mm512_shuffle_f32x4(ab, cd, 0x88), _mm512_shuffle_f32x4(ab, cd, 0xdd));
+    all = _mm512_add_ps(all, _mm512_permute_ps(all, 0x4e));
+    all = _mm512_add_ps(all, _mm512_permute_ps(all, 0xb1));
+    const __m128 sums = _mm512_castps512_ps128(_mm512_maskz_compress_ps(0x1111, all));
+    _mm_storeu_ps(to, _mm_add_ps(add ? _mm_loadu_ps(to) : _mm_setzero_ps(), sums));
 }
 
 /* Returns value where x >= least or x is NaN, else 0 */
@@ -8299,6 +8370,31 @@ TQKV__OP __m512 tqkv__sum_across_avx512(const float *x)
     const __m512 ab = _mm512_add_ps(_mm512_shuffle_f32x4(a, b, 0x44), _mm512_shuffle_f32x4(a, b, 0xee));
     const __m512 cd = _mm512_add_ps(_mm512_shuffle_f32x4(c, d, 0x44), _mm512_shuffle_f32x4(c, d, 0xee));
     return _mm512_add_ps(_mm512_shuffle_f32x4(ab, cd, 0x88), _mm512_shuffle_f32x4(ab, cd, 0xdd));
+}
+
+/* A matrix [16][columns] to [columns][16], or back: each step moves the lowest bit of a place to the top, or back. */
+TQKV__OP void tqkv__turn_step_avx512(const bool decoded, const int columns, __m512 *x)
+{
+    const __m512i low = _mm512_set_epi32(23, 7, 22, 6, 21, 5, 20, 4, 19, 3, 18, 2, 17, 1, 16, 0);
+    const __m512i high = _mm512_or_si512(low, _mm512_set1_epi32(8));
+    const __m512i even = _mm512_set_epi32(30, 28, 26, 24, 22, 20, 18, 16, 14, 12, 10, 8, 6, 4, 2, 0);
+    const __m512i odd = _mm512_or_si512(even, _mm512_set1_epi32(1));
+    __m512 y[8];
+    const int half = columns / 2;
+    TQKV__UNROLL
+    for (int i = 0; i < half; i++) {
+        const __m512 a = decoded ? x[2 * i] : x[i], b = decoded ? x[2 * i + 1] : x[half + i];
+        y[decoded ? i : 2 * i] = _mm512_permutex2var_ps(a, decoded ? even : low, b);
+        y[decoded ? half + i : 2 * i + 1] = _mm512_permutex2var_ps(a, decoded ? odd : high, b);
+    }
+    TQKV__UNROLL
+    for (int i = 0; i < 2 * half; i++) x[i] = y[i];
+}
+TQKV__OP void tqkv__turn_avx512(const bool decoded, const int columns, __m512 *x)
+{
+    if (columns > 1) tqkv__turn_step_avx512(decoded, columns, x);
+    if (columns > 2) tqkv__turn_step_avx512(decoded, columns, x);
+    if (columns > 4) tqkv__turn_step_avx512(decoded, columns, x);
 }
 
 /* Encoding. An empty asm prevents the fusion of a product with a following sum, as in tqkv__rounded. */
@@ -8591,7 +8687,8 @@ static void tqkv__mix_by_order_avx2(int m, const float *subrows, float factor, i
 #define TQKV__ISA_NAME           "avx512"
 #define TQKV__MIX_SHORT_SUBROWS  tqkv__mix_by_order_avx2
 #define TQKV__LANES              16
-#define TQKV__NIBBLE_ORDER       16, 8
+#define TQKV__COLUMNS            8 /* of a matrix of packed codes: see reorder */
+#define TQKV__MATRIX_ROWS        16
 #define TQKV__NIBBLE_STRIP       8 /* vectors in a strip of nibbles */
 #define TQKV__STRIP_TOGETHER     0 /* do the vectors of a strip share work? */
 #define TQKV__ROWS               4 /* queries whose sums fit in registers: values, */
@@ -8643,6 +8740,18 @@ TQKV__OP float tqkv__sum_16_avx2(const __m256 *x)
     m = _mm_add_ps(m, _mm_movehl_ps(m, m));
     return _mm_cvtss_f32(_mm_add_ss(m, _mm_movehdup_ps(m)));
 }
+/* to[m] (+)= sum_16 of the vectors 2 m and 2 m + 1, m < 4 */
+TQKV__OP void tqkv__add_sums_of_16_avx2(const __m256 *x, bool add, float *to)
+{
+    const __m256 a = _mm256_add_ps(x[0], x[1]), b = _mm256_add_ps(x[2], x[3]), c = _mm256_add_ps(x[4], x[5]),
+                 d = _mm256_add_ps(x[6], x[7]);
+    const __m256 ac = _mm256_add_ps(_mm256_permute2f128_ps(a, c, 0x20), _mm256_permute2f128_ps(a, c, 0x31));
+    const __m256 bd = _mm256_add_ps(_mm256_permute2f128_ps(b, d, 0x20), _mm256_permute2f128_ps(b, d, 0x31));
+    const __m256 all = _mm256_add_ps(_mm256_shuffle_ps(ac, bd, 0x44), _mm256_shuffle_ps(ac, bd, 0xee));
+    const __m128 ab = _mm256_castps256_ps128(all), cd = _mm256_extractf128_ps(all, 1);
+    const __m128 sums = _mm_add_ps(_mm_shuffle_ps(ab, cd, 0x88), _mm_shuffle_ps(ab, cd, 0xdd));
+    _mm_storeu_ps(to, _mm_add_ps(add ? _mm_loadu_ps(to) : _mm_setzero_ps(), sums));
+}
 TQKV__OP __m256 tqkv__sum_fours_avx2(const __m256 *x)
 {
     const __m256 a = _mm256_add_ps(_mm256_unpacklo_ps(x[0], x[1]), _mm256_unpackhi_ps(x[0], x[1]));
@@ -8653,6 +8762,12 @@ TQKV__OP __m256 tqkv__sum_across_avx2(const float *x)
 {
     const __m256 a = _mm256_load_ps(x), b = _mm256_load_ps(x + 8);
     return _mm256_add_ps(_mm256_permute2f128_ps(a, b, 0x20), _mm256_permute2f128_ps(a, b, 0x31));
+}
+/* A matrix [4][2] to [2][4], or back */
+TQKV__OP void tqkv__turn_avx2(const bool decoded, const int columns, __m256 *x)
+{
+    const __m256i to = _mm256_set_epi32(7, 5, 3, 1, 6, 4, 2, 0), back = _mm256_set_epi32(7, 3, 6, 2, 5, 1, 4, 0);
+    if (columns == 2) *x = _mm256_permutevar8x32_ps(*x, decoded ? to : back);
 }
 /* Permutes use the lowest three bits. Blends use the sign bit, to which the shifts bring the bits above. */
 TQKV__OP __m256 tqkv__permute_16_avx2(const __m256 *table, __m256i codes)
@@ -9036,7 +9151,8 @@ TQKV__OP __m256 tqkv__look_up_avx2(const int bits, const __m256 *table, __m256i 
 #define TQKV__ISA_NAME           "avx2"
 #define TQKV__MIX_SHORT_SUBROWS  tqkv__mix_by_order_avx2
 #define TQKV__LANES              8
-#define TQKV__NIBBLE_ORDER       4, 2
+#define TQKV__COLUMNS            2 /* of a matrix of packed codes: see reorder */
+#define TQKV__MATRIX_ROWS        4
 #define TQKV__NIBBLE_STRIP       4
 #define TQKV__STRIP_TOGETHER     1
 #define TQKV__ROWS               4 /* queries whose sums fit in registers: values, */
@@ -9094,11 +9210,38 @@ TQKV__OP float32x4_t tqkv__mul_nonzero_neon(float32x4_t a, float32x4_t b)
 {
     return vreinterpretq_f32_u32(vbicq_u32(vreinterpretq_u32_f32(vmulq_f32(a, b)), vceqzq_f32(a)));
 }
+/* to[m] (+)= sum_16 of the vectors from 4 m on, m < 4 */
+TQKV__OP void tqkv__add_sums_of_16_neon(const float32x4_t *x, bool add, float *to)
+{
+    float32x4_t fours[4], pairs[2];
+    TQKV__UNROLL
+    for (int m = 0; m < 4; m++)
+        fours[m] = vaddq_f32(vaddq_f32(x[4 * m], x[4 * m + 2]), vaddq_f32(x[4 * m + 1], x[4 * m + 3]));
+    TQKV__UNROLL
+    for (int m = 0; m < 2; m++) {
+        const float64x2_t a = vreinterpretq_f64_f32(fours[2 * m]), b = vreinterpretq_f64_f32(fours[2 * m + 1]);
+        pairs[m] = vaddq_f32(vreinterpretq_f32_f64(vtrn1q_f64(a, b)), vreinterpretq_f32_f64(vtrn2q_f64(a, b)));
+    }
+    vst1q_f32(to, vaddq_f32(add ? vld1q_f32(to) : vdupq_n_f32(0.0f), vpaddq_f32(pairs[0], pairs[1])));
+}
 TQKV__OP float32x4_t tqkv__sum_fours_neon(const float32x4_t *x)
 {
     return vpaddq_f32(vpaddq_f32(x[0], x[1]), vpaddq_f32(x[2], x[3]));
 }
 TQKV__OP float32x4_t tqkv__sum_across_neon(const float *x) { return vld1q_f32(x); }
+/* A matrix [16][2] to [2][16], or back */
+TQKV__OP void tqkv__turn_neon(const bool decoded, const int columns, float32x4_t *x)
+{
+    float32x4_t y[8];
+    if (columns < 2) return;
+    TQKV__UNROLL
+    for (int i = 0; i < 4; i++) {
+        y[decoded ? i : 2 * i] = decoded ? vuzp1q_f32(x[2 * i], x[2 * i + 1]) : vzip1q_f32(x[i], x[4 + i]);
+        y[decoded ? 4 + i : 2 * i + 1] = decoded ? vuzp2q_f32(x[2 * i], x[2 * i + 1]) : vzip2q_f32(x[i], x[4 + i]);
+    }
+    TQKV__UNROLL
+    for (int i = 0; i < 8; i++) x[i] = y[i];
+}
 /* Looks up bytes: entry i is bytes 4i to 4i + 3 of 64 in a table. vqtbx keeps the byte of an index beyond. */
 TQKV__OP float32x4_t tqkv__permute_table_neon(const int bits, const float32x4_t *table, uint32x4_t codes)
 {
@@ -9164,7 +9307,7 @@ TQKV__OP uint8x16_t tqkv__pairs_neon(const uint8_t *p)
     const uint32x4_t two = vorrq_u32(bytes, vshlq_n_u32(bytes, 12));
     return vandq_u8(vreinterpretq_u8_u32(vorrq_u32(two, vshlq_n_u32(two, 6))), vdupq_n_u8(3));
 }
-/* Returns the main bits of codes 16 * (k / 4) ... of a strip, in the order of tqkv__to_decoded. A strip is 32 codes:
+/* Returns the main bits of codes 16 * (k / 4) ... of a strip, in the order of reorder. A strip is 32 codes:
    the low nibbles give the first four vectors, the high ones the other four. A strip of 16 (per_lane 4) keeps its own
    order. */
 TQKV__OP uint8x16_t tqkv__main_codes_neon(const int main_bits, const int per_lane, const int k, const uint8_t *p)
@@ -9421,7 +9564,8 @@ TQKV__OP float32x4_t tqkv__look_up_neon(const int bits, const float32x4_t *table
 #define TQKV__ISA_NAME           "neon"
 #define TQKV__MIX_SHORT_SUBROWS  tqkv__mix_by_order_neon
 #define TQKV__LANES              4
-#define TQKV__NIBBLE_ORDER       16, 2
+#define TQKV__COLUMNS            2 /* of a matrix of packed codes: see reorder */
+#define TQKV__MATRIX_ROWS        16
 #define TQKV__NIBBLE_STRIP       8
 #define TQKV__STRIP_TOGETHER     1
 #define TQKV__ROWS               4 /* queries whose sums fit in registers: values, */
@@ -11114,42 +11258,15 @@ static tqkv_result tqkv__check_seen(const tqkv__attention *a, tqkv__range range)
 
 /* >>tile: the order of decoded values, tiles, and the sums of a tile, of a piece and of a stretch */
 
-/* from: [rows][columns] -> to: [columns][rows] */
-static inline void tqkv__transpose(const float *from, int rows, int columns, float *to)
-{
-    for (int column = 0; column < columns; column++, from++) {
-        const float *x = from;
-        for (int row = 0; row < rows; row++, x += columns) *to++ = *x;
-    }
-}
-
-/* Instruction sets decode packed codes in their own order: each rows * columns values, a matrix [rows][columns], come
-   transposed. The rest of a panel is a matrix of fewer columns. Other codes keep their order. Queries take the decoded
-   order; sums of values are put back. from, to: [head_dim] */
-static void tqkv__reorder(const tqkv__isa *isa, const tqkv__stream *s, bool decoded, const float *from, float *to)
-{
-    const int rows = isa->nibble_order[0], most = isa->nibble_order[1];
-    if (s->main_bits >= 8 || isa->lanes == 1) {
-        memcpy(to, from, (size_t)s->head_dim * sizeof(float));
-        return;
-    }
-    for (const float *end = from + s->head_dim; from < end;)
-        for (int left = s->panel_dim, columns; left > 0; left -= rows * columns) {
-            for (columns = most; rows * columns > left;) columns /= 2;
-            tqkv__transpose(from, decoded ? rows : columns, decoded ? columns : rows, to);
-            from += rows * columns;
-            to += rows * columns;
-        }
-}
-
+/* Queries take the order of decoded codes; sums of values are put back. */
 static void tqkv__to_decoded(const tqkv__isa *isa, const tqkv__stream *s, const float *natural, float *decoded)
 {
-    tqkv__reorder(isa, s, true, natural, decoded);
+    isa->reorder(s, isa->columns, true, natural, decoded);
 }
 
 static void tqkv__to_natural(const tqkv__isa *isa, const tqkv__stream *s, const float *decoded, float *natural)
 {
-    tqkv__reorder(isa, s, false, decoded, natural);
+    isa->reorder(s, isa->columns, false, decoded, natural);
 }
 
 static int tqkv__clamp(int64_t x, int low, int high) { return x < low ? low : x > high ? high : (int)x; }
@@ -11281,7 +11398,8 @@ static void tqkv__add_values(tqkv__tile *tile, int n_rows, float *out)
     const int kv_head = tile->kv_head;
     const float *weights = tile->scores + tile->begin;
     if (s->kind != TQKV__HALF || tile->whole ||
-        tqkv__halves_finite(tqkv__codes_at(s, kv_head, segment->slot), (size_t)segment->n * (size_t)s->head_dim)) {
+        a->isa->codec->rows_finite(TQKV_TYPE_F16, tqkv__codes_at(s, kv_head, segment->slot),
+                                   (size_t)segment->n * (size_t)s->head_dim)) {
         a->isa->value_tile(s, kv_head, segment, weights, n_rows, tile->scaled, out);
         return;
     }
@@ -11382,14 +11500,12 @@ static void tqkv__score_tile(tqkv__tile *tile, const float *q, int digits, int n
 static void tqkv__turn_sums(const tqkv__attention *a, const tqkv__stream *from, const tqkv__stream *to, int n_rows,
                             float *out)
 {
-    float turned[TQKV_MAX_HEAD_DIM];
-    if (a->isa->lanes == 1 || (from->main_bits < 8) == (to->main_bits < 8)) return;
+    if (a->isa->columns == 1 || (from->main_bits < 8) == (to->main_bits < 8)) return;
     for (int row = 0; row < n_rows; row++, out += a->value_dim) {
         if (from->main_bits < 8)
-            tqkv__to_natural(a->isa, from, out, turned);
+            tqkv__to_natural(a->isa, from, out, out);
         else
-            tqkv__to_decoded(a->isa, to, out, turned);
-        memcpy(out, turned, (size_t)a->value_dim * sizeof(float));
+            tqkv__to_decoded(a->isa, to, out, out);
     }
 }
 
@@ -11957,9 +12073,10 @@ static const void *tqkv__query_part(const tqkv__attention *a, const void *query,
 }
 
 /* Brings part 0 or 1 of an item's queries into the basis and order of a stream, times scale. arranged:
-   [n_rows][head_dim]; so is rest, the second digits of integers. Whether there are any. */
+   [n_rows][head_dim]; so is halves, the queries for halves of the same basis, or NULL, and rest, the second digits of
+   integers. Whether there are any. */
 static bool tqkv__arrange_part(const tqkv__attention *a, const tqkv__item *item, const void *q, int part,
-                               const tqkv__stream *s, float *arranged, float *rest)
+                               const tqkv__stream *s, float *arranged, float *halves, float *rest)
 {
     TQKV__ALIGNED float natural[TQKV_MAX_HEAD_DIM];
     bool digits = false;
@@ -11970,6 +12087,7 @@ static bool tqkv__arrange_part(const tqkv__attention *a, const tqkv__item *item,
         a->isa->codec->widen(a->call.query_type, tqkv__query_part(a, query, part), NULL, scale, s->head_dim, natural);
         if (s->rotated && original) a->isa->codec->rotate(natural, s->head_dim);
         tqkv__scale(natural, s->head_dim, a->call.scale);
+        if (halves) memcpy(halves + (size_t)i * (size_t)s->head_dim, natural, (size_t)s->head_dim * sizeof(float));
         if (!a->round_query || s->kind == TQKV__HALF) {
             tqkv__to_decoded(a->isa, s, natural, arranged);
             continue;
@@ -11998,10 +12116,10 @@ static int tqkv__arrange_queries(const tqkv__attention *a, const tqkv__item *ite
 {
     const size_t n_rows = (size_t)item->n_rows, of_keys = n_rows * (size_t)a->keys.head_dim;
     float *rest = arranged + n_rows * tqkv__first_floats(a);
-    int digits = tqkv__arrange_part(a, item, q, 0, &a->keys, arranged, rest) ? 1 : 0;
-    if (a->call.tail && tqkv__arrange_part(a, item, q, 1, &a->tail, arranged + of_keys, rest + of_keys)) digits |= 2;
-    if (a->exact[0][0] || a->exact[1][0])
-        tqkv__arrange_part(a, item, q, 0, &a->ends[!a->exact[0][0]][0], arranged + n_rows * (size_t)a->key_dim, NULL);
+    float *halves = a->exact[0][0] || a->exact[1][0] ? arranged + n_rows * (size_t)a->key_dim : NULL;
+    int digits = tqkv__arrange_part(a, item, q, 0, &a->keys, arranged, halves, rest) ? 1 : 0;
+    if (a->call.tail && tqkv__arrange_part(a, item, q, 1, &a->tail, arranged + of_keys, NULL, rest + of_keys))
+        digits |= 2;
     return digits;
 }
 

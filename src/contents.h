@@ -32,6 +32,7 @@
      >>k-quantise     codes, packed, of whole rows
      >>k-table        all of these as a table of functions
      >>k-integer      the loops of integers
+     >>k-halves       halves among them
      >>k-integer-few  one and two rows of them
      >>k-integer-tiles  the scores and the sums of a tile
      >>set-avx512, >>set-avx2, >>set-neon

@@ -32,6 +32,18 @@ TQKV__OP float tqkv__sum_16_avx512(const __m512 *x)
     return _mm_cvtss_f32(_mm_add_ss(m, _mm_movehdup_ps(m)));
 }
 
+/* Finds to[m] (+)= sum_16 of x[m], m < 4 */
+TQKV__OP void tqkv__add_sums_of_16_avx512(const __m512 *x, bool add, float *to)
+{
+    const __m512 ab = _mm512_add_ps(_mm512_shuffle_f32x4(x[0], x[1], 0x44), _mm512_shuffle_f32x4(x[0], x[1], 0xee));
+    const __m512 cd = _mm512_add_ps(_mm512_shuffle_f32x4(x[2], x[3], 0x44), _mm512_shuffle_f32x4(x[2], x[3], 0xee));
+    __m512 all = _mm512_add_ps(_mm512_shuffle_f32x4(ab, cd, 0x88), _mm512_shuffle_f32x4(ab, cd, 0xdd));
+    all = _mm512_add_ps(all, _mm512_permute_ps(all, 0x4e));
+    all = _mm512_add_ps(all, _mm512_permute_ps(all, 0xb1));
+    const __m128 sums = _mm512_castps512_ps128(_mm512_maskz_compress_ps(0x1111, all));
+    _mm_storeu_ps(to, _mm_add_ps(add ? _mm_loadu_ps(to) : _mm_setzero_ps(), sums));
+}
+
 /* Returns value where x >= least or x is NaN, else 0 */
 TQKV__OP __m512 tqkv__zero_below_avx512(__m512 least, __m512 x, __m512 value)
 {
@@ -204,6 +216,31 @@ TQKV__OP __m512 tqkv__sum_across_avx512(const float *x)
     const __m512 ab = _mm512_add_ps(_mm512_shuffle_f32x4(a, b, 0x44), _mm512_shuffle_f32x4(a, b, 0xee));
     const __m512 cd = _mm512_add_ps(_mm512_shuffle_f32x4(c, d, 0x44), _mm512_shuffle_f32x4(c, d, 0xee));
     return _mm512_add_ps(_mm512_shuffle_f32x4(ab, cd, 0x88), _mm512_shuffle_f32x4(ab, cd, 0xdd));
+}
+
+/* A matrix [16][columns] to [columns][16], or back: each step moves the lowest bit of a place to the top, or back. */
+TQKV__OP void tqkv__turn_step_avx512(const bool decoded, const int columns, __m512 *x)
+{
+    const __m512i low = _mm512_set_epi32(23, 7, 22, 6, 21, 5, 20, 4, 19, 3, 18, 2, 17, 1, 16, 0);
+    const __m512i high = _mm512_or_si512(low, _mm512_set1_epi32(8));
+    const __m512i even = _mm512_set_epi32(30, 28, 26, 24, 22, 20, 18, 16, 14, 12, 10, 8, 6, 4, 2, 0);
+    const __m512i odd = _mm512_or_si512(even, _mm512_set1_epi32(1));
+    __m512 y[8];
+    const int half = columns / 2;
+    TQKV__UNROLL
+    for (int i = 0; i < half; i++) {
+        const __m512 a = decoded ? x[2 * i] : x[i], b = decoded ? x[2 * i + 1] : x[half + i];
+        y[decoded ? i : 2 * i] = _mm512_permutex2var_ps(a, decoded ? even : low, b);
+        y[decoded ? half + i : 2 * i + 1] = _mm512_permutex2var_ps(a, decoded ? odd : high, b);
+    }
+    TQKV__UNROLL
+    for (int i = 0; i < 2 * half; i++) x[i] = y[i];
+}
+TQKV__OP void tqkv__turn_avx512(const bool decoded, const int columns, __m512 *x)
+{
+    if (columns > 1) tqkv__turn_step_avx512(decoded, columns, x);
+    if (columns > 2) tqkv__turn_step_avx512(decoded, columns, x);
+    if (columns > 4) tqkv__turn_step_avx512(decoded, columns, x);
 }
 
 /* Encoding. An empty asm prevents the fusion of a product with a following sum, as in tqkv__rounded. */
@@ -496,7 +533,8 @@ static void tqkv__mix_by_order_avx2(int m, const float *subrows, float factor, i
 #define TQKV__ISA_NAME           "avx512"
 #define TQKV__MIX_SHORT_SUBROWS  tqkv__mix_by_order_avx2
 #define TQKV__LANES              16
-#define TQKV__NIBBLE_ORDER       16, 8
+#define TQKV__COLUMNS            8 /* of a matrix of packed codes: see reorder */
+#define TQKV__MATRIX_ROWS        16
 #define TQKV__NIBBLE_STRIP       8 /* vectors in a strip of nibbles */
 #define TQKV__STRIP_TOGETHER     0 /* do the vectors of a strip share work? */
 #define TQKV__ROWS               4 /* queries whose sums fit in registers: values, */

@@ -137,6 +137,8 @@ extern "C" {
 
 #include "k_integer.h"
 
+#include "k_halves.h"
+
 #include "k_integer_few.h"
 
 #include "k_integer_tiles.h"
