@@ -5,7 +5,8 @@ published figures. Nothing was measured on Apple's hardware.
 usage: model.py BUILD_FOLDER             tables, as they stand in docs/apple-model.md, and lines `ratio NAME VALUE`
        model.py BUILD_FOLDER --models    the table of models' shapes alone
        model.py BUILD_FOLDER --check     a few pipelines: what must hold of the counts
-Takes the command that compiles a shader to LLVM's code from the environment: MODEL_COMPILE.
+Takes the command that compiles a shader to LLVM's code, and the objects to link it with, from the environment: MODEL_COMPILE,
+MODEL_OBJECTS.
 """
 import os
 import re
@@ -57,8 +58,7 @@ class Machine:
     def __init__(self, build):
         self.build = build
         self.planned = False
-        self.objects = [f"{build}/model/run.o"] + [f"{build}/plain/{name}.o"
-                                                   for name in ("gpu", "simt", "attend_merge.metal")]
+        self.objects = os.environ["MODEL_OBJECTS"].split()
 
     def source(self, shader, head_dim):
         """The prepared shader with the kernels of this head_dim alone, to save compile time."""
