@@ -11,7 +11,9 @@
          #include "tqkv.h"
 
      Everywhere else, the include alone. Keep the name tqkv.h: the file includes itself. That one file needs xxhash.h
-     0.8.0 or later (Debian libxxhash-dev, Homebrew xxhash, or a copy beside tqkv.h), and the program links with -lm.
+     0.8.0 or later (Debian libxxhash-dev, Homebrew xxhash, or a copy beside tqkv.h), and the program links with -lm:
+
+         cc -O2 app.c -lm
 
    EXAMPLE
 
@@ -30,13 +32,14 @@
 
      >>formats        formats and their sizes
      >>result         result codes
-     >>isa            the instruction set in use
-     >>threads        who runs the tasks of a call
-     >>store          one stream in the caller's memory: encode, decode, probe, calibrate
+     >>common         strides, arithmetic, hooks for memory and threads
+     >>cache          a cache that owns its memory; save and load
+     >>store          one stream in the caller's memory: encode, decode, probe, calibrate, convert; save and load
      >>rotate         the rotation alone
      >>attention      attention over two stores, whole or in slices
      >>index          scores of an index, and the choice of blocks by them
-     >>cache          a cache that owns its memory; save and load, of stores too
+     >>threads        a hook for the threads of an engine
+     >>isa            the instruction set in use
      >>metal          all of it on Apple's GPUs, with tqkv_metal.m
      >>metal-plan     the same as plans, for engines that dispatch kernels themselves
 
@@ -45,13 +48,14 @@
      TQKV_STATIC            every function is static: private to the including file
      TQKV_API               linkage of the public functions, by default `extern`
      TQKV_EXPLAIN(text)     receives the reason of a refused call, a string that names the argument. Example:
-                            fprintf(stderr, "tqkv: %s\n", text). Default: nothing.
-     TQKV_NO_AVX512         leaves AVX-512 out: half the code, half the time to compile it (docs/integrating.md has both)
+                            fprintf(stderr, "tqkv: %s\n", text). Default: nothing. Who compiles
+                            the implementation decides: a library that others link has no reasons for them.
+     TQKV_NO_AVX512         leaves AVX-512 out: half the code, half the time to compile it (see docs/integrating.md)
      TQKV_NO_AVX2           leaves both out, because AVX-512 takes short rows from AVX2: a quarter of the code
-     TQKV_NO_INTEGER        leaves out the vector loops of attention in integers, a fifth of the code: TQKV_INTEGER then takes
-                            plain C, with the same bits
-     TQKV_METAL             adds what tqkv_metal.m needs: define it for both files. On Apple's systems it is there, unless
-                            TQKV_NO_METAL is defined
+     TQKV_NO_INTEGER        leaves out the vector loops of attention in integers, a fifth of the code: TQKV_INTEGER then
+                            takes plain C, with the same bits
+     TQKV_METAL             adds what tqkv_metal.m needs: define it for both files. On Apple's systems it is there,
+                            unless TQKV_NO_METAL is defined
      TQKV_NO_IMPLEMENTATION makes TQKV_IMPLEMENTATION void: for a build that compiles files which define it, and links
                             them with one object
      TQKV_ALLOW_FAST_MATH   compiles despite -ffast-math or a part of it. Codes and norms may then differ from other
@@ -62,20 +66,20 @@
 
    THREADS
 
-     Calls that only read an object (attend, decode, save, the getters) may run at once. A call that writes a cache (append,
-     truncate, destroy) needs exclusive access to it. Different objects are independent.
+     Calls that only read an object (attend, decode, save, the getters) may run at once. A call that writes a cache
+     (append, truncate, destroy) needs exclusive access to it. Different objects are independent.
      A store is the memory of its slots: calls on one store, or on stores over the same pool, may run at once if none
-     writes a slot that another writes or sees. So two threads may encode into different slots, and one may encode a position
-     while others attend to those before it.
+     writes a slot that another writes or sees. So two threads may encode into different slots, and one may encode a
+     position while others attend to those before it.
      The only hidden state is the choice of an instruction set, made once. The hook tqkv_parallel runs tasks of one call
-     on the caller's threads; tqkv_team is such a hook for threads that call at once. The number of threads does not change
-     any bit of the results. A call takes at most 64 KiB of stack.
+     on the caller's threads; tqkv_team is such a hook for threads that call at once. The number of threads does not
+     change any bit of the results. A call takes at most 64 KiB of stack.
 
    MATHEMATICS
 
-     Rotation: y = R(s*x)/sqrt(D), with random signs s and a symmetric Hadamard matrix R: the Walsh-Hadamard transform or,
-     where D is no power of two, its product with a matrix of order 12, 20, 28 or 36. It makes each coordinate of a vector
-     close to Gaussian. Quantiser: Lloyd-Max codebooks for N(0,1) (S. Lloyd, "Least squares quantization in PCM",
+     Rotation: y = R(s*x)/sqrt(D), with random signs s and a symmetric Hadamard matrix R: the Walsh-Hadamard transform
+     or, where D is no power of two, its product with a matrix of order 12, 20, 28 or 36. It makes each coordinate of a
+     vector close to Gaussian. Quantiser: Lloyd-Max codebooks for N(0,1) (S. Lloyd, "Least squares quantization in PCM",
      1982), or a uniform grid for I8. TurboQuant (A. Zandieh et al., 2025) pairs the two in this way. Rotated keys and
      rotated queries keep their dot product. Attention sums rotated values and rotates the result back once a head.
      Attention: one-pass softmax with a running maximum (M. Milakov and N. Gimelshein, 2018).
@@ -175,6 +179,22 @@ typedef enum tqkv_result {
 /* One sentence in English, never NULL. */
 TQKV_API const char *tqkv_result_string(tqkv_result r);
 
+/* >>common
+   What calls on a cache, a store and attention share. First, where the caller's rows lie: that of a token (or position,
+   or query) t and a head h begins at value t * token + h * head. 0: as in [token][head][dim] without gaps, that is dim
+   for head and n_heads * dim for token. For [head][token][dim]: token = dim, head = n_tokens * dim; for a third of
+   fused projections: token = 3 * n_heads * dim. Rows that are read may share values, rows that are written may not.
+   What lies between the rows of an output may be another output of the same strides; for all else it counts as written
+   in the checks of what overlaps, but is not touched. On a GPU below 2^32. */
+typedef struct tqkv_strides {
+    size_t token, head;
+} tqkv_strides;
+
+/* How the processor multiplies in attention. TQKV_INTEGER: rotated queries and weights as integers of 16 bits, codes as
+   integers of 8 bits, with exact sums: the same bits on every processor, compiler and number of threads, and less time
+   where arithmetic binds. F16 streams stay floats. Not for TQ8 or on a GPU: TQKV_UNSUPPORTED. */
+typedef enum tqkv_arithmetic { TQKV_FLOAT = 0, TQKV_INTEGER } tqkv_arithmetic;
+
 /* Memory for caches and scratch. All zero: malloc and free. alloc returns NULL or memory aligned like malloc's; free
    receives the size that alloc received. */
 typedef struct tqkv_allocator {
@@ -183,103 +203,188 @@ typedef struct tqkv_allocator {
     void *user;
 } tqkv_allocator;
 
-/* >>isa
-   The instruction set in use: "avx512" (with VBMI), "avx2" (with FMA), "neon" or "scalar". The first call chooses the
-   best set of the processor, or the one named by the environment variable TQKV_ISA. Codes and norms are the same in all
-   sets; attention differs in the last bits. */
-TQKV_API const char *tqkv_isa_name(void);
-/* For tests: uses that set from now on, in all threads. NULL: chooses again. TQKV_INVALID_ARGUMENT for an unknown name,
-   TQKV_UNSUPPORTED if the processor lacks the set. */
-TQKV_API tqkv_result tqkv_isa_force(const char *name);
-
-/* >>threads
-   Runs task(context, i) once for each i in [0, count), in any order, on any threads; returns after all have ended.
-   Threads that share a cache or a store may call `run` at once; it must allow that. tqkv never calls `run` from its own
-   tasks; a pool whose other tasks call tqkv must allow `run` inside a task. Neither `run` nor a task may throw or
-   longjmp through tqkv: the call's scratch would leak, and its tasks might go on. */
+/* Threads. `run` calls task(context, i) once for each i in [0, count), in any order, on any threads; it returns after
+   all have ended. All zero: the calling thread alone. Threads that share a cache or a store may call `run` at once; it
+   must allow that. tqkv never calls `run` from its own tasks; a pool whose other tasks call tqkv must allow `run`
+   inside a task. Neither `run` nor a task may throw or longjmp through tqkv: the call's scratch would leak, and its
+   tasks might go on. */
 typedef void (*tqkv_task)(void *context, int index);
 typedef struct tqkv_parallel {
     void (*run)(void *user, int count, tqkv_task task, void *context);
     void *user;
 } tqkv_parallel;
 
-/* A hook for threads that are there already: of an engine that calls each operation on all its threads at once, as ggml
-   does, and has no pool to lend. All call tqkv_team_begin. It returns true in thread 0, whose calls to tqkv the others then
-   help with; in these it returns false after tqkv_team_end, when there is nothing left to do. Example:
+/* >>cache
+   A cache that owns its memory: one layer's keys and values, and their positions. */
+typedef struct tqkv_cache tqkv_cache;
+typedef struct tqkv_store tqkv_store; /* see >>store */
+typedef struct tqkv_metal tqkv_metal; /* see >>metal */
+typedef struct tqkv_cache_desc {
+    /* The shape, and how many positions it holds. */
+    int head_dim, n_kv_heads, n_heads, capacity; /* n_heads: 0 = n_kv_heads */
+    int value_dim;                               /* head_dim of the values; 0 = head_dim */
+    bool ring;                                   /* keep the newest `capacity` positions */
+    bool shared;  /* the keys are the values, as MLA's latent is. value_format and value_dim: those of the keys, or 0 */
+    int tail_dim; /* further dimensions of each key, in a stream of their own, as the RoPE part of MLA; 0: none */
 
-     void attend_layer(layer *l, int thread, int n_threads)          // on all threads, with one l
-     {
-         if (!tqkv_team_begin(l->team, thread, n_threads)) return;
-         l->result = tqkv_encode(&l->keys, l->k, 1, l->position);    // l->keys.parallel = tqkv_team_parallel(l->team)
-         if (l->result == TQKV_OK) l->result = tqkv_encode(&l->values, l->v, 1, l->position);
-         l->attention.end = l->position + 1;                         // l->attention.parallel: the same
-         if (l->result == TQKV_OK) l->result = tqkv_attend(&l->attention, l->q, l->out);
-         tqkv_team_end(l->team);
-     }
+    /* How positions are kept. */
+    tqkv_format key_format, value_format, tail_format; /* tail_format: 0 = F16 */
+    /* Exact ends: so many of the first positions (a model's attention sinks), and of the newest before each query (its
+       recent window), are kept in fp16, too, and read from there: most of the weight is there. Their sum is at most the
+       capacity; F16 streams and the tail need none. The halves of the newest are room for 64 queries of one call; an
+       append of more tokens makes more room, for as many. After truncate, remove and keep the newest may be left as
+       codes until new ones come. */
+    int exact_first, exact_last;
+    /* Make room for the halves of one append of so many tokens at once. On a GPU, which cannot make more, 0 = 512. */
+    int exact_batch;
+    /* Calibration: the cache learns centre (mean) and scale of the channels of its keys (tqkv_calibrate) from the first
+       so many positions, without the exact_first: at least 16, and of a smaller cache a quarter of the capacity. 0:
+       not. Until the append that reaches them keys and values are halves as they came, and attention is exact. That
+       append encodes them; queries at these positions still read the halves, until the next append gives their memory
+       back (with non_causal, until this one). The same codes however positions came. What it has learned is in
+       tqkv_cache_keys. On a GPU the halves' memory stays as long as the cache, because work under way may read it: a
+       copy by tqkv_cache_fork, made when the cache has learned, has none. */
+    int calibrate;
 
-   Both calls wait until all n_threads threads have come to tqkv_team_begin. The next begin may follow at once; another number of
-   threads only after all have returned. Waiting threads spin, and after a while give way to others. One team serves all
-   layers; two operations at once need two. */
-typedef struct tqkv_team tqkv_team;
-/* allocator: NULL = malloc, free. *out is NULL on failure. */
-TQKV_API tqkv_result tqkv_team_create(const tqkv_allocator *allocator, tqkv_team **out);
-TQKV_API void tqkv_team_destroy(tqkv_team *team); /* NULL is fine. No thread may be between begin and end. */
-TQKV_API bool tqkv_team_begin(tqkv_team *team, int thread, int n_threads);
-TQKV_API void tqkv_team_end(tqkv_team *team); /* by thread 0 */
-/* The hook, for calls of thread 0 between begin and end. Elsewhere the calling thread, one at a time, runs all tasks. */
-TQKV_API tqkv_parallel tqkv_team_parallel(tqkv_team *team);
-/* Scratch for the same calls, and caches, which must be destroyed before the team. The team keeps what is freed, so that
-   after the first calls nothing is allocated. */
-TQKV_API tqkv_allocator tqkv_team_allocator(tqkv_team *team);
+    /* Attention, as the fields of tqkv_attention. */
+    int window;
+    float scale, softcap;
+    const float *sinks; /* [n_heads] or NULL; copied */
+    bool non_causal;    /* every query sees all resident positions: for cross-attention */
+    tqkv_arithmetic arithmetic;
+    tqkv_type type; /* of k, v, q and out */
+
+    /* Resources. */
+    tqkv_parallel parallel;
+    tqkv_allocator allocator; /* for the cache and its scratch */
+    tqkv_metal *metal;        /* a context that holds the cache and runs append and attend; NULL = the processor */
+    int matrix_group;         /* on a GPU: as that of tqkv_metal_attention */
+    uint64_t tag;             /* the caller's name for the model, 0: none; a snapshot or a fork of another is refused */
+} tqkv_cache_desc;
+
+/* A desc with formats, calibrate 512, exact_first 4 and exact_last 128 filled in; the caller adds the shape. Bits a
+   value, with norms, at head_dim 64 / 128 / 256. */
+typedef enum tqkv_preset {
+    TQKV_SAFE = 0, /* I8 keys, TQ4 values: 6.5 / 6.25 / 6.19 */
+    TQKV_SMALL,    /* TQ5, TQ3: 4.5 / 4.25 / 4.13. TQ4 for both loses 1.6 times as much, in 0.8 to 0.95 of the time */
+    TQKV_TINY      /* TQ3, TQ2: 3 / 2.75 / 2.63 */
+} tqkv_preset;
+TQKV_API tqkv_cache_desc tqkv_cache_preset(tqkv_preset preset); /* zeros for an unknown one */
+
+/* *out is NULL on failure. */
+TQKV_API tqkv_result tqkv_cache_create(const tqkv_cache_desc *desc, tqkv_cache **out);
+TQKV_API void tqkv_cache_destroy(tqkv_cache *c); /* NULL is fine */
+
+/* k: [n_tokens][n_kv_heads][head_dim, then tail_dim], v: [n_tokens][n_kv_heads][value_dim], or NULL if the keys are the
+   values; at positions end, end + 1 ...; outside of the cache's memory.
+   Tasks of `parallel` encode long runs, to the same bytes. All or nothing: TQKV_OUT_OF_RANGE if a linear cache would
+   overflow. To prefill a ring, append and attend in pieces of at most capacity - window + 1 tokens: then every query
+   still finds its whole window. */
+TQKV_API tqkv_result tqkv_cache_append(tqkv_cache *c, const void *k, const void *v, int n_tokens);
+/* The newest n_queries positions attend; q: [n_queries][n_heads][head_dim, then tail_dim], out: with value_dim. Nothing
+   to do for 0. TQKV_OUT_OF_RANGE, and nothing is written, where a query's window, or a half that it reads, is gone. */
+TQKV_API tqkv_result tqkv_cache_attend(tqkv_cache *c, const void *q, int n_queries, void *out);
+TQKV_API int64_t tqkv_cache_end(const tqkv_cache *c); /* positions appended; 0 for NULL */
+/* The oldest resident position; 0 for NULL. After truncate, keep, fork or load a ring may hold fewer positions than its
+   capacity: tqkv_attend over its stores then needs kv_len = end - first, which is not its default. */
+TQKV_API int64_t tqkv_cache_first(const tqkv_cache *c);
+/* Codes and norms of all streams, and the halves kept besides, now; 0 for NULL. */
+TQKV_API size_t tqkv_cache_bytes(const tqkv_cache *c);
+/* Forgets the positions from `end` on. A ring cannot restore overwritten positions: TQKV_OUT_OF_RANGE for an end before
+   the oldest resident position. 0 is always valid and empties the cache. With a window the next query that is answered
+   stands at tqkv_cache_first + window - 1 or behind. */
+TQKV_API tqkv_result tqkv_cache_truncate(tqkv_cache *c, int64_t end);
+/* Removes the positions [first, first + count); those behind move down, with their codes as they are: a key keeps the
+   rotary embedding of its old position. For linear caches; TQKV_UNSUPPORTED for a ring. */
+TQKV_API tqkv_result tqkv_cache_remove(tqkv_cache *c, int64_t first, int64_t count);
+/* Of the newest n positions, numbered 0 to n - 1 from the oldest, keeps those named and forgets the others. kept:
+   [n_kept], ascending. For a tree of drafts after its verification. TQKV_OUT_OF_RANGE if n positions are not resident.
+   Windows as after tqkv_cache_truncate. */
+TQKV_API tqkv_result tqkv_cache_keep(tqkv_cache *c, int n, const int *kept, int n_kept);
+/* A copy with the resident positions at their places. desc: NULL, or nonzero fields for what the copy has otherwise:
+   capacity (TQKV_OUT_OF_RANGE if too small for them), ring, formats of the streams (as tqkv_store_convert, on the
+   hook's threads), type, sinks, parallel, allocator, metal, matrix_group, arithmetic, non_causal, exact_batch, a tag.
+   Its other nonzero fields must match. So a full linear cache grows, or with ring = true goes on as a ring, and one
+   that needs less memory goes on in fewer bits. *out is NULL on failure. */
+TQKV_API tqkv_result tqkv_cache_fork(const tqkv_cache *c, const tqkv_cache_desc *desc, tqkv_cache **out);
+
+/* Both return the bytes moved, fewer at the end of a file or on failure; tqkv calls again until all or 0 bytes move. */
+typedef size_t (*tqkv_write)(void *user, const void *bytes, size_t n);
+typedef size_t (*tqkv_read)(void *user, void *bytes, size_t n);
+
+/* Writes the resident positions. The bytes depend only on the content, not on machine, allocator or threads. After
+   TQKV_IO the output is no snapshot: write to a temporary file, then rename it. */
+TQKV_API tqkv_result tqkv_cache_save(const tqkv_cache *c, tqkv_write write, void *user);
+/* desc, never NULL, supplies what a snapshot lacks: parallel, allocator, metal, matrix_group, arithmetic, non_causal,
+   and sinks for the snapshot's n_heads, or a tag. Its other nonzero fields must match, else TQKV_INVALID_ARGUMENT; the
+   tags, too, unless one is 0. TQKV_CORRUPT: a missing or changed byte, or a newer version of tqkv, which TQKV_EXPLAIN
+   tells apart. *out is NULL on failure. */
+TQKV_API tqkv_result tqkv_cache_load(const tqkv_cache_desc *desc, tqkv_read read, void *user, tqkv_cache **out);
+
+/* Centres (means) and scales as tqkv_store's, copied; NULL: none. keys: [n_kv_heads][head_dim, then tail_dim]; values:
+   [n_kv_heads][value_dim], NULL if the keys are the values, which then have those of the keys. Only while end is 0,
+   else TQKV_INVALID_ARGUMENT. Snapshots keep them; tqkv_cache_bytes does not count them. The cache then does not learn
+   its own. */
+TQKV_API tqkv_result tqkv_cache_set_center(tqkv_cache *c, const float *keys, const float *values);
+TQKV_API tqkv_result tqkv_cache_set_scale(tqkv_cache *c, const float *keys, const float *values);
+/* Strides of the rows that later calls take and give; NULL, and at first: none. Copies and snapshots have none. */
+typedef struct tqkv_cache_layout {
+    tqkv_strides k, v, q, out;
+} tqkv_cache_layout;
+TQKV_API tqkv_result tqkv_cache_set_layout(tqkv_cache *c, const tqkv_cache_layout *layout);
+TQKV_API const tqkv_store *tqkv_cache_keys(const tqkv_cache *c);   /* the stores behind it; NULL for NULL */
+TQKV_API const tqkv_store *tqkv_cache_values(const tqkv_cache *c); /* the keys if they are the values */
+TQKV_API const tqkv_store *tqkv_cache_tail(const tqkv_cache *c);   /* NULL without one */
 
 /* >>store
-   Where the caller's rows lie: that of a token (or position, or query) t and a head h begins at value t * token + h * head.
-   0: as in [token][head][dim] without gaps, that is dim for head and n_heads * dim for token. For [head][token][dim]: token =
-   dim, head = n_tokens * dim; for a third of fused projections: token = 3 * n_heads * dim. Rows that are read may share
-   values, rows that are written may not. What lies between the rows of an output may be another output of the same strides;
-   for all else it counts as written in the checks of what overlaps, but is not touched. On a GPU below 2^32. */
-typedef struct tqkv_strides {
-    size_t token, head;
-} tqkv_strides;
-
-/* One stream (keys or values) of one layer in the caller's memory:
+   One stream (keys or values) of one layer in the caller's memory:
    codes [n_kv_heads][capacity][row_bytes], norms [n_kv_heads][capacity][norms_per_row], nothing else.
-   Linear: position p is slot p. Ring: slot p mod capacity. Paged: a pool of `capacity` slots for many sequences, each with
-   a store of its own over the same codes and norms; position p is slot pages[p / page_size] * page_size + p % page_size.
-   Tables may share pages, as for a common prompt. Entries of positions that nothing sees or writes are not looked at. */
-typedef struct tqkv_store {
+   Linear: position p is slot p. Ring: slot p mod capacity. Paged: a pool of `capacity` slots for many sequences, each
+   with a store of its own over the same codes and norms; position p is slot pages[p / page_size] * page_size +
+   p % page_size. Tables may share pages, as for a common prompt. Entries of positions that nothing sees or
+   writes are not looked at. */
+struct tqkv_store {
     tqkv_format format; /* not TQKV_FORMAT_DEFAULT: a store alone does not know whether it holds keys or values */
     int head_dim; /* 32, 48, 64, 80, 96, 112, 128, 144, 160, 192, 224, 256, 288, 320, 384, 448, 512, 576, 640, 768, 896
                      or 1024 */
     int n_kv_heads;
-    int capacity; /* positions */
+
+    /* Positions. */
+    int capacity; /* in positions */
     bool ring;
-    bool unrotated; /* for caches written without the rotation; TQ5, TQ6, TQ8 and their _BYTES forms only. The rotation
-                       spreads the heavy tails of real values: without it the error grows by up to four digits. */
-    float block_scale; /* TQ formats, head_dim 512 and 1024: a factor of encoded values; 0 = 1 */
+    const int32_t *pages; /* [n_pages], or NULL: not paged. Not with ring. */
+    int n_pages;
+    int page_size; /* in positions, any that divides capacity; multiples of 64 are quickest. 1: pages is the slot of
+                      each position */
+
+    /* Memory. */
     void *codes;       /* any alignment; a multiple of 64 reads fastest */
     size_t codes_size; /* bytes */
     float *norms;      /* may be NULL for F16 */
     size_t norms_size; /* bytes */
-    /* [n_kv_heads][head_dim], finite, or NULL. Encoding subtracts it from each row; decoding and attention add it back,
-       exactly. For keys with a large constant part, which models with a bias in the key projection have. The same for
-       all positions: set it before the first row is encoded, and keep it as long as the store. */
-    const float *center;
-    tqkv_type type; /* of rows given to encode, probe, mean and measure, and written by decode. The codes of a half or a
-                       bfloat16 are those of the same value as a float. Attention does not look at it. */
-    const int32_t *pages; /* [n_pages], or NULL: not paged. Not with ring. */
-    int n_pages;
-    int page_size; /* in positions, any that divides capacity; multiples of 64 are quickest. 1: pages is the slot of each
-                      position. */
+
+    /* Rows given to encode, probe, mean and measure, and written by decode. The codes of a half or a bfloat16 are those
+       of the same value as a float. Attention looks at neither. */
+    tqkv_type type;
+    tqkv_strides strides;
     tqkv_parallel parallel; /* for encode, encode_slots and convert, of many rows; zero = the calling thread alone */
-    tqkv_strides strides;   /* of rows given to encode, probe, mean and measure, and written by decode */
-    bool rotated; /* F16 alone: halves of the rotated row, less the centre, in the basis of other formats' codes */
-    /* [n_kv_heads][head_dim], in [2^-32, 2^32], or NULL: a scale for each channel, by which encoding divides what is left of a
-       row without its centre (it multiplies by 1 / channel_scale), and by which decoding and attention multiply. For keys with
-       channels far larger than others, whose error the rotation would spread over all. TQKV_ROTATED rows, queries and outputs
-       are those of the scaled basis. The same for all positions, as the centre. */
+
+    /* From rows to codes. The same for all positions: set these before the first row is encoded, and keep the arrays as
+       long as the store. */
+    /* A mean for each channel, [n_kv_heads][head_dim], finite, or NULL. Encoding subtracts it from each row; decoding
+       and attention add it back, exactly. For keys with a large constant part, which models with a bias in the key
+       projection have. */
+    const float *center;
+    /* A scale for each channel, [n_kv_heads][head_dim], in [2^-32, 2^32], or NULL. Encoding divides by it what is left
+       of a row without its centre (it multiplies by 1 / channel_scale); decoding and attention multiply. For keys with
+       channels far larger than others, whose error the rotation would spread over all. TQKV_ROTATED rows, queries and
+       outputs are those of the scaled basis. */
     const float *channel_scale;
-} tqkv_store;
+    float block_scale; /* TQ formats, head_dim 512 and 1024: a factor of encoded values; 0 = 1 */
+    bool rotated;      /* F16 alone: halves of the rotated row, less the centre, in the basis of other formats' codes */
+    bool unrotated; /* for caches written without the rotation; TQ5, TQ6, TQ8 and their _BYTES forms only. The rotation
+                       spreads the heavy tails of real values: without it the error grows by up to four digits. */
+};
 
 /* Bytes of the codes and of the norms; 0 if the store's shape is invalid or its size overflows. F16 has no norms. */
 TQKV_API size_t tqkv_codes_size(const tqkv_store *s);
@@ -287,38 +392,41 @@ TQKV_API size_t tqkv_norms_size(const tqkv_store *s);
 
 /* Encodes tokens at position, position+1 ...; src: [n_tokens][n_kv_heads][head_dim]. A ring keeps only the last
    `capacity` tokens. A page may not occur twice among those written. TQKV_NOT_FINITE if src holds NaN or Inf, even in
-   tokens that a ring drops. Values near 1e19, whose squared length overflows, give an infinite norm. What shares a norm becomes
-   zeros where all is at most 1e-10: the length of a row, or of I8 its largest value. */
+   tokens that a ring drops. Values near 1e19, whose squared length overflows, give an infinite norm. What shares a norm
+   becomes zeros where all is at most 1e-10: the length of a row, or of I8 its largest value. */
 TQKV_API tqkv_result tqkv_encode(const tqkv_store *s, const void *src, int n_tokens, int64_t position);
-/* Token t goes to slot slots[t] of the pool, a token with slot -1 nowhere; no slot twice. For tokens of many sequences at
-   once: pages and ring are not looked at. NaN and Inf are refused in all rows, left-out ones too. slots: [n_tokens] */
+/* Token t goes to slot slots[t] of the pool, a token with slot -1 nowhere; no slot twice. For tokens of many sequences
+   at once: pages and ring are not looked at. NaN and Inf are refused in all rows, left-out ones too.
+   slots: [n_tokens] */
 TQKV_API tqkv_result tqkv_encode_slots(const tqkv_store *s, const void *src, int n_tokens, const int32_t *slots);
 
 /* Shows how well activations fit the codebook: writes the values that encode compares with the boundaries. They are
-   rotated, divided by the norm, and scaled to unit variance; I8: in steps of the grid; F16: what is rounded. src, scaled:
-   [n_tokens][n_kv_heads][head_dim]. Writes no store; codes and norms may be NULL. */
+   rotated, divided by the norm, and scaled to unit variance; I8: in steps of the grid; F16: what is rounded. src,
+   scaled: [n_tokens][n_kv_heads][head_dim]. Writes no store; codes and norms may be NULL. */
 TQKV_API tqkv_result tqkv_probe(const tqkv_store *s, const void *src, int n_tokens, float *scaled);
 
 /* The basis of a vector. Streams without rotation (F16, unrotated) and without a scale have one basis. */
 typedef enum tqkv_basis {
     TQKV_ORIGINAL = 0,
-    /* The basis of the codes: after scale and rotation. Rows have the centre in them, scaled and rotated: a caller's query q is
-       R(q * channel_scale), an output is R(v / channel_scale) of the original one. */
+    /* The basis of the codes: after scale and rotation. Rows have the centre in them, scaled and rotated: a caller's
+       query q is R(q * channel_scale), an output is R(v / channel_scale) of the original one. */
     TQKV_ROTATED
 } tqkv_basis;
 
-/* Decodes [position, position + n_positions), of a ring at most `capacity`; dst: [n_positions][n_kv_heads][head_dim]. */
+/* Decodes [position, position + n_positions), of a ring at most `capacity`; dst:
+   [n_positions][n_kv_heads][head_dim]. */
 TQKV_API tqkv_result tqkv_decode(const tqkv_store *s, int64_t position, int n_positions, tqkv_basis basis, void *dst);
 
-/* Writes the positions [position, position + n_positions) of `from` into `to`, which may have another format, block_scale,
-   capacity and page table: decoded in the basis of the codes and encoded there, the same bytes on every machine. Rows of
-   F16 that are not rotated are on the way, rows of the same format and block_scale are copied. TQKV_INVALID_ARGUMENT unless
-   n_kv_heads, head_dim, unrotated (F16 goes with either), the centre and the scale are the same. A page may not occur twice
-   among those written. TQKV_NOT_FINITE if a row to encode holds NaN, infinity or a norm of 1e30 or more.
-   Many rows go to tasks of to->parallel.
-   Two page tables of one pool, with rows of as many bytes: a copy of a sequence, if the pages that have these positions are
-   others in `to` than in `from`. In place: codes, norms or both may begin where those of `from` begin, if capacity and ring are the same, neither store
-   has pages, and the row of `to` (row_bytes, norms_per_row) is no longer. Rows move down in ascending order, each
+/* Writes the positions [position, position + n_positions) of `from` into `to`, which may have another format,
+   block_scale, capacity and page table: decoded in the basis of the codes and encoded there, the same bytes on every
+   machine. Rows of F16 that are not rotated are on the way, rows of the same format and block_scale are copied.
+   TQKV_INVALID_ARGUMENT unless n_kv_heads, head_dim, unrotated (F16 goes with either), the centre and the scale are the
+   same. A page may not occur twice among those written. TQKV_NOT_FINITE if a row to encode holds NaN, infinity or a
+   norm of 1e30 or more. Many rows go to tasks of to->parallel.
+   Two page tables of one pool, with rows of as many bytes: a copy of a sequence, if the pages that have these positions
+   are others in `to` than in `from`.
+   In place: codes, norms or both may begin where those of `from` begin, if capacity and ring are the same, neither
+   store has pages, and the row of `to` (row_bytes, norms_per_row) is no longer. Rows move down in ascending order, each
    after it was read; what these stores held at other positions is lost. Memory that overlaps otherwise is refused. All
    checks come before the first write: a conversion never ends halfway. */
 TQKV_API tqkv_result tqkv_store_convert(const tqkv_store *to, const tqkv_store *from, int64_t position,
@@ -337,14 +445,14 @@ typedef struct tqkv_quality {
                         one is infinite: a value of F16 that overflows when the centre is subtracted */
     double beyond;   /* share of these values beyond the last boundary */
 } tqkv_quality;
-/* Encodes and decodes the rows, without a store; out: [n_kv_heads], zeros for no tokens. codes and norms may be NULL. A stream
-   that is keys and values has one error, which outputs meet twice, in the weights and in what they weigh: the two
-   effects add up. A tail is a stream of its own, which strides find in rows of whole keys; scores meet its error by the share
-   that its products have of them. */
+/* Encodes and decodes the rows, without a store; out: [n_kv_heads], zeros for no tokens. codes and norms may be NULL. A
+   stream that is keys and values has one error, which outputs meet twice, in the weights and in what they weigh: the
+   two effects add up. A tail is a stream of its own, which strides find in rows of whole keys; scores meet its error by
+   the share that its products have of them. */
 TQKV_API tqkv_result tqkv_measure(const tqkv_store *shape, const void *src, int n_tokens, tqkv_quality *out);
 
-/* Channels of the rotary embedding that share a scale. Such a scale commutes with the rotation of positions: an engine may fold
-   it into its projections, and may shift contexts. */
+/* Channels of the rotary embedding that share a scale. Such a scale commutes with the rotation of positions: an engine
+   may fold it into its projections, and may shift contexts. */
 typedef enum tqkv_pairs {
     TQKV_PAIRS_NONE = 0,
     TQKV_PAIRS_NEIGHBOURS, /* channels 2i and 2i + 1 */
@@ -352,21 +460,36 @@ typedef enum tqkv_pairs {
 } tqkv_pairs;
 /* Learns centre and scale of keys from rows and, if given, from queries, which say what reads a channel's error:
 
-     center = mean,  s = deviation from it,  channel_scale = sqrt(s), or sqrt(s / r) with r = root mean square of the queries,
+     center = mean,  s = deviation from it,  channel_scale = sqrt(s), or sqrt(s / r), r = root mean square of queries,
 
-   then divided by its root mean square over the head's channels and kept in [2^-10, 2^10]. A channel of deviation 0 counts as that
-   of the smallest other. The same bits on every machine. Values need neither.
-   src: [n_tokens][n_kv_heads][head_dim], of the shape's type and strides; q: [n_queries][n_heads][head_dim] of its type, without
-   gaps, or NULL; n_heads: 0 = n_kv_heads. center, channel_scale: [n_kv_heads][head_dim], one may be NULL. No tokens: 0 and 1. The
-   shape's format, centre and scale do not matter. TQKV_NOT_FINITE: NaN, infinity or a magnitude beyond 1e12. */
+   then divided by its root mean square over the head's channels and kept in [2^-10, 2^10]. A channel of deviation 0
+   counts as that of the smallest other. The same bits on every machine. Values need neither.
+   src: [n_tokens][n_kv_heads][head_dim], of the shape's type and strides; q: [n_queries][n_heads][head_dim] of its
+   type, without gaps, or NULL; n_heads: 0 = n_kv_heads. center, channel_scale: [n_kv_heads][head_dim], one may be NULL.
+   No tokens: 0 and 1. The shape's format, centre and scale do not matter. TQKV_NOT_FINITE: NaN, infinity or a magnitude
+   beyond 1e12. */
 TQKV_API tqkv_result tqkv_calibrate(const tqkv_store *shape, const void *src, int n_tokens, const void *q, int n_heads,
                                     int n_queries, tqkv_pairs pairs, float *center, float *channel_scale);
-/* What the shape's format, centre and scale would add to the logits: the standard deviation of q.(k' - k)/sqrt(head_dim) over
-   the rows k, root mean square over the queries that read the head. With 20 in its first layer Qwen2.5-Coder-0.5B is ruined,
-   with 5 it loses 0.25 nats, with 0.7 it loses 0.03, or with exact ends 0.003. Rows and queries as tqkv_calibrate's, q not NULL;
-   noise: [n_kv_heads], zeros for no tokens or queries, INFINITY if rows decode to NaN. */
+/* What the shape's format, centre and scale would add to the logits: the standard deviation of q.(k' -
+   k)/sqrt(head_dim) over the rows k, root mean square over the queries that read the head. With 20 in its first layer
+   Qwen2.5-Coder-0.5B is ruined, with 5 it loses 0.25 nats, with 0.7 it loses 0.03, or with exact ends 0.003. Rows and
+   queries as tqkv_calibrate's, q not NULL; noise: [n_kv_heads], zeros for no tokens or queries, INFINITY if rows decode
+   to NaN. */
 TQKV_API tqkv_result tqkv_logit_noise(const tqkv_store *shape, const void *src, int n_tokens, const void *q,
                                       int n_heads, int n_queries, double *noise);
+
+/* As tqkv_cache_save and tqkv_cache_load, for the positions [position, position + n_positions) of one store, in the
+   caller's memory: a sequence leaves a pool of pages and comes back, or moves to another machine. The bytes depend on
+   what these positions hold, not on where it lies: a snapshot of a paged store loads into other pages, a linear store
+   or a ring. */
+TQKV_API tqkv_result tqkv_store_save(const tqkv_store *s, int64_t position, int n_positions, tqkv_write write,
+                                     void *user);
+/* The snapshot must be of as many positions, of a store with the same format, head_dim, n_kv_heads, unrotated,
+   block_scale, centre and scale, else TQKV_INVALID_ARGUMENT. They may have been other positions: rows come back in
+   their order, to where there is room. A page may not occur twice among those written. TQKV_CORRUPT: a missing or
+   changed byte. After TQKV_CORRUPT or TQKV_IO these positions may hold anything; all others are as they were. */
+TQKV_API tqkv_result tqkv_store_load(const tqkv_store *s, int64_t position, int n_positions, tqkv_read read,
+                                     void *user);
 
 /* >>rotate
    y = R(s*x)/sqrt(D) and its inverse x = s*R(y)/sqrt(D), in place; rows: [n_rows][head_dim]. NaN and Inf spread. */
@@ -374,80 +497,98 @@ TQKV_API tqkv_result tqkv_rotate(float *rows, int n_rows, int head_dim);
 TQKV_API tqkv_result tqkv_unrotate(float *rows, int n_rows, int head_dim);
 
 /* >>attention
-   How the processor multiplies. TQKV_INTEGER: rotated queries and weights as integers of 16 bits, codes as integers of 8
-   bits, with exact sums: the same bits on every processor, compiler and number of threads, and less time where arithmetic
-   binds. F16 streams stay floats. Not for TQ8 or on a GPU: TQKV_UNSUPPORTED. */
-typedef enum tqkv_arithmetic { TQKV_FLOAT = 0, TQKV_INTEGER } tqkv_arithmetic;
+   out = sum_j softmax_j( cap( scale * q.k_j ) ) v_j,   cap(x) = softcap > 0 ? softcap * tanh(x/softcap) : x
 
-/* out = sum_j softmax_j( cap( scale * q.k_j ) ) v_j,   cap(x) = softcap > 0 ? softcap * tanh(x/softcap) : x
-   Query head h reads KV head h / (n_heads/n_kv_heads). Query i is at position end - n_queries + i. It sees the resident
-   positions up to its own; a window limits them to the newest `window`. A query that sees nothing gives zeros.
+   Query head h reads KV head h / (n_heads/n_kv_heads): MHA, GQA and MQA. Query i is at position end - n_queries + i. It
+   sees the resident positions up to its own (a causal mask); a window limits them to the newest `window`. A query that
+   sees nothing gives zeros.
    With non_causal it sees those behind it, too: all resident ones or, under a window, those of which it is at most
    window - 1 positions away in either direction. Without a window its own position then does not matter, and may not be
    resident: for cross-attention. To let a part of a prompt see itself, attend with `end` behind that part.
    Slots that no query sees change nothing, whatever they hold.
-   On the processor the relative L2 error against double precision on the same codes is at most 2e-5 at any length, for
-   scores with a standard deviation up to 10; beyond, 2e-6 times the deviation: a float score s is rounded by up to
-   2^-24 |s|, and exp turns that into a share of its weight. TQKV_INTEGER: against double precision with the integer
-   centroids, at most 2e-4 plus 5e-5 times the deviation of the scores, for any query; a NaN is 0x7fc00000. */
+   On the processor a query gets the same bits alone and beside any others, in a call and in a batch (batch invariance).
+   The relative L2 error against double precision on the same codes is at most 2e-5 at any length, for scores with a
+   standard deviation up to 10; beyond, 2e-6 times the deviation: a float score s is rounded by up to 2^-24 |s|, and exp
+   turns that into a share of its weight. TQKV_INTEGER: against double precision with the integer centroids, at most
+   2e-4 plus 5e-5 times the deviation of the scores, for any query; a NaN is 0x7fc00000. */
 typedef struct tqkv_attention {
-    /* same n_kv_heads; head_dim may differ. One stream may be both, as in a latent cache: the same store, or two that
-       describe the same bytes in the same way. Its rows are fetched once for scores and sums, and its centre is added back to
-       both, as both are scaled. */
+    /* The streams. Same n_kv_heads; head_dim may differ. One stream may be both, as MLA's latent is: the same store, or
+       two that describe the same bytes in the same way. Its rows are fetched once for scores and sums, and its centre
+       is added back to both, as both are scaled. */
     const tqkv_store *keys, *values;
+    /* More dimensions of each key, as MLA's RoPE part, or NULL: a stream with a format, rotation, centre and scale of
+       its own, and n_kv_heads, capacity, ring and page table of the keys. A row of q is the keys' part, then the
+       tail's; query_basis is that of each part. */
+    const tqkv_store *tail;
+
+    /* The queries, and where they stand. */
     int n_heads;   /* query heads; 0 = n_kv_heads */
     int n_queries; /* 0 = 1 */
     int64_t end;   /* positions appended so far */
     int kv_len;    /* resident positions, the newest; 0 = min(end, capacity), paged: min(end, n_pages * page_size) */
-    int window;    /* 0 = no window */
-    float scale;   /* 0 = 1/sqrt(head_dim of the keys, with that of the tail) */
-    float softcap; /* 0 = off */
-    const float *sinks;       /* [n_heads] or NULL: adds exp(sink) to the softmax's denominator; -INFINITY: no sink */
-    tqkv_basis query_basis;   /* TQKV_ROTATED: q is rotated already */
-    tqkv_basis output_basis;  /* TQKV_ROTATED: leave the output rotated */
-    tqkv_parallel parallel;   /* zero = the calling thread alone */
-    tqkv_allocator allocator; /* scratch; zero = malloc, free */
-    tqkv_type query_type, output_type; /* of q and out. Outputs are rounded once, at the end; too large for a half:
-                                          infinity. Sums of slices are always float. */
-    tqkv_strides query_strides, output_strides; /* of q and out; sums of slices have no gaps */
+
+    /* What a query sees. */
+    int window;        /* 0 = no window */
+    bool whole_window; /* TQKV_OUT_OF_RANGE if a position of a query's window is gone; else it sees what is there */
+    bool non_causal;   /* not with a tree */
     /* [n_queries], at most 64, or NULL. Of the newest n_queries positions query i sees position j of them only if bit j
-       of tree[i] is set and j <= i: for drafts with several branches. Higher bits are ignored. */
+       of tree[i] is set and j <= i: for drafts with several branches (a tree mask). Higher bits are ignored. */
     const uint64_t *tree;
-    tqkv_arithmetic arithmetic;
-    bool non_causal; /* not with a tree */
-    /* More dimensions of each key, or NULL: a stream with a format, rotation, centre and scale of its own, and n_kv_heads,
-       capacity, ring and page table of the keys. A row of q is the keys' part, then the tail's; query_basis is that of
-       each part. */
-    const tqkv_store *tail;
-    /* [n_queries][list_heads][list_length], or NULL: all positions. Ascending numbers of blocks, the first -1 ends a row; block
-       b is the positions from b * list_block on. A query sees what it would see without a list, if it is in a block of its row
-       or among the newest list_newest positions that it would see. Blocks beyond the end, and positions that are gone, are
-       nothing. A list that names all blocks gives the result without a list, bit for bit. */
+    /* [n_queries][list_heads][list_length], or NULL: all positions. Block-sparse attention: ascending numbers of
+       blocks, the first -1 ends a row; block b is the positions from b * list_block on. A query sees what it would see
+       without a list, if it is in a block of its row or among the newest list_newest positions that it would see.
+       Blocks beyond the end, and positions that are gone, are nothing. A list that names all blocks gives the result
+       without a list, bit for bit. */
     const int32_t *list;
     int list_length, list_heads; /* list_heads: 0 = 1, or n_kv_heads: a row for each */
     int list_block, list_newest; /* list_block: 1, 4, 16, 64 or 128 positions */
-    /* Some positions as halves, too: a query at position p reads those below exact_first from first_keys and first_values, and
-       those above p - exact_last, but none below exact_from, from last_keys and last_values; all others, and those of a stream
-       whose store here is NULL or that is F16 itself, from keys and values. It gets the same bits alone and in a batch. With
-       a tree, too, p is where a query stands, and not its depth. Stores of F16 with n_kv_heads, head_dim, centre and scale of
-       the codes, and rotated if these are; linear, rings (multiples of 64 read fastest) or paged, as long as they hold these
-       positions, of last_keys and last_values the newest exact_last + n_queries - 1 up to `end`: else TQKV_OUT_OF_RANGE. If
-       the keys are the values, so are their halves. A resident position's tail is read from its own store. On a GPU the
-       stores of halves have no pages, and keys with a tail have none beside them. */
+
+    /* Scores. */
+    float scale;   /* 0 = 1/sqrt(head_dim of the keys, with that of the tail) */
+    float softcap; /* 0 = off */
+    /* Learned attention sinks, [n_heads], or NULL: adds exp(sink) to the softmax's denominator; -INFINITY: no sink. */
+    const float *sinks;
+    tqkv_arithmetic arithmetic;
+
+    /* Rows of q and out. Outputs are rounded once, at the end; too large for a half: infinity. Sums of slices are
+       always float. */
+    tqkv_type query_type, output_type;
+    tqkv_strides query_strides, output_strides; /* sums of slices have no gaps */
+    tqkv_basis query_basis;                     /* TQKV_ROTATED: q is rotated already */
+    tqkv_basis output_basis;                    /* TQKV_ROTATED: leave the output rotated */
+
+    /* Resources. */
+    tqkv_parallel parallel;   /* zero = the calling thread alone */
+    tqkv_allocator allocator; /* scratch; zero = malloc, free */
+
+    /* Exact ends: the first positions (a model's attention sinks) and the newest (the recent window) in fp16 in place
+       of their codes. A query at position p reads position j from
+
+         first_keys, first_values    where j < exact_first
+         last_keys, last_values      else where j > p - exact_last and j >= exact_from
+         keys, values                else
+
+       A NULL store is passed over, as are all of a stream that is F16 itself.
+       p is where the query stands in the sequence, also with a tree; with non_causal and no window, end - 1. All four
+       are stores of F16: linear, paged or rings (multiples of 64 read fastest), with n_kv_heads, head_dim, centre and
+       scale of the codes, and rotated if these are. first_* hold the positions below exact_first, last_* the newest
+       exact_last + n_queries - 1 of those up to `end`, else TQKV_OUT_OF_RANGE. If the keys are the values, first_keys
+       and last_keys serve both. The tail is read from its own store. On a GPU these stores have no pages, and keys with
+       a tail have none beside them. */
     const tqkv_store *first_keys, *first_values, *last_keys, *last_values;
     int exact_first, exact_last;
-    int64_t exact_from; /* what a truncation, for example, has left as codes; 0: nothing */
-    /* Positions below exact_first that are no longer resident are seen, as if they were, where first_keys, first_values and, with
-       a tail, first_tail have them: streams of F16 need theirs for that, too. They are added apart from the others: a query whose
-       window reaches back to one that is gone has other last bits than before. first_tail: a store of the tail's kind. A slice
-       has them if it begins with the oldest resident position. */
+    int64_t exact_from; /* below it there are no newest halves, as after a truncation; 0: none missing */
+    /* A ring forgets its first positions, but first_keys, first_values and, with a tail, first_tail (a store of the
+       tail's kind) keep them: where all of these are given, those below exact_first are seen as if they were resident.
+       Streams of F16 need theirs for that, too. They are added apart from the others: a query whose window reaches back
+       to one that is gone has other last bits than before it went. A slice has them if it begins with the oldest
+       resident position. */
     const tqkv_store *first_tail;
-    bool whole_window; /* TQKV_OUT_OF_RANGE if a position of a query's window is gone; else it sees what is there */
 } tqkv_attention;
 
 /* q: [n_queries][n_heads][head_dim of the keys, then of the tail], out: [n_queries][n_heads][head_dim of the values].
-   TQKV_NOT_FINITE if q holds NaN or Inf, or a sink is NaN or +Inf. A score, or a sum of values, beyond the range of float makes a
-   result NaN or infinite. */
+   TQKV_NOT_FINITE if q holds NaN or Inf, or a sink is NaN or +Inf. A score, or a sum of values, beyond the range of
+   float makes a result NaN or infinite. */
 TQKV_API tqkv_result tqkv_attend(const tqkv_attention *a, const void *q, void *out);
 
 /* Each item as tqkv_attend does it, to the same bits, in one use of the hook that is cut evenly: for many sequences, of
@@ -456,24 +597,42 @@ TQKV_API tqkv_result tqkv_attend(const tqkv_attention *a, const void *q, void *o
 TQKV_API tqkv_result tqkv_attend_batch(const tqkv_attention *items, int n_items, const void *const *q,
                                        void *const *out);
 
-/* Attends one slice [first, first + count) of the resident positions, without sinks, for tqkv_attend_merge;
-   TQKV_OUT_OF_RANGE if it leaves them. max, sum: [n_queries][n_heads]: the largest score, and the sum of
-   exp(score - max). out: as tqkv_attend's, but float: the sum of exp(score - max) * value, in the basis of the values' codes.
-   A query without positions: -INFINITY, 0, zeros. */
+/* Slices: the context cut into ranges that are attended apart (flash decoding, split-K; on other machines, in other
+   formats), merged in any order, and finished once:
+
+     tqkv_attend_partial(&a, q, 0, 4096, out, max, sum);             // one slice
+     tqkv_attend_partial(&a, q, 4096, 4096, out_2, max_2, sum_2);    // another
+     tqkv_attend_merge(&a, out, max, sum, out_2, max_2, sum_2);      // the first becomes both
+     tqkv_attend_finish(&a, out, max, sum);                          // out: as tqkv_attend's, but for the last bits
+
+   A slice is three arrays of floats without gaps. For each query and head: max, the largest score; sum, the sum of
+   exp(score - max); out, the sum of exp(score - max) * value, in the basis of the values' codes. Of a query that sees
+   nothing in it: -INFINITY, 0, zeros. max, sum: [n_queries][n_heads]; out: with the values' head_dim behind. */
+
+/* Attends positions [first, first + count), all resident, else TQKV_OUT_OF_RANGE. Leaves the sinks to
+   tqkv_attend_finish. */
 TQKV_API tqkv_result tqkv_attend_partial(const tqkv_attention *a, const void *q, int64_t first, int count, float *out,
                                          float *max, float *sum);
-/* Merges the slice src into dst. Both slices must have values in the same basis, which this call cannot check: its sums
-   are wrong if one is rotated (TQ, I8) and the other not (F16, unrotated), or if their scales differ. For the former use
-   tqkv_attend_merge_slice. This call and the two below read only the shapes of a->keys and a->values, and the values' scale. */
+/* out, max and sum become both slices. The two must have one basis of values, which the call cannot check: either both
+   are of rotated streams (TQ, I8) or none is (F16, unrotated), and their scales are the same. This call and the two
+   below read only the shapes of a->keys and a->values, and the values' scale. */
 TQKV_API tqkv_result tqkv_attend_merge(const tqkv_attention *a, float *out, float *max, float *sum,
                                        const float *src_out, const float *src_max, const float *src_sum);
-/* As tqkv_attend_merge, for a slice attended with `slice`, over stores of other formats: converts its sums to the basis
+/* The same for a src that was attended with `slice`, over stores of other formats: its sums are converted to the basis
    of a->values. n_heads, n_queries, the values' head_dim and their scale are the same in both. */
 TQKV_API tqkv_result tqkv_attend_merge_slice(const tqkv_attention *a, float *out, float *max, float *sum,
                                              const tqkv_attention *slice, const float *src_out, const float *src_max,
                                              const float *src_sum);
-/* Adds the sinks, divides, rotates back and scales: out becomes the output of tqkv_attend. */
+/* Adds the sinks, divides, rotates back and scales. */
 TQKV_API tqkv_result tqkv_attend_finish(const tqkv_attention *a, float *out, const float *max, const float *sum);
+
+/* Of a cache, as tqkv_cache_attend, with a list of blocks, a tree or both: those of `a`, whose other fields are
+   ignored. */
+TQKV_API tqkv_result tqkv_cache_attend_some(tqkv_cache *c, const tqkv_attention *a, const void *q, int n_queries,
+                                            void *out);
+/* What tqkv_cache_attend attends to, as it is now, for one query: for slices and batches of caches. kv_len is 0 if
+   nothing is resident; do not attend then. All zeros for NULL. */
+TQKV_API tqkv_attention tqkv_cache_view(const tqkv_cache *c);
 
 /* >>index
    What a query attends to may be chosen by a small index: keys of their own, one for each `ratio` positions of the
@@ -481,17 +640,19 @@ TQKV_API tqkv_result tqkv_attend_finish(const tqkv_attention *a, float *out, con
 
        s(i, j) = sum_h weights[i][h] * f( q(i, h).k(j) ),   f(x) = max(x, 0) with relu, else x
 
-   The score of a block of keys is the largest or the mean of its keys' scores that the query sees; the same bits alone and
-   among other queries. Against double precision on the same codes a key's score is within 2e-5 of
-   sum_h |weights[i][h] f(q.k)|, and 1e-4 in integers with their centroids; where the products of a few heads nearly vanish, one
-   adds 2e-7, and 2e-5 in integers, of sum_h |weights[i][h]| |q(i, h)| |k(j)|. */
+   The score of a block of keys is the largest or the mean of its keys' scores that the query sees; the same bits alone
+   and among other queries. Against double precision on the same codes a key's score is within 2e-5 of sum_h
+   |weights[i][h] f(q.k)|, and 1e-4 in integers with their centroids; where the products of a few heads nearly vanish,
+   one adds 2e-7, and 2e-5 in integers, of sum_h |weights[i][h]| |q(i, h)| |k(j)|. */
 typedef enum tqkv_pool { TQKV_POOL_MAX = 0, TQKV_POOL_MEAN } tqkv_pool;
 typedef struct tqkv_index {
     const tqkv_store *keys; /* n_kv_heads 1, any format */
     int n_heads, n_queries; /* query heads of the index; 0 = 1 */
     int64_t end;            /* keys appended so far */
     int kv_len;             /* resident keys, as tqkv_attention's */
-    int ratio;            /* positions of the context that a key stands for: key j for those from j * ratio on. 0 = 1 */
+    int ratio;         /* positions of the context that a key stands for: key j for those from j * ratio on. 0 = 1 */
+    int64_t positions; /* of the context so far; 0 = end * ratio. Query i is at positions - n_queries + i. It sees the
+                          resident keys whose positions are all at or before its own */
     const float *weights; /* [n_queries][n_heads] or NULL: 1 */
     bool relu;
     int block; /* keys a block; 0 = 1 */
@@ -502,145 +663,55 @@ typedef struct tqkv_index {
     tqkv_parallel parallel;
     tqkv_allocator allocator; /* scratch, for some heads and queries at a time */
     tqkv_arithmetic arithmetic;
-    int64_t positions; /* of the context so far; 0 = end * ratio. Query i is at positions - n_queries + i. It sees the
-                          resident keys whose positions are all at or before its own */
 } tqkv_index;
 
-/* q: [n_queries][n_heads][head_dim]; scores: [n_queries][number of blocks up to end], -INFINITY where a query sees no key
-   of a block. TQKV_NOT_FINITE if q or weights hold NaN or Inf. */
+/* q: [n_queries][n_heads][head_dim]; scores: [n_queries][number of blocks up to end], -INFINITY where a query sees no
+   key of a block. TQKV_NOT_FINITE if q or weights hold NaN or Inf. */
 TQKV_API tqkv_result tqkv_index_scores(const tqkv_index *x, const void *q, float *scores);
 /* The k best blocks of each query, ascending, of equal ones the lower; -1 after the last. scores as above; a block with
-   -INFINITY is never chosen. The blocks of `first` and `newest` come before all others, lower ones first. list: [n_queries][k].
-   Reads only the shape of keys. TQKV_NOT_FINITE if the score of a block that its query sees is NaN. */
+   -INFINITY is never chosen. The blocks of `first` and `newest` come before all others, lower ones first. list:
+   [n_queries][k]. Reads only the shape of keys. TQKV_NOT_FINITE if the score of a block that its query sees is NaN. */
 TQKV_API tqkv_result tqkv_index_choose(const tqkv_index *x, const float *scores, int k, int32_t *list);
 
-/* >>cache
-   A cache that owns its memory: one layer's keys and values, and their positions. */
-typedef struct tqkv_cache tqkv_cache;
-typedef struct tqkv_metal tqkv_metal; /* see >>metal */
-typedef struct tqkv_cache_desc {
-    int head_dim, n_kv_heads, n_heads, capacity; /* n_heads: 0 = n_kv_heads */
-    tqkv_format key_format, value_format;
-    bool ring; /* keep the newest `capacity` positions */
-    int window;
-    float scale, softcap;
-    const float *sinks; /* [n_heads] or NULL; copied */
-    tqkv_parallel parallel;
-    tqkv_allocator allocator; /* for the cache and its scratch */
-    tqkv_metal *metal;        /* a context that holds the cache and runs append and attend; NULL = the processor */
-    int value_dim;            /* head_dim of the values; 0 = head_dim */
-    tqkv_type type;           /* of k, v, q and out */
-    int matrix_group;         /* on a GPU: as that of tqkv_metal_attention */
-    tqkv_arithmetic arithmetic;
-    bool non_causal; /* every query sees all resident positions: for cross-attention; see tqkv_attention */
-    bool shared;     /* a latent cache: the keys are the values. value_format and value_dim: those of the keys, or 0 */
-    int tail_dim;    /* further dimensions of each key, in a stream of their own; 0: none */
-    tqkv_format tail_format; /* 0 = F16 */
-    /* So many of the first positions, and of the newest before each query, are kept as halves, too, and read as these: most of
-       the weight is there. Their sum is at most the capacity; F16 streams and the tail need none. The halves of the newest are
-       room for 64 queries of one call; an append of more tokens makes more room, for as many. After truncate, remove and
-       keep the newest may be left as codes until new ones come. */
-    int exact_first, exact_last;
-    int exact_batch; /* make room for the halves of one append of so many tokens at once. On a GPU, which cannot make more, 0 = 512 */
-    /* The cache learns centre and scale of its keys (tqkv_calibrate) from the first so many positions, without the exact_first: at
-       least 16, and of a smaller cache a quarter of the capacity. 0: not. Until the append that reaches them keys and values are
-       halves as they came, and attention is exact. That append encodes them; queries at these positions still read the halves,
-       until the next append gives their memory back (with non_causal, until this one). The same codes however positions came. What
-       it has learned is in tqkv_cache_keys. On a GPU the halves' memory stays as long as the cache, because work under way may
-       read it: a copy by tqkv_cache_fork, made when the cache has learned, has none. */
-    int calibrate;
-    uint64_t tag; /* the caller's name for the model, 0: none; a snapshot or a fork of another is refused */
-} tqkv_cache_desc;
+/* >>threads
+   A hook for threads that are there already: of an engine that calls each operation on all its threads at once, as ggml
+   does, and has no pool to lend. All call tqkv_team_begin. It returns true in thread 0, whose calls to tqkv the others
+   then help with; in these it returns false after tqkv_team_end, when there is nothing left to do. Example:
 
-/* A desc with formats, calibrate 512, exact_first 4 and exact_last 128 filled in; the caller adds the shape. Bits a value, with norms,
-   at head_dim 64 / 128 / 256. */
-typedef enum tqkv_preset {
-    TQKV_SAFE = 0, /* I8 keys, TQ4 values: 6.5 / 6.25 / 6.19 */
-    TQKV_SMALL, /* TQ5, TQ3: 4.5 / 4.25 / 4.13. TQ4 for both loses 1.6 times as much at as many bits, in 0.8 to 0.95 of the time */
-    TQKV_TINY /* TQ3, TQ2: 3 / 2.75 / 2.63 */
-} tqkv_preset;
-TQKV_API tqkv_cache_desc tqkv_cache_preset(tqkv_preset preset); /* zeros for an unknown one */
+     void attend_layer(layer *l, int thread, int n_threads)          // on all threads, with one l
+     {
+         if (!tqkv_team_begin(l->team, thread, n_threads)) return;
+         l->result = tqkv_encode(&l->keys, l->k, 1, l->position);    // l->keys.parallel = tqkv_team_parallel(l->team)
+         if (l->result == TQKV_OK) l->result = tqkv_encode(&l->values, l->v, 1, l->position);
+         l->attention.end = l->position + 1;                         // l->attention.parallel: the same
+         if (l->result == TQKV_OK) l->result = tqkv_attend(&l->attention, l->q, l->out);
+         tqkv_team_end(l->team);
+     }
 
-/* *out is NULL on failure. */
-TQKV_API tqkv_result tqkv_cache_create(const tqkv_cache_desc *desc, tqkv_cache **out);
-TQKV_API void tqkv_cache_destroy(tqkv_cache *c); /* NULL is fine */
+   Both calls wait until all n_threads threads have come to tqkv_team_begin. The next begin may follow at once; another
+   number of threads only after all have returned. Waiting threads spin, and after a while give way to others. One team
+   serves all layers; two operations at once need two. */
+typedef struct tqkv_team tqkv_team;
+/* allocator: NULL = malloc, free. *out is NULL on failure. */
+TQKV_API tqkv_result tqkv_team_create(const tqkv_allocator *allocator, tqkv_team **out);
+TQKV_API void tqkv_team_destroy(tqkv_team *team); /* NULL is fine. No thread may be between begin and end. */
+TQKV_API bool tqkv_team_begin(tqkv_team *team, int thread, int n_threads);
+TQKV_API void tqkv_team_end(tqkv_team *team); /* by thread 0 */
+/* The hook, for calls of thread 0 between begin and end. Elsewhere the calling thread, one at a time, runs all
+   tasks. */
+TQKV_API tqkv_parallel tqkv_team_parallel(tqkv_team *team);
+/* Scratch for the same calls, and caches, which must be destroyed before the team. The team keeps what is freed, so
+   that after the first calls nothing is allocated. */
+TQKV_API tqkv_allocator tqkv_team_allocator(tqkv_team *team);
 
-/* k: [n_tokens][n_kv_heads][head_dim, then tail_dim], v: [n_tokens][n_kv_heads][value_dim], or NULL if the keys are the
-   values; at positions end, end + 1 ...; outside of the cache's memory.
-   Tasks of `parallel` encode long runs, to the same bytes. All or nothing: TQKV_OUT_OF_RANGE if a linear cache would
-   overflow. To prefill a ring, append and attend in pieces of at most capacity - window + 1 tokens: then every query
-   still finds its whole window. */
-TQKV_API tqkv_result tqkv_cache_append(tqkv_cache *c, const void *k, const void *v, int n_tokens);
-/* The newest n_queries positions attend; q: [n_queries][n_heads][head_dim, then tail_dim], out: with value_dim. Nothing to
-   do for 0. TQKV_OUT_OF_RANGE, and nothing is written, where a query's window, or a half that it reads, is gone. */
-TQKV_API tqkv_result tqkv_cache_attend(tqkv_cache *c, const void *q, int n_queries, void *out);
-/* The same with a list of blocks, a tree or both: those of `a`, whose other fields are ignored. */
-TQKV_API tqkv_result tqkv_cache_attend_some(tqkv_cache *c, const tqkv_attention *a, const void *q, int n_queries,
-                                            void *out);
-/* What tqkv_cache_attend attends to, as it is now, for one query: for slices and batches of caches. kv_len is 0 if nothing is
-   resident; do not attend then. All zeros for NULL. */
-TQKV_API tqkv_attention tqkv_cache_view(const tqkv_cache *c);
-TQKV_API int64_t tqkv_cache_end(const tqkv_cache *c); /* positions appended; 0 for NULL */
-/* The oldest resident position; 0 for NULL. After truncate, keep, fork or load a ring may hold fewer positions than its
-   capacity: tqkv_attend over its stores then needs kv_len = end - first, which is not its default. */
-TQKV_API int64_t tqkv_cache_first(const tqkv_cache *c);
-/* Codes and norms of all streams, and the halves kept besides, now; 0 for NULL. */
-TQKV_API size_t tqkv_cache_bytes(const tqkv_cache *c);
-/* Centres and scales as tqkv_store's, copied; NULL: none. keys: [n_kv_heads][head_dim, then tail_dim]; values:
-   [n_kv_heads][value_dim], NULL if the keys are the values, which then have those of the keys. Only while end is 0, else
-   TQKV_INVALID_ARGUMENT. Snapshots keep them; tqkv_cache_bytes does not count them. The cache then does not learn its own. */
-TQKV_API tqkv_result tqkv_cache_set_center(tqkv_cache *c, const float *keys, const float *values);
-TQKV_API tqkv_result tqkv_cache_set_scale(tqkv_cache *c, const float *keys, const float *values);
-/* Strides of the rows that later calls take and give; NULL, and at first: none. Copies and snapshots have none. */
-typedef struct tqkv_cache_layout {
-    tqkv_strides k, v, q, out;
-} tqkv_cache_layout;
-TQKV_API tqkv_result tqkv_cache_set_layout(tqkv_cache *c, const tqkv_cache_layout *layout);
-/* Forgets the positions from `end` on. A ring cannot restore overwritten positions: TQKV_OUT_OF_RANGE for an end before
-   the oldest resident position. 0 is always valid and empties the cache. With a window the next query that is answered
-   stands at tqkv_cache_first + window - 1 or behind. */
-TQKV_API tqkv_result tqkv_cache_truncate(tqkv_cache *c, int64_t end);
-/* Removes the positions [first, first + count); those behind move down, with their codes as they are: a key keeps the
-   rotary embedding of its old position. For linear caches; TQKV_UNSUPPORTED for a ring. */
-TQKV_API tqkv_result tqkv_cache_remove(tqkv_cache *c, int64_t first, int64_t count);
-/* Of the newest n positions, numbered 0 to n - 1 from the oldest, keeps those named and forgets the others. kept:
-   [n_kept], ascending. For a tree of drafts after its verification. TQKV_OUT_OF_RANGE if n positions are not resident.
-   Windows as after tqkv_cache_truncate. */
-TQKV_API tqkv_result tqkv_cache_keep(tqkv_cache *c, int n, const int *kept, int n_kept);
-/* A copy with the resident positions at their places. desc: NULL, or nonzero fields for what the copy has otherwise:
-   capacity (TQKV_OUT_OF_RANGE if too small for them), ring, formats of the streams (as tqkv_store_convert, on the hook's
-   threads), type, sinks, parallel, allocator, metal, matrix_group, arithmetic, non_causal, exact_batch, a tag. Its other nonzero fields
-   must match. So a full linear cache grows, or with ring = true goes on as a ring, and one that needs less memory goes
-   on in fewer bits. *out is NULL on failure. */
-TQKV_API tqkv_result tqkv_cache_fork(const tqkv_cache *c, const tqkv_cache_desc *desc, tqkv_cache **out);
-TQKV_API const tqkv_store *tqkv_cache_keys(const tqkv_cache *c);   /* the stores behind it; NULL for NULL */
-TQKV_API const tqkv_store *tqkv_cache_values(const tqkv_cache *c); /* the keys if they are the values */
-TQKV_API const tqkv_store *tqkv_cache_tail(const tqkv_cache *c);   /* NULL without one */
-
-/* Both return the bytes moved, fewer at the end of a file or on failure; tqkv calls again until all or 0 bytes move. */
-typedef size_t (*tqkv_write)(void *user, const void *bytes, size_t n);
-typedef size_t (*tqkv_read)(void *user, void *bytes, size_t n);
-
-/* Writes the resident positions. The bytes depend only on the content, not on machine, allocator or threads. After
-   TQKV_IO the output is no snapshot: write to a temporary file, then rename it. */
-TQKV_API tqkv_result tqkv_cache_save(const tqkv_cache *c, tqkv_write write, void *user);
-/* desc, never NULL, supplies what a snapshot lacks: parallel, allocator, metal, matrix_group, arithmetic, non_causal, and sinks for the
-   snapshot's n_heads, or a tag. Its other nonzero fields must match, else TQKV_INVALID_ARGUMENT; the tags, too, unless one is 0.
-   TQKV_CORRUPT: a missing or changed byte, or a newer version of tqkv, which TQKV_EXPLAIN tells apart. *out is NULL on
-   failure. */
-TQKV_API tqkv_result tqkv_cache_load(const tqkv_cache_desc *desc, tqkv_read read, void *user, tqkv_cache **out);
-
-/* The same for the positions [position, position + n_positions) of one store, in the caller's memory: a sequence leaves a
-   pool of pages and comes back, or moves to another machine. The bytes depend on what these positions hold, not on where
-   it lies: a snapshot of a paged store loads into other pages, a linear store or a ring. */
-TQKV_API tqkv_result tqkv_store_save(const tqkv_store *s, int64_t position, int n_positions, tqkv_write write,
-                                     void *user);
-/* The snapshot must be of as many positions, of a store with the same format, head_dim, n_kv_heads, unrotated, block_scale,
-   centre and scale, else TQKV_INVALID_ARGUMENT. They may have been other positions: rows come back in their order, to where there
-   is room. A page may not occur twice among those written. TQKV_CORRUPT: a missing or changed byte. After TQKV_CORRUPT or
-   TQKV_IO these positions may hold anything; all others are as they were. */
-TQKV_API tqkv_result tqkv_store_load(const tqkv_store *s, int64_t position, int n_positions, tqkv_read read,
-                                     void *user);
+/* >>isa
+   The instruction set in use: "avx512" (with VBMI), "avx2" (with FMA), "neon" or "scalar". The first call chooses the
+   best set of the processor, or the one named by the environment variable TQKV_ISA. Codes and norms are the same in all
+   sets; attention differs in the last bits. */
+TQKV_API const char *tqkv_isa_name(void);
+/* For tests: uses that set from now on, in all threads. NULL: chooses again. TQKV_INVALID_ARGUMENT for an unknown name,
+   TQKV_UNSUPPORTED if the processor lacks the set. */
+TQKV_API tqkv_result tqkv_isa_force(const char *name);
 
 /* >>metal
    The same calls on Apple's GPUs. Compile tqkv_metal.m beside the file with TQKV_IMPLEMENTATION, and link with
@@ -656,8 +727,8 @@ TQKV_API tqkv_result tqkv_store_load(const tqkv_store *s, int64_t position, int 
 
    Threads. Many threads may use one context at once, each with its own encoder.
 
-   Sizes. head_dim 32, 48, 64, 80, 96, 128, 192, 256, 448, 512 or 1024, keys of 192 with values of 128, and a tail of 64 for
-   keys of 448 or 512; others are TQKV_UNSUPPORTED. */
+   Sizes. head_dim 32, 48, 64, 80, 96, 128, 192, 256, 448, 512 or 1024, keys of 192 with values of 128, and a tail of 64
+   for keys of 448 or 512; others are TQKV_UNSUPPORTED. */
 #ifdef TQKV_STATIC
 #define TQKV_METAL_API extern /* defined in their own file */
 #else
@@ -678,33 +749,36 @@ typedef struct tqkv_metal_desc {
     const void *library_bytes; /* its content; copied */
     size_t library_size;
     tqkv_metal_object library; /* id<MTLLibrary> of that device. Retained. */
-    /* The content of metallib/tqkv.metal, UTF-8, or NULL; copied. The system compiles from it, each on its first use, the
-       kernels that it refuses from the library, or all if there is no library or it is refused. */
+    /* The content of metallib/tqkv.metal, UTF-8, or NULL; copied. The system compiles from it, each on its first use,
+       the kernels that it refuses from the library, or all if there is no library or it is refused. */
     const char *library_source;
     char *error; /* [error_size] or NULL: on failure the reason, in Metal's words if it has any */
     size_t error_size;
 } tqkv_metal_desc;
 
-/* Runs one small kernel and waits for it. TQKV_UNSUPPORTED: no Metal device, or one without family Apple7 or simdgroups
-   of 32. TQKV_TABLE_MISMATCH: the library was built from another version of this header; the text names the table.
-   TQKV_METAL_ERROR: Metal failed. *out is NULL on failure. If the source took the library's place, or later that of one
-   kernel, the text says so and why, although the result is TQKV_OK: "library refused: ...; compiled from source". If Metal
-   refuses only the kernels that multiply matrices, attention goes on without: "...; attention without matrices". */
+/* Runs one small kernel and waits for it. TQKV_UNSUPPORTED: no Metal device, or one without family Apple7 or
+   simdgroups of 32. TQKV_TABLE_MISMATCH: the library was built from another version of this header; the text names
+   the table. TQKV_METAL_ERROR: Metal failed. *out is NULL on failure. If the source took the library's place, or
+   later that of one kernel, the text says so and why, although the result is TQKV_OK: "library refused: ...;
+   compiled from source". If Metal refuses only the kernels that multiply matrices, attention goes on without: "...;
+   attention without matrices". */
 TQKV_METAL_API tqkv_result tqkv_metal_create(const tqkv_metal_desc *desc, tqkv_metal **out);
 /* Call it after all calls have returned, recorded work has completed, and the context's caches and memory are gone. */
 TQKV_METAL_API void tqkv_metal_destroy(tqkv_metal *m); /* NULL is fine */
-/* The text of the context's last failure in any thread, or of its creation, cut to size - 1 bytes; "" if there is none. */
+/* The text of the context's last failure in any thread, or of its creation, cut to size - 1 bytes; "" if there is
+   none. */
 TQKV_METAL_API void tqkv_metal_error(tqkv_metal *m, char *text, size_t size);
 
-/* Whether the GPU computes what the processor does, for such caches: of desc all but the capacity and ring count. Codes,
-   norms and decoded rows of 48 tokens must have the processor's bits, attention of one and of three queries its values, also
-   with positions kept as halves, and to a list of blocks; where keys can be those of an index, its scores, too, and the blocks
-   that it chooses. Takes milliseconds, and the time to build pipelines, most of which such caches need anyway. Each version
-   of the system has its own compiler of shaders: call it once after an update. TQKV_METAL_ERROR: something differs; the text
-   says what, and by how much. */
+/* Whether the GPU computes what the processor does, for such caches: of desc all but the capacity and ring count.
+   Codes, norms and decoded rows of 48 tokens must have the processor's bits, attention of one and of three queries its
+   values, also with positions kept as halves, and to a list of blocks; where keys can be those of an index, its scores,
+   too, and the blocks that it chooses. Takes milliseconds, and the time to build pipelines, most of which such caches
+   need anyway. Each version of the system has its own compiler of shaders: call it once after an update.
+   TQKV_METAL_ERROR: something differs; the text says what, and by how much. */
 TQKV_METAL_API tqkv_result tqkv_metal_self_test(tqkv_metal *m, const tqkv_cache_desc *desc);
 
-/* The bytes of a buffer from an offset on. Offsets of codes are multiples of 16, others of 4, of halves and bfloat16s of 2. */
+/* The bytes of a buffer from an offset on. Offsets of codes are multiples of 16, others of 4, of halves and bfloat16s
+   of 2. */
 typedef struct tqkv_metal_buffer {
     tqkv_metal_object buffer; /* id<MTLBuffer> */
     size_t offset;
@@ -716,8 +790,8 @@ typedef struct tqkv_metal_store {
     tqkv_metal_buffer codes, norms;
     tqkv_metal_buffer center;        /* as tqkv_store's; zero = none. Its values are not checked. */
     tqkv_metal_buffer channel_scale; /* the same */
-    /* int32_t [shape.n_pages]; zero = not paged. Kernels read it when they run. shape.pages, if it is not NULL, is what it
-       will hold then: a bad entry is refused, as on the processor. Without it a bad entry leaves its tokens out in
+    /* int32_t [shape.n_pages]; zero = not paged. Kernels read it when they run. shape.pages, if it is not NULL, is what
+       it will hold then: a bad entry is refused, as on the processor. Without it a bad entry leaves its tokens out in
        encoding, and elsewhere stands for another page. Attention takes keys and values both with pages or both without,
        and n_pages * page_size below 2^31. */
     tqkv_metal_buffer pages;
@@ -733,9 +807,9 @@ TQKV_METAL_API tqkv_result tqkv_metal_encode_kv(tqkv_metal *m, tqkv_metal_object
                                                 const tqkv_metal_store *values, tqkv_metal_buffer k,
                                                 tqkv_metal_buffer v, int n_tokens, int64_t position,
                                                 tqkv_metal_buffer not_finite);
-/* As tqkv_encode_slots; the second for keys and values at once, with the same slots. slots: int32_t [n_tokens], read when
-   the kernel runs. known, if it is not NULL, is what it will hold then: a bad or repeated slot is refused. Without it a
-   slot outside the store leaves its token out, and of two tokens with one slot either may win. */
+/* As tqkv_encode_slots; the second for keys and values at once, with the same slots. slots: int32_t [n_tokens], read
+   when the kernel runs. known, if it is not NULL, is what it will hold then: a bad or repeated slot is refused. Without
+   it a slot outside the store leaves its token out, and of two tokens with one slot either may win. */
 TQKV_METAL_API tqkv_result tqkv_metal_encode_slots(tqkv_metal *m, tqkv_metal_object encoder, const tqkv_metal_store *s,
                                                    tqkv_metal_buffer src, int n_tokens, tqkv_metal_buffer slots,
                                                    const int32_t *known, tqkv_metal_buffer not_finite);
@@ -756,8 +830,8 @@ TQKV_METAL_API tqkv_result tqkv_metal_rotate(tqkv_metal *m, tqkv_metal_object en
 TQKV_METAL_API tqkv_result tqkv_metal_unrotate(tqkv_metal *m, tqkv_metal_object encoder, tqkv_metal_buffer rows,
                                                int n_rows, int head_dim);
 
-/* As tqkv_calibrate, to the same bits, but both results are written, and NaN, infinity and large magnitudes are not detected. q:
-   zero for none. Of shape no buffer is read. */
+/* As tqkv_calibrate, to the same bits, but both results are written, and NaN, infinity and large magnitudes are not
+   detected. q: zero for none. Of shape no buffer is read. */
 TQKV_METAL_API tqkv_result tqkv_metal_calibrate(tqkv_metal *m, tqkv_metal_object encoder, const tqkv_metal_store *shape,
                                                 tqkv_metal_buffer src, int n_tokens, tqkv_metal_buffer q, int n_heads,
                                                 int n_queries, tqkv_pairs pairs, tqkv_metal_buffer center,
@@ -771,14 +845,15 @@ typedef struct tqkv_metal_attention {
     /* uint64_t [n_queries], at most 64; zero = none. attention.tree, if it is not NULL, is what it will hold when the
        kernels run. It is read only to know which entries of pages are seen. */
     tqkv_metal_buffer tree;
-    /* Groups of at least so many query heads multiply 8x8 matrices, at head_dim 64, 128, 256, 448 and 512; 0 = 8. With a small
-       number narrow groups prefill faster and may decode slower. It decides bits: keep it the same for a sequence. */
+    /* Groups of at least so many query heads multiply 8x8 matrices, at head_dim 64, 128, 256, 448 and 512; 0 = 8. With
+       a small number narrow groups prefill faster and may decode slower. It decides bits: keep it the same for a
+       sequence. */
     int matrix_group;
     const tqkv_metal_store *tail; /* as tqkv_attention's; NULL = none. With the keys' page table in the same buffer. */
-    /* int32_t [n_queries][list_heads][list_length]; zero = none. Kernels read it when they run; attention.list, if it is not
-       NULL, is what it will hold then. Without that what follows the first -1 of a row, and a bad entry (negative, or not
-       larger than all before it) is left out. A list of all blocks gives the bits that there are without, but not in a ring
-       that has wrapped. */
+    /* int32_t [n_queries][list_heads][list_length]; zero = none. Kernels read it when they run; attention.list, if it
+       is not NULL, is what it will hold then. Without that what follows the first -1 of a row, and a bad entry
+       (negative, or not larger than all before it) is left out. A list of all blocks gives the bits that there are
+       without, but not in a ring that has wrapped. */
     tqkv_metal_buffer list;
     /* With attention.exact_first and exact_last, as tqkv_attention's. Without pages and, where keys have a tail, not
        beside codes in pages. */
@@ -792,13 +867,13 @@ TQKV_METAL_API tqkv_result tqkv_metal_attend_scratch(tqkv_metal *m, const tqkv_m
 TQKV_METAL_API tqkv_result tqkv_metal_attend(tqkv_metal *m, tqkv_metal_object encoder, const tqkv_metal_attention *a,
                                              tqkv_metal_buffer q, tqkv_metal_buffer scratch, tqkv_metal_buffer out);
 
-/* As tqkv_attend_partial, tqkv_attend_merge, tqkv_attend_merge_slice and tqkv_attend_finish; slices of GPU and processor
-   may be merged. But max is only within 8 of the largest score, and finish reads src_out, src_max and src_sum and
-   writes out, another buffer, in output_type and with output_strides. scratch: as for tqkv_metal_attend. Sinks are read
-   by finish alone. Merges and finish look at no buffers of the stores.
+/* As tqkv_attend_partial, tqkv_attend_merge, tqkv_attend_merge_slice and tqkv_attend_finish; slices of GPU and
+   processor may be merged. But max is only within 8 of the largest score, and finish reads src_out, src_max and src_sum
+   and writes out, another buffer, in output_type and with output_strides. scratch: as for tqkv_metal_attend. Sinks are
+   read by finish alone. Merges and finish look at no buffers of the stores.
    Merged in order, slices of linear or paged stores without centres have the bits of tqkv_metal_attend if each but the
-   first is one section of the context: [0, 8192), then 32,768 positions each, under a window 8,192; in place of the first
-   section also its stretches of 512. The last may be shorter. */
+   first is one section of the context: [0, 8192), then 32,768 positions each, under a window 8,192; in place of the
+   first section also its stretches of 512. The last may be shorter. */
 TQKV_METAL_API tqkv_result tqkv_metal_attend_partial(tqkv_metal *m, tqkv_metal_object encoder,
                                                      const tqkv_metal_attention *a, tqkv_metal_buffer q, int64_t first,
                                                      int count, tqkv_metal_buffer scratch, tqkv_metal_buffer out,
@@ -818,14 +893,14 @@ TQKV_METAL_API tqkv_result tqkv_metal_attend_finish(tqkv_metal *m, tqkv_metal_ob
                                                     tqkv_metal_buffer src_max, tqkv_metal_buffer src_sum,
                                                     tqkv_metal_buffer out);
 
-/* As tqkv_attend_batch: each item as tqkv_metal_attend does it, to the same bits, in as many dispatches as one item alone takes,
-   cut evenly over the sequences. q, out: [n_items]. The items agree in heads, head_dim, formats, types, bases, sinks and
-   matrix_group, in which of the stores of halves they have, and all or none have a softcap, centres, lists and pages; window,
-   scale, softcap's size, tree, blocks of the lists, exact_first, exact_last, n_queries and what is resident may differ.
-   Each array of all items (their keys' codes, their q and so on) lies in one buffer, at any offsets; nothing that the
-   call reads lies between the outputs. TQKV_UNSUPPORTED otherwise. arguments: memory that the processor can write, at a
-   multiple of 256, with the bytes that the first call tells, for this call alone until it has completed; scratch as for
-   tqkv_metal_attend. The outputs are compared in memory of malloc. */
+/* As tqkv_attend_batch: each item as tqkv_metal_attend does it, to the same bits, in as many dispatches as one item
+   alone takes, cut evenly over the sequences. q, out: [n_items]. The items agree in heads, head_dim, formats, types,
+   bases, sinks and matrix_group, in which of the stores of halves they have, and all or none have a softcap, centres,
+   lists and pages; window, scale, softcap's size, tree, blocks of the lists, exact_first, exact_last, n_queries and
+   what is resident may differ. Each array of all items (their keys' codes, their q and so on) lies in one buffer, at
+   any offsets; nothing that the call reads lies between the outputs. TQKV_UNSUPPORTED otherwise. arguments: memory that
+   the processor can write, at a multiple of 256, with the bytes that the first call tells, for this call alone until it
+   has completed; scratch as for tqkv_metal_attend. The outputs are compared in memory of malloc. */
 TQKV_METAL_API tqkv_result tqkv_metal_attend_batch_sizes(tqkv_metal *m, const tqkv_metal_attention *items, int n_items,
                                                          size_t *arguments, size_t *scratch);
 TQKV_METAL_API tqkv_result tqkv_metal_attend_batch(tqkv_metal *m, tqkv_metal_object encoder,
@@ -840,14 +915,15 @@ typedef struct tqkv_metal_index {
     tqkv_metal_buffer weights; /* float [n_queries][n_heads]; zero = 1 */
 } tqkv_metal_index;
 
-/* As tqkv_index_scores. head_dim 64 or 128, and a GPU whose matrices lie as attention needs them; else TQKV_UNSUPPORTED. */
+/* As tqkv_index_scores. head_dim 64 or 128, and a GPU whose matrices lie as attention needs them; else
+   TQKV_UNSUPPORTED. */
 TQKV_METAL_API tqkv_result tqkv_metal_index_scores(tqkv_metal *m, tqkv_metal_object encoder, const tqkv_metal_index *x,
                                                    tqkv_metal_buffer q, tqkv_metal_buffer scores);
 /* Bytes of scratch that the choice needs at most, for any `end`; 0 for many queries, or few blocks. */
 TQKV_METAL_API tqkv_result tqkv_metal_index_choose_scratch(tqkv_metal *m, const tqkv_metal_index *x, size_t *bytes);
-/* As tqkv_index_choose: the same list for the same scores, but a block whose score is NaN is chosen only as one of `first`
-   and `newest`. scores: float [n_queries][number of blocks up to end], list: int32_t [n_queries][k]. Of keys only the
-   shape is read. */
+/* As tqkv_index_choose: the same list for the same scores, but a block whose score is NaN is chosen only as one of
+   `first` and `newest`. scores: float [n_queries][number of blocks up to end], list: int32_t [n_queries][k]. Of keys
+   only the shape is read. */
 TQKV_METAL_API tqkv_result tqkv_metal_index_choose(tqkv_metal *m, tqkv_metal_object encoder, const tqkv_metal_index *x,
                                                    tqkv_metal_buffer scores, int k, tqkv_metal_buffer scratch,
                                                    tqkv_metal_buffer list);
@@ -866,9 +942,10 @@ TQKV_METAL_API tqkv_result tqkv_metal_find(tqkv_metal *m, const void *pointer, t
    or move codes (remove, keep, fork, save) need recorded appends to have completed, and remove and keep all work. After
    TQKV_METAL_ERROR an append has not happened, but a ring may have lost its oldest positions.
    The two calls below record into an encoder. An append counts at once, and attention can be recorded after it; if the
-   command buffer fails, tqkv_metal_cache_failed takes back what it had. The processor sees the codes, and with `calibrate` the
-   centre and the scale, after the buffer has completed: nothing waits for these. Rows of a tail lie apart
-   from those of the keys: a shared cache takes them as v, and nothing without a tail, others behind all rows of the keys. */
+   command buffer fails, tqkv_metal_cache_failed takes back what it had. The processor sees the codes, and with
+   `calibrate` the centre and the scale, after the buffer has completed: nothing waits for these. Rows of a tail lie
+   apart from those of the keys: a shared cache takes them as v, and nothing without a tail, others behind all rows of
+   the keys. */
 TQKV_METAL_API tqkv_result tqkv_metal_cache_append(tqkv_metal *m, tqkv_metal_object encoder, tqkv_cache *c,
                                                    tqkv_metal_buffer k, tqkv_metal_buffer v, int n_tokens,
                                                    tqkv_metal_buffer not_finite);
@@ -876,8 +953,8 @@ TQKV_METAL_API tqkv_result tqkv_metal_cache_attend(tqkv_metal *m, tqkv_metal_obj
                                                    tqkv_metal_buffer q, int n_queries, tqkv_metal_buffer scratch,
                                                    tqkv_metal_buffer out);
 TQKV_METAL_API tqkv_result tqkv_metal_cache_scratch(tqkv_metal *m, const tqkv_cache *c, int n_queries, size_t *bytes);
-/* As tqkv_cache_attend_some: with the list and the tree of `some`, in buffers, whose other fields are ignored; and what scratch
-   that takes. */
+/* As tqkv_cache_attend_some: with the list and the tree of `some`, in buffers, whose other fields are ignored; and what
+   scratch that takes. */
 TQKV_METAL_API tqkv_result tqkv_metal_cache_attend_some(tqkv_metal *m, tqkv_metal_object encoder, const tqkv_cache *c,
                                                         const tqkv_metal_attention *some, tqkv_metal_buffer q,
                                                         int n_queries, tqkv_metal_buffer scratch,
@@ -886,12 +963,13 @@ TQKV_METAL_API tqkv_result tqkv_metal_cache_some_scratch(tqkv_metal *m, const tq
                                                          const tqkv_metal_attention *some, int n_queries,
                                                          size_t *bytes);
 
-/* Builds the pipelines of such calls now, wherever the context will stand: encode_kv into the two stores (keys and tail, if
-   there is one; encode, if the keys are the values), with their pages if they have a table, and into those of exact_first and
-   exact_last, as many as there will be; attention of 1 to max_queries queries (0: 1), with a list if there is one; and what
-   `also` adds up: the same in batches, and slices, their merge and finish. No pages are looked at, and of buffers only
-   whether they are there: centres, sinks, a tree, a list and pages have pipelines of their own. Any thread may call it while
-   others record; those do not wait. Other calls build theirs on first use, which takes up to a second each. */
+/* Builds the pipelines of such calls now, wherever the context will stand: encode_kv into the two stores (keys and
+   tail, if there is one; encode, if the keys are the values), with their pages if they have a table, and into those of
+   exact_first and exact_last, as many as there will be; attention of 1 to max_queries queries (0: 1), with a list if
+   there is one; and what `also` adds up: the same in batches, and slices, their merge and finish. No pages are looked
+   at, and of buffers only whether they are there: centres, sinks, a tree, a list and pages have pipelines of their own.
+   Any thread may call it while others record; those do not wait. Other calls build theirs on first use, which takes up
+   to a second each. */
 #define TQKV_METAL_BATCHES 1
 #define TQKV_METAL_SLICES  2
 TQKV_METAL_API tqkv_result tqkv_metal_prepare(tqkv_metal *m, const tqkv_metal_attention *a, int max_queries, int also);
@@ -906,8 +984,8 @@ TQKV_METAL_API tqkv_result tqkv_metal_cache_prepare(tqkv_metal *m, const tqkv_ca
    tqkv_metal_X records. It needs TQKV_METAL beside TQKV_IMPLEMENTATION, but neither tqkv_metal.m nor Metal: buffers are
    only compared, so `buffer` may be any pointer that stands for one.
    For each dispatch of a plan, unless launch.threadgroups[0] is 0: take the pipeline of `kernel`, give it arguments and
-   bindings, wait for the dispatch before if there is a barrier, and run what tqkv_metal_plan_launch says. docs/metal.md has
-   the steps for Metal, examples/metal_plan.cpp is such an engine. */
+   bindings, wait for the dispatch before if there is a barrier, and run what tqkv_metal_plan_launch says. docs/metal.md
+   has the steps for Metal, examples/metal_plan.cpp is such an engine. */
 enum {
     TQKV_METAL_NAME = 48,       /* bytes of a kernel's name, with the zero */
     TQKV_METAL_TEXT = 256,      /* of tqkv_metal_kernel_text */
@@ -935,7 +1013,8 @@ typedef enum tqkv_metal_family {
     TQKV_METAL_CALIBRATE
 } tqkv_metal_family;
 
-/* Identifies a pipeline. Only bytes, without padding: a program keeps its pipelines by them and compares with memcmp. */
+/* Identifies a pipeline. Only bytes, without padding: a program keeps its pipelines by them and compares with
+   memcmp. */
 typedef struct tqkv_metal_kernel {
     uint8_t family, head_dim, value_dim; /* in units of 16, 0 = none; value_dim: if it differs */
     uint8_t constants[TQKV_METAL_CONSTANTS];
@@ -943,10 +1022,11 @@ typedef struct tqkv_metal_kernel {
 
 /* The name of its function in the library. */
 TQKV_API void tqkv_metal_kernel_name(const tqkv_metal_kernel *kernel, char name[TQKV_METAL_NAME]);
-/* The same and its constants, "x" for one that is not set: a name of the pipeline, for engines that keep them by strings. */
+/* The same and its constants, "x" for one that is not set: a name of the pipeline, for engines that keep them by
+   strings. */
 TQKV_API void tqkv_metal_kernel_text(const tqkv_metal_kernel *kernel, char text[TQKV_METAL_TEXT]);
-/* The most threads of a threadgroup that plans give it, a multiple of 32: maxTotalThreadsPerThreadgroup of its pipeline's
-   descriptor. Otherwise compilers plan for 1024, with fewer registers for each. */
+/* The most threads of a threadgroup that plans give it, a multiple of 32: maxTotalThreadsPerThreadgroup of its
+   pipeline's descriptor. Otherwise compilers plan for 1024, with fewer registers for each. */
 TQKV_API int tqkv_metal_kernel_threads(const tqkv_metal_kernel *kernel);
 typedef enum tqkv_metal_constant { TQKV_METAL_UNSET, TQKV_METAL_BOOL, TQKV_METAL_UINT } tqkv_metal_constant;
 /* The type of function constant `index` and, unless it is not set, its value: 0 or 1 of a bool. */
@@ -1014,8 +1094,8 @@ TQKV_API const char *tqkv_metal_stale_table(const void *report);
 /* Whether the GPU's matrices lie as attend_matrix needs them. If not, or if the system refuses that kernel:
    tqkv_metal_plan_lanes. */
 TQKV_API bool tqkv_metal_has_matrices(const void *report);
-/* Puts attend in the place of attend_matrix; buffers and arguments stay. False for a batch, which has to be planned without
-   matrices. */
+/* Puts attend in the place of attend_matrix; buffers and arguments stay. False for a batch, which has to be planned
+   without matrices. */
 TQKV_API bool tqkv_metal_plan_lanes(tqkv_metal_plan *plan);
 
 /* Shapes, units and results are those of tqkv_metal_X. */
@@ -1080,8 +1160,8 @@ TQKV_API tqkv_result tqkv_metal_plan_cache_append(const tqkv_cache *c, tqkv_meta
                                                   tqkv_metal_buffer v, int n_tokens, tqkv_metal_buffer not_finite,
                                                   tqkv_metal_plan *plan);
 TQKV_API void tqkv_metal_cache_appended(tqkv_cache *c, int n_tokens);
-/* For appends that did not run, because a command buffer failed: as tqkv_cache_truncate, and if one of them was to learn centre and
-   scale (calibrate), the cache learns again. Before any other edit, and when nothing is under way. */
+/* For appends that did not run, because a command buffer failed: as tqkv_cache_truncate, and if one of them was to
+   learn centre and scale (calibrate), the cache learns again. Before any other edit, and when nothing is under way. */
 TQKV_API tqkv_result tqkv_metal_cache_failed(tqkv_cache *c, int64_t end);
 TQKV_API tqkv_result tqkv_metal_plan_cache_scratch(const tqkv_cache *c, const tqkv_metal_attention *some, int n_queries,
                                                    size_t *bytes);
@@ -1091,7 +1171,8 @@ TQKV_API tqkv_result tqkv_metal_plan_cache_attend(const tqkv_cache *c, tqkv_meta
                                                   tqkv_metal_buffer out, tqkv_metal_plan *plan);
 
 /* Plans whose kernels are all that such calls will need: as tqkv_metal_prepare, tqkv_metal_index_prepare and
-   tqkv_metal_cache_prepare. `visit` sees each plan, and must build its pipelines and not run it; its failure ends the call. */
+   tqkv_metal_cache_prepare. `visit` sees each plan, and must build its pipelines and not run it; its failure ends the
+   call. */
 typedef tqkv_result (*tqkv_metal_visit)(void *user, tqkv_metal_plan *plan);
 TQKV_API tqkv_result tqkv_metal_plan_prepare(const tqkv_metal_attention *a, int max_queries, int also,
                                              tqkv_metal_visit visit, void *user);
@@ -1108,8 +1189,8 @@ TQKV_API tqkv_result tqkv_metal_plan_cache_prepare(const tqkv_cache *c, tqkv_met
 
 /* ---- The implementation starts here: stop reading if you only want the API. ----
 
-   It is joined from the files of src/, one a tag: plan_rows.h is >>plan-rows, store.h >>store-code. Each uses what stands
-   above it.
+   It is joined from the files of src/, one a tag: plan_rows.h is >>plan-rows, store.h >>store-code. Each uses what
+   stands above it.
 
      >>tables         one row a format, one row a head_dim, codebooks; the shaders include it, too
      >>backend        what a cache and the context of a GPU know of each other
@@ -1140,6 +1221,7 @@ TQKV_API tqkv_result tqkv_metal_plan_cache_prepare(const tqkv_cache *c, tqkv_met
      >>k-quantise     codes, packed, of whole rows
      >>k-table        all of these as a table of functions
      >>k-integer      the loops of integers
+     >>k-halves       halves among them
      >>k-integer-few  one and two rows of them
      >>k-integer-tiles  the scores and the sums of a tile
      >>set-avx512, >>set-avx2, >>set-neon
@@ -1800,7 +1882,7 @@ static bool tqkv__array_size(int a, int b, int c, size_t size, size_t *bytes)
            tqkv__size_multiply(*bytes, size, bytes);
 }
 
-static bool tqkv__overlap(const void *a, size_t a_size, const void *b, size_t b_size)
+static TQKV__NOINLINE bool tqkv__overlap(const void *a, size_t a_size, const void *b, size_t b_size)
 {
     uintptr_t x = (uintptr_t)a, y = (uintptr_t)b;
     return a && b && a_size && b_size && (x < y ? y - x < a_size : x - y < b_size);
@@ -2212,21 +2294,22 @@ static tqkv_result tqkv__check_pages(const tqkv__stream *s, int64_t first, int64
     return TQKV_OK;
 }
 
-/* Whether no number of ids occurs twice or among others, but for negative ones; ids: [n], others: [n_others], or NULL and 0. Marks
-   32768 numbers at a time in 4 KiB of stack. */
+/* Whether no number of ids occurs twice or among others, but for negative ones; ids: [n], others: [n_others], or NULL
+   and 0. Marks 32768 numbers at a time in 4 KiB of stack. */
 static bool tqkv__all_distinct(const int32_t *ids, int64_t n, const int32_t *others, int64_t n_others)
 {
     enum { at_a_time = 32768 };
     uint8_t marks[at_a_time / 8];
-    int64_t low = n + n_others > 1 ? INT32_MAX : 0, high = -1;
-    for (int64_t i = 0; i < n && n + n_others > 1; i++) {
+    const int64_t all = others ? n + n_others : n;
+    int64_t low = all > 1 ? INT32_MAX : 0, high = -1;
+    for (int64_t i = 0; i < n && all > 1; i++) {
         if (ids[i] >= 0 && ids[i] < low) low = ids[i];
         if (ids[i] > high) high = ids[i];
     }
     for (; low <= high; low += at_a_time) {
         memset(marks, 0, sizeof marks);
-        for (int64_t i = 0; i < n + n_others; i++) {
-            const int32_t id = i < n ? ids[i] : others[i - n];
+        for (int64_t i = 0; i < all; i++) {
+            const int32_t id = i < n || !others ? ids[i] : others[i - n];
             const int64_t at = id - low;
             if (id < 0 || at < 0 || at >= at_a_time) continue;
             if (marks[at / 8] >> (at % 8) & 1) return false;
@@ -2582,9 +2665,13 @@ typedef struct tqkv__sums {
 /* The functions of attention in one instruction set. */
 typedef struct tqkv__isa {
     const char *name;
-    int lanes;           /* floats in a vector */
-    int nibble_order[2]; /* see tqkv__to_decoded */
+    int lanes;   /* floats in a vector */
+    int columns; /* see reorder; 1: all codes are decoded in the order of their dimensions */
     const tqkv__codec *codec;
+    /* Packed codes are decoded in an order of their own, where columns > 1: each matrix [rows][columns] of values comes
+       transposed. The rest of a panel is a matrix of fewer columns. Brings a row into that order, or back from it; rows
+       of other codes keep theirs. from, to: [head_dim], may be the same */
+    void (*reorder)(const tqkv__stream *s, int columns, bool decoded, const float *from, float *to);
     /* scores[row][j] (+)= q[row] . key[slot + j] for j < n, with the segment's slot and n; add: to the scores of
        another part of the keys. q: [n_rows][head_dim], scores: [n_rows][TQKV__TILE] */
     void (*score_tile)(const tqkv__stream *s, int kv_head, const tqkv__segment *segment, const float *q, int n_rows,
@@ -2935,22 +3022,22 @@ static void tqkv__unpack(const tqkv__stream *s, const uint8_t *row, uint8_t *cod
 #define TQKV__FAR 100.0f
 
 /* Quantising without bisection. The boundaries are symmetric; the positive ones suffice. 2^bits cells of equal width
-   hold at most one boundary each. The same arithmetic finds the cell of a value and of a boundary, and rounding keeps
-   order: boundaries in earlier cells are below the value, boundaries in later cells are above it. One comparison
-   remains, with the boundary in the value's own cell or, if it has none, the next one. */
+   hold at most one boundary each, away from the cell's ends: roundings that bring a value near an end to the next cell
+   change nothing. Boundaries in earlier cells are below the value, boundaries in later cells are above it. One
+   comparison remains, with the boundary in the value's own cell or, if it has none, the next one. */
+#define TQKV__CELL_MARGIN 0.004f /* of a cell's width; a value's cell is off by 0.0001 at most */
 typedef struct tqkv__quantiser {
-    uint32_t half, low;        /* of codes, four to a word: the highest bit, and the bits below it */
-    int shift;                 /* from that bit to the lowest */
-    float slope, top;          /* cell of a magnitude w: the whole part of min(w * slope, top) */
-    uint8_t below[256];        /* boundaries in the cells before this one */
-    float bounds[128];         /* the positive boundaries, then infinity */
-    float squares[32];         /* of the positive centroids, up to 6 bits */
-    float squares_by_code[16]; /* of all centroids, up to 4 bits; 2 and 3 bits: repeated */
-    uint8_t planes[4][128];    /* TQ8: byte p of each bound in planes[p], for byte look-ups */
-    float centroids[32];       /* the positive ones, up to 6 bits */
-    /* An entry is of a cell, from 5 bits up: the bound that a value there is compared with, the centroid below it, the
-       one above. Where tables do not fit registers one load takes all. */
-    float entries[256][4];
+    TQKV__ALIGNED uint8_t below[256]; /* boundaries in the cells before this one */
+    float bounds[128];                /* the positive boundaries, then infinity */
+    uint8_t planes[4][128];           /* TQ8, vectors of 16: byte p of each bound in planes[p], for byte look-ups */
+    /* Shorter vectors: of each cell, from 5 bits up, the bound that a value there is compared with, and the centroid
+       below it; the one above is that of the next cell, if the bound is in this one. One load of two cells takes
+       all. */
+    float entries[257][2];
+    float squares[16];   /* TQ2: of its centroids, repeated */
+    float centroids[32]; /* the positive ones, up to 6 bits */
+    float slope, top;    /* cell of a magnitude w: the whole part of min(w * slope, top) */
+    int half;            /* the codes of one sign */
 } tqkv__quantiser;
 
 static void tqkv__quantiser_open(const tqkv__stream *s, tqkv__quantiser *q)
@@ -2958,33 +3045,27 @@ static void tqkv__quantiser_open(const tqkv__stream *s, tqkv__quantiser *q)
     const int bits = s->book_bits, n = (1 << (bits - 1)) - 1;
     const float *positive = s->boundaries + n + 1; /* boundaries[n] is 0 */
     int cell = 0;
-    q->shift = bits - 1;
-    q->half = 0x01010101u << q->shift;
-    q->low = q->half - 0x01010101u;
+    q->half = n + 1;
     q->top = (float)((1 << bits) - 1);
-    q->slope = q->top / positive[n - 1];
+    q->slope = (q->top + 0.45f) / positive[n - 1];
     for (int i = 0; i < n; i++) {
         const float at = positive[i] * q->slope;
+        TQKV_ASSERT(at - floorf(at) > TQKV__CELL_MARGIN && at - floorf(at) < 1.0f - TQKV__CELL_MARGIN);
         for (const int own = (int)(at < q->top ? at : q->top); cell <= own; cell++) q->below[cell] = (uint8_t)i;
         q->bounds[i] = positive[i];
     }
     for (; cell < 256; cell++) q->below[cell] = (uint8_t)n;
     for (int i = n; i < 128; i++) q->bounds[i] = INFINITY;
-    for (int i = 0; i < 32; i++) {
-        q->centroids[i] = i <= n ? s->codebook[n + 1 + i] : 0.0f;
-        q->squares[i] = TQKV__AS_FLOAT(q->centroids[i] * q->centroids[i]);
+    for (int i = 0; i < 32; i++) q->centroids[i] = i <= n ? s->codebook[n + 1 + i] : 0.0f;
+    for (int i = 0; i < 16; i++) q->squares[i] = TQKV__AS_FLOAT(s->codebook[i & 3] * s->codebook[i & 3]);
+    if (tqkv__isa_for(s->head_dim)->lanes == 16) { /* look up by bytes, or hold 6 bits in registers */
+        if (bits == 8) tqkv__split_floats(q->bounds, 128, q->planes);
+        return;
     }
-    for (int i = 0; i < 16; i++) {
-        const float centroid = bits <= 4 ? s->codebook[i % (1 << bits)] : 0.0f;
-        q->squares_by_code[i] = TQKV__AS_FLOAT(centroid * centroid);
-    }
-    if (bits == 8) tqkv__split_floats(q->bounds, 128, q->planes);
-    for (int i = 0; i < 1 << bits && bits > 4; i++) {
-        const int below = q->below[i];
+    for (int i = 0; i <= 1 << bits && bits > 4; i++) {
+        const int below = i < 1 << bits ? q->below[i] : n;
         q->entries[i][0] = q->bounds[below];
         q->entries[i][1] = s->codebook[n + 1 + below];
-        q->entries[i][2] = s->codebook[n + 1 + (below < n ? below + 1 : n)];
-        q->entries[i][3] = 0.0f;
     }
 }
 
@@ -3421,6 +3502,13 @@ TQKV_API tqkv_result tqkv_decode(const tqkv_store *store, int64_t position, int 
     return TQKV_OK;
 }
 
+/* What is called once a token, or less often, is made small: the pragma is gcc's alone. */
+#if defined(__OPTIMIZE__) && defined(__GNUC__) && !defined(__clang__)
+#define TQKV__SMALL
+#pragma GCC push_options
+#pragma GCC optimize("Os")
+#endif
+
 /* >>convert: rows moved, and stores in another format */
 
 /* Moves the rows of n positions from `source` on to `target` on, in the same stream (downwards) or in another one. In
@@ -3455,7 +3543,8 @@ static bool tqkv__row_converts(const tqkv__stream *s, int kv_head, int slot)
     return true;
 }
 
-/* Whether both stores are tables over one pool, and those pages of `to` that have n > 0 positions are none of those of `from`. */
+/* Whether both stores are tables over one pool, and those pages of `to` that have n > 0 positions are none of those of
+   `from`. */
 static bool tqkv__other_pages(const tqkv__stream *to, const tqkv__stream *from, int64_t position, int n)
 {
     if (!to->pages || !from->pages || to->codes != from->codes || to->norms != from->norms) return false;
@@ -3465,8 +3554,8 @@ static bool tqkv__other_pages(const tqkv__stream *to, const tqkv__stream *from, 
     return tqkv__all_distinct(to->pages + first, count, from->pages + first, count);
 }
 
-/* Whether n positions can be converted without writing what is still to be read. Rows that begin where longer rows begin can be
-   written over them in ascending order. */
+/* Whether n positions can be converted without writing what is still to be read. Rows that begin where longer rows
+   begin can be written over them in ascending order. */
 static bool tqkv__stays_apart(const tqkv__stream *to, const tqkv__stream *from, int64_t position, int n)
 {
     const bool aligned = to->capacity == from->capacity && to->ring == from->ring && !to->pages && !from->pages;
@@ -4054,6 +4143,11 @@ TQKV_API tqkv_result tqkv_logit_noise(const tqkv_store *shape, const void *src, 
     return TQKV_OK;
 }
 
+#ifdef TQKV__SMALL
+#undef TQKV__SMALL
+#pragma GCC pop_options
+#endif
+
 /* >>attend: softmax(q.k) v in one pass over tiles of positions; a decoded key or value serves all its queries */
 
 /* Positions in a tile, which attention scores, weights and sums together. Their scores stay in the L1 cache. */
@@ -4169,6 +4263,13 @@ static void tqkv__value_tile_scalar(const tqkv__stream *s, int kv_head, const tq
     }
 }
 
+static void tqkv__reorder_scalar(const tqkv__stream *s, int columns, bool decoded, const float *from, float *to)
+{
+    (void)columns;
+    (void)decoded;
+    memmove(to, from, (size_t)s->head_dim * sizeof(float));
+}
+
 static bool tqkv__span_has(const tqkv__span *span, int j)
 {
     return j >= span->from && j < span->to && !(span->hidden >> j & 1);
@@ -4256,8 +4357,9 @@ static TQKV__INLINE void tqkv__prefetch(const int cache, const uint8_t *codes, s
 
 static const tqkv__isa tqkv__isa_scalar = {"scalar",
                                            1,
-                                           {1, 1},
+                                           1,
                                            &tqkv__codec_scalar,
+                                           tqkv__reorder_scalar,
                                            tqkv__score_tile_scalar,
                                            tqkv__softmax_tile_scalar,
                                            tqkv__end_piece_scalar,
@@ -4532,15 +4634,10 @@ typedef struct tqkv__integers {
 
 static const tqkv__integers tqkv__integers_scalar = {&tqkv__isa_scalar,
                                                      tqkv__round_query_scalar,
-                                                     {"scalar",
-                                                      1,
-                                                      {1, 1},
-                                                      &tqkv__codec_scalar,
+                                                     {"scalar", 1, 1, &tqkv__codec_scalar, tqkv__reorder_scalar,
                                                       tqkv__integer_score_tile_scalar,
-                                                      tqkv__integer_softmax_tile_scalar,
-                                                      tqkv__end_piece_scalar,
-                                                      tqkv__integer_value_tile_scalar,
-                                                      tqkv__sum_heads_scalar}};
+                                                      tqkv__integer_softmax_tile_scalar, tqkv__end_piece_scalar,
+                                                      tqkv__integer_value_tile_scalar, tqkv__sum_heads_scalar}};
 
 #endif /* TQKV_IMPLEMENTATION, to be continued */
 
@@ -4690,8 +4787,17 @@ TQKV__TARGET static float TQKV__(weigh)(float *x, float max)
 /* Sets the scores outside the span to `value`; some of them were never computed. */
 TQKV__OP void TQKV__(mask)(float *x, tqkv__span span, float value)
 {
-    for (int j = 0; j < span.from; j++) x[j] = value;
-    for (int j = span.to; j < TQKV__TILE; j++) x[j] = value;
+    static const uint32_t first[16] = {0, 1, 2, 3, 4, 5, 6, 7, 8, 9, 10, 11, 12, 13, 14, 15};
+    const uint32_t from = (uint32_t)span.from, size = (uint32_t)(span.to - span.from), bits = tqkv__bits(value);
+    TQKV__(words) places, scores;
+    memcpy(&places, first, sizeof places);
+    places -= from;
+    for (int j = 0; j < TQKV__TILE && size < TQKV__TILE; j += TQKV__LANES, places += TQKV__LANES) {
+        const TQKV__(words) inside = (TQKV__(words))(places < size); /* all ones, or 0 */
+        memcpy(&scores, x + j, sizeof scores);
+        scores = (scores & inside) | (bits & ~inside);
+        memcpy(x + j, &scores, sizeof scores);
+    }
     for (uint64_t left = span.hidden; left; left &= left - 1) x[__builtin_ctzll(left)] = value;
 }
 
@@ -4798,7 +4904,7 @@ TQKV__TARGET static void TQKV__(factors)(const tqkv__stream *s, const float *nor
 
 /* Decoded rows are floats. Their format has the number that no store may have. */
 #define TQKV__FLOATS TQKV_FORMAT_DEFAULT
-/* Codes of 2 or 4 main bits, in the order of tqkv__to_decoded. */
+/* Codes of 2 or 4 main bits, in the order of reorder. */
 #define TQKV__PACKED(format) (TQKV__MAIN_BITS(format) < 8)
 /* Vectors in a strip, which is decoded together. */
 #define TQKV__STRIP(format) (TQKV__PACKED(format) ? TQKV__NIBBLE_STRIP : 4)
@@ -4875,7 +4981,7 @@ TQKV__OP void TQKV__(load_codebook)(const tqkv_format format, const tqkv__stream
 }
 
 /* Returns vector k of the strip at p, with its upper bits at `upper`. Packed codes come in the order of
-   tqkv__to_decoded. */
+   reorder. */
 TQKV__OP TQKV__VECTOR TQKV__(value)(const tqkv_format format, const int per_lane, const int k,
                                     const TQKV__VECTOR *table, const uint8_t *p, const uint8_t *upper)
 {
@@ -4944,6 +5050,36 @@ TQKV__OP void TQKV__(decode)(const tqkv_format format, const TQKV__(panel) * pan
             p += TQKV__(strip_bytes)(format, count);
             upper += TQKV__(upper_bytes)(format, count);
         }
+    }
+}
+
+/* As reorder, for a matrix of `columns`; columns and decoded are constants where that is worth the code. */
+TQKV__OP void TQKV__(reorder_matrix)(const bool decoded, const int columns, const float *from, float *to)
+{
+    TQKV__VECTOR x[TQKV__COLUMNS * TQKV__MATRIX_ROWS / TQKV__LANES];
+    const int n = columns * TQKV__MATRIX_ROWS / TQKV__LANES;
+    TQKV__UNROLL
+    for (int i = 0; i < n; i++) x[i] = TQKV__(load)(from + i * TQKV__LANES);
+    TQKV__(turn)(decoded, columns, x);
+    TQKV__UNROLL
+    for (int i = 0; i < n; i++) TQKV__(store)(to + i * TQKV__LANES, x[i]);
+}
+
+TQKV__TARGET static void TQKV__(reorder)(const tqkv__stream *s, int columns, bool decoded, const float *from, float *to)
+{
+    const int most = s->main_bits < 8 ? columns : 1;
+    for (int d = 0; most == 1 && d < s->head_dim; d += TQKV__LANES) TQKV__(store)(to + d, TQKV__(load)(from + d));
+    if (most == 1) return;
+    for (int d = 0, left = s->panel_dim, now; d < s->head_dim; d += now * TQKV__MATRIX_ROWS) {
+        for (now = most; now * TQKV__MATRIX_ROWS > left;) now /= 2;
+        if (now == TQKV__COLUMNS && decoded)
+            TQKV__(reorder_matrix)(true, TQKV__COLUMNS, from + d, to + d);
+        else if (now == TQKV__COLUMNS)
+            TQKV__(reorder_matrix)(false, TQKV__COLUMNS, from + d, to + d);
+        else
+            TQKV__(reorder_matrix)(decoded, now, from + d, to + d);
+        left -= now * TQKV__MATRIX_ROWS;
+        if (!left) left = s->panel_dim;
     }
 }
 
@@ -5881,24 +6017,20 @@ TQKV__TARGET static void TQKV__(unrotate)(float *y, int head_dim)
 
 /* >>k-norms: sums of squares and norms, in the lanes and the order of >>codec. */
 
-/* Byte e of word i: a code. Lane i of x[e]: the square of its centroid. bits is a constant, and at least those of the
-   codebook. Codebooks are symmetric: codes below the middle find their mirror images above it. */
-TQKV__OP void TQKV__(squares)(const int bits, const tqkv__quantiser *q, TQKV__VECTOR words, TQKV__VECTOR *x)
+/* Byte e of word i: a code of TQ2, which alone is not searched. Lane i of x[e]: the square of its centroid. */
+TQKV__OP void TQKV__(squares)(const tqkv__quantiser *q, TQKV__VECTOR words, TQKV__VECTOR *x)
 {
     TQKV__(words) codes;
-    TQKV__VECTOR table[32 / TQKV__LANES];
+    TQKV__VECTOR table[16 / TQKV__LANES];
     memcpy(&codes, &words, sizeof codes);
-    const TQKV__(words) upper = codes & q->half, index = (codes & q->low) ^ q->low ^ (upper - (upper >> q->shift));
-    const bool all = bits == 4 && TQKV__LANES == 16; /* 16 centroids in a register */
     TQKV__UNROLL
-    for (int i = 0; i < 32 / TQKV__LANES; i++)
-        table[i] = TQKV__(load)((all ? q->squares_by_code : q->squares) + (all ? 0 : i * TQKV__LANES));
+    for (int i = 0; i < 16 / TQKV__LANES; i++) table[i] = TQKV__(load)(q->squares + i * TQKV__LANES);
     TQKV__UNROLL
     for (int e = 0; e < 4; e++) {
-        const TQKV__(words) at = (all ? codes : index) >> (8 * e);
+        const TQKV__(words) at = codes >> (8 * e);
         TQKV__(codes) entry;
         memcpy(&entry, &at, sizeof entry);
-        x[e] = TQKV__(bound)(bits, table, entry);
+        x[e] = TQKV__(bound)(2, table, entry);
     }
 }
 
@@ -6069,16 +6201,16 @@ TQKV__OP void TQKV__(turn_words)(int words, const uint8_t *codes, int head_dim, 
 }
 
 /* Sums up lanes of codes, LANES of them in a vector, each over its words in order. short_lanes: lanes have one or two
-   codes, and the first steps of the tree are taken here. bits is a constant. */
-TQKV__OP void TQKV__(sums_of_words)(const int bits, bool short_lanes, int words, int n_vectors,
-                                    const tqkv__quantiser *q, const uint8_t *codes, TQKV__VECTOR *sums)
+   codes, and the first steps of the tree are taken here. */
+TQKV__OP void TQKV__(sums_of_words)(bool short_lanes, int words, int n_vectors, const tqkv__quantiser *q,
+                                    const uint8_t *codes, TQKV__VECTOR *sums)
 {
     for (const TQKV__VECTOR *end = sums + n_vectors; sums < end; sums++) {
         TQKV__VECTOR sum = TQKV__(set1)(0.0f), word[2], x[4];
         if (words == 1) {
             memcpy(&word[0], codes, sizeof word[0]);
             codes += sizeof word[0];
-            TQKV__(squares)(bits, q, word[0], x);
+            TQKV__(squares)(q, word[0], x);
             *sums = short_lanes ? (x[0] + x[1]) + (x[2] + x[3]) : ((x[0] + x[1]) + x[2]) + x[3];
             continue;
         }
@@ -6088,7 +6220,7 @@ TQKV__OP void TQKV__(sums_of_words)(const int bits, bool short_lanes, int words,
             if (words == 2) TQKV__(transpose)(2, word);
             TQKV__UNROLL
             for (int i = 0; i < 2; i++) {
-                TQKV__(squares)(bits, q, word[i], x);
+                TQKV__(squares)(q, word[i], x);
                 sum = (((sum + x[0]) + x[1]) + x[2]) + x[3];
             }
         }
@@ -6107,50 +6239,21 @@ TQKV__OP void TQKV__(lanes_of_codes)(const tqkv__stream *s, const tqkv__quantise
         TQKV__(turn_words)(words, codes, s->head_dim, turned);
         codes = (const uint8_t *)(const void *)turned;
     }
-    if (s->book_bits == 6)
-        TQKV__(sums_of_words)(6, short_lanes, words, n, q, codes, sums);
-    else if (s->book_bits == 5)
-        TQKV__(sums_of_words)(5, short_lanes, words, n, q, codes, sums);
-    else /* fewer centroids are in the same registers */
-        TQKV__(sums_of_words)(4, short_lanes, words, n, q, codes, sums);
+    TQKV__(sums_of_words)(short_lanes, words, n, q, codes, sums);
 }
 
-/* Finds the squares of a row's centroids; bits is a constant. x: [head_dim] */
-TQKV__OP void TQKV__(squares_of_codes)(const int bits, const tqkv__stream *s, const tqkv__quantiser *q,
-                                       const uint8_t *codes, float *x)
-{
-    for (int d = 0; d < s->head_dim; d += TQKV__LANES) {
-        TQKV__VECTOR four[4];
-        TQKV__(squares)(bits, q, TQKV__(widen_bytes)(codes + d), four);
-        TQKV__(store)(x + d, four[0]);
-    }
-}
-
-/* Does what sums_tq does, of the centroids of codes: [head_dim]. TQ8's are too many for squares to look up: decodes the
-   row. */
+/* Does what sums_tq does, of the centroids of codes of TQ2: [head_dim]. */
 TQKV__TARGET static TQKV__NOINLINE void TQKV__(centroid_sums)(const tqkv__stream *s, const tqkv__quantiser *q,
                                                               const uint8_t *codes, float *sums)
 {
     TQKV__ALIGNED float x[TQKV__X_STRIDE(TQKV_MAX_HEAD_DIM)];
     TQKV__VECTOR lanes[32 / TQKV__LANES];
-    if (s->book_bits == 8) {
-        TQKV__(panel) row;
-        memset(&row, 0, sizeof row);
-        row.stream = s;
-        row.codes = codes;
-        row.stride = (size_t)s->head_dim;
-        row.dim = s->head_dim;
-        TQKV__(decode_TQKV_TQ8)(&row, 1, x);
-        TQKV__(sums_tq)(s, x, sums);
-        return;
-    }
     if (TQKV__HAS_MATRIX(s->head_dim)) {
-        if (s->book_bits == 6)
-            TQKV__(squares_of_codes)(6, s, q, codes, x);
-        else if (s->book_bits == 5)
-            TQKV__(squares_of_codes)(5, s, q, codes, x);
-        else
-            TQKV__(squares_of_codes)(4, s, q, codes, x);
+        for (int d = 0; d < s->head_dim; d += TQKV__LANES) {
+            TQKV__VECTOR four[4];
+            TQKV__(squares)(q, TQKV__(widen_bytes)(codes + d), four);
+            TQKV__(store)(x + d, four[0]);
+        }
         TQKV__(sum_of_row)(true, x, s->head_dim, sums);
         return;
     }
@@ -6238,9 +6341,9 @@ TQKV__TARGET static void TQKV__(scale_row)(const tqkv__stream *s, float *row, fl
    of each lane's next element n_lanes further on. So the sums of lanes are sums of vectors. Magnitudes are enough:
    codebooks are symmetric, a value has the sign of its centroid, and a product of 0 adds nothing. */
 typedef struct TQKV__(turned) {
-    TQKV__ALIGNED float sizes[TQKV_MAX_HEAD_DIM];
-    TQKV__ALIGNED int32_t less[TQKV_MAX_HEAD_DIM];   /* -1 for positive values, see TQKV__(fold) */
-    TQKV__ALIGNED uint32_t found[TQKV_MAX_HEAD_DIM]; /* see TQKV__(find) */
+    TQKV__ALIGNED float sizes[TQKV_MAX_HEAD_DIM + 128];
+    TQKV__ALIGNED int32_t less[TQKV_MAX_HEAD_DIM + 128]; /* -1 for positive values, see TQKV__(fold) */
+    TQKV__ALIGNED uint32_t found[TQKV_MAX_HEAD_DIM];     /* see TQKV__(find) */
 } TQKV__(turned);
 
 /* NaN becomes infinity, which is no larger with any factor either, and has the square of NaN's code. */
@@ -6308,13 +6411,12 @@ TQKV__OP TQKV__VECTOR TQKV__(sizes_times)(const TQKV__(turned) * t, int at, TQKV
 /* The tables of a codebook of up to 6 bits, in registers: vectors of 16 floats at least, which one permutation reads */
 #define TQKV__BOOK_VECTORS (TQKV__LANES == 4 ? 4 : 2)
 typedef struct TQKV__(book) {
-    TQKV__VECTOR slope, top, bounds[TQKV__BOOK_VECTORS], centroids[TQKV__BOOK_VECTORS];
+    TQKV__VECTOR top, bounds[TQKV__BOOK_VECTORS], centroids[TQKV__BOOK_VECTORS];
     TQKV__(codes) below[4];
 } TQKV__(book);
 
 TQKV__OP void TQKV__(load_book)(const int bits, const tqkv__quantiser *q, TQKV__(book) * book)
 {
-    book->slope = TQKV__(set1)(q->slope);
     book->top = TQKV__(set1)(q->top);
     if (bits <= 6) TQKV__(load_below)(bits, q->below, book->below);
     for (int i = 0; i < TQKV__BOOK_VECTORS; i++) {
@@ -6323,52 +6425,55 @@ TQKV__OP void TQKV__(load_book)(const int bits, const tqkv__quantiser *q, TQKV__
     }
 }
 
-TQKV__OP TQKV__(codes) TQKV__(cells)(const TQKV__(book) * book, TQKV__VECTOR w)
+/* Returns the cells of sizes times a factor. slope: that of cells, times the factor */
+TQKV__OP TQKV__(codes) TQKV__(cells)(const TQKV__(turned) * t, int at, TQKV__VECTOR slope, TQKV__VECTOR top)
 {
-    return TQKV__(truncate)(TQKV__(min)(w * book->slope, book->top));
+    return TQKV__(truncate)(TQKV__(min)(TQKV__(load)(t->sizes + at) * slope, top));
 }
 
-/* Finds what nearest takes of a large codebook, for all values of a row: their centroids, or where the entries of their
-   cells are, in bytes. */
-TQKV__OP void TQKV__(find)(const tqkv__stream *s, const tqkv__quantiser *q, const TQKV__(book) * book,
-                           TQKV__VECTOR factor, TQKV__(turned) * t)
+/* Finds what nearest takes of a large codebook, for all values of a row: their centroids, or their cells. */
+TQKV__OP void TQKV__(find)(const tqkv__stream *s, const tqkv__quantiser *q, TQKV__VECTOR factor, TQKV__VECTOR slope,
+                           TQKV__(turned) * t)
 {
+    const TQKV__VECTOR top = TQKV__(set1)(q->top);
 #if TQKV__LANES == 16
-    (void)book;
-    for (int at = 0; at < s->head_dim; at += 64) { /* the last may be beyond the row */
-        TQKV__VECTOR four[4];
+    uint8_t *codes = (uint8_t *)t->found + sizeof t->found - TQKV_MAX_HEAD_DIM; /* read before centroids come there */
+    for (int at = 0; at < s->head_dim; at += 64) {                              /* the last may be beyond the row */
+        TQKV__VECTOR w[4];
+        TQKV__(codes) cells[4];
         TQKV__UNROLL
-        for (int i = 0; i < 4; i++) four[i] = TQKV__(sizes_times)(t, at + 16 * i, factor);
-        TQKV__(search_tq8)(s, q, four, four);
-        memcpy(t->found + at, four, sizeof four);
+        for (int i = 0; i < 4; i++) {
+            w[i] = TQKV__(sizes_times)(t, at + 16 * i, factor);
+            cells[i] = TQKV__(cells)(t, at + 16 * i, slope, top);
+        }
+        TQKV__(search_tq8)(q, cells, w, codes + at);
     }
+    for (int at = 0; at < s->head_dim; at += 64) TQKV__(centroids_tq8)(s, codes + at, t->found + at);
 #else
-    (void)q;
+    (void)factor;
     for (int at = 0; at < s->head_dim; at += TQKV__LANES) {
-        const TQKV__(codes) cells = TQKV__(cells)(book, TQKV__(sizes_times)(t, at, factor));
-        TQKV__(words) offsets;
-        memcpy(&offsets, &cells, sizeof offsets);
-        offsets <<= 4;
-        memcpy(t->found + at, &offsets, sizeof offsets);
+        const TQKV__(codes) cells = TQKV__(cells)(t, at, slope, top);
+        memcpy(t->found + at, &cells, sizeof cells);
     }
 #endif
 }
 
-/* Returns the centroids of sizes_times; bits is a constant. For 3 bits three comparisons are quicker than a cell. Of a
-   large codebook one load takes the bound and the centroids of a cell. */
+/* Returns the centroids of sizes_times or, TQ8 on vectors of 16, their negatives; bits is a constant. For 3 bits three
+   comparisons are quicker than a cell. Of a large codebook one load takes the bound and the centroids of a cell. */
 TQKV__OP TQKV__VECTOR TQKV__(nearest)(const int bits, const tqkv__quantiser *q, const TQKV__(book) * book,
-                                      const uint32_t *found, TQKV__VECTOR w)
+                                      const TQKV__(turned) * t, int at, TQKV__VECTOR factor, TQKV__VECTOR slope)
 {
+    const TQKV__VECTOR w = TQKV__(sizes_times)(t, at, factor);
     TQKV__(codes) index;
     TQKV__VECTOR entries[3];
     memset(&index, 0, sizeof index);
     const TQKV__(codes) none = index;
     if (TQKV__IS_LARGE(bits) && TQKV__LANES == 16) {
-        memcpy(entries, found, sizeof *entries);
+        memcpy(entries, t->found + at, sizeof *entries);
         return *entries;
     }
     if (TQKV__IS_LARGE(bits)) {
-        TQKV__(load_entries)(q->entries, found, entries);
+        TQKV__(load_entries)(q->entries, t->found + at, entries);
         return TQKV__(choose)(entries[0], w, entries[1], entries[2]);
     }
     if (bits == 3) {
@@ -6376,7 +6481,7 @@ TQKV__OP TQKV__VECTOR TQKV__(nearest)(const int bits, const tqkv__quantiser *q, 
         for (int b = 0; b < 3; b++) index = TQKV__(code_from)(index, TQKV__(set1)(q->bounds[b]), w, none);
         return TQKV__(bound)(bits, book->centroids, index);
     }
-    index = TQKV__(below)(bits, book->below, TQKV__(cells)(book, w));
+    index = TQKV__(below)(bits, book->below, TQKV__(cells)(t, at, slope, book->top));
     index = TQKV__(code_from)(index, TQKV__(bound)(bits, book->bounds, index), w, none);
     return TQKV__(bound)(bits, book->centroids, index);
 }
@@ -6390,13 +6495,12 @@ TQKV__OP void TQKV__(try_factors)(const int bits, const tqkv__stream *s, const t
     TQKV__(book) book;
     TQKV__(load_book)(bits, q, &book);
     for (int f = 0; f < TQKV__MOST_FACTORS; f++) {
-        const TQKV__VECTOR factor = TQKV__(set1)(s->factors[f]);
-        if (TQKV__IS_LARGE(bits)) TQKV__(find)(s, q, &book, factor, t);
+        const TQKV__VECTOR factor = TQKV__(set1)(s->factors[f]), slope = TQKV__(set1)(s->factors[f] * q->slope);
+        if (TQKV__IS_LARGE(bits)) TQKV__(find)(s, q, factor, slope, t);
         for (int lane = 0; lane < n_lanes; lane += TQKV__LANES) {
             TQKV__VECTOR products = TQKV__(set1)(0.0f), squares = products;
             for (int at = lane; at < s->head_dim; at += n_lanes) {
-                const TQKV__VECTOR c =
-                    TQKV__(nearest)(bits, q, &book, t->found + at, TQKV__(sizes_times)(t, at, factor));
+                const TQKV__VECTOR c = TQKV__(nearest)(bits, q, &book, t, at, factor, slope);
                 products += TQKV__(rounded)(TQKV__(load)(t->sizes + at) * c);
                 squares += TQKV__(rounded)(c * c);
             }
@@ -6470,10 +6574,8 @@ TQKV__TARGET static TQKV__NOINLINE void TQKV__(search_row)(const tqkv__stream *s
     TQKV__(turn_row)(s, y, scales, v, &t);
     if (s->book_bits == 3)
         TQKV__(try_factors)(3, s, q, &t, lanes);
-    else if (s->book_bits == 4)
+    else if (s->book_bits == 4 || (s->book_bits == 5 && TQKV__LANES == 16)) /* the same code there */
         TQKV__(try_factors)(4, s, q, &t, lanes);
-    else if (s->book_bits == 5 && TQKV__LANES == 16)
-        TQKV__(try_factors)(5, s, q, &t, lanes);
     else if (s->book_bits == 6 && TQKV__LANES == 16)
         TQKV__(try_factors)(6, s, q, &t, lanes);
     else
@@ -6527,7 +6629,7 @@ TQKV__OP TQKV__(codes) TQKV__(quantise)(const int bits, const tqkv__quantiser *q
                                         const TQKV__VECTOR *bounds, TQKV__VECTOR v)
 {
     TQKV__(codes) side;
-    const TQKV__VECTOR w = TQKV__(fold)((int)(q->half & 255), v, &side);
+    const TQKV__VECTOR w = TQKV__(fold)(q->half, v, &side);
     const TQKV__VECTOR cell = TQKV__(min)(w * TQKV__(set1)(q->slope), TQKV__(set1)(q->top));
     const TQKV__(codes) count = TQKV__(below)(bits, below, TQKV__(truncate)(cell));
     return TQKV__(code_from)(count, TQKV__(bound)(bits, bounds, count), w, side);
@@ -6718,7 +6820,8 @@ TQKV__TARGET static void TQKV__(encode_rows)(const tqkv__stream *s, const tqkv__
         for (int i = 0; i < n; i++) {
             const uint8_t *codes =
                 TQKV__(quantise_row)(s, q, values[i], scales + i * norms_per_row, rows[i].codes, bytes);
-            if (s->n_factors == 1) TQKV__(centroid_sums)(s, q, codes, sums + i * norms_per_row);
+            if (s->n_factors == 1) /* TQ2 */
+                TQKV__(centroid_sums)(s, q, codes, sums + i * norms_per_row);
             if (s->n_factors > 1 && rows[i].factors)
                 memcpy(rows[i].factors, scales + i * norms_per_row, (size_t)norms_per_row * sizeof(float));
         }
@@ -6777,9 +6880,9 @@ static const tqkv__codec TQKV__(codec) = {TQKV__(rows_finite), TQKV__(scales_val
                                           TQKV__(widen),       TQKV__(narrow_row),   TQKV__(rotate),
                                           TQKV__(unrotate),    TQKV__(scale_row),    TQKV__(encode_rows)};
 
-static const tqkv__isa TQKV__(isa) = {TQKV__ISA_NAME,    TQKV__LANES,        {TQKV__NIBBLE_ORDER},
-                                      &TQKV__(codec),    TQKV__(score_tile), TQKV__(softmax_tile),
-                                      TQKV__(end_piece), TQKV__(value_tile), TQKV__(sum_heads)};
+static const tqkv__isa TQKV__(isa) = {TQKV__ISA_NAME,     TQKV__LANES,        TQKV__COLUMNS,        &TQKV__(codec),
+                                      TQKV__(reorder),    TQKV__(score_tile), TQKV__(softmax_tile), TQKV__(end_piece),
+                                      TQKV__(value_tile), TQKV__(sum_heads)};
 
 #endif /* TQKV__LANES */
 
@@ -6938,137 +7041,6 @@ TQKV__OP uint32_t TQKV__S(largest_bits)(const float *x, int n)
     memset(&largest, 0, sizeof largest);
     for (int i = 0; i < n; i += TQKV__INTEGER_LANES) largest = TQKV__(larger_bits)(largest, TQKV__(load)(x + i));
     return TQKV__S(largest_code)(largest);
-}
-
-/* Keys, and rows of values, that share a loop: enough sums in progress to hide their latency, few enough for the
-   registers. */
-#define TQKV__HALF_KEYS (TQKV__INTEGER_LANES == 16 ? 4 : 3)
-#define TQKV__HALF_ROWS (TQKV__INTEGER_LANES == 16 ? 8 : 4)
-
-/* Finds scores[row][j] (+)= query[row] . key j, in 16 sums each; keys: [keys][dim] floats. rows and keys are
-   constants. */
-TQKV__OP void TQKV__S(score_halves)(const int rows, const int keys, int dim, const float *key, const float *q, bool add,
-                                    float *scores)
-{
-    TQKV__VECTOR sums[2][TQKV__HALF_KEYS][16 / TQKV__INTEGER_LANES];
-    TQKV__UNROLL
-    for (int r = 0; r < rows; r++) {
-        TQKV__UNROLL
-        for (int j = 0; j < keys; j++) {
-            TQKV__UNROLL
-            for (int i = 0; i < 16 / TQKV__INTEGER_LANES; i++) sums[r][j][i] = TQKV__(set1)(0.0f);
-        }
-    }
-    for (int d = 0; d < dim; d += 16) {
-        TQKV__UNROLL
-        for (int i = 0; i < 16 / TQKV__INTEGER_LANES; i++) {
-            TQKV__VECTOR x[2];
-            const int at = d + i * TQKV__INTEGER_LANES;
-            TQKV__UNROLL
-            for (int r = 0; r < rows; r++) x[r] = TQKV__(load)(q + r * dim + at);
-            TQKV__UNROLL
-            for (int j = 0; j < keys; j++) {
-                const TQKV__VECTOR k = TQKV__(load)(key + j * dim + at);
-                TQKV__UNROLL
-                for (int r = 0; r < rows; r++) sums[r][j][i] = TQKV__(fma)(x[r], k, sums[r][j][i]);
-            }
-        }
-    }
-    TQKV__UNROLL
-    for (int r = 0; r < rows; r++) {
-        TQKV__UNROLL
-        for (int j = 0; j < keys; j++) {
-            float *score = scores + r * TQKV__TILE + j;
-            *score = (add ? *score : 0.0f) + TQKV__(sum_16)(sums[r][j]);
-        }
-    }
-}
-
-/* Scores n keys for one or two rows. */
-TQKV__OP void TQKV__S(score_keys)(const int rows, int n, int dim, const float *key, const float *q, bool add,
-                                  float *scores)
-{
-    int j = 0;
-    for (; j + TQKV__HALF_KEYS <= n; j += TQKV__HALF_KEYS)
-        TQKV__S(score_halves)(rows, TQKV__HALF_KEYS, dim, key + j * dim, q, add, scores + j);
-    for (; j < n; j++) TQKV__S(score_halves)(rows, 1, dim, key + j * dim, q, add, scores + j);
-}
-
-/* Scores a tile of halves: some keys at a time become floats, which all rows read. */
-TQKV__TARGET static TQKV__NOINLINE void TQKV__S(score_tile_of_halves)(const tqkv__stream *s, const uint8_t *codes,
-                                                                      const tqkv__segment *segment, const float *q,
-                                                                      int n_rows, bool add, float *scores)
-{
-    enum { buffer = 2048 }; /* 8 KiB: a fraction of an L1 cache, and of the stack */
-    TQKV__ALIGNED float keys[buffer];
-    const int dim = s->head_dim, fit = buffer / dim, most = fit > 12 ? 12 : fit;
-    tqkv__prefetch(TQKV__L2, codes + (ptrdiff_t)segment->ahead * (ptrdiff_t)s->row_bytes,
-                   (size_t)segment->n * s->row_bytes);
-    for (int j = 0; j < segment->n; j += most) {
-        const int n = segment->n - j < most ? segment->n - j : most;
-        const uint8_t *from = codes + (size_t)j * s->row_bytes;
-        for (int d = 0; d < n * dim; d += TQKV__INTEGER_LANES) TQKV__(store)(keys + d, TQKV__(load_f16)(from + 2 * d));
-        for (int row = 0; row < n_rows; row += 2) {
-            const float *query = q + (size_t)row * (size_t)dim;
-            float *to = scores + row * TQKV__TILE + j;
-            if (row + 1 < n_rows)
-                TQKV__S(score_keys)(2, n, dim, keys, query, add, to);
-            else
-                TQKV__S(score_keys)(1, n, dim, keys, query, add, to);
-        }
-    }
-}
-
-/* Adds: out[row][d] += weights[row][j] * value j of halves, in the order of positions; rows is a constant. */
-TQKV__OP void TQKV__S(add_half_rows)(const int rows, const tqkv__stream *s, const uint8_t *codes, int n,
-                                     const float *weights, float *out)
-{
-    const int dim = s->head_dim;
-    for (int d = 0; d < dim; d += 16) {
-        TQKV__VECTOR sums[TQKV__HALF_ROWS][16 / TQKV__INTEGER_LANES];
-        const uint8_t *value = codes + 2 * d;
-        TQKV__UNROLL
-        for (int r = 0; r < rows; r++) {
-            TQKV__UNROLL
-            for (int i = 0; i < 16 / TQKV__INTEGER_LANES; i++)
-                sums[r][i] = TQKV__(load)(out + r * dim + d + i * TQKV__INTEGER_LANES);
-        }
-        for (int j = 0; j < n; j++, value += s->row_bytes) {
-            TQKV__VECTOR x[16 / TQKV__INTEGER_LANES];
-            TQKV__UNROLL
-            for (int i = 0; i < 16 / TQKV__INTEGER_LANES; i++)
-                x[i] = TQKV__(load_f16)(value + 2 * i * TQKV__INTEGER_LANES);
-            TQKV__UNROLL
-            for (int r = 0; r < rows; r++) {
-                const TQKV__VECTOR weight = TQKV__(set1)(weights[r * TQKV__TILE + j]);
-                TQKV__UNROLL
-                for (int i = 0; i < 16 / TQKV__INTEGER_LANES; i++) sums[r][i] = TQKV__(fma)(weight, x[i], sums[r][i]);
-            }
-        }
-        TQKV__UNROLL
-        for (int r = 0; r < rows; r++) {
-            TQKV__UNROLL
-            for (int i = 0; i < 16 / TQKV__INTEGER_LANES; i++)
-                TQKV__(store)(out + r * dim + d + i * TQKV__INTEGER_LANES, sums[r][i]);
-        }
-    }
-}
-
-TQKV__TARGET static TQKV__NOINLINE void TQKV__S(add_halves)(const tqkv__stream *s, const uint8_t *codes,
-                                                            const tqkv__segment *segment, const float *weights,
-                                                            int n_rows, float *out)
-{
-    int row = 0;
-    tqkv__prefetch(TQKV__L2, codes + (ptrdiff_t)segment->ahead * (ptrdiff_t)s->row_bytes,
-                   (size_t)segment->n * s->row_bytes);
-    for (; row + TQKV__HALF_ROWS <= n_rows; row += TQKV__HALF_ROWS) {
-        float *to = out + row * s->head_dim;
-        TQKV__S(add_half_rows)(TQKV__HALF_ROWS, s, codes, segment->n, weights + row * TQKV__TILE, to);
-    }
-    for (; row + 2 <= n_rows; row += 2)
-        TQKV__S(add_half_rows)(2, s, codes, segment->n, weights + row * TQKV__TILE, out + row * s->head_dim);
-    for (; row < n_rows; row++)
-        TQKV__S(add_half_rows)(1, s, codes, segment->n, weights + row * TQKV__TILE, out + row * s->head_dim);
 }
 #endif
 
@@ -7391,6 +7363,154 @@ TQKV__TARGET static void TQKV__I(add_integers)(const TQKV__I(product) * p, int n
             TQKV__I(add_interleaved)(*p, d, n_rows);
     }
 }
+
+/* >>k-halves: halves in integer attention. They are multiplied as floats, in one order for all sets: 16 sums of a key's
+   products, added up as sum_16 does; values position after position. */
+
+#ifndef TQKV__DECODED /* true: another set of the same name has these */
+
+/* Rows that share decoded keys, and values. Enough sums in progress to hide their latency, few enough for the registers. */
+#define TQKV__HALF_KEY_ROWS (TQKV__INTEGER_LANES == 16 ? 4 : 3)
+#define TQKV__HALF_ROWS     (TQKV__INTEGER_LANES == 16 ? 8 : 4)
+
+/* scores[row][j] (+)= query[row] . key j for four keys, which are halves or floats; rows and halves are constants. Eight of the
+   16 sums at a time where registers hold no more. */
+TQKV__OP void TQKV__S(score_four_halves)(const int rows, const bool halves, int dim, const uint8_t *const *keys,
+                                         const float *q, bool add, float *scores)
+{
+    enum { ALL = 16 / TQKV__INTEGER_LANES, NOW = TQKV__INTEGER_LANES == 4 ? 2 : 1 };
+    TQKV__VECTOR sums[TQKV__HALF_KEY_ROWS][4][ALL];
+    TQKV__UNROLL
+    for (int first = 0; first < ALL; first += NOW) {
+        TQKV__VECTOR now[TQKV__HALF_KEY_ROWS][4][NOW];
+        TQKV__UNROLL
+        for (int i = 0; i < rows * 4 * NOW; i++) now[i / NOW / 4][i / NOW % 4][i % NOW] = TQKV__(set1)(0.0f);
+        for (int d = first * TQKV__INTEGER_LANES; d < dim; d += 16) {
+            TQKV__UNROLL
+            for (int i = 0; i < NOW; i++) {
+                const int at = d + i * TQKV__INTEGER_LANES;
+                TQKV__VECTOR x[TQKV__HALF_KEY_ROWS];
+                TQKV__UNROLL
+                for (int r = 0; r < rows; r++) x[r] = TQKV__(load)(q + r * dim + at);
+                TQKV__UNROLL
+                for (int j = 0; j < 4; j++) {
+                    const TQKV__VECTOR key = halves ? TQKV__(load_f16)(keys[j] + 2 * at)
+                                                    : TQKV__(load)((const float *)(const void *)keys[j] + at);
+                    TQKV__UNROLL
+                    for (int r = 0; r < rows; r++) now[r][j][i] = TQKV__(fma)(x[r], key, now[r][j][i]);
+                }
+            }
+        }
+        TQKV__UNROLL
+        for (int i = 0; i < rows * 4 * NOW; i++)
+            sums[i / NOW / 4][i / NOW % 4][first + i % NOW] = now[i / NOW / 4][i / NOW % 4][i % NOW];
+    }
+    TQKV__UNROLL
+    for (int r = 0; r < rows; r++) TQKV__(add_sums_of_16)(&sums[r][0][0], add, scores + r * TQKV__TILE);
+}
+
+/* The same for n keys, `stride` bytes apart; past the end the last one again. */
+TQKV__OP void TQKV__S(score_half_rows)(const int rows, const bool halves, int dim, const uint8_t *codes, size_t stride,
+                                       int n, const float *q, bool add, float *scores)
+{
+    for (int j = 0; j < n; j += 4) {
+        const uint8_t *keys[4];
+        TQKV__UNROLL
+        for (int i = 0; i < 4; i++) keys[i] = codes + (size_t)(j + i < n ? j + i : n - 1) * stride;
+        TQKV__S(score_four_halves)(rows, halves, dim, keys, q, add, scores + j);
+    }
+}
+
+/* Many rows read keys that have become floats, a few at a time. */
+TQKV__TARGET static TQKV__NOINLINE int TQKV__S(score_many_halves)(const tqkv__stream *s, const uint8_t *codes, int n,
+                                                                  const float *q, int n_rows, bool add, float *scores)
+{
+    enum { ROOM = 4096 }; /* 16 KiB: a fraction of an L1 cache, and of the stack */
+    TQKV__ALIGNED float keys[ROOM];
+    const int dim = s->head_dim, fit = ROOM / dim / 4 * 4, most = fit > 16 ? 16 : fit;
+    const int rows = TQKV__HALF_KEY_ROWS, many = n_rows / rows * rows;
+    for (int j = 0; j < n; j += most) {
+        const int now = n - j < most ? n - j : most;
+        for (int i = 0; i < now * dim; i += TQKV__INTEGER_LANES)
+            TQKV__(store)(keys + i, TQKV__(load_f16)(codes + (size_t)j * s->row_bytes + 2 * i));
+        for (int row = 0; row < many; row += rows) TQKV__S(score_half_rows)
+        (TQKV__HALF_KEY_ROWS, false, dim, (const uint8_t *)(const void *)keys, (size_t)dim * sizeof *keys, now,
+         q + row * dim, add, scores + row * TQKV__TILE + j);
+    }
+    return many;
+}
+
+TQKV__TARGET static TQKV__NOINLINE void TQKV__S(score_halves)(const tqkv__stream *s, const uint8_t *codes,
+                                                              const tqkv__segment *segment, const float *q, int n_rows,
+                                                              bool add, float *scores)
+{
+    const int dim = s->head_dim, n = segment->n;
+    int row = 0;
+    tqkv__prefetch(TQKV__L2, codes + (ptrdiff_t)segment->ahead * (ptrdiff_t)s->row_bytes, (size_t)n * s->row_bytes);
+    if (n_rows > 2) row = TQKV__S(score_many_halves)(s, codes, n, q, n_rows, add, scores);
+    for (int now; row < n_rows; row += now) {
+        now = row + 2 <= n_rows ? 2 : 1;
+        if (now == 2) TQKV__S(score_half_rows)
+        (2, true, dim, codes, s->row_bytes, n, q + row * dim, add, scores + row * TQKV__TILE);
+        else TQKV__S(score_half_rows)(1, true, dim, codes, s->row_bytes, n, q + row * dim, add,
+                                      scores + row * TQKV__TILE);
+    }
+}
+
+/* out[row][d] += weights[row][j] * value j for `width` vectors of dimensions; rows and width are constants. */
+TQKV__OP void TQKV__S(add_half_vectors)(const int rows, const int width, const tqkv__stream *s, const uint8_t *codes,
+                                        int n, const float *weights, float *out)
+{
+    const int dim = s->head_dim;
+    TQKV__VECTOR sums[TQKV__HALF_ROWS][8];
+    TQKV__UNROLL
+    for (int i = 0; i < rows * width; i++)
+        sums[i / width][i % width] = TQKV__(load)(out + i / width * dim + i % width * TQKV__INTEGER_LANES);
+    for (int j = 0; j < n; j++, codes += s->row_bytes) {
+        TQKV__VECTOR x[8];
+        TQKV__UNROLL
+        for (int i = 0; i < width; i++) x[i] = TQKV__(load_f16)(codes + 2 * i * TQKV__INTEGER_LANES);
+        TQKV__UNROLL
+        for (int r = 0; r < rows; r++) {
+            const TQKV__VECTOR weight = TQKV__(set1)(weights[r * TQKV__TILE + j]);
+            TQKV__UNROLL
+            for (int i = 0; i < width; i++) sums[r][i] = TQKV__(fma)(weight, x[i], sums[r][i]);
+        }
+    }
+    TQKV__UNROLL
+    for (int i = 0; i < rows * width; i++)
+        TQKV__(store)(out + i / width * dim + i % width * TQKV__INTEGER_LANES, sums[i / width][i % width]);
+}
+
+/* The same for all dimensions, 32 or, for few rows on wide vectors, 64 at a time. */
+TQKV__OP void TQKV__S(add_half_rows)(const int rows, const tqkv__stream *s, const uint8_t *codes, int n,
+                                     const float *weights, float *out)
+{
+    const int sixteen = 16 / TQKV__INTEGER_LANES, most = TQKV__INTEGER_LANES == 16 && rows <= 2 ? 4 : 2;
+    const bool wide = TQKV__INTEGER_LANES == 16 || rows <= 2;
+    int d = 0;
+    for (; wide && d + 16 * most <= s->head_dim; d += 16 * most)
+        TQKV__S(add_half_vectors)(rows, most * sixteen, s, codes + 2 * d, n, weights, out + d);
+    for (; d < s->head_dim; d += 16) TQKV__S(add_half_vectors)(rows, sixteen, s, codes + 2 * d, n, weights, out + d);
+}
+
+TQKV__TARGET static TQKV__NOINLINE void TQKV__S(add_halves)(const tqkv__stream *s, const uint8_t *codes,
+                                                            const tqkv__segment *segment, const float *weights,
+                                                            int n_rows, float *out)
+{
+    const int n = segment->n;
+    tqkv__prefetch(TQKV__L2, codes + (ptrdiff_t)segment->ahead * (ptrdiff_t)s->row_bytes, (size_t)n * s->row_bytes);
+    for (int left = n_rows, now; left > 0; left -= now, weights += now * TQKV__TILE, out += now * s->head_dim) {
+        now = left >= TQKV__HALF_ROWS ? TQKV__HALF_ROWS : left >= 2 ? 2 : 1;
+        if (now == 1)
+            TQKV__S(add_half_rows)(1, s, codes, n, weights, out);
+        else if (now == 2)
+            TQKV__S(add_half_rows)(2, s, codes, n, weights, out);
+        else
+            TQKV__S(add_half_rows)(TQKV__HALF_ROWS, s, codes, n, weights, out);
+    }
+}
+#endif
 
 /* >>k-integer-few: one and two rows of integers, straight from the codes; a set with tables of bytes in registers has
    them. */
@@ -7892,7 +8012,7 @@ TQKV__TARGET static void TQKV__I(integer_score_tile)(const tqkv__stream *s, int 
     const int step = lanes ? 2 * TQKV__INTEGER_LANES : TQKV__KEYS_AT_ONCE;
     const int dim = s->panel_dim, head_dim = s->head_dim;
     if (s->kind == TQKV__HALF) {
-        TQKV__S(score_tile_of_halves)(s, tqkv__codes_at(s, kv_head, segment->slot), segment, q, n_rows, add, scores);
+        TQKV__S(score_halves)(s, tqkv__codes_at(s, kv_head, segment->slot), segment, q, n_rows, add, scores);
         return;
     }
     TQKV__(factors)(s, tqkv__norms_at(s, kv_head, segment->slot), segment, true, factors);
@@ -7962,21 +8082,16 @@ TQKV__TARGET static void TQKV__I(integer_value_tile)(const tqkv__stream *s, int 
 
 static const tqkv__integers TQKV__I(integers) = {&TQKV__(isa),
                                                  TQKV__I(round_query),
-                                                 {TQKV__ISA_NAME,
-                                                  TQKV__INTEGER_LANES,
-                                                  {16, 1},
-                                                  &TQKV__(codec),
-                                                  TQKV__I(integer_score_tile),
-                                                  TQKV__(softmax_tile),
-                                                  TQKV__(end_piece),
-                                                  TQKV__I(integer_value_tile),
-                                                  TQKV__(sum_heads)}};
+                                                 {TQKV__ISA_NAME, TQKV__INTEGER_LANES, 1, &TQKV__(codec),
+                                                  TQKV__(reorder), TQKV__I(integer_score_tile), TQKV__(softmax_tile),
+                                                  TQKV__(end_piece), TQKV__I(integer_value_tile), TQKV__(sum_heads)}};
 
 #endif /* TQKV__INTEGER_LANES */
 
 #if defined(TQKV__LANES) || defined(TQKV__INTEGER_LANES)
 /* The macros that a set defines, and two that depend on it. Those of the loops are the same for all. */
 #undef TQKV__
+#undef TQKV__COLUMNS
 #undef TQKV__DECODED
 #undef TQKV__DECODED_SCORE_ROWS
 #undef TQKV__DOT_LANES
@@ -7986,8 +8101,8 @@ static const tqkv__integers TQKV__I(integers) = {&TQKV__(isa),
 #undef TQKV__LANES
 #undef TQKV__LANES_ROWS
 #undef TQKV__LOOKED_UP
+#undef TQKV__MATRIX_ROWS
 #undef TQKV__MIX_SHORT_SUBROWS
-#undef TQKV__NIBBLE_ORDER
 #undef TQKV__NIBBLE_STRIP
 #undef TQKV__PRODUCTS
 #undef TQKV__PRODUCT_ROWS
@@ -8069,6 +8184,18 @@ TQKV__OP float tqkv__sum_16_avx512(const __m512 *x)
     __m128 m = _mm_add_ps(_mm256_castps256_ps128(half), _mm256_extractf128_ps(half, 1));
     m = _mm_add_ps(m, _mm_movehl_ps(m, m));
     return _mm_cvtss_f32(_mm_add_ss(m, _mm_movehdup_ps(m)));
+}
+
+/* Finds to[m] (+)= sum_16 of x[m], m < 4 */
+TQKV__OP void tqkv__add_sums_of_16_avx512(const __m512 *x, bool add, float *to)
+{
+    const __m512 ab = _mm512_add_ps(_mm512_shuffle_f32x4(x[0], x[1], 0x44), _mm512_shuffle_f32x4(x[0], x[1], 0xee));
+    const __m512 cd = _mm512_add_ps(_mm512_shuffle_f32x4(x[2], x[3], 0x44), _mm512_shuffle_f32x4(x[2], x[3], 0xee));
+    __m512 all = _mm512_add_ps(_mm512_shuffle_f32x4(ab, cd, 0x88), _mm512_shuffle_f32x4(ab, cd, 0xdd));
+    all = _mm512_add_ps(all, _mm512_permute_ps(all, 0x4e));
+    all = _mm512_add_ps(all, _mm512_permute_ps(all, 0xb1));
+    const __m128 sums = _mm512_castps512_ps128(_mm512_maskz_compress_ps(0x1111, all));
+    _mm_storeu_ps(to, _mm_add_ps(add ? _mm_loadu_ps(to) : _mm_setzero_ps(), sums));
 }
 
 /* Returns value where x >= least or x is NaN, else 0 */
@@ -8245,6 +8372,31 @@ TQKV__OP __m512 tqkv__sum_across_avx512(const float *x)
     return _mm512_add_ps(_mm512_shuffle_f32x4(ab, cd, 0x88), _mm512_shuffle_f32x4(ab, cd, 0xdd));
 }
 
+/* A matrix [16][columns] to [columns][16], or back: each step moves the lowest bit of a place to the top, or back. */
+TQKV__OP void tqkv__turn_step_avx512(const bool decoded, const int columns, __m512 *x)
+{
+    const __m512i low = _mm512_set_epi32(23, 7, 22, 6, 21, 5, 20, 4, 19, 3, 18, 2, 17, 1, 16, 0);
+    const __m512i high = _mm512_or_si512(low, _mm512_set1_epi32(8));
+    const __m512i even = _mm512_set_epi32(30, 28, 26, 24, 22, 20, 18, 16, 14, 12, 10, 8, 6, 4, 2, 0);
+    const __m512i odd = _mm512_or_si512(even, _mm512_set1_epi32(1));
+    __m512 y[8];
+    const int half = columns / 2;
+    TQKV__UNROLL
+    for (int i = 0; i < half; i++) {
+        const __m512 a = decoded ? x[2 * i] : x[i], b = decoded ? x[2 * i + 1] : x[half + i];
+        y[decoded ? i : 2 * i] = _mm512_permutex2var_ps(a, decoded ? even : low, b);
+        y[decoded ? half + i : 2 * i + 1] = _mm512_permutex2var_ps(a, decoded ? odd : high, b);
+    }
+    TQKV__UNROLL
+    for (int i = 0; i < 2 * half; i++) x[i] = y[i];
+}
+TQKV__OP void tqkv__turn_avx512(const bool decoded, const int columns, __m512 *x)
+{
+    if (columns > 1) tqkv__turn_step_avx512(decoded, columns, x);
+    if (columns > 2) tqkv__turn_step_avx512(decoded, columns, x);
+    if (columns > 4) tqkv__turn_step_avx512(decoded, columns, x);
+}
+
 /* Encoding. An empty asm prevents the fusion of a product with a following sum, as in tqkv__rounded. */
 TQKV__OP __m512 tqkv__rounded_avx512(__m512 x)
 {
@@ -8377,9 +8529,9 @@ TQKV__OP __m512 tqkv__choose_avx512(__m512 bound, __m512 w, __m512 below, __m512
 {
     return _mm512_mask_blend_ps(_mm512_cmp_ps_mask(bound, w, _CMP_LE_OQ), below, above);
 }
-TQKV__OP void tqkv__load_entries_avx512(const float (*entries)[4], const uint32_t *offsets, __m512 *x)
+TQKV__OP void tqkv__load_entries_avx512(const float (*entries)[2], const uint32_t *cells, __m512 *x)
 {
-    (void)entries, (void)offsets; /* search_tq8 takes their place */
+    (void)entries, (void)cells; /* search_tq8 takes their place */
     memset(x, 0, 3 * sizeof *x);
 }
 TQKV__OP __m512i tqkv__quantise_i8_avx512(__m512 v)
@@ -8484,29 +8636,32 @@ TQKV__TARGET static void tqkv__quantise_tq8_avx512(const tqkv__quantiser *q, con
     }
 }
 
-/* Finds the centroids of 64 sizes times a factor of a search of TQ8: counts, bounds and centroids by bytes, as in
-   quantise_tq8. Bounds are compared as integers, whose signs packing keeps. The stream has the centroids' bytes from
-   the most negative one on. */
-TQKV__OP void tqkv__search_tq8_avx512(const tqkv__stream *s, const tqkv__quantiser *q, const __m512 *w,
-                                      __m512 *centroids)
+/* Looks bytes up in a table of 128. upper: those of which the index is 64 or more */
+TQKV__OP __m512i tqkv__look_up_byte_avx512(const uint8_t *table, __mmask64 upper, __m512i index)
 {
-    __m512i below[4];
-    __m512i cell[4], plane[4], words[4];
-    for (int i = 0; i < 4; i++) below[i] = _mm512_loadu_si512((const void *)(q->below + 64 * i));
+    const __m512i first = _mm512_permutexvar_epi8(index, _mm512_loadu_si512((const void *)table));
+    return _mm512_mask_permutexvar_epi8(first, upper, index, _mm512_loadu_si512((const void *)(table + 64)));
+}
+/* Looks words up in a table of 128, in planes of bytes, in the order in which packing has them. */
+TQKV__OP void tqkv__look_up_words_avx512(const uint8_t (*planes)[128], __m512i index, __m512i *words)
+{
+    const __mmask64 upper = _mm512_movepi8_mask(_mm512_slli_epi16(index, 1));
+    __m512i plane[4];
     TQKV__UNROLL
-    for (int i = 0; i < 4; i++)
-        cell[i] =
-            _mm512_cvttps_epi32(_mm512_min_ps(_mm512_mul_ps(w[i], _mm512_set1_ps(q->slope)), _mm512_set1_ps(q->top)));
+    for (int p = 0; p < 4; p++) plane[p] = tqkv__look_up_byte_avx512(planes[p], upper, index);
+    tqkv__join_planes_avx512(plane, words);
+}
+/* Finds where the centroids of 64 sizes times a factor, w, of a search of TQ8 are: counts and bounds by bytes, as in
+   quantise_tq8. Bounds are compared as integers, whose signs packing keeps. */
+TQKV__OP void tqkv__search_tq8_avx512(const tqkv__quantiser *q, const __m512i *cell, const __m512 *w, uint8_t *codes)
+{
+    __m512i words[4];
     const __m512i cells =
         _mm512_packus_epi16(_mm512_packus_epi32(cell[0], cell[1]), _mm512_packus_epi32(cell[2], cell[3]));
-    __m512i count =
-        _mm512_mask_blend_epi8(_mm512_movepi8_mask(cells), _mm512_permutex2var_epi8(below[0], cells, below[1]),
-                               _mm512_permutex2var_epi8(below[2], cells, below[3]));
-    TQKV__UNROLL
-    for (int p = 0; p < 4; p++)
-        plane[p] = _mm512_permutex2var_epi8(_mm512_loadu_si512((const void *)q->planes[p]), count,
-                                            _mm512_loadu_si512((const void *)(q->planes[p] + 64)));
-    tqkv__join_planes_avx512(plane, words);
+    const __mmask64 odd = _mm512_movepi8_mask(_mm512_slli_epi16(cells, 1)), upper = _mm512_movepi8_mask(cells);
+    __m512i count = _mm512_mask_blend_epi8(upper, tqkv__look_up_byte_avx512(q->below, odd, cells),
+                                           tqkv__look_up_byte_avx512(q->below + 128, odd, cells));
+    tqkv__look_up_words_avx512(q->planes, count, words);
     TQKV__UNROLL
     for (int i = 0; i < 4; i++)
         words[i] = _mm512_sub_epi32(_mm512_castps_si512(w[i]), words[i]); /* negative: below the bound */
@@ -8514,13 +8669,15 @@ TQKV__OP void tqkv__search_tq8_avx512(const tqkv__stream *s, const tqkv__quantis
         _mm512_packs_epi16(_mm512_packs_epi32(words[0], words[1]), _mm512_packs_epi32(words[2], words[3]));
     count = _mm512_sub_epi8(_mm512_set1_epi8(126), count); /* of the next larger centroid */
     count = _mm512_mask_sub_epi8(count, _mm512_movepi8_mask(differences), count, _mm512_set1_epi8(-1));
+    _mm512_storeu_si512((void *)codes, count);
+}
+/* Looks up the centroids, all negative, of 64 such codes: the stream has their bytes from the most negative one on. */
+TQKV__OP void tqkv__centroids_tq8_avx512(const tqkv__stream *s, const uint8_t *codes, uint32_t *centroids)
+{
+    __m512i words[4];
+    tqkv__look_up_words_avx512(s->planes, _mm512_loadu_si512((const void *)codes), words);
     TQKV__UNROLL
-    for (int p = 0; p < 4; p++)
-        plane[p] = _mm512_permutex2var_epi8(_mm512_loadu_si512((const void *)s->planes[p]), count,
-                                            _mm512_loadu_si512((const void *)(s->planes[p] + 64)));
-    tqkv__join_planes_avx512(plane, words);
-    TQKV__UNROLL
-    for (int i = 0; i < 4; i++) centroids[i] = _mm512_abs_ps(_mm512_castsi512_ps(words[i]));
+    for (int i = 0; i < 4; i++) _mm512_storeu_si512((void *)(centroids + 16 * i), words[i]);
 }
 
 static void tqkv__mix_by_order_avx2(int m, const float *subrows, float factor, int n, float *out);
@@ -8530,7 +8687,8 @@ static void tqkv__mix_by_order_avx2(int m, const float *subrows, float factor, i
 #define TQKV__ISA_NAME           "avx512"
 #define TQKV__MIX_SHORT_SUBROWS  tqkv__mix_by_order_avx2
 #define TQKV__LANES              16
-#define TQKV__NIBBLE_ORDER       16, 8
+#define TQKV__COLUMNS            8 /* of a matrix of packed codes: see reorder */
+#define TQKV__MATRIX_ROWS        16
 #define TQKV__NIBBLE_STRIP       8 /* vectors in a strip of nibbles */
 #define TQKV__STRIP_TOGETHER     0 /* do the vectors of a strip share work? */
 #define TQKV__ROWS               4 /* queries whose sums fit in registers: values, */
@@ -8582,6 +8740,18 @@ TQKV__OP float tqkv__sum_16_avx2(const __m256 *x)
     m = _mm_add_ps(m, _mm_movehl_ps(m, m));
     return _mm_cvtss_f32(_mm_add_ss(m, _mm_movehdup_ps(m)));
 }
+/* to[m] (+)= sum_16 of the vectors 2 m and 2 m + 1, m < 4 */
+TQKV__OP void tqkv__add_sums_of_16_avx2(const __m256 *x, bool add, float *to)
+{
+    const __m256 a = _mm256_add_ps(x[0], x[1]), b = _mm256_add_ps(x[2], x[3]), c = _mm256_add_ps(x[4], x[5]),
+                 d = _mm256_add_ps(x[6], x[7]);
+    const __m256 ac = _mm256_add_ps(_mm256_permute2f128_ps(a, c, 0x20), _mm256_permute2f128_ps(a, c, 0x31));
+    const __m256 bd = _mm256_add_ps(_mm256_permute2f128_ps(b, d, 0x20), _mm256_permute2f128_ps(b, d, 0x31));
+    const __m256 all = _mm256_add_ps(_mm256_shuffle_ps(ac, bd, 0x44), _mm256_shuffle_ps(ac, bd, 0xee));
+    const __m128 ab = _mm256_castps256_ps128(all), cd = _mm256_extractf128_ps(all, 1);
+    const __m128 sums = _mm_add_ps(_mm_shuffle_ps(ab, cd, 0x88), _mm_shuffle_ps(ab, cd, 0xdd));
+    _mm_storeu_ps(to, _mm_add_ps(add ? _mm_loadu_ps(to) : _mm_setzero_ps(), sums));
+}
 TQKV__OP __m256 tqkv__sum_fours_avx2(const __m256 *x)
 {
     const __m256 a = _mm256_add_ps(_mm256_unpacklo_ps(x[0], x[1]), _mm256_unpackhi_ps(x[0], x[1]));
@@ -8592,6 +8762,12 @@ TQKV__OP __m256 tqkv__sum_across_avx2(const float *x)
 {
     const __m256 a = _mm256_load_ps(x), b = _mm256_load_ps(x + 8);
     return _mm256_add_ps(_mm256_permute2f128_ps(a, b, 0x20), _mm256_permute2f128_ps(a, b, 0x31));
+}
+/* A matrix [4][2] to [2][4], or back */
+TQKV__OP void tqkv__turn_avx2(const bool decoded, const int columns, __m256 *x)
+{
+    const __m256i to = _mm256_set_epi32(7, 5, 3, 1, 6, 4, 2, 0), back = _mm256_set_epi32(7, 3, 6, 2, 5, 1, 4, 0);
+    if (columns == 2) *x = _mm256_permutevar8x32_ps(*x, decoded ? to : back);
 }
 /* Permutes use the lowest three bits. Blends use the sign bit, to which the shifts bring the bits above. */
 TQKV__OP __m256 tqkv__permute_16_avx2(const __m256 *table, __m256i codes)
@@ -8805,13 +8981,13 @@ TQKV__OP __m256 tqkv__butterfly_avx2(const int stage, __m256 x)
 TQKV__OP __m256 tqkv__even_avx2(const int stage, __m256 a, __m256 b)
 {
     if (stage == 0) return _mm256_blend_ps(a, _mm256_moveldup_ps(b), 0xaa);
-    if (stage == 1) return _mm256_castpd_ps(_mm256_unpacklo_pd(_mm256_castps_pd(a), _mm256_castps_pd(b)));
+    if (stage == 1) return _mm256_shuffle_ps(a, b, 0x44);
     return _mm256_permute2f128_ps(a, b, 0x20);
 }
 TQKV__OP __m256 tqkv__odd_avx2(const int stage, __m256 a, __m256 b)
 {
     if (stage == 0) return _mm256_blend_ps(_mm256_movehdup_ps(a), b, 0xaa);
-    if (stage == 1) return _mm256_castpd_ps(_mm256_unpackhi_pd(_mm256_castps_pd(a), _mm256_castps_pd(b)));
+    if (stage == 1) return _mm256_shuffle_ps(a, b, 0xee);
     return _mm256_permute2f128_ps(a, b, 0x31);
 }
 TQKV__OP __m256i tqkv__larger_bits_avx2(__m256i largest, __m256 x)
@@ -8859,21 +9035,18 @@ TQKV__OP __m256 tqkv__choose_avx2(__m256 bound, __m256 w, __m256 below, __m256 a
 {
     return _mm256_blendv_ps(below, above, _mm256_cmp_ps(bound, w, _CMP_LE_OQ));
 }
-/* Loads the first three floats of 8 entries: x[i] has the i-th of each. offsets: of the entries, in bytes */
-TQKV__OP void tqkv__load_entries_avx2(const float (*entries)[4], const uint32_t *offsets, __m256 *x)
+/* Loads the bounds of 8 cells, the centroids below them and those above. */
+TQKV__OP void tqkv__load_entries_avx2(const float (*entries)[2], const uint32_t *cells, __m256 *x)
 {
-    const uint8_t *from = (const uint8_t *)(const void *)entries;
     __m256 four[4];
     TQKV__UNROLL
     for (int i = 0; i < 4; i++)
-        four[i] = _mm256_castsi256_ps(
-            _mm256_set_m128i(tqkv__load_128(from + offsets[i + 4]), tqkv__load_128(from + offsets[i])));
-    const __m256d low = _mm256_castps_pd(_mm256_unpacklo_ps(four[0], four[1])),
-                  high = _mm256_castps_pd(_mm256_unpacklo_ps(four[2], four[3]));
-    x[0] = _mm256_castpd_ps(_mm256_unpacklo_pd(low, high));
-    x[1] = _mm256_castpd_ps(_mm256_unpackhi_pd(low, high));
-    x[2] = _mm256_castpd_ps(_mm256_unpacklo_pd(_mm256_castps_pd(_mm256_unpackhi_ps(four[0], four[1])),
-                                               _mm256_castps_pd(_mm256_unpackhi_ps(four[2], four[3]))));
+        four[i] = _mm256_set_m128(_mm_loadu_ps(entries[cells[i + 4]]), _mm_loadu_ps(entries[cells[i]]));
+    const __m256 low = _mm256_shuffle_ps(four[0], four[1], 0x44), next = _mm256_shuffle_ps(four[2], four[3], 0x44);
+    x[0] = _mm256_shuffle_ps(low, next, 0x88);
+    x[1] = _mm256_shuffle_ps(low, next, 0xdd);
+    x[2] =
+        _mm256_shuffle_ps(_mm256_shuffle_ps(four[0], four[1], 0xee), _mm256_shuffle_ps(four[2], four[3], 0xee), 0xdd);
 }
 TQKV__OP __m256i tqkv__quantise_i8_avx2(__m256 v)
 {
@@ -8978,7 +9151,8 @@ TQKV__OP __m256 tqkv__look_up_avx2(const int bits, const __m256 *table, __m256i 
 #define TQKV__ISA_NAME           "avx2"
 #define TQKV__MIX_SHORT_SUBROWS  tqkv__mix_by_order_avx2
 #define TQKV__LANES              8
-#define TQKV__NIBBLE_ORDER       4, 2
+#define TQKV__COLUMNS            2 /* of a matrix of packed codes: see reorder */
+#define TQKV__MATRIX_ROWS        4
 #define TQKV__NIBBLE_STRIP       4
 #define TQKV__STRIP_TOGETHER     1
 #define TQKV__ROWS               4 /* queries whose sums fit in registers: values, */
@@ -9036,11 +9210,38 @@ TQKV__OP float32x4_t tqkv__mul_nonzero_neon(float32x4_t a, float32x4_t b)
 {
     return vreinterpretq_f32_u32(vbicq_u32(vreinterpretq_u32_f32(vmulq_f32(a, b)), vceqzq_f32(a)));
 }
+/* to[m] (+)= sum_16 of the vectors from 4 m on, m < 4 */
+TQKV__OP void tqkv__add_sums_of_16_neon(const float32x4_t *x, bool add, float *to)
+{
+    float32x4_t fours[4], pairs[2];
+    TQKV__UNROLL
+    for (int m = 0; m < 4; m++)
+        fours[m] = vaddq_f32(vaddq_f32(x[4 * m], x[4 * m + 2]), vaddq_f32(x[4 * m + 1], x[4 * m + 3]));
+    TQKV__UNROLL
+    for (int m = 0; m < 2; m++) {
+        const float64x2_t a = vreinterpretq_f64_f32(fours[2 * m]), b = vreinterpretq_f64_f32(fours[2 * m + 1]);
+        pairs[m] = vaddq_f32(vreinterpretq_f32_f64(vtrn1q_f64(a, b)), vreinterpretq_f32_f64(vtrn2q_f64(a, b)));
+    }
+    vst1q_f32(to, vaddq_f32(add ? vld1q_f32(to) : vdupq_n_f32(0.0f), vpaddq_f32(pairs[0], pairs[1])));
+}
 TQKV__OP float32x4_t tqkv__sum_fours_neon(const float32x4_t *x)
 {
     return vpaddq_f32(vpaddq_f32(x[0], x[1]), vpaddq_f32(x[2], x[3]));
 }
 TQKV__OP float32x4_t tqkv__sum_across_neon(const float *x) { return vld1q_f32(x); }
+/* A matrix [16][2] to [2][16], or back */
+TQKV__OP void tqkv__turn_neon(const bool decoded, const int columns, float32x4_t *x)
+{
+    float32x4_t y[8];
+    if (columns < 2) return;
+    TQKV__UNROLL
+    for (int i = 0; i < 4; i++) {
+        y[decoded ? i : 2 * i] = decoded ? vuzp1q_f32(x[2 * i], x[2 * i + 1]) : vzip1q_f32(x[i], x[4 + i]);
+        y[decoded ? 4 + i : 2 * i + 1] = decoded ? vuzp2q_f32(x[2 * i], x[2 * i + 1]) : vzip2q_f32(x[i], x[4 + i]);
+    }
+    TQKV__UNROLL
+    for (int i = 0; i < 8; i++) x[i] = y[i];
+}
 /* Looks up bytes: entry i is bytes 4i to 4i + 3 of 64 in a table. vqtbx keeps the byte of an index beyond. */
 TQKV__OP float32x4_t tqkv__permute_table_neon(const int bits, const float32x4_t *table, uint32x4_t codes)
 {
@@ -9106,7 +9307,7 @@ TQKV__OP uint8x16_t tqkv__pairs_neon(const uint8_t *p)
     const uint32x4_t two = vorrq_u32(bytes, vshlq_n_u32(bytes, 12));
     return vandq_u8(vreinterpretq_u8_u32(vorrq_u32(two, vshlq_n_u32(two, 6))), vdupq_n_u8(3));
 }
-/* Returns the main bits of codes 16 * (k / 4) ... of a strip, in the order of tqkv__to_decoded. A strip is 32 codes:
+/* Returns the main bits of codes 16 * (k / 4) ... of a strip, in the order of reorder. A strip is 32 codes:
    the low nibbles give the first four vectors, the high ones the other four. A strip of 16 (per_lane 4) keeps its own
    order. */
 TQKV__OP uint8x16_t tqkv__main_codes_neon(const int main_bits, const int per_lane, const int k, const uint8_t *p)
@@ -9286,15 +9487,14 @@ TQKV__OP float32x4_t tqkv__choose_neon(float32x4_t bound, float32x4_t w, float32
 {
     return vbslq_f32(vcleq_f32(bound, w), above, below);
 }
-TQKV__OP void tqkv__load_entries_neon(const float (*entries)[4], const uint32_t *offsets, float32x4_t *x)
+TQKV__OP void tqkv__load_entries_neon(const float (*entries)[2], const uint32_t *cells, float32x4_t *x)
 {
-    const uint8_t *from = (const uint8_t *)(const void *)entries;
     float32x4_t four[4];
     TQKV__UNROLL
-    for (int i = 0; i < 4; i++) four[i] = vreinterpretq_f32_u8(vld1q_u8(from + offsets[i]));
-    const float32x4_t low = vtrn1q_f32(four[0], four[1]), high = vtrn1q_f32(four[2], four[3]);
-    x[0] = tqkv__even_neon(1, low, high);
-    x[1] = tqkv__even_neon(1, vtrn2q_f32(four[0], four[1]), vtrn2q_f32(four[2], four[3]));
+    for (int i = 0; i < 4; i++) four[i] = vld1q_f32(entries[cells[i]]);
+    const float32x4_t low = vtrn2q_f32(four[0], four[1]), high = vtrn2q_f32(four[2], four[3]);
+    x[0] = tqkv__even_neon(1, vtrn1q_f32(four[0], four[1]), vtrn1q_f32(four[2], four[3]));
+    x[1] = tqkv__even_neon(1, low, high);
     x[2] = tqkv__odd_neon(1, low, high);
 }
 TQKV__OP uint32x4_t tqkv__quantise_i8_neon(float32x4_t v)
@@ -9364,7 +9564,8 @@ TQKV__OP float32x4_t tqkv__look_up_neon(const int bits, const float32x4_t *table
 #define TQKV__ISA_NAME           "neon"
 #define TQKV__MIX_SHORT_SUBROWS  tqkv__mix_by_order_neon
 #define TQKV__LANES              4
-#define TQKV__NIBBLE_ORDER       16, 2
+#define TQKV__COLUMNS            2 /* of a matrix of packed codes: see reorder */
+#define TQKV__MATRIX_ROWS        16
 #define TQKV__NIBBLE_STRIP       8
 #define TQKV__STRIP_TOGETHER     1
 #define TQKV__ROWS               4 /* queries whose sums fit in registers: values, */
@@ -10948,10 +11149,10 @@ static tqkv__list tqkv__open_list(const tqkv__attention *a, int query, int kv_he
     l.entries += gone;
     n -= gone;
     l.base = all.from >> l.shift << l.shift;
-    const int64_t newest_from = tqkv__newest_from(a, query, all, &newest), last = ((int64_t)1 << l.shift) - 1;
+    const int64_t newest_from = tqkv__newest_from(a, query, all, &newest), inside = ((int64_t)1 << l.shift) - 1;
     l.kept_from = tqkv__newest_from(a, query, tqkv__visible(a, query, kept), &newest);
     /* Without newest positions `recent` is the first block behind all that the query sees. */
-    l.recent = newest_from < all.to ? newest_from >> l.shift : (all.to >> l.shift) + ((all.to & last) > 0);
+    l.recent = newest_from < all.to ? newest_from >> l.shift : (all.to >> l.shift) + ((all.to & inside) > 0);
     l.n_before = tqkv__entry_at(l.entries, n, l.recent);
     const bool listed = l.n_before < n && l.entries[l.n_before] == l.recent; /* then all of it is seen */
     l.recent_from = newest_from < all.to && !listed ? newest_from : 0;
@@ -11057,42 +11258,15 @@ static tqkv_result tqkv__check_seen(const tqkv__attention *a, tqkv__range range)
 
 /* >>tile: the order of decoded values, tiles, and the sums of a tile, of a piece and of a stretch */
 
-/* from: [rows][columns] -> to: [columns][rows] */
-static inline void tqkv__transpose(const float *from, int rows, int columns, float *to)
-{
-    for (int column = 0; column < columns; column++, from++) {
-        const float *x = from;
-        for (int row = 0; row < rows; row++, x += columns) *to++ = *x;
-    }
-}
-
-/* Instruction sets decode packed codes in their own order: each rows * columns values, a matrix [rows][columns], come
-   transposed. The rest of a panel is a matrix of fewer columns. Other codes keep their order. Queries take the decoded
-   order; sums of values are put back. from, to: [head_dim] */
-static void tqkv__reorder(const tqkv__isa *isa, const tqkv__stream *s, bool decoded, const float *from, float *to)
-{
-    const int rows = isa->nibble_order[0], most = isa->nibble_order[1];
-    if (s->main_bits >= 8 || isa->lanes == 1) {
-        memcpy(to, from, (size_t)s->head_dim * sizeof(float));
-        return;
-    }
-    for (const float *end = from + s->head_dim; from < end;)
-        for (int left = s->panel_dim, columns; left > 0; left -= rows * columns) {
-            for (columns = most; rows * columns > left;) columns /= 2;
-            tqkv__transpose(from, decoded ? rows : columns, decoded ? columns : rows, to);
-            from += rows * columns;
-            to += rows * columns;
-        }
-}
-
+/* Queries take the order of decoded codes; sums of values are put back. */
 static void tqkv__to_decoded(const tqkv__isa *isa, const tqkv__stream *s, const float *natural, float *decoded)
 {
-    tqkv__reorder(isa, s, true, natural, decoded);
+    isa->reorder(s, isa->columns, true, natural, decoded);
 }
 
 static void tqkv__to_natural(const tqkv__isa *isa, const tqkv__stream *s, const float *decoded, float *natural)
 {
-    tqkv__reorder(isa, s, false, decoded, natural);
+    isa->reorder(s, isa->columns, false, decoded, natural);
 }
 
 static int tqkv__clamp(int64_t x, int low, int high) { return x < low ? low : x > high ? high : (int)x; }
@@ -11224,7 +11398,8 @@ static void tqkv__add_values(tqkv__tile *tile, int n_rows, float *out)
     const int kv_head = tile->kv_head;
     const float *weights = tile->scores + tile->begin;
     if (s->kind != TQKV__HALF || tile->whole ||
-        tqkv__halves_finite(tqkv__codes_at(s, kv_head, segment->slot), (size_t)segment->n * (size_t)s->head_dim)) {
+        a->isa->codec->rows_finite(TQKV_TYPE_F16, tqkv__codes_at(s, kv_head, segment->slot),
+                                   (size_t)segment->n * (size_t)s->head_dim)) {
         a->isa->value_tile(s, kv_head, segment, weights, n_rows, tile->scaled, out);
         return;
     }
@@ -11325,14 +11500,12 @@ static void tqkv__score_tile(tqkv__tile *tile, const float *q, int digits, int n
 static void tqkv__turn_sums(const tqkv__attention *a, const tqkv__stream *from, const tqkv__stream *to, int n_rows,
                             float *out)
 {
-    float turned[TQKV_MAX_HEAD_DIM];
-    if (a->isa->lanes == 1 || (from->main_bits < 8) == (to->main_bits < 8)) return;
+    if (a->isa->columns == 1 || (from->main_bits < 8) == (to->main_bits < 8)) return;
     for (int row = 0; row < n_rows; row++, out += a->value_dim) {
         if (from->main_bits < 8)
-            tqkv__to_natural(a->isa, from, out, turned);
+            tqkv__to_natural(a->isa, from, out, out);
         else
-            tqkv__to_decoded(a->isa, to, out, turned);
-        memcpy(out, turned, (size_t)a->value_dim * sizeof(float));
+            tqkv__to_decoded(a->isa, to, out, out);
     }
 }
 
@@ -11900,9 +12073,10 @@ static const void *tqkv__query_part(const tqkv__attention *a, const void *query,
 }
 
 /* Brings part 0 or 1 of an item's queries into the basis and order of a stream, times scale. arranged:
-   [n_rows][head_dim]; so is rest, the second digits of integers. Whether there are any. */
+   [n_rows][head_dim]; so is halves, the queries for halves of the same basis, or NULL, and rest, the second digits of
+   integers. Whether there are any. */
 static bool tqkv__arrange_part(const tqkv__attention *a, const tqkv__item *item, const void *q, int part,
-                               const tqkv__stream *s, float *arranged, float *rest)
+                               const tqkv__stream *s, float *arranged, float *halves, float *rest)
 {
     TQKV__ALIGNED float natural[TQKV_MAX_HEAD_DIM];
     bool digits = false;
@@ -11913,6 +12087,7 @@ static bool tqkv__arrange_part(const tqkv__attention *a, const tqkv__item *item,
         a->isa->codec->widen(a->call.query_type, tqkv__query_part(a, query, part), NULL, scale, s->head_dim, natural);
         if (s->rotated && original) a->isa->codec->rotate(natural, s->head_dim);
         tqkv__scale(natural, s->head_dim, a->call.scale);
+        if (halves) memcpy(halves + (size_t)i * (size_t)s->head_dim, natural, (size_t)s->head_dim * sizeof(float));
         if (!a->round_query || s->kind == TQKV__HALF) {
             tqkv__to_decoded(a->isa, s, natural, arranged);
             continue;
@@ -11941,10 +12116,10 @@ static int tqkv__arrange_queries(const tqkv__attention *a, const tqkv__item *ite
 {
     const size_t n_rows = (size_t)item->n_rows, of_keys = n_rows * (size_t)a->keys.head_dim;
     float *rest = arranged + n_rows * tqkv__first_floats(a);
-    int digits = tqkv__arrange_part(a, item, q, 0, &a->keys, arranged, rest) ? 1 : 0;
-    if (a->call.tail && tqkv__arrange_part(a, item, q, 1, &a->tail, arranged + of_keys, rest + of_keys)) digits |= 2;
-    if (a->exact[0][0] || a->exact[1][0])
-        tqkv__arrange_part(a, item, q, 0, &a->ends[!a->exact[0][0]][0], arranged + n_rows * (size_t)a->key_dim, NULL);
+    float *halves = a->exact[0][0] || a->exact[1][0] ? arranged + n_rows * (size_t)a->key_dim : NULL;
+    int digits = tqkv__arrange_part(a, item, q, 0, &a->keys, arranged, halves, rest) ? 1 : 0;
+    if (a->call.tail && tqkv__arrange_part(a, item, q, 1, &a->tail, arranged + of_keys, NULL, rest + of_keys))
+        digits |= 2;
     return digits;
 }
 
@@ -12076,21 +12251,21 @@ enum { TQKV__TASKS = 32 };
 typedef struct tqkv__queue {
     int n_units, n_tasks;
     int next; /* unit; atomic */
-    size_t slot_floats;
-    float *slot_list; /* [n_tasks][slot_floats], on cache lines of their own */
-    float *memory;    /* that holds them */
+    size_t scratch_floats;
+    float *scratch; /* [n_tasks][scratch_floats], each on cache lines of its own */
+    float *memory;  /* that holds them */
     size_t size;
 } tqkv__queue;
 
-/* Gets memory for the slots and, behind them, more floats; false if there is none. */
+/* Gets memory for the scratch of each task and, behind it, more floats; false if there is none. */
 static bool tqkv__queue_open(tqkv__queue *queue, const tqkv_allocator *allocator, size_t more)
 {
-    queue->slot_floats = (queue->slot_floats + 15) / 16 * 16;
-    if (queue->slot_floats > (SIZE_MAX / 8 - more) / (size_t)queue->n_tasks) return false;
-    queue->size = ((size_t)queue->n_tasks * queue->slot_floats + more + 16) * sizeof(float);
+    queue->scratch_floats = (queue->scratch_floats + 15) / 16 * 16;
+    if (queue->scratch_floats > (SIZE_MAX / 8 - more) / (size_t)queue->n_tasks) return false;
+    queue->size = ((size_t)queue->n_tasks * queue->scratch_floats + more + 16) * sizeof(float);
     queue->memory = (float *)allocator->alloc(allocator->user, queue->size);
     if (!queue->memory) return false;
-    queue->slot_list = queue->memory + (64 - (uintptr_t)queue->memory % 64) % 64 / sizeof(float);
+    queue->scratch = queue->memory + (64 - (uintptr_t)queue->memory % 64) % 64 / sizeof(float);
     return true;
 }
 
@@ -12106,7 +12281,7 @@ static int tqkv__queue_take(tqkv__queue *queue)
 enum { TQKV__WAVE_FLOATS = 1 << 20 };
 
 typedef struct tqkv__job {
-    tqkv__queue queue; /* slots: tiles, queries, gathered rows, sums of a piece, of all stretches, of one */
+    tqkv__queue queue; /* scratch: tiles, queries, gathered rows, sums of a piece, of all stretches, of one */
     tqkv__request *requests;
     int n_requests;
     bool spread;
@@ -12170,12 +12345,13 @@ static tqkv__sums tqkv__sums_of_item(const tqkv__request *request, const tqkv__i
     return own;
 }
 
-static TQKV__NOINLINE void tqkv__attend_unit(const tqkv__job *job, const tqkv__request *request, int unit, float *slot)
+static TQKV__NOINLINE void tqkv__attend_unit(const tqkv__job *job, const tqkv__request *request, int unit,
+                                             float *scratch)
 {
     const tqkv__attention *a = request->a;
     const tqkv__item item = tqkv__item_of(request, unit % request->n_items);
     const size_t rows = (size_t)request->rows_each, floats = rows * (size_t)(a->value_dim + 2);
-    float *q = slot + 2 * sizeof(tqkv__tile) / sizeof(float), *next = q + rows * tqkv__query_floats(a);
+    float *q = scratch + 2 * sizeof(tqkv__tile) / sizeof(float), *next = q + rows * tqkv__query_floats(a);
     float offsets[TQKV__CHUNK_ROWS];
     tqkv__attention gathered;
     tqkv__list list;
@@ -12184,7 +12360,7 @@ static TQKV__NOINLINE void tqkv__attend_unit(const tqkv__job *job, const tqkv__r
     w.item = &item;
     w.q = q;
     w.offsets = offsets;
-    w.tiles = (tqkv__tile *)(void *)slot;
+    w.tiles = (tqkv__tile *)(void *)scratch;
     w.piece = tqkv__sums_at(next, rows, a->value_dim);
     w.list = a->call.list ? &list : NULL;
     w.exact[0] = tqkv__exact_at(a, item.first_row / a->group);
@@ -12232,11 +12408,11 @@ static const tqkv__request *tqkv__request_of(const tqkv__job *job, int unit)
 static void tqkv__attend_task(void *context, int index)
 {
     tqkv__job *job = (tqkv__job *)context;
-    float *slot = job->queue.slot_list + (size_t)index * job->queue.slot_floats;
+    float *scratch = job->queue.scratch + (size_t)index * job->queue.scratch_floats;
     const uint64_t mode = tqkv__fp_exact();
     for (int unit; (unit = tqkv__queue_take(&job->queue)) >= 0;) {
         const tqkv__request *request = tqkv__request_of(job, unit);
-        tqkv__attend_unit(job, request, unit - request->first_unit, slot);
+        tqkv__attend_unit(job, request, unit - request->first_unit, scratch);
     }
     tqkv__fp_restore(mode);
 }
@@ -12377,9 +12553,9 @@ static tqkv_result tqkv__run_job(tqkv__request *requests, int n_requests)
     int64_t n_units = 0;
     for (int i = 0; i < n_requests; i++) {
         const size_t rows = (size_t)requests[i].rows_each, sums = rows * (size_t)(requests[i].a->value_dim + 2);
-        const size_t slot = 2 * sizeof(tqkv__tile) / sizeof(float) + rows * tqkv__query_floats(requests[i].a) +
-                            (job.spread ? 1 : 3) * sums + tqkv__gathered_floats(requests[i].a);
-        if (slot > queue->slot_floats) queue->slot_floats = slot;
+        const size_t scratch = 2 * sizeof(tqkv__tile) / sizeof(float) + rows * tqkv__query_floats(requests[i].a) +
+                               (job.spread ? 1 : 3) * sums + tqkv__gathered_floats(requests[i].a);
+        if (scratch > queue->scratch_floats) queue->scratch_floats = scratch;
         requests[i].first_unit = (int)n_units;
         n_units += requests[i].n_items;
         if (n_units > INT_MAX - TQKV__TASKS) return TQKV__INVALID("more query rows than an int counts");
@@ -12387,7 +12563,7 @@ static tqkv_result tqkv__run_job(tqkv__request *requests, int n_requests)
     queue->n_units = (int)n_units;
     if (!job.spread && queue->n_tasks > queue->n_units) queue->n_tasks = queue->n_units;
     if (!tqkv__queue_open(queue, allocator, job.wave_floats + totals)) return TQKV_OUT_OF_MEMORY;
-    job.waves = queue->slot_list + (size_t)queue->n_tasks * queue->slot_floats;
+    job.waves = queue->scratch + (size_t)queue->n_tasks * queue->scratch_floats;
     if (job.spread)
         tqkv__run_waves(&job, parallel, job.waves + job.wave_floats);
     else
@@ -12395,6 +12571,13 @@ static tqkv_result tqkv__run_job(tqkv__request *requests, int n_requests)
     allocator->free(allocator->user, queue->memory, queue->size);
     return TQKV_OK;
 }
+
+/* As before >>convert. */
+#if defined(__OPTIMIZE__) && defined(__GNUC__) && !defined(__clang__)
+#define TQKV__SMALL
+#pragma GCC push_options
+#pragma GCC optimize("Os")
+#endif
 
 /* >>attend-calls: the arrays of a call, checked, and the public calls of attention */
 
@@ -12566,8 +12749,9 @@ static bool tqkv__writes_overlap(const tqkv__writes *writes)
    each. */
 static bool tqkv__reads_extent(const tqkv__request *request, const tqkv__extent *extents, size_t n)
 {
-    const void *low = (const void *)(uintptr_t)extents[0].begin;
-    if (!tqkv__reads(request->a, request->q, low, (size_t)(extents[n - 1].end - extents[0].begin))) return false;
+    const uint8_t *low = (const uint8_t *)(uintptr_t)extents[0].begin;
+    const uint8_t *end = (const uint8_t *)(uintptr_t)extents[n - 1].end;
+    if (!tqkv__reads(request->a, request->q, low, (size_t)(end - low))) return false;
     return n == 1 || tqkv__reads_extent(request, extents, n / 2) ||
            tqkv__reads_extent(request, extents + n / 2, n - n / 2);
 }
@@ -12787,7 +12971,7 @@ typedef struct tqkv__scoring {
     tqkv__queue queue;
 } tqkv__scoring;
 
-/* An item at work; all but the tile lies in the task's slot. */
+/* An item at work; its arrays lie in the task's scratch. */
 typedef struct tqkv__scored {
     int first_query, n_queries;
     double *totals;           /* [n_queries], of the block in progress: TQKV_POOL_MEAN */
@@ -12803,7 +12987,7 @@ static int tqkv__tile_rows(const tqkv__index *x)
     return rows < most ? rows : most;
 }
 
-static tqkv__scored tqkv__open_scored(const tqkv__scoring *job, int item, float *slot)
+static tqkv__scored tqkv__open_scored(const tqkv__scoring *job, int item, float *scratch)
 {
     const tqkv__index *x = job->x;
     const size_t each = (size_t)job->queries_each, rows = each * (size_t)x->a.call.n_heads;
@@ -12811,7 +12995,7 @@ static tqkv__scored tqkv__open_scored(const tqkv__scoring *job, int item, float 
     s.first_query = item * job->queries_each;
     s.n_queries = x->a.call.n_queries - s.first_query;
     if (s.n_queries > job->queries_each) s.n_queries = job->queries_each;
-    s.tile = slot;
+    s.tile = scratch;
     s.sums = s.tile + tqkv__tile_rows(x) * TQKV__TILE;
     s.q = s.sums + each * TQKV__TILE;
     s.rest = s.q + rows * tqkv__first_floats(&x->a);
@@ -12880,11 +13064,11 @@ static void tqkv__pool(const tqkv__index *x, const float *sums, int64_t position
     }
 }
 
-static TQKV__NOINLINE void tqkv__score_unit(const tqkv__scoring *job, int unit, float *slot)
+static TQKV__NOINLINE void tqkv__score_unit(const tqkv__scoring *job, int unit, float *scratch)
 {
     const tqkv__index *x = job->x;
     const tqkv__stream *keys = &x->a.keys;
-    tqkv__scored s = tqkv__open_scored(job, unit % job->n_items, slot);
+    tqkv__scored s = tqkv__open_scored(job, unit % job->n_items, scratch);
     const int64_t block = unit / job->n_items * job->blocks_each;
     const int64_t n_blocks = x->blocks - block < job->blocks_each ? x->blocks - block : job->blocks_each;
     int64_t from = block * x->call.block, to = tqkv__index_end(x, s.first_query + s.n_queries - 1);
@@ -12920,9 +13104,9 @@ static TQKV__NOINLINE void tqkv__score_unit(const tqkv__scoring *job, int unit, 
 static void tqkv__score_task(void *context, int index)
 {
     tqkv__scoring *job = (tqkv__scoring *)context;
-    float *slot = job->queue.slot_list + (size_t)index * job->queue.slot_floats;
+    float *scratch = job->queue.scratch + (size_t)index * job->queue.scratch_floats;
     const uint64_t mode = tqkv__fp_exact();
-    for (int unit; (unit = tqkv__queue_take(&job->queue)) >= 0;) tqkv__score_unit(job, unit, slot);
+    for (int unit; (unit = tqkv__queue_take(&job->queue)) >= 0;) tqkv__score_unit(job, unit, scratch);
     tqkv__fp_restore(mode);
 }
 
@@ -12942,7 +13126,7 @@ static tqkv_result tqkv__divide_scoring(tqkv__scoring *job)
     job->queue.n_units = (int)ranges * job->n_items;
     job->queue.n_tasks = !hook ? 1 : job->queue.n_units < TQKV__TASKS ? job->queue.n_units : (int)TQKV__TASKS;
     const size_t each = (size_t)job->queries_each, all = each * (size_t)n_heads;
-    job->queue.slot_floats = ((size_t)rows + each) * TQKV__TILE + all * (tqkv__query_floats(&x->a) + 2) + 2 * each;
+    job->queue.scratch_floats = ((size_t)rows + each) * TQKV__TILE + all * (tqkv__query_floats(&x->a) + 2) + 2 * each;
     return TQKV_OK;
 }
 
@@ -15009,6 +15193,11 @@ TQKV_API tqkv_result tqkv_store_load(const tqkv_store *store, int64_t position, 
     const tqkv__range range = {position, position + n_positions};
     return tqkv__move_stored(&pipe, &s, range);
 }
+
+#ifdef TQKV__SMALL
+#undef TQKV__SMALL
+#pragma GCC pop_options
+#endif
 
 #endif /* TQKV_IMPLEMENTATION, to be continued */
 

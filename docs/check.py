@@ -1,11 +1,11 @@
 #!/usr/bin/env python3
-"""Checks the documents: relative links and their anchors, and that architecture.md names what exists.
+"""Checks the documents: relative links and their anchors, and that architecture.md and the notes name what exists.
 
 usage: check.py
 
-In architecture.md a word in backticks that looks like a tag, a name of C or a path must be one: `>>tag` a section of
-tqkv.h, `tqkv__name` or `some_name` a word of the sources, `folder/file` a file. Words with NAME, `*` or `...` are
-patterns. The two lists of contents in tqkv.h name its tags, each once, in their order.
+In architecture.md, and in the first table of each note, a word in backticks that looks like a tag, a name of C or a
+path must be one: `>>tag` a section of tqkv.h, `tqkv__name` or `some_name` a word of the sources, `folder/file` a file.
+Words with NAME, `*` or `...` are patterns. The two lists of contents in tqkv.h name its tags, each once, in their order.
 """
 import pathlib
 import re
@@ -44,11 +44,16 @@ def broken_links(path):
             yield f"{target}: no such heading"
 
 
-def unknown_names(path):
+def first_table(text):
+    """The rows of the first table."""
+    return "\n".join(re.search(r"((?:^\|.*\n)+)", text, re.M).group(1).split("\n")[2:])
+
+
+def unknown_names(text):
     texts = [p.read_text(encoding="utf-8") for pattern in SOURCES for p in ROOT.glob(pattern) if p.is_file()]
     words = set(re.findall(r"\w+", "\n".join(texts)))
     tags = set(re.findall(r"^/\* (>>[\w-]+)", texts[0], re.M))
-    for quoted in sorted(set(re.findall(r"`([^`\n]+)`", path.read_text(encoding="utf-8")))):
+    for quoted in sorted(set(re.findall(r"`([^`\n]+)`", text))):
         word = quoted.split("(")[0]
         if re.search(r"NAME|\*|\.\.\.", quoted):
             continue
@@ -82,7 +87,9 @@ def known_stems(texts):
 
 def main():
     found = [(p, text) for p in documents() for text in broken_links(p)]
-    found += [(p, text) for p in [ROOT / "docs/architecture.md"] for text in unknown_names(p)]
+    found += [(p, text) for p in [ROOT / "docs/architecture.md"] for text in unknown_names(p.read_text(encoding="utf-8"))]
+    found += [(p, text) for p in sorted((ROOT / "docs/notes").glob("[a-z]*.md"))
+              for text in unknown_names(first_table(p.read_text(encoding="utf-8")))]
     found += [(ROOT / "tqkv.h", text) for text in contents()]
     for path, text in found:
         print(f"{path.relative_to(ROOT)}: {text}")

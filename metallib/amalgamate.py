@@ -33,7 +33,7 @@ def one_by_one(text):
 
 class Amalgam:
     def __init__(self):
-        self.seen, self.constants = set(), {}
+        self.seen, self.constants, self.folder = set(), {}, os.path.dirname(sys.argv[2])
 
     def declare(self, match):
         """The first declaration of a function constant, or a macro for its other name, or nothing."""
@@ -50,6 +50,8 @@ class Amalgam:
     def expand(self, path):
         """The file behind its headers, each once."""
         path = os.path.normpath(path)
+        if not os.path.exists(path):  # of a file outside shaders/, which includes as if it were there
+            path = os.path.normpath(os.path.join("shaders", os.path.relpath(path, self.folder)))
         if path in self.seen:
             return ""
         self.seen.add(path)

@@ -113,6 +113,13 @@ static void tqkv__value_tile_scalar(const tqkv__stream *s, int kv_head, const tq
     }
 }
 
+static void tqkv__reorder_scalar(const tqkv__stream *s, int columns, bool decoded, const float *from, float *to)
+{
+    (void)columns;
+    (void)decoded;
+    memmove(to, from, (size_t)s->head_dim * sizeof(float));
+}
+
 static bool tqkv__span_has(const tqkv__span *span, int j)
 {
     return j >= span->from && j < span->to && !(span->hidden >> j & 1);
@@ -200,8 +207,9 @@ static TQKV__INLINE void tqkv__prefetch(const int cache, const uint8_t *codes, s
 
 static const tqkv__isa tqkv__isa_scalar = {"scalar",
                                            1,
-                                           {1, 1},
+                                           1,
                                            &tqkv__codec_scalar,
+                                           tqkv__reorder_scalar,
                                            tqkv__score_tile_scalar,
                                            tqkv__softmax_tile_scalar,
                                            tqkv__end_piece_scalar,

@@ -168,8 +168,9 @@ static bool tqkv__writes_overlap(const tqkv__writes *writes)
    each. */
 static bool tqkv__reads_extent(const tqkv__request *request, const tqkv__extent *extents, size_t n)
 {
-    const void *low = (const void *)(uintptr_t)extents[0].begin;
-    if (!tqkv__reads(request->a, request->q, low, (size_t)(extents[n - 1].end - extents[0].begin))) return false;
+    const uint8_t *low = (const uint8_t *)(uintptr_t)extents[0].begin;
+    const uint8_t *end = (const uint8_t *)(uintptr_t)extents[n - 1].end;
+    if (!tqkv__reads(request->a, request->q, low, (size_t)(end - low))) return false;
     return n == 1 || tqkv__reads_extent(request, extents, n / 2) ||
            tqkv__reads_extent(request, extents + n / 2, n - n / 2);
 }

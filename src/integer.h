@@ -266,12 +266,7 @@ typedef struct tqkv__integers {
 
 static const tqkv__integers tqkv__integers_scalar = {&tqkv__isa_scalar,
                                                      tqkv__round_query_scalar,
-                                                     {"scalar",
-                                                      1,
-                                                      {1, 1},
-                                                      &tqkv__codec_scalar,
+                                                     {"scalar", 1, 1, &tqkv__codec_scalar, tqkv__reorder_scalar,
                                                       tqkv__integer_score_tile_scalar,
-                                                      tqkv__integer_softmax_tile_scalar,
-                                                      tqkv__end_piece_scalar,
-                                                      tqkv__integer_value_tile_scalar,
-                                                      tqkv__sum_heads_scalar}};
+                                                      tqkv__integer_softmax_tile_scalar, tqkv__end_piece_scalar,
+                                                      tqkv__integer_value_tile_scalar, tqkv__sum_heads_scalar}};

@@ -2,7 +2,7 @@
 
 /* Decoded rows are floats. Their format has the number that no store may have. */
 #define TQKV__FLOATS TQKV_FORMAT_DEFAULT
-/* Codes of 2 or 4 main bits, in the order of tqkv__to_decoded. */
+/* Codes of 2 or 4 main bits, in the order of reorder. */
 #define TQKV__PACKED(format) (TQKV__MAIN_BITS(format) < 8)
 /* Vectors in a strip, which is decoded together. */
 #define TQKV__STRIP(format) (TQKV__PACKED(format) ? TQKV__NIBBLE_STRIP : 4)
@@ -79,7 +79,7 @@ TQKV__OP void TQKV__(load_codebook)(const tqkv_format format, const tqkv__stream
 }
 
 /* Returns vector k of the strip at p, with its upper bits at `upper`. Packed codes come in the order of
-   tqkv__to_decoded. */
+   reorder. */
 TQKV__OP TQKV__VECTOR TQKV__(value)(const tqkv_format format, const int per_lane, const int k,
                                     const TQKV__VECTOR *table, const uint8_t *p, const uint8_t *upper)
 {
@@ -148,6 +148,36 @@ TQKV__OP void TQKV__(decode)(const tqkv_format format, const TQKV__(panel) * pan
             p += TQKV__(strip_bytes)(format, count);
             upper += TQKV__(upper_bytes)(format, count);
         }
+    }
+}
+
+/* As reorder, for a matrix of `columns`; columns and decoded are constants where that is worth the code. */
+TQKV__OP void TQKV__(reorder_matrix)(const bool decoded, const int columns, const float *from, float *to)
+{
+    TQKV__VECTOR x[TQKV__COLUMNS * TQKV__MATRIX_ROWS / TQKV__LANES];
+    const int n = columns * TQKV__MATRIX_ROWS / TQKV__LANES;
+    TQKV__UNROLL
+    for (int i = 0; i < n; i++) x[i] = TQKV__(load)(from + i * TQKV__LANES);
+    TQKV__(turn)(decoded, columns, x);
+    TQKV__UNROLL
+    for (int i = 0; i < n; i++) TQKV__(store)(to + i * TQKV__LANES, x[i]);
+}
+
+TQKV__TARGET static void TQKV__(reorder)(const tqkv__stream *s, int columns, bool decoded, const float *from, float *to)
+{
+    const int most = s->main_bits < 8 ? columns : 1;
+    for (int d = 0; most == 1 && d < s->head_dim; d += TQKV__LANES) TQKV__(store)(to + d, TQKV__(load)(from + d));
+    if (most == 1) return;
+    for (int d = 0, left = s->panel_dim, now; d < s->head_dim; d += now * TQKV__MATRIX_ROWS) {
+        for (now = most; now * TQKV__MATRIX_ROWS > left;) now /= 2;
+        if (now == TQKV__COLUMNS && decoded)
+            TQKV__(reorder_matrix)(true, TQKV__COLUMNS, from + d, to + d);
+        else if (now == TQKV__COLUMNS)
+            TQKV__(reorder_matrix)(false, TQKV__COLUMNS, from + d, to + d);
+        else
+            TQKV__(reorder_matrix)(decoded, now, from + d, to + d);
+        left -= now * TQKV__MATRIX_ROWS;
+        if (!left) left = s->panel_dim;
     }
 }
 

@@ -9,7 +9,7 @@ TQKV__TARGET static void TQKV__I(integer_score_tile)(const tqkv__stream *s, int 
     const int step = lanes ? 2 * TQKV__INTEGER_LANES : TQKV__KEYS_AT_ONCE;
     const int dim = s->panel_dim, head_dim = s->head_dim;
     if (s->kind == TQKV__HALF) {
-        TQKV__S(score_tile_of_halves)(s, tqkv__codes_at(s, kv_head, segment->slot), segment, q, n_rows, add, scores);
+        TQKV__S(score_halves)(s, tqkv__codes_at(s, kv_head, segment->slot), segment, q, n_rows, add, scores);
         return;
     }
     TQKV__(factors)(s, tqkv__norms_at(s, kv_head, segment->slot), segment, true, factors);
@@ -79,12 +79,6 @@ TQKV__TARGET static void TQKV__I(integer_value_tile)(const tqkv__stream *s, int 
 
 static const tqkv__integers TQKV__I(integers) = {&TQKV__(isa),
                                                  TQKV__I(round_query),
-                                                 {TQKV__ISA_NAME,
-                                                  TQKV__INTEGER_LANES,
-                                                  {16, 1},
-                                                  &TQKV__(codec),
-                                                  TQKV__I(integer_score_tile),
-                                                  TQKV__(softmax_tile),
-                                                  TQKV__(end_piece),
-                                                  TQKV__I(integer_value_tile),
-                                                  TQKV__(sum_heads)}};
+                                                 {TQKV__ISA_NAME, TQKV__INTEGER_LANES, 1, &TQKV__(codec),
+                                                  TQKV__(reorder), TQKV__I(integer_score_tile), TQKV__(softmax_tile),
+                                                  TQKV__(end_piece), TQKV__I(integer_value_tile), TQKV__(sum_heads)}};

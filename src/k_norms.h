@@ -1,23 +1,19 @@
 /* >>k-norms: sums of squares and norms, in the lanes and the order of >>codec. */
 
-/* Byte e of word i: a code. Lane i of x[e]: the square of its centroid. bits is a constant, and at least those of the
-   codebook. Codebooks are symmetric: codes below the middle find their mirror images above it. */
-TQKV__OP void TQKV__(squares)(const int bits, const tqkv__quantiser *q, TQKV__VECTOR words, TQKV__VECTOR *x)
+/* Byte e of word i: a code of TQ2, which alone is not searched. Lane i of x[e]: the square of its centroid. */
+TQKV__OP void TQKV__(squares)(const tqkv__quantiser *q, TQKV__VECTOR words, TQKV__VECTOR *x)
 {
     TQKV__(words) codes;
-    TQKV__VECTOR table[32 / TQKV__LANES];
+    TQKV__VECTOR table[16 / TQKV__LANES];
     memcpy(&codes, &words, sizeof codes);
-    const TQKV__(words) upper = codes & q->half, index = (codes & q->low) ^ q->low ^ (upper - (upper >> q->shift));
-    const bool all = bits == 4 && TQKV__LANES == 16; /* 16 centroids in a register */
     TQKV__UNROLL
-    for (int i = 0; i < 32 / TQKV__LANES; i++)
-        table[i] = TQKV__(load)((all ? q->squares_by_code : q->squares) + (all ? 0 : i * TQKV__LANES));
+    for (int i = 0; i < 16 / TQKV__LANES; i++) table[i] = TQKV__(load)(q->squares + i * TQKV__LANES);
     TQKV__UNROLL
     for (int e = 0; e < 4; e++) {
-        const TQKV__(words) at = (all ? codes : index) >> (8 * e);
+        const TQKV__(words) at = codes >> (8 * e);
         TQKV__(codes) entry;
         memcpy(&entry, &at, sizeof entry);
-        x[e] = TQKV__(bound)(bits, table, entry);
+        x[e] = TQKV__(bound)(2, table, entry);
     }
 }
 
@@ -188,16 +184,16 @@ TQKV__OP void TQKV__(turn_words)(int words, const uint8_t *codes, int head_dim, 
 }
 
 /* Sums up lanes of codes, LANES of them in a vector, each over its words in order. short_lanes: lanes have one or two
-   codes, and the first steps of the tree are taken here. bits is a constant. */
-TQKV__OP void TQKV__(sums_of_words)(const int bits, bool short_lanes, int words, int n_vectors,
-                                    const tqkv__quantiser *q, const uint8_t *codes, TQKV__VECTOR *sums)
+   codes, and the first steps of the tree are taken here. */
+TQKV__OP void TQKV__(sums_of_words)(bool short_lanes, int words, int n_vectors, const tqkv__quantiser *q,
+                                    const uint8_t *codes, TQKV__VECTOR *sums)
 {
     for (const TQKV__VECTOR *end = sums + n_vectors; sums < end; sums++) {
         TQKV__VECTOR sum = TQKV__(set1)(0.0f), word[2], x[4];
         if (words == 1) {
             memcpy(&word[0], codes, sizeof word[0]);
             codes += sizeof word[0];
-            TQKV__(squares)(bits, q, word[0], x);
+            TQKV__(squares)(q, word[0], x);
             *sums = short_lanes ? (x[0] + x[1]) + (x[2] + x[3]) : ((x[0] + x[1]) + x[2]) + x[3];
             continue;
         }
@@ -207,7 +203,7 @@ TQKV__OP void TQKV__(sums_of_words)(const int bits, bool short_lanes, int words,
             if (words == 2) TQKV__(transpose)(2, word);
             TQKV__UNROLL
             for (int i = 0; i < 2; i++) {
-                TQKV__(squares)(bits, q, word[i], x);
+                TQKV__(squares)(q, word[i], x);
                 sum = (((sum + x[0]) + x[1]) + x[2]) + x[3];
             }
         }
@@ -226,50 +222,21 @@ TQKV__OP void TQKV__(lanes_of_codes)(const tqkv__stream *s, const tqkv__quantise
         TQKV__(turn_words)(words, codes, s->head_dim, turned);
         codes = (const uint8_t *)(const void *)turned;
     }
-    if (s->book_bits == 6)
-        TQKV__(sums_of_words)(6, short_lanes, words, n, q, codes, sums);
-    else if (s->book_bits == 5)
-        TQKV__(sums_of_words)(5, short_lanes, words, n, q, codes, sums);
-    else /* fewer centroids are in the same registers */
-        TQKV__(sums_of_words)(4, short_lanes, words, n, q, codes, sums);
+    TQKV__(sums_of_words)(short_lanes, words, n, q, codes, sums);
 }
 
-/* Finds the squares of a row's centroids; bits is a constant. x: [head_dim] */
-TQKV__OP void TQKV__(squares_of_codes)(const int bits, const tqkv__stream *s, const tqkv__quantiser *q,
-                                       const uint8_t *codes, float *x)
-{
-    for (int d = 0; d < s->head_dim; d += TQKV__LANES) {
-        TQKV__VECTOR four[4];
-        TQKV__(squares)(bits, q, TQKV__(widen_bytes)(codes + d), four);
-        TQKV__(store)(x + d, four[0]);
-    }
-}
-
-/* Does what sums_tq does, of the centroids of codes: [head_dim]. TQ8's are too many for squares to look up: decodes the
-   row. */
+/* Does what sums_tq does, of the centroids of codes of TQ2: [head_dim]. */
 TQKV__TARGET static TQKV__NOINLINE void TQKV__(centroid_sums)(const tqkv__stream *s, const tqkv__quantiser *q,
                                                               const uint8_t *codes, float *sums)
 {
     TQKV__ALIGNED float x[TQKV__X_STRIDE(TQKV_MAX_HEAD_DIM)];
     TQKV__VECTOR lanes[32 / TQKV__LANES];
-    if (s->book_bits == 8) {
-        TQKV__(panel) row;
-        memset(&row, 0, sizeof row);
-        row.stream = s;
-        row.codes = codes;
-        row.stride = (size_t)s->head_dim;
-        row.dim = s->head_dim;
-        TQKV__(decode_TQKV_TQ8)(&row, 1, x);
-        TQKV__(sums_tq)(s, x, sums);
-        return;
-    }
     if (TQKV__HAS_MATRIX(s->head_dim)) {
-        if (s->book_bits == 6)
-            TQKV__(squares_of_codes)(6, s, q, codes, x);
-        else if (s->book_bits == 5)
-            TQKV__(squares_of_codes)(5, s, q, codes, x);
-        else
-            TQKV__(squares_of_codes)(4, s, q, codes, x);
+        for (int d = 0; d < s->head_dim; d += TQKV__LANES) {
+            TQKV__VECTOR four[4];
+            TQKV__(squares)(q, TQKV__(widen_bytes)(codes + d), four);
+            TQKV__(store)(x + d, four[0]);
+        }
         TQKV__(sum_of_row)(true, x, s->head_dim, sums);
         return;
     }

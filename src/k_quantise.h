@@ -5,7 +5,7 @@ TQKV__OP TQKV__(codes) TQKV__(quantise)(const int bits, const tqkv__quantiser *q
                                         const TQKV__VECTOR *bounds, TQKV__VECTOR v)
 {
     TQKV__(codes) side;
-    const TQKV__VECTOR w = TQKV__(fold)((int)(q->half & 255), v, &side);
+    const TQKV__VECTOR w = TQKV__(fold)(q->half, v, &side);
     const TQKV__VECTOR cell = TQKV__(min)(w * TQKV__(set1)(q->slope), TQKV__(set1)(q->top));
     const TQKV__(codes) count = TQKV__(below)(bits, below, TQKV__(truncate)(cell));
     return TQKV__(code_from)(count, TQKV__(bound)(bits, bounds, count), w, side);
@@ -196,7 +196,8 @@ TQKV__TARGET static void TQKV__(encode_rows)(const tqkv__stream *s, const tqkv__
         for (int i = 0; i < n; i++) {
             const uint8_t *codes =
                 TQKV__(quantise_row)(s, q, values[i], scales + i * norms_per_row, rows[i].codes, bytes);
-            if (s->n_factors == 1) TQKV__(centroid_sums)(s, q, codes, sums + i * norms_per_row);
+            if (s->n_factors == 1) /* TQ2 */
+                TQKV__(centroid_sums)(s, q, codes, sums + i * norms_per_row);
             if (s->n_factors > 1 && rows[i].factors)
                 memcpy(rows[i].factors, scales + i * norms_per_row, (size_t)norms_per_row * sizeof(float));
         }

@@ -54,8 +54,17 @@ TQKV__TARGET static float TQKV__(weigh)(float *x, float max)
 /* Sets the scores outside the span to `value`; some of them were never computed. */
 TQKV__OP void TQKV__(mask)(float *x, tqkv__span span, float value)
 {
-    for (int j = 0; j < span.from; j++) x[j] = value;
-    for (int j = span.to; j < TQKV__TILE; j++) x[j] = value;
+    static const uint32_t first[16] = {0, 1, 2, 3, 4, 5, 6, 7, 8, 9, 10, 11, 12, 13, 14, 15};
+    const uint32_t from = (uint32_t)span.from, size = (uint32_t)(span.to - span.from), bits = tqkv__bits(value);
+    TQKV__(words) places, scores;
+    memcpy(&places, first, sizeof places);
+    places -= from;
+    for (int j = 0; j < TQKV__TILE && size < TQKV__TILE; j += TQKV__LANES, places += TQKV__LANES) {
+        const TQKV__(words) inside = (TQKV__(words))(places < size); /* all ones, or 0 */
+        memcpy(&scores, x + j, sizeof scores);
+        scores = (scores & inside) | (bits & ~inside);
+        memcpy(x + j, &scores, sizeof scores);
+    }
     for (uint64_t left = span.hidden; left; left &= left - 1) x[__builtin_ctzll(left)] = value;
 }
 

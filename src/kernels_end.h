@@ -1,5 +1,6 @@
 /* The macros that a set defines, and two that depend on it. Those of the loops are the same for all. */
 #undef TQKV__
+#undef TQKV__COLUMNS
 #undef TQKV__DECODED
 #undef TQKV__DECODED_SCORE_ROWS
 #undef TQKV__DOT_LANES
@@ -9,8 +10,8 @@
 #undef TQKV__LANES
 #undef TQKV__LANES_ROWS
 #undef TQKV__LOOKED_UP
+#undef TQKV__MATRIX_ROWS
 #undef TQKV__MIX_SHORT_SUBROWS
-#undef TQKV__NIBBLE_ORDER
 #undef TQKV__NIBBLE_STRIP
 #undef TQKV__PRODUCTS
 #undef TQKV__PRODUCT_ROWS

@@ -11,7 +11,9 @@
          #include "tqkv.h"
 
      Everywhere else, the include alone. Keep the name tqkv.h: the file includes itself. That one file needs xxhash.h
-     0.8.0 or later (Debian libxxhash-dev, Homebrew xxhash, or a copy beside tqkv.h), and the program links with -lm.
+     0.8.0 or later (Debian libxxhash-dev, Homebrew xxhash, or a copy beside tqkv.h), and the program links with -lm:
+
+         cc -O2 app.c -lm
 
    EXAMPLE
 
@@ -30,13 +32,14 @@
 
      >>formats        formats and their sizes
      >>result         result codes
-     >>isa            the instruction set in use
-     >>threads        who runs the tasks of a call
-     >>store          one stream in the caller's memory: encode, decode, probe, calibrate
+     >>common         strides, arithmetic, hooks for memory and threads
+     >>cache          a cache that owns its memory; save and load
+     >>store          one stream in the caller's memory: encode, decode, probe, calibrate, convert; save and load
      >>rotate         the rotation alone
      >>attention      attention over two stores, whole or in slices
      >>index          scores of an index, and the choice of blocks by them
-     >>cache          a cache that owns its memory; save and load, of stores too
+     >>threads        a hook for the threads of an engine
+     >>isa            the instruction set in use
      >>metal          all of it on Apple's GPUs, with tqkv_metal.m
      >>metal-plan     the same as plans, for engines that dispatch kernels themselves
 
@@ -45,13 +48,14 @@
      TQKV_STATIC            every function is static: private to the including file
      TQKV_API               linkage of the public functions, by default `extern`
      TQKV_EXPLAIN(text)     receives the reason of a refused call, a string that names the argument. Example:
-                            fprintf(stderr, "tqkv: %s\n", text). Default: nothing.
-     TQKV_NO_AVX512         leaves AVX-512 out: half the code, half the time to compile it (docs/integrating.md has both)
+                            fprintf(stderr, "tqkv: %s\n", text). Default: nothing. Who compiles
+                            the implementation decides: a library that others link has no reasons for them.
+     TQKV_NO_AVX512         leaves AVX-512 out: half the code, half the time to compile it (see docs/integrating.md)
      TQKV_NO_AVX2           leaves both out, because AVX-512 takes short rows from AVX2: a quarter of the code
-     TQKV_NO_INTEGER        leaves out the vector loops of attention in integers, a fifth of the code: TQKV_INTEGER then takes
-                            plain C, with the same bits
-     TQKV_METAL             adds what tqkv_metal.m needs: define it for both files. On Apple's systems it is there, unless
-                            TQKV_NO_METAL is defined
+     TQKV_NO_INTEGER        leaves out the vector loops of attention in integers, a fifth of the code: TQKV_INTEGER then
+                            takes plain C, with the same bits
+     TQKV_METAL             adds what tqkv_metal.m needs: define it for both files. On Apple's systems it is there,
+                            unless TQKV_NO_METAL is defined
      TQKV_NO_IMPLEMENTATION makes TQKV_IMPLEMENTATION void: for a build that compiles files which define it, and links
                             them with one object
      TQKV_ALLOW_FAST_MATH   compiles despite -ffast-math or a part of it. Codes and norms may then differ from other
@@ -62,20 +66,20 @@
 
    THREADS
 
-     Calls that only read an object (attend, decode, save, the getters) may run at once. A call that writes a cache (append,
-     truncate, destroy) needs exclusive access to it. Different objects are independent.
+     Calls that only read an object (attend, decode, save, the getters) may run at once. A call that writes a cache
+     (append, truncate, destroy) needs exclusive access to it. Different objects are independent.
      A store is the memory of its slots: calls on one store, or on stores over the same pool, may run at once if none
-     writes a slot that another writes or sees. So two threads may encode into different slots, and one may encode a position
-     while others attend to those before it.
+     writes a slot that another writes or sees. So two threads may encode into different slots, and one may encode a
+     position while others attend to those before it.
      The only hidden state is the choice of an instruction set, made once. The hook tqkv_parallel runs tasks of one call
-     on the caller's threads; tqkv_team is such a hook for threads that call at once. The number of threads does not change
-     any bit of the results. A call takes at most 64 KiB of stack.
+     on the caller's threads; tqkv_team is such a hook for threads that call at once. The number of threads does not
+     change any bit of the results. A call takes at most 64 KiB of stack.
 
    MATHEMATICS
 
-     Rotation: y = R(s*x)/sqrt(D), with random signs s and a symmetric Hadamard matrix R: the Walsh-Hadamard transform or,
-     where D is no power of two, its product with a matrix of order 12, 20, 28 or 36. It makes each coordinate of a vector
-     close to Gaussian. Quantiser: Lloyd-Max codebooks for N(0,1) (S. Lloyd, "Least squares quantization in PCM",
+     Rotation: y = R(s*x)/sqrt(D), with random signs s and a symmetric Hadamard matrix R: the Walsh-Hadamard transform
+     or, where D is no power of two, its product with a matrix of order 12, 20, 28 or 36. It makes each coordinate of a
+     vector close to Gaussian. Quantiser: Lloyd-Max codebooks for N(0,1) (S. Lloyd, "Least squares quantization in PCM",
      1982), or a uniform grid for I8. TurboQuant (A. Zandieh et al., 2025) pairs the two in this way. Rotated keys and
      rotated queries keep their dot product. Attention sums rotated values and rotates the result back once a head.
      Attention: one-pass softmax with a running maximum (M. Milakov and N. Gimelshein, 2018).

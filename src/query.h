@@ -53,9 +53,10 @@ static const void *tqkv__query_part(const tqkv__attention *a, const void *query,
 }
 
 /* Brings part 0 or 1 of an item's queries into the basis and order of a stream, times scale. arranged:
-   [n_rows][head_dim]; so is rest, the second digits of integers. Whether there are any. */
+   [n_rows][head_dim]; so is halves, the queries for halves of the same basis, or NULL, and rest, the second digits of
+   integers. Whether there are any. */
 static bool tqkv__arrange_part(const tqkv__attention *a, const tqkv__item *item, const void *q, int part,
-                               const tqkv__stream *s, float *arranged, float *rest)
+                               const tqkv__stream *s, float *arranged, float *halves, float *rest)
 {
     TQKV__ALIGNED float natural[TQKV_MAX_HEAD_DIM];
     bool digits = false;
@@ -66,6 +67,7 @@ static bool tqkv__arrange_part(const tqkv__attention *a, const tqkv__item *item,
         a->isa->codec->widen(a->call.query_type, tqkv__query_part(a, query, part), NULL, scale, s->head_dim, natural);
         if (s->rotated && original) a->isa->codec->rotate(natural, s->head_dim);
         tqkv__scale(natural, s->head_dim, a->call.scale);
+        if (halves) memcpy(halves + (size_t)i * (size_t)s->head_dim, natural, (size_t)s->head_dim * sizeof(float));
         if (!a->round_query || s->kind == TQKV__HALF) {
             tqkv__to_decoded(a->isa, s, natural, arranged);
             continue;
@@ -94,10 +96,10 @@ static int tqkv__arrange_queries(const tqkv__attention *a, const tqkv__item *ite
 {
     const size_t n_rows = (size_t)item->n_rows, of_keys = n_rows * (size_t)a->keys.head_dim;
     float *rest = arranged + n_rows * tqkv__first_floats(a);
-    int digits = tqkv__arrange_part(a, item, q, 0, &a->keys, arranged, rest) ? 1 : 0;
-    if (a->call.tail && tqkv__arrange_part(a, item, q, 1, &a->tail, arranged + of_keys, rest + of_keys)) digits |= 2;
-    if (a->exact[0][0] || a->exact[1][0])
-        tqkv__arrange_part(a, item, q, 0, &a->ends[!a->exact[0][0]][0], arranged + n_rows * (size_t)a->key_dim, NULL);
+    float *halves = a->exact[0][0] || a->exact[1][0] ? arranged + n_rows * (size_t)a->key_dim : NULL;
+    int digits = tqkv__arrange_part(a, item, q, 0, &a->keys, arranged, halves, rest) ? 1 : 0;
+    if (a->call.tail && tqkv__arrange_part(a, item, q, 1, &a->tail, arranged + of_keys, NULL, rest + of_keys))
+        digits |= 2;
     return digits;
 }
 

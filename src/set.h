@@ -58,9 +58,13 @@ typedef struct tqkv__sums {
 /* The functions of attention in one instruction set. */
 typedef struct tqkv__isa {
     const char *name;
-    int lanes;           /* floats in a vector */
-    int nibble_order[2]; /* see tqkv__to_decoded */
+    int lanes;   /* floats in a vector */
+    int columns; /* see reorder; 1: all codes are decoded in the order of their dimensions */
     const tqkv__codec *codec;
+    /* Packed codes are decoded in an order of their own, where columns > 1: each matrix [rows][columns] of values comes
+       transposed. The rest of a panel is a matrix of fewer columns. Brings a row into that order, or back from it; rows
+       of other codes keep theirs. from, to: [head_dim], may be the same */
+    void (*reorder)(const tqkv__stream *s, int columns, bool decoded, const float *from, float *to);
     /* scores[row][j] (+)= q[row] . key[slot + j] for j < n, with the segment's slot and n; add: to the scores of
        another part of the keys. q: [n_rows][head_dim], scores: [n_rows][TQKV__TILE] */
     void (*score_tile)(const tqkv__stream *s, int kv_head, const tqkv__segment *segment, const float *q, int n_rows,

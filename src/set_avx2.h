@@ -39,6 +39,18 @@ TQKV__OP float tqkv__sum_16_avx2(const __m256 *x)
     m = _mm_add_ps(m, _mm_movehl_ps(m, m));
     return _mm_cvtss_f32(_mm_add_ss(m, _mm_movehdup_ps(m)));
 }
+/* to[m] (+)= sum_16 of the vectors 2 m and 2 m + 1, m < 4 */
+TQKV__OP void tqkv__add_sums_of_16_avx2(const __m256 *x, bool add, float *to)
+{
+    const __m256 a = _mm256_add_ps(x[0], x[1]), b = _mm256_add_ps(x[2], x[3]), c = _mm256_add_ps(x[4], x[5]),
+                 d = _mm256_add_ps(x[6], x[7]);
+    const __m256 ac = _mm256_add_ps(_mm256_permute2f128_ps(a, c, 0x20), _mm256_permute2f128_ps(a, c, 0x31));
+    const __m256 bd = _mm256_add_ps(_mm256_permute2f128_ps(b, d, 0x20), _mm256_permute2f128_ps(b, d, 0x31));
+    const __m256 all = _mm256_add_ps(_mm256_shuffle_ps(ac, bd, 0x44), _mm256_shuffle_ps(ac, bd, 0xee));
+    const __m128 ab = _mm256_castps256_ps128(all), cd = _mm256_extractf128_ps(all, 1);
+    const __m128 sums = _mm_add_ps(_mm_shuffle_ps(ab, cd, 0x88), _mm_shuffle_ps(ab, cd, 0xdd));
+    _mm_storeu_ps(to, _mm_add_ps(add ? _mm_loadu_ps(to) : _mm_setzero_ps(), sums));
+}
 TQKV__OP __m256 tqkv__sum_fours_avx2(const __m256 *x)
 {
     const __m256 a = _mm256_add_ps(_mm256_unpacklo_ps(x[0], x[1]), _mm256_unpackhi_ps(x[0], x[1]));
@@ -49,6 +61,12 @@ TQKV__OP __m256 tqkv__sum_across_avx2(const float *x)
 {
     const __m256 a = _mm256_load_ps(x), b = _mm256_load_ps(x + 8);
     return _mm256_add_ps(_mm256_permute2f128_ps(a, b, 0x20), _mm256_permute2f128_ps(a, b, 0x31));
+}
+/* A matrix [4][2] to [2][4], or back */
+TQKV__OP void tqkv__turn_avx2(const bool decoded, const int columns, __m256 *x)
+{
+    const __m256i to = _mm256_set_epi32(7, 5, 3, 1, 6, 4, 2, 0), back = _mm256_set_epi32(7, 3, 6, 2, 5, 1, 4, 0);
+    if (columns == 2) *x = _mm256_permutevar8x32_ps(*x, decoded ? to : back);
 }
 /* Permutes use the lowest three bits. Blends use the sign bit, to which the shifts bring the bits above. */
 TQKV__OP __m256 tqkv__permute_16_avx2(const __m256 *table, __m256i codes)
@@ -262,13 +280,13 @@ TQKV__OP __m256 tqkv__butterfly_avx2(const int stage, __m256 x)
 TQKV__OP __m256 tqkv__even_avx2(const int stage, __m256 a, __m256 b)
 {
     if (stage == 0) return _mm256_blend_ps(a, _mm256_moveldup_ps(b), 0xaa);
-    if (stage == 1) return _mm256_castpd_ps(_mm256_unpacklo_pd(_mm256_castps_pd(a), _mm256_castps_pd(b)));
+    if (stage == 1) return _mm256_shuffle_ps(a, b, 0x44);
     return _mm256_permute2f128_ps(a, b, 0x20);
 }
 TQKV__OP __m256 tqkv__odd_avx2(const int stage, __m256 a, __m256 b)
 {
     if (stage == 0) return _mm256_blend_ps(_mm256_movehdup_ps(a), b, 0xaa);
-    if (stage == 1) return _mm256_castpd_ps(_mm256_unpackhi_pd(_mm256_castps_pd(a), _mm256_castps_pd(b)));
+    if (stage == 1) return _mm256_shuffle_ps(a, b, 0xee);
     return _mm256_permute2f128_ps(a, b, 0x31);
 }
 TQKV__OP __m256i tqkv__larger_bits_avx2(__m256i largest, __m256 x)
@@ -316,21 +334,18 @@ TQKV__OP __m256 tqkv__choose_avx2(__m256 bound, __m256 w, __m256 below, __m256 a
 {
     return _mm256_blendv_ps(below, above, _mm256_cmp_ps(bound, w, _CMP_LE_OQ));
 }
-/* Loads the first three floats of 8 entries: x[i] has the i-th of each. offsets: of the entries, in bytes */
-TQKV__OP void tqkv__load_entries_avx2(const float (*entries)[4], const uint32_t *offsets, __m256 *x)
+/* Loads the bounds of 8 cells, the centroids below them and those above. */
+TQKV__OP void tqkv__load_entries_avx2(const float (*entries)[2], const uint32_t *cells, __m256 *x)
 {
-    const uint8_t *from = (const uint8_t *)(const void *)entries;
     __m256 four[4];
     TQKV__UNROLL
     for (int i = 0; i < 4; i++)
-        four[i] = _mm256_castsi256_ps(
-            _mm256_set_m128i(tqkv__load_128(from + offsets[i + 4]), tqkv__load_128(from + offsets[i])));
-    const __m256d low = _mm256_castps_pd(_mm256_unpacklo_ps(four[0], four[1])),
-                  high = _mm256_castps_pd(_mm256_unpacklo_ps(four[2], four[3]));
-    x[0] = _mm256_castpd_ps(_mm256_unpacklo_pd(low, high));
-    x[1] = _mm256_castpd_ps(_mm256_unpackhi_pd(low, high));
-    x[2] = _mm256_castpd_ps(_mm256_unpacklo_pd(_mm256_castps_pd(_mm256_unpackhi_ps(four[0], four[1])),
-                                               _mm256_castps_pd(_mm256_unpackhi_ps(four[2], four[3]))));
+        four[i] = _mm256_set_m128(_mm_loadu_ps(entries[cells[i + 4]]), _mm_loadu_ps(entries[cells[i]]));
+    const __m256 low = _mm256_shuffle_ps(four[0], four[1], 0x44), next = _mm256_shuffle_ps(four[2], four[3], 0x44);
+    x[0] = _mm256_shuffle_ps(low, next, 0x88);
+    x[1] = _mm256_shuffle_ps(low, next, 0xdd);
+    x[2] =
+        _mm256_shuffle_ps(_mm256_shuffle_ps(four[0], four[1], 0xee), _mm256_shuffle_ps(four[2], four[3], 0xee), 0xdd);
 }
 TQKV__OP __m256i tqkv__quantise_i8_avx2(__m256 v)
 {
@@ -435,7 +450,8 @@ TQKV__OP __m256 tqkv__look_up_avx2(const int bits, const __m256 *table, __m256i 
 #define TQKV__ISA_NAME           "avx2"
 #define TQKV__MIX_SHORT_SUBROWS  tqkv__mix_by_order_avx2
 #define TQKV__LANES              8
-#define TQKV__NIBBLE_ORDER       4, 2
+#define TQKV__COLUMNS            2 /* of a matrix of packed codes: see reorder */
+#define TQKV__MATRIX_ROWS        4
 #define TQKV__NIBBLE_STRIP       4
 #define TQKV__STRIP_TOGETHER     1
 #define TQKV__ROWS               4 /* queries whose sums fit in registers: values, */

@@ -32,6 +32,18 @@ TQKV__OP float tqkv__sum_16_avx512(const __m512 *x)
     return _mm_cvtss_f32(_mm_add_ss(m, _mm_movehdup_ps(m)));
 }
 
+/* Finds to[m] (+)= sum_16 of x[m], m < 4 */
+TQKV__OP void tqkv__add_sums_of_16_avx512(const __m512 *x, bool add, float *to)
+{
+    const __m512 ab = _mm512_add_ps(_mm512_shuffle_f32x4(x[0], x[1], 0x44), _mm512_shuffle_f32x4(x[0], x[1], 0xee));
+    const __m512 cd = _mm512_add_ps(_mm512_shuffle_f32x4(x[2], x[3], 0x44), _mm512_shuffle_f32x4(x[2], x[3], 0xee));
+    __m512 all = _mm512_add_ps(_mm512_shuffle_f32x4(ab, cd, 0x88), _mm512_shuffle_f32x4(ab, cd, 0xdd));
+    all = _mm512_add_ps(all, _mm512_permute_ps(all, 0x4e));
+    all = _mm512_add_ps(all, _mm512_permute_ps(all, 0xb1));
+    const __m128 sums = _mm512_castps512_ps128(_mm512_maskz_compress_ps(0x1111, all));
+    _mm_storeu_ps(to, _mm_add_ps(add ? _mm_loadu_ps(to) : _mm_setzero_ps(), sums));
+}
+
 /* Returns value where x >= least or x is NaN, else 0 */
 TQKV__OP __m512 tqkv__zero_below_avx512(__m512 least, __m512 x, __m512 value)
 {
@@ -206,6 +218,31 @@ TQKV__OP __m512 tqkv__sum_across_avx512(const float *x)
     return _mm512_add_ps(_mm512_shuffle_f32x4(ab, cd, 0x88), _mm512_shuffle_f32x4(ab, cd, 0xdd));
 }
 
+/* A matrix [16][columns] to [columns][16], or back: each step moves the lowest bit of a place to the top, or back. */
+TQKV__OP void tqkv__turn_step_avx512(const bool decoded, const int columns, __m512 *x)
+{
+    const __m512i low = _mm512_set_epi32(23, 7, 22, 6, 21, 5, 20, 4, 19, 3, 18, 2, 17, 1, 16, 0);
+    const __m512i high = _mm512_or_si512(low, _mm512_set1_epi32(8));
+    const __m512i even = _mm512_set_epi32(30, 28, 26, 24, 22, 20, 18, 16, 14, 12, 10, 8, 6, 4, 2, 0);
+    const __m512i odd = _mm512_or_si512(even, _mm512_set1_epi32(1));
+    __m512 y[8];
+    const int half = columns / 2;
+    TQKV__UNROLL
+    for (int i = 0; i < half; i++) {
+        const __m512 a = decoded ? x[2 * i] : x[i], b = decoded ? x[2 * i + 1] : x[half + i];
+        y[decoded ? i : 2 * i] = _mm512_permutex2var_ps(a, decoded ? even : low, b);
+        y[decoded ? half + i : 2 * i + 1] = _mm512_permutex2var_ps(a, decoded ? odd : high, b);
+    }
+    TQKV__UNROLL
+    for (int i = 0; i < 2 * half; i++) x[i] = y[i];
+}
+TQKV__OP void tqkv__turn_avx512(const bool decoded, const int columns, __m512 *x)
+{
+    if (columns > 1) tqkv__turn_step_avx512(decoded, columns, x);
+    if (columns > 2) tqkv__turn_step_avx512(decoded, columns, x);
+    if (columns > 4) tqkv__turn_step_avx512(decoded, columns, x);
+}
+
 /* Encoding. An empty asm prevents the fusion of a product with a following sum, as in tqkv__rounded. */
 TQKV__OP __m512 tqkv__rounded_avx512(__m512 x)
 {
@@ -338,9 +375,9 @@ TQKV__OP __m512 tqkv__choose_avx512(__m512 bound, __m512 w, __m512 below, __m512
 {
     return _mm512_mask_blend_ps(_mm512_cmp_ps_mask(bound, w, _CMP_LE_OQ), below, above);
 }
-TQKV__OP void tqkv__load_entries_avx512(const float (*entries)[4], const uint32_t *offsets, __m512 *x)
+TQKV__OP void tqkv__load_entries_avx512(const float (*entries)[2], const uint32_t *cells, __m512 *x)
 {
-    (void)entries, (void)offsets; /* search_tq8 takes their place */
+    (void)entries, (void)cells; /* search_tq8 takes their place */
     memset(x, 0, 3 * sizeof *x);
 }
 TQKV__OP __m512i tqkv__quantise_i8_avx512(__m512 v)
@@ -445,29 +482,32 @@ TQKV__TARGET static void tqkv__quantise_tq8_avx512(const tqkv__quantiser *q, con
     }
 }
 
-/* Finds the centroids of 64 sizes times a factor of a search of TQ8: counts, bounds and centroids by bytes, as in
-   quantise_tq8. Bounds are compared as integers, whose signs packing keeps. The stream has the centroids' bytes from
-   the most negative one on. */
-TQKV__OP void tqkv__search_tq8_avx512(const tqkv__stream *s, const tqkv__quantiser *q, const __m512 *w,
-                                      __m512 *centroids)
+/* Looks bytes up in a table of 128. upper: those of which the index is 64 or more */
+TQKV__OP __m512i tqkv__look_up_byte_avx512(const uint8_t *table, __mmask64 upper, __m512i index)
 {
-    __m512i below[4];
-    __m512i cell[4], plane[4], words[4];
-    for (int i = 0; i < 4; i++) below[i] = _mm512_loadu_si512((const void *)(q->below + 64 * i));
+    const __m512i first = _mm512_permutexvar_epi8(index, _mm512_loadu_si512((const void *)table));
+    return _mm512_mask_permutexvar_epi8(first, upper, index, _mm512_loadu_si512((const void *)(table + 64)));
+}
+/* Looks words up in a table of 128, in planes of bytes, in the order in which packing has them. */
+TQKV__OP void tqkv__look_up_words_avx512(const uint8_t (*planes)[128], __m512i index, __m512i *words)
+{
+    const __mmask64 upper = _mm512_movepi8_mask(_mm512_slli_epi16(index, 1));
+    __m512i plane[4];
     TQKV__UNROLL
-    for (int i = 0; i < 4; i++)
-        cell[i] =
-            _mm512_cvttps_epi32(_mm512_min_ps(_mm512_mul_ps(w[i], _mm512_set1_ps(q->slope)), _mm512_set1_ps(q->top)));
+    for (int p = 0; p < 4; p++) plane[p] = tqkv__look_up_byte_avx512(planes[p], upper, index);
+    tqkv__join_planes_avx512(plane, words);
+}
+/* Finds where the centroids of 64 sizes times a factor, w, of a search of TQ8 are: counts and bounds by bytes, as in
+   quantise_tq8. Bounds are compared as integers, whose signs packing keeps. */
+TQKV__OP void tqkv__search_tq8_avx512(const tqkv__quantiser *q, const __m512i *cell, const __m512 *w, uint8_t *codes)
+{
+    __m512i words[4];
     const __m512i cells =
         _mm512_packus_epi16(_mm512_packus_epi32(cell[0], cell[1]), _mm512_packus_epi32(cell[2], cell[3]));
-    __m512i count =
-        _mm512_mask_blend_epi8(_mm512_movepi8_mask(cells), _mm512_permutex2var_epi8(below[0], cells, below[1]),
-                               _mm512_permutex2var_epi8(below[2], cells, below[3]));
-    TQKV__UNROLL
-    for (int p = 0; p < 4; p++)
-        plane[p] = _mm512_permutex2var_epi8(_mm512_loadu_si512((const void *)q->planes[p]), count,
-                                            _mm512_loadu_si512((const void *)(q->planes[p] + 64)));
-    tqkv__join_planes_avx512(plane, words);
+    const __mmask64 odd = _mm512_movepi8_mask(_mm512_slli_epi16(cells, 1)), upper = _mm512_movepi8_mask(cells);
+    __m512i count = _mm512_mask_blend_epi8(upper, tqkv__look_up_byte_avx512(q->below, odd, cells),
+                                           tqkv__look_up_byte_avx512(q->below + 128, odd, cells));
+    tqkv__look_up_words_avx512(q->planes, count, words);
     TQKV__UNROLL
     for (int i = 0; i < 4; i++)
         words[i] = _mm512_sub_epi32(_mm512_castps_si512(w[i]), words[i]); /* negative: below the bound */
@@ -475,13 +515,15 @@ TQKV__OP void tqkv__search_tq8_avx512(const tqkv__stream *s, const tqkv__quantis
         _mm512_packs_epi16(_mm512_packs_epi32(words[0], words[1]), _mm512_packs_epi32(words[2], words[3]));
     count = _mm512_sub_epi8(_mm512_set1_epi8(126), count); /* of the next larger centroid */
     count = _mm512_mask_sub_epi8(count, _mm512_movepi8_mask(differences), count, _mm512_set1_epi8(-1));
+    _mm512_storeu_si512((void *)codes, count);
+}
+/* Looks up the centroids, all negative, of 64 such codes: the stream has their bytes from the most negative one on. */
+TQKV__OP void tqkv__centroids_tq8_avx512(const tqkv__stream *s, const uint8_t *codes, uint32_t *centroids)
+{
+    __m512i words[4];
+    tqkv__look_up_words_avx512(s->planes, _mm512_loadu_si512((const void *)codes), words);
     TQKV__UNROLL
-    for (int p = 0; p < 4; p++)
-        plane[p] = _mm512_permutex2var_epi8(_mm512_loadu_si512((const void *)s->planes[p]), count,
-                                            _mm512_loadu_si512((const void *)(s->planes[p] + 64)));
-    tqkv__join_planes_avx512(plane, words);
-    TQKV__UNROLL
-    for (int i = 0; i < 4; i++) centroids[i] = _mm512_abs_ps(_mm512_castsi512_ps(words[i]));
+    for (int i = 0; i < 4; i++) _mm512_storeu_si512((void *)(centroids + 16 * i), words[i]);
 }
 
 static void tqkv__mix_by_order_avx2(int m, const float *subrows, float factor, int n, float *out);
@@ -491,7 +533,8 @@ static void tqkv__mix_by_order_avx2(int m, const float *subrows, float factor, i
 #define TQKV__ISA_NAME           "avx512"
 #define TQKV__MIX_SHORT_SUBROWS  tqkv__mix_by_order_avx2
 #define TQKV__LANES              16
-#define TQKV__NIBBLE_ORDER       16, 8
+#define TQKV__COLUMNS            8 /* of a matrix of packed codes: see reorder */
+#define TQKV__MATRIX_ROWS        16
 #define TQKV__NIBBLE_STRIP       8 /* vectors in a strip of nibbles */
 #define TQKV__STRIP_TOGETHER     0 /* do the vectors of a strip share work? */
 #define TQKV__ROWS               4 /* queries whose sums fit in registers: values, */

@@ -33,11 +33,38 @@ TQKV__OP float32x4_t tqkv__mul_nonzero_neon(float32x4_t a, float32x4_t b)
 {
     return vreinterpretq_f32_u32(vbicq_u32(vreinterpretq_u32_f32(vmulq_f32(a, b)), vceqzq_f32(a)));
 }
+/* to[m] (+)= sum_16 of the vectors from 4 m on, m < 4 */
+TQKV__OP void tqkv__add_sums_of_16_neon(const float32x4_t *x, bool add, float *to)
+{
+    float32x4_t fours[4], pairs[2];
+    TQKV__UNROLL
+    for (int m = 0; m < 4; m++)
+        fours[m] = vaddq_f32(vaddq_f32(x[4 * m], x[4 * m + 2]), vaddq_f32(x[4 * m + 1], x[4 * m + 3]));
+    TQKV__UNROLL
+    for (int m = 0; m < 2; m++) {
+        const float64x2_t a = vreinterpretq_f64_f32(fours[2 * m]), b = vreinterpretq_f64_f32(fours[2 * m + 1]);
+        pairs[m] = vaddq_f32(vreinterpretq_f32_f64(vtrn1q_f64(a, b)), vreinterpretq_f32_f64(vtrn2q_f64(a, b)));
+    }
+    vst1q_f32(to, vaddq_f32(add ? vld1q_f32(to) : vdupq_n_f32(0.0f), vpaddq_f32(pairs[0], pairs[1])));
+}
 TQKV__OP float32x4_t tqkv__sum_fours_neon(const float32x4_t *x)
 {
     return vpaddq_f32(vpaddq_f32(x[0], x[1]), vpaddq_f32(x[2], x[3]));
 }
 TQKV__OP float32x4_t tqkv__sum_across_neon(const float *x) { return vld1q_f32(x); }
+/* A matrix [16][2] to [2][16], or back */
+TQKV__OP void tqkv__turn_neon(const bool decoded, const int columns, float32x4_t *x)
+{
+    float32x4_t y[8];
+    if (columns < 2) return;
+    TQKV__UNROLL
+    for (int i = 0; i < 4; i++) {
+        y[decoded ? i : 2 * i] = decoded ? vuzp1q_f32(x[2 * i], x[2 * i + 1]) : vzip1q_f32(x[i], x[4 + i]);
+        y[decoded ? 4 + i : 2 * i + 1] = decoded ? vuzp2q_f32(x[2 * i], x[2 * i + 1]) : vzip2q_f32(x[i], x[4 + i]);
+    }
+    TQKV__UNROLL
+    for (int i = 0; i < 8; i++) x[i] = y[i];
+}
 /* Looks up bytes: entry i is bytes 4i to 4i + 3 of 64 in a table. vqtbx keeps the byte of an index beyond. */
 TQKV__OP float32x4_t tqkv__permute_table_neon(const int bits, const float32x4_t *table, uint32x4_t codes)
 {
@@ -103,7 +130,7 @@ TQKV__OP uint8x16_t tqkv__pairs_neon(const uint8_t *p)
     const uint32x4_t two = vorrq_u32(bytes, vshlq_n_u32(bytes, 12));
     return vandq_u8(vreinterpretq_u8_u32(vorrq_u32(two, vshlq_n_u32(two, 6))), vdupq_n_u8(3));
 }
-/* Returns the main bits of codes 16 * (k / 4) ... of a strip, in the order of tqkv__to_decoded. A strip is 32 codes:
+/* Returns the main bits of codes 16 * (k / 4) ... of a strip, in the order of reorder. A strip is 32 codes:
    the low nibbles give the first four vectors, the high ones the other four. A strip of 16 (per_lane 4) keeps its own
    order. */
 TQKV__OP uint8x16_t tqkv__main_codes_neon(const int main_bits, const int per_lane, const int k, const uint8_t *p)
@@ -283,15 +310,14 @@ TQKV__OP float32x4_t tqkv__choose_neon(float32x4_t bound, float32x4_t w, float32
 {
     return vbslq_f32(vcleq_f32(bound, w), above, below);
 }
-TQKV__OP void tqkv__load_entries_neon(const float (*entries)[4], const uint32_t *offsets, float32x4_t *x)
+TQKV__OP void tqkv__load_entries_neon(const float (*entries)[2], const uint32_t *cells, float32x4_t *x)
 {
-    const uint8_t *from = (const uint8_t *)(const void *)entries;
     float32x4_t four[4];
     TQKV__UNROLL
-    for (int i = 0; i < 4; i++) four[i] = vreinterpretq_f32_u8(vld1q_u8(from + offsets[i]));
-    const float32x4_t low = vtrn1q_f32(four[0], four[1]), high = vtrn1q_f32(four[2], four[3]);
-    x[0] = tqkv__even_neon(1, low, high);
-    x[1] = tqkv__even_neon(1, vtrn2q_f32(four[0], four[1]), vtrn2q_f32(four[2], four[3]));
+    for (int i = 0; i < 4; i++) four[i] = vld1q_f32(entries[cells[i]]);
+    const float32x4_t low = vtrn2q_f32(four[0], four[1]), high = vtrn2q_f32(four[2], four[3]);
+    x[0] = tqkv__even_neon(1, vtrn1q_f32(four[0], four[1]), vtrn1q_f32(four[2], four[3]));
+    x[1] = tqkv__even_neon(1, low, high);
     x[2] = tqkv__odd_neon(1, low, high);
 }
 TQKV__OP uint32x4_t tqkv__quantise_i8_neon(float32x4_t v)
@@ -361,7 +387,8 @@ TQKV__OP float32x4_t tqkv__look_up_neon(const int bits, const float32x4_t *table
 #define TQKV__ISA_NAME           "neon"
 #define TQKV__MIX_SHORT_SUBROWS  tqkv__mix_by_order_neon
 #define TQKV__LANES              4
-#define TQKV__NIBBLE_ORDER       16, 2
+#define TQKV__COLUMNS            2 /* of a matrix of packed codes: see reorder */
+#define TQKV__MATRIX_ROWS        16
 #define TQKV__NIBBLE_STRIP       8
 #define TQKV__STRIP_TOGETHER     1
 #define TQKV__ROWS               4 /* queries whose sums fit in registers: values, */

@@ -1,41 +1,14 @@
 /* >>tile: the order of decoded values, tiles, and the sums of a tile, of a piece and of a stretch */
 
-/* from: [rows][columns] -> to: [columns][rows] */
-static inline void tqkv__transpose(const float *from, int rows, int columns, float *to)
-{
-    for (int column = 0; column < columns; column++, from++) {
-        const float *x = from;
-        for (int row = 0; row < rows; row++, x += columns) *to++ = *x;
-    }
-}
-
-/* Instruction sets decode packed codes in their own order: each rows * columns values, a matrix [rows][columns], come
-   transposed. The rest of a panel is a matrix of fewer columns. Other codes keep their order. Queries take the decoded
-   order; sums of values are put back. from, to: [head_dim] */
-static void tqkv__reorder(const tqkv__isa *isa, const tqkv__stream *s, bool decoded, const float *from, float *to)
-{
-    const int rows = isa->nibble_order[0], most = isa->nibble_order[1];
-    if (s->main_bits >= 8 || isa->lanes == 1) {
-        memcpy(to, from, (size_t)s->head_dim * sizeof(float));
-        return;
-    }
-    for (const float *end = from + s->head_dim; from < end;)
-        for (int left = s->panel_dim, columns; left > 0; left -= rows * columns) {
-            for (columns = most; rows * columns > left;) columns /= 2;
-            tqkv__transpose(from, decoded ? rows : columns, decoded ? columns : rows, to);
-            from += rows * columns;
-            to += rows * columns;
-        }
-}
-
+/* Queries take the order of decoded codes; sums of values are put back. */
 static void tqkv__to_decoded(const tqkv__isa *isa, const tqkv__stream *s, const float *natural, float *decoded)
 {
-    tqkv__reorder(isa, s, true, natural, decoded);
+    isa->reorder(s, isa->columns, true, natural, decoded);
 }
 
 static void tqkv__to_natural(const tqkv__isa *isa, const tqkv__stream *s, const float *decoded, float *natural)
 {
-    tqkv__reorder(isa, s, false, decoded, natural);
+    isa->reorder(s, isa->columns, false, decoded, natural);
 }
 
 static int tqkv__clamp(int64_t x, int low, int high) { return x < low ? low : x > high ? high : (int)x; }
@@ -167,7 +140,8 @@ static void tqkv__add_values(tqkv__tile *tile, int n_rows, float *out)
     const int kv_head = tile->kv_head;
     const float *weights = tile->scores + tile->begin;
     if (s->kind != TQKV__HALF || tile->whole ||
-        tqkv__halves_finite(tqkv__codes_at(s, kv_head, segment->slot), (size_t)segment->n * (size_t)s->head_dim)) {
+        a->isa->codec->rows_finite(TQKV_TYPE_F16, tqkv__codes_at(s, kv_head, segment->slot),
+                                   (size_t)segment->n * (size_t)s->head_dim)) {
         a->isa->value_tile(s, kv_head, segment, weights, n_rows, tile->scaled, out);
         return;
     }
@@ -268,13 +242,11 @@ static void tqkv__score_tile(tqkv__tile *tile, const float *q, int digits, int n
 static void tqkv__turn_sums(const tqkv__attention *a, const tqkv__stream *from, const tqkv__stream *to, int n_rows,
                             float *out)
 {
-    float turned[TQKV_MAX_HEAD_DIM];
-    if (a->isa->lanes == 1 || (from->main_bits < 8) == (to->main_bits < 8)) return;
+    if (a->isa->columns == 1 || (from->main_bits < 8) == (to->main_bits < 8)) return;
     for (int row = 0; row < n_rows; row++, out += a->value_dim) {
         if (from->main_bits < 8)
-            tqkv__to_natural(a->isa, from, out, turned);
+            tqkv__to_natural(a->isa, from, out, out);
         else
-            tqkv__to_decoded(a->isa, to, out, turned);
-        memcpy(out, turned, (size_t)a->value_dim * sizeof(float));
+            tqkv__to_decoded(a->isa, to, out, out);
     }
 }

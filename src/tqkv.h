@@ -24,7 +24,17 @@
 extern "C" {
 #endif
 
-#include "api.h"
+#include "api_common.h"
+
+#include "api_cache.h"
+
+#include "api_store.h"
+
+#include "api_attention.h"
+
+#include "api_index.h"
+
+#include "api_threads.h"
 
 #include "api_metal.h"
 
@@ -70,11 +80,23 @@ extern "C" {
 
 #include "encode.h"
 
+/* What is called once a token, or less often, is made small: the pragma is gcc's alone. */
+#if defined(__OPTIMIZE__) && defined(__GNUC__) && !defined(__clang__)
+#define TQKV__SMALL
+#pragma GCC push_options
+#pragma GCC optimize("Os")
+#endif
+
 #include "convert.h"
 
 #include "measure.h"
 
 #include "calibrate.h"
+
+#ifdef TQKV__SMALL
+#undef TQKV__SMALL
+#pragma GCC pop_options
+#endif
 
 #include "attend.h"
 
@@ -114,6 +136,8 @@ extern "C" {
 #ifdef TQKV__INTEGER_LANES
 
 #include "k_integer.h"
+
+#include "k_halves.h"
 
 #include "k_integer_few.h"
 
@@ -211,6 +235,13 @@ int sysctlbyname(const char *name, void *value, size_t *size, void *to, size_t t
 
 #include "job.h"
 
+/* As before >>convert. */
+#if defined(__OPTIMIZE__) && defined(__GNUC__) && !defined(__clang__)
+#define TQKV__SMALL
+#pragma GCC push_options
+#pragma GCC optimize("Os")
+#endif
+
 #include "attend_calls.h"
 
 #include "index.h"
@@ -222,6 +253,11 @@ int sysctlbyname(const char *name, void *value, size_t *size, void *to, size_t t
 #include "cache_edit.h"
 
 #include "snapshot.h"
+
+#ifdef TQKV__SMALL
+#undef TQKV__SMALL
+#pragma GCC pop_options
+#endif
 
 #endif /* TQKV_IMPLEMENTATION, to be continued */
 

@@ -105,7 +105,7 @@ static inline float *attend_golden_rows(uint64_t seed, data_kind kind, int n_row
 static inline int attend_golden_channels(const attend_golden_case *c, attend_golden_problem *p)
 {
     const size_t each = (size_t)(ATTEND_GOLDEN_HEADS * c->head_dim);
-    const golden_case shape = {c->keys, c->head_dim, DATA_GAUSSIAN, GOLDEN_SCALE};
+    const golden_case shape = {(int)c->keys, c->head_dim, DATA_GAUSSIAN, GOLDEN_SCALE};
     if (c->option != ATTEND_CENTERS && c->option != ATTEND_SCALED) return 1;
     p->centers = attend_golden_rows(3, DATA_GAUSSIAN, 2 * ATTEND_GOLDEN_HEADS, c->head_dim);
     p->scales = (float *)malloc(2 * each * sizeof(float));

@@ -6,7 +6,8 @@ LINT_FLAGS := -std=c99 -D_POSIX_C_SOURCE=200809L -DTQKV_METAL $(INCLUDE) $(CPPFL
 LINT_IMPLEMENTATION := tests/test_tables.c
 # MPI is not among the packages of the lint.
 LINT_OTHERS := $(filter-out examples/mpi_context.c bench/ggml.c $(LINT_IMPLEMENTATION),\
-	$(wildcard tests/*.c tests/fuzz/*.c tests/large/*.c examples/*.c $(filter-out examples/tests/snippets.c,$(wildcard examples/tests/*.c)) bench/*.c))
+	$(wildcard tests/*.c tests/metal/*.c tests/fuzz/*.c tests/large/*.c examples/*.c bench/*.c \
+	$(filter-out examples/tests/snippets.c,$(wildcard examples/tests/*.c))))
 
 .PHONY: deps-lint lint lint-length lint-tidy lint-gcc lint-cppcheck lint-shell
 deps-lint: ## install what `make lint` needs

@@ -1,125 +1,161 @@
 # Builds the runner in many ways: `make test-gcc` and so on. Each prints 'N passed, N failed'.
-# The implementation, in test_tables.c, is compiled in each way; the tests only where sanitizers or another machine need it.
+# The implementation, in test_tables.c, is compiled in each way; the tests only where sanitizers or another machine need
+# it.
 
-TEST_SOURCES := $(sort $(filter-out tests/make_goldens.c,$(wildcard tests/*.c)))
-TEST_HEADERS := $(TQKV_FILES) $(wildcard tests/*.h) examples/thread_pool.h examples/data_file.h examples/snapshot_file.h examples/profile.h
+TEST_SOURCES := $(sort $(filter-out tests/make_goldens.c,$(wildcard tests/*.c tests/metal/*.c)))
+# Objects of all folders lie together.
+TEST_NAMES := $(notdir $(TEST_SOURCES:.c=))
+TEST_HEADERS := $(TQKV_FILES) $(wildcard tests/*.h) tests/metal/plan_fixture.h \
+	$(patsubst %,examples/%.h,thread_pool data_file snapshot_file profile)
 # The sets that `make test` runs; isa/known compares them with tqkv.h. POSIX is for popen and pthreads.
 ISAS := scalar avx2 avx512 neon
 # The STEM of each test_STEM.c, whose cases main.c adds.
-TEST_STEMS := $(patsubst tests/test_%.c,%,$(wildcard tests/test_*.c))
-TEST_FLAGS = '-DTEST_STEMS=$(patsubst %,X(%),$(TEST_STEMS))' -D_POSIX_C_SOURCE=200809L -DTQKV_METAL '-DTQKV_ASSERT(x)=((x) ? (void)0 : abort())' -DTEST_ISAS='"$(ISAS)"' $(WARNINGS) $(INCLUDE) $(CPPFLAGS)
+TEST_STEMS := $(patsubst test_%,%,$(filter test_%,$(TEST_NAMES)))
+TEST_FLAGS = '-DTEST_STEMS=$(patsubst %,X(%),$(TEST_STEMS))' -D_POSIX_C_SOURCE=200809L -DTQKV_METAL \
+	'-DTQKV_ASSERT(x)=((x) ? (void)0 : abort())' -DTEST_ISAS='"$(ISAS)"' $(WARNINGS) $(INCLUDE) $(CPPFLAGS)
 
-# Cases whose results must not depend on the compiler; cases that are quick enough for an emulator.
-EXACT_CASES := golden tables codec/ types/
-ATTEND_CASES := attend/exact attend/pair attend/ring attend/group defect
+# Names of cases from files of tests/cases, without their comments: a name runs, or -name leaves out, what contains it.
+cases = $(if $(1),$(strip $(shell sed 's/\#.*//' $(1:%=tests/cases/%.txt))))
+
+# The tests that an emulator compiles: those of its cases.
 EMULATED_STEMS := attend attend_options codec defects golden snapshot store_snapshot types
-EMULATED_CASES := $(EXACT_CASES) snapshot $(filter-out attend/pair,$(ATTEND_CASES)) attend/pair/tq4 attend/pair/i8
-# Without vectors every head size takes the same loops: attention in integers with options has all formats.
-NOT_PLAIN := -/plain
-# Kinds of values, and formats of keys, in which the order of bytes is that of others.
-ONE_KIND := -/outliers -/magnitudes -/one_hot -/constant -golden/attend/tq3- -golden/attend/tq6- -golden/attend/tq5_bytes-
-# Formats whose loops are those of others: four of nine are enough for the emulator.
-ONE_WIDTH := -exact/tq2 -exact/tq3 -exact/tq5 -exact/tq6
 
-# Formats that plain C on any machine has in common with others.
-ONE_PLAIN := $(patsubst %,-golden/attend/%-,tq2 f16 tq6_bytes)
+# $(1) a name. What the build is stands in variables:
+#   VARIANT_name_CC          the compiler
+#   VARIANT_name_FLAGS       its flags
+#   VARIANT_name_TEST_FLAGS  those of the tests, where the implementation alone needs the flags above
+#   VARIANT_name_STEMS       the tests that are compiled so, too, and linked; empty: those of the reference build
+#   VARIANT_name_NEEDS       further prerequisites of an object
+#   VARIANT_name_RUN         the command that runs the program
+#   VARIANT_name_CASES       files of tests/cases; empty: all cases
+define compile_variant
+@mkdir -p $(@D)
+@$(VARIANT_$(VARIANT)_CC) \
+	$(or $(if $(filter-out test_tables,$*),$(VARIANT_$(VARIANT)_TEST_FLAGS)),$(VARIANT_$(VARIANT)_FLAGS)) \
+	$(TEST_FLAGS) -c $< -o $@
+endef
 
-# qemu calculates the x87's registers by integers, at a hundredth of the speed: formats, sizes and contexts that show how they
-# round. The runs on plain C have the others.
-# A head_dim of each order of the rotation, and the largest.
-X87_SIZES := 32 80 96 112 128 144 1024
-OTHER_SIZES := $(patsubst %,-/%/,48 64 160 192 224 256 288 320 384 448 512 576 640 768 896)
-X87_CASES := golden tables $(foreach d,$(X87_SIZES),codec/reference/tq4/$(d)/ codec/reference/i8/$(d)/) codec/environment codec/half \
-	codec/decode types/codec/f16/f16 types/rounding snapshot -held_back attend/exact/tq4/64 attend/exact/i8/96 attend/ring_wrapped/64 \
-	attend/ring_often/128 attend/group/9/ -group/9/512 -group/9/1024 attend/pair/tq4-tq4 attend/pair/i8-i8 defect -all_queries/1024 $(NOT_PLAIN) $(OTHER_SIZES) \
-	$(filter -golden%,$(ONE_KIND)) $(ONE_PLAIN) -golden/attend/tq5- -/long -/many
-
-# $(1) name, $(2) compiler, $(3) flags, $(4) command that runs the program, $(5) parts of case names; empty for all,
-# $(6) stems of the tests that are compiled so, too, and linked; empty: those of the reference build,
-# $(7) further prerequisites of an object, $(8) flags of the tests, where the implementation alone needs those of (3)
 define runner_variant
-FLAGS_OF_$(1) := $(3)
-FLAGS_OF_TESTS_$(1) := $(8)
-$(TEST_BUILD)/$(1)/%.o: tests/%.c $(TEST_HEADERS) tests/rules.mk $(7)
-	@mkdir -p $$(@D)
-	@$(2) $$(or $$(if $$(filter-out test_tables,$$*),$$(FLAGS_OF_TESTS_$(1))),$$(FLAGS_OF_$(1))) $$(TEST_FLAGS) -c $$< -o $$@
+$(TEST_BUILD)/$(1)/%.o: tests/%.c $(TEST_HEADERS) tests/rules.mk $(VARIANT_$(1)_NEEDS)
+	$$(compile_variant)
+$(TEST_BUILD)/$(1)/%.o: tests/metal/%.c $(TEST_HEADERS) tests/rules.mk $(VARIANT_$(1)_NEEDS)
+	$$(compile_variant)
 
-$(if $(6),$(TEST_BUILD)/$(1)/main.o: TEST_STEMS := tables $(6))
-$(TEST_BUILD)/$(1)/runner: $(TEST_BUILD)/$(1)/test_tables.o $(if $(6),$(patsubst %,$(TEST_BUILD)/$(1)/%.o,main runner $(6:%=test_%)),\
-		$(patsubst tests/%.c,$(TEST_BUILD)/$(REFERENCE_BUILD)/%.o,$(filter-out tests/test_tables.c,$(TEST_SOURCES))))
-	@$(2) $$(filter-out -x c++,$(3)) $$^ -o $$@ $(LIBRARIES)
+$(TEST_BUILD)/$(1)/%.o: VARIANT := $(1)
+
+$(if $(VARIANT_$(1)_STEMS),$(TEST_BUILD)/$(1)/main.o: TEST_STEMS := tables $(VARIANT_$(1)_STEMS))
+$(TEST_BUILD)/$(1)/runner: $(TEST_BUILD)/$(1)/test_tables.o $(if $(VARIANT_$(1)_STEMS),\
+		$(patsubst %,$(TEST_BUILD)/$(1)/%.o,main runner $(VARIANT_$(1)_STEMS:%=test_%)),\
+		$(patsubst %,$(TEST_BUILD)/$(REFERENCE_BUILD)/%.o,$(filter-out test_tables,$(TEST_NAMES))))
+	@$(VARIANT_$(1)_CC) $(filter-out -x c++,$(VARIANT_$(1)_FLAGS)) $$^ -o $$@ $(LIBRARIES)
 
 .PHONY: test-$(1)
 test-$(1): $(TEST_BUILD)/$(1)/runner
-	@echo "== runner: $(2) $(3)"
-	@$(4) $$< $(5)
-
-TEST_TARGETS += test-$(1)
+	@echo "== runner: $(VARIANT_$(1)_CC) $(VARIANT_$(1)_FLAGS)"
+	@$(VARIANT_$(1)_RUN) $$< $(call cases,$(VARIANT_$(1)_CASES))
 endef
 
-# What one instruction set without sanitizers is enough for: the bits of more pairs, scratch of the largest shapes.
-ONCE_CASES := -attend/more_bits -attend/scratch/8x -attend/scratch/100x -attend/long_in -attend/long_w
-# Besides, what sanitizers see in other cases: errors of sums, bits of many contexts, each golden's loop, widths that share
-# a loop; claims of snapshots that cost a second of the largest allocations.
-SANITIZED_CASES := $(ONCE_CASES) -codec_error -attend/bits -attend/equal -golden/tq -golden/convert $(ONE_WIDTH) \
-	-held_back/0_of_1_with -held_back/9000 -captured -integer/hard -score_error -attend/length -attend/mode -integer/long_in \
-	-integer/long_w -ends_long -non_causal_long -long_context -cache/parallel_append -latent/integer -golden/attend -attend/parallel \
-	-threads/one_cache -threads/hook -threads/pool
-
-# Reads of memory that nothing wrote, by what was computed from it; with plain C, for what all sets have in common.
-MSAN_STEMS := attend attend_options cache codec latent_cache length list snapshot store_snapshot
-MSAN_CASES := attend/softcap attend/window attend/ring attend/exceptions attend/far attend/everything attend/slices \
-	attend/many_rows cache snapshot/round_trip codec/one_by_one
-# AddressSanitizer sees what null and object-size see; without them and with -g1 the implementation compiles in half the time.
-# pointer-overflow, for a wrap at the end of memory, would take another half minute: clang-O0 has it.
-SANITIZE := -O1 -g1 -fno-omit-frame-pointer -fsanitize=address,undefined -fno-sanitize=null,object-size,pointer-overflow \
-	-fno-sanitize-recover=all
-# AVX-512 takes half a minute more: test-sanitize-avx512, by hand. Electric Fence runs it in `make test`, see test-fence.
+# AddressSanitizer sees what null and object-size see; without them and with -g1 the implementation compiles in half the
+# time. pointer-overflow, for a wrap at the end of memory, would take another half minute: clang-O0 has it.
+SANITIZE := -O1 -g1 -fno-omit-frame-pointer -fsanitize=address,undefined \
+	-fno-sanitize=null,object-size,pointer-overflow -fno-sanitize-recover=all
+# AVX-512 takes half a minute more: test-sanitize-avx512, by hand. Electric Fence runs it in `make test`: test-fence.
 SANITIZE_QUICK := $(SANITIZE) -DTQKV_NO_AVX512
 # What the tests themselves do is no part of the library: UBSan there would cost another third of their time to compile.
 SANITIZE_TESTS := -std=c99 -O1 -g1 -fno-omit-frame-pointer -fsanitize=address
-# AddressSanitizer keeps freed memory, by default 256 MiB of it, and then takes each page from the system anew: a third of its
-# time. Tests that read what they have freed do so at once.
+SANITIZE_STEMS := $(filter-out tables,$(TEST_STEMS))
+SANITIZE_CASES := once sanitized one_width
+# AddressSanitizer keeps freed memory, by default 256 MiB of it, and then takes each page from the system anew: a third
+# of its time. Tests that read what they have freed do so at once.
 export ASAN_OPTIONS ?= quarantine_size_mb=8
-OVERFLOW := -fsanitize=pointer-overflow -fno-sanitize-recover=all
 
 ifeq ($(SYSTEM),Darwin)
-$(eval $(call runner_variant,default,$(CC),-std=c99 -O2,,))
-$(eval $(call runner_variant,O0,$(CC),-std=c99 -O0,,$(EXACT_CASES)))
-$(eval $(call runner_variant,O3,$(CC),-std=c11 -O3 -ffp-contract=fast,,$(EXACT_CASES) $(ATTEND_CASES)))
-$(eval $(call runner_variant,cxx,$(CXX),-x c++ -std=c++11 -O2,,$(EXACT_CASES)))
-$(eval $(call runner_variant,sanitize,$(CC),-std=c99 $(SANITIZE),,$(SANITIZED_CASES),$(filter-out tables,$(TEST_STEMS)),,$(SANITIZE_TESTS)))
+VARIANTS := default O0 O3 cxx sanitize
+
+VARIANT_default_CC := $(CC)
+VARIANT_default_FLAGS := -std=c99 -O2
+
+VARIANT_O0_CC := $(CC)
+VARIANT_O0_FLAGS := -std=c99 -O0
+VARIANT_O0_CASES := exact
+
+VARIANT_O3_CC := $(CC)
+VARIANT_O3_FLAGS := -std=c11 -O3 -ffp-contract=fast
+VARIANT_O3_CASES := exact attend
+
+VARIANT_cxx_CC := $(CXX)
+VARIANT_cxx_FLAGS := -x c++ -std=c++11 -O2
+VARIANT_cxx_CASES := exact
+
+VARIANT_sanitize_CC := $(CC)
+VARIANT_sanitize_FLAGS := -std=c99 $(SANITIZE)
+VARIANT_sanitize_TEST_FLAGS := $(SANITIZE_TESTS)
+VARIANT_sanitize_STEMS := $(SANITIZE_STEMS)
+VARIANT_sanitize_CASES := $(SANITIZE_CASES)
 else
-# With products and sums contracted, as gcc does unless asked for ISO C: the sets here, the portable code on aarch64. Other builds
-# of gcc do not contract: the sanitized one has goldens for that, UNCONTRACTED_CASES.
-$(eval $(call runner_variant,gcc,gcc,-std=c99 -O2 -ffp-contract=fast,,,,,-std=c99 -O1))
-$(eval $(call runner_variant,gcc-O0,gcc,-std=c11 -O0 -DTQKV_NO_AVX2,,golden $(NOT_PLAIN) tables codec/decode types/))
+VARIANTS := gcc gcc-O0 no-integer clang-O0 clangxx-O3 sanitize msan tsan
+
+# With products and sums contracted, as gcc does unless asked for ISO C: the sets here, the portable code on aarch64.
+# Other builds of gcc do not contract: the sanitized one has goldens for that, uncontracted.txt.
+VARIANT_gcc_CC := gcc
+VARIANT_gcc_FLAGS := -std=c99 -O2 -ffp-contract=fast
+VARIANT_gcc_TEST_FLAGS := -std=c99 -O1
+
 # This build takes the file that users copy; the others take src/.
+VARIANT_gcc-O0_CC := gcc
+VARIANT_gcc-O0_FLAGS := -std=c11 -O0 -DTQKV_NO_AVX2
+VARIANT_gcc-O0_CASES := gcc-O0 no_plain
 $(TEST_BUILD)/gcc-O0/test_tables.o: TQKV := .
 $(TEST_BUILD)/gcc-O0/test_tables.o: $(wildcard tqkv.h)
-# Attention in integers by plain C beside floats by vectors: the same bits.
-$(eval $(call runner_variant,no-integer,gcc,-std=c99 -O1 -DTQKV_NO_AVX512 -DTQKV_NO_INTEGER,,golden/attend integer/pair integer/hard -/many -/long -integer/long))
-$(eval $(call runner_variant,clang-O0,clang,-std=c99 -O0 $(OVERFLOW),,golden $(NOT_PLAIN) tables codec/decode attend/ring cache -threads/ -cache/parallel))
-$(eval $(call runner_variant,clangxx-O3,clang++,-x c++ -std=c++11 -O3 -march=native -ffp-contract=fast,,$(EXACT_CASES) $(ATTEND_CASES)))
-$(eval $(call runner_variant,sanitize,gcc,-std=c99 $(SANITIZE_QUICK),,$(SANITIZED_CASES),$(filter-out tables,$(TEST_STEMS)),,$(SANITIZE_TESTS)))
-$(eval $(call runner_variant,msan,clang,-std=c99 -O1 -g1 -DTQKV_NO_AVX2 -fsanitize=memory -fno-sanitize-recover=all,,$(MSAN_CASES),$(MSAN_STEMS)))
-$(eval $(call runner_variant,tsan,gcc,-std=c99 -O1 -g1 -DTQKV_NO_AVX512 -fsanitize=thread,,threads/ -threads/team/1 batch/bits batch/waves,batch snapshot threads))
-$(eval $(call runner_variant,sanitize-avx512,gcc,-std=c99 $(SANITIZE),,$(SANITIZED_CASES),$(filter-out tables,$(TEST_STEMS)),,$(SANITIZE_TESTS)))
-TEST_TARGETS := $(filter-out test-sanitize-avx512,$(TEST_TARGETS))
 
-# Each allocation ends where a page without access begins: reads behind it by code as it is delivered, on the best set.
-FENCED_CASES := attend/group/1/ attend/group/3/ attend/group/4/ $(foreach f,tq2 tq3 tq4 tq5 tq6 tq8 i8 f16,attend/exact/$(f)/80/ attend/exact/$(f)/112/) \
-	value_dim/attend types/attend strides/ list/full index/scores integer/pair/tq4 integer/pair/tq5 integer/pair/i8 codec/decode \
-	codec/reference/tq4 codec/reference/tq8 codec/reference/i8
+VARIANT_no-integer_CC := gcc
+VARIANT_no-integer_FLAGS := -std=c99 -O1 -DTQKV_NO_AVX512 -DTQKV_NO_INTEGER
+VARIANT_no-integer_CASES := no-integer
+
+VARIANT_clang-O0_CC := clang
+VARIANT_clang-O0_FLAGS := -std=c99 -O0 -fsanitize=pointer-overflow -fno-sanitize-recover=all
+VARIANT_clang-O0_CASES := clang-O0 no_plain
+
+VARIANT_clangxx-O3_CC := clang++
+VARIANT_clangxx-O3_FLAGS := -x c++ -std=c++11 -O3 -march=native -ffp-contract=fast
+VARIANT_clangxx-O3_CASES := exact attend
+
+VARIANT_sanitize_CC := gcc
+VARIANT_sanitize_FLAGS := -std=c99 $(SANITIZE_QUICK)
+VARIANT_sanitize_TEST_FLAGS := $(SANITIZE_TESTS)
+VARIANT_sanitize_STEMS := $(SANITIZE_STEMS)
+VARIANT_sanitize_CASES := $(SANITIZE_CASES)
+
+VARIANT_msan_CC := clang
+VARIANT_msan_FLAGS := -std=c99 -O1 -g1 -DTQKV_NO_AVX2 -fsanitize=memory -fno-sanitize-recover=all
+VARIANT_msan_STEMS := attend attend_options cache codec latent_cache length list snapshot store_snapshot
+VARIANT_msan_CASES := msan
+
+VARIANT_tsan_CC := gcc
+VARIANT_tsan_FLAGS := -std=c99 -O1 -g1 -DTQKV_NO_AVX512 -fsanitize=thread
+VARIANT_tsan_STEMS := batch snapshot threads
+VARIANT_tsan_CASES := tsan
+
+# By hand.
+VARIANT_sanitize-avx512_CC := gcc
+VARIANT_sanitize-avx512_FLAGS := -std=c99 $(SANITIZE)
+VARIANT_sanitize-avx512_TEST_FLAGS := $(SANITIZE_TESTS)
+VARIANT_sanitize-avx512_STEMS := $(SANITIZE_STEMS)
+VARIANT_sanitize-avx512_CASES := $(SANITIZE_CASES)
+$(eval $(call runner_variant,sanitize-avx512))
+
 DEB_TEST += electric-fence
 
 .PHONY: test-fence
 test-fence: $(TEST_BUILD)/$(REFERENCE_BUILD)/runner
 	@echo "== runner under Electric Fence"
-	@EF_DISABLE_BANNER=1 EF_ALIGNMENT=1 LD_PRELOAD=libefence.so.0 $< $(FENCED_CASES)
+	@EF_DISABLE_BANNER=1 EF_ALIGNMENT=1 LD_PRELOAD=libefence.so.0 $< $(call cases,fence)
 
 TEST_TARGETS += test-fence
 endif
+
+$(foreach name,$(VARIANTS),$(eval $(call runner_variant,$(name))))
+TEST_TARGETS += $(VARIANTS:%=test-%)
 
 # The example with client threads, a scheduler and a thread pool. By hand only: the model's products take three minutes.
 SERVER_TSAN := -std=c99 -O1 -g1 -fsanitize=thread
@@ -131,25 +167,17 @@ server-tsan: $(TEST_BUILD)/tsan/test_tables.o $(TEST_BUILD)/tsan/runner.o
 
 # ---- Each other instruction set of this processor; the runs above use the best one ----
 
-ISA_CASES := golden codec/ types/ value_dim/ latent/ attend/ pages/ batch/ strides/ index/ list/ captured/attend defect fault cache
-
-# Goldens of the sets by gcc without contraction; the runs of test-gcc and test-isa contract.
-UNCONTRACTED_CASES := golden/tq4/128/ golden/tq5/128/ golden/tq8/80/ golden/tq3/144/
-# The runs at -O0 have all goldens of plain C, of attention in integers too, and so have s390x and, of some sizes, i386.
-SCALAR_CASES := -golden/ -latent/integer -attend/bits -attend/equal -attend/mode
-
 .PHONY: test-isa test-isa-sanitize
 test-isa: $(TEST_BUILD)/$(REFERENCE_BUILD)/runner
 	@echo "== runner on the other instruction sets"
-	@for isa in $(ISAS); do less=; test $$isa = scalar && less="$(SCALAR_CASES)"; \
-		test $$isa = $$($< --best) || $< --isa $$isa $(ISA_CASES) $(ONCE_CASES) $$less \
-		-cache/parallel_append -ends_long -non_causal_long -long_context -long_in_slices || exit 1; done
+	@for isa in $(ISAS); do less=; test $$isa = scalar && less="$(call cases,scalar)"; \
+		test $$isa = $$($< --best) || $< --isa $$isa $(call cases,isa once best_set) $$less || exit 1; done
 
 test-isa-sanitize: $(TEST_BUILD)/sanitize/runner
 	@echo "== runner on the other instruction sets, sanitized"
-	@for isa in $(ISAS); do test $$isa = $$($< --best) || $< --isa $$isa attend/pair attend/ring attend/linear defect \
-		$(UNCONTRACTED_CASES) || exit 1; done
-	@$< $(UNCONTRACTED_CASES)
+	@for isa in $(ISAS); do test $$isa = $$($< --best) || \
+		$< --isa $$isa $(call cases,isa-sanitize uncontracted) || exit 1; done
+	@$< $(call cases,uncontracted)
 
 TEST_TARGETS += test-isa test-isa-sanitize
 
@@ -171,9 +199,31 @@ $(CROSS_INCLUDE)/xxhash.h: /usr/include/xxhash.h
 	@mkdir -p $(@D)
 	@cp /usr/include/xxhash.h /usr/include/xxh3.h $(@D)
 
-$(eval $(call runner_variant,aarch64,aarch64-linux-gnu-gcc,-std=c99 -O3 -ffp-contract=fast -isystem $(CROSS_INCLUDE),$(QEMU_aarch64),$(EMULATED_CASES) -held_back $(ONE_WIDTH) $(patsubst %,-codec/reference/%/,tq2 tq6 tq5_bytes tq6_bytes) $(filter -golden%,$(ONE_KIND)),$(EMULATED_STEMS),$(CROSS_INCLUDE)/xxhash.h,-std=c99 -O2 -isystem $(CROSS_INCLUDE)))
-$(eval $(call runner_variant,i386,i686-linux-gnu-gcc,-std=c99 -O2 -mno-sse -static -isystem $(CROSS_INCLUDE),$(QEMU_i386),$(X87_CASES),$(EMULATED_STEMS),$(CROSS_INCLUDE)/xxhash.h))
-$(eval $(call runner_variant,s390x,s390x-linux-gnu-gcc,-std=c99 -O2 -isystem $(CROSS_INCLUDE),$(QEMU_s390x),golden $(NOT_PLAIN) -/long -/many $(ONE_KIND) $(ONE_PLAIN) tables codec/reference/tq5/ codec/environment codec/half snapshot -held_back attend/pair/tq4 attend/pair/i8-i8 learn/chunks/3 learn/copies/3 calibrate/exact/64,attend calibrate codec golden learn snapshot store_snapshot,$(CROSS_INCLUDE)/xxhash.h))
+CROSS_FLAGS := -isystem $(CROSS_INCLUDE)
+
+VARIANT_aarch64_CC := aarch64-linux-gnu-gcc
+VARIANT_aarch64_FLAGS := -std=c99 -O3 -ffp-contract=fast $(CROSS_FLAGS)
+VARIANT_aarch64_TEST_FLAGS := -std=c99 -O2 $(CROSS_FLAGS)
+VARIANT_aarch64_STEMS := $(EMULATED_STEMS)
+VARIANT_aarch64_CASES := exact aarch64 one_width one_format
+
+VARIANT_i386_CC := i686-linux-gnu-gcc
+VARIANT_i386_FLAGS := -std=c99 -O2 -mno-sse -static $(CROSS_FLAGS)
+VARIANT_i386_STEMS := $(EMULATED_STEMS)
+VARIANT_i386_CASES := i386 no_plain one_format one_plain
+
+VARIANT_s390x_CC := s390x-linux-gnu-gcc
+VARIANT_s390x_FLAGS := -std=c99 -O2 $(CROSS_FLAGS)
+VARIANT_s390x_STEMS := attend calibrate codec golden learn snapshot store_snapshot
+VARIANT_s390x_CASES := s390x no_plain one_format one_plain
+
+define cross_variant
+VARIANT_$(1)_RUN := $(QEMU_$(1))
+VARIANT_$(1)_NEEDS := $(CROSS_INCLUDE)/xxhash.h
+endef
+$(foreach name,$(CROSS_MACHINES),$(eval $(call cross_variant,$(name))))
+$(foreach name,$(CROSS_MACHINES),$(eval $(call runner_variant,$(name))))
+TEST_TARGETS += $(CROSS_MACHINES:%=test-%)
 
 .PHONY: test-snapshot-crossing
 test-snapshot-crossing: $(TEST_BUILD)/gcc/runner $(CROSS_MACHINES:%=$(TEST_BUILD)/%/runner)
@@ -188,8 +238,8 @@ TEST_TARGETS += test-snapshot-crossing
 endif
 endif
 
-# ---- Not part of `make test`: more than 2^31 values, in minutes and 5.1 GiB (peak resident size); random contexts to 2^20
-# ---- positions in 0.8 GiB, some of 65536 under qemu ----
+# ---- Not part of `make test`: more than 2^31 values, in minutes and 5.1 GiB (peak resident size); random contexts to
+# ---- 2^20 positions in 0.8 GiB, some of 65536 under qemu ----
 
 LARGE_FLAGS = -O2 $(TEST_FLAGS)
 $(TEST_BUILD)/large $(TEST_BUILD)/long: $(TEST_BUILD)/%: tests/large/%.c tests/attend_fixture.h $(TEST_TQKV)
@@ -217,18 +267,16 @@ test-long-aarch64: $(TEST_BUILD)/long-aarch64
 .PHONY: test-valgrind
 test-valgrind: $(TEST_BUILD)/$(REFERENCE_BUILD)/runner
 	@echo "== runner under valgrind"
-	@valgrind --quiet --error-exitcode=3 --leak-check=full $< --isa scalar $(VALGRIND_CASES)
-	@valgrind --quiet --error-exitcode=3 --leak-check=full $< --isa avx2 $(VALGRIND_CASES)
-
-VALGRIND_CASES := fault/cache fault/attend_partial snapshot/round_trip/1/ snapshot/slow_streams snapshot/header attend/pair/tq5 \
-	attend/pair/tq8 codec/one_by_one
+	@valgrind --quiet --error-exitcode=3 --leak-check=full $< --isa scalar $(call cases,valgrind)
+	@valgrind --quiet --error-exitcode=3 --leak-check=full $< --isa avx2 $(call cases,valgrind)
 
 # ---- The header in each language standard, and what it must refuse ----
 
 .PHONY: test-compile
 test-compile:
 	@echo "== compile tests"
-	@clang++ -x c++ -std=c++11 $(TEST_FLAGS) -fsyntax-only $(filter-out tests/test_tables.c,$(TEST_SOURCES)) && echo "1 passed, 0 failed"
+	@clang++ -x c++ -std=c++11 $(TEST_FLAGS) -fsyntax-only $(filter-out tests/test_tables.c,$(TEST_SOURCES)) && \
+		echo "1 passed, 0 failed"
 	@CPPFLAGS="$(CPPFLAGS)" WARNINGS="$(WARNINGS)" sh tests/build/compile.sh $(TEST_BUILD)/compile
 TEST_TARGETS += test-compile
 
@@ -248,11 +296,11 @@ COVERAGE := $(TEST_BUILD)/coverage
 LCOV_BRANCHES := --rc lcov_branch_coverage=1
 coverage: ## share of the lines and branches of src/ that the tests run, by file
 	@rm -rf $(COVERAGE) && mkdir -p $(COVERAGE)
-	@for source in $(TEST_SOURCES:tests/%.c=%); do \
-		gcc -std=c99 -O1 --coverage $(TEST_FLAGS) -c tests/$$source.c -o $(COVERAGE)/$$source.o || exit 1; done
+	@for source in $(TEST_SOURCES); do \
+		gcc -std=c99 -O1 --coverage $(TEST_FLAGS) -c $$source -o $(COVERAGE)/$$(basename $$source .c).o || exit 1; done
 	@gcc --coverage $(COVERAGE)/*.o -o $(COVERAGE)/runner $(LIBRARIES)
 	@$(COVERAGE)/runner
-	@for isa in $(ISAS); do $(COVERAGE)/runner --isa $$isa $(ISA_CASES) || exit 1; done
+	@for isa in $(ISAS); do $(COVERAGE)/runner --isa $$isa $(call cases,isa) || exit 1; done
 	@{ lcov --quiet $(LCOV_BRANCHES) --capture --directory $(COVERAGE) --output-file $(COVERAGE)/all.info && \
 		lcov --quiet $(LCOV_BRANCHES) --extract $(COVERAGE)/all.info '*/src/*' --output-file $(COVERAGE)/tqkv.info; } \
 		>$(COVERAGE)/lcov.log 2>&1 || { cat $(COVERAGE)/lcov.log; exit 1; }

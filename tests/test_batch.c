@@ -299,7 +299,7 @@ static void check_random_outputs(const void *parameters)
         make_item(b, &row);
         own[i] = b->out[i];
     }
-    for (int try = 0; try < TRIES; try++) {
+    for (int attempt = 0; attempt < TRIES; attempt++) {
         const size_t inner = (size_t)(3 + data_below(&random, 6)) * DIM / 3,
                      outer = (size_t)(9 + data_below(&random, 9)) * DIM;
         const bool by_token = data_below(&random, 2) == 0;

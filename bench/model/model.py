@@ -5,7 +5,8 @@ published figures. Nothing was measured on Apple's hardware.
 usage: model.py BUILD_FOLDER             tables, as they stand in docs/apple-model.md, and lines `ratio NAME VALUE`
        model.py BUILD_FOLDER --models    the table of models' shapes alone
        model.py BUILD_FOLDER --check     a few pipelines: what must hold of the counts
-Takes the command that compiles a shader to LLVM's code from the environment: MODEL_COMPILE.
+Takes the command that compiles a shader to LLVM's code, and the objects to link it with, from the environment: MODEL_COMPILE,
+MODEL_OBJECTS.
 """
 import os
 import re
@@ -28,6 +29,7 @@ LANES, MATRICES = 1, 2  # the kernels, as in tests/metal/gpu.h
 COUNTED = 512  # positions of a counted threadgroup
 LOOKUPS = {"simd_shuffle": 0, "threadgroup table": 1, "constant table": 2, "arithmetic": 3, "quad_shuffle": 4,
            "selections": 5, "threadgroup table of pairs": 6}
+BYTE_WAYS = {"shifts": 7, "a byte": 8, "char4": 9}  # of tests/metal/mac/lookup.m; as floats
 ARRANGEMENTS = {"lanes across the dimension": 0, "a lane a position": 1, "four lanes a row": 2}
 SHOWN = ("M1", "M2 Pro", "M4", "M4 Max", "M5", "M5 Max")  # where a table has not all chips
 KERNELS = {LANES: "Lanes", MATRICES: "Matrices"}
@@ -56,8 +58,7 @@ class Machine:
     def __init__(self, build):
         self.build = build
         self.planned = False
-        self.objects = [f"{build}/model/run.o"] + [f"{build}/plain/{name}.o"
-                                                   for name in ("gpu", "simt", "attend_merge.metal")]
+        self.objects = os.environ["MODEL_OBJECTS"].split()
 
     def source(self, shader, head_dim):
         """The prepared shader with the kernels of this head_dim alone, to save compile time."""
@@ -68,7 +69,7 @@ class Machine:
 
     def run(self, shader, kernel, constants, arguments, head_dim=BASE.head_dim):
         name = f"{self.build}/model/{shader}_" + "_".join(str(a) for a in arguments)
-        values = ",".join(str(constants.get(i, 0)) for i in range(32))  # options are off; the run checks each
+        values = ",".join(str(constants.get(i, 0)) for i in range(35))  # options are off; the run checks each
         code = subprocess.run(os.environ["MODEL_COMPILE"].split() +
                               ["-iquote", f"{self.build}/model/source", f"-DMODEL_CONSTANTS={values}", "-", "-o", "-"],
                               input=self.source(shader, head_dim), check=True, stdout=subprocess.PIPE, text=True).stdout
@@ -437,6 +438,9 @@ def check(machine):
         passed, failed = passed + holds, failed + (not holds)
         if not holds:
             print(f"FAIL model/matrices: {what}: {dict(four)} {dict(eight)}")
+    for way in BYTE_WAYS.values():  # fails by itself where sums are wrong
+        machine.run("lookup", "tqkv_lookup", {0: way}, ["lookup", way, 2])
+        passed += 1
     print(f"{passed} passed, {failed} failed")
     return failed == 0
 

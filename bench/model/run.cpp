@@ -18,7 +18,7 @@
 namespace
 {
 
-enum { base_dim = 128, n_simdgroups = 4 };
+enum { base_dim = 128, n_simdgroups = 4, FIRST_BYTE_WAY = 7 };
 
 struct lane_counts {
     std::vector<uint64_t> of[simt::simd_width];
@@ -306,7 +306,14 @@ void run_encode(tqkv_format format, int n_tokens)
         fail("encode: other bytes");
 }
 
-// variants/lookup.metal: random codes and the sums of their weighted centroids.
+// Of the 4 bits or the byte at value i of a lane's words of a round.
+double looked_up(const uint32_t *words, int way, int i)
+{
+    if (way < FIRST_BYTE_WAY) return (double)tqkv__tables.codebook_4[words[i / 8] >> (i % 8 * 4) & 15];
+    return (double)(int8_t)(words[i / 4] >> (i % 4 * 8));
+}
+
+// variants/lookup.metal: random codes and the sums of their weighted centroids, or of bytes.
 void run_lookup(int way, int n_rounds)
 {
     const int n_threads = n_simdgroups * simt::simd_width;
@@ -325,9 +332,10 @@ void run_lookup(int way, int n_rounds)
     if (!wrong.empty()) fail(wrong);
     for (int t = 0; t < n_threads; t++) {
         double expected = 0, size = 0;
-        for (int i = 0; i < n_rounds * 32; i++) {
-            uint32_t code = codes[(size_t)((i / 32 * n_threads + t) * 4 + i % 32 / 8)] >> (i % 8 * 4) & 15;
-            double product = (double)tqkv__tables.codebook_4[code] * (double)weights[(size_t)(i % 8)];
+        const int values = way < FIRST_BYTE_WAY ? 32 : 16, n_weights = values / 4;
+        for (int i = 0; i < n_rounds * values; i++) {
+            const uint32_t *words = &codes[(size_t)((i / values * n_threads + t) * 4)];
+            double product = looked_up(words, way, i % values) * (double)weights[(size_t)(i % n_weights)];
             expected += product;
             size += product * product;
         }

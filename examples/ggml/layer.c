@@ -51,49 +51,77 @@ static struct ggml_context *open_context(size_t bytes)
 /* ---- The comparison: three sequences, a prompt each, then some tokens ---- */
 
 enum { SEQUENCES = 3, ROUNDS = 5, PAGE = 64, MOST = 2 * PAGE, POOL = 8 * PAGE };
-static const shape small = {8, 2, 64};
+enum { HEADS = 8, KV_HEADS = 2, KEY_DIM = 64, VALUE_DIM = 96, WIDE = HEADS * VALUE_DIM };
+/* A row of fused projections: q, k, v */
+enum { AT_K = HEADS * KEY_DIM, AT_V = AT_K + KV_HEADS * KEY_DIM, FUSED = AT_V + KV_HEADS * VALUE_DIM };
 static const int prompts[SEQUENCES] = {70, 5, 33};
 
-/* One sequence as ggml's F32 sees it: rows [position][(n_heads + 2 * n_kv_heads) * head_dim], fused as q, k, v */
+/* How one comparison runs: with exact ends and a centre and scales of keys as a cache of a preset has them; `in_turn`: tokens of the
+ * sequences in turn, each a run of its own. */
+typedef struct setup {
+    tqkv_format keys, values;
+    int page_size, n_threads;
+    bool preset, in_turn;
+} setup;
+
+/* One sequence as ggml's F32 sees it, and as a cache does. */
 typedef struct history {
-    float *rows;
+    float *rows; /* [position][FUSED] */
     int n;
+    tqkv_cache *cache; /* or NULL */
 } history;
 
-static int fused_row(void) { return (small.n_heads + 2 * small.n_kv_heads) * small.head_dim; }
-
-/* Attention of the newest n_queries positions by ggml in F32; out: [query][head][dim] */
+/* Attention of the newest n_queries positions by ggml in F32; out: [query][head][VALUE_DIM] */
 static void attend_f32(const history *h, int n_queries, float *out)
 {
     struct ggml_context *c = open_context(64u << 20);
-    const int n = h->n, d = small.head_dim;
-    struct ggml_tensor *q = ggml_new_tensor_3d(c, GGML_TYPE_F32, d, n_queries, small.n_heads);
-    struct ggml_tensor *k = ggml_new_tensor_3d(c, GGML_TYPE_F32, d, n, small.n_kv_heads);
-    struct ggml_tensor *v = ggml_new_tensor_3d(c, GGML_TYPE_F32, n, d, small.n_kv_heads);
+    const int n = h->n;
+    struct ggml_tensor *q = ggml_new_tensor_3d(c, GGML_TYPE_F32, KEY_DIM, n_queries, HEADS);
+    struct ggml_tensor *k = ggml_new_tensor_3d(c, GGML_TYPE_F32, KEY_DIM, n, KV_HEADS);
+    struct ggml_tensor *v = ggml_new_tensor_3d(c, GGML_TYPE_F32, n, VALUE_DIM, KV_HEADS);
     struct ggml_tensor *mask = ggml_new_tensor_2d(c, GGML_TYPE_F32, n, n_queries);
     for (int p = 0; p < n; p++) {
-        const float *row = h->rows + (size_t)p * (size_t)fused_row(), *keys = row + small.n_heads * d;
-        const float *values = keys + small.n_kv_heads * d;
+        const float *row = h->rows + (size_t)p * FUSED;
         const int query = p - (n - n_queries);
-        for (int head = 0; head < small.n_heads && query >= 0; head++)
-            memcpy((float *)q->data + (head * n_queries + query) * d, row + head * d, (size_t)d * sizeof *row);
-        for (int head = 0; head < small.n_kv_heads; head++)
-            for (int i = 0; i < d; i++) {
-                ((float *)k->data)[(head * n + p) * d + i] = keys[head * d + i];
-                ((float *)v->data)[(head * d + i) * n + p] = values[head * d + i];
-            }
+        for (int head = 0; head < HEADS && query >= 0; head++)
+            memcpy((float *)q->data + (head * n_queries + query) * KEY_DIM, row + head * KEY_DIM,
+                   KEY_DIM * sizeof *row);
+        for (int head = 0; head < KV_HEADS; head++) {
+            memcpy((float *)k->data + (head * n + p) * KEY_DIM, row + AT_K + head * KEY_DIM, KEY_DIM * sizeof *row);
+            for (int i = 0; i < VALUE_DIM; i++)
+                ((float *)v->data)[(head * VALUE_DIM + i) * n + p] = row[AT_V + head * VALUE_DIM + i];
+        }
         for (int i = 0; i < n_queries; i++) ((float *)mask->data)[i * n + p] = p > n - n_queries + i ? -INFINITY : 0.0f;
     }
-    struct ggml_tensor *scores = ggml_soft_max_ext(c, ggml_mul_mat(c, k, q), mask, 1.0f / sqrtf((float)d), 0.0f);
-    struct ggml_tensor *result = ggml_mul_mat(c, v, scores); /* [head][query][dim] */
+    struct ggml_tensor *scores = ggml_soft_max_ext(c, ggml_mul_mat(c, k, q), mask, 1.0f / sqrtf((float)KEY_DIM), 0.0f);
+    struct ggml_tensor *result = ggml_mul_mat(c, v, scores); /* [head][query][VALUE_DIM] */
     struct ggml_cgraph *graph = ggml_new_graph(c);
     ggml_build_forward_expand(graph, result);
     require(ggml_graph_compute_with_ctx(c, graph, 1) == GGML_STATUS_SUCCESS, "ggml failed");
     for (int i = 0; i < n_queries; i++)
-        for (int head = 0; head < small.n_heads; head++)
-            memcpy(out + (i * small.n_heads + head) * d, (float *)result->data + (head * n_queries + i) * d,
-                   (size_t)d * sizeof *out);
+        for (int head = 0; head < HEADS; head++)
+            memcpy(out + (i * HEADS + head) * VALUE_DIM, (float *)result->data + (head * n_queries + i) * VALUE_DIM,
+                   VALUE_DIM * sizeof *out);
     ggml_free(c);
+}
+
+/* The same by the sequence's cache, whose positions it appends; returns whether its bits are those of out. */
+static bool same_as_cache(const history *h, int n_queries, const float *out)
+{
+    float *own = (float *)take((size_t)n_queries * (FUSED + WIDE) * sizeof *own);
+    float *k = own + n_queries * WIDE, *v = k + n_queries * KV_HEADS * KEY_DIM,
+          *q = v + n_queries * KV_HEADS * VALUE_DIM;
+    for (int i = 0; i < n_queries; i++) {
+        const float *row = h->rows + (size_t)(h->n - n_queries + i) * FUSED;
+        memcpy(q + i * AT_K, row, AT_K * sizeof *q);
+        memcpy(k + i * KV_HEADS * KEY_DIM, row + AT_K, KV_HEADS * KEY_DIM * sizeof *k);
+        memcpy(v + i * KV_HEADS * VALUE_DIM, row + AT_V, KV_HEADS * VALUE_DIM * sizeof *v);
+    }
+    require(tqkv_cache_append(h->cache, k, v, n_queries) == TQKV_OK, "append failed");
+    require(tqkv_cache_attend(h->cache, q, n_queries, own) == TQKV_OK, "attend failed");
+    const bool same = !memcmp(own, out, (size_t)n_queries * WIDE * sizeof *own);
+    free(own);
+    return same;
 }
 
 /* |a - b| / |b| */
@@ -107,19 +135,17 @@ static double distance(const float *a, const float *b, size_t n)
     return sqrt(wrong / all);
 }
 
-/* One graph: all tokens of the batch, from views into fused projections; out: [token][head][dim] */
-static void compute(kv_layer *l, const float *fused, int n_tokens, int n_threads, float *out)
+/* One graph: all tokens of the batch, from views into fused projections; out: [token][head][VALUE_DIM] */
+static void compute(tqkv_ggml_layer *l, const float *fused, int n_tokens, int n_threads, float *out)
 {
     struct ggml_context *c = open_context(16u << 20);
-    const int d = small.head_dim;
-    const size_t row = (size_t)fused_row() * sizeof(float), head = (size_t)d * sizeof(float);
-    struct ggml_tensor *qkv = ggml_new_tensor_2d(c, GGML_TYPE_F32, fused_row(), n_tokens);
+    const size_t row = FUSED * sizeof(float), key = KEY_DIM * sizeof(float), value = VALUE_DIM * sizeof(float);
+    struct ggml_tensor *qkv = ggml_new_tensor_2d(c, GGML_TYPE_F32, FUSED, n_tokens);
     memcpy(qkv->data, fused, row * (size_t)n_tokens);
-    const size_t at_k = head * (size_t)small.n_heads, at_v = at_k + head * (size_t)small.n_kv_heads;
-    struct ggml_tensor *q = ggml_view_3d(c, qkv, d, small.n_heads, n_tokens, head, row, 0);
-    struct ggml_tensor *k = ggml_view_3d(c, qkv, d, small.n_kv_heads, n_tokens, head, row, at_k);
-    struct ggml_tensor *v = ggml_view_3d(c, qkv, d, small.n_kv_heads, n_tokens, head, row, at_v);
-    struct ggml_tensor *result = kv_attend(c, l, q, kv_write(c, l, k, v));
+    struct ggml_tensor *q = ggml_view_3d(c, qkv, KEY_DIM, HEADS, n_tokens, key, row, 0);
+    struct ggml_tensor *k = ggml_view_3d(c, qkv, KEY_DIM, KV_HEADS, n_tokens, key, row, AT_K * sizeof(float));
+    struct ggml_tensor *v = ggml_view_3d(c, qkv, VALUE_DIM, KV_HEADS, n_tokens, value, row, AT_V * sizeof(float));
+    struct ggml_tensor *result = tqkv_ggml_attend(c, l, q, tqkv_ggml_write(c, l, k, v));
     struct ggml_cgraph *graph = ggml_new_graph(c);
     ggml_build_forward_expand(graph, result);
     require(ggml_graph_compute_with_ctx(c, graph, n_threads) == GGML_STATUS_SUCCESS, "ggml failed");
@@ -128,52 +154,166 @@ static void compute(kv_layer *l, const float *fused, int n_tokens, int n_threads
     ggml_free(c);
 }
 
-/* Returns the largest distance from F32; all outputs go to `outs`, [ROUNDS][token][head][dim]. */
-static double compare(tqkv_format keys, tqkv_format values, int page_size, int n_threads, float *outs)
-{
-    static int32_t pages[SEQUENCES][MOST];
-    const size_t row = (size_t)fused_row(), wide = (size_t)(small.n_heads * small.head_dim);
-    static kv_batch batch;
-    kv_layer layer;
-    history h[SEQUENCES];
+/* What a layer and the caches of its sequences are made of: the first as the caches have it. */
+typedef struct world {
+    const setup *how;
+    tqkv_cache_desc shape;
+    float center[KV_HEADS * KEY_DIM], scales[KV_HEADS * KEY_DIM];
+    tqkv_ggml_batch batch;
+    tqkv_ggml_layer layer;
     tqkv_team *team;
-    double worst = 0;
-    require(tqkv_team_create(NULL, &team) == TQKV_OK, "no team");
-    require(kv_layer_open(&layer, keys, values, small.head_dim, small.n_kv_heads, POOL, &batch, team), "no layer");
-    float *fused = (float *)take(MOST * SEQUENCES * row * sizeof *fused), *expected = (float *)take(MOST * wide * 4);
-    for (int s = 0; s < SEQUENCES; s++) {
-        h[s].rows = (float *)take(MOST * row * sizeof *h[s].rows);
-        h[s].n = 0;
+    history h[SEQUENCES];
+    int32_t pages[SEQUENCES][MOST];
+} world;
+
+static void open_world(world *w, const setup *how)
+{
+    memset(w, 0, sizeof *w);
+    w->how = how;
+    if (how->preset) w->shape = tqkv_cache_preset(TQKV_SMALL);
+    w->shape.exact_last = how->preset ? 32 : 0;
+    w->shape.calibrate = 0;
+    w->shape.key_format = how->keys;
+    w->shape.value_format = how->values;
+    w->shape.head_dim = KEY_DIM;
+    w->shape.value_dim = VALUE_DIM;
+    w->shape.n_kv_heads = KV_HEADS;
+    w->shape.n_heads = HEADS;
+    w->shape.capacity = POOL;
+    for (int i = 0; i < KV_HEADS * KEY_DIM; i++) {
+        w->center[i] = 0.1f * (float)(i % 7);
+        w->scales[i] = 0.5f + 0.25f * (float)(i % 5);
     }
-    const int n_pages = MOST / page_size, all_pages = POOL / page_size; /* a power of two: times 5 shuffles them */
-    for (int i = 0; i < SEQUENCES * n_pages; i++) pages[i % SEQUENCES][i / SEQUENCES] = (5 * i + 3) % all_pages;
+    require(tqkv_team_create(NULL, &w->team) == TQKV_OK, "no team");
+    require(tqkv_ggml_batch_open(&w->batch, how->page_size, &w->shape, SEQUENCES, MOST), "no batch");
+    require(tqkv_ggml_layer_open(&w->layer, &w->shape, how->preset ? w->center : NULL, how->preset ? w->scales : NULL,
+                                 &w->batch, w->team),
+            "no layer");
+    for (int s = 0; s < SEQUENCES; s++) {
+        w->h[s].rows = (float *)take(MOST * FUSED * sizeof *w->h[s].rows);
+        if (!how->preset) continue;
+        require(tqkv_cache_create(&w->shape, &w->h[s].cache) == TQKV_OK &&
+                    tqkv_cache_set_center(w->h[s].cache, w->center, NULL) == TQKV_OK &&
+                    tqkv_cache_set_scale(w->h[s].cache, w->scales, NULL) == TQKV_OK,
+                "no cache");
+    }
+    const int n_pages = MOST / how->page_size,
+              all_pages = POOL / how->page_size; /* a power of two: times 5 shuffles them */
+    for (int i = 0; i < SEQUENCES * n_pages; i++) w->pages[i % SEQUENCES][i / SEQUENCES] = (5 * i + 3) % all_pages;
+}
+
+static void close_world(world *w)
+{
+    for (int s = 0; s < SEQUENCES; s++) {
+        free(w->h[s].rows);
+        tqkv_cache_destroy(w->h[s].cache);
+    }
+    tqkv_ggml_layer_close(&w->layer);
+    tqkv_ggml_batch_close(&w->batch);
+    tqkv_team_destroy(w->team);
+}
+
+/* Adds the next n rows of a sequence to the batch. */
+static void add_run(world *w, int s, int n, const float *rows, float *fused)
+{
+    history *h = &w->h[s];
+    memcpy(fused + (size_t)w->batch.n_tokens * FUSED, rows, (size_t)n * FUSED * sizeof *rows);
+    memcpy(h->rows + (size_t)h->n * FUSED, rows, (size_t)n * FUSED * sizeof *rows);
+    require(tqkv_ggml_batch_add(&w->batch, s, w->pages[s], MOST / w->how->page_size, h->n, n), "no room in the batch");
+    h->n += n;
+}
+
+/* Returns the largest distance from F32, or 9 where a cache has other bits; outs: [ROUNDS][sequence][token][head][VALUE_DIM]. */
+static double compare(const setup *how, float *outs)
+{
+    static world w;
+    static float results[SEQUENCES * MOST * WIDE], expected[MOST * WIDE];
+    float *fused = (float *)take(MOST * SEQUENCES * FUSED * sizeof *fused),
+          *rows = (float *)take(MOST * SEQUENCES * FUSED * 4);
+    double worst = 0;
+    open_world(&w, how);
     random_state = 1;
     for (int round = 0; round < ROUNDS; round++) {
-        memset(&batch, 0, sizeof batch);
-        batch.page_size = page_size;
+        tqkv_ggml_batch_begin(&w.batch, how->page_size);
+        for (int s = 0; s < SEQUENCES; s++) fill(rows + s * MOST * FUSED, (size_t)((round ? 1 : prompts[s]) * FUSED));
+        for (int i = 0; i < (how->in_turn ? MOST : 1); i++)
+            for (int s = 0; s < SEQUENCES; s++) {
+                const int n = round ? 1 : prompts[s];
+                if (i < n) add_run(&w, s, how->in_turn ? 1 : n, rows + (s * MOST + i) * FUSED, fused);
+            }
+        compute(&w.layer, fused, w.batch.n_tokens, how->n_threads, results);
         for (int s = 0; s < SEQUENCES; s++) {
             const int n = round ? 1 : prompts[s];
-            float *to = fused + (size_t)batch.n_tokens * row;
-            fill(to, (size_t)n * row);
-            memcpy(h[s].rows + (size_t)h[s].n * row, to, (size_t)n * row * sizeof *to);
-            require(kv_batch_add(&batch, pages[s], n_pages, h[s].n, n), "no room in the batch");
-            h[s].n += n;
-        }
-        compute(&layer, fused, batch.n_tokens, n_threads, outs);
-        for (int s = 0; s < SEQUENCES; s++) {
-            const int n = batch.sequences[s].n_tokens;
-            attend_f32(&h[s], n, expected);
-            const double d = distance(outs + (size_t)batch.sequences[s].first * wide, expected, (size_t)n * wide);
+            float *out = outs;
+            for (int i = 0; i < w.batch.n_runs; i++) {
+                const tqkv_ggml_run *run = &w.batch.runs[i];
+                if (run->sequence != s) continue;
+                memcpy(outs, results + run->first * WIDE, (size_t)run->n_tokens * WIDE * sizeof *outs);
+                outs += run->n_tokens * WIDE;
+            }
+            attend_f32(&w.h[s], n, expected);
+            const double d = distance(out, expected, (size_t)n * WIDE);
             if (d > worst) worst = d;
+            if (w.h[s].cache && !same_as_cache(&w.h[s], n, out)) worst = 9;
         }
-        outs += (size_t)batch.n_tokens * wide;
     }
-    for (int s = 0; s < SEQUENCES; s++) free(h[s].rows);
+    close_world(&w);
     free(fused);
-    free(expected);
-    kv_layer_close(&layer);
-    tqkv_team_destroy(team);
+    free(rows);
     return worst;
+}
+
+/* Decodes all keys, takes the negative and encodes every third slot again: the others keep their bytes. */
+static bool shift_keeps_others(void)
+{
+    static const setup how = {TQKV_TQ6, TQKV_TQ4, 1, 2, false, false};
+    static world w;
+    float *rows = (float *)take(POOL * FUSED * sizeof *rows);
+    struct ggml_context *c = open_context(16u << 20);
+    open_world(&w, &how);
+    tqkv_store *keys = &w.layer.keys, expected = *keys;
+    fill(rows, POOL * KV_HEADS * KEY_DIM);
+    require(tqkv_encode(keys, rows, POOL, 0) == TQKV_OK, "encode failed");
+    require(tqkv_decode(keys, 0, POOL, TQKV_ORIGINAL, rows) == TQKV_OK, "decode failed");
+    require(tqkv_ggml_store_open(&expected), "out of memory");
+    memcpy(expected.codes, keys->codes, keys->codes_size);
+    memcpy(expected.norms, keys->norms, keys->norms_size);
+    for (int i = 0; i < POOL * KV_HEADS * KEY_DIM; i++) rows[i] = -rows[i];
+    for (int i = 0; i < POOL; i += 3)
+        require(tqkv_encode(&expected, rows + i * KV_HEADS * KEY_DIM, 1, i) == TQKV_OK, "encode failed");
+    struct ggml_tensor *moved = ggml_new_tensor_1d(c, GGML_TYPE_I32, POOL);
+    for (int i = 0; i < POOL; i++) ((int32_t *)moved->data)[i] = i % 3 == 0;
+    struct ggml_tensor *result = tqkv_ggml_set_keys(c, &w.layer, ggml_neg(c, tqkv_ggml_keys(c, &w.layer)), moved);
+    struct ggml_cgraph *graph = ggml_new_graph(c);
+    require(result, "no node");
+    ggml_build_forward_expand(graph, result);
+    require(ggml_graph_compute_with_ctx(c, graph, 2) == GGML_STATUS_SUCCESS, "ggml failed");
+    const bool same = w.layer.result == TQKV_OK && !memcmp(expected.codes, keys->codes, keys->codes_size) &&
+                      !memcmp(expected.norms, keys->norms, keys->norms_size);
+    tqkv_ggml_store_close(&expected);
+    ggml_free(c);
+    close_world(&w);
+    free(rows);
+    return same;
+}
+
+/* A table of pages out of cells, and what is none. */
+static bool pages_of_cells(void)
+{
+    int32_t cells[10] = {8, 9, 10, 11, -1, -1, 2, 3, 4, 5}, pages[3];
+    const bool whole = tqkv_ggml_pages(cells, 10, 4, pages) && pages[0] == 2 && pages[1] == 0 && pages[2] == 1;
+    cells[9] = 6;
+    const bool moved = tqkv_ggml_pages(cells, 10, 4, pages);
+    cells[9] = 13;
+    return whole && !moved && !tqkv_ggml_pages(cells, 10, 4, pages);
+}
+
+static int passed, failed;
+
+static void report(bool good, const char *what)
+{
+    good ? passed++ : failed++;
+    if (!good) printf("FAIL %s\n", what);
 }
 
 static int test(void)
@@ -183,22 +323,31 @@ static int test(void)
         double limit;
     } pairs[] = {
         {TQKV_F16, TQKV_F16, 1e-3}, {TQKV_I8, TQKV_I8, 2e-2}, {TQKV_I8, TQKV_TQ4, 0.15}, {TQKV_TQ4, TQKV_TQ4, 0.3}};
-    const size_t floats = (size_t)(MOST * SEQUENCES * small.n_heads * small.head_dim);
+    /* One to three threads, pages of one cell, tokens in turn. */
+    static const setup ways[] = {{TQKV_F16, TQKV_F16, PAGE, 1, false, false},
+                                 {TQKV_F16, TQKV_F16, PAGE, 2, false, false},
+                                 {TQKV_F16, TQKV_F16, PAGE, 3, false, false},
+                                 {TQKV_F16, TQKV_F16, 1, 2, false, false},
+                                 {TQKV_F16, TQKV_F16, PAGE, 2, false, true}};
+    const size_t floats = (size_t)MOST * SEQUENCES * WIDE;
     float *alone = (float *)calloc(floats, sizeof *alone), *outs = (float *)calloc(floats, sizeof *outs);
-    int passed = 0, failed = 0;
+    char what[120];
     require(alone && outs, "out of memory");
-    for (size_t i = 0; i < sizeof pairs / sizeof *pairs; i++)
-        for (int run = 0; run < 4; run++) { /* one to three threads, then pages of one cell */
-            const int n_threads = run < 3 ? run + 1 : 2, page_size = run < 3 ? PAGE : 1;
-            const double d = compare(pairs[i].keys, pairs[i].values, page_size, n_threads, run ? outs : alone);
-            const bool same = run == 0 || !memcmp(alone, outs, floats * sizeof *outs);
-            const bool good = same && d < pairs[i].limit;
-            good ? passed++ : failed++;
-            if (!good)
-                printf("FAIL %s/%s on %d threads, pages of %d: %.2g from F32, %s bits\n",
-                       tqkv_format_name(pairs[i].keys), tqkv_format_name(pairs[i].values), n_threads, page_size, d,
-                       same ? "the same" : "other");
+    for (size_t i = 0; i < 2 * sizeof pairs / sizeof *pairs; i++)
+        for (size_t way = 0; way < sizeof ways / sizeof *ways; way++) {
+            setup how = ways[way];
+            how.keys = pairs[i / 2].keys;
+            how.values = pairs[i / 2].values;
+            how.preset = i % 2;
+            const double d = compare(&how, way ? outs : alone);
+            const bool same = way == 0 || !memcmp(alone, outs, floats * sizeof *outs);
+            snprintf(what, sizeof what, "%s/%s%s, way %d: %.2g from F32, %s bits", tqkv_format_name(how.keys),
+                     tqkv_format_name(how.values), how.preset ? " as a preset" : "", (int)way, d,
+                     same ? "the same" : "other");
+            report(same && d < pairs[i / 2].limit, what);
         }
+    report(shift_keeps_others(), "a shift of every third slot");
+    report(pages_of_cells(), "pages out of cells");
     free(alone);
     free(outs);
     printf("%d passed, %d failed\n", passed, failed);
@@ -231,8 +380,8 @@ typedef struct bench {
     struct ggml_context *c;
     struct ggml_tensor *q, *k, *v; /* [token][head][dim] */
     struct ggml_cgraph *graph;
-    kv_layer layer;
-    kv_batch *batch;
+    tqkv_ggml_layer layer;
+    tqkv_ggml_batch batch;
     int32_t *pages;
     tqkv_team *team;
 } bench;
@@ -249,15 +398,19 @@ static void open_tqkv(bench *b)
     const int n_pages = (b->n + PAGE - 1) / PAGE, row = b->s.n_kv_heads * b->s.head_dim;
     float *rows = (float *)take((size_t)(PAGE * row) * sizeof *rows);
     require(tqkv_team_create(NULL, &b->team) == TQKV_OK, "no team");
-    b->batch = (kv_batch *)calloc(1, sizeof *b->batch);
     b->pages = (int32_t *)take((size_t)n_pages * sizeof *b->pages);
-    require(b->batch, "out of memory");
     for (int i = 0; i < n_pages; i++) b->pages[i] = n_pages - 1 - i;
-    b->batch->page_size = PAGE;
-    require(kv_batch_add(b->batch, b->pages, n_pages, b->n - b->n_tokens, b->n_tokens), "no room in the batch");
-    require(kv_layer_open(&b->layer, b->w->keys, b->w->values, b->s.head_dim, b->s.n_kv_heads, n_pages * PAGE, b->batch,
-                          b->team),
-            "no layer");
+    tqkv_cache_desc desc;
+    memset(&desc, 0, sizeof desc);
+    desc.key_format = b->w->keys;
+    desc.value_format = b->w->values;
+    desc.head_dim = b->s.head_dim;
+    desc.n_kv_heads = b->s.n_kv_heads;
+    desc.capacity = n_pages * PAGE;
+    require(tqkv_ggml_batch_open(&b->batch, PAGE, NULL, 0, 0), "no batch");
+    require(tqkv_ggml_batch_add(&b->batch, 0, b->pages, n_pages, b->n - b->n_tokens, b->n_tokens),
+            "no room in the batch");
+    require(tqkv_ggml_layer_open(&b->layer, &desc, NULL, NULL, &b->batch, b->team), "no layer");
     for (int i = 0; i < n_pages; i++) {
         fill(rows, (size_t)(PAGE * row));
         require(tqkv_encode(&b->layer.keys, rows, PAGE, (int64_t)i * PAGE) == TQKV_OK &&
@@ -265,7 +418,8 @@ static void open_tqkv(bench *b)
                 "encode failed");
     }
     free(rows);
-    ggml_build_forward_expand(b->graph, kv_attend(b->c, &b->layer, b->q, kv_write(b->c, &b->layer, b->k, b->v)));
+    ggml_build_forward_expand(b->graph,
+                              tqkv_ggml_attend(b->c, &b->layer, b->q, tqkv_ggml_write(b->c, &b->layer, b->k, b->v)));
 }
 
 /* Random rows of the type, the same piece over and over */
@@ -371,9 +525,9 @@ static double bench_way(const way *w, shape s, int n, int n_tokens, int n_thread
     const double ms = measure(&b);
     require(b.layer.result == TQKV_OK, tqkv_result_string(b.layer.result));
     if (w->keys) {
-        kv_layer_close(&b.layer);
+        tqkv_ggml_layer_close(&b.layer);
+        tqkv_ggml_batch_close(&b.batch);
         tqkv_team_destroy(b.team);
-        free(b.batch);
         free(b.pages);
     }
     ggml_free(b.c);

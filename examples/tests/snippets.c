@@ -50,16 +50,16 @@ struct ggml_context;
 struct ggml_tensor {
     int node;
 };
-struct kv_layer;
+struct tqkv_ggml_layer;
 
-static struct ggml_tensor *kv_write(struct ggml_context *context, struct kv_layer *layer, struct ggml_tensor *key,
-                                    struct ggml_tensor *value)
+static struct ggml_tensor *tqkv_ggml_write(struct ggml_context *context, struct tqkv_ggml_layer *layer,
+                                           struct ggml_tensor *key, struct ggml_tensor *value)
 {
     return context || layer || key == value ? NULL : value;
 }
 
-static struct ggml_tensor *kv_attend(struct ggml_context *context, struct kv_layer *layer, struct ggml_tensor *query,
-                                     struct ggml_tensor *written)
+static struct ggml_tensor *tqkv_ggml_attend(struct ggml_context *context, struct tqkv_ggml_layer *layer,
+                                            struct ggml_tensor *query, struct ggml_tensor *written)
 {
     return context || layer || !written ? NULL : query;
 }
@@ -67,7 +67,7 @@ static struct ggml_tensor *kv_attend(struct ggml_context *context, struct kv_lay
 static void test_llama_nodes(void)
 {
     struct ggml_context *context = NULL;
-    struct kv_layer *layer = NULL;
+    struct tqkv_ggml_layer *layer = NULL;
     struct ggml_tensor tensors[3], *k = &tensors[0], *v = &tensors[1], *q = &tensors[2];
 #include "llama_nodes.h"
     check("llama/nodes", out == q);

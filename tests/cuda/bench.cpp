@@ -13,25 +13,28 @@ namespace
 
 // ---- Encoding and decoding ----
 
-void bench_encode(tqkv_format format, int head_dim, int n_tokens, tqkv_type type = TQKV_TYPE_F32)
+void bench_encode(tqkv_format format, int head_dim, int n_tokens, tqkv_type type = TQKV_TYPE_F32, bool scaled = false)
 {
     const std::string name = std::string("encode/") + tqkv_format_name(format) + "/d" + std::to_string(head_dim) + "/" +
                              std::to_string(n_tokens) + (type == TQKV_TYPE_BF16 ? "/bf16" : "");
-    if (opt.check || !is_wanted(name)) return;
+    const std::string own = name + (scaled ? "/scaled" : "");
+    if (opt.check || !is_wanted(own)) return;
     const size_t n = (size_t)n_tokens * N_KV_HEADS * (size_t)head_dim;
     float *source = device_array<float>(n);
     tqkv_store s = make_stream(format, head_dim, n_tokens);
     s.type = type;
+    if (scaled) scale_stream(s);
     if (opt.list) return encode(s, source, n_tokens, 0);
     if (type == TQKV_TYPE_BF16)
         bench_fill_bf16((uint16_t *)(void *)source, n, 5, stream);
     else
         bench_fill(source, n, 5, stream);
     // One copy: source and store are larger than the L2.
-    report(name, time_calls(1, [&](int) { encode(s, source, n_tokens, 0); }));
+    report(own, time_calls(1, [&](int) { encode(s, source, n_tokens, 0); }));
+    if (scaled) report_ratio(own + "/plain", times[name] / times[own]);
     const double input = (double)(n * (type == TQKV_TYPE_F32 ? 4 : 2)), all = input + stored_bytes(s);
-    report_ratio(name + "/copy_of_input", input / copy_bandwidth * 1e6 / times[name]);
-    report_ratio(name + "/copy", all / copy_bandwidth * 1e6 / times[name]);
+    report_ratio(own + "/copy_of_input", input / copy_bandwidth * 1e6 / times[own]);
+    report_ratio(own + "/copy", all / copy_bandwidth * 1e6 / times[own]);
     free_stream(s);
     CUDA(cudaFree(source));
 }
@@ -77,9 +80,16 @@ void bench_all()
         bench_encode(f, 128, 131072);
     for (int head_dim : {64, 80, 96, 192, 256, 512}) bench_encode(TQKV_TQ4, head_dim, 131072);
     for (tqkv_format f : {TQKV_I8, TQKV_TQ4}) bench_encode(f, 128, 131072, TQKV_TYPE_BF16);
+    for (tqkv_format f : {TQKV_I8, TQKV_TQ4}) bench_encode(f, 128, 131072, TQKV_TYPE_F32, true);
     for (tqkv_format f : formats)
         for (int positions : {131072, 1048576}) bench_attention(f, f, 128, positions, groups);
     bench_attention(TQKV_I8, TQKV_TQ4, 128, 131072, groups);
+    for (tqkv_format f : {TQKV_I8, TQKV_TQ4}) bench_attention(f, f, 128, 131072, groups, true);
+    for (int positions : {512, 1024, 2048, 4096}) {
+        for (tqkv_format f : {TQKV_F16, TQKV_I8, TQKV_TQ4}) bench_attention(f, f, 128, positions, groups);
+        bench_attention(TQKV_I8, TQKV_TQ4, 128, positions, groups);
+        bench_attention(TQKV_TQ4, TQKV_TQ4, 256, positions, groups);
+    }
     for (int group : {2, 4}) bench_batch(TQKV_I8, TQKV_TQ4, group);
     for (int positions : {32768, 131072}) {
         bench_latent(TQKV_TQ4, TQKV_F16, positions);

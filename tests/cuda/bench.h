@@ -14,7 +14,7 @@
 #include <string>
 #include <vector>
 
-enum { N_KV_HEADS = 8, MATRIX_ROWS = 32, CHECKED_HEAD = 3, SEVERAL_CACHES = 400 << 20 };
+enum { N_KV_HEADS = 8, MATRIX_ROWS = 32, CHECKED_HEAD = 3, SEVERAL_CACHES = 400 << 20, SHORT_CONTEXT = 4096 };
 
 struct options {
     std::string folder;
@@ -69,6 +69,7 @@ void report_error(const std::string &name, const std::vector<float> &got, const 
 
 tqkv_store make_stream(tqkv_format format, int head_dim, int positions, int n_kv_heads = N_KV_HEADS);
 double stored_bytes(const tqkv_store &s);
+void scale_stream(tqkv_store &s); // gives its channels scales
 void free_stream(const tqkv_store &s);
 void encode(const tqkv_store &s, const void *source, int n_tokens, int position);
 void fill_stream(const tqkv_store &s, uint32_t seed); // Gaussian rows, encoded by the shaders
@@ -81,7 +82,7 @@ tqkv_store head_on_host(const tqkv_store &s, std::vector<char> &codes, std::vect
 
 // All groups and numbers of queries over the same data.
 void bench_attention(tqkv_format key_format, tqkv_format value_format, int head_dim, int positions,
-                     const std::vector<std::pair<int, int>> &groups_and_queries);
+                     const std::vector<std::pair<int, int>> &groups_and_queries, bool scaled = false);
 void bench_batch(tqkv_format key_format, tqkv_format value_format, int group);
 void bench_latent(tqkv_format format, tqkv_format tail, int positions);
 void bench_index(tqkv_format format);

@@ -9,6 +9,7 @@ namespace
 struct attend_shape {
     tqkv_format keys, values;
     int head_dim, group, n_queries, positions;
+    bool scaled;
 };
 
 std::string shape_name(const attend_shape &s)
@@ -16,7 +17,7 @@ std::string shape_name(const attend_shape &s)
     std::string formats = tqkv_format_name(s.keys);
     if (s.values != s.keys) formats += std::string("_") + tqkv_format_name(s.values);
     return "attend/" + formats + "/d" + std::to_string(s.head_dim) + "/g" + std::to_string(s.group) + "/q" +
-           std::to_string(s.n_queries) + "/" + std::to_string(s.positions);
+           std::to_string(s.n_queries) + "/" + std::to_string(s.positions) + (s.scaled ? "/scaled" : "");
 }
 
 struct attention {
@@ -47,11 +48,11 @@ void plan_attention(const attention &a, const tqkv_store &keys, const tqkv_store
 }
 
 // The plan of tqkv.h is for Apple's GPUs, whose number of cores it does not know. Here the stretches fill all
-// multiprocessors of this GPU once. Where rows alone do that, the plan stays.
+// multiprocessors of this GPU once. Where rows alone do that, the plan stays, and for short contexts.
 gpu_split choose_split(attention a, const tqkv_store &keys, const tqkv_store &values)
 {
     tqkv_metal_dispatch d[2];
-    if (opt.planned) return {0, 0, 0, 0, opt.kernel};
+    if (opt.planned || (a.shape.positions <= SHORT_CONTEXT && a.shape.n_queries <= 8)) return {0, 0, 0, 0, opt.kernel};
     a.split.kernel = opt.kernel;
     plan_attention(a, keys, values, d);
     if (d[0].kernel.family == TQKV_METAL_ATTEND_MATRIX) { // this GPU has registers for more than the plan's
@@ -154,6 +155,9 @@ void report_attention(const attention &a, const std::vector<tqkv_store> &keys, c
     attend_shape halves = a.shape;
     halves.keys = halves.values = TQKV_F16;
     if (times.count(shape_name(halves))) report_ratio(name + "/f16", times[shape_name(halves)] / found);
+    attend_shape plain = a.shape;
+    plain.scaled = false;
+    if (a.shape.scaled) report_ratio(name + "/plain", times[shape_name(plain)] / found);
     printf("cut %s columns %d simdgroups %d stretches %d\n", name.c_str(), a.split.columns, a.split.n_simdgroups,
            a.split.n_stretches);
 }
@@ -161,11 +165,11 @@ void report_attention(const attention &a, const std::vector<tqkv_store> &keys, c
 } // namespace
 
 void bench_attention(tqkv_format key_format, tqkv_format value_format, int head_dim, int positions,
-                     const std::vector<std::pair<int, int>> &groups_and_queries)
+                     const std::vector<std::pair<int, int>> &groups_and_queries, bool scaled)
 {
     std::vector<attend_shape> shapes;
     for (const auto &g : groups_and_queries) {
-        attend_shape s = {key_format, value_format, head_dim, g.first, g.second, positions};
+        attend_shape s = {key_format, value_format, head_dim, g.first, g.second, positions, scaled};
         if (is_wanted(shape_name(s))) shapes.push_back(s);
     }
     if (shapes.empty()) return;
@@ -174,6 +178,8 @@ void bench_attention(tqkv_format key_format, tqkv_format value_format, int head_
     while (bytes < (double)SEVERAL_CACHES && keys.size() < (opt.list || opt.check ? 1 : 64)) {
         keys.push_back(make_stream(key_format, head_dim, positions));
         values.push_back(make_stream(value_format, head_dim, positions));
+        if (scaled) scale_stream(keys.back());
+        if (scaled) scale_stream(values.back());
         fill_stream(keys.back(), 1 + (uint32_t)keys.size());
         fill_stream(values.back(), 1000 + (uint32_t)keys.size());
         bytes += stored_bytes(keys.back()) + stored_bytes(values.back());

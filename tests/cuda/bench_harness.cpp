@@ -182,12 +182,33 @@ tqkv_store make_stream(tqkv_format format, int head_dim, int positions, int n_kv
     return s;
 }
 
+// [1024]: the same for all heads of all streams.
+static const float *scales_of_channels()
+{
+    static std::vector<float> scales;
+    for (int i = (int)scales.size(); i < 1024; i++) scales.push_back(0.5f + (float)(i * 37 % 64) / 64.0f);
+    return scales.data();
+}
+
+void scale_stream(tqkv_store &s)
+{
+    static int not_read;
+    const size_t heads = (size_t)s.n_kv_heads, n = heads * (size_t)s.head_dim;
+    float *on_device = opt.list ? (float *)&not_read : device_array<float>(n);
+    s.channel_scale = on_device;
+    if (opt.list) return;
+    for (size_t h = 0; h < heads; h++)
+        CUDA(cudaMemcpy(on_device + h * (n / heads), scales_of_channels(), n / heads * sizeof(float),
+                        cudaMemcpyHostToDevice));
+}
+
 double stored_bytes(const tqkv_store &s) { return (double)(s.codes_size + s.norms_size); }
 
 void free_stream(const tqkv_store &s)
 {
     CUDA(cudaFree(s.codes));
     CUDA(cudaFree(s.norms));
+    CUDA(cudaFree((void *)s.channel_scale));
 }
 
 void encode(const tqkv_store &s, const void *source, int n_tokens, int position)
@@ -239,6 +260,7 @@ tqkv_store head_on_host(const tqkv_store &s, std::vector<char> &codes, std::vect
     store.codes_size = codes.size();
     store.norms = norms.data();
     store.norms_size = norms.size() * sizeof(float);
+    if (s.channel_scale) store.channel_scale = scales_of_channels();
     CUDA(
         cudaMemcpy(store.codes, (const char *)s.codes + codes.size() * head, store.codes_size, cudaMemcpyDeviceToHost));
     CUDA(cudaMemcpy(store.norms, s.norms + norms.size() * head, store.norms_size, cudaMemcpyDeviceToHost));

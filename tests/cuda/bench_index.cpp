@@ -6,7 +6,7 @@
 namespace
 {
 
-enum { INDEX_KEYS = 262144, INDEX_HEADS = 64, CHOSEN = 2048 };
+enum { INDEX_KEYS = 262144, INDEX_HEADS = 64, CHOSEN = 2048, CHOICE_STEPS = 3 };
 
 // The index's arrays on the device.
 struct index_memory {
@@ -129,7 +129,7 @@ void bench_index(tqkv_format format)
     if (!opt.check) {
         report(name + "/scores", time_calls((int)m.keys.size(), [&](int i) { score_index(m, (size_t)i); }));
         report(name + "/choose", time_calls(1, [&](int) { choose_index(m); }));
-        for (int i = 0; i < TQKV_METAL_CHOOSE_DISPATCHES; i++)
+        for (int i = 0; i < CHOICE_STEPS; i++)
             report(name + "/choose/" + std::to_string(i), time_calls(1, [&](int) { choose_index(m, i); }));
         report_ratio(name + "/scores/read", stored_bytes(m.keys[0]) / copy_bandwidth * 2e6 / times[name + "/scores"]);
         report_ratio(name + "/choose/scores", times[name + "/choose"] / times[name + "/scores"]);

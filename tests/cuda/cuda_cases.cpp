@@ -43,6 +43,10 @@ random_row pipeline_row(int number)
     row.problem.tree = number % 6 == 4;
     row.problem.softcap = number % 5 ? 0.0f : 3.0f;
     row.problem.query_basis = number % 7 ? TQKV_ORIGINAL : TQKV_ROTATED;
+    row.problem.key_center = number % 6 == 1 ? 2.0f : 0.0f;
+    row.problem.key_spread = number % 3 == 1 ? 10.0f : 0.0f;
+    row.problem.value_spread = number % 5 == 2 ? 10.0f : 0.0f;
+    row.problem.exact_first = row.problem.exact_last = number % 4 == 3;
     return row;
 }
 
@@ -66,6 +70,10 @@ void add_random(int seed, int n_pipelines, int shrink)
     p.block_scale = p.head_dim >= 512 && data_below(&random, 2) ? 1.25f : 0.0f;
     p.query_size = data_below(&random, 4) ? 1.5f : 10.0f; // the bound holds to that size of scores
     p.sinks = (attend_sinks)data_below(&random, 4);
+    if (p.exact_last) {
+        p.exact_first = 1 + data_below(&random, p.key_capacity);
+        p.exact_last = 1 + data_below(&random, 300);
+    }
     row.split.n_simdgroups = 1 + data_below(&random, 8);
     row.split.n_stretches = 1 + data_below(&random, 40);
     row.split.share = GPU_EACH + data_below(&random, 3);

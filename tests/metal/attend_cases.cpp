@@ -20,6 +20,7 @@ size_t check_attend(const attend_row &row, const std::vector<gpu_split> &splits)
     const std::vector<gpu_split> ways = with_both_kernels(splits, row);
     attend_problem problem;
     attend_set_up(&problem, &row);
+    attend_expect_processors(&problem, &row);
     for (const gpu_split &split : ways) {
         std::string what = std::string(split.kernel == GPU_MATRICES ? "by matrices, " : "") + "columns " +
                            std::to_string(split.columns) + ", simdgroups " + std::to_string(split.n_simdgroups) +
@@ -678,6 +679,14 @@ void add_random(int seed, bool latent)
         p.tail_format = test_formats[data_below(&random, TEST_FORMATS)];
         p.tail_center = data_below(&random, 3) ? 0.0f : 1.0f;
         row.split.columns = GPU_MOST;
+    }
+    p.key_spread = data_below(&random, 3) ? 0.0f : 10.0f;
+    p.value_spread = data_below(&random, 3) ? 0.0f : 10.0f;
+    p.tail_spread = p.tail_dim && !data_below(&random, 2) ? 6.0f : 0.0f;
+    if (!data_below(&random, 3)) { // halves of first and newest positions
+        p.value_capacity = p.key_capacity;
+        p.exact_first = data_below(&random, 1 + (p.key_ring ? p.key_capacity : (int)p.end));
+        p.exact_last = data_below(&random, 90);
     }
     add(row, ((latent ? "latent/random/" : "random/") + std::to_string(seed)).c_str());
 }

@@ -339,8 +339,8 @@ static std::string run_attention(const tqkv_attention *a, gpu_split split, F pla
     std::vector<float> scratch(bytes / sizeof(float), NAN), sums, state;
     plan_with(&attention.metal, gpu_buffer(scratch.data()), &plan);
     tqkv_metal_dispatch *attend = plan.d + (a->list ? 1 : 0);
-    if (plan.d + plan.n == attend + 2 &&
-        (split.columns || split.n_simdgroups || split.n_stretches || split.share || split.kernel)) {
+    const bool codes = plan.d + plan.n == attend + 2 && gpu_args<tqkv__merge_args>(attend[1]).n_partials > 0;
+    if (codes && (split.columns || split.n_simdgroups || split.n_stretches || split.share || split.kernel)) {
         gpu_force(attend, split);
         sums.assign(gpu_find(attend, 6)->size / sizeof(float), NAN); // apart, so that a sanitizer sees the end of each
         state.assign(gpu_find(attend, 7)->size / sizeof(float), NAN);

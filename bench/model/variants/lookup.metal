@@ -1,5 +1,6 @@
-// Ways to look up a 4-bit code in its codebook, to compare their counts; not part of the library. A lane adds up 32 values,
-// each times a weight: one multiply-add a value does not belong to the look-up.
+// Ways to look up a 4-bit code in its codebook, and to make a float of a byte with a sign, to compare their counts and, on a Mac,
+// their times; not part of the library. A lane adds up 32 values, of bytes 16, each times a weight: one multiply-add a value does
+// not belong to the look-up.
 #include <metal_stdlib>
 using namespace metal;
 #include "../src/types.h"
@@ -66,6 +67,11 @@ inline float by_selection(uint word, int i, thread const float *magnitudes)
 // Both codes of a byte at once.
 inline float2 by_pairs(uint word, int i, threadgroup const float2 *pairs) { return pairs[(word >> (8 * i)) & 255u]; }
 
+// Bytes: by two shifts, or converted where they lie. The third way has loaded them as bytes.
+inline float by_shifts(uint word, int i) { return float(int(word << (24 - 8 * i)) >> 24); }
+
+inline float by_conversion(uint word, int i) { return float(int8_t(word >> (8 * i))); }
+
 inline float decode(uint word, int i, float own, float far, threadgroup const float *table,
                     thread const float *magnitudes)
 {
@@ -74,6 +80,8 @@ inline float decode(uint word, int i, float own, float far, threadgroup const fl
     if (way == 2) return by_constant(word, i);
     if (way == 3) return by_arithmetic(word, i);
     if (way == 4) return by_quad(word, i, own, far);
+    if (way == 7) return by_shifts(word, i & 3);
+    if (way == 8) return by_conversion(word, i & 3);
     return by_selection(word, i, magnitudes);
 }
 
@@ -94,6 +102,18 @@ kernel void tqkv_lookup(constant tqkv__rotate_args &args [[buffer(0)]], device c
     VARIANT_UNROLL
     for (int k = 0; k < 8; k++) magnitudes[k] = table[8 + k];
     for (int round = 0; round < args.n_rows; round++) {
+        if (way == 9) {
+            device const char4 *at = (device const char4 *)codes + (uint(round) * n_threads + thread_index) * 4u;
+            VARIANT_UNROLL
+            for (int w = 0; w < 4; w++) {
+                char4 bytes = at[w];
+                sum = fma(float(bytes.x), weights[0], sum);
+                sum = fma(float(bytes.y), weights[1], sum);
+                sum = fma(float(bytes.z), weights[2], sum);
+                sum = fma(float(bytes.w), weights[3], sum);
+            }
+            continue;
+        }
         uint4 four = *(device const uint4 *)(codes + (uint(round) * n_threads + thread_index) * 4u);
         uint words[4] = {four.x, four.y, four.z, four.w};
         VARIANT_UNROLL
@@ -101,7 +121,7 @@ kernel void tqkv_lookup(constant tqkv__rotate_args &args [[buffer(0)]], device c
             uint word = way == 4 || way == 5 ? mirrored(words[w]) : words[w];
             VARIANT_UNROLL
             for (int i = 0; i < 8; i++) {
-                if (way == 6 && (i & 1)) continue;
+                if ((way == 6 && (i & 1)) || (way >= 7 && i >= 4)) continue;
                 float2 pair = by_pairs(word, i / 2, (threadgroup const float2 *)table);
                 float x = way == 6 ? pair.x : decode(word, i, own, far, table, magnitudes);
                 sum = fma(x, weights[i], sum);

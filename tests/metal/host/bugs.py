@@ -70,6 +70,12 @@ BUGS = {
     "self_test_without_choice": (
         "tqkv__check_trial_index", r"tqkv__trial_bytes\(t, \"chosen.*?\)", "TQKV_OK", "ASAN", "context/self_test_fails",
         "FAIL context/self_test_fails"),
+    "self_test_without_raw_rows": (
+        "tqkv__try_raw", r"tqkv__try_attention\(t, TQKV__TRIAL_QUERIES\)", "TQKV_OK", "ASAN", "context/self_test_fails",
+        "FAIL context/self_test_fails"),
+    "self_test_without_scales": (
+        "tqkv__trial_store", r"return r == TQKV_OK && s->channel_scale .*;", "return r;", "ASAN", "context/self_test",
+        "FAIL context/self_test"),
     "source_compiled_whole": (
         "tqkv__compile", r"    \[options setPreprocessorMacros.*\n", "    (void)only;\n", "ASAN", "context/source/alone",
         "misuse"),

@@ -127,7 +127,7 @@ $(HOST_BUILD)/runner: $(HOST_OBJECTS:%=$(HOST_BUILD)/%.o)
 
 # What runs on a Mac for a report; here over the stand-in. A Mac with the Command Line Tools alone can build it: mac/hash
 # takes the place of xxhash.h.
-REPORT_PROGRAMS := pipelines report speed
+REPORT_PROGRAMS := pipelines report speed lookup
 REPORT_FLAGS := -O2 $(HOST_WARNINGS) -DTQKV_METAL_ANY_FAMILY -D_DARWIN_C_SOURCE $(INCLUDE)
 REPORT_TQKV := $(if $(HOST_GNUSTEP),$(HOST_TQKV),$(HOST_BUILD)/mac/tqkv.o)
 REPORT_LINK := $(if $(HOST_GNUSTEP),$(GNUSTEP_LINK),-framework Metal -framework Foundation)
@@ -154,6 +154,14 @@ $(HOST_BUILD)/mac/%.o: tests/metal/mac/%.m tests/metal/mac/report.h $(TQKV_FILES
 $(REPORT_PROGRAMS:%=$(HOST_BUILD)/mac/%): $(HOST_BUILD)/mac/%: $(HOST_BUILD)/mac/%.o $(HOST_BUILD)/mac/tqkv_metal.o \
 		$(REPORT_TQKV) $(if $(HOST_GNUSTEP),$(HOST_BUILD)/mac/standin.o)
 	@clang++ $^ -o $@ $(REPORT_LINK)
+
+# What lookup compiles when it runs.
+LOOKUP_SOURCE := $(HOST_BUILD)/mac/lookup.metal
+$(LOOKUP_SOURCE): bench/model/variants/lookup.metal metallib/amalgamate.py metallib/msl.py $(TQKV_FILES)
+	@mkdir -p $(@D)
+	@python3 metallib/amalgamate.py $@ $<
+
+$(HOST_BUILD)/mac/lookup: | $(LOOKUP_SOURCE)
 
 # The library is embedded in the object file.
 $(HOST_BUILD)/embedded.o: tqkv_metal.m $(TQKV_FILES) $(HOST_LIBRARY) $(if $(HOST_GNUSTEP),$(HOST_BUILD)/gnustep/objc)

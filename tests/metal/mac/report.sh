@@ -85,6 +85,8 @@ title "$library, under Metal's validation"
 run env MTL_DEBUG_LAYER=1 MTL_SHADER_VALIDATION=1 "$build/mac/report" "$library" --brief
 title "speed of $library"
 made "$build/mac/speed" && run "$build/mac/speed" "$library" $REPORT_SPEED
+title 'look-ups of codes'
+made "$build/mac/lookup" && run "$build/mac/lookup" "$build/mac/lookup.metal" $REPORT_SPEED
 
 title "$source, compiled by the system"
 kept "$source" source "$few"

@@ -1,9 +1,9 @@
 /* Stores in buffers that are never read, plans of them, and what holds for every planned dispatch. */
-#ifndef TQKV_TESTS_PLAN_FIXTURE_H
-#define TQKV_TESTS_PLAN_FIXTURE_H
+#ifndef TQKV_TESTS_METAL_PLAN_FIXTURE_H
+#define TQKV_TESTS_METAL_PLAN_FIXTURE_H
 
 #define TQKV_SHARED
-#include "runner.h"
+#include "../runner.h"
 
 #include <limits.h>
 

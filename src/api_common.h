@@ -1,0 +1,64 @@
+/* "f16", "tq4", "tq5", "tq6", "tq8", "tq5_bytes", "tq6_bytes", "i8", "tq3", "tq2"; "default" for TQKV_FORMAT_DEFAULT,
+   else "?" */
+TQKV_API const char *tqkv_format_name(tqkv_format f);
+/* The format of that name; TQKV_FORMAT_DEFAULT for NULL and for an unknown name. */
+TQKV_API tqkv_format tqkv_format_from_name(const char *name);
+/* Bytes of the codes of one row (one position of one head); 0 for an unsupported format or head_dim. */
+TQKV_API size_t tqkv_row_bytes(tqkv_format f, int head_dim);
+/* Norms of one row; 0 for F16 and for an unsupported format or head_dim. */
+TQKV_API int tqkv_norms_per_row(tqkv_format f, int head_dim);
+/* The scaled value (tqkv_probe) where a format saturates: its last boundary, 127 for I8, 65504 for F16, else 0. */
+TQKV_API float tqkv_last_boundary(tqkv_format f);
+
+/* >>result
+   A call that does not return TQKV_OK has written nothing, unless its comment says otherwise. */
+typedef enum tqkv_result {
+    TQKV_OK = 0,
+    TQKV_INVALID_ARGUMENT, /* null pointer, negative count, n_heads not a multiple of n_kv_heads, buffer too small,
+                              misaligned or overlapping another ... */
+    TQKV_UNSUPPORTED,      /* head_dim, format or option this build has no code for */
+    TQKV_OUT_OF_RANGE,     /* a position outside the store */
+    TQKV_OUT_OF_MEMORY,
+    TQKV_NOT_FINITE,     /* NaN or Inf in the source */
+    TQKV_CORRUPT,        /* snapshot: bad magic, version, size or checksum, or missing bytes */
+    TQKV_IO,             /* the caller's read or write function failed */
+    TQKV_TABLE_MISMATCH, /* metallib and header disagree */
+    TQKV_METAL_ERROR     /* Metal failed; the context's error text has its message */
+} tqkv_result;
+/* One sentence in English, never NULL. */
+TQKV_API const char *tqkv_result_string(tqkv_result r);
+
+/* >>common
+   What calls on a cache, a store and attention share. First, where the caller's rows lie: that of a token (or position,
+   or query) t and a head h begins at value t * token + h * head. 0: as in [token][head][dim] without gaps, that is dim
+   for head and n_heads * dim for token. For [head][token][dim]: token = dim, head = n_tokens * dim; for a third of
+   fused projections: token = 3 * n_heads * dim. Rows that are read may share values, rows that are written may not.
+   What lies between the rows of an output may be another output of the same strides; for all else it counts as written
+   in the checks of what overlaps, but is not touched. On a GPU below 2^32. */
+typedef struct tqkv_strides {
+    size_t token, head;
+} tqkv_strides;
+
+/* How the processor multiplies in attention. TQKV_INTEGER: rotated queries and weights as integers of 16 bits, codes as
+   integers of 8 bits, with exact sums: the same bits on every processor, compiler and number of threads, and less time
+   where arithmetic binds. F16 streams stay floats. Not for TQ8 or on a GPU: TQKV_UNSUPPORTED. */
+typedef enum tqkv_arithmetic { TQKV_FLOAT = 0, TQKV_INTEGER } tqkv_arithmetic;
+
+/* Memory for caches and scratch. All zero: malloc and free. alloc returns NULL or memory aligned like malloc's; free
+   receives the size that alloc received. */
+typedef struct tqkv_allocator {
+    void *(*alloc)(void *user, size_t size);
+    void (*free)(void *user, void *pointer, size_t size);
+    void *user;
+} tqkv_allocator;
+
+/* Threads. `run` calls task(context, i) once for each i in [0, count), in any order, on any threads; it returns after
+   all have ended. All zero: the calling thread alone. Threads that share a cache or a store may call `run` at once; it
+   must allow that. tqkv never calls `run` from its own tasks; a pool whose other tasks call tqkv must allow `run`
+   inside a task. Neither `run` nor a task may throw or longjmp through tqkv: the call's scratch would leak, and its
+   tasks might go on. */
+typedef void (*tqkv_task)(void *context, int index);
+typedef struct tqkv_parallel {
+    void (*run)(void *user, int count, tqkv_task task, void *context);
+    void *user;
+} tqkv_parallel;

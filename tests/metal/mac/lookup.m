@@ -1,0 +1,139 @@
+/* What a look-up of a code costs, and a float of a byte: lookup SOURCE [--tiny]. SOURCE:
+   bench/model/variants/lookup.metal in one file. Each way is a pipeline of one kernel, over codes that lie in
+   caches. Times are the GPU's own, the best of some rounds after 0.3 s of the same work. `share` is of the time of
+   the first way of its kind. --tiny: one round, to see that it runs. */
+#include "report.h"
+#include <math.h>
+#include <string.h>
+
+/* Of the kernel: the function constant that says which way, and bytes of its tables. */
+enum { WAY_CONSTANT = 0, TABLES = 2048 };
+enum { THREADS = 128, GROUPS = 4096, ROUNDS = 64, WORDS = 4 };
+
+static int rounds = 5;
+static double warm = 0.3; /* seconds */
+
+typedef struct way {
+    const char *name;
+    uint32_t number; /* in the kernel */
+    int values;      /* of a lane and round */
+} way;
+
+static const way ways[] = {{"a table in threadgroup memory", 1, 32},
+                           {"a table in constant memory", 2, 32},
+                           {"arithmetic", 3, 32},
+                           {"simd_shuffle", 0, 32},
+                           {"quad_shuffle", 4, 32},
+                           {"selections", 5, 32},
+                           {"a table of pairs in threadgroup memory", 6, 32},
+                           {"bytes by shifts", 7, 16},
+                           {"bytes converted", 8, 16},
+                           {"bytes loaded as char4", 9, 16}};
+enum { WAYS = sizeof ways / sizeof *ways, FIRST_OF_BYTES = 7 };
+
+typedef struct work {
+    id<MTLCommandQueue> queue;
+    id<MTLComputePipelineState> state;
+    id<MTLBuffer> codes, weights, sums;
+} work;
+
+/* Seconds that the GPU takes; 0 if it failed. */
+static double time_once(const work *w)
+{
+    double seconds = 0;
+    @autoreleasepool {
+        const int32_t n_rounds = ROUNDS;
+        id<MTLCommandBuffer> commands = [w->queue commandBuffer];
+        id<MTLComputeCommandEncoder> encoder = [commands computeCommandEncoder];
+        [encoder setComputePipelineState:w->state];
+        [encoder setBytes:&n_rounds length:sizeof n_rounds atIndex:0];
+        [encoder setBuffer:w->codes offset:0 atIndex:1];
+        [encoder setBuffer:w->weights offset:0 atIndex:2];
+        [encoder setBuffer:w->sums offset:0 atIndex:3];
+        [encoder setThreadgroupMemoryLength:TABLES atIndex:0];
+        [encoder dispatchThreadgroups:MTLSizeMake(GROUPS, 1, 1) threadsPerThreadgroup:MTLSizeMake(THREADS, 1, 1)];
+        [encoder endEncoding];
+        [commands commit];
+        [commands waitUntilCompleted];
+        if ([commands status] == MTLCommandBufferStatusCompleted)
+            seconds = [commands GPUEndTime] - [commands GPUStartTime];
+        else
+            printf("failed: %s\n", [[[commands error] localizedDescription] UTF8String]);
+    }
+    return seconds;
+}
+
+static double time_best(const work *w)
+{
+    double best = 1e9;
+    const double start = report_seconds();
+    do
+        if (time_once(w) <= 0) return 0;
+    while (report_seconds() - start < warm);
+    for (int i = 0; i < rounds; i++) best = fmin(best, time_once(w));
+    return best;
+}
+
+/* *first: seconds a value of the first way, or 0 before it */
+static void time_way(work *w, id<MTLDevice> device, id<MTLLibrary> library, const way *one, double *first)
+{
+    NSError *error = nil;
+    MTLFunctionConstantValues *constants = [[[MTLFunctionConstantValues alloc] init] autorelease];
+    [constants setConstantValue:&one->number type:MTLDataTypeUInt atIndex:WAY_CONSTANT];
+    id<MTLFunction> function = [library newFunctionWithName:@"tqkv_lookup" constantValues:constants error:&error];
+    w->state = function ? [device newComputePipelineStateWithFunction:function error:&error] : nil;
+    const double t = w->state ? time_best(w) : 0, n = (double)GROUPS * THREADS * ROUNDS * one->values;
+    if (t <= 0) {
+        printf("look-up by %s: not measured: %s\n", one->name, [[error localizedDescription] UTF8String]);
+    } else {
+        if (*first <= 0) *first = t / n;
+        printf("look-up by %s: %.1f G values/s, share %.2f, threads %lu\n", one->name, n / t * 1e-9, t / n / *first,
+               (unsigned long)[w->state maxTotalThreadsPerThreadgroup]);
+    }
+    [w->state release];
+    [function release];
+}
+
+static void time_ways(id<MTLDevice> device, id<MTLLibrary> library)
+{
+    double first = 0;
+    const NSUInteger length = (NSUInteger)ROUNDS * THREADS * WORDS * sizeof(uint32_t);
+    work w = {.queue = [device newCommandQueue]};
+    w.codes = [device newBufferWithLength:length options:MTLResourceStorageModeShared];
+    w.weights = [device newBufferWithLength:256 options:MTLResourceStorageModeShared];
+    w.sums = [device newBufferWithLength:THREADS * sizeof(float) options:MTLResourceStorageModeShared];
+    report_fill((float *)[w.codes contents], length / sizeof(float), 3); /* any bits */
+    report_fill((float *)[w.weights contents], 8, 5);
+    for (int i = 0; i < WAYS; i++) {
+        if (i == FIRST_OF_BYTES) first = 0;
+        time_way(&w, device, library, &ways[i], &first);
+    }
+    [w.sums release];
+    [w.weights release];
+    [w.codes release];
+    [w.queue release];
+}
+
+int main(int argc, char **argv)
+{
+    if (argc < 2) return 2;
+    report_begin();
+    if (argc > 2 && !strcmp(argv[2], "--tiny")) rounds = 1, warm = 0;
+    NSAutoreleasePool *pool = [[NSAutoreleasePool alloc] init];
+    NSError *error = nil;
+    id<MTLDevice> device = MTLCreateSystemDefaultDevice();
+    MTLCompileOptions *options = [[[MTLCompileOptions alloc] init] autorelease];
+    [options setFastMathEnabled:NO];
+    [options setPreprocessorMacros:@{@"TQKV_ONLY" : @"1", @"TQKV_ONLY_tqkv_lookup" : @"1"}];
+    NSString *source = report_source(argv[1]);
+    if (!source) return printf("failed: %s is no source of shaders\n", argv[1]), 1;
+    id<MTLLibrary> library = [device newLibraryWithSource:source options:options error:&error];
+    if (library)
+        time_ways(device, library);
+    else
+        printf("look-ups: not measured: %s\n", [[error localizedDescription] UTF8String]);
+    [library release];
+    [device release];
+    [pool release];
+    return 0;
+}

@@ -1,0 +1,289 @@
+/* The plans of attention over stores. */
+#include "plan_fixture.h"
+
+static void check_attend(const void *row)
+{
+    tqkv_metal_plan plan;
+    tqkv_metal_dispatch *const d = plan.d;
+    const tqkv_metal_store keys = plan_store(TQKV_I8, 64, 100, true, 0), values = plan_store(TQKV_F16, 64, 40, true, 2);
+    (void)row;
+    tqkv_metal_attention a = plan_attention(&keys, &values);
+    a.attention.n_heads = 6;
+    a.attention.n_queries = 4;
+    a.attention.end = 1030;
+    CHECK_RESULT(plan_attend(&a, &plan), TQKV_OK);
+    CHECK(attend_args(d).kv_len == 40 && attend_args(d).key_oldest_slot == 90 && attend_args(d).value_oldest_slot == 30,
+          "oldest slots %d, %d", attend_args(d).key_oldest_slot, attend_args(d).value_oldest_slot);
+    CHECK(constant(d, TQKV_FC_ROTATE_QUERIES) == 1 && constant(d, TQKV_FC_SAME_SLOTS) == 0 &&
+              constant(d, TQKV_FC_MANY_QUERIES) == 1 && constant(d, TQKV_FC_SOFTCAP) == 0,
+          "the kernel");
+    CHECK(constant(d + 1, TQKV_FC_UNROTATE) == 0 && constant(d + 1, TQKV_FC_SINKS) == 0, "the merge");
+    CHECK(attend_args(d).group == 2 && d[1].grid[0] == 24 && merge_args(d).n_rows == 24, "rows");
+    CHECK(d[1].barrier == at(5, 0).buffer && !d[0].barrier, "a barrier between the two");
+    a.attention.window = 10;
+    CHECK_RESULT(plan_attend(&a, &plan), TQKV_OK);
+    CHECK(attend_args(d).window == 10, "window %d", attend_args(d).window);
+    a.attention.window = 40; /* all resident positions: the same as no window */
+    CHECK_RESULT(plan_attend(&a, &plan), TQKV_OK);
+    CHECK(attend_args(d).window == 0, "window %d", attend_args(d).window);
+    a.attention.end = a.attention.kv_len = 0;
+    CHECK_RESULT(plan_attend(&a, &plan), TQKV_OK);
+    CHECK(attend_args(d).kv_len == 0 && attend_args(d).key_oldest_slot == 0 && d[0].n_simdgroups == 1,
+          "an empty store");
+    a.sinks = at(5, 8);
+    CHECK_RESULT(tqkv_metal_plan_attend(&a, at(4, 0), at(5, 0), at(6, 0), &plan), TQKV_OK);
+    CHECK(!strcmp(overlapping(d), "sinks"), "sinks in the scratch: %s", overlapping(d));
+    a.attention.kv_len = 1;
+    CHECK_RESULT(plan_attend(&a, &plan), TQKV_OUT_OF_RANGE);
+    a.attention.n_heads = 7;
+    CHECK_RESULT(plan_attend(&a, &plan), TQKV_INVALID_ARGUMENT);
+}
+
+static void check_tree(const void *row)
+{
+    const uint64_t tree[64] = {1, 3, 5};
+    const int32_t pages[] = {3, -1, 2, 0};
+    tqkv_metal_plan plan;
+    tqkv_metal_dispatch *const d = plan.d;
+    const tqkv_metal_store keys = plan_store(TQKV_I8, 64, 100, false, 0),
+                           values = plan_store(TQKV_F16, 64, 100, true, 2);
+    const tqkv_metal_store paged = plan_pool(TQKV_I8, 0, pages), paged_values = plan_pool(TQKV_F16, 2, pages);
+    (void)row;
+    tqkv_metal_attention a = plan_attention(&keys, &values);
+    a.attention.end = 70;
+    a.attention.n_queries = 3;
+    a.tree = at(7, 4);
+    CHECK_RESULT(plan_attend(&a, &plan), TQKV_OK);
+    CHECK(constant(d, TQKV_FC_TREE) == 1 && binding(d, "tree").size == 24 && binding(d, "tree").at.offset == 4,
+          "a tree that is not known here");
+    a.attention.tree = tree;
+    CHECK_RESULT(plan_attend(&a, &plan), TQKV_OK);
+    a.attention.n_queries = 65;
+    CHECK_RESULT(plan_attend(&a, &plan), TQKV_INVALID_ARGUMENT);
+    a.attention.tree = NULL;
+    CHECK_RESULT(plan_attend(&a, &plan), TQKV_INVALID_ARGUMENT);
+    a.attention.n_queries = 3;
+    a.attention.tree = tree;
+    a.tree = none;
+    CHECK_RESULT(plan_attend(&a, &plan), TQKV_INVALID_ARGUMENT);
+    a.tree = at(5, 8);
+    CHECK_RESULT(tqkv_metal_plan_attend(&a, at(4, 0), at(5, 0), at(6, 0), &plan), TQKV_OK);
+    CHECK(!strcmp(overlapping(d), "scratch"), "a tree in the scratch: %s", overlapping(d));
+    a.keys = &paged; /* positions 64, 65 and 66, of the entry -1: the tree shows the second and the third only to 1 */
+    a.values = &paged_values;
+    a.attention.end = 67;
+    CHECK_RESULT(plan_attend(&a, &plan), TQKV_OUT_OF_RANGE);
+    a.attention.tree = tree + 3; /* zeros */
+    a.tree = at(7, 0);
+    CHECK_RESULT(plan_attend(&a, &plan), TQKV_OK);
+    a.attention.tree = NULL;
+    CHECK_RESULT(plan_attend(&a, &plan), TQKV_OK);
+}
+
+/* The centres of keys and values. In attend the keys' changes nothing without sinks or a softcap. */
+static void check_center(const void *row)
+{
+    tqkv_metal_plan plan;
+    tqkv_metal_dispatch *const d = plan.d;
+    tqkv_metal_store keys = plan_store(TQKV_I8, 64, 10, false, 0), values = plan_store(TQKV_F16, 64, 10, false, 2);
+    const size_t size = 3 * 64 * sizeof(float);
+    (void)row;
+    tqkv_metal_attention a = plan_attention(&keys, &values);
+    a.attention.end = 10;
+    keys.center = at(7, 0);
+    values.center = at(7, size);
+    CHECK_RESULT(tqkv_metal_plan_encode_kv(&keys, &values, at(4, 0), at(5, 0), 4, 3, none, &plan), TQKV_OK);
+    check_dispatch(d);
+    CHECK(binding(d, "keys' center").size == size && binding(d, "values' center").at.offset == size &&
+              constant(d, TQKV_FC_CENTER) == 1 && constant(d, TQKV_FC_VALUE_CENTER) == 1,
+          "encode_kv");
+    CHECK_RESULT(tqkv_metal_plan_decode(&keys, 0, 10, TQKV_ROTATED, at(4, 0), &plan), TQKV_OK);
+    check_dispatch(d);
+    CHECK(constant(d, TQKV_FC_CENTER) == 1 && constant(d, TQKV_FC_ROTATED) == 1, "decode");
+    CHECK_RESULT(plan_attend(&a, &plan), TQKV_OK);
+    CHECK(constant(d, TQKV_FC_CENTER) == 0 && !binding(d, "keys' center").size, "attend without need");
+    CHECK(constant(d + 1, TQKV_FC_VALUE_CENTER) == 1 && binding(d + 1, "values' center").size == size, "the merge");
+    a.sinks = at(4, 4096);
+    a.attention.query_basis = TQKV_ROTATED;
+    CHECK_RESULT(plan_attend(&a, &plan), TQKV_OK);
+    CHECK(constant(d, TQKV_FC_CENTER) == 1 && binding(d, "keys' center").size == size, "attend with sinks");
+    CHECK(constant(d, TQKV_FC_ROTATED) == 1 && constant(d + 1, TQKV_FC_CENTER) == 1, "a rotated query");
+    a.attention.softcap = 3.0f;
+    CHECK_RESULT(plan_attend(&a, &plan), TQKV_OK);
+    CHECK(constant(d, TQKV_FC_CENTER) == 1 && constant(d + 1, TQKV_FC_CENTER) == 0, "attend with softcap");
+    CHECK_RESULT(tqkv_metal_plan_attend(&a, at(4, 0), at(5, 0), at(7, size), &plan), TQKV_OK);
+    CHECK(!strcmp(overlapping(d), "values' center"), "the output in the centre: %s", overlapping(d));
+}
+
+/* Scales of channels: of rows, of queries in the original basis, of the centre beside rotated ones, and of outputs. */
+static void check_channel_scale(const void *row)
+{
+    tqkv_metal_plan plan;
+    const tqkv_metal_dispatch *const d = plan.d;
+    tqkv_metal_store keys = plan_store(TQKV_I8, 64, 10, false, 0), values = plan_store(TQKV_F16, 64, 10, false, 2),
+                     plain = values;
+    const size_t size = 3 * 64 * sizeof(float);
+    (void)row;
+    tqkv_metal_attention a = plan_attention(&keys, &values), other = plan_attention(&keys, &plain);
+    a.attention.end = other.attention.end = 10;
+    keys.channel_scale = at(7, 0);
+    values.channel_scale = at(7, size);
+    CHECK_RESULT(tqkv_metal_plan_encode_kv(&keys, &values, at(4, 0), at(5, 0), 4, 3, none, &plan), TQKV_OK);
+    check_plan(&plan);
+    CHECK(binding(d, "keys' channel_scale").size == size && binding(d, "values' channel_scale").at.offset == size &&
+              constant(d, TQKV_FC_SCALED) == 1 && constant(d, TQKV_FC_VALUE_SCALED) == 1,
+          "encode_kv");
+    CHECK_RESULT(tqkv_metal_plan_probe(&keys, at(4, 0), 3, at(5, 0), none, &plan), TQKV_OK);
+    check_plan(&plan);
+    CHECK(constant(d, TQKV_FC_SCALED) == 1 && binding(d, "channel_scale").size == size, "probe");
+    for (int rotated = 0; rotated < 2; rotated++)
+        for (int center = 0; center < 2; center++) {
+            const tqkv_basis basis = rotated ? TQKV_ROTATED : TQKV_ORIGINAL;
+            keys.center = values.center = center ? at(7, 4 * size) : none;
+            CHECK_RESULT(tqkv_metal_plan_decode(&values, 0, 10, basis, at(4, 0), &plan), TQKV_OK);
+            check_plan(&plan);
+            CHECK(constant(d, TQKV_FC_SCALED) == !rotated && constant(d, TQKV_FC_CENTER_SCALED) == (rotated && center),
+                  "decode");
+            a.attention.query_basis = a.attention.output_basis = basis;
+            a.attention.softcap = 3.0f; /* the keys' centre counts */
+            CHECK_RESULT(plan_attend(&a, &plan), TQKV_OK);
+            CHECK(constant(d, TQKV_FC_SCALED) == !rotated &&
+                      constant(d, TQKV_FC_CENTER_SCALED) == (rotated && center) &&
+                      constant(d, TQKV_FC_TAIL_SCALED) == 0 && constant(d, TQKV_FC_TAIL_CENTER_SCALED) == 0 &&
+                      binding(d, "keys' channel_scale").size == (!rotated || center ? size : 0),
+                  "attend: rotated %d, centre %d", rotated, center);
+            CHECK(constant(d + 1, TQKV_FC_VALUE_SCALED) == !rotated &&
+                      constant(d + 1, TQKV_FC_CENTER_SCALED) == (rotated && center),
+                  "merge: rotated %d, centre %d", rotated, center);
+            CHECK_RESULT(
+                tqkv_metal_plan_attend_partial(&a, at(4, 0), 0, 7, at(5, 0), at(6, 0), at(6, 4096), at(6, 8192), &plan),
+                TQKV_OK);
+            CHECK(constant(d + 1, TQKV_FC_VALUE_SCALED) == 0 && constant(d + 1, TQKV_FC_CENTER_SCALED) == center,
+                  "a slice: centre %d", center);
+            CHECK_RESULT(tqkv_metal_plan_attend_finish(&a, at(5, 0), at(5, size), at(5, 2 * size), at(4, 0), &plan),
+                         TQKV_OK);
+            check_plan(&plan);
+            CHECK(constant(d, TQKV_FC_VALUE_SCALED) == !rotated && constant(d, TQKV_FC_CENTER_SCALED) == 0, "the end");
+        }
+    const tqkv_metal_buffer b = at(5, 0);
+    CHECK_RESULT(tqkv_metal_plan_attend_merge_slice(&a, b, b, b, &a, b, b, b, &plan), TQKV_OK);
+    CHECK_RESULT(tqkv_metal_plan_attend_merge_slice(&a, b, b, b, &other, b, b, b, &plan), TQKV_INVALID_ARGUMENT);
+    CHECK_RESULT(tqkv_metal_plan_attend_merge_slice(&other, b, b, b, &a, b, b, b, &plan), TQKV_INVALID_ARGUMENT);
+}
+
+/* A tail lies in the slots of the keys. Streams that share bytes are one stream. */
+static void check_tail(const void *row)
+{
+    tqkv_metal_plan plan;
+    tqkv_metal_dispatch *const d = plan.d;
+    tqkv_metal_store keys = plan_store(TQKV_TQ4, 512, 100, false, 0), tail = plan_store(TQKV_F16, 64, 100, false, 2),
+                     other = keys;
+    const size_t part = 3 * 64 * sizeof(float);
+    size_t scratch;
+    (void)row;
+    tqkv_metal_attention a = plan_attention(&keys, &keys);
+    a.tail = &tail;
+    a.attention.end = 100;
+    a.attention.n_heads = 12;
+    CHECK_RESULT(tqkv_metal_plan_encode_kv(&keys, &tail, at(4, 0), at(5, 0), 9, 3, none, &plan), TQKV_OK);
+    check_dispatch(d);
+    CHECK(d->kernel.head_dim * TQKV__DIM_UNIT == 512 && d->kernel.value_dim * TQKV__DIM_UNIT == 64, "the kernel");
+    CHECK_RESULT(plan_attend(&a, &plan), TQKV_OK);
+    check_dispatch(&d[0]);
+    check_dispatch(&d[1]);
+    CHECK(constant(d, TQKV_FC_TAIL_FORMAT) == TQKV_F16 && binding(d, "tail's codes").size == 3 * 100 * 128 &&
+              binding(d, "q").size == 12 * 576 * sizeof(float) && binding(d, "out").size == 12 * 512 * sizeof(float) &&
+              attend_args(d).scale == (float)(1.0 / 24.0),
+          "sizes");
+    CHECK_RESULT(tqkv_metal_plan_attend_scratch(&a, &scratch), TQKV_OK);
+    tail.shape.format = TQKV_I8;
+    tail.center = at(3, 4096);
+    a.sinks = at(3, 8192);
+    CHECK_RESULT(plan_attend(&a, &plan), TQKV_OK);
+    CHECK(constant(d, TQKV_FC_ROTATE_TAIL) == 1 && constant(d, TQKV_FC_TAIL_CENTER) == 1 &&
+              constant(d, TQKV_FC_CENTER) == 0 && constant(d + 1, TQKV_FC_CENTER) == 1 &&
+              binding(d, "tail's center").size == part,
+          "the tail's centre");
+    a.attention.query_basis = TQKV_ROTATED;
+    CHECK_RESULT(plan_attend(&a, &plan), TQKV_OK);
+    CHECK(constant(d, TQKV_FC_ROTATE_TAIL) == 0 && constant(d, TQKV_FC_TAIL_ROTATED) == 1, "a rotated query");
+    tail.shape.capacity = 90;
+    CHECK_RESULT(plan_attend(&a, &plan), TQKV_INVALID_ARGUMENT);
+    tail.shape.capacity = 100;
+    tail.shape.head_dim = 128;
+    CHECK_RESULT(plan_attend(&a, &plan), TQKV_UNSUPPORTED);
+    tail.shape.head_dim = 64;
+    tail.pages = at(7, 0);
+    tail.shape.page_size = 64;
+    CHECK_RESULT(plan_attend(&a, &plan), TQKV_INVALID_ARGUMENT);
+    tail.pages = none;
+    tail.codes = at(0, 3 * 100 * 256 - 16);
+    CHECK_RESULT(plan_attend(&a, &plan), TQKV_INVALID_ARGUMENT);
+    a.tail = NULL;
+    a.values = &other;
+    CHECK_RESULT(plan_attend(&a, &plan), TQKV_OK);
+    other.shape.format = TQKV_TQ3;
+    CHECK_RESULT(plan_attend(&a, &plan), TQKV_INVALID_ARGUMENT);
+    other.shape.format = TQKV_TQ4;
+    other.codes = at(0, 256);
+    CHECK_RESULT(plan_attend(&a, &plan), TQKV_INVALID_ARGUMENT);
+    keys.shape.head_dim = other.shape.head_dim = 256; /* no tail for keys of 256 */
+    a.values = &keys;
+    a.tail = &tail;
+    tail.codes = at(2, 0);
+    CHECK_RESULT(plan_attend(&a, &plan), TQKV_UNSUPPORTED);
+}
+
+/* What queries see, as two numbers. */
+static void check_non_causal(const void *row)
+{
+    const struct {
+        int end, n_queries, window, first_newest, seen;
+    } cases[] = {{50, 4, 0, 49, 0},  {50, 4, 10, 55, 19}, {50, 4, 53, 98, 105},
+                 {50, 4, 54, 49, 0}, {3, 10, 12, 4, 23},  {50, 4, INT_MAX, 49, 0}};
+    tqkv_metal_store s = plan_store(TQKV_TQ5, 64, INT_MAX, false, 0);
+    tqkv_metal_plan plan;
+    const tqkv_metal_dispatch *const d = plan.d;
+    (void)row;
+    tqkv_metal_attention a = plan_attention(&s, &s);
+    a.attention.list_block = 16;
+    a.attention.list_length = 1;
+    for (size_t i = 0; i < sizeof cases / sizeof *cases; i++) {
+        a.list = none;
+        a.attention.non_causal = true;
+        a.attention.end = cases[i].end;
+        a.attention.n_queries = cases[i].n_queries;
+        a.attention.window = cases[i].window;
+        CHECK_RESULT(plan_attend(&a, &plan), TQKV_OK);
+        CHECK(attend_args(d).first_newest == cases[i].first_newest && attend_args(d).window == cases[i].seen &&
+                  attend_args(d).kv_len == cases[i].end,
+              "case %zu: %d, %d", i, attend_args(d).first_newest, attend_args(d).window);
+        a.list = at(7, 0);
+        CHECK_RESULT(plan_attend(&a, &plan), TQKV_OK);
+        CHECK(d->kernel.family == TQKV_METAL_ATTEND_LIST && attend_args(d).first_newest == cases[i].first_newest &&
+                  attend_args(d).window == cases[i].seen,
+              "a list, case %zu", i);
+        a.list = none;
+        a.attention.non_causal = false;
+        CHECK_RESULT(plan_attend(&a, &plan), TQKV_OK);
+        CHECK(attend_args(d).first_newest == cases[i].end - cases[i].n_queries, "causal, case %zu", i);
+    }
+    a.list = none;
+    a.attention.non_causal = true;
+    a.attention.end = 1 << 30;
+    CHECK_RESULT(plan_attend(&a, &plan), TQKV_UNSUPPORTED);
+    a.list = at(7, 0);
+    CHECK_RESULT(plan_attend(&a, &plan), TQKV_UNSUPPORTED);
+    a.attention.non_causal = false;
+    CHECK_RESULT(plan_attend(&a, &plan), TQKV_OK);
+}
+
+void test_plan_attend_cases(void)
+{
+    test_add(check_attend, NULL, 0, "plan/attend");
+    test_add(check_tree, NULL, 0, "plan/tree");
+    test_add(check_center, NULL, 0, "plan/center");
+    test_add(check_channel_scale, NULL, 0, "plan/channel_scale");
+    test_add(check_tail, NULL, 0, "plan/tail");
+    test_add(check_non_causal, NULL, 0, "plan/non_causal");
+}

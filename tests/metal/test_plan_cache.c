@@ -1,0 +1,185 @@
+/* The plans of a cache, and the calls that a cache makes to its context, here a fake without a GPU. */
+#include "plan_fixture.h"
+#include "../cache_fixture.h"
+
+/* Strides of a cache's rows, and what the blocking calls do, which copy rows without gaps. */
+static void check_cache_strides(const void *row)
+{
+    const cache_row shape = {TQKV_I8, TQKV_TQ4, 64, 40, false, 20, -1};
+    tqkv_metal_plan plan;
+    tqkv_metal_dispatch *const d = plan.d;
+    tqkv_cache_desc desc = cache_desc(&shape, NULL);
+    (void)row;
+    desc.exact_first = 30;
+    tqkv_cache *cache = cache_make(&shape, &desc);
+    const tqkv_cache_layout layout = {{64, 640}, {1000, 0}, {0, 70}, {2000, 128}},
+                            no_gaps = {{0, 0}, {0, 0}, {0, 0}, {0, 0}};
+    REQUIRE(cache, "no cache");
+    CHECK_RESULT(tqkv_cache_set_layout(cache, &layout), TQKV_OK);
+    for (int packed = 0; packed < 2; packed++) {
+        const tqkv_cache_layout *const own = packed ? &no_gaps : NULL;
+        CHECK_RESULT(tqkv_metal_plan_cache_append(cache, at(0, 0), own, at(1, 0), at(2, 0), 3, none, &plan), TQKV_OK);
+        CHECK(plan.n == 2, "codes and halves");
+        for (int i = 0; i < 2; i++) {
+            CHECK(rows_args(&d[i], 0).token_stride == (packed ? CACHE_HEADS * 64 : 64) &&
+                      rows_args(&d[i], 0).head_stride == (packed ? 64 : 640),
+                  "keys, dispatch %d", i);
+            CHECK(rows_args(&d[i], 1).token_stride == (packed ? CACHE_HEADS * 64 : 1000) &&
+                      rows_args(&d[i], 1).head_stride == 64,
+                  "values, dispatch %d", i);
+        }
+        CHECK_RESULT(tqkv_metal_plan_cache_attend(cache, at(0, 0), own, NULL, at(1, 0), 2, at(2, 0), at(3, 0), &plan),
+                     TQKV_OK);
+        const int heads = CACHE_HEADS * CACHE_GROUP;
+        tqkv__merge_args merge;
+        memcpy(&merge, d[plan.n - 1].arguments[0].bytes, sizeof merge);
+        CHECK((int)attend_args(d).query_token_stride == heads * 64 &&
+                  attend_args(d).query_head_stride == (packed ? 64 : 70),
+              "queries");
+        CHECK((int)merge.out_token_stride == (packed ? heads * 64 : 2000) &&
+                  merge.out_head_stride == (packed ? 64 : 128),
+              "outputs");
+    }
+    tqkv_cache_destroy(cache);
+}
+
+static void check_cache_plan(const void *row)
+{
+    const cache_row shape = {TQKV_I8, TQKV_TQ4, 64, 8, true, 20, 15};
+    tqkv_metal_plan plan;
+    tqkv_metal_dispatch *const d = plan.d;
+    tqkv_cache_desc desc = cache_desc(&shape, NULL);
+    desc.sinks = cache_sinks;
+    tqkv_cache *cache = cache_make(&shape, &desc);
+    size_t most = 0;
+    (void)row;
+    REQUIRE(cache, "no cache");
+    CHECK_RESULT(tqkv_metal_plan_cache_attend(cache, at(0, 256), NULL, NULL, at(1, 0), 1, at(2, 0), at(3, 0), &plan),
+                 TQKV_OK);
+    CHECK(attend_args(d).kv_len == 3 && attend_args(d).key_oldest_slot == 4, "after a truncation: %d",
+          attend_args(d).kv_len);
+    const char *codes = (const char *)tqkv_cache_values(cache)->codes;
+    CHECK(binding(d, "values' codes").at.offset == 256 + (size_t)(codes - (const char *)cache), "where the codes lie");
+    CHECK(binding(d, "sinks").size && binding(d, "sinks").at.buffer == at(0, 0).buffer, "sinks are in the cache");
+    check_dispatch(&d[0]);
+    check_dispatch(&d[1]);
+    tqkv_metal_cache_appended(cache, 7);
+    CHECK_RESULT(tqkv_metal_plan_cache_attend(cache, at(0, 0), NULL, NULL, none, 1, none, none, &plan), TQKV_OK);
+    CHECK(tqkv_cache_end(cache) == 22 && attend_args(d).kv_len == 8, "after an advance: %d", attend_args(d).kv_len);
+    CHECK_RESULT(tqkv_metal_plan_cache_append(cache, at(0, 0), NULL, at(1, 0), at(2, 0), 3, none, &plan), TQKV_OK);
+    check_dispatch(d);
+    CHECK(rows_args(d, 0).first_slot == 22 % 8 && d->kernel.family == TQKV_METAL_ENCODE_KV, "an append");
+    CHECK_RESULT(tqkv_metal_plan_cache_scratch(cache, NULL, 2, &most), TQKV_OK);
+    CHECK(most > 2 * CACHE_HEADS * CACHE_GROUP * 64 * sizeof(float), "%zu bytes", most);
+    CHECK_RESULT(tqkv_metal_plan_cache_scratch(cache, NULL, 0, &most), TQKV_INVALID_ARGUMENT);
+    CHECK_RESULT(tqkv_metal_plan_cache_scratch(cache, NULL, 1, NULL), TQKV_INVALID_ARGUMENT);
+    CHECK_RESULT(tqkv_metal_plan_cache_scratch(NULL, NULL, 1, &most), TQKV_INVALID_ARGUMENT);
+    CHECK_RESULT(tqkv_metal_plan_cache_append(NULL, none, NULL, none, none, 1, none, &plan), TQKV_INVALID_ARGUMENT);
+    CHECK(plan.n == 0 && plan.result == TQKV_INVALID_ARGUMENT, "a refused plan");
+    tqkv_cache_destroy(cache);
+}
+
+/* A cache and its fork plan the kernel that their groups have elsewhere. */
+static void check_cache_kernels(const void *row)
+{
+    (void)row;
+    for (int group = 1; group <= 5; group++)
+        for (int least = 0; least <= 5; least++) {
+            tqkv_cache_desc desc;
+            tqkv_cache *cache, *fork = NULL;
+            tqkv_metal_plan plan;
+            tqkv_metal_dispatch *const d = plan.d;
+            memset(&desc, 0, sizeof desc);
+            desc.head_dim = 64;
+            desc.n_kv_heads = 2;
+            desc.n_heads = 2 * group;
+            desc.capacity = 64;
+            desc.matrix_group = least;
+            CHECK_RESULT(tqkv_cache_create(&desc, &cache), TQKV_OK);
+            if (!cache) return;
+            CHECK_RESULT(tqkv_cache_fork(cache, NULL, &fork), TQKV_OK);
+            const bool matrix = group >= (least ? least : 8);
+            for (int i = 0; i < 2; i++) {
+                CHECK_RESULT(tqkv_metal_plan_cache_attend(i ? fork : cache, at(0, 0), NULL, NULL, at(1, 0), 1, at(2, 0),
+                                                          at(3, 0), &plan),
+                             TQKV_OK);
+                CHECK(d[0].kernel.family == (matrix ? TQKV_METAL_ATTEND_MATRIX : TQKV_METAL_ATTEND), "group %d of %d",
+                      group, least);
+            }
+            tqkv_cache_destroy(fork);
+            tqkv_cache_destroy(cache);
+            desc.matrix_group = -1;
+            CHECK_RESULT(tqkv_cache_create(&desc, &cache), TQKV_INVALID_ARGUMENT);
+        }
+}
+
+/* Starts with the same member as struct tqkv_metal. */
+typedef struct fake {
+    tqkv__backend backend;
+    counting memory;
+    int appends, attends;
+    tqkv_result answer;
+} fake;
+
+static fake *fake_of(tqkv_metal *m) { return (fake *)(void *)m; }
+
+static tqkv_result fake_append(tqkv_metal *m, const tqkv_cache *c, const void *k, const void *v, int n_tokens)
+{
+    fake_of(m)->appends++;
+    if (fake_of(m)->answer != TQKV_OK) return fake_of(m)->answer;
+    CHECK_RESULT(tqkv_encode(tqkv_cache_keys(c), k, n_tokens, tqkv_cache_end(c)), TQKV_OK);
+    return tqkv_encode(tqkv_cache_values(c), v, n_tokens, tqkv_cache_end(c));
+}
+
+static tqkv_result fake_attend(tqkv_metal *m, const tqkv_cache *c, const tqkv_attention *some, const void *q,
+                               int n_queries, void *out)
+{
+    (void)c;
+    (void)some;
+    fake_of(m)->attends++;
+    if (fake_of(m)->answer == TQKV_OK) memcpy(out, q, (size_t)n_queries * sizeof(float));
+    return fake_of(m)->answer;
+}
+
+/* A cache with a context allocates from it, lets it append and attend, and does not change when it fails. */
+static void check_backend(const void *row)
+{
+    const cache_row shape = {TQKV_I8, TQKV_TQ4, 64, 8, false, 0, -1};
+    fake context;
+    counting scratch;
+    (void)row;
+    memset(&context, 0, sizeof context);
+    memset(&scratch, 0, sizeof scratch);
+    context.backend.memory = counting_allocator(&context.memory);
+    context.backend.append = fake_append;
+    context.backend.attend = fake_attend;
+    tqkv_cache_desc desc = cache_desc(&shape, &scratch);
+    desc.metal = (tqkv_metal *)(void *)&context;
+    tqkv_cache *cache = cache_make(&shape, &desc);
+    REQUIRE(cache, "no cache");
+    CHECK(context.memory.live == 1 && scratch.calls == 0, "memory of another");
+    cache_append_seed(cache, 3, 5, 64);
+    float *rows = cache_data(9, 2, 64), out[CACHE_HEADS * CACHE_GROUP * 64];
+    CHECK_RESULT(tqkv_cache_attend(cache, rows, 1, out), TQKV_OK);
+    CHECK(out[0] == rows[0] && context.attends == 1 && context.appends == 1, "the context was not asked");
+    CHECK_RESULT(tqkv_cache_append(cache, rows, rows, 4), TQKV_OUT_OF_RANGE);
+    context.answer = TQKV_METAL_ERROR;
+    CHECK_RESULT(tqkv_cache_append(cache, rows, rows, 1), TQKV_METAL_ERROR);
+    CHECK_RESULT(tqkv_cache_attend(cache, rows, 1, out), TQKV_METAL_ERROR);
+    CHECK(tqkv_cache_end(cache) == 5 && context.appends == 2, "a failed append counts, or a refused one was passed on");
+    CHECK_RESULT(tqkv_cache_attend(cache, rows, 1, rows), TQKV_INVALID_ARGUMENT);
+    CHECK(context.attends == 2, "a refused attention was passed on");
+    tqkv_cache_destroy(cache);
+    desc.head_dim = 112; /* no kernels */
+    CHECK_RESULT(tqkv_cache_create(&desc, &cache), TQKV_UNSUPPORTED);
+    CHECK_NO_LEAK(&context.memory);
+    free(rows);
+}
+
+void test_plan_cache_cases(void)
+{
+    test_add(check_cache_strides, NULL, 0, "plan/cache/strides");
+    test_add(check_cache_plan, NULL, 0, "plan/cache");
+    test_add(check_cache_kernels, NULL, 0, "plan/cache_kernels");
+    test_add(check_backend, NULL, 0, "plan/backend");
+}
