@@ -231,7 +231,7 @@ centre and a scale a channel, 4 first and 128 newest positions exact, KL is 0.00
 ## Not measured
 
 Models above 270 million parameters, and any of Qwen's, with the library itself; contexts beyond 4,096 tokens; tasks; a GPU's
-caches; engines other than this tool.
+caches; engines other than this tool, but for llama.cpp ([llama.md](llama.md)).
 """
 
 
