@@ -297,6 +297,29 @@ static bool shift_keeps_others(void)
     return same;
 }
 
+/* What a batch refuses, and a copy to other pages. */
+static bool batch_refuses(void)
+{
+    static const setup how = {TQKV_TQ4, TQKV_TQ4, 16, 1, true, false};
+    static const int32_t pages[4] = {0, 1, 2, 3}, none[4] = {0, -1, 2, 3}, far[4] = {0, INT32_MAX, 2, 3},
+                         to[4] = {9, 8, 7, 6};
+    static world w;
+    bool good;
+    open_world(&w, &how);
+    tqkv_ggml_batch *b = &w.batch;
+    good = !tqkv_ggml_batch_add(b, 0, none, 4, 10, 10) && !tqkv_ggml_batch_add(b, 0, far, 4, 10, 10);
+    good = good && !tqkv_ggml_batch_add(b, 0, pages, 4, 60, 5) && !tqkv_ggml_batch_add(b, SEQUENCES, pages, 4, 0, 1);
+    b->n_batch = 30;
+    good = good && tqkv_ggml_batch_add(b, 0, pages, 4, 0, 20) && !tqkv_ggml_batch_add(b, 0, pages, 4, 20, 11);
+    good = good && tqkv_ggml_batch_add(b, 1, to, 4, 0, 30) && tqkv_ggml_batch_add(b, 0, pages, 4, 20, 10);
+    good = good && b->n_runs == 3 && b->n_tokens == 60 && b->slots[20] == 9 * 16 && b->slots[59] == 29;
+    good = good && tqkv_ggml_copy(&w.layer, 16, pages, to, 4, 64) == TQKV_OK;
+    good = good && tqkv_ggml_copy(&w.layer, 16, pages, pages, 4, 64) == TQKV_INVALID_ARGUMENT;
+    good = good && (uintptr_t)w.layer.keys.codes % 64 == 0 && (uintptr_t)w.layer.values.norms % 64 == 0;
+    close_world(&w);
+    return good;
+}
+
 /* A table of pages out of cells, and what is none. */
 static bool pages_of_cells(void)
 {
@@ -348,6 +371,7 @@ static int test(void)
         }
     report(shift_keeps_others(), "a shift of every third slot");
     report(pages_of_cells(), "pages out of cells");
+    report(batch_refuses(), "what a batch refuses, and a copy");
     free(alone);
     free(outs);
     printf("%d passed, %d failed\n", passed, failed);

@@ -26,6 +26,7 @@ typedef struct tqkv_ggml_run {
 typedef struct tqkv_ggml_sequence {
     int64_t from, end;
     int n_first;
+    int n_tokens; /* in this batch */
 } tqkv_ggml_sequence;
 
 /* What attention over a run reads. */
@@ -58,8 +59,9 @@ static inline bool tqkv_ggml_batch_open(tqkv_ggml_batch *b, int page_size, const
     memset(b, 0, sizeof *b);
     b->page_size = page_size;
     if (!preset || !preset->exact_last || n_sequences <= 0) return true;
+    if (n_batch < 0 || n_batch > INT32_MAX / 2 - preset->exact_last) return false;
     b->sequences = (tqkv_ggml_sequence *)calloc((size_t)n_sequences, sizeof *b->sequences);
-    if (!b->sequences || n_batch > INT32_MAX / 2 - preset->exact_last) return false;
+    if (!b->sequences) return false;
     b->n_sequences = n_sequences;
     b->exact_first = preset->exact_first;
     b->exact_last = preset->exact_last;
@@ -84,6 +86,7 @@ static inline void tqkv_ggml_batch_begin(tqkv_ggml_batch *b, int page_size)
 {
     b->page_size = page_size;
     b->n_tokens = b->n_runs = 0;
+    for (int i = 0; i < b->n_sequences; i++) b->sequences[i].n_tokens = 0;
 }
 
 /* Grows *array to at least n elements; size: of one. */
@@ -124,22 +127,36 @@ static inline void tqkv_ggml_sequence_write(const tqkv_ggml_batch *b, tqkv_ggml_
     if (position <= s->n_first) s->n_first = end < b->exact_first ? (int)end : b->exact_first;
 }
 
-/* Adds n_tokens that follow `position` positions of the sequence with these pages, which have to stay until the graph has been
-   computed. Tokens of a sequence may come in several runs. False also if the pages do not have the positions, or a sequence
-   with exact ends is none of the batch's or has more than n_batch tokens. */
+/* The slots of positions [position, end) -> to; false where a page is none. */
+static inline bool tqkv_ggml_slots(const int32_t *pages, int page_size, int64_t position, int64_t end, int32_t *to)
+{
+    for (int64_t p = position; p < end; p++) {
+        const int32_t page = pages[p / page_size];
+        if (page < 0 || page > (INT32_MAX - page_size) / page_size) return false;
+        *to++ = page * page_size + (int32_t)(p % page_size);
+    }
+    return true;
+}
+
+/* Adds n_tokens that follow `position` positions of the sequence with these pages, which have to stay until the graph has
+   been computed. Tokens of a sequence may come in several runs. False also if the pages do not have the positions, or a
+   sequence with exact ends is none of the batch's or would have more than n_batch tokens in it. */
 static inline bool tqkv_ggml_batch_add(tqkv_ggml_batch *b, int sequence, const int32_t *pages, int n_pages,
                                        int64_t position, int n_tokens)
 {
     if (n_tokens < 0 || position < 0 || position > INT64_MAX - n_tokens) return false;
     const int64_t end = position + n_tokens;
     if (end > (int64_t)n_pages * b->page_size || n_tokens > INT32_MAX / 2 - b->n_tokens) return false;
-    if (b->exact_last && (sequence < 0 || sequence >= b->n_sequences || n_tokens > b->n_batch)) return false;
+    if (b->exact_last && (sequence < 0 || sequence >= b->n_sequences)) return false;
+    tqkv_ggml_sequence *s = b->exact_last ? &b->sequences[sequence] : NULL;
+    if (s && n_tokens > b->n_batch - s->n_tokens) return false;
     if (!tqkv_ggml_batch_reserve(b, b->n_runs + 1, b->n_tokens + n_tokens)) return false;
+    if (!tqkv_ggml_slots(pages, b->page_size, position, end, b->slots + b->n_tokens)) return false;
     const tqkv_ggml_run run = {pages, n_pages, b->n_tokens, n_tokens, sequence, end};
     b->runs[b->n_runs++] = run;
-    for (int64_t p = position; p < end; p++)
-        b->slots[b->n_tokens++] = pages[p / b->page_size] * b->page_size + (int32_t)(p % b->page_size);
-    if (b->exact_last) tqkv_ggml_sequence_write(b, &b->sequences[sequence], position, end);
+    b->n_tokens += n_tokens;
+    if (s) s->n_tokens += n_tokens;
+    if (s) tqkv_ggml_sequence_write(b, s, position, end);
     return true;
 }
 
