@@ -50,12 +50,12 @@
      TQKV_EXPLAIN(text)     receives the reason of a refused call, a string that names the argument. Example:
                             fprintf(stderr, "tqkv: %s\n", text). Default: nothing. Who compiles
                             the implementation decides: a library that others link has no reasons for them.
-     TQKV_NO_AVX512         leaves AVX-512 out: half the code, half the time to compile it (docs/integrating.md has both)
+     TQKV_NO_AVX512         leaves AVX-512 out: half the code, half the time to compile it (see docs/integrating.md)
      TQKV_NO_AVX2           leaves both out, because AVX-512 takes short rows from AVX2: a quarter of the code
-     TQKV_NO_INTEGER        leaves out the vector loops of attention in integers, a fifth of the code: TQKV_INTEGER then takes
-                            plain C, with the same bits
-     TQKV_METAL             adds what tqkv_metal.m needs: define it for both files. On Apple's systems it is there, unless
-                            TQKV_NO_METAL is defined
+     TQKV_NO_INTEGER        leaves out the vector loops of attention in integers, a fifth of the code: TQKV_INTEGER then
+                            takes plain C, with the same bits
+     TQKV_METAL             adds what tqkv_metal.m needs: define it for both files. On Apple's systems it is there,
+                            unless TQKV_NO_METAL is defined
      TQKV_NO_IMPLEMENTATION makes TQKV_IMPLEMENTATION void: for a build that compiles files which define it, and links
                             them with one object
      TQKV_ALLOW_FAST_MATH   compiles despite -ffast-math or a part of it. Codes and norms may then differ from other
@@ -66,20 +66,20 @@
 
    THREADS
 
-     Calls that only read an object (attend, decode, save, the getters) may run at once. A call that writes a cache (append,
-     truncate, destroy) needs exclusive access to it. Different objects are independent.
+     Calls that only read an object (attend, decode, save, the getters) may run at once. A call that writes a cache
+     (append, truncate, destroy) needs exclusive access to it. Different objects are independent.
      A store is the memory of its slots: calls on one store, or on stores over the same pool, may run at once if none
-     writes a slot that another writes or sees. So two threads may encode into different slots, and one may encode a position
-     while others attend to those before it.
+     writes a slot that another writes or sees. So two threads may encode into different slots, and one may encode a
+     position while others attend to those before it.
      The only hidden state is the choice of an instruction set, made once. The hook tqkv_parallel runs tasks of one call
-     on the caller's threads; tqkv_team is such a hook for threads that call at once. The number of threads does not change
-     any bit of the results. A call takes at most 64 KiB of stack.
+     on the caller's threads; tqkv_team is such a hook for threads that call at once. The number of threads does not
+     change any bit of the results. A call takes at most 64 KiB of stack.
 
    MATHEMATICS
 
-     Rotation: y = R(s*x)/sqrt(D), with random signs s and a symmetric Hadamard matrix R: the Walsh-Hadamard transform or,
-     where D is no power of two, its product with a matrix of order 12, 20, 28 or 36. It makes each coordinate of a vector
-     close to Gaussian. Quantiser: Lloyd-Max codebooks for N(0,1) (S. Lloyd, "Least squares quantization in PCM",
+     Rotation: y = R(s*x)/sqrt(D), with random signs s and a symmetric Hadamard matrix R: the Walsh-Hadamard transform
+     or, where D is no power of two, its product with a matrix of order 12, 20, 28 or 36. It makes each coordinate of a
+     vector close to Gaussian. Quantiser: Lloyd-Max codebooks for N(0,1) (S. Lloyd, "Least squares quantization in PCM",
      1982), or a uniform grid for I8. TurboQuant (A. Zandieh et al., 2025) pairs the two in this way. Rotated keys and
      rotated queries keep their dot product. Attention sums rotated values and rotates the result back once a head.
      Attention: one-pass softmax with a running maximum (M. Milakov and N. Gimelshein, 2018).
@@ -242,8 +242,8 @@ typedef struct tqkv_cache_desc {
        not. Until the append that reaches them keys and values are halves as they came, and attention is exact. That
        append encodes them; queries at these positions still read the halves, until the next append gives their memory
        back (with non_causal, until this one). The same codes however positions came. What it has learned is in
-       tqkv_cache_keys. On a GPU the halves' memory stays as long as the cache, because work under way may read it: a copy
-       by tqkv_cache_fork, made when the cache has learned, has none. */
+       tqkv_cache_keys. On a GPU the halves' memory stays as long as the cache, because work under way may read it: a
+       copy by tqkv_cache_fork, made when the cache has learned, has none. */
     int calibrate;
 
     /* Attention, as the fields of tqkv_attention. */
@@ -266,9 +266,8 @@ typedef struct tqkv_cache_desc {
    value, with norms, at head_dim 64 / 128 / 256. */
 typedef enum tqkv_preset {
     TQKV_SAFE = 0, /* I8 keys, TQ4 values: 6.5 / 6.25 / 6.19 */
-    TQKV_SMALL, /* TQ4, TQ4: 4.5 / 4.25 / 4.13. TQ5 keys with TQ3 values lose a third less at as many bits, and take up to a fifth
-                      more time */
-    TQKV_TINY /* TQ3, TQ2: 3 / 2.75 / 2.63 */
+    TQKV_SMALL,    /* TQ5, TQ3: 4.5 / 4.25 / 4.13. TQ4 for both loses 1.6 times as much, in 0.8 to 0.95 of the time */
+    TQKV_TINY      /* TQ3, TQ2: 3 / 2.75 / 2.63 */
 } tqkv_preset;
 TQKV_API tqkv_cache_desc tqkv_cache_preset(tqkv_preset preset); /* zeros for an unknown one */
 
@@ -349,34 +348,42 @@ struct tqkv_store {
     int head_dim; /* 32, 48, 64, 80, 96, 112, 128, 144, 160, 192, 224, 256, 288, 320, 384, 448, 512, 576, 640, 768, 896
                      or 1024 */
     int n_kv_heads;
-    int capacity; /* positions */
+
+    /* Positions. */
+    int capacity; /* in positions */
     bool ring;
-    bool unrotated; /* for caches written without the rotation; TQ5, TQ6, TQ8 and their _BYTES forms only. The rotation
-                       spreads the heavy tails of real values: without it the error grows by up to four digits. */
-    float block_scale; /* TQ formats, head_dim 512 and 1024: a factor of encoded values; 0 = 1 */
+    const int32_t *pages; /* [n_pages], or NULL: not paged. Not with ring. */
+    int n_pages;
+    int page_size; /* in positions, any that divides capacity; multiples of 64 are quickest. 1: pages is the slot of
+                      each position */
+
+    /* Memory. */
     void *codes;       /* any alignment; a multiple of 64 reads fastest */
     size_t codes_size; /* bytes */
     float *norms;      /* may be NULL for F16 */
     size_t norms_size; /* bytes */
+
+    /* Rows given to encode, probe, mean and measure, and written by decode. The codes of a half or a bfloat16 are those
+       of the same value as a float. Attention looks at neither. */
+    tqkv_type type;
+    tqkv_strides strides;
+    tqkv_parallel parallel; /* for encode, encode_slots and convert, of many rows; zero = the calling thread alone */
+
+    /* From rows to codes. The same for all positions: set these before the first row is encoded, and keep the arrays as
+       long as the store. */
     /* A mean for each channel, [n_kv_heads][head_dim], finite, or NULL. Encoding subtracts it from each row; decoding
        and attention add it back, exactly. For keys with a large constant part, which models with a bias in the key
-       projection have. The same for all positions: set it before the first row is encoded, and keep it as long as the
-       store. */
+       projection have. */
     const float *center;
-    tqkv_type type; /* of rows given to encode, probe, mean and measure, and written by decode. The codes of a half or a
-                       bfloat16 are those of the same value as a float. Attention does not look at it. */
-    const int32_t *pages; /* [n_pages], or NULL: not paged. Not with ring. */
-    int n_pages;
-    int page_size; /* in positions, any that divides capacity; multiples of 64 are quickest. 1: pages is the slot of each
-                      position. */
-    tqkv_parallel parallel; /* for encode, encode_slots and convert, of many rows; zero = the calling thread alone */
-    tqkv_strides strides;   /* of rows given to encode, probe, mean and measure, and written by decode */
-    bool rotated; /* F16 alone: halves of the rotated row, less the centre, in the basis of other formats' codes */
-    /* [n_kv_heads][head_dim], in [2^-32, 2^32], or NULL: a scale for each channel, by which encoding divides what is
-       left of a row without its centre (it multiplies by 1 / channel_scale), and by which decoding and attention
-       multiply. For keys with channels far larger than others, whose error the rotation would spread over all.
-       TQKV_ROTATED rows, queries and outputs are those of the scaled basis. As the centre the same for all positions. */
+    /* A scale for each channel, [n_kv_heads][head_dim], in [2^-32, 2^32], or NULL. Encoding divides by it what is left
+       of a row without its centre (it multiplies by 1 / channel_scale); decoding and attention multiply. For keys with
+       channels far larger than others, whose error the rotation would spread over all. TQKV_ROTATED rows, queries and
+       outputs are those of the scaled basis. */
     const float *channel_scale;
+    float block_scale; /* TQ formats, head_dim 512 and 1024: a factor of encoded values; 0 = 1 */
+    bool rotated;      /* F16 alone: halves of the rotated row, less the centre, in the basis of other formats' codes */
+    bool unrotated; /* for caches written without the rotation; TQ5, TQ6, TQ8 and their _BYTES forms only. The rotation
+                       spreads the heavy tails of real values: without it the error grows by up to four digits. */
 };
 
 /* Bytes of the codes and of the norms; 0 if the store's shape is invalid or its size overflows. F16 has no norms. */
@@ -453,7 +460,7 @@ typedef enum tqkv_pairs {
 } tqkv_pairs;
 /* Learns centre and scale of keys from rows and, if given, from queries, which say what reads a channel's error:
 
-     center = mean,  s = deviation from it,  channel_scale = sqrt(s), or sqrt(s / r) with r = root mean square of the queries,
+     center = mean,  s = deviation from it,  channel_scale = sqrt(s), or sqrt(s / r), r = root mean square of queries,
 
    then divided by its root mean square over the head's channels and kept in [2^-10, 2^10]. A channel of deviation 0
    counts as that of the smallest other. The same bits on every machine. Values need neither.
@@ -463,8 +470,8 @@ typedef enum tqkv_pairs {
    beyond 1e12. */
 TQKV_API tqkv_result tqkv_calibrate(const tqkv_store *shape, const void *src, int n_tokens, const void *q, int n_heads,
                                     int n_queries, tqkv_pairs pairs, float *center, float *channel_scale);
-/* What the shape's format, centre and scale would add to the logits: the standard deviation of
-   q.(k' - k)/sqrt(head_dim) over the rows k, root mean square over the queries that read the head. With 20 in its first layer
+/* What the shape's format, centre and scale would add to the logits: the standard deviation of q.(k' -
+   k)/sqrt(head_dim) over the rows k, root mean square over the queries that read the head. With 20 in its first layer
    Qwen2.5-Coder-0.5B is ruined, with 5 it loses 0.25 nats, with 0.7 it loses 0.03, or with exact ends 0.003. Rows and
    queries as tqkv_calibrate's, q not NULL; noise: [n_kv_heads], zeros for no tokens or queries, INFINITY if rows decode
    to NaN. */
@@ -543,8 +550,8 @@ typedef struct tqkv_attention {
     const float *sinks;
     tqkv_arithmetic arithmetic;
 
-    /* Rows of q and out. Outputs are rounded once, at the end; too large for a half: infinity. Sums of slices are always
-       float. */
+    /* Rows of q and out. Outputs are rounded once, at the end; too large for a half: infinity. Sums of slices are
+       always float. */
     tqkv_type query_type, output_type;
     tqkv_strides query_strides, output_strides; /* sums of slices have no gaps */
     tqkv_basis query_basis;                     /* TQKV_ROTATED: q is rotated already */
@@ -633,17 +640,19 @@ TQKV_API tqkv_attention tqkv_cache_view(const tqkv_cache *c);
 
        s(i, j) = sum_h weights[i][h] * f( q(i, h).k(j) ),   f(x) = max(x, 0) with relu, else x
 
-   The score of a block of keys is the largest or the mean of its keys' scores that the query sees; the same bits alone and
-   among other queries. Against double precision on the same codes a key's score is within 2e-5 of
-   sum_h |weights[i][h] f(q.k)|, and 1e-4 in integers with their centroids; where the products of a few heads nearly vanish, one
-   adds 2e-7, and 2e-5 in integers, of sum_h |weights[i][h]| |q(i, h)| |k(j)|. */
+   The score of a block of keys is the largest or the mean of its keys' scores that the query sees; the same bits alone
+   and among other queries. Against double precision on the same codes a key's score is within 2e-5 of sum_h
+   |weights[i][h] f(q.k)|, and 1e-4 in integers with their centroids; where the products of a few heads nearly vanish,
+   one adds 2e-7, and 2e-5 in integers, of sum_h |weights[i][h]| |q(i, h)| |k(j)|. */
 typedef enum tqkv_pool { TQKV_POOL_MAX = 0, TQKV_POOL_MEAN } tqkv_pool;
 typedef struct tqkv_index {
     const tqkv_store *keys; /* n_kv_heads 1, any format */
     int n_heads, n_queries; /* query heads of the index; 0 = 1 */
     int64_t end;            /* keys appended so far */
     int kv_len;             /* resident keys, as tqkv_attention's */
-    int ratio;            /* positions of the context that a key stands for: key j for those from j * ratio on. 0 = 1 */
+    int ratio;         /* positions of the context that a key stands for: key j for those from j * ratio on. 0 = 1 */
+    int64_t positions; /* of the context so far; 0 = end * ratio. Query i is at positions - n_queries + i. It sees the
+                          resident keys whose positions are all at or before its own */
     const float *weights; /* [n_queries][n_heads] or NULL: 1 */
     bool relu;
     int block; /* keys a block; 0 = 1 */
@@ -654,22 +663,20 @@ typedef struct tqkv_index {
     tqkv_parallel parallel;
     tqkv_allocator allocator; /* scratch, for some heads and queries at a time */
     tqkv_arithmetic arithmetic;
-    int64_t positions; /* of the context so far; 0 = end * ratio. Query i is at positions - n_queries + i. It sees the
-                          resident keys whose positions are all at or before its own */
 } tqkv_index;
 
-/* q: [n_queries][n_heads][head_dim]; scores: [n_queries][number of blocks up to end], -INFINITY where a query sees no key
-   of a block. TQKV_NOT_FINITE if q or weights hold NaN or Inf. */
+/* q: [n_queries][n_heads][head_dim]; scores: [n_queries][number of blocks up to end], -INFINITY where a query sees no
+   key of a block. TQKV_NOT_FINITE if q or weights hold NaN or Inf. */
 TQKV_API tqkv_result tqkv_index_scores(const tqkv_index *x, const void *q, float *scores);
 /* The k best blocks of each query, ascending, of equal ones the lower; -1 after the last. scores as above; a block with
-   -INFINITY is never chosen. The blocks of `first` and `newest` come before all others, lower ones first. list: [n_queries][k].
-   Reads only the shape of keys. TQKV_NOT_FINITE if the score of a block that its query sees is NaN. */
+   -INFINITY is never chosen. The blocks of `first` and `newest` come before all others, lower ones first. list:
+   [n_queries][k]. Reads only the shape of keys. TQKV_NOT_FINITE if the score of a block that its query sees is NaN. */
 TQKV_API tqkv_result tqkv_index_choose(const tqkv_index *x, const float *scores, int k, int32_t *list);
 
 /* >>threads
    A hook for threads that are there already: of an engine that calls each operation on all its threads at once, as ggml
-   does, and has no pool to lend. All call tqkv_team_begin. It returns true in thread 0, whose calls to tqkv the others then
-   help with; in these it returns false after tqkv_team_end, when there is nothing left to do. Example:
+   does, and has no pool to lend. All call tqkv_team_begin. It returns true in thread 0, whose calls to tqkv the others
+   then help with; in these it returns false after tqkv_team_end, when there is nothing left to do. Example:
 
      void attend_layer(layer *l, int thread, int n_threads)          // on all threads, with one l
      {
@@ -681,19 +688,20 @@ TQKV_API tqkv_result tqkv_index_choose(const tqkv_index *x, const float *scores,
          tqkv_team_end(l->team);
      }
 
-   Both calls wait until all n_threads threads have come to tqkv_team_begin. The next begin may follow at once; another number of
-   threads only after all have returned. Waiting threads spin, and after a while give way to others. One team serves all
-   layers; two operations at once need two. */
+   Both calls wait until all n_threads threads have come to tqkv_team_begin. The next begin may follow at once; another
+   number of threads only after all have returned. Waiting threads spin, and after a while give way to others. One team
+   serves all layers; two operations at once need two. */
 typedef struct tqkv_team tqkv_team;
 /* allocator: NULL = malloc, free. *out is NULL on failure. */
 TQKV_API tqkv_result tqkv_team_create(const tqkv_allocator *allocator, tqkv_team **out);
 TQKV_API void tqkv_team_destroy(tqkv_team *team); /* NULL is fine. No thread may be between begin and end. */
 TQKV_API bool tqkv_team_begin(tqkv_team *team, int thread, int n_threads);
 TQKV_API void tqkv_team_end(tqkv_team *team); /* by thread 0 */
-/* The hook, for calls of thread 0 between begin and end. Elsewhere the calling thread, one at a time, runs all tasks. */
+/* The hook, for calls of thread 0 between begin and end. Elsewhere the calling thread, one at a time, runs all
+   tasks. */
 TQKV_API tqkv_parallel tqkv_team_parallel(tqkv_team *team);
-/* Scratch for the same calls, and caches, which must be destroyed before the team. The team keeps what is freed, so that
-   after the first calls nothing is allocated. */
+/* Scratch for the same calls, and caches, which must be destroyed before the team. The team keeps what is freed, so
+   that after the first calls nothing is allocated. */
 TQKV_API tqkv_allocator tqkv_team_allocator(tqkv_team *team);
 
 /* >>isa
@@ -719,8 +727,8 @@ TQKV_API tqkv_result tqkv_isa_force(const char *name);
 
    Threads. Many threads may use one context at once, each with its own encoder.
 
-   Sizes. head_dim 32, 48, 64, 80, 96, 128, 192, 256, 448, 512 or 1024, keys of 192 with values of 128, and a tail of 64 for
-   keys of 448 or 512; others are TQKV_UNSUPPORTED. */
+   Sizes. head_dim 32, 48, 64, 80, 96, 128, 192, 256, 448, 512 or 1024, keys of 192 with values of 128, and a tail of 64
+   for keys of 448 or 512; others are TQKV_UNSUPPORTED. */
 #ifdef TQKV_STATIC
 #define TQKV_METAL_API extern /* defined in their own file */
 #else
@@ -741,33 +749,36 @@ typedef struct tqkv_metal_desc {
     const void *library_bytes; /* its content; copied */
     size_t library_size;
     tqkv_metal_object library; /* id<MTLLibrary> of that device. Retained. */
-    /* The content of metallib/tqkv.metal, UTF-8, or NULL; copied. The system compiles from it, each on its first use, the
-       kernels that it refuses from the library, or all if there is no library or it is refused. */
+    /* The content of metallib/tqkv.metal, UTF-8, or NULL; copied. The system compiles from it, each on its first use,
+       the kernels that it refuses from the library, or all if there is no library or it is refused. */
     const char *library_source;
     char *error; /* [error_size] or NULL: on failure the reason, in Metal's words if it has any */
     size_t error_size;
 } tqkv_metal_desc;
 
-/* Runs one small kernel and waits for it. TQKV_UNSUPPORTED: no Metal device, or one without family Apple7 or simdgroups
-   of 32. TQKV_TABLE_MISMATCH: the library was built from another version of this header; the text names the table.
-   TQKV_METAL_ERROR: Metal failed. *out is NULL on failure. If the source took the library's place, or later that of one
-   kernel, the text says so and why, although the result is TQKV_OK: "library refused: ...; compiled from source". If Metal
-   refuses only the kernels that multiply matrices, attention goes on without: "...; attention without matrices". */
+/* Runs one small kernel and waits for it. TQKV_UNSUPPORTED: no Metal device, or one without family Apple7 or
+   simdgroups of 32. TQKV_TABLE_MISMATCH: the library was built from another version of this header; the text names
+   the table. TQKV_METAL_ERROR: Metal failed. *out is NULL on failure. If the source took the library's place, or
+   later that of one kernel, the text says so and why, although the result is TQKV_OK: "library refused: ...;
+   compiled from source". If Metal refuses only the kernels that multiply matrices, attention goes on without: "...;
+   attention without matrices". */
 TQKV_METAL_API tqkv_result tqkv_metal_create(const tqkv_metal_desc *desc, tqkv_metal **out);
 /* Call it after all calls have returned, recorded work has completed, and the context's caches and memory are gone. */
 TQKV_METAL_API void tqkv_metal_destroy(tqkv_metal *m); /* NULL is fine */
-/* The text of the context's last failure in any thread, or of its creation, cut to size - 1 bytes; "" if there is none. */
+/* The text of the context's last failure in any thread, or of its creation, cut to size - 1 bytes; "" if there is
+   none. */
 TQKV_METAL_API void tqkv_metal_error(tqkv_metal *m, char *text, size_t size);
 
-/* Whether the GPU computes what the processor does, for such caches: of desc all but the capacity and ring count. Codes,
-   norms and decoded rows of 48 tokens must have the processor's bits, attention of one and of three queries its values, also
-   with positions kept as halves, and to a list of blocks; where keys can be those of an index, its scores, too, and the blocks
-   that it chooses. Takes milliseconds, and the time to build pipelines, most of which such caches need anyway. Each version
-   of the system has its own compiler of shaders: call it once after an update. TQKV_METAL_ERROR: something differs; the text
-   says what, and by how much. */
+/* Whether the GPU computes what the processor does, for such caches: of desc all but the capacity and ring count.
+   Codes, norms and decoded rows of 48 tokens must have the processor's bits, attention of one and of three queries its
+   values, also with positions kept as halves, and to a list of blocks; where keys can be those of an index, its scores,
+   too, and the blocks that it chooses. Takes milliseconds, and the time to build pipelines, most of which such caches
+   need anyway. Each version of the system has its own compiler of shaders: call it once after an update.
+   TQKV_METAL_ERROR: something differs; the text says what, and by how much. */
 TQKV_METAL_API tqkv_result tqkv_metal_self_test(tqkv_metal *m, const tqkv_cache_desc *desc);
 
-/* The bytes of a buffer from an offset on. Offsets of codes are multiples of 16, others of 4, of halves and bfloat16s of 2. */
+/* The bytes of a buffer from an offset on. Offsets of codes are multiples of 16, others of 4, of halves and bfloat16s
+   of 2. */
 typedef struct tqkv_metal_buffer {
     tqkv_metal_object buffer; /* id<MTLBuffer> */
     size_t offset;
@@ -779,8 +790,8 @@ typedef struct tqkv_metal_store {
     tqkv_metal_buffer codes, norms;
     tqkv_metal_buffer center;        /* as tqkv_store's; zero = none. Its values are not checked. */
     tqkv_metal_buffer channel_scale; /* the same */
-    /* int32_t [shape.n_pages]; zero = not paged. Kernels read it when they run. shape.pages, if it is not NULL, is what it
-       will hold then: a bad entry is refused, as on the processor. Without it a bad entry leaves its tokens out in
+    /* int32_t [shape.n_pages]; zero = not paged. Kernels read it when they run. shape.pages, if it is not NULL, is what
+       it will hold then: a bad entry is refused, as on the processor. Without it a bad entry leaves its tokens out in
        encoding, and elsewhere stands for another page. Attention takes keys and values both with pages or both without,
        and n_pages * page_size below 2^31. */
     tqkv_metal_buffer pages;
@@ -796,9 +807,9 @@ TQKV_METAL_API tqkv_result tqkv_metal_encode_kv(tqkv_metal *m, tqkv_metal_object
                                                 const tqkv_metal_store *values, tqkv_metal_buffer k,
                                                 tqkv_metal_buffer v, int n_tokens, int64_t position,
                                                 tqkv_metal_buffer not_finite);
-/* As tqkv_encode_slots; the second for keys and values at once, with the same slots. slots: int32_t [n_tokens], read when
-   the kernel runs. known, if it is not NULL, is what it will hold then: a bad or repeated slot is refused. Without it a
-   slot outside the store leaves its token out, and of two tokens with one slot either may win. */
+/* As tqkv_encode_slots; the second for keys and values at once, with the same slots. slots: int32_t [n_tokens], read
+   when the kernel runs. known, if it is not NULL, is what it will hold then: a bad or repeated slot is refused. Without
+   it a slot outside the store leaves its token out, and of two tokens with one slot either may win. */
 TQKV_METAL_API tqkv_result tqkv_metal_encode_slots(tqkv_metal *m, tqkv_metal_object encoder, const tqkv_metal_store *s,
                                                    tqkv_metal_buffer src, int n_tokens, tqkv_metal_buffer slots,
                                                    const int32_t *known, tqkv_metal_buffer not_finite);
@@ -819,8 +830,8 @@ TQKV_METAL_API tqkv_result tqkv_metal_rotate(tqkv_metal *m, tqkv_metal_object en
 TQKV_METAL_API tqkv_result tqkv_metal_unrotate(tqkv_metal *m, tqkv_metal_object encoder, tqkv_metal_buffer rows,
                                                int n_rows, int head_dim);
 
-/* As tqkv_calibrate, to the same bits, but both results are written, and NaN, infinity and large magnitudes are not detected. q:
-   zero for none. Of shape no buffer is read. */
+/* As tqkv_calibrate, to the same bits, but both results are written, and NaN, infinity and large magnitudes are not
+   detected. q: zero for none. Of shape no buffer is read. */
 TQKV_METAL_API tqkv_result tqkv_metal_calibrate(tqkv_metal *m, tqkv_metal_object encoder, const tqkv_metal_store *shape,
                                                 tqkv_metal_buffer src, int n_tokens, tqkv_metal_buffer q, int n_heads,
                                                 int n_queries, tqkv_pairs pairs, tqkv_metal_buffer center,
@@ -834,14 +845,15 @@ typedef struct tqkv_metal_attention {
     /* uint64_t [n_queries], at most 64; zero = none. attention.tree, if it is not NULL, is what it will hold when the
        kernels run. It is read only to know which entries of pages are seen. */
     tqkv_metal_buffer tree;
-    /* Groups of at least so many query heads multiply 8x8 matrices, at head_dim 64, 128, 256, 448 and 512; 0 = 8. With a small
-       number narrow groups prefill faster and may decode slower. It decides bits: keep it the same for a sequence. */
+    /* Groups of at least so many query heads multiply 8x8 matrices, at head_dim 64, 128, 256, 448 and 512; 0 = 8. With
+       a small number narrow groups prefill faster and may decode slower. It decides bits: keep it the same for a
+       sequence. */
     int matrix_group;
     const tqkv_metal_store *tail; /* as tqkv_attention's; NULL = none. With the keys' page table in the same buffer. */
-    /* int32_t [n_queries][list_heads][list_length]; zero = none. Kernels read it when they run; attention.list, if it is not
-       NULL, is what it will hold then. Without that what follows the first -1 of a row, and a bad entry (negative, or not
-       larger than all before it) is left out. A list of all blocks gives the bits that there are without, but not in a ring
-       that has wrapped. */
+    /* int32_t [n_queries][list_heads][list_length]; zero = none. Kernels read it when they run; attention.list, if it
+       is not NULL, is what it will hold then. Without that what follows the first -1 of a row, and a bad entry
+       (negative, or not larger than all before it) is left out. A list of all blocks gives the bits that there are
+       without, but not in a ring that has wrapped. */
     tqkv_metal_buffer list;
     /* With attention.exact_first and exact_last, as tqkv_attention's. Without pages and, where keys have a tail, not
        beside codes in pages. */
@@ -855,13 +867,13 @@ TQKV_METAL_API tqkv_result tqkv_metal_attend_scratch(tqkv_metal *m, const tqkv_m
 TQKV_METAL_API tqkv_result tqkv_metal_attend(tqkv_metal *m, tqkv_metal_object encoder, const tqkv_metal_attention *a,
                                              tqkv_metal_buffer q, tqkv_metal_buffer scratch, tqkv_metal_buffer out);
 
-/* As tqkv_attend_partial, tqkv_attend_merge, tqkv_attend_merge_slice and tqkv_attend_finish; slices of GPU and processor
-   may be merged. But max is only within 8 of the largest score, and finish reads src_out, src_max and src_sum and
-   writes out, another buffer, in output_type and with output_strides. scratch: as for tqkv_metal_attend. Sinks are read
-   by finish alone. Merges and finish look at no buffers of the stores.
+/* As tqkv_attend_partial, tqkv_attend_merge, tqkv_attend_merge_slice and tqkv_attend_finish; slices of GPU and
+   processor may be merged. But max is only within 8 of the largest score, and finish reads src_out, src_max and src_sum
+   and writes out, another buffer, in output_type and with output_strides. scratch: as for tqkv_metal_attend. Sinks are
+   read by finish alone. Merges and finish look at no buffers of the stores.
    Merged in order, slices of linear or paged stores without centres have the bits of tqkv_metal_attend if each but the
-   first is one section of the context: [0, 8192), then 32,768 positions each, under a window 8,192; in place of the first
-   section also its stretches of 512. The last may be shorter. */
+   first is one section of the context: [0, 8192), then 32,768 positions each, under a window 8,192; in place of the
+   first section also its stretches of 512. The last may be shorter. */
 TQKV_METAL_API tqkv_result tqkv_metal_attend_partial(tqkv_metal *m, tqkv_metal_object encoder,
                                                      const tqkv_metal_attention *a, tqkv_metal_buffer q, int64_t first,
                                                      int count, tqkv_metal_buffer scratch, tqkv_metal_buffer out,
@@ -881,14 +893,14 @@ TQKV_METAL_API tqkv_result tqkv_metal_attend_finish(tqkv_metal *m, tqkv_metal_ob
                                                     tqkv_metal_buffer src_max, tqkv_metal_buffer src_sum,
                                                     tqkv_metal_buffer out);
 
-/* As tqkv_attend_batch: each item as tqkv_metal_attend does it, to the same bits, in as many dispatches as one item alone takes,
-   cut evenly over the sequences. q, out: [n_items]. The items agree in heads, head_dim, formats, types, bases, sinks and
-   matrix_group, in which of the stores of halves they have, and all or none have a softcap, centres, lists and pages; window,
-   scale, softcap's size, tree, blocks of the lists, exact_first, exact_last, n_queries and what is resident may differ.
-   Each array of all items (their keys' codes, their q and so on) lies in one buffer, at any offsets; nothing that the
-   call reads lies between the outputs. TQKV_UNSUPPORTED otherwise. arguments: memory that the processor can write, at a
-   multiple of 256, with the bytes that the first call tells, for this call alone until it has completed; scratch as for
-   tqkv_metal_attend. The outputs are compared in memory of malloc. */
+/* As tqkv_attend_batch: each item as tqkv_metal_attend does it, to the same bits, in as many dispatches as one item
+   alone takes, cut evenly over the sequences. q, out: [n_items]. The items agree in heads, head_dim, formats, types,
+   bases, sinks and matrix_group, in which of the stores of halves they have, and all or none have a softcap, centres,
+   lists and pages; window, scale, softcap's size, tree, blocks of the lists, exact_first, exact_last, n_queries and
+   what is resident may differ. Each array of all items (their keys' codes, their q and so on) lies in one buffer, at
+   any offsets; nothing that the call reads lies between the outputs. TQKV_UNSUPPORTED otherwise. arguments: memory that
+   the processor can write, at a multiple of 256, with the bytes that the first call tells, for this call alone until it
+   has completed; scratch as for tqkv_metal_attend. The outputs are compared in memory of malloc. */
 TQKV_METAL_API tqkv_result tqkv_metal_attend_batch_sizes(tqkv_metal *m, const tqkv_metal_attention *items, int n_items,
                                                          size_t *arguments, size_t *scratch);
 TQKV_METAL_API tqkv_result tqkv_metal_attend_batch(tqkv_metal *m, tqkv_metal_object encoder,
@@ -903,14 +915,15 @@ typedef struct tqkv_metal_index {
     tqkv_metal_buffer weights; /* float [n_queries][n_heads]; zero = 1 */
 } tqkv_metal_index;
 
-/* As tqkv_index_scores. head_dim 64 or 128, and a GPU whose matrices lie as attention needs them; else TQKV_UNSUPPORTED. */
+/* As tqkv_index_scores. head_dim 64 or 128, and a GPU whose matrices lie as attention needs them; else
+   TQKV_UNSUPPORTED. */
 TQKV_METAL_API tqkv_result tqkv_metal_index_scores(tqkv_metal *m, tqkv_metal_object encoder, const tqkv_metal_index *x,
                                                    tqkv_metal_buffer q, tqkv_metal_buffer scores);
 /* Bytes of scratch that the choice needs at most, for any `end`; 0 for many queries, or few blocks. */
 TQKV_METAL_API tqkv_result tqkv_metal_index_choose_scratch(tqkv_metal *m, const tqkv_metal_index *x, size_t *bytes);
-/* As tqkv_index_choose: the same list for the same scores, but a block whose score is NaN is chosen only as one of `first`
-   and `newest`. scores: float [n_queries][number of blocks up to end], list: int32_t [n_queries][k]. Of keys only the
-   shape is read. */
+/* As tqkv_index_choose: the same list for the same scores, but a block whose score is NaN is chosen only as one of
+   `first` and `newest`. scores: float [n_queries][number of blocks up to end], list: int32_t [n_queries][k]. Of keys
+   only the shape is read. */
 TQKV_METAL_API tqkv_result tqkv_metal_index_choose(tqkv_metal *m, tqkv_metal_object encoder, const tqkv_metal_index *x,
                                                    tqkv_metal_buffer scores, int k, tqkv_metal_buffer scratch,
                                                    tqkv_metal_buffer list);
@@ -929,9 +942,10 @@ TQKV_METAL_API tqkv_result tqkv_metal_find(tqkv_metal *m, const void *pointer, t
    or move codes (remove, keep, fork, save) need recorded appends to have completed, and remove and keep all work. After
    TQKV_METAL_ERROR an append has not happened, but a ring may have lost its oldest positions.
    The two calls below record into an encoder. An append counts at once, and attention can be recorded after it; if the
-   command buffer fails, tqkv_metal_cache_failed takes back what it had. The processor sees the codes, and with `calibrate` the
-   centre and the scale, after the buffer has completed: nothing waits for these. Rows of a tail lie apart
-   from those of the keys: a shared cache takes them as v, and nothing without a tail, others behind all rows of the keys. */
+   command buffer fails, tqkv_metal_cache_failed takes back what it had. The processor sees the codes, and with
+   `calibrate` the centre and the scale, after the buffer has completed: nothing waits for these. Rows of a tail lie
+   apart from those of the keys: a shared cache takes them as v, and nothing without a tail, others behind all rows of
+   the keys. */
 TQKV_METAL_API tqkv_result tqkv_metal_cache_append(tqkv_metal *m, tqkv_metal_object encoder, tqkv_cache *c,
                                                    tqkv_metal_buffer k, tqkv_metal_buffer v, int n_tokens,
                                                    tqkv_metal_buffer not_finite);
@@ -939,8 +953,8 @@ TQKV_METAL_API tqkv_result tqkv_metal_cache_attend(tqkv_metal *m, tqkv_metal_obj
                                                    tqkv_metal_buffer q, int n_queries, tqkv_metal_buffer scratch,
                                                    tqkv_metal_buffer out);
 TQKV_METAL_API tqkv_result tqkv_metal_cache_scratch(tqkv_metal *m, const tqkv_cache *c, int n_queries, size_t *bytes);
-/* As tqkv_cache_attend_some: with the list and the tree of `some`, in buffers, whose other fields are ignored; and what scratch
-   that takes. */
+/* As tqkv_cache_attend_some: with the list and the tree of `some`, in buffers, whose other fields are ignored; and what
+   scratch that takes. */
 TQKV_METAL_API tqkv_result tqkv_metal_cache_attend_some(tqkv_metal *m, tqkv_metal_object encoder, const tqkv_cache *c,
                                                         const tqkv_metal_attention *some, tqkv_metal_buffer q,
                                                         int n_queries, tqkv_metal_buffer scratch,
@@ -949,12 +963,13 @@ TQKV_METAL_API tqkv_result tqkv_metal_cache_some_scratch(tqkv_metal *m, const tq
                                                          const tqkv_metal_attention *some, int n_queries,
                                                          size_t *bytes);
 
-/* Builds the pipelines of such calls now, wherever the context will stand: encode_kv into the two stores (keys and tail, if
-   there is one; encode, if the keys are the values), with their pages if they have a table, and into those of exact_first and
-   exact_last, as many as there will be; attention of 1 to max_queries queries (0: 1), with a list if there is one; and what
-   `also` adds up: the same in batches, and slices, their merge and finish. No pages are looked at, and of buffers only
-   whether they are there: centres, sinks, a tree, a list and pages have pipelines of their own. Any thread may call it while
-   others record; those do not wait. Other calls build theirs on first use, which takes up to a second each. */
+/* Builds the pipelines of such calls now, wherever the context will stand: encode_kv into the two stores (keys and
+   tail, if there is one; encode, if the keys are the values), with their pages if they have a table, and into those of
+   exact_first and exact_last, as many as there will be; attention of 1 to max_queries queries (0: 1), with a list if
+   there is one; and what `also` adds up: the same in batches, and slices, their merge and finish. No pages are looked
+   at, and of buffers only whether they are there: centres, sinks, a tree, a list and pages have pipelines of their own.
+   Any thread may call it while others record; those do not wait. Other calls build theirs on first use, which takes up
+   to a second each. */
 #define TQKV_METAL_BATCHES 1
 #define TQKV_METAL_SLICES  2
 TQKV_METAL_API tqkv_result tqkv_metal_prepare(tqkv_metal *m, const tqkv_metal_attention *a, int max_queries, int also);
@@ -969,8 +984,8 @@ TQKV_METAL_API tqkv_result tqkv_metal_cache_prepare(tqkv_metal *m, const tqkv_ca
    tqkv_metal_X records. It needs TQKV_METAL beside TQKV_IMPLEMENTATION, but neither tqkv_metal.m nor Metal: buffers are
    only compared, so `buffer` may be any pointer that stands for one.
    For each dispatch of a plan, unless launch.threadgroups[0] is 0: take the pipeline of `kernel`, give it arguments and
-   bindings, wait for the dispatch before if there is a barrier, and run what tqkv_metal_plan_launch says. docs/metal.md has
-   the steps for Metal, examples/metal_plan.cpp is such an engine. */
+   bindings, wait for the dispatch before if there is a barrier, and run what tqkv_metal_plan_launch says. docs/metal.md
+   has the steps for Metal, examples/metal_plan.cpp is such an engine. */
 enum {
     TQKV_METAL_NAME = 48,       /* bytes of a kernel's name, with the zero */
     TQKV_METAL_TEXT = 256,      /* of tqkv_metal_kernel_text */
@@ -998,7 +1013,8 @@ typedef enum tqkv_metal_family {
     TQKV_METAL_CALIBRATE
 } tqkv_metal_family;
 
-/* Identifies a pipeline. Only bytes, without padding: a program keeps its pipelines by them and compares with memcmp. */
+/* Identifies a pipeline. Only bytes, without padding: a program keeps its pipelines by them and compares with
+   memcmp. */
 typedef struct tqkv_metal_kernel {
     uint8_t family, head_dim, value_dim; /* in units of 16, 0 = none; value_dim: if it differs */
     uint8_t constants[TQKV_METAL_CONSTANTS];
@@ -1006,10 +1022,11 @@ typedef struct tqkv_metal_kernel {
 
 /* The name of its function in the library. */
 TQKV_API void tqkv_metal_kernel_name(const tqkv_metal_kernel *kernel, char name[TQKV_METAL_NAME]);
-/* The same and its constants, "x" for one that is not set: a name of the pipeline, for engines that keep them by strings. */
+/* The same and its constants, "x" for one that is not set: a name of the pipeline, for engines that keep them by
+   strings. */
 TQKV_API void tqkv_metal_kernel_text(const tqkv_metal_kernel *kernel, char text[TQKV_METAL_TEXT]);
-/* The most threads of a threadgroup that plans give it, a multiple of 32: maxTotalThreadsPerThreadgroup of its pipeline's
-   descriptor. Otherwise compilers plan for 1024, with fewer registers for each. */
+/* The most threads of a threadgroup that plans give it, a multiple of 32: maxTotalThreadsPerThreadgroup of its
+   pipeline's descriptor. Otherwise compilers plan for 1024, with fewer registers for each. */
 TQKV_API int tqkv_metal_kernel_threads(const tqkv_metal_kernel *kernel);
 typedef enum tqkv_metal_constant { TQKV_METAL_UNSET, TQKV_METAL_BOOL, TQKV_METAL_UINT } tqkv_metal_constant;
 /* The type of function constant `index` and, unless it is not set, its value: 0 or 1 of a bool. */
@@ -1077,8 +1094,8 @@ TQKV_API const char *tqkv_metal_stale_table(const void *report);
 /* Whether the GPU's matrices lie as attend_matrix needs them. If not, or if the system refuses that kernel:
    tqkv_metal_plan_lanes. */
 TQKV_API bool tqkv_metal_has_matrices(const void *report);
-/* Puts attend in the place of attend_matrix; buffers and arguments stay. False for a batch, which has to be planned without
-   matrices. */
+/* Puts attend in the place of attend_matrix; buffers and arguments stay. False for a batch, which has to be planned
+   without matrices. */
 TQKV_API bool tqkv_metal_plan_lanes(tqkv_metal_plan *plan);
 
 /* Shapes, units and results are those of tqkv_metal_X. */
@@ -1143,8 +1160,8 @@ TQKV_API tqkv_result tqkv_metal_plan_cache_append(const tqkv_cache *c, tqkv_meta
                                                   tqkv_metal_buffer v, int n_tokens, tqkv_metal_buffer not_finite,
                                                   tqkv_metal_plan *plan);
 TQKV_API void tqkv_metal_cache_appended(tqkv_cache *c, int n_tokens);
-/* For appends that did not run, because a command buffer failed: as tqkv_cache_truncate, and if one of them was to learn centre and
-   scale (calibrate), the cache learns again. Before any other edit, and when nothing is under way. */
+/* For appends that did not run, because a command buffer failed: as tqkv_cache_truncate, and if one of them was to
+   learn centre and scale (calibrate), the cache learns again. Before any other edit, and when nothing is under way. */
 TQKV_API tqkv_result tqkv_metal_cache_failed(tqkv_cache *c, int64_t end);
 TQKV_API tqkv_result tqkv_metal_plan_cache_scratch(const tqkv_cache *c, const tqkv_metal_attention *some, int n_queries,
                                                    size_t *bytes);
@@ -1154,7 +1171,8 @@ TQKV_API tqkv_result tqkv_metal_plan_cache_attend(const tqkv_cache *c, tqkv_meta
                                                   tqkv_metal_buffer out, tqkv_metal_plan *plan);
 
 /* Plans whose kernels are all that such calls will need: as tqkv_metal_prepare, tqkv_metal_index_prepare and
-   tqkv_metal_cache_prepare. `visit` sees each plan, and must build its pipelines and not run it; its failure ends the call. */
+   tqkv_metal_cache_prepare. `visit` sees each plan, and must build its pipelines and not run it; its failure ends the
+   call. */
 typedef tqkv_result (*tqkv_metal_visit)(void *user, tqkv_metal_plan *plan);
 TQKV_API tqkv_result tqkv_metal_plan_prepare(const tqkv_metal_attention *a, int max_queries, int also,
                                              tqkv_metal_visit visit, void *user);
@@ -1171,8 +1189,8 @@ TQKV_API tqkv_result tqkv_metal_plan_cache_prepare(const tqkv_cache *c, tqkv_met
 
 /* ---- The implementation starts here: stop reading if you only want the API. ----
 
-   It is joined from the files of src/, one a tag: plan_rows.h is >>plan-rows, store.h >>store-code. Each uses what stands
-   above it.
+   It is joined from the files of src/, one a tag: plan_rows.h is >>plan-rows, store.h >>store-code. Each uses what
+   stands above it.
 
      >>tables         one row a format, one row a head_dim, codebooks; the shaders include it, too
      >>backend        what a cache and the context of a GPU know of each other
@@ -2275,21 +2293,22 @@ static tqkv_result tqkv__check_pages(const tqkv__stream *s, int64_t first, int64
     return TQKV_OK;
 }
 
-/* Whether no number of ids occurs twice or among others, but for negative ones; ids: [n], others: [n_others], or NULL and 0. Marks
-   32768 numbers at a time in 4 KiB of stack. */
+/* Whether no number of ids occurs twice or among others, but for negative ones; ids: [n], others: [n_others], or NULL
+   and 0. Marks 32768 numbers at a time in 4 KiB of stack. */
 static bool tqkv__all_distinct(const int32_t *ids, int64_t n, const int32_t *others, int64_t n_others)
 {
     enum { at_a_time = 32768 };
     uint8_t marks[at_a_time / 8];
-    int64_t low = n + n_others > 1 ? INT32_MAX : 0, high = -1;
-    for (int64_t i = 0; i < n && n + n_others > 1; i++) {
+    const int64_t all = others ? n + n_others : n;
+    int64_t low = all > 1 ? INT32_MAX : 0, high = -1;
+    for (int64_t i = 0; i < n && all > 1; i++) {
         if (ids[i] >= 0 && ids[i] < low) low = ids[i];
         if (ids[i] > high) high = ids[i];
     }
     for (; low <= high; low += at_a_time) {
         memset(marks, 0, sizeof marks);
-        for (int64_t i = 0; i < n + n_others; i++) {
-            const int32_t id = i < n ? ids[i] : others[i - n];
+        for (int64_t i = 0; i < all; i++) {
+            const int32_t id = i < n || !others ? ids[i] : others[i - n];
             const int64_t at = id - low;
             if (id < 0 || at < 0 || at >= at_a_time) continue;
             if (marks[at / 8] >> (at % 8) & 1) return false;
@@ -2998,22 +3017,24 @@ static void tqkv__unpack(const tqkv__stream *s, const uint8_t *row, uint8_t *cod
 #define TQKV__FAR 100.0f
 
 /* Quantising without bisection. The boundaries are symmetric; the positive ones suffice. 2^bits cells of equal width
-   hold at most one boundary each. The same arithmetic finds the cell of a value and of a boundary, and rounding keeps
-   order: boundaries in earlier cells are below the value, boundaries in later cells are above it. One comparison
-   remains, with the boundary in the value's own cell or, if it has none, the next one. */
+   hold at most one boundary each, away from the cell's ends: roundings that bring a value near an end to the next cell
+   change nothing. Boundaries in earlier cells are below the value, boundaries in later cells are above it. One
+   comparison remains, with the boundary in the value's own cell or, if it has none, the next one. */
+#define TQKV__CELL_MARGIN 0.004f /* of a cell's width; a value's cell is off by 0.0001 at most */
 typedef struct tqkv__quantiser {
+    TQKV__ALIGNED uint8_t below[256]; /* boundaries in the cells before this one */
+    float bounds[128];                /* the positive boundaries, then infinity */
+    uint8_t planes[4][128];           /* TQ8, vectors of 16: byte p of each bound in planes[p], for byte look-ups */
+    /* Shorter vectors: of each cell, from 5 bits up, the bound that a value there is compared with, and the centroid
+       below it; the one above is that of the next cell, if the bound is in this one. One load of two cells takes
+       all. */
+    float entries[257][2];
+    float squares[32];         /* of the positive centroids, up to 6 bits */
+    float squares_by_code[16]; /* of all centroids, up to 4 bits; 2 and 3 bits: repeated */
+    float centroids[32];       /* the positive ones, up to 6 bits */
     uint32_t half, low;        /* of codes, four to a word: the highest bit, and the bits below it */
     int shift;                 /* from that bit to the lowest */
     float slope, top;          /* cell of a magnitude w: the whole part of min(w * slope, top) */
-    uint8_t below[256];        /* boundaries in the cells before this one */
-    float bounds[128];         /* the positive boundaries, then infinity */
-    float squares[32];         /* of the positive centroids, up to 6 bits */
-    float squares_by_code[16]; /* of all centroids, up to 4 bits; 2 and 3 bits: repeated */
-    uint8_t planes[4][128];    /* TQ8: byte p of each bound in planes[p], for byte look-ups */
-    float centroids[32];       /* the positive ones, up to 6 bits */
-    /* An entry is of a cell, from 5 bits up: the bound that a value there is compared with, the centroid below it, the
-       one above. Where tables do not fit registers one load takes all. */
-    float entries[256][4];
 } tqkv__quantiser;
 
 static void tqkv__quantiser_open(const tqkv__stream *s, tqkv__quantiser *q)
@@ -3025,9 +3046,10 @@ static void tqkv__quantiser_open(const tqkv__stream *s, tqkv__quantiser *q)
     q->half = 0x01010101u << q->shift;
     q->low = q->half - 0x01010101u;
     q->top = (float)((1 << bits) - 1);
-    q->slope = q->top / positive[n - 1];
+    q->slope = (q->top + 0.45f) / positive[n - 1];
     for (int i = 0; i < n; i++) {
         const float at = positive[i] * q->slope;
+        TQKV_ASSERT(at - floorf(at) > TQKV__CELL_MARGIN && at - floorf(at) < 1.0f - TQKV__CELL_MARGIN);
         for (const int own = (int)(at < q->top ? at : q->top); cell <= own; cell++) q->below[cell] = (uint8_t)i;
         q->bounds[i] = positive[i];
     }
@@ -3041,13 +3063,14 @@ static void tqkv__quantiser_open(const tqkv__stream *s, tqkv__quantiser *q)
         const float centroid = bits <= 4 ? s->codebook[i % (1 << bits)] : 0.0f;
         q->squares_by_code[i] = TQKV__AS_FLOAT(centroid * centroid);
     }
-    if (bits == 8) tqkv__split_floats(q->bounds, 128, q->planes);
-    for (int i = 0; i < 1 << bits && bits > 4; i++) {
-        const int below = q->below[i];
+    if (tqkv__isa_for(s->head_dim)->lanes == 16) { /* look up by bytes, or hold 6 bits in registers */
+        if (bits == 8) tqkv__split_floats(q->bounds, 128, q->planes);
+        return;
+    }
+    for (int i = 0; i <= 1 << bits && bits > 4; i++) {
+        const int below = i < 1 << bits ? q->below[i] : n;
         q->entries[i][0] = q->bounds[below];
         q->entries[i][1] = s->codebook[n + 1 + below];
-        q->entries[i][2] = s->codebook[n + 1 + (below < n ? below + 1 : n)];
-        q->entries[i][3] = 0.0f;
     }
 }
 
@@ -3518,7 +3541,8 @@ static bool tqkv__row_converts(const tqkv__stream *s, int kv_head, int slot)
     return true;
 }
 
-/* Whether both stores are tables over one pool, and those pages of `to` that have n > 0 positions are none of those of `from`. */
+/* Whether both stores are tables over one pool, and those pages of `to` that have n > 0 positions are none of those of
+   `from`. */
 static bool tqkv__other_pages(const tqkv__stream *to, const tqkv__stream *from, int64_t position, int n)
 {
     if (!to->pages || !from->pages || to->codes != from->codes || to->norms != from->norms) return false;
@@ -3528,8 +3552,8 @@ static bool tqkv__other_pages(const tqkv__stream *to, const tqkv__stream *from, 
     return tqkv__all_distinct(to->pages + first, count, from->pages + first, count);
 }
 
-/* Whether n positions can be converted without writing what is still to be read. Rows that begin where longer rows begin can be
-   written over them in ascending order. */
+/* Whether n positions can be converted without writing what is still to be read. Rows that begin where longer rows
+   begin can be written over them in ascending order. */
 static bool tqkv__stays_apart(const tqkv__stream *to, const tqkv__stream *from, int64_t position, int n)
 {
     const bool aligned = to->capacity == from->capacity && to->ring == from->ring && !to->pages && !from->pages;
@@ -6301,9 +6325,9 @@ TQKV__TARGET static void TQKV__(scale_row)(const tqkv__stream *s, float *row, fl
    of each lane's next element n_lanes further on. So the sums of lanes are sums of vectors. Magnitudes are enough:
    codebooks are symmetric, a value has the sign of its centroid, and a product of 0 adds nothing. */
 typedef struct TQKV__(turned) {
-    TQKV__ALIGNED float sizes[TQKV_MAX_HEAD_DIM];
-    TQKV__ALIGNED int32_t less[TQKV_MAX_HEAD_DIM];   /* -1 for positive values, see TQKV__(fold) */
-    TQKV__ALIGNED uint32_t found[TQKV_MAX_HEAD_DIM]; /* see TQKV__(find) */
+    TQKV__ALIGNED float sizes[TQKV_MAX_HEAD_DIM + 128];
+    TQKV__ALIGNED int32_t less[TQKV_MAX_HEAD_DIM + 128]; /* -1 for positive values, see TQKV__(fold) */
+    TQKV__ALIGNED uint32_t found[TQKV_MAX_HEAD_DIM];     /* see TQKV__(find) */
 } TQKV__(turned);
 
 /* NaN becomes infinity, which is no larger with any factor either, and has the square of NaN's code. */
@@ -6371,13 +6395,12 @@ TQKV__OP TQKV__VECTOR TQKV__(sizes_times)(const TQKV__(turned) * t, int at, TQKV
 /* The tables of a codebook of up to 6 bits, in registers: vectors of 16 floats at least, which one permutation reads */
 #define TQKV__BOOK_VECTORS (TQKV__LANES == 4 ? 4 : 2)
 typedef struct TQKV__(book) {
-    TQKV__VECTOR slope, top, bounds[TQKV__BOOK_VECTORS], centroids[TQKV__BOOK_VECTORS];
+    TQKV__VECTOR top, bounds[TQKV__BOOK_VECTORS], centroids[TQKV__BOOK_VECTORS];
     TQKV__(codes) below[4];
 } TQKV__(book);
 
 TQKV__OP void TQKV__(load_book)(const int bits, const tqkv__quantiser *q, TQKV__(book) * book)
 {
-    book->slope = TQKV__(set1)(q->slope);
     book->top = TQKV__(set1)(q->top);
     if (bits <= 6) TQKV__(load_below)(bits, q->below, book->below);
     for (int i = 0; i < TQKV__BOOK_VECTORS; i++) {
@@ -6386,52 +6409,55 @@ TQKV__OP void TQKV__(load_book)(const int bits, const tqkv__quantiser *q, TQKV__
     }
 }
 
-TQKV__OP TQKV__(codes) TQKV__(cells)(const TQKV__(book) * book, TQKV__VECTOR w)
+/* Returns the cells of sizes times a factor. slope: that of cells, times the factor */
+TQKV__OP TQKV__(codes) TQKV__(cells)(const TQKV__(turned) * t, int at, TQKV__VECTOR slope, TQKV__VECTOR top)
 {
-    return TQKV__(truncate)(TQKV__(min)(w * book->slope, book->top));
+    return TQKV__(truncate)(TQKV__(min)(TQKV__(load)(t->sizes + at) * slope, top));
 }
 
-/* Finds what nearest takes of a large codebook, for all values of a row: their centroids, or where the entries of their
-   cells are, in bytes. */
-TQKV__OP void TQKV__(find)(const tqkv__stream *s, const tqkv__quantiser *q, const TQKV__(book) * book,
-                           TQKV__VECTOR factor, TQKV__(turned) * t)
+/* Finds what nearest takes of a large codebook, for all values of a row: their centroids, or their cells. */
+TQKV__OP void TQKV__(find)(const tqkv__stream *s, const tqkv__quantiser *q, TQKV__VECTOR factor, TQKV__VECTOR slope,
+                           TQKV__(turned) * t)
 {
+    const TQKV__VECTOR top = TQKV__(set1)(q->top);
 #if TQKV__LANES == 16
-    (void)book;
-    for (int at = 0; at < s->head_dim; at += 64) { /* the last may be beyond the row */
-        TQKV__VECTOR four[4];
+    uint8_t *codes = (uint8_t *)t->found + sizeof t->found - TQKV_MAX_HEAD_DIM; /* read before centroids come there */
+    for (int at = 0; at < s->head_dim; at += 64) {                              /* the last may be beyond the row */
+        TQKV__VECTOR w[4];
+        TQKV__(codes) cells[4];
         TQKV__UNROLL
-        for (int i = 0; i < 4; i++) four[i] = TQKV__(sizes_times)(t, at + 16 * i, factor);
-        TQKV__(search_tq8)(s, q, four, four);
-        memcpy(t->found + at, four, sizeof four);
+        for (int i = 0; i < 4; i++) {
+            w[i] = TQKV__(sizes_times)(t, at + 16 * i, factor);
+            cells[i] = TQKV__(cells)(t, at + 16 * i, slope, top);
+        }
+        TQKV__(search_tq8)(q, cells, w, codes + at);
     }
+    for (int at = 0; at < s->head_dim; at += 64) TQKV__(centroids_tq8)(s, codes + at, t->found + at);
 #else
-    (void)q;
+    (void)factor;
     for (int at = 0; at < s->head_dim; at += TQKV__LANES) {
-        const TQKV__(codes) cells = TQKV__(cells)(book, TQKV__(sizes_times)(t, at, factor));
-        TQKV__(words) offsets;
-        memcpy(&offsets, &cells, sizeof offsets);
-        offsets <<= 4;
-        memcpy(t->found + at, &offsets, sizeof offsets);
+        const TQKV__(codes) cells = TQKV__(cells)(t, at, slope, top);
+        memcpy(t->found + at, &cells, sizeof cells);
     }
 #endif
 }
 
-/* Returns the centroids of sizes_times; bits is a constant. For 3 bits three comparisons are quicker than a cell. Of a
-   large codebook one load takes the bound and the centroids of a cell. */
+/* Returns the centroids of sizes_times or, TQ8 on vectors of 16, their negatives; bits is a constant. For 3 bits three
+   comparisons are quicker than a cell. Of a large codebook one load takes the bound and the centroids of a cell. */
 TQKV__OP TQKV__VECTOR TQKV__(nearest)(const int bits, const tqkv__quantiser *q, const TQKV__(book) * book,
-                                      const uint32_t *found, TQKV__VECTOR w)
+                                      const TQKV__(turned) * t, int at, TQKV__VECTOR factor, TQKV__VECTOR slope)
 {
+    const TQKV__VECTOR w = TQKV__(sizes_times)(t, at, factor);
     TQKV__(codes) index;
     TQKV__VECTOR entries[3];
     memset(&index, 0, sizeof index);
     const TQKV__(codes) none = index;
     if (TQKV__IS_LARGE(bits) && TQKV__LANES == 16) {
-        memcpy(entries, found, sizeof *entries);
+        memcpy(entries, t->found + at, sizeof *entries);
         return *entries;
     }
     if (TQKV__IS_LARGE(bits)) {
-        TQKV__(load_entries)(q->entries, found, entries);
+        TQKV__(load_entries)(q->entries, t->found + at, entries);
         return TQKV__(choose)(entries[0], w, entries[1], entries[2]);
     }
     if (bits == 3) {
@@ -6439,7 +6465,7 @@ TQKV__OP TQKV__VECTOR TQKV__(nearest)(const int bits, const tqkv__quantiser *q, 
         for (int b = 0; b < 3; b++) index = TQKV__(code_from)(index, TQKV__(set1)(q->bounds[b]), w, none);
         return TQKV__(bound)(bits, book->centroids, index);
     }
-    index = TQKV__(below)(bits, book->below, TQKV__(cells)(book, w));
+    index = TQKV__(below)(bits, book->below, TQKV__(cells)(t, at, slope, book->top));
     index = TQKV__(code_from)(index, TQKV__(bound)(bits, book->bounds, index), w, none);
     return TQKV__(bound)(bits, book->centroids, index);
 }
@@ -6453,13 +6479,12 @@ TQKV__OP void TQKV__(try_factors)(const int bits, const tqkv__stream *s, const t
     TQKV__(book) book;
     TQKV__(load_book)(bits, q, &book);
     for (int f = 0; f < TQKV__MOST_FACTORS; f++) {
-        const TQKV__VECTOR factor = TQKV__(set1)(s->factors[f]);
-        if (TQKV__IS_LARGE(bits)) TQKV__(find)(s, q, &book, factor, t);
+        const TQKV__VECTOR factor = TQKV__(set1)(s->factors[f]), slope = TQKV__(set1)(s->factors[f] * q->slope);
+        if (TQKV__IS_LARGE(bits)) TQKV__(find)(s, q, factor, slope, t);
         for (int lane = 0; lane < n_lanes; lane += TQKV__LANES) {
             TQKV__VECTOR products = TQKV__(set1)(0.0f), squares = products;
             for (int at = lane; at < s->head_dim; at += n_lanes) {
-                const TQKV__VECTOR c =
-                    TQKV__(nearest)(bits, q, &book, t->found + at, TQKV__(sizes_times)(t, at, factor));
+                const TQKV__VECTOR c = TQKV__(nearest)(bits, q, &book, t, at, factor, slope);
                 products += TQKV__(rounded)(TQKV__(load)(t->sizes + at) * c);
                 squares += TQKV__(rounded)(c * c);
             }
@@ -8440,9 +8465,9 @@ TQKV__OP __m512 tqkv__choose_avx512(__m512 bound, __m512 w, __m512 below, __m512
 {
     return _mm512_mask_blend_ps(_mm512_cmp_ps_mask(bound, w, _CMP_LE_OQ), below, above);
 }
-TQKV__OP void tqkv__load_entries_avx512(const float (*entries)[4], const uint32_t *offsets, __m512 *x)
+TQKV__OP void tqkv__load_entries_avx512(const float (*entries)[2], const uint32_t *cells, __m512 *x)
 {
-    (void)entries, (void)offsets; /* search_tq8 takes their place */
+    (void)entries, (void)cells; /* search_tq8 takes their place */
     memset(x, 0, 3 * sizeof *x);
 }
 TQKV__OP __m512i tqkv__quantise_i8_avx512(__m512 v)
@@ -8547,29 +8572,32 @@ TQKV__TARGET static void tqkv__quantise_tq8_avx512(const tqkv__quantiser *q, con
     }
 }
 
-/* Finds the centroids of 64 sizes times a factor of a search of TQ8: counts, bounds and centroids by bytes, as in
-   quantise_tq8. Bounds are compared as integers, whose signs packing keeps. The stream has the centroids' bytes from
-   the most negative one on. */
-TQKV__OP void tqkv__search_tq8_avx512(const tqkv__stream *s, const tqkv__quantiser *q, const __m512 *w,
-                                      __m512 *centroids)
+/* Looks bytes up in a table of 128. upper: those of which the index is 64 or more */
+TQKV__OP __m512i tqkv__look_up_byte_avx512(const uint8_t *table, __mmask64 upper, __m512i index)
 {
-    __m512i below[4];
-    __m512i cell[4], plane[4], words[4];
-    for (int i = 0; i < 4; i++) below[i] = _mm512_loadu_si512((const void *)(q->below + 64 * i));
+    const __m512i first = _mm512_permutexvar_epi8(index, _mm512_loadu_si512((const void *)table));
+    return _mm512_mask_permutexvar_epi8(first, upper, index, _mm512_loadu_si512((const void *)(table + 64)));
+}
+/* Looks words up in a table of 128, in planes of bytes, in the order in which packing has them. */
+TQKV__OP void tqkv__look_up_words_avx512(const uint8_t (*planes)[128], __m512i index, __m512i *words)
+{
+    const __mmask64 upper = _mm512_movepi8_mask(_mm512_slli_epi16(index, 1));
+    __m512i plane[4];
     TQKV__UNROLL
-    for (int i = 0; i < 4; i++)
-        cell[i] =
-            _mm512_cvttps_epi32(_mm512_min_ps(_mm512_mul_ps(w[i], _mm512_set1_ps(q->slope)), _mm512_set1_ps(q->top)));
+    for (int p = 0; p < 4; p++) plane[p] = tqkv__look_up_byte_avx512(planes[p], upper, index);
+    tqkv__join_planes_avx512(plane, words);
+}
+/* Finds where the centroids of 64 sizes times a factor, w, of a search of TQ8 are: counts and bounds by bytes, as in
+   quantise_tq8. Bounds are compared as integers, whose signs packing keeps. */
+TQKV__OP void tqkv__search_tq8_avx512(const tqkv__quantiser *q, const __m512i *cell, const __m512 *w, uint8_t *codes)
+{
+    __m512i words[4];
     const __m512i cells =
         _mm512_packus_epi16(_mm512_packus_epi32(cell[0], cell[1]), _mm512_packus_epi32(cell[2], cell[3]));
-    __m512i count =
-        _mm512_mask_blend_epi8(_mm512_movepi8_mask(cells), _mm512_permutex2var_epi8(below[0], cells, below[1]),
-                               _mm512_permutex2var_epi8(below[2], cells, below[3]));
-    TQKV__UNROLL
-    for (int p = 0; p < 4; p++)
-        plane[p] = _mm512_permutex2var_epi8(_mm512_loadu_si512((const void *)q->planes[p]), count,
-                                            _mm512_loadu_si512((const void *)(q->planes[p] + 64)));
-    tqkv__join_planes_avx512(plane, words);
+    const __mmask64 odd = _mm512_movepi8_mask(_mm512_slli_epi16(cells, 1)), upper = _mm512_movepi8_mask(cells);
+    __m512i count = _mm512_mask_blend_epi8(upper, tqkv__look_up_byte_avx512(q->below, odd, cells),
+                                           tqkv__look_up_byte_avx512(q->below + 128, odd, cells));
+    tqkv__look_up_words_avx512(q->planes, count, words);
     TQKV__UNROLL
     for (int i = 0; i < 4; i++)
         words[i] = _mm512_sub_epi32(_mm512_castps_si512(w[i]), words[i]); /* negative: below the bound */
@@ -8577,13 +8605,15 @@ TQKV__OP void tqkv__search_tq8_avx512(const tqkv__stream *s, const tqkv__quantis
         _mm512_packs_epi16(_mm512_packs_epi32(words[0], words[1]), _mm512_packs_epi32(words[2], words[3]));
     count = _mm512_sub_epi8(_mm512_set1_epi8(126), count); /* of the next larger centroid */
     count = _mm512_mask_sub_epi8(count, _mm512_movepi8_mask(differences), count, _mm512_set1_epi8(-1));
+    _mm512_storeu_si512((void *)codes, count);
+}
+/* Looks up the centroids, all negative, of 64 such codes: the stream has their bytes from the most negative one on. */
+TQKV__OP void tqkv__centroids_tq8_avx512(const tqkv__stream *s, const uint8_t *codes, uint32_t *centroids)
+{
+    __m512i words[4];
+    tqkv__look_up_words_avx512(s->planes, _mm512_loadu_si512((const void *)codes), words);
     TQKV__UNROLL
-    for (int p = 0; p < 4; p++)
-        plane[p] = _mm512_permutex2var_epi8(_mm512_loadu_si512((const void *)s->planes[p]), count,
-                                            _mm512_loadu_si512((const void *)(s->planes[p] + 64)));
-    tqkv__join_planes_avx512(plane, words);
-    TQKV__UNROLL
-    for (int i = 0; i < 4; i++) centroids[i] = _mm512_abs_ps(_mm512_castsi512_ps(words[i]));
+    for (int i = 0; i < 4; i++) _mm512_storeu_si512((void *)(centroids + 16 * i), words[i]);
 }
 
 static void tqkv__mix_by_order_avx2(int m, const float *subrows, float factor, int n, float *out);
@@ -8868,13 +8898,13 @@ TQKV__OP __m256 tqkv__butterfly_avx2(const int stage, __m256 x)
 TQKV__OP __m256 tqkv__even_avx2(const int stage, __m256 a, __m256 b)
 {
     if (stage == 0) return _mm256_blend_ps(a, _mm256_moveldup_ps(b), 0xaa);
-    if (stage == 1) return _mm256_castpd_ps(_mm256_unpacklo_pd(_mm256_castps_pd(a), _mm256_castps_pd(b)));
+    if (stage == 1) return _mm256_shuffle_ps(a, b, 0x44);
     return _mm256_permute2f128_ps(a, b, 0x20);
 }
 TQKV__OP __m256 tqkv__odd_avx2(const int stage, __m256 a, __m256 b)
 {
     if (stage == 0) return _mm256_blend_ps(_mm256_movehdup_ps(a), b, 0xaa);
-    if (stage == 1) return _mm256_castpd_ps(_mm256_unpackhi_pd(_mm256_castps_pd(a), _mm256_castps_pd(b)));
+    if (stage == 1) return _mm256_shuffle_ps(a, b, 0xee);
     return _mm256_permute2f128_ps(a, b, 0x31);
 }
 TQKV__OP __m256i tqkv__larger_bits_avx2(__m256i largest, __m256 x)
@@ -8922,21 +8952,18 @@ TQKV__OP __m256 tqkv__choose_avx2(__m256 bound, __m256 w, __m256 below, __m256 a
 {
     return _mm256_blendv_ps(below, above, _mm256_cmp_ps(bound, w, _CMP_LE_OQ));
 }
-/* Loads the first three floats of 8 entries: x[i] has the i-th of each. offsets: of the entries, in bytes */
-TQKV__OP void tqkv__load_entries_avx2(const float (*entries)[4], const uint32_t *offsets, __m256 *x)
+/* Loads the bounds of 8 cells, the centroids below them and those above. */
+TQKV__OP void tqkv__load_entries_avx2(const float (*entries)[2], const uint32_t *cells, __m256 *x)
 {
-    const uint8_t *from = (const uint8_t *)(const void *)entries;
     __m256 four[4];
     TQKV__UNROLL
     for (int i = 0; i < 4; i++)
-        four[i] = _mm256_castsi256_ps(
-            _mm256_set_m128i(tqkv__load_128(from + offsets[i + 4]), tqkv__load_128(from + offsets[i])));
-    const __m256d low = _mm256_castps_pd(_mm256_unpacklo_ps(four[0], four[1])),
-                  high = _mm256_castps_pd(_mm256_unpacklo_ps(four[2], four[3]));
-    x[0] = _mm256_castpd_ps(_mm256_unpacklo_pd(low, high));
-    x[1] = _mm256_castpd_ps(_mm256_unpackhi_pd(low, high));
-    x[2] = _mm256_castpd_ps(_mm256_unpacklo_pd(_mm256_castps_pd(_mm256_unpackhi_ps(four[0], four[1])),
-                                               _mm256_castps_pd(_mm256_unpackhi_ps(four[2], four[3]))));
+        four[i] = _mm256_set_m128(_mm_loadu_ps(entries[cells[i + 4]]), _mm_loadu_ps(entries[cells[i]]));
+    const __m256 low = _mm256_shuffle_ps(four[0], four[1], 0x44), next = _mm256_shuffle_ps(four[2], four[3], 0x44);
+    x[0] = _mm256_shuffle_ps(low, next, 0x88);
+    x[1] = _mm256_shuffle_ps(low, next, 0xdd);
+    x[2] =
+        _mm256_shuffle_ps(_mm256_shuffle_ps(four[0], four[1], 0xee), _mm256_shuffle_ps(four[2], four[3], 0xee), 0xdd);
 }
 TQKV__OP __m256i tqkv__quantise_i8_avx2(__m256 v)
 {
@@ -9349,15 +9376,14 @@ TQKV__OP float32x4_t tqkv__choose_neon(float32x4_t bound, float32x4_t w, float32
 {
     return vbslq_f32(vcleq_f32(bound, w), above, below);
 }
-TQKV__OP void tqkv__load_entries_neon(const float (*entries)[4], const uint32_t *offsets, float32x4_t *x)
+TQKV__OP void tqkv__load_entries_neon(const float (*entries)[2], const uint32_t *cells, float32x4_t *x)
 {
-    const uint8_t *from = (const uint8_t *)(const void *)entries;
     float32x4_t four[4];
     TQKV__UNROLL
-    for (int i = 0; i < 4; i++) four[i] = vreinterpretq_f32_u8(vld1q_u8(from + offsets[i]));
-    const float32x4_t low = vtrn1q_f32(four[0], four[1]), high = vtrn1q_f32(four[2], four[3]);
-    x[0] = tqkv__even_neon(1, low, high);
-    x[1] = tqkv__even_neon(1, vtrn2q_f32(four[0], four[1]), vtrn2q_f32(four[2], four[3]));
+    for (int i = 0; i < 4; i++) four[i] = vld1q_f32(entries[cells[i]]);
+    const float32x4_t low = vtrn2q_f32(four[0], four[1]), high = vtrn2q_f32(four[2], four[3]);
+    x[0] = tqkv__even_neon(1, vtrn1q_f32(four[0], four[1]), vtrn1q_f32(four[2], four[3]));
+    x[1] = tqkv__even_neon(1, low, high);
     x[2] = tqkv__odd_neon(1, low, high);
 }
 TQKV__OP uint32x4_t tqkv__quantise_i8_neon(float32x4_t v)
@@ -11011,10 +11037,10 @@ static tqkv__list tqkv__open_list(const tqkv__attention *a, int query, int kv_he
     l.entries += gone;
     n -= gone;
     l.base = all.from >> l.shift << l.shift;
-    const int64_t newest_from = tqkv__newest_from(a, query, all, &newest), last = ((int64_t)1 << l.shift) - 1;
+    const int64_t newest_from = tqkv__newest_from(a, query, all, &newest), inside = ((int64_t)1 << l.shift) - 1;
     l.kept_from = tqkv__newest_from(a, query, tqkv__visible(a, query, kept), &newest);
     /* Without newest positions `recent` is the first block behind all that the query sees. */
-    l.recent = newest_from < all.to ? newest_from >> l.shift : (all.to >> l.shift) + ((all.to & last) > 0);
+    l.recent = newest_from < all.to ? newest_from >> l.shift : (all.to >> l.shift) + ((all.to & inside) > 0);
     l.n_before = tqkv__entry_at(l.entries, n, l.recent);
     const bool listed = l.n_before < n && l.entries[l.n_before] == l.recent; /* then all of it is seen */
     l.recent_from = newest_from < all.to && !listed ? newest_from : 0;
@@ -12139,21 +12165,21 @@ enum { TQKV__TASKS = 32 };
 typedef struct tqkv__queue {
     int n_units, n_tasks;
     int next; /* unit; atomic */
-    size_t slot_floats;
-    float *slot_list; /* [n_tasks][slot_floats], on cache lines of their own */
-    float *memory;    /* that holds them */
+    size_t scratch_floats;
+    float *scratch; /* [n_tasks][scratch_floats], each on cache lines of its own */
+    float *memory;  /* that holds them */
     size_t size;
 } tqkv__queue;
 
-/* Gets memory for the slots and, behind them, more floats; false if there is none. */
+/* Gets memory for the scratch of each task and, behind it, more floats; false if there is none. */
 static bool tqkv__queue_open(tqkv__queue *queue, const tqkv_allocator *allocator, size_t more)
 {
-    queue->slot_floats = (queue->slot_floats + 15) / 16 * 16;
-    if (queue->slot_floats > (SIZE_MAX / 8 - more) / (size_t)queue->n_tasks) return false;
-    queue->size = ((size_t)queue->n_tasks * queue->slot_floats + more + 16) * sizeof(float);
+    queue->scratch_floats = (queue->scratch_floats + 15) / 16 * 16;
+    if (queue->scratch_floats > (SIZE_MAX / 8 - more) / (size_t)queue->n_tasks) return false;
+    queue->size = ((size_t)queue->n_tasks * queue->scratch_floats + more + 16) * sizeof(float);
     queue->memory = (float *)allocator->alloc(allocator->user, queue->size);
     if (!queue->memory) return false;
-    queue->slot_list = queue->memory + (64 - (uintptr_t)queue->memory % 64) % 64 / sizeof(float);
+    queue->scratch = queue->memory + (64 - (uintptr_t)queue->memory % 64) % 64 / sizeof(float);
     return true;
 }
 
@@ -12169,7 +12195,7 @@ static int tqkv__queue_take(tqkv__queue *queue)
 enum { TQKV__WAVE_FLOATS = 1 << 20 };
 
 typedef struct tqkv__job {
-    tqkv__queue queue; /* slots: tiles, queries, gathered rows, sums of a piece, of all stretches, of one */
+    tqkv__queue queue; /* scratch: tiles, queries, gathered rows, sums of a piece, of all stretches, of one */
     tqkv__request *requests;
     int n_requests;
     bool spread;
@@ -12233,12 +12259,13 @@ static tqkv__sums tqkv__sums_of_item(const tqkv__request *request, const tqkv__i
     return own;
 }
 
-static TQKV__NOINLINE void tqkv__attend_unit(const tqkv__job *job, const tqkv__request *request, int unit, float *slot)
+static TQKV__NOINLINE void tqkv__attend_unit(const tqkv__job *job, const tqkv__request *request, int unit,
+                                             float *scratch)
 {
     const tqkv__attention *a = request->a;
     const tqkv__item item = tqkv__item_of(request, unit % request->n_items);
     const size_t rows = (size_t)request->rows_each, floats = rows * (size_t)(a->value_dim + 2);
-    float *q = slot + 2 * sizeof(tqkv__tile) / sizeof(float), *next = q + rows * tqkv__query_floats(a);
+    float *q = scratch + 2 * sizeof(tqkv__tile) / sizeof(float), *next = q + rows * tqkv__query_floats(a);
     float offsets[TQKV__CHUNK_ROWS];
     tqkv__attention gathered;
     tqkv__list list;
@@ -12247,7 +12274,7 @@ static TQKV__NOINLINE void tqkv__attend_unit(const tqkv__job *job, const tqkv__r
     w.item = &item;
     w.q = q;
     w.offsets = offsets;
-    w.tiles = (tqkv__tile *)(void *)slot;
+    w.tiles = (tqkv__tile *)(void *)scratch;
     w.piece = tqkv__sums_at(next, rows, a->value_dim);
     w.list = a->call.list ? &list : NULL;
     w.exact[0] = tqkv__exact_at(a, item.first_row / a->group);
@@ -12295,11 +12322,11 @@ static const tqkv__request *tqkv__request_of(const tqkv__job *job, int unit)
 static void tqkv__attend_task(void *context, int index)
 {
     tqkv__job *job = (tqkv__job *)context;
-    float *slot = job->queue.slot_list + (size_t)index * job->queue.slot_floats;
+    float *scratch = job->queue.scratch + (size_t)index * job->queue.scratch_floats;
     const uint64_t mode = tqkv__fp_exact();
     for (int unit; (unit = tqkv__queue_take(&job->queue)) >= 0;) {
         const tqkv__request *request = tqkv__request_of(job, unit);
-        tqkv__attend_unit(job, request, unit - request->first_unit, slot);
+        tqkv__attend_unit(job, request, unit - request->first_unit, scratch);
     }
     tqkv__fp_restore(mode);
 }
@@ -12440,9 +12467,9 @@ static tqkv_result tqkv__run_job(tqkv__request *requests, int n_requests)
     int64_t n_units = 0;
     for (int i = 0; i < n_requests; i++) {
         const size_t rows = (size_t)requests[i].rows_each, sums = rows * (size_t)(requests[i].a->value_dim + 2);
-        const size_t slot = 2 * sizeof(tqkv__tile) / sizeof(float) + rows * tqkv__query_floats(requests[i].a) +
-                            (job.spread ? 1 : 3) * sums + tqkv__gathered_floats(requests[i].a);
-        if (slot > queue->slot_floats) queue->slot_floats = slot;
+        const size_t scratch = 2 * sizeof(tqkv__tile) / sizeof(float) + rows * tqkv__query_floats(requests[i].a) +
+                               (job.spread ? 1 : 3) * sums + tqkv__gathered_floats(requests[i].a);
+        if (scratch > queue->scratch_floats) queue->scratch_floats = scratch;
         requests[i].first_unit = (int)n_units;
         n_units += requests[i].n_items;
         if (n_units > INT_MAX - TQKV__TASKS) return TQKV__INVALID("more query rows than an int counts");
@@ -12450,7 +12477,7 @@ static tqkv_result tqkv__run_job(tqkv__request *requests, int n_requests)
     queue->n_units = (int)n_units;
     if (!job.spread && queue->n_tasks > queue->n_units) queue->n_tasks = queue->n_units;
     if (!tqkv__queue_open(queue, allocator, job.wave_floats + totals)) return TQKV_OUT_OF_MEMORY;
-    job.waves = queue->slot_list + (size_t)queue->n_tasks * queue->slot_floats;
+    job.waves = queue->scratch + (size_t)queue->n_tasks * queue->scratch_floats;
     if (job.spread)
         tqkv__run_waves(&job, parallel, job.waves + job.wave_floats);
     else
@@ -12850,7 +12877,7 @@ typedef struct tqkv__scoring {
     tqkv__queue queue;
 } tqkv__scoring;
 
-/* An item at work; all but the tile lies in the task's slot. */
+/* An item at work; its arrays lie in the task's scratch. */
 typedef struct tqkv__scored {
     int first_query, n_queries;
     double *totals;           /* [n_queries], of the block in progress: TQKV_POOL_MEAN */
@@ -12866,7 +12893,7 @@ static int tqkv__tile_rows(const tqkv__index *x)
     return rows < most ? rows : most;
 }
 
-static tqkv__scored tqkv__open_scored(const tqkv__scoring *job, int item, float *slot)
+static tqkv__scored tqkv__open_scored(const tqkv__scoring *job, int item, float *scratch)
 {
     const tqkv__index *x = job->x;
     const size_t each = (size_t)job->queries_each, rows = each * (size_t)x->a.call.n_heads;
@@ -12874,7 +12901,7 @@ static tqkv__scored tqkv__open_scored(const tqkv__scoring *job, int item, float 
     s.first_query = item * job->queries_each;
     s.n_queries = x->a.call.n_queries - s.first_query;
     if (s.n_queries > job->queries_each) s.n_queries = job->queries_each;
-    s.tile = slot;
+    s.tile = scratch;
     s.sums = s.tile + tqkv__tile_rows(x) * TQKV__TILE;
     s.q = s.sums + each * TQKV__TILE;
     s.rest = s.q + rows * tqkv__first_floats(&x->a);
@@ -12943,11 +12970,11 @@ static void tqkv__pool(const tqkv__index *x, const float *sums, int64_t position
     }
 }
 
-static TQKV__NOINLINE void tqkv__score_unit(const tqkv__scoring *job, int unit, float *slot)
+static TQKV__NOINLINE void tqkv__score_unit(const tqkv__scoring *job, int unit, float *scratch)
 {
     const tqkv__index *x = job->x;
     const tqkv__stream *keys = &x->a.keys;
-    tqkv__scored s = tqkv__open_scored(job, unit % job->n_items, slot);
+    tqkv__scored s = tqkv__open_scored(job, unit % job->n_items, scratch);
     const int64_t block = unit / job->n_items * job->blocks_each;
     const int64_t n_blocks = x->blocks - block < job->blocks_each ? x->blocks - block : job->blocks_each;
     int64_t from = block * x->call.block, to = tqkv__index_end(x, s.first_query + s.n_queries - 1);
@@ -12983,9 +13010,9 @@ static TQKV__NOINLINE void tqkv__score_unit(const tqkv__scoring *job, int unit, 
 static void tqkv__score_task(void *context, int index)
 {
     tqkv__scoring *job = (tqkv__scoring *)context;
-    float *slot = job->queue.slot_list + (size_t)index * job->queue.slot_floats;
+    float *scratch = job->queue.scratch + (size_t)index * job->queue.scratch_floats;
     const uint64_t mode = tqkv__fp_exact();
-    for (int unit; (unit = tqkv__queue_take(&job->queue)) >= 0;) tqkv__score_unit(job, unit, slot);
+    for (int unit; (unit = tqkv__queue_take(&job->queue)) >= 0;) tqkv__score_unit(job, unit, scratch);
     tqkv__fp_restore(mode);
 }
 
@@ -13005,7 +13032,7 @@ static tqkv_result tqkv__divide_scoring(tqkv__scoring *job)
     job->queue.n_units = (int)ranges * job->n_items;
     job->queue.n_tasks = !hook ? 1 : job->queue.n_units < TQKV__TASKS ? job->queue.n_units : (int)TQKV__TASKS;
     const size_t each = (size_t)job->queries_each, all = each * (size_t)n_heads;
-    job->queue.slot_floats = ((size_t)rows + each) * TQKV__TILE + all * (tqkv__query_floats(&x->a) + 2) + 2 * each;
+    job->queue.scratch_floats = ((size_t)rows + each) * TQKV__TILE + all * (tqkv__query_floats(&x->a) + 2) + 2 * each;
     return TQKV_OK;
 }
 
@@ -14276,7 +14303,7 @@ static TQKV__NOINLINE tqkv_result tqkv__attend_raw(const tqkv_cache *c, const tq
 
 TQKV_API tqkv_cache_desc tqkv_cache_preset(tqkv_preset preset)
 {
-    static const tqkv_format formats[3][2] = {{TQKV_I8, TQKV_TQ4}, {TQKV_TQ4, TQKV_TQ4}, {TQKV_TQ3, TQKV_TQ2}};
+    static const tqkv_format formats[3][2] = {{TQKV_I8, TQKV_TQ4}, {TQKV_TQ5, TQKV_TQ3}, {TQKV_TQ3, TQKV_TQ2}};
     tqkv_cache_desc desc;
     memset(&desc, 0, sizeof desc);
     if (preset != TQKV_SAFE && preset != TQKV_SMALL && preset != TQKV_TINY) return desc;

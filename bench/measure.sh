@@ -3,6 +3,7 @@
 #
 # Usage: measure.sh FILE cpu    each instruction set of build/bench, with the peers in build/; then the build options
 #        measure.sh FILE gpu    `make bench-gpu`, on a machine with an NVIDIA GPU
+#        measure.sh FILE presets  presets alone, for docs/quality.md
 #
 # COMMIT=... names the commit where there is no git. PEERS=... are shared objects, FLAGS=... options of build/bench for a
 # short run, THREADS=... a number of threads for the whole machine.
@@ -78,7 +79,11 @@ run_bench() {
     echo "# compiler: $(${CC:-cc} --version | head -1)"
     echo "# load before: $(load)"
     begin=$(date +%s)
-    if [ "$kind" = gpu ]; then make --no-print-directory bench-gpu; else run_bench; fi
+    case $kind in
+    gpu) make --no-print-directory bench-gpu ;;
+    presets) build/bench --only presets ;;
+    *) run_bench ;;
+    esac
     echo "# load after: $(load)"
     echo "# seconds: $(($(date +%s) - begin))"
 } >"$file.part"

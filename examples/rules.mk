@@ -76,15 +76,9 @@ BREW_TEST += cmake meson
 
 # ---- Charts: docs/*.svg from what the examples and `make bench` print ----
 
-CHART_WINDOWS ?= 16
-
 .PHONY: deps-charts
 deps-charts: ## install what `make charts` needs
 	@$(call install,$(if $(filter Darwin,$(SYSTEM)),gnuplot,gnuplot-nox))
-
-$(BUILD)/charts/quality.txt: $(BUILD)/tinylm
-	@mkdir -p $(@D)
-	$(BUILD)/tinylm score --all --windows $(CHART_WINDOWS) > $@
 
 $(BUILD)/charts/histogram.txt: $(BUILD)/real_kv
 	@mkdir -p $(@D)
@@ -93,6 +87,9 @@ $(BUILD)/charts/histogram.txt: $(BUILD)/real_kv
 $(BUILD)/charts/advise.txt: $(BUILD)/advise
 	@mkdir -p $(@D)
 	$(BUILD)/advise --chart examples/data/real_kv.bin > $@
+
+docs/quality.svg: $(wildcard bench/models/results/*-prose.txt) docs/charts/quality.gp docs/charts/style.gp
+	gnuplot -e "input='bench/models/results'; output='$@'" docs/charts/style.gp docs/charts/quality.gp
 
 docs/%.svg: $(BUILD)/charts/%.txt docs/charts/%.gp docs/charts/style.gp
 	gnuplot -e "input='$<'; output='$@'" docs/charts/style.gp docs/charts/$*.gp

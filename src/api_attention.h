@@ -52,8 +52,8 @@ typedef struct tqkv_attention {
     const float *sinks;
     tqkv_arithmetic arithmetic;
 
-    /* Rows of q and out. Outputs are rounded once, at the end; too large for a half: infinity. Sums of slices are always
-       float. */
+    /* Rows of q and out. Outputs are rounded once, at the end; too large for a half: infinity. Sums of slices are
+       always float. */
     tqkv_type query_type, output_type;
     tqkv_strides query_strides, output_strides; /* sums of slices have no gaps */
     tqkv_basis query_basis;                     /* TQKV_ROTATED: q is rotated already */

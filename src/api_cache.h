@@ -26,8 +26,8 @@ typedef struct tqkv_cache_desc {
        not. Until the append that reaches them keys and values are halves as they came, and attention is exact. That
        append encodes them; queries at these positions still read the halves, until the next append gives their memory
        back (with non_causal, until this one). The same codes however positions came. What it has learned is in
-       tqkv_cache_keys. On a GPU the halves' memory stays as long as the cache, because work under way may read it: a copy
-       by tqkv_cache_fork, made when the cache has learned, has none. */
+       tqkv_cache_keys. On a GPU the halves' memory stays as long as the cache, because work under way may read it: a
+       copy by tqkv_cache_fork, made when the cache has learned, has none. */
     int calibrate;
 
     /* Attention, as the fields of tqkv_attention. */
@@ -50,9 +50,8 @@ typedef struct tqkv_cache_desc {
    value, with norms, at head_dim 64 / 128 / 256. */
 typedef enum tqkv_preset {
     TQKV_SAFE = 0, /* I8 keys, TQ4 values: 6.5 / 6.25 / 6.19 */
-    TQKV_SMALL, /* TQ4, TQ4: 4.5 / 4.25 / 4.13. TQ5 keys with TQ3 values lose a third less at as many bits, and take up to a fifth
-                      more time */
-    TQKV_TINY /* TQ3, TQ2: 3 / 2.75 / 2.63 */
+    TQKV_SMALL,    /* TQ5, TQ3: 4.5 / 4.25 / 4.13. TQ4 for both loses 1.6 times as much, in 0.8 to 0.95 of the time */
+    TQKV_TINY      /* TQ3, TQ2: 3 / 2.75 / 2.63 */
 } tqkv_preset;
 TQKV_API tqkv_cache_desc tqkv_cache_preset(tqkv_preset preset); /* zeros for an unknown one */
 

@@ -12,8 +12,8 @@
 
    Threads. Many threads may use one context at once, each with its own encoder.
 
-   Sizes. head_dim 32, 48, 64, 80, 96, 128, 192, 256, 448, 512 or 1024, keys of 192 with values of 128, and a tail of 64 for
-   keys of 448 or 512; others are TQKV_UNSUPPORTED. */
+   Sizes. head_dim 32, 48, 64, 80, 96, 128, 192, 256, 448, 512 or 1024, keys of 192 with values of 128, and a tail of 64
+   for keys of 448 or 512; others are TQKV_UNSUPPORTED. */
 #ifdef TQKV_STATIC
 #define TQKV_METAL_API extern /* defined in their own file */
 #else
@@ -34,33 +34,36 @@ typedef struct tqkv_metal_desc {
     const void *library_bytes; /* its content; copied */
     size_t library_size;
     tqkv_metal_object library; /* id<MTLLibrary> of that device. Retained. */
-    /* The content of metallib/tqkv.metal, UTF-8, or NULL; copied. The system compiles from it, each on its first use, the
-       kernels that it refuses from the library, or all if there is no library or it is refused. */
+    /* The content of metallib/tqkv.metal, UTF-8, or NULL; copied. The system compiles from it, each on its first use,
+       the kernels that it refuses from the library, or all if there is no library or it is refused. */
     const char *library_source;
     char *error; /* [error_size] or NULL: on failure the reason, in Metal's words if it has any */
     size_t error_size;
 } tqkv_metal_desc;
 
-/* Runs one small kernel and waits for it. TQKV_UNSUPPORTED: no Metal device, or one without family Apple7 or simdgroups
-   of 32. TQKV_TABLE_MISMATCH: the library was built from another version of this header; the text names the table.
-   TQKV_METAL_ERROR: Metal failed. *out is NULL on failure. If the source took the library's place, or later that of one
-   kernel, the text says so and why, although the result is TQKV_OK: "library refused: ...; compiled from source". If Metal
-   refuses only the kernels that multiply matrices, attention goes on without: "...; attention without matrices". */
+/* Runs one small kernel and waits for it. TQKV_UNSUPPORTED: no Metal device, or one without family Apple7 or
+   simdgroups of 32. TQKV_TABLE_MISMATCH: the library was built from another version of this header; the text names
+   the table. TQKV_METAL_ERROR: Metal failed. *out is NULL on failure. If the source took the library's place, or
+   later that of one kernel, the text says so and why, although the result is TQKV_OK: "library refused: ...;
+   compiled from source". If Metal refuses only the kernels that multiply matrices, attention goes on without: "...;
+   attention without matrices". */
 TQKV_METAL_API tqkv_result tqkv_metal_create(const tqkv_metal_desc *desc, tqkv_metal **out);
 /* Call it after all calls have returned, recorded work has completed, and the context's caches and memory are gone. */
 TQKV_METAL_API void tqkv_metal_destroy(tqkv_metal *m); /* NULL is fine */
-/* The text of the context's last failure in any thread, or of its creation, cut to size - 1 bytes; "" if there is none. */
+/* The text of the context's last failure in any thread, or of its creation, cut to size - 1 bytes; "" if there is
+   none. */
 TQKV_METAL_API void tqkv_metal_error(tqkv_metal *m, char *text, size_t size);
 
-/* Whether the GPU computes what the processor does, for such caches: of desc all but the capacity and ring count. Codes,
-   norms and decoded rows of 48 tokens must have the processor's bits, attention of one and of three queries its values, also
-   with positions kept as halves, and to a list of blocks; where keys can be those of an index, its scores, too, and the blocks
-   that it chooses. Takes milliseconds, and the time to build pipelines, most of which such caches need anyway. Each version
-   of the system has its own compiler of shaders: call it once after an update. TQKV_METAL_ERROR: something differs; the text
-   says what, and by how much. */
+/* Whether the GPU computes what the processor does, for such caches: of desc all but the capacity and ring count.
+   Codes, norms and decoded rows of 48 tokens must have the processor's bits, attention of one and of three queries its
+   values, also with positions kept as halves, and to a list of blocks; where keys can be those of an index, its scores,
+   too, and the blocks that it chooses. Takes milliseconds, and the time to build pipelines, most of which such caches
+   need anyway. Each version of the system has its own compiler of shaders: call it once after an update.
+   TQKV_METAL_ERROR: something differs; the text says what, and by how much. */
 TQKV_METAL_API tqkv_result tqkv_metal_self_test(tqkv_metal *m, const tqkv_cache_desc *desc);
 
-/* The bytes of a buffer from an offset on. Offsets of codes are multiples of 16, others of 4, of halves and bfloat16s of 2. */
+/* The bytes of a buffer from an offset on. Offsets of codes are multiples of 16, others of 4, of halves and bfloat16s
+   of 2. */
 typedef struct tqkv_metal_buffer {
     tqkv_metal_object buffer; /* id<MTLBuffer> */
     size_t offset;
@@ -72,8 +75,8 @@ typedef struct tqkv_metal_store {
     tqkv_metal_buffer codes, norms;
     tqkv_metal_buffer center;        /* as tqkv_store's; zero = none. Its values are not checked. */
     tqkv_metal_buffer channel_scale; /* the same */
-    /* int32_t [shape.n_pages]; zero = not paged. Kernels read it when they run. shape.pages, if it is not NULL, is what it
-       will hold then: a bad entry is refused, as on the processor. Without it a bad entry leaves its tokens out in
+    /* int32_t [shape.n_pages]; zero = not paged. Kernels read it when they run. shape.pages, if it is not NULL, is what
+       it will hold then: a bad entry is refused, as on the processor. Without it a bad entry leaves its tokens out in
        encoding, and elsewhere stands for another page. Attention takes keys and values both with pages or both without,
        and n_pages * page_size below 2^31. */
     tqkv_metal_buffer pages;
@@ -89,9 +92,9 @@ TQKV_METAL_API tqkv_result tqkv_metal_encode_kv(tqkv_metal *m, tqkv_metal_object
                                                 const tqkv_metal_store *values, tqkv_metal_buffer k,
                                                 tqkv_metal_buffer v, int n_tokens, int64_t position,
                                                 tqkv_metal_buffer not_finite);
-/* As tqkv_encode_slots; the second for keys and values at once, with the same slots. slots: int32_t [n_tokens], read when
-   the kernel runs. known, if it is not NULL, is what it will hold then: a bad or repeated slot is refused. Without it a
-   slot outside the store leaves its token out, and of two tokens with one slot either may win. */
+/* As tqkv_encode_slots; the second for keys and values at once, with the same slots. slots: int32_t [n_tokens], read
+   when the kernel runs. known, if it is not NULL, is what it will hold then: a bad or repeated slot is refused. Without
+   it a slot outside the store leaves its token out, and of two tokens with one slot either may win. */
 TQKV_METAL_API tqkv_result tqkv_metal_encode_slots(tqkv_metal *m, tqkv_metal_object encoder, const tqkv_metal_store *s,
                                                    tqkv_metal_buffer src, int n_tokens, tqkv_metal_buffer slots,
                                                    const int32_t *known, tqkv_metal_buffer not_finite);
@@ -112,8 +115,8 @@ TQKV_METAL_API tqkv_result tqkv_metal_rotate(tqkv_metal *m, tqkv_metal_object en
 TQKV_METAL_API tqkv_result tqkv_metal_unrotate(tqkv_metal *m, tqkv_metal_object encoder, tqkv_metal_buffer rows,
                                                int n_rows, int head_dim);
 
-/* As tqkv_calibrate, to the same bits, but both results are written, and NaN, infinity and large magnitudes are not detected. q:
-   zero for none. Of shape no buffer is read. */
+/* As tqkv_calibrate, to the same bits, but both results are written, and NaN, infinity and large magnitudes are not
+   detected. q: zero for none. Of shape no buffer is read. */
 TQKV_METAL_API tqkv_result tqkv_metal_calibrate(tqkv_metal *m, tqkv_metal_object encoder, const tqkv_metal_store *shape,
                                                 tqkv_metal_buffer src, int n_tokens, tqkv_metal_buffer q, int n_heads,
                                                 int n_queries, tqkv_pairs pairs, tqkv_metal_buffer center,
@@ -127,14 +130,15 @@ typedef struct tqkv_metal_attention {
     /* uint64_t [n_queries], at most 64; zero = none. attention.tree, if it is not NULL, is what it will hold when the
        kernels run. It is read only to know which entries of pages are seen. */
     tqkv_metal_buffer tree;
-    /* Groups of at least so many query heads multiply 8x8 matrices, at head_dim 64, 128, 256, 448 and 512; 0 = 8. With a small
-       number narrow groups prefill faster and may decode slower. It decides bits: keep it the same for a sequence. */
+    /* Groups of at least so many query heads multiply 8x8 matrices, at head_dim 64, 128, 256, 448 and 512; 0 = 8. With
+       a small number narrow groups prefill faster and may decode slower. It decides bits: keep it the same for a
+       sequence. */
     int matrix_group;
     const tqkv_metal_store *tail; /* as tqkv_attention's; NULL = none. With the keys' page table in the same buffer. */
-    /* int32_t [n_queries][list_heads][list_length]; zero = none. Kernels read it when they run; attention.list, if it is not
-       NULL, is what it will hold then. Without that what follows the first -1 of a row, and a bad entry (negative, or not
-       larger than all before it) is left out. A list of all blocks gives the bits that there are without, but not in a ring
-       that has wrapped. */
+    /* int32_t [n_queries][list_heads][list_length]; zero = none. Kernels read it when they run; attention.list, if it
+       is not NULL, is what it will hold then. Without that what follows the first -1 of a row, and a bad entry
+       (negative, or not larger than all before it) is left out. A list of all blocks gives the bits that there are
+       without, but not in a ring that has wrapped. */
     tqkv_metal_buffer list;
     /* With attention.exact_first and exact_last, as tqkv_attention's. Without pages and, where keys have a tail, not
        beside codes in pages. */
@@ -148,13 +152,13 @@ TQKV_METAL_API tqkv_result tqkv_metal_attend_scratch(tqkv_metal *m, const tqkv_m
 TQKV_METAL_API tqkv_result tqkv_metal_attend(tqkv_metal *m, tqkv_metal_object encoder, const tqkv_metal_attention *a,
                                              tqkv_metal_buffer q, tqkv_metal_buffer scratch, tqkv_metal_buffer out);
 
-/* As tqkv_attend_partial, tqkv_attend_merge, tqkv_attend_merge_slice and tqkv_attend_finish; slices of GPU and processor
-   may be merged. But max is only within 8 of the largest score, and finish reads src_out, src_max and src_sum and
-   writes out, another buffer, in output_type and with output_strides. scratch: as for tqkv_metal_attend. Sinks are read
-   by finish alone. Merges and finish look at no buffers of the stores.
+/* As tqkv_attend_partial, tqkv_attend_merge, tqkv_attend_merge_slice and tqkv_attend_finish; slices of GPU and
+   processor may be merged. But max is only within 8 of the largest score, and finish reads src_out, src_max and src_sum
+   and writes out, another buffer, in output_type and with output_strides. scratch: as for tqkv_metal_attend. Sinks are
+   read by finish alone. Merges and finish look at no buffers of the stores.
    Merged in order, slices of linear or paged stores without centres have the bits of tqkv_metal_attend if each but the
-   first is one section of the context: [0, 8192), then 32,768 positions each, under a window 8,192; in place of the first
-   section also its stretches of 512. The last may be shorter. */
+   first is one section of the context: [0, 8192), then 32,768 positions each, under a window 8,192; in place of the
+   first section also its stretches of 512. The last may be shorter. */
 TQKV_METAL_API tqkv_result tqkv_metal_attend_partial(tqkv_metal *m, tqkv_metal_object encoder,
                                                      const tqkv_metal_attention *a, tqkv_metal_buffer q, int64_t first,
                                                      int count, tqkv_metal_buffer scratch, tqkv_metal_buffer out,
@@ -174,14 +178,14 @@ TQKV_METAL_API tqkv_result tqkv_metal_attend_finish(tqkv_metal *m, tqkv_metal_ob
                                                     tqkv_metal_buffer src_max, tqkv_metal_buffer src_sum,
                                                     tqkv_metal_buffer out);
 
-/* As tqkv_attend_batch: each item as tqkv_metal_attend does it, to the same bits, in as many dispatches as one item alone takes,
-   cut evenly over the sequences. q, out: [n_items]. The items agree in heads, head_dim, formats, types, bases, sinks and
-   matrix_group, in which of the stores of halves they have, and all or none have a softcap, centres, lists and pages; window,
-   scale, softcap's size, tree, blocks of the lists, exact_first, exact_last, n_queries and what is resident may differ.
-   Each array of all items (their keys' codes, their q and so on) lies in one buffer, at any offsets; nothing that the
-   call reads lies between the outputs. TQKV_UNSUPPORTED otherwise. arguments: memory that the processor can write, at a
-   multiple of 256, with the bytes that the first call tells, for this call alone until it has completed; scratch as for
-   tqkv_metal_attend. The outputs are compared in memory of malloc. */
+/* As tqkv_attend_batch: each item as tqkv_metal_attend does it, to the same bits, in as many dispatches as one item
+   alone takes, cut evenly over the sequences. q, out: [n_items]. The items agree in heads, head_dim, formats, types,
+   bases, sinks and matrix_group, in which of the stores of halves they have, and all or none have a softcap, centres,
+   lists and pages; window, scale, softcap's size, tree, blocks of the lists, exact_first, exact_last, n_queries and
+   what is resident may differ. Each array of all items (their keys' codes, their q and so on) lies in one buffer, at
+   any offsets; nothing that the call reads lies between the outputs. TQKV_UNSUPPORTED otherwise. arguments: memory that
+   the processor can write, at a multiple of 256, with the bytes that the first call tells, for this call alone until it
+   has completed; scratch as for tqkv_metal_attend. The outputs are compared in memory of malloc. */
 TQKV_METAL_API tqkv_result tqkv_metal_attend_batch_sizes(tqkv_metal *m, const tqkv_metal_attention *items, int n_items,
                                                          size_t *arguments, size_t *scratch);
 TQKV_METAL_API tqkv_result tqkv_metal_attend_batch(tqkv_metal *m, tqkv_metal_object encoder,
@@ -196,14 +200,15 @@ typedef struct tqkv_metal_index {
     tqkv_metal_buffer weights; /* float [n_queries][n_heads]; zero = 1 */
 } tqkv_metal_index;
 
-/* As tqkv_index_scores. head_dim 64 or 128, and a GPU whose matrices lie as attention needs them; else TQKV_UNSUPPORTED. */
+/* As tqkv_index_scores. head_dim 64 or 128, and a GPU whose matrices lie as attention needs them; else
+   TQKV_UNSUPPORTED. */
 TQKV_METAL_API tqkv_result tqkv_metal_index_scores(tqkv_metal *m, tqkv_metal_object encoder, const tqkv_metal_index *x,
                                                    tqkv_metal_buffer q, tqkv_metal_buffer scores);
 /* Bytes of scratch that the choice needs at most, for any `end`; 0 for many queries, or few blocks. */
 TQKV_METAL_API tqkv_result tqkv_metal_index_choose_scratch(tqkv_metal *m, const tqkv_metal_index *x, size_t *bytes);
-/* As tqkv_index_choose: the same list for the same scores, but a block whose score is NaN is chosen only as one of `first`
-   and `newest`. scores: float [n_queries][number of blocks up to end], list: int32_t [n_queries][k]. Of keys only the
-   shape is read. */
+/* As tqkv_index_choose: the same list for the same scores, but a block whose score is NaN is chosen only as one of
+   `first` and `newest`. scores: float [n_queries][number of blocks up to end], list: int32_t [n_queries][k]. Of keys
+   only the shape is read. */
 TQKV_METAL_API tqkv_result tqkv_metal_index_choose(tqkv_metal *m, tqkv_metal_object encoder, const tqkv_metal_index *x,
                                                    tqkv_metal_buffer scores, int k, tqkv_metal_buffer scratch,
                                                    tqkv_metal_buffer list);
@@ -222,9 +227,10 @@ TQKV_METAL_API tqkv_result tqkv_metal_find(tqkv_metal *m, const void *pointer, t
    or move codes (remove, keep, fork, save) need recorded appends to have completed, and remove and keep all work. After
    TQKV_METAL_ERROR an append has not happened, but a ring may have lost its oldest positions.
    The two calls below record into an encoder. An append counts at once, and attention can be recorded after it; if the
-   command buffer fails, tqkv_metal_cache_failed takes back what it had. The processor sees the codes, and with `calibrate` the
-   centre and the scale, after the buffer has completed: nothing waits for these. Rows of a tail lie apart
-   from those of the keys: a shared cache takes them as v, and nothing without a tail, others behind all rows of the keys. */
+   command buffer fails, tqkv_metal_cache_failed takes back what it had. The processor sees the codes, and with
+   `calibrate` the centre and the scale, after the buffer has completed: nothing waits for these. Rows of a tail lie
+   apart from those of the keys: a shared cache takes them as v, and nothing without a tail, others behind all rows of
+   the keys. */
 TQKV_METAL_API tqkv_result tqkv_metal_cache_append(tqkv_metal *m, tqkv_metal_object encoder, tqkv_cache *c,
                                                    tqkv_metal_buffer k, tqkv_metal_buffer v, int n_tokens,
                                                    tqkv_metal_buffer not_finite);
@@ -232,8 +238,8 @@ TQKV_METAL_API tqkv_result tqkv_metal_cache_attend(tqkv_metal *m, tqkv_metal_obj
                                                    tqkv_metal_buffer q, int n_queries, tqkv_metal_buffer scratch,
                                                    tqkv_metal_buffer out);
 TQKV_METAL_API tqkv_result tqkv_metal_cache_scratch(tqkv_metal *m, const tqkv_cache *c, int n_queries, size_t *bytes);
-/* As tqkv_cache_attend_some: with the list and the tree of `some`, in buffers, whose other fields are ignored; and what scratch
-   that takes. */
+/* As tqkv_cache_attend_some: with the list and the tree of `some`, in buffers, whose other fields are ignored; and what
+   scratch that takes. */
 TQKV_METAL_API tqkv_result tqkv_metal_cache_attend_some(tqkv_metal *m, tqkv_metal_object encoder, const tqkv_cache *c,
                                                         const tqkv_metal_attention *some, tqkv_metal_buffer q,
                                                         int n_queries, tqkv_metal_buffer scratch,
@@ -242,12 +248,13 @@ TQKV_METAL_API tqkv_result tqkv_metal_cache_some_scratch(tqkv_metal *m, const tq
                                                          const tqkv_metal_attention *some, int n_queries,
                                                          size_t *bytes);
 
-/* Builds the pipelines of such calls now, wherever the context will stand: encode_kv into the two stores (keys and tail, if
-   there is one; encode, if the keys are the values), with their pages if they have a table, and into those of exact_first and
-   exact_last, as many as there will be; attention of 1 to max_queries queries (0: 1), with a list if there is one; and what
-   `also` adds up: the same in batches, and slices, their merge and finish. No pages are looked at, and of buffers only
-   whether they are there: centres, sinks, a tree, a list and pages have pipelines of their own. Any thread may call it while
-   others record; those do not wait. Other calls build theirs on first use, which takes up to a second each. */
+/* Builds the pipelines of such calls now, wherever the context will stand: encode_kv into the two stores (keys and
+   tail, if there is one; encode, if the keys are the values), with their pages if they have a table, and into those of
+   exact_first and exact_last, as many as there will be; attention of 1 to max_queries queries (0: 1), with a list if
+   there is one; and what `also` adds up: the same in batches, and slices, their merge and finish. No pages are looked
+   at, and of buffers only whether they are there: centres, sinks, a tree, a list and pages have pipelines of their own.
+   Any thread may call it while others record; those do not wait. Other calls build theirs on first use, which takes up
+   to a second each. */
 #define TQKV_METAL_BATCHES 1
 #define TQKV_METAL_SLICES  2
 TQKV_METAL_API tqkv_result tqkv_metal_prepare(tqkv_metal *m, const tqkv_metal_attention *a, int max_queries, int also);

@@ -3,8 +3,8 @@
    tqkv_metal_X records. It needs TQKV_METAL beside TQKV_IMPLEMENTATION, but neither tqkv_metal.m nor Metal: buffers are
    only compared, so `buffer` may be any pointer that stands for one.
    For each dispatch of a plan, unless launch.threadgroups[0] is 0: take the pipeline of `kernel`, give it arguments and
-   bindings, wait for the dispatch before if there is a barrier, and run what tqkv_metal_plan_launch says. docs/metal.md has
-   the steps for Metal, examples/metal_plan.cpp is such an engine. */
+   bindings, wait for the dispatch before if there is a barrier, and run what tqkv_metal_plan_launch says. docs/metal.md
+   has the steps for Metal, examples/metal_plan.cpp is such an engine. */
 enum {
     TQKV_METAL_NAME = 48,       /* bytes of a kernel's name, with the zero */
     TQKV_METAL_TEXT = 256,      /* of tqkv_metal_kernel_text */
@@ -32,7 +32,8 @@ typedef enum tqkv_metal_family {
     TQKV_METAL_CALIBRATE
 } tqkv_metal_family;
 
-/* Identifies a pipeline. Only bytes, without padding: a program keeps its pipelines by them and compares with memcmp. */
+/* Identifies a pipeline. Only bytes, without padding: a program keeps its pipelines by them and compares with
+   memcmp. */
 typedef struct tqkv_metal_kernel {
     uint8_t family, head_dim, value_dim; /* in units of 16, 0 = none; value_dim: if it differs */
     uint8_t constants[TQKV_METAL_CONSTANTS];
@@ -40,10 +41,11 @@ typedef struct tqkv_metal_kernel {
 
 /* The name of its function in the library. */
 TQKV_API void tqkv_metal_kernel_name(const tqkv_metal_kernel *kernel, char name[TQKV_METAL_NAME]);
-/* The same and its constants, "x" for one that is not set: a name of the pipeline, for engines that keep them by strings. */
+/* The same and its constants, "x" for one that is not set: a name of the pipeline, for engines that keep them by
+   strings. */
 TQKV_API void tqkv_metal_kernel_text(const tqkv_metal_kernel *kernel, char text[TQKV_METAL_TEXT]);
-/* The most threads of a threadgroup that plans give it, a multiple of 32: maxTotalThreadsPerThreadgroup of its pipeline's
-   descriptor. Otherwise compilers plan for 1024, with fewer registers for each. */
+/* The most threads of a threadgroup that plans give it, a multiple of 32: maxTotalThreadsPerThreadgroup of its
+   pipeline's descriptor. Otherwise compilers plan for 1024, with fewer registers for each. */
 TQKV_API int tqkv_metal_kernel_threads(const tqkv_metal_kernel *kernel);
 typedef enum tqkv_metal_constant { TQKV_METAL_UNSET, TQKV_METAL_BOOL, TQKV_METAL_UINT } tqkv_metal_constant;
 /* The type of function constant `index` and, unless it is not set, its value: 0 or 1 of a bool. */
@@ -111,8 +113,8 @@ TQKV_API const char *tqkv_metal_stale_table(const void *report);
 /* Whether the GPU's matrices lie as attend_matrix needs them. If not, or if the system refuses that kernel:
    tqkv_metal_plan_lanes. */
 TQKV_API bool tqkv_metal_has_matrices(const void *report);
-/* Puts attend in the place of attend_matrix; buffers and arguments stay. False for a batch, which has to be planned without
-   matrices. */
+/* Puts attend in the place of attend_matrix; buffers and arguments stay. False for a batch, which has to be planned
+   without matrices. */
 TQKV_API bool tqkv_metal_plan_lanes(tqkv_metal_plan *plan);
 
 /* Shapes, units and results are those of tqkv_metal_X. */
@@ -177,8 +179,8 @@ TQKV_API tqkv_result tqkv_metal_plan_cache_append(const tqkv_cache *c, tqkv_meta
                                                   tqkv_metal_buffer v, int n_tokens, tqkv_metal_buffer not_finite,
                                                   tqkv_metal_plan *plan);
 TQKV_API void tqkv_metal_cache_appended(tqkv_cache *c, int n_tokens);
-/* For appends that did not run, because a command buffer failed: as tqkv_cache_truncate, and if one of them was to learn centre and
-   scale (calibrate), the cache learns again. Before any other edit, and when nothing is under way. */
+/* For appends that did not run, because a command buffer failed: as tqkv_cache_truncate, and if one of them was to
+   learn centre and scale (calibrate), the cache learns again. Before any other edit, and when nothing is under way. */
 TQKV_API tqkv_result tqkv_metal_cache_failed(tqkv_cache *c, int64_t end);
 TQKV_API tqkv_result tqkv_metal_plan_cache_scratch(const tqkv_cache *c, const tqkv_metal_attention *some, int n_queries,
                                                    size_t *bytes);
@@ -188,7 +190,8 @@ TQKV_API tqkv_result tqkv_metal_plan_cache_attend(const tqkv_cache *c, tqkv_meta
                                                   tqkv_metal_buffer out, tqkv_metal_plan *plan);
 
 /* Plans whose kernels are all that such calls will need: as tqkv_metal_prepare, tqkv_metal_index_prepare and
-   tqkv_metal_cache_prepare. `visit` sees each plan, and must build its pipelines and not run it; its failure ends the call. */
+   tqkv_metal_cache_prepare. `visit` sees each plan, and must build its pipelines and not run it; its failure ends the
+   call. */
 typedef tqkv_result (*tqkv_metal_visit)(void *user, tqkv_metal_plan *plan);
 TQKV_API tqkv_result tqkv_metal_plan_prepare(const tqkv_metal_attention *a, int max_queries, int also,
                                              tqkv_metal_visit visit, void *user);

@@ -10,34 +10,42 @@ struct tqkv_store {
     int head_dim; /* 32, 48, 64, 80, 96, 112, 128, 144, 160, 192, 224, 256, 288, 320, 384, 448, 512, 576, 640, 768, 896
                      or 1024 */
     int n_kv_heads;
-    int capacity; /* positions */
+
+    /* Positions. */
+    int capacity; /* in positions */
     bool ring;
-    bool unrotated; /* for caches written without the rotation; TQ5, TQ6, TQ8 and their _BYTES forms only. The rotation
-                       spreads the heavy tails of real values: without it the error grows by up to four digits. */
-    float block_scale; /* TQ formats, head_dim 512 and 1024: a factor of encoded values; 0 = 1 */
+    const int32_t *pages; /* [n_pages], or NULL: not paged. Not with ring. */
+    int n_pages;
+    int page_size; /* in positions, any that divides capacity; multiples of 64 are quickest. 1: pages is the slot of
+                      each position */
+
+    /* Memory. */
     void *codes;       /* any alignment; a multiple of 64 reads fastest */
     size_t codes_size; /* bytes */
     float *norms;      /* may be NULL for F16 */
     size_t norms_size; /* bytes */
+
+    /* Rows given to encode, probe, mean and measure, and written by decode. The codes of a half or a bfloat16 are those
+       of the same value as a float. Attention looks at neither. */
+    tqkv_type type;
+    tqkv_strides strides;
+    tqkv_parallel parallel; /* for encode, encode_slots and convert, of many rows; zero = the calling thread alone */
+
+    /* From rows to codes. The same for all positions: set these before the first row is encoded, and keep the arrays as
+       long as the store. */
     /* A mean for each channel, [n_kv_heads][head_dim], finite, or NULL. Encoding subtracts it from each row; decoding
        and attention add it back, exactly. For keys with a large constant part, which models with a bias in the key
-       projection have. The same for all positions: set it before the first row is encoded, and keep it as long as the
-       store. */
+       projection have. */
     const float *center;
-    tqkv_type type; /* of rows given to encode, probe, mean and measure, and written by decode. The codes of a half or a
-                       bfloat16 are those of the same value as a float. Attention does not look at it. */
-    const int32_t *pages; /* [n_pages], or NULL: not paged. Not with ring. */
-    int n_pages;
-    int page_size; /* in positions, any that divides capacity; multiples of 64 are quickest. 1: pages is the slot of each
-                      position. */
-    tqkv_parallel parallel; /* for encode, encode_slots and convert, of many rows; zero = the calling thread alone */
-    tqkv_strides strides;   /* of rows given to encode, probe, mean and measure, and written by decode */
-    bool rotated; /* F16 alone: halves of the rotated row, less the centre, in the basis of other formats' codes */
-    /* [n_kv_heads][head_dim], in [2^-32, 2^32], or NULL: a scale for each channel, by which encoding divides what is
-       left of a row without its centre (it multiplies by 1 / channel_scale), and by which decoding and attention
-       multiply. For keys with channels far larger than others, whose error the rotation would spread over all.
-       TQKV_ROTATED rows, queries and outputs are those of the scaled basis. As the centre the same for all positions. */
+    /* A scale for each channel, [n_kv_heads][head_dim], in [2^-32, 2^32], or NULL. Encoding divides by it what is left
+       of a row without its centre (it multiplies by 1 / channel_scale); decoding and attention multiply. For keys with
+       channels far larger than others, whose error the rotation would spread over all. TQKV_ROTATED rows, queries and
+       outputs are those of the scaled basis. */
     const float *channel_scale;
+    float block_scale; /* TQ formats, head_dim 512 and 1024: a factor of encoded values; 0 = 1 */
+    bool rotated;      /* F16 alone: halves of the rotated row, less the centre, in the basis of other formats' codes */
+    bool unrotated; /* for caches written without the rotation; TQ5, TQ6, TQ8 and their _BYTES forms only. The rotation
+                       spreads the heavy tails of real values: without it the error grows by up to four digits. */
 };
 
 /* Bytes of the codes and of the norms; 0 if the store's shape is invalid or its size overflows. F16 has no norms. */
@@ -114,7 +122,7 @@ typedef enum tqkv_pairs {
 } tqkv_pairs;
 /* Learns centre and scale of keys from rows and, if given, from queries, which say what reads a channel's error:
 
-     center = mean,  s = deviation from it,  channel_scale = sqrt(s), or sqrt(s / r) with r = root mean square of the queries,
+     center = mean,  s = deviation from it,  channel_scale = sqrt(s), or sqrt(s / r), r = root mean square of queries,
 
    then divided by its root mean square over the head's channels and kept in [2^-10, 2^10]. A channel of deviation 0
    counts as that of the smallest other. The same bits on every machine. Values need neither.
@@ -124,8 +132,8 @@ typedef enum tqkv_pairs {
    beyond 1e12. */
 TQKV_API tqkv_result tqkv_calibrate(const tqkv_store *shape, const void *src, int n_tokens, const void *q, int n_heads,
                                     int n_queries, tqkv_pairs pairs, float *center, float *channel_scale);
-/* What the shape's format, centre and scale would add to the logits: the standard deviation of
-   q.(k' - k)/sqrt(head_dim) over the rows k, root mean square over the queries that read the head. With 20 in its first layer
+/* What the shape's format, centre and scale would add to the logits: the standard deviation of q.(k' -
+   k)/sqrt(head_dim) over the rows k, root mean square over the queries that read the head. With 20 in its first layer
    Qwen2.5-Coder-0.5B is ruined, with 5 it loses 0.25 nats, with 0.7 it loses 0.03, or with exact ends 0.003. Rows and
    queries as tqkv_calibrate's, q not NULL; noise: [n_kv_heads], zeros for no tokens or queries, INFINITY if rows decode
    to NaN. */

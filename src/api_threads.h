@@ -1,7 +1,7 @@
 /* >>threads
    A hook for threads that are there already: of an engine that calls each operation on all its threads at once, as ggml
-   does, and has no pool to lend. All call tqkv_team_begin. It returns true in thread 0, whose calls to tqkv the others then
-   help with; in these it returns false after tqkv_team_end, when there is nothing left to do. Example:
+   does, and has no pool to lend. All call tqkv_team_begin. It returns true in thread 0, whose calls to tqkv the others
+   then help with; in these it returns false after tqkv_team_end, when there is nothing left to do. Example:
 
      void attend_layer(layer *l, int thread, int n_threads)          // on all threads, with one l
      {
@@ -13,19 +13,20 @@
          tqkv_team_end(l->team);
      }
 
-   Both calls wait until all n_threads threads have come to tqkv_team_begin. The next begin may follow at once; another number of
-   threads only after all have returned. Waiting threads spin, and after a while give way to others. One team serves all
-   layers; two operations at once need two. */
+   Both calls wait until all n_threads threads have come to tqkv_team_begin. The next begin may follow at once; another
+   number of threads only after all have returned. Waiting threads spin, and after a while give way to others. One team
+   serves all layers; two operations at once need two. */
 typedef struct tqkv_team tqkv_team;
 /* allocator: NULL = malloc, free. *out is NULL on failure. */
 TQKV_API tqkv_result tqkv_team_create(const tqkv_allocator *allocator, tqkv_team **out);
 TQKV_API void tqkv_team_destroy(tqkv_team *team); /* NULL is fine. No thread may be between begin and end. */
 TQKV_API bool tqkv_team_begin(tqkv_team *team, int thread, int n_threads);
 TQKV_API void tqkv_team_end(tqkv_team *team); /* by thread 0 */
-/* The hook, for calls of thread 0 between begin and end. Elsewhere the calling thread, one at a time, runs all tasks. */
+/* The hook, for calls of thread 0 between begin and end. Elsewhere the calling thread, one at a time, runs all
+   tasks. */
 TQKV_API tqkv_parallel tqkv_team_parallel(tqkv_team *team);
-/* Scratch for the same calls, and caches, which must be destroyed before the team. The team keeps what is freed, so that
-   after the first calls nothing is allocated. */
+/* Scratch for the same calls, and caches, which must be destroyed before the team. The team keeps what is freed, so
+   that after the first calls nothing is allocated. */
 TQKV_API tqkv_allocator tqkv_team_allocator(tqkv_team *team);
 
 /* >>isa

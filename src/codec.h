@@ -223,22 +223,24 @@ static void tqkv__unpack(const tqkv__stream *s, const uint8_t *row, uint8_t *cod
 #define TQKV__FAR 100.0f
 
 /* Quantising without bisection. The boundaries are symmetric; the positive ones suffice. 2^bits cells of equal width
-   hold at most one boundary each. The same arithmetic finds the cell of a value and of a boundary, and rounding keeps
-   order: boundaries in earlier cells are below the value, boundaries in later cells are above it. One comparison
-   remains, with the boundary in the value's own cell or, if it has none, the next one. */
+   hold at most one boundary each, away from the cell's ends: roundings that bring a value near an end to the next cell
+   change nothing. Boundaries in earlier cells are below the value, boundaries in later cells are above it. One
+   comparison remains, with the boundary in the value's own cell or, if it has none, the next one. */
+#define TQKV__CELL_MARGIN 0.004f /* of a cell's width; a value's cell is off by 0.0001 at most */
 typedef struct tqkv__quantiser {
+    TQKV__ALIGNED uint8_t below[256]; /* boundaries in the cells before this one */
+    float bounds[128];                /* the positive boundaries, then infinity */
+    uint8_t planes[4][128];           /* TQ8, vectors of 16: byte p of each bound in planes[p], for byte look-ups */
+    /* Shorter vectors: of each cell, from 5 bits up, the bound that a value there is compared with, and the centroid
+       below it; the one above is that of the next cell, if the bound is in this one. One load of two cells takes
+       all. */
+    float entries[257][2];
+    float squares[32];         /* of the positive centroids, up to 6 bits */
+    float squares_by_code[16]; /* of all centroids, up to 4 bits; 2 and 3 bits: repeated */
+    float centroids[32];       /* the positive ones, up to 6 bits */
     uint32_t half, low;        /* of codes, four to a word: the highest bit, and the bits below it */
     int shift;                 /* from that bit to the lowest */
     float slope, top;          /* cell of a magnitude w: the whole part of min(w * slope, top) */
-    uint8_t below[256];        /* boundaries in the cells before this one */
-    float bounds[128];         /* the positive boundaries, then infinity */
-    float squares[32];         /* of the positive centroids, up to 6 bits */
-    float squares_by_code[16]; /* of all centroids, up to 4 bits; 2 and 3 bits: repeated */
-    uint8_t planes[4][128];    /* TQ8: byte p of each bound in planes[p], for byte look-ups */
-    float centroids[32];       /* the positive ones, up to 6 bits */
-    /* An entry is of a cell, from 5 bits up: the bound that a value there is compared with, the centroid below it, the
-       one above. Where tables do not fit registers one load takes all. */
-    float entries[256][4];
 } tqkv__quantiser;
 
 static void tqkv__quantiser_open(const tqkv__stream *s, tqkv__quantiser *q)
@@ -250,9 +252,10 @@ static void tqkv__quantiser_open(const tqkv__stream *s, tqkv__quantiser *q)
     q->half = 0x01010101u << q->shift;
     q->low = q->half - 0x01010101u;
     q->top = (float)((1 << bits) - 1);
-    q->slope = q->top / positive[n - 1];
+    q->slope = (q->top + 0.45f) / positive[n - 1];
     for (int i = 0; i < n; i++) {
         const float at = positive[i] * q->slope;
+        TQKV_ASSERT(at - floorf(at) > TQKV__CELL_MARGIN && at - floorf(at) < 1.0f - TQKV__CELL_MARGIN);
         for (const int own = (int)(at < q->top ? at : q->top); cell <= own; cell++) q->below[cell] = (uint8_t)i;
         q->bounds[i] = positive[i];
     }
@@ -266,13 +269,14 @@ static void tqkv__quantiser_open(const tqkv__stream *s, tqkv__quantiser *q)
         const float centroid = bits <= 4 ? s->codebook[i % (1 << bits)] : 0.0f;
         q->squares_by_code[i] = TQKV__AS_FLOAT(centroid * centroid);
     }
-    if (bits == 8) tqkv__split_floats(q->bounds, 128, q->planes);
-    for (int i = 0; i < 1 << bits && bits > 4; i++) {
-        const int below = q->below[i];
+    if (tqkv__isa_for(s->head_dim)->lanes == 16) { /* look up by bytes, or hold 6 bits in registers */
+        if (bits == 8) tqkv__split_floats(q->bounds, 128, q->planes);
+        return;
+    }
+    for (int i = 0; i <= 1 << bits && bits > 4; i++) {
+        const int below = i < 1 << bits ? q->below[i] : n;
         q->entries[i][0] = q->bounds[below];
         q->entries[i][1] = s->codebook[n + 1 + below];
-        q->entries[i][2] = s->codebook[n + 1 + (below < n ? below + 1 : n)];
-        q->entries[i][3] = 0.0f;
     }
 }
 

@@ -1,7 +1,7 @@
 /* ---- The implementation starts here: stop reading if you only want the API. ----
 
-   It is joined from the files of src/, one a tag: plan_rows.h is >>plan-rows, store.h >>store-code. Each uses what stands
-   above it.
+   It is joined from the files of src/, one a tag: plan_rows.h is >>plan-rows, store.h >>store-code. Each uses what
+   stands above it.
 
      >>tables         one row a format, one row a head_dim, codebooks; the shaders include it, too
      >>backend        what a cache and the context of a GPU know of each other

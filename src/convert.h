@@ -32,7 +32,8 @@ static bool tqkv__row_converts(const tqkv__stream *s, int kv_head, int slot)
     return true;
 }
 
-/* Whether both stores are tables over one pool, and those pages of `to` that have n > 0 positions are none of those of `from`. */
+/* Whether both stores are tables over one pool, and those pages of `to` that have n > 0 positions are none of those of
+   `from`. */
 static bool tqkv__other_pages(const tqkv__stream *to, const tqkv__stream *from, int64_t position, int n)
 {
     if (!to->pages || !from->pages || to->codes != from->codes || to->norms != from->norms) return false;
@@ -42,8 +43,8 @@ static bool tqkv__other_pages(const tqkv__stream *to, const tqkv__stream *from, 
     return tqkv__all_distinct(to->pages + first, count, from->pages + first, count);
 }
 
-/* Whether n positions can be converted without writing what is still to be read. Rows that begin where longer rows begin can be
-   written over them in ascending order. */
+/* Whether n positions can be converted without writing what is still to be read. Rows that begin where longer rows
+   begin can be written over them in ascending order. */
 static bool tqkv__stays_apart(const tqkv__stream *to, const tqkv__stream *from, int64_t position, int n)
 {
     const bool aligned = to->capacity == from->capacity && to->ring == from->ring && !to->pages && !from->pages;

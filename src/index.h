@@ -68,7 +68,7 @@ typedef struct tqkv__scoring {
     tqkv__queue queue;
 } tqkv__scoring;
 
-/* An item at work; all but the tile lies in the task's slot. */
+/* An item at work; its arrays lie in the task's scratch. */
 typedef struct tqkv__scored {
     int first_query, n_queries;
     double *totals;           /* [n_queries], of the block in progress: TQKV_POOL_MEAN */
@@ -84,7 +84,7 @@ static int tqkv__tile_rows(const tqkv__index *x)
     return rows < most ? rows : most;
 }
 
-static tqkv__scored tqkv__open_scored(const tqkv__scoring *job, int item, float *slot)
+static tqkv__scored tqkv__open_scored(const tqkv__scoring *job, int item, float *scratch)
 {
     const tqkv__index *x = job->x;
     const size_t each = (size_t)job->queries_each, rows = each * (size_t)x->a.call.n_heads;
@@ -92,7 +92,7 @@ static tqkv__scored tqkv__open_scored(const tqkv__scoring *job, int item, float 
     s.first_query = item * job->queries_each;
     s.n_queries = x->a.call.n_queries - s.first_query;
     if (s.n_queries > job->queries_each) s.n_queries = job->queries_each;
-    s.tile = slot;
+    s.tile = scratch;
     s.sums = s.tile + tqkv__tile_rows(x) * TQKV__TILE;
     s.q = s.sums + each * TQKV__TILE;
     s.rest = s.q + rows * tqkv__first_floats(&x->a);
@@ -161,11 +161,11 @@ static void tqkv__pool(const tqkv__index *x, const float *sums, int64_t position
     }
 }
 
-static TQKV__NOINLINE void tqkv__score_unit(const tqkv__scoring *job, int unit, float *slot)
+static TQKV__NOINLINE void tqkv__score_unit(const tqkv__scoring *job, int unit, float *scratch)
 {
     const tqkv__index *x = job->x;
     const tqkv__stream *keys = &x->a.keys;
-    tqkv__scored s = tqkv__open_scored(job, unit % job->n_items, slot);
+    tqkv__scored s = tqkv__open_scored(job, unit % job->n_items, scratch);
     const int64_t block = unit / job->n_items * job->blocks_each;
     const int64_t n_blocks = x->blocks - block < job->blocks_each ? x->blocks - block : job->blocks_each;
     int64_t from = block * x->call.block, to = tqkv__index_end(x, s.first_query + s.n_queries - 1);
@@ -201,9 +201,9 @@ static TQKV__NOINLINE void tqkv__score_unit(const tqkv__scoring *job, int unit, 
 static void tqkv__score_task(void *context, int index)
 {
     tqkv__scoring *job = (tqkv__scoring *)context;
-    float *slot = job->queue.slot_list + (size_t)index * job->queue.slot_floats;
+    float *scratch = job->queue.scratch + (size_t)index * job->queue.scratch_floats;
     const uint64_t mode = tqkv__fp_exact();
-    for (int unit; (unit = tqkv__queue_take(&job->queue)) >= 0;) tqkv__score_unit(job, unit, slot);
+    for (int unit; (unit = tqkv__queue_take(&job->queue)) >= 0;) tqkv__score_unit(job, unit, scratch);
     tqkv__fp_restore(mode);
 }
 
@@ -223,7 +223,7 @@ static tqkv_result tqkv__divide_scoring(tqkv__scoring *job)
     job->queue.n_units = (int)ranges * job->n_items;
     job->queue.n_tasks = !hook ? 1 : job->queue.n_units < TQKV__TASKS ? job->queue.n_units : (int)TQKV__TASKS;
     const size_t each = (size_t)job->queries_each, all = each * (size_t)n_heads;
-    job->queue.slot_floats = ((size_t)rows + each) * TQKV__TILE + all * (tqkv__query_floats(&x->a) + 2) + 2 * each;
+    job->queue.scratch_floats = ((size_t)rows + each) * TQKV__TILE + all * (tqkv__query_floats(&x->a) + 2) + 2 * each;
     return TQKV_OK;
 }
 

@@ -5,21 +5,21 @@ enum { TQKV__TASKS = 32 };
 typedef struct tqkv__queue {
     int n_units, n_tasks;
     int next; /* unit; atomic */
-    size_t slot_floats;
-    float *slot_list; /* [n_tasks][slot_floats], on cache lines of their own */
-    float *memory;    /* that holds them */
+    size_t scratch_floats;
+    float *scratch; /* [n_tasks][scratch_floats], each on cache lines of its own */
+    float *memory;  /* that holds them */
     size_t size;
 } tqkv__queue;
 
-/* Gets memory for the slots and, behind them, more floats; false if there is none. */
+/* Gets memory for the scratch of each task and, behind it, more floats; false if there is none. */
 static bool tqkv__queue_open(tqkv__queue *queue, const tqkv_allocator *allocator, size_t more)
 {
-    queue->slot_floats = (queue->slot_floats + 15) / 16 * 16;
-    if (queue->slot_floats > (SIZE_MAX / 8 - more) / (size_t)queue->n_tasks) return false;
-    queue->size = ((size_t)queue->n_tasks * queue->slot_floats + more + 16) * sizeof(float);
+    queue->scratch_floats = (queue->scratch_floats + 15) / 16 * 16;
+    if (queue->scratch_floats > (SIZE_MAX / 8 - more) / (size_t)queue->n_tasks) return false;
+    queue->size = ((size_t)queue->n_tasks * queue->scratch_floats + more + 16) * sizeof(float);
     queue->memory = (float *)allocator->alloc(allocator->user, queue->size);
     if (!queue->memory) return false;
-    queue->slot_list = queue->memory + (64 - (uintptr_t)queue->memory % 64) % 64 / sizeof(float);
+    queue->scratch = queue->memory + (64 - (uintptr_t)queue->memory % 64) % 64 / sizeof(float);
     return true;
 }
 
@@ -35,7 +35,7 @@ static int tqkv__queue_take(tqkv__queue *queue)
 enum { TQKV__WAVE_FLOATS = 1 << 20 };
 
 typedef struct tqkv__job {
-    tqkv__queue queue; /* slots: tiles, queries, gathered rows, sums of a piece, of all stretches, of one */
+    tqkv__queue queue; /* scratch: tiles, queries, gathered rows, sums of a piece, of all stretches, of one */
     tqkv__request *requests;
     int n_requests;
     bool spread;
@@ -99,12 +99,13 @@ static tqkv__sums tqkv__sums_of_item(const tqkv__request *request, const tqkv__i
     return own;
 }
 
-static TQKV__NOINLINE void tqkv__attend_unit(const tqkv__job *job, const tqkv__request *request, int unit, float *slot)
+static TQKV__NOINLINE void tqkv__attend_unit(const tqkv__job *job, const tqkv__request *request, int unit,
+                                             float *scratch)
 {
     const tqkv__attention *a = request->a;
     const tqkv__item item = tqkv__item_of(request, unit % request->n_items);
     const size_t rows = (size_t)request->rows_each, floats = rows * (size_t)(a->value_dim + 2);
-    float *q = slot + 2 * sizeof(tqkv__tile) / sizeof(float), *next = q + rows * tqkv__query_floats(a);
+    float *q = scratch + 2 * sizeof(tqkv__tile) / sizeof(float), *next = q + rows * tqkv__query_floats(a);
     float offsets[TQKV__CHUNK_ROWS];
     tqkv__attention gathered;
     tqkv__list list;
@@ -113,7 +114,7 @@ static TQKV__NOINLINE void tqkv__attend_unit(const tqkv__job *job, const tqkv__r
     w.item = &item;
     w.q = q;
     w.offsets = offsets;
-    w.tiles = (tqkv__tile *)(void *)slot;
+    w.tiles = (tqkv__tile *)(void *)scratch;
     w.piece = tqkv__sums_at(next, rows, a->value_dim);
     w.list = a->call.list ? &list : NULL;
     w.exact[0] = tqkv__exact_at(a, item.first_row / a->group);
@@ -161,11 +162,11 @@ static const tqkv__request *tqkv__request_of(const tqkv__job *job, int unit)
 static void tqkv__attend_task(void *context, int index)
 {
     tqkv__job *job = (tqkv__job *)context;
-    float *slot = job->queue.slot_list + (size_t)index * job->queue.slot_floats;
+    float *scratch = job->queue.scratch + (size_t)index * job->queue.scratch_floats;
     const uint64_t mode = tqkv__fp_exact();
     for (int unit; (unit = tqkv__queue_take(&job->queue)) >= 0;) {
         const tqkv__request *request = tqkv__request_of(job, unit);
-        tqkv__attend_unit(job, request, unit - request->first_unit, slot);
+        tqkv__attend_unit(job, request, unit - request->first_unit, scratch);
     }
     tqkv__fp_restore(mode);
 }
@@ -306,9 +307,9 @@ static tqkv_result tqkv__run_job(tqkv__request *requests, int n_requests)
     int64_t n_units = 0;
     for (int i = 0; i < n_requests; i++) {
         const size_t rows = (size_t)requests[i].rows_each, sums = rows * (size_t)(requests[i].a->value_dim + 2);
-        const size_t slot = 2 * sizeof(tqkv__tile) / sizeof(float) + rows * tqkv__query_floats(requests[i].a) +
-                            (job.spread ? 1 : 3) * sums + tqkv__gathered_floats(requests[i].a);
-        if (slot > queue->slot_floats) queue->slot_floats = slot;
+        const size_t scratch = 2 * sizeof(tqkv__tile) / sizeof(float) + rows * tqkv__query_floats(requests[i].a) +
+                               (job.spread ? 1 : 3) * sums + tqkv__gathered_floats(requests[i].a);
+        if (scratch > queue->scratch_floats) queue->scratch_floats = scratch;
         requests[i].first_unit = (int)n_units;
         n_units += requests[i].n_items;
         if (n_units > INT_MAX - TQKV__TASKS) return TQKV__INVALID("more query rows than an int counts");
@@ -316,7 +317,7 @@ static tqkv_result tqkv__run_job(tqkv__request *requests, int n_requests)
     queue->n_units = (int)n_units;
     if (!job.spread && queue->n_tasks > queue->n_units) queue->n_tasks = queue->n_units;
     if (!tqkv__queue_open(queue, allocator, job.wave_floats + totals)) return TQKV_OUT_OF_MEMORY;
-    job.waves = queue->slot_list + (size_t)queue->n_tasks * queue->slot_floats;
+    job.waves = queue->scratch + (size_t)queue->n_tasks * queue->scratch_floats;
     if (job.spread)
         tqkv__run_waves(&job, parallel, job.waves + job.wave_floats);
     else

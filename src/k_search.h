@@ -4,9 +4,9 @@
    of each lane's next element n_lanes further on. So the sums of lanes are sums of vectors. Magnitudes are enough:
    codebooks are symmetric, a value has the sign of its centroid, and a product of 0 adds nothing. */
 typedef struct TQKV__(turned) {
-    TQKV__ALIGNED float sizes[TQKV_MAX_HEAD_DIM];
-    TQKV__ALIGNED int32_t less[TQKV_MAX_HEAD_DIM];   /* -1 for positive values, see TQKV__(fold) */
-    TQKV__ALIGNED uint32_t found[TQKV_MAX_HEAD_DIM]; /* see TQKV__(find) */
+    TQKV__ALIGNED float sizes[TQKV_MAX_HEAD_DIM + 128];
+    TQKV__ALIGNED int32_t less[TQKV_MAX_HEAD_DIM + 128]; /* -1 for positive values, see TQKV__(fold) */
+    TQKV__ALIGNED uint32_t found[TQKV_MAX_HEAD_DIM];     /* see TQKV__(find) */
 } TQKV__(turned);
 
 /* NaN becomes infinity, which is no larger with any factor either, and has the square of NaN's code. */
@@ -74,13 +74,12 @@ TQKV__OP TQKV__VECTOR TQKV__(sizes_times)(const TQKV__(turned) * t, int at, TQKV
 /* The tables of a codebook of up to 6 bits, in registers: vectors of 16 floats at least, which one permutation reads */
 #define TQKV__BOOK_VECTORS (TQKV__LANES == 4 ? 4 : 2)
 typedef struct TQKV__(book) {
-    TQKV__VECTOR slope, top, bounds[TQKV__BOOK_VECTORS], centroids[TQKV__BOOK_VECTORS];
+    TQKV__VECTOR top, bounds[TQKV__BOOK_VECTORS], centroids[TQKV__BOOK_VECTORS];
     TQKV__(codes) below[4];
 } TQKV__(book);
 
 TQKV__OP void TQKV__(load_book)(const int bits, const tqkv__quantiser *q, TQKV__(book) * book)
 {
-    book->slope = TQKV__(set1)(q->slope);
     book->top = TQKV__(set1)(q->top);
     if (bits <= 6) TQKV__(load_below)(bits, q->below, book->below);
     for (int i = 0; i < TQKV__BOOK_VECTORS; i++) {
@@ -89,52 +88,55 @@ TQKV__OP void TQKV__(load_book)(const int bits, const tqkv__quantiser *q, TQKV__
     }
 }
 
-TQKV__OP TQKV__(codes) TQKV__(cells)(const TQKV__(book) * book, TQKV__VECTOR w)
+/* Returns the cells of sizes times a factor. slope: that of cells, times the factor */
+TQKV__OP TQKV__(codes) TQKV__(cells)(const TQKV__(turned) * t, int at, TQKV__VECTOR slope, TQKV__VECTOR top)
 {
-    return TQKV__(truncate)(TQKV__(min)(w * book->slope, book->top));
+    return TQKV__(truncate)(TQKV__(min)(TQKV__(load)(t->sizes + at) * slope, top));
 }
 
-/* Finds what nearest takes of a large codebook, for all values of a row: their centroids, or where the entries of their
-   cells are, in bytes. */
-TQKV__OP void TQKV__(find)(const tqkv__stream *s, const tqkv__quantiser *q, const TQKV__(book) * book,
-                           TQKV__VECTOR factor, TQKV__(turned) * t)
+/* Finds what nearest takes of a large codebook, for all values of a row: their centroids, or their cells. */
+TQKV__OP void TQKV__(find)(const tqkv__stream *s, const tqkv__quantiser *q, TQKV__VECTOR factor, TQKV__VECTOR slope,
+                           TQKV__(turned) * t)
 {
+    const TQKV__VECTOR top = TQKV__(set1)(q->top);
 #if TQKV__LANES == 16
-    (void)book;
-    for (int at = 0; at < s->head_dim; at += 64) { /* the last may be beyond the row */
-        TQKV__VECTOR four[4];
+    uint8_t *codes = (uint8_t *)t->found + sizeof t->found - TQKV_MAX_HEAD_DIM; /* read before centroids come there */
+    for (int at = 0; at < s->head_dim; at += 64) {                              /* the last may be beyond the row */
+        TQKV__VECTOR w[4];
+        TQKV__(codes) cells[4];
         TQKV__UNROLL
-        for (int i = 0; i < 4; i++) four[i] = TQKV__(sizes_times)(t, at + 16 * i, factor);
-        TQKV__(search_tq8)(s, q, four, four);
-        memcpy(t->found + at, four, sizeof four);
+        for (int i = 0; i < 4; i++) {
+            w[i] = TQKV__(sizes_times)(t, at + 16 * i, factor);
+            cells[i] = TQKV__(cells)(t, at + 16 * i, slope, top);
+        }
+        TQKV__(search_tq8)(q, cells, w, codes + at);
     }
+    for (int at = 0; at < s->head_dim; at += 64) TQKV__(centroids_tq8)(s, codes + at, t->found + at);
 #else
-    (void)q;
+    (void)factor;
     for (int at = 0; at < s->head_dim; at += TQKV__LANES) {
-        const TQKV__(codes) cells = TQKV__(cells)(book, TQKV__(sizes_times)(t, at, factor));
-        TQKV__(words) offsets;
-        memcpy(&offsets, &cells, sizeof offsets);
-        offsets <<= 4;
-        memcpy(t->found + at, &offsets, sizeof offsets);
+        const TQKV__(codes) cells = TQKV__(cells)(t, at, slope, top);
+        memcpy(t->found + at, &cells, sizeof cells);
     }
 #endif
 }
 
-/* Returns the centroids of sizes_times; bits is a constant. For 3 bits three comparisons are quicker than a cell. Of a
-   large codebook one load takes the bound and the centroids of a cell. */
+/* Returns the centroids of sizes_times or, TQ8 on vectors of 16, their negatives; bits is a constant. For 3 bits three
+   comparisons are quicker than a cell. Of a large codebook one load takes the bound and the centroids of a cell. */
 TQKV__OP TQKV__VECTOR TQKV__(nearest)(const int bits, const tqkv__quantiser *q, const TQKV__(book) * book,
-                                      const uint32_t *found, TQKV__VECTOR w)
+                                      const TQKV__(turned) * t, int at, TQKV__VECTOR factor, TQKV__VECTOR slope)
 {
+    const TQKV__VECTOR w = TQKV__(sizes_times)(t, at, factor);
     TQKV__(codes) index;
     TQKV__VECTOR entries[3];
     memset(&index, 0, sizeof index);
     const TQKV__(codes) none = index;
     if (TQKV__IS_LARGE(bits) && TQKV__LANES == 16) {
-        memcpy(entries, found, sizeof *entries);
+        memcpy(entries, t->found + at, sizeof *entries);
         return *entries;
     }
     if (TQKV__IS_LARGE(bits)) {
-        TQKV__(load_entries)(q->entries, found, entries);
+        TQKV__(load_entries)(q->entries, t->found + at, entries);
         return TQKV__(choose)(entries[0], w, entries[1], entries[2]);
     }
     if (bits == 3) {
@@ -142,7 +144,7 @@ TQKV__OP TQKV__VECTOR TQKV__(nearest)(const int bits, const tqkv__quantiser *q, 
         for (int b = 0; b < 3; b++) index = TQKV__(code_from)(index, TQKV__(set1)(q->bounds[b]), w, none);
         return TQKV__(bound)(bits, book->centroids, index);
     }
-    index = TQKV__(below)(bits, book->below, TQKV__(cells)(book, w));
+    index = TQKV__(below)(bits, book->below, TQKV__(cells)(t, at, slope, book->top));
     index = TQKV__(code_from)(index, TQKV__(bound)(bits, book->bounds, index), w, none);
     return TQKV__(bound)(bits, book->centroids, index);
 }
@@ -156,13 +158,12 @@ TQKV__OP void TQKV__(try_factors)(const int bits, const tqkv__stream *s, const t
     TQKV__(book) book;
     TQKV__(load_book)(bits, q, &book);
     for (int f = 0; f < TQKV__MOST_FACTORS; f++) {
-        const TQKV__VECTOR factor = TQKV__(set1)(s->factors[f]);
-        if (TQKV__IS_LARGE(bits)) TQKV__(find)(s, q, &book, factor, t);
+        const TQKV__VECTOR factor = TQKV__(set1)(s->factors[f]), slope = TQKV__(set1)(s->factors[f] * q->slope);
+        if (TQKV__IS_LARGE(bits)) TQKV__(find)(s, q, factor, slope, t);
         for (int lane = 0; lane < n_lanes; lane += TQKV__LANES) {
             TQKV__VECTOR products = TQKV__(set1)(0.0f), squares = products;
             for (int at = lane; at < s->head_dim; at += n_lanes) {
-                const TQKV__VECTOR c =
-                    TQKV__(nearest)(bits, q, &book, t->found + at, TQKV__(sizes_times)(t, at, factor));
+                const TQKV__VECTOR c = TQKV__(nearest)(bits, q, &book, t, at, factor, slope);
                 products += TQKV__(rounded)(TQKV__(load)(t->sizes + at) * c);
                 squares += TQKV__(rounded)(c * c);
             }

@@ -50,12 +50,12 @@
      TQKV_EXPLAIN(text)     receives the reason of a refused call, a string that names the argument. Example:
                             fprintf(stderr, "tqkv: %s\n", text). Default: nothing. Who compiles
                             the implementation decides: a library that others link has no reasons for them.
-     TQKV_NO_AVX512         leaves AVX-512 out: half the code, half the time to compile it (docs/integrating.md has both)
+     TQKV_NO_AVX512         leaves AVX-512 out: half the code, half the time to compile it (see docs/integrating.md)
      TQKV_NO_AVX2           leaves both out, because AVX-512 takes short rows from AVX2: a quarter of the code
-     TQKV_NO_INTEGER        leaves out the vector loops of attention in integers, a fifth of the code: TQKV_INTEGER then takes
-                            plain C, with the same bits
-     TQKV_METAL             adds what tqkv_metal.m needs: define it for both files. On Apple's systems it is there, unless
-                            TQKV_NO_METAL is defined
+     TQKV_NO_INTEGER        leaves out the vector loops of attention in integers, a fifth of the code: TQKV_INTEGER then
+                            takes plain C, with the same bits
+     TQKV_METAL             adds what tqkv_metal.m needs: define it for both files. On Apple's systems it is there,
+                            unless TQKV_NO_METAL is defined
      TQKV_NO_IMPLEMENTATION makes TQKV_IMPLEMENTATION void: for a build that compiles files which define it, and links
                             them with one object
      TQKV_ALLOW_FAST_MATH   compiles despite -ffast-math or a part of it. Codes and norms may then differ from other
@@ -66,20 +66,20 @@
 
    THREADS
 
-     Calls that only read an object (attend, decode, save, the getters) may run at once. A call that writes a cache (append,
-     truncate, destroy) needs exclusive access to it. Different objects are independent.
+     Calls that only read an object (attend, decode, save, the getters) may run at once. A call that writes a cache
+     (append, truncate, destroy) needs exclusive access to it. Different objects are independent.
      A store is the memory of its slots: calls on one store, or on stores over the same pool, may run at once if none
-     writes a slot that another writes or sees. So two threads may encode into different slots, and one may encode a position
-     while others attend to those before it.
+     writes a slot that another writes or sees. So two threads may encode into different slots, and one may encode a
+     position while others attend to those before it.
      The only hidden state is the choice of an instruction set, made once. The hook tqkv_parallel runs tasks of one call
-     on the caller's threads; tqkv_team is such a hook for threads that call at once. The number of threads does not change
-     any bit of the results. A call takes at most 64 KiB of stack.
+     on the caller's threads; tqkv_team is such a hook for threads that call at once. The number of threads does not
+     change any bit of the results. A call takes at most 64 KiB of stack.
 
    MATHEMATICS
 
-     Rotation: y = R(s*x)/sqrt(D), with random signs s and a symmetric Hadamard matrix R: the Walsh-Hadamard transform or,
-     where D is no power of two, its product with a matrix of order 12, 20, 28 or 36. It makes each coordinate of a vector
-     close to Gaussian. Quantiser: Lloyd-Max codebooks for N(0,1) (S. Lloyd, "Least squares quantization in PCM",
+     Rotation: y = R(s*x)/sqrt(D), with random signs s and a symmetric Hadamard matrix R: the Walsh-Hadamard transform
+     or, where D is no power of two, its product with a matrix of order 12, 20, 28 or 36. It makes each coordinate of a
+     vector close to Gaussian. Quantiser: Lloyd-Max codebooks for N(0,1) (S. Lloyd, "Least squares quantization in PCM",
      1982), or a uniform grid for I8. TurboQuant (A. Zandieh et al., 2025) pairs the two in this way. Rotated keys and
      rotated queries keep their dot product. Attention sums rotated values and rotates the result back once a head.
      Attention: one-pass softmax with a running maximum (M. Milakov and N. Gimelshein, 2018).

@@ -262,13 +262,13 @@ TQKV__OP __m256 tqkv__butterfly_avx2(const int stage, __m256 x)
 TQKV__OP __m256 tqkv__even_avx2(const int stage, __m256 a, __m256 b)
 {
     if (stage == 0) return _mm256_blend_ps(a, _mm256_moveldup_ps(b), 0xaa);
-    if (stage == 1) return _mm256_castpd_ps(_mm256_unpacklo_pd(_mm256_castps_pd(a), _mm256_castps_pd(b)));
+    if (stage == 1) return _mm256_shuffle_ps(a, b, 0x44);
     return _mm256_permute2f128_ps(a, b, 0x20);
 }
 TQKV__OP __m256 tqkv__odd_avx2(const int stage, __m256 a, __m256 b)
 {
     if (stage == 0) return _mm256_blend_ps(_mm256_movehdup_ps(a), b, 0xaa);
-    if (stage == 1) return _mm256_castpd_ps(_mm256_unpackhi_pd(_mm256_castps_pd(a), _mm256_castps_pd(b)));
+    if (stage == 1) return _mm256_shuffle_ps(a, b, 0xee);
     return _mm256_permute2f128_ps(a, b, 0x31);
 }
 TQKV__OP __m256i tqkv__larger_bits_avx2(__m256i largest, __m256 x)
@@ -316,21 +316,18 @@ TQKV__OP __m256 tqkv__choose_avx2(__m256 bound, __m256 w, __m256 below, __m256 a
 {
     return _mm256_blendv_ps(below, above, _mm256_cmp_ps(bound, w, _CMP_LE_OQ));
 }
-/* Loads the first three floats of 8 entries: x[i] has the i-th of each. offsets: of the entries, in bytes */
-TQKV__OP void tqkv__load_entries_avx2(const float (*entries)[4], const uint32_t *offsets, __m256 *x)
+/* Loads the bounds of 8 cells, the centroids below them and those above. */
+TQKV__OP void tqkv__load_entries_avx2(const float (*entries)[2], const uint32_t *cells, __m256 *x)
 {
-    const uint8_t *from = (const uint8_t *)(const void *)entries;
     __m256 four[4];
     TQKV__UNROLL
     for (int i = 0; i < 4; i++)
-        four[i] = _mm256_castsi256_ps(
-            _mm256_set_m128i(tqkv__load_128(from + offsets[i + 4]), tqkv__load_128(from + offsets[i])));
-    const __m256d low = _mm256_castps_pd(_mm256_unpacklo_ps(four[0], four[1])),
-                  high = _mm256_castps_pd(_mm256_unpacklo_ps(four[2], four[3]));
-    x[0] = _mm256_castpd_ps(_mm256_unpacklo_pd(low, high));
-    x[1] = _mm256_castpd_ps(_mm256_unpackhi_pd(low, high));
-    x[2] = _mm256_castpd_ps(_mm256_unpacklo_pd(_mm256_castps_pd(_mm256_unpackhi_ps(four[0], four[1])),
-                                               _mm256_castps_pd(_mm256_unpackhi_ps(four[2], four[3]))));
+        four[i] = _mm256_set_m128(_mm_loadu_ps(entries[cells[i + 4]]), _mm_loadu_ps(entries[cells[i]]));
+    const __m256 low = _mm256_shuffle_ps(four[0], four[1], 0x44), next = _mm256_shuffle_ps(four[2], four[3], 0x44);
+    x[0] = _mm256_shuffle_ps(low, next, 0x88);
+    x[1] = _mm256_shuffle_ps(low, next, 0xdd);
+    x[2] =
+        _mm256_shuffle_ps(_mm256_shuffle_ps(four[0], four[1], 0xee), _mm256_shuffle_ps(four[2], four[3], 0xee), 0xdd);
 }
 TQKV__OP __m256i tqkv__quantise_i8_avx2(__m256 v)
 {

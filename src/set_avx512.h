@@ -338,9 +338,9 @@ TQKV__OP __m512 tqkv__choose_avx512(__m512 bound, __m512 w, __m512 below, __m512
 {
     return _mm512_mask_blend_ps(_mm512_cmp_ps_mask(bound, w, _CMP_LE_OQ), below, above);
 }
-TQKV__OP void tqkv__load_entries_avx512(const float (*entries)[4], const uint32_t *offsets, __m512 *x)
+TQKV__OP void tqkv__load_entries_avx512(const float (*entries)[2], const uint32_t *cells, __m512 *x)
 {
-    (void)entries, (void)offsets; /* search_tq8 takes their place */
+    (void)entries, (void)cells; /* search_tq8 takes their place */
     memset(x, 0, 3 * sizeof *x);
 }
 TQKV__OP __m512i tqkv__quantise_i8_avx512(__m512 v)
@@ -445,29 +445,32 @@ TQKV__TARGET static void tqkv__quantise_tq8_avx512(const tqkv__quantiser *q, con
     }
 }
 
-/* Finds the centroids of 64 sizes times a factor of a search of TQ8: counts, bounds and centroids by bytes, as in
-   quantise_tq8. Bounds are compared as integers, whose signs packing keeps. The stream has the centroids' bytes from
-   the most negative one on. */
-TQKV__OP void tqkv__search_tq8_avx512(const tqkv__stream *s, const tqkv__quantiser *q, const __m512 *w,
-                                      __m512 *centroids)
+/* Looks bytes up in a table of 128. upper: those of which the index is 64 or more */
+TQKV__OP __m512i tqkv__look_up_byte_avx512(const uint8_t *table, __mmask64 upper, __m512i index)
 {
-    __m512i below[4];
-    __m512i cell[4], plane[4], words[4];
-    for (int i = 0; i < 4; i++) below[i] = _mm512_loadu_si512((const void *)(q->below + 64 * i));
+    const __m512i first = _mm512_permutexvar_epi8(index, _mm512_loadu_si512((const void *)table));
+    return _mm512_mask_permutexvar_epi8(first, upper, index, _mm512_loadu_si512((const void *)(table + 64)));
+}
+/* Looks words up in a table of 128, in planes of bytes, in the order in which packing has them. */
+TQKV__OP void tqkv__look_up_words_avx512(const uint8_t (*planes)[128], __m512i index, __m512i *words)
+{
+    const __mmask64 upper = _mm512_movepi8_mask(_mm512_slli_epi16(index, 1));
+    __m512i plane[4];
     TQKV__UNROLL
-    for (int i = 0; i < 4; i++)
-        cell[i] =
-            _mm512_cvttps_epi32(_mm512_min_ps(_mm512_mul_ps(w[i], _mm512_set1_ps(q->slope)), _mm512_set1_ps(q->top)));
+    for (int p = 0; p < 4; p++) plane[p] = tqkv__look_up_byte_avx512(planes[p], upper, index);
+    tqkv__join_planes_avx512(plane, words);
+}
+/* Finds where the centroids of 64 sizes times a factor, w, of a search of TQ8 are: counts and bounds by bytes, as in
+   quantise_tq8. Bounds are compared as integers, whose signs packing keeps. */
+TQKV__OP void tqkv__search_tq8_avx512(const tqkv__quantiser *q, const __m512i *cell, const __m512 *w, uint8_t *codes)
+{
+    __m512i words[4];
     const __m512i cells =
         _mm512_packus_epi16(_mm512_packus_epi32(cell[0], cell[1]), _mm512_packus_epi32(cell[2], cell[3]));
-    __m512i count =
-        _mm512_mask_blend_epi8(_mm512_movepi8_mask(cells), _mm512_permutex2var_epi8(below[0], cells, below[1]),
-                               _mm512_permutex2var_epi8(below[2], cells, below[3]));
-    TQKV__UNROLL
-    for (int p = 0; p < 4; p++)
-        plane[p] = _mm512_permutex2var_epi8(_mm512_loadu_si512((const void *)q->planes[p]), count,
-                                            _mm512_loadu_si512((const void *)(q->planes[p] + 64)));
-    tqkv__join_planes_avx512(plane, words);
+    const __mmask64 odd = _mm512_movepi8_mask(_mm512_slli_epi16(cells, 1)), upper = _mm512_movepi8_mask(cells);
+    __m512i count = _mm512_mask_blend_epi8(upper, tqkv__look_up_byte_avx512(q->below, odd, cells),
+                                           tqkv__look_up_byte_avx512(q->below + 128, odd, cells));
+    tqkv__look_up_words_avx512(q->planes, count, words);
     TQKV__UNROLL
     for (int i = 0; i < 4; i++)
         words[i] = _mm512_sub_epi32(_mm512_castps_si512(w[i]), words[i]); /* negative: below the bound */
@@ -475,13 +478,15 @@ TQKV__OP void tqkv__search_tq8_avx512(const tqkv__stream *s, const tqkv__quantis
         _mm512_packs_epi16(_mm512_packs_epi32(words[0], words[1]), _mm512_packs_epi32(words[2], words[3]));
     count = _mm512_sub_epi8(_mm512_set1_epi8(126), count); /* of the next larger centroid */
     count = _mm512_mask_sub_epi8(count, _mm512_movepi8_mask(differences), count, _mm512_set1_epi8(-1));
+    _mm512_storeu_si512((void *)codes, count);
+}
+/* Looks up the centroids, all negative, of 64 such codes: the stream has their bytes from the most negative one on. */
+TQKV__OP void tqkv__centroids_tq8_avx512(const tqkv__stream *s, const uint8_t *codes, uint32_t *centroids)
+{
+    __m512i words[4];
+    tqkv__look_up_words_avx512(s->planes, _mm512_loadu_si512((const void *)codes), words);
     TQKV__UNROLL
-    for (int p = 0; p < 4; p++)
-        plane[p] = _mm512_permutex2var_epi8(_mm512_loadu_si512((const void *)s->planes[p]), count,
-                                            _mm512_loadu_si512((const void *)(s->planes[p] + 64)));
-    tqkv__join_planes_avx512(plane, words);
-    TQKV__UNROLL
-    for (int i = 0; i < 4; i++) centroids[i] = _mm512_abs_ps(_mm512_castsi512_ps(words[i]));
+    for (int i = 0; i < 4; i++) _mm512_storeu_si512((void *)(centroids + 16 * i), words[i]);
 }
 
 static void tqkv__mix_by_order_avx2(int m, const float *subrows, float factor, int n, float *out);

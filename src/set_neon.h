@@ -283,15 +283,14 @@ TQKV__OP float32x4_t tqkv__choose_neon(float32x4_t bound, float32x4_t w, float32
 {
     return vbslq_f32(vcleq_f32(bound, w), above, below);
 }
-TQKV__OP void tqkv__load_entries_neon(const float (*entries)[4], const uint32_t *offsets, float32x4_t *x)
+TQKV__OP void tqkv__load_entries_neon(const float (*entries)[2], const uint32_t *cells, float32x4_t *x)
 {
-    const uint8_t *from = (const uint8_t *)(const void *)entries;
     float32x4_t four[4];
     TQKV__UNROLL
-    for (int i = 0; i < 4; i++) four[i] = vreinterpretq_f32_u8(vld1q_u8(from + offsets[i]));
-    const float32x4_t low = vtrn1q_f32(four[0], four[1]), high = vtrn1q_f32(four[2], four[3]);
-    x[0] = tqkv__even_neon(1, low, high);
-    x[1] = tqkv__even_neon(1, vtrn2q_f32(four[0], four[1]), vtrn2q_f32(four[2], four[3]));
+    for (int i = 0; i < 4; i++) four[i] = vld1q_f32(entries[cells[i]]);
+    const float32x4_t low = vtrn2q_f32(four[0], four[1]), high = vtrn2q_f32(four[2], four[3]);
+    x[0] = tqkv__even_neon(1, vtrn1q_f32(four[0], four[1]), vtrn1q_f32(four[2], four[3]));
+    x[1] = tqkv__even_neon(1, low, high);
     x[2] = tqkv__odd_neon(1, low, high);
 }
 TQKV__OP uint32x4_t tqkv__quantise_i8_neon(float32x4_t v)

@@ -426,21 +426,22 @@ static tqkv_result tqkv__check_pages(const tqkv__stream *s, int64_t first, int64
     return TQKV_OK;
 }
 
-/* Whether no number of ids occurs twice or among others, but for negative ones; ids: [n], others: [n_others], or NULL and 0. Marks
-   32768 numbers at a time in 4 KiB of stack. */
+/* Whether no number of ids occurs twice or among others, but for negative ones; ids: [n], others: [n_others], or NULL
+   and 0. Marks 32768 numbers at a time in 4 KiB of stack. */
 static bool tqkv__all_distinct(const int32_t *ids, int64_t n, const int32_t *others, int64_t n_others)
 {
     enum { at_a_time = 32768 };
     uint8_t marks[at_a_time / 8];
-    int64_t low = n + n_others > 1 ? INT32_MAX : 0, high = -1;
-    for (int64_t i = 0; i < n && n + n_others > 1; i++) {
+    const int64_t all = others ? n + n_others : n;
+    int64_t low = all > 1 ? INT32_MAX : 0, high = -1;
+    for (int64_t i = 0; i < n && all > 1; i++) {
         if (ids[i] >= 0 && ids[i] < low) low = ids[i];
         if (ids[i] > high) high = ids[i];
     }
     for (; low <= high; low += at_a_time) {
         memset(marks, 0, sizeof marks);
-        for (int64_t i = 0; i < n + n_others; i++) {
-            const int32_t id = i < n ? ids[i] : others[i - n];
+        for (int64_t i = 0; i < all; i++) {
+            const int32_t id = i < n || !others ? ids[i] : others[i - n];
             const int64_t at = id - low;
             if (id < 0 || at < 0 || at >= at_a_time) continue;
             if (marks[at / 8] >> (at % 8) & 1) return false;

@@ -110,10 +110,10 @@ static tqkv__list tqkv__open_list(const tqkv__attention *a, int query, int kv_he
     l.entries += gone;
     n -= gone;
     l.base = all.from >> l.shift << l.shift;
-    const int64_t newest_from = tqkv__newest_from(a, query, all, &newest), last = ((int64_t)1 << l.shift) - 1;
+    const int64_t newest_from = tqkv__newest_from(a, query, all, &newest), inside = ((int64_t)1 << l.shift) - 1;
     l.kept_from = tqkv__newest_from(a, query, tqkv__visible(a, query, kept), &newest);
     /* Without newest positions `recent` is the first block behind all that the query sees. */
-    l.recent = newest_from < all.to ? newest_from >> l.shift : (all.to >> l.shift) + ((all.to & last) > 0);
+    l.recent = newest_from < all.to ? newest_from >> l.shift : (all.to >> l.shift) + ((all.to & inside) > 0);
     l.n_before = tqkv__entry_at(l.entries, n, l.recent);
     const bool listed = l.n_before < n && l.entries[l.n_before] == l.recent; /* then all of it is seen */
     l.recent_from = newest_from < all.to && !listed ? newest_from : 0;

@@ -728,7 +728,7 @@ static void check_smaller(const void *parameters)
 static void check_preset(const void *parameters)
 {
     (void)parameters;
-    static const tqkv_format formats[3][2] = {{TQKV_I8, TQKV_TQ4}, {TQKV_TQ4, TQKV_TQ4}, {TQKV_TQ3, TQKV_TQ2}};
+    static const tqkv_format formats[3][2] = {{TQKV_I8, TQKV_TQ4}, {TQKV_TQ5, TQKV_TQ3}, {TQKV_TQ3, TQKV_TQ2}};
     for (int i = 0; i < 3; i++) {
         tqkv_cache_desc desc = tqkv_cache_preset((tqkv_preset)i), others = desc;
         CHECK(desc.key_format == formats[i][0] && desc.value_format == formats[i][1], "preset %d: other formats", i);

@@ -54,6 +54,7 @@ class Kind:
     integer: bool = False
     plain: bool = False
     rotated: bool = False
+    part: str = ""  # "keys" or "values": the others are exact, or halves in a cache of the library
 
     def attend(self, lib, shape, learned, rows, chunk):
         """rows: queries, keys and values. The output, and the bits a value that the cache has."""
@@ -61,6 +62,7 @@ class Kind:
             return self.attend_codes(lib, shape, learned, rows, chunk)
         q, k, v = rows
         kept, bits = self.stored(k, v)
+        kept = (k if self.part == "values" else kept[0], v if self.part == "keys" else kept[1])
         return attend_floats(q, k, v, shape, kept, tuple(max(0, n) for n in self.exact)), bits
 
     def attend_codes(self, lib, shape, learned, rows, chunk):
@@ -70,7 +72,8 @@ class Kind:
             return cache.run(*rows, chunk), cache.bits()
 
     def open(self, lib, shape):
-        return library.Cache(lib, shape, self.keys, self.values, self.exact, self.calibrate, self.integer)
+        halves = {"": "", "keys": "values", "values": "keys"}[self.part]
+        return library.Cache(lib, shape, self.keys, self.values, self.exact, self.calibrate, self.integer, halves)
 
     def check(self, lib, shape):
         """Does such a cache exist for that shape? Unfit if not."""

@@ -6,6 +6,12 @@ A forward pass in float32 over a text; the keys and values of every layer go thr
     model NAME layers N heads H/K of D ppl X
     cache NAME bits X kl X median X p99 X ppl X flips X
 
+With --layers CACHE also what each layer loses where all others, and its own other stream, are exact:
+
+    layer N keys|values cache NAME kl X share X flips X
+
+share: of the sum of all these lines' kl.
+
 bits: of a cached value, without what is kept exactly beside the codes; kl: KL(floats || cache), nats a token, mean over
 the positions, then the median and the 99th percentile; ppl: perplexity; flips: the share of positions whose likeliest
 token is another. A table for people comes last.
@@ -35,6 +41,7 @@ def arguments():
     parser.add_argument("--text", required=True, help="a file of plain text")
     parser.add_argument("--tokens", type=int, default=1024, help="so many of its first tokens (default: 1024)")
     parser.add_argument("--caches", default="", help="names with commas between them; see below")
+    parser.add_argument("--layers", metavar="CACHE", help="the keys, and the values, of one layer at a time through this cache")
     parser.add_argument("--profile", metavar="OUT.gguf", help="write centre and scale of each layer's keys, learned from the text")
     parser.add_argument("--use", metavar="PROFILE.gguf", help="give these to the caches, which then learn nothing themselves")
     parser.add_argument("--chunk", type=int, default=512, help="tokens appended and attended at a time (default: 512)")
@@ -95,8 +102,16 @@ def print_table(perplexity, variants, scores):
               f"{s.perplexity:10.3f}  {100 * s.flips:.2f}%")
 
 
+def print_layers(variants, scores):
+    total = sum(max(s.kl, 0.0) for s in scores) or 1.0
+    for v, s in zip(variants, scores):
+        (layer, kind), = v.kinds.items()
+        print(f"layer {layer} {kind.part} cache {v.name} kl {s.kl:.4g} share {max(s.kl, 0.0) / total:.4f} flips {s.flips:.4f}")
+
+
 def main():
     options = arguments()
+    apart = options.layers and caches.parse(options.layers)
     kinds = [caches.parse(name) for name in options.caches.split(",") if name]
     shared = library.Library(options.library)
     model = forward.Model(options.model)
@@ -105,14 +120,16 @@ def main():
         raise forward.Unfit(f"--chunk {options.chunk}: at least 1 is needed")
     variants = [run.everywhere(kind, model.n_layers) for kind in kinds]
     used = options.use and shared.read_profile(options.use, model.n_layers, model.n_kv_heads, model.head_dim)
+    layers = run.layer_by_layer(apart, model.n_layers) if apart else []
     one = run.Run(model, tokens, shared, used, options.chunk, Progress())
     learned = {}
-    perplexity, scores = one.measure(variants, lambda layer, q, k: learned.update({layer: shared.learn(q, k)})
+    perplexity, scores = one.measure(variants + layers, lambda layer, q, k: learned.update({layer: shared.learn(q, k)})
                                      if options.profile else None)
     if options.profile:
         profiles.write(options.profile, os.path.basename(model.path), [learned[i] for i in range(model.n_layers)],
                        shared.hash)
     print_lines(model, perplexity, variants, scores)
+    print_layers(layers, scores[len(variants):])
     if variants:
         print_table(perplexity, variants, scores)
 

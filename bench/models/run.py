@@ -1,6 +1,7 @@
 """One text through a model, with each cache beside floats: all of them layer by layer, on the threads that there are."""
 import collections
 import concurrent.futures
+import dataclasses
 import os
 
 import numpy as np
@@ -117,3 +118,9 @@ def log_softmax(logits):
 
 def everywhere(kind, n_layers):
     return Variant(kind.name, dict.fromkeys(range(n_layers), kind))
+
+
+def layer_by_layer(kind, n_layers):
+    """The cache in the keys of one layer alone, then in its values alone, layer after layer."""
+    return [Variant(kind.name, {layer: dataclasses.replace(kind, part=part)})
+            for layer in range(n_layers) for part in ("keys", "values")]

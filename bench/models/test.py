@@ -46,11 +46,11 @@ def divergence(base, other, tokens):
     return np.array([kl.mean(), np.median(kl), np.quantile(kl, 0.99), np.exp(-said.mean()), flips])
 
 
-def half(row):
+def half(row, *_):
     return row.astype(np.float16).astype(np.float64)
 
 
-def coarse(row):
+def coarse(row, *_):
     """q4_0 of a row of 32: one scale from the value of the largest magnitude."""
     largest = row[np.abs(row).argmax()].astype(np.float32)
     scale = np.float64(np.float16(largest / np.float32(-8)))
@@ -75,6 +75,28 @@ def test_architecture(lib, folder, arch):
         # Float32 adds noise of about 1e-6 to a log-probability; a rounding at a boundary is another code in a few rows.
         close = np.abs(np.array(score) - other) <= 2e-6 + 0.03 * np.abs(other)
         check(close.all(), f"{arch}, {name}: {score}, not {other}")
+
+
+def test_layers(lib, shared, folder):
+    """Of one layer's keys, or values, against a plain computation; the command's lines."""
+    source, path, text = tiny.Tiny("llama", seed=4, n_layers=3), folder / "layers.gguf", folder / "text.txt"
+    source.write(path)
+    text.write_text(TEXT * 4, encoding="utf-8")
+    result = command(shared, path, "--text", text, "--tokens", "40", "--caches", "q4_0", "--layers", "q4_0")
+    lines = [line.split() for line in result.stdout.splitlines() if line.startswith("layer ")]
+    check([line[:5] for line in lines] == [["layer", str(i), p, "cache", "q4_0"] for i in range(3) for p in ("keys", "values")],
+          f"lines of layers: {result.stdout} {result.stderr}")
+    check(abs(sum(float(line[8]) for line in lines) - 1) < 1e-3, "shares")
+    tokens = np.array(tokeniser.tokenize(forward.Model(path).fields, TEXT)[:40])
+    plain = source.log_probabilities(tokens)
+    for line in lines:
+        one = lambda row, layer, part, here=(int(line[1]), line[2]): coarse(row) if (layer, part) == here else row
+        expected = divergence(plain, source.log_probabilities(tokens, one), tokens)[0]
+        check(abs(float(line[6]) - expected) <= 2e-6 + 0.03 * expected, f"{line}, not {expected}")
+    tokens, both = tokens.tolist() * 2, caches.parse("tq2/tq2:exact=2+4")
+    variants = run.layer_by_layer(both, 3) + [run.Variant("both", {1: both})]
+    kls = [s.kl for s in run.Run(forward.Model(path), tokens, lib).measure(variants)[1]]
+    check(min(kls) > 1e-5 and abs((kls[2] + kls[3]) / kls[6] - 1) < 0.5, f"keys, values and both of layer 1: {kls}")
 
 
 def score(lib, model, tokens, name, **options):
@@ -275,6 +297,7 @@ def main():
         for arch in forward.ARCHITECTURES:
             test_architecture(lib, folder, arch)
         test_caches(lib, folder)
+        test_layers(lib, shared, folder)
         for test in (test_blocks, test_stored_bytes, test_rotation, test_kivi):
             test()
         test_tokenisers(folder)

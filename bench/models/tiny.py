@@ -157,8 +157,8 @@ class Tiny:
     def step(self, x, layer, position, keys, values, store):
         name = f"blk.{layer}."
         h = self.norm(x, name + "attn_norm.weight")
-        keys.append([store(r) for r in self.heads(h, layer, "k", position)])
-        values.append([store(r) for r in self.heads(h, layer, "v", position)])
+        keys.append([store(r, layer, "keys") for r in self.heads(h, layer, "k", position)])
+        values.append([store(r, layer, "values") for r in self.heads(h, layer, "v", position)])
         change = self.wide(name + "attn_output.weight") @ self.attend(layer, self.heads(h, layer, "q", position), position,
                                                                       keys, values)
         x = x + (self.norm(change, name + "post_attention_norm.weight") if self.arch == "gemma3" else change)
@@ -167,8 +167,8 @@ class Tiny:
                                                         (self.wide(name + "ffn_up.weight") @ h))
         return x + (self.norm(change, name + "post_ffw_norm.weight") if self.arch == "gemma3" else change)
 
-    def log_probabilities(self, tokens, store=lambda row: row):
-        """[n_tokens][vocabulary]; store: what a cache makes of a key's or value's row."""
+    def log_probabilities(self, tokens, store=lambda row, layer, part: row):
+        """[n_tokens][vocabulary]; store: what a cache makes of a row of a layer's keys or values."""
         seen = [([], []) for _ in range(self.n_layers)]
         output = self.wide("output.weight" if "output.weight" in self.weights else "token_embd.weight")
         out = []

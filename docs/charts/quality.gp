@@ -1,28 +1,28 @@
-# Input: the output of `tinylm score --all`. One line for each format of the keys, along the formats of the values.
+# Input: the folder of the runs that bench/models/page.py reads. Divergence by bits, one model beside the other; prose.
 set output output
-set title "What a cache format costs: divergence of the model's predictions, by size"
-set xlabel "bits a cached value, norms included (keys and values together)"
-set ylabel "KL divergence from the F32 cache, nats a byte"
+set terminal svg size 1080,640 dynamic noenhanced font "Helvetica,14" background "#ffffff"
+set xlabel "bits a cached value, norms included"
 set logscale y
 set format y "%g"
-set xrange [1.5:9.2]
-set yrange [1e-5:0.2]
-set key outside right top title "keys in" left Left reverse
-# Keys with at least as many bits as the values: fewer never pay.
-pick(keys, values) = sprintf("< awk '$1 == \"%s\" && $2 ~ /^(%s)$/' %s | sort -k3,3n", keys, values, input)
-same = "< awk '$1 == $2 && $1 !~ /_0|tq8/ && $3 < 16' ".input
-llama = "< awk '$1 ~ /_0$/' ".input
-rotated = "< awk '$1 ~ /_0r$/ { gsub(\"r\", \"\"); print }' ".input
-default_pair = "< awk '$1 == \"i8\" && $2 == \"tq4\"' ".input
-name(keys, values) = sprintf("%s/%s", keys, values)
-plot pick("tq2", "tq2") using 3:7 with points ls 6 title "tq2", \
-     pick("tq3", "tq[23]") using 3:7 with linespoints ls 7 title "tq3", \
-     pick("tq4", "tq[234]") using 3:7 with linespoints ls 1 title "tq4", \
-     pick("tq5", "tq[2345]") using 3:7 with linespoints ls 2 title "tq5", \
-     pick("tq6", "tq[23456]") using 3:7 with linespoints ls 3 title "tq6", \
-     pick("i8", "tq[234568]|i8") using 3:7 with linespoints ls 5 title "i8", \
-     llama using 3:7 with points pt 3 ps 1.2 lw 2 lc rgb "#c00000" title "q8_0, q4_0", \
-     rotated using 3:7 with points pt 2 ps 1.2 lw 2 lc rgb "#c00000" title "rotated", \
-     rotated using 3:7:(name(strcol(1), strcol(2))) with labels left offset 0.9,0 font ",11" tc rgb "#c00000" notitle, \
-     same using 3:7:(name(strcol(1), strcol(2))) with labels right offset -0.9,-0.5 font ",11" tc rgb "#333333" notitle, \
-     default_pair using 3:7:(name(strcol(1), strcol(2))) with labels left offset 0.5,0.8 font ",11" tc rgb "#333333" notitle
+set xrange [2:9]
+set yrange [5e-5:0.5]
+set key below Left reverse font ",12" maxrows 4 samplen 2
+set xlabel offset 0,0.3
+# Bits and divergence of the caches whose names match the pattern.
+of(model, names) = "< awk '$1 == \"cache\" && $2 ~ \"^(".names.")$\" { print $4, $6, $2 }' ".input."/".model."-prose.txt | sort -n"
+preset(model) = "< awk '$1 == \"cache\" && $2 ~ \"^(safe|small|tiny)$\" { print $4, $6, $2 }' ".input."/".model."-prose.txt | sort -n"
+set multiplot layout 1,2
+do for [model in "smollm2 gemma3"] {
+    set title (model eq "smollm2" ? "SmolLM2-135M, heads of 64" : "Gemma 3 270M, heads of 256")
+    set ylabel (model eq "smollm2" ? "KL divergence from a float cache, nats a token" : "")
+    plot of(model, "q8_0|q5_0:rotated|q4_0:rotated") using 1:2 with linespoints ls 2 title "q8_0; q5_0, q4_0 rotated", \
+         of(model, "q8_0/q4_0:rotated") using 1:2 with points pt 4 ps 0.9 lw 2 lc rgb "#d95f02" title "q8_0 keys, q4_0 values, rotated", \
+         of(model, "q4_0:rotated:exact=4[+]128") using 1:2 with points pt 8 ps 1.1 lw 2 lc rgb "#d95f02" title "q4_0 rotated, 4 + 128 exact", \
+         of(model, "kivi4") using 1:2 with points ls 6 title "KIVI, 4 bits", \
+         of(model, "kivi[24]:exact=4[+]128") using 1:2 with linespoints pt 14 ps 0.9 lw 2 lc rgb "#888888" title "KIVI, 4 + 128 exact", \
+         of(model, "tq4/tq4") using 1:2 with points pt 6 ps 0.9 lw 2 lc rgb "#1b4f9c" title "TQ4/TQ4 without a preset", \
+         of(model, "tq[46]/tq[46]:exact=4[+]128:calibrate=512") using 1:2 with points ls 3 title "TQ4/TQ4, TQ6/TQ6 as presets", \
+         preset(model) using 1:2 with linespoints ls 1 title "presets", \
+         preset(model) using 1:2:3 with labels right offset -0.8,-0.6 font ",12" tc rgb "#1b4f9c" notitle
+}
+unset multiplot

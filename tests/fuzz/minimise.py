@@ -18,13 +18,14 @@ INPUTS = 20
 
 
 def report(program, paths):
-    """llvm-cov's report, in lcov's format, on src/ in one run over the inputs."""
+    """llvm-cov's report, in lcov's format, on src/ and the example that is fuzzed, in one run over the inputs."""
     raw, profile = program + ".raw", program + ".profile"
     environment = dict(os.environ, LLVM_PROFILE_FILE=raw)
     subprocess.run([program] + paths, env=environment, stdout=subprocess.DEVNULL, check=True)
     subprocess.run(["llvm-profdata", "merge", raw, "-o", profile], check=True)
     return subprocess.run(["llvm-cov", "export", program, "-instr-profile", profile, "-format", "lcov",
-                           os.path.abspath("src")], stdout=subprocess.PIPE, text=True, check=True).stdout
+                           os.path.abspath("src"), os.path.abspath("examples/profile.h")], stdout=subprocess.PIPE,
+                          text=True, check=True).stdout
 
 
 def reached(program, path):
