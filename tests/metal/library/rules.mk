@@ -4,7 +4,7 @@ LIBRARY_TESTS := tests/metal/library
 # Left to `make test-metallib`: modules of most head_dims, other versions of LLVM and targets; cases that launch the same kernels in
 # another way.
 LIBRARY_CHECKS := library/kernels library/attributes _d128 index tables attend_list damage/ refusals/ lowering
-LIBRARY_LATER := -random/ -company -planned -slice/ -strides/ -attend/shape -pages/attend -latent/d512 -latent/rounds -latent/gap \
+LIBRARY_LATER := -random/ -company -planned -slice/ -learn/ -strides/ -attend/shape -pages/attend -latent/d512 -latent/rounds -latent/gap \
 	-latent/poison -large_scores -one_score
 
 # Another library, and the source beside it: make test-metallib-quick LIBRARY=FILE LIBRARY_SOURCE=FILE
