@@ -19,7 +19,7 @@
 #define TQKV_FC_CENTER         12 /* bool: encode, probe, decode: rows have a centre; encode_kv: keys have one */
                                   /* attend, attend_merge: keys have one, and it changes the result */
 #define TQKV_FC_VALUE_CENTER 13   /* bool: encode_kv, attend_merge: values have a centre */
-#define TQKV_FC_TYPE         14 /* uint: tqkv_type of the rows that encode, probe and attend read; encode_kv: the keys */
+#define TQKV_FC_TYPE         14 /* uint: tqkv_type of the rows that encode, probe, attend read; encode_kv: the keys */
                                 /* decode, attend_merge: of the rows that they write */
 #define TQKV_FC_VALUE_TYPE 15   /* uint: encode_kv: that of the values */
 #define TQKV_FC_PAGES      16   /* bool: encode, decode: slots come from a page table; encode_kv: the keys' */
@@ -40,7 +40,7 @@
 
 #define TQKV_FC_SCALED 29 /* bool: encode, probe: channels of rows have scales; encode_kv: those of keys */
                           /* decode: rows are multiplied by them; attend: queries are, by those of the keys */
-#define TQKV_FC_VALUE_SCALED       30 /* bool: encode_kv: values have scales; attend_merge: multiply the output by them */
+#define TQKV_FC_VALUE_SCALED       30 /* bool: encode_kv: values have scales; attend_merge: the output is multiplied */
 #define TQKV_FC_CENTER_SCALED      31 /* bool: decode, attend, attend_merge: divide the centre before it is rotated */
 #define TQKV_FC_TAIL_SCALED        32 /* bool: attend: as TQKV_FC_SCALED, of the tail */
 #define TQKV_FC_TAIL_CENTER_SCALED 33 /* bool: attend: as TQKV_FC_CENTER_SCALED, of the tail */

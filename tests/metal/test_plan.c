@@ -277,7 +277,6 @@ static void check_head_dim(const void *row)
     const tqkv_metal_store keys = plan_store(TQKV_I8, d, 10, true, 0), values = plan_store(TQKV_TQ3, d, 10, true, 2),
                            others = plan_store(TQKV_TQ3, 128, 10, true, 2);
     tqkv_metal_plan plans[5];
-    const tqkv_metal_dispatch *const p = plans[0].d;
     size_t scratch;
     tqkv_metal_attention a = plan_attention(&keys, &values);
     a.attention.end = 10;
@@ -297,6 +296,7 @@ static void check_head_dim(const void *row)
     a.values = &others;
     const tqkv_result pair = d == 128 || d == 192 ? TQKV_OK : TQKV_UNSUPPORTED;
     CHECK_RESULT(tqkv_metal_plan_encode_kv(&keys, &others, at(4, 0), at(5, 0), 9, 3, none, &plans[0]), pair);
+    const tqkv_metal_dispatch *const p = plans[0].d;
     if (pair == TQKV_OK) check_dispatch(p);
     CHECK_RESULT(tqkv_metal_plan_attend_scratch(&a, &scratch), pair);
     CHECK_RESULT(plan_attend(&a, &plans[0]), pair);

@@ -66,11 +66,12 @@ static void check_batch(const void *row)
 {
     plan_batch b;
     tqkv_metal_plan one;
-    const tqkv_metal_dispatch *const alone = one.d, *const d = b.plan.d;
+    const tqkv_metal_dispatch *const alone = one.d;
     size_t arguments, scratch, all = 0;
     const tqkv__batch_item *items = b.arguments;
     (void)row;
     set_up_batch(&b);
+    const tqkv_metal_dispatch *const d = b.plan.d;
     CHECK_RESULT(planned(&b), TQKV_OK);
     CHECK_RESULT(tqkv_metal_plan_attend_batch_sizes(b.items, ITEMS, &arguments, &scratch), TQKV_OK);
     CHECK(arguments == sizeof b.arguments && binding(d, "arguments").size == arguments, "arguments");
@@ -113,11 +114,11 @@ static void check_batch_parts(const void *row)
     plan_batch b;
     static char tables[4 * 1024]; /* ITEMS are less than 1 KiB */
     tqkv_metal_store first = plan_store(TQKV_F16, 64, 20, false, 4), last = plan_store(TQKV_F16, 64, 704, true, 4);
-    const tqkv_metal_dispatch *const d = b.plan.d;
     tqkv__batch_item items[4][ITEMS];
     size_t arguments, scratch;
     (void)row;
     set_up_batch(&b);
+    const tqkv_metal_dispatch *const d = b.plan.d;
     first.shape.rotated = last.shape.rotated = true;
     for (int i = 0; i < ITEMS; i++) {
         b.items[i].first_keys = b.items[i].first_values = &first;
