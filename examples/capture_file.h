@@ -1,5 +1,5 @@
-/* Captured keys, values and queries of a model (data/README.md has the format), and what programs need that put them into
- * stores: a store, exact attention, the difference of two results. */
+/* Captured keys, values and queries of a model (data/README.md has the format), and what programs need that put them
+ * into stores: a store, exact attention, the difference of two results. */
 #ifndef CAPTURE_FILE_H
 #define CAPTURE_FILE_H
 
@@ -158,7 +158,8 @@ static float *exact_attention(const capture *all, const captured_layer *layer)
     return out;
 }
 
-/* Attention of the captured queries over two stores and the keys' tail, or NULL; out as above, in the values' head_dim. */
+/* Attention of the captured queries over two stores and the keys' tail, or NULL; out as above, in the values' head_dim.
+ * */
 static void stored_attention(const capture *all, const captured_layer *layer, const tqkv_store *keys,
                              const tqkv_store *values, const tqkv_store *tail, float *out)
 {

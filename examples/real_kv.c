@@ -1,6 +1,6 @@
-/* The error of each pair of formats on keys, values and queries of pretrained models (data/pretrained_kv.bin), which are
- * not Gaussian. Shows how to use stores without a cache: calibrate, encode, decode, probe, attend. Keys have the centre
- * and the scale of tqkv_calibrate; a last row shows what TQ4 is without them.
+/* The error of each pair of formats on keys, values and queries of pretrained models (data/pretrained_kv.bin), which
+ * are not Gaussian. Shows how to use stores without a cache: calibrate, encode, decode, probe, attend. Keys have the
+ * centre and the scale of tqkv_calibrate; a last row shows what TQ4 is without them.
  *   real_kv [FILE]              a table for each layer
  *   real_kv --histogram [FILE]  probe values of layer 0's values, rotated and not, as columns for a chart
  * Errors are relMSE: the mean over rows of |x - x'|^2 / |x|^2. */
