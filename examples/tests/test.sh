@@ -38,6 +38,28 @@ damage() {
     printf "\\$(printf %o $((old ^ 16)))" | dd of="$2" bs=1 seek="$3" conv=notrunc 2>/dev/null
 }
 
+# printed PAGE PROGRAM: each line of the page's block "```printed PROGRAM" is one that it has printed to $work/PROGRAM, numbers
+# to a tenth. They differ by instruction set in their last digits.
+printed() {
+    check "printed/$2" awk -v begin="\`\`\`printed $2" '
+        function near(a, b) { return a == b || (a ~ /^[0-9]/ && b ~ /^[0-9]/ && a + 0 < 1.1 * b + 2e-6 && b + 0 < 1.1 * a + 2e-6) }
+        function matches(line, other,    n, i, a, b) {
+            n = split(line, a, " ")
+            if (n != split(other, b, " ")) return 0
+            for (i = 1; i <= n && near(a[i], b[i]);) i++
+            return i > n
+        }
+        FNR == NR { lines[FNR] = $0; n_lines = FNR; next }
+        /^```/ { inside = $0 == begin; n += inside; next }
+        inside {
+            for (i = 1; i <= n_lines && !matches($0, lines[i]);) i++
+            if (i > n_lines) { print FILENAME ":" FNR ": not printed: " $0; bad = 1 }
+        }
+        END { exit bad || n != 1 }' "$work/$2" "$1"
+    n_printed=$((n_printed + 1))
+}
+n_printed=0
+
 "$bin/tinylm_test" >"$work/inside"
 check "tinylm_test ran to its end" grep -q "score/tq8" "$work/inside"
 grep "^FAIL" "$work/inside"
@@ -110,6 +132,7 @@ refused "engine/positions" "outside" "$bin/engine" 257
 
 "$bin/encode_attend" >"$work/encode_attend"
 check "encode_attend" grep -q "as expected" "$work/encode_attend"
+printed docs/examples.md encode_attend
 "$bin/real_kv" >"$work/real_kv"
 # Expected: tq2 1.2e-1, tq3 2.9e-2 to 3.2e-2, tq4 6.9e-3 to 8.5e-3, i8 3.2e-5 to 4.2e-5, tq8 2.9e-5 to 3.6e-5, less of short rows,
 # and a much larger error for the unrotated values of layer 0.
@@ -123,6 +146,7 @@ check "real_kv" awk '
     $1 == "f16" && $3 == "unrotated" && layer == 0 { n++; bad += $8 < 5e-3 || $8 > 8e-3 }
     $1 == "f16" && $2 == "f16" { n++; bad += $6 != 0 || $7 != 0 || $8 > 1e-9 }
     END { exit bad > 0 || n != 25 }' "$work/real_kv"
+printed docs/examples.md real_kv
 head -c 1000000 $data/real_kv.bin >"$work/short"
 refused "real_kv/short" "damaged" "$bin/real_kv" "$work/short"
 damage $data/real_kv.bin "$work/damaged" 13
@@ -158,6 +182,7 @@ check "advise/logits" awk '$1 == "logits" { table = 1; next } !NF || /verdict/ {
     table && $1 == "tq4" { n++; bad += !($4 < 0.75 && $4 < 1.1 * $3 && $3 < $2 && $5 <= $4 && $6 < 1) }
     END { exit bad > 0 || n != 4 }' "$work/advise"
 check "advise/preset" grep -q "^preset: TQKV_SMALL" "$work/advise"
+printed docs/examples.md advise
 check "advise/biased keys" awk '/^ keys/ { keys = 1 } /^ values/ { keys = 0 } keys && $1 == "tq4" && NF == 7 { n++; bad += $4 > 2e-2 }
     END { exit bad > 0 || n != 4 }' "$work/advise"
 # The errors of one stream as keys and as values add up.
@@ -241,6 +266,7 @@ check "context_shift" awk '
     }
     END { exit bad > 0 || n != 24 }' "$work/context_shift"
 refused "context_shift/layer" "outside" "$bin/context_shift" 4
+printed docs/integrating.md context_shift
 
 # Whichever client comes first, the pool fills: orders of arrival at random gave 3 to 6 preemptions.
 # A sequence of a full pool writes what it writes alone, also after a preemption, which computes nothing again. All pages
@@ -264,6 +290,8 @@ if [ -n "$MPI_RUN" ]; then
         check "mpi_context/$stop: says why" grep -Eq "rank 2: a position lies outside the store|signal 9" "$work/err"
     done
 fi
+
+check "printed/all" test "$n_printed" -eq "$(cat docs/*.md | grep -c '^```printed ')"
 
 echo "$passed passed, $failed failed"
 test "$failed" -eq 0
