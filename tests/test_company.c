@@ -384,6 +384,30 @@ static void check_too_many(const void *parameters)
     free(out);
 }
 
+/* One append that fills a cache, whose rings of halves then need a tile for its last position: every query is answered. */
+static void check_one_append(const void *parameters)
+{
+    enum { WHOLE = 3 * 64 + 1 };
+    static const company_row row = {"", TQKV_TQ4, TQKV_TQ3, 4, 64, 0, 0, 0, false, 0, TQKV_FLOAT};
+    tqkv_cache_desc desc = desc_of(&row);
+    company_data data = make_data(0);
+    float *alone = test_rows(4, DATA_ZEROS, WHOLE * GROUP_HEADS, 64),
+          *at_once = test_rows(4, DATA_ZEROS, WHOLE * GROUP_HEADS, 64);
+    (void)parameters;
+    desc.capacity = WHOLE;
+    for (int n = 1; n <= WHOLE; n += WHOLE - 1) {
+        tqkv_cache *cache = NULL;
+        CHECK_RESULT(tqkv_cache_create(&desc, &cache), TQKV_OK);
+        for (int i = 0; cache && i < WHOLE; i += n)
+            append_and_attend(cache, &data, false, i, n, (n == 1 ? alone : at_once) + i * GROUP_HEADS * 64);
+        tqkv_cache_destroy(cache);
+    }
+    check_same_queries(alone, at_once, WHOLE, "tokens at once", WHOLE);
+    free(alone);
+    free(at_once);
+    free_data(&data);
+}
+
 /* ---- Rings ---- */
 
 static bool untouched(const float *x, int n)
@@ -559,6 +583,7 @@ void test_company_cases(void)
     test_add(check_memory, NULL, 0, "company/memory");
     test_add(check_overlaps, NULL, 0, "company/overlaps");
     test_add(check_too_many, NULL, 0, "company/too_many");
+    test_add(check_one_append, NULL, 0, "company/one_append");
     test_add(check_lost_windows, NULL, 0, "company/lost_windows");
     static const company_row kept[] = {
         {"codes", TQKV_TQ4, TQKV_TQ4, 4, 0, 0, 64, 0, false, 0, TQKV_FLOAT},
