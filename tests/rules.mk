@@ -209,7 +209,7 @@ VARIANT_aarch64_CASES := exact aarch64 one_width one_format
 
 VARIANT_i386_CC := i686-linux-gnu-gcc
 VARIANT_i386_FLAGS := -std=c99 -O2 -mno-sse -static $(CROSS_FLAGS)
-VARIANT_i386_STEMS := $(EMULATED_STEMS)
+VARIANT_i386_STEMS := $(EMULATED_STEMS) cache calibrate
 VARIANT_i386_CASES := i386 no_plain one_format one_plain
 
 VARIANT_s390x_CC := s390x-linux-gnu-gcc
