@@ -315,8 +315,8 @@ typedef size_t (*tqkv_read)(void *user, void *bytes, size_t n);
 /* Writes the resident positions. The bytes depend only on the content, not on machine, allocator or threads. After
    TQKV_IO the output is no snapshot: write to a temporary file, then rename it. */
 TQKV_API tqkv_result tqkv_cache_save(const tqkv_cache *c, tqkv_write write, void *user);
-/* desc, never NULL, supplies what a snapshot lacks: parallel, allocator, metal, matrix_group, arithmetic, non_causal,
-   and sinks for the snapshot's n_heads, or a tag. Its other nonzero fields must match, else TQKV_INVALID_ARGUMENT; the
+/* desc, never NULL, supplies what a snapshot lacks: parallel, allocator, metal, matrix_group, exact_batch, arithmetic,
+   non_causal, and sinks for the snapshot's n_heads, or a tag. Its other nonzero fields must match, else TQKV_INVALID_ARGUMENT; the
    tags, too, unless one is 0. TQKV_CORRUPT: a missing or changed byte, or a newer version of tqkv, which TQKV_EXPLAIN
    tells apart. *out is NULL on failure. */
 TQKV_API tqkv_result tqkv_cache_load(const tqkv_cache_desc *desc, tqkv_read read, void *user, tqkv_cache **out);
@@ -688,9 +688,10 @@ TQKV_API tqkv_result tqkv_index_choose(const tqkv_index *x, const float *scores,
          tqkv_team_end(l->team);
      }
 
-   Both calls wait until all n_threads threads have come to tqkv_team_begin. The next begin may follow at once; another
-   number of threads only after all have returned. Waiting threads spin, and after a while give way to others. One team
-   serves all layers; two operations at once need two. */
+   Thread 0 begins at once; its tqkv_team_end, and tqkv_team_begin in the others, wait until all n_threads threads have
+   come to tqkv_team_begin. The next begin may follow at once; another number of threads only after all have returned.
+   Waiting threads spin, and after a while give way to others. One team serves all layers; two operations at once need
+   two. */
 typedef struct tqkv_team tqkv_team;
 /* allocator: NULL = malloc, free. *out is NULL on failure. */
 TQKV_API tqkv_result tqkv_team_create(const tqkv_allocator *allocator, tqkv_team **out);
@@ -3137,11 +3138,7 @@ static TQKV__NOINLINE void tqkv__encode_row(const tqkv__stream *s, const tqkv__r
         tqkv__store_halves(x, s->head_dim, row->codes);
         return;
     }
-    for (int i = 0; i < s->head_dim; i++) {
-        if (s->kind == TQKV__GRID) {
-            codes[i] = tqkv__quantise_i8(x[i]);
-        }
-    }
+    for (int i = 0; i < s->head_dim && s->kind == TQKV__GRID; i++) codes[i] = tqkv__quantise_i8(x[i]);
     if (s->kind == TQKV__BOOK) {
         tqkv__search_row(s, x, codes, squares, row->factors ? row->factors : factors);
         tqkv__correct_norms(s, squares, row->norms);
@@ -3200,6 +3197,16 @@ static TQKV__NOINLINE void tqkv__add_center(const tqkv__stream *s, int kv_head, 
     codec->widen(TQKV_TYPE_F32, tqkv__center_of(s, kv_head), NULL, inverses, s->head_dim, center);
     if (coded && s->rotated) codec->rotate(center, s->head_dim);
     for (int d = 0; d < s->head_dim; d++) dst[d] = TQKV__AS_FLOAT(dst[d] + center[d]);
+}
+
+/* Decodes row and norms of a head -> dst: [head_dim], in a basis of the caller's, with the centre. */
+static TQKV__NOINLINE void tqkv__decode_in(const tqkv__stream *s, int kv_head, const uint8_t *row, const float *norms,
+                                           tqkv_basis basis, float *dst)
+{
+    tqkv__decode_row(s, row, norms, dst);
+    if (s->rotated && basis == TQKV_ORIGINAL) tqkv__codec_for(s->head_dim)->unrotate(dst, s->head_dim);
+    if (basis == TQKV_ORIGINAL) tqkv__apply_scale(s, kv_head, dst);
+    tqkv__add_center(s, kv_head, basis == TQKV_ROTATED, dst);
 }
 
 /* >>encode: rows into a store and out of it; how they lie on the scale */
@@ -3494,10 +3501,7 @@ TQKV_API tqkv_result tqkv_decode(const tqkv_store *store, int64_t position, int 
         for (int h = 0; h < s.n_kv_heads; h++) {
             void *to = (uint8_t *)dst + tqkv__row_offset(&s, (size_t)p, (size_t)h);
             float *row = s.type == TQKV_TYPE_F32 ? (float *)to : wide;
-            tqkv__decode_row(&s, tqkv__codes_at(&s, h, slot), tqkv__norms_at(&s, h, slot), row);
-            if (s.rotated && basis == TQKV_ORIGINAL) codec->unrotate(row, s.head_dim);
-            if (basis == TQKV_ORIGINAL) tqkv__apply_scale(&s, h, row);
-            tqkv__add_center(&s, h, basis == TQKV_ROTATED, row);
+            tqkv__decode_in(&s, h, tqkv__codes_at(&s, h, slot), tqkv__norms_at(&s, h, slot), basis, row);
             if (row == wide) codec->narrow(s.type, row, s.head_dim, to);
         }
     }
@@ -3755,12 +3759,9 @@ static TQKV__NOINLINE void tqkv__add_moments(const tqkv__stream *s, int kv_head,
         m->fourth += square * square;
         m->beyond += fabsf(tqkv__rounded(x[d] * (row->factors ? row->factors[d / s->norm_dim] : 1.0f))) > last;
     }
-    tqkv__decode_row(s, row->codes, row->norms, x);
+    tqkv__decode_in(s, kv_head, row->codes, row->norms, TQKV_ORIGINAL, x);
     codec->widen(s->type, row->src, NULL, NULL, s->head_dim, source);
     codec->widen(s->type, m->first, NULL, NULL, s->head_dim, first);
-    if (s->rotated) codec->unrotate(x, s->head_dim);
-    tqkv__apply_scale(s, kv_head, x);
-    tqkv__add_center(s, kv_head, false, x);
     for (int d = 0; d < s->head_dim; d++) {
         const double value = (double)source[d], noise = value - (double)x[d], less = value - (double)first[d];
         m->row[d] += less;
@@ -4060,10 +4061,7 @@ static TQKV__NOINLINE void tqkv__row_error(const tqkv__stream *s, const tqkv__qu
     float source[TQKV_MAX_HEAD_DIM];
     const tqkv__codec *codec = tqkv__codec_for(s->head_dim);
     codec->encode_rows(s, q, row, 1);
-    tqkv__decode_row(s, row->codes, row->norms, error);
-    if (s->rotated) codec->unrotate(error, s->head_dim);
-    tqkv__apply_scale(s, kv_head, error);
-    tqkv__add_center(s, kv_head, false, error);
+    tqkv__decode_in(s, kv_head, row->codes, row->norms, TQKV_ORIGINAL, error);
     codec->widen(s->type, row->src, NULL, NULL, s->head_dim, source);
     for (int d = 0; d < s->head_dim; d++) error[d] -= source[d];
 }
@@ -6079,7 +6077,7 @@ TQKV__OP TQKV__VECTOR TQKV__(lane_sums)(const int most, int per_lane, const uint
     return sum;
 }
 
-/* Adds lanes by the xor-tree of tqkv__sums_tq up to those that share a norm. x: the sums of n_lanes lanes of per_lane
+/* Adds lanes by the xor-tree of tqkv__sums_of_products up to those that share a norm. x: the sums of n_lanes lanes of per_lane
    words each, in the order of load_lanes; sums: one a norm. All numbers are constants. */
 TQKV__OP void TQKV__(add_lanes)(const int n_lanes, const int per_lane, const int n_norms, TQKV__VECTOR *x, float *sums)
 {
@@ -10643,10 +10641,11 @@ static float tqkv__inverse_root(int n)
 {
     double root = 1.0 / sqrt((double)n);
     uint64_t bits;
+    if (tqkv__head_dim_known(n)) return tqkv__size_of(n)->inverse_root;
     memcpy(&bits, &root, sizeof bits);
     bits = (bits + (UINT64_C(1) << 28)) >> 29 << 29; /* a float has 29 bits less */
     memcpy(&root, &bits, sizeof root);
-    return tqkv__head_dim_known(n) ? TQKV__INV_SQRT(n) : (float)root;
+    return (float)root;
 }
 
 /* Resolves the strides of q and out, and finds their sizes. */
@@ -12227,8 +12226,10 @@ static TQKV__NOINLINE void tqkv__deliver(const tqkv__request *request, const tqk
     const tqkv_type type = request->max ? TQKV_TYPE_F32 : a->call.output_type;
     const bool scored =
         (a->keys.center || a->tail.center) && a->call.softcap == 0.0f && (request->max || a->call.sinks);
-    memset(center, 0, sizeof center);
-    if (coded) tqkv__add_center(&a->values, item->kv_head, true, center);
+    if (coded) {
+        memset(center, 0, sizeof center);
+        tqkv__add_center(&a->values, item->kv_head, true, center);
+    }
     for (int i = 0; i < item->n_rows; i++) {
         const size_t row = tqkv__caller_row(a, item, i);
         void *to = tqkv__output_at(request, row);
@@ -14602,18 +14603,16 @@ static bool tqkv__desc_matches(const tqkv_cache_desc *wanted, const tqkv_cache_d
     return true TQKV__CACHE_SHAPE(TQKV__FIELD_MATCHES);
 }
 
-/* Copies a store, or makes halves of a stream that was F16: zeros for positions that are gone from a ring. */
+/* Copies a store, or makes halves of a stream that was F16. */
 static tqkv_result tqkv__fork_store(const tqkv_cache *c, int i, const tqkv_cache *copy, const tqkv_parallel *parallel)
 {
     const tqkv_store *to = tqkv__store_of(copy, i), *from = tqkv__store_of(c, i);
-    tqkv__range range = tqkv__range_of(c, i);
-    if (!to) return TQKV_OK;
-    if (!from && range.from < c->first) {
-        range.from = c->first;
-        memset(to->codes, 0, to->codes_size);
+    const tqkv__range range = tqkv__range_of(c, i);
+    if (!to || range.from >= range.to) return TQKV_OK;
+    if (!from) { /* a ring would have kept what is gone */
+        TQKV_ASSERT(range.from >= c->first);
+        from = tqkv__store_of(c, tqkv__stream_kinds[i].side);
     }
-    if (!from && i < TQKV__RAW) from = tqkv__store_of(c, tqkv__stream_kinds[i].side);
-    if (range.from >= range.to) return TQKV_OK;
     return tqkv__convert(to, from, range.from, (int)(range.to - range.from), parallel);
 }
 
@@ -17453,7 +17452,7 @@ static tqkv_result tqkv__plan_scratch_within(const tqkv_metal_attention *from, s
 
 TQKV_API tqkv_result tqkv_metal_plan_attend_scratch(const tqkv_metal_attention *from, size_t *bytes)
 {
-    return bytes ? tqkv__plan_scratch_within(from, TQKV__MOST_SUMS, bytes) : TQKV_INVALID_ARGUMENT;
+    return bytes ? tqkv__plan_scratch_within(from, TQKV__MOST_SUMS, bytes) : TQKV__INVALID("bytes is NULL");
 }
 
 /* >>plan-batch: batches. Each item is planned as a call of its own, and the plans are joined. */
@@ -18323,9 +18322,9 @@ TQKV_API tqkv_result tqkv_metal_plan_cache_append(const tqkv_cache *c, tqkv_meta
 
 TQKV_API void tqkv_metal_cache_appended(tqkv_cache *c, int n_tokens) { tqkv__count_append(c, n_tokens); }
 
-/* Forgets positions whose appends a GPU did not run, and what the cache would have learned from them. */
-static tqkv_result tqkv__count_failed(tqkv_cache *c, int64_t end)
+TQKV_API tqkv_result tqkv_metal_cache_failed(tqkv_cache *c, int64_t end)
 {
+    if (!c) return TQKV__INVALID("the cache is NULL");
     const bool unlearns = !c->learning && end >= 0 && end <= c->learnt_at;
     const tqkv_result r = tqkv_cache_truncate(c, end);
     if (r != TQKV_OK || !unlearns) return r;
@@ -18334,12 +18333,6 @@ static tqkv_result tqkv__count_failed(tqkv_cache *c, int64_t end)
     c->learning = c->reads_raw = true;
     c->exact_below = c->exact_from = c->exact_held = 0;
     return TQKV_OK;
-}
-
-TQKV_API tqkv_result tqkv_metal_cache_failed(tqkv_cache *c, int64_t end)
-{
-    if (!c) return TQKV__INVALID("the cache is NULL");
-    return tqkv__count_failed(c, end);
 }
 
 /* The attention of a cache over its stores, with the lists and the tree of `some`. */

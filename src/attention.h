@@ -67,10 +67,11 @@ static float tqkv__inverse_root(int n)
 {
     double root = 1.0 / sqrt((double)n);
     uint64_t bits;
+    if (tqkv__head_dim_known(n)) return tqkv__size_of(n)->inverse_root;
     memcpy(&bits, &root, sizeof bits);
     bits = (bits + (UINT64_C(1) << 28)) >> 29 << 29; /* a float has 29 bits less */
     memcpy(&root, &bits, sizeof root);
-    return tqkv__head_dim_known(n) ? TQKV__INV_SQRT(n) : (float)root;
+    return (float)root;
 }
 
 /* Resolves the strides of q and out, and finds their sizes. */
