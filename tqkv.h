@@ -3561,12 +3561,12 @@ static bool tqkv__other_pages(const tqkv__stream *to, const tqkv__stream *from, 
     return tqkv__all_distinct(to->pages + first, count, from->pages + first, count);
 }
 
-/* Whether n positions can be converted without writing what is still to be read. Rows that begin where longer rows
+/* Whether n > 0 positions can be converted without writing what is still to be read. Rows that begin where longer rows
    begin can be written over them in ascending order. */
 static bool tqkv__stays_apart(const tqkv__stream *to, const tqkv__stream *from, int64_t position, int n)
 {
     const bool aligned = to->capacity == from->capacity && to->ring == from->ring && !to->pages && !from->pages;
-    const bool others = n > 0 && tqkv__other_pages(to, from, position, n);
+    const bool others = tqkv__other_pages(to, from, position, n);
     const bool codes_stay = others || (to->codes == from->codes && aligned && to->row_bytes <= from->row_bytes);
     const bool norms_stay = others || (to->norms == from->norms && aligned && to->norms_per_row <= from->norms_per_row);
     return (codes_stay || !tqkv__overlap(to->codes, to->codes_size, from->codes, from->codes_size)) &&
@@ -3615,7 +3615,7 @@ TQKV__COLD static tqkv_result tqkv__convert_open(const tqkv_store *to_store, con
         return TQKV__INVALID("unrotated: the stores differ in it");
     if (!tqkv__same_center(to, from)) return TQKV__INVALID("center: the stores differ in it");
     if (!tqkv__same_scale(to, from)) return TQKV__INVALID("channel_scale: the stores differ in it");
-    if (!tqkv__stays_apart(to, from, position, n))
+    if (n && !tqkv__stays_apart(to, from, position, n))
         return TQKV__INVALID("`to` overlaps `from`, other than in pages of its own or with shorter rows in place");
     for (int p = 0; p < n && !tqkv__same_rows(to, from); p++)
         for (int h = 0; h < from->n_kv_heads; h++)
@@ -15250,28 +15250,28 @@ TQKV_API tqkv_result tqkv_store_load(const tqkv_store *store, int64_t position, 
 #define TQKV_FC_CENTER         12 /* bool: encode, probe, decode: rows have a centre; encode_kv: keys have one */
                                   /* attend, attend_merge: keys have one, and it changes the result */
 #define TQKV_FC_VALUE_CENTER 13   /* bool: encode_kv, attend_merge: values have a centre */
-#define TQKV_FC_TYPE         14 /* uint: tqkv_type of the rows that encode, probe and attend read; encode_kv: the keys */
-                                /* decode, attend_merge: of the rows that they write */
-#define TQKV_FC_VALUE_TYPE 15   /* uint: encode_kv: that of the values */
-#define TQKV_FC_PAGES      16   /* bool: encode, decode: slots come from a page table; encode_kv: the keys' */
-                                /* attend: the slots of keys and values */
-#define TQKV_FC_VALUE_PAGES  17 /* bool: encode_kv: the values' slots */
-#define TQKV_FC_TREE         18 /* bool: attend, attend_list: a tree hides some of the newest n_queries positions */
-#define TQKV_FC_BATCH        19 /* bool: attend, attend_merge, attend_list: arguments and offsets come from items */
-#define TQKV_FC_FROM_SLICE   20 /* bool: attend_merge: of partial results there is one, a slice: out, max and sum */
-#define TQKV_FC_TO_SLICE     21 /* bool: attend_merge: makes a slice; from one: adds it to the one that is there */
-#define TQKV_FC_TAIL_FORMAT  22 /* uint: attend: that of the keys' tail; 0: there is none */
-#define TQKV_FC_ROTATE_TAIL  23 /* bool: attend: the tail is rotated, queries are not */
-#define TQKV_FC_TAIL_CENTER  24 /* bool: attend: as TQKV_FC_CENTER, of the tail */
-#define TQKV_FC_TAIL_ROTATED 25 /* bool: attend: rotate the tail's centre before it is used */
-#define TQKV_FC_LIST         26 /* bool: attend: queries see listed blocks alone */
+#define TQKV_FC_TYPE         14   /* uint: tqkv_type of the rows that encode, probe, attend read; encode_kv: the keys */
+                                  /* decode, attend_merge: of the rows that they write */
+#define TQKV_FC_VALUE_TYPE 15     /* uint: encode_kv: that of the values */
+#define TQKV_FC_PAGES      16     /* bool: encode, decode: slots come from a page table; encode_kv: the keys' */
+                                  /* attend: the slots of keys and values */
+#define TQKV_FC_VALUE_PAGES  17   /* bool: encode_kv: the values' slots */
+#define TQKV_FC_TREE         18   /* bool: attend, attend_list: a tree hides some of the newest n_queries positions */
+#define TQKV_FC_BATCH        19   /* bool: attend, attend_merge, attend_list: arguments and offsets come from items */
+#define TQKV_FC_FROM_SLICE   20   /* bool: attend_merge: of partial results there is one, a slice: out, max and sum */
+#define TQKV_FC_TO_SLICE     21   /* bool: attend_merge: makes a slice; from one: adds it to the one that is there */
+#define TQKV_FC_TAIL_FORMAT  22   /* uint: attend: that of the keys' tail; 0: there is none */
+#define TQKV_FC_ROTATE_TAIL  23   /* bool: attend: the tail is rotated, queries are not */
+#define TQKV_FC_TAIL_CENTER  24   /* bool: attend: as TQKV_FC_CENTER, of the tail */
+#define TQKV_FC_TAIL_ROTATED 25   /* bool: attend: rotate the tail's centre before it is used */
+#define TQKV_FC_LIST         26   /* bool: attend: queries see listed blocks alone */
 
 #define TQKV_FC_SMALL_PAGES    27 /* bool: attend: some pages end within tiles */
 #define TQKV_FC_TAIL_ELSEWHERE 28 /* bool: attend: a position has another slot in the tail than in the keys */
 
 #define TQKV_FC_SCALED 29 /* bool: encode, probe: channels of rows have scales; encode_kv: those of keys */
                           /* decode: rows are multiplied by them; attend: queries are, by those of the keys */
-#define TQKV_FC_VALUE_SCALED       30 /* bool: encode_kv: values have scales; attend_merge: multiply the output by them */
+#define TQKV_FC_VALUE_SCALED       30 /* bool: encode_kv: values have scales; attend_merge: the output is multiplied */
 #define TQKV_FC_CENTER_SCALED      31 /* bool: decode, attend, attend_merge: divide the centre before it is rotated */
 #define TQKV_FC_TAIL_SCALED        32 /* bool: attend: as TQKV_FC_SCALED, of the tail */
 #define TQKV_FC_TAIL_CENTER_SCALED 33 /* bool: attend: as TQKV_FC_CENTER_SCALED, of the tail */
@@ -16308,12 +16308,12 @@ TQKV_API tqkv_result tqkv_metal_plan_calibrate(const tqkv_metal_store *shape, tq
 
 /* >>plan-split: how the threadgroups share attention. */
 
-/* How the threadgroups share attention. Metal does not report a GPU's number of cores (7 to 80): only the shape decides.
-   These numbers come from sizes and `make model`, not from measurements on Apple's hardware.
+/* How the threadgroups share attention. Metal does not report a GPU's number of cores (7 to 80): only the shape
+   decides. These numbers come from sizes and `make model`, not from measurements on Apple's hardware.
 
    columns       Query rows of a KV head in a threadgroup, as many as registers hold: each key and value is decoded once
-                 for all of them. The rows of one query are divided evenly: 9 rows are 5 + 4, not 8 + 1, for the same two
-                 passes. For several queries: tqkv__choose_columns.
+                 for all of them. The rows of one query are divided evenly: 9 rows are 5 + 4, not 8 + 1, for the same
+                 two passes. For several queries: tqkv__choose_columns.
    n_simdgroups  4, or as many as the pipeline allows. Each walks its own tiles, and together they hide the latency of
                  loads. They share tables and queries in threadgroup memory.
    stretches     512 slots up to slot 8192, 2048 beyond. A simdgroup's float sums cover a quarter of that, so they
@@ -16321,9 +16321,9 @@ TQKV_API tqkv_result tqkv_metal_plan_calibrate(const tqkv_metal_store *shape, tq
                  no bit of its result. 512 slots are 4 tiles a simdgroup: fewer would not hide latency, more would leave
                  the cores of a large GPU idle at 8192 positions and 8 KV heads (128 threadgroups). Beyond, threadgroups
                  abound, and longer stretches save queries loaded and sums merged: a stretch's sums are 8 bytes a value
-                 and row, read and written, against 512 or 2048 positions of half to two bytes a value. On an H200, D=128,
-                 group 2, 128k positions, I8 takes 107 microseconds with 512 slots up to slot 65536, 89 as it is, and 80
-                 with 2048 everywhere. A window sees few stretches wherever it stands, so there all are short.
+                 and row, read and written, against 512 or 2048 positions of half to two bytes a value. On an H200,
+                 D=128, group 2, 128k positions, I8 takes 107 microseconds with 512 slots up to slot 65536, 89 as it is,
+                 and 80 with 2048 everywhere. A window sees few stretches wherever it stands, so there all are short.
    splits        Threadgroups along the context, each with
                  one stretch   until the stretches' sums take 32 MiB of scratch,
                  one section   beyond that, 16 stretches added up as it goes, or
@@ -16357,18 +16357,18 @@ static void tqkv__tiles_seen(const tqkv__attention *a, int64_t slice_end, int64_
 }
 
 /* Whether attention multiplies matrices. A query must have the same bits alone and in company, so the number of queries
-   does not decide. Microseconds on an H200, one token, 128k positions, 8 KV heads, D=128 (make bench-gpu, with --lanes and
-   --matrices):
+   does not decide. Microseconds on an H200, one token, 128k positions, 8 KV heads, D=128 (make bench-gpu, with --lanes
+   and --matrices):
 
    group                 1          2          4           8           16
    TQ4, without, with    60, 71     68, 71     96, 73      153, 75     284, 101
    I8                    76, -      79, 77     103, 77     173, 79     - , 91
    I8 keys, TQ4 values   63, -      70, 69     99, 76      154, 72     - , 87
 
-   F16, TQ5 and TQ8 gain from a group of 8 on and lose at 1 and 2. 512 queries over 8k positions at a group of 2, TQ4: 1470
-   and 353; 8 queries over 128k: 287 and 100. So on that GPU TQ4 and I8 are better served by a matrix_group of 2. The
-   model of Apple's GPUs, which have no unit for such products, expects tokens of narrow groups to lose up to half of their
-   speed there: hence 4. */
+   F16, TQ5 and TQ8 gain from a group of 8 on and lose at 1 and 2. 512 queries over 8k positions at a group of 2, TQ4:
+   1470 and 353; 8 queries over 128k: 287 and 100. So on that GPU TQ4 and I8 are better served by a matrix_group of 2.
+   The model of Apple's GPUs, which have no unit for such products, expects tokens of narrow groups to lose up to half
+   of their speed there: hence 4. */
 static bool tqkv__choose_matrix(const tqkv__attention *a)
 {
     const int head_dim = a->keys.head_dim, least = a->matrix_group ? a->matrix_group : 8;
