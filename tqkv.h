@@ -1893,7 +1893,18 @@ static TQKV__NOINLINE bool tqkv__overlap(const void *a, size_t a_size, const voi
 static bool tqkv__aligned_at(const void *p, size_t alignment) { return p && ((uintptr_t)p & (alignment - 1)) == 0; }
 static bool tqkv__floats_at(const void *p) { return tqkv__aligned_at(p, sizeof(float)); }
 
-static bool tqkv__format_known(tqkv_format f) { return TQKV__KIND(f) != 0; }
+/* A row of TQKV__FORMATS for a format that the compiler does not know; zeros for what is none. */
+typedef struct tqkv__format {
+    uint8_t kind, main_bits, upper_bits, book_bits, plain;
+} tqkv__format;
+
+static const tqkv__format *tqkv__format_of(tqkv_format f)
+{
+#define TQKV__FORMAT_ROW(x, format, name, kind, main, upper, book, plain) {kind, main, upper, book, plain},
+    static const tqkv__format rows[] = {{0, 0, 0, 0, 0}, TQKV__FORMATS(TQKV__FORMAT_ROW, )};
+    return &rows[(unsigned)f < sizeof rows / sizeof *rows ? (unsigned)f : 0];
+}
+static bool tqkv__format_known(tqkv_format f) { return tqkv__format_of(f)->kind != 0; }
 
 /* Returns the bytes of a value; 0: no tqkv_type. */
 static size_t tqkv__type_size(tqkv_type type)
@@ -2023,11 +2034,12 @@ static tqkv_result tqkv__table_shape(const tqkv_store *store, tqkv__stream *s)
 /* Takes the format's row in TQKV__FORMATS, and its tables. */
 static void tqkv__take_format(tqkv_format format, tqkv__stream *s)
 {
+    const tqkv__format *row = tqkv__format_of(format);
     s->format = format;
-    s->kind = TQKV__KIND(format);
-    s->main_bits = TQKV__MAIN_BITS(format);
-    s->upper_bits = TQKV__UPPER_BITS(format);
-    s->book_bits = TQKV__BOOK_BITS(format);
+    s->kind = row->kind;
+    s->main_bits = row->main_bits;
+    s->upper_bits = row->upper_bits;
+    s->book_bits = row->book_bits;
     s->codebook = s->book_bits ? TQKV__CODEBOOK(s->book_bits) : NULL;
     s->boundaries = s->book_bits ? TQKV__BOUNDARIES(s->book_bits) : NULL;
     s->factors = s->book_bits ? TQKV__FACTORS(s->book_bits) : NULL;
@@ -2041,9 +2053,9 @@ static tqkv_result tqkv__stream_shape(const tqkv_store *store, tqkv__stream *s)
     if (!store) return TQKV__INVALID("a store is NULL");
     if (!tqkv__format_known(store->format)) return TQKV__REFUSE(UNSUPPORTED, "format: not a stored format");
     if (!tqkv__head_dim_known(store->head_dim)) return TQKV__REFUSE(UNSUPPORTED, TQKV__HEAD_DIMS);
-    if (store->unrotated && !TQKV__PLAIN(store->format))
+    if (store->unrotated && !tqkv__format_of(store->format)->plain)
         return TQKV__REFUSE(UNSUPPORTED, "unrotated: only TQ5, TQ6, TQ8 and their _BYTES forms can be");
-    if (store->rotated && TQKV__KIND(store->format) != TQKV__HALF)
+    if (store->rotated && tqkv__format_of(store->format)->kind != TQKV__HALF)
         return TQKV__REFUSE(UNSUPPORTED, "rotated: for F16 alone; other formats are, unless unrotated says otherwise");
     if (store->n_kv_heads <= 0) return TQKV__INVALID("n_kv_heads is not positive");
     if (store->capacity <= 0) return TQKV__INVALID("capacity is not positive");
@@ -2254,21 +2266,22 @@ TQKV_API tqkv_format tqkv_format_from_name(const char *name)
 
 TQKV_API size_t tqkv_row_bytes(tqkv_format f, int head_dim)
 {
-    if (!tqkv__format_known(f) || !tqkv__head_dim_known(head_dim)) return 0;
-    return (size_t)head_dim * (size_t)(TQKV__MAIN_BITS(f) + TQKV__UPPER_BITS(f)) / 8;
+    const tqkv__format *row = tqkv__format_of(f);
+    return tqkv__head_dim_known(head_dim) ? (size_t)(head_dim * (row->main_bits + row->upper_bits) / 8) : 0;
 }
 
 TQKV_API int tqkv_norms_per_row(tqkv_format f, int head_dim)
 {
-    if (!tqkv__format_known(f) || !tqkv__head_dim_known(head_dim) || TQKV__KIND(f) == TQKV__HALF) return 0;
-    const int dim = tqkv__norm_dim(TQKV__KIND(f), head_dim);
-    return dim ? head_dim / dim : 0;
+    const int kind = tqkv__format_of(f)->kind;
+    if (!tqkv__format_known(f) || !tqkv__head_dim_known(head_dim) || kind == TQKV__HALF) return 0;
+    return head_dim / tqkv__norm_dim(kind, head_dim);
 }
 
 TQKV_API float tqkv_last_boundary(tqkv_format f)
 {
-    if (TQKV__KIND(f) == TQKV__BOOK) return TQKV__BOUNDARIES(TQKV__BOOK_BITS(f))[(1 << TQKV__BOOK_BITS(f)) - 2];
-    return TQKV__KIND(f) == TQKV__HALF ? 65504.0f : TQKV__KIND(f) == TQKV__GRID ? 127.0f : 0.0f;
+    const int kind = tqkv__format_of(f)->kind, bits = tqkv__format_of(f)->book_bits;
+    if (kind == TQKV__BOOK) return TQKV__BOUNDARIES(bits)[(1 << bits) - 2];
+    return kind == TQKV__HALF ? 65504.0f : kind == TQKV__GRID ? 127.0f : 0.0f;
 }
 
 TQKV_API size_t tqkv_codes_size(const tqkv_store *store)
@@ -10758,21 +10771,27 @@ static tqkv_result tqkv__check_streams(tqkv__attention *a)
     return TQKV__INVALID("keys and values share bytes, but are not described in the same way");
 }
 
+/* Checks a store that has positions of a stream besides. */
+static TQKV__NOINLINE tqkv_result tqkv__check_beside(const tqkv__stream *stream, const tqkv__stream *s)
+{
+    if (s->head_dim != stream->head_dim || s->n_kv_heads != stream->n_kv_heads)
+        return TQKV__INVALID("exact_first, exact_last: a store of other head_dim or n_kv_heads than its stream");
+    if (!tqkv__same_center(s, stream))
+        return TQKV__INVALID("exact_first, exact_last: a store with another centre than its stream");
+    if (!tqkv__same_scale(s, stream))
+        return TQKV__INVALID("exact_first, exact_last: a store with another channel_scale than its stream");
+    return TQKV_OK;
+}
+
 /* Checks the store that holds positions [low, high) of a stream as halves. */
 static tqkv_result tqkv__check_end(const tqkv__attention *a, const tqkv__stream *codes, int64_t low, int64_t high,
                                    const tqkv__stream *s)
 {
     if (s->kind != TQKV__HALF || s->rotated != codes->rotated)
-        return TQKV__INVALID("exact_first or exact_last: a store that is not F16, or rotated otherwise than the codes");
-    if (s->head_dim != codes->head_dim || s->n_kv_heads != codes->n_kv_heads)
-        return TQKV__INVALID("exact_first or exact_last: a store of other head_dim or n_kv_heads than the codes");
-    if (!tqkv__same_center(s, codes))
-        return TQKV__INVALID("exact_first or exact_last: a store with another centre than the codes");
-    if (!tqkv__same_scale(s, codes))
-        return TQKV__INVALID("exact_first or exact_last: a store with another channel_scale than the codes");
+        return TQKV__INVALID("exact_first, exact_last: a store that is not F16, or rotated otherwise than the codes");
     if (s->ring ? a->call.end - low > s->capacity : high > tqkv__room(s))
-        return TQKV__REFUSE(OUT_OF_RANGE, "exact_first or exact_last: a store that does not hold so many positions");
-    return TQKV_OK;
+        return TQKV__REFUSE(OUT_OF_RANGE, "exact_first, exact_last: a store that does not hold so many positions");
+    return tqkv__check_beside(codes, s);
 }
 
 /* Returns the first position that a query reads from the halves of the newest. Without such halves it is 0, and these
@@ -10832,14 +10851,9 @@ static tqkv_result tqkv__check_first_tail(const tqkv__attention *a, const tqkv__
     const tqkv__stream *tail = &a->tail;
     if (s->format != tail->format || s->rotated != tail->rotated || s->block_scale != tail->block_scale)
         return TQKV__INVALID("first_tail: a store of another format or basis than the tail");
-    if (s->head_dim != tail->head_dim || s->n_kv_heads != tail->n_kv_heads)
-        return TQKV__INVALID("first_tail: a store of other head_dim or n_kv_heads than the tail");
-    if (!tqkv__same_center(s, tail)) return TQKV__INVALID("first_tail: a store with another centre than the tail");
-    if (!tqkv__same_scale(s, tail))
-        return TQKV__INVALID("first_tail: a store with another channel_scale than the tail");
     if (s->ring || a->call.exact_first > tqkv__room(s))
         return TQKV__REFUSE(OUT_OF_RANGE, "first_tail: a store that does not hold so many positions");
-    return TQKV_OK;
+    return tqkv__check_beside(tail, s);
 }
 
 /* Takes the first positions that are no longer resident, if all streams have them, from stores opened by `open`;
