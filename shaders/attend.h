@@ -544,12 +544,12 @@ inline void combine_pass(thread const attend_task &task, int first, column_memor
     store_sums<D>(task, first, state);
     if (first == 0) {
         threadgroup_barrier(mem_flags::mem_threadgroup);
-        if (task.simdgroup == 0 && task.lane < columns) combine_states(task, task.lane, memory, how);
+        if (task.simdgroup == 0 && task.lane < columns) combine_states<32>(task, task.lane, memory, how);
     }
     threadgroup_barrier(mem_flags::mem_threadgroup);
     for (uint at = thread_index; at < uint(PASS_PIECES(D) * PIECE_VALUES(D) / 4); at += n_threads) {
         if (at != thread_index) open_four_of_pass<D>(task, first, at, memory, how, own);
-        if (own.used) combine_four(task, ATTEND_SUM_FLOATS(D), memory, how, own);
+        if (own.used) combine_four<32>(task, ATTEND_SUM_FLOATS(D), memory, how, own);
     }
     threadgroup_barrier(mem_flags::mem_threadgroup); // before the next sums, or weights, overwrite these
 }

@@ -77,19 +77,48 @@ inline void add_column(bool copy, threadgroup float *kept, threadgroup float *to
     total[1] = kept[1] = sum;
 }
 
+// Simdgroups whose states or sums are loaded together, so that one load does not wait for another.
+#define STATES_LOADED 4
+
+// Maxima and sums of a column in the simdgroups from `first` on; those of one that there is not are nothing.
+struct loaded_states {
+    float maxima[STATES_LOADED], sums[STATES_LOADED];
+};
+
+inline loaded_states load_states(thread const attend_task &task, uint c, uint n, uint first)
+{
+    loaded_states states;
+    TQKV_UNROLL
+    for (uint i = 0; i < uint(STATES_LOADED); i++) {
+        threadgroup const float *from = task.states + (min(first + i, task.n_simdgroups - 1u) * n + c) * 2u;
+        bool exists = first + i < task.n_simdgroups;
+        states.maxima[i] = exists ? from[0] : -INFINITY;
+        states.sums[i] = exists ? from[1] : 0.0f;
+    }
+    return states;
+}
+
 // Maximum and sum of a column, and all factors of its sums. task.states has those of the simdgroups, [n_simdgroups][n][2]; what
-// their sums are multiplied by takes the place of the maxima.
+// their sums are multiplied by takes the place of the maxima. S: most simdgroups
+template <int S>
 inline void combine_states(thread const attend_task &task, uint c, column_memory memory, column_end how)
 {
-    const uint n = memory.n;
-    threadgroup float *states = task.states + c * 2u;
+    const uint n = memory.n, B = uint(STATES_LOADED);
     threadgroup float *total = memory.totals + c * 2u, *factors = memory.shares + c * 4u;
     float largest = -INFINITY, sum = 0.0f;
-    for (uint s = 0; s < task.n_simdgroups; s++) largest = max(largest, states[s * n * 2u]);
-    for (uint s = 0; s < task.n_simdgroups; s++) {
-        float share = share_of(states[s * n * 2u], largest);
-        sum = fma(share, states[s * n * 2u + 1u], sum);
-        states[s * n * 2u] = share;
+    for (uint first = 0; first < uint(S) && first < task.n_simdgroups; first += B) {
+        loaded_states states = load_states(task, c, n, first);
+        TQKV_UNROLL
+        for (uint i = 0; i < B; i++) largest = max(largest, states.maxima[i]);
+    }
+    for (uint first = 0; first < uint(S) && first < task.n_simdgroups; first += B) {
+        loaded_states states = load_states(task, c, n, first);
+        TQKV_UNROLL
+        for (uint i = 0; i < B; i++) {
+            float share = share_of(states.maxima[i], largest);
+            sum = fma(share, states.sums[i], sum);
+            if (first + i < task.n_simdgroups) task.states[((first + i) * n + c) * 2u] = share;
+        }
     }
     total[0] = largest;
     total[1] = sum;
@@ -137,25 +166,31 @@ inline void open_four(thread const attend_task &task, uint D, uint column, uint 
 }
 
 // Adds them up, simdgroup after simdgroup: a fixed order. each: from one to the next in memory
+template <int S>
 inline void combine_four(thread const attend_task &task, uint each, column_memory memory, column_end how,
                          thread four_sums &own)
 {
-    const uint B = 4; // that are loaded at a time
+    const uint B = uint(STATES_LOADED);
     float4 shares = *(threadgroup const float4 *)(memory.shares + own.column * 4u);
     float sum[4], total[4];
     TQKV_UNROLL
     for (int i = 0; i < 4; i++) sum[i] = total[i] = 0.0f;
-    for (uint first = 0; first < task.n_simdgroups; first += B) {
+    for (uint first = 0; first < uint(S) && first < task.n_simdgroups; first += B) {
+        float4 four[B];
+        float part[B];
         TQKV_UNROLL
-        for (uint b = 0; b < B; b++) {
-            uint s = first + b;
-            if (s >= task.n_simdgroups) continue;
-            float part = task.states[(s * memory.n + own.column) * 2u];
-            float4 four = *(threadgroup const float4 *)(own.from + s * each);
-            sum[0] = fma(part, four.x, sum[0]);
-            sum[1] = fma(part, four.y, sum[1]);
-            sum[2] = fma(part, four.z, sum[2]);
-            sum[3] = fma(part, four.w, sum[3]);
+        for (uint i = 0; i < B; i++) {
+            uint s = min(first + i, task.n_simdgroups - 1u);
+            part[i] = task.states[(s * memory.n + own.column) * 2u];
+            four[i] = *(threadgroup const float4 *)(own.from + s * each);
+        }
+        TQKV_UNROLL
+        for (uint i = 0; i < B; i++) {
+            if (first + i >= task.n_simdgroups) continue;
+            sum[0] = fma(part[i], four[i].x, sum[0]);
+            sum[1] = fma(part[i], four[i].y, sum[1]);
+            sum[2] = fma(part[i], four[i].z, sum[2]);
+            sum[3] = fma(part[i], four[i].w, sum[3]);
         }
     }
     add_floats<4>(shares.x, own.kept, shares.y, sum);

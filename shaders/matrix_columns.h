@@ -98,7 +98,7 @@ inline void combine_sums(thread const attend_task &task, int f, int i, column_me
     threadgroup_barrier(mem_flags::mem_threadgroup);
     for (uint at = thread_index; at < uint(D); at += n_threads) {
         if (at != thread_index) open_four_of_pass(task, uint(D), first, at, memory, how, own);
-        if (own.used) combine_four(task, uint(MATRIX_SUM_COLUMNS * (D + 4)), memory, how, own);
+        if (own.used) combine_four<TQKV__MATRIX_SIMDGROUPS>(task, uint(MATRIX_SUM_COLUMNS * (D + 4)), memory, how, own);
     }
     threadgroup_barrier(mem_flags::mem_threadgroup);
 }
@@ -111,7 +111,7 @@ inline uint keep_columns(constant tqkv__attend_args &args, thread const attend_t
     column_end how = open_end(args, task, own, stretch, uint(D));
     store_states(task, state);
     threadgroup_barrier(mem_flags::mem_threadgroup);
-    if (task.simdgroup == 0 && task.lane < uint(F * 8)) combine_states(task, task.lane, memory, how);
+    if (task.simdgroup == 0 && task.lane < uint(F * 8)) combine_states<TQKV__MATRIX_SIMDGROUPS>(task, task.lane, memory, how);
     TQKV_UNROLL
     for (int f = 0; f < F; f++) {
         TQKV_UNROLL
