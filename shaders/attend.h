@@ -484,9 +484,9 @@ inline void add_lanes(uint lane, thread const float *from, thread float *x)
 }
 
 // A pass takes as many pieces of columns as the memory of their sums holds, piece after piece of each column.
-#define PIECE_VALUES(D)       (LANE_SPAN(D) * 8)
-#define PASS_PIECES(D)        (TQKV__ATTEND_PASS_FLOATS(D) / PIECE_VALUES(D))
-#define ATTEND_SUM_FLOATS(D)  uint(TQKV__ATTEND_SUM_BYTES(D, int(columns)) / 4)
+#define PIECE_VALUES(D)      (LANE_SPAN(D) * 8)
+#define PASS_PIECES(D)       (TQKV__ATTEND_PASS_FLOATS(D) / PIECE_VALUES(D))
+#define ATTEND_SUM_FLOATS(D) uint(TQKV__ATTEND_SUM_BYTES(D, int(columns)) / 4)
 
 // Stores the simdgroup's sums of the pass that begins with piece `first`.
 template <int D>

@@ -516,7 +516,8 @@ inline uint keep_parts(constant tqkv__attend_args &args, thread const attend_tas
     threadgroup_barrier(mem_flags::mem_threadgroup); // the states' memory holds maxima
     store_states(task, state);
     threadgroup_barrier(mem_flags::mem_threadgroup);
-    if (task.simdgroup == 0 && task.lane < uint(F * 8)) combine_states<TQKV__LONG_SIMDGROUPS>(task, task.lane, memory, how);
+    if (task.simdgroup == 0 && task.lane < uint(F * 8))
+        combine_states<TQKV__LONG_SIMDGROUPS>(task, task.lane, memory, how);
     threadgroup_barrier(mem_flags::mem_threadgroup);
     if (task.simdgroup * uint(TQKV__LONG_VALUES) < uint(D)) {
         if (code_width(value_format) == 4) store_part<D, MATRIX_OUT_VALUES(D, 4), F>(task, memory, how, state);

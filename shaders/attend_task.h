@@ -61,7 +61,7 @@ struct attend_task {
     threadgroup float *tail_table;   // [256]: of the tail
     threadgroup float *queries;      // [columns][padded KD]
     threadgroup float *tail_queries; // [columns][padded T]
-    threadgroup float *sums;    // of attend_matrix, for a pass of columns
+    threadgroup float *sums;         // of attend_matrix, for a pass of columns
     threadgroup float *weights; // a tile's weights and, for a pass of columns, sums: [n_simdgroups][ATTEND_SUM_FLOATS]
     threadgroup float *kept;    // of columns.h
     threadgroup float *states;  // [n_simdgroups][C][2]: maximum and sum

@@ -93,7 +93,8 @@ inline void combine_sums(thread const attend_task &task, int f, int i, column_me
 {
     uint thread_index = task.simdgroup * 32u + task.lane, n_threads = task.n_simdgroups * 32u, first = uint(f * 8 + i);
     four_sums own;
-    open_four_of_pass(task, uint(D), first, thread_index, memory, how, own); // its loads are under way before the barrier
+    open_four_of_pass(task, uint(D), first, thread_index, memory, how,
+                      own); // its loads are under way before the barrier
     store_sums<D, F>(task, f, i, state);
     threadgroup_barrier(mem_flags::mem_threadgroup);
     for (uint at = thread_index; at < uint(D); at += n_threads) {
@@ -111,7 +112,8 @@ inline uint keep_columns(constant tqkv__attend_args &args, thread const attend_t
     column_end how = open_end(args, task, own, stretch, uint(D));
     store_states(task, state);
     threadgroup_barrier(mem_flags::mem_threadgroup);
-    if (task.simdgroup == 0 && task.lane < uint(F * 8)) combine_states<TQKV__MATRIX_SIMDGROUPS>(task, task.lane, memory, how);
+    if (task.simdgroup == 0 && task.lane < uint(F * 8))
+        combine_states<TQKV__MATRIX_SIMDGROUPS>(task, task.lane, memory, how);
     TQKV_UNROLL
     for (int f = 0; f < F; f++) {
         TQKV_UNROLL
