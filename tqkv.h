@@ -7389,11 +7389,9 @@ TQKV__TARGET static void TQKV__I(add_integers)(const TQKV__I(product) * p, int n
 
 #ifndef TQKV__DECODED /* true: another set of the same name has these */
 
-/* Rows that share decoded keys, and values; and, on AVX2, values that have become floats. Enough sums in progress to hide
-   their latency, few enough for the registers. */
+/* Rows that share decoded keys, and values. Enough sums in progress to hide their latency, few enough for the registers. */
 #define TQKV__HALF_KEY_ROWS (TQKV__INTEGER_LANES == 16 ? 4 : 3)
 #define TQKV__HALF_ROWS     (TQKV__INTEGER_LANES == 16 ? 8 : 4)
-#define TQKV__FLOAT_ROWS    6
 
 /* scores[row][j] (+)= query[row] . key j for four keys, which are halves or floats; rows and halves are constants. Eight of the
    16 sums at a time where registers hold no more. */
@@ -7479,21 +7477,19 @@ TQKV__TARGET static TQKV__NOINLINE void TQKV__S(score_halves)(const tqkv__stream
     }
 }
 
-/* out[row][d] += weights[row][j] * value j for `width` vectors of dimensions; out: rows `dim` apart, values: n, which are
-   halves or floats, `stride` bytes apart; rows, width and halves are constants. */
-TQKV__OP void TQKV__S(add_half_vectors)(const int rows, const int width, const bool halves, const uint8_t *values,
-                                        size_t stride, int n, const float *weights, int dim, float *out)
+/* out[row][d] += weights[row][j] * value j for `width` vectors of dimensions; rows and width are constants. */
+TQKV__OP void TQKV__S(add_half_vectors)(const int rows, const int width, const tqkv__stream *s, const uint8_t *codes,
+                                        int n, const float *weights, float *out)
 {
-    TQKV__VECTOR sums[TQKV__HALF_ROWS > TQKV__FLOAT_ROWS ? TQKV__HALF_ROWS : TQKV__FLOAT_ROWS][8];
+    const int dim = s->head_dim;
+    TQKV__VECTOR sums[TQKV__HALF_ROWS][8];
     TQKV__UNROLL
     for (int i = 0; i < rows * width; i++)
         sums[i / width][i % width] = TQKV__(load)(out + i / width * dim + i % width * TQKV__INTEGER_LANES);
-    for (int j = 0; j < n; j++, values += stride) {
+    for (int j = 0; j < n; j++, codes += s->row_bytes) {
         TQKV__VECTOR x[8];
         TQKV__UNROLL
-        for (int i = 0; i < width; i++)
-            x[i] = halves ? TQKV__(load_f16)(values + 2 * i * TQKV__INTEGER_LANES)
-                          : TQKV__(load)((const float *)(const void *)values + i * TQKV__INTEGER_LANES);
+        for (int i = 0; i < width; i++) x[i] = TQKV__(load_f16)(codes + 2 * i * TQKV__INTEGER_LANES);
         TQKV__UNROLL
         for (int r = 0; r < rows; r++) {
             const TQKV__VECTOR weight = TQKV__(set1)(weights[r * TQKV__TILE + j]);
@@ -7512,47 +7508,19 @@ TQKV__OP void TQKV__S(add_half_rows)(const int rows, const tqkv__stream *s, cons
 {
     const int sixteen = 16 / TQKV__INTEGER_LANES, most = TQKV__INTEGER_LANES == 16 && rows <= 2 ? 4 : 2;
     const bool wide = TQKV__INTEGER_LANES == 16 || rows <= 2;
-    const int dim = s->head_dim;
     int d = 0;
-    for (; wide && d + 16 * most <= dim; d += 16 * most) TQKV__S(add_half_vectors)
-    (rows, most * sixteen, true, codes + 2 * d, s->row_bytes, n, weights, dim, out + d);
-    for (; d < dim; d += 16) TQKV__S(add_half_vectors)
-    (rows, sixteen, true, codes + 2 * d, s->row_bytes, n, weights, dim, out + d);
-}
-
-/* Many rows read values that have become floats, two vectors of dimensions at a time; returns how many they are. */
-TQKV__TARGET static TQKV__NOINLINE int TQKV__S(add_many_halves)(const tqkv__stream *s, const uint8_t *codes, int n,
-                                                                const float *weights, int n_rows, float *out)
-{
-    enum { BLOCK = TQKV__INTEGER_LANES < 16 ? 2 * TQKV__INTEGER_LANES : 16, ROWS = TQKV__FLOAT_ROWS };
-    TQKV__ALIGNED float values[TQKV__TILE * BLOCK];
-    const int dim = s->head_dim, many = n_rows / ROWS * ROWS; /* dim is a multiple of 16 */
-    for (int d = 0; d < dim; d += BLOCK, codes += 2 * BLOCK, out += BLOCK) {
-        const uint8_t *value = codes;
-        for (int i = 0; i < n * BLOCK; i += BLOCK, value += s->row_bytes)
-            for (int k = 0; k < BLOCK; k += TQKV__INTEGER_LANES)
-                TQKV__(store)(values + i + k, TQKV__(load_f16)(value + 2 * k));
-        for (int row = 0; row < many; row += ROWS) TQKV__S(add_half_vectors)
-        (ROWS, BLOCK / TQKV__INTEGER_LANES, false, (const uint8_t *)(const void *)values, BLOCK * sizeof *values, n,
-         weights + row * TQKV__TILE, dim, out + row * dim);
-    }
-    return many;
+    for (; wide && d + 16 * most <= s->head_dim; d += 16 * most)
+        TQKV__S(add_half_vectors)(rows, most * sixteen, s, codes + 2 * d, n, weights, out + d);
+    for (; d < s->head_dim; d += 16) TQKV__S(add_half_vectors)(rows, sixteen, s, codes + 2 * d, n, weights, out + d);
 }
 
 TQKV__TARGET static TQKV__NOINLINE void TQKV__S(add_halves)(const tqkv__stream *s, const uint8_t *codes,
                                                             const tqkv__segment *segment, const float *weights,
                                                             int n_rows, float *out)
 {
-    /* By way of floats 64 rows take 0.93 times as long on AVX2, scores included, but four rows 1.08 times. On AVX-512, where a
-       vector that is converted serves more products, 64 rows take 0.96 to 1.0 times as long. */
-    const bool floats = TQKV__INTEGER_LANES == 8 && n_rows >= 16;
     const int n = segment->n;
-    int row = 0;
     tqkv__prefetch(TQKV__L2, codes + (ptrdiff_t)segment->ahead * (ptrdiff_t)s->row_bytes, (size_t)n * s->row_bytes);
-    if (floats) row = TQKV__S(add_many_halves)(s, codes, n, weights, n_rows, out);
-    weights += row * TQKV__TILE;
-    out += row * s->head_dim;
-    for (int left = n_rows - row, now; left > 0; left -= now, weights += now * TQKV__TILE, out += now * s->head_dim) {
+    for (int left = n_rows, now; left > 0; left -= now, weights += now * TQKV__TILE, out += now * s->head_dim) {
         now = left >= TQKV__HALF_ROWS ? TQKV__HALF_ROWS : left >= 2 ? 2 : 1;
         if (now == 1)
             TQKV__S(add_half_rows)(1, s, codes, n, weights, out);
