@@ -271,6 +271,8 @@ static void check_remains(const void *parameters)
     CHECK_RESULT(tqkv_cache_truncate(m.cache, m.end = 5), TQKV_OK); /* all that the ring held is gone */
     model_append(&m, 10);
     check_halves(&m);
+    model_remove(&m, 1, 2); /* before what is halves */
+    check_halves(&m);
     CHECK(tqkv_cache_view(m.cache).exact_last == 10, "%d newest positions", tqkv_cache_view(m.cache).exact_last);
     free(attend(&m));
     model_close(&m);
