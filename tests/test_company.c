@@ -496,6 +496,11 @@ static void check_lost_windows(const void *parameters)
     CHECK_RESULT(tqkv_cache_attend_some(cache, &some, data.q, 13, out), TQKV_OK);
     before_windows[0][0] = 8;
     CHECK_RESULT(tqkv_cache_attend_some(cache, &some, data.q, 13, out), TQKV_OUT_OF_RANGE);
+    before_windows[0][0] = 7;
+    for (int newest = 52; newest < 54; newest++) { /* the first query stands at 191, and finds 52 up to there */
+        some.list_newest = newest;
+        CHECK_RESULT(tqkv_cache_attend_some(cache, &some, data.q, 13, out), newest == 52 ? TQKV_OK : TQKV_OUT_OF_RANGE);
+    }
     CHECK_RESULT(tqkv_cache_truncate(cache, 180), TQKV_OK);
     expect_refused(cache, &data, 1, "truncated");
     CHECK_RESULT(tqkv_cache_append(cache, data.k, data.v, 20), TQKV_OK); /* end 200: back to position 137 */
