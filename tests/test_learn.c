@@ -849,7 +849,7 @@ void test_learn_cases(void)
         {TQKV_TQ4, TQKV_TQ4, 64, 0, 80, 18, 18, 3, 5, 32, 25, 130, 1, 1, 0, 0, 0, f32, TQKV_FLOAT},
         {TQKV_TQ5, TQKV_TQ4, 64, 0, 200, 30, 30, 40, 5, 0, 0, 120, 0, 0, 0, 0, 0, f32, TQKV_INTEGER},
         {TQKV_TQ4, TQKV_TQ5, 512, 0, 100, 20, 20, 0, 10, 0, 0, 60, 0, 0, 0, 0, 0, f32, TQKV_FLOAT},
-        {TQKV_TQ4, TQKV_TQ4, 64, 0, 200, 30, 30, 3, 5, 0, 0, 90, 0, 0, 0, 0, 0, TQKV_TYPE_F16, TQKV_FLOAT},
+        {TQKV_TQ4, TQKV_TQ4, 64, 0, 200, 19, 19, 3, 5, 0, 0, 90, 0, 0, 0, 0, 0, TQKV_TYPE_F16, TQKV_FLOAT},
         {TQKV_F16, TQKV_TQ4, 64, 0, 200, 30, 30, 3, 5, 0, 0, 70, 0, 0, 0, 0, 0, f32, TQKV_FLOAT},
     };
     for (int i = 0; i < (int)(sizeof rows / sizeof *rows); i++) {
