@@ -699,7 +699,7 @@ static void check_set(const void *parameters)
         CHECK((keys->center != NULL) == (way == 0) && (keys->channel_scale != NULL) == (way == 1) &&
                   (values->channel_scale != NULL) == (way == 1) && !values->center,
               "way %d: other centres or scales", way);
-        CHECK(way != 1 || (keys->channel_scale != scales &&
+        CHECK(way != 1 || (keys->channel_scale && keys->channel_scale != scales &&
                            !memcmp(keys->channel_scale, scales, sizeof(float) * CACHE_HEADS * D)),
               "the scale is no copy");
         CHECK_RESULT(tqkv_cache_set_scale(cache, scales, NULL), TQKV_INVALID_ARGUMENT);
