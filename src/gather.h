@@ -180,14 +180,17 @@ static tqkv__tile *tqkv__tile_of_ranks(const tqkv__work *w, const tqkv__ranks *r
     tile->keys = tqkv__segment_of_ranks(ranks, ranks->keys, slot, ahead ? next->keys[0] : -1);
     tile->values = tqkv__segment_of_ranks(ranks, ranks->values, slot, ahead ? next->values[0] : -1);
     if (a->call.tail) tile->tail = tqkv__segment_of_ranks(ranks, ranks->tail, slot, ahead ? next->tail[0] : -1);
+    const bool asks = tqkv__asks_meanwhile(ranks, next);
+    const int n_next = asks ? next->n : 0;
     if (ahead)
         tqkv__touch_streams(tile);
-    else
+    else if (!asks)
         tqkv__ask_keys(a, kv_head, next);
     tile->ranks = ranks;
     if (ranks->together) return tile;
-    tqkv__gather(ranks->region.keys, kv_head, ranks, ranks->keys, tile->region.keys, slot);
-    if (a->call.tail) tqkv__gather(ranks->region.tail, kv_head, ranks, ranks->tail, tile->region.tail, slot);
+    tqkv__gather(ranks->region.keys, kv_head, ranks->keys, ranks->n, next->keys, n_next, tile->region.keys, slot);
+    if (a->call.tail)
+        tqkv__gather(ranks->region.tail, kv_head, ranks->tail, ranks->n, next->tail, n_next, tile->region.tail, slot);
     tile->streams = streams;
     tile->kv_head = 0;
     return tile;

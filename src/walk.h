@@ -126,56 +126,88 @@ static inline void tqkv__copy_row(uint8_t *to, const uint8_t *from, size_t size)
     if (size) memcpy(to, from, size);
 }
 
-/* Gathers rows and their norms; size and norms (floats a row) may be constants. */
-static TQKV__INLINE void tqkv__gather_rows(const uint8_t *codes, const float *of_rows, const size_t size,
-                                           const size_t norms, const int32_t *slot_list, int n, uint8_t *row,
-                                           float *norm)
+/* Rows of a KV head and their norms. */
+typedef struct tqkv__source {
+    const uint8_t *codes;
+    const float *of_rows;
+    size_t size, norms; /* bytes and floats a row; may be constants */
+    bool crosses;       /* a row may lie in one line more than its size tells */
+} tqkv__source;
+
+static tqkv__source tqkv__source_of(const tqkv__stream *s, int kv_head)
 {
-    for (int j = 0; j < n; j++, row += size) {
-        const size_t from = slot_list[j] < 0 ? 0 : (size_t)slot_list[j];
-        if (slot_list[j] < 0)
-            memset(row, 0, size);
-        else
-            tqkv__copy_row(row, codes + from * size, size);
-        for (size_t i = 0; i < norms; i++) *norm++ = slot_list[j] < 0 ? 0.0f : of_rows[from * norms + i];
-    }
+    const uint8_t *codes = tqkv__codes_at(s, kv_head, 0);
+    const size_t size = s->row_bytes, at = (uintptr_t)codes % 64;
+    const tqkv__source source = {codes, tqkv__norms_at(s, kv_head, 0), size, (size_t)s->norms_per_row,
+                                 size % 64 ? 64 % size || at % size : at > 0};
+    return source;
 }
 
-/* Copies rows to slots of another stream from `slot` on; those that are hidden become zeros, because they may be
-   NaN. */
-static void tqkv__gather(const tqkv__stream *from, int kv_head, const tqkv__ranks *ranks, const int32_t *slot_list,
-                         const tqkv__stream *to, int slot)
+/* Asks for a row, to the L1 cache; slot -1: for any. */
+static TQKV__INLINE void tqkv__ask_row(const tqkv__source *s, int32_t slot)
 {
-    const uint8_t *codes = tqkv__codes_at(from, kv_head, 0);
-    const float *of_rows = tqkv__norms_at(from, kv_head, 0);
+    const size_t at = slot < 0 ? 0 : (size_t)slot;
+    const uint8_t *row = s->codes + at * s->size;
+    tqkv__prefetch(TQKV__L1, row, 1); /* by the line: a loop over a size takes 1.1 times as long in all */
+    for (size_t i = 64; i < s->size; i += 64) tqkv__prefetch(TQKV__L1, row + i, 1);
+    if (s->crosses) tqkv__prefetch(TQKV__L1, row + s->size - 1, 1);
+    if (s->norms) tqkv__prefetch(TQKV__L1, (const uint8_t *)(s->of_rows + at * s->norms), 1);
+}
+
+/* Copies rows and their norms, and asks for n_next others meanwhile. */
+static TQKV__INLINE void tqkv__gather_rows(const tqkv__source s, const int32_t *slot_list, int n, const int32_t *next,
+                                           int n_next, uint8_t *row, float *norm)
+{
+    for (int j = 0; j < n; j++, row += s.size) {
+        const size_t from = slot_list[j] < 0 ? 0 : (size_t)slot_list[j];
+        if (j < n_next) tqkv__ask_row(&s, next[j]);
+        if (slot_list[j] < 0)
+            memset(row, 0, s.size);
+        else
+            tqkv__copy_row(row, s.codes + from * s.size, s.size);
+        for (size_t i = 0; i < s.norms; i++) *norm++ = slot_list[j] < 0 ? 0.0f : s.of_rows[from * s.norms + i];
+    }
+    for (int j = n; j < n_next; j++) tqkv__ask_row(&s, next[j]);
+}
+
+/* Copies n rows to slots of another stream from `slot` on, and asks for the n_next of the next tile while it does so:
+   requests alone would wait for room. What is hidden becomes zeros, because it may be NaN. */
+static void tqkv__gather(const tqkv__stream *from, int kv_head, const int32_t *slot_list, int n, const int32_t *next,
+                         int n_next, const tqkv__stream *to, int slot)
+{
     uint8_t *row = tqkv__codes_at(to, 0, slot);
     float *norm = tqkv__norms_at(to, 0, slot);
-    const size_t size = from->row_bytes, norms = norm ? (size_t)from->norms_per_row : 0;
-    if (size == 64 && norms == 1) /* TQ4 of 128: 0.9 times as long */
-        tqkv__gather_rows(codes, of_rows, 64, 1, slot_list, ranks->n, row, norm);
-    else
-        tqkv__gather_rows(codes, of_rows, size, norms, slot_list, ranks->n, row, norm);
+    tqkv__source source = tqkv__source_of(from, kv_head);
+    if (source.norms == 1 && (source.size == 32 || source.size == 64)) { /* TQ4 of 64, 128 */
+        source.norms = 1;
+        if (source.size == 32) {
+            source.size = 32;
+            tqkv__gather_rows(source, slot_list, n, next, n_next, row, norm);
+        } else {
+            source.size = 64;
+            tqkv__gather_rows(source, slot_list, n, next, n_next, row, norm);
+        }
+    } else
+        tqkv__gather_rows(source, slot_list, n, next, n_next, row, norm);
 }
 
-/* Asks for the rows of a tile, to the L1 cache. With requests to the L2 a list of 2,048 of 32,768 positions takes 1.4
-   times as long from memory (TQ4 of 128, group 4, blocks of 1, Zen 5), and F16 of 512, whose tiles are larger than an
-   L1, as long. */
 static void tqkv__ask(const tqkv__stream *s, int kv_head, const tqkv__ranks *ranks, const int32_t *slot_list)
 {
-    const size_t norms = (size_t)s->norms_per_row * sizeof(float), size = s->row_bytes;
-    const uint8_t *codes = tqkv__codes_at(s, kv_head, 0), *of_rows = (const uint8_t *)tqkv__norms_at(s, kv_head, 0);
+    const tqkv__source source = tqkv__source_of(s, kv_head);
+    const size_t size = source.size, norms = source.norms * sizeof(float);
+    const size_t first = slot_list[0] < 0 ? 0 : (size_t)slot_list[0];
     if (ranks->together) {
-        tqkv__prefetch(TQKV__L1, codes + (size_t)slot_list[0] * size, (size_t)ranks->n * size);
-        if (norms) tqkv__prefetch(TQKV__L1, of_rows + (size_t)slot_list[0] * norms, (size_t)ranks->n * norms);
+        tqkv__prefetch(TQKV__L1, source.codes + first * size, (size_t)ranks->n * size);
+        if (norms) tqkv__prefetch(TQKV__L1, (const uint8_t *)source.of_rows + first * norms, (size_t)ranks->n * norms);
         return;
     }
-    for (int j = 0; j < ranks->n; j++) {
-        if (slot_list[j] < 0) continue;
-        const uint8_t *row = codes + (size_t)slot_list[j] * size;
-        tqkv__prefetch(TQKV__L1, row, 1); /* by the line: a loop over a size takes 1.1 times as long in all */
-        for (size_t i = 64; i < size; i += 64) tqkv__prefetch(TQKV__L1, row + i, 1);
-        if (norms) tqkv__prefetch(TQKV__L1, of_rows + (size_t)slot_list[j] * norms, 1);
-    }
+    for (int j = 0; j < ranks->n; j++) tqkv__ask_row(&source, slot_list[j]);
+}
+
+/* Whether the rows of a tile are gathered while the next tile's are asked for. */
+static bool tqkv__asks_meanwhile(const tqkv__ranks *ranks, const tqkv__ranks *next)
+{
+    return next->n && !ranks->together && !next->together && ranks->region.number == next->region.number;
 }
 
 static void tqkv__ask_keys(const tqkv__attention *a, int kv_head, const tqkv__ranks *ranks)
@@ -203,14 +235,19 @@ static tqkv__tile *tqkv__next_tile(const tqkv__work *w, int64_t position, int n)
     return tile;
 }
 
-static void tqkv__add_before(tqkv__work *w)
+/* Adds the values of the tile before. next: where those of the tile in progress lie, which are then asked for; or
+   NULL */
+static void tqkv__add_before(tqkv__work *w, const tqkv__ranks *next)
 {
     tqkv__tile *tile = w->before;
-    if (!tile) return;
-    if (tile->ranks && !tile->ranks->together && !w->a->shared)
-        tqkv__gather(tile->ranks->region.values, w->item->kv_head, tile->ranks, tile->ranks->values,
-                     tile->region.values, tile->values.slot);
-    tqkv__add_values(tile, w->item->n_rows, w->piece.out);
+    const tqkv__ranks *ranks = tile ? tile->ranks : NULL;
+    const int kv_head = w->item->kv_head;
+    const bool asks = next && ranks && tqkv__asks_meanwhile(ranks, next);
+    if (next && !asks) tqkv__ask_values(w->a, kv_head, next);
+    if (ranks && !ranks->together && !w->a->shared)
+        tqkv__gather(ranks->region.values, kv_head, ranks->values, ranks->n, asks ? next->values : NULL,
+                     asks ? next->n : 0, tile->region.values, tile->values.slot);
+    if (tile) tqkv__add_values(tile, w->item->n_rows, w->piece.out);
 }
 
 /* Ends the piece before a tile if it is another, or lies elsewhere. */
@@ -229,8 +266,7 @@ static void tqkv__attend_tile(tqkv__work *w, tqkv__tile *tile)
 {
     const int n_rows = w->item->n_rows;
     tqkv__score_tile(tile, w->q, w->digits, n_rows);
-    if (tile->ranks) tqkv__ask_values(w->a, w->item->kv_head, tile->ranks);
-    tqkv__add_before(w);
+    tqkv__add_before(w, tile->ranks);
     tqkv__end_piece_before(w, tile);
     w->a->isa->softmax_tile(w->a, tile->spans, w->offsets, n_rows, tile->scores, w->piece.max, w->piece.sum,
                             w->piece.out);
