@@ -1,13 +1,11 @@
-/* Which preset and which formats a model's keys and values bear, from a capture of them and of queries (data/README.md has the
- * format).
- *   advise [--bits N] [--plant-bias LENGTHS] [--no-center] [--shared] [--tail DIMENSIONS] [FILE]
- *   advise --chart [FILE]    the keys' errors by the length of a planted bias, as columns for a chart
+/* Which preset and which formats a model's keys and values bear, from a capture of them and of queries (data/README.md
+ * has the format).
+ *   advise [--bits N] [--no-center] [--shared] [--tail DIMENSIONS] [FILE]
  * --bits: the pair to suggest takes at most so many bits a value, keys and values averaged, norms included (5).
- * --plant-bias: adds to all keys of a head a constant vector of so many times their length, as a biased projection does.
  * --no-center: for engines that cannot set a centre.
- * --shared: the keys are the values, too, as in a latent cache: one format for both. The file's values are not looked at.
- * --tail: the last dimensions of each key, its rotary part, are a tail with a format of its own; with --shared the values are
- * the rest of the key. A layer with no more dimensions than that has no tail. */
+ * --shared: the keys are the values, too, as in a latent cache: one format for both. The file's values are not looked
+ * at. --tail: the last dimensions of each key, its rotary part, are a tail with a format of its own; with --shared the
+ * values are the rest of the key. A layer with no more dimensions than that has no tail. */
 #include "tqkv.h"
 #include "capture_file.h"
 #include "advise_noise.h"
@@ -19,8 +17,8 @@ enum { F16, I8, TQ6, TQ5, TQ4, TQ3, TQ2, N_FORMATS };
 /* Streams of a layer. */
 enum { KEYS, VALUES, TAIL, N_STREAMS };
 
-/* The largest error of a layer's output that one stream may cause. On the captured model, whose predictions four bits
- * change by 0.005 nats, TQ4 keys or values cause 0.001 to 0.016. */
+/* The largest error of a layer's output that one stream may cause. In the captured layers TQ4 values cause 0.003 to
+ * 0.005. */
 static const double bearable = 0.03;
 
 /* One format of one stream, without a centre and with one. */
@@ -44,8 +42,8 @@ typedef struct stream {
 } stream;
 
 typedef struct options {
-    double bits, bias;
-    bool no_center, chart, shared;
+    double bits;
+    bool no_center, shared;
     int tail;
     const char *path;
 } options;
@@ -190,41 +188,13 @@ static void measure_layer(const capture *all, const captured_layer *layer, const
     free(exact);
 }
 
-/* ---- a planted bias ---- */
-
-/* Uniform in [-1, 1). The same numbers in every run. */
-static float random_number(uint32_t *state)
-{
-    *state = *state * 1664525u + 1013904223u;
-    return (float)(*state >> 8) / 8388608.0f - 1.0f;
-}
-
-/* Adds a vector of random direction to the keys of each head, `lengths` times as long as they are. */
-static void plant_bias(const capture *all, const captured_layer *layer, double lengths)
-{
-    int d = layer->head_dim, row = layer->n_kv_heads * d;
-    uint32_t state = 1;
-    for (int head = 0; head < layer->n_kv_heads; head++) {
-        float bias[TQKV_MAX_HEAD_DIM], *keys = layer->keys + head * d;
-        double square = 0, own = 0;
-        for (int p = 0; p < all->n_positions; p++)
-            for (int i = 0; i < d; i++) square += (double)keys[p * row + i] * keys[p * row + i] / all->n_positions;
-        for (int i = 0; i < d; i++) {
-            bias[i] = random_number(&state);
-            own += (double)bias[i] * bias[i];
-        }
-        for (int p = 0; p < all->n_positions; p++)
-            for (int i = 0; i < d; i++) keys[p * row + i] += bias[i] * (float)(lengths * sqrt(square / own));
-    }
-}
-
 /* ---- the advice ---- */
 
 /* The error of the output at a format, with the centre where the advice is to use one. */
 static double advised_output(const stream *s, int format) { return s->trials[format].output[s->use_center]; }
 
-/* A centre is advised where four bits need it, and where it takes away more than half of their error, if it helps rows, too,
- * that it was not made from. */
+/* A centre is advised where four bits need it, and where it takes away more than half of their error, if it helps rows,
+ * too, that it was not made from. */
 static void decide_center(stream *s, const options *o)
 {
     const trial *t = &s->trials[TQ4];
@@ -277,8 +247,8 @@ static void print_stream(const capture *all, const captured_layer *layer, const 
     print_verdict(s);
 }
 
-/* What formats for keys, values and tail cost over all layers: mean bits a value, and the mean error of the outputs. Errors
- * of the streams are independent, so those of the output add up. */
+/* What formats for keys, values and tail cost over all layers: mean bits a value, and the mean error of the outputs.
+ * Errors of the streams are independent, so those of the output add up. */
 static double formats_error(const capture *all, const options *o, stream (*layers)[N_STREAMS],
                             const int chosen[N_STREAMS], double *bits)
 {
@@ -299,8 +269,8 @@ static double formats_error(const capture *all, const options *o, stream (*layer
     return error;
 }
 
-/* The formats of least error. Keys have at least as many bits as values: noise of one size in the output hurts the predictions
- * of tinylm more when it comes from the keys. */
+/* The formats of least error. Keys have at least as many bits as values: noise of one size in the output hurts the
+ * predictions of tinylm more when it comes from the keys. */
 static void suggest(const capture *all, const options *o, stream (*layers)[N_STREAMS])
 {
     double least = INFINITY, bits, best_bits = 0;
@@ -376,7 +346,6 @@ static void advise(const capture *all, const options *o)
     for (int i = 0; i < all->n_layers; i++) {
         const captured_layer *layer = &all->layers[i];
         stream *streams = layers[i];
-        if (o->bias > 0) plant_bias(all, layer, o->bias);
         if (o->shared)
             memcpy(layer->values, layer->keys,
                    (size_t)(all->n_positions * layer->n_kv_heads * layer->head_dim) * sizeof *layer->keys);
@@ -396,35 +365,6 @@ static void advise(const capture *all, const options *o)
     free(layers);
 }
 
-/* ---- the chart ---- */
-
-/* Columns: bias, then for each format the keys' mean error without and with a centre. */
-static void print_chart(const options *o)
-{
-    static const double biases[] = {0.5, 1, 2, 5, 10, 20, 50, 100};
-    for (size_t b = 0; b < sizeof biases / sizeof *biases; b++) {
-        capture all;
-        double errors[N_FORMATS][2] = {{0}};
-        capture_load(&all, o->path);
-        for (int i = 0; i < all.n_layers; i++) {
-            stream s = {.dim = all.layers[i].head_dim, .rows = all.layers[i].keys};
-            plant_bias(&all, &all.layers[i], biases[b]);
-            find_center(&all, &all.layers[i], &s);
-            for (int f = 0; f < N_FORMATS; f++)
-                for (int centered = 0; centered < 2; centered++) {
-                    const tqkv_store shape = shape_of(&all.layers[i], &s, formats[f], centered ? s.center : NULL);
-                    measure_heads(&all, &all.layers[i], &shape, &s, &s.trials[f]);
-                    errors[f][centered] += s.trials[f].error[centered] / all.n_layers;
-                }
-            free(s.center);
-        }
-        printf("%g", biases[b]);
-        for (int f = 0; f < N_FORMATS; f++) printf(" %g %g", errors[f][0], errors[f][1]);
-        puts("");
-        capture_free(&all);
-    }
-}
-
 static double number(const char *option, const char *text)
 {
     char *rest = NULL;
@@ -440,9 +380,6 @@ int main(int argc, char **argv)
         if (strcmp(argv[i], "--bits") == 0) {
             i++;
             o.bits = number("--bits", argv[i]);
-        } else if (strcmp(argv[i], "--plant-bias") == 0) {
-            i++;
-            o.bias = number("--plant-bias", argv[i]);
         } else if (strcmp(argv[i], "--no-center") == 0) {
             o.no_center = true;
         } else if (strcmp(argv[i], "--shared") == 0) {
@@ -450,15 +387,9 @@ int main(int argc, char **argv)
         } else if (strcmp(argv[i], "--tail") == 0) {
             i++;
             o.tail = (int)number("--tail", argv[i]);
-        } else if (strcmp(argv[i], "--chart") == 0) {
-            o.chart = true;
         } else {
             o.path = argv[i];
         }
-    }
-    if (o.chart) {
-        print_chart(&o);
-        return 0;
     }
     capture all;
     capture_load(&all, o.path);

@@ -1,12 +1,12 @@
-/* What the formats of a layer's keys add to its logits, without and with the centre and the scale of tqkv_calibrate, and the preset
- * that follows. */
+/* What the formats of a layer's keys add to its logits, without and with the centre and the scale of tqkv_calibrate,
+ * and the preset that follows. */
 #ifndef ADVISE_NOISE_H
 #define ADVISE_NOISE_H
 
 #include "capture_file.h"
 
-/* What keys may add to the logits of a layer. Those of TQKV_SMALL add 0.1 to 0.4 in the captured layers of pretrained models, whose
- * predictions it changes by 0.003 nats. */
+/* What keys may add to the logits of a layer. Those of TQKV_SMALL add 0.1 to 0.4 in the captured layers of pretrained
+ * models, whose predictions it changes by 0.003 nats. */
 static const double bearable_noise = 0.5;
 
 enum { NEITHER, CENTRE, SCALE, QUERIES, LATER, N_NOISES };

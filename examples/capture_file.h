@@ -1,5 +1,5 @@
-/* Captured keys, values and queries of a model (data/README.md has the format), and what programs need that put them into
- * stores: a store, exact attention, the difference of two results. */
+/* Captured keys, values and queries of a model (data/README.md has the format), and what programs need that put them
+ * into stores: a store, exact attention, the difference of two results. */
 #ifndef CAPTURE_FILE_H
 #define CAPTURE_FILE_H
 
@@ -97,6 +97,17 @@ static void free_store(tqkv_store *store)
     free(store->norms);
 }
 
+/* Centre and scale of keys, to be freed: [2][n_kv_heads][head_dim]. rows: [n][n_kv_heads][head_dim] */
+static inline float *calibrated(const captured_layer *layer, const float *rows, int n, tqkv_pairs pairs)
+{
+    const size_t size = (size_t)(layer->n_kv_heads * layer->head_dim);
+    float *channels = (float *)allocate(2 * size, sizeof *channels);
+    tqkv_store shape = {.format = TQKV_F16, .head_dim = layer->head_dim, .n_kv_heads = layer->n_kv_heads};
+    shape.capacity = 1;
+    check(tqkv_calibrate(&shape, rows, n, NULL, 0, 0, pairs, channels, channels + size), "calibrate");
+    return channels;
+}
+
 static double relative_error(const float *exact, const float *got, int n_rows, int size)
 {
     double mean = 0;
@@ -147,7 +158,8 @@ static float *exact_attention(const capture *all, const captured_layer *layer)
     return out;
 }
 
-/* Attention of the captured queries over two stores and the keys' tail, or NULL; out as above, in the values' head_dim. */
+/* Attention of the captured queries over two stores and the keys' tail, or NULL; out as above, in the values' head_dim.
+ * */
 static void stored_attention(const capture *all, const captured_layer *layer, const tqkv_store *keys,
                              const tqkv_store *values, const tqkv_store *tail, float *out)
 {

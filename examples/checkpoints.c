@@ -1,7 +1,7 @@
 /* Prompts that begin alike share their beginning through files: ranges of 256 positions of every layer, saved by
  * tqkv_store_save under the XXH3 of all tokens up to the range's end. A longer prompt with the same beginning loads the
- * ranges that are there and computes the rest. Whoever is killed while it writes starts again: a range counts when its file
- * has its name.
+ * ranges that are there and computes the rest. Whoever is killed while it writes starts again: a range counts when its
+ * file has its name.
  *   checkpoints [FOLDER]    without one: in a folder of /tmp, removed at the end */
 #define _XOPEN_SOURCE    700
 #define _DARWIN_C_SOURCE /* the number of processors, which POSIX does not give */

@@ -1,16 +1,24 @@
-/* A context shift that changes no key: when the context is full, the oldest positions but for the first KEEP go, and those
- * behind move down. Rotary embedding is relative, so a moved key need not be turned to its new position: its query is
- * turned by as much more. Keys that have moved equally far form a segment. Attention is one slice a segment, each with
- * its own turned query, and a merge. Beside it the usual way: decode the keys, turn them, encode them again.
- *   context_shift [LAYER]    the error of both over 32 shifts, with keys, values and queries of a trained model
- * "same codes in double": the distance from attention in double over the decoded codes, |out - exact| / |exact|. The other
- * errors are relMSE, as in real_kv.c, against the original floats; "recomputed" encodes the remaining keys afresh. Values
- * are F16, so that only the error of the keys counts. */
+/* A context shift that changes no key: when the context is full, the oldest positions but for the first KEEP go, and
+ * those behind move down. Rotary embedding is relative, so a moved key need not be turned to its new position: its
+ * query is turned by as much more. Keys that have moved equally far form a segment. Attention is one slice a segment,
+ * each with its own turned query, and a merge. Beside it the usual way: decode the keys, turn them, encode them again.
+ * Both have the centre and the scale of the first CONTEXT keys.
+ *   context_shift [LAYER]    the error of both over 32 shifts, with keys, values and queries of a pretrained model
+ * "same codes in double": the distance from attention in double over the decoded codes, |out - exact| / |exact|. The
+ * other errors are relMSE, as in real_kv.c, against the original floats; "recomputed" encodes the remaining keys
+ * afresh. Values are F16, so that only the error of the keys counts. */
 #include "tqkv.h"
 #include "capture_file.h"
 
 enum { CONTEXT = 256, KEEP = 16, DROP = 8, SHIFTS = 32, QUERIES = 64, MAX_SEGMENTS = 8 };
-enum { ROPE_BASE = 10000, CAPTURED_FROM = 1536 }; /* of the captured model; position of its first captured key */
+
+/* The rotary embeddings of the captured layers: three of Qwen2.5-Coder, one of SmolLM2. */
+typedef struct rotary {
+    double base;
+    bool neighbours; /* turns channels 2i and 2i + 1 together, not i and i + head_dim / 2 */
+} rotary;
+
+static const rotary rotaries[] = {{1e6, false}, {1e6, false}, {1e6, false}, {1e5, true}};
 
 /* Neighbouring positions of a cache whose keys are turned to their position + turn. */
 typedef struct segment {
@@ -21,24 +29,25 @@ typedef struct segment {
 typedef struct context {
     tqkv_cache *cache;
     const captured_layer *layer;
+    const rotary *rotary;
     segment segments[MAX_SEGMENTS]; /* from the oldest position to the newest */
     int n_segments;
     bool reencode; /* the usual way: one segment, keys always turned to where they are */
 } context;
 
-/* Rotary embedding: turns row r to position first + r * step. rows: [n_rows][n_heads][dim] */
-static void turn(float *rows, int n_rows, int n_heads, int dim, int64_t first, int step)
+/* Turns row r to position first + r * step. rows: [n_rows][n_heads][dim] */
+static void turn(const rotary *by, float *rows, int n_rows, int n_heads, int dim, int64_t first, int step)
 {
-    int half = dim / 2;
-    for (int i = 0; i < half; i++) {
-        double frequency = pow(ROPE_BASE, -2.0 * i / dim);
+    const int apart = by->neighbours ? 1 : dim / 2;
+    for (int i = 0; i < dim / 2; i++) {
+        double frequency = pow(by->base, -2.0 * i / dim);
         for (int row = 0; row < n_rows; row++) {
             double angle = (double)(first + row * step) * frequency, c = cos(angle), s = sin(angle);
-            float *head = rows + row * n_heads * dim + i;
+            float *head = rows + row * n_heads * dim + (by->neighbours ? 2 * i : i);
             for (int h = 0; h < n_heads; h++, head += dim) {
-                double a = head[0], b = head[half];
+                double a = head[0], b = head[apart];
                 head[0] = (float)(a * c - b * s);
-                head[half] = (float)(b * c + a * s);
+                head[apart] = (float)(b * c + a * s);
             }
         }
     }
@@ -53,14 +62,18 @@ static float *copy_of(const float *values, int count)
 
 /* ---- The context: open, append, drop, attend ---- */
 
-static context open_context(const captured_layer *layer, tqkv_format keys, bool reencode)
+/* channels: centre and scale of the keys, [2][n_kv_heads][head_dim] */
+static context open_context(const captured_layer *layer, const rotary *by, const float *channels, tqkv_format keys,
+                            bool reencode)
 {
     tqkv_cache_desc desc = {.head_dim = layer->head_dim, .n_kv_heads = layer->n_kv_heads, .n_heads = layer->n_heads};
-    context c = {.layer = layer, .reencode = reencode, .n_segments = 1};
+    context c = {.layer = layer, .rotary = by, .reencode = reencode, .n_segments = 1};
     desc.capacity = CONTEXT;
     desc.key_format = keys;
     desc.value_format = TQKV_F16;
     check(tqkv_cache_create(&desc, &c.cache), "cache");
+    check(tqkv_cache_set_center(c.cache, channels, NULL), "centre");
+    check(tqkv_cache_set_scale(c.cache, channels + layer->n_kv_heads * layer->head_dim, NULL), "scale");
     return c;
 }
 
@@ -70,7 +83,7 @@ static void append(context *c, int token, int n_tokens)
     int heads = c->layer->n_kv_heads, dim = c->layer->head_dim, row = heads * dim;
     segment *last = &c->segments[c->n_segments - 1];
     float *keys = copy_of(c->layer->keys + token * row, n_tokens * row);
-    turn(keys, n_tokens, heads, dim, tqkv_cache_end(c->cache) + last->turn, 1);
+    turn(c->rotary, keys, n_tokens, heads, dim, tqkv_cache_end(c->cache) + last->turn, 1);
     check(tqkv_cache_append(c->cache, keys, c->layer->values + token * row, n_tokens), "append");
     last->count += n_tokens;
     free(keys);
@@ -99,7 +112,7 @@ static void reencode_keys(context *c, int first, int count)
     int n = (int)tqkv_cache_end(c->cache) - first, row = store->n_kv_heads * store->head_dim;
     float *keys = (float *)allocate((size_t)(n * row), sizeof *keys);
     check(tqkv_decode(store, first, n, TQKV_ORIGINAL, keys), "decode");
-    turn(keys, n, store->n_kv_heads, store->head_dim, -count, 0);
+    turn(c->rotary, keys, n, store->n_kv_heads, store->head_dim, -count, 0);
     check(tqkv_encode(store, keys, n, first), "encode");
     free(keys);
 }
@@ -128,7 +141,7 @@ static void attend(const context *c, const float *q, int n, float *out)
     a.softcap = c->layer->softcap;
     for (int i = 0; i < c->n_segments; first += c->segments[i++].count) {
         float *turned = copy_of(q, rows * dim);
-        turn(turned, n, heads, dim, a.end - n + c->segments[i].turn, 1);
+        turn(c->rotary, turned, n, heads, dim, a.end - n + c->segments[i].turn, 1);
         if (i == 0) {
             check(tqkv_attend_partial(&a, turned, 0, c->segments[0].count, out, max, sum), "attend");
         } else {
@@ -144,7 +157,7 @@ static void attend(const context *c, const float *q, int n, float *out)
 /* ---- What they are compared with ---- */
 
 /* A capture that holds the context as if it were new: the tokens' keys and the queries turned to their positions. */
-static capture fresh_context(const captured_layer *layer, const int *tokens, int n)
+static capture fresh_context(const captured_layer *layer, const rotary *by, const int *tokens, int n)
 {
     capture now = {.n_layers = 1, .n_positions = n, .n_queries = QUERIES};
     captured_layer *l = &now.layers[0];
@@ -158,8 +171,8 @@ static capture fresh_context(const captured_layer *layer, const int *tokens, int
         memcpy(l->values + i * row, layer->values + tokens[i] * row, (size_t)row * sizeof(float));
     }
     l->queries = copy_of(layer->queries, QUERIES * layer->n_heads * layer->head_dim);
-    turn(l->keys, n, layer->n_kv_heads, layer->head_dim, 0, 1);
-    turn(l->queries, QUERIES, layer->n_heads, layer->head_dim, n - QUERIES, 1);
+    turn(by, l->keys, n, layer->n_kv_heads, layer->head_dim, 0, 1);
+    turn(by, l->queries, QUERIES, layer->n_heads, layer->head_dim, n - QUERIES, 1);
     return now;
 }
 
@@ -170,7 +183,7 @@ static float *seen_keys(const context *c, int n)
     float *keys = (float *)allocate((size_t)(n * row), sizeof *keys);
     check(tqkv_decode(tqkv_cache_keys(c->cache), 0, n, TQKV_ORIGINAL, keys), "decode");
     for (int i = 0; i < c->n_segments; first += c->segments[i++].count)
-        turn(keys + first * row, c->segments[i].count, heads, dim, -c->segments[i].turn, 0);
+        turn(c->rotary, keys + first * row, c->segments[i].count, heads, dim, -c->segments[i].turn, 0);
     return keys;
 }
 
@@ -203,12 +216,14 @@ static errors measure(const context *c, const capture *now, const float *exact)
 }
 
 /* The error of the outputs if all keys are computed and encoded again: what a shift without loss costs otherwise. */
-static double recomputed_error(const capture *now, tqkv_format format, const float *exact)
+static double recomputed_error(const capture *now, const tqkv_store *like, const float *exact)
 {
     const captured_layer *layer = &now->layers[0];
     int n = now->n_positions, rows = QUERIES * layer->n_heads;
     float *out = copy_of(exact, rows * layer->head_dim);
-    tqkv_store keys = make_store(layer, n, format, false), values = make_store(layer, n, TQKV_F16, false);
+    tqkv_store keys = make_store(layer, n, like->format, false), values = make_store(layer, n, TQKV_F16, false);
+    keys.center = like->center;
+    keys.channel_scale = like->channel_scale;
     check(tqkv_encode(&keys, layer->keys, n, 0), "encode");
     check(tqkv_encode(&values, layer->values, n, 0), "encode");
     stored_attention(now, layer, &keys, &values, NULL, out);
@@ -221,12 +236,12 @@ static double recomputed_error(const capture *now, tqkv_format format, const flo
 
 static void print_row(const context ways[2], const int *tokens, const char *event)
 {
-    capture now = fresh_context(ways[0].layer, tokens, (int)tqkv_cache_end(ways[0].cache));
-    tqkv_format format = tqkv_cache_keys(ways[0].cache)->format;
+    capture now = fresh_context(ways[0].layer, ways[0].rotary, tokens, (int)tqkv_cache_end(ways[0].cache));
+    const tqkv_store *keys = tqkv_cache_keys(ways[0].cache);
     float *exact = exact_attention(&now, &now.layers[0]);
     errors a = measure(&ways[0], &now, exact), b = measure(&ways[1], &now, exact);
-    printf("%-5s %6s %8d %10.1e %10.2e %10.2e %11.2e %10.2e %10.2e\n", tqkv_format_name(format), event,
-           ways[0].n_segments, a.on_codes, a.keys, b.keys, recomputed_error(&now, format, exact), a.outputs, b.outputs);
+    printf("%-5s %6s %8d %10.1e %10.2e %10.2e %11.2e %10.2e %10.2e\n", tqkv_format_name(keys->format), event,
+           ways[0].n_segments, a.on_codes, a.keys, b.keys, recomputed_error(&now, keys, exact), a.outputs, b.outputs);
     free(exact);
     capture_free(&now);
 }
@@ -236,9 +251,10 @@ static void drop_tokens(int *tokens, int n, int first, int count)
     memmove(tokens + first, tokens + first + count, (size_t)(n - first - count) * sizeof *tokens);
 }
 
-static void print_format(const captured_layer *layer, tqkv_format format)
+static void print_format(const captured_layer *layer, const rotary *by, const float *channels, tqkv_format format)
 {
-    context ways[] = {open_context(layer, format, false), open_context(layer, format, true)};
+    context ways[] = {open_context(layer, by, channels, format, false),
+                      open_context(layer, by, channels, format, true)};
     int tokens[CONTEXT], next = CONTEXT;
     for (int i = 0; i < CONTEXT; i++) tokens[i] = i;
     for (int i = 0; i < 2; i++) append(&ways[i], 0, CONTEXT);
@@ -264,20 +280,22 @@ int main(int argc, char **argv)
 {
     static const tqkv_format formats[] = {TQKV_F16, TQKV_I8, TQKV_TQ4};
     capture all;
-    capture_load(&all, "examples/data/real_kv.bin");
-    int index = argc > 1 ? atoi(argv[1]) : 2;
+    capture_load(&all, "examples/data/pretrained_kv.bin");
+    int index = argc > 1 ? atoi(argv[1]) : 3;
     if (index < 0 || index >= all.n_layers) stop("LAYER", "outside of the capture");
     if (all.n_positions < CONTEXT + SHIFTS * DROP || all.n_queries < QUERIES) stop("capture", "too few positions");
     captured_layer *layer = &all.layers[index];
-    int queries_from = CAPTURED_FROM + all.n_positions - all.n_queries;
-    turn(layer->keys, all.n_positions, layer->n_kv_heads, layer->head_dim, -CAPTURED_FROM, -1);
-    turn(layer->queries, all.n_queries, layer->n_heads, layer->head_dim, -queries_from, -1);
+    const rotary *by = &rotaries[index];
+    float *channels = calibrated(layer, layer->keys, CONTEXT, TQKV_PAIRS_NONE);
+    turn(by, layer->keys, all.n_positions, layer->n_kv_heads, layer->head_dim, 0, -1);
+    turn(by, layer->queries, all.n_queries, layer->n_heads, layer->head_dim, all.n_queries - all.n_positions, -1);
     printf("layer %d: head_dim %d; a context of %d, the oldest %d kept, %d dropped a shift; %d queries\n", index,
            layer->head_dim, CONTEXT, KEEP, DROP, QUERIES);
     printf("%21s %10s %21s %33s\n", "", "same codes", "error of the keys", "error of the output");
     printf("%-5s %6s %8s %10s %10s %10s %11s %10s %10s\n", "keys", "shifts", "segments", "in double", "segments",
            "re-encoded", "recomputed", "segments", "re-encoded");
-    for (size_t i = 0; i < sizeof formats / sizeof *formats; i++) print_format(layer, formats[i]);
+    for (size_t i = 0; i < sizeof formats / sizeof *formats; i++) print_format(layer, by, channels, formats[i]);
+    free(channels);
     capture_free(&all);
     return 0;
 }

@@ -1,5 +1,5 @@
-/* A small engine of the kind that tqkv goes into: the shape of llama2.c's stories15M, with random weights. Its caches are
- * float arrays [position][head][dim] or, by one other function, tqkv's.
+/* A small engine of the kind that tqkv goes into: the shape of llama2.c's stories15M, with random weights. Its caches
+ * are float arrays [position][head][dim] or, by one other function, tqkv's.
  *   engine [TOKENS]    the logits with tqkv's caches against those with the arrays, and the bytes of both */
 #include "tqkv.h"
 

@@ -144,9 +144,9 @@ static tqkv_result attend_absorbed(tqkv_cache *cache, float *out)
     return r;
 }
 
-/* The same without a rotation of 512 dimensions at run time. Rows of K and V are rotated once, when the model is loaded:
-   a product with a rotated vector is the product. Halves are not rotated, in either part. A rotated tail takes its small
-   part of the query rotated. */
+/* The same without a rotation of 512 dimensions at run time. Rows of K and V are rotated once, when the model is
+   loaded: a product with a rotated vector is the product. Halves are not rotated, in either part. A rotated tail takes
+   its small part of the query rotated. */
 static tqkv_result attend_folded(tqkv_cache *cache, float *out)
 {
     static float q[HEADS * QUERY], sums[HEADS * LATENT], keys[HEADS * HEAD * LATENT], values[HEADS * HEAD * LATENT];

@@ -1,7 +1,7 @@
 // An engine that encodes its own dispatches, as MLX, ggml-metal or Metal 4 code does. It asks tqkv for the plan of each
-// call and fills its own list of commands: a step of decoding, with the table check that tqkv_metal_create would do. There
-// is no Metal here: the machine of the tests, which runs the shaders on a processor, takes the place of the GPU. `make
-// demo-plan` runs it anywhere.
+// call and fills its own list of commands: a step of decoding, with the table check that tqkv_metal_create would do.
+// There is no Metal here: the machine of the tests, which runs the shaders on a processor, takes the place of the GPU.
+// `make demo-plan` runs it anywhere.
 #define TQKV_METAL
 #define TQKV_IMPLEMENTATION
 #include "tqkv.h"

@@ -1,10 +1,11 @@
-/* One context over several machines: each rank of an MPI program keeps a share of the positions in a cache of its own. For a
- * new token every rank attends over its share, and one MPI_Allreduce merges the sums: tqkv_attend_merge is its operation.
+/* One context over several machines: each rank of an MPI program keeps a share of the positions in a cache of its own.
+ * For a new token every rank attends over its share, and one MPI_Allreduce merges the sums: tqkv_attend_merge is its
+ * operation.
  *   mpirun -n 4 build/mpi_context [POSITIONS]
  *   mpirun -n 4 build/mpi_context --fail RANK    the cache of one rank is too small: all ranks stop with its error
  *   mpirun -n 4 build/mpi_context --kill RANK    one rank dies: mpirun ends the others
- * What a rank sends does not depend on the length of the context: one row of sums a query head. A failure travels in these
- * rows, so no rank waits for one that gave up. Read merge_heads and attend_together first. */
+ * What a rank sends does not depend on the length of the context: one row of sums a query head. A failure travels in
+ * these rows, so no rank waits for one that gave up. Read merge_heads and attend_together first. */
 #define _POSIX_C_SOURCE 200809L
 #include "tqkv.h"
 #include <errno.h>
@@ -69,7 +70,8 @@ static void note(share *s, tqkv_result result)
     if (result != TQKV_OK && !s->failure) s->failure = 16 * (s->rank + 1) + (int32_t)result;
 }
 
-/* One query token; q, out: [HEADS][DIM], the same on all ranks. A share may be empty. Returns the failure of any rank. */
+/* One query token; q, out: [HEADS][DIM], the same on all ranks. A share may be empty. Returns the failure of any rank.
+ * */
 static int32_t attend_together(share *s, const float *q, float *out)
 {
     static float own[HEADS * DIM], max[HEADS], sum[HEADS];
@@ -205,7 +207,8 @@ static bool report(const share *s, const float *outs, const float *alone)
     return good;
 }
 
-/* The context on the first n_ranks ranks; the others wait. alone: [TOKENS][HEADS][DIM], written by a run of one rank. */
+/* The context on the first n_ranks ranks; the others wait. alone: [TOKENS][HEADS][DIM], written by a run of one rank.
+ * */
 static bool run_on(int n_ranks, const options *o, float *alone)
 {
     static float outs[TOKENS * HEADS * DIM];

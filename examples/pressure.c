@@ -1,5 +1,5 @@
-/* A cache that gives up bits as memory gets short, while a model writes: I8 keys and values, then I8 and TQ4, TQ4 and TQ4,
- * TQ4 and TQ3. tqkv_cache_fork with other formats converts what is there, code to code: nothing is computed again.
+/* A cache that gives up bits as memory gets short, while a model writes: I8 keys and values, then I8 and TQ4, TQ4 and
+ * TQ4, TQ4 and TQ3. tqkv_cache_fork with other formats converts what is there, code to code: nothing is computed again.
  *   pressure
  * Shown by stage: the divergence from floats, beside that of a cache which had the stage's formats from the start. */
 #define _POSIX_C_SOURCE  200809L

@@ -1,5 +1,5 @@
-/* Reads a profile of a model: a GGUF file that says, for each layer, by which centre and which scales of channels its keys
- * are stored, and, if it has a plan, in which formats. bench/models/measure.py --profile writes it.
+/* Reads a profile of a model: a GGUF file that says, for each layer, by which centre and which scales of channels its
+ * keys are stored, and, if it has a plan, in which formats. bench/models/measure.py --profile writes it.
  *
  *     general.architecture = "tqkv", tqkv.version = 1, tqkv.layer_count, then
  *     tqkv.key_formats, tqkv.value_formats: a name for each layer; both or none

@@ -1,5 +1,5 @@
-/* Prompts that begin alike, with a cache on disk: tinylm loads what an earlier prompt left in a folder and computes the rest,
- * to the same logits. prompt_cache.h is the code to copy, tinylm_prompt.h shows its use.
+/* Prompts that begin alike, with a cache on disk: tinylm loads what an earlier prompt left in a folder and computes the
+ * rest, to the same logits. prompt_cache.h is the code to copy, tinylm_prompt.h shows its use.
  *   prompt_cache [FOLDER]    without one: in a folder of /tmp, removed at the end */
 #define _XOPEN_SOURCE    700
 #define _DARWIN_C_SOURCE /* the number of processors, which POSIX does not give */

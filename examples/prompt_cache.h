@@ -1,8 +1,8 @@
 /* Prompts in files: what begins alike is computed once, also by other processes and after a restart. Copy this file.
  *
- * A file holds the caches of all layers after a prefix of whole blocks of tokens, as tqkv_cache_save writes them. Its name is
- * the XXH3 of the model's tag and of the prefix's tokens, block after block, so the longest stored prefix of a prompt is the
- * first of its names, from the longest on, that is there.
+ * A file holds the caches of all layers after a prefix of whole blocks of tokens, as tqkv_cache_save writes them. Its
+ * name is the XXH3 of the model's tag and of the prefix's tokens, block after block, so the longest stored prefix of a
+ * prompt is the first of its names, from the longest on, that is there.
  *
  *     tqkv_cache *caches[N_LAYERS];
  *     int done = prompt_cache_load(&p, tokens, n_tokens, descs, N_LAYERS, caches);
@@ -15,9 +15,9 @@
  *     }
  *
  * Any number of processes may use one folder: a file is written under a temporary name and then renamed. Nothing is
- * synced: what a crash or a power cut leaves is found by the checksums of the snapshots, skipped, and written again. Files
- * hold the text of prompts, and are readable by their owner alone.
- * Needs POSIX, and xxhash.h: _POSIX_C_SOURCE 200809L, on a Mac _DARWIN_C_SOURCE, too. */
+ * synced: what a crash or a power cut leaves is found by the checksums of the snapshots, skipped, and written again.
+ * Files hold the text of prompts, and are readable by their owner alone. Needs POSIX, and xxhash.h: _POSIX_C_SOURCE
+ * 200809L, on a Mac _DARWIN_C_SOURCE, too. */
 #ifndef PROMPT_CACHE_H
 #define PROMPT_CACHE_H
 
@@ -70,8 +70,8 @@ static inline void prompt_cache_put(unsigned char *at, uint64_t value, int n_byt
     for (int i = 0; i < n_bytes; i++) at[i] = (unsigned char)(value >> 8 * i);
 }
 
-/* The head of the file of these tokens, little-endian, for the caller to free; NULL: out of memory. A file whose head is
-   another one is that of another prompt or model, whatever its name. */
+/* The head of the file of these tokens, little-endian, for the caller to free; NULL: out of memory. A file whose head
+   is another one is that of another prompt or model, whatever its name. */
 static inline unsigned char *prompt_cache_head(const prompt_cache *p, const int32_t *tokens, int n_tokens, int n_layers)
 {
     unsigned char *head = (unsigned char *)malloc(PROMPT_CACHE_FIXED + 4 * (size_t)n_tokens);
@@ -158,9 +158,9 @@ static inline bool prompt_cache_load_file(const prompt_cache *p, const char *nam
     return !reason;
 }
 
-/* Finds the longest stored prefix of the tokens, in whole blocks, and loads it. Returns its tokens, and in caches[n_layers]
-   caches like descs[n_layers], to which tqkv_cache_load has more to say; or 0 and NULL everywhere. A tag in the descs, as
-   in those that the caches were made with, is checked, too. */
+/* Finds the longest stored prefix of the tokens, in whole blocks, and loads it. Returns its tokens, and in
+   caches[n_layers] caches like descs[n_layers], to which tqkv_cache_load has more to say; or 0 and NULL everywhere. A
+   tag in the descs, as in those that the caches were made with, is checked, too. */
 static inline int prompt_cache_load(const prompt_cache *p, const int32_t *tokens, int n_tokens,
                                     const tqkv_cache_desc *descs, int n_layers, tqkv_cache **caches)
 {
@@ -184,8 +184,8 @@ static inline int prompt_cache_load(const prompt_cache *p, const int32_t *tokens
 
 /* ---- writing ---- */
 
-/* Up to which token to compute before the next save: after 1, 2, 4, 8 ... blocks, and after the last whole block. So all
-   files of one prompt take at most three times its longest, and of any common beginning at least half is found. */
+/* Up to which token to compute before the next save: after 1, 2, 4, 8 ... blocks, and after the last whole block. So
+   all files of one prompt take at most three times its longest, and of any common beginning at least half is found. */
 static inline int prompt_cache_next(const prompt_cache *p, int done, int n_tokens)
 {
     const int last = n_tokens - n_tokens % p->block;
@@ -284,8 +284,8 @@ static inline const char *prompt_cache_write_file(FILE *file, const unsigned cha
     return reason;
 }
 
-/* Stores the caches of the first n_tokens tokens, if these are whole blocks. false: it could not be written; the folder is
-   as it was. */
+/* Stores the caches of the first n_tokens tokens, if these are whole blocks. false: it could not be written; the folder
+   is as it was. */
 static inline bool prompt_cache_save(const prompt_cache *p, const int32_t *tokens, int n_tokens,
                                      tqkv_cache *const *caches, int n_layers)
 {

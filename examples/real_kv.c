@@ -1,5 +1,6 @@
-/* The error of each pair of formats on keys, values and queries of a trained model (data/real_kv.bin), which are not
- * Gaussian. Shows how to use stores without a cache: encode, decode, probe, attend.
+/* The error of each pair of formats on keys, values and queries of pretrained models (data/pretrained_kv.bin), which
+ * are not Gaussian. Shows how to use stores without a cache: calibrate, encode, decode, probe, attend. Keys have the
+ * centre and the scale of tqkv_calibrate; a last row shows what TQ4 is without them.
  *   real_kv [FILE]              a table for each layer
  *   real_kv --histogram [FILE]  probe values of layer 0's values, rotated and not, as columns for a chart
  * Errors are relMSE: the mean over rows of |x - x'|^2 / |x|^2. */
@@ -9,12 +10,14 @@
 typedef struct format_pair {
     tqkv_format keys, values;
     bool unrotated; /* the values skip the rotation */
+    bool plain;     /* keys without centre and scale */
 } format_pair;
 
 static const format_pair pairs[] = {
-    {TQKV_F16, TQKV_F16, false}, {TQKV_I8, TQKV_I8, false},  {TQKV_TQ8, TQKV_TQ8, false}, {TQKV_TQ6, TQKV_TQ6, false},
-    {TQKV_TQ5, TQKV_TQ5, false}, {TQKV_I8, TQKV_TQ4, false}, {TQKV_TQ4, TQKV_TQ4, false}, {TQKV_TQ3, TQKV_TQ3, false},
-    {TQKV_TQ2, TQKV_TQ2, false}, {TQKV_F16, TQKV_TQ8, true},
+    {TQKV_F16, TQKV_F16, false, false}, {TQKV_I8, TQKV_I8, false, false},   {TQKV_TQ8, TQKV_TQ8, false, false},
+    {TQKV_TQ6, TQKV_TQ6, false, false}, {TQKV_TQ5, TQKV_TQ5, false, false}, {TQKV_I8, TQKV_TQ4, false, false},
+    {TQKV_TQ4, TQKV_TQ4, false, false}, {TQKV_TQ3, TQKV_TQ3, false, false}, {TQKV_TQ2, TQKV_TQ2, false, false},
+    {TQKV_F16, TQKV_TQ8, true, false},  {TQKV_TQ4, TQKV_TQ4, false, true},
 };
 
 /* The relMSE of one stream. *beyond: the share of its probe values outside the last boundary of the format. */
@@ -34,10 +37,14 @@ static double stream_error(const tqkv_store *store, const float *source, double 
     return error;
 }
 
-static void print_pair(const capture *all, const captured_layer *layer, const format_pair *pair, const float *exact)
+/* channels: centre and scale of the keys, [2][n_kv_heads][head_dim] */
+static void print_pair(const capture *all, const captured_layer *layer, const format_pair *pair, const float *channels,
+                       const float *exact)
 {
     tqkv_store keys = make_store(layer, all->n_positions, pair->keys, false);
     tqkv_store values = make_store(layer, all->n_positions, pair->values, pair->unrotated);
+    keys.center = pair->plain ? NULL : channels;
+    keys.channel_scale = pair->plain ? NULL : channels + layer->n_kv_heads * layer->head_dim;
     double beyond_keys, beyond_values;
     double key_error = stream_error(&keys, layer->keys, &beyond_keys);
     double value_error = stream_error(&values, layer->values, &beyond_values);
@@ -50,8 +57,12 @@ static void print_pair(const capture *all, const captured_layer *layer, const fo
     double bytes = (double)(keys.codes_size + keys.norms_size + values.codes_size + values.norms_size);
     double n_values = 2.0 * all->n_positions * layer->n_kv_heads * layer->head_dim;
     printf("%-5s %-4s%-11s %6.2f %9.0f %6.1f%%  %9.2e  %9.2e  %9.2e  %8.4f%% %8.4f%%\n", tqkv_format_name(pair->keys),
-           tqkv_format_name(pair->values), pair->unrotated ? " unrotated" : "", 8 * bytes / n_values, bytes,
-           100 * bytes / (2 * n_values), key_error, value_error, output_error, 100 * beyond_keys, 100 * beyond_values);
+           tqkv_format_name(pair->values),
+           pair->unrotated ? " unrotated"
+           : pair->plain   ? " plain"
+                           : "",
+           8 * bytes / n_values, bytes, 100 * bytes / (2 * n_values), key_error, value_error, output_error,
+           100 * beyond_keys, 100 * beyond_values);
     free(out);
     free_store(&keys);
     free_store(&values);
@@ -60,14 +71,16 @@ static void print_pair(const capture *all, const captured_layer *layer, const fo
 static void print_layer(const capture *all, int index)
 {
     const captured_layer *layer = &all->layers[index];
-    float *exact = exact_attention(all, layer);
+    float *exact = exact_attention(all, layer),
+          *channels = calibrated(layer, layer->keys, all->n_positions, TQKV_PAIRS_NONE);
     printf("\nlayer %d: head_dim %d, %d query heads, %d KV heads, window %d, softcap %g; %d positions, %d queries\n",
            index, layer->head_dim, layer->n_heads, layer->n_kv_heads, layer->window, (double)layer->softcap,
            all->n_positions, all->n_queries);
     printf("%-20s %7s %9s %7s  %9s  %9s  %9s  %19s\n", "keys  values", "bits/v", "bytes", "of F16", "K error",
            "V error", "output", "beyond: K         V");
-    for (size_t p = 0; p < sizeof pairs / sizeof *pairs; p++) print_pair(all, layer, &pairs[p], exact);
+    for (size_t p = 0; p < sizeof pairs / sizeof *pairs; p++) print_pair(all, layer, &pairs[p], channels, exact);
     free(exact);
+    free(channels);
 }
 
 /* The sixteen centroids of TQ4, decoded by the public functions from a row whose norm makes the scale 1. */
@@ -114,7 +127,7 @@ int main(int argc, char **argv)
 {
     bool histogram = argc > 1 && strcmp(argv[1], "--histogram") == 0;
     capture all;
-    capture_load(&all, argc > 1 + histogram ? argv[1 + histogram] : "examples/data/real_kv.bin");
+    capture_load(&all, argc > 1 + histogram ? argv[1 + histogram] : "examples/data/pretrained_kv.bin");
     if (histogram)
         print_histogram(&all);
     else

@@ -84,10 +84,6 @@ $(BUILD)/charts/histogram.txt: $(BUILD)/real_kv
 	@mkdir -p $(@D)
 	$(BUILD)/real_kv --histogram > $@
 
-$(BUILD)/charts/advise.txt: $(BUILD)/advise
-	@mkdir -p $(@D)
-	$(BUILD)/advise --chart examples/data/real_kv.bin > $@
-
 docs/quality.svg: $(wildcard bench/models/results/*-prose.txt) docs/charts/quality.gp docs/charts/style.gp
 	gnuplot -e "input='bench/models/results'; output='$@'" docs/charts/style.gp docs/charts/quality.gp
 
@@ -98,4 +94,4 @@ docs/speed.svg: $(wildcard bench/results/xeon.txt) docs/charts/speed.gp docs/cha
 	gnuplot -e "input='$<'; output='$@'" docs/charts/style.gp docs/charts/speed.gp
 
 .PHONY: charts
-charts: docs/quality.svg docs/histogram.svg docs/advise.svg docs/speed.svg ## draw docs/*.svg; minutes with CFLAGS="-O2 -march=native"
+charts: docs/quality.svg docs/histogram.svg docs/speed.svg ## draw docs/*.svg; minutes with CFLAGS="-O2 -march=native"

@@ -14,8 +14,8 @@
 #include "tqkv.h"
 #include "server_pool.h"
 
-/* Each client sends some requests before the first step, and its last one when it has the text of its first: the pool is
- * full whichever thread runs first. One request has no end; its client cancels it after ENOUGH bytes. */
+/* Each client sends some requests before the first step, and its last one when it has the text of its first: the pool
+ * is full whichever thread runs first. One request has no end; its client cancels it after ENOUGH bytes. */
 enum { CLIENTS = 4, REQUESTS = SEQUENCES / CLIENTS, SENT_FIRST = REQUESTS - 1 };
 enum { CHUNK = 24, ENDLESS_ONE = 3, ENOUGH = 15 };
 
@@ -122,7 +122,8 @@ static void admit(server *v)
     }
 }
 
-/* Gives each running sequence its bytes of this step, the oldest first. One that finds no page preempts the youngest. */
+/* Gives each running sequence its bytes of this step, the oldest first. One that finds no page preempts the youngest.
+ * */
 static void fill_batch(server *v)
 {
     int room = BATCH;

@@ -32,8 +32,8 @@ static inline bool snapshot_sync_folder(const char *path)
     return ok;
 }
 
-/* Bytes that fwrite accepted may still fail to reach the disk: fflush, fsync and fclose must all succeed. Closes the file,
-   which may be NULL. */
+/* Bytes that fwrite accepted may still fail to reach the disk: fflush, fsync and fclose must all succeed. Closes the
+   file, which may be NULL. */
 static inline tqkv_result snapshot_save_to(const tqkv_cache *cache, FILE *file)
 {
     if (!file) return TQKV_IO;
@@ -44,7 +44,7 @@ static inline tqkv_result snapshot_save_to(const tqkv_cache *cache, FILE *file)
 }
 
 /* On failure the file at `path` is unchanged and the temporary file is removed. If only the sync of the folder fails,
-   the new file is in place. Threads and processes may save to one path at once: each has a temporary file of its own. */
+   the new file is in place. Threads and processes may save to one path at once: each has a file of its own. */
 static inline tqkv_result snapshot_save(const tqkv_cache *cache, const char *path)
 {
     char temporary[SNAPSHOT_PATH_SIZE];

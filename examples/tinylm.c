@@ -10,11 +10,11 @@
  *     --tree                                                   the same with branches; compared with greedy decoding
  *   tinylm learn PROFILE [--windows N] [--text FILE]           centre and scale of the keys, for --profile PROFILE
  *
- * Options: --preset safe|small|tiny, or --keys F, --values F; --bytes N, --temperature T, --seed N, --threads N, --model
- * FILE. Formats: f16 i8 tq8 tq6 tq5 tq4 tq3 tq2, and --first N --last N keep these positions as halves, too; or the plain
- * cache for comparison: f32, q8_0, q4_0, and q8_0r, q4_0r with llama.cpp's rotation.
- * With --cache FOLDER --limit MIB prompts are kept in files, and a later prompt that begins like one is computed from there
- * on. tinylm_session.h has the calls of tqkv in a forward pass. This file has save, resume and the removal of rejected
+ * Options: --preset safe|small|tiny, or --keys F, --values F; --bytes N, --temperature T, --seed N, --threads N,
+ * --model FILE. Formats: f16 i8 tq8 tq6 tq5 tq4 tq3 tq2, and --first N --last N keep these positions as halves, too; or
+ * the plain cache for comparison: f32, q8_0, q4_0, and q8_0r, q4_0r with llama.cpp's rotation. With --cache FOLDER
+ * --limit MIB prompts are kept in files, and a later prompt that begins like one is computed from there on.
+ * tinylm_session.h has the calls of tqkv in a forward pass. This file has save, resume and the removal of rejected
  * tokens. */
 #define _POSIX_C_SOURCE  200809L
 #define _DARWIN_C_SOURCE /* the number of processors, which POSIX does not give */

@@ -37,7 +37,8 @@ static inline prompt_cache session_prompts(const session *s, const options *o)
     return p;
 }
 
-/* prefill of a new session: loads what there is of the text and computes the rest. Returns how many positions it loaded. */
+/* prefill of a new session: loads what there is of the text and computes the rest. Returns how many positions it
+ * loaded. */
 static inline int session_read_prompt(session *s, const prompt_cache *p, const unsigned char *text, int n)
 {
     const int n_layers = s->m->n_layers;

@@ -29,8 +29,8 @@ static void scoring_close(scoring *job)
     free(job->text);
 }
 
-/* Every window starts from a new cache, which has learned nothing, and is one call of forward. Returns the bytes and, if `bits`
- * is given, the bits a value of such a cache. */
+/* Every window starts from a new cache, which has learned nothing, and is one call of forward. Returns the bytes and,
+ * if `bits` is given, the bits a value of such a cache. */
 static double score_windows(const scoring *job, const format_choice *keys, const format_choice *values, float *logits,
                             double *bits)
 {

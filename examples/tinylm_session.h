@@ -147,8 +147,8 @@ static inline double coded_bytes(const tqkv_cache *cache)
     return (double)(tqkv_codes_size(keys) + tqkv_norms_size(keys) + tqkv_codes_size(values) + tqkv_norms_size(values));
 }
 
-/* Bytes of the caches of all layers. *bits, if given: bits a stored value, codes and norms. A plain cache counts with the
- * bits of its format and the capacity of the tqkv cache. */
+/* Bytes of the caches of all layers. *bits, if given: bits a stored value, codes and norms. A plain cache counts with
+ * the bits of its format and the capacity of the tqkv cache. */
 static inline double session_bytes(session *s, double *bits)
 {
     double bytes = 0, coded = 0, values = 0;

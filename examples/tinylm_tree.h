@@ -1,5 +1,5 @@
-/* Guesses with branches: a tree of bytes goes through the model in one call, in which a byte sees the bytes on its own path
- * alone. Read attend_tree first. */
+/* Guesses with branches: a tree of bytes goes through the model in one call, in which a byte sees the bytes on its own
+ * path alone. Read attend_tree first. */
 #ifndef TINYLM_TREE_H
 #define TINYLM_TREE_H
 
@@ -48,9 +48,9 @@ static void tree_grow(guess_tree *t, float *logits)
 
 /* ---- attention ---- */
 
-/* A window counts positions of the text. In the cache the nodes lie one after the other, so node i stands up to i places
- * behind its position. What all nodes see is one slice, [inner, end). Before it lie TREE_DEPTH positions of which a level sees
- * all but the first few: a slice for each level, merged into the sums of its nodes. */
+/* A window counts positions of the text. In the cache the nodes lie one after the other, so node i stands up to i
+ * places behind its position. What all nodes see is one slice, [inner, end). Before it lie TREE_DEPTH positions of
+ * which a level sees all but the first few: a slice for each level, merged into the sums of its nodes. */
 static void attend_window(session *s, const tqkv_attention *all, const guess_tree *t, int window)
 {
     static float max[TREE_NODES * 64], sum[TREE_NODES * 64], level_max[TREE_NODES * 64], level_sum[TREE_NODES * 64];
@@ -126,8 +126,8 @@ static int tree_child(const guess_tree *t, int node, int byte)
     return 0;
 }
 
-/* Verifies all guesses in one call, and keeps the path that greedy decoding takes. Writes its bytes and the one after them;
- * the caches hold all but the last. Returns the number of guesses that stay. */
+/* Verifies all guesses in one call, and keeps the path that greedy decoding takes. Writes its bytes and the one after
+ * them; the caches hold all but the last. Returns the number of guesses that stay. */
 static int tree_verify(session *s, guess_tree *t, unsigned char *bytes /* [TREE_DEPTH + 1] */)
 {
     static float logits[TREE_NODES * VOCABULARY];

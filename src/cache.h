@@ -51,8 +51,6 @@ static const tqkv_store *tqkv__store_of(const tqkv_cache *c, int i)
     return tqkv__has_store(c, i) ? TQKV__STORE_AT(c, i) : NULL;
 }
 
-static tqkv_store *tqkv__own_store(tqkv_cache *c, int i) { return tqkv__has_store(c, i) ? TQKV__STORE_AT(c, i) : NULL; }
-
 /* Stores of the cache's memory: what is raw lies there only on a GPU, where work under way may read it at any time. */
 static int tqkv__stores_within(const tqkv_cache *c) { return c->metal ? TQKV__CACHE_STORES : TQKV__RAW; }
 
@@ -115,13 +113,36 @@ static bool tqkv__view_raw(const tqkv_cache *c, tqkv_attention *view);
 static tqkv_result tqkv__attend_raw(const tqkv_cache *c, const tqkv_attention *some, const void *q, int n_queries,
                                     void *out);
 
-/* Starts each array in memory on a cache line: attention to codes that straddle two takes a tenth longer. */
+/* Starts each array in memory on a cache line: attention to codes that straddle two takes a tenth longer. 63 bytes more
+   than *end still have a size. */
 static bool tqkv__reserve(size_t *end, size_t size, size_t *begin)
 {
-    if (*end > SIZE_MAX - 63 || size > SIZE_MAX - 63 - *end) return false;
+    const size_t most = SIZE_MAX - 2 * 63;
+    if (*end > most || size > most - *end) return false;
     *begin = (*end + 63) / 64 * 64;
     *end = *begin + size;
     return true;
+}
+
+#define TQKV__LARGE_CACHE "a cache of more than SIZE_MAX bytes"
+
+/* Where the arrays of a store begin. */
+typedef struct tqkv__place {
+    size_t codes, norms;
+} tqkv__place;
+
+static bool tqkv__reserve_store(const tqkv_store *s, size_t *end, tqkv__place *at)
+{
+    const size_t codes = tqkv_codes_size(s); /* 0: more than SIZE_MAX bytes */
+    return codes && tqkv__reserve(end, codes, &at->codes) && tqkv__reserve(end, tqkv_norms_size(s), &at->norms);
+}
+
+static void tqkv__place_store(tqkv_store *s, uint8_t *memory, const tqkv__place *at)
+{
+    s->codes_size = tqkv_codes_size(s);
+    s->norms_size = tqkv_norms_size(s);
+    s->codes = memory + at->codes;
+    s->norms = (float *)(void *)(memory + at->norms);
 }
 
 static const tqkv__backend *tqkv__backend_of(const tqkv_metal *m) { return (const tqkv__backend *)(const void *)m; }
@@ -256,7 +277,8 @@ static tqkv_result tqkv__cache_resolve(const tqkv_cache_desc *desc, tqkv_cache *
 
 /* Where arrays begin in the memory of a cache. */
 typedef struct tqkv__cache_memory {
-    size_t sinks, channels, codes[TQKV__CACHE_STORES], norms[TQKV__CACHE_STORES], size;
+    size_t sinks, channels, size;
+    tqkv__place stores[TQKV__CACHE_STORES];
 } tqkv__cache_memory;
 
 /* Divides a cache's memory; false on overflow. */
@@ -268,13 +290,9 @@ static bool tqkv__divide_memory(const tqkv_cache *c, size_t sinks_size, tqkv__ca
     bool fits = tqkv__count_channels(c, TQKV__CACHE_STREAMS, &channels) &&
                 tqkv__reserve(&at->size, sinks_size, &at->sinks) &&
                 tqkv__reserve(&at->size, TQKV__CHANNELS * channels * sizeof(float), &at->channels);
-    for (int i = 0; i < tqkv__stores_within(c); i++) {
-        const tqkv_store *s = tqkv__store_of(c, i);
-        if (!s) continue;
-        fits = fits && tqkv__reserve(&at->size, tqkv_codes_size(s), &at->codes[i]) &&
-               tqkv__reserve(&at->size, tqkv_norms_size(s), &at->norms[i]);
-    }
-    return fits && at->size <= SIZE_MAX - 63;
+    for (int i = 0; fits && i < tqkv__stores_within(c); i++)
+        if (tqkv__has_store(c, i)) fits = tqkv__reserve_store(TQKV__STORE_AT(c, i), &at->size, &at->stores[i]);
+    return fits;
 }
 
 TQKV__COLD TQKV_API tqkv_result tqkv_cache_create(const tqkv_cache_desc *desc, tqkv_cache **out)
@@ -287,32 +305,25 @@ TQKV__COLD TQKV_API tqkv_result tqkv_cache_create(const tqkv_cache_desc *desc, t
     tqkv_result r = tqkv__cache_resolve(desc, &c);
     if (r != TQKV_OK) return r;
     const size_t sinks_size = desc->sinks ? (size_t)c.attention.n_heads * sizeof(float) : 0;
-    if (!tqkv__divide_memory(&c, sinks_size, &at)) return TQKV__INVALID("a cache of more than SIZE_MAX bytes");
+    if (!tqkv__divide_memory(&c, sinks_size, &at)) return TQKV__INVALID(TQKV__LARGE_CACHE);
     if ((r = tqkv__get_raw(&c)) != TQKV_OK) return r;
     c.size = at.size + 63;
-    char *memory = (char *)c.memory.alloc(c.memory.user, c.size);
+    void *memory = c.memory.alloc(c.memory.user, c.size);
     if (!memory) {
         tqkv__drop_raw(&c);
         return TQKV_OUT_OF_MEMORY;
     }
-    char *lines = memory + (64 - (uintptr_t)memory % 64) % 64;
+    uint8_t *lines = tqkv__first_line(memory);
     c.channels = (float *)(void *)(lines + at.channels);
-    for (int i = 0; i < tqkv__stores_within(&c); i++) {
-        tqkv_store *s = tqkv__own_store(&c, i);
-        if (!s) continue;
-        s->codes_size = tqkv_codes_size(s);
-        s->norms_size = tqkv_norms_size(s);
-        s->codes = lines + at.codes[i];
-        s->norms = (float *)(void *)(lines + at.norms[i]);
-    }
+    for (int i = 0; i < tqkv__stores_within(&c); i++)
+        if (tqkv__has_store(&c, i)) tqkv__place_store(TQKV__STORE_AT(&c, i), lines, &at.stores[i]);
     if (sinks_size) {
         memcpy(lines + at.sinks, desc->sinks, sinks_size);
         c.attention.sinks = (const float *)(const void *)(lines + at.sinks);
     }
     for (int side = 0; side < 2; side++) c.own[side] = c.ends[1][side].codes;
     c.own_room = (int)tqkv__newest_room(&c);
-    *out = (tqkv_cache *)(void *)memory;
-    memcpy(memory, &c, sizeof c);
+    *out = (tqkv_cache *)memcpy(memory, &c, sizeof c);
     tqkv__cache_attach(&(*out)->attention, *out);
     return TQKV_OK;
 }
@@ -372,7 +383,7 @@ static void tqkv__name_channels(tqkv_cache *c, int i, tqkv__channels kind, bool 
    none. */
 static void tqkv__cache_channels(tqkv_cache *c, int i, tqkv__channels kind, const float *values, size_t stride)
 {
-    tqkv_store *s = tqkv__own_store(c, i);
+    const tqkv_store *s = tqkv__store_of(c, i);
     if (!s) return;
     const size_t dim = (size_t)s->head_dim, n_kv_heads = (size_t)s->n_kv_heads;
     float *own = tqkv__channel_room(c, i, kind);
@@ -441,12 +452,11 @@ static tqkv_result tqkv__get_newest(const tqkv_cache *c, int64_t room, tqkv_stor
             return TQKV_OUT_OF_MEMORY;
     }
     if (!*size) return TQKV_OK;
-    if (*size > SIZE_MAX - 63) return TQKV_OUT_OF_MEMORY;
     *size += 63;
     *memory = c->memory.alloc(c->memory.user, *size);
     if (!*memory) return TQKV_OUT_OF_MEMORY;
     for (int side = 0; side < 2; side++)
-        if (rings[side].head_dim) rings[side].codes = (char *)*memory + (64 - (uintptr_t)*memory % 64) % 64 + at[side];
+        if (rings[side].head_dim) rings[side].codes = tqkv__first_line(*memory) + at[side];
     return TQKV_OK;
 }
 

@@ -30,25 +30,17 @@ static tqkv_result tqkv__raw_shapes(const tqkv_cache_desc *desc, tqkv_cache *c)
 /* Gets memory for what a cache that learns keeps raw; on a GPU it is the cache's. */
 static tqkv_result tqkv__get_raw(tqkv_cache *c)
 {
-    size_t codes[TQKV__CACHE_STREAMS] = {0}, norms[TQKV__CACHE_STREAMS] = {0}, size = 0;
-    for (int i = 0; i < TQKV__CACHE_STREAMS; i++) {
-        tqkv_store *raw = &c->raw[i];
-        if (!raw->head_dim) continue;
-        raw->codes_size = tqkv_codes_size(raw);
-        raw->norms_size = tqkv_norms_size(raw);
-        if (!tqkv__reserve(&size, raw->codes_size, &codes[i]) || !tqkv__reserve(&size, raw->norms_size, &norms[i]))
-            return TQKV__INVALID("a cache of more than SIZE_MAX bytes");
-    }
-    if (!size || c->metal) return TQKV_OK;
+    tqkv__place at[TQKV__CACHE_STREAMS];
+    size_t size = 0;
+    if (!c->calibrate || c->metal) return TQKV_OK;
+    for (int i = 0; i < TQKV__CACHE_STREAMS; i++)
+        if (c->raw[i].head_dim && !tqkv__reserve_store(&c->raw[i], &size, &at[i]))
+            return TQKV__INVALID(TQKV__LARGE_CACHE);
     c->raw_size = size + 63;
     c->raw_memory = c->memory.alloc(c->memory.user, c->raw_size);
     if (!c->raw_memory) return TQKV_OUT_OF_MEMORY;
-    char *lines = (char *)c->raw_memory + (64 - (uintptr_t)c->raw_memory % 64) % 64;
-    for (int i = 0; i < TQKV__CACHE_STREAMS; i++) {
-        if (!c->raw[i].head_dim) continue;
-        c->raw[i].codes = lines + codes[i];
-        c->raw[i].norms = (float *)(void *)(lines + norms[i]);
-    }
+    for (int i = 0; i < TQKV__CACHE_STREAMS; i++)
+        if (c->raw[i].head_dim) tqkv__place_store(&c->raw[i], tqkv__first_line(c->raw_memory), &at[i]);
     return TQKV_OK;
 }
 
@@ -333,6 +325,21 @@ typedef struct tqkv__cut_call {
     int n_requests, n_raw;
 } tqkv__cut_call;
 
+/* Checks the arrays of all queries together: a request looks at its own queries and stores alone. */
+static tqkv_result tqkv__check_whole(const tqkv_cache *c, const tqkv_attention *some, const void *q, int n_queries,
+                                     const void *out)
+{
+    tqkv__attention a;
+    tqkv_attention whole = c->attention;
+    whole.n_queries = n_queries;
+    tqkv__take_some(some, &whole);
+    tqkv_result r = tqkv__attention_shape(&whole, &a);
+    if (r == TQKV_OK) r = tqkv__check_list(&a);
+    if (r == TQKV_OK) r = tqkv__check_q_out(&a, q, out);
+    if (r == TQKV_OK && tqkv__in_cache(c, out, a.out_size)) r = TQKV__INVALID("out overlaps the cache");
+    return r;
+}
+
 /* Opens the request whose queries read what is raw. */
 static tqkv_result tqkv__cut_raw(const tqkv_cache *c, const tqkv_attention *some, const void *q, int n_queries,
                                  void *out, tqkv__cut_call *cut)
@@ -384,7 +391,6 @@ static tqkv_result tqkv__attend_cut_tree(const tqkv_cache *c, const tqkv_attenti
     uint8_t *own = (uint8_t *)memory.alloc(memory.user, size);
     if (!own) return TQKV_OUT_OF_MEMORY;
     tqkv_result r = tqkv__cut_coded(&without_gaps, some, q, 0, n_queries, own, cut);
-    if (r == TQKV_OK) r = tqkv__check_q_out(&cut->a[0], q, out);
     if (r == TQKV_OK) r = tqkv__run_job(cut->requests, cut->n_requests);
     for (size_t i = (size_t)cut->n_raw; r == TQKV_OK && i < (size_t)n_queries; i++)
         for (size_t h = 0; h < heads; h++)
@@ -400,7 +406,8 @@ static TQKV__NOINLINE tqkv_result tqkv__attend_raw(const tqkv_cache *c, const tq
     tqkv__cut_call cut;
     cut.n_requests = 0;
     cut.n_raw = tqkv__raw_queries(c, n_queries);
-    tqkv_result r = cut.n_raw ? tqkv__cut_raw(c, some, q, n_queries, out, &cut) : TQKV_OK;
+    tqkv_result r = tqkv__check_whole(c, some, q, n_queries, out);
+    if (r == TQKV_OK && cut.n_raw) r = tqkv__cut_raw(c, some, q, n_queries, out, &cut);
     if (r != TQKV_OK) return r;
     const bool whole = cut.n_raw && cut.n_raw < n_queries && some && some->tree;
     if (whole && !c->metal) return tqkv__attend_cut_tree(c, some, q, n_queries, out, &cut);

@@ -284,8 +284,9 @@ TQKV_API tqkv_result tqkv_logit_noise(const tqkv_store *shape, const void *src, 
     if ((r = tqkv__take_queries(&s, q, n_heads, n_queries, &queries, &q_bytes)) != TQKV_OK) return r;
     if (!q) return TQKV__INVALID("q is NULL");
     const size_t size = (size_t)s.n_kv_heads * sizeof *noise;
+    const size_t alignment = __alignof__(tqkv_quality); /* of a double in a struct: 4 on 32-bit x86 */
     if (tqkv__overlap(noise, size, q, q_bytes)) return TQKV__INVALID("noise overlaps q");
-    if ((r = tqkv__check_source(&s, src, n_tokens, noise, __alignof__(double), size)) != TQKV_OK) return r;
+    if ((r = tqkv__check_source(&s, src, n_tokens, noise, alignment, size)) != TQKV_OK) return r;
     const uint64_t mode = tqkv__fp_exact();
     if (s.kind == TQKV__BOOK) tqkv__quantiser_open(&s, &quantiser);
     tqkv__fill_planes(&s);

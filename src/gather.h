@@ -34,8 +34,7 @@ static uint8_t *tqkv__put_stream(tqkv__stream *s, uint8_t *memory)
 /* Opens the attention over gathered tiles; tile i of a work has the slots from TQKV__TILE * i on. */
 static void tqkv__open_gathered(const tqkv__attention *a, float *scratch, tqkv__attention *gathered)
 {
-    uint8_t *memory = (uint8_t *)scratch;
-    memory += (64 - (uintptr_t)memory % 64) % 64;
+    uint8_t *memory = tqkv__first_line(scratch);
     *gathered = *a;
     for (int i = 0; i < TQKV__STREAMS; i++) {
         if (tqkv__has_stream(a, i)) memory = tqkv__put_stream(TQKV__STREAM_AT(gathered, i), memory);

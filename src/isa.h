@@ -49,8 +49,10 @@ static const tqkv__isa *tqkv__isa_now(void)
     const char *wanted = getenv("TQKV_ISA");
     isa = wanted ? tqkv__isa_named(wanted) : NULL;
     for (size_t i = 0; i < TQKV__ISAS && (!isa || !tqkv__isa_present(isa)); i++) isa = tqkv__isas[i];
-    __atomic_store_n(&tqkv__isa_chosen, isa, __ATOMIC_RELEASE);
-    return isa;
+    const tqkv__isa *now = NULL; /* or what another thread has chosen in the meantime */
+    const bool first =
+        __atomic_compare_exchange_n(&tqkv__isa_chosen, &now, isa, false, __ATOMIC_ACQ_REL, __ATOMIC_ACQUIRE);
+    return first ? isa : now;
 }
 
 /* Returns the chosen set, or the next narrower one that has three vectors in a row of head_dim. A processor that has a

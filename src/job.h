@@ -19,7 +19,7 @@ static bool tqkv__queue_open(tqkv__queue *queue, const tqkv_allocator *allocator
     queue->size = ((size_t)queue->n_tasks * queue->scratch_floats + more + 16) * sizeof(float);
     queue->memory = (float *)allocator->alloc(allocator->user, queue->size);
     if (!queue->memory) return false;
-    queue->scratch = queue->memory + (64 - (uintptr_t)queue->memory % 64) % 64 / sizeof(float);
+    queue->scratch = (float *)(void *)tqkv__first_line(queue->memory);
     return true;
 }
 

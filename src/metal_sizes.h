@@ -19,28 +19,28 @@
 #define TQKV_FC_CENTER         12 /* bool: encode, probe, decode: rows have a centre; encode_kv: keys have one */
                                   /* attend, attend_merge: keys have one, and it changes the result */
 #define TQKV_FC_VALUE_CENTER 13   /* bool: encode_kv, attend_merge: values have a centre */
-#define TQKV_FC_TYPE         14 /* uint: tqkv_type of the rows that encode, probe and attend read; encode_kv: the keys */
-                                /* decode, attend_merge: of the rows that they write */
-#define TQKV_FC_VALUE_TYPE 15   /* uint: encode_kv: that of the values */
-#define TQKV_FC_PAGES      16   /* bool: encode, decode: slots come from a page table; encode_kv: the keys' */
-                                /* attend: the slots of keys and values */
-#define TQKV_FC_VALUE_PAGES  17 /* bool: encode_kv: the values' slots */
-#define TQKV_FC_TREE         18 /* bool: attend, attend_list: a tree hides some of the newest n_queries positions */
-#define TQKV_FC_BATCH        19 /* bool: attend, attend_merge, attend_list: arguments and offsets come from items */
-#define TQKV_FC_FROM_SLICE   20 /* bool: attend_merge: of partial results there is one, a slice: out, max and sum */
-#define TQKV_FC_TO_SLICE     21 /* bool: attend_merge: makes a slice; from one: adds it to the one that is there */
-#define TQKV_FC_TAIL_FORMAT  22 /* uint: attend: that of the keys' tail; 0: there is none */
-#define TQKV_FC_ROTATE_TAIL  23 /* bool: attend: the tail is rotated, queries are not */
-#define TQKV_FC_TAIL_CENTER  24 /* bool: attend: as TQKV_FC_CENTER, of the tail */
-#define TQKV_FC_TAIL_ROTATED 25 /* bool: attend: rotate the tail's centre before it is used */
-#define TQKV_FC_LIST         26 /* bool: attend: queries see listed blocks alone */
+#define TQKV_FC_TYPE         14   /* uint: tqkv_type of the rows that encode, probe, attend read; encode_kv: the keys */
+                                  /* decode, attend_merge: of the rows that they write */
+#define TQKV_FC_VALUE_TYPE 15     /* uint: encode_kv: that of the values */
+#define TQKV_FC_PAGES      16     /* bool: encode, decode: slots come from a page table; encode_kv: the keys' */
+                                  /* attend: the slots of keys and values */
+#define TQKV_FC_VALUE_PAGES  17   /* bool: encode_kv: the values' slots */
+#define TQKV_FC_TREE         18   /* bool: attend, attend_list: a tree hides some of the newest n_queries positions */
+#define TQKV_FC_BATCH        19   /* bool: attend, attend_merge, attend_list: arguments and offsets come from items */
+#define TQKV_FC_FROM_SLICE   20   /* bool: attend_merge: of partial results there is one, a slice: out, max and sum */
+#define TQKV_FC_TO_SLICE     21   /* bool: attend_merge: makes a slice; from one: adds it to the one that is there */
+#define TQKV_FC_TAIL_FORMAT  22   /* uint: attend: that of the keys' tail; 0: there is none */
+#define TQKV_FC_ROTATE_TAIL  23   /* bool: attend: the tail is rotated, queries are not */
+#define TQKV_FC_TAIL_CENTER  24   /* bool: attend: as TQKV_FC_CENTER, of the tail */
+#define TQKV_FC_TAIL_ROTATED 25   /* bool: attend: rotate the tail's centre before it is used */
+#define TQKV_FC_LIST         26   /* bool: attend: queries see listed blocks alone */
 
 #define TQKV_FC_SMALL_PAGES    27 /* bool: attend: some pages end within tiles */
 #define TQKV_FC_TAIL_ELSEWHERE 28 /* bool: attend: a position has another slot in the tail than in the keys */
 
 #define TQKV_FC_SCALED 29 /* bool: encode, probe: channels of rows have scales; encode_kv: those of keys */
                           /* decode: rows are multiplied by them; attend: queries are, by those of the keys */
-#define TQKV_FC_VALUE_SCALED       30 /* bool: encode_kv: values have scales; attend_merge: multiply the output by them */
+#define TQKV_FC_VALUE_SCALED       30 /* bool: encode_kv: values have scales; attend_merge: the output is multiplied */
 #define TQKV_FC_CENTER_SCALED      31 /* bool: decode, attend, attend_merge: divide the centre before it is rotated */
 #define TQKV_FC_TAIL_SCALED        32 /* bool: attend: as TQKV_FC_SCALED, of the tail */
 #define TQKV_FC_TAIL_CENTER_SCALED 33 /* bool: attend: as TQKV_FC_CENTER_SCALED, of the tail */

@@ -526,6 +526,9 @@ static void tqkv__mfree(void *user, void *pointer, size_t size)
     free(pointer);
 }
 
+/* Returns the first cache line in memory, of which up to 63 bytes are lost. */
+static uint8_t *tqkv__first_line(void *memory) { return (uint8_t *)memory + (64 - (uintptr_t)memory % 64) % 64; }
+
 static bool tqkv__resolve_allocator(tqkv_allocator *allocator)
 {
     if (!allocator->alloc != !allocator->free) return false;

@@ -278,6 +278,13 @@ CHANGE(ends_too_few, RESIDENT, OUT_OF_RANGE, use_ends(w); w->ends.capacity = 2; 
 CHANGE(ends_ring_too_small, RESIDENT, OUT_OF_RANGE, use_ends(w); w->ends.capacity = 2; w->ends.ring = true;
        w->attention.exact_last = 3)
 CHANGE(out_in_ends, RESIDENT, INVALID_ARGUMENT, use_ends(w); w->out = (float *)(void *)w->m->pool_codes)
+CHANGE(kept, RESIDENT, OK, use_kept(w))
+CHANGE(kept_tail_rotated, RESIDENT, INVALID_ARGUMENT, use_kept(w); w->kept_tail.rotated = true)
+CHANGE(kept_tail_kv_heads, RESIDENT, INVALID_ARGUMENT, use_kept(w); w->kept_tail.n_kv_heads = 1)
+CHANGE(kept_tail_center, RESIDENT, INVALID_ARGUMENT, use_kept(w); w->kept_tail.center = w->m->center)
+CHANGE(kept_tail_scale, RESIDENT, INVALID_ARGUMENT, use_kept(w); w->kept_tail.channel_scale = w->m->scale)
+CHANGE(kept_tail_ring, RESIDENT, OUT_OF_RANGE, use_kept(w); w->kept_tail.ring = true)
+CHANGE(kept_tail_too_few, RESIDENT, OUT_OF_RANGE, use_kept(w); w->kept_tail.capacity = 1; w->attention.exact_first = 2)
 /* cache */
 CHANGE(null_desc, CREATE | LOAD, INVALID_ARGUMENT, w->d = NULL)
 CHANGE(no_desc, FORK, OK, w->d = NULL)

@@ -481,6 +481,42 @@ static void check_fork_bits(const void *parameters)
     free(q);
 }
 
+/* Gives the same block for any size: a cache that is made touches little of its memory. */
+static void *alloc_too_little(void *user, size_t size) { return size > SIZE_MAX / 16 ? user : malloc(size); }
+
+static void free_too_little(void *user, void *pointer, size_t size)
+{
+    (void)size;
+    if (pointer != user) free(pointer);
+}
+
+/* Codes that a size_t can count beside halves that it cannot: of the first positions, and of those before a cache has
+   learned. */
+static void check_too_large(const void *parameters)
+{
+    static uint64_t room[2048];
+    const int bits = sizeof(size_t) == 8 ? 30 : 14;
+    const cache_row row = {TQKV_TQ2, TQKV_TQ2, 32, 1 << bits, false, 0, -1};
+    tqkv_cache_desc desc = cache_desc(&row, NULL);
+    tqkv_cache *cache = NULL;
+    (void)parameters;
+    desc.n_kv_heads = desc.n_heads = 1 << bits;
+    desc.value_format = TQKV_FORMAT_DEFAULT;
+    desc.shared = true;
+    desc.allocator.alloc = alloc_too_little;
+    desc.allocator.free = free_too_little;
+    desc.allocator.user = room;
+    CHECK_RESULT(tqkv_cache_create(&desc, &cache), TQKV_OK);
+    tqkv_cache_destroy(cache);
+    desc.calibrate = 1 << (bits - 2);
+    CHECK_RESULT(tqkv_cache_create(&desc, &cache), TQKV_INVALID_ARGUMENT);
+    tqkv_cache_destroy(cache);
+    desc.calibrate = 0;
+    desc.exact_first = 1 << (bits - 2);
+    CHECK_RESULT(tqkv_cache_create(&desc, &cache), TQKV_INVALID_ARGUMENT);
+    tqkv_cache_destroy(cache);
+}
+
 void test_cache_cases(void)
 {
     for (int i = 0; i < 20; i++) test_add(check_fork_bits, &i, sizeof i, "cache/fork_bits/%d", i);
@@ -525,4 +561,5 @@ void test_cache_cases(void)
     test_add(check_not_finite, NULL, 0, "cache/not_finite");
     test_add(check_truncate_linear, NULL, 0, "cache/truncate_linear");
     test_add(check_long_run, NULL, 0, "cache/long_run");
+    test_add(check_too_large, NULL, 0, "cache/too_large");
 }

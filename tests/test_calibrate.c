@@ -359,6 +359,26 @@ static void check_noise(const void *parameters)
     test_store_free(&store);
 }
 
+/* Doubles lie in a struct as a machine's compilers put them there: on 32-bit x86 at multiples of 4. */
+static void check_alignment(const void *parameters)
+{
+    struct packed {
+        float before;
+        double noise[HEADS], after;
+        tqkv_quality quality[HEADS];
+    } place, odd[2];
+    tqkv_store shape = test_store(TQKV_TQ3, 64, HEADS, 1, false);
+    float *rows = test_rows(1, DATA_GAUSSIAN, HEADS, 64);
+    (void)parameters;
+    CHECK_RESULT(tqkv_logit_noise(&shape, rows, 1, rows, HEADS, 1, place.noise), TQKV_OK);
+    for (int i = 0; i < 2; i++) {
+        CHECK_RESULT(tqkv_logit_noise(&shape, rows, 1, rows, HEADS, 1, odd[i].noise), TQKV_OK);
+        CHECK_RESULT(tqkv_measure(&shape, rows, 1, odd[i].quality), TQKV_OK);
+    }
+    free(rows);
+    test_store_free(&shape);
+}
+
 typedef struct captured_noise {
     int layer;
     double without,
@@ -434,5 +454,6 @@ void test_calibrate_cases(void)
     for (int i = 0; i < CAPTURED_LAYERS; i++)
         test_add(check_captured, &layers[i], sizeof layers[i], "calibrate/captured/%d", i);
     test_add(check_edges, NULL, 0, "calibrate/edges");
+    test_add(check_alignment, NULL, 0, "calibrate/alignment");
     test_add(check_refused, NULL, 0, "calibrate/refused");
 }

@@ -307,22 +307,23 @@ static void check_decode_ring(const void *parameters)
 
 /* ---- Single values ---- */
 
-/* The factor of a block of 256 values v, -v, v ...: each of the lanes adds up per_lane of them, and the tree of equal lanes
-   doubles, which is exact. */
-static float alternating_factor(int bits, float v, int per_lane)
+/* The factor of a block of 256 values v, -v, v ...: each of the lanes adds up its share of them, and the tree of equal
+   lanes doubles, which is exact. */
+static float alternating_factor(int bits, float v, int lanes)
 {
     float best = 0.0f;
     int n, chosen = 0;
     const float *factors = reference_factors(bits, &n);
     for (int f = 0; f < n; f++) {
         float product = 0.0f, square = 0.0f;
-        for (int i = 0; i < per_lane; i++, v = -v) {
-            const float c = test_codebook(bits)[reference_code(bits, reference_multiply(v, factors[f]))];
-            product = reference_add(product, reference_multiply(v, c));
+        for (int i = 0; i < 256 / lanes; i++) {
+            const float x = i % 2 ? -v : v;
+            const float c = test_codebook(bits)[reference_code(bits, reference_multiply(x, factors[f]))];
+            product = reference_add(product, reference_multiply(x, c));
             square = reference_add(square, reference_multiply(c, c));
         }
-        const float doubled = product * (float)(256 / per_lane);
-        const float share = reference_divide(reference_multiply(doubled, doubled), square * (float)(256 / per_lane));
+        const float doubled = product * (float)lanes;
+        const float share = reference_divide(reference_multiply(doubled, doubled), square * (float)lanes);
         if (f == 0 || share > best) {
             best = share;
             chosen = f;
@@ -338,7 +339,7 @@ static void check_alternating(tqkv_store *store, const float *source, float firs
     const int bits = reference_bits(store->format), d = store->head_dim;
     store->block_scale = size;
     CHECK_RESULT(tqkv_encode(store, source, 1, 0), TQKV_OK);
-    const float factor = alternating_factor(bits, first * size, 256 / (d == 512 ? 16 : 8));
+    const float factor = alternating_factor(bits, first * size, d == 512 ? 16 : 8);
     for (int i = 0; i < d; i++) {
         const float v = reference_multiply(i % 2 ? -first * size : first * size, factor);
         const int code = reference_code_at((const uint8_t *)store->codes, store->format, d, i);

@@ -413,6 +413,29 @@ static void expect_refused(tqkv_cache *cache, const company_data *data, int n, c
     CHECK(untouched(out, MOST * GROUP_HEADS * 64), "%s: written", when);
 }
 
+/* Six queries at positions 198 to 203 of a ring that begins at 140, with a window of 64: the first five miss some of their
+   windows. Refused is what asks for these, by its list or by its newest positions. */
+static void check_lost_lists(tqkv_cache *cache, const company_data *data)
+{
+    static const struct {
+        int block, newest;
+        tqkv_result result;
+    } cases[] = {{35, 0, TQKV_OK},  {34, 0, TQKV_OUT_OF_RANGE},  {33, 0, TQKV_OUT_OF_RANGE}, {32, 0, TQKV_OK},
+                 {35, 59, TQKV_OK}, {35, 60, TQKV_OUT_OF_RANGE}, {-1, 60, TQKV_OUT_OF_RANGE}};
+    static float out[6 * GROUP_HEADS * 64];
+    for (size_t i = 0; i < sizeof cases / sizeof *cases; i++) {
+        const int32_t lists[6] = {cases[i].block, 36, 36, 36, 36, 36};
+        tqkv_attention some;
+        memset(&some, 0, sizeof some);
+        some.list = lists;
+        some.list_length = 1;
+        some.list_block = 4;
+        some.list_newest = cases[i].newest;
+        CHECK(tqkv_cache_attend_some(cache, &some, data->q, 6, out) == cases[i].result, "block %d, %d newest",
+              cases[i].block, cases[i].newest);
+    }
+}
+
 /* A ring of its window's size: a query whose window is gone gets no answer, but one that the window does not reach does. */
 static void check_lost_windows(const void *parameters)
 {
@@ -436,6 +459,7 @@ static void check_lost_windows(const void *parameters)
     some.list_length = 1;
     some.list_block = 16; /* positions 192 to 207 */
     CHECK_RESULT(tqkv_cache_attend_some(cache, &some, data.q, 1, out), TQKV_OK);
+    check_lost_lists(cache, &data);
     CHECK_RESULT(tqkv_cache_truncate(cache, 180), TQKV_OK);
     expect_refused(cache, &data, 1, "truncated");
     CHECK_RESULT(tqkv_cache_append(cache, data.k, data.v, 20), TQKV_OK); /* end 200: back to position 137 */

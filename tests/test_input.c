@@ -35,7 +35,7 @@ typedef struct memory {
 /* The arguments of all calls. They are valid until a change is applied. */
 typedef struct world {
     memory *m;
-    tqkv_store keys, values, ends, tail;
+    tqkv_store keys, values, ends, tail, kept_tail;
     const tqkv_store *store;
     tqkv_attention attention;
     const tqkv_attention *a;
@@ -200,6 +200,24 @@ static void use_ends(world *w)
     w->attention.first_keys = w->attention.last_keys = &w->ends;
     w->attention.exact_first = 1;
     w->attention.exact_last = 2;
+}
+
+/* Makes a ring of the five positions, which keeps its first one: of keys, values and tail. */
+static void use_kept(world *w)
+{
+    use_tail(w);
+    use_ends(w);
+    w->kept_tail = w->tail;
+    w->kept_tail.codes = w->m->pool_codes + sizeof w->m->pool_codes / 2;
+    memset(w->kept_tail.codes, 0, sizeof w->m->pool_codes / 2);
+    w->attention.first_values = &w->ends;
+    w->attention.first_tail = &w->kept_tail;
+    w->attention.last_keys = NULL;
+    w->attention.exact_last = 0;
+    w->keys.ring = w->values.ring = w->tail.ring = true;
+    w->keys.capacity = w->values.capacity = w->tail.capacity = 5;
+    w->attention.end = 10;
+    w->first = 6;
 }
 
 static void free_world(world *w)

@@ -421,6 +421,61 @@ static void check_tree(const void *parameters)
     model_close(&m);
 }
 
+/* Whether a call whose first queries stand where rows are read raw is refused and writes nothing. */
+static void check_cut_refused(tqkv_cache *cache, const uint64_t *tree, int n, const float *q, float *out,
+                              const float *all, size_t size, const char *what)
+{
+    tqkv_attention some;
+    float *before = (float *)test_alloc(size);
+    memcpy(before, all, size);
+    memset(&some, 0, sizeof some);
+    some.tree = tree;
+    const tqkv_result r = tqkv_cache_attend_some(cache, &some, q, n, out);
+    CHECK(r == TQKV_INVALID_ARGUMENT && !memcmp(before, all, size), "%s, tree %d: %s", what, tree != NULL,
+          tqkv_result_string(r));
+    free(before);
+}
+
+/* Queries on both sides of the position are one call: its outputs may overlap neither the queries of the other side, nor each
+ * other, nor the cache. */
+static void check_overlap(const void *parameters)
+{
+    const learn_row *row = (const learn_row *)parameters;
+    enum { N = 6, RAW = 3 };
+    static const uint64_t trees[N] = {1, 3, 5, 11, 19, 37};
+    const int values = HEADS * row->head_dim;
+    const size_t size = sizeof(float) * (size_t)((N + RAW) * values);
+    const tqkv_cache_layout shared = {{0, 0}, {0, 0}, {0, 0}, {(size_t)row->head_dim, (size_t)(RAW * row->head_dim)}};
+    const tqkv_cache_desc desc = describe(row);
+    learn_model m;
+    model_open(&m, row);
+    for (int with_tree = 0; with_tree < 2; with_tree++) {
+        const uint64_t *tree = with_tree ? trees : NULL;
+        float *all = (float *)test_alloc_filled(size, 0), *behind = all + RAW * values;
+        tqkv_cache *cache = NULL;
+        CHECK_RESULT(tqkv_cache_create(&desc, &cache), TQKV_OK);
+        append(&m, cache, 0, row->learns_at - RAW);
+        append(&m, cache, row->learns_at - RAW, N);
+        check_cut_refused(cache, tree, N, all, behind, all, size, "outputs in the queries behind");
+        check_cut_refused(cache, tree, N, behind, all, all, size, "outputs in the queries before");
+        float *codes = (float *)tqkv_cache_keys(cache)->codes;
+        check_cut_refused(cache, tree, N, all, codes, all, size, "outputs in the codes");
+        check_cut_refused(cache, tree, N, all, codes - (N - 1) * values, all, size, "the last output in the codes");
+        CHECK_RESULT(tqkv_cache_set_layout(cache, &shared), TQKV_OK);
+        float *out = (float *)test_alloc_filled(size, 0xa5);
+        check_cut_refused(cache, tree, N, all, out, out, size, "outputs that share rows");
+        free(out);
+        tqkv_cache_destroy(cache);
+        CHECK_RESULT(tqkv_cache_create(&desc, &cache), TQKV_OK);
+        append(&m, cache, 0, row->learns_at);
+        codes = (float *)tqkv_cache_keys(cache)->codes;
+        check_cut_refused(cache, tree, RAW, all, codes, all, size, "outputs in codes that no query reads");
+        tqkv_cache_destroy(cache);
+        free(all);
+    }
+    model_close(&m);
+}
+
 /* ---- Non-causal ---- */
 
 static void check_non_causal(const void *parameters)
@@ -644,7 +699,7 @@ static void check_set(const void *parameters)
         CHECK((keys->center != NULL) == (way == 0) && (keys->channel_scale != NULL) == (way == 1) &&
                   (values->channel_scale != NULL) == (way == 1) && !values->center,
               "way %d: other centres or scales", way);
-        CHECK(way != 1 || (keys->channel_scale != scales &&
+        CHECK(way != 1 || (keys->channel_scale && keys->channel_scale != scales &&
                            !memcmp(keys->channel_scale, scales, sizeof(float) * CACHE_HEADS * D)),
               "the scale is no copy");
         CHECK_RESULT(tqkv_cache_set_scale(cache, scales, NULL), TQKV_INVALID_ARGUMENT);
@@ -803,6 +858,7 @@ void test_learn_cases(void)
         test_add(check_edits, &rows[i], sizeof *rows, "learn/edits/%d", i);
     }
     test_add(check_tree, &rows[1], sizeof *rows, "learn/tree");
+    test_add(check_overlap, &rows[1], sizeof *rows, "learn/overlap");
     learn_row non_causal = rows[1];
     non_causal.non_causal = true;
     test_add(check_non_causal, &non_causal, sizeof *rows, "learn/non_causal");

@@ -364,7 +364,7 @@ static void check_scratch(const void *parameters)
     free(out);
 }
 
-/* ---- Stack: at most 48 KiB, in a thread that has 64 ---- */
+/* ---- Stack: at most 64 KiB, in a thread that has 96 ---- */
 
 #if defined(__OPTIMIZE__) && !defined(__SANITIZE_ADDRESS__) && !defined(__SANITIZE_THREAD__) && defined(__linux__)
 enum { STACK = 98304, STACK_LIMIT = 65536 };

@@ -193,6 +193,7 @@ static void check_merge(const void *parameters)
     tqkv_attention a, other;
     scales[2][HEADS * D - 1] *= 2.0f;
     memset(&a, 0, sizeof a);
+    memset(&to, 0, sizeof to);
     for (int i = 0; i < 4; i++) {
         stores[i].channel_scale = i < 3 ? scales[i] : NULL;
         CHECK_RESULT(tqkv_encode(&stores[i], rows, TOKENS, 0), TQKV_OK);

@@ -1,5 +1,5 @@
-/* The nodes of tqkv_ggml.h beside ggml's own: `layer` compares them with ggml's attention in F32, `layer --bench` measures
- * a layer's write and attention. Built and run by `make test-ggml GGML_PREFIX=...`. */
+/* The nodes of tqkv_ggml.h beside ggml's own: `layer` compares them with ggml's attention in F32, `layer --bench`
+ * measures a layer's write and attention. Built and run by `make test-ggml GGML_PREFIX=...`. */
 #include "examples/ggml/tqkv_ggml.h"
 
 #include <ggml-cpu.h>
@@ -56,8 +56,8 @@ enum { HEADS = 8, KV_HEADS = 2, KEY_DIM = 64, VALUE_DIM = 96, WIDE = HEADS * VAL
 enum { AT_K = HEADS * KEY_DIM, AT_V = AT_K + KV_HEADS * KEY_DIM, FUSED = AT_V + KV_HEADS * VALUE_DIM };
 static const int prompts[SEQUENCES] = {70, 5, 33};
 
-/* How one comparison runs: with exact ends and a centre and scales of keys as a cache of a preset has them; `in_turn`: tokens of the
- * sequences in turn, each a run of its own. */
+/* How one comparison runs: with exact ends and a centre and scales of keys as a cache of a preset has them; `in_turn`:
+ * tokens of the sequences in turn, each a run of its own. */
 typedef struct setup {
     tqkv_format keys, values;
     int page_size, n_threads;
@@ -223,7 +223,8 @@ static void add_run(world *w, int s, int n, const float *rows, float *fused)
     h->n += n;
 }
 
-/* Returns the largest distance from F32, or 9 where a cache has other bits; outs: [ROUNDS][sequence][token][head][VALUE_DIM]. */
+/* Returns the largest distance from F32, or 9 where a cache has other bits; outs:
+ * [ROUNDS][sequence][token][head][VALUE_DIM]. */
 static double compare(const setup *how, float *outs)
 {
     static world w;
@@ -378,7 +379,8 @@ static int test(void)
     return failed > 0;
 }
 
-/* ---- The benchmark: a layer's write and attention, of a prompt's piece or of one token, at the end of n positions ---- */
+/* ---- The benchmark: a layer's write and attention, of a prompt's piece or of one token, at the end of n positions
+ * ---- */
 
 typedef struct way {
     const char *name;

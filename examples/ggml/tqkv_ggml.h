@@ -1,9 +1,9 @@
 /* tqkv in a ggml graph: the KV cache and the attention of a layer as two nodes, on ggml's public API (ggml_custom_4d).
  *
- * ggml calls a node on all its threads at once; tqkv_team hands them the tasks. Strides of tensors become tqkv_strides, so
- * views need no ggml_cont. A node cannot fail: tqkv_ggml_layer.result has the first failure, to be looked at before the next
- * graph. All functions that return bool return false for lack of memory or for a shape that tqkv refuses, and have then
- * changed nothing. layer.c beside this file is the test and the benchmark. */
+ * ggml calls a node on all its threads at once; tqkv_team hands them the tasks. Strides of tensors become tqkv_strides,
+ * so views need no ggml_cont. A node cannot fail: tqkv_ggml_layer.result has the first failure, to be looked at before
+ * the next graph. All functions that return bool return false for lack of memory or for a shape that tqkv refuses, and
+ * have then changed nothing. layer.c beside this file is the test and the benchmark. */
 #ifndef TQKV_GGML_H
 #define TQKV_GGML_H
 
@@ -138,9 +138,9 @@ static inline bool tqkv_ggml_slots(const int32_t *pages, int page_size, int64_t 
     return true;
 }
 
-/* Adds n_tokens that follow `position` positions of the sequence with these pages, which have to stay until the graph has
-   been computed. Tokens of a sequence may come in several runs. False also if the pages do not have the positions, or a
-   sequence with exact ends is none of the batch's or would have more than n_batch tokens in it. */
+/* Adds n_tokens that follow `position` positions of the sequence with these pages, which have to stay until the graph
+   has been computed. Tokens of a sequence may come in several runs. False also if the pages do not have the positions,
+   or a sequence with exact ends is none of the batch's or would have more than n_batch tokens in it. */
 static inline bool tqkv_ggml_batch_add(tqkv_ggml_batch *b, int sequence, const int32_t *pages, int n_pages,
                                        int64_t position, int n_tokens)
 {
@@ -168,8 +168,8 @@ static inline void tqkv_ggml_sequence_forget(tqkv_ggml_batch *b, int sequence)
     b->sequences[sequence].n_first = 0;
 }
 
-/* cells: [n], that of each position, or -1 -> pages: [(n + page_size - 1) / page_size]. False unless the cells lie in whole
-   blocks, in which case a page size of 1 does: then the cells are the table. */
+/* cells: [n], that of each position, or -1 -> pages: [(n + page_size - 1) / page_size]. False unless the cells lie in
+   whole blocks, in which case a page size of 1 does: then the cells are the table. */
 static inline bool tqkv_ggml_pages(const int32_t *cells, int n, int page_size, int32_t *pages)
 {
     for (int i = 0; i < n; i++) {
@@ -267,8 +267,9 @@ static inline bool tqkv_ggml_ends_open(tqkv_ggml_layer *l)
     return true;
 }
 
-/* shape: key_format, value_format, head_dim, value_dim (0: head_dim), n_kv_heads, capacity (slots, of all sequences); its other
-   fields are not read. center, channel_scale: [n_kv_heads][head_dim] of the keys, or NULL; they stay the caller's. */
+/* shape: key_format, value_format, head_dim, value_dim (0: head_dim), n_kv_heads, capacity (slots, of all sequences);
+   its other fields are not read. center, channel_scale: [n_kv_heads][head_dim] of the keys, or NULL; they stay the
+   caller's. */
 static inline bool tqkv_ggml_layer_open(tqkv_ggml_layer *l, const tqkv_cache_desc *shape, const float *center,
                                         const float *channel_scale, tqkv_ggml_batch *batch, tqkv_team *team)
 {
@@ -436,7 +437,8 @@ static inline void tqkv_ggml_attend_node(struct ggml_tensor *dst, int thread, in
     tqkv_team_end(l->team);
 }
 
-/* The node that writes k and v, [tokens][kv heads][dim]; give it to tqkv_ggml_attend. NULL: a layout that tqkv cannot read. */
+/* The node that writes k and v, [tokens][kv heads][dim]; give it to tqkv_ggml_attend. NULL: a layout that tqkv cannot
+ * read. */
 static inline struct ggml_tensor *tqkv_ggml_write(struct ggml_context *context, tqkv_ggml_layer *l,
                                                   struct ggml_tensor *k, struct ggml_tensor *v)
 {
@@ -486,8 +488,8 @@ static inline void tqkv_ggml_set_keys_node(struct ggml_tensor *dst, int thread, 
     tqkv_team_end(l->team);
 }
 
-/* The node that encodes again the keys of slots whose entry in moved, I32 [slots], is not 0. Their sequences read codes alone
-   after it (tqkv_ggml_sequence_forget): halves do not turn. NULL: a layout that tqkv cannot read. */
+/* The node that encodes again the keys of slots whose entry in moved, I32 [slots], is not 0. Their sequences read codes
+   alone after it (tqkv_ggml_sequence_forget): halves do not turn. NULL: a layout that tqkv cannot read. */
 static inline struct ggml_tensor *tqkv_ggml_set_keys(struct ggml_context *context, tqkv_ggml_layer *l,
                                                      struct ggml_tensor *keys, struct ggml_tensor *moved)
 {

@@ -1,6 +1,6 @@
-/* Tests of prompt_cache.h over small caches: what is found, what is skipped, what a full disk, a crash and other processes
- * leave. Each check prints `pass NAME` or `FAIL NAME`; test.sh counts the lines. Usage: prompt_cache_test FOLDER, which it
- * fills. */
+/* Tests of prompt_cache.h over small caches: what is found, what is skipped, what a full disk, a crash and other
+ * processes leave. Each check prints `pass NAME` or `FAIL NAME`; test.sh counts the lines. Usage: prompt_cache_test
+ * FOLDER, which it fills. */
 #define _XOPEN_SOURCE    700
 #define _DARWIN_C_SOURCE /* st_mtimespec */
 #include <signal.h>

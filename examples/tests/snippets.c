@@ -1,5 +1,5 @@
-/* Runs the C code of README.md, docs/integrating.md and tqkv.h's comments, which snippets.sh cuts out, and checks what it
-   computes. */
+/* Runs the C code of README.md, docs/integrating.md and tqkv.h's comments, which snippets.sh cuts out, and checks what
+   it computes. */
 #include "explain.h"
 
 #include <math.h>
@@ -315,7 +315,8 @@ static void append_turned(tqkv_cache *cache, int token, int n_tokens, int first)
     }
 }
 
-/* 4 of 100 positions kept, then 30 dropped, then 20 new ones, against a cache whose keys are turned to where they are now. */
+/* 4 of 100 positions kept, then 30 dropped, then 20 new ones, against a cache whose keys are turned to where they are
+ * now. */
 static void test_context_shift(void)
 {
     enum { OLD = 100, KEPT = 4, DROPPED = 30, NEW = 20, LEFT = OLD - DROPPED + NEW };

@@ -111,24 +111,26 @@ refused "engine/positions" "outside" "$bin/engine" 257
 "$bin/encode_attend" >"$work/encode_attend"
 check "encode_attend" grep -q "as expected" "$work/encode_attend"
 "$bin/real_kv" >"$work/real_kv"
-# Expected: tq2 1.2e-1, tq3 2.9e-2 to 3.2e-2, tq4 6.9e-3 to 8.5e-3, i8 3.2e-5 to 4.2e-5, tq8 2.9e-5 to 3.6e-5, less of short rows,
-# and a much larger error for the unrotated values of layer 0.
+# Values lose what Gaussian rows of their length do: tq2 1.1e-1, tq3 2.8e-2 to 3.1e-2, tq4 6.7e-3 to 7.8e-3, i8 3.1e-5 to 3.9e-5,
+# tq8 2.8e-5 to 3.2e-5; of plain keys the same share, most of which is the constant part. Centre and scale take 63% or more of that
+# away, and 70% of what tq4 does to the output. The first layers' values are far from Gaussian without the rotation.
 check "real_kv" awk '
     /^layer/ { layer = $2 + 0 }
-    $1 == "tq4" && $2 == "tq4" { n++; bad += $6 < 6.5e-3 || $6 > 9e-3 || $7 < 6.5e-3 || $7 > 9e-3 || $8 > 4e-2 }
-    $1 == "tq3" { n++; bad += $6 < 2.7e-2 || $6 > 3.4e-2 || $7 < 2.7e-2 || $7 > 3.4e-2 || $8 > 0.15 }
-    $1 == "tq2" { n++; bad += $6 < 0.1 || $6 > 0.125 || $7 < 0.1 || $7 > 0.125 || $8 > 0.4 }
-    $1 == "i8" && $2 == "i8" { n++; bad += $6 < 3e-5 || $6 > 5e-5 || $7 < 3e-5 || $7 > 5e-5 || $8 > 2e-4 }
-    $1 == "tq8" { n++; bad += $6 < 2.7e-5 || $6 > 3.8e-5 || $7 < 2.7e-5 || $7 > 3.8e-5 }
-    $1 == "f16" && $3 == "unrotated" && layer == 0 { n++; bad += $8 < 5e-3 || $8 > 8e-3 }
-    $1 == "f16" && $2 == "f16" { n++; bad += $6 != 0 || $7 != 0 || $8 > 1e-9 }
-    END { exit bad > 0 || n != 25 }' "$work/real_kv"
-head -c 1000000 $data/real_kv.bin >"$work/short"
+    $3 == "plain" { n++; bad += $7 < 6e-3 || $7 > 7e-3 || keys > 0.37 * $7 || output > 0.3 * $9 || $8 != values }
+    $1 == "tq4" && $2 == "tq4" && NF == 10 { n++; bad += $7 < 6.5e-3 || $7 > 9e-3 || $8 > 4e-2; keys = $6; values = $7; output = $8 }
+    $1 == "tq3" { n++; bad += $7 < 2.7e-2 || $7 > 3.4e-2 || $8 > 0.15 }
+    $1 == "tq2" { n++; bad += $7 < 0.1 || $7 > 0.125 || $8 > 0.4 }
+    $1 == "i8" && $2 == "i8" { n++; bad += $7 < 3e-5 || $7 > 5e-5 || $8 > 2e-4 }
+    $1 == "tq8" { n++; bad += $7 < 2.7e-5 || $7 > 3.8e-5 || $8 > 2e-4; values8 = $7 }
+    $3 == "unrotated" { n++; bad += $8 < (layer % 2 ? 1.5 : 100) * values8 }
+    $1 == "f16" && $2 == "f16" { n++; bad += $6 > 3e-8 || $7 != 0 || $8 > 1e-6 }
+    END { exit bad > 0 || n != 32 }' "$work/real_kv"
+head -c 1000000 $data/pretrained_kv.bin >"$work/short"
 refused "real_kv/short" "damaged" "$bin/real_kv" "$work/short"
-damage $data/real_kv.bin "$work/damaged" 13
+damage $data/pretrained_kv.bin "$work/damaged" 13
 refused "real_kv/layers" "damaged" "$bin/real_kv" "$work/damaged"
 
-# The advice changes with a bias in the keys, and again where no centre can be set.
+# All four layers have keys with a constant part: three because of a bias of the projection.
 verdicts() {
     awk '/^ keys/ { stream = "keys" } /^ values/ { stream = "values" } /^ tail/ { stream = "tail" } /^  verdict/ {
         sub(/.*verdict: /, ""); sub(/:.*/, ""); print stream ": " $0 }' "$1" | sort | uniq -c | sed 's/^ *//' | paste -s -d, -
@@ -137,40 +139,38 @@ advice() {
     name=$1
     wanted=$2
     shift 2
-    "$bin/advise" "$@" $data/real_kv.bin >"$work/advise"
+    "$bin/advise" "$@" >"$work/advise"
     verdicts "$work/advise" >"$work/verdicts"
     check "advise/$name: $(cat "$work/verdicts")" test "$(cat "$work/verdicts")" = "$wanted"
 }
-advice biased "4 keys: use a centre,4 values: fine" --plant-bias 50
-advice no_center "2 keys: keep F16,2 keys: keys need I8,4 values: fine" --plant-bias 50 --no-center
-advice captured "4 keys: fine,4 values: fine"
-check "advise/later" awk '/a centre of the first 256/ { n++ } /worse; it wants about/ { worse++ }
-    END { exit n != 8 || worse < 1 }' "$work/advise"
-check "advise/pair" grep -q "for 5 bits a value: keys tq5, values tq4 (4.68 bits" "$work/advise"
-# tqkv_measure's error of tq4 is that of real_kv where little is constant, and larger by its share elsewhere.
-check "advise/error" awk '$1 == "tq4" && NF == 7 { n++; bad += $4 < 6.5e-3 || $4 > 9e-3 || $3 < $4 * 0.99 || $3 > 2 * $4 }
+advice no_center "1 keys: keep F16,3 keys: keys need I8,4 values: fine" --no-center
+advice captured "2 keys: keys need I8,2 keys: use a centre,4 values: fine"
+check "advise/later" awk '/a centre of the first 256/ { n++; bad += !($(NF) < $(NF - 2)) } END { exit n != 8 || bad > 0 }' "$work/advise"
+check "advise/pair" grep -q "for 5 bits a value: keys tq6, values tq3 (4.91 bits" "$work/advise"
+# Around their centre rows lose what Gaussian ones do. Without it the error grows as its share of what differs shrinks.
+check "advise/error" awk '/of the squared length/ { differs = 1 - $2 / 100 }
+    $1 == "tq4" && NF == 7 { n++; bad += $4 < 6.5e-3 || $4 > 9e-3
+        bad += differs > 0.01 ? $3 * differs < 0.85 * $4 || $3 * differs > 1.05 * $4 : $3 < 100 * $4 }
     END { exit bad > 0 || n != 8 }' "$work/advise"
-"$bin/advise" --bits 2 $data/real_kv.bin >"$work/advise"
-check "advise/no pair" grep -q "no pair takes 2 bits" "$work/advise"
-# Pretrained models: centre and scale take the noise of the logits away, and with them four bits are enough.
-"$bin/advise" >"$work/advise"
+# Centre and scale take the noise of the logits away, and with them four bits are enough.
 check "advise/logits" awk '$1 == "logits" { table = 1; next } !NF || /verdict/ { table = 0 }
     table && $1 == "tq4" { n++; bad += !($4 < 0.75 && $4 < 1.1 * $3 && $3 < $2 && $5 <= $4 && $6 < 1) }
     END { exit bad > 0 || n != 4 }' "$work/advise"
 check "advise/preset" grep -q "^preset: TQKV_SMALL" "$work/advise"
-check "advise/biased keys" awk '/^ keys/ { keys = 1 } /^ values/ { keys = 0 } keys && $1 == "tq4" && NF == 7 { n++; bad += $4 > 2e-2 }
-    END { exit bad > 0 || n != 4 }' "$work/advise"
+"$bin/advise" --bits 2 >"$work/advise"
+check "advise/no pair" grep -q "no pair takes 2 bits" "$work/advise"
 # The errors of one stream as keys and as values add up.
-"$bin/advise" --shared $data/real_kv.bin >"$work/advise"
-check "advise/shared" grep -q "for 5 bits a value: tq4 (4.18 bits" "$work/advise"
+"$bin/advise" --shared >"$work/advise"
+check "advise/shared" grep -q "for 5 bits a value: tq4 (4.41 bits" "$work/advise"
 check "advise/both" awk '$1 == "tq4" && NF == 5 { n++; bad += $5 < 0.9 * ($3 + $4) || $5 > 1.1 * ($3 + $4) }
     END { exit bad > 0 || n != 4 }' "$work/advise"
 # A layer of 64 dimensions has no tail of 64.
-advice tail "4 keys: fine,3 tail: fine,4 values: fine" --tail 64
-check "advise/tail's output" awk '/^ [kvt]/ { stream = $1 } $1 == "tq4" && NF == 7 && stream == "tail:" { n++; bad += !($5 > 1e-6 && $5 < 5e-3) }
-    END { exit bad > 0 || n != 3 }' "$work/advise"
-"$bin/advise" --shared --tail 64 $data/real_kv.bin >"$work/advise"
-check "advise/shared and a tail" grep -q "for 5 bits a value: tq5, tail tq3 (4.82 bits" "$work/advise"
+advice "tail of 64" "2 keys: keys need I8,2 keys: use a centre,1 tail: use a centre,4 values: fine" --tail 64
+advice tail "1 keys: fine,1 keys: keys need I8,2 keys: use a centre,1 tail: tail need I8,3 tail: use a centre,4 values: fine" --tail 32
+check "advise/tail's output" awk '/^ [kvt]/ { stream = $1 } $1 == "tq4" && NF == 7 && stream == "tail:" { n++; bad += !($6 > 1e-5 && $6 < 0.4 * $5) }
+    END { exit bad > 0 || n != 4 }' "$work/advise"
+"$bin/advise" --shared --tail 32 >"$work/advise"
+check "advise/shared and a tail" grep -q "for 5 bits a value: tq4, tail tq4 (4.82 bits" "$work/advise"
 refused "advise/tail's size" "not supported" "$bin/advise" --tail 10
 refused "advise/short" "damaged" "$bin/advise" "$work/short"
 refused "advise/bits" "needs a number" "$bin/advise" --bits none
@@ -226,20 +226,25 @@ refused "tinylm/cache of floats" "takes tqkv's formats" "$bin/tinylm" generate x
 check "checkpoints" test "$(grep -c 'the same logits' "$work/checkpoints")" -eq 4
 
 # However many shifts: attention with turned queries is that over turned keys, on the same codes and, but for noise, on codes
-# of recomputed keys. A key's error stays that of one encoding; encoded again it adds one a shift until the key is dropped.
+# of recomputed keys. A key's error stays that of one encoding; encoded again it adds one a shift until the key is dropped. Halves
+# lose more than that: they round away the small turns of slow channels, shift after shift.
 "$bin/context_shift" >"$work/context_shift"
 check "context_shift" awk '
-    $1 == "f16" { once = 5e-8 }
-    $1 == "i8" { once = 5e-5 }
-    $1 == "tq4" { once = 1e-2 }
+    $1 == "f16" { once = 3e-8 }
+    $1 == "i8" { once = 2e-5 }
+    $1 == "tq4" { once = 4e-3 }
     NF == 9 && $3 > 0 {
         n++
         bad += $3 != ($2 == "middle" ? 3 : $2 > 0 ? 2 : 1) || $4 > 2e-5 || $5 > once || $8 > 2 * $7
-        bad += $2 == 0 ? $6 != $5 || $9 != $8 : $6 < 1.8 * $5
-        bad += $2 != "middle" && $6 > 1.5 * ($2 + 1) * $5
-        bad += $2 == 32 && ($6 < 12 * $5 || $9 < 3 * $8)
+        bad += $2 == 0 ? $6 != $5 || $9 != $8 : $6 < 1.5 * $5
+        bad += $2 != "middle" && $6 > ($1 == "f16" ? 3 : 1.5) * ($2 + 1) * $5
+        bad += $2 == 32 && ($6 < 8 * $5 || $9 < 3 * $8)
     }
     END { exit bad > 0 || n != 24 }' "$work/context_shift"
+# Keys with a bias, of another rotary embedding: their centre takes it away as far as it does not turn.
+"$bin/context_shift" 1 >"$work/context_shift"
+check "context_shift/a bias" awk '$1 == "tq4" && NF == 9 { n++; bad += $4 > 4e-5 || $5 > 2e-3 || $8 > 2 * $7 || ($2 == 32 && $9 < 3 * $8) }
+    END { exit bad > 0 || n != 8 }' "$work/context_shift"
 refused "context_shift/layer" "outside" "$bin/context_shift" 4
 
 # Whichever client comes first, the pool fills: orders of arrival at random gave 3 to 6 preemptions.

@@ -24,7 +24,8 @@ static double largest_difference(const float *a, const float *b, int count)
     return most;
 }
 
-/* One call for all n bytes against one call a byte. Of LONG bytes, both rings wrap: windows of 256 and 512, and BATCH. */
+/* One call for all n bytes against one call a byte. Of LONG bytes, both rings wrap: windows of 256 and 512, and BATCH.
+ * */
 enum { SHORT = 100, LONG = 700 };
 static void test_batches(model *m, const unsigned char *text, int n, const char *keys, const char *values)
 {

@@ -133,6 +133,34 @@ static inline tqkv_result plan_attend(const tqkv_metal_attention *a, tqkv_metal_
     return r;
 }
 
+/* The kernels of the plans that somebody was shown. */
+typedef struct plan_seen {
+    tqkv_metal_kernel kernels[64];
+    int n, left; /* left: plans until the visit fails; 0: it does not */
+} plan_seen;
+
+static inline tqkv_result plan_see(void *user, tqkv_metal_plan *plan)
+{
+    plan_seen *all = (plan_seen *)user;
+    CHECK(plan->result == TQKV_OK && plan->n, "a plan of nothing");
+    for (int i = 0; i < plan->n; i++) {
+        int j = 0;
+        while (j < all->n && memcmp(&all->kernels[j], &plan->d[i].kernel, sizeof all->kernels[j])) j++;
+        if (j == all->n && j < 64) all->kernels[all->n++] = plan->d[i].kernel;
+    }
+    return --all->left == 0 ? TQKV_METAL_ERROR : TQKV_OK;
+}
+
+static inline void check_prepared(const plan_seen *all, const tqkv_metal_plan *plan, const char *what)
+{
+    CHECK(plan->result == TQKV_OK, "%s: %s", what, tqkv_result_string(plan->result));
+    for (int i = 0; i < plan->n; i++) {
+        int j = 0;
+        while (j < all->n && memcmp(&all->kernels[j], &plan->d[i].kernel, sizeof all->kernels[j])) j++;
+        CHECK(j < all->n, "%s: dispatch %d was not prepared", what, i);
+    }
+}
+
 /* A pool of 5 pages, and a table of 4. */
 static inline tqkv_metal_store plan_pool(tqkv_format format, int number, const int32_t *pages)
 {

@@ -197,34 +197,6 @@ static void check_no_plan(const void *row)
     CHECK(!tqkv_metal_overlapping(NULL, 1), "no dispatch");
 }
 
-/* The kernels of the plans that somebody was shown. */
-typedef struct seen {
-    tqkv_metal_kernel kernels[64];
-    int n, left; /* left: plans until the visit fails; 0: it does not */
-} seen;
-
-static tqkv_result see(void *user, tqkv_metal_plan *plan)
-{
-    seen *all = (seen *)user;
-    CHECK(plan->result == TQKV_OK && plan->n, "a plan of nothing");
-    for (int i = 0; i < plan->n; i++) {
-        int j = 0;
-        while (j < all->n && memcmp(&all->kernels[j], &plan->d[i].kernel, sizeof all->kernels[j])) j++;
-        if (j == all->n && j < 64) all->kernels[all->n++] = plan->d[i].kernel;
-    }
-    return --all->left == 0 ? TQKV_METAL_ERROR : TQKV_OK;
-}
-
-static void check_seen(const seen *all, const tqkv_metal_plan *plan, const char *what)
-{
-    CHECK(plan->result == TQKV_OK, "%s: %s", what, tqkv_result_string(plan->result));
-    for (int i = 0; i < plan->n; i++) {
-        int j = 0;
-        while (j < all->n && memcmp(&all->kernels[j], &plan->d[i].kernel, sizeof all->kernels[j])) j++;
-        CHECK(j < all->n, "%s: dispatch %d was not prepared", what, i);
-    }
-}
-
 /* What is planned ahead of time has the kernels of later calls, wherever they stand. */
 static void check_prepare(const void *row)
 {
@@ -232,7 +204,7 @@ static void check_prepare(const void *row)
                            values = plan_store(TQKV_I8, 64, 900, false, 2);
     tqkv_metal_store first = plan_store(TQKV_F16, 64, 20, false, 4), last = plan_store(TQKV_F16, 64, 192, true, 4);
     tqkv_metal_plan plan;
-    seen all;
+    plan_seen all;
     (void)row;
     tqkv_metal_attention a = plan_attention(&keys, &values);
     first.shape.rotated = last.shape.rotated = true;
@@ -241,29 +213,29 @@ static void check_prepare(const void *row)
     a.attention.exact_first = 20;
     a.attention.exact_last = 100;
     memset(&all, 0, sizeof all);
-    CHECK_RESULT(tqkv_metal_plan_prepare(&a, 5, TQKV_METAL_BATCHES | TQKV_METAL_SLICES, see, &all), TQKV_OK);
+    CHECK_RESULT(tqkv_metal_plan_prepare(&a, 5, TQKV_METAL_BATCHES | TQKV_METAL_SLICES, plan_see, &all), TQKV_OK);
     for (int end = 1; end <= 900; end += end < 130 ? 1 : 77)
         for (int n = 1; n <= 5; n += 2) {
             a.attention.end = end;
             a.attention.n_queries = n;
             tqkv_metal_plan_attend(&a, at(4, 0), at(5, 0), at(6, 0), &plan);
-            check_seen(&all, &plan, "attention");
+            check_prepared(&all, &plan, "attention");
             for (int i = 0; i < plan.n; i++) plan.d[i].kernel.constants[TQKV_FC_BATCH] = 1 + true;
-            check_seen(&all, &plan, "a batch");
+            check_prepared(&all, &plan, "a batch");
             tqkv_metal_plan_attend_partial(&a, at(4, 0), 0, end, at(5, 0), at(6, 0), at(6, 256), at(6, 512), &plan);
-            check_seen(&all, &plan, "a slice");
+            check_prepared(&all, &plan, "a slice");
         }
     tqkv_metal_plan_encode_kv(&first, &first, at(4, 0), at(5, 0), 4, 0, none, &plan);
-    check_seen(&all, &plan, "halves");
+    check_prepared(&all, &plan, "halves");
     tqkv_metal_plan_attend_merge_slice(&a, none, none, none, &a, none, none, none, &plan);
-    check_seen(&all, &plan, "a merge");
+    check_prepared(&all, &plan, "a merge");
     tqkv_metal_plan_attend_finish(&a, none, none, none, none, &plan);
-    check_seen(&all, &plan, "the end of a slice");
+    check_prepared(&all, &plan, "the end of a slice");
     memset(&all, 0, sizeof all);
     all.left = 2;
-    CHECK_RESULT(tqkv_metal_plan_prepare(&a, 5, 0, see, &all), TQKV_METAL_ERROR);
-    CHECK_RESULT(tqkv_metal_plan_prepare(&a, -1, 0, see, &all), TQKV_INVALID_ARGUMENT);
-    CHECK_RESULT(tqkv_metal_plan_prepare(NULL, 1, 0, see, &all), TQKV_INVALID_ARGUMENT);
+    CHECK_RESULT(tqkv_metal_plan_prepare(&a, 5, 0, plan_see, &all), TQKV_METAL_ERROR);
+    CHECK_RESULT(tqkv_metal_plan_prepare(&a, -1, 0, plan_see, &all), TQKV_INVALID_ARGUMENT);
+    CHECK_RESULT(tqkv_metal_plan_prepare(NULL, 1, 0, plan_see, &all), TQKV_INVALID_ARGUMENT);
 }
 
 /* Every call takes the sizes that have kernels, within the limits of Metal, and refuses the others. Values of 128 go
@@ -277,7 +249,6 @@ static void check_head_dim(const void *row)
     const tqkv_metal_store keys = plan_store(TQKV_I8, d, 10, true, 0), values = plan_store(TQKV_TQ3, d, 10, true, 2),
                            others = plan_store(TQKV_TQ3, 128, 10, true, 2);
     tqkv_metal_plan plans[5];
-    const tqkv_metal_dispatch *const p = plans[0].d;
     size_t scratch;
     tqkv_metal_attention a = plan_attention(&keys, &values);
     a.attention.end = 10;
@@ -297,6 +268,7 @@ static void check_head_dim(const void *row)
     a.values = &others;
     const tqkv_result pair = d == 128 || d == 192 ? TQKV_OK : TQKV_UNSUPPORTED;
     CHECK_RESULT(tqkv_metal_plan_encode_kv(&keys, &others, at(4, 0), at(5, 0), 9, 3, none, &plans[0]), pair);
+    const tqkv_metal_dispatch *const p = plans[0].d;
     if (pair == TQKV_OK) check_dispatch(p);
     CHECK_RESULT(tqkv_metal_plan_attend_scratch(&a, &scratch), pair);
     CHECK_RESULT(plan_attend(&a, &plans[0]), pair);

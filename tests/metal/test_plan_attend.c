@@ -234,6 +234,81 @@ static void check_tail(const void *row)
     CHECK_RESULT(plan_attend(&a, &plan), TQKV_UNSUPPORTED);
 }
 
+/* A ring far behind its first positions, which are kept with their tails: they are a region of their own, from 0 on. */
+static void check_kept(const void *row)
+{
+    tqkv_metal_store keys = plan_store(TQKV_TQ4, 512, 100, true, 0), tail = plan_store(TQKV_TQ5, 64, 100, true, 2),
+                     first = plan_store(TQKV_F16, 512, 8, false, 4), first_tail = plan_store(TQKV_TQ5, 64, 8, false, 6);
+    tqkv_metal_plan plan;
+    const tqkv_metal_dispatch *const d = plan.d;
+    (void)row;
+    first.shape.rotated = true;
+    tqkv_metal_attention a = plan_attention(&keys, &keys);
+    a.tail = &tail;
+    a.first_keys = a.first_values = &first;
+    a.first_tail = &first_tail;
+    a.attention.exact_first = 8;
+    a.attention.end = 5000;
+    CHECK_RESULT(tqkv_metal_plan_attend(&a, at(3, 0), at(3, 1 << 20), at(3, 1 << 16), &plan), TQKV_OK);
+    CHECK(plan.n == 3 && attend_args(&d[0]).kv_len == 5000 && attend_args(&d[0]).slice_end == 8 &&
+              attend_args(&d[1]).kv_len == 100 && attend_args(&d[1]).slice_end == 100,
+          "%d dispatches", plan.n);
+    CHECK(binding(&d[0], "keys' codes").at.buffer == at(4, 0).buffer &&
+              binding(&d[0], "tail's codes").at.buffer == at(6, 0).buffer &&
+              binding(&d[1], "tail's codes").at.buffer == at(2, 0).buffer,
+          "the streams of the first positions");
+    a.list = at(7, 1 << 16);
+    a.attention.list_length = 10;
+    a.attention.list_block = 16;
+    a.attention.list_newest = 30;
+    CHECK_RESULT(tqkv_metal_plan_attend(&a, at(3, 0), at(3, 1 << 20), at(3, 1 << 16), &plan), TQKV_OK);
+    CHECK(plan.n == 5, "%d dispatches with a list", plan.n);
+    a.list = none;
+    a.attention.window = 4990;
+    a.attention.end = (int64_t)1 << 31;
+    CHECK_RESULT(plan_attend(&a, &plan), TQKV_UNSUPPORTED);
+    a.attention.window = 0;
+    first_tail.channel_scale = at(3, 0);
+    CHECK_RESULT(plan_attend(&a, &plan), TQKV_INVALID_ARGUMENT);
+    first_tail.channel_scale = none;
+    first_tail.center = at(3, 0);
+    CHECK_RESULT(plan_attend(&a, &plan), TQKV_INVALID_ARGUMENT);
+    first_tail.center = none;
+    first_tail.shape.capacity = 7;
+    CHECK_RESULT(plan_attend(&a, &plan), TQKV_OUT_OF_RANGE);
+    first_tail.shape.capacity = 8;
+    first_tail.shape.format = TQKV_TQ4;
+    CHECK_RESULT(plan_attend(&a, &plan), TQKV_INVALID_ARGUMENT);
+}
+
+/* Halves beside pages: of both streams, without a tail, and in no pages themselves. */
+static void check_paged_ends(const void *row)
+{
+    static const int32_t pages[4] = {3, 0, 1, 2};
+    tqkv_metal_store keys = plan_pool(TQKV_I8, 0, pages), values = plan_pool(TQKV_TQ4, 2, pages), last, tail;
+    tqkv_metal_plan plan;
+    (void)row;
+    last = plan_store(TQKV_F16, 64, 80, true, 4);
+    last.shape.rotated = true;
+    tail = plan_pool(TQKV_F16, 6, pages);
+    tqkv_metal_attention a = plan_attention(&keys, &values);
+    a.last_keys = a.last_values = &last;
+    a.attention.exact_last = 40;
+    a.attention.end = 200;
+    CHECK_RESULT(plan_attend(&a, &plan), TQKV_OK);
+    a.last_values = NULL;
+    CHECK_RESULT(plan_attend(&a, &plan), TQKV_UNSUPPORTED);
+    a.last_values = &last;
+    last.pages = at(7, 2048);
+    CHECK_RESULT(plan_attend(&a, &plan), TQKV_UNSUPPORTED);
+    last.pages = none;
+    keys.shape.head_dim = last.shape.head_dim = 512;
+    tail.pages = keys.pages;
+    a.values = a.keys;
+    a.tail = &tail;
+    CHECK_RESULT(plan_attend(&a, &plan), TQKV_UNSUPPORTED);
+}
+
 /* What queries see, as two numbers. */
 static void check_non_causal(const void *row)
 {
@@ -285,5 +360,7 @@ void test_plan_attend_cases(void)
     test_add(check_center, NULL, 0, "plan/center");
     test_add(check_channel_scale, NULL, 0, "plan/channel_scale");
     test_add(check_tail, NULL, 0, "plan/tail");
+    test_add(check_kept, NULL, 0, "plan/kept");
+    test_add(check_paged_ends, NULL, 0, "plan/paged_ends");
     test_add(check_non_causal, NULL, 0, "plan/non_causal");
 }

@@ -66,11 +66,12 @@ static void check_batch(const void *row)
 {
     plan_batch b;
     tqkv_metal_plan one;
-    const tqkv_metal_dispatch *const alone = one.d, *const d = b.plan.d;
+    const tqkv_metal_dispatch *const alone = one.d;
     size_t arguments, scratch, all = 0;
     const tqkv__batch_item *items = b.arguments;
     (void)row;
     set_up_batch(&b);
+    const tqkv_metal_dispatch *const d = b.plan.d;
     CHECK_RESULT(planned(&b), TQKV_OK);
     CHECK_RESULT(tqkv_metal_plan_attend_batch_sizes(b.items, ITEMS, &arguments, &scratch), TQKV_OK);
     CHECK(arguments == sizeof b.arguments && binding(d, "arguments").size == arguments, "arguments");
@@ -113,11 +114,11 @@ static void check_batch_parts(const void *row)
     plan_batch b;
     static char tables[4 * 1024]; /* ITEMS are less than 1 KiB */
     tqkv_metal_store first = plan_store(TQKV_F16, 64, 20, false, 4), last = plan_store(TQKV_F16, 64, 704, true, 4);
-    const tqkv_metal_dispatch *const d = b.plan.d;
     tqkv__batch_item items[4][ITEMS];
     size_t arguments, scratch;
     (void)row;
     set_up_batch(&b);
+    const tqkv_metal_dispatch *const d = b.plan.d;
     first.shape.rotated = last.shape.rotated = true;
     for (int i = 0; i < ITEMS; i++) {
         b.items[i].first_keys = b.items[i].first_values = &first;
@@ -161,6 +162,48 @@ static void check_batch_parts(const void *row)
     b.items[1].list = at(2, 0);
     CHECK_RESULT(tqkv_metal_plan_attend_batch(b.items, ITEMS, b.q, at(7, 0), tables, at(5, 64), b.out, true, &b.plan),
                  TQKV_UNSUPPORTED);
+}
+
+/* Without matrices: planned so, or turned into it alone; a batch cannot be turned. */
+static void check_lanes(const void *row)
+{
+    plan_batch b;
+    tqkv_metal_plan alone;
+    (void)row;
+    set_up_batch(&b);
+    for (int i = 0; i < ITEMS; i++) b.items[i].matrix_group = 2;
+    CHECK_RESULT(planned(&b), TQKV_OK);
+    const tqkv_metal_dispatch *const d = b.plan.d;
+    CHECK(d->kernel.family == TQKV_METAL_ATTEND_MATRIX && !tqkv_metal_plan_lanes(&b.plan), "a batch with matrices");
+    b.batch.matrices = false;
+    CHECK_RESULT(planned(&b), TQKV_OK);
+    CHECK(d->kernel.family == TQKV_METAL_ATTEND && tqkv_metal_plan_lanes(&b.plan), "a batch without");
+    check_plan(&b.plan);
+    CHECK_RESULT(tqkv_metal_plan_attend(&b.items[0], b.q[0], b.batch.scratch, b.out[0], &alone), TQKV_OK);
+    CHECK(alone.d->kernel.family == TQKV_METAL_ATTEND_MATRIX && tqkv_metal_plan_lanes(&alone), "a call");
+    CHECK(alone.d->kernel.family == TQKV_METAL_ATTEND && alone.d->n_simdgroups <= 4, "a call without");
+    check_plan(&alone);
+}
+
+/* Items over pages, one of which has no positions yet, and none: they join. */
+static void check_batch_pages(const void *row)
+{
+    static const int32_t pages[4] = {3, 0, 1, 2};
+    plan_batch b;
+    (void)row;
+    for (int empty = 0; empty < 2; empty++) {
+        set_up_batch(&b);
+        for (int i = 0; i < ITEMS; i++) {
+            b.keys[i] = plan_pool(TQKV_I8, 0, pages);
+            b.values[i] = plan_pool(TQKV_TQ4, 2, pages);
+            b.keys[i].pages = b.values[i].pages = at(7, 4096);
+            b.items[i].attention.end = 200;
+        }
+        if (empty) b.items[1].attention.end = 0;
+        CHECK_RESULT(planned(&b), TQKV_OK);
+        CHECK(constant(b.plan.d, TQKV_FC_PAGES) == 1 && constant(b.plan.d, TQKV_FC_SHORT_STORE) == 0, "the kernel");
+        check_plan(&b.plan);
+    }
 }
 
 static void check_batch_refusals(const void *row)
@@ -234,6 +277,8 @@ void test_plan_batch_cases(void)
 {
     test_add(check_batch, NULL, 0, "plan/batch");
     test_add(check_batch_parts, NULL, 0, "plan/batch/parts");
+    test_add(check_lanes, NULL, 0, "plan/batch/lanes");
+    test_add(check_batch_pages, NULL, 0, "plan/batch/pages");
     test_add(check_batch_refusals, NULL, 0, "plan/batch/refusals");
     test_add(check_batch_memory, NULL, 0, "plan/batch/memory");
 }

@@ -203,6 +203,39 @@ static void check_index_refusals(const void *row)
     CHECK_RESULT(plan_choose(&x, INT_MAX, &plan), sizeof(size_t) == 8 ? TQKV_OK : TQKV_INVALID_ARGUMENT);
 }
 
+/* Scores and choices of any number of queries, of linear keys and of pages, were prepared. */
+static void check_index_prepared(const void *row)
+{
+    static int32_t pages[4] = {3, 0, 1, 2};
+    tqkv_metal_store linear = plan_index_keys(320), pool = plan_pool(TQKV_TQ4, 0, pages);
+    tqkv_metal_plan plan;
+    plan_seen all;
+    (void)row;
+    pool.shape.n_kv_heads = 1;
+    for (int paged = 0; paged < 2; paged++) {
+        tqkv_metal_index x = plan_index(paged ? &pool : &linear, 0, 0);
+        memset(&all, 0, sizeof all);
+        CHECK_RESULT(tqkv_metal_plan_index_prepare(&x, 9, plan_see, &all), TQKV_OK);
+        for (int n = 1; n <= 9; n += 4) {
+            x = plan_index(x.keys, 250, n);
+            CHECK_RESULT(plan_scores(&x, &plan), TQKV_OK);
+            check_prepared(&all, &plan, "scores");
+            CHECK_RESULT(plan_choose(&x, 20, &plan), TQKV_OK);
+            check_prepared(&all, &plan, "a choice");
+        }
+        tqkv_metal_plan_encode(x.keys, at(4, 0), 3, 7, none, &plan);
+        check_prepared(&all, &plan, "keys");
+        all.left = 2;
+        CHECK_RESULT(tqkv_metal_plan_index_prepare(&x, 9, plan_see, &all), TQKV_METAL_ERROR);
+        pages[2] = 5; /* of 5 pages; one that no query sees does not matter */
+        CHECK_RESULT(plan_scores(&x, &plan), paged ? TQKV_OUT_OF_RANGE : TQKV_OK);
+        x.index.end = 128;
+        CHECK_RESULT(plan_scores(&x, &plan), TQKV_OK);
+        pages[2] = 1;
+    }
+    CHECK_RESULT(tqkv_metal_plan_index_prepare(NULL, 1, plan_see, &all), TQKV_INVALID_ARGUMENT);
+}
+
 void test_plan_index_cases(void)
 {
     test_add(check_choose, NULL, 0, "plan/index/choose");
@@ -210,4 +243,5 @@ void test_plan_index_cases(void)
     test_add(check_list, NULL, 0, "plan/list");
     test_add(check_list_scratch, NULL, 0, "plan/list/scratch");
     test_add(check_index_refusals, NULL, 0, "plan/index/refusals");
+    test_add(check_index_prepared, NULL, 0, "plan/index/prepared");
 }
