@@ -2394,6 +2394,9 @@ static void tqkv__mfree(void *user, void *pointer, size_t size)
     free(pointer);
 }
 
+/* Returns the first cache line in memory, of which up to 63 bytes are lost. */
+static uint8_t *tqkv__first_line(void *memory) { return (uint8_t *)memory + (64 - (uintptr_t)memory % 64) % 64; }
+
 static bool tqkv__resolve_allocator(tqkv_allocator *allocator)
 {
     if (!allocator->alloc != !allocator->free) return false;
@@ -4130,8 +4133,9 @@ TQKV_API tqkv_result tqkv_logit_noise(const tqkv_store *shape, const void *src, 
     if ((r = tqkv__take_queries(&s, q, n_heads, n_queries, &queries, &q_bytes)) != TQKV_OK) return r;
     if (!q) return TQKV__INVALID("q is NULL");
     const size_t size = (size_t)s.n_kv_heads * sizeof *noise;
+    const size_t alignment = __alignof__(tqkv_quality); /* of a double in a struct: 4 on 32-bit x86 */
     if (tqkv__overlap(noise, size, q, q_bytes)) return TQKV__INVALID("noise overlaps q");
-    if ((r = tqkv__check_source(&s, src, n_tokens, noise, __alignof__(double), size)) != TQKV_OK) return r;
+    if ((r = tqkv__check_source(&s, src, n_tokens, noise, alignment, size)) != TQKV_OK) return r;
     const uint64_t mode = tqkv__fp_exact();
     if (s.kind == TQKV__BOOK) tqkv__quantiser_open(&s, &quantiser);
     tqkv__fill_planes(&s);
@@ -10466,8 +10470,10 @@ static const tqkv__isa *tqkv__isa_now(void)
     const char *wanted = getenv("TQKV_ISA");
     isa = wanted ? tqkv__isa_named(wanted) : NULL;
     for (size_t i = 0; i < TQKV__ISAS && (!isa || !tqkv__isa_present(isa)); i++) isa = tqkv__isas[i];
-    __atomic_store_n(&tqkv__isa_chosen, isa, __ATOMIC_RELEASE);
-    return isa;
+    const tqkv__isa *now = NULL; /* or what another thread has chosen in the meantime */
+    const bool first =
+        __atomic_compare_exchange_n(&tqkv__isa_chosen, &now, isa, false, __ATOMIC_ACQ_REL, __ATOMIC_ACQUIRE);
+    return first ? isa : now;
 }
 
 /* Returns the chosen set, or the next narrower one that has three vectors in a row of head_dim. A processor that has a
@@ -11643,26 +11649,24 @@ typedef struct tqkv__source {
     const uint8_t *codes;
     const float *of_rows;
     size_t size, norms; /* bytes and floats a row */
-    bool crosses;       /* a row may lie in one line more than its size tells */
 } tqkv__source;
 
 static tqkv__source tqkv__source_of(const tqkv__stream *s, int kv_head)
 {
-    const uint8_t *codes = tqkv__codes_at(s, kv_head, 0);
-    const size_t size = s->row_bytes, at = (uintptr_t)codes % 64;
-    const tqkv__source source = {codes, tqkv__norms_at(s, kv_head, 0), size, (size_t)s->norms_per_row,
-                                 size % 64 ? 64 % size || at % size : at > 0};
+    const tqkv__source source = {tqkv__codes_at(s, kv_head, 0), tqkv__norms_at(s, kv_head, 0), s->row_bytes,
+                                 (size_t)s->norms_per_row};
     return source;
 }
 
 /* Asks for a row, to the L1 cache. With requests to the L2 a list of 2,048 of 32,768 positions takes 1.4 times as long
-   from memory (TQ4 of 128, group 4, blocks of 1, Zen 5), and F16 of 512, whose tiles are larger than an L1, as long. */
+   from memory (TQ4 of 128, group 4, blocks of 1, Zen 5), and F16 of 512, whose tiles are larger than an L1, as long.
+   Rows that are not aligned to lines lie in one more, which is not asked for: they take 1.1 to 1.2 times as long with a
+   request for it (TQ4, I8, Xeon). */
 static TQKV__INLINE void tqkv__ask_row(const tqkv__source *s, int32_t slot)
 {
     const uint8_t *row = s->codes + (size_t)slot * s->size;
     tqkv__prefetch(TQKV__L1, row, 1); /* by the line: a loop over a size takes 1.1 times as long in all */
     for (size_t i = 64; i < s->size; i += 64) tqkv__prefetch(TQKV__L1, row + i, 1);
-    if (s->crosses) tqkv__prefetch(TQKV__L1, row + s->size - 1, 1);
     if (s->norms) tqkv__prefetch(TQKV__L1, (const uint8_t *)(s->of_rows + (size_t)slot * s->norms), 1);
 }
 
@@ -11682,19 +11686,17 @@ static void tqkv__gather_any(const tqkv__source *s, const int32_t *slot_list, in
 }
 
 /* Likewise for rows with a norm each, none of them hidden, whose size is a constant. It asks for a row whenever it has
-   copied one: a burst of requests would wait until all but the last 16 lines have come, and nothing be done meanwhile. */
+   copied one: a burst of requests would wait until all but the last lines have come, and nothing be done meanwhile. It
+   does not ask for norms, whose lines follow one another: with requests it takes 1.05 times as long (Xeon). */
 static TQKV__INLINE void tqkv__gather_rows(const tqkv__source *s, const size_t size, const int32_t *slot_list, int n,
                                            const int32_t *next, int n_next, uint8_t *row, float *norm)
 {
     const uint8_t *codes = s->codes;
     const float *of_rows = s->of_rows;
-    const bool crosses = s->crosses;
     for (int j = 0; j < n; j++, row += size) {
         if (j < n_next) {
             const uint8_t *asked = codes + (size_t)next[j] * size;
             for (size_t i = 0; i < size; i += 64) tqkv__prefetch(TQKV__L1, asked + i, 1);
-            if (crosses) tqkv__prefetch(TQKV__L1, asked + size - 1, 1);
-            tqkv__prefetch(TQKV__L1, (const uint8_t *)(of_rows + next[j]), 1);
         }
         tqkv__copy_row(row, codes + (size_t)slot_list[j] * size, size);
         norm[j] = of_rows[slot_list[j]];
@@ -11865,8 +11867,7 @@ static uint8_t *tqkv__put_stream(tqkv__stream *s, uint8_t *memory)
 /* Opens the attention over gathered tiles; tile i of a work has the slots from TQKV__TILE * i on. */
 static void tqkv__open_gathered(const tqkv__attention *a, float *scratch, tqkv__attention *gathered)
 {
-    uint8_t *memory = (uint8_t *)scratch;
-    memory += (64 - (uintptr_t)memory % 64) % 64;
+    uint8_t *memory = tqkv__first_line(scratch);
     *gathered = *a;
     for (int i = 0; i < TQKV__STREAMS; i++) {
         if (tqkv__has_stream(a, i)) memory = tqkv__put_stream(TQKV__STREAM_AT(gathered, i), memory);
@@ -12350,7 +12351,7 @@ static bool tqkv__queue_open(tqkv__queue *queue, const tqkv_allocator *allocator
     queue->size = ((size_t)queue->n_tasks * queue->scratch_floats + more + 16) * sizeof(float);
     queue->memory = (float *)allocator->alloc(allocator->user, queue->size);
     if (!queue->memory) return false;
-    queue->scratch = queue->memory + (64 - (uintptr_t)queue->memory % 64) % 64 / sizeof(float);
+    queue->scratch = (float *)(void *)tqkv__first_line(queue->memory);
     return true;
 }
 
@@ -13438,8 +13439,6 @@ static const tqkv_store *tqkv__store_of(const tqkv_cache *c, int i)
     return tqkv__has_store(c, i) ? TQKV__STORE_AT(c, i) : NULL;
 }
 
-static tqkv_store *tqkv__own_store(tqkv_cache *c, int i) { return tqkv__has_store(c, i) ? TQKV__STORE_AT(c, i) : NULL; }
-
 /* Stores of the cache's memory: what is raw lies there only on a GPU, where work under way may read it at any time. */
 static int tqkv__stores_within(const tqkv_cache *c) { return c->metal ? TQKV__CACHE_STORES : TQKV__RAW; }
 
@@ -13502,13 +13501,36 @@ static bool tqkv__view_raw(const tqkv_cache *c, tqkv_attention *view);
 static tqkv_result tqkv__attend_raw(const tqkv_cache *c, const tqkv_attention *some, const void *q, int n_queries,
                                     void *out);
 
-/* Starts each array in memory on a cache line: attention to codes that straddle two takes a tenth longer. */
+/* Starts each array in memory on a cache line: attention to codes that straddle two takes a tenth longer. 63 bytes more
+   than *end still have a size. */
 static bool tqkv__reserve(size_t *end, size_t size, size_t *begin)
 {
-    if (*end > SIZE_MAX - 63 || size > SIZE_MAX - 63 - *end) return false;
+    const size_t most = SIZE_MAX - 2 * 63;
+    if (*end > most || size > most - *end) return false;
     *begin = (*end + 63) / 64 * 64;
     *end = *begin + size;
     return true;
+}
+
+#define TQKV__LARGE_CACHE "a cache of more than SIZE_MAX bytes"
+
+/* Where the arrays of a store begin. */
+typedef struct tqkv__place {
+    size_t codes, norms;
+} tqkv__place;
+
+static bool tqkv__reserve_store(const tqkv_store *s, size_t *end, tqkv__place *at)
+{
+    const size_t codes = tqkv_codes_size(s); /* 0: more than SIZE_MAX bytes */
+    return codes && tqkv__reserve(end, codes, &at->codes) && tqkv__reserve(end, tqkv_norms_size(s), &at->norms);
+}
+
+static void tqkv__place_store(tqkv_store *s, uint8_t *memory, const tqkv__place *at)
+{
+    s->codes_size = tqkv_codes_size(s);
+    s->norms_size = tqkv_norms_size(s);
+    s->codes = memory + at->codes;
+    s->norms = (float *)(void *)(memory + at->norms);
 }
 
 static const tqkv__backend *tqkv__backend_of(const tqkv_metal *m) { return (const tqkv__backend *)(const void *)m; }
@@ -13643,7 +13665,8 @@ static tqkv_result tqkv__cache_resolve(const tqkv_cache_desc *desc, tqkv_cache *
 
 /* Where arrays begin in the memory of a cache. */
 typedef struct tqkv__cache_memory {
-    size_t sinks, channels, codes[TQKV__CACHE_STORES], norms[TQKV__CACHE_STORES], size;
+    size_t sinks, channels, size;
+    tqkv__place stores[TQKV__CACHE_STORES];
 } tqkv__cache_memory;
 
 /* Divides a cache's memory; false on overflow. */
@@ -13655,13 +13678,9 @@ static bool tqkv__divide_memory(const tqkv_cache *c, size_t sinks_size, tqkv__ca
     bool fits = tqkv__count_channels(c, TQKV__CACHE_STREAMS, &channels) &&
                 tqkv__reserve(&at->size, sinks_size, &at->sinks) &&
                 tqkv__reserve(&at->size, TQKV__CHANNELS * channels * sizeof(float), &at->channels);
-    for (int i = 0; i < tqkv__stores_within(c); i++) {
-        const tqkv_store *s = tqkv__store_of(c, i);
-        if (!s) continue;
-        fits = fits && tqkv__reserve(&at->size, tqkv_codes_size(s), &at->codes[i]) &&
-               tqkv__reserve(&at->size, tqkv_norms_size(s), &at->norms[i]);
-    }
-    return fits && at->size <= SIZE_MAX - 63;
+    for (int i = 0; fits && i < tqkv__stores_within(c); i++)
+        if (tqkv__has_store(c, i)) fits = tqkv__reserve_store(TQKV__STORE_AT(c, i), &at->size, &at->stores[i]);
+    return fits;
 }
 
 TQKV__COLD TQKV_API tqkv_result tqkv_cache_create(const tqkv_cache_desc *desc, tqkv_cache **out)
@@ -13674,32 +13693,25 @@ TQKV__COLD TQKV_API tqkv_result tqkv_cache_create(const tqkv_cache_desc *desc, t
     tqkv_result r = tqkv__cache_resolve(desc, &c);
     if (r != TQKV_OK) return r;
     const size_t sinks_size = desc->sinks ? (size_t)c.attention.n_heads * sizeof(float) : 0;
-    if (!tqkv__divide_memory(&c, sinks_size, &at)) return TQKV__INVALID("a cache of more than SIZE_MAX bytes");
+    if (!tqkv__divide_memory(&c, sinks_size, &at)) return TQKV__INVALID(TQKV__LARGE_CACHE);
     if ((r = tqkv__get_raw(&c)) != TQKV_OK) return r;
     c.size = at.size + 63;
-    char *memory = (char *)c.memory.alloc(c.memory.user, c.size);
+    void *memory = c.memory.alloc(c.memory.user, c.size);
     if (!memory) {
         tqkv__drop_raw(&c);
         return TQKV_OUT_OF_MEMORY;
     }
-    char *lines = memory + (64 - (uintptr_t)memory % 64) % 64;
+    uint8_t *lines = tqkv__first_line(memory);
     c.channels = (float *)(void *)(lines + at.channels);
-    for (int i = 0; i < tqkv__stores_within(&c); i++) {
-        tqkv_store *s = tqkv__own_store(&c, i);
-        if (!s) continue;
-        s->codes_size = tqkv_codes_size(s);
-        s->norms_size = tqkv_norms_size(s);
-        s->codes = lines + at.codes[i];
-        s->norms = (float *)(void *)(lines + at.norms[i]);
-    }
+    for (int i = 0; i < tqkv__stores_within(&c); i++)
+        if (tqkv__has_store(&c, i)) tqkv__place_store(TQKV__STORE_AT(&c, i), lines, &at.stores[i]);
     if (sinks_size) {
         memcpy(lines + at.sinks, desc->sinks, sinks_size);
         c.attention.sinks = (const float *)(const void *)(lines + at.sinks);
     }
     for (int side = 0; side < 2; side++) c.own[side] = c.ends[1][side].codes;
     c.own_room = (int)tqkv__newest_room(&c);
-    *out = (tqkv_cache *)(void *)memory;
-    memcpy(memory, &c, sizeof c);
+    *out = (tqkv_cache *)memcpy(memory, &c, sizeof c);
     tqkv__cache_attach(&(*out)->attention, *out);
     return TQKV_OK;
 }
@@ -13759,7 +13771,7 @@ static void tqkv__name_channels(tqkv_cache *c, int i, tqkv__channels kind, bool 
    none. */
 static void tqkv__cache_channels(tqkv_cache *c, int i, tqkv__channels kind, const float *values, size_t stride)
 {
-    tqkv_store *s = tqkv__own_store(c, i);
+    const tqkv_store *s = tqkv__store_of(c, i);
     if (!s) return;
     const size_t dim = (size_t)s->head_dim, n_kv_heads = (size_t)s->n_kv_heads;
     float *own = tqkv__channel_room(c, i, kind);
@@ -13828,12 +13840,11 @@ static tqkv_result tqkv__get_newest(const tqkv_cache *c, int64_t room, tqkv_stor
             return TQKV_OUT_OF_MEMORY;
     }
     if (!*size) return TQKV_OK;
-    if (*size > SIZE_MAX - 63) return TQKV_OUT_OF_MEMORY;
     *size += 63;
     *memory = c->memory.alloc(c->memory.user, *size);
     if (!*memory) return TQKV_OUT_OF_MEMORY;
     for (int side = 0; side < 2; side++)
-        if (rings[side].head_dim) rings[side].codes = (char *)*memory + (64 - (uintptr_t)*memory % 64) % 64 + at[side];
+        if (rings[side].head_dim) rings[side].codes = tqkv__first_line(*memory) + at[side];
     return TQKV_OK;
 }
 
@@ -14098,25 +14109,17 @@ static tqkv_result tqkv__raw_shapes(const tqkv_cache_desc *desc, tqkv_cache *c)
 /* Gets memory for what a cache that learns keeps raw; on a GPU it is the cache's. */
 static tqkv_result tqkv__get_raw(tqkv_cache *c)
 {
-    size_t codes[TQKV__CACHE_STREAMS] = {0}, norms[TQKV__CACHE_STREAMS] = {0}, size = 0;
-    for (int i = 0; i < TQKV__CACHE_STREAMS; i++) {
-        tqkv_store *raw = &c->raw[i];
-        if (!raw->head_dim) continue;
-        raw->codes_size = tqkv_codes_size(raw);
-        raw->norms_size = tqkv_norms_size(raw);
-        if (!tqkv__reserve(&size, raw->codes_size, &codes[i]) || !tqkv__reserve(&size, raw->norms_size, &norms[i]))
-            return TQKV__INVALID("a cache of more than SIZE_MAX bytes");
-    }
-    if (!size || c->metal) return TQKV_OK;
+    tqkv__place at[TQKV__CACHE_STREAMS];
+    size_t size = 0;
+    if (!c->calibrate || c->metal) return TQKV_OK;
+    for (int i = 0; i < TQKV__CACHE_STREAMS; i++)
+        if (c->raw[i].head_dim && !tqkv__reserve_store(&c->raw[i], &size, &at[i]))
+            return TQKV__INVALID(TQKV__LARGE_CACHE);
     c->raw_size = size + 63;
     c->raw_memory = c->memory.alloc(c->memory.user, c->raw_size);
     if (!c->raw_memory) return TQKV_OUT_OF_MEMORY;
-    char *lines = (char *)c->raw_memory + (64 - (uintptr_t)c->raw_memory % 64) % 64;
-    for (int i = 0; i < TQKV__CACHE_STREAMS; i++) {
-        if (!c->raw[i].head_dim) continue;
-        c->raw[i].codes = lines + codes[i];
-        c->raw[i].norms = (float *)(void *)(lines + norms[i]);
-    }
+    for (int i = 0; i < TQKV__CACHE_STREAMS; i++)
+        if (c->raw[i].head_dim) tqkv__place_store(&c->raw[i], tqkv__first_line(c->raw_memory), &at[i]);
     return TQKV_OK;
 }
 
@@ -14401,6 +14404,21 @@ typedef struct tqkv__cut_call {
     int n_requests, n_raw;
 } tqkv__cut_call;
 
+/* Checks the arrays of all queries together: a request looks at its own queries and stores alone. */
+static tqkv_result tqkv__check_whole(const tqkv_cache *c, const tqkv_attention *some, const void *q, int n_queries,
+                                     const void *out)
+{
+    tqkv__attention a;
+    tqkv_attention whole = c->attention;
+    whole.n_queries = n_queries;
+    tqkv__take_some(some, &whole);
+    tqkv_result r = tqkv__attention_shape(&whole, &a);
+    if (r == TQKV_OK) r = tqkv__check_list(&a);
+    if (r == TQKV_OK) r = tqkv__check_q_out(&a, q, out);
+    if (r == TQKV_OK && tqkv__in_cache(c, out, a.out_size)) r = TQKV__INVALID("out overlaps the cache");
+    return r;
+}
+
 /* Opens the request whose queries read what is raw. */
 static tqkv_result tqkv__cut_raw(const tqkv_cache *c, const tqkv_attention *some, const void *q, int n_queries,
                                  void *out, tqkv__cut_call *cut)
@@ -14452,7 +14470,6 @@ static tqkv_result tqkv__attend_cut_tree(const tqkv_cache *c, const tqkv_attenti
     uint8_t *own = (uint8_t *)memory.alloc(memory.user, size);
     if (!own) return TQKV_OUT_OF_MEMORY;
     tqkv_result r = tqkv__cut_coded(&without_gaps, some, q, 0, n_queries, own, cut);
-    if (r == TQKV_OK) r = tqkv__check_q_out(&cut->a[0], q, out);
     if (r == TQKV_OK) r = tqkv__run_job(cut->requests, cut->n_requests);
     for (size_t i = (size_t)cut->n_raw; r == TQKV_OK && i < (size_t)n_queries; i++)
         for (size_t h = 0; h < heads; h++)
@@ -14468,7 +14485,8 @@ static TQKV__NOINLINE tqkv_result tqkv__attend_raw(const tqkv_cache *c, const tq
     tqkv__cut_call cut;
     cut.n_requests = 0;
     cut.n_raw = tqkv__raw_queries(c, n_queries);
-    tqkv_result r = cut.n_raw ? tqkv__cut_raw(c, some, q, n_queries, out, &cut) : TQKV_OK;
+    tqkv_result r = tqkv__check_whole(c, some, q, n_queries, out);
+    if (r == TQKV_OK && cut.n_raw) r = tqkv__cut_raw(c, some, q, n_queries, out, &cut);
     if (r != TQKV_OK) return r;
     const bool whole = cut.n_raw && cut.n_raw < n_queries && some && some->tree;
     if (whole && !c->metal) return tqkv__attend_cut_tree(c, some, q, n_queries, out, &cut);
@@ -15312,28 +15330,28 @@ TQKV_API tqkv_result tqkv_store_load(const tqkv_store *store, int64_t position, 
 #define TQKV_FC_CENTER         12 /* bool: encode, probe, decode: rows have a centre; encode_kv: keys have one */
                                   /* attend, attend_merge: keys have one, and it changes the result */
 #define TQKV_FC_VALUE_CENTER 13   /* bool: encode_kv, attend_merge: values have a centre */
-#define TQKV_FC_TYPE         14 /* uint: tqkv_type of the rows that encode, probe and attend read; encode_kv: the keys */
-                                /* decode, attend_merge: of the rows that they write */
-#define TQKV_FC_VALUE_TYPE 15   /* uint: encode_kv: that of the values */
-#define TQKV_FC_PAGES      16   /* bool: encode, decode: slots come from a page table; encode_kv: the keys' */
-                                /* attend: the slots of keys and values */
-#define TQKV_FC_VALUE_PAGES  17 /* bool: encode_kv: the values' slots */
-#define TQKV_FC_TREE         18 /* bool: attend, attend_list: a tree hides some of the newest n_queries positions */
-#define TQKV_FC_BATCH        19 /* bool: attend, attend_merge, attend_list: arguments and offsets come from items */
-#define TQKV_FC_FROM_SLICE   20 /* bool: attend_merge: of partial results there is one, a slice: out, max and sum */
-#define TQKV_FC_TO_SLICE     21 /* bool: attend_merge: makes a slice; from one: adds it to the one that is there */
-#define TQKV_FC_TAIL_FORMAT  22 /* uint: attend: that of the keys' tail; 0: there is none */
-#define TQKV_FC_ROTATE_TAIL  23 /* bool: attend: the tail is rotated, queries are not */
-#define TQKV_FC_TAIL_CENTER  24 /* bool: attend: as TQKV_FC_CENTER, of the tail */
-#define TQKV_FC_TAIL_ROTATED 25 /* bool: attend: rotate the tail's centre before it is used */
-#define TQKV_FC_LIST         26 /* bool: attend: queries see listed blocks alone */
+#define TQKV_FC_TYPE         14   /* uint: tqkv_type of the rows that encode, probe, attend read; encode_kv: the keys */
+                                  /* decode, attend_merge: of the rows that they write */
+#define TQKV_FC_VALUE_TYPE 15     /* uint: encode_kv: that of the values */
+#define TQKV_FC_PAGES      16     /* bool: encode, decode: slots come from a page table; encode_kv: the keys' */
+                                  /* attend: the slots of keys and values */
+#define TQKV_FC_VALUE_PAGES  17   /* bool: encode_kv: the values' slots */
+#define TQKV_FC_TREE         18   /* bool: attend, attend_list: a tree hides some of the newest n_queries positions */
+#define TQKV_FC_BATCH        19   /* bool: attend, attend_merge, attend_list: arguments and offsets come from items */
+#define TQKV_FC_FROM_SLICE   20   /* bool: attend_merge: of partial results there is one, a slice: out, max and sum */
+#define TQKV_FC_TO_SLICE     21   /* bool: attend_merge: makes a slice; from one: adds it to the one that is there */
+#define TQKV_FC_TAIL_FORMAT  22   /* uint: attend: that of the keys' tail; 0: there is none */
+#define TQKV_FC_ROTATE_TAIL  23   /* bool: attend: the tail is rotated, queries are not */
+#define TQKV_FC_TAIL_CENTER  24   /* bool: attend: as TQKV_FC_CENTER, of the tail */
+#define TQKV_FC_TAIL_ROTATED 25   /* bool: attend: rotate the tail's centre before it is used */
+#define TQKV_FC_LIST         26   /* bool: attend: queries see listed blocks alone */
 
 #define TQKV_FC_SMALL_PAGES    27 /* bool: attend: some pages end within tiles */
 #define TQKV_FC_TAIL_ELSEWHERE 28 /* bool: attend: a position has another slot in the tail than in the keys */
 
 #define TQKV_FC_SCALED 29 /* bool: encode, probe: channels of rows have scales; encode_kv: those of keys */
                           /* decode: rows are multiplied by them; attend: queries are, by those of the keys */
-#define TQKV_FC_VALUE_SCALED       30 /* bool: encode_kv: values have scales; attend_merge: multiply the output by them */
+#define TQKV_FC_VALUE_SCALED       30 /* bool: encode_kv: values have scales; attend_merge: the output is multiplied */
 #define TQKV_FC_CENTER_SCALED      31 /* bool: decode, attend, attend_merge: divide the centre before it is rotated */
 #define TQKV_FC_TAIL_SCALED        32 /* bool: attend: as TQKV_FC_SCALED, of the tail */
 #define TQKV_FC_TAIL_CENTER_SCALED 33 /* bool: attend: as TQKV_FC_CENTER_SCALED, of the tail */
@@ -16370,12 +16388,12 @@ TQKV_API tqkv_result tqkv_metal_plan_calibrate(const tqkv_metal_store *shape, tq
 
 /* >>plan-split: how the threadgroups share attention. */
 
-/* How the threadgroups share attention. Metal does not report a GPU's number of cores (7 to 80): only the shape decides.
-   These numbers come from sizes and `make model`, not from measurements on Apple's hardware.
+/* How the threadgroups share attention. Metal does not report a GPU's number of cores (7 to 80): only the shape
+   decides. These numbers come from sizes and `make model`, not from measurements on Apple's hardware.
 
    columns       Query rows of a KV head in a threadgroup, as many as registers hold: each key and value is decoded once
-                 for all of them. The rows of one query are divided evenly: 9 rows are 5 + 4, not 8 + 1, for the same two
-                 passes. For several queries: tqkv__choose_columns.
+                 for all of them. The rows of one query are divided evenly: 9 rows are 5 + 4, not 8 + 1, for the same
+                 two passes. For several queries: tqkv__choose_columns.
    n_simdgroups  4, or as many as the pipeline allows. Each walks its own tiles, and together they hide the latency of
                  loads. They share tables and queries in threadgroup memory.
    stretches     512 slots up to slot 8192, 2048 beyond. A simdgroup's float sums cover a quarter of that, so they
@@ -16383,9 +16401,9 @@ TQKV_API tqkv_result tqkv_metal_plan_calibrate(const tqkv_metal_store *shape, tq
                  no bit of its result. 512 slots are 4 tiles a simdgroup: fewer would not hide latency, more would leave
                  the cores of a large GPU idle at 8192 positions and 8 KV heads (128 threadgroups). Beyond, threadgroups
                  abound, and longer stretches save queries loaded and sums merged: a stretch's sums are 8 bytes a value
-                 and row, read and written, against 512 or 2048 positions of half to two bytes a value. On an H200, D=128,
-                 group 2, 128k positions, I8 takes 107 microseconds with 512 slots up to slot 65536, 89 as it is, and 80
-                 with 2048 everywhere. A window sees few stretches wherever it stands, so there all are short.
+                 and row, read and written, against 512 or 2048 positions of half to two bytes a value. On an H200,
+                 D=128, group 2, 128k positions, I8 takes 107 microseconds with 512 slots up to slot 65536, 89 as it is,
+                 and 80 with 2048 everywhere. A window sees few stretches wherever it stands, so there all are short.
    splits        Threadgroups along the context, each with
                  one stretch   until the stretches' sums take 32 MiB of scratch,
                  one section   beyond that, 16 stretches added up as it goes, or
@@ -16419,18 +16437,18 @@ static void tqkv__tiles_seen(const tqkv__attention *a, int64_t slice_end, int64_
 }
 
 /* Whether attention multiplies matrices. A query must have the same bits alone and in company, so the number of queries
-   does not decide. Microseconds on an H200, one token, 128k positions, 8 KV heads, D=128 (make bench-gpu, with --lanes and
-   --matrices):
+   does not decide. Microseconds on an H200, one token, 128k positions, 8 KV heads, D=128 (make bench-gpu, with --lanes
+   and --matrices):
 
    group                 1          2          4           8           16
    TQ4, without, with    60, 71     68, 71     96, 73      153, 75     284, 101
    I8                    76, -      79, 77     103, 77     173, 79     - , 91
    I8 keys, TQ4 values   63, -      70, 69     99, 76      154, 72     - , 87
 
-   F16, TQ5 and TQ8 gain from a group of 8 on and lose at 1 and 2. 512 queries over 8k positions at a group of 2, TQ4: 1470
-   and 353; 8 queries over 128k: 287 and 100. So on that GPU TQ4 and I8 are better served by a matrix_group of 2. The
-   model of Apple's GPUs, which have no unit for such products, expects tokens of narrow groups to lose up to half of their
-   speed there: hence 4. */
+   F16, TQ5 and TQ8 gain from a group of 8 on and lose at 1 and 2. 512 queries over 8k positions at a group of 2, TQ4:
+   1470 and 353; 8 queries over 128k: 287 and 100. So on that GPU TQ4 and I8 are better served by a matrix_group of 2.
+   The model of Apple's GPUs, which have no unit for such products, expects tokens of narrow groups to lose up to half
+   of their speed there: hence 4. */
 static bool tqkv__choose_matrix(const tqkv__attention *a)
 {
     const int head_dim = a->keys.head_dim, least = a->matrix_group ? a->matrix_group : 8;
