@@ -46,10 +46,11 @@
    BUILD OPTIONS (define before the include that has TQKV_IMPLEMENTATION)
 
      TQKV_STATIC            every function is static: private to the including file
-     TQKV_API               linkage of the public functions, by default `extern`
+     TQKV_API               linkage of the public functions, by default `extern`; `__attribute__((visibility("default")))`
+                            shows them alone in a shared library compiled with -fvisibility=hidden
      TQKV_EXPLAIN(text)     receives the reason of a refused call, a string that names the argument. Example:
-                            fprintf(stderr, "tqkv: %s\n", text). Default: nothing. Who compiles
-                            the implementation decides: a library that others link has no reasons for them.
+                            fprintf(stderr, "tqkv: %s\n", text). Default: nothing. Who compiles the implementation
+                            decides: a library that others link has no reasons for them
      TQKV_NO_AVX512         leaves AVX-512 out: half the code, half the time to compile it (see docs/integrating.md)
      TQKV_NO_AVX2           leaves both out, because AVX-512 takes short rows from AVX2: a quarter of the code
      TQKV_NO_INTEGER        leaves out the vector loops of attention in integers, a fifth of the code: TQKV_INTEGER then
@@ -1904,7 +1905,8 @@ static size_t tqkv__type_size(tqkv_type type)
 
 #define TQKV__SIZE_TEXT(x, dim, ...) #dim ", "
 #define TQKV__HEAD_DIMS                                                                                                \
-    "head_dim: none of " TQKV__SIZES(TQKV__SIZE_TEXT, ) "to which rows can be padded with zeros; set scale then"
+    "head_dim, value_dim or tail_dim: none of " TQKV__SIZES(                                                           \
+        TQKV__SIZE_TEXT, ) "to which rows can be padded with zeros; set scale then"
 
 /* A row of TQKV__SIZES for a head_dim that the compiler does not know, where its columns would be chains of
    comparisons, half a KB each; zeros without a row. */
@@ -2038,7 +2040,8 @@ static tqkv_result tqkv__stream_shape(const tqkv_store *store, tqkv__stream *s)
 {
     memset(s, 0, sizeof *s);
     if (!store) return TQKV__INVALID("a store is NULL");
-    if (!tqkv__format_known(store->format)) return TQKV__REFUSE(UNSUPPORTED, "format: not a stored format");
+    if (!tqkv__format_known(store->format))
+        return TQKV__REFUSE(UNSUPPORTED, "format, key_format, value_format or tail_format: not a stored format");
     if (!tqkv__head_dim_known(store->head_dim)) return TQKV__REFUSE(UNSUPPORTED, TQKV__HEAD_DIMS);
     if (store->unrotated && !TQKV__PLAIN(store->format))
         return TQKV__REFUSE(UNSUPPORTED, "unrotated: only TQ5, TQ6, TQ8 and their _BYTES forms can be");
@@ -2290,7 +2293,8 @@ static tqkv_result tqkv__check_pages(const tqkv__stream *s, int64_t first, int64
     if (!s->pages || first >= end) return TQKV_OK;
     for (int64_t i = first / s->page_size; i <= (end - 1) / s->page_size; i++)
         if (s->pages[i] < 0 || s->pages[i] >= s->capacity / s->page_size)
-            return TQKV__REFUSE(OUT_OF_RANGE, "pages: a page outside the store");
+            return TQKV__REFUSE(OUT_OF_RANGE,
+                                "pages: the entry of a position that is seen or written lies outside the pool");
     return TQKV_OK;
 }
 
@@ -2323,7 +2327,8 @@ static tqkv_result tqkv__check_positions(const tqkv__stream *s, int n, int64_t p
 {
     if (position < 0 || position > INT64_MAX - n) return TQKV__REFUSE(OUT_OF_RANGE, "position: negative or too large");
     if (!s->ring && position + n > tqkv__room(s))
-        return TQKV__REFUSE(OUT_OF_RANGE, "positions beyond a linear store or a page table");
+        return TQKV__REFUSE(OUT_OF_RANGE,
+                            "positions beyond the capacity, of a full cache say, or beyond the page table");
     return tqkv__check_pages(s, position, position + n);
 }
 
@@ -2363,7 +2368,7 @@ static tqkv_result tqkv__check_rows(const tqkv__stream *s, const void *p, int n,
 {
     const size_t size = tqkv__type_size(s->type);
     if (!size) return TQKV__REFUSE(UNSUPPORTED, TQKV__NO_TYPE);
-    if (!p) return TQKV__INVALID("the rows are NULL");
+    if (!p) return TQKV__INVALID("the rows are NULL: src, k, v or dst");
     if (n < 0) return TQKV__INVALID("the number of tokens or positions is negative");
     if ((uintptr_t)p % size) return TQKV__INVALID("the rows are not aligned as their type");
     if (!tqkv__array_size(n, s->n_kv_heads, s->head_dim, sizeof(float), bytes) ||
@@ -13499,8 +13504,8 @@ static tqkv_result tqkv__end_shapes(const tqkv_cache_desc *desc, tqkv_cache *c)
 {
     const int first = desc->exact_first, last = desc->exact_last, batch = desc->exact_batch;
     if (first < 0 || last < 0 || batch < 0) return TQKV__INVALID("exact_first, exact_last or exact_batch is negative");
-    if ((first || last) && (int64_t)first + last > desc->capacity)
-        return TQKV__INVALID("exact_first + exact_last is above the capacity");
+    if ((first || last) && desc->capacity > 0 && (int64_t)first + last > desc->capacity)
+        return TQKV__INVALID("exact_first + exact_last is above the capacity; a preset has 4 + 128");
     if (tqkv__end_room(last, (int64_t)batch + 512) > INT_MAX)
         return TQKV__INVALID("exact_last or exact_batch is too large");
     c->exact_first = first;
@@ -13891,7 +13896,8 @@ static tqkv_result tqkv__cache_attention(const tqkv_cache *c, const tqkv_attenti
     a->matrix_group = c->matrix_group;
     if (r != TQKV_OK) return r;
     if (tqkv__newest_room(c) && tqkv__exact_oldest(a) < c->exact_held)
-        return TQKV__REFUSE(OUT_OF_RANGE, "n_queries: halves of the newest are kept for 64, or as many as came last");
+        return TQKV__REFUSE(OUT_OF_RANGE,
+                            "n_queries: above 64 and what the last append brought; exact_last has halves for no more");
     return tqkv__attention_ends(a);
 }
 
@@ -14010,7 +14016,7 @@ static tqkv_result tqkv__raw_shapes(const tqkv_cache_desc *desc, tqkv_cache *c)
     if (desc->calibrate < 0) return TQKV__INVALID("calibrate is negative");
     if (desc->calibrate == 0) return TQKV_OK;
     if (desc->calibrate < least) return TQKV__INVALID("calibrate: fewer than 16 positions");
-    if (desc->capacity < least) return TQKV__INVALID("calibrate: the capacity is less than 16");
+    if (desc->capacity > 0 && desc->capacity < least) return TQKV__INVALID("calibrate: the capacity is less than 16");
     c->calibrate = desc->calibrate;
     c->learning = c->reads_raw = true;
     const int most = quarter > least ? quarter : least, n = desc->calibrate < most ? desc->calibrate : most;
@@ -14448,7 +14454,7 @@ TQKV_API tqkv_result tqkv_cache_truncate(tqkv_cache *c, int64_t end)
 {
     if (!c) return TQKV__INVALID("the cache is NULL");
     if (end < 0 || end > c->attention.end || (end < c->first && end != 0))
-        return TQKV__REFUSE(OUT_OF_RANGE, "end: not among the resident positions");
+        return TQKV__REFUSE(OUT_OF_RANGE, "end: negative, behind the cache's end, or gone from its ring");
     if (end < c->attention.end) tqkv__begin_edit(c);
     if (end == 0) c->first = 0;
     if (c->exact_below > end) c->exact_below = end;
@@ -14591,15 +14597,18 @@ static void tqkv__take_use(const tqkv_cache_desc *from, tqkv_cache_desc *to)
     to->non_causal = to->non_causal || from->non_causal;
 }
 
-/* Whether the nonzero fields of the shape of `wanted` are those of `found`. */
-static bool tqkv__desc_matches(const tqkv_cache_desc *wanted, const tqkv_cache_desc *found)
+/* Checks that the nonzero fields of the shape of `wanted` are those of `found`. */
+static tqkv_result tqkv__check_match(const tqkv_cache_desc *wanted, const tqkv_cache_desc *found)
 {
-#define TQKV__FIELD_MATCHES(field, member) &&(wanted->field == 0 || wanted->field == found->field)
+#define TQKV__FIELD_MATCHES(field, member)                                                                             \
+    if (meant.field != 0 && meant.field != found->field)                                                               \
+        return TQKV__INVALID("desc: " #field " is neither 0 nor that of the cache or snapshot");
     tqkv_cache_desc meant = *wanted;
     if (meant.softcap < 0.0f && found->softcap == 0.0f) meant.softcap = 0.0f; /* off in both */
-    wanted = &meant;
-    if (wanted->tag && found->tag && wanted->tag != found->tag) return false;
-    return true TQKV__CACHE_SHAPE(TQKV__FIELD_MATCHES);
+    TQKV__CACHE_SHAPE(TQKV__FIELD_MATCHES)
+    if (meant.tag && found->tag && meant.tag != found->tag)
+        return TQKV__INVALID("desc: tag is neither 0 nor that of the cache or snapshot: another model's");
+    return TQKV_OK;
 }
 
 /* Copies a store, or makes halves of a stream that was F16: zeros for positions that are gone from a ring. */
@@ -14656,7 +14665,8 @@ TQKV__COLD TQKV_API tqkv_result tqkv_cache_fork(const tqkv_cache *c, const tqkv_
             copied.value_format = desc->value_format ? desc->value_format : copied.key_format;
         if (desc->tail_format) copied.tail_format = desc->tail_format;
         copied.ring = copied.ring || desc->ring;
-        if (!tqkv__desc_matches(desc, &copied)) return TQKV__INVALID("a field of desc is not the cache's");
+        const tqkv_result match = tqkv__check_match(desc, &copied);
+        if (match != TQKV_OK) return match;
         tqkv__take_use(desc, &copied);
     }
     if (copied.capacity > 0 && copied.capacity < c->attention.end - c->first)
@@ -15117,8 +15127,8 @@ TQKV__COLD TQKV_API tqkv_result tqkv_cache_load(const tqkv_cache_desc *desc, tqk
         !tqkv__divide_memory(&checked, 0, &at))
         return TQKV_CORRUPT;
     if (found.learning && found.end >= checked.raw[0].capacity) return TQKV_CORRUPT;
-    if (!tqkv__desc_matches(desc, &found.desc) || (desc->type && desc->type != found.desc.type))
-        return TQKV__INVALID("a field of desc is not the snapshot's");
+    if ((r = tqkv__check_match(desc, &found.desc)) != TQKV_OK) return r;
+    if (desc->type && desc->type != found.desc.type) return TQKV__INVALID("desc: type is not the snapshot's");
     tqkv__take_use(desc, &found.desc);
     ahead.memory = found.desc.allocator;
     if (!tqkv__resolve_allocator(&ahead.memory)) return TQKV__INVALID("allocator: one of alloc and free is missing");

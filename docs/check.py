@@ -1,5 +1,6 @@
 #!/usr/bin/env python3
-"""Checks the documents: relative links and their anchors, and that architecture.md and the notes name what exists.
+"""Checks the documents: relative links and their anchors, targets of make, and that architecture.md and the notes name what
+exists.
 
 usage: check.py
 
@@ -9,6 +10,7 @@ Words with NAME, `*` or `...` are patterns. The two lists of contents in tqkv.h 
 """
 import pathlib
 import re
+import subprocess
 import sys
 
 ROOT = pathlib.Path(__file__).resolve().parent.parent
@@ -42,6 +44,22 @@ def broken_links(path):
             yield f"{target}: no such file"
         elif anchor and file.suffix == ".md" and anchor not in anchors(file):
             yield f"{target}: no such heading"
+
+
+def make_targets():
+    """All targets, and those of a Mac."""
+    database = subprocess.run(["make", "-qpRr", "help"], cwd=ROOT, capture_output=True, text=True, check=False).stdout
+    named = "".join(p.read_text(encoding="utf-8") for p in ROOT.rglob("*.mk") if not OMITTED & set(p.relative_to(ROOT).parts))
+    return set(re.findall(r"^([a-z][\w.-]*):", database + named, re.M))
+
+
+def unknown_targets(path, targets):
+    """Words of the commands `make ...`, in code, that are neither targets nor options nor variables."""
+    text = path.read_text(encoding="utf-8")
+    for words in re.findall(r"(?:`|^ {4}|^)make ((?:[^\s`#]+ *)+)", text, re.M):
+        for word in words.split():
+            if re.fullmatch(r"[a-z][a-z0-9-]*", word) and word not in targets:
+                yield f"make {word}: no such target"
 
 
 def first_table(text):
@@ -86,7 +104,8 @@ def known_stems(texts):
 
 
 def main():
-    found = [(p, text) for p in documents() for text in broken_links(p)]
+    targets = make_targets()
+    found = [(p, text) for p in documents() for text in [*broken_links(p), *unknown_targets(p, targets)]]
     found += [(p, text) for p in [ROOT / "docs/architecture.md"] for text in unknown_names(p.read_text(encoding="utf-8"))]
     found += [(p, text) for p in sorted((ROOT / "docs/notes").glob("[a-z]*.md"))
               for text in unknown_names(first_table(p.read_text(encoding="utf-8")))]

@@ -192,8 +192,8 @@ static tqkv_result tqkv__end_shapes(const tqkv_cache_desc *desc, tqkv_cache *c)
 {
     const int first = desc->exact_first, last = desc->exact_last, batch = desc->exact_batch;
     if (first < 0 || last < 0 || batch < 0) return TQKV__INVALID("exact_first, exact_last or exact_batch is negative");
-    if ((first || last) && (int64_t)first + last > desc->capacity)
-        return TQKV__INVALID("exact_first + exact_last is above the capacity");
+    if ((first || last) && desc->capacity > 0 && (int64_t)first + last > desc->capacity)
+        return TQKV__INVALID("exact_first + exact_last is above the capacity; a preset has 4 + 128");
     if (tqkv__end_room(last, (int64_t)batch + 512) > INT_MAX)
         return TQKV__INVALID("exact_last or exact_batch is too large");
     c->exact_first = first;
@@ -584,7 +584,8 @@ static tqkv_result tqkv__cache_attention(const tqkv_cache *c, const tqkv_attenti
     a->matrix_group = c->matrix_group;
     if (r != TQKV_OK) return r;
     if (tqkv__newest_room(c) && tqkv__exact_oldest(a) < c->exact_held)
-        return TQKV__REFUSE(OUT_OF_RANGE, "n_queries: halves of the newest are kept for 64, or as many as came last");
+        return TQKV__REFUSE(OUT_OF_RANGE,
+                            "n_queries: above 64 and what the last append brought; exact_last has halves for no more");
     return tqkv__attention_ends(a);
 }
 

@@ -12,7 +12,7 @@ static tqkv_result tqkv__raw_shapes(const tqkv_cache_desc *desc, tqkv_cache *c)
     if (desc->calibrate < 0) return TQKV__INVALID("calibrate is negative");
     if (desc->calibrate == 0) return TQKV_OK;
     if (desc->calibrate < least) return TQKV__INVALID("calibrate: fewer than 16 positions");
-    if (desc->capacity < least) return TQKV__INVALID("calibrate: the capacity is less than 16");
+    if (desc->capacity > 0 && desc->capacity < least) return TQKV__INVALID("calibrate: the capacity is less than 16");
     c->calibrate = desc->calibrate;
     c->learning = c->reads_raw = true;
     const int most = quarter > least ? quarter : least, n = desc->calibrate < most ? desc->calibrate : most;

@@ -15,7 +15,7 @@ TQKV_API tqkv_result tqkv_cache_truncate(tqkv_cache *c, int64_t end)
 {
     if (!c) return TQKV__INVALID("the cache is NULL");
     if (end < 0 || end > c->attention.end || (end < c->first && end != 0))
-        return TQKV__REFUSE(OUT_OF_RANGE, "end: not among the resident positions");
+        return TQKV__REFUSE(OUT_OF_RANGE, "end: negative, behind the cache's end, or gone from its ring");
     if (end < c->attention.end) tqkv__begin_edit(c);
     if (end == 0) c->first = 0;
     if (c->exact_below > end) c->exact_below = end;
@@ -158,15 +158,18 @@ static void tqkv__take_use(const tqkv_cache_desc *from, tqkv_cache_desc *to)
     to->non_causal = to->non_causal || from->non_causal;
 }
 
-/* Whether the nonzero fields of the shape of `wanted` are those of `found`. */
-static bool tqkv__desc_matches(const tqkv_cache_desc *wanted, const tqkv_cache_desc *found)
+/* Checks that the nonzero fields of the shape of `wanted` are those of `found`. */
+static tqkv_result tqkv__check_match(const tqkv_cache_desc *wanted, const tqkv_cache_desc *found)
 {
-#define TQKV__FIELD_MATCHES(field, member) &&(wanted->field == 0 || wanted->field == found->field)
+#define TQKV__FIELD_MATCHES(field, member)                                                                             \
+    if (meant.field != 0 && meant.field != found->field)                                                               \
+        return TQKV__INVALID("desc: " #field " is neither 0 nor that of the cache or snapshot");
     tqkv_cache_desc meant = *wanted;
     if (meant.softcap < 0.0f && found->softcap == 0.0f) meant.softcap = 0.0f; /* off in both */
-    wanted = &meant;
-    if (wanted->tag && found->tag && wanted->tag != found->tag) return false;
-    return true TQKV__CACHE_SHAPE(TQKV__FIELD_MATCHES);
+    TQKV__CACHE_SHAPE(TQKV__FIELD_MATCHES)
+    if (meant.tag && found->tag && meant.tag != found->tag)
+        return TQKV__INVALID("desc: tag is neither 0 nor that of the cache or snapshot: another model's");
+    return TQKV_OK;
 }
 
 /* Copies a store, or makes halves of a stream that was F16: zeros for positions that are gone from a ring. */
@@ -223,7 +226,8 @@ TQKV__COLD TQKV_API tqkv_result tqkv_cache_fork(const tqkv_cache *c, const tqkv_
             copied.value_format = desc->value_format ? desc->value_format : copied.key_format;
         if (desc->tail_format) copied.tail_format = desc->tail_format;
         copied.ring = copied.ring || desc->ring;
-        if (!tqkv__desc_matches(desc, &copied)) return TQKV__INVALID("a field of desc is not the cache's");
+        const tqkv_result match = tqkv__check_match(desc, &copied);
+        if (match != TQKV_OK) return match;
         tqkv__take_use(desc, &copied);
     }
     if (copied.capacity > 0 && copied.capacity < c->attention.end - c->first)

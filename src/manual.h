@@ -46,10 +46,11 @@
    BUILD OPTIONS (define before the include that has TQKV_IMPLEMENTATION)
 
      TQKV_STATIC            every function is static: private to the including file
-     TQKV_API               linkage of the public functions, by default `extern`
+     TQKV_API               linkage of the public functions, by default `extern`; `__attribute__((visibility("default")))`
+                            shows them alone in a shared library compiled with -fvisibility=hidden
      TQKV_EXPLAIN(text)     receives the reason of a refused call, a string that names the argument. Example:
-                            fprintf(stderr, "tqkv: %s\n", text). Default: nothing. Who compiles
-                            the implementation decides: a library that others link has no reasons for them.
+                            fprintf(stderr, "tqkv: %s\n", text). Default: nothing. Who compiles the implementation
+                            decides: a library that others link has no reasons for them
      TQKV_NO_AVX512         leaves AVX-512 out: half the code, half the time to compile it (see docs/integrating.md)
      TQKV_NO_AVX2           leaves both out, because AVX-512 takes short rows from AVX2: a quarter of the code
      TQKV_NO_INTEGER        leaves out the vector loops of attention in integers, a fifth of the code: TQKV_INTEGER then

@@ -444,8 +444,8 @@ TQKV__COLD TQKV_API tqkv_result tqkv_cache_load(const tqkv_cache_desc *desc, tqk
         !tqkv__divide_memory(&checked, 0, &at))
         return TQKV_CORRUPT;
     if (found.learning && found.end >= checked.raw[0].capacity) return TQKV_CORRUPT;
-    if (!tqkv__desc_matches(desc, &found.desc) || (desc->type && desc->type != found.desc.type))
-        return TQKV__INVALID("a field of desc is not the snapshot's");
+    if ((r = tqkv__check_match(desc, &found.desc)) != TQKV_OK) return r;
+    if (desc->type && desc->type != found.desc.type) return TQKV__INVALID("desc: type is not the snapshot's");
     tqkv__take_use(desc, &found.desc);
     ahead.memory = found.desc.allocator;
     if (!tqkv__resolve_allocator(&ahead.memory)) return TQKV__INVALID("allocator: one of alloc and free is missing");

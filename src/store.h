@@ -36,7 +36,8 @@ static size_t tqkv__type_size(tqkv_type type)
 
 #define TQKV__SIZE_TEXT(x, dim, ...) #dim ", "
 #define TQKV__HEAD_DIMS                                                                                                \
-    "head_dim: none of " TQKV__SIZES(TQKV__SIZE_TEXT, ) "to which rows can be padded with zeros; set scale then"
+    "head_dim, value_dim or tail_dim: none of " TQKV__SIZES(                                                           \
+        TQKV__SIZE_TEXT, ) "to which rows can be padded with zeros; set scale then"
 
 /* A row of TQKV__SIZES for a head_dim that the compiler does not know, where its columns would be chains of
    comparisons, half a KB each; zeros without a row. */
@@ -170,7 +171,8 @@ static tqkv_result tqkv__stream_shape(const tqkv_store *store, tqkv__stream *s)
 {
     memset(s, 0, sizeof *s);
     if (!store) return TQKV__INVALID("a store is NULL");
-    if (!tqkv__format_known(store->format)) return TQKV__REFUSE(UNSUPPORTED, "format: not a stored format");
+    if (!tqkv__format_known(store->format))
+        return TQKV__REFUSE(UNSUPPORTED, "format, key_format, value_format or tail_format: not a stored format");
     if (!tqkv__head_dim_known(store->head_dim)) return TQKV__REFUSE(UNSUPPORTED, TQKV__HEAD_DIMS);
     if (store->unrotated && !TQKV__PLAIN(store->format))
         return TQKV__REFUSE(UNSUPPORTED, "unrotated: only TQ5, TQ6, TQ8 and their _BYTES forms can be");
@@ -422,7 +424,8 @@ static tqkv_result tqkv__check_pages(const tqkv__stream *s, int64_t first, int64
     if (!s->pages || first >= end) return TQKV_OK;
     for (int64_t i = first / s->page_size; i <= (end - 1) / s->page_size; i++)
         if (s->pages[i] < 0 || s->pages[i] >= s->capacity / s->page_size)
-            return TQKV__REFUSE(OUT_OF_RANGE, "pages: a page outside the store");
+            return TQKV__REFUSE(OUT_OF_RANGE,
+                                "pages: the entry of a position that is seen or written lies outside the pool");
     return TQKV_OK;
 }
 
@@ -455,7 +458,8 @@ static tqkv_result tqkv__check_positions(const tqkv__stream *s, int n, int64_t p
 {
     if (position < 0 || position > INT64_MAX - n) return TQKV__REFUSE(OUT_OF_RANGE, "position: negative or too large");
     if (!s->ring && position + n > tqkv__room(s))
-        return TQKV__REFUSE(OUT_OF_RANGE, "positions beyond a linear store or a page table");
+        return TQKV__REFUSE(OUT_OF_RANGE,
+                            "positions beyond the capacity, of a full cache say, or beyond the page table");
     return tqkv__check_pages(s, position, position + n);
 }
 
@@ -495,7 +499,7 @@ static tqkv_result tqkv__check_rows(const tqkv__stream *s, const void *p, int n,
 {
     const size_t size = tqkv__type_size(s->type);
     if (!size) return TQKV__REFUSE(UNSUPPORTED, TQKV__NO_TYPE);
-    if (!p) return TQKV__INVALID("the rows are NULL");
+    if (!p) return TQKV__INVALID("the rows are NULL: src, k, v or dst");
     if (n < 0) return TQKV__INVALID("the number of tokens or positions is negative");
     if ((uintptr_t)p % size) return TQKV__INVALID("the rows are not aligned as their type");
     if (!tqkv__array_size(n, s->n_kv_heads, s->head_dim, sizeof(float), bytes) ||

@@ -480,6 +480,47 @@ static void check_isa_names(const void *parameters)
     CHECK(!strcmp(tqkv_isa_name(), used), "%s, not %s", tqkv_isa_name(), used);
 }
 
+/* A desc that is not that of a snapshot or a cache is refused with the name of the field. */
+static void check_desc_names(const void *parameters)
+{
+    (void)parameters;
+    memory *m = (memory *)test_alloc(sizeof *m);
+#define REFUSED(call, field, value)                                                                                    \
+    do {                                                                                                               \
+        world w;                                                                                                       \
+        make_world(&w, m);                                                                                             \
+        w.desc.tag = 1; /* the cache has none, so any goes */                                                          \
+        w.desc.field = (value);                                                                                        \
+        test_explained = "";                                                                                           \
+        CHECK_RESULT(call(&w), TQKV_INVALID_ARGUMENT);                                                                 \
+        CHECK(strstr(test_explained, "desc: " #field " "), #field ": %s", test_explained);                             \
+        free_world(&w);                                                                                                \
+    } while (0)
+    REFUSED(load, head_dim, 2 * D);
+    REFUSED(load, value_dim, 2 * D);
+    REFUSED(load, n_kv_heads, 2 * HEADS);
+    REFUSED(load, n_heads, HEADS);
+    REFUSED(load, capacity, 2 * CAPACITY);
+    REFUSED(load, ring, true);
+    REFUSED(load, key_format, TQKV_TQ4);
+    REFUSED(load, value_format, TQKV_I8);
+    REFUSED(load, window, 1);
+    REFUSED(load, scale, 1.0f);
+    REFUSED(load, softcap, 1.0f);
+    REFUSED(load, shared, true);
+    REFUSED(load, tail_dim, D);
+    REFUSED(load, tail_format, TQKV_I8);
+    REFUSED(load, exact_first, 1);
+    REFUSED(load, exact_last, 1);
+    REFUSED(load, calibrate, 16);
+    REFUSED(load, type, TQKV_TYPE_BF16);
+    REFUSED(fork_cache, head_dim, 2 * D);
+    REFUSED(fork_cache, window, 1);
+    REFUSED(fork_cache, calibrate, 16);
+#undef REFUSED
+    free(m);
+}
+
 void test_input_cases(void)
 {
     for (int call = 0; call < N_CALLS; call++)
@@ -489,6 +530,7 @@ void test_input_cases(void)
                 test_add(check_row, &row, sizeof row, "input/%s/%s", row.call->name, row.change->name);
         }
     test_add(check_nothing_to_do, NULL, 0, "input/nothing_to_do");
+    test_add(check_desc_names, NULL, 0, "input/desc_names");
     test_add(check_isa_names, NULL, 0, "input/isa_names");
     test_add(check_sizes_of_invalid, NULL, 0, "input/sizes_of_invalid");
 }

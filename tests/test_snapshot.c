@@ -310,7 +310,9 @@ static void check_tag(const void *parameters)
         desc.tag = wanted;
         tqkv_cache *loaded = load(&desc, &s, &result);
         CHECK_RESULT(result, other ? TQKV_INVALID_ARGUMENT : TQKV_OK);
+        test_explained = "";
         CHECK_RESULT(tqkv_cache_fork(cache, &desc, &fork), other ? TQKV_INVALID_ARGUMENT : TQKV_OK);
+        CHECK(!other || strstr(test_explained, "desc: tag "), "%s", test_explained);
         if (loaded && fork) {
             const uint64_t expected = saved ? saved : wanted;
             stream again = stream_of_cache(loaded), forked = stream_of_cache(fork);

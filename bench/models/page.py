@@ -272,8 +272,11 @@ def preset_table(runs):
     rows = [row(f"`TQKV_{p.upper()}`", ", ".join(pair), sum(map(bits_at_128, pair)) / 2, p) for p, pair in PRESETS.items()]
     rows += [row("", "fp16", 16, None), row("none", "TQ4, TQ4", 4.25, "tq4/tq4"),
              row("llama.cpp's types, by formula", "q8_0", 8.5, "q8_0"), row("", "q4_0, rotated", 4.5, "q4_0:rotated")]
+    prose = [runs[model, "prose"] for model in MODELS]
+    beside = (f"Of llama.cpp's types q4_0 loses {times(prose, 'q4_0:rotated', 'small')} times as much as `TQKV_SMALL`, which takes no "
+              f"more bits; q8_0 loses {times(prose, 'q8_0', 'safe')} times as much as `TQKV_SAFE`, which takes 2 fewer.")
     return table(["preset", "keys, values", "bits at head_dim 128", *MODELS.values(),
-                  "MB a layer: 8 KV heads of 128, 32,768 positions"], rows)
+                  "MB a layer: 8 KV heads of 128, 32,768 positions"], rows) + "\n" + textwrap.fill(beside, 120) + "\n"
 
 
 def documents():

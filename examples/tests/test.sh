@@ -38,6 +38,28 @@ damage() {
     printf "\\$(printf %o $((old ^ 16)))" | dd of="$2" bs=1 seek="$3" conv=notrunc 2>/dev/null
 }
 
+# printed PAGE PROGRAM: each line of the page's block "```printed PROGRAM" is one that it has printed to $work/PROGRAM, numbers
+# to a tenth. They differ by instruction set in their last digits.
+printed() {
+    check "printed/$2" awk -v begin="\`\`\`printed $2" '
+        function near(a, b) { return a == b || (a ~ /^[0-9]/ && b ~ /^[0-9]/ && a + 0 < 1.1 * b + 2e-6 && b + 0 < 1.1 * a + 2e-6) }
+        function matches(line, other,    n, i, a, b) {
+            n = split(line, a, " ")
+            if (n != split(other, b, " ")) return 0
+            for (i = 1; i <= n && near(a[i], b[i]);) i++
+            return i > n
+        }
+        FNR == NR { lines[FNR] = $0; n_lines = FNR; next }
+        /^```/ { inside = $0 == begin; n += inside; next }
+        inside {
+            for (i = 1; i <= n_lines && !matches($0, lines[i]);) i++
+            if (i > n_lines) { print FILENAME ":" FNR ": not printed: " $0; bad = 1 }
+        }
+        END { exit bad || n != 1 }' "$work/$2" "$1"
+    n_printed=$((n_printed + 1))
+}
+n_printed=0
+
 "$bin/tinylm_test" >"$work/inside"
 check "tinylm_test ran to its end" grep -q "score/tq8" "$work/inside"
 grep "^FAIL" "$work/inside"
@@ -110,6 +132,7 @@ refused "engine/positions" "outside" "$bin/engine" 257
 
 "$bin/encode_attend" >"$work/encode_attend"
 check "encode_attend" grep -q "as expected" "$work/encode_attend"
+printed docs/examples.md encode_attend
 "$bin/real_kv" >"$work/real_kv"
 # Values lose what Gaussian rows of their length do: tq2 1.1e-1, tq3 2.8e-2 to 3.1e-2, tq4 6.7e-3 to 7.8e-3, i8 3.1e-5 to 3.9e-5,
 # tq8 2.8e-5 to 3.2e-5; of plain keys the same share, most of which is the constant part. Centre and scale take 63% or more of that
@@ -125,6 +148,7 @@ check "real_kv" awk '
     $3 == "unrotated" { n++; bad += $8 < (layer % 2 ? 1.5 : 100) * values8 }
     $1 == "f16" && $2 == "f16" { n++; bad += $6 > 3e-8 || $7 != 0 || $8 > 1e-6 }
     END { exit bad > 0 || n != 32 }' "$work/real_kv"
+printed docs/examples.md real_kv
 head -c 1000000 $data/pretrained_kv.bin >"$work/short"
 refused "real_kv/short" "damaged" "$bin/real_kv" "$work/short"
 damage $data/pretrained_kv.bin "$work/damaged" 13
@@ -157,6 +181,7 @@ check "advise/logits" awk '$1 == "logits" { table = 1; next } !NF || /verdict/ {
     table && $1 == "tq4" { n++; bad += !($4 < 0.75 && $4 < 1.1 * $3 && $3 < $2 && $5 <= $4 && $6 < 1) }
     END { exit bad > 0 || n != 4 }' "$work/advise"
 check "advise/preset" grep -q "^preset: TQKV_SMALL" "$work/advise"
+printed docs/examples.md advise
 "$bin/advise" --bits 2 >"$work/advise"
 check "advise/no pair" grep -q "no pair takes 2 bits" "$work/advise"
 # The errors of one stream as keys and as values add up.
@@ -241,6 +266,7 @@ check "context_shift" awk '
         bad += $2 == 32 && ($6 < 8 * $5 || $9 < 3 * $8)
     }
     END { exit bad > 0 || n != 24 }' "$work/context_shift"
+printed docs/integrating.md context_shift
 # Keys with a bias, of another rotary embedding: their centre takes it away as far as it does not turn.
 "$bin/context_shift" 1 >"$work/context_shift"
 check "context_shift/a bias" awk '$1 == "tq4" && NF == 9 { n++; bad += $4 > 4e-5 || $5 > 2e-3 || $8 > 2 * $7 || ($2 == 32 && $9 < 3 * $8) }
@@ -269,6 +295,8 @@ if [ -n "$MPI_RUN" ]; then
         check "mpi_context/$stop: says why" grep -Eq "rank 2: a position lies outside the store|signal 9" "$work/err"
     done
 fi
+
+check "printed/all" test "$n_printed" -eq "$(cat docs/*.md | grep -c '^```printed ')"
 
 echo "$passed passed, $failed failed"
 test "$failed" -eq 0

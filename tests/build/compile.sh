@@ -65,6 +65,13 @@ sets clang-O0 scalar clang -std=c99 -O0
 if nm -g "$folder/gcc-c99-impl.o" | grep 'tqkv__' >"$folder/log"; then status=1; else status=0; fi
 report private-symbols $status
 
+# A shared library that hides what TQKV_API does not show.
+accepts shared/library gcc -std=c99 $one_set $WARNINGS $CPPFLAGS -I. -fPIC -shared -fvisibility=hidden \
+    '-DTQKV_API=__attribute__((visibility("default")))' tests/build/compile_impl.c -o "$folder/libtqkv.so" -lm
+nm -g "$folder/libtqkv.so" | grep ' T ' >"$folder/log"
+grep -q ' T _*tqkv_cache_create$' "$folder/log" && ! grep -v ' T _*tqkv_[a-z]' "$folder/log"
+report shared/symbols $?
+
 # Private means private: a second program may hold its own static copy beside the extern one.
 nm "$folder/static" | grep -q ' T tqkv_' && status=1 || status=0
 echo "TQKV_STATIC leaves public symbols" >"$folder/log"
