@@ -316,8 +316,8 @@ typedef size_t (*tqkv_read)(void *user, void *bytes, size_t n);
 /* Writes the resident positions. The bytes depend only on the content, not on machine, allocator or threads. After
    TQKV_IO the output is no snapshot: write to a temporary file, then rename it. */
 TQKV_API tqkv_result tqkv_cache_save(const tqkv_cache *c, tqkv_write write, void *user);
-/* desc, never NULL, supplies what a snapshot lacks: parallel, allocator, metal, matrix_group, arithmetic, non_causal,
-   and sinks for the snapshot's n_heads, or a tag. Its other nonzero fields must match, else TQKV_INVALID_ARGUMENT; the
+/* desc, never NULL, supplies what a snapshot lacks: parallel, allocator, metal, matrix_group, exact_batch, arithmetic,
+   non_causal, and sinks for the snapshot's n_heads, or a tag. Its other nonzero fields must match, else TQKV_INVALID_ARGUMENT; the
    tags, too, unless one is 0. TQKV_CORRUPT: a missing or changed byte, or a newer version of tqkv, which TQKV_EXPLAIN
    tells apart. *out is NULL on failure. */
 TQKV_API tqkv_result tqkv_cache_load(const tqkv_cache_desc *desc, tqkv_read read, void *user, tqkv_cache **out);
@@ -689,9 +689,10 @@ TQKV_API tqkv_result tqkv_index_choose(const tqkv_index *x, const float *scores,
          tqkv_team_end(l->team);
      }
 
-   Both calls wait until all n_threads threads have come to tqkv_team_begin. The next begin may follow at once; another
-   number of threads only after all have returned. Waiting threads spin, and after a while give way to others. One team
-   serves all layers; two operations at once need two. */
+   Thread 0 begins at once; its tqkv_team_end, and tqkv_team_begin in the others, wait until all n_threads threads have
+   come to tqkv_team_begin. The next begin may follow at once; another number of threads only after all have returned.
+   Waiting threads spin, and after a while give way to others. One team serves all layers; two operations at once need
+   two. */
 typedef struct tqkv_team tqkv_team;
 /* allocator: NULL = malloc, free. *out is NULL on failure. */
 TQKV_API tqkv_result tqkv_team_create(const tqkv_allocator *allocator, tqkv_team **out);
@@ -1893,7 +1894,18 @@ static TQKV__NOINLINE bool tqkv__overlap(const void *a, size_t a_size, const voi
 static bool tqkv__aligned_at(const void *p, size_t alignment) { return p && ((uintptr_t)p & (alignment - 1)) == 0; }
 static bool tqkv__floats_at(const void *p) { return tqkv__aligned_at(p, sizeof(float)); }
 
-static bool tqkv__format_known(tqkv_format f) { return TQKV__KIND(f) != 0; }
+/* A row of TQKV__FORMATS for a format that the compiler does not know; zeros for what is none. */
+typedef struct tqkv__format {
+    uint8_t kind, main_bits, upper_bits, book_bits, plain;
+} tqkv__format;
+
+static const tqkv__format *tqkv__format_of(tqkv_format f)
+{
+#define TQKV__FORMAT_ROW(x, format, name, kind, main, upper, book, plain) {kind, main, upper, book, plain},
+    static const tqkv__format rows[] = {{0, 0, 0, 0, 0}, TQKV__FORMATS(TQKV__FORMAT_ROW, )};
+    return &rows[(unsigned)f < sizeof rows / sizeof *rows ? (unsigned)f : 0];
+}
+static bool tqkv__format_known(tqkv_format f) { return tqkv__format_of(f)->kind != 0; }
 
 /* Returns the bytes of a value; 0: no tqkv_type. */
 static size_t tqkv__type_size(tqkv_type type)
@@ -2024,11 +2036,12 @@ static tqkv_result tqkv__table_shape(const tqkv_store *store, tqkv__stream *s)
 /* Takes the format's row in TQKV__FORMATS, and its tables. */
 static void tqkv__take_format(tqkv_format format, tqkv__stream *s)
 {
+    const tqkv__format *row = tqkv__format_of(format);
     s->format = format;
-    s->kind = TQKV__KIND(format);
-    s->main_bits = TQKV__MAIN_BITS(format);
-    s->upper_bits = TQKV__UPPER_BITS(format);
-    s->book_bits = TQKV__BOOK_BITS(format);
+    s->kind = row->kind;
+    s->main_bits = row->main_bits;
+    s->upper_bits = row->upper_bits;
+    s->book_bits = row->book_bits;
     s->codebook = s->book_bits ? TQKV__CODEBOOK(s->book_bits) : NULL;
     s->boundaries = s->book_bits ? TQKV__BOUNDARIES(s->book_bits) : NULL;
     s->factors = s->book_bits ? TQKV__FACTORS(s->book_bits) : NULL;
@@ -2043,9 +2056,9 @@ static tqkv_result tqkv__stream_shape(const tqkv_store *store, tqkv__stream *s)
     if (!tqkv__format_known(store->format))
         return TQKV__REFUSE(UNSUPPORTED, "format, key_format, value_format or tail_format: not a stored format");
     if (!tqkv__head_dim_known(store->head_dim)) return TQKV__REFUSE(UNSUPPORTED, TQKV__HEAD_DIMS);
-    if (store->unrotated && !TQKV__PLAIN(store->format))
+    if (store->unrotated && !tqkv__format_of(store->format)->plain)
         return TQKV__REFUSE(UNSUPPORTED, "unrotated: only TQ5, TQ6, TQ8 and their _BYTES forms can be");
-    if (store->rotated && TQKV__KIND(store->format) != TQKV__HALF)
+    if (store->rotated && tqkv__format_of(store->format)->kind != TQKV__HALF)
         return TQKV__REFUSE(UNSUPPORTED, "rotated: for F16 alone; other formats are, unless unrotated says otherwise");
     if (store->n_kv_heads <= 0) return TQKV__INVALID("n_kv_heads is not positive");
     if (store->capacity <= 0) return TQKV__INVALID("capacity is not positive");
@@ -2256,21 +2269,22 @@ TQKV_API tqkv_format tqkv_format_from_name(const char *name)
 
 TQKV_API size_t tqkv_row_bytes(tqkv_format f, int head_dim)
 {
-    if (!tqkv__format_known(f) || !tqkv__head_dim_known(head_dim)) return 0;
-    return (size_t)head_dim * (size_t)(TQKV__MAIN_BITS(f) + TQKV__UPPER_BITS(f)) / 8;
+    const tqkv__format *row = tqkv__format_of(f);
+    return tqkv__head_dim_known(head_dim) ? (size_t)(head_dim * (row->main_bits + row->upper_bits) / 8) : 0;
 }
 
 TQKV_API int tqkv_norms_per_row(tqkv_format f, int head_dim)
 {
-    if (!tqkv__format_known(f) || !tqkv__head_dim_known(head_dim) || TQKV__KIND(f) == TQKV__HALF) return 0;
-    const int dim = tqkv__norm_dim(TQKV__KIND(f), head_dim);
-    return dim ? head_dim / dim : 0;
+    const int kind = tqkv__format_of(f)->kind;
+    if (!tqkv__format_known(f) || !tqkv__head_dim_known(head_dim) || kind == TQKV__HALF) return 0;
+    return head_dim / tqkv__norm_dim(kind, head_dim);
 }
 
 TQKV_API float tqkv_last_boundary(tqkv_format f)
 {
-    if (TQKV__KIND(f) == TQKV__BOOK) return TQKV__BOUNDARIES(TQKV__BOOK_BITS(f))[(1 << TQKV__BOOK_BITS(f)) - 2];
-    return TQKV__KIND(f) == TQKV__HALF ? 65504.0f : TQKV__KIND(f) == TQKV__GRID ? 127.0f : 0.0f;
+    const int kind = tqkv__format_of(f)->kind, bits = tqkv__format_of(f)->book_bits;
+    if (kind == TQKV__BOOK) return TQKV__BOUNDARIES(bits)[(1 << bits) - 2];
+    return kind == TQKV__HALF ? 65504.0f : kind == TQKV__GRID ? 127.0f : 0.0f;
 }
 
 TQKV_API size_t tqkv_codes_size(const tqkv_store *store)
@@ -3142,11 +3156,7 @@ static TQKV__NOINLINE void tqkv__encode_row(const tqkv__stream *s, const tqkv__r
         tqkv__store_halves(x, s->head_dim, row->codes);
         return;
     }
-    for (int i = 0; i < s->head_dim; i++) {
-        if (s->kind == TQKV__GRID) {
-            codes[i] = tqkv__quantise_i8(x[i]);
-        }
-    }
+    for (int i = 0; i < s->head_dim && s->kind == TQKV__GRID; i++) codes[i] = tqkv__quantise_i8(x[i]);
     if (s->kind == TQKV__BOOK) {
         tqkv__search_row(s, x, codes, squares, row->factors ? row->factors : factors);
         tqkv__correct_norms(s, squares, row->norms);
@@ -3205,6 +3215,16 @@ static TQKV__NOINLINE void tqkv__add_center(const tqkv__stream *s, int kv_head, 
     codec->widen(TQKV_TYPE_F32, tqkv__center_of(s, kv_head), NULL, inverses, s->head_dim, center);
     if (coded && s->rotated) codec->rotate(center, s->head_dim);
     for (int d = 0; d < s->head_dim; d++) dst[d] = TQKV__AS_FLOAT(dst[d] + center[d]);
+}
+
+/* Decodes row and norms of a head -> dst: [head_dim], in a basis of the caller's, with the centre. */
+static TQKV__NOINLINE void tqkv__decode_in(const tqkv__stream *s, int kv_head, const uint8_t *row, const float *norms,
+                                           tqkv_basis basis, float *dst)
+{
+    tqkv__decode_row(s, row, norms, dst);
+    if (s->rotated && basis == TQKV_ORIGINAL) tqkv__codec_for(s->head_dim)->unrotate(dst, s->head_dim);
+    if (basis == TQKV_ORIGINAL) tqkv__apply_scale(s, kv_head, dst);
+    tqkv__add_center(s, kv_head, basis == TQKV_ROTATED, dst);
 }
 
 /* >>encode: rows into a store and out of it; how they lie on the scale */
@@ -3499,10 +3519,7 @@ TQKV_API tqkv_result tqkv_decode(const tqkv_store *store, int64_t position, int 
         for (int h = 0; h < s.n_kv_heads; h++) {
             void *to = (uint8_t *)dst + tqkv__row_offset(&s, (size_t)p, (size_t)h);
             float *row = s.type == TQKV_TYPE_F32 ? (float *)to : wide;
-            tqkv__decode_row(&s, tqkv__codes_at(&s, h, slot), tqkv__norms_at(&s, h, slot), row);
-            if (s.rotated && basis == TQKV_ORIGINAL) codec->unrotate(row, s.head_dim);
-            if (basis == TQKV_ORIGINAL) tqkv__apply_scale(&s, h, row);
-            tqkv__add_center(&s, h, basis == TQKV_ROTATED, row);
+            tqkv__decode_in(&s, h, tqkv__codes_at(&s, h, slot), tqkv__norms_at(&s, h, slot), basis, row);
             if (row == wide) codec->narrow(s.type, row, s.head_dim, to);
         }
     }
@@ -3562,12 +3579,12 @@ static bool tqkv__other_pages(const tqkv__stream *to, const tqkv__stream *from, 
     return tqkv__all_distinct(to->pages + first, count, from->pages + first, count);
 }
 
-/* Whether n positions can be converted without writing what is still to be read. Rows that begin where longer rows
+/* Whether n > 0 positions can be converted without writing what is still to be read. Rows that begin where longer rows
    begin can be written over them in ascending order. */
 static bool tqkv__stays_apart(const tqkv__stream *to, const tqkv__stream *from, int64_t position, int n)
 {
     const bool aligned = to->capacity == from->capacity && to->ring == from->ring && !to->pages && !from->pages;
-    const bool others = n > 0 && tqkv__other_pages(to, from, position, n);
+    const bool others = tqkv__other_pages(to, from, position, n);
     const bool codes_stay = others || (to->codes == from->codes && aligned && to->row_bytes <= from->row_bytes);
     const bool norms_stay = others || (to->norms == from->norms && aligned && to->norms_per_row <= from->norms_per_row);
     return (codes_stay || !tqkv__overlap(to->codes, to->codes_size, from->codes, from->codes_size)) &&
@@ -3616,7 +3633,7 @@ TQKV__COLD static tqkv_result tqkv__convert_open(const tqkv_store *to_store, con
         return TQKV__INVALID("unrotated: the stores differ in it");
     if (!tqkv__same_center(to, from)) return TQKV__INVALID("center: the stores differ in it");
     if (!tqkv__same_scale(to, from)) return TQKV__INVALID("channel_scale: the stores differ in it");
-    if (!tqkv__stays_apart(to, from, position, n))
+    if (n && !tqkv__stays_apart(to, from, position, n))
         return TQKV__INVALID("`to` overlaps `from`, other than in pages of its own or with shorter rows in place");
     for (int p = 0; p < n && !tqkv__same_rows(to, from); p++)
         for (int h = 0; h < from->n_kv_heads; h++)
@@ -3760,12 +3777,9 @@ static TQKV__NOINLINE void tqkv__add_moments(const tqkv__stream *s, int kv_head,
         m->fourth += square * square;
         m->beyond += fabsf(tqkv__rounded(x[d] * (row->factors ? row->factors[d / s->norm_dim] : 1.0f))) > last;
     }
-    tqkv__decode_row(s, row->codes, row->norms, x);
+    tqkv__decode_in(s, kv_head, row->codes, row->norms, TQKV_ORIGINAL, x);
     codec->widen(s->type, row->src, NULL, NULL, s->head_dim, source);
     codec->widen(s->type, m->first, NULL, NULL, s->head_dim, first);
-    if (s->rotated) codec->unrotate(x, s->head_dim);
-    tqkv__apply_scale(s, kv_head, x);
-    tqkv__add_center(s, kv_head, false, x);
     for (int d = 0; d < s->head_dim; d++) {
         const double value = (double)source[d], noise = value - (double)x[d], less = value - (double)first[d];
         m->row[d] += less;
@@ -4065,10 +4079,7 @@ static TQKV__NOINLINE void tqkv__row_error(const tqkv__stream *s, const tqkv__qu
     float source[TQKV_MAX_HEAD_DIM];
     const tqkv__codec *codec = tqkv__codec_for(s->head_dim);
     codec->encode_rows(s, q, row, 1);
-    tqkv__decode_row(s, row->codes, row->norms, error);
-    if (s->rotated) codec->unrotate(error, s->head_dim);
-    tqkv__apply_scale(s, kv_head, error);
-    tqkv__add_center(s, kv_head, false, error);
+    tqkv__decode_in(s, kv_head, row->codes, row->norms, TQKV_ORIGINAL, error);
     codec->widen(s->type, row->src, NULL, NULL, s->head_dim, source);
     for (int d = 0; d < s->head_dim; d++) error[d] -= source[d];
 }
@@ -6084,7 +6095,7 @@ TQKV__OP TQKV__VECTOR TQKV__(lane_sums)(const int most, int per_lane, const uint
     return sum;
 }
 
-/* Adds lanes by the xor-tree of tqkv__sums_tq up to those that share a norm. x: the sums of n_lanes lanes of per_lane
+/* Adds lanes by the xor-tree of tqkv__sums_of_products up to those that share a norm. x: the sums of n_lanes lanes of per_lane
    words each, in the order of load_lanes; sums: one a norm. All numbers are constants. */
 TQKV__OP void TQKV__(add_lanes)(const int n_lanes, const int per_lane, const int n_norms, TQKV__VECTOR *x, float *sums)
 {
@@ -10648,10 +10659,11 @@ static float tqkv__inverse_root(int n)
 {
     double root = 1.0 / sqrt((double)n);
     uint64_t bits;
+    if (tqkv__head_dim_known(n)) return tqkv__size_of(n)->inverse_root;
     memcpy(&bits, &root, sizeof bits);
     bits = (bits + (UINT64_C(1) << 28)) >> 29 << 29; /* a float has 29 bits less */
     memcpy(&root, &bits, sizeof root);
-    return tqkv__head_dim_known(n) ? TQKV__INV_SQRT(n) : (float)root;
+    return (float)root;
 }
 
 /* Resolves the strides of q and out, and finds their sizes. */
@@ -10764,21 +10776,27 @@ static tqkv_result tqkv__check_streams(tqkv__attention *a)
     return TQKV__INVALID("keys and values share bytes, but are not described in the same way");
 }
 
+/* Checks a store that has positions of a stream besides. */
+static TQKV__NOINLINE tqkv_result tqkv__check_beside(const tqkv__stream *stream, const tqkv__stream *s)
+{
+    if (s->head_dim != stream->head_dim || s->n_kv_heads != stream->n_kv_heads)
+        return TQKV__INVALID("exact_first, exact_last: a store of other head_dim or n_kv_heads than its stream");
+    if (!tqkv__same_center(s, stream))
+        return TQKV__INVALID("exact_first, exact_last: a store with another centre than its stream");
+    if (!tqkv__same_scale(s, stream))
+        return TQKV__INVALID("exact_first, exact_last: a store with another channel_scale than its stream");
+    return TQKV_OK;
+}
+
 /* Checks the store that holds positions [low, high) of a stream as halves. */
 static tqkv_result tqkv__check_end(const tqkv__attention *a, const tqkv__stream *codes, int64_t low, int64_t high,
                                    const tqkv__stream *s)
 {
     if (s->kind != TQKV__HALF || s->rotated != codes->rotated)
-        return TQKV__INVALID("exact_first or exact_last: a store that is not F16, or rotated otherwise than the codes");
-    if (s->head_dim != codes->head_dim || s->n_kv_heads != codes->n_kv_heads)
-        return TQKV__INVALID("exact_first or exact_last: a store of other head_dim or n_kv_heads than the codes");
-    if (!tqkv__same_center(s, codes))
-        return TQKV__INVALID("exact_first or exact_last: a store with another centre than the codes");
-    if (!tqkv__same_scale(s, codes))
-        return TQKV__INVALID("exact_first or exact_last: a store with another channel_scale than the codes");
+        return TQKV__INVALID("exact_first, exact_last: a store that is not F16, or rotated otherwise than the codes");
     if (s->ring ? a->call.end - low > s->capacity : high > tqkv__room(s))
-        return TQKV__REFUSE(OUT_OF_RANGE, "exact_first or exact_last: a store that does not hold so many positions");
-    return TQKV_OK;
+        return TQKV__REFUSE(OUT_OF_RANGE, "exact_first, exact_last: a store that does not hold so many positions");
+    return tqkv__check_beside(codes, s);
 }
 
 /* Returns the first position that a query reads from the halves of the newest. Without such halves it is 0, and these
@@ -10838,14 +10856,9 @@ static tqkv_result tqkv__check_first_tail(const tqkv__attention *a, const tqkv__
     const tqkv__stream *tail = &a->tail;
     if (s->format != tail->format || s->rotated != tail->rotated || s->block_scale != tail->block_scale)
         return TQKV__INVALID("first_tail: a store of another format or basis than the tail");
-    if (s->head_dim != tail->head_dim || s->n_kv_heads != tail->n_kv_heads)
-        return TQKV__INVALID("first_tail: a store of other head_dim or n_kv_heads than the tail");
-    if (!tqkv__same_center(s, tail)) return TQKV__INVALID("first_tail: a store with another centre than the tail");
-    if (!tqkv__same_scale(s, tail))
-        return TQKV__INVALID("first_tail: a store with another channel_scale than the tail");
     if (s->ring || a->call.exact_first > tqkv__room(s))
         return TQKV__REFUSE(OUT_OF_RANGE, "first_tail: a store that does not hold so many positions");
-    return TQKV_OK;
+    return tqkv__check_beside(tail, s);
 }
 
 /* Takes the first positions that are no longer resident, if all streams have them, from stores opened by `open`;
@@ -12232,8 +12245,10 @@ static TQKV__NOINLINE void tqkv__deliver(const tqkv__request *request, const tqk
     const tqkv_type type = request->max ? TQKV_TYPE_F32 : a->call.output_type;
     const bool scored =
         (a->keys.center || a->tail.center) && a->call.softcap == 0.0f && (request->max || a->call.sinks);
-    memset(center, 0, sizeof center);
-    if (coded) tqkv__add_center(&a->values, item->kv_head, true, center);
+    if (coded) {
+        memset(center, 0, sizeof center);
+        tqkv__add_center(&a->values, item->kv_head, true, center);
+    }
     for (int i = 0; i < item->n_rows; i++) {
         const size_t row = tqkv__caller_row(a, item, i);
         void *to = tqkv__output_at(request, row);
@@ -14327,11 +14342,12 @@ typedef struct tqkv__cut_call {
     tqkv__attention a[2];
     tqkv__request requests[2];
     int n_requests, n_raw;
+    uint8_t *own; /* [n_queries][n_heads][value_dim] for the second request; NULL: it writes to the caller's output */
 } tqkv__cut_call;
 
 /* Checks the arrays of all queries together: a request looks at its own queries and stores alone. */
-static tqkv_result tqkv__check_whole(const tqkv_cache *c, const tqkv_attention *some, const void *q, int n_queries,
-                                     const void *out)
+static TQKV__NOINLINE tqkv_result tqkv__check_whole(const tqkv_cache *c, const tqkv_attention *some, const void *q,
+                                                    int n_queries, const void *out)
 {
     tqkv__attention a;
     tqkv_attention whole = c->attention;
@@ -14371,10 +14387,16 @@ static tqkv_result tqkv__cut_coded(const tqkv_cache *c, const tqkv_attention *so
     if (coded.list) coded.list += (size_t)first * heads * (size_t)coded.list_length;
     tqkv_result r = tqkv__cache_attention(c, some ? &coded : NULL, n_queries - first, a);
     if (r != TQKV_OK) return r;
-    const size_t size = tqkv__type_size(a->call.query_type), skipped = (size_t)first;
-    const void *rest = (const uint8_t *)q + skipped * a->call.query_strides.token * size;
-    void *to = (uint8_t *)out + skipped * a->call.output_strides.token * tqkv__type_size(a->call.output_type);
-    r = tqkv__cut_whole(a, q ? rest : NULL, out ? to : NULL, &cut->requests[cut->n_requests]);
+    const size_t size = tqkv__type_size(a->call.output_type), skipped = (size_t)first;
+    const void *rest = (const uint8_t *)q + skipped * a->call.query_strides.token * tqkv__type_size(a->call.query_type);
+    uint8_t *to = (uint8_t *)out + skipped * a->call.output_strides.token * size;
+    if (cut->own) {
+        const tqkv_strides none = {0, 0};
+        a->call.output_strides = tqkv__strides_of(none, a->call.n_heads, a->value_dim);
+        a->out_size = a->out_elements * size;
+        to = cut->own;
+    }
+    r = tqkv__cut_whole(a, rest, to, &cut->requests[cut->n_requests]);
     cut->n_requests++;
     return r;
 }
@@ -14384,23 +14406,17 @@ static tqkv_result tqkv__cut_coded(const tqkv_cache *c, const tqkv_attention *so
 static tqkv_result tqkv__attend_cut_tree(const tqkv_cache *c, const tqkv_attention *some, const void *q, int n_queries,
                                          void *out, tqkv__cut_call *cut)
 {
-    tqkv_cache without_gaps = *c;
-    tqkv_allocator memory = c->attention.allocator;
-    const tqkv_strides none = {0, 0};
-    const int value_dim = c->attention.values->head_dim, n_heads = c->attention.n_heads;
-    const size_t row = (size_t)value_dim * tqkv__type_size(c->attention.output_type), heads = (size_t)n_heads;
-    const tqkv_strides strides = tqkv__strides_of(c->attention.output_strides, n_heads, value_dim);
-    const size_t size = (size_t)n_queries * heads * row;
-    without_gaps.attention.output_strides = none;
-    uint8_t *own = (uint8_t *)memory.alloc(memory.user, size);
-    if (!own) return TQKV_OUT_OF_MEMORY;
-    tqkv_result r = tqkv__cut_coded(&without_gaps, some, q, 0, n_queries, own, cut);
+    const tqkv__attention *a = &cut->a[0]; /* its strides are those of all queries */
+    const tqkv_allocator *memory = &a->call.allocator;
+    const size_t value = tqkv__type_size(a->call.output_type), row = (size_t)a->value_dim * value;
+    const size_t heads = (size_t)a->call.n_heads, size = (size_t)n_queries * heads * row;
+    cut->own = (uint8_t *)memory->alloc(memory->user, size);
+    if (!cut->own) return TQKV_OUT_OF_MEMORY;
+    tqkv_result r = tqkv__cut_coded(c, some, q, 0, n_queries, out, cut);
     if (r == TQKV_OK) r = tqkv__run_job(cut->requests, cut->n_requests);
-    for (size_t i = (size_t)cut->n_raw; r == TQKV_OK && i < (size_t)n_queries; i++)
-        for (size_t h = 0; h < heads; h++)
-            memcpy((uint8_t *)out + (i * strides.token + h * strides.head) * (row / (size_t)value_dim),
-                   own + (i * heads + h) * row, row);
-    memory.free(memory.user, own, size);
+    for (size_t i = (size_t)cut->n_raw * heads; r == TQKV_OK && i < (size_t)n_queries * heads; i++)
+        memcpy((uint8_t *)out + tqkv__row_begin(a, a->call.output_strides, i) * value, cut->own + i * row, row);
+    memory->free(memory->user, cut->own, size);
     return r;
 }
 
@@ -14409,6 +14425,7 @@ static TQKV__NOINLINE tqkv_result tqkv__attend_raw(const tqkv_cache *c, const tq
 {
     tqkv__cut_call cut;
     cut.n_requests = 0;
+    cut.own = NULL;
     cut.n_raw = tqkv__raw_queries(c, n_queries);
     tqkv_result r = tqkv__check_whole(c, some, q, n_queries, out);
     if (r == TQKV_OK && cut.n_raw) r = tqkv__cut_raw(c, some, q, n_queries, out, &cut);
@@ -14611,18 +14628,16 @@ static tqkv_result tqkv__check_match(const tqkv_cache_desc *wanted, const tqkv_c
     return TQKV_OK;
 }
 
-/* Copies a store, or makes halves of a stream that was F16: zeros for positions that are gone from a ring. */
+/* Copies a store, or makes halves of a stream that was F16. */
 static tqkv_result tqkv__fork_store(const tqkv_cache *c, int i, const tqkv_cache *copy, const tqkv_parallel *parallel)
 {
     const tqkv_store *to = tqkv__store_of(copy, i), *from = tqkv__store_of(c, i);
-    tqkv__range range = tqkv__range_of(c, i);
-    if (!to) return TQKV_OK;
-    if (!from && range.from < c->first) {
-        range.from = c->first;
-        memset(to->codes, 0, to->codes_size);
+    const tqkv__range range = tqkv__range_of(c, i);
+    if (!to || range.from >= range.to) return TQKV_OK;
+    if (!from) { /* a ring would have kept what is gone */
+        TQKV_ASSERT(range.from >= c->first);
+        from = tqkv__store_of(c, tqkv__stream_kinds[i].side);
     }
-    if (!from && i < TQKV__RAW) from = tqkv__store_of(c, tqkv__stream_kinds[i].side);
-    if (range.from >= range.to) return TQKV_OK;
     return tqkv__convert(to, from, range.from, (int)(range.to - range.from), parallel);
 }
 
@@ -15339,16 +15354,15 @@ TQKV_API tqkv_result tqkv_store_load(const tqkv_store *store, int64_t position, 
                                    /* (2) of encode: squares of its centroids */
 #define TQKV__ATTEND_TABLE_BYTES                                                                                       \
     (2 * TQKV__TABLE_BYTES) /* (0) codebooks of keys and values; TABLE_BYTES for a tail's */
-#define TQKV__ATTEND_QUERY_BYTES(D)     (6 * (D)*TQKV__MAX_COLUMNS(D))   /* (1) padded queries, then the sums or: */
-#define TQKV__ATTEND_SUM_BYTES(D)       (4 * (D)*TQKV__MAX_COLUMNS(D))   /*     the sums, of several stretches */
-#define TQKV__ATTEND_WEIGHT_BYTES(D, n) ((n)*128 * TQKV__MAX_COLUMNS(D)) /* (2) a tile's weights, n simdgroups */
-#define TQKV__ATTEND_KEPT_BYTES(D)      (16 * TQKV__MAX_COLUMNS(D))      /* (3) maximum and sum: kept twice, and */
-#define TQKV__ATTEND_STATE_BYTES(D, n)  ((n)*8 * TQKV__MAX_COLUMNS(D))   /*     of n simdgroups */
-#define TQKV__MATRIX_QUERY_BYTES(D)     (32 * (D))                       /* (1) of attend_matrix: 8 queries, and */
-#define TQKV__MATRIX_SUM_BYTES(D)       (64 * ((D) + 4)) /*     padded sums of 4 simdgroups and columns */
-#define TQKV__MATRIX_KEPT_BYTES(n)      (576 * (n))      /* (3) of n matrices of columns: 18 numbers a column, and */
-#define TQKV__MATRIX_STATE_BYTES(n)     (64 * (n))       /*     maximum and sum of a simdgroup */
-#define TQKV__MERGE_BYTES(D, n)         ((n) * ((D) + 4) * 4) /* (0) a row and its sum, n simdgroups */
+#define TQKV__ATTEND_QUERY_BYTES(D) (6 * (D)*TQKV__MAX_COLUMNS(D)) /* (1) padded queries */
+#define TQKV__ATTEND_PASS_FLOATS(D) ((D) <= 256 ? 512 : 256)       /* (2) of a simdgroup: a tile's weights, then sums */
+#define TQKV__ATTEND_SUM_BYTES(D, columns)                                                                             \
+    ((columns) * (D) <= 256 ? 1024 : 4 * TQKV__ATTEND_PASS_FLOATS(D)) /* of a pass, or of all columns */
+#define TQKV__MATRIX_QUERY_BYTES(D) (32 * (D))                        /* (1) of attend_matrix: 8 queries, and */
+#define TQKV__MATRIX_SUM_BYTES(D)   (64 * ((D) + 4))                  /*     padded sums of 4 simdgroups and columns */
+#define TQKV__COLUMN_BYTES(columns) (56 * (columns)) /* (3) of attend and attend_matrix: 14 numbers a column, and */
+#define TQKV__STATE_BYTES(columns)  (8 * (columns))  /*     maximum and sum of a simdgroup */
+#define TQKV__MERGE_BYTES(D, n)     ((n) * ((D) + 4) * 4) /* (0) a row and its sum, n simdgroups */
 
 /* Floats of a padded query in attend. */
 #define TQKV__QUERY_FLOATS(D) (3 * (D) / 2)
@@ -15387,12 +15401,11 @@ TQKV_API tqkv_result tqkv_store_load(const tqkv_store *store, int64_t position, 
 /* The sizes above for kernels of head_dim D. The host refuses a library with other sizes. */
 #define TQKV__KERNEL_SIZES(D)                                                                                          \
     TQKV__MAX_COLUMNS(D), TQKV__ENCODE_ROWS(D), TQKV__MERGE_SIMDGROUPS(D), TQKV__CELL_BYTES, TQKV__TABLE_BYTES,        \
-        TQKV__ROW_BYTES(D, 1), TQKV__ATTEND_QUERY_BYTES(D), TQKV__ATTEND_SUM_BYTES(D),                                 \
-        TQKV__ATTEND_WEIGHT_BYTES(D, 1), TQKV__ATTEND_KEPT_BYTES(D), TQKV__ATTEND_STATE_BYTES(D, 1),                   \
+        TQKV__ROW_BYTES(D, 1), TQKV__ATTEND_QUERY_BYTES(D), TQKV__ATTEND_PASS_FLOATS(D), TQKV__ATTEND_SUM_BYTES(D, 1), \
         TQKV__MERGE_BYTES(D, 1), TQKV__TAIL_DIM(D), TQKV__STRETCH_GROWTH, TQKV__SECTION, TQKV__MOST_MATRIX_COLUMNS(D), \
-        TQKV__MATRIX_QUERY_BYTES(D), TQKV__MATRIX_SUM_BYTES(D), TQKV__MATRIX_KEPT_BYTES(1),                            \
-        TQKV__MATRIX_STATE_BYTES(1), TQKV__LONG_WEIGHT_BYTES(1)
-enum { TQKV__KERNEL_DIMS = 11, TQKV__N_KERNEL_SIZES = 21 };
+        TQKV__MATRIX_QUERY_BYTES(D), TQKV__MATRIX_SUM_BYTES(D), TQKV__COLUMN_BYTES(1), TQKV__STATE_BYTES(1),           \
+        TQKV__LONG_WEIGHT_BYTES(1)
+enum { TQKV__KERNEL_DIMS = 11, TQKV__N_KERNEL_SIZES = 19 };
 
 /* The values of head_dim that have kernels, as row(x, number, D). Besides, keys of TQKV__WIDE_KEYS take values of
    TQKV__NARROW_VALUES in encode_kv and attend, and keys of D a tail of TQKV__TAIL_DIM(D): encode_kv takes it for
@@ -15554,7 +15567,7 @@ TQKV__ASSERT_SIZE(tqkv__batch_item, 324);
 TQKV__ASSERT_SIZE(tqkv__choose_args, 52);
 TQKV__ASSERT_SIZE(tqkv__index_args, 228);
 TQKV__ASSERT_SIZE(tqkv__calibrate_args, 40);
-TQKV__ASSERT_SIZE(tqkv__table_report, 4780);
+TQKV__ASSERT_SIZE(tqkv__table_report, 4692);
 
 /* >>metal-host: numbers that tqkv_metal.m and the tests share with >>metal-code, visible with TQKV_SHARED */
 enum {
@@ -16739,18 +16752,16 @@ static size_t tqkv__plan_out_size(const tqkv__attention *a, const tqkv__attend_b
     return b->slice.to ? a->out_elements * sizeof(float) : a->out_size;
 }
 
-/* The memory of queries and sums, the largest, holds only the columns in use: it limits the threadgroups on a
-   core. */
+/* The memory of queries holds only the columns in use: memory limits the threadgroups on a core. */
 static void tqkv__plan_attend_memory(tqkv_metal_dispatch *d, size_t key_dim, size_t value_dim, int columns)
 {
-    const size_t sums = tqkv__attend_args_of(d).sections_each ? TQKV__ATTEND_SUM_BYTES(value_dim) : 0;
     const size_t tail = sizeof(float) * (size_t)TQKV__QUERY_FLOATS(tqkv__planned_tail(d));
     d->memory[0] = TQKV__ATTEND_TABLE_BYTES + (tail ? TQKV__TABLE_BYTES : 0);
-    d->memory[1] = ((TQKV__ATTEND_QUERY_BYTES(key_dim) + sums) / TQKV__MAX_COLUMNS(key_dim) + tail) * (size_t)columns;
+    d->memory[1] = (TQKV__ATTEND_QUERY_BYTES(key_dim) / TQKV__MAX_COLUMNS(key_dim) + tail) * (size_t)columns;
     d->memory[2] = 0;
-    d->memory[3] = TQKV__ATTEND_KEPT_BYTES(value_dim);
-    d->memory_each[2] = TQKV__ATTEND_WEIGHT_BYTES(value_dim, 1);
-    d->memory_each[3] = TQKV__ATTEND_STATE_BYTES(value_dim, 1);
+    d->memory[3] = TQKV__COLUMN_BYTES(TQKV__MAX_COLUMNS(value_dim));
+    d->memory_each[2] = TQKV__ATTEND_SUM_BYTES(value_dim, (size_t)columns);
+    d->memory_each[3] = TQKV__STATE_BYTES(TQKV__MAX_COLUMNS(value_dim));
 }
 
 /* Matrices come whole: 8, 16 or 32 columns. The sums take turns, and after the only stretch the queries' memory. Of
@@ -16767,8 +16778,8 @@ static void tqkv__plan_matrix_memory(tqkv_metal_dispatch *d, size_t head_dim, in
     d->memory[0] = TQKV__ATTEND_TABLE_BYTES;
     d->memory[1] = queries + rows > others ? queries + rows : others;
     d->memory[2] = d->memory_each[2] = 0;
-    d->memory[3] = TQKV__MATRIX_KEPT_BYTES(matrices) + (tail ? TQKV__TABLE_BYTES : 0);
-    d->memory_each[3] = TQKV__MATRIX_STATE_BYTES(matrices);
+    d->memory[3] = TQKV__COLUMN_BYTES(8 * matrices) + (tail ? TQKV__TABLE_BYTES : 0);
+    d->memory_each[3] = TQKV__STATE_BYTES(8 * matrices);
 }
 
 /* Returns the threadgroups of a KV head and split. */
@@ -17463,7 +17474,8 @@ static tqkv_result tqkv__plan_scratch_within(const tqkv_metal_attention *from, s
 
 TQKV_API tqkv_result tqkv_metal_plan_attend_scratch(const tqkv_metal_attention *from, size_t *bytes)
 {
-    return bytes ? tqkv__plan_scratch_within(from, TQKV__MOST_SUMS, bytes) : TQKV_INVALID_ARGUMENT;
+    if (!bytes) return TQKV__INVALID("bytes is NULL");
+    return tqkv__plan_scratch_within(from, TQKV__MOST_SUMS, bytes);
 }
 
 /* >>plan-batch: batches. Each item is planned as a call of its own, and the plans are joined. */
@@ -17937,7 +17949,7 @@ static void tqkv__plan_score(const tqkv__index *x, const tqkv__index_args *args,
     d->memory[0] = TQKV__TABLE_BYTES;
     d->memory[1] = TQKV__MATRIX_QUERY_BYTES(head_dim) * matrices;
     d->memory[2] = TQKV__INDEX_KEYS * sizeof(float);
-    d->memory[3] = TQKV__MATRIX_KEPT_BYTES(matrices);
+    d->memory[3] = TQKV__COLUMN_BYTES(8 * matrices);
     d->grid[0] = (size_t)((x->blocks + args->blocks_each - 1) / args->blocks_each);
     d->grid[1] = n_queries;
     d->n_simdgroups = TQKV__MATRIX_SIMDGROUPS;
@@ -18333,9 +18345,9 @@ TQKV_API tqkv_result tqkv_metal_plan_cache_append(const tqkv_cache *c, tqkv_meta
 
 TQKV_API void tqkv_metal_cache_appended(tqkv_cache *c, int n_tokens) { tqkv__count_append(c, n_tokens); }
 
-/* Forgets positions whose appends a GPU did not run, and what the cache would have learned from them. */
-static tqkv_result tqkv__count_failed(tqkv_cache *c, int64_t end)
+TQKV_API tqkv_result tqkv_metal_cache_failed(tqkv_cache *c, int64_t end)
 {
+    if (!c) return TQKV__INVALID("the cache is NULL");
     const bool unlearns = !c->learning && end >= 0 && end <= c->learnt_at;
     const tqkv_result r = tqkv_cache_truncate(c, end);
     if (r != TQKV_OK || !unlearns) return r;
@@ -18344,12 +18356,6 @@ static tqkv_result tqkv__count_failed(tqkv_cache *c, int64_t end)
     c->learning = c->reads_raw = true;
     c->exact_below = c->exact_from = c->exact_held = 0;
     return TQKV_OK;
-}
-
-TQKV_API tqkv_result tqkv_metal_cache_failed(tqkv_cache *c, int64_t end)
-{
-    if (!c) return TQKV__INVALID("the cache is NULL");
-    return tqkv__count_failed(c, end);
 }
 
 /* The attention of a cache over its stores, with the lists and the tree of `some`. */

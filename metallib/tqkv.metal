@@ -358,28 +358,28 @@ TQKV__ASSERT_SIZE(tqkv__table_set, 3560);
 #define TQKV_FC_CENTER         12 /* bool: encode, probe, decode: rows have a centre; encode_kv: keys have one */
                                   /* attend, attend_merge: keys have one, and it changes the result */
 #define TQKV_FC_VALUE_CENTER 13   /* bool: encode_kv, attend_merge: values have a centre */
-#define TQKV_FC_TYPE         14 /* uint: tqkv_type of the rows that encode, probe and attend read; encode_kv: the keys */
-                                /* decode, attend_merge: of the rows that they write */
-#define TQKV_FC_VALUE_TYPE 15   /* uint: encode_kv: that of the values */
-#define TQKV_FC_PAGES      16   /* bool: encode, decode: slots come from a page table; encode_kv: the keys' */
-                                /* attend: the slots of keys and values */
-#define TQKV_FC_VALUE_PAGES  17 /* bool: encode_kv: the values' slots */
-#define TQKV_FC_TREE         18 /* bool: attend, attend_list: a tree hides some of the newest n_queries positions */
-#define TQKV_FC_BATCH        19 /* bool: attend, attend_merge, attend_list: arguments and offsets come from items */
-#define TQKV_FC_FROM_SLICE   20 /* bool: attend_merge: of partial results there is one, a slice: out, max and sum */
-#define TQKV_FC_TO_SLICE     21 /* bool: attend_merge: makes a slice; from one: adds it to the one that is there */
-#define TQKV_FC_TAIL_FORMAT  22 /* uint: attend: that of the keys' tail; 0: there is none */
-#define TQKV_FC_ROTATE_TAIL  23 /* bool: attend: the tail is rotated, queries are not */
-#define TQKV_FC_TAIL_CENTER  24 /* bool: attend: as TQKV_FC_CENTER, of the tail */
-#define TQKV_FC_TAIL_ROTATED 25 /* bool: attend: rotate the tail's centre before it is used */
-#define TQKV_FC_LIST         26 /* bool: attend: queries see listed blocks alone */
+#define TQKV_FC_TYPE         14   /* uint: tqkv_type of the rows that encode, probe, attend read; encode_kv: the keys */
+                                  /* decode, attend_merge: of the rows that they write */
+#define TQKV_FC_VALUE_TYPE 15     /* uint: encode_kv: that of the values */
+#define TQKV_FC_PAGES      16     /* bool: encode, decode: slots come from a page table; encode_kv: the keys' */
+                                  /* attend: the slots of keys and values */
+#define TQKV_FC_VALUE_PAGES  17   /* bool: encode_kv: the values' slots */
+#define TQKV_FC_TREE         18   /* bool: attend, attend_list: a tree hides some of the newest n_queries positions */
+#define TQKV_FC_BATCH        19   /* bool: attend, attend_merge, attend_list: arguments and offsets come from items */
+#define TQKV_FC_FROM_SLICE   20   /* bool: attend_merge: of partial results there is one, a slice: out, max and sum */
+#define TQKV_FC_TO_SLICE     21   /* bool: attend_merge: makes a slice; from one: adds it to the one that is there */
+#define TQKV_FC_TAIL_FORMAT  22   /* uint: attend: that of the keys' tail; 0: there is none */
+#define TQKV_FC_ROTATE_TAIL  23   /* bool: attend: the tail is rotated, queries are not */
+#define TQKV_FC_TAIL_CENTER  24   /* bool: attend: as TQKV_FC_CENTER, of the tail */
+#define TQKV_FC_TAIL_ROTATED 25   /* bool: attend: rotate the tail's centre before it is used */
+#define TQKV_FC_LIST         26   /* bool: attend: queries see listed blocks alone */
 
 #define TQKV_FC_SMALL_PAGES    27 /* bool: attend: some pages end within tiles */
 #define TQKV_FC_TAIL_ELSEWHERE 28 /* bool: attend: a position has another slot in the tail than in the keys */
 
 #define TQKV_FC_SCALED 29 /* bool: encode, probe: channels of rows have scales; encode_kv: those of keys */
                           /* decode: rows are multiplied by them; attend: queries are, by those of the keys */
-#define TQKV_FC_VALUE_SCALED       30 /* bool: encode_kv: values have scales; attend_merge: multiply the output by them */
+#define TQKV_FC_VALUE_SCALED       30 /* bool: encode_kv: values have scales; attend_merge: the output is multiplied */
 #define TQKV_FC_CENTER_SCALED      31 /* bool: decode, attend, attend_merge: divide the centre before it is rotated */
 #define TQKV_FC_TAIL_SCALED        32 /* bool: attend: as TQKV_FC_SCALED, of the tail */
 #define TQKV_FC_TAIL_CENTER_SCALED 33 /* bool: attend: as TQKV_FC_CENTER_SCALED, of the tail */
@@ -438,16 +438,15 @@ TQKV__ASSERT_SIZE(tqkv__table_set, 3560);
                                    /* (2) of encode: squares of its centroids */
 #define TQKV__ATTEND_TABLE_BYTES                                                                                       \
     (2 * TQKV__TABLE_BYTES) /* (0) codebooks of keys and values; TABLE_BYTES for a tail's */
-#define TQKV__ATTEND_QUERY_BYTES(D)     (6 * (D)*TQKV__MAX_COLUMNS(D))   /* (1) padded queries, then the sums or: */
-#define TQKV__ATTEND_SUM_BYTES(D)       (4 * (D)*TQKV__MAX_COLUMNS(D))   /*     the sums, of several stretches */
-#define TQKV__ATTEND_WEIGHT_BYTES(D, n) ((n)*128 * TQKV__MAX_COLUMNS(D)) /* (2) a tile's weights, n simdgroups */
-#define TQKV__ATTEND_KEPT_BYTES(D)      (16 * TQKV__MAX_COLUMNS(D))      /* (3) maximum and sum: kept twice, and */
-#define TQKV__ATTEND_STATE_BYTES(D, n)  ((n)*8 * TQKV__MAX_COLUMNS(D))   /*     of n simdgroups */
-#define TQKV__MATRIX_QUERY_BYTES(D)     (32 * (D))                       /* (1) of attend_matrix: 8 queries, and */
-#define TQKV__MATRIX_SUM_BYTES(D)       (64 * ((D) + 4)) /*     padded sums of 4 simdgroups and columns */
-#define TQKV__MATRIX_KEPT_BYTES(n)      (576 * (n))      /* (3) of n matrices of columns: 18 numbers a column, and */
-#define TQKV__MATRIX_STATE_BYTES(n)     (64 * (n))       /*     maximum and sum of a simdgroup */
-#define TQKV__MERGE_BYTES(D, n)         ((n) * ((D) + 4) * 4) /* (0) a row and its sum, n simdgroups */
+#define TQKV__ATTEND_QUERY_BYTES(D) (6 * (D)*TQKV__MAX_COLUMNS(D)) /* (1) padded queries */
+#define TQKV__ATTEND_PASS_FLOATS(D) ((D) <= 256 ? 512 : 256)       /* (2) of a simdgroup: a tile's weights, then sums */
+#define TQKV__ATTEND_SUM_BYTES(D, columns)                                                                             \
+    ((columns) * (D) <= 256 ? 1024 : 4 * TQKV__ATTEND_PASS_FLOATS(D)) /* of a pass, or of all columns */
+#define TQKV__MATRIX_QUERY_BYTES(D) (32 * (D))                        /* (1) of attend_matrix: 8 queries, and */
+#define TQKV__MATRIX_SUM_BYTES(D)   (64 * ((D) + 4))                  /*     padded sums of 4 simdgroups and columns */
+#define TQKV__COLUMN_BYTES(columns) (56 * (columns)) /* (3) of attend and attend_matrix: 14 numbers a column, and */
+#define TQKV__STATE_BYTES(columns)  (8 * (columns))  /*     maximum and sum of a simdgroup */
+#define TQKV__MERGE_BYTES(D, n)     ((n) * ((D) + 4) * 4) /* (0) a row and its sum, n simdgroups */
 
 /* Floats of a padded query in attend. */
 #define TQKV__QUERY_FLOATS(D) (3 * (D) / 2)
@@ -486,12 +485,11 @@ TQKV__ASSERT_SIZE(tqkv__table_set, 3560);
 /* The sizes above for kernels of head_dim D. The host refuses a library with other sizes. */
 #define TQKV__KERNEL_SIZES(D)                                                                                          \
     TQKV__MAX_COLUMNS(D), TQKV__ENCODE_ROWS(D), TQKV__MERGE_SIMDGROUPS(D), TQKV__CELL_BYTES, TQKV__TABLE_BYTES,        \
-        TQKV__ROW_BYTES(D, 1), TQKV__ATTEND_QUERY_BYTES(D), TQKV__ATTEND_SUM_BYTES(D),                                 \
-        TQKV__ATTEND_WEIGHT_BYTES(D, 1), TQKV__ATTEND_KEPT_BYTES(D), TQKV__ATTEND_STATE_BYTES(D, 1),                   \
+        TQKV__ROW_BYTES(D, 1), TQKV__ATTEND_QUERY_BYTES(D), TQKV__ATTEND_PASS_FLOATS(D), TQKV__ATTEND_SUM_BYTES(D, 1), \
         TQKV__MERGE_BYTES(D, 1), TQKV__TAIL_DIM(D), TQKV__STRETCH_GROWTH, TQKV__SECTION, TQKV__MOST_MATRIX_COLUMNS(D), \
-        TQKV__MATRIX_QUERY_BYTES(D), TQKV__MATRIX_SUM_BYTES(D), TQKV__MATRIX_KEPT_BYTES(1),                            \
-        TQKV__MATRIX_STATE_BYTES(1), TQKV__LONG_WEIGHT_BYTES(1)
-enum { TQKV__KERNEL_DIMS = 11, TQKV__N_KERNEL_SIZES = 21 };
+        TQKV__MATRIX_QUERY_BYTES(D), TQKV__MATRIX_SUM_BYTES(D), TQKV__COLUMN_BYTES(1), TQKV__STATE_BYTES(1),           \
+        TQKV__LONG_WEIGHT_BYTES(1)
+enum { TQKV__KERNEL_DIMS = 11, TQKV__N_KERNEL_SIZES = 19 };
 
 /* The values of head_dim that have kernels, as row(x, number, D). Besides, keys of TQKV__WIDE_KEYS take values of
    TQKV__NARROW_VALUES in encode_kv and attend, and keys of D a tail of TQKV__TAIL_DIM(D): encode_kv takes it for
@@ -653,7 +651,7 @@ TQKV__ASSERT_SIZE(tqkv__batch_item, 324);
 TQKV__ASSERT_SIZE(tqkv__choose_args, 52);
 TQKV__ASSERT_SIZE(tqkv__index_args, 228);
 TQKV__ASSERT_SIZE(tqkv__calibrate_args, 40);
-TQKV__ASSERT_SIZE(tqkv__table_report, 4780);
+TQKV__ASSERT_SIZE(tqkv__table_report, 4692);
 
 // ---- shaders/common.h ----
 
@@ -1762,6 +1760,9 @@ constant bool rotate_tail_center [[function_constant(TQKV_FC_TAIL_ROTATED)]];
 #define LANE_SUMS(D) ((D) <= 256 ? 8 : ((D) + 511) / 512 * 16)
 #define LANE_SPAN(D) ((D) / LANE_SUMS(D))
 
+// Whether all scores of a query lack the same number, in column_memory.
+inline bool has_shifts() { return key_centered || tail_centered; }
+
 // The codes and norms of one KV head.
 struct stream_rows {
     device const uchar *codes;
@@ -1784,10 +1785,9 @@ struct attend_task {
     threadgroup float *tail_table;   // [256]: of the tail
     threadgroup float *queries;      // [columns][padded KD]
     threadgroup float *tail_queries; // [columns][padded T]
-    threadgroup float *sums;    // [columns][VD]: of a stretch. After the only stretch they take the queries' memory
-    threadgroup float *weights; // [n_simdgroups][32][C]
-    threadgroup float *kept;    // [2][C][2]: maximum and sum of the section so far, and of all earlier sections. Before
-                                // them [C]: the centre's score in powers of two
+    threadgroup float *sums;         // of attend_matrix, for a pass of columns
+    threadgroup float *weights; // a tile's weights and, for a pass of columns, sums: [n_simdgroups][ATTEND_SUM_FLOATS]
+    threadgroup float *kept;    // of columns.h
     threadgroup float *states;  // [n_simdgroups][C][2]: maximum and sum
     uint kv_head, first_column, split;
     uint end_column; // of those columns that there are
@@ -2067,6 +2067,264 @@ inline void add_any_values(constant tqkv__attend_args &args, thread const attend
 
 #endif
 
+// ---- shaders/softmax.h ----
+
+// Shares of maxima in the online softmax. Scores are in powers of two, because a GPU's exponential takes these.
+#ifndef TQKV_SOFTMAX_H
+#define TQKV_SOFTMAX_H
+
+#define TQKV_LOG2E 1.44269504f
+#define TQKV_LN2   0.693147181f
+
+// A maximum of a slice, in powers of e as on the processor. Maxima here are whole numbers, in powers of two: rounding to
+// powers of e and back is undone, so slices have the bits of the whole call. A processor's maximum is as close as it was.
+inline float maximum_of_slice(float max)
+{
+    float maximum = max * TQKV_LOG2E, whole = rint(maximum);
+    return fabs(maximum - whole) <= fabs(maximum) * (1.0f / 4194304.0f) ? whole : maximum;
+}
+
+// 2^(own - largest), and exactly 1 where the two are equal: then adding nothing changes no bit. The maximum of nothing
+// is -INFINITY and its share is 0. Both are selected, because -INFINITY minus -INFINITY is NaN. The fast exponential
+// errs by a few units in the last place; the result may err by 2e-5.
+inline float share_of(float own, float largest)
+{
+    return own == largest ? 1.0f : own == -INFINITY ? 0.0f : fast::exp2(own - largest);
+}
+
+// The factors of two sums of weights with these maxima, kept and added, under the larger one.
+struct shares {
+    float largest, kept, added;
+};
+
+inline shares shares_of(float kept, float added)
+{
+    shares result;
+    result.largest = max(kept, added);
+    result.kept = share_of(kept, result.largest);
+    result.added = share_of(added, result.largest);
+    return result;
+}
+
+#endif
+
+// ---- shaders/columns.h ----
+
+// The columns of a threadgroup of attention: what it keeps of them in threadgroup memory, and how the sums of its simdgroups
+// become one at the end of a stretch. attend.h and matrix_columns.h have what depends on how a lane holds them.
+#ifndef TQKV_COLUMNS_H
+#define TQKV_COLUMNS_H
+
+// Threadgroup memory of columns: TQKV__COLUMN_BYTES.
+struct column_memory {
+    uint n;                              // columns that there is room for
+    threadgroup float *kept;             // [2][n][2]: maximum and sum of the section so far, and of all before it
+    threadgroup float *shares;           // [n][4]: what the sums of the section so far are multiplied by, those of the
+                                         // stretch, of the earlier sections and of the section
+    threadgroup float *shifts, *factors; // [n]: of the queries. attend has no factors
+    threadgroup float *tails;            // [n]: what products of the tail are multiplied by, over `factors`
+    threadgroup float *totals;           // [n][2]: maximum and sum
+    threadgroup uint *rows;              // [n]: row in a partial result
+};
+
+inline column_memory column_memory_of(threadgroup float *numbers, uint n)
+{
+    column_memory memory;
+    memory.n = n;
+    memory.kept = numbers;
+    memory.shares = memory.kept + 4u * n;
+    memory.shifts = memory.shares + 4u * n;
+    memory.factors = memory.shifts + n;
+    memory.tails = memory.factors + n;
+    memory.totals = memory.tails + n;
+    threadgroup float *rows = memory.totals + 2u * n;
+    memory.rows = (threadgroup uint *)rows;
+    return memory;
+}
+
+// Where the row of a query row is in a partial result.
+inline uint partial_row(constant tqkv__attend_args &args, query_row row, uint head)
+{
+    return uint(row.query) * uint(args.n_kv_heads) * uint(args.group) + head;
+}
+
+// The end of the columns that there are. Without a list it is computed where it is needed: nvcc keeps task.end_column in a
+// register over all tiles, and spills others.
+inline uint end_of_columns(constant tqkv__attend_args &args, thread const attend_task &task)
+{
+    return has_list ? task.end_column : uint(args.n_queries) * uint(args.group);
+}
+
+// Where the sums of a stretch's columns go.
+struct column_end {
+    uint used;                    // columns
+    ulong section;                // distance of the section's partial result from the first
+    bool copy;                    // the section begins
+    bool to_total, copy_to_total; // it ends, and is added or copied to the first
+};
+
+inline column_end open_end(constant tqkv__attend_args &args, thread const attend_task &task, stretch_range own,
+                           uint stretch, uint D)
+{
+    uint rows = uint(args.n_queries) * uint(args.group);
+    column_end how;
+    how.used = min(uint(columns), end_of_columns(args, task) - task.first_column);
+    how.section = row_offset(partial_of_section(args, task.split), rows * uint(args.n_kv_heads)) * ulong(D);
+    how.copy = begins_section(own, stretch);
+    how.to_total = ends_section(args, own, stretch);
+    how.copy_to_total = in_first_section(own, stretch);
+    return how;
+}
+
+// Adds maximum and sum of a column to those of the kept ones, [2]. The two factors of the columns' sums go to `factors`.
+inline void add_column(bool copy, threadgroup float *kept, threadgroup float *total, threadgroup float *factors)
+{
+    shares both = shares_of(copy ? -INFINITY : kept[0], total[0]);
+    float sum = fma(both.added, total[1], copy ? 0.0f : both.kept * kept[1]);
+    factors[0] = both.kept;
+    factors[1] = both.added;
+    total[0] = kept[0] = both.largest;
+    total[1] = kept[1] = sum;
+}
+
+// Simdgroups whose states or sums are loaded together, so that one load does not wait for another.
+#define STATES_LOADED 4
+
+// Maxima and sums of a column in the simdgroups from `first` on; those of one that there is not are nothing.
+struct loaded_states {
+    float maxima[STATES_LOADED], sums[STATES_LOADED];
+};
+
+inline loaded_states load_states(thread const attend_task &task, uint c, uint n, uint first)
+{
+    loaded_states states;
+    TQKV_UNROLL
+    for (uint i = 0; i < uint(STATES_LOADED); i++) {
+        threadgroup const float *from = task.states + (min(first + i, task.n_simdgroups - 1u) * n + c) * 2u;
+        bool exists = first + i < task.n_simdgroups;
+        states.maxima[i] = exists ? from[0] : -INFINITY;
+        states.sums[i] = exists ? from[1] : 0.0f;
+    }
+    return states;
+}
+
+// Maximum and sum of a column, and all factors of its sums. task.states has those of the simdgroups, [n_simdgroups][n][2]; what
+// their sums are multiplied by takes the place of the maxima. S: most simdgroups
+template <int S>
+inline void combine_states(thread const attend_task &task, uint c, column_memory memory, column_end how)
+{
+    const uint n = memory.n, B = uint(STATES_LOADED);
+    threadgroup float *total = memory.totals + c * 2u, *factors = memory.shares + c * 4u;
+    float largest = -INFINITY, sum = 0.0f;
+    for (uint first = 0; first < uint(S) && first < task.n_simdgroups; first += B) {
+        loaded_states states = load_states(task, c, n, first);
+        TQKV_UNROLL
+        for (uint i = 0; i < B; i++) largest = max(largest, states.maxima[i]);
+    }
+    for (uint first = 0; first < uint(S) && first < task.n_simdgroups; first += B) {
+        loaded_states states = load_states(task, c, n, first);
+        TQKV_UNROLL
+        for (uint i = 0; i < B; i++) {
+            float share = share_of(states.maxima[i], largest);
+            sum = fma(share, states.sums[i], sum);
+            if (first + i < task.n_simdgroups) task.states[((first + i) * n + c) * 2u] = share;
+        }
+    }
+    total[0] = largest;
+    total[1] = sum;
+    add_column(how.copy, memory.kept + c * 2u, total, factors);
+    if (how.to_total) add_column(how.copy_to_total, memory.kept + (n + c) * 2u, total, factors + 2);
+}
+
+inline void store_four(thread const float *x, device float *to)
+{
+    device packed_float4 *four = (device packed_float4 *)to;
+    four->x = x[0];
+    four->y = x[1];
+    four->z = x[2];
+    four->w = x[3];
+}
+
+// x = factor * x + other * y
+template <int M>
+inline void add_floats(float factor, thread float *x, float other, thread const float *y)
+{
+    TQKV_UNROLL
+    for (int i = 0; i < M; i++) x[i] = fma(other, y[i], factor * x[i]);
+}
+
+// Four neighbouring values of a column.
+struct four_sums {
+    uint column;
+    bool used;
+    threadgroup const float *from; // of the first simdgroup
+    device float *to;              // in the first partial result
+    float kept[4];                 // of the section so far
+};
+
+// value: of the column's row
+inline void open_four(thread const attend_task &task, uint D, uint column, uint value, threadgroup const float *from,
+                      column_memory memory, column_end how, thread four_sums &own)
+{
+    own.column = column;
+    own.used = column < how.used;
+    own.from = from;
+    own.to = task.partial_out + (row_offset(memory.rows[own.used ? column : 0u], D) + ulong(value));
+    TQKV_UNROLL
+    for (int i = 0; i < 4; i++) own.kept[i] = 0.0f;
+    if (own.used && !how.copy) load_floats<4>(own.to + how.section, own.kept);
+}
+
+// Adds them up, simdgroup after simdgroup: a fixed order. each: from one to the next in memory
+template <int S>
+inline void combine_four(thread const attend_task &task, uint each, column_memory memory, column_end how,
+                         thread four_sums &own)
+{
+    const uint B = uint(STATES_LOADED);
+    float4 shares = *(threadgroup const float4 *)(memory.shares + own.column * 4u);
+    float sum[4], total[4];
+    TQKV_UNROLL
+    for (int i = 0; i < 4; i++) sum[i] = total[i] = 0.0f;
+    for (uint first = 0; first < uint(S) && first < task.n_simdgroups; first += B) {
+        float4 four[B];
+        float part[B];
+        TQKV_UNROLL
+        for (uint i = 0; i < B; i++) {
+            uint s = min(first + i, task.n_simdgroups - 1u);
+            part[i] = task.states[(s * memory.n + own.column) * 2u];
+            four[i] = *(threadgroup const float4 *)(own.from + s * each);
+        }
+        TQKV_UNROLL
+        for (uint i = 0; i < B; i++) {
+            if (first + i >= task.n_simdgroups) continue;
+            sum[0] = fma(part[i], four[i].x, sum[0]);
+            sum[1] = fma(part[i], four[i].y, sum[1]);
+            sum[2] = fma(part[i], four[i].z, sum[2]);
+            sum[3] = fma(part[i], four[i].w, sum[3]);
+        }
+    }
+    add_floats<4>(shares.x, own.kept, shares.y, sum);
+    store_four(own.kept, own.to + how.section);
+    if (!how.to_total) return;
+    if (!how.copy_to_total) load_floats<4>(own.to, total);
+    add_floats<4>(shares.z, total, shares.w, own.kept);
+    store_four(total, own.to);
+}
+
+// Maxima, sums and the scores of the centre, for attend_merge. The lane of combine_states stores its column.
+inline void store_columns(constant tqkv__attend_args &args, thread const attend_task &task, uint partial,
+                          column_memory memory)
+{
+    uint c = task.lane, n_rows = uint(args.n_queries) * uint(args.n_kv_heads) * uint(args.group);
+    if (task.simdgroup != 0 || c >= columns || task.first_column + c >= end_of_columns(args, task)) return;
+    ulong to = (row_offset(partial + 1u, n_rows) + ulong(memory.rows[c])) * 2u; // the first are the shifts
+    task.partial_state[to] = memory.totals[c * 2u];
+    task.partial_state[to + 1u] = memory.totals[c * 2u + 1u];
+    if (has_shifts() && task.split == 0) task.partial_state[ulong(memory.rows[c]) * 2u] = memory.shifts[c];
+}
+
+#endif
+
 // ---- shaders/rotate.h ----
 
 // The rotation y = R(s*x)/sqrt(D) of a row: random signs s, then R: the Walsh-Hadamard transform H or, where D is no
@@ -2250,47 +2508,6 @@ inline void add_center(device const float *center, device const float *scale, ui
 
 #endif
 
-// ---- shaders/softmax.h ----
-
-// Shares of maxima in the online softmax. Scores are in powers of two, because a GPU's exponential takes these.
-#ifndef TQKV_SOFTMAX_H
-#define TQKV_SOFTMAX_H
-
-#define TQKV_LOG2E 1.44269504f
-#define TQKV_LN2   0.693147181f
-
-// A maximum of a slice, in powers of e as on the processor. Maxima here are whole numbers, in powers of two: rounding to
-// powers of e and back is undone, so slices have the bits of the whole call. A processor's maximum is as close as it was.
-inline float maximum_of_slice(float max)
-{
-    float maximum = max * TQKV_LOG2E, whole = rint(maximum);
-    return fabs(maximum - whole) <= fabs(maximum) * (1.0f / 4194304.0f) ? whole : maximum;
-}
-
-// 2^(own - largest), and exactly 1 where the two are equal: then adding nothing changes no bit. The maximum of nothing
-// is -INFINITY and its share is 0. Both are selected, because -INFINITY minus -INFINITY is NaN. The fast exponential
-// errs by a few units in the last place; the result may err by 2e-5.
-inline float share_of(float own, float largest)
-{
-    return own == largest ? 1.0f : own == -INFINITY ? 0.0f : fast::exp2(own - largest);
-}
-
-// The factors of two sums of weights with these maxima, kept and added, under the larger one.
-struct shares {
-    float largest, kept, added;
-};
-
-inline shares shares_of(float kept, float added)
-{
-    shares result;
-    result.largest = max(kept, added);
-    result.kept = share_of(kept, result.largest);
-    result.added = share_of(added, result.largest);
-    return result;
-}
-
-#endif
-
 // ---- shaders/attend.h ----
 
 // Attention straight from the codes. A threadgroup serves one KV head, one or several stretches of the context, and up
@@ -2318,9 +2535,6 @@ inline uint tail_values()
 {
     return TQKV__TAIL_DIM(D) != 0 && tail_format != 0 ? uint(TQKV__TAIL_DIM(D)) : 0u;
 }
-
-// Whether all scores of a query lack the same number, in task.kept.
-inline bool has_shifts() { return key_centered || tail_centered; }
 
 // One part of the keys, and of the queries. `format` and all bools are function constants.
 struct key_part {
@@ -2440,7 +2654,7 @@ inline void turn_query(thread const attend_task &task, thread const key_part &ke
 // TQKV_ROWS(D) columns at a time. Lanes beyond the last column repeat it and store nothing.
 template <int D>
 inline void load_query_part(constant tqkv__attend_args &args, thread const attend_task &task,
-                            thread const key_part &keys)
+                            thread const key_part &keys, column_memory memory)
 {
     const int L = TQKV__ROW_LANES(D), C = TQKV_ROW_PIECE(D);
     const uint length = padded<D>(keys.format, D);
@@ -2452,8 +2666,10 @@ inline void load_query_part(constant tqkv__attend_args &args, thread const atten
         float x[TQKV_LANE_VALUES(D)];
         load_query<D>(args, task, keys, uint(row.query), head, x);
         float shift = keys.with_center ? score_of_center<D>(args, task, keys, x) : 0.0f;
-        if (has_shifts() && part == 0 && own < columns)
-            task.kept[column] = keys.first == 0 ? shift : task.kept[column] + shift;
+        if (part == 0 && own < columns) {
+            if (has_shifts()) memory.shifts[column] = keys.first == 0 ? shift : memory.shifts[column] + shift;
+            memory.rows[column] = partial_row(args, row, head);
+        }
         turn_query<D>(task, keys, x);
         TQKV_UNROLL
         for (int i = 0; i < TQKV_LANE_VALUES(D); i++)
@@ -2463,13 +2679,13 @@ inline void load_query_part(constant tqkv__attend_args &args, thread const atten
 }
 
 template <int D>
-inline void load_queries(constant tqkv__attend_args &args, thread const attend_task &task)
+inline void load_queries(constant tqkv__attend_args &args, thread const attend_task &task, column_memory memory)
 {
     const int T = TQKV__TAIL_DIM(D) != 0 ? TQKV__TAIL_DIM(D) : 64;
-    load_query_part<D>(args, task, first_part(args, task));
+    load_query_part<D>(args, task, first_part(args, task), memory);
     if (tail_values<D>() == 0) return;
     if (has_shifts()) threadgroup_barrier(mem_flags::mem_threadgroup);
-    load_query_part<T>(args, task, tail_part<D>(task));
+    load_query_part<T>(args, task, tail_part<D>(task), memory);
 }
 
 // ---- Keys: one tile ----
@@ -2732,140 +2948,134 @@ inline void weigh_tile(constant tqkv__attend_args &args, thread const attend_tas
 
 // ---- The simdgroups' results as one ----
 
-// Brings maximum, sum and output of each simdgroup to the maximum of the threadgroup.
+// Maxima and sums of the simdgroup's columns.
 template <int D>
-inline void combine_states(thread const attend_task &task, thread column_state<D> &state)
+inline void store_states(thread const attend_task &task, thread const column_state<D> &state)
 {
     const int C = TQKV__MAX_COLUMNS(D);
-    threadgroup float *states = task.states;
+    threadgroup float *own = task.states + task.simdgroup * uint(2 * C);
     FOR_COLUMNS(c)
     {
-        if (state.maximum[c] == NOTHING_SEEN) state.maximum[c] = -INFINITY;
-        state.sum[c] = simd_sum(state.sum[c]);
-        if (task.lane == 0) {
-            states[(task.simdgroup * uint(C) + uint(c)) * 2u] = state.maximum[c];
-            states[(task.simdgroup * uint(C) + uint(c)) * 2u + 1u] = state.sum[c];
-        }
-    }
-    threadgroup_barrier(mem_flags::mem_threadgroup);
-    FOR_COLUMNS(c)
-    {
-        float largest = -INFINITY, sum = 0.0f;
-        for (uint s = 0; s < task.n_simdgroups; s++) largest = max(largest, states[(s * uint(C) + uint(c)) * 2u]);
-        for (uint s = 0; s < task.n_simdgroups; s++) {
-            float own = states[(s * uint(C) + uint(c)) * 2u];
-            sum = fma(share_of(own, largest), states[(s * uint(C) + uint(c)) * 2u + 1u], sum);
-        }
-        float shrink = share_of(state.maximum[c], largest);
-        TQKV_UNROLL
-        for (int i = 0; i < LANE_SUMS(D); i++) state.out[c][i] *= shrink;
-        state.maximum[c] = largest;
-        state.sum[c] = sum;
+        float sum = simd_sum(state.sum[c]);
+        if (task.lane != 0) continue;
+        own[c * 2] = state.maximum[c] == NOTHING_SEEN ? -INFINITY : state.maximum[c];
+        own[c * 2 + 1] = sum;
     }
 }
 
-// Adds the lanes, then the simdgroups one after another: a fixed order. The result is in task.sums.
+// Sums of values that lie next to each other in a row: a lane's of a piece, 8, over 32 lanes of which VALUE_LANES lie across the
+// row. Each keeps KEPT_SUMS of the row's sums from value kept_sum on: as in reduce_scatter.
+#define KEPT_SUMS(D) (VALUE_LANES(D) / 4)
 template <int D>
-inline void combine_outputs(thread const attend_task &task, thread column_state<D> &state)
+inline uint kept_sum(uint lane)
 {
-    const int C = TQKV__MAX_COLUMNS(D), V = LANE_SUMS(D), L = VALUE_LANES(D);
-    threadgroup float *sums = task.sums;
-    FOR_COLUMNS(c)
-    {
+    uint number = lane / uint(VALUE_LANES(D)), first = (number & 1u) * 4u + (number & 2u) + number / 4u;
+    return lane % uint(VALUE_LANES(D)) * 8u + first;
+}
+
+template <int D>
+inline void add_lanes(uint lane, thread const float *from, thread float *x)
+{
+    TQKV_UNROLL
+    for (int i = 0; i < 8; i++) x[i] = from[i];
+    TQKV_UNROLL
+    for (int step = 0; step < 3; step++) {
+        const int distance = VALUE_LANES(D) << step, half = 4 >> step;
+        if (distance >= 32) continue;
+        bool upper = (lane & uint(distance)) != 0;
         TQKV_UNROLL
-        for (int i = 0; i < V; i++) {
-            TQKV_UNROLL
-            for (int distance = L; distance < 32; distance *= 2)
-                state.out[c][i] += simd_shuffle_xor(state.out[c][i], ushort(distance));
+        for (int i = 0; i < 4; i++) {
+            if (i >= half) continue;
+            float low = x[i], high = x[i + half];
+            x[i] = (upper ? high : low) + simd_shuffle_xor(upper ? low : high, ushort(distance));
         }
     }
-    for (uint s = 0; s < task.n_simdgroups; s++) {
-        if (task.simdgroup == s && task.lane < uint(D / V)) {
-            FOR_COLUMNS(c)
-            {
-                TQKV_UNROLL
-                for (int i = 0; i < V; i += 4) {
-                    uint at = uint(c * D) + (uint(i / 8 * LANE_SPAN(D)) + task.lane) * 8u + uint(i % 8);
-                    threadgroup float4 *to = (threadgroup float4 *)(sums + at);
-                    float4 sum = *to; // the first simdgroup finds something else here
-                    sum.x = (s == 0 ? 0.0f : sum.x) + state.out[c][i];
-                    sum.y = (s == 0 ? 0.0f : sum.y) + state.out[c][i + 1];
-                    sum.z = (s == 0 ? 0.0f : sum.z) + state.out[c][i + 2];
-                    sum.w = (s == 0 ? 0.0f : sum.w) + state.out[c][i + 3];
-                    *to = sum;
-                }
-            }
+}
+
+// A pass takes as many pieces of columns as the memory of their sums holds, piece after piece of each column.
+#define PIECE_VALUES(D)      (LANE_SPAN(D) * 8)
+#define PASS_PIECES(D)       (TQKV__ATTEND_PASS_FLOATS(D) / PIECE_VALUES(D))
+#define ATTEND_SUM_FLOATS(D) uint(TQKV__ATTEND_SUM_BYTES(D, int(columns)) / 4)
+
+// Stores the simdgroup's sums of the pass that begins with piece `first`.
+template <int D>
+inline void store_sums(thread const attend_task &task, int first, thread const column_state<D> &state)
+{
+    const int C = TQKV__MAX_COLUMNS(D), J = VALUE_PIECES(D), N = KEPT_SUMS(D);
+    threadgroup float *own = task.weights + task.simdgroup * ATTEND_SUM_FLOATS(D) + kept_sum<D>(task.lane);
+    bool has_values = task.lane % uint(VALUE_LANES(D)) < uint(LANE_SPAN(D));
+    TQKV_UNROLL
+    for (int p = 0; p < PASS_PIECES(D); p++) {
+        const int c = (first + p) / J < C ? (first + p) / J : C - 1;
+        if (first + p >= C * J || uint(c) >= columns) continue;
+        float x[8];
+        add_lanes<D>(task.lane, state.out[c] + (first + p) % J * 8, x);
+        if (!has_values) continue;
+        threadgroup float *to = own + p * PIECE_VALUES(D);
+        if (N == 1) to[0] = x[0];
+        if (N == 2) {
+            float2 two;
+            two.x = x[0];
+            two.y = x[1];
+            *(threadgroup float2 *)to = two;
         }
+        TQKV_UNROLL
+        for (int i = 0; i + 3 < N; i += 4) {
+            float4 four;
+            four.x = x[i];
+            four.y = x[i + 1];
+            four.z = x[i + 2];
+            four.w = x[i + 3];
+            *(threadgroup float4 *)(to + i) = four;
+        }
+    }
+}
+
+// Number `at` of the pass.
+template <int D>
+inline void open_four_of_pass(thread const attend_task &task, int first, uint at, column_memory memory, column_end how,
+                              thread four_sums &own)
+{
+    const uint J = uint(VALUE_PIECES(D)), E = uint(PIECE_VALUES(D));
+    uint piece = at / (E / 4u), value = at % (E / 4u) * 4u, number = uint(first) + piece;
+    open_four(task, uint(D), piece < uint(PASS_PIECES(D)) ? number / J : memory.n, number % J * E + value,
+              task.weights + piece * E + value, memory, how, own);
+}
+
+// Adds the pass up, four values of a column a thread. The first pass also adds the columns up.
+template <int D>
+inline void combine_pass(thread const attend_task &task, int first, column_memory memory, column_end how,
+                         thread const column_state<D> &state)
+{
+    uint thread_index = task.simdgroup * 32u + task.lane, n_threads = task.n_simdgroups * 32u;
+    four_sums own;
+    open_four_of_pass<D>(task, first, thread_index, memory, how, own); // its loads are under way before the barriers
+    store_sums<D>(task, first, state);
+    if (first == 0) {
         threadgroup_barrier(mem_flags::mem_threadgroup);
-    }
-}
-
-// The row of a query row in a partial result.
-inline ulong partial_row(constant tqkv__attend_args &args, thread const attend_task &task, uint partial, query_row row)
-{
-    uint n_heads = uint(args.n_kv_heads) * uint(args.group), head = task.kv_head * uint(args.group) + uint(row.head);
-    return (ulong(partial) * ulong(args.n_queries) + ulong(row.query)) * ulong(n_heads) + ulong(head);
-}
-
-// Adds state and task.sums, or copies them, to a partial result and back: both have the total then. kept: [C][2]
-template <int D>
-inline void add_to_partial(constant tqkv__attend_args &args, thread const attend_task &task, uint partial, bool copy,
-                           threadgroup float *kept, thread column_state<D> &state)
-{
-    const int C = TQKV__MAX_COLUMNS(D);
-    uint thread_index = task.simdgroup * 32u + task.lane;
-    query_row row = row_of_column(args, task.first_column);
-    FOR_COLUMNS(c)
-    {
-        if (task.first_column + uint(c) >= task.end_column) continue;
-        shares both = shares_of(copy ? -INFINITY : kept[c * 2], state.maximum[c]);
-        state.sum[c] = fma(both.added, state.sum[c], copy ? 0.0f : both.kept * kept[c * 2 + 1]);
-        state.maximum[c] = both.largest;
-        device float *out = task.partial_out + partial_row(args, task, partial, row) * ulong(D);
-        threadgroup float *sums = task.sums + c * D;
-        for (uint i = thread_index; i < uint(D); i += task.n_simdgroups * 32u)
-            out[i] = sums[i] = fma(both.added, sums[i], copy ? 0.0f : both.kept * out[i]);
-        row = next_row(args, row);
+        if (task.simdgroup == 0 && task.lane < columns) combine_states<32>(task, task.lane, memory, how);
     }
     threadgroup_barrier(mem_flags::mem_threadgroup);
-    if (thread_index != 0) return;
-    FOR_COLUMNS(c)
-    {
-        kept[c * 2] = state.maximum[c];
-        kept[c * 2 + 1] = state.sum[c];
+    for (uint at = thread_index; at < uint(PASS_PIECES(D) * PIECE_VALUES(D) / 4); at += n_threads) {
+        if (at != thread_index) open_four_of_pass<D>(task, first, at, memory, how, own);
+        if (own.used) combine_four<32>(task, ATTEND_SUM_FLOATS(D), memory, how, own);
     }
+    threadgroup_barrier(mem_flags::mem_threadgroup); // before the next sums, or weights, overwrite these
 }
 
-// The scores of the centre, where attend_merge finds them.
+// Adds a stretch to the partial results: that of its section and, at the section's end, that of all. Returns the number of
+// the one that has the total.
 template <int D>
-inline void store_shifts(constant tqkv__attend_args &args, thread const attend_task &task)
+inline uint keep_stretch(constant tqkv__attend_args &args, thread const attend_task &task, stretch_range own,
+                         uint stretch, column_memory memory, thread const column_state<D> &state)
 {
-    const int C = TQKV__MAX_COLUMNS(D);
-    if (task.simdgroup != 0 || task.lane != 0 || task.split != 0) return;
-    query_row row = row_of_column(args, task.first_column);
-    FOR_COLUMNS(c)
-    {
-        if (task.first_column + uint(c) >= task.end_column) continue;
-        task.partial_state[partial_row(args, task, 0u, row) * 2u] = task.kept[c];
-        row = next_row(args, row);
-    }
-}
-
-template <int D>
-inline void store_state(constant tqkv__attend_args &args, thread const attend_task &task, uint partial,
-                        thread const column_state<D> &state)
-{
-    const int C = TQKV__MAX_COLUMNS(D);
-    if (task.simdgroup != 0 || task.lane != 0) return;
-    query_row row = row_of_column(args, task.first_column);
-    FOR_COLUMNS(c)
-    {
-        if (task.first_column + uint(c) >= task.end_column) continue;
-        ulong to = partial_row(args, task, partial + 1u, row) * 2u; // the first are the shifts
-        task.partial_state[to] = state.maximum[c];
-        task.partial_state[to + 1u] = state.sum[c];
-        row = next_row(args, row);
-    }
+    const int J = VALUE_PIECES(D);
+    column_end how = open_end(args, task, own, stretch, uint(D));
+    store_states(task, state);
+    TQKV_UNROLL
+    for (int first = 0; first < TQKV__MAX_COLUMNS(D) * J; first += PASS_PIECES(D))
+        if (uint(first / J) < columns) combine_pass<D>(task, first, memory, how, state);
+    return how.to_total ? 0u : partial_of_section(args, task.split);
 }
 
 // ---- The kernel ----
@@ -2918,7 +3128,7 @@ template <int KD, int VD>
 inline void add_tiles(constant tqkv__attend_args &args, thread const attend_task &task, uint end,
                       thread const codebooks &books, thread tile_walk<KD> &walk, thread column_state<VD> &state)
 {
-    threadgroup float *weights = task.weights + task.simdgroup * uint(32 * TQKV__MAX_COLUMNS(VD));
+    threadgroup float *weights = task.weights + task.simdgroup * ATTEND_SUM_FLOATS(VD);
     while (walk.steps.tile < end) {
         tile_place at = walk.next;
         next_tile(walk.steps, task.n_simdgroups);
@@ -2941,28 +3151,12 @@ inline void add_tiles(constant tqkv__attend_args &args, thread const attend_task
     }
 }
 
-// Adds a stretch to the partial results: that of its section and, at the section's end, that of all. Returns the number of
-// the one that has the total.
-template <int D>
-inline uint keep_stretch(constant tqkv__attend_args &args, thread const attend_task &task, stretch_range own,
-                         uint stretch, thread column_state<D> &state)
-{
-    uint partial = partial_of_section(args, task.split);
-    threadgroup float *kept = task.kept;
-    bool copy = begins_section(own, stretch);
-    for (bool last = !ends_section(args, own, stretch);; last = true) {
-        add_to_partial<D>(args, task, partial, copy, kept, state);
-        if (last) return partial;
-        partial = 0u;
-        kept = task.kept + 2 * TQKV__MAX_COLUMNS(D);
-        copy = in_first_section(own, stretch);
-    }
-}
-
 template <int KD, int VD>
 inline void attend(constant tqkv__attend_args &args, thread const attend_task &task)
 {
+    const int C = TQKV__MAX_COLUMNS(VD);
     uint thread_index = task.simdgroup * 32u + task.lane, partial = 0u;
+    column_memory memory = column_memory_of(task.kept, uint(C));
     tile_range seen = tiles_seen(args, task.first_column, task.pages.list);
     stretch_range own = stretches_of_threadgroup(args, seen, task.split);
     column_state<VD> state;
@@ -2974,24 +3168,18 @@ inline void attend(constant tqkv__attend_args &args, thread const attend_task &t
     load_codebook(key_format, task.tables, thread_index, task.n_simdgroups * 32u);
     load_codebook(value_format, task.tables + 256, thread_index, task.n_simdgroups * 32u);
     if (tail_values<KD>() != 0) load_codebook(tail_format, task.tail_table, thread_index, task.n_simdgroups * 32u);
-    load_queries<KD>(args, task);
+    load_queries<KD>(args, task, memory);
     threadgroup_barrier(mem_flags::mem_threadgroup);
     codebooks books = open_codebooks(task);
     find_newest<VD>(args, task.first_column, state);
-    if (has_shifts()) {
-        const int C = TQKV__MAX_COLUMNS(VD);
-        FOR_COLUMNS(c) state.shift[c] = task.kept[c];
-        store_shifts<VD>(args, task);
-    }
+    FOR_COLUMNS(c) state.shift[c] = has_shifts() ? memory.shifts[c] : 0.0f;
     for (uint stretch = own.begin; stretch < own.end; stretch++) {
         clear_sums<VD>(state);
         uint end = min(seen.end, first_tile_of_stretch(args, stretch + 1u));
         add_tiles<KD, VD>(args, task, end, books, walk, state);
-        combine_states<VD>(task, state);
-        combine_outputs<VD>(task, state); // after a barrier: task.sums may be the queries' memory
-        partial = keep_stretch<VD>(args, task, own, stretch, state);
+        partial = keep_stretch<VD>(args, task, own, stretch, memory, state);
     }
-    store_state<VD>(args, task, partial, state);
+    store_columns(args, task, partial, memory);
 }
 
 // The arguments of attend and attend_matrix. codes: [n_kv_heads][capacity][row_bytes], norms: [n_kv_heads][capacity][norms of a
@@ -3074,10 +3262,9 @@ inline void attend(constant tqkv__attend_args &args, thread const attend_task &t
     { \
         ATTEND_TASK(D, V) \
         task.tail_queries = queries + TQKV__QUERY_FLOATS(D) * int(columns); \
-        task.sums = queries + (args.sections_each == 0 ? 0 : TQKV__QUERY_FLOATS(D + int(tail_values<D>())) * int(columns)); \
         task.weights = weights; \
         task.tail_table = tables + 512; \
-        task.states = states + 4 * TQKV__MAX_COLUMNS(V); \
+        task.states = states + TQKV__COLUMN_BYTES(TQKV__MAX_COLUMNS(V)) / 4; \
         TQKV_LONG_CALL(attend<D, V>(args, task)); \
     }
 // clang-format on
@@ -3553,8 +3740,7 @@ inline left_part left_of_rows(uint format, thread const raw_codes<W, N> &a, thre
 
 // ---- shaders/matrix_columns.h ----
 
-// The columns of attend_matrix: what a lane and a threadgroup keep of them, and how the sums of the simdgroups become one at
-// the end of a stretch.
+// The columns of attend_matrix: what a lane keeps of them, and how it hands them over at the end of a stretch.
 //
 // Letters: D head_dim, W code width of a stored value, F matrices side by side that hold the columns, P values of a row that a
 // simdgroup has sums of.
@@ -3585,75 +3771,7 @@ struct matrix_state {
     sum_matrix out[P / 8][F];
 };
 
-// Threadgroup memory of columns.
-struct column_memory {
-    threadgroup float *kept;             // [2][columns][2]: maximum and sum of the section so far, and of all before it
-    threadgroup float *shifts, *factors; // [columns]
-    threadgroup float *tails;            // [columns]: what products of the tail are multiplied by, over `factors`
-    threadgroup float *totals;           // [columns][2]: maximum and sum
-    threadgroup uint *rows;              // [columns]: row in a partial result
-    threadgroup float *parts;            // [columns][4]: what the sums of the simdgroups are multiplied by,
-    threadgroup float *shares;           // [columns][4]: and those of the section so far, of the stretch, of the
-                                         // earlier sections and of the section
-};
-
-template <int F>
-inline column_memory column_memory_of(threadgroup float *numbers)
-{
-    const int C = 8 * F;
-    column_memory memory;
-    memory.kept = numbers;
-    memory.shifts = memory.kept + 4 * C;
-    memory.factors = memory.shifts + C;
-    memory.tails = memory.factors + C;
-    memory.totals = memory.tails + C;
-    threadgroup float *rows = memory.totals + 2 * C;
-    memory.rows = (threadgroup uint *)rows;
-    memory.parts = rows + C;
-    memory.shares = memory.parts + 4 * C;
-    return memory;
-}
-
 // ---- The simdgroups' results as one ----
-
-// The end of the columns that there are. Without a list it is computed where it is needed: nvcc keeps task.end_column in a
-// register over all tiles, and spills others.
-inline uint end_of_columns(constant tqkv__attend_args &args, thread const attend_task &task)
-{
-    return has_list ? task.end_column : uint(args.n_queries) * uint(args.group);
-}
-
-// Where the sums of a stretch's columns go.
-struct column_end {
-    uint used;                    // columns
-    ulong section;                // distance of the section's partial result from the first
-    bool copy;                    // the section begins
-    bool to_total, copy_to_total; // it ends, and is added or copied to the first
-};
-
-inline column_end open_end(constant tqkv__attend_args &args, thread const attend_task &task, stretch_range own,
-                           uint stretch, uint D)
-{
-    uint rows = uint(args.n_queries) * uint(args.group);
-    column_end how;
-    how.used = min(uint(columns), end_of_columns(args, task) - task.first_column);
-    how.section = row_offset(partial_of_section(args, task.split), rows * uint(args.n_kv_heads)) * ulong(D);
-    how.copy = begins_section(own, stretch);
-    how.to_total = ends_section(args, own, stretch);
-    how.copy_to_total = in_first_section(own, stretch);
-    return how;
-}
-
-// Adds maximum and sum of a column to those of the kept ones, [2]. The two factors of the columns' sums go to `factors`.
-inline void add_column(bool copy, threadgroup float *kept, threadgroup float *total, threadgroup float *factors)
-{
-    shares both = shares_of(copy ? -INFINITY : kept[0], total[0]);
-    float sum = fma(both.added, total[1], copy ? 0.0f : both.kept * kept[1]);
-    factors[0] = both.kept;
-    factors[1] = both.added;
-    total[0] = kept[0] = both.largest;
-    total[1] = kept[1] = sum;
-}
 
 // Maxima and sums of the simdgroup's columns.
 template <int P, int F>
@@ -3678,26 +3796,6 @@ inline void store_states(thread const attend_task &task, thread const matrix_sta
     }
 }
 
-// Maximum and sum of a column, and all factors of its sums. apart: the simdgroups have sums of their own, not parts of a row
-template <int F>
-inline void combine_states(thread const attend_task &task, bool apart, uint c, column_memory memory, column_end how)
-{
-    const uint C = uint(8 * F);
-    threadgroup const float *states = task.states + c * 2u;
-    threadgroup float *total = memory.totals + c * 2u, *factors = memory.shares + c * 4u;
-    float largest = -INFINITY, sum = 0.0f;
-    for (uint s = 0; s < task.n_simdgroups; s++) largest = max(largest, states[s * C * 2u]);
-    for (uint s = 0; s < task.n_simdgroups; s++) {
-        float share = share_of(states[s * C * 2u], largest);
-        sum = fma(share, states[s * C * 2u + 1u], sum);
-        if (apart) memory.parts[c * 4u + s] = share;
-    }
-    total[0] = largest;
-    total[1] = sum;
-    add_column(how.copy, memory.kept + c * 2u, total, factors);
-    if (how.to_total) add_column(how.copy_to_total, memory.kept + (C + c) * 2u, total, factors + 2);
-}
-
 // Columns of a pass, one of two neighbours of each lane, are in the memory of the sums: [simdgroup][column][D + 4]. Lanes
 // that store together use different banks.
 #define MATRIX_SUM_COLUMNS 4
@@ -3720,72 +3818,12 @@ inline void store_sums(thread const attend_task &task, int f, int i, thread cons
     }
 }
 
-inline void store_four(thread const float *x, device float *to)
-{
-    device packed_float4 *four = (device packed_float4 *)to;
-    four->x = x[0];
-    four->y = x[1];
-    four->z = x[2];
-    four->w = x[3];
-}
-
-// x = factor * x + other * y
-template <int M>
-inline void add_floats(float factor, thread float *x, float other, thread const float *y)
-{
-    TQKV_UNROLL
-    for (int i = 0; i < M; i++) x[i] = fma(other, y[i], factor * x[i]);
-}
-
-// Four neighbouring values of a column.
-struct four_sums {
-    uint column;
-    bool used;
-    threadgroup const float *from; // of the first simdgroup
-    device float *to;              // in the first partial result
-    float kept[4];                 // of the section so far
-};
-
 // Number `at` of a pass.
-inline void open_four(thread const attend_task &task, uint D, uint first, uint at, column_memory memory, column_end how,
-                      thread four_sums &own)
+inline void open_four_of_pass(thread const attend_task &task, uint D, uint first, uint at, column_memory memory,
+                              column_end how, thread four_sums &own)
 {
-    uint k = at / (D / 4u), value = at % (D / 4u) * 4u;
-    own.column = first + k * 2u;
-    own.used = at < D && own.column < how.used;
-    own.from = task.sums + k * (D + 4u) + value;
-    own.to = task.partial_out + (row_offset(memory.rows[own.used ? own.column : 0u], D) + ulong(value));
-    TQKV_UNROLL
-    for (int i = 0; i < 4; i++) own.kept[i] = 0.0f;
-    if (own.used && !how.copy) load_floats<4>(own.to + how.section, own.kept);
-}
-
-// Adds them up, simdgroup after simdgroup: a fixed order.
-inline void combine_four(thread const attend_task &task, uint D, column_memory memory, column_end how,
-                         thread four_sums &own)
-{
-    float4 parts = *(threadgroup const float4 *)(memory.parts + own.column * 4u);
-    float4 shares = *(threadgroup const float4 *)(memory.shares + own.column * 4u);
-    threadgroup const float *from = own.from;
-    float sum[4], total[4];
-    TQKV_UNROLL
-    for (int i = 0; i < 4; i++) sum[i] = total[i] = 0.0f;
-    TQKV_UNROLL
-    for (int s = 0; s < TQKV__MATRIX_SIMDGROUPS; s++) {
-        if (uint(s) >= task.n_simdgroups) continue;
-        float4 four = *(threadgroup const float4 *)(from + uint(s * MATRIX_SUM_COLUMNS) * (D + 4u));
-        float part = s == 0 ? parts.x : s == 1 ? parts.y : s == 2 ? parts.z : parts.w;
-        sum[0] = fma(part, four.x, sum[0]);
-        sum[1] = fma(part, four.y, sum[1]);
-        sum[2] = fma(part, four.z, sum[2]);
-        sum[3] = fma(part, four.w, sum[3]);
-    }
-    add_floats<4>(shares.x, own.kept, shares.y, sum);
-    store_four(own.kept, own.to + how.section);
-    if (!how.to_total) return;
-    if (!how.copy_to_total) load_floats<4>(own.to, total);
-    add_floats<4>(shares.z, total, shares.w, own.kept);
-    store_four(total, own.to);
+    uint k = at / (D / 4u), value = at % (D / 4u) * 4u, column = at < D ? first + k * 2u : memory.n;
+    open_four(task, D, column, value, task.sums + k * (D + 4u) + value, memory, how, own);
 }
 
 // Adds the sums of element i of matrix f up, four values of a column a thread.
@@ -3795,12 +3833,13 @@ inline void combine_sums(thread const attend_task &task, int f, int i, column_me
 {
     uint thread_index = task.simdgroup * 32u + task.lane, n_threads = task.n_simdgroups * 32u, first = uint(f * 8 + i);
     four_sums own;
-    open_four(task, uint(D), first, thread_index, memory, how, own); // its loads are under way before the barrier
+    open_four_of_pass(task, uint(D), first, thread_index, memory, how,
+                      own); // its loads are under way before the barrier
     store_sums<D, F>(task, f, i, state);
     threadgroup_barrier(mem_flags::mem_threadgroup);
     for (uint at = thread_index; at < uint(D); at += n_threads) {
-        if (at != thread_index) open_four(task, uint(D), first, at, memory, how, own);
-        if (own.used) combine_four(task, uint(D), memory, how, own);
+        if (at != thread_index) open_four_of_pass(task, uint(D), first, at, memory, how, own);
+        if (own.used) combine_four<TQKV__MATRIX_SIMDGROUPS>(task, uint(MATRIX_SUM_COLUMNS * (D + 4)), memory, how, own);
     }
     threadgroup_barrier(mem_flags::mem_threadgroup);
 }
@@ -3813,26 +3852,14 @@ inline uint keep_columns(constant tqkv__attend_args &args, thread const attend_t
     column_end how = open_end(args, task, own, stretch, uint(D));
     store_states(task, state);
     threadgroup_barrier(mem_flags::mem_threadgroup);
-    if (task.simdgroup == 0 && task.lane < uint(F * 8)) combine_states<F>(task, true, task.lane, memory, how);
+    if (task.simdgroup == 0 && task.lane < uint(F * 8))
+        combine_states<TQKV__MATRIX_SIMDGROUPS>(task, task.lane, memory, how);
     TQKV_UNROLL
     for (int f = 0; f < F; f++) {
         TQKV_UNROLL
         for (int i = 0; i < 2; i++) combine_sums<D, F>(task, f, i, memory, how, state);
     }
     return how.to_total ? 0u : partial_of_section(args, task.split);
-}
-
-// Maxima, sums and the scores of the centre, for attend_merge.
-inline void store_columns(constant tqkv__attend_args &args, thread const attend_task &task, uint partial,
-                          column_memory memory)
-{
-    uint c = task.lane;
-    if (task.simdgroup != 0 || c >= columns || task.first_column + c >= end_of_columns(args, task)) return;
-    query_row row = row_of_column(args, task.first_column + c);
-    ulong to = partial_row(args, task, partial + 1u, row) * 2u;
-    task.partial_state[to] = memory.totals[c * 2u];
-    task.partial_state[to + 1u] = memory.totals[c * 2u + 1u];
-    if (has_shifts() && task.split == 0) task.partial_state[partial_row(args, task, 0u, row) * 2u] = memory.shifts[c];
 }
 
 #endif
@@ -3955,7 +3982,6 @@ inline void load_query_rows(constant tqkv__attend_args &args, thread const atten
     for (uint c = first + task.simdgroup; c < end; c += task.n_simdgroups) {
         query_row row = row_of_column(args, min(task.first_column + c, end_of_columns(args, task) - 1u));
         uint head = task.kv_head * uint(args.group) + uint(row.head);
-        uint at = uint(row.query) * uint(args.n_kv_heads) * uint(args.group) + head;
         float x[TQKV_LANE_VALUES(D)];
         load_query<D>(args, task, keys, uint(row.query), head, x);
         float shift = keys.with_center ? score_of_center<D>(args, task, keys, x) : 0.0f;
@@ -3969,7 +3995,7 @@ inline void load_query_rows(constant tqkv__attend_args &args, thread const atten
         if (keys.first == 0) {
             memory.shifts[c] = shift;
             memory.factors[c] = size;
-            memory.rows[c] = at;
+            memory.rows[c] = partial_row(args, row, head);
         } else {
             memory.shifts[c] += shift;
             memory.tails[c] = size / memory.factors[c];
@@ -4589,7 +4615,7 @@ inline void attend_by_matrices(constant tqkv__attend_args &args, thread const at
     uint thread_index = task.simdgroup * 32u + task.lane, n_threads = task.n_simdgroups * 32u, partial = 0u;
     threadgroup float *table_memory = task.tables;
     threadgroup code_value *tables = (threadgroup code_value *)table_memory;
-    column_memory memory = column_memory_of<F>(task.kept);
+    column_memory memory = column_memory_of(task.kept, uint(8 * F));
     tile_range seen = tiles_seen(args, task.first_column, task.pages.list);
     stretch_range own = stretches_of_threadgroup(args, seen, task.split);
     matrix_state<D, F> state;
@@ -5152,7 +5178,8 @@ inline uint keep_parts(constant tqkv__attend_args &args, thread const attend_tas
     threadgroup_barrier(mem_flags::mem_threadgroup); // the states' memory holds maxima
     store_states(task, state);
     threadgroup_barrier(mem_flags::mem_threadgroup);
-    if (task.simdgroup == 0 && task.lane < uint(F * 8)) combine_states<F>(task, false, task.lane, memory, how);
+    if (task.simdgroup == 0 && task.lane < uint(F * 8))
+        combine_states<TQKV__LONG_SIMDGROUPS>(task, task.lane, memory, how);
     threadgroup_barrier(mem_flags::mem_threadgroup);
     if (task.simdgroup * uint(TQKV__LONG_VALUES) < uint(D)) {
         if (code_width(value_format) == 4) store_part<D, MATRIX_OUT_VALUES(D, 4), F>(task, memory, how, state);
@@ -5230,7 +5257,7 @@ inline void attend_rounds(constant tqkv__attend_args &args, thread const attend_
 {
     const int T = TQKV__TAIL_DIM(D);
     uint thread_index = task.simdgroup * 32u + task.lane, n_threads = task.n_simdgroups * 32u, partial = 0u;
-    column_memory memory = column_memory_of<F>(task.kept);
+    column_memory memory = column_memory_of(task.kept, uint(8 * F));
     tile_range seen = tiles_seen(args, task.first_column, task.pages.list);
     stretch_range own = stretches_of_threadgroup(args, seen, task.split);
     matrix_state<TQKV__LONG_VALUES, F> state;
@@ -5278,7 +5305,7 @@ inline void attend_long_rows(constant tqkv__attend_args &args, thread const atte
         ATTEND_TASK(D, D) \
         task.weights = queries + TQKV__MATRIX_QUERY_BYTES(D) / 4 * TQKV__MATRICES(int(columns)); \
         task.sums = args.sections_each == 0 ? queries : task.weights; \
-        task.states = states + TQKV__MATRIX_KEPT_BYTES(TQKV__MATRICES(int(columns))) / 4; \
+        task.states = states + TQKV__COLUMN_BYTES(8 * TQKV__MATRICES(int(columns))) / 4; \
         TQKV_LONG_CALL(attend_with_matrices<D>(args, task)); \
     }
 // Rows whose sums several simdgroups share: TQKV__LONG_SIMDGROUPS a threadgroup, no more and no fewer.
@@ -5288,7 +5315,7 @@ inline void attend_long_rows(constant tqkv__attend_args &args, thread const atte
         ATTEND_TASK(D, D) \
         task.tail_queries = queries + TQKV__MATRIX_QUERY_BYTES(D) / 4 * TQKV__MATRICES(int(columns)); \
         task.weights = queries + TQKV__MATRIX_QUERY_BYTES(D + int(tail_values<D>())) / 4 * TQKV__MATRICES(int(columns)); \
-        task.tail_table = states + TQKV__MATRIX_KEPT_BYTES(TQKV__MATRICES(int(columns))) / 4; \
+        task.tail_table = states + TQKV__COLUMN_BYTES(8 * TQKV__MATRICES(int(columns))) / 4; \
         task.states = task.tail_table + (tail_values<D>() != 0 ? TQKV__TABLE_BYTES / 4 : 0); \
         TQKV_LONG_CALL(attend_long_rows<D>(args, task)); \
     }
@@ -7336,7 +7363,7 @@ inline void score_index(constant tqkv__index_args &call, thread attend_task &tas
     threadgroup float *table_memory = task.tables;
     threadgroup code_value *table = (threadgroup code_value *)table_memory;
     threadgroup uchar *pairs = (threadgroup uchar *)(table_memory + 256);
-    column_memory memory = column_memory_of<F>(task.kept);
+    column_memory memory = column_memory_of(task.kept, uint(8 * F));
     pooled found = {-INFINITY, 0.0f};
     if (index.from >= index.to) {
         for (uint b = index.first_block + thread_index; b < index.end_block; b += n_threads) index.out[b] = -INFINITY;

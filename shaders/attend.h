@@ -15,8 +15,8 @@
 #ifndef TQKV_ATTEND_H
 #define TQKV_ATTEND_H
 #include "attend_values.h"
+#include "columns.h"
 #include "rotate.h"
-#include "softmax.h"
 
 // ---- Parts of a key: its stream, and its tail ----
 
@@ -26,9 +26,6 @@ inline uint tail_values()
 {
     return TQKV__TAIL_DIM(D) != 0 && tail_format != 0 ? uint(TQKV__TAIL_DIM(D)) : 0u;
 }
-
-// Whether all scores of a query lack the same number, in task.kept.
-inline bool has_shifts() { return key_centered || tail_centered; }
 
 // One part of the keys, and of the queries. `format` and all bools are function constants.
 struct key_part {
@@ -148,7 +145,7 @@ inline void turn_query(thread const attend_task &task, thread const key_part &ke
 // TQKV_ROWS(D) columns at a time. Lanes beyond the last column repeat it and store nothing.
 template <int D>
 inline void load_query_part(constant tqkv__attend_args &args, thread const attend_task &task,
-                            thread const key_part &keys)
+                            thread const key_part &keys, column_memory memory)
 {
     const int L = TQKV__ROW_LANES(D), C = TQKV_ROW_PIECE(D);
     const uint length = padded<D>(keys.format, D);
@@ -160,8 +157,10 @@ inline void load_query_part(constant tqkv__attend_args &args, thread const atten
         float x[TQKV_LANE_VALUES(D)];
         load_query<D>(args, task, keys, uint(row.query), head, x);
         float shift = keys.with_center ? score_of_center<D>(args, task, keys, x) : 0.0f;
-        if (has_shifts() && part == 0 && own < columns)
-            task.kept[column] = keys.first == 0 ? shift : task.kept[column] + shift;
+        if (part == 0 && own < columns) {
+            if (has_shifts()) memory.shifts[column] = keys.first == 0 ? shift : memory.shifts[column] + shift;
+            memory.rows[column] = partial_row(args, row, head);
+        }
         turn_query<D>(task, keys, x);
         TQKV_UNROLL
         for (int i = 0; i < TQKV_LANE_VALUES(D); i++)
@@ -171,13 +170,13 @@ inline void load_query_part(constant tqkv__attend_args &args, thread const atten
 }
 
 template <int D>
-inline void load_queries(constant tqkv__attend_args &args, thread const attend_task &task)
+inline void load_queries(constant tqkv__attend_args &args, thread const attend_task &task, column_memory memory)
 {
     const int T = TQKV__TAIL_DIM(D) != 0 ? TQKV__TAIL_DIM(D) : 64;
-    load_query_part<D>(args, task, first_part(args, task));
+    load_query_part<D>(args, task, first_part(args, task), memory);
     if (tail_values<D>() == 0) return;
     if (has_shifts()) threadgroup_barrier(mem_flags::mem_threadgroup);
-    load_query_part<T>(args, task, tail_part<D>(task));
+    load_query_part<T>(args, task, tail_part<D>(task), memory);
 }
 
 // ---- Keys: one tile ----
@@ -440,140 +439,134 @@ inline void weigh_tile(constant tqkv__attend_args &args, thread const attend_tas
 
 // ---- The simdgroups' results as one ----
 
-// Brings maximum, sum and output of each simdgroup to the maximum of the threadgroup.
+// Maxima and sums of the simdgroup's columns.
 template <int D>
-inline void combine_states(thread const attend_task &task, thread column_state<D> &state)
+inline void store_states(thread const attend_task &task, thread const column_state<D> &state)
 {
     const int C = TQKV__MAX_COLUMNS(D);
-    threadgroup float *states = task.states;
+    threadgroup float *own = task.states + task.simdgroup * uint(2 * C);
     FOR_COLUMNS(c)
     {
-        if (state.maximum[c] == NOTHING_SEEN) state.maximum[c] = -INFINITY;
-        state.sum[c] = simd_sum(state.sum[c]);
-        if (task.lane == 0) {
-            states[(task.simdgroup * uint(C) + uint(c)) * 2u] = state.maximum[c];
-            states[(task.simdgroup * uint(C) + uint(c)) * 2u + 1u] = state.sum[c];
-        }
-    }
-    threadgroup_barrier(mem_flags::mem_threadgroup);
-    FOR_COLUMNS(c)
-    {
-        float largest = -INFINITY, sum = 0.0f;
-        for (uint s = 0; s < task.n_simdgroups; s++) largest = max(largest, states[(s * uint(C) + uint(c)) * 2u]);
-        for (uint s = 0; s < task.n_simdgroups; s++) {
-            float own = states[(s * uint(C) + uint(c)) * 2u];
-            sum = fma(share_of(own, largest), states[(s * uint(C) + uint(c)) * 2u + 1u], sum);
-        }
-        float shrink = share_of(state.maximum[c], largest);
-        TQKV_UNROLL
-        for (int i = 0; i < LANE_SUMS(D); i++) state.out[c][i] *= shrink;
-        state.maximum[c] = largest;
-        state.sum[c] = sum;
+        float sum = simd_sum(state.sum[c]);
+        if (task.lane != 0) continue;
+        own[c * 2] = state.maximum[c] == NOTHING_SEEN ? -INFINITY : state.maximum[c];
+        own[c * 2 + 1] = sum;
     }
 }
 
-// Adds the lanes, then the simdgroups one after another: a fixed order. The result is in task.sums.
+// Sums of values that lie next to each other in a row: a lane's of a piece, 8, over 32 lanes of which VALUE_LANES lie across the
+// row. Each keeps KEPT_SUMS of the row's sums from value kept_sum on: as in reduce_scatter.
+#define KEPT_SUMS(D) (VALUE_LANES(D) / 4)
 template <int D>
-inline void combine_outputs(thread const attend_task &task, thread column_state<D> &state)
+inline uint kept_sum(uint lane)
 {
-    const int C = TQKV__MAX_COLUMNS(D), V = LANE_SUMS(D), L = VALUE_LANES(D);
-    threadgroup float *sums = task.sums;
-    FOR_COLUMNS(c)
-    {
+    uint number = lane / uint(VALUE_LANES(D)), first = (number & 1u) * 4u + (number & 2u) + number / 4u;
+    return lane % uint(VALUE_LANES(D)) * 8u + first;
+}
+
+template <int D>
+inline void add_lanes(uint lane, thread const float *from, thread float *x)
+{
+    TQKV_UNROLL
+    for (int i = 0; i < 8; i++) x[i] = from[i];
+    TQKV_UNROLL
+    for (int step = 0; step < 3; step++) {
+        const int distance = VALUE_LANES(D) << step, half = 4 >> step;
+        if (distance >= 32) continue;
+        bool upper = (lane & uint(distance)) != 0;
         TQKV_UNROLL
-        for (int i = 0; i < V; i++) {
-            TQKV_UNROLL
-            for (int distance = L; distance < 32; distance *= 2)
-                state.out[c][i] += simd_shuffle_xor(state.out[c][i], ushort(distance));
+        for (int i = 0; i < 4; i++) {
+            if (i >= half) continue;
+            float low = x[i], high = x[i + half];
+            x[i] = (upper ? high : low) + simd_shuffle_xor(upper ? low : high, ushort(distance));
         }
     }
-    for (uint s = 0; s < task.n_simdgroups; s++) {
-        if (task.simdgroup == s && task.lane < uint(D / V)) {
-            FOR_COLUMNS(c)
-            {
-                TQKV_UNROLL
-                for (int i = 0; i < V; i += 4) {
-                    uint at = uint(c * D) + (uint(i / 8 * LANE_SPAN(D)) + task.lane) * 8u + uint(i % 8);
-                    threadgroup float4 *to = (threadgroup float4 *)(sums + at);
-                    float4 sum = *to; // the first simdgroup finds something else here
-                    sum.x = (s == 0 ? 0.0f : sum.x) + state.out[c][i];
-                    sum.y = (s == 0 ? 0.0f : sum.y) + state.out[c][i + 1];
-                    sum.z = (s == 0 ? 0.0f : sum.z) + state.out[c][i + 2];
-                    sum.w = (s == 0 ? 0.0f : sum.w) + state.out[c][i + 3];
-                    *to = sum;
-                }
-            }
+}
+
+// A pass takes as many pieces of columns as the memory of their sums holds, piece after piece of each column.
+#define PIECE_VALUES(D)      (LANE_SPAN(D) * 8)
+#define PASS_PIECES(D)       (TQKV__ATTEND_PASS_FLOATS(D) / PIECE_VALUES(D))
+#define ATTEND_SUM_FLOATS(D) uint(TQKV__ATTEND_SUM_BYTES(D, int(columns)) / 4)
+
+// Stores the simdgroup's sums of the pass that begins with piece `first`.
+template <int D>
+inline void store_sums(thread const attend_task &task, int first, thread const column_state<D> &state)
+{
+    const int C = TQKV__MAX_COLUMNS(D), J = VALUE_PIECES(D), N = KEPT_SUMS(D);
+    threadgroup float *own = task.weights + task.simdgroup * ATTEND_SUM_FLOATS(D) + kept_sum<D>(task.lane);
+    bool has_values = task.lane % uint(VALUE_LANES(D)) < uint(LANE_SPAN(D));
+    TQKV_UNROLL
+    for (int p = 0; p < PASS_PIECES(D); p++) {
+        const int c = (first + p) / J < C ? (first + p) / J : C - 1;
+        if (first + p >= C * J || uint(c) >= columns) continue;
+        float x[8];
+        add_lanes<D>(task.lane, state.out[c] + (first + p) % J * 8, x);
+        if (!has_values) continue;
+        threadgroup float *to = own + p * PIECE_VALUES(D);
+        if (N == 1) to[0] = x[0];
+        if (N == 2) {
+            float2 two;
+            two.x = x[0];
+            two.y = x[1];
+            *(threadgroup float2 *)to = two;
         }
+        TQKV_UNROLL
+        for (int i = 0; i + 3 < N; i += 4) {
+            float4 four;
+            four.x = x[i];
+            four.y = x[i + 1];
+            four.z = x[i + 2];
+            four.w = x[i + 3];
+            *(threadgroup float4 *)(to + i) = four;
+        }
+    }
+}
+
+// Number `at` of the pass.
+template <int D>
+inline void open_four_of_pass(thread const attend_task &task, int first, uint at, column_memory memory, column_end how,
+                              thread four_sums &own)
+{
+    const uint J = uint(VALUE_PIECES(D)), E = uint(PIECE_VALUES(D));
+    uint piece = at / (E / 4u), value = at % (E / 4u) * 4u, number = uint(first) + piece;
+    open_four(task, uint(D), piece < uint(PASS_PIECES(D)) ? number / J : memory.n, number % J * E + value,
+              task.weights + piece * E + value, memory, how, own);
+}
+
+// Adds the pass up, four values of a column a thread. The first pass also adds the columns up.
+template <int D>
+inline void combine_pass(thread const attend_task &task, int first, column_memory memory, column_end how,
+                         thread const column_state<D> &state)
+{
+    uint thread_index = task.simdgroup * 32u + task.lane, n_threads = task.n_simdgroups * 32u;
+    four_sums own;
+    open_four_of_pass<D>(task, first, thread_index, memory, how, own); // its loads are under way before the barriers
+    store_sums<D>(task, first, state);
+    if (first == 0) {
         threadgroup_barrier(mem_flags::mem_threadgroup);
-    }
-}
-
-// The row of a query row in a partial result.
-inline ulong partial_row(constant tqkv__attend_args &args, thread const attend_task &task, uint partial, query_row row)
-{
-    uint n_heads = uint(args.n_kv_heads) * uint(args.group), head = task.kv_head * uint(args.group) + uint(row.head);
-    return (ulong(partial) * ulong(args.n_queries) + ulong(row.query)) * ulong(n_heads) + ulong(head);
-}
-
-// Adds state and task.sums, or copies them, to a partial result and back: both have the total then. kept: [C][2]
-template <int D>
-inline void add_to_partial(constant tqkv__attend_args &args, thread const attend_task &task, uint partial, bool copy,
-                           threadgroup float *kept, thread column_state<D> &state)
-{
-    const int C = TQKV__MAX_COLUMNS(D);
-    uint thread_index = task.simdgroup * 32u + task.lane;
-    query_row row = row_of_column(args, task.first_column);
-    FOR_COLUMNS(c)
-    {
-        if (task.first_column + uint(c) >= task.end_column) continue;
-        shares both = shares_of(copy ? -INFINITY : kept[c * 2], state.maximum[c]);
-        state.sum[c] = fma(both.added, state.sum[c], copy ? 0.0f : both.kept * kept[c * 2 + 1]);
-        state.maximum[c] = both.largest;
-        device float *out = task.partial_out + partial_row(args, task, partial, row) * ulong(D);
-        threadgroup float *sums = task.sums + c * D;
-        for (uint i = thread_index; i < uint(D); i += task.n_simdgroups * 32u)
-            out[i] = sums[i] = fma(both.added, sums[i], copy ? 0.0f : both.kept * out[i]);
-        row = next_row(args, row);
+        if (task.simdgroup == 0 && task.lane < columns) combine_states<32>(task, task.lane, memory, how);
     }
     threadgroup_barrier(mem_flags::mem_threadgroup);
-    if (thread_index != 0) return;
-    FOR_COLUMNS(c)
-    {
-        kept[c * 2] = state.maximum[c];
-        kept[c * 2 + 1] = state.sum[c];
+    for (uint at = thread_index; at < uint(PASS_PIECES(D) * PIECE_VALUES(D) / 4); at += n_threads) {
+        if (at != thread_index) open_four_of_pass<D>(task, first, at, memory, how, own);
+        if (own.used) combine_four<32>(task, ATTEND_SUM_FLOATS(D), memory, how, own);
     }
+    threadgroup_barrier(mem_flags::mem_threadgroup); // before the next sums, or weights, overwrite these
 }
 
-// The scores of the centre, where attend_merge finds them.
+// Adds a stretch to the partial results: that of its section and, at the section's end, that of all. Returns the number of
+// the one that has the total.
 template <int D>
-inline void store_shifts(constant tqkv__attend_args &args, thread const attend_task &task)
+inline uint keep_stretch(constant tqkv__attend_args &args, thread const attend_task &task, stretch_range own,
+                         uint stretch, column_memory memory, thread const column_state<D> &state)
 {
-    const int C = TQKV__MAX_COLUMNS(D);
-    if (task.simdgroup != 0 || task.lane != 0 || task.split != 0) return;
-    query_row row = row_of_column(args, task.first_column);
-    FOR_COLUMNS(c)
-    {
-        if (task.first_column + uint(c) >= task.end_column) continue;
-        task.partial_state[partial_row(args, task, 0u, row) * 2u] = task.kept[c];
-        row = next_row(args, row);
-    }
-}
-
-template <int D>
-inline void store_state(constant tqkv__attend_args &args, thread const attend_task &task, uint partial,
-                        thread const column_state<D> &state)
-{
-    const int C = TQKV__MAX_COLUMNS(D);
-    if (task.simdgroup != 0 || task.lane != 0) return;
-    query_row row = row_of_column(args, task.first_column);
-    FOR_COLUMNS(c)
-    {
-        if (task.first_column + uint(c) >= task.end_column) continue;
-        ulong to = partial_row(args, task, partial + 1u, row) * 2u; // the first are the shifts
-        task.partial_state[to] = state.maximum[c];
-        task.partial_state[to + 1u] = state.sum[c];
-        row = next_row(args, row);
-    }
+    const int J = VALUE_PIECES(D);
+    column_end how = open_end(args, task, own, stretch, uint(D));
+    store_states(task, state);
+    TQKV_UNROLL
+    for (int first = 0; first < TQKV__MAX_COLUMNS(D) * J; first += PASS_PIECES(D))
+        if (uint(first / J) < columns) combine_pass<D>(task, first, memory, how, state);
+    return how.to_total ? 0u : partial_of_section(args, task.split);
 }
 
 // ---- The kernel ----
@@ -626,7 +619,7 @@ template <int KD, int VD>
 inline void add_tiles(constant tqkv__attend_args &args, thread const attend_task &task, uint end,
                       thread const codebooks &books, thread tile_walk<KD> &walk, thread column_state<VD> &state)
 {
-    threadgroup float *weights = task.weights + task.simdgroup * uint(32 * TQKV__MAX_COLUMNS(VD));
+    threadgroup float *weights = task.weights + task.simdgroup * ATTEND_SUM_FLOATS(VD);
     while (walk.steps.tile < end) {
         tile_place at = walk.next;
         next_tile(walk.steps, task.n_simdgroups);
@@ -649,28 +642,12 @@ inline void add_tiles(constant tqkv__attend_args &args, thread const attend_task
     }
 }
 
-// Adds a stretch to the partial results: that of its section and, at the section's end, that of all. Returns the number of
-// the one that has the total.
-template <int D>
-inline uint keep_stretch(constant tqkv__attend_args &args, thread const attend_task &task, stretch_range own,
-                         uint stretch, thread column_state<D> &state)
-{
-    uint partial = partial_of_section(args, task.split);
-    threadgroup float *kept = task.kept;
-    bool copy = begins_section(own, stretch);
-    for (bool last = !ends_section(args, own, stretch);; last = true) {
-        add_to_partial<D>(args, task, partial, copy, kept, state);
-        if (last) return partial;
-        partial = 0u;
-        kept = task.kept + 2 * TQKV__MAX_COLUMNS(D);
-        copy = in_first_section(own, stretch);
-    }
-}
-
 template <int KD, int VD>
 inline void attend(constant tqkv__attend_args &args, thread const attend_task &task)
 {
+    const int C = TQKV__MAX_COLUMNS(VD);
     uint thread_index = task.simdgroup * 32u + task.lane, partial = 0u;
+    column_memory memory = column_memory_of(task.kept, uint(C));
     tile_range seen = tiles_seen(args, task.first_column, task.pages.list);
     stretch_range own = stretches_of_threadgroup(args, seen, task.split);
     column_state<VD> state;
@@ -682,24 +659,18 @@ inline void attend(constant tqkv__attend_args &args, thread const attend_task &t
     load_codebook(key_format, task.tables, thread_index, task.n_simdgroups * 32u);
     load_codebook(value_format, task.tables + 256, thread_index, task.n_simdgroups * 32u);
     if (tail_values<KD>() != 0) load_codebook(tail_format, task.tail_table, thread_index, task.n_simdgroups * 32u);
-    load_queries<KD>(args, task);
+    load_queries<KD>(args, task, memory);
     threadgroup_barrier(mem_flags::mem_threadgroup);
     codebooks books = open_codebooks(task);
     find_newest<VD>(args, task.first_column, state);
-    if (has_shifts()) {
-        const int C = TQKV__MAX_COLUMNS(VD);
-        FOR_COLUMNS(c) state.shift[c] = task.kept[c];
-        store_shifts<VD>(args, task);
-    }
+    FOR_COLUMNS(c) state.shift[c] = has_shifts() ? memory.shifts[c] : 0.0f;
     for (uint stretch = own.begin; stretch < own.end; stretch++) {
         clear_sums<VD>(state);
         uint end = min(seen.end, first_tile_of_stretch(args, stretch + 1u));
         add_tiles<KD, VD>(args, task, end, books, walk, state);
-        combine_states<VD>(task, state);
-        combine_outputs<VD>(task, state); // after a barrier: task.sums may be the queries' memory
-        partial = keep_stretch<VD>(args, task, own, stretch, state);
+        partial = keep_stretch<VD>(args, task, own, stretch, memory, state);
     }
-    store_state<VD>(args, task, partial, state);
+    store_columns(args, task, partial, memory);
 }
 
 // The arguments of attend and attend_matrix. codes: [n_kv_heads][capacity][row_bytes], norms: [n_kv_heads][capacity][norms of a

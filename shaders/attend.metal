@@ -9,10 +9,9 @@
     { \
         ATTEND_TASK(D, V) \
         task.tail_queries = queries + TQKV__QUERY_FLOATS(D) * int(columns); \
-        task.sums = queries + (args.sections_each == 0 ? 0 : TQKV__QUERY_FLOATS(D + int(tail_values<D>())) * int(columns)); \
         task.weights = weights; \
         task.tail_table = tables + 512; \
-        task.states = states + 4 * TQKV__MAX_COLUMNS(V); \
+        task.states = states + TQKV__COLUMN_BYTES(TQKV__MAX_COLUMNS(V)) / 4; \
         TQKV_LONG_CALL(attend<D, V>(args, task)); \
     }
 // clang-format on

@@ -516,7 +516,8 @@ inline uint keep_parts(constant tqkv__attend_args &args, thread const attend_tas
     threadgroup_barrier(mem_flags::mem_threadgroup); // the states' memory holds maxima
     store_states(task, state);
     threadgroup_barrier(mem_flags::mem_threadgroup);
-    if (task.simdgroup == 0 && task.lane < uint(F * 8)) combine_states<F>(task, false, task.lane, memory, how);
+    if (task.simdgroup == 0 && task.lane < uint(F * 8))
+        combine_states<TQKV__LONG_SIMDGROUPS>(task, task.lane, memory, how);
     threadgroup_barrier(mem_flags::mem_threadgroup);
     if (task.simdgroup * uint(TQKV__LONG_VALUES) < uint(D)) {
         if (code_width(value_format) == 4) store_part<D, MATRIX_OUT_VALUES(D, 4), F>(task, memory, how, state);
@@ -594,7 +595,7 @@ inline void attend_rounds(constant tqkv__attend_args &args, thread const attend_
 {
     const int T = TQKV__TAIL_DIM(D);
     uint thread_index = task.simdgroup * 32u + task.lane, n_threads = task.n_simdgroups * 32u, partial = 0u;
-    column_memory memory = column_memory_of<F>(task.kept);
+    column_memory memory = column_memory_of(task.kept, uint(8 * F));
     tile_range seen = tiles_seen(args, task.first_column, task.pages.list);
     stretch_range own = stretches_of_threadgroup(args, seen, task.split);
     matrix_state<TQKV__LONG_VALUES, F> state;

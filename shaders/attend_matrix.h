@@ -115,7 +115,6 @@ inline void load_query_rows(constant tqkv__attend_args &args, thread const atten
     for (uint c = first + task.simdgroup; c < end; c += task.n_simdgroups) {
         query_row row = row_of_column(args, min(task.first_column + c, end_of_columns(args, task) - 1u));
         uint head = task.kv_head * uint(args.group) + uint(row.head);
-        uint at = uint(row.query) * uint(args.n_kv_heads) * uint(args.group) + head;
         float x[TQKV_LANE_VALUES(D)];
         load_query<D>(args, task, keys, uint(row.query), head, x);
         float shift = keys.with_center ? score_of_center<D>(args, task, keys, x) : 0.0f;
@@ -129,7 +128,7 @@ inline void load_query_rows(constant tqkv__attend_args &args, thread const atten
         if (keys.first == 0) {
             memory.shifts[c] = shift;
             memory.factors[c] = size;
-            memory.rows[c] = at;
+            memory.rows[c] = partial_row(args, row, head);
         } else {
             memory.shifts[c] += shift;
             memory.tails[c] = size / memory.factors[c];
@@ -749,7 +748,7 @@ inline void attend_by_matrices(constant tqkv__attend_args &args, thread const at
     uint thread_index = task.simdgroup * 32u + task.lane, n_threads = task.n_simdgroups * 32u, partial = 0u;
     threadgroup float *table_memory = task.tables;
     threadgroup code_value *tables = (threadgroup code_value *)table_memory;
-    column_memory memory = column_memory_of<F>(task.kept);
+    column_memory memory = column_memory_of(task.kept, uint(8 * F));
     tile_range seen = tiles_seen(args, task.first_column, task.pages.list);
     stretch_range own = stretches_of_threadgroup(args, seen, task.split);
     matrix_state<D, F> state;

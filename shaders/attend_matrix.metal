@@ -9,7 +9,7 @@
         ATTEND_TASK(D, D) \
         task.weights = queries + TQKV__MATRIX_QUERY_BYTES(D) / 4 * TQKV__MATRICES(int(columns)); \
         task.sums = args.sections_each == 0 ? queries : task.weights; \
-        task.states = states + TQKV__MATRIX_KEPT_BYTES(TQKV__MATRICES(int(columns))) / 4; \
+        task.states = states + TQKV__COLUMN_BYTES(8 * TQKV__MATRICES(int(columns))) / 4; \
         TQKV_LONG_CALL(attend_with_matrices<D>(args, task)); \
     }
 // Rows whose sums several simdgroups share: TQKV__LONG_SIMDGROUPS a threadgroup, no more and no fewer.
@@ -19,7 +19,7 @@
         ATTEND_TASK(D, D) \
         task.tail_queries = queries + TQKV__MATRIX_QUERY_BYTES(D) / 4 * TQKV__MATRICES(int(columns)); \
         task.weights = queries + TQKV__MATRIX_QUERY_BYTES(D + int(tail_values<D>())) / 4 * TQKV__MATRICES(int(columns)); \
-        task.tail_table = states + TQKV__MATRIX_KEPT_BYTES(TQKV__MATRICES(int(columns))) / 4; \
+        task.tail_table = states + TQKV__COLUMN_BYTES(8 * TQKV__MATRICES(int(columns))) / 4; \
         task.states = task.tail_table + (tail_values<D>() != 0 ? TQKV__TABLE_BYTES / 4 : 0); \
         TQKV_LONG_CALL(attend_long_rows<D>(args, task)); \
     }

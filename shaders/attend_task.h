@@ -36,6 +36,9 @@ constant bool rotate_tail_center [[function_constant(TQKV_FC_TAIL_ROTATED)]];
 #define LANE_SUMS(D) ((D) <= 256 ? 8 : ((D) + 511) / 512 * 16)
 #define LANE_SPAN(D) ((D) / LANE_SUMS(D))
 
+// Whether all scores of a query lack the same number, in column_memory.
+inline bool has_shifts() { return key_centered || tail_centered; }
+
 // The codes and norms of one KV head.
 struct stream_rows {
     device const uchar *codes;
@@ -58,10 +61,9 @@ struct attend_task {
     threadgroup float *tail_table;   // [256]: of the tail
     threadgroup float *queries;      // [columns][padded KD]
     threadgroup float *tail_queries; // [columns][padded T]
-    threadgroup float *sums;    // [columns][VD]: of a stretch. After the only stretch they take the queries' memory
-    threadgroup float *weights; // [n_simdgroups][32][C]
-    threadgroup float *kept;    // [2][C][2]: maximum and sum of the section so far, and of all earlier sections. Before
-                                // them [C]: the centre's score in powers of two
+    threadgroup float *sums;         // of attend_matrix, for a pass of columns
+    threadgroup float *weights; // a tile's weights and, for a pass of columns, sums: [n_simdgroups][ATTEND_SUM_FLOATS]
+    threadgroup float *kept;    // of columns.h
     threadgroup float *states;  // [n_simdgroups][C][2]: maximum and sum
     uint kv_head, first_column, split;
     uint end_column; // of those columns that there are

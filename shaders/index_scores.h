@@ -297,7 +297,7 @@ inline void score_index(constant tqkv__index_args &call, thread attend_task &tas
     threadgroup float *table_memory = task.tables;
     threadgroup code_value *table = (threadgroup code_value *)table_memory;
     threadgroup uchar *pairs = (threadgroup uchar *)(table_memory + 256);
-    column_memory memory = column_memory_of<F>(task.kept);
+    column_memory memory = column_memory_of(task.kept, uint(8 * F));
     pooled found = {-INFINITY, 0.0f};
     if (index.from >= index.to) {
         for (uint b = index.first_block + thread_index; b < index.end_block; b += n_threads) index.out[b] = -INFINITY;

@@ -13,9 +13,10 @@
          tqkv_team_end(l->team);
      }
 
-   Both calls wait until all n_threads threads have come to tqkv_team_begin. The next begin may follow at once; another
-   number of threads only after all have returned. Waiting threads spin, and after a while give way to others. One team
-   serves all layers; two operations at once need two. */
+   Thread 0 begins at once; its tqkv_team_end, and tqkv_team_begin in the others, wait until all n_threads threads have
+   come to tqkv_team_begin. The next begin may follow at once; another number of threads only after all have returned.
+   Waiting threads spin, and after a while give way to others. One team serves all layers; two operations at once need
+   two. */
 typedef struct tqkv_team tqkv_team;
 /* allocator: NULL = malloc, free. *out is NULL on failure. */
 TQKV_API tqkv_result tqkv_team_create(const tqkv_allocator *allocator, tqkv_team **out);

@@ -67,10 +67,11 @@ static float tqkv__inverse_root(int n)
 {
     double root = 1.0 / sqrt((double)n);
     uint64_t bits;
+    if (tqkv__head_dim_known(n)) return tqkv__size_of(n)->inverse_root;
     memcpy(&bits, &root, sizeof bits);
     bits = (bits + (UINT64_C(1) << 28)) >> 29 << 29; /* a float has 29 bits less */
     memcpy(&root, &bits, sizeof root);
-    return tqkv__head_dim_known(n) ? TQKV__INV_SQRT(n) : (float)root;
+    return (float)root;
 }
 
 /* Resolves the strides of q and out, and finds their sizes. */
@@ -183,21 +184,27 @@ static tqkv_result tqkv__check_streams(tqkv__attention *a)
     return TQKV__INVALID("keys and values share bytes, but are not described in the same way");
 }
 
+/* Checks a store that has positions of a stream besides. */
+static TQKV__NOINLINE tqkv_result tqkv__check_beside(const tqkv__stream *stream, const tqkv__stream *s)
+{
+    if (s->head_dim != stream->head_dim || s->n_kv_heads != stream->n_kv_heads)
+        return TQKV__INVALID("exact_first, exact_last: a store of other head_dim or n_kv_heads than its stream");
+    if (!tqkv__same_center(s, stream))
+        return TQKV__INVALID("exact_first, exact_last: a store with another centre than its stream");
+    if (!tqkv__same_scale(s, stream))
+        return TQKV__INVALID("exact_first, exact_last: a store with another channel_scale than its stream");
+    return TQKV_OK;
+}
+
 /* Checks the store that holds positions [low, high) of a stream as halves. */
 static tqkv_result tqkv__check_end(const tqkv__attention *a, const tqkv__stream *codes, int64_t low, int64_t high,
                                    const tqkv__stream *s)
 {
     if (s->kind != TQKV__HALF || s->rotated != codes->rotated)
-        return TQKV__INVALID("exact_first or exact_last: a store that is not F16, or rotated otherwise than the codes");
-    if (s->head_dim != codes->head_dim || s->n_kv_heads != codes->n_kv_heads)
-        return TQKV__INVALID("exact_first or exact_last: a store of other head_dim or n_kv_heads than the codes");
-    if (!tqkv__same_center(s, codes))
-        return TQKV__INVALID("exact_first or exact_last: a store with another centre than the codes");
-    if (!tqkv__same_scale(s, codes))
-        return TQKV__INVALID("exact_first or exact_last: a store with another channel_scale than the codes");
+        return TQKV__INVALID("exact_first, exact_last: a store that is not F16, or rotated otherwise than the codes");
     if (s->ring ? a->call.end - low > s->capacity : high > tqkv__room(s))
-        return TQKV__REFUSE(OUT_OF_RANGE, "exact_first or exact_last: a store that does not hold so many positions");
-    return TQKV_OK;
+        return TQKV__REFUSE(OUT_OF_RANGE, "exact_first, exact_last: a store that does not hold so many positions");
+    return tqkv__check_beside(codes, s);
 }
 
 /* Returns the first position that a query reads from the halves of the newest. Without such halves it is 0, and these
@@ -257,14 +264,9 @@ static tqkv_result tqkv__check_first_tail(const tqkv__attention *a, const tqkv__
     const tqkv__stream *tail = &a->tail;
     if (s->format != tail->format || s->rotated != tail->rotated || s->block_scale != tail->block_scale)
         return TQKV__INVALID("first_tail: a store of another format or basis than the tail");
-    if (s->head_dim != tail->head_dim || s->n_kv_heads != tail->n_kv_heads)
-        return TQKV__INVALID("first_tail: a store of other head_dim or n_kv_heads than the tail");
-    if (!tqkv__same_center(s, tail)) return TQKV__INVALID("first_tail: a store with another centre than the tail");
-    if (!tqkv__same_scale(s, tail))
-        return TQKV__INVALID("first_tail: a store with another channel_scale than the tail");
     if (s->ring || a->call.exact_first > tqkv__room(s))
         return TQKV__REFUSE(OUT_OF_RANGE, "first_tail: a store that does not hold so many positions");
-    return TQKV_OK;
+    return tqkv__check_beside(tail, s);
 }
 
 /* Takes the first positions that are no longer resident, if all streams have them, from stores opened by `open`;

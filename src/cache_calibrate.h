@@ -323,11 +323,12 @@ typedef struct tqkv__cut_call {
     tqkv__attention a[2];
     tqkv__request requests[2];
     int n_requests, n_raw;
+    uint8_t *own; /* [n_queries][n_heads][value_dim] for the second request; NULL: it writes to the caller's output */
 } tqkv__cut_call;
 
 /* Checks the arrays of all queries together: a request looks at its own queries and stores alone. */
-static tqkv_result tqkv__check_whole(const tqkv_cache *c, const tqkv_attention *some, const void *q, int n_queries,
-                                     const void *out)
+static TQKV__NOINLINE tqkv_result tqkv__check_whole(const tqkv_cache *c, const tqkv_attention *some, const void *q,
+                                                    int n_queries, const void *out)
 {
     tqkv__attention a;
     tqkv_attention whole = c->attention;
@@ -367,10 +368,16 @@ static tqkv_result tqkv__cut_coded(const tqkv_cache *c, const tqkv_attention *so
     if (coded.list) coded.list += (size_t)first * heads * (size_t)coded.list_length;
     tqkv_result r = tqkv__cache_attention(c, some ? &coded : NULL, n_queries - first, a);
     if (r != TQKV_OK) return r;
-    const size_t size = tqkv__type_size(a->call.query_type), skipped = (size_t)first;
-    const void *rest = (const uint8_t *)q + skipped * a->call.query_strides.token * size;
-    void *to = (uint8_t *)out + skipped * a->call.output_strides.token * tqkv__type_size(a->call.output_type);
-    r = tqkv__cut_whole(a, q ? rest : NULL, out ? to : NULL, &cut->requests[cut->n_requests]);
+    const size_t size = tqkv__type_size(a->call.output_type), skipped = (size_t)first;
+    const void *rest = (const uint8_t *)q + skipped * a->call.query_strides.token * tqkv__type_size(a->call.query_type);
+    uint8_t *to = (uint8_t *)out + skipped * a->call.output_strides.token * size;
+    if (cut->own) {
+        const tqkv_strides none = {0, 0};
+        a->call.output_strides = tqkv__strides_of(none, a->call.n_heads, a->value_dim);
+        a->out_size = a->out_elements * size;
+        to = cut->own;
+    }
+    r = tqkv__cut_whole(a, rest, to, &cut->requests[cut->n_requests]);
     cut->n_requests++;
     return r;
 }
@@ -380,23 +387,17 @@ static tqkv_result tqkv__cut_coded(const tqkv_cache *c, const tqkv_attention *so
 static tqkv_result tqkv__attend_cut_tree(const tqkv_cache *c, const tqkv_attention *some, const void *q, int n_queries,
                                          void *out, tqkv__cut_call *cut)
 {
-    tqkv_cache without_gaps = *c;
-    tqkv_allocator memory = c->attention.allocator;
-    const tqkv_strides none = {0, 0};
-    const int value_dim = c->attention.values->head_dim, n_heads = c->attention.n_heads;
-    const size_t row = (size_t)value_dim * tqkv__type_size(c->attention.output_type), heads = (size_t)n_heads;
-    const tqkv_strides strides = tqkv__strides_of(c->attention.output_strides, n_heads, value_dim);
-    const size_t size = (size_t)n_queries * heads * row;
-    without_gaps.attention.output_strides = none;
-    uint8_t *own = (uint8_t *)memory.alloc(memory.user, size);
-    if (!own) return TQKV_OUT_OF_MEMORY;
-    tqkv_result r = tqkv__cut_coded(&without_gaps, some, q, 0, n_queries, own, cut);
+    const tqkv__attention *a = &cut->a[0]; /* its strides are those of all queries */
+    const tqkv_allocator *memory = &a->call.allocator;
+    const size_t value = tqkv__type_size(a->call.output_type), row = (size_t)a->value_dim * value;
+    const size_t heads = (size_t)a->call.n_heads, size = (size_t)n_queries * heads * row;
+    cut->own = (uint8_t *)memory->alloc(memory->user, size);
+    if (!cut->own) return TQKV_OUT_OF_MEMORY;
+    tqkv_result r = tqkv__cut_coded(c, some, q, 0, n_queries, out, cut);
     if (r == TQKV_OK) r = tqkv__run_job(cut->requests, cut->n_requests);
-    for (size_t i = (size_t)cut->n_raw; r == TQKV_OK && i < (size_t)n_queries; i++)
-        for (size_t h = 0; h < heads; h++)
-            memcpy((uint8_t *)out + (i * strides.token + h * strides.head) * (row / (size_t)value_dim),
-                   own + (i * heads + h) * row, row);
-    memory.free(memory.user, own, size);
+    for (size_t i = (size_t)cut->n_raw * heads; r == TQKV_OK && i < (size_t)n_queries * heads; i++)
+        memcpy((uint8_t *)out + tqkv__row_begin(a, a->call.output_strides, i) * value, cut->own + i * row, row);
+    memory->free(memory->user, cut->own, size);
     return r;
 }
 
@@ -405,6 +406,7 @@ static TQKV__NOINLINE tqkv_result tqkv__attend_raw(const tqkv_cache *c, const tq
 {
     tqkv__cut_call cut;
     cut.n_requests = 0;
+    cut.own = NULL;
     cut.n_raw = tqkv__raw_queries(c, n_queries);
     tqkv_result r = tqkv__check_whole(c, some, q, n_queries, out);
     if (r == TQKV_OK && cut.n_raw) r = tqkv__cut_raw(c, some, q, n_queries, out, &cut);

@@ -172,18 +172,16 @@ static tqkv_result tqkv__check_match(const tqkv_cache_desc *wanted, const tqkv_c
     return TQKV_OK;
 }
 
-/* Copies a store, or makes halves of a stream that was F16: zeros for positions that are gone from a ring. */
+/* Copies a store, or makes halves of a stream that was F16. */
 static tqkv_result tqkv__fork_store(const tqkv_cache *c, int i, const tqkv_cache *copy, const tqkv_parallel *parallel)
 {
     const tqkv_store *to = tqkv__store_of(copy, i), *from = tqkv__store_of(c, i);
-    tqkv__range range = tqkv__range_of(c, i);
-    if (!to) return TQKV_OK;
-    if (!from && range.from < c->first) {
-        range.from = c->first;
-        memset(to->codes, 0, to->codes_size);
+    const tqkv__range range = tqkv__range_of(c, i);
+    if (!to || range.from >= range.to) return TQKV_OK;
+    if (!from) { /* a ring would have kept what is gone */
+        TQKV_ASSERT(range.from >= c->first);
+        from = tqkv__store_of(c, tqkv__stream_kinds[i].side);
     }
-    if (!from && i < TQKV__RAW) from = tqkv__store_of(c, tqkv__stream_kinds[i].side);
-    if (range.from >= range.to) return TQKV_OK;
     return tqkv__convert(to, from, range.from, (int)(range.to - range.from), parallel);
 }
 

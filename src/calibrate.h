@@ -211,10 +211,7 @@ static TQKV__NOINLINE void tqkv__row_error(const tqkv__stream *s, const tqkv__qu
     float source[TQKV_MAX_HEAD_DIM];
     const tqkv__codec *codec = tqkv__codec_for(s->head_dim);
     codec->encode_rows(s, q, row, 1);
-    tqkv__decode_row(s, row->codes, row->norms, error);
-    if (s->rotated) codec->unrotate(error, s->head_dim);
-    tqkv__apply_scale(s, kv_head, error);
-    tqkv__add_center(s, kv_head, false, error);
+    tqkv__decode_in(s, kv_head, row->codes, row->norms, TQKV_ORIGINAL, error);
     codec->widen(s->type, row->src, NULL, NULL, s->head_dim, source);
     for (int d = 0; d < s->head_dim; d++) error[d] -= source[d];
 }

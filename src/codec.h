@@ -335,11 +335,7 @@ static TQKV__NOINLINE void tqkv__encode_row(const tqkv__stream *s, const tqkv__r
         tqkv__store_halves(x, s->head_dim, row->codes);
         return;
     }
-    for (int i = 0; i < s->head_dim; i++) {
-        if (s->kind == TQKV__GRID) {
-            codes[i] = tqkv__quantise_i8(x[i]);
-        }
-    }
+    for (int i = 0; i < s->head_dim && s->kind == TQKV__GRID; i++) codes[i] = tqkv__quantise_i8(x[i]);
     if (s->kind == TQKV__BOOK) {
         tqkv__search_row(s, x, codes, squares, row->factors ? row->factors : factors);
         tqkv__correct_norms(s, squares, row->norms);
@@ -398,4 +394,14 @@ static TQKV__NOINLINE void tqkv__add_center(const tqkv__stream *s, int kv_head, 
     codec->widen(TQKV_TYPE_F32, tqkv__center_of(s, kv_head), NULL, inverses, s->head_dim, center);
     if (coded && s->rotated) codec->rotate(center, s->head_dim);
     for (int d = 0; d < s->head_dim; d++) dst[d] = TQKV__AS_FLOAT(dst[d] + center[d]);
+}
+
+/* Decodes row and norms of a head -> dst: [head_dim], in a basis of the caller's, with the centre. */
+static TQKV__NOINLINE void tqkv__decode_in(const tqkv__stream *s, int kv_head, const uint8_t *row, const float *norms,
+                                           tqkv_basis basis, float *dst)
+{
+    tqkv__decode_row(s, row, norms, dst);
+    if (s->rotated && basis == TQKV_ORIGINAL) tqkv__codec_for(s->head_dim)->unrotate(dst, s->head_dim);
+    if (basis == TQKV_ORIGINAL) tqkv__apply_scale(s, kv_head, dst);
+    tqkv__add_center(s, kv_head, basis == TQKV_ROTATED, dst);
 }

@@ -43,12 +43,12 @@ static bool tqkv__other_pages(const tqkv__stream *to, const tqkv__stream *from, 
     return tqkv__all_distinct(to->pages + first, count, from->pages + first, count);
 }
 
-/* Whether n positions can be converted without writing what is still to be read. Rows that begin where longer rows
+/* Whether n > 0 positions can be converted without writing what is still to be read. Rows that begin where longer rows
    begin can be written over them in ascending order. */
 static bool tqkv__stays_apart(const tqkv__stream *to, const tqkv__stream *from, int64_t position, int n)
 {
     const bool aligned = to->capacity == from->capacity && to->ring == from->ring && !to->pages && !from->pages;
-    const bool others = n > 0 && tqkv__other_pages(to, from, position, n);
+    const bool others = tqkv__other_pages(to, from, position, n);
     const bool codes_stay = others || (to->codes == from->codes && aligned && to->row_bytes <= from->row_bytes);
     const bool norms_stay = others || (to->norms == from->norms && aligned && to->norms_per_row <= from->norms_per_row);
     return (codes_stay || !tqkv__overlap(to->codes, to->codes_size, from->codes, from->codes_size)) &&
@@ -97,7 +97,7 @@ TQKV__COLD static tqkv_result tqkv__convert_open(const tqkv_store *to_store, con
         return TQKV__INVALID("unrotated: the stores differ in it");
     if (!tqkv__same_center(to, from)) return TQKV__INVALID("center: the stores differ in it");
     if (!tqkv__same_scale(to, from)) return TQKV__INVALID("channel_scale: the stores differ in it");
-    if (!tqkv__stays_apart(to, from, position, n))
+    if (n && !tqkv__stays_apart(to, from, position, n))
         return TQKV__INVALID("`to` overlaps `from`, other than in pages of its own or with shorter rows in place");
     for (int p = 0; p < n && !tqkv__same_rows(to, from); p++)
         for (int h = 0; h < from->n_kv_heads; h++)

@@ -290,10 +290,7 @@ TQKV_API tqkv_result tqkv_decode(const tqkv_store *store, int64_t position, int 
         for (int h = 0; h < s.n_kv_heads; h++) {
             void *to = (uint8_t *)dst + tqkv__row_offset(&s, (size_t)p, (size_t)h);
             float *row = s.type == TQKV_TYPE_F32 ? (float *)to : wide;
-            tqkv__decode_row(&s, tqkv__codes_at(&s, h, slot), tqkv__norms_at(&s, h, slot), row);
-            if (s.rotated && basis == TQKV_ORIGINAL) codec->unrotate(row, s.head_dim);
-            if (basis == TQKV_ORIGINAL) tqkv__apply_scale(&s, h, row);
-            tqkv__add_center(&s, h, basis == TQKV_ROTATED, row);
+            tqkv__decode_in(&s, h, tqkv__codes_at(&s, h, slot), tqkv__norms_at(&s, h, slot), basis, row);
             if (row == wide) codec->narrow(s.type, row, s.head_dim, to);
         }
     }

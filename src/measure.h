@@ -48,12 +48,9 @@ static TQKV__NOINLINE void tqkv__add_moments(const tqkv__stream *s, int kv_head,
         m->fourth += square * square;
         m->beyond += fabsf(tqkv__rounded(x[d] * (row->factors ? row->factors[d / s->norm_dim] : 1.0f))) > last;
     }
-    tqkv__decode_row(s, row->codes, row->norms, x);
+    tqkv__decode_in(s, kv_head, row->codes, row->norms, TQKV_ORIGINAL, x);
     codec->widen(s->type, row->src, NULL, NULL, s->head_dim, source);
     codec->widen(s->type, m->first, NULL, NULL, s->head_dim, first);
-    if (s->rotated) codec->unrotate(x, s->head_dim);
-    tqkv__apply_scale(s, kv_head, x);
-    tqkv__add_center(s, kv_head, false, x);
     for (int d = 0; d < s->head_dim; d++) {
         const double value = (double)source[d], noise = value - (double)x[d], less = value - (double)first[d];
         m->row[d] += less;

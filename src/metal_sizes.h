@@ -99,16 +99,15 @@
                                    /* (2) of encode: squares of its centroids */
 #define TQKV__ATTEND_TABLE_BYTES                                                                                       \
     (2 * TQKV__TABLE_BYTES) /* (0) codebooks of keys and values; TABLE_BYTES for a tail's */
-#define TQKV__ATTEND_QUERY_BYTES(D)     (6 * (D)*TQKV__MAX_COLUMNS(D))   /* (1) padded queries, then the sums or: */
-#define TQKV__ATTEND_SUM_BYTES(D)       (4 * (D)*TQKV__MAX_COLUMNS(D))   /*     the sums, of several stretches */
-#define TQKV__ATTEND_WEIGHT_BYTES(D, n) ((n)*128 * TQKV__MAX_COLUMNS(D)) /* (2) a tile's weights, n simdgroups */
-#define TQKV__ATTEND_KEPT_BYTES(D)      (16 * TQKV__MAX_COLUMNS(D))      /* (3) maximum and sum: kept twice, and */
-#define TQKV__ATTEND_STATE_BYTES(D, n)  ((n)*8 * TQKV__MAX_COLUMNS(D))   /*     of n simdgroups */
-#define TQKV__MATRIX_QUERY_BYTES(D)     (32 * (D))                       /* (1) of attend_matrix: 8 queries, and */
-#define TQKV__MATRIX_SUM_BYTES(D)       (64 * ((D) + 4)) /*     padded sums of 4 simdgroups and columns */
-#define TQKV__MATRIX_KEPT_BYTES(n)      (576 * (n))      /* (3) of n matrices of columns: 18 numbers a column, and */
-#define TQKV__MATRIX_STATE_BYTES(n)     (64 * (n))       /*     maximum and sum of a simdgroup */
-#define TQKV__MERGE_BYTES(D, n)         ((n) * ((D) + 4) * 4) /* (0) a row and its sum, n simdgroups */
+#define TQKV__ATTEND_QUERY_BYTES(D) (6 * (D)*TQKV__MAX_COLUMNS(D)) /* (1) padded queries */
+#define TQKV__ATTEND_PASS_FLOATS(D) ((D) <= 256 ? 512 : 256)       /* (2) of a simdgroup: a tile's weights, then sums */
+#define TQKV__ATTEND_SUM_BYTES(D, columns)                                                                             \
+    ((columns) * (D) <= 256 ? 1024 : 4 * TQKV__ATTEND_PASS_FLOATS(D)) /* of a pass, or of all columns */
+#define TQKV__MATRIX_QUERY_BYTES(D) (32 * (D))                        /* (1) of attend_matrix: 8 queries, and */
+#define TQKV__MATRIX_SUM_BYTES(D)   (64 * ((D) + 4))                  /*     padded sums of 4 simdgroups and columns */
+#define TQKV__COLUMN_BYTES(columns) (56 * (columns)) /* (3) of attend and attend_matrix: 14 numbers a column, and */
+#define TQKV__STATE_BYTES(columns)  (8 * (columns))  /*     maximum and sum of a simdgroup */
+#define TQKV__MERGE_BYTES(D, n)     ((n) * ((D) + 4) * 4) /* (0) a row and its sum, n simdgroups */
 
 /* Floats of a padded query in attend. */
 #define TQKV__QUERY_FLOATS(D) (3 * (D) / 2)
@@ -147,12 +146,11 @@
 /* The sizes above for kernels of head_dim D. The host refuses a library with other sizes. */
 #define TQKV__KERNEL_SIZES(D)                                                                                          \
     TQKV__MAX_COLUMNS(D), TQKV__ENCODE_ROWS(D), TQKV__MERGE_SIMDGROUPS(D), TQKV__CELL_BYTES, TQKV__TABLE_BYTES,        \
-        TQKV__ROW_BYTES(D, 1), TQKV__ATTEND_QUERY_BYTES(D), TQKV__ATTEND_SUM_BYTES(D),                                 \
-        TQKV__ATTEND_WEIGHT_BYTES(D, 1), TQKV__ATTEND_KEPT_BYTES(D), TQKV__ATTEND_STATE_BYTES(D, 1),                   \
+        TQKV__ROW_BYTES(D, 1), TQKV__ATTEND_QUERY_BYTES(D), TQKV__ATTEND_PASS_FLOATS(D), TQKV__ATTEND_SUM_BYTES(D, 1), \
         TQKV__MERGE_BYTES(D, 1), TQKV__TAIL_DIM(D), TQKV__STRETCH_GROWTH, TQKV__SECTION, TQKV__MOST_MATRIX_COLUMNS(D), \
-        TQKV__MATRIX_QUERY_BYTES(D), TQKV__MATRIX_SUM_BYTES(D), TQKV__MATRIX_KEPT_BYTES(1),                            \
-        TQKV__MATRIX_STATE_BYTES(1), TQKV__LONG_WEIGHT_BYTES(1)
-enum { TQKV__KERNEL_DIMS = 11, TQKV__N_KERNEL_SIZES = 21 };
+        TQKV__MATRIX_QUERY_BYTES(D), TQKV__MATRIX_SUM_BYTES(D), TQKV__COLUMN_BYTES(1), TQKV__STATE_BYTES(1),           \
+        TQKV__LONG_WEIGHT_BYTES(1)
+enum { TQKV__KERNEL_DIMS = 11, TQKV__N_KERNEL_SIZES = 19 };
 
 /* The values of head_dim that have kernels, as row(x, number, D). Besides, keys of TQKV__WIDE_KEYS take values of
    TQKV__NARROW_VALUES in encode_kv and attend, and keys of D a tail of TQKV__TAIL_DIM(D): encode_kv takes it for
@@ -314,4 +312,4 @@ TQKV__ASSERT_SIZE(tqkv__batch_item, 324);
 TQKV__ASSERT_SIZE(tqkv__choose_args, 52);
 TQKV__ASSERT_SIZE(tqkv__index_args, 228);
 TQKV__ASSERT_SIZE(tqkv__calibrate_args, 40);
-TQKV__ASSERT_SIZE(tqkv__table_report, 4780);
+TQKV__ASSERT_SIZE(tqkv__table_report, 4692);

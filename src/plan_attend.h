@@ -189,18 +189,16 @@ static size_t tqkv__plan_out_size(const tqkv__attention *a, const tqkv__attend_b
     return b->slice.to ? a->out_elements * sizeof(float) : a->out_size;
 }
 
-/* The memory of queries and sums, the largest, holds only the columns in use: it limits the threadgroups on a
-   core. */
+/* The memory of queries holds only the columns in use: memory limits the threadgroups on a core. */
 static void tqkv__plan_attend_memory(tqkv_metal_dispatch *d, size_t key_dim, size_t value_dim, int columns)
 {
-    const size_t sums = tqkv__attend_args_of(d).sections_each ? TQKV__ATTEND_SUM_BYTES(value_dim) : 0;
     const size_t tail = sizeof(float) * (size_t)TQKV__QUERY_FLOATS(tqkv__planned_tail(d));
     d->memory[0] = TQKV__ATTEND_TABLE_BYTES + (tail ? TQKV__TABLE_BYTES : 0);
-    d->memory[1] = ((TQKV__ATTEND_QUERY_BYTES(key_dim) + sums) / TQKV__MAX_COLUMNS(key_dim) + tail) * (size_t)columns;
+    d->memory[1] = (TQKV__ATTEND_QUERY_BYTES(key_dim) / TQKV__MAX_COLUMNS(key_dim) + tail) * (size_t)columns;
     d->memory[2] = 0;
-    d->memory[3] = TQKV__ATTEND_KEPT_BYTES(value_dim);
-    d->memory_each[2] = TQKV__ATTEND_WEIGHT_BYTES(value_dim, 1);
-    d->memory_each[3] = TQKV__ATTEND_STATE_BYTES(value_dim, 1);
+    d->memory[3] = TQKV__COLUMN_BYTES(TQKV__MAX_COLUMNS(value_dim));
+    d->memory_each[2] = TQKV__ATTEND_SUM_BYTES(value_dim, (size_t)columns);
+    d->memory_each[3] = TQKV__STATE_BYTES(TQKV__MAX_COLUMNS(value_dim));
 }
 
 /* Matrices come whole: 8, 16 or 32 columns. The sums take turns, and after the only stretch the queries' memory. Of
@@ -217,8 +215,8 @@ static void tqkv__plan_matrix_memory(tqkv_metal_dispatch *d, size_t head_dim, in
     d->memory[0] = TQKV__ATTEND_TABLE_BYTES;
     d->memory[1] = queries + rows > others ? queries + rows : others;
     d->memory[2] = d->memory_each[2] = 0;
-    d->memory[3] = TQKV__MATRIX_KEPT_BYTES(matrices) + (tail ? TQKV__TABLE_BYTES : 0);
-    d->memory_each[3] = TQKV__MATRIX_STATE_BYTES(matrices);
+    d->memory[3] = TQKV__COLUMN_BYTES(8 * matrices) + (tail ? TQKV__TABLE_BYTES : 0);
+    d->memory_each[3] = TQKV__STATE_BYTES(8 * matrices);
 }
 
 /* Returns the threadgroups of a KV head and split. */

@@ -262,9 +262,9 @@ TQKV_API tqkv_result tqkv_metal_plan_cache_append(const tqkv_cache *c, tqkv_meta
 
 TQKV_API void tqkv_metal_cache_appended(tqkv_cache *c, int n_tokens) { tqkv__count_append(c, n_tokens); }
 
-/* Forgets positions whose appends a GPU did not run, and what the cache would have learned from them. */
-static tqkv_result tqkv__count_failed(tqkv_cache *c, int64_t end)
+TQKV_API tqkv_result tqkv_metal_cache_failed(tqkv_cache *c, int64_t end)
 {
+    if (!c) return TQKV__INVALID("the cache is NULL");
     const bool unlearns = !c->learning && end >= 0 && end <= c->learnt_at;
     const tqkv_result r = tqkv_cache_truncate(c, end);
     if (r != TQKV_OK || !unlearns) return r;
@@ -273,12 +273,6 @@ static tqkv_result tqkv__count_failed(tqkv_cache *c, int64_t end)
     c->learning = c->reads_raw = true;
     c->exact_below = c->exact_from = c->exact_held = 0;
     return TQKV_OK;
-}
-
-TQKV_API tqkv_result tqkv_metal_cache_failed(tqkv_cache *c, int64_t end)
-{
-    if (!c) return TQKV__INVALID("the cache is NULL");
-    return tqkv__count_failed(c, end);
 }
 
 /* The attention of a cache over its stores, with the lists and the tree of `some`. */

@@ -149,5 +149,6 @@ static tqkv_result tqkv__plan_scratch_within(const tqkv_metal_attention *from, s
 
 TQKV_API tqkv_result tqkv_metal_plan_attend_scratch(const tqkv_metal_attention *from, size_t *bytes)
 {
-    return bytes ? tqkv__plan_scratch_within(from, TQKV__MOST_SUMS, bytes) : TQKV_INVALID_ARGUMENT;
+    if (!bytes) return TQKV__INVALID("bytes is NULL");
+    return tqkv__plan_scratch_within(from, TQKV__MOST_SUMS, bytes);
 }

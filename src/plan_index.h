@@ -84,7 +84,7 @@ static void tqkv__plan_score(const tqkv__index *x, const tqkv__index_args *args,
     d->memory[0] = TQKV__TABLE_BYTES;
     d->memory[1] = TQKV__MATRIX_QUERY_BYTES(head_dim) * matrices;
     d->memory[2] = TQKV__INDEX_KEYS * sizeof(float);
-    d->memory[3] = TQKV__MATRIX_KEPT_BYTES(matrices);
+    d->memory[3] = TQKV__COLUMN_BYTES(8 * matrices);
     d->grid[0] = (size_t)((x->blocks + args->blocks_each - 1) / args->blocks_each);
     d->grid[1] = n_queries;
     d->n_simdgroups = TQKV__MATRIX_SIMDGROUPS;

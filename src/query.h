@@ -202,8 +202,10 @@ static TQKV__NOINLINE void tqkv__deliver(const tqkv__request *request, const tqk
     const tqkv_type type = request->max ? TQKV_TYPE_F32 : a->call.output_type;
     const bool scored =
         (a->keys.center || a->tail.center) && a->call.softcap == 0.0f && (request->max || a->call.sinks);
-    memset(center, 0, sizeof center);
-    if (coded) tqkv__add_center(&a->values, item->kv_head, true, center);
+    if (coded) {
+        memset(center, 0, sizeof center);
+        tqkv__add_center(&a->values, item->kv_head, true, center);
+    }
     for (int i = 0; i < item->n_rows; i++) {
         const size_t row = tqkv__caller_row(a, item, i);
         void *to = tqkv__output_at(request, row);

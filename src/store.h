@@ -24,7 +24,18 @@ static TQKV__NOINLINE bool tqkv__overlap(const void *a, size_t a_size, const voi
 static bool tqkv__aligned_at(const void *p, size_t alignment) { return p && ((uintptr_t)p & (alignment - 1)) == 0; }
 static bool tqkv__floats_at(const void *p) { return tqkv__aligned_at(p, sizeof(float)); }
 
-static bool tqkv__format_known(tqkv_format f) { return TQKV__KIND(f) != 0; }
+/* A row of TQKV__FORMATS for a format that the compiler does not know; zeros for what is none. */
+typedef struct tqkv__format {
+    uint8_t kind, main_bits, upper_bits, book_bits, plain;
+} tqkv__format;
+
+static const tqkv__format *tqkv__format_of(tqkv_format f)
+{
+#define TQKV__FORMAT_ROW(x, format, name, kind, main, upper, book, plain) {kind, main, upper, book, plain},
+    static const tqkv__format rows[] = {{0, 0, 0, 0, 0}, TQKV__FORMATS(TQKV__FORMAT_ROW, )};
+    return &rows[(unsigned)f < sizeof rows / sizeof *rows ? (unsigned)f : 0];
+}
+static bool tqkv__format_known(tqkv_format f) { return tqkv__format_of(f)->kind != 0; }
 
 /* Returns the bytes of a value; 0: no tqkv_type. */
 static size_t tqkv__type_size(tqkv_type type)
@@ -155,11 +166,12 @@ static tqkv_result tqkv__table_shape(const tqkv_store *store, tqkv__stream *s)
 /* Takes the format's row in TQKV__FORMATS, and its tables. */
 static void tqkv__take_format(tqkv_format format, tqkv__stream *s)
 {
+    const tqkv__format *row = tqkv__format_of(format);
     s->format = format;
-    s->kind = TQKV__KIND(format);
-    s->main_bits = TQKV__MAIN_BITS(format);
-    s->upper_bits = TQKV__UPPER_BITS(format);
-    s->book_bits = TQKV__BOOK_BITS(format);
+    s->kind = row->kind;
+    s->main_bits = row->main_bits;
+    s->upper_bits = row->upper_bits;
+    s->book_bits = row->book_bits;
     s->codebook = s->book_bits ? TQKV__CODEBOOK(s->book_bits) : NULL;
     s->boundaries = s->book_bits ? TQKV__BOUNDARIES(s->book_bits) : NULL;
     s->factors = s->book_bits ? TQKV__FACTORS(s->book_bits) : NULL;
@@ -174,9 +186,9 @@ static tqkv_result tqkv__stream_shape(const tqkv_store *store, tqkv__stream *s)
     if (!tqkv__format_known(store->format))
         return TQKV__REFUSE(UNSUPPORTED, "format, key_format, value_format or tail_format: not a stored format");
     if (!tqkv__head_dim_known(store->head_dim)) return TQKV__REFUSE(UNSUPPORTED, TQKV__HEAD_DIMS);
-    if (store->unrotated && !TQKV__PLAIN(store->format))
+    if (store->unrotated && !tqkv__format_of(store->format)->plain)
         return TQKV__REFUSE(UNSUPPORTED, "unrotated: only TQ5, TQ6, TQ8 and their _BYTES forms can be");
-    if (store->rotated && TQKV__KIND(store->format) != TQKV__HALF)
+    if (store->rotated && tqkv__format_of(store->format)->kind != TQKV__HALF)
         return TQKV__REFUSE(UNSUPPORTED, "rotated: for F16 alone; other formats are, unless unrotated says otherwise");
     if (store->n_kv_heads <= 0) return TQKV__INVALID("n_kv_heads is not positive");
     if (store->capacity <= 0) return TQKV__INVALID("capacity is not positive");
@@ -387,21 +399,22 @@ TQKV_API tqkv_format tqkv_format_from_name(const char *name)
 
 TQKV_API size_t tqkv_row_bytes(tqkv_format f, int head_dim)
 {
-    if (!tqkv__format_known(f) || !tqkv__head_dim_known(head_dim)) return 0;
-    return (size_t)head_dim * (size_t)(TQKV__MAIN_BITS(f) + TQKV__UPPER_BITS(f)) / 8;
+    const tqkv__format *row = tqkv__format_of(f);
+    return tqkv__head_dim_known(head_dim) ? (size_t)(head_dim * (row->main_bits + row->upper_bits) / 8) : 0;
 }
 
 TQKV_API int tqkv_norms_per_row(tqkv_format f, int head_dim)
 {
-    if (!tqkv__format_known(f) || !tqkv__head_dim_known(head_dim) || TQKV__KIND(f) == TQKV__HALF) return 0;
-    const int dim = tqkv__norm_dim(TQKV__KIND(f), head_dim);
-    return dim ? head_dim / dim : 0;
+    const int kind = tqkv__format_of(f)->kind;
+    if (!tqkv__format_known(f) || !tqkv__head_dim_known(head_dim) || kind == TQKV__HALF) return 0;
+    return head_dim / tqkv__norm_dim(kind, head_dim);
 }
 
 TQKV_API float tqkv_last_boundary(tqkv_format f)
 {
-    if (TQKV__KIND(f) == TQKV__BOOK) return TQKV__BOUNDARIES(TQKV__BOOK_BITS(f))[(1 << TQKV__BOOK_BITS(f)) - 2];
-    return TQKV__KIND(f) == TQKV__HALF ? 65504.0f : TQKV__KIND(f) == TQKV__GRID ? 127.0f : 0.0f;
+    const int kind = tqkv__format_of(f)->kind, bits = tqkv__format_of(f)->book_bits;
+    if (kind == TQKV__BOOK) return TQKV__BOUNDARIES(bits)[(1 << bits) - 2];
+    return kind == TQKV__HALF ? 65504.0f : kind == TQKV__GRID ? 127.0f : 0.0f;
 }
 
 TQKV_API size_t tqkv_codes_size(const tqkv_store *store)

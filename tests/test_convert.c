@@ -157,6 +157,7 @@ static void check_pool(const void *parameters)
     to = from;
     to.pages = shared; /* page 7 has the last of the positions */
     CHECK_RESULT(tqkv_store_convert(&to, &from, AT, N), TQKV_INVALID_ARGUMENT);
+    CHECK_RESULT(tqkv_store_convert(&to, &from, AT, 0), TQKV_OK);
     to.pages = from_pages;
     CHECK_RESULT(tqkv_store_convert(&to, &from, AT, N), TQKV_INVALID_ARGUMENT);
     to.pages = wide; /* of another size */

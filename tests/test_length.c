@@ -381,6 +381,22 @@ typedef struct stack_thread {
     float *rows, *q, *out;
 } stack_thread;
 
+/* Queries of a tree on both sides of the position at which a cache has learned are attended to in two ways at once. */
+static bool call_cut_tree(const stack_thread *t, const tqkv_cache_desc *desc)
+{
+    uint64_t tree[24];
+    tqkv_attention some;
+    tqkv_cache *cache = NULL;
+    memset(&some, 0, sizeof some);
+    for (int i = 0; i < 24; i++) tree[i] = ((uint64_t)2 << i) - 1;
+    some.tree = tree;
+    bool good = tqkv_cache_create(desc, &cache) == TQKV_OK;
+    good = good && tqkv_cache_append(cache, t->rows, t->rows, 24) == TQKV_OK;
+    good = good && tqkv_cache_attend_some(cache, &some, t->q, 24, t->out) == TQKV_OK;
+    tqkv_cache_destroy(cache);
+    return good;
+}
+
 /* Every call with a frame of any size. 24 queries of 2 heads: more rows than registers hold. */
 static void *call_all(void *argument)
 {
@@ -406,6 +422,7 @@ static void *call_all(void *argument)
     good = good && tqkv_cache_append(learning, t->rows, t->rows, 90) == TQKV_OK;
     good = good && tqkv_cache_attend(learning, t->q, 24, t->out) == TQKV_OK;
     good = good && tqkv_cache_set_scale(learning, NULL, NULL) == TQKV_INVALID_ARGUMENT;
+    good = good && call_cut_tree(t, &desc);
     desc.calibrate = desc.exact_last = 0;
     good = good && tqkv_cache_save(cache, stream_write, &t->snapshot) == TQKV_OK;
     good = good && tqkv_cache_load(&desc, stream_read, &t->snapshot, &loaded) == TQKV_OK;

@@ -5,7 +5,6 @@
 //   run encode FORMAT TOKENS                               head_dim 128
 //   run lookup WAY ROUNDS                                  variants/lookup.metal
 //   run scores WAY ROWS                                    variants/scores.metal
-#define TQKV_IMPLEMENTATION
 #include "gpu.h"
 #include <algorithm>
 #include <map>

@@ -35,7 +35,7 @@ void force_index(tqkv_metal_dispatch *d)
         d->kernel.constants[TQKV_FC_COLUMNS] = (uint8_t)(std::min(opt.columns, (int)INDEX_HEADS) + 1);
         const int matrices = TQKV__MATRICES(d->kernel.constants[TQKV_FC_COLUMNS] - 1);
         d->memory[1] = (size_t)TQKV__MATRIX_QUERY_BYTES(128) * (size_t)matrices;
-        d->memory[3] = (size_t)TQKV__MATRIX_KEPT_BYTES(matrices);
+        d->memory[3] = (size_t)TQKV__COLUMN_BYTES(8 * matrices);
     }
     if (opt.n_simdgroups) d->n_simdgroups = opt.n_simdgroups;
     if (!opt.index_keys) return;

@@ -50,8 +50,7 @@ BUGS = {
         "shaders/codec.h", "n % 4 == 0 && alignment % 16u == 0", "n % 4 == 0", "attend", (32,), "asan",
         "attend/head_dim/d32/tq5", "misaligned address"),
     "race_between_threadgroups": (
-        "shaders/attend.h", "(ulong(partial) * ulong(args.n_queries) + ulong(row.query))",
-        "(ulong(partial) * 0 + ulong(row.query))",
+        "shaders/columns.h", "row_offset(partial_of_section(args, task.split),", "row_offset(0u * partial_of_section(args, task.split),",
         "attend", (128,), "tsan", "attend/shape/group3_queries1_columns2_simdgroups2_stretches2_share1", "data race"),
     "wrong_address_space": (
         "shaders/codec.h", "inline void load_codebook(uint format, threadgroup float *table,",
@@ -125,9 +124,9 @@ BUGS = {
     "merge_without_second_barrier": (
         "shaders/merge.h", "    threadgroup_barrier(mem_flags::mem_threadgroup); // before the next", "    // before the next",
         "attend_merge", (32,), "plain", "attend/sections/simdgroups2_share2", "relative error"),
-    "kept_overwritten": (
-        "shaders/attend.h", "    threadgroup_barrier(mem_flags::mem_threadgroup);\n    if (thread_index != 0) return;",
-        "    if (thread_index != 0) return;", "attend", (128,), "tsan",
+    "weights_over_sums": (
+        "shaders/attend.h", "    threadgroup_barrier(mem_flags::mem_threadgroup); // before the next sums", "    // before the next sums",
+        "attend", (128,), "tsan",
         "attend/shape/group4_queries9_columns3_simdgroups4_stretches40_share3", "data race"),
     "maxima_raised_together": (
         "shaders/attend.h",
@@ -144,12 +143,17 @@ BUGS = {
         "shaders/tiles.h", "return args.sections_each > 1 ? 1u : split;",
         "return split + 0u * uint(args.sections_each);", "attend", (32,), "plain", "attend/sections", "relative error"),
     "state_overwritten": (
-        "shaders/attend.h", "states[(task.simdgroup * uint(C) + uint(c)) * 2u] = state.maximum[c];",
-        "states[uint(c) * 2u] = state.maximum[c];", "attend", (64,), "tsan", "defect/state_of_four_simdgroups",
-        "data race"),
-    "query_memory_reused_too_early": (
-        "shaders/attend.h", "    threadgroup_barrier(mem_flags::mem_threadgroup);\n    FOR_COLUMNS(c)",
-        "    FOR_COLUMNS(c)", "attend", (64,), "tsan", "defect/state_of_four_simdgroups", "data race"),
+        "shaders/attend.h", "task.states + task.simdgroup * uint(2 * C);", "task.states + 0u * task.simdgroup * uint(2 * C);",
+        "attend", (64,), "tsan", "defect/state_of_four_simdgroups", "data race"),
+    "states_added_before_they_are_stored": (
+        "shaders/attend.h", "        threadgroup_barrier(mem_flags::mem_threadgroup);\n        if (task.simdgroup == 0",
+        "        if (task.simdgroup == 0", "attend", (64,), "tsan", "defect/state_of_four_simdgroups", "data race"),
+    "factors_used_before_they_are_stored": (
+        "shaders/attend.h", "    threadgroup_barrier(mem_flags::mem_threadgroup);\n    for (uint at = thread_index",
+        "    for (uint at = thread_index", "attend", (64,), "tsan", "defect/state_of_four_simdgroups", "data race"),
+    "lanes_not_added": (
+        "shaders/attend.h", "(upper ? high : low) + simd_shuffle_xor(", "(upper ? high : low) + 0.0f * simd_shuffle_xor(", "attend", (64,),
+        "plain", "attend/pair/tq4_tq4/d64", "relative error"),
     "softcap_not_applied": (
         "shaders/attend.h", "if (!softcap) return", "return", "attend", (64,), "plain", "defect/softcap_applied",
         "relative error"),
@@ -197,16 +201,16 @@ BUGS = {
         "shaders/attend_matrix.h", "last <= newest.least &&", "last <= newest.least + 2 &&", "attend_matrix", (64,),
         "plain", "attend/resident/exactly_full", "by matrices"),
     "sums_of_the_first_simdgroup": (
-        "shaders/matrix_columns.h", "s == 0 ? parts.x : s == 1 ? parts.y", "s <= 1 ? parts.x", "attend_matrix",
+        "shaders/columns.h", "task.states[(s * memory.n + own.column) * 2u];", "task.states[own.column * 2u];", "attend_matrix",
         (64,), "plain", "attend/option/large_scores", "by matrices"),
     "queries_of_a_pass_overwritten": (
         "shaders/attend_matrix.h", "if (first != 0) threadgroup_barrier(mem_flags::mem_threadgroup);", "", "attend_matrix", (128,), "tsan",
         "attend/shape/group2_queries45_columns32_simdgroups2_stretches40_share3", "data race"),
     "rows_of_the_first_query": (
-        "shaders/attend_matrix.h", "memory.rows[c] = at;", "memory.rows[c] = head + 0u * at;", "attend_matrix",
+        "shaders/attend_matrix.h", "memory.rows[c] = partial_row(args, row, head);", "memory.rows[c] = head;", "attend_matrix",
         (128,), "plain", "attend/shape/group2_queries40_columns32_simdgroups1_stretches5_share1", "by matrices"),
     "unscaled_merge_of_matrices": (
-        "shaders/matrix_columns.h", "float share = share_of(states[s * C * 2u], largest);",
+        "shaders/columns.h", "float share = share_of(states.maxima[i], largest);",
         "float share = 1.0f;", "attend_matrix", (64,), "plain", "attend/option/large_scores", "by matrices"),
     "masked_norm_kept": (
         "shaders/attend_matrix.h", "norms.values[p] = finite ? norms.values[p] : 0.0f;", "norms.values[p] += 0.0f;", "attend_matrix",
@@ -234,7 +238,7 @@ BUGS = {
         "shaders/attend.h", "same ? tail[c] : simd_shuffle(", "same || row < 32u ? tail[c] : simd_shuffle(",
         "attend", (512,), "plain", "latent/tail", "relative error"),
     "tail_without_center": (
-        "shaders/attend.h", "keys.first == 0 ? shift : task.kept[column] + shift;", "keys.first == 0 ? shift : task.kept[column];",
+        "shaders/attend.h", "keys.first == 0 ? shift : memory.shifts[column] + shift;", "keys.first == 0 ? shift : memory.shifts[column];",
         "attend", (512,), "plain", "latent/d512", "relative error"),
     "tail_ignored_by_matrices": (
         "shaders/attend_long.h", "float factor = memory.tails[c];", "float factor = 0.0f * memory.tails[c];", "attend_matrix",

@@ -73,15 +73,15 @@ void run_memory_limits(const void *)
 {
     for (int d : gpu_head_dims) {
         const int n = 8; // simdgroups
-        const int tail = TQKV__TAIL_DIM(d), tail_table = tail ? TQKV__TABLE_BYTES : 0;
+        const int tail = TQKV__TAIL_DIM(d), tail_table = tail ? TQKV__TABLE_BYTES : 0, columns = TQKV__MAX_COLUMNS(d);
         int attend = TQKV__ATTEND_TABLE_BYTES + tail_table + TQKV__ATTEND_QUERY_BYTES(d) +
-                     4 * TQKV__QUERY_FLOATS(tail) * TQKV__MAX_COLUMNS(d) + TQKV__ATTEND_WEIGHT_BYTES(d, n) +
-                     TQKV__ATTEND_STATE_BYTES(d, n);
+                     4 * TQKV__QUERY_FLOATS(tail) * columns + TQKV__ATTEND_SUM_BYTES(d, columns) * n +
+                     TQKV__COLUMN_BYTES(columns) + TQKV__STATE_BYTES(columns) * n;
         const int matrices = TQKV__MOST_MATRIX_COLUMNS(d) / 8;
         const int queries = TQKV__MATRIX_QUERY_BYTES(d + tail) * matrices;
         const int sums = d > 256 ? TQKV__LONG_WEIGHT_BYTES(matrices) : TQKV__MATRIX_SUM_BYTES(d);
-        int by_matrices = TQKV__ATTEND_TABLE_BYTES + TQKV__MATRIX_KEPT_BYTES(matrices) + tail_table +
-                          TQKV__MATRIX_STATE_BYTES(matrices) * n + queries + sums;
+        int by_matrices = TQKV__ATTEND_TABLE_BYTES + TQKV__COLUMN_BYTES(8 * matrices) + tail_table +
+                          TQKV__STATE_BYTES(8 * matrices) * n + queries + sums;
         CHECK(attend <= 32768, "attend at D=%d takes %d bytes", d, attend);
         CHECK(!gpu_has_matrices(d) || by_matrices <= 32768, "attend_matrix at D=%d takes %d bytes", d, by_matrices);
         CHECK(TQKV__MERGE_BYTES(d, TQKV__MERGE_SIMDGROUPS(d)) <= 32768, "attend_merge at D=%d", d);
