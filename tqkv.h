@@ -1896,13 +1896,13 @@ static bool tqkv__floats_at(const void *p) { return tqkv__aligned_at(p, sizeof(f
 
 /* A row of TQKV__FORMATS for a format that the compiler does not know; zeros for what is none. */
 typedef struct tqkv__format {
-    uint8_t kind, main_bits, upper_bits, book_bits, plain;
+    uint8_t kind, main_bits, upper_bits, book_bits;
 } tqkv__format;
 
 static const tqkv__format *tqkv__format_of(tqkv_format f)
 {
-#define TQKV__FORMAT_ROW(x, format, name, kind, main, upper, book, plain) {kind, main, upper, book, plain},
-    static const tqkv__format rows[] = {{0, 0, 0, 0, 0}, TQKV__FORMATS(TQKV__FORMAT_ROW, )};
+#define TQKV__FORMAT_ROW(x, format, name, kind, main, upper, book, plain) {kind, main, upper, book},
+    static const tqkv__format rows[] = {{0, 0, 0, 0}, TQKV__FORMATS(TQKV__FORMAT_ROW, )};
     return &rows[(unsigned)f < sizeof rows / sizeof *rows ? (unsigned)f : 0];
 }
 static bool tqkv__format_known(tqkv_format f) { return tqkv__format_of(f)->kind != 0; }
@@ -2056,7 +2056,7 @@ static tqkv_result tqkv__stream_shape(const tqkv_store *store, tqkv__stream *s)
     if (!tqkv__format_known(store->format))
         return TQKV__REFUSE(UNSUPPORTED, "format, key_format, value_format or tail_format: not a stored format");
     if (!tqkv__head_dim_known(store->head_dim)) return TQKV__REFUSE(UNSUPPORTED, TQKV__HEAD_DIMS);
-    if (store->unrotated && !tqkv__format_of(store->format)->plain)
+    if (store->unrotated && !TQKV__PLAIN(store->format))
         return TQKV__REFUSE(UNSUPPORTED, "unrotated: only TQ5, TQ6, TQ8 and their _BYTES forms can be");
     if (store->rotated && tqkv__format_of(store->format)->kind != TQKV__HALF)
         return TQKV__REFUSE(UNSUPPORTED, "rotated: for F16 alone; other formats are, unless unrotated says otherwise");
@@ -2115,8 +2115,7 @@ static tqkv_result tqkv__stream_channels(const tqkv_store *store, tqkv__stream *
     return tqkv__stream_scale(store, s);
 }
 
-/* Returns the bytes of a centre, or of a scale. A stream of `capacity` such rows has a size, so this does not
-   overflow. */
+/* Returns the bytes of a centre, or of a scale; with 32 bits it may overflow where neither can exist. */
 static size_t tqkv__center_size(const tqkv__stream *s)
 {
     return (size_t)s->n_kv_heads * (size_t)s->head_dim * sizeof(float);
@@ -4094,14 +4093,15 @@ static double tqkv__noise_of(const float *q, const float *error, int n)
 }
 
 /* Adds what a row of a head adds to the scores of its query rows [first, first + n). */
-static void tqkv__add_noise(const tqkv__queries *queries, int kv_head, int first, int n, const float *error,
+static void tqkv__add_noise(const tqkv__queries *queries, int kv_head, size_t first, int n, const float *error,
                             tqkv__noises *sums)
 {
     float q[TQKV_MAX_HEAD_DIM];
     const tqkv__stream *s = &queries->rows;
+    const size_t group = (size_t)queries->group;
     for (int i = 0; i < n; i++) {
-        const int row = first + i, head = kv_head * queries->group + row % queries->group;
-        const void *at = tqkv__source_row(s, queries->q, (size_t)(row / queries->group), (size_t)head);
+        const size_t row = first + (size_t)i, head = (size_t)kv_head * group + row % group;
+        const void *at = tqkv__source_row(s, queries->q, row / group, head);
         tqkv__codec_for(s->head_dim)->widen(s->type, at, NULL, NULL, s->head_dim, q);
         const double noise = tqkv__noise_of(q, error, s->head_dim);
         sums->first[i] += noise;
@@ -4126,7 +4126,7 @@ static TQKV__NOINLINE double tqkv__head_noise(const tqkv__stream *s, const tqkv_
             const void *at = tqkv__source_row(s, src, (size_t)t, (size_t)kv_head);
             const tqkv__row row = {at, center, inverses, codes, norms, NULL, NULL};
             tqkv__row_error(s, q, kv_head, &row, error);
-            tqkv__add_noise(queries, kv_head, (int)first, n, error, &sums);
+            tqkv__add_noise(queries, kv_head, (size_t)first, n, error, &sums);
         }
         for (int i = 0; i < n; i++) {
             const double mean = sums.first[i] / n_tokens;
@@ -13846,13 +13846,13 @@ static void tqkv__cache_channels(tqkv_cache *c, int i, tqkv__channels kind, cons
     const tqkv_store *s = tqkv__store_of(c, i);
     if (!s) return;
     const size_t dim = (size_t)s->head_dim, n_kv_heads = (size_t)s->n_kv_heads;
-    float *own = tqkv__channel_room(c, i, kind);
-    for (size_t h = 0; values && h < n_kv_heads; h++) memmove(own + h * dim, values + h * stride, dim * sizeof(float));
-    if (kind == TQKV__SCALES && values) {
-        const uint64_t mode = tqkv__fp_exact();
-        tqkv__invert(own, (int)(n_kv_heads * dim), tqkv__channel_room(c, i, TQKV__INVERSES));
-        tqkv__fp_restore(mode);
+    float *own = tqkv__channel_room(c, i, kind), *inverses = tqkv__channel_room(c, i, TQKV__INVERSES);
+    const uint64_t mode = tqkv__fp_exact();
+    for (size_t h = 0; values && h < n_kv_heads; h++) {
+        memmove(own + h * dim, values + h * stride, dim * sizeof(float));
+        if (kind == TQKV__SCALES) tqkv__invert(own + h * dim, s->head_dim, inverses + h * dim);
     }
+    tqkv__fp_restore(mode);
     tqkv__name_channels(c, i, kind, values != NULL);
 }
 
@@ -14872,7 +14872,7 @@ TQKV__COLD TQKV_API tqkv_result tqkv_cache_fork(const tqkv_cache *c, const tqkv_
 
    All later versions begin with magic, version and size, so that a build knows a newer snapshot from a damaged one. */
 
-#define TQKV__SNAPSHOT_VERSION  6  /* of both kinds; older ones were never released */
+#define TQKV__SNAPSHOT_VERSION  6  /* of both kinds */
 #define TQKV__CODES_VERSION     2  /* changes with the tables or the rotation */
 #define TQKV__NAME_SIZE         16 /* magic, version, size */
 #define TQKV__HEADER_FIELDS     20
@@ -16018,11 +16018,7 @@ static tqkv_result tqkv__plan_check_pages(const tqkv_store *shape, int64_t first
     table.page_size = shape->page_size;
     table.capacity = shape->capacity;
     const tqkv_result r = tqkv__check_pages(&table, first, first + n);
-    if (r != TQKV_OK || !table.pages || !n || !written) return r;
-    const int64_t page = first / table.page_size, last = (first + n - 1) / table.page_size;
-    return tqkv__all_distinct(table.pages + page, last - page + 1, NULL, 0)
-               ? TQKV_OK
-               : TQKV__INVALID("pages: a page twice among those to write");
+    return r == TQKV_OK && written ? tqkv__check_written(&table, n, first) : r;
 }
 
 static void tqkv__plan_bind_flag(tqkv_metal_dispatch *d, int index, tqkv_metal_buffer at)
@@ -18627,6 +18623,24 @@ static tqkv_result tqkv__add_cache_call(const tqkv__queries_in_buffers *from, in
     return tqkv__add_attention(a, 0, 0, &b, plan);
 }
 
+/* Checks the rows of all queries together: a dispatch shows its own alone. */
+static tqkv_result tqkv__check_cut_rows(const tqkv_cache *c, tqkv_metal_buffer memory,
+                                        const tqkv__queries_in_buffers *from)
+{
+    const tqkv_attention *a = &c->attention;
+    const int n = from->n_queries, key_dim = c->keys.head_dim + c->tail.head_dim, value_dim = a->values->head_dim;
+    const tqkv_strides of_q = tqkv__strides_of(from->layout.q, a->n_heads, key_dim),
+                       of_out = tqkv__strides_of(from->layout.out, a->n_heads, value_dim);
+    const tqkv_metal_binding cache = {"memory", 0, memory, c->size, 1, false};
+    tqkv_metal_binding q = {"q", 0, from->q, 0, 1, false}, out = {"out", 0, from->out, 0, 1, true};
+    if (!tqkv__rows_extent(of_q, n, a->n_heads, key_dim, tqkv__type_size(a->query_type), &q.size) ||
+        !tqkv__rows_extent(of_out, n, a->n_heads, value_dim, tqkv__type_size(a->output_type), &out.size))
+        return TQKV__INVALID("q or out: rows of more than SIZE_MAX bytes");
+    if (!tqkv__rows_distinct(of_out, n, a->n_heads, value_dim)) return TQKV__INVALID(TQKV__ROWS_SHARED);
+    if (!out.at.buffer || (!tqkv__bindings_overlap(&q, &out) && !tqkv__bindings_overlap(&cache, &out))) return TQKV_OK;
+    return TQKV__INVALID("out overlaps q or the cache");
+}
+
 /* Attends for all queries. The first n_raw queries stand where rows are read raw. With a tree, which counts from the
    first query of a call, all the others' call has them, too, and theirs comes after it. */
 static tqkv_result tqkv__add_cut_call(const tqkv_cache *c, tqkv_metal_buffer memory,
@@ -18637,7 +18651,8 @@ static tqkv_result tqkv__add_cut_call(const tqkv_cache *c, tqkv_metal_buffer mem
     size_t coded = 0, bytes;
     const int n = from->n_queries;
     const bool whole = n_raw && n_raw < n && from->some && from->some->tree.buffer;
-    tqkv_result r = TQKV_OK;
+    tqkv_result r = n_raw && n_raw < n ? tqkv__check_cut_rows(c, memory, from) : TQKV_OK;
+    if (r != TQKV_OK) return r;
     if (n_raw < n) {
         const int first = whole ? 0 : n_raw;
         tqkv__open_coded_call(c, memory, false, &call);
