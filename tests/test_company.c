@@ -677,6 +677,7 @@ static void add_first_kept(void)
         {"keys_of_f16", TQKV_F16, TQKV_TQ4, 9, 20, 0, 64, 0, false, 5, TQKV_INTEGER},
         {"tail", TQKV_TQ4, TQKV_TQ3, 4, 10, 0, 100, 32, false, 0, TQKV_FLOAT},
         {"latent", TQKV_TQ4, TQKV_TQ4, 70, 10, 0, 130, 32, true, 0, TQKV_INTEGER},
+        {"some_resident", TQKV_TQ4, TQKV_TQ4, 4, 10, 0, TOKENS - 2, 0, false, 0, TQKV_FLOAT},
     };
     for (int i = 0; i < (int)(sizeof kept / sizeof *kept); i++)
         test_add(check_first_kept, &kept[i], sizeof *kept, "company/first_kept/%s", kept[i].name);
@@ -718,19 +719,5 @@ void test_company_cases(void)
     test_add(check_one_append, NULL, 0, "company/one_append");
     test_add(check_roomy_fork, NULL, 0, "company/roomy_fork");
     test_add(check_lost_windows, NULL, 0, "company/lost_windows");
-<<<<<<< HEAD
-    static const company_row kept[] = {
-        {"codes", TQKV_TQ4, TQKV_TQ4, 4, 0, 0, 64, 0, false, 0, TQKV_FLOAT},
-        {"integers", TQKV_TQ4, TQKV_I8, 4, 10, 0, 64, 0, false, 0, TQKV_INTEGER},
-        {"f16", TQKV_F16, TQKV_F16, 4, 0, 0, 70, 0, false, 0, TQKV_FLOAT},
-        {"keys_of_f16", TQKV_F16, TQKV_TQ4, 9, 20, 0, 64, 0, false, 5, TQKV_INTEGER},
-        {"tail", TQKV_TQ4, TQKV_TQ3, 4, 10, 0, 100, 32, false, 0, TQKV_FLOAT},
-        {"latent", TQKV_TQ4, TQKV_TQ4, 70, 10, 0, 130, 32, true, 0, TQKV_INTEGER},
-        {"some_resident", TQKV_TQ4, TQKV_TQ4, 4, 10, 0, TOKENS - 2, 0, false, 0, TQKV_FLOAT},
-    };
-    for (int i = 0; i < (int)(sizeof kept / sizeof *kept); i++)
-        test_add(check_first_kept, &kept[i], sizeof *kept, "company/first_kept/%s", kept[i].name);
-=======
     add_first_kept();
->>>>>>> main
 }
