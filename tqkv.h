@@ -3222,8 +3222,8 @@ static TQKV__NOINLINE void tqkv__decode_in(const tqkv__stream *s, int kv_head, c
 {
     tqkv__decode_row(s, row, norms, dst);
     if (s->rotated && basis == TQKV_ORIGINAL) tqkv__codec_for(s->head_dim)->unrotate(dst, s->head_dim);
-    if (basis == TQKV_ORIGINAL) tqkv__apply_scale(s, kv_head, dst);
-    tqkv__add_center(s, kv_head, basis == TQKV_ROTATED, dst);
+    if (s->channel_scale && basis == TQKV_ORIGINAL) tqkv__apply_scale(s, kv_head, dst);
+    if (s->center) tqkv__add_center(s, kv_head, basis == TQKV_ROTATED, dst);
 }
 
 /* >>encode: rows into a store and out of it; how they lie on the scale */
@@ -3475,7 +3475,7 @@ TQKV_API tqkv_result tqkv_encode_slots(const tqkv_store *store, const void *src,
     return tqkv__encode_sources(&job);
 }
 
-TQKV_API tqkv_result tqkv_probe(const tqkv_store *store, const void *src, int n_tokens, float *scaled)
+TQKV__COLD TQKV_API tqkv_result tqkv_probe(const tqkv_store *store, const void *src, int n_tokens, float *scaled)
 {
     tqkv__stream s;
     float norms[TQKV_MAX_HEAD_DIM / 128], room[TQKV_MAX_HEAD_DIM];
@@ -3499,8 +3499,8 @@ TQKV_API tqkv_result tqkv_probe(const tqkv_store *store, const void *src, int n_
     return TQKV_OK;
 }
 
-TQKV_API tqkv_result tqkv_decode(const tqkv_store *store, int64_t position, int n_positions, tqkv_basis basis,
-                                 void *dst)
+TQKV__COLD TQKV_API tqkv_result tqkv_decode(const tqkv_store *store, int64_t position, int n_positions,
+                                            tqkv_basis basis, void *dst)
 {
     tqkv__stream s;
     size_t bytes;
