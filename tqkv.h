@@ -239,8 +239,8 @@ typedef struct tqkv_cache_desc {
     /* Make room for the halves of one append of so many tokens at once. On a GPU, which cannot make more, 0 = 512. */
     int exact_batch;
     /* Calibration: the cache learns centre (mean) and scale of the channels of its keys (tqkv_calibrate) from the first
-       so many positions, without the exact_first: at least 16, and of a smaller cache a quarter of the capacity. 0:
-       not. Until the append that reaches them keys and values are halves as they came, and attention is exact. That
+       so many positions, without the exact_first. 0: not; else at least 16. More than a quarter of the capacity counts
+       as a quarter, or as 16. Until the append that reaches these positions keys and values are halves as they came, and attention is exact. That
        append encodes them; queries at these positions still read the halves, until the next append gives their memory
        back (with non_causal, until this one). The same codes however positions came. What it has learned is in
        tqkv_cache_keys. On a GPU the halves' memory stays as long as the cache, because work under way may read it: a
@@ -263,8 +263,8 @@ typedef struct tqkv_cache_desc {
     uint64_t tag;             /* the caller's name for the model, 0: none; a snapshot or a fork of another is refused */
 } tqkv_cache_desc;
 
-/* A desc with formats, calibrate 512, exact_first 4 and exact_last 128 filled in; the caller adds the shape. Bits a
-   value, with norms, at head_dim 64 / 128 / 256. */
+/* A desc with formats, calibrate 512, exact_first 4 and exact_last 128 filled in; the caller adds the shape, of 132
+   positions or more. Bits a value, with norms, at head_dim 64 / 128 / 256. */
 typedef enum tqkv_preset {
     TQKV_SAFE = 0, /* I8 keys, TQ4 values: 6.5 / 6.25 / 6.19 */
     TQKV_SMALL,    /* TQ5, TQ3: 4.5 / 4.25 / 4.13. TQ4 for both: 1.5 to 2.1 times the loss, 0.8 to 0.9 of the time */
@@ -317,9 +317,9 @@ typedef size_t (*tqkv_read)(void *user, void *bytes, size_t n);
    TQKV_IO the output is no snapshot: write to a temporary file, then rename it. */
 TQKV_API tqkv_result tqkv_cache_save(const tqkv_cache *c, tqkv_write write, void *user);
 /* desc, never NULL, supplies what a snapshot lacks: parallel, allocator, metal, matrix_group, exact_batch, arithmetic,
-   non_causal, and sinks for the snapshot's n_heads, or a tag. Its other nonzero fields must match, else TQKV_INVALID_ARGUMENT; the
-   tags, too, unless one is 0. TQKV_CORRUPT: a missing or changed byte, or a newer version of tqkv, which TQKV_EXPLAIN
-   tells apart. *out is NULL on failure. */
+   non_causal, and sinks for the snapshot's n_heads, or a tag. Its other nonzero fields must match, else
+   TQKV_INVALID_ARGUMENT; the tags, too, unless one is 0. TQKV_CORRUPT: a missing or changed byte, or a newer version of
+   tqkv, which TQKV_EXPLAIN tells apart. *out is NULL on failure. */
 TQKV_API tqkv_result tqkv_cache_load(const tqkv_cache_desc *desc, tqkv_read read, void *user, tqkv_cache **out);
 
 /* Centres (means) and scales as tqkv_store's, copied; NULL: none. keys: [n_kv_heads][head_dim, then tail_dim]; values:
@@ -3222,8 +3222,8 @@ static TQKV__NOINLINE void tqkv__decode_in(const tqkv__stream *s, int kv_head, c
 {
     tqkv__decode_row(s, row, norms, dst);
     if (s->rotated && basis == TQKV_ORIGINAL) tqkv__codec_for(s->head_dim)->unrotate(dst, s->head_dim);
-    if (basis == TQKV_ORIGINAL) tqkv__apply_scale(s, kv_head, dst);
-    tqkv__add_center(s, kv_head, basis == TQKV_ROTATED, dst);
+    if (s->channel_scale && basis == TQKV_ORIGINAL) tqkv__apply_scale(s, kv_head, dst);
+    if (s->center) tqkv__add_center(s, kv_head, basis == TQKV_ROTATED, dst);
 }
 
 /* >>encode: rows into a store and out of it; how they lie on the scale */
@@ -3475,7 +3475,7 @@ TQKV_API tqkv_result tqkv_encode_slots(const tqkv_store *store, const void *src,
     return tqkv__encode_sources(&job);
 }
 
-TQKV_API tqkv_result tqkv_probe(const tqkv_store *store, const void *src, int n_tokens, float *scaled)
+TQKV__COLD TQKV_API tqkv_result tqkv_probe(const tqkv_store *store, const void *src, int n_tokens, float *scaled)
 {
     tqkv__stream s;
     float norms[TQKV_MAX_HEAD_DIM / 128], room[TQKV_MAX_HEAD_DIM];
@@ -3499,8 +3499,8 @@ TQKV_API tqkv_result tqkv_probe(const tqkv_store *store, const void *src, int n_
     return TQKV_OK;
 }
 
-TQKV_API tqkv_result tqkv_decode(const tqkv_store *store, int64_t position, int n_positions, tqkv_basis basis,
-                                 void *dst)
+TQKV__COLD TQKV_API tqkv_result tqkv_decode(const tqkv_store *store, int64_t position, int n_positions,
+                                            tqkv_basis basis, void *dst)
 {
     tqkv__stream s;
     size_t bytes;
@@ -6095,8 +6095,8 @@ TQKV__OP TQKV__VECTOR TQKV__(lane_sums)(const int most, int per_lane, const uint
     return sum;
 }
 
-/* Adds lanes by the xor-tree of tqkv__sums_of_products up to those that share a norm. x: the sums of n_lanes lanes of per_lane
-   words each, in the order of load_lanes; sums: one a norm. All numbers are constants. */
+/* Adds lanes by the xor-tree of tqkv__sums_of_products up to those that share a norm. x: the sums of n_lanes lanes of
+   per_lane words each, in the order of load_lanes; sums: one a norm. All numbers are constants. */
 TQKV__OP void TQKV__(add_lanes)(const int n_lanes, const int per_lane, const int n_norms, TQKV__VECTOR *x, float *sums)
 {
     const int width = per_lane < TQKV__LANES ? per_lane : TQKV__LANES, vectors = n_lanes / TQKV__LANES;
@@ -11158,16 +11158,32 @@ static int64_t tqkv__newest_from(const tqkv__attention *a, int query, tqkv__rang
     return range.to - n;
 }
 
+/* Whether one of n numbers is negative. */
+static bool tqkv__has_gaps(const int32_t *numbers, int n)
+{
+    int32_t all = 0;
+    for (int j = 0; j < n; j++) all |= numbers[j];
+    return all < 0;
+}
+
+/* Returns the entries of a row, which ends before the first that is negative. */
+static int64_t tqkv__row_length(const int32_t *row, int length)
+{
+    int64_t n = 0;
+    while (n + 32 <= length && !tqkv__has_gaps(row + n, 32)) n += 32;
+    while (n < length && row[n] >= 0) n++;
+    return n;
+}
+
 /* Opens the list of a query, as far as it looks at a range of positions. */
 static tqkv__list tqkv__open_list(const tqkv__attention *a, int query, int kv_head, tqkv__range range)
 {
     tqkv__list l;
     const tqkv__range resident = {a->first, a->call.end}, all = tqkv__visible(a, query, resident), kept = {0, a->kept};
-    int64_t n = 0;
     int newest = a->call.list_newest;
     l.entries = l.row = tqkv__list_row(a, query, kv_head);
     l.shift = tqkv__list_shift(a->call.list_block);
-    while (n < a->call.list_length && l.entries[n] >= 0) n++;
+    int64_t n = tqkv__row_length(l.row, a->call.list_length);
     l.n_row = n;
     const int64_t gone = tqkv__entry_at(l.entries, n, all.from >> l.shift);
     l.entries += gone;
@@ -11725,7 +11741,7 @@ static TQKV__INLINE void tqkv__gather_rows(const tqkv__source *s, const size_t s
 
 /* Copies the rows of a tile to slots of another stream from `slot` on, and asks for the n_next of the next tile, none
    of them hidden. What is hidden becomes zeros, because it may be NaN. The sizes of TQ2 to TQ6 and of a byte a value at
-   64, 128 and 256 are constants: a loop over a size takes 1.2 to 1.7 times as long in all. */
+   64, 128 and 256 are constants: a loop over a size takes 1.2 to 1.8 times as long in all. */
 static void tqkv__gather(const tqkv__stream *from, int kv_head, const tqkv__ranks *ranks, const int32_t *slot_list,
                          const int32_t *next, int n_next, const tqkv__stream *to, int slot)
 {
@@ -11958,13 +11974,6 @@ static void tqkv__slots_of(const tqkv__stream *s, int64_t position, int n, int32
         const int room = page ? size - at : s->capacity - at;
         for (end = n - j < room ? n : j + room; j < end; j++) slot_list[j] = known ? slot++ : -1;
     }
-}
-
-static bool tqkv__has_gaps(const int32_t *slot_list, int n)
-{
-    int32_t all = 0;
-    for (int j = 0; j < n; j++) all |= slot_list[j];
-    return all < 0;
 }
 
 /* Finds the slots of the ranks. Returns whether one is -1. */
