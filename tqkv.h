@@ -11567,10 +11567,10 @@ typedef struct tqkv__work {
     int64_t exact[2];                 /* tqkv__exact_at of the first and the last row's query */
     tqkv__range passes[TQKV__PASSES]; /* of ranks, in a stretch */
     tqkv__range common[TQKV__PASSES]; /* what all rows see of these, without a list */
-    int64_t asked;               /* the newest halves before it have been asked for, those before their pass aside */
-    bool small_pages, odd_rings; /* pages, or rings, may end within a tile */
-    const tqkv__attention *gathered; /* streams in scratch, for rows that do not lie together */
-    tqkv__ranks ranks[3];            /* likewise: of the tile before, of this one and of the next */
+    int64_t asked;                    /* the newest halves, from their pass's first, are asked for up to it */
+    bool small_pages, odd_rings;      /* pages, or rings, may end within a tile */
+    const tqkv__attention *gathered;  /* streams in scratch, for rows that do not lie together */
+    tqkv__ranks ranks[3];             /* likewise: of the tile before, of this one and of the next */
 } tqkv__work;
 
 /* Returns what the rows see together of a range of positions or, with a list, ranks. */
@@ -11873,7 +11873,8 @@ static TQKV__INLINE int tqkv__ask_halves(const tqkv__work *w, int end, int64_t p
     return n;
 }
 
-/* Finds where the rows' newest halves begin, and asks for the first tile of the first halves, before queries are arranged. */
+/* Finds where the rows' newest halves begin, and asks for the first tile of the first halves: queries are arranged
+   meanwhile. */
 static void tqkv__open_ends(tqkv__work *w, tqkv__range seen)
 {
     const tqkv__attention *a = w->a;
@@ -11885,8 +11886,9 @@ static void tqkv__open_ends(tqkv__work *w, tqkv__range seen)
 }
 
 /* Asks for a few of the newest halves with each tile of codes, so that all are there when their pass begins; `left`
-   positions of codes come before it. They are four times as long as codes of TQ4, and nothing else asks for the first of
-   them: a token over 4,096 positions from the L3, 128 of them halves, takes 0.97 to 0.98 of the time, in integers 0.94 to 0.98 (Xeon). */
+   positions of codes come before it. They are four times as long as codes of TQ4, and nothing else asks for the first
+   of them: a token over 4,096 positions from the L3, 128 of them halves, takes 0.97 to 0.98 of the time (Xeon), in
+   integers 0.94 to 0.98. */
 static void tqkv__ask_newest(tqkv__work *w, int64_t left)
 {
     enum { SHARE = 4 };
