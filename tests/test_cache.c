@@ -513,6 +513,29 @@ static void free_too_little(void *user, void *pointer, size_t size)
 
 /* Codes that a size_t can count beside halves that it cannot: of the first positions, and of those before a cache has
    learned. */
+/* A copy and a loaded cache take over that their queries see all positions. */
+static void check_non_causal_copy(const void *parameters)
+{
+    static const cache_row row = {TQKV_TQ4, TQKV_TQ3, 64, 10, false, 5, -1};
+    const tqkv_cache_desc desc = cache_desc(&row, NULL);
+    tqkv_cache *cache = cache_make(&row, &desc);
+    tqkv_cache_desc use;
+    (void)parameters;
+    REQUIRE(cache, "no cache");
+    memset(&use, 0, sizeof use);
+    use.non_causal = true;
+    for (int way = 0; way < 2; way++) {
+        stream s = stream_of_cache(cache);
+        tqkv_cache *copy = NULL;
+        CHECK_RESULT(way ? tqkv_cache_fork(cache, &use, &copy) : tqkv_cache_load(&use, stream_read, &s, &copy),
+                     TQKV_OK);
+        CHECK(tqkv_cache_view(copy).non_causal && !tqkv_cache_view(cache).non_causal, "way %d", way);
+        tqkv_cache_destroy(copy);
+        stream_free(&s);
+    }
+    tqkv_cache_destroy(cache);
+}
+
 static void check_too_large(const void *parameters)
 {
     static uint64_t room[2048];
@@ -582,5 +605,6 @@ void test_cache_cases(void)
     test_add(check_not_finite, NULL, 0, "cache/not_finite");
     test_add(check_truncate_linear, NULL, 0, "cache/truncate_linear");
     test_add(check_long_run, NULL, 0, "cache/long_run");
+    test_add(check_non_causal_copy, NULL, 0, "cache/non_causal_copy");
     test_add(check_too_large, NULL, 0, "cache/too_large");
 }

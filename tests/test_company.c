@@ -504,8 +504,9 @@ static void check_lost_windows(const void *parameters)
     static const company_row row = {"", TQKV_TQ4, TQKV_TQ4, 0, 0, 64, 64, 0, false, 0, TQKV_FLOAT};
     const tqkv_cache_desc desc = desc_of(&row);
     company_data data = make_data(0);
-    static float out[8 * GROUP_HEADS * 64];
+    static float out[13 * GROUP_HEADS * 64];
     static const int32_t newest_block[1] = {12};
+    int32_t before_windows[13][2];
     tqkv_attention some;
     tqkv_cache *cache = NULL;
     (void)parameters;
@@ -522,6 +523,15 @@ static void check_lost_windows(const void *parameters)
     some.list_block = 16; /* positions 192 to 207 */
     CHECK_RESULT(tqkv_cache_attend_some(cache, &some, data.q, 1, out), TQKV_OK);
     check_lost_lists(cache, &data);
+    for (int i = 0; i < 13; i++) { /* whose windows begin at 128 to 140, the oldest position */
+        before_windows[i][0] = 7;  /* positions 112 to 127 */
+        before_windows[i][1] = 12;
+    }
+    some.list = before_windows[0];
+    some.list_length = 2;
+    CHECK_RESULT(tqkv_cache_attend_some(cache, &some, data.q, 13, out), TQKV_OK);
+    before_windows[0][0] = 8;
+    CHECK_RESULT(tqkv_cache_attend_some(cache, &some, data.q, 13, out), TQKV_OUT_OF_RANGE);
     CHECK_RESULT(tqkv_cache_truncate(cache, 180), TQKV_OK);
     expect_refused(cache, &data, 1, "truncated");
     CHECK_RESULT(tqkv_cache_append(cache, data.k, data.v, 20), TQKV_OK); /* end 200: back to position 137 */
@@ -667,6 +677,7 @@ static void add_first_kept(void)
         {"keys_of_f16", TQKV_F16, TQKV_TQ4, 9, 20, 0, 64, 0, false, 5, TQKV_INTEGER},
         {"tail", TQKV_TQ4, TQKV_TQ3, 4, 10, 0, 100, 32, false, 0, TQKV_FLOAT},
         {"latent", TQKV_TQ4, TQKV_TQ4, 70, 10, 0, 130, 32, true, 0, TQKV_INTEGER},
+        {"some_resident", TQKV_TQ4, TQKV_TQ4, 4, 10, 0, TOKENS - 2, 0, false, 0, TQKV_FLOAT},
     };
     for (int i = 0; i < (int)(sizeof kept / sizeof *kept); i++)
         test_add(check_first_kept, &kept[i], sizeof *kept, "company/first_kept/%s", kept[i].name);

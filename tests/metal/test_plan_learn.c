@@ -90,6 +90,27 @@ static void check_queries(learning *l, int n, int n_reads, const char *when)
     CHECK(reads == n_reads, "%s: %d dispatches read keys, not %d", when, reads, n_reads);
 }
 
+/* Of 20 queries 12 read rows as they came, the others codes: the outputs of one part may lie neither in the queries of the
+   other, nor among its outputs, nor in the cache. */
+static void check_apart(const learn_row *row, const learning *l)
+{
+    enum { RAW = 12, N = 20 };
+    const size_t query = (size_t)(HEADS * (row->head_dim + row->tail_dim)) * sizeof(float), dim = (size_t)row->head_dim;
+    const tqkv_cache_layout shared = {{0, 0}, {0, 0}, {0, 0}, {dim, RAW * dim}};
+    tqkv_metal_plan plan;
+    CHECK_RESULT(
+        tqkv_metal_plan_cache_attend(l->cache, at(0, 0), NULL, NULL, at(1, 0), N, at(2, 0), at(1, RAW * query), &plan),
+        TQKV_INVALID_ARGUMENT);
+    CHECK_RESULT(tqkv_metal_plan_cache_attend(l->cache, at(0, 0), NULL, NULL, at(1, 0), N, at(2, 0), at(0, 0), &plan),
+                 TQKV_INVALID_ARGUMENT);
+    CHECK_RESULT(
+        tqkv_metal_plan_cache_attend(l->cache, at(0, 0), &shared, NULL, at(1, 0), N, at(2, 0), at(3, 0), &plan),
+        TQKV_INVALID_ARGUMENT);
+    CHECK_RESULT(
+        tqkv_metal_plan_cache_attend(l->cache, at(0, 0), NULL, NULL, at(1, 0), N, at(2, 0), at(1, N * query), &plan),
+        TQKV_OK);
+}
+
 /* Of 20 queries the first 12 stand where rows are read as they came: each call has the lists of its own. */
 static void check_lists(const learning *l)
 {
@@ -136,6 +157,7 @@ static void check_learning(const void *parameters)
     const int parts = 1 + (row->exact_first > 0) + (row->exact_last > 0);
     check_queries(&l, 3, parts, "behind what it has learned from");
     check_queries(&l, 20, row->non_causal ? parts : parts + 1, "at both");
+    if (!row->non_causal) check_apart(row, &l);
     if (!row->non_causal) check_lists(&l);
     CHECK_RESULT(tqkv_metal_cache_failed(l.cache, 20), TQKV_OK);
     append(&l, 20, &again);
