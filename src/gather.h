@@ -59,17 +59,25 @@ static void tqkv__slots_of(const tqkv__stream *s, int64_t position, int n, int32
     }
 }
 
-static void tqkv__find_slots(const tqkv__stream *s, const tqkv__list *l, const tqkv__ranks *ranks, int32_t *slot_list)
+static bool tqkv__has_gaps(const int32_t *slot_list, int n)
+{
+    int32_t all = 0;
+    for (int j = 0; j < n; j++) all |= slot_list[j];
+    return all < 0;
+}
+
+/* Finds the slots of the ranks. Returns whether one is -1. */
+static bool tqkv__find_slots(const tqkv__stream *s, const tqkv__list *l, const tqkv__ranks *ranks, int32_t *slot_list)
 {
     const bool hidden = ranks->hidden && !ranks->together;
     if (!l) {
         tqkv__slots_of(s, ranks->rank, ranks->n, slot_list);
-        return;
+        return tqkv__has_gaps(slot_list, ranks->n);
     }
     if (!s->pages && !s->ring && !hidden && l->shift == 0 && ranks->rank + ranks->n <= l->base + l->n_before) {
         /* The entries are the slots. */
         memcpy(slot_list, l->entries + (ranks->rank - l->base), (size_t)ranks->n * sizeof *slot_list);
-        return;
+        return false;
     }
     for (int j = 0, left; j < ranks->n;) { /* block after block */
         int64_t position = tqkv__position_of(l, ranks->rank + j);
@@ -77,18 +85,19 @@ static void tqkv__find_slots(const tqkv__stream *s, const tqkv__list *l, const t
         for (; left > 0 && j < ranks->n; left--, j++, position++)
             slot_list[j] = hidden && ranks->hidden >> j & 1 ? -1 : tqkv__slot(s, position);
     }
+    return tqkv__has_gaps(slot_list, ranks->n);
 }
 
 /* Finds the slots of all streams of a tile. */
 static void tqkv__find_slots_of(const tqkv__attention *a, const tqkv__list *l, tqkv__ranks *ranks)
 {
     const tqkv__stream *k = ranks->region.keys, *v = ranks->region.values;
-    tqkv__find_slots(k, l, ranks, ranks->keys);
+    ranks->gaps = tqkv__find_slots(k, l, ranks, ranks->keys);
     if (k->pages == v->pages && k->page_size == v->page_size && k->ring == v->ring && k->capacity == v->capacity)
         memcpy(ranks->values, ranks->keys, (size_t)ranks->n * sizeof *ranks->keys);
     else
-        tqkv__find_slots(v, l, ranks, ranks->values);
-    if (a->call.tail) tqkv__find_slots(ranks->region.tail, l, ranks, ranks->tail);
+        ranks->gaps |= tqkv__find_slots(v, l, ranks, ranks->values);
+    if (a->call.tail) ranks->gaps |= tqkv__find_slots(ranks->region.tail, l, ranks, ranks->tail);
 }
 
 static bool tqkv__in_order(const int32_t *slot_list, int n)
@@ -179,14 +188,17 @@ static tqkv__tile *tqkv__tile_of_ranks(const tqkv__work *w, const tqkv__ranks *r
     tile->keys = tqkv__segment_of_ranks(ranks, ranks->keys, slot, ahead ? next->keys[0] : -1);
     tile->values = tqkv__segment_of_ranks(ranks, ranks->values, slot, ahead ? next->values[0] : -1);
     if (a->call.tail) tile->tail = tqkv__segment_of_ranks(ranks, ranks->tail, slot, ahead ? next->tail[0] : -1);
+    const bool asks = tqkv__asks_meanwhile(ranks, next);
+    const int n_next = asks ? next->n : 0;
     if (ahead)
         tqkv__touch_streams(tile);
-    else
+    else if (!asks)
         tqkv__ask_keys(a, kv_head, next);
     tile->ranks = ranks;
     if (ranks->together) return tile;
-    tqkv__gather(ranks->region.keys, kv_head, ranks, ranks->keys, tile->region.keys, slot);
-    if (a->call.tail) tqkv__gather(ranks->region.tail, kv_head, ranks, ranks->tail, tile->region.tail, slot);
+    tqkv__gather(ranks->region.keys, kv_head, ranks, ranks->keys, next->keys, n_next, tile->region.keys, slot);
+    if (a->call.tail)
+        tqkv__gather(ranks->region.tail, kv_head, ranks, ranks->tail, next->tail, n_next, tile->region.tail, slot);
     tile->streams = streams;
     tile->kv_head = 0;
     return tile;
@@ -217,7 +229,9 @@ static void tqkv__attend_rows(tqkv__work *w, int pass, tqkv__range range)
         if (!wraps) tile->region = region;
         if (!tqkv__find_spans(w, range, tile)) continue; /* a tree hides it */
         if (!wraps) tqkv__find_segments(a, &region, seen.to, tile);
+        if (!wraps) tqkv__ask_no_more(w, tile);
         if (!wraps && position + n < seen.to) tqkv__touch_streams(tile);
+        if (pass == TQKV__OLDER) tqkv__ask_newest(w, seen.to - position);
         tqkv__attend_tile(w, tile);
     }
 }

@@ -68,6 +68,7 @@ static void tqkv__attend_stretch(const tqkv__request *request, tqkv__work *w, in
     w->before = NULL;
     w->sums = *sums;
     tqkv__find_passes(w, range, request->kept && stretch == request->stretch);
+    w->asked = w->passes[TQKV__NEWEST].from;
     tqkv__clear_sums(&w->piece, (size_t)n_rows, request->a->value_dim);
     tqkv__clear_sums(sums, (size_t)n_rows, request->a->value_dim);
     for (int i = 0; i < 2; i++) /* value_tile reads whole vectors behind the last row: no NaN or Inf of old scratch */
@@ -76,7 +77,7 @@ static void tqkv__attend_stretch(const tqkv__request *request, tqkv__work *w, in
         tqkv__attend_ranks(w, range);
     else
         for (int pass = 0; pass < TQKV__PASSES; pass++) tqkv__attend_rows(w, pass, range);
-    tqkv__add_before(w);
+    tqkv__add_before(w, NULL);
     w->a->isa->end_piece(n_rows, w->a->value_dim, &w->piece, sums);
     if (w->before) tqkv__turn_sums(w->a, w->before->region.values, &w->a->values, n_rows, sums->out);
 }
@@ -117,8 +118,6 @@ static TQKV__NOINLINE void tqkv__attend_unit(const tqkv__job *job, const tqkv__r
     w.tiles = (tqkv__tile *)(void *)scratch;
     w.piece = tqkv__sums_at(next, rows, a->value_dim);
     w.list = a->call.list ? &list : NULL;
-    w.exact[0] = tqkv__exact_at(a, item.first_row / a->group);
-    w.exact[1] = tqkv__exact_at(a, (item.first_row + item.n_rows - 1) / a->group);
     w.small_pages = tqkv__small_pages(a);
     w.odd_rings = tqkv__odd_rings(a);
     w.gathered = &gathered;
@@ -126,6 +125,7 @@ static TQKV__NOINLINE void tqkv__attend_unit(const tqkv__job *job, const tqkv__r
     if (w.list) list = tqkv__open_list(a, item.first_row / a->group, item.kv_head, request->slice);
     if (w.list || w.small_pages || w.odd_rings) tqkv__open_gathered(a, next, &gathered);
     next += tqkv__gathered_floats(a);
+    tqkv__open_ends(&w, request->seen);
     w.digits = tqkv__arrange_queries(a, &item, request->q, q);
     tqkv__find_offsets(a, &item, request->q, offsets);
     if (job->spread) {

@@ -67,6 +67,7 @@ typedef struct tqkv__ranks {
     int64_t rank;
     int n;
     bool together;   /* in all streams one row after the other */
+    bool gaps;       /* a slot is -1 */
     uint64_t hidden; /* ranks that the query does not see, as bits */
     tqkv__region region;
     int32_t keys[TQKV__TILE], values[TQKV__TILE], tail[TQKV__TILE]; /* slots; -1: hidden, or no page */
