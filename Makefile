@@ -44,8 +44,9 @@ is_format_version = $(CLANG_FORMAT) --version | grep -q 'version $(FORMAT_VERSIO
 help:
 	@awk '/^[a-z0-9.-]+:.* ## / && !seen[$$1]++ { \
 			text = $$0; sub(/.* ## /, "", text); sub(/:.*/, ""); \
-			group = /^(bench|model)/ ? "Measure it" : /^(deps-|format|goldens|charts|clean|fuzz-)/ ? "Work on it" : \
-				/^(test|coverage|fuzz|lint|check)/ ? "Test it" : "Use it"; \
+			group = /^(bench|model|quality|mac-)/ ? "Measure it" : \
+				/^(tqkv|apinotes|deps-|format|goldens|charts|clean|fuzz-)/ ? "Work on it" : \
+				/^(test|coverage|fuzz|lint|check|compare)/ ? "Test it" : "Use it"; \
 			targets[group] = targets[group] sprintf("  %-17s %s\n", $$0, text) \
 		} \
 		END { \

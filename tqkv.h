@@ -239,8 +239,8 @@ typedef struct tqkv_cache_desc {
     /* Make room for the halves of one append of so many tokens at once. On a GPU, which cannot make more, 0 = 512. */
     int exact_batch;
     /* Calibration: the cache learns centre (mean) and scale of the channels of its keys (tqkv_calibrate) from the first
-       so many positions, without the exact_first: at least 16, and of a smaller cache a quarter of the capacity. 0:
-       not. Until the append that reaches them keys and values are halves as they came, and attention is exact. That
+       so many positions, without the exact_first. 0: not; else at least 16. More than a quarter of the capacity counts
+       as a quarter, or as 16. Until the append that reaches these positions keys and values are halves as they came, and attention is exact. That
        append encodes them; queries at these positions still read the halves, until the next append gives their memory
        back (with non_causal, until this one). The same codes however positions came. What it has learned is in
        tqkv_cache_keys. On a GPU the halves' memory stays as long as the cache, because work under way may read it: a
@@ -263,11 +263,11 @@ typedef struct tqkv_cache_desc {
     uint64_t tag;             /* the caller's name for the model, 0: none; a snapshot or a fork of another is refused */
 } tqkv_cache_desc;
 
-/* A desc with formats, calibrate 512, exact_first 4 and exact_last 128 filled in; the caller adds the shape. Bits a
-   value, with norms, at head_dim 64 / 128 / 256. */
+/* A desc with formats, calibrate 512, exact_first 4 and exact_last 128 filled in; the caller adds the shape, of 132
+   positions or more. Bits a value, with norms, at head_dim 64 / 128 / 256. */
 typedef enum tqkv_preset {
     TQKV_SAFE = 0, /* I8 keys, TQ4 values: 6.5 / 6.25 / 6.19 */
-    TQKV_SMALL,    /* TQ5, TQ3: 4.5 / 4.25 / 4.13. TQ4 for both loses 1.6 times as much, in 0.8 to 0.95 of the time */
+    TQKV_SMALL,    /* TQ5, TQ3: 4.5 / 4.25 / 4.13. TQ4 for both: 1.5 to 2.1 times the loss, 0.8 to 0.9 of the time */
     TQKV_TINY      /* TQ3, TQ2: 3 / 2.75 / 2.63 */
 } tqkv_preset;
 TQKV_API tqkv_cache_desc tqkv_cache_preset(tqkv_preset preset); /* zeros for an unknown one */
@@ -317,9 +317,9 @@ typedef size_t (*tqkv_read)(void *user, void *bytes, size_t n);
    TQKV_IO the output is no snapshot: write to a temporary file, then rename it. */
 TQKV_API tqkv_result tqkv_cache_save(const tqkv_cache *c, tqkv_write write, void *user);
 /* desc, never NULL, supplies what a snapshot lacks: parallel, allocator, metal, matrix_group, exact_batch, arithmetic,
-   non_causal, and sinks for the snapshot's n_heads, or a tag. Its other nonzero fields must match, else TQKV_INVALID_ARGUMENT; the
-   tags, too, unless one is 0. TQKV_CORRUPT: a missing or changed byte, or a newer version of tqkv, which TQKV_EXPLAIN
-   tells apart. *out is NULL on failure. */
+   non_causal, and sinks for the snapshot's n_heads, or a tag. Its other nonzero fields must match, else
+   TQKV_INVALID_ARGUMENT; the tags, too, unless one is 0. TQKV_CORRUPT: a missing or changed byte, or a newer version of
+   tqkv, which TQKV_EXPLAIN tells apart. *out is NULL on failure. */
 TQKV_API tqkv_result tqkv_cache_load(const tqkv_cache_desc *desc, tqkv_read read, void *user, tqkv_cache **out);
 
 /* Centres (means) and scales as tqkv_store's, copied; NULL: none. keys: [n_kv_heads][head_dim, then tail_dim]; values:
@@ -1896,13 +1896,13 @@ static bool tqkv__floats_at(const void *p) { return tqkv__aligned_at(p, sizeof(f
 
 /* A row of TQKV__FORMATS for a format that the compiler does not know; zeros for what is none. */
 typedef struct tqkv__format {
-    uint8_t kind, main_bits, upper_bits, book_bits, plain;
+    uint8_t kind, main_bits, upper_bits, book_bits;
 } tqkv__format;
 
 static const tqkv__format *tqkv__format_of(tqkv_format f)
 {
-#define TQKV__FORMAT_ROW(x, format, name, kind, main, upper, book, plain) {kind, main, upper, book, plain},
-    static const tqkv__format rows[] = {{0, 0, 0, 0, 0}, TQKV__FORMATS(TQKV__FORMAT_ROW, )};
+#define TQKV__FORMAT_ROW(x, format, name, kind, main, upper, book, plain) {kind, main, upper, book},
+    static const tqkv__format rows[] = {{0, 0, 0, 0}, TQKV__FORMATS(TQKV__FORMAT_ROW, )};
     return &rows[(unsigned)f < sizeof rows / sizeof *rows ? (unsigned)f : 0];
 }
 static bool tqkv__format_known(tqkv_format f) { return tqkv__format_of(f)->kind != 0; }
@@ -2056,7 +2056,7 @@ static tqkv_result tqkv__stream_shape(const tqkv_store *store, tqkv__stream *s)
     if (!tqkv__format_known(store->format))
         return TQKV__REFUSE(UNSUPPORTED, "format, key_format, value_format or tail_format: not a stored format");
     if (!tqkv__head_dim_known(store->head_dim)) return TQKV__REFUSE(UNSUPPORTED, TQKV__HEAD_DIMS);
-    if (store->unrotated && !tqkv__format_of(store->format)->plain)
+    if (store->unrotated && !TQKV__PLAIN(store->format))
         return TQKV__REFUSE(UNSUPPORTED, "unrotated: only TQ5, TQ6, TQ8 and their _BYTES forms can be");
     if (store->rotated && tqkv__format_of(store->format)->kind != TQKV__HALF)
         return TQKV__REFUSE(UNSUPPORTED, "rotated: for F16 alone; other formats are, unless unrotated says otherwise");
@@ -2115,8 +2115,7 @@ static tqkv_result tqkv__stream_channels(const tqkv_store *store, tqkv__stream *
     return tqkv__stream_scale(store, s);
 }
 
-/* Returns the bytes of a centre, or of a scale. A stream of `capacity` such rows has a size, so this does not
-   overflow. */
+/* Returns the bytes of a centre, or of a scale; with 32 bits it may overflow where neither can exist. */
 static size_t tqkv__center_size(const tqkv__stream *s)
 {
     return (size_t)s->n_kv_heads * (size_t)s->head_dim * sizeof(float);
@@ -3223,8 +3222,8 @@ static TQKV__NOINLINE void tqkv__decode_in(const tqkv__stream *s, int kv_head, c
 {
     tqkv__decode_row(s, row, norms, dst);
     if (s->rotated && basis == TQKV_ORIGINAL) tqkv__codec_for(s->head_dim)->unrotate(dst, s->head_dim);
-    if (basis == TQKV_ORIGINAL) tqkv__apply_scale(s, kv_head, dst);
-    tqkv__add_center(s, kv_head, basis == TQKV_ROTATED, dst);
+    if (s->channel_scale && basis == TQKV_ORIGINAL) tqkv__apply_scale(s, kv_head, dst);
+    if (s->center) tqkv__add_center(s, kv_head, basis == TQKV_ROTATED, dst);
 }
 
 /* >>encode: rows into a store and out of it; how they lie on the scale */
@@ -3476,7 +3475,7 @@ TQKV_API tqkv_result tqkv_encode_slots(const tqkv_store *store, const void *src,
     return tqkv__encode_sources(&job);
 }
 
-TQKV_API tqkv_result tqkv_probe(const tqkv_store *store, const void *src, int n_tokens, float *scaled)
+TQKV__COLD TQKV_API tqkv_result tqkv_probe(const tqkv_store *store, const void *src, int n_tokens, float *scaled)
 {
     tqkv__stream s;
     float norms[TQKV_MAX_HEAD_DIM / 128], room[TQKV_MAX_HEAD_DIM];
@@ -3500,8 +3499,8 @@ TQKV_API tqkv_result tqkv_probe(const tqkv_store *store, const void *src, int n_
     return TQKV_OK;
 }
 
-TQKV_API tqkv_result tqkv_decode(const tqkv_store *store, int64_t position, int n_positions, tqkv_basis basis,
-                                 void *dst)
+TQKV__COLD TQKV_API tqkv_result tqkv_decode(const tqkv_store *store, int64_t position, int n_positions,
+                                            tqkv_basis basis, void *dst)
 {
     tqkv__stream s;
     size_t bytes;
@@ -4094,14 +4093,15 @@ static double tqkv__noise_of(const float *q, const float *error, int n)
 }
 
 /* Adds what a row of a head adds to the scores of its query rows [first, first + n). */
-static void tqkv__add_noise(const tqkv__queries *queries, int kv_head, int first, int n, const float *error,
+static void tqkv__add_noise(const tqkv__queries *queries, int kv_head, size_t first, int n, const float *error,
                             tqkv__noises *sums)
 {
     float q[TQKV_MAX_HEAD_DIM];
     const tqkv__stream *s = &queries->rows;
+    const size_t group = (size_t)queries->group;
     for (int i = 0; i < n; i++) {
-        const int row = first + i, head = kv_head * queries->group + row % queries->group;
-        const void *at = tqkv__source_row(s, queries->q, (size_t)(row / queries->group), (size_t)head);
+        const size_t row = first + (size_t)i, head = (size_t)kv_head * group + row % group;
+        const void *at = tqkv__source_row(s, queries->q, row / group, head);
         tqkv__codec_for(s->head_dim)->widen(s->type, at, NULL, NULL, s->head_dim, q);
         const double noise = tqkv__noise_of(q, error, s->head_dim);
         sums->first[i] += noise;
@@ -4126,7 +4126,7 @@ static TQKV__NOINLINE double tqkv__head_noise(const tqkv__stream *s, const tqkv_
             const void *at = tqkv__source_row(s, src, (size_t)t, (size_t)kv_head);
             const tqkv__row row = {at, center, inverses, codes, norms, NULL, NULL};
             tqkv__row_error(s, q, kv_head, &row, error);
-            tqkv__add_noise(queries, kv_head, (int)first, n, error, &sums);
+            tqkv__add_noise(queries, kv_head, (size_t)first, n, error, &sums);
         }
         for (int i = 0; i < n; i++) {
             const double mean = sums.first[i] / n_tokens;
@@ -6095,8 +6095,8 @@ TQKV__OP TQKV__VECTOR TQKV__(lane_sums)(const int most, int per_lane, const uint
     return sum;
 }
 
-/* Adds lanes by the xor-tree of tqkv__sums_of_products up to those that share a norm. x: the sums of n_lanes lanes of per_lane
-   words each, in the order of load_lanes; sums: one a norm. All numbers are constants. */
+/* Adds lanes by the xor-tree of tqkv__sums_of_products up to those that share a norm. x: the sums of n_lanes lanes of
+   per_lane words each, in the order of load_lanes; sums: one a norm. All numbers are constants. */
 TQKV__OP void TQKV__(add_lanes)(const int n_lanes, const int per_lane, const int n_norms, TQKV__VECTOR *x, float *sums)
 {
     const int width = per_lane < TQKV__LANES ? per_lane : TQKV__LANES, vectors = n_lanes / TQKV__LANES;
@@ -11158,16 +11158,32 @@ static int64_t tqkv__newest_from(const tqkv__attention *a, int query, tqkv__rang
     return range.to - n;
 }
 
+/* Whether one of n numbers is negative. */
+static bool tqkv__has_gaps(const int32_t *numbers, int n)
+{
+    int32_t all = 0;
+    for (int j = 0; j < n; j++) all |= numbers[j];
+    return all < 0;
+}
+
+/* Returns the entries of a row, which ends before the first that is negative. */
+static int64_t tqkv__row_length(const int32_t *row, int length)
+{
+    int64_t n = 0;
+    while (n + 32 <= length && !tqkv__has_gaps(row + n, 32)) n += 32;
+    while (n < length && row[n] >= 0) n++;
+    return n;
+}
+
 /* Opens the list of a query, as far as it looks at a range of positions. */
 static tqkv__list tqkv__open_list(const tqkv__attention *a, int query, int kv_head, tqkv__range range)
 {
     tqkv__list l;
     const tqkv__range resident = {a->first, a->call.end}, all = tqkv__visible(a, query, resident), kept = {0, a->kept};
-    int64_t n = 0;
     int newest = a->call.list_newest;
     l.entries = l.row = tqkv__list_row(a, query, kv_head);
     l.shift = tqkv__list_shift(a->call.list_block);
-    while (n < a->call.list_length && l.entries[n] >= 0) n++;
+    int64_t n = tqkv__row_length(l.row, a->call.list_length);
     l.n_row = n;
     const int64_t gone = tqkv__entry_at(l.entries, n, all.from >> l.shift);
     l.entries += gone;
@@ -11725,7 +11741,7 @@ static TQKV__INLINE void tqkv__gather_rows(const tqkv__source *s, const size_t s
 
 /* Copies the rows of a tile to slots of another stream from `slot` on, and asks for the n_next of the next tile, none
    of them hidden. What is hidden becomes zeros, because it may be NaN. The sizes of TQ2 to TQ6 and of a byte a value at
-   64, 128 and 256 are constants: a loop over a size takes 1.2 to 1.7 times as long in all. */
+   64, 128 and 256 are constants: a loop over a size takes 1.2 to 1.8 times as long in all. */
 static void tqkv__gather(const tqkv__stream *from, int kv_head, const tqkv__ranks *ranks, const int32_t *slot_list,
                          const int32_t *next, int n_next, const tqkv__stream *to, int slot)
 {
@@ -11958,13 +11974,6 @@ static void tqkv__slots_of(const tqkv__stream *s, int64_t position, int n, int32
         const int room = page ? size - at : s->capacity - at;
         for (end = n - j < room ? n : j + room; j < end; j++) slot_list[j] = known ? slot++ : -1;
     }
-}
-
-static bool tqkv__has_gaps(const int32_t *slot_list, int n)
-{
-    int32_t all = 0;
-    for (int j = 0; j < n; j++) all |= slot_list[j];
-    return all < 0;
 }
 
 /* Finds the slots of the ranks. Returns whether one is -1. */
@@ -13846,13 +13855,13 @@ static void tqkv__cache_channels(tqkv_cache *c, int i, tqkv__channels kind, cons
     const tqkv_store *s = tqkv__store_of(c, i);
     if (!s) return;
     const size_t dim = (size_t)s->head_dim, n_kv_heads = (size_t)s->n_kv_heads;
-    float *own = tqkv__channel_room(c, i, kind);
-    for (size_t h = 0; values && h < n_kv_heads; h++) memmove(own + h * dim, values + h * stride, dim * sizeof(float));
-    if (kind == TQKV__SCALES && values) {
-        const uint64_t mode = tqkv__fp_exact();
-        tqkv__invert(own, (int)(n_kv_heads * dim), tqkv__channel_room(c, i, TQKV__INVERSES));
-        tqkv__fp_restore(mode);
+    float *own = tqkv__channel_room(c, i, kind), *inverses = tqkv__channel_room(c, i, TQKV__INVERSES);
+    const uint64_t mode = tqkv__fp_exact();
+    for (size_t h = 0; values && h < n_kv_heads; h++) {
+        memmove(own + h * dim, values + h * stride, dim * sizeof(float));
+        if (kind == TQKV__SCALES) tqkv__invert(own + h * dim, s->head_dim, inverses + h * dim);
     }
+    tqkv__fp_restore(mode);
     tqkv__name_channels(c, i, kind, values != NULL);
 }
 
@@ -14872,7 +14881,7 @@ TQKV__COLD TQKV_API tqkv_result tqkv_cache_fork(const tqkv_cache *c, const tqkv_
 
    All later versions begin with magic, version and size, so that a build knows a newer snapshot from a damaged one. */
 
-#define TQKV__SNAPSHOT_VERSION  6  /* of both kinds; older ones were never released */
+#define TQKV__SNAPSHOT_VERSION  6  /* of both kinds */
 #define TQKV__CODES_VERSION     2  /* changes with the tables or the rotation */
 #define TQKV__NAME_SIZE         16 /* magic, version, size */
 #define TQKV__HEADER_FIELDS     20
@@ -16018,11 +16027,7 @@ static tqkv_result tqkv__plan_check_pages(const tqkv_store *shape, int64_t first
     table.page_size = shape->page_size;
     table.capacity = shape->capacity;
     const tqkv_result r = tqkv__check_pages(&table, first, first + n);
-    if (r != TQKV_OK || !table.pages || !n || !written) return r;
-    const int64_t page = first / table.page_size, last = (first + n - 1) / table.page_size;
-    return tqkv__all_distinct(table.pages + page, last - page + 1, NULL, 0)
-               ? TQKV_OK
-               : TQKV__INVALID("pages: a page twice among those to write");
+    return r == TQKV_OK && written ? tqkv__check_written(&table, n, first) : r;
 }
 
 static void tqkv__plan_bind_flag(tqkv_metal_dispatch *d, int index, tqkv_metal_buffer at)
@@ -18627,6 +18632,24 @@ static tqkv_result tqkv__add_cache_call(const tqkv__queries_in_buffers *from, in
     return tqkv__add_attention(a, 0, 0, &b, plan);
 }
 
+/* Checks the rows of all queries together: a dispatch shows its own alone. */
+static tqkv_result tqkv__check_cut_rows(const tqkv_cache *c, tqkv_metal_buffer memory,
+                                        const tqkv__queries_in_buffers *from)
+{
+    const tqkv_attention *a = &c->attention;
+    const int n = from->n_queries, key_dim = c->keys.head_dim + c->tail.head_dim, value_dim = a->values->head_dim;
+    const tqkv_strides of_q = tqkv__strides_of(from->layout.q, a->n_heads, key_dim),
+                       of_out = tqkv__strides_of(from->layout.out, a->n_heads, value_dim);
+    const tqkv_metal_binding cache = {"memory", 0, memory, c->size, 1, false};
+    tqkv_metal_binding q = {"q", 0, from->q, 0, 1, false}, out = {"out", 0, from->out, 0, 1, true};
+    if (!tqkv__rows_extent(of_q, n, a->n_heads, key_dim, tqkv__type_size(a->query_type), &q.size) ||
+        !tqkv__rows_extent(of_out, n, a->n_heads, value_dim, tqkv__type_size(a->output_type), &out.size))
+        return TQKV__INVALID("q or out: rows of more than SIZE_MAX bytes");
+    if (!tqkv__rows_distinct(of_out, n, a->n_heads, value_dim)) return TQKV__INVALID(TQKV__ROWS_SHARED);
+    if (!out.at.buffer || (!tqkv__bindings_overlap(&q, &out) && !tqkv__bindings_overlap(&cache, &out))) return TQKV_OK;
+    return TQKV__INVALID("out overlaps q or the cache");
+}
+
 /* Attends for all queries. The first n_raw queries stand where rows are read raw. With a tree, which counts from the
    first query of a call, all the others' call has them, too, and theirs comes after it. */
 static tqkv_result tqkv__add_cut_call(const tqkv_cache *c, tqkv_metal_buffer memory,
@@ -18637,7 +18660,8 @@ static tqkv_result tqkv__add_cut_call(const tqkv_cache *c, tqkv_metal_buffer mem
     size_t coded = 0, bytes;
     const int n = from->n_queries;
     const bool whole = n_raw && n_raw < n && from->some && from->some->tree.buffer;
-    tqkv_result r = TQKV_OK;
+    tqkv_result r = n_raw && n_raw < n ? tqkv__check_cut_rows(c, memory, from) : TQKV_OK;
+    if (r != TQKV_OK) return r;
     if (n_raw < n) {
         const int first = whole ? 0 : n_raw;
         tqkv__open_coded_call(c, memory, false, &call);

@@ -222,14 +222,20 @@ def sparse_lines(result):
             found = [one.ratios.get(f"list_{entry}_d128_n32768_blocks_of_{b}{threads}_all") for b in (1, 16, 64)]
             return ", ".join(f"{v:.1f}" for v in found) if all(found) else "-"
 
+        def narrow(d, g):
+            found = [one.ratios.get(f"list_{entry}_d{d}_n32768_g{g}_blocks_of_1_all") for entry in ("tq4", "tq4_int")]
+            return [f"{found[0]:.1f} and {found[1]:.1f} for heads of {d} and a group of {g}"] if all(found) else []
+
         index, ratios = one.others.get("index", {}), one.ratios
+        others = [text for d in (128, 64) for g in (1, 2, 8) for text in narrow(d, g)]
+        more = f" In blocks of 1 by one thread, floats and integers: {', '.join(others)}." if others else ""
         if not index:
             continue
         names = "index_tq4_d128_n262144_scores_fma", "index_tq4_d128_n262144_scores_int_fma"
         lines.append(
             f"{SETS[isa]}: a list of 2,048 of 32,768 positions, in blocks of 1, 16 and 64, is {faster('tq4', '')} times as "
             f"fast as all positions of TQ4, in integers {faster('tq4_int', '')}; by two threads {faster('tq4', '_t2')} and "
-            f"{faster('tq4_int', '_t2')}. Index scores of 64 heads of 128 over 262,144 TQ4 keys take "
+            f"{faster('tq4_int', '_t2')}.{more} Index scores of 64 heads of 128 over 262,144 TQ4 keys take "
             f"{float(index['scores'][0]) / 1e3:.0f} ms ({ratios[names[0]]:.2f} of the multiply-add peak), in integers "
             f"{float(index['scores_int'][0]) / 1e3:.0f} ({ratios[names[1]]:.2f}), the choice of 2,048 of them "
             f"{float(index['choice'][0]) / 1e3:.2f}.")

@@ -15,9 +15,14 @@ static void random_list(int block, int32_t *list)
     }
 }
 
+typedef struct list_shape {
+    int head_dim, group;
+} list_shape;
+
 /* A list of 2,048 of 32,768 positions beside all of them. The ratio: speed, of that without a list; by wall time if there is a
    hook. */
-static void run_lists(bench *b, const pair *p, const float *q, float *out, tqkv_parallel hook, const char *suffix)
+static void run_lists(bench *b, const pair *p, list_shape shape, const float *q, float *out, tqkv_parallel hook,
+                      const char *suffix)
 {
     static timing t;
     static int32_t lists[COUNT(list_blocks)][LISTED];
@@ -26,8 +31,12 @@ static void run_lists(bench *b, const pair *p, const float *q, float *out, tqkv_
     t.n_entries = 0;
     for (int i = 0; i <= COUNT(list_blocks); i++) {
         char name[TIMING_NAME] = "all";
-        works[i] = (attend_work){
-            {.n_heads = PAGED_HEADS, .end = LISTED_OF}, &b->keys[p->keys], &b->values[p->values], 0, q, out};
+        works[i] = (attend_work){{.n_heads = BENCH_KV_HEADS * shape.group, .end = LISTED_OF},
+                                 &b->keys[p->keys],
+                                 &b->values[p->values],
+                                 0,
+                                 q,
+                                 out};
         works[i].attention.arithmetic = p->arithmetic;
         works[i].attention.parallel = hook;
         if (i) {
@@ -40,13 +49,15 @@ static void run_lists(bench *b, const pair *p, const float *q, float *out, tqkv_
         timing_add(&t, name, run_attend, &works[i]);
     }
     timing_run(&t, &limits);
-    printf("\nlists%s: %s, head_dim %d, %d of %d positions, group %d; %d rounds\n", suffix, p->name, PAGED_DIM, LISTED,
-           LISTED_OF, PAGED_GROUP, t.n_rounds);
+    printf("\nlists%s: %s, head_dim %d, %d of %d positions, group %d; %d rounds\n", suffix, p->name, shape.head_dim,
+           LISTED, LISTED_OF, shape.group, t.n_rounds);
     for (int i = 0; i <= COUNT(list_blocks); i++) {
-        char name[96];
+        char name[96], group[16] = "";
         print_times(&t, &t.entries[i]);
         printf("\n");
-        snprintf(name, sizeof name, "list_%s_d%d_n%d_%s%s", p->name, PAGED_DIM, LISTED_OF, t.entries[i].name, suffix);
+        if (shape.group != PAGED_GROUP) snprintf(group, sizeof group, "g%d_", shape.group);
+        snprintf(name, sizeof name, "list_%s_d%d_n%d_%s%s%s", p->name, shape.head_dim, LISTED_OF, group,
+                 t.entries[i].name, suffix);
         if (i && hook.run) print_ratio(b, name, "all", timing_wall_ratio(&t, &t.entries[i], &t.entries[0]));
         if (i && !hook.run) print_ratio(b, name, "all", timing_ratio(&t, &t.entries[i], &t.entries[0]));
     }
@@ -129,18 +140,23 @@ static void run_index(bench *b, const float *q)
 
 void run_sparse(bench *b)
 {
+    static const list_shape shapes[] = {
+        {PAGED_DIM, PAGED_GROUP}, {PAGED_DIM, 1}, {PAGED_DIM, 8}, {64, 1}, {64, 2}, {64, 8}};
     thread_pool pool;
     const size_t n = INDEX_HEADS * PAGED_DIM; /* more than PAGED_ROW */
     float *q = (float *)bench_alloc(n * sizeof *q), *out = (float *)bench_alloc(n * sizeof *out);
     bench_fill(q, n, 3);
     pool_start(&pool, 1);
-    open_streams(b, PAGED_DIM, LISTED_OF);
-    for (int i = 0; i < COUNT(pairs); i++) {
-        if (strncmp(pairs[i].name, "tq4", 3) != 0 || !wanted(b, &pairs[i])) continue;
-        run_lists(b, &pairs[i], q, out, (tqkv_parallel){NULL, NULL}, "");
-        run_lists(b, &pairs[i], q, out, (tqkv_parallel){pool_run, &pool}, "_t2");
+    for (int s = 0; s < COUNT(shapes); s++) {
+        const bool both = shapes[s].head_dim == PAGED_DIM && shapes[s].group == PAGED_GROUP;
+        open_streams(b, shapes[s].head_dim, LISTED_OF); /* those that are open remain */
+        for (int i = 0; i < COUNT(pairs); i++) {
+            if (strncmp(pairs[i].name, "tq4", 3) != 0 || !wanted(b, &pairs[i])) continue;
+            run_lists(b, &pairs[i], shapes[s], q, out, (tqkv_parallel){NULL, NULL}, "");
+            if (both) run_lists(b, &pairs[i], shapes[s], q, out, (tqkv_parallel){pool_run, &pool}, "_t2");
+        }
+        if (s + 1 == COUNT(shapes) || shapes[s + 1].head_dim != shapes[s].head_dim) close_streams(b);
     }
-    close_streams(b);
     pool_stop(&pool);
     if (!b->options.format || strcmp(b->options.format, "tq4") == 0) run_index(b, q);
     fflush(stdout);

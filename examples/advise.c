@@ -2,7 +2,7 @@
  * has the format).
  *   advise [--bits N] [--no-center] [--shared] [--tail DIMENSIONS] [FILE]
  * --bits: the pair to suggest takes at most so many bits a value, keys and values averaged, norms included (5).
- * --no-center: for engines that cannot set a centre.
+ * --no-center: for engines that can set neither centre nor scale.
  * --shared: the keys are the values, too, as in a latent cache: one format for both. The file's values are not looked
  * at. --tail: the last dimensions of each key, its rotary part, are a tail with a format of its own; with --shared the
  * values are the rest of the key. A layer with no more dimensions than that has no tail. */
@@ -21,7 +21,7 @@ enum { KEYS, VALUES, TAIL, N_STREAMS };
  * 0.005. */
 static const double bearable = 0.03;
 
-/* One format of one stream, without a centre and with one. */
+/* One format of one stream, without a centre and with one; outputs also with the scale of keys. */
 typedef struct trial {
     double bits;                /* a value, norms included */
     double error[2], beyond[2]; /* of tqkv_measure, the worst head */
@@ -35,10 +35,11 @@ typedef struct stream {
     tqkv_strides strides;        /* of the rows: a key's part and its tail lie in one row of the file */
     const float *rows;           /* [n_positions][n_kv_heads][dim] */
     float *center;               /* their mean: [n_kv_heads][dim] */
+    float *scale;                /* of the channels, as long; values have none: NULL */
     double mean_share, kurtosis; /* the head with the largest */
     double later[2];             /* error of tq4 in the second half, without and with a centre made of the first */
     trial trials[N_FORMATS];
-    bool use_center;
+    bool calibrate; /* the advice is to set them */
 } stream;
 
 typedef struct options {
@@ -67,6 +68,7 @@ static tqkv_store filled_store(const capture *all, const captured_layer *layer, 
     tqkv_store store = make_store(&part, all->n_positions, format, false);
     store.strides = s->strides;
     store.center = centered ? s->center : NULL;
+    store.channel_scale = centered ? s->scale : NULL;
     check(tqkv_encode(&store, s->rows, all->n_positions, 0), "encode");
     return store;
 }
@@ -74,8 +76,11 @@ static tqkv_store filled_store(const capture *all, const captured_layer *layer, 
 static void find_center(const capture *all, const captured_layer *layer, stream *s)
 {
     const tqkv_store shape = shape_of(layer, s, TQKV_F16, NULL);
-    s->center = (float *)allocate((size_t)(layer->n_kv_heads * s->dim), sizeof(float));
-    check(tqkv_mean(&shape, s->rows, all->n_positions, s->center), "mean");
+    const size_t n = (size_t)(layer->n_kv_heads * s->dim);
+    s->center = (float *)allocate(n, sizeof(float));
+    if (s->rows != layer->values) s->scale = (float *)allocate(n, sizeof(float));
+    check(tqkv_calibrate(&shape, s->rows, all->n_positions, NULL, 0, 0, TQKV_PAIRS_NONE, s->center, s->scale),
+          "calibrate");
 }
 
 /* A centre is judged by rows that it was not made from: of few rows, the mean has as much noise as meaning. */
@@ -96,14 +101,14 @@ static void check_center(const capture *all, const captured_layer *layer, stream
 }
 
 /* The worst head of tqkv_measure. */
-static void measure_heads(const capture *all, const captured_layer *layer, const tqkv_store *store, stream *s, trial *t)
+static void measure_heads(const capture *all, const captured_layer *layer, const tqkv_store *shape, stream *s, trial *t)
 {
-    int centered = store->center != NULL;
+    int centered = shape->center != NULL;
     tqkv_quality *heads = (tqkv_quality *)allocate((size_t)layer->n_kv_heads, sizeof *heads);
-    check(tqkv_measure(store, s->rows, all->n_positions, heads), "measure");
+    check(tqkv_measure(shape, s->rows, all->n_positions, heads), "measure");
     for (int h = 0; h < layer->n_kv_heads; h++) {
         s->mean_share = fmax(s->mean_share, heads[h].mean_share);
-        if (!centered && store->format != TQKV_F16) s->kurtosis = fmax(s->kurtosis, heads[h].kurtosis);
+        if (!centered && shape->format != TQKV_F16) s->kurtosis = fmax(s->kurtosis, heads[h].kurtosis);
         t->error[centered] = fmax(t->error[centered], heads[h].error);
         t->beyond[centered] = fmax(t->beyond[centered], heads[h].beyond);
     }
@@ -125,7 +130,8 @@ static void try_format(const capture *all, const captured_layer *layer, stream *
                 stores[i] = filled_store(all, layer, &streams[i], i == which ? formats[format] : TQKV_F16,
                                          i != which || centered);
         const tqkv_store *store = &stores[which];
-        measure_heads(all, layer, store, s, t);
+        const tqkv_store shape = shape_of(layer, s, formats[format], centered ? s->center : NULL);
+        measure_heads(all, layer, &shape, s, t);
         stored_attention(all, layer, &stores[KEYS], &stores[VALUES], streams[TAIL].dim ? &stores[TAIL] : NULL, out);
         t->output[centered] = relative_error(exact, out, n_rows, streams[VALUES].dim);
         const double n_values = (double)all->n_positions * layer->n_kv_heads * s->dim;
@@ -190,22 +196,22 @@ static void measure_layer(const capture *all, const captured_layer *layer, const
 
 /* ---- the advice ---- */
 
-/* The error of the output at a format, with the centre where the advice is to use one. */
-static double advised_output(const stream *s, int format) { return s->trials[format].output[s->use_center]; }
+/* The error of the output at a format, with centre and scale where the advice is to set them. */
+static double advised_output(const stream *s, int format) { return s->trials[format].output[s->calibrate]; }
 
-/* A centre is advised where four bits need it, and where it takes away more than half of their error, if it helps rows,
- * too, that it was not made from. */
+/* Centre and scale are advised where four bits need them, and where the centre takes away more than half of their
+ * error, if it helps rows, too, that it was not made from. */
 static void decide_center(stream *s, const options *o)
 {
     const trial *t = &s->trials[TQ4];
     bool helps = t->error[1]<0.5 * t->error[0], needed = t->output[0]> bearable && t->output[1] <= bearable;
-    s->use_center = !o->no_center && (helps || needed) && s->later[1] < s->later[0];
+    s->calibrate = !o->no_center && (helps || needed) && s->later[1] < s->later[0];
 }
 
 static void print_verdict(const stream *s)
 {
     const trial *t = &s->trials[TQ4];
-    const char *with = s->use_center ? "with the centre " : "";
+    const char *with = !s->calibrate ? "" : s->scale ? "with centre and scale " : "with the centre ";
     double four = advised_output(s, TQ4), eight = advised_output(s, I8);
     printf("  verdict: ");
     if (four > bearable && eight > bearable)
@@ -213,9 +219,9 @@ static void print_verdict(const stream *s)
     else if (four > bearable)
         printf("%s need I8: %stq4 moves the output by %.2g, more than %g; i8 by %.2g\n", s->name, with, four, bearable,
                eight);
-    else if (s->use_center)
-        printf("use a centre: %.1f%% of the squared length is constant; it takes tq4's error from %.2g to %.2g\n",
-               100 * s->mean_share, t->error[0], t->error[1]);
+    else if (s->calibrate)
+        printf("use a centre%s: %.1f%% of the squared length is constant; tq4 moves the output by %.2g, not %.2g\n",
+               s->scale ? " and a scale" : "", 100 * s->mean_share, t->output[1], t->output[0]);
     else
         printf("fine: tq4 moves the output by %.2g, at most %g is bearable\n", four, bearable);
 }
@@ -235,7 +241,8 @@ static void print_later(const stream *s, int n_positions)
 static void print_stream(const capture *all, const captured_layer *layer, const stream *s, noise_worst *worst)
 {
     printf(" %s: %.1f%% of the squared length is constant, kurtosis %.2f\n", s->name, 100 * s->mean_share, s->kurtosis);
-    printf("  %-6s %6s %10s %10s %10s %10s %9s\n", "format", "bits", "error", "centred", "output", "centred", "beyond");
+    printf("  %-6s %6s %10s %10s %10s %10s %9s\n", "format", "bits", "error", "centred", "output",
+           s->scale ? "calibrated" : "centred", "beyond");
     for (int f = 0; f < N_FORMATS; f++) {
         const trial *t = &s->trials[f];
         printf("  %-6s %6.2f %10.2e %10.2e %10.2e %10.2e %8.2f%%\n", tqkv_format_name(formats[f]), t->bits, t->error[0],
@@ -258,7 +265,7 @@ static double formats_error(const capture *all, const options *o, stream (*layer
         for (int k = 0; k < N_STREAMS; k++) {
             const double weight = (double)all->layers[i].n_kv_heads * streams[k].dim;
             if (!streams[k].dim || (k == VALUES && o->shared)) continue;
-            error += (k == KEYS && o->shared ? streams[k].trials[chosen[k]].both[streams[k].use_center]
+            error += (k == KEYS && o->shared ? streams[k].trials[chosen[k]].both[streams[k].calibrate]
                                              : advised_output(&streams[k], chosen[k])) /
                      all->n_layers;
             n_bits += weight * streams[k].trials[chosen[k]].bits;
@@ -304,8 +311,8 @@ static void suggest(const capture *all, const options *o, stream (*layers)[N_STR
 /* What one stream as keys and values does to the output, beside what it does as one of them. */
 static void print_shared(const stream streams[N_STREAMS])
 {
-    const bool centered = streams[0].use_center;
-    printf(" keys and values: one stream%s\n", centered ? ", with the centre" : "");
+    const bool centered = streams[0].calibrate;
+    printf(" keys and values: one stream%s\n", centered ? ", with centre and scale" : "");
     printf("  %-6s %6s %10s %10s %10s\n", "format", "bits", "as keys", "as values", "as both");
     for (int f = 0; f < N_FORMATS; f++) {
         const trial *t = &streams[0].trials[f];
@@ -338,9 +345,9 @@ static void advise(const capture *all, const options *o)
     check_tail(all, o->tail);
     stream(*layers)[N_STREAMS] = (stream(*)[N_STREAMS])allocate((size_t)all->n_layers, sizeof *layers);
     noise_worst worst = {0, 0};
-    puts("error: tqkv_measure's, noise against what differs between positions. output: error of the layer's output "
-         "when\n"
-         "only this stream is quantised. centred: with the mean of the rows as the store's centre.\n"
+    puts("error: tqkv_measure's, noise against what differs between positions; centred: with the mean of the rows as\n"
+         "the store's centre. output: error of the layer's output if only this stream is quantised; calibrated: with\n"
+         "the centre and the scale of tqkv_calibrate.\n"
          "logits: the standard deviation of what the keys' error adds to them, without and with centre and scale of\n"
          "tqkv_calibrate; queries: learned with them, too; later: of the second half, learned from the first.");
     for (int i = 0; i < all->n_layers; i++) {
@@ -361,7 +368,10 @@ static void advise(const capture *all, const options *o)
     print_preset(&worst);
     suggest(all, o, layers);
     for (int i = 0; i < all->n_layers; i++)
-        for (int k = 0; k < N_STREAMS; k++) free(layers[i][k].center);
+        for (int k = 0; k < N_STREAMS; k++) {
+            free(layers[i][k].center);
+            free(layers[i][k].scale);
+        }
     free(layers);
 }
 

@@ -121,7 +121,7 @@ static int read_prompt(model *m, const char *folder, const unsigned char *text, 
     for (int next; s.end < n; s.end = next) {
         char path[PATH];
         next = s.end + RANGE < n ? s.end + RANGE : n; /* the last positions are computed: their logits are wanted */
-        if (folder) range_path(folder, text, s.end + RANGE, path);
+        if (folder && next - s.end == RANGE) range_path(folder, text, next, path);
         if (folder && next < n && loaded == s.end && load_range(&l, m->n_layers, path, next)) {
             loaded = next;
             continue;

@@ -107,16 +107,20 @@ static int number(const char *option, const char *text, int low, int high)
     return (int)value;
 }
 
+/* Whether it is an option that names formats. */
+static bool parse_formats(options *o, const char *name, const char *value)
+{
+    const bool preset = strcmp(name, "--preset") == 0;
+    if (preset && !find_format(value)->is_preset) stop(value, "is no preset");
+    if (preset || strcmp(name, "--keys") == 0) o->keys = find_format(value);
+    if (preset || strcmp(name, "--values") == 0) o->values = find_format(value);
+    return preset || strcmp(name, "--keys") == 0 || strcmp(name, "--values") == 0;
+}
+
 static void parse_option(options *o, const char *name, const char *value)
 {
-    if (strcmp(name, "--keys") == 0) {
-        o->keys = find_format(value);
-    } else if (strcmp(name, "--values") == 0) {
-        o->values = find_format(value);
-    } else if (strcmp(name, "--preset") == 0) {
-        o->keys = o->values = find_format(value);
-        if (!o->keys->is_preset) stop(value, "is no preset");
-    } else if (strcmp(name, "--profile") == 0) {
+    if (parse_formats(o, name, value)) return;
+    if (strcmp(name, "--profile") == 0) {
         o->profile = value;
     } else if (strcmp(name, "--bytes") == 0) {
         o->n_bytes = number(name, value, 0, MAX_CONTEXT);

@@ -22,8 +22,8 @@ typedef struct tqkv_cache_desc {
     /* Make room for the halves of one append of so many tokens at once. On a GPU, which cannot make more, 0 = 512. */
     int exact_batch;
     /* Calibration: the cache learns centre (mean) and scale of the channels of its keys (tqkv_calibrate) from the first
-       so many positions, without the exact_first: at least 16, and of a smaller cache a quarter of the capacity. 0:
-       not. Until the append that reaches them keys and values are halves as they came, and attention is exact. That
+       so many positions, without the exact_first. 0: not; else at least 16. More than a quarter of the capacity counts
+       as a quarter, or as 16. Until the append that reaches these positions keys and values are halves as they came, and attention is exact. That
        append encodes them; queries at these positions still read the halves, until the next append gives their memory
        back (with non_causal, until this one). The same codes however positions came. What it has learned is in
        tqkv_cache_keys. On a GPU the halves' memory stays as long as the cache, because work under way may read it: a
@@ -46,11 +46,11 @@ typedef struct tqkv_cache_desc {
     uint64_t tag;             /* the caller's name for the model, 0: none; a snapshot or a fork of another is refused */
 } tqkv_cache_desc;
 
-/* A desc with formats, calibrate 512, exact_first 4 and exact_last 128 filled in; the caller adds the shape. Bits a
-   value, with norms, at head_dim 64 / 128 / 256. */
+/* A desc with formats, calibrate 512, exact_first 4 and exact_last 128 filled in; the caller adds the shape, of 132
+   positions or more. Bits a value, with norms, at head_dim 64 / 128 / 256. */
 typedef enum tqkv_preset {
     TQKV_SAFE = 0, /* I8 keys, TQ4 values: 6.5 / 6.25 / 6.19 */
-    TQKV_SMALL,    /* TQ5, TQ3: 4.5 / 4.25 / 4.13. TQ4 for both loses 1.6 times as much, in 0.8 to 0.95 of the time */
+    TQKV_SMALL,    /* TQ5, TQ3: 4.5 / 4.25 / 4.13. TQ4 for both: 1.5 to 2.1 times the loss, 0.8 to 0.9 of the time */
     TQKV_TINY      /* TQ3, TQ2: 3 / 2.75 / 2.63 */
 } tqkv_preset;
 TQKV_API tqkv_cache_desc tqkv_cache_preset(tqkv_preset preset); /* zeros for an unknown one */
@@ -100,9 +100,9 @@ typedef size_t (*tqkv_read)(void *user, void *bytes, size_t n);
    TQKV_IO the output is no snapshot: write to a temporary file, then rename it. */
 TQKV_API tqkv_result tqkv_cache_save(const tqkv_cache *c, tqkv_write write, void *user);
 /* desc, never NULL, supplies what a snapshot lacks: parallel, allocator, metal, matrix_group, exact_batch, arithmetic,
-   non_causal, and sinks for the snapshot's n_heads, or a tag. Its other nonzero fields must match, else TQKV_INVALID_ARGUMENT; the
-   tags, too, unless one is 0. TQKV_CORRUPT: a missing or changed byte, or a newer version of tqkv, which TQKV_EXPLAIN
-   tells apart. *out is NULL on failure. */
+   non_causal, and sinks for the snapshot's n_heads, or a tag. Its other nonzero fields must match, else
+   TQKV_INVALID_ARGUMENT; the tags, too, unless one is 0. TQKV_CORRUPT: a missing or changed byte, or a newer version of
+   tqkv, which TQKV_EXPLAIN tells apart. *out is NULL on failure. */
 TQKV_API tqkv_result tqkv_cache_load(const tqkv_cache_desc *desc, tqkv_read read, void *user, tqkv_cache **out);
 
 /* Centres (means) and scales as tqkv_store's, copied; NULL: none. keys: [n_kv_heads][head_dim, then tail_dim]; values:

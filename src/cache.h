@@ -386,13 +386,13 @@ static void tqkv__cache_channels(tqkv_cache *c, int i, tqkv__channels kind, cons
     const tqkv_store *s = tqkv__store_of(c, i);
     if (!s) return;
     const size_t dim = (size_t)s->head_dim, n_kv_heads = (size_t)s->n_kv_heads;
-    float *own = tqkv__channel_room(c, i, kind);
-    for (size_t h = 0; values && h < n_kv_heads; h++) memmove(own + h * dim, values + h * stride, dim * sizeof(float));
-    if (kind == TQKV__SCALES && values) {
-        const uint64_t mode = tqkv__fp_exact();
-        tqkv__invert(own, (int)(n_kv_heads * dim), tqkv__channel_room(c, i, TQKV__INVERSES));
-        tqkv__fp_restore(mode);
+    float *own = tqkv__channel_room(c, i, kind), *inverses = tqkv__channel_room(c, i, TQKV__INVERSES);
+    const uint64_t mode = tqkv__fp_exact();
+    for (size_t h = 0; values && h < n_kv_heads; h++) {
+        memmove(own + h * dim, values + h * stride, dim * sizeof(float));
+        if (kind == TQKV__SCALES) tqkv__invert(own + h * dim, s->head_dim, inverses + h * dim);
     }
+    tqkv__fp_restore(mode);
     tqkv__name_channels(c, i, kind, values != NULL);
 }
 

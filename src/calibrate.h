@@ -226,14 +226,15 @@ static double tqkv__noise_of(const float *q, const float *error, int n)
 }
 
 /* Adds what a row of a head adds to the scores of its query rows [first, first + n). */
-static void tqkv__add_noise(const tqkv__queries *queries, int kv_head, int first, int n, const float *error,
+static void tqkv__add_noise(const tqkv__queries *queries, int kv_head, size_t first, int n, const float *error,
                             tqkv__noises *sums)
 {
     float q[TQKV_MAX_HEAD_DIM];
     const tqkv__stream *s = &queries->rows;
+    const size_t group = (size_t)queries->group;
     for (int i = 0; i < n; i++) {
-        const int row = first + i, head = kv_head * queries->group + row % queries->group;
-        const void *at = tqkv__source_row(s, queries->q, (size_t)(row / queries->group), (size_t)head);
+        const size_t row = first + (size_t)i, head = (size_t)kv_head * group + row % group;
+        const void *at = tqkv__source_row(s, queries->q, row / group, head);
         tqkv__codec_for(s->head_dim)->widen(s->type, at, NULL, NULL, s->head_dim, q);
         const double noise = tqkv__noise_of(q, error, s->head_dim);
         sums->first[i] += noise;
@@ -258,7 +259,7 @@ static TQKV__NOINLINE double tqkv__head_noise(const tqkv__stream *s, const tqkv_
             const void *at = tqkv__source_row(s, src, (size_t)t, (size_t)kv_head);
             const tqkv__row row = {at, center, inverses, codes, norms, NULL, NULL};
             tqkv__row_error(s, q, kv_head, &row, error);
-            tqkv__add_noise(queries, kv_head, (int)first, n, error, &sums);
+            tqkv__add_noise(queries, kv_head, (size_t)first, n, error, &sums);
         }
         for (int i = 0; i < n; i++) {
             const double mean = sums.first[i] / n_tokens;

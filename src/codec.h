@@ -402,6 +402,6 @@ static TQKV__NOINLINE void tqkv__decode_in(const tqkv__stream *s, int kv_head, c
 {
     tqkv__decode_row(s, row, norms, dst);
     if (s->rotated && basis == TQKV_ORIGINAL) tqkv__codec_for(s->head_dim)->unrotate(dst, s->head_dim);
-    if (basis == TQKV_ORIGINAL) tqkv__apply_scale(s, kv_head, dst);
-    tqkv__add_center(s, kv_head, basis == TQKV_ROTATED, dst);
+    if (s->channel_scale && basis == TQKV_ORIGINAL) tqkv__apply_scale(s, kv_head, dst);
+    if (s->center) tqkv__add_center(s, kv_head, basis == TQKV_ROTATED, dst);
 }

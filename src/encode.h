@@ -247,7 +247,7 @@ TQKV_API tqkv_result tqkv_encode_slots(const tqkv_store *store, const void *src,
     return tqkv__encode_sources(&job);
 }
 
-TQKV_API tqkv_result tqkv_probe(const tqkv_store *store, const void *src, int n_tokens, float *scaled)
+TQKV__COLD TQKV_API tqkv_result tqkv_probe(const tqkv_store *store, const void *src, int n_tokens, float *scaled)
 {
     tqkv__stream s;
     float norms[TQKV_MAX_HEAD_DIM / 128], room[TQKV_MAX_HEAD_DIM];
@@ -271,8 +271,8 @@ TQKV_API tqkv_result tqkv_probe(const tqkv_store *store, const void *src, int n_
     return TQKV_OK;
 }
 
-TQKV_API tqkv_result tqkv_decode(const tqkv_store *store, int64_t position, int n_positions, tqkv_basis basis,
-                                 void *dst)
+TQKV__COLD TQKV_API tqkv_result tqkv_decode(const tqkv_store *store, int64_t position, int n_positions,
+                                            tqkv_basis basis, void *dst)
 {
     tqkv__stream s;
     size_t bytes;

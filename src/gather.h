@@ -59,13 +59,6 @@ static void tqkv__slots_of(const tqkv__stream *s, int64_t position, int n, int32
     }
 }
 
-static bool tqkv__has_gaps(const int32_t *slot_list, int n)
-{
-    int32_t all = 0;
-    for (int j = 0; j < n; j++) all |= slot_list[j];
-    return all < 0;
-}
-
 /* Finds the slots of the ranks. Returns whether one is -1. */
 static bool tqkv__find_slots(const tqkv__stream *s, const tqkv__list *l, const tqkv__ranks *ranks, int32_t *slot_list)
 {

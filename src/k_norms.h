@@ -58,8 +58,8 @@ TQKV__OP TQKV__VECTOR TQKV__(lane_sums)(const int most, int per_lane, const uint
     return sum;
 }
 
-/* Adds lanes by the xor-tree of tqkv__sums_of_products up to those that share a norm. x: the sums of n_lanes lanes of per_lane
-   words each, in the order of load_lanes; sums: one a norm. All numbers are constants. */
+/* Adds lanes by the xor-tree of tqkv__sums_of_products up to those that share a norm. x: the sums of n_lanes lanes of
+   per_lane words each, in the order of load_lanes; sums: one a norm. All numbers are constants. */
 TQKV__OP void TQKV__(add_lanes)(const int n_lanes, const int per_lane, const int n_norms, TQKV__VECTOR *x, float *sums)
 {
     const int width = per_lane < TQKV__LANES ? per_lane : TQKV__LANES, vectors = n_lanes / TQKV__LANES;

@@ -411,6 +411,24 @@ static tqkv_result tqkv__add_cache_call(const tqkv__queries_in_buffers *from, in
     return tqkv__add_attention(a, 0, 0, &b, plan);
 }
 
+/* Checks the rows of all queries together: a dispatch shows its own alone. */
+static tqkv_result tqkv__check_cut_rows(const tqkv_cache *c, tqkv_metal_buffer memory,
+                                        const tqkv__queries_in_buffers *from)
+{
+    const tqkv_attention *a = &c->attention;
+    const int n = from->n_queries, key_dim = c->keys.head_dim + c->tail.head_dim, value_dim = a->values->head_dim;
+    const tqkv_strides of_q = tqkv__strides_of(from->layout.q, a->n_heads, key_dim),
+                       of_out = tqkv__strides_of(from->layout.out, a->n_heads, value_dim);
+    const tqkv_metal_binding cache = {"memory", 0, memory, c->size, 1, false};
+    tqkv_metal_binding q = {"q", 0, from->q, 0, 1, false}, out = {"out", 0, from->out, 0, 1, true};
+    if (!tqkv__rows_extent(of_q, n, a->n_heads, key_dim, tqkv__type_size(a->query_type), &q.size) ||
+        !tqkv__rows_extent(of_out, n, a->n_heads, value_dim, tqkv__type_size(a->output_type), &out.size))
+        return TQKV__INVALID("q or out: rows of more than SIZE_MAX bytes");
+    if (!tqkv__rows_distinct(of_out, n, a->n_heads, value_dim)) return TQKV__INVALID(TQKV__ROWS_SHARED);
+    if (!out.at.buffer || (!tqkv__bindings_overlap(&q, &out) && !tqkv__bindings_overlap(&cache, &out))) return TQKV_OK;
+    return TQKV__INVALID("out overlaps q or the cache");
+}
+
 /* Attends for all queries. The first n_raw queries stand where rows are read raw. With a tree, which counts from the
    first query of a call, all the others' call has them, too, and theirs comes after it. */
 static tqkv_result tqkv__add_cut_call(const tqkv_cache *c, tqkv_metal_buffer memory,
@@ -421,7 +439,8 @@ static tqkv_result tqkv__add_cut_call(const tqkv_cache *c, tqkv_metal_buffer mem
     size_t coded = 0, bytes;
     const int n = from->n_queries;
     const bool whole = n_raw && n_raw < n && from->some && from->some->tree.buffer;
-    tqkv_result r = TQKV_OK;
+    tqkv_result r = n_raw && n_raw < n ? tqkv__check_cut_rows(c, memory, from) : TQKV_OK;
+    if (r != TQKV_OK) return r;
     if (n_raw < n) {
         const int first = whole ? 0 : n_raw;
         tqkv__open_coded_call(c, memory, false, &call);

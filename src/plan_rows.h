@@ -290,11 +290,7 @@ static tqkv_result tqkv__plan_check_pages(const tqkv_store *shape, int64_t first
     table.page_size = shape->page_size;
     table.capacity = shape->capacity;
     const tqkv_result r = tqkv__check_pages(&table, first, first + n);
-    if (r != TQKV_OK || !table.pages || !n || !written) return r;
-    const int64_t page = first / table.page_size, last = (first + n - 1) / table.page_size;
-    return tqkv__all_distinct(table.pages + page, last - page + 1, NULL, 0)
-               ? TQKV_OK
-               : TQKV__INVALID("pages: a page twice among those to write");
+    return r == TQKV_OK && written ? tqkv__check_written(&table, n, first) : r;
 }
 
 static void tqkv__plan_bind_flag(tqkv_metal_dispatch *d, int index, tqkv_metal_buffer at)

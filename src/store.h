@@ -26,13 +26,13 @@ static bool tqkv__floats_at(const void *p) { return tqkv__aligned_at(p, sizeof(f
 
 /* A row of TQKV__FORMATS for a format that the compiler does not know; zeros for what is none. */
 typedef struct tqkv__format {
-    uint8_t kind, main_bits, upper_bits, book_bits, plain;
+    uint8_t kind, main_bits, upper_bits, book_bits;
 } tqkv__format;
 
 static const tqkv__format *tqkv__format_of(tqkv_format f)
 {
-#define TQKV__FORMAT_ROW(x, format, name, kind, main, upper, book, plain) {kind, main, upper, book, plain},
-    static const tqkv__format rows[] = {{0, 0, 0, 0, 0}, TQKV__FORMATS(TQKV__FORMAT_ROW, )};
+#define TQKV__FORMAT_ROW(x, format, name, kind, main, upper, book, plain) {kind, main, upper, book},
+    static const tqkv__format rows[] = {{0, 0, 0, 0}, TQKV__FORMATS(TQKV__FORMAT_ROW, )};
     return &rows[(unsigned)f < sizeof rows / sizeof *rows ? (unsigned)f : 0];
 }
 static bool tqkv__format_known(tqkv_format f) { return tqkv__format_of(f)->kind != 0; }
@@ -186,7 +186,7 @@ static tqkv_result tqkv__stream_shape(const tqkv_store *store, tqkv__stream *s)
     if (!tqkv__format_known(store->format))
         return TQKV__REFUSE(UNSUPPORTED, "format, key_format, value_format or tail_format: not a stored format");
     if (!tqkv__head_dim_known(store->head_dim)) return TQKV__REFUSE(UNSUPPORTED, TQKV__HEAD_DIMS);
-    if (store->unrotated && !tqkv__format_of(store->format)->plain)
+    if (store->unrotated && !TQKV__PLAIN(store->format))
         return TQKV__REFUSE(UNSUPPORTED, "unrotated: only TQ5, TQ6, TQ8 and their _BYTES forms can be");
     if (store->rotated && tqkv__format_of(store->format)->kind != TQKV__HALF)
         return TQKV__REFUSE(UNSUPPORTED, "rotated: for F16 alone; other formats are, unless unrotated says otherwise");
@@ -245,8 +245,7 @@ static tqkv_result tqkv__stream_channels(const tqkv_store *store, tqkv__stream *
     return tqkv__stream_scale(store, s);
 }
 
-/* Returns the bytes of a centre, or of a scale. A stream of `capacity` such rows has a size, so this does not
-   overflow. */
+/* Returns the bytes of a centre, or of a scale; with 32 bits it may overflow where neither can exist. */
 static size_t tqkv__center_size(const tqkv__stream *s)
 {
     return (size_t)s->n_kv_heads * (size_t)s->head_dim * sizeof(float);

@@ -95,16 +95,32 @@ static int64_t tqkv__newest_from(const tqkv__attention *a, int query, tqkv__rang
     return range.to - n;
 }
 
+/* Whether one of n numbers is negative. */
+static bool tqkv__has_gaps(const int32_t *numbers, int n)
+{
+    int32_t all = 0;
+    for (int j = 0; j < n; j++) all |= numbers[j];
+    return all < 0;
+}
+
+/* Returns the entries of a row, which ends before the first that is negative. */
+static int64_t tqkv__row_length(const int32_t *row, int length)
+{
+    int64_t n = 0;
+    while (n + 32 <= length && !tqkv__has_gaps(row + n, 32)) n += 32;
+    while (n < length && row[n] >= 0) n++;
+    return n;
+}
+
 /* Opens the list of a query, as far as it looks at a range of positions. */
 static tqkv__list tqkv__open_list(const tqkv__attention *a, int query, int kv_head, tqkv__range range)
 {
     tqkv__list l;
     const tqkv__range resident = {a->first, a->call.end}, all = tqkv__visible(a, query, resident), kept = {0, a->kept};
-    int64_t n = 0;
     int newest = a->call.list_newest;
     l.entries = l.row = tqkv__list_row(a, query, kv_head);
     l.shift = tqkv__list_shift(a->call.list_block);
-    while (n < a->call.list_length && l.entries[n] >= 0) n++;
+    int64_t n = tqkv__row_length(l.row, a->call.list_length);
     l.n_row = n;
     const int64_t gone = tqkv__entry_at(l.entries, n, all.from >> l.shift);
     l.entries += gone;

@@ -225,11 +225,9 @@ static inline void attend_fill_others(attend_problem *problem, const attend_row 
     attend_fill_store(&problem->tail, a, 18, DATA_GAUSSIAN);
 }
 
-static inline void attend_set_up(attend_problem *problem, const attend_row *row)
+/* Makes keys and values, empty, with their centres and scales. */
+static inline void attend_make_stores(attend_problem *problem, const attend_row *row, int value_dim)
 {
-    const int value_dim = row->value_dim && !row->shared ? row->value_dim : row->head_dim;
-    const int query_dim = row->head_dim + row->tail_dim;
-    memset(problem, 0, sizeof *problem);
     problem->keys = test_store(row->key_format, row->head_dim, row->n_kv_heads, row->key_capacity, row->key_ring);
     if (!row->shared)
         problem->values =
@@ -239,12 +237,14 @@ static inline void attend_set_up(attend_problem *problem, const attend_row *row)
     problem->keys.block_scale = problem->values.block_scale = row->block_scale;
     problem->keys.channel_scale = problem->key_scale = attend_make_scale(&problem->keys, 20, row->key_spread);
     problem->keys.center = problem->key_center = attend_make_center(&problem->keys, 14, row->key_center);
-    if (!row->shared) {
-        problem->values.channel_scale = problem->value_scale =
-            attend_make_scale(&problem->values, 21, row->value_spread);
-        problem->values.center = problem->value_center = attend_make_center(&problem->values, 15, row->value_center);
-    }
-    problem->sinks = attend_make_sinks(row);
+    if (row->shared) return;
+    problem->values.channel_scale = problem->value_scale = attend_make_scale(&problem->values, 21, row->value_spread);
+    problem->values.center = problem->value_center = attend_make_center(&problem->values, 15, row->value_center);
+}
+
+/* Fills the attention in, but for lists, tails and ends. */
+static inline void attend_make_call(attend_problem *problem, const attend_row *row)
+{
     tqkv_attention *a = &problem->attention;
     a->keys = &problem->keys;
     a->values = row->shared ? &problem->keys : &problem->values;
@@ -255,12 +255,55 @@ static inline void attend_set_up(attend_problem *problem, const attend_row *row)
     a->window = row->window;
     a->scale = row->scale;
     a->softcap = row->softcap;
-    a->sinks = problem->sinks;
+    a->sinks = problem->sinks = attend_make_sinks(row);
     a->non_causal = row->non_causal;
     a->tree = problem->tree = row->tree ? attend_make_tree(row->n_queries) : NULL;
     a->query_basis = row->query_basis;
     a->output_basis = row->output_basis;
     a->arithmetic = row->arithmetic;
+}
+
+/* Makes the queries, and room for outputs. */
+static inline void attend_make_queries(attend_problem *problem, const attend_row *row, int query_dim, int value_dim)
+{
+    problem->head_dim = (size_t)query_dim;
+    problem->value_dim = (size_t)value_dim;
+    problem->n_rows = (size_t)row->n_queries * (size_t)problem->attention.n_heads;
+    const size_t count = problem->n_rows * problem->head_dim, out_count = problem->n_rows * problem->value_dim;
+    problem->q = test_rows(13, DATA_GAUSSIAN, (int)problem->n_rows, query_dim);
+    problem->out = (float *)test_alloc_filled(out_count * sizeof(float), 0xff);
+    problem->expected = (double *)test_alloc(out_count * sizeof(double));
+    for (size_t i = 0; i < count; i++) problem->q[i] *= row->query_size;
+}
+
+/* Puts NaN into all streams at a position that no query, or only some queries, may read. */
+static inline void attend_poison_streams(attend_problem *problem, const attend_row *row)
+{
+    const tqkv_attention *a = &problem->attention;
+    problem->poisoned = -1;
+    if (row->poison == POISON_NONE) return;
+    const reference_shape shape = reference_attention_shape(a);
+    const int64_t oldest = row->window ? row->end - row->n_queries - row->window + 1 : shape.oldest;
+    problem->poisoned = row->poison == POISON_NEWEST   ? row->end - 1
+                        : row->poison == POISON_BRANCH ? row->end - row->n_queries + 1
+                                                       : oldest;
+    attend_poison_position(&problem->keys, problem->poisoned, false);
+    if (!row->shared) attend_poison_position(&problem->values, problem->poisoned, false);
+    if (row->tail_dim) attend_poison_position(&problem->tail, problem->poisoned, false);
+    for (int side = 0; side < 2; side++) {
+        const tqkv_store *s = reference_store_of(a, side, shape.n_queries - 1, problem->poisoned);
+        if (s->format == TQKV_F16) attend_poison_position((tqkv_store *)(uintptr_t)s, problem->poisoned, false);
+    }
+}
+
+static inline void attend_set_up(attend_problem *problem, const attend_row *row)
+{
+    const int value_dim = row->value_dim && !row->shared ? row->value_dim : row->head_dim;
+    const int query_dim = row->head_dim + row->tail_dim;
+    tqkv_attention *a = &problem->attention;
+    memset(problem, 0, sizeof *problem);
+    attend_make_stores(problem, row, value_dim);
+    attend_make_call(problem, row);
     problem->tolerance = ATTEND_TOLERANCE;
     if (row->arithmetic == TQKV_INTEGER)
         problem->tolerance = 2e-4 + 5e-5 * (double)row->query_size *
@@ -269,30 +312,8 @@ static inline void attend_set_up(attend_problem *problem, const attend_row *row)
     attend_fill_store(&problem->keys, a, 11, DATA_GAUSSIAN);
     attend_fill_others(problem, row);
     attend_fill_ends(problem, row);
-    problem->head_dim = (size_t)query_dim;
-    problem->value_dim = (size_t)value_dim;
-    problem->n_rows = (size_t)row->n_queries * (size_t)a->n_heads;
-    size_t count = problem->n_rows * problem->head_dim, out_count = problem->n_rows * problem->value_dim;
-    problem->q = test_rows(13, DATA_GAUSSIAN, (int)problem->n_rows, query_dim);
-    problem->out = (float *)test_alloc_filled(out_count * sizeof(float), 0xff);
-    problem->expected = (double *)test_alloc(out_count * sizeof(double));
-    for (size_t i = 0; i < count; i++) problem->q[i] *= row->query_size;
-    problem->poisoned = -1;
-    if (row->poison != POISON_NONE) {
-        reference_shape shape = reference_attention_shape(a);
-        int64_t oldest = row->window ? row->end - row->n_queries - row->window + 1 : shape.oldest;
-        problem->poisoned = row->poison == POISON_NEWEST   ? row->end - 1
-                            : row->poison == POISON_BRANCH ? row->end - row->n_queries + 1
-                                                           : oldest;
-        attend_poison_position(&problem->keys, problem->poisoned, false);
-        if (!row->shared) attend_poison_position(&problem->values, problem->poisoned, false);
-        if (row->tail_dim) attend_poison_position(&problem->tail, problem->poisoned, false);
-        for (int side = 0; side < 2; side++) {
-            const tqkv_store *s =
-                reference_store_of(a, side, reference_attention_shape(a).n_queries - 1, problem->poisoned);
-            if (s->format == TQKV_F16) attend_poison_position((tqkv_store *)(uintptr_t)s, problem->poisoned, false);
-        }
-    }
+    attend_make_queries(problem, row, query_dim, value_dim);
+    attend_poison_streams(problem, row);
     if (!row->bits_alone) reference_attend(a, problem->q, problem->expected);
 }
 

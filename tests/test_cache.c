@@ -324,24 +324,49 @@ typedef struct fork_row {
     bool ring;
 } fork_row;
 
+/* A cache with a centre, with the row's tokens. */
+static tqkv_cache *filled_cache(const cache_row *row, const tqkv_cache_desc *desc)
+{
+    tqkv_cache *cache = NULL;
+    float *center = cache_data(5, 1, row->head_dim);
+    CHECK_RESULT(tqkv_cache_create(desc, &cache), TQKV_OK);
+    if (cache) {
+        CHECK_RESULT(tqkv_cache_set_center(cache, center, NULL), TQKV_OK);
+        cache_append_seed(cache, 21, row->n_tokens, row->head_dim);
+        if (row->truncate >= 0) CHECK_RESULT(tqkv_cache_truncate(cache, row->truncate), TQKV_OK);
+    }
+    free(center);
+    return cache;
+}
+
+/* Two queries of both. Rings of two sizes wrap at other positions, which cuts tiles: they may differ in bits. */
+static void check_fork_attends(tqkv_cache *cache, tqkv_cache *copy, const tqkv_cache_desc *desc, const cache_row *row)
+{
+    const int d = row->head_dim, gone = row->n_tokens - row->capacity;
+    const size_t bytes = sizeof(float) * (size_t)(2 * CACHE_HEADS * CACHE_GROUP * d);
+    float *q = test_rows(31, DATA_GAUSSIAN, 4 * CACHE_HEADS, d), *a = (float *)test_alloc(bytes),
+          *b = (float *)test_alloc(bytes);
+    CHECK_RESULT(tqkv_cache_attend(cache, q, 2, a), TQKV_OK);
+    CHECK_RESULT(tqkv_cache_attend(copy, q, 2, b), TQKV_OK);
+    check_attend(copy, desc, 2, row->truncate >= 0 ? row->truncate - gone : row->ring ? row->capacity : row->n_tokens);
+    CHECK(row->ring || !memcmp(a, b, bytes), "the fork attends otherwise");
+    free(q);
+    free(a);
+    free(b);
+}
+
 /* A fork saves the same snapshot, but for its desc, attends the same, and goes on without the first cache. */
 static void check_fork(const void *parameters)
 {
     const fork_row *row = (const fork_row *)parameters;
-    const int d = row->cache.head_dim, count = 2 * CACHE_HEADS * CACHE_GROUP * d;
+    const int d = row->cache.head_dim;
     counting counter = {0, 0, 0, 0, 0}, other = {0, 0, 0, 0, 0};
     tqkv_cache_desc desc = cache_desc(&row->cache, &counter), changed;
     desc.sinks = cache_sinks;
     desc.window = row->cache.truncate >= 0 ? 5 : 9; /* that the ring still has, for both queries */
     desc.softcap = 4.0f;
-    tqkv_cache *cache = NULL, *copy = NULL;
-    float *center = cache_data(5, 1, d), *q = test_rows(31, DATA_GAUSSIAN, 4 * CACHE_HEADS, d);
-    float *a = (float *)test_alloc((size_t)count * sizeof *a), *b = (float *)test_alloc((size_t)count * sizeof *b);
-    CHECK_RESULT(tqkv_cache_create(&desc, &cache), TQKV_OK);
+    tqkv_cache *cache = filled_cache(&row->cache, &desc), *copy = NULL;
     REQUIRE(cache, "no cache");
-    CHECK_RESULT(tqkv_cache_set_center(cache, center, NULL), TQKV_OK);
-    cache_append_seed(cache, 21, row->cache.n_tokens, d);
-    if (row->cache.truncate >= 0) CHECK_RESULT(tqkv_cache_truncate(cache, row->cache.truncate), TQKV_OK);
     stream before = stream_of_cache(cache);
     memset(&changed, 0, sizeof changed);
     changed.capacity = row->capacity;
@@ -353,14 +378,7 @@ static void check_fork(const void *parameters)
     stream forked = stream_of_cache(copy);
     CHECK(before.size == forked.size && !memcmp(before.bytes + 136, forked.bytes + 136, before.size - 136),
           "the fork's snapshot differs");
-    CHECK_RESULT(tqkv_cache_attend(cache, q, 2, a), TQKV_OK);
-    CHECK_RESULT(tqkv_cache_attend(copy, q, 2, b), TQKV_OK);
-    const int resident = row->cache.truncate >= 0 ? row->cache.truncate - (row->cache.n_tokens - row->cache.capacity)
-                         : row->cache.ring        ? row->cache.capacity
-                                                  : row->cache.n_tokens;
-    check_attend(copy, &desc, 2, resident);
-    if (!row->cache.ring) /* rings of two sizes wrap at other positions, which cuts tiles */
-        CHECK(!memcmp(a, b, (size_t)count * sizeof *a), "the fork attends otherwise");
+    check_fork_attends(cache, copy, &desc, &row->cache);
     cache_append_seed(copy, 60, 4, d);
     stream after = stream_of_cache(cache);
     CHECK(stream_is_equal(&before, &after), "the fork's append changed the first cache");
@@ -373,16 +391,26 @@ static void check_fork(const void *parameters)
     stream_free(&before);
     stream_free(&forked);
     stream_free(&after);
-    free(center);
-    free(q);
-    free(a);
-    free(b);
 }
 
 static void run_backwards(void *user, int count, tqkv_task task, void *context)
 {
     *(int *)user += count;
     while (count-- > 0) task(context, count);
+}
+
+/* The keys of a fork in TQ4 are those of tqkv_store_convert. */
+static void check_converted(const tqkv_cache *cache, const tqkv_cache *copy, const float *center)
+{
+    const tqkv_store *from = tqkv_cache_keys(cache), *to = tqkv_cache_keys(copy);
+    const int first = (int)tqkv_cache_first(cache), n = (int)tqkv_cache_end(cache) - first;
+    tqkv_store keys = test_store(TQKV_TQ4, to->head_dim, CACHE_HEADS, to->capacity, to->ring);
+    keys.center = center;
+    CHECK_RESULT(tqkv_store_convert(&keys, from, first, n), TQKV_OK);
+    for (int p = first; p < first + n; p++)
+        CHECK(!memcmp(reference_codes_at(&keys, 1, p), reference_codes_at(to, 1, p), (size_t)to->head_dim / 2),
+              "position %d", p);
+    test_store_free(&keys);
 }
 
 /* A fork in other formats has the bytes of tqkv_store_convert, however many tasks make them. A row that cannot be converted
@@ -413,13 +441,7 @@ static void check_convert(const void *parameters)
     stream a = stream_of_cache(copies[0]), b = stream_of_cache(copies[1]);
     CHECK(stream_is_equal(&a, &b), "tasks change the bytes");
     const int first = (int)tqkv_cache_first(cache), n = (int)tqkv_cache_end(cache) - first;
-    tqkv_store keys = test_store(TQKV_TQ4, d, CACHE_HEADS, row->capacity + 3, row->ring);
-    keys.center = center;
-    CHECK_RESULT(tqkv_store_convert(&keys, tqkv_cache_keys(cache), first, n), TQKV_OK);
-    for (int p = first; p < first + n; p++)
-        CHECK(!memcmp(reference_codes_at(&keys, 1, p), reference_codes_at(tqkv_cache_keys(copies[0]), 1, p),
-                      (size_t)d / 2),
-              "position %d", p);
+    check_converted(cache, copies[0], center);
     cache_append_seed(copies[0], 60, 2, d);
     check_attend(copies[0], &desc, 2, row->ring ? row->capacity + 2 : n + 2);
     tqkv_cache_keys(cache)->norms[first] = (float)NAN;
@@ -428,7 +450,6 @@ static void check_convert(const void *parameters)
     if (!row->ring) CHECK(!none, "a fork that failed");
     stream_free(&a);
     stream_free(&b);
-    test_store_free(&keys);
     tqkv_cache_destroy(copies[0]);
     tqkv_cache_destroy(copies[1]);
     tqkv_cache_destroy(cache);
@@ -492,6 +513,29 @@ static void free_too_little(void *user, void *pointer, size_t size)
 
 /* Codes that a size_t can count beside halves that it cannot: of the first positions, and of those before a cache has
    learned. */
+/* A copy and a loaded cache take over that their queries see all positions. */
+static void check_non_causal_copy(const void *parameters)
+{
+    static const cache_row row = {TQKV_TQ4, TQKV_TQ3, 64, 10, false, 5, -1};
+    const tqkv_cache_desc desc = cache_desc(&row, NULL);
+    tqkv_cache *cache = cache_make(&row, &desc);
+    tqkv_cache_desc use;
+    (void)parameters;
+    REQUIRE(cache, "no cache");
+    memset(&use, 0, sizeof use);
+    use.non_causal = true;
+    for (int way = 0; way < 2; way++) {
+        stream s = stream_of_cache(cache);
+        tqkv_cache *copy = NULL;
+        CHECK_RESULT(way ? tqkv_cache_fork(cache, &use, &copy) : tqkv_cache_load(&use, stream_read, &s, &copy),
+                     TQKV_OK);
+        CHECK(tqkv_cache_view(copy).non_causal && !tqkv_cache_view(cache).non_causal, "way %d", way);
+        tqkv_cache_destroy(copy);
+        stream_free(&s);
+    }
+    tqkv_cache_destroy(cache);
+}
+
 static void check_too_large(const void *parameters)
 {
     static uint64_t room[2048];
@@ -561,5 +605,6 @@ void test_cache_cases(void)
     test_add(check_not_finite, NULL, 0, "cache/not_finite");
     test_add(check_truncate_linear, NULL, 0, "cache/truncate_linear");
     test_add(check_long_run, NULL, 0, "cache/long_run");
+    test_add(check_non_causal_copy, NULL, 0, "cache/non_causal_copy");
     test_add(check_too_large, NULL, 0, "cache/too_large");
 }

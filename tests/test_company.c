@@ -153,46 +153,58 @@ static void attend_by(const tqkv_attention *a, bool slices, const float *q, floa
     CHECK_RESULT(tqkv_attend_finish(a, out, sums[0][0], sums[0][1]), TQKV_OK);
 }
 
+/* Keys, values, and halves of both, and a list for each query. */
+typedef struct company_stores {
+    tqkv_store stores[4];
+    int32_t pages[4][MOST_PAGES], list[100][LIST];
+    tqkv_attention attention;
+} company_stores;
+
+static void open_stores(const store_row *row, const float *k, const float *v, company_stores *s)
+{
+    tqkv_attention *a = &s->attention;
+    memset(s, 0, sizeof *s);
+    for (int i = 0; i < 4; i++)
+        s->stores[i] = filled_store(i < 2 ? TQKV_TQ4 : TQKV_F16, row->n, i < 2 ? row->page_size : row->end_page_size,
+                                    i % 2 ? v : k, s->pages[i]);
+    a->keys = &s->stores[0];
+    a->values = &s->stores[1];
+    a->first_keys = a->last_keys = &s->stores[2];
+    a->first_values = a->last_values = &s->stores[3];
+    a->exact_first = row->exact_first;
+    a->exact_last = row->exact_last;
+    a->n_heads = GROUP_HEADS;
+    a->n_queries = row->n_queries;
+    a->end = row->n;
+    a->window = row->window;
+    a->arithmetic = row->arithmetic;
+    if (row->backwards) a->parallel.run = run_backwards;
+    for (int i = 0; i < row->n_queries && row->list_block; i++)
+        for (int j = 0; j < LIST; j++) s->list[i][j] = (2 * j + i % 2) * row->list_block < row->n ? 2 * j + i % 2 : -1;
+    if (row->list_block) a->list = s->list[0];
+    a->list_length = LIST;
+    a->list_block = row->list_block ? row->list_block : 1;
+    a->list_newest = 33;
+}
+
 /* All queries in one call against each alone, whose `end` is lower; slices are cut at the same position in both. */
 static void check_stores(const void *parameters)
 {
     const store_row *row = (const store_row *)parameters;
     const int n = row->n, n_queries = row->n_queries;
-    static int32_t pages[4][MOST_PAGES], list[100][LIST];
+    static company_stores s;
     float *k = test_rows(1, DATA_STUDENT, n * CACHE_HEADS, 64), *v = test_rows(2, DATA_STUDENT, n * CACHE_HEADS, 64);
     float *q = test_rows(3, DATA_GAUSSIAN, n_queries * GROUP_HEADS, 64);
     float *together = test_rows(4, DATA_ZEROS, n_queries * GROUP_HEADS, 64),
           *alone = test_rows(5, DATA_ZEROS, n_queries * GROUP_HEADS, 64);
-    tqkv_store stores[4];
-    for (int i = 0; i < 4; i++)
-        stores[i] = filled_store(i < 2 ? TQKV_TQ4 : TQKV_F16, n, i < 2 ? row->page_size : row->end_page_size,
-                                 i % 2 ? v : k, pages[i]);
-    tqkv_attention a;
-    memset(&a, 0, sizeof a);
-    a.keys = &stores[0];
-    a.values = &stores[1];
-    a.first_keys = a.last_keys = &stores[2];
-    a.first_values = a.last_values = &stores[3];
-    a.exact_first = row->exact_first;
-    a.exact_last = row->exact_last;
-    a.n_heads = GROUP_HEADS;
-    a.n_queries = n_queries;
-    a.end = n;
-    a.window = row->window;
-    a.arithmetic = row->arithmetic;
-    if (row->backwards) a.parallel.run = run_backwards;
-    for (int i = 0; i < n_queries && row->list_block; i++)
-        for (int j = 0; j < LIST; j++) list[i][j] = (2 * j + i % 2) * row->list_block < n ? 2 * j + i % 2 : -1;
-    if (row->list_block) a.list = list[0];
-    a.list_length = LIST;
-    a.list_block = row->list_block ? row->list_block : 1;
-    a.list_newest = 33;
+    open_stores(row, k, v, &s);
+    tqkv_attention a = s.attention;
     attend_by(&a, false, q, together);
     for (int i = 0; i < n_queries; i++) {
         tqkv_attention one = a;
         one.n_queries = 1;
         one.end = n - n_queries + i + 1;
-        if (row->list_block) one.list = list[i];
+        if (row->list_block) one.list = s.list[i];
         attend_by(&one, false, q + i * GROUP_HEADS * 64, alone + i * GROUP_HEADS * 64);
     }
     check_same_queries(alone, together, n_queries, "stores of", n);
@@ -207,7 +219,7 @@ static void check_stores(const void *parameters)
                                "slices from", i);
         }
     }
-    for (int i = 0; i < 4; i++) test_store_free(&stores[i]);
+    for (int i = 0; i < 4; i++) test_store_free(&s.stores[i]);
     free(k);
     free(v);
     free(q);
@@ -492,8 +504,9 @@ static void check_lost_windows(const void *parameters)
     static const company_row row = {"", TQKV_TQ4, TQKV_TQ4, 0, 0, 64, 64, 0, false, 0, TQKV_FLOAT};
     const tqkv_cache_desc desc = desc_of(&row);
     company_data data = make_data(0);
-    static float out[8 * GROUP_HEADS * 64];
+    static float out[13 * GROUP_HEADS * 64];
     static const int32_t newest_block[1] = {12};
+    int32_t before_windows[13][2];
     tqkv_attention some;
     tqkv_cache *cache = NULL;
     (void)parameters;
@@ -510,6 +523,15 @@ static void check_lost_windows(const void *parameters)
     some.list_block = 16; /* positions 192 to 207 */
     CHECK_RESULT(tqkv_cache_attend_some(cache, &some, data.q, 1, out), TQKV_OK);
     check_lost_lists(cache, &data);
+    for (int i = 0; i < 13; i++) { /* whose windows begin at 128 to 140, the oldest position */
+        before_windows[i][0] = 7;  /* positions 112 to 127 */
+        before_windows[i][1] = 12;
+    }
+    some.list = before_windows[0];
+    some.list_length = 2;
+    CHECK_RESULT(tqkv_cache_attend_some(cache, &some, data.q, 13, out), TQKV_OK);
+    before_windows[0][0] = 8;
+    CHECK_RESULT(tqkv_cache_attend_some(cache, &some, data.q, 13, out), TQKV_OUT_OF_RANGE);
     CHECK_RESULT(tqkv_cache_truncate(cache, 180), TQKV_OK);
     expect_refused(cache, &data, 1, "truncated");
     CHECK_RESULT(tqkv_cache_append(cache, data.k, data.v, 20), TQKV_OK); /* end 200: back to position 137 */
@@ -525,79 +547,140 @@ static void check_lost_windows(const void *parameters)
     free_data(&data);
 }
 
-/* The first positions of a ring without a window, long after it has wrapped: as double precision has it, in slices, with a list, at
- * any number of threads, loaded and forked. */
-static void check_first_kept(const void *parameters)
+/* A ring without a window, long after it has wrapped, and what attention over its first and resident positions is. */
+enum { QUERIES = 5, OUT = QUERIES * GROUP_HEADS * 64 };
+
+typedef struct kept_ring {
+    const company_row *row;
+    company_data data;
+    tqkv_cache *cache;
+    tqkv_attention view;
+    double expected[OUT], allowed; /* error */
+    float out[OUT];                /* of the cache */
+} kept_ring;
+
+static bool open_kept(const company_row *row, kept_ring *r)
 {
-    enum { QUERIES = 5, OUT = QUERIES * GROUP_HEADS * 64 };
-    const company_row *row = (const company_row *)parameters;
-    tqkv_cache_desc desc = desc_of(row);
-    company_data data = make_data(row->tail_dim);
-    static float out[4][OUT], sums[2][2][QUERIES * GROUP_HEADS];
-    static double expected[OUT], without[OUT];
-    static int32_t list[QUERIES][40];
-    tqkv_cache *cache = NULL, *copy = NULL;
-    for (int i = 0; i < row->exact_first * CACHE_HEADS * data.key_dim; i++)
-        data.k[i] *= 2.0f; /* what queries look at */
-    CHECK_RESULT(tqkv_cache_create(&desc, &cache), TQKV_OK);
-    REQUIRE(cache, "no cache");
-    const float *v = row->shared ? NULL : data.v;
+    const tqkv_cache_desc desc = desc_of(row);
+    memset(r, 0, sizeof *r);
+    r->row = row;
+    r->data = make_data(row->tail_dim);
+    r->allowed = row->arithmetic ? 4e-4 : 2e-5;
+    const company_data *data = &r->data;
+    for (int i = 0; i < row->exact_first * CACHE_HEADS * data->key_dim; i++)
+        data->k[i] *= 2.0f; /* what queries look at */
+    CHECK_RESULT(tqkv_cache_create(&desc, &r->cache), TQKV_OK);
+    if (!r->cache) return false;
+    const float *v = row->shared ? NULL : data->v;
     for (int i = 0; i < TOKENS; i += 100)
-        CHECK_RESULT(
-            tqkv_cache_append(cache, data.k + i * CACHE_HEADS * data.key_dim, v ? v + i * CACHE_HEADS * 64 : NULL, 100),
-            TQKV_OK);
-    tqkv_attention view = tqkv_cache_view(cache);
-    CHECK(view.exact_first == row->exact_first, "the view has %d first positions", view.exact_first);
-    view.n_queries = QUERIES;
-    reference_attend(&view, data.q, expected);
+        CHECK_RESULT(tqkv_cache_append(r->cache, data->k + i * CACHE_HEADS * data->key_dim,
+                                       v ? v + i * CACHE_HEADS * 64 : NULL, 100),
+                     TQKV_OK);
+    r->view = tqkv_cache_view(r->cache);
+    CHECK(r->view.exact_first == row->exact_first, "the view has %d first positions", r->view.exact_first);
+    r->view.n_queries = QUERIES;
+    reference_attend(&r->view, data->q, r->expected);
+    CHECK_RESULT(tqkv_cache_attend(r->cache, data->q, QUERIES, r->out), TQKV_OK);
+    return true;
+}
+
+/* The outputs are those of double precision, and would be others without the first positions. */
+static void check_kept_error(const kept_ring *r)
+{
+    static double without[OUT];
+    tqkv_attention view = r->view;
+    const double error = reference_relative_error(r->out, r->expected, OUT);
+    CHECK(error <= r->allowed, "relative error %.3g", error);
     view.exact_first = 0;
-    reference_attend(&view, data.q, without);
-    view.exact_first = row->exact_first;
-    CHECK_RESULT(tqkv_cache_attend(cache, data.q, QUERIES, out[0]), TQKV_OK);
-    const double error = reference_relative_error(out[0], expected, OUT), allowed = row->arithmetic ? 4e-4 : 2e-5;
-    CHECK(error <= allowed, "relative error %.3g", error);
-    CHECK(reference_relative_error(out[0], without, OUT) > 0.02, "the first positions make no difference");
-    CHECK_RESULT(tqkv_attend(&view, data.q, out[1]), TQKV_OK);
-    CHECK(!memcmp(out[0], out[1], sizeof out[0]), "the view has other bits");
-    view.parallel.run = run_backwards;
-    CHECK_RESULT(tqkv_attend(&view, data.q, out[1]), TQKV_OK);
-    CHECK(!memcmp(out[0], out[1], sizeof out[0]), "tasks have other bits");
-    const int64_t first = tqkv_cache_first(cache);
-    CHECK_RESULT(tqkv_attend_partial(&view, data.q, first, 33, out[1], sums[0][0], sums[0][1]), TQKV_OK);
-    CHECK_RESULT(
-        tqkv_attend_partial(&view, data.q, first + 33, (int)(TOKENS - first) - 33, out[2], sums[1][0], sums[1][1]),
-        TQKV_OK);
-    CHECK_RESULT(tqkv_attend_merge(&view, out[1], sums[0][0], sums[0][1], out[2], sums[1][0], sums[1][1]), TQKV_OK);
-    CHECK_RESULT(tqkv_attend_finish(&view, out[1], sums[0][0], sums[0][1]), TQKV_OK);
-    CHECK(reference_relative_error(out[1], expected, OUT) <= allowed, "slices");
-    for (int i = 0; i < QUERIES; i++)
-        for (int j = 0; j < 40; j++) list[i][j] = j * 16 < TOKENS ? j : -1;
-    view.list = list[0];
-    view.list_length = 40;
+    reference_attend(&view, r->data.q, without);
+    CHECK(reference_relative_error(r->out, without, OUT) > 0.02, "the first positions make no difference");
+}
+
+/* The same bits over the stores, alone and by tasks; in two slices nearly the same. */
+static void check_kept_calls(const kept_ring *r)
+{
+    static float out[2][OUT], sums[2][2][QUERIES * GROUP_HEADS];
+    tqkv_attention view = r->view;
+    const float *q = r->data.q;
+    const int64_t first = tqkv_cache_first(r->cache), second = first + 33;
+    for (int tasks = 0; tasks < 2; tasks++) {
+        if (tasks) view.parallel.run = run_backwards;
+        CHECK_RESULT(tqkv_attend(&view, q, out[0]), TQKV_OK);
+        CHECK(!memcmp(r->out, out[0], sizeof out[0]), "%s other bits", tasks ? "tasks have" : "the view has");
+    }
+    CHECK_RESULT(tqkv_attend_partial(&view, q, first, 33, out[0], sums[0][0], sums[0][1]), TQKV_OK);
+    CHECK_RESULT(tqkv_attend_partial(&view, q, second, (int)(TOKENS - second), out[1], sums[1][0], sums[1][1]),
+                 TQKV_OK);
+    CHECK_RESULT(tqkv_attend_merge(&view, out[0], sums[0][0], sums[0][1], out[1], sums[1][0], sums[1][1]), TQKV_OK);
+    CHECK_RESULT(tqkv_attend_finish(&view, out[0], sums[0][0], sums[0][1]), TQKV_OK);
+    CHECK(reference_relative_error(out[0], r->expected, OUT) <= r->allowed, "slices");
+}
+
+/* A list of all blocks changes no bit; one without the first block has none of the first positions. */
+static void check_kept_lists(const kept_ring *r)
+{
+    enum { BLOCKS = 40 };
+    static int32_t list[QUERIES * BLOCKS];
+    static double expected[OUT];
+    static float out[OUT];
+    tqkv_attention view = r->view;
+    view.list = list;
+    view.list_length = BLOCKS;
     view.list_block = 16;
-    CHECK_RESULT(tqkv_attend(&view, data.q, out[1]), TQKV_OK);
-    CHECK(!memcmp(out[0], out[1], sizeof out[0]), "a list of all blocks has other bits");
-    for (int i = 0; i < QUERIES; i++) list[i][0] = 1; /* not block 0 */
-    for (int i = 0; i < QUERIES; i++)
-        for (int j = 1; j < 40; j++) list[i][j] = -1;
+    for (int i = 0; i < QUERIES * BLOCKS; i++) list[i] = i % BLOCKS * 16 < TOKENS ? i % BLOCKS : -1;
+    CHECK_RESULT(tqkv_attend(&view, r->data.q, out), TQKV_OK);
+    CHECK(!memcmp(r->out, out, sizeof out), "a list of all blocks has other bits");
+    for (int i = 0; i < QUERIES * BLOCKS; i++) list[i] = i % BLOCKS ? -1 : 1;
     view.list_newest = 9;
-    reference_attend(&view, data.q, expected);
-    CHECK_RESULT(tqkv_attend(&view, data.q, out[1]), TQKV_OK);
-    CHECK(reference_relative_error(out[1], expected, OUT) <= allowed, "a list without them");
+    reference_attend(&view, r->data.q, expected);
+    CHECK_RESULT(tqkv_attend(&view, r->data.q, out), TQKV_OK);
+    CHECK(reference_relative_error(out, expected, OUT) <= r->allowed, "a list without them");
+}
+
+/* Loaded and forked, with the same bits. */
+static void check_kept_copies(const kept_ring *r)
+{
+    static float out[OUT];
     for (int way = 0; way < 2; way++) {
         tqkv_cache_desc open;
-        stream s = stream_of_cache(cache);
+        tqkv_cache *copy = NULL;
+        stream s = stream_of_cache(r->cache);
         memset(&open, 0, sizeof open);
-        open.arithmetic = row->arithmetic;
-        CHECK_RESULT(way ? tqkv_cache_fork(cache, NULL, &copy) : tqkv_cache_load(&open, stream_read, &s, &copy),
+        open.arithmetic = r->row->arithmetic;
+        CHECK_RESULT(way ? tqkv_cache_fork(r->cache, NULL, &copy) : tqkv_cache_load(&open, stream_read, &s, &copy),
                      TQKV_OK);
-        if (copy) CHECK_RESULT(tqkv_cache_attend(copy, data.q, QUERIES, out[1]), TQKV_OK);
-        CHECK(!memcmp(out[0], out[1], sizeof out[0]), "a copy has other bits");
+        if (copy) CHECK_RESULT(tqkv_cache_attend(copy, r->data.q, QUERIES, out), TQKV_OK);
+        CHECK(!memcmp(r->out, out, sizeof out), "a copy has other bits");
         tqkv_cache_destroy(copy);
         stream_free(&s);
     }
-    tqkv_cache_destroy(cache);
-    free_data(&data);
+}
+
+static void check_first_kept(const void *parameters)
+{
+    static kept_ring r;
+    if (!open_kept((const company_row *)parameters, &r)) return;
+    check_kept_error(&r);
+    check_kept_calls(&r);
+    check_kept_lists(&r);
+    check_kept_copies(&r);
+    tqkv_cache_destroy(r.cache);
+    free_data(&r.data);
+}
+
+static void add_first_kept(void)
+{
+    static const company_row kept[] = {
+        {"codes", TQKV_TQ4, TQKV_TQ4, 4, 0, 0, 64, 0, false, 0, TQKV_FLOAT},
+        {"integers", TQKV_TQ4, TQKV_I8, 4, 10, 0, 64, 0, false, 0, TQKV_INTEGER},
+        {"f16", TQKV_F16, TQKV_F16, 4, 0, 0, 70, 0, false, 0, TQKV_FLOAT},
+        {"keys_of_f16", TQKV_F16, TQKV_TQ4, 9, 20, 0, 64, 0, false, 5, TQKV_INTEGER},
+        {"tail", TQKV_TQ4, TQKV_TQ3, 4, 10, 0, 100, 32, false, 0, TQKV_FLOAT},
+        {"latent", TQKV_TQ4, TQKV_TQ4, 70, 10, 0, 130, 32, true, 0, TQKV_INTEGER},
+        {"some_resident", TQKV_TQ4, TQKV_TQ4, 4, 10, 0, TOKENS - 2, 0, false, 0, TQKV_FLOAT},
+    };
+    for (int i = 0; i < (int)(sizeof kept / sizeof *kept); i++)
+        test_add(check_first_kept, &kept[i], sizeof *kept, "company/first_kept/%s", kept[i].name);
 }
 
 void test_company_cases(void)
@@ -636,14 +719,5 @@ void test_company_cases(void)
     test_add(check_one_append, NULL, 0, "company/one_append");
     test_add(check_roomy_fork, NULL, 0, "company/roomy_fork");
     test_add(check_lost_windows, NULL, 0, "company/lost_windows");
-    static const company_row kept[] = {
-        {"codes", TQKV_TQ4, TQKV_TQ4, 4, 0, 0, 64, 0, false, 0, TQKV_FLOAT},
-        {"integers", TQKV_TQ4, TQKV_I8, 4, 10, 0, 64, 0, false, 0, TQKV_INTEGER},
-        {"f16", TQKV_F16, TQKV_F16, 4, 0, 0, 70, 0, false, 0, TQKV_FLOAT},
-        {"keys_of_f16", TQKV_F16, TQKV_TQ4, 9, 20, 0, 64, 0, false, 5, TQKV_INTEGER},
-        {"tail", TQKV_TQ4, TQKV_TQ3, 4, 10, 0, 100, 32, false, 0, TQKV_FLOAT},
-        {"latent", TQKV_TQ4, TQKV_TQ4, 70, 10, 0, 130, 32, true, 0, TQKV_INTEGER},
-    };
-    for (int i = 0; i < (int)(sizeof kept / sizeof *kept); i++)
-        test_add(check_first_kept, &kept[i], sizeof *kept, "company/first_kept/%s", kept[i].name);
+    add_first_kept();
 }

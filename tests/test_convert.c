@@ -167,21 +167,19 @@ static void check_pool(const void *parameters)
     to.page_size = PAGE;
     CHECK(!memcmp(before, from.codes, from.codes_size), "a refused call has written");
     CHECK_RESULT(tqkv_store_convert(&to, &from, AT, N), TQKV_OK); /* page 2 of both is of positions that stay */
-    for (int p = 0; p < AT + N; p++)
-        for (int h = 0; h < HEADS; h++) {
-            const size_t bytes = reference_row_bytes(format, DIM);
-            const size_t norms = (size_t)reference_norms_per_row(format, DIM) * sizeof(float);
-            if (p < AT) continue;
-            CHECK(!memcmp(reference_codes_at(&to, h, p), reference_codes_at(&from, h, p), bytes), "codes of %d", p);
-            if (norms)
-                CHECK(!memcmp(reference_norms_at(&to, h, p), reference_norms_at(&from, h, p), norms), "norms of %d", p);
-        }
-    tqkv_store original = from; /* the rows of the source are as they were */
+    tqkv_store original = from;                                   /* the rows of the source are as they were */
     original.codes = before;
-    for (int p = 0; p < AT + N; p++)
-        CHECK(!memcmp(reference_codes_at(&original, 1, p), reference_codes_at(&from, 1, p),
-                      reference_row_bytes(format, DIM)),
+    const size_t bytes = reference_row_bytes(format, DIM),
+                 norms = (size_t)reference_norms_per_row(format, DIM) * sizeof(float);
+    for (int i = 0; i < (AT + N) * HEADS; i++) {
+        const int p = i / HEADS, h = i % HEADS;
+        CHECK(!memcmp(reference_codes_at(&original, h, p), reference_codes_at(&from, h, p), bytes),
               "position %d of the source", p);
+        if (p < AT) continue;
+        CHECK(!memcmp(reference_codes_at(&to, h, p), reference_codes_at(&from, h, p), bytes), "codes of %d", p);
+        if (norms)
+            CHECK(!memcmp(reference_norms_at(&to, h, p), reference_norms_at(&from, h, p), norms), "norms of %d", p);
+    }
     free(before);
     free(rows);
     test_store_free(&from);

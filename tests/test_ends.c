@@ -263,6 +263,37 @@ static void check_remains(const void *parameters)
     check_all_there(&m);
     model_remove(&m, 2, 1);
     CHECK(tqkv_cache_view(m.cache).exact_first == 3, "%d first positions", tqkv_cache_view(m.cache).exact_first);
+    model_append(&m, 130);
+    model_append(&m, 1);
+    model_remove(&m, 10, 140); /* more than the ring has */
+    check_halves(&m);
+    CHECK(tqkv_cache_view(m.cache).exact_last == 40, "%d newest positions", tqkv_cache_view(m.cache).exact_last);
+    CHECK_RESULT(tqkv_cache_truncate(m.cache, m.end = 5), TQKV_OK); /* all that the ring held is gone */
+    model_append(&m, 10);
+    check_halves(&m);
+    model_remove(&m, 1, 2); /* before what is halves */
+    check_halves(&m);
+    CHECK(tqkv_cache_view(m.cache).exact_last == 10, "%d newest positions", tqkv_cache_view(m.cache).exact_last);
+    free(attend(&m));
+    model_close(&m);
+}
+
+/* Of drafts that begin among the first positions some are kept, also the one behind these: only those before it
+ * have halves as first ones, all as newest ones. */
+static void check_keep_first(const void *parameters)
+{
+    static const ends_row row = {TQKV_TQ4, TQKV_TQ3, 64, 0, 200, 4, 40, 0, 0, false, false, false, TQKV_FLOAT};
+    static const int kept[4] = {0, 2, 4, 5};
+    ends_model m;
+    (void)parameters;
+    if (!model_open(&m, &row)) return;
+    model_append(&m, 8);
+    CHECK_RESULT(tqkv_cache_keep(m.cache, 8, kept, 4), TQKV_OK);
+    for (int i = 0; i < 4; i++) m.rows[i] = m.rows[kept[i]];
+    m.end = 4;
+    check_halves(&m);
+    const tqkv_attention a = tqkv_cache_view(m.cache);
+    CHECK(a.exact_first == 2 && a.exact_last == 4, "%d first and %d newest positions", a.exact_first, a.exact_last);
     model_close(&m);
 }
 
@@ -397,6 +428,7 @@ void test_ends_cases(void)
         test_add(check_edits, &rows[i], sizeof rows[i], "ends/edits/%d", i);
     }
     for (int way = 0; way < 3; way++) test_add(check_remains, &way, sizeof way, "ends/remains/%s", ways[way]);
+    test_add(check_keep_first, NULL, 0, "ends/keep_first");
     test_add(check_fork_from_f16, NULL, 0, "ends/fork_from_f16");
     test_add(check_fork_from_f16_ring, NULL, 0, "ends/fork_from_f16_ring");
 }

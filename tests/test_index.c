@@ -296,12 +296,15 @@ static void check_choices(const void *parameters)
         x.n_heads = 64;
         x.n_queries = 1 + data_below(&random, QUERIES);
         x.block = 1 + data_below(&random, 4);
-        x.end = data_below(&random, MOST);
+        const bool few = data_below(&random, 2); /* of which all but one or two are always chosen */
+        x.end = data_below(&random, few ? 20 : MOST);
         x.first = data_below(&random, 4);
         x.newest = data_below(&random, 4);
         if (data_below(&random, 2)) x.parallel.run = run_backwards;
         const int64_t n = (x.end + x.block - 1) / x.block;
-        const int k = data_below(&random, 3) ? data_below(&random, 40) : data_below(&random, 2 * MOST);
+        const int k = few                      ? data_below(&random, 9)
+                      : data_below(&random, 3) ? data_below(&random, 40)
+                                               : data_below(&random, 2 * MOST);
         make_scores(&random, scores, x.n_queries * n);
         memset(list, 0x77, QUERIES * 2 * MOST * sizeof *list);
         CHECK_RESULT(tqkv_index_choose(&x, scores, k, list), TQKV_OK);

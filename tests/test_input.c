@@ -118,6 +118,11 @@ static void fill_memory(memory *m)
         m->sum[i] = m->other_sum[i] = 2.0f;
     }
     for (int i = 0; i < N_HEADS; i++) m->sinks[i] = 0.25f;
+    m->pages[0] = 1;
+    m->pages[1] = 0;
+    m->slots[0] = CAPACITY - 1;
+    m->slots[1] = -1;
+    m->slots[2] = 0;
 }
 
 static void make_world(world *w, memory *m)
@@ -145,11 +150,6 @@ static void make_world(world *w, memory *m)
     w->first = 1;
     w->count = 3;
     w->position = 2;
-    m->pages[0] = 1;
-    m->pages[1] = 0;
-    m->slots[0] = CAPACITY - 1;
-    m->slots[1] = -1;
-    m->slots[2] = 0;
     w->slots = m->slots;
     w->kept[1] = 2;
     w->n_newest = TOKENS;

@@ -678,6 +678,27 @@ static void check_copy(const tqkv_cache *cache, bool loads)
     tqkv_cache_destroy(copy);
 }
 
+/* A copy that learns from just as many positions as there are has learned from them. */
+static void check_smaller_copy(const void *parameters)
+{
+    (void)parameters;
+    enum { D = 64, N = 50 };
+    const cache_row row = {TQKV_TQ4, TQKV_TQ3, D, 8 * N, false, N, -1};
+    tqkv_cache_desc desc = cache_desc(&row, NULL), smaller;
+    tqkv_cache *copy = NULL;
+    desc.calibrate = 512;
+    memset(&smaller, 0, sizeof smaller);
+    smaller.capacity = 4 * N; /* it learns from a quarter */
+    tqkv_cache *cache = cache_make(&row, &desc);
+    REQUIRE(cache, "no cache");
+    CHECK(!tqkv_cache_keys(cache)->channel_scale, "learned from less than a quarter");
+    CHECK_RESULT(tqkv_cache_fork(cache, &smaller, &copy), TQKV_OK);
+    CHECK(copy && tqkv_cache_keys(copy)->channel_scale, "the copy has learned nothing");
+    if (copy) check_copy(copy, true);
+    tqkv_cache_destroy(cache);
+    tqkv_cache_destroy(copy);
+}
+
 static void check_set(const void *parameters)
 {
     (void)parameters;
@@ -849,7 +870,7 @@ void test_learn_cases(void)
         {TQKV_TQ4, TQKV_TQ4, 64, 0, 80, 18, 18, 3, 5, 32, 25, 130, 1, 1, 0, 0, 0, f32, TQKV_FLOAT},
         {TQKV_TQ5, TQKV_TQ4, 64, 0, 200, 30, 30, 40, 5, 0, 0, 120, 0, 0, 0, 0, 0, f32, TQKV_INTEGER},
         {TQKV_TQ4, TQKV_TQ5, 512, 0, 100, 20, 20, 0, 10, 0, 0, 60, 0, 0, 0, 0, 0, f32, TQKV_FLOAT},
-        {TQKV_TQ4, TQKV_TQ4, 64, 0, 200, 30, 30, 3, 5, 0, 0, 90, 0, 0, 0, 0, 0, TQKV_TYPE_F16, TQKV_FLOAT},
+        {TQKV_TQ4, TQKV_TQ4, 64, 0, 200, 19, 19, 3, 5, 0, 0, 90, 0, 0, 0, 0, 0, TQKV_TYPE_F16, TQKV_FLOAT},
         {TQKV_F16, TQKV_TQ4, 64, 0, 200, 30, 30, 3, 5, 0, 0, 70, 0, 0, 0, 0, 0, f32, TQKV_FLOAT},
     };
     for (int i = 0; i < (int)(sizeof rows / sizeof *rows); i++) {
@@ -868,6 +889,7 @@ void test_learn_cases(void)
     test_add(check_memory, &rows[1], sizeof *rows, "learn/memory/ends");
     test_add(check_memory, &rows[0], sizeof *rows, "learn/memory/plain");
     test_add(check_set, NULL, 0, "learn/set");
+    test_add(check_smaller_copy, NULL, 0, "learn/smaller_copy");
     test_add(check_bad_scale, NULL, 0, "learn/bad_scale");
     test_add(check_smaller, NULL, 0, "learn/smaller");
     test_add(check_preset, NULL, 0, "learn/preset");

@@ -132,10 +132,25 @@ static void check_alone(const void *parameters)
 
 /* ---- Pages ---- */
 
+enum { SLOTS = 704 };
+
+/* A pool that has the positions of a linear store. */
+static tqkv_store pool_of(const tqkv_store *from, int n_positions, const int32_t *table, int page_size)
+{
+    tqkv_store pool = test_store(from->format, from->head_dim, from->n_kv_heads, SLOTS, false);
+    stream s = stream_empty();
+    pool.pages = table;
+    pool.n_pages = SLOTS / page_size;
+    pool.page_size = page_size;
+    CHECK_RESULT(tqkv_store_save(from, 0, n_positions, stream_write, &s), TQKV_OK);
+    CHECK_RESULT(tqkv_store_load(&pool, 0, n_positions, stream_read, &s), TQKV_OK);
+    stream_free(&s);
+    return pool;
+}
+
 /* Pages hold the same positions as a linear store; those that no list names are not looked at. */
 static void check_pages(const void *parameters)
 {
-    enum { SLOTS = 704 };
     const int index = *(const int *)parameters, sizes[] = {64, 16, 64, 1}, page_size = sizes[index % 4];
     const int n_pages = SLOTS / page_size;
     int32_t table[SLOTS];
@@ -151,17 +166,7 @@ static void check_pages(const void *parameters)
     tqkv_attention a = p.attention;
     const size_t bytes = p.n_rows * p.value_dim * sizeof(float);
     for (int i = 0; i < n_pages; i++) table[i] = (int32_t)(3 * i + 1) % n_pages;
-    for (int i = 0; i < 2; i++) {
-        const tqkv_store *from = i ? a.values : a.keys;
-        stream s = stream_empty();
-        pools[i] = test_store(from->format, from->head_dim, from->n_kv_heads, SLOTS, false);
-        pools[i].pages = table;
-        pools[i].n_pages = n_pages;
-        pools[i].page_size = page_size;
-        CHECK_RESULT(tqkv_store_save(from, 0, (int)a.end, stream_write, &s), TQKV_OK);
-        CHECK_RESULT(tqkv_store_load(&pools[i], 0, (int)a.end, stream_read, &s), TQKV_OK);
-        stream_free(&s);
-    }
+    for (int i = 0; i < 2; i++) pools[i] = pool_of(i ? a.values : a.keys, (int)a.end, table, page_size);
     CHECK_RESULT(tqkv_attend(&a, p.q, p.out), TQKV_OK);
     float *out = (float *)test_alloc(bytes);
     a.keys = &pools[0];

@@ -178,19 +178,16 @@ static void run_backwards(void *user, int count, tqkv_task task, void *context)
     for (int i = count; i-- > 0;) task(context, i);
 }
 
-/* The same bits as over linear stores, whole and as a slice; sometimes only the keys or the values have pages. */
-static void check_attend(const void *parameters)
+/* A row of options for case `index`. */
+static attend_row paged_row(int index, int page_size, data_random *random)
 {
-    const int index = *(const int *)parameters, small[] = {1, 16, 48, 9, 32, 96, 144};
-    const int page_size = index < 60 ? 64 << index % 3 : small[index % 7];
-    data_random random = {(uint64_t)index};
     attend_row row = attend_default_row(test_formats[index % TEST_FORMATS], test_formats[(index + 2) % TEST_FORMATS],
                                         index % 2 ? 64 : 32);
     row.key_capacity = row.value_capacity = pool_slots(page_size);
-    row.end = 1 + data_below(&random, pool_slots(page_size));
-    row.n_queries = 1 + data_below(&random, index % 4 ? 5 : 64);
-    row.window = index % 5 == 1 ? 1 + data_below(&random, 200) : 0;
-    row.kv_len = index % 5 == 2 ? 1 + data_below(&random, (int)row.end) : 0;
+    row.end = 1 + data_below(random, pool_slots(page_size));
+    row.n_queries = 1 + data_below(random, index % 4 ? 5 : 64);
+    row.window = index % 5 == 1 ? 1 + data_below(random, 200) : 0;
+    row.kv_len = index % 5 == 2 ? 1 + data_below(random, (int)row.end) : 0;
     row.softcap = index % 3 ? 0.0f : 3.0f;
     row.key_center = index % 4 == 1 ? 2.0f : 0.0f;
     row.key_spread = row.value_spread = index % 3 == 1 ? 8.0f : 0.0f;
@@ -201,6 +198,16 @@ static void check_attend(const void *parameters)
     row.non_causal = index % 7 == 3 && !row.tree;
     row.arithmetic =
         index % 3 == 2 && row.key_format != TQKV_TQ8 && row.value_format != TQKV_TQ8 ? TQKV_INTEGER : TQKV_FLOAT;
+    return row;
+}
+
+/* The same bits as over linear stores, whole and as a slice; sometimes only the keys or the values have pages. */
+static void check_attend(const void *parameters)
+{
+    const int index = *(const int *)parameters, small[] = {1, 16, 48, 9, 32, 96, 144};
+    const int page_size = index < 60 ? 64 << index % 3 : small[index % 7];
+    data_random random = {(uint64_t)index};
+    const attend_row row = paged_row(index, page_size, &random);
     attend_problem problem;
     attend_set_up(&problem, &row);
     tqkv_attention *a = &problem.attention, paged = *a;
@@ -266,11 +273,25 @@ static void check_hidden(const void *parameters)
     attend_tear_down(&problem);
 }
 
+enum { PROMPT = 128, TAIL = 40 };
+
+/* Encodes a prompt, or none, and what a sequence has behind it, as keys (0) or values (1). */
+static void fill_sequence(const tqkv_store *store, int side, int sequence, bool prompt)
+{
+    const uint64_t seed = (uint64_t)(2 * sequence + side);
+    float *rows = test_rows(10 + (uint64_t)side, DATA_GAUSSIAN, PROMPT * PAGES_HEADS, store->head_dim);
+    float *own = test_rows(12 + seed, DATA_GAUSSIAN, TAIL * PAGES_HEADS, store->head_dim);
+    if (prompt) CHECK_RESULT(tqkv_encode(store, rows, PROMPT, 0), TQKV_OK);
+    CHECK_RESULT(tqkv_encode(store, own, TAIL, PROMPT), TQKV_OK);
+    free(rows);
+    free(own);
+}
+
 /* Two sequences share the pages of a prompt; each attends as over stores of its own. */
 static void check_shared(const void *parameters)
 {
     (void)parameters;
-    enum { d = 64, prompt = 128, tail = 40 };
+    enum { d = 64 };
     const int32_t tables[2][3] = {{4, 1, 7}, {4, 1, 2}};
     tqkv_store pool[2] = {make_pool(TQKV_I8, d, 64), make_pool(TQKV_TQ4, d, 64)};
     tqkv_store linear[2] = {test_store(TQKV_I8, d, PAGES_HEADS, 200, false),
@@ -278,27 +299,17 @@ static void check_shared(const void *parameters)
     float *q = test_rows(9, DATA_GAUSSIAN, PAGES_HEADS, d), out[PAGES_HEADS * d], expected[PAGES_HEADS * d];
     for (int sequence = 0; sequence < 2; sequence++)
         for (int i = 0; i < 2; i++) {
-            float *rows = test_rows(10 + (uint64_t)i, DATA_GAUSSIAN, prompt * PAGES_HEADS, d);
-            float *own = test_rows(12 + (uint64_t)(2 * sequence + i), DATA_GAUSSIAN, tail * PAGES_HEADS, d);
             pool[i].pages = tables[sequence];
             pool[i].n_pages = 3;
-            if (sequence == 0) CHECK_RESULT(tqkv_encode(&pool[i], rows, prompt, 0), TQKV_OK);
-            CHECK_RESULT(tqkv_encode(&pool[i], own, tail, prompt), TQKV_OK);
-            free(rows);
-            free(own);
+            fill_sequence(&pool[i], i, sequence, sequence == 0);
         }
     for (int sequence = 0; sequence < 2; sequence++) {
         tqkv_attention a;
         memset(&a, 0, sizeof a);
-        a.end = prompt + tail;
+        a.end = PROMPT + TAIL;
         for (int i = 0; i < 2; i++) {
-            float *rows = test_rows(10 + (uint64_t)i, DATA_GAUSSIAN, prompt * PAGES_HEADS, d);
-            float *own = test_rows(12 + (uint64_t)(2 * sequence + i), DATA_GAUSSIAN, tail * PAGES_HEADS, d);
-            CHECK_RESULT(tqkv_encode(&linear[i], rows, prompt, 0), TQKV_OK);
-            CHECK_RESULT(tqkv_encode(&linear[i], own, tail, prompt), TQKV_OK);
+            fill_sequence(&linear[i], i, sequence, true);
             pool[i].pages = tables[sequence];
-            free(rows);
-            free(own);
         }
         a.keys = &pool[0];
         a.values = &pool[1];

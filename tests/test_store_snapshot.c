@@ -348,17 +348,44 @@ static void check_store(const void *parameters)
     test_store_free(&to);
 }
 
-/* Only where a row has several norms does block_scale matter. */
+/* Only where a row of a codebook has several norms does block_scale matter. */
 static void check_unused_scale(const void *parameters)
 {
+    static const tqkv_format formats[2] = {TQKV_TQ8, TQKV_I8};
+    static const int head_dims[2] = {64, 256}; /* one norm; two */
     (void)parameters;
-    tqkv_store from = make_full(LINEAR, TQKV_TQ8, 64), to = make_store(LINEAR, TQKV_TQ8, 64);
-    stream s = save(&from, 1, SMALL_N);
-    to.block_scale = 0.5f;
-    CHECK_RESULT(load(&to, 1, SMALL_N, &s), TQKV_OK);
-    stream_free(&s);
-    test_store_free(&from);
-    test_store_free(&to);
+    for (int i = 0; i < 2; i++) {
+        tqkv_store from = make_full(LINEAR, formats[i], head_dims[i]),
+                   to = make_store(LINEAR, formats[i], head_dims[i]);
+        stream s = save(&from, 1, SMALL_N);
+        to.block_scale = 0.5f;
+        CHECK_RESULT(load(&to, 1, SMALL_N, &s), TQKV_OK);
+        stream_free(&s);
+        test_store_free(&from);
+        test_store_free(&to);
+    }
+}
+
+/* The flags of the header, as src/snapshot.h has them. */
+static void check_flags(const void *parameters)
+{
+    enum { FLAGS = 28 };
+    (void)parameters;
+    for (int i = 0; i < 16; i++) {
+        tqkv_store from = make_store(LINEAR, i & 1 ? TQKV_F16 : TQKV_TQ8, 32);
+        if (i & 2) from.rotated = (i & 1) != 0;
+        if (i & 2) from.unrotated = !from.rotated;
+        if (i & 4) from.center = centers[0];
+        if (i & 8) from.channel_scale = scales[0];
+        for (int c = 0; c < HEADS * 32; c++) scales[0][c] = 0.5f;
+        memset(from.codes, 1, from.codes_size);
+        if (from.norms_size) memset(from.norms, 1, from.norms_size);
+        stream s = save(&from, 1, SMALL_N);
+        const int basis = i & 2 ? i & 1 ? 4 : 1 : 0, expected = basis | (i & 4 ? 2 : 0) | (i & 8 ? 8 : 0);
+        CHECK(s.bytes[FLAGS] == expected, "%d, not %d", s.bytes[FLAGS], expected);
+        stream_free(&s);
+        test_store_free(&from);
+    }
 }
 
 /* ---- Readers and writers ---- */
@@ -429,4 +456,5 @@ void test_store_snapshot_cases(void)
     test_add(check_page_twice, NULL, 0, "store_snapshot/page_twice");
     test_add(check_from_cache, NULL, 0, "store_snapshot/from_cache");
     test_add(check_unused_scale, NULL, 0, "store_snapshot/unused_scale");
+    test_add(check_flags, NULL, 0, "store_snapshot/flags");
 }

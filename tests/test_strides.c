@@ -64,6 +64,21 @@ typedef struct codec_row {
     tqkv_format format;
 } codec_row;
 
+/* Probes, means and measures of the rows of both stores are the same. */
+static void check_looks(const tqkv_store *const stores[2], const void *const sources[2])
+{
+    float scaled[2][TOKENS * HEADS * DIM], mean[2][HEADS * DIM];
+    tqkv_quality quality[2][HEADS];
+    for (int i = 0; i < 2; i++) {
+        CHECK_RESULT(tqkv_probe(stores[i], sources[i], TOKENS, scaled[i]), TQKV_OK);
+        CHECK_RESULT(tqkv_mean(stores[i], sources[i], TOKENS, mean[i]), TQKV_OK);
+        CHECK_RESULT(tqkv_measure(stores[i], sources[i], TOKENS, quality[i]), TQKV_OK);
+    }
+    CHECK(!memcmp(scaled[0], scaled[1], sizeof scaled[0]), "probe");
+    CHECK(!memcmp(mean[0], mean[1], sizeof mean[0]), "mean");
+    CHECK(!memcmp(quality[0], quality[1], sizeof quality[0]), "measure");
+}
+
 static void check_codec(const void *parameters)
 {
     const codec_row *row = (const codec_row *)parameters;
@@ -71,8 +86,7 @@ static void check_codec(const void *parameters)
     const size_t size = type_size(row->type), values = TOKENS * HEADS * DIM;
     tqkv_store packed = test_store(row->format, DIM, HEADS, TOKENS, false), strided = packed;
     uint16_t *halves = (uint16_t *)test_alloc(values * sizeof(float));
-    float *rows = (float *)(void *)halves, scaled[2][TOKENS * HEADS * DIM], mean[2][HEADS * DIM];
-    tqkv_quality quality[2][HEADS];
+    float *rows = (float *)(void *)halves;
     int32_t slots[TOKENS];
     data_rows(3, DATA_GAUSSIAN, rows, TOKENS * HEADS, DIM);
     for (size_t i = 0; i < values && size == 2; i++)
@@ -92,14 +106,7 @@ static void check_codec(const void *parameters)
     }
     const tqkv_store *const stores[2] = {&packed, &strided};
     const void *const sources[2] = {rows, src};
-    for (int i = 0; i < 2; i++) {
-        CHECK_RESULT(tqkv_probe(stores[i], sources[i], TOKENS, scaled[i]), TQKV_OK);
-        CHECK_RESULT(tqkv_mean(stores[i], sources[i], TOKENS, mean[i]), TQKV_OK);
-        CHECK_RESULT(tqkv_measure(stores[i], sources[i], TOKENS, quality[i]), TQKV_OK);
-    }
-    CHECK(!memcmp(scaled[0], scaled[1], sizeof scaled[0]), "probe");
-    CHECK(!memcmp(mean[0], mean[1], sizeof mean[0]), "mean");
-    CHECK(!memcmp(quality[0], quality[1], sizeof quality[0]), "measure");
+    check_looks(stores, sources);
     CHECK_RESULT(tqkv_decode(&packed, 0, TOKENS, TQKV_ORIGINAL, rows), TQKV_OK);
     CHECK_RESULT(tqkv_decode(&strided, 0, TOKENS, TQKV_ORIGINAL, row_at(l, memory, size, 0, 0)), TQKV_OK);
     CHECK(is_spread(l, memory, rows, size, TOKENS, HEADS), "decode");

@@ -77,17 +77,15 @@ static void check_codec(const void *parameters)
     CHECK(!memcmp(scaled[0], scaled[1], n * sizeof(float)), "probes differ");
     CHECK(!memcmp(quality[0], quality[1], sizeof quality[0]), "measures differ");
     check_rounded(row->type, decoded[1], decoded[0], n, "decoded");
-    CHECK_RESULT(tqkv_decode(&stores[0], 0, TOKENS, TQKV_ROTATED, decoded[0]), TQKV_OK);
-    CHECK_RESULT(tqkv_decode(&stores[1], 0, TOKENS, TQKV_ROTATED, decoded[1]), TQKV_OK);
-    check_rounded(row->type, decoded[1], decoded[0], n, "decoded, rotated");
-    CHECK_RESULT(tqkv_mean(&stores[0], floats, TOKENS, scaled[0]), TQKV_OK);
-    CHECK_RESULT(tqkv_mean(&stores[1], typed, TOKENS, scaled[1]), TQKV_OK);
-    CHECK(!memcmp(scaled[0], scaled[1], (size_t)(HEADS * row->head_dim) * sizeof(float)), "means differ");
     for (int i = 0; i < 2; i++) {
+        CHECK_RESULT(tqkv_decode(&stores[i], 0, TOKENS, TQKV_ROTATED, decoded[i]), TQKV_OK);
+        CHECK_RESULT(tqkv_mean(&stores[i], i ? typed : floats, TOKENS, scaled[i]), TQKV_OK);
         test_store_free(&stores[i]);
-        free(scaled[i]);
-        free(decoded[i]);
     }
+    check_rounded(row->type, decoded[1], decoded[0], n, "decoded, rotated");
+    CHECK(!memcmp(scaled[0], scaled[1], (size_t)(HEADS * row->head_dim) * sizeof(float)), "means differ");
+    for (int i = 0; i < 2; i++) free(scaled[i]);
+    for (int i = 0; i < 2; i++) free(decoded[i]);
     free(floats);
     free(center);
     free(scales);
@@ -269,55 +267,69 @@ static void check_type_of_snapshot(tqkv_type type, const stream *floats, const s
     }
 }
 
+/* Rows of floats, and the same in another type: keys, values, queries. */
+typedef struct cache_rows {
+    float *floats[3];
+    void *typed[3];
+} cache_rows;
+
+enum { CACHE_DIM = 96, CACHE_VALUE_DIM = 48, CACHE_N = 9, CACHE_QUERIES = 3 };
+
+static cache_rows make_cache_rows(tqkv_type type)
+{
+    const int n_queries = CACHE_QUERIES * CACHE_HEADS * CACHE_GROUP,
+              sizes[3] = {CACHE_N * CACHE_HEADS * CACHE_DIM, CACHE_N * CACHE_HEADS * CACHE_VALUE_DIM,
+                          n_queries * CACHE_DIM};
+    cache_rows rows = {{cache_data(1, CACHE_N, CACHE_DIM), cache_data(2, CACHE_N, CACHE_VALUE_DIM),
+                        test_rows(3, DATA_GAUSSIAN, n_queries, CACHE_DIM)},
+                       {NULL, NULL, NULL}};
+    for (int i = 0; i < 3; i++) rows.typed[i] = typed_copy(type, rows.floats[i], (size_t)sizes[i]);
+    return rows;
+}
+
 /* A typed cache has the bytes of a float cache with the same values; its outputs are the rounded floats. */
 static void check_cache(const void *parameters)
 {
-    enum { D = 96, VALUE_DIM = 48, N = 9, QUERIES = 3 };
+    static const char *const names[4] = {"floats", "typed", "loaded", "forked"};
     const tqkv_type type = *(const tqkv_type *)parameters;
-    const size_t n_out = QUERIES * CACHE_HEADS * CACHE_GROUP * VALUE_DIM;
-    const cache_row shape = {TQKV_I8, TQKV_TQ4, D, 16, false, 0, -1};
-    tqkv_cache_desc same;
-    memset(&same, 0, sizeof same);
-    float *k = cache_data(1, N, D), *v = cache_data(2, N, VALUE_DIM);
-    float *q = test_rows(3, DATA_GAUSSIAN, QUERIES * CACHE_HEADS * CACHE_GROUP, D);
-    void *typed[3] = {typed_copy(type, k, N * CACHE_HEADS * D), typed_copy(type, v, N * CACHE_HEADS * VALUE_DIM),
-                      typed_copy(type, q, QUERIES * CACHE_HEADS * CACHE_GROUP * D)};
+    const size_t n_out = CACHE_QUERIES * CACHE_HEADS * CACHE_GROUP * CACHE_VALUE_DIM;
+    const cache_row shape = {TQKV_I8, TQKV_TQ4, CACHE_DIM, 16, false, 0, -1};
+    cache_rows rows = make_cache_rows(type);
     float *out[4];
     tqkv_cache *caches[4];
     stream snapshots[2];
-    tqkv_cache_desc desc = cache_desc(&shape, NULL);
-    desc.value_dim = VALUE_DIM;
-    for (int i = 0; i < 4; i++) { /* floats, typed, loaded, forked */
+    tqkv_cache_desc desc = cache_desc(&shape, NULL), same;
+    memset(&same, 0, sizeof same);
+    desc.value_dim = CACHE_VALUE_DIM;
+    for (int i = 0; i < 4; i++) {
+        const void *const k = i ? rows.typed[0] : rows.floats[0], *const v = i ? rows.typed[1] : rows.floats[1],
+                          *const q = i ? rows.typed[2] : rows.floats[2];
         desc.type = i ? type : TQKV_TYPE_F32;
         out[i] = (float *)test_alloc_filled(n_out * sizeof(float), 0xff);
-        if (i == 2)
-            CHECK_RESULT(tqkv_cache_load(&desc, stream_read, &snapshots[1], &caches[i]), TQKV_OK);
-        else if (i == 3)
-            CHECK_RESULT(tqkv_cache_fork(caches[1], &same, &caches[i]), TQKV_OK);
-        else
-            CHECK_RESULT(tqkv_cache_create(&desc, &caches[i]), TQKV_OK);
+        CHECK_RESULT(i == 2   ? tqkv_cache_load(&desc, stream_read, &snapshots[1], &caches[i])
+                     : i == 3 ? tqkv_cache_fork(caches[1], &same, &caches[i])
+                              : tqkv_cache_create(&desc, &caches[i]),
+                     TQKV_OK);
         REQUIRE(caches[i], "no cache");
         CHECK(tqkv_cache_values(caches[i])->type == desc.type, "the stores' type is another");
-        if (i < 2) CHECK_RESULT(tqkv_cache_append(caches[i], i ? typed[0] : k, i ? typed[1] : v, N), TQKV_OK);
-        CHECK_RESULT(tqkv_cache_attend(caches[i], i ? typed[2] : q, QUERIES, out[i]), TQKV_OK);
+        if (i < 2) CHECK_RESULT(tqkv_cache_append(caches[i], k, v, CACHE_N), TQKV_OK);
+        CHECK_RESULT(tqkv_cache_attend(caches[i], q, CACHE_QUERIES, out[i]), TQKV_OK);
         if (i < 2) snapshots[i] = stream_of_cache(caches[i]);
+        if (i) check_rounded(type, out[i], out[0], n_out, names[i]);
     }
     CHECK(snapshots[0].size == snapshots[1].size &&
               !memcmp(snapshots[0].bytes + 136, snapshots[1].bytes + 136, snapshots[0].size - 136),
           "the type shows in the snapshot behind the header");
     check_type_of_snapshot(type, &snapshots[0], &snapshots[1]);
-    check_rounded(type, out[1], out[0], n_out, "out");
-    check_rounded(type, out[2], out[0], n_out, "out of the loaded cache");
-    check_rounded(type, out[3], out[0], n_out, "out of the fork");
     for (int i = 0; i < 4; i++) {
         tqkv_cache_destroy(caches[i]);
         free(out[i]);
-        if (i < 3) free(typed[i]);
-        if (i < 2) stream_free(&snapshots[i]);
     }
-    free(k);
-    free(v);
-    free(q);
+    for (int i = 0; i < 3; i++) {
+        free(rows.floats[i]);
+        free(rows.typed[i]);
+    }
+    for (int i = 0; i < 2; i++) stream_free(&snapshots[i]);
 }
 
 /* ---- The cases ---- */

@@ -52,7 +52,7 @@ int main(void)
     if (result == TQKV_OK) result = tqkv_attend(&attention, q, out);
     if (result == TQKV_OK) result = tqkv_decode(&values, 0, TOKENS, TQKV_ORIGINAL, back);
     if (result != TQKV_OK) {
-        printf("tqkv: %s\n", tqkv_result_string(result));
+        fprintf(stderr, "tqkv: %s\n", tqkv_result_string(result));
         return 1;
     }
     double error = relative_error(v, back, TOKENS * KV_HEADS * HEAD_DIM);

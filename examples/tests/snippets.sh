@@ -15,7 +15,7 @@ awk -v out="$out" '
     /^ *```/ { file = "" }
     FILENAME == "tqkv.h" && /^   EXAMPLE$/ { begin("header_example"); next }
     FILENAME == "tqkv.h" && /in these it returns false after tqkv_team_end/ { begin("header_team"); next }
-    FILENAME == "tqkv.h" && /^   (CONTENTS|Both calls wait)/ { file = "" }
+    FILENAME == "tqkv.h" && /^   (CONTENTS|Thread 0 begins)/ { file = "" }
     FILENAME == "tqkv.h" && /TQKV_IMPLEMENTATION starts|^#define TQKV_TABLE_VERSION/ { exit bad }
     file { print > file }
     END { exit bad }' README.md docs/integrating.md docs/llama.md tqkv.h || exit 1

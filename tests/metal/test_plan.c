@@ -98,6 +98,8 @@ static void check_rows(const void *row)
           "calibration");
     CHECK_RESULT(tqkv_metal_plan_calibrate(&linear, at(4, 0), 9, none, 5, 2, TQKV_PAIRS_NONE, none, none, &plan),
                  TQKV_INVALID_ARGUMENT);
+    CHECK_RESULT(tqkv_metal_plan_calibrate(&linear, at(4, 0), 9, none, 0, 0, (tqkv_pairs)3, none, none, &plan),
+                 TQKV_INVALID_ARGUMENT);
     CHECK_RESULT(tqkv_metal_plan_tables(at(4, 0), &plan), TQKV_OK);
     check_plan(&plan);
     CHECK(plan.n == 2 && d[1].grid[0] == 1 && !d[1].rows && d[1].kernel.head_dim == 0, "tables");

@@ -7,15 +7,16 @@
 typedef struct learn_row {
     const char *name, *raw, *learns, *rest;
     int head_dim, tail_dim, exact_first, exact_last;
-    bool ring, non_causal;
+    bool ring, shared, non_causal;
 } learn_row;
 
-static const learn_row rows[] = {{"plain", "k", "ck", "k", 64, 0, 0, 0, false, false},
-                                 {"ends", "k", "ckkk", "kk", 64, 0, 4, 16, false, false},
-                                 {"first", "k", "ckk", "k", 64, 0, 8, 0, false, false},
-                                 {"ring", "k", "ckk", "kk", 64, 0, 0, 16, true, false},
-                                 {"non_causal", "k", "ck", "k", 64, 0, 0, 0, false, true},
-                                 {"latent", "ke", "ceee", "ke", 512, 64, 4, 16, false, false}};
+static const learn_row rows[] = {{"plain", "k", "ck", "k", 64, 0, 0, 0, false, false, false},
+                                 {"ends", "k", "ckkk", "kk", 64, 0, 4, 16, false, false, false},
+                                 {"first", "k", "ckk", "k", 64, 0, 8, 0, false, false, false},
+                                 {"ring", "k", "ckk", "kk", 64, 0, 0, 16, true, false, false},
+                                 {"non_causal", "k", "ck", "k", 64, 0, 0, 0, false, false, true},
+                                 {"tail", "kee", "ckkk", "kek", 512, 64, 4, 16, false, false, false},
+                                 {"latent", "ke", "ceee", "ke", 512, 64, 4, 16, false, true, false}};
 
 enum { LEARNS_AT = 32, HEADS = CACHE_HEADS * CACHE_GROUP };
 
@@ -38,8 +39,8 @@ static bool open_learning(const learn_row *row, learning *l)
     desc.n_heads = HEADS;
     desc.capacity = 200;
     desc.key_format = TQKV_TQ4;
-    desc.value_format = row->tail_dim ? TQKV_FORMAT_DEFAULT : TQKV_TQ3;
-    desc.shared = row->tail_dim > 0;
+    desc.value_format = row->shared ? TQKV_FORMAT_DEFAULT : TQKV_TQ3;
+    desc.shared = row->shared;
     desc.tail_dim = row->tail_dim;
     desc.calibrate = LEARNS_AT;
     desc.exact_first = row->exact_first;
@@ -89,6 +90,48 @@ static void check_queries(learning *l, int n, int n_reads, const char *when)
     CHECK(reads == n_reads, "%s: %d dispatches read keys, not %d", when, reads, n_reads);
 }
 
+/* Of 20 queries 12 read rows as they came, the others codes: the outputs of one part may lie neither in the queries of the
+   other, nor among its outputs, nor in the cache. */
+static void check_apart(const learn_row *row, const learning *l)
+{
+    enum { RAW = 12, N = 20 };
+    const size_t query = (size_t)(HEADS * (row->head_dim + row->tail_dim)) * sizeof(float), dim = (size_t)row->head_dim;
+    const tqkv_cache_layout shared = {{0, 0}, {0, 0}, {0, 0}, {dim, RAW * dim}};
+    tqkv_metal_plan plan;
+    CHECK_RESULT(
+        tqkv_metal_plan_cache_attend(l->cache, at(0, 0), NULL, NULL, at(1, 0), N, at(2, 0), at(1, RAW * query), &plan),
+        TQKV_INVALID_ARGUMENT);
+    CHECK_RESULT(tqkv_metal_plan_cache_attend(l->cache, at(0, 0), NULL, NULL, at(1, 0), N, at(2, 0), at(0, 0), &plan),
+                 TQKV_INVALID_ARGUMENT);
+    CHECK_RESULT(
+        tqkv_metal_plan_cache_attend(l->cache, at(0, 0), &shared, NULL, at(1, 0), N, at(2, 0), at(3, 0), &plan),
+        TQKV_INVALID_ARGUMENT);
+    CHECK_RESULT(
+        tqkv_metal_plan_cache_attend(l->cache, at(0, 0), NULL, NULL, at(1, 0), N, at(2, 0), at(1, N * query), &plan),
+        TQKV_OK);
+}
+
+/* Of 20 queries the first 12 stand where rows are read as they came: each call has the lists of its own. */
+static void check_lists(const learning *l)
+{
+    tqkv_metal_attention some;
+    tqkv_metal_plan plan;
+    size_t from[2] = {1, 1};
+    int n = 0;
+    memset(&some, 0, sizeof some);
+    some.list = at(7, 0);
+    some.attention.list_length = 4;
+    some.attention.list_block = 16;
+    CHECK_RESULT(tqkv_metal_plan_cache_attend(l->cache, at(0, 0), NULL, &some, at(1, 0), 20, at(2, 0), at(3, 0), &plan),
+                 TQKV_OK);
+    check_plan(&plan);
+    for (int i = 0; i < plan.n; i++)
+        for (int j = 0; j < plan.d[i].n_bindings; j++)
+            if (plan.d[i].bindings[j].at.buffer == some.list.buffer && plan.d[i].bindings[j].size)
+                from[n++ > 0] = plan.d[i].bindings[j].at.offset;
+    CHECK(from[0] == 12 * 4 * sizeof(int32_t) && from[1] == 0, "lists from %zu and %zu on", from[0], from[1]);
+}
+
 /* 20 tokens, 20 more, of which 12 fill what the cache learns from, and 3 behind them. */
 static void check_learning(const void *parameters)
 {
@@ -107,13 +150,15 @@ static void check_learning(const void *parameters)
     const tqkv_metal_dispatch *learns = &plan.d[strcspn(expected, "c")];
     CHECK(learns[0].barrier == at(0, 0).buffer && learns[1].barrier == at(0, 0).buffer, "no barrier around learning");
     CHECK(constant(&learns[1], TQKV_FC_CENTER) == 1 && constant(&learns[1], TQKV_FC_SCALED) == 1 &&
-              binding(&learns[1], row->tail_dim ? "center" : "keys' center").at.offset ==
+              binding(&learns[1], row->shared ? "center" : "keys' center").at.offset ==
                   binding(learns, "center").at.offset,
           "codes without what was learned");
     tqkv_metal_cache_appended(l.cache, 20);
     const int parts = 1 + (row->exact_first > 0) + (row->exact_last > 0);
     check_queries(&l, 3, parts, "behind what it has learned from");
     check_queries(&l, 20, row->non_causal ? parts : parts + 1, "at both");
+    if (!row->non_causal) check_apart(row, &l);
+    if (!row->non_causal) check_lists(&l);
     CHECK_RESULT(tqkv_metal_cache_failed(l.cache, 20), TQKV_OK);
     append(&l, 20, &again);
     CHECK(again.n == plan.n, "%d dispatches after a failure", again.n);
