@@ -17,7 +17,7 @@ lint: lint-length lint-gcc lint-tidy lint-cppcheck lint-shell ## static analysis
 	@echo "lint: clean"
 
 # Functions of more than 40 lines, between braces in the first column. Lists of cases may be longer: test_X_cases.
-LINT_LENGTH := $(wildcard src/*.h *.m shaders/*.h bench/*.[ch] tests/*.[ch] tests/fuzz/*.[ch] tests/large/*.c examples/*.[ch] examples/tests/*.c)
+LINT_LENGTH := $(wildcard src/*.h *.m shaders/*.h bench/*.[ch] tests/*.[ch] tests/metal/*.[ch] tests/fuzz/*.[ch] tests/large/*.c examples/*.[ch] examples/tests/*.c)
 lint-length:
 	@awk '/^{$$/ { first = name ~ /_cases\(void\)$$/ ? 0 : FNR } { name = $$0 } \
 		/^}$$/ && first { n = FNR - first - 1; first = 0; \

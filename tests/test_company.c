@@ -498,16 +498,33 @@ static void check_lost_lists(tqkv_cache *cache, const company_data *data)
     }
 }
 
+/* A list may name positions before all windows: nobody misses them, until a window begins among them. */
+static void check_lists_before_windows(tqkv_cache *cache, const company_data *data)
+{
+    static float out[13 * GROUP_HEADS * 64];
+    int32_t lists[13][2];
+    tqkv_attention some;
+    memset(&some, 0, sizeof some);
+    some.list = lists[0];
+    some.list_length = 2;
+    some.list_block = 16;
+    for (int i = 0; i < 13; i++) { /* whose windows begin at 128 to 140, the oldest position */
+        lists[i][0] = 7;           /* positions 112 to 127 */
+        lists[i][1] = 12;          /* 192 to 207 */
+    }
+    CHECK_RESULT(tqkv_cache_attend_some(cache, &some, data->q, 1, out), TQKV_OK);
+    CHECK_RESULT(tqkv_cache_attend_some(cache, &some, data->q, 13, out), TQKV_OK);
+    lists[0][0] = 8;
+    CHECK_RESULT(tqkv_cache_attend_some(cache, &some, data->q, 13, out), TQKV_OUT_OF_RANGE);
+}
+
 /* A ring of its window's size: a query whose window is gone gets no answer, but one that the window does not reach does. */
 static void check_lost_windows(const void *parameters)
 {
     static const company_row row = {"", TQKV_TQ4, TQKV_TQ4, 0, 0, 64, 64, 0, false, 0, TQKV_FLOAT};
     const tqkv_cache_desc desc = desc_of(&row);
     company_data data = make_data(0);
-    static float out[13 * GROUP_HEADS * 64];
-    static const int32_t newest_block[1] = {12};
-    int32_t before_windows[13][2];
-    tqkv_attention some;
+    static float out[8 * GROUP_HEADS * 64];
     tqkv_cache *cache = NULL;
     (void)parameters;
     CHECK_RESULT(tqkv_cache_create(&desc, &cache), TQKV_OK);
@@ -517,21 +534,8 @@ static void check_lost_windows(const void *parameters)
     CHECK_RESULT(tqkv_cache_append(cache, data.k, data.v, 140), TQKV_OK);
     CHECK_RESULT(tqkv_cache_attend(cache, data.q, 1, out), TQKV_OK);
     expect_refused(cache, &data, 6, "six queries");
-    memset(&some, 0, sizeof some);
-    some.list = newest_block;
-    some.list_length = 1;
-    some.list_block = 16; /* positions 192 to 207 */
-    CHECK_RESULT(tqkv_cache_attend_some(cache, &some, data.q, 1, out), TQKV_OK);
     check_lost_lists(cache, &data);
-    for (int i = 0; i < 13; i++) { /* whose windows begin at 128 to 140, the oldest position */
-        before_windows[i][0] = 7;  /* positions 112 to 127 */
-        before_windows[i][1] = 12;
-    }
-    some.list = before_windows[0];
-    some.list_length = 2;
-    CHECK_RESULT(tqkv_cache_attend_some(cache, &some, data.q, 13, out), TQKV_OK);
-    before_windows[0][0] = 8;
-    CHECK_RESULT(tqkv_cache_attend_some(cache, &some, data.q, 13, out), TQKV_OUT_OF_RANGE);
+    check_lists_before_windows(cache, &data);
     CHECK_RESULT(tqkv_cache_truncate(cache, 180), TQKV_OK);
     expect_refused(cache, &data, 1, "truncated");
     CHECK_RESULT(tqkv_cache_append(cache, data.k, data.v, 20), TQKV_OK); /* end 200: back to position 137 */

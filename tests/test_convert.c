@@ -139,6 +139,18 @@ static void check_places(const void *parameters)
     free(rows);
 }
 
+/* Positions [first, end) of two stores have the same codes and norms. */
+static void check_same_rows(const tqkv_store *a, const tqkv_store *b, int first, int end, const char *what)
+{
+    const size_t bytes = reference_row_bytes(a->format, a->head_dim),
+                 norms = (size_t)reference_norms_per_row(a->format, a->head_dim) * sizeof(float);
+    for (int p = first; p < end; p++)
+        for (int h = 0; h < HEADS; h++)
+            CHECK(!memcmp(reference_codes_at(a, h, p), reference_codes_at(b, h, p), bytes) &&
+                      (!norms || !memcmp(reference_norms_at(a, h, p), reference_norms_at(b, h, p), norms)),
+                  "position %d %s", p, what);
+}
+
 /* A sequence copied inside its pool: to pages that it does not have, of as many bytes a row. Nothing is written by a refused call. */
 static void check_pool(const void *parameters)
 {
@@ -169,17 +181,8 @@ static void check_pool(const void *parameters)
     CHECK_RESULT(tqkv_store_convert(&to, &from, AT, N), TQKV_OK); /* page 2 of both is of positions that stay */
     tqkv_store original = from;                                   /* the rows of the source are as they were */
     original.codes = before;
-    const size_t bytes = reference_row_bytes(format, DIM),
-                 norms = (size_t)reference_norms_per_row(format, DIM) * sizeof(float);
-    for (int i = 0; i < (AT + N) * HEADS; i++) {
-        const int p = i / HEADS, h = i % HEADS;
-        CHECK(!memcmp(reference_codes_at(&original, h, p), reference_codes_at(&from, h, p), bytes),
-              "position %d of the source", p);
-        if (p < AT) continue;
-        CHECK(!memcmp(reference_codes_at(&to, h, p), reference_codes_at(&from, h, p), bytes), "codes of %d", p);
-        if (norms)
-            CHECK(!memcmp(reference_norms_at(&to, h, p), reference_norms_at(&from, h, p), norms), "norms of %d", p);
-    }
+    check_same_rows(&original, &from, 0, AT + N, "of the source");
+    check_same_rows(&to, &from, AT, AT + N, "of the copy");
     free(before);
     free(rows);
     test_store_free(&from);

@@ -1,6 +1,6 @@
 /* make fuzz FUZZERS=cache SECONDS=60; AFL++: make fuzz-afl FUZZERS=cache. Sequences of cache calls, checked against a
-   model that keeps every position ever appended and attends in double precision, with trees too. Some attention also runs
-   over pages, which get the cache's positions as a snapshot. */
+   model that keeps every position ever appended and attends in double precision, with trees too. Some attention also
+   runs over pages, which get the cache's positions as a snapshot. */
 #include "fuzz.h"
 #include "tests/counting.h"
 
@@ -251,17 +251,23 @@ static void append(fuzz_input *input, model *m)
 
 /* ---- Attend ---- */
 
-/* |center| / |expected| where that is above 1. A result far below the values' centre is a difference of vectors as long as
-   the centre: its error counts relative to these. */
+/* A centre may cancel most of the sum that the output is otherwise, and a scale may shrink the channels where most of
+   that sum is: the error counts relative to what is added up, each channel of which gets the same share of it. */
 static double cancelled(const model *m, int head, const double *expected)
 {
-    double center = 0.0, size = 0.0;
-    const float *c = reference_center(&m->values, head * m->desc.n_kv_heads / n_heads(m));
-    for (int d = 0; c && d < m->values.head_dim; d++) {
-        center += (double)c[d] * (double)c[d];
+    const int dim = m->values.head_dim, kv_head = head * m->desc.n_kv_heads / n_heads(m);
+    const float *c = reference_center(&m->values, kv_head),
+                *g = m->values.channel_scale ? m->values.channel_scale + kv_head * dim : NULL;
+    double center = 0.0, size = 0.0, sum = 0.0, scales = 0.0;
+    for (int d = 0; d < dim; d++) {
+        const double of_center = c ? fabs((double)c[d]) : 0.0, scale = g ? (double)g[d] : 1.0;
+        center += of_center * of_center;
         size += expected[d] * expected[d];
+        sum += pow((fabs(expected[d]) + of_center) / scale, 2.0);
+        scales += scale * scale / dim;
     }
-    return center > size && size > 0.0 ? sqrt(center / size) : 1.0;
+    const double most = g && sum * scales > center ? sum * scales : center;
+    return most > size && size > 0.0 ? sqrt(most / size) : 1.0;
 }
 
 /* The cache's attention over some stores: its own, or the model's, whose positions begin at 0. */
@@ -333,8 +339,8 @@ static void attend_tree(const model *m, int n, uint8_t seed, const float *q, siz
     free(out);
 }
 
-/* A pool with the resident positions of a store, which go there as a snapshot. The pages stand in reverse order; those before
-   the oldest position are not there. */
+/* A pool with the resident positions of a store, which go there as a snapshot. The pages stand in reverse order; those
+   before the oldest position are not there. */
 static tqkv_store pool_of(const model *m, const tqkv_store *store, int32_t *pages)
 {
     const int n_pages = (int)((m->end + 63) / 64), n = (int)(m->end - m->first);

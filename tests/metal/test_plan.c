@@ -105,6 +105,25 @@ static void check_rows(const void *row)
     CHECK(plan.n == 2 && d[1].grid[0] == 1 && !d[1].rows && d[1].kernel.head_dim == 0, "tables");
 }
 
+/* The constants and the text of the kernel of encode_kv. */
+static void check_engine_texts(const tqkv_metal_kernel *kernel, const tqkv_metal_kernel *another)
+{
+    uint32_t value = 7;
+    CHECK(tqkv_metal_kernel_constant(kernel, TQKV_FC_VALUE_FORMAT, &value) == TQKV_METAL_UINT && value == TQKV_TQ5 &&
+              tqkv_metal_kernel_constant(kernel, TQKV_FC_PAGES, &value) == TQKV_METAL_BOOL && value == 0 &&
+              tqkv_metal_kernel_constant(kernel, TQKV_FC_SINKS, &value) == TQKV_METAL_UNSET,
+          "constants");
+    CHECK(!tqkv_metal_kernel_constant(kernel, -1, &value) &&
+              !tqkv_metal_kernel_constant(kernel, TQKV_METAL_CONSTANTS, &value) && !value,
+          "constants that are none");
+    char text[TQKV_METAL_TEXT], other[TQKV_METAL_TEXT];
+    tqkv_metal_kernel_text(kernel, text);
+    tqkv_metal_kernel_text(another, other);
+    CHECK(!strncmp(text, "tqkv_encode_kv_d192_128-8_3_1_1_x_", 34) && strlen(text) < TQKV_METAL_TEXT - 40 &&
+              strcmp(text, other),
+          "the text %s", text);
+}
+
 /* What an engine with its own encoder reads from a plan. */
 static void check_engine(const void *row)
 {
@@ -115,7 +134,6 @@ static void check_engine(const void *row)
     tqkv_metal_dispatch d[4];
     tqkv_metal_launch launch;
     char name[TQKV_METAL_NAME];
-    uint32_t value = 7;
     const tqkv_metal_store large = plan_store(TQKV_TQ4, 1024, 10, false, 0),
                            keys = plan_store(TQKV_I8, 192, 10, false, 0),
                            values = plan_store(TQKV_TQ5, 128, 10, false, 2),
@@ -135,19 +153,7 @@ static void check_engine(const void *row)
         tqkv_metal_kernel_name(&d[i].kernel, name);
         CHECK(!strcmp(name, names[i]), "%s, not %s", name, names[i]);
     }
-    CHECK(tqkv_metal_kernel_constant(&d[2].kernel, TQKV_FC_VALUE_FORMAT, &value) == TQKV_METAL_UINT &&
-              value == TQKV_TQ5 && tqkv_metal_kernel_constant(&d[2].kernel, TQKV_FC_PAGES, &value) == TQKV_METAL_BOOL &&
-              value == 0 && tqkv_metal_kernel_constant(&d[2].kernel, TQKV_FC_SINKS, &value) == TQKV_METAL_UNSET,
-          "constants");
-    CHECK(!tqkv_metal_kernel_constant(&d[2].kernel, -1, &value) &&
-              !tqkv_metal_kernel_constant(&d[2].kernel, TQKV_METAL_CONSTANTS, &value) && !value,
-          "constants that are none");
-    char text[TQKV_METAL_TEXT], other[TQKV_METAL_TEXT];
-    tqkv_metal_kernel_text(&d[2].kernel, text);
-    tqkv_metal_kernel_text(&d[3].kernel, other);
-    CHECK(!strncmp(text, "tqkv_encode_kv_d192_128-8_3_1_1_x_", 34) && strlen(text) < TQKV_METAL_TEXT - 40 &&
-              strcmp(text, other),
-          "the text %s", text);
+    check_engine_texts(&d[2].kernel, &d[3].kernel);
     CHECK(d[2].arguments[0].index == 0 && d[2].arguments[1].index == 4 &&
               d[2].arguments[1].size == sizeof(tqkv__rows_args),
           "arguments");
@@ -325,10 +331,6 @@ static void check_strides(const void *row)
     tqkv_metal_dispatch *const d = plan.d;
     tqkv_metal_store s = plan_store(TQKV_TQ5, 64, 10, true, 0);
     (void)row;
-    tqkv_metal_attention a = plan_attention(&s, &s);
-    a.attention.n_heads = 6;
-    a.attention.n_queries = 4;
-    a.attention.end = 7;
     s.shape.type = TQKV_TYPE_F16;
     s.shape.strides.token = 64; /* head by head, 24 tokens of each; the ring keeps 10 */
     s.shape.strides.head = 24 * 64;
@@ -343,6 +345,24 @@ static void check_strides(const void *row)
     s.shape.strides.head = 65; /* rows share values: only those that are read may */
     CHECK_RESULT(tqkv_metal_plan_decode(&s, 0, 3, TQKV_ORIGINAL, at(4, 0), &plan), TQKV_INVALID_ARGUMENT);
     CHECK_RESULT(tqkv_metal_plan_encode(&s, at(4, 0), 3, 0, none, &plan), TQKV_OK);
+    if (sizeof(size_t) <= 4) return;
+    s.shape.strides.token = (size_t)UINT32_MAX + 1;
+    CHECK_RESULT(tqkv_metal_plan_encode(&s, at(4, 0), 3, 0, none, &plan), TQKV_UNSUPPORTED);
+}
+
+/* Of queries and outputs. */
+static void check_attend_strides(const void *row)
+{
+    tqkv_metal_plan plan;
+    tqkv_metal_dispatch *const d = plan.d;
+    tqkv_metal_store s = plan_store(TQKV_TQ5, 64, 10, true, 0);
+    (void)row;
+    tqkv_metal_attention a = plan_attention(&s, &s);
+    a.attention.n_heads = 6;
+    a.attention.n_queries = 4;
+    a.attention.end = 7;
+    s.shape.type = TQKV_TYPE_F16;
+    s.shape.strides.head = 65; /* of rows that attention does not read */
     CHECK_RESULT(plan_attend(&a, &plan), TQKV_OK);
     CHECK(attend_args(d).query_token_stride == 6 * 64 && attend_args(d).query_head_stride == 64 &&
               merge_args(d).out_token_stride == 6 * 64 && merge_args(d).out_head_stride == 64,
@@ -367,8 +387,6 @@ static void check_strides(const void *row)
     if (sizeof(size_t) <= 4) return;
     a.attention.output_strides.head = (size_t)UINT32_MAX + 1;
     CHECK_RESULT(plan_attend(&a, &plan), TQKV_UNSUPPORTED);
-    s.shape.strides.token = (size_t)UINT32_MAX + 1;
-    CHECK_RESULT(tqkv_metal_plan_encode(&s, at(4, 0), 3, 0, none, &plan), TQKV_UNSUPPORTED);
 }
 
 /* A report as the shaders give it, then with each byte changed in turn. */
@@ -410,5 +428,6 @@ void test_plan_cases(void)
         test_add(check_head_dim, &test_all_head_dims[i], sizeof(int), "plan/head_dim/%d", test_all_head_dims[i]);
     test_add(check_types, NULL, 0, "plan/types");
     test_add(check_strides, NULL, 0, "plan/strides");
+    test_add(check_attend_strides, NULL, 0, "plan/attend_strides");
     test_add(check_stale, NULL, 0, "plan/stale");
 }

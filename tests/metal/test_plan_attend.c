@@ -115,6 +115,36 @@ static void check_center(const void *row)
     CHECK(!strcmp(overlapping(d), "values' center"), "the output in the centre: %s", overlapping(d));
 }
 
+/* Decoding, attention, a slice and its end, of keys and values with scales, in one basis. size: bytes of scales */
+static void check_scaled_calls(tqkv_metal_attention a, const tqkv_metal_store *values, tqkv_basis basis, size_t size)
+{
+    const bool rotated = basis == TQKV_ROTATED, center = values->center.buffer;
+    tqkv_metal_plan plan;
+    const tqkv_metal_dispatch *const d = plan.d;
+    CHECK_RESULT(tqkv_metal_plan_decode(values, 0, 10, basis, at(4, 0), &plan), TQKV_OK);
+    check_plan(&plan);
+    CHECK(constant(d, TQKV_FC_SCALED) == !rotated && constant(d, TQKV_FC_CENTER_SCALED) == (rotated && center),
+          "decode");
+    a.attention.query_basis = a.attention.output_basis = basis;
+    a.attention.softcap = 3.0f; /* the keys' centre counts */
+    CHECK_RESULT(plan_attend(&a, &plan), TQKV_OK);
+    CHECK(constant(d, TQKV_FC_SCALED) == !rotated && constant(d, TQKV_FC_CENTER_SCALED) == (rotated && center) &&
+              constant(d, TQKV_FC_TAIL_SCALED) == 0 && constant(d, TQKV_FC_TAIL_CENTER_SCALED) == 0 &&
+              binding(d, "keys' channel_scale").size == (!rotated || center ? size : 0),
+          "attend: rotated %d, centre %d", rotated, center);
+    CHECK(constant(d + 1, TQKV_FC_VALUE_SCALED) == !rotated &&
+              constant(d + 1, TQKV_FC_CENTER_SCALED) == (rotated && center),
+          "merge: rotated %d, centre %d", rotated, center);
+    CHECK_RESULT(
+        tqkv_metal_plan_attend_partial(&a, at(4, 0), 0, 7, at(5, 0), at(6, 0), at(6, 4096), at(6, 8192), &plan),
+        TQKV_OK);
+    CHECK(constant(d + 1, TQKV_FC_VALUE_SCALED) == 0 && constant(d + 1, TQKV_FC_CENTER_SCALED) == center,
+          "a slice: centre %d", center);
+    CHECK_RESULT(tqkv_metal_plan_attend_finish(&a, at(5, 0), at(5, size), at(5, 2 * size), at(4, 0), &plan), TQKV_OK);
+    check_plan(&plan);
+    CHECK(constant(d, TQKV_FC_VALUE_SCALED) == !rotated && constant(d, TQKV_FC_CENTER_SCALED) == 0, "the end");
+}
+
 /* Scales of channels: of rows, of queries in the original basis, of the centre beside rotated ones, and of outputs. */
 static void check_channel_scale(const void *row)
 {
@@ -136,48 +166,23 @@ static void check_channel_scale(const void *row)
     CHECK_RESULT(tqkv_metal_plan_probe(&keys, at(4, 0), 3, at(5, 0), none, &plan), TQKV_OK);
     check_plan(&plan);
     CHECK(constant(d, TQKV_FC_SCALED) == 1 && binding(d, "channel_scale").size == size, "probe");
-    for (int rotated = 0; rotated < 2; rotated++)
-        for (int center = 0; center < 2; center++) {
-            const tqkv_basis basis = rotated ? TQKV_ROTATED : TQKV_ORIGINAL;
-            keys.center = values.center = center ? at(7, 4 * size) : none;
-            CHECK_RESULT(tqkv_metal_plan_decode(&values, 0, 10, basis, at(4, 0), &plan), TQKV_OK);
-            check_plan(&plan);
-            CHECK(constant(d, TQKV_FC_SCALED) == !rotated && constant(d, TQKV_FC_CENTER_SCALED) == (rotated && center),
-                  "decode");
-            a.attention.query_basis = a.attention.output_basis = basis;
-            a.attention.softcap = 3.0f; /* the keys' centre counts */
-            CHECK_RESULT(plan_attend(&a, &plan), TQKV_OK);
-            CHECK(constant(d, TQKV_FC_SCALED) == !rotated &&
-                      constant(d, TQKV_FC_CENTER_SCALED) == (rotated && center) &&
-                      constant(d, TQKV_FC_TAIL_SCALED) == 0 && constant(d, TQKV_FC_TAIL_CENTER_SCALED) == 0 &&
-                      binding(d, "keys' channel_scale").size == (!rotated || center ? size : 0),
-                  "attend: rotated %d, centre %d", rotated, center);
-            CHECK(constant(d + 1, TQKV_FC_VALUE_SCALED) == !rotated &&
-                      constant(d + 1, TQKV_FC_CENTER_SCALED) == (rotated && center),
-                  "merge: rotated %d, centre %d", rotated, center);
-            CHECK_RESULT(
-                tqkv_metal_plan_attend_partial(&a, at(4, 0), 0, 7, at(5, 0), at(6, 0), at(6, 4096), at(6, 8192), &plan),
-                TQKV_OK);
-            CHECK(constant(d + 1, TQKV_FC_VALUE_SCALED) == 0 && constant(d + 1, TQKV_FC_CENTER_SCALED) == center,
-                  "a slice: centre %d", center);
-            CHECK_RESULT(tqkv_metal_plan_attend_finish(&a, at(5, 0), at(5, size), at(5, 2 * size), at(4, 0), &plan),
-                         TQKV_OK);
-            check_plan(&plan);
-            CHECK(constant(d, TQKV_FC_VALUE_SCALED) == !rotated && constant(d, TQKV_FC_CENTER_SCALED) == 0, "the end");
-        }
+    for (int center = 0; center < 2; center++) {
+        keys.center = values.center = center ? at(7, 4 * size) : none;
+        check_scaled_calls(a, &values, TQKV_ORIGINAL, size);
+        check_scaled_calls(a, &values, TQKV_ROTATED, size);
+    }
     const tqkv_metal_buffer b = at(5, 0);
     CHECK_RESULT(tqkv_metal_plan_attend_merge_slice(&a, b, b, b, &a, b, b, b, &plan), TQKV_OK);
     CHECK_RESULT(tqkv_metal_plan_attend_merge_slice(&a, b, b, b, &other, b, b, b, &plan), TQKV_INVALID_ARGUMENT);
     CHECK_RESULT(tqkv_metal_plan_attend_merge_slice(&other, b, b, b, &a, b, b, b, &plan), TQKV_INVALID_ARGUMENT);
 }
 
-/* A tail lies in the slots of the keys. Streams that share bytes are one stream. */
+/* A tail lies in the slots of the keys. */
 static void check_tail(const void *row)
 {
     tqkv_metal_plan plan;
     tqkv_metal_dispatch *const d = plan.d;
-    tqkv_metal_store keys = plan_store(TQKV_TQ4, 512, 100, false, 0), tail = plan_store(TQKV_F16, 64, 100, false, 2),
-                     other = keys;
+    tqkv_metal_store keys = plan_store(TQKV_TQ4, 512, 100, false, 0), tail = plan_store(TQKV_F16, 64, 100, false, 2);
     const size_t part = 3 * 64 * sizeof(float);
     size_t scratch;
     (void)row;
@@ -207,6 +212,20 @@ static void check_tail(const void *row)
     a.attention.query_basis = TQKV_ROTATED;
     CHECK_RESULT(plan_attend(&a, &plan), TQKV_OK);
     CHECK(constant(d, TQKV_FC_ROTATE_TAIL) == 0 && constant(d, TQKV_FC_TAIL_ROTATED) == 1, "a rotated query");
+}
+
+/* Streams that share bytes are one stream. */
+static void check_tail_refusals(const void *row)
+{
+    tqkv_metal_plan plan;
+    tqkv_metal_store keys = plan_store(TQKV_TQ4, 512, 100, false, 0), tail = plan_store(TQKV_I8, 64, 100, false, 2),
+                     other = keys;
+    (void)row;
+    tqkv_metal_attention a = plan_attention(&keys, &keys);
+    a.tail = &tail;
+    a.attention.end = 100;
+    a.attention.n_heads = 12;
+    CHECK_RESULT(plan_attend(&a, &plan), TQKV_OK);
     tail.shape.capacity = 90;
     CHECK_RESULT(plan_attend(&a, &plan), TQKV_INVALID_ARGUMENT);
     tail.shape.capacity = 100;
@@ -268,17 +287,14 @@ static void check_kept(const void *row)
     a.attention.end = (int64_t)1 << 31;
     CHECK_RESULT(plan_attend(&a, &plan), TQKV_UNSUPPORTED);
     a.attention.window = 0;
-    first_tail.channel_scale = at(3, 0);
-    CHECK_RESULT(plan_attend(&a, &plan), TQKV_INVALID_ARGUMENT);
-    first_tail.channel_scale = none;
-    first_tail.center = at(3, 0);
-    CHECK_RESULT(plan_attend(&a, &plan), TQKV_INVALID_ARGUMENT);
-    first_tail.center = none;
-    first_tail.shape.capacity = 7;
-    CHECK_RESULT(plan_attend(&a, &plan), TQKV_OUT_OF_RANGE);
-    first_tail.shape.capacity = 8;
-    first_tail.shape.format = TQKV_TQ4;
-    CHECK_RESULT(plan_attend(&a, &plan), TQKV_INVALID_ARGUMENT);
+    tqkv_metal_store bad[4] = {first_tail, first_tail, first_tail, first_tail};
+    bad[0].channel_scale = bad[1].center = at(3, 0);
+    bad[2].shape.format = TQKV_TQ4;
+    bad[3].shape.capacity = 7;
+    for (int i = 0; i < 4; i++) {
+        a.first_tail = &bad[i];
+        CHECK_RESULT(plan_attend(&a, &plan), i < 3 ? TQKV_INVALID_ARGUMENT : TQKV_OUT_OF_RANGE);
+    }
 }
 
 /* Halves beside pages: of both streams, without a tail, and in no pages themselves. */
@@ -360,6 +376,7 @@ void test_plan_attend_cases(void)
     test_add(check_center, NULL, 0, "plan/center");
     test_add(check_channel_scale, NULL, 0, "plan/channel_scale");
     test_add(check_tail, NULL, 0, "plan/tail");
+    test_add(check_tail_refusals, NULL, 0, "plan/tail/refusals");
     test_add(check_kept, NULL, 0, "plan/kept");
     test_add(check_paged_ends, NULL, 0, "plan/paged_ends");
     test_add(check_non_causal, NULL, 0, "plan/non_causal");

@@ -99,16 +99,49 @@ static void check_batch(const void *row)
     CHECK(items[1].first_row == 6 && items[2].first_row == 24 && d[1].grid[0] == 30, "rows");
     CHECK(binding(d + 1, "sinks").size == 0 && items[0].partial_out == 0 && d[1].barrier == at(5, 0).buffer, "merge");
     CHECK(scratch >= all, "%zu bytes of scratch, not %zu", scratch, all);
+}
+
+static void check_batch_of_nothing(const void *row)
+{
+    plan_batch b;
+    (void)row;
+    set_up_batch(&b);
     b.items[1].attention.end = 0;
     CHECK_RESULT(planned(&b), TQKV_OK);
-    CHECK(items[1].attend.kv_len == 0 && items[1].merge.n_partials == 0, "an item without positions");
+    CHECK(b.arguments[1].attend.kv_len == 0 && b.arguments[1].merge.n_partials == 0, "an item without positions");
     b.batch.n = 0;
     CHECK_RESULT(planned(&b), TQKV_OK);
     CHECK(b.plan.n == 0, "an empty batch is recorded");
 }
 
-/* With halves a dispatch for each part that some item has, each with a table of its own, and one for the merge; with lists as
-   many before them. */
+/* As many dispatches before those of the parts, for the lists; all items have some, in one buffer. */
+static void check_batch_lists(plan_batch *b, char *tables)
+{
+    const tqkv_metal_dispatch *const d = b->plan.d;
+    const tqkv_metal_buffer elsewhere[2] = {none, at(2, 0)};
+    tqkv__batch_item items[ITEMS];
+    for (int i = 0; i < ITEMS; i++) {
+        b->items[i].list = at(3, (size_t)i * 4096);
+        b->items[i].attention.list_length = 10 + i;
+        b->items[i].attention.list_block = 16;
+    }
+    CHECK_RESULT(
+        tqkv_metal_plan_attend_batch(b->items, ITEMS, b->q, at(7, 0), tables, at(5, 64), b->out, true, &b->plan),
+        TQKV_OK);
+    CHECK(b->plan.n == 7 && d[0].kernel.family == TQKV_METAL_ATTEND_LIST && d[0].grid[0] == 4,
+          "%d dispatches with lists", b->plan.n);
+    check_plan(&b->plan);
+    memcpy(items, tables, sizeof items);
+    CHECK(items[2].first_list == 3 && items[2].list == 1024 && items[1].list == 0, "where the lists lie");
+    for (int i = 0; i < 2; i++) {
+        b->items[1].list = elsewhere[i];
+        CHECK_RESULT(
+            tqkv_metal_plan_attend_batch(b->items, ITEMS, b->q, at(7, 0), tables, at(5, 64), b->out, true, &b->plan),
+            TQKV_UNSUPPORTED);
+    }
+}
+
+/* With halves a dispatch for each part that some item has, each with a table of its own, and one for the merge. */
 static void check_batch_parts(const void *row)
 {
     plan_batch b;
@@ -144,24 +177,7 @@ static void check_batch_parts(const void *row)
           "codes: of items 0 and 2: %zu", d[1].grid[2]);
     CHECK(items[3][1].merge.n_first == 1 && items[3][1].merge.n_partials == 0 && items[3][2].first_row == 24,
           "the merge");
-    for (int i = 0; i < ITEMS; i++) {
-        b.items[i].list = at(3, (size_t)i * 4096);
-        b.items[i].attention.list_length = 10 + i;
-        b.items[i].attention.list_block = 16;
-    }
-    CHECK_RESULT(tqkv_metal_plan_attend_batch(b.items, ITEMS, b.q, at(7, 0), tables, at(5, 64), b.out, true, &b.plan),
-                 TQKV_OK);
-    CHECK(b.plan.n == 7 && d[0].kernel.family == TQKV_METAL_ATTEND_LIST && d[0].grid[0] == 4,
-          "%d dispatches with lists", b.plan.n);
-    check_plan(&b.plan);
-    memcpy(items[0], tables, sizeof items[0]);
-    CHECK(items[0][2].first_list == 3 && items[0][2].list == 1024 && items[0][1].list == 0, "where the lists lie");
-    b.items[1].list = none;
-    CHECK_RESULT(tqkv_metal_plan_attend_batch(b.items, ITEMS, b.q, at(7, 0), tables, at(5, 64), b.out, true, &b.plan),
-                 TQKV_UNSUPPORTED);
-    b.items[1].list = at(2, 0);
-    CHECK_RESULT(tqkv_metal_plan_attend_batch(b.items, ITEMS, b.q, at(7, 0), tables, at(5, 64), b.out, true, &b.plan),
-                 TQKV_UNSUPPORTED);
+    check_batch_lists(&b, tables);
 }
 
 /* Without matrices: planned so, or turned into it alone; a batch cannot be turned. */
@@ -206,16 +222,17 @@ static void check_batch_pages(const void *row)
     }
 }
 
-static void check_batch_refusals(const void *row)
-{
-    plan_batch b;
-    (void)row;
 #define REFUSED(expected, change)                                                                                      \
     do {                                                                                                               \
         set_up_batch(&b);                                                                                              \
         change;                                                                                                        \
         CHECK_RESULT(planned(&b), TQKV_##expected);                                                                    \
     } while (0)
+
+static void check_batch_refusals(const void *row)
+{
+    plan_batch b;
+    (void)row;
     REFUSED(INVALID_ARGUMENT, b.batch.n = -1);
     REFUSED(INVALID_ARGUMENT, b.batch.items = NULL);
     REFUSED(INVALID_ARGUMENT, b.batch.q = NULL);
@@ -246,6 +263,13 @@ static void check_batch_refusals(const void *row)
     REFUSED(OK, b.items[2].attention.non_causal = true);
     REFUSED(OK, b.items[2].attention.query_strides.head = 1024);
     REFUSED(OK, b.items[2].attention.output_strides.token = 65536);
+}
+
+/* Outputs that interleave may not share a value. */
+static void check_batch_outputs(const void *row)
+{
+    plan_batch b;
+    (void)row;
     REFUSED(OK, interleave(&b, 64, 5 * 64, 0, 64, 4 * 64));               /* head by head, one query behind the other */
     REFUSED(INVALID_ARGUMENT, interleave(&b, 64, 5 * 64, 0, 32, 4 * 64)); /* from the middle of a row on */
     REFUSED(INVALID_ARGUMENT, interleave(&b, 64, 4 * 64, 0, 64, 4 * 64)); /* the last one is on the next head's first */
@@ -276,9 +300,11 @@ static void check_batch_memory(const void *row)
 void test_plan_batch_cases(void)
 {
     test_add(check_batch, NULL, 0, "plan/batch");
+    test_add(check_batch_of_nothing, NULL, 0, "plan/batch/nothing");
     test_add(check_batch_parts, NULL, 0, "plan/batch/parts");
     test_add(check_lanes, NULL, 0, "plan/batch/lanes");
     test_add(check_batch_pages, NULL, 0, "plan/batch/pages");
     test_add(check_batch_refusals, NULL, 0, "plan/batch/refusals");
+    test_add(check_batch_outputs, NULL, 0, "plan/batch/outputs");
     test_add(check_batch_memory, NULL, 0, "plan/batch/memory");
 }

@@ -112,8 +112,6 @@ static void check_paged_attend(const void *row)
     tqkv_metal_plan plan;
     tqkv_metal_dispatch *const d = plan.d;
     tqkv_metal_store keys = plan_pool(TQKV_I8, 0, pages), values = plan_pool(TQKV_F16, 2, pages);
-    const tqkv_metal_store linear = plan_store(TQKV_F16, 64, 320, false, 2);
-    size_t paged_scratch, scratch;
     (void)row;
     tqkv_metal_attention a = plan_attention(&keys, &values);
     a.attention.end = 250;
@@ -138,7 +136,19 @@ static void check_paged_attend(const void *row)
     CHECK(constant(d, TQKV_FC_SMALL_PAGES) == 1 && constant(d, TQKV_FC_SHORT_STORE) == 1 &&
               attend_args(d).key_capacity == 20 && attend_args(d).key_last_page == 63,
           "pages of 5");
-    keys.shape.page_size = values.shape.page_size = 64;
+}
+
+/* Scratch is that of linear stores; both streams have pages, or none. */
+static void check_paged_scratch(const void *row)
+{
+    static const int32_t pages[] = {3, -1, 2, 0};
+    tqkv_metal_plan plan;
+    tqkv_metal_store keys = plan_pool(TQKV_I8, 0, pages), values = plan_pool(TQKV_F16, 2, pages);
+    const tqkv_metal_store linear = plan_store(TQKV_F16, 64, 320, false, 2);
+    size_t paged_scratch, scratch;
+    (void)row;
+    tqkv_metal_attention a = plan_attention(&keys, &values);
+    values.pages = keys.pages;
     a.attention.end = 250;
     a.attention.window = 122;
     CHECK_RESULT(tqkv_metal_plan_attend_scratch(&a, &paged_scratch), TQKV_OK);
@@ -203,6 +213,7 @@ void test_plan_pages_cases(void)
     test_add(check_paged_encode, NULL, 0, "plan/pages/encode");
     test_add(check_paged_refusals, NULL, 0, "plan/pages/refusals");
     test_add(check_paged_attend, NULL, 0, "plan/pages/attend");
+    test_add(check_paged_scratch, NULL, 0, "plan/pages/scratch");
     test_add(check_slots, NULL, 0, "plan/slots");
     test_add(check_page_division, NULL, 0, "plan/pages/division");
     test_add(check_unknown_pages, NULL, 0, "plan/pages/unknown");

@@ -129,11 +129,31 @@ static void check_window(const void *row)
     CHECK(binding(d, "scratch").at.offset + binding(d, "scratch").size <= scratch, "%zu bytes of a ring", scratch);
 }
 
+/* Slices of 69,000 positions, in the scratch that is asked for. */
+static void check_partial_ranges(const tqkv_metal_attention *a)
+{
+    size_t scratch = 0;
+    tqkv_metal_plan plan;
+    tqkv_metal_dispatch *const d = plan.d;
+    CHECK_RESULT(tqkv_metal_plan_attend_scratch(a, &scratch), TQKV_OK);
+    for (int first = 0; first < 69000; first += 1777)
+        for (int count = 0; count <= 69000 - first; count += 9999) {
+            CHECK_RESULT(tqkv_metal_plan_attend_partial(a, at(4, 0), first, count, at(5, 0), at(6, 0), at(6, 4096),
+                                                        at(6, 8192), &plan),
+                         TQKV_OK);
+            for (int i = 0; i < 2; i++) check_dispatch(&d[i]);
+            CHECK(attend_args(d).kv_len == 69000 - first && attend_args(d).slice_end == count &&
+                      attend_args(d).key_oldest_slot == first,
+                  "positions %d to %d of %d", attend_args(d).key_oldest_slot, attend_args(d).slice_end,
+                  attend_args(d).kv_len);
+            CHECK(binding(d, "scratch").at.offset + binding(d, "scratch").size <= scratch, "%zu bytes", scratch);
+        }
+}
+
 /* A slice is a context that begins with its first position and sees none from its end on. */
 static void check_partial(const void *row)
 {
     tqkv_metal_store keys = plan_store(TQKV_TQ4, 64, 70000, false, 0), values = keys;
-    size_t scratch = 0;
     tqkv_metal_plan plan;
     tqkv_metal_dispatch *const d = plan.d;
     (void)row;
@@ -144,19 +164,7 @@ static void check_partial(const void *row)
     a.attention.output_type = TQKV_TYPE_F16;
     for (int window = 0; window <= 40000; window += 20000) {
         a.attention.window = window;
-        CHECK_RESULT(tqkv_metal_plan_attend_scratch(&a, &scratch), TQKV_OK);
-        for (int first = 0; first < 69000; first += 1777)
-            for (int count = 0; count <= 69000 - first; count += 9999) {
-                CHECK_RESULT(tqkv_metal_plan_attend_partial(&a, at(4, 0), first, count, at(5, 0), at(6, 0), at(6, 4096),
-                                                            at(6, 8192), &plan),
-                             TQKV_OK);
-                for (int i = 0; i < 2; i++) check_dispatch(&d[i]);
-                CHECK(attend_args(d).kv_len == 69000 - first && attend_args(d).slice_end == count &&
-                          attend_args(d).key_oldest_slot == first,
-                      "positions %d to %d of %d", attend_args(d).key_oldest_slot, attend_args(d).slice_end,
-                      attend_args(d).kv_len);
-                CHECK(binding(d, "scratch").at.offset + binding(d, "scratch").size <= scratch, "%zu bytes", scratch);
-            }
+        check_partial_ranges(&a);
     }
     a.attention.window = 0;
     CHECK_RESULT(
@@ -182,24 +190,36 @@ static void check_partial(const void *row)
                  TQKV_INVALID_ARGUMENT);
 }
 
-/* Merges of slices, from each basis to each, and the end. */
-static void check_slices(const void *row)
+/* Two attentions over the same keys, to outputs in both bases. */
+typedef struct plan_slices {
+    tqkv_metal_store keys, values[2];
+    tqkv_metal_attention a[2];
+} plan_slices;
+
+static void set_up_slices(plan_slices *s)
 {
     const tqkv_format formats[] = {TQKV_TQ4, TQKV_F16};
-    tqkv_metal_store keys = plan_store(TQKV_I8, 192, 100, false, 0), values[2];
+    memset(s, 0, sizeof *s);
+    s->keys = plan_store(TQKV_I8, 192, 100, false, 0);
+    for (int i = 0; i < 2; i++) {
+        s->values[i] = plan_store(formats[i], 128, 100, false, 2);
+        s->a[i].keys = &s->keys;
+        s->a[i].values = &s->values[i];
+        s->a[i].attention.n_heads = 6;
+        s->a[i].attention.output_type = TQKV_TYPE_BF16;
+    }
+}
+
+/* Merges of slices, from each basis to each. */
+static void check_slices(const void *row)
+{
+    plan_slices s;
     tqkv_metal_plan plan;
     const tqkv_metal_dispatch *const d = plan.d;
-    tqkv_metal_attention a[2];
+    const tqkv_metal_attention *const a = s.a;
     const size_t size = 6 * 128 * sizeof(float);
     (void)row;
-    memset(a, 0, sizeof a);
-    for (int i = 0; i < 2; i++) {
-        values[i] = plan_store(formats[i], 128, 100, false, 2);
-        a[i].keys = &keys;
-        a[i].values = &values[i];
-        a[i].attention.n_heads = 6;
-        a[i].attention.output_type = TQKV_TYPE_BF16;
-    }
+    set_up_slices(&s);
     for (int i = 0; i < 4; i++) {
         CHECK_RESULT(tqkv_metal_plan_attend_merge_slice(&a[i / 2], at(4, 0), at(4, size), at(4, size + 24), &a[i % 2],
                                                         at(5, 0), at(5, size), at(5, size + 24), &plan),
@@ -216,6 +236,18 @@ static void check_slices(const void *row)
                                                     at(5, 0), at(4, size + 20), &plan),
                  TQKV_OK);
     CHECK(!strcmp(overlapping(d), "max") && constant(d, TQKV_FC_ROTATED) == 0, "src_sum in max: %s", overlapping(d));
+}
+
+/* The end of slices in each basis. */
+static void check_slice_ends(const void *row)
+{
+    plan_slices s;
+    tqkv_metal_plan plan;
+    const tqkv_metal_dispatch *const d = plan.d;
+    tqkv_metal_attention *const a = s.a;
+    const size_t size = 6 * 128 * sizeof(float);
+    (void)row;
+    set_up_slices(&s);
     a[0].sinks = at(7, 0);
     for (int i = 0; i < 2; i++) {
         CHECK_RESULT(tqkv_metal_plan_attend_finish(&a[i], at(5, 0), at(5, size), at(5, size + 24), at(4, 2), &plan),
@@ -236,33 +268,56 @@ static void check_slices(const void *row)
     CHECK_RESULT(tqkv_metal_plan_attend_finish(a, none, none, none, none, NULL), TQKV_INVALID_ARGUMENT);
 }
 
+/* Keys and values with 20 first and 700 newest positions as halves. */
+typedef struct plan_ends {
+    tqkv_metal_store keys, values, first, last;
+    tqkv_metal_attention a;
+} plan_ends;
+
+static void set_up_ends(plan_ends *e, int exact_last, int room)
+{
+    e->keys = plan_store(TQKV_TQ4, 64, 9000, false, 0);
+    e->values = plan_store(TQKV_I8, 64, 9000, false, 2);
+    e->first = plan_store(TQKV_F16, 64, 20, false, 4);
+    e->last = plan_store(TQKV_F16, 64, room, true, 4);
+    e->first.shape.rotated = e->last.shape.rotated = true;
+    e->a = plan_attention(&e->keys, &e->values);
+    e->a.first_keys = e->a.first_values = &e->first;
+    e->a.last_keys = e->a.last_values = &e->last;
+    e->a.attention.exact_first = 20;
+    e->a.attention.exact_last = exact_last;
+    e->a.attention.end = 2000;
+}
+
 /* A dispatch for the first positions, for the others, for the last ones, and the merge, in the scratch that is asked for. */
 static void check_ends(const void *row)
 {
-    const tqkv_metal_store keys = plan_store(TQKV_TQ4, 64, 9000, false, 0),
-                           values = plan_store(TQKV_I8, 64, 9000, false, 2);
-    tqkv_metal_store first = plan_store(TQKV_F16, 64, 20, false, 4), last = plan_store(TQKV_F16, 64, 704, true, 4);
-    size_t scratch = 0;
+    plan_ends e;
     tqkv_metal_plan plan;
     tqkv_metal_dispatch *const d = plan.d;
+    size_t scratch = 0;
     (void)row;
-    tqkv_metal_attention a = plan_attention(&keys, &values);
-    first.shape.rotated = last.shape.rotated = true;
-    a.first_keys = a.first_values = &first;
-    a.last_keys = a.last_values = &last;
-    a.attention.exact_first = 20;
-    a.attention.exact_last = 700;
-    CHECK_RESULT(tqkv_metal_plan_attend_scratch(&a, &scratch), TQKV_OK);
-    for (a.attention.end = 0; a.attention.end <= 9000; a.attention.end += 113) {
-        const int end = (int)a.attention.end, most = end > 720 ? 4 : end > 20 ? 3 : 2;
-        CHECK_RESULT(tqkv_metal_plan_attend(&a, at(1, 0), at(6, 0), at(7, 0), &plan), TQKV_OK);
+    set_up_ends(&e, 700, 704);
+    CHECK_RESULT(tqkv_metal_plan_attend_scratch(&e.a, &scratch), TQKV_OK);
+    for (e.a.attention.end = 0; e.a.attention.end <= 9000; e.a.attention.end += 113) {
+        const int end = (int)e.a.attention.end, most = end > 720 ? 4 : end > 20 ? 3 : 2;
+        CHECK_RESULT(tqkv_metal_plan_attend(&e.a, at(1, 0), at(6, 0), at(7, 0), &plan), TQKV_OK);
         CHECK(plan.n == most, "%d dispatches at %d", plan.n, end);
         check_plan(&plan);
         CHECK(binding(&d[plan.n - 1], "scratch").at.offset + binding(&d[plan.n - 1], "scratch").size <= scratch,
               "%zu bytes", scratch);
     }
-    a.attention.end = 2000;
-    CHECK_RESULT(tqkv_metal_plan_attend(&a, at(1, 0), at(6, 0), at(7, 0), &plan), TQKV_OK);
+}
+
+/* The parts of 2,000 positions, whole and in a slice, and of one stream. */
+static void check_parts(const void *row)
+{
+    plan_ends e;
+    tqkv_metal_plan plan;
+    tqkv_metal_dispatch *const d = plan.d;
+    (void)row;
+    set_up_ends(&e, 700, 704);
+    CHECK_RESULT(tqkv_metal_plan_attend(&e.a, at(1, 0), at(6, 0), at(7, 0), &plan), TQKV_OK);
     for (int i = 0; i < 3; i++) {
         const int begins[] = {0, 20, 1300}, ends[] = {20, 1300, 2000};
         const tqkv__attend_args args = attend_args(&d[i]);
@@ -276,33 +331,41 @@ static void check_ends(const void *row)
     CHECK(merge.n_first == 1 && merge.n_partials == 3 && merge.n_last == 2, "partial results: %d, %d, %d",
           merge.n_first, merge.n_partials, merge.n_last);
     CHECK_RESULT(
-        tqkv_metal_plan_attend_partial(&a, at(1, 0), 15, 100, at(6, 0), at(7, 0), at(7, 4096), at(7, 8192), &plan),
+        tqkv_metal_plan_attend_partial(&e.a, at(1, 0), 15, 100, at(6, 0), at(7, 0), at(7, 4096), at(7, 8192), &plan),
         TQKV_OK);
     CHECK(plan.n == 3 && attend_args(&d[0]).slice_end == 5 && attend_args(&d[1]).kv_len == 1980 &&
               attend_args(&d[1]).slice_end == 95,
           "parts of a slice");
-    tqkv_metal_attention one = a; /* keys are values, and so are their halves */
+    tqkv_metal_attention one = e.a; /* keys are values, and so are their halves */
     one.values = one.keys;
     one.first_values = one.last_values = NULL;
     CHECK_RESULT(tqkv_metal_plan_attend(&one, at(1, 0), at(6, 0), at(7, 0), &plan), TQKV_OK);
     CHECK(plan.n == 4 && constant(d, TQKV_FC_VALUE_FORMAT) == TQKV_F16 &&
-              binding(d, "values' codes").at.buffer == first.codes.buffer,
+              binding(d, "values' codes").at.buffer == e.first.codes.buffer,
           "halves of one stream");
-    first.shape.rotated = false;
-    CHECK_RESULT(tqkv_metal_plan_attend(&a, none, none, none, &plan), TQKV_INVALID_ARGUMENT);
-    first.shape.rotated = true;
-    first.center = at(7, 0);
-    CHECK_RESULT(tqkv_metal_plan_attend(&a, none, none, none, &plan), TQKV_INVALID_ARGUMENT);
-    first.center = none;
-    first.shape.capacity = 19;
-    CHECK_RESULT(tqkv_metal_plan_attend(&a, none, none, none, &plan), TQKV_OUT_OF_RANGE);
-    first.shape.capacity = 20;
-    a.attention.exact_first = -1;
-    CHECK_RESULT(tqkv_metal_plan_attend(&a, none, none, none, &plan), TQKV_INVALID_ARGUMENT);
-    a.attention.exact_first = 1500; /* meets the last, and has keys only */
-    a.first_values = NULL;
-    first.shape.capacity = 1500;
-    CHECK_RESULT(tqkv_metal_plan_attend(&a, none, none, none, &plan), TQKV_UNSUPPORTED);
+}
+
+static void check_ends_refusals(const void *row)
+{
+    plan_ends e;
+    tqkv_metal_plan plan;
+    (void)row;
+    set_up_ends(&e, 700, 704);
+    e.first.shape.rotated = false;
+    CHECK_RESULT(tqkv_metal_plan_attend(&e.a, none, none, none, &plan), TQKV_INVALID_ARGUMENT);
+    e.first.shape.rotated = true;
+    e.first.center = at(7, 0);
+    CHECK_RESULT(tqkv_metal_plan_attend(&e.a, none, none, none, &plan), TQKV_INVALID_ARGUMENT);
+    e.first.center = none;
+    e.first.shape.capacity = 19;
+    CHECK_RESULT(tqkv_metal_plan_attend(&e.a, none, none, none, &plan), TQKV_OUT_OF_RANGE);
+    e.first.shape.capacity = 20;
+    e.a.attention.exact_first = -1;
+    CHECK_RESULT(tqkv_metal_plan_attend(&e.a, none, none, none, &plan), TQKV_INVALID_ARGUMENT);
+    e.a.attention.exact_first = 1500; /* meets the last, and has keys only */
+    e.a.first_values = NULL;
+    e.first.shape.capacity = 1500;
+    CHECK_RESULT(tqkv_metal_plan_attend(&e.a, none, none, none, &plan), TQKV_UNSUPPORTED);
 }
 
 /* Where newest halves begin by the arguments of a part, for its query i, counted as positions of the context. */
@@ -316,23 +379,15 @@ static int boundary_of(const tqkv_metal_dispatch *d, int query)
 /* Several queries: the codes and the newest halves overlap, and each query has a boundary of its own, in every part the same. */
 static void check_ends_by_query(const void *row)
 {
-    const tqkv_metal_store keys = plan_store(TQKV_TQ4, 64, 9000, false, 0),
-                           values = plan_store(TQKV_I8, 64, 9000, false, 2);
-    tqkv_metal_store first = plan_store(TQKV_F16, 64, 20, false, 4), last = plan_store(TQKV_F16, 64, 192, true, 4);
+    plan_ends e;
     tqkv_metal_plan plan;
     const tqkv_metal_dispatch *const d = plan.d;
     (void)row;
-    tqkv_metal_attention a = plan_attention(&keys, &values);
-    first.shape.rotated = last.shape.rotated = true;
-    a.first_keys = a.first_values = &first;
-    a.last_keys = a.last_values = &last;
-    a.attention.exact_first = 20;
-    a.attention.exact_last = 100;
-    a.attention.end = 2000;
-    a.attention.n_queries = 9;
+    set_up_ends(&e, 100, 192);
+    e.a.attention.n_queries = 9;
     for (int ahead = 0; ahead < 2; ahead++) {
-        a.attention.non_causal = ahead;
-        CHECK_RESULT(plan_attend(&a, &plan), TQKV_OK);
+        e.a.attention.non_causal = ahead;
+        CHECK_RESULT(plan_attend(&e.a, &plan), TQKV_OK);
         CHECK(plan.n == 4 && constant(d, TQKV_FC_HALVES) == TQKV__ALL_POSITIONS &&
                   constant(d + 1, TQKV_FC_HALVES) == TQKV__BEFORE_HALVES &&
                   constant(d + 2, TQKV_FC_HALVES) == TQKV__NEWEST_HALVES,
@@ -345,26 +400,35 @@ static void check_ends_by_query(const void *row)
             CHECK(boundary_of(d + 1, i) == (ahead ? 1900 : 1892 + i) && boundary_of(d + 2, i) == boundary_of(d + 1, i),
                   "query %d: %d", i, boundary_of(d + 1, i));
     }
-    a.attention.non_causal = false;
-    a.attention.exact_from = 1897;
-    CHECK_RESULT(plan_attend(&a, &plan), TQKV_OK);
+    e.a.attention.non_causal = false;
+    e.a.attention.exact_from = 1897;
+    CHECK_RESULT(plan_attend(&e.a, &plan), TQKV_OK);
     CHECK(attend_args(d + 2).kv_len == 103 && boundary_of(d + 1, 0) == 1897 && boundary_of(d + 2, 8) == 1900,
           "what an edit took away");
-    a.attention.exact_from = 3000;
-    CHECK_RESULT(plan_attend(&a, &plan), TQKV_OK);
+    e.a.attention.exact_from = 3000;
+    CHECK_RESULT(plan_attend(&e.a, &plan), TQKV_OK);
     CHECK(plan.n == 3 && boundary_of(d + 1, 8) == 3000, "nothing is left: %d", boundary_of(d + 1, 8));
-    a.attention.exact_from = 0;
-    a.attention.exact_last = INT_MAX; /* all of the context, of which the ring holds little */
-    CHECK_RESULT(plan_attend(&a, &plan), TQKV_OUT_OF_RANGE);
-    last.shape.capacity = 9024;
-    CHECK_RESULT(plan_attend(&a, &plan), TQKV_OK);
+}
+
+/* A ring has room for the newest halves of all queries, or refuses them. */
+static void check_room_of_ends(const void *row)
+{
+    plan_ends e;
+    tqkv_metal_plan plan;
+    const tqkv_metal_dispatch *const d = plan.d;
+    (void)row;
+    set_up_ends(&e, INT_MAX, 192); /* all of the context */
+    e.a.attention.n_queries = 9;
+    CHECK_RESULT(plan_attend(&e.a, &plan), TQKV_OUT_OF_RANGE);
+    e.last.shape.capacity = 9024;
+    CHECK_RESULT(plan_attend(&e.a, &plan), TQKV_OK);
     CHECK(plan.n == 3 && boundary_of(d + 1, 8) <= 20, "all newest: %d", boundary_of(d + 1, 8));
-    last.shape.capacity = 128;
-    a.attention.exact_last = 100;
-    a.attention.n_queries = 29;
-    CHECK_RESULT(plan_attend(&a, &plan), TQKV_OK);
-    a.attention.n_queries = 30; /* the first query's first halves are gone */
-    CHECK_RESULT(plan_attend(&a, &plan), TQKV_OUT_OF_RANGE);
+    e.last.shape.capacity = 128;
+    e.a.attention.exact_last = 100;
+    e.a.attention.n_queries = 29;
+    CHECK_RESULT(plan_attend(&e.a, &plan), TQKV_OK);
+    e.a.attention.n_queries = 30; /* the first query's first halves are gone */
+    CHECK_RESULT(plan_attend(&e.a, &plan), TQKV_OUT_OF_RANGE);
 }
 
 /* Lists of newest halves: ranks of a query are where they are alone. */
@@ -436,8 +500,12 @@ void test_plan_split_cases(void)
     test_add(check_window, NULL, 0, "plan/window");
     test_add(check_partial, NULL, 0, "plan/slice/partial");
     test_add(check_slices, NULL, 0, "plan/slice/merge");
+    test_add(check_slice_ends, NULL, 0, "plan/slice/end");
     test_add(check_ends, NULL, 0, "plan/ends");
+    test_add(check_parts, NULL, 0, "plan/ends/parts");
+    test_add(check_ends_refusals, NULL, 0, "plan/ends/refusals");
     test_add(check_ends_by_query, NULL, 0, "plan/ends/by_query");
+    test_add(check_room_of_ends, NULL, 0, "plan/ends/room");
     test_add(check_ends_of_lists, NULL, 0, "plan/ends/lists");
     test_add(check_large_scratch, NULL, 0, "plan/large_scratch");
 }
