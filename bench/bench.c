@@ -149,6 +149,7 @@ static void run_isa(bench *b, const peak *p)
     if (o->only ? strcmp(o->only, "latent") == 0 : !o->quick) run_latent(b);
     if (o->only ? strcmp(o->only, "sparse") == 0 : !o->quick) run_sparse(b);
     if (o->only ? strcmp(o->only, "scale") == 0 : !o->quick) run_scales(b);
+    if (o->only ? strcmp(o->only, "ends") == 0 : !o->quick) run_ends(b);
     if (o->only && strcmp(o->only, "presets") == 0) run_presets(b);
     if (o->only ? strcmp(o->only, "error") == 0 : !o->quick && b->best) run_errors();
     if (o->only ? strcmp(o->only, "threads") == 0 : !o->quick) run_threads(b);
@@ -165,7 +166,7 @@ static void print_help(void)
         "  --group N        2 or 8 query heads a KV head; 6 at head_dim 256, 64 at 512\n"
         "  --queries N      1, 8 or 128\n"
         "  --only WHAT      encode, decode, pages (and batches), latent, sparse (lists, index), scale (of channels), "
-        "presets, error or threads (appends, batches)\n"
+        "ends (exact ones), presets, error or threads (appends, batches)\n"
         "  --threads N      only one token by so many threads, of every format, against their read bandwidth\n"
         "  --rounds N       this many rounds, at most %d; else 3 to 15, as many as fit into a second\n"
         "  --quick          one head_dim, short contexts, few rounds\n"
@@ -200,8 +201,8 @@ static bool parse_options(options *o, int argc, char **argv)
     }
     const bool format_known = !o->format || strncmp(o->format, "default", 7) == 0 || tqkv_format_from_name(o->format);
     const bool isa_known = !o->isa || tqkv_isa_force(o->isa) == TQKV_OK;
-    static const char *const parts[] = {"encode", "decode",  "pages", "latent", "sparse",
-                                        "scale",  "presets", "error", "threads"};
+    static const char *const parts[] = {"encode", "decode", "pages",   "latent", "sparse",
+                                        "scale",  "ends",   "presets", "error",  "threads"};
     bool only_known = !o->only;
     for (int i = 0; i < COUNT(parts); i++) only_known = only_known || strcmp(o->only, parts[i]) == 0;
     return o->rounds <= TIMING_MAX_ROUNDS && format_known && isa_known && only_known;

@@ -111,6 +111,7 @@ void run_encoders(bench *b, int head_dim);
 void run_pages(bench *b);
 void run_sparse(bench *b);
 void run_scales(bench *b);
+void run_ends(bench *b);
 void run_presets(bench *b);
 void run_errors(void);
 void run_threads(bench *b);

@@ -334,7 +334,7 @@ static void tqkv__open_ends(tqkv__work *w, tqkv__range seen)
 
 /* Asks for a few of the newest halves with each tile of codes, so that all are there when their pass begins; `left`
    positions of codes come before it. They are four times as long as codes of TQ4, and nothing else asks for the first of
-   them: a token over 4,096 positions from the L3, 128 of them halves, takes 0.97 of the time, in integers 0.94 (Xeon). */
+   them: a token over 4,096 positions from the L3, 128 of them halves, takes 0.97 to 0.98 of the time, in integers 0.94 to 0.98 (Xeon). */
 static void tqkv__ask_newest(tqkv__work *w, int64_t left)
 {
     enum { SHARE = 4 };

@@ -150,7 +150,8 @@ BUGS = {
         "        if (task.simdgroup == 0", "attend", (64,), "tsan", "defect/state_of_four_simdgroups", "data race"),
     "factors_used_before_they_are_stored": (
         "shaders/attend.h", "    threadgroup_barrier(mem_flags::mem_threadgroup);\n    for (uint at = thread_index",
-        "    for (uint at = thread_index", "attend", (64,), "tsan", "defect/state_of_four_simdgroups", "data race"),
+        "    for (uint at = thread_index", "attend", (128,), "tsan",
+        "attend/shape/group4_queries9_columns3_simdgroups4_stretches40_share3", "data race"),
     "lanes_not_added": (
         "shaders/attend.h", "(upper ? high : low) + simd_shuffle_xor(", "(upper ? high : low) + 0.0f * simd_shuffle_xor(", "attend", (64,),
         "plain", "attend/pair/tq4_tq4/d64", "relative error"),
