@@ -685,6 +685,12 @@ using namespace metal;
 #define TQKV_CHEAP_SHUFFLE false
 #endif
 
+// Byte i of a word, with its sign. Metal's compiler is shown the conversion of a byte, which Apple's GPUs make from where it lies in
+// a word, while shifts take turns of a unit that conversions need, too. A shim for hardware that has no such conversion shifts.
+#ifndef TQKV_SIGNED_BYTE
+#define TQKV_SIGNED_BYTE(word, i) float(int8_t((word) >> (8 * (i))))
+#endif
+
 // Whether loops load ahead without a condition. A load under one keeps Metal's compiler from unrolling loops over what it
 // loads. nvcc unrolls them, and then a condition is faster.
 #ifndef TQKV_PLAIN_LOADS
@@ -1266,7 +1272,7 @@ inline float value_at(uint format, thread const raw_codes<W, N> &raw, int i, thr
 {
     uint word = raw.main[i * W / 32], shift = uint(i * W % 32);
     if (W == 16) return float(as_type<half>(ushort((word >> shift) & 0xffffu)));
-    if (W == 8 && !has_codebook(format)) return float(int(word << (24u - (shift & 24u))) >> 24);
+    if (W == 8 && !has_codebook(format)) return TQKV_SIGNED_BYTE(word, i % 4);
     return centroid_of(code_at<W, N>(format, raw, i), codebook_bits(format), book);
 }
 
@@ -3544,14 +3550,15 @@ inline float2 part_of(float x, float y)
 inline code_value code_value_of(float x, bool) { return x; }
 inline left_part left_of_values(code_value x, code_value y, bool) { return part_of(x, y); }
 
-inline float signed_byte(uint word, int i) { return float(int(word << (24 - 8 * i)) >> 24); }
-
 // Bytes i and i + 1 of a word, with signs; bytes i of two words.
 inline left_part left_of_bytes(uint word, int i, bool)
 {
-    return part_of(signed_byte(word, i), signed_byte(word, i + 1));
+    return part_of(TQKV_SIGNED_BYTE(word, i), TQKV_SIGNED_BYTE(word, i + 1));
 }
-inline left_part left_of_bytes(uint a, uint b, int i, bool) { return part_of(signed_byte(a, i), signed_byte(b, i)); }
+inline left_part left_of_bytes(uint a, uint b, int i, bool)
+{
+    return part_of(TQKV_SIGNED_BYTE(a, i), TQKV_SIGNED_BYTE(b, i));
+}
 
 // Only shims have pairs. `pairs`: their table
 inline void load_pairs(threadgroup const code_value *, bool, uint, uint, threadgroup uchar *) {}

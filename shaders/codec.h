@@ -333,7 +333,7 @@ inline float value_at(uint format, thread const raw_codes<W, N> &raw, int i, thr
 {
     uint word = raw.main[i * W / 32], shift = uint(i * W % 32);
     if (W == 16) return float(as_type<half>(ushort((word >> shift) & 0xffffu)));
-    if (W == 8 && !has_codebook(format)) return float(int(word << (24u - (shift & 24u))) >> 24);
+    if (W == 8 && !has_codebook(format)) return TQKV_SIGNED_BYTE(word, i % 4);
     return centroid_of(code_at<W, N>(format, raw, i), codebook_bits(format), book);
 }
 

@@ -31,6 +31,12 @@ using namespace metal;
 #define TQKV_CHEAP_SHUFFLE false
 #endif
 
+// Byte i of a word, with its sign. Metal's compiler is shown the conversion of a byte, which Apple's GPUs make from where it lies in
+// a word, while shifts take turns of a unit that conversions need, too. A shim for hardware that has no such conversion shifts.
+#ifndef TQKV_SIGNED_BYTE
+#define TQKV_SIGNED_BYTE(word, i) float(int8_t((word) >> (8 * (i))))
+#endif
+
 // Whether loops load ahead without a condition. A load under one keeps Metal's compiler from unrolling loops over what it
 // loads. nvcc unrolls them, and then a condition is faster.
 #ifndef TQKV_PLAIN_LOADS

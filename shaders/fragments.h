@@ -40,14 +40,15 @@ inline float2 part_of(float x, float y)
 inline code_value code_value_of(float x, bool) { return x; }
 inline left_part left_of_values(code_value x, code_value y, bool) { return part_of(x, y); }
 
-inline float signed_byte(uint word, int i) { return float(int(word << (24 - 8 * i)) >> 24); }
-
 // Bytes i and i + 1 of a word, with signs; bytes i of two words.
 inline left_part left_of_bytes(uint word, int i, bool)
 {
-    return part_of(signed_byte(word, i), signed_byte(word, i + 1));
+    return part_of(TQKV_SIGNED_BYTE(word, i), TQKV_SIGNED_BYTE(word, i + 1));
 }
-inline left_part left_of_bytes(uint a, uint b, int i, bool) { return part_of(signed_byte(a, i), signed_byte(b, i)); }
+inline left_part left_of_bytes(uint a, uint b, int i, bool)
+{
+    return part_of(TQKV_SIGNED_BYTE(a, i), TQKV_SIGNED_BYTE(b, i));
+}
 
 // Only shims have pairs. `pairs`: their table
 inline void load_pairs(threadgroup const code_value *, bool, uint, uint, threadgroup uchar *) {}
