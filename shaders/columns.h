@@ -172,6 +172,7 @@ inline void combine_four(thread const attend_task &task, uint each, column_memor
 {
     const uint B = uint(STATES_LOADED);
     float4 shares = *(threadgroup const float4 *)(memory.shares + own.column * 4u);
+    threadgroup const float *from = own.from;
     float sum[4], total[4];
     TQKV_UNROLL
     for (int i = 0; i < 4; i++) sum[i] = total[i] = 0.0f;
@@ -182,7 +183,7 @@ inline void combine_four(thread const attend_task &task, uint each, column_memor
         for (uint i = 0; i < B; i++) {
             uint s = min(first + i, task.n_simdgroups - 1u);
             part[i] = task.states[(s * memory.n + own.column) * 2u];
-            four[i] = *(threadgroup const float4 *)(own.from + s * each);
+            four[i] = *(threadgroup const float4 *)(from + s * each);
         }
         TQKV_UNROLL
         for (uint i = 0; i < B; i++) {
