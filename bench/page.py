@@ -382,7 +382,8 @@ Made by `make bench-page` from `bench/results`; `bench/page.py` has the words.
 
 - **Share**: of the limit, which is the larger of two times: multiply-adds over this core's float multiply-add peak for
   that instruction set (`f`), and stored bytes over its DRAM read bandwidth (`b`). Both are measured in the same rounds.
-  Rotation, softmax and look-ups do not count as work, so 1.0 cannot be reached. With 8 and 128 queries it is always `f`.
+  Rotation, softmax and look-ups do not count as work, so 1.0 of `f` cannot be reached; 1.0 of `b` can where a cache is
+  large enough for some of what was read before. With 8 and 128 queries it is always `f`.
 - **× F16**, **× ggml**: how many times as fast as tqkv's F16, and as the fastest of ggml's four ways over halves (flash
   or not, its own order of memory or tqkv's). Medians of the rounds' own ratios; in a round, all take turns. Rows of a
   peer have the fastest way of each of its types. "-": not measured.
