@@ -36,9 +36,10 @@ AIR(float, air_tanh, "tanh.f32", (float x)) { return tanhf(x); }
 AIR(float, air_exp2, "fast_exp2.f32", (float x)) { return exp2f(x); }
 AIR(float, air_from_u32, "convert.f.f32.u.i32", (uint32_t x)) { return (float)x; }
 AIR(float, air_from_s32, "convert.f.f32.s.i32", (int32_t x)) { return (float)x; }
-AIR(float, air_from_u16, "convert.f.f32.u.i16", (uint16_t x)) { return (float)x; }
-AIR(float, air_from_u8, "convert.f.f32.u.i8", (uint8_t x)) { return (float)x; }
-AIR(float, air_from_s8, "convert.f.f32.s.i8", (int8_t x)) { return (float)x; }
+// Modules pass narrow integers as they are: the bits above them may be anything.
+AIR(float, air_from_u16, "convert.f.f32.u.i16", (uint32_t x)) { return (float)(uint16_t)x; }
+AIR(float, air_from_u8, "convert.f.f32.u.i8", (uint32_t x)) { return (float)(uint8_t)x; }
+AIR(float, air_from_s8, "convert.f.f32.s.i8", (uint32_t x)) { return (float)(int8_t)x; }
 AIR(uint32_t, air_to_u32, "convert.u.i32.f.f32", (float x)) { return (uint32_t)x; }
 AIR(int32_t, air_to_s32, "convert.s.i32.f.f32", (float x)) { return (int32_t)x; }
 
