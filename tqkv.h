@@ -15501,7 +15501,9 @@ TQKV_API tqkv_result tqkv_store_load(const tqkv_store *store, int64_t position, 
 #define TQKV__ATTEND_QUERY_BYTES(D) (6 * (D)*TQKV__MAX_COLUMNS(D)) /* (1) padded queries */
 #define TQKV__ATTEND_PASS_FLOATS(D) ((D) <= 256 ? 512 : 256)       /* (2) of a simdgroup: a tile's weights, then sums */
 #define TQKV__ATTEND_SUM_BYTES(D, columns)                                                                             \
-    ((columns) * (D) <= 256 ? 1024 : 4 * TQKV__ATTEND_PASS_FLOATS(D)) /* of a pass, or of all columns */
+    ((columns) * (D) <= 256 && (columns) <= 4                                                                           \
+         ? 1024                                                                                                         \
+         : 4 * TQKV__ATTEND_PASS_FLOATS(D)) /* of a pass, or of all columns; of a strand weights and shares */
 #define TQKV__MATRIX_QUERY_BYTES(D) (32 * (D))                        /* (1) of attend_matrix: 8 queries, and */
 #define TQKV__MATRIX_SUM_BYTES(D)   (64 * ((D) + 4))                  /*     padded sums of 4 simdgroups and columns */
 #define TQKV__COLUMN_BYTES(columns) (56 * (columns)) /* (3) of attend and attend_matrix: 14 numbers a column, and */
@@ -15516,6 +15518,7 @@ TQKV_API tqkv_result tqkv_store_load(const tqkv_store *store, int64_t position, 
    0, are a section. The stretches of a section are added in order, then the sections. */
 #define TQKV__STRETCH_GROWTH 4
 #define TQKV__SECTION        16
+#define TQKV__STRANDS        4 /* of a stretch of `length` tiles, each of as many: what the simdgroups of attend add up */
 #define TQKV__STRETCH_OF_TILE(tile, length, n_short)                                                                   \
     ((tile) / (length) < (n_short) ? (tile) / (length)                                                                 \
                                    : (n_short) + ((tile) - (n_short) * (length)) / (TQKV__STRETCH_GROWTH * (length)))
@@ -15597,6 +15600,7 @@ typedef struct tqkv__attend_args {
     int32_t stretch_tiles, n_short; /* TQKV__STRETCH_OF_TILE */
     int32_t n_splits;               /* threadgroups along the context */
     int32_t sections_each;          /* of a threadgroup; 0: that of split i has only stretch first_stretch + i */
+    int32_t strands; /* 1, or of a stretch: that of split i has only strand i % strands of stretch i / strands */
     int32_t key_capacity, key_oldest_slot;
     int32_t value_capacity, value_oldest_slot;
     float scale;                              /* not 0 */
@@ -15632,7 +15636,8 @@ typedef struct tqkv__merge_args {
     int32_t n_heads; /* row r is of head r modulo n_heads */
     int32_t group;   /* query heads a KV head */
     int32_t n_partials;
-    int32_t section;         /* partial results of a section: TQKV__SECTION or, if they are sections, 1 */
+    int32_t section;         /* partial results of a section: TQKV__SECTION or, if they are sections, 1; or strands */
+    int32_t strands;         /* 1, or of a stretch: all stretches are of one section */
     int32_t before;          /* those of the first section that are left out */
     int32_t n_first, n_last; /* partial results of the first and last positions, before and behind the others */
     uint32_t out_token_stride, out_head_stride; /* in values */
@@ -15705,11 +15710,11 @@ typedef struct tqkv__table_report {
 
 TQKV__ASSERT_SIZE(tqkv__rows_args, 40);
 TQKV__ASSERT_SIZE(tqkv__rotate_args, 4);
-TQKV__ASSERT_SIZE(tqkv__attend_args, 184);
-TQKV__ASSERT_SIZE(tqkv__merge_args, 40);
-TQKV__ASSERT_SIZE(tqkv__batch_item, 324);
+TQKV__ASSERT_SIZE(tqkv__attend_args, 188);
+TQKV__ASSERT_SIZE(tqkv__merge_args, 44);
+TQKV__ASSERT_SIZE(tqkv__batch_item, 332);
 TQKV__ASSERT_SIZE(tqkv__choose_args, 52);
-TQKV__ASSERT_SIZE(tqkv__index_args, 228);
+TQKV__ASSERT_SIZE(tqkv__index_args, 232);
 TQKV__ASSERT_SIZE(tqkv__calibrate_args, 40);
 TQKV__ASSERT_SIZE(tqkv__table_report, 4692);
 
@@ -16486,16 +16491,20 @@ TQKV_API tqkv_result tqkv_metal_plan_calibrate(const tqkv_metal_store *shape, tq
                  and row, read and written, against 512 or 2048 positions of half to two bytes a value. On an H200,
                  D=128, group 2, 128k positions, I8 takes 107 microseconds with 512 slots up to slot 65536, 89 as it is,
                  and 80 with 2048 everywhere. A window sees few stretches wherever it stands, so there all are short.
+   strands       Threadgroups that share a stretch. Stretches of short contexts leave most of a GPU idle: where there are
+                 at most TQKV__FEW threadgroups, each simdgroup's part of a stretch has one of its own, whose simdgroups
+                 share its four tiles. The bits are the same.
    splits        Threadgroups along the context, each with
                  one stretch   until the stretches' sums take 32 MiB of scratch,
                  one section   beyond that, 16 stretches added up as it goes, or
                  everything    if heads and rows make 256 threadgroups already. Section and total stand in scratch.
                  All three do the same additions in the same order. */
-enum { TQKV__STRETCH_TILES = 16, TQKV__SHORT_STRETCHES = 16, TQKV__MOST_SUMS = 32 << 20, TQKV__FULL = 256 };
+enum { TQKV__STRETCH_TILES = 16, TQKV__SHORT_STRETCHES = 16, TQKV__MOST_SUMS = 32 << 20, TQKV__FULL = 256, TQKV__FEW = 64 };
 
 typedef struct tqkv__split {
-    int columns, n_simdgroups, n_splits, first_stretch, n_short, sections_each, n_partials;
+    int columns, n_simdgroups, n_splits, strands, first_stretch, n_short, sections_each, n_partials;
     bool matrix;
+    size_t n_groups;                /* threadgroups of a stretch */
     size_t sums_size, scratch_size; /* [n_partials][n_rows][head_dim]; scratch: also [1 + n_partials][n_rows][2] */
     size_t sums_at, states_at;      /* of the two, in scratch */
     size_t list_at;                 /* rows of attend_list, in their range of scratch */
@@ -16553,6 +16562,16 @@ static int tqkv__choose_columns(int64_t rows, int n_queries)
     return columns;
 }
 
+/* Whether a stretch is divided into its strands: where all are short and of one section, and few in their part of a
+   batch. */
+static bool tqkv__choose_strands(const tqkv__split *split, int64_t end, size_t most_sums)
+{
+    const int last = split->first_stretch + split->n_splits - 1;
+    const bool short_ones = last < split->n_short && last / TQKV__SECTION == split->first_stretch / TQKV__SECTION;
+    return short_ones && !split->matrix && !split->sections_each && end > TQKV__STRANDS && most_sums != SIZE_MAX &&
+           split->n_groups <= most_sums / (TQKV__MOST_SUMS / TQKV__FEW) / (size_t)split->n_splits;
+}
+
 /* Divides query rows and the tiles [first, end) of the keys. most_sums: bytes of the stretches' sums; SIZE_MAX: each
    stretch has its own, and all are short */
 static tqkv_result tqkv__choose_split(const tqkv__attention *a, int64_t first, int64_t end, size_t most_sums,
@@ -16573,6 +16592,9 @@ static tqkv_result tqkv__choose_split(const tqkv__attention *a, int64_t first, i
     const bool stretches = !full && a->n_rows <= most_sums / row / (size_t)n_stretches;
     split->n_splits = full ? 1 : stretches ? n_stretches : n_sections;
     split->sections_each = full ? n_sections : stretches ? 0 : 1;
+    split->n_groups = (size_t)(groups * a->n_kv_heads);
+    split->strands = tqkv__choose_strands(split, end, most_sums) ? TQKV__STRANDS : 1;
+    split->n_splits *= split->strands;
     split->n_partials = full && n_sections > 1 ? 2 : split->n_splits;
     split->columns = tqkv__choose_columns((each + shares - 1) / shares, a->call.list ? 1 : a->call.n_queries);
     const bool shared = split->matrix && tqkv__is_long(a->keys.head_dim); /* rows by all simdgroups of a threadgroup */
@@ -16791,6 +16813,7 @@ static void tqkv__plan_attend_args(const tqkv__attention *a, const tqkv__attend_
     args->n_short = split->n_short;
     args->n_splits = split->n_splits;
     args->sections_each = split->sections_each;
+    args->strands = split->strands;
     args->value_capacity = a->values.capacity;
     args->value_oldest_slot = args->kv_len ? tqkv__slot(&a->values, a->first) : 0;
     args->softcap = a->call.softcap;
@@ -17078,13 +17101,14 @@ static void tqkv__plan_attend_merge(tqkv_metal_dispatch *d, const tqkv__attentio
                                     const tqkv__split splits[3], const tqkv__split *all)
 {
     const tqkv__split *split = &splits[1];
-    const int length = split->sections_each ? 1 : TQKV__SECTION, before = split->first_stretch % length;
+    const int length = split->sections_each ? 1 : split->strands > 1 ? split->strands : TQKV__SECTION,
+              before = split->strands > 1 ? 0 : split->first_stretch % length;
     const int n_results = split->sections_each > 1 ? 1 : split->n_partials, most = TQKV__MERGE_SIMDGROUPS(a->value_dim);
     const int n_sections =
         (before + n_results + length - 1) / length + (splits[0].n_partials > 0) + (splits[2].n_partials > 0);
     const bool unrotate = a->unrotate_output && !b->slice.to;
-    const tqkv__merge_args args = {0, 0, 0, n_results, length, before, splits[0].n_partials, splits[2].n_partials,
-                                   0, 0};
+    const tqkv__merge_args args = {
+        0, 0, 0, n_results, length, split->strands, before, splits[0].n_partials, splits[2].n_partials, 0, 0};
     tqkv__plan_merge_begin(d, a, b, args, unrotate);
     tqkv__plan_bind_partials(d, 1, b->scratch, all, false);
     const bool center = tqkv__plan_bind_channels(d, "values' center", 5, b->values->center, &a->values, true);
@@ -17224,7 +17248,7 @@ static void tqkv__order_dispatches(const tqkv__attend_plan *from, tqkv_metal_pla
 static void tqkv__plan_slice(tqkv_metal_dispatch *d, const tqkv__attention *a, const tqkv__attend_buffers *b,
                              tqkv_metal_buffer src_out, bool unrotate)
 {
-    const tqkv__merge_args args = {0, 0, 0, 0, 1, 0, 0, 0, 0, 0};
+    const tqkv__merge_args args = {0, 0, 0, 0, 1, 1, 0, 0, 0, 0, 0};
     tqkv__plan_merge_begin(d, a, b, args, unrotate);
     tqkv__plan_bind(d, "src_out", 1, src_out, a->out_elements * sizeof(float), false);
     tqkv__plan_bind(d, "scratch", 2, src_out, 0, false);
@@ -17583,6 +17607,15 @@ static tqkv_result tqkv__add_scratch_of_end(const tqkv__attention *a, int last, 
     return TQKV_OK;
 }
 
+/* Returns the most scratch of a context whose stretches are divided into strands: it may be more than a longer one takes. */
+static size_t tqkv__scratch_of_strands(const tqkv__attention *a, const tqkv__split *split)
+{
+    const size_t few = split->n_groups ? TQKV__FEW / split->n_groups : 0,
+                 most = TQKV__STRANDS * (few < TQKV__SECTION ? few : TQKV__SECTION);
+    const size_t row = ((size_t)a->value_dim + 2) * sizeof(float);
+    return split->matrix || !most ? 0 : a->n_rows * (row * most + 2 * sizeof(float));
+}
+
 /* Finds the most scratch for any `end`. A window takes most stretches and sections where it begins with the last slot
    of a section. If the whole store takes sections, a slice of it may take stretches, up to their limit. */
 static tqkv_result tqkv__plan_most_scratch(tqkv__attention *a, size_t most_sums, size_t *bytes)
@@ -17597,7 +17630,9 @@ static tqkv_result tqkv__plan_most_scratch(tqkv__attention *a, size_t most_sums,
     if (r != TQKV_OK) return r;
     const size_t stretches = most_sums + a->n_rows * 2 * sizeof(float);
     *bytes = split.scratch_size;
+    const size_t strands = tqkv__scratch_of_strands(a, &split);
     if (split.sections_each == 1 && *bytes < stretches) *bytes = stretches;
+    if (*bytes < strands) *bytes = strands;
     *bytes += tqkv__list_rows_size(a) * (a->call.exact_first || a->call.exact_last ? TQKV__REGIONS : 1);
     for (int last = 0; last < 2 && r == TQKV_OK; last++) r = tqkv__add_scratch_of_end(a, last, bytes);
     return r;

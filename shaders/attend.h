@@ -392,18 +392,15 @@ inline float score_of(constant tqkv__attend_args &args, float dot, float factor,
     return args.softcap * TQKV_LOG2E * precise::tanh(score / (args.softcap * TQKV_LOG2E));
 }
 
-// Dot products to weights of the online softmax. A masked position scores -INFINITY by selection, never by arithmetic:
-// nothing that its slot holds can spread. The maximum is raised only when a score exceeds it by 11. Weights stay below
-// 2^11.5, and most tiles skip the rescaling. It is a whole number: see maximum_of_slice. Each column decides for itself:
-// its bits do not depend on the others.
+// Dot products to scores. A masked position scores -INFINITY by selection, never by arithmetic: nothing that its slot holds
+// can spread. Returns whether a maximum is to be raised.
 template <int D>
-inline void weigh_tile(constant tqkv__attend_args &args, thread const attend_task &task, tile_place at, float key_scale,
-                       float value_scale, thread float *score, thread column_state<D> &state,
-                       threadgroup float *weights)
+inline bool mask_scores(constant tqkv__attend_args &args, thread const attend_task &task, tile_place at, float key_scale,
+                        thread const column_state<D> &state, thread float *score, thread bool *seen)
 {
-    const int C = TQKV__MAX_COLUMNS(D), V = LANE_SUMS(D);
+    const int C = TQKV__MAX_COLUMNS(D);
     float factor = key_scale * (args.scale * TQKV_LOG2E);
-    bool raise = false, seen[C];
+    bool raise = false;
     FOR_COLUMNS(c)
     {
         int newest = state.newest[c];
@@ -413,18 +410,20 @@ inline void weigh_tile(constant tqkv__attend_args &args, thread const attend_tas
         score[c] = seen[c] ? score_of(args, score[c], factor, state.shift[c]) : -INFINITY;
         raise = raise || score[c] > state.maximum[c] + 11.0f;
     }
-    if (simd_any(raise)) {
-        FOR_COLUMNS(c)
-        {
-            float largest = rint(simd_max(score[c]));
-            largest = largest > state.maximum[c] + 11.0f ? largest : state.maximum[c];
-            float shrink = share_of(state.maximum[c], largest);
-            state.maximum[c] = largest;
-            state.sum[c] *= shrink;
-            TQKV_UNROLL
-            for (int i = 0; i < V; i++) state.out[c][i] *= shrink;
-        }
-    }
+    return raise;
+}
+
+// The maximum of a column, raised where the largest score of a tile exceeds it by 11. Weights stay below 2^11.5, and most
+// tiles skip the rescaling. It is a whole number: see maximum_of_slice. Each column decides for itself: its bits do not
+// depend on the others.
+inline float raised_maximum(float maximum, float largest) { return largest > maximum + 11.0f ? largest : maximum; }
+
+// Scores to weights of the online softmax.
+template <int D>
+inline void store_tile_weights(uint row, float value_scale, thread const float *score, thread const bool *seen,
+                               thread column_state<D> &state, threadgroup float *weights)
+{
+    const int C = TQKV__MAX_COLUMNS(D);
     float weight[C];
     TQKV_UNROLL
     for (int c = 0; c < C; c++) weight[c] = 0.0f;
@@ -434,7 +433,28 @@ inline void weigh_tile(constant tqkv__attend_args &args, thread const attend_tas
         state.sum[c] += share;
         weight[c] = share * (seen[c] ? value_scale : 0.0f); // a masked norm may be NaN
     }
-    store_weights<C>(weights, at.row, weight);
+    store_weights<C>(weights, row, weight);
+}
+
+template <int D>
+inline void weigh_tile(constant tqkv__attend_args &args, thread const attend_task &task, tile_place at, float key_scale,
+                       float value_scale, thread float *score, thread column_state<D> &state,
+                       threadgroup float *weights)
+{
+    const int C = TQKV__MAX_COLUMNS(D), V = LANE_SUMS(D);
+    bool seen[C];
+    if (simd_any(mask_scores(args, task, at, key_scale, state, score, seen))) {
+        FOR_COLUMNS(c)
+        {
+            float largest = raised_maximum(state.maximum[c], rint(simd_max(score[c])));
+            float shrink = share_of(state.maximum[c], largest);
+            state.maximum[c] = largest;
+            state.sum[c] *= shrink;
+            TQKV_UNROLL
+            for (int i = 0; i < V; i++) state.out[c][i] *= shrink;
+        }
+    }
+    store_tile_weights(at.row, value_scale, score, seen, state, weights);
 }
 
 // ---- The simdgroups' results as one ----
@@ -640,37 +660,6 @@ inline void add_tiles(constant tqkv__attend_args &args, thread const attend_task
         add_any_values<VD>(args, task, at.base.values, books.values, values, weights, state);
         simdgroup_barrier(mem_flags::mem_threadgroup); // before the next tile overwrites the weights
     }
-}
-
-template <int KD, int VD>
-inline void attend(constant tqkv__attend_args &args, thread const attend_task &task)
-{
-    const int C = TQKV__MAX_COLUMNS(VD);
-    uint thread_index = task.simdgroup * 32u + task.lane, partial = 0u;
-    column_memory memory = column_memory_of(task.kept, uint(C));
-    tile_range seen = tiles_seen(args, task.first_column, task.pages.list);
-    stretch_range own = stretches_of_threadgroup(args, seen, task.split);
-    column_state<VD> state;
-    tile_walk<KD> walk;
-    walk.steps = open_steps(args, seen, own, task.simdgroup, task.n_simdgroups);
-    walk.next = open_tile(args, task.pages, walk.steps.tile, row_of_lane<KD>(key_format, task.lane));
-    open_keys<KD>(args, task, first_part(args, task), walk.next.base.keys, walk.keys);
-    open_tail<KD, TQKV__TAIL_DIM(KD)>(args, task, walk.next.base.tail, walk.tail);
-    load_codebook(key_format, task.tables, thread_index, task.n_simdgroups * 32u);
-    load_codebook(value_format, task.tables + 256, thread_index, task.n_simdgroups * 32u);
-    if (tail_values<KD>() != 0) load_codebook(tail_format, task.tail_table, thread_index, task.n_simdgroups * 32u);
-    load_queries<KD>(args, task, memory);
-    threadgroup_barrier(mem_flags::mem_threadgroup);
-    codebooks books = open_codebooks(task);
-    find_newest<VD>(args, task.first_column, state);
-    FOR_COLUMNS(c) state.shift[c] = has_shifts() ? memory.shifts[c] : 0.0f;
-    for (uint stretch = own.begin; stretch < own.end; stretch++) {
-        clear_sums<VD>(state);
-        uint end = min(seen.end, first_tile_of_stretch(args, stretch + 1u));
-        add_tiles<KD, VD>(args, task, end, books, walk, state);
-        partial = keep_stretch<VD>(args, task, own, stretch, memory, state);
-    }
-    store_columns(args, task, partial, memory);
 }
 
 // The arguments of attend and attend_matrix. codes: [n_kv_heads][capacity][row_bytes], norms: [n_kv_heads][capacity][norms of a

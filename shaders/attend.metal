@@ -1,6 +1,6 @@
 // attend: partial attention of stretches of the context; attend_merge makes one result of them. Threadgroups: x KV
 // heads, y blocks of query rows, z splits of the context.
-#include "attend.h"
+#include "attend_strand.h"
 
 // D: of the keys, V: of the values. NAME: D, or D_V where V differs
 // clang-format off

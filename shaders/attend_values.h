@@ -68,16 +68,24 @@ inline uint value_row_of_lane(uint step, uint lane)
     return step * uint(32 / VALUE_LANES(D)) + lane / uint(VALUE_LANES(D));
 }
 
-// The codes of a step, and for rows of several norms the factors.
-template <int D, int W>
+// The first of the 8 values that a lane has of a row's first piece.
+template <int D>
+inline uint first_value_of_lane(uint lane)
+{
+    return min(lane % uint(VALUE_LANES(D)), uint(LANE_SPAN(D)) - 1u) * 8u;
+}
+
+// The codes of a step, N a piece, and for rows of several norms the factors.
+template <int D, int W, int N = 8>
 struct value_step {
-    raw_codes<W, 8> raw[VALUE_PIECES(D)];
+    raw_codes<W, N> raw[VALUE_PIECES(D)];
     float scale[VALUE_PIECES(D)];
 };
 
-template <int D, int W>
+// value: the lane's first one
+template <int D, int W, int N>
 inline void load_value_step(constant tqkv__attend_args &args, thread const attend_task &task, uint base, uint number,
-                            thread value_step<D, W> &step)
+                            uint value, thread value_step<D, W, N> &step)
 {
     const uint block = norm_block<D>(value_format), bytes = row_bytes<D>(value_format);
     stream_rows values = task.values;
@@ -85,9 +93,8 @@ inline void load_value_step(constant tqkv__attend_args &args, thread const atten
     device const uchar *codes = value_codes(args, values.codes, bytes, base, row);
     TQKV_UNROLL
     for (int j = 0; j < VALUE_PIECES(D); j++) {
-        uint part = min(task.lane % uint(VALUE_LANES(D)), uint(LANE_SPAN(D)) - 1u);
-        uint first = (uint(j * LANE_SPAN(D)) + part) * 8u;
-        load_codes<D, W, 8>(value_format, codes, first, step.raw[j]);
+        uint first = value + uint(j * LANE_SPAN(D)) * 8u;
+        load_codes<D, W, N>(value_format, codes, first, step.raw[j]);
         step.scale[j] = 1.0f;
         if (!one_norm<D>(value_format))
             step.scale[j] = stored_scale<D>(value_format, values, value_slot(args, base, row), first / block,
@@ -96,24 +103,24 @@ inline void load_value_step(constant tqkv__attend_args &args, thread const atten
 }
 
 // out[c] += weight * value, over the rows of step `number`.
-template <int D, int W>
-inline void add_value_step(thread const value_step<D, W> &step, uint number, uint lane, thread const codebook &book,
-                           threadgroup const float *weights, thread column_state<D> &state)
+template <int D, int W, int N, int S>
+inline void add_value_step(thread const value_step<D, W, N> &step, uint number, uint lane, thread const codebook &book,
+                           threadgroup const float *weights, thread float (&out)[TQKV__MAX_COLUMNS(D)][S])
 {
     const int C = TQKV__MAX_COLUMNS(D);
     float weight[C];
     load_weights<C>(weights, value_row_of_lane<D>(number, lane), weight);
     TQKV_UNROLL
     for (int j = 0; j < VALUE_PIECES(D); j++) {
-        float x[8];
-        values_at<W, 8, 8>(value_format, step.raw[j], 0, book, x);
+        float x[N];
+        values_at<W, N, N>(value_format, step.raw[j], 0, book, x);
         FOR_COLUMNS(c)
         {
             // A masked slot may hold halves or norms that are NaN, and 0 * NaN is not 0.
             if ((W == 16 || !one_norm<D>(value_format)) && weight[c] == 0.0f) continue;
             float factor = one_norm<D>(value_format) ? weight[c] : weight[c] * step.scale[j];
             TQKV_UNROLL
-            for (int i = 0; i < 8; i++) state.out[c][j * 8 + i] = fma(factor, x[i], state.out[c][j * 8 + i]);
+            for (int i = 0; i < N; i++) out[c][j * N + i] = fma(factor, x[i], out[c][j * N + i]);
         }
     }
 }
@@ -126,19 +133,20 @@ inline void add_values(constant tqkv__attend_args &args, thread const attend_tas
                        threadgroup const float *weights, thread column_state<D> &state)
 {
     const int L = VALUE_LANES(D), B = VALUE_BATCH(D, W);
+    const uint value = first_value_of_lane<D>(task.lane);
     const uint end = TQKV_PLAIN_LOADS ? uint(L - B) : uint(L);
     TQKV_UNROLL_VALUES(D, W, LANE_SUMS(D) * int(columns))
     for (uint first = 0; first < end; first += uint(B)) {
         TQKV_UNROLL
         for (int b = 0; b < B; b++) {
-            add_value_step<D, W>(steps[b], first + uint(b), task.lane, book, weights, state);
+            add_value_step(steps[b], first + uint(b), task.lane, book, weights, state.out);
             if (TQKV_PLAIN_LOADS || first + uint(B) < uint(L))
-                load_value_step<D, W>(args, task, base, first + uint(B + b), steps[b]);
+                load_value_step(args, task, base, first + uint(B + b), value, steps[b]);
         }
     }
     if (!TQKV_PLAIN_LOADS) return;
     TQKV_UNROLL
-    for (int b = 0; b < B; b++) add_value_step<D, W>(steps[b], uint(L - B + b), task.lane, book, weights, state);
+    for (int b = 0; b < B; b++) add_value_step(steps[b], uint(L - B + b), task.lane, book, weights, state.out);
 }
 
 // As any_keys.
@@ -154,7 +162,8 @@ inline void load_first_values(constant tqkv__attend_args &args, thread const att
                               thread value_step<D, W> (&steps)[VALUE_BATCH(D, W)])
 {
     TQKV_UNROLL
-    for (int b = 0; b < VALUE_BATCH(D, W); b++) load_value_step<D, W>(args, task, base, uint(b), steps[b]);
+    for (int b = 0; b < VALUE_BATCH(D, W); b++)
+        load_value_step(args, task, base, uint(b), first_value_of_lane<D>(task.lane), steps[b]);
 }
 
 template <int D>

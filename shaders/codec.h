@@ -357,12 +357,12 @@ inline uint every_second_code(uint format, thread const raw_codes<W, N> &raw, in
     return (main & 0x0f0f0f0fu) | (upper & 0xf0f0f0f0u);
 }
 
-// M values from value i on, a multiple of M, which is 4 or 8.
+// M values from value i on, a multiple of M, which is 2, 4 or 8.
 template <int W, int N, int M>
 inline void values_at(uint format, thread const raw_codes<W, N> &raw, int i, thread const codebook &book,
                       thread float *x)
 {
-    if (W == 4 && main_bits(format) == 4 && upper_bits(format) != 0) {
+    if (M > 2 && W == 4 && main_bits(format) == 4 && upper_bits(format) != 0) {
         // Each word is computed once, by name: else the compiler moves the shift below into it, four times.
         uint even = every_second_code<W, N>(format, raw, i / 8 * 8);
         uint odd = every_second_code<W, N>(format, raw, i / 8 * 8 + 1);

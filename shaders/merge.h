@@ -68,6 +68,17 @@ inline void add_sums(float maximum, float sum, thread const float *out, thread r
     for (int i = 0; i < MERGE_VALUES(D); i++) row.out[i] = fma(both.added, out[i], both.kept * row.out[i]);
 }
 
+// Adds a row to sums that come before it.
+template <int D>
+inline void add_before(float maximum, float sum, thread const float *out, thread row_sums<D> &row)
+{
+    row_sums<D> before;
+    clear_row<D>(before);
+    add_sums<D>(maximum, sum, out, before);
+    add_sums<D>(row.maximum, row.sum, row.out, before);
+    row = before;
+}
+
 // Partial results that a simdgroup loads at a time: several loads are under way.
 #define MERGE_BATCH(D) (MERGE_VALUES(D) <= TQKV_MERGE_FLOATS / 8 ? 8 : TQKV_MERGE_FLOATS / MERGE_VALUES(D))
 
@@ -84,6 +95,7 @@ inline uint count_sections(constant tqkv__merge_args &args)
     return n + (args.n_first > 0 ? 1u : 0u) + (args.n_last > 0 ? 1u : 0u);
 }
 
+// Strands are added up by stretches, in the place of sections.
 inline section_range range_of_section(constant tqkv__merge_args &args, uint section)
 {
     uint length = uint(args.section), before = uint(args.before), n_ends = uint(args.n_first) + uint(args.n_last);
@@ -99,6 +111,25 @@ inline section_range range_of_section(constant tqkv__merge_args &args, uint sect
     range.first = last ? uint(args.n_first) : n_ends + first;
     range.end = last ? n_ends : n_ends + min((section + 1u) * length - before, uint(args.n_partials));
     return range;
+}
+
+// With strands the first positions come behind the only section that there is: its stretches are sections here.
+inline uint section_in_turn(constant tqkv__merge_args &args, uint turn)
+{
+    if (args.strands == 1 || args.n_first == 0) return turn;
+    uint n = uint(args.n_partials) / uint(args.section);
+    return turn < n ? turn + 1u : turn == n ? 0u : turn;
+}
+
+// The maximum of a stretch of which the partial results are strands: attend brings their sums to it before it adds them.
+inline float maximum_of_strands(constant tqkv__merge_args &args, thread const merge_task &task, section_range range)
+{
+    float maximum = -INFINITY;
+    for (uint i = range.first; i < range.end; i++) {
+        ulong at = row_offset(i + range.part + 1u, uint(args.n_rows)) + task.row;
+        maximum = max(maximum, task.partial_state[at * 2u]);
+    }
+    return maximum;
 }
 
 // Adds the partial results of a section. A load beyond the last one repeats it.
@@ -130,10 +161,15 @@ inline void add_sections(constant tqkv__merge_args &args, thread const merge_tas
                          thread row_sums<D> &total)
 {
     const int E = MERGE_VALUES(D);
-    uint section = first + task.simdgroup;
+    uint turn = first + task.simdgroup, section = section_in_turn(args, turn);
     row_sums<D> row;
     clear_row<D>(row);
-    if (section < n_sections) add_partials<D>(args, task, range_of_section(args, section), row);
+    if (turn < n_sections) {
+        section_range range = range_of_section(args, section);
+        bool ends = (section == 0u && args.n_first > 0) || (turn + 1u == n_sections && args.n_last > 0);
+        if (args.strands > 1 && !ends) row.maximum = maximum_of_strands(args, task, range);
+        add_partials<D>(args, task, range, row);
+    }
     threadgroup float *own = task.shared + task.simdgroup * uint(D + 4);
     if (task.lane < uint(TQKV__NORM_LANES(D))) {
         TQKV_UNROLL
@@ -149,7 +185,10 @@ inline void add_sections(constant tqkv__merge_args &args, thread const merge_tas
         float out[E];
         TQKV_UNROLL
         for (int i = 0; i < E; i++) out[i] = other[int(task.part) * E + i];
-        add_sums<D>(other[D], other[D + 1], out, total);
+        if (args.strands > 1 && args.n_first > 0 && section_in_turn(args, first + s) == 0u)
+            add_before<D>(other[D], other[D + 1], out, total);
+        else
+            add_sums<D>(other[D], other[D + 1], out, total);
     }
     threadgroup_barrier(mem_flags::mem_threadgroup); // before the next sections overwrite these
 }

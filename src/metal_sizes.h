@@ -102,7 +102,9 @@
 #define TQKV__ATTEND_QUERY_BYTES(D) (6 * (D)*TQKV__MAX_COLUMNS(D)) /* (1) padded queries */
 #define TQKV__ATTEND_PASS_FLOATS(D) ((D) <= 256 ? 512 : 256)       /* (2) of a simdgroup: a tile's weights, then sums */
 #define TQKV__ATTEND_SUM_BYTES(D, columns)                                                                             \
-    ((columns) * (D) <= 256 ? 1024 : 4 * TQKV__ATTEND_PASS_FLOATS(D)) /* of a pass, or of all columns */
+    ((columns) * (D) <= 256 && (columns) <= 4                                                                           \
+         ? 1024                                                                                                         \
+         : 4 * TQKV__ATTEND_PASS_FLOATS(D)) /* of a pass, or of all columns; of a strand weights and shares */
 #define TQKV__MATRIX_QUERY_BYTES(D) (32 * (D))                        /* (1) of attend_matrix: 8 queries, and */
 #define TQKV__MATRIX_SUM_BYTES(D)   (64 * ((D) + 4))                  /*     padded sums of 4 simdgroups and columns */
 #define TQKV__COLUMN_BYTES(columns) (56 * (columns)) /* (3) of attend and attend_matrix: 14 numbers a column, and */
@@ -117,6 +119,7 @@
    0, are a section. The stretches of a section are added in order, then the sections. */
 #define TQKV__STRETCH_GROWTH 4
 #define TQKV__SECTION        16
+#define TQKV__STRANDS        4 /* of a stretch of `length` tiles, each of as many: what the simdgroups of attend add up */
 #define TQKV__STRETCH_OF_TILE(tile, length, n_short)                                                                   \
     ((tile) / (length) < (n_short) ? (tile) / (length)                                                                 \
                                    : (n_short) + ((tile) - (n_short) * (length)) / (TQKV__STRETCH_GROWTH * (length)))
@@ -198,6 +201,7 @@ typedef struct tqkv__attend_args {
     int32_t stretch_tiles, n_short; /* TQKV__STRETCH_OF_TILE */
     int32_t n_splits;               /* threadgroups along the context */
     int32_t sections_each;          /* of a threadgroup; 0: that of split i has only stretch first_stretch + i */
+    int32_t strands; /* 1, or of a stretch: that of split i has only strand i % strands of stretch i / strands */
     int32_t key_capacity, key_oldest_slot;
     int32_t value_capacity, value_oldest_slot;
     float scale;                              /* not 0 */
@@ -233,7 +237,8 @@ typedef struct tqkv__merge_args {
     int32_t n_heads; /* row r is of head r modulo n_heads */
     int32_t group;   /* query heads a KV head */
     int32_t n_partials;
-    int32_t section;         /* partial results of a section: TQKV__SECTION or, if they are sections, 1 */
+    int32_t section;         /* partial results of a section: TQKV__SECTION or, if they are sections, 1; or strands */
+    int32_t strands;         /* 1, or of a stretch: all stretches are of one section */
     int32_t before;          /* those of the first section that are left out */
     int32_t n_first, n_last; /* partial results of the first and last positions, before and behind the others */
     uint32_t out_token_stride, out_head_stride; /* in values */
@@ -306,10 +311,10 @@ typedef struct tqkv__table_report {
 
 TQKV__ASSERT_SIZE(tqkv__rows_args, 40);
 TQKV__ASSERT_SIZE(tqkv__rotate_args, 4);
-TQKV__ASSERT_SIZE(tqkv__attend_args, 184);
-TQKV__ASSERT_SIZE(tqkv__merge_args, 40);
-TQKV__ASSERT_SIZE(tqkv__batch_item, 324);
+TQKV__ASSERT_SIZE(tqkv__attend_args, 188);
+TQKV__ASSERT_SIZE(tqkv__merge_args, 44);
+TQKV__ASSERT_SIZE(tqkv__batch_item, 332);
 TQKV__ASSERT_SIZE(tqkv__choose_args, 52);
-TQKV__ASSERT_SIZE(tqkv__index_args, 228);
+TQKV__ASSERT_SIZE(tqkv__index_args, 232);
 TQKV__ASSERT_SIZE(tqkv__calibrate_args, 40);
 TQKV__ASSERT_SIZE(tqkv__table_report, 4692);

@@ -88,6 +88,7 @@ static void tqkv__plan_attend_args(const tqkv__attention *a, const tqkv__attend_
     args->n_short = split->n_short;
     args->n_splits = split->n_splits;
     args->sections_each = split->sections_each;
+    args->strands = split->strands;
     args->value_capacity = a->values.capacity;
     args->value_oldest_slot = args->kv_len ? tqkv__slot(&a->values, a->first) : 0;
     args->softcap = a->call.softcap;
@@ -375,13 +376,14 @@ static void tqkv__plan_attend_merge(tqkv_metal_dispatch *d, const tqkv__attentio
                                     const tqkv__split splits[3], const tqkv__split *all)
 {
     const tqkv__split *split = &splits[1];
-    const int length = split->sections_each ? 1 : TQKV__SECTION, before = split->first_stretch % length;
+    const int length = split->sections_each ? 1 : split->strands > 1 ? split->strands : TQKV__SECTION,
+              before = split->strands > 1 ? 0 : split->first_stretch % length;
     const int n_results = split->sections_each > 1 ? 1 : split->n_partials, most = TQKV__MERGE_SIMDGROUPS(a->value_dim);
     const int n_sections =
         (before + n_results + length - 1) / length + (splits[0].n_partials > 0) + (splits[2].n_partials > 0);
     const bool unrotate = a->unrotate_output && !b->slice.to;
-    const tqkv__merge_args args = {0, 0, 0, n_results, length, before, splits[0].n_partials, splits[2].n_partials,
-                                   0, 0};
+    const tqkv__merge_args args = {
+        0, 0, 0, n_results, length, split->strands, before, splits[0].n_partials, splits[2].n_partials, 0, 0};
     tqkv__plan_merge_begin(d, a, b, args, unrotate);
     tqkv__plan_bind_partials(d, 1, b->scratch, all, false);
     const bool center = tqkv__plan_bind_channels(d, "values' center", 5, b->values->center, &a->values, true);
@@ -521,7 +523,7 @@ static void tqkv__order_dispatches(const tqkv__attend_plan *from, tqkv_metal_pla
 static void tqkv__plan_slice(tqkv_metal_dispatch *d, const tqkv__attention *a, const tqkv__attend_buffers *b,
                              tqkv_metal_buffer src_out, bool unrotate)
 {
-    const tqkv__merge_args args = {0, 0, 0, 0, 1, 0, 0, 0, 0, 0};
+    const tqkv__merge_args args = {0, 0, 0, 0, 1, 1, 0, 0, 0, 0, 0};
     tqkv__plan_merge_begin(d, a, b, args, unrotate);
     tqkv__plan_bind(d, "src_out", 1, src_out, a->out_elements * sizeof(float), false);
     tqkv__plan_bind(d, "scratch", 2, src_out, 0, false);

@@ -118,6 +118,15 @@ static tqkv_result tqkv__add_scratch_of_end(const tqkv__attention *a, int last, 
     return TQKV_OK;
 }
 
+/* Returns the most scratch of a context whose stretches are divided into strands: it may be more than a longer one takes. */
+static size_t tqkv__scratch_of_strands(const tqkv__attention *a, const tqkv__split *split)
+{
+    const size_t few = split->n_groups ? TQKV__FEW / split->n_groups : 0,
+                 most = TQKV__STRANDS * (few < TQKV__SECTION ? few : TQKV__SECTION);
+    const size_t row = ((size_t)a->value_dim + 2) * sizeof(float);
+    return split->matrix || !most ? 0 : a->n_rows * (row * most + 2 * sizeof(float));
+}
+
 /* Finds the most scratch for any `end`. A window takes most stretches and sections where it begins with the last slot
    of a section. If the whole store takes sections, a slice of it may take stretches, up to their limit. */
 static tqkv_result tqkv__plan_most_scratch(tqkv__attention *a, size_t most_sums, size_t *bytes)
@@ -132,7 +141,9 @@ static tqkv_result tqkv__plan_most_scratch(tqkv__attention *a, size_t most_sums,
     if (r != TQKV_OK) return r;
     const size_t stretches = most_sums + a->n_rows * 2 * sizeof(float);
     *bytes = split.scratch_size;
+    const size_t strands = tqkv__scratch_of_strands(a, &split);
     if (split.sections_each == 1 && *bytes < stretches) *bytes = stretches;
+    if (*bytes < strands) *bytes = strands;
     *bytes += tqkv__list_rows_size(a) * (a->call.exact_first || a->call.exact_last ? TQKV__REGIONS : 1);
     for (int last = 0; last < 2 && r == TQKV_OK; last++) r = tqkv__add_scratch_of_end(a, last, bytes);
     return r;

@@ -16,16 +16,20 @@
                  and row, read and written, against 512 or 2048 positions of half to two bytes a value. On an H200,
                  D=128, group 2, 128k positions, I8 takes 107 microseconds with 512 slots up to slot 65536, 89 as it is,
                  and 80 with 2048 everywhere. A window sees few stretches wherever it stands, so there all are short.
+   strands       Threadgroups that share a stretch. Stretches of short contexts leave most of a GPU idle: where there are
+                 at most TQKV__FEW threadgroups, each simdgroup's part of a stretch has one of its own, whose simdgroups
+                 share its four tiles. The bits are the same.
    splits        Threadgroups along the context, each with
                  one stretch   until the stretches' sums take 32 MiB of scratch,
                  one section   beyond that, 16 stretches added up as it goes, or
                  everything    if heads and rows make 256 threadgroups already. Section and total stand in scratch.
                  All three do the same additions in the same order. */
-enum { TQKV__STRETCH_TILES = 16, TQKV__SHORT_STRETCHES = 16, TQKV__MOST_SUMS = 32 << 20, TQKV__FULL = 256 };
+enum { TQKV__STRETCH_TILES = 16, TQKV__SHORT_STRETCHES = 16, TQKV__MOST_SUMS = 32 << 20, TQKV__FULL = 256, TQKV__FEW = 64 };
 
 typedef struct tqkv__split {
-    int columns, n_simdgroups, n_splits, first_stretch, n_short, sections_each, n_partials;
+    int columns, n_simdgroups, n_splits, strands, first_stretch, n_short, sections_each, n_partials;
     bool matrix;
+    size_t n_groups;                /* threadgroups of a stretch */
     size_t sums_size, scratch_size; /* [n_partials][n_rows][head_dim]; scratch: also [1 + n_partials][n_rows][2] */
     size_t sums_at, states_at;      /* of the two, in scratch */
     size_t list_at;                 /* rows of attend_list, in their range of scratch */
@@ -83,6 +87,16 @@ static int tqkv__choose_columns(int64_t rows, int n_queries)
     return columns;
 }
 
+/* Whether a stretch is divided into its strands: where all are short and of one section, and few in their part of a
+   batch. */
+static bool tqkv__choose_strands(const tqkv__split *split, int64_t end, size_t most_sums)
+{
+    const int last = split->first_stretch + split->n_splits - 1;
+    const bool short_ones = last < split->n_short && last / TQKV__SECTION == split->first_stretch / TQKV__SECTION;
+    return short_ones && !split->matrix && !split->sections_each && end > TQKV__STRANDS && most_sums != SIZE_MAX &&
+           split->n_groups <= most_sums / (TQKV__MOST_SUMS / TQKV__FEW) / (size_t)split->n_splits;
+}
+
 /* Divides query rows and the tiles [first, end) of the keys. most_sums: bytes of the stretches' sums; SIZE_MAX: each
    stretch has its own, and all are short */
 static tqkv_result tqkv__choose_split(const tqkv__attention *a, int64_t first, int64_t end, size_t most_sums,
@@ -103,6 +117,9 @@ static tqkv_result tqkv__choose_split(const tqkv__attention *a, int64_t first, i
     const bool stretches = !full && a->n_rows <= most_sums / row / (size_t)n_stretches;
     split->n_splits = full ? 1 : stretches ? n_stretches : n_sections;
     split->sections_each = full ? n_sections : stretches ? 0 : 1;
+    split->n_groups = (size_t)(groups * a->n_kv_heads);
+    split->strands = tqkv__choose_strands(split, end, most_sums) ? TQKV__STRANDS : 1;
+    split->n_splits *= split->strands;
     split->n_partials = full && n_sections > 1 ? 2 : split->n_splits;
     split->columns = tqkv__choose_columns((each + shares - 1) / shares, a->call.list ? 1 : a->call.n_queries);
     const bool shared = split->matrix && tqkv__is_long(a->keys.head_dim); /* rows by all simdgroups of a threadgroup */

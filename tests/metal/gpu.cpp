@@ -225,16 +225,18 @@ static void force_stretches(tqkv_metal_dispatch d[2], gpu_split split, int value
     }
     const int n_stretches = TQKV__STRETCH_OF_TILE(tiles - 1, args.stretch_tiles, args.n_short) + 1;
     const int length = TQKV__SECTION, n_sections = (n_stretches + length - 1) / length;
-    const bool each = split.share == GPU_EACH || !split.share;
-    const int n_partials = each ? n_stretches : split.share == GPU_SECTIONS ? n_sections : 2;
+    const bool each = split.share == GPU_EACH || split.share == GPU_STRANDS || !split.share;
+    args.strands = merge.strands = split.share == GPU_STRANDS ? TQKV__STRANDS : 1;
+    const int n_partials = each ? n_stretches * args.strands : split.share == GPU_SECTIONS ? n_sections : 2;
     args.first_stretch = merge.before = 0;
     args.sections_each = each ? 0 : split.share == GPU_SECTIONS ? 1 : n_sections;
-    merge.section = each ? length : 1;
+    merge.section = args.strands > 1 ? args.strands : each ? length : 1;
     merge.n_partials = args.sections_each > 1 ? 1 : n_partials;
     args.n_splits = args.sections_each > 1 ? 1 : n_partials;
     d[0].grid[2] = (size_t)args.n_splits;
     const int most = split.n_simdgroups ? split.n_simdgroups : TQKV__MERGE_SIMDGROUPS(value_dim);
-    d[1].n_simdgroups = std::min(n_sections, std::min(most, TQKV__MERGE_SIMDGROUPS(value_dim)));
+    d[1].n_simdgroups =
+        std::min(args.strands > 1 ? n_stretches : n_sections, std::min(most, TQKV__MERGE_SIMDGROUPS(value_dim)));
     memcpy(d[0].arguments[0].bytes, &args, sizeof args);
     memcpy(d[1].arguments[0].bytes, &merge, sizeof merge);
     test_plan_columns(&d[0], is_by_matrices(d[0]), d[0].kernel.constants[TQKV_FC_COLUMNS] - 1);
@@ -257,6 +259,8 @@ void gpu_force(tqkv_metal_dispatch d[2], gpu_split split)
     if (split.n_simdgroups)
         d[0].n_simdgroups = by_matrices ? std::min(split.n_simdgroups, TQKV__MATRIX_SIMDGROUPS) : split.n_simdgroups;
     if (by_matrices && is_long(head_dim)) d[0].n_simdgroups = TQKV__LONG_SIMDGROUPS;
+    const bool strands = gpu_args<tqkv__attend_args>(d[0]).strands > 1;
+    if (by_matrices && strands && !split.share) split.share = GPU_EACH;
     if (split.n_stretches || split.share) force_stretches(d, split, value_dim);
 }
 

@@ -1,0 +1,281 @@
+// A strand of a stretch by a whole threadgroup, for short contexts, whose stretches alone leave most of a GPU idle. A strand is
+// what one simdgroup of attend adds up: each tile whose number has the same rest, four of them. Here each simdgroup has the
+// scores of one of these tiles, and adds up its own part of the rows over all of them, in attend's order. So the sums
+// have attend's bits, whoever makes them: attend_merge adds the strands up as attend does at the end of a stretch.
+//
+// Letters: as in attend.h.
+#ifndef TQKV_ATTEND_STRAND_H
+#define TQKV_ATTEND_STRAND_H
+#include "attend.h"
+
+// The tiles of a strand, `first` and each n_simdgroups behind it, without those that no column sees.
+struct strand_tiles {
+    uint first;
+    tile_range seen;
+};
+
+inline bool has_tile(strand_tiles tiles, uint tile)
+{
+    bool inside = tile >= tiles.seen.begin && tile < tiles.seen.end;
+    return inside && (tile < tiles.seen.gap_begin || tile >= tiles.seen.gap_end);
+}
+
+inline strand_tiles open_strand(constant tqkv__attend_args &args, tile_range seen, stretch_range own, uint strand)
+{
+    strand_tiles tiles;
+    tiles.first = first_tile_of_stretch(args, own.begin) + strand;
+    tiles.seen = seen;
+    return tiles;
+}
+
+// ---- Softmax: the maxima of the tiles, one after another, as if one simdgroup had them all ----
+
+// The largest score of each column in the simdgroup's tile: [n_simdgroups][C]. A barrier must follow.
+template <int C>
+inline void store_tile_maxima(thread const attend_task &task, thread const float *score)
+{
+    FOR_COLUMNS(c)
+    {
+        float largest = rint(simd_max(score[c]));
+        if (task.lane == 0) task.states[task.simdgroup * uint(C) + uint(c)] = largest;
+    }
+}
+
+// The maximum of a column once tile number `number` of the strand has raised it.
+template <int C>
+inline float maximum_after(thread const attend_task &task, int c, uint number)
+{
+    float maximum = NOTHING_SEEN;
+    for (uint i = 0; i <= number; i++) maximum = raised_maximum(maximum, task.states[i * uint(C) + uint(c)]);
+    return maximum;
+}
+
+// ---- Weights of the tiles, and their sums: behind a tile's weights what its lanes add to the sums, [C][32] ----
+
+template <int D>
+inline threadgroup float *weights_of_tile(thread const attend_task &task, uint number)
+{
+    return task.weights + number * ATTEND_SUM_FLOATS(D);
+}
+
+inline uint shares_after_weights() { return columns <= 2 ? 64u : (columns + 3u) / 4u * 128u; }
+
+template <int D>
+inline void weigh_strand_tile(thread const attend_task &task, uint row, float value_scale, thread const float *score,
+                              thread const bool *seen, thread column_state<D> &state)
+{
+    const int C = TQKV__MAX_COLUMNS(D);
+    threadgroup float *weights = weights_of_tile<D>(task, task.simdgroup), *shares = weights + shares_after_weights();
+    FOR_COLUMNS(c) state.maximum[c] = maximum_after<C>(task, c, task.simdgroup);
+    store_tile_weights(row, value_scale, score, seen, state, weights);
+    FOR_COLUMNS(c) shares[uint(c) * 32u + task.lane] = state.sum[c];
+}
+
+// Maximum and sum of a strand's columns, for attend_merge: each simdgroup has its own columns.
+template <int D>
+inline void store_strand_states(constant tqkv__attend_args &args, thread const attend_task &task, uint used,
+                                column_memory memory)
+{
+    const int C = TQKV__MAX_COLUMNS(D);
+    const uint n_rows = uint(args.n_queries) * uint(args.n_kv_heads) * uint(args.group);
+    for (uint c = task.simdgroup; c < used; c += task.n_simdgroups) {
+        float maximum = NOTHING_SEEN, sum = 0.0f;
+        for (uint i = 0; i < task.n_simdgroups; i++) {
+            float before = maximum;
+            maximum = raised_maximum(before, task.states[i * uint(C) + c]);
+            sum *= share_of(before, maximum);
+            sum += weights_of_tile<D>(task, i)[shares_after_weights() + c * 32u + task.lane];
+        }
+        sum = simd_sum(sum);
+        if (task.lane != 0) continue;
+        ulong to = (row_offset(task.split + 1u, n_rows) + ulong(memory.rows[c])) * 2u;
+        task.partial_state[to] = maximum == NOTHING_SEEN ? -INFINITY : maximum;
+        task.partial_state[to + 1u] = sum;
+        if (has_shifts() && task.split == 0) task.partial_state[ulong(memory.rows[c]) * 2u] = memory.shifts[c];
+    }
+}
+
+// ---- Values: the lanes lie across a row as in attend_values.h, but four of them have the 8 values of one there ----
+
+#define STRAND_VALUES    2 // a lane has of a piece
+#define STRAND_BATCH(D)  (16 / VALUE_PIECES(D) < VALUE_LANES(D) ? 16 / VALUE_PIECES(D) : VALUE_LANES(D))
+#define STRAND_SUMS(D)   (STRAND_VALUES * VALUE_PIECES(D))
+#define STRAND_QUADS(D)  uint(VALUE_LANES(D) / TQKV__STRANDS) // of four lanes, of a simdgroup and row
+
+// The lane of attend_values.h whose values the lane has a part of: it may have none.
+template <int D>
+inline uint strand_part(thread const attend_task &task)
+{
+    return task.simdgroup * STRAND_QUADS(D) + task.lane / 4u % STRAND_QUADS(D);
+}
+
+template <int D, int W>
+struct strand_steps {
+    value_step<D, W, STRAND_VALUES> step[STRAND_BATCH(D)];
+};
+
+template <int D>
+struct any_strand_steps {
+    strand_steps<D, 4> of_4;
+    strand_steps<D, 8> of_8;
+    strand_steps<D, 16> of_16;
+};
+
+// The batch of steps from `first` on, of the tile at slot `base`.
+template <int D, int W>
+inline void load_strand_steps(constant tqkv__attend_args &args, thread const attend_task &task, uint base, uint first,
+                              uint value, thread strand_steps<D, W> &steps)
+{
+    TQKV_UNROLL
+    for (int b = 0; b < STRAND_BATCH(D); b++)
+        load_value_step(args, task, base, first + uint(b), value, steps.step[b]);
+}
+
+// `steps` holds the first ones of the first tile. Each is loaded as soon as an earlier one makes room.
+template <int D, int W>
+inline void add_strand_values(constant tqkv__attend_args &args, thread const attend_task &task,
+                              thread const strand_tiles &tiles, uint base, uint value, thread const codebook &book,
+                              thread strand_steps<D, W> &steps,
+                              thread float (&out)[TQKV__MAX_COLUMNS(D)][STRAND_SUMS(D)])
+{
+    const int C = TQKV__MAX_COLUMNS(D), B = STRAND_BATCH(D);
+    const uint L = uint(VALUE_LANES(D)), n = task.n_simdgroups;
+    float maximum[C];
+    TQKV_UNROLL
+    for (int c = 0; c < C; c++) maximum[c] = NOTHING_SEEN;
+    for (uint i = 0; i < n; i++) {
+        const bool exists = has_tile(tiles, tiles.first + i * n);
+        const uint next = find_tile(args, task.pages, tiles.first + min(i + 1u, n - 1u) * n).values;
+        threadgroup const float *weights = weights_of_tile<D>(task, i);
+        FOR_COLUMNS(c)
+        {
+            float before = maximum[c];
+            maximum[c] = raised_maximum(before, task.states[i * uint(C) + uint(c)]);
+            if (maximum[c] == before) continue;
+            float shrink = share_of(before, maximum[c]);
+            TQKV_UNROLL
+            for (int v = 0; v < STRAND_SUMS(D); v++) out[c][v] *= shrink;
+        }
+        for (uint first = 0; first < L; first += uint(B)) {
+            const bool last = first + uint(B) == L;
+            TQKV_UNROLL
+            for (int b = 0; b < B; b++) {
+                if (exists) add_value_step(steps.step[b], first + uint(b), task.lane, book, weights, out);
+                load_value_step(args, task, last ? next : base, (last ? 0u : first + uint(B)) + uint(b), value,
+                                steps.step[b]);
+            }
+        }
+        base = next;
+    }
+}
+
+// The sums over the lanes whose rows differ, in the order of add_lanes.
+template <int D>
+inline void store_strand_sums(constant tqkv__attend_args &args, thread const attend_task &task, uint used, uint value,
+                              column_memory memory,
+                              thread float (&out)[TQKV__MAX_COLUMNS(D)][STRAND_SUMS(D)])
+{
+    const int C = TQKV__MAX_COLUMNS(D);
+    const uint n_rows = uint(args.n_queries) * uint(args.n_kv_heads) * uint(args.group);
+    const bool own = task.lane < uint(VALUE_LANES(D)) && strand_part<D>(task) < uint(LANE_SPAN(D));
+    FOR_COLUMNS(c)
+    {
+        TQKV_UNROLL
+        for (int v = 0; v < STRAND_SUMS(D); v++) {
+            TQKV_UNROLL
+            for (int distance = VALUE_LANES(D); distance < 32; distance *= 2)
+                out[c][v] += simd_shuffle_xor(out[c][v], ushort(distance));
+        }
+        if (!own || uint(c) >= used) continue;
+        ulong row = row_offset(task.split, n_rows) + ulong(memory.rows[c]);
+        device float *to = task.partial_out + (row * ulong(D) + ulong(value));
+        TQKV_UNROLL
+        for (int v = 0; v < STRAND_SUMS(D); v++)
+            to[v / STRAND_VALUES * LANE_SPAN(D) * 8 + v % STRAND_VALUES] = out[c][v];
+    }
+}
+
+// ---- The strand ----
+
+template <int KD, int VD>
+inline void attend_strand(constant tqkv__attend_args &args, thread const attend_task &task,
+                          thread const strand_tiles &tiles, thread const codebooks &books, column_memory memory,
+                          thread tile_walk<KD> &walk, thread column_state<VD> &state)
+{
+    const int C = TQKV__MAX_COLUMNS(VD), T = TQKV__TAIL_DIM(KD);
+    const uint used = min(uint(columns), end_of_columns(args, task) - task.first_column);
+    const uint value = min(strand_part<VD>(task), uint(LANE_SPAN(VD)) - 1u) * 8u + task.lane % 4u * uint(STRAND_VALUES);
+    const uint first = find_tile(args, task.pages, tiles.first).values;
+    tile_place at = walk.next;
+    float score[C], out[C][STRAND_SUMS(VD)];
+    bool seen[C];
+    clear_sums(state);
+    if (!has_tile(tiles, walk.steps.tile)) at.position = 0x7fffffff;
+    float key_scale = row_scale<KD>(key_format, task.keys, key_slot(args, rows_apart(), at.base.keys, at.row),
+                                    args.key_block_scale);
+    float value_scale = row_scale<VD>(value_format, task.values, value_slot(args, at.base.values, at.row),
+                                      args.value_block_scale);
+    any_strand_steps<VD> steps;
+    WITH_CODES(value_format, steps, load_strand_steps<VD, W>(args, task, first, 0u, value, codes));
+    score_any_tile<KD, C>(args, task, first_part(args, task), at.base.keys, at.base.keys, books.keys, walk.keys, score);
+    add_tail<KD, T, C>(args, task, at.base.tail, at.base.tail, at.row, books.tail, walk.tail, key_scale, score);
+    mask_scores(args, task, at, key_scale, state, score, seen);
+    store_tile_maxima<C>(task, score);
+    threadgroup_barrier(mem_flags::mem_threadgroup);
+    weigh_strand_tile(task, at.row, value_scale, score, seen, state);
+    threadgroup_barrier(mem_flags::mem_threadgroup);
+    TQKV_UNROLL
+    for (int c = 0; c < C; c++) {
+        TQKV_UNROLL
+        for (int v = 0; v < STRAND_SUMS(VD); v++) out[c][v] = 0.0f;
+    }
+    WITH_CODES(value_format, steps,
+               add_strand_values<VD, W>(args, task, tiles, first, value, books.values, codes, out));
+    store_strand_sums<VD>(args, task, used, value, memory, out);
+    store_strand_states<VD>(args, task, used, memory);
+}
+
+// ---- The kernel ----
+
+// Stretches of the context, or a strand of one. A pipeline that has fewer simdgroups than a stretch has strands adds up other
+// tiles in each: then the threadgroup of the first strand has the whole stretch, and the others add nothing.
+template <int KD, int VD>
+inline void attend(constant tqkv__attend_args &args, thread const attend_task &task)
+{
+    const int C = TQKV__MAX_COLUMNS(VD);
+    const uint strands = uint(args.strands), n_threads = task.n_simdgroups * 32u;
+    const bool alone = strands > 1u && task.n_simdgroups == strands;
+    uint thread_index = task.simdgroup * 32u + task.lane, partial = 0u;
+    column_memory memory = column_memory_of(task.kept, uint(C));
+    tile_range seen = tiles_seen(args, task.first_column, task.pages.list);
+    stretch_range own = stretches_of_threadgroup(args, seen, task.split / strands);
+    strand_tiles strand = open_strand(args, seen, own, task.split % strands);
+    column_state<VD> state;
+    tile_walk<KD> walk;
+    walk.steps = open_steps(args, seen, own, task.simdgroup, task.n_simdgroups);
+    if (alone) walk.steps.tile = strand.first + task.simdgroup * strands;
+    walk.next = open_tile(args, task.pages, walk.steps.tile, row_of_lane<KD>(key_format, task.lane));
+    open_keys<KD>(args, task, first_part(args, task), walk.next.base.keys, walk.keys);
+    open_tail<KD, TQKV__TAIL_DIM(KD)>(args, task, walk.next.base.tail, walk.tail);
+    load_codebook(key_format, task.tables, thread_index, n_threads);
+    load_codebook(value_format, task.tables + 256, thread_index, n_threads);
+    if (tail_values<KD>() != 0) load_codebook(tail_format, task.tail_table, thread_index, n_threads);
+    load_queries<KD>(args, task, memory);
+    threadgroup_barrier(mem_flags::mem_threadgroup);
+    codebooks books = open_codebooks(task);
+    find_newest<VD>(args, task.first_column, state);
+    FOR_COLUMNS(c) state.shift[c] = has_shifts() ? memory.shifts[c] : 0.0f;
+    if (alone) {
+        attend_strand<KD, VD>(args, task, strand, books, memory, walk, state);
+        return;
+    }
+    for (uint stretch = own.begin; stretch < own.end; stretch++) {
+        clear_sums<VD>(state);
+        uint end = min(seen.end, first_tile_of_stretch(args, stretch + 1u));
+        add_tiles<KD, VD>(args, task, task.split % strands == 0u ? end : 0u, books, walk, state);
+        partial = keep_stretch<VD>(args, task, own, stretch, memory, state);
+    }
+    store_columns(args, task, partial, memory);
+}
+
+#endif
