@@ -30,24 +30,37 @@ inline strand_tiles open_strand(constant tqkv__attend_args &args, tile_range see
 
 // ---- Softmax: the maxima of the tiles, one after another, as if one simdgroup had them all ----
 
-// The largest score of each column in the simdgroup's tile: [n_simdgroups][C]. A barrier must follow.
+// The largest score of each column in the simdgroup's tile: [C][TQKV__STRANDS]. A barrier must follow.
 template <int C>
 inline void store_tile_maxima(thread const attend_task &task, thread const float *score)
 {
     FOR_COLUMNS(c)
     {
         float largest = rint(simd_max(score[c]));
-        if (task.lane == 0) task.states[task.simdgroup * uint(C) + uint(c)] = largest;
+        if (task.lane == 0) task.states[uint(c * TQKV__STRANDS) + task.simdgroup] = largest;
     }
 }
 
-// The maximum of a column once tile number `number` of the strand has raised it.
-template <int C>
-inline float maximum_after(thread const attend_task &task, int c, uint number)
+// The maximum of a column once each tile of the strand has raised it.
+struct raised_maxima {
+    float after[TQKV__STRANDS];
+};
+
+inline raised_maxima raise_over_tiles(thread const attend_task &task, uint c)
 {
-    float maximum = NOTHING_SEEN;
-    for (uint i = 0; i <= number; i++) maximum = raised_maximum(maximum, task.states[i * uint(C) + uint(c)]);
-    return maximum;
+    float4 largest = *(threadgroup const float4 *)(task.states + c * uint(TQKV__STRANDS));
+    raised_maxima maxima;
+    maxima.after[0] = raised_maximum(NOTHING_SEEN, largest.x);
+    maxima.after[1] = raised_maximum(maxima.after[0], largest.y);
+    maxima.after[2] = raised_maximum(maxima.after[1], largest.z);
+    maxima.after[3] = raised_maximum(maxima.after[2], largest.w);
+    return maxima;
+}
+
+// What the sums of the tiles before tile i are multiplied by.
+inline float shrink_before(raised_maxima maxima, int i)
+{
+    return i == 0 ? 1.0f : share_of(maxima.after[i == 0 ? 0 : i - 1], maxima.after[i]);
 }
 
 // ---- Weights of the tiles, and their sums: behind a tile's weights what its lanes add to the sums, [C][32] ----
@@ -66,7 +79,13 @@ inline void weigh_strand_tile(thread const attend_task &task, uint row, float va
 {
     const int C = TQKV__MAX_COLUMNS(D);
     threadgroup float *weights = weights_of_tile<D>(task, task.simdgroup), *shares = weights + shares_after_weights();
-    FOR_COLUMNS(c) state.maximum[c] = maximum_after<C>(task, c, task.simdgroup);
+    FOR_COLUMNS(c)
+    {
+        raised_maxima maxima = raise_over_tiles(task, uint(c));
+        TQKV_UNROLL
+        for (int i = 0; i < TQKV__STRANDS; i++)
+            if (task.simdgroup == uint(i)) state.maximum[c] = maxima.after[i];
+    }
     store_tile_weights(row, value_scale, score, seen, state, weights);
     FOR_COLUMNS(c) shares[uint(c) * 32u + task.lane] = state.sum[c];
 }
@@ -76,15 +95,14 @@ template <int D>
 inline void store_strand_states(constant tqkv__attend_args &args, thread const attend_task &task, uint used,
                                 column_memory memory)
 {
-    const int C = TQKV__MAX_COLUMNS(D);
     const uint n_rows = uint(args.n_queries) * uint(args.n_kv_heads) * uint(args.group);
-    for (uint c = task.simdgroup; c < used; c += task.n_simdgroups) {
-        float maximum = NOTHING_SEEN, sum = 0.0f;
-        for (uint i = 0; i < task.n_simdgroups; i++) {
-            float before = maximum;
-            maximum = raised_maximum(before, task.states[i * uint(C) + c]);
-            sum *= share_of(before, maximum);
-            sum += weights_of_tile<D>(task, i)[shares_after_weights() + c * 32u + task.lane];
+    for (uint c = task.simdgroup; c < used; c += uint(TQKV__STRANDS)) {
+        raised_maxima maxima = raise_over_tiles(task, c);
+        float sum = 0.0f, maximum = maxima.after[TQKV__STRANDS - 1];
+        TQKV_UNROLL
+        for (int i = 0; i < TQKV__STRANDS; i++) {
+            float own = weights_of_tile<D>(task, uint(i))[shares_after_weights() + c * 32u + task.lane];
+            sum = sum * shrink_before(maxima, i) + own;
         }
         sum = simd_sum(sum);
         if (task.lane != 0) continue;
@@ -98,7 +116,8 @@ inline void store_strand_states(constant tqkv__attend_args &args, thread const a
 // ---- Values: the lanes lie across a row as in attend_values.h, but four of them have the 8 values of one there ----
 
 #define STRAND_VALUES    2 // a lane has of a piece
-#define STRAND_BATCH(D)  (16 / VALUE_PIECES(D) < VALUE_LANES(D) ? 16 / VALUE_PIECES(D) : VALUE_LANES(D))
+#define STRAND_STEPS(D)  (TQKV__STRANDS * VALUE_LANES(D)) // of all tiles
+#define STRAND_BATCH(D)  (TQKV_STRAND_WORDS / VALUE_PIECES(D) < 2 * VALUE_LANES(D) ? TQKV_STRAND_WORDS / VALUE_PIECES(D) : 2 * VALUE_LANES(D))
 #define STRAND_SUMS(D)   (STRAND_VALUES * VALUE_PIECES(D))
 #define STRAND_QUADS(D)  uint(VALUE_LANES(D) / TQKV__STRANDS) // of four lanes, of a simdgroup and row
 
@@ -121,51 +140,69 @@ struct any_strand_steps {
     strand_steps<D, 16> of_16;
 };
 
-// The batch of steps from `first` on, of the tile at slot `base`.
-template <int D, int W>
-inline void load_strand_steps(constant tqkv__attend_args &args, thread const attend_task &task, uint base, uint first,
-                              uint value, thread strand_steps<D, W> &steps)
+// Where the values of the tiles are: slots as in tile_memory.
+struct strand_slots {
+    uint base[TQKV__STRANDS];
+};
+
+inline strand_slots find_strand(constant tqkv__attend_args &args, thread const attend_task &task,
+                                thread const strand_tiles &tiles)
 {
+    strand_slots slots;
     TQKV_UNROLL
-    for (int b = 0; b < STRAND_BATCH(D); b++)
-        load_value_step(args, task, base, first + uint(b), value, steps.step[b]);
+    for (int i = 0; i < TQKV__STRANDS; i++)
+        slots.base[i] = find_tile(args, task.pages, tiles.first + uint(i * TQKV__STRANDS)).values;
+    return slots;
 }
 
-// `steps` holds the first ones of the first tile. Each is loaded as soon as an earlier one makes room.
+// Steps count through all tiles.
+template <int D, int W>
+inline void load_strand_step(constant tqkv__attend_args &args, thread const attend_task &task,
+                             thread const strand_slots &slots, int number, uint value,
+                             thread value_step<D, W, STRAND_VALUES> &step)
+{
+    const int L = VALUE_LANES(D);
+    load_value_step(args, task, slots.base[number / L], uint(number % L), value, step);
+}
+
+template <int D, int W>
+inline void load_strand_steps(constant tqkv__attend_args &args, thread const attend_task &task,
+                              thread const strand_slots &slots, uint value, thread strand_steps<D, W> &steps)
+{
+    TQKV_UNROLL
+    for (int b = 0; b < STRAND_BATCH(D); b++) load_strand_step(args, task, slots, b, value, steps.step[b]);
+}
+
+// The sums of the tiles before tile i, brought to its maxima.
+template <int D>
+inline void shrink_sums(thread const attend_task &task, int i, thread float (&out)[TQKV__MAX_COLUMNS(D)][STRAND_SUMS(D)])
+{
+    const int C = TQKV__MAX_COLUMNS(D);
+    FOR_COLUMNS(c)
+    {
+        float shrink = shrink_before(raise_over_tiles(task, uint(c)), i);
+        TQKV_UNROLL
+        for (int v = 0; v < STRAND_SUMS(D); v++) out[c][v] *= shrink;
+    }
+}
+
+// `steps` holds the first ones. Each later one is loaded as soon as an earlier one makes room.
 template <int D, int W>
 inline void add_strand_values(constant tqkv__attend_args &args, thread const attend_task &task,
-                              thread const strand_tiles &tiles, uint base, uint value, thread const codebook &book,
-                              thread strand_steps<D, W> &steps,
+                              thread const strand_slots &slots, uint value, thread const codebook &book, thread strand_steps<D, W> &steps,
                               thread float (&out)[TQKV__MAX_COLUMNS(D)][STRAND_SUMS(D)])
 {
-    const int C = TQKV__MAX_COLUMNS(D), B = STRAND_BATCH(D);
-    const uint L = uint(VALUE_LANES(D)), n = task.n_simdgroups;
-    float maximum[C];
+    const int L = VALUE_LANES(D), B = STRAND_BATCH(D);
     TQKV_UNROLL
-    for (int c = 0; c < C; c++) maximum[c] = NOTHING_SEEN;
-    for (uint i = 0; i < n; i++) {
-        const bool exists = has_tile(tiles, tiles.first + i * n);
-        const uint next = find_tile(args, task.pages, tiles.first + min(i + 1u, n - 1u) * n).values;
-        threadgroup const float *weights = weights_of_tile<D>(task, i);
-        FOR_COLUMNS(c)
-        {
-            float before = maximum[c];
-            maximum[c] = raised_maximum(before, task.states[i * uint(C) + uint(c)]);
-            if (maximum[c] == before) continue;
-            float shrink = share_of(before, maximum[c]);
-            TQKV_UNROLL
-            for (int v = 0; v < STRAND_SUMS(D); v++) out[c][v] *= shrink;
+    for (int i = 0; i < TQKV__STRANDS; i++) {
+        if (i > 0) shrink_sums<D>(task, i, out);
+        TQKV_UNROLL
+        for (int s = 0; s < L; s++) {
+            const int number = i * L + s;
+            add_value_step(steps.step[number % B], uint(s), task.lane, book, weights_of_tile<D>(task, uint(i)), out);
+            if (number + B < STRAND_STEPS(D))
+                load_strand_step(args, task, slots, number + B, value, steps.step[number % B]);
         }
-        for (uint first = 0; first < L; first += uint(B)) {
-            const bool last = first + uint(B) == L;
-            TQKV_UNROLL
-            for (int b = 0; b < B; b++) {
-                if (exists) add_value_step(steps.step[b], first + uint(b), task.lane, book, weights, out);
-                load_value_step(args, task, last ? next : base, (last ? 0u : first + uint(B)) + uint(b), value,
-                                steps.step[b]);
-            }
-        }
-        base = next;
     }
 }
 
@@ -205,7 +242,7 @@ inline void attend_strand(constant tqkv__attend_args &args, thread const attend_
     const int C = TQKV__MAX_COLUMNS(VD), T = TQKV__TAIL_DIM(KD);
     const uint used = min(uint(columns), end_of_columns(args, task) - task.first_column);
     const uint value = min(strand_part<VD>(task), uint(LANE_SPAN(VD)) - 1u) * 8u + task.lane % 4u * uint(STRAND_VALUES);
-    const uint first = find_tile(args, task.pages, tiles.first).values;
+    const strand_slots slots = find_strand(args, task, tiles);
     tile_place at = walk.next;
     float score[C], out[C][STRAND_SUMS(VD)];
     bool seen[C];
@@ -216,7 +253,7 @@ inline void attend_strand(constant tqkv__attend_args &args, thread const attend_
     float value_scale = row_scale<VD>(value_format, task.values, value_slot(args, at.base.values, at.row),
                                       args.value_block_scale);
     any_strand_steps<VD> steps;
-    WITH_CODES(value_format, steps, load_strand_steps<VD, W>(args, task, first, 0u, value, codes));
+    WITH_CODES(value_format, steps, load_strand_steps<VD, W>(args, task, slots, value, codes));
     score_any_tile<KD, C>(args, task, first_part(args, task), at.base.keys, at.base.keys, books.keys, walk.keys, score);
     add_tail<KD, T, C>(args, task, at.base.tail, at.base.tail, at.row, books.tail, walk.tail, key_scale, score);
     mask_scores(args, task, at, key_scale, state, score, seen);
@@ -230,7 +267,7 @@ inline void attend_strand(constant tqkv__attend_args &args, thread const attend_
         for (int v = 0; v < STRAND_SUMS(VD); v++) out[c][v] = 0.0f;
     }
     WITH_CODES(value_format, steps,
-               add_strand_values<VD, W>(args, task, tiles, first, value, books.values, codes, out));
+               add_strand_values<VD, W>(args, task, slots, value, books.values, codes, out));
     store_strand_sums<VD>(args, task, used, value, memory, out);
     store_strand_states<VD>(args, task, used, memory);
 }
@@ -243,17 +280,21 @@ template <int KD, int VD>
 inline void attend(constant tqkv__attend_args &args, thread const attend_task &task)
 {
     const int C = TQKV__MAX_COLUMNS(VD);
-    const uint strands = uint(args.strands), n_threads = task.n_simdgroups * 32u;
-    const bool alone = strands > 1u && task.n_simdgroups == strands;
+    const uint n_threads = task.n_simdgroups * 32u;
+    const bool shared = args.strands > 1, alone = shared && task.n_simdgroups == uint(TQKV__STRANDS);
+    const uint number = shared ? task.split % uint(TQKV__STRANDS) : 0u;
     uint thread_index = task.simdgroup * 32u + task.lane, partial = 0u;
     column_memory memory = column_memory_of(task.kept, uint(C));
     tile_range seen = tiles_seen(args, task.first_column, task.pages.list);
-    stretch_range own = stretches_of_threadgroup(args, seen, task.split / strands);
-    strand_tiles strand = open_strand(args, seen, own, task.split % strands);
+    stretch_range own =
+        stretches_of_threadgroup(args, seen, shared ? task.split / uint(TQKV__STRANDS) : task.split);
+    strand_tiles strand = open_strand(args, seen, own, number);
     column_state<VD> state;
     tile_walk<KD> walk;
-    walk.steps = open_steps(args, seen, own, task.simdgroup, task.n_simdgroups);
-    if (alone) walk.steps.tile = strand.first + task.simdgroup * strands;
+    if (alone)
+        walk.steps.tile = strand.first + task.simdgroup * uint(TQKV__STRANDS);
+    else
+        walk.steps = open_steps(args, seen, own, task.simdgroup, task.n_simdgroups);
     walk.next = open_tile(args, task.pages, walk.steps.tile, row_of_lane<KD>(key_format, task.lane));
     open_keys<KD>(args, task, first_part(args, task), walk.next.base.keys, walk.keys);
     open_tail<KD, TQKV__TAIL_DIM(KD)>(args, task, walk.next.base.tail, walk.tail);
@@ -272,7 +313,7 @@ inline void attend(constant tqkv__attend_args &args, thread const attend_task &t
     for (uint stretch = own.begin; stretch < own.end; stretch++) {
         clear_sums<VD>(state);
         uint end = min(seen.end, first_tile_of_stretch(args, stretch + 1u));
-        add_tiles<KD, VD>(args, task, task.split % strands == 0u ? end : 0u, books, walk, state);
+        add_tiles<KD, VD>(args, task, number == 0u ? end : 0u, books, walk, state);
         partial = keep_stretch<VD>(args, task, own, stretch, memory, state);
     }
     store_columns(args, task, partial, memory);

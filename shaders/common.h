@@ -58,6 +58,11 @@ using namespace metal;
 #define TQKV_UNROLL_VALUES(D, W, sums)
 #endif
 
+// Words of codes of values that a lane loads before it uses the first of them, where a threadgroup has a strand.
+#ifndef TQKV_STRAND_WORDS
+#define TQKV_STRAND_WORDS 32
+#endif
+
 // Floats of partial results that a lane of attend_merge loads at a time.
 #ifndef TQKV_MERGE_FLOATS
 #define TQKV_MERGE_FLOATS 32

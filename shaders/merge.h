@@ -125,8 +125,9 @@ inline uint section_in_turn(constant tqkv__merge_args &args, uint turn)
 inline float maximum_of_strands(constant tqkv__merge_args &args, thread const merge_task &task, section_range range)
 {
     float maximum = -INFINITY;
-    for (uint i = range.first; i < range.end; i++) {
-        ulong at = row_offset(i + range.part + 1u, uint(args.n_rows)) + task.row;
+    TQKV_UNROLL
+    for (uint i = 0; i < uint(TQKV__STRANDS); i++) {
+        ulong at = row_offset(range.first + i + range.part + 1u, uint(args.n_rows)) + task.row;
         maximum = max(maximum, task.partial_state[at * 2u]);
     }
     return maximum;
