@@ -15507,6 +15507,8 @@ TQKV_API tqkv_result tqkv_store_load(const tqkv_store *store, int64_t position, 
 #define TQKV__MATRIX_QUERY_BYTES(D) (32 * (D))                        /* (1) of attend_matrix: 8 queries, and */
 #define TQKV__MATRIX_SUM_BYTES(D)   (64 * ((D) + 4))                  /*     padded sums of 4 simdgroups and columns */
 #define TQKV__COLUMN_BYTES(columns) (56 * (columns)) /* (3) of attend and attend_matrix: 14 numbers a column, and */
+#define TQKV__STRAND_BLOCKS(D) ((D) <= 128 ? 1 : 2) /* norms of a row of values, at most, where attend_matrix has strands */
+#define TQKV__MATRIX_STRAND_BYTES(D, n) ((D) <= 128 ? 8192 * (n) : 12288 * (n)) /* (1): factors and weights of four tiles */
 #define TQKV__STATE_BYTES(columns)  (8 * (columns))  /*     maximum and sum of a simdgroup */
 #define TQKV__MERGE_BYTES(D, n)     ((n) * ((D) + 4) * 4) /* (0) a row and its sum, n simdgroups */
 
@@ -15518,6 +15520,7 @@ TQKV_API tqkv_result tqkv_store_load(const tqkv_store *store, int64_t position, 
    0, are a section. The stretches of a section are added in order, then the sections. */
 #define TQKV__STRETCH_GROWTH 4
 #define TQKV__SECTION        16
+#define TQKV__MOST_STRAND_COLUMNS 16 /* by matrices */
 #define TQKV__STRANDS        4 /* of a stretch of `length` tiles, each of as many: what the simdgroups of attend add up */
 #define TQKV__STRETCH_OF_TILE(tile, length, n_short)                                                                   \
     ((tile) / (length) < (n_short) ? (tile) / (length)                                                                 \
@@ -16564,11 +16567,12 @@ static int tqkv__choose_columns(int64_t rows, int n_queries)
 
 /* Whether a stretch is divided into its strands: where all are short and of one section, and few in their part of a
    batch. */
-static bool tqkv__choose_strands(const tqkv__split *split, int64_t end, size_t most_sums)
+static bool tqkv__choose_strands(const tqkv__split *split, int head_dim, int64_t end, size_t most_sums)
 {
     const int last = split->first_stretch + split->n_splits - 1;
     const bool short_ones = last < split->n_short && last / TQKV__SECTION == split->first_stretch / TQKV__SECTION;
-    return short_ones && !split->matrix && !split->sections_each && end > TQKV__STRANDS && most_sums != SIZE_MAX &&
+    const bool has_strands = !split->matrix || (head_dim <= 256 && split->columns <= TQKV__MOST_STRAND_COLUMNS);
+    return short_ones && has_strands && !split->sections_each && end > TQKV__STRANDS && most_sums != SIZE_MAX &&
            split->n_groups <= most_sums / (TQKV__MOST_SUMS / TQKV__FEW) / (size_t)split->n_splits;
 }
 
@@ -16593,10 +16597,11 @@ static tqkv_result tqkv__choose_split(const tqkv__attention *a, int64_t first, i
     split->n_splits = full ? 1 : stretches ? n_stretches : n_sections;
     split->sections_each = full ? n_sections : stretches ? 0 : 1;
     split->n_groups = (size_t)(groups * a->n_kv_heads);
-    split->strands = tqkv__choose_strands(split, end, most_sums) ? TQKV__STRANDS : 1;
-    split->n_splits *= split->strands;
     split->n_partials = full && n_sections > 1 ? 2 : split->n_splits;
     split->columns = tqkv__choose_columns((each + shares - 1) / shares, a->call.list ? 1 : a->call.n_queries);
+    split->strands = tqkv__choose_strands(split, a->keys.head_dim, end, most_sums) ? TQKV__STRANDS : 1;
+    split->n_splits *= split->strands;
+    split->n_partials *= split->strands;
     const bool shared = split->matrix && tqkv__is_long(a->keys.head_dim); /* rows by all simdgroups of a threadgroup */
     split->n_simdgroups = shared ? TQKV__LONG_SIMDGROUPS : end > 4 ? 4 : end > 1 ? (int)end : 1;
     const size_t n = (size_t)split->n_partials;
@@ -16937,7 +16942,9 @@ static void tqkv__plan_matrix_memory(tqkv_metal_dispatch *d, size_t head_dim, in
     const size_t rows = is_long ? TQKV__LONG_ROW_BYTES(head_dim)
                                 : TQKV__MATRIX_QUERY_BYTES(head_dim) * (columns <= 8 ? 1 : 2),
                  sums = TQKV__MATRIX_SUM_BYTES(head_dim) + (tqkv__attend_args_of(d).sections_each ? queries : 0),
-                 others = is_long ? queries + TQKV__LONG_WEIGHT_BYTES(matrices) : sums;
+                 strands = tqkv__attend_args_of(d).strands > 1 ? TQKV__MATRIX_STRAND_BYTES(head_dim, matrices) : 0,
+                 ends = sums > strands ? sums : strands,
+                 others = is_long ? queries + TQKV__LONG_WEIGHT_BYTES(matrices) : ends;
     d->memory[0] = TQKV__ATTEND_TABLE_BYTES;
     d->memory[1] = queries + rows > others ? queries + rows : others;
     d->memory[2] = d->memory_each[2] = 0;
@@ -17613,7 +17620,7 @@ static size_t tqkv__scratch_of_strands(const tqkv__attention *a, const tqkv__spl
     const size_t few = split->n_groups ? TQKV__FEW / split->n_groups : 0,
                  most = TQKV__STRANDS * (few < TQKV__SECTION ? few : TQKV__SECTION);
     const size_t row = ((size_t)a->value_dim + 2) * sizeof(float);
-    return split->matrix || !most ? 0 : a->n_rows * (row * most + 2 * sizeof(float));
+    return !most ? 0 : a->n_rows * (row * most + 2 * sizeof(float));
 }
 
 /* Finds the most scratch for any `end`. A window takes most stretches and sections where it begins with the last slot

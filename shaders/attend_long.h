@@ -151,24 +151,6 @@ inline void score_long_tile(constant tqkv__attend_args &args, thread const atten
 
 // ---- Softmax ----
 
-// The largest score of each column in the simdgroup's tile: [simdgroups][columns]. A barrier must follow.
-template <int F>
-inline void store_maxima(thread const attend_task &task, thread const sum_matrix (&score)[4][F])
-{
-    TQKV_UNROLL
-    for (int f = 0; f < F; f++) {
-        TQKV_UNROLL
-        for (int i = 0; i < 2; i++) {
-            float largest = -INFINITY;
-            TQKV_UNROLL
-            for (int p = 0; p < 4; p++) largest = max(largest, score[p][f].elements[i]);
-            largest = rint(max_of_column(largest));
-            if (TQKV__MATRIX_ROW(task.lane) == 0)
-                task.states[task.simdgroup * uint(8 * F) + uint(f * 8 + i) + TQKV__MATRIX_COLUMN(task.lane)] = largest;
-        }
-    }
-}
-
 // Raises the maxima as attend.h does it, by the scores of all tiles of the round: all simdgroups to the same.
 template <int P, int F>
 inline void raise_to_round(thread const attend_task &task, thread matrix_state<P, F> &state)
@@ -201,29 +183,6 @@ inline void raise_to_round(thread const attend_task &task, thread matrix_state<P
     }
 }
 
-// The weights of a tile in threadgroup memory, as the lanes have them: [simdgroups][4][F][32][2]
-template <int F>
-inline threadgroup float2 *weights_at(thread const attend_task &task, uint simdgroup, int p, int f)
-{
-    threadgroup float *weights = task.weights;
-    return (threadgroup float2 *)weights + (((simdgroup * 4u + uint(p)) * uint(F) + uint(f)) * 32u + task.lane);
-}
-
-template <int F>
-inline void store_tile_weights(thread const attend_task &task, thread const sum_matrix (&weight)[4][F])
-{
-    TQKV_UNROLL
-    for (int p = 0; p < 4; p++) {
-        TQKV_UNROLL
-        for (int f = 0; f < F; f++) {
-            float2 two;
-            two.x = weight[p][f].elements[0];
-            two.y = weight[p][f].elements[1];
-            *weights_at<F>(task, task.simdgroup, p, f) = two;
-        }
-    }
-}
-
 // ---- Values ----
 
 // The values' norms of a block in the lane's rows of a tile. They are loaded a tile ahead: nothing is computed from them before.
@@ -250,7 +209,7 @@ inline void scale_long_weights(constant tqkv__attend_args &args, thread const at
         float scale = has_norms(value_format) ? code_scale<D>(value_format, norms[p], args.value_block_scale) : 1.0f;
         TQKV_UNROLL
         for (int f = 0; f < F; f++) {
-            float2 two = *weights_at<F>(task, number, p, f);
+            float2 two = *weights_at<F>(task.weights, task.lane, number, p, f);
             scaled[p][f][0] = two.x * (two.x > 0.0f ? scale : 0.0f);
             scaled[p][f][1] = two.y * (two.y > 0.0f ? scale : 0.0f);
         }
@@ -336,7 +295,7 @@ inline void multiply_by_rights(int chunk, thread const value_chunk<D, W> &values
     TQKV_UNROLL
     for (int i = 0; i < N; i += 2 * G) {
         left_block left[G];
-        decode_values<D, W, G, F>(values, i, book, left);
+        decode_values<G, F>(values, i, book, left);
         multiply_stored<G, F>(left, right, 1u, lane, wide, exact, has_pairs(value_format), &state.out[chunk * N + i]);
     }
 }
@@ -554,7 +513,7 @@ inline void add_rounds(constant tqkv__attend_args &args, thread const attend_tas
         if (shares_rights<D>())
             store_rights<D, F>(args, task, norms, score);
         else
-            store_tile_weights<F>(task, score);
+            store_tile_weights<F>(task, task.weights, score);
         threadgroup_barrier(mem_flags::mem_threadgroup);
         if (task.simdgroup * uint(TQKV__LONG_VALUES) < uint(D)) {
             WITH_CODES(value_format, values,

@@ -522,20 +522,62 @@ inline void weigh_matrix_tile(constant tqkv__attend_args &args, thread const att
     weigh_scores(score, state);
 }
 
+// ---- Maxima and weights of simdgroups that share the values of their tiles ----
+
+// The largest score of each column in the simdgroup's tile: [simdgroups][columns]. A barrier must follow.
+template <int F>
+inline void store_maxima(thread const attend_task &task, thread const sum_matrix (&score)[4][F])
+{
+    TQKV_UNROLL
+    for (int f = 0; f < F; f++) {
+        TQKV_UNROLL
+        for (int i = 0; i < 2; i++) {
+            float largest = -INFINITY;
+            TQKV_UNROLL
+            for (int p = 0; p < 4; p++) largest = max(largest, score[p][f].elements[i]);
+            largest = rint(max_of_column(largest));
+            if (TQKV__MATRIX_ROW(task.lane) == 0)
+                task.states[task.simdgroup * uint(8 * F) + uint(f * 8 + i) + TQKV__MATRIX_COLUMN(task.lane)] = largest;
+        }
+    }
+}
+
+// The weights of a tile in threadgroup memory, as the lanes have them: [simdgroups][4][F][32][2]
+template <int F>
+inline threadgroup float2 *weights_at(threadgroup float *weights, uint lane, uint simdgroup, int p, int f)
+{
+    return (threadgroup float2 *)weights + (((simdgroup * 4u + uint(p)) * uint(F) + uint(f)) * 32u + lane);
+}
+
+template <int F>
+inline void store_tile_weights(thread const attend_task &task, threadgroup float *weights,
+                               thread const sum_matrix (&weight)[4][F])
+{
+    TQKV_UNROLL
+    for (int p = 0; p < 4; p++) {
+        TQKV_UNROLL
+        for (int f = 0; f < F; f++) {
+            float2 two;
+            two.x = weight[p][f].elements[0];
+            two.y = weight[p][f].elements[1];
+            *weights_at<F>(weights, task.lane, task.simdgroup, p, f) = two;
+        }
+    }
+}
+
 // ---- Values of one tile ----
 
 // The lane's codes of one chunk and two matrices of slots: those of 4 rows.
-template <int D, int W>
+template <int D, int W, int N = MATRIX_OUT_VALUES(D, W)>
 struct value_chunk {
-    raw_codes<W, MATRIX_OUT_VALUES(D, W)> raw[4];
+    raw_codes<W, N> raw[4];
 };
 
 // `half_tile`: 0 for rows 0 .. 15, 1 for the others.
-template <int D, int W>
+template <int D, int W, int N>
 inline void load_value_chunk(constant tqkv__attend_args &args, thread const attend_task &task, uint base, uint chunk,
-                             uint half_tile, thread value_chunk<D, W> &values)
+                             uint half_tile, thread value_chunk<D, W, N> &values)
 {
-    const int N = MATRIX_OUT_VALUES(D, W);
     const uint bytes = row_bytes<D>(value_format);
     uint first = (chunk * 8u + TQKV__MATRIX_ROW(task.lane)) * uint(N);
     TQKV_UNROLL
@@ -563,11 +605,10 @@ inline void clear_not_finite(thread raw_codes<W, N> (&raw)[4])
 
 // Values i .. of the lane's rows, G blocks of left factors. A pair of codes is of two rows of a factor and one of its
 // columns; the columns take turns.
-template <int D, int W, int G, int F>
-inline void decode_values(thread const value_chunk<D, W> &values, int i, thread const value_book &book,
+template <int G, int F, int D, int W, int N>
+inline void decode_values(thread const value_chunk<D, W, N> &values, int i, thread const value_book &book,
                           thread left_block (&left)[G])
 {
-    const int N = MATRIX_OUT_VALUES(D, W);
     bool wide = has_norms(value_format);
     TQKV_UNROLL
     for (int g = 0; g < 2 * G; g++) {
@@ -581,17 +622,16 @@ inline void decode_values(thread const value_chunk<D, W> &values, int i, thread 
 }
 
 // out += V^T P^T over a chunk and half of the tile.
-template <int D, int W, int P, int F>
-inline void multiply_values(int chunk, thread const value_chunk<D, W> &values, thread const value_book &book,
+template <int D, int W, int N, int P, int F>
+inline void multiply_values(int chunk, thread const value_chunk<D, W, N> &values, thread const value_book &book,
                             thread const right_pair (&right)[F], thread matrix_state<P, F> &state)
 {
-    const int N = MATRIX_OUT_VALUES(D, W);
     const int G = N % 4 == 0 ? 2 : 1; // blocks that take turns
     bool exact = !has_codebook(value_format), wide = has_norms(value_format);
     TQKV_UNROLL
     for (int i = 0; i < N; i += 2 * G) {
         left_block left[G];
-        decode_values<D, W, G, F>(values, i, book, left);
+        decode_values<G, F>(values, i, book, left);
         multiply<G, F>(left, right, wide, exact, has_pairs(value_format), &state.out[chunk * N + i]);
     }
 }
@@ -740,54 +780,6 @@ inline void add_matrix_tiles(constant tqkv__attend_args &args, thread const atte
         weigh_matrix_tile<D, F>(args, task, tile, base, whole, norms, score, state);
         add_any_matrix_values<D, F>(args, task, base.values, whole, norms, out_book, values, score, state);
     }
-}
-
-template <int D, int F>
-inline void attend_by_matrices(constant tqkv__attend_args &args, thread const attend_task &task)
-{
-    uint thread_index = task.simdgroup * 32u + task.lane, n_threads = task.n_simdgroups * 32u, partial = 0u;
-    threadgroup float *table_memory = task.tables;
-    threadgroup code_value *tables = (threadgroup code_value *)table_memory;
-    column_memory memory = column_memory_of(task.kept, uint(8 * F));
-    tile_range seen = tiles_seen(args, task.first_column, task.pages.list);
-    stretch_range own = stretches_of_threadgroup(args, seen, task.split);
-    matrix_state<D, F> state;
-    matrix_walk<D, F> walk;
-    walk.steps = open_steps(args, seen, own, task.simdgroup, task.n_simdgroups);
-    walk.base = find_tile(args, task.pages, walk.steps.tile);
-    walk.newest = newest_of_columns(args, task.first_column);
-    open_key_batch<D, F>(args, task, first_part(args, task), walk.base.keys, walk.keys);
-    if (HOLDS_NORMS(F)) load_tile_norms<D>(args, task, walk.base, walk.norms);
-    load_value_book(key_format, false, tables, thread_index, n_threads);
-    load_value_book(value_format, true, tables + 256, thread_index, n_threads);
-    load_matrix_queries<D, F>(args, task, first_part(args, task), memory);
-    threadgroup uchar *pairs = (threadgroup uchar *)(table_memory + 256 + max(1u << codebook_bits(value_format), 4u));
-    value_book key_book = open_value_book(key_format, tables, pairs, task.lane);
-    value_book out_book = open_value_book(value_format, tables + 256, pairs, task.lane);
-    if (has_pairs(key_format)) load_pairs(tables, false, thread_index, n_threads, pairs);
-    if (has_pairs(value_format)) load_pairs(tables + 256, true, thread_index, n_threads, pairs);
-    open_columns(args, task, memory, state);
-    threadgroup_barrier(mem_flags::mem_threadgroup);
-    for (uint stretch = own.begin; stretch < own.end; stretch++) {
-        clear_matrices(state);
-        uint end = min(seen.end, first_tile_of_stretch(args, stretch + 1u));
-        add_matrix_tiles<D, F>(args, task, end, key_book, out_book, walk, state);
-        partial = keep_columns<D, F>(args, task, own, stretch, memory, state);
-    }
-    store_columns(args, task, partial, memory);
-}
-
-// How many columns there are chooses the code here and nowhere else.
-template <int D>
-inline void attend_with_matrices(constant tqkv__attend_args &args, thread const attend_task &task)
-{
-    const int most = TQKV__MOST_MATRIX_COLUMNS(D) / 8;
-    if (most == 1 || columns <= 8)
-        attend_by_matrices<D, 1>(args, task);
-    else if (most == 2 || columns <= 16)
-        attend_by_matrices<D, 2>(args, task);
-    else
-        attend_by_matrices<D, most>(args, task);
 }
 
 #endif

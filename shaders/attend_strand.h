@@ -1,32 +1,10 @@
-// A strand of a stretch by a whole threadgroup, for short contexts, whose stretches alone leave most of a GPU idle. A strand is
-// what one simdgroup of attend adds up: each tile whose number has the same rest, four of them. Here each simdgroup has the
-// scores of one of these tiles, and adds up its own part of the rows over all of them, in attend's order. So the sums
-// have attend's bits, whoever makes them: attend_merge adds the strands up as attend does at the end of a stretch.
+// A strand of a stretch by lanes: strand.h says what it is. Each simdgroup has the scores of one tile as in attend.h, and adds up its
+// part of the values of all four. Then the kernel attend, of strands and of stretches.
 //
 // Letters: as in attend.h.
 #ifndef TQKV_ATTEND_STRAND_H
 #define TQKV_ATTEND_STRAND_H
-#include "attend.h"
-
-// The tiles of a strand, `first` and each n_simdgroups behind it, without those that no column sees.
-struct strand_tiles {
-    uint first;
-    tile_range seen;
-};
-
-inline bool has_tile(strand_tiles tiles, uint tile)
-{
-    bool inside = tile >= tiles.seen.begin && tile < tiles.seen.end;
-    return inside && (tile < tiles.seen.gap_begin || tile >= tiles.seen.gap_end);
-}
-
-inline strand_tiles open_strand(constant tqkv__attend_args &args, tile_range seen, stretch_range own, uint strand)
-{
-    strand_tiles tiles;
-    tiles.first = first_tile_of_stretch(args, own.begin) + strand;
-    tiles.seen = seen;
-    return tiles;
-}
+#include "strand.h"
 
 // ---- Softmax: the maxima of the tiles, one after another, as if one simdgroup had them all ----
 
@@ -41,26 +19,10 @@ inline void store_tile_maxima(thread const attend_task &task, thread const float
     }
 }
 
-// The maximum of a column once each tile of the strand has raised it.
-struct raised_maxima {
-    float after[TQKV__STRANDS];
-};
-
 inline raised_maxima raise_over_tiles(thread const attend_task &task, uint c)
 {
     float4 largest = *(threadgroup const float4 *)(task.states + c * uint(TQKV__STRANDS));
-    raised_maxima maxima;
-    maxima.after[0] = raised_maximum(NOTHING_SEEN, largest.x);
-    maxima.after[1] = raised_maximum(maxima.after[0], largest.y);
-    maxima.after[2] = raised_maximum(maxima.after[1], largest.z);
-    maxima.after[3] = raised_maximum(maxima.after[2], largest.w);
-    return maxima;
-}
-
-// What the sums of the tiles before tile i are multiplied by.
-inline float shrink_before(raised_maxima maxima, int i)
-{
-    return i == 0 ? 1.0f : share_of(maxima.after[i == 0 ? 0 : i - 1], maxima.after[i]);
+    return raise_over(largest.x, largest.y, largest.z, largest.w);
 }
 
 // ---- Weights of the tiles, and their sums: behind a tile's weights what its lanes add to the sums, [C][32] ----
@@ -81,10 +43,7 @@ inline void weigh_strand_tile(thread const attend_task &task, uint row, float va
     threadgroup float *weights = weights_of_tile<D>(task, task.simdgroup), *shares = weights + shares_after_weights();
     FOR_COLUMNS(c)
     {
-        raised_maxima maxima = raise_over_tiles(task, uint(c));
-        TQKV_UNROLL
-        for (int i = 0; i < TQKV__STRANDS; i++)
-            if (task.simdgroup == uint(i)) state.maximum[c] = maxima.after[i];
+        state.maximum[c] = maximum_of_tile(raise_over_tiles(task, uint(c)), task.simdgroup);
     }
     store_tile_weights(row, value_scale, score, seen, state, weights);
     FOR_COLUMNS(c) shares[uint(c) * 32u + task.lane] = state.sum[c];
@@ -95,7 +54,6 @@ template <int D>
 inline void store_strand_states(constant tqkv__attend_args &args, thread const attend_task &task, uint used,
                                 column_memory memory)
 {
-    const uint n_rows = uint(args.n_queries) * uint(args.n_kv_heads) * uint(args.group);
     for (uint c = task.simdgroup; c < used; c += uint(TQKV__STRANDS)) {
         raised_maxima maxima = raise_over_tiles(task, c);
         float sum = 0.0f, maximum = maxima.after[TQKV__STRANDS - 1];
@@ -105,11 +63,8 @@ inline void store_strand_states(constant tqkv__attend_args &args, thread const a
             sum = sum * shrink_before(maxima, i) + own;
         }
         sum = simd_sum(sum);
-        if (task.lane != 0) continue;
-        ulong to = (row_offset(task.split + 1u, n_rows) + ulong(memory.rows[c])) * 2u;
-        task.partial_state[to] = maximum == NOTHING_SEEN ? -INFINITY : maximum;
-        task.partial_state[to + 1u] = sum;
-        if (has_shifts() && task.split == 0) task.partial_state[ulong(memory.rows[c]) * 2u] = memory.shifts[c];
+        if (task.lane == 0)
+            store_column(args, task, task.split, c, memory, maximum == NOTHING_SEEN ? -INFINITY : maximum, sum);
     }
 }
 
@@ -139,21 +94,6 @@ struct any_strand_steps {
     strand_steps<D, 8> of_8;
     strand_steps<D, 16> of_16;
 };
-
-// Where the values of the tiles are: slots as in tile_memory.
-struct strand_slots {
-    uint base[TQKV__STRANDS];
-};
-
-inline strand_slots find_strand(constant tqkv__attend_args &args, thread const attend_task &task,
-                                thread const strand_tiles &tiles)
-{
-    strand_slots slots;
-    TQKV_UNROLL
-    for (int i = 0; i < TQKV__STRANDS; i++)
-        slots.base[i] = find_tile(args, task.pages, tiles.first + uint(i * TQKV__STRANDS)).values;
-    return slots;
-}
 
 // Steps count through all tiles.
 template <int D, int W>

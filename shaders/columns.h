@@ -202,16 +202,24 @@ inline void combine_four(thread const attend_task &task, uint each, column_memor
     store_four(total, own.to);
 }
 
-// Maxima, sums and the scores of the centre, for attend_merge. The lane of combine_states stores its column.
+// Maximum, sum and the score of the centre of a column, for attend_merge.
+inline void store_column(constant tqkv__attend_args &args, thread const attend_task &task, uint partial, uint c,
+                         column_memory memory, float maximum, float sum)
+{
+    uint n_rows = uint(args.n_queries) * uint(args.n_kv_heads) * uint(args.group);
+    ulong to = (row_offset(partial + 1u, n_rows) + ulong(memory.rows[c])) * 2u; // the first are the shifts
+    task.partial_state[to] = maximum;
+    task.partial_state[to + 1u] = sum;
+    if (has_shifts() && task.split == 0) task.partial_state[ulong(memory.rows[c]) * 2u] = memory.shifts[c];
+}
+
+// Those of all columns. The lane of combine_states stores its column.
 inline void store_columns(constant tqkv__attend_args &args, thread const attend_task &task, uint partial,
                           column_memory memory)
 {
-    uint c = task.lane, n_rows = uint(args.n_queries) * uint(args.n_kv_heads) * uint(args.group);
+    uint c = task.lane;
     if (task.simdgroup != 0 || c >= columns || task.first_column + c >= end_of_columns(args, task)) return;
-    ulong to = (row_offset(partial + 1u, n_rows) + ulong(memory.rows[c])) * 2u; // the first are the shifts
-    task.partial_state[to] = memory.totals[c * 2u];
-    task.partial_state[to + 1u] = memory.totals[c * 2u + 1u];
-    if (has_shifts() && task.split == 0) task.partial_state[ulong(memory.rows[c]) * 2u] = memory.shifts[c];
+    store_column(args, task, partial, c, memory, memory.totals[c * 2u], memory.totals[c * 2u + 1u]);
 }
 
 #endif

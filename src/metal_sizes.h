@@ -108,6 +108,8 @@
 #define TQKV__MATRIX_QUERY_BYTES(D) (32 * (D))                        /* (1) of attend_matrix: 8 queries, and */
 #define TQKV__MATRIX_SUM_BYTES(D)   (64 * ((D) + 4))                  /*     padded sums of 4 simdgroups and columns */
 #define TQKV__COLUMN_BYTES(columns) (56 * (columns)) /* (3) of attend and attend_matrix: 14 numbers a column, and */
+#define TQKV__STRAND_BLOCKS(D) ((D) <= 128 ? 1 : 2) /* norms of a row of values, at most, where attend_matrix has strands */
+#define TQKV__MATRIX_STRAND_BYTES(D, n) ((D) <= 128 ? 8192 * (n) : 12288 * (n)) /* (1): factors and weights of four tiles */
 #define TQKV__STATE_BYTES(columns)  (8 * (columns))  /*     maximum and sum of a simdgroup */
 #define TQKV__MERGE_BYTES(D, n)     ((n) * ((D) + 4) * 4) /* (0) a row and its sum, n simdgroups */
 
@@ -119,6 +121,7 @@
    0, are a section. The stretches of a section are added in order, then the sections. */
 #define TQKV__STRETCH_GROWTH 4
 #define TQKV__SECTION        16
+#define TQKV__MOST_STRAND_COLUMNS 16 /* by matrices */
 #define TQKV__STRANDS        4 /* of a stretch of `length` tiles, each of as many: what the simdgroups of attend add up */
 #define TQKV__STRETCH_OF_TILE(tile, length, n_short)                                                                   \
     ((tile) / (length) < (n_short) ? (tile) / (length)                                                                 \

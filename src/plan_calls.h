@@ -124,7 +124,7 @@ static size_t tqkv__scratch_of_strands(const tqkv__attention *a, const tqkv__spl
     const size_t few = split->n_groups ? TQKV__FEW / split->n_groups : 0,
                  most = TQKV__STRANDS * (few < TQKV__SECTION ? few : TQKV__SECTION);
     const size_t row = ((size_t)a->value_dim + 2) * sizeof(float);
-    return split->matrix || !most ? 0 : a->n_rows * (row * most + 2 * sizeof(float));
+    return !most ? 0 : a->n_rows * (row * most + 2 * sizeof(float));
 }
 
 /* Finds the most scratch for any `end`. A window takes most stretches and sections where it begins with the last slot

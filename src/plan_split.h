@@ -89,11 +89,12 @@ static int tqkv__choose_columns(int64_t rows, int n_queries)
 
 /* Whether a stretch is divided into its strands: where all are short and of one section, and few in their part of a
    batch. */
-static bool tqkv__choose_strands(const tqkv__split *split, int64_t end, size_t most_sums)
+static bool tqkv__choose_strands(const tqkv__split *split, int head_dim, int64_t end, size_t most_sums)
 {
     const int last = split->first_stretch + split->n_splits - 1;
     const bool short_ones = last < split->n_short && last / TQKV__SECTION == split->first_stretch / TQKV__SECTION;
-    return short_ones && !split->matrix && !split->sections_each && end > TQKV__STRANDS && most_sums != SIZE_MAX &&
+    const bool has_strands = !split->matrix || (head_dim <= 256 && split->columns <= TQKV__MOST_STRAND_COLUMNS);
+    return short_ones && has_strands && !split->sections_each && end > TQKV__STRANDS && most_sums != SIZE_MAX &&
            split->n_groups <= most_sums / (TQKV__MOST_SUMS / TQKV__FEW) / (size_t)split->n_splits;
 }
 
@@ -118,10 +119,11 @@ static tqkv_result tqkv__choose_split(const tqkv__attention *a, int64_t first, i
     split->n_splits = full ? 1 : stretches ? n_stretches : n_sections;
     split->sections_each = full ? n_sections : stretches ? 0 : 1;
     split->n_groups = (size_t)(groups * a->n_kv_heads);
-    split->strands = tqkv__choose_strands(split, end, most_sums) ? TQKV__STRANDS : 1;
-    split->n_splits *= split->strands;
     split->n_partials = full && n_sections > 1 ? 2 : split->n_splits;
     split->columns = tqkv__choose_columns((each + shares - 1) / shares, a->call.list ? 1 : a->call.n_queries);
+    split->strands = tqkv__choose_strands(split, a->keys.head_dim, end, most_sums) ? TQKV__STRANDS : 1;
+    split->n_splits *= split->strands;
+    split->n_partials *= split->strands;
     const bool shared = split->matrix && tqkv__is_long(a->keys.head_dim); /* rows by all simdgroups of a threadgroup */
     split->n_simdgroups = shared ? TQKV__LONG_SIMDGROUPS : end > 4 ? 4 : end > 1 ? (int)end : 1;
     const size_t n = (size_t)split->n_partials;

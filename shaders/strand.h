@@ -1,0 +1,81 @@
+// Strands, for short contexts, whose stretches alone leave most of a GPU idle. A strand is what one simdgroup of a stretch's
+// threadgroup adds up: the tiles whose numbers have the same rest, four of them. A threadgroup that has only a strand gives
+// each simdgroup one of its tiles to score. Then they agree on the maxima, leave the weights in threadgroup memory, and each adds
+// up its part of the values over all tiles, one after another. So its sums have the bits that one simdgroup gives them, and
+// attend_merge adds strands up as the end of a stretch does: how a call is divided changes no bit.
+#ifndef TQKV_STRAND_H
+#define TQKV_STRAND_H
+#include "attend.h"
+
+// The tiles of a strand, `first` and each n_simdgroups behind it, without those that no column sees.
+struct strand_tiles {
+    uint first;
+    tile_range seen;
+};
+
+inline bool has_tile(strand_tiles tiles, uint tile)
+{
+    bool inside = tile >= tiles.seen.begin && tile < tiles.seen.end;
+    return inside && (tile < tiles.seen.gap_begin || tile >= tiles.seen.gap_end);
+}
+
+inline strand_tiles open_strand(constant tqkv__attend_args &args, tile_range seen, stretch_range own, uint strand)
+{
+    strand_tiles tiles;
+    tiles.first = first_tile_of_stretch(args, own.begin) + strand;
+    tiles.seen = seen;
+    return tiles;
+}
+
+// ---- Maxima: raised by the tiles one after another, as if one simdgroup had them all ----
+
+// The maximum of a column once each tile of the strand has raised it.
+struct raised_maxima {
+    float after[TQKV__STRANDS];
+};
+
+// By the largest scores of the tiles.
+inline raised_maxima raise_over(float first, float second, float third, float fourth)
+{
+    raised_maxima maxima;
+    maxima.after[0] = raised_maximum(NOTHING_SEEN, first);
+    maxima.after[1] = raised_maximum(maxima.after[0], second);
+    maxima.after[2] = raised_maximum(maxima.after[1], third);
+    maxima.after[3] = raised_maximum(maxima.after[2], fourth);
+    return maxima;
+}
+
+// The one that the scores of tile `number` take.
+inline float maximum_of_tile(raised_maxima maxima, uint number)
+{
+    float maximum = maxima.after[0];
+    TQKV_UNROLL
+    for (int i = 1; i < TQKV__STRANDS; i++)
+        if (number == uint(i)) maximum = maxima.after[i];
+    return maximum;
+}
+
+// What the sums of the tiles before tile i are multiplied by.
+inline float shrink_before(raised_maxima maxima, int i)
+{
+    return i == 0 ? 1.0f : share_of(maxima.after[i == 0 ? 0 : i - 1], maxima.after[i]);
+}
+
+// ---- Values ----
+
+// Where the values of the tiles are: slots as in tile_memory.
+struct strand_slots {
+    uint base[TQKV__STRANDS];
+};
+
+inline strand_slots find_strand(constant tqkv__attend_args &args, thread const attend_task &task,
+                                thread const strand_tiles &tiles)
+{
+    strand_slots slots;
+    TQKV_UNROLL
+    for (int i = 0; i < TQKV__STRANDS; i++)
+        slots.base[i] = find_tile(args, task.pages, tiles.first + uint(i * TQKV__STRANDS)).values;
+    return slots;
+}
+
+#endif
