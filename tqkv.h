@@ -15448,7 +15448,9 @@ TQKV_API tqkv_result tqkv_store_load(const tqkv_store *store, int64_t position, 
 #define TQKV__BEFORE_HALVES        1 /* those before its newest halves, or */
 #define TQKV__NEWEST_HALVES        2 /* these alone */
 
-#define TQKV__CONSTANTS 35 /* of them */
+#define TQKV_FC_STRANDS            35 /* bool: attend: threadgroups may have strands of stretches */
+
+#define TQKV__CONSTANTS 36 /* of them */
 /* Whether a function constant is a uint. */
 #define TQKV__IS_NUMBER(constant)                                                                                      \
     ((constant) == TQKV_FC_FORMAT || (constant) == TQKV_FC_VALUE_FORMAT || (constant) == TQKV_FC_COLUMNS ||            \
@@ -16565,13 +16567,19 @@ static int tqkv__choose_columns(int64_t rows, int n_queries)
     return columns;
 }
 
+/* Whether attend_matrix has strands of so many columns. */
+static bool tqkv__matrix_has_strands(int head_dim, int columns)
+{
+    return head_dim <= 256 && columns <= TQKV__MOST_STRAND_COLUMNS;
+}
+
 /* Whether a stretch is divided into its strands: where all are short and of one section, and few in their part of a
    batch. */
 static bool tqkv__choose_strands(const tqkv__split *split, int head_dim, int64_t end, size_t most_sums)
 {
     const int last = split->first_stretch + split->n_splits - 1;
     const bool short_ones = last < split->n_short && last / TQKV__SECTION == split->first_stretch / TQKV__SECTION;
-    const bool has_strands = !split->matrix || (head_dim <= 256 && split->columns <= TQKV__MOST_STRAND_COLUMNS);
+    const bool has_strands = !split->matrix || tqkv__matrix_has_strands(head_dim, split->columns);
     return short_ones && has_strands && !split->sections_each && end > TQKV__STRANDS && most_sums != SIZE_MAX &&
            split->n_groups <= most_sums / (TQKV__MOST_SUMS / TQKV__FEW) / (size_t)split->n_splits;
 }
@@ -17033,6 +17041,7 @@ static void tqkv__plan_attend_splits(tqkv_metal_dispatch *d, const tqkv__attenti
     tqkv__plan_bind_channels(d, "tail's center", 15, tail->center, &a->tail, tail_center);
     tqkv__plan_bind_key_scales(d, a, b->keys, tail, center, tail_center);
     tqkv__plan_constant(d, TQKV_FC_HALVES, b->halves);
+    tqkv__plan_constant(d, TQKV_FC_STRANDS, split->strands > 1);
     tqkv__plan_bind(d, "lists", 16, b->list_rows, tqkv__list_rows_size(a), false);
     if (a->call.list) d->barrier = b->list_rows.buffer;
     tqkv__plan_bind_rows(d, "out", TQKV_METAL_ONLY_CHECKED, b->out, TQKV_FC_TYPE, a->call.output_type,
@@ -17674,7 +17683,8 @@ static bool tqkv__joins(int constant)
 {
     return constant == TQKV_FC_COLUMNS || constant == TQKV_FC_MANY_QUERIES || constant == TQKV_FC_SAME_SLOTS ||
            constant == TQKV_FC_SHORT_STORE || constant == TQKV_FC_PAGES || constant == TQKV_FC_SMALL_PAGES ||
-           constant == TQKV_FC_TREE || constant == TQKV_FC_TAIL_ELSEWHERE || constant == TQKV_FC_HALVES;
+           constant == TQKV_FC_TREE || constant == TQKV_FC_TAIL_ELSEWHERE || constant == TQKV_FC_HALVES ||
+           constant == TQKV_FC_STRANDS;
 }
 
 static bool tqkv__sees_nothing(const tqkv_metal_dispatch *attend) { return tqkv__attend_args_of(attend).kv_len == 0; }
@@ -18127,6 +18137,7 @@ static void tqkv__plan_score(const tqkv__index *x, const tqkv__index_args *args,
     tqkv__plan_constant(d, TQKV_FC_SAME_SLOTS, true);
     tqkv__plan_constant(d, TQKV_FC_SHORT_STORE, false);
     tqkv__plan_constant(d, TQKV_FC_TAIL_ELSEWHERE, false);
+    tqkv__plan_constant(d, TQKV_FC_STRANDS, false);
     tqkv__plan_constant(d, TQKV_FC_LIST, true);
     d->memory[0] = TQKV__TABLE_BYTES;
     d->memory[1] = TQKV__MATRIX_QUERY_BYTES(head_dim) * matrices;
@@ -18774,13 +18785,32 @@ static tqkv_result tqkv__visit_tables(tqkv__visitor *v, tqkv_result planned)
     return other ? tqkv__visit(v, r) : r;
 }
 
+/* Visits a plan for contexts that are short, whose stretches are divided into strands, and for others. Only attention to
+   codes has strands: it comes before that to the newest halves. */
+static tqkv_result tqkv__visit_lengths(tqkv__visitor *v, tqkv_result planned)
+{
+    const tqkv_result r = tqkv__visit_tables(v, planned);
+    for (int i = v->plan.n - 1; i >= 0 && r == TQKV_OK; i--) {
+        tqkv_metal_dispatch *d = &v->plan.d[i];
+        const uint8_t *constants = d->kernel.constants;
+        const bool lanes = d->kernel.family == TQKV_METAL_ATTEND,
+                   codes = constants[TQKV_FC_HALVES] != 1 + TQKV__NEWEST_HALVES;
+        if ((!lanes && d->kernel.family != TQKV_METAL_ATTEND_MATRIX) || !codes) continue;
+        if (!lanes && !tqkv__matrix_has_strands(d->kernel.head_dim * TQKV__DIM_UNIT, constants[TQKV_FC_COLUMNS] - 1))
+            return r;
+        tqkv__plan_constant(d, TQKV_FC_STRANDS, constants[TQKV_FC_STRANDS] == 1 + false);
+        return tqkv__visit_tables(v, r);
+    }
+    return r;
+}
+
 /* Visits attention, alone and in batches. */
 static tqkv_result tqkv__visit_attention(tqkv__visitor *v, tqkv_result planned, bool batches)
 {
-    const tqkv_result r = tqkv__visit_tables(v, planned);
+    const tqkv_result r = tqkv__visit_lengths(v, planned);
     if (r != TQKV_OK || !batches) return r;
     for (int i = 0; i < v->plan.n; i++) tqkv__plan_constant(&v->plan.d[i], TQKV_FC_BATCH, true);
-    return tqkv__visit_tables(v, r);
+    return tqkv__visit_lengths(v, r);
 }
 
 /* Visits what writes keys and values, or one of them. */

@@ -221,7 +221,7 @@ inline void attend(constant tqkv__attend_args &args, thread const attend_task &t
 {
     const int C = TQKV__MAX_COLUMNS(VD);
     const uint n_threads = task.n_simdgroups * 32u;
-    const bool shared = args.strands > 1, alone = shared && task.n_simdgroups == uint(TQKV__STRANDS);
+    const bool shared = has_strands && args.strands > 1, alone = shared && task.n_simdgroups == uint(TQKV__STRANDS);
     const uint number = shared ? task.split % uint(TQKV__STRANDS) : 0u;
     uint thread_index = task.simdgroup * 32u + task.lane, partial = 0u;
     column_memory memory = column_memory_of(task.kept, uint(C));

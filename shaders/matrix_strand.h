@@ -245,7 +245,7 @@ inline void attend_matrix_strand(constant tqkv__attend_args &args, thread const 
 template <int D, int F>
 inline void attend_by_matrices(constant tqkv__attend_args &args, thread const attend_task &task)
 {
-    const bool shared = args.strands > 1, alone = F <= 2 && shared && task.n_simdgroups == uint(TQKV__STRANDS);
+    const bool shared = has_strands && args.strands > 1, alone = F <= 2 && shared && task.n_simdgroups == uint(TQKV__STRANDS);
     const uint number = shared ? task.split % uint(TQKV__STRANDS) : 0u;
     uint thread_index = task.simdgroup * 32u + task.lane, n_threads = task.n_simdgroups * 32u, partial = 0u;
     threadgroup float *table_memory = task.tables;

@@ -21,6 +21,7 @@ constant bool has_list [[function_constant(TQKV_FC_LIST)]];
 constant bool small_pages [[function_constant(TQKV_FC_SMALL_PAGES)]];
 constant bool tail_elsewhere [[function_constant(TQKV_FC_TAIL_ELSEWHERE)]];
 constant uint halves [[function_constant(TQKV_FC_HALVES)]];
+constant bool has_strands [[function_constant(TQKV_FC_STRANDS)]];
 
 // Whether rows of a tile lie anywhere: of the keys and values, and of the tail.
 inline bool rows_apart() { return has_list || small_pages; }

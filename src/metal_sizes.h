@@ -49,7 +49,9 @@
 #define TQKV__BEFORE_HALVES        1 /* those before its newest halves, or */
 #define TQKV__NEWEST_HALVES        2 /* these alone */
 
-#define TQKV__CONSTANTS 35 /* of them */
+#define TQKV_FC_STRANDS            35 /* bool: attend: threadgroups may have strands of stretches */
+
+#define TQKV__CONSTANTS 36 /* of them */
 /* Whether a function constant is a uint. */
 #define TQKV__IS_NUMBER(constant)                                                                                      \
     ((constant) == TQKV_FC_FORMAT || (constant) == TQKV_FC_VALUE_FORMAT || (constant) == TQKV_FC_COLUMNS ||            \

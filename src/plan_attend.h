@@ -303,6 +303,7 @@ static void tqkv__plan_attend_splits(tqkv_metal_dispatch *d, const tqkv__attenti
     tqkv__plan_bind_channels(d, "tail's center", 15, tail->center, &a->tail, tail_center);
     tqkv__plan_bind_key_scales(d, a, b->keys, tail, center, tail_center);
     tqkv__plan_constant(d, TQKV_FC_HALVES, b->halves);
+    tqkv__plan_constant(d, TQKV_FC_STRANDS, split->strands > 1);
     tqkv__plan_bind(d, "lists", 16, b->list_rows, tqkv__list_rows_size(a), false);
     if (a->call.list) d->barrier = b->list_rows.buffer;
     tqkv__plan_bind_rows(d, "out", TQKV_METAL_ONLY_CHECKED, b->out, TQKV_FC_TYPE, a->call.output_type,

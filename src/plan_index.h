@@ -80,6 +80,7 @@ static void tqkv__plan_score(const tqkv__index *x, const tqkv__index_args *args,
     tqkv__plan_constant(d, TQKV_FC_SAME_SLOTS, true);
     tqkv__plan_constant(d, TQKV_FC_SHORT_STORE, false);
     tqkv__plan_constant(d, TQKV_FC_TAIL_ELSEWHERE, false);
+    tqkv__plan_constant(d, TQKV_FC_STRANDS, false);
     tqkv__plan_constant(d, TQKV_FC_LIST, true);
     d->memory[0] = TQKV__TABLE_BYTES;
     d->memory[1] = TQKV__MATRIX_QUERY_BYTES(head_dim) * matrices;

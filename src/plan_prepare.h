@@ -37,13 +37,32 @@ static tqkv_result tqkv__visit_tables(tqkv__visitor *v, tqkv_result planned)
     return other ? tqkv__visit(v, r) : r;
 }
 
+/* Visits a plan for contexts that are short, whose stretches are divided into strands, and for others. Only attention to
+   codes has strands: it comes before that to the newest halves. */
+static tqkv_result tqkv__visit_lengths(tqkv__visitor *v, tqkv_result planned)
+{
+    const tqkv_result r = tqkv__visit_tables(v, planned);
+    for (int i = v->plan.n - 1; i >= 0 && r == TQKV_OK; i--) {
+        tqkv_metal_dispatch *d = &v->plan.d[i];
+        const uint8_t *constants = d->kernel.constants;
+        const bool lanes = d->kernel.family == TQKV_METAL_ATTEND,
+                   codes = constants[TQKV_FC_HALVES] != 1 + TQKV__NEWEST_HALVES;
+        if ((!lanes && d->kernel.family != TQKV_METAL_ATTEND_MATRIX) || !codes) continue;
+        if (!lanes && !tqkv__matrix_has_strands(d->kernel.head_dim * TQKV__DIM_UNIT, constants[TQKV_FC_COLUMNS] - 1))
+            return r;
+        tqkv__plan_constant(d, TQKV_FC_STRANDS, constants[TQKV_FC_STRANDS] == 1 + false);
+        return tqkv__visit_tables(v, r);
+    }
+    return r;
+}
+
 /* Visits attention, alone and in batches. */
 static tqkv_result tqkv__visit_attention(tqkv__visitor *v, tqkv_result planned, bool batches)
 {
-    const tqkv_result r = tqkv__visit_tables(v, planned);
+    const tqkv_result r = tqkv__visit_lengths(v, planned);
     if (r != TQKV_OK || !batches) return r;
     for (int i = 0; i < v->plan.n; i++) tqkv__plan_constant(&v->plan.d[i], TQKV_FC_BATCH, true);
-    return tqkv__visit_tables(v, r);
+    return tqkv__visit_lengths(v, r);
 }
 
 /* Visits what writes keys and values, or one of them. */

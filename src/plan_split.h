@@ -87,13 +87,19 @@ static int tqkv__choose_columns(int64_t rows, int n_queries)
     return columns;
 }
 
+/* Whether attend_matrix has strands of so many columns. */
+static bool tqkv__matrix_has_strands(int head_dim, int columns)
+{
+    return head_dim <= 256 && columns <= TQKV__MOST_STRAND_COLUMNS;
+}
+
 /* Whether a stretch is divided into its strands: where all are short and of one section, and few in their part of a
    batch. */
 static bool tqkv__choose_strands(const tqkv__split *split, int head_dim, int64_t end, size_t most_sums)
 {
     const int last = split->first_stretch + split->n_splits - 1;
     const bool short_ones = last < split->n_short && last / TQKV__SECTION == split->first_stretch / TQKV__SECTION;
-    const bool has_strands = !split->matrix || (head_dim <= 256 && split->columns <= TQKV__MOST_STRAND_COLUMNS);
+    const bool has_strands = !split->matrix || tqkv__matrix_has_strands(head_dim, split->columns);
     return short_ones && has_strands && !split->sections_each && end > TQKV__STRANDS && most_sums != SIZE_MAX &&
            split->n_groups <= most_sums / (TQKV__MOST_SUMS / TQKV__FEW) / (size_t)split->n_splits;
 }

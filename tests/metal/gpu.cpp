@@ -227,6 +227,7 @@ static void force_stretches(tqkv_metal_dispatch d[2], gpu_split split, int value
     const int length = TQKV__SECTION, n_sections = (n_stretches + length - 1) / length;
     const bool each = split.share == GPU_EACH || split.share == GPU_STRANDS || !split.share;
     args.strands = merge.strands = split.share == GPU_STRANDS ? TQKV__STRANDS : 1;
+    if (args.strands > 1) d[0].kernel.constants[TQKV_FC_STRANDS] = 1 + true;
     const int n_partials = each ? n_stretches * args.strands : split.share == GPU_SECTIONS ? n_sections : 2;
     args.first_stretch = merge.before = 0;
     args.sections_each = each ? 0 : split.share == GPU_SECTIONS ? 1 : n_sections;
@@ -260,7 +261,8 @@ void gpu_force(tqkv_metal_dispatch d[2], gpu_split split)
         d[0].n_simdgroups = by_matrices ? std::min(split.n_simdgroups, TQKV__MATRIX_SIMDGROUPS) : split.n_simdgroups;
     if (by_matrices && is_long(head_dim)) d[0].n_simdgroups = TQKV__LONG_SIMDGROUPS;
     const bool strands = gpu_args<tqkv__attend_args>(d[0]).strands > 1;
-    if (by_matrices && strands && !split.share) split.share = GPU_EACH;
+    const bool none = is_long(head_dim) || d[0].kernel.constants[TQKV_FC_COLUMNS] - 1 > TQKV__MOST_STRAND_COLUMNS;
+    if (by_matrices && strands && none && !split.share) split.share = GPU_EACH;
     if (split.n_stretches || split.share) force_stretches(d, split, value_dim);
 }
 
