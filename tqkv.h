@@ -46,8 +46,8 @@
    BUILD OPTIONS (define before the include that has TQKV_IMPLEMENTATION)
 
      TQKV_STATIC            every function is static: private to the including file
-     TQKV_API               linkage of the public functions, by default `extern`; `__attribute__((visibility("default")))`
-                            shows them alone in a shared library compiled with -fvisibility=hidden
+     TQKV_API               linkage of the public functions, by default `extern`. In a shared library compiled with
+                            -fvisibility=hidden `__attribute__((visibility("default")))` shows them alone
      TQKV_EXPLAIN(text)     receives the reason of a refused call, a string that names the argument. Example:
                             fprintf(stderr, "tqkv: %s\n", text). Default: nothing. Who compiles the implementation
                             decides: a library that others link has no reasons for them
@@ -1270,8 +1270,8 @@ TQKV_API tqkv_result tqkv_metal_plan_cache_prepare(const tqkv_cache *c, tqkv_met
 #if (defined(TQKV_IMPLEMENTATION) || defined(TQKV_SHARED)) && !defined(TQKV__SHARED)
 #define TQKV__SHARED
 
-/* >>tables: one row a format, and tables: one source for C, Objective-C and the Metal shaders. TQKV_SHARED makes it visible
-   without the implementation. */
+/* >>tables: one row a format, and tables: one source for C, Objective-C and the Metal shaders. TQKV_SHARED makes it
+   visible without the implementation. */
 #define TQKV_TABLE_VERSION 8 /* changes with the tables, the argument structs, or their meaning in the kernels */
 
 #ifndef TQKV_TABLE
@@ -1286,7 +1286,7 @@ TQKV_API tqkv_result tqkv_metal_plan_cache_prepare(const tqkv_cache *c, tqkv_met
 
    m          order of the Hadamard matrix that the rotation applies across its m subrows of n values; 1: none
    grid       values that share a norm of I8: the largest multiple of 16, at most 128, that divides D
-   root       sqrt(D) and 1/sqrt(D), rounded to float: all digits, for machines that compute in wider registers        */
+   root       sqrt(D) and 1/sqrt(D), rounded to float: all digits, for machines that compute in wider registers */
 // clang-format off
 #define TQKV__SIZES(row, x)                                                           \
     /*        D   m grid root                       1/root */                         \
@@ -7389,12 +7389,13 @@ TQKV__TARGET static void TQKV__I(add_integers)(const TQKV__I(product) * p, int n
 
 #ifndef TQKV__DECODED /* true: another set of the same name has these */
 
-/* Rows that share decoded keys, and values. Enough sums in progress to hide their latency, few enough for the registers. */
+/* Rows that share decoded keys, and values. Enough sums in progress to hide their latency,
+ * few enough for the registers. */
 #define TQKV__HALF_KEY_ROWS (TQKV__INTEGER_LANES == 16 ? 4 : 3)
 #define TQKV__HALF_ROWS     (TQKV__INTEGER_LANES == 16 ? 8 : 4)
 
-/* scores[row][j] (+)= query[row] . key j for four keys, which are halves or floats; rows and halves are constants. Eight of the
-   16 sums at a time where registers hold no more. */
+/* scores[row][j] (+)= query[row] . key j for four keys, which are halves or floats; rows and halves are constants.
+   Eight of the 16 sums at a time where registers hold no more. */
 TQKV__OP void TQKV__S(score_four_halves)(const int rows, const bool halves, int dim, const uint8_t *const *keys,
                                          const float *q, bool add, float *scores)
 {
@@ -7629,6 +7630,18 @@ TQKV__OP TQKV__I(stored)
     return p;
 }
 
+/* Asks for the codes of four positions that lie as far ahead as the panel says. */
+TQKV__OP void TQKV__I(ask_ahead)(const tqkv_format format, const TQKV__I(stored) * p, const uint8_t *main_at,
+                                 const uint8_t *upper_at)
+{
+    TQKV__UNROLL
+    for (int i = 0; i < 4; i++) {
+        tqkv__prefetch(TQKV__L2, main_at + (ptrdiff_t)((size_t)i * p->stride) + p->ahead, 1);
+        if (TQKV__UPPER_BITS(format))
+            tqkv__prefetch(TQKV__L2, upper_at + (ptrdiff_t)((size_t)i * p->stride) + p->ahead, 1);
+    }
+}
+
 /* Finds sums[row][i]: the products of four positions from 4 i on with one or two rows, in the lanes that
    sum_codes_across adds up */
 TQKV__OP void TQKV__I(dot_nibbles)(const tqkv_format format, const int rows, const TQKV__I(stored) * p,
@@ -7646,12 +7659,7 @@ TQKV__OP void TQKV__I(dot_nibbles)(const tqkv_format format, const int rows, con
         }
         for (int d = 0; d < p->left; d += TQKV__NIBBLES) {
             const uint8_t *main_at = row + d / 2, *upper_at = upper + d * TQKV__UPPER_BITS(format) / 8;
-            TQKV__UNROLL
-            for (int i = 0; i < 4; i++) {
-                tqkv__prefetch(TQKV__L2, main_at + (ptrdiff_t)((size_t)i * stride) + p->ahead, 1);
-                if (TQKV__UPPER_BITS(format))
-                    tqkv__prefetch(TQKV__L2, upper_at + (ptrdiff_t)((size_t)i * stride) + p->ahead, 1);
-            }
+            TQKV__I(ask_ahead)(format, p, main_at, upper_at);
             TQKV__UNROLL
             for (int nibble = 0; nibble < 2; nibble++) {
                 TQKV__UNROLL

@@ -1,5 +1,6 @@
-/* make fuzz FUZZERS=learn SECONDS=60; AFL++: make fuzz-afl FUZZERS=learn. Two caches of one description that learns centre and
-   scale: one gets its positions in chunks, with tasks in another order and allocations that fail, the other one after the other.
+/* make fuzz FUZZERS=learn SECONDS=60; AFL++: make fuzz-afl FUZZERS=learn. Two caches of one description that learns
+   centre and scale: one gets its positions in chunks, with tasks in another order and allocations that fail,
+   the other one after the other.
    After each operation their snapshots have the same bytes, and queries the same bits. */
 #include "fuzz.h"
 #include "tests/counting.h"
@@ -129,8 +130,9 @@ static int learns_at(const twins *t)
     return n > 16 ? n : 16;
 }
 
-/* Whether the n queries of a chunk see what each sees alone. All see the whole chunk if the cache is not causal, and in a ring that
-   has wrapped they may have lost positions, or read first positions that are gone, unless n leaves room for a window. */
+/* Whether the n queries of a chunk see what each sees alone. All see the whole chunk if the cache is not causal, and in
+   a ring that has wrapped they may have lost positions, or read first positions that are gone,
+   unless n leaves room for a window. */
 static bool chunk_sees_the_same(const twins *t, int n)
 {
     const bool wrapped = t->desc.ring && tqkv_cache_end(t->chunked) > t->desc.capacity;
