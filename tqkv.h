@@ -231,20 +231,20 @@ typedef struct tqkv_cache_desc {
     /* How positions are kept. */
     tqkv_format key_format, value_format, tail_format; /* tail_format: 0 = F16 */
     /* Exact ends: so many of the first positions (a model's attention sinks), and of the newest before each query (its
-       recent window), are kept in fp16, too, and read from there: most of the weight is there. Their sum is at most the
-       capacity; F16 streams and the tail need none. The halves of the newest are room for 64 queries of one call; an
-       append of more tokens makes more room, for as many. After truncate, remove and keep the newest may be left as
-       codes until new ones come. */
+       recent window), are kept in fp16, too, and read from there: most of the weight is there. More than the
+       capacity counts as the capacity; F16 streams and the tail need none. The halves of the newest are room for 64
+       queries of one call; an append of more tokens makes more room, for as many. After truncate, remove and keep the
+       newest may be left as codes until new ones come. */
     int exact_first, exact_last;
     /* Make room for the halves of one append of so many tokens at once. On a GPU, which cannot make more, 0 = 512. */
     int exact_batch;
     /* Calibration: the cache learns centre (mean) and scale of the channels of its keys (tqkv_calibrate) from the first
        so many positions, without the exact_first. 0: not; else at least 16. More than a quarter of the capacity counts
-       as a quarter, or as 16. Until the append that reaches these positions keys and values are halves as they came, and attention is exact. That
-       append encodes them; queries at these positions still read the halves, until the next append gives their memory
-       back (with non_causal, until this one). The same codes however positions came. What it has learned is in
-       tqkv_cache_keys. On a GPU the halves' memory stays as long as the cache, because work under way may read it: a
-       copy by tqkv_cache_fork, made when the cache has learned, has none. */
+       as a quarter, or as 16. Until the append that reaches these positions keys and values are halves as they came,
+       and attention is exact. That append encodes them; queries at these positions still read the halves, until the
+       next append gives their memory back (with non_causal, until this one). The same codes however positions came.
+       What it has learned is in tqkv_cache_keys. On a GPU the halves' memory stays as long as the cache, because work
+       under way may read it: a copy by tqkv_cache_fork, made when the cache has learned, has none. */
     int calibrate;
 
     /* Attention, as the fields of tqkv_attention. */
@@ -263,7 +263,7 @@ typedef struct tqkv_cache_desc {
     uint64_t tag;             /* the caller's name for the model, 0: none; a snapshot or a fork of another is refused */
 } tqkv_cache_desc;
 
-/* A desc with formats, calibrate 512, exact_first 4 and exact_last 128 filled in; the caller adds the shape, of 132
+/* A desc with formats, calibrate 512, exact_first 4 and exact_last 128 filled in; the caller adds the shape, of 16
    positions or more. Bits a value, with norms, at head_dim 64 / 128 / 256. */
 typedef enum tqkv_preset {
     TQKV_SAFE = 0, /* I8 keys, TQ4 values: 6.5 / 6.25 / 6.19 */
@@ -13499,13 +13499,15 @@ struct tqkv_cache {
     /* What is kept besides of the first and of the newest positions, of keys, values and tail; zeros without. Halves;
        in a ring the first ones' rows of F16 streams and of the tail as they are. */
     tqkv_store ends[2][3];
-    int exact_first, exact_last, exact_batch;
-    int64_t exact_below; /* positions below it are among the first ones kept */
-    int64_t exact_from;  /* positions below it are read as codes since an edit */
-    int64_t exact_held;  /* the newest halves are there from it on */
-    void *own[2];        /* codes of the newest halves' rings in the cache's memory, of keys and values */
-    int own_room;        /* their capacity */
-    void *grown;         /* memory of newest halves for which that has no room, or NULL */
+    int exact_first, exact_last; /* at most the capacity */
+    int asked_first, asked_last; /* as in the desc */
+    int exact_batch;             /* likewise */
+    int64_t exact_below;         /* positions below it are among the first ones kept */
+    int64_t exact_from;          /* positions below it are read as codes since an edit */
+    int64_t exact_held;          /* the newest halves are there from it on */
+    void *own[2];                /* codes of the newest halves' rings in the cache's memory, of keys and values */
+    int own_room;                /* their capacity */
+    void *grown;                 /* memory of newest halves for which that has no room, or NULL */
     size_t grown_size;
     float *channels;   /* room for centres, scales and inverses, stream after stream: [n_kv_heads][head_dim] */
     int64_t first;     /* resident positions [first, attention.end) */
@@ -13664,31 +13666,31 @@ static void tqkv__end_shape(const tqkv_cache_desc *desc, int i, tqkv_cache *c)
     const bool last = tqkv__stream_kinds[i].end == TQKV__LAST_END;
     const tqkv_store *stream = tqkv__store_of(c, side);
     const int64_t batch = desc->exact_batch ? desc->exact_batch : desc->metal ? 512 : 1;
-    const int64_t room = tqkv__end_room(desc->exact_last, batch > TQKV__TILE ? batch : TQKV__TILE);
+    const int64_t room = tqkv__end_room(c->exact_last, batch > TQKV__TILE ? batch : TQKV__TILE);
     const bool halves = stream && side != TQKV__TAIL && stream->format != TQKV_F16;
     const bool as_it_is = stream && !halves && !last && desc->ring;
     tqkv_store *s = TQKV__STORE_AT(c, i);
-    if (!(last ? desc->exact_last : desc->exact_first) || (!halves && !as_it_is)) return;
+    if (!(last ? c->exact_last : c->exact_first) || (!halves && !as_it_is)) return;
     *s = *stream;
     if (halves) {
         s->format = TQKV_F16;
         s->rotated = true;
     }
     s->ring = last;
-    s->capacity = last ? (int)room : desc->exact_first;
+    s->capacity = last ? (int)room : c->exact_first;
 }
 
-/* Takes the shapes of what is kept besides. */
+/* Takes the shapes of what is kept besides. More than the capacity is what no query sees. */
 static tqkv_result tqkv__end_shapes(const tqkv_cache_desc *desc, tqkv_cache *c)
 {
     const int first = desc->exact_first, last = desc->exact_last, batch = desc->exact_batch;
     if (first < 0 || last < 0 || batch < 0) return TQKV__INVALID("exact_first, exact_last or exact_batch is negative");
-    if ((first || last) && desc->capacity > 0 && (int64_t)first + last > desc->capacity)
-        return TQKV__INVALID("exact_first + exact_last is above the capacity; a preset has 4 + 128");
-    if (tqkv__end_room(last, (int64_t)batch + 512) > INT_MAX)
+    c->exact_first = first < desc->capacity ? first : desc->capacity;
+    c->exact_last = last < desc->capacity ? last : desc->capacity;
+    if (tqkv__end_room(c->exact_last, (int64_t)batch + 512) > INT_MAX)
         return TQKV__INVALID("exact_last or exact_batch is too large");
-    c->exact_first = first;
-    c->exact_last = last;
+    c->asked_first = first;
+    c->asked_last = last;
     c->exact_batch = batch;
     c->tag = desc->tag;
     for (int i = TQKV__FIRST_KEYS; i < TQKV__STREAMS; i++) tqkv__end_shape(desc, i, c);
@@ -14744,7 +14746,7 @@ TQKV__COLD TQKV_API tqkv_result tqkv_cache_keep(tqkv_cache *c, int n, const int 
     row(key_format,   keys.format)         row(value_format, values.format)                                            \
     row(window,       attention.window)    row(scale,      attention.scale)     row(softcap,  attention.softcap)       \
     row(shared,       shared)              row(tail_dim,   tail.head_dim)       row(tail_format, tail.format)          \
-    row(exact_first,  exact_first)         row(exact_last, exact_last)          row(calibrate, calibrate)
+    row(exact_first,  asked_first)         row(exact_last, asked_last)          row(calibrate, calibrate)
 #define TQKV__CACHE_USE(row)                                                                                           \
     row(type,         keys.type)           row(sinks,      attention.sinks)     row(metal,    metal)                   \
     row(parallel,     attention.parallel)  row(allocator,  attention.allocator)                                        \
@@ -14848,8 +14850,9 @@ TQKV__COLD TQKV_API tqkv_result tqkv_cache_fork(const tqkv_cache *c, const tqkv_
         if (match != TQKV_OK) return match;
         tqkv__take_use(desc, &copied);
     }
-    if (copied.capacity > 0 && copied.capacity < c->attention.end - c->first)
-        return TQKV__REFUSE(OUT_OF_RANGE, "capacity: too small for the resident positions");
+    const int64_t resident = c->attention.end - c->first, least = resident > c->exact_below ? resident : c->exact_below;
+    if (copied.capacity > 0 && copied.capacity < least)
+        return TQKV__REFUSE(OUT_OF_RANGE, "capacity: too small for the resident or for the first positions");
     if (!c->learning) copied.calibrate = 0;
     tqkv_result r = tqkv_cache_create(&copied, &copy);
     if (r != TQKV_OK) return r;
@@ -15088,8 +15091,8 @@ static void tqkv__cache_header(const tqkv_cache *c, uint8_t *header)
                                                   tqkv__bits(a->scale),
                                                   tqkv__bits(a->softcap),
                                                   (uint32_t)c->calibrate,
-                                                  (uint32_t)c->exact_first,
-                                                  (uint32_t)c->exact_last,
+                                                  (uint32_t)c->asked_first,
+                                                  (uint32_t)c->asked_last,
                                                   (uint32_t)tqkv__range_of(c, TQKV__FIRST_KEYS).to,
                                                   0};
     tqkv__put_name(tqkv__magic, TQKV__HEADER_SIZE, header);
@@ -15169,8 +15172,8 @@ static bool tqkv__parse_header(const uint8_t *header, tqkv__header *h)
     h->end = (int64_t)tqkv__get(header + 112, 8);
     h->exact_from = (int64_t)tqkv__get(header + 120, 8);
     if (h->first < 0 || h->first > h->end || h->end - h->first > d->capacity || (!d->ring && h->first)) return false;
-    if (h->exact_from < 0 || h->exact_from > h->end || h->exact_below > d->exact_first || h->exact_below > h->end)
-        return false;
+    if (h->exact_from < 0 || h->exact_from > h->end || h->exact_below > h->end) return false;
+    if (h->exact_below > d->exact_first || h->exact_below > d->capacity) return false;
     return !h->learning || (d->calibrate && !h->centers && !h->scales && !h->exact_below);
 }
 

@@ -37,8 +37,8 @@ static void read_desc(fuzz_input *input, twins *t)
     desc->tail_format = desc->tail_dim ? test_no_format((more >> 4) % (TEST_FORMATS + 1)) : TQKV_FORMAT_DEFAULT;
     desc->ring = (flags & 8) != 0;
     desc->window = flags & 16 ? fuzz_range(input, 1, desc->capacity) : 0;
-    if (flags & 32) desc->exact_first = fuzz_range(input, 0, desc->capacity < 9 ? desc->capacity : 9);
-    if (flags & 32) desc->exact_last = fuzz_range(input, 0, desc->capacity - desc->exact_first);
+    if (flags & 32) desc->exact_first = fuzz_range(input, 0, 9);
+    if (flags & 32) desc->exact_last = fuzz_range(input, 0, desc->capacity + 9);
     desc->type = test_no_type((kind >> 6) % 3);
     desc->arithmetic = flags & 64 ? TQKV_INTEGER : TQKV_FLOAT;
     desc->non_causal = (flags & 128) != 0;
