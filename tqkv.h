@@ -5076,13 +5076,16 @@ TQKV__OP void TQKV__(decode)(const tqkv_format format, const TQKV__(panel) * pan
 /* As reorder, for a matrix of `columns`; columns and decoded are constants where that is worth the code. */
 TQKV__OP void TQKV__(reorder_matrix)(const bool decoded, const int columns, const float *from, float *to)
 {
-    TQKV__VECTOR x[TQKV__COLUMNS * TQKV__MATRIX_ROWS / TQKV__LANES];
+    enum { most = TQKV__COLUMNS * TQKV__MATRIX_ROWS / TQKV__LANES };
+    TQKV__VECTOR x[most];
     const int n = columns * TQKV__MATRIX_ROWS / TQKV__LANES;
-    TQKV__UNROLL
-    for (int i = 0; i < n; i++) x[i] = TQKV__(load)(from + i * TQKV__LANES);
+    TQKV__UNROLL /* over a constant: clang warns of a loop that it cannot unroll */
+    for (int i = 0; i < most; i++)
+        if (i < n) x[i] = TQKV__(load)(from + i * TQKV__LANES);
     TQKV__(turn)(decoded, columns, x);
     TQKV__UNROLL
-    for (int i = 0; i < n; i++) TQKV__(store)(to + i * TQKV__LANES, x[i]);
+    for (int i = 0; i < most; i++)
+        if (i < n) TQKV__(store)(to + i * TQKV__LANES, x[i]);
 }
 
 TQKV__TARGET static void TQKV__(reorder)(const tqkv__stream *s, int columns, bool decoded, const float *from, float *to)
@@ -8410,13 +8413,15 @@ TQKV__OP void tqkv__turn_step_avx512(const bool decoded, const int columns, __m5
     __m512 y[8];
     const int half = columns / 2;
     TQKV__UNROLL
-    for (int i = 0; i < half; i++) {
+    for (int i = 0; i < 4; i++) {
+        if (i >= half) break;
         const __m512 a = decoded ? x[2 * i] : x[i], b = decoded ? x[2 * i + 1] : x[half + i];
         y[decoded ? i : 2 * i] = _mm512_permutex2var_ps(a, decoded ? even : low, b);
         y[decoded ? half + i : 2 * i + 1] = _mm512_permutex2var_ps(a, decoded ? odd : high, b);
     }
     TQKV__UNROLL
-    for (int i = 0; i < 2 * half; i++) x[i] = y[i];
+    for (int i = 0; i < 8; i++)
+        if (i < 2 * half) x[i] = y[i];
 }
 TQKV__OP void tqkv__turn_avx512(const bool decoded, const int columns, __m512 *x)
 {
