@@ -552,6 +552,87 @@ void run_company(const void *parameters)
     attend_tear_down(&problem);
 }
 
+// What decides which positions the queries of a context of several stretches see, at random.
+void choose_context(attend_row &row, data_random &random)
+{
+    row.key_capacity = row.value_capacity = 130 + data_below(&random, 1000);
+    row.key_ring = row.value_ring = data_below(&random, 2) != 0;
+    row.end =
+        row.key_ring ? row.key_capacity / 2 + data_below(&random, 2000) : row.key_capacity - data_below(&random, 99);
+    row.n_queries = data_below(&random, 2) ? 1 : 1 + data_below(&random, 3);
+    row.window = data_below(&random, 3) ? 0 : 1 + data_below(&random, 700);
+    row.tree = row.n_queries > 1 && data_below(&random, 2);
+    row.non_causal = !row.tree && data_below(&random, 4) == 0;
+    if (data_below(&random, 3)) return;
+    row.list_block = 1 << 2 * data_below(&random, 4);
+    row.list_share = 0.4f;
+    row.list_newest = data_below(&random, 100);
+}
+
+// A strand by a threadgroup of its own has the bits that one simdgroup of a stretch's threadgroup gives it: by both kernels, and
+// where a pipeline has fewer simdgroups than a stretch has strands.
+void run_strands(const void *parameters)
+{
+    const int seed = *(const int *)parameters, head_dims[] = {32, 48, 64, 64, 80, 96, 128, 128, 192, 256, 512, 1024};
+    data_random random = {(uint64_t)seed + 900};
+    attend_row row = attend_default_row(test_formats[data_below(&random, TEST_FORMATS)],
+                                        test_formats[data_below(&random, TEST_FORMATS)],
+                                        head_dims[data_below(&random, 12)]);
+    choose_context(row, random);
+    row.n_kv_heads = 1;
+    row.group = 1 + data_below(&random, 9);
+    row.query_size = 10.0f; // maxima are raised often
+    row.softcap = data_below(&random, 4) ? 0.0f : 3.0f;
+    row.key_center = data_below(&random, 4) ? 0.0f : 0.5f;
+    row.key_spread = row.value_spread = data_below(&random, 3) ? 0.0f : 10.0f;
+    row.bits_alone = true;
+    attend_problem problem;
+    attend_set_up(&problem, &row);
+    const size_t n = problem.n_rows * problem.value_dim;
+    const int n_simdgroups = seed % 8 == 7 ? 2 : 4, kernel = seed % 2 ? GPU_MATRICES : GPU_LANES;
+    std::vector<float> by_strands(n, NAN);
+    CHECK_RUN(gpu_attend(&problem.attention, problem.q, problem.out, {0, n_simdgroups, 0, GPU_EACH, kernel}));
+    CHECK_RUN(
+        gpu_attend(&problem.attention, problem.q, by_strands.data(), {0, n_simdgroups, 0, GPU_STRANDS, kernel}));
+    CHECK(!memcmp(by_strands.data(), problem.out, n * sizeof(float)), "strands have other bits");
+    attend_tear_down(&problem);
+}
+
+int planned_strands(const tqkv_attention &call)
+{
+    const gpu_attention attention(call);
+    const tqkv_metal_buffer none = gpu_buffer(nullptr);
+    tqkv_metal_plan plan;
+    CHECK_RESULT(tqkv_metal_plan_attend(&attention.metal, none, none, none, &plan), TQKV_OK);
+    return gpu_args<tqkv__attend_args>(plan.d[plan.n == 4 ? 1 : 0]).strands;
+}
+
+// Queries in company leave no threadgroups for strands, and alone they do. With first and last positions as halves, which the merge
+// adds in their places.
+void run_strands_of_one(const void *parameters)
+{
+    const int seed = *(const int *)parameters;
+    attend_row row = attend_default_row(TQKV_TQ4, TQKV_I8, seed % 2 ? 64 : 32);
+    row.n_kv_heads = 8;
+    row.group = seed % 2 ? 8 : 2; // by matrices, by lanes
+    row.n_queries = seed % 2 ? 17 : 9;
+    row.key_capacity = row.value_capacity = 1200;
+    row.end = 1190;
+    row.query_size = 10.0f;
+    row.bits_alone = true;
+    if (seed / 2) row.exact_first = 5;
+    if (seed / 2) row.exact_last = 30;
+    attend_problem problem;
+    attend_set_up(&problem, &row);
+    CHECK(planned_strands(problem.attention) == 1, "the call has strands");
+    CHECK_RUN(gpu_attend(&problem.attention, problem.q, problem.out, as_planned));
+    for (int query : {0, row.n_queries - 1}) {
+        CHECK(planned_strands(call_of_one_query(problem.attention, query)) == TQKV__STRANDS, "query %d has none", query);
+        check_alone(problem.attention, problem.q, problem.out, query, as_planned);
+    }
+    attend_tear_down(&problem);
+}
+
 // One stream of keys and values, with a tail or without.
 shader_attend_row latent_row(tqkv_format keys, tqkv_format tail, int head_dim, int group)
 {
@@ -744,6 +825,9 @@ void attend_shader_cases()
     add_poisons();
     add_planned();
     for (int seed = 0; seed < 40; seed++) test_add(run_company, &seed, sizeof seed, "attend/company/%d", seed);
+    for (int seed = 0; seed < 64; seed++) test_add(run_strands, &seed, sizeof seed, "attend/strands/%d", seed);
+    for (int seed = 0; seed < 4; seed++)
+        test_add(run_strands_of_one, &seed, sizeof seed, "attend/strands/alone/%d", seed);
     const bool sanitized = gpu_schedules.size() == 1 && !gpu_on_device; // too slow for a million positions
     for (int share : {GPU_EACH, GPU_SECTIONS, GPU_EVERYTHING}) {
         const int positions = sanitized ? 1 << 13 : share == GPU_EVERYTHING || gpu_on_device ? 1 << 20 : 1 << 18;
