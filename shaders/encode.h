@@ -437,7 +437,8 @@ inline float store_codes(uint format, thread const encode_target &target, thread
     return squares;
 }
 
-// The signs of the lane's values in every row: bits and, where a lane has few values, +-1.
+// The signs of the lane's values in every row: bits and, where a lane has few values, +-1, which open_channels multiplies by the
+// factors of channels.
 #define HAS_SIGN_FACTORS(D) (!TQKV__HAS_MATRIX(D) && ENCODE_VALUES(D) <= 16)
 template <int D>
 struct row_signs {
@@ -456,16 +457,17 @@ inline row_signs<D> open_signs(uint lane)
     return signs;
 }
 
-// rotate_values by factors. A product with a sign is exact, and half of the products are part of the first stage of the
+// rotate_values by factors. A product with a sign alone is exact, and half of the products are part of the first stage of the
 // transform.
 template <int D>
-inline void rotate_by_factors(thread float *x, uint lane, thread const float *sign)
+inline void rotate_by_factors(thread float *x, uint lane, bool scaled, thread const float *factor)
 {
     TQKV_UNROLL
     for (int i = 0; i < ENCODE_VALUES(D); i += 2) {
-        float a = x[i] * sign[i];
-        x[i] = fma(x[i + 1], sign[i + 1], a);
-        x[i + 1] = fma(x[i + 1], -sign[i + 1], a);
+        float a = x[i] * factor[i], b = x[i + 1], sign = factor[i + 1];
+        if (scaled) b = b * factor[i + 1], sign = 1.0f;
+        x[i] = fma(b, sign, a);
+        x[i + 1] = fma(b, -sign, a);
     }
     hadamard_from<D, ENCODE_LANES(D), ROTATED_PIECE(D)>(x, lane, 2);
     scale_values<ENCODE_VALUES(D)>(x, TQKV__INV_SQRT(D));
@@ -535,27 +537,36 @@ inline void load_channels(thread const encode_source &source, device const float
         load_pieces<D, L, ENCODE_PIECE(D)>(from, lane, x);
 }
 
-// The centre of the lane's values, and what they are then multiplied by: as in tqkv_encode a rounded reciprocal.
+// The centre of the lane's values, and what they are then multiplied by: as in tqkv_encode a rounded reciprocal. Where the
+// rotation multiplies by signs, these take the factors in: a lane has few registers to spare.
 template <int D>
 struct row_channels {
     float center[ENCODE_VALUES(D)], factor[ENCODE_VALUES(D)];
 };
 
 template <int D>
-inline void open_channels(thread const encode_source &source, uint head, uint lane, thread row_channels<D> &channels)
+inline void open_channels(thread const encode_source &source, uint head, uint lane, thread row_signs<D> &signs,
+                          thread row_channels<D> &channels)
 {
     if (source.centered) load_channels<D>(source, source.center, head, lane, channels.center);
     if (!source.scaled) return;
     load_channels<D>(source, source.scale, head, lane, channels.factor);
     TQKV_UNROLL
-    for (int i = 0; i < ENCODE_VALUES(D); i++) channels.factor[i] = 1.0f / channels.factor[i];
+    for (int i = 0; i < ENCODE_VALUES(D); i++) {
+        float factor = 1.0f / channels.factor[i];
+        if (HAS_SIGN_FACTORS(D) && source.rotated)
+            signs.factor[i % 16] = signs.factor[i % 16] * factor;
+        else
+            channels.factor[i] = factor;
+    }
 }
 
 template <int D>
-inline void rotate_source(thread const row_signs<D> &signs, uint lane, thread float *x)
+inline void rotate_source(thread const encode_source &source, thread const row_signs<D> &signs, uint lane,
+                          thread float *x)
 {
     if (HAS_SIGN_FACTORS(D))
-        rotate_by_factors<D>(x, lane, signs.factor);
+        rotate_by_factors<D>(x, lane, source.scaled, signs.factor);
     else
         rotate_values<D, ENCODE_LANES(D), ROTATED_PIECE(D)>(x, lane, signs.bits);
 }
@@ -567,7 +578,7 @@ inline void rotate_source(thread const row_signs<D> &signs, uint lane, thread fl
 // may be a NaN or Inf. Then the row is loaded again, checked itself, which raises the flag, and rotated: by the same code,
 // which is long. x: as load_source has loaded it; lane: of the simdgroup
 template <int D>
-inline void prepare_row(thread const encode_source &source, thread const row_signs<D> &signs, ulong from, uint head,
+inline void prepare_row(thread const encode_source &source, thread row_signs<D> &signs, ulong from, uint head,
                         uint lane, thread row_channels<D> &channels, thread float *x)
 {
     uint part = lane % uint(ENCODE_LANES(D));
@@ -580,13 +591,13 @@ inline void prepare_row(thread const encode_source &source, thread const row_sig
             if (cleared && source.has_flag && part == 0)
                 atomic_store_explicit(source.not_finite, 1u, memory_order_relaxed);
         }
-        if (!HOLDS_ROWS(D)) open_channels<D>(source, head, part, channels);
+        if (!HOLDS_ROWS(D)) open_channels<D>(source, head, part, signs, channels);
         TQKV_UNROLL
         for (int i = 0; i < ENCODE_VALUES(D); i++) {
             if (source.centered) x[i] = cleared ? x[i] : x[i] - channels.center[i];
-            if (source.scaled) x[i] = x[i] * channels.factor[i];
+            if (source.scaled && !(HAS_SIGN_FACTORS(D) && source.rotated)) x[i] = x[i] * channels.factor[i];
         }
-        if (source.rotated) rotate_source<D>(signs, part, x);
+        if (source.rotated) rotate_source<D>(source, signs, part, x);
         again = !checks && simd_any(!is_finite(x[0]));
         checks = true;
     }
@@ -623,7 +634,7 @@ inline void encode_rows(constant tqkv__rows_args &args, thread const encode_sour
     if (range.begin >= range.end) return;
     ulong from = source_offset(args, min(at.token, last), range.head);
     load_source<D>(source, from, at.lane, next);
-    if (HOLDS_ROWS(D)) open_channels<D>(source, range.head, at.lane, channels);
+    if (HOLDS_ROWS(D)) open_channels<D>(source, range.head, at.lane, signs, channels);
     for (uint first = range.begin; first < range.end; first += uint(ROWS)) {
         ulong own = from;
         float x[N];
@@ -654,7 +665,7 @@ inline void probe_rows(constant tqkv__rows_args &args, thread const encode_sourc
     row_signs<D> signs = open_signs<D>(part);
     row_channels<D> channels;
     if (range.begin >= range.end) return;
-    if (HOLDS_ROWS(D)) open_channels<D>(source, range.head, part, channels);
+    if (HOLDS_ROWS(D)) open_channels<D>(source, range.head, part, signs, channels);
     for (uint first = range.begin; first < range.end; first += uint(ROWS)) {
         float x[ENCODE_VALUES(D)];
         uint own = first + lane / uint(L), existing = min(own, uint(args.n_tokens) - 1u);

@@ -81,6 +81,8 @@ void bench_all()
     for (int head_dim : {64, 80, 96, 192, 256, 512}) bench_encode(TQKV_TQ4, head_dim, 131072);
     for (tqkv_format f : {TQKV_I8, TQKV_TQ4}) bench_encode(f, 128, 131072, TQKV_TYPE_BF16);
     for (tqkv_format f : {TQKV_I8, TQKV_TQ4}) bench_encode(f, 128, 131072, TQKV_TYPE_F32, true);
+    for (int head_dim : {64, 80, 256, 512})
+        for (bool scaled : {false, true}) bench_encode(TQKV_I8, head_dim, 131072, TQKV_TYPE_F32, scaled);
     for (tqkv_format f : formats)
         for (int positions : {131072, 1048576}) bench_attention(f, f, 128, positions, groups);
     bench_attention(TQKV_I8, TQKV_TQ4, 128, 131072, groups);
