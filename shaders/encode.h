@@ -32,6 +32,9 @@ inline bool is_finite(float x) { return (as_type<uint>(x) & 0x7f800000u) != 0x7f
 #define ENCODE_PIECES(D) TQKV_PIECES(D, ENCODE_LANES(D), ENCODE_PIECE(D))
 #define ROTATED_PIECE(D) (TQKV__HAS_MATRIX(D) ? 1 : ENCODE_PIECE(D))
 
+// Whether a lane has registers for its part of the next row, and of the centre, besides that of a row.
+#define HOLDS_ROWS(D) (ENCODE_VALUES(D) <= 20)
+
 // Values of a part, and lanes that share one.
 #define PART_VALUES(D) ((D) / TQKV__NORM_LANES(D))
 #define PART_LANES(D)  (PART_VALUES(D) > ENCODE_PIECE(D) ? PART_VALUES(D) / ENCODE_PIECE(D) : 1)
@@ -388,24 +391,143 @@ inline block_fit fit_of(uint bits, float factor, thread const quantiser &book, u
     return fit;
 }
 
+// Whether sums in another order, which take fewer instructions, show first which factors may be the best. With more bits look-ups
+// take most of the time, and factors are so close to each other that few are ruled out. With many values a lane the loop is too long.
+template <int D>
+inline bool tries_roughly(uint bits)
+{
+    return (bits == 3 || bits == 4) && HOLDS_ROWS(D);
+}
+
+// After load_cells. A barrier must follow.
+template <int D>
+inline void load_crossings(uint format, threadgroup uint2 *cells, uint thread_index, uint n_threads)
+{
+    uint bits = codebook_bits(format);
+    if (tries_roughly<D>(bits)) load_crossings(bits, cells, thread_index, n_threads);
+}
+
+// Call it after load_cells, load_codebook, load_crossings and a barrier.
+template <int D>
+inline quantiser open_encoder(uint format, threadgroup uint2 *cells, threadgroup const float *centroids, uint lane)
+{
+    quantiser book = open_quantiser(format, cells, centroids, lane);
+    if (tries_roughly<D>(codebook_bits(format))) open_crossings(codebook_bits(format), lane, book);
+    return book;
+}
+
+// Both sums of all lanes for a factor, as they come out of fused additions.
+struct rough_fit {
+    float squares[TQKV__MOST_FACTORS], products[TQKV__MOST_FACTORS];
+};
+
+template <int D>
+inline void add_rough_fits(uint bits, thread const quantiser &book, thread const float *x, thread rough_fit &fit)
+{
+    constant float *factors = TQKV__FACTORS(bits);
+    TQKV_UNROLL
+    for (int f = 0; f < TQKV__MOST_FACTORS; f++) fit.squares[f] = fit.products[f] = 0.0f;
+    TQKV_UNROLL
+    for (int i = 0; i < ENCODE_VALUES(D); i++) {
+        crossing around = crossing_of(x[i], TQKV__LEAST_CROSSING(bits), bits, book);
+        TQKV_UNROLL
+        for (int f = 0; f < TQKV__MOST_FACTORS; f++) {
+            float v = x[i] * factors[f], centroid;
+            if (factors[f] >= TQKV__LEAST_CROSSING(bits))
+                centroid = around.boundary < v ? around.high : around.low;
+            else
+                centroid = centroid_of_value(v, bits, book);
+            fit.squares[f] = fma(centroid, centroid, fit.squares[f]);
+            fit.products[f] = fma(x[i], centroid, fit.products[f]);
+        }
+    }
+    TQKV_UNROLL
+    for (int f = 0; f < TQKV__MOST_FACTORS; f++) {
+        TQKV_UNROLL
+        for (int distance = 1; distance < ENCODE_LANES(D); distance *= 2) {
+            fit.squares[f] += simd_shuffle_xor(fit.squares[f], ushort(distance));
+            fit.products[f] += simd_shuffle_xor(fit.products[f], ushort(distance));
+        }
+    }
+}
+
+// By how much, in units of 2^-24, rough sums and those of the format may together mistake the shares of two factors. All terms are
+// positive, so each sum errs by as many units as a term is rounded, and a share is a square by a sum.
+#define ROUGH_UNITS(D) (6 * (ENCODE_VALUES(D) + PART_VALUES(D) + 10) + 16)
+
+// Bit f: factor f may be the best.
+template <int D>
+inline uint possible_factors(uint bits, thread const quantiser &book, thread const float *x)
+{
+    const float least = 1.0f - float(ROUGH_UNITS(D)) / 16777216.0f;
+    rough_fit fit;
+    add_rough_fits<D>(bits, book, x, fit);
+    float square = fit.products[0] * fit.products[0], squares = fit.squares[0]; // of the best
+    TQKV_UNROLL
+    for (int f = 1; f < TQKV__MOST_FACTORS; f++) {
+        float own = fit.products[f] * fit.products[f];
+        bool better = own * squares > square * fit.squares[f];
+        square = better ? own : square;
+        squares = better ? fit.squares[f] : squares;
+    }
+    bool ordinary = square > 1e-15f && square < 1e15f; // no product of these overflows, and none is of denormal numbers
+    uint possible = 0;
+    TQKV_UNROLL
+    for (int f = 0; f < TQKV__MOST_FACTORS; f++) {
+        bool worse = fit.products[f] * fit.products[f] * squares < square * least * fit.squares[f];
+        possible |= ordinary && worse ? 0u : 1u << f;
+    }
+    return possible;
+}
+
 // Of the format's factors the one whose codes fit the lane's own block best: the part of the block's length that lies along
-// them is the largest. The first of equal ones, and the first of all if there is a NaN. squares: of the best codes
+// them is the largest. The first of equal ones, and the first of all if there is a NaN. squares: of the best codes, unless factors
+// are tried roughly
 template <int D>
 inline float best_factor(uint bits, thread const quantiser &book, uint lane, thread const float *x,
                          thread float &squares)
 {
     constant float *factors = TQKV__FACTORS(bits);
+    uint possible = (1u << TQKV__N_FACTORS(bits)) - 1u;
     float best = factors[0], most = 0.0f;
+    bool began = false;
+    if (tries_roughly<D>(bits)) {
+        possible = possible_factors<D>(bits, book, x);
+        TQKV_UNROLL
+        for (int f = 1; f < TQKV__MOST_FACTORS; f++) best = possible == 1u << f ? factors[f] : best;
+        possible = (possible & (possible - 1u)) != 0 ? possible : 0u; // of one there is nothing to try
+    }
     for (uint i = 0; i < uint(TQKV__N_FACTORS(bits)); i++) {
+        bool own = (possible >> i & 1u) != 0;
         float factor = factors[i];
+        if (tries_roughly<D>(bits) && !simd_any(own)) continue;
         block_fit fit = fit_of<D>(bits, factor, book, lane, x);
         float share = fit.products * fit.products / fit.squares;
-        bool better = i == 0 || share > most;
+        bool better = own && (!began || share > most);
         best = better ? factor : best;
         most = better ? share : most;
         squares = better ? fit.squares : squares;
+        began = began || own;
     }
     return best;
+}
+
+// The sum of the squares of the codes' centroids in the lane's own block. All lanes come here together.
+template <int D>
+inline float squares_of_codes(uint bits, thread const quantiser &book, uint lane, thread const uint *codes)
+{
+    float squares[ENCODE_PIECES(D)];
+    TQKV_UNROLL
+    for (int j = 0; j < ENCODE_PIECES(D); j++) {
+        float square[ENCODE_PIECE(D)];
+        TQKV_UNROLL
+        for (int i = 0; i < ENCODE_PIECE(D); i++) {
+            float centroid = centroid_of_code(codes[j * ENCODE_PIECE(D) + i], bits, book);
+            square[i] = centroid * centroid;
+        }
+        squares[j] = sum_of_piece<D>(square);
+    }
+    return sum_of_block<D>(lane, squares);
 }
 
 // The codes of the lane's values. Returns the sum of the squares of their centroids in the lane's own block, 0 without a codebook.
@@ -426,6 +548,8 @@ inline float store_codes(uint format, thread const encode_target &target, thread
     TQKV_UNROLL
     for (int i = 0; i < N; i++)
         codes[i] = has_codebook(format) ? quantise(x[i], bits, target.book) : quantise_grid(x[i]);
+    if (has_codebook(format) && tries_roughly<D>(bits))
+        squares = squares_of_codes<D>(bits, target.book, at.lane, codes);
     bool whole = upper_bits(format) == 0;
     uint offset = has_codebook(format) ? code_offset(bits) : 0u;
     if (main_bits(format) == 2) store_field<D, 2>(codes, 0u, whole, offset, at, row);
@@ -437,8 +561,7 @@ inline float store_codes(uint format, thread const encode_target &target, thread
     return squares;
 }
 
-// The signs of the lane's values in every row: bits and, where a lane has few values, +-1, which open_channels multiplies by the
-// factors of channels.
+// The signs of the lane's values in every row: bits and, where a lane has few values, +-1.
 #define HAS_SIGN_FACTORS(D) (!TQKV__HAS_MATRIX(D) && ENCODE_VALUES(D) <= 16)
 template <int D>
 struct row_signs {
@@ -457,17 +580,16 @@ inline row_signs<D> open_signs(uint lane)
     return signs;
 }
 
-// rotate_values by factors. A product with a sign alone is exact, and half of the products are part of the first stage of the
+// rotate_values by factors. A product with a sign is exact, and half of the products are part of the first stage of the
 // transform.
 template <int D>
-inline void rotate_by_factors(thread float *x, uint lane, bool scaled, thread const float *factor)
+inline void rotate_by_factors(thread float *x, uint lane, thread const float *sign)
 {
     TQKV_UNROLL
     for (int i = 0; i < ENCODE_VALUES(D); i += 2) {
-        float a = x[i] * factor[i], b = x[i + 1], sign = factor[i + 1];
-        if (scaled) b = b * factor[i + 1], sign = 1.0f;
-        x[i] = fma(b, sign, a);
-        x[i + 1] = fma(b, -sign, a);
+        float a = x[i] * sign[i];
+        x[i] = fma(x[i + 1], sign[i + 1], a);
+        x[i + 1] = fma(x[i + 1], -sign[i + 1], a);
     }
     hadamard_from<D, ENCODE_LANES(D), ROTATED_PIECE(D)>(x, lane, 2);
     scale_values<ENCODE_VALUES(D)>(x, TQKV__INV_SQRT(D));
@@ -537,48 +659,66 @@ inline void load_channels(thread const encode_source &source, device const float
         load_pieces<D, L, ENCODE_PIECE(D)>(from, lane, x);
 }
 
-// The centre of the lane's values, and what they are then multiplied by: as in tqkv_encode a rounded reciprocal. Where the
-// rotation multiplies by signs, these take the factors in: a lane has few registers to spare.
+// The centre of the lane's values, and what they are then multiplied by: as in tqkv_encode a rounded reciprocal, here with the
+// sign that the rotation gives the value.
 template <int D>
 struct row_channels {
     float center[ENCODE_VALUES(D)], factor[ENCODE_VALUES(D)];
 };
 
 template <int D>
-inline void open_channels(thread const encode_source &source, uint head, uint lane, thread row_signs<D> &signs,
-                          thread row_channels<D> &channels)
+inline void open_center(thread const encode_source &source, uint head, uint lane, thread row_channels<D> &channels)
 {
-    if (source.centered) load_channels<D>(source, source.center, head, lane, channels.center);
-    if (!source.scaled) return;
-    load_channels<D>(source, source.scale, head, lane, channels.factor);
-    TQKV_UNROLL
-    for (int i = 0; i < ENCODE_VALUES(D); i++) {
-        float factor = 1.0f / channels.factor[i];
-        if (HAS_SIGN_FACTORS(D) && source.rotated)
-            signs.factor[i % 16] = signs.factor[i % 16] * factor;
-        else
-            channels.factor[i] = factor;
-    }
+    if (source.centered) load_channels<D>(source, source.center, head, lane % uint(ENCODE_LANES(D)), channels.center);
 }
 
+// Divisions are long. Rows that lie side by side have the same channels: where shuffles are cheap, their lanes share the divisions
+// out. lane: of the simdgroup
+template <int D>
+inline void open_factors(thread const encode_source &source, thread const row_signs<D> &signs, uint head, uint lane,
+                         thread row_channels<D> &channels)
+{
+    const int L = ENCODE_LANES(D), N = ENCODE_VALUES(D), ROWS = 32 / L, OWN = (N + ROWS - 1) / ROWS;
+    const uint C = !TQKV__HAS_MATRIX(D) || source.rotated ? uint(ROTATED_PIECE(D)) : uint(ENCODE_PIECE(D));
+    uint part = lane % uint(L), row = lane / uint(L);
+    if (!source.scaled) return;
+    if (TQKV_CHEAP_SHUFFLE) {
+        float own[OWN];
+        TQKV_UNROLL
+        for (int i = 0; i < OWN; i++) {
+            uint n = min(uint(i * ROWS) + row, uint(N - 1));
+            own[i] = 1.0f / source.scale[row_offset(head, D) + ulong((n / C * uint(L) + part) * C + n % C)];
+        }
+        TQKV_UNROLL
+        for (int i = 0; i < N; i++) channels.factor[i] = simd_shuffle(own[i / ROWS], ushort(uint(i % ROWS * L) + part));
+    } else {
+        load_channels<D>(source, source.scale, head, part, channels.factor);
+        TQKV_UNROLL
+        for (int i = 0; i < N; i++) channels.factor[i] = 1.0f / channels.factor[i];
+    }
+    if (source.rotated) flip_signs<N>(channels.factor, signs.bits);
+}
+
+// Factors of channels have given x its signs.
 template <int D>
 inline void rotate_source(thread const encode_source &source, thread const row_signs<D> &signs, uint lane,
                           thread float *x)
 {
-    if (HAS_SIGN_FACTORS(D))
-        rotate_by_factors<D>(x, lane, source.scaled, signs.factor);
-    else
+    if (source.scaled) {
+        hadamard<D, ENCODE_LANES(D), ROTATED_PIECE(D)>(x, lane);
+        scale_values<ENCODE_VALUES(D)>(x, TQKV__INV_SQRT(D));
+    } else if (HAS_SIGN_FACTORS(D)) {
+        rotate_by_factors<D>(x, lane, signs.factor);
+    } else {
         rotate_values<D, ENCODE_LANES(D), ROTATED_PIECE(D)>(x, lane, signs.bits);
+    }
 }
-
-// Whether a lane has registers for its part of the next row, and of the channels, besides that of a row.
-#define HOLDS_ROWS(D) (ENCODE_VALUES(D) <= 20)
 
 // The first steps: centres, scales and rotates. Every value of a rotated row is a sum over the row, so one value shows that there
 // may be a NaN or Inf. Then the row is loaded again, checked itself, which raises the flag, and rotated: by the same code,
 // which is long. x: as load_source has loaded it; lane: of the simdgroup
 template <int D>
-inline void prepare_row(thread const encode_source &source, thread row_signs<D> &signs, ulong from, uint head,
+inline void prepare_row(thread const encode_source &source, thread const row_signs<D> &signs, ulong from, uint head,
                         uint lane, thread row_channels<D> &channels, thread float *x)
 {
     uint part = lane % uint(ENCODE_LANES(D));
@@ -591,11 +731,11 @@ inline void prepare_row(thread const encode_source &source, thread row_signs<D> 
             if (cleared && source.has_flag && part == 0)
                 atomic_store_explicit(source.not_finite, 1u, memory_order_relaxed);
         }
-        if (!HOLDS_ROWS(D)) open_channels<D>(source, head, part, signs, channels);
+        if (!HOLDS_ROWS(D)) open_center<D>(source, head, lane, channels);
         TQKV_UNROLL
         for (int i = 0; i < ENCODE_VALUES(D); i++) {
             if (source.centered) x[i] = cleared ? x[i] : x[i] - channels.center[i];
-            if (source.scaled && !(HAS_SIGN_FACTORS(D) && source.rotated)) x[i] = x[i] * channels.factor[i];
+            if (source.scaled) x[i] = x[i] * channels.factor[i];
         }
         if (source.rotated) rotate_source<D>(source, signs, part, x);
         again = !checks && simd_any(!is_finite(x[0]));
@@ -634,7 +774,8 @@ inline void encode_rows(constant tqkv__rows_args &args, thread const encode_sour
     if (range.begin >= range.end) return;
     ulong from = source_offset(args, min(at.token, last), range.head);
     load_source<D>(source, from, at.lane, next);
-    if (HOLDS_ROWS(D)) open_channels<D>(source, range.head, at.lane, signs, channels);
+    if (HOLDS_ROWS(D)) open_center<D>(source, range.head, lane, channels);
+    open_factors<D>(source, signs, range.head, lane, channels);
     for (uint first = range.begin; first < range.end; first += uint(ROWS)) {
         ulong own = from;
         float x[N];
@@ -665,7 +806,8 @@ inline void probe_rows(constant tqkv__rows_args &args, thread const encode_sourc
     row_signs<D> signs = open_signs<D>(part);
     row_channels<D> channels;
     if (range.begin >= range.end) return;
-    if (HOLDS_ROWS(D)) open_channels<D>(source, range.head, part, signs, channels);
+    if (HOLDS_ROWS(D)) open_center<D>(source, range.head, lane, channels);
+    open_factors<D>(source, signs, range.head, lane, channels);
     for (uint first = range.begin; first < range.end; first += uint(ROWS)) {
         float x[ENCODE_VALUES(D)];
         uint own = first + lane / uint(L), existing = min(own, uint(args.n_tokens) - 1u);

@@ -82,11 +82,12 @@ inline void hadamard(thread float *x, uint lane)
 template <int D, int L, int C>
 inline uint lane_signs(uint lane)
 {
+    const int RUN = C % 8 == 0 ? 8 : C % 4 == 0 ? 4 : C % 2 == 0 ? 2 : 1; // values whose signs share a byte
     uint signs = 0;
     TQKV_UNROLL
-    for (int i = 0; i < D / L; i++) {
+    for (int i = 0; i < D / L; i += RUN) {
         uint at = value_of_lane<L, C>(lane, i);
-        signs |= ((uint(tqkv__tables.signs[(at & 511u) >> 3]) >> (at & 7u)) & 1u) << i;
+        signs |= ((uint(tqkv__tables.signs[(at & 511u) >> 3]) >> (at & 7u)) & ((1u << RUN) - 1u)) << i;
     }
     return signs;
 }

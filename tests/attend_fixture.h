@@ -319,6 +319,18 @@ static inline void attend_set_up(attend_problem *problem, const attend_row *row)
     if (!row->bits_alone) reference_attend(a, problem->q, problem->expected);
 }
 
+/* For a GPU: expects what the processor makes of two kinds of calls. One is not causal: the reference asks each query where it
+   stands. The other has first positions of a stream of halves in a ring and beside it, where they differ: the reference
+   reads those that the ring still has from there. */
+static inline void attend_expect_processors(attend_problem *problem, const attend_row *row)
+{
+    const bool kept = row->exact_first && reference_attention_shape(&problem->attention).oldest > 0;
+    const bool twice = kept && (row->key_format == TQKV_F16 || row->value_format == TQKV_F16);
+    if (!twice && (!row->exact_last || !row->non_causal || row->window)) return;
+    CHECK_RESULT(tqkv_attend(&problem->attention, problem->q, problem->out), TQKV_OK);
+    for (size_t i = 0; i < problem->n_rows * problem->value_dim; i++) problem->expected[i] = (double)problem->out[i];
+}
+
 static inline void attend_tear_down(attend_problem *problem)
 {
     test_store_free(&problem->keys);

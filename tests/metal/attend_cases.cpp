@@ -25,6 +25,7 @@ size_t check_attend(const attend_row &row, const std::vector<gpu_split> &splits)
     const std::vector<gpu_split> ways = with_both_kernels(splits, row);
     attend_problem problem;
     attend_set_up(&problem, &row);
+    attend_expect_processors(&problem, &row);
     for (const gpu_split &split : ways) {
         std::string what = std::string(split.kernel == GPU_MATRICES ? "by matrices, " : "") + "columns " +
                            std::to_string(split.columns) + ", simdgroups " + std::to_string(split.n_simdgroups) +

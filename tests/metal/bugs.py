@@ -83,8 +83,20 @@ BUGS = {
         "shaders/codec.h", "odd ? 0x00208208u : 0x00410410u", "odd ? 0x00410410u : 0x00410410u", "attend", (64,), "plain",
         "attend/pair/tq5", "relative error"),
     "first_factor_always": (
-        "shaders/encode.h", "i == 0 || share > most", "i == 0", "encode", (64,), "plain", "encode/tq4/d64/gaussian",
+        "shaders/encode.h", "(!began || share > most)", "!began", "encode", (64,), "plain", "encode/tq5/d64/gaussian",
         "codes differ"),
+    "best_by_rough_sums": (
+        "shaders/encode.h", "(possible & (possible - 1u)) != 0 ? possible : 0u", "0u", "encode", (64,), "plain",
+        "encode/tq4/d64/ties", "codes differ"),
+    "crossings_towards_zero": (
+        "shaders/codec.h", "(v > 0.0f ? 1.0f : 0.0f)", "(v > 0.0f ? 0.0f : 1.0f)", "encode", (64,), "plain",
+        "encode/tq3/d64/gaussian", "codes differ"),
+    "norms_of_rough_codes": (
+        "shaders/encode.h", "squares = squares_of_codes<D>", "squares += squares_of_codes<D>", "encode", (64,), "plain",
+        "encode/tq4/d64/ties", "norms differ"),
+    "factors_without_signs": (
+        "shaders/encode.h", "if (source.rotated) flip_signs<N>(channels", "if (false) flip_signs<N>(channels", "encode", (64,), "plain",
+        "encode/tq4/d64/ties", "codes differ"),
     "halves_of_the_last_query": (
         "shaders/common.h", "max(newest - args.exact_last + 1, args.exact_from)",
         "max(max(newest, args.first_newest + args.n_queries - 1) - args.exact_last + 1, args.exact_from)", "attend", (64, 128, 512), "plain",

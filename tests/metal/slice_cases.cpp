@@ -287,6 +287,7 @@ void run_ends(const void *parameters)
     const attend_row *row = (const attend_row *)parameters;
     attend_problem p;
     attend_set_up(&p, row);
+    attend_expect_processors(&p, row);
     CHECK_RUN(gpu_attend(&p.attention, p.q, p.out, as_planned));
     attend_check(&p, p.out, "ends");
     const reference_shape shape = reference_attention_shape(&p.attention);

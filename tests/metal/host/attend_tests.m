@@ -70,6 +70,7 @@ static void run_attend(const void *parameters)
     attend_problem problem;
     attend_buffers buffers;
     attend_set_up(&problem, parameters);
+    attend_expect_processors(&problem, parameters);
     open_buffers(&buffers, &problem);
     CHECK_RESULT(attend(&buffers), TQKV_OK);
     attend_check(&problem, host_contents(buffers.out), "attend");
