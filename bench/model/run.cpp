@@ -1,6 +1,7 @@
 // Runs one counted kernel on the machine of simt.h and prints how often its blocks ran and what its accesses cost. If a
 // result is wrong, it prints no counts.
-//   run attend FORMAT GROUP POSITIONS KERNEL HEAD_DIM COLUMNS   one KV head, threadgroups of 4 simdgroups and so many rows
+//   run attend FORMAT GROUP POSITIONS KERNEL HEAD_DIM COLUMNS
+//                                                          one KV head, threadgroups of 4 simdgroups and so many rows
 //   run plan FORMAT GROUP POSITIONS KERNEL HEAD_DIM KV_HEADS    prints how it is planned; counts nothing
 //   run encode FORMAT TOKENS                               head_dim 128
 //   run lookup WAY ROUNDS                                  variants/lookup.metal
