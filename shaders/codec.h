@@ -135,8 +135,8 @@ struct crossing {
     float boundary, low, high;
 };
 
-// In threadgroup memory, behind the boundaries of a codebook of up to 4 bits: entry i for codes i - 1 and i. The first and the
-// last code have no other beyond them.
+// In threadgroup memory, behind the boundaries of a codebook of up to 4 bits: entry i for codes i - 1 and i. The first
+// and the last code have no other beyond them.
 inline threadgroup float4 *crossing_at(threadgroup uint2 *cells, uint i)
 {
     return (threadgroup float4 *)cells + 4u + i;
@@ -244,8 +244,8 @@ inline void open_crossings(uint bits, uint lane, thread quantiser &book)
     if (is_shuffled(bits)) book.around = crossing_of_entry(crossing_at(book.cells, min(lane, 1u << bits)));
 }
 
-// The two codes that v, with a factor that makes it larger than v * factor but beyond one boundary at most, may have; for a
-// codebook of up to 4 bits. All lanes of the simdgroup must come here together.
+// The two codes that v, with a factor that makes it larger than v * factor but beyond one boundary at most, may have;
+// for a codebook of up to 4 bits. All lanes of the simdgroup must come here together.
 inline crossing crossing_of(float v, float factor, uint bits, thread const quantiser &book)
 {
     uint code = quantise(v * factor, bits, book);

@@ -10,12 +10,13 @@
 //   piece 2   32 .. 35   36 .. 39   40 .. 43   44 .. 47
 //   piece 3   48 .. 51   52 .. 55   56 .. 59   60 .. 63
 //
-// A part is longer than a piece from D = 256 on: 2 or 4 neighbouring lanes share it, and each continues the sum of the one
-// before. Sums of parts are added in pairs, first over the lanes, then over the pieces. In the first step over the lanes, 0
-// gives 1 its sums of pieces 2 and 3 and takes those of 0 and 1, and so on: lane l ends with that of one block, own_block(l).
+// A part is longer than a piece from D = 256 on: 2 or 4 neighbouring lanes share it, and each continues the sum of the
+// one before. Sums of parts are added in pairs, first over the lanes, then over the pieces. In the first step over the
+// lanes, 0 gives 1 its sums of pieces 2 and 3 and takes those of 0 and 1, and so on: lane l ends with that of one
+// block, own_block(l).
 //
-// Letters: L lanes of a row, J pieces of a lane, C values of a piece, E of them that belong to one part, S lanes that share a
-// part, N values of a lane.
+// Letters: L lanes of a row, J pieces of a lane, C values of a piece, E of them that belong to one part, S lanes that
+// share a part, N values of a lane.
 #ifndef TQKV_ENCODE_H
 #define TQKV_ENCODE_H
 #include "codec.h"
@@ -24,8 +25,8 @@
 inline bool is_finite(float x) { return (as_type<uint>(x) & 0x7f800000u) != 0x7f800000u; }
 
 // A lane takes 16 values, or 32 from head_dim 256 on: most stages of the transform then stay in the lane. In pieces of
-// four values the loads are dense. With a matrix a lane takes one value of each subrow for the rotation; then threadgroup
-// memory gives it as many neighbours: whole parts, one piece.
+// four values the loads are dense. With a matrix a lane takes one value of each subrow for the rotation; then
+// threadgroup memory gives it as many neighbours: whole parts, one piece.
 #define ENCODE_LANES(D)  (TQKV__HAS_MATRIX(D) ? TQKV__ROW_LANES(D) : (D) <= 128 ? (D) / 16 : (D) / 32)
 #define ENCODE_PIECE(D)  (TQKV__HAS_MATRIX(D) ? TQKV__MATRIX_ORDER(D) : (D) <= 512 ? 4 : 8)
 #define ENCODE_VALUES(D) ((D) / ENCODE_LANES(D))
@@ -132,8 +133,8 @@ inline void share_blocks(float own, uint lane, thread float *all)
     }
 }
 
-// The sum of a piece's numbers, C of them. A part is added up in order, by one lane after the other, and then the parts of the
-// lane are added in pairs.
+// The sum of a piece's numbers, C of them. A part is added up in order, by one lane after the other, and then the parts
+// of the lane are added in pairs.
 template <int D>
 inline float sum_of_piece(thread const float *numbers)
 {
@@ -222,8 +223,8 @@ inline float normalise(uint format, float block_scale, uint lane, thread float *
     return norm;
 }
 
-// Quantising shortens a row by its error. The stored norm makes the decoded row as long as the row was. squares: the sum of
-// those of the centroids in the lane's own block
+// Quantising shortens a row by its error. The stored norm makes the decoded row as long as the row was. squares: the
+// sum of those of the centroids in the lane's own block
 template <int D>
 inline float corrected_norm(float block_scale, float squares, float norm)
 {
@@ -259,8 +260,8 @@ inline void store_bits(device uchar *to, thread const uint *words)
     }
 }
 
-// The rows of a simdgroup: TQKV__ENCODE_ROWS(D) tokens of one head, whose centre and scales it loads once. Neighbouring simdgroups
-// have neighbouring heads.
+// The rows of a simdgroup: TQKV__ENCODE_ROWS(D) tokens of one head, whose centre and scales it loads once. Neighbouring
+// simdgroups have neighbouring heads.
 struct encode_range {
     uint head, begin, end; // tokens
 };
@@ -300,8 +301,8 @@ inline void store_pairs(thread uint *words, thread const encode_place &at, devic
         ((device uint *)field)[uint(j * ENCODE_LANES(D) / 2) + lowest_bit_up<ENCODE_LANES(D)>(at.lane)] = words[j];
 }
 
-// Packs BITS bits, from bit `low` on, of each code into a field of the row. whole: the codes have no other bits but those
-// of `offset` above them, so nothing is masked.
+// Packs BITS bits, from bit `low` on, of each code into a field of the row. whole: the codes have no other bits but
+// those of `offset` above them, so nothing is masked.
 template <int D, int BITS>
 inline void store_field(thread const uint *codes, uint low, bool whole, uint offset, thread const encode_place &at,
                         device uchar *field)
@@ -391,8 +392,9 @@ inline block_fit fit_of(uint bits, float factor, thread const quantiser &book, u
     return fit;
 }
 
-// Whether sums in another order, which take fewer instructions, show first which factors may be the best. With more bits look-ups
-// take most of the time, and factors are so close to each other that few are ruled out. With many values a lane the loop is too long.
+// Whether sums in another order, which take fewer instructions, show first which factors may be the best. With more
+// bits look-ups take most of the time, and factors are so close to each other that few are ruled out. With many values
+// a lane the loop is too long.
 template <int D>
 inline bool tries_roughly(uint bits)
 {
@@ -451,8 +453,8 @@ inline void add_rough_fits(uint bits, thread const quantiser &book, thread const
     }
 }
 
-// By how much, in units of 2^-24, rough sums and those of the format may together mistake the shares of two factors. All terms are
-// positive, so each sum errs by as many units as a term is rounded, and a share is a square by a sum.
+// By how much, in units of 2^-24, rough sums and those of the format may together mistake the shares of two factors.
+// All terms are positive, so each sum errs by as many units as a term is rounded, and a share is a square by a sum.
 #define ROUGH_UNITS(D) (6 * (ENCODE_VALUES(D) + PART_VALUES(D) + 10) + 16)
 
 // Bit f: factor f may be the best.
@@ -480,9 +482,9 @@ inline uint possible_factors(uint bits, thread const quantiser &book, thread con
     return possible;
 }
 
-// Of the format's factors the one whose codes fit the lane's own block best: the part of the block's length that lies along
-// them is the largest. The first of equal ones, and the first of all if there is a NaN. squares: of the best codes, unless factors
-// are tried roughly
+// Of the format's factors the one whose codes fit the lane's own block best: the part of the block's length that lies
+// along them is the largest. The first of equal ones, and the first of all if there is a NaN. squares: of the best
+// codes, unless factors are tried roughly
 template <int D>
 inline float best_factor(uint bits, thread const quantiser &book, uint lane, thread const float *x,
                          thread float &squares)
@@ -530,8 +532,8 @@ inline float squares_of_codes(uint bits, thread const quantiser &book, uint lane
     return sum_of_block<D>(lane, squares);
 }
 
-// The codes of the lane's values. Returns the sum of the squares of their centroids in the lane's own block, 0 without a codebook.
-// All lanes come here together; those whose row does not exist store nothing. row: in the store
+// The codes of the lane's values. Returns the sum of the squares of their centroids in the lane's own block, 0 without
+// a codebook. All lanes come here together; those whose row does not exist store nothing. row: in the store
 template <int D>
 inline float store_codes(uint format, thread const encode_target &target, thread const encode_place &at,
                          device uchar *row, thread float *x)
@@ -659,8 +661,8 @@ inline void load_channels(thread const encode_source &source, device const float
         load_pieces<D, L, ENCODE_PIECE(D)>(from, lane, x);
 }
 
-// The centre of the lane's values, and what they are then multiplied by: as in tqkv_encode a rounded reciprocal, here with the
-// sign that the rotation gives the value.
+// The centre of the lane's values, and what they are then multiplied by: as in tqkv_encode a rounded reciprocal, here
+// with the sign that the rotation gives the value.
 template <int D>
 struct row_channels {
     float center[ENCODE_VALUES(D)], factor[ENCODE_VALUES(D)];
@@ -672,8 +674,8 @@ inline void open_center(thread const encode_source &source, uint head, uint lane
     if (source.centered) load_channels<D>(source, source.center, head, lane % uint(ENCODE_LANES(D)), channels.center);
 }
 
-// Divisions are long. Rows that lie side by side have the same channels: where shuffles are cheap, their lanes share the divisions
-// out. lane: of the simdgroup
+// Divisions are long. Rows that lie side by side have the same channels: where shuffles are cheap, their lanes share
+// the divisions out. lane: of the simdgroup
 template <int D>
 inline void open_factors(thread const encode_source &source, thread const row_signs<D> &signs, uint head, uint lane,
                          thread row_channels<D> &channels)
@@ -714,9 +716,9 @@ inline void rotate_source(thread const encode_source &source, thread const row_s
     }
 }
 
-// The first steps: centres, scales and rotates. Every value of a rotated row is a sum over the row, so one value shows that there
-// may be a NaN or Inf. Then the row is loaded again, checked itself, which raises the flag, and rotated: by the same code,
-// which is long. x: as load_source has loaded it; lane: of the simdgroup
+// The first steps: centres, scales and rotates. Every value of a rotated row is a sum over the row, so one value shows
+// that there may be a NaN or Inf. Then the row is loaded again, checked itself, which raises the flag, and rotated: by
+// the same code, which is long. x: as load_source has loaded it; lane: of the simdgroup
 template <int D>
 inline void prepare_row(thread const encode_source &source, thread const row_signs<D> &signs, ulong from, uint head,
                         uint lane, thread row_channels<D> &channels, thread float *x)
@@ -758,8 +760,9 @@ inline void store_norms(uint format, float block_scale, ulong to, thread const e
         store_norm<D, MAXIMUM_BLOCK(D)>(norm, at.lane, norms);
 }
 
-// A simdgroup encodes its rows, 32 / L at a time. Lanes without a row repeat the last one and store nothing. A lane asks for its
-// part of the next row as soon as it has registers for it: after the rotation or after the codes. number: of the simdgroup
+// A simdgroup encodes its rows, 32 / L at a time. Lanes without a row repeat the last one and store nothing. A lane
+// asks for its part of the next row as soon as it has registers for it: after the rotation or after the codes. number:
+// of the simdgroup
 template <int D>
 inline void encode_rows(constant tqkv__rows_args &args, thread const encode_source &source,
                         thread const encode_target &target, uint number, uint lane)

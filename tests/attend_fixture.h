@@ -319,14 +319,9 @@ static inline void attend_set_up(attend_problem *problem, const attend_row *row)
     if (!row->bits_alone) reference_attend(a, problem->q, problem->expected);
 }
 
-<<<<<<< HEAD
-/* For a GPU: expects what the processor makes of two kinds of calls. One is not causal: the reference asks each query where it
-   stands. The other has first positions of a stream of halves in a ring and beside it, where they differ: the reference
-   reads those that the ring still has from there. */
-=======
-/* For a GPU. The reference has no first positions that a ring has overwritten, and asks each query where it stands:
-   there the processor's result is expected. */
->>>>>>> main
+/* For a GPU: expects what the processor makes of two kinds of calls. One is not causal: the reference asks each query
+   where it stands. The other has first positions of a stream of halves in a ring and beside it, where they differ: the
+   reference reads those that the ring still has from there. */
 static inline void attend_expect_processors(attend_problem *problem, const attend_row *row)
 {
     const bool kept = row->exact_first && reference_attention_shape(&problem->attention).oldest > 0;

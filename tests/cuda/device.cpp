@@ -24,7 +24,8 @@ bool device_open(const char *library, char *error, size_t error_size)
     return true;
 }
 
-// Nothing runs. But a call after the one that learns scales is refused, and lists nothing, if they are none: so they are 1.
+// Nothing runs. But a call after the one that learns scales is refused, and lists nothing, if they are none: so they
+// are 1.
 static void list_pipeline(const device_dispatch *d, const std::string &name)
 {
     static std::set<std::string> listed;

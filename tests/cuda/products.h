@@ -1,10 +1,11 @@
-// What products of matrices on an NVIDIA GPU, which are of halves or of bfloat16, add to the error of a result. Metal's are of
-// floats.
+// What products of matrices on an NVIDIA GPU, which are of halves or of bfloat16, add to the error of a result. Metal's
+// are of floats.
 //
-// A weight and a value's centroid are each the sum of two bfloat16 of 8 bits, and what is left out of their product, that of
-// the lower ones, is up to 2^-16 of it. A score is a sum that is rounded towards 0 after every 16 values of a row, for each of
-// the three products of halves that make one of floats: half a unit, 2^-24 of it, is lost each time. Values that cancel each
-// other in the output, and a sink that outweighs all scores, leave these errors as large as they are beside a small result.
+// A weight and a value's centroid are each the sum of two bfloat16 of 8 bits, and what is left out of their product,
+// that of the lower ones, is up to 2^-16 of it. A score is a sum that is rounded towards 0 after every 16 values of a
+// row, for each of the three products of halves that make one of floats: half a unit, 2^-24 of it, is lost each time.
+// Values that cancel each other in the output, and a sink that outweighs all scores, leave these errors as large as
+// they are beside a small result.
 #ifndef TQKV_CUDA_PRODUCTS_H
 #define TQKV_CUDA_PRODUCTS_H
 #include "../attend_fixture.h"

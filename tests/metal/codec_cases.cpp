@@ -152,8 +152,8 @@ void run_codec(const void *parameters)
     test_store_free(&got);
 }
 
-// Rows of which several factors make the same codes, or codes that fit nearly as well: small whole numbers, and few that are not
-// 0. With a scale, and without.
+// Rows of which several factors make the same codes, or codes that fit nearly as well: small whole numbers, and few
+// that are not 0. With a scale, and without.
 void run_ties(const void *parameters)
 {
     codec_row row = *(const codec_row *)parameters;
