@@ -495,9 +495,14 @@ inline float best_factor(uint bits, thread const quantiser &book, uint lane, thr
     bool began = false;
     if (tries_roughly<D>(bits)) {
         possible = possible_factors<D>(bits, book, x);
+        bool several = true;
         TQKV_UNROLL
-        for (int f = 1; f < TQKV__MOST_FACTORS; f++) best = possible == 1u << f ? factors[f] : best;
-        possible = (possible & (possible - 1u)) != 0 ? possible : 0u; // of one there is nothing to try
+        for (int f = 0; f < TQKV__MOST_FACTORS; f++) {
+            bool alone = possible == 1u << f;
+            best = alone ? factors[f] : best;
+            several = several && !alone;
+        }
+        possible = several ? possible : 0u; // of one there is nothing to try
     }
     for (uint i = 0; i < uint(TQKV__N_FACTORS(bits)); i++) {
         bool own = (possible >> i & 1u) != 0;
