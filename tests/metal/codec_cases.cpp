@@ -436,7 +436,7 @@ void codec_shader_cases()
         for (tqkv_format format : test_formats) add_codec_rows(format, head_dim);
         for (tqkv_format format : {TQKV_TQ3, TQKV_TQ4}) {
             row = default_row(format, head_dim);
-            row.n_tokens = row.capacity = 150;
+            row.n_tokens = row.capacity = 60;
             test_add(run_ties, &row, sizeof row, "encode/%s/d%d/ties", tqkv_format_name(format), head_dim);
         }
     }
