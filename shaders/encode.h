@@ -581,7 +581,7 @@ template <int D>
 inline row_signs<D> open_signs(uint lane)
 {
     row_signs<D> signs;
-    signs.bits = lane_signs<D, ENCODE_LANES(D), ROTATED_PIECE(D)>(lane);
+    signs.bits = lane_signs<D, ENCODE_LANES(D), ROTATED_PIECE(D), ROTATED_PIECE(D)>(lane);
     TQKV_UNROLL
     for (int i = 0; i < 16; i++) signs.factor[i] = as_type<float>(0x3f800000u | (signs.bits >> i & 1u) << 31);
     return signs;

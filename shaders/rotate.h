@@ -78,11 +78,10 @@ inline void hadamard(thread float *x, uint lane)
     hadamard_from<D, L, C>(x, lane, 1);
 }
 
-// Bit i is set if x[i] changes its sign.
-template <int D, int L, int C>
+// Bit i is set if x[i] changes its sign. RUN: values whose signs come of one read of their byte, a divisor of C and of 8.
+template <int D, int L, int C, int RUN>
 inline uint lane_signs(uint lane)
 {
-    const int RUN = C % 8 == 0 ? 8 : C % 4 == 0 ? 4 : C % 2 == 0 ? 2 : 1; // values whose signs share a byte
     uint signs = 0;
     TQKV_UNROLL
     for (int i = 0; i < D / L; i += RUN) {
@@ -128,7 +127,7 @@ inline void unrotate_values(thread float *x, uint lane, uint signs)
 template <int D>
 inline uint signs_of_row(uint lane)
 {
-    return lane_signs<D, TQKV__ROW_LANES(D), TQKV_ROW_PIECE(D)>(lane);
+    return lane_signs<D, TQKV__ROW_LANES(D), TQKV_ROW_PIECE(D), 1>(lane);
 }
 
 template <int D>
