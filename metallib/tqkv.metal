@@ -6478,12 +6478,12 @@ inline float store_codes(uint format, thread const encode_target &target, thread
         store_halves<D>(at, x, row);
         return squares;
     }
-    if (has_codebook(format))
-        scale_blocks<D, NORM_BLOCK(D)>(best_factor<D>(bits, target.book, at.lane, x, squares), at.lane, x);
+    bool searches = has_codebook(format) && TQKV__N_FACTORS(bits) > 1; // else the one factor is 1
+    if (searches) scale_blocks<D, NORM_BLOCK(D)>(best_factor<D>(bits, target.book, at.lane, x, squares), at.lane, x);
     TQKV_UNROLL
     for (int i = 0; i < N; i++)
         codes[i] = has_codebook(format) ? quantise(x[i], bits, target.book) : quantise_grid(x[i]);
-    if (has_codebook(format) && tries_roughly<D>(bits))
+    if (has_codebook(format) && (!searches || tries_roughly<D>(bits)))
         squares = squares_of_codes<D>(bits, target.book, at.lane, codes);
     bool whole = upper_bits(format) == 0;
     uint offset = has_codebook(format) ? code_offset(bits) : 0u;
