@@ -5,13 +5,13 @@
 #include <algorithm>
 #include <math.h>
 
-// Each way to divide attention, and where head_dim has two kernels, the last way with the other one too.
+// Each way to divide attention, and where head_dim has two kernels, the last way with both.
 static std::vector<gpu_split> with_both_kernels(std::vector<gpu_split> splits, const attend_row &row)
 {
     if (!gpu_has_matrices(row.head_dim)) return splits;
-    gpu_split other = splits.back();
-    other.kernel = row.group >= (row.head_dim > 256 ? 8 : 4) ? GPU_LANES : GPU_MATRICES;
-    splits.push_back(other);
+    splits.push_back(splits.back());
+    splits.back().kernel = GPU_MATRICES;
+    splits[splits.size() - 2].kernel = GPU_LANES;
     return splits;
 }
 
