@@ -8,6 +8,7 @@
 #include <algorithm>
 #include <math.h>
 
+<<<<<<< HEAD
 enum { PLANNED_MATRIX_GROUP = 8 }; // groups of as many heads and more are planned by matrices
 
 // Each way to divide attention, and where head_dim has two kernels, the last way with the other one too.
@@ -17,6 +18,15 @@ static std::vector<gpu_split> with_both_kernels(std::vector<gpu_split> splits, c
     gpu_split other = splits.back();
     other.kernel = row.group >= PLANNED_MATRIX_GROUP ? GPU_LANES : GPU_MATRICES;
     splits.push_back(other);
+=======
+// Each way to divide attention, and where head_dim has two kernels, the last way with both.
+static std::vector<gpu_split> with_both_kernels(std::vector<gpu_split> splits, const attend_row &row)
+{
+    if (!gpu_has_matrices(row.head_dim)) return splits;
+    splits.push_back(splits.back());
+    splits.back().kernel = GPU_MATRICES;
+    splits[splits.size() - 2].kernel = GPU_LANES;
+>>>>>>> w5-checks
     return splits;
 }
 
