@@ -471,13 +471,13 @@ inline void add_lanes(uint lane, thread const float *from, thread float *x)
     for (int i = 0; i < 8; i++) x[i] = from[i];
     TQKV_UNROLL
     for (int step = 0; step < 3; step++) {
-        const int distance = VALUE_LANES(D) << step, half = 4 >> step;
+        const int distance = VALUE_LANES(D) << step, kept = 4 >> step;
         if (distance >= 32) continue;
         bool upper = (lane & uint(distance)) != 0;
         TQKV_UNROLL
         for (int i = 0; i < 4; i++) {
-            if (i >= half) continue;
-            float low = x[i], high = x[i + half];
+            if (i >= kept) continue;
+            float low = x[i], high = x[i + kept];
             x[i] = (upper ? high : low) + simd_shuffle_xor(upper ? low : high, ushort(distance));
         }
     }
