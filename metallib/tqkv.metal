@@ -446,6 +446,9 @@ TQKV__ASSERT_SIZE(tqkv__table_set, 3560);
 #define TQKV__MATRIX_SUM_BYTES(D)   (64 * ((D) + 4))                  /*     padded sums of 4 simdgroups and columns */
 #define TQKV__COLUMN_BYTES(columns) (56 * (columns)) /* (3) of attend and attend_matrix: 14 numbers a column, and */
 #define TQKV__STATE_BYTES(columns)  (8 * (columns))  /*     maximum and sum of a simdgroup */
+#define TQKV__SLOT_BYTES(lists)     (256 * (lists))  /*     slots of a tile and the next one, in so many lists: */
+#define TQKV__SLOT_LISTS(apart, same_slots, tail_elsewhere)                                                            \
+    (((apart) ? (same_slots) ? 1 : 2 : 0) + ((tail_elsewhere) ? 1 : 0)) /* keys, values, tail, where rows lie apart */
 #define TQKV__MERGE_BYTES(D, n)     ((n) * ((D) + 4) * 4) /* (0) a row and its sum, n simdgroups */
 
 /* Floats of a padded query in attend. */
@@ -488,8 +491,8 @@ TQKV__ASSERT_SIZE(tqkv__table_set, 3560);
         TQKV__ROW_BYTES(D, 1), TQKV__ATTEND_QUERY_BYTES(D), TQKV__ATTEND_PASS_FLOATS(D), TQKV__ATTEND_SUM_BYTES(D, 1), \
         TQKV__MERGE_BYTES(D, 1), TQKV__TAIL_DIM(D), TQKV__STRETCH_GROWTH, TQKV__SECTION, TQKV__MOST_MATRIX_COLUMNS(D), \
         TQKV__MATRIX_QUERY_BYTES(D), TQKV__MATRIX_SUM_BYTES(D), TQKV__COLUMN_BYTES(1), TQKV__STATE_BYTES(1),           \
-        TQKV__LONG_WEIGHT_BYTES(1)
-enum { TQKV__KERNEL_DIMS = 11, TQKV__N_KERNEL_SIZES = 19 };
+        TQKV__LONG_WEIGHT_BYTES(1), TQKV__SLOT_BYTES(1)
+enum { TQKV__KERNEL_DIMS = 11, TQKV__N_KERNEL_SIZES = 20 };
 
 /* The values of head_dim that have kernels, as row(x, number, D). Besides, keys of TQKV__WIDE_KEYS take values of
    TQKV__NARROW_VALUES in encode_kv and attend, and keys of D a tail of TQKV__TAIL_DIM(D): encode_kv takes it for
@@ -651,7 +654,7 @@ TQKV__ASSERT_SIZE(tqkv__batch_item, 324);
 TQKV__ASSERT_SIZE(tqkv__choose_args, 52);
 TQKV__ASSERT_SIZE(tqkv__index_args, 228);
 TQKV__ASSERT_SIZE(tqkv__calibrate_args, 40);
-TQKV__ASSERT_SIZE(tqkv__table_report, 4692);
+TQKV__ASSERT_SIZE(tqkv__table_report, 4736);
 
 // ---- shaders/common.h ----
 
@@ -683,6 +686,11 @@ using namespace metal;
 // metal-benchmarks, commit dc2adc6). A shim for hardware with a full crossbar sets it.
 #ifndef TQKV_CHEAP_SHUFFLE
 #define TQKV_CHEAP_SHUFFLE false
+#endif
+
+// Whether attention over rows that lie apart reads their slots from threadgroup memory, or by shuffles.
+#ifndef TQKV_SHARED_SLOTS
+#define TQKV_SHARED_SLOTS true
 #endif
 
 // Byte i of a word, with its sign. Metal's compiler is shown the conversion of a byte, which Apple's GPUs make from where it lies in
@@ -1322,7 +1330,8 @@ inline void values_at(uint format, thread const raw_codes<W, N> &raw, int i, thr
 // oldest resident one. A tile is a range of 32 slots, not of positions, so a ring does not wrap inside a tile. Only the
 // mask knows positions. With page tables a slot here is what it would be in a linear store, and a tile lies in one page:
 // only tile_memory knows where.
-// Pages that end within tiles, and lists, make rows lie anywhere: then each lane knows where one row of the tile is.
+// Pages that end within tiles, and lists, make rows lie anywhere: then each lane finds where one row of the tile is, and all
+// read its slot from threadgroup memory, or ask the lane.
 // With a list of blocks the positions of the blocks have ranks 0, 1, 2 .., and take the slots from list_base on, one after
 // the other: a tile is 32 of these slots, whose rows may lie anywhere. A list of all blocks gives the tiles that there are
 // without one.
@@ -1586,45 +1595,77 @@ inline bool in_first_section(stretch_range own, uint stretch)
     return stretch / TQKV__SECTION == own.begin / TQKV__SECTION;
 }
 
+// Lists of slots that a tile has where its rows lie apart: of keys and, if they differ, of values and of the tail.
+inline uint slot_lists() { return uint(TQKV__SLOT_LISTS(rows_apart(), same_slots, tail_elsewhere)); }
+
 struct page_tables {
     device const int *keys, *values; // [n_pages]
     listed_blocks list;
     uint lane;
+    bool shared;             // what lanes found goes through `slots`: a shuffle by differing lanes is slow on Apple's GPUs
+    threadgroup uint *slots; // [2][slot_lists()][32]: of two tiles of the simdgroup, one after the other
 };
 
 // Slots in memory of a tile's row 0. That of the values is theirs only where value_slot_of gives the slot itself. Where rows
-// lie apart those of the row with the lane's number; with a list also its position. The tail's: that of the keys or, if it lies
-// elsewhere, that of the row with the lane's number.
+// lie apart those of the row with the lane's number, or after share_slots where their list begins; with a list of blocks also the
+// row's position. The tail's: that of the keys or, if it lies elsewhere, likewise.
 struct tile_memory {
     uint keys, values;
     int position;
     uint tail;
 };
 
-// Slots in memory of a row of a tile. apart: rows_apart() or, of a tail, tail_rows_apart(). All lanes of the simdgroup must come
-// here together.
-inline uint key_slot(constant tqkv__attend_args &args, bool apart, uint base, uint row)
+// Stores what the lanes found of a tile for all to read. parity: 0 or 1, another one than the tile's before, which may be in use still.
+inline tile_memory share_slots(thread const page_tables &pages, tile_memory found, uint parity)
 {
-    return apart ? simd_shuffle(base, ushort(row)) : base + existing_row(args, row);
+    if (!pages.shared || slot_lists() == 0u) return found;
+    const uint first = parity * slot_lists() * 32u, last = first + (slot_lists() - 1u) * 32u;
+    tile_memory result = found;
+    simdgroup_barrier(mem_flags::mem_threadgroup); // the tile before that one is done
+    if (rows_apart()) {
+        result.keys = first;
+        result.values = same_slots ? first : first + 32u;
+        result.tail = first;
+        pages.slots[result.keys + pages.lane] = found.keys;
+        if (!same_slots) pages.slots[result.values + pages.lane] = found.values;
+    }
+    if (tail_elsewhere) {
+        result.tail = last;
+        pages.slots[last + pages.lane] = found.tail;
+    }
+    simdgroup_barrier(mem_flags::mem_threadgroup);
+    return result;
 }
 
-inline uint value_slot(constant tqkv__attend_args &args, uint base, uint row)
+// Where rows lie apart, the slot of one. All lanes of the simdgroup must come here together.
+inline uint slot_apart(thread const page_tables &pages, uint base, uint row)
 {
-    return rows_apart() ? simd_shuffle(base, ushort(row)) : value_slot_of(args, base + existing_row(args, row));
+    return pages.shared ? pages.slots[base + row] : simd_shuffle(base, ushort(row));
+}
+
+// Slots in memory of a row of a tile. apart: rows_apart() or, of a tail, tail_rows_apart(). As slot_apart.
+inline uint key_slot(constant tqkv__attend_args &args, thread const page_tables &pages, bool apart, uint base, uint row)
+{
+    return apart ? slot_apart(pages, base, row) : base + existing_row(args, row);
+}
+
+inline uint value_slot(constant tqkv__attend_args &args, thread const page_tables &pages, uint base, uint row)
+{
+    return rows_apart() ? slot_apart(pages, base, row) : value_slot_of(args, base + existing_row(args, row));
 }
 
 // Codes of such a row, of `bytes` each. As one sum, so that the part of all rows is computed once.
-inline device const uchar *key_codes(constant tqkv__attend_args &args, bool apart, device const uchar *codes,
-                                     uint bytes, uint base, uint row)
+inline device const uchar *key_codes(constant tqkv__attend_args &args, thread const page_tables &pages, bool apart,
+                                     device const uchar *codes, uint bytes, uint base, uint row)
 {
-    if (apart) return codes + ulong(simd_shuffle(base, ushort(row))) * ulong(bytes);
+    if (apart) return codes + ulong(slot_apart(pages, base, row)) * ulong(bytes);
     return codes + ulong(base) * ulong(bytes) + existing_row(args, row) * bytes;
 }
 
-inline device const uchar *value_codes(constant tqkv__attend_args &args, device const uchar *codes, uint bytes,
-                                       uint base, uint row)
+inline device const uchar *value_codes(constant tqkv__attend_args &args, thread const page_tables &pages,
+                                       device const uchar *codes, uint bytes, uint base, uint row)
 {
-    if (rows_apart() || !(same_slots || paged)) return codes + ulong(value_slot(args, base, row)) * ulong(bytes);
+    if (rows_apart() || !(same_slots || paged)) return codes + ulong(value_slot(args, pages, base, row)) * ulong(bytes);
     return codes + ulong(base) * ulong(bytes) + existing_row(args, row) * bytes;
 }
 
@@ -1715,14 +1756,17 @@ struct tile_place {
     tile_memory base;
     uint row;     // of this lane
     int position; // of the lane's row
+    uint parity;  // of share_slots
 };
 
-inline tile_place open_tile(constant tqkv__attend_args &args, thread const page_tables &pages, uint number, uint row)
+inline tile_place open_tile(constant tqkv__attend_args &args, thread const page_tables &pages, uint number, uint row,
+                            uint parity)
 {
     tile_place result;
-    result.base = find_tile(args, pages, number);
+    result.base = share_slots(pages, find_tile(args, pages, number), parity);
     result.row = row;
     result.position = position_of_row(args, result.base, number, row);
+    result.parity = parity;
     return result;
 }
 
@@ -1815,6 +1859,14 @@ inline uint blocks_of_rows(constant tqkv__attend_args &args)
     uint each = max(uint(columns), 1u); // 0 where shaders are only checked
     if (has_list) return uint(args.n_queries) * ((uint(args.group) + each - 1u) / each); // of one query each
     return (uint(args.n_queries) * uint(args.group) + each - 1u) / each;
+}
+
+// Gives the simdgroup its memory of slots, behind all states: [n_simdgroups][C][2].
+inline void share_slots_behind(uint C, thread attend_task &task)
+{
+    threadgroup float *behind = task.states + task.n_simdgroups * uint(TQKV__STATE_BYTES(C) / 4);
+    task.pages.shared = TQKV_SHARED_SLOTS;
+    task.pages.slots = (threadgroup uint *)behind + task.simdgroup * uint(TQKV__SLOT_BYTES(slot_lists()) / 4);
 }
 
 // Blocks of rows and splits count from the last. Those have the most to do, and none begins when the others are done.
@@ -1981,7 +2033,7 @@ inline void load_value_step(constant tqkv__attend_args &args, thread const atten
     const uint block = norm_block<D>(value_format), bytes = row_bytes<D>(value_format);
     stream_rows values = task.values;
     uint row = value_row_of_lane<D>(number, task.lane);
-    device const uchar *codes = value_codes(args, values.codes, bytes, base, row);
+    device const uchar *codes = value_codes(args, task.pages, values.codes, bytes, base, row);
     TQKV_UNROLL
     for (int j = 0; j < VALUE_PIECES(D); j++) {
         uint part = min(task.lane % uint(VALUE_LANES(D)), uint(LANE_SPAN(D)) - 1u);
@@ -1989,7 +2041,7 @@ inline void load_value_step(constant tqkv__attend_args &args, thread const atten
         load_codes<D, W, 8>(value_format, codes, first, step.raw[j]);
         step.scale[j] = 1.0f;
         if (!one_norm<D>(value_format))
-            step.scale[j] = stored_scale<D>(value_format, values, value_slot(args, base, row), first / block,
+            step.scale[j] = stored_scale<D>(value_format, values, value_slot(args, task.pages, base, row), first / block,
                                             args.value_block_scale);
     }
 }
@@ -2709,7 +2761,7 @@ inline void load_key_codes(constant tqkv__attend_args &args, thread const attend
         for (int r = 0; r < R; r++) {
             uint row = uint(r * (32 / R)) + task.lane / uint(R);
             load_codes<D, W, N>(part.format,
-                                key_codes(args, part.apart, part.rows.codes, row_bytes<D>(part.format), base, row),
+                                key_codes(args, task.pages, part.apart, part.rows.codes, row_bytes<D>(part.format), base, row),
                                 ((step + uint(b)) * uint(R) + task.lane % uint(R)) * uint(N), keys.raw[b][r]);
         }
     }
@@ -2723,7 +2775,7 @@ inline void load_key_scales(constant tqkv__attend_args &args, thread const atten
     const int R = KEY_LANES(D, W);
     TQKV_UNROLL
     for (int r = 0; r < R; r++) {
-        uint slot = key_slot(args, part.apart, base, uint(r * (32 / R)) + task.lane / uint(R));
+        uint slot = key_slot(args, task.pages, part.apart, base, uint(r * (32 / R)) + task.lane / uint(R));
         keys.scale[r] = stored_scale<D>(part.format, part.rows, slot, block, part.block_scale);
     }
 }
@@ -2882,7 +2934,8 @@ inline void add_tail(constant tqkv__attend_args &args, thread const attend_task 
     if (tail_format == 0) return;
     float tail[C];
     score_any_tile<T, C>(args, task, tail_part<D>(task), base, next_base, book, keys, tail);
-    float scale = row_scale<T>(tail_format, task.tail, key_slot(args, tail_rows_apart(), base, row), 1.0f);
+    uint slot = key_slot(args, task.pages, tail_rows_apart(), base, row);
+    float scale = row_scale<T>(tail_format, task.tail, slot, 1.0f);
     const bool same = BY_CODE_WIDTH(key_format, KEY_LANES, D) == BY_CODE_WIDTH(tail_format, KEY_LANES, T);
     FOR_COLUMNS(c)
     {
@@ -3139,10 +3192,11 @@ inline void add_tiles(constant tqkv__attend_args &args, thread const attend_task
     while (walk.steps.tile < end) {
         tile_place at = walk.next;
         next_tile(walk.steps, task.n_simdgroups);
-        walk.next = open_tile(args, task.pages, walk.steps.tile, at.row);
+        walk.next = open_tile(args, task.pages, walk.steps.tile, at.row, 1u - at.parity);
         const int C = TQKV__MAX_COLUMNS(KD), T = TQKV__TAIL_DIM(KD);
         float score[C];
-        uint key = key_slot(args, rows_apart(), at.base.keys, at.row), value = value_slot(args, at.base.values, at.row);
+        uint key = key_slot(args, task.pages, rows_apart(), at.base.keys, at.row);
+        uint value = value_slot(args, task.pages, at.base.values, at.row);
         float key_scale = row_scale<KD>(key_format, task.keys, key, args.key_block_scale);
         float value_scale = row_scale<VD>(value_format, task.values, value, args.value_block_scale);
         any_values<VD> values;
@@ -3169,7 +3223,7 @@ inline void attend(constant tqkv__attend_args &args, thread const attend_task &t
     column_state<VD> state;
     tile_walk<KD> walk;
     walk.steps = open_steps(args, seen, own, task.simdgroup, task.n_simdgroups);
-    walk.next = open_tile(args, task.pages, walk.steps.tile, row_of_lane<KD>(key_format, task.lane));
+    walk.next = open_tile(args, task.pages, walk.steps.tile, row_of_lane<KD>(key_format, task.lane), 0u);
     open_keys<KD>(args, task, first_part(args, task), walk.next.base.keys, walk.keys);
     open_tail<KD, TQKV__TAIL_DIM(KD)>(args, task, walk.next.base.tail, walk.tail);
     load_codebook(key_format, task.tables, thread_index, task.n_simdgroups * 32u);
@@ -3240,6 +3294,7 @@ inline void attend(constant tqkv__attend_args &args, thread const attend_task &t
     task.pages.keys = key_pages; \
     task.pages.values = value_pages; \
     task.pages.lane = lane; \
+    task.pages.shared = false; \
     task.list_rows = list_rows; \
     task.tree = tree; \
     task.tables = tables; \
@@ -3272,6 +3327,7 @@ inline void attend(constant tqkv__attend_args &args, thread const attend_task &t
         task.weights = weights; \
         task.tail_table = tables + 512; \
         task.states = states + TQKV__COLUMN_BYTES(TQKV__MAX_COLUMNS(V)) / 4; \
+        share_slots_behind(uint(TQKV__MAX_COLUMNS(V)), task); \
         TQKV_LONG_CALL(attend<D, V>(args, task)); \
     }
 // clang-format on
@@ -3904,32 +3960,31 @@ struct tile_norms {
 };
 
 template <int D>
-inline void load_norms(constant tqkv__attend_args &args, uint format, bool apart, stream_rows rows, uint first,
-                       uint lane, thread float (&norms)[4])
+inline void load_norms(constant tqkv__attend_args &args, thread const page_tables &pages, uint format, bool apart,
+                       stream_rows rows, uint first, thread float (&norms)[4])
 {
     if (!has_norms(format) || !one_norm<D>(format)) return;
-    uint row = tile_row(0, TQKV__MATRIX_ROW(lane));
-    device const float *at = rows.norms + (ulong(first) + ulong(row));
+    uint row = TQKV__MATRIX_ROW(pages.lane);
+    device const float *at = rows.norms + (ulong(first) + ulong(tile_row(0, row)));
     TQKV_UNROLL
     for (int p = 0; p < 4; p++)
-        norms[p] = short_store || apart ? rows.norms[key_slot(args, apart, first, tile_row(p, TQKV__MATRIX_ROW(lane)))]
-                                        : at[8 * p];
+        norms[p] = short_store || apart ? rows.norms[key_slot(args, pages, apart, first, tile_row(p, row))] : at[8 * p];
 }
 
 template <int D>
 inline void load_tile_norms(constant tqkv__attend_args &args, thread const attend_task &task, tile_memory base,
                             thread tile_norms &norms)
 {
-    load_norms<D>(args, key_format, rows_apart(), task.keys, base.keys, task.lane, norms.keys);
+    load_norms<D>(args, task.pages, key_format, rows_apart(), task.keys, base.keys, norms.keys);
     if (same_slots || paged || has_list) {
-        load_norms<D>(args, value_format, rows_apart(), task.values, base.values, task.lane, norms.values);
+        load_norms<D>(args, task.pages, value_format, rows_apart(), task.values, base.values, norms.values);
         return;
     }
     if (!has_norms(value_format) || !one_norm<D>(value_format)) return;
     TQKV_UNROLL
     for (int p = 0; p < 4; p++) {
         uint row = tile_row(p, TQKV__MATRIX_ROW(task.lane));
-        norms.values[p] = task.values.norms[value_slot(args, base.values, row)];
+        norms.values[p] = task.values.norms[value_slot(args, task.pages, base.values, row)];
     }
 }
 
@@ -4083,8 +4138,8 @@ inline void load_key_chunk(constant tqkv__attend_args &args, thread const attend
     TQKV_UNROLL
     for (int p = 0; p < 4; p++) {
         uint row = tile_row(p, TQKV__MATRIX_ROW(task.lane));
-        load_codes<D, W, N>(part.format, key_codes(args, part.apart, part.rows.codes, bytes, base, row), first,
-                            keys.raw[p]);
+        device const uchar *codes = key_codes(args, task.pages, part.apart, part.rows.codes, bytes, base, row);
+        load_codes<D, W, N>(part.format, codes, first, keys.raw[p]);
     }
 }
 
@@ -4154,7 +4209,7 @@ inline void load_key_norms(constant tqkv__attend_args &args, thread const attend
 {
     TQKV_UNROLL
     for (int p = 0; p < 4; p++) {
-        uint slot = key_slot(args, part.apart, base, tile_row(p, TQKV__MATRIX_ROW(task.lane)));
+        uint slot = key_slot(args, task.pages, part.apart, base, tile_row(p, TQKV__MATRIX_ROW(task.lane)));
         norms[p] = one_norm<D>(part.format) ? 1.0f : stored_norm<D>(part.format, part.rows, slot, block);
     }
 }
@@ -4269,6 +4324,7 @@ template <int D, int F>
 struct matrix_walk {
     tile_steps steps;
     tile_memory base; // of the next tile
+    uint parity;      // of share_slots, likewise
     newest_range newest;
     any_key_batch<D, F> keys; // of that tile
     tile_norms norms;         // likewise, with few columns
@@ -4416,7 +4472,8 @@ inline void load_value_chunk(constant tqkv__attend_args &args, thread const atte
     TQKV_UNROLL
     for (int i = 0; i < 4; i++) {
         uint k = TQKV__MATRIX_COLUMN(task.lane) + uint(i % 2), row = tile_row(2 * int(half_tile) + i / 2, k);
-        load_codes<D, W, N>(value_format, value_codes(args, task.values.codes, bytes, base, row), first, values.raw[i]);
+        device const uchar *codes = value_codes(args, task.pages, task.values.codes, bytes, base, row);
+        load_codes<D, W, N>(value_format, codes, first, values.raw[i]);
     }
 }
 
@@ -4483,7 +4540,7 @@ inline void scale_weights(constant tqkv__attend_args &args, thread const attend_
         float scale = scale_of_norm<D>(value_format, norms.values[p], args.value_block_scale);
         if (!one_norm<D>(value_format))
             scale = stored_scale<D>(value_format, task.values,
-                                    value_slot(args, base, tile_row(p, TQKV__MATRIX_ROW(task.lane))), block,
+                                    value_slot(args, task.pages, base, tile_row(p, TQKV__MATRIX_ROW(task.lane))), block,
                                     args.value_block_scale);
         TQKV_UNROLL
         for (int f = 0; f < F; f++) {
@@ -4603,7 +4660,8 @@ inline void add_matrix_tiles(constant tqkv__attend_args &args, thread const atte
         uint tile = walk.steps.tile;
         tile_memory base = walk.base;
         next_tile(walk.steps, task.n_simdgroups);
-        walk.base = find_tile(args, task.pages, walk.steps.tile);
+        walk.parity = 1u - walk.parity;
+        walk.base = share_slots(task.pages, find_tile(args, task.pages, walk.steps.tile), walk.parity);
         bool whole = sees_whole_tile(args, tile, walk.newest);
         tile_norms norms;
         next_tile_norms<D, F>(args, task, base, walk.base, walk.norms, norms);
@@ -4629,7 +4687,8 @@ inline void attend_by_matrices(constant tqkv__attend_args &args, thread const at
     matrix_state<D, F> state;
     matrix_walk<D, F> walk;
     walk.steps = open_steps(args, seen, own, task.simdgroup, task.n_simdgroups);
-    walk.base = find_tile(args, task.pages, walk.steps.tile);
+    walk.parity = 0u;
+    walk.base = share_slots(task.pages, find_tile(args, task.pages, walk.steps.tile), walk.parity);
     walk.newest = newest_of_columns(args, task.first_column);
     open_key_batch<D, F>(args, task, first_part(args, task), walk.base.keys, walk.keys);
     if (HOLDS_NORMS(F)) load_tile_norms<D>(args, task, walk.base, walk.norms);
@@ -4735,7 +4794,7 @@ inline void open_tail(constant tqkv__attend_args &args, thread const attend_task
                       thread tail_codes<T, F> &keys)
 {
     open_key_batch<T, F>(args, task, tail_part<D>(task), base, keys.codes);
-    load_norms<T>(args, tail_format, tail_rows_apart(), task.tail, base, task.lane, keys.norms);
+    load_norms<T>(args, task.pages, tail_format, tail_rows_apart(), task.tail, base, keys.norms);
 }
 
 // Scores of the tail, times what makes them as large as those of the keys, which get their own factors.
@@ -4792,7 +4851,7 @@ inline void score_long_tile(constant tqkv__attend_args &args, thread const atten
     tile_norms norms; // none of the values: their scales come with the weights
     TQKV_UNROLL
     for (int p = 0; p < 4; p++) norms.keys[p] = norms.values[p] = 0.0f;
-    load_norms<D>(args, key_format, rows_apart(), task.keys, base.keys, task.lane, norms.keys);
+    load_norms<D>(args, task.pages, key_format, rows_apart(), task.keys, base.keys, norms.keys);
     tail_codes<T, F> tail;
     if (tail_format != 0) open_tail<D, T, F>(args, task, base.tail, tail);
     walk.base = find_tile(args, task.pages, next + task.simdgroup);
@@ -4904,7 +4963,7 @@ inline void load_part_norms(constant tqkv__attend_args &args, thread const atten
     if (!has_norms(value_format)) return;
     TQKV_UNROLL
     for (int p = 0; p < 4; p++) {
-        uint slot = value_slot(args, base, tile_row(p, TQKV__MATRIX_ROW(task.lane)));
+        uint slot = value_slot(args, task.pages, base, tile_row(p, TQKV__MATRIX_ROW(task.lane)));
         norms[p] = task.values.norms[ulong(slot) * ulong(uint(D) / norm_block<D>(value_format)) + block];
     }
 }
@@ -5314,6 +5373,7 @@ inline void attend_long_rows(constant tqkv__attend_args &args, thread const atte
         task.weights = queries + TQKV__MATRIX_QUERY_BYTES(D) / 4 * TQKV__MATRICES(int(columns)); \
         task.sums = args.sections_each == 0 ? queries : task.weights; \
         task.states = states + TQKV__COLUMN_BYTES(8 * TQKV__MATRICES(int(columns))) / 4; \
+        share_slots_behind(8u * uint(TQKV__MATRICES(int(columns))), task); \
         TQKV_LONG_CALL(attend_with_matrices<D>(args, task)); \
     }
 // Rows whose sums several simdgroups share: TQKV__LONG_SIMDGROUPS a threadgroup, no more and no fewer.
@@ -7252,7 +7312,7 @@ inline void score_tiles(constant tqkv__index_args &call, thread const attend_tas
             if (tile >= tiles) continue;
             sum_matrix score[4][F];
             float norms[4];
-            load_norms<D>(call.keys, key_format, rows_apart(), task.keys, slots.now, task.lane, norms);
+            load_norms<D>(call.keys, task.pages, key_format, rows_apart(), task.keys, slots.now, norms);
             score_index_tile<D, W, F>(call, task, slots, book, turn, keys, score);
             add_heads<D, F>(call, task, first_pass, norms, memory, score, scores + tile * 32u);
             slots.now = slots.next;
@@ -7442,6 +7502,7 @@ inline void score_index_blocks(constant tqkv__index_args &call, thread attend_ta
         task.scale = scale; \
         task.pages.keys = pages; \
         task.pages.lane = lane; \
+        task.pages.shared = false; \
         task.tables = tables; \
         task.queries = queries; \
         task.kept = states; \

@@ -31,6 +31,11 @@ using namespace metal;
 #define TQKV_CHEAP_SHUFFLE false
 #endif
 
+// Whether attention over rows that lie apart reads their slots from threadgroup memory, or by shuffles.
+#ifndef TQKV_SHARED_SLOTS
+#define TQKV_SHARED_SLOTS true
+#endif
+
 // Byte i of a word, with its sign. Metal's compiler is shown the conversion of a byte, which Apple's GPUs make from where it lies in
 // a word, while shifts take turns of a unit that conversions need, too. A shim for hardware that has no such conversion shifts.
 #ifndef TQKV_SIGNED_BYTE
