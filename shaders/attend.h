@@ -596,6 +596,7 @@ inline void clear_sums(thread column_state<D> &state)
 template <int D>
 struct tile_walk {
     tile_steps steps;
+    tile_search search;
     tile_place next; // the place of the next tile
     any_keys<D> keys;
     any_keys<TQKV__TAIL_DIM(D)> tail;
@@ -624,7 +625,8 @@ inline void add_tiles(constant tqkv__attend_args &args, thread const attend_task
     while (walk.steps.tile < end) {
         tile_place at = walk.next;
         next_tile(walk.steps, task.n_simdgroups);
-        walk.next = open_tile(args, task.pages, walk.steps.tile, at.row, 1u - at.parity);
+        tile_memory base = find_next(args, task.pages, walk.steps, task.n_simdgroups, walk.search);
+        walk.next = open_tile(args, base, walk.steps.tile, at.row);
         const int C = TQKV__MAX_COLUMNS(KD), T = TQKV__TAIL_DIM(KD);
         float score[C];
         uint key = key_slot(args, task.pages, rows_apart(), at.base.keys, at.row);
@@ -655,7 +657,8 @@ inline void attend(constant tqkv__attend_args &args, thread const attend_task &t
     column_state<VD> state;
     tile_walk<KD> walk;
     walk.steps = open_steps(args, seen, own, task.simdgroup, task.n_simdgroups);
-    walk.next = open_tile(args, task.pages, walk.steps.tile, row_of_lane<KD>(key_format, task.lane), 0u);
+    tile_memory base = find_first(args, task.pages, walk.steps, task.n_simdgroups, walk.search);
+    walk.next = open_tile(args, base, walk.steps.tile, row_of_lane<KD>(key_format, task.lane));
     open_keys<KD>(args, task, first_part(args, task), walk.next.base.keys, walk.keys);
     open_tail<KD, TQKV__TAIL_DIM(KD)>(args, task, walk.next.base.tail, walk.tail);
     load_codebook(key_format, task.tables, thread_index, task.n_simdgroups * 32u);

@@ -392,8 +392,8 @@ inline newest_range newest_of_columns(constant tqkv__attend_args &args, uint fir
 template <int D, int F>
 struct matrix_walk {
     tile_steps steps;
+    tile_search search;
     tile_memory base; // of the next tile
-    uint parity;      // of share_slots, likewise
     newest_range newest;
     any_key_batch<D, F> keys; // of that tile
     tile_norms norms;         // likewise, with few columns
@@ -729,8 +729,7 @@ inline void add_matrix_tiles(constant tqkv__attend_args &args, thread const atte
         uint tile = walk.steps.tile;
         tile_memory base = walk.base;
         next_tile(walk.steps, task.n_simdgroups);
-        walk.parity = 1u - walk.parity;
-        walk.base = share_slots(task.pages, find_tile(args, task.pages, walk.steps.tile), walk.parity);
+        walk.base = find_next(args, task.pages, walk.steps, task.n_simdgroups, walk.search);
         bool whole = sees_whole_tile(args, tile, walk.newest);
         tile_norms norms;
         next_tile_norms<D, F>(args, task, base, walk.base, walk.norms, norms);
@@ -756,8 +755,7 @@ inline void attend_by_matrices(constant tqkv__attend_args &args, thread const at
     matrix_state<D, F> state;
     matrix_walk<D, F> walk;
     walk.steps = open_steps(args, seen, own, task.simdgroup, task.n_simdgroups);
-    walk.parity = 0u;
-    walk.base = share_slots(task.pages, find_tile(args, task.pages, walk.steps.tile), walk.parity);
+    walk.base = find_first(args, task.pages, walk.steps, task.n_simdgroups, walk.search);
     walk.newest = newest_of_columns(args, task.first_column);
     open_key_batch<D, F>(args, task, first_part(args, task), walk.base.keys, walk.keys);
     if (HOLDS_NORMS(F)) load_tile_norms<D>(args, task, walk.base, walk.norms);

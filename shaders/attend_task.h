@@ -87,11 +87,11 @@ inline uint blocks_of_rows(constant tqkv__attend_args &args)
     return (uint(args.n_queries) * uint(args.group) + each - 1u) / each;
 }
 
-// Gives the simdgroup its memory of slots, behind all states: [n_simdgroups][C][2].
-inline void share_slots_behind(uint C, thread attend_task &task)
+// Gives the simdgroup its memory of slots, behind the states of C columns each.
+inline void open_slots(uint C, thread attend_task &task)
 {
     threadgroup float *behind = task.states + task.n_simdgroups * uint(TQKV__STATE_BYTES(C) / 4);
-    task.pages.shared = TQKV_SHARED_SLOTS;
+    task.pages.shared = true;
     task.pages.slots = (threadgroup uint *)behind + task.simdgroup * uint(TQKV__SLOT_BYTES(slot_lists()) / 4);
 }
 

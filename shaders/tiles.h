@@ -288,28 +288,6 @@ struct tile_memory {
     uint tail;
 };
 
-// Stores what the lanes found of a tile for all to read. parity: 0 or 1, another one than the tile's before, which may be in use still.
-inline tile_memory share_slots(thread const page_tables &pages, tile_memory found, uint parity)
-{
-    if (!pages.shared || slot_lists() == 0u) return found;
-    const uint first = parity * slot_lists() * 32u, last = first + (slot_lists() - 1u) * 32u;
-    tile_memory result = found;
-    simdgroup_barrier(mem_flags::mem_threadgroup); // the tile before that one is done
-    if (rows_apart()) {
-        result.keys = first;
-        result.values = same_slots ? first : first + 32u;
-        result.tail = first;
-        pages.slots[result.keys + pages.lane] = found.keys;
-        if (!same_slots) pages.slots[result.values + pages.lane] = found.values;
-    }
-    if (tail_elsewhere) {
-        result.tail = last;
-        pages.slots[last + pages.lane] = found.tail;
-    }
-    simdgroup_barrier(mem_flags::mem_threadgroup);
-    return result;
-}
-
 // Where rows lie apart, the slot of one. All lanes of the simdgroup must come here together.
 inline uint slot_apart(thread const page_tables &pages, uint base, uint row)
 {
@@ -419,6 +397,57 @@ inline tile_memory find_tile(constant tqkv__attend_args &args, thread const page
     return result;
 }
 
+// The tiles of a simdgroup one after another, where their slots are shared: what lanes found of the one behind the next. So
+// nothing waits for tables and lists when it is stored.
+struct tile_search {
+    tile_memory ahead;
+    uint parity; // of the next tile's memory of slots
+};
+
+inline bool shares_slots(thread const page_tables &pages) { return pages.shared && tail_rows_apart(); }
+
+// Stores what the lanes found of a tile for all to read. parity: 0 or 1, another one than that of the tile before, which may be
+// in use still.
+inline tile_memory share_slots(thread const page_tables &pages, tile_memory found, uint parity)
+{
+    const uint first = parity * slot_lists() * 32u, last = first + (slot_lists() - 1u) * 32u;
+    tile_memory result = found;
+    simdgroup_barrier(mem_flags::mem_threadgroup); // the tile before that one is done
+    if (rows_apart()) {
+        result.keys = result.tail = first;
+        result.values = same_slots ? first : first + 32u;
+        pages.slots[result.keys + pages.lane] = found.keys;
+        if (!same_slots) pages.slots[result.values + pages.lane] = found.values;
+    }
+    if (tail_elsewhere) {
+        result.tail = last;
+        pages.slots[last + pages.lane] = found.tail;
+    }
+    simdgroup_barrier(mem_flags::mem_threadgroup);
+    return result;
+}
+
+// The memory of the next tile.
+inline tile_memory find_next(constant tqkv__attend_args &args, thread const page_tables &pages, tile_steps steps,
+                             uint n_simdgroups, thread tile_search &search)
+{
+    if (!shares_slots(pages)) return find_tile(args, pages, steps.tile);
+    search.parity = 1u - search.parity;
+    tile_memory result = share_slots(pages, search.ahead, search.parity);
+    next_tile(steps, n_simdgroups);
+    search.ahead = find_tile(args, pages, steps.tile);
+    return result;
+}
+
+// Likewise, of the first one.
+inline tile_memory find_first(constant tqkv__attend_args &args, thread const page_tables &pages, tile_steps steps,
+                              uint n_simdgroups, thread tile_search &search)
+{
+    search.parity = 1u;
+    if (shares_slots(pages)) search.ahead = find_tile(args, pages, steps.tile);
+    return find_next(args, pages, steps, n_simdgroups, search);
+}
+
 // The position of row `row` of a tile that was found; newer than all queries if it belongs to another tile.
 inline int position_of_row(constant tqkv__attend_args &args, tile_memory base, uint number, uint row)
 {
@@ -429,17 +458,15 @@ struct tile_place {
     tile_memory base;
     uint row;     // of this lane
     int position; // of the lane's row
-    uint parity;  // of share_slots
 };
 
-inline tile_place open_tile(constant tqkv__attend_args &args, thread const page_tables &pages, uint number, uint row,
-                            uint parity)
+// base: of tile `number`
+inline tile_place open_tile(constant tqkv__attend_args &args, tile_memory base, uint number, uint row)
 {
     tile_place result;
-    result.base = share_slots(pages, find_tile(args, pages, number), parity);
+    result.base = base;
     result.row = row;
-    result.position = position_of_row(args, result.base, number, row);
-    result.parity = parity;
+    result.position = position_of_row(args, base, number, row);
     return result;
 }
 
