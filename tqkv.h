@@ -46,8 +46,8 @@
    BUILD OPTIONS (define before the include that has TQKV_IMPLEMENTATION)
 
      TQKV_STATIC            every function is static: private to the including file
-     TQKV_API               linkage of the public functions, by default `extern`; `__attribute__((visibility("default")))`
-                            shows them alone in a shared library compiled with -fvisibility=hidden
+     TQKV_API               linkage of the public functions, by default `extern`. In a shared library compiled with
+                            -fvisibility=hidden `__attribute__((visibility("default")))` shows them alone
      TQKV_EXPLAIN(text)     receives the reason of a refused call, a string that names the argument. Example:
                             fprintf(stderr, "tqkv: %s\n", text). Default: nothing. Who compiles the implementation
                             decides: a library that others link has no reasons for them
@@ -231,20 +231,20 @@ typedef struct tqkv_cache_desc {
     /* How positions are kept. */
     tqkv_format key_format, value_format, tail_format; /* tail_format: 0 = F16 */
     /* Exact ends: so many of the first positions (a model's attention sinks), and of the newest before each query (its
-       recent window), are kept in fp16, too, and read from there: most of the weight is there. Their sum is at most the
-       capacity; F16 streams and the tail need none. The halves of the newest are room for 64 queries of one call; an
-       append of more tokens makes more room, for as many. After truncate, remove and keep the newest may be left as
-       codes until new ones come. */
+       recent window), are kept in fp16, too, and read from there: most of the weight is there. More than the
+       capacity counts as the capacity; F16 streams and the tail need none. The halves of the newest are room for 64
+       queries of one call; an append of more tokens makes more room, for as many. After truncate, remove and keep the
+       newest may be left as codes until new ones come. */
     int exact_first, exact_last;
     /* Make room for the halves of one append of so many tokens at once. On a GPU, which cannot make more, 0 = 512. */
     int exact_batch;
     /* Calibration: the cache learns centre (mean) and scale of the channels of its keys (tqkv_calibrate) from the first
        so many positions, without the exact_first. 0: not; else at least 16. More than a quarter of the capacity counts
-       as a quarter, or as 16. Until the append that reaches these positions keys and values are halves as they came, and attention is exact. That
-       append encodes them; queries at these positions still read the halves, until the next append gives their memory
-       back (with non_causal, until this one). The same codes however positions came. What it has learned is in
-       tqkv_cache_keys. On a GPU the halves' memory stays as long as the cache, because work under way may read it: a
-       copy by tqkv_cache_fork, made when the cache has learned, has none. */
+       as a quarter, or as 16. Until the append that reaches these positions keys and values are halves as they came,
+       and attention is exact. That append encodes them; queries at these positions still read the halves, until the
+       next append gives their memory back (with non_causal, until this one). The same codes however positions came.
+       What it has learned is in tqkv_cache_keys. On a GPU the halves' memory stays as long as the cache, because work
+       under way may read it: a copy by tqkv_cache_fork, made when the cache has learned, has none. */
     int calibrate;
 
     /* Attention, as the fields of tqkv_attention. */
@@ -263,7 +263,7 @@ typedef struct tqkv_cache_desc {
     uint64_t tag;             /* the caller's name for the model, 0: none; a snapshot or a fork of another is refused */
 } tqkv_cache_desc;
 
-/* A desc with formats, calibrate 512, exact_first 4 and exact_last 128 filled in; the caller adds the shape, of 132
+/* A desc with formats, calibrate 512, exact_first 4 and exact_last 128 filled in; the caller adds the shape, of 16
    positions or more. Bits a value, with norms, at head_dim 64 / 128 / 256. */
 typedef enum tqkv_preset {
     TQKV_SAFE = 0, /* I8 keys, TQ4 values: 6.5 / 6.25 / 6.19 */
@@ -1270,8 +1270,8 @@ TQKV_API tqkv_result tqkv_metal_plan_cache_prepare(const tqkv_cache *c, tqkv_met
 #if (defined(TQKV_IMPLEMENTATION) || defined(TQKV_SHARED)) && !defined(TQKV__SHARED)
 #define TQKV__SHARED
 
-/* >>tables: one row a format, and tables: one source for C, Objective-C and the Metal shaders. TQKV_SHARED makes it visible
-   without the implementation. */
+/* >>tables: one row a format, and tables: one source for C, Objective-C and the Metal shaders. TQKV_SHARED makes it
+   visible without the implementation. */
 #define TQKV_TABLE_VERSION 8 /* changes with the tables, the argument structs, or their meaning in the kernels */
 
 #ifndef TQKV_TABLE
@@ -1286,7 +1286,7 @@ TQKV_API tqkv_result tqkv_metal_plan_cache_prepare(const tqkv_cache *c, tqkv_met
 
    m          order of the Hadamard matrix that the rotation applies across its m subrows of n values; 1: none
    grid       values that share a norm of I8: the largest multiple of 16, at most 128, that divides D
-   root       sqrt(D) and 1/sqrt(D), rounded to float: all digits, for machines that compute in wider registers        */
+   root       sqrt(D) and 1/sqrt(D), rounded to float: all digits, for machines that compute in wider registers */
 // clang-format off
 #define TQKV__SIZES(row, x)                                                           \
     /*        D   m grid root                       1/root */                         \
@@ -5076,13 +5076,16 @@ TQKV__OP void TQKV__(decode)(const tqkv_format format, const TQKV__(panel) * pan
 /* As reorder, for a matrix of `columns`; columns and decoded are constants where that is worth the code. */
 TQKV__OP void TQKV__(reorder_matrix)(const bool decoded, const int columns, const float *from, float *to)
 {
-    TQKV__VECTOR x[TQKV__COLUMNS * TQKV__MATRIX_ROWS / TQKV__LANES];
+    enum { most = TQKV__COLUMNS * TQKV__MATRIX_ROWS / TQKV__LANES };
+    TQKV__VECTOR x[most];
     const int n = columns * TQKV__MATRIX_ROWS / TQKV__LANES;
-    TQKV__UNROLL
-    for (int i = 0; i < n; i++) x[i] = TQKV__(load)(from + i * TQKV__LANES);
+    TQKV__UNROLL /* over a constant: clang warns of a loop that it cannot unroll */
+    for (int i = 0; i < most; i++)
+        if (i < n) x[i] = TQKV__(load)(from + i * TQKV__LANES);
     TQKV__(turn)(decoded, columns, x);
     TQKV__UNROLL
-    for (int i = 0; i < n; i++) TQKV__(store)(to + i * TQKV__LANES, x[i]);
+    for (int i = 0; i < most; i++)
+        if (i < n) TQKV__(store)(to + i * TQKV__LANES, x[i]);
 }
 
 TQKV__TARGET static void TQKV__(reorder)(const tqkv__stream *s, int columns, bool decoded, const float *from, float *to)
@@ -7389,12 +7392,13 @@ TQKV__TARGET static void TQKV__I(add_integers)(const TQKV__I(product) * p, int n
 
 #ifndef TQKV__DECODED /* true: another set of the same name has these */
 
-/* Rows that share decoded keys, and values. Enough sums in progress to hide their latency, few enough for the registers. */
+/* Rows that share decoded keys, and values. Enough sums in progress to hide their latency,
+ * few enough for the registers. */
 #define TQKV__HALF_KEY_ROWS (TQKV__INTEGER_LANES == 16 ? 4 : 3)
 #define TQKV__HALF_ROWS     (TQKV__INTEGER_LANES == 16 ? 8 : 4)
 
-/* scores[row][j] (+)= query[row] . key j for four keys, which are halves or floats; rows and halves are constants. Eight of the
-   16 sums at a time where registers hold no more. */
+/* scores[row][j] (+)= query[row] . key j for four keys, which are halves or floats; rows and halves are constants.
+   Eight of the 16 sums at a time where registers hold no more. */
 TQKV__OP void TQKV__S(score_four_halves)(const int rows, const bool halves, int dim, const uint8_t *const *keys,
                                          const float *q, bool add, float *scores)
 {
@@ -7629,6 +7633,18 @@ TQKV__OP TQKV__I(stored)
     return p;
 }
 
+/* Asks for the codes of four positions that lie as far ahead as the panel says. */
+TQKV__OP void TQKV__I(ask_ahead)(const tqkv_format format, const TQKV__I(stored) * p, const uint8_t *main_at,
+                                 const uint8_t *upper_at)
+{
+    TQKV__UNROLL
+    for (int i = 0; i < 4; i++) {
+        tqkv__prefetch(TQKV__L2, main_at + (ptrdiff_t)((size_t)i * p->stride) + p->ahead, 1);
+        if (TQKV__UPPER_BITS(format))
+            tqkv__prefetch(TQKV__L2, upper_at + (ptrdiff_t)((size_t)i * p->stride) + p->ahead, 1);
+    }
+}
+
 /* Finds sums[row][i]: the products of four positions from 4 i on with one or two rows, in the lanes that
    sum_codes_across adds up */
 TQKV__OP void TQKV__I(dot_nibbles)(const tqkv_format format, const int rows, const TQKV__I(stored) * p,
@@ -7646,12 +7662,7 @@ TQKV__OP void TQKV__I(dot_nibbles)(const tqkv_format format, const int rows, con
         }
         for (int d = 0; d < p->left; d += TQKV__NIBBLES) {
             const uint8_t *main_at = row + d / 2, *upper_at = upper + d * TQKV__UPPER_BITS(format) / 8;
-            TQKV__UNROLL
-            for (int i = 0; i < 4; i++) {
-                tqkv__prefetch(TQKV__L2, main_at + (ptrdiff_t)((size_t)i * stride) + p->ahead, 1);
-                if (TQKV__UPPER_BITS(format))
-                    tqkv__prefetch(TQKV__L2, upper_at + (ptrdiff_t)((size_t)i * stride) + p->ahead, 1);
-            }
+            TQKV__I(ask_ahead)(format, p, main_at, upper_at);
             TQKV__UNROLL
             for (int nibble = 0; nibble < 2; nibble++) {
                 TQKV__UNROLL
@@ -8402,13 +8413,15 @@ TQKV__OP void tqkv__turn_step_avx512(const bool decoded, const int columns, __m5
     __m512 y[8];
     const int half = columns / 2;
     TQKV__UNROLL
-    for (int i = 0; i < half; i++) {
+    for (int i = 0; i < 4; i++) {
+        if (i >= half) break;
         const __m512 a = decoded ? x[2 * i] : x[i], b = decoded ? x[2 * i + 1] : x[half + i];
         y[decoded ? i : 2 * i] = _mm512_permutex2var_ps(a, decoded ? even : low, b);
         y[decoded ? half + i : 2 * i + 1] = _mm512_permutex2var_ps(a, decoded ? odd : high, b);
     }
     TQKV__UNROLL
-    for (int i = 0; i < 2 * half; i++) x[i] = y[i];
+    for (int i = 0; i < 8; i++)
+        if (i < 2 * half) x[i] = y[i];
 }
 TQKV__OP void tqkv__turn_avx512(const bool decoded, const int columns, __m512 *x)
 {
@@ -12899,16 +12912,28 @@ static bool tqkv__open_writes(tqkv__writes *writes, const tqkv_allocator *alloca
     return writes->extents != NULL;
 }
 
-static int tqkv__compare_extents(const void *a, const void *b)
+/* Sorts by `begin`, with a heap: qsort may allocate, and not by the caller's allocator. */
+static void tqkv__sort_extents(tqkv__extent *extents, size_t n)
 {
-    const uint64_t x = ((const tqkv__extent *)a)->begin, y = ((const tqkv__extent *)b)->begin;
-    return x < y ? -1 : x > y;
+    size_t first = n / 2, end = n; /* the heap is [first, end); behind it lie the largest, sorted */
+    while (end > 1) {
+        const tqkv__extent moved = extents[first > 0 ? --first : --end];
+        if (end < n) extents[end] = extents[0];
+        size_t at = first;
+        for (size_t child = 2 * at + 1; child < end; child = 2 * at + 1) {
+            if (child + 1 < end && extents[child].begin < extents[child + 1].begin) child++;
+            if (extents[child].begin <= moved.begin) break;
+            extents[at] = extents[child];
+            at = child;
+        }
+        extents[at] = moved;
+    }
 }
 
 /* Sorts the extents; whether two share a byte. */
 static bool tqkv__writes_overlap(const tqkv__writes *writes)
 {
-    qsort(writes->extents, writes->n, sizeof *writes->extents, tqkv__compare_extents);
+    tqkv__sort_extents(writes->extents, writes->n);
     for (size_t i = 1; i < writes->n; i++)
         if (writes->extents[i].begin < writes->extents[i - 1].end) return true;
     return false;
@@ -13479,13 +13504,15 @@ struct tqkv_cache {
     /* What is kept besides of the first and of the newest positions, of keys, values and tail; zeros without. Halves;
        in a ring the first ones' rows of F16 streams and of the tail as they are. */
     tqkv_store ends[2][3];
-    int exact_first, exact_last, exact_batch;
-    int64_t exact_below; /* positions below it are among the first ones kept */
-    int64_t exact_from;  /* positions below it are read as codes since an edit */
-    int64_t exact_held;  /* the newest halves are there from it on */
-    void *own[2];        /* codes of the newest halves' rings in the cache's memory, of keys and values */
-    int own_room;        /* their capacity */
-    void *grown;         /* memory of newest halves for which that has no room, or NULL */
+    int exact_first, exact_last; /* at most the capacity */
+    int asked_first, asked_last; /* as in the desc */
+    int exact_batch;             /* likewise */
+    int64_t exact_below;         /* positions below it are among the first ones kept */
+    int64_t exact_from;          /* positions below it are read as codes since an edit */
+    int64_t exact_held;          /* the newest halves are there from it on */
+    void *own[2];                /* codes of the newest halves' rings in the cache's memory, of keys and values */
+    int own_room;                /* their capacity */
+    void *grown;                 /* memory of newest halves for which that has no room, or NULL */
     size_t grown_size;
     float *channels;   /* room for centres, scales and inverses, stream after stream: [n_kv_heads][head_dim] */
     int64_t first;     /* resident positions [first, attention.end) */
@@ -13644,31 +13671,31 @@ static void tqkv__end_shape(const tqkv_cache_desc *desc, int i, tqkv_cache *c)
     const bool last = tqkv__stream_kinds[i].end == TQKV__LAST_END;
     const tqkv_store *stream = tqkv__store_of(c, side);
     const int64_t batch = desc->exact_batch ? desc->exact_batch : desc->metal ? 512 : 1;
-    const int64_t room = tqkv__end_room(desc->exact_last, batch > TQKV__TILE ? batch : TQKV__TILE);
+    const int64_t room = tqkv__end_room(c->exact_last, batch > TQKV__TILE ? batch : TQKV__TILE);
     const bool halves = stream && side != TQKV__TAIL && stream->format != TQKV_F16;
     const bool as_it_is = stream && !halves && !last && desc->ring;
     tqkv_store *s = TQKV__STORE_AT(c, i);
-    if (!(last ? desc->exact_last : desc->exact_first) || (!halves && !as_it_is)) return;
+    if (!(last ? c->exact_last : c->exact_first) || (!halves && !as_it_is)) return;
     *s = *stream;
     if (halves) {
         s->format = TQKV_F16;
         s->rotated = true;
     }
     s->ring = last;
-    s->capacity = last ? (int)room : desc->exact_first;
+    s->capacity = last ? (int)room : c->exact_first;
 }
 
-/* Takes the shapes of what is kept besides. */
+/* Takes the shapes of what is kept besides. More than the capacity is what no query sees. */
 static tqkv_result tqkv__end_shapes(const tqkv_cache_desc *desc, tqkv_cache *c)
 {
     const int first = desc->exact_first, last = desc->exact_last, batch = desc->exact_batch;
     if (first < 0 || last < 0 || batch < 0) return TQKV__INVALID("exact_first, exact_last or exact_batch is negative");
-    if ((first || last) && desc->capacity > 0 && (int64_t)first + last > desc->capacity)
-        return TQKV__INVALID("exact_first + exact_last is above the capacity; a preset has 4 + 128");
-    if (tqkv__end_room(last, (int64_t)batch + 512) > INT_MAX)
+    c->exact_first = first < desc->capacity ? first : desc->capacity;
+    c->exact_last = last < desc->capacity ? last : desc->capacity;
+    if (tqkv__end_room(c->exact_last, (int64_t)batch + 512) > INT_MAX)
         return TQKV__INVALID("exact_last or exact_batch is too large");
-    c->exact_first = first;
-    c->exact_last = last;
+    c->asked_first = first;
+    c->asked_last = last;
     c->exact_batch = batch;
     c->tag = desc->tag;
     for (int i = TQKV__FIRST_KEYS; i < TQKV__STREAMS; i++) tqkv__end_shape(desc, i, c);
@@ -14724,7 +14751,7 @@ TQKV__COLD TQKV_API tqkv_result tqkv_cache_keep(tqkv_cache *c, int n, const int 
     row(key_format,   keys.format)         row(value_format, values.format)                                            \
     row(window,       attention.window)    row(scale,      attention.scale)     row(softcap,  attention.softcap)       \
     row(shared,       shared)              row(tail_dim,   tail.head_dim)       row(tail_format, tail.format)          \
-    row(exact_first,  exact_first)         row(exact_last, exact_last)          row(calibrate, calibrate)
+    row(exact_first,  asked_first)         row(exact_last, asked_last)          row(calibrate, calibrate)
 #define TQKV__CACHE_USE(row)                                                                                           \
     row(type,         keys.type)           row(sinks,      attention.sinks)     row(metal,    metal)                   \
     row(parallel,     attention.parallel)  row(allocator,  attention.allocator)                                        \
@@ -14828,8 +14855,9 @@ TQKV__COLD TQKV_API tqkv_result tqkv_cache_fork(const tqkv_cache *c, const tqkv_
         if (match != TQKV_OK) return match;
         tqkv__take_use(desc, &copied);
     }
-    if (copied.capacity > 0 && copied.capacity < c->attention.end - c->first)
-        return TQKV__REFUSE(OUT_OF_RANGE, "capacity: too small for the resident positions");
+    const int64_t resident = c->attention.end - c->first, least = resident > c->exact_below ? resident : c->exact_below;
+    if (copied.capacity > 0 && copied.capacity < least)
+        return TQKV__REFUSE(OUT_OF_RANGE, "capacity: too small for the resident or for the first positions");
     if (!c->learning) copied.calibrate = 0;
     tqkv_result r = tqkv_cache_create(&copied, &copy);
     if (r != TQKV_OK) return r;
@@ -15068,8 +15096,8 @@ static void tqkv__cache_header(const tqkv_cache *c, uint8_t *header)
                                                   tqkv__bits(a->scale),
                                                   tqkv__bits(a->softcap),
                                                   (uint32_t)c->calibrate,
-                                                  (uint32_t)c->exact_first,
-                                                  (uint32_t)c->exact_last,
+                                                  (uint32_t)c->asked_first,
+                                                  (uint32_t)c->asked_last,
                                                   (uint32_t)tqkv__range_of(c, TQKV__FIRST_KEYS).to,
                                                   0};
     tqkv__put_name(tqkv__magic, TQKV__HEADER_SIZE, header);
@@ -15149,8 +15177,8 @@ static bool tqkv__parse_header(const uint8_t *header, tqkv__header *h)
     h->end = (int64_t)tqkv__get(header + 112, 8);
     h->exact_from = (int64_t)tqkv__get(header + 120, 8);
     if (h->first < 0 || h->first > h->end || h->end - h->first > d->capacity || (!d->ring && h->first)) return false;
-    if (h->exact_from < 0 || h->exact_from > h->end || h->exact_below > d->exact_first || h->exact_below > h->end)
-        return false;
+    if (h->exact_from < 0 || h->exact_from > h->end || h->exact_below > h->end) return false;
+    if (h->exact_below > d->exact_first || h->exact_below > d->capacity) return false;
     return !h->learning || (d->calibrate && !h->centers && !h->scales && !h->exact_below);
 }
 

@@ -1,4 +1,5 @@
-/* What the files of the benchmark share: the pairs of formats, the state of a run, its calls and the lines that it prints. */
+/* What the files of the benchmark share: the pairs of formats, the state of a run,
+ * its calls and the lines that it prints. */
 #ifndef BENCH_BENCH_H
 #define BENCH_BENCH_H
 
@@ -117,9 +118,9 @@ void run_errors(void);
 void run_threads(bench *b);
 void run_machine(bench *b, int threads);
 
-/* 16 sequences of 500 to 8000 positions, one query each, over random pages: a batch, a loop of calls, and one sequence of
-   the same total, paged and as a linear store. The ratios: speed of the batch, of the others'. By wall time if there is a hook:
-   `suffix` tells its threads. outs: [SEQUENCES][PAGED_ROW] */
+/* 16 sequences of 500 to 8000 positions, one query each, over random pages: a batch, a loop of calls, and one sequence
+   of the same total, paged and as a linear store. The ratios: speed of the batch, of the others'. By wall time if
+   there is a hook: `suffix` tells its threads. outs: [SEQUENCES][PAGED_ROW] */
 void run_batches(bench *b, const pair *p, const float *q, float *outs, tqkv_parallel hook, const char *suffix);
 
 #endif

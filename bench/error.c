@@ -1,4 +1,5 @@
-/* What formats lose: of Gaussian rows, and of keys and values of pretrained models. Not a speed: once, for the best set. */
+/* What formats lose: of Gaussian rows, and of keys and values of pretrained models. Not a speed: once,
+ * for the best set. */
 #include "bench.h"
 
 #include "../examples/data_file.h"
@@ -8,8 +9,8 @@ enum { ERROR_TOKENS = 2048, MOST_HEADS = 8 };
 
 static const tqkv_format formats[] = {TQKV_TQ2, TQKV_TQ3, TQKV_TQ4, TQKV_TQ5, TQKV_TQ6, TQKV_TQ8, TQKV_I8};
 
-/* The mean over heads of |x - x'|^2 / |x - mean|^2, x' decoded. rows: [n_tokens][n_kv_heads][head_dim]; with centre and scale
-   of these rows, if `learned` */
+/* The mean over heads of |x - x'|^2 / |x - mean|^2, x' decoded. rows: [n_tokens][n_kv_heads][head_dim]; with centre and
+   scale of these rows, if `learned` */
 static double error_of(tqkv_format format, int head_dim, int n_kv_heads, const float *rows, int n_tokens, bool learned)
 {
     tqkv_store shape = {.format = format, .head_dim = head_dim, .n_kv_heads = n_kv_heads, .capacity = n_tokens};

@@ -1,6 +1,6 @@
-/* ggml's attention and conversion on one thread, for the benchmark. ggml has none of tqkv's formats; the nearest are f16, q8_0
-   (8.5 bits a value) and q4_0 (4.5). With PEER_IK: the ggml of ik_llama.cpp, which has q8_KV too (8 bits a value and one
-   scale a row). */
+/* ggml's attention and conversion on one thread, for the benchmark. ggml has none of tqkv's formats; the nearest are
+   f16, q8_0 (8.5 bits a value) and q4_0 (4.5). With PEER_IK: the ggml of ik_llama.cpp, which has q8_KV too (8 bits a
+   value and one scale a row). */
 #include "peer.h"
 
 #include <ggml.h>

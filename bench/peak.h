@@ -23,8 +23,8 @@ enum { PEAK_CHAINS = 12, PEAK_STEPS = 10000 };
 /* Four streams with prefetch are the fastest way tried; one stream is 10 to 30% slower. */
 enum { PEAK_STREAMS = 4, PEAK_AHEAD = 4096, PEAK_READ_BYTES = 64 << 20, PEAK_MEMORY_BYTES = 256 << 20 };
 
-/* fma_NAME: PEAK_STEPS times PEAK_CHAINS vector multiply-adds. Chains start with different values, or the compiler merges
-   them. read_NAME: the sum of PEAK_READ_BYTES. */
+/* fma_NAME: PEAK_STEPS times PEAK_CHAINS vector multiply-adds. Chains start with different values, or the compiler
+   merges them. read_NAME: the sum of PEAK_READ_BYTES. */
 #define PEAK_LOOPS(name, target, vector, lanes, set1, fma, add, load)                                                  \
     target static float peak_fma_##name(void)                                                                          \
     {                                                                                                                  \

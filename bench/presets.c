@@ -1,4 +1,5 @@
-/* One token over caches as presets make them, and over what a preset could have in their place: equal bits, other formats. */
+/* One token over caches as presets make them, and over what a preset could have in their place: equal bits,
+ * other formats. */
 #include "bench.h"
 
 enum { PRESET_GROUP = 2, PRESET_CHUNK = 256 };

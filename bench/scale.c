@@ -90,8 +90,8 @@ static void close_work(scale_work *work)
     free(work->out);
 }
 
-/* One kind of work, each way: the ratio is the time of the store with a scale by that of the store with a centre, and by that of
-   the plain one. */
+/* One kind of work, each way: the ratio is the time of the store with a scale by that of the store with a centre, and
+   by that of the plain one. */
 static void compare(bench *b, const pair *p, const char *name, void (*run)(void *user), scale_work works[WAYS])
 {
     static timing t;

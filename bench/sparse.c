@@ -19,8 +19,8 @@ typedef struct list_shape {
     int head_dim, group;
 } list_shape;
 
-/* A list of 2,048 of 32,768 positions beside all of them. The ratio: speed, of that without a list; by wall time if there is a
-   hook. */
+/* A list of 2,048 of 32,768 positions beside all of them. The ratio: speed, of that without a list; by wall time if
+   there is a hook. */
 static void run_lists(bench *b, const pair *p, list_shape shape, const float *q, float *out, tqkv_parallel hook,
                       const char *suffix)
 {

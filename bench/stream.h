@@ -1,4 +1,5 @@
-/* Keys or values of several layers, as in a model: attention that cycles through the layers finds none in a CPU cache. */
+/* Keys or values of several layers, as in a model: attention that cycles through the
+ * layers finds none in a CPU cache. */
 #ifndef BENCH_STREAM_H
 #define BENCH_STREAM_H
 

@@ -97,7 +97,8 @@ static void run_machine_read(void *user)
     pool_run(work->pool, MACHINE_READS, read_part, work);
 }
 
-/* Prints wall times, and the bytes of codes and norms a second, of the read bandwidth of the same threads and rounds. */
+/* Prints wall times, and the bytes of codes and norms a second,
+ * of the read bandwidth of the same threads and rounds. */
 static void print_machine(const bench *b, const timing *t, int threads)
 {
     const timing_entry *read = timing_of(t, "read");

@@ -10,8 +10,8 @@
 
 enum { TIMING_MAX_ROUNDS = 99, TIMING_MAX_ENTRIES = 48, TIMING_NAME = 32 };
 
-/* Ratios use this thread's processor time. It leaves out other programs on the same cores, but not their use of caches and
-   bandwidth. Wall time shows how busy the machine was. */
+/* Ratios use this thread's processor time. It leaves out other programs on the same cores, but not their use of caches
+   and bandwidth. Wall time shows how busy the machine was. */
 typedef struct timing_entry {
     char name[TIMING_NAME];
     void (*run)(void *user);

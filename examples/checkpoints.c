@@ -119,7 +119,7 @@ static int read_prompt(model *m, const char *folder, const unsigned char *text, 
         l.values[i] = make_store(TQKV_TQ4, &m->layers[i]);
     }
     for (int next; s.end < n; s.end = next) {
-        char path[PATH];
+        char path[PATH] = "";
         next = s.end + RANGE < n ? s.end + RANGE : n; /* the last positions are computed: their logits are wanted */
         if (folder && next - s.end == RANGE) range_path(folder, text, next, path);
         if (folder && next < n && loaded == s.end && load_range(&l, m->n_layers, path, next)) {

@@ -1,5 +1,5 @@
-/* The smallest useful program: creates a cache for one layer, appends a prompt and one token, attends for that token and
-   checks the output. */
+/* The smallest useful program: creates a cache for one layer, appends a prompt and one token, attends for that token
+   and checks the output. */
 #define TQKV_IMPLEMENTATION
 #include "tqkv.h"
 

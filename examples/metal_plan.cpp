@@ -134,6 +134,17 @@ static tqkv_store on_processor(const tqkv_metal_store &s)
     return own;
 }
 
+// The root mean square of the difference between rows, by that of the expected ones.
+static double relative_error(const float *out, const std::vector<float> &expected)
+{
+    double wrong = 0, all = 0;
+    for (size_t i = 0; i < expected.size(); i++) {
+        wrong += std::pow((double)out[i] - (double)expected[i], 2);
+        all += std::pow((double)expected[i], 2);
+    }
+    return std::sqrt(wrong / all);
+}
+
 int main()
 {
     std::vector<buffer> memory; // codes and norms of keys, then of values
@@ -169,13 +180,9 @@ int main()
     const tqkv_store key_store = on_processor(keys), value_store = on_processor(values);
     tqkv_attention own = a.attention;
     std::vector<float> expected(QUERY);
-    double wrong = 0, all = 0;
     own.keys = &key_store, own.values = &value_store;
     check(tqkv_attend(&own, q.floats(), expected.data()), "tqkv_attend");
-    for (int i = 0; i < QUERY; i++) {
-        wrong += std::pow((double)out.floats()[i] - (double)expected[(size_t)i], 2);
-        all += std::pow((double)expected[(size_t)i], 2);
-    }
-    printf("%d tokens: shaders and processor differ by %.1e\n", TOKENS, std::sqrt(wrong / all));
-    return std::sqrt(wrong / all) < 4e-5 ? 0 : 1;
+    const double error = relative_error(out.floats(), expected);
+    printf("%d tokens: shaders and processor differ by %.1e\n", TOKENS, error);
+    return error < 4e-5 ? 0 : 1;
 }

@@ -1,5 +1,5 @@
-// attend_list: the caller's lists of blocks as attention takes them: without bad entries, and without blocks that the query
-// does not see. Nothing else reads the caller's lists. Threadgroups: x rows of the lists.
+// attend_list: the caller's lists of blocks as attention takes them: without bad entries, and without blocks that the
+// query does not see. Nothing else reads the caller's lists. Threadgroups: x rows of the lists.
 #include "scan.h"
 
 constant bool has_tree [[function_constant(TQKV_FC_TREE)]];

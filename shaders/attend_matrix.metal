@@ -1,5 +1,5 @@
-// attend_matrix: what attend does, by products of matrices. Threadgroups: x KV heads, y blocks of query rows, z splits of
-// the context.
+// attend_matrix: what attend does, by products of matrices. Threadgroups: x KV heads, y blocks of query rows, z splits
+// of the context.
 #include "attend_long.h"
 
 // clang-format off

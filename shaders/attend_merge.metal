@@ -14,8 +14,8 @@ constant bool rotate_slice [[function_constant(TQKV_FC_ROTATED)]];
 constant bool from_slice [[function_constant(TQKV_FC_FROM_SLICE)]];
 constant bool to_slice [[function_constant(TQKV_FC_TO_SLICE)]];
 
-// partial_out: [n_partials][n_rows][D], partial_state: [1 + n_partials][n_rows][2], sinks: [n_heads], out: [n_queries][n_heads][D],
-// with strides, max to src_sum: [n_rows]
+// partial_out: [n_partials][n_rows][D], partial_state: [1 + n_partials][n_rows][2], sinks: [n_heads],
+// out: [n_queries][n_heads][D], with strides, max to src_sum: [n_rows]
 // clang-format off
 #define ATTEND_MERGE(D) \
     kernel void tqkv_attend_merge_d##D( \

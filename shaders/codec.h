@@ -6,8 +6,9 @@
 
 // ---- The shape of a row: a field of main bits a value, then a field of upper bits a value (TQKV__FORMATS) ----
 
-// The columns of TQKV__FORMATS as words with a field a format. A pipeline has a constant, and until then a shift is shorter
-// than a chain of comparisons, of which LLVM makes branches. Of the main bits 2, 4, 8 and 16 the power of two, less 1.
+// The columns of TQKV__FORMATS as words with a field a format. A pipeline has a constant, and until then a shift is
+// shorter than a chain of comparisons, of which LLVM makes branches. Of the main bits 2, 4, 8
+// and 16 the power of two, less 1.
 #define KIND_FIELD(x, format, name, kind, main, upper, book, plain)  | uint(kind) << (2 * (format))
 #define MAIN_FIELD(x, format, name, kind, main, upper, book, plain)  | uint((main) / 8 + ((main) > 2)) << (2 * (format))
 #define UPPER_FIELD(x, format, name, kind, main, upper, book, plain) | uint(upper) << (2 * (format))
@@ -25,8 +26,8 @@ inline uint code_width(uint format) { return main_bits(format) < 4u ? 4u : main_
 #define BY_CODE_WIDTH(format, SIZE, D)                                                                                 \
     (code_width(format) == 4 ? SIZE(D, 4) : code_width(format) == 8 ? SIZE(D, 8) : SIZE(D, 16))
 
-// A statement with W, the width of a format's codes, and `codes`, what a struct has for that width: of_4, of_8 or of_16. One of
-// the three members and statements is used, and the others disappear when the pipeline is built.
+// A statement with W, the width of a format's codes, and `codes`, what a struct has for that width: of_4, of_8 or
+// of_16. One of the three members and statements is used, and the others disappear when the pipeline is built.
 #define WITH_CODES(format, any, ...)                                                                                   \
     if (code_width(format) == 4) {                                                                                     \
         const int W = 4;                                                                                               \

@@ -1,5 +1,6 @@
-// The columns of a threadgroup of attention: what it keeps of them in threadgroup memory, and how the sums of its simdgroups
-// become one at the end of a stretch. attend.h and matrix_columns.h have what depends on how a lane holds them.
+// The columns of a threadgroup of attention: what it keeps of them in threadgroup memory, and how the sums of its
+// simdgroups become one at the end of a stretch. attend.h and matrix_columns.h have what depends on how a
+// lane holds them.
 #ifndef TQKV_COLUMNS_H
 #define TQKV_COLUMNS_H
 #include "attend_task.h"
@@ -38,8 +39,8 @@ inline uint partial_row(constant tqkv__attend_args &args, query_row row, uint he
     return uint(row.query) * uint(args.n_kv_heads) * uint(args.group) + head;
 }
 
-// The end of the columns that there are. Without a list it is computed where it is needed: nvcc keeps task.end_column in a
-// register over all tiles, and spills others.
+// The end of the columns that there are. Without a list it is computed where it is needed: nvcc keeps task.end_column
+// in a register over all tiles, and spills others.
 inline uint end_of_columns(constant tqkv__attend_args &args, thread const attend_task &task)
 {
     return has_list ? task.end_column : uint(args.n_queries) * uint(args.group);
@@ -66,7 +67,8 @@ inline column_end open_end(constant tqkv__attend_args &args, thread const attend
     return how;
 }
 
-// Adds maximum and sum of a column to those of the kept ones, [2]. The two factors of the columns' sums go to `factors`.
+// Adds maximum and sum of a column to those of the kept ones, [2].
+// The two factors of the columns' sums go to `factors`.
 inline void add_column(bool copy, threadgroup float *kept, threadgroup float *total, threadgroup float *factors)
 {
     shares both = shares_of(copy ? -INFINITY : kept[0], total[0]);
@@ -98,8 +100,8 @@ inline loaded_states load_states(thread const attend_task &task, uint c, uint n,
     return states;
 }
 
-// Maximum and sum of a column, and all factors of its sums. task.states has those of the simdgroups, [n_simdgroups][n][2]; what
-// their sums are multiplied by takes the place of the maxima. S: most simdgroups
+// Maximum and sum of a column, and all factors of its sums. task.states has those of the simdgroups,
+// [n_simdgroups][n][2]; what their sums are multiplied by takes the place of the maxima. S: most simdgroups
 template <int S>
 inline void combine_states(thread const attend_task &task, uint c, column_memory memory, column_end how)
 {

@@ -12,8 +12,8 @@ using namespace metal;
 // compiler fuses the two, also with -fno-fast-math. Where a fused multiply-add is wanted, the code says fma.
 #pragma METAL fp contract(off)
 
-// For loops over arrays in registers. A loop that stays rolled puts its array into memory, and so does an element of it that
-// is chosen while the kernel runs: read both elements, then choose.
+// For loops over arrays in registers. A loop that stays rolled puts its array into memory, and so does an element of it
+// that is chosen while the kernel runs: read both elements, then choose.
 #ifndef TQKV_UNROLL
 #define TQKV_UNROLL _Pragma("clang loop unroll(full)")
 #endif
@@ -31,34 +31,35 @@ using namespace metal;
 #define TQKV_CHEAP_SHUFFLE false
 #endif
 
-// Whether attend_matrix reads the slots of rows that lie apart from threadgroup memory, as attend does. Else its lanes ask each
-// other by shuffles.
+// Whether attend_matrix reads the slots of rows that lie apart from threadgroup memory, as attend does. Else its lanes
+// ask each other by shuffles.
 #ifndef TQKV_SHARED_MATRIX_SLOTS
 #define TQKV_SHARED_MATRIX_SLOTS true
 #endif
 
-// Byte i of a word, with its sign. Metal's compiler is shown the conversion of a byte, which Apple's GPUs make from where it lies in
-// a word, while shifts take turns of a unit that conversions need, too. A shim for hardware that has no such conversion shifts.
+// Byte i of a word, with its sign. Metal's compiler is shown the conversion of a byte, which Apple's GPUs make from
+// where it lies in a word, while shifts take turns of a unit that conversions need, too.
+// A shim for hardware that has no such conversion shifts.
 #ifndef TQKV_SIGNED_BYTE
 #define TQKV_SIGNED_BYTE(word, i) float(int8_t((word) >> (8 * (i))))
 #endif
 
-// Whether loops load ahead without a condition. A load under one keeps Metal's compiler from unrolling loops over what it
-// loads. nvcc unrolls them, and then a condition is faster.
+// Whether loops load ahead without a condition. A load under one keeps Metal's compiler from unrolling loops over what
+// it loads. nvcc unrolls them, and then a condition is faster.
 #ifndef TQKV_PLAIN_LOADS
 #define TQKV_PLAIN_LOADS true
 #endif
 
-// Loads of keys that a lane starts before it uses the first of them; with more than one it also has the norms of the next tile of
-// attend_matrix. A lane of Apple's GPUs has 128 registers, and hides the latency of loads by other simdgroups, of which there are
-// the fewer the more registers each takes.
+// Loads of keys that a lane starts before it uses the first of them; with more than one it also has the norms of the
+// next tile of attend_matrix. A lane of Apple's GPUs has 128 registers, and hides the latency of loads by other
+// simdgroups, of which there are the fewer the more registers each takes.
 #ifndef TQKV_LOADS_AHEAD
 #define TQKV_LOADS_AHEAD 1
 #endif
 
-// Words of codes of values, W bits each, that a lane loads before it uses the first of them, where it keeps so many sums of
-// rows of D, and how often the loop over them is unrolled. Batches of half the size make loops of half the length: nvcc's were longer than
-// the caches of instructions.
+// Words of codes of values, W bits each, that a lane loads before it uses the first of them, where it keeps so many
+// sums of rows of D, and how often the loop over them is unrolled. Batches of half the size make loops of half the
+// length: nvcc's were longer than the caches of instructions.
 #ifndef TQKV_VALUE_WORDS
 #define TQKV_VALUE_WORDS(D, W, sums) 8
 #define TQKV_UNROLL_VALUES(D, W, sums)
@@ -69,7 +70,8 @@ using namespace metal;
 #define TQKV_MERGE_FLOATS 32
 #endif
 
-// A kernel's call of its long function. The CUDA shim repeats the call under conditions, of which one is true: it says why.
+// A kernel's call of its long function. The CUDA shim repeats the call under conditions,
+// of which one is true: it says why.
 #ifndef TQKV_LONG_CALL
 #define TQKV_LONG_CALL(...) __VA_ARGS__
 #endif
@@ -94,8 +96,8 @@ inline uint lane_of_row(uint lane)
 // Start of a row. In 64 bits: a buffer may be larger than 4 GiB.
 inline ulong row_offset(uint row, uint values) { return ulong(row) * ulong(values); }
 
-// The item of a batch that has threadgroup `number` of attend, or that query row or row of lists: the last one that begins
-// there or before.
+// The item of a batch that has threadgroup `number` of attend, or that query row or row of lists: the last one that
+// begins there or before.
 enum { TQKV_BY_GROUP, TQKV_BY_ROW, TQKV_BY_LIST };
 inline int first_of_item(constant tqkv__batch_item &item, int by)
 {
@@ -114,7 +116,8 @@ inline uint item_of(constant tqkv__batch_item *items, uint number, int by)
     return low;
 }
 
-// Where the newest halves begin that a query reads whose newest position is `newest`: what is before comes from its codes.
+// Where the newest halves begin that a query reads whose newest position is `newest`:
+// what is before comes from its codes.
 inline int halves_begin(constant tqkv__attend_args &args, int newest)
 {
     return max(newest - args.exact_last + 1, args.exact_from);

@@ -1,5 +1,5 @@
-// encode_kv: keys and values, or keys and their tail, of the same tokens in one dispatch, each with its own format and type. Threadgroups along
-// x for the rows as in encode; z = 0 for keys and 1 for values.
+// encode_kv: keys and values, or keys and their tail, of the same tokens in one dispatch, each with its own format and
+// type. Threadgroups along x for the rows as in encode; z = 0 for keys and 1 for values.
 #include "encode.h"
 
 constant uint key_format [[function_constant(TQKV_FC_FORMAT)]];

@@ -1,13 +1,13 @@
-// Products of 8x8 matrices that are spread over a simdgroup. Each lane has two elements of a matrix, side by side in one
-// row: TQKV__MATRIX_ROW and TQKV__MATRIX_COLUMN of tqkv.h say which.
+// Products of 8x8 matrices that are spread over a simdgroup. Each lane has two elements of a matrix, side by side in
+// one row: TQKV__MATRIX_ROW and TQKV__MATRIX_COLUMN of tqkv.h say which.
 //
 // Letters: a product adds left * right to sums. Its left factor is made of codes, its right one of floats.
 #ifndef TQKV_FRAGMENTS_H
 #define TQKV_FRAGMENTS_H
 #include "codec.h"
 
-// A shim for hardware without products of floats defines these itself: sums, factors, where elements of a right one lie,
-// and whether both codes of a byte are looked up at once.
+// A shim for hardware without products of floats defines these itself: sums, factors, where elements of a right one
+// lie, and whether both codes of a byte are looked up at once.
 #ifndef TQKV_STORED_RIGHTS
 #define TQKV_STORED_RIGHTS false
 #endif
@@ -125,9 +125,9 @@ inline void multiply(thread const left_block (&left)[G], thread const right_pair
     }
 }
 
-// Right factors in threadgroup memory, a pair of them in 32 right_pairs: where TQKV_STORED_RIGHTS, a shim multiplies by them
-// there. publish_rights comes before the barrier. Those of neighbouring columns lie `step` pairs of factors apart. The sums
-// are ready after finish_products.
+// Right factors in threadgroup memory, a pair of them in 32 right_pairs: where TQKV_STORED_RIGHTS, a shim multiplies by
+// them there. publish_rights comes before the barrier. Those of neighbouring columns lie `step` pairs of factors apart.
+// The sums are ready after finish_products.
 inline void store_right(threadgroup right_pair *to, uint lane, right_pair x) { to[lane] = x; }
 inline void publish_rights() {}
 
@@ -209,8 +209,8 @@ inline code_value book_value_at(uint format, thread const raw_codes<W, N> &raw, 
     return book.table[code & ((1u << bits) - 1u)];
 }
 
-// Values i and i + 1, i even, before their scales, for products with F right factors. All lanes of the simdgroup must come
-// here together.
+// Values i and i + 1, i even, before their scales, for products with F right factors. All lanes of the simdgroup must
+// come here together.
 template <int W, int N, int F>
 inline left_part left_of_neighbours(uint format, thread const raw_codes<W, N> &raw, int i, bool wide,
                                     thread const value_book &book)

@@ -1,7 +1,7 @@
-// The choice of blocks by their scores: exact, by digits of the scores' bits from the highest on. Each says more of the k-th
-// best score. One threadgroup does it alone where a row is short. Else there are three dispatches: chunks of the row count
-// the first digits of their blocks; each gathers its blocks whose digit is that of the k-th best or a better one; one
-// threadgroup chooses among those.
+// The choice of blocks by their scores: exact, by digits of the scores' bits from the highest on. Each says more of the
+// k-th best score. One threadgroup does it alone where a row is short. Else there are three dispatches: chunks of the
+// row count the first digits of their blocks; each gathers its blocks whose digit is that of the k-th best or a better
+// one; one threadgroup chooses among those.
 #ifndef TQKV_INDEX_CHOICE_H
 #define TQKV_INDEX_CHOICE_H
 #include "index.h"
@@ -92,8 +92,8 @@ struct reached {
     uint number, before;
 };
 
-// The number at which a sum over the TQKV__CHOOSE_SUMS numbers from the last one on, which begins with `before`, reaches
-// `wanted`; number 0 if it never does. All lanes of the simdgroup must come here together.
+// The number at which a sum over the TQKV__CHOOSE_SUMS numbers from the last one on, which begins with `before`,
+// reaches `wanted`; number 0 if it never does. All lanes of the simdgroup must come here together.
 inline reached find_number(threadgroup const uint *numbers, uint lane, uint before, uint wanted)
 {
     uint last = 63u - 2u * lane, upper = numbers[last], both = upper + numbers[last - 1u];
@@ -138,7 +138,8 @@ inline void count_chunk(constant tqkv__choose_args &args, thread const choose_ta
     for (uint i = thread_of(task); i < uint(TQKV__CHOOSE_SUMS); i += threads_of(task)) sums[i] = task.shared[i];
 }
 
-// TQKV__CHOOSE_SUMS numbers of each chunk, `stride` apart, added up over all chunks and over those before the threadgroup's:
+// TQKV__CHOOSE_SUMS numbers of each chunk, `stride` apart, added up over all chunks and over those before the
+// threadgroup's:
 // to `shared`. A barrier follows.
 inline void sum_chunks(constant tqkv__choose_args &args, thread const choose_task &task, device const uint *numbers,
                        uint stride)

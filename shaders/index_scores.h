@@ -1,5 +1,6 @@
-// Scores of an index: the heads of a query over one key are the columns of a product of matrices, whose elements are weighted
-// and added up in place. Keys are decoded as in attend_matrix.h, each tile 32 neighbouring keys whose slots the lanes look up.
+// Scores of an index: the heads of a query over one key are the columns of a product of matrices, whose elements are
+// weighted and added up in place. Keys are decoded as in attend_matrix.h,
+// each tile 32 neighbouring keys whose slots the lanes look up.
 //
 // Letters: D head_dim, F matrices side by side that hold the heads of a pass.
 #ifndef TQKV_INDEX_SCORES_H
@@ -51,8 +52,8 @@ inline float sum_of_row(float x)
 // Heads whose queries a simdgroup loads at a time.
 #define INDEX_ROWS 4
 
-// The heads of a pass: their queries as pairs of right factors, [F][D / 16][32 lanes], their factors, shifts and weights. Columns
-// that are not used are 0. A barrier must precede and follow it.
+// The heads of a pass: their queries as pairs of right factors, [F][D / 16][32 lanes], their factors, shifts and
+// weights. Columns that are not used are 0. A barrier must precede and follow it.
 template <int D, int F>
 inline void load_heads(constant tqkv__index_args &call, thread const attend_task &task, thread const index_task &index,
                        uint head, column_memory memory)
@@ -145,8 +146,8 @@ inline void load_ahead(constant tqkv__index_args &call, thread const attend_task
                          keys.chunks[1]);
 }
 
-// score = q . k of a tile without the factor of rows: at these head sizes each has one norm. `turn`: which chunk is first,
-// if a row has but one.
+// score = q . k of a tile without the factor of rows: at these head sizes each has one norm. `turn`: which chunk is
+// first, if a row has but one.
 template <int D, int W, int F>
 inline void score_index_tile(constant tqkv__index_args &call, thread const attend_task &task, tile_slots slots,
                              thread const value_book &book, int turn, thread ahead<D, W> &keys,
@@ -256,8 +257,8 @@ inline void store_block(constant tqkv__index_args &call, thread const index_task
     index.out[block] = call.pool == TQKV__POOL_MEAN ? found.sum / float(end - first) : found.largest;
 }
 
-// Pools the n keys from key `first` on: small blocks a thread each, others a simdgroup each, whose lanes take turns. A block
-// of more keys than TQKV__INDEX_KEYS comes in pieces, and `found` stays from one to the next.
+// Pools the n keys from key `first` on: small blocks a thread each, others a simdgroup each, whose lanes take turns. A
+// block of more keys than TQKV__INDEX_KEYS comes in pieces, and `found` stays from one to the next.
 inline void pool_keys(constant tqkv__index_args &call, thread const attend_task &task, thread const index_task &index,
                       uint first, uint n, thread pooled &found)
 {

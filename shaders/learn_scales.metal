@@ -1,12 +1,13 @@
-// learn_scales: centre and scales of the channels of a KV head, learnt from its rows and, if there are any, from the queries that
-// read them. The operations and their order are those of tqkv_calibrate, so the bits are the same. Threadgroups: x KV heads. A
-// thread takes a channel, and perhaps more.
+// learn_scales: centre and scales of the channels of a KV head, learnt from its rows and, if there are any, from the
+// queries that read them. The operations and their order are those of tqkv_calibrate, so the bits are the same.
+// Threadgroups: x KV heads. A thread takes a channel, and perhaps more.
 #include "types.h"
 
 constant uint row_type [[function_constant(TQKV_FC_TYPE)]];
 constant uint query_type [[function_constant(TQKV_FC_VALUE_TYPE)]];
 
-// The rows of one KV head, or of all heads of the queries that read it: token after token, within a token head after head.
+// The rows of one KV head, or of all heads of the queries that read it: token after token,
+// within a token head after head.
 struct channel_rows {
     device const uchar *rows;
     uint type, n_tokens, n_heads, token_stride, head_stride;
@@ -22,7 +23,8 @@ inline float value_of_row(thread const channel_rows &from, uint row, uint channe
     return widened(from.type, uint(((device const ushort *)rows)[at]));
 }
 
-// The mean of a channel over the rows, in their order, or that of the squared distances from its centre; 0 without rows.
+// The mean of a channel over the rows, in their order, or that of the squared distances from its centre;
+// 0 without rows.
 inline float mean_of_channel(thread const channel_rows &from, uint channel, bool squared, float center)
 {
     const int ROWS = 8; // whose loads are under way at a time
@@ -58,7 +60,8 @@ inline float least_positive(threadgroup const float *values, uint n)
     return least == INFINITY ? 1.0f : least;
 }
 
-// Mean squares to deviations; zeros become the smallest that is none. values: [head_dim]. A barrier must precede and follow.
+// Mean squares to deviations; zeros become the smallest that is none. values: [head_dim].
+// A barrier must precede and follow.
 inline void find_deviations(constant tqkv__calibrate_args &args, threadgroup float *values, uint thread_index,
                             uint n_threads)
 {
@@ -72,7 +75,8 @@ inline void find_deviations(constant tqkv__calibrate_args &args, threadgroup flo
     for (uint d = thread_index; d < n; d += n_threads) values[d] = values[d] > 0.0f ? values[d] : least;
 }
 
-// Deviations to scales: g = sqrt(s / r), divided by its root mean square. values: [2][head_dim], s and r. A barrier must precede.
+// Deviations to scales: g = sqrt(s / r), divided by its root mean square. values: [2][head_dim], s and r.
+// A barrier must precede.
 inline void store_scales(constant tqkv__calibrate_args &args, threadgroup float *values, uint thread_index,
                          uint n_threads, device float *scale)
 {
@@ -89,7 +93,8 @@ inline void store_scales(constant tqkv__calibrate_args &args, threadgroup float 
     }
 }
 
-// rows: [n_tokens][n_kv_heads][head_dim] and q: [n_queries][n_kv_heads * group][head_dim], with strides; center, channel_scale:
+// rows: [n_tokens][n_kv_heads][head_dim] and q: [n_queries][n_kv_heads * group][head_dim], with strides;
+// center, channel_scale:
 // [n_kv_heads][head_dim]; values: [2][head_dim]
 kernel void tqkv_learn_scales(constant tqkv__calibrate_args &args [[buffer(0)]], device const uchar *rows [[buffer(1)]],
                               device const uchar *q [[buffer(2)]], device float *center [[buffer(3)]],

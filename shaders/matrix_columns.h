@@ -1,7 +1,7 @@
 // The columns of attend_matrix: what a lane keeps of them, and how it hands them over at the end of a stretch.
 //
-// Letters: D head_dim, W code width of a stored value, F matrices side by side that hold the columns, P values of a row that a
-// simdgroup has sums of.
+// Letters: D head_dim, W code width of a stored value, F matrices side by side that hold the columns, P values of a row
+// that a simdgroup has sums of.
 #ifndef TQKV_MATRIX_COLUMNS_H
 #define TQKV_MATRIX_COLUMNS_H
 #include "attend.h"
@@ -11,12 +11,13 @@
 #define MATRIX_BLOCK(D, W)     ((W) == 16 ? (D) : (W) == 8 ? TQKV__NORM_DIM(TQKV__GRID, D) : TQKV__NORM_DIM(TQKV__BOOK, D))
 #define MATRIX_POWER_OF_TWO(n) ((n) & -(n)) // the largest that divides n
 #define MATRIX_VALUES(n, W)    (MATRIX_POWER_OF_TWO(n) < 128 / (W) ? MATRIX_POWER_OF_TWO(n) : 128 / (W))
-// A row of keys: chunks of 4*N values. Lanes with the elements of column 2t of a left factor have values t*N .. of each.
+// A row of keys: chunks of 4*N values. Lanes with the elements of column 2t of a left factor have
+// values t*N .. of each.
 // With stored right factors two short chunks are loaded ahead, not a long one.
 #define MATRIX_WHOLE_KEY(D, W)  MATRIX_VALUES(MATRIX_BLOCK(D, W) / 4, W)
 #define MATRIX_KEY_VALUES(D, W) (TQKV_STORED_RIGHTS ? MATRIX_WHOLE_KEY(D, W) / 2 : MATRIX_WHOLE_KEY(D, W))
-// A row of values: chunks of 8*N. Lanes with row r of a left factor have values r*N .. of each. Where simdgroups share a row,
-// chunks are not longer than their parts.
+// A row of values: chunks of 8*N. Lanes with row r of a left factor have values r*N .. of each. Where simdgroups share
+// a row, chunks are not longer than their parts.
 #define MATRIX_WHOLE_OUT(D, W)  MATRIX_VALUES(MATRIX_BLOCK(D, W) / 8, W)
 #define MATRIX_OUT_VALUES(D, W) ((D) <= 256 || MATRIX_WHOLE_OUT(D, W) <= 8 ? MATRIX_WHOLE_OUT(D, W) : 8)
 
@@ -56,8 +57,8 @@ inline void store_states(thread const attend_task &task, thread const matrix_sta
     }
 }
 
-// Columns of a pass, one of two neighbours of each lane, are in the memory of the sums: [simdgroup][column][D + 4]. Lanes
-// that store together use different banks.
+// Columns of a pass, one of two neighbours of each lane, are in the memory of the sums: [simdgroup][column][D + 4].
+// Lanes that store together use different banks.
 #define MATRIX_SUM_COLUMNS 4
 
 // Stores the simdgroup's sums of element i of matrix f.

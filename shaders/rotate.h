@@ -1,6 +1,6 @@
 // The rotation y = R(s*x)/sqrt(D) of a row: random signs s, then R: the Walsh-Hadamard transform H or, where D is no
-// power of two, H of each subrow and a Hadamard matrix across the subrows. common.h has the layout of the row over L lanes in
-// pieces of C values a lane. With a matrix a piece of all lanes is a subrow, and C is 1.
+// power of two, H of each subrow and a Hadamard matrix across the subrows. common.h has the layout of the row over L
+// lanes in pieces of C values a lane. With a matrix a piece of all lanes is a subrow, and C is 1.
 #ifndef TQKV_ROTATE_H
 #define TQKV_ROTATE_H
 #include "types.h"

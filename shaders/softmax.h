@@ -6,8 +6,9 @@
 #define TQKV_LOG2E 1.44269504f
 #define TQKV_LN2   0.693147181f
 
-// A maximum of a slice, in powers of e as on the processor. Maxima here are whole numbers, in powers of two: rounding to
-// powers of e and back is undone, so slices have the bits of the whole call. A processor's maximum is as close as it was.
+// A maximum of a slice, in powers of e as on the processor. Maxima here are whole numbers, in powers of two: rounding
+// to powers of e and back is undone, so slices have the bits of the whole call.
+// A processor's maximum is as close as it was.
 inline float maximum_of_slice(float max)
 {
     float maximum = max * TQKV_LOG2E, whole = rint(maximum);

@@ -1,6 +1,6 @@
 // tables: reports the shaders' codebooks, boundaries, signs, version and argument sizes. The host compares them with
-// its own, and so refuses a library that was built from another version of tqkv.h. Or, in a pipeline of its own, which may fail,
-// it multiplies two matrices: that tells whether their elements lie as expected. One simdgroup.
+// its own, and so refuses a library that was built from another version of tqkv.h. Or, in a pipeline of its own, which
+// may fail, it multiplies two matrices: that tells whether their elements lie as expected. One simdgroup.
 #include "fragments.h"
 
 constant bool multiplies [[function_constant(TQKV_FC_UNROTATE)]];

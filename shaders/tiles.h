@@ -2,8 +2,8 @@
 // oldest resident one. A tile is a range of 32 slots, not of positions, so a ring does not wrap inside a tile. Only the
 // mask knows positions. With page tables a slot here is what it would be in a linear store, and a tile lies in one page:
 // only tile_memory knows where.
-// Pages that end within tiles, and lists, make rows lie anywhere: then each lane finds where one row of the tile is, and all
-// read its slot from threadgroup memory, or ask the lane.
+// Pages that end within tiles, and lists, make rows lie anywhere: then each lane finds where one row of the tile is, and
+// all read its slot from threadgroup memory, or ask the lane.
 // With a list of blocks the positions of the blocks have ranks 0, 1, 2 .., and take the slots from list_base on, one after
 // the other: a tile is 32 of these slots, whose rows may lie anywhere. A list of all blocks gives the tiles that there are
 // without one.
@@ -275,13 +275,13 @@ struct page_tables {
     device const int *keys, *values; // [n_pages]
     listed_blocks list;
     uint lane;
-    bool shared;             // what lanes found goes through `slots`: a shuffle by differing lanes is slow on Apple's GPUs
+    bool shared;             // slots go through threadgroup memory: shuffles by differing lanes are slow on Apple's GPUs
     threadgroup uint *slots; // [2][slot_lists()][32]: of two tiles of the simdgroup, one after the other
 };
 
 // Slots in memory of a tile's row 0. That of the values is theirs only where value_slot_of gives the slot itself. Where rows
-// lie apart those of the row with the lane's number, or after share_slots where their list begins; with a list of blocks also the
-// row's position. The tail's: that of the keys or, if it lies elsewhere, likewise.
+// lie apart those of the row with the lane's number, or after share_slots where their list begins; with a list of blocks
+// also the row's position. The tail's: that of the keys or, if it lies elsewhere, likewise.
 struct tile_memory {
     uint keys, values;
     int position;
@@ -397,8 +397,8 @@ inline tile_memory find_tile(constant tqkv__attend_args &args, thread const page
     return result;
 }
 
-// The tiles of a simdgroup one after another, where their slots are shared: what lanes found of the one behind the next. So
-// nothing waits for tables and lists when it is stored.
+// The tiles of a simdgroup one after another, where their slots are shared: what lanes found of the one behind the next.
+// So nothing waits for tables and lists when it is stored.
 struct tile_search {
     tile_memory ahead;
     uint parity; // of the next tile's memory of slots
@@ -406,8 +406,8 @@ struct tile_search {
 
 inline bool shares_slots(thread const page_tables &pages) { return pages.shared && tail_rows_apart(); }
 
-// Stores what the lanes found of a tile for all to read. parity: 0 or 1, another one than that of the tile before, which may be
-// in use still.
+// Stores what the lanes found of a tile for all to read. parity: 0 or 1, another one than that of the tile before, which
+// may be in use still.
 inline tile_memory share_slots(thread const page_tables &pages, tile_memory found, uint parity)
 {
     const uint first = parity * slot_lists() * 32u, last = first + (slot_lists() - 1u) * 32u;

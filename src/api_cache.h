@@ -14,20 +14,20 @@ typedef struct tqkv_cache_desc {
     /* How positions are kept. */
     tqkv_format key_format, value_format, tail_format; /* tail_format: 0 = F16 */
     /* Exact ends: so many of the first positions (a model's attention sinks), and of the newest before each query (its
-       recent window), are kept in fp16, too, and read from there: most of the weight is there. Their sum is at most the
-       capacity; F16 streams and the tail need none. The halves of the newest are room for 64 queries of one call; an
-       append of more tokens makes more room, for as many. After truncate, remove and keep the newest may be left as
-       codes until new ones come. */
+       recent window), are kept in fp16, too, and read from there: most of the weight is there. More than the
+       capacity counts as the capacity; F16 streams and the tail need none. The halves of the newest are room for 64
+       queries of one call; an append of more tokens makes more room, for as many. After truncate, remove and keep the
+       newest may be left as codes until new ones come. */
     int exact_first, exact_last;
     /* Make room for the halves of one append of so many tokens at once. On a GPU, which cannot make more, 0 = 512. */
     int exact_batch;
     /* Calibration: the cache learns centre (mean) and scale of the channels of its keys (tqkv_calibrate) from the first
        so many positions, without the exact_first. 0: not; else at least 16. More than a quarter of the capacity counts
-       as a quarter, or as 16. Until the append that reaches these positions keys and values are halves as they came, and attention is exact. That
-       append encodes them; queries at these positions still read the halves, until the next append gives their memory
-       back (with non_causal, until this one). The same codes however positions came. What it has learned is in
-       tqkv_cache_keys. On a GPU the halves' memory stays as long as the cache, because work under way may read it: a
-       copy by tqkv_cache_fork, made when the cache has learned, has none. */
+       as a quarter, or as 16. Until the append that reaches these positions keys and values are halves as they came,
+       and attention is exact. That append encodes them; queries at these positions still read the halves, until the
+       next append gives their memory back (with non_causal, until this one). The same codes however positions came.
+       What it has learned is in tqkv_cache_keys. On a GPU the halves' memory stays as long as the cache, because work
+       under way may read it: a copy by tqkv_cache_fork, made when the cache has learned, has none. */
     int calibrate;
 
     /* Attention, as the fields of tqkv_attention. */
@@ -46,7 +46,7 @@ typedef struct tqkv_cache_desc {
     uint64_t tag;             /* the caller's name for the model, 0: none; a snapshot or a fork of another is refused */
 } tqkv_cache_desc;
 
-/* A desc with formats, calibrate 512, exact_first 4 and exact_last 128 filled in; the caller adds the shape, of 132
+/* A desc with formats, calibrate 512, exact_first 4 and exact_last 128 filled in; the caller adds the shape, of 16
    positions or more. Bits a value, with norms, at head_dim 64 / 128 / 256. */
 typedef enum tqkv_preset {
     TQKV_SAFE = 0, /* I8 keys, TQ4 values: 6.5 / 6.25 / 6.19 */

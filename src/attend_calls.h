@@ -149,16 +149,28 @@ static bool tqkv__open_writes(tqkv__writes *writes, const tqkv_allocator *alloca
     return writes->extents != NULL;
 }
 
-static int tqkv__compare_extents(const void *a, const void *b)
+/* Sorts by `begin`, with a heap: qsort may allocate, and not by the caller's allocator. */
+static void tqkv__sort_extents(tqkv__extent *extents, size_t n)
 {
-    const uint64_t x = ((const tqkv__extent *)a)->begin, y = ((const tqkv__extent *)b)->begin;
-    return x < y ? -1 : x > y;
+    size_t first = n / 2, end = n; /* the heap is [first, end); behind it lie the largest, sorted */
+    while (end > 1) {
+        const tqkv__extent moved = extents[first > 0 ? --first : --end];
+        if (end < n) extents[end] = extents[0];
+        size_t at = first;
+        for (size_t child = 2 * at + 1; child < end; child = 2 * at + 1) {
+            if (child + 1 < end && extents[child].begin < extents[child + 1].begin) child++;
+            if (extents[child].begin <= moved.begin) break;
+            extents[at] = extents[child];
+            at = child;
+        }
+        extents[at] = moved;
+    }
 }
 
 /* Sorts the extents; whether two share a byte. */
 static bool tqkv__writes_overlap(const tqkv__writes *writes)
 {
-    qsort(writes->extents, writes->n, sizeof *writes->extents, tqkv__compare_extents);
+    tqkv__sort_extents(writes->extents, writes->n);
     for (size_t i = 1; i < writes->n; i++)
         if (writes->extents[i].begin < writes->extents[i - 1].end) return true;
     return false;

@@ -8,13 +8,15 @@ struct tqkv_cache {
     /* What is kept besides of the first and of the newest positions, of keys, values and tail; zeros without. Halves;
        in a ring the first ones' rows of F16 streams and of the tail as they are. */
     tqkv_store ends[2][3];
-    int exact_first, exact_last, exact_batch;
-    int64_t exact_below; /* positions below it are among the first ones kept */
-    int64_t exact_from;  /* positions below it are read as codes since an edit */
-    int64_t exact_held;  /* the newest halves are there from it on */
-    void *own[2];        /* codes of the newest halves' rings in the cache's memory, of keys and values */
-    int own_room;        /* their capacity */
-    void *grown;         /* memory of newest halves for which that has no room, or NULL */
+    int exact_first, exact_last; /* at most the capacity */
+    int asked_first, asked_last; /* as in the desc */
+    int exact_batch;             /* likewise */
+    int64_t exact_below;         /* positions below it are among the first ones kept */
+    int64_t exact_from;          /* positions below it are read as codes since an edit */
+    int64_t exact_held;          /* the newest halves are there from it on */
+    void *own[2];                /* codes of the newest halves' rings in the cache's memory, of keys and values */
+    int own_room;                /* their capacity */
+    void *grown;                 /* memory of newest halves for which that has no room, or NULL */
     size_t grown_size;
     float *channels;   /* room for centres, scales and inverses, stream after stream: [n_kv_heads][head_dim] */
     int64_t first;     /* resident positions [first, attention.end) */
@@ -173,31 +175,31 @@ static void tqkv__end_shape(const tqkv_cache_desc *desc, int i, tqkv_cache *c)
     const bool last = tqkv__stream_kinds[i].end == TQKV__LAST_END;
     const tqkv_store *stream = tqkv__store_of(c, side);
     const int64_t batch = desc->exact_batch ? desc->exact_batch : desc->metal ? 512 : 1;
-    const int64_t room = tqkv__end_room(desc->exact_last, batch > TQKV__TILE ? batch : TQKV__TILE);
+    const int64_t room = tqkv__end_room(c->exact_last, batch > TQKV__TILE ? batch : TQKV__TILE);
     const bool halves = stream && side != TQKV__TAIL && stream->format != TQKV_F16;
     const bool as_it_is = stream && !halves && !last && desc->ring;
     tqkv_store *s = TQKV__STORE_AT(c, i);
-    if (!(last ? desc->exact_last : desc->exact_first) || (!halves && !as_it_is)) return;
+    if (!(last ? c->exact_last : c->exact_first) || (!halves && !as_it_is)) return;
     *s = *stream;
     if (halves) {
         s->format = TQKV_F16;
         s->rotated = true;
     }
     s->ring = last;
-    s->capacity = last ? (int)room : desc->exact_first;
+    s->capacity = last ? (int)room : c->exact_first;
 }
 
-/* Takes the shapes of what is kept besides. */
+/* Takes the shapes of what is kept besides. More than the capacity is what no query sees. */
 static tqkv_result tqkv__end_shapes(const tqkv_cache_desc *desc, tqkv_cache *c)
 {
     const int first = desc->exact_first, last = desc->exact_last, batch = desc->exact_batch;
     if (first < 0 || last < 0 || batch < 0) return TQKV__INVALID("exact_first, exact_last or exact_batch is negative");
-    if ((first || last) && desc->capacity > 0 && (int64_t)first + last > desc->capacity)
-        return TQKV__INVALID("exact_first + exact_last is above the capacity; a preset has 4 + 128");
-    if (tqkv__end_room(last, (int64_t)batch + 512) > INT_MAX)
+    c->exact_first = first < desc->capacity ? first : desc->capacity;
+    c->exact_last = last < desc->capacity ? last : desc->capacity;
+    if (tqkv__end_room(c->exact_last, (int64_t)batch + 512) > INT_MAX)
         return TQKV__INVALID("exact_last or exact_batch is too large");
-    c->exact_first = first;
-    c->exact_last = last;
+    c->asked_first = first;
+    c->asked_last = last;
     c->exact_batch = batch;
     c->tag = desc->tag;
     for (int i = TQKV__FIRST_KEYS; i < TQKV__STREAMS; i++) tqkv__end_shape(desc, i, c);

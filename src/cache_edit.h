@@ -124,7 +124,7 @@ TQKV__COLD TQKV_API tqkv_result tqkv_cache_keep(tqkv_cache *c, int n, const int 
     row(key_format,   keys.format)         row(value_format, values.format)                                            \
     row(window,       attention.window)    row(scale,      attention.scale)     row(softcap,  attention.softcap)       \
     row(shared,       shared)              row(tail_dim,   tail.head_dim)       row(tail_format, tail.format)          \
-    row(exact_first,  exact_first)         row(exact_last, exact_last)          row(calibrate, calibrate)
+    row(exact_first,  asked_first)         row(exact_last, asked_last)          row(calibrate, calibrate)
 #define TQKV__CACHE_USE(row)                                                                                           \
     row(type,         keys.type)           row(sinks,      attention.sinks)     row(metal,    metal)                   \
     row(parallel,     attention.parallel)  row(allocator,  attention.allocator)                                        \
@@ -228,8 +228,9 @@ TQKV__COLD TQKV_API tqkv_result tqkv_cache_fork(const tqkv_cache *c, const tqkv_
         if (match != TQKV_OK) return match;
         tqkv__take_use(desc, &copied);
     }
-    if (copied.capacity > 0 && copied.capacity < c->attention.end - c->first)
-        return TQKV__REFUSE(OUT_OF_RANGE, "capacity: too small for the resident positions");
+    const int64_t resident = c->attention.end - c->first, least = resident > c->exact_below ? resident : c->exact_below;
+    if (copied.capacity > 0 && copied.capacity < least)
+        return TQKV__REFUSE(OUT_OF_RANGE, "capacity: too small for the resident or for the first positions");
     if (!c->learning) copied.calibrate = 0;
     tqkv_result r = tqkv_cache_create(&copied, &copy);
     if (r != TQKV_OK) return r;

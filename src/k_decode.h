@@ -154,13 +154,16 @@ TQKV__OP void TQKV__(decode)(const tqkv_format format, const TQKV__(panel) * pan
 /* As reorder, for a matrix of `columns`; columns and decoded are constants where that is worth the code. */
 TQKV__OP void TQKV__(reorder_matrix)(const bool decoded, const int columns, const float *from, float *to)
 {
-    TQKV__VECTOR x[TQKV__COLUMNS * TQKV__MATRIX_ROWS / TQKV__LANES];
+    enum { most = TQKV__COLUMNS * TQKV__MATRIX_ROWS / TQKV__LANES };
+    TQKV__VECTOR x[most];
     const int n = columns * TQKV__MATRIX_ROWS / TQKV__LANES;
-    TQKV__UNROLL
-    for (int i = 0; i < n; i++) x[i] = TQKV__(load)(from + i * TQKV__LANES);
+    TQKV__UNROLL /* over a constant: clang warns of a loop that it cannot unroll */
+    for (int i = 0; i < most; i++)
+        if (i < n) x[i] = TQKV__(load)(from + i * TQKV__LANES);
     TQKV__(turn)(decoded, columns, x);
     TQKV__UNROLL
-    for (int i = 0; i < n; i++) TQKV__(store)(to + i * TQKV__LANES, x[i]);
+    for (int i = 0; i < most; i++)
+        if (i < n) TQKV__(store)(to + i * TQKV__LANES, x[i]);
 }
 
 TQKV__TARGET static void TQKV__(reorder)(const tqkv__stream *s, int columns, bool decoded, const float *from, float *to)

@@ -3,12 +3,13 @@
 
 #ifndef TQKV__DECODED /* true: another set of the same name has these */
 
-/* Rows that share decoded keys, and values. Enough sums in progress to hide their latency, few enough for the registers. */
+/* Rows that share decoded keys, and values. Enough sums in progress to hide their latency,
+ * few enough for the registers. */
 #define TQKV__HALF_KEY_ROWS (TQKV__INTEGER_LANES == 16 ? 4 : 3)
 #define TQKV__HALF_ROWS     (TQKV__INTEGER_LANES == 16 ? 8 : 4)
 
-/* scores[row][j] (+)= query[row] . key j for four keys, which are halves or floats; rows and halves are constants. Eight of the
-   16 sums at a time where registers hold no more. */
+/* scores[row][j] (+)= query[row] . key j for four keys, which are halves or floats; rows and halves are constants.
+   Eight of the 16 sums at a time where registers hold no more. */
 TQKV__OP void TQKV__S(score_four_halves)(const int rows, const bool halves, int dim, const uint8_t *const *keys,
                                          const float *q, bool add, float *scores)
 {

@@ -95,6 +95,18 @@ TQKV__OP TQKV__I(stored)
     return p;
 }
 
+/* Asks for the codes of four positions that lie as far ahead as the panel says. */
+TQKV__OP void TQKV__I(ask_ahead)(const tqkv_format format, const TQKV__I(stored) * p, const uint8_t *main_at,
+                                 const uint8_t *upper_at)
+{
+    TQKV__UNROLL
+    for (int i = 0; i < 4; i++) {
+        tqkv__prefetch(TQKV__L2, main_at + (ptrdiff_t)((size_t)i * p->stride) + p->ahead, 1);
+        if (TQKV__UPPER_BITS(format))
+            tqkv__prefetch(TQKV__L2, upper_at + (ptrdiff_t)((size_t)i * p->stride) + p->ahead, 1);
+    }
+}
+
 /* Finds sums[row][i]: the products of four positions from 4 i on with one or two rows, in the lanes that
    sum_codes_across adds up */
 TQKV__OP void TQKV__I(dot_nibbles)(const tqkv_format format, const int rows, const TQKV__I(stored) * p,
@@ -112,12 +124,7 @@ TQKV__OP void TQKV__I(dot_nibbles)(const tqkv_format format, const int rows, con
         }
         for (int d = 0; d < p->left; d += TQKV__NIBBLES) {
             const uint8_t *main_at = row + d / 2, *upper_at = upper + d * TQKV__UPPER_BITS(format) / 8;
-            TQKV__UNROLL
-            for (int i = 0; i < 4; i++) {
-                tqkv__prefetch(TQKV__L2, main_at + (ptrdiff_t)((size_t)i * stride) + p->ahead, 1);
-                if (TQKV__UPPER_BITS(format))
-                    tqkv__prefetch(TQKV__L2, upper_at + (ptrdiff_t)((size_t)i * stride) + p->ahead, 1);
-            }
+            TQKV__I(ask_ahead)(format, p, main_at, upper_at);
             TQKV__UNROLL
             for (int nibble = 0; nibble < 2; nibble++) {
                 TQKV__UNROLL

@@ -46,8 +46,8 @@
    BUILD OPTIONS (define before the include that has TQKV_IMPLEMENTATION)
 
      TQKV_STATIC            every function is static: private to the including file
-     TQKV_API               linkage of the public functions, by default `extern`; `__attribute__((visibility("default")))`
-                            shows them alone in a shared library compiled with -fvisibility=hidden
+     TQKV_API               linkage of the public functions, by default `extern`. In a shared library compiled with
+                            -fvisibility=hidden `__attribute__((visibility("default")))` shows them alone
      TQKV_EXPLAIN(text)     receives the reason of a refused call, a string that names the argument. Example:
                             fprintf(stderr, "tqkv: %s\n", text). Default: nothing. Who compiles the implementation
                             decides: a library that others link has no reasons for them

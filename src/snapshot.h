@@ -226,8 +226,8 @@ static void tqkv__cache_header(const tqkv_cache *c, uint8_t *header)
                                                   tqkv__bits(a->scale),
                                                   tqkv__bits(a->softcap),
                                                   (uint32_t)c->calibrate,
-                                                  (uint32_t)c->exact_first,
-                                                  (uint32_t)c->exact_last,
+                                                  (uint32_t)c->asked_first,
+                                                  (uint32_t)c->asked_last,
                                                   (uint32_t)tqkv__range_of(c, TQKV__FIRST_KEYS).to,
                                                   0};
     tqkv__put_name(tqkv__magic, TQKV__HEADER_SIZE, header);
@@ -307,8 +307,8 @@ static bool tqkv__parse_header(const uint8_t *header, tqkv__header *h)
     h->end = (int64_t)tqkv__get(header + 112, 8);
     h->exact_from = (int64_t)tqkv__get(header + 120, 8);
     if (h->first < 0 || h->first > h->end || h->end - h->first > d->capacity || (!d->ring && h->first)) return false;
-    if (h->exact_from < 0 || h->exact_from > h->end || h->exact_below > d->exact_first || h->exact_below > h->end)
-        return false;
+    if (h->exact_from < 0 || h->exact_from > h->end || h->exact_below > h->end) return false;
+    if (h->exact_below > d->exact_first || h->exact_below > d->capacity) return false;
     return !h->learning || (d->calibrate && !h->centers && !h->scales && !h->exact_below);
 }
 

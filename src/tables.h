@@ -1,5 +1,5 @@
-/* >>tables: one row a format, and tables: one source for C, Objective-C and the Metal shaders. TQKV_SHARED makes it visible
-   without the implementation. */
+/* >>tables: one row a format, and tables: one source for C, Objective-C and the Metal shaders. TQKV_SHARED makes it
+   visible without the implementation. */
 #define TQKV_TABLE_VERSION 8 /* changes with the tables, the argument structs, or their meaning in the kernels */
 
 #ifndef TQKV_TABLE
@@ -14,7 +14,7 @@
 
    m          order of the Hadamard matrix that the rotation applies across its m subrows of n values; 1: none
    grid       values that share a norm of I8: the largest multiple of 16, at most 128, that divides D
-   root       sqrt(D) and 1/sqrt(D), rounded to float: all digits, for machines that compute in wider registers        */
+   root       sqrt(D) and 1/sqrt(D), rounded to float: all digits, for machines that compute in wider registers */
 // clang-format off
 #define TQKV__SIZES(row, x)                                                           \
     /*        D   m grid root                       1/root */                         \

@@ -95,8 +95,8 @@ static inline void attend_poison_position(tqkv_store *s, int64_t position, bool 
     }
 }
 
-/* Encodes positions [first, end). Then fills those that no query sees with NaN, but not those that only the halves of first
-   positions have: a ring that has wrapped shows them. */
+/* Encodes positions [first, end). Then fills those that no query sees with NaN, but not those that only the halves of
+   first positions have: a ring that has wrapped shows them. */
 static inline void attend_fill_positions(tqkv_store *s, const tqkv_attention *a, int64_t first, int64_t end,
                                          uint64_t seed, data_kind kind)
 {
@@ -119,8 +119,8 @@ static inline void attend_fill_store(tqkv_store *s, const tqkv_attention *a, uin
     attend_fill_positions(s, a, first, a->end, seed, kind);
 }
 
-/* Halves of the first positions in a linear store, of the last ones in a ring that holds no more or a multiple of 64. They
- * have nothing to do with the codes, which are filled with NaN where they must not be read. */
+/* Halves of the first positions in a linear store, of the last ones in a ring that holds no more or a multiple of 64.
+ * They have nothing to do with the codes, which are filled with NaN where they must not be read. */
 static inline void attend_fill_ends(attend_problem *problem, const attend_row *row)
 {
     tqkv_attention *a = &problem->attention;
@@ -317,8 +317,8 @@ static inline void attend_set_up(attend_problem *problem, const attend_row *row)
     if (!row->bits_alone) reference_attend(a, problem->q, problem->expected);
 }
 
-/* For a GPU. The reference has no first positions that a ring has overwritten, and asks each query where it stands: there the
-   processor's result is expected. */
+/* For a GPU. The reference has no first positions that a ring has overwritten, and asks each query where it stands:
+   there the processor's result is expected. */
 static inline void attend_expect_processors(attend_problem *problem, const attend_row *row)
 {
     const bool kept = row->exact_first && reference_attention_shape(&problem->attention).oldest > 0;

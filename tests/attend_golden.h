@@ -37,7 +37,8 @@ typedef struct attend_golden_case {
 
 enum { ATTEND_GOLDEN_HEADS = 2, ATTEND_GOLDEN_GROUP = 2, ATTEND_GOLDEN_PAGE = 64 };
 
-/* Sets *found to case number `index`: each format with each size, pairs, and each option with each format. 0 past the last. */
+/* Sets *found to case number `index`: each format with each size, pairs, and each option with each format.
+ * 0 past the last. */
 static inline int attend_golden_find(int index, attend_golden_case *found)
 {
     static const tqkv_format formats[9] = {TQKV_F16, TQKV_TQ4, TQKV_TQ5,       TQKV_TQ6,      TQKV_TQ2,

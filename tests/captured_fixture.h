@@ -1,5 +1,5 @@
-/* Keys, values and queries of pretrained models: examples/data/pretrained_kv.bin. Layers: Qwen2.5-Coder-0.5B's 0 and 8, the 0 of
- * the same with 1.5B, SmolLM2-135M's 10. */
+/* Keys, values and queries of pretrained models: examples/data/pretrained_kv.bin. Layers: Qwen2.5-Coder-0.5B's 0 and 8,
+ * the 0 of the same with 1.5B, SmolLM2-135M's 10. */
 #ifndef TQKV_TESTS_CAPTURED_FIXTURE_H
 #define TQKV_TESTS_CAPTURED_FIXTURE_H
 

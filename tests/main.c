@@ -1,5 +1,5 @@
-/* The C tests: runner [--list | --isa NAME] [[-]part of a name]..., or runner --save FILE | --load FILE | --best, which names
- * the instruction set that the runs without --isa use */
+/* The C tests: runner [--list | --isa NAME] [[-]part of a name]..., or runner --save FILE | --load FILE | --best, which
+ * names the instruction set that the runs without --isa use */
 #include "runner.h"
 
 static void add_all_cases(void)

@@ -234,8 +234,8 @@ static inline double reference_wide(tqkv_type type, uint16_t bits)
     return bits & 0x8000 ? -(double)magnitude : (double)magnitude;
 }
 
-/* The nearest half or bfloat16; of two equally near ones the even one. Their bits are in the order of their values. As a
- * neighbour infinity counts as the next power of two. */
+/* The nearest half or bfloat16; of two equally near ones the even one. Their bits are in the order of their values. As
+ * a neighbour infinity counts as the next power of two. */
 static inline uint16_t reference_narrow(tqkv_type type, float value)
 {
     const uint16_t infinity = type == TQKV_TYPE_F16 ? 0x7c00 : 0x7f80;
@@ -310,8 +310,9 @@ static inline void reference_scale_row(const tqkv_store *s, const float *row, fl
     }
 }
 
-/* Step 8 of a codebook format for a block of `size` values from `first` on: of all factors' codes those with the largest
-   (sum of value * centroid)^2 / (sum of centroid^2), of equal ones the earliest; NaN is not larger. Returns their factor.
+/* Step 8 of a codebook format for a block of `size` values from `first` on: of all factors' codes those with the
+   largest (sum of value * centroid)^2 / (sum of centroid^2), of equal ones the earliest; NaN is not larger.
+   Returns their factor.
    scaled: [head_dim]; codes, centroids: the block's part of [head_dim] is written */
 static inline float reference_search(int bits, const float *scaled, int head_dim, int first, int size, uint8_t *codes,
                                      float *centroids)
@@ -600,7 +601,8 @@ static inline double *reference_zeros(size_t n)
     return rows;
 }
 
-/* All values of one head that are seen in the original basis, zeros between: [end - lowest][value_dim]. Freed by the caller. */
+/* All values of one head that are seen in the original basis, zeros between: [end - lowest][value_dim].
+ * Freed by the caller. */
 static inline double *reference_decode_values(const tqkv_attention *a, int query, int kv_head, bool integers)
 {
     reference_shape shape = reference_attention_shape(a);
@@ -639,8 +641,8 @@ static inline double reference_score(const tqkv_attention *a, const double *quer
     return cap > 0.0 ? cap * tanh(sum * scale / cap) : sum * scale;
 }
 
-/* One query of one head. query: [key_dim], out: [value_dim], original basis; keys: [end - lowest][key_dim], values: with
- * value_dim */
+/* One query of one head. query: [key_dim], out: [value_dim], original basis; keys: [end - lowest][key_dim], values:
+ * with value_dim */
 static inline void reference_attend_row(const tqkv_attention *a, int head, int query_index, const double *query,
                                         const double *keys, const double *values, double *out)
 {

@@ -79,7 +79,8 @@ extern int test_faults;
  * failed', frees the table and returns the exit status. */
 int test_run_selected(bool list, int n_filters, char **filters);
 
-/* Each file of tests adds its cases in test_STEM_cases, which main.c calls. TEST_STEMS, of rules.mk: X(STEM) for each. */
+/* Each file of tests adds its cases in test_STEM_cases, which main.c calls. TEST_STEMS,
+ * of rules.mk: X(STEM) for each. */
 #ifndef TEST_STEMS
 #define TEST_STEMS X(tables)
 #endif
@@ -89,7 +90,8 @@ TEST_STEMS
 
 /* The codec's tables for the independent reference, defined in test_tables.c. */
 #ifdef TQKV_METAL
-/* Gives a planned attend or attend_matrix this kernel and so many columns a threadgroup, at most as many as it takes. */
+/* Gives a planned attend or attend_matrix this kernel and so many columns a threadgroup,
+ * at most as many as it takes. */
 void test_plan_columns(tqkv_metal_dispatch *d, bool matrix, int columns);
 #endif
 char test_set_products(char products);  /* tqkv__products; returns what it was. 0: not asked yet */
@@ -109,8 +111,8 @@ void *test_alloc_filled(size_t bytes, int byte);
 /* New [n_rows][head_dim] with the values of data_rows. */
 float *test_rows(uint64_t seed, data_kind kind, int n_rows, int head_dim);
 
-/* Scales of channels, log2 of the largest by the smallest of which is about `spread`, and whose mean square is about 1: sums of
- * products are as large as without them. [n_heads][head_dim] */
+/* Scales of channels, log2 of the largest by the smallest of which is about `spread`, and whose mean square is about 1:
+ * sums of products are as large as without them. [n_heads][head_dim] */
 float *test_scales(uint64_t seed, int n_heads, int head_dim, double spread);
 
 /* A store with buffers of the exact size, filled with 0xff: norms and halves are NaN. */

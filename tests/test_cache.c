@@ -413,8 +413,8 @@ static void check_converted(const tqkv_cache *cache, const tqkv_cache *copy, con
     test_store_free(&keys);
 }
 
-/* A fork in other formats has the bytes of tqkv_store_convert, however many tasks make them. A row that cannot be converted
-   fails the fork. */
+/* A fork in other formats has the bytes of tqkv_store_convert, however many tasks make them. A row that cannot be
+   converted fails the fork. */
 static void check_convert(const void *parameters)
 {
     const cache_row *row = (const cache_row *)parameters;
@@ -457,7 +457,8 @@ static void check_convert(const void *parameters)
     free(center);
 }
 
-/* A ring's capacity decides where it wraps, which may be within a tile: a copy of another capacity has the same bits. */
+/* A ring's capacity decides where it wraps, which may be within a tile:
+ * a copy of another capacity has the same bits. */
 static void check_fork_bits(const void *parameters)
 {
     enum { N = 150, DIM = 64, TAIL = 32, QUERIES = 32, VALUES = QUERIES * CACHE_HEADS * CACHE_GROUP };

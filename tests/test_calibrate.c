@@ -76,7 +76,8 @@ static void plain_calibration(const calibrate_row *row, const float *rows, const
     }
 }
 
-/* Keys with a constant part and channels of many sizes; one is constant, one is zero, one far larger than the clamp lets it be. */
+/* Keys with a constant part and channels of many sizes; one is constant, one is zero,
+ * one far larger than the clamp lets it be. */
 static float *make_keys(const calibrate_row *row)
 {
     const int d = row->head_dim, each = HEADS * d;

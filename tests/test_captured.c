@@ -46,8 +46,8 @@ static float *captured_channels(const captured *layer)
     return channels;
 }
 
-/* Rotated rows of a model are close to Gaussian: their errors are those of Gaussian rows. Keys are as their centre and scale leave
- * them. */
+/* Rotated rows of a model are close to Gaussian: their errors are those of Gaussian rows. Keys are as their centre and
+ * scale leave them. */
 static void check_error(const void *parameters)
 {
     const captured_row *row = (const captured_row *)parameters;

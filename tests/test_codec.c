@@ -332,8 +332,8 @@ static float alternating_factor(int bits, float v, int lanes)
     return factors[chosen];
 }
 
-/* Encodes a row of alternating 1 and -1, or what rotates to it: with a root mean square of exactly 1 the block scale is the
-   size of the scaled values. */
+/* Encodes a row of alternating 1 and -1, or what rotates to it: with a root mean square of exactly 1 the block scale is
+   the size of the scaled values. */
 static void check_alternating(tqkv_store *store, const float *source, float first, float size)
 {
     const int bits = reference_bits(store->format), d = store->head_dim;
@@ -361,8 +361,8 @@ static void check_around(tqkv_store *store, const float *source, float first, fl
         }
 }
 
-/* A value equal to a boundary gets the lower code, also after it is multiplied by a factor: rows without rotation, with all
-   positive boundaries and their negatives. */
+/* A value equal to a boundary gets the lower code, also after it is multiplied by a factor: rows without rotation, with
+   all positive boundaries and their negatives. */
 static void check_ties(const void *parameters)
 {
     tqkv_format format = *(const tqkv_format *)parameters;
@@ -539,8 +539,8 @@ static void check_overflow(const void *parameters)
     test_store_free(&store);
 }
 
-/* A block scale so large that the scaled values of a short block are infinite, or NaN where they were 0: they have the codes of
-   large values, and their centroids count in the norm. */
+/* A block scale so large that the scaled values of a short block are infinite, or NaN where they were 0: they have the
+   codes of large values, and their centroids count in the norm. */
 static void check_infinite(const void *parameters)
 {
     const format_row *row = (const format_row *)parameters;

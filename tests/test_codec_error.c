@@ -59,10 +59,10 @@ static void check_error(const void *parameters)
           100.0 * row->tolerance, expected);
 }
 
-/* The expected values are those of the formats before step 9, rounded by up to 0.5%; TQ3 and TQ2: of the quantiser (J. Max,
- * "Quantizing for minimum distortion", 1960). Step 9 takes up to 2% of them, and adds 3% at 2 bits. The error of outlier
- * rows depends on which channels are large, so their tolerance is 15%. What the search saves is known in whole percents. It
- * has no factor for TQ8 below 1.125, and so clips unrotated outliers more. */
+/* The expected values are those of the formats before step 9, rounded by up to 0.5%; TQ3 and TQ2: of the quantiser (J.
+ * Max, "Quantizing for minimum distortion", 1960). Step 9 takes up to 2% of them, and adds 3% at 2 bits. The error of
+ * outlier rows depends on which channels are large, so their tolerance is 15%. What the search saves is known in whole
+ * percents. It has no factor for TQ8 below 1.125, and so clips unrotated outliers more. */
 static const error_row error_rows[] = {
     {"gaussian/tq4/128", TQKV_TQ4, 128, DATA_GAUSSIAN, false, 9.32e-3, 0.13, 0.025},
     {"gaussian/tq5/128", TQKV_TQ5, 128, DATA_GAUSSIAN, false, 2.45e-3, 0.17, 0.025},
@@ -90,9 +90,9 @@ static const error_row error_rows[] = {
     {"outliers/tq8/256/unrotated", TQKV_TQ8, 256, DATA_OUTLIERS, true, 0.138, -0.24, 0.15},
 };
 
-/* The error of TQ2 at sizes whose rotation has a matrix, at most 2% above that at 128: the rotation serves the quantiser as
- * well. Other formats' search saves more in shorter rows. Where outliers are a larger share of the channels it is smaller, at
- * 80 by 2.4%, at 192 by 6.2%. */
+/* The error of TQ2 at sizes whose rotation has a matrix, at most 2% above that at 128: the rotation serves the
+ * quantiser as well. Other formats' search saves more in shorter rows. Where outliers are a larger share of the
+ * channels it is smaller, at 80 by 2.4%, at 192 by 6.2%. */
 static void check_like_128(const void *parameters)
 {
     error_row row = *(const error_row *)parameters;

@@ -1,5 +1,5 @@
-/* A query's bits do not depend on who else is in the call, and where its keys came from: with exact ends in chunks of any size, over
- * stores of any kind, after edits. Rings: which windows are refused, and what stays visible. */
+/* A query's bits do not depend on who else is in the call, and where its keys came from: with exact ends in chunks of
+ * any size, over stores of any kind, after edits. Rings: which windows are refused, and what stays visible. */
 #include "cache_fixture.h"
 
 enum { TOKENS = 300, GROUP_HEADS = CACHE_HEADS * CACHE_GROUP, MOST_DIM = 96 };
@@ -308,7 +308,8 @@ static void take_back(void *user, void *p, size_t size)
     free(p);
 }
 
-/* A large append takes memory for the halves of its queries, which a smaller one gives back. Without that memory nothing happens. */
+/* A large append takes memory for the halves of its queries, which a smaller one gives back.
+ * Without that memory nothing happens. */
 static void check_memory(const void *parameters)
 {
     static const company_row row = {"", TQKV_TQ4, TQKV_TQ3, 4, 64, 0, 0, 0, false, 0, TQKV_FLOAT};
@@ -396,7 +397,8 @@ static void check_too_many(const void *parameters)
     free(out);
 }
 
-/* One append that fills a cache, whose rings of halves then need a tile for its last position: every query is answered. */
+/* One append that fills a cache, whose rings of halves then need a tile for its last position:
+ * every query is answered. */
 static void check_one_append(const void *parameters)
 {
     enum { WHOLE = 3 * 64 + 1 };
@@ -475,8 +477,8 @@ static void expect_refused(tqkv_cache *cache, const company_data *data, int n, c
     CHECK(untouched(out, MOST * GROUP_HEADS * 64), "%s: written", when);
 }
 
-/* Six queries at positions 198 to 203 of a ring that begins at 140, with a window of 64: the first five miss some of their
-   windows. Refused is what asks for these, by its list or by its newest positions. */
+/* Six queries at positions 198 to 203 of a ring that begins at 140, with a window of 64: the first five miss some of
+   their windows. Refused is what asks for these, by its list or by its newest positions. */
 static void check_lost_lists(tqkv_cache *cache, const company_data *data)
 {
     static const struct {
@@ -518,7 +520,8 @@ static void check_lists_before_windows(tqkv_cache *cache, const company_data *da
     CHECK_RESULT(tqkv_cache_attend_some(cache, &some, data->q, 13, out), TQKV_OUT_OF_RANGE);
 }
 
-/* A ring of its window's size: a query whose window is gone gets no answer, but one that the window does not reach does. */
+/* A ring of its window's size: a query whose window is gone gets no answer,
+ * but one that the window does not reach does. */
 static void check_lost_windows(const void *parameters)
 {
     static const company_row row = {"", TQKV_TQ4, TQKV_TQ4, 0, 0, 64, 64, 0, false, 0, TQKV_FLOAT};

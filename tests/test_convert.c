@@ -1,5 +1,5 @@
-/* tqkv_store_convert: bytes against the reference encoder, which takes decoded rows without the rotation; in place; rings
- * and pages; rows that cannot be converted. */
+/* tqkv_store_convert: bytes against the reference encoder, which takes decoded rows without the rotation; in place;
+ * rings and pages; rows that cannot be converted. */
 #include "data.h"
 #include "reference.h"
 
@@ -151,7 +151,8 @@ static void check_same_rows(const tqkv_store *a, const tqkv_store *b, int first,
                   "position %d %s", p, what);
 }
 
-/* A sequence copied inside its pool: to pages that it does not have, of as many bytes a row. Nothing is written by a refused call. */
+/* A sequence copied inside its pool: to pages that it does not have, of as many bytes a row.
+ * Nothing is written by a refused call. */
 static void check_pool(const void *parameters)
 {
     enum { PAGE = 16, PAGES = 8, N = 40, AT = 20, DIM = 64 };

@@ -233,8 +233,8 @@ static void check_packed(const void *parameters)
     }
 }
 
-/* Defect: the codebook of 8 bits is 52% above the optimum's error, and above that of I8, which needs none. The search of
- * factors makes up for that: TQ8 must be more accurate than I8 on Gaussian rows. */
+/* Defect: the codebook of 8 bits is 52% above the optimum's error, and above that of I8, which needs none. The search
+ * of factors makes up for that: TQ8 must be more accurate than I8 on Gaussian rows. */
 static void check_tq8_beats_i8(const void *parameters)
 {
     int d = *(const int *)parameters;
@@ -275,8 +275,8 @@ static void check_upper_bits(const void *parameters)
     test_store_free(&store);
 }
 
-/* A NaN among halves at a position whose weight underflows to 0: the same bits alone and beside a query that does not see the
-   newest position. */
+/* A NaN among halves at a position whose weight underflows to 0: the same bits alone and beside a query that does not
+   see the newest position. */
 static void check_poison_alone(const void *parameters)
 {
     enum { N = 64, DIM = 64 };

@@ -1,5 +1,5 @@
-/* Caches that keep their first and newest positions as halves, too: which ones, with which bytes, after any edits; attention
- * over them; snapshots and forks. */
+/* Caches that keep their first and newest positions as halves, too: which ones, with which bytes, after any edits;
+ * attention over them; snapshots and forks. */
 #include "cache_fixture.h"
 
 enum { MOST = 400, QUERIES = 3 };
@@ -96,13 +96,19 @@ static void check_halves(const ends_model *m)
     }
 }
 
+/* Returns how many of `asked` positions a cache has: no more than its capacity, or than were appended. */
+static int at_most(const ends_model *m, int asked)
+{
+    if (asked > m->row->capacity) asked = m->row->capacity;
+    return asked < m->end ? asked : m->end;
+}
+
 /* All that the end asks for are halves. */
 static void check_all_there(const ends_model *m)
 {
     const tqkv_attention a = tqkv_cache_view(m->cache);
-    const int first = m->row->exact_first, last = m->row->exact_last;
-    CHECK(a.exact_first == (first < m->end ? first : m->end), "%d first positions", a.exact_first);
-    CHECK(a.exact_last == (last < m->end ? last : m->end), "%d newest positions", a.exact_last);
+    CHECK(a.exact_first == at_most(m, m->row->exact_first), "%d first positions", a.exact_first);
+    CHECK(a.exact_last == at_most(m, m->row->exact_last), "%d newest positions", a.exact_last);
 }
 
 /* [QUERIES][heads][value_dim]: what the cache answers; checked against double precision. Freed by the caller. */
@@ -238,7 +244,8 @@ static void check_edits(const void *parameters)
     for (int i = 0; i < 70; i++) model_append(&m, 1);
     check_halves(&m);
     const tqkv_attention a = tqkv_cache_view(m.cache);
-    CHECK(a.exact_last == (row->exact_last < 70 ? row->exact_last : 70), "%d newest positions", a.exact_last);
+    const int last = at_most(&m, row->exact_last);
+    CHECK(a.exact_last == (last < 70 ? last : 70), "%d newest positions", a.exact_last);
     model_close(&m);
 }
 
@@ -294,6 +301,26 @@ static void check_keep_first(const void *parameters)
     check_halves(&m);
     const tqkv_attention a = tqkv_cache_view(m.cache);
     CHECK(a.exact_first == 2 && a.exact_last == 4, "%d first and %d newest positions", a.exact_first, a.exact_last);
+    model_close(&m);
+}
+
+/* A ring keeps its first positions whatever its newest ones are: no copy has less room than these take. */
+static void check_fork_below_first(const void *parameters)
+{
+    static const ends_row row = {TQKV_TQ4, TQKV_TQ4, 64, 0, 100, 60, 30, 0, 0, true, false, false, TQKV_FLOAT};
+    tqkv_cache_desc desc;
+    ends_model m;
+    (void)parameters;
+    if (!model_open(&m, &row)) return;
+    model_append(&m, 200);
+    CHECK_RESULT(tqkv_cache_keep(m.cache, 100, NULL, 0), TQKV_OK);
+    memset(&desc, 0, sizeof desc);
+    for (desc.capacity = 59; desc.capacity < 61; desc.capacity++) {
+        tqkv_cache *copy = NULL;
+        CHECK_RESULT(tqkv_cache_fork(m.cache, &desc, &copy), desc.capacity < 60 ? TQKV_OUT_OF_RANGE : TQKV_OK);
+        CHECK(!copy || tqkv_cache_view(copy).exact_first == tqkv_cache_view(m.cache).exact_first, "other positions");
+        tqkv_cache_destroy(copy);
+    }
     model_close(&m);
 }
 
@@ -422,13 +449,17 @@ void test_ends_cases(void)
                                     {TQKV_TQ6, TQKV_F16, 64, 0, 200, 70, 10, 0, 0, false, false, false, TQKV_FLOAT},
                                     {TQKV_TQ4, TQKV_TQ4, 512, 0, 160, 4, 64, 64, 0, false, true, true, TQKV_FLOAT},
                                     {TQKV_I8, TQKV_I8, 64, 0, 160, 64, 96, 0, 0, false, false, false, TQKV_INTEGER},
-                                    {TQKV_TQ4, TQKV_TQ2, 128, 0, 150, 5, 64, 0, 0, true, false, true, TQKV_INTEGER}};
+                                    {TQKV_TQ4, TQKV_TQ2, 128, 0, 150, 5, 64, 0, 0, true, false, true, TQKV_INTEGER},
+                                    {TQKV_TQ5, TQKV_TQ3, 64, 0, 40, 4, 128, 0, 0, true, false, true, TQKV_FLOAT},
+                                    {TQKV_TQ3, TQKV_F16, 64, 0, 3, 4, 128, 32, 0, true, false, false, TQKV_FLOAT},
+                                    {TQKV_I8, TQKV_TQ4, 64, 0, 150, 151, 1000, 0, 0, false, false, true, TQKV_FLOAT}};
     for (int i = 0; i < (int)(sizeof rows / sizeof *rows); i++) {
         test_add(check_pieces, &rows[i], sizeof rows[i], "ends/pieces/%d", i);
         test_add(check_edits, &rows[i], sizeof rows[i], "ends/edits/%d", i);
     }
     for (int way = 0; way < 3; way++) test_add(check_remains, &way, sizeof way, "ends/remains/%s", ways[way]);
     test_add(check_keep_first, NULL, 0, "ends/keep_first");
+    test_add(check_fork_below_first, NULL, 0, "ends/fork_below_first");
     test_add(check_fork_from_f16, NULL, 0, "ends/fork_from_f16");
     test_add(check_fork_from_f16_ring, NULL, 0, "ends/fork_from_f16_ring");
 }

@@ -116,7 +116,8 @@ typedef struct peak_row {
     float peak, deviation; /* the coordinate over the others' deviation, divided by sqrt(head_dim); of the scores */
 } peak_row;
 
-/* Sets coordinate 5 of the rotated rows, and scales them, so that the scores keep their deviation. rows: [n][d] of `stride` */
+/* Sets coordinate 5 of the rotated rows, and scales them, so that the scores keep their deviation.
+ * rows: [n][d] of `stride` */
 static void set_peaks(const peak_row *row, float *rows, size_t n, int d, size_t stride)
 {
     const float scale = row->deviation / sqrtf(1.0f + row->peak * row->peak);

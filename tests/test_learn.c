@@ -1,5 +1,6 @@
-/* Caches that learn centre and scale of their keys from their first positions: every query against a cache of halves or a cache with
- * that centre and scale; chunks, edits, copies and snapshots change nothing; memory and its lack; presets. */
+/* Caches that learn centre and scale of their keys from their first positions: every query against a cache of halves or
+ * a cache with that centre and scale; chunks, edits, copies and snapshots change nothing;
+ * memory and its lack; presets. */
 #include "captured_fixture.h"
 
 #include "cache_fixture.h"
@@ -338,7 +339,8 @@ static void check_copies(const void *parameters)
 
 typedef enum edit { EDIT_TRUNCATE, EDIT_REMOVE, EDIT_KEEP, EDITS } edit;
 
-/* Rows that are not to stay are appended and taken away before the cache learns; a truncation after it undoes nothing. */
+/* Rows that are not to stay are appended and taken away before the cache learns;
+ * a truncation after it undoes nothing. */
 static void check_edits(const void *parameters)
 {
     const learn_row *row = (const learn_row *)parameters;
@@ -379,7 +381,8 @@ static void check_edits(const void *parameters)
 
 /* ---- Trees ---- */
 
-/* Queries of a tree on both sides of the position get what they get alone: with an attention of the newest so many positions. */
+/* Queries of a tree on both sides of the position get what they get alone:
+ * with an attention of the newest so many positions. */
 static void check_tree(const void *parameters)
 {
     const learn_row *row = (const learn_row *)parameters;
@@ -436,8 +439,8 @@ static void check_cut_refused(tqkv_cache *cache, const uint64_t *tree, int n, co
     free(before);
 }
 
-/* Queries on both sides of the position are one call: its outputs may overlap neither the queries of the other side, nor each
- * other, nor the cache. */
+/* Queries on both sides of the position are one call: its outputs may overlap neither the queries of the other side,
+ * nor each other, nor the cache. */
 static void check_overlap(const void *parameters)
 {
     const learn_row *row = (const learn_row *)parameters;
@@ -558,7 +561,8 @@ static void attend_failing(const learn_model *m, tqkv_cache *cache, int n, count
     free(out);
 }
 
-/* Rows of halves are counted as long as they are there. An allocation that fails, at any time, leaves the cache as it was. */
+/* Rows of halves are counted as long as they are there. An allocation that fails, at any time,
+ * leaves the cache as it was. */
 static void check_memory(const void *parameters)
 {
     const learn_row *row = (const learn_row *)parameters;
@@ -814,16 +818,53 @@ static void check_preset(const void *parameters)
         tqkv_cache_desc none;
         memset(&none, 0, sizeof none);
         CHECK(!memcmp(&others, &none, sizeof none), "preset %d sets another field", i);
-        tqkv_cache *cache = NULL;
-        desc.head_dim = 64;
-        desc.n_kv_heads = 2;
-        desc.capacity = 200;
-        CHECK_RESULT(tqkv_cache_create(&desc, &cache), TQKV_OK);
-        tqkv_cache_destroy(cache);
     }
 }
 
-/* A small cache of a pretrained model's rows, by the preset: nearer to the exact result than without what it has learned. */
+/* A preset fits every cache that can learn: in one of fewer positions than it keeps as halves all are, and a copy that
+   has grown keeps as many as the preset says. */
+static void check_preset_fits(const void *parameters)
+{
+    enum { D = 64, Q = CACHE_HEADS * CACHE_GROUP, GROWN = 200 };
+    const int capacity = *(const int *)parameters;
+    tqkv_cache_desc desc = tqkv_cache_preset(TQKV_SMALL), halves, grown;
+    tqkv_cache *caches[2] = {NULL, NULL}, *copy = NULL;
+    float *rows = test_rows(1, DATA_GAUSSIAN, GROWN * CACHE_HEADS, D), *q = test_rows(2, DATA_GAUSSIAN, Q, D),
+          out[2][Q * D];
+    desc.head_dim = D;
+    desc.n_kv_heads = CACHE_HEADS;
+    desc.n_heads = Q;
+    desc.capacity = capacity;
+    halves = desc;
+    halves.key_format = halves.value_format = TQKV_F16;
+    for (int i = 0; i < 2; i++) {
+        CHECK_RESULT(tqkv_cache_create(i ? &halves : &desc, &caches[i]), TQKV_OK);
+        REQUIRE(caches[i], "no cache");
+        for (int p = 0; p < capacity; p++) {
+            const float *row = rows + p * CACHE_HEADS * D;
+            CHECK_RESULT(tqkv_cache_append(caches[i], row, row, 1), TQKV_OK);
+            CHECK_RESULT(tqkv_cache_attend(caches[i], q, 1, out[i]), TQKV_OK);
+        }
+    }
+    double reference[Q * D];
+    for (int i = 0; i < Q * D; i++) reference[i] = (double)out[1][i];
+    const double error = reference_relative_error(out[0], reference, Q * D);
+    CHECK(error < 1e-3, "error %.3g of halves", error);
+    memset(&grown, 0, sizeof grown);
+    grown.exact_last = desc.exact_last;
+    grown.capacity = GROWN;
+    CHECK_RESULT(tqkv_cache_fork(caches[0], &grown, &copy), TQKV_OK);
+    REQUIRE(copy, "no copy");
+    CHECK_RESULT(tqkv_cache_append(copy, rows, rows, GROWN - capacity), TQKV_OK);
+    CHECK(tqkv_cache_view(copy).exact_last == 128, "%d newest positions", tqkv_cache_view(copy).exact_last);
+    tqkv_cache_destroy(copy);
+    for (int i = 0; i < 2; i++) tqkv_cache_destroy(caches[i]);
+    free(rows);
+    free(q);
+}
+
+/* A small cache of a pretrained model's rows, by the preset:
+ * nearer to the exact result than without what it has learned. */
 static void check_captured(const void *parameters)
 {
     (void)parameters;
@@ -893,5 +934,9 @@ void test_learn_cases(void)
     test_add(check_bad_scale, NULL, 0, "learn/bad_scale");
     test_add(check_smaller, NULL, 0, "learn/smaller");
     test_add(check_preset, NULL, 0, "learn/preset");
+    for (int i = 0; i < 5; i++) {
+        const int capacities[] = {16, 20, 64, 100, 131};
+        test_add(check_preset_fits, &capacities[i], sizeof(int), "learn/preset/capacity%d", capacities[i]);
+    }
     test_add(check_captured, NULL, 0, "learn/captured");
 }

@@ -1,5 +1,5 @@
-/* What holds at any length and in any company: attention's error, its bits, its floating-point exceptions; the stack that
- * calls take; a prefill in parallel. */
+/* What holds at any length and in any company: attention's error, its bits, its floating-point exceptions; the stack
+ * that calls take; a prefill in parallel. */
 #include "attend_fixture.h"
 #include "cache_fixture.h"
 
@@ -69,8 +69,8 @@ static void check_equal(const void *parameters)
     test_store_free(&values);
 }
 
-/* Two keys parallel to the query, all others 0: scores of 50 and a little less, of a standard deviation of 8.7. All products of a
- * constant row are equal, so a long chain of additions rounds all of them to the same side. */
+/* Two keys parallel to the query, all others 0: scores of 50 and a little less, of a standard deviation of 8.7. All
+ * products of a constant row are equal, so a long chain of additions rounds all of them to the same side. */
 typedef struct parallel_row {
     tqkv_format keys;
     int head_dim;

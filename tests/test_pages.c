@@ -55,7 +55,8 @@ static void check_decoded(const tqkv_store *pool, const tqkv_store *linear, int6
     free(b);
 }
 
-/* 150 positions in pieces: the rows of a linear store, in the slots that the table says, and nothing else is written. */
+/* 150 positions in pieces: the rows of a linear store, in the slots that the table says,
+ * and nothing else is written. */
 static void check_encode(const void *parameters)
 {
     const tqkv_format format = *(const tqkv_format *)parameters;

@@ -1,5 +1,6 @@
-/* Scales of channels: what encoding and decoding make of them, scales of 1, rows that a scale makes alike, slices of stores with
- * other scales. attend_options.h, golden.h and input_changes.h have scales in attention, in encoding and in bad input. */
+/* Scales of channels: what encoding and decoding make of them, scales of 1, rows that a scale makes alike, slices of
+ * stores with other scales. attend_options.h, golden.h and input_changes.h have scales in attention,
+ * in encoding and in bad input. */
 #include "data.h"
 #include "reference.h"
 #include "runner.h"
@@ -62,7 +63,8 @@ static void check_bytes(const void *parameters)
     free(center);
 }
 
-/* Decoding multiplies by the scale, then adds the centre; in the basis of the codes it adds what encoding makes of the centre. */
+/* Decoding multiplies by the scale, then adds the centre; in the basis of the codes it adds what
+ * encoding makes of the centre. */
 static void check_decode(const void *parameters)
 {
     const scale_row *row = (const scale_row *)parameters;

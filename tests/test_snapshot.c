@@ -249,6 +249,23 @@ static void check_huge_header(const void *parameters)
     stream_free(&s);
 }
 
+/* More first positions than a ring of 6 has room for: nothing is written behind the room. */
+static void check_kept_beyond_capacity(const void *parameters)
+{
+    (void)parameters;
+    cache_row shape = {TQKV_TQ4, TQKV_TQ5, 32, 6, true, 20, -1};
+    counting counter = {0, 0, 0, 0, 0};
+    tqkv_cache_desc desc = cache_desc(&shape, NULL);
+    desc.exact_first = 8;
+    stream s = make_snapshot(&shape, &desc);
+    REQUIRE(s.bytes, "no snapshot");
+    CHECK(s.bytes[96] == 6, "%d first positions", s.bytes[96]);
+    put_hashed(&s, 0, HEADER_SIZE, 96, 4, 7);
+    expect_corrupt(&s, &counter, "first positions", 7);
+    CHECK(s.at == HEADER_SIZE + 8, "%d bytes were read", (int)s.at);
+    stream_free(&s);
+}
+
 /* A newer version, of which a reader knows magic, version and size, and no more: nothing behind these is read. */
 static void check_newer(const void *parameters)
 {
@@ -746,7 +763,7 @@ static void check_held_back(const void *parameters)
 {
     const int *row = (const int *)parameters;
     stream s = filled_snapshot(row[0], row[1], row[2], row[3]);
-    REQUIRE(s.size, "no snapshot");
+    REQUIRE(s.bytes, "no snapshot");
     const size_t whole = s.size - 6;
     bounded b = {0, 0};
     tqkv_cache_desc open;
@@ -787,6 +804,7 @@ void test_snapshot_cases(void)
         test_add(check_held_back, held_back[i], sizeof *held_back, "snapshot/held_back/%d_of_%d%s", held_back[i][1],
                  held_back[i][0], held_back[i][3] ? "_with_centers" : "");
     test_add(check_huge_header, NULL, 0, "snapshot/huge_header");
+    test_add(check_kept_beyond_capacity, NULL, 0, "snapshot/kept_beyond_capacity");
     test_add(check_newer, NULL, 0, "snapshot/newer");
     test_add(check_tag, NULL, 0, "snapshot/tag");
     test_add(check_settled, NULL, 0, "snapshot/settled");

@@ -1,4 +1,5 @@
-/* Snapshots of stores: they cross between linear, paged and ring stores; damaged bytes, wrong stores, failing streams. */
+/* Snapshots of stores: they cross between linear, paged and ring stores; damaged bytes, wrong stores,
+ * failing streams. */
 #include "counting.h"
 #include "data.h"
 #include "reference.h"

@@ -92,7 +92,8 @@ static void check_codec(const void *parameters)
     free(typed);
 }
 
-/* What decode writes of a zero is its centre: floats of any bits, rounded. floats: [n], finite; n: a multiple of 1024 */
+/* What decode writes of a zero is its centre: floats of any bits, rounded. floats: [n], finite;
+ * n: a multiple of 1024 */
 static void check_decoded_center(tqkv_type type, const float *floats, int n)
 {
     enum { D = 1024 };

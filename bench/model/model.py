@@ -249,15 +249,16 @@ def shuffles_of_tile(counts, head_dim=BASE.head_dim):
 
 def print_apart(machine):
     """What rows that lie apart cost."""
-    print(f"\nTQ4, rows side by side and in pages of {SMALL_PAGE}: shuffles by differing lanes a tile, then cycles of a core "
-          "for 32 values:\n")
+    print(f"\nTQ4, rows side by side and in pages of {SMALL_PAGE}: shuffles by differing lanes a tile, then cycles of a "
+          "core for 32 values:\n")
     print("| kernel, group | rows | shuffles | issue | threadgroup, 16 banks | 32 banks |\n|---|---|---|---|---|---|")
     for kernel, group in ((LANES, 2), (LANES, 4), (MATRICES, 8)):
         for page, rows in ((0, "side by side"), (SMALL_PAGE, "apart")):
             counts = machine.attend("TQ4", group, kernel, page=page)
             cycles = [core_cycles(counts, banks) for banks in chips.THREADGROUP_BANKS]
             cells = [f"{x:.2f}" for x in (cycles[0]["issue"], cycles[0]["threadgroup"], cycles[1]["threadgroup"])]
-            print(f"| {KERNELS[kernel].lower()}, {group} | {rows} | {shuffles_of_tile(counts):.1f} | " + " | ".join(cells) + " |")
+            print(f"| {KERNELS[kernel].lower()}, {group} | {rows} | {shuffles_of_tile(counts):.0f} | " +
+                  " | ".join(cells) + " |")
 
 
 def print_brought():

@@ -1,7 +1,8 @@
 // Runs one counted kernel on the machine of simt.h and prints how often its blocks ran and what its accesses cost. If a
 // result is wrong, it prints no counts.
-//   run attend FORMAT GROUP POSITIONS KERNEL HEAD_DIM COLUMNS PAGE   one KV head, threadgroups of 4 simdgroups and so many
-//                                                          rows; pages of so many positions, 0: none
+//   run attend FORMAT GROUP POSITIONS KERNEL HEAD_DIM COLUMNS PAGE
+//                                                          one KV head, threadgroups of 4 simdgroups and so many rows;
+//                                                          pages of so many positions, 0: none
 //   run plan FORMAT GROUP POSITIONS KERNEL HEAD_DIM KV_HEADS    prints how it is planned; counts nothing
 //   run encode FORMAT TOKENS                               head_dim 128
 //   run lookup WAY ROUNDS                                  variants/lookup.metal

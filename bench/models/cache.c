@@ -1,5 +1,5 @@
-/* The library as measure.py uses it: caches by names and numbers, so that no struct is written down a second time in another
- * language. `library.py` declares these functions to ctypes.
+/* The library as measure.py uses it: caches by names and numbers, so that no struct is written down a second time in
+ * another language. `library.py` declares these functions to ctypes.
  *
  * Each returns NULL where it succeeds, else why not: a text that holds until the thread's next call. */
 #include <stdio.h>
@@ -39,8 +39,8 @@ static tqkv_cache_desc models_desc(const char *keys, const char *values)
     return desc;
 }
 
-/* window: 0 = none; scale: of the scores. exact: positions at both ends that are kept as halves; calibrate: those from which
-   the cache learns; -1: as the preset says, else 0. halves: 1 keeps the keys as halves, 2 the values. */
+/* window: 0 = none; scale: of the scores. exact: positions at both ends that are kept as halves; calibrate: those from
+   which the cache learns; -1: as the preset says, else 0. halves: 1 keeps the keys as halves, 2 the values. */
 const char *models_cache_create(const char *keys, const char *values, int head_dim, int value_dim, int n_kv_heads,
                                 int n_heads, int capacity, int window, float scale, int exact_first, int exact_last,
                                 int calibrate, int integers, int halves, tqkv_cache **out)
@@ -69,7 +69,8 @@ const char *models_cache_create(const char *keys, const char *values, int head_d
 
 void models_cache_destroy(tqkv_cache *cache) { tqkv_cache_destroy(cache); }
 
-/* Before the first positions; center, channel_scale: [n_kv_heads][head_dim], of the keys. The cache then learns nothing. */
+/* Before the first positions; center, channel_scale: [n_kv_heads][head_dim], of the keys.
+ * The cache then learns nothing. */
 const char *models_cache_learned(tqkv_cache *cache, const float *center, const float *channel_scale)
 {
     models_reason[0] = '\0';

@@ -65,6 +65,13 @@ sets clang-O0 scalar clang -std=c99 -O0
 if nm -g "$folder/gcc-c99-impl.o" | grep 'tqkv__' >"$folder/log"; then status=1; else status=0; fi
 report private-symbols $status
 
+# Memory comes from the caller's allocator: of the C library's functions only the malloc of the default one allocates, and no
+# other than these is called. Names with two underscores are the compiler's.
+nm -u "$folder/gcc-c99-impl.o" | sed 's/^ *\(U *\)\{0,1\}_\{0,1\}//' | grep -v '^_' >"$folder/symbols"
+if grep -vxE 'malloc|free|mem(cmp|cpy|move|set)|strcmp|getenv|sched_yield|(copysign|exp|fabs|fma|sqrt|tanh)f?' \
+    "$folder/symbols" >"$folder/log"; then status=1; else status=0; fi
+report library-symbols $status
+
 # A shared library that hides what TQKV_API does not show.
 accepts shared/library gcc -std=c99 $one_set $WARNINGS $CPPFLAGS -I. -fPIC -shared -fvisibility=hidden \
     '-DTQKV_API=__attribute__((visibility("default")))' tests/build/compile_impl.c -o "$folder/libtqkv.so" -lm

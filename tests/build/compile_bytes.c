@@ -1,4 +1,5 @@
-/* Prints a hash of the codes and norms of each format, which compile.sh compares between compiler flags, and the set in use. */
+/* Prints a hash of the codes and norms of each format, which compile.sh compares between compiler flags,
+ * and the set in use. */
 #define TQKV_IMPLEMENTATION
 #include "tqkv.h"
 #include <stdio.h>

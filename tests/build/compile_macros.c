@@ -1,4 +1,5 @@
-/* The implementation after the macros of other headers, as they stand there; what the implementation includes came before. */
+/* The implementation after the macros of other headers, as they stand there;
+ * what the implementation includes came before. */
 #include <fenv.h>
 #include <limits.h>
 #include <math.h>
@@ -22,7 +23,8 @@
 #define foreach(variable, container) for (;;)
 #define forever                      for (;;)
 
-/* windows.h and what it includes: minwindef.h, rpcndr.h, wingdi.h, winerror.h, winnt.h, combaseapi.h, commdlg.h, dlgs.h */
+/* windows.h and what it includes: minwindef.h, rpcndr.h, wingdi.h, winerror.h, winnt.h, combaseapi.h,
+ * commdlg.h, dlgs.h */
 #define near
 #define far
 #define NEAR

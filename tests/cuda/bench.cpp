@@ -67,6 +67,15 @@ void bench_nothing()
         report("launch/nothing", time_calls(1, [&](int) { bench_launch_nothing(stream); }));
 }
 
+void bench_encodings()
+{
+    for (tqkv_format f : {TQKV_F16, TQKV_I8, TQKV_TQ8, TQKV_TQ6, TQKV_TQ5, TQKV_TQ4, TQKV_TQ3, TQKV_TQ2})
+        bench_encode(f, 128, 131072);
+    for (int head_dim : {64, 80, 96, 192, 256, 512}) bench_encode(TQKV_TQ4, head_dim, 131072);
+    for (tqkv_format f : {TQKV_I8, TQKV_TQ4}) bench_encode(f, 128, 131072, TQKV_TYPE_BF16);
+    for (tqkv_format f : {TQKV_I8, TQKV_TQ4}) bench_encode(f, 128, 131072, TQKV_TYPE_F32, true);
+}
+
 void bench_all()
 {
     for (tqkv_format f : {TQKV_TQ4, TQKV_I8, TQKV_F16}) bench_index(f);
@@ -76,11 +85,7 @@ void bench_all()
     bench_list(TQKV_TQ4, 64, 32768, 8);
     const tqkv_format formats[] = {TQKV_F16, TQKV_I8, TQKV_TQ8, TQKV_TQ6, TQKV_TQ5, TQKV_TQ4, TQKV_TQ3, TQKV_TQ2};
     const std::vector<std::pair<int, int>> groups = {{1, 1}, {2, 1}, {4, 1}, {8, 1}, {16, 1}, {2, 8}};
-    for (tqkv_format f : {TQKV_F16, TQKV_I8, TQKV_TQ8, TQKV_TQ6, TQKV_TQ5, TQKV_TQ4, TQKV_TQ3, TQKV_TQ2})
-        bench_encode(f, 128, 131072);
-    for (int head_dim : {64, 80, 96, 192, 256, 512}) bench_encode(TQKV_TQ4, head_dim, 131072);
-    for (tqkv_format f : {TQKV_I8, TQKV_TQ4}) bench_encode(f, 128, 131072, TQKV_TYPE_BF16);
-    for (tqkv_format f : {TQKV_I8, TQKV_TQ4}) bench_encode(f, 128, 131072, TQKV_TYPE_F32, true);
+    bench_encodings();
     for (tqkv_format f : formats)
         for (int positions : {131072, 1048576}) bench_attention(f, f, 128, positions, groups);
     bench_attention(TQKV_I8, TQKV_TQ4, 128, 131072, groups);

@@ -235,6 +235,16 @@ list_memory make_list(tqkv_format format, int n_kv_heads, int positions, int gro
 
 } // namespace
 
+// Times attention over the positions that there are, without a list.
+static void time_without_list(const std::string &name, const list_memory &m)
+{
+    const auto call = [&](int i) { attend_list(m, (size_t)i, LIST_ALL | LIST_ATTEND | LIST_MERGE); };
+    if (opt.list)
+        call(0);
+    else if (!opt.check)
+        report(name, time_calls((int)m.keys.size(), call));
+}
+
 // 2,048 positions in blocks of 1 and 64, against all of them.
 void bench_list(tqkv_format format, int n_kv_heads, int positions, int group)
 {
@@ -242,18 +252,10 @@ void bench_list(tqkv_format format, int n_kv_heads, int positions, int group)
                              "/g" + std::to_string(group) + "/" + std::to_string(positions);
     if (!is_wanted(name)) return;
     list_memory m = make_list(format, n_kv_heads, positions, group);
-    const auto all = [&](int i) { attend_list(m, (size_t)i, LIST_ALL | LIST_ATTEND | LIST_MERGE); };
-    if (opt.list)
-        all(0);
-    else if (!opt.check)
-        report(name, time_calls((int)m.keys.size(), all));
+    time_without_list(name, m);
     list_memory few = m;
     few.positions = LISTED;
-    const auto as_many = [&](int i) { attend_list(few, (size_t)i, LIST_ALL | LIST_ATTEND | LIST_MERGE); };
-    if (opt.list)
-        as_many(0);
-    else if (!opt.check)
-        report(name + "/first" + std::to_string((int)LISTED), time_calls((int)m.keys.size(), as_many));
+    time_without_list(name + "/first" + std::to_string((int)LISTED), few);
     for (int block : {1, 64}) {
         const std::string own = name + "/block" + std::to_string(block);
         const std::vector<int32_t> list = list_at_random(positions, block);

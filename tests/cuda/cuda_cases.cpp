@@ -1,5 +1,5 @@
-// Cases that need the speed of a real GPU: random problems over longer contexts, a million positions, stores of more than
-// 4 GiB.
+// Cases that need the speed of a real GPU: random problems over longer contexts, a million positions, stores of more
+// than 4 GiB.
 #include "cuda_cases.h"
 #include "../metal/shader_cases.h"
 #include <math.h>
@@ -29,8 +29,8 @@ void run_million(const void *parameters)
     check_attend(row->problem, {as_planned, row->split});
 }
 
-// The number decides all function constants. So the random problems need few pipelines: one for each pair of formats and
-// head_dim.
+// The number decides all function constants. So the random problems need few pipelines: one for each pair of formats
+// and head_dim.
 random_row pipeline_row(int number)
 {
     const tqkv_format pairs[8][2] = {{TQKV_TQ4, TQKV_TQ4}, {TQKV_I8, TQKV_TQ4}, {TQKV_F16, TQKV_F16},

@@ -1,5 +1,5 @@
-// The shaders' pipelines on an NVIDIA GPU. pipelines.py compiles each into one file NAME.cubin. NAME holds the kernel and
-// the values of all function constants by index, 'x' for one that is not set: attend_d128-2_2_x_x_x_1_2_0_0_1_0_x.
+// The shaders' pipelines on an NVIDIA GPU. pipelines.py compiles each into one file NAME.cubin. NAME holds the kernel
+// and the values of all function constants by index, 'x' for one that is not set: attend_d128-2_2_x_x_x_1_2_0_0_1_0_x.
 #ifndef TQKV_TESTS_CUDA_PIPELINES_H
 #define TQKV_TESTS_CUDA_PIPELINES_H
 #include "../metal/device.h"

@@ -29,8 +29,8 @@ $(CUDA_BUILD)/driver: $(CUDA_TESTS:%=$(CUDA_BUILD)/%.o) \
 		$(patsubst %,$(CUDA_BUILD)/%.o,simt runner test_tables device pipelines cuda_cases)
 	@$(CXX) $^ -o $@ $(CUDA_LINK)
 
-# $(1) lists the pipelines and runs none, so its tests fail; their failures do not matter. $(2) what the folder's name ends with,
-# $(3) more flags.
+# $(1) lists the pipelines and runs none, so its tests fail; their failures do not matter. $(2) what the folder's name ends
+# with, $(3) more flags.
 compile_pipelines = $(1) | grep '^pipeline ' | sort -u >$(CUDA_BUILD)/wanted; \
 	python3 tests/cuda/pipelines.py $(CUDA_BUILD)/source $(CUDA_BUILD)/pipelines$(2) $(CUDA_BUILD)/wanted $(NVCC) $(CUDA_FLAGS) $(3)
 

@@ -97,8 +97,8 @@ static inline void fuzz_rows(fuzz_input *input, float *rows, int n_rows, int hea
     }
 }
 
-/* Rounds values to a type and returns them in it: memory of the exact size. Finite values beyond the type's become 1, so that
- * NaN and infinity are where they were. */
+/* Rounds values to a type and returns them in it: memory of the exact size. Finite values beyond the type's become 1,
+ * so that NaN and infinity are where they were. */
 static inline void *fuzz_typed(tqkv_type type, float *values, size_t n)
 {
     uint16_t *typed = (uint16_t *)test_alloc(n * (type == TQKV_TYPE_F32 ? sizeof(float) : sizeof(uint16_t)));

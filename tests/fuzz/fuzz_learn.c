@@ -1,5 +1,6 @@
-/* make fuzz FUZZERS=learn SECONDS=60; AFL++: make fuzz-afl FUZZERS=learn. Two caches of one description that learns centre and
-   scale: one gets its positions in chunks, with tasks in another order and allocations that fail, the other one after the other.
+/* make fuzz FUZZERS=learn SECONDS=60; AFL++: make fuzz-afl FUZZERS=learn. Two caches of one description that learns
+   centre and scale: one gets its positions in chunks, with tasks in another order and allocations that fail,
+   the other one after the other.
    After each operation their snapshots have the same bytes, and queries the same bits. */
 #include "fuzz.h"
 #include "tests/counting.h"
@@ -36,8 +37,8 @@ static void read_desc(fuzz_input *input, twins *t)
     desc->tail_format = desc->tail_dim ? test_no_format((more >> 4) % (TEST_FORMATS + 1)) : TQKV_FORMAT_DEFAULT;
     desc->ring = (flags & 8) != 0;
     desc->window = flags & 16 ? fuzz_range(input, 1, desc->capacity) : 0;
-    if (flags & 32) desc->exact_first = fuzz_range(input, 0, desc->capacity < 9 ? desc->capacity : 9);
-    if (flags & 32) desc->exact_last = fuzz_range(input, 0, desc->capacity - desc->exact_first);
+    if (flags & 32) desc->exact_first = fuzz_range(input, 0, 9);
+    if (flags & 32) desc->exact_last = fuzz_range(input, 0, desc->capacity + 9);
     desc->type = test_no_type((kind >> 6) % 3);
     desc->arithmetic = flags & 64 ? TQKV_INTEGER : TQKV_FLOAT;
     desc->non_causal = (flags & 128) != 0;
@@ -129,8 +130,9 @@ static int learns_at(const twins *t)
     return n > 16 ? n : 16;
 }
 
-/* Whether the n queries of a chunk see what each sees alone. All see the whole chunk if the cache is not causal, and in a ring that
-   has wrapped they may have lost positions, or read first positions that are gone, unless n leaves room for a window. */
+/* Whether the n queries of a chunk see what each sees alone. All see the whole chunk if the cache is not causal, and in
+   a ring that has wrapped they may have lost positions, or read first positions that are gone,
+   unless n leaves room for a window. */
 static bool chunk_sees_the_same(const twins *t, int n)
 {
     const bool wrapped = t->desc.ring && tqkv_cache_end(t->chunked) > t->desc.capacity;

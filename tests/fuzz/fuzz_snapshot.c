@@ -1,5 +1,5 @@
-/* make fuzz FUZZERS=snapshot SECONDS=60; AFL++: make fuzz-afl FUZZERS=snapshot. Loads arbitrary bytes as a cache or into
-   a store. If the input asks for it, the checksums are corrected first, to reach the parser behind them. */
+/* make fuzz FUZZERS=snapshot SECONDS=60; AFL++: make fuzz-afl FUZZERS=snapshot. Loads arbitrary bytes as a cache or
+   into a store. If the input asks for it, the checksums are corrected first, to reach the parser behind them. */
 #include "fuzz.h"
 #include "tests/counting.h"
 
@@ -280,7 +280,8 @@ static void check_loaded(tqkv_cache *cache, const tqkv_cache_desc *desc, const s
 
 enum { STORE_HEADER = 64, MAX_STORE = 1 << 15, TABLE = 3 };
 
-/* Linear, a ring, or one to three pages of a pool of one to three; some tables name a page twice or one that is not there. */
+/* Linear, a ring, or one to three pages of a pool of one to three;
+ * some tables name a page twice or one that is not there. */
 static void set_layout(fuzz_input *input, tqkv_store *s, int32_t *pages)
 {
     const uint8_t kind = fuzz_byte(input), table = fuzz_byte(input);

@@ -1,5 +1,5 @@
-/* make fuzz FUZZERS=sparse SECONDS=60; AFL++: make fuzz-afl FUZZERS=sparse. Scores of an index over arbitrary codes and norms,
-   the choice over arbitrary scores, attention over arbitrary lists. */
+/* make fuzz FUZZERS=sparse SECONDS=60; AFL++: make fuzz-afl FUZZERS=sparse. Scores of an index over arbitrary codes and
+   norms, the choice over arbitrary scores, attention over arbitrary lists. */
 #include "fuzz.h"
 
 enum { CAPACITY = 192, DIM = 32, HEADS = 2, MAX_QUERIES = 3, MAX_LIST = 40, MAX_K = 50, MAX_SCORES = 256 };

@@ -1,5 +1,5 @@
-/* Runs a fuzzer's entry point on each file, and on each file of each folder: PROGRAM PATH... Prints 'N passed, N failed'.
-   A finding ends the program. */
+/* Runs a fuzzer's entry point on each file, and on each file of each folder: PROGRAM PATH...
+   Prints 'N passed, N failed'. A finding ends the program. */
 #include "fuzz.h"
 
 #include <dirent.h>

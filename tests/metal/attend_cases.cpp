@@ -581,6 +581,33 @@ void add_latent_options(int i, attend_row &p)
     p.block_scale = p.head_dim == 512 && i % 9 == 5 ? 1.25f : 0.0f;
 }
 
+// Stretches and rings of one shape, and values of their own.
+void add_latent_places()
+{
+    shader_attend_row row = latent_row(TQKV_TQ4, TQKV_F16, 512, 8);
+    row.problem.end = row.problem.key_capacity = row.problem.value_capacity = 700;
+    for (int share : {GPU_EACH, GPU_SECTIONS, GPU_EVERYTHING}) { // stretches that do not end with a round
+        row.split = {GPU_MOST, 8, 7, share};
+        add(row, ("latent/rounds/share" + std::to_string(share)).c_str());
+    }
+    row.problem.query_size = 40.0f; // scores in the hundreds
+    add(row, "latent/large_scores");
+    row = latent_row(TQKV_I8, TQKV_I8, 448, 8); // a ring whose newest positions are far from the oldest in use
+    row.problem.key_ring = row.problem.value_ring = true;
+    row.problem.key_capacity = row.problem.value_capacity = 2100;
+    row.problem.end = 2100 * 3 + 100;
+    row.problem.kv_len = 330;
+    row.split = {GPU_MOST, 8, 1};
+    add(row, "latent/gap/d448");
+    row.problem.head_dim = 512;
+    add(row, "latent/gap/d512");
+    row = latent_row(TQKV_TQ4, TQKV_F16, 512, 8); // values of their own beside a tail
+    row.problem.shared = false;
+    row.problem.value_format = TQKV_I8;
+    row.problem.value_center = 1.0f;
+    add(row, "latent/own_values");
+}
+
 void add_latents()
 {
     const tqkv_format tails[] = {TQKV_F16, TQKV_I8, TQKV_FORMAT_DEFAULT, TQKV_TQ5};
@@ -610,28 +637,33 @@ void add_latents()
                       (poison == POISON_NEWEST ? "/newest" : "/oldest"))
                          .c_str());
         }
-    shader_attend_row row = latent_row(TQKV_TQ4, TQKV_F16, 512, 8);
-    row.problem.end = row.problem.key_capacity = row.problem.value_capacity = 700;
-    for (int share : {GPU_EACH, GPU_SECTIONS, GPU_EVERYTHING}) { // stretches that do not end with a round
-        row.split = {GPU_MOST, 8, 7, share};
-        add(row, ("latent/rounds/share" + std::to_string(share)).c_str());
-    }
-    row.problem.query_size = 40.0f; // scores in the hundreds
-    add(row, "latent/large_scores");
-    row = latent_row(TQKV_I8, TQKV_I8, 448, 8); // a ring whose newest positions are far from the oldest in use
-    row.problem.key_ring = row.problem.value_ring = true;
-    row.problem.key_capacity = row.problem.value_capacity = 2100;
-    row.problem.end = 2100 * 3 + 100;
-    row.problem.kv_len = 330;
-    row.split = {GPU_MOST, 8, 1};
-    add(row, "latent/gap/d448");
-    row.problem.head_dim = 512;
-    add(row, "latent/gap/d512");
-    row = latent_row(TQKV_TQ4, TQKV_F16, 512, 8); // values of their own beside a tail
-    row.problem.shared = false;
-    row.problem.value_format = TQKV_I8;
-    row.problem.value_center = 1.0f;
-    add(row, "latent/own_values");
+    add_latent_places();
+}
+
+// Which positions there are, and which of them a call sees.
+void choose_positions(attend_row &p, data_random &random)
+{
+    p.key_ring = data_below(&random, 2) != 0;
+    p.value_ring = p.key_ring;
+    p.key_capacity = 1 + data_below(&random, 150);
+    p.value_capacity = data_below(&random, 3) ? p.key_capacity : 1 + data_below(&random, 150);
+    const int capacity = p.key_capacity < p.value_capacity ? p.key_capacity : p.value_capacity;
+    p.end = p.key_ring ? 1 + data_below(&random, 400) : 1 + data_below(&random, capacity);
+    const int resident = p.end < capacity ? (int)p.end : capacity;
+    p.kv_len = data_below(&random, 2) ? 0 : 1 + data_below(&random, resident);
+    p.window = data_below(&random, 2) ? 0 : 1 + data_below(&random, 100);
+}
+
+// One stream as keys and values, most often with a tail.
+void choose_latent(attend_row &p, data_random &random)
+{
+    p.head_dim = data_below(&random, 3) ? 512 : 448;
+    p.block_scale = 0.0f;
+    p.shared = true;
+    p.value_capacity = p.key_capacity;
+    p.tail_dim = data_below(&random, 3) ? 64 : 0;
+    p.tail_format = test_formats[data_below(&random, TEST_FORMATS)];
+    p.tail_center = data_below(&random, 3) ? 0.0f : 1.0f;
 }
 
 // All parameters at random, from a seed.
@@ -646,15 +678,7 @@ void add_random(int seed, bool latent)
     p.n_kv_heads = 1 + data_below(&random, 3);
     p.group = 1 + data_below(&random, 9);
     p.n_queries = data_below(&random, 2) ? 1 : 1 + data_below(&random, 12);
-    p.key_ring = data_below(&random, 2) != 0;
-    p.value_ring = p.key_ring;
-    p.key_capacity = 1 + data_below(&random, 150);
-    p.value_capacity = data_below(&random, 3) ? p.key_capacity : 1 + data_below(&random, 150);
-    int capacity = p.key_capacity < p.value_capacity ? p.key_capacity : p.value_capacity;
-    p.end = p.key_ring ? 1 + data_below(&random, 400) : 1 + data_below(&random, capacity);
-    int resident = p.end < capacity ? (int)p.end : capacity;
-    p.kv_len = data_below(&random, 2) ? 0 : 1 + data_below(&random, resident);
-    p.window = data_below(&random, 2) ? 0 : 1 + data_below(&random, 100);
+    choose_positions(p, random);
     p.softcap = data_below(&random, 4) ? 0.0f : 3.0f;
     p.scale = data_below(&random, 3) ? 0.0f : 0.05f;
     p.block_scale = p.head_dim >= 512 && data_below(&random, 2) ? 1.25f : 0.0f;
@@ -671,13 +695,7 @@ void add_random(int seed, bool latent)
     p.tree = p.n_queries > 1 && data_below(&random, 3) == 0;
     p.non_causal = !p.tree && p.n_queries > 1 && seed % 2;
     if (latent) {
-        p.head_dim = data_below(&random, 3) ? 512 : 448;
-        p.block_scale = 0.0f;
-        p.shared = true;
-        p.value_capacity = p.key_capacity;
-        p.tail_dim = data_below(&random, 3) ? 64 : 0;
-        p.tail_format = test_formats[data_below(&random, TEST_FORMATS)];
-        p.tail_center = data_below(&random, 3) ? 0.0f : 1.0f;
+        choose_latent(p, random);
         row.split.columns = GPU_MOST;
     }
     p.key_spread = data_below(&random, 3) ? 0.0f : 10.0f;

@@ -356,10 +356,9 @@ void add_types()
         test_add(run_encode_kv, &row, sizeof row, "encode_kv/%s_tq4/d%d/%s", tqkv_format_name(row.format), row.head_dim,
                  name);
     }
-    codec_row row;
     for (tqkv_format format : {TQKV_F16, TQKV_TQ8})
         for (tqkv_type type : {TQKV_TYPE_F16, TQKV_TYPE_BF16}) {
-            row = default_row(format, 96);
+            codec_row row = default_row(format, 96);
             row.kind = DATA_MAGNITUDES;
             row.type = type;
             row.decoded_type = TQKV_TYPE_F16;
@@ -368,8 +367,13 @@ void add_types()
             test_add(run_codec, &row, sizeof row, "encode/%s/d96/magnitudes/%s", tqkv_format_name(format),
                      type == TQKV_TYPE_F16 ? "f16" : "bf16");
         }
+}
+
+// Keys and values of different head_dim in one dispatch.
+void add_value_dims()
+{
     for (tqkv_format keys : test_formats) {
-        row = default_row(keys, 192);
+        codec_row row = default_row(keys, 192);
         row.value_format = test_formats[(int)keys % TEST_FORMATS];
         row.value_dim = 128;
         row.centered = (int)keys % 2 != 0;
@@ -396,6 +400,7 @@ void codec_shader_cases()
         for (tqkv_format format : test_formats) add_codec_rows(format, head_dim);
     }
     if (!gpu_schedules[0].flush_subnormals) add_types();
+    add_value_dims();
     add_calibrations();
     for (tqkv_format keys : test_formats)
         for (tqkv_format values : test_formats) {

@@ -1,5 +1,5 @@
-/* One dispatch, as the shader tests hand it to a real device: metal_gpu.m on a Mac, tests/cuda on an NVIDIA GPU. On the CPU
-   gpu.cpp hands it to simt::run. */
+/* One dispatch, as the shader tests hand it to a real device: metal_gpu.m on a Mac, tests/cuda on an NVIDIA GPU. On the
+   CPU gpu.cpp hands it to simt::run. */
 #ifndef TQKV_TESTS_DEVICE_H
 #define TQKV_TESTS_DEVICE_H
 #include <stdbool.h>
@@ -25,8 +25,8 @@ typedef struct device_dispatch {
 } device_dispatch;
 
 /* Opens the default device and the library at the path. For CUDA the path is the folder of pipelines, or "list": then
-   nothing runs, and a line "pipeline NAME" appears for each pipeline that the dispatches need. False and a text in error
-   on failure. */
+   nothing runs, and a line "pipeline NAME" appears for each pipeline that the dispatches need. False and a text in
+   error on failure. */
 bool device_open(const char *library, char *error, size_t error_size);
 /* Copies the buffers to the device, runs the dispatch, and copies back those that it writes. */
 bool device_run(const device_dispatch *dispatch, char *error, size_t error_size);

@@ -1,5 +1,6 @@
-// The library's GPU calls on the machine of simt.h or on a real device. tqkv_metal_plan_* of tqkv.h plans every dispatch, as
-// it does for tqkv_metal.m; the code here only runs what was planned. A Metal buffer is a pointer to plain memory here.
+// The library's GPU calls on the machine of simt.h or on a real device. tqkv_metal_plan_* of tqkv.h plans every
+// dispatch, as it does for tqkv_metal.m; the code here only runs what was planned.
+// A Metal buffer is a pointer to plain memory here.
 #ifndef TQKV_TESTS_GPU_H
 #define TQKV_TESTS_GPU_H
 #define TQKV_SHARED

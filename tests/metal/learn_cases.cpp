@@ -1,5 +1,6 @@
-// Caches on a GPU that learn centre and scale of their keys: at every step the snapshot and, within rounding, the outputs of the
-// processor's cache, however positions come, through edits, copies and failures; a query's bits are those that it has alone.
+// Caches on a GPU that learn centre and scale of their keys: at every step the snapshot and, within rounding, the
+// outputs of the processor's cache, however positions come, through edits, copies and failures;
+// a query's bits are those that it has alone.
 #include "shader_cases.h"
 #include "../cache_fixture.h"
 
@@ -317,6 +318,25 @@ void run_some(const void *parameters)
     }
 }
 
+// Each cache becomes a copy: a fork, or what the other side loads of its snapshot.
+void copy_caches(pair_of_caches &caches, bool snapshots)
+{
+    tqkv_cache *copy[2] = {nullptr, nullptr};
+    for (int side = 0; side < 2; side++) {
+        tqkv_cache_desc other = caches.desc(1 - side);
+        stream s = stream_of_cache(caches.caches[side]);
+        if (snapshots)
+            CHECK_RESULT(tqkv_cache_load(&other, stream_read, &s, &copy[1 - side]), TQKV_OK);
+        else
+            CHECK_RESULT(tqkv_cache_fork(caches.caches[side], nullptr, &copy[side]), TQKV_OK);
+        stream_free(&s);
+    }
+    for (int side = 0; side < 2; side++) {
+        tqkv_cache_destroy(caches.caches[side]);
+        caches.caches[side] = copy[side];
+    }
+}
+
 // Edits, and copies to the other side, before the cache learns and after.
 void run_edits(const void *parameters)
 {
@@ -332,21 +352,8 @@ void run_edits(const void *parameters)
     }
     caches.compare("edited");
     caches.attend(0, 2, nullptr);
-    for (int copies = 0; copies < 2; copies++) { // forked, then saved and loaded; each becomes the other
-        tqkv_cache *copy[2] = {nullptr, nullptr};
-        for (int side = 0; side < 2; side++) {
-            tqkv_cache_desc other = caches.desc(1 - side);
-            stream s = stream_of_cache(caches.caches[side]);
-            if (copies)
-                CHECK_RESULT(tqkv_cache_load(&other, stream_read, &s, &copy[1 - side]), TQKV_OK);
-            else
-                CHECK_RESULT(tqkv_cache_fork(caches.caches[side], nullptr, &copy[side]), TQKV_OK);
-            stream_free(&s);
-        }
-        for (int side = 0; side < 2; side++) {
-            tqkv_cache_destroy(caches.caches[side]);
-            caches.caches[side] = copy[side];
-        }
+    for (int copies = 0; copies < 2; copies++) {
+        copy_caches(caches, copies == 1);
         caches.compare("copied");
         caches.append(copies + 1, 1);
         caches.attend(0, 1, nullptr);

@@ -1,5 +1,5 @@
-// device.h on a Mac's GPU. Compiled with ARC. Pipelines are kept by kernel and function constants: many cases share one,
-// and Metal takes up to a second for it.
+// device.h on a Mac's GPU. Compiled with ARC. Pipelines are kept by kernel and function constants: many cases share
+// one, and Metal takes up to a second for it.
 #import <Foundation/Foundation.h>
 #import <Metal/Metal.h>
 #include "device.h"

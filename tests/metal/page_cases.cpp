@@ -1,4 +1,5 @@
-// Page tables: the bytes and bits of a linear store, whatever the table. Pools hold NaN where no sequence has a position.
+// Page tables: the bytes and bits of a linear store, whatever the table.
+// Pools hold NaN where no sequence has a position.
 // Batches: the bits of each item alone.
 #include "shader_cases.h"
 #include <algorithm>
@@ -128,8 +129,8 @@ void run_codec(const void *parameters)
     for (bool known : {true, false}) check_codec(*(const codec_row *)parameters, known);
 }
 
-// Entries that the processor does not know leave their tokens out, and decoding reads some row of the store. 64 times the
-// largest ones wraps to a slot of the store.
+// Entries that the processor does not know leave their tokens out, and decoding reads some row of the store. 64 times
+// the largest ones wraps to a slot of the store.
 void check_bad_entries(int32_t first, int32_t second)
 {
     data_random random = {9};

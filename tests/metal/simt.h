@@ -76,7 +76,8 @@ extern thread_state *current;
 extern const constant_values *constants;
 // Posts a value, waits for the other lanes of the simdgroup, returns the 32 posted values.
 const slot *exchange(const void *value, size_t size, const char *operation, const char *file, int line);
-// Of a lane's part of an 8x8 matrix: element 0; element 1 is beside it. The order of Apple's GPUs; a test may change it.
+// Of a lane's part of an 8x8 matrix: element 0; element 1 is beside it. The order of Apple's GPUs;
+// a test may change it.
 struct matrix_place {
     unsigned row, column;
 };

@@ -1,5 +1,5 @@
-// Slices: attend_merge from partial results to a slice, from a slice to another, from a slice to the result. Against the
-// double-precision reference, the processor's slices, and the bits of the whole call.
+// Slices: attend_merge from partial results to a slice, from a slice to another, from a slice to the result. Against
+// the double-precision reference, the processor's slices, and the bits of the whole call.
 #include "shader_cases.h"
 #include <algorithm>
 #include <deque>
@@ -51,8 +51,8 @@ attend_row random_row(data_random *random)
     return p;
 }
 
-// Four slices of the resident positions, one of them empty, merged in some order. Some are the processor's, and the last
-// merge and the end may be.
+// Four slices of the resident positions, one of them empty, merged in some order. Some are the processor's, and the
+// last merge and the end may be.
 void run_random(const void *parameters)
 {
     const int seed = *(const int *)parameters;
@@ -241,7 +241,8 @@ void add_bases()
 
 // ---- What lies beyond a slice ----
 
-// Positions behind the slice, in its last tile, and before it hold NaN: the slice keeps its bits. Pages stand for others.
+// Positions behind the slice, in its last tile, and before it hold NaN: the slice keeps its bits.
+// Pages stand for others.
 void run_beyond(const void *parameters)
 {
     const int number = *(const int *)parameters;

@@ -106,7 +106,8 @@ static void check_scores(const void *row)
     CHECK_RESULT(tqkv_metal_plan_index_scores(&x, none, none, NULL), TQKV_INVALID_ARGUMENT);
 }
 
-/* A list of 2,048 of 32,768 positions takes a tenth of the threadgroups along the context, whose stretches are as long. */
+/* A list of 2,048 of 32,768 positions takes a tenth of the threadgroups along the context,
+ * whose stretches are as long. */
 static void check_list(const void *row)
 {
     tqkv_metal_store keys = plan_store(TQKV_TQ4, 64, 32768, false, 0),

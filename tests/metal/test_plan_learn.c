@@ -1,4 +1,5 @@
-/* The plans of a cache that learns its scales: what is dispatched at each step, where it lies, and that it was prepared. */
+/* The plans of a cache that learns its scales: what is dispatched at each step, where it lies,
+ * and that it was prepared. */
 #include "plan_fixture.h"
 #include "../cache_fixture.h"
 
@@ -69,7 +70,8 @@ static const char *append(learning *l, int n, tqkv_metal_plan *plan)
     return letters;
 }
 
-/* Attention of n queries: the number of dispatches that read codes or halves, and the scratch that they were promised. */
+/* Attention of n queries: the number of dispatches that read codes or halves,
+ * and the scratch that they were promised. */
 static void check_queries(learning *l, int n, int n_reads, const char *when)
 {
     tqkv_metal_plan plan;
@@ -90,8 +92,8 @@ static void check_queries(learning *l, int n, int n_reads, const char *when)
     CHECK(reads == n_reads, "%s: %d dispatches read keys, not %d", when, reads, n_reads);
 }
 
-/* Of 20 queries 12 read rows as they came, the others codes: the outputs of one part may lie neither in the queries of the
-   other, nor among its outputs, nor in the cache. */
+/* Of 20 queries 12 read rows as they came, the others codes: the outputs of one part may lie neither in the queries of
+   the other, nor among its outputs, nor in the cache. */
 static void check_apart(const learn_row *row, const learning *l)
 {
     enum { RAW = 12, N = 20 };
@@ -174,7 +176,8 @@ static void check_learning(const void *parameters)
     CHECK_NO_LEAK(&l.memory);
 }
 
-/* A GPU takes no cache whose halves the processor has put elsewhere, and no more tokens at once than there is room for. */
+/* A GPU takes no cache whose halves the processor has put elsewhere,
+ * and no more tokens at once than there is room for. */
 static void check_learning_refused(const void *parameters)
 {
     (void)parameters;

@@ -25,7 +25,8 @@ static void check_stretches(const tqkv_metal_dispatch d[2], int64_t end, size_t 
           "the merge");
 }
 
-/* Contexts of all lengths: the blocks hold all rows, and the splits fit into the scratch of tqkv_metal_plan_attend_scratch. */
+/* Contexts of all lengths: the blocks hold all rows, and the splits fit into the scratch of
+ * tqkv_metal_plan_attend_scratch. */
 static void check_split(const void *row)
 {
     const int head_dim = *(const int *)row, groups[] = {1, 3, 8, 16}, queries[] = {1, 2, 9, 64, 300};
@@ -289,7 +290,8 @@ static void set_up_ends(plan_ends *e, int exact_last, int room)
     e->a.attention.end = 2000;
 }
 
-/* A dispatch for the first positions, for the others, for the last ones, and the merge, in the scratch that is asked for. */
+/* A dispatch for the first positions, for the others, for the last ones, and the merge,
+ * in the scratch that is asked for. */
 static void check_ends(const void *row)
 {
     plan_ends e;
@@ -376,7 +378,8 @@ static int boundary_of(const tqkv_metal_dispatch *d, int query)
     return first + (by_query > args.exact_from ? by_query : args.exact_from);
 }
 
-/* Several queries: the codes and the newest halves overlap, and each query has a boundary of its own, in every part the same. */
+/* Several queries: the codes and the newest halves overlap, and each query has a boundary of its own,
+ * in every part the same. */
 static void check_ends_by_query(const void *row)
 {
     plan_ends e;

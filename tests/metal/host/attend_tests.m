@@ -214,16 +214,11 @@ static void run_scratch_grows(const void *parameters)
     attend_tear_down(&problem);
 }
 
-static void run_refusals(const void *parameters)
+/* Buffers that are missing, too short, or overlap; the rest of the call is right. */
+static void refuse_buffers(attend_buffers whole)
 {
-    attend_problem problem;
-    attend_buffers whole, b;
     tqkv_metal *m = test_host.metal;
-    attend_row row = attend_default_row(TQKV_I8, TQKV_TQ4, 64);
-    (void)parameters;
-    row.sinks = SINKS_SOME;
-    attend_set_up(&problem, &row);
-    open_buffers(&whole, &problem);
+    attend_buffers b;
     b = whole, b.scratch.offset += 4;
     CHECK_REFUSED(m, attend(&b), TQKV_INVALID_ARGUMENT, "scratch: needs");
     b = whole, b.scratch = none;
@@ -238,6 +233,19 @@ static void run_refusals(const void *parameters)
     CHECK_REFUSED(m, attend(&b), TQKV_INVALID_ARGUMENT, "sinks: needs");
     b = whole, b.q.offset += 2;
     CHECK_REFUSED(m, attend(&b), TQKV_INVALID_ARGUMENT, "q: offset");
+}
+
+static void run_refusals(const void *parameters)
+{
+    attend_problem problem;
+    attend_buffers whole, b;
+    tqkv_metal *m = test_host.metal;
+    attend_row row = attend_default_row(TQKV_I8, TQKV_TQ4, 64);
+    (void)parameters;
+    row.sinks = SINKS_SOME;
+    attend_set_up(&problem, &row);
+    open_buffers(&whole, &problem);
+    refuse_buffers(whole);
     b = whole, b.attention.attention.end = row.key_capacity + 1;
     CHECK_REFUSED(m, attend(&b), TQKV_OUT_OF_RANGE, "attend");
     b = whole, b.attention.attention.n_heads = 3;

@@ -97,8 +97,8 @@ static void run_both_sides(const void *parameters)
     free(from_gpu.bytes);
 }
 
-/* Keys with a tail or without, one stream with the values or not, with halves or without; all positions, or those of a list and
-   a tree: the processor's snapshot and, within rounding, its outputs. */
+/* Keys with a tail or without, one stream with the values or not, with halves or without; all positions, or those of a
+   list and a tree: the processor's snapshot and, within rounding, its outputs. */
 typedef struct latent_row {
     bool tail, apart;
     int exact;
@@ -368,8 +368,16 @@ static void run_refusals(const void *parameters)
     tqkv_cache_destroy(gpu);
 }
 
-/* Rows head by head, in both directions, and one behind the other: the same bits. In the call that waits and in one that is
-   recorded; nothing is written between the rows. */
+/* Rows of `dim` that lie one behind the other, head after head and token after token, to where the strides say. */
+static void spread_rows(const float *packed, int n_tokens, int n_heads, size_t dim, tqkv_strides strides, float *to)
+{
+    for (int i = 0; i < n_tokens * n_heads; i++)
+        memcpy(to + (size_t)(i / n_heads) * strides.token + (size_t)(i % n_heads) * strides.head,
+               packed + (size_t)i * dim, dim * sizeof *to);
+}
+
+/* Rows head by head, in both directions, and one behind the other: the same bits. In the call that waits and in one
+   that is recorded; nothing is written between the rows. */
 static void run_strides(const void *parameters)
 {
     enum { D = 64, N = 3, GAP = 5, Q = CACHE_HEADS * CACHE_GROUP };
@@ -377,25 +385,21 @@ static void run_strides(const void *parameters)
     const tqkv_strides kv = {D, (N + GAP) * D}, by_heads = {D + GAP, (N + 1) * (D + GAP)};
     const tqkv_cache_layout layout = {kv, kv, by_heads, by_heads};
     const size_t kv_size = CACHE_HEADS * (N + GAP) * D, q_size = Q * (N + 1) * (D + GAP);
-    float *k = host_floats(71, kv_size), *q = host_floats(72, q_size), *packed_k = test_alloc(kv_size * sizeof *k),
-          *packed_q = test_alloc(q_size * sizeof *q), packed_out[N * Q * D], *out = host_floats(73, q_size),
-          *expected = host_floats(73, q_size);
+    float *packed_k = host_floats(71, N * CACHE_HEADS * D), *packed_q = host_floats(72, N * Q * D),
+          packed_out[N * Q * D], *k = host_floats(74, kv_size), *q = host_floats(75, q_size),
+          *out = host_floats(73, q_size), *expected = host_floats(73, q_size);
     tqkv_cache_desc desc = cache_desc(&row, NULL);
     (void)parameters;
     desc.metal = test_host.metal;
     desc.non_causal = true;
     desc.exact_first = 30;
-    for (int i = 0; i < N * CACHE_HEADS; i++)
-        memcpy(packed_k + i * D, k + i / CACHE_HEADS * D + i % CACHE_HEADS * (N + GAP) * D, D * sizeof *k);
-    for (int i = 0; i < N * Q; i++)
-        memcpy(packed_q + i * D, q + (size_t)(i / Q) * by_heads.token + (size_t)(i % Q) * by_heads.head, D * sizeof *q);
-    tqkv_cache *packed = cache_make(&row, &desc), *caches[2] = {cache_make(&row, &desc), cache_make(&row, &desc)};
-    REQUIRE(packed && caches[0] && caches[1], "no caches");
-    CHECK_RESULT(tqkv_cache_append(packed, packed_k, packed_k, N), TQKV_OK);
-    CHECK_RESULT(tqkv_cache_attend(packed, packed_q, N, packed_out), TQKV_OK);
-    for (int i = 0; i < N * Q; i++)
-        memcpy(expected + (size_t)(i / Q) * by_heads.token + (size_t)(i % Q) * by_heads.head, packed_out + i * D,
-               D * sizeof *q);
+    spread_rows(packed_k, N, CACHE_HEADS, D, kv, k);
+    spread_rows(packed_q, N, Q, D, by_heads, q);
+    tqkv_cache *caches[3] = {cache_make(&row, &desc), cache_make(&row, &desc), cache_make(&row, &desc)};
+    REQUIRE(caches[0] && caches[1] && caches[2], "no caches");
+    CHECK_RESULT(tqkv_cache_append(caches[2], packed_k, packed_k, N), TQKV_OK);
+    CHECK_RESULT(tqkv_cache_attend(caches[2], packed_q, N, packed_out), TQKV_OK);
+    spread_rows(packed_out, N, Q, D, by_heads, expected);
     for (int i = 0; i < 2; i++) CHECK_RESULT(tqkv_cache_set_layout(caches[i], &layout), TQKV_OK);
     CHECK_RESULT(tqkv_cache_append(caches[0], k, k, N), TQKV_OK);
     CHECK_RESULT(tqkv_cache_attend(caches[0], q, N, out), TQKV_OK);
@@ -409,16 +413,28 @@ static void run_strides(const void *parameters)
     CHECK_RESULT(tqkv_metal_cache_append(test_host.metal, work.encoder, caches[1], kb, kb, N, flag), TQKV_OK);
     CHECK_RESULT(tqkv_metal_cache_attend(test_host.metal, work.encoder, caches[1], qb, N, scratch, ob), TQKV_OK);
     host_end(&work);
-    for (int i = 0; i < N * Q; i++)
-        memcpy(out + (size_t)(i / Q) * by_heads.token + (size_t)(i % Q) * by_heads.head, packed_out + i * D,
-               D * sizeof *q);
+    spread_rows(packed_out, N, Q, D, by_heads, out);
     CHECK(!memcmp(host_contents(ob), out, q_size * sizeof *out), "other bits, recorded");
     const tqkv_metal_buffer buffers[] = {kb, qb, ob, scratch, flag};
     for (int i = 0; i < 5; i++) host_release(buffers[i]);
-    tqkv_cache_destroy(packed);
-    for (int i = 0; i < 2; i++) tqkv_cache_destroy(caches[i]);
+    for (int i = 0; i < 3; i++) tqkv_cache_destroy(caches[i]);
     float *const memory[] = {k, q, packed_k, packed_q, out, expected};
     for (int i = 0; i < 6; i++) free(memory[i]);
+}
+
+/* All caches have the snapshot of the first one. */
+static void check_snapshots(tqkv_cache *const *caches, int n, const char *when)
+{
+    stream_memory first = {0};
+    CHECK_RESULT(tqkv_cache_save(caches[0], write_memory, &first), TQKV_OK);
+    for (int i = 1; i < n; i++) {
+        stream_memory other = {0};
+        CHECK_RESULT(tqkv_cache_save(caches[i], write_memory, &other), TQKV_OK);
+        CHECK(other.size == first.size && !memcmp(other.bytes, first.bytes, first.size), "snapshot %d, %s, at %d", i,
+              when, (int)tqkv_cache_end(caches[i]));
+        free(other.bytes);
+    }
+    free(first.bytes);
 }
 
 typedef struct ends_row {
@@ -449,10 +465,8 @@ static void run_ends(const void *parameters)
         CHECK_RESULT(tqkv_cache_attend(cpu, q, 1, expected), TQKV_OK);
         check_close(out, expected, n_out, "recorded");
     }
-    stream_memory saved[2] = {{0}, {0}};
-    CHECK_RESULT(tqkv_cache_save(cpu, write_memory, &saved[0]), TQKV_OK);
-    CHECK_RESULT(tqkv_cache_save(gpu, write_memory, &saved[1]), TQKV_OK);
-    CHECK(saved[0].size == saved[1].size && !memcmp(saved[0].bytes, saved[1].bytes, saved[0].size), "snapshots differ");
+    tqkv_cache *const both[] = {cpu, gpu};
+    check_snapshots(both, 2, "recorded");
     for (int i = 0; i < 2; i++) {
         tqkv_cache *c = i ? gpu : cpu;
         CHECK_RESULT(tqkv_cache_truncate(c, tqkv_cache_end(c) - 5), TQKV_OK);
@@ -465,7 +479,6 @@ static void run_ends(const void *parameters)
     tqkv_cache_destroy(fork);
     tqkv_cache_destroy(cpu);
     tqkv_cache_destroy(gpu);
-    for (int i = 0; i < 2; i++) free(saved[i].bytes);
     free(k);
     free(v);
     free(q);
@@ -473,7 +486,8 @@ static void run_ends(const void *parameters)
     free(expected);
 }
 
-/* Appends n tokens and attends with as many queries in the caller's encoder, whose dispatches run in any order between barriers. */
+/* Appends n tokens and attends with as many queries in the caller's encoder,
+ * whose dispatches run in any order between barriers. */
 static void record_chunk(tqkv_cache *cache, const tqkv_cache_desc *desc, const float *k, const float *v, const float *q,
                          int n, float *out)
 {
@@ -508,8 +522,9 @@ static void record_chunk(tqkv_cache *cache, const tqkv_cache_desc *desc, const f
     free(apart);
 }
 
-/* A cache that learns, appended to in chunks that are recorded, in chunks that wait, and on the processor: the same snapshots at any
-   time. Queries of a tree that stand on both sides of the last position that is raw come later than the others. */
+/* A cache that learns, appended to in chunks that are recorded, in chunks that wait, and on the processor: the same
+   snapshots at any time. Queries of a tree that stand on both sides of the last position that is raw come later than
+   the others. */
 static void run_learns(const void *parameters)
 {
     enum { TOKENS = 40, MOST = 20 };
@@ -532,20 +547,12 @@ static void run_learns(const void *parameters)
         const int n = chunks[i];
         const float *rows = k + end * heads * key_dim, *others = desc.shared ? NULL : v + end * heads * value_dim,
                     *queries = q + end * n_heads * key_dim;
-        stream_memory saved[3] = {{0}, {0}, {0}};
-        for (int c = 0; c < 3; c++) {
-            if (c == 1)
-                record_chunk(caches[c], &desc, rows, others, queries, n, out[c]);
-            else {
-                CHECK_RESULT(tqkv_cache_append(caches[c], rows, others, n), TQKV_OK);
-                CHECK_RESULT(tqkv_cache_attend(caches[c], queries, n, out[c]), TQKV_OK);
-            }
-            CHECK_RESULT(tqkv_cache_save(caches[c], write_memory, &saved[c]), TQKV_OK);
-            CHECK(saved[c].size == saved[0].size && !memcmp(saved[c].bytes, saved[0].bytes, saved[0].size),
-                  "snapshot %d after %zu positions", c, end + (size_t)n);
-            free(c ? saved[c].bytes : NULL);
+        for (int c = 0; c < 3; c += 2) {
+            CHECK_RESULT(tqkv_cache_append(caches[c], rows, others, n), TQKV_OK);
+            CHECK_RESULT(tqkv_cache_attend(caches[c], queries, n, out[c]), TQKV_OK);
         }
-        free(saved[0].bytes);
+        record_chunk(caches[1], &desc, rows, others, queries, n, out[1]);
+        check_snapshots(caches, 3, "learning");
         check_close(out[1], out[0], (size_t)n * n_heads * value_dim, "recorded");
         CHECK(!memcmp(out[1], out[2], (size_t)n * n_heads * value_dim * sizeof **out), "recorded: other bits");
         for (int c = 0; n >= 5 && c < 3; c += 2)
@@ -562,7 +569,8 @@ static void run_learns(const void *parameters)
     free(q);
 }
 
-/* Of a tree whose queries stand on both sides, recorded: the outputs of those that read what is raw are written last. */
+/* Of a tree whose queries stand on both sides, recorded: the outputs of those that read
+ * what is raw are written last. */
 static void run_learns_tree(const void *parameters)
 {
     enum { N = 6, BEFORE = 20 - 3, D = 64, OUT = N * 2 * D };

@@ -310,7 +310,30 @@ typedef struct calibrate_case {
     tqkv_pairs pairs;
 } calibrate_case;
 
-/* The processor's bits, with queries and without; what lacks a buffer or overlaps is refused. */
+/* What lacks a buffer or overlaps is refused. */
+static void refuse_calibrate(const calibrate_case *c, tqkv_metal_object encoder, const tqkv_metal_store *shape,
+                             tqkv_metal_buffer src, tqkv_metal_buffer q, tqkv_metal_buffer center,
+                             tqkv_metal_buffer scale)
+{
+    tqkv_metal *m = test_host.metal;
+    const int heads = HEADS * c->group, n = c->n_tokens, n_queries = c->n_queries;
+    tqkv_metal_buffer far = center;
+    far.offset += 4;
+    CHECK_REFUSED(m, tqkv_metal_calibrate(m, encoder, shape, src, n, q, heads, n_queries, c->pairs, far, scale),
+                  TQKV_INVALID_ARGUMENT, "center: needs");
+    CHECK_REFUSED(m, tqkv_metal_calibrate(m, encoder, shape, src, n, q, heads, n_queries, c->pairs, center, center),
+                  TQKV_INVALID_ARGUMENT, "overlap");
+    CHECK_REFUSED(m, tqkv_metal_calibrate(m, encoder, shape, none, n, q, heads, n_queries, c->pairs, center, scale),
+                  TQKV_INVALID_ARGUMENT, "src: no buffer");
+    CHECK_REFUSED(m, tqkv_metal_calibrate(m, encoder, NULL, src, 1, q, heads, 0, c->pairs, center, scale),
+                  TQKV_INVALID_ARGUMENT, "calibrate");
+    CHECK_REFUSED(m, tqkv_metal_calibrate(m, encoder, shape, src, 1, none, 1, 0, c->pairs, center, scale),
+                  TQKV_INVALID_ARGUMENT, "calibrate");
+    CHECK_RESULT(tqkv_metal_calibrate(NULL, nil, shape, src, 1, none, 0, 0, c->pairs, center, scale),
+                 TQKV_INVALID_ARGUMENT);
+}
+
+/* The processor's bits, with queries and without; refused calls change nothing. */
 static void run_calibrate(const void *parameters)
 {
     const calibrate_case *c = parameters;
@@ -329,32 +352,15 @@ static void run_calibrate(const void *parameters)
     const tqkv_metal_store shape = {.shape = store};
     tqkv_metal_buffer src = host_buffer(rows, n_rows * size_of(c->type)),
                       q = c->n_queries ? host_buffer(queries, n_queries * size_of(c->type)) : none,
-                      center = host_zeros(size), scale = host_zeros(size), far = center;
-    far.offset += 4;
+                      center = host_zeros(size), scale = host_zeros(size);
     host_work w = host_begin(true);
     CHECK_RESULT(
         tqkv_metal_calibrate(m, w.encoder, &shape, src, c->n_tokens, q, heads, c->n_queries, c->pairs, center, scale),
         TQKV_OK);
-    CHECK_REFUSED(
-        m, tqkv_metal_calibrate(m, w.encoder, &shape, src, c->n_tokens, q, heads, c->n_queries, c->pairs, far, scale),
-        TQKV_INVALID_ARGUMENT, "center: needs");
-    CHECK_REFUSED(
-        m,
-        tqkv_metal_calibrate(m, w.encoder, &shape, src, c->n_tokens, q, heads, c->n_queries, c->pairs, center, center),
-        TQKV_INVALID_ARGUMENT, "overlap");
-    CHECK_REFUSED(
-        m,
-        tqkv_metal_calibrate(m, w.encoder, &shape, none, c->n_tokens, q, heads, c->n_queries, c->pairs, center, scale),
-        TQKV_INVALID_ARGUMENT, "src: no buffer");
-    CHECK_REFUSED(m, tqkv_metal_calibrate(m, w.encoder, NULL, src, 1, q, heads, 0, c->pairs, center, scale),
-                  TQKV_INVALID_ARGUMENT, "calibrate");
-    CHECK_REFUSED(m, tqkv_metal_calibrate(m, w.encoder, &shape, src, 1, none, 1, 0, c->pairs, center, scale),
-                  TQKV_INVALID_ARGUMENT, "calibrate");
+    refuse_calibrate(c, w.encoder, &shape, src, q, center, scale);
     host_end(&w);
     CHECK(!memcmp(host_contents(center), expected, size), "another centre");
     CHECK(!memcmp(host_contents(scale), expected + each, size), "another scale");
-    CHECK_RESULT(tqkv_metal_calibrate(NULL, nil, &shape, src, 1, none, 0, 0, c->pairs, center, scale),
-                 TQKV_INVALID_ARGUMENT);
     host_release(src);
     if (q.buffer) host_release(q);
     host_release(center);

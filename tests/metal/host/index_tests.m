@@ -111,13 +111,8 @@ static void run_sparse(const void *concurrent)
     host_end(&w);
     x.index.keys = &l.stores[0];
     check_sparse(&l, &x.index, host_contents(scores), host_contents(a.list), host_contents(out));
-    host_release(x.weights);
-    host_release(a.list);
-    host_release(index_q);
-    host_release(scores);
-    host_release(q);
-    host_release(out);
-    host_release(scratch);
+    const tqkv_metal_buffer all[] = {x.weights, a.list, index_q, scores, q, out, scratch};
+    for (size_t i = 0; i < sizeof all / sizeof *all; i++) host_release(all[i]);
     close_layer(&l);
 }
 

@@ -1,5 +1,5 @@
-/* Where the shaders come from: every kind of library, a source in the place of one that is refused, GPUs that take not all
-   kernels. */
+/* Where the shaders come from: every kind of library, a source in the place of one that is refused, GPUs that take not
+   all kernels. */
 #include "host.h"
 #include <math.h>
 #ifdef STANDIN
@@ -273,7 +273,8 @@ static void run_without_matrices(const void *parameters)
     tqkv_metal_destroy(m);
 }
 
-/* A refusal of another kernel of such a call is one of the call alone: the context goes on with matrices, which an index needs. */
+/* A refusal of another kernel of such a call is one of the call alone: the context goes on with matrices,
+ * which an index needs. */
 static void run_with_matrices(const void *parameters)
 {
     tqkv_metal *m = host_context();

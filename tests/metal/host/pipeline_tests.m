@@ -1,5 +1,5 @@
-/* When pipelines and memory are made: by the first call, by prepare, never in a call that was made before; and every failure
-   that Metal can report. Only the stand-in tells. */
+/* When pipelines and memory are made: by the first call, by prepare, never in a call that was made before; and every
+   failure that Metal can report. Only the stand-in tells. */
 #include "host.h"
 #include "tests/data.h"
 #ifdef STANDIN
@@ -139,8 +139,8 @@ static void run_prepared_stores(const void *parameters)
     tqkv_metal_destroy(m);
 }
 
-/* Pages of half a tile: a table of one page is shorter than a tile, and others are not. The list that the processor knows is
-   that of one query. */
+/* Pages of half a tile: a table of one page is shorter than a tile, and others are not. The list that the processor
+   knows is that of one query. */
 static void run_prepared_tables(const void *parameters)
 {
     enum { ENTRIES = 4, PAGE = 16 };

@@ -1,7 +1,7 @@
-/* Does Metal take each kernel? pipelines LIBRARY. Builds the pipeline of every function of a library alone, for the default
-   formats, with nothing of tqkv but the names of function constants; those of attention with every number of columns that plans
-   choose, for half floats, too, and one with a list. A line each: ok, the time, the most threads, which tell registers (1024 down
-   to 384), static threadgroup memory; or Metal's error. Status 1 if one failed. */
+/* Does Metal take each kernel? pipelines LIBRARY. Builds the pipeline of every function of a library alone, for the
+   default formats, with nothing of tqkv but the names of function constants; those of attention with every number of
+   columns that plans choose, for half floats, too, and one with a list. A line each: ok, the time, the most threads,
+   which tell registers (1024 down to 384), static threadgroup memory; or Metal's error. Status 1 if one failed. */
 #include "report.h"
 #define TQKV_SHARED
 #include "tqkv.h"

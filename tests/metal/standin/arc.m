@@ -1,6 +1,6 @@
 /* The functions that code under ARC calls, on top of gcc's runtime, which has none: tqkv_metal.m built with -fobjc-arc
-   runs on Linux. clang supports ARC for GNUstep's runtime alone; the functions of that runtime that its objects call are
-   here too. */
+   runs on Linux. clang supports ARC for GNUstep's runtime alone; the functions of that runtime that its objects call
+   are here too. */
 #import <Foundation/Foundation.h>
 #include <dlfcn.h>
 #include <objc/message.h>

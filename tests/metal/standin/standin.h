@@ -27,8 +27,8 @@ int standin_mutex_init(pthread_mutex_t *mutex, const pthread_mutexattr_t *attrib
 void standin_spoil(int n);
 /* From now on dispatches do nothing, and their command buffers complete. */
 void standin_idle(bool idle);
-/* Libraries that are no compiled source have no pipeline for kernels whose names, with a space and function constant 4 behind
-   them, contain this; NULL: all have. everywhere: nor have compiled sources. */
+/* Libraries that are no compiled source have no pipeline for kernels whose names, with a space and function constant 4
+   behind them, contain this; NULL: all have. everywhere: nor have compiled sources. */
 void standin_refuse(const char *part, bool everywhere);
 /* Pipelines built without a limit of threads, or without the promise of whole simdgroups, since the program started. */
 int standin_unlimited(void);
@@ -41,7 +41,8 @@ int standin_live_objects(void);
 @protocol MTLDevice;
 id<MTLDevice> standin_wrapped(id<MTLDevice> device) __attribute__((ns_returns_retained));
 #endif
-/* There is no compiler: a source with shaders becomes this library. NULL: that of the environment's STANDIN_COMPILED. */
+/* There is no compiler: a source with shaders becomes this library. NULL:
+ * that of the environment's STANDIN_COMPILED. */
 void standin_set_compiled(const char *library);
 
 /* A library, as the stand-in loads it: these 8 bytes, the size of the rest (uint64_t, little-endian), and a shared
@@ -57,8 +58,8 @@ typedef struct standin_launch {
     bool set[STANDIN_CONSTANTS];
     int64_t value[STANDIN_CONSTANTS];
 } standin_launch;
-/* Whether the kernel exists, the function constants that it needs, and the sizes of structs that its buffers must hold at
-   least one of. */
+/* Whether the kernel exists, the function constants that it needs, and the sizes of structs that its buffers must hold
+   at least one of. */
 typedef struct standin_kernel {
     uint64_t constants;
     size_t sizes[STANDIN_BUFFERS];

@@ -1,4 +1,5 @@
-/* Metal on the CPU, for Linux: simt.h runs the real shaders. Misuse that Metal's validation would report ends the program.
+/* Metal on the CPU, for Linux: simt.h runs the real shaders.
+   Misuse that Metal's validation would report ends the program.
    The stand-in is stricter than Metal:
      - bindings and threadgroup memory end with the dispatch: each call must set its own
      - work runs only when someone waits for it

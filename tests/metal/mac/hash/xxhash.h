@@ -1,5 +1,5 @@
-/* For a report of a Mac without Homebrew, where xxhash.h is missing. The report compares hashes only with each other, so
-   any will do: this is FNV-1a. Snapshots written with it are no snapshots, and test_tables.c would fail. */
+/* For a report of a Mac without Homebrew, where xxhash.h is missing. The report compares hashes only with each other,
+   so any will do: this is FNV-1a. Snapshots written with it are no snapshots, and test_tables.c would fail. */
 #ifndef TQKV_REPORT_HASH_H
 #define TQKV_REPORT_HASH_H
 #include <stddef.h>
