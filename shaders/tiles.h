@@ -275,7 +275,7 @@ struct page_tables {
     device const int *keys, *values; // [n_pages]
     listed_blocks list;
     uint lane;
-    bool shared;             // slots go through threadgroup memory: shuffles by differing lanes are slow on Apple's GPUs
+    bool shared; // slots go through threadgroup memory: shuffles by differing lanes are slow on Apple's GPUs
     threadgroup uint *slots; // [2][slot_lists()][32]: of two tiles of the simdgroup, one after the other
 };
 
