@@ -49,8 +49,8 @@ typedef enum tqkv_type {
 
 // ---- src/tables.h ----
 
-/* >>tables: one row a format, and tables: one source for C, Objective-C and the Metal shaders. TQKV_SHARED makes it visible
-   without the implementation. */
+/* >>tables: one row a format, and tables: one source for C, Objective-C and the Metal shaders. TQKV_SHARED makes it
+   visible without the implementation. */
 #define TQKV_TABLE_VERSION 8 /* changes with the tables, the argument structs, or their meaning in the kernels */
 
 #ifndef TQKV_TABLE
@@ -65,7 +65,7 @@ typedef enum tqkv_type {
 
    m          order of the Hadamard matrix that the rotation applies across its m subrows of n values; 1: none
    grid       values that share a norm of I8: the largest multiple of 16, at most 128, that divides D
-   root       sqrt(D) and 1/sqrt(D), rounded to float: all digits, for machines that compute in wider registers        */
+   root       sqrt(D) and 1/sqrt(D), rounded to float: all digits, for machines that compute in wider registers */
 // clang-format off
 #define TQKV__SIZES(row, x)                                                           \
     /*        D   m grid root                       1/root */                         \
@@ -449,7 +449,7 @@ TQKV__ASSERT_SIZE(tqkv__table_set, 3560);
 #define TQKV__SLOT_BYTES(lists)     (256 * (lists))  /*     slots of a tile and the next one, in so many lists: */
 #define TQKV__SLOT_LISTS(apart, same_slots, tail_elsewhere)                                                            \
     (((apart) ? (same_slots) ? 1 : 2 : 0) + ((tail_elsewhere) ? 1 : 0)) /* keys, values, tail, where rows lie apart */
-#define TQKV__MERGE_BYTES(D, n)     ((n) * ((D) + 4) * 4) /* (0) a row and its sum, n simdgroups */
+#define TQKV__MERGE_BYTES(D, n) ((n) * ((D) + 4) * 4)                   /* (0) a row and its sum, n simdgroups */
 
 /* Floats of a padded query in attend. */
 #define TQKV__QUERY_FLOATS(D) (3 * (D) / 2)
@@ -669,8 +669,8 @@ using namespace metal;
 // compiler fuses the two, also with -fno-fast-math. Where a fused multiply-add is wanted, the code says fma.
 #pragma METAL fp contract(off)
 
-// For loops over arrays in registers. A loop that stays rolled puts its array into memory, and so does an element of it that
-// is chosen while the kernel runs: read both elements, then choose.
+// For loops over arrays in registers. A loop that stays rolled puts its array into memory, and so does an element of it
+// that is chosen while the kernel runs: read both elements, then choose.
 #ifndef TQKV_UNROLL
 #define TQKV_UNROLL _Pragma("clang loop unroll(full)")
 #endif
@@ -688,33 +688,35 @@ using namespace metal;
 #define TQKV_CHEAP_SHUFFLE false
 #endif
 
-// Whether attention over rows that lie apart reads their slots from threadgroup memory, or by shuffles.
-#ifndef TQKV_SHARED_SLOTS
-#define TQKV_SHARED_SLOTS true
+// Whether attend_matrix reads the slots of rows that lie apart from threadgroup memory, as attend does. Else its lanes
+// ask each other by shuffles.
+#ifndef TQKV_SHARED_MATRIX_SLOTS
+#define TQKV_SHARED_MATRIX_SLOTS true
 #endif
 
-// Byte i of a word, with its sign. Metal's compiler is shown the conversion of a byte, which Apple's GPUs make from where it lies in
-// a word, while shifts take turns of a unit that conversions need, too. A shim for hardware that has no such conversion shifts.
+// Byte i of a word, with its sign. Metal's compiler is shown the conversion of a byte, which Apple's GPUs make from
+// where it lies in a word, while shifts take turns of a unit that conversions need, too.
+// A shim for hardware that has no such conversion shifts.
 #ifndef TQKV_SIGNED_BYTE
 #define TQKV_SIGNED_BYTE(word, i) float(int8_t((word) >> (8 * (i))))
 #endif
 
-// Whether loops load ahead without a condition. A load under one keeps Metal's compiler from unrolling loops over what it
-// loads. nvcc unrolls them, and then a condition is faster.
+// Whether loops load ahead without a condition. A load under one keeps Metal's compiler from unrolling loops over what
+// it loads. nvcc unrolls them, and then a condition is faster.
 #ifndef TQKV_PLAIN_LOADS
 #define TQKV_PLAIN_LOADS true
 #endif
 
-// Loads of keys that a lane starts before it uses the first of them; with more than one it also has the norms of the next tile of
-// attend_matrix. A lane of Apple's GPUs has 128 registers, and hides the latency of loads by other simdgroups, of which there are
-// the fewer the more registers each takes.
+// Loads of keys that a lane starts before it uses the first of them; with more than one it also has the norms of the
+// next tile of attend_matrix. A lane of Apple's GPUs has 128 registers, and hides the latency of loads by other
+// simdgroups, of which there are the fewer the more registers each takes.
 #ifndef TQKV_LOADS_AHEAD
 #define TQKV_LOADS_AHEAD 1
 #endif
 
-// Words of codes of values, W bits each, that a lane loads before it uses the first of them, where it keeps so many sums of
-// rows of D, and how often the loop over them is unrolled. Batches of half the size make loops of half the length: nvcc's were longer than
-// the caches of instructions.
+// Words of codes of values, W bits each, that a lane loads before it uses the first of them, where it keeps so many
+// sums of rows of D, and how often the loop over them is unrolled. Batches of half the size make loops of half the
+// length: nvcc's were longer than the caches of instructions.
 #ifndef TQKV_VALUE_WORDS
 #define TQKV_VALUE_WORDS(D, W, sums) 8
 #define TQKV_UNROLL_VALUES(D, W, sums)
@@ -725,7 +727,8 @@ using namespace metal;
 #define TQKV_MERGE_FLOATS 32
 #endif
 
-// A kernel's call of its long function. The CUDA shim repeats the call under conditions, of which one is true: it says why.
+// A kernel's call of its long function. The CUDA shim repeats the call under conditions,
+// of which one is true: it says why.
 #ifndef TQKV_LONG_CALL
 #define TQKV_LONG_CALL(...) __VA_ARGS__
 #endif
@@ -750,8 +753,8 @@ inline uint lane_of_row(uint lane)
 // Start of a row. In 64 bits: a buffer may be larger than 4 GiB.
 inline ulong row_offset(uint row, uint values) { return ulong(row) * ulong(values); }
 
-// The item of a batch that has threadgroup `number` of attend, or that query row or row of lists: the last one that begins
-// there or before.
+// The item of a batch that has threadgroup `number` of attend, or that query row or row of lists: the last one that
+// begins there or before.
 enum { TQKV_BY_GROUP, TQKV_BY_ROW, TQKV_BY_LIST };
 inline int first_of_item(constant tqkv__batch_item &item, int by)
 {
@@ -770,7 +773,8 @@ inline uint item_of(constant tqkv__batch_item *items, uint number, int by)
     return low;
 }
 
-// Where the newest halves begin that a query reads whose newest position is `newest`: what is before comes from its codes.
+// Where the newest halves begin that a query reads whose newest position is `newest`:
+// what is before comes from its codes.
 inline int halves_begin(constant tqkv__attend_args &args, int newest)
 {
     return max(newest - args.exact_last + 1, args.exact_from);
@@ -953,8 +957,9 @@ inline void store_typed_row(uint type, thread const float *x, uint lane, device 
 
 // ---- The shape of a row: a field of main bits a value, then a field of upper bits a value (TQKV__FORMATS) ----
 
-// The columns of TQKV__FORMATS as words with a field a format. A pipeline has a constant, and until then a shift is shorter
-// than a chain of comparisons, of which LLVM makes branches. Of the main bits 2, 4, 8 and 16 the power of two, less 1.
+// The columns of TQKV__FORMATS as words with a field a format. A pipeline has a constant, and until then a shift is
+// shorter than a chain of comparisons, of which LLVM makes branches. Of the main bits 2, 4, 8
+// and 16 the power of two, less 1.
 #define KIND_FIELD(x, format, name, kind, main, upper, book, plain)  | uint(kind) << (2 * (format))
 #define MAIN_FIELD(x, format, name, kind, main, upper, book, plain)  | uint((main) / 8 + ((main) > 2)) << (2 * (format))
 #define UPPER_FIELD(x, format, name, kind, main, upper, book, plain) | uint(upper) << (2 * (format))
@@ -972,8 +977,8 @@ inline uint code_width(uint format) { return main_bits(format) < 4u ? 4u : main_
 #define BY_CODE_WIDTH(format, SIZE, D)                                                                                 \
     (code_width(format) == 4 ? SIZE(D, 4) : code_width(format) == 8 ? SIZE(D, 8) : SIZE(D, 16))
 
-// A statement with W, the width of a format's codes, and `codes`, what a struct has for that width: of_4, of_8 or of_16. One of
-// the three members and statements is used, and the others disappear when the pipeline is built.
+// A statement with W, the width of a format's codes, and `codes`, what a struct has for that width: of_4, of_8 or
+// of_16. One of the three members and statements is used, and the others disappear when the pipeline is built.
 #define WITH_CODES(format, any, ...)                                                                                   \
     if (code_width(format) == 4) {                                                                                     \
         const int W = 4;                                                                                               \
@@ -1330,8 +1335,8 @@ inline void values_at(uint format, thread const raw_codes<W, N> &raw, int i, thr
 // oldest resident one. A tile is a range of 32 slots, not of positions, so a ring does not wrap inside a tile. Only the
 // mask knows positions. With page tables a slot here is what it would be in a linear store, and a tile lies in one page:
 // only tile_memory knows where.
-// Pages that end within tiles, and lists, make rows lie anywhere: then each lane finds where one row of the tile is, and all
-// read its slot from threadgroup memory, or ask the lane.
+// Pages that end within tiles, and lists, make rows lie anywhere: then each lane finds where one row of the tile is, and
+// all read its slot from threadgroup memory, or ask the lane.
 // With a list of blocks the positions of the blocks have ranks 0, 1, 2 .., and take the slots from list_base on, one after
 // the other: a tile is 32 of these slots, whose rows may lie anywhere. A list of all blocks gives the tiles that there are
 // without one.
@@ -1602,40 +1607,18 @@ struct page_tables {
     device const int *keys, *values; // [n_pages]
     listed_blocks list;
     uint lane;
-    bool shared;             // what lanes found goes through `slots`: a shuffle by differing lanes is slow on Apple's GPUs
+    bool shared; // slots go through threadgroup memory: shuffles by differing lanes are slow on Apple's GPUs
     threadgroup uint *slots; // [2][slot_lists()][32]: of two tiles of the simdgroup, one after the other
 };
 
 // Slots in memory of a tile's row 0. That of the values is theirs only where value_slot_of gives the slot itself. Where rows
-// lie apart those of the row with the lane's number, or after share_slots where their list begins; with a list of blocks also the
-// row's position. The tail's: that of the keys or, if it lies elsewhere, likewise.
+// lie apart those of the row with the lane's number, or after share_slots where their list begins; with a list of blocks
+// also the row's position. The tail's: that of the keys or, if it lies elsewhere, likewise.
 struct tile_memory {
     uint keys, values;
     int position;
     uint tail;
 };
-
-// Stores what the lanes found of a tile for all to read. parity: 0 or 1, another one than the tile's before, which may be in use still.
-inline tile_memory share_slots(thread const page_tables &pages, tile_memory found, uint parity)
-{
-    if (!pages.shared || slot_lists() == 0u) return found;
-    const uint first = parity * slot_lists() * 32u, last = first + (slot_lists() - 1u) * 32u;
-    tile_memory result = found;
-    simdgroup_barrier(mem_flags::mem_threadgroup); // the tile before that one is done
-    if (rows_apart()) {
-        result.keys = first;
-        result.values = same_slots ? first : first + 32u;
-        result.tail = first;
-        pages.slots[result.keys + pages.lane] = found.keys;
-        if (!same_slots) pages.slots[result.values + pages.lane] = found.values;
-    }
-    if (tail_elsewhere) {
-        result.tail = last;
-        pages.slots[last + pages.lane] = found.tail;
-    }
-    simdgroup_barrier(mem_flags::mem_threadgroup);
-    return result;
-}
 
 // Where rows lie apart, the slot of one. All lanes of the simdgroup must come here together.
 inline uint slot_apart(thread const page_tables &pages, uint base, uint row)
@@ -1746,6 +1729,57 @@ inline tile_memory find_tile(constant tqkv__attend_args &args, thread const page
     return result;
 }
 
+// The tiles of a simdgroup one after another, where their slots are shared: what lanes found of the one behind the next.
+// So nothing waits for tables and lists when it is stored.
+struct tile_search {
+    tile_memory ahead;
+    uint parity; // of the next tile's memory of slots
+};
+
+inline bool shares_slots(thread const page_tables &pages) { return pages.shared && tail_rows_apart(); }
+
+// Stores what the lanes found of a tile for all to read. parity: 0 or 1, another one than that of the tile before, which
+// may be in use still.
+inline tile_memory share_slots(thread const page_tables &pages, tile_memory found, uint parity)
+{
+    const uint first = parity * slot_lists() * 32u, last = first + (slot_lists() - 1u) * 32u;
+    tile_memory result = found;
+    simdgroup_barrier(mem_flags::mem_threadgroup); // the tile before that one is done
+    if (rows_apart()) {
+        result.keys = result.tail = first;
+        result.values = same_slots ? first : first + 32u;
+        pages.slots[result.keys + pages.lane] = found.keys;
+        if (!same_slots) pages.slots[result.values + pages.lane] = found.values;
+    }
+    if (tail_elsewhere) {
+        result.tail = last;
+        pages.slots[last + pages.lane] = found.tail;
+    }
+    simdgroup_barrier(mem_flags::mem_threadgroup);
+    return result;
+}
+
+// The memory of the next tile.
+inline tile_memory find_next(constant tqkv__attend_args &args, thread const page_tables &pages, tile_steps steps,
+                             uint n_simdgroups, thread tile_search &search)
+{
+    if (!shares_slots(pages)) return find_tile(args, pages, steps.tile);
+    search.parity = 1u - search.parity;
+    tile_memory result = share_slots(pages, search.ahead, search.parity);
+    next_tile(steps, n_simdgroups);
+    search.ahead = find_tile(args, pages, steps.tile);
+    return result;
+}
+
+// Likewise, of the first one.
+inline tile_memory find_first(constant tqkv__attend_args &args, thread const page_tables &pages, tile_steps steps,
+                              uint n_simdgroups, thread tile_search &search)
+{
+    search.parity = 1u;
+    if (shares_slots(pages)) search.ahead = find_tile(args, pages, steps.tile);
+    return find_next(args, pages, steps, n_simdgroups, search);
+}
+
 // The position of row `row` of a tile that was found; newer than all queries if it belongs to another tile.
 inline int position_of_row(constant tqkv__attend_args &args, tile_memory base, uint number, uint row)
 {
@@ -1756,17 +1790,15 @@ struct tile_place {
     tile_memory base;
     uint row;     // of this lane
     int position; // of the lane's row
-    uint parity;  // of share_slots
 };
 
-inline tile_place open_tile(constant tqkv__attend_args &args, thread const page_tables &pages, uint number, uint row,
-                            uint parity)
+// base: of tile `number`
+inline tile_place open_tile(constant tqkv__attend_args &args, tile_memory base, uint number, uint row)
 {
     tile_place result;
-    result.base = share_slots(pages, find_tile(args, pages, number), parity);
+    result.base = base;
     result.row = row;
-    result.position = position_of_row(args, result.base, number, row);
-    result.parity = parity;
+    result.position = position_of_row(args, base, number, row);
     return result;
 }
 
@@ -1861,11 +1893,11 @@ inline uint blocks_of_rows(constant tqkv__attend_args &args)
     return (uint(args.n_queries) * uint(args.group) + each - 1u) / each;
 }
 
-// Gives the simdgroup its memory of slots, behind all states: [n_simdgroups][C][2].
-inline void share_slots_behind(uint C, thread attend_task &task)
+// Gives the simdgroup its memory of slots, behind the states of C columns each.
+inline void open_slots(uint C, thread attend_task &task)
 {
     threadgroup float *behind = task.states + task.n_simdgroups * uint(TQKV__STATE_BYTES(C) / 4);
-    task.pages.shared = TQKV_SHARED_SLOTS;
+    task.pages.shared = true;
     task.pages.slots = (threadgroup uint *)behind + task.simdgroup * uint(TQKV__SLOT_BYTES(slot_lists()) / 4);
 }
 
@@ -2041,8 +2073,8 @@ inline void load_value_step(constant tqkv__attend_args &args, thread const atten
         load_codes<D, W, 8>(value_format, codes, first, step.raw[j]);
         step.scale[j] = 1.0f;
         if (!one_norm<D>(value_format))
-            step.scale[j] = stored_scale<D>(value_format, values, value_slot(args, task.pages, base, row), first / block,
-                                            args.value_block_scale);
+            step.scale[j] = stored_scale<D>(value_format, values, value_slot(args, task.pages, base, row),
+                                            first / block, args.value_block_scale);
     }
 }
 
@@ -2134,8 +2166,9 @@ inline void add_any_values(constant tqkv__attend_args &args, thread const attend
 #define TQKV_LOG2E 1.44269504f
 #define TQKV_LN2   0.693147181f
 
-// A maximum of a slice, in powers of e as on the processor. Maxima here are whole numbers, in powers of two: rounding to
-// powers of e and back is undone, so slices have the bits of the whole call. A processor's maximum is as close as it was.
+// A maximum of a slice, in powers of e as on the processor. Maxima here are whole numbers, in powers of two: rounding
+// to powers of e and back is undone, so slices have the bits of the whole call.
+// A processor's maximum is as close as it was.
 inline float maximum_of_slice(float max)
 {
     float maximum = max * TQKV_LOG2E, whole = rint(maximum);
@@ -2168,8 +2201,9 @@ inline shares shares_of(float kept, float added)
 
 // ---- shaders/columns.h ----
 
-// The columns of a threadgroup of attention: what it keeps of them in threadgroup memory, and how the sums of its simdgroups
-// become one at the end of a stretch. attend.h and matrix_columns.h have what depends on how a lane holds them.
+// The columns of a threadgroup of attention: what it keeps of them in threadgroup memory, and how the sums of its
+// simdgroups become one at the end of a stretch. attend.h and matrix_columns.h have what depends on how a
+// lane holds them.
 #ifndef TQKV_COLUMNS_H
 #define TQKV_COLUMNS_H
 
@@ -2206,8 +2240,8 @@ inline uint partial_row(constant tqkv__attend_args &args, query_row row, uint he
     return uint(row.query) * uint(args.n_kv_heads) * uint(args.group) + head;
 }
 
-// The end of the columns that there are. Without a list it is computed where it is needed: nvcc keeps task.end_column in a
-// register over all tiles, and spills others.
+// The end of the columns that there are. Without a list it is computed where it is needed: nvcc keeps task.end_column
+// in a register over all tiles, and spills others.
 inline uint end_of_columns(constant tqkv__attend_args &args, thread const attend_task &task)
 {
     return has_list ? task.end_column : uint(args.n_queries) * uint(args.group);
@@ -2234,7 +2268,8 @@ inline column_end open_end(constant tqkv__attend_args &args, thread const attend
     return how;
 }
 
-// Adds maximum and sum of a column to those of the kept ones, [2]. The two factors of the columns' sums go to `factors`.
+// Adds maximum and sum of a column to those of the kept ones, [2].
+// The two factors of the columns' sums go to `factors`.
 inline void add_column(bool copy, threadgroup float *kept, threadgroup float *total, threadgroup float *factors)
 {
     shares both = shares_of(copy ? -INFINITY : kept[0], total[0]);
@@ -2266,8 +2301,8 @@ inline loaded_states load_states(thread const attend_task &task, uint c, uint n,
     return states;
 }
 
-// Maximum and sum of a column, and all factors of its sums. task.states has those of the simdgroups, [n_simdgroups][n][2]; what
-// their sums are multiplied by takes the place of the maxima. S: most simdgroups
+// Maximum and sum of a column, and all factors of its sums. task.states has those of the simdgroups,
+// [n_simdgroups][n][2]; what their sums are multiplied by takes the place of the maxima. S: most simdgroups
 template <int S>
 inline void combine_states(thread const attend_task &task, uint c, column_memory memory, column_end how)
 {
@@ -2387,8 +2422,8 @@ inline void store_columns(constant tqkv__attend_args &args, thread const attend_
 // ---- shaders/rotate.h ----
 
 // The rotation y = R(s*x)/sqrt(D) of a row: random signs s, then R: the Walsh-Hadamard transform H or, where D is no
-// power of two, H of each subrow and a Hadamard matrix across the subrows. common.h has the layout of the row over L lanes in
-// pieces of C values a lane. With a matrix a piece of all lanes is a subrow, and C is 1.
+// power of two, H of each subrow and a Hadamard matrix across the subrows. common.h has the layout of the row over L
+// lanes in pieces of C values a lane. With a matrix a piece of all lanes is a subrow, and C is 1.
 #ifndef TQKV_ROTATE_H
 #define TQKV_ROTATE_H
 
@@ -2727,7 +2762,7 @@ inline void load_query_part(constant tqkv__attend_args &args, thread const atten
         float shift = keys.with_center ? score_of_center<D>(args, task, keys, x) : 0.0f;
         if (part == 0 && own < columns) {
             if (has_shifts()) memory.shifts[column] = keys.first == 0 ? shift : memory.shifts[column] + shift;
-            memory.rows[column] = partial_row(args, row, head);
+            if (keys.first == 0) memory.rows[column] = partial_row(args, row, head);
         }
         turn_query<D>(task, keys, x);
         TQKV_UNROLL
@@ -2760,9 +2795,10 @@ inline void load_key_codes(constant tqkv__attend_args &args, thread const attend
         TQKV_UNROLL
         for (int r = 0; r < R; r++) {
             uint row = uint(r * (32 / R)) + task.lane / uint(R);
-            load_codes<D, W, N>(part.format,
-                                key_codes(args, task.pages, part.apart, part.rows.codes, row_bytes<D>(part.format), base, row),
-                                ((step + uint(b)) * uint(R) + task.lane % uint(R)) * uint(N), keys.raw[b][r]);
+            load_codes<D, W, N>(
+                part.format,
+                key_codes(args, task.pages, part.apart, part.rows.codes, row_bytes<D>(part.format), base, row),
+                ((step + uint(b)) * uint(R) + task.lane % uint(R)) * uint(N), keys.raw[b][r]);
         }
     }
 }
@@ -3040,13 +3076,13 @@ inline void add_lanes(uint lane, thread const float *from, thread float *x)
     for (int i = 0; i < 8; i++) x[i] = from[i];
     TQKV_UNROLL
     for (int step = 0; step < 3; step++) {
-        const int distance = VALUE_LANES(D) << step, half = 4 >> step;
+        const int distance = VALUE_LANES(D) << step, kept = 4 >> step;
         if (distance >= 32) continue;
         bool upper = (lane & uint(distance)) != 0;
         TQKV_UNROLL
         for (int i = 0; i < 4; i++) {
-            if (i >= half) continue;
-            float low = x[i], high = x[i + half];
+            if (i >= kept) continue;
+            float low = x[i], high = x[i + kept];
             x[i] = (upper ? high : low) + simd_shuffle_xor(upper ? low : high, ushort(distance));
         }
     }
@@ -3164,6 +3200,7 @@ inline void clear_sums(thread column_state<D> &state)
 template <int D>
 struct tile_walk {
     tile_steps steps;
+    tile_search search;
     tile_place next; // the place of the next tile
     any_keys<D> keys;
     any_keys<TQKV__TAIL_DIM(D)> tail;
@@ -3192,7 +3229,8 @@ inline void add_tiles(constant tqkv__attend_args &args, thread const attend_task
     while (walk.steps.tile < end) {
         tile_place at = walk.next;
         next_tile(walk.steps, task.n_simdgroups);
-        walk.next = open_tile(args, task.pages, walk.steps.tile, at.row, 1u - at.parity);
+        tile_memory base = find_next(args, task.pages, walk.steps, task.n_simdgroups, walk.search);
+        walk.next = open_tile(args, base, walk.steps.tile, at.row);
         const int C = TQKV__MAX_COLUMNS(KD), T = TQKV__TAIL_DIM(KD);
         float score[C];
         uint key = key_slot(args, task.pages, rows_apart(), at.base.keys, at.row);
@@ -3223,7 +3261,8 @@ inline void attend(constant tqkv__attend_args &args, thread const attend_task &t
     column_state<VD> state;
     tile_walk<KD> walk;
     walk.steps = open_steps(args, seen, own, task.simdgroup, task.n_simdgroups);
-    walk.next = open_tile(args, task.pages, walk.steps.tile, row_of_lane<KD>(key_format, task.lane), 0u);
+    tile_memory base = find_first(args, task.pages, walk.steps, task.n_simdgroups, walk.search);
+    walk.next = open_tile(args, base, walk.steps.tile, row_of_lane<KD>(key_format, task.lane));
     open_keys<KD>(args, task, first_part(args, task), walk.next.base.keys, walk.keys);
     open_tail<KD, TQKV__TAIL_DIM(KD)>(args, task, walk.next.base.tail, walk.tail);
     load_codebook(key_format, task.tables, thread_index, task.n_simdgroups * 32u);
@@ -3327,7 +3366,7 @@ inline void attend(constant tqkv__attend_args &args, thread const attend_task &t
         task.weights = weights; \
         task.tail_table = tables + 512; \
         task.states = states + TQKV__COLUMN_BYTES(TQKV__MAX_COLUMNS(V)) / 4; \
-        share_slots_behind(uint(TQKV__MAX_COLUMNS(V)), task); \
+        open_slots(uint(TQKV__MAX_COLUMNS(V)), task); \
         TQKV_LONG_CALL(attend<D, V>(args, task)); \
     }
 // clang-format on
@@ -3446,8 +3485,8 @@ inline scanned max_to_thread(thread const scan_place &at, uint x)
 
 // ---- shaders/attend_list.metal ----
 
-// attend_list: the caller's lists of blocks as attention takes them: without bad entries, and without blocks that the query
-// does not see. Nothing else reads the caller's lists. Threadgroups: x rows of the lists.
+// attend_list: the caller's lists of blocks as attention takes them: without bad entries, and without blocks that the
+// query does not see. Nothing else reads the caller's lists. Threadgroups: x rows of the lists.
 
 // has_tree: declared above
 // batch: declared above
@@ -3566,15 +3605,15 @@ kernel void tqkv_attend_list(constant tqkv__attend_args &call [[buffer(0)]], dev
 
 // ---- shaders/fragments.h ----
 
-// Products of 8x8 matrices that are spread over a simdgroup. Each lane has two elements of a matrix, side by side in one
-// row: TQKV__MATRIX_ROW and TQKV__MATRIX_COLUMN of tqkv.h say which.
+// Products of 8x8 matrices that are spread over a simdgroup. Each lane has two elements of a matrix, side by side in
+// one row: TQKV__MATRIX_ROW and TQKV__MATRIX_COLUMN of tqkv.h say which.
 //
 // Letters: a product adds left * right to sums. Its left factor is made of codes, its right one of floats.
 #ifndef TQKV_FRAGMENTS_H
 #define TQKV_FRAGMENTS_H
 
-// A shim for hardware without products of floats defines these itself: sums, factors, where elements of a right one lie,
-// and whether both codes of a byte are looked up at once.
+// A shim for hardware without products of floats defines these itself: sums, factors, where elements of a right one
+// lie, and whether both codes of a byte are looked up at once.
 #ifndef TQKV_STORED_RIGHTS
 #define TQKV_STORED_RIGHTS false
 #endif
@@ -3692,9 +3731,9 @@ inline void multiply(thread const left_block (&left)[G], thread const right_pair
     }
 }
 
-// Right factors in threadgroup memory, a pair of them in 32 right_pairs: where TQKV_STORED_RIGHTS, a shim multiplies by them
-// there. publish_rights comes before the barrier. Those of neighbouring columns lie `step` pairs of factors apart. The sums
-// are ready after finish_products.
+// Right factors in threadgroup memory, a pair of them in 32 right_pairs: where TQKV_STORED_RIGHTS, a shim multiplies by
+// them there. publish_rights comes before the barrier. Those of neighbouring columns lie `step` pairs of factors apart.
+// The sums are ready after finish_products.
 inline void store_right(threadgroup right_pair *to, uint lane, right_pair x) { to[lane] = x; }
 inline void publish_rights() {}
 
@@ -3776,8 +3815,8 @@ inline code_value book_value_at(uint format, thread const raw_codes<W, N> &raw, 
     return book.table[code & ((1u << bits) - 1u)];
 }
 
-// Values i and i + 1, i even, before their scales, for products with F right factors. All lanes of the simdgroup must come
-// here together.
+// Values i and i + 1, i even, before their scales, for products with F right factors. All lanes of the simdgroup must
+// come here together.
 template <int W, int N, int F>
 inline left_part left_of_neighbours(uint format, thread const raw_codes<W, N> &raw, int i, bool wide,
                                     thread const value_book &book)
@@ -3806,8 +3845,8 @@ inline left_part left_of_rows(uint format, thread const raw_codes<W, N> &a, thre
 
 // The columns of attend_matrix: what a lane keeps of them, and how it hands them over at the end of a stretch.
 //
-// Letters: D head_dim, W code width of a stored value, F matrices side by side that hold the columns, P values of a row that a
-// simdgroup has sums of.
+// Letters: D head_dim, W code width of a stored value, F matrices side by side that hold the columns, P values of a row
+// that a simdgroup has sums of.
 #ifndef TQKV_MATRIX_COLUMNS_H
 #define TQKV_MATRIX_COLUMNS_H
 
@@ -3815,12 +3854,13 @@ inline left_part left_of_rows(uint format, thread const raw_codes<W, N> &a, thre
 #define MATRIX_BLOCK(D, W)     ((W) == 16 ? (D) : (W) == 8 ? TQKV__NORM_DIM(TQKV__GRID, D) : TQKV__NORM_DIM(TQKV__BOOK, D))
 #define MATRIX_POWER_OF_TWO(n) ((n) & -(n)) // the largest that divides n
 #define MATRIX_VALUES(n, W)    (MATRIX_POWER_OF_TWO(n) < 128 / (W) ? MATRIX_POWER_OF_TWO(n) : 128 / (W))
-// A row of keys: chunks of 4*N values. Lanes with the elements of column 2t of a left factor have values t*N .. of each.
+// A row of keys: chunks of 4*N values. Lanes with the elements of column 2t of a left factor have
+// values t*N .. of each.
 // With stored right factors two short chunks are loaded ahead, not a long one.
 #define MATRIX_WHOLE_KEY(D, W)  MATRIX_VALUES(MATRIX_BLOCK(D, W) / 4, W)
 #define MATRIX_KEY_VALUES(D, W) (TQKV_STORED_RIGHTS ? MATRIX_WHOLE_KEY(D, W) / 2 : MATRIX_WHOLE_KEY(D, W))
-// A row of values: chunks of 8*N. Lanes with row r of a left factor have values r*N .. of each. Where simdgroups share a row,
-// chunks are not longer than their parts.
+// A row of values: chunks of 8*N. Lanes with row r of a left factor have values r*N .. of each. Where simdgroups share
+// a row, chunks are not longer than their parts.
 #define MATRIX_WHOLE_OUT(D, W)  MATRIX_VALUES(MATRIX_BLOCK(D, W) / 8, W)
 #define MATRIX_OUT_VALUES(D, W) ((D) <= 256 || MATRIX_WHOLE_OUT(D, W) <= 8 ? MATRIX_WHOLE_OUT(D, W) : 8)
 
@@ -3860,8 +3900,8 @@ inline void store_states(thread const attend_task &task, thread const matrix_sta
     }
 }
 
-// Columns of a pass, one of two neighbours of each lane, are in the memory of the sums: [simdgroup][column][D + 4]. Lanes
-// that store together use different banks.
+// Columns of a pass, one of two neighbours of each lane, are in the memory of the sums: [simdgroup][column][D + 4].
+// Lanes that store together use different banks.
 #define MATRIX_SUM_COLUMNS 4
 
 // Stores the simdgroup's sums of element i of matrix f.
@@ -4323,8 +4363,8 @@ inline newest_range newest_of_columns(constant tqkv__attend_args &args, uint fir
 template <int D, int F>
 struct matrix_walk {
     tile_steps steps;
+    tile_search search;
     tile_memory base; // of the next tile
-    uint parity;      // of share_slots, likewise
     newest_range newest;
     any_key_batch<D, F> keys; // of that tile
     tile_norms norms;         // likewise, with few columns
@@ -4660,8 +4700,7 @@ inline void add_matrix_tiles(constant tqkv__attend_args &args, thread const atte
         uint tile = walk.steps.tile;
         tile_memory base = walk.base;
         next_tile(walk.steps, task.n_simdgroups);
-        walk.parity = 1u - walk.parity;
-        walk.base = share_slots(task.pages, find_tile(args, task.pages, walk.steps.tile), walk.parity);
+        walk.base = find_next(args, task.pages, walk.steps, task.n_simdgroups, walk.search);
         bool whole = sees_whole_tile(args, tile, walk.newest);
         tile_norms norms;
         next_tile_norms<D, F>(args, task, base, walk.base, walk.norms, norms);
@@ -4687,8 +4726,7 @@ inline void attend_by_matrices(constant tqkv__attend_args &args, thread const at
     matrix_state<D, F> state;
     matrix_walk<D, F> walk;
     walk.steps = open_steps(args, seen, own, task.simdgroup, task.n_simdgroups);
-    walk.parity = 0u;
-    walk.base = share_slots(task.pages, find_tile(args, task.pages, walk.steps.tile), walk.parity);
+    walk.base = find_first(args, task.pages, walk.steps, task.n_simdgroups, walk.search);
     walk.newest = newest_of_columns(args, task.first_column);
     open_key_batch<D, F>(args, task, first_part(args, task), walk.base.keys, walk.keys);
     if (HOLDS_NORMS(F)) load_tile_norms<D>(args, task, walk.base, walk.norms);
@@ -5362,8 +5400,8 @@ inline void attend_long_rows(constant tqkv__attend_args &args, thread const atte
 
 // ---- shaders/attend_matrix.metal ----
 
-// attend_matrix: what attend does, by products of matrices. Threadgroups: x KV heads, y blocks of query rows, z splits of
-// the context.
+// attend_matrix: what attend does, by products of matrices. Threadgroups: x KV heads, y blocks of query rows, z splits
+// of the context.
 
 // clang-format off
 #define ATTEND_MATRIX(D) \
@@ -5373,7 +5411,7 @@ inline void attend_long_rows(constant tqkv__attend_args &args, thread const atte
         task.weights = queries + TQKV__MATRIX_QUERY_BYTES(D) / 4 * TQKV__MATRICES(int(columns)); \
         task.sums = args.sections_each == 0 ? queries : task.weights; \
         task.states = states + TQKV__COLUMN_BYTES(8 * TQKV__MATRICES(int(columns))) / 4; \
-        share_slots_behind(8u * uint(TQKV__MATRICES(int(columns))), task); \
+        if (TQKV_SHARED_MATRIX_SLOTS) open_slots(8u * uint(TQKV__MATRICES(int(columns))), task); \
         TQKV_LONG_CALL(attend_with_matrices<D>(args, task)); \
     }
 // Rows whose sums several simdgroups share: TQKV__LONG_SIMDGROUPS a threadgroup, no more and no fewer.
@@ -5673,8 +5711,8 @@ constant bool value_rotated [[function_constant(TQKV_FC_VALUE_ROTATED)]];
 constant bool from_slice [[function_constant(TQKV_FC_FROM_SLICE)]];
 constant bool to_slice [[function_constant(TQKV_FC_TO_SLICE)]];
 
-// partial_out: [n_partials][n_rows][D], partial_state: [1 + n_partials][n_rows][2], sinks: [n_heads], out: [n_queries][n_heads][D],
-// with strides, max to src_sum: [n_rows]
+// partial_out: [n_partials][n_rows][D], partial_state: [1 + n_partials][n_rows][2], sinks: [n_heads],
+// out: [n_queries][n_heads][D], with strides, max to src_sum: [n_rows]
 // clang-format off
 #define ATTEND_MERGE(D) \
     kernel void tqkv_attend_merge_d##D( \
@@ -6664,8 +6702,8 @@ ENCODE(1024)
 
 // ---- shaders/encode_kv.metal ----
 
-// encode_kv: keys and values, or keys and their tail, of the same tokens in one dispatch, each with its own format and type. Threadgroups along
-// x for the rows as in encode; z = 0 for keys and 1 for values.
+// encode_kv: keys and values, or keys and their tail, of the same tokens in one dispatch, each with its own format and
+// type. Threadgroups along x for the rows as in encode; z = 0 for keys and 1 for values.
 
 // key_format: declared above
 // value_format: declared above
@@ -6792,10 +6830,10 @@ inline uint blocks_seen(uint keys, uint block)
 
 // ---- shaders/index_choice.h ----
 
-// The choice of blocks by their scores: exact, by digits of the scores' bits from the highest on. Each says more of the k-th
-// best score. One threadgroup does it alone where a row is short. Else there are three dispatches: chunks of the row count
-// the first digits of their blocks; each gathers its blocks whose digit is that of the k-th best or a better one; one
-// threadgroup chooses among those.
+// The choice of blocks by their scores: exact, by digits of the scores' bits from the highest on. Each says more of the
+// k-th best score. One threadgroup does it alone where a row is short. Else there are three dispatches: chunks of the
+// row count the first digits of their blocks; each gathers its blocks whose digit is that of the k-th best or a better
+// one; one threadgroup chooses among those.
 #ifndef TQKV_INDEX_CHOICE_H
 #define TQKV_INDEX_CHOICE_H
 
@@ -6884,8 +6922,8 @@ struct reached {
     uint number, before;
 };
 
-// The number at which a sum over the TQKV__CHOOSE_SUMS numbers from the last one on, which begins with `before`, reaches
-// `wanted`; number 0 if it never does. All lanes of the simdgroup must come here together.
+// The number at which a sum over the TQKV__CHOOSE_SUMS numbers from the last one on, which begins with `before`,
+// reaches `wanted`; number 0 if it never does. All lanes of the simdgroup must come here together.
 inline reached find_number(threadgroup const uint *numbers, uint lane, uint before, uint wanted)
 {
     uint last = 63u - 2u * lane, upper = numbers[last], both = upper + numbers[last - 1u];
@@ -6930,7 +6968,8 @@ inline void count_chunk(constant tqkv__choose_args &args, thread const choose_ta
     for (uint i = thread_of(task); i < uint(TQKV__CHOOSE_SUMS); i += threads_of(task)) sums[i] = task.shared[i];
 }
 
-// TQKV__CHOOSE_SUMS numbers of each chunk, `stride` apart, added up over all chunks and over those before the threadgroup's:
+// TQKV__CHOOSE_SUMS numbers of each chunk, `stride` apart, added up over all chunks and over those before the
+// threadgroup's:
 // to `shared`. A barrier follows.
 inline void sum_chunks(constant tqkv__choose_args &args, thread const choose_task &task, device const uint *numbers,
                        uint stride)
@@ -7134,8 +7173,9 @@ kernel void tqkv_index_choice(constant tqkv__choose_args &args [[buffer(0)]], de
 
 // ---- shaders/index_scores.h ----
 
-// Scores of an index: the heads of a query over one key are the columns of a product of matrices, whose elements are weighted
-// and added up in place. Keys are decoded as in attend_matrix.h, each tile 32 neighbouring keys whose slots the lanes look up.
+// Scores of an index: the heads of a query over one key are the columns of a product of matrices, whose elements are
+// weighted and added up in place. Keys are decoded as in attend_matrix.h,
+// each tile 32 neighbouring keys whose slots the lanes look up.
 //
 // Letters: D head_dim, F matrices side by side that hold the heads of a pass.
 #ifndef TQKV_INDEX_SCORES_H
@@ -7185,8 +7225,8 @@ inline float sum_of_row(float x)
 // Heads whose queries a simdgroup loads at a time.
 #define INDEX_ROWS 4
 
-// The heads of a pass: their queries as pairs of right factors, [F][D / 16][32 lanes], their factors, shifts and weights. Columns
-// that are not used are 0. A barrier must precede and follow it.
+// The heads of a pass: their queries as pairs of right factors, [F][D / 16][32 lanes], their factors, shifts and
+// weights. Columns that are not used are 0. A barrier must precede and follow it.
 template <int D, int F>
 inline void load_heads(constant tqkv__index_args &call, thread const attend_task &task, thread const index_task &index,
                        uint head, column_memory memory)
@@ -7279,8 +7319,8 @@ inline void load_ahead(constant tqkv__index_args &call, thread const attend_task
                          keys.chunks[1]);
 }
 
-// score = q . k of a tile without the factor of rows: at these head sizes each has one norm. `turn`: which chunk is first,
-// if a row has but one.
+// score = q . k of a tile without the factor of rows: at these head sizes each has one norm. `turn`: which chunk is
+// first, if a row has but one.
 template <int D, int W, int F>
 inline void score_index_tile(constant tqkv__index_args &call, thread const attend_task &task, tile_slots slots,
                              thread const value_book &book, int turn, thread ahead<D, W> &keys,
@@ -7390,8 +7430,8 @@ inline void store_block(constant tqkv__index_args &call, thread const index_task
     index.out[block] = call.pool == TQKV__POOL_MEAN ? found.sum / float(end - first) : found.largest;
 }
 
-// Pools the n keys from key `first` on: small blocks a thread each, others a simdgroup each, whose lanes take turns. A block
-// of more keys than TQKV__INDEX_KEYS comes in pieces, and `found` stays from one to the next.
+// Pools the n keys from key `first` on: small blocks a thread each, others a simdgroup each, whose lanes take turns. A
+// block of more keys than TQKV__INDEX_KEYS comes in pieces, and `found` stays from one to the next.
 inline void pool_keys(constant tqkv__index_args &call, thread const attend_task &task, thread const index_task &index,
                       uint first, uint n, thread pooled &found)
 {
@@ -7525,14 +7565,15 @@ INDEX_SCORES(128)
 
 // ---- shaders/learn_scales.metal ----
 
-// learn_scales: centre and scales of the channels of a KV head, learnt from its rows and, if there are any, from the queries that
-// read them. The operations and their order are those of tqkv_calibrate, so the bits are the same. Threadgroups: x KV heads. A
-// thread takes a channel, and perhaps more.
+// learn_scales: centre and scales of the channels of a KV head, learnt from its rows and, if there are any, from the
+// queries that read them. The operations and their order are those of tqkv_calibrate, so the bits are the same.
+// Threadgroups: x KV heads. A thread takes a channel, and perhaps more.
 
 // row_type: declared above
 #define query_type value_type // the same function constant
 
-// The rows of one KV head, or of all heads of the queries that read it: token after token, within a token head after head.
+// The rows of one KV head, or of all heads of the queries that read it: token after token,
+// within a token head after head.
 struct channel_rows {
     device const uchar *rows;
     uint type, n_tokens, n_heads, token_stride, head_stride;
@@ -7548,7 +7589,8 @@ inline float value_of_row(thread const channel_rows &from, uint row, uint channe
     return widened(from.type, uint(((device const ushort *)rows)[at]));
 }
 
-// The mean of a channel over the rows, in their order, or that of the squared distances from its centre; 0 without rows.
+// The mean of a channel over the rows, in their order, or that of the squared distances from its centre;
+// 0 without rows.
 inline float mean_of_channel(thread const channel_rows &from, uint channel, bool squared, float center)
 {
     const int ROWS = 8; // whose loads are under way at a time
@@ -7584,7 +7626,8 @@ inline float least_positive(threadgroup const float *values, uint n)
     return least == INFINITY ? 1.0f : least;
 }
 
-// Mean squares to deviations; zeros become the smallest that is none. values: [head_dim]. A barrier must precede and follow.
+// Mean squares to deviations; zeros become the smallest that is none. values: [head_dim].
+// A barrier must precede and follow.
 inline void find_deviations(constant tqkv__calibrate_args &args, threadgroup float *values, uint thread_index,
                             uint n_threads)
 {
@@ -7598,7 +7641,8 @@ inline void find_deviations(constant tqkv__calibrate_args &args, threadgroup flo
     for (uint d = thread_index; d < n; d += n_threads) values[d] = values[d] > 0.0f ? values[d] : least;
 }
 
-// Deviations to scales: g = sqrt(s / r), divided by its root mean square. values: [2][head_dim], s and r. A barrier must precede.
+// Deviations to scales: g = sqrt(s / r), divided by its root mean square. values: [2][head_dim], s and r.
+// A barrier must precede.
 inline void store_scales(constant tqkv__calibrate_args &args, threadgroup float *values, uint thread_index,
                          uint n_threads, device float *scale)
 {
@@ -7615,7 +7659,8 @@ inline void store_scales(constant tqkv__calibrate_args &args, threadgroup float 
     }
 }
 
-// rows: [n_tokens][n_kv_heads][head_dim] and q: [n_queries][n_kv_heads * group][head_dim], with strides; center, channel_scale:
+// rows: [n_tokens][n_kv_heads][head_dim] and q: [n_queries][n_kv_heads * group][head_dim], with strides;
+// center, channel_scale:
 // [n_kv_heads][head_dim]; values: [2][head_dim]
 #if !defined(TQKV_ONLY) || defined(TQKV_ONLY_tqkv_learn_scales)
 kernel void tqkv_learn_scales(constant tqkv__calibrate_args &args [[buffer(0)]], device const uchar *rows [[buffer(1)]],
@@ -7796,8 +7841,8 @@ ROTATE(1024)
 // ---- shaders/tables.metal ----
 
 // tables: reports the shaders' codebooks, boundaries, signs, version and argument sizes. The host compares them with
-// its own, and so refuses a library that was built from another version of tqkv.h. Or, in a pipeline of its own, which may fail,
-// it multiplies two matrices: that tells whether their elements lie as expected. One simdgroup.
+// its own, and so refuses a library that was built from another version of tqkv.h. Or, in a pipeline of its own, which
+// may fail, it multiplies two matrices: that tells whether their elements lie as expected. One simdgroup.
 
 #define multiplies unrotate // the same function constant
 

@@ -68,8 +68,8 @@ void run_refusals(const void *)
     check_refusal(rotate_after([](simt::launch &l) { l.constants.set[TQKV_FC_UNROTATE] = false; }), "is not set");
 }
 
-// Attention with 8 simdgroups, more than tqkv.h plans, stays within Metal's 32 KiB of threadgroup memory; where rows lie
-// apart with those 4 that it plans.
+// Attention with 8 simdgroups, more than tqkv.h plans, stays within Metal's 32 KiB of threadgroup memory; where rows
+// lie apart with those 4 that it plans.
 void check_memory_limits(int n, int slot_lists)
 {
     for (int d : gpu_head_dims) {
