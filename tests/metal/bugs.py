@@ -323,10 +323,7 @@ BUGS = {
         "pages/attend/", "not the bits of a linear store"),
     "slots_read_before_they_are_stored": (
         "shaders/tiles.h", "    simdgroup_barrier(mem_flags::mem_threadgroup);\n    return result;", "    return result;",
-        "attend_matrix", (64,), "tsan", "pages/attend/", "data race"),
-    "slots_stored_while_they_are_read": (
-        "shaders/tiles.h", "    simdgroup_barrier(mem_flags::mem_threadgroup); // the tile", "    // the tile", "attend_matrix",
-        (64,), "tsan", "pages/attend/", "data race"),
+        "attend", (64,), "tsan", "pages/attend/2", "ThreadSanitizer"),
     "next_page_not_checked": (
         "shaders/tiles.h", "min(uint(pages[at]), uint(last_page))", "uint(pages[at]) + 0u * uint(last_page)",
         "attend_matrix", (64,), "asan", "pages/attend/", "AddressSanitizer"),
