@@ -730,7 +730,7 @@ inline void attend(constant tqkv__attend_args &args, thread const attend_task &t
     task.pages.keys = key_pages; \
     task.pages.values = value_pages; \
     task.pages.lane = lane; \
-    task.pages.shared = false; \
+    task.pages.shared = task.pages.shared_values = false; \
     task.list_rows = list_rows; \
     task.tree = tree; \
     task.tables = tables; \

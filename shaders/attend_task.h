@@ -91,7 +91,7 @@ inline uint blocks_of_rows(constant tqkv__attend_args &args)
 inline void open_slots(uint C, thread attend_task &task)
 {
     threadgroup float *behind = task.states + task.n_simdgroups * uint(TQKV__STATE_BYTES(C) / 4);
-    task.pages.shared = true;
+    task.pages.shared = task.pages.shared_values = true;
     task.pages.slots = (threadgroup uint *)behind + task.simdgroup * uint(TQKV__SLOT_BYTES(slot_lists()) / 4);
 }
 

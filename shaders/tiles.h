@@ -275,8 +275,8 @@ struct page_tables {
     device const int *keys, *values; // [n_pages]
     listed_blocks list;
     uint lane;
-    bool shared; // slots go through threadgroup memory: shuffles by differing lanes are slow on Apple's GPUs
-    threadgroup uint *slots; // [2][slot_lists()][32]: of two tiles of the simdgroup, one after the other
+    bool shared, shared_values; // slots go through `slots`: shuffles by differing lanes are slow on Apple's GPUs
+    threadgroup uint *slots;    // [2][slot_lists()][32]: of two tiles of the simdgroup, one after the other
 };
 
 // Slots in memory of a tile's row 0. That of the values is theirs only where value_slot_of gives the slot itself. Where rows
@@ -289,27 +289,28 @@ struct tile_memory {
 };
 
 // Where rows lie apart, the slot of one. All lanes of the simdgroup must come here together.
-inline uint slot_apart(thread const page_tables &pages, uint base, uint row)
+inline uint slot_apart(thread const page_tables &pages, bool shared, uint base, uint row)
 {
-    return pages.shared ? pages.slots[base + row] : simd_shuffle(base, ushort(row));
+    return shared ? pages.slots[base + row] : simd_shuffle(base, ushort(row));
 }
 
 // Slots in memory of a row of a tile. apart: rows_apart() or, of a tail, tail_rows_apart(). As slot_apart.
 inline uint key_slot(constant tqkv__attend_args &args, thread const page_tables &pages, bool apart, uint base, uint row)
 {
-    return apart ? slot_apart(pages, base, row) : base + existing_row(args, row);
+    return apart ? slot_apart(pages, pages.shared, base, row) : base + existing_row(args, row);
 }
 
 inline uint value_slot(constant tqkv__attend_args &args, thread const page_tables &pages, uint base, uint row)
 {
-    return rows_apart() ? slot_apart(pages, base, row) : value_slot_of(args, base + existing_row(args, row));
+    if (rows_apart()) return slot_apart(pages, pages.shared_values, base, row);
+    return value_slot_of(args, base + existing_row(args, row));
 }
 
 // Codes of such a row, of `bytes` each. As one sum, so that the part of all rows is computed once.
 inline device const uchar *key_codes(constant tqkv__attend_args &args, thread const page_tables &pages, bool apart,
                                      device const uchar *codes, uint bytes, uint base, uint row)
 {
-    if (apart) return codes + ulong(slot_apart(pages, base, row)) * ulong(bytes);
+    if (apart) return codes + ulong(slot_apart(pages, pages.shared, base, row)) * ulong(bytes);
     return codes + ulong(base) * ulong(bytes) + existing_row(args, row) * bytes;
 }
 

@@ -81,9 +81,9 @@ void check_memory_limits(int n, int slot_lists)
         const int matrices = TQKV__MOST_MATRIX_COLUMNS(d) / 8;
         const int queries = TQKV__MATRIX_QUERY_BYTES(d + tail) * matrices;
         const int sums = d > 256 ? TQKV__LONG_WEIGHT_BYTES(matrices) : TQKV__MATRIX_SUM_BYTES(d);
+        const int shared = d > 256 ? TQKV__LONG_SIMDGROUPS : n, lists = d > 256 ? slot_lists > 0 : slot_lists;
         int by_matrices = TQKV__ATTEND_TABLE_BYTES + TQKV__COLUMN_BYTES(8 * matrices) + tail_table +
-                          TQKV__STATE_BYTES(8 * matrices) * n + (d > 256 ? 0 : TQKV__SLOT_BYTES(slot_lists) * n) +
-                          queries + sums;
+                          (TQKV__STATE_BYTES(8 * matrices) + TQKV__SLOT_BYTES(lists)) * shared + queries + sums;
         CHECK(attend <= 32768, "attend at D=%d takes %d bytes", d, attend);
         CHECK(!gpu_has_matrices(d) || by_matrices <= 32768, "attend_matrix at D=%d takes %d bytes", d, by_matrices);
         CHECK(TQKV__MERGE_BYTES(d, TQKV__MERGE_SIMDGROUPS(d)) <= 32768, "attend_merge at D=%d", d);
