@@ -251,13 +251,13 @@ def print_apart(machine):
     """What rows that lie apart cost."""
     print(f"\nTQ4, rows side by side and in pages of {SMALL_PAGE}: shuffles by differing lanes a tile, then cycles of a "
           "core for 32 values:\n")
-    print("| kernel, group | rows | shuffles | issue | threadgroup, 16 banks | 32 banks |\n|---|---|---|---|---|---|")
-    for kernel, group in ((LANES, 2), (LANES, 4), (MATRICES, 8)):
+    print("| kernel, group, head_dim | rows | shuffles | issue | threadgroup, 16 banks | 32 banks |\n" + "|---" * 6 + "|")
+    for kernel, group, dim in ((LANES, 2, 128), (LANES, 4, 128), (MATRICES, 8, 128), (MATRICES, 8, 512)):
         for page, rows in ((0, "side by side"), (SMALL_PAGE, "apart")):
-            counts = machine.attend("TQ4", group, kernel, page=page)
+            counts = machine.attend("TQ4", group, kernel, head_dim=dim, page=page)
             cycles = [core_cycles(counts, banks) for banks in chips.THREADGROUP_BANKS]
             cells = [f"{x:.2f}" for x in (cycles[0]["issue"], cycles[0]["threadgroup"], cycles[1]["threadgroup"])]
-            print(f"| {KERNELS[kernel].lower()}, {group} | {rows} | {shuffles_of_tile(counts):.0f} | " +
+            print(f"| {KERNELS[kernel].lower()}, {group}, {dim} | {rows} | {shuffles_of_tile(counts, dim):.0f} | " +
                   " | ".join(cells) + " |")
 
 
