@@ -1391,6 +1391,8 @@ enum { TQKV__HALF = 1, TQKV__BOOK, TQKV__GRID };
 #define TQKV__FACTORS_OF(bits, number)   (bits) == number ? tqkv__tables.factors_##number:
 #define TQKV__N_FACTORS_OF(bits, number) (bits) == number ? (int)(sizeof tqkv__tables.factors_##number / sizeof(float)):
 enum { TQKV__MOST_FACTORS = 5 };
+/* Of 3 or 4 bits: from this factor to the largest a value crosses one boundary at most, the next being further away. */
+#define TQKV__LEAST_CROSSING(bits) ((bits) == 3 ? 0.82f : 1.0f)
 
 /* XXH3-64 of each member of tqkv__tables, as little-endian bytes, and of the whole. */
 #ifndef __METAL_VERSION__
@@ -15476,7 +15478,7 @@ TQKV_API tqkv_result tqkv_store_load(const tqkv_store *store, int64_t position, 
 #define TQKV__BEFORE_HALVES        1 /* those before its newest halves, or */
 #define TQKV__NEWEST_HALVES        2 /* these alone */
 
-#define TQKV_FC_STRANDS            35 /* bool: attend: threadgroups may have strands of stretches */
+#define TQKV_FC_STRANDS 35 /* bool: attend: threadgroups may have strands of stretches */
 
 #define TQKV__CONSTANTS 36 /* of them */
 /* Whether a function constant is a uint. */
@@ -15531,16 +15533,21 @@ TQKV_API tqkv_result tqkv_store_load(const tqkv_store *store, int64_t position, 
 #define TQKV__ATTEND_QUERY_BYTES(D) (6 * (D)*TQKV__MAX_COLUMNS(D)) /* (1) padded queries */
 #define TQKV__ATTEND_PASS_FLOATS(D) ((D) <= 256 ? 512 : 256)       /* (2) of a simdgroup: a tile's weights, then sums */
 #define TQKV__ATTEND_SUM_BYTES(D, columns)                                                                             \
-    ((columns) * (D) <= 256 && (columns) <= 4                                                                           \
-         ? 1024                                                                                                         \
-         : 4 * TQKV__ATTEND_PASS_FLOATS(D)) /* of a pass, or of all columns; of a strand weights and shares */
-#define TQKV__MATRIX_QUERY_BYTES(D) (32 * (D))                        /* (1) of attend_matrix: 8 queries, and */
-#define TQKV__MATRIX_SUM_BYTES(D)   (64 * ((D) + 4))                  /*     padded sums of 4 simdgroups and columns */
+    ((columns) * (D) <= 256 && (columns) <= 4                                                                          \
+         ? 1024                                                                                                        \
+         : 4 * TQKV__ATTEND_PASS_FLOATS(D))          /* of a pass, or of all columns; of a strand weights and shares */
+#define TQKV__MATRIX_QUERY_BYTES(D) (32 * (D))       /* (1) of attend_matrix: 8 queries, and */
+#define TQKV__MATRIX_SUM_BYTES(D)   (64 * ((D) + 4)) /*     padded sums of 4 simdgroups and columns */
 #define TQKV__COLUMN_BYTES(columns) (56 * (columns)) /* (3) of attend and attend_matrix: 14 numbers a column, and */
-#define TQKV__STRAND_BLOCKS(D) ((D) <= 128 ? 1 : 2) /* norms of a row of values, at most, where attend_matrix has strands */
-#define TQKV__MATRIX_STRAND_BYTES(D, n) ((D) <= 128 ? 8192 * (n) : 12288 * (n)) /* (1): factors and weights of four tiles */
-#define TQKV__STATE_BYTES(columns)  (8 * (columns))  /*     maximum and sum of a simdgroup */
-#define TQKV__MERGE_BYTES(D, n)     ((n) * ((D) + 4) * 4) /* (0) a row and its sum, n simdgroups */
+#define TQKV__STRAND_BLOCKS(D)                                                                                         \
+    ((D) <= 128 ? 1 : 2) /* norms of a row of values, at most, where attend_matrix has strands */
+#define TQKV__MATRIX_STRAND_BYTES(D, n)                                                                                \
+    ((D) <= 128 ? 8192 * (n) : 12288 * (n))        /* (1): factors and weights of four tiles */
+#define TQKV__STATE_BYTES(columns) (8 * (columns)) /*     maximum and sum of a simdgroup */
+#define TQKV__SLOT_BYTES(lists)    (256 * (lists)) /*     slots of a tile and the next one, in so many lists: */
+#define TQKV__SLOT_LISTS(apart, same_slots, tail_elsewhere)                                                            \
+    (((apart) ? (same_slots) ? 1 : 2 : 0) + ((tail_elsewhere) ? 1 : 0)) /* keys, values, tail, where rows lie apart */
+#define TQKV__MERGE_BYTES(D, n) ((n) * ((D) + 4) * 4)                   /* (0) a row and its sum, n simdgroups */
 
 /* Floats of a padded query in attend. */
 #define TQKV__QUERY_FLOATS(D) (3 * (D) / 2)
@@ -15548,10 +15555,10 @@ TQKV_API tqkv_result tqkv_store_load(const tqkv_store *store, int64_t position, 
 /* Attention cuts the context at fixed slots of the keys into stretches with sums of their own: the first n_short have
    `length` tiles of 32 slots, the others TQKV__STRETCH_GROWTH times as many. TQKV__SECTION of them, counted from slot
    0, are a section. The stretches of a section are added in order, then the sections. */
-#define TQKV__STRETCH_GROWTH 4
-#define TQKV__SECTION        16
+#define TQKV__STRETCH_GROWTH      4
+#define TQKV__SECTION             16
 #define TQKV__MOST_STRAND_COLUMNS 16 /* by matrices */
-#define TQKV__STRANDS        4 /* of a stretch of `length` tiles, each of as many: what the simdgroups of attend add up */
+#define TQKV__STRANDS             4  /* of a stretch of `length` tiles: what the simdgroups of attend add up */
 #define TQKV__STRETCH_OF_TILE(tile, length, n_short)                                                                   \
     ((tile) / (length) < (n_short) ? (tile) / (length)                                                                 \
                                    : (n_short) + ((tile) - (n_short) * (length)) / (TQKV__STRETCH_GROWTH * (length)))
@@ -15584,8 +15591,8 @@ TQKV_API tqkv_result tqkv_store_load(const tqkv_store *store, int64_t position, 
         TQKV__ROW_BYTES(D, 1), TQKV__ATTEND_QUERY_BYTES(D), TQKV__ATTEND_PASS_FLOATS(D), TQKV__ATTEND_SUM_BYTES(D, 1), \
         TQKV__MERGE_BYTES(D, 1), TQKV__TAIL_DIM(D), TQKV__STRETCH_GROWTH, TQKV__SECTION, TQKV__MOST_MATRIX_COLUMNS(D), \
         TQKV__MATRIX_QUERY_BYTES(D), TQKV__MATRIX_SUM_BYTES(D), TQKV__COLUMN_BYTES(1), TQKV__STATE_BYTES(1),           \
-        TQKV__LONG_WEIGHT_BYTES(1)
-enum { TQKV__KERNEL_DIMS = 11, TQKV__N_KERNEL_SIZES = 19 };
+        TQKV__LONG_WEIGHT_BYTES(1), TQKV__SLOT_BYTES(1)
+enum { TQKV__KERNEL_DIMS = 11, TQKV__N_KERNEL_SIZES = 20 };
 
 /* The values of head_dim that have kernels, as row(x, number, D). Besides, keys of TQKV__WIDE_KEYS take values of
    TQKV__NARROW_VALUES in encode_kv and attend, and keys of D a tail of TQKV__TAIL_DIM(D): encode_kv takes it for
@@ -15749,7 +15756,7 @@ TQKV__ASSERT_SIZE(tqkv__batch_item, 332);
 TQKV__ASSERT_SIZE(tqkv__choose_args, 52);
 TQKV__ASSERT_SIZE(tqkv__index_args, 232);
 TQKV__ASSERT_SIZE(tqkv__calibrate_args, 40);
-TQKV__ASSERT_SIZE(tqkv__table_report, 4692);
+TQKV__ASSERT_SIZE(tqkv__table_report, 4736);
 
 /* >>metal-host: numbers that tqkv_metal.m and the tests share with >>metal-code, visible with TQKV_SHARED */
 enum {
@@ -16524,15 +16531,23 @@ TQKV_API tqkv_result tqkv_metal_plan_calibrate(const tqkv_metal_store *shape, tq
                  and row, read and written, against 512 or 2048 positions of half to two bytes a value. On an H200,
                  D=128, group 2, 128k positions, I8 takes 107 microseconds with 512 slots up to slot 65536, 89 as it is,
                  and 80 with 2048 everywhere. A window sees few stretches wherever it stands, so there all are short.
-   strands       Threadgroups that share a stretch. Stretches of short contexts leave most of a GPU idle: where there are
-                 at most TQKV__FEW threadgroups, each simdgroup's part of a stretch has one of its own, whose simdgroups
-                 share its four tiles. The bits are the same.
+   strands       Threadgroups that share a stretch. Stretches of short contexts leave most of a GPU idle: where there
+                 are at most TQKV__FEW threadgroups, each simdgroup's part of a stretch has one of its own, whose
+                 simdgroups share its four tiles. The bits are the same. On an H200, D=128, 1024 positions, F16 of
+                 group 1 takes 7.6 microseconds, not 16.3, TQ4 8.0, not 12.5; over 4096 positions 10.5, not 17.5, and
+                 9.5, not 12.9.
    splits        Threadgroups along the context, each with
                  one stretch   until the stretches' sums take 32 MiB of scratch,
                  one section   beyond that, 16 stretches added up as it goes, or
                  everything    if heads and rows make 256 threadgroups already. Section and total stand in scratch.
                  All three do the same additions in the same order. */
-enum { TQKV__STRETCH_TILES = 16, TQKV__SHORT_STRETCHES = 16, TQKV__MOST_SUMS = 32 << 20, TQKV__FULL = 256, TQKV__FEW = 64 };
+enum {
+    TQKV__STRETCH_TILES = 16,
+    TQKV__SHORT_STRETCHES = 16,
+    TQKV__MOST_SUMS = 32 << 20,
+    TQKV__FULL = 256,
+    TQKV__FEW = 64
+};
 
 typedef struct tqkv__split {
     int columns, n_simdgroups, n_splits, strands, first_stretch, n_short, sections_each, n_partials;
@@ -16956,6 +16971,17 @@ static size_t tqkv__plan_out_size(const tqkv__attention *a, const tqkv__attend_b
     return b->slice.to ? a->out_elements * sizeof(float) : a->out_size;
 }
 
+/* Of a simdgroup: where rows lie apart, all lanes read their slots from it; of rows that several simdgroups share those
+   of the values alone. */
+static size_t tqkv__planned_slots(const tqkv_metal_dispatch *d, bool is_long)
+{
+    const uint8_t *constants = d->kernel.constants;
+    const bool apart = constants[TQKV_FC_LIST] == 1 + true || constants[TQKV_FC_SMALL_PAGES] == 1 + true,
+               same_slots = constants[TQKV_FC_SAME_SLOTS] == 1 + true,
+               tail_elsewhere = constants[TQKV_FC_TAIL_ELSEWHERE] == 1 + true;
+    return TQKV__SLOT_BYTES((size_t)(is_long ? apart : TQKV__SLOT_LISTS(apart, same_slots, tail_elsewhere)));
+}
+
 /* The memory of queries holds only the columns in use: memory limits the threadgroups on a core. */
 static void tqkv__plan_attend_memory(tqkv_metal_dispatch *d, size_t key_dim, size_t value_dim, int columns)
 {
@@ -16965,7 +16991,7 @@ static void tqkv__plan_attend_memory(tqkv_metal_dispatch *d, size_t key_dim, siz
     d->memory[2] = 0;
     d->memory[3] = TQKV__COLUMN_BYTES(TQKV__MAX_COLUMNS(value_dim));
     d->memory_each[2] = TQKV__ATTEND_SUM_BYTES(value_dim, (size_t)columns);
-    d->memory_each[3] = TQKV__STATE_BYTES(TQKV__MAX_COLUMNS(value_dim));
+    d->memory_each[3] = (size_t)TQKV__STATE_BYTES(TQKV__MAX_COLUMNS(value_dim)) + tqkv__planned_slots(d, false);
 }
 
 /* Matrices come whole: 8, 16 or 32 columns. The sums take turns, and after the only stretch the queries' memory. Of
@@ -16985,7 +17011,7 @@ static void tqkv__plan_matrix_memory(tqkv_metal_dispatch *d, size_t head_dim, in
     d->memory[1] = queries + rows > others ? queries + rows : others;
     d->memory[2] = d->memory_each[2] = 0;
     d->memory[3] = TQKV__COLUMN_BYTES(8 * matrices) + (tail ? TQKV__TABLE_BYTES : 0);
-    d->memory_each[3] = TQKV__STATE_BYTES(8 * matrices);
+    d->memory_each[3] = TQKV__STATE_BYTES(8 * matrices) + tqkv__planned_slots(d, is_long);
 }
 
 /* Returns the threadgroups of a KV head and split. */
@@ -17145,7 +17171,9 @@ static void tqkv__plan_attend_merge(tqkv_metal_dispatch *d, const tqkv__attentio
                                     const tqkv__split splits[3], const tqkv__split *all)
 {
     const tqkv__split *split = &splits[1];
-    const int length = split->sections_each ? 1 : split->strands > 1 ? split->strands : TQKV__SECTION,
+    const int length = split->sections_each ? 1
+                       : split->strands > 1 ? split->strands
+                                            : TQKV__SECTION,
               before = split->strands > 1 ? 0 : split->first_stretch % length;
     const int n_results = split->sections_each > 1 ? 1 : split->n_partials, most = TQKV__MERGE_SIMDGROUPS(a->value_dim);
     const int n_sections =
@@ -17651,7 +17679,7 @@ static tqkv_result tqkv__add_scratch_of_end(const tqkv__attention *a, int last, 
     return TQKV_OK;
 }
 
-/* Returns the most scratch of a context whose stretches are divided into strands: it may be more than a longer one takes. */
+/* Returns the most scratch of a context whose stretches are divided into strands: a longer one may take less. */
 static size_t tqkv__scratch_of_strands(const tqkv__attention *a, const tqkv__split *split)
 {
     const size_t few = split->n_groups ? TQKV__FEW / split->n_groups : 0,
@@ -18813,8 +18841,8 @@ static tqkv_result tqkv__visit_tables(tqkv__visitor *v, tqkv_result planned)
     return other ? tqkv__visit(v, r) : r;
 }
 
-/* Visits a plan for contexts that are short, whose stretches are divided into strands, and for others. Only attention to
-   codes has strands: it comes before that to the newest halves. */
+/* Visits a plan for contexts that are short, whose stretches are divided into strands, and for others. Only attention
+   to codes has strands: it comes before that to the newest halves. */
 static tqkv_result tqkv__visit_lengths(tqkv__visitor *v, tqkv_result planned)
 {
     const tqkv_result r = tqkv__visit_tables(v, planned);

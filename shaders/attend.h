@@ -9,9 +9,9 @@
 //   softmax  one row a lane
 //   values   the lanes lie across the row; the weights come from threadgroup memory (attend_values.h)
 //
-// Letters: D head_dim, W code width of a stored value, K and V before either: of keys and of values; T that of a tail. C
-// most columns, the same for all head_dims. N values that a lane loads at a time, R lanes that share a row of keys, V output values
-// of a column that a lane keeps.
+// Letters: D head_dim, W code width of a stored value, K and V before either: of keys and of values; T that of a tail.
+// C most columns, the same for all head_dims. N values that a lane loads at a time, R lanes that share a row of keys, V
+// output values of a column that a lane keeps.
 #ifndef TQKV_ATTEND_H
 #define TQKV_ATTEND_H
 #include "attend_values.h"
@@ -108,8 +108,8 @@ inline uint padded(uint format, uint value)
     return value + value / uint(BY_CODE_WIDTH(format, KEY_VALUES, D)) * 4u;
 }
 
-// The score of the centre of a part of the keys: all scores of the query lack it. Every lane of the row has the result. x: the
-// lane's values of the query
+// The score of the centre of a part of the keys: all scores of the query lack it. Every lane of the row has the result.
+// x: the lane's values of the query
 template <int D>
 inline float score_of_center(constant tqkv__attend_args &args, thread const attend_task &task,
                              thread const key_part &keys, thread const float *x)
@@ -159,7 +159,7 @@ inline void load_query_part(constant tqkv__attend_args &args, thread const atten
         float shift = keys.with_center ? score_of_center<D>(args, task, keys, x) : 0.0f;
         if (part == 0 && own < columns) {
             if (has_shifts()) memory.shifts[column] = keys.first == 0 ? shift : memory.shifts[column] + shift;
-            memory.rows[column] = partial_row(args, row, head);
+            if (keys.first == 0) memory.rows[column] = partial_row(args, row, head);
         }
         turn_query<D>(task, keys, x);
         TQKV_UNROLL
@@ -192,9 +192,10 @@ inline void load_key_codes(constant tqkv__attend_args &args, thread const attend
         TQKV_UNROLL
         for (int r = 0; r < R; r++) {
             uint row = uint(r * (32 / R)) + task.lane / uint(R);
-            load_codes<D, W, N>(part.format,
-                                key_codes(args, part.apart, part.rows.codes, row_bytes<D>(part.format), base, row),
-                                ((step + uint(b)) * uint(R) + task.lane % uint(R)) * uint(N), keys.raw[b][r]);
+            load_codes<D, W, N>(
+                part.format,
+                key_codes(args, task.pages, part.apart, part.rows.codes, row_bytes<D>(part.format), base, row),
+                ((step + uint(b)) * uint(R) + task.lane % uint(R)) * uint(N), keys.raw[b][r]);
         }
     }
 }
@@ -207,7 +208,7 @@ inline void load_key_scales(constant tqkv__attend_args &args, thread const atten
     const int R = KEY_LANES(D, W);
     TQKV_UNROLL
     for (int r = 0; r < R; r++) {
-        uint slot = key_slot(args, part.apart, base, uint(r * (32 / R)) + task.lane / uint(R));
+        uint slot = key_slot(args, task.pages, part.apart, base, uint(r * (32 / R)) + task.lane / uint(R));
         keys.scale[r] = stored_scale<D>(part.format, part.rows, slot, block, part.block_scale);
     }
 }
@@ -356,8 +357,8 @@ inline void open_tail(constant tqkv__attend_args &, thread const attend_task &, 
 {
 }
 
-// Adds the scores of the tail to those of the keys. The two leave a row's score with different lanes: `row` is that of the
-// keys' lane. key_scale becomes the factor of the sum.
+// Adds the scores of the tail to those of the keys. The two leave a row's score with different lanes: `row` is that of
+// the keys' lane. key_scale becomes the factor of the sum.
 template <int D, int T, int C>
 inline void add_tail(constant tqkv__attend_args &args, thread const attend_task &task, uint base, uint next_base,
                      uint row, thread const codebook &book, thread any_keys<T> &keys, thread float &key_scale,
@@ -366,7 +367,8 @@ inline void add_tail(constant tqkv__attend_args &args, thread const attend_task 
     if (tail_format == 0) return;
     float tail[C];
     score_any_tile<T, C>(args, task, tail_part<D>(task), base, next_base, book, keys, tail);
-    float scale = row_scale<T>(tail_format, task.tail, key_slot(args, tail_rows_apart(), base, row), 1.0f);
+    uint slot = key_slot(args, task.pages, tail_rows_apart(), base, row);
+    float scale = row_scale<T>(tail_format, task.tail, slot, 1.0f);
     const bool same = BY_CODE_WIDTH(key_format, KEY_LANES, D) == BY_CODE_WIDTH(tail_format, KEY_LANES, T);
     FOR_COLUMNS(c)
     {
@@ -392,11 +394,11 @@ inline float score_of(constant tqkv__attend_args &args, float dot, float factor,
     return args.softcap * TQKV_LOG2E * precise::tanh(score / (args.softcap * TQKV_LOG2E));
 }
 
-// Dot products to scores. A masked position scores -INFINITY by selection, never by arithmetic: nothing that its slot holds
-// can spread. Returns whether a maximum is to be raised.
+// Dot products to scores. A masked position scores -INFINITY by selection, never by arithmetic: nothing that its slot
+// holds can spread. Returns whether a maximum is to be raised.
 template <int D>
-inline bool mask_scores(constant tqkv__attend_args &args, thread const attend_task &task, tile_place at, float key_scale,
-                        thread const column_state<D> &state, thread float *score, thread bool *seen)
+inline bool mask_scores(constant tqkv__attend_args &args, thread const attend_task &task, tile_place at,
+                        float key_scale, thread const column_state<D> &state, thread float *score, thread bool *seen)
 {
     const int C = TQKV__MAX_COLUMNS(D);
     float factor = key_scale * (args.scale * TQKV_LOG2E);
@@ -413,9 +415,9 @@ inline bool mask_scores(constant tqkv__attend_args &args, thread const attend_ta
     return raise;
 }
 
-// The maximum of a column, raised where the largest score of a tile exceeds it by 11. Weights stay below 2^11.5, and most
-// tiles skip the rescaling. It is a whole number: see maximum_of_slice. Each column decides for itself: its bits do not
-// depend on the others.
+// The maximum of a column, raised where the largest score of a tile exceeds it by 11. Weights stay below 2^11.5, and
+// most tiles skip the rescaling. It is a whole number: see maximum_of_slice. Each column decides for itself: its bits
+// do not depend on the others.
 inline float raised_maximum(float maximum, float largest) { return largest > maximum + 11.0f ? largest : maximum; }
 
 // Scores to weights of the online softmax.
@@ -474,8 +476,8 @@ inline void store_states(thread const attend_task &task, thread const column_sta
     }
 }
 
-// Sums of values that lie next to each other in a row: a lane's of a piece, 8, over 32 lanes of which VALUE_LANES lie across the
-// row. Each keeps KEPT_SUMS of the row's sums from value kept_sum on: as in reduce_scatter.
+// Sums of values that lie next to each other in a row: a lane's of a piece, 8, over 32 lanes of which VALUE_LANES lie
+// across the row. Each keeps KEPT_SUMS of the row's sums from value kept_sum on: as in reduce_scatter.
 #define KEPT_SUMS(D) (VALUE_LANES(D) / 4)
 template <int D>
 inline uint kept_sum(uint lane)
@@ -491,13 +493,13 @@ inline void add_lanes(uint lane, thread const float *from, thread float *x)
     for (int i = 0; i < 8; i++) x[i] = from[i];
     TQKV_UNROLL
     for (int step = 0; step < 3; step++) {
-        const int distance = VALUE_LANES(D) << step, half = 4 >> step;
+        const int distance = VALUE_LANES(D) << step, kept = 4 >> step;
         if (distance >= 32) continue;
         bool upper = (lane & uint(distance)) != 0;
         TQKV_UNROLL
         for (int i = 0; i < 4; i++) {
-            if (i >= half) continue;
-            float low = x[i], high = x[i + half];
+            if (i >= kept) continue;
+            float low = x[i], high = x[i + kept];
             x[i] = (upper ? high : low) + simd_shuffle_xor(upper ? low : high, ushort(distance));
         }
     }
@@ -574,8 +576,8 @@ inline void combine_pass(thread const attend_task &task, int first, column_memor
     threadgroup_barrier(mem_flags::mem_threadgroup); // before the next sums, or weights, overwrite these
 }
 
-// Adds a stretch to the partial results: that of its section and, at the section's end, that of all. Returns the number of
-// the one that has the total.
+// Adds a stretch to the partial results: that of its section and, at the section's end, that of all. Returns the number
+// of the one that has the total.
 template <int D>
 inline uint keep_stretch(constant tqkv__attend_args &args, thread const attend_task &task, stretch_range own,
                          uint stretch, column_memory memory, thread const column_state<D> &state)
@@ -615,6 +617,7 @@ inline void clear_sums(thread column_state<D> &state)
 template <int D>
 struct tile_walk {
     tile_steps steps;
+    tile_search search;
     tile_place next; // the place of the next tile
     any_keys<D> keys;
     any_keys<TQKV__TAIL_DIM(D)> tail;
@@ -643,10 +646,12 @@ inline void add_tiles(constant tqkv__attend_args &args, thread const attend_task
     while (walk.steps.tile < end) {
         tile_place at = walk.next;
         next_tile(walk.steps, task.n_simdgroups);
-        walk.next = open_tile(args, task.pages, walk.steps.tile, at.row);
+        tile_memory base = find_next(args, task.pages, walk.steps, task.n_simdgroups, walk.search);
+        walk.next = open_tile(args, base, walk.steps.tile, at.row);
         const int C = TQKV__MAX_COLUMNS(KD), T = TQKV__TAIL_DIM(KD);
         float score[C];
-        uint key = key_slot(args, rows_apart(), at.base.keys, at.row), value = value_slot(args, at.base.values, at.row);
+        uint key = key_slot(args, task.pages, rows_apart(), at.base.keys, at.row);
+        uint value = value_slot(args, task.pages, at.base.values, at.row);
         float key_scale = row_scale<KD>(key_format, task.keys, key, args.key_block_scale);
         float value_scale = row_scale<VD>(value_format, task.values, value, args.value_block_scale);
         any_values<VD> values;
@@ -662,8 +667,8 @@ inline void add_tiles(constant tqkv__attend_args &args, thread const attend_task
     }
 }
 
-// The arguments of attend and attend_matrix. codes: [n_kv_heads][capacity][row_bytes], norms: [n_kv_heads][capacity][norms of a
-// row]
+// The arguments of attend and attend_matrix. codes: [n_kv_heads][capacity][row_bytes], norms:
+// [n_kv_heads][capacity][norms of a row]
 // clang-format off
 #define ATTEND_ARGUMENTS \
     constant tqkv__attend_args &call [[buffer(0)]], \
@@ -693,8 +698,8 @@ inline void add_tiles(constant tqkv__attend_args &args, thread const attend_task
     uint simdgroup [[simdgroup_index_in_threadgroup]], \
     uint n_simdgroups [[simdgroups_per_threadgroup]]
 
-// `args` and `task` of these arguments, but for threadgroup memory that the two kernels share out in their own ways. D: of
-// the keys, V: of the values
+// `args` and `task` of these arguments, but for threadgroup memory that the two kernels share out in their own ways. D:
+// of the keys, V: of the values
 #define ATTEND_TASK(D, V) \
     uint item = batch ? item_of(items, group.z, TQKV_BY_GROUP) : 0u; \
     constant tqkv__attend_args &args = batch ? items[item].attend : call; \
@@ -713,6 +718,8 @@ inline void add_tiles(constant tqkv__attend_args &args, thread const attend_task
     task.pages.keys = key_pages; \
     task.pages.values = value_pages; \
     task.pages.lane = lane; \
+    task.pages.simdgroup = simdgroup; \
+    task.pages.shared = task.pages.shared_values = false; \
     task.list_rows = list_rows; \
     task.tree = tree; \
     task.tables = tables; \

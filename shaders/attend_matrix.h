@@ -1,6 +1,6 @@
-// Attention as attend.h, by products of 8x8 matrices: for groups of query heads that fill their columns. A product has a
-// matrix unit of its own on some hardware, and shares its operands among the lanes on all. What a threadgroup works on
-// and how it adds up is as in attend.h. Each simdgroup takes its own tiles of 32 slots.
+// Attention as attend.h, by products of 8x8 matrices: for groups of query heads that fill their columns. A product has
+// a matrix unit of its own on some hardware, and shares its operands among the lanes on all. What a threadgroup works
+// on and how it adds up is as in attend.h. Each simdgroup takes its own tiles of 32 slots.
 //
 // Within a tile
 //   scores   S^T = K Q^T, [32 slots][columns]: a key is decoded into the lanes' elements of left factors
@@ -9,8 +9,8 @@
 // The values of a key may come in any order if those of the queries do, and so may the rows of O^T. So a lane takes
 // neighbouring codes of a row, and loads up to 16 bytes at a time.
 //
-// Letters: D head_dim, W code width of a stored value, F matrices side by side that hold the columns, N values that a lane
-// loads at a time, P values of a row that a simdgroup has sums of: all, but of long rows a part (attend_long.h).
+// Letters: D head_dim, W code width of a stored value, F matrices side by side that hold the columns, N values that a
+// lane loads at a time, P values of a row that a simdgroup has sums of: all, but of long rows a part (attend_long.h).
 #ifndef TQKV_ATTEND_MATRIX_H
 #define TQKV_ATTEND_MATRIX_H
 #include "matrix_columns.h"
@@ -22,39 +22,38 @@
 // one element and of row t + 4 for the other: those of one load lie together.
 inline uint tile_row(int p, uint k) { return uint(p) * 8u + k / 2u + k % 2u * 4u; }
 
-// Norms of the lane's rows of a tile, where a row has one. They are loaded long before they are used: nothing is computed
-// from them before that.
+// Norms of the lane's rows of a tile, where a row has one. They are loaded long before they are used: nothing is
+// computed from them before that.
 struct tile_norms {
     float keys[4], values[4];
 };
 
 template <int D>
-inline void load_norms(constant tqkv__attend_args &args, uint format, bool apart, stream_rows rows, uint first,
-                       uint lane, thread float (&norms)[4])
+inline void load_norms(constant tqkv__attend_args &args, thread const page_tables &pages, uint format, bool apart,
+                       stream_rows rows, uint first, thread float (&norms)[4])
 {
     if (!has_norms(format) || !one_norm<D>(format)) return;
-    uint row = tile_row(0, TQKV__MATRIX_ROW(lane));
-    device const float *at = rows.norms + (ulong(first) + ulong(row));
+    uint row = TQKV__MATRIX_ROW(pages.lane);
+    device const float *at = rows.norms + (ulong(first) + ulong(tile_row(0, row)));
     TQKV_UNROLL
     for (int p = 0; p < 4; p++)
-        norms[p] = short_store || apart ? rows.norms[key_slot(args, apart, first, tile_row(p, TQKV__MATRIX_ROW(lane)))]
-                                        : at[8 * p];
+        norms[p] = short_store || apart ? rows.norms[key_slot(args, pages, apart, first, tile_row(p, row))] : at[8 * p];
 }
 
 template <int D>
 inline void load_tile_norms(constant tqkv__attend_args &args, thread const attend_task &task, tile_memory base,
                             thread tile_norms &norms)
 {
-    load_norms<D>(args, key_format, rows_apart(), task.keys, base.keys, task.lane, norms.keys);
+    load_norms<D>(args, task.pages, key_format, rows_apart(), task.keys, base.keys, norms.keys);
     if (same_slots || paged || has_list) {
-        load_norms<D>(args, value_format, rows_apart(), task.values, base.values, task.lane, norms.values);
+        load_norms<D>(args, task.pages, value_format, rows_apart(), task.values, base.values, norms.values);
         return;
     }
     if (!has_norms(value_format) || !one_norm<D>(value_format)) return;
     TQKV_UNROLL
     for (int p = 0; p < 4; p++) {
         uint row = tile_row(p, TQKV__MATRIX_ROW(task.lane));
-        norms.values[p] = task.values.norms[value_slot(args, base.values, row)];
+        norms.values[p] = task.values.norms[value_slot(args, task.pages, base.values, row)];
     }
 }
 
@@ -98,8 +97,8 @@ inline float size_of_row(thread const float *x)
     return exponent == 0 || exponent > 0x7e800000u ? 1.0f : as_type<float>(exponent);
 }
 
-// Place of a value in row `row` of a pass. Lanes that store neighbours of one row, or load one value in 16 or 32 of several
-// rows, meet in few banks.
+// Place of a value in row `row` of a pass. Lanes that store neighbours of one row, or load one value in 16 or 32 of
+// several rows, meet in few banks.
 inline uint staged_value(uint row, uint D, uint value)
 {
     return row * D + (value ^ (((value >> 5) & 3u) << 3 ^ ((value >> 7) & 3u) << 1 ^ (row & 7u)));
@@ -150,8 +149,8 @@ inline threadgroup right_pair *query_at(thread const key_part &keys, uint number
     return (threadgroup right_pair *)queries + number * 32u + lane;
 }
 
-// The rows of a pass as pairs of right factors: [F][D / 16][32 lanes]. A column that is not used repeats the last one. A
-// barrier must precede it, and follow.
+// The rows of a pass as pairs of right factors: [F][D / 16][32 lanes]. A column that is not used repeats the last one.
+// A barrier must precede it, and follow.
 template <int D, int F>
 inline void arrange_queries(thread const attend_task &task, thread const key_part &keys, uint first)
 {
@@ -208,8 +207,8 @@ inline void load_key_chunk(constant tqkv__attend_args &args, thread const attend
     TQKV_UNROLL
     for (int p = 0; p < 4; p++) {
         uint row = tile_row(p, TQKV__MATRIX_ROW(task.lane));
-        load_codes<D, W, N>(part.format, key_codes(args, part.apart, part.rows.codes, bytes, base, row), first,
-                            keys.raw[p]);
+        device const uchar *codes = key_codes(args, task.pages, part.apart, part.rows.codes, bytes, base, row);
+        load_codes<D, W, N>(part.format, codes, first, keys.raw[p]);
     }
 }
 
@@ -279,7 +278,7 @@ inline void load_key_norms(constant tqkv__attend_args &args, thread const attend
 {
     TQKV_UNROLL
     for (int p = 0; p < 4; p++) {
-        uint slot = key_slot(args, part.apart, base, tile_row(p, TQKV__MATRIX_ROW(task.lane)));
+        uint slot = key_slot(args, task.pages, part.apart, base, tile_row(p, TQKV__MATRIX_ROW(task.lane)));
         norms[p] = one_norm<D>(part.format) ? 1.0f : stored_norm<D>(part.format, part.rows, slot, block);
     }
 }
@@ -302,16 +301,16 @@ inline void add_key_block(thread const key_part &part, thread const float (&norm
     clear_scores<F>(score);
 }
 
-// score = q . k, without the factor of rows that have one norm. `keys` holds the first chunks of the tile at slot `base`;
-// at the end it holds those of the tile at `next_base`.
+// score = q . k, without the factor of rows that have one norm. `keys` holds the first chunks of the tile at slot
+// `base`; at the end it holds those of the tile at `next_base`.
 template <int D, int W, int F>
 inline void score_matrix_tile(constant tqkv__attend_args &args, thread const attend_task &task,
                               thread const key_part &part, uint base, uint next_base, thread const value_book &book,
                               thread key_batch<D, W, F> &keys, thread sum_matrix (&score)[4][F])
 {
     const int N = MATRIX_KEY_VALUES(D, W), chunks = D / (4 * N), B = MATRIX_KEY_BATCH(D, W, F);
-    // Some hardware rounds sums of products towards 0: those of long rows are added up chunk by chunk, or there 128 values at
-    // a time.
+    // Some hardware rounds sums of products towards 0: those of long rows are added up chunk by chunk, or there 128
+    // values at a time.
     const bool in_one = one_norm<D>(part.format) && D <= 128;
     const uint block_chunks = one_norm<D>(part.format) ? uint(chunks) : norm_block<D>(part.format) / uint(4 * N);
     const uint least = one_norm<D>(part.format) ? 1u : block_chunks;
@@ -393,6 +392,7 @@ inline newest_range newest_of_columns(constant tqkv__attend_args &args, uint fir
 template <int D, int F>
 struct matrix_walk {
     tile_steps steps;
+    tile_search search;
     tile_memory base; // of the next tile
     newest_range newest;
     any_key_batch<D, F> keys; // of that tile
@@ -583,7 +583,8 @@ inline void load_value_chunk(constant tqkv__attend_args &args, thread const atte
     TQKV_UNROLL
     for (int i = 0; i < 4; i++) {
         uint k = TQKV__MATRIX_COLUMN(task.lane) + uint(i % 2), row = tile_row(2 * int(half_tile) + i / 2, k);
-        load_codes<D, W, N>(value_format, value_codes(args, task.values.codes, bytes, base, row), first, values.raw[i]);
+        device const uchar *codes = value_codes(args, task.pages, task.values.codes, bytes, base, row);
+        load_codes<D, W, N>(value_format, codes, first, values.raw[i]);
     }
 }
 
@@ -648,7 +649,7 @@ inline void scale_weights(constant tqkv__attend_args &args, thread const attend_
         float scale = scale_of_norm<D>(value_format, norms.values[p], args.value_block_scale);
         if (!one_norm<D>(value_format))
             scale = stored_scale<D>(value_format, task.values,
-                                    value_slot(args, base, tile_row(p, TQKV__MATRIX_ROW(task.lane))), block,
+                                    value_slot(args, task.pages, base, tile_row(p, TQKV__MATRIX_ROW(task.lane))), block,
                                     args.value_block_scale);
         TQKV_UNROLL
         for (int f = 0; f < F; f++) {
@@ -768,7 +769,7 @@ inline void add_matrix_tiles(constant tqkv__attend_args &args, thread const atte
         uint tile = walk.steps.tile;
         tile_memory base = walk.base;
         next_tile(walk.steps, task.n_simdgroups);
-        walk.base = find_tile(args, task.pages, walk.steps.tile);
+        walk.base = find_next(args, task.pages, walk.steps, task.n_simdgroups, walk.search);
         bool whole = sees_whole_tile(args, tile, walk.newest);
         tile_norms norms;
         next_tile_norms<D, F>(args, task, base, walk.base, walk.norms, norms);

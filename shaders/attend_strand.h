@@ -1,5 +1,5 @@
-// A strand of a stretch by lanes: strand.h says what it is. Each simdgroup has the scores of one tile as in attend.h, and adds up its
-// part of the values of all four. Then the kernel attend, of strands and of stretches.
+// A strand of a stretch by lanes: strand.h says what it is. Each simdgroup has the scores of one tile as in attend.h,
+// and adds up its part of the values of all four. Then the kernel attend, of strands and of stretches.
 //
 // Letters: as in attend.h.
 #ifndef TQKV_ATTEND_STRAND_H
@@ -41,10 +41,7 @@ inline void weigh_strand_tile(thread const attend_task &task, uint row, float va
 {
     const int C = TQKV__MAX_COLUMNS(D);
     threadgroup float *weights = weights_of_tile<D>(task, task.simdgroup), *shares = weights + shares_after_weights();
-    FOR_COLUMNS(c)
-    {
-        state.maximum[c] = maximum_of_tile(raise_over_tiles(task, uint(c)), task.simdgroup);
-    }
+    FOR_COLUMNS(c) { state.maximum[c] = maximum_of_tile(raise_over_tiles(task, uint(c)), task.simdgroup); }
     store_tile_weights(row, value_scale, score, seen, state, weights);
     FOR_COLUMNS(c) shares[uint(c) * 32u + task.lane] = state.sum[c];
 }
@@ -70,11 +67,13 @@ inline void store_strand_states(constant tqkv__attend_args &args, thread const a
 
 // ---- Values: the lanes lie across a row as in attend_values.h, but four of them have the 8 values of one there ----
 
-#define STRAND_VALUES    2 // a lane has of a piece
-#define STRAND_STEPS(D)  (TQKV__STRANDS * VALUE_LANES(D)) // of all tiles
-#define STRAND_BATCH(D)  (TQKV_STRAND_WORDS / VALUE_PIECES(D) < 2 * VALUE_LANES(D) ? TQKV_STRAND_WORDS / VALUE_PIECES(D) : 2 * VALUE_LANES(D))
-#define STRAND_SUMS(D)   (STRAND_VALUES * VALUE_PIECES(D))
-#define STRAND_QUADS(D)  uint(VALUE_LANES(D) / TQKV__STRANDS) // of four lanes, of a simdgroup and row
+#define STRAND_VALUES   2                                // a lane has of a piece
+#define STRAND_STEPS(D) (TQKV__STRANDS * VALUE_LANES(D)) // of all tiles
+#define STRAND_BATCH(D)                                                                                                \
+    (TQKV_STRAND_WORDS / VALUE_PIECES(D) < 2 * VALUE_LANES(D) ? TQKV_STRAND_WORDS / VALUE_PIECES(D)                    \
+                                                              : 2 * VALUE_LANES(D))
+#define STRAND_SUMS(D)  (STRAND_VALUES * VALUE_PIECES(D))
+#define STRAND_QUADS(D) uint(VALUE_LANES(D) / TQKV__STRANDS) // of four lanes, of a simdgroup and row
 
 // The lane of attend_values.h whose values the lane has a part of: it may have none.
 template <int D>
@@ -115,7 +114,8 @@ inline void load_strand_steps(constant tqkv__attend_args &args, thread const att
 
 // The sums of the tiles before tile i, brought to its maxima.
 template <int D>
-inline void shrink_sums(thread const attend_task &task, int i, thread float (&out)[TQKV__MAX_COLUMNS(D)][STRAND_SUMS(D)])
+inline void shrink_sums(thread const attend_task &task, int i,
+                        thread float (&out)[TQKV__MAX_COLUMNS(D)][STRAND_SUMS(D)])
 {
     const int C = TQKV__MAX_COLUMNS(D);
     FOR_COLUMNS(c)
@@ -129,7 +129,8 @@ inline void shrink_sums(thread const attend_task &task, int i, thread float (&ou
 // `steps` holds the first ones. Each later one is loaded as soon as an earlier one makes room.
 template <int D, int W>
 inline void add_strand_values(constant tqkv__attend_args &args, thread const attend_task &task,
-                              thread const strand_slots &slots, uint value, thread const codebook &book, thread strand_steps<D, W> &steps,
+                              thread const strand_slots &slots, uint value, thread const codebook &book,
+                              thread strand_steps<D, W> &steps,
                               thread float (&out)[TQKV__MAX_COLUMNS(D)][STRAND_SUMS(D)])
 {
     const int L = VALUE_LANES(D), B = STRAND_BATCH(D);
@@ -149,8 +150,7 @@ inline void add_strand_values(constant tqkv__attend_args &args, thread const att
 // The sums over the lanes whose rows differ, in the order of add_lanes.
 template <int D>
 inline void store_strand_sums(constant tqkv__attend_args &args, thread const attend_task &task, uint used, uint value,
-                              column_memory memory,
-                              thread float (&out)[TQKV__MAX_COLUMNS(D)][STRAND_SUMS(D)])
+                              column_memory memory, thread float (&out)[TQKV__MAX_COLUMNS(D)][STRAND_SUMS(D)])
 {
     const int C = TQKV__MAX_COLUMNS(D);
     const uint n_rows = uint(args.n_queries) * uint(args.n_kv_heads) * uint(args.group);
@@ -188,9 +188,9 @@ inline void attend_strand(constant tqkv__attend_args &args, thread const attend_
     bool seen[C];
     clear_sums(state);
     if (!has_tile(tiles, walk.steps.tile)) at.position = 0x7fffffff;
-    float key_scale = row_scale<KD>(key_format, task.keys, key_slot(args, rows_apart(), at.base.keys, at.row),
-                                    args.key_block_scale);
-    float value_scale = row_scale<VD>(value_format, task.values, value_slot(args, at.base.values, at.row),
+    float key_scale = row_scale<KD>(
+        key_format, task.keys, key_slot(args, task.pages, rows_apart(), at.base.keys, at.row), args.key_block_scale);
+    float value_scale = row_scale<VD>(value_format, task.values, value_slot(args, task.pages, at.base.values, at.row),
                                       args.value_block_scale);
     any_strand_steps<VD> steps;
     WITH_CODES(value_format, steps, load_strand_steps<VD, W>(args, task, slots, value, codes));
@@ -206,16 +206,15 @@ inline void attend_strand(constant tqkv__attend_args &args, thread const attend_
         TQKV_UNROLL
         for (int v = 0; v < STRAND_SUMS(VD); v++) out[c][v] = 0.0f;
     }
-    WITH_CODES(value_format, steps,
-               add_strand_values<VD, W>(args, task, slots, value, books.values, codes, out));
+    WITH_CODES(value_format, steps, add_strand_values<VD, W>(args, task, slots, value, books.values, codes, out));
     store_strand_sums<VD>(args, task, used, value, memory, out);
     store_strand_states<VD>(args, task, used, memory);
 }
 
 // ---- The kernel ----
 
-// Stretches of the context, or a strand of one. A pipeline that has fewer simdgroups than a stretch has strands adds up other
-// tiles in each: then the threadgroup of the first strand has the whole stretch, and the others add nothing.
+// Stretches of the context, or a strand of one. A pipeline that has fewer simdgroups than a stretch has strands adds up
+// other tiles in each: then the threadgroup of the first strand has the whole stretch, and the others add nothing.
 template <int KD, int VD>
 inline void attend(constant tqkv__attend_args &args, thread const attend_task &task)
 {
@@ -226,16 +225,19 @@ inline void attend(constant tqkv__attend_args &args, thread const attend_task &t
     uint thread_index = task.simdgroup * 32u + task.lane, partial = 0u;
     column_memory memory = column_memory_of(task.kept, uint(C));
     tile_range seen = tiles_seen(args, task.first_column, task.pages.list);
-    stretch_range own =
-        stretches_of_threadgroup(args, seen, shared ? task.split / uint(TQKV__STRANDS) : task.split);
+    stretch_range own = stretches_of_threadgroup(args, seen, shared ? task.split / uint(TQKV__STRANDS) : task.split);
     strand_tiles strand = open_strand(args, seen, own, number);
     column_state<VD> state;
     tile_walk<KD> walk;
-    if (alone)
+    tile_memory base;
+    if (alone) {
         walk.steps.tile = strand.first + task.simdgroup * uint(TQKV__STRANDS);
-    else
+        base = find_one(args, task.pages, walk.steps.tile);
+    } else {
         walk.steps = open_steps(args, seen, own, task.simdgroup, task.n_simdgroups);
-    walk.next = open_tile(args, task.pages, walk.steps.tile, row_of_lane<KD>(key_format, task.lane));
+        base = find_first(args, task.pages, walk.steps, task.n_simdgroups, walk.search);
+    }
+    walk.next = open_tile(args, base, walk.steps.tile, row_of_lane<KD>(key_format, task.lane));
     open_keys<KD>(args, task, first_part(args, task), walk.next.base.keys, walk.keys);
     open_tail<KD, TQKV__TAIL_DIM(KD)>(args, task, walk.next.base.tail, walk.tail);
     load_codebook(key_format, task.tables, thread_index, n_threads);

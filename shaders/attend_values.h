@@ -1,5 +1,5 @@
-// Sums of weight * value over a tile, for attend.h: the lanes lie across the row, and the weights come from threadgroup memory.
-// Letters: as in attend.h.
+// Sums of weight * value over a tile, for attend.h: the lanes lie across the row, and the weights come from threadgroup
+// memory. Letters: as in attend.h.
 #ifndef TQKV_ATTEND_VALUES_H
 #define TQKV_ATTEND_VALUES_H
 #include "attend_task.h"
@@ -90,15 +90,15 @@ inline void load_value_step(constant tqkv__attend_args &args, thread const atten
     const uint block = norm_block<D>(value_format), bytes = row_bytes<D>(value_format);
     stream_rows values = task.values;
     uint row = value_row_of_lane<D>(number, task.lane);
-    device const uchar *codes = value_codes(args, values.codes, bytes, base, row);
+    device const uchar *codes = value_codes(args, task.pages, values.codes, bytes, base, row);
     TQKV_UNROLL
     for (int j = 0; j < VALUE_PIECES(D); j++) {
         uint first = value + uint(j * LANE_SPAN(D)) * 8u;
         load_codes<D, W, N>(value_format, codes, first, step.raw[j]);
         step.scale[j] = 1.0f;
         if (!one_norm<D>(value_format))
-            step.scale[j] = stored_scale<D>(value_format, values, value_slot(args, base, row), first / block,
-                                            args.value_block_scale);
+            step.scale[j] = stored_scale<D>(value_format, values, value_slot(args, task.pages, base, row),
+                                            first / block, args.value_block_scale);
     }
 }
 

@@ -1,6 +1,6 @@
-// A strand of a stretch by matrices: strand.h says what it is. Each simdgroup has the scores of one tile as in attend_matrix.h, makes
-// right factors of its weights, and multiplies its part of the values of all four tiles by them. Then the kernel attend_matrix, of
-// strands and of stretches.
+// A strand of a stretch by matrices: strand.h says what it is. Each simdgroup has the scores of one tile as in
+// attend_matrix.h, makes right factors of its weights, and multiplies its part of the values of all four tiles by them.
+// Then the kernel attend_matrix, of strands and of stretches.
 //
 // Letters: as in attend_matrix.h; P values of a row that a simdgroup has sums of, N of each lane.
 #ifndef TQKV_MATRIX_STRAND_H
@@ -71,8 +71,7 @@ inline void store_strand_weights(constant tqkv__attend_args &args, thread const 
     TQKV_UNROLL
     for (int f = 0; f < F; f++) {
         TQKV_UNROLL
-        for (int i = 0; i < 2; i++)
-            state.maximum[f][i] = maximum_of_tile(raise_column<F>(task, f, i), task.simdgroup);
+        for (int i = 0; i < 2; i++) state.maximum[f][i] = maximum_of_tile(raise_column<F>(task, f, i), task.simdgroup);
     }
     weigh_scores(score, state);
     store_tile_weights<F>(task, strand_weights<D, F>(task), score);
@@ -120,10 +119,11 @@ inline void store_strand_sums(constant tqkv__attend_args &args, thread const att
 
 // ---- Values ----
 
-#define STRAND_PART(D)      ((D) / TQKV__STRANDS) // values of a simdgroup
-#define STRAND_NUMBERS(D)   (STRAND_PART(D) / 8)  // and of a lane
-#define STRAND_TILE(D, W)   (8 * (((W)*STRAND_NUMBERS(D) + 31) / 32)) // words of a tile that a lane loads
-#define STRAND_AHEAD(D, W)  (4 * STRAND_TILE(D, W) <= TQKV_STRAND_WORDS ? 4 : 2 * STRAND_TILE(D, W) <= TQKV_STRAND_WORDS ? 2 : 1)
+#define STRAND_PART(D)    ((D) / TQKV__STRANDS)                     // values of a simdgroup
+#define STRAND_NUMBERS(D) (STRAND_PART(D) / 8)                      // and of a lane
+#define STRAND_TILE(D, W) (8 * (((W)*STRAND_NUMBERS(D) + 31) / 32)) // words of a tile that a lane loads
+#define STRAND_AHEAD(D, W)                                                                                             \
+    (4 * STRAND_TILE(D, W) <= TQKV_STRAND_WORDS ? 4 : 2 * STRAND_TILE(D, W) <= TQKV_STRAND_WORDS ? 2 : 1)
 
 // The codes of a simdgroup's part of the next tiles, two halves each.
 template <int D, int W>
@@ -183,7 +183,8 @@ inline void add_strand_chunks(constant tqkv__attend_args &args, thread const att
             for (int f = 0; f < F; f++) right[f] = *strand_rights<F>(task, block, uint(t), uint(h), f);
             if (W == 16 && !whole) clear_not_finite<W, STRAND_NUMBERS(D)>(own.raw);
             if (exists) multiply_values(0, own, book, right, state);
-            if (t + ahead < TQKV__STRANDS) load_value_chunk(args, task, slots.base[t + ahead], task.simdgroup, uint(h), own);
+            if (t + ahead < TQKV__STRANDS)
+                load_value_chunk(args, task, slots.base[t + ahead], task.simdgroup, uint(h), own);
         }
     }
 }
@@ -245,23 +246,25 @@ inline void attend_matrix_strand(constant tqkv__attend_args &args, thread const 
 template <int D, int F>
 inline void attend_by_matrices(constant tqkv__attend_args &args, thread const attend_task &task)
 {
-    const bool shared = has_strands && args.strands > 1, alone = F <= 2 && shared && task.n_simdgroups == uint(TQKV__STRANDS);
+    const bool shared = has_strands && args.strands > 1,
+               alone = F <= 2 && shared && task.n_simdgroups == uint(TQKV__STRANDS);
     const uint number = shared ? task.split % uint(TQKV__STRANDS) : 0u;
     uint thread_index = task.simdgroup * 32u + task.lane, n_threads = task.n_simdgroups * 32u, partial = 0u;
     threadgroup float *table_memory = task.tables;
     threadgroup code_value *tables = (threadgroup code_value *)table_memory;
     column_memory memory = column_memory_of(task.kept, uint(8 * F));
     tile_range seen = tiles_seen(args, task.first_column, task.pages.list);
-    stretch_range own =
-        stretches_of_threadgroup(args, seen, shared ? task.split / uint(TQKV__STRANDS) : task.split);
+    stretch_range own = stretches_of_threadgroup(args, seen, shared ? task.split / uint(TQKV__STRANDS) : task.split);
     strand_tiles strand = open_strand(args, seen, own, number);
     matrix_state<D, F> state;
     matrix_walk<D, F> walk;
-    if (alone)
+    if (alone) {
         walk.steps.tile = strand.first + task.simdgroup * uint(TQKV__STRANDS);
-    else
+        walk.base = find_one(args, task.pages, walk.steps.tile);
+    } else {
         walk.steps = open_steps(args, seen, own, task.simdgroup, task.n_simdgroups);
-    walk.base = find_tile(args, task.pages, walk.steps.tile);
+        walk.base = find_first(args, task.pages, walk.steps, task.n_simdgroups, walk.search);
+    }
     walk.newest = newest_of_columns(args, task.first_column);
     open_key_batch<D, F>(args, task, first_part(args, task), walk.base.keys, walk.keys);
     if (HOLDS_NORMS(F)) load_tile_norms<D>(args, task, walk.base, walk.norms);

@@ -1,7 +1,7 @@
 // The end of attention for one query row: brings the sums of the partial results to one maximum, adds them and the
 // sink, divides, and turns the result back from the rotated basis. One threadgroup a row: its simdgroups share the
-// sections. The same in parts, with slices of the caller: partial results to a slice, a slice to another, a slice to the
-// result.
+// sections. The same in parts, with slices of the caller: partial results to a slice, a slice to another, a slice to
+// the result.
 #ifndef TQKV_MERGE_H
 #define TQKV_MERGE_H
 #include "rotate.h"
@@ -72,11 +72,11 @@ inline void add_sums(float maximum, float sum, thread const float *out, thread r
 template <int D>
 inline void add_before(float maximum, float sum, thread const float *out, thread row_sums<D> &row)
 {
-    row_sums<D> before;
-    clear_row<D>(before);
-    add_sums<D>(maximum, sum, out, before);
-    add_sums<D>(row.maximum, row.sum, row.out, before);
-    row = before;
+    shares both = shares_of(maximum, row.maximum);
+    row.maximum = both.largest;
+    row.sum = fma(both.added, row.sum, both.kept * sum);
+    TQKV_UNROLL
+    for (int i = 0; i < MERGE_VALUES(D); i++) row.out[i] = fma(both.added, row.out[i], both.kept * out[i]);
 }
 
 // Partial results that a simdgroup loads at a time: several loads are under way.
@@ -121,7 +121,8 @@ inline uint section_in_turn(constant tqkv__merge_args &args, uint turn)
     return turn < n ? turn + 1u : turn == n ? 0u : turn;
 }
 
-// The maximum of a stretch of which the partial results are strands: attend brings their sums to it before it adds them.
+// The maximum of a stretch of which the partial results are strands: attend brings their sums to it before it adds
+// them.
 inline float maximum_of_strands(constant tqkv__merge_args &args, thread const merge_task &task, section_range range)
 {
     float maximum = -INFINITY;

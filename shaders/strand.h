@@ -1,8 +1,9 @@
-// Strands, for short contexts, whose stretches alone leave most of a GPU idle. A strand is what one simdgroup of a stretch's
-// threadgroup adds up: the tiles whose numbers have the same rest, four of them. A threadgroup that has only a strand gives
-// each simdgroup one of its tiles to score. Then they agree on the maxima, leave the weights in threadgroup memory, and each adds
-// up its part of the values over all tiles, one after another. So its sums have the bits that one simdgroup gives them, and
-// attend_merge adds strands up as the end of a stretch does: how a call is divided changes no bit.
+// Strands, for short contexts, whose stretches alone leave most of a GPU idle. A strand is what one simdgroup of a
+// stretch's threadgroup adds up: the tiles whose numbers have the same rest, four of them. A threadgroup that has only
+// a strand gives each simdgroup one of its tiles to score. Then they agree on the maxima, leave the weights in
+// threadgroup memory, and each adds up its part of the values over all tiles, one after another. So its sums have the
+// bits that one simdgroup gives them, and attend_merge adds strands up as the end of a stretch does: how a call is
+// divided changes no bit.
 #ifndef TQKV_STRAND_H
 #define TQKV_STRAND_H
 #include "attend.h"
@@ -63,7 +64,8 @@ inline float shrink_before(raised_maxima maxima, int i)
 
 // ---- Values ----
 
-// Where the values of the tiles are: slots as in tile_memory.
+// Where the values of the tiles are: slots as in tile_memory. Shared ones each simdgroup has stored of its own tile: a
+// barrier must precede what reads them.
 struct strand_slots {
     uint base[TQKV__STRANDS];
 };
@@ -73,8 +75,10 @@ inline strand_slots find_strand(constant tqkv__attend_args &args, thread const a
 {
     strand_slots slots;
     TQKV_UNROLL
-    for (int i = 0; i < TQKV__STRANDS; i++)
-        slots.base[i] = find_tile(args, task.pages, tiles.first + uint(i * TQKV__STRANDS)).values;
+    for (uint i = 0; i < uint(TQKV__STRANDS); i++)
+        slots.base[i] = task.pages.shared && rows_apart()
+                            ? (2u * i * slot_lists() + (same_slots ? 0u : 1u)) * 32u
+                            : find_tile(args, task.pages, tiles.first + i * uint(TQKV__STRANDS)).values;
     return slots;
 }
 

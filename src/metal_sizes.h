@@ -49,7 +49,7 @@
 #define TQKV__BEFORE_HALVES        1 /* those before its newest halves, or */
 #define TQKV__NEWEST_HALVES        2 /* these alone */
 
-#define TQKV_FC_STRANDS            35 /* bool: attend: threadgroups may have strands of stretches */
+#define TQKV_FC_STRANDS 35 /* bool: attend: threadgroups may have strands of stretches */
 
 #define TQKV__CONSTANTS 36 /* of them */
 /* Whether a function constant is a uint. */
@@ -104,16 +104,21 @@
 #define TQKV__ATTEND_QUERY_BYTES(D) (6 * (D)*TQKV__MAX_COLUMNS(D)) /* (1) padded queries */
 #define TQKV__ATTEND_PASS_FLOATS(D) ((D) <= 256 ? 512 : 256)       /* (2) of a simdgroup: a tile's weights, then sums */
 #define TQKV__ATTEND_SUM_BYTES(D, columns)                                                                             \
-    ((columns) * (D) <= 256 && (columns) <= 4                                                                           \
-         ? 1024                                                                                                         \
-         : 4 * TQKV__ATTEND_PASS_FLOATS(D)) /* of a pass, or of all columns; of a strand weights and shares */
-#define TQKV__MATRIX_QUERY_BYTES(D) (32 * (D))                        /* (1) of attend_matrix: 8 queries, and */
-#define TQKV__MATRIX_SUM_BYTES(D)   (64 * ((D) + 4))                  /*     padded sums of 4 simdgroups and columns */
+    ((columns) * (D) <= 256 && (columns) <= 4                                                                          \
+         ? 1024                                                                                                        \
+         : 4 * TQKV__ATTEND_PASS_FLOATS(D))          /* of a pass, or of all columns; of a strand weights and shares */
+#define TQKV__MATRIX_QUERY_BYTES(D) (32 * (D))       /* (1) of attend_matrix: 8 queries, and */
+#define TQKV__MATRIX_SUM_BYTES(D)   (64 * ((D) + 4)) /*     padded sums of 4 simdgroups and columns */
 #define TQKV__COLUMN_BYTES(columns) (56 * (columns)) /* (3) of attend and attend_matrix: 14 numbers a column, and */
-#define TQKV__STRAND_BLOCKS(D) ((D) <= 128 ? 1 : 2) /* norms of a row of values, at most, where attend_matrix has strands */
-#define TQKV__MATRIX_STRAND_BYTES(D, n) ((D) <= 128 ? 8192 * (n) : 12288 * (n)) /* (1): factors and weights of four tiles */
-#define TQKV__STATE_BYTES(columns)  (8 * (columns))  /*     maximum and sum of a simdgroup */
-#define TQKV__MERGE_BYTES(D, n)     ((n) * ((D) + 4) * 4) /* (0) a row and its sum, n simdgroups */
+#define TQKV__STRAND_BLOCKS(D)                                                                                         \
+    ((D) <= 128 ? 1 : 2) /* norms of a row of values, at most, where attend_matrix has strands */
+#define TQKV__MATRIX_STRAND_BYTES(D, n)                                                                                \
+    ((D) <= 128 ? 8192 * (n) : 12288 * (n))        /* (1): factors and weights of four tiles */
+#define TQKV__STATE_BYTES(columns) (8 * (columns)) /*     maximum and sum of a simdgroup */
+#define TQKV__SLOT_BYTES(lists)    (256 * (lists)) /*     slots of a tile and the next one, in so many lists: */
+#define TQKV__SLOT_LISTS(apart, same_slots, tail_elsewhere)                                                            \
+    (((apart) ? (same_slots) ? 1 : 2 : 0) + ((tail_elsewhere) ? 1 : 0)) /* keys, values, tail, where rows lie apart */
+#define TQKV__MERGE_BYTES(D, n) ((n) * ((D) + 4) * 4)                   /* (0) a row and its sum, n simdgroups */
 
 /* Floats of a padded query in attend. */
 #define TQKV__QUERY_FLOATS(D) (3 * (D) / 2)
@@ -121,10 +126,10 @@
 /* Attention cuts the context at fixed slots of the keys into stretches with sums of their own: the first n_short have
    `length` tiles of 32 slots, the others TQKV__STRETCH_GROWTH times as many. TQKV__SECTION of them, counted from slot
    0, are a section. The stretches of a section are added in order, then the sections. */
-#define TQKV__STRETCH_GROWTH 4
-#define TQKV__SECTION        16
+#define TQKV__STRETCH_GROWTH      4
+#define TQKV__SECTION             16
 #define TQKV__MOST_STRAND_COLUMNS 16 /* by matrices */
-#define TQKV__STRANDS        4 /* of a stretch of `length` tiles, each of as many: what the simdgroups of attend add up */
+#define TQKV__STRANDS             4  /* of a stretch of `length` tiles: what the simdgroups of attend add up */
 #define TQKV__STRETCH_OF_TILE(tile, length, n_short)                                                                   \
     ((tile) / (length) < (n_short) ? (tile) / (length)                                                                 \
                                    : (n_short) + ((tile) - (n_short) * (length)) / (TQKV__STRETCH_GROWTH * (length)))
@@ -157,8 +162,8 @@
         TQKV__ROW_BYTES(D, 1), TQKV__ATTEND_QUERY_BYTES(D), TQKV__ATTEND_PASS_FLOATS(D), TQKV__ATTEND_SUM_BYTES(D, 1), \
         TQKV__MERGE_BYTES(D, 1), TQKV__TAIL_DIM(D), TQKV__STRETCH_GROWTH, TQKV__SECTION, TQKV__MOST_MATRIX_COLUMNS(D), \
         TQKV__MATRIX_QUERY_BYTES(D), TQKV__MATRIX_SUM_BYTES(D), TQKV__COLUMN_BYTES(1), TQKV__STATE_BYTES(1),           \
-        TQKV__LONG_WEIGHT_BYTES(1)
-enum { TQKV__KERNEL_DIMS = 11, TQKV__N_KERNEL_SIZES = 19 };
+        TQKV__LONG_WEIGHT_BYTES(1), TQKV__SLOT_BYTES(1)
+enum { TQKV__KERNEL_DIMS = 11, TQKV__N_KERNEL_SIZES = 20 };
 
 /* The values of head_dim that have kernels, as row(x, number, D). Besides, keys of TQKV__WIDE_KEYS take values of
    TQKV__NARROW_VALUES in encode_kv and attend, and keys of D a tail of TQKV__TAIL_DIM(D): encode_kv takes it for
@@ -322,4 +327,4 @@ TQKV__ASSERT_SIZE(tqkv__batch_item, 332);
 TQKV__ASSERT_SIZE(tqkv__choose_args, 52);
 TQKV__ASSERT_SIZE(tqkv__index_args, 232);
 TQKV__ASSERT_SIZE(tqkv__calibrate_args, 40);
-TQKV__ASSERT_SIZE(tqkv__table_report, 4692);
+TQKV__ASSERT_SIZE(tqkv__table_report, 4736);

@@ -118,7 +118,7 @@ static tqkv_result tqkv__add_scratch_of_end(const tqkv__attention *a, int last, 
     return TQKV_OK;
 }
 
-/* Returns the most scratch of a context whose stretches are divided into strands: it may be more than a longer one takes. */
+/* Returns the most scratch of a context whose stretches are divided into strands: a longer one may take less. */
 static size_t tqkv__scratch_of_strands(const tqkv__attention *a, const tqkv__split *split)
 {
     const size_t few = split->n_groups ? TQKV__FEW / split->n_groups : 0,

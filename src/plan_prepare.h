@@ -37,8 +37,8 @@ static tqkv_result tqkv__visit_tables(tqkv__visitor *v, tqkv_result planned)
     return other ? tqkv__visit(v, r) : r;
 }
 
-/* Visits a plan for contexts that are short, whose stretches are divided into strands, and for others. Only attention to
-   codes has strands: it comes before that to the newest halves. */
+/* Visits a plan for contexts that are short, whose stretches are divided into strands, and for others. Only attention
+   to codes has strands: it comes before that to the newest halves. */
 static tqkv_result tqkv__visit_lengths(tqkv__visitor *v, tqkv_result planned)
 {
     const tqkv_result r = tqkv__visit_tables(v, planned);

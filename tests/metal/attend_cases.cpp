@@ -2,16 +2,21 @@
 // plans it, and divided as the case says.
 #include "../attend_option_list.h"
 #include "shader_cases.h"
+#ifdef GPU_CUDA
+#include "../cuda/products.h"
+#endif
 #include <algorithm>
 #include <math.h>
 
-// Each way to divide attention, and where head_dim has two kernels, the last way with the other one too.
+enum { PLANNED_MATRIX_GROUP = 8 }; // groups of as many heads and more are planned by matrices
+
+// Each way to divide attention, and where head_dim has two kernels, the last way with both.
 static std::vector<gpu_split> with_both_kernels(std::vector<gpu_split> splits, const attend_row &row)
 {
     if (!gpu_has_matrices(row.head_dim)) return splits;
-    gpu_split other = splits.back();
-    other.kernel = row.group >= (row.head_dim > 256 ? 8 : 4) ? GPU_LANES : GPU_MATRICES;
-    splits.push_back(other);
+    splits.push_back(splits.back());
+    splits.back().kernel = GPU_MATRICES;
+    splits[splits.size() - 2].kernel = GPU_LANES;
     return splits;
 }
 
@@ -28,6 +33,11 @@ size_t check_attend(const attend_row &row, const std::vector<gpu_split> &splits)
                            std::to_string(split.share);
         std::fill_n(problem.out, problem.n_rows * problem.value_dim, NAN);
         CHECK_RUN(gpu_attend(&problem.attention, problem.q, problem.out, split));
+#ifdef GPU_CUDA
+        const bool planned = !split.kernel && row.group >= PLANNED_MATRIX_GROUP,
+                   matrices = planned || split.kernel == GPU_MATRICES;
+        problem.allowed = matrices && gpu_has_matrices(row.head_dim) ? error_of_products : nullptr;
+#endif
         attend_check(&problem, problem.out, what.c_str());
     }
     attend_tear_down(&problem);
@@ -569,15 +579,15 @@ void choose_context(attend_row &row, data_random &random)
     row.list_newest = data_below(&random, 100);
 }
 
-// A strand by a threadgroup of its own has the bits that one simdgroup of a stretch's threadgroup gives it: by both kernels, and
-// where a pipeline has fewer simdgroups than a stretch has strands.
+// A strand by a threadgroup of its own has the bits that one simdgroup of a stretch's threadgroup gives it: by both
+// kernels, and where a pipeline has fewer simdgroups than a stretch has strands.
 void run_strands(const void *parameters)
 {
     const int seed = *(const int *)parameters, head_dims[] = {32, 48, 64, 64, 80, 96, 128, 128, 192, 256, 512, 1024};
     data_random random = {(uint64_t)seed + 900};
-    attend_row row = attend_default_row(test_formats[data_below(&random, TEST_FORMATS)],
-                                        test_formats[data_below(&random, TEST_FORMATS)],
-                                        head_dims[data_below(&random, 12)]);
+    attend_row row =
+        attend_default_row(test_formats[data_below(&random, TEST_FORMATS)],
+                           test_formats[data_below(&random, TEST_FORMATS)], head_dims[data_below(&random, 12)]);
     choose_context(row, random);
     row.n_kv_heads = 1;
     row.group = 1 + data_below(&random, 9);
@@ -592,8 +602,7 @@ void run_strands(const void *parameters)
     const int n_simdgroups = seed % 8 == 7 ? 2 : 4, kernel = seed % 2 ? GPU_MATRICES : GPU_LANES;
     std::vector<float> by_strands(n, NAN);
     CHECK_RUN(gpu_attend(&problem.attention, problem.q, problem.out, {0, n_simdgroups, 0, GPU_EACH, kernel}));
-    CHECK_RUN(
-        gpu_attend(&problem.attention, problem.q, by_strands.data(), {0, n_simdgroups, 0, GPU_STRANDS, kernel}));
+    CHECK_RUN(gpu_attend(&problem.attention, problem.q, by_strands.data(), {0, n_simdgroups, 0, GPU_STRANDS, kernel}));
     CHECK(!memcmp(by_strands.data(), problem.out, n * sizeof(float)), "strands have other bits");
     attend_tear_down(&problem);
 }
@@ -607,8 +616,8 @@ int planned_strands(const tqkv_attention &call)
     return gpu_args<tqkv__attend_args>(plan.d[plan.n == 4 ? 1 : 0]).strands;
 }
 
-// Queries in company leave no threadgroups for strands, and alone they do. With first and last positions as halves, which the merge
-// adds in their places.
+// Queries in company leave no threadgroups for strands, and alone they do. With first and last positions as halves,
+// which the merge adds in their places.
 void run_strands_of_one(const void *parameters)
 {
     const int seed = *(const int *)parameters;
@@ -627,7 +636,8 @@ void run_strands_of_one(const void *parameters)
     CHECK(planned_strands(problem.attention) == 1, "the call has strands");
     CHECK_RUN(gpu_attend(&problem.attention, problem.q, problem.out, as_planned));
     for (int query : {0, row.n_queries - 1}) {
-        CHECK(planned_strands(call_of_one_query(problem.attention, query)) == TQKV__STRANDS, "query %d has none", query);
+        CHECK(planned_strands(call_of_one_query(problem.attention, query)) == TQKV__STRANDS, "query %d has none",
+              query);
         check_alone(problem.attention, problem.q, problem.out, query, as_planned);
     }
     attend_tear_down(&problem);

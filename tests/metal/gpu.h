@@ -69,9 +69,14 @@ struct gpu_attention {
     tqkv_metal_attention metal;
 };
 
-enum { GPU_MOST = -1 };                              // columns: the most that a threadgroup can take
-enum { GPU_EACH = 1, GPU_SECTIONS, GPU_EVERYTHING, GPU_STRANDS }; // share: what a threadgroup adds up. A strand: by lanes, of
-                                                                  // up to 16 stretches of 16 tiles
+enum { GPU_MOST = -1 }; // columns: the most that a threadgroup can take
+enum {
+    GPU_EACH = 1,
+    GPU_SECTIONS,
+    GPU_EVERYTHING,
+    GPU_STRANDS
+}; // share: what a threadgroup adds up. A strand: by lanes, of
+    // up to 16 stretches of 16 tiles
 // How attention is divided; 0 leaves what tqkv.h planned. n_stretches: about so many in the keys' store. With share
 // those after the 16th are longer. kernel: where head_dim has both.
 enum { GPU_LANES = 1, GPU_MATRICES };

@@ -1,6 +1,17 @@
 /* How the plan of attention divides the context, the query rows and the kernels. */
 #include "plan_fixture.h"
 
+/* Few threadgroups of short stretches, all of one section, have strands, but attend_matrix of long rows and of many
+   columns. n: stretches, before the end of which `end` positions of the store lie */
+static int expected_strands(const tqkv_metal_dispatch *d, int64_t n, int64_t end)
+{
+    const int first = attend_args(d).first_stretch, columns = constant(d, TQKV_FC_COLUMNS);
+    const bool matrix = d->kernel.family == TQKV_METAL_ATTEND_MATRIX,
+               has_strands = !matrix || (columns <= 16 && d->kernel.head_dim * TQKV__DIM_UNIT <= 256);
+    const bool short_ones = first + n <= attend_args(d).n_short && (first + n - 1) / 16 == first / 16;
+    return has_strands && short_ones && end > 128 && d->grid[0] * d->grid[1] * (size_t)n <= 64 ? 4 : 1;
+}
+
 /* Stretches of 512 positions up to 8192 and of 2048 beyond, all threadgroups together at least once. */
 static void check_stretches(const tqkv_metal_dispatch d[2], int64_t end, size_t scratch)
 {
@@ -10,17 +21,26 @@ static void check_stretches(const tqkv_metal_dispatch d[2], int64_t end, size_t 
                  n_rows = (size_t)merge_args(d).n_rows;
     const bool full = d->grid[0] * d->grid[1] >= 256, each = !full && n_rows * row * (size_t)n <= 32 << 20;
     const tqkv_metal_binding state = binding(d, "scratch");
+    const int strands = each ? expected_strands(d, n, end) : 1;
+    CHECK(attend_args(d).strands == strands && merge_args(d).strands == strands, "%d strands", attend_args(d).strands);
+    CHECK(constant(d, TQKV_FC_STRANDS) == (strands > 1), "a pipeline without strands, or with");
     CHECK(state.at.offset + state.size <= scratch, "%zu bytes of scratch", state.at.offset + state.size);
     CHECK(attend_args(d).first_stretch == 0 && attend_args(d).stretch_tiles == 16 && attend_args(d).n_short == 16,
           "the stretches");
-    CHECK((int64_t)d->grid[2] == (full ? 1 : each ? n : sections), "%zu splits, %d stretches", d->grid[2], (int)n);
+    CHECK((int64_t)d->grid[2] == (full   ? 1
+                                  : each ? n * strands
+                                         : sections),
+          "%zu splits, %d stretches", d->grid[2], (int)n);
     CHECK(attend_args(d).sections_each == (full   ? sections
                                            : each ? 0
                                                   : 1),
           "%d sections each", attend_args(d).sections_each);
     CHECK(state.at.offset + state.size == n_rows * (row * (full && sections > 1 ? 2 : d->grid[2]) + 2 * sizeof(float)),
           "partial results");
-    CHECK(merge_args(d).n_partials == (int)d->grid[2] && merge_args(d).section == (each ? 16 : 1) &&
+    CHECK(merge_args(d).n_partials == (int)d->grid[2] &&
+              merge_args(d).section == (strands > 1 ? strands
+                                        : each      ? 16
+                                                    : 1) &&
               merge_args(d).before == 0,
           "the merge");
 }
@@ -116,8 +136,11 @@ static void check_window(const void *row)
             CHECK_RESULT(plan_attend(&a, &plan), TQKV_OK);
             CHECK(attend_args(d).first_stretch == first / 512 && attend_args(d).n_short == INT_MAX, "stretch %d",
                   attend_args(d).first_stretch);
-            CHECK((int64_t)d[0].grid[2] == (a.attention.end ? a.attention.end - 1 : 0) / 512 - first / 512 + 1,
-                  "%zu splits before %d", d[0].grid[2], (int)a.attention.end);
+            const int64_t n = (a.attention.end ? a.attention.end - 1 : 0) / 512 - first / 512 + 1;
+            CHECK(attend_args(d).strands == expected_strands(d, n, a.attention.end), "%d strands",
+                  attend_args(d).strands);
+            CHECK((int64_t)d[0].grid[2] == n * attend_args(d).strands, "%zu splits before %d", d[0].grid[2],
+                  (int)a.attention.end);
             CHECK(binding(d, "scratch").at.offset + binding(d, "scratch").size <= scratch, "%zu bytes", scratch);
         }
     }
