@@ -260,7 +260,7 @@ BUGS = {
         "shaders/attend_matrix.h", "memory.tails[c] = size / memory.factors[c];", "memory.tails[c] = 1.0f;", "attend_matrix",
         (512,), "plain", "latent/d512", "relative error"),
     "weights_read_before_they_are_stored": (
-        "shaders/attend_long.h", "    store_tile_weights<F>(task, score);\n        threadgroup_barrier(mem_flags::mem_threadgroup);\n",
+        "shaders/attend_long.h", "    store_tile_weights<F>(task, task.weights, score);\n        threadgroup_barrier(mem_flags::mem_threadgroup);\n",
         "    store_tile_weights<F>(task, score);\n", "attend_matrix", (512,), "tsan", "latent/d512/tq4", "data race"),
     "weights_of_the_round_before_overwritten": (
         "shaders/attend_long.h", "        threadgroup_barrier(mem_flags::mem_threadgroup); // and the weights of the round before are used\n", "",
@@ -331,11 +331,26 @@ BUGS = {
         "shaders/tiles.h", "    if (small_pages && !has_list) slot += existing_row(args, pages.lane);\n", "",
         "attend", (64,), "plain", "pages/attend/2", "not the bits of a linear store"),
     "one_memory_for_slots_of_two_tiles": (
-        "shaders/tiles.h", "first = parity * slot_lists() * 32u,", "first = 0u * parity,", "attend", (64,), "plain",
+        "shaders/tiles.h", "first = (pages.simdgroup * 2u + parity) *", "first = (pages.simdgroup * 2u + 0u * parity) *", "attend", (64,), "plain",
         "pages/attend/", "not the bits of a linear store"),
     "slots_read_before_they_are_stored": (
         "shaders/tiles.h", "    simdgroup_barrier(mem_flags::mem_threadgroup);\n    return result;", "    return result;",
         "attend", (64,), "tsan", "pages/attend/2", "ThreadSanitizer"),
+    "strand_with_the_first_maximum": (
+        "shaders/strand.h", "if (number == uint(i)) maximum = maxima.after[i];",
+        "if (number == uint(i)) maximum = maxima.after[0];", "attend", (32,), "plain", "attend/strands/alone/0",
+        "other bits alone"),
+    "strand_of_the_wrong_rows": (
+        "shaders/strand.h", "tiles.first + i * uint(TQKV__STRANDS)", "tiles.first + i", "attend_matrix", (64,), "plain",
+        "attend/strands/alone/1", "other bits alone"),
+    "strand_weights_without_barrier": (
+        "shaders/attend_strand.h",
+        "    weigh_strand_tile(task, at.row, value_scale, score, seen, state);\n    threadgroup_barrier(mem_flags::mem_threadgroup);\n",
+        "    weigh_strand_tile(task, at.row, value_scale, score, seen, state);\n", "attend", (32,), "tsan",
+        "attend/strands/alone/0", "data race"),
+    "first_positions_before_strands": (
+        "shaders/merge.h", "if (args.strands == 1 || args.n_first == 0) return turn;", "if (args.strands >= 1) return turn;",
+        "attend_merge", (32,), "plain", "attend/strands/alone/2", "other bits alone"),
     "slots_of_the_round_overwritten": (
         "shaders/attend_long.h", "share_round(task, walk.base, 1u - parity);", "share_round(task, walk.base, parity);",
         "attend_matrix", (512,), "plain", "list/", "relative error"),
