@@ -142,7 +142,7 @@ BUGS = {
         "attend/shape/group4_queries9_columns3_simdgroups4_stretches40_share3", "data race"),
     "maxima_raised_together": (
         "shaders/attend.h",
-        "rint(simd_max(score[c]));\n            largest = largest > state.maximum[c] + 11.0f ? largest : state.maximum[c];",
+        "raised_maximum(state.maximum[c], rint(simd_max(score[c])));",
         "max(simd_max(score[c]), state.maximum[c]);", "attend", (32, 64, 128), "plain", "attend/company",
         "other bits alone"),
     "tiles_counted_from_the_first_seen": (
@@ -185,8 +185,8 @@ BUGS = {
         "attend", (64,), "plain",
         "defect/nan_in_unused_slots", "relative error"),
     "offset_of_32_bits": (
-        "shaders/tiles.h", "(value_slot(args, base, row)) * ulong(bytes);\n    return codes + ulong(base) * ulong(bytes)",
-        "(value_slot(args, base, row)) * ulong(bytes);\n    return codes + base * bytes", "attend", (1024,), "plain", "defect/offsets_beyond_4_gib",
+        "shaders/tiles.h", "(value_slot(args, pages, base, row)) * ulong(bytes);\n    return codes + ulong(base) * ulong(bytes)",
+        "(value_slot(args, pages, base, row)) * ulong(bytes);\n    return codes + base * bytes", "attend", (1024,), "plain", "defect/offsets_beyond_4_gib",
         "relative error"),
     # Products of matrices.
     "wrong_element_layout": (
@@ -263,7 +263,7 @@ BUGS = {
         "shaders/attend_long.h", "    store_tile_weights<F>(task, task.weights, score);\n        threadgroup_barrier(mem_flags::mem_threadgroup);\n",
         "    store_tile_weights<F>(task, score);\n", "attend_matrix", (512,), "tsan", "latent/d512/tq4", "data race"),
     "weights_of_the_round_before_overwritten": (
-        "shaders/attend_long.h", "        threadgroup_barrier(mem_flags::mem_threadgroup); // and the weights of the round before are used\n", "",
+        "shaders/attend_long.h", "        threadgroup_barrier(mem_flags::mem_threadgroup); // and weights and slots of the round before are used\n", "",
         "attend_matrix", (512,), "tsan", "latent/rounds", "data race"),
     "maxima_of_the_own_tile": (
         "shaders/attend_long.h", "largest = max(largest, maxima[s * 8 * F]);", "largest = max(largest, maxima[task.simdgroup * uint(8 * F)]);",
@@ -312,7 +312,7 @@ BUGS = {
         "shaders/attend.h", "rint(simd_max(score[c]))", "simd_max(score[c])", "attend", (64,), "plain", "slice/bits/lanes",
         "other bits than the whole"),
     "maximum_of_matrices_not_whole": (
-        "shaders/attend_matrix.h", "rint(max_of_column(largest))", "max_of_column(largest)", "attend_matrix", (64,), "plain",
+        "shaders/attend_matrix.h", "rint(max_of_column(largest));\n            before", "max_of_column(largest);\n            before", "attend_matrix", (64,), "plain",
         "slice/bits/matrices", "other bits than the whole"),
     "slice_in_another_basis": (
         "shaders/merge.h", "if (task.rotate) rotate_row<D>(row.x, part);", "", "attend_merge", (64,), "plain",
