@@ -88,14 +88,15 @@ static void check_batch(const void *row)
             for (int k = 0; k < alone->n_bindings; k++)
                 if (alone->bindings[k].index == j) all += alone->bindings[k].size;
     }
-    /* columns for 3 queries: 6 rows, in a power of two; splits of 512 slots: 2, 1 and 6 */
+    /* columns for 3 queries: 6 rows, in a power of two; stretches of 512 slots: 2, 1 and 6, strands of those of
+       more than four tiles */
     CHECK(constant(d, TQKV_FC_COLUMNS) == 8 && constant(d, TQKV_FC_MANY_QUERIES) == 1 &&
               constant(d, TQKV_FC_BATCH) == 1 && constant(d + 1, TQKV_FC_BATCH) == 1,
           "the kernel");
-    CHECK(items[0].first_group == 0 && items[1].first_group == 2 && items[2].first_group == 3 && d[0].grid[2] == 9 &&
+    CHECK(items[0].first_group == 0 && items[1].first_group == 8 && items[2].first_group == 9 && d[0].grid[2] == 33 &&
               d[0].grid[1] == 1 && d[0].grid[0] == 3,
           "threadgroups");
-    CHECK(items[0].attend.n_splits == 2 && items[1].attend.n_splits == 1 && items[2].attend.n_splits == 6, "splits");
+    CHECK(items[0].attend.n_splits == 8 && items[1].attend.n_splits == 1 && items[2].attend.n_splits == 24, "splits");
     CHECK(items[1].first_row == 6 && items[2].first_row == 24 && d[1].grid[0] == 30, "rows");
     CHECK(binding(d + 1, "sinks").size == 0 && items[0].partial_out == 0 && d[1].barrier == at(5, 0).buffer, "merge");
     CHECK(scratch >= all, "%zu bytes of scratch, not %zu", scratch, all);
@@ -173,7 +174,7 @@ static void check_batch_parts(const void *row)
     CHECK(items[0][0].first_group == 0 && items[0][1].first_group == 0 && items[0][2].first_group == 1 &&
               d[0].grid[2] == 2,
           "first positions: of items 1 and 2");
-    CHECK(items[1][1].first_group == 1 && items[1][2].first_group == 1 && d[1].grid[2] == 6,
+    CHECK(items[1][1].first_group == 4 && items[1][2].first_group == 4 && d[1].grid[2] == 24,
           "codes: of items 0 and 2: %zu", d[1].grid[2]);
     CHECK(items[3][1].merge.n_first == 1 && items[3][1].merge.n_partials == 0 && items[3][2].first_row == 24,
           "the merge");

@@ -126,8 +126,8 @@ static void check_list(const void *row)
     a.attention.list_length = 2048;
     a.attention.list_block = 1;
     CHECK_RESULT(plan_attend(&a, &plan), TQKV_OK);
-    CHECK(plan.n == 3 && all == 28 && d[1].grid[2] == 4 && d[1].grid[1] == 3 && constant(d + 1, TQKV_FC_LIST) == 1 &&
-              d[1].barrier,
+    CHECK(plan.n == 3 && all == 28 && d[1].grid[2] == 4 * TQKV__STRANDS && d[1].grid[1] == 3 &&
+              constant(d + 1, TQKV_FC_LIST) == 1 && d[1].barrier,
           "%zu splits of %zu, %zu blocks of rows", d[1].grid[2], all, d[1].grid[1]);
     CHECK(d->grid[0] == 3 && binding(d, "list").size == 3 * 8192, "%zu rows", d->grid[0]);
     CHECK(binding(d, "scratch").size == 3 * (8192 + 32), "the cleaned rows");

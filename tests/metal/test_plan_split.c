@@ -194,8 +194,8 @@ static void check_partial(const void *row)
     CHECK_RESULT(
         tqkv_metal_plan_attend_partial(&a, at(4, 0), 600, 900, at(5, 0), at(6, 0), at(6, 4096), at(6, 8192), &plan),
         TQKV_OK);
-    CHECK(attend_args(d).first_stretch == 1 && d[0].grid[2] == 2, "%zu stretches from %d on", d[0].grid[2],
-          attend_args(d).first_stretch);
+    CHECK(attend_args(d).first_stretch == 1 && d[0].grid[2] == 2 * TQKV__STRANDS, "%zu strands from %d on",
+          d[0].grid[2], attend_args(d).first_stretch);
     CHECK(constant(&d[1], TQKV_FC_TO_SLICE) == 1 && constant(&d[1], TQKV_FC_FROM_SLICE) == 0 &&
               constant(&d[1], TQKV_FC_UNROTATE) == 0 && constant(&d[1], TQKV_FC_SINKS) == 0 &&
               constant(&d[1], TQKV_FC_CENTER) == 1 && constant(&d[1], TQKV_FC_VALUE_ROTATED) == 1,
@@ -353,8 +353,8 @@ static void check_parts(const void *row)
               "the kernel of part %d", i);
     }
     const tqkv__merge_args merge = merge_args(&d[2]);
-    CHECK(merge.n_first == 1 && merge.n_partials == 3 && merge.n_last == 2, "partial results: %d, %d, %d",
-          merge.n_first, merge.n_partials, merge.n_last);
+    CHECK(merge.n_first == 1 && merge.n_partials == 3 * TQKV__STRANDS && merge.n_last == 2,
+          "partial results: %d, %d, %d", merge.n_first, merge.n_partials, merge.n_last);
     CHECK_RESULT(
         tqkv_metal_plan_attend_partial(&e.a, at(1, 0), 15, 100, at(6, 0), at(7, 0), at(7, 4096), at(7, 8192), &plan),
         TQKV_OK);
