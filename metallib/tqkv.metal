@@ -390,7 +390,9 @@ TQKV__ASSERT_SIZE(tqkv__table_set, 3560);
 #define TQKV__BEFORE_HALVES        1 /* those before its newest halves, or */
 #define TQKV__NEWEST_HALVES        2 /* these alone */
 
-#define TQKV__CONSTANTS 35 /* of them */
+#define TQKV_FC_STRANDS 35 /* bool: attend: threadgroups may have strands of stretches */
+
+#define TQKV__CONSTANTS 36 /* of them */
 /* Whether a function constant is a uint. */
 #define TQKV__IS_NUMBER(constant)                                                                                      \
     ((constant) == TQKV_FC_FORMAT || (constant) == TQKV_FC_VALUE_FORMAT || (constant) == TQKV_FC_COLUMNS ||            \
@@ -443,12 +445,21 @@ TQKV__ASSERT_SIZE(tqkv__table_set, 3560);
 #define TQKV__ATTEND_QUERY_BYTES(D) (6 * (D)*TQKV__MAX_COLUMNS(D)) /* (1) padded queries */
 #define TQKV__ATTEND_PASS_FLOATS(D) ((D) <= 256 ? 512 : 256)       /* (2) of a simdgroup: a tile's weights, then sums */
 #define TQKV__ATTEND_SUM_BYTES(D, columns)                                                                             \
-    ((columns) * (D) <= 256 ? 1024 : 4 * TQKV__ATTEND_PASS_FLOATS(D)) /* of a pass, or of all columns */
-#define TQKV__MATRIX_QUERY_BYTES(D) (32 * (D))                        /* (1) of attend_matrix: 8 queries, and */
-#define TQKV__MATRIX_SUM_BYTES(D)   (64 * ((D) + 4))                  /*     padded sums of 4 simdgroups and columns */
+    ((columns) * (D) <= 256 && (columns) <= 4                                                                          \
+         ? 1024                                                                                                        \
+         : 4 * TQKV__ATTEND_PASS_FLOATS(D))          /* of a pass, or of all columns; of a strand weights and shares */
+#define TQKV__MATRIX_QUERY_BYTES(D) (32 * (D))       /* (1) of attend_matrix: 8 queries, and */
+#define TQKV__MATRIX_SUM_BYTES(D)   (64 * ((D) + 4)) /*     padded sums of 4 simdgroups and columns */
 #define TQKV__COLUMN_BYTES(columns) (56 * (columns)) /* (3) of attend and attend_matrix: 14 numbers a column, and */
-#define TQKV__STATE_BYTES(columns)  (8 * (columns))  /*     maximum and sum of a simdgroup */
-#define TQKV__MERGE_BYTES(D, n)     ((n) * ((D) + 4) * 4) /* (0) a row and its sum, n simdgroups */
+#define TQKV__STRAND_BLOCKS(D)                                                                                         \
+    ((D) <= 128 ? 1 : 2) /* norms of a row of values, at most, where attend_matrix has strands */
+#define TQKV__MATRIX_STRAND_BYTES(D, n)                                                                                \
+    ((D) <= 128 ? 8192 * (n) : 12288 * (n))        /* (1): factors and weights of four tiles */
+#define TQKV__STATE_BYTES(columns) (8 * (columns)) /*     maximum and sum of a simdgroup */
+#define TQKV__SLOT_BYTES(lists)    (256 * (lists)) /*     slots of a tile and the next one, in so many lists: */
+#define TQKV__SLOT_LISTS(apart, same_slots, tail_elsewhere)                                                            \
+    (((apart) ? (same_slots) ? 1 : 2 : 0) + ((tail_elsewhere) ? 1 : 0)) /* keys, values, tail, where rows lie apart */
+#define TQKV__MERGE_BYTES(D, n) ((n) * ((D) + 4) * 4)                   /* (0) a row and its sum, n simdgroups */
 
 /* Floats of a padded query in attend. */
 #define TQKV__QUERY_FLOATS(D) (3 * (D) / 2)
@@ -456,8 +467,10 @@ TQKV__ASSERT_SIZE(tqkv__table_set, 3560);
 /* Attention cuts the context at fixed slots of the keys into stretches with sums of their own: the first n_short have
    `length` tiles of 32 slots, the others TQKV__STRETCH_GROWTH times as many. TQKV__SECTION of them, counted from slot
    0, are a section. The stretches of a section are added in order, then the sections. */
-#define TQKV__STRETCH_GROWTH 4
-#define TQKV__SECTION        16
+#define TQKV__STRETCH_GROWTH      4
+#define TQKV__SECTION             16
+#define TQKV__MOST_STRAND_COLUMNS 16 /* by matrices */
+#define TQKV__STRANDS             4  /* of a stretch of `length` tiles: what the simdgroups of attend add up */
 #define TQKV__STRETCH_OF_TILE(tile, length, n_short)                                                                   \
     ((tile) / (length) < (n_short) ? (tile) / (length)                                                                 \
                                    : (n_short) + ((tile) - (n_short) * (length)) / (TQKV__STRETCH_GROWTH * (length)))
@@ -490,8 +503,8 @@ TQKV__ASSERT_SIZE(tqkv__table_set, 3560);
         TQKV__ROW_BYTES(D, 1), TQKV__ATTEND_QUERY_BYTES(D), TQKV__ATTEND_PASS_FLOATS(D), TQKV__ATTEND_SUM_BYTES(D, 1), \
         TQKV__MERGE_BYTES(D, 1), TQKV__TAIL_DIM(D), TQKV__STRETCH_GROWTH, TQKV__SECTION, TQKV__MOST_MATRIX_COLUMNS(D), \
         TQKV__MATRIX_QUERY_BYTES(D), TQKV__MATRIX_SUM_BYTES(D), TQKV__COLUMN_BYTES(1), TQKV__STATE_BYTES(1),           \
-        TQKV__LONG_WEIGHT_BYTES(1)
-enum { TQKV__KERNEL_DIMS = 11, TQKV__N_KERNEL_SIZES = 19 };
+        TQKV__LONG_WEIGHT_BYTES(1), TQKV__SLOT_BYTES(1)
+enum { TQKV__KERNEL_DIMS = 11, TQKV__N_KERNEL_SIZES = 20 };
 
 /* The values of head_dim that have kernels, as row(x, number, D). Besides, keys of TQKV__WIDE_KEYS take values of
    TQKV__NARROW_VALUES in encode_kv and attend, and keys of D a tail of TQKV__TAIL_DIM(D): encode_kv takes it for
@@ -539,6 +552,7 @@ typedef struct tqkv__attend_args {
     int32_t stretch_tiles, n_short; /* TQKV__STRETCH_OF_TILE */
     int32_t n_splits;               /* threadgroups along the context */
     int32_t sections_each;          /* of a threadgroup; 0: that of split i has only stretch first_stretch + i */
+    int32_t strands; /* 1, or of a stretch: that of split i has only strand i % strands of stretch i / strands */
     int32_t key_capacity, key_oldest_slot;
     int32_t value_capacity, value_oldest_slot;
     float scale;                              /* not 0 */
@@ -574,7 +588,8 @@ typedef struct tqkv__merge_args {
     int32_t n_heads; /* row r is of head r modulo n_heads */
     int32_t group;   /* query heads a KV head */
     int32_t n_partials;
-    int32_t section;         /* partial results of a section: TQKV__SECTION or, if they are sections, 1 */
+    int32_t section;         /* partial results of a section: TQKV__SECTION or, if they are sections, 1; or strands */
+    int32_t strands;         /* 1, or of a stretch: all stretches are of one section */
     int32_t before;          /* those of the first section that are left out */
     int32_t n_first, n_last; /* partial results of the first and last positions, before and behind the others */
     uint32_t out_token_stride, out_head_stride; /* in values */
@@ -647,13 +662,13 @@ typedef struct tqkv__table_report {
 
 TQKV__ASSERT_SIZE(tqkv__rows_args, 40);
 TQKV__ASSERT_SIZE(tqkv__rotate_args, 4);
-TQKV__ASSERT_SIZE(tqkv__attend_args, 184);
-TQKV__ASSERT_SIZE(tqkv__merge_args, 40);
-TQKV__ASSERT_SIZE(tqkv__batch_item, 324);
+TQKV__ASSERT_SIZE(tqkv__attend_args, 188);
+TQKV__ASSERT_SIZE(tqkv__merge_args, 44);
+TQKV__ASSERT_SIZE(tqkv__batch_item, 332);
 TQKV__ASSERT_SIZE(tqkv__choose_args, 52);
-TQKV__ASSERT_SIZE(tqkv__index_args, 228);
+TQKV__ASSERT_SIZE(tqkv__index_args, 232);
 TQKV__ASSERT_SIZE(tqkv__calibrate_args, 40);
-TQKV__ASSERT_SIZE(tqkv__table_report, 4692);
+TQKV__ASSERT_SIZE(tqkv__table_report, 4736);
 
 // ---- shaders/common.h ----
 
@@ -687,6 +702,12 @@ using namespace metal;
 #define TQKV_CHEAP_SHUFFLE false
 #endif
 
+// Whether attend_matrix reads the slots of rows that lie apart from threadgroup memory, as attend does. Else its lanes
+// ask each other by shuffles.
+#ifndef TQKV_SHARED_MATRIX_SLOTS
+#define TQKV_SHARED_MATRIX_SLOTS true
+#endif
+
 // Byte i of a word, with its sign. Metal's compiler is shown the conversion of a byte, which Apple's GPUs make from
 // where it lies in a word, while shifts take turns of a unit that conversions need, too.
 // A shim for hardware that has no such conversion shifts.
@@ -713,6 +734,11 @@ using namespace metal;
 #ifndef TQKV_VALUE_WORDS
 #define TQKV_VALUE_WORDS(D, W, sums) 8
 #define TQKV_UNROLL_VALUES(D, W, sums)
+#endif
+
+// Words of codes of values that a lane loads before it uses the first of them, where a threadgroup has a strand.
+#ifndef TQKV_STRAND_WORDS
+#define TQKV_STRAND_WORDS 32
 #endif
 
 // Floats of partial results that a lane of attend_merge loads at a time.
@@ -1364,12 +1390,12 @@ inline uint every_second_code(uint format, thread const raw_codes<W, N> &raw, in
     return (main & 0x0f0f0f0fu) | (upper & 0xf0f0f0f0u);
 }
 
-// M values from value i on, a multiple of M, which is 4 or 8.
+// M values from value i on, a multiple of M, which is 2, 4 or 8.
 template <int W, int N, int M>
 inline void values_at(uint format, thread const raw_codes<W, N> &raw, int i, thread const codebook &book,
                       thread float *x)
 {
-    if (W == 4 && main_bits(format) == 4 && upper_bits(format) != 0) {
+    if (M > 2 && W == 4 && main_bits(format) == 4 && upper_bits(format) != 0) {
         // Each word is computed once, by name: else the compiler moves the shift below into it, four times.
         uint even = every_second_code<W, N>(format, raw, i / 8 * 8);
         uint odd = every_second_code<W, N>(format, raw, i / 8 * 8 + 1);
@@ -1388,12 +1414,12 @@ inline void values_at(uint format, thread const raw_codes<W, N> &raw, int i, thr
 
 // Which query rows and which tiles of the context a threadgroup of attend works on. Positions are counted from the
 // oldest resident one. A tile is a range of 32 slots, not of positions, so a ring does not wrap inside a tile. Only the
-// mask knows positions. With page tables a slot here is what it would be in a linear store, and a tile lies in one page:
-// only tile_memory knows where.
-// Pages that end within tiles, and lists, make rows lie anywhere: then each lane knows where one row of the tile is.
-// With a list of blocks the positions of the blocks have ranks 0, 1, 2 .., and take the slots from list_base on, one after
-// the other: a tile is 32 of these slots, whose rows may lie anywhere. A list of all blocks gives the tiles that there are
-// without one.
+// mask knows positions. With page tables a slot here is what it would be in a linear store, and a tile lies in one
+// page: only tile_memory knows where. Pages that end within tiles, and lists, make rows lie anywhere: then each lane
+// finds where one row of the tile is, and all read its slot from threadgroup memory, or ask the lane. With a list of
+// blocks the positions of the blocks have ranks 0, 1, 2 .., and take the slots from list_base on, one after the other:
+// a tile is 32 of these slots, whose rows may lie anywhere. A list of all blocks gives the tiles that there are without
+// one.
 #ifndef TQKV_TILES_H
 #define TQKV_TILES_H
 
@@ -1408,6 +1434,7 @@ constant bool has_list [[function_constant(TQKV_FC_LIST)]];
 constant bool small_pages [[function_constant(TQKV_FC_SMALL_PAGES)]];
 constant bool tail_elsewhere [[function_constant(TQKV_FC_TAIL_ELSEWHERE)]];
 constant uint halves [[function_constant(TQKV_FC_HALVES)]];
+constant bool has_strands [[function_constant(TQKV_FC_STRANDS)]];
 
 // Whether rows of a tile lie anywhere: of the keys and values, and of the tail.
 inline bool rows_apart() { return has_list || small_pages; }
@@ -1466,8 +1493,8 @@ inline query_row next_row(constant tqkv__attend_args &args, query_row row)
 // The newest position that a query sees; negative if it sees none.
 inline int newest_seen(constant tqkv__attend_args &args, int query) { return args.first_newest + query; }
 
-// Whether a query that sees up to `newest` reads a position in this part of the context: of the newest halves those of its own, of
-// the codes those before. So what it reads does not depend on the other queries of the call.
+// Whether a query that sees up to `newest` reads a position in this part of the context: of the newest halves those of
+// its own, of the codes those before. So what it reads does not depend on the other queries of the call.
 inline bool reads_here(constant tqkv__attend_args &args, int newest, int position)
 {
     if (halves == TQKV__ALL_POSITIONS) return true;
@@ -1628,8 +1655,9 @@ inline void next_tile(thread tile_steps &steps, uint n_simdgroups)
     steps.tile = step_over(steps.tile + n_simdgroups, steps.gap_begin, steps.after_gap);
 }
 
-// The sums of a stretch go to the partial result of its section and, at the section's end, with those to the result of all,
-// partial result 0. So every way to share the stretches among threadgroups does the same additions in the same order.
+// The sums of a stretch go to the partial result of its section and, at the section's end, with those to the result of
+// all, partial result 0. So every way to share the stretches among threadgroups does the same additions in the same
+// order.
 inline uint partial_of_section(constant tqkv__attend_args &args, uint split)
 {
     return args.sections_each > 1 ? 1u : split;
@@ -1654,45 +1682,56 @@ inline bool in_first_section(stretch_range own, uint stretch)
     return stretch / TQKV__SECTION == own.begin / TQKV__SECTION;
 }
 
+// Lists of slots that a tile has where its rows lie apart: of keys and, if they differ, of values and of the tail.
+inline uint slot_lists() { return uint(TQKV__SLOT_LISTS(rows_apart(), same_slots, tail_elsewhere)); }
+
 struct page_tables {
     device const int *keys, *values; // [n_pages]
     listed_blocks list;
-    uint lane;
+    uint lane, simdgroup;
+    bool shared, shared_values; // slots go through `slots`: shuffles by differing lanes are slow on Apple's GPUs
+    threadgroup uint *slots;    // [n_simdgroups][2][slot_lists()][32]: of two tiles of each, one after the other
 };
 
-// Slots in memory of a tile's row 0. That of the values is theirs only where value_slot_of gives the slot itself. Where rows
-// lie apart those of the row with the lane's number; with a list also its position. The tail's: that of the keys or, if it lies
-// elsewhere, that of the row with the lane's number.
+// Slots in memory of a tile's row 0. That of the values is theirs only where value_slot_of gives the slot itself. Where
+// rows lie apart those of the row with the lane's number, or after share_slots where their list begins; with a list of
+// blocks also the row's position. The tail's: that of the keys or, if it lies elsewhere, likewise.
 struct tile_memory {
     uint keys, values;
     int position;
     uint tail;
 };
 
-// Slots in memory of a row of a tile. apart: rows_apart() or, of a tail, tail_rows_apart(). All lanes of the simdgroup must come
-// here together.
-inline uint key_slot(constant tqkv__attend_args &args, bool apart, uint base, uint row)
+// Where rows lie apart, the slot of one. All lanes of the simdgroup must come here together.
+inline uint slot_apart(thread const page_tables &pages, bool shared, uint base, uint row)
 {
-    return apart ? simd_shuffle(base, ushort(row)) : base + existing_row(args, row);
+    return shared ? pages.slots[base + row] : simd_shuffle(base, ushort(row));
 }
 
-inline uint value_slot(constant tqkv__attend_args &args, uint base, uint row)
+// Slots in memory of a row of a tile. apart: rows_apart() or, of a tail, tail_rows_apart(). As slot_apart.
+inline uint key_slot(constant tqkv__attend_args &args, thread const page_tables &pages, bool apart, uint base, uint row)
 {
-    return rows_apart() ? simd_shuffle(base, ushort(row)) : value_slot_of(args, base + existing_row(args, row));
+    return apart ? slot_apart(pages, pages.shared, base, row) : base + existing_row(args, row);
+}
+
+inline uint value_slot(constant tqkv__attend_args &args, thread const page_tables &pages, uint base, uint row)
+{
+    if (rows_apart()) return slot_apart(pages, pages.shared_values, base, row);
+    return value_slot_of(args, base + existing_row(args, row));
 }
 
 // Codes of such a row, of `bytes` each. As one sum, so that the part of all rows is computed once.
-inline device const uchar *key_codes(constant tqkv__attend_args &args, bool apart, device const uchar *codes,
-                                     uint bytes, uint base, uint row)
+inline device const uchar *key_codes(constant tqkv__attend_args &args, thread const page_tables &pages, bool apart,
+                                     device const uchar *codes, uint bytes, uint base, uint row)
 {
-    if (apart) return codes + ulong(simd_shuffle(base, ushort(row))) * ulong(bytes);
+    if (apart) return codes + ulong(slot_apart(pages, pages.shared, base, row)) * ulong(bytes);
     return codes + ulong(base) * ulong(bytes) + existing_row(args, row) * bytes;
 }
 
-inline device const uchar *value_codes(constant tqkv__attend_args &args, device const uchar *codes, uint bytes,
-                                       uint base, uint row)
+inline device const uchar *value_codes(constant tqkv__attend_args &args, thread const page_tables &pages,
+                                       device const uchar *codes, uint bytes, uint base, uint row)
 {
-    if (rows_apart() || !(same_slots || paged)) return codes + ulong(value_slot(args, base, row)) * ulong(bytes);
+    if (rows_apart() || !(same_slots || paged)) return codes + ulong(value_slot(args, pages, base, row)) * ulong(bytes);
     return codes + ulong(base) * ulong(bytes) + existing_row(args, row) * bytes;
 }
 
@@ -1773,6 +1812,64 @@ inline tile_memory find_tile(constant tqkv__attend_args &args, thread const page
     return result;
 }
 
+// The tiles of a simdgroup one after another, where their slots are shared: what lanes found of the one behind the
+// next. So nothing waits for tables and lists when it is stored.
+struct tile_search {
+    tile_memory ahead;
+    uint parity; // of the next tile's memory of slots
+};
+
+inline bool shares_slots(thread const page_tables &pages) { return pages.shared && tail_rows_apart(); }
+
+// Stores what the lanes found of a tile for all to read. parity: 0 or 1, another one than that of the tile before,
+// which may be in use still.
+inline tile_memory share_slots(thread const page_tables &pages, tile_memory found, uint parity)
+{
+    const uint first = (pages.simdgroup * 2u + parity) * slot_lists() * 32u, last = first + (slot_lists() - 1u) * 32u;
+    tile_memory result = found;
+    simdgroup_barrier(mem_flags::mem_threadgroup); // the tile before that one is done
+    if (rows_apart()) {
+        result.keys = result.tail = first;
+        result.values = same_slots ? first : first + 32u;
+        pages.slots[result.keys + pages.lane] = found.keys;
+        if (!same_slots) pages.slots[result.values + pages.lane] = found.values;
+    }
+    if (tail_elsewhere) {
+        result.tail = last;
+        pages.slots[last + pages.lane] = found.tail;
+    }
+    simdgroup_barrier(mem_flags::mem_threadgroup);
+    return result;
+}
+
+// The memory of the only tile of a simdgroup.
+inline tile_memory find_one(constant tqkv__attend_args &args, thread const page_tables &pages, uint tile)
+{
+    tile_memory found = find_tile(args, pages, tile);
+    return shares_slots(pages) ? share_slots(pages, found, 0u) : found;
+}
+
+// The memory of the next tile.
+inline tile_memory find_next(constant tqkv__attend_args &args, thread const page_tables &pages, tile_steps steps,
+                             uint n_simdgroups, thread tile_search &search)
+{
+    if (!shares_slots(pages)) return find_tile(args, pages, steps.tile);
+    search.parity = 1u - search.parity;
+    tile_memory result = share_slots(pages, search.ahead, search.parity);
+    next_tile(steps, n_simdgroups);
+    search.ahead = find_tile(args, pages, steps.tile);
+    return result;
+}
+
+// Likewise, of the first one.
+inline tile_memory find_first(constant tqkv__attend_args &args, thread const page_tables &pages, tile_steps steps,
+                              uint n_simdgroups, thread tile_search &search)
+{
+    search.parity = 1u;
+    if (shares_slots(pages)) search.ahead = find_tile(args, pages, steps.tile);
+    return find_next(args, pages, steps, n_simdgroups, search);
+}
+
 // The position of row `row` of a tile that was found; newer than all queries if it belongs to another tile.
 inline int position_of_row(constant tqkv__attend_args &args, tile_memory base, uint number, uint row)
 {
@@ -1785,12 +1882,13 @@ struct tile_place {
     int position; // of the lane's row
 };
 
-inline tile_place open_tile(constant tqkv__attend_args &args, thread const page_tables &pages, uint number, uint row)
+// base: of tile `number`
+inline tile_place open_tile(constant tqkv__attend_args &args, tile_memory base, uint number, uint row)
 {
     tile_place result;
-    result.base = find_tile(args, pages, number);
+    result.base = base;
     result.row = row;
-    result.position = position_of_row(args, result.base, number, row);
+    result.position = position_of_row(args, base, number, row);
     return result;
 }
 
@@ -1798,8 +1896,8 @@ inline tile_place open_tile(constant tqkv__attend_args &args, thread const page_
 
 // ---- shaders/attend_task.h ----
 
-// What a threadgroup of attention works on: function constants, the arrays of its KV head and its part of the call, norms of
-// stored rows, and what a lane keeps of each column. Letters: as in attend.h.
+// What a threadgroup of attention works on: function constants, the arrays of its KV head and its part of the call,
+// norms of stored rows, and what a lane keeps of each column. Letters: as in attend.h.
 #ifndef TQKV_ATTEND_TASK_H
 #define TQKV_ATTEND_TASK_H
 
@@ -1829,8 +1927,8 @@ constant bool rotate_tail_center [[function_constant(TQKV_FC_TAIL_ROTATED)]];
 // The running maximum starts here, below every score. It is finite, so a masked score minus it is -INFINITY, not NaN.
 #define NOTHING_SEEN (-3.0e38f)
 
-// Output values of a column that a lane keeps: pieces of 8 values, several where 32 lanes do not span the row. Pieces lie
-// LANE_SPAN(D) * 8 values apart: so many lanes have values.
+// Output values of a column that a lane keeps: pieces of 8 values, several where 32 lanes do not span the row. Pieces
+// lie LANE_SPAN(D) * 8 values apart: so many lanes have values.
 #define LANE_SUMS(D) ((D) <= 256 ? 8 : ((D) + 511) / 512 * 16)
 #define LANE_SPAN(D) ((D) / LANE_SUMS(D))
 
@@ -1848,7 +1946,8 @@ struct attend_task {
     device const uchar *q;          // [n_queries][n_heads][KD + T], with strides
     stream_rows keys, values, tail; // of the KV head; tail: if there is one
     device float *partial_out;      // [n_partials][n_queries][n_heads][VD]: sum of weight * value
-    // [1 + n_partials][n_queries][n_heads][2]: the centre's score, unused; then maximum (in powers of two), sum of the weights
+    // [1 + n_partials][n_queries][n_heads][2]: the centre's score, unused; then maximum (in powers of two), sum of the
+    // weights
     device float *partial_state;
     device const float *center, *tail_center; // [n_kv_heads][KD]: of the keys; [n_kv_heads][T]
     device const float *scale, *tail_scale;   // the same, of the channels
@@ -1883,6 +1982,14 @@ inline uint blocks_of_rows(constant tqkv__attend_args &args)
     uint each = max(uint(columns), 1u); // 0 where shaders are only checked
     if (has_list) return uint(args.n_queries) * ((uint(args.group) + each - 1u) / each); // of one query each
     return (uint(args.n_queries) * uint(args.group) + each - 1u) / each;
+}
+
+// Gives the simdgroups their memory of slots, behind the states of C columns each.
+inline void open_slots(uint C, thread attend_task &task)
+{
+    threadgroup float *behind = task.states + task.n_simdgroups * uint(TQKV__STATE_BYTES(C) / 4);
+    task.pages.shared = task.pages.shared_values = true;
+    task.pages.slots = (threadgroup uint *)behind;
 }
 
 // Blocks of rows and splits count from the last. Those have the most to do, and none begins when the others are done.
@@ -1966,8 +2073,8 @@ inline float row_scale(uint format, stream_rows rows, uint slot, float block_sca
 
 // ---- shaders/attend_values.h ----
 
-// Sums of weight * value over a tile, for attend.h: the lanes lie across the row, and the weights come from threadgroup memory.
-// Letters: as in attend.h.
+// Sums of weight * value over a tile, for attend.h: the lanes lie across the row, and the weights come from threadgroup
+// memory. Letters: as in attend.h.
 #ifndef TQKV_ATTEND_VALUES_H
 #define TQKV_ATTEND_VALUES_H
 
@@ -2035,52 +2142,59 @@ inline uint value_row_of_lane(uint step, uint lane)
     return step * uint(32 / VALUE_LANES(D)) + lane / uint(VALUE_LANES(D));
 }
 
-// The codes of a step, and for rows of several norms the factors.
-template <int D, int W>
+// The first of the 8 values that a lane has of a row's first piece.
+template <int D>
+inline uint first_value_of_lane(uint lane)
+{
+    return min(lane % uint(VALUE_LANES(D)), uint(LANE_SPAN(D)) - 1u) * 8u;
+}
+
+// The codes of a step, N a piece, and for rows of several norms the factors.
+template <int D, int W, int N = 8>
 struct value_step {
-    raw_codes<W, 8> raw[VALUE_PIECES(D)];
+    raw_codes<W, N> raw[VALUE_PIECES(D)];
     float scale[VALUE_PIECES(D)];
 };
 
-template <int D, int W>
+// value: the lane's first one
+template <int D, int W, int N>
 inline void load_value_step(constant tqkv__attend_args &args, thread const attend_task &task, uint base, uint number,
-                            thread value_step<D, W> &step)
+                            uint value, thread value_step<D, W, N> &step)
 {
     const uint block = norm_block<D>(value_format), bytes = row_bytes<D>(value_format);
     stream_rows values = task.values;
     uint row = value_row_of_lane<D>(number, task.lane);
-    device const uchar *codes = value_codes(args, values.codes, bytes, base, row);
+    device const uchar *codes = value_codes(args, task.pages, values.codes, bytes, base, row);
     TQKV_UNROLL
     for (int j = 0; j < VALUE_PIECES(D); j++) {
-        uint part = min(task.lane % uint(VALUE_LANES(D)), uint(LANE_SPAN(D)) - 1u);
-        uint first = (uint(j * LANE_SPAN(D)) + part) * 8u;
-        load_codes<D, W, 8>(value_format, codes, first, step.raw[j]);
+        uint first = value + uint(j * LANE_SPAN(D)) * 8u;
+        load_codes<D, W, N>(value_format, codes, first, step.raw[j]);
         step.scale[j] = 1.0f;
         if (!one_norm<D>(value_format))
-            step.scale[j] = stored_scale<D>(value_format, values, value_slot(args, base, row), first / block,
-                                            args.value_block_scale);
+            step.scale[j] = stored_scale<D>(value_format, values, value_slot(args, task.pages, base, row),
+                                            first / block, args.value_block_scale);
     }
 }
 
 // out[c] += weight * value, over the rows of step `number`.
-template <int D, int W>
-inline void add_value_step(thread const value_step<D, W> &step, uint number, uint lane, thread const codebook &book,
-                           threadgroup const float *weights, thread column_state<D> &state)
+template <int D, int W, int N, int S>
+inline void add_value_step(thread const value_step<D, W, N> &step, uint number, uint lane, thread const codebook &book,
+                           threadgroup const float *weights, thread float (&out)[TQKV__MAX_COLUMNS(D)][S])
 {
     const int C = TQKV__MAX_COLUMNS(D);
     float weight[C];
     load_weights<C>(weights, value_row_of_lane<D>(number, lane), weight);
     TQKV_UNROLL
     for (int j = 0; j < VALUE_PIECES(D); j++) {
-        float x[8];
-        values_at<W, 8, 8>(value_format, step.raw[j], 0, book, x);
+        float x[N];
+        values_at<W, N, N>(value_format, step.raw[j], 0, book, x);
         FOR_COLUMNS(c)
         {
             // A masked slot may hold halves or norms that are NaN, and 0 * NaN is not 0.
             if ((W == 16 || !one_norm<D>(value_format)) && weight[c] == 0.0f) continue;
             float factor = one_norm<D>(value_format) ? weight[c] : weight[c] * step.scale[j];
             TQKV_UNROLL
-            for (int i = 0; i < 8; i++) state.out[c][j * 8 + i] = fma(factor, x[i], state.out[c][j * 8 + i]);
+            for (int i = 0; i < N; i++) out[c][j * N + i] = fma(factor, x[i], out[c][j * N + i]);
         }
     }
 }
@@ -2093,19 +2207,20 @@ inline void add_values(constant tqkv__attend_args &args, thread const attend_tas
                        threadgroup const float *weights, thread column_state<D> &state)
 {
     const int L = VALUE_LANES(D), B = VALUE_BATCH(D, W);
+    const uint value = first_value_of_lane<D>(task.lane);
     const uint end = TQKV_PLAIN_LOADS ? uint(L - B) : uint(L);
     TQKV_UNROLL_VALUES(D, W, LANE_SUMS(D) * int(columns))
     for (uint first = 0; first < end; first += uint(B)) {
         TQKV_UNROLL
         for (int b = 0; b < B; b++) {
-            add_value_step<D, W>(steps[b], first + uint(b), task.lane, book, weights, state);
+            add_value_step(steps[b], first + uint(b), task.lane, book, weights, state.out);
             if (TQKV_PLAIN_LOADS || first + uint(B) < uint(L))
-                load_value_step<D, W>(args, task, base, first + uint(B + b), steps[b]);
+                load_value_step(args, task, base, first + uint(B + b), value, steps[b]);
         }
     }
     if (!TQKV_PLAIN_LOADS) return;
     TQKV_UNROLL
-    for (int b = 0; b < B; b++) add_value_step<D, W>(steps[b], uint(L - B + b), task.lane, book, weights, state);
+    for (int b = 0; b < B; b++) add_value_step(steps[b], uint(L - B + b), task.lane, book, weights, state.out);
 }
 
 // As any_keys.
@@ -2121,7 +2236,8 @@ inline void load_first_values(constant tqkv__attend_args &args, thread const att
                               thread value_step<D, W> (&steps)[VALUE_BATCH(D, W)])
 {
     TQKV_UNROLL
-    for (int b = 0; b < VALUE_BATCH(D, W); b++) load_value_step<D, W>(args, task, base, uint(b), steps[b]);
+    for (int b = 0; b < VALUE_BATCH(D, W); b++)
+        load_value_step(args, task, base, uint(b), first_value_of_lane<D>(task.lane), steps[b]);
 }
 
 template <int D>
@@ -2389,16 +2505,24 @@ inline void combine_four(thread const attend_task &task, uint each, column_memor
     store_four(total, own.to);
 }
 
-// Maxima, sums and the scores of the centre, for attend_merge. The lane of combine_states stores its column.
+// Maximum, sum and the score of the centre of a column, for attend_merge.
+inline void store_column(constant tqkv__attend_args &args, thread const attend_task &task, uint partial, uint c,
+                         column_memory memory, float maximum, float sum)
+{
+    uint n_rows = uint(args.n_queries) * uint(args.n_kv_heads) * uint(args.group);
+    ulong to = (row_offset(partial + 1u, n_rows) + ulong(memory.rows[c])) * 2u; // the first are the shifts
+    task.partial_state[to] = maximum;
+    task.partial_state[to + 1u] = sum;
+    if (has_shifts() && task.split == 0) task.partial_state[ulong(memory.rows[c]) * 2u] = memory.shifts[c];
+}
+
+// Those of all columns. The lane of combine_states stores its column.
 inline void store_columns(constant tqkv__attend_args &args, thread const attend_task &task, uint partial,
                           column_memory memory)
 {
-    uint c = task.lane, n_rows = uint(args.n_queries) * uint(args.n_kv_heads) * uint(args.group);
+    uint c = task.lane;
     if (task.simdgroup != 0 || c >= columns || task.first_column + c >= end_of_columns(args, task)) return;
-    ulong to = (row_offset(partial + 1u, n_rows) + ulong(memory.rows[c])) * 2u; // the first are the shifts
-    task.partial_state[to] = memory.totals[c * 2u];
-    task.partial_state[to + 1u] = memory.totals[c * 2u + 1u];
-    if (has_shifts() && task.split == 0) task.partial_state[ulong(memory.rows[c]) * 2u] = memory.shifts[c];
+    store_column(args, task, partial, c, memory, memory.totals[c * 2u], memory.totals[c * 2u + 1u]);
 }
 
 #endif
@@ -2484,7 +2608,8 @@ inline void hadamard(thread float *x, uint lane)
     hadamard_from<D, L, C>(x, lane, 1);
 }
 
-// Bit i is set if x[i] changes its sign. RUN: values whose signs come of one read of their byte, a divisor of C and of 8.
+// Bit i is set if x[i] changes its sign. RUN: values whose signs come of one read of their byte, a divisor of C and of
+// 8.
 template <int D, int L, int C, int RUN>
 inline uint lane_signs(uint lane)
 {
@@ -2599,9 +2724,9 @@ inline void add_center(device const float *center, device const float *scale, ui
 //   softmax  one row a lane
 //   values   the lanes lie across the row; the weights come from threadgroup memory (attend_values.h)
 //
-// Letters: D head_dim, W code width of a stored value, K and V before either: of keys and of values; T that of a tail. C
-// most columns, the same for all head_dims. N values that a lane loads at a time, R lanes that share a row of keys, V output values
-// of a column that a lane keeps.
+// Letters: D head_dim, W code width of a stored value, K and V before either: of keys and of values; T that of a tail.
+// C most columns, the same for all head_dims. N values that a lane loads at a time, R lanes that share a row of keys, V
+// output values of a column that a lane keeps.
 #ifndef TQKV_ATTEND_H
 #define TQKV_ATTEND_H
 
@@ -2695,8 +2820,8 @@ inline uint padded(uint format, uint value)
     return value + value / uint(BY_CODE_WIDTH(format, KEY_VALUES, D)) * 4u;
 }
 
-// The score of the centre of a part of the keys: all scores of the query lack it. Every lane of the row has the result. x: the
-// lane's values of the query
+// The score of the centre of a part of the keys: all scores of the query lack it. Every lane of the row has the result.
+// x: the lane's values of the query
 template <int D>
 inline float score_of_center(constant tqkv__attend_args &args, thread const attend_task &task,
                              thread const key_part &keys, thread const float *x)
@@ -2746,7 +2871,7 @@ inline void load_query_part(constant tqkv__attend_args &args, thread const atten
         float shift = keys.with_center ? score_of_center<D>(args, task, keys, x) : 0.0f;
         if (part == 0 && own < columns) {
             if (has_shifts()) memory.shifts[column] = keys.first == 0 ? shift : memory.shifts[column] + shift;
-            memory.rows[column] = partial_row(args, row, head);
+            if (keys.first == 0) memory.rows[column] = partial_row(args, row, head);
         }
         turn_query<D>(task, keys, x);
         TQKV_UNROLL
@@ -2779,9 +2904,10 @@ inline void load_key_codes(constant tqkv__attend_args &args, thread const attend
         TQKV_UNROLL
         for (int r = 0; r < R; r++) {
             uint row = uint(r * (32 / R)) + task.lane / uint(R);
-            load_codes<D, W, N>(part.format,
-                                key_codes(args, part.apart, part.rows.codes, row_bytes<D>(part.format), base, row),
-                                ((step + uint(b)) * uint(R) + task.lane % uint(R)) * uint(N), keys.raw[b][r]);
+            load_codes<D, W, N>(
+                part.format,
+                key_codes(args, task.pages, part.apart, part.rows.codes, row_bytes<D>(part.format), base, row),
+                ((step + uint(b)) * uint(R) + task.lane % uint(R)) * uint(N), keys.raw[b][r]);
         }
     }
 }
@@ -2794,7 +2920,7 @@ inline void load_key_scales(constant tqkv__attend_args &args, thread const atten
     const int R = KEY_LANES(D, W);
     TQKV_UNROLL
     for (int r = 0; r < R; r++) {
-        uint slot = key_slot(args, part.apart, base, uint(r * (32 / R)) + task.lane / uint(R));
+        uint slot = key_slot(args, task.pages, part.apart, base, uint(r * (32 / R)) + task.lane / uint(R));
         keys.scale[r] = stored_scale<D>(part.format, part.rows, slot, block, part.block_scale);
     }
 }
@@ -2943,8 +3069,8 @@ inline void open_tail(constant tqkv__attend_args &, thread const attend_task &, 
 {
 }
 
-// Adds the scores of the tail to those of the keys. The two leave a row's score with different lanes: `row` is that of the
-// keys' lane. key_scale becomes the factor of the sum.
+// Adds the scores of the tail to those of the keys. The two leave a row's score with different lanes: `row` is that of
+// the keys' lane. key_scale becomes the factor of the sum.
 template <int D, int T, int C>
 inline void add_tail(constant tqkv__attend_args &args, thread const attend_task &task, uint base, uint next_base,
                      uint row, thread const codebook &book, thread any_keys<T> &keys, thread float &key_scale,
@@ -2953,7 +3079,8 @@ inline void add_tail(constant tqkv__attend_args &args, thread const attend_task 
     if (tail_format == 0) return;
     float tail[C];
     score_any_tile<T, C>(args, task, tail_part<D>(task), base, next_base, book, keys, tail);
-    float scale = row_scale<T>(tail_format, task.tail, key_slot(args, tail_rows_apart(), base, row), 1.0f);
+    uint slot = key_slot(args, task.pages, tail_rows_apart(), base, row);
+    float scale = row_scale<T>(tail_format, task.tail, slot, 1.0f);
     const bool same = BY_CODE_WIDTH(key_format, KEY_LANES, D) == BY_CODE_WIDTH(tail_format, KEY_LANES, T);
     FOR_COLUMNS(c)
     {
@@ -2979,18 +3106,15 @@ inline float score_of(constant tqkv__attend_args &args, float dot, float factor,
     return args.softcap * TQKV_LOG2E * precise::tanh(score / (args.softcap * TQKV_LOG2E));
 }
 
-// Dot products to weights of the online softmax. A masked position scores -INFINITY by selection, never by arithmetic:
-// nothing that its slot holds can spread. The maximum is raised only when a score exceeds it by 11. Weights stay below
-// 2^11.5, and most tiles skip the rescaling. It is a whole number: see maximum_of_slice. Each column decides for itself:
-// its bits do not depend on the others.
+// Dot products to scores. A masked position scores -INFINITY by selection, never by arithmetic: nothing that its slot
+// holds can spread. Returns whether a maximum is to be raised.
 template <int D>
-inline void weigh_tile(constant tqkv__attend_args &args, thread const attend_task &task, tile_place at, float key_scale,
-                       float value_scale, thread float *score, thread column_state<D> &state,
-                       threadgroup float *weights)
+inline bool mask_scores(constant tqkv__attend_args &args, thread const attend_task &task, tile_place at,
+                        float key_scale, thread const column_state<D> &state, thread float *score, thread bool *seen)
 {
-    const int C = TQKV__MAX_COLUMNS(D), V = LANE_SUMS(D);
+    const int C = TQKV__MAX_COLUMNS(D);
     float factor = key_scale * (args.scale * TQKV_LOG2E);
-    bool raise = false, seen[C];
+    bool raise = false;
     FOR_COLUMNS(c)
     {
         int newest = state.newest[c];
@@ -3000,18 +3124,20 @@ inline void weigh_tile(constant tqkv__attend_args &args, thread const attend_tas
         score[c] = seen[c] ? score_of(args, score[c], factor, state.shift[c]) : -INFINITY;
         raise = raise || score[c] > state.maximum[c] + 11.0f;
     }
-    if (simd_any(raise)) {
-        FOR_COLUMNS(c)
-        {
-            float largest = rint(simd_max(score[c]));
-            largest = largest > state.maximum[c] + 11.0f ? largest : state.maximum[c];
-            float shrink = share_of(state.maximum[c], largest);
-            state.maximum[c] = largest;
-            state.sum[c] *= shrink;
-            TQKV_UNROLL
-            for (int i = 0; i < V; i++) state.out[c][i] *= shrink;
-        }
-    }
+    return raise;
+}
+
+// The maximum of a column, raised where the largest score of a tile exceeds it by 11. Weights stay below 2^11.5, and
+// most tiles skip the rescaling. It is a whole number: see maximum_of_slice. Each column decides for itself: its bits
+// do not depend on the others.
+inline float raised_maximum(float maximum, float largest) { return largest > maximum + 11.0f ? largest : maximum; }
+
+// Scores to weights of the online softmax.
+template <int D>
+inline void store_tile_weights(uint row, float value_scale, thread const float *score, thread const bool *seen,
+                               thread column_state<D> &state, threadgroup float *weights)
+{
+    const int C = TQKV__MAX_COLUMNS(D);
     float weight[C];
     TQKV_UNROLL
     for (int c = 0; c < C; c++) weight[c] = 0.0f;
@@ -3021,7 +3147,28 @@ inline void weigh_tile(constant tqkv__attend_args &args, thread const attend_tas
         state.sum[c] += share;
         weight[c] = share * (seen[c] ? value_scale : 0.0f); // a masked norm may be NaN
     }
-    store_weights<C>(weights, at.row, weight);
+    store_weights<C>(weights, row, weight);
+}
+
+template <int D>
+inline void weigh_tile(constant tqkv__attend_args &args, thread const attend_task &task, tile_place at, float key_scale,
+                       float value_scale, thread float *score, thread column_state<D> &state,
+                       threadgroup float *weights)
+{
+    const int C = TQKV__MAX_COLUMNS(D), V = LANE_SUMS(D);
+    bool seen[C];
+    if (simd_any(mask_scores(args, task, at, key_scale, state, score, seen))) {
+        FOR_COLUMNS(c)
+        {
+            float largest = raised_maximum(state.maximum[c], rint(simd_max(score[c])));
+            float shrink = share_of(state.maximum[c], largest);
+            state.maximum[c] = largest;
+            state.sum[c] *= shrink;
+            TQKV_UNROLL
+            for (int i = 0; i < V; i++) state.out[c][i] *= shrink;
+        }
+    }
+    store_tile_weights(at.row, value_scale, score, seen, state, weights);
 }
 
 // ---- The simdgroups' results as one ----
@@ -3041,8 +3188,8 @@ inline void store_states(thread const attend_task &task, thread const column_sta
     }
 }
 
-// Sums of values that lie next to each other in a row: a lane's of a piece, 8, over 32 lanes of which VALUE_LANES lie across the
-// row. Each keeps KEPT_SUMS of the row's sums from value kept_sum on: as in reduce_scatter.
+// Sums of values that lie next to each other in a row: a lane's of a piece, 8, over 32 lanes of which VALUE_LANES lie
+// across the row. Each keeps KEPT_SUMS of the row's sums from value kept_sum on: as in reduce_scatter.
 #define KEPT_SUMS(D) (VALUE_LANES(D) / 4)
 template <int D>
 inline uint kept_sum(uint lane)
@@ -3058,13 +3205,13 @@ inline void add_lanes(uint lane, thread const float *from, thread float *x)
     for (int i = 0; i < 8; i++) x[i] = from[i];
     TQKV_UNROLL
     for (int step = 0; step < 3; step++) {
-        const int distance = VALUE_LANES(D) << step, half = 4 >> step;
+        const int distance = VALUE_LANES(D) << step, kept = 4 >> step;
         if (distance >= 32) continue;
         bool upper = (lane & uint(distance)) != 0;
         TQKV_UNROLL
         for (int i = 0; i < 4; i++) {
-            if (i >= half) continue;
-            float low = x[i], high = x[i + half];
+            if (i >= kept) continue;
+            float low = x[i], high = x[i + kept];
             x[i] = (upper ? high : low) + simd_shuffle_xor(upper ? low : high, ushort(distance));
         }
     }
@@ -3141,8 +3288,8 @@ inline void combine_pass(thread const attend_task &task, int first, column_memor
     threadgroup_barrier(mem_flags::mem_threadgroup); // before the next sums, or weights, overwrite these
 }
 
-// Adds a stretch to the partial results: that of its section and, at the section's end, that of all. Returns the number of
-// the one that has the total.
+// Adds a stretch to the partial results: that of its section and, at the section's end, that of all. Returns the number
+// of the one that has the total.
 template <int D>
 inline uint keep_stretch(constant tqkv__attend_args &args, thread const attend_task &task, stretch_range own,
                          uint stretch, column_memory memory, thread const column_state<D> &state)
@@ -3182,6 +3329,7 @@ inline void clear_sums(thread column_state<D> &state)
 template <int D>
 struct tile_walk {
     tile_steps steps;
+    tile_search search;
     tile_place next; // the place of the next tile
     any_keys<D> keys;
     any_keys<TQKV__TAIL_DIM(D)> tail;
@@ -3210,10 +3358,12 @@ inline void add_tiles(constant tqkv__attend_args &args, thread const attend_task
     while (walk.steps.tile < end) {
         tile_place at = walk.next;
         next_tile(walk.steps, task.n_simdgroups);
-        walk.next = open_tile(args, task.pages, walk.steps.tile, at.row);
+        tile_memory base = find_next(args, task.pages, walk.steps, task.n_simdgroups, walk.search);
+        walk.next = open_tile(args, base, walk.steps.tile, at.row);
         const int C = TQKV__MAX_COLUMNS(KD), T = TQKV__TAIL_DIM(KD);
         float score[C];
-        uint key = key_slot(args, rows_apart(), at.base.keys, at.row), value = value_slot(args, at.base.values, at.row);
+        uint key = key_slot(args, task.pages, rows_apart(), at.base.keys, at.row);
+        uint value = value_slot(args, task.pages, at.base.values, at.row);
         float key_scale = row_scale<KD>(key_format, task.keys, key, args.key_block_scale);
         float value_scale = row_scale<VD>(value_format, task.values, value, args.value_block_scale);
         any_values<VD> values;
@@ -3229,39 +3379,8 @@ inline void add_tiles(constant tqkv__attend_args &args, thread const attend_task
     }
 }
 
-template <int KD, int VD>
-inline void attend(constant tqkv__attend_args &args, thread const attend_task &task)
-{
-    const int C = TQKV__MAX_COLUMNS(VD);
-    uint thread_index = task.simdgroup * 32u + task.lane, partial = 0u;
-    column_memory memory = column_memory_of(task.kept, uint(C));
-    tile_range seen = tiles_seen(args, task.first_column, task.pages.list);
-    stretch_range own = stretches_of_threadgroup(args, seen, task.split);
-    column_state<VD> state;
-    tile_walk<KD> walk;
-    walk.steps = open_steps(args, seen, own, task.simdgroup, task.n_simdgroups);
-    walk.next = open_tile(args, task.pages, walk.steps.tile, row_of_lane<KD>(key_format, task.lane));
-    open_keys<KD>(args, task, first_part(args, task), walk.next.base.keys, walk.keys);
-    open_tail<KD, TQKV__TAIL_DIM(KD)>(args, task, walk.next.base.tail, walk.tail);
-    load_codebook(key_format, task.tables, thread_index, task.n_simdgroups * 32u);
-    load_codebook(value_format, task.tables + 256, thread_index, task.n_simdgroups * 32u);
-    if (tail_values<KD>() != 0) load_codebook(tail_format, task.tail_table, thread_index, task.n_simdgroups * 32u);
-    load_queries<KD>(args, task, memory);
-    threadgroup_barrier(mem_flags::mem_threadgroup);
-    codebooks books = open_codebooks(task);
-    find_newest<VD>(args, task.first_column, state);
-    FOR_COLUMNS(c) state.shift[c] = has_shifts() ? memory.shifts[c] : 0.0f;
-    for (uint stretch = own.begin; stretch < own.end; stretch++) {
-        clear_sums<VD>(state);
-        uint end = min(seen.end, first_tile_of_stretch(args, stretch + 1u));
-        add_tiles<KD, VD>(args, task, end, books, walk, state);
-        partial = keep_stretch<VD>(args, task, own, stretch, memory, state);
-    }
-    store_columns(args, task, partial, memory);
-}
-
-// The arguments of attend and attend_matrix. codes: [n_kv_heads][capacity][row_bytes], norms: [n_kv_heads][capacity][norms of a
-// row]
+// The arguments of attend and attend_matrix. codes: [n_kv_heads][capacity][row_bytes], norms:
+// [n_kv_heads][capacity][norms of a row]
 // clang-format off
 #define ATTEND_ARGUMENTS \
     constant tqkv__attend_args &call [[buffer(0)]], \
@@ -3291,8 +3410,8 @@ inline void attend(constant tqkv__attend_args &args, thread const attend_task &t
     uint simdgroup [[simdgroup_index_in_threadgroup]], \
     uint n_simdgroups [[simdgroups_per_threadgroup]]
 
-// `args` and `task` of these arguments, but for threadgroup memory that the two kernels share out in their own ways. D: of
-// the keys, V: of the values
+// `args` and `task` of these arguments, but for threadgroup memory that the two kernels share out in their own ways. D:
+// of the keys, V: of the values
 #define ATTEND_TASK(D, V) \
     uint item = batch ? item_of(items, group.z, TQKV_BY_GROUP) : 0u; \
     constant tqkv__attend_args &args = batch ? items[item].attend : call; \
@@ -3311,6 +3430,8 @@ inline void attend(constant tqkv__attend_args &args, thread const attend_task &t
     task.pages.keys = key_pages; \
     task.pages.values = value_pages; \
     task.pages.lane = lane; \
+    task.pages.simdgroup = simdgroup; \
+    task.pages.shared = task.pages.shared_values = false; \
     task.list_rows = list_rows; \
     task.tree = tree; \
     task.tables = tables; \
@@ -3325,6 +3446,359 @@ inline void attend(constant tqkv__attend_args &args, thread const attend_task &t
     else \
         open_place(args, group.y, group.z, task);
 // clang-format on
+
+#endif
+
+// ---- shaders/strand.h ----
+
+// Strands, for short contexts, whose stretches alone leave most of a GPU idle. A strand is what one simdgroup of a
+// stretch's threadgroup adds up: the tiles whose numbers have the same rest, four of them. A threadgroup that has only
+// a strand gives each simdgroup one of its tiles to score. Then they agree on the maxima, leave the weights in
+// threadgroup memory, and each adds up its part of the values over all tiles, one after another. So its sums have the
+// bits that one simdgroup gives them, and attend_merge adds strands up as the end of a stretch does: how a call is
+// divided changes no bit.
+#ifndef TQKV_STRAND_H
+#define TQKV_STRAND_H
+
+// The tiles of a strand, `first` and each n_simdgroups behind it, without those that no column sees.
+struct strand_tiles {
+    uint first;
+    tile_range seen;
+};
+
+inline bool has_tile(strand_tiles tiles, uint tile)
+{
+    bool inside = tile >= tiles.seen.begin && tile < tiles.seen.end;
+    return inside && (tile < tiles.seen.gap_begin || tile >= tiles.seen.gap_end);
+}
+
+inline strand_tiles open_strand(constant tqkv__attend_args &args, tile_range seen, stretch_range own, uint strand)
+{
+    strand_tiles tiles;
+    tiles.first = first_tile_of_stretch(args, own.begin) + strand;
+    tiles.seen = seen;
+    return tiles;
+}
+
+// ---- Maxima: raised by the tiles one after another, as if one simdgroup had them all ----
+
+// The maximum of a column once each tile of the strand has raised it.
+struct raised_maxima {
+    float after[TQKV__STRANDS];
+};
+
+// By the largest scores of the tiles.
+inline raised_maxima raise_over(float first, float second, float third, float fourth)
+{
+    raised_maxima maxima;
+    maxima.after[0] = raised_maximum(NOTHING_SEEN, first);
+    maxima.after[1] = raised_maximum(maxima.after[0], second);
+    maxima.after[2] = raised_maximum(maxima.after[1], third);
+    maxima.after[3] = raised_maximum(maxima.after[2], fourth);
+    return maxima;
+}
+
+// The one that the scores of tile `number` take.
+inline float maximum_of_tile(raised_maxima maxima, uint number)
+{
+    float maximum = maxima.after[0];
+    TQKV_UNROLL
+    for (int i = 1; i < TQKV__STRANDS; i++)
+        if (number == uint(i)) maximum = maxima.after[i];
+    return maximum;
+}
+
+// What the sums of the tiles before tile i are multiplied by.
+inline float shrink_before(raised_maxima maxima, int i)
+{
+    return i == 0 ? 1.0f : share_of(maxima.after[i == 0 ? 0 : i - 1], maxima.after[i]);
+}
+
+// ---- Values ----
+
+// Where the values of the tiles are: slots as in tile_memory. Shared ones each simdgroup has stored of its own tile: a
+// barrier must precede what reads them.
+struct strand_slots {
+    uint base[TQKV__STRANDS];
+};
+
+inline strand_slots find_strand(constant tqkv__attend_args &args, thread const attend_task &task,
+                                thread const strand_tiles &tiles)
+{
+    strand_slots slots;
+    TQKV_UNROLL
+    for (uint i = 0; i < uint(TQKV__STRANDS); i++)
+        slots.base[i] = task.pages.shared && rows_apart()
+                            ? (2u * i * slot_lists() + (same_slots ? 0u : 1u)) * 32u
+                            : find_tile(args, task.pages, tiles.first + i * uint(TQKV__STRANDS)).values;
+    return slots;
+}
+
+#endif
+
+// ---- shaders/attend_strand.h ----
+
+// A strand of a stretch by lanes: strand.h says what it is. Each simdgroup has the scores of one tile as in attend.h,
+// and adds up its part of the values of all four. Then the kernel attend, of strands and of stretches.
+//
+// Letters: as in attend.h.
+#ifndef TQKV_ATTEND_STRAND_H
+#define TQKV_ATTEND_STRAND_H
+
+// ---- Softmax: the maxima of the tiles, one after another, as if one simdgroup had them all ----
+
+// The largest score of each column in the simdgroup's tile: [C][TQKV__STRANDS]. A barrier must follow.
+template <int C>
+inline void store_tile_maxima(thread const attend_task &task, thread const float *score)
+{
+    FOR_COLUMNS(c)
+    {
+        float largest = rint(simd_max(score[c]));
+        if (task.lane == 0) task.states[uint(c * TQKV__STRANDS) + task.simdgroup] = largest;
+    }
+}
+
+inline raised_maxima raise_over_tiles(thread const attend_task &task, uint c)
+{
+    float4 largest = *(threadgroup const float4 *)(task.states + c * uint(TQKV__STRANDS));
+    return raise_over(largest.x, largest.y, largest.z, largest.w);
+}
+
+// ---- Weights of the tiles, and their sums: behind a tile's weights what its lanes add to the sums, [C][32] ----
+
+template <int D>
+inline threadgroup float *weights_of_tile(thread const attend_task &task, uint number)
+{
+    return task.weights + number * ATTEND_SUM_FLOATS(D);
+}
+
+inline uint shares_after_weights() { return columns <= 2 ? 64u : (columns + 3u) / 4u * 128u; }
+
+template <int D>
+inline void weigh_strand_tile(thread const attend_task &task, uint row, float value_scale, thread const float *score,
+                              thread const bool *seen, thread column_state<D> &state)
+{
+    const int C = TQKV__MAX_COLUMNS(D);
+    threadgroup float *weights = weights_of_tile<D>(task, task.simdgroup), *shares = weights + shares_after_weights();
+    FOR_COLUMNS(c) { state.maximum[c] = maximum_of_tile(raise_over_tiles(task, uint(c)), task.simdgroup); }
+    store_tile_weights(row, value_scale, score, seen, state, weights);
+    FOR_COLUMNS(c) shares[uint(c) * 32u + task.lane] = state.sum[c];
+}
+
+// Maximum and sum of a strand's columns, for attend_merge: each simdgroup has its own columns.
+template <int D>
+inline void store_strand_states(constant tqkv__attend_args &args, thread const attend_task &task, uint used,
+                                column_memory memory)
+{
+    for (uint c = task.simdgroup; c < used; c += uint(TQKV__STRANDS)) {
+        raised_maxima maxima = raise_over_tiles(task, c);
+        float sum = 0.0f, maximum = maxima.after[TQKV__STRANDS - 1];
+        TQKV_UNROLL
+        for (int i = 0; i < TQKV__STRANDS; i++) {
+            float own = weights_of_tile<D>(task, uint(i))[shares_after_weights() + c * 32u + task.lane];
+            sum = sum * shrink_before(maxima, i) + own;
+        }
+        sum = simd_sum(sum);
+        if (task.lane == 0)
+            store_column(args, task, task.split, c, memory, maximum == NOTHING_SEEN ? -INFINITY : maximum, sum);
+    }
+}
+
+// ---- Values: the lanes lie across a row as in attend_values.h, but four of them have the 8 values of one there ----
+
+#define STRAND_VALUES   2                                // a lane has of a piece
+#define STRAND_STEPS(D) (TQKV__STRANDS * VALUE_LANES(D)) // of all tiles
+#define STRAND_BATCH(D)                                                                                                \
+    (TQKV_STRAND_WORDS / VALUE_PIECES(D) < 2 * VALUE_LANES(D) ? TQKV_STRAND_WORDS / VALUE_PIECES(D)                    \
+                                                              : 2 * VALUE_LANES(D))
+#define STRAND_SUMS(D)  (STRAND_VALUES * VALUE_PIECES(D))
+#define STRAND_QUADS(D) uint(VALUE_LANES(D) / TQKV__STRANDS) // of four lanes, of a simdgroup and row
+
+// The lane of attend_values.h whose values the lane has a part of: it may have none.
+template <int D>
+inline uint strand_part(thread const attend_task &task)
+{
+    return task.simdgroup * STRAND_QUADS(D) + task.lane / 4u % STRAND_QUADS(D);
+}
+
+template <int D, int W>
+struct strand_steps {
+    value_step<D, W, STRAND_VALUES> step[STRAND_BATCH(D)];
+};
+
+template <int D>
+struct any_strand_steps {
+    strand_steps<D, 4> of_4;
+    strand_steps<D, 8> of_8;
+    strand_steps<D, 16> of_16;
+};
+
+// Steps count through all tiles.
+template <int D, int W>
+inline void load_strand_step(constant tqkv__attend_args &args, thread const attend_task &task,
+                             thread const strand_slots &slots, int number, uint value,
+                             thread value_step<D, W, STRAND_VALUES> &step)
+{
+    const int L = VALUE_LANES(D);
+    load_value_step(args, task, slots.base[number / L], uint(number % L), value, step);
+}
+
+template <int D, int W>
+inline void load_strand_steps(constant tqkv__attend_args &args, thread const attend_task &task,
+                              thread const strand_slots &slots, uint value, thread strand_steps<D, W> &steps)
+{
+    TQKV_UNROLL
+    for (int b = 0; b < STRAND_BATCH(D); b++) load_strand_step(args, task, slots, b, value, steps.step[b]);
+}
+
+// The sums of the tiles before tile i, brought to its maxima.
+template <int D>
+inline void shrink_sums(thread const attend_task &task, int i,
+                        thread float (&out)[TQKV__MAX_COLUMNS(D)][STRAND_SUMS(D)])
+{
+    const int C = TQKV__MAX_COLUMNS(D);
+    FOR_COLUMNS(c)
+    {
+        float shrink = shrink_before(raise_over_tiles(task, uint(c)), i);
+        TQKV_UNROLL
+        for (int v = 0; v < STRAND_SUMS(D); v++) out[c][v] *= shrink;
+    }
+}
+
+// `steps` holds the first ones. Each later one is loaded as soon as an earlier one makes room.
+template <int D, int W>
+inline void add_strand_values(constant tqkv__attend_args &args, thread const attend_task &task,
+                              thread const strand_slots &slots, uint value, thread const codebook &book,
+                              thread strand_steps<D, W> &steps,
+                              thread float (&out)[TQKV__MAX_COLUMNS(D)][STRAND_SUMS(D)])
+{
+    const int L = VALUE_LANES(D), B = STRAND_BATCH(D);
+    TQKV_UNROLL
+    for (int i = 0; i < TQKV__STRANDS; i++) {
+        if (i > 0) shrink_sums<D>(task, i, out);
+        TQKV_UNROLL
+        for (int s = 0; s < L; s++) {
+            const int number = i * L + s;
+            add_value_step(steps.step[number % B], uint(s), task.lane, book, weights_of_tile<D>(task, uint(i)), out);
+            if (number + B < STRAND_STEPS(D))
+                load_strand_step(args, task, slots, number + B, value, steps.step[number % B]);
+        }
+    }
+}
+
+// The sums over the lanes whose rows differ, in the order of add_lanes.
+template <int D>
+inline void store_strand_sums(constant tqkv__attend_args &args, thread const attend_task &task, uint used, uint value,
+                              column_memory memory, thread float (&out)[TQKV__MAX_COLUMNS(D)][STRAND_SUMS(D)])
+{
+    const int C = TQKV__MAX_COLUMNS(D);
+    const uint n_rows = uint(args.n_queries) * uint(args.n_kv_heads) * uint(args.group);
+    const bool own = task.lane < uint(VALUE_LANES(D)) && strand_part<D>(task) < uint(LANE_SPAN(D));
+    FOR_COLUMNS(c)
+    {
+        TQKV_UNROLL
+        for (int v = 0; v < STRAND_SUMS(D); v++) {
+            TQKV_UNROLL
+            for (int distance = VALUE_LANES(D); distance < 32; distance *= 2)
+                out[c][v] += simd_shuffle_xor(out[c][v], ushort(distance));
+        }
+        if (!own || uint(c) >= used) continue;
+        ulong row = row_offset(task.split, n_rows) + ulong(memory.rows[c]);
+        device float *to = task.partial_out + (row * ulong(D) + ulong(value));
+        TQKV_UNROLL
+        for (int v = 0; v < STRAND_SUMS(D); v++)
+            to[v / STRAND_VALUES * LANE_SPAN(D) * 8 + v % STRAND_VALUES] = out[c][v];
+    }
+}
+
+// ---- The strand ----
+
+template <int KD, int VD>
+inline void attend_strand(constant tqkv__attend_args &args, thread const attend_task &task,
+                          thread const strand_tiles &tiles, thread const codebooks &books, column_memory memory,
+                          thread tile_walk<KD> &walk, thread column_state<VD> &state)
+{
+    const int C = TQKV__MAX_COLUMNS(VD), T = TQKV__TAIL_DIM(KD);
+    const uint used = min(uint(columns), end_of_columns(args, task) - task.first_column);
+    const uint value = min(strand_part<VD>(task), uint(LANE_SPAN(VD)) - 1u) * 8u + task.lane % 4u * uint(STRAND_VALUES);
+    const strand_slots slots = find_strand(args, task, tiles);
+    tile_place at = walk.next;
+    float score[C], out[C][STRAND_SUMS(VD)];
+    bool seen[C];
+    clear_sums(state);
+    if (!has_tile(tiles, walk.steps.tile)) at.position = 0x7fffffff;
+    float key_scale = row_scale<KD>(
+        key_format, task.keys, key_slot(args, task.pages, rows_apart(), at.base.keys, at.row), args.key_block_scale);
+    float value_scale = row_scale<VD>(value_format, task.values, value_slot(args, task.pages, at.base.values, at.row),
+                                      args.value_block_scale);
+    any_strand_steps<VD> steps;
+    WITH_CODES(value_format, steps, load_strand_steps<VD, W>(args, task, slots, value, codes));
+    score_any_tile<KD, C>(args, task, first_part(args, task), at.base.keys, at.base.keys, books.keys, walk.keys, score);
+    add_tail<KD, T, C>(args, task, at.base.tail, at.base.tail, at.row, books.tail, walk.tail, key_scale, score);
+    mask_scores(args, task, at, key_scale, state, score, seen);
+    store_tile_maxima<C>(task, score);
+    threadgroup_barrier(mem_flags::mem_threadgroup);
+    weigh_strand_tile(task, at.row, value_scale, score, seen, state);
+    threadgroup_barrier(mem_flags::mem_threadgroup);
+    TQKV_UNROLL
+    for (int c = 0; c < C; c++) {
+        TQKV_UNROLL
+        for (int v = 0; v < STRAND_SUMS(VD); v++) out[c][v] = 0.0f;
+    }
+    WITH_CODES(value_format, steps, add_strand_values<VD, W>(args, task, slots, value, books.values, codes, out));
+    store_strand_sums<VD>(args, task, used, value, memory, out);
+    store_strand_states<VD>(args, task, used, memory);
+}
+
+// ---- The kernel ----
+
+// Stretches of the context, or a strand of one. A pipeline that has fewer simdgroups than a stretch has strands adds up
+// other tiles in each: then the threadgroup of the first strand has the whole stretch, and the others add nothing.
+template <int KD, int VD>
+inline void attend(constant tqkv__attend_args &args, thread const attend_task &task)
+{
+    const int C = TQKV__MAX_COLUMNS(VD);
+    const uint n_threads = task.n_simdgroups * 32u;
+    const bool shared = has_strands && args.strands > 1, alone = shared && task.n_simdgroups == uint(TQKV__STRANDS);
+    const uint number = shared ? task.split % uint(TQKV__STRANDS) : 0u;
+    uint thread_index = task.simdgroup * 32u + task.lane, partial = 0u;
+    column_memory memory = column_memory_of(task.kept, uint(C));
+    tile_range seen = tiles_seen(args, task.first_column, task.pages.list);
+    stretch_range own = stretches_of_threadgroup(args, seen, shared ? task.split / uint(TQKV__STRANDS) : task.split);
+    strand_tiles strand = open_strand(args, seen, own, number);
+    column_state<VD> state;
+    tile_walk<KD> walk;
+    tile_memory base;
+    if (alone) {
+        walk.steps.tile = strand.first + task.simdgroup * uint(TQKV__STRANDS);
+        base = find_one(args, task.pages, walk.steps.tile);
+    } else {
+        walk.steps = open_steps(args, seen, own, task.simdgroup, task.n_simdgroups);
+        base = find_first(args, task.pages, walk.steps, task.n_simdgroups, walk.search);
+    }
+    walk.next = open_tile(args, base, walk.steps.tile, row_of_lane<KD>(key_format, task.lane));
+    open_keys<KD>(args, task, first_part(args, task), walk.next.base.keys, walk.keys);
+    open_tail<KD, TQKV__TAIL_DIM(KD)>(args, task, walk.next.base.tail, walk.tail);
+    load_codebook(key_format, task.tables, thread_index, n_threads);
+    load_codebook(value_format, task.tables + 256, thread_index, n_threads);
+    if (tail_values<KD>() != 0) load_codebook(tail_format, task.tail_table, thread_index, n_threads);
+    load_queries<KD>(args, task, memory);
+    threadgroup_barrier(mem_flags::mem_threadgroup);
+    codebooks books = open_codebooks(task);
+    find_newest<VD>(args, task.first_column, state);
+    FOR_COLUMNS(c) state.shift[c] = has_shifts() ? memory.shifts[c] : 0.0f;
+    if (alone) {
+        attend_strand<KD, VD>(args, task, strand, books, memory, walk, state);
+        return;
+    }
+    for (uint stretch = own.begin; stretch < own.end; stretch++) {
+        clear_sums<VD>(state);
+        uint end = min(seen.end, first_tile_of_stretch(args, stretch + 1u));
+        add_tiles<KD, VD>(args, task, number == 0u ? end : 0u, books, walk, state);
+        partial = keep_stretch<VD>(args, task, own, stretch, memory, state);
+    }
+    store_columns(args, task, partial, memory);
+}
 
 #endif
 
@@ -3343,6 +3817,7 @@ inline void attend(constant tqkv__attend_args &args, thread const attend_task &t
         task.weights = weights; \
         task.tail_table = tables + 512; \
         task.states = states + TQKV__COLUMN_BYTES(TQKV__MAX_COLUMNS(V)) / 4; \
+        open_slots(uint(TQKV__MAX_COLUMNS(V)), task); \
         TQKV_LONG_CALL(attend<D, V>(args, task)); \
     }
 // clang-format on
@@ -3946,9 +4421,9 @@ inline uint keep_columns(constant tqkv__attend_args &args, thread const attend_t
 
 // ---- shaders/attend_matrix.h ----
 
-// Attention as attend.h, by products of 8x8 matrices: for groups of query heads that fill their columns. A product has a
-// matrix unit of its own on some hardware, and shares its operands among the lanes on all. What a threadgroup works on
-// and how it adds up is as in attend.h. Each simdgroup takes its own tiles of 32 slots.
+// Attention as attend.h, by products of 8x8 matrices: for groups of query heads that fill their columns. A product has
+// a matrix unit of its own on some hardware, and shares its operands among the lanes on all. What a threadgroup works
+// on and how it adds up is as in attend.h. Each simdgroup takes its own tiles of 32 slots.
 //
 // Within a tile
 //   scores   S^T = K Q^T, [32 slots][columns]: a key is decoded into the lanes' elements of left factors
@@ -3957,8 +4432,8 @@ inline uint keep_columns(constant tqkv__attend_args &args, thread const attend_t
 // The values of a key may come in any order if those of the queries do, and so may the rows of O^T. So a lane takes
 // neighbouring codes of a row, and loads up to 16 bytes at a time.
 //
-// Letters: D head_dim, W code width of a stored value, F matrices side by side that hold the columns, N values that a lane
-// loads at a time, P values of a row that a simdgroup has sums of: all, but of long rows a part (attend_long.h).
+// Letters: D head_dim, W code width of a stored value, F matrices side by side that hold the columns, N values that a
+// lane loads at a time, P values of a row that a simdgroup has sums of: all, but of long rows a part (attend_long.h).
 #ifndef TQKV_ATTEND_MATRIX_H
 #define TQKV_ATTEND_MATRIX_H
 
@@ -3969,39 +4444,38 @@ inline uint keep_columns(constant tqkv__attend_args &args, thread const attend_t
 // one element and of row t + 4 for the other: those of one load lie together.
 inline uint tile_row(int p, uint k) { return uint(p) * 8u + k / 2u + k % 2u * 4u; }
 
-// Norms of the lane's rows of a tile, where a row has one. They are loaded long before they are used: nothing is computed
-// from them before that.
+// Norms of the lane's rows of a tile, where a row has one. They are loaded long before they are used: nothing is
+// computed from them before that.
 struct tile_norms {
     float keys[4], values[4];
 };
 
 template <int D>
-inline void load_norms(constant tqkv__attend_args &args, uint format, bool apart, stream_rows rows, uint first,
-                       uint lane, thread float (&norms)[4])
+inline void load_norms(constant tqkv__attend_args &args, thread const page_tables &pages, uint format, bool apart,
+                       stream_rows rows, uint first, thread float (&norms)[4])
 {
     if (!has_norms(format) || !one_norm<D>(format)) return;
-    uint row = tile_row(0, TQKV__MATRIX_ROW(lane));
-    device const float *at = rows.norms + (ulong(first) + ulong(row));
+    uint row = TQKV__MATRIX_ROW(pages.lane);
+    device const float *at = rows.norms + (ulong(first) + ulong(tile_row(0, row)));
     TQKV_UNROLL
     for (int p = 0; p < 4; p++)
-        norms[p] = short_store || apart ? rows.norms[key_slot(args, apart, first, tile_row(p, TQKV__MATRIX_ROW(lane)))]
-                                        : at[8 * p];
+        norms[p] = short_store || apart ? rows.norms[key_slot(args, pages, apart, first, tile_row(p, row))] : at[8 * p];
 }
 
 template <int D>
 inline void load_tile_norms(constant tqkv__attend_args &args, thread const attend_task &task, tile_memory base,
                             thread tile_norms &norms)
 {
-    load_norms<D>(args, key_format, rows_apart(), task.keys, base.keys, task.lane, norms.keys);
+    load_norms<D>(args, task.pages, key_format, rows_apart(), task.keys, base.keys, norms.keys);
     if (same_slots || paged || has_list) {
-        load_norms<D>(args, value_format, rows_apart(), task.values, base.values, task.lane, norms.values);
+        load_norms<D>(args, task.pages, value_format, rows_apart(), task.values, base.values, norms.values);
         return;
     }
     if (!has_norms(value_format) || !one_norm<D>(value_format)) return;
     TQKV_UNROLL
     for (int p = 0; p < 4; p++) {
         uint row = tile_row(p, TQKV__MATRIX_ROW(task.lane));
-        norms.values[p] = task.values.norms[value_slot(args, base.values, row)];
+        norms.values[p] = task.values.norms[value_slot(args, task.pages, base.values, row)];
     }
 }
 
@@ -4045,8 +4519,8 @@ inline float size_of_row(thread const float *x)
     return exponent == 0 || exponent > 0x7e800000u ? 1.0f : as_type<float>(exponent);
 }
 
-// Place of a value in row `row` of a pass. Lanes that store neighbours of one row, or load one value in 16 or 32 of several
-// rows, meet in few banks.
+// Place of a value in row `row` of a pass. Lanes that store neighbours of one row, or load one value in 16 or 32 of
+// several rows, meet in few banks.
 inline uint staged_value(uint row, uint D, uint value)
 {
     return row * D + (value ^ (((value >> 5) & 3u) << 3 ^ ((value >> 7) & 3u) << 1 ^ (row & 7u)));
@@ -4097,8 +4571,8 @@ inline threadgroup right_pair *query_at(thread const key_part &keys, uint number
     return (threadgroup right_pair *)queries + number * 32u + lane;
 }
 
-// The rows of a pass as pairs of right factors: [F][D / 16][32 lanes]. A column that is not used repeats the last one. A
-// barrier must precede it, and follow.
+// The rows of a pass as pairs of right factors: [F][D / 16][32 lanes]. A column that is not used repeats the last one.
+// A barrier must precede it, and follow.
 template <int D, int F>
 inline void arrange_queries(thread const attend_task &task, thread const key_part &keys, uint first)
 {
@@ -4155,8 +4629,8 @@ inline void load_key_chunk(constant tqkv__attend_args &args, thread const attend
     TQKV_UNROLL
     for (int p = 0; p < 4; p++) {
         uint row = tile_row(p, TQKV__MATRIX_ROW(task.lane));
-        load_codes<D, W, N>(part.format, key_codes(args, part.apart, part.rows.codes, bytes, base, row), first,
-                            keys.raw[p]);
+        device const uchar *codes = key_codes(args, task.pages, part.apart, part.rows.codes, bytes, base, row);
+        load_codes<D, W, N>(part.format, codes, first, keys.raw[p]);
     }
 }
 
@@ -4226,7 +4700,7 @@ inline void load_key_norms(constant tqkv__attend_args &args, thread const attend
 {
     TQKV_UNROLL
     for (int p = 0; p < 4; p++) {
-        uint slot = key_slot(args, part.apart, base, tile_row(p, TQKV__MATRIX_ROW(task.lane)));
+        uint slot = key_slot(args, task.pages, part.apart, base, tile_row(p, TQKV__MATRIX_ROW(task.lane)));
         norms[p] = one_norm<D>(part.format) ? 1.0f : stored_norm<D>(part.format, part.rows, slot, block);
     }
 }
@@ -4249,16 +4723,16 @@ inline void add_key_block(thread const key_part &part, thread const float (&norm
     clear_scores<F>(score);
 }
 
-// score = q . k, without the factor of rows that have one norm. `keys` holds the first chunks of the tile at slot `base`;
-// at the end it holds those of the tile at `next_base`.
+// score = q . k, without the factor of rows that have one norm. `keys` holds the first chunks of the tile at slot
+// `base`; at the end it holds those of the tile at `next_base`.
 template <int D, int W, int F>
 inline void score_matrix_tile(constant tqkv__attend_args &args, thread const attend_task &task,
                               thread const key_part &part, uint base, uint next_base, thread const value_book &book,
                               thread key_batch<D, W, F> &keys, thread sum_matrix (&score)[4][F])
 {
     const int N = MATRIX_KEY_VALUES(D, W), chunks = D / (4 * N), B = MATRIX_KEY_BATCH(D, W, F);
-    // Some hardware rounds sums of products towards 0: those of long rows are added up chunk by chunk, or there 128 values at
-    // a time.
+    // Some hardware rounds sums of products towards 0: those of long rows are added up chunk by chunk, or there 128
+    // values at a time.
     const bool in_one = one_norm<D>(part.format) && D <= 128;
     const uint block_chunks = one_norm<D>(part.format) ? uint(chunks) : norm_block<D>(part.format) / uint(4 * N);
     const uint least = one_norm<D>(part.format) ? 1u : block_chunks;
@@ -4340,6 +4814,7 @@ inline newest_range newest_of_columns(constant tqkv__attend_args &args, uint fir
 template <int D, int F>
 struct matrix_walk {
     tile_steps steps;
+    tile_search search;
     tile_memory base; // of the next tile
     newest_range newest;
     any_key_batch<D, F> keys; // of that tile
@@ -4469,26 +4944,69 @@ inline void weigh_matrix_tile(constant tqkv__attend_args &args, thread const att
     weigh_scores(score, state);
 }
 
+// ---- Maxima and weights of simdgroups that share the values of their tiles ----
+
+// The largest score of each column in the simdgroup's tile: [simdgroups][columns]. A barrier must follow.
+template <int F>
+inline void store_maxima(thread const attend_task &task, thread const sum_matrix (&score)[4][F])
+{
+    TQKV_UNROLL
+    for (int f = 0; f < F; f++) {
+        TQKV_UNROLL
+        for (int i = 0; i < 2; i++) {
+            float largest = -INFINITY;
+            TQKV_UNROLL
+            for (int p = 0; p < 4; p++) largest = max(largest, score[p][f].elements[i]);
+            largest = rint(max_of_column(largest));
+            if (TQKV__MATRIX_ROW(task.lane) == 0)
+                task.states[task.simdgroup * uint(8 * F) + uint(f * 8 + i) + TQKV__MATRIX_COLUMN(task.lane)] = largest;
+        }
+    }
+}
+
+// The weights of a tile in threadgroup memory, as the lanes have them: [simdgroups][4][F][32][2]
+template <int F>
+inline threadgroup float2 *weights_at(threadgroup float *weights, uint lane, uint simdgroup, int p, int f)
+{
+    return (threadgroup float2 *)weights + (((simdgroup * 4u + uint(p)) * uint(F) + uint(f)) * 32u + lane);
+}
+
+template <int F>
+inline void store_tile_weights(thread const attend_task &task, threadgroup float *weights,
+                               thread const sum_matrix (&weight)[4][F])
+{
+    TQKV_UNROLL
+    for (int p = 0; p < 4; p++) {
+        TQKV_UNROLL
+        for (int f = 0; f < F; f++) {
+            float2 two;
+            two.x = weight[p][f].elements[0];
+            two.y = weight[p][f].elements[1];
+            *weights_at<F>(weights, task.lane, task.simdgroup, p, f) = two;
+        }
+    }
+}
+
 // ---- Values of one tile ----
 
 // The lane's codes of one chunk and two matrices of slots: those of 4 rows.
-template <int D, int W>
+template <int D, int W, int N = MATRIX_OUT_VALUES(D, W)>
 struct value_chunk {
-    raw_codes<W, MATRIX_OUT_VALUES(D, W)> raw[4];
+    raw_codes<W, N> raw[4];
 };
 
 // `half_tile`: 0 for rows 0 .. 15, 1 for the others.
-template <int D, int W>
+template <int D, int W, int N>
 inline void load_value_chunk(constant tqkv__attend_args &args, thread const attend_task &task, uint base, uint chunk,
-                             uint half_tile, thread value_chunk<D, W> &values)
+                             uint half_tile, thread value_chunk<D, W, N> &values)
 {
-    const int N = MATRIX_OUT_VALUES(D, W);
     const uint bytes = row_bytes<D>(value_format);
     uint first = (chunk * 8u + TQKV__MATRIX_ROW(task.lane)) * uint(N);
     TQKV_UNROLL
     for (int i = 0; i < 4; i++) {
         uint k = TQKV__MATRIX_COLUMN(task.lane) + uint(i % 2), row = tile_row(2 * int(half_tile) + i / 2, k);
-        load_codes<D, W, N>(value_format, value_codes(args, task.values.codes, bytes, base, row), first, values.raw[i]);
+        device const uchar *codes = value_codes(args, task.pages, task.values.codes, bytes, base, row);
+        load_codes<D, W, N>(value_format, codes, first, values.raw[i]);
     }
 }
 
@@ -4510,11 +5028,10 @@ inline void clear_not_finite(thread raw_codes<W, N> (&raw)[4])
 
 // Values i .. of the lane's rows, G blocks of left factors. A pair of codes is of two rows of a factor and one of its
 // columns; the columns take turns.
-template <int D, int W, int G, int F>
-inline void decode_values(thread const value_chunk<D, W> &values, int i, thread const value_book &book,
+template <int G, int F, int D, int W, int N>
+inline void decode_values(thread const value_chunk<D, W, N> &values, int i, thread const value_book &book,
                           thread left_block (&left)[G])
 {
-    const int N = MATRIX_OUT_VALUES(D, W);
     bool wide = has_norms(value_format);
     TQKV_UNROLL
     for (int g = 0; g < 2 * G; g++) {
@@ -4528,17 +5045,16 @@ inline void decode_values(thread const value_chunk<D, W> &values, int i, thread 
 }
 
 // out += V^T P^T over a chunk and half of the tile.
-template <int D, int W, int P, int F>
-inline void multiply_values(int chunk, thread const value_chunk<D, W> &values, thread const value_book &book,
+template <int D, int W, int N, int P, int F>
+inline void multiply_values(int chunk, thread const value_chunk<D, W, N> &values, thread const value_book &book,
                             thread const right_pair (&right)[F], thread matrix_state<P, F> &state)
 {
-    const int N = MATRIX_OUT_VALUES(D, W);
     const int G = N % 4 == 0 ? 2 : 1; // blocks that take turns
     bool exact = !has_codebook(value_format), wide = has_norms(value_format);
     TQKV_UNROLL
     for (int i = 0; i < N; i += 2 * G) {
         left_block left[G];
-        decode_values<D, W, G, F>(values, i, book, left);
+        decode_values<G, F>(values, i, book, left);
         multiply<G, F>(left, right, wide, exact, has_pairs(value_format), &state.out[chunk * N + i]);
     }
 }
@@ -4555,7 +5071,7 @@ inline void scale_weights(constant tqkv__attend_args &args, thread const attend_
         float scale = scale_of_norm<D>(value_format, norms.values[p], args.value_block_scale);
         if (!one_norm<D>(value_format))
             scale = stored_scale<D>(value_format, task.values,
-                                    value_slot(args, base, tile_row(p, TQKV__MATRIX_ROW(task.lane))), block,
+                                    value_slot(args, task.pages, base, tile_row(p, TQKV__MATRIX_ROW(task.lane))), block,
                                     args.value_block_scale);
         TQKV_UNROLL
         for (int f = 0; f < F; f++) {
@@ -4675,7 +5191,7 @@ inline void add_matrix_tiles(constant tqkv__attend_args &args, thread const atte
         uint tile = walk.steps.tile;
         tile_memory base = walk.base;
         next_tile(walk.steps, task.n_simdgroups);
-        walk.base = find_tile(args, task.pages, walk.steps.tile);
+        walk.base = find_next(args, task.pages, walk.steps, task.n_simdgroups, walk.search);
         bool whole = sees_whole_tile(args, tile, walk.newest);
         tile_norms norms;
         next_tile_norms<D, F>(args, task, base, walk.base, walk.norms, norms);
@@ -4687,54 +5203,6 @@ inline void add_matrix_tiles(constant tqkv__attend_args &args, thread const atte
         weigh_matrix_tile<D, F>(args, task, tile, base, whole, norms, score, state);
         add_any_matrix_values<D, F>(args, task, base.values, whole, norms, out_book, values, score, state);
     }
-}
-
-template <int D, int F>
-inline void attend_by_matrices(constant tqkv__attend_args &args, thread const attend_task &task)
-{
-    uint thread_index = task.simdgroup * 32u + task.lane, n_threads = task.n_simdgroups * 32u, partial = 0u;
-    threadgroup float *table_memory = task.tables;
-    threadgroup code_value *tables = (threadgroup code_value *)table_memory;
-    column_memory memory = column_memory_of(task.kept, uint(8 * F));
-    tile_range seen = tiles_seen(args, task.first_column, task.pages.list);
-    stretch_range own = stretches_of_threadgroup(args, seen, task.split);
-    matrix_state<D, F> state;
-    matrix_walk<D, F> walk;
-    walk.steps = open_steps(args, seen, own, task.simdgroup, task.n_simdgroups);
-    walk.base = find_tile(args, task.pages, walk.steps.tile);
-    walk.newest = newest_of_columns(args, task.first_column);
-    open_key_batch<D, F>(args, task, first_part(args, task), walk.base.keys, walk.keys);
-    if (HOLDS_NORMS(F)) load_tile_norms<D>(args, task, walk.base, walk.norms);
-    load_value_book(key_format, false, tables, thread_index, n_threads);
-    load_value_book(value_format, true, tables + 256, thread_index, n_threads);
-    load_matrix_queries<D, F>(args, task, first_part(args, task), memory);
-    threadgroup uchar *pairs = (threadgroup uchar *)(table_memory + 256 + max(1u << codebook_bits(value_format), 4u));
-    value_book key_book = open_value_book(key_format, tables, pairs, task.lane);
-    value_book out_book = open_value_book(value_format, tables + 256, pairs, task.lane);
-    if (has_pairs(key_format)) load_pairs(tables, false, thread_index, n_threads, pairs);
-    if (has_pairs(value_format)) load_pairs(tables + 256, true, thread_index, n_threads, pairs);
-    open_columns(args, task, memory, state);
-    threadgroup_barrier(mem_flags::mem_threadgroup);
-    for (uint stretch = own.begin; stretch < own.end; stretch++) {
-        clear_matrices(state);
-        uint end = min(seen.end, first_tile_of_stretch(args, stretch + 1u));
-        add_matrix_tiles<D, F>(args, task, end, key_book, out_book, walk, state);
-        partial = keep_columns<D, F>(args, task, own, stretch, memory, state);
-    }
-    store_columns(args, task, partial, memory);
-}
-
-// How many columns there are chooses the code here and nowhere else.
-template <int D>
-inline void attend_with_matrices(constant tqkv__attend_args &args, thread const attend_task &task)
-{
-    const int most = TQKV__MOST_MATRIX_COLUMNS(D) / 8;
-    if (most == 1 || columns <= 8)
-        attend_by_matrices<D, 1>(args, task);
-    else if (most == 2 || columns <= 16)
-        attend_by_matrices<D, 2>(args, task);
-    else
-        attend_by_matrices<D, most>(args, task);
 }
 
 #endif
@@ -4754,7 +5222,8 @@ inline void attend_with_matrices(constant tqkv__attend_args &args, thread const 
 #ifndef TQKV_ATTEND_LONG_H
 #define TQKV_ATTEND_LONG_H
 
-// The rounds of a stretch: `tiles` of them from tile `first` on. Tiles outside [begin, end) and in the gap are left out.
+// The rounds of a stretch: `tiles` of them from tile `first` on. Tiles outside [begin, end) and in the gap are left
+// out.
 struct long_rounds {
     uint first, begin, end, gap_begin, gap_end;
 };
@@ -4789,6 +5258,33 @@ inline uint next_round(long_rounds rounds, uint round)
     return inside ? round_of(rounds, rounds.gap_end) : next;
 }
 
+// ---- Slots: where rows lie apart, those of all values of a round, which each simdgroup reads ----
+
+// Behind the states: [n_simdgroups][2][32], of two rounds in turns.
+inline void open_round_slots(uint C, thread attend_task &task)
+{
+    threadgroup float *behind = task.states + task.n_simdgroups * uint(TQKV__STATE_BYTES(C) / 4);
+    task.pages.slots = (threadgroup uint *)behind;
+    task.pages.shared_values = rows_apart();
+}
+
+inline uint shared_slots(uint number, uint parity) { return (number * 2u + parity) * 32u; }
+
+// Stores what the lanes found of the simdgroup's own tile. A barrier must follow, and one precede so that the round
+// before that one is done.
+inline void share_round(thread const attend_task &task, tile_memory found, uint parity)
+{
+    if (task.pages.shared_values) task.pages.slots[shared_slots(task.simdgroup, parity) + task.lane] = found.values;
+}
+
+// Where the values of tile number `number` of a round are, as in tile_memory: of the last one also behind it.
+inline uint values_of_tile(constant tqkv__attend_args &args, thread const attend_task &task, uint round, uint parity,
+                           uint number)
+{
+    if (task.pages.shared_values) return shared_slots(min(number, uint(TQKV__LONG_SIMDGROUPS) - 1u), parity);
+    return find_tile(args, task.pages, round + number).values;
+}
+
 // ---- Scores ----
 
 struct value_books {
@@ -4807,7 +5303,7 @@ inline void open_tail(constant tqkv__attend_args &args, thread const attend_task
                       thread tail_codes<T, F> &keys)
 {
     open_key_batch<T, F>(args, task, tail_part<D>(task), base, keys.codes);
-    load_norms<T>(args, tail_format, tail_rows_apart(), task.tail, base, task.lane, keys.norms);
+    load_norms<T>(args, task.pages, tail_format, tail_rows_apart(), task.tail, base, keys.norms);
 }
 
 // Scores of the tail, times what makes them as large as those of the keys, which get their own factors.
@@ -4864,7 +5360,7 @@ inline void score_long_tile(constant tqkv__attend_args &args, thread const atten
     tile_norms norms; // none of the values: their scales come with the weights
     TQKV_UNROLL
     for (int p = 0; p < 4; p++) norms.keys[p] = norms.values[p] = 0.0f;
-    load_norms<D>(args, key_format, rows_apart(), task.keys, base.keys, task.lane, norms.keys);
+    load_norms<D>(args, task.pages, key_format, rows_apart(), task.keys, base.keys, norms.keys);
     tail_codes<T, F> tail;
     if (tail_format != 0) open_tail<D, T, F>(args, task, base.tail, tail);
     walk.base = find_tile(args, task.pages, next + task.simdgroup);
@@ -4892,24 +5388,6 @@ inline void score_long_tile(constant tqkv__attend_args &args, thread const atten
 }
 
 // ---- Softmax ----
-
-// The largest score of each column in the simdgroup's tile: [simdgroups][columns]. A barrier must follow.
-template <int F>
-inline void store_maxima(thread const attend_task &task, thread const sum_matrix (&score)[4][F])
-{
-    TQKV_UNROLL
-    for (int f = 0; f < F; f++) {
-        TQKV_UNROLL
-        for (int i = 0; i < 2; i++) {
-            float largest = -INFINITY;
-            TQKV_UNROLL
-            for (int p = 0; p < 4; p++) largest = max(largest, score[p][f].elements[i]);
-            largest = rint(max_of_column(largest));
-            if (TQKV__MATRIX_ROW(task.lane) == 0)
-                task.states[task.simdgroup * uint(8 * F) + uint(f * 8 + i) + TQKV__MATRIX_COLUMN(task.lane)] = largest;
-        }
-    }
-}
 
 // Raises the maxima as attend.h does it, by the scores of all tiles of the round: all simdgroups to the same.
 template <int P, int F>
@@ -4943,32 +5421,10 @@ inline void raise_to_round(thread const attend_task &task, thread matrix_state<P
     }
 }
 
-// The weights of a tile in threadgroup memory, as the lanes have them: [simdgroups][4][F][32][2]
-template <int F>
-inline threadgroup float2 *weights_at(thread const attend_task &task, uint simdgroup, int p, int f)
-{
-    threadgroup float *weights = task.weights;
-    return (threadgroup float2 *)weights + (((simdgroup * 4u + uint(p)) * uint(F) + uint(f)) * 32u + task.lane);
-}
-
-template <int F>
-inline void store_tile_weights(thread const attend_task &task, thread const sum_matrix (&weight)[4][F])
-{
-    TQKV_UNROLL
-    for (int p = 0; p < 4; p++) {
-        TQKV_UNROLL
-        for (int f = 0; f < F; f++) {
-            float2 two;
-            two.x = weight[p][f].elements[0];
-            two.y = weight[p][f].elements[1];
-            *weights_at<F>(task, task.simdgroup, p, f) = two;
-        }
-    }
-}
-
 // ---- Values ----
 
-// The values' norms of a block in the lane's rows of a tile. They are loaded a tile ahead: nothing is computed from them before.
+// The values' norms of a block in the lane's rows of a tile. They are loaded a tile ahead: nothing is computed from
+// them before.
 template <int D>
 inline void load_part_norms(constant tqkv__attend_args &args, thread const attend_task &task, uint base, uint block,
                             thread float (&norms)[4])
@@ -4976,12 +5432,13 @@ inline void load_part_norms(constant tqkv__attend_args &args, thread const atten
     if (!has_norms(value_format)) return;
     TQKV_UNROLL
     for (int p = 0; p < 4; p++) {
-        uint slot = value_slot(args, base, tile_row(p, TQKV__MATRIX_ROW(task.lane)));
+        uint slot = value_slot(args, task.pages, base, tile_row(p, TQKV__MATRIX_ROW(task.lane)));
         norms[p] = task.values.norms[ulong(slot) * ulong(uint(D) / norm_block<D>(value_format)) + block];
     }
 }
 
-// Weights of tile number `number` of the round with these norms, as right factors. Where no weight is, a norm may be NaN.
+// Weights of tile number `number` of the round with these norms, as right factors. Where no weight is, a norm may be
+// NaN.
 template <int D, int F>
 inline void scale_long_weights(constant tqkv__attend_args &args, thread const attend_task &task, uint number,
                                thread const float (&norms)[4], thread right_pair (&right)[2][F])
@@ -4992,7 +5449,7 @@ inline void scale_long_weights(constant tqkv__attend_args &args, thread const at
         float scale = has_norms(value_format) ? code_scale<D>(value_format, norms[p], args.value_block_scale) : 1.0f;
         TQKV_UNROLL
         for (int f = 0; f < F; f++) {
-            float2 two = *weights_at<F>(task, number, p, f);
+            float2 two = *weights_at<F>(task.weights, task.lane, number, p, f);
             scaled[p][f][0] = two.x * (two.x > 0.0f ? scale : 0.0f);
             scaled[p][f][1] = two.y * (two.y > 0.0f ? scale : 0.0f);
         }
@@ -5008,8 +5465,8 @@ inline void scale_long_weights(constant tqkv__attend_args &args, thread const at
 
 // ---- Weights that are right factors already ----
 
-// Where products take right factors from threadgroup memory, the simdgroup of a tile makes them of its weights, one set for
-// each norm of a row. Simdgroups that multiply together must have the same norm.
+// Where products take right factors from threadgroup memory, the simdgroup of a tile makes them of its weights, one set
+// for each norm of a row. Simdgroups that multiply together must have the same norm.
 template <int D>
 inline bool shares_rights()
 {
@@ -5078,7 +5535,7 @@ inline void multiply_by_rights(int chunk, thread const value_chunk<D, W> &values
     TQKV_UNROLL
     for (int i = 0; i < N; i += 2 * G) {
         left_block left[G];
-        decode_values<D, W, G, F>(values, i, book, left);
+        decode_values<G, F>(values, i, book, left);
         multiply_stored<G, F>(left, right, 1u, lane, wide, exact, has_pairs(value_format), &state.out[chunk * N + i]);
     }
 }
@@ -5170,12 +5627,12 @@ inline void copy_part(thread const part_values<D, W> &from, thread part_values<D
 // The same for all tiles of a round.
 template <int D, int W, int F>
 inline void add_parts(constant tqkv__attend_args &args, thread const attend_task &task, long_rounds rounds, uint round,
-                      newest_range newest, thread const value_book &book, thread part_values<D, W> &values,
+                      uint parity, newest_range newest, thread const value_book &book, thread part_values<D, W> &values,
                       thread matrix_state<TQKV__LONG_VALUES, F> &state)
 {
-    uint base = find_tile(args, task.pages, round).values;
+    uint base = values_of_tile(args, task, round, parity, 0u);
     for (uint s = 0; s < uint(TQKV__LONG_SIMDGROUPS); s++) {
-        uint tile = round + s, next_base = find_tile(args, task.pages, tile + 1u).values;
+        uint tile = round + s, next_base = values_of_tile(args, task, round, parity, s + 1u);
         part_values<D, W> next;
         open_part<D, W>(args, task, next_base, next);
         if (has_tile(rounds, tile))
@@ -5194,10 +5651,10 @@ struct any_part_values {
 
 // The values of the first tile of a round.
 template <int D>
-inline void open_parts(constant tqkv__attend_args &args, thread const attend_task &task, uint round,
+inline void open_parts(constant tqkv__attend_args &args, thread const attend_task &task, uint round, uint parity,
                        thread any_part_values<D> &values)
 {
-    uint base = find_tile(args, task.pages, round).values;
+    uint base = values_of_tile(args, task, round, parity, 0u);
     if (task.simdgroup * uint(TQKV__LONG_VALUES) >= uint(D)) return;
     WITH_CODES(value_format, values, open_part<D, W>(args, task, base, codes));
 }
@@ -5278,31 +5735,35 @@ inline void add_rounds(constant tqkv__attend_args &args, thread const attend_tas
 {
     long_walk<D, F> walk;
     walk.newest = newest_of_columns(args, task.first_column);
-    uint round = round_of(rounds, rounds.begin);
+    uint round = round_of(rounds, rounds.begin), parity = 0u;
     open_walk<D, F>(args, task, round, walk);
+    share_round(task, walk.base, parity);
+    if (task.pages.shared_values) threadgroup_barrier(mem_flags::mem_threadgroup);
     while (round < rounds.end) {
         uint next = next_round(rounds, round);
         sum_matrix score[4][F];
         any_part_values<D> values;
         float norms[2][4];
-        uint base = walk.base.values;
+        uint base = task.pages.shared_values ? shared_slots(task.simdgroup, parity) : walk.base.values;
         score_long_tile<D, F>(args, task, rounds, round, next, books, memory, state, walk, score);
-        open_parts<D>(args, task, round, values);
+        open_parts<D>(args, task, round, parity, values);
         if (shares_rights<D>()) load_weight_norms<D, F>(args, task, base, norms);
         store_maxima<F>(task, score);
-        threadgroup_barrier(mem_flags::mem_threadgroup); // and the weights of the round before are used
+        threadgroup_barrier(mem_flags::mem_threadgroup); // and weights and slots of the round before are used
+        share_round(task, walk.base, 1u - parity);
         raise_to_round(task, state);
         weigh_scores(score, state);
         if (shares_rights<D>())
             store_rights<D, F>(args, task, norms, score);
         else
-            store_tile_weights<F>(task, score);
+            store_tile_weights<F>(task, task.weights, score);
         threadgroup_barrier(mem_flags::mem_threadgroup);
         if (task.simdgroup * uint(TQKV__LONG_VALUES) < uint(D)) {
             WITH_CODES(value_format, values,
-                       add_parts<D, W, F>(args, task, rounds, round, walk.newest, books.values, codes, state));
+                       add_parts<D, W, F>(args, task, rounds, round, parity, walk.newest, books.values, codes, state));
         }
         round = next;
+        parity = 1u - parity;
     }
 }
 
@@ -5373,6 +5834,312 @@ inline void attend_long_rows(constant tqkv__attend_args &args, thread const atte
 
 #endif
 
+// ---- shaders/matrix_strand.h ----
+
+// A strand of a stretch by matrices: strand.h says what it is. Each simdgroup has the scores of one tile as in
+// attend_matrix.h, makes right factors of its weights, and multiplies its part of the values of all four tiles by them.
+// Then the kernel attend_matrix, of strands and of stretches.
+//
+// Letters: as in attend_matrix.h; P values of a row that a simdgroup has sums of, N of each lane.
+#ifndef TQKV_MATRIX_STRAND_H
+#define TQKV_MATRIX_STRAND_H
+
+// ---- Threadgroup memory, in the place of queries: TQKV__MATRIX_STRAND_BYTES ----
+
+// Right factors of half h of a tile, for the values of a norm: [blocks][tiles][2][F][32]
+template <int F>
+inline threadgroup right_pair *strand_rights(thread const attend_task &task, uint block, uint number, uint h, int f)
+{
+    threadgroup float *memory = task.sums;
+    uint at = ((block * uint(TQKV__STRANDS) + number) * 2u + h) * uint(F) + uint(f);
+    return (threadgroup right_pair *)memory + (at * 32u + task.lane);
+}
+
+// Behind them the weights without norms: weights_at.
+template <int D, int F>
+inline threadgroup float *strand_weights(thread const attend_task &task)
+{
+    return task.sums + TQKV__STRAND_BLOCKS(D) * TQKV__STRANDS * 2 * F * 32 * 4;
+}
+
+// ---- Softmax ----
+
+// Of element i of matrix f. A barrier must follow store_maxima.
+template <int F>
+inline raised_maxima raise_column(thread const attend_task &task, int f, int i)
+{
+    threadgroup const float *maxima = task.states + uint(f * 8 + i) + TQKV__MATRIX_COLUMN(task.lane);
+    return raise_over(maxima[0], maxima[8 * F], maxima[16 * F], maxima[24 * F]);
+}
+
+// Products to scores of the simdgroup's tile.
+template <int D, int P, int F>
+inline void score_strand_tile(constant tqkv__attend_args &args, thread const attend_task &task, uint tile, bool exists,
+                              tile_memory base, bool whole, thread const matrix_state<P, F> &state,
+                              thread tile_norms &norms, thread sum_matrix (&score)[4][F])
+{
+    TQKV_UNROLL
+    for (int p = 0; p < 4; p++) {
+        float scale = scale_of_norm<D>(key_format, norms.keys[p], args.key_block_scale);
+        TQKV_UNROLL
+        for (int f = 0; f < F; f++) {
+            TQKV_UNROLL
+            for (int i = 0; i < 2; i++)
+                score[p][f].elements[i] =
+                    score_of(args, score[p][f].elements[i], scale * state.factor[f][i], state.shift[f][i]);
+        }
+    }
+    if (!whole) mask_tile<D>(args, task, tile, base, state, norms, score);
+    if (exists) return;
+    TQKV_UNROLL
+    for (int p = 0; p < 4; p++) {
+        TQKV_UNROLL
+        for (int f = 0; f < F; f++) score[p][f].elements[0] = score[p][f].elements[1] = -INFINITY;
+    }
+}
+
+// Scores to weights, and these to right factors in threadgroup memory. A barrier must follow.
+template <int D, int P, int F>
+inline void store_strand_weights(constant tqkv__attend_args &args, thread const attend_task &task, uint base,
+                                 thread const tile_norms &norms, thread sum_matrix (&score)[4][F],
+                                 thread matrix_state<P, F> &state)
+{
+    TQKV_UNROLL
+    for (int f = 0; f < F; f++) {
+        TQKV_UNROLL
+        for (int i = 0; i < 2; i++) state.maximum[f][i] = maximum_of_tile(raise_column<F>(task, f, i), task.simdgroup);
+    }
+    weigh_scores(score, state);
+    store_tile_weights<F>(task, strand_weights<D, F>(task), score);
+    TQKV_UNROLL
+    for (int b = 0; b < TQKV__STRAND_BLOCKS(D); b++) {
+        if (uint(b) >= uint(D) / norm_block<D>(value_format)) continue;
+        right_pair right[2][F];
+        scale_weights<D, F>(args, task, base, uint(b), norms, score, right);
+        TQKV_UNROLL
+        for (int i = 0; i < 2 * F; i++)
+            *strand_rights<F>(task, uint(b), task.simdgroup, uint(i / F), i % F) = right[i / F][i % F];
+    }
+}
+
+// Maxima and sums of the columns, which simdgroup f has of matrix f, in attend_matrix's order.
+template <int D, int F>
+inline void store_strand_sums(constant tqkv__attend_args &args, thread const attend_task &task, uint used,
+                              column_memory memory)
+{
+    TQKV_UNROLL
+    for (int f = 0; f < F; f++) {
+        if (task.simdgroup != uint(f)) continue;
+        TQKV_UNROLL
+        for (int i = 0; i < 2; i++) {
+            const uint c = uint(f * 8 + i) + TQKV__MATRIX_COLUMN(task.lane);
+            raised_maxima maxima = raise_column<F>(task, f, i);
+            float sum = 0.0f, maximum = maxima.after[TQKV__STRANDS - 1];
+            TQKV_UNROLL
+            for (int t = 0; t < TQKV__STRANDS; t++) {
+                sum *= shrink_before(maxima, t);
+                TQKV_UNROLL
+                for (int p = 0; p < 4; p++) {
+                    float2 two = *weights_at<F>(strand_weights<D, F>(task), task.lane, uint(t), p, f);
+                    sum += i == 0 ? two.x : two.y;
+                }
+            }
+            sum = sum_of_column(sum);
+            if (TQKV__MATRIX_ROW(task.lane) == 0 && c < used)
+                store_column(args, task, task.split, c, memory, maximum == NOTHING_SEEN ? -INFINITY : maximum, sum);
+        }
+    }
+}
+
+// ---- Values ----
+
+#define STRAND_PART(D)    ((D) / TQKV__STRANDS)                     // values of a simdgroup
+#define STRAND_NUMBERS(D) (STRAND_PART(D) / 8)                      // and of a lane
+#define STRAND_TILE(D, W) (8 * (((W)*STRAND_NUMBERS(D) + 31) / 32)) // words of a tile that a lane loads
+#define STRAND_AHEAD(D, W)                                                                                             \
+    (4 * STRAND_TILE(D, W) <= TQKV_STRAND_WORDS ? 4 : 2 * STRAND_TILE(D, W) <= TQKV_STRAND_WORDS ? 2 : 1)
+
+// The codes of a simdgroup's part of the next tiles, two halves each.
+template <int D, int W>
+struct strand_chunks {
+    value_chunk<D, W, STRAND_NUMBERS(D)> half_tile[STRAND_AHEAD(D, W)][2];
+};
+
+template <int D>
+struct any_strand_chunks {
+    strand_chunks<D, 4> of_4;
+    strand_chunks<D, 8> of_8;
+    strand_chunks<D, 16> of_16;
+};
+
+template <int D, int W>
+inline void load_strand_chunks(constant tqkv__attend_args &args, thread const attend_task &task,
+                               thread const strand_slots &slots, thread strand_chunks<D, W> &values)
+{
+    TQKV_UNROLL
+    for (int i = 0; i < 2 * STRAND_AHEAD(D, W); i++)
+        load_value_chunk(args, task, slots.base[i / 2], task.simdgroup, uint(i % 2), values.half_tile[i / 2][i % 2]);
+}
+
+template <int P, int F>
+inline void shrink_matrices(thread const attend_task &task, int tile, thread matrix_state<P, F> &state)
+{
+    TQKV_UNROLL
+    for (int f = 0; f < F; f++) {
+        TQKV_UNROLL
+        for (int i = 0; i < 2; i++) {
+            float shrink = shrink_before(raise_column<F>(task, f, i), tile);
+            TQKV_UNROLL
+            for (int b = 0; b < P / 8; b++) state.out[b][f].elements[i] *= shrink;
+        }
+    }
+}
+
+// The simdgroup's part of all tiles. Of a tile that does not exist norms, and so right factors, may be NaN.
+template <int D, int W, int F>
+inline void add_strand_chunks(constant tqkv__attend_args &args, thread const attend_task &task,
+                              thread const strand_tiles &tiles, thread const strand_slots &slots, newest_range newest,
+                              thread const value_book &book, thread strand_chunks<D, W> &values,
+                              thread matrix_state<STRAND_PART(D), F> &state)
+{
+    const int ahead = STRAND_AHEAD(D, W);
+    const uint block = task.simdgroup * uint(STRAND_PART(D)) / norm_block<D>(value_format);
+    TQKV_UNROLL
+    for (int t = 0; t < TQKV__STRANDS; t++) {
+        uint tile = tiles.first + uint(t * TQKV__STRANDS);
+        bool exists = has_tile(tiles, tile), whole = sees_whole_tile(args, tile, newest);
+        if (t > 0) shrink_matrices(task, t, state);
+        TQKV_UNROLL
+        for (int h = 0; h < 2; h++) {
+            thread value_chunk<D, W, STRAND_NUMBERS(D)> &own = values.half_tile[t % ahead][h];
+            right_pair right[F];
+            TQKV_UNROLL
+            for (int f = 0; f < F; f++) right[f] = *strand_rights<F>(task, block, uint(t), uint(h), f);
+            if (W == 16 && !whole) clear_not_finite<W, STRAND_NUMBERS(D)>(own.raw);
+            if (exists) multiply_values(0, own, book, right, state);
+            if (t + ahead < TQKV__STRANDS)
+                load_value_chunk(args, task, slots.base[t + ahead], task.simdgroup, uint(h), own);
+        }
+    }
+}
+
+template <int D, int F>
+inline void store_strand_parts(constant tqkv__attend_args &args, thread const attend_task &task, uint used,
+                               column_memory memory, thread const matrix_state<STRAND_PART(D), F> &state)
+{
+    const uint n_rows = uint(args.n_queries) * uint(args.n_kv_heads) * uint(args.group);
+    const uint value = task.simdgroup * uint(STRAND_PART(D)) + TQKV__MATRIX_ROW(task.lane) * uint(STRAND_NUMBERS(D));
+    TQKV_UNROLL
+    for (int f = 0; f < F; f++) {
+        TQKV_UNROLL
+        for (int i = 0; i < 2; i++) {
+            uint c = uint(f * 8 + i) + TQKV__MATRIX_COLUMN(task.lane);
+            if (c >= used) continue;
+            ulong row = row_offset(task.split, n_rows) + ulong(memory.rows[c]);
+            device float *to = task.partial_out + (row * ulong(D) + ulong(value));
+            TQKV_UNROLL
+            for (int b = 0; b < STRAND_NUMBERS(D); b++) to[b] = state.out[b][f].elements[i];
+        }
+    }
+}
+
+// ---- The strand ----
+
+template <int D, int F>
+inline void attend_matrix_strand(constant tqkv__attend_args &args, thread const attend_task &task,
+                                 thread const strand_tiles &tiles, thread const value_book &key_book,
+                                 thread const value_book &out_book, column_memory memory,
+                                 thread matrix_walk<D, F> &walk)
+{
+    const uint tile = walk.steps.tile, used = min(uint(columns), end_of_columns(args, task) - task.first_column);
+    const bool exists = has_tile(tiles, tile), whole = sees_whole_tile(args, tile, walk.newest);
+    const strand_slots slots = find_strand(args, task, tiles);
+    tile_memory base = walk.base;
+    matrix_state<STRAND_PART(D), F> state;
+    tile_norms norms;
+    any_strand_chunks<D> values;
+    sum_matrix score[4][F];
+    load_tile_norms<D>(args, task, base, norms);
+    WITH_CODES(value_format, values, load_strand_chunks<D, W>(args, task, slots, codes));
+    open_columns(args, task, memory, state);
+    clear_matrices(state);
+    score_any_matrix_tile<D, F>(args, task, first_part(args, task), base.keys, base.keys, key_book, walk.keys, score);
+    score_strand_tile<D>(args, task, tile, exists, base, whole, state, norms, score);
+    store_maxima<F>(task, score);
+    threadgroup_barrier(mem_flags::mem_threadgroup); // and the queries are used
+    store_strand_weights<D>(args, task, base.values, norms, score, state);
+    threadgroup_barrier(mem_flags::mem_threadgroup);
+    WITH_CODES(value_format, values,
+               add_strand_chunks<D, W, F>(args, task, tiles, slots, walk.newest, out_book, codes, state));
+    store_strand_parts<D, F>(args, task, used, memory, state);
+    store_strand_sums<D, F>(args, task, used, memory);
+}
+
+// ---- The kernel ----
+
+template <int D, int F>
+inline void attend_by_matrices(constant tqkv__attend_args &args, thread const attend_task &task)
+{
+    const bool shared = has_strands && args.strands > 1,
+               alone = F <= 2 && shared && task.n_simdgroups == uint(TQKV__STRANDS);
+    const uint number = shared ? task.split % uint(TQKV__STRANDS) : 0u;
+    uint thread_index = task.simdgroup * 32u + task.lane, n_threads = task.n_simdgroups * 32u, partial = 0u;
+    threadgroup float *table_memory = task.tables;
+    threadgroup code_value *tables = (threadgroup code_value *)table_memory;
+    column_memory memory = column_memory_of(task.kept, uint(8 * F));
+    tile_range seen = tiles_seen(args, task.first_column, task.pages.list);
+    stretch_range own = stretches_of_threadgroup(args, seen, shared ? task.split / uint(TQKV__STRANDS) : task.split);
+    strand_tiles strand = open_strand(args, seen, own, number);
+    matrix_state<D, F> state;
+    matrix_walk<D, F> walk;
+    if (alone) {
+        walk.steps.tile = strand.first + task.simdgroup * uint(TQKV__STRANDS);
+        walk.base = find_one(args, task.pages, walk.steps.tile);
+    } else {
+        walk.steps = open_steps(args, seen, own, task.simdgroup, task.n_simdgroups);
+        walk.base = find_first(args, task.pages, walk.steps, task.n_simdgroups, walk.search);
+    }
+    walk.newest = newest_of_columns(args, task.first_column);
+    open_key_batch<D, F>(args, task, first_part(args, task), walk.base.keys, walk.keys);
+    if (HOLDS_NORMS(F)) load_tile_norms<D>(args, task, walk.base, walk.norms);
+    load_value_book(key_format, false, tables, thread_index, n_threads);
+    load_value_book(value_format, true, tables + 256, thread_index, n_threads);
+    load_matrix_queries<D, F>(args, task, first_part(args, task), memory);
+    threadgroup uchar *pairs = (threadgroup uchar *)(table_memory + 256 + max(1u << codebook_bits(value_format), 4u));
+    value_book key_book = open_value_book(key_format, tables, pairs, task.lane);
+    value_book out_book = open_value_book(value_format, tables + 256, pairs, task.lane);
+    if (has_pairs(key_format)) load_pairs(tables, false, thread_index, n_threads, pairs);
+    if (has_pairs(value_format)) load_pairs(tables + 256, true, thread_index, n_threads, pairs);
+    open_columns(args, task, memory, state);
+    threadgroup_barrier(mem_flags::mem_threadgroup);
+    if (alone) {
+        attend_matrix_strand<D, F>(args, task, strand, key_book, out_book, memory, walk);
+        return;
+    }
+    for (uint stretch = own.begin; stretch < own.end; stretch++) {
+        clear_matrices(state);
+        uint end = min(seen.end, first_tile_of_stretch(args, stretch + 1u));
+        add_matrix_tiles<D, F>(args, task, number == 0u ? end : 0u, key_book, out_book, walk, state);
+        partial = keep_columns<D, F>(args, task, own, stretch, memory, state);
+    }
+    store_columns(args, task, partial, memory);
+}
+
+// How many columns there are chooses the code here and nowhere else.
+template <int D>
+inline void attend_with_matrices(constant tqkv__attend_args &args, thread const attend_task &task)
+{
+    const int most = TQKV__MOST_MATRIX_COLUMNS(D) / 8;
+    if (most == 1 || columns <= 8)
+        attend_by_matrices<D, 1>(args, task);
+    else if (most == 2 || columns <= 16)
+        attend_by_matrices<D, 2>(args, task);
+    else
+        attend_by_matrices<D, most>(args, task);
+}
+
+#endif
+
 // ---- shaders/attend_matrix.metal ----
 
 // attend_matrix: what attend does, by products of matrices. Threadgroups: x KV heads, y blocks of query rows, z splits
@@ -5386,6 +6153,7 @@ inline void attend_long_rows(constant tqkv__attend_args &args, thread const atte
         task.weights = queries + TQKV__MATRIX_QUERY_BYTES(D) / 4 * TQKV__MATRICES(int(columns)); \
         task.sums = args.sections_each == 0 ? queries : task.weights; \
         task.states = states + TQKV__COLUMN_BYTES(8 * TQKV__MATRICES(int(columns))) / 4; \
+        if (TQKV_SHARED_MATRIX_SLOTS) open_slots(8u * uint(TQKV__MATRICES(int(columns))), task); \
         TQKV_LONG_CALL(attend_with_matrices<D>(args, task)); \
     }
 // Rows whose sums several simdgroups share: TQKV__LONG_SIMDGROUPS a threadgroup, no more and no fewer.
@@ -5397,6 +6165,7 @@ inline void attend_long_rows(constant tqkv__attend_args &args, thread const atte
         task.weights = queries + TQKV__MATRIX_QUERY_BYTES(D + int(tail_values<D>())) / 4 * TQKV__MATRICES(int(columns)); \
         task.tail_table = states + TQKV__COLUMN_BYTES(8 * TQKV__MATRICES(int(columns))) / 4; \
         task.states = task.tail_table + (tail_values<D>() != 0 ? TQKV__TABLE_BYTES / 4 : 0); \
+        if (TQKV_SHARED_MATRIX_SLOTS) open_round_slots(8u * uint(TQKV__MATRICES(int(columns))), task); \
         TQKV_LONG_CALL(attend_long_rows<D>(args, task)); \
     }
 // clang-format on
@@ -5421,8 +6190,8 @@ ATTEND_LONG_MATRIX(512)
 
 // The end of attention for one query row: brings the sums of the partial results to one maximum, adds them and the
 // sink, divides, and turns the result back from the rotated basis. One threadgroup a row: its simdgroups share the
-// sections. The same in parts, with slices of the caller: partial results to a slice, a slice to another, a slice to the
-// result.
+// sections. The same in parts, with slices of the caller: partial results to a slice, a slice to another, a slice to
+// the result.
 #ifndef TQKV_MERGE_H
 #define TQKV_MERGE_H
 
@@ -5487,6 +6256,17 @@ inline void add_sums(float maximum, float sum, thread const float *out, thread r
     for (int i = 0; i < MERGE_VALUES(D); i++) row.out[i] = fma(both.added, out[i], both.kept * row.out[i]);
 }
 
+// Adds a row to sums that come before it.
+template <int D>
+inline void add_before(float maximum, float sum, thread const float *out, thread row_sums<D> &row)
+{
+    shares both = shares_of(maximum, row.maximum);
+    row.maximum = both.largest;
+    row.sum = fma(both.added, row.sum, both.kept * sum);
+    TQKV_UNROLL
+    for (int i = 0; i < MERGE_VALUES(D); i++) row.out[i] = fma(both.added, row.out[i], both.kept * out[i]);
+}
+
 // Partial results that a simdgroup loads at a time: several loads are under way.
 #define MERGE_BATCH(D) (MERGE_VALUES(D) <= TQKV_MERGE_FLOATS / 8 ? 8 : TQKV_MERGE_FLOATS / MERGE_VALUES(D))
 
@@ -5503,6 +6283,7 @@ inline uint count_sections(constant tqkv__merge_args &args)
     return n + (args.n_first > 0 ? 1u : 0u) + (args.n_last > 0 ? 1u : 0u);
 }
 
+// Strands are added up by stretches, in the place of sections.
 inline section_range range_of_section(constant tqkv__merge_args &args, uint section)
 {
     uint length = uint(args.section), before = uint(args.before), n_ends = uint(args.n_first) + uint(args.n_last);
@@ -5518,6 +6299,27 @@ inline section_range range_of_section(constant tqkv__merge_args &args, uint sect
     range.first = last ? uint(args.n_first) : n_ends + first;
     range.end = last ? n_ends : n_ends + min((section + 1u) * length - before, uint(args.n_partials));
     return range;
+}
+
+// With strands the first positions come behind the only section that there is: its stretches are sections here.
+inline uint section_in_turn(constant tqkv__merge_args &args, uint turn)
+{
+    if (args.strands == 1 || args.n_first == 0) return turn;
+    uint n = uint(args.n_partials) / uint(args.section);
+    return turn < n ? turn + 1u : turn == n ? 0u : turn;
+}
+
+// The maximum of a stretch of which the partial results are strands: attend brings their sums to it before it adds
+// them.
+inline float maximum_of_strands(constant tqkv__merge_args &args, thread const merge_task &task, section_range range)
+{
+    float maximum = -INFINITY;
+    TQKV_UNROLL
+    for (uint i = 0; i < uint(TQKV__STRANDS); i++) {
+        ulong at = row_offset(range.first + i + range.part + 1u, uint(args.n_rows)) + task.row;
+        maximum = max(maximum, task.partial_state[at * 2u]);
+    }
+    return maximum;
 }
 
 // Adds the partial results of a section. A load beyond the last one repeats it.
@@ -5549,10 +6351,15 @@ inline void add_sections(constant tqkv__merge_args &args, thread const merge_tas
                          thread row_sums<D> &total)
 {
     const int E = MERGE_VALUES(D);
-    uint section = first + task.simdgroup;
+    uint turn = first + task.simdgroup, section = section_in_turn(args, turn);
     row_sums<D> row;
     clear_row<D>(row);
-    if (section < n_sections) add_partials<D>(args, task, range_of_section(args, section), row);
+    if (turn < n_sections) {
+        section_range range = range_of_section(args, section);
+        bool ends = (section == 0u && args.n_first > 0) || (turn + 1u == n_sections && args.n_last > 0);
+        if (args.strands > 1 && !ends) row.maximum = maximum_of_strands(args, task, range);
+        add_partials<D>(args, task, range, row);
+    }
     threadgroup float *own = task.shared + task.simdgroup * uint(D + 4);
     if (task.lane < uint(TQKV__NORM_LANES(D))) {
         TQKV_UNROLL
@@ -5568,7 +6375,10 @@ inline void add_sections(constant tqkv__merge_args &args, thread const merge_tas
         float out[E];
         TQKV_UNROLL
         for (int i = 0; i < E; i++) out[i] = other[int(task.part) * E + i];
-        add_sums<D>(other[D], other[D + 1], out, total);
+        if (args.strands > 1 && args.n_first > 0 && section_in_turn(args, first + s) == 0u)
+            add_before<D>(other[D], other[D + 1], out, total);
+        else
+            add_sums<D>(other[D], other[D + 1], out, total);
     }
     threadgroup_barrier(mem_flags::mem_threadgroup); // before the next sections overwrite these
 }
@@ -7490,7 +8300,7 @@ inline void score_tiles(constant tqkv__index_args &call, thread const attend_tas
             if (tile >= tiles) continue;
             sum_matrix score[4][F];
             float norms[4];
-            load_norms<D>(call.keys, key_format, rows_apart(), task.keys, slots.now, task.lane, norms);
+            load_norms<D>(call.keys, task.pages, key_format, rows_apart(), task.keys, slots.now, norms);
             score_index_tile<D, W, F>(call, task, slots, book, turn, keys, score);
             add_heads<D, F>(call, task, first_pass, norms, memory, score, scores + tile * 32u);
             slots.now = slots.next;
@@ -7680,6 +8490,7 @@ inline void score_index_blocks(constant tqkv__index_args &call, thread attend_ta
         task.scale = scale; \
         task.pages.keys = pages; \
         task.pages.lane = lane; \
+        task.pages.shared = task.pages.shared_values = false; \
         task.tables = tables; \
         task.queries = queries; \
         task.kept = states; \

@@ -94,25 +94,23 @@ inline void store_strand_sums(constant tqkv__attend_args &args, thread const att
     TQKV_UNROLL
     for (int f = 0; f < F; f++) {
         if (task.simdgroup != uint(f)) continue;
-        raised_maxima maxima[2] = {raise_column<F>(task, f, 0), raise_column<F>(task, f, 1)};
-        float sum[2] = {0.0f, 0.0f};
-        TQKV_UNROLL
-        for (int t = 0; t < TQKV__STRANDS; t++) {
-            sum[0] *= shrink_before(maxima[0], t);
-            sum[1] *= shrink_before(maxima[1], t);
-            TQKV_UNROLL
-            for (int p = 0; p < 4; p++) {
-                float2 two = *weights_at<F>(strand_weights<D, F>(task), task.lane, uint(t), p, f);
-                sum[0] += two.x;
-                sum[1] += two.y;
-            }
-        }
         TQKV_UNROLL
         for (int i = 0; i < 2; i++) {
-            uint c = uint(f * 8 + i) + TQKV__MATRIX_COLUMN(task.lane);
-            float all = sum_of_column(sum[i]), maximum = maxima[i].after[TQKV__STRANDS - 1];
+            const uint c = uint(f * 8 + i) + TQKV__MATRIX_COLUMN(task.lane);
+            raised_maxima maxima = raise_column<F>(task, f, i);
+            float sum = 0.0f, maximum = maxima.after[TQKV__STRANDS - 1];
+            TQKV_UNROLL
+            for (int t = 0; t < TQKV__STRANDS; t++) {
+                sum *= shrink_before(maxima, t);
+                TQKV_UNROLL
+                for (int p = 0; p < 4; p++) {
+                    float2 two = *weights_at<F>(strand_weights<D, F>(task), task.lane, uint(t), p, f);
+                    sum += i == 0 ? two.x : two.y;
+                }
+            }
+            sum = sum_of_column(sum);
             if (TQKV__MATRIX_ROW(task.lane) == 0 && c < used)
-                store_column(args, task, task.split, c, memory, maximum == NOTHING_SEEN ? -INFINITY : maximum, all);
+                store_column(args, task, task.split, c, memory, maximum == NOTHING_SEEN ? -INFINITY : maximum, sum);
         }
     }
 }

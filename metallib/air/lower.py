@@ -239,8 +239,9 @@ class Kernel:
         made = (re.match(r"  %(\S+) = |(\S+):$", line) for line in body)
         names = [p.rsplit("%", 1)[1] for p in self.header] + [m.group(1) or m.group(2) for m in made if m]
         number = {name: str(i) for i, name in enumerate(names)}
-        parts = [re.sub(r"%([-$\w.]+)", lambda m: "%" + number.get(m.group(1), m.group(1)), p) for p in self.header + body]
-        parts = [re.sub(r"^([-$\w.]+):$", lambda m: number[m.group(1)] + ":", p) for p in parts]
+        name = r'("[^"]*"|[-$\w.]+)'
+        parts = [re.sub("%" + name, lambda m: "%" + number.get(m.group(1), m.group(1)), p) for p in self.header + body]
+        parts = [re.sub("^" + name + ":$", lambda m: number[m.group(1)] + ":", p) for p in parts]
         return parts[:len(self.header)], parts[len(self.header):]
 
     def text(self, target, arguments, structs):
