@@ -1,7 +1,7 @@
 #!/usr/bin/env python3
 """Plants known bugs in copies of the shipped shaders, one at a time, and checks that the tests catch each.
 
-usage: bugs.py BUILD_FOLDER [part of a name]...
+usage: bugs.py BUILD_FOLDER [--plant | part of a name]...    --plant: only sees that each bug still fits the sources
 
 Takes the compilers and flags of each variant of the runner, and its prefix, from the environment: PLAIN, ASAN, TSAN
 (compile a shader), PLAIN_LINK .. (link), TSAN_RUN (run), TYPE_CHECK, IMPLEMENTATION (the object with that of tqkv.h).
@@ -211,8 +211,8 @@ BUGS = {
         "shaders/attend_matrix.h", "position <= newest &&", "position < newest &&", "attend_matrix", (64,), "plain",
         "attend/resident/window/one_query", "by matrices"),
     "whole_tile_off_by_one": (
-        "shaders/attend_matrix.h", "last <= newest.least &&", "last <= newest.least + 2 &&", "attend_matrix", (64,),
-        "plain", "attend/resident/exactly_full", "by matrices"),
+        "shaders/attend_matrix.h", "last <= min(newest.least, args.slice_end - 1) &&",
+        "last <= min(newest.least, args.slice_end - 1) + 2 &&", "attend_matrix", (64,), "plain", "attend/resident/exactly_full", "by matrices"),
     "sums_of_the_first_simdgroup": (
         "shaders/columns.h", "task.states[(s * memory.n + own.column) * 2u];", "task.states[own.column * 2u];", "attend_matrix",
         (64,), "plain", "attend/option/large_scores", "by matrices"),
@@ -285,8 +285,8 @@ BUGS = {
         "relative error"),
     # Strides, and queries that look ahead.
     "gaps_of_a_source_ignored": (
-        "shaders/encode.h", "exists ? from + step + (wrap ? back : 0u) : from", "exists ? from + step + 0u * back : from",
-        "encode", (64,), "plain", "strides/codec/f16/d64", "keys alone"),
+        "shaders/common.h", "row_offset(token, args.token_stride) + row_offset(head, args.head_stride)",
+        "row_offset(token * uint(args.n_kv_heads) + head, args.head_stride)", "encode", (64,), "plain", "strides/codec/f16/d64", "keys alone"),
     "query_strides_ignored": (
         "shaders/attend.h", "row_offset(query, args.query_token_stride) + row_offset(head, args.query_head_stride)",
         "row_offset(query * uint(args.n_kv_heads) * uint(args.group) + head, uint(D))", "attend", (64,), "plain",
@@ -302,8 +302,8 @@ BUGS = {
     "seen_beyond_a_slice": (
         "shaders/tiles.h", " && position < args.slice_end", "", "attend", (64,), "plain", "slice/beyond", "a slot beyond was read"),
     "whole_tile_beyond_a_slice": (
-        "shaders/attend_matrix.h", "min(newest_seen(args, row_of_column(args, first_column).query), args.slice_end - 1)",
-        "newest_seen(args, row_of_column(args, first_column).query)", "attend_matrix", (64,), "plain", "slice/beyond",
+        "shaders/attend_matrix.h", "last <= min(newest.least, args.slice_end - 1) &&", "last <= newest.least &&",
+        "attend_matrix", (64,), "plain", "slice/beyond",
         "a slot beyond was read"),
     "maximum_left_as_it_was_rounded": (
         "shaders/softmax.h", "? whole : maximum", "? maximum : maximum", "attend_merge", (64,), "plain", "slice/bits/lanes",
@@ -337,7 +337,7 @@ BUGS = {
         "shaders/common.h", "page < uint(args.n_pages) ?", "page != 0u - 1u ?", "encode", (64,), "plain", "pages/bad_entries",
         "a bad entry was followed"),
     "left_out_token_stored": (
-        "shaders/encode.h", "if (target.paged) at.exists", "if (false) at.exists", "encode", (64,), "asan",
+        "shaders/encode.h", "(!target.paged || slot < uint(args.capacity))", "true", "encode", (64,), "asan",
         "pages/bad_entries", "AddressSanitizer"),
     "item_before": (
         "shaders/common.h", "    return low;\n", "    return low > 0u ? low - 1u : low;\n", "attend_merge", (64,), "plain",
@@ -445,4 +445,4 @@ def run_bug(bug, build):
 
 
 if __name__ == "__main__":
-    sys.exit(run_all(BUGS, run_bug, lambda bug: f"{BUGS[bug][7]} ({BUGS[bug][5]})"))
+    sys.exit(run_all(BUGS, plant, run_bug, lambda bug: f"{BUGS[bug][7]} ({BUGS[bug][5]})"))
