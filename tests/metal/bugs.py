@@ -330,6 +330,15 @@ BUGS = {
     "small_pages_by_tiles": (
         "shaders/tiles.h", "    if (small_pages && !has_list) slot += existing_row(args, pages.lane);\n", "",
         "attend", (64,), "plain", "pages/attend/2", "not the bits of a linear store"),
+    "one_memory_for_slots_of_two_tiles": (
+        "shaders/tiles.h", "first = parity * slot_lists() * 32u,", "first = 0u * parity,", "attend", (64,), "plain",
+        "pages/attend/", "not the bits of a linear store"),
+    "slots_read_before_they_are_stored": (
+        "shaders/tiles.h", "    simdgroup_barrier(mem_flags::mem_threadgroup);\n    return result;", "    return result;",
+        "attend", (64,), "tsan", "pages/attend/2", "ThreadSanitizer"),
+    "slots_of_the_round_overwritten": (
+        "shaders/attend_long.h", "share_round(task, walk.base, 1u - parity);", "share_round(task, walk.base, parity);",
+        "attend_matrix", (512,), "plain", "list/", "relative error"),
     "next_page_not_checked": (
         "shaders/tiles.h", "min(uint(pages[at]), uint(last_page))", "uint(pages[at]) + 0u * uint(last_page)",
         "attend_matrix", (64,), "asan", "pages/attend/", "AddressSanitizer"),
