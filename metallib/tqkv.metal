@@ -3559,7 +3559,8 @@ inline void store_tile_maxima(thread const attend_task &task, thread const float
 
 inline raised_maxima raise_over_tiles(thread const attend_task &task, uint c)
 {
-    float4 largest = *(threadgroup const float4 *)(task.states + c * uint(TQKV__STRANDS));
+    threadgroup const float *maxima = task.states + c * uint(TQKV__STRANDS);
+    float4 largest = *(threadgroup const float4 *)maxima;
     return raise_over(largest.x, largest.y, largest.z, largest.w);
 }
 
