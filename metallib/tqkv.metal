@@ -170,6 +170,8 @@ enum { TQKV__HALF = 1, TQKV__BOOK, TQKV__GRID };
 #define TQKV__FACTORS_OF(bits, number)   (bits) == number ? tqkv__tables.factors_##number:
 #define TQKV__N_FACTORS_OF(bits, number) (bits) == number ? (int)(sizeof tqkv__tables.factors_##number / sizeof(float)):
 enum { TQKV__MOST_FACTORS = 5 };
+/* Of 3 or 4 bits: from this factor to the largest a value crosses one boundary at most, the next being further away. */
+#define TQKV__LEAST_CROSSING(bits) ((bits) == 3 ? 0.82f : 1.0f)
 
 /* XXH3-64 of each member of tqkv__tables, as little-endian bytes, and of the whole. */
 #ifndef __METAL_VERSION__
@@ -446,10 +448,7 @@ TQKV__ASSERT_SIZE(tqkv__table_set, 3560);
 #define TQKV__MATRIX_SUM_BYTES(D)   (64 * ((D) + 4))                  /*     padded sums of 4 simdgroups and columns */
 #define TQKV__COLUMN_BYTES(columns) (56 * (columns)) /* (3) of attend and attend_matrix: 14 numbers a column, and */
 #define TQKV__STATE_BYTES(columns)  (8 * (columns))  /*     maximum and sum of a simdgroup */
-#define TQKV__SLOT_BYTES(lists)     (256 * (lists))  /*     slots of a tile and the next one, in so many lists: */
-#define TQKV__SLOT_LISTS(apart, same_slots, tail_elsewhere)                                                            \
-    (((apart) ? (same_slots) ? 1 : 2 : 0) + ((tail_elsewhere) ? 1 : 0)) /* keys, values, tail, where rows lie apart */
-#define TQKV__MERGE_BYTES(D, n) ((n) * ((D) + 4) * 4)                   /* (0) a row and its sum, n simdgroups */
+#define TQKV__MERGE_BYTES(D, n)     ((n) * ((D) + 4) * 4) /* (0) a row and its sum, n simdgroups */
 
 /* Floats of a padded query in attend. */
 #define TQKV__QUERY_FLOATS(D) (3 * (D) / 2)
@@ -491,8 +490,8 @@ TQKV__ASSERT_SIZE(tqkv__table_set, 3560);
         TQKV__ROW_BYTES(D, 1), TQKV__ATTEND_QUERY_BYTES(D), TQKV__ATTEND_PASS_FLOATS(D), TQKV__ATTEND_SUM_BYTES(D, 1), \
         TQKV__MERGE_BYTES(D, 1), TQKV__TAIL_DIM(D), TQKV__STRETCH_GROWTH, TQKV__SECTION, TQKV__MOST_MATRIX_COLUMNS(D), \
         TQKV__MATRIX_QUERY_BYTES(D), TQKV__MATRIX_SUM_BYTES(D), TQKV__COLUMN_BYTES(1), TQKV__STATE_BYTES(1),           \
-        TQKV__LONG_WEIGHT_BYTES(1), TQKV__SLOT_BYTES(1)
-enum { TQKV__KERNEL_DIMS = 11, TQKV__N_KERNEL_SIZES = 20 };
+        TQKV__LONG_WEIGHT_BYTES(1)
+enum { TQKV__KERNEL_DIMS = 11, TQKV__N_KERNEL_SIZES = 19 };
 
 /* The values of head_dim that have kernels, as row(x, number, D). Besides, keys of TQKV__WIDE_KEYS take values of
    TQKV__NARROW_VALUES in encode_kv and attend, and keys of D a tail of TQKV__TAIL_DIM(D): encode_kv takes it for
@@ -654,7 +653,7 @@ TQKV__ASSERT_SIZE(tqkv__batch_item, 324);
 TQKV__ASSERT_SIZE(tqkv__choose_args, 52);
 TQKV__ASSERT_SIZE(tqkv__index_args, 228);
 TQKV__ASSERT_SIZE(tqkv__calibrate_args, 40);
-TQKV__ASSERT_SIZE(tqkv__table_report, 4736);
+TQKV__ASSERT_SIZE(tqkv__table_report, 4692);
 
 // ---- shaders/common.h ----
 
@@ -686,12 +685,6 @@ using namespace metal;
 // metal-benchmarks, commit dc2adc6). A shim for hardware with a full crossbar sets it.
 #ifndef TQKV_CHEAP_SHUFFLE
 #define TQKV_CHEAP_SHUFFLE false
-#endif
-
-// Whether attend_matrix reads the slots of rows that lie apart from threadgroup memory, as attend does. Else its lanes
-// ask each other by shuffles.
-#ifndef TQKV_SHARED_MATRIX_SLOTS
-#define TQKV_SHARED_MATRIX_SLOTS true
 #endif
 
 // Byte i of a word, with its sign. Metal's compiler is shown the conversion of a byte, which Apple's GPUs make from
@@ -1081,6 +1074,33 @@ inline threadgroup uint2 *cell_at(threadgroup uint2 *cells, uint byte)
     return (threadgroup uint2 *)((threadgroup uchar *)cells + byte);
 }
 
+// Around a value whose code may be one of two neighbours: what decides between them, and their centroids.
+struct crossing {
+    float boundary, low, high;
+};
+
+// In threadgroup memory, behind the boundaries of a codebook of up to 4 bits: entry i for codes i - 1 and i. The first
+// and the last code have no other beyond them.
+inline threadgroup float4 *crossing_at(threadgroup uint2 *cells, uint i)
+{
+    return (threadgroup float4 *)cells + 4u + i;
+}
+
+// A barrier must follow.
+inline void load_crossings(uint bits, threadgroup uint2 *cells, uint thread_index, uint n_threads)
+{
+    uint last = (1u << bits) - 1u;
+    constant float *boundaries = TQKV__BOUNDARIES(bits), *centroids = TQKV__CODEBOOK(bits);
+    for (uint i = thread_index; i <= last + 1u; i += n_threads) {
+        float4 entry;
+        entry.x = i == 0 ? -INFINITY : i > last ? INFINITY : boundaries[i - 1u];
+        entry.y = centroids[max(i, 1u) - 1u];
+        entry.z = centroids[min(i, last)];
+        entry.w = 0.0f;
+        *crossing_at(cells, i) = entry;
+    }
+}
+
 // x of a cell: the bits of its boundary, or of the next boundary above it. y: the number of boundaries below that one.
 // For guesses by a line all boundaries. A barrier must follow.
 inline void load_cells(uint format, threadgroup uint2 *cells, uint thread_index, uint n_threads)
@@ -1111,16 +1131,18 @@ struct quantiser {
     threadgroup const float *boundaries; // in their place
     threadgroup const float *centroids;
     float boundary, centroid; // of this lane
+    crossing around;          // likewise, after open_crossings: the lane's number is that of the entry
 };
 
 // Call it after load_cells, load_codebook and a barrier.
 inline quantiser open_quantiser(uint format, threadgroup uint2 *cells, threadgroup const float *centroids, uint lane)
 {
-    quantiser result = {cells, (threadgroup const float *)cells, centroids, 0.0f, 0.0f};
+    quantiser result = {cells, (threadgroup const float *)cells, centroids, 0.0f, 0.0f, {0.0f, 0.0f, 0.0f}};
     uint bits = codebook_bits(format), code = lane & ((1u << bits) - 1u);
     if (bits == 0 || !is_shuffled(bits)) return result;
     result.centroid = centroids[code];
-    if (guessed_by_line(bits)) result.boundary = result.boundaries[min(code, (1u << bits) - 2u)];
+    if (!guessed_by_line(bits)) return result;
+    result.boundary = result.boundaries[min(code, (1u << bits) - 2u)];
     return result;
 }
 
@@ -1140,12 +1162,45 @@ inline uint quantise(float v, uint bits, thread const quantiser &book)
     return cell.y + (as_type<float>(cell.x) < v ? 1u : 0u);
 }
 
+// The centroid of a code as quantise returns it. All lanes of the simdgroup must come here together.
+inline float centroid_of_code(uint code, uint bits, thread const quantiser &book)
+{
+    if (is_shuffled(bits)) return simd_shuffle(book.centroid, TQKV_LANE_NUMBER(code));
+    return book.centroids[code & ((1u << bits) - 1u)];
+}
+
 // The centroid of a value's code. All lanes of the simdgroup must come here together.
 inline float centroid_of_value(float v, uint bits, thread const quantiser &book)
 {
-    uint code = quantise(v, bits, book);
-    if (is_shuffled(bits)) return simd_shuffle(book.centroid, TQKV_LANE_NUMBER(code));
-    return book.centroids[code & ((1u << bits) - 1u)];
+    return centroid_of_code(quantise(v, bits, book), bits, book);
+}
+
+inline crossing crossing_of_entry(threadgroup const float4 *at)
+{
+    float4 entry = *at;
+    crossing result = {entry.x, entry.y, entry.z};
+    return result;
+}
+
+// Call it after load_crossings and a barrier.
+inline void open_crossings(uint bits, uint lane, thread quantiser &book)
+{
+    if (is_shuffled(bits)) book.around = crossing_of_entry(crossing_at(book.cells, min(lane, 1u << bits)));
+}
+
+// The two codes that v, with a factor that makes it larger than v * factor but beyond one boundary at most, may have;
+// for a codebook of up to 4 bits. All lanes of the simdgroup must come here together.
+inline crossing crossing_of(float v, float factor, uint bits, thread const quantiser &book)
+{
+    uint code = quantise(v * factor, bits, book);
+    uint i = as_type<uint>(as_type<float>(code) + (v > 0.0f ? 1.0f : 0.0f)); // away from 0
+    if (is_shuffled(bits)) {
+        crossing result = {simd_shuffle(book.around.boundary, TQKV_LANE_NUMBER(i)),
+                           simd_shuffle(book.around.low, TQKV_LANE_NUMBER(i)),
+                           simd_shuffle(book.around.high, TQKV_LANE_NUMBER(i))};
+        return result;
+    }
+    return crossing_of_entry(crossing_at(book.cells, i & 31u));
 }
 
 // Round half to even, clamped to +-127. NaN, which only an overflow makes, becomes 127.
@@ -1335,8 +1390,7 @@ inline void values_at(uint format, thread const raw_codes<W, N> &raw, int i, thr
 // oldest resident one. A tile is a range of 32 slots, not of positions, so a ring does not wrap inside a tile. Only the
 // mask knows positions. With page tables a slot here is what it would be in a linear store, and a tile lies in one page:
 // only tile_memory knows where.
-// Pages that end within tiles, and lists, make rows lie anywhere: then each lane finds where one row of the tile is, and
-// all read its slot from threadgroup memory, or ask the lane.
+// Pages that end within tiles, and lists, make rows lie anywhere: then each lane knows where one row of the tile is.
 // With a list of blocks the positions of the blocks have ranks 0, 1, 2 .., and take the slots from list_base on, one after
 // the other: a tile is 32 of these slots, whose rows may lie anywhere. A list of all blocks gives the tiles that there are
 // without one.
@@ -1600,55 +1654,45 @@ inline bool in_first_section(stretch_range own, uint stretch)
     return stretch / TQKV__SECTION == own.begin / TQKV__SECTION;
 }
 
-// Lists of slots that a tile has where its rows lie apart: of keys and, if they differ, of values and of the tail.
-inline uint slot_lists() { return uint(TQKV__SLOT_LISTS(rows_apart(), same_slots, tail_elsewhere)); }
-
 struct page_tables {
     device const int *keys, *values; // [n_pages]
     listed_blocks list;
     uint lane;
-    bool shared; // slots go through threadgroup memory: shuffles by differing lanes are slow on Apple's GPUs
-    threadgroup uint *slots; // [2][slot_lists()][32]: of two tiles of the simdgroup, one after the other
 };
 
 // Slots in memory of a tile's row 0. That of the values is theirs only where value_slot_of gives the slot itself. Where rows
-// lie apart those of the row with the lane's number, or after share_slots where their list begins; with a list of blocks
-// also the row's position. The tail's: that of the keys or, if it lies elsewhere, likewise.
+// lie apart those of the row with the lane's number; with a list also its position. The tail's: that of the keys or, if it lies
+// elsewhere, that of the row with the lane's number.
 struct tile_memory {
     uint keys, values;
     int position;
     uint tail;
 };
 
-// Where rows lie apart, the slot of one. All lanes of the simdgroup must come here together.
-inline uint slot_apart(thread const page_tables &pages, uint base, uint row)
+// Slots in memory of a row of a tile. apart: rows_apart() or, of a tail, tail_rows_apart(). All lanes of the simdgroup must come
+// here together.
+inline uint key_slot(constant tqkv__attend_args &args, bool apart, uint base, uint row)
 {
-    return pages.shared ? pages.slots[base + row] : simd_shuffle(base, ushort(row));
+    return apart ? simd_shuffle(base, ushort(row)) : base + existing_row(args, row);
 }
 
-// Slots in memory of a row of a tile. apart: rows_apart() or, of a tail, tail_rows_apart(). As slot_apart.
-inline uint key_slot(constant tqkv__attend_args &args, thread const page_tables &pages, bool apart, uint base, uint row)
+inline uint value_slot(constant tqkv__attend_args &args, uint base, uint row)
 {
-    return apart ? slot_apart(pages, base, row) : base + existing_row(args, row);
-}
-
-inline uint value_slot(constant tqkv__attend_args &args, thread const page_tables &pages, uint base, uint row)
-{
-    return rows_apart() ? slot_apart(pages, base, row) : value_slot_of(args, base + existing_row(args, row));
+    return rows_apart() ? simd_shuffle(base, ushort(row)) : value_slot_of(args, base + existing_row(args, row));
 }
 
 // Codes of such a row, of `bytes` each. As one sum, so that the part of all rows is computed once.
-inline device const uchar *key_codes(constant tqkv__attend_args &args, thread const page_tables &pages, bool apart,
-                                     device const uchar *codes, uint bytes, uint base, uint row)
+inline device const uchar *key_codes(constant tqkv__attend_args &args, bool apart, device const uchar *codes,
+                                     uint bytes, uint base, uint row)
 {
-    if (apart) return codes + ulong(slot_apart(pages, base, row)) * ulong(bytes);
+    if (apart) return codes + ulong(simd_shuffle(base, ushort(row))) * ulong(bytes);
     return codes + ulong(base) * ulong(bytes) + existing_row(args, row) * bytes;
 }
 
-inline device const uchar *value_codes(constant tqkv__attend_args &args, thread const page_tables &pages,
-                                       device const uchar *codes, uint bytes, uint base, uint row)
+inline device const uchar *value_codes(constant tqkv__attend_args &args, device const uchar *codes, uint bytes,
+                                       uint base, uint row)
 {
-    if (rows_apart() || !(same_slots || paged)) return codes + ulong(value_slot(args, pages, base, row)) * ulong(bytes);
+    if (rows_apart() || !(same_slots || paged)) return codes + ulong(value_slot(args, base, row)) * ulong(bytes);
     return codes + ulong(base) * ulong(bytes) + existing_row(args, row) * bytes;
 }
 
@@ -1729,57 +1773,6 @@ inline tile_memory find_tile(constant tqkv__attend_args &args, thread const page
     return result;
 }
 
-// The tiles of a simdgroup one after another, where their slots are shared: what lanes found of the one behind the next.
-// So nothing waits for tables and lists when it is stored.
-struct tile_search {
-    tile_memory ahead;
-    uint parity; // of the next tile's memory of slots
-};
-
-inline bool shares_slots(thread const page_tables &pages) { return pages.shared && tail_rows_apart(); }
-
-// Stores what the lanes found of a tile for all to read. parity: 0 or 1, another one than that of the tile before, which
-// may be in use still.
-inline tile_memory share_slots(thread const page_tables &pages, tile_memory found, uint parity)
-{
-    const uint first = parity * slot_lists() * 32u, last = first + (slot_lists() - 1u) * 32u;
-    tile_memory result = found;
-    simdgroup_barrier(mem_flags::mem_threadgroup); // the tile before that one is done
-    if (rows_apart()) {
-        result.keys = result.tail = first;
-        result.values = same_slots ? first : first + 32u;
-        pages.slots[result.keys + pages.lane] = found.keys;
-        if (!same_slots) pages.slots[result.values + pages.lane] = found.values;
-    }
-    if (tail_elsewhere) {
-        result.tail = last;
-        pages.slots[last + pages.lane] = found.tail;
-    }
-    simdgroup_barrier(mem_flags::mem_threadgroup);
-    return result;
-}
-
-// The memory of the next tile.
-inline tile_memory find_next(constant tqkv__attend_args &args, thread const page_tables &pages, tile_steps steps,
-                             uint n_simdgroups, thread tile_search &search)
-{
-    if (!shares_slots(pages)) return find_tile(args, pages, steps.tile);
-    search.parity = 1u - search.parity;
-    tile_memory result = share_slots(pages, search.ahead, search.parity);
-    next_tile(steps, n_simdgroups);
-    search.ahead = find_tile(args, pages, steps.tile);
-    return result;
-}
-
-// Likewise, of the first one.
-inline tile_memory find_first(constant tqkv__attend_args &args, thread const page_tables &pages, tile_steps steps,
-                              uint n_simdgroups, thread tile_search &search)
-{
-    search.parity = 1u;
-    if (shares_slots(pages)) search.ahead = find_tile(args, pages, steps.tile);
-    return find_next(args, pages, steps, n_simdgroups, search);
-}
-
 // The position of row `row` of a tile that was found; newer than all queries if it belongs to another tile.
 inline int position_of_row(constant tqkv__attend_args &args, tile_memory base, uint number, uint row)
 {
@@ -1792,13 +1785,12 @@ struct tile_place {
     int position; // of the lane's row
 };
 
-// base: of tile `number`
-inline tile_place open_tile(constant tqkv__attend_args &args, tile_memory base, uint number, uint row)
+inline tile_place open_tile(constant tqkv__attend_args &args, thread const page_tables &pages, uint number, uint row)
 {
     tile_place result;
-    result.base = base;
+    result.base = find_tile(args, pages, number);
     result.row = row;
-    result.position = position_of_row(args, base, number, row);
+    result.position = position_of_row(args, result.base, number, row);
     return result;
 }
 
@@ -1891,14 +1883,6 @@ inline uint blocks_of_rows(constant tqkv__attend_args &args)
     uint each = max(uint(columns), 1u); // 0 where shaders are only checked
     if (has_list) return uint(args.n_queries) * ((uint(args.group) + each - 1u) / each); // of one query each
     return (uint(args.n_queries) * uint(args.group) + each - 1u) / each;
-}
-
-// Gives the simdgroup its memory of slots, behind the states of C columns each.
-inline void open_slots(uint C, thread attend_task &task)
-{
-    threadgroup float *behind = task.states + task.n_simdgroups * uint(TQKV__STATE_BYTES(C) / 4);
-    task.pages.shared = true;
-    task.pages.slots = (threadgroup uint *)behind + task.simdgroup * uint(TQKV__SLOT_BYTES(slot_lists()) / 4);
 }
 
 // Blocks of rows and splits count from the last. Those have the most to do, and none begins when the others are done.
@@ -2065,7 +2049,7 @@ inline void load_value_step(constant tqkv__attend_args &args, thread const atten
     const uint block = norm_block<D>(value_format), bytes = row_bytes<D>(value_format);
     stream_rows values = task.values;
     uint row = value_row_of_lane<D>(number, task.lane);
-    device const uchar *codes = value_codes(args, task.pages, values.codes, bytes, base, row);
+    device const uchar *codes = value_codes(args, values.codes, bytes, base, row);
     TQKV_UNROLL
     for (int j = 0; j < VALUE_PIECES(D); j++) {
         uint part = min(task.lane % uint(VALUE_LANES(D)), uint(LANE_SPAN(D)) - 1u);
@@ -2073,8 +2057,8 @@ inline void load_value_step(constant tqkv__attend_args &args, thread const atten
         load_codes<D, W, 8>(value_format, codes, first, step.raw[j]);
         step.scale[j] = 1.0f;
         if (!one_norm<D>(value_format))
-            step.scale[j] = stored_scale<D>(value_format, values, value_slot(args, task.pages, base, row),
-                                            first / block, args.value_block_scale);
+            step.scale[j] = stored_scale<D>(value_format, values, value_slot(args, base, row), first / block,
+                                            args.value_block_scale);
     }
 }
 
@@ -2500,15 +2484,15 @@ inline void hadamard(thread float *x, uint lane)
     hadamard_from<D, L, C>(x, lane, 1);
 }
 
-// Bit i is set if x[i] changes its sign.
-template <int D, int L, int C>
+// Bit i is set if x[i] changes its sign. RUN: values whose signs come of one read of their byte, a divisor of C and of 8.
+template <int D, int L, int C, int RUN>
 inline uint lane_signs(uint lane)
 {
     uint signs = 0;
     TQKV_UNROLL
-    for (int i = 0; i < D / L; i++) {
+    for (int i = 0; i < D / L; i += RUN) {
         uint at = value_of_lane<L, C>(lane, i);
-        signs |= ((uint(tqkv__tables.signs[(at & 511u) >> 3]) >> (at & 7u)) & 1u) << i;
+        signs |= ((uint(tqkv__tables.signs[(at & 511u) >> 3]) >> (at & 7u)) & ((1u << RUN) - 1u)) << i;
     }
     return signs;
 }
@@ -2549,7 +2533,7 @@ inline void unrotate_values(thread float *x, uint lane, uint signs)
 template <int D>
 inline uint signs_of_row(uint lane)
 {
-    return lane_signs<D, TQKV__ROW_LANES(D), TQKV_ROW_PIECE(D)>(lane);
+    return lane_signs<D, TQKV__ROW_LANES(D), TQKV_ROW_PIECE(D), 1>(lane);
 }
 
 template <int D>
@@ -2762,7 +2746,7 @@ inline void load_query_part(constant tqkv__attend_args &args, thread const atten
         float shift = keys.with_center ? score_of_center<D>(args, task, keys, x) : 0.0f;
         if (part == 0 && own < columns) {
             if (has_shifts()) memory.shifts[column] = keys.first == 0 ? shift : memory.shifts[column] + shift;
-            if (keys.first == 0) memory.rows[column] = partial_row(args, row, head);
+            memory.rows[column] = partial_row(args, row, head);
         }
         turn_query<D>(task, keys, x);
         TQKV_UNROLL
@@ -2795,10 +2779,9 @@ inline void load_key_codes(constant tqkv__attend_args &args, thread const attend
         TQKV_UNROLL
         for (int r = 0; r < R; r++) {
             uint row = uint(r * (32 / R)) + task.lane / uint(R);
-            load_codes<D, W, N>(
-                part.format,
-                key_codes(args, task.pages, part.apart, part.rows.codes, row_bytes<D>(part.format), base, row),
-                ((step + uint(b)) * uint(R) + task.lane % uint(R)) * uint(N), keys.raw[b][r]);
+            load_codes<D, W, N>(part.format,
+                                key_codes(args, part.apart, part.rows.codes, row_bytes<D>(part.format), base, row),
+                                ((step + uint(b)) * uint(R) + task.lane % uint(R)) * uint(N), keys.raw[b][r]);
         }
     }
 }
@@ -2811,7 +2794,7 @@ inline void load_key_scales(constant tqkv__attend_args &args, thread const atten
     const int R = KEY_LANES(D, W);
     TQKV_UNROLL
     for (int r = 0; r < R; r++) {
-        uint slot = key_slot(args, task.pages, part.apart, base, uint(r * (32 / R)) + task.lane / uint(R));
+        uint slot = key_slot(args, part.apart, base, uint(r * (32 / R)) + task.lane / uint(R));
         keys.scale[r] = stored_scale<D>(part.format, part.rows, slot, block, part.block_scale);
     }
 }
@@ -2970,8 +2953,7 @@ inline void add_tail(constant tqkv__attend_args &args, thread const attend_task 
     if (tail_format == 0) return;
     float tail[C];
     score_any_tile<T, C>(args, task, tail_part<D>(task), base, next_base, book, keys, tail);
-    uint slot = key_slot(args, task.pages, tail_rows_apart(), base, row);
-    float scale = row_scale<T>(tail_format, task.tail, slot, 1.0f);
+    float scale = row_scale<T>(tail_format, task.tail, key_slot(args, tail_rows_apart(), base, row), 1.0f);
     const bool same = BY_CODE_WIDTH(key_format, KEY_LANES, D) == BY_CODE_WIDTH(tail_format, KEY_LANES, T);
     FOR_COLUMNS(c)
     {
@@ -3076,13 +3058,13 @@ inline void add_lanes(uint lane, thread const float *from, thread float *x)
     for (int i = 0; i < 8; i++) x[i] = from[i];
     TQKV_UNROLL
     for (int step = 0; step < 3; step++) {
-        const int distance = VALUE_LANES(D) << step, kept = 4 >> step;
+        const int distance = VALUE_LANES(D) << step, half = 4 >> step;
         if (distance >= 32) continue;
         bool upper = (lane & uint(distance)) != 0;
         TQKV_UNROLL
         for (int i = 0; i < 4; i++) {
-            if (i >= kept) continue;
-            float low = x[i], high = x[i + kept];
+            if (i >= half) continue;
+            float low = x[i], high = x[i + half];
             x[i] = (upper ? high : low) + simd_shuffle_xor(upper ? low : high, ushort(distance));
         }
     }
@@ -3200,7 +3182,6 @@ inline void clear_sums(thread column_state<D> &state)
 template <int D>
 struct tile_walk {
     tile_steps steps;
-    tile_search search;
     tile_place next; // the place of the next tile
     any_keys<D> keys;
     any_keys<TQKV__TAIL_DIM(D)> tail;
@@ -3229,12 +3210,10 @@ inline void add_tiles(constant tqkv__attend_args &args, thread const attend_task
     while (walk.steps.tile < end) {
         tile_place at = walk.next;
         next_tile(walk.steps, task.n_simdgroups);
-        tile_memory base = find_next(args, task.pages, walk.steps, task.n_simdgroups, walk.search);
-        walk.next = open_tile(args, base, walk.steps.tile, at.row);
+        walk.next = open_tile(args, task.pages, walk.steps.tile, at.row);
         const int C = TQKV__MAX_COLUMNS(KD), T = TQKV__TAIL_DIM(KD);
         float score[C];
-        uint key = key_slot(args, task.pages, rows_apart(), at.base.keys, at.row);
-        uint value = value_slot(args, task.pages, at.base.values, at.row);
+        uint key = key_slot(args, rows_apart(), at.base.keys, at.row), value = value_slot(args, at.base.values, at.row);
         float key_scale = row_scale<KD>(key_format, task.keys, key, args.key_block_scale);
         float value_scale = row_scale<VD>(value_format, task.values, value, args.value_block_scale);
         any_values<VD> values;
@@ -3261,8 +3240,7 @@ inline void attend(constant tqkv__attend_args &args, thread const attend_task &t
     column_state<VD> state;
     tile_walk<KD> walk;
     walk.steps = open_steps(args, seen, own, task.simdgroup, task.n_simdgroups);
-    tile_memory base = find_first(args, task.pages, walk.steps, task.n_simdgroups, walk.search);
-    walk.next = open_tile(args, base, walk.steps.tile, row_of_lane<KD>(key_format, task.lane));
+    walk.next = open_tile(args, task.pages, walk.steps.tile, row_of_lane<KD>(key_format, task.lane));
     open_keys<KD>(args, task, first_part(args, task), walk.next.base.keys, walk.keys);
     open_tail<KD, TQKV__TAIL_DIM(KD)>(args, task, walk.next.base.tail, walk.tail);
     load_codebook(key_format, task.tables, thread_index, task.n_simdgroups * 32u);
@@ -3333,7 +3311,6 @@ inline void attend(constant tqkv__attend_args &args, thread const attend_task &t
     task.pages.keys = key_pages; \
     task.pages.values = value_pages; \
     task.pages.lane = lane; \
-    task.pages.shared = false; \
     task.list_rows = list_rows; \
     task.tree = tree; \
     task.tables = tables; \
@@ -3366,7 +3343,6 @@ inline void attend(constant tqkv__attend_args &args, thread const attend_task &t
         task.weights = weights; \
         task.tail_table = tables + 512; \
         task.states = states + TQKV__COLUMN_BYTES(TQKV__MAX_COLUMNS(V)) / 4; \
-        open_slots(uint(TQKV__MAX_COLUMNS(V)), task); \
         TQKV_LONG_CALL(attend<D, V>(args, task)); \
     }
 // clang-format on
@@ -4000,31 +3976,32 @@ struct tile_norms {
 };
 
 template <int D>
-inline void load_norms(constant tqkv__attend_args &args, thread const page_tables &pages, uint format, bool apart,
-                       stream_rows rows, uint first, thread float (&norms)[4])
+inline void load_norms(constant tqkv__attend_args &args, uint format, bool apart, stream_rows rows, uint first,
+                       uint lane, thread float (&norms)[4])
 {
     if (!has_norms(format) || !one_norm<D>(format)) return;
-    uint row = TQKV__MATRIX_ROW(pages.lane);
-    device const float *at = rows.norms + (ulong(first) + ulong(tile_row(0, row)));
+    uint row = tile_row(0, TQKV__MATRIX_ROW(lane));
+    device const float *at = rows.norms + (ulong(first) + ulong(row));
     TQKV_UNROLL
     for (int p = 0; p < 4; p++)
-        norms[p] = short_store || apart ? rows.norms[key_slot(args, pages, apart, first, tile_row(p, row))] : at[8 * p];
+        norms[p] = short_store || apart ? rows.norms[key_slot(args, apart, first, tile_row(p, TQKV__MATRIX_ROW(lane)))]
+                                        : at[8 * p];
 }
 
 template <int D>
 inline void load_tile_norms(constant tqkv__attend_args &args, thread const attend_task &task, tile_memory base,
                             thread tile_norms &norms)
 {
-    load_norms<D>(args, task.pages, key_format, rows_apart(), task.keys, base.keys, norms.keys);
+    load_norms<D>(args, key_format, rows_apart(), task.keys, base.keys, task.lane, norms.keys);
     if (same_slots || paged || has_list) {
-        load_norms<D>(args, task.pages, value_format, rows_apart(), task.values, base.values, norms.values);
+        load_norms<D>(args, value_format, rows_apart(), task.values, base.values, task.lane, norms.values);
         return;
     }
     if (!has_norms(value_format) || !one_norm<D>(value_format)) return;
     TQKV_UNROLL
     for (int p = 0; p < 4; p++) {
         uint row = tile_row(p, TQKV__MATRIX_ROW(task.lane));
-        norms.values[p] = task.values.norms[value_slot(args, task.pages, base.values, row)];
+        norms.values[p] = task.values.norms[value_slot(args, base.values, row)];
     }
 }
 
@@ -4178,8 +4155,8 @@ inline void load_key_chunk(constant tqkv__attend_args &args, thread const attend
     TQKV_UNROLL
     for (int p = 0; p < 4; p++) {
         uint row = tile_row(p, TQKV__MATRIX_ROW(task.lane));
-        device const uchar *codes = key_codes(args, task.pages, part.apart, part.rows.codes, bytes, base, row);
-        load_codes<D, W, N>(part.format, codes, first, keys.raw[p]);
+        load_codes<D, W, N>(part.format, key_codes(args, part.apart, part.rows.codes, bytes, base, row), first,
+                            keys.raw[p]);
     }
 }
 
@@ -4249,7 +4226,7 @@ inline void load_key_norms(constant tqkv__attend_args &args, thread const attend
 {
     TQKV_UNROLL
     for (int p = 0; p < 4; p++) {
-        uint slot = key_slot(args, task.pages, part.apart, base, tile_row(p, TQKV__MATRIX_ROW(task.lane)));
+        uint slot = key_slot(args, part.apart, base, tile_row(p, TQKV__MATRIX_ROW(task.lane)));
         norms[p] = one_norm<D>(part.format) ? 1.0f : stored_norm<D>(part.format, part.rows, slot, block);
     }
 }
@@ -4363,7 +4340,6 @@ inline newest_range newest_of_columns(constant tqkv__attend_args &args, uint fir
 template <int D, int F>
 struct matrix_walk {
     tile_steps steps;
-    tile_search search;
     tile_memory base; // of the next tile
     newest_range newest;
     any_key_batch<D, F> keys; // of that tile
@@ -4512,8 +4488,7 @@ inline void load_value_chunk(constant tqkv__attend_args &args, thread const atte
     TQKV_UNROLL
     for (int i = 0; i < 4; i++) {
         uint k = TQKV__MATRIX_COLUMN(task.lane) + uint(i % 2), row = tile_row(2 * int(half_tile) + i / 2, k);
-        device const uchar *codes = value_codes(args, task.pages, task.values.codes, bytes, base, row);
-        load_codes<D, W, N>(value_format, codes, first, values.raw[i]);
+        load_codes<D, W, N>(value_format, value_codes(args, task.values.codes, bytes, base, row), first, values.raw[i]);
     }
 }
 
@@ -4580,7 +4555,7 @@ inline void scale_weights(constant tqkv__attend_args &args, thread const attend_
         float scale = scale_of_norm<D>(value_format, norms.values[p], args.value_block_scale);
         if (!one_norm<D>(value_format))
             scale = stored_scale<D>(value_format, task.values,
-                                    value_slot(args, task.pages, base, tile_row(p, TQKV__MATRIX_ROW(task.lane))), block,
+                                    value_slot(args, base, tile_row(p, TQKV__MATRIX_ROW(task.lane))), block,
                                     args.value_block_scale);
         TQKV_UNROLL
         for (int f = 0; f < F; f++) {
@@ -4700,7 +4675,7 @@ inline void add_matrix_tiles(constant tqkv__attend_args &args, thread const atte
         uint tile = walk.steps.tile;
         tile_memory base = walk.base;
         next_tile(walk.steps, task.n_simdgroups);
-        walk.base = find_next(args, task.pages, walk.steps, task.n_simdgroups, walk.search);
+        walk.base = find_tile(args, task.pages, walk.steps.tile);
         bool whole = sees_whole_tile(args, tile, walk.newest);
         tile_norms norms;
         next_tile_norms<D, F>(args, task, base, walk.base, walk.norms, norms);
@@ -4726,7 +4701,7 @@ inline void attend_by_matrices(constant tqkv__attend_args &args, thread const at
     matrix_state<D, F> state;
     matrix_walk<D, F> walk;
     walk.steps = open_steps(args, seen, own, task.simdgroup, task.n_simdgroups);
-    walk.base = find_first(args, task.pages, walk.steps, task.n_simdgroups, walk.search);
+    walk.base = find_tile(args, task.pages, walk.steps.tile);
     walk.newest = newest_of_columns(args, task.first_column);
     open_key_batch<D, F>(args, task, first_part(args, task), walk.base.keys, walk.keys);
     if (HOLDS_NORMS(F)) load_tile_norms<D>(args, task, walk.base, walk.norms);
@@ -4832,7 +4807,7 @@ inline void open_tail(constant tqkv__attend_args &args, thread const attend_task
                       thread tail_codes<T, F> &keys)
 {
     open_key_batch<T, F>(args, task, tail_part<D>(task), base, keys.codes);
-    load_norms<T>(args, task.pages, tail_format, tail_rows_apart(), task.tail, base, keys.norms);
+    load_norms<T>(args, tail_format, tail_rows_apart(), task.tail, base, task.lane, keys.norms);
 }
 
 // Scores of the tail, times what makes them as large as those of the keys, which get their own factors.
@@ -4889,7 +4864,7 @@ inline void score_long_tile(constant tqkv__attend_args &args, thread const atten
     tile_norms norms; // none of the values: their scales come with the weights
     TQKV_UNROLL
     for (int p = 0; p < 4; p++) norms.keys[p] = norms.values[p] = 0.0f;
-    load_norms<D>(args, task.pages, key_format, rows_apart(), task.keys, base.keys, norms.keys);
+    load_norms<D>(args, key_format, rows_apart(), task.keys, base.keys, task.lane, norms.keys);
     tail_codes<T, F> tail;
     if (tail_format != 0) open_tail<D, T, F>(args, task, base.tail, tail);
     walk.base = find_tile(args, task.pages, next + task.simdgroup);
@@ -5001,7 +4976,7 @@ inline void load_part_norms(constant tqkv__attend_args &args, thread const atten
     if (!has_norms(value_format)) return;
     TQKV_UNROLL
     for (int p = 0; p < 4; p++) {
-        uint slot = value_slot(args, task.pages, base, tile_row(p, TQKV__MATRIX_ROW(task.lane)));
+        uint slot = value_slot(args, base, tile_row(p, TQKV__MATRIX_ROW(task.lane)));
         norms[p] = task.values.norms[ulong(slot) * ulong(uint(D) / norm_block<D>(value_format)) + block];
     }
 }
@@ -5411,7 +5386,6 @@ inline void attend_long_rows(constant tqkv__attend_args &args, thread const atte
         task.weights = queries + TQKV__MATRIX_QUERY_BYTES(D) / 4 * TQKV__MATRICES(int(columns)); \
         task.sums = args.sections_each == 0 ? queries : task.weights; \
         task.states = states + TQKV__COLUMN_BYTES(8 * TQKV__MATRICES(int(columns))) / 4; \
-        if (TQKV_SHARED_MATRIX_SLOTS) open_slots(8u * uint(TQKV__MATRICES(int(columns))), task); \
         TQKV_LONG_CALL(attend_with_matrices<D>(args, task)); \
     }
 // Rows whose sums several simdgroups share: TQKV__LONG_SIMDGROUPS a threadgroup, no more and no fewer.
@@ -5966,25 +5940,29 @@ DECODE(1024)
 //   piece 2   32 .. 35   36 .. 39   40 .. 43   44 .. 47
 //   piece 3   48 .. 51   52 .. 55   56 .. 59   60 .. 63
 //
-// A part is longer than a piece from D = 256 on: 2 or 4 neighbouring lanes share it, and each continues the sum of the one
-// before. Sums of parts are added in pairs, first over the lanes, then over the pieces. In the first step over the lanes, 0
-// gives 1 its sums of pieces 2 and 3 and takes those of 0 and 1, and so on: lane l ends with that of one block, own_block(l).
+// A part is longer than a piece from D = 256 on: 2 or 4 neighbouring lanes share it, and each continues the sum of the
+// one before. Sums of parts are added in pairs, first over the lanes, then over the pieces. In the first step over the
+// lanes, 0 gives 1 its sums of pieces 2 and 3 and takes those of 0 and 1, and so on: lane l ends with that of one
+// block, own_block(l).
 //
-// Letters: L lanes of a row, J pieces of a lane, C values of a piece, E of them that belong to one part, S lanes that share a
-// part, N values of a lane.
+// Letters: L lanes of a row, J pieces of a lane, C values of a piece, E of them that belong to one part, S lanes that
+// share a part, N values of a lane.
 #ifndef TQKV_ENCODE_H
 #define TQKV_ENCODE_H
 
 inline bool is_finite(float x) { return (as_type<uint>(x) & 0x7f800000u) != 0x7f800000u; }
 
 // A lane takes 16 values, or 32 from head_dim 256 on: most stages of the transform then stay in the lane. In pieces of
-// four values the loads are dense. With a matrix a lane takes one value of each subrow for the rotation; then threadgroup
-// memory gives it as many neighbours: whole parts, one piece.
+// four values the loads are dense. With a matrix a lane takes one value of each subrow for the rotation; then
+// threadgroup memory gives it as many neighbours: whole parts, one piece.
 #define ENCODE_LANES(D)  (TQKV__HAS_MATRIX(D) ? TQKV__ROW_LANES(D) : (D) <= 128 ? (D) / 16 : (D) / 32)
 #define ENCODE_PIECE(D)  (TQKV__HAS_MATRIX(D) ? TQKV__MATRIX_ORDER(D) : (D) <= 512 ? 4 : 8)
 #define ENCODE_VALUES(D) ((D) / ENCODE_LANES(D))
 #define ENCODE_PIECES(D) TQKV_PIECES(D, ENCODE_LANES(D), ENCODE_PIECE(D))
 #define ROTATED_PIECE(D) (TQKV__HAS_MATRIX(D) ? 1 : ENCODE_PIECE(D))
+
+// Whether a lane has registers for its part of the next row, and of the centre, besides that of a row.
+#define HOLDS_ROWS(D) (ENCODE_VALUES(D) <= 20)
 
 // Values of a part, and lanes that share one.
 #define PART_VALUES(D) ((D) / TQKV__NORM_LANES(D))
@@ -6083,8 +6061,8 @@ inline void share_blocks(float own, uint lane, thread float *all)
     }
 }
 
-// The sum of a piece's numbers, C of them. A part is added up in order, by one lane after the other, and then the parts of the
-// lane are added in pairs.
+// The sum of a piece's numbers, C of them. A part is added up in order, by one lane after the other, and then the parts
+// of the lane are added in pairs.
 template <int D>
 inline float sum_of_piece(thread const float *numbers)
 {
@@ -6173,8 +6151,8 @@ inline float normalise(uint format, float block_scale, uint lane, thread float *
     return norm;
 }
 
-// Quantising shortens a row by its error. The stored norm makes the decoded row as long as the row was. squares: the sum of
-// those of the centroids in the lane's own block
+// Quantising shortens a row by its error. The stored norm makes the decoded row as long as the row was. squares: the
+// sum of those of the centroids in the lane's own block
 template <int D>
 inline float corrected_norm(float block_scale, float squares, float norm)
 {
@@ -6210,8 +6188,8 @@ inline void store_bits(device uchar *to, thread const uint *words)
     }
 }
 
-// The rows of a simdgroup: TQKV__ENCODE_ROWS(D) tokens of one head, whose centre and scales it loads once. Neighbouring simdgroups
-// have neighbouring heads.
+// The rows of a simdgroup: TQKV__ENCODE_ROWS(D) tokens of one head, whose centre and scales it loads once. Neighbouring
+// simdgroups have neighbouring heads.
 struct encode_range {
     uint head, begin, end; // tokens
 };
@@ -6251,8 +6229,8 @@ inline void store_pairs(thread uint *words, thread const encode_place &at, devic
         ((device uint *)field)[uint(j * ENCODE_LANES(D) / 2) + lowest_bit_up<ENCODE_LANES(D)>(at.lane)] = words[j];
 }
 
-// Packs BITS bits, from bit `low` on, of each code into a field of the row. whole: the codes have no other bits but those
-// of `offset` above them, so nothing is masked.
+// Packs BITS bits, from bit `low` on, of each code into a field of the row. whole: the codes have no other bits but
+// those of `offset` above them, so nothing is masked.
 template <int D, int BITS>
 inline void store_field(thread const uint *codes, uint low, bool whole, uint offset, thread const encode_place &at,
                         device uchar *field)
@@ -6342,28 +6320,153 @@ inline block_fit fit_of(uint bits, float factor, thread const quantiser &book, u
     return fit;
 }
 
-// Of the format's factors the one whose codes fit the lane's own block best: the part of the block's length that lies along
-// them is the largest. The first of equal ones, and the first of all if there is a NaN. squares: of the best codes
+// Whether sums in another order, which take fewer instructions, show first which factors may be the best. With more
+// bits look-ups take most of the time, and factors are so close to each other that few are ruled out. With many values
+// a lane the loop is too long.
+template <int D>
+inline bool tries_roughly(uint bits)
+{
+    return (bits == 3 || bits == 4) && HOLDS_ROWS(D);
+}
+
+// After load_cells. A barrier must follow.
+template <int D>
+inline void load_crossings(uint format, threadgroup uint2 *cells, uint thread_index, uint n_threads)
+{
+    uint bits = codebook_bits(format);
+    if (tries_roughly<D>(bits)) load_crossings(bits, cells, thread_index, n_threads);
+}
+
+// Call it after load_cells, load_codebook, load_crossings and a barrier.
+template <int D>
+inline quantiser open_encoder(uint format, threadgroup uint2 *cells, threadgroup const float *centroids, uint lane)
+{
+    quantiser book = open_quantiser(format, cells, centroids, lane);
+    if (tries_roughly<D>(codebook_bits(format))) open_crossings(codebook_bits(format), lane, book);
+    return book;
+}
+
+// Both sums of all lanes for a factor, as they come out of fused additions.
+struct rough_fit {
+    float squares[TQKV__MOST_FACTORS], products[TQKV__MOST_FACTORS];
+};
+
+template <int D>
+inline void add_rough_fits(uint bits, thread const quantiser &book, thread const float *x, thread rough_fit &fit)
+{
+    constant float *factors = TQKV__FACTORS(bits);
+    TQKV_UNROLL
+    for (int f = 0; f < TQKV__MOST_FACTORS; f++) fit.squares[f] = fit.products[f] = 0.0f;
+    TQKV_UNROLL
+    for (int i = 0; i < ENCODE_VALUES(D); i++) {
+        crossing around = crossing_of(x[i], TQKV__LEAST_CROSSING(bits), bits, book);
+        TQKV_UNROLL
+        for (int f = 0; f < TQKV__MOST_FACTORS; f++) {
+            float v = x[i] * factors[f], centroid;
+            if (factors[f] >= TQKV__LEAST_CROSSING(bits))
+                centroid = around.boundary < v ? around.high : around.low;
+            else
+                centroid = centroid_of_value(v, bits, book);
+            fit.squares[f] = fma(centroid, centroid, fit.squares[f]);
+            fit.products[f] = fma(x[i], centroid, fit.products[f]);
+        }
+    }
+    TQKV_UNROLL
+    for (int f = 0; f < TQKV__MOST_FACTORS; f++) {
+        TQKV_UNROLL
+        for (int distance = 1; distance < ENCODE_LANES(D); distance *= 2) {
+            fit.squares[f] += simd_shuffle_xor(fit.squares[f], ushort(distance));
+            fit.products[f] += simd_shuffle_xor(fit.products[f], ushort(distance));
+        }
+    }
+}
+
+// By how much, in units of 2^-24, rough sums and those of the format may together mistake the shares of two factors.
+// All terms are positive, so each sum errs by as many units as a term is rounded, and a share is a square by a sum.
+#define ROUGH_UNITS(D) (6 * (ENCODE_VALUES(D) + PART_VALUES(D) + 10) + 16)
+
+// Bit f: factor f may be the best.
+template <int D>
+inline uint possible_factors(uint bits, thread const quantiser &book, thread const float *x)
+{
+    const float least = 1.0f - float(ROUGH_UNITS(D)) / 16777216.0f;
+    rough_fit fit;
+    add_rough_fits<D>(bits, book, x, fit);
+    float square = fit.products[0] * fit.products[0], squares = fit.squares[0]; // of the best
+    TQKV_UNROLL
+    for (int f = 1; f < TQKV__MOST_FACTORS; f++) {
+        float own = fit.products[f] * fit.products[f];
+        bool better = own * squares > square * fit.squares[f];
+        square = better ? own : square;
+        squares = better ? fit.squares[f] : squares;
+    }
+    bool ordinary = square > 1e-15f && square < 1e15f; // no product of these overflows, and none is of denormal numbers
+    uint possible = 0;
+    TQKV_UNROLL
+    for (int f = 0; f < TQKV__MOST_FACTORS; f++) {
+        bool worse = fit.products[f] * fit.products[f] * squares < square * least * fit.squares[f];
+        possible |= ordinary && worse ? 0u : 1u << f;
+    }
+    return possible;
+}
+
+// Of the format's factors the one whose codes fit the lane's own block best: the part of the block's length that lies
+// along them is the largest. The first of equal ones, and the first of all if there is a NaN. squares: of the best
+// codes, unless factors are tried roughly
 template <int D>
 inline float best_factor(uint bits, thread const quantiser &book, uint lane, thread const float *x,
                          thread float &squares)
 {
     constant float *factors = TQKV__FACTORS(bits);
+    uint possible = (1u << TQKV__N_FACTORS(bits)) - 1u;
     float best = factors[0], most = 0.0f;
+    bool began = false;
+    if (tries_roughly<D>(bits)) {
+        possible = possible_factors<D>(bits, book, x);
+        bool several = true;
+        TQKV_UNROLL
+        for (int f = 0; f < TQKV__MOST_FACTORS; f++) {
+            bool alone = possible == 1u << f;
+            best = alone ? factors[f] : best;
+            several = several && !alone;
+        }
+        possible = several ? possible : 0u; // of one there is nothing to try
+    }
     for (uint i = 0; i < uint(TQKV__N_FACTORS(bits)); i++) {
+        bool own = (possible >> i & 1u) != 0;
         float factor = factors[i];
+        if (tries_roughly<D>(bits) && !simd_any(own)) continue;
         block_fit fit = fit_of<D>(bits, factor, book, lane, x);
         float share = fit.products * fit.products / fit.squares;
-        bool better = i == 0 || share > most;
+        bool better = own && (!began || share > most);
         best = better ? factor : best;
         most = better ? share : most;
         squares = better ? fit.squares : squares;
+        began = began || own;
     }
     return best;
 }
 
-// The codes of the lane's values. Returns the sum of the squares of their centroids in the lane's own block, 0 without a codebook.
-// All lanes come here together; those whose row does not exist store nothing. row: in the store
+// The sum of the squares of the codes' centroids in the lane's own block. All lanes come here together.
+template <int D>
+inline float squares_of_codes(uint bits, thread const quantiser &book, uint lane, thread const uint *codes)
+{
+    float squares[ENCODE_PIECES(D)];
+    TQKV_UNROLL
+    for (int j = 0; j < ENCODE_PIECES(D); j++) {
+        float square[ENCODE_PIECE(D)];
+        TQKV_UNROLL
+        for (int i = 0; i < ENCODE_PIECE(D); i++) {
+            float centroid = centroid_of_code(codes[j * ENCODE_PIECE(D) + i], bits, book);
+            square[i] = centroid * centroid;
+        }
+        squares[j] = sum_of_piece<D>(square);
+    }
+    return sum_of_block<D>(lane, squares);
+}
+
+// The codes of the lane's values. Returns the sum of the squares of their centroids in the lane's own block, 0 without
+// a codebook. All lanes come here together; those whose row does not exist store nothing. row: in the store
 template <int D>
 inline float store_codes(uint format, thread const encode_target &target, thread const encode_place &at,
                          device uchar *row, thread float *x)
@@ -6375,11 +6478,13 @@ inline float store_codes(uint format, thread const encode_target &target, thread
         store_halves<D>(at, x, row);
         return squares;
     }
-    if (has_codebook(format))
-        scale_blocks<D, NORM_BLOCK(D)>(best_factor<D>(bits, target.book, at.lane, x, squares), at.lane, x);
+    bool searches = has_codebook(format) && TQKV__N_FACTORS(bits) > 1; // else the one factor is 1
+    if (searches) scale_blocks<D, NORM_BLOCK(D)>(best_factor<D>(bits, target.book, at.lane, x, squares), at.lane, x);
     TQKV_UNROLL
     for (int i = 0; i < N; i++)
         codes[i] = has_codebook(format) ? quantise(x[i], bits, target.book) : quantise_grid(x[i]);
+    if (has_codebook(format) && (!searches || tries_roughly<D>(bits)))
+        squares = squares_of_codes<D>(bits, target.book, at.lane, codes);
     bool whole = upper_bits(format) == 0;
     uint offset = has_codebook(format) ? code_offset(bits) : 0u;
     if (main_bits(format) == 2) store_field<D, 2>(codes, 0u, whole, offset, at, row);
@@ -6404,7 +6509,7 @@ template <int D>
 inline row_signs<D> open_signs(uint lane)
 {
     row_signs<D> signs;
-    signs.bits = lane_signs<D, ENCODE_LANES(D), ROTATED_PIECE(D)>(lane);
+    signs.bits = lane_signs<D, ENCODE_LANES(D), ROTATED_PIECE(D), ROTATED_PIECE(D)>(lane);
     TQKV_UNROLL
     for (int i = 0; i < 16; i++) signs.factor[i] = as_type<float>(0x3f800000u | (signs.bits >> i & 1u) << 31);
     return signs;
@@ -6489,37 +6594,64 @@ inline void load_channels(thread const encode_source &source, device const float
         load_pieces<D, L, ENCODE_PIECE(D)>(from, lane, x);
 }
 
-// The centre of the lane's values, and what they are then multiplied by: as in tqkv_encode a rounded reciprocal.
+// The centre of the lane's values, and what they are then multiplied by: as in tqkv_encode a rounded reciprocal, here
+// with the sign that the rotation gives the value.
 template <int D>
 struct row_channels {
     float center[ENCODE_VALUES(D)], factor[ENCODE_VALUES(D)];
 };
 
 template <int D>
-inline void open_channels(thread const encode_source &source, uint head, uint lane, thread row_channels<D> &channels)
+inline void open_center(thread const encode_source &source, uint head, uint lane, thread row_channels<D> &channels)
 {
-    if (source.centered) load_channels<D>(source, source.center, head, lane, channels.center);
-    if (!source.scaled) return;
-    load_channels<D>(source, source.scale, head, lane, channels.factor);
-    TQKV_UNROLL
-    for (int i = 0; i < ENCODE_VALUES(D); i++) channels.factor[i] = 1.0f / channels.factor[i];
+    if (source.centered) load_channels<D>(source, source.center, head, lane % uint(ENCODE_LANES(D)), channels.center);
 }
 
+// Divisions are long. Rows that lie side by side have the same channels: where shuffles are cheap, their lanes share
+// the divisions out. lane: of the simdgroup
 template <int D>
-inline void rotate_source(thread const row_signs<D> &signs, uint lane, thread float *x)
+inline void open_factors(thread const encode_source &source, thread const row_signs<D> &signs, uint head, uint lane,
+                         thread row_channels<D> &channels)
 {
-    if (HAS_SIGN_FACTORS(D))
-        rotate_by_factors<D>(x, lane, signs.factor);
-    else
-        rotate_values<D, ENCODE_LANES(D), ROTATED_PIECE(D)>(x, lane, signs.bits);
+    const int L = ENCODE_LANES(D), N = ENCODE_VALUES(D), ROWS = 32 / L, OWN = (N + ROWS - 1) / ROWS;
+    const uint C = !TQKV__HAS_MATRIX(D) || source.rotated ? uint(ROTATED_PIECE(D)) : uint(ENCODE_PIECE(D));
+    uint part = lane % uint(L), row = lane / uint(L);
+    if (!source.scaled) return;
+    if (TQKV_CHEAP_SHUFFLE) {
+        float own[OWN];
+        TQKV_UNROLL
+        for (int i = 0; i < OWN; i++) {
+            uint n = min(uint(i * ROWS) + row, uint(N - 1));
+            own[i] = 1.0f / source.scale[row_offset(head, D) + ulong((n / C * uint(L) + part) * C + n % C)];
+        }
+        TQKV_UNROLL
+        for (int i = 0; i < N; i++) channels.factor[i] = simd_shuffle(own[i / ROWS], ushort(uint(i % ROWS * L) + part));
+    } else {
+        load_channels<D>(source, source.scale, head, part, channels.factor);
+        TQKV_UNROLL
+        for (int i = 0; i < N; i++) channels.factor[i] = 1.0f / channels.factor[i];
+    }
+    if (source.rotated) flip_signs<N>(channels.factor, signs.bits);
 }
 
-// Whether a lane has registers for its part of the next row, and of the channels, besides that of a row.
-#define HOLDS_ROWS(D) (ENCODE_VALUES(D) <= 20)
+// Factors of channels have given x its signs.
+template <int D>
+inline void rotate_source(thread const encode_source &source, thread const row_signs<D> &signs, uint lane,
+                          thread float *x)
+{
+    if (source.scaled) {
+        hadamard<D, ENCODE_LANES(D), ROTATED_PIECE(D)>(x, lane);
+        scale_values<ENCODE_VALUES(D)>(x, TQKV__INV_SQRT(D));
+    } else if (HAS_SIGN_FACTORS(D)) {
+        rotate_by_factors<D>(x, lane, signs.factor);
+    } else {
+        rotate_values<D, ENCODE_LANES(D), ROTATED_PIECE(D)>(x, lane, signs.bits);
+    }
+}
 
-// The first steps: centres, scales and rotates. Every value of a rotated row is a sum over the row, so one value shows that there
-// may be a NaN or Inf. Then the row is loaded again, checked itself, which raises the flag, and rotated: by the same code,
-// which is long. x: as load_source has loaded it; lane: of the simdgroup
+// The first steps: centres, scales and rotates. Every value of a rotated row is a sum over the row, so one value shows
+// that there may be a NaN or Inf. Then the row is loaded again, checked itself, which raises the flag, and rotated: by
+// the same code, which is long. x: as load_source has loaded it; lane: of the simdgroup
 template <int D>
 inline void prepare_row(thread const encode_source &source, thread const row_signs<D> &signs, ulong from, uint head,
                         uint lane, thread row_channels<D> &channels, thread float *x)
@@ -6534,13 +6666,13 @@ inline void prepare_row(thread const encode_source &source, thread const row_sig
             if (cleared && source.has_flag && part == 0)
                 atomic_store_explicit(source.not_finite, 1u, memory_order_relaxed);
         }
-        if (!HOLDS_ROWS(D)) open_channels<D>(source, head, part, channels);
+        if (!HOLDS_ROWS(D)) open_center<D>(source, head, lane, channels);
         TQKV_UNROLL
         for (int i = 0; i < ENCODE_VALUES(D); i++) {
             if (source.centered) x[i] = cleared ? x[i] : x[i] - channels.center[i];
             if (source.scaled) x[i] = x[i] * channels.factor[i];
         }
-        if (source.rotated) rotate_source<D>(signs, part, x);
+        if (source.rotated) rotate_source<D>(source, signs, part, x);
         again = !checks && simd_any(!is_finite(x[0]));
         checks = true;
     }
@@ -6561,8 +6693,9 @@ inline void store_norms(uint format, float block_scale, ulong to, thread const e
         store_norm<D, MAXIMUM_BLOCK(D)>(norm, at.lane, norms);
 }
 
-// A simdgroup encodes its rows, 32 / L at a time. Lanes without a row repeat the last one and store nothing. A lane asks for its
-// part of the next row as soon as it has registers for it: after the rotation or after the codes. number: of the simdgroup
+// A simdgroup encodes its rows, 32 / L at a time. Lanes without a row repeat the last one and store nothing. A lane
+// asks for its part of the next row as soon as it has registers for it: after the rotation or after the codes. number:
+// of the simdgroup
 template <int D>
 inline void encode_rows(constant tqkv__rows_args &args, thread const encode_source &source,
                         thread const encode_target &target, uint number, uint lane)
@@ -6577,7 +6710,8 @@ inline void encode_rows(constant tqkv__rows_args &args, thread const encode_sour
     if (range.begin >= range.end) return;
     ulong from = source_offset(args, min(at.token, last), range.head);
     load_source<D>(source, from, at.lane, next);
-    if (HOLDS_ROWS(D)) open_channels<D>(source, range.head, at.lane, channels);
+    if (HOLDS_ROWS(D)) open_center<D>(source, range.head, lane, channels);
+    open_factors<D>(source, signs, range.head, lane, channels);
     for (uint first = range.begin; first < range.end; first += uint(ROWS)) {
         ulong own = from;
         float x[N];
@@ -6608,7 +6742,8 @@ inline void probe_rows(constant tqkv__rows_args &args, thread const encode_sourc
     row_signs<D> signs = open_signs<D>(part);
     row_channels<D> channels;
     if (range.begin >= range.end) return;
-    if (HOLDS_ROWS(D)) open_channels<D>(source, range.head, part, channels);
+    if (HOLDS_ROWS(D)) open_center<D>(source, range.head, lane, channels);
+    open_factors<D>(source, signs, range.head, lane, channels);
     for (uint first = range.begin; first < range.end; first += uint(ROWS)) {
         float x[ENCODE_VALUES(D)];
         uint own = first + lane / uint(L), existing = min(own, uint(args.n_tokens) - 1u);
@@ -6658,10 +6793,11 @@ inline void probe_rows(constant tqkv__rows_args &args, thread const encode_sourc
     { \
         load_cells(stream_format, cells, thread_index, n_simdgroups * 32u); \
         load_codebook(stream_format, centroids, thread_index, n_simdgroups * 32u); \
+        load_crossings<D>(stream_format, cells, thread_index, n_simdgroups * 32u); \
         threadgroup_barrier(mem_flags::mem_threadgroup); \
         encode_source source = {stream_format, row_type, rotated, centered, with_scale, args.has_flag != 0, rows, center, \
                                 scale, space_of_simdgroup<D>(space, simdgroup), not_finite}; \
-        encode_target target = {codes, norms, open_quantiser(stream_format, cells, centroids, lane), paged, pages}; \
+        encode_target target = {codes, norms, open_encoder<D>(stream_format, cells, centroids, lane), paged, pages}; \
         encode_rows<D>(args, source, target, group.x * n_simdgroups + simdgroup, lane); \
     }
 // clang-format on
@@ -6749,16 +6885,18 @@ constant bool value_paged [[function_constant(TQKV_FC_VALUE_PAGES)]];
         uint number = group.x * n_simdgroups + simdgroup; \
         load_cells(group.z == 0 ? key_format : value_format, cells, thread_index, n_simdgroups * 32u); \
         load_codebook(group.z == 0 ? key_format : value_format, centroids, thread_index, n_simdgroups * 32u); \
+        if (group.z == 0) load_crossings<D>(key_format, cells, thread_index, n_simdgroups * 32u); \
+        else load_crossings<V>(value_format, cells, thread_index, n_simdgroups * 32u); \
         threadgroup_barrier(mem_flags::mem_threadgroup); \
         if (group.z == 0) { \
             encode_source source = {key_format, row_type, key_rotated, key_centered, key_scaled, key_args.has_flag != 0, keys, \
                                     key_center, key_scale, space_of_simdgroup<D>(space, simdgroup), not_finite}; \
-            encode_target target = {key_codes, key_norms, open_quantiser(key_format, cells, centroids, lane), paged, key_pages}; \
+            encode_target target = {key_codes, key_norms, open_encoder<D>(key_format, cells, centroids, lane), paged, key_pages}; \
             encode_rows<D>(key_args, source, target, number, lane); \
         } else { \
             encode_source source = {value_format, value_type, value_rotated, value_centered, value_scaled, value_args.has_flag != 0, \
                                     values, value_center, value_scale, space_of_simdgroup<V>(space, simdgroup), not_finite}; \
-            encode_target target = {value_codes, value_norms, open_quantiser(value_format, cells, centroids, lane), value_paged, value_pages}; \
+            encode_target target = {value_codes, value_norms, open_encoder<V>(value_format, cells, centroids, lane), value_paged, value_pages}; \
             encode_rows<V>(value_args, source, target, number, lane); \
         } \
     }
@@ -7352,7 +7490,7 @@ inline void score_tiles(constant tqkv__index_args &call, thread const attend_tas
             if (tile >= tiles) continue;
             sum_matrix score[4][F];
             float norms[4];
-            load_norms<D>(call.keys, task.pages, key_format, rows_apart(), task.keys, slots.now, norms);
+            load_norms<D>(call.keys, key_format, rows_apart(), task.keys, slots.now, task.lane, norms);
             score_index_tile<D, W, F>(call, task, slots, book, turn, keys, score);
             add_heads<D, F>(call, task, first_pass, norms, memory, score, scores + tile * 32u);
             slots.now = slots.next;
@@ -7542,7 +7680,6 @@ inline void score_index_blocks(constant tqkv__index_args &call, thread attend_ta
         task.scale = scale; \
         task.pages.keys = pages; \
         task.pages.lane = lane; \
-        task.pages.shared = false; \
         task.tables = tables; \
         task.queries = queries; \
         task.kept = states; \

@@ -9,11 +9,11 @@ LINT_OTHERS := $(filter-out examples/mpi_context.c bench/ggml.c $(LINT_IMPLEMENT
 	$(wildcard tests/*.c tests/metal/*.c tests/fuzz/*.c tests/large/*.c examples/*.c bench/*.c \
 	$(filter-out examples/tests/snippets.c,$(wildcard examples/tests/*.c))))
 
-.PHONY: deps-lint lint lint-length lint-clang lint-tidy lint-gcc lint-cppcheck lint-shell
+.PHONY: deps-lint lint lint-length lint-clang lint-tidy lint-gcc lint-cppcheck lint-shell lint-bugs
 deps-lint: ## install what `make lint` needs
 	@$(call install,$(DEB_LINT))
 
-lint: lint-length lint-clang lint-gcc lint-tidy lint-cppcheck lint-shell ## static analysis: gcc, clang-tidy with clang's analyzer, cppcheck, shellcheck
+lint: lint-length lint-bugs lint-clang lint-gcc lint-tidy lint-cppcheck lint-shell ## static analysis: gcc, clang-tidy with clang's analyzer, cppcheck, shellcheck
 	@echo "lint: clean"
 
 # Functions of more than 40 lines, between braces in the first column, and comments of more than 120 columns, which
@@ -27,6 +27,11 @@ lint-length:
 		length > 120 && (comment || /\/\//) { print FILENAME ":" FNR ": a comment of " length " columns"; long = 1 } \
 		/\*\// { comment = 0 } END { exit long }' \
 		$(filter-out shaders/encode.h shaders/attend%.h shaders/merge.h shaders/tiles.h,$(SOURCES_FORMATTED))
+
+# Planted bugs whose place is gone.
+lint-bugs:
+	@for bugs in tests/metal/bugs.py tests/metal/host/bugs.py tests/metal/library/bugs.py; do \
+		python3 $$bugs $(BUILD)/lint --plant || exit 1; done
 
 # gcc's analyzer. Of the implementation the portable code: the sets have its loops, and neither allocate nor open anything.
 lint-gcc: $(LINT_OTHERS:%=$(BUILD)/lint/%.analyzed) $(LINT_IMPLEMENTATION:%=$(BUILD)/lint/%.analyzed)

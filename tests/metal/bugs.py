@@ -1,7 +1,7 @@
 #!/usr/bin/env python3
 """Plants known bugs in copies of the shipped shaders, one at a time, and checks that the tests catch each.
 
-usage: bugs.py BUILD_FOLDER [part of a name]...
+usage: bugs.py BUILD_FOLDER [--plant | part of a name]...    --plant: only sees that each bug still fits the sources
 
 Takes the compilers and flags of each variant of the runner, and its prefix, from the environment: PLAIN, ASAN, TSAN
 (compile a shader), PLAIN_LINK .. (link), TSAN_RUN (run), TYPE_CHECK, IMPLEMENTATION (the object with that of tqkv.h).
@@ -83,8 +83,20 @@ BUGS = {
         "shaders/codec.h", "odd ? 0x00208208u : 0x00410410u", "odd ? 0x00410410u : 0x00410410u", "attend", (64,), "plain",
         "attend/pair/tq5", "relative error"),
     "first_factor_always": (
-        "shaders/encode.h", "i == 0 || share > most", "i == 0", "encode", (64,), "plain", "encode/tq4/d64/gaussian",
+        "shaders/encode.h", "(!began || share > most)", "!began", "encode", (64,), "plain", "encode/tq5/d64/gaussian",
         "codes differ"),
+    "best_by_rough_sums": (
+        "shaders/encode.h", "several ? possible : 0u", "0u", "encode", (64,), "plain",
+        "encode/tq4/d64/ties", "codes differ"),
+    "crossings_towards_zero": (
+        "shaders/codec.h", "(v > 0.0f ? 1.0f : 0.0f)", "(v > 0.0f ? 0.0f : 1.0f)", "encode", (64,), "plain",
+        "encode/tq4/d64/gaussian", "codes differ"),
+    "norms_of_rough_codes": (
+        "shaders/encode.h", "squares = squares_of_codes<D>", "squares += squares_of_codes<D>", "encode", (64,), "plain",
+        "encode/tq4/d64/ties", "norms differ"),
+    "factors_without_signs": (
+        "shaders/encode.h", "if (source.rotated) flip_signs<N>(channels", "if (false) flip_signs<N>(channels", "encode", (64,), "plain",
+        "encode/tq4/d64/ties", "codes differ"),
     "halves_of_the_last_query": (
         "shaders/common.h", "max(newest - args.exact_last + 1, args.exact_from)",
         "max(max(newest, args.first_newest + args.n_queries - 1) - args.exact_last + 1, args.exact_from)", "attend", (64, 128, 512), "plain",
@@ -199,8 +211,8 @@ BUGS = {
         "shaders/attend_matrix.h", "position <= newest &&", "position < newest &&", "attend_matrix", (64,), "plain",
         "attend/resident/window/one_query", "by matrices"),
     "whole_tile_off_by_one": (
-        "shaders/attend_matrix.h", "last <= newest.least &&", "last <= newest.least + 2 &&", "attend_matrix", (64,),
-        "plain", "attend/resident/exactly_full", "by matrices"),
+        "shaders/attend_matrix.h", "last <= min(newest.least, args.slice_end - 1) &&",
+        "last <= min(newest.least, args.slice_end - 1) + 2 &&", "attend_matrix", (64,), "plain", "attend/resident/exactly_full", "by matrices"),
     "sums_of_the_first_simdgroup": (
         "shaders/columns.h", "task.states[(s * memory.n + own.column) * 2u];", "task.states[own.column * 2u];", "attend_matrix",
         (64,), "plain", "attend/option/large_scores", "by matrices"),
@@ -273,8 +285,8 @@ BUGS = {
         "relative error"),
     # Strides, and queries that look ahead.
     "gaps_of_a_source_ignored": (
-        "shaders/encode.h", "exists ? from + step + (wrap ? back : 0u) : from", "exists ? from + step + 0u * back : from",
-        "encode", (64,), "plain", "strides/codec/f16/d64", "keys alone"),
+        "shaders/common.h", "row_offset(token, args.token_stride) + row_offset(head, args.head_stride)",
+        "row_offset(token * uint(args.n_kv_heads) + head, args.head_stride)", "encode", (64,), "plain", "strides/codec/f16/d64", "keys alone"),
     "query_strides_ignored": (
         "shaders/attend.h", "row_offset(query, args.query_token_stride) + row_offset(head, args.query_head_stride)",
         "row_offset(query * uint(args.n_kv_heads) * uint(args.group) + head, uint(D))", "attend", (64,), "plain",
@@ -290,8 +302,8 @@ BUGS = {
     "seen_beyond_a_slice": (
         "shaders/tiles.h", " && position < args.slice_end", "", "attend", (64,), "plain", "slice/beyond", "a slot beyond was read"),
     "whole_tile_beyond_a_slice": (
-        "shaders/attend_matrix.h", "min(newest_seen(args, row_of_column(args, first_column).query), args.slice_end - 1)",
-        "newest_seen(args, row_of_column(args, first_column).query)", "attend_matrix", (64,), "plain", "slice/beyond",
+        "shaders/attend_matrix.h", "last <= min(newest.least, args.slice_end - 1) &&", "last <= newest.least &&",
+        "attend_matrix", (64,), "plain", "slice/beyond",
         "a slot beyond was read"),
     "maximum_left_as_it_was_rounded": (
         "shaders/softmax.h", "? whole : maximum", "? maximum : maximum", "attend_merge", (64,), "plain", "slice/bits/lanes",
@@ -335,7 +347,7 @@ BUGS = {
         "shaders/common.h", "page < uint(args.n_pages) ?", "page != 0u - 1u ?", "encode", (64,), "plain", "pages/bad_entries",
         "a bad entry was followed"),
     "left_out_token_stored": (
-        "shaders/encode.h", "if (target.paged) at.exists", "if (false) at.exists", "encode", (64,), "asan",
+        "shaders/encode.h", "(!target.paged || slot < uint(args.capacity))", "true", "encode", (64,), "asan",
         "pages/bad_entries", "AddressSanitizer"),
     "item_before": (
         "shaders/common.h", "    return low;\n", "    return low > 0u ? low - 1u : low;\n", "attend_merge", (64,), "plain",
@@ -443,4 +455,4 @@ def run_bug(bug, build):
 
 
 if __name__ == "__main__":
-    sys.exit(run_all(BUGS, run_bug, lambda bug: f"{BUGS[bug][7]} ({BUGS[bug][5]})"))
+    sys.exit(run_all(BUGS, plant, run_bug, lambda bug: f"{BUGS[bug][7]} ({BUGS[bug][5]})"))

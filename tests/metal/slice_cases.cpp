@@ -139,7 +139,7 @@ void add_all_bits()
     row.query_size = 10.0f; // maxima differ between the slices
     const std::vector<int> cuts = {512, 1024, 1536, 1690};
     add_bits("lanes", row, as_planned, cuts);
-    row.group = 4;
+    row.group = 8;
     row.n_queries = 3;
     add_bits("matrices", row, as_planned, cuts);
     row.softcap = 4.0f;
@@ -248,7 +248,7 @@ void run_beyond(const void *parameters)
     const int number = *(const int *)parameters;
     const tqkv_format formats[] = {TQKV_F16, TQKV_TQ4, TQKV_I8};
     attend_row row = attend_default_row(formats[number % 3], formats[number / 3 % 3], 64);
-    row.group = number % 2 ? 4 : 2;
+    row.group = number % 2 ? 8 : 2; // by matrices, by lanes
     row.n_queries = 2;
     row.end = 300;
     row.key_capacity = row.value_capacity = 320;
@@ -374,7 +374,7 @@ void add_long_ends()
     row.sinks = SINKS_SOME;
     row.key_center = row.value_center = 0.5f;
     test_add(run_ends, &row, sizeof row, "slice/ends/long");
-    row.group = 4;
+    row.group = 8;
     test_add(run_ends, &row, sizeof row, "slice/ends/long/matrices");
     row.n_kv_heads = 8;
     row.n_queries = 300; // a threadgroup takes everything

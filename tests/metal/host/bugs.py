@@ -155,7 +155,7 @@ BUGS = {
 }
 
 
-def plant(bug, path):
+def plant(bug, folder):
     """Writes the copy; empty string, or why the bug no longer fits the file."""
     function, pattern, replacement = BUGS[bug][:3]
     with open("tqkv_metal.m", encoding="utf-8") as f:
@@ -166,7 +166,8 @@ def plant(bug, path):
     changed, n = re.subn(pattern, replacement, body.group(0))
     if not n:
         return f"'{pattern}' is not in {function}: bugs.py is out of date"
-    with open(path, "w", encoding="utf-8") as f:
+    os.makedirs(folder, exist_ok=True)
+    with open(f"{folder}/tqkv_metal.m", "w", encoding="utf-8") as f:
         f.write(source[:body.start()] + changed + source[body.end():])
     return ""
 
@@ -175,8 +176,7 @@ def run_bug(bug, build):
     """Empty string if the bug is caught, else what happened instead."""
     kind, cases, expected = BUGS[bug][3:]
     folder = f"{build}/bugs/{bug}"
-    os.makedirs(folder, exist_ok=True)
-    wrong = plant(bug, f"{folder}/tqkv_metal.m")
+    wrong = plant(bug, folder)
     if wrong:
         return wrong
     compiler, objects, link, run = (os.environ[kind + part] for part in ("", "_OBJECTS", "_LINK", "_RUN"))
@@ -191,4 +191,4 @@ def run_bug(bug, build):
 
 
 if __name__ == "__main__":
-    sys.exit(run_all(BUGS, run_bug, lambda bug: f"{BUGS[bug][5]} ({BUGS[bug][3]})", os.cpu_count()))
+    sys.exit(run_all(BUGS, plant, run_bug, lambda bug: f"{BUGS[bug][5]} ({BUGS[bug][3]})", os.cpu_count()))

@@ -188,4 +188,4 @@ def run_bug(bug, build):
 
 
 if __name__ == "__main__":
-    sys.exit(run_all(BUGS, run_bug, lambda bug: BUGS[bug][5]))
+    sys.exit(run_all(BUGS, plant, run_bug, lambda bug: BUGS[bug][5]))
