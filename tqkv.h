@@ -1391,6 +1391,8 @@ enum { TQKV__HALF = 1, TQKV__BOOK, TQKV__GRID };
 #define TQKV__FACTORS_OF(bits, number)   (bits) == number ? tqkv__tables.factors_##number:
 #define TQKV__N_FACTORS_OF(bits, number) (bits) == number ? (int)(sizeof tqkv__tables.factors_##number / sizeof(float)):
 enum { TQKV__MOST_FACTORS = 5 };
+/* Of 3 or 4 bits: from this factor to the largest a value crosses one boundary at most, the next being further away. */
+#define TQKV__LEAST_CROSSING(bits) ((bits) == 3 ? 0.82f : 1.0f)
 
 /* XXH3-64 of each member of tqkv__tables, as little-endian bytes, and of the whole. */
 #ifndef __METAL_VERSION__
@@ -15534,7 +15536,10 @@ TQKV_API tqkv_result tqkv_store_load(const tqkv_store *store, int64_t position, 
 #define TQKV__MATRIX_SUM_BYTES(D)   (64 * ((D) + 4))                  /*     padded sums of 4 simdgroups and columns */
 #define TQKV__COLUMN_BYTES(columns) (56 * (columns)) /* (3) of attend and attend_matrix: 14 numbers a column, and */
 #define TQKV__STATE_BYTES(columns)  (8 * (columns))  /*     maximum and sum of a simdgroup */
-#define TQKV__MERGE_BYTES(D, n)     ((n) * ((D) + 4) * 4) /* (0) a row and its sum, n simdgroups */
+#define TQKV__SLOT_BYTES(lists)     (256 * (lists))  /*     slots of a tile and the next one, in so many lists: */
+#define TQKV__SLOT_LISTS(apart, same_slots, tail_elsewhere)                                                            \
+    (((apart) ? (same_slots) ? 1 : 2 : 0) + ((tail_elsewhere) ? 1 : 0)) /* keys, values, tail, where rows lie apart */
+#define TQKV__MERGE_BYTES(D, n) ((n) * ((D) + 4) * 4)                   /* (0) a row and its sum, n simdgroups */
 
 /* Floats of a padded query in attend. */
 #define TQKV__QUERY_FLOATS(D) (3 * (D) / 2)
@@ -15576,8 +15581,8 @@ TQKV_API tqkv_result tqkv_store_load(const tqkv_store *store, int64_t position, 
         TQKV__ROW_BYTES(D, 1), TQKV__ATTEND_QUERY_BYTES(D), TQKV__ATTEND_PASS_FLOATS(D), TQKV__ATTEND_SUM_BYTES(D, 1), \
         TQKV__MERGE_BYTES(D, 1), TQKV__TAIL_DIM(D), TQKV__STRETCH_GROWTH, TQKV__SECTION, TQKV__MOST_MATRIX_COLUMNS(D), \
         TQKV__MATRIX_QUERY_BYTES(D), TQKV__MATRIX_SUM_BYTES(D), TQKV__COLUMN_BYTES(1), TQKV__STATE_BYTES(1),           \
-        TQKV__LONG_WEIGHT_BYTES(1)
-enum { TQKV__KERNEL_DIMS = 11, TQKV__N_KERNEL_SIZES = 19 };
+        TQKV__LONG_WEIGHT_BYTES(1), TQKV__SLOT_BYTES(1)
+enum { TQKV__KERNEL_DIMS = 11, TQKV__N_KERNEL_SIZES = 20 };
 
 /* The values of head_dim that have kernels, as row(x, number, D). Besides, keys of TQKV__WIDE_KEYS take values of
    TQKV__NARROW_VALUES in encode_kv and attend, and keys of D a tail of TQKV__TAIL_DIM(D): encode_kv takes it for
@@ -15739,7 +15744,7 @@ TQKV__ASSERT_SIZE(tqkv__batch_item, 324);
 TQKV__ASSERT_SIZE(tqkv__choose_args, 52);
 TQKV__ASSERT_SIZE(tqkv__index_args, 228);
 TQKV__ASSERT_SIZE(tqkv__calibrate_args, 40);
-TQKV__ASSERT_SIZE(tqkv__table_report, 4692);
+TQKV__ASSERT_SIZE(tqkv__table_report, 4736);
 
 /* >>metal-host: numbers that tqkv_metal.m and the tests share with >>metal-code, visible with TQKV_SHARED */
 enum {
@@ -16920,6 +16925,17 @@ static size_t tqkv__plan_out_size(const tqkv__attention *a, const tqkv__attend_b
     return b->slice.to ? a->out_elements * sizeof(float) : a->out_size;
 }
 
+/* Of a simdgroup: where rows lie apart, all lanes read their slots from it; of rows that several simdgroups share those
+   of the values alone. */
+static size_t tqkv__planned_slots(const tqkv_metal_dispatch *d, bool is_long)
+{
+    const uint8_t *constants = d->kernel.constants;
+    const bool apart = constants[TQKV_FC_LIST] == 1 + true || constants[TQKV_FC_SMALL_PAGES] == 1 + true,
+               same_slots = constants[TQKV_FC_SAME_SLOTS] == 1 + true,
+               tail_elsewhere = constants[TQKV_FC_TAIL_ELSEWHERE] == 1 + true;
+    return TQKV__SLOT_BYTES((size_t)(is_long ? apart : TQKV__SLOT_LISTS(apart, same_slots, tail_elsewhere)));
+}
+
 /* The memory of queries holds only the columns in use: memory limits the threadgroups on a core. */
 static void tqkv__plan_attend_memory(tqkv_metal_dispatch *d, size_t key_dim, size_t value_dim, int columns)
 {
@@ -16929,7 +16945,7 @@ static void tqkv__plan_attend_memory(tqkv_metal_dispatch *d, size_t key_dim, siz
     d->memory[2] = 0;
     d->memory[3] = TQKV__COLUMN_BYTES(TQKV__MAX_COLUMNS(value_dim));
     d->memory_each[2] = TQKV__ATTEND_SUM_BYTES(value_dim, (size_t)columns);
-    d->memory_each[3] = TQKV__STATE_BYTES(TQKV__MAX_COLUMNS(value_dim));
+    d->memory_each[3] = (size_t)TQKV__STATE_BYTES(TQKV__MAX_COLUMNS(value_dim)) + tqkv__planned_slots(d, false);
 }
 
 /* Matrices come whole: 8, 16 or 32 columns. The sums take turns, and after the only stretch the queries' memory. Of
@@ -16947,7 +16963,7 @@ static void tqkv__plan_matrix_memory(tqkv_metal_dispatch *d, size_t head_dim, in
     d->memory[1] = queries + rows > others ? queries + rows : others;
     d->memory[2] = d->memory_each[2] = 0;
     d->memory[3] = TQKV__COLUMN_BYTES(8 * matrices) + (tail ? TQKV__TABLE_BYTES : 0);
-    d->memory_each[3] = TQKV__STATE_BYTES(8 * matrices);
+    d->memory_each[3] = TQKV__STATE_BYTES(8 * matrices) + tqkv__planned_slots(d, is_long);
 }
 
 /* Returns the threadgroups of a KV head and split. */

@@ -49,8 +49,8 @@ typedef enum tqkv_type {
 
 // ---- src/tables.h ----
 
-/* >>tables: one row a format, and tables: one source for C, Objective-C and the Metal shaders. TQKV_SHARED makes it visible
-   without the implementation. */
+/* >>tables: one row a format, and tables: one source for C, Objective-C and the Metal shaders. TQKV_SHARED makes it
+   visible without the implementation. */
 #define TQKV_TABLE_VERSION 8 /* changes with the tables, the argument structs, or their meaning in the kernels */
 
 #ifndef TQKV_TABLE
@@ -65,7 +65,7 @@ typedef enum tqkv_type {
 
    m          order of the Hadamard matrix that the rotation applies across its m subrows of n values; 1: none
    grid       values that share a norm of I8: the largest multiple of 16, at most 128, that divides D
-   root       sqrt(D) and 1/sqrt(D), rounded to float: all digits, for machines that compute in wider registers        */
+   root       sqrt(D) and 1/sqrt(D), rounded to float: all digits, for machines that compute in wider registers */
 // clang-format off
 #define TQKV__SIZES(row, x)                                                           \
     /*        D   m grid root                       1/root */                         \
@@ -170,6 +170,8 @@ enum { TQKV__HALF = 1, TQKV__BOOK, TQKV__GRID };
 #define TQKV__FACTORS_OF(bits, number)   (bits) == number ? tqkv__tables.factors_##number:
 #define TQKV__N_FACTORS_OF(bits, number) (bits) == number ? (int)(sizeof tqkv__tables.factors_##number / sizeof(float)):
 enum { TQKV__MOST_FACTORS = 5 };
+/* Of 3 or 4 bits: from this factor to the largest a value crosses one boundary at most, the next being further away. */
+#define TQKV__LEAST_CROSSING(bits) ((bits) == 3 ? 0.82f : 1.0f)
 
 /* XXH3-64 of each member of tqkv__tables, as little-endian bytes, and of the whole. */
 #ifndef __METAL_VERSION__
@@ -666,8 +668,8 @@ using namespace metal;
 // compiler fuses the two, also with -fno-fast-math. Where a fused multiply-add is wanted, the code says fma.
 #pragma METAL fp contract(off)
 
-// For loops over arrays in registers. A loop that stays rolled puts its array into memory, and so does an element of it that
-// is chosen while the kernel runs: read both elements, then choose.
+// For loops over arrays in registers. A loop that stays rolled puts its array into memory, and so does an element of it
+// that is chosen while the kernel runs: read both elements, then choose.
 #ifndef TQKV_UNROLL
 #define TQKV_UNROLL _Pragma("clang loop unroll(full)")
 #endif
@@ -685,28 +687,29 @@ using namespace metal;
 #define TQKV_CHEAP_SHUFFLE false
 #endif
 
-// Byte i of a word, with its sign. Metal's compiler is shown the conversion of a byte, which Apple's GPUs make from where it lies in
-// a word, while shifts take turns of a unit that conversions need, too. A shim for hardware that has no such conversion shifts.
+// Byte i of a word, with its sign. Metal's compiler is shown the conversion of a byte, which Apple's GPUs make from
+// where it lies in a word, while shifts take turns of a unit that conversions need, too.
+// A shim for hardware that has no such conversion shifts.
 #ifndef TQKV_SIGNED_BYTE
 #define TQKV_SIGNED_BYTE(word, i) float(int8_t((word) >> (8 * (i))))
 #endif
 
-// Whether loops load ahead without a condition. A load under one keeps Metal's compiler from unrolling loops over what it
-// loads. nvcc unrolls them, and then a condition is faster.
+// Whether loops load ahead without a condition. A load under one keeps Metal's compiler from unrolling loops over what
+// it loads. nvcc unrolls them, and then a condition is faster.
 #ifndef TQKV_PLAIN_LOADS
 #define TQKV_PLAIN_LOADS true
 #endif
 
-// Loads of keys that a lane starts before it uses the first of them; with more than one it also has the norms of the next tile of
-// attend_matrix. A lane of Apple's GPUs has 128 registers, and hides the latency of loads by other simdgroups, of which there are
-// the fewer the more registers each takes.
+// Loads of keys that a lane starts before it uses the first of them; with more than one it also has the norms of the
+// next tile of attend_matrix. A lane of Apple's GPUs has 128 registers, and hides the latency of loads by other
+// simdgroups, of which there are the fewer the more registers each takes.
 #ifndef TQKV_LOADS_AHEAD
 #define TQKV_LOADS_AHEAD 1
 #endif
 
-// Words of codes of values, W bits each, that a lane loads before it uses the first of them, where it keeps so many sums of
-// rows of D, and how often the loop over them is unrolled. Batches of half the size make loops of half the length: nvcc's were longer than
-// the caches of instructions.
+// Words of codes of values, W bits each, that a lane loads before it uses the first of them, where it keeps so many
+// sums of rows of D, and how often the loop over them is unrolled. Batches of half the size make loops of half the
+// length: nvcc's were longer than the caches of instructions.
 #ifndef TQKV_VALUE_WORDS
 #define TQKV_VALUE_WORDS(D, W, sums) 8
 #define TQKV_UNROLL_VALUES(D, W, sums)
@@ -717,7 +720,8 @@ using namespace metal;
 #define TQKV_MERGE_FLOATS 32
 #endif
 
-// A kernel's call of its long function. The CUDA shim repeats the call under conditions, of which one is true: it says why.
+// A kernel's call of its long function. The CUDA shim repeats the call under conditions,
+// of which one is true: it says why.
 #ifndef TQKV_LONG_CALL
 #define TQKV_LONG_CALL(...) __VA_ARGS__
 #endif
@@ -742,8 +746,8 @@ inline uint lane_of_row(uint lane)
 // Start of a row. In 64 bits: a buffer may be larger than 4 GiB.
 inline ulong row_offset(uint row, uint values) { return ulong(row) * ulong(values); }
 
-// The item of a batch that has threadgroup `number` of attend, or that query row or row of lists: the last one that begins
-// there or before.
+// The item of a batch that has threadgroup `number` of attend, or that query row or row of lists: the last one that
+// begins there or before.
 enum { TQKV_BY_GROUP, TQKV_BY_ROW, TQKV_BY_LIST };
 inline int first_of_item(constant tqkv__batch_item &item, int by)
 {
@@ -762,7 +766,8 @@ inline uint item_of(constant tqkv__batch_item *items, uint number, int by)
     return low;
 }
 
-// Where the newest halves begin that a query reads whose newest position is `newest`: what is before comes from its codes.
+// Where the newest halves begin that a query reads whose newest position is `newest`:
+// what is before comes from its codes.
 inline int halves_begin(constant tqkv__attend_args &args, int newest)
 {
     return max(newest - args.exact_last + 1, args.exact_from);
@@ -945,8 +950,9 @@ inline void store_typed_row(uint type, thread const float *x, uint lane, device 
 
 // ---- The shape of a row: a field of main bits a value, then a field of upper bits a value (TQKV__FORMATS) ----
 
-// The columns of TQKV__FORMATS as words with a field a format. A pipeline has a constant, and until then a shift is shorter
-// than a chain of comparisons, of which LLVM makes branches. Of the main bits 2, 4, 8 and 16 the power of two, less 1.
+// The columns of TQKV__FORMATS as words with a field a format. A pipeline has a constant, and until then a shift is
+// shorter than a chain of comparisons, of which LLVM makes branches. Of the main bits 2, 4, 8
+// and 16 the power of two, less 1.
 #define KIND_FIELD(x, format, name, kind, main, upper, book, plain)  | uint(kind) << (2 * (format))
 #define MAIN_FIELD(x, format, name, kind, main, upper, book, plain)  | uint((main) / 8 + ((main) > 2)) << (2 * (format))
 #define UPPER_FIELD(x, format, name, kind, main, upper, book, plain) | uint(upper) << (2 * (format))
@@ -964,8 +970,8 @@ inline uint code_width(uint format) { return main_bits(format) < 4u ? 4u : main_
 #define BY_CODE_WIDTH(format, SIZE, D)                                                                                 \
     (code_width(format) == 4 ? SIZE(D, 4) : code_width(format) == 8 ? SIZE(D, 8) : SIZE(D, 16))
 
-// A statement with W, the width of a format's codes, and `codes`, what a struct has for that width: of_4, of_8 or of_16. One of
-// the three members and statements is used, and the others disappear when the pipeline is built.
+// A statement with W, the width of a format's codes, and `codes`, what a struct has for that width: of_4, of_8 or
+// of_16. One of the three members and statements is used, and the others disappear when the pipeline is built.
 #define WITH_CODES(format, any, ...)                                                                                   \
     if (code_width(format) == 4) {                                                                                     \
         const int W = 4;                                                                                               \
@@ -1068,6 +1074,33 @@ inline threadgroup uint2 *cell_at(threadgroup uint2 *cells, uint byte)
     return (threadgroup uint2 *)((threadgroup uchar *)cells + byte);
 }
 
+// Around a value whose code may be one of two neighbours: what decides between them, and their centroids.
+struct crossing {
+    float boundary, low, high;
+};
+
+// In threadgroup memory, behind the boundaries of a codebook of up to 4 bits: entry i for codes i - 1 and i. The first
+// and the last code have no other beyond them.
+inline threadgroup float4 *crossing_at(threadgroup uint2 *cells, uint i)
+{
+    return (threadgroup float4 *)cells + 4u + i;
+}
+
+// A barrier must follow.
+inline void load_crossings(uint bits, threadgroup uint2 *cells, uint thread_index, uint n_threads)
+{
+    uint last = (1u << bits) - 1u;
+    constant float *boundaries = TQKV__BOUNDARIES(bits), *centroids = TQKV__CODEBOOK(bits);
+    for (uint i = thread_index; i <= last + 1u; i += n_threads) {
+        float4 entry;
+        entry.x = i == 0 ? -INFINITY : i > last ? INFINITY : boundaries[i - 1u];
+        entry.y = centroids[max(i, 1u) - 1u];
+        entry.z = centroids[min(i, last)];
+        entry.w = 0.0f;
+        *crossing_at(cells, i) = entry;
+    }
+}
+
 // x of a cell: the bits of its boundary, or of the next boundary above it. y: the number of boundaries below that one.
 // For guesses by a line all boundaries. A barrier must follow.
 inline void load_cells(uint format, threadgroup uint2 *cells, uint thread_index, uint n_threads)
@@ -1098,16 +1131,18 @@ struct quantiser {
     threadgroup const float *boundaries; // in their place
     threadgroup const float *centroids;
     float boundary, centroid; // of this lane
+    crossing around;          // likewise, after open_crossings: the lane's number is that of the entry
 };
 
 // Call it after load_cells, load_codebook and a barrier.
 inline quantiser open_quantiser(uint format, threadgroup uint2 *cells, threadgroup const float *centroids, uint lane)
 {
-    quantiser result = {cells, (threadgroup const float *)cells, centroids, 0.0f, 0.0f};
+    quantiser result = {cells, (threadgroup const float *)cells, centroids, 0.0f, 0.0f, {0.0f, 0.0f, 0.0f}};
     uint bits = codebook_bits(format), code = lane & ((1u << bits) - 1u);
     if (bits == 0 || !is_shuffled(bits)) return result;
     result.centroid = centroids[code];
-    if (guessed_by_line(bits)) result.boundary = result.boundaries[min(code, (1u << bits) - 2u)];
+    if (!guessed_by_line(bits)) return result;
+    result.boundary = result.boundaries[min(code, (1u << bits) - 2u)];
     return result;
 }
 
@@ -1127,12 +1162,45 @@ inline uint quantise(float v, uint bits, thread const quantiser &book)
     return cell.y + (as_type<float>(cell.x) < v ? 1u : 0u);
 }
 
+// The centroid of a code as quantise returns it. All lanes of the simdgroup must come here together.
+inline float centroid_of_code(uint code, uint bits, thread const quantiser &book)
+{
+    if (is_shuffled(bits)) return simd_shuffle(book.centroid, TQKV_LANE_NUMBER(code));
+    return book.centroids[code & ((1u << bits) - 1u)];
+}
+
 // The centroid of a value's code. All lanes of the simdgroup must come here together.
 inline float centroid_of_value(float v, uint bits, thread const quantiser &book)
 {
-    uint code = quantise(v, bits, book);
-    if (is_shuffled(bits)) return simd_shuffle(book.centroid, TQKV_LANE_NUMBER(code));
-    return book.centroids[code & ((1u << bits) - 1u)];
+    return centroid_of_code(quantise(v, bits, book), bits, book);
+}
+
+inline crossing crossing_of_entry(threadgroup const float4 *at)
+{
+    float4 entry = *at;
+    crossing result = {entry.x, entry.y, entry.z};
+    return result;
+}
+
+// Call it after load_crossings and a barrier.
+inline void open_crossings(uint bits, uint lane, thread quantiser &book)
+{
+    if (is_shuffled(bits)) book.around = crossing_of_entry(crossing_at(book.cells, min(lane, 1u << bits)));
+}
+
+// The two codes that v, with a factor that makes it larger than v * factor but beyond one boundary at most, may have;
+// for a codebook of up to 4 bits. All lanes of the simdgroup must come here together.
+inline crossing crossing_of(float v, float factor, uint bits, thread const quantiser &book)
+{
+    uint code = quantise(v * factor, bits, book);
+    uint i = as_type<uint>(as_type<float>(code) + (v > 0.0f ? 1.0f : 0.0f)); // away from 0
+    if (is_shuffled(bits)) {
+        crossing result = {simd_shuffle(book.around.boundary, TQKV_LANE_NUMBER(i)),
+                           simd_shuffle(book.around.low, TQKV_LANE_NUMBER(i)),
+                           simd_shuffle(book.around.high, TQKV_LANE_NUMBER(i))};
+        return result;
+    }
+    return crossing_of_entry(crossing_at(book.cells, i & 31u));
 }
 
 // Round half to even, clamped to +-127. NaN, which only an overflow makes, becomes 127.
@@ -2082,8 +2150,9 @@ inline void add_any_values(constant tqkv__attend_args &args, thread const attend
 #define TQKV_LOG2E 1.44269504f
 #define TQKV_LN2   0.693147181f
 
-// A maximum of a slice, in powers of e as on the processor. Maxima here are whole numbers, in powers of two: rounding to
-// powers of e and back is undone, so slices have the bits of the whole call. A processor's maximum is as close as it was.
+// A maximum of a slice, in powers of e as on the processor. Maxima here are whole numbers, in powers of two: rounding
+// to powers of e and back is undone, so slices have the bits of the whole call.
+// A processor's maximum is as close as it was.
 inline float maximum_of_slice(float max)
 {
     float maximum = max * TQKV_LOG2E, whole = rint(maximum);
@@ -2116,8 +2185,9 @@ inline shares shares_of(float kept, float added)
 
 // ---- shaders/columns.h ----
 
-// The columns of a threadgroup of attention: what it keeps of them in threadgroup memory, and how the sums of its simdgroups
-// become one at the end of a stretch. attend.h and matrix_columns.h have what depends on how a lane holds them.
+// The columns of a threadgroup of attention: what it keeps of them in threadgroup memory, and how the sums of its
+// simdgroups become one at the end of a stretch. attend.h and matrix_columns.h have what depends on how a
+// lane holds them.
 #ifndef TQKV_COLUMNS_H
 #define TQKV_COLUMNS_H
 
@@ -2154,8 +2224,8 @@ inline uint partial_row(constant tqkv__attend_args &args, query_row row, uint he
     return uint(row.query) * uint(args.n_kv_heads) * uint(args.group) + head;
 }
 
-// The end of the columns that there are. Without a list it is computed where it is needed: nvcc keeps task.end_column in a
-// register over all tiles, and spills others.
+// The end of the columns that there are. Without a list it is computed where it is needed: nvcc keeps task.end_column
+// in a register over all tiles, and spills others.
 inline uint end_of_columns(constant tqkv__attend_args &args, thread const attend_task &task)
 {
     return has_list ? task.end_column : uint(args.n_queries) * uint(args.group);
@@ -2182,7 +2252,8 @@ inline column_end open_end(constant tqkv__attend_args &args, thread const attend
     return how;
 }
 
-// Adds maximum and sum of a column to those of the kept ones, [2]. The two factors of the columns' sums go to `factors`.
+// Adds maximum and sum of a column to those of the kept ones, [2].
+// The two factors of the columns' sums go to `factors`.
 inline void add_column(bool copy, threadgroup float *kept, threadgroup float *total, threadgroup float *factors)
 {
     shares both = shares_of(copy ? -INFINITY : kept[0], total[0]);
@@ -2214,8 +2285,8 @@ inline loaded_states load_states(thread const attend_task &task, uint c, uint n,
     return states;
 }
 
-// Maximum and sum of a column, and all factors of its sums. task.states has those of the simdgroups, [n_simdgroups][n][2]; what
-// their sums are multiplied by takes the place of the maxima. S: most simdgroups
+// Maximum and sum of a column, and all factors of its sums. task.states has those of the simdgroups,
+// [n_simdgroups][n][2]; what their sums are multiplied by takes the place of the maxima. S: most simdgroups
 template <int S>
 inline void combine_states(thread const attend_task &task, uint c, column_memory memory, column_end how)
 {
@@ -2335,8 +2406,8 @@ inline void store_columns(constant tqkv__attend_args &args, thread const attend_
 // ---- shaders/rotate.h ----
 
 // The rotation y = R(s*x)/sqrt(D) of a row: random signs s, then R: the Walsh-Hadamard transform H or, where D is no
-// power of two, H of each subrow and a Hadamard matrix across the subrows. common.h has the layout of the row over L lanes in
-// pieces of C values a lane. With a matrix a piece of all lanes is a subrow, and C is 1.
+// power of two, H of each subrow and a Hadamard matrix across the subrows. common.h has the layout of the row over L
+// lanes in pieces of C values a lane. With a matrix a piece of all lanes is a subrow, and C is 1.
 #ifndef TQKV_ROTATE_H
 #define TQKV_ROTATE_H
 
@@ -2413,15 +2484,15 @@ inline void hadamard(thread float *x, uint lane)
     hadamard_from<D, L, C>(x, lane, 1);
 }
 
-// Bit i is set if x[i] changes its sign.
-template <int D, int L, int C>
+// Bit i is set if x[i] changes its sign. RUN: values whose signs come of one read of their byte, a divisor of C and of 8.
+template <int D, int L, int C, int RUN>
 inline uint lane_signs(uint lane)
 {
     uint signs = 0;
     TQKV_UNROLL
-    for (int i = 0; i < D / L; i++) {
+    for (int i = 0; i < D / L; i += RUN) {
         uint at = value_of_lane<L, C>(lane, i);
-        signs |= ((uint(tqkv__tables.signs[(at & 511u) >> 3]) >> (at & 7u)) & 1u) << i;
+        signs |= ((uint(tqkv__tables.signs[(at & 511u) >> 3]) >> (at & 7u)) & ((1u << RUN) - 1u)) << i;
     }
     return signs;
 }
@@ -2462,7 +2533,7 @@ inline void unrotate_values(thread float *x, uint lane, uint signs)
 template <int D>
 inline uint signs_of_row(uint lane)
 {
-    return lane_signs<D, TQKV__ROW_LANES(D), TQKV_ROW_PIECE(D)>(lane);
+    return lane_signs<D, TQKV__ROW_LANES(D), TQKV_ROW_PIECE(D), 1>(lane);
 }
 
 template <int D>
@@ -3390,8 +3461,8 @@ inline scanned max_to_thread(thread const scan_place &at, uint x)
 
 // ---- shaders/attend_list.metal ----
 
-// attend_list: the caller's lists of blocks as attention takes them: without bad entries, and without blocks that the query
-// does not see. Nothing else reads the caller's lists. Threadgroups: x rows of the lists.
+// attend_list: the caller's lists of blocks as attention takes them: without bad entries, and without blocks that the
+// query does not see. Nothing else reads the caller's lists. Threadgroups: x rows of the lists.
 
 // has_tree: declared above
 // batch: declared above
@@ -3510,15 +3581,15 @@ kernel void tqkv_attend_list(constant tqkv__attend_args &call [[buffer(0)]], dev
 
 // ---- shaders/fragments.h ----
 
-// Products of 8x8 matrices that are spread over a simdgroup. Each lane has two elements of a matrix, side by side in one
-// row: TQKV__MATRIX_ROW and TQKV__MATRIX_COLUMN of tqkv.h say which.
+// Products of 8x8 matrices that are spread over a simdgroup. Each lane has two elements of a matrix, side by side in
+// one row: TQKV__MATRIX_ROW and TQKV__MATRIX_COLUMN of tqkv.h say which.
 //
 // Letters: a product adds left * right to sums. Its left factor is made of codes, its right one of floats.
 #ifndef TQKV_FRAGMENTS_H
 #define TQKV_FRAGMENTS_H
 
-// A shim for hardware without products of floats defines these itself: sums, factors, where elements of a right one lie,
-// and whether both codes of a byte are looked up at once.
+// A shim for hardware without products of floats defines these itself: sums, factors, where elements of a right one
+// lie, and whether both codes of a byte are looked up at once.
 #ifndef TQKV_STORED_RIGHTS
 #define TQKV_STORED_RIGHTS false
 #endif
@@ -3636,9 +3707,9 @@ inline void multiply(thread const left_block (&left)[G], thread const right_pair
     }
 }
 
-// Right factors in threadgroup memory, a pair of them in 32 right_pairs: where TQKV_STORED_RIGHTS, a shim multiplies by them
-// there. publish_rights comes before the barrier. Those of neighbouring columns lie `step` pairs of factors apart. The sums
-// are ready after finish_products.
+// Right factors in threadgroup memory, a pair of them in 32 right_pairs: where TQKV_STORED_RIGHTS, a shim multiplies by
+// them there. publish_rights comes before the barrier. Those of neighbouring columns lie `step` pairs of factors apart.
+// The sums are ready after finish_products.
 inline void store_right(threadgroup right_pair *to, uint lane, right_pair x) { to[lane] = x; }
 inline void publish_rights() {}
 
@@ -3720,8 +3791,8 @@ inline code_value book_value_at(uint format, thread const raw_codes<W, N> &raw, 
     return book.table[code & ((1u << bits) - 1u)];
 }
 
-// Values i and i + 1, i even, before their scales, for products with F right factors. All lanes of the simdgroup must come
-// here together.
+// Values i and i + 1, i even, before their scales, for products with F right factors. All lanes of the simdgroup must
+// come here together.
 template <int W, int N, int F>
 inline left_part left_of_neighbours(uint format, thread const raw_codes<W, N> &raw, int i, bool wide,
                                     thread const value_book &book)
@@ -3750,8 +3821,8 @@ inline left_part left_of_rows(uint format, thread const raw_codes<W, N> &a, thre
 
 // The columns of attend_matrix: what a lane keeps of them, and how it hands them over at the end of a stretch.
 //
-// Letters: D head_dim, W code width of a stored value, F matrices side by side that hold the columns, P values of a row that a
-// simdgroup has sums of.
+// Letters: D head_dim, W code width of a stored value, F matrices side by side that hold the columns, P values of a row
+// that a simdgroup has sums of.
 #ifndef TQKV_MATRIX_COLUMNS_H
 #define TQKV_MATRIX_COLUMNS_H
 
@@ -3759,12 +3830,13 @@ inline left_part left_of_rows(uint format, thread const raw_codes<W, N> &a, thre
 #define MATRIX_BLOCK(D, W)     ((W) == 16 ? (D) : (W) == 8 ? TQKV__NORM_DIM(TQKV__GRID, D) : TQKV__NORM_DIM(TQKV__BOOK, D))
 #define MATRIX_POWER_OF_TWO(n) ((n) & -(n)) // the largest that divides n
 #define MATRIX_VALUES(n, W)    (MATRIX_POWER_OF_TWO(n) < 128 / (W) ? MATRIX_POWER_OF_TWO(n) : 128 / (W))
-// A row of keys: chunks of 4*N values. Lanes with the elements of column 2t of a left factor have values t*N .. of each.
+// A row of keys: chunks of 4*N values. Lanes with the elements of column 2t of a left factor have
+// values t*N .. of each.
 // With stored right factors two short chunks are loaded ahead, not a long one.
 #define MATRIX_WHOLE_KEY(D, W)  MATRIX_VALUES(MATRIX_BLOCK(D, W) / 4, W)
 #define MATRIX_KEY_VALUES(D, W) (TQKV_STORED_RIGHTS ? MATRIX_WHOLE_KEY(D, W) / 2 : MATRIX_WHOLE_KEY(D, W))
-// A row of values: chunks of 8*N. Lanes with row r of a left factor have values r*N .. of each. Where simdgroups share a row,
-// chunks are not longer than their parts.
+// A row of values: chunks of 8*N. Lanes with row r of a left factor have values r*N .. of each. Where simdgroups share
+// a row, chunks are not longer than their parts.
 #define MATRIX_WHOLE_OUT(D, W)  MATRIX_VALUES(MATRIX_BLOCK(D, W) / 8, W)
 #define MATRIX_OUT_VALUES(D, W) ((D) <= 256 || MATRIX_WHOLE_OUT(D, W) <= 8 ? MATRIX_WHOLE_OUT(D, W) : 8)
 
@@ -3804,8 +3876,8 @@ inline void store_states(thread const attend_task &task, thread const matrix_sta
     }
 }
 
-// Columns of a pass, one of two neighbours of each lane, are in the memory of the sums: [simdgroup][column][D + 4]. Lanes
-// that store together use different banks.
+// Columns of a pass, one of two neighbours of each lane, are in the memory of the sums: [simdgroup][column][D + 4].
+// Lanes that store together use different banks.
 #define MATRIX_SUM_COLUMNS 4
 
 // Stores the simdgroup's sums of element i of matrix f.
@@ -5303,8 +5375,8 @@ inline void attend_long_rows(constant tqkv__attend_args &args, thread const atte
 
 // ---- shaders/attend_matrix.metal ----
 
-// attend_matrix: what attend does, by products of matrices. Threadgroups: x KV heads, y blocks of query rows, z splits of
-// the context.
+// attend_matrix: what attend does, by products of matrices. Threadgroups: x KV heads, y blocks of query rows, z splits
+// of the context.
 
 // clang-format off
 #define ATTEND_MATRIX(D) \
@@ -5613,8 +5685,8 @@ constant bool value_rotated [[function_constant(TQKV_FC_VALUE_ROTATED)]];
 constant bool from_slice [[function_constant(TQKV_FC_FROM_SLICE)]];
 constant bool to_slice [[function_constant(TQKV_FC_TO_SLICE)]];
 
-// partial_out: [n_partials][n_rows][D], partial_state: [1 + n_partials][n_rows][2], sinks: [n_heads], out: [n_queries][n_heads][D],
-// with strides, max to src_sum: [n_rows]
+// partial_out: [n_partials][n_rows][D], partial_state: [1 + n_partials][n_rows][2], sinks: [n_heads],
+// out: [n_queries][n_heads][D], with strides, max to src_sum: [n_rows]
 // clang-format off
 #define ATTEND_MERGE(D) \
     kernel void tqkv_attend_merge_d##D( \
@@ -5868,25 +5940,29 @@ DECODE(1024)
 //   piece 2   32 .. 35   36 .. 39   40 .. 43   44 .. 47
 //   piece 3   48 .. 51   52 .. 55   56 .. 59   60 .. 63
 //
-// A part is longer than a piece from D = 256 on: 2 or 4 neighbouring lanes share it, and each continues the sum of the one
-// before. Sums of parts are added in pairs, first over the lanes, then over the pieces. In the first step over the lanes, 0
-// gives 1 its sums of pieces 2 and 3 and takes those of 0 and 1, and so on: lane l ends with that of one block, own_block(l).
+// A part is longer than a piece from D = 256 on: 2 or 4 neighbouring lanes share it, and each continues the sum of the
+// one before. Sums of parts are added in pairs, first over the lanes, then over the pieces. In the first step over the
+// lanes, 0 gives 1 its sums of pieces 2 and 3 and takes those of 0 and 1, and so on: lane l ends with that of one
+// block, own_block(l).
 //
-// Letters: L lanes of a row, J pieces of a lane, C values of a piece, E of them that belong to one part, S lanes that share a
-// part, N values of a lane.
+// Letters: L lanes of a row, J pieces of a lane, C values of a piece, E of them that belong to one part, S lanes that
+// share a part, N values of a lane.
 #ifndef TQKV_ENCODE_H
 #define TQKV_ENCODE_H
 
 inline bool is_finite(float x) { return (as_type<uint>(x) & 0x7f800000u) != 0x7f800000u; }
 
 // A lane takes 16 values, or 32 from head_dim 256 on: most stages of the transform then stay in the lane. In pieces of
-// four values the loads are dense. With a matrix a lane takes one value of each subrow for the rotation; then threadgroup
-// memory gives it as many neighbours: whole parts, one piece.
+// four values the loads are dense. With a matrix a lane takes one value of each subrow for the rotation; then
+// threadgroup memory gives it as many neighbours: whole parts, one piece.
 #define ENCODE_LANES(D)  (TQKV__HAS_MATRIX(D) ? TQKV__ROW_LANES(D) : (D) <= 128 ? (D) / 16 : (D) / 32)
 #define ENCODE_PIECE(D)  (TQKV__HAS_MATRIX(D) ? TQKV__MATRIX_ORDER(D) : (D) <= 512 ? 4 : 8)
 #define ENCODE_VALUES(D) ((D) / ENCODE_LANES(D))
 #define ENCODE_PIECES(D) TQKV_PIECES(D, ENCODE_LANES(D), ENCODE_PIECE(D))
 #define ROTATED_PIECE(D) (TQKV__HAS_MATRIX(D) ? 1 : ENCODE_PIECE(D))
+
+// Whether a lane has registers for its part of the next row, and of the centre, besides that of a row.
+#define HOLDS_ROWS(D) (ENCODE_VALUES(D) <= 20)
 
 // Values of a part, and lanes that share one.
 #define PART_VALUES(D) ((D) / TQKV__NORM_LANES(D))
@@ -5985,8 +6061,8 @@ inline void share_blocks(float own, uint lane, thread float *all)
     }
 }
 
-// The sum of a piece's numbers, C of them. A part is added up in order, by one lane after the other, and then the parts of the
-// lane are added in pairs.
+// The sum of a piece's numbers, C of them. A part is added up in order, by one lane after the other, and then the parts
+// of the lane are added in pairs.
 template <int D>
 inline float sum_of_piece(thread const float *numbers)
 {
@@ -6075,8 +6151,8 @@ inline float normalise(uint format, float block_scale, uint lane, thread float *
     return norm;
 }
 
-// Quantising shortens a row by its error. The stored norm makes the decoded row as long as the row was. squares: the sum of
-// those of the centroids in the lane's own block
+// Quantising shortens a row by its error. The stored norm makes the decoded row as long as the row was. squares: the
+// sum of those of the centroids in the lane's own block
 template <int D>
 inline float corrected_norm(float block_scale, float squares, float norm)
 {
@@ -6112,8 +6188,8 @@ inline void store_bits(device uchar *to, thread const uint *words)
     }
 }
 
-// The rows of a simdgroup: TQKV__ENCODE_ROWS(D) tokens of one head, whose centre and scales it loads once. Neighbouring simdgroups
-// have neighbouring heads.
+// The rows of a simdgroup: TQKV__ENCODE_ROWS(D) tokens of one head, whose centre and scales it loads once. Neighbouring
+// simdgroups have neighbouring heads.
 struct encode_range {
     uint head, begin, end; // tokens
 };
@@ -6153,8 +6229,8 @@ inline void store_pairs(thread uint *words, thread const encode_place &at, devic
         ((device uint *)field)[uint(j * ENCODE_LANES(D) / 2) + lowest_bit_up<ENCODE_LANES(D)>(at.lane)] = words[j];
 }
 
-// Packs BITS bits, from bit `low` on, of each code into a field of the row. whole: the codes have no other bits but those
-// of `offset` above them, so nothing is masked.
+// Packs BITS bits, from bit `low` on, of each code into a field of the row. whole: the codes have no other bits but
+// those of `offset` above them, so nothing is masked.
 template <int D, int BITS>
 inline void store_field(thread const uint *codes, uint low, bool whole, uint offset, thread const encode_place &at,
                         device uchar *field)
@@ -6244,28 +6320,153 @@ inline block_fit fit_of(uint bits, float factor, thread const quantiser &book, u
     return fit;
 }
 
-// Of the format's factors the one whose codes fit the lane's own block best: the part of the block's length that lies along
-// them is the largest. The first of equal ones, and the first of all if there is a NaN. squares: of the best codes
+// Whether sums in another order, which take fewer instructions, show first which factors may be the best. With more
+// bits look-ups take most of the time, and factors are so close to each other that few are ruled out. With many values
+// a lane the loop is too long.
+template <int D>
+inline bool tries_roughly(uint bits)
+{
+    return (bits == 3 || bits == 4) && HOLDS_ROWS(D);
+}
+
+// After load_cells. A barrier must follow.
+template <int D>
+inline void load_crossings(uint format, threadgroup uint2 *cells, uint thread_index, uint n_threads)
+{
+    uint bits = codebook_bits(format);
+    if (tries_roughly<D>(bits)) load_crossings(bits, cells, thread_index, n_threads);
+}
+
+// Call it after load_cells, load_codebook, load_crossings and a barrier.
+template <int D>
+inline quantiser open_encoder(uint format, threadgroup uint2 *cells, threadgroup const float *centroids, uint lane)
+{
+    quantiser book = open_quantiser(format, cells, centroids, lane);
+    if (tries_roughly<D>(codebook_bits(format))) open_crossings(codebook_bits(format), lane, book);
+    return book;
+}
+
+// Both sums of all lanes for a factor, as they come out of fused additions.
+struct rough_fit {
+    float squares[TQKV__MOST_FACTORS], products[TQKV__MOST_FACTORS];
+};
+
+template <int D>
+inline void add_rough_fits(uint bits, thread const quantiser &book, thread const float *x, thread rough_fit &fit)
+{
+    constant float *factors = TQKV__FACTORS(bits);
+    TQKV_UNROLL
+    for (int f = 0; f < TQKV__MOST_FACTORS; f++) fit.squares[f] = fit.products[f] = 0.0f;
+    TQKV_UNROLL
+    for (int i = 0; i < ENCODE_VALUES(D); i++) {
+        crossing around = crossing_of(x[i], TQKV__LEAST_CROSSING(bits), bits, book);
+        TQKV_UNROLL
+        for (int f = 0; f < TQKV__MOST_FACTORS; f++) {
+            float v = x[i] * factors[f], centroid;
+            if (factors[f] >= TQKV__LEAST_CROSSING(bits))
+                centroid = around.boundary < v ? around.high : around.low;
+            else
+                centroid = centroid_of_value(v, bits, book);
+            fit.squares[f] = fma(centroid, centroid, fit.squares[f]);
+            fit.products[f] = fma(x[i], centroid, fit.products[f]);
+        }
+    }
+    TQKV_UNROLL
+    for (int f = 0; f < TQKV__MOST_FACTORS; f++) {
+        TQKV_UNROLL
+        for (int distance = 1; distance < ENCODE_LANES(D); distance *= 2) {
+            fit.squares[f] += simd_shuffle_xor(fit.squares[f], ushort(distance));
+            fit.products[f] += simd_shuffle_xor(fit.products[f], ushort(distance));
+        }
+    }
+}
+
+// By how much, in units of 2^-24, rough sums and those of the format may together mistake the shares of two factors.
+// All terms are positive, so each sum errs by as many units as a term is rounded, and a share is a square by a sum.
+#define ROUGH_UNITS(D) (6 * (ENCODE_VALUES(D) + PART_VALUES(D) + 10) + 16)
+
+// Bit f: factor f may be the best.
+template <int D>
+inline uint possible_factors(uint bits, thread const quantiser &book, thread const float *x)
+{
+    const float least = 1.0f - float(ROUGH_UNITS(D)) / 16777216.0f;
+    rough_fit fit;
+    add_rough_fits<D>(bits, book, x, fit);
+    float square = fit.products[0] * fit.products[0], squares = fit.squares[0]; // of the best
+    TQKV_UNROLL
+    for (int f = 1; f < TQKV__MOST_FACTORS; f++) {
+        float own = fit.products[f] * fit.products[f];
+        bool better = own * squares > square * fit.squares[f];
+        square = better ? own : square;
+        squares = better ? fit.squares[f] : squares;
+    }
+    bool ordinary = square > 1e-15f && square < 1e15f; // no product of these overflows, and none is of denormal numbers
+    uint possible = 0;
+    TQKV_UNROLL
+    for (int f = 0; f < TQKV__MOST_FACTORS; f++) {
+        bool worse = fit.products[f] * fit.products[f] * squares < square * least * fit.squares[f];
+        possible |= ordinary && worse ? 0u : 1u << f;
+    }
+    return possible;
+}
+
+// Of the format's factors the one whose codes fit the lane's own block best: the part of the block's length that lies
+// along them is the largest. The first of equal ones, and the first of all if there is a NaN. squares: of the best
+// codes, unless factors are tried roughly
 template <int D>
 inline float best_factor(uint bits, thread const quantiser &book, uint lane, thread const float *x,
                          thread float &squares)
 {
     constant float *factors = TQKV__FACTORS(bits);
+    uint possible = (1u << TQKV__N_FACTORS(bits)) - 1u;
     float best = factors[0], most = 0.0f;
+    bool began = false;
+    if (tries_roughly<D>(bits)) {
+        possible = possible_factors<D>(bits, book, x);
+        bool several = true;
+        TQKV_UNROLL
+        for (int f = 0; f < TQKV__MOST_FACTORS; f++) {
+            bool alone = possible == 1u << f;
+            best = alone ? factors[f] : best;
+            several = several && !alone;
+        }
+        possible = several ? possible : 0u; // of one there is nothing to try
+    }
     for (uint i = 0; i < uint(TQKV__N_FACTORS(bits)); i++) {
+        bool own = (possible >> i & 1u) != 0;
         float factor = factors[i];
+        if (tries_roughly<D>(bits) && !simd_any(own)) continue;
         block_fit fit = fit_of<D>(bits, factor, book, lane, x);
         float share = fit.products * fit.products / fit.squares;
-        bool better = i == 0 || share > most;
+        bool better = own && (!began || share > most);
         best = better ? factor : best;
         most = better ? share : most;
         squares = better ? fit.squares : squares;
+        began = began || own;
     }
     return best;
 }
 
-// The codes of the lane's values. Returns the sum of the squares of their centroids in the lane's own block, 0 without a codebook.
-// All lanes come here together; those whose row does not exist store nothing. row: in the store
+// The sum of the squares of the codes' centroids in the lane's own block. All lanes come here together.
+template <int D>
+inline float squares_of_codes(uint bits, thread const quantiser &book, uint lane, thread const uint *codes)
+{
+    float squares[ENCODE_PIECES(D)];
+    TQKV_UNROLL
+    for (int j = 0; j < ENCODE_PIECES(D); j++) {
+        float square[ENCODE_PIECE(D)];
+        TQKV_UNROLL
+        for (int i = 0; i < ENCODE_PIECE(D); i++) {
+            float centroid = centroid_of_code(codes[j * ENCODE_PIECE(D) + i], bits, book);
+            square[i] = centroid * centroid;
+        }
+        squares[j] = sum_of_piece<D>(square);
+    }
+    return sum_of_block<D>(lane, squares);
+}
+
+// The codes of the lane's values. Returns the sum of the squares of their centroids in the lane's own block, 0 without
+// a codebook. All lanes come here together; those whose row does not exist store nothing. row: in the store
 template <int D>
 inline float store_codes(uint format, thread const encode_target &target, thread const encode_place &at,
                          device uchar *row, thread float *x)
@@ -6277,11 +6478,13 @@ inline float store_codes(uint format, thread const encode_target &target, thread
         store_halves<D>(at, x, row);
         return squares;
     }
-    if (has_codebook(format))
-        scale_blocks<D, NORM_BLOCK(D)>(best_factor<D>(bits, target.book, at.lane, x, squares), at.lane, x);
+    bool searches = has_codebook(format) && TQKV__N_FACTORS(bits) > 1; // else the one factor is 1
+    if (searches) scale_blocks<D, NORM_BLOCK(D)>(best_factor<D>(bits, target.book, at.lane, x, squares), at.lane, x);
     TQKV_UNROLL
     for (int i = 0; i < N; i++)
         codes[i] = has_codebook(format) ? quantise(x[i], bits, target.book) : quantise_grid(x[i]);
+    if (has_codebook(format) && (!searches || tries_roughly<D>(bits)))
+        squares = squares_of_codes<D>(bits, target.book, at.lane, codes);
     bool whole = upper_bits(format) == 0;
     uint offset = has_codebook(format) ? code_offset(bits) : 0u;
     if (main_bits(format) == 2) store_field<D, 2>(codes, 0u, whole, offset, at, row);
@@ -6306,7 +6509,7 @@ template <int D>
 inline row_signs<D> open_signs(uint lane)
 {
     row_signs<D> signs;
-    signs.bits = lane_signs<D, ENCODE_LANES(D), ROTATED_PIECE(D)>(lane);
+    signs.bits = lane_signs<D, ENCODE_LANES(D), ROTATED_PIECE(D), ROTATED_PIECE(D)>(lane);
     TQKV_UNROLL
     for (int i = 0; i < 16; i++) signs.factor[i] = as_type<float>(0x3f800000u | (signs.bits >> i & 1u) << 31);
     return signs;
@@ -6391,37 +6594,64 @@ inline void load_channels(thread const encode_source &source, device const float
         load_pieces<D, L, ENCODE_PIECE(D)>(from, lane, x);
 }
 
-// The centre of the lane's values, and what they are then multiplied by: as in tqkv_encode a rounded reciprocal.
+// The centre of the lane's values, and what they are then multiplied by: as in tqkv_encode a rounded reciprocal, here
+// with the sign that the rotation gives the value.
 template <int D>
 struct row_channels {
     float center[ENCODE_VALUES(D)], factor[ENCODE_VALUES(D)];
 };
 
 template <int D>
-inline void open_channels(thread const encode_source &source, uint head, uint lane, thread row_channels<D> &channels)
+inline void open_center(thread const encode_source &source, uint head, uint lane, thread row_channels<D> &channels)
 {
-    if (source.centered) load_channels<D>(source, source.center, head, lane, channels.center);
-    if (!source.scaled) return;
-    load_channels<D>(source, source.scale, head, lane, channels.factor);
-    TQKV_UNROLL
-    for (int i = 0; i < ENCODE_VALUES(D); i++) channels.factor[i] = 1.0f / channels.factor[i];
+    if (source.centered) load_channels<D>(source, source.center, head, lane % uint(ENCODE_LANES(D)), channels.center);
 }
 
+// Divisions are long. Rows that lie side by side have the same channels: where shuffles are cheap, their lanes share
+// the divisions out. lane: of the simdgroup
 template <int D>
-inline void rotate_source(thread const row_signs<D> &signs, uint lane, thread float *x)
+inline void open_factors(thread const encode_source &source, thread const row_signs<D> &signs, uint head, uint lane,
+                         thread row_channels<D> &channels)
 {
-    if (HAS_SIGN_FACTORS(D))
-        rotate_by_factors<D>(x, lane, signs.factor);
-    else
-        rotate_values<D, ENCODE_LANES(D), ROTATED_PIECE(D)>(x, lane, signs.bits);
+    const int L = ENCODE_LANES(D), N = ENCODE_VALUES(D), ROWS = 32 / L, OWN = (N + ROWS - 1) / ROWS;
+    const uint C = !TQKV__HAS_MATRIX(D) || source.rotated ? uint(ROTATED_PIECE(D)) : uint(ENCODE_PIECE(D));
+    uint part = lane % uint(L), row = lane / uint(L);
+    if (!source.scaled) return;
+    if (TQKV_CHEAP_SHUFFLE) {
+        float own[OWN];
+        TQKV_UNROLL
+        for (int i = 0; i < OWN; i++) {
+            uint n = min(uint(i * ROWS) + row, uint(N - 1));
+            own[i] = 1.0f / source.scale[row_offset(head, D) + ulong((n / C * uint(L) + part) * C + n % C)];
+        }
+        TQKV_UNROLL
+        for (int i = 0; i < N; i++) channels.factor[i] = simd_shuffle(own[i / ROWS], ushort(uint(i % ROWS * L) + part));
+    } else {
+        load_channels<D>(source, source.scale, head, part, channels.factor);
+        TQKV_UNROLL
+        for (int i = 0; i < N; i++) channels.factor[i] = 1.0f / channels.factor[i];
+    }
+    if (source.rotated) flip_signs<N>(channels.factor, signs.bits);
 }
 
-// Whether a lane has registers for its part of the next row, and of the channels, besides that of a row.
-#define HOLDS_ROWS(D) (ENCODE_VALUES(D) <= 20)
+// Factors of channels have given x its signs.
+template <int D>
+inline void rotate_source(thread const encode_source &source, thread const row_signs<D> &signs, uint lane,
+                          thread float *x)
+{
+    if (source.scaled) {
+        hadamard<D, ENCODE_LANES(D), ROTATED_PIECE(D)>(x, lane);
+        scale_values<ENCODE_VALUES(D)>(x, TQKV__INV_SQRT(D));
+    } else if (HAS_SIGN_FACTORS(D)) {
+        rotate_by_factors<D>(x, lane, signs.factor);
+    } else {
+        rotate_values<D, ENCODE_LANES(D), ROTATED_PIECE(D)>(x, lane, signs.bits);
+    }
+}
 
-// The first steps: centres, scales and rotates. Every value of a rotated row is a sum over the row, so one value shows that there
-// may be a NaN or Inf. Then the row is loaded again, checked itself, which raises the flag, and rotated: by the same code,
-// which is long. x: as load_source has loaded it; lane: of the simdgroup
+// The first steps: centres, scales and rotates. Every value of a rotated row is a sum over the row, so one value shows
+// that there may be a NaN or Inf. Then the row is loaded again, checked itself, which raises the flag, and rotated: by
+// the same code, which is long. x: as load_source has loaded it; lane: of the simdgroup
 template <int D>
 inline void prepare_row(thread const encode_source &source, thread const row_signs<D> &signs, ulong from, uint head,
                         uint lane, thread row_channels<D> &channels, thread float *x)
@@ -6436,13 +6666,13 @@ inline void prepare_row(thread const encode_source &source, thread const row_sig
             if (cleared && source.has_flag && part == 0)
                 atomic_store_explicit(source.not_finite, 1u, memory_order_relaxed);
         }
-        if (!HOLDS_ROWS(D)) open_channels<D>(source, head, part, channels);
+        if (!HOLDS_ROWS(D)) open_center<D>(source, head, lane, channels);
         TQKV_UNROLL
         for (int i = 0; i < ENCODE_VALUES(D); i++) {
             if (source.centered) x[i] = cleared ? x[i] : x[i] - channels.center[i];
             if (source.scaled) x[i] = x[i] * channels.factor[i];
         }
-        if (source.rotated) rotate_source<D>(signs, part, x);
+        if (source.rotated) rotate_source<D>(source, signs, part, x);
         again = !checks && simd_any(!is_finite(x[0]));
         checks = true;
     }
@@ -6463,8 +6693,9 @@ inline void store_norms(uint format, float block_scale, ulong to, thread const e
         store_norm<D, MAXIMUM_BLOCK(D)>(norm, at.lane, norms);
 }
 
-// A simdgroup encodes its rows, 32 / L at a time. Lanes without a row repeat the last one and store nothing. A lane asks for its
-// part of the next row as soon as it has registers for it: after the rotation or after the codes. number: of the simdgroup
+// A simdgroup encodes its rows, 32 / L at a time. Lanes without a row repeat the last one and store nothing. A lane
+// asks for its part of the next row as soon as it has registers for it: after the rotation or after the codes. number:
+// of the simdgroup
 template <int D>
 inline void encode_rows(constant tqkv__rows_args &args, thread const encode_source &source,
                         thread const encode_target &target, uint number, uint lane)
@@ -6479,7 +6710,8 @@ inline void encode_rows(constant tqkv__rows_args &args, thread const encode_sour
     if (range.begin >= range.end) return;
     ulong from = source_offset(args, min(at.token, last), range.head);
     load_source<D>(source, from, at.lane, next);
-    if (HOLDS_ROWS(D)) open_channels<D>(source, range.head, at.lane, channels);
+    if (HOLDS_ROWS(D)) open_center<D>(source, range.head, lane, channels);
+    open_factors<D>(source, signs, range.head, lane, channels);
     for (uint first = range.begin; first < range.end; first += uint(ROWS)) {
         ulong own = from;
         float x[N];
@@ -6510,7 +6742,8 @@ inline void probe_rows(constant tqkv__rows_args &args, thread const encode_sourc
     row_signs<D> signs = open_signs<D>(part);
     row_channels<D> channels;
     if (range.begin >= range.end) return;
-    if (HOLDS_ROWS(D)) open_channels<D>(source, range.head, part, channels);
+    if (HOLDS_ROWS(D)) open_center<D>(source, range.head, lane, channels);
+    open_factors<D>(source, signs, range.head, lane, channels);
     for (uint first = range.begin; first < range.end; first += uint(ROWS)) {
         float x[ENCODE_VALUES(D)];
         uint own = first + lane / uint(L), existing = min(own, uint(args.n_tokens) - 1u);
@@ -6560,10 +6793,11 @@ inline void probe_rows(constant tqkv__rows_args &args, thread const encode_sourc
     { \
         load_cells(stream_format, cells, thread_index, n_simdgroups * 32u); \
         load_codebook(stream_format, centroids, thread_index, n_simdgroups * 32u); \
+        load_crossings<D>(stream_format, cells, thread_index, n_simdgroups * 32u); \
         threadgroup_barrier(mem_flags::mem_threadgroup); \
         encode_source source = {stream_format, row_type, rotated, centered, with_scale, args.has_flag != 0, rows, center, \
                                 scale, space_of_simdgroup<D>(space, simdgroup), not_finite}; \
-        encode_target target = {codes, norms, open_quantiser(stream_format, cells, centroids, lane), paged, pages}; \
+        encode_target target = {codes, norms, open_encoder<D>(stream_format, cells, centroids, lane), paged, pages}; \
         encode_rows<D>(args, source, target, group.x * n_simdgroups + simdgroup, lane); \
     }
 // clang-format on
@@ -6604,8 +6838,8 @@ ENCODE(1024)
 
 // ---- shaders/encode_kv.metal ----
 
-// encode_kv: keys and values, or keys and their tail, of the same tokens in one dispatch, each with its own format and type. Threadgroups along
-// x for the rows as in encode; z = 0 for keys and 1 for values.
+// encode_kv: keys and values, or keys and their tail, of the same tokens in one dispatch, each with its own format and
+// type. Threadgroups along x for the rows as in encode; z = 0 for keys and 1 for values.
 
 // key_format: declared above
 // value_format: declared above
@@ -6651,16 +6885,18 @@ constant bool value_paged [[function_constant(TQKV_FC_VALUE_PAGES)]];
         uint number = group.x * n_simdgroups + simdgroup; \
         load_cells(group.z == 0 ? key_format : value_format, cells, thread_index, n_simdgroups * 32u); \
         load_codebook(group.z == 0 ? key_format : value_format, centroids, thread_index, n_simdgroups * 32u); \
+        if (group.z == 0) load_crossings<D>(key_format, cells, thread_index, n_simdgroups * 32u); \
+        else load_crossings<V>(value_format, cells, thread_index, n_simdgroups * 32u); \
         threadgroup_barrier(mem_flags::mem_threadgroup); \
         if (group.z == 0) { \
             encode_source source = {key_format, row_type, key_rotated, key_centered, key_scaled, key_args.has_flag != 0, keys, \
                                     key_center, key_scale, space_of_simdgroup<D>(space, simdgroup), not_finite}; \
-            encode_target target = {key_codes, key_norms, open_quantiser(key_format, cells, centroids, lane), paged, key_pages}; \
+            encode_target target = {key_codes, key_norms, open_encoder<D>(key_format, cells, centroids, lane), paged, key_pages}; \
             encode_rows<D>(key_args, source, target, number, lane); \
         } else { \
             encode_source source = {value_format, value_type, value_rotated, value_centered, value_scaled, value_args.has_flag != 0, \
                                     values, value_center, value_scale, space_of_simdgroup<V>(space, simdgroup), not_finite}; \
-            encode_target target = {value_codes, value_norms, open_quantiser(value_format, cells, centroids, lane), value_paged, value_pages}; \
+            encode_target target = {value_codes, value_norms, open_encoder<V>(value_format, cells, centroids, lane), value_paged, value_pages}; \
             encode_rows<V>(value_args, source, target, number, lane); \
         } \
     }
@@ -6732,10 +6968,10 @@ inline uint blocks_seen(uint keys, uint block)
 
 // ---- shaders/index_choice.h ----
 
-// The choice of blocks by their scores: exact, by digits of the scores' bits from the highest on. Each says more of the k-th
-// best score. One threadgroup does it alone where a row is short. Else there are three dispatches: chunks of the row count
-// the first digits of their blocks; each gathers its blocks whose digit is that of the k-th best or a better one; one
-// threadgroup chooses among those.
+// The choice of blocks by their scores: exact, by digits of the scores' bits from the highest on. Each says more of the
+// k-th best score. One threadgroup does it alone where a row is short. Else there are three dispatches: chunks of the
+// row count the first digits of their blocks; each gathers its blocks whose digit is that of the k-th best or a better
+// one; one threadgroup chooses among those.
 #ifndef TQKV_INDEX_CHOICE_H
 #define TQKV_INDEX_CHOICE_H
 
@@ -6824,8 +7060,8 @@ struct reached {
     uint number, before;
 };
 
-// The number at which a sum over the TQKV__CHOOSE_SUMS numbers from the last one on, which begins with `before`, reaches
-// `wanted`; number 0 if it never does. All lanes of the simdgroup must come here together.
+// The number at which a sum over the TQKV__CHOOSE_SUMS numbers from the last one on, which begins with `before`,
+// reaches `wanted`; number 0 if it never does. All lanes of the simdgroup must come here together.
 inline reached find_number(threadgroup const uint *numbers, uint lane, uint before, uint wanted)
 {
     uint last = 63u - 2u * lane, upper = numbers[last], both = upper + numbers[last - 1u];
@@ -6870,7 +7106,8 @@ inline void count_chunk(constant tqkv__choose_args &args, thread const choose_ta
     for (uint i = thread_of(task); i < uint(TQKV__CHOOSE_SUMS); i += threads_of(task)) sums[i] = task.shared[i];
 }
 
-// TQKV__CHOOSE_SUMS numbers of each chunk, `stride` apart, added up over all chunks and over those before the threadgroup's:
+// TQKV__CHOOSE_SUMS numbers of each chunk, `stride` apart, added up over all chunks and over those before the
+// threadgroup's:
 // to `shared`. A barrier follows.
 inline void sum_chunks(constant tqkv__choose_args &args, thread const choose_task &task, device const uint *numbers,
                        uint stride)
@@ -7074,8 +7311,9 @@ kernel void tqkv_index_choice(constant tqkv__choose_args &args [[buffer(0)]], de
 
 // ---- shaders/index_scores.h ----
 
-// Scores of an index: the heads of a query over one key are the columns of a product of matrices, whose elements are weighted
-// and added up in place. Keys are decoded as in attend_matrix.h, each tile 32 neighbouring keys whose slots the lanes look up.
+// Scores of an index: the heads of a query over one key are the columns of a product of matrices, whose elements are
+// weighted and added up in place. Keys are decoded as in attend_matrix.h,
+// each tile 32 neighbouring keys whose slots the lanes look up.
 //
 // Letters: D head_dim, F matrices side by side that hold the heads of a pass.
 #ifndef TQKV_INDEX_SCORES_H
@@ -7125,8 +7363,8 @@ inline float sum_of_row(float x)
 // Heads whose queries a simdgroup loads at a time.
 #define INDEX_ROWS 4
 
-// The heads of a pass: their queries as pairs of right factors, [F][D / 16][32 lanes], their factors, shifts and weights. Columns
-// that are not used are 0. A barrier must precede and follow it.
+// The heads of a pass: their queries as pairs of right factors, [F][D / 16][32 lanes], their factors, shifts and
+// weights. Columns that are not used are 0. A barrier must precede and follow it.
 template <int D, int F>
 inline void load_heads(constant tqkv__index_args &call, thread const attend_task &task, thread const index_task &index,
                        uint head, column_memory memory)
@@ -7219,8 +7457,8 @@ inline void load_ahead(constant tqkv__index_args &call, thread const attend_task
                          keys.chunks[1]);
 }
 
-// score = q . k of a tile without the factor of rows: at these head sizes each has one norm. `turn`: which chunk is first,
-// if a row has but one.
+// score = q . k of a tile without the factor of rows: at these head sizes each has one norm. `turn`: which chunk is
+// first, if a row has but one.
 template <int D, int W, int F>
 inline void score_index_tile(constant tqkv__index_args &call, thread const attend_task &task, tile_slots slots,
                              thread const value_book &book, int turn, thread ahead<D, W> &keys,
@@ -7330,8 +7568,8 @@ inline void store_block(constant tqkv__index_args &call, thread const index_task
     index.out[block] = call.pool == TQKV__POOL_MEAN ? found.sum / float(end - first) : found.largest;
 }
 
-// Pools the n keys from key `first` on: small blocks a thread each, others a simdgroup each, whose lanes take turns. A block
-// of more keys than TQKV__INDEX_KEYS comes in pieces, and `found` stays from one to the next.
+// Pools the n keys from key `first` on: small blocks a thread each, others a simdgroup each, whose lanes take turns. A
+// block of more keys than TQKV__INDEX_KEYS comes in pieces, and `found` stays from one to the next.
 inline void pool_keys(constant tqkv__index_args &call, thread const attend_task &task, thread const index_task &index,
                       uint first, uint n, thread pooled &found)
 {
@@ -7464,14 +7702,15 @@ INDEX_SCORES(128)
 
 // ---- shaders/learn_scales.metal ----
 
-// learn_scales: centre and scales of the channels of a KV head, learnt from its rows and, if there are any, from the queries that
-// read them. The operations and their order are those of tqkv_calibrate, so the bits are the same. Threadgroups: x KV heads. A
-// thread takes a channel, and perhaps more.
+// learn_scales: centre and scales of the channels of a KV head, learnt from its rows and, if there are any, from the
+// queries that read them. The operations and their order are those of tqkv_calibrate, so the bits are the same.
+// Threadgroups: x KV heads. A thread takes a channel, and perhaps more.
 
 // row_type: declared above
 #define query_type value_type // the same function constant
 
-// The rows of one KV head, or of all heads of the queries that read it: token after token, within a token head after head.
+// The rows of one KV head, or of all heads of the queries that read it: token after token,
+// within a token head after head.
 struct channel_rows {
     device const uchar *rows;
     uint type, n_tokens, n_heads, token_stride, head_stride;
@@ -7487,7 +7726,8 @@ inline float value_of_row(thread const channel_rows &from, uint row, uint channe
     return widened(from.type, uint(((device const ushort *)rows)[at]));
 }
 
-// The mean of a channel over the rows, in their order, or that of the squared distances from its centre; 0 without rows.
+// The mean of a channel over the rows, in their order, or that of the squared distances from its centre;
+// 0 without rows.
 inline float mean_of_channel(thread const channel_rows &from, uint channel, bool squared, float center)
 {
     const int ROWS = 8; // whose loads are under way at a time
@@ -7523,7 +7763,8 @@ inline float least_positive(threadgroup const float *values, uint n)
     return least == INFINITY ? 1.0f : least;
 }
 
-// Mean squares to deviations; zeros become the smallest that is none. values: [head_dim]. A barrier must precede and follow.
+// Mean squares to deviations; zeros become the smallest that is none. values: [head_dim].
+// A barrier must precede and follow.
 inline void find_deviations(constant tqkv__calibrate_args &args, threadgroup float *values, uint thread_index,
                             uint n_threads)
 {
@@ -7537,7 +7778,8 @@ inline void find_deviations(constant tqkv__calibrate_args &args, threadgroup flo
     for (uint d = thread_index; d < n; d += n_threads) values[d] = values[d] > 0.0f ? values[d] : least;
 }
 
-// Deviations to scales: g = sqrt(s / r), divided by its root mean square. values: [2][head_dim], s and r. A barrier must precede.
+// Deviations to scales: g = sqrt(s / r), divided by its root mean square. values: [2][head_dim], s and r.
+// A barrier must precede.
 inline void store_scales(constant tqkv__calibrate_args &args, threadgroup float *values, uint thread_index,
                          uint n_threads, device float *scale)
 {
@@ -7554,7 +7796,8 @@ inline void store_scales(constant tqkv__calibrate_args &args, threadgroup float 
     }
 }
 
-// rows: [n_tokens][n_kv_heads][head_dim] and q: [n_queries][n_kv_heads * group][head_dim], with strides; center, channel_scale:
+// rows: [n_tokens][n_kv_heads][head_dim] and q: [n_queries][n_kv_heads * group][head_dim], with strides;
+// center, channel_scale:
 // [n_kv_heads][head_dim]; values: [2][head_dim]
 #if !defined(TQKV_ONLY) || defined(TQKV_ONLY_tqkv_learn_scales)
 kernel void tqkv_learn_scales(constant tqkv__calibrate_args &args [[buffer(0)]], device const uchar *rows [[buffer(1)]],
@@ -7735,8 +7978,8 @@ ROTATE(1024)
 // ---- shaders/tables.metal ----
 
 // tables: reports the shaders' codebooks, boundaries, signs, version and argument sizes. The host compares them with
-// its own, and so refuses a library that was built from another version of tqkv.h. Or, in a pipeline of its own, which may fail,
-// it multiplies two matrices: that tells whether their elements lie as expected. One simdgroup.
+// its own, and so refuses a library that was built from another version of tqkv.h. Or, in a pipeline of its own, which
+// may fail, it multiplies two matrices: that tells whether their elements lie as expected. One simdgroup.
 
 #define multiplies unrotate // the same function constant
 

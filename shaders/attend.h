@@ -159,7 +159,7 @@ inline void load_query_part(constant tqkv__attend_args &args, thread const atten
         float shift = keys.with_center ? score_of_center<D>(args, task, keys, x) : 0.0f;
         if (part == 0 && own < columns) {
             if (has_shifts()) memory.shifts[column] = keys.first == 0 ? shift : memory.shifts[column] + shift;
-            memory.rows[column] = partial_row(args, row, head);
+            if (keys.first == 0) memory.rows[column] = partial_row(args, row, head);
         }
         turn_query<D>(task, keys, x);
         TQKV_UNROLL
@@ -192,9 +192,10 @@ inline void load_key_codes(constant tqkv__attend_args &args, thread const attend
         TQKV_UNROLL
         for (int r = 0; r < R; r++) {
             uint row = uint(r * (32 / R)) + task.lane / uint(R);
-            load_codes<D, W, N>(part.format,
-                                key_codes(args, part.apart, part.rows.codes, row_bytes<D>(part.format), base, row),
-                                ((step + uint(b)) * uint(R) + task.lane % uint(R)) * uint(N), keys.raw[b][r]);
+            load_codes<D, W, N>(
+                part.format,
+                key_codes(args, task.pages, part.apart, part.rows.codes, row_bytes<D>(part.format), base, row),
+                ((step + uint(b)) * uint(R) + task.lane % uint(R)) * uint(N), keys.raw[b][r]);
         }
     }
 }
@@ -207,7 +208,7 @@ inline void load_key_scales(constant tqkv__attend_args &args, thread const atten
     const int R = KEY_LANES(D, W);
     TQKV_UNROLL
     for (int r = 0; r < R; r++) {
-        uint slot = key_slot(args, part.apart, base, uint(r * (32 / R)) + task.lane / uint(R));
+        uint slot = key_slot(args, task.pages, part.apart, base, uint(r * (32 / R)) + task.lane / uint(R));
         keys.scale[r] = stored_scale<D>(part.format, part.rows, slot, block, part.block_scale);
     }
 }
@@ -366,7 +367,8 @@ inline void add_tail(constant tqkv__attend_args &args, thread const attend_task 
     if (tail_format == 0) return;
     float tail[C];
     score_any_tile<T, C>(args, task, tail_part<D>(task), base, next_base, book, keys, tail);
-    float scale = row_scale<T>(tail_format, task.tail, key_slot(args, tail_rows_apart(), base, row), 1.0f);
+    uint slot = key_slot(args, task.pages, tail_rows_apart(), base, row);
+    float scale = row_scale<T>(tail_format, task.tail, slot, 1.0f);
     const bool same = BY_CODE_WIDTH(key_format, KEY_LANES, D) == BY_CODE_WIDTH(tail_format, KEY_LANES, T);
     FOR_COLUMNS(c)
     {
@@ -471,13 +473,13 @@ inline void add_lanes(uint lane, thread const float *from, thread float *x)
     for (int i = 0; i < 8; i++) x[i] = from[i];
     TQKV_UNROLL
     for (int step = 0; step < 3; step++) {
-        const int distance = VALUE_LANES(D) << step, half = 4 >> step;
+        const int distance = VALUE_LANES(D) << step, kept = 4 >> step;
         if (distance >= 32) continue;
         bool upper = (lane & uint(distance)) != 0;
         TQKV_UNROLL
         for (int i = 0; i < 4; i++) {
-            if (i >= half) continue;
-            float low = x[i], high = x[i + half];
+            if (i >= kept) continue;
+            float low = x[i], high = x[i + kept];
             x[i] = (upper ? high : low) + simd_shuffle_xor(upper ? low : high, ushort(distance));
         }
     }
@@ -595,6 +597,7 @@ inline void clear_sums(thread column_state<D> &state)
 template <int D>
 struct tile_walk {
     tile_steps steps;
+    tile_search search;
     tile_place next; // the place of the next tile
     any_keys<D> keys;
     any_keys<TQKV__TAIL_DIM(D)> tail;
@@ -623,10 +626,12 @@ inline void add_tiles(constant tqkv__attend_args &args, thread const attend_task
     while (walk.steps.tile < end) {
         tile_place at = walk.next;
         next_tile(walk.steps, task.n_simdgroups);
-        walk.next = open_tile(args, task.pages, walk.steps.tile, at.row);
+        tile_memory base = find_next(args, task.pages, walk.steps, task.n_simdgroups, walk.search);
+        walk.next = open_tile(args, base, walk.steps.tile, at.row);
         const int C = TQKV__MAX_COLUMNS(KD), T = TQKV__TAIL_DIM(KD);
         float score[C];
-        uint key = key_slot(args, rows_apart(), at.base.keys, at.row), value = value_slot(args, at.base.values, at.row);
+        uint key = key_slot(args, task.pages, rows_apart(), at.base.keys, at.row);
+        uint value = value_slot(args, task.pages, at.base.values, at.row);
         float key_scale = row_scale<KD>(key_format, task.keys, key, args.key_block_scale);
         float value_scale = row_scale<VD>(value_format, task.values, value, args.value_block_scale);
         any_values<VD> values;
@@ -653,7 +658,8 @@ inline void attend(constant tqkv__attend_args &args, thread const attend_task &t
     column_state<VD> state;
     tile_walk<KD> walk;
     walk.steps = open_steps(args, seen, own, task.simdgroup, task.n_simdgroups);
-    walk.next = open_tile(args, task.pages, walk.steps.tile, row_of_lane<KD>(key_format, task.lane));
+    tile_memory base = find_first(args, task.pages, walk.steps, task.n_simdgroups, walk.search);
+    walk.next = open_tile(args, base, walk.steps.tile, row_of_lane<KD>(key_format, task.lane));
     open_keys<KD>(args, task, first_part(args, task), walk.next.base.keys, walk.keys);
     open_tail<KD, TQKV__TAIL_DIM(KD)>(args, task, walk.next.base.tail, walk.tail);
     load_codebook(key_format, task.tables, thread_index, task.n_simdgroups * 32u);
@@ -724,6 +730,7 @@ inline void attend(constant tqkv__attend_args &args, thread const attend_task &t
     task.pages.keys = key_pages; \
     task.pages.values = value_pages; \
     task.pages.lane = lane; \
+    task.pages.shared = task.pages.shared_values = false; \
     task.list_rows = list_rows; \
     task.tree = tree; \
     task.tables = tables; \

@@ -12,6 +12,7 @@
         task.weights = weights; \
         task.tail_table = tables + 512; \
         task.states = states + TQKV__COLUMN_BYTES(TQKV__MAX_COLUMNS(V)) / 4; \
+        open_slots(uint(TQKV__MAX_COLUMNS(V)), task); \
         TQKV_LONG_CALL(attend<D, V>(args, task)); \
     }
 // clang-format on

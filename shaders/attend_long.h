@@ -47,6 +47,33 @@ inline uint next_round(long_rounds rounds, uint round)
     return inside ? round_of(rounds, rounds.gap_end) : next;
 }
 
+// ---- Slots: where rows lie apart, those of all values of a round, which each simdgroup reads ----
+
+// Behind the states: [n_simdgroups][2][32], of two rounds in turns.
+inline void open_round_slots(uint C, thread attend_task &task)
+{
+    threadgroup float *behind = task.states + task.n_simdgroups * uint(TQKV__STATE_BYTES(C) / 4);
+    task.pages.slots = (threadgroup uint *)behind;
+    task.pages.shared_values = rows_apart();
+}
+
+inline uint shared_slots(uint number, uint parity) { return (number * 2u + parity) * 32u; }
+
+// Stores what the lanes found of the simdgroup's own tile. A barrier must follow, and one precede so that the round before
+// that one is done.
+inline void share_round(thread const attend_task &task, tile_memory found, uint parity)
+{
+    if (task.pages.shared_values) task.pages.slots[shared_slots(task.simdgroup, parity) + task.lane] = found.values;
+}
+
+// Where the values of tile number `number` of a round are, as in tile_memory: of the last one also behind it.
+inline uint values_of_tile(constant tqkv__attend_args &args, thread const attend_task &task, uint round, uint parity,
+                           uint number)
+{
+    if (task.pages.shared_values) return shared_slots(min(number, uint(TQKV__LONG_SIMDGROUPS) - 1u), parity);
+    return find_tile(args, task.pages, round + number).values;
+}
+
 // ---- Scores ----
 
 struct value_books {
@@ -65,7 +92,7 @@ inline void open_tail(constant tqkv__attend_args &args, thread const attend_task
                       thread tail_codes<T, F> &keys)
 {
     open_key_batch<T, F>(args, task, tail_part<D>(task), base, keys.codes);
-    load_norms<T>(args, tail_format, tail_rows_apart(), task.tail, base, task.lane, keys.norms);
+    load_norms<T>(args, task.pages, tail_format, tail_rows_apart(), task.tail, base, keys.norms);
 }
 
 // Scores of the tail, times what makes them as large as those of the keys, which get their own factors.
@@ -122,7 +149,7 @@ inline void score_long_tile(constant tqkv__attend_args &args, thread const atten
     tile_norms norms; // none of the values: their scales come with the weights
     TQKV_UNROLL
     for (int p = 0; p < 4; p++) norms.keys[p] = norms.values[p] = 0.0f;
-    load_norms<D>(args, key_format, rows_apart(), task.keys, base.keys, task.lane, norms.keys);
+    load_norms<D>(args, task.pages, key_format, rows_apart(), task.keys, base.keys, norms.keys);
     tail_codes<T, F> tail;
     if (tail_format != 0) open_tail<D, T, F>(args, task, base.tail, tail);
     walk.base = find_tile(args, task.pages, next + task.simdgroup);
@@ -234,7 +261,7 @@ inline void load_part_norms(constant tqkv__attend_args &args, thread const atten
     if (!has_norms(value_format)) return;
     TQKV_UNROLL
     for (int p = 0; p < 4; p++) {
-        uint slot = value_slot(args, base, tile_row(p, TQKV__MATRIX_ROW(task.lane)));
+        uint slot = value_slot(args, task.pages, base, tile_row(p, TQKV__MATRIX_ROW(task.lane)));
         norms[p] = task.values.norms[ulong(slot) * ulong(uint(D) / norm_block<D>(value_format)) + block];
     }
 }
@@ -428,12 +455,12 @@ inline void copy_part(thread const part_values<D, W> &from, thread part_values<D
 // The same for all tiles of a round.
 template <int D, int W, int F>
 inline void add_parts(constant tqkv__attend_args &args, thread const attend_task &task, long_rounds rounds, uint round,
-                      newest_range newest, thread const value_book &book, thread part_values<D, W> &values,
+                      uint parity, newest_range newest, thread const value_book &book, thread part_values<D, W> &values,
                       thread matrix_state<TQKV__LONG_VALUES, F> &state)
 {
-    uint base = find_tile(args, task.pages, round).values;
+    uint base = values_of_tile(args, task, round, parity, 0u);
     for (uint s = 0; s < uint(TQKV__LONG_SIMDGROUPS); s++) {
-        uint tile = round + s, next_base = find_tile(args, task.pages, tile + 1u).values;
+        uint tile = round + s, next_base = values_of_tile(args, task, round, parity, s + 1u);
         part_values<D, W> next;
         open_part<D, W>(args, task, next_base, next);
         if (has_tile(rounds, tile))
@@ -452,10 +479,10 @@ struct any_part_values {
 
 // The values of the first tile of a round.
 template <int D>
-inline void open_parts(constant tqkv__attend_args &args, thread const attend_task &task, uint round,
+inline void open_parts(constant tqkv__attend_args &args, thread const attend_task &task, uint round, uint parity,
                        thread any_part_values<D> &values)
 {
-    uint base = find_tile(args, task.pages, round).values;
+    uint base = values_of_tile(args, task, round, parity, 0u);
     if (task.simdgroup * uint(TQKV__LONG_VALUES) >= uint(D)) return;
     WITH_CODES(value_format, values, open_part<D, W>(args, task, base, codes));
 }
@@ -536,19 +563,22 @@ inline void add_rounds(constant tqkv__attend_args &args, thread const attend_tas
 {
     long_walk<D, F> walk;
     walk.newest = newest_of_columns(args, task.first_column);
-    uint round = round_of(rounds, rounds.begin);
+    uint round = round_of(rounds, rounds.begin), parity = 0u;
     open_walk<D, F>(args, task, round, walk);
+    share_round(task, walk.base, parity);
+    if (task.pages.shared_values) threadgroup_barrier(mem_flags::mem_threadgroup);
     while (round < rounds.end) {
         uint next = next_round(rounds, round);
         sum_matrix score[4][F];
         any_part_values<D> values;
         float norms[2][4];
-        uint base = walk.base.values;
+        uint base = task.pages.shared_values ? shared_slots(task.simdgroup, parity) : walk.base.values;
         score_long_tile<D, F>(args, task, rounds, round, next, books, memory, state, walk, score);
-        open_parts<D>(args, task, round, values);
+        open_parts<D>(args, task, round, parity, values);
         if (shares_rights<D>()) load_weight_norms<D, F>(args, task, base, norms);
         store_maxima<F>(task, score);
-        threadgroup_barrier(mem_flags::mem_threadgroup); // and the weights of the round before are used
+        threadgroup_barrier(mem_flags::mem_threadgroup); // and weights and slots of the round before are used
+        share_round(task, walk.base, 1u - parity);
         raise_to_round(task, state);
         weigh_scores(score, state);
         if (shares_rights<D>())
@@ -558,9 +588,10 @@ inline void add_rounds(constant tqkv__attend_args &args, thread const attend_tas
         threadgroup_barrier(mem_flags::mem_threadgroup);
         if (task.simdgroup * uint(TQKV__LONG_VALUES) < uint(D)) {
             WITH_CODES(value_format, values,
-                       add_parts<D, W, F>(args, task, rounds, round, walk.newest, books.values, codes, state));
+                       add_parts<D, W, F>(args, task, rounds, round, parity, walk.newest, books.values, codes, state));
         }
         round = next;
+        parity = 1u - parity;
     }
 }
 

@@ -29,32 +29,31 @@ struct tile_norms {
 };
 
 template <int D>
-inline void load_norms(constant tqkv__attend_args &args, uint format, bool apart, stream_rows rows, uint first,
-                       uint lane, thread float (&norms)[4])
+inline void load_norms(constant tqkv__attend_args &args, thread const page_tables &pages, uint format, bool apart,
+                       stream_rows rows, uint first, thread float (&norms)[4])
 {
     if (!has_norms(format) || !one_norm<D>(format)) return;
-    uint row = tile_row(0, TQKV__MATRIX_ROW(lane));
-    device const float *at = rows.norms + (ulong(first) + ulong(row));
+    uint row = TQKV__MATRIX_ROW(pages.lane);
+    device const float *at = rows.norms + (ulong(first) + ulong(tile_row(0, row)));
     TQKV_UNROLL
     for (int p = 0; p < 4; p++)
-        norms[p] = short_store || apart ? rows.norms[key_slot(args, apart, first, tile_row(p, TQKV__MATRIX_ROW(lane)))]
-                                        : at[8 * p];
+        norms[p] = short_store || apart ? rows.norms[key_slot(args, pages, apart, first, tile_row(p, row))] : at[8 * p];
 }
 
 template <int D>
 inline void load_tile_norms(constant tqkv__attend_args &args, thread const attend_task &task, tile_memory base,
                             thread tile_norms &norms)
 {
-    load_norms<D>(args, key_format, rows_apart(), task.keys, base.keys, task.lane, norms.keys);
+    load_norms<D>(args, task.pages, key_format, rows_apart(), task.keys, base.keys, norms.keys);
     if (same_slots || paged || has_list) {
-        load_norms<D>(args, value_format, rows_apart(), task.values, base.values, task.lane, norms.values);
+        load_norms<D>(args, task.pages, value_format, rows_apart(), task.values, base.values, norms.values);
         return;
     }
     if (!has_norms(value_format) || !one_norm<D>(value_format)) return;
     TQKV_UNROLL
     for (int p = 0; p < 4; p++) {
         uint row = tile_row(p, TQKV__MATRIX_ROW(task.lane));
-        norms.values[p] = task.values.norms[value_slot(args, base.values, row)];
+        norms.values[p] = task.values.norms[value_slot(args, task.pages, base.values, row)];
     }
 }
 
@@ -208,8 +207,8 @@ inline void load_key_chunk(constant tqkv__attend_args &args, thread const attend
     TQKV_UNROLL
     for (int p = 0; p < 4; p++) {
         uint row = tile_row(p, TQKV__MATRIX_ROW(task.lane));
-        load_codes<D, W, N>(part.format, key_codes(args, part.apart, part.rows.codes, bytes, base, row), first,
-                            keys.raw[p]);
+        device const uchar *codes = key_codes(args, task.pages, part.apart, part.rows.codes, bytes, base, row);
+        load_codes<D, W, N>(part.format, codes, first, keys.raw[p]);
     }
 }
 
@@ -279,7 +278,7 @@ inline void load_key_norms(constant tqkv__attend_args &args, thread const attend
 {
     TQKV_UNROLL
     for (int p = 0; p < 4; p++) {
-        uint slot = key_slot(args, part.apart, base, tile_row(p, TQKV__MATRIX_ROW(task.lane)));
+        uint slot = key_slot(args, task.pages, part.apart, base, tile_row(p, TQKV__MATRIX_ROW(task.lane)));
         norms[p] = one_norm<D>(part.format) ? 1.0f : stored_norm<D>(part.format, part.rows, slot, block);
     }
 }
@@ -393,6 +392,7 @@ inline newest_range newest_of_columns(constant tqkv__attend_args &args, uint fir
 template <int D, int F>
 struct matrix_walk {
     tile_steps steps;
+    tile_search search;
     tile_memory base; // of the next tile
     newest_range newest;
     any_key_batch<D, F> keys; // of that tile
@@ -541,7 +541,8 @@ inline void load_value_chunk(constant tqkv__attend_args &args, thread const atte
     TQKV_UNROLL
     for (int i = 0; i < 4; i++) {
         uint k = TQKV__MATRIX_COLUMN(task.lane) + uint(i % 2), row = tile_row(2 * int(half_tile) + i / 2, k);
-        load_codes<D, W, N>(value_format, value_codes(args, task.values.codes, bytes, base, row), first, values.raw[i]);
+        device const uchar *codes = value_codes(args, task.pages, task.values.codes, bytes, base, row);
+        load_codes<D, W, N>(value_format, codes, first, values.raw[i]);
     }
 }
 
@@ -608,7 +609,7 @@ inline void scale_weights(constant tqkv__attend_args &args, thread const attend_
         float scale = scale_of_norm<D>(value_format, norms.values[p], args.value_block_scale);
         if (!one_norm<D>(value_format))
             scale = stored_scale<D>(value_format, task.values,
-                                    value_slot(args, base, tile_row(p, TQKV__MATRIX_ROW(task.lane))), block,
+                                    value_slot(args, task.pages, base, tile_row(p, TQKV__MATRIX_ROW(task.lane))), block,
                                     args.value_block_scale);
         TQKV_UNROLL
         for (int f = 0; f < F; f++) {
@@ -728,7 +729,7 @@ inline void add_matrix_tiles(constant tqkv__attend_args &args, thread const atte
         uint tile = walk.steps.tile;
         tile_memory base = walk.base;
         next_tile(walk.steps, task.n_simdgroups);
-        walk.base = find_tile(args, task.pages, walk.steps.tile);
+        walk.base = find_next(args, task.pages, walk.steps, task.n_simdgroups, walk.search);
         bool whole = sees_whole_tile(args, tile, walk.newest);
         tile_norms norms;
         next_tile_norms<D, F>(args, task, base, walk.base, walk.norms, norms);
@@ -754,7 +755,7 @@ inline void attend_by_matrices(constant tqkv__attend_args &args, thread const at
     matrix_state<D, F> state;
     matrix_walk<D, F> walk;
     walk.steps = open_steps(args, seen, own, task.simdgroup, task.n_simdgroups);
-    walk.base = find_tile(args, task.pages, walk.steps.tile);
+    walk.base = find_first(args, task.pages, walk.steps, task.n_simdgroups, walk.search);
     walk.newest = newest_of_columns(args, task.first_column);
     open_key_batch<D, F>(args, task, first_part(args, task), walk.base.keys, walk.keys);
     if (HOLDS_NORMS(F)) load_tile_norms<D>(args, task, walk.base, walk.norms);

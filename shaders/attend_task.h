@@ -87,6 +87,14 @@ inline uint blocks_of_rows(constant tqkv__attend_args &args)
     return (uint(args.n_queries) * uint(args.group) + each - 1u) / each;
 }
 
+// Gives the simdgroup its memory of slots, behind the states of C columns each.
+inline void open_slots(uint C, thread attend_task &task)
+{
+    threadgroup float *behind = task.states + task.n_simdgroups * uint(TQKV__STATE_BYTES(C) / 4);
+    task.pages.shared = task.pages.shared_values = true;
+    task.pages.slots = (threadgroup uint *)behind + task.simdgroup * uint(TQKV__SLOT_BYTES(slot_lists()) / 4);
+}
+
 // Blocks of rows and splits count from the last. Those have the most to do, and none begins when the others are done.
 inline void open_place(constant tqkv__attend_args &args, uint block, uint split, thread attend_task &task)
 {

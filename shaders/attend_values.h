@@ -82,7 +82,7 @@ inline void load_value_step(constant tqkv__attend_args &args, thread const atten
     const uint block = norm_block<D>(value_format), bytes = row_bytes<D>(value_format);
     stream_rows values = task.values;
     uint row = value_row_of_lane<D>(number, task.lane);
-    device const uchar *codes = value_codes(args, values.codes, bytes, base, row);
+    device const uchar *codes = value_codes(args, task.pages, values.codes, bytes, base, row);
     TQKV_UNROLL
     for (int j = 0; j < VALUE_PIECES(D); j++) {
         uint part = min(task.lane % uint(VALUE_LANES(D)), uint(LANE_SPAN(D)) - 1u);
@@ -90,8 +90,8 @@ inline void load_value_step(constant tqkv__attend_args &args, thread const atten
         load_codes<D, W, 8>(value_format, codes, first, step.raw[j]);
         step.scale[j] = 1.0f;
         if (!one_norm<D>(value_format))
-            step.scale[j] = stored_scale<D>(value_format, values, value_slot(args, base, row), first / block,
-                                            args.value_block_scale);
+            step.scale[j] = stored_scale<D>(value_format, values, value_slot(args, task.pages, base, row),
+                                            first / block, args.value_block_scale);
     }
 }
 

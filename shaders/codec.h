@@ -130,6 +130,33 @@ inline threadgroup uint2 *cell_at(threadgroup uint2 *cells, uint byte)
     return (threadgroup uint2 *)((threadgroup uchar *)cells + byte);
 }
 
+// Around a value whose code may be one of two neighbours: what decides between them, and their centroids.
+struct crossing {
+    float boundary, low, high;
+};
+
+// In threadgroup memory, behind the boundaries of a codebook of up to 4 bits: entry i for codes i - 1 and i. The first
+// and the last code have no other beyond them.
+inline threadgroup float4 *crossing_at(threadgroup uint2 *cells, uint i)
+{
+    return (threadgroup float4 *)cells + 4u + i;
+}
+
+// A barrier must follow.
+inline void load_crossings(uint bits, threadgroup uint2 *cells, uint thread_index, uint n_threads)
+{
+    uint last = (1u << bits) - 1u;
+    constant float *boundaries = TQKV__BOUNDARIES(bits), *centroids = TQKV__CODEBOOK(bits);
+    for (uint i = thread_index; i <= last + 1u; i += n_threads) {
+        float4 entry;
+        entry.x = i == 0 ? -INFINITY : i > last ? INFINITY : boundaries[i - 1u];
+        entry.y = centroids[max(i, 1u) - 1u];
+        entry.z = centroids[min(i, last)];
+        entry.w = 0.0f;
+        *crossing_at(cells, i) = entry;
+    }
+}
+
 // x of a cell: the bits of its boundary, or of the next boundary above it. y: the number of boundaries below that one.
 // For guesses by a line all boundaries. A barrier must follow.
 inline void load_cells(uint format, threadgroup uint2 *cells, uint thread_index, uint n_threads)
@@ -160,16 +187,18 @@ struct quantiser {
     threadgroup const float *boundaries; // in their place
     threadgroup const float *centroids;
     float boundary, centroid; // of this lane
+    crossing around;          // likewise, after open_crossings: the lane's number is that of the entry
 };
 
 // Call it after load_cells, load_codebook and a barrier.
 inline quantiser open_quantiser(uint format, threadgroup uint2 *cells, threadgroup const float *centroids, uint lane)
 {
-    quantiser result = {cells, (threadgroup const float *)cells, centroids, 0.0f, 0.0f};
+    quantiser result = {cells, (threadgroup const float *)cells, centroids, 0.0f, 0.0f, {0.0f, 0.0f, 0.0f}};
     uint bits = codebook_bits(format), code = lane & ((1u << bits) - 1u);
     if (bits == 0 || !is_shuffled(bits)) return result;
     result.centroid = centroids[code];
-    if (guessed_by_line(bits)) result.boundary = result.boundaries[min(code, (1u << bits) - 2u)];
+    if (!guessed_by_line(bits)) return result;
+    result.boundary = result.boundaries[min(code, (1u << bits) - 2u)];
     return result;
 }
 
@@ -189,12 +218,45 @@ inline uint quantise(float v, uint bits, thread const quantiser &book)
     return cell.y + (as_type<float>(cell.x) < v ? 1u : 0u);
 }
 
+// The centroid of a code as quantise returns it. All lanes of the simdgroup must come here together.
+inline float centroid_of_code(uint code, uint bits, thread const quantiser &book)
+{
+    if (is_shuffled(bits)) return simd_shuffle(book.centroid, TQKV_LANE_NUMBER(code));
+    return book.centroids[code & ((1u << bits) - 1u)];
+}
+
 // The centroid of a value's code. All lanes of the simdgroup must come here together.
 inline float centroid_of_value(float v, uint bits, thread const quantiser &book)
 {
-    uint code = quantise(v, bits, book);
-    if (is_shuffled(bits)) return simd_shuffle(book.centroid, TQKV_LANE_NUMBER(code));
-    return book.centroids[code & ((1u << bits) - 1u)];
+    return centroid_of_code(quantise(v, bits, book), bits, book);
+}
+
+inline crossing crossing_of_entry(threadgroup const float4 *at)
+{
+    float4 entry = *at;
+    crossing result = {entry.x, entry.y, entry.z};
+    return result;
+}
+
+// Call it after load_crossings and a barrier.
+inline void open_crossings(uint bits, uint lane, thread quantiser &book)
+{
+    if (is_shuffled(bits)) book.around = crossing_of_entry(crossing_at(book.cells, min(lane, 1u << bits)));
+}
+
+// The two codes that v, with a factor that makes it larger than v * factor but beyond one boundary at most, may have;
+// for a codebook of up to 4 bits. All lanes of the simdgroup must come here together.
+inline crossing crossing_of(float v, float factor, uint bits, thread const quantiser &book)
+{
+    uint code = quantise(v * factor, bits, book);
+    uint i = as_type<uint>(as_type<float>(code) + (v > 0.0f ? 1.0f : 0.0f)); // away from 0
+    if (is_shuffled(bits)) {
+        crossing result = {simd_shuffle(book.around.boundary, TQKV_LANE_NUMBER(i)),
+                           simd_shuffle(book.around.low, TQKV_LANE_NUMBER(i)),
+                           simd_shuffle(book.around.high, TQKV_LANE_NUMBER(i))};
+        return result;
+    }
+    return crossing_of_entry(crossing_at(book.cells, i & 31u));
 }
 
 // Round half to even, clamped to +-127. NaN, which only an overflow makes, becomes 127.

@@ -31,6 +31,12 @@ using namespace metal;
 #define TQKV_CHEAP_SHUFFLE false
 #endif
 
+// Whether attend_matrix reads the slots of rows that lie apart from threadgroup memory, as attend does. Else its lanes
+// ask each other by shuffles.
+#ifndef TQKV_SHARED_MATRIX_SLOTS
+#define TQKV_SHARED_MATRIX_SLOTS true
+#endif
+
 // Byte i of a word, with its sign. Metal's compiler is shown the conversion of a byte, which Apple's GPUs make from
 // where it lies in a word, while shifts take turns of a unit that conversions need, too.
 // A shim for hardware that has no such conversion shifts.

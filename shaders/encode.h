@@ -10,12 +10,13 @@
 //   piece 2   32 .. 35   36 .. 39   40 .. 43   44 .. 47
 //   piece 3   48 .. 51   52 .. 55   56 .. 59   60 .. 63
 //
-// A part is longer than a piece from D = 256 on: 2 or 4 neighbouring lanes share it, and each continues the sum of the one
-// before. Sums of parts are added in pairs, first over the lanes, then over the pieces. In the first step over the lanes, 0
-// gives 1 its sums of pieces 2 and 3 and takes those of 0 and 1, and so on: lane l ends with that of one block, own_block(l).
+// A part is longer than a piece from D = 256 on: 2 or 4 neighbouring lanes share it, and each continues the sum of the
+// one before. Sums of parts are added in pairs, first over the lanes, then over the pieces. In the first step over the
+// lanes, 0 gives 1 its sums of pieces 2 and 3 and takes those of 0 and 1, and so on: lane l ends with that of one
+// block, own_block(l).
 //
-// Letters: L lanes of a row, J pieces of a lane, C values of a piece, E of them that belong to one part, S lanes that share a
-// part, N values of a lane.
+// Letters: L lanes of a row, J pieces of a lane, C values of a piece, E of them that belong to one part, S lanes that
+// share a part, N values of a lane.
 #ifndef TQKV_ENCODE_H
 #define TQKV_ENCODE_H
 #include "codec.h"
@@ -24,13 +25,16 @@
 inline bool is_finite(float x) { return (as_type<uint>(x) & 0x7f800000u) != 0x7f800000u; }
 
 // A lane takes 16 values, or 32 from head_dim 256 on: most stages of the transform then stay in the lane. In pieces of
-// four values the loads are dense. With a matrix a lane takes one value of each subrow for the rotation; then threadgroup
-// memory gives it as many neighbours: whole parts, one piece.
+// four values the loads are dense. With a matrix a lane takes one value of each subrow for the rotation; then
+// threadgroup memory gives it as many neighbours: whole parts, one piece.
 #define ENCODE_LANES(D)  (TQKV__HAS_MATRIX(D) ? TQKV__ROW_LANES(D) : (D) <= 128 ? (D) / 16 : (D) / 32)
 #define ENCODE_PIECE(D)  (TQKV__HAS_MATRIX(D) ? TQKV__MATRIX_ORDER(D) : (D) <= 512 ? 4 : 8)
 #define ENCODE_VALUES(D) ((D) / ENCODE_LANES(D))
 #define ENCODE_PIECES(D) TQKV_PIECES(D, ENCODE_LANES(D), ENCODE_PIECE(D))
 #define ROTATED_PIECE(D) (TQKV__HAS_MATRIX(D) ? 1 : ENCODE_PIECE(D))
+
+// Whether a lane has registers for its part of the next row, and of the centre, besides that of a row.
+#define HOLDS_ROWS(D) (ENCODE_VALUES(D) <= 20)
 
 // Values of a part, and lanes that share one.
 #define PART_VALUES(D) ((D) / TQKV__NORM_LANES(D))
@@ -129,8 +133,8 @@ inline void share_blocks(float own, uint lane, thread float *all)
     }
 }
 
-// The sum of a piece's numbers, C of them. A part is added up in order, by one lane after the other, and then the parts of the
-// lane are added in pairs.
+// The sum of a piece's numbers, C of them. A part is added up in order, by one lane after the other, and then the parts
+// of the lane are added in pairs.
 template <int D>
 inline float sum_of_piece(thread const float *numbers)
 {
@@ -219,8 +223,8 @@ inline float normalise(uint format, float block_scale, uint lane, thread float *
     return norm;
 }
 
-// Quantising shortens a row by its error. The stored norm makes the decoded row as long as the row was. squares: the sum of
-// those of the centroids in the lane's own block
+// Quantising shortens a row by its error. The stored norm makes the decoded row as long as the row was. squares: the
+// sum of those of the centroids in the lane's own block
 template <int D>
 inline float corrected_norm(float block_scale, float squares, float norm)
 {
@@ -256,8 +260,8 @@ inline void store_bits(device uchar *to, thread const uint *words)
     }
 }
 
-// The rows of a simdgroup: TQKV__ENCODE_ROWS(D) tokens of one head, whose centre and scales it loads once. Neighbouring simdgroups
-// have neighbouring heads.
+// The rows of a simdgroup: TQKV__ENCODE_ROWS(D) tokens of one head, whose centre and scales it loads once. Neighbouring
+// simdgroups have neighbouring heads.
 struct encode_range {
     uint head, begin, end; // tokens
 };
@@ -297,8 +301,8 @@ inline void store_pairs(thread uint *words, thread const encode_place &at, devic
         ((device uint *)field)[uint(j * ENCODE_LANES(D) / 2) + lowest_bit_up<ENCODE_LANES(D)>(at.lane)] = words[j];
 }
 
-// Packs BITS bits, from bit `low` on, of each code into a field of the row. whole: the codes have no other bits but those
-// of `offset` above them, so nothing is masked.
+// Packs BITS bits, from bit `low` on, of each code into a field of the row. whole: the codes have no other bits but
+// those of `offset` above them, so nothing is masked.
 template <int D, int BITS>
 inline void store_field(thread const uint *codes, uint low, bool whole, uint offset, thread const encode_place &at,
                         device uchar *field)
@@ -388,28 +392,153 @@ inline block_fit fit_of(uint bits, float factor, thread const quantiser &book, u
     return fit;
 }
 
-// Of the format's factors the one whose codes fit the lane's own block best: the part of the block's length that lies along
-// them is the largest. The first of equal ones, and the first of all if there is a NaN. squares: of the best codes
+// Whether sums in another order, which take fewer instructions, show first which factors may be the best. With more
+// bits look-ups take most of the time, and factors are so close to each other that few are ruled out. With many values
+// a lane the loop is too long.
+template <int D>
+inline bool tries_roughly(uint bits)
+{
+    return (bits == 3 || bits == 4) && HOLDS_ROWS(D);
+}
+
+// After load_cells. A barrier must follow.
+template <int D>
+inline void load_crossings(uint format, threadgroup uint2 *cells, uint thread_index, uint n_threads)
+{
+    uint bits = codebook_bits(format);
+    if (tries_roughly<D>(bits)) load_crossings(bits, cells, thread_index, n_threads);
+}
+
+// Call it after load_cells, load_codebook, load_crossings and a barrier.
+template <int D>
+inline quantiser open_encoder(uint format, threadgroup uint2 *cells, threadgroup const float *centroids, uint lane)
+{
+    quantiser book = open_quantiser(format, cells, centroids, lane);
+    if (tries_roughly<D>(codebook_bits(format))) open_crossings(codebook_bits(format), lane, book);
+    return book;
+}
+
+// Both sums of all lanes for a factor, as they come out of fused additions.
+struct rough_fit {
+    float squares[TQKV__MOST_FACTORS], products[TQKV__MOST_FACTORS];
+};
+
+template <int D>
+inline void add_rough_fits(uint bits, thread const quantiser &book, thread const float *x, thread rough_fit &fit)
+{
+    constant float *factors = TQKV__FACTORS(bits);
+    TQKV_UNROLL
+    for (int f = 0; f < TQKV__MOST_FACTORS; f++) fit.squares[f] = fit.products[f] = 0.0f;
+    TQKV_UNROLL
+    for (int i = 0; i < ENCODE_VALUES(D); i++) {
+        crossing around = crossing_of(x[i], TQKV__LEAST_CROSSING(bits), bits, book);
+        TQKV_UNROLL
+        for (int f = 0; f < TQKV__MOST_FACTORS; f++) {
+            float v = x[i] * factors[f], centroid;
+            if (factors[f] >= TQKV__LEAST_CROSSING(bits))
+                centroid = around.boundary < v ? around.high : around.low;
+            else
+                centroid = centroid_of_value(v, bits, book);
+            fit.squares[f] = fma(centroid, centroid, fit.squares[f]);
+            fit.products[f] = fma(x[i], centroid, fit.products[f]);
+        }
+    }
+    TQKV_UNROLL
+    for (int f = 0; f < TQKV__MOST_FACTORS; f++) {
+        TQKV_UNROLL
+        for (int distance = 1; distance < ENCODE_LANES(D); distance *= 2) {
+            fit.squares[f] += simd_shuffle_xor(fit.squares[f], ushort(distance));
+            fit.products[f] += simd_shuffle_xor(fit.products[f], ushort(distance));
+        }
+    }
+}
+
+// By how much, in units of 2^-24, rough sums and those of the format may together mistake the shares of two factors.
+// All terms are positive, so each sum errs by as many units as a term is rounded, and a share is a square by a sum.
+#define ROUGH_UNITS(D) (6 * (ENCODE_VALUES(D) + PART_VALUES(D) + 10) + 16)
+
+// Bit f: factor f may be the best.
+template <int D>
+inline uint possible_factors(uint bits, thread const quantiser &book, thread const float *x)
+{
+    const float least = 1.0f - float(ROUGH_UNITS(D)) / 16777216.0f;
+    rough_fit fit;
+    add_rough_fits<D>(bits, book, x, fit);
+    float square = fit.products[0] * fit.products[0], squares = fit.squares[0]; // of the best
+    TQKV_UNROLL
+    for (int f = 1; f < TQKV__MOST_FACTORS; f++) {
+        float own = fit.products[f] * fit.products[f];
+        bool better = own * squares > square * fit.squares[f];
+        square = better ? own : square;
+        squares = better ? fit.squares[f] : squares;
+    }
+    bool ordinary = square > 1e-15f && square < 1e15f; // no product of these overflows, and none is of denormal numbers
+    uint possible = 0;
+    TQKV_UNROLL
+    for (int f = 0; f < TQKV__MOST_FACTORS; f++) {
+        bool worse = fit.products[f] * fit.products[f] * squares < square * least * fit.squares[f];
+        possible |= ordinary && worse ? 0u : 1u << f;
+    }
+    return possible;
+}
+
+// Of the format's factors the one whose codes fit the lane's own block best: the part of the block's length that lies
+// along them is the largest. The first of equal ones, and the first of all if there is a NaN. squares: of the best
+// codes, unless factors are tried roughly
 template <int D>
 inline float best_factor(uint bits, thread const quantiser &book, uint lane, thread const float *x,
                          thread float &squares)
 {
     constant float *factors = TQKV__FACTORS(bits);
+    uint possible = (1u << TQKV__N_FACTORS(bits)) - 1u;
     float best = factors[0], most = 0.0f;
+    bool began = false;
+    if (tries_roughly<D>(bits)) {
+        possible = possible_factors<D>(bits, book, x);
+        bool several = true;
+        TQKV_UNROLL
+        for (int f = 0; f < TQKV__MOST_FACTORS; f++) {
+            bool alone = possible == 1u << f;
+            best = alone ? factors[f] : best;
+            several = several && !alone;
+        }
+        possible = several ? possible : 0u; // of one there is nothing to try
+    }
     for (uint i = 0; i < uint(TQKV__N_FACTORS(bits)); i++) {
+        bool own = (possible >> i & 1u) != 0;
         float factor = factors[i];
+        if (tries_roughly<D>(bits) && !simd_any(own)) continue;
         block_fit fit = fit_of<D>(bits, factor, book, lane, x);
         float share = fit.products * fit.products / fit.squares;
-        bool better = i == 0 || share > most;
+        bool better = own && (!began || share > most);
         best = better ? factor : best;
         most = better ? share : most;
         squares = better ? fit.squares : squares;
+        began = began || own;
     }
     return best;
 }
 
-// The codes of the lane's values. Returns the sum of the squares of their centroids in the lane's own block, 0 without a codebook.
-// All lanes come here together; those whose row does not exist store nothing. row: in the store
+// The sum of the squares of the codes' centroids in the lane's own block. All lanes come here together.
+template <int D>
+inline float squares_of_codes(uint bits, thread const quantiser &book, uint lane, thread const uint *codes)
+{
+    float squares[ENCODE_PIECES(D)];
+    TQKV_UNROLL
+    for (int j = 0; j < ENCODE_PIECES(D); j++) {
+        float square[ENCODE_PIECE(D)];
+        TQKV_UNROLL
+        for (int i = 0; i < ENCODE_PIECE(D); i++) {
+            float centroid = centroid_of_code(codes[j * ENCODE_PIECE(D) + i], bits, book);
+            square[i] = centroid * centroid;
+        }
+        squares[j] = sum_of_piece<D>(square);
+    }
+    return sum_of_block<D>(lane, squares);
+}
+
+// The codes of the lane's values. Returns the sum of the squares of their centroids in the lane's own block, 0 without
+// a codebook. All lanes come here together; those whose row does not exist store nothing. row: in the store
 template <int D>
 inline float store_codes(uint format, thread const encode_target &target, thread const encode_place &at,
                          device uchar *row, thread float *x)
@@ -421,11 +550,13 @@ inline float store_codes(uint format, thread const encode_target &target, thread
         store_halves<D>(at, x, row);
         return squares;
     }
-    if (has_codebook(format))
-        scale_blocks<D, NORM_BLOCK(D)>(best_factor<D>(bits, target.book, at.lane, x, squares), at.lane, x);
+    bool searches = has_codebook(format) && TQKV__N_FACTORS(bits) > 1; // else the one factor is 1
+    if (searches) scale_blocks<D, NORM_BLOCK(D)>(best_factor<D>(bits, target.book, at.lane, x, squares), at.lane, x);
     TQKV_UNROLL
     for (int i = 0; i < N; i++)
         codes[i] = has_codebook(format) ? quantise(x[i], bits, target.book) : quantise_grid(x[i]);
+    if (has_codebook(format) && (!searches || tries_roughly<D>(bits)))
+        squares = squares_of_codes<D>(bits, target.book, at.lane, codes);
     bool whole = upper_bits(format) == 0;
     uint offset = has_codebook(format) ? code_offset(bits) : 0u;
     if (main_bits(format) == 2) store_field<D, 2>(codes, 0u, whole, offset, at, row);
@@ -450,7 +581,7 @@ template <int D>
 inline row_signs<D> open_signs(uint lane)
 {
     row_signs<D> signs;
-    signs.bits = lane_signs<D, ENCODE_LANES(D), ROTATED_PIECE(D)>(lane);
+    signs.bits = lane_signs<D, ENCODE_LANES(D), ROTATED_PIECE(D), ROTATED_PIECE(D)>(lane);
     TQKV_UNROLL
     for (int i = 0; i < 16; i++) signs.factor[i] = as_type<float>(0x3f800000u | (signs.bits >> i & 1u) << 31);
     return signs;
@@ -535,37 +666,64 @@ inline void load_channels(thread const encode_source &source, device const float
         load_pieces<D, L, ENCODE_PIECE(D)>(from, lane, x);
 }
 
-// The centre of the lane's values, and what they are then multiplied by: as in tqkv_encode a rounded reciprocal.
+// The centre of the lane's values, and what they are then multiplied by: as in tqkv_encode a rounded reciprocal, here
+// with the sign that the rotation gives the value.
 template <int D>
 struct row_channels {
     float center[ENCODE_VALUES(D)], factor[ENCODE_VALUES(D)];
 };
 
 template <int D>
-inline void open_channels(thread const encode_source &source, uint head, uint lane, thread row_channels<D> &channels)
+inline void open_center(thread const encode_source &source, uint head, uint lane, thread row_channels<D> &channels)
 {
-    if (source.centered) load_channels<D>(source, source.center, head, lane, channels.center);
-    if (!source.scaled) return;
-    load_channels<D>(source, source.scale, head, lane, channels.factor);
-    TQKV_UNROLL
-    for (int i = 0; i < ENCODE_VALUES(D); i++) channels.factor[i] = 1.0f / channels.factor[i];
+    if (source.centered) load_channels<D>(source, source.center, head, lane % uint(ENCODE_LANES(D)), channels.center);
 }
 
+// Divisions are long. Rows that lie side by side have the same channels: where shuffles are cheap, their lanes share
+// the divisions out. lane: of the simdgroup
 template <int D>
-inline void rotate_source(thread const row_signs<D> &signs, uint lane, thread float *x)
+inline void open_factors(thread const encode_source &source, thread const row_signs<D> &signs, uint head, uint lane,
+                         thread row_channels<D> &channels)
 {
-    if (HAS_SIGN_FACTORS(D))
-        rotate_by_factors<D>(x, lane, signs.factor);
-    else
-        rotate_values<D, ENCODE_LANES(D), ROTATED_PIECE(D)>(x, lane, signs.bits);
+    const int L = ENCODE_LANES(D), N = ENCODE_VALUES(D), ROWS = 32 / L, OWN = (N + ROWS - 1) / ROWS;
+    const uint C = !TQKV__HAS_MATRIX(D) || source.rotated ? uint(ROTATED_PIECE(D)) : uint(ENCODE_PIECE(D));
+    uint part = lane % uint(L), row = lane / uint(L);
+    if (!source.scaled) return;
+    if (TQKV_CHEAP_SHUFFLE) {
+        float own[OWN];
+        TQKV_UNROLL
+        for (int i = 0; i < OWN; i++) {
+            uint n = min(uint(i * ROWS) + row, uint(N - 1));
+            own[i] = 1.0f / source.scale[row_offset(head, D) + ulong((n / C * uint(L) + part) * C + n % C)];
+        }
+        TQKV_UNROLL
+        for (int i = 0; i < N; i++) channels.factor[i] = simd_shuffle(own[i / ROWS], ushort(uint(i % ROWS * L) + part));
+    } else {
+        load_channels<D>(source, source.scale, head, part, channels.factor);
+        TQKV_UNROLL
+        for (int i = 0; i < N; i++) channels.factor[i] = 1.0f / channels.factor[i];
+    }
+    if (source.rotated) flip_signs<N>(channels.factor, signs.bits);
 }
 
-// Whether a lane has registers for its part of the next row, and of the channels, besides that of a row.
-#define HOLDS_ROWS(D) (ENCODE_VALUES(D) <= 20)
+// Factors of channels have given x its signs.
+template <int D>
+inline void rotate_source(thread const encode_source &source, thread const row_signs<D> &signs, uint lane,
+                          thread float *x)
+{
+    if (source.scaled) {
+        hadamard<D, ENCODE_LANES(D), ROTATED_PIECE(D)>(x, lane);
+        scale_values<ENCODE_VALUES(D)>(x, TQKV__INV_SQRT(D));
+    } else if (HAS_SIGN_FACTORS(D)) {
+        rotate_by_factors<D>(x, lane, signs.factor);
+    } else {
+        rotate_values<D, ENCODE_LANES(D), ROTATED_PIECE(D)>(x, lane, signs.bits);
+    }
+}
 
-// The first steps: centres, scales and rotates. Every value of a rotated row is a sum over the row, so one value shows that there
-// may be a NaN or Inf. Then the row is loaded again, checked itself, which raises the flag, and rotated: by the same code,
-// which is long. x: as load_source has loaded it; lane: of the simdgroup
+// The first steps: centres, scales and rotates. Every value of a rotated row is a sum over the row, so one value shows
+// that there may be a NaN or Inf. Then the row is loaded again, checked itself, which raises the flag, and rotated: by
+// the same code, which is long. x: as load_source has loaded it; lane: of the simdgroup
 template <int D>
 inline void prepare_row(thread const encode_source &source, thread const row_signs<D> &signs, ulong from, uint head,
                         uint lane, thread row_channels<D> &channels, thread float *x)
@@ -580,13 +738,13 @@ inline void prepare_row(thread const encode_source &source, thread const row_sig
             if (cleared && source.has_flag && part == 0)
                 atomic_store_explicit(source.not_finite, 1u, memory_order_relaxed);
         }
-        if (!HOLDS_ROWS(D)) open_channels<D>(source, head, part, channels);
+        if (!HOLDS_ROWS(D)) open_center<D>(source, head, lane, channels);
         TQKV_UNROLL
         for (int i = 0; i < ENCODE_VALUES(D); i++) {
             if (source.centered) x[i] = cleared ? x[i] : x[i] - channels.center[i];
             if (source.scaled) x[i] = x[i] * channels.factor[i];
         }
-        if (source.rotated) rotate_source<D>(signs, part, x);
+        if (source.rotated) rotate_source<D>(source, signs, part, x);
         again = !checks && simd_any(!is_finite(x[0]));
         checks = true;
     }
@@ -607,8 +765,9 @@ inline void store_norms(uint format, float block_scale, ulong to, thread const e
         store_norm<D, MAXIMUM_BLOCK(D)>(norm, at.lane, norms);
 }
 
-// A simdgroup encodes its rows, 32 / L at a time. Lanes without a row repeat the last one and store nothing. A lane asks for its
-// part of the next row as soon as it has registers for it: after the rotation or after the codes. number: of the simdgroup
+// A simdgroup encodes its rows, 32 / L at a time. Lanes without a row repeat the last one and store nothing. A lane
+// asks for its part of the next row as soon as it has registers for it: after the rotation or after the codes. number:
+// of the simdgroup
 template <int D>
 inline void encode_rows(constant tqkv__rows_args &args, thread const encode_source &source,
                         thread const encode_target &target, uint number, uint lane)
@@ -623,7 +782,8 @@ inline void encode_rows(constant tqkv__rows_args &args, thread const encode_sour
     if (range.begin >= range.end) return;
     ulong from = source_offset(args, min(at.token, last), range.head);
     load_source<D>(source, from, at.lane, next);
-    if (HOLDS_ROWS(D)) open_channels<D>(source, range.head, at.lane, channels);
+    if (HOLDS_ROWS(D)) open_center<D>(source, range.head, lane, channels);
+    open_factors<D>(source, signs, range.head, lane, channels);
     for (uint first = range.begin; first < range.end; first += uint(ROWS)) {
         ulong own = from;
         float x[N];
@@ -654,7 +814,8 @@ inline void probe_rows(constant tqkv__rows_args &args, thread const encode_sourc
     row_signs<D> signs = open_signs<D>(part);
     row_channels<D> channels;
     if (range.begin >= range.end) return;
-    if (HOLDS_ROWS(D)) open_channels<D>(source, range.head, part, channels);
+    if (HOLDS_ROWS(D)) open_center<D>(source, range.head, lane, channels);
+    open_factors<D>(source, signs, range.head, lane, channels);
     for (uint first = range.begin; first < range.end; first += uint(ROWS)) {
         float x[ENCODE_VALUES(D)];
         uint own = first + lane / uint(L), existing = min(own, uint(args.n_tokens) - 1u);

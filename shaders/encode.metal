@@ -30,10 +30,11 @@ constant bool paged [[function_constant(TQKV_FC_PAGES)]];
     { \
         load_cells(stream_format, cells, thread_index, n_simdgroups * 32u); \
         load_codebook(stream_format, centroids, thread_index, n_simdgroups * 32u); \
+        load_crossings<D>(stream_format, cells, thread_index, n_simdgroups * 32u); \
         threadgroup_barrier(mem_flags::mem_threadgroup); \
         encode_source source = {stream_format, row_type, rotated, centered, with_scale, args.has_flag != 0, rows, center, \
                                 scale, space_of_simdgroup<D>(space, simdgroup), not_finite}; \
-        encode_target target = {codes, norms, open_quantiser(stream_format, cells, centroids, lane), paged, pages}; \
+        encode_target target = {codes, norms, open_encoder<D>(stream_format, cells, centroids, lane), paged, pages}; \
         encode_rows<D>(args, source, target, group.x * n_simdgroups + simdgroup, lane); \
     }
 // clang-format on

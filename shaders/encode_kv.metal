@@ -46,16 +46,18 @@ constant bool value_paged [[function_constant(TQKV_FC_VALUE_PAGES)]];
         uint number = group.x * n_simdgroups + simdgroup; \
         load_cells(group.z == 0 ? key_format : value_format, cells, thread_index, n_simdgroups * 32u); \
         load_codebook(group.z == 0 ? key_format : value_format, centroids, thread_index, n_simdgroups * 32u); \
+        if (group.z == 0) load_crossings<D>(key_format, cells, thread_index, n_simdgroups * 32u); \
+        else load_crossings<V>(value_format, cells, thread_index, n_simdgroups * 32u); \
         threadgroup_barrier(mem_flags::mem_threadgroup); \
         if (group.z == 0) { \
             encode_source source = {key_format, row_type, key_rotated, key_centered, key_scaled, key_args.has_flag != 0, keys, \
                                     key_center, key_scale, space_of_simdgroup<D>(space, simdgroup), not_finite}; \
-            encode_target target = {key_codes, key_norms, open_quantiser(key_format, cells, centroids, lane), paged, key_pages}; \
+            encode_target target = {key_codes, key_norms, open_encoder<D>(key_format, cells, centroids, lane), paged, key_pages}; \
             encode_rows<D>(key_args, source, target, number, lane); \
         } else { \
             encode_source source = {value_format, value_type, value_rotated, value_centered, value_scaled, value_args.has_flag != 0, \
                                     values, value_center, value_scale, space_of_simdgroup<V>(space, simdgroup), not_finite}; \
-            encode_target target = {value_codes, value_norms, open_quantiser(value_format, cells, centroids, lane), value_paged, value_pages}; \
+            encode_target target = {value_codes, value_norms, open_encoder<V>(value_format, cells, centroids, lane), value_paged, value_pages}; \
             encode_rows<V>(value_args, source, target, number, lane); \
         } \
     }

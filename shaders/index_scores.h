@@ -179,7 +179,7 @@ inline void score_tiles(constant tqkv__index_args &call, thread const attend_tas
             if (tile >= tiles) continue;
             sum_matrix score[4][F];
             float norms[4];
-            load_norms<D>(call.keys, key_format, rows_apart(), task.keys, slots.now, task.lane, norms);
+            load_norms<D>(call.keys, task.pages, key_format, rows_apart(), task.keys, slots.now, norms);
             score_index_tile<D, W, F>(call, task, slots, book, turn, keys, score);
             add_heads<D, F>(call, task, first_pass, norms, memory, score, scores + tile * 32u);
             slots.now = slots.next;

@@ -33,6 +33,7 @@
         task.scale = scale; \
         task.pages.keys = pages; \
         task.pages.lane = lane; \
+        task.pages.shared = task.pages.shared_values = false; \
         task.tables = tables; \
         task.queries = queries; \
         task.kept = states; \

@@ -78,15 +78,15 @@ inline void hadamard(thread float *x, uint lane)
     hadamard_from<D, L, C>(x, lane, 1);
 }
 
-// Bit i is set if x[i] changes its sign.
-template <int D, int L, int C>
+// Bit i is set if x[i] changes its sign. RUN: values whose signs come of one read of their byte, a divisor of C and of 8.
+template <int D, int L, int C, int RUN>
 inline uint lane_signs(uint lane)
 {
     uint signs = 0;
     TQKV_UNROLL
-    for (int i = 0; i < D / L; i++) {
+    for (int i = 0; i < D / L; i += RUN) {
         uint at = value_of_lane<L, C>(lane, i);
-        signs |= ((uint(tqkv__tables.signs[(at & 511u) >> 3]) >> (at & 7u)) & 1u) << i;
+        signs |= ((uint(tqkv__tables.signs[(at & 511u) >> 3]) >> (at & 7u)) & ((1u << RUN) - 1u)) << i;
     }
     return signs;
 }
@@ -127,7 +127,7 @@ inline void unrotate_values(thread float *x, uint lane, uint signs)
 template <int D>
 inline uint signs_of_row(uint lane)
 {
-    return lane_signs<D, TQKV__ROW_LANES(D), TQKV_ROW_PIECE(D)>(lane);
+    return lane_signs<D, TQKV__ROW_LANES(D), TQKV_ROW_PIECE(D), 1>(lane);
 }
 
 template <int D>

@@ -2,7 +2,8 @@
 // oldest resident one. A tile is a range of 32 slots, not of positions, so a ring does not wrap inside a tile. Only the
 // mask knows positions. With page tables a slot here is what it would be in a linear store, and a tile lies in one page:
 // only tile_memory knows where.
-// Pages that end within tiles, and lists, make rows lie anywhere: then each lane knows where one row of the tile is.
+// Pages that end within tiles, and lists, make rows lie anywhere: then each lane finds where one row of the tile is, and
+// all read its slot from threadgroup memory, or ask the lane.
 // With a list of blocks the positions of the blocks have ranks 0, 1, 2 .., and take the slots from list_base on, one after
 // the other: a tile is 32 of these slots, whose rows may lie anywhere. A list of all blocks gives the tiles that there are
 // without one.
@@ -267,45 +268,56 @@ inline bool in_first_section(stretch_range own, uint stretch)
     return stretch / TQKV__SECTION == own.begin / TQKV__SECTION;
 }
 
+// Lists of slots that a tile has where its rows lie apart: of keys and, if they differ, of values and of the tail.
+inline uint slot_lists() { return uint(TQKV__SLOT_LISTS(rows_apart(), same_slots, tail_elsewhere)); }
+
 struct page_tables {
     device const int *keys, *values; // [n_pages]
     listed_blocks list;
     uint lane;
+    bool shared, shared_values; // slots go through `slots`: shuffles by differing lanes are slow on Apple's GPUs
+    threadgroup uint *slots;    // [2][slot_lists()][32]: of two tiles of the simdgroup, one after the other
 };
 
 // Slots in memory of a tile's row 0. That of the values is theirs only where value_slot_of gives the slot itself. Where rows
-// lie apart those of the row with the lane's number; with a list also its position. The tail's: that of the keys or, if it lies
-// elsewhere, that of the row with the lane's number.
+// lie apart those of the row with the lane's number, or after share_slots where their list begins; with a list of blocks
+// also the row's position. The tail's: that of the keys or, if it lies elsewhere, likewise.
 struct tile_memory {
     uint keys, values;
     int position;
     uint tail;
 };
 
-// Slots in memory of a row of a tile. apart: rows_apart() or, of a tail, tail_rows_apart(). All lanes of the simdgroup must come
-// here together.
-inline uint key_slot(constant tqkv__attend_args &args, bool apart, uint base, uint row)
+// Where rows lie apart, the slot of one. All lanes of the simdgroup must come here together.
+inline uint slot_apart(thread const page_tables &pages, bool shared, uint base, uint row)
 {
-    return apart ? simd_shuffle(base, ushort(row)) : base + existing_row(args, row);
+    return shared ? pages.slots[base + row] : simd_shuffle(base, ushort(row));
 }
 
-inline uint value_slot(constant tqkv__attend_args &args, uint base, uint row)
+// Slots in memory of a row of a tile. apart: rows_apart() or, of a tail, tail_rows_apart(). As slot_apart.
+inline uint key_slot(constant tqkv__attend_args &args, thread const page_tables &pages, bool apart, uint base, uint row)
 {
-    return rows_apart() ? simd_shuffle(base, ushort(row)) : value_slot_of(args, base + existing_row(args, row));
+    return apart ? slot_apart(pages, pages.shared, base, row) : base + existing_row(args, row);
+}
+
+inline uint value_slot(constant tqkv__attend_args &args, thread const page_tables &pages, uint base, uint row)
+{
+    if (rows_apart()) return slot_apart(pages, pages.shared_values, base, row);
+    return value_slot_of(args, base + existing_row(args, row));
 }
 
 // Codes of such a row, of `bytes` each. As one sum, so that the part of all rows is computed once.
-inline device const uchar *key_codes(constant tqkv__attend_args &args, bool apart, device const uchar *codes,
-                                     uint bytes, uint base, uint row)
+inline device const uchar *key_codes(constant tqkv__attend_args &args, thread const page_tables &pages, bool apart,
+                                     device const uchar *codes, uint bytes, uint base, uint row)
 {
-    if (apart) return codes + ulong(simd_shuffle(base, ushort(row))) * ulong(bytes);
+    if (apart) return codes + ulong(slot_apart(pages, pages.shared, base, row)) * ulong(bytes);
     return codes + ulong(base) * ulong(bytes) + existing_row(args, row) * bytes;
 }
 
-inline device const uchar *value_codes(constant tqkv__attend_args &args, device const uchar *codes, uint bytes,
-                                       uint base, uint row)
+inline device const uchar *value_codes(constant tqkv__attend_args &args, thread const page_tables &pages,
+                                       device const uchar *codes, uint bytes, uint base, uint row)
 {
-    if (rows_apart() || !(same_slots || paged)) return codes + ulong(value_slot(args, base, row)) * ulong(bytes);
+    if (rows_apart() || !(same_slots || paged)) return codes + ulong(value_slot(args, pages, base, row)) * ulong(bytes);
     return codes + ulong(base) * ulong(bytes) + existing_row(args, row) * bytes;
 }
 
@@ -386,6 +398,57 @@ inline tile_memory find_tile(constant tqkv__attend_args &args, thread const page
     return result;
 }
 
+// The tiles of a simdgroup one after another, where their slots are shared: what lanes found of the one behind the next.
+// So nothing waits for tables and lists when it is stored.
+struct tile_search {
+    tile_memory ahead;
+    uint parity; // of the next tile's memory of slots
+};
+
+inline bool shares_slots(thread const page_tables &pages) { return pages.shared && tail_rows_apart(); }
+
+// Stores what the lanes found of a tile for all to read. parity: 0 or 1, another one than that of the tile before, which
+// may be in use still.
+inline tile_memory share_slots(thread const page_tables &pages, tile_memory found, uint parity)
+{
+    const uint first = parity * slot_lists() * 32u, last = first + (slot_lists() - 1u) * 32u;
+    tile_memory result = found;
+    simdgroup_barrier(mem_flags::mem_threadgroup); // the tile before that one is done
+    if (rows_apart()) {
+        result.keys = result.tail = first;
+        result.values = same_slots ? first : first + 32u;
+        pages.slots[result.keys + pages.lane] = found.keys;
+        if (!same_slots) pages.slots[result.values + pages.lane] = found.values;
+    }
+    if (tail_elsewhere) {
+        result.tail = last;
+        pages.slots[last + pages.lane] = found.tail;
+    }
+    simdgroup_barrier(mem_flags::mem_threadgroup);
+    return result;
+}
+
+// The memory of the next tile.
+inline tile_memory find_next(constant tqkv__attend_args &args, thread const page_tables &pages, tile_steps steps,
+                             uint n_simdgroups, thread tile_search &search)
+{
+    if (!shares_slots(pages)) return find_tile(args, pages, steps.tile);
+    search.parity = 1u - search.parity;
+    tile_memory result = share_slots(pages, search.ahead, search.parity);
+    next_tile(steps, n_simdgroups);
+    search.ahead = find_tile(args, pages, steps.tile);
+    return result;
+}
+
+// Likewise, of the first one.
+inline tile_memory find_first(constant tqkv__attend_args &args, thread const page_tables &pages, tile_steps steps,
+                              uint n_simdgroups, thread tile_search &search)
+{
+    search.parity = 1u;
+    if (shares_slots(pages)) search.ahead = find_tile(args, pages, steps.tile);
+    return find_next(args, pages, steps, n_simdgroups, search);
+}
+
 // The position of row `row` of a tile that was found; newer than all queries if it belongs to another tile.
 inline int position_of_row(constant tqkv__attend_args &args, tile_memory base, uint number, uint row)
 {
@@ -398,12 +461,13 @@ struct tile_place {
     int position; // of the lane's row
 };
 
-inline tile_place open_tile(constant tqkv__attend_args &args, thread const page_tables &pages, uint number, uint row)
+// base: of tile `number`
+inline tile_place open_tile(constant tqkv__attend_args &args, tile_memory base, uint number, uint row)
 {
     tile_place result;
-    result.base = find_tile(args, pages, number);
+    result.base = base;
     result.row = row;
-    result.position = position_of_row(args, result.base, number, row);
+    result.position = position_of_row(args, base, number, row);
     return result;
 }
 

@@ -189,6 +189,17 @@ static size_t tqkv__plan_out_size(const tqkv__attention *a, const tqkv__attend_b
     return b->slice.to ? a->out_elements * sizeof(float) : a->out_size;
 }
 
+/* Of a simdgroup: where rows lie apart, all lanes read their slots from it; of rows that several simdgroups share those
+   of the values alone. */
+static size_t tqkv__planned_slots(const tqkv_metal_dispatch *d, bool is_long)
+{
+    const uint8_t *constants = d->kernel.constants;
+    const bool apart = constants[TQKV_FC_LIST] == 1 + true || constants[TQKV_FC_SMALL_PAGES] == 1 + true,
+               same_slots = constants[TQKV_FC_SAME_SLOTS] == 1 + true,
+               tail_elsewhere = constants[TQKV_FC_TAIL_ELSEWHERE] == 1 + true;
+    return TQKV__SLOT_BYTES((size_t)(is_long ? apart : TQKV__SLOT_LISTS(apart, same_slots, tail_elsewhere)));
+}
+
 /* The memory of queries holds only the columns in use: memory limits the threadgroups on a core. */
 static void tqkv__plan_attend_memory(tqkv_metal_dispatch *d, size_t key_dim, size_t value_dim, int columns)
 {
@@ -198,7 +209,7 @@ static void tqkv__plan_attend_memory(tqkv_metal_dispatch *d, size_t key_dim, siz
     d->memory[2] = 0;
     d->memory[3] = TQKV__COLUMN_BYTES(TQKV__MAX_COLUMNS(value_dim));
     d->memory_each[2] = TQKV__ATTEND_SUM_BYTES(value_dim, (size_t)columns);
-    d->memory_each[3] = TQKV__STATE_BYTES(TQKV__MAX_COLUMNS(value_dim));
+    d->memory_each[3] = (size_t)TQKV__STATE_BYTES(TQKV__MAX_COLUMNS(value_dim)) + tqkv__planned_slots(d, false);
 }
 
 /* Matrices come whole: 8, 16 or 32 columns. The sums take turns, and after the only stretch the queries' memory. Of
@@ -216,7 +227,7 @@ static void tqkv__plan_matrix_memory(tqkv_metal_dispatch *d, size_t head_dim, in
     d->memory[1] = queries + rows > others ? queries + rows : others;
     d->memory[2] = d->memory_each[2] = 0;
     d->memory[3] = TQKV__COLUMN_BYTES(8 * matrices) + (tail ? TQKV__TABLE_BYTES : 0);
-    d->memory_each[3] = TQKV__STATE_BYTES(8 * matrices);
+    d->memory_each[3] = TQKV__STATE_BYTES(8 * matrices) + tqkv__planned_slots(d, is_long);
 }
 
 /* Returns the threadgroups of a KV head and split. */

@@ -119,6 +119,8 @@ enum { TQKV__HALF = 1, TQKV__BOOK, TQKV__GRID };
 #define TQKV__FACTORS_OF(bits, number)   (bits) == number ? tqkv__tables.factors_##number:
 #define TQKV__N_FACTORS_OF(bits, number) (bits) == number ? (int)(sizeof tqkv__tables.factors_##number / sizeof(float)):
 enum { TQKV__MOST_FACTORS = 5 };
+/* Of 3 or 4 bits: from this factor to the largest a value crosses one boundary at most, the next being further away. */
+#define TQKV__LEAST_CROSSING(bits) ((bits) == 3 ? 0.82f : 1.0f)
 
 /* XXH3-64 of each member of tqkv__tables, as little-endian bytes, and of the whole. */
 #ifndef __METAL_VERSION__

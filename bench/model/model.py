@@ -27,6 +27,7 @@ POSITIONS = 32768
 SIMDGROUPS = 4  # of a counted threadgroup
 LANES, MATRICES = 1, 2  # the kernels, as in tests/metal/gpu.h
 COUNTED = 512  # positions of a counted threadgroup
+SMALL_PAGE = 8  # positions: a tile of 32 has rows of several
 LOOKUPS = {"simd_shuffle": 0, "threadgroup table": 1, "constant table": 2, "arithmetic": 3, "quad_shuffle": 4,
            "selections": 5, "threadgroup table of pairs": 6}
 BYTE_WAYS = {"shifts": 7, "a byte": 8, "char4": 9}  # of tests/metal/mac/lookup.m; as floats
@@ -81,14 +82,15 @@ class Machine:
         output = subprocess.run([name] + [str(a) for a in arguments], check=True, stdout=subprocess.PIPE, text=True)
         return count.total(classes, output.stdout)
 
-    def attend(self, format_name, group, kernel=LANES, positions=COUNTED, head_dim=BASE.head_dim, columns=None):
+    def attend(self, format_name, group, kernel=LANES, positions=COUNTED, head_dim=BASE.head_dim, columns=None, page=0):
         """Operations for 32 values of keys and values, of the threadgroups that share a stretch of a KV head. columns:
-        query rows of each, by default all"""
+        query rows of each, by default all; page: positions of a page, 0: none"""
         number, family = FORMATS[format_name], {LANES: "attend", MATRICES: "attend_matrix"}[kernel]
         columns = columns or group
-        constants = {0: number, 1: number, 5: int(format_name != "F16"), 6: columns, 9: 1}
+        constants = {0: number, 1: number, 5: int(format_name != "F16"), 6: columns, 9: 1, 16: int(page > 0),
+                     27: int(page > 0)}
         counts = self.run(family, f"tqkv_{family}_d{head_dim}", constants,
-                          ["attend", number, group, positions, kernel, head_dim, columns], head_dim)
+                          ["attend", number, group, positions, kernel, head_dim, columns, page], head_dim)
         return scaled(counts, 32.0 / (2 * positions * head_dim))
 
     def plan(self, group, kernel, shape=BASE):
@@ -238,6 +240,25 @@ def print_cycles(counts, kernel, groups):
                             ("data cache", 16)):
             cells.append(", ".join(f"{core_cycles(counts[name, g, kernel], banks)[unit]:.2f}" for g in groups))
         print(f"| {name} | " + " | ".join(cells) + " |")
+
+
+def shuffles_of_tile(counts, head_dim=BASE.head_dim):
+    """By differing lanes."""
+    return counts["lookup shuffle"] * 2 * head_dim  # of 32 values of the 32 rows of keys and values
+
+
+def print_apart(machine):
+    """What rows that lie apart cost."""
+    print(f"\nTQ4, rows side by side and in pages of {SMALL_PAGE}: shuffles by differing lanes a tile, then cycles of a "
+          "core for 32 values:\n")
+    print("| kernel, group, head_dim | rows | shuffles | issue | threadgroup, 16 banks | 32 banks |\n" + "|---" * 6 + "|")
+    for kernel, group, dim in ((LANES, 2, 128), (LANES, 4, 128), (MATRICES, 8, 128), (MATRICES, 8, 512)):
+        for page, rows in ((0, "side by side"), (SMALL_PAGE, "apart")):
+            counts = machine.attend("TQ4", group, kernel, head_dim=dim, page=page)
+            cycles = [core_cycles(counts, banks) for banks in chips.THREADGROUP_BANKS]
+            cells = [f"{x:.2f}" for x in (cycles[0]["issue"], cycles[0]["threadgroup"], cycles[1]["threadgroup"])]
+            print(f"| {KERNELS[kernel].lower()}, {group}, {dim} | {rows} | {shuffles_of_tile(counts, dim):.0f} | " +
+                  " | ".join(cells) + " |")
 
 
 def print_brought():
@@ -397,6 +418,7 @@ def report(machine):
     print_kernels(counts, plans)
     print_cycles(counts, LANES, GROUPS)
     print_cycles(counts, MATRICES, WIDE_GROUPS)
+    print_apart(machine)
     print_brought()
     print_counts("Attention by lanes at group 2, operations a value:", {n: counts[n, 2, LANES] for n in FORMATS})
     print_counts("Attention by matrices at group 8, operations a value:",
@@ -438,6 +460,11 @@ def check(machine):
         passed, failed = passed + holds, failed + (not holds)
         if not holds:
             print(f"FAIL model/matrices: {what}: {dict(four)} {dict(eight)}")
+    for kernel in (LANES, MATRICES):
+        holds = shuffles_of_tile(machine.attend("TQ4", 4, kernel, 256, page=SMALL_PAGE)) < 1
+        passed, failed = passed + holds, failed + (not holds)
+        if not holds:
+            print(f"FAIL model/{KERNELS[kernel].lower()}: slots of rows that lie apart are shuffled")
     for way in BYTE_WAYS.values():  # fails by itself where sums are wrong
         machine.run("lookup", "tqkv_lookup", {0: way}, ["lookup", way, 2])
         passed += 1

@@ -1,7 +1,8 @@
 // Runs one counted kernel on the machine of simt.h and prints how often its blocks ran and what its accesses cost. If a
 // result is wrong, it prints no counts.
-//   run attend FORMAT GROUP POSITIONS KERNEL HEAD_DIM COLUMNS
-//                                                          one KV head, threadgroups of 4 simdgroups and so many rows
+//   run attend FORMAT GROUP POSITIONS KERNEL HEAD_DIM COLUMNS PAGE
+//                                                          one KV head, threadgroups of 4 simdgroups and so many rows;
+//                                                          pages of so many positions, 0: none
 //   run plan FORMAT GROUP POSITIONS KERNEL HEAD_DIM KV_HEADS    prints how it is planned; counts nothing
 //   run encode FORMAT TOKENS                               head_dim 128
 //   run lookup WAY ROUNDS                                  variants/lookup.metal
@@ -220,6 +221,7 @@ std::vector<float> gaussian(size_t n)
 struct owned_store {
     tqkv_store store = {};
     std::vector<float> codes, norms; // codes are floats for alignment
+    std::vector<int32_t> table;
 
     owned_store(tqkv_format format, int n_positions, int head_dim = base_dim)
     {
@@ -234,6 +236,14 @@ struct owned_store {
         store.codes = codes.data();
         store.norms = norms.data();
     }
+    void cut(int page_size) // into pages, in descending order
+    {
+        if (!page_size) return;
+        for (int page = store.capacity / page_size; page-- > 0;) table.push_back(page);
+        store.pages = table.data();
+        store.n_pages = (int)table.size();
+        store.page_size = page_size;
+    }
     void encode(const std::vector<float> &rows)
     {
         if (tqkv_encode(&store, rows.data(), store.capacity, 0) != TQKV_OK) fail("tqkv_encode");
@@ -241,10 +251,13 @@ struct owned_store {
 };
 
 // kernel: GPU_LANES or GPU_MATRICES
-void run_attend(tqkv_format format, int group, int n_positions, int kernel, int head_dim, int columns)
+void run_attend(tqkv_format format, int group, int n_positions, int kernel, int head_dim, int columns, int page_size)
 {
     owned_store keys(format, n_positions, head_dim), values(format, n_positions, head_dim);
     const size_t n = (size_t)n_positions * (size_t)head_dim;
+    keys.cut(page_size);
+    values.cut(page_size);
+    if (page_size) values.store.pages = keys.store.pages; // one table, as a cache has it
     keys.encode(gaussian(n));
     values.encode(gaussian(n));
     std::vector<float> q = gaussian((size_t)(group * head_dim)), out(q.size()), expected(q.size());
@@ -398,9 +411,9 @@ void print_counts()
 int main(int argc, char **argv)
 {
     gpu_schedules = {{simt::ascending, 1, 0xff, false}};
-    if (argc == 8 && !strcmp(argv[1], "attend"))
+    if (argc == 9 && !strcmp(argv[1], "attend"))
         run_attend((tqkv_format)atoi(argv[2]), atoi(argv[3]), atoi(argv[4]), atoi(argv[5]), atoi(argv[6]),
-                   atoi(argv[7]));
+                   atoi(argv[7]), atoi(argv[8]));
     else if (argc == 8 && !strcmp(argv[1], "plan")) {
         print_plan((tqkv_format)atoi(argv[2]), atoi(argv[3]), atoi(argv[4]), atoi(argv[5]), atoi(argv[6]),
                    atoi(argv[7]));

@@ -74,6 +74,8 @@ void bench_encodings()
     for (int head_dim : {64, 80, 96, 192, 256, 512}) bench_encode(TQKV_TQ4, head_dim, 131072);
     for (tqkv_format f : {TQKV_I8, TQKV_TQ4}) bench_encode(f, 128, 131072, TQKV_TYPE_BF16);
     for (tqkv_format f : {TQKV_I8, TQKV_TQ4}) bench_encode(f, 128, 131072, TQKV_TYPE_F32, true);
+    for (int head_dim : {64, 80, 256, 512})
+        for (bool scaled : {false, true}) bench_encode(TQKV_I8, head_dim, 131072, TQKV_TYPE_F32, scaled);
 }
 
 void bench_all()

@@ -9,7 +9,7 @@ CUDA_TESTS := driver gpu codec_cases attend_cases page_cases stride_cases slice_
 GPU_PRESENT := $(if $(NVCC),$(shell nvidia-smi -L 2>/dev/null | grep -c '^GPU'))
 
 $(CUDA_BUILD)/prepared: tests/metal/prep.py metallib/msl.py $(SHADER_SOURCES) $(TQKV_FILES) tests/cuda/shim/metal_stdlib
-	@rm -rf $(CUDA_BUILD)/pipelines
+	@rm -rf $(CUDA_BUILD)/pipelines $(CUDA_BUILD)/pipelines_slots
 	@python3 tests/metal/prep.py cuda $(@D)/source $(SHADER_SOURCES)
 	@touch $@
 
@@ -29,13 +29,18 @@ $(CUDA_BUILD)/driver: $(CUDA_TESTS:%=$(CUDA_BUILD)/%.o) \
 		$(patsubst %,$(CUDA_BUILD)/%.o,simt runner test_tables device pipelines cuda_cases)
 	@$(CXX) $^ -o $@ $(CUDA_LINK)
 
-# $(1) lists the pipelines and runs none, so its tests fail; their failures do not matter.
+# $(1) lists the pipelines and runs none, so its tests fail; their failures do not matter. $(2) what the folder's name ends
+# with, $(3) more flags.
 compile_pipelines = $(1) | grep '^pipeline ' | sort -u >$(CUDA_BUILD)/wanted; \
-	python3 tests/cuda/pipelines.py $(CUDA_BUILD)/source $(CUDA_BUILD)/pipelines $(CUDA_BUILD)/wanted $(NVCC) $(CUDA_FLAGS)
+	python3 tests/cuda/pipelines.py $(CUDA_BUILD)/source $(CUDA_BUILD)/pipelines$(2) $(CUDA_BUILD)/wanted $(NVCC) $(CUDA_FLAGS) $(3)
+
+# Where rows lie apart, attend_matrix also as on Apple's GPUs.
+SLOT_CASES := list/ pages/
 
 .PHONY: cuda-pipelines test-gpu
 cuda-pipelines: $(CUDA_BUILD)/driver $(CUDA_BUILD)/prepared
 	@$(call compile_pipelines,$< --device list)
+	@$(call compile_pipelines,$< --device list $(SLOT_CASES),_slots,-DTQKV_SHARED_MATRIX_SLOTS=true)
 
 ifeq ($(filter-out 0,$(GPU_PRESENT)),)
 test-gpu: ## the shader tests on an NVIDIA GPU
@@ -44,6 +49,7 @@ else
 test-gpu: cuda-pipelines
 	@echo "== shaders on an NVIDIA GPU"
 	@$(CUDA_BUILD)/driver --device $(CUDA_BUILD)/pipelines
+	@$(CUDA_BUILD)/driver --device $(CUDA_BUILD)/pipelines_slots $(SLOT_CASES)
 endif
 
 # ---- Speed ----

@@ -2,8 +2,13 @@
 // plans it, and divided as the case says.
 #include "../attend_option_list.h"
 #include "shader_cases.h"
+#ifdef GPU_CUDA
+#include "../cuda/products.h"
+#endif
 #include <algorithm>
 #include <math.h>
+
+enum { PLANNED_MATRIX_GROUP = 8 }; // groups of as many heads and more are planned by matrices
 
 // Each way to divide attention, and where head_dim has two kernels, the last way with both.
 static std::vector<gpu_split> with_both_kernels(std::vector<gpu_split> splits, const attend_row &row)
@@ -28,6 +33,11 @@ size_t check_attend(const attend_row &row, const std::vector<gpu_split> &splits)
                            std::to_string(split.share);
         std::fill_n(problem.out, problem.n_rows * problem.value_dim, NAN);
         CHECK_RUN(gpu_attend(&problem.attention, problem.q, problem.out, split));
+#ifdef GPU_CUDA
+        const bool planned = !split.kernel && row.group >= PLANNED_MATRIX_GROUP,
+                   matrices = planned || split.kernel == GPU_MATRICES;
+        problem.allowed = matrices && gpu_has_matrices(row.head_dim) ? error_of_products : nullptr;
+#endif
         attend_check(&problem, problem.out, what.c_str());
     }
     attend_tear_down(&problem);

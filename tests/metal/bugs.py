@@ -83,8 +83,20 @@ BUGS = {
         "shaders/codec.h", "odd ? 0x00208208u : 0x00410410u", "odd ? 0x00410410u : 0x00410410u", "attend", (64,), "plain",
         "attend/pair/tq5", "relative error"),
     "first_factor_always": (
-        "shaders/encode.h", "i == 0 || share > most", "i == 0", "encode", (64,), "plain", "encode/tq4/d64/gaussian",
+        "shaders/encode.h", "(!began || share > most)", "!began", "encode", (64,), "plain", "encode/tq5/d64/gaussian",
         "codes differ"),
+    "best_by_rough_sums": (
+        "shaders/encode.h", "several ? possible : 0u", "0u", "encode", (64,), "plain",
+        "encode/tq4/d64/ties", "codes differ"),
+    "crossings_towards_zero": (
+        "shaders/codec.h", "(v > 0.0f ? 1.0f : 0.0f)", "(v > 0.0f ? 0.0f : 1.0f)", "encode", (64,), "plain",
+        "encode/tq4/d64/gaussian", "codes differ"),
+    "norms_of_rough_codes": (
+        "shaders/encode.h", "squares = squares_of_codes<D>", "squares += squares_of_codes<D>", "encode", (64,), "plain",
+        "encode/tq4/d64/ties", "norms differ"),
+    "factors_without_signs": (
+        "shaders/encode.h", "if (source.rotated) flip_signs<N>(channels", "if (false) flip_signs<N>(channels", "encode", (64,), "plain",
+        "encode/tq4/d64/ties", "codes differ"),
     "halves_of_the_last_query": (
         "shaders/common.h", "max(newest - args.exact_last + 1, args.exact_from)",
         "max(max(newest, args.first_newest + args.n_queries - 1) - args.exact_last + 1, args.exact_from)", "attend", (64, 128, 512), "plain",
@@ -318,6 +330,15 @@ BUGS = {
     "small_pages_by_tiles": (
         "shaders/tiles.h", "    if (small_pages && !has_list) slot += existing_row(args, pages.lane);\n", "",
         "attend", (64,), "plain", "pages/attend/2", "not the bits of a linear store"),
+    "one_memory_for_slots_of_two_tiles": (
+        "shaders/tiles.h", "first = parity * slot_lists() * 32u,", "first = 0u * parity,", "attend", (64,), "plain",
+        "pages/attend/", "not the bits of a linear store"),
+    "slots_read_before_they_are_stored": (
+        "shaders/tiles.h", "    simdgroup_barrier(mem_flags::mem_threadgroup);\n    return result;", "    return result;",
+        "attend", (64,), "tsan", "pages/attend/2", "ThreadSanitizer"),
+    "slots_of_the_round_overwritten": (
+        "shaders/attend_long.h", "share_round(task, walk.base, 1u - parity);", "share_round(task, walk.base, parity);",
+        "attend_matrix", (512,), "plain", "list/", "relative error"),
     "next_page_not_checked": (
         "shaders/tiles.h", "min(uint(pages[at]), uint(last_page))", "uint(pages[at]) + 0u * uint(last_page)",
         "attend_matrix", (64,), "asan", "pages/attend/", "AddressSanitizer"),

@@ -152,6 +152,42 @@ void run_codec(const void *parameters)
     test_store_free(&got);
 }
 
+// Rows of which several factors make the same codes, or codes that fit nearly as well: small whole numbers, and few
+// that are not 0. With a scale, and without.
+void run_ties(const void *parameters)
+{
+    codec_row row = *(const codec_row *)parameters;
+    const size_t n = (size_t)(row.n_tokens * row.n_kv_heads * row.head_dim);
+    float *scale = test_scales(9, row.n_kv_heads, row.head_dim, 8.0);
+    for (int kind = 0; kind < 4; kind++) {
+        data_random random = {(uint64_t)(row.head_dim + kind)};
+        std::vector<float> source(n);
+        for (float &x : source)
+            x = kind < 2 ? (float)(data_below(&random, 5) - 2) : (float)(data_below(&random, 12) / 11);
+        tqkv_store expected = make_store(&row, source), got = make_store(&row, source);
+        expected.channel_scale = got.channel_scale = kind % 2 ? scale : nullptr;
+        CHECK_RESULT(tqkv_encode(&expected, source.data(), row.n_tokens, 0), TQKV_OK);
+        CHECK_RUN(gpu_encode(&got, source.data(), row.n_tokens, 0, nullptr));
+        check_same_store(expected, got);
+        test_store_free(&expected);
+        test_store_free(&got);
+    }
+    free(scale);
+}
+
+// What encode relies on where it looks a value's neighbours up once for several factors.
+void run_crossings(const void *)
+{
+    for (int bits : {3, 4}) {
+        const float *boundaries = TQKV__BOUNDARIES(bits), *factors = TQKV__FACTORS(bits);
+        float largest = 0.0f;
+        for (int f = 0; f < TQKV__N_FACTORS(bits); f++) largest = fmaxf(largest, factors[f]);
+        for (int i = 1 << (bits - 1); i + 1 < (1 << bits) - 1; i++)
+            CHECK(boundaries[i + 1] * TQKV__LEAST_CROSSING(bits) > boundaries[i] * largest * 1.00001f,
+                  "%d bits: a value may cross boundaries %d and %d", bits, i, i + 1);
+    }
+}
+
 // One dispatch for keys and values against two calls in C.
 void run_encode_kv(const void *parameters)
 {
@@ -398,7 +434,13 @@ void codec_shader_cases()
         codec_row row = default_row(TQKV_F16, head_dim);
         test_add(run_rotate, &row, sizeof row, "rotate/d%d", head_dim);
         for (tqkv_format format : test_formats) add_codec_rows(format, head_dim);
+        for (tqkv_format format : {TQKV_TQ3, TQKV_TQ4}) {
+            row = default_row(format, head_dim);
+            row.n_tokens = row.capacity = 60;
+            test_add(run_ties, &row, sizeof row, "encode/%s/d%d/ties", tqkv_format_name(format), head_dim);
+        }
     }
+    if (!gpu_on_device) test_add(run_crossings, nullptr, 0, "encode/crossings");
     if (!gpu_schedules[0].flush_subnormals) add_types();
     add_value_dims();
     add_calibrations();

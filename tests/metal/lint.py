@@ -42,6 +42,7 @@ PATTERNS = {
     "struct-copy": r"(?:^|[;{(,])\s*tqkv__\w+\s+\w+\s*[=;,)]",
     "reserved-name": r"\b(?:float|int|uint|auto|half|bool)\s+(?:device|constant|threadgroup|thread|kernel|vertex|fragment)"
                      r"\b",
+    "half-as-name": r"\bhalf\s*[=;,\]<+/-]",
     "raw-constant-index": r"function_constant\(\s*\d",
     "table-in-shader": r"^constant\b(?![^=;]*\[\[)",
     "shuffle-index-type": r"\bsimd_shuffle(?:_xor)?\((?:[^()]|\([^()]*\))*,(?!\s*(?:ushort|TQKV_LANE_NUMBER)\()",

@@ -38,6 +38,7 @@ inline void casts(device const uchar *bytes, threadgroup float *shared)
     static uint count; // lint: static
     tqkv__rows_args copy = args; // lint: struct-copy
     float other = simd_shuffle_xor(root, 1); // lint: shuffle-index-type
+    int distance = 2, half = 4; // lint: half-as-name
     float *p = new float; // lint: forbidden-word // lint: address-space
     goto end; // lint: forbidden-word
 }

@@ -57,7 +57,7 @@ endef
 
 # setarch: ThreadSanitizer needs its own address layout. suppress_equal_*: at 0, it reports the race of every lane.
 # The ASan variant runs the shaders as for hardware with cheap shuffles.
-SHADER_ASAN := -O1 -DTQKV_CHEAP_SHUFFLE=true -fsanitize=address,undefined -fno-sanitize-recover=all -fno-omit-frame-pointer
+SHADER_ASAN := -O1 -DTQKV_CHEAP_SHUFFLE=true -DTQKV_SHARED_MATRIX_SLOTS=false -fsanitize=address,undefined -fno-sanitize-recover=all -fno-omit-frame-pointer
 SHADER_TSAN := -O1 -fsanitize=thread
 SHADER_TSAN_RUN := TSAN_OPTIONS=suppress_equal_addresses=0:suppress_equal_stacks=0:halt_on_error=1 \
 	$(if $(filter Linux,$(SYSTEM)),setarch -R)
