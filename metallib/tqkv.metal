@@ -448,7 +448,10 @@ TQKV__ASSERT_SIZE(tqkv__table_set, 3560);
 #define TQKV__MATRIX_SUM_BYTES(D)   (64 * ((D) + 4))                  /*     padded sums of 4 simdgroups and columns */
 #define TQKV__COLUMN_BYTES(columns) (56 * (columns)) /* (3) of attend and attend_matrix: 14 numbers a column, and */
 #define TQKV__STATE_BYTES(columns)  (8 * (columns))  /*     maximum and sum of a simdgroup */
-#define TQKV__MERGE_BYTES(D, n)     ((n) * ((D) + 4) * 4) /* (0) a row and its sum, n simdgroups */
+#define TQKV__SLOT_BYTES(lists)     (256 * (lists))  /*     slots of a tile and the next one, in so many lists: */
+#define TQKV__SLOT_LISTS(apart, same_slots, tail_elsewhere)                                                            \
+    (((apart) ? (same_slots) ? 1 : 2 : 0) + ((tail_elsewhere) ? 1 : 0)) /* keys, values, tail, where rows lie apart */
+#define TQKV__MERGE_BYTES(D, n) ((n) * ((D) + 4) * 4)                   /* (0) a row and its sum, n simdgroups */
 
 /* Floats of a padded query in attend. */
 #define TQKV__QUERY_FLOATS(D) (3 * (D) / 2)
@@ -490,8 +493,8 @@ TQKV__ASSERT_SIZE(tqkv__table_set, 3560);
         TQKV__ROW_BYTES(D, 1), TQKV__ATTEND_QUERY_BYTES(D), TQKV__ATTEND_PASS_FLOATS(D), TQKV__ATTEND_SUM_BYTES(D, 1), \
         TQKV__MERGE_BYTES(D, 1), TQKV__TAIL_DIM(D), TQKV__STRETCH_GROWTH, TQKV__SECTION, TQKV__MOST_MATRIX_COLUMNS(D), \
         TQKV__MATRIX_QUERY_BYTES(D), TQKV__MATRIX_SUM_BYTES(D), TQKV__COLUMN_BYTES(1), TQKV__STATE_BYTES(1),           \
-        TQKV__LONG_WEIGHT_BYTES(1)
-enum { TQKV__KERNEL_DIMS = 11, TQKV__N_KERNEL_SIZES = 19 };
+        TQKV__LONG_WEIGHT_BYTES(1), TQKV__SLOT_BYTES(1)
+enum { TQKV__KERNEL_DIMS = 11, TQKV__N_KERNEL_SIZES = 20 };
 
 /* The values of head_dim that have kernels, as row(x, number, D). Besides, keys of TQKV__WIDE_KEYS take values of
    TQKV__NARROW_VALUES in encode_kv and attend, and keys of D a tail of TQKV__TAIL_DIM(D): encode_kv takes it for
@@ -653,7 +656,7 @@ TQKV__ASSERT_SIZE(tqkv__batch_item, 324);
 TQKV__ASSERT_SIZE(tqkv__choose_args, 52);
 TQKV__ASSERT_SIZE(tqkv__index_args, 228);
 TQKV__ASSERT_SIZE(tqkv__calibrate_args, 40);
-TQKV__ASSERT_SIZE(tqkv__table_report, 4692);
+TQKV__ASSERT_SIZE(tqkv__table_report, 4736);
 
 // ---- shaders/common.h ----
 
@@ -685,6 +688,12 @@ using namespace metal;
 // metal-benchmarks, commit dc2adc6). A shim for hardware with a full crossbar sets it.
 #ifndef TQKV_CHEAP_SHUFFLE
 #define TQKV_CHEAP_SHUFFLE false
+#endif
+
+// Whether attend_matrix reads the slots of rows that lie apart from threadgroup memory, as attend does. Else its lanes
+// ask each other by shuffles.
+#ifndef TQKV_SHARED_MATRIX_SLOTS
+#define TQKV_SHARED_MATRIX_SLOTS true
 #endif
 
 // Byte i of a word, with its sign. Metal's compiler is shown the conversion of a byte, which Apple's GPUs make from
@@ -1390,7 +1399,8 @@ inline void values_at(uint format, thread const raw_codes<W, N> &raw, int i, thr
 // oldest resident one. A tile is a range of 32 slots, not of positions, so a ring does not wrap inside a tile. Only the
 // mask knows positions. With page tables a slot here is what it would be in a linear store, and a tile lies in one page:
 // only tile_memory knows where.
-// Pages that end within tiles, and lists, make rows lie anywhere: then each lane knows where one row of the tile is.
+// Pages that end within tiles, and lists, make rows lie anywhere: then each lane finds where one row of the tile is, and
+// all read its slot from threadgroup memory, or ask the lane.
 // With a list of blocks the positions of the blocks have ranks 0, 1, 2 .., and take the slots from list_base on, one after
 // the other: a tile is 32 of these slots, whose rows may lie anywhere. A list of all blocks gives the tiles that there are
 // without one.
@@ -1654,45 +1664,56 @@ inline bool in_first_section(stretch_range own, uint stretch)
     return stretch / TQKV__SECTION == own.begin / TQKV__SECTION;
 }
 
+// Lists of slots that a tile has where its rows lie apart: of keys and, if they differ, of values and of the tail.
+inline uint slot_lists() { return uint(TQKV__SLOT_LISTS(rows_apart(), same_slots, tail_elsewhere)); }
+
 struct page_tables {
     device const int *keys, *values; // [n_pages]
     listed_blocks list;
     uint lane;
+    bool shared, shared_values; // slots go through `slots`: shuffles by differing lanes are slow on Apple's GPUs
+    threadgroup uint *slots;    // [2][slot_lists()][32]: of two tiles of the simdgroup, one after the other
 };
 
 // Slots in memory of a tile's row 0. That of the values is theirs only where value_slot_of gives the slot itself. Where rows
-// lie apart those of the row with the lane's number; with a list also its position. The tail's: that of the keys or, if it lies
-// elsewhere, that of the row with the lane's number.
+// lie apart those of the row with the lane's number, or after share_slots where their list begins; with a list of blocks
+// also the row's position. The tail's: that of the keys or, if it lies elsewhere, likewise.
 struct tile_memory {
     uint keys, values;
     int position;
     uint tail;
 };
 
-// Slots in memory of a row of a tile. apart: rows_apart() or, of a tail, tail_rows_apart(). All lanes of the simdgroup must come
-// here together.
-inline uint key_slot(constant tqkv__attend_args &args, bool apart, uint base, uint row)
+// Where rows lie apart, the slot of one. All lanes of the simdgroup must come here together.
+inline uint slot_apart(thread const page_tables &pages, bool shared, uint base, uint row)
 {
-    return apart ? simd_shuffle(base, ushort(row)) : base + existing_row(args, row);
+    return shared ? pages.slots[base + row] : simd_shuffle(base, ushort(row));
 }
 
-inline uint value_slot(constant tqkv__attend_args &args, uint base, uint row)
+// Slots in memory of a row of a tile. apart: rows_apart() or, of a tail, tail_rows_apart(). As slot_apart.
+inline uint key_slot(constant tqkv__attend_args &args, thread const page_tables &pages, bool apart, uint base, uint row)
 {
-    return rows_apart() ? simd_shuffle(base, ushort(row)) : value_slot_of(args, base + existing_row(args, row));
+    return apart ? slot_apart(pages, pages.shared, base, row) : base + existing_row(args, row);
+}
+
+inline uint value_slot(constant tqkv__attend_args &args, thread const page_tables &pages, uint base, uint row)
+{
+    if (rows_apart()) return slot_apart(pages, pages.shared_values, base, row);
+    return value_slot_of(args, base + existing_row(args, row));
 }
 
 // Codes of such a row, of `bytes` each. As one sum, so that the part of all rows is computed once.
-inline device const uchar *key_codes(constant tqkv__attend_args &args, bool apart, device const uchar *codes,
-                                     uint bytes, uint base, uint row)
+inline device const uchar *key_codes(constant tqkv__attend_args &args, thread const page_tables &pages, bool apart,
+                                     device const uchar *codes, uint bytes, uint base, uint row)
 {
-    if (apart) return codes + ulong(simd_shuffle(base, ushort(row))) * ulong(bytes);
+    if (apart) return codes + ulong(slot_apart(pages, pages.shared, base, row)) * ulong(bytes);
     return codes + ulong(base) * ulong(bytes) + existing_row(args, row) * bytes;
 }
 
-inline device const uchar *value_codes(constant tqkv__attend_args &args, device const uchar *codes, uint bytes,
-                                       uint base, uint row)
+inline device const uchar *value_codes(constant tqkv__attend_args &args, thread const page_tables &pages,
+                                       device const uchar *codes, uint bytes, uint base, uint row)
 {
-    if (rows_apart() || !(same_slots || paged)) return codes + ulong(value_slot(args, base, row)) * ulong(bytes);
+    if (rows_apart() || !(same_slots || paged)) return codes + ulong(value_slot(args, pages, base, row)) * ulong(bytes);
     return codes + ulong(base) * ulong(bytes) + existing_row(args, row) * bytes;
 }
 
@@ -1773,6 +1794,57 @@ inline tile_memory find_tile(constant tqkv__attend_args &args, thread const page
     return result;
 }
 
+// The tiles of a simdgroup one after another, where their slots are shared: what lanes found of the one behind the next.
+// So nothing waits for tables and lists when it is stored.
+struct tile_search {
+    tile_memory ahead;
+    uint parity; // of the next tile's memory of slots
+};
+
+inline bool shares_slots(thread const page_tables &pages) { return pages.shared && tail_rows_apart(); }
+
+// Stores what the lanes found of a tile for all to read. parity: 0 or 1, another one than that of the tile before, which
+// may be in use still.
+inline tile_memory share_slots(thread const page_tables &pages, tile_memory found, uint parity)
+{
+    const uint first = parity * slot_lists() * 32u, last = first + (slot_lists() - 1u) * 32u;
+    tile_memory result = found;
+    simdgroup_barrier(mem_flags::mem_threadgroup); // the tile before that one is done
+    if (rows_apart()) {
+        result.keys = result.tail = first;
+        result.values = same_slots ? first : first + 32u;
+        pages.slots[result.keys + pages.lane] = found.keys;
+        if (!same_slots) pages.slots[result.values + pages.lane] = found.values;
+    }
+    if (tail_elsewhere) {
+        result.tail = last;
+        pages.slots[last + pages.lane] = found.tail;
+    }
+    simdgroup_barrier(mem_flags::mem_threadgroup);
+    return result;
+}
+
+// The memory of the next tile.
+inline tile_memory find_next(constant tqkv__attend_args &args, thread const page_tables &pages, tile_steps steps,
+                             uint n_simdgroups, thread tile_search &search)
+{
+    if (!shares_slots(pages)) return find_tile(args, pages, steps.tile);
+    search.parity = 1u - search.parity;
+    tile_memory result = share_slots(pages, search.ahead, search.parity);
+    next_tile(steps, n_simdgroups);
+    search.ahead = find_tile(args, pages, steps.tile);
+    return result;
+}
+
+// Likewise, of the first one.
+inline tile_memory find_first(constant tqkv__attend_args &args, thread const page_tables &pages, tile_steps steps,
+                              uint n_simdgroups, thread tile_search &search)
+{
+    search.parity = 1u;
+    if (shares_slots(pages)) search.ahead = find_tile(args, pages, steps.tile);
+    return find_next(args, pages, steps, n_simdgroups, search);
+}
+
 // The position of row `row` of a tile that was found; newer than all queries if it belongs to another tile.
 inline int position_of_row(constant tqkv__attend_args &args, tile_memory base, uint number, uint row)
 {
@@ -1785,12 +1857,13 @@ struct tile_place {
     int position; // of the lane's row
 };
 
-inline tile_place open_tile(constant tqkv__attend_args &args, thread const page_tables &pages, uint number, uint row)
+// base: of tile `number`
+inline tile_place open_tile(constant tqkv__attend_args &args, tile_memory base, uint number, uint row)
 {
     tile_place result;
-    result.base = find_tile(args, pages, number);
+    result.base = base;
     result.row = row;
-    result.position = position_of_row(args, result.base, number, row);
+    result.position = position_of_row(args, base, number, row);
     return result;
 }
 
@@ -1883,6 +1956,14 @@ inline uint blocks_of_rows(constant tqkv__attend_args &args)
     uint each = max(uint(columns), 1u); // 0 where shaders are only checked
     if (has_list) return uint(args.n_queries) * ((uint(args.group) + each - 1u) / each); // of one query each
     return (uint(args.n_queries) * uint(args.group) + each - 1u) / each;
+}
+
+// Gives the simdgroup its memory of slots, behind the states of C columns each.
+inline void open_slots(uint C, thread attend_task &task)
+{
+    threadgroup float *behind = task.states + task.n_simdgroups * uint(TQKV__STATE_BYTES(C) / 4);
+    task.pages.shared = task.pages.shared_values = true;
+    task.pages.slots = (threadgroup uint *)behind + task.simdgroup * uint(TQKV__SLOT_BYTES(slot_lists()) / 4);
 }
 
 // Blocks of rows and splits count from the last. Those have the most to do, and none begins when the others are done.
@@ -2049,7 +2130,7 @@ inline void load_value_step(constant tqkv__attend_args &args, thread const atten
     const uint block = norm_block<D>(value_format), bytes = row_bytes<D>(value_format);
     stream_rows values = task.values;
     uint row = value_row_of_lane<D>(number, task.lane);
-    device const uchar *codes = value_codes(args, values.codes, bytes, base, row);
+    device const uchar *codes = value_codes(args, task.pages, values.codes, bytes, base, row);
     TQKV_UNROLL
     for (int j = 0; j < VALUE_PIECES(D); j++) {
         uint part = min(task.lane % uint(VALUE_LANES(D)), uint(LANE_SPAN(D)) - 1u);
@@ -2057,8 +2138,8 @@ inline void load_value_step(constant tqkv__attend_args &args, thread const atten
         load_codes<D, W, 8>(value_format, codes, first, step.raw[j]);
         step.scale[j] = 1.0f;
         if (!one_norm<D>(value_format))
-            step.scale[j] = stored_scale<D>(value_format, values, value_slot(args, base, row), first / block,
-                                            args.value_block_scale);
+            step.scale[j] = stored_scale<D>(value_format, values, value_slot(args, task.pages, base, row),
+                                            first / block, args.value_block_scale);
     }
 }
 
@@ -2484,7 +2565,7 @@ inline void hadamard(thread float *x, uint lane)
     hadamard_from<D, L, C>(x, lane, 1);
 }
 
-// Bit i is set if x[i] changes its sign. RUN: values whose signs come of one read of their byte, a divisor of C and of 8.
+// Bit i is set if x[i] changes its sign. RUN: values whose signs come of one read, a divisor of C and of 8.
 template <int D, int L, int C, int RUN>
 inline uint lane_signs(uint lane)
 {
@@ -2746,7 +2827,7 @@ inline void load_query_part(constant tqkv__attend_args &args, thread const atten
         float shift = keys.with_center ? score_of_center<D>(args, task, keys, x) : 0.0f;
         if (part == 0 && own < columns) {
             if (has_shifts()) memory.shifts[column] = keys.first == 0 ? shift : memory.shifts[column] + shift;
-            memory.rows[column] = partial_row(args, row, head);
+            if (keys.first == 0) memory.rows[column] = partial_row(args, row, head);
         }
         turn_query<D>(task, keys, x);
         TQKV_UNROLL
@@ -2779,9 +2860,10 @@ inline void load_key_codes(constant tqkv__attend_args &args, thread const attend
         TQKV_UNROLL
         for (int r = 0; r < R; r++) {
             uint row = uint(r * (32 / R)) + task.lane / uint(R);
-            load_codes<D, W, N>(part.format,
-                                key_codes(args, part.apart, part.rows.codes, row_bytes<D>(part.format), base, row),
-                                ((step + uint(b)) * uint(R) + task.lane % uint(R)) * uint(N), keys.raw[b][r]);
+            load_codes<D, W, N>(
+                part.format,
+                key_codes(args, task.pages, part.apart, part.rows.codes, row_bytes<D>(part.format), base, row),
+                ((step + uint(b)) * uint(R) + task.lane % uint(R)) * uint(N), keys.raw[b][r]);
         }
     }
 }
@@ -2794,7 +2876,7 @@ inline void load_key_scales(constant tqkv__attend_args &args, thread const atten
     const int R = KEY_LANES(D, W);
     TQKV_UNROLL
     for (int r = 0; r < R; r++) {
-        uint slot = key_slot(args, part.apart, base, uint(r * (32 / R)) + task.lane / uint(R));
+        uint slot = key_slot(args, task.pages, part.apart, base, uint(r * (32 / R)) + task.lane / uint(R));
         keys.scale[r] = stored_scale<D>(part.format, part.rows, slot, block, part.block_scale);
     }
 }
@@ -2953,7 +3035,8 @@ inline void add_tail(constant tqkv__attend_args &args, thread const attend_task 
     if (tail_format == 0) return;
     float tail[C];
     score_any_tile<T, C>(args, task, tail_part<D>(task), base, next_base, book, keys, tail);
-    float scale = row_scale<T>(tail_format, task.tail, key_slot(args, tail_rows_apart(), base, row), 1.0f);
+    uint slot = key_slot(args, task.pages, tail_rows_apart(), base, row);
+    float scale = row_scale<T>(tail_format, task.tail, slot, 1.0f);
     const bool same = BY_CODE_WIDTH(key_format, KEY_LANES, D) == BY_CODE_WIDTH(tail_format, KEY_LANES, T);
     FOR_COLUMNS(c)
     {
@@ -3058,13 +3141,13 @@ inline void add_lanes(uint lane, thread const float *from, thread float *x)
     for (int i = 0; i < 8; i++) x[i] = from[i];
     TQKV_UNROLL
     for (int step = 0; step < 3; step++) {
-        const int distance = VALUE_LANES(D) << step, half = 4 >> step;
+        const int distance = VALUE_LANES(D) << step, kept = 4 >> step;
         if (distance >= 32) continue;
         bool upper = (lane & uint(distance)) != 0;
         TQKV_UNROLL
         for (int i = 0; i < 4; i++) {
-            if (i >= half) continue;
-            float low = x[i], high = x[i + half];
+            if (i >= kept) continue;
+            float low = x[i], high = x[i + kept];
             x[i] = (upper ? high : low) + simd_shuffle_xor(upper ? low : high, ushort(distance));
         }
     }
@@ -3182,6 +3265,7 @@ inline void clear_sums(thread column_state<D> &state)
 template <int D>
 struct tile_walk {
     tile_steps steps;
+    tile_search search;
     tile_place next; // the place of the next tile
     any_keys<D> keys;
     any_keys<TQKV__TAIL_DIM(D)> tail;
@@ -3210,10 +3294,12 @@ inline void add_tiles(constant tqkv__attend_args &args, thread const attend_task
     while (walk.steps.tile < end) {
         tile_place at = walk.next;
         next_tile(walk.steps, task.n_simdgroups);
-        walk.next = open_tile(args, task.pages, walk.steps.tile, at.row);
+        tile_memory base = find_next(args, task.pages, walk.steps, task.n_simdgroups, walk.search);
+        walk.next = open_tile(args, base, walk.steps.tile, at.row);
         const int C = TQKV__MAX_COLUMNS(KD), T = TQKV__TAIL_DIM(KD);
         float score[C];
-        uint key = key_slot(args, rows_apart(), at.base.keys, at.row), value = value_slot(args, at.base.values, at.row);
+        uint key = key_slot(args, task.pages, rows_apart(), at.base.keys, at.row);
+        uint value = value_slot(args, task.pages, at.base.values, at.row);
         float key_scale = row_scale<KD>(key_format, task.keys, key, args.key_block_scale);
         float value_scale = row_scale<VD>(value_format, task.values, value, args.value_block_scale);
         any_values<VD> values;
@@ -3240,7 +3326,8 @@ inline void attend(constant tqkv__attend_args &args, thread const attend_task &t
     column_state<VD> state;
     tile_walk<KD> walk;
     walk.steps = open_steps(args, seen, own, task.simdgroup, task.n_simdgroups);
-    walk.next = open_tile(args, task.pages, walk.steps.tile, row_of_lane<KD>(key_format, task.lane));
+    tile_memory base = find_first(args, task.pages, walk.steps, task.n_simdgroups, walk.search);
+    walk.next = open_tile(args, base, walk.steps.tile, row_of_lane<KD>(key_format, task.lane));
     open_keys<KD>(args, task, first_part(args, task), walk.next.base.keys, walk.keys);
     open_tail<KD, TQKV__TAIL_DIM(KD)>(args, task, walk.next.base.tail, walk.tail);
     load_codebook(key_format, task.tables, thread_index, task.n_simdgroups * 32u);
@@ -3311,6 +3398,7 @@ inline void attend(constant tqkv__attend_args &args, thread const attend_task &t
     task.pages.keys = key_pages; \
     task.pages.values = value_pages; \
     task.pages.lane = lane; \
+    task.pages.shared = task.pages.shared_values = false; \
     task.list_rows = list_rows; \
     task.tree = tree; \
     task.tables = tables; \
@@ -3343,6 +3431,7 @@ inline void attend(constant tqkv__attend_args &args, thread const attend_task &t
         task.weights = weights; \
         task.tail_table = tables + 512; \
         task.states = states + TQKV__COLUMN_BYTES(TQKV__MAX_COLUMNS(V)) / 4; \
+        open_slots(uint(TQKV__MAX_COLUMNS(V)), task); \
         TQKV_LONG_CALL(attend<D, V>(args, task)); \
     }
 // clang-format on
@@ -3976,32 +4065,31 @@ struct tile_norms {
 };
 
 template <int D>
-inline void load_norms(constant tqkv__attend_args &args, uint format, bool apart, stream_rows rows, uint first,
-                       uint lane, thread float (&norms)[4])
+inline void load_norms(constant tqkv__attend_args &args, thread const page_tables &pages, uint format, bool apart,
+                       stream_rows rows, uint first, thread float (&norms)[4])
 {
     if (!has_norms(format) || !one_norm<D>(format)) return;
-    uint row = tile_row(0, TQKV__MATRIX_ROW(lane));
-    device const float *at = rows.norms + (ulong(first) + ulong(row));
+    uint row = TQKV__MATRIX_ROW(pages.lane);
+    device const float *at = rows.norms + (ulong(first) + ulong(tile_row(0, row)));
     TQKV_UNROLL
     for (int p = 0; p < 4; p++)
-        norms[p] = short_store || apart ? rows.norms[key_slot(args, apart, first, tile_row(p, TQKV__MATRIX_ROW(lane)))]
-                                        : at[8 * p];
+        norms[p] = short_store || apart ? rows.norms[key_slot(args, pages, apart, first, tile_row(p, row))] : at[8 * p];
 }
 
 template <int D>
 inline void load_tile_norms(constant tqkv__attend_args &args, thread const attend_task &task, tile_memory base,
                             thread tile_norms &norms)
 {
-    load_norms<D>(args, key_format, rows_apart(), task.keys, base.keys, task.lane, norms.keys);
+    load_norms<D>(args, task.pages, key_format, rows_apart(), task.keys, base.keys, norms.keys);
     if (same_slots || paged || has_list) {
-        load_norms<D>(args, value_format, rows_apart(), task.values, base.values, task.lane, norms.values);
+        load_norms<D>(args, task.pages, value_format, rows_apart(), task.values, base.values, norms.values);
         return;
     }
     if (!has_norms(value_format) || !one_norm<D>(value_format)) return;
     TQKV_UNROLL
     for (int p = 0; p < 4; p++) {
         uint row = tile_row(p, TQKV__MATRIX_ROW(task.lane));
-        norms.values[p] = task.values.norms[value_slot(args, base.values, row)];
+        norms.values[p] = task.values.norms[value_slot(args, task.pages, base.values, row)];
     }
 }
 
@@ -4155,8 +4243,8 @@ inline void load_key_chunk(constant tqkv__attend_args &args, thread const attend
     TQKV_UNROLL
     for (int p = 0; p < 4; p++) {
         uint row = tile_row(p, TQKV__MATRIX_ROW(task.lane));
-        load_codes<D, W, N>(part.format, key_codes(args, part.apart, part.rows.codes, bytes, base, row), first,
-                            keys.raw[p]);
+        device const uchar *codes = key_codes(args, task.pages, part.apart, part.rows.codes, bytes, base, row);
+        load_codes<D, W, N>(part.format, codes, first, keys.raw[p]);
     }
 }
 
@@ -4226,7 +4314,7 @@ inline void load_key_norms(constant tqkv__attend_args &args, thread const attend
 {
     TQKV_UNROLL
     for (int p = 0; p < 4; p++) {
-        uint slot = key_slot(args, part.apart, base, tile_row(p, TQKV__MATRIX_ROW(task.lane)));
+        uint slot = key_slot(args, task.pages, part.apart, base, tile_row(p, TQKV__MATRIX_ROW(task.lane)));
         norms[p] = one_norm<D>(part.format) ? 1.0f : stored_norm<D>(part.format, part.rows, slot, block);
     }
 }
@@ -4340,6 +4428,7 @@ inline newest_range newest_of_columns(constant tqkv__attend_args &args, uint fir
 template <int D, int F>
 struct matrix_walk {
     tile_steps steps;
+    tile_search search;
     tile_memory base; // of the next tile
     newest_range newest;
     any_key_batch<D, F> keys; // of that tile
@@ -4488,7 +4577,8 @@ inline void load_value_chunk(constant tqkv__attend_args &args, thread const atte
     TQKV_UNROLL
     for (int i = 0; i < 4; i++) {
         uint k = TQKV__MATRIX_COLUMN(task.lane) + uint(i % 2), row = tile_row(2 * int(half_tile) + i / 2, k);
-        load_codes<D, W, N>(value_format, value_codes(args, task.values.codes, bytes, base, row), first, values.raw[i]);
+        device const uchar *codes = value_codes(args, task.pages, task.values.codes, bytes, base, row);
+        load_codes<D, W, N>(value_format, codes, first, values.raw[i]);
     }
 }
 
@@ -4555,7 +4645,7 @@ inline void scale_weights(constant tqkv__attend_args &args, thread const attend_
         float scale = scale_of_norm<D>(value_format, norms.values[p], args.value_block_scale);
         if (!one_norm<D>(value_format))
             scale = stored_scale<D>(value_format, task.values,
-                                    value_slot(args, base, tile_row(p, TQKV__MATRIX_ROW(task.lane))), block,
+                                    value_slot(args, task.pages, base, tile_row(p, TQKV__MATRIX_ROW(task.lane))), block,
                                     args.value_block_scale);
         TQKV_UNROLL
         for (int f = 0; f < F; f++) {
@@ -4675,7 +4765,7 @@ inline void add_matrix_tiles(constant tqkv__attend_args &args, thread const atte
         uint tile = walk.steps.tile;
         tile_memory base = walk.base;
         next_tile(walk.steps, task.n_simdgroups);
-        walk.base = find_tile(args, task.pages, walk.steps.tile);
+        walk.base = find_next(args, task.pages, walk.steps, task.n_simdgroups, walk.search);
         bool whole = sees_whole_tile(args, tile, walk.newest);
         tile_norms norms;
         next_tile_norms<D, F>(args, task, base, walk.base, walk.norms, norms);
@@ -4701,7 +4791,7 @@ inline void attend_by_matrices(constant tqkv__attend_args &args, thread const at
     matrix_state<D, F> state;
     matrix_walk<D, F> walk;
     walk.steps = open_steps(args, seen, own, task.simdgroup, task.n_simdgroups);
-    walk.base = find_tile(args, task.pages, walk.steps.tile);
+    walk.base = find_first(args, task.pages, walk.steps, task.n_simdgroups, walk.search);
     walk.newest = newest_of_columns(args, task.first_column);
     open_key_batch<D, F>(args, task, first_part(args, task), walk.base.keys, walk.keys);
     if (HOLDS_NORMS(F)) load_tile_norms<D>(args, task, walk.base, walk.norms);
@@ -4789,6 +4879,33 @@ inline uint next_round(long_rounds rounds, uint round)
     return inside ? round_of(rounds, rounds.gap_end) : next;
 }
 
+// ---- Slots: where rows lie apart, those of all values of a round, which each simdgroup reads ----
+
+// Behind the states: [n_simdgroups][2][32], of two rounds in turns.
+inline void open_round_slots(uint C, thread attend_task &task)
+{
+    threadgroup float *behind = task.states + task.n_simdgroups * uint(TQKV__STATE_BYTES(C) / 4);
+    task.pages.slots = (threadgroup uint *)behind;
+    task.pages.shared_values = rows_apart();
+}
+
+inline uint shared_slots(uint number, uint parity) { return (number * 2u + parity) * 32u; }
+
+// Stores what the lanes found of the simdgroup's own tile. A barrier must follow, and one precede so that the round before
+// that one is done.
+inline void share_round(thread const attend_task &task, tile_memory found, uint parity)
+{
+    if (task.pages.shared_values) task.pages.slots[shared_slots(task.simdgroup, parity) + task.lane] = found.values;
+}
+
+// Where the values of tile number `number` of a round are, as in tile_memory: of the last one also behind it.
+inline uint values_of_tile(constant tqkv__attend_args &args, thread const attend_task &task, uint round, uint parity,
+                           uint number)
+{
+    if (task.pages.shared_values) return shared_slots(min(number, uint(TQKV__LONG_SIMDGROUPS) - 1u), parity);
+    return find_tile(args, task.pages, round + number).values;
+}
+
 // ---- Scores ----
 
 struct value_books {
@@ -4807,7 +4924,7 @@ inline void open_tail(constant tqkv__attend_args &args, thread const attend_task
                       thread tail_codes<T, F> &keys)
 {
     open_key_batch<T, F>(args, task, tail_part<D>(task), base, keys.codes);
-    load_norms<T>(args, tail_format, tail_rows_apart(), task.tail, base, task.lane, keys.norms);
+    load_norms<T>(args, task.pages, tail_format, tail_rows_apart(), task.tail, base, keys.norms);
 }
 
 // Scores of the tail, times what makes them as large as those of the keys, which get their own factors.
@@ -4864,7 +4981,7 @@ inline void score_long_tile(constant tqkv__attend_args &args, thread const atten
     tile_norms norms; // none of the values: their scales come with the weights
     TQKV_UNROLL
     for (int p = 0; p < 4; p++) norms.keys[p] = norms.values[p] = 0.0f;
-    load_norms<D>(args, key_format, rows_apart(), task.keys, base.keys, task.lane, norms.keys);
+    load_norms<D>(args, task.pages, key_format, rows_apart(), task.keys, base.keys, norms.keys);
     tail_codes<T, F> tail;
     if (tail_format != 0) open_tail<D, T, F>(args, task, base.tail, tail);
     walk.base = find_tile(args, task.pages, next + task.simdgroup);
@@ -4976,7 +5093,7 @@ inline void load_part_norms(constant tqkv__attend_args &args, thread const atten
     if (!has_norms(value_format)) return;
     TQKV_UNROLL
     for (int p = 0; p < 4; p++) {
-        uint slot = value_slot(args, base, tile_row(p, TQKV__MATRIX_ROW(task.lane)));
+        uint slot = value_slot(args, task.pages, base, tile_row(p, TQKV__MATRIX_ROW(task.lane)));
         norms[p] = task.values.norms[ulong(slot) * ulong(uint(D) / norm_block<D>(value_format)) + block];
     }
 }
@@ -5170,12 +5287,12 @@ inline void copy_part(thread const part_values<D, W> &from, thread part_values<D
 // The same for all tiles of a round.
 template <int D, int W, int F>
 inline void add_parts(constant tqkv__attend_args &args, thread const attend_task &task, long_rounds rounds, uint round,
-                      newest_range newest, thread const value_book &book, thread part_values<D, W> &values,
+                      uint parity, newest_range newest, thread const value_book &book, thread part_values<D, W> &values,
                       thread matrix_state<TQKV__LONG_VALUES, F> &state)
 {
-    uint base = find_tile(args, task.pages, round).values;
+    uint base = values_of_tile(args, task, round, parity, 0u);
     for (uint s = 0; s < uint(TQKV__LONG_SIMDGROUPS); s++) {
-        uint tile = round + s, next_base = find_tile(args, task.pages, tile + 1u).values;
+        uint tile = round + s, next_base = values_of_tile(args, task, round, parity, s + 1u);
         part_values<D, W> next;
         open_part<D, W>(args, task, next_base, next);
         if (has_tile(rounds, tile))
@@ -5194,10 +5311,10 @@ struct any_part_values {
 
 // The values of the first tile of a round.
 template <int D>
-inline void open_parts(constant tqkv__attend_args &args, thread const attend_task &task, uint round,
+inline void open_parts(constant tqkv__attend_args &args, thread const attend_task &task, uint round, uint parity,
                        thread any_part_values<D> &values)
 {
-    uint base = find_tile(args, task.pages, round).values;
+    uint base = values_of_tile(args, task, round, parity, 0u);
     if (task.simdgroup * uint(TQKV__LONG_VALUES) >= uint(D)) return;
     WITH_CODES(value_format, values, open_part<D, W>(args, task, base, codes));
 }
@@ -5278,19 +5395,22 @@ inline void add_rounds(constant tqkv__attend_args &args, thread const attend_tas
 {
     long_walk<D, F> walk;
     walk.newest = newest_of_columns(args, task.first_column);
-    uint round = round_of(rounds, rounds.begin);
+    uint round = round_of(rounds, rounds.begin), parity = 0u;
     open_walk<D, F>(args, task, round, walk);
+    share_round(task, walk.base, parity);
+    if (task.pages.shared_values) threadgroup_barrier(mem_flags::mem_threadgroup);
     while (round < rounds.end) {
         uint next = next_round(rounds, round);
         sum_matrix score[4][F];
         any_part_values<D> values;
         float norms[2][4];
-        uint base = walk.base.values;
+        uint base = task.pages.shared_values ? shared_slots(task.simdgroup, parity) : walk.base.values;
         score_long_tile<D, F>(args, task, rounds, round, next, books, memory, state, walk, score);
-        open_parts<D>(args, task, round, values);
+        open_parts<D>(args, task, round, parity, values);
         if (shares_rights<D>()) load_weight_norms<D, F>(args, task, base, norms);
         store_maxima<F>(task, score);
-        threadgroup_barrier(mem_flags::mem_threadgroup); // and the weights of the round before are used
+        threadgroup_barrier(mem_flags::mem_threadgroup); // and weights and slots of the round before are used
+        share_round(task, walk.base, 1u - parity);
         raise_to_round(task, state);
         weigh_scores(score, state);
         if (shares_rights<D>())
@@ -5300,9 +5420,10 @@ inline void add_rounds(constant tqkv__attend_args &args, thread const attend_tas
         threadgroup_barrier(mem_flags::mem_threadgroup);
         if (task.simdgroup * uint(TQKV__LONG_VALUES) < uint(D)) {
             WITH_CODES(value_format, values,
-                       add_parts<D, W, F>(args, task, rounds, round, walk.newest, books.values, codes, state));
+                       add_parts<D, W, F>(args, task, rounds, round, parity, walk.newest, books.values, codes, state));
         }
         round = next;
+        parity = 1u - parity;
     }
 }
 
@@ -5386,6 +5507,7 @@ inline void attend_long_rows(constant tqkv__attend_args &args, thread const atte
         task.weights = queries + TQKV__MATRIX_QUERY_BYTES(D) / 4 * TQKV__MATRICES(int(columns)); \
         task.sums = args.sections_each == 0 ? queries : task.weights; \
         task.states = states + TQKV__COLUMN_BYTES(8 * TQKV__MATRICES(int(columns))) / 4; \
+        if (TQKV_SHARED_MATRIX_SLOTS) open_slots(8u * uint(TQKV__MATRICES(int(columns))), task); \
         TQKV_LONG_CALL(attend_with_matrices<D>(args, task)); \
     }
 // Rows whose sums several simdgroups share: TQKV__LONG_SIMDGROUPS a threadgroup, no more and no fewer.
@@ -5397,6 +5519,7 @@ inline void attend_long_rows(constant tqkv__attend_args &args, thread const atte
         task.weights = queries + TQKV__MATRIX_QUERY_BYTES(D + int(tail_values<D>())) / 4 * TQKV__MATRICES(int(columns)); \
         task.tail_table = states + TQKV__COLUMN_BYTES(8 * TQKV__MATRICES(int(columns))) / 4; \
         task.states = task.tail_table + (tail_values<D>() != 0 ? TQKV__TABLE_BYTES / 4 : 0); \
+        if (TQKV_SHARED_MATRIX_SLOTS) open_round_slots(8u * uint(TQKV__MATRICES(int(columns))), task); \
         TQKV_LONG_CALL(attend_long_rows<D>(args, task)); \
     }
 // clang-format on
@@ -7490,7 +7613,7 @@ inline void score_tiles(constant tqkv__index_args &call, thread const attend_tas
             if (tile >= tiles) continue;
             sum_matrix score[4][F];
             float norms[4];
-            load_norms<D>(call.keys, key_format, rows_apart(), task.keys, slots.now, task.lane, norms);
+            load_norms<D>(call.keys, task.pages, key_format, rows_apart(), task.keys, slots.now, norms);
             score_index_tile<D, W, F>(call, task, slots, book, turn, keys, score);
             add_heads<D, F>(call, task, first_pass, norms, memory, score, scores + tile * 32u);
             slots.now = slots.next;
@@ -7680,6 +7803,7 @@ inline void score_index_blocks(constant tqkv__index_args &call, thread attend_ta
         task.scale = scale; \
         task.pages.keys = pages; \
         task.pages.lane = lane; \
+        task.pages.shared = task.pages.shared_values = false; \
         task.tables = tables; \
         task.queries = queries; \
         task.kept = states; \

@@ -78,8 +78,7 @@ inline void hadamard(thread float *x, uint lane)
     hadamard_from<D, L, C>(x, lane, 1);
 }
 
-// Bit i is set if x[i] changes its sign. RUN: values whose signs come of one read of their byte,
-// a divisor of C and of 8.
+// Bit i is set if x[i] changes its sign. RUN: values whose signs come of one read, a divisor of C and of 8.
 template <int D, int L, int C, int RUN>
 inline uint lane_signs(uint lane)
 {

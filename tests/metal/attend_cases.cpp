@@ -34,8 +34,9 @@ size_t check_attend(const attend_row &row, const std::vector<gpu_split> &splits)
         std::fill_n(problem.out, problem.n_rows * problem.value_dim, NAN);
         CHECK_RUN(gpu_attend(&problem.attention, problem.q, problem.out, split));
 #ifdef GPU_CUDA
-        const bool planned = !split.kernel && row.group >= PLANNED_MATRIX_GROUP,
-                   matrices = planned || split.kernel == GPU_MATRICES;
+        // gpu_force leaves calls of several parts as they are planned.
+        const bool planned = !split.kernel || row.exact_first || row.exact_last,
+                   matrices = planned ? row.group >= PLANNED_MATRIX_GROUP : split.kernel == GPU_MATRICES;
         problem.allowed = matrices && gpu_has_matrices(row.head_dim) ? error_of_products : nullptr;
 #endif
         attend_check(&problem, problem.out, what.c_str());
