@@ -1397,13 +1397,14 @@ inline void values_at(uint format, thread const raw_codes<W, N> &raw, int i, thr
 
 // Which query rows and which tiles of the context a threadgroup of attend works on. Positions are counted from the
 // oldest resident one. A tile is a range of 32 slots, not of positions, so a ring does not wrap inside a tile. Only the
-// mask knows positions. With page tables a slot here is what it would be in a linear store, and a tile lies in one page:
+// mask knows positions. With page tables a slot here is what it would be in a linear store,
+// and a tile lies in one page:
 // only tile_memory knows where.
-// Pages that end within tiles, and lists, make rows lie anywhere: then each lane finds where one row of the tile is, and
-// all read its slot from threadgroup memory, or ask the lane.
-// With a list of blocks the positions of the blocks have ranks 0, 1, 2 .., and take the slots from list_base on, one after
-// the other: a tile is 32 of these slots, whose rows may lie anywhere. A list of all blocks gives the tiles that there are
-// without one.
+// Pages that end within tiles, and lists, make rows lie anywhere: then each lane finds where one row of the tile is,
+// and all read its slot from threadgroup memory, or ask the lane.
+// With a list of blocks the positions of the blocks have ranks 0, 1, 2 .., and take the slots from list_base on, one
+// after the other: a tile is 32 of these slots, whose rows may lie anywhere. A list of all blocks gives the tiles that
+// there are without one.
 #ifndef TQKV_TILES_H
 #define TQKV_TILES_H
 
@@ -1476,8 +1477,8 @@ inline query_row next_row(constant tqkv__attend_args &args, query_row row)
 // The newest position that a query sees; negative if it sees none.
 inline int newest_seen(constant tqkv__attend_args &args, int query) { return args.first_newest + query; }
 
-// Whether a query that sees up to `newest` reads a position in this part of the context: of the newest halves those of its own, of
-// the codes those before. So what it reads does not depend on the other queries of the call.
+// Whether a query that sees up to `newest` reads a position in this part of the context: of the newest halves those of
+// its own, of the codes those before. So what it reads does not depend on the other queries of the call.
 inline bool reads_here(constant tqkv__attend_args &args, int newest, int position)
 {
     if (halves == TQKV__ALL_POSITIONS) return true;
@@ -1638,8 +1639,9 @@ inline void next_tile(thread tile_steps &steps, uint n_simdgroups)
     steps.tile = step_over(steps.tile + n_simdgroups, steps.gap_begin, steps.after_gap);
 }
 
-// The sums of a stretch go to the partial result of its section and, at the section's end, with those to the result of all,
-// partial result 0. So every way to share the stretches among threadgroups does the same additions in the same order.
+// The sums of a stretch go to the partial result of its section and, at the section's end, with those to the result of
+// all, partial result 0. So every way to share the stretches among threadgroups does the same
+// additions in the same order.
 inline uint partial_of_section(constant tqkv__attend_args &args, uint split)
 {
     return args.sections_each > 1 ? 1u : split;
@@ -1675,9 +1677,9 @@ struct page_tables {
     threadgroup uint *slots;    // [2][slot_lists()][32]: of two tiles of the simdgroup, one after the other
 };
 
-// Slots in memory of a tile's row 0. That of the values is theirs only where value_slot_of gives the slot itself. Where rows
-// lie apart those of the row with the lane's number, or after share_slots where their list begins; with a list of blocks
-// also the row's position. The tail's: that of the keys or, if it lies elsewhere, likewise.
+// Slots in memory of a tile's row 0. That of the values is theirs only where value_slot_of gives the slot itself. Where
+// rows lie apart those of the row with the lane's number, or after share_slots where their list begins; with a list of
+// blocks also the row's position. The tail's: that of the keys or, if it lies elsewhere, likewise.
 struct tile_memory {
     uint keys, values;
     int position;
@@ -1794,7 +1796,8 @@ inline tile_memory find_tile(constant tqkv__attend_args &args, thread const page
     return result;
 }
 
-// The tiles of a simdgroup one after another, where their slots are shared: what lanes found of the one behind the next.
+// The tiles of a simdgroup one after another, where their slots are shared:
+// what lanes found of the one behind the next.
 // So nothing waits for tables and lists when it is stored.
 struct tile_search {
     tile_memory ahead;
@@ -1803,8 +1806,8 @@ struct tile_search {
 
 inline bool shares_slots(thread const page_tables &pages) { return pages.shared && tail_rows_apart(); }
 
-// Stores what the lanes found of a tile for all to read. parity: 0 or 1, another one than that of the tile before, which
-// may be in use still.
+// Stores what the lanes found of a tile for all to read. parity: 0 or 1, another one than that of the tile before,
+// which may be in use still.
 inline tile_memory share_slots(thread const page_tables &pages, tile_memory found, uint parity)
 {
     const uint first = parity * slot_lists() * 32u, last = first + (slot_lists() - 1u) * 32u;
@@ -1871,8 +1874,8 @@ inline tile_place open_tile(constant tqkv__attend_args &args, tile_memory base, 
 
 // ---- shaders/attend_task.h ----
 
-// What a threadgroup of attention works on: function constants, the arrays of its KV head and its part of the call, norms of
-// stored rows, and what a lane keeps of each column. Letters: as in attend.h.
+// What a threadgroup of attention works on: function constants, the arrays of its KV head and its part of the call,
+// norms of stored rows, and what a lane keeps of each column. Letters: as in attend.h.
 #ifndef TQKV_ATTEND_TASK_H
 #define TQKV_ATTEND_TASK_H
 
@@ -1902,8 +1905,8 @@ constant bool rotate_tail_center [[function_constant(TQKV_FC_TAIL_ROTATED)]];
 // The running maximum starts here, below every score. It is finite, so a masked score minus it is -INFINITY, not NaN.
 #define NOTHING_SEEN (-3.0e38f)
 
-// Output values of a column that a lane keeps: pieces of 8 values, several where 32 lanes do not span the row. Pieces lie
-// LANE_SPAN(D) * 8 values apart: so many lanes have values.
+// Output values of a column that a lane keeps: pieces of 8 values, several where 32 lanes do not span the row. Pieces
+// lie LANE_SPAN(D) * 8 values apart: so many lanes have values.
 #define LANE_SUMS(D) ((D) <= 256 ? 8 : ((D) + 511) / 512 * 16)
 #define LANE_SPAN(D) ((D) / LANE_SUMS(D))
 
@@ -1921,7 +1924,8 @@ struct attend_task {
     device const uchar *q;          // [n_queries][n_heads][KD + T], with strides
     stream_rows keys, values, tail; // of the KV head; tail: if there is one
     device float *partial_out;      // [n_partials][n_queries][n_heads][VD]: sum of weight * value
-    // [1 + n_partials][n_queries][n_heads][2]: the centre's score, unused; then maximum (in powers of two), sum of the weights
+    // [1 + n_partials][n_queries][n_heads][2]: the centre's score, unused; then maximum (in powers of two),
+    // sum of the weights
     device float *partial_state;
     device const float *center, *tail_center; // [n_kv_heads][KD]: of the keys; [n_kv_heads][T]
     device const float *scale, *tail_scale;   // the same, of the channels
@@ -4035,9 +4039,9 @@ inline uint keep_columns(constant tqkv__attend_args &args, thread const attend_t
 
 // ---- shaders/attend_matrix.h ----
 
-// Attention as attend.h, by products of 8x8 matrices: for groups of query heads that fill their columns. A product has a
-// matrix unit of its own on some hardware, and shares its operands among the lanes on all. What a threadgroup works on
-// and how it adds up is as in attend.h. Each simdgroup takes its own tiles of 32 slots.
+// Attention as attend.h, by products of 8x8 matrices: for groups of query heads that fill their columns. A product has
+// a matrix unit of its own on some hardware, and shares its operands among the lanes on all. What a threadgroup works
+// on and how it adds up is as in attend.h. Each simdgroup takes its own tiles of 32 slots.
 //
 // Within a tile
 //   scores   S^T = K Q^T, [32 slots][columns]: a key is decoded into the lanes' elements of left factors
@@ -4046,8 +4050,8 @@ inline uint keep_columns(constant tqkv__attend_args &args, thread const attend_t
 // The values of a key may come in any order if those of the queries do, and so may the rows of O^T. So a lane takes
 // neighbouring codes of a row, and loads up to 16 bytes at a time.
 //
-// Letters: D head_dim, W code width of a stored value, F matrices side by side that hold the columns, N values that a lane
-// loads at a time, P values of a row that a simdgroup has sums of: all, but of long rows a part (attend_long.h).
+// Letters: D head_dim, W code width of a stored value, F matrices side by side that hold the columns, N values that a
+// lane loads at a time, P values of a row that a simdgroup has sums of: all, but of long rows a part (attend_long.h).
 #ifndef TQKV_ATTEND_MATRIX_H
 #define TQKV_ATTEND_MATRIX_H
 
@@ -4058,8 +4062,8 @@ inline uint keep_columns(constant tqkv__attend_args &args, thread const attend_t
 // one element and of row t + 4 for the other: those of one load lie together.
 inline uint tile_row(int p, uint k) { return uint(p) * 8u + k / 2u + k % 2u * 4u; }
 
-// Norms of the lane's rows of a tile, where a row has one. They are loaded long before they are used: nothing is computed
-// from them before that.
+// Norms of the lane's rows of a tile, where a row has one. They are loaded long before they are used: nothing is
+// computed from them before that.
 struct tile_norms {
     float keys[4], values[4];
 };
@@ -4133,8 +4137,8 @@ inline float size_of_row(thread const float *x)
     return exponent == 0 || exponent > 0x7e800000u ? 1.0f : as_type<float>(exponent);
 }
 
-// Place of a value in row `row` of a pass. Lanes that store neighbours of one row, or load one value in 16 or 32 of several
-// rows, meet in few banks.
+// Place of a value in row `row` of a pass. Lanes that store neighbours of one row, or load one value in 16 or 32 of
+// several rows, meet in few banks.
 inline uint staged_value(uint row, uint D, uint value)
 {
     return row * D + (value ^ (((value >> 5) & 3u) << 3 ^ ((value >> 7) & 3u) << 1 ^ (row & 7u)));
@@ -4185,8 +4189,8 @@ inline threadgroup right_pair *query_at(thread const key_part &keys, uint number
     return (threadgroup right_pair *)queries + number * 32u + lane;
 }
 
-// The rows of a pass as pairs of right factors: [F][D / 16][32 lanes]. A column that is not used repeats the last one. A
-// barrier must precede it, and follow.
+// The rows of a pass as pairs of right factors: [F][D / 16][32 lanes]. A column that is not used repeats the last one.
+// A barrier must precede it, and follow.
 template <int D, int F>
 inline void arrange_queries(thread const attend_task &task, thread const key_part &keys, uint first)
 {
@@ -4337,7 +4341,8 @@ inline void add_key_block(thread const key_part &part, thread const float (&norm
     clear_scores<F>(score);
 }
 
-// score = q . k, without the factor of rows that have one norm. `keys` holds the first chunks of the tile at slot `base`;
+// score = q . k, without the factor of rows that have one norm.
+// `keys` holds the first chunks of the tile at slot `base`;
 // at the end it holds those of the tile at `next_base`.
 template <int D, int W, int F>
 inline void score_matrix_tile(constant tqkv__attend_args &args, thread const attend_task &task,
@@ -4345,8 +4350,8 @@ inline void score_matrix_tile(constant tqkv__attend_args &args, thread const att
                               thread key_batch<D, W, F> &keys, thread sum_matrix (&score)[4][F])
 {
     const int N = MATRIX_KEY_VALUES(D, W), chunks = D / (4 * N), B = MATRIX_KEY_BATCH(D, W, F);
-    // Some hardware rounds sums of products towards 0: those of long rows are added up chunk by chunk, or there 128 values at
-    // a time.
+    // Some hardware rounds sums of products towards 0: those of long rows are added up chunk by chunk, or there 128
+    // values at a time.
     const bool in_one = one_norm<D>(part.format) && D <= 128;
     const uint block_chunks = one_norm<D>(part.format) ? uint(chunks) : norm_block<D>(part.format) / uint(4 * N);
     const uint least = one_norm<D>(part.format) ? 1u : block_chunks;
@@ -4844,7 +4849,8 @@ inline void attend_with_matrices(constant tqkv__attend_args &args, thread const 
 #ifndef TQKV_ATTEND_LONG_H
 #define TQKV_ATTEND_LONG_H
 
-// The rounds of a stretch: `tiles` of them from tile `first` on. Tiles outside [begin, end) and in the gap are left out.
+// The rounds of a stretch: `tiles` of them from tile `first` on. Tiles outside
+// [begin, end) and in the gap are left out.
 struct long_rounds {
     uint first, begin, end, gap_begin, gap_end;
 };
@@ -4891,8 +4897,8 @@ inline void open_round_slots(uint C, thread attend_task &task)
 
 inline uint shared_slots(uint number, uint parity) { return (number * 2u + parity) * 32u; }
 
-// Stores what the lanes found of the simdgroup's own tile. A barrier must follow, and one precede so that the round before
-// that one is done.
+// Stores what the lanes found of the simdgroup's own tile. A barrier must follow, and one precede so that the round
+// before that one is done.
 inline void share_round(thread const attend_task &task, tile_memory found, uint parity)
 {
     if (task.pages.shared_values) task.pages.slots[shared_slots(task.simdgroup, parity) + task.lane] = found.values;
@@ -5085,7 +5091,8 @@ inline void store_tile_weights(thread const attend_task &task, thread const sum_
 
 // ---- Values ----
 
-// The values' norms of a block in the lane's rows of a tile. They are loaded a tile ahead: nothing is computed from them before.
+// The values' norms of a block in the lane's rows of a tile. They are loaded a tile ahead:
+// nothing is computed from them before.
 template <int D>
 inline void load_part_norms(constant tqkv__attend_args &args, thread const attend_task &task, uint base, uint block,
                             thread float (&norms)[4])
@@ -5098,7 +5105,8 @@ inline void load_part_norms(constant tqkv__attend_args &args, thread const atten
     }
 }
 
-// Weights of tile number `number` of the round with these norms, as right factors. Where no weight is, a norm may be NaN.
+// Weights of tile number `number` of the round with these norms, as right factors. Where no weight is,
+// a norm may be NaN.
 template <int D, int F>
 inline void scale_long_weights(constant tqkv__attend_args &args, thread const attend_task &task, uint number,
                                thread const float (&norms)[4], thread right_pair (&right)[2][F])
@@ -5125,8 +5133,8 @@ inline void scale_long_weights(constant tqkv__attend_args &args, thread const at
 
 // ---- Weights that are right factors already ----
 
-// Where products take right factors from threadgroup memory, the simdgroup of a tile makes them of its weights, one set for
-// each norm of a row. Simdgroups that multiply together must have the same norm.
+// Where products take right factors from threadgroup memory, the simdgroup of a tile makes them of its weights, one set
+// for each norm of a row. Simdgroups that multiply together must have the same norm.
 template <int D>
 inline bool shares_rights()
 {

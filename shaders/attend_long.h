@@ -12,7 +12,8 @@
 #define TQKV_ATTEND_LONG_H
 #include "attend_matrix.h"
 
-// The rounds of a stretch: `tiles` of them from tile `first` on. Tiles outside [begin, end) and in the gap are left out.
+// The rounds of a stretch: `tiles` of them from tile `first` on. Tiles outside
+// [begin, end) and in the gap are left out.
 struct long_rounds {
     uint first, begin, end, gap_begin, gap_end;
 };
@@ -59,8 +60,8 @@ inline void open_round_slots(uint C, thread attend_task &task)
 
 inline uint shared_slots(uint number, uint parity) { return (number * 2u + parity) * 32u; }
 
-// Stores what the lanes found of the simdgroup's own tile. A barrier must follow, and one precede so that the round before
-// that one is done.
+// Stores what the lanes found of the simdgroup's own tile. A barrier must follow, and one precede so that the round
+// before that one is done.
 inline void share_round(thread const attend_task &task, tile_memory found, uint parity)
 {
     if (task.pages.shared_values) task.pages.slots[shared_slots(task.simdgroup, parity) + task.lane] = found.values;
@@ -253,7 +254,8 @@ inline void store_tile_weights(thread const attend_task &task, thread const sum_
 
 // ---- Values ----
 
-// The values' norms of a block in the lane's rows of a tile. They are loaded a tile ahead: nothing is computed from them before.
+// The values' norms of a block in the lane's rows of a tile. They are loaded a tile ahead:
+// nothing is computed from them before.
 template <int D>
 inline void load_part_norms(constant tqkv__attend_args &args, thread const attend_task &task, uint base, uint block,
                             thread float (&norms)[4])
@@ -266,7 +268,8 @@ inline void load_part_norms(constant tqkv__attend_args &args, thread const atten
     }
 }
 
-// Weights of tile number `number` of the round with these norms, as right factors. Where no weight is, a norm may be NaN.
+// Weights of tile number `number` of the round with these norms, as right factors. Where no weight is,
+// a norm may be NaN.
 template <int D, int F>
 inline void scale_long_weights(constant tqkv__attend_args &args, thread const attend_task &task, uint number,
                                thread const float (&norms)[4], thread right_pair (&right)[2][F])
@@ -293,8 +296,8 @@ inline void scale_long_weights(constant tqkv__attend_args &args, thread const at
 
 // ---- Weights that are right factors already ----
 
-// Where products take right factors from threadgroup memory, the simdgroup of a tile makes them of its weights, one set for
-// each norm of a row. Simdgroups that multiply together must have the same norm.
+// Where products take right factors from threadgroup memory, the simdgroup of a tile makes them of its weights, one set
+// for each norm of a row. Simdgroups that multiply together must have the same norm.
 template <int D>
 inline bool shares_rights()
 {

@@ -1,6 +1,6 @@
-// Attention as attend.h, by products of 8x8 matrices: for groups of query heads that fill their columns. A product has a
-// matrix unit of its own on some hardware, and shares its operands among the lanes on all. What a threadgroup works on
-// and how it adds up is as in attend.h. Each simdgroup takes its own tiles of 32 slots.
+// Attention as attend.h, by products of 8x8 matrices: for groups of query heads that fill their columns. A product has
+// a matrix unit of its own on some hardware, and shares its operands among the lanes on all. What a threadgroup works
+// on and how it adds up is as in attend.h. Each simdgroup takes its own tiles of 32 slots.
 //
 // Within a tile
 //   scores   S^T = K Q^T, [32 slots][columns]: a key is decoded into the lanes' elements of left factors
@@ -9,8 +9,8 @@
 // The values of a key may come in any order if those of the queries do, and so may the rows of O^T. So a lane takes
 // neighbouring codes of a row, and loads up to 16 bytes at a time.
 //
-// Letters: D head_dim, W code width of a stored value, F matrices side by side that hold the columns, N values that a lane
-// loads at a time, P values of a row that a simdgroup has sums of: all, but of long rows a part (attend_long.h).
+// Letters: D head_dim, W code width of a stored value, F matrices side by side that hold the columns, N values that a
+// lane loads at a time, P values of a row that a simdgroup has sums of: all, but of long rows a part (attend_long.h).
 #ifndef TQKV_ATTEND_MATRIX_H
 #define TQKV_ATTEND_MATRIX_H
 #include "matrix_columns.h"
@@ -22,8 +22,8 @@
 // one element and of row t + 4 for the other: those of one load lie together.
 inline uint tile_row(int p, uint k) { return uint(p) * 8u + k / 2u + k % 2u * 4u; }
 
-// Norms of the lane's rows of a tile, where a row has one. They are loaded long before they are used: nothing is computed
-// from them before that.
+// Norms of the lane's rows of a tile, where a row has one. They are loaded long before they are used: nothing is
+// computed from them before that.
 struct tile_norms {
     float keys[4], values[4];
 };
@@ -97,8 +97,8 @@ inline float size_of_row(thread const float *x)
     return exponent == 0 || exponent > 0x7e800000u ? 1.0f : as_type<float>(exponent);
 }
 
-// Place of a value in row `row` of a pass. Lanes that store neighbours of one row, or load one value in 16 or 32 of several
-// rows, meet in few banks.
+// Place of a value in row `row` of a pass. Lanes that store neighbours of one row, or load one value in 16 or 32 of
+// several rows, meet in few banks.
 inline uint staged_value(uint row, uint D, uint value)
 {
     return row * D + (value ^ (((value >> 5) & 3u) << 3 ^ ((value >> 7) & 3u) << 1 ^ (row & 7u)));
@@ -149,8 +149,8 @@ inline threadgroup right_pair *query_at(thread const key_part &keys, uint number
     return (threadgroup right_pair *)queries + number * 32u + lane;
 }
 
-// The rows of a pass as pairs of right factors: [F][D / 16][32 lanes]. A column that is not used repeats the last one. A
-// barrier must precede it, and follow.
+// The rows of a pass as pairs of right factors: [F][D / 16][32 lanes]. A column that is not used repeats the last one.
+// A barrier must precede it, and follow.
 template <int D, int F>
 inline void arrange_queries(thread const attend_task &task, thread const key_part &keys, uint first)
 {
@@ -301,7 +301,8 @@ inline void add_key_block(thread const key_part &part, thread const float (&norm
     clear_scores<F>(score);
 }
 
-// score = q . k, without the factor of rows that have one norm. `keys` holds the first chunks of the tile at slot `base`;
+// score = q . k, without the factor of rows that have one norm.
+// `keys` holds the first chunks of the tile at slot `base`;
 // at the end it holds those of the tile at `next_base`.
 template <int D, int W, int F>
 inline void score_matrix_tile(constant tqkv__attend_args &args, thread const attend_task &task,
@@ -309,8 +310,8 @@ inline void score_matrix_tile(constant tqkv__attend_args &args, thread const att
                               thread key_batch<D, W, F> &keys, thread sum_matrix (&score)[4][F])
 {
     const int N = MATRIX_KEY_VALUES(D, W), chunks = D / (4 * N), B = MATRIX_KEY_BATCH(D, W, F);
-    // Some hardware rounds sums of products towards 0: those of long rows are added up chunk by chunk, or there 128 values at
-    // a time.
+    // Some hardware rounds sums of products towards 0: those of long rows are added up chunk by chunk, or there 128
+    // values at a time.
     const bool in_one = one_norm<D>(part.format) && D <= 128;
     const uint block_chunks = one_norm<D>(part.format) ? uint(chunks) : norm_block<D>(part.format) / uint(4 * N);
     const uint least = one_norm<D>(part.format) ? 1u : block_chunks;

@@ -1,5 +1,5 @@
-// What a threadgroup of attention works on: function constants, the arrays of its KV head and its part of the call, norms of
-// stored rows, and what a lane keeps of each column. Letters: as in attend.h.
+// What a threadgroup of attention works on: function constants, the arrays of its KV head and its part of the call,
+// norms of stored rows, and what a lane keeps of each column. Letters: as in attend.h.
 #ifndef TQKV_ATTEND_TASK_H
 #define TQKV_ATTEND_TASK_H
 #include "codec.h"
@@ -31,8 +31,8 @@ constant bool rotate_tail_center [[function_constant(TQKV_FC_TAIL_ROTATED)]];
 // The running maximum starts here, below every score. It is finite, so a masked score minus it is -INFINITY, not NaN.
 #define NOTHING_SEEN (-3.0e38f)
 
-// Output values of a column that a lane keeps: pieces of 8 values, several where 32 lanes do not span the row. Pieces lie
-// LANE_SPAN(D) * 8 values apart: so many lanes have values.
+// Output values of a column that a lane keeps: pieces of 8 values, several where 32 lanes do not span the row. Pieces
+// lie LANE_SPAN(D) * 8 values apart: so many lanes have values.
 #define LANE_SUMS(D) ((D) <= 256 ? 8 : ((D) + 511) / 512 * 16)
 #define LANE_SPAN(D) ((D) / LANE_SUMS(D))
 
@@ -50,7 +50,8 @@ struct attend_task {
     device const uchar *q;          // [n_queries][n_heads][KD + T], with strides
     stream_rows keys, values, tail; // of the KV head; tail: if there is one
     device float *partial_out;      // [n_partials][n_queries][n_heads][VD]: sum of weight * value
-    // [1 + n_partials][n_queries][n_heads][2]: the centre's score, unused; then maximum (in powers of two), sum of the weights
+    // [1 + n_partials][n_queries][n_heads][2]: the centre's score, unused; then maximum (in powers of two),
+    // sum of the weights
     device float *partial_state;
     device const float *center, *tail_center; // [n_kv_heads][KD]: of the keys; [n_kv_heads][T]
     device const float *scale, *tail_scale;   // the same, of the channels

@@ -1,12 +1,13 @@
 // Which query rows and which tiles of the context a threadgroup of attend works on. Positions are counted from the
 // oldest resident one. A tile is a range of 32 slots, not of positions, so a ring does not wrap inside a tile. Only the
-// mask knows positions. With page tables a slot here is what it would be in a linear store, and a tile lies in one page:
+// mask knows positions. With page tables a slot here is what it would be in a linear store,
+// and a tile lies in one page:
 // only tile_memory knows where.
-// Pages that end within tiles, and lists, make rows lie anywhere: then each lane finds where one row of the tile is, and
-// all read its slot from threadgroup memory, or ask the lane.
-// With a list of blocks the positions of the blocks have ranks 0, 1, 2 .., and take the slots from list_base on, one after
-// the other: a tile is 32 of these slots, whose rows may lie anywhere. A list of all blocks gives the tiles that there are
-// without one.
+// Pages that end within tiles, and lists, make rows lie anywhere: then each lane finds where one row of the tile is,
+// and all read its slot from threadgroup memory, or ask the lane.
+// With a list of blocks the positions of the blocks have ranks 0, 1, 2 .., and take the slots from list_base on, one
+// after the other: a tile is 32 of these slots, whose rows may lie anywhere. A list of all blocks gives the tiles that
+// there are without one.
 #ifndef TQKV_TILES_H
 #define TQKV_TILES_H
 #include "common.h"
@@ -80,8 +81,8 @@ inline query_row next_row(constant tqkv__attend_args &args, query_row row)
 // The newest position that a query sees; negative if it sees none.
 inline int newest_seen(constant tqkv__attend_args &args, int query) { return args.first_newest + query; }
 
-// Whether a query that sees up to `newest` reads a position in this part of the context: of the newest halves those of its own, of
-// the codes those before. So what it reads does not depend on the other queries of the call.
+// Whether a query that sees up to `newest` reads a position in this part of the context: of the newest halves those of
+// its own, of the codes those before. So what it reads does not depend on the other queries of the call.
 inline bool reads_here(constant tqkv__attend_args &args, int newest, int position)
 {
     if (halves == TQKV__ALL_POSITIONS) return true;
@@ -242,8 +243,9 @@ inline void next_tile(thread tile_steps &steps, uint n_simdgroups)
     steps.tile = step_over(steps.tile + n_simdgroups, steps.gap_begin, steps.after_gap);
 }
 
-// The sums of a stretch go to the partial result of its section and, at the section's end, with those to the result of all,
-// partial result 0. So every way to share the stretches among threadgroups does the same additions in the same order.
+// The sums of a stretch go to the partial result of its section and, at the section's end, with those to the result of
+// all, partial result 0. So every way to share the stretches among threadgroups does the same
+// additions in the same order.
 inline uint partial_of_section(constant tqkv__attend_args &args, uint split)
 {
     return args.sections_each > 1 ? 1u : split;
@@ -279,9 +281,9 @@ struct page_tables {
     threadgroup uint *slots;    // [2][slot_lists()][32]: of two tiles of the simdgroup, one after the other
 };
 
-// Slots in memory of a tile's row 0. That of the values is theirs only where value_slot_of gives the slot itself. Where rows
-// lie apart those of the row with the lane's number, or after share_slots where their list begins; with a list of blocks
-// also the row's position. The tail's: that of the keys or, if it lies elsewhere, likewise.
+// Slots in memory of a tile's row 0. That of the values is theirs only where value_slot_of gives the slot itself. Where
+// rows lie apart those of the row with the lane's number, or after share_slots where their list begins; with a list of
+// blocks also the row's position. The tail's: that of the keys or, if it lies elsewhere, likewise.
 struct tile_memory {
     uint keys, values;
     int position;
@@ -398,7 +400,8 @@ inline tile_memory find_tile(constant tqkv__attend_args &args, thread const page
     return result;
 }
 
-// The tiles of a simdgroup one after another, where their slots are shared: what lanes found of the one behind the next.
+// The tiles of a simdgroup one after another, where their slots are shared:
+// what lanes found of the one behind the next.
 // So nothing waits for tables and lists when it is stored.
 struct tile_search {
     tile_memory ahead;
@@ -407,8 +410,8 @@ struct tile_search {
 
 inline bool shares_slots(thread const page_tables &pages) { return pages.shared && tail_rows_apart(); }
 
-// Stores what the lanes found of a tile for all to read. parity: 0 or 1, another one than that of the tile before, which
-// may be in use still.
+// Stores what the lanes found of a tile for all to read. parity: 0 or 1, another one than that of the tile before,
+// which may be in use still.
 inline tile_memory share_slots(thread const page_tables &pages, tile_memory found, uint parity)
 {
     const uint first = parity * slot_lists() * 32u, last = first + (slot_lists() - 1u) * 32u;

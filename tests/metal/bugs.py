@@ -185,8 +185,8 @@ BUGS = {
         "attend", (64,), "plain",
         "defect/nan_in_unused_slots", "relative error"),
     "offset_of_32_bits": (
-        "shaders/tiles.h", "(value_slot(args, base, row)) * ulong(bytes);\n    return codes + ulong(base) * ulong(bytes)",
-        "(value_slot(args, base, row)) * ulong(bytes);\n    return codes + base * bytes", "attend", (1024,), "plain", "defect/offsets_beyond_4_gib",
+        "shaders/tiles.h", "(value_slot(args, pages, base, row)) * ulong(bytes);\n    return codes + ulong(base) * ulong(bytes)",
+        "(value_slot(args, pages, base, row)) * ulong(bytes);\n    return codes + base * bytes", "attend", (1024,), "plain", "defect/offsets_beyond_4_gib",
         "relative error"),
     # Products of matrices.
     "wrong_element_layout": (
@@ -263,7 +263,7 @@ BUGS = {
         "shaders/attend_long.h", "    store_tile_weights<F>(task, score);\n        threadgroup_barrier(mem_flags::mem_threadgroup);\n",
         "    store_tile_weights<F>(task, score);\n", "attend_matrix", (512,), "tsan", "latent/d512/tq4", "data race"),
     "weights_of_the_round_before_overwritten": (
-        "shaders/attend_long.h", "        threadgroup_barrier(mem_flags::mem_threadgroup); // and the weights of the round before are used\n", "",
+        "shaders/attend_long.h", "        threadgroup_barrier(mem_flags::mem_threadgroup); // and weights and slots of the round before are used\n", "",
         "attend_matrix", (512,), "tsan", "latent/rounds", "data race"),
     "maxima_of_the_own_tile": (
         "shaders/attend_long.h", "largest = max(largest, maxima[s * 8 * F]);", "largest = max(largest, maxima[task.simdgroup * uint(8 * F)]);",
