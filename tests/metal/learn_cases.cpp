@@ -517,6 +517,7 @@ void learn_shader_cases()
     const learn_row rows[] = {
         {"plain", TQKV_TQ4, TQKV_TQ4, 64, 0, 120, 20, 20, 0, 0, 0, 0, 34, none, 0, 0, 0, 0, 0, f32},
         {"ends", TQKV_TQ4, TQKV_TQ3, 64, 0, 200, 20, 20, 4, 9, 0, 0, 48, none, 0, 0, 0, 0, 0, f32},
+        {"small", TQKV_TQ5, TQKV_TQ3, 64, 0, 40, 512, 16, 4, 128, 0, 0, 40, none, 0, 0, 0, 0, 0, f32},
         {"many_first", TQKV_TQ3, TQKV_TQ2, 32, 0, 200, 20, 20, 30, 5, 0, 0, 40, none, 0, 0, 0, 1, 0, f32},
         {"window", TQKV_I8, TQKV_TQ4, 64, 0, 70, 512, 17, 3, 12, 0, 30, 110, none, 1, 0, 0, 0, 0, f32},
         {"ring", TQKV_F16, TQKV_TQ5, 32, 0, 40, 20, 16, 5, 6, 0, 0, 60, none, 1, 0, 0, 0, 0, f32},

@@ -606,10 +606,10 @@ static void run_learns_tree(const void *parameters)
 
 void cache_host_cases(void)
 {
-    const ends_row ends[] = {{{TQKV_I8, TQKV_TQ4, 64, 90, false, 60, -1}, 4, 30},
-                             {{TQKV_TQ4, TQKV_TQ3, 128, 40, true, 100, -1}, 4, 16},
-                             {{TQKV_F16, TQKV_TQ4, 64, 90, false, 7, -1}, 8, 20},
-                             {{TQKV_TQ4, TQKV_TQ4, 64, 90, false, 60, -1}, 0, 70}};
+    const ends_row ends[] = {
+        {{TQKV_I8, TQKV_TQ4, 64, 90, false, 60, -1}, 4, 30},   {{TQKV_TQ4, TQKV_TQ3, 128, 40, true, 100, -1}, 4, 16},
+        {{TQKV_F16, TQKV_TQ4, 64, 90, false, 7, -1}, 8, 20},   {{TQKV_TQ4, TQKV_TQ4, 64, 90, false, 60, -1}, 0, 70},
+        {{TQKV_TQ4, TQKV_TQ4, 64, 40, false, 30, -1}, 4, 128}, {{TQKV_TQ5, TQKV_TQ3, 64, 20, true, 50, -1}, 4, 128}};
     const cache_row rows[] = {{TQKV_FORMAT_DEFAULT, TQKV_FORMAT_DEFAULT, 64, 40, false, 33, -1},
                               {TQKV_TQ4, TQKV_TQ4, 128, 16, true, 50, -1},
                               {TQKV_F16, TQKV_F16, 64, 16, true, 10, 6},
@@ -622,7 +622,8 @@ void cache_host_cases(void)
     for (int i = 0; i < 2; i++) test_add(run_one_memory, &rows[i], sizeof rows[i], "cache/one_memory/%d", i);
     for (int i = 0; i < 2; i++) test_add(run_recorded, &steps[i], sizeof steps[i], "cache/recorded/%d", i);
     for (int i = 0; i < 2; i++) test_add(run_edited, &steps[i], sizeof steps[i], "cache/edited/%d", i);
-    for (int i = 0; i < 4; i++) test_add(run_ends, &ends[i], sizeof ends[i], "cache/ends/%d", i);
+    for (int i = 0; i < (int)(sizeof ends / sizeof *ends); i++)
+        test_add(run_ends, &ends[i], sizeof ends[i], "cache/ends/%d", i);
     test_add(run_types, NULL, 0, "cache/types");
     const latent_row latent[] = {{false, false, 0}, {true, false, 0}, {false, false, 5},
                                  {true, true, 0},   {true, false, 3}, {true, true, 6}};
