@@ -17004,7 +17004,9 @@ static void tqkv__plan_matrix_memory(tqkv_metal_dispatch *d, size_t head_dim, in
     const size_t rows = is_long ? TQKV__LONG_ROW_BYTES(head_dim)
                                 : TQKV__MATRIX_QUERY_BYTES(head_dim) * (columns <= 8 ? 1 : 2),
                  sums = TQKV__MATRIX_SUM_BYTES(head_dim) + (tqkv__attend_args_of(d).sections_each ? queries : 0),
-                 strands = tqkv__attend_args_of(d).strands > 1 ? TQKV__MATRIX_STRAND_BYTES(head_dim, matrices) : 0,
+                 strands = tqkv__attend_args_of(d).strands > 1 && columns <= TQKV__MOST_STRAND_COLUMNS
+                               ? TQKV__MATRIX_STRAND_BYTES(head_dim, matrices)
+                               : 0,
                  ends = sums > strands ? sums : strands,
                  others = is_long ? queries + TQKV__LONG_WEIGHT_BYTES(matrices) : ends;
     d->memory[0] = TQKV__ATTEND_TABLE_BYTES;
@@ -17811,10 +17813,10 @@ static tqkv_result tqkv__join(tqkv_metal_dispatch *all, const tqkv_metal_dispatc
     for (int i = 0; r == TQKV_OK && i < one->n_bindings; i++)
         r = tqkv__join_binding(&all->bindings[i], &one->bindings[i]);
     if (one->n_simdgroups > all->n_simdgroups) all->n_simdgroups = one->n_simdgroups;
-    if (attend && args.sections_each > all_args.sections_each) {
-        all_args.sections_each = args.sections_each;
-        tqkv__replace_args(all, &all_args);
-    }
+    if (!attend) return r;
+    if (args.sections_each > all_args.sections_each) all_args.sections_each = args.sections_each;
+    if (args.strands > all_args.strands) all_args.strands = args.strands;
+    tqkv__replace_args(all, &all_args); /* which say how much memory columns take */
     return r;
 }
 

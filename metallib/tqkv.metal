@@ -3479,6 +3479,41 @@ inline strand_tiles open_strand(constant tqkv__attend_args &args, tile_range see
     return tiles;
 }
 
+// What a threadgroup adds up: stretches or, if it is `alone` with it, a strand of one. A pipeline that has fewer simdgroups
+// than a stretch has strands adds up other tiles in each: then the threadgroup of the first strand has the whole stretch,
+// and the others are `idle`: they add nothing. Likewise where it is not `able` to have strands.
+struct threadgroup_tiles {
+    stretch_range own;
+    strand_tiles strand;
+    bool alone, idle;
+};
+
+inline threadgroup_tiles open_threadgroup(constant tqkv__attend_args &args, thread const attend_task &task,
+                                          tile_range seen, bool able)
+{
+    const bool shared = has_strands && args.strands > 1;
+    const uint number = shared ? task.split % uint(TQKV__STRANDS) : 0u;
+    threadgroup_tiles tiles;
+    tiles.own = stretches_of_threadgroup(args, seen, shared ? task.split / uint(TQKV__STRANDS) : task.split);
+    tiles.strand = open_strand(args, seen, tiles.own, number);
+    tiles.alone = able && shared && task.n_simdgroups == uint(TQKV__STRANDS);
+    tiles.idle = number != 0u && !tiles.alone;
+    return tiles;
+}
+
+// Finds the simdgroup's first tile.
+inline tile_memory find_begin(constant tqkv__attend_args &args, thread const attend_task &task, tile_range seen,
+                              thread const threadgroup_tiles &tiles, thread tile_steps &steps,
+                              thread tile_search &search)
+{
+    if (tiles.alone) {
+        steps.tile = tiles.strand.first + task.simdgroup * uint(TQKV__STRANDS);
+        return find_one(args, task.pages, steps.tile);
+    }
+    steps = open_steps(args, seen, tiles.own, task.simdgroup, task.n_simdgroups);
+    return find_first(args, task.pages, steps, task.n_simdgroups, search);
+}
+
 // ---- Maxima: raised by the tiles one after another, as if one simdgroup had them all ----
 
 // The maximum of a column once each tile of the strand has raised it.
@@ -3752,30 +3787,18 @@ inline void attend_strand(constant tqkv__attend_args &args, thread const attend_
 
 // ---- The kernel ----
 
-// Stretches of the context, or a strand of one. A pipeline that has fewer simdgroups than a stretch has strands adds up
-// other tiles in each: then the threadgroup of the first strand has the whole stretch, and the others add nothing.
 template <int KD, int VD>
 inline void attend(constant tqkv__attend_args &args, thread const attend_task &task)
 {
     const int C = TQKV__MAX_COLUMNS(VD);
     const uint n_threads = task.n_simdgroups * 32u;
-    const bool shared = has_strands && args.strands > 1, alone = shared && task.n_simdgroups == uint(TQKV__STRANDS);
-    const uint number = shared ? task.split % uint(TQKV__STRANDS) : 0u;
     uint thread_index = task.simdgroup * 32u + task.lane, partial = 0u;
     column_memory memory = column_memory_of(task.kept, uint(C));
     tile_range seen = tiles_seen(args, task.first_column, task.pages.list);
-    stretch_range own = stretches_of_threadgroup(args, seen, shared ? task.split / uint(TQKV__STRANDS) : task.split);
-    strand_tiles strand = open_strand(args, seen, own, number);
+    threadgroup_tiles tiles = open_threadgroup(args, task, seen, true);
     column_state<VD> state;
     tile_walk<KD> walk;
-    tile_memory base;
-    if (alone) {
-        walk.steps.tile = strand.first + task.simdgroup * uint(TQKV__STRANDS);
-        base = find_one(args, task.pages, walk.steps.tile);
-    } else {
-        walk.steps = open_steps(args, seen, own, task.simdgroup, task.n_simdgroups);
-        base = find_first(args, task.pages, walk.steps, task.n_simdgroups, walk.search);
-    }
+    tile_memory base = find_begin(args, task, seen, tiles, walk.steps, walk.search);
     walk.next = open_tile(args, base, walk.steps.tile, row_of_lane<KD>(key_format, task.lane));
     open_keys<KD>(args, task, first_part(args, task), walk.next.base.keys, walk.keys);
     open_tail<KD, TQKV__TAIL_DIM(KD)>(args, task, walk.next.base.tail, walk.tail);
@@ -3787,15 +3810,15 @@ inline void attend(constant tqkv__attend_args &args, thread const attend_task &t
     codebooks books = open_codebooks(task);
     find_newest<VD>(args, task.first_column, state);
     FOR_COLUMNS(c) state.shift[c] = has_shifts() ? memory.shifts[c] : 0.0f;
-    if (alone) {
-        attend_strand<KD, VD>(args, task, strand, books, memory, walk, state);
+    if (tiles.alone) {
+        attend_strand<KD, VD>(args, task, tiles.strand, books, memory, walk, state);
         return;
     }
-    for (uint stretch = own.begin; stretch < own.end; stretch++) {
+    for (uint stretch = tiles.own.begin; stretch < tiles.own.end; stretch++) {
         clear_sums<VD>(state);
         uint end = min(seen.end, first_tile_of_stretch(args, stretch + 1u));
-        add_tiles<KD, VD>(args, task, number == 0u ? end : 0u, books, walk, state);
-        partial = keep_stretch<VD>(args, task, own, stretch, memory, state);
+        add_tiles<KD, VD>(args, task, tiles.idle ? 0u : end, books, walk, state);
+        partial = keep_stretch<VD>(args, task, tiles.own, stretch, memory, state);
     }
     store_columns(args, task, partial, memory);
 }
@@ -6080,25 +6103,15 @@ inline void attend_matrix_strand(constant tqkv__attend_args &args, thread const 
 template <int D, int F>
 inline void attend_by_matrices(constant tqkv__attend_args &args, thread const attend_task &task)
 {
-    const bool shared = has_strands && args.strands > 1,
-               alone = F <= 2 && shared && task.n_simdgroups == uint(TQKV__STRANDS);
-    const uint number = shared ? task.split % uint(TQKV__STRANDS) : 0u;
     uint thread_index = task.simdgroup * 32u + task.lane, n_threads = task.n_simdgroups * 32u, partial = 0u;
     threadgroup float *table_memory = task.tables;
     threadgroup code_value *tables = (threadgroup code_value *)table_memory;
     column_memory memory = column_memory_of(task.kept, uint(8 * F));
     tile_range seen = tiles_seen(args, task.first_column, task.pages.list);
-    stretch_range own = stretches_of_threadgroup(args, seen, shared ? task.split / uint(TQKV__STRANDS) : task.split);
-    strand_tiles strand = open_strand(args, seen, own, number);
+    threadgroup_tiles tiles = open_threadgroup(args, task, seen, F <= 2);
     matrix_state<D, F> state;
     matrix_walk<D, F> walk;
-    if (alone) {
-        walk.steps.tile = strand.first + task.simdgroup * uint(TQKV__STRANDS);
-        walk.base = find_one(args, task.pages, walk.steps.tile);
-    } else {
-        walk.steps = open_steps(args, seen, own, task.simdgroup, task.n_simdgroups);
-        walk.base = find_first(args, task.pages, walk.steps, task.n_simdgroups, walk.search);
-    }
+    walk.base = find_begin(args, task, seen, tiles, walk.steps, walk.search);
     walk.newest = newest_of_columns(args, task.first_column);
     open_key_batch<D, F>(args, task, first_part(args, task), walk.base.keys, walk.keys);
     if (HOLDS_NORMS(F)) load_tile_norms<D>(args, task, walk.base, walk.norms);
@@ -6112,15 +6125,15 @@ inline void attend_by_matrices(constant tqkv__attend_args &args, thread const at
     if (has_pairs(value_format)) load_pairs(tables + 256, true, thread_index, n_threads, pairs);
     open_columns(args, task, memory, state);
     threadgroup_barrier(mem_flags::mem_threadgroup);
-    if (alone) {
-        attend_matrix_strand<D, F>(args, task, strand, key_book, out_book, memory, walk);
+    if (tiles.alone) {
+        attend_matrix_strand<D, F>(args, task, tiles.strand, key_book, out_book, memory, walk);
         return;
     }
-    for (uint stretch = own.begin; stretch < own.end; stretch++) {
+    for (uint stretch = tiles.own.begin; stretch < tiles.own.end; stretch++) {
         clear_matrices(state);
         uint end = min(seen.end, first_tile_of_stretch(args, stretch + 1u));
-        add_matrix_tiles<D, F>(args, task, number == 0u ? end : 0u, key_book, out_book, walk, state);
-        partial = keep_columns<D, F>(args, task, own, stretch, memory, state);
+        add_matrix_tiles<D, F>(args, task, tiles.idle ? 0u : end, key_book, out_book, walk, state);
+        partial = keep_columns<D, F>(args, task, tiles.own, stretch, memory, state);
     }
     store_columns(args, task, partial, memory);
 }

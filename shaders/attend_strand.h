@@ -214,30 +214,18 @@ inline void attend_strand(constant tqkv__attend_args &args, thread const attend_
 
 // ---- The kernel ----
 
-// Stretches of the context, or a strand of one. A pipeline that has fewer simdgroups than a stretch has strands adds up
-// other tiles in each: then the threadgroup of the first strand has the whole stretch, and the others add nothing.
 template <int KD, int VD>
 inline void attend(constant tqkv__attend_args &args, thread const attend_task &task)
 {
     const int C = TQKV__MAX_COLUMNS(VD);
     const uint n_threads = task.n_simdgroups * 32u;
-    const bool shared = has_strands && args.strands > 1, alone = shared && task.n_simdgroups == uint(TQKV__STRANDS);
-    const uint number = shared ? task.split % uint(TQKV__STRANDS) : 0u;
     uint thread_index = task.simdgroup * 32u + task.lane, partial = 0u;
     column_memory memory = column_memory_of(task.kept, uint(C));
     tile_range seen = tiles_seen(args, task.first_column, task.pages.list);
-    stretch_range own = stretches_of_threadgroup(args, seen, shared ? task.split / uint(TQKV__STRANDS) : task.split);
-    strand_tiles strand = open_strand(args, seen, own, number);
+    threadgroup_tiles tiles = open_threadgroup(args, task, seen, true);
     column_state<VD> state;
     tile_walk<KD> walk;
-    tile_memory base;
-    if (alone) {
-        walk.steps.tile = strand.first + task.simdgroup * uint(TQKV__STRANDS);
-        base = find_one(args, task.pages, walk.steps.tile);
-    } else {
-        walk.steps = open_steps(args, seen, own, task.simdgroup, task.n_simdgroups);
-        base = find_first(args, task.pages, walk.steps, task.n_simdgroups, walk.search);
-    }
+    tile_memory base = find_begin(args, task, seen, tiles, walk.steps, walk.search);
     walk.next = open_tile(args, base, walk.steps.tile, row_of_lane<KD>(key_format, task.lane));
     open_keys<KD>(args, task, first_part(args, task), walk.next.base.keys, walk.keys);
     open_tail<KD, TQKV__TAIL_DIM(KD)>(args, task, walk.next.base.tail, walk.tail);
@@ -249,15 +237,15 @@ inline void attend(constant tqkv__attend_args &args, thread const attend_task &t
     codebooks books = open_codebooks(task);
     find_newest<VD>(args, task.first_column, state);
     FOR_COLUMNS(c) state.shift[c] = has_shifts() ? memory.shifts[c] : 0.0f;
-    if (alone) {
-        attend_strand<KD, VD>(args, task, strand, books, memory, walk, state);
+    if (tiles.alone) {
+        attend_strand<KD, VD>(args, task, tiles.strand, books, memory, walk, state);
         return;
     }
-    for (uint stretch = own.begin; stretch < own.end; stretch++) {
+    for (uint stretch = tiles.own.begin; stretch < tiles.own.end; stretch++) {
         clear_sums<VD>(state);
         uint end = min(seen.end, first_tile_of_stretch(args, stretch + 1u));
-        add_tiles<KD, VD>(args, task, number == 0u ? end : 0u, books, walk, state);
-        partial = keep_stretch<VD>(args, task, own, stretch, memory, state);
+        add_tiles<KD, VD>(args, task, tiles.idle ? 0u : end, books, walk, state);
+        partial = keep_stretch<VD>(args, task, tiles.own, stretch, memory, state);
     }
     store_columns(args, task, partial, memory);
 }

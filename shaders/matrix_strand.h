@@ -244,25 +244,15 @@ inline void attend_matrix_strand(constant tqkv__attend_args &args, thread const 
 template <int D, int F>
 inline void attend_by_matrices(constant tqkv__attend_args &args, thread const attend_task &task)
 {
-    const bool shared = has_strands && args.strands > 1,
-               alone = F <= 2 && shared && task.n_simdgroups == uint(TQKV__STRANDS);
-    const uint number = shared ? task.split % uint(TQKV__STRANDS) : 0u;
     uint thread_index = task.simdgroup * 32u + task.lane, n_threads = task.n_simdgroups * 32u, partial = 0u;
     threadgroup float *table_memory = task.tables;
     threadgroup code_value *tables = (threadgroup code_value *)table_memory;
     column_memory memory = column_memory_of(task.kept, uint(8 * F));
     tile_range seen = tiles_seen(args, task.first_column, task.pages.list);
-    stretch_range own = stretches_of_threadgroup(args, seen, shared ? task.split / uint(TQKV__STRANDS) : task.split);
-    strand_tiles strand = open_strand(args, seen, own, number);
+    threadgroup_tiles tiles = open_threadgroup(args, task, seen, F <= 2);
     matrix_state<D, F> state;
     matrix_walk<D, F> walk;
-    if (alone) {
-        walk.steps.tile = strand.first + task.simdgroup * uint(TQKV__STRANDS);
-        walk.base = find_one(args, task.pages, walk.steps.tile);
-    } else {
-        walk.steps = open_steps(args, seen, own, task.simdgroup, task.n_simdgroups);
-        walk.base = find_first(args, task.pages, walk.steps, task.n_simdgroups, walk.search);
-    }
+    walk.base = find_begin(args, task, seen, tiles, walk.steps, walk.search);
     walk.newest = newest_of_columns(args, task.first_column);
     open_key_batch<D, F>(args, task, first_part(args, task), walk.base.keys, walk.keys);
     if (HOLDS_NORMS(F)) load_tile_norms<D>(args, task, walk.base, walk.norms);
@@ -276,15 +266,15 @@ inline void attend_by_matrices(constant tqkv__attend_args &args, thread const at
     if (has_pairs(value_format)) load_pairs(tables + 256, true, thread_index, n_threads, pairs);
     open_columns(args, task, memory, state);
     threadgroup_barrier(mem_flags::mem_threadgroup);
-    if (alone) {
-        attend_matrix_strand<D, F>(args, task, strand, key_book, out_book, memory, walk);
+    if (tiles.alone) {
+        attend_matrix_strand<D, F>(args, task, tiles.strand, key_book, out_book, memory, walk);
         return;
     }
-    for (uint stretch = own.begin; stretch < own.end; stretch++) {
+    for (uint stretch = tiles.own.begin; stretch < tiles.own.end; stretch++) {
         clear_matrices(state);
         uint end = min(seen.end, first_tile_of_stretch(args, stretch + 1u));
-        add_matrix_tiles<D, F>(args, task, number == 0u ? end : 0u, key_book, out_book, walk, state);
-        partial = keep_columns<D, F>(args, task, own, stretch, memory, state);
+        add_matrix_tiles<D, F>(args, task, tiles.idle ? 0u : end, key_book, out_book, walk, state);
+        partial = keep_columns<D, F>(args, task, tiles.own, stretch, memory, state);
     }
     store_columns(args, task, partial, memory);
 }

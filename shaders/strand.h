@@ -28,6 +28,41 @@ inline strand_tiles open_strand(constant tqkv__attend_args &args, tile_range see
     return tiles;
 }
 
+// What a threadgroup adds up: stretches or, if it is `alone` with it, a strand of one. A pipeline that has fewer simdgroups
+// than a stretch has strands adds up other tiles in each: then the threadgroup of the first strand has the whole stretch,
+// and the others are `idle`: they add nothing. Likewise where it is not `able` to have strands.
+struct threadgroup_tiles {
+    stretch_range own;
+    strand_tiles strand;
+    bool alone, idle;
+};
+
+inline threadgroup_tiles open_threadgroup(constant tqkv__attend_args &args, thread const attend_task &task,
+                                          tile_range seen, bool able)
+{
+    const bool shared = has_strands && args.strands > 1;
+    const uint number = shared ? task.split % uint(TQKV__STRANDS) : 0u;
+    threadgroup_tiles tiles;
+    tiles.own = stretches_of_threadgroup(args, seen, shared ? task.split / uint(TQKV__STRANDS) : task.split);
+    tiles.strand = open_strand(args, seen, tiles.own, number);
+    tiles.alone = able && shared && task.n_simdgroups == uint(TQKV__STRANDS);
+    tiles.idle = number != 0u && !tiles.alone;
+    return tiles;
+}
+
+// Finds the simdgroup's first tile.
+inline tile_memory find_begin(constant tqkv__attend_args &args, thread const attend_task &task, tile_range seen,
+                              thread const threadgroup_tiles &tiles, thread tile_steps &steps,
+                              thread tile_search &search)
+{
+    if (tiles.alone) {
+        steps.tile = tiles.strand.first + task.simdgroup * uint(TQKV__STRANDS);
+        return find_one(args, task.pages, steps.tile);
+    }
+    steps = open_steps(args, seen, tiles.own, task.simdgroup, task.n_simdgroups);
+    return find_first(args, task.pages, steps, task.n_simdgroups, search);
+}
+
 // ---- Maxima: raised by the tiles one after another, as if one simdgroup had them all ----
 
 // The maximum of a column once each tile of the strand has raised it.

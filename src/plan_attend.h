@@ -223,7 +223,9 @@ static void tqkv__plan_matrix_memory(tqkv_metal_dispatch *d, size_t head_dim, in
     const size_t rows = is_long ? TQKV__LONG_ROW_BYTES(head_dim)
                                 : TQKV__MATRIX_QUERY_BYTES(head_dim) * (columns <= 8 ? 1 : 2),
                  sums = TQKV__MATRIX_SUM_BYTES(head_dim) + (tqkv__attend_args_of(d).sections_each ? queries : 0),
-                 strands = tqkv__attend_args_of(d).strands > 1 ? TQKV__MATRIX_STRAND_BYTES(head_dim, matrices) : 0,
+                 strands = tqkv__attend_args_of(d).strands > 1 && columns <= TQKV__MOST_STRAND_COLUMNS
+                               ? TQKV__MATRIX_STRAND_BYTES(head_dim, matrices)
+                               : 0,
                  ends = sums > strands ? sums : strands,
                  others = is_long ? queries + TQKV__LONG_WEIGHT_BYTES(matrices) : ends;
     d->memory[0] = TQKV__ATTEND_TABLE_BYTES;

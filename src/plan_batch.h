@@ -84,10 +84,10 @@ static tqkv_result tqkv__join(tqkv_metal_dispatch *all, const tqkv_metal_dispatc
     for (int i = 0; r == TQKV_OK && i < one->n_bindings; i++)
         r = tqkv__join_binding(&all->bindings[i], &one->bindings[i]);
     if (one->n_simdgroups > all->n_simdgroups) all->n_simdgroups = one->n_simdgroups;
-    if (attend && args.sections_each > all_args.sections_each) {
-        all_args.sections_each = args.sections_each;
-        tqkv__replace_args(all, &all_args);
-    }
+    if (!attend) return r;
+    if (args.sections_each > all_args.sections_each) all_args.sections_each = args.sections_each;
+    if (args.strands > all_args.strands) all_args.strands = args.strands;
+    tqkv__replace_args(all, &all_args); /* which say how much memory columns take */
     return r;
 }
 
