@@ -3479,9 +3479,9 @@ inline strand_tiles open_strand(constant tqkv__attend_args &args, tile_range see
     return tiles;
 }
 
-// What a threadgroup adds up: stretches or, if it is `alone` with it, a strand of one. A pipeline that has fewer simdgroups
-// than a stretch has strands adds up other tiles in each: then the threadgroup of the first strand has the whole stretch,
-// and the others are `idle`: they add nothing. Likewise where it is not `able` to have strands.
+// What a threadgroup adds up: stretches or, if it is `alone` with it, a strand of one. A pipeline that has fewer
+// simdgroups than a stretch has strands adds up other tiles in each: then the threadgroup of the first strand has the
+// whole stretch, and the others are `idle`: they add nothing. Likewise where it is not `able` to have strands.
 struct threadgroup_tiles {
     stretch_range own;
     strand_tiles strand;
@@ -3516,36 +3516,29 @@ inline tile_memory find_begin(constant tqkv__attend_args &args, thread const att
 
 // ---- Maxima: raised by the tiles one after another, as if one simdgroup had them all ----
 
-// The maximum of a column once each tile of the strand has raised it.
-struct raised_maxima {
-    float after[TQKV__STRANDS];
+// The largest scores of a column in the tiles, `step` numbers apart.
+struct tile_maxima {
+    threadgroup const float *largest;
+    uint step;
 };
 
-// By the largest scores of the tiles.
-inline raised_maxima raise_over(float first, float second, float third, float fourth)
+// The maximum of the column once the first n tiles have raised it.
+inline float maximum_after(tile_maxima maxima, uint n)
 {
-    raised_maxima maxima;
-    maxima.after[0] = raised_maximum(NOTHING_SEEN, first);
-    maxima.after[1] = raised_maximum(maxima.after[0], second);
-    maxima.after[2] = raised_maximum(maxima.after[1], third);
-    maxima.after[3] = raised_maximum(maxima.after[2], fourth);
-    return maxima;
-}
-
-// The one that the scores of tile `number` take.
-inline float maximum_of_tile(raised_maxima maxima, uint number)
-{
-    float maximum = maxima.after[0];
+    float maximum = NOTHING_SEEN;
     TQKV_UNROLL
-    for (int i = 1; i < TQKV__STRANDS; i++)
-        if (number == uint(i)) maximum = maxima.after[i];
+    for (uint i = 0; i < uint(TQKV__STRANDS); i++) {
+        float raised = raised_maximum(maximum, maxima.largest[i * maxima.step]);
+        maximum = i < n ? raised : maximum;
+    }
     return maximum;
 }
 
 // What the sums of the tiles before tile i are multiplied by.
-inline float shrink_before(raised_maxima maxima, int i)
+inline float shrink_before(tile_maxima maxima, int i)
 {
-    return i == 0 ? 1.0f : share_of(maxima.after[i == 0 ? 0 : i - 1], maxima.after[i]);
+    float before = maximum_after(maxima, uint(i));
+    return i == 0 ? 1.0f : share_of(before, raised_maximum(before, maxima.largest[uint(i) * maxima.step]));
 }
 
 // ---- Values ----
@@ -3592,11 +3585,10 @@ inline void store_tile_maxima(thread const attend_task &task, thread const float
     }
 }
 
-inline raised_maxima raise_over_tiles(thread const attend_task &task, uint c)
+inline tile_maxima maxima_of_column(thread const attend_task &task, uint c)
 {
-    threadgroup const float *maxima = task.states + c * uint(TQKV__STRANDS);
-    float4 largest = *(threadgroup const float4 *)maxima;
-    return raise_over(largest.x, largest.y, largest.z, largest.w);
+    tile_maxima maxima = {task.states + c * uint(TQKV__STRANDS), 1u};
+    return maxima;
 }
 
 // ---- Weights of the tiles, and their sums: behind a tile's weights what its lanes add to the sums, [C][32] ----
@@ -3615,7 +3607,7 @@ inline void weigh_strand_tile(thread const attend_task &task, uint row, float va
 {
     const int C = TQKV__MAX_COLUMNS(D);
     threadgroup float *weights = weights_of_tile<D>(task, task.simdgroup), *shares = weights + shares_after_weights();
-    FOR_COLUMNS(c) { state.maximum[c] = maximum_of_tile(raise_over_tiles(task, uint(c)), task.simdgroup); }
+    FOR_COLUMNS(c) { state.maximum[c] = maximum_after(maxima_of_column(task, uint(c)), task.simdgroup + 1u); }
     store_tile_weights(row, value_scale, score, seen, state, weights);
     FOR_COLUMNS(c) shares[uint(c) * 32u + task.lane] = state.sum[c];
 }
@@ -3626,8 +3618,8 @@ inline void store_strand_states(constant tqkv__attend_args &args, thread const a
                                 column_memory memory)
 {
     for (uint c = task.simdgroup; c < used; c += uint(TQKV__STRANDS)) {
-        raised_maxima maxima = raise_over_tiles(task, c);
-        float sum = 0.0f, maximum = maxima.after[TQKV__STRANDS - 1];
+        tile_maxima maxima = maxima_of_column(task, c);
+        float sum = 0.0f, maximum = maximum_after(maxima, uint(TQKV__STRANDS));
         TQKV_UNROLL
         for (int i = 0; i < TQKV__STRANDS; i++) {
             float own = weights_of_tile<D>(task, uint(i))[shares_after_weights() + c * 32u + task.lane];
@@ -3694,7 +3686,7 @@ inline void shrink_sums(thread const attend_task &task, int i,
     const int C = TQKV__MAX_COLUMNS(D);
     FOR_COLUMNS(c)
     {
-        float shrink = shrink_before(raise_over_tiles(task, uint(c)), i);
+        float shrink = shrink_before(maxima_of_column(task, uint(c)), i);
         TQKV_UNROLL
         for (int v = 0; v < STRAND_SUMS(D); v++) out[c][v] *= shrink;
     }
@@ -5889,10 +5881,10 @@ inline threadgroup float *strand_weights(thread const attend_task &task)
 
 // Of element i of matrix f. A barrier must follow store_maxima.
 template <int F>
-inline raised_maxima raise_column(thread const attend_task &task, int f, int i)
+inline tile_maxima maxima_of_column(thread const attend_task &task, int f, int i)
 {
-    threadgroup const float *maxima = task.states + uint(f * 8 + i) + TQKV__MATRIX_COLUMN(task.lane);
-    return raise_over(maxima[0], maxima[8 * F], maxima[16 * F], maxima[24 * F]);
+    tile_maxima maxima = {task.states + (uint(f * 8 + i) + TQKV__MATRIX_COLUMN(task.lane)), uint(8 * F)};
+    return maxima;
 }
 
 // Products to scores of the simdgroup's tile.
@@ -5930,7 +5922,9 @@ inline void store_strand_weights(constant tqkv__attend_args &args, thread const 
     TQKV_UNROLL
     for (int f = 0; f < F; f++) {
         TQKV_UNROLL
-        for (int i = 0; i < 2; i++) state.maximum[f][i] = maximum_of_tile(raise_column<F>(task, f, i), task.simdgroup);
+        for (int i = 0; i < 2; i++) {
+            state.maximum[f][i] = maximum_after(maxima_of_column<F>(task, f, i), task.simdgroup + 1u);
+        }
     }
     weigh_scores(score, state);
     store_tile_weights<F>(task, strand_weights<D, F>(task), score);
@@ -5956,8 +5950,8 @@ inline void store_strand_sums(constant tqkv__attend_args &args, thread const att
         TQKV_UNROLL
         for (int i = 0; i < 2; i++) {
             const uint c = uint(f * 8 + i) + TQKV__MATRIX_COLUMN(task.lane);
-            raised_maxima maxima = raise_column<F>(task, f, i);
-            float sum = 0.0f, maximum = maxima.after[TQKV__STRANDS - 1];
+            tile_maxima maxima = maxima_of_column<F>(task, f, i);
+            float sum = 0.0f, maximum = maximum_after(maxima, uint(TQKV__STRANDS));
             TQKV_UNROLL
             for (int t = 0; t < TQKV__STRANDS; t++) {
                 sum *= shrink_before(maxima, t);
@@ -6011,7 +6005,7 @@ inline void shrink_matrices(thread const attend_task &task, int tile, thread mat
     for (int f = 0; f < F; f++) {
         TQKV_UNROLL
         for (int i = 0; i < 2; i++) {
-            float shrink = shrink_before(raise_column<F>(task, f, i), tile);
+            float shrink = shrink_before(maxima_of_column<F>(task, f, i), tile);
             TQKV_UNROLL
             for (int b = 0; b < P / 8; b++) state.out[b][f].elements[i] *= shrink;
         }

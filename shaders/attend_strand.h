@@ -19,11 +19,10 @@ inline void store_tile_maxima(thread const attend_task &task, thread const float
     }
 }
 
-inline raised_maxima raise_over_tiles(thread const attend_task &task, uint c)
+inline tile_maxima maxima_of_column(thread const attend_task &task, uint c)
 {
-    threadgroup const float *maxima = task.states + c * uint(TQKV__STRANDS);
-    float4 largest = *(threadgroup const float4 *)maxima;
-    return raise_over(largest.x, largest.y, largest.z, largest.w);
+    tile_maxima maxima = {task.states + c * uint(TQKV__STRANDS), 1u};
+    return maxima;
 }
 
 // ---- Weights of the tiles, and their sums: behind a tile's weights what its lanes add to the sums, [C][32] ----
@@ -42,7 +41,7 @@ inline void weigh_strand_tile(thread const attend_task &task, uint row, float va
 {
     const int C = TQKV__MAX_COLUMNS(D);
     threadgroup float *weights = weights_of_tile<D>(task, task.simdgroup), *shares = weights + shares_after_weights();
-    FOR_COLUMNS(c) { state.maximum[c] = maximum_of_tile(raise_over_tiles(task, uint(c)), task.simdgroup); }
+    FOR_COLUMNS(c) { state.maximum[c] = maximum_after(maxima_of_column(task, uint(c)), task.simdgroup + 1u); }
     store_tile_weights(row, value_scale, score, seen, state, weights);
     FOR_COLUMNS(c) shares[uint(c) * 32u + task.lane] = state.sum[c];
 }
@@ -53,8 +52,8 @@ inline void store_strand_states(constant tqkv__attend_args &args, thread const a
                                 column_memory memory)
 {
     for (uint c = task.simdgroup; c < used; c += uint(TQKV__STRANDS)) {
-        raised_maxima maxima = raise_over_tiles(task, c);
-        float sum = 0.0f, maximum = maxima.after[TQKV__STRANDS - 1];
+        tile_maxima maxima = maxima_of_column(task, c);
+        float sum = 0.0f, maximum = maximum_after(maxima, uint(TQKV__STRANDS));
         TQKV_UNROLL
         for (int i = 0; i < TQKV__STRANDS; i++) {
             float own = weights_of_tile<D>(task, uint(i))[shares_after_weights() + c * 32u + task.lane];
@@ -121,7 +120,7 @@ inline void shrink_sums(thread const attend_task &task, int i,
     const int C = TQKV__MAX_COLUMNS(D);
     FOR_COLUMNS(c)
     {
-        float shrink = shrink_before(raise_over_tiles(task, uint(c)), i);
+        float shrink = shrink_before(maxima_of_column(task, uint(c)), i);
         TQKV_UNROLL
         for (int v = 0; v < STRAND_SUMS(D); v++) out[c][v] *= shrink;
     }

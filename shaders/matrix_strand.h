@@ -30,10 +30,10 @@ inline threadgroup float *strand_weights(thread const attend_task &task)
 
 // Of element i of matrix f. A barrier must follow store_maxima.
 template <int F>
-inline raised_maxima raise_column(thread const attend_task &task, int f, int i)
+inline tile_maxima maxima_of_column(thread const attend_task &task, int f, int i)
 {
-    threadgroup const float *maxima = task.states + uint(f * 8 + i) + TQKV__MATRIX_COLUMN(task.lane);
-    return raise_over(maxima[0], maxima[8 * F], maxima[16 * F], maxima[24 * F]);
+    tile_maxima maxima = {task.states + (uint(f * 8 + i) + TQKV__MATRIX_COLUMN(task.lane)), uint(8 * F)};
+    return maxima;
 }
 
 // Products to scores of the simdgroup's tile.
@@ -71,7 +71,9 @@ inline void store_strand_weights(constant tqkv__attend_args &args, thread const 
     TQKV_UNROLL
     for (int f = 0; f < F; f++) {
         TQKV_UNROLL
-        for (int i = 0; i < 2; i++) state.maximum[f][i] = maximum_of_tile(raise_column<F>(task, f, i), task.simdgroup);
+        for (int i = 0; i < 2; i++) {
+            state.maximum[f][i] = maximum_after(maxima_of_column<F>(task, f, i), task.simdgroup + 1u);
+        }
     }
     weigh_scores(score, state);
     store_tile_weights<F>(task, strand_weights<D, F>(task), score);
@@ -97,8 +99,8 @@ inline void store_strand_sums(constant tqkv__attend_args &args, thread const att
         TQKV_UNROLL
         for (int i = 0; i < 2; i++) {
             const uint c = uint(f * 8 + i) + TQKV__MATRIX_COLUMN(task.lane);
-            raised_maxima maxima = raise_column<F>(task, f, i);
-            float sum = 0.0f, maximum = maxima.after[TQKV__STRANDS - 1];
+            tile_maxima maxima = maxima_of_column<F>(task, f, i);
+            float sum = 0.0f, maximum = maximum_after(maxima, uint(TQKV__STRANDS));
             TQKV_UNROLL
             for (int t = 0; t < TQKV__STRANDS; t++) {
                 sum *= shrink_before(maxima, t);
@@ -152,7 +154,7 @@ inline void shrink_matrices(thread const attend_task &task, int tile, thread mat
     for (int f = 0; f < F; f++) {
         TQKV_UNROLL
         for (int i = 0; i < 2; i++) {
-            float shrink = shrink_before(raise_column<F>(task, f, i), tile);
+            float shrink = shrink_before(maxima_of_column<F>(task, f, i), tile);
             TQKV_UNROLL
             for (int b = 0; b < P / 8; b++) state.out[b][f].elements[i] *= shrink;
         }

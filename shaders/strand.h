@@ -28,9 +28,9 @@ inline strand_tiles open_strand(constant tqkv__attend_args &args, tile_range see
     return tiles;
 }
 
-// What a threadgroup adds up: stretches or, if it is `alone` with it, a strand of one. A pipeline that has fewer simdgroups
-// than a stretch has strands adds up other tiles in each: then the threadgroup of the first strand has the whole stretch,
-// and the others are `idle`: they add nothing. Likewise where it is not `able` to have strands.
+// What a threadgroup adds up: stretches or, if it is `alone` with it, a strand of one. A pipeline that has fewer
+// simdgroups than a stretch has strands adds up other tiles in each: then the threadgroup of the first strand has the
+// whole stretch, and the others are `idle`: they add nothing. Likewise where it is not `able` to have strands.
 struct threadgroup_tiles {
     stretch_range own;
     strand_tiles strand;
@@ -65,36 +65,29 @@ inline tile_memory find_begin(constant tqkv__attend_args &args, thread const att
 
 // ---- Maxima: raised by the tiles one after another, as if one simdgroup had them all ----
 
-// The maximum of a column once each tile of the strand has raised it.
-struct raised_maxima {
-    float after[TQKV__STRANDS];
+// The largest scores of a column in the tiles, `step` numbers apart.
+struct tile_maxima {
+    threadgroup const float *largest;
+    uint step;
 };
 
-// By the largest scores of the tiles.
-inline raised_maxima raise_over(float first, float second, float third, float fourth)
+// The maximum of the column once the first n tiles have raised it.
+inline float maximum_after(tile_maxima maxima, uint n)
 {
-    raised_maxima maxima;
-    maxima.after[0] = raised_maximum(NOTHING_SEEN, first);
-    maxima.after[1] = raised_maximum(maxima.after[0], second);
-    maxima.after[2] = raised_maximum(maxima.after[1], third);
-    maxima.after[3] = raised_maximum(maxima.after[2], fourth);
-    return maxima;
-}
-
-// The one that the scores of tile `number` take.
-inline float maximum_of_tile(raised_maxima maxima, uint number)
-{
-    float maximum = maxima.after[0];
+    float maximum = NOTHING_SEEN;
     TQKV_UNROLL
-    for (int i = 1; i < TQKV__STRANDS; i++)
-        if (number == uint(i)) maximum = maxima.after[i];
+    for (uint i = 0; i < uint(TQKV__STRANDS); i++) {
+        float raised = raised_maximum(maximum, maxima.largest[i * maxima.step]);
+        maximum = i < n ? raised : maximum;
+    }
     return maximum;
 }
 
 // What the sums of the tiles before tile i are multiplied by.
-inline float shrink_before(raised_maxima maxima, int i)
+inline float shrink_before(tile_maxima maxima, int i)
 {
-    return i == 0 ? 1.0f : share_of(maxima.after[i == 0 ? 0 : i - 1], maxima.after[i]);
+    float before = maximum_after(maxima, uint(i));
+    return i == 0 ? 1.0f : share_of(before, raised_maximum(before, maxima.largest[uint(i) * maxima.step]));
 }
 
 // ---- Values ----

@@ -337,8 +337,7 @@ BUGS = {
         "shaders/tiles.h", "    simdgroup_barrier(mem_flags::mem_threadgroup);\n    return result;", "    return result;",
         "attend", (64,), "tsan", "pages/attend/2", "ThreadSanitizer"),
     "strand_with_the_first_maximum": (
-        "shaders/strand.h", "if (number == uint(i)) maximum = maxima.after[i];",
-        "if (number == uint(i)) maximum = maxima.after[0];", "attend", (32,), "plain", "attend/strands/alone/0",
+        "shaders/strand.h", "maximum = i < n ? raised : maximum;", "maximum = i < 1u + 0u * n ? raised : maximum;", "attend", (32,), "plain", "attend/strands/alone/0",
         "other bits alone"),
     "strand_of_the_wrong_rows": (
         "shaders/strand.h", "tiles.first + i * uint(TQKV__STRANDS)", "tiles.first + i", "attend_matrix", (64,), "plain",

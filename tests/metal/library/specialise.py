@@ -78,6 +78,8 @@ def cases(kernel, constants, everything):
             found += [Case(kernel, ("f16", "f16")[:len(usual)], columns[-1], ""), Case(kernel, usual, columns[0], "everything")]
         if kernel == "tqkv_attend_d128":
             found += [Case(kernel, usual, n, "") for n in columns if n != middle]
+        if re.search(r"attend(_matrix)?_d128$", kernel):
+            found += [Case(kernel, usual, n, "strands") for n in columns if n <= 16]
         if re.search(r"attend(_matrix)?_d(448|512)$", kernel):
             found.append(Case(kernel, ("tq4", "tq4"), columns[-1], "tail_format"))
         return found
