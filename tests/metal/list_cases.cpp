@@ -319,6 +319,25 @@ void add_full()
     }
 }
 
+// Rows whose values eight simdgroups share, over several rounds of eight tiles.
+void add_long()
+{
+    for (int i = 0; i < 4; i++) {
+        list_row row =
+            make_row(i % 2 ? TQKV_TQ4 : TQKV_I8, i == 2 ? TQKV_F16 : TQKV_TQ4, i % 2 ? 512 : 448, i % 2 ? 1 : 16, 700);
+        row.row.key_capacity = row.row.value_capacity = 800;
+        row.row.end = 700 + i;
+        row.row.group = 8;
+        row.length = (int)row.row.end / row.block * 3 / 4;
+        test_add(run_list, &row, sizeof row, "list/long/%d", i);
+        row.row.shared = true;
+        row.row.value_format = row.row.key_format;
+        row.row.tail_dim = 64;
+        row.row.tail_format = TQKV_F16;
+        test_add(run_full, &row, sizeof row, "list/long/full/%d", i);
+    }
+}
+
 } // namespace
 
 void list_shader_cases()
@@ -329,6 +348,7 @@ void list_shader_cases()
         test_add(run_list, &row, sizeof row, "list/random/%d", seed);
     }
     add_full();
+    add_long();
     add_window();
     for (int block : {1, 16}) {
         list_row row = make_row(TQKV_I8, TQKV_TQ4, 64, block, 100 / block);

@@ -255,18 +255,17 @@ void share_page(const tqkv_store &linear, pool *paged, int from, int to)
     paged->table[(size_t)to] = paged->table[(size_t)from];
 }
 
-enum {
-    LINEAR = 512,
-    LATENT_SEED = 20,
-    LATENT_BATCH = 24,
-    PARTS_BATCH = 30
-}; // from LATENT_SEED on one stream is keys and values, and has a tail
+// From LATENT_SEED on one stream is keys and values, and has a tail; from SMALL_SEED on only every second, and matrices
+// read small pages.
+enum { LINEAR = 512, LATENT_SEED = 20, SMALL_SEED = 28, END_SEED = 34, LATENT_BATCH = 24, PARTS_BATCH = 30 };
 
 attend_row random_row(int seed, data_random *random)
 {
-    const int head_dims[] = {64, 128, 64, 80, 256, 32, 48, 192, 512, 128, 448, 512};
-    const bool latent = seed >= LATENT_SEED;
-    const int d = latent ? head_dims[10 + seed % 2] : head_dims[seed % 10], positions = d > 128 ? 100 : 200;
+    const int head_dims[] = {64, 128, 64, 80, 256, 32, 48, 192, 512, 128, 448, 512},
+              by_matrices[] = {64, 512, 256, 448, 128, 512};
+    const bool small = seed >= SMALL_SEED, latent = small ? seed % 2 != 0 : seed >= LATENT_SEED;
+    const int d = small ? by_matrices[seed - SMALL_SEED] : latent ? head_dims[10 + seed % 2] : head_dims[seed % 10];
+    const int positions = small ? 500 : d > 128 ? 100 : 200;
     attend_row row = attend_default_row(test_formats[data_below(random, TEST_FORMATS)],
                                         test_formats[data_below(random, TEST_FORMATS)], d);
     row.key_capacity = row.value_capacity = LINEAR; // whole tiles, so the last one is where it is in a pool
@@ -315,14 +314,15 @@ void run_attend(const void *parameters)
     const int seed = *(const int *)parameters;
     data_random random = {(uint64_t)seed + 700};
     const attend_row row = random_row(seed, &random);
-    const int kernel = seed / 2 % 2 ? GPU_LANES : GPU_MATRICES, share = GPU_EACH + seed % 3;
+    const bool by_matrices = seed >= SMALL_SEED || seed / 2 % 2 == 0, has_small = seed >= SMALL_SEED || seed % 4 == 2;
+    const int kernel = by_matrices ? GPU_MATRICES : GPU_LANES, share = GPU_EACH + seed % 3;
     const gpu_split split = {0, 0, 5, share, kernel};
     const gpu_split whole = {0, 0, 0, 0, kernel};
     attend_problem problem;
     attend_set_up(&problem, &row);
     const bool one_table = seed % 3 == 1 || row.shared;
     const int small[] = {16, 1, 48, 7, 32}; // these end within tiles
-    const int page_size = seed % 4 == 2 ? small[seed / 4 % 5] : 64 << data_below(&random, 2);
+    const int page_size = has_small ? small[(seed < SMALL_SEED ? seed / 4 : seed) % 5] : 64 << data_below(&random, 2);
     data_random twin = random, tail_twin = random;
     pool keys(problem.keys, page_size, LINEAR, &random),
         values(problem.values, seed % 3 == 2 ? 192 : page_size, one_table ? LINEAR : (int)row.end,
@@ -479,8 +479,7 @@ void page_shader_cases()
 {
     add_codec();
     add_slots();
-    for (int seed = 0; seed < LATENT_SEED + 8; seed++)
-        test_add(run_attend, &seed, sizeof seed, "pages/attend/%d", seed);
+    for (int seed = 0; seed < END_SEED; seed++) test_add(run_attend, &seed, sizeof seed, "pages/attend/%d", seed);
     test_add(run_empty, nullptr, 0, "pages/empty");
     for (int seed = 0; seed < PARTS_BATCH + 12; seed++) test_add(run_batch, &seed, sizeof seed, "batch/%d", seed);
 }
