@@ -5081,9 +5081,8 @@ TQKV__OP void TQKV__(reorder_matrix)(const bool decoded, const int columns, cons
     enum { most = TQKV__COLUMNS * TQKV__MATRIX_ROWS / TQKV__LANES };
     TQKV__VECTOR x[most];
     const int n = columns * TQKV__MATRIX_ROWS / TQKV__LANES;
-    TQKV__UNROLL /* over a constant: clang warns of a loop that it cannot unroll */
-    for (int i = 0; i < most; i++)
-        if (i < n) x[i] = TQKV__(load)(from + i * TQKV__LANES);
+    TQKV__UNROLL /* over a constant: clang warns of a loop that it cannot unroll, gcc of what is left out */
+    for (int i = 0; i < most; i++) x[i] = TQKV__(load)(from + (i < n ? i : 0) * TQKV__LANES);
     TQKV__(turn)(decoded, columns, x);
     TQKV__UNROLL
     for (int i = 0; i < most; i++)
