@@ -16615,15 +16615,21 @@ static bool tqkv__matrix_has_strands(int head_dim, int columns)
     return head_dim <= 256 && columns <= TQKV__MOST_STRAND_COLUMNS;
 }
 
-/* Whether a stretch is divided into its strands: where all are short and of one section, and few in their part of a
-   batch. */
+/* Returns how many stretches may be divided into strands: so many as are few threadgroups, in their part of a batch. */
+static size_t tqkv__most_stranded(const tqkv__split *split, int head_dim, int64_t end, size_t most_sums)
+{
+    const bool has_strands = !split->matrix || tqkv__matrix_has_strands(head_dim, split->columns);
+    if (!has_strands || end <= TQKV__STRANDS || most_sums == SIZE_MAX || !split->n_groups) return 0;
+    return most_sums / (TQKV__MOST_SUMS / TQKV__FEW) / split->n_groups;
+}
+
+/* Whether stretches are divided into strands: where all are short and of one section. */
 static bool tqkv__choose_strands(const tqkv__split *split, int head_dim, int64_t end, size_t most_sums)
 {
     const int last = split->first_stretch + split->n_splits - 1;
     const bool short_ones = last < split->n_short && last / TQKV__SECTION == split->first_stretch / TQKV__SECTION;
-    const bool has_strands = !split->matrix || tqkv__matrix_has_strands(head_dim, split->columns);
-    return short_ones && has_strands && !split->sections_each && end > TQKV__STRANDS && most_sums != SIZE_MAX &&
-           split->n_groups <= most_sums / (TQKV__MOST_SUMS / TQKV__FEW) / (size_t)split->n_splits;
+    return short_ones && !split->sections_each &&
+           (size_t)split->n_splits <= tqkv__most_stranded(split, head_dim, end, most_sums);
 }
 
 /* Divides query rows and the tiles [first, end) of the keys. most_sums: bytes of the stretches' sums; SIZE_MAX: each
@@ -17680,13 +17686,16 @@ static tqkv_result tqkv__add_scratch_of_end(const tqkv__attention *a, int last, 
     return TQKV_OK;
 }
 
-/* Returns the most scratch of a context whose stretches are divided into strands: a longer one may take less. */
-static size_t tqkv__scratch_of_strands(const tqkv__attention *a, const tqkv__split *split)
+/* Returns the most scratch of a context before tile `end` whose stretches are divided into strands: a longer one may take
+   less. */
+static size_t tqkv__scratch_of_strands(const tqkv__attention *a, const tqkv__split *split, int64_t end,
+                                       size_t most_sums)
 {
-    const size_t few = split->n_groups ? TQKV__FEW / split->n_groups : 0,
-                 most = TQKV__STRANDS * (few < TQKV__SECTION ? few : TQKV__SECTION);
-    const size_t row = ((size_t)a->value_dim + 2) * sizeof(float);
-    return !most ? 0 : a->n_rows * (row * most + 2 * sizeof(float));
+    const size_t few = tqkv__most_stranded(split, a->keys.head_dim, end, most_sums),
+                 all = (size_t)(tqkv__stretch_of(end > 0 ? end - 1 : 0, split->n_short) - split->first_stretch + 1);
+    const size_t stretches = few < all ? few : all, most = stretches < TQKV__SECTION ? stretches : TQKV__SECTION,
+                 row = ((size_t)a->value_dim + 2) * sizeof(float);
+    return most ? a->n_rows * (row * TQKV__STRANDS * most + 2 * sizeof(float)) : 0;
 }
 
 /* Finds the most scratch for any `end`. A window takes most stretches and sections where it begins with the last slot
@@ -17703,7 +17712,7 @@ static tqkv_result tqkv__plan_most_scratch(tqkv__attention *a, size_t most_sums,
     if (r != TQKV_OK) return r;
     const size_t stretches = most_sums + a->n_rows * 2 * sizeof(float);
     *bytes = split.scratch_size;
-    const size_t strands = tqkv__scratch_of_strands(a, &split);
+    const size_t strands = tqkv__scratch_of_strands(a, &split, end, most_sums);
     if (split.sections_each == 1 && *bytes < stretches) *bytes = stretches;
     if (*bytes < strands) *bytes = strands;
     *bytes += tqkv__list_rows_size(a) * (a->call.exact_first || a->call.exact_last ? TQKV__REGIONS : 1);

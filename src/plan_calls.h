@@ -118,13 +118,16 @@ static tqkv_result tqkv__add_scratch_of_end(const tqkv__attention *a, int last, 
     return TQKV_OK;
 }
 
-/* Returns the most scratch of a context whose stretches are divided into strands: a longer one may take less. */
-static size_t tqkv__scratch_of_strands(const tqkv__attention *a, const tqkv__split *split)
+/* Returns the most scratch of a context before tile `end` whose stretches are divided into strands: a longer one may take
+   less. */
+static size_t tqkv__scratch_of_strands(const tqkv__attention *a, const tqkv__split *split, int64_t end,
+                                       size_t most_sums)
 {
-    const size_t few = split->n_groups ? TQKV__FEW / split->n_groups : 0,
-                 most = TQKV__STRANDS * (few < TQKV__SECTION ? few : TQKV__SECTION);
-    const size_t row = ((size_t)a->value_dim + 2) * sizeof(float);
-    return !most ? 0 : a->n_rows * (row * most + 2 * sizeof(float));
+    const size_t few = tqkv__most_stranded(split, a->keys.head_dim, end, most_sums),
+                 all = (size_t)(tqkv__stretch_of(end > 0 ? end - 1 : 0, split->n_short) - split->first_stretch + 1);
+    const size_t stretches = few < all ? few : all, most = stretches < TQKV__SECTION ? stretches : TQKV__SECTION,
+                 row = ((size_t)a->value_dim + 2) * sizeof(float);
+    return most ? a->n_rows * (row * TQKV__STRANDS * most + 2 * sizeof(float)) : 0;
 }
 
 /* Finds the most scratch for any `end`. A window takes most stretches and sections where it begins with the last slot
@@ -141,7 +144,7 @@ static tqkv_result tqkv__plan_most_scratch(tqkv__attention *a, size_t most_sums,
     if (r != TQKV_OK) return r;
     const size_t stretches = most_sums + a->n_rows * 2 * sizeof(float);
     *bytes = split.scratch_size;
-    const size_t strands = tqkv__scratch_of_strands(a, &split);
+    const size_t strands = tqkv__scratch_of_strands(a, &split, end, most_sums);
     if (split.sections_each == 1 && *bytes < stretches) *bytes = stretches;
     if (*bytes < strands) *bytes = strands;
     *bytes += tqkv__list_rows_size(a) * (a->call.exact_first || a->call.exact_last ? TQKV__REGIONS : 1);

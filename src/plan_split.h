@@ -101,15 +101,21 @@ static bool tqkv__matrix_has_strands(int head_dim, int columns)
     return head_dim <= 256 && columns <= TQKV__MOST_STRAND_COLUMNS;
 }
 
-/* Whether a stretch is divided into its strands: where all are short and of one section, and few in their part of a
-   batch. */
+/* Returns how many stretches may be divided into strands: so many as are few threadgroups, in their part of a batch. */
+static size_t tqkv__most_stranded(const tqkv__split *split, int head_dim, int64_t end, size_t most_sums)
+{
+    const bool has_strands = !split->matrix || tqkv__matrix_has_strands(head_dim, split->columns);
+    if (!has_strands || end <= TQKV__STRANDS || most_sums == SIZE_MAX || !split->n_groups) return 0;
+    return most_sums / (TQKV__MOST_SUMS / TQKV__FEW) / split->n_groups;
+}
+
+/* Whether stretches are divided into strands: where all are short and of one section. */
 static bool tqkv__choose_strands(const tqkv__split *split, int head_dim, int64_t end, size_t most_sums)
 {
     const int last = split->first_stretch + split->n_splits - 1;
     const bool short_ones = last < split->n_short && last / TQKV__SECTION == split->first_stretch / TQKV__SECTION;
-    const bool has_strands = !split->matrix || tqkv__matrix_has_strands(head_dim, split->columns);
-    return short_ones && has_strands && !split->sections_each && end > TQKV__STRANDS && most_sums != SIZE_MAX &&
-           split->n_groups <= most_sums / (TQKV__MOST_SUMS / TQKV__FEW) / (size_t)split->n_splits;
+    return short_ones && !split->sections_each &&
+           (size_t)split->n_splits <= tqkv__most_stranded(split, head_dim, end, most_sums);
 }
 
 /* Divides query rows and the tiles [first, end) of the keys. most_sums: bytes of the stretches' sums; SIZE_MAX: each
