@@ -208,7 +208,7 @@ static void refuse_batches(const batch *whole, id<MTLComputeCommandEncoder> enco
     CHECK_REFUSED(m, attend_batch(&b, 2, encoder), TQKV_INVALID_ARGUMENT, "arguments: needs");
     b = *whole, b.arguments.offset -= 64;
     CHECK_REFUSED(m, attend_batch(&b, 2, encoder), TQKV_INVALID_ARGUMENT, "arguments: offset");
-    b = *whole, b.scratch.offset += 4;
+    b = *whole, b.scratch = host_zeros(64); /* sizes are for any lengths of the items: these take less */
     CHECK_REFUSED(m, attend_batch(&b, 2, encoder), TQKV_INVALID_ARGUMENT, "scratch: needs");
     b = *whole, b.arguments = b.scratch;
     CHECK_REFUSED(m, attend_batch(&b, 2, encoder), TQKV_INVALID_ARGUMENT, "overlap");
