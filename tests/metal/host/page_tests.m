@@ -210,6 +210,7 @@ static void refuse_batches(const batch *whole, id<MTLComputeCommandEncoder> enco
     CHECK_REFUSED(m, attend_batch(&b, 2, encoder), TQKV_INVALID_ARGUMENT, "arguments: offset");
     b = *whole, b.scratch = host_zeros(64); /* sizes are for any lengths of the items: these take less */
     CHECK_REFUSED(m, attend_batch(&b, 2, encoder), TQKV_INVALID_ARGUMENT, "scratch: needs");
+    host_release(b.scratch);
     b = *whole, b.arguments = b.scratch;
     CHECK_REFUSED(m, attend_batch(&b, 2, encoder), TQKV_INVALID_ARGUMENT, "overlap");
     b = *whole, b.q[1] = b.out[0];
