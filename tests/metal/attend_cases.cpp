@@ -836,7 +836,7 @@ void attend_shader_cases()
     add_poisons();
     add_planned();
     for (int seed = 0; seed < 40; seed++) test_add(run_company, &seed, sizeof seed, "attend/company/%d", seed);
-    for (int seed = 0; seed < 64; seed++) test_add(run_strands, &seed, sizeof seed, "attend/strands/%d", seed);
+    for (int seed = 0; seed < 40; seed++) test_add(run_strands, &seed, sizeof seed, "attend/strands/%d", seed);
     for (int seed = 0; seed < 4; seed++)
         test_add(run_strands_of_one, &seed, sizeof seed, "attend/strands/alone/%d", seed);
     const bool sanitized = gpu_schedules.size() == 1 && !gpu_on_device; // too slow for a million positions
