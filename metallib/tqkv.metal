@@ -4878,6 +4878,37 @@ inline void mask_tile(constant tqkv__attend_args &args, thread const attend_task
     }
 }
 
+// Products to scores in powers of two. With a tail they have the factor of the keys already.
+template <int D, int P, int F>
+inline void finish_scores(constant tqkv__attend_args &args, thread const attend_task &task, uint tile, tile_memory base,
+                          bool whole, thread const matrix_state<P, F> &state, thread tile_norms &norms,
+                          thread sum_matrix (&score)[4][F])
+{
+    TQKV_UNROLL
+    for (int p = 0; p < 4; p++) {
+        float scale = tail_format != 0 ? 1.0f : scale_of_norm<D>(key_format, norms.keys[p], args.key_block_scale);
+        TQKV_UNROLL
+        for (int f = 0; f < F; f++) {
+            TQKV_UNROLL
+            for (int i = 0; i < 2; i++)
+                score[p][f].elements[i] =
+                    score_of(args, score[p][f].elements[i], scale * state.factor[f][i], state.shift[f][i]);
+        }
+    }
+    if (!whole) mask_tile<D>(args, task, tile, base, state, norms, score);
+}
+
+// The scores of a tile that does not exist.
+template <int F>
+inline void clear_to_nothing(thread sum_matrix (&score)[4][F])
+{
+    TQKV_UNROLL
+    for (int p = 0; p < 4; p++) {
+        TQKV_UNROLL
+        for (int f = 0; f < F; f++) score[p][f].elements[0] = score[p][f].elements[1] = -INFINITY;
+    }
+}
+
 // Raises the maxima as attend.h does it. Sums of nothing need no factor.
 template <int D, int F>
 inline void raise_maxima(thread sum_matrix (&score)[4][F], thread matrix_state<D, F> &state)
@@ -4935,18 +4966,7 @@ inline void weigh_matrix_tile(constant tqkv__attend_args &args, thread const att
                               thread matrix_state<D, F> &state)
 {
     bool raise = false;
-    TQKV_UNROLL
-    for (int p = 0; p < 4; p++) {
-        float scale = scale_of_norm<D>(key_format, norms.keys[p], args.key_block_scale);
-        TQKV_UNROLL
-        for (int f = 0; f < F; f++) {
-            TQKV_UNROLL
-            for (int i = 0; i < 2; i++)
-                score[p][f].elements[i] =
-                    score_of(args, score[p][f].elements[i], scale * state.factor[f][i], state.shift[f][i]);
-        }
-    }
-    if (!whole) mask_tile<D>(args, task, tile, base, state, norms, score);
+    finish_scores<D>(args, task, tile, base, whole, state, norms, score);
     TQKV_UNROLL
     for (int p = 0; p < 4; p++) {
         TQKV_UNROLL
@@ -5382,24 +5402,8 @@ inline void score_long_tile(constant tqkv__attend_args &args, thread const atten
     score_any_matrix_tile<D, F>(args, task, first_part(args, task), base.keys, walk.base.keys, books.keys, walk.keys,
                                 score);
     if (tail_format != 0) add_matrix_tail<D, T, F>(args, task, base.tail, books.tail, memory, norms.keys, tail, score);
-    TQKV_UNROLL
-    for (int p = 0; p < 4; p++) {
-        float scale = tail_format != 0 ? 1.0f : scale_of_norm<D>(key_format, norms.keys[p], args.key_block_scale);
-        TQKV_UNROLL
-        for (int f = 0; f < F; f++) {
-            TQKV_UNROLL
-            for (int i = 0; i < 2; i++)
-                score[p][f].elements[i] =
-                    score_of(args, score[p][f].elements[i], scale * state.factor[f][i], state.shift[f][i]);
-        }
-    }
-    if (!whole) mask_tile<D>(args, task, tile, base, state, norms, score);
-    if (exists) return;
-    TQKV_UNROLL
-    for (int p = 0; p < 4; p++) {
-        TQKV_UNROLL
-        for (int f = 0; f < F; f++) score[p][f].elements[0] = score[p][f].elements[1] = -INFINITY;
-    }
+    finish_scores<D>(args, task, tile, base, whole, state, norms, score);
+    if (!exists) clear_to_nothing(score);
 }
 
 // ---- Softmax ----
@@ -5887,32 +5891,6 @@ inline tile_maxima maxima_of_column(thread const attend_task &task, int f, int i
     return maxima;
 }
 
-// Products to scores of the simdgroup's tile.
-template <int D, int P, int F>
-inline void score_strand_tile(constant tqkv__attend_args &args, thread const attend_task &task, uint tile, bool exists,
-                              tile_memory base, bool whole, thread const matrix_state<P, F> &state,
-                              thread tile_norms &norms, thread sum_matrix (&score)[4][F])
-{
-    TQKV_UNROLL
-    for (int p = 0; p < 4; p++) {
-        float scale = scale_of_norm<D>(key_format, norms.keys[p], args.key_block_scale);
-        TQKV_UNROLL
-        for (int f = 0; f < F; f++) {
-            TQKV_UNROLL
-            for (int i = 0; i < 2; i++)
-                score[p][f].elements[i] =
-                    score_of(args, score[p][f].elements[i], scale * state.factor[f][i], state.shift[f][i]);
-        }
-    }
-    if (!whole) mask_tile<D>(args, task, tile, base, state, norms, score);
-    if (exists) return;
-    TQKV_UNROLL
-    for (int p = 0; p < 4; p++) {
-        TQKV_UNROLL
-        for (int f = 0; f < F; f++) score[p][f].elements[0] = score[p][f].elements[1] = -INFINITY;
-    }
-}
-
 // Scores to weights, and these to right factors in threadgroup memory. A barrier must follow.
 template <int D, int P, int F>
 inline void store_strand_weights(constant tqkv__attend_args &args, thread const attend_task &task, uint base,
@@ -6081,7 +6059,8 @@ inline void attend_matrix_strand(constant tqkv__attend_args &args, thread const 
     open_columns(args, task, memory, state);
     clear_matrices(state);
     score_any_matrix_tile<D, F>(args, task, first_part(args, task), base.keys, base.keys, key_book, walk.keys, score);
-    score_strand_tile<D>(args, task, tile, exists, base, whole, state, norms, score);
+    finish_scores<D>(args, task, tile, base, whole, state, norms, score);
+    if (!exists) clear_to_nothing(score);
     store_maxima<F>(task, score);
     threadgroup_barrier(mem_flags::mem_threadgroup); // and the queries are used
     store_strand_weights<D>(args, task, base.values, norms, score, state);

@@ -157,24 +157,8 @@ inline void score_long_tile(constant tqkv__attend_args &args, thread const atten
     score_any_matrix_tile<D, F>(args, task, first_part(args, task), base.keys, walk.base.keys, books.keys, walk.keys,
                                 score);
     if (tail_format != 0) add_matrix_tail<D, T, F>(args, task, base.tail, books.tail, memory, norms.keys, tail, score);
-    TQKV_UNROLL
-    for (int p = 0; p < 4; p++) {
-        float scale = tail_format != 0 ? 1.0f : scale_of_norm<D>(key_format, norms.keys[p], args.key_block_scale);
-        TQKV_UNROLL
-        for (int f = 0; f < F; f++) {
-            TQKV_UNROLL
-            for (int i = 0; i < 2; i++)
-                score[p][f].elements[i] =
-                    score_of(args, score[p][f].elements[i], scale * state.factor[f][i], state.shift[f][i]);
-        }
-    }
-    if (!whole) mask_tile<D>(args, task, tile, base, state, norms, score);
-    if (exists) return;
-    TQKV_UNROLL
-    for (int p = 0; p < 4; p++) {
-        TQKV_UNROLL
-        for (int f = 0; f < F; f++) score[p][f].elements[0] = score[p][f].elements[1] = -INFINITY;
-    }
+    finish_scores<D>(args, task, tile, base, whole, state, norms, score);
+    if (!exists) clear_to_nothing(score);
 }
 
 // ---- Softmax ----

@@ -441,6 +441,37 @@ inline void mask_tile(constant tqkv__attend_args &args, thread const attend_task
     }
 }
 
+// Products to scores in powers of two. With a tail they have the factor of the keys already.
+template <int D, int P, int F>
+inline void finish_scores(constant tqkv__attend_args &args, thread const attend_task &task, uint tile, tile_memory base,
+                          bool whole, thread const matrix_state<P, F> &state, thread tile_norms &norms,
+                          thread sum_matrix (&score)[4][F])
+{
+    TQKV_UNROLL
+    for (int p = 0; p < 4; p++) {
+        float scale = tail_format != 0 ? 1.0f : scale_of_norm<D>(key_format, norms.keys[p], args.key_block_scale);
+        TQKV_UNROLL
+        for (int f = 0; f < F; f++) {
+            TQKV_UNROLL
+            for (int i = 0; i < 2; i++)
+                score[p][f].elements[i] =
+                    score_of(args, score[p][f].elements[i], scale * state.factor[f][i], state.shift[f][i]);
+        }
+    }
+    if (!whole) mask_tile<D>(args, task, tile, base, state, norms, score);
+}
+
+// The scores of a tile that does not exist.
+template <int F>
+inline void clear_to_nothing(thread sum_matrix (&score)[4][F])
+{
+    TQKV_UNROLL
+    for (int p = 0; p < 4; p++) {
+        TQKV_UNROLL
+        for (int f = 0; f < F; f++) score[p][f].elements[0] = score[p][f].elements[1] = -INFINITY;
+    }
+}
+
 // Raises the maxima as attend.h does it. Sums of nothing need no factor.
 template <int D, int F>
 inline void raise_maxima(thread sum_matrix (&score)[4][F], thread matrix_state<D, F> &state)
@@ -498,18 +529,7 @@ inline void weigh_matrix_tile(constant tqkv__attend_args &args, thread const att
                               thread matrix_state<D, F> &state)
 {
     bool raise = false;
-    TQKV_UNROLL
-    for (int p = 0; p < 4; p++) {
-        float scale = scale_of_norm<D>(key_format, norms.keys[p], args.key_block_scale);
-        TQKV_UNROLL
-        for (int f = 0; f < F; f++) {
-            TQKV_UNROLL
-            for (int i = 0; i < 2; i++)
-                score[p][f].elements[i] =
-                    score_of(args, score[p][f].elements[i], scale * state.factor[f][i], state.shift[f][i]);
-        }
-    }
-    if (!whole) mask_tile<D>(args, task, tile, base, state, norms, score);
+    finish_scores<D>(args, task, tile, base, whole, state, norms, score);
     TQKV_UNROLL
     for (int p = 0; p < 4; p++) {
         TQKV_UNROLL

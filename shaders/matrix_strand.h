@@ -36,32 +36,6 @@ inline tile_maxima maxima_of_column(thread const attend_task &task, int f, int i
     return maxima;
 }
 
-// Products to scores of the simdgroup's tile.
-template <int D, int P, int F>
-inline void score_strand_tile(constant tqkv__attend_args &args, thread const attend_task &task, uint tile, bool exists,
-                              tile_memory base, bool whole, thread const matrix_state<P, F> &state,
-                              thread tile_norms &norms, thread sum_matrix (&score)[4][F])
-{
-    TQKV_UNROLL
-    for (int p = 0; p < 4; p++) {
-        float scale = scale_of_norm<D>(key_format, norms.keys[p], args.key_block_scale);
-        TQKV_UNROLL
-        for (int f = 0; f < F; f++) {
-            TQKV_UNROLL
-            for (int i = 0; i < 2; i++)
-                score[p][f].elements[i] =
-                    score_of(args, score[p][f].elements[i], scale * state.factor[f][i], state.shift[f][i]);
-        }
-    }
-    if (!whole) mask_tile<D>(args, task, tile, base, state, norms, score);
-    if (exists) return;
-    TQKV_UNROLL
-    for (int p = 0; p < 4; p++) {
-        TQKV_UNROLL
-        for (int f = 0; f < F; f++) score[p][f].elements[0] = score[p][f].elements[1] = -INFINITY;
-    }
-}
-
 // Scores to weights, and these to right factors in threadgroup memory. A barrier must follow.
 template <int D, int P, int F>
 inline void store_strand_weights(constant tqkv__attend_args &args, thread const attend_task &task, uint base,
@@ -230,7 +204,8 @@ inline void attend_matrix_strand(constant tqkv__attend_args &args, thread const 
     open_columns(args, task, memory, state);
     clear_matrices(state);
     score_any_matrix_tile<D, F>(args, task, first_part(args, task), base.keys, base.keys, key_book, walk.keys, score);
-    score_strand_tile<D>(args, task, tile, exists, base, whole, state, norms, score);
+    finish_scores<D>(args, task, tile, base, whole, state, norms, score);
+    if (!exists) clear_to_nothing(score);
     store_maxima<F>(task, score);
     threadgroup_barrier(mem_flags::mem_threadgroup); // and the queries are used
     store_strand_weights<D>(args, task, base.values, norms, score, state);
