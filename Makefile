@@ -93,7 +93,7 @@ check-header: ## fail where tqkv.h is not what src/ gives
 
 # What everything here is built from: src, or . for the joined file.
 TQKV ?= src
-TQKV_FILES := $(if $(filter .,$(TQKV)),tqkv.h,$(wildcard src/*.h))
+TQKV_FILES := $(if $(filter .,$(TQKV)),tqkv.h,$(wildcard src/*.h src/*/*.h src/*/*/*.h))
 INCLUDE = -I$(TQKV) -I.
 
 # ---- Examples ----

@@ -8,6 +8,7 @@ set compiles again count where they are written.
 """
 import collections
 import os
+import pathlib
 import re
 import subprocess
 import sys
@@ -18,11 +19,11 @@ def main():
     code = collections.Counter()
     listed = subprocess.run(["nm", "-S", "-l", compiled], capture_output=True, text=True, check=True).stdout
     for size, file in re.findall(r"^\w+ (\w+) [tT] \S+\s+(\S+):\d+$", listed, re.M):
-        code[os.path.basename(file) if os.path.basename(os.path.dirname(file)) == "src" else "xxhash.h"] += int(size, 16)
-    for name in sorted(os.listdir(folder)):
-        if name.endswith(".h"):
-            with open(os.path.join(folder, name), encoding="utf-8") as f:
-                print(f"file {name} {len(f.readlines())} {code[name]}")
+        name = os.path.relpath(file, folder)
+        code["xxhash.h" if name.startswith("..") else name] += int(size, 16)
+    for path in sorted(pathlib.Path(folder).rglob("*.h")):
+        name = str(path.relative_to(folder))
+        print(f"file {name} {len(path.read_text(encoding='utf-8').splitlines())} {code[name]}")
     print(f"file xxhash.h 0 {code['xxhash.h']}")
 
 

@@ -15,7 +15,7 @@ import sys
 
 ROOT = pathlib.Path(__file__).resolve().parent.parent
 OMITTED = {"build", ".git"}
-SOURCES = ("tqkv.h", "src/*.h", "tqkv_metal.m", "Makefile", "shaders/*", "tests/*.[ch]", "tests/*.mk", "tests/metal/*.*",
+SOURCES = ("tqkv.h", "src/**/*.h", "tqkv_metal.m", "Makefile", "shaders/*", "tests/*.[ch]", "tests/*.mk", "tests/metal/*.*",
            "tests/metal/host/*.*", "bench/*.[ch]", "metallib/*.mk")
 
 

@@ -93,7 +93,7 @@ def headers(path, seen):
 
 def included(path):
     """The same without those of src/, which are plain C."""
-    return [part for part in headers(path, []) if os.path.basename(os.path.dirname(part)) != "src"]
+    return [part for part in headers(path, []) if "src" not in os.path.dirname(part).split(os.sep)]
 
 
 def constant_numbers(path):

@@ -4,9 +4,9 @@
 #define TQKV_COMMON_H
 #include <metal_stdlib>
 using namespace metal;
-#include "../src/types.h"
-#include "../src/tables.h"
-#include "../src/metal_sizes.h"
+#include "../src/api/types.h"
+#include "../src/base/tables.h"
+#include "../src/gpu/sizes.h"
 
 // Codes and norms are the same bytes on every machine only if a product is rounded before it is added. By default the
 // compiler fuses the two, also with -fno-fast-math. Where a fused multiply-add is wanted, the code says fma.

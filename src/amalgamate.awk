@@ -1,12 +1,19 @@
-# Writes src/tqkv.h with each #include of a file of src/ replaced by that file. A set's #include "tqkv.h" stays: the joined
-# file includes itself. usage: awk -f src/amalgamate.awk src/tqkv.h
-/^#include "/ {
-    file = $2
-    gsub(/"/, "", file)
-    if (file != "tqkv.h" && (getline line < ("src/" file)) > 0) {
-        do print line; while ((getline line < ("src/" file)) > 0)
-        close("src/" file)
-        next
+# Writes the joined header: FILE with each #include of a file of src/ replaced by that file. A set's #include "loops.h" becomes
+# #include "tqkv.h": the joined file includes itself. usage: awk -f src/amalgamate.awk src/tqkv.h
+function join(path,    folder, line, name)
+{
+    folder = path
+    sub(/[^\/]*$/, "", folder)
+    while ((getline line < path) > 0) {
+        name = line
+        if (line == "#include \"loops.h\"")
+            print "#include \"tqkv.h\""
+        else if (gsub(/^#include "|"$/, "", name) == 2 && (getline line_of < (folder name)) >= 0) {
+            close(folder name)
+            join(folder name)
+        } else
+            print line
     }
+    close(path)
 }
-{ print }
+BEGIN { join(ARGV[1]) }

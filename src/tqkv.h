@@ -1,8 +1,8 @@
-#include "manual.h"
+#include "api/manual.h"
 #ifndef TQKV_H
 #define TQKV_H
 
-#include "types.h"
+#include "api/types.h"
 
 #include <stdbool.h>
 #include <stddef.h>
@@ -24,22 +24,22 @@
 extern "C" {
 #endif
 
-#include "api_common.h"
+#include "api/common.h"
 
-#include "api_cache.h"
+#include "api/cache.h"
 
-#include "api_store.h"
+#include "api/store.h"
 
-#include "api_attention.h"
+#include "api/attention.h"
 
-#include "api_index.h"
+#include "api/index.h"
 
-#include "api_threads.h"
+#include "api/threads.h"
 
-#include "api_metal.h"
+#include "api/metal.h"
 
 #ifdef TQKV_METAL
-#include "api_metal_plan.h"
+#include "api/metal_plan.h"
 #endif /* TQKV_METAL */
 
 #ifdef __cplusplus
@@ -47,7 +47,7 @@ extern "C" {
 #endif
 #endif /* TQKV_H */
 
-#include "contents.h"
+#include "api/contents.h"
 
 #ifdef TQKV_NO_IMPLEMENTATION
 #undef TQKV_IMPLEMENTATION
@@ -56,29 +56,29 @@ extern "C" {
 #if (defined(TQKV_IMPLEMENTATION) || defined(TQKV_SHARED)) && !defined(TQKV__SHARED)
 #define TQKV__SHARED
 
-#include "tables.h"
+#include "base/tables.h"
 
-#include "backend.h"
+#include "base/backend.h"
 #endif
 
 #if defined(TQKV_IMPLEMENTATION) && !defined(TQKV__IMPLEMENTED)
 #define TQKV__IMPLEMENTED
 
-#include "needs.h"
+#include "base/needs.h"
 
-#include "exact.h"
+#include "base/exact.h"
 
-#include "store.h"
+#include "base/store.h"
 
-#include "team.h"
+#include "base/team.h"
 
-#include "set.h"
+#include "vectors/set.h"
 
-#include "rotate.h"
+#include "codec/rotate.h"
 
-#include "codec.h"
+#include "codec/codec.h"
 
-#include "encode.h"
+#include "codec/encode.h"
 
 /* What is called once a token, or less often, is made small: the pragma is gcc's alone. */
 #if defined(__OPTIMIZE__) && defined(__GNUC__) && !defined(__clang__)
@@ -87,67 +87,24 @@ extern "C" {
 #pragma GCC optimize("Os")
 #endif
 
-#include "convert.h"
+#include "codec/convert.h"
 
-#include "measure.h"
+#include "codec/measure.h"
 
-#include "calibrate.h"
+#include "codec/calibrate.h"
 
 #ifdef TQKV__SMALL
 #undef TQKV__SMALL
 #pragma GCC pop_options
 #endif
 
-#include "attend.h"
+#include "attention/attend.h"
 
-#include "integer.h"
+#include "attention/integer.h"
 
 #endif /* TQKV_IMPLEMENTATION, to be continued */
 
-/* The loops of attention and of encoding follow. The implementation includes this file again for each instruction set,
-   and compiles the sections from here to >>set-avx512 for it. TQKV__(name) is that set's version of name, TQKV__LANES
-   the number of floats in its vector, and TQKV__TARGET the attribute that enables it in the compiler. */
-#ifdef TQKV__LANES
-
-#include "kernels.h"
-
-#include "k_softmax.h"
-
-#include "k_decode.h"
-
-#include "k_dot.h"
-
-#include "k_accumulate.h"
-
-#include "k_tiles.h"
-
-#include "k_rotate.h"
-
-#include "k_norms.h"
-
-#include "k_search.h"
-
-#include "k_quantise.h"
-
-#include "k_table.h"
-
-#endif /* TQKV__LANES */
-
-#ifdef TQKV__INTEGER_LANES
-
-#include "k_integer.h"
-
-#include "k_halves.h"
-
-#include "k_integer_few.h"
-
-#include "k_integer_tiles.h"
-
-#endif /* TQKV__INTEGER_LANES */
-
-#if defined(TQKV__LANES) || defined(TQKV__INTEGER_LANES)
-#include "kernels_end.h"
-#endif
+#include "vectors/loops.h"
 
 #if defined(TQKV_IMPLEMENTATION) && !defined(TQKV__SETS)
 #define TQKV__SETS
@@ -184,9 +141,9 @@ extern "C" {
 static inline __m128i tqkv__load_64(const uint8_t *p) { return _mm_loadl_epi64((const __m128i *)(const void *)p); }
 static inline __m128i tqkv__load_128(const uint8_t *p) { return _mm_loadu_si128((const __m128i *)(const void *)p); }
 
-#include "set_avx512.h"
+#include "vectors/avx512.h"
 
-#include "set_avx2.h"
+#include "vectors/avx2.h"
 
 #elif defined(TQKV__NEON)
 #include <arm_neon.h>
@@ -202,15 +159,15 @@ int sysctlbyname(const char *name, void *value, size_t *size, void *to, size_t t
 #endif
 #endif
 
-#include "set_neon.h"
+#include "vectors/neon.h"
 #endif
 
 #ifndef TQKV_NO_INTEGER
-#include "integer_avx512.h"
+#include "vectors/integer_avx512.h"
 
-#include "integer_avx2.h"
+#include "vectors/integer_avx2.h"
 
-#include "integer_neon.h"
+#include "vectors/integer_neon.h"
 #endif
 
 #undef TQKV__NESTED
@@ -219,21 +176,21 @@ int sysctlbyname(const char *name, void *value, size_t *size, void *to, size_t t
 #pragma GCC pop_options
 #endif
 
-#include "isa.h"
+#include "vectors/isa.h"
 
-#include "attention.h"
+#include "attention/open.h"
 
-#include "visible.h"
+#include "attention/visible.h"
 
-#include "tile.h"
+#include "attention/tile.h"
 
-#include "walk.h"
+#include "attention/walk.h"
 
-#include "gather.h"
+#include "attention/gather.h"
 
-#include "query.h"
+#include "attention/query.h"
 
-#include "job.h"
+#include "attention/job.h"
 
 /* As before >>convert. */
 #if defined(__OPTIMIZE__) && defined(__GNUC__) && !defined(__clang__)
@@ -242,17 +199,17 @@ int sysctlbyname(const char *name, void *value, size_t *size, void *to, size_t t
 #pragma GCC optimize("Os")
 #endif
 
-#include "attend_calls.h"
+#include "attention/calls.h"
 
-#include "index.h"
+#include "attention/index.h"
 
-#include "cache.h"
+#include "cache/cache.h"
 
-#include "cache_calibrate.h"
+#include "cache/calibrate.h"
 
-#include "cache_edit.h"
+#include "cache/edit.h"
 
-#include "snapshot.h"
+#include "cache/snapshot.h"
 
 #ifdef TQKV__SMALL
 #undef TQKV__SMALL
@@ -266,9 +223,9 @@ int sysctlbyname(const char *name, void *value, size_t *size, void *to, size_t t
 #if defined(TQKV_METAL) && defined(TQKV__SHARED) && !defined(TQKV__NESTED) && !defined(TQKV__METAL_SIZES)
 #define TQKV__METAL_SIZES
 
-#include "metal_sizes.h"
+#include "gpu/sizes.h"
 
-#include "metal_host.h"
+#include "gpu/host.h"
 #endif
 
 #if defined(TQKV_IMPLEMENTATION) && defined(TQKV_METAL) && !defined(TQKV__NESTED) && !defined(TQKV__METAL_CODE)
@@ -277,27 +234,27 @@ int sysctlbyname(const char *name, void *value, size_t *size, void *to, size_t t
 #define TQKV__NO_CACHE_QUERIES "the cache is NULL or n_queries not positive"
 #define TQKV__LARGE_SCRATCH    "more scratch than a size_t can count"
 
-#include "plan_rows.h"
+#include "gpu/rows.h"
 
-#include "plan_split.h"
+#include "gpu/split.h"
 
-#include "plan_list.h"
+#include "gpu/list.h"
 
-#include "plan_attend.h"
+#include "gpu/attend.h"
 
-#include "plan_shape.h"
+#include "gpu/shape.h"
 
-#include "plan_calls.h"
+#include "gpu/calls.h"
 
-#include "plan_batch.h"
+#include "gpu/batch.h"
 
-#include "plan_index.h"
+#include "gpu/index.h"
 
-#include "plan_cache.h"
+#include "gpu/cache.h"
 
-#include "plan_prepare.h"
+#include "gpu/prepare.h"
 
-#include "plan_report.h"
+#include "gpu/report.h"
 
 #endif /* TQKV_METAL */
 
@@ -306,4 +263,4 @@ int sysctlbyname(const char *name, void *value, size_t *size, void *to, size_t t
 #pragma float_control(pop)
 #endif
 
-#include "licence.h"
+#include "api/licence.h"

@@ -367,7 +367,7 @@ static void check_unused_scale(const void *parameters)
     }
 }
 
-/* The flags of the header, as src/snapshot.h has them. */
+/* The flags of the header, as src/cache/snapshot.h has them. */
 static void check_flags(const void *parameters)
 {
     enum { FLAGS = 28 };

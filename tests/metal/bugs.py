@@ -69,7 +69,7 @@ BUGS = {
         "shaders/types.h", "0x7fffu + ((word >> 16) & 1u)", "0x8000u", "decode", (64,), "plain", "encode/f16/d64/f16",
         "decoded values differ"),
     "stale_table": (
-        "src/tables.h", "-2.0690172f", "-2.0690173f", "tables", (), "plain", "tables", "stale: table codebook_4"),
+        "src/base/tables.h", "-2.0690172f", "-2.0690173f", "tables", (), "plain", "tables", "stale: table codebook_4"),
     "norms_not_corrected": (
         "shaders/encode.h", "if (has_codebook(format)) norm = corrected_norm", "if (false) norm = corrected_norm", "encode",
         (64,), "plain", "encode/tq4/d64/gaussian", "norms differ"),
@@ -190,10 +190,10 @@ BUGS = {
         "relative error"),
     # Products of matrices.
     "wrong_element_layout": (
-        "src/metal_sizes.h", "(((lane) >> 4 << 2) | ((lane) >> 1 & 3))", "((lane) >> 2)", "attend_matrix", (64,), "plain",
+        "src/gpu/sizes.h", "(((lane) >> 4 << 2) | ((lane) >> 1 & 3))", "((lane) >> 2)", "attend_matrix", (64,), "plain",
         "attend/pair/tq4_tq4/d64", "by matrices"),
     "wrong_element_layout_reported": (
-        "src/metal_sizes.h", "(((lane) >> 4 << 2) | ((lane) >> 1 & 3))", "((lane) >> 2)", "tables", (), "plain",
+        "src/gpu/sizes.h", "(((lane) >> 4 << 2) | ((lane) >> 1 & 3))", "((lane) >> 2)", "tables", (), "plain",
         "machine/matrix_places", "the check says they do not"),
     "sums_added_before_they_are_stored": (
         "shaders/matrix_columns.h", "    threadgroup_barrier(mem_flags::mem_threadgroup);\n    for (uint at = thread_index",

@@ -2,9 +2,9 @@
 // 4-bit codes of head_dim 128, looked up in threadgroup memory, against four query heads.
 #include <metal_stdlib>
 using namespace metal;
-#include "../src/types.h"
-#include "../src/tables.h"
-#include "../src/metal_sizes.h"
+#include "../src/api/types.h"
+#include "../src/base/tables.h"
+#include "../src/gpu/sizes.h"
 #define VARIANT_UNROLL _Pragma("clang loop unroll(full)")
 
 constant uint way [[function_constant(TQKV_FC_FORMAT)]];

@@ -28,7 +28,7 @@ import registers  # noqa: E402
 
 OPT = ["opt-14", "-passes=default<O3>,sroa", "-S", "-o", "-"]
 SOURCES = os.path.join(HERE, "..", "..", "..", "src")
-TABLES, SIZES = (msl.read(os.path.join(SOURCES, name)) for name in ("tables.h", "metal_sizes.h"))
+TABLES, SIZES = (msl.read(os.path.join(SOURCES, name)) for name in ("base/tables.h", "gpu/sizes.h"))
 # Values that a context may pass: formats count from 1, in the order of the rows.
 FORMATS = {name: 1 + i for i, name in enumerate(re.findall(r'row\(x, TQKV_\w+, +"(\w+)", +TQKV__', TABLES))}
 NUMBERS = {name: int(n) for name, n in re.findall(r"(?m)^#define TQKV_FC_(\w+)\s+(\d+)", SIZES)}

@@ -50,7 +50,7 @@ def stale(source, folder, *names):
         copy = os.path.join(folder, what, "src")
         shutil.rmtree(copy, ignore_errors=True)
         shutil.copytree(source, copy)
-        path = os.path.join(copy, "tables.h" if what in TABLES + ["tables_alone", "version"] else "metal_sizes.h")
+        path = os.path.join(copy, "base/tables.h" if what in TABLES + ["tables_alone", "version"] else "gpu/sizes.h")
         with open(path, encoding="utf-8") as f:
             text = f.read()
         with open(path, "w", encoding="utf-8") as f:

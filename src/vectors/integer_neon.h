@@ -116,7 +116,7 @@ TQKV__OP uint32_t tqkv__i_largest_code_neon(uint32x4_t x) { return vmaxvq_u32(x)
 #define TQKV__PRODUCTS      2
 #define TQKV__PRODUCT_ROWS  4
 #define TQKV__LOOKED_UP     0
-#include "tqkv.h"
+#include "loops.h"
 
 /* -- NEON, with products of four bytes: DotProd. An integer is 256 times its high byte plus its low one, both signed.
    -- */
@@ -219,7 +219,7 @@ TQKV__OP void tqkv__i_interleave_dotprod(const int8_t *p, size_t stride, int lef
 #define TQKV__PRODUCT_ROWS  2
 #define TQKV__LOOKED_UP     0
 #define TQKV__DECODED       1
-#include "tqkv.h"
+#include "loops.h"
 
 #if defined(__clang__) ? __clang_major__ >= 13 : __GNUC__ >= 10
 #define TQKV__I8MM
@@ -316,6 +316,6 @@ TQKV__OP void tqkv__i_interleave_i8mm(const int8_t *p, size_t stride, int left, 
 #define TQKV__LANES_ROWS    4
 #define TQKV__LOOKED_UP     0
 #define TQKV__DECODED       1
-#include "tqkv.h"
+#include "loops.h"
 #endif
 #endif

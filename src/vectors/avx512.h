@@ -543,6 +543,6 @@ static void tqkv__mix_by_order_avx2(int m, const float *subrows, float factor, i
 #define TQKV__SCORE_ROWS         4 /* keys, and decoded keys */
 #define TQKV__DECODED_SCORE_ROWS 4
 #define TQKV__SUMS               16 /* vectors of sums of values in registers */
-#include "tqkv.h"
+#include "loops.h"
 
 #endif /* TQKV__AVX512 */

@@ -395,4 +395,4 @@ TQKV__OP float32x4_t tqkv__look_up_neon(const int bits, const float32x4_t *table
 #define TQKV__SCORE_ROWS         4 /* keys, and decoded keys */
 #define TQKV__DECODED_SCORE_ROWS 4
 #define TQKV__SUMS               16 /* vectors of sums of values in registers */
-#include "tqkv.h"
+#include "loops.h"

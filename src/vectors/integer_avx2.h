@@ -147,7 +147,7 @@ TQKV__OP uint32_t tqkv__i_largest_code_avx2(__m256i x)
 #define TQKV__PRODUCTS      2
 #define TQKV__PRODUCT_ROWS  2
 #define TQKV__LOOKED_UP     0
-#include "tqkv.h"
+#include "loops.h"
 
 /* -- AVX2, with a product and a sum in one instruction: AVX-VNNI -- */
 
@@ -182,7 +182,7 @@ TQKV__OP __m256i tqkv__i_dot_avxvnni(__m256i sums, __m256i codes, __m256i intege
 #define TQKV__LOOKED_UP     0
 #define TQKV__DECODED       1
 #define TQKV__ROUNDED       1
-#include "tqkv.h"
+#include "loops.h"
 #if defined(__GNUC__) && !defined(__clang__)
 #pragma GCC diagnostic pop
 #endif

@@ -458,4 +458,4 @@ TQKV__OP __m256 tqkv__look_up_avx2(const int bits, const __m256 *table, __m256i 
 #define TQKV__SCORE_ROWS         2 /* keys, and decoded keys */
 #define TQKV__DECODED_SCORE_ROWS 3
 #define TQKV__SUMS               8 /* vectors of sums of values in registers */
-#include "tqkv.h"
+#include "loops.h"

@@ -315,5 +315,5 @@ TQKV__OP __m512i tqkv__i_look_up_fields_avx512(const tqkv_format format, const b
 #define TQKV__PRODUCTS      2
 #define TQKV__PRODUCT_ROWS  4 /* rows whose sums fit in registers */
 #define TQKV__LOOKED_UP     1
-#include "tqkv.h"
+#include "loops.h"
 #endif

@@ -1,0 +1,44 @@
+/* The loops of attention and of encoding follow. The implementation includes this file again for each instruction set,
+   and compiles the sections from here to >>set-avx512 for it. TQKV__(name) is that set's version of name, TQKV__LANES
+   the number of floats in its vector, and TQKV__TARGET the attribute that enables it in the compiler. */
+#ifdef TQKV__LANES
+
+#include "loops/begin.h"
+
+#include "loops/softmax.h"
+
+#include "loops/decode.h"
+
+#include "loops/dot.h"
+
+#include "loops/accumulate.h"
+
+#include "loops/tiles.h"
+
+#include "loops/rotate.h"
+
+#include "loops/norms.h"
+
+#include "loops/search.h"
+
+#include "loops/quantise.h"
+
+#include "loops/table.h"
+
+#endif /* TQKV__LANES */
+
+#ifdef TQKV__INTEGER_LANES
+
+#include "loops/integer.h"
+
+#include "loops/halves.h"
+
+#include "loops/integer_few.h"
+
+#include "loops/integer_tiles.h"
+
+#endif /* TQKV__INTEGER_LANES */
+
+#if defined(TQKV__LANES) || defined(TQKV__INTEGER_LANES)
+#include "loops/end.h"
+#endif
