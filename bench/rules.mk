@@ -62,12 +62,21 @@ test-bench: $(TEST_BUILD)/bench
 
 TEST_TARGETS += test-bench
 
-# Where the lines and the code are; docs/notes/code-size.md says what for.
-.PHONY: bench-sections
-bench-sections: examples/make/tqkv.c $(TQKV_FILES) ## lines and code of each file of src/
-	@mkdir -p $(BUILD)
-	@$(CC) $(STANDARD) $(CPPFLAGS) -O2 -g -DTQKV_METAL -Isrc -I. -c $< -o $(BUILD)/sections.o
-	@python3 bench/sections.py src $(BUILD)/sections.o
+# ---- How large it is; bench/sizes.txt has the limits ----
+
+$(BUILD)/size.o: examples/make/tqkv.c $(TQKV_FILES)
+	@mkdir -p $(@D)
+	@$(CC) $(STANDARD) $(CPPFLAGS) -O2 -g $(INCLUDE) -c $< -o $@
+
+.PHONY: size size-files
+size: $(BUILD)/size.o ## lines by folder, bytes of the header and of the code, lines of tests, words of documents
+	@echo "== sizes"
+	@python3 bench/size.py src $< bench/sizes.txt
+
+size-files: $(BUILD)/size.o ## lines and code of each file of src/
+	@python3 bench/size.py src $<
+
+TEST_TARGETS += size
 
 # ---- A prediction for the inner loops on an Apple core, made on any Linux machine ----
 
