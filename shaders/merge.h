@@ -15,12 +15,12 @@ struct merge_task {
     device uchar *out;                 // [n_queries][n_heads][D], with strides
     device float *max, *sum;           // [n_rows]: of the slice that is written
     device const float *src_max, *src_sum; // [n_rows]: of the slice that is read
-    threadgroup float *shared;         // [n_simdgroups][D + 4]: the sums of a section, then maximum and sum of weights
-    uint row, type;                    // type: of the output
-    float sink;                        // in powers of two; -INFINITY: none. It is added to the denominator only
-    bool from_slice, to_slice; // from one to another: it is added
-    bool rotate;               // the sums, for a slice: the values are not
-    bool unrotate;             // the result
+    threadgroup float *shared;  // [n_simdgroups][D + 4]: the sums of a section, then maximum and sum of weights
+    uint row, type;             // type: of the output
+    float sink;                 // in powers of two; -INFINITY: none. It is added to the denominator only
+    bool from_slice, to_slice;  // from one to another: it is added
+    bool rotate;                // the sums, for a slice: the values are not
+    bool unrotate;              // the result
     bool shifted;               // the keys have a centre, which adds partial_state of the row to all scores
     bool scaled;                // the output is multiplied by the scales of the values' channels
     bool centered, rotated;     // the values' centre is added, and rotated before that

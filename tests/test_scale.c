@@ -212,8 +212,7 @@ static void check_merge(const void *parameters)
         other.keys = other.values = &stores[i];
         CHECK_RESULT(tqkv_attend_partial(&other, q, 4, 5, from.out, from.max, from.sum), TQKV_OK);
         kept = to;
-        const tqkv_result r =
-            tqkv_attend_merge(&a, kept.out, kept.max, kept.sum, &other, from.out, from.max, from.sum);
+        const tqkv_result r = tqkv_attend_merge(&a, kept.out, kept.max, kept.sum, &other, from.out, from.max, from.sum);
         CHECK(r == (i < 2 ? TQKV_OK : TQKV_INVALID_ARGUMENT), "slice %d: %s", i, tqkv_result_string(r));
         CHECK(i < 2 || !memcmp(&kept, &to, sizeof to), "slice %d: a refused merge wrote", i);
     }
