@@ -53,6 +53,10 @@
                             decides: a library that others link has no reasons for them
      TQKV_NO_AVX512         leaves AVX-512 out: half the code, half the time to compile it (see docs/integrating.md)
      TQKV_NO_AVX2           leaves both out, because AVX-512 takes short rows from AVX2: a quarter of the code
+     TQKV_WINDOWS_AVX       puts both in with gcc on Windows, where they are left out otherwise: gcc does not align the
+                            stack there as its own AVX code needs (GCC bug 54412), and a thread of two crashes. Define
+                            it with a gcc that is patched, as those of Debian, MSYS2 and w64devkit are, or with
+                            -Wa,-muse-unaligned-vector-move. clang aligns it: there both are always in
      TQKV_NO_INTEGER        leaves out the vector loops of attention in integers, a fifth of the code: TQKV_INTEGER then
                             takes plain C, with the same bits
      TQKV_METAL             adds what tqkv_metal.m needs: define it for both files. On Apple's systems it is there,
@@ -705,9 +709,9 @@ TQKV_API tqkv_parallel tqkv_team_parallel(tqkv_team *team);
 TQKV_API tqkv_allocator tqkv_team_allocator(tqkv_team *team);
 
 /* >>isa
-   The instruction set in use: "avx512" (with VBMI), "avx2" (with FMA), "neon" or "scalar". The first call chooses the
-   best set of the processor, or the one named by the environment variable TQKV_ISA. Codes and norms are the same in all
-   sets; attention differs in the last bits. */
+   The instruction set in use: "avx512" (with VBMI and VNNI), "avx2" (with FMA), "neon" or "scalar". The first call
+   chooses the best set of the processor, or the one named by the environment variable TQKV_ISA: where that one is not
+   there, TQKV_EXPLAIN gets a sentence. Codes and norms are the same in all sets; attention differs in the last bits. */
 TQKV_API const char *tqkv_isa_name(void);
 /* For tests: uses that set from now on, in all threads. NULL: chooses again. TQKV_INVALID_ARGUMENT for an unknown name,
    TQKV_UNSUPPORTED if the processor lacks the set. */
@@ -8150,7 +8154,10 @@ static const tqkv__integers TQKV__I(integers) = {&TQKV__(isa),
    the rest of the file is compiled with. clang has no such pragma: it leaves the sets out, and plain C takes a fifth of
    the time. */
 #if defined(__OPTIMIZE__) || !defined(__clang__)
-#if defined(__x86_64__) && !defined(TQKV_NO_AVX2)
+#if defined(__x86_64__) && !defined(TQKV_NO_AVX2) && defined(_WIN32) && !defined(__clang__) &&                         \
+    !defined(TQKV_WINDOWS_AVX)
+#pragma message("tqkv.h: without AVX, see TQKV_WINDOWS_AVX")
+#elif defined(__x86_64__) && !defined(TQKV_NO_AVX2)
 #define TQKV__AVX2
 #ifndef TQKV_NO_AVX512
 #define TQKV__AVX512
@@ -8408,10 +8415,11 @@ TQKV__OP void tqkv__turn_step_avx512(const bool decoded, const int columns, __m5
     const int half = columns / 2;
     TQKV__UNROLL
     for (int i = 0; i < 4; i++) {
-        if (i >= half) break;
-        const __m512 a = decoded ? x[2 * i] : x[i], b = decoded ? x[2 * i + 1] : x[half + i];
-        y[decoded ? i : 2 * i] = _mm512_permutex2var_ps(a, decoded ? even : low, b);
-        y[decoded ? half + i : 2 * i + 1] = _mm512_permutex2var_ps(a, decoded ? odd : high, b);
+        if (i < half) {
+            const __m512 a = decoded ? x[2 * i] : x[i], b = decoded ? x[2 * i + 1] : x[half + i];
+            y[decoded ? i : 2 * i] = _mm512_permutex2var_ps(a, decoded ? even : low, b);
+            y[decoded ? half + i : 2 * i + 1] = _mm512_permutex2var_ps(a, decoded ? odd : high, b);
+        }
     }
     TQKV__UNROLL
     for (int i = 0; i < 8; i++)
@@ -10458,22 +10466,33 @@ static const tqkv__isa *const tqkv__isas[] = {
     &tqkv__isa_scalar};
 #define TQKV__ISAS (sizeof tqkv__isas / sizeof tqkv__isas[0])
 
+#ifdef TQKV__AVX2
+/* Asks the processor and the system: __builtin_cpu_supports is the word of the compiler's runtime library, which clang
+   for Windows lacks and in which zig answers 0. */
+static bool tqkv__x86_present(bool avx512)
+{
+    const unsigned basic = bit_OSXSAVE | bit_FMA | bit_F16C, vectors = 0x06, wide_vectors = 0xe0;
+    unsigned eax, ebx, ecx, edx, saved;
+    if (!__get_cpuid(1, &eax, &ebx, &ecx, &edx) || (ecx & basic) != basic) return false;
+    __asm__ volatile("xgetbv" : "=a"(saved), "=d"(edx) : "c"(0)); /* the registers that the system saves */
+    if ((saved & vectors) != vectors || !__get_cpuid_count(7, 0, &eax, &ebx, &ecx, &edx)) return false;
+    if (!avx512) return (ebx & bit_AVX2) != 0;
+#ifdef __APPLE__ /* from their first use on */
+    saved |= wide_vectors;
+#endif
+    const unsigned b = bit_AVX2 | bit_AVX512F | bit_AVX512BW | bit_AVX512VL | bit_AVX512DQ;
+    const unsigned c = bit_AVX512VBMI | bit_AVX512VNNI;
+    return (saved & wide_vectors) == wide_vectors && (ebx & b) == b && (ecx & c) == c;
+}
+#endif
+
 static bool tqkv__isa_present(const tqkv__isa *isa)
 {
 #ifdef TQKV__AVX2
-    unsigned eax, ebx, ecx = 0, edx;
-    __builtin_cpu_init();
-#ifdef TQKV__AVX512
-    if (isa == &tqkv__isa_avx512)
-        return __builtin_cpu_supports("avx512f") && __builtin_cpu_supports("avx512bw") &&
-               __builtin_cpu_supports("avx512vl") && __builtin_cpu_supports("avx512dq") &&
-               __builtin_cpu_supports("avx512vbmi") && tqkv__isa_present(&tqkv__isa_avx2);
-#endif
-    if (isa == &tqkv__isa_avx2)
-        return __builtin_cpu_supports("avx2") && __builtin_cpu_supports("fma") && /* clang 14 does not know f16c */
-               __get_cpuid(1, &eax, &ebx, &ecx, &edx) && (ecx & bit_F16C);
-#endif
+    return isa && (isa == &tqkv__isa_scalar || tqkv__x86_present(isa != &tqkv__isa_avx2));
+#else
     return isa != NULL;
+#endif
 }
 
 /* The library's only variable beside tqkv__products: set once, or by tqkv_isa_force */
@@ -10492,6 +10511,9 @@ static const tqkv__isa *tqkv__isa_now(void)
     if (isa) return isa;
     const char *wanted = getenv("TQKV_ISA");
     isa = wanted ? tqkv__isa_named(wanted) : NULL;
+    if (wanted && !tqkv__isa_present(isa))
+        TQKV_EXPLAIN(isa ? "TQKV_ISA: the processor lacks this instruction set; the best one that it has is in use"
+                         : "TQKV_ISA: no instruction set of this build; the best one is in use");
     for (size_t i = 0; i < TQKV__ISAS && (!isa || !tqkv__isa_present(isa)); i++) isa = tqkv__isas[i];
     const tqkv__isa *now = NULL; /* or what another thread has chosen in the meantime */
     const bool first =
@@ -10570,7 +10592,7 @@ static const tqkv__integers *tqkv__integers_for(const tqkv__isa *isa)
 {
     const char products = tqkv__products_now();
 #ifdef TQKV__AVX512
-    if (isa == &tqkv__isa_avx512 && __builtin_cpu_supports("avx512vnni")) return &tqkv__i_integers_avx512;
+    if (isa == &tqkv__isa_avx512) return &tqkv__i_integers_avx512;
 #endif
 #ifdef TQKV__AVX2
     if (isa != &tqkv__isa_scalar) return products > 1 ? &tqkv__i_integers_avxvnni : &tqkv__i_integers_avx2;
