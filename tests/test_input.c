@@ -513,7 +513,6 @@ static void check_desc_names(const void *parameters)
     REFUSED(load, exact_first, 1);
     REFUSED(load, exact_last, 1);
     REFUSED(load, calibrate, 16);
-    REFUSED(load, type, TQKV_TYPE_BF16);
     REFUSED(fork_cache, head_dim, 2 * D);
     REFUSED(fork_cache, window, 1);
     REFUSED(fork_cache, calibrate, 16);
