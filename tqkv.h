@@ -32,7 +32,7 @@
 
      >>formats        formats and their sizes
      >>result         result codes
-     >>common         strides, arithmetic, hooks for memory and threads
+     >>common         strides, hooks for memory and threads
      >>cache          a cache that owns its memory; save and load
      >>store          one stream in the caller's memory: encode, decode, probe, calibrate, convert; save and load
      >>rotate         the rotation alone
@@ -53,8 +53,6 @@
                             decides: a library that others link has no reasons for them
      TQKV_NO_AVX512         leaves AVX-512 out: half the code, half the time to compile it (see docs/integrating.md)
      TQKV_NO_AVX2           leaves both out, because AVX-512 takes short rows from AVX2: a quarter of the code
-     TQKV_NO_INTEGER        leaves out the vector loops of attention in integers, a fifth of the code: TQKV_INTEGER then
-                            takes plain C, with the same bits
      TQKV_METAL             adds what tqkv_metal.m needs: define it for both files. On Apple's systems it is there,
                             unless TQKV_NO_METAL is defined
      TQKV_NO_IMPLEMENTATION makes TQKV_IMPLEMENTATION void: for a build that compiles files which define it, and links
@@ -191,11 +189,6 @@ typedef struct tqkv_strides {
     size_t token, head;
 } tqkv_strides;
 
-/* How the processor multiplies in attention. TQKV_INTEGER: rotated queries and weights as integers of 16 bits, codes as
-   integers of 8 bits, with exact sums: the same bits on every processor, compiler and number of threads, and less time
-   where arithmetic binds. F16 streams stay floats. Not for TQ8 or on a GPU: TQKV_UNSUPPORTED. */
-typedef enum tqkv_arithmetic { TQKV_FLOAT = 0, TQKV_INTEGER } tqkv_arithmetic;
-
 /* Memory for caches and scratch. All zero: malloc and free. alloc returns NULL or memory aligned like malloc's; free
    receives the size that alloc received. */
 typedef struct tqkv_allocator {
@@ -252,8 +245,7 @@ typedef struct tqkv_cache_desc {
     float scale, softcap;
     const float *sinks; /* [n_heads] or NULL; copied */
     bool non_causal;    /* every query sees all resident positions: for cross-attention */
-    tqkv_arithmetic arithmetic;
-    tqkv_type type; /* of k, v, q and out */
+    tqkv_type type;     /* of k, v, q and out */
 
     /* Resources. */
     tqkv_parallel parallel;
@@ -304,9 +296,9 @@ TQKV_API tqkv_result tqkv_cache_remove(tqkv_cache *c, int64_t first, int64_t cou
 TQKV_API tqkv_result tqkv_cache_keep(tqkv_cache *c, int n, const int *kept, int n_kept);
 /* A copy with the resident positions at their places. desc: NULL, or nonzero fields for what the copy has otherwise:
    capacity (TQKV_OUT_OF_RANGE if too small for them), ring, formats of the streams (as tqkv_store_convert, on the
-   hook's threads), type, sinks, parallel, allocator, metal, matrix_group, arithmetic, non_causal, exact_batch, a tag.
-   Its other nonzero fields must match. So a full linear cache grows, or with ring = true goes on as a ring, and one
-   that needs less memory goes on in fewer bits. *out is NULL on failure. */
+   hook's threads), type, sinks, parallel, allocator, metal, matrix_group, non_causal, exact_batch, a tag. Its other
+   nonzero fields must match. So a full linear cache grows, or with ring = true goes on as a ring, and one that needs
+   less memory goes on in fewer bits. *out is NULL on failure. */
 TQKV_API tqkv_result tqkv_cache_fork(const tqkv_cache *c, const tqkv_cache_desc *desc, tqkv_cache **out);
 
 /* Both return the bytes moved, fewer at the end of a file or on failure; tqkv calls again until all or 0 bytes move. */
@@ -316,10 +308,10 @@ typedef size_t (*tqkv_read)(void *user, void *bytes, size_t n);
 /* Writes the resident positions. The bytes depend only on the content, not on machine, allocator or threads. After
    TQKV_IO the output is no snapshot: write to a temporary file, then rename it. */
 TQKV_API tqkv_result tqkv_cache_save(const tqkv_cache *c, tqkv_write write, void *user);
-/* desc, never NULL, supplies what a snapshot lacks: parallel, allocator, metal, matrix_group, exact_batch, arithmetic,
-   non_causal, and sinks for the snapshot's n_heads, or a tag. Its other nonzero fields must match, else
-   TQKV_INVALID_ARGUMENT; the tags, too, unless one is 0. TQKV_CORRUPT: a missing or changed byte, or a newer version of
-   tqkv, which TQKV_EXPLAIN tells apart. *out is NULL on failure. */
+/* desc, never NULL, supplies what a snapshot lacks: parallel, allocator, metal, matrix_group, exact_batch, non_causal,
+   and sinks for the snapshot's n_heads, or a tag. Its other nonzero fields must match, else TQKV_INVALID_ARGUMENT; the
+   tags, too, unless one is 0. TQKV_CORRUPT: a missing or changed byte, or a newer version of tqkv, which TQKV_EXPLAIN
+   tells apart. *out is NULL on failure. */
 TQKV_API tqkv_result tqkv_cache_load(const tqkv_cache_desc *desc, tqkv_read read, void *user, tqkv_cache **out);
 
 /* Centres (means) and scales as tqkv_store's, copied; NULL: none. keys: [n_kv_heads][head_dim, then tail_dim]; values:
@@ -507,11 +499,12 @@ TQKV_API tqkv_result tqkv_unrotate(float *rows, int n_rows, int head_dim);
    window - 1 positions away in either direction. Without a window its own position then does not matter, and may not be
    resident: for cross-attention. To let a part of a prompt see itself, attend with `end` behind that part.
    Slots that no query sees change nothing, whatever they hold.
-   On the processor a query gets the same bits alone and beside any others, in a call and in a batch (batch invariance).
-   The relative L2 error against double precision on the same codes is at most 2e-5 at any length, for scores with a
-   standard deviation up to 10; beyond, 2e-6 times the deviation: a float score s is rounded by up to 2^-24 |s|, and exp
-   turns that into a share of its weight. TQKV_INTEGER: against double precision with the integer centroids, at most
-   2e-4 plus 5e-5 times the deviation of the scores, for any query; a NaN is 0x7fc00000. */
+   A query gets the same bits on every processor, with any compiler, any number of threads, alone and beside any others,
+   in a call and in a batch (batch invariance). Queries and weights are integers of 16 bits, codes integers of 8
+   bits, with exact sums; F16 and TQ8 are multiplied as floats in a fixed order. A NaN is 0x7fc00000.
+   The relative L2 error against double precision with the integer centroids (docs/formats.md) is at most 2e-4 plus 5e-5
+   times the standard deviation of the scores, at any length. For F16 and TQ8, and on a GPU against what tqkv_decode
+   gives, it is at most 2e-5; beyond a deviation of 10, 2e-6 times that. */
 typedef struct tqkv_attention {
     /* The streams. Same n_kv_heads; head_dim may differ. One stream may be both, as MLA's latent is: the same store, or
        two that describe the same bytes in the same way. Its rows are fetched once for scores and sums, and its centre
@@ -549,7 +542,6 @@ typedef struct tqkv_attention {
     float softcap; /* 0 = off */
     /* Learned attention sinks, [n_heads], or NULL: adds exp(sink) to the softmax's denominator; -INFINITY: no sink. */
     const float *sinks;
-    tqkv_arithmetic arithmetic;
 
     /* Rows of q and out. Outputs are rounded once, at the end; too large for a half: infinity. Sums of slices are
        always float. */
@@ -641,10 +633,10 @@ TQKV_API tqkv_attention tqkv_cache_view(const tqkv_cache *c);
 
        s(i, j) = sum_h weights[i][h] * f( q(i, h).k(j) ),   f(x) = max(x, 0) with relu, else x
 
-   The score of a block of keys is the largest or the mean of its keys' scores that the query sees; the same bits alone
-   and among other queries. Against double precision on the same codes a key's score is within 2e-5 of sum_h
-   |weights[i][h] f(q.k)|, and 1e-4 in integers with their centroids; where the products of a few heads nearly vanish,
-   one adds 2e-7, and 2e-5 in integers, of sum_h |weights[i][h]| |q(i, h)| |k(j)|. */
+   The score of a block of keys is the largest or the mean of its keys' scores that the query sees; the same bits on
+   every processor, alone and among other queries. Against double precision with the integer centroids a key's score is
+   within 1e-4 of sum_h |weights[i][h] f(q.k)|; where the products of a few heads nearly vanish, one adds 2e-5 of sum_h
+   |weights[i][h]| |q(i, h)| |k(j)|. F16, TQ8, and any format on a GPU: 2e-5 and 2e-7. */
 typedef enum tqkv_pool { TQKV_POOL_MAX = 0, TQKV_POOL_MEAN } tqkv_pool;
 typedef struct tqkv_index {
     const tqkv_store *keys; /* n_kv_heads 1, any format */
@@ -663,7 +655,6 @@ typedef struct tqkv_index {
     tqkv_basis query_basis;
     tqkv_parallel parallel;
     tqkv_allocator allocator; /* scratch, for some heads and queries at a time */
-    tqkv_arithmetic arithmetic;
 } tqkv_index;
 
 /* q: [n_queries][n_heads][head_dim]; scores: [n_queries][number of blocks up to end], -INFINITY where a query sees no
@@ -1207,23 +1198,19 @@ TQKV_API tqkv_result tqkv_metal_plan_cache_prepare(const tqkv_cache *c, tqkv_met
      >>convert        tqkv_store_convert, and rows that move
      >>measure        tqkv_mean, tqkv_measure, tqkv_rotate
      >>calibrate      tqkv_calibrate, tqkv_logit_noise
-     >>attend         types of attention, and attention of a tile in plain C
-     >>integer        the same in integers
+     >>attend         types of attention
+     >>plain          attention of a tile in plain C: the specification
 
      compiled once for each instruction set
      >>kernels        what the loops share
      >>k-softmax      exp, tanh, weights out of scores
-     >>k-decode       codes as floats
-     >>k-dot          scores straight from the codes
-     >>k-accumulate   sums of values straight from the codes
-     >>k-tiles        the scores and the sums of a tile
      >>k-rotate       rows to floats, and the rotation
      >>k-norms        sums of squares, norms
      >>k-search       the factor whose codes are best for a row
      >>k-quantise     codes, packed, of whole rows
      >>k-table        all of these as a table of functions
      >>k-integer      the loops of integers
-     >>k-halves       halves among them
+     >>k-halves       F16 and TQ8, which are multiplied as floats
      >>k-integer-few  one and two rows of them
      >>k-integer-tiles  the scores and the sums of a tile
      >>set-avx512, >>set-avx2, >>set-neon
@@ -1234,7 +1221,7 @@ TQKV_API tqkv_result tqkv_metal_plan_cache_prepare(const tqkv_cache *c, tqkv_met
      >>isa-code       which set is in use
      >>attention-code a tqkv_attention, opened and checked
      >>visible        which positions a query sees
-     >>tile           tiles, the order of decoded values, sums
+     >>tile           tiles and their sums
      >>walk           from tile to tile
      >>gather         tiles of scattered rows
      >>query          a row of a call: its query, its centres, its result
@@ -1978,7 +1965,7 @@ typedef struct tqkv__stream {
     const float *inverses;          /* 1 / channel_scale, where they are kept; else NULL, see tqkv__inverses_of */
     const int32_t *pages;           /* [n_pages] or NULL: no table, or one that the processor does not know */
     int n_pages, page_size;         /* 0 without a table */
-    uint8_t planes[4][128];         /* byte p of each centroid in planes[p], for byte look-ups; see tqkv__fill_planes */
+    uint8_t planes[4][128];         /* TQ8: byte p of each centroid in planes[p]; see tqkv__fill_planes */
     int8_t centroids[64];           /* integers, and their step; see tqkv__fill_integers */
     float step, root, inverse_root; /* root: of head_dim */
 } tqkv__stream;
@@ -2139,25 +2126,18 @@ static const float *tqkv__scale_of(const tqkv__stream *s, int kv_head)
 /* Returns the bytes of a page table. */
 static size_t tqkv__table_size(const tqkv__stream *s) { return (size_t)s->n_pages * sizeof(int32_t); }
 
-/* Splits n floats into bytes, byte p of each in planes[p], repeated: what look-ups of bytes take. n: a power of two up
-   to 128 */
-static void tqkv__split_floats(const float *x, int n, uint8_t planes[4][128])
+/* Splits 128 floats into bytes, byte p of each in planes[p], as look-ups of bytes take them. */
+static void tqkv__split_floats(const float *x, uint8_t planes[4][128])
 {
-    for (int i = 0; i < n; i++)
-        for (int at = i; at < 128; at += n) {
-            const uint32_t bits = tqkv__bits(x[i]);
-            planes[0][at] = (uint8_t)bits;
-            planes[1][at] = (uint8_t)(bits >> 8);
-            planes[2][at] = (uint8_t)(bits >> 16);
-            planes[3][at] = (uint8_t)(bits >> 24);
-        }
+    for (int i = 0; i < 128; i++)
+        for (int p = 0; p < 4; p++) planes[p][i] = (uint8_t)(tqkv__bits(x[i]) >> (8 * p));
 }
 
-/* Codebooks are symmetric: centroid n - 1 - c is -centroid c. For TQ8 the lower half is enough: look-ups take ~c for a
-   code c of the upper half, and flip the sign. */
+/* TQ8 has more centroids than registers hold, but they are symmetric: centroid 255 - c is -centroid c, and the lower
+   half is enough. */
 static void tqkv__fill_planes(tqkv__stream *s)
 {
-    if (s->kind == TQKV__BOOK) tqkv__split_floats(s->codebook, s->book_bits < 8 ? 1 << s->book_bits : 128, s->planes);
+    if (s->book_bits == 8) tqkv__split_floats(s->codebook, s->planes);
 }
 
 /* Whether encoding into a stream overwrites memory at p. */
@@ -2685,16 +2665,10 @@ typedef struct tqkv__sums {
     float *out, *max, *sum;
 } tqkv__sums;
 
-/* The functions of attention in one instruction set. */
-typedef struct tqkv__isa {
-    const char *name;
-    int lanes;   /* floats in a vector */
-    int columns; /* see reorder; 1: all codes are decoded in the order of their dimensions */
-    const tqkv__codec *codec;
-    /* Packed codes are decoded in an order of their own, where columns > 1: each matrix [rows][columns] of values comes
-       transposed. The rest of a panel is a matrix of fewer columns. Brings a row into that order, or back from it; rows
-       of other codes keep theirs. from, to: [head_dim], may be the same */
-    void (*reorder)(const tqkv__stream *s, int columns, bool decoded, const float *from, float *to);
+/* The functions of attention; every set gives the same bits. */
+typedef struct tqkv__kernels {
+    /* Makes integers of a query, in an order of the set's own, with their unit. query, to: [head_dim] */
+    void (*round_query)(const tqkv__stream *s, const float *query, float *to);
     /* scores[row][j] (+)= q[row] . key[slot + j] for j < n, with the segment's slot and n; add: to the scores of
        another part of the keys. q: [n_rows][head_dim], scores: [n_rows][TQKV__TILE] */
     void (*score_tile)(const tqkv__stream *s, int kv_head, const tqkv__segment *segment, const float *q, int n_rows,
@@ -2707,14 +2681,21 @@ typedef struct tqkv__isa {
     /* Adds the sums of a piece to those of its stretch, each rounded once, and clears them for the next piece, whose
        maximum goes on from here. */
     void (*end_piece)(int n_rows, int value_dim, const tqkv__sums *piece, const tqkv__sums *sums);
-    /* out[row] += sum_j weights[row][j] * value[slot + j] for j < n. A weight of 0 adds nothing, even beside a NaN norm
-       in a slot that this row does not see. weights, scaled (scratch): [n_rows][TQKV__TILE], out: [n_rows][head_dim] */
+    /* out[row] += sum_j weights[row][j] * value[slot + j] for j < n. A weight of 0 adds nothing to integers, even beside
+       a NaN norm; floats see tqkv__add_values. weights, scaled (scratch): [n_rows][TQKV__TILE], out: [n_rows][head_dim] */
     void (*value_tile)(const tqkv__stream *s, int kv_head, const tqkv__segment *segment, const float *weights,
                        int n_rows, float *scaled, float *out);
     /* sums[j] += weights[row] * f(scores[row][j] + offsets[row]), row after row, each rounded once; f: see >>index.
        weights, offsets: [n_rows], scores: [n_rows][TQKV__TILE], sums: [TQKV__TILE] */
     void (*sum_heads)(const float *scores, const float *weights, const float *offsets, bool relu, int n_rows,
                       float *sums);
+} tqkv__kernels;
+
+/* An instruction set, as tqkv_isa_name has it. */
+typedef struct tqkv__isa {
+    const char *name;
+    int lanes; /* floats in a vector */
+    const tqkv__codec *codec;
 } tqkv__isa;
 
 static const tqkv__isa *tqkv__isa_for(int head_dim);
@@ -3082,7 +3063,7 @@ static void tqkv__quantiser_open(const tqkv__stream *s, tqkv__quantiser *q)
     for (int i = 0; i < 32; i++) q->centroids[i] = i <= n ? s->codebook[n + 1 + i] : 0.0f;
     for (int i = 0; i < 16; i++) q->squares[i] = TQKV__AS_FLOAT(s->codebook[i & 3] * s->codebook[i & 3]);
     if (tqkv__isa_for(s->head_dim)->lanes == 16) { /* look up by bytes, or hold 6 bits in registers */
-        if (bits == 8) tqkv__split_floats(q->bounds, 128, q->planes);
+        if (bits == 8) tqkv__split_floats(q->bounds, q->planes);
         return;
     }
     for (int i = 0; i <= 1 << bits && bits > 4; i++) {
@@ -4222,10 +4203,9 @@ typedef struct tqkv__attention {
     bool shared;                               /* keys and values are one stream */
     size_t n_rows, q_elements, out_elements;   /* n_queries * n_heads, and times key_dim or value_dim */
     size_t q_size, out_size;                   /* bytes of the caller's rows, with gaps */
-    const struct tqkv__isa *isa;
-    int matrix_group; /* on a GPU; 0 = the default */
-    /* Makes integers of a query; NULL: floats. See tqkv__integers. */
-    void (*round_query)(const tqkv__stream *s, const float *query, float *to);
+    const tqkv__isa *isa;
+    const tqkv__kernels *kernels; /* those of the set, or of a narrower one */
+    int matrix_group;             /* on a GPU; 0 = the default */
     /* Positions below exact_below are halves in ends[0][side], and those from tqkv__exact_at on in ends[1][side], where
        exact[][side] is set; side: TQKV__KEYS or TQKV__VALUES. exact_from: for the last query, on a GPU for all. See
        tqkv__region_at. */
@@ -4235,131 +4215,6 @@ typedef struct tqkv__attention {
     int64_t kept; /* positions below are seen though they are no longer resident: in ends[0] and first_tail */
     tqkv__stream ends[2][2], first_tail; /* not cleared if unused: that would take as long as a few positions */
 } tqkv__attention;
-
-/* Additions in a row to one sum of products. Longer ones may all be rounded to the same side, where keys are parallel
-   to the query and their products equal: with scores of 50 an error of 8e-5 at head_dim 1024. */
-#define TQKV__MOST_ADDITIONS 16
-
-/* A dot product in eight sums has less latency and smaller errors. n: up to 8 * TQKV__MOST_ADDITIONS, a multiple of
-   8 */
-static float tqkv__dot(const float *a, const float *b, int n)
-{
-    float sums[8] = {0, 0, 0, 0, 0, 0, 0, 0};
-    for (int d = 0; d < n; d += 8)
-        for (int i = 0; i < 8; i++) sums[i] += a[d + i] * b[d + i];
-    return ((sums[0] + sums[1]) + (sums[2] + sums[3])) + ((sums[4] + sums[5]) + (sums[6] + sums[7]));
-}
-
-static void tqkv__score_tile_scalar(const tqkv__stream *s, int kv_head, const tqkv__segment *segment, const float *q,
-                                    int n_rows, bool add, float *scores)
-{
-    const int most = 8 * TQKV__MOST_ADDITIONS;
-    float key[TQKV_MAX_HEAD_DIM];
-    for (int j = 0; j < segment->n; j++) {
-        tqkv__decode_row(s, tqkv__codes_at(s, kv_head, segment->slot + j),
-                         tqkv__norms_at(s, kv_head, segment->slot + j), key);
-        for (int row = 0; row < n_rows; row++) {
-            const float *query = q + (size_t)row * (size_t)s->head_dim;
-            float *score = &scores[row * TQKV__TILE + j];
-            if (!add) *score = 0.0f;
-            for (int d = 0; d < s->head_dim; d += most)
-                *score += tqkv__dot(query + d, key + d, s->head_dim - d < most ? s->head_dim - d : most);
-        }
-    }
-}
-
-static void tqkv__value_tile_scalar(const tqkv__stream *s, int kv_head, const tqkv__segment *segment,
-                                    const float *weights, int n_rows, float *scaled, float *out)
-{
-    (void)scaled; /* for vectors */
-    float value[TQKV_MAX_HEAD_DIM];
-    for (int j = 0; j < segment->n; j++) {
-        tqkv__decode_row(s, tqkv__codes_at(s, kv_head, segment->slot + j),
-                         tqkv__norms_at(s, kv_head, segment->slot + j), value);
-        for (int row = 0; row < n_rows; row++) {
-            const float weight = weights[row * TQKV__TILE + j];
-            float *sum = out + (size_t)row * (size_t)s->head_dim;
-            if (weight == 0.0f) continue;
-            for (int d = 0; d < s->head_dim; d++) sum[d] += weight * value[d];
-        }
-    }
-}
-
-static void tqkv__reorder_scalar(const tqkv__stream *s, int columns, bool decoded, const float *from, float *to)
-{
-    (void)columns;
-    (void)decoded;
-    memmove(to, from, (size_t)s->head_dim * sizeof(float));
-}
-
-static bool tqkv__span_has(const tqkv__span *span, int j)
-{
-    return j >= span->from && j < span->to && !(span->hidden >> j & 1);
-}
-
-static void tqkv__softmax_row_scalar(const tqkv__attention *a, const tqkv__span *span, float offset, float *scores,
-                                     float *max, float *sum, float *out)
-{
-    float largest = *max, total = 0.0f;
-    const bool seen = span->to > span->from;
-    if (!seen)
-        for (int j = 0; j < TQKV__TILE; j++) scores[j] = 0.0f;
-    if (!seen) return; /* the maximum may still be -infinity */
-    for (int j = span->from; j < span->to; j++) {
-        if (!tqkv__span_has(span, j)) continue;
-        if (a->call.softcap > 0.0f) scores[j] = a->call.softcap * tanhf((scores[j] + offset) / a->call.softcap);
-        if (scores[j] > largest) largest = scores[j];
-    }
-    if (largest > *max) {
-        const float shrink = expf(*max - largest); /* 0 for the first tile, where max is -INFINITY */
-        for (int d = 0; d < a->value_dim; d++) out[d] *= shrink;
-        *sum *= shrink;
-        *max = largest;
-    }
-    for (int j = 0; j < TQKV__TILE; j++) {
-        scores[j] = tqkv__span_has(span, j) ? expf(scores[j] - largest) : 0.0f;
-        total += scores[j];
-    }
-    *sum += total;
-}
-
-static void tqkv__softmax_tile_scalar(const tqkv__attention *a, const tqkv__span *spans, const float *offsets,
-                                      int n_rows, float *scores, float *max, float *sum, float *out)
-{
-    for (int row = 0; row < n_rows; row++)
-        tqkv__softmax_row_scalar(a, &spans[row], offsets[row], scores + row * TQKV__TILE, &max[row], &sum[row],
-                                 out + (size_t)row * (size_t)a->value_dim);
-}
-
-/* Returns what the sum of a stretch loses to the maximum of a piece of it, as the exponent of a factor. */
-static inline float tqkv__loss(float max, float piece_max)
-{
-    return piece_max > max ? TQKV__AS_FLOAT(max - piece_max) : 0.0f;
-}
-
-static void tqkv__end_piece_scalar(int n_rows, int value_dim, const tqkv__sums *piece, const tqkv__sums *sums)
-{
-    for (int row = 0; row < n_rows; row++) {
-        if (piece->sum[row] == 0.0f) continue;
-        const float factor = tqkv__exp(tqkv__loss(sums->max[row], piece->max[row]));
-        float *added = piece->out + (size_t)row * (size_t)value_dim, *to = sums->out + (size_t)row * (size_t)value_dim;
-        for (int d = 0; d < value_dim; d++) to[d] = tqkv__fma(to[d], factor, added[d]);
-        memset(added, 0, (size_t)value_dim * sizeof(float));
-        sums->sum[row] = tqkv__fma(sums->sum[row], factor, piece->sum[row]);
-        sums->max[row] = piece->max[row];
-        piece->sum[row] = 0.0f;
-    }
-}
-
-static void tqkv__sum_heads_scalar(const float *scores, const float *weights, const float *offsets, bool relu,
-                                   int n_rows, float *sums)
-{
-    for (int row = 0; row < n_rows; row++, scores += TQKV__TILE)
-        for (int j = 0; j < TQKV__TILE; j++) {
-            const float score = TQKV__AS_FLOAT(scores[j] + offsets[row]);
-            sums[j] = tqkv__fma(weights[row], relu && score < 0.0f ? 0.0f : score, sums[j]);
-        }
-}
 
 /* Asks for codes that will be read soon: the next tile's, while this tile is computed. Nearer requests come too late;
    farther ones push out what is in use (32k positions: 1.1 to 1.5 times slower at half or twice the distance). They go
@@ -4377,18 +4232,7 @@ static TQKV__INLINE void tqkv__prefetch(const int cache, const uint8_t *codes, s
     }
 }
 
-static const tqkv__isa tqkv__isa_scalar = {"scalar",
-                                           1,
-                                           1,
-                                           &tqkv__codec_scalar,
-                                           tqkv__reorder_scalar,
-                                           tqkv__score_tile_scalar,
-                                           tqkv__softmax_tile_scalar,
-                                           tqkv__end_piece_scalar,
-                                           tqkv__value_tile_scalar,
-                                           tqkv__sum_heads_scalar};
-
-/* >>integer: attention in integers, with the same bits on every processor
+/* >>plain: attention in plain C, the specification of what every instruction set computes, bit for bit
 
    A rotated query becomes integers of 16 bits against its largest value, and the weights of a tile, times the norms,
    integers of 15 bits against the largest. Codes stand for integer centroids of 8 bits, I8's for themselves. T = 32639:
@@ -4398,21 +4242,23 @@ static const tqkv__isa tqkv__isa_scalar = {"scalar",
      p_j = exp(s_j - max),  W = max_j |p_j f_j|,  w_j = round(p_j f_j T/W)
      out_d += (sum_j w_j c_jd) * (step W/T)                                in each tile
 
-   A query whose largest value stands far above the others has a second digit, the same again of what the first leaves:
-   rest_d = query_d - q_d Q/T, whose products are added to the scores. See tqkv__round_rest.
+   The sums in brackets are exact, so their order is free. Floats have one order everywhere: a product that a sum follows
+   is an fma or is rounded first, a quotient is a division, exp and tanh are those of >>exact.
 
-   The sums in brackets are exact, so their order is free. No such sum leaves 32 bits: |q_d|, |w_j| <= 32639 and
-   |c| <= 128, so a score of a panel of 256 dimensions stays below 1.07e9, and the 64 positions of a tile below 2.7e8.
-   Floats have one order everywhere: products that a sum follows are an fma or rounded first, quotients are divisions,
-   exp and tanh are those of the kernels, and 16 partial sums are added by halves. F16 streams are multiplied as floats.
-   T = 127*256 + 127, so that a set may split an integer into two signed bytes. */
+   F16 and TQ8 are multiplied as floats: a key's products with fma in 16 sums, dimension d in sum d % 16, which are added
+   by halves; values by one fma after the other, in the order of positions. */
 
+/* 127*256 + 127, so that a set may split an integer into two signed bytes. No sum in brackets leaves 32 bits: |c| <= 128
+   keeps a score of a panel of 256 dimensions below 1.07e9, and 64 positions of a tile below 2.7e8. */
 #define TQKV__INTEGER_TOP 32639
 /* Smaller largest values count as this one, 2^-100: T over it is a float. */
 #define TQKV__INTEGER_LEAST 7.888609052210118e-31f
 
-/* The stream's integer centroids, repeated, and their step. The books are symmetric; these are the upper halves. Each
-   has the step that adds the least distortion: 0.000, 0.003, 0.11, 1.4 and 7.3% with 2 to 6 bits. */
+/* Whether a stream is multiplied as floats. The centroids of TQ8 do not fit 8 bits. */
+static bool tqkv__in_floats(const tqkv__stream *s) { return s->kind == TQKV__HALF || s->book_bits == 8; }
+
+/* Finds the stream's integer centroids, repeated to 64, and their step. Books are symmetric: these are upper halves, each
+   with the step that adds the least distortion. docs/formats.md says how much that is. */
 static void tqkv__fill_integers(tqkv__stream *s)
 {
     static const float steps[5] = {0.0251706206f, 0.0244347833f, 0.0261686062f, 0.0276549527f, 0.0319480885f};
@@ -4423,7 +4269,7 @@ static void tqkv__fill_integers(tqkv__stream *s)
                                         {1,  3,  5,  7,  9,  11, 13, 15, 17, 19, 21, 23, 26, 28, 30,  33,
                                          35, 38, 41, 44, 47, 50, 53, 57, 61, 65, 70, 76, 82, 90, 100, 116}};
     s->step = 1.0f;
-    if (s->kind != TQKV__BOOK) return;
+    if (s->kind != TQKV__BOOK || tqkv__in_floats(s)) return;
     const int half = 1 << (s->book_bits - 1);
     s->step = steps[s->book_bits - 2];
     for (int i = 0; i < 64; i++) {
@@ -4474,7 +4320,7 @@ static float tqkv__to_integers(const float *x, int n, float step, int16_t *to)
     return tqkv__integer_unit(largest, step);
 }
 
-/* An integer query has room for a float a value; its unit is in the last of them. query: [head_dim] */
+/* Rounds a query to integers, whose unit takes the place of the last float. query, to: [head_dim] */
 static void tqkv__round_query_scalar(const tqkv__stream *s, const float *query, float *to)
 {
     int16_t integers[TQKV_MAX_HEAD_DIM];
@@ -4482,9 +4328,8 @@ static void tqkv__round_query_scalar(const tqkv__stream *s, const float *query, 
     memcpy(to, integers, (size_t)s->head_dim * sizeof *integers);
 }
 
-/* Turns a query into what its integers leave of it, and says whether that is worth a second digit: if fewer than 19 of
-   32 values reach an eighth of the largest. Of Gaussian rows that are those whose largest is above 4.3 times their
-   deviation: one in 400 at head_dim 128. One coordinate a thousand times the others would leave these five bits. */
+/* Replaces a query by what its integers leave of it. Returns whether that is worth a second digit, whose products are
+   added to the scores: fewer than 19 of 32 values reach an eighth of the largest, as in one Gaussian row of 400. */
 static bool tqkv__round_rest(float *query, int n)
 {
     uint32_t largest = 0;
@@ -4502,7 +4347,7 @@ static bool tqkv__round_rest(float *query, int n)
     return true;
 }
 
-/* Results that are NaN have one pattern of bits, whatever the processor makes of them. */
+/* Gives NaN one pattern of bits: processors differ in those that they make. */
 static float tqkv__one_nan(float x) { return x != x ? tqkv__float(0x7fc00000u) : x; }
 
 /* Returns the factor of panel `panel` of panel_dim values of a row. */
@@ -4518,7 +4363,18 @@ static float tqkv__sum_16(float *lanes)
     return lanes[0];
 }
 
-static float tqkv__score_half(const tqkv__stream *s, const float *key, const float *query)
+/* An infinite norm of a key counts as NaN: its score could be -infinity, which would leave the position out. */
+static float tqkv__norm_of_key(float norm) { return norm + norm * 0.0f; }
+
+/* Decodes a key that is multiplied as floats. to: [head_dim] */
+static void tqkv__decode_key(const tqkv__stream *s, const uint8_t *codes, const float *norms, float *to)
+{
+    float checked[TQKV_MAX_HEAD_DIM / 256];
+    for (int b = 0; b < s->norms_per_row; b++) checked[b] = tqkv__norm_of_key(norms[b]);
+    tqkv__decode_row(s, codes, checked, to);
+}
+
+static float tqkv__score_floats(const tqkv__stream *s, const float *key, const float *query)
 {
     float lanes[16] = {0};
     for (int d = 0; d < s->head_dim; d++) lanes[d % 16] = tqkv__fma(query[d], key[d], lanes[d % 16]);
@@ -4530,8 +4386,8 @@ static float tqkv__score_integers(const tqkv__stream *s, const int8_t *key, cons
 {
     const int16_t *q = (const int16_t *)(const void *)query;
     for (int b = 0; b < s->head_dim / s->panel_dim; b++) {
-        const float norm = tqkv__panel_factor(s, norms, b), factor_or_nan = norm + norm * 0.0f; /* see `factors` */
-        const float factor = TQKV__AS_FLOAT(factor_or_nan * query[s->head_dim - 1]);
+        const float norm = tqkv__norm_of_key(tqkv__panel_factor(s, norms, b));
+        const float factor = TQKV__AS_FLOAT(norm * query[s->head_dim - 1]);
         int32_t sum = 0;
         for (int d = b * s->panel_dim; d < (b + 1) * s->panel_dim; d++) sum += q[d] * key[d];
         score = tqkv__fma(TQKV__AS_FLOAT((float)sum), factor, score);
@@ -4539,31 +4395,36 @@ static float tqkv__score_integers(const tqkv__stream *s, const int8_t *key, cons
     return score;
 }
 
-static void tqkv__integer_score_tile_scalar(const tqkv__stream *s, int kv_head, const tqkv__segment *segment,
-                                            const float *q, int n_rows, bool add, float *scores)
+static void tqkv__score_tile_scalar(const tqkv__stream *s, int kv_head, const tqkv__segment *segment, const float *q,
+                                    int n_rows, bool add, float *scores)
 {
-    float half[TQKV_MAX_HEAD_DIM];
-    int8_t key[TQKV_MAX_HEAD_DIM];
+    float key[TQKV_MAX_HEAD_DIM];
+    int8_t integers[TQKV_MAX_HEAD_DIM];
+    const bool in_floats = tqkv__in_floats(s);
     for (int j = 0; j < segment->n; j++) {
         const uint8_t *codes = tqkv__codes_at(s, kv_head, segment->slot + j);
         const float *norms = tqkv__norms_at(s, kv_head, segment->slot + j);
-        if (s->kind == TQKV__HALF)
-            tqkv__decode_row(s, codes, norms, half);
+        if (in_floats)
+            tqkv__decode_key(s, codes, norms, key);
         else
-            tqkv__integers_at(s, codes, 0, s->head_dim, key);
+            tqkv__integers_at(s, codes, 0, s->head_dim, integers);
         for (int row = 0; row < n_rows; row++) {
             const float *query = q + (size_t)row * (size_t)s->head_dim;
             float *score = &scores[row * TQKV__TILE + j];
             const float before = add ? *score : 0.0f;
-            *score = s->kind == TQKV__HALF ? TQKV__AS_FLOAT(before + tqkv__score_half(s, half, query))
-                                           : tqkv__score_integers(s, key, norms, query, before);
+            *score = in_floats ? TQKV__AS_FLOAT(before + tqkv__score_floats(s, key, query))
+                               : tqkv__score_integers(s, integers, norms, query, before);
         }
     }
 }
 
-/* Does what softmax_tile of the kernels does. */
-static void tqkv__integer_softmax_row(const tqkv__attention *a, const tqkv__span *span, float offset, float *scores,
-                                      float *max, float *sum, float *out)
+static bool tqkv__span_has(const tqkv__span *span, int j)
+{
+    return j >= span->from && j < span->to && !(span->hidden >> j & 1);
+}
+
+static void tqkv__softmax_row(const tqkv__attention *a, const tqkv__span *span, float offset, float *scores, float *max,
+                              float *sum, float *out)
 {
     float largest = *max, lanes[16] = {0};
     const float softcap = a->call.softcap;
@@ -4592,26 +4453,27 @@ static void tqkv__integer_softmax_row(const tqkv__attention *a, const tqkv__span
     *sum = TQKV__AS_FLOAT(*sum + tqkv__sum_16(lanes));
 }
 
-static void tqkv__integer_softmax_tile_scalar(const tqkv__attention *a, const tqkv__span *spans, const float *offsets,
-                                              int n_rows, float *scores, float *max, float *sum, float *out)
+static void tqkv__softmax_tile_scalar(const tqkv__attention *a, const tqkv__span *spans, const float *offsets,
+                                      int n_rows, float *scores, float *max, float *sum, float *out)
 {
     for (int row = 0; row < n_rows; row++)
-        tqkv__integer_softmax_row(a, &spans[row], offsets[row], scores + row * TQKV__TILE, &max[row], &sum[row],
-                                  out + (size_t)row * (size_t)a->value_dim);
+        tqkv__softmax_row(a, &spans[row], offsets[row], scores + row * TQKV__TILE, &max[row], &sum[row],
+                          out + (size_t)row * (size_t)a->value_dim);
 }
 
-/* Adds: out += sum_j weights[j] * value j for values of halves, one position after the other. out: [head_dim] */
-static void tqkv__add_halves(const tqkv__stream *s, int kv_head, const tqkv__segment *segment, const float *weights,
+/* Adds: out += sum_j weights[j] * value j, for values that are multiplied as floats. out: [head_dim] */
+static void tqkv__add_floats(const tqkv__stream *s, int kv_head, const tqkv__segment *segment, const float *weights,
                              float *out)
 {
     float value[TQKV_MAX_HEAD_DIM];
     for (int j = 0; j < segment->n; j++) {
-        tqkv__decode_row(s, tqkv__codes_at(s, kv_head, segment->slot + j), NULL, value);
+        tqkv__decode_row(s, tqkv__codes_at(s, kv_head, segment->slot + j),
+                         tqkv__norms_at(s, kv_head, segment->slot + j), value);
         for (int d = 0; d < s->head_dim; d++) out[d] = tqkv__fma(weights[j], value[d], out[d]);
     }
 }
 
-/* Adds one panel of integers in the same way; integers: [n][panel_dim], out: [panel_dim] */
+/* Adds one panel of integers; integers: [n][panel_dim], out: [panel_dim] */
 static void tqkv__add_integers(const tqkv__stream *s, int kv_head, const tqkv__segment *segment, int panel,
                                const int8_t *integers, const float *weights, float *out)
 {
@@ -4628,38 +4490,61 @@ static void tqkv__add_integers(const tqkv__stream *s, int kv_head, const tqkv__s
     for (int d = 0; d < s->panel_dim; d++) out[d] = tqkv__fma(TQKV__AS_FLOAT((float)sums[d]), unit, out[d]);
 }
 
-static void tqkv__integer_value_tile_scalar(const tqkv__stream *s, int kv_head, const tqkv__segment *segment,
-                                            const float *weights, int n_rows, float *scaled, float *out)
+static void tqkv__value_tile_scalar(const tqkv__stream *s, int kv_head, const tqkv__segment *segment,
+                                    const float *weights, int n_rows, float *scaled, float *out)
 {
     int8_t integers[TQKV__TILE * TQKV__PANEL];
     (void)scaled; /* for vectors */
-    if (s->kind == TQKV__HALF)
+    if (tqkv__in_floats(s)) {
         for (int row = 0; row < n_rows; row++)
-            tqkv__add_halves(s, kv_head, segment, weights + row * TQKV__TILE, out + (size_t)row * (size_t)s->head_dim);
-    if (s->kind != TQKV__HALF)
-        for (int b = 0; b < s->head_dim / s->panel_dim; b++) {
-            for (int j = 0; j < segment->n; j++)
-                tqkv__integers_at(s, tqkv__codes_at(s, kv_head, segment->slot + j), b * s->panel_dim, s->panel_dim,
-                                  integers + j * s->panel_dim);
-            for (int row = 0; row < n_rows; row++)
-                tqkv__add_integers(s, kv_head, segment, b, integers, weights + row * TQKV__TILE,
-                                   out + (size_t)row * (size_t)s->head_dim + b * s->panel_dim);
+            tqkv__add_floats(s, kv_head, segment, weights + row * TQKV__TILE, out + (size_t)row * (size_t)s->head_dim);
+        return;
+    }
+    for (int b = 0; b < s->head_dim / s->panel_dim; b++) {
+        for (int j = 0; j < segment->n; j++)
+            tqkv__integers_at(s, tqkv__codes_at(s, kv_head, segment->slot + j), b * s->panel_dim, s->panel_dim,
+                              integers + j * s->panel_dim);
+        for (int row = 0; row < n_rows; row++)
+            tqkv__add_integers(s, kv_head, segment, b, integers, weights + row * TQKV__TILE,
+                               out + (size_t)row * (size_t)s->head_dim + b * s->panel_dim);
+    }
+}
+
+/* Returns what the sum of a stretch loses to the maximum of a piece of it, as the exponent of a factor. */
+static inline float tqkv__loss(float max, float piece_max)
+{
+    return piece_max > max ? TQKV__AS_FLOAT(max - piece_max) : 0.0f;
+}
+
+static void tqkv__end_piece_scalar(int n_rows, int value_dim, const tqkv__sums *piece, const tqkv__sums *sums)
+{
+    for (int row = 0; row < n_rows; row++) {
+        if (piece->sum[row] == 0.0f) continue;
+        const float factor = tqkv__exp(tqkv__loss(sums->max[row], piece->max[row]));
+        float *added = piece->out + (size_t)row * (size_t)value_dim, *to = sums->out + (size_t)row * (size_t)value_dim;
+        for (int d = 0; d < value_dim; d++) to[d] = tqkv__fma(to[d], factor, added[d]);
+        memset(added, 0, (size_t)value_dim * sizeof(float));
+        sums->sum[row] = tqkv__fma(sums->sum[row], factor, piece->sum[row]);
+        sums->max[row] = piece->max[row];
+        piece->sum[row] = 0.0f;
+    }
+}
+
+static void tqkv__sum_heads_scalar(const float *scores, const float *weights, const float *offsets, bool relu,
+                                   int n_rows, float *sums)
+{
+    for (int row = 0; row < n_rows; row++, scores += TQKV__TILE)
+        for (int j = 0; j < TQKV__TILE; j++) {
+            const float score = TQKV__AS_FLOAT(scores[j] + offsets[row]);
+            sums[j] = tqkv__fma(weights[row], relu && score < 0.0f ? 0.0f : score, sums[j]);
         }
 }
 
-/* Integer arithmetic of an instruction set, and that of floats beside which it is used. */
-typedef struct tqkv__integers {
-    const tqkv__isa *floats;
-    void (*round_query)(const tqkv__stream *s, const float *query, float *to); /* query, to: [head_dim] */
-    tqkv__isa isa;
-} tqkv__integers;
+static const tqkv__kernels tqkv__kernels_scalar = {tqkv__round_query_scalar,  tqkv__score_tile_scalar,
+                                                   tqkv__softmax_tile_scalar, tqkv__end_piece_scalar,
+                                                   tqkv__value_tile_scalar,   tqkv__sum_heads_scalar};
 
-static const tqkv__integers tqkv__integers_scalar = {&tqkv__isa_scalar,
-                                                     tqkv__round_query_scalar,
-                                                     {"scalar", 1, 1, &tqkv__codec_scalar, tqkv__reorder_scalar,
-                                                      tqkv__integer_score_tile_scalar,
-                                                      tqkv__integer_softmax_tile_scalar, tqkv__end_piece_scalar,
-                                                      tqkv__integer_value_tile_scalar, tqkv__sum_heads_scalar}};
+static const tqkv__isa tqkv__isa_scalar = {"scalar", 1, &tqkv__codec_scalar};
 
 #endif /* TQKV_IMPLEMENTATION, to be continued */
 
@@ -4892,19 +4777,15 @@ TQKV__TARGET static void TQKV__(sum_heads)(const float *scores, const float *wei
     }
 }
 
-/* Finds the factors of a tile's codes, per panel and position. Those of keys that are infinite become NaN: a score of
-   -infinity would leave the position out. norms: NULL for halves, whose factors are all 1; factors:
-   [n_blocks][TQKV__TILE], of others zero beyond n */
+/* Finds the factors of a tile's codes, per panel and position; of keys see tqkv__norm_of_key. factors:
+   [n_panels][TQKV__TILE], zero beyond n */
 TQKV__TARGET static void TQKV__(factors)(const tqkv__stream *s, const float *norms, const tqkv__segment *segment,
                                          bool keys, float *factors)
 {
-    const TQKV__VECTOR zero = TQKV__(set1)(0.0f), same = TQKV__(set1)(1.0f);
+    const TQKV__VECTOR zero = TQKV__(set1)(0.0f);
     const int dim = s->head_dim, per_row = s->norms_per_row, n = segment->n;
-    for (int d = 0; !norms && d < dim; d += s->panel_dim, factors += TQKV__TILE)
-        for (int j = 0; j < TQKV__TILE; j += TQKV__LANES) TQKV__(store)(factors + j, same);
-    if (!norms) return;
     const bool divided = per_row > 1 && s->kind == TQKV__BOOK && s->block_scale != 1.0f;
-    const TQKV__VECTOR factor = divided ? same : TQKV__(set1)(tqkv__factor(s, 1.0f));
+    const TQKV__VECTOR factor = TQKV__(set1)(divided ? 1.0f : tqkv__factor(s, 1.0f));
     for (int d = 0; d < dim; d += s->panel_dim, factors += TQKV__TILE) {
         const float *norm = per_row > 1 ? norms + d / s->norm_dim : norms;
         if (per_row > 1 || n < TQKV__TILE) {
@@ -4919,878 +4800,6 @@ TQKV__TARGET static void TQKV__(factors)(const tqkv__stream *s, const float *nor
             if (keys) x = x + x * zero;
             TQKV__(store)(factors + j, x);
         }
-    }
-}
-
-/* >>k-decode: codes as floats, a segment of positions at a time. */
-
-/* Decoded rows are floats. Their format has the number that no store may have. */
-#define TQKV__FLOATS TQKV_FORMAT_DEFAULT
-/* Codes of 2 or 4 main bits, in the order of reorder. */
-#define TQKV__PACKED(format) (TQKV__MAIN_BITS(format) < 8)
-/* Vectors in a strip, which is decoded together. */
-#define TQKV__STRIP(format) (TQKV__PACKED(format) ? TQKV__NIBBLE_STRIP : 4)
-/* Formats with loops straight from the codes. Not those of codebooks in bytes, and on AVX2 none of 6 bits: their rows
-   are decoded first, which takes 1.1 to 1.4 times as long for one and two query rows. I8 and TQ5 are as exact or
-   smaller, and faster; the loops would take 35 KB. */
-#define TQKV__HAS_LOOPS(kind, main, book) ((kind) != TQKV__BOOK || ((main) < 8 && (TQKV__LANES != 8 || (book) < 6)))
-#define TQKV__DIRECT(f)                   TQKV__HAS_LOOPS(TQKV__KIND(f), TQKV__MAIN_BITS(f), TQKV__BOOK_BITS(f))
-/* Rows of a codebook's loops. More take decoded rows: on AVX2 four took as long or longer straight from the codes (Zen
-   4, D=128: TQ3 1.10, TQ2 1.04, TQ5 to TQ8 0.99 times). */
-#define TQKV__BOOK_ROWS(book, keys) (TQKV__LANES == 8 && ((keys) || (book) != 4) ? 2 : 4)
-/* Most rows of a format's loops, which are compiled for 1, 2 and so many. No kind: decoded rows. */
-#define TQKV__KEY_ROWS(kind, book)                                                                                     \
-    ((kind) == TQKV__BOOK ? TQKV__BOOK_ROWS(book, true) : (kind) == 0 ? TQKV__DECODED_SCORE_ROWS : TQKV__SCORE_ROWS)
-#define TQKV__VALUE_ROWS(kind, book) ((kind) == TQKV__BOOK ? TQKV__BOOK_ROWS(book, false) : TQKV__ROWS)
-
-/* Distance between decoded rows. The gap keeps equal columns of many rows out of the same cache sets. */
-#define TQKV__X_STRIDE(dim) ((dim) + 16)
-
-/* Calls the loop for 1, 2 or `most` rows, each a constant. */
-#define TQKV__BY_ROWS(loop, format, most)                                                                              \
-    (rows == 1    ? TQKV__(loop)(format, 1, panel)                                                                     \
-     : rows == 2  ? TQKV__(loop)(format, 2, panel)                                                                     \
-     : (most) > 2 ? TQKV__(loop)(format, most, panel)                                                                  \
-                  : (void)0)
-
-/* -- Codes as floats. The lanes of a vector are dimensions, of keys as of values. -- */
-
-/* One panel of a segment of positions, and the query rows that use it. rows and results: queries and scores for keys,
-   weights and sums for values; their rows are row_stride and result_stride apart. */
-typedef struct TQKV__(panel) {
-    const tqkv__stream *stream;
-    const uint8_t *codes; /* of the first position; the others are `stride` bytes apart */
-    ptrdiff_t ahead;      /* bytes to the codes that will be read next */
-    size_t stride, upper; /* upper: bytes from the panel's low nibbles to its upper bits */
-    bool first;           /* of its rows, whose codes begin with it */
-    int n, dim;           /* positions; values of the panel */
-    const float *rows;
-    int row_stride, result_stride; /* between the pointers: read as one vector, they would wait for their two stores */
-    float *results;
-    int n_rows;           /* at most as many as the loop's; the last one takes the place of those that are missing */
-    const float *factors; /* [n], keys only */
-    bool add;             /* add to the scores in results */
-} TQKV__(panel);
-
-/* Loops for one format. rows: 1, 2, or the most that registers hold. */
-typedef struct TQKV__(loops) {
-    void (*decode)(const TQKV__(panel) *, int n, float *x);
-    void (*score)(const TQKV__(panel) *, int rows);
-    void (*accumulate)(const TQKV__(panel) *, int rows);
-    void (*add_rest)(const TQKV__(panel) *, int rows);
-} TQKV__(loops);
-
-/* Returns the bytes of a strip in the field of main bits, and in the field of upper bits. */
-TQKV__OP int TQKV__(strip_bytes)(const tqkv_format format, int per_lane)
-{
-    return TQKV__LANES * per_lane * (format == TQKV__FLOATS ? 32 : TQKV__MAIN_BITS(format)) / 8;
-}
-
-TQKV__OP int TQKV__(upper_bytes)(const tqkv_format format, int per_lane)
-{
-    return TQKV__LANES * per_lane * TQKV__UPPER_BITS(format) / 8;
-}
-
-TQKV__OP size_t TQKV__(stride)(const tqkv_format format, const TQKV__(panel) * panel)
-{
-    return format == TQKV__FLOATS ? (size_t)TQKV__X_STRIDE(panel->dim) * sizeof(float) : panel->stride;
-}
-
-/* The parameters format, per_lane, rows, k and width are constants here and below. */
-TQKV__OP void TQKV__(load_codebook)(const tqkv_format format, const tqkv__stream *s, TQKV__VECTOR *table)
-{
-    if (TQKV__KIND(format) == TQKV__BOOK) TQKV__(load_table)(TQKV__BOOK_BITS(format), TQKV__PACKED(format), s, table);
-}
-
-/* Returns vector k of the strip at p, with its upper bits at `upper`. Packed codes come in the order of
-   reorder. */
-TQKV__OP TQKV__VECTOR TQKV__(value)(const tqkv_format format, const int per_lane, const int k,
-                                    const TQKV__VECTOR *table, const uint8_t *p, const uint8_t *upper)
-{
-    const int bits = TQKV__BOOK_BITS(format);
-    if (format == TQKV__FLOATS) return TQKV__(load)((const float *)(const void *)p + k * TQKV__LANES);
-    if (TQKV__KIND(format) == TQKV__GRID) return TQKV__(load_i8)(p + k * TQKV__LANES);
-    if (TQKV__KIND(format) == TQKV__HALF) return TQKV__(load_f16)(p + 2 * k * TQKV__LANES);
-    return TQKV__PACKED(format) ? TQKV__(centroids_of_packed)(bits, per_lane, k, table, p, upper)
-                                : TQKV__(centroids_of_bytes)(bits, per_lane, k, table, p);
-}
-
-/* Finds vectors k to k + count - 1 of the strip; x: [count] */
-TQKV__OP void TQKV__(values)(const tqkv_format format, const int per_lane, const int k, const int count,
-                             const TQKV__VECTOR *table, const uint8_t *p, const uint8_t *upper, TQKV__VECTOR *x)
-{
-    TQKV__UNROLL
-    for (int i = 0; i < count; i++) x[i] = TQKV__(value)(format, per_lane, k + i, table, p, upper);
-}
-
-/* -- A panel, which is a multiple of 16 values, is whole strips and then, as they fit, strips of 4, 2 and 1 vectors.
-   -- */
-
-/* Whether there are strips of two vectors. On vectors of 16 only packed codes gain by them. */
-#define TQKV__SHORT_STRIPS(format) (TQKV__LANES < 16 || TQKV__PACKED(format))
-
-/* Returns the vectors of the next strip, when so many values of the panel are left. */
-TQKV__OP int TQKV__(strip_length)(const tqkv_format format, int left)
-{
-    const int strip = TQKV__STRIP(format);
-    left /= TQKV__LANES;
-    if (strip * TQKV__LANES <= 16 || left >= strip) return strip;
-    if (strip > 4 && left >= 4) return 4;
-    return TQKV__SHORT_STRIPS(format) && left >= 2 ? 2 : 1;
-}
-
-/* Calls the loop for a strip of `count` vectors, fewer than a whole one, as a constant. */
-#define TQKV__SHORTER(loop, ...)                                                                                       \
-    (TQKV__STRIP(format) > 4 && count == 4      ? loop(4, __VA_ARGS__)                                                 \
-     : TQKV__SHORT_STRIPS(format) && count == 2 ? loop(2, __VA_ARGS__)                                                 \
-     : TQKV__LANES == 16                        ? loop(1, __VA_ARGS__)                                                 \
-                                                : (void)0)
-
-/* Decodes a strip of per_lane vectors to floats. */
-TQKV__OP void TQKV__(decode_strip)(const int per_lane, const tqkv_format format, const TQKV__VECTOR *table,
-                                   const uint8_t *p, const uint8_t *upper, float *x)
-{
-    TQKV__VECTOR strip[8];
-    TQKV__(values)(format, per_lane, 0, per_lane, table, p, upper, strip);
-    TQKV__UNROLL
-    for (int k = 0; k < per_lane; k++) TQKV__(store)(x + k * TQKV__LANES, strip[k]);
-}
-
-/* Decodes the first n positions to floats. x: [n][TQKV__X_STRIDE] */
-TQKV__OP void TQKV__(decode)(const tqkv_format format, const TQKV__(panel) * panel, int n, float *x)
-{
-    TQKV__VECTOR table[8];
-    TQKV__(load_codebook)(format, panel->stream, table);
-    for (int j = 0; j < n; j++, x += TQKV__X_STRIDE(panel->dim)) {
-        const uint8_t *p = panel->codes + (size_t)j * panel->stride, *upper = p + panel->upper;
-        for (int left = panel->dim, count; left > 0; left -= count * TQKV__LANES) {
-            count = TQKV__(strip_length)(format, left);
-            if (count == TQKV__STRIP(format))
-                TQKV__(decode_strip)(TQKV__STRIP(format), format, table, p, upper, x + panel->dim - left);
-            else
-                TQKV__SHORTER(TQKV__(decode_strip), format, table, p, upper, x + panel->dim - left);
-            p += TQKV__(strip_bytes)(format, count);
-            upper += TQKV__(upper_bytes)(format, count);
-        }
-    }
-}
-
-/* As reorder, for a matrix of `columns`; columns and decoded are constants where that is worth the code. */
-TQKV__OP void TQKV__(reorder_matrix)(const bool decoded, const int columns, const float *from, float *to)
-{
-    enum { most = TQKV__COLUMNS * TQKV__MATRIX_ROWS / TQKV__LANES };
-    TQKV__VECTOR x[most];
-    const int n = columns * TQKV__MATRIX_ROWS / TQKV__LANES;
-    TQKV__UNROLL /* over a constant: clang warns of a loop that it cannot unroll, gcc of what is left out */
-    for (int i = 0; i < most; i++) x[i] = TQKV__(load)(from + (i < n ? i : 0) * TQKV__LANES);
-    TQKV__(turn)(decoded, columns, x);
-    TQKV__UNROLL
-    for (int i = 0; i < most; i++)
-        if (i < n) TQKV__(store)(to + i * TQKV__LANES, x[i]);
-}
-
-TQKV__TARGET static void TQKV__(reorder)(const tqkv__stream *s, int columns, bool decoded, const float *from, float *to)
-{
-    const int most = s->main_bits < 8 ? columns : 1;
-    for (int d = 0; most == 1 && d < s->head_dim; d += TQKV__LANES) TQKV__(store)(to + d, TQKV__(load)(from + d));
-    if (most == 1) return;
-    for (int d = 0, left = s->panel_dim, now; d < s->head_dim; d += now * TQKV__MATRIX_ROWS) {
-        for (now = most; now * TQKV__MATRIX_ROWS > left;) now /= 2;
-        if (now == TQKV__COLUMNS && decoded)
-            TQKV__(reorder_matrix)(true, TQKV__COLUMNS, from + d, to + d);
-        else if (now == TQKV__COLUMNS)
-            TQKV__(reorder_matrix)(false, TQKV__COLUMNS, from + d, to + d);
-        else
-            TQKV__(reorder_matrix)(decoded, now, from + d, to + d);
-        left -= now * TQKV__MATRIX_ROWS;
-        if (!left) left = s->panel_dim;
-    }
-}
-
-/* Rows of a matrix: queries or weights. */
-typedef struct TQKV__(rows) {
-    const float *at;
-    size_t offset[TQKV__ROWS]; /* of each row, in floats */
-} TQKV__(rows);
-
-/* Returns row r of a loop, in a panel: of three rows in the loop for four the last stands twice. Only that loop has a
-   row 3. */
-TQKV__OP int TQKV__(row_in)(const TQKV__(panel) * panel, const int r) { return r < 3 ? r : panel->n_rows - 1; }
-
-/* >>k-dot: scores straight from the codes. */
-
-TQKV__OP TQKV__(rows) TQKV__(open_rows)(const int rows, int stride, const TQKV__(panel) * panel)
-{
-    TQKV__(rows) all;
-    all.at = panel->rows;
-    TQKV__UNROLL
-    for (int r = 0; r < rows; r++) all.offset[r] = (size_t)(TQKV__(row_in)(panel, r) * stride);
-    return all;
-}
-
-/* Whether the loop decodes a strip's vectors together. They share work, which the compiler finds only in adjacent
-   code. */
-TQKV__OP bool TQKV__(whole_strips)(const tqkv_format format)
-{
-    return TQKV__KIND(format) == TQKV__BOOK && (TQKV__STRIP_TOGETHER || !TQKV__PACKED(format));
-}
-
-/* Makes the compiler read the table from memory each time. 16 registers cannot hold tables and sums; tables are the
-   better ones to spill, because nothing waits for them. The sums of one row leave room for both. */
-TQKV__OP const TQKV__VECTOR *TQKV__(reload)(const int rows, const TQKV__VECTOR *table)
-{
-    if (TQKV__LANES == 8 && rows > 1) __asm__ volatile("" : "+r"(table)::"memory");
-    return table;
-}
-
-/* Four keys that are scored together: those of vectors at p[m] + at, with their upper bits at p[m] + upper. */
-typedef struct TQKV__(keys) {
-    const uint8_t *p[4];
-    size_t at, upper;
-} TQKV__(keys);
-
-/* Adds products to sums[row][m], lane by lane, of query `row` and a strip of per_lane vectors of key m */
-TQKV__OP void TQKV__(dot_strip)(const int per_lane, const tqkv_format format, const int rows, const TQKV__VECTOR *table,
-                                const TQKV__(keys) * keys, const TQKV__(rows) * queries, TQKV__VECTOR (*sums)[4])
-{
-    TQKV__VECTOR x[8], query[TQKV__ROWS];
-    if (TQKV__(whole_strips)(format)) {
-        TQKV__UNROLL
-        for (int m = 0; m < 4; m++) {
-            const uint8_t *p = keys->p[m] + keys->at, *upper = keys->p[m] + keys->upper;
-            TQKV__(values)(format, per_lane, 0, per_lane, TQKV__(reload)(rows, table), p, upper, x);
-            TQKV__UNROLL
-            for (int k = 0; k < per_lane; k++) {
-                TQKV__UNROLL
-                for (int r = 0; r < rows; r++) {
-                    query[r] = TQKV__(load)(queries->at + queries->offset[r] + k * TQKV__LANES);
-                    sums[r][m] = TQKV__(fma)(query[r], x[k], sums[r][m]);
-                }
-            }
-        }
-        return;
-    }
-    TQKV__UNROLL
-    for (int k = 0; k < per_lane; k++) {
-        TQKV__UNROLL
-        for (int r = 0; r < rows; r++) query[r] = TQKV__(load)(queries->at + queries->offset[r] + k * TQKV__LANES);
-        TQKV__UNROLL
-        for (int m = 0; m < 4; m++) {
-            x[m] = TQKV__(value)(format, per_lane, k, table, keys->p[m] + keys->at, keys->p[m] + keys->upper);
-            TQKV__UNROLL
-            for (int r = 0; r < rows; r++) sums[r][m] = TQKV__(fma)(query[r], x[m], sums[r][m]);
-        }
-    }
-}
-
-/* A strip whose vectors are taken one after the other. */
-typedef struct TQKV__(rest) {
-    TQKV__(codes) main, upper, codes; /* of packed codes: fields, and codes of the next vectors */
-    const uint8_t *p;                 /* of others */
-} TQKV__(rest);
-
-/* Vectors whose codes are joined from the two fields together. */
-#define TQKV__JOINED(format) (TQKV__BOOK_BITS(format) > 4 ? 4 : 8)
-
-/* Opens the strip of each key; `count` is a constant for packed codes. */
-TQKV__OP void TQKV__(open_strips)(const tqkv_format format, const int count, const TQKV__(keys) * keys,
-                                  TQKV__(rest) * rest)
-{
-    TQKV__UNROLL
-    for (int m = 0; m < 4; m++) {
-        rest[m].p = keys->p[m] + keys->at;
-        if (TQKV__PACKED(format)) {
-            const uint8_t *upper = keys->p[m] + keys->upper;
-            TQKV__(load_fields)(TQKV__BOOK_BITS(format), count, rest[m].p, upper, &rest[m].main, &rest[m].upper);
-        }
-    }
-}
-
-/* Joins the codes from vector k of the strips on. */
-TQKV__OP void TQKV__(join_strips)(const tqkv_format format, int k, TQKV__(rest) * rest)
-{
-    (void)k; /* only on vectors of 16 */
-    if (!TQKV__PACKED(format)) return;
-    TQKV__UNROLL
-    for (int m = 0; m < 4; m++, rest++)
-        rest->codes = TQKV__(join_fields)(TQKV__BOOK_BITS(format), k, rest->main, rest->upper);
-}
-
-/* Finds the next vector of each strip, whose codes are joined; x: [4] */
-TQKV__OP void TQKV__(next_vectors)(const tqkv_format format, const TQKV__VECTOR *table, TQKV__(rest) * rest,
-                                   TQKV__VECTOR *x)
-{
-    TQKV__UNROLL
-    for (int m = 0; m < 4; m++, rest++) {
-        if (TQKV__PACKED(format)) {
-            x[m] = TQKV__(look_up)(TQKV__BOOK_BITS(format), table, rest->codes);
-            TQKV__(next_codes)(TQKV__BOOK_BITS(format), &rest->codes);
-        } else {
-            x[m] = TQKV__(value)(format, 1, 0, table, rest->p, rest->p);
-            rest->p += TQKV__(strip_bytes)(format, 1);
-        }
-    }
-}
-
-/* Does what dot_strip does for any number of vectors, one after the other; of packed codes 8 or 4. */
-TQKV__OP void TQKV__(dot_vectors)(const tqkv_format format, const int rows, int count, const TQKV__VECTOR *table,
-                                  const TQKV__(keys) * keys, const TQKV__(rows) * queries, TQKV__VECTOR (*sums)[4])
-{
-    const float *at = queries->at;
-    const int joined = TQKV__JOINED(format) == 8 ? count : 4;
-    TQKV__(rest) rest[4];
-    if (count == 8)
-        TQKV__(open_strips)(format, 8, keys, rest);
-    else
-        TQKV__(open_strips)(format, 4, keys, rest);
-    for (int k = 0; k < count; k += joined) {
-        TQKV__(join_strips)(format, k, rest);
-        for (int i = 0; i < joined; i++, at += TQKV__LANES) {
-            TQKV__VECTOR query[TQKV__ROWS], v[4];
-            TQKV__UNROLL
-            for (int r = 0; r < rows; r++) query[r] = TQKV__(load)(at + queries->offset[r]);
-            TQKV__(next_vectors)(format, table, rest, v);
-            TQKV__UNROLL
-            for (int m = 0; m < 4; m++) {
-                TQKV__UNROLL
-                for (int r = 0; r < rows; r++) sums[r][m] = TQKV__(fma)(query[r], v[m], sums[r][m]);
-            }
-        }
-    }
-}
-
-/* The cache that codes are fetched to. */
-#define TQKV__NEAR(format) (TQKV__UPPER_BITS(format) ? TQKV__L1 : TQKV__L2)
-
-/* Asks for the codes of four keys of the next tile: packed rows as one piece of memory, before the first strip of the
-   first panel, two lines at a time; others with each strip, because many lines at once are slower. Of the latter a
-   whole strip, because a loop for fewer lines costs more than they. `begin`: before the first strip */
-TQKV__OP void TQKV__(ask_ahead)(const tqkv_format format, const bool begin, const TQKV__(panel) * panel,
-                                const TQKV__(keys) * keys)
-{
-    const uint8_t *first = keys->p[0] + panel->ahead;
-    if (format == TQKV__FLOATS || begin != TQKV__PACKED(format)) return;
-    if (begin)
-        for (size_t i = 0; panel->first && i < 4 * panel->stride; i += 128)
-            tqkv__prefetch(TQKV__NEAR(format), first + i, 128);
-    TQKV__UNROLL
-    for (int m = 0; !begin && m < 4; m++)
-        tqkv__prefetch(TQKV__NEAR(format), keys->p[m] + (ptrdiff_t)keys->at + panel->ahead,
-                       (size_t)TQKV__(strip_bytes)(format, TQKV__STRIP(format)));
-}
-
-/* Goes on behind a strip of `count` vectors. */
-TQKV__OP void TQKV__(advance)(const tqkv_format format, int count, TQKV__(keys) * keys, TQKV__(rows) * queries)
-{
-    keys->at += (size_t)TQKV__(strip_bytes)(format, count);
-    keys->upper += (size_t)TQKV__(upper_bytes)(format, count);
-    queries->at += count * TQKV__LANES;
-}
-
-/* -- The products of a panel with four keys, in the way that is quickest for its format -- */
-
-/* Vectors of 4 and 8 take strip after strip, with code for all vectors of each length. */
-TQKV__OP void TQKV__(dot_by_strips)(const tqkv_format format, const int rows, const TQKV__(panel) * panel,
-                                    const TQKV__VECTOR *table, TQKV__(keys) * keys, TQKV__(rows) * queries,
-                                    TQKV__VECTOR (*sums)[4])
-{
-    for (int left = panel->dim, count; left > 0; left -= count * TQKV__LANES) {
-        count = TQKV__(strip_length)(format, left);
-        TQKV__(ask_ahead)(format, false, panel, keys);
-        if (left >= TQKV__STRIP(format) * TQKV__LANES)
-            TQKV__(dot_strip)(TQKV__STRIP(format), format, rows, table, keys, queries, sums);
-        else
-            TQKV__SHORTER(TQKV__(dot_strip), format, rows, table, keys, queries, sums);
-        TQKV__(advance)(format, count, keys, queries);
-    }
-}
-
-/* Packed codes on vectors of 16 take strips of 8 and 4 one vector after the other, because code for all of their
-   vectors gains nothing there; but strips of 2 and 1. */
-TQKV__OP void TQKV__(dot_long_strips)(const tqkv_format format, const int rows, const TQKV__(panel) * panel,
-                                      const TQKV__VECTOR *table, TQKV__(keys) * keys, TQKV__(rows) * queries,
-                                      TQKV__VECTOR (*sums)[4])
-{
-    for (int left = panel->dim, count; left > 0; left -= count * TQKV__LANES) {
-        count = TQKV__(strip_length)(format, left);
-        TQKV__(ask_ahead)(format, false, panel, keys);
-        if (count > 2)
-            TQKV__(dot_vectors)(format, rows, count, table, keys, queries, sums);
-        else
-            TQKV__SHORTER(TQKV__(dot_strip), format, rows, table, keys, queries, sums);
-        TQKV__(advance)(format, count, keys, queries);
-    }
-}
-
-/* Returns the vectors of the next strip where strips have any length, when so many values of the panel are left. */
-TQKV__OP int TQKV__(any_length)(const tqkv_format format, int left)
-{
-    const int room = TQKV__STRIP(format) * TQKV__LANES;
-    return (left < room ? left : room) / TQKV__LANES;
-}
-
-/* I8 on vectors of 16 takes all strips one vector after the other. */
-TQKV__OP void TQKV__(dot_by_vectors)(const tqkv_format format, const int rows, const TQKV__(panel) * panel,
-                                     const TQKV__VECTOR *table, TQKV__(keys) * keys, TQKV__(rows) * queries,
-                                     TQKV__VECTOR (*sums)[4])
-{
-    for (int left = panel->dim, count; left > 0; left -= count * TQKV__LANES) {
-        count = TQKV__(any_length)(format, left);
-        TQKV__(ask_ahead)(format, false, panel, keys);
-        TQKV__(dot_vectors)(format, rows, count, table, keys, queries, sums);
-        TQKV__(advance)(format, count, keys, queries);
-    }
-}
-
-/* Halves and decoded rows on vectors of 16 take whole strips: code for all vectors of whole strips gains 3%, the rest
-   goes one after the other. */
-TQKV__OP void TQKV__(dot_whole_strips)(const tqkv_format format, const int rows, const TQKV__(panel) * panel,
-                                       const TQKV__VECTOR *table, TQKV__(keys) * keys, TQKV__(rows) * queries,
-                                       TQKV__VECTOR (*sums)[4])
-{
-    for (int left = panel->dim, count; left > 0; left -= count * TQKV__LANES) {
-        count = TQKV__(any_length)(format, left);
-        TQKV__(ask_ahead)(format, false, panel, keys);
-        if (left < TQKV__STRIP(format) * TQKV__LANES)
-            TQKV__(dot_vectors)(format, rows, count, table, keys, queries, sums);
-        else
-            TQKV__(dot_strip)(TQKV__STRIP(format), format, rows, table, keys, queries, sums);
-        TQKV__(advance)(format, count, keys, queries);
-    }
-}
-
-/* Finds sums[row][m]: products, lane by lane, of query `row` and key m; m < 4 */
-TQKV__OP void TQKV__(dot_keys)(const tqkv_format format, const int rows, const TQKV__(panel) * panel,
-                               const TQKV__VECTOR *table, TQKV__(keys) * keys, TQKV__VECTOR (*sums)[4])
-{
-    TQKV__(rows) queries = TQKV__(open_rows)(rows, panel->row_stride, panel);
-    TQKV__(ask_ahead)(format, true, panel, keys);
-    TQKV__UNROLL
-    for (int i = 0; i < 4 * rows; i++) sums[i / 4][i % 4] = TQKV__(set1)(0.0f);
-    if (TQKV__LANES < 16)
-        TQKV__(dot_by_strips)(format, rows, panel, table, keys, &queries, sums);
-    else if (TQKV__PACKED(format))
-        TQKV__(dot_long_strips)(format, rows, panel, table, keys, &queries, sums);
-    else if (TQKV__KIND(format) == TQKV__GRID)
-        TQKV__(dot_by_vectors)(format, rows, panel, table, keys, &queries, sums);
-    else
-        TQKV__(dot_whole_strips)(format, rows, panel, table, keys, &queries, sums);
-}
-
-/* Writes a vector of scores for each row: (+)= factors * sum_across(fours). */
-TQKV__OP void TQKV__(store_scores)(const int rows, const TQKV__(panel) * panel, int first,
-                                   float (*fours)[TQKV__LANES * TQKV__LANES / 4])
-{
-    const TQKV__VECTOR factors = TQKV__(load)(panel->factors + first);
-    TQKV__VECTOR before[TQKV__ROWS];
-    float *to[TQKV__ROWS];
-    TQKV__UNROLL
-    for (int r = 0; r < rows; r++) {
-        to[r] = panel->results + TQKV__(row_in)(panel, r) * TQKV__TILE + first;
-        before[r] = panel->add ? TQKV__(load)(to[r]) : TQKV__(set1)(0.0f);
-    }
-    TQKV__UNROLL
-    for (int r = 0; r < rows; r++) TQKV__(store)(to[r], TQKV__(fma)(TQKV__(sum_across)(fours[r]), factors, before[r]));
-}
-
-/* Finds scores[row][j] (+)= factors[j] * (q[row] . key j), four keys at a time. Each key is decoded once for all rows.
-   Summing the lanes of four vectors costs little more than of one. Writes whole vectors. */
-TQKV__OP void TQKV__(score)(const tqkv_format format, const int rows, const TQKV__(panel) * panel)
-{
-    TQKV__ALIGNED float fours[TQKV__ROWS][TQKV__LANES * TQKV__LANES / 4];
-    const int n = panel->n;
-    const size_t stride = TQKV__(stride)(format, panel);
-    const uint8_t *codes = panel->codes;
-    TQKV__VECTOR table[8];
-    TQKV__(load_codebook)(format, panel->stream, table);
-    for (int first = 0; first < n; first += TQKV__LANES) {
-        for (int i = 0; i < TQKV__LANES; i += 4) {
-            TQKV__VECTOR sums[TQKV__ROWS][4];
-            TQKV__(keys) keys;
-            keys.at = 0;
-            keys.upper = panel->upper;
-            TQKV__UNROLL
-            for (int m = 0; m < 4; m++) {
-                keys.p[m] = codes;
-                /* Past the end: the last key again; decoded rows are padded with copies of it. */
-                codes += format == TQKV__FLOATS || first + i + m + 1 < n ? stride : 0;
-            }
-            TQKV__(dot_keys)(format, rows, panel, table, &keys, sums);
-            TQKV__UNROLL
-            for (int r = 0; r < rows; r++) TQKV__(store)(fours[r] + i / 4 * TQKV__LANES, TQKV__(sum_fours)(sums[r]));
-        }
-        TQKV__(store_scores)(rows, panel, first, fours);
-    }
-}
-
-/* >>k-accumulate: sums of values straight from the codes. */
-
-/* sums[row][v] += weights[row] * vector k + v of the strip of per_lane vectors at p; per_lane is a constant. Where
-   vectors are looked up together, weights come after them: 16 registers cannot hold both. */
-TQKV__OP void TQKV__(add_weighted)(const tqkv_format format, const int per_lane, const int rows, const int k,
-                                   const int width, const TQKV__VECTOR *table, const uint8_t *p, const uint8_t *upper,
-                                   const TQKV__(rows) * weights, TQKV__VECTOR (*sums)[8])
-{
-    TQKV__VECTOR weight[TQKV__ROWS], x[8];
-    if (TQKV__(whole_strips)(format)) {
-        TQKV__(values)(format, per_lane, k, width, TQKV__(reload)(rows, table), p, upper, x);
-        TQKV__UNROLL
-        for (int r = 0; r < rows; r++) {
-            weight[r] = TQKV__(set1)(weights->at[weights->offset[r]]);
-            TQKV__UNROLL
-            for (int v = 0; v < width; v++) sums[r][v] = TQKV__(fma)(weight[r], x[v], sums[r][v]);
-        }
-        return;
-    }
-    TQKV__UNROLL
-    for (int r = 0; r < rows; r++) weight[r] = TQKV__(set1)(weights->at[weights->offset[r]]);
-    TQKV__UNROLL
-    for (int v = 0; v < width; v++) {
-        x[v] = TQKV__(value)(format, per_lane, k + v, table, p, upper);
-        TQKV__UNROLL
-        for (int r = 0; r < rows; r++) sums[r][v] = TQKV__(fma)(weight[r], x[v], sums[r][v]);
-    }
-}
-
-/* Loads or stores `width` vectors of sums of each row, at out; width is a constant, and so is `store`. */
-TQKV__OP void TQKV__(move_sums)(const bool store, const int rows, const int width, const TQKV__(panel) * panel,
-                                TQKV__VECTOR (*sums)[8], float *out)
-{
-    TQKV__UNROLL
-    for (int i = 0; i < rows * width; i++) { /* in this order gcc 12 keeps all of them in registers */
-        const int r = store ? i % rows : i / width, v = store ? i / rows : i % width;
-        float *at = out + TQKV__(row_in)(panel, r) * panel->result_stride + v * TQKV__LANES;
-        if (store)
-            TQKV__(store)(at, sums[r][v]);
-        else
-            sums[r][v] = TQKV__(load)(at);
-    }
-}
-
-/* Accumulates: out[row] += sum_j weights[row][j] * value[j] for `width` vectors from vector k on of a strip of per_lane
-   vectors, whose sums are in registers over all positions; per_lane is a constant. p: of the strip at the first
-   position, out: of vector k */
-TQKV__OP void TQKV__(accumulate_vectors)(const tqkv_format format, const int per_lane, const int rows, const int k,
-                                         const int width, const TQKV__(panel) * panel, const TQKV__VECTOR *table,
-                                         const uint8_t *p, const uint8_t *upper, float *out)
-{
-    const int n = panel->n, size = TQKV__(strip_bytes)(format, per_lane) + TQKV__(upper_bytes)(format, per_lane);
-    const size_t stride = TQKV__(stride)(format, panel);
-    const ptrdiff_t ahead = panel->ahead;
-    TQKV__(rows) weights = TQKV__(open_rows)(rows, TQKV__TILE, panel);
-    TQKV__VECTOR sums[TQKV__ROWS][8];
-    int j = 0;
-    TQKV__(move_sums)(false, rows, width, panel, sums, out);
-    do { /* n > 0: a loop that may strip no times costs copies of all sums */
-        if (format != TQKV__FLOATS && k == 0) tqkv__prefetch(TQKV__NEAR(format), p + ahead, (size_t)size);
-        TQKV__(add_weighted)(format, per_lane, rows, k, width, table, p, upper, &weights, sums);
-        p += stride;
-        upper += stride;
-        weights.at++;
-    } while (++j < n);
-    TQKV__(move_sums)(true, rows, width, panel, sums, out);
-}
-
-/* Accumulates all vectors of a whole strip, as many at a time as registers hold. */
-TQKV__OP void TQKV__(accumulate_strip)(const tqkv_format format, const int rows, const TQKV__(panel) * panel,
-                                       const TQKV__VECTOR *table, const uint8_t *p, const uint8_t *upper, float *out)
-{
-    const int per_lane = TQKV__STRIP(format), most = TQKV__SUMS / rows, width = most < per_lane ? most : per_lane;
-    TQKV__UNROLL
-    for (int k = 0; k < per_lane; k += width, out += width * TQKV__LANES)
-        TQKV__(accumulate_vectors)(format, per_lane, rows, k, width, panel, table, p, upper, out);
-}
-
-/* Loads or stores the sums of the vectors behind a strip: two, one or none; two is a constant if it is false. */
-TQKV__OP void TQKV__(move_behind)(const bool store, const int rows, bool one, bool two, const TQKV__(panel) * panel,
-                                  TQKV__VECTOR (*sums)[8], float *out)
-{
-    if (one) TQKV__(move_sums)(store, rows, 1, panel, sums, out);
-    if (two) TQKV__(move_sums)(store, rows, 2, panel, sums, out);
-}
-
-/* Does in one pass what accumulate_vectors does, for a strip of per_lane vectors, 4 or 2, or 0 for none, and for
-   `behind` vectors after it, 0, 1 or 2: the sums of so few would wait for each other in passes of their own. `behind`
-   is a constant but after a strip of 4: tests in the loop cost up to 0.1 of attention's time at head_dim 48. */
-TQKV__OP void TQKV__(accumulate_rest)(const tqkv_format format, const int per_lane, const int behind, const int rows,
-                                      const TQKV__(panel) * panel, const TQKV__VECTOR *table, const uint8_t *p,
-                                      const uint8_t *upper, float *out)
-{
-    const int n = panel->n, asked = per_lane > 2 ? per_lane + 1 : 3; /* vectors of the next tile's codes */
-    const int bytes = TQKV__(strip_bytes)(format, per_lane), upper_bytes = TQKV__(upper_bytes)(format, per_lane);
-    const bool two = per_lane == 4 && 6 * rows <= TQKV__SUMS && behind == 2, one = behind && !two;
-    const size_t stride = TQKV__(stride)(format, panel);
-    const size_t size = (size_t)(TQKV__(strip_bytes)(format, asked) + TQKV__(upper_bytes)(format, asked));
-    const ptrdiff_t ahead = panel->ahead;
-    TQKV__(rows) weights = TQKV__(open_rows)(rows, TQKV__TILE, panel);
-    TQKV__VECTOR sums[TQKV__ROWS][8], sums_behind[TQKV__ROWS][8];
-    float *out_behind = out + per_lane * TQKV__LANES;
-    int j = 0;
-    if (per_lane) TQKV__(move_sums)(false, rows, per_lane, panel, sums, out);
-    TQKV__(move_behind)(false, rows, one, two, panel, sums_behind, out_behind);
-    do {
-        if (format != TQKV__FLOATS) tqkv__prefetch(TQKV__NEAR(format), p + ahead, size);
-        if (per_lane) TQKV__(add_weighted)(format, per_lane, rows, 0, per_lane, table, p, upper, &weights, sums);
-        if (behind) {
-            const uint8_t *next = p + bytes, *next_upper = upper + upper_bytes;
-            if (two)
-                TQKV__(add_weighted)(format, 2, rows, 0, 2, table, next, next_upper, &weights, sums_behind);
-            else
-                TQKV__(add_weighted)(format, 1, rows, 0, 1, table, next, next_upper, &weights, sums_behind);
-        }
-        p += stride;
-        upper += stride;
-        weights.at++;
-    } while (++j < n);
-    if (per_lane) TQKV__(move_sums)(true, rows, per_lane, panel, sums, out);
-    TQKV__(move_behind)(true, rows, one, two, panel, sums_behind, out_behind);
-}
-
-/* Accumulates: out[row] += sum_j weights[row][j] * value[j], for the whole strips of a panel */
-TQKV__OP void TQKV__(accumulate)(const tqkv_format format, const int rows, const TQKV__(panel) * panel)
-{
-    const int strip = TQKV__STRIP(format);
-    const uint8_t *p = panel->codes, *upper = panel->codes + panel->upper;
-    float *out = panel->results;
-    TQKV__VECTOR table[8];
-    TQKV__(load_codebook)(format, panel->stream, table);
-    for (int left = panel->dim / TQKV__LANES; left >= strip; left -= strip, out += strip * TQKV__LANES) {
-        TQKV__(accumulate_strip)(format, rows, panel, table, p, upper, out);
-        p += TQKV__(strip_bytes)(format, strip);
-        upper += TQKV__(upper_bytes)(format, strip);
-    }
-}
-
-/* Accumulates the vectors behind them, in passes. It is a function of its own: in one with whole strips gcc 12 spills a
-   sum of four rows. On vectors of 4 only 4 may be left, on vectors of 8 only 2; on vectors of 16
-
-     vectors left   7          6                           5                           4    3      2    1
-     passes         4, 2 + 1   4 + 2 for up to two rows,   4 + 1 for up to three       4    2 + 1  2    1
-                               else 4, 2                   rows, else 4, 1                                  */
-TQKV__OP void TQKV__(add_rest)(const tqkv_format format, const int rows, const TQKV__(panel) * panel)
-{
-    const int strip = TQKV__STRIP(format), vectors = panel->dim / TQKV__LANES, whole = vectors / strip * strip;
-    const bool wide = TQKV__LANES == 16;
-    const uint8_t *p = panel->codes + TQKV__(strip_bytes)(format, whole);
-    const uint8_t *upper = panel->codes + panel->upper + TQKV__(upper_bytes)(format, whole);
-    float *out = panel->results + whole * TQKV__LANES;
-    TQKV__VECTOR table[8];
-    TQKV__(load_codebook)(format, panel->stream, table);
-    for (int left = vectors - whole, count; left > 0; left -= count, out += count * TQKV__LANES) {
-        const int behind = wide && left < 7 && left * rows <= TQKV__SUMS ? left - 4 : 0; /* a strip of 4 */
-        count = strip > 4 && left >= 4 ? 4 + behind : left;
-        if (strip > 4 && left >= 4) {
-            TQKV__(accumulate_rest)(format, 4, behind, rows, panel, table, p, upper, out);
-        } else if (strip * TQKV__LANES > 16) {
-            if (wide && left == 1)
-                TQKV__(accumulate_rest)(format, 0, 1, rows, panel, table, p, upper, out);
-            else if (wide && left == 3)
-                TQKV__(accumulate_rest)(format, 2, 1, rows, panel, table, p, upper, out);
-            else
-                TQKV__(accumulate_rest)(format, 2, 0, rows, panel, table, p, upper, out);
-        }
-        p += TQKV__(strip_bytes)(format, count);
-        upper += TQKV__(upper_bytes)(format, count);
-    }
-}
-
-/* >>k-tiles: the scores and the sums of a tile, by rows, decoded first or not. */
-
-/* Decodes with a codebook too large for table instructions: loads eight codes, stores a vector of centroids. */
-TQKV__OP void TQKV__(decode_by_loads)(const TQKV__(panel) * panel, int n, float *x)
-{
-    const float *codebook = panel->stream->codebook;
-    for (int j = 0; j < n; j++, x += TQKV__X_STRIDE(panel->dim)) {
-        const uint8_t *codes = panel->codes + (size_t)j * panel->stride;
-        for (int d = 0; d < panel->dim; d += TQKV__LANES) {
-            TQKV__VECTOR centroids = {0.0f};
-            uint64_t eight = 0;
-            TQKV__UNROLL
-            for (int i = 0; i < TQKV__LANES; i++, eight >>= 8) {
-                if (i % 8 == 0) memcpy(&eight, codes + d + i, TQKV__LANES < 8 ? TQKV__LANES : 8);
-                centroids[i] = codebook[eight & 255];
-            }
-            TQKV__(store)(x + d, centroids);
-        }
-    }
-}
-
-TQKV__OP void TQKV__(decode_rows)(const tqkv_format format, const TQKV__(panel) * panel, int n, float *x)
-{
-    if (TQKV__BOOK_BITS(format) == 8 && TQKV__LANES == 4)
-        TQKV__(decode_by_loads)(panel, n, x);
-    else
-        TQKV__(decode)(format, panel, n, x);
-}
-
-/* These go by the columns of a row of TQKV__FORMATS: what is left out here is not inlined to be thrown away. */
-#define TQKV__ROW_LOOPS(unused, format, name, kind, main, upper, book, plain)                                          \
-    TQKV__TARGET static void TQKV__(score_##format)(const TQKV__(panel) * panel, int rows)                             \
-    {                                                                                                                  \
-        if (TQKV__HAS_LOOPS(kind, main, book)) TQKV__BY_ROWS(score, format, TQKV__KEY_ROWS(kind, book));               \
-    }                                                                                                                  \
-    TQKV__TARGET static void TQKV__(accumulate_##format)(const TQKV__(panel) * panel, int rows)                        \
-    {                                                                                                                  \
-        if (TQKV__HAS_LOOPS(kind, main, book)) TQKV__BY_ROWS(accumulate, format, TQKV__VALUE_ROWS(kind, book));        \
-    }                                                                                                                  \
-    TQKV__TARGET static void TQKV__(rest_##format)(const TQKV__(panel) * panel, int rows)                              \
-    {                                                                                                                  \
-        if (TQKV__HAS_LOOPS(kind, main, book)) TQKV__BY_ROWS(add_rest, format, TQKV__VALUE_ROWS(kind, book));          \
-    }
-#define TQKV__DECODE_LOOP(unused, format, ...)                                                                         \
-    TQKV__TARGET static void TQKV__(decode_##format)(const TQKV__(panel) * panel, int n, float *x)                     \
-    {                                                                                                                  \
-        TQKV__(decode_rows)(format, panel, n, x);                                                                      \
-    }
-TQKV__FORMATS(TQKV__DECODE_LOOP, )
-TQKV__FORMATS(TQKV__ROW_LOOPS, )
-TQKV__ROW_LOOPS(, TQKV__FLOATS, , 0, 32, 0, 0, 0)
-
-#define TQKV__LOOPS_OF(unused, format, ...)                                                                            \
-    {TQKV__(decode_##format), TQKV__(score_##format), TQKV__(accumulate_##format), TQKV__(rest_##format)},
-static const TQKV__(loops) TQKV__(loops_by_format)[] = {
-    {NULL, TQKV__(score_TQKV__FLOATS), TQKV__(accumulate_TQKV__FLOATS), TQKV__(rest_TQKV__FLOATS)},
-    TQKV__FORMATS(TQKV__LOOPS_OF, )};
-
-/* Calls the loop for all rows of a panel, at most `most` at a time. Three take the loop for four, with one row twice:
-   as two and one they would decode everything twice. */
-static void TQKV__(by_rows)(TQKV__(panel) * panel, int n_rows, int most, void (*loop)(const TQKV__(panel) *, int rows))
-{
-    const float *rows = panel->rows;
-    float *results = panel->results;
-    for (int left = n_rows; left > 0; left -= panel->n_rows) {
-        panel->n_rows = left >= most ? most : left == 3 ? 3 : left >= 2 ? 2 : 1;
-        loop(panel, panel->n_rows == 3 ? most : panel->n_rows);
-        panel->rows += panel->n_rows * panel->row_stride;
-        panel->results += panel->n_rows * panel->result_stride;
-    }
-    panel->rows = rows;
-    panel->results = results;
-}
-
-/* Adds the values of a panel, of that format, to all rows. */
-static void TQKV__(add_values)(tqkv_format format, TQKV__(panel) * panel, int n_rows, int most)
-{
-    const TQKV__(loops) *loops = &TQKV__(loops_by_format)[format];
-    const int strip = TQKV__STRIP(format) * TQKV__LANES;
-    if (panel->dim >= strip) TQKV__(by_rows)(panel, n_rows, most, loops->accumulate);
-    if (panel->dim % strip) TQKV__(by_rows)(panel, n_rows, most, loops->add_rest);
-}
-
-/* Attends from decoded positions. Few at a time stay in the L1 cache, and each is decoded once. */
-TQKV__TARGET static void TQKV__(attend_decoded)(TQKV__(panel) * panel, int n_rows, bool keys)
-{
-    TQKV__ALIGNED float x[32 * TQKV__X_STRIDE(128)]; /* 18 KiB of stack */
-    const int step = panel->dim <= 128 ? 32 : 16;
-    const TQKV__(loops) *loops = &TQKV__(loops_by_format)[panel->stream->format];
-    const int n = panel->n;
-    for (int j = 0; j < n; j += step) {
-        const uint8_t *codes = panel->codes;
-        panel->n = n - j < step ? n - j : step;
-        tqkv__prefetch(TQKV__L2, codes + panel->ahead, (size_t)panel->n * panel->stride);
-        loops->decode(panel, panel->n, x);
-        for (int i = panel->n; i % TQKV__LANES; i++)
-            memcpy(x + i * TQKV__X_STRIDE(panel->dim), x + (i - 1) * TQKV__X_STRIDE(panel->dim),
-                   (size_t)panel->dim * sizeof(float));
-        panel->codes = (const uint8_t *)(const void *)x;
-        if (keys)
-            TQKV__(by_rows)(panel, n_rows, TQKV__DECODED_SCORE_ROWS, TQKV__(score_TQKV__FLOATS));
-        else
-            TQKV__(add_values)(TQKV__FLOATS, panel, n_rows, TQKV__ROWS);
-        panel->codes = codes + (size_t)step * panel->stride;
-        panel->rows += keys ? 0 : step;
-        panel->results += keys ? step : 0;
-        if (keys) panel->factors += step; /* NULL for values */
-    }
-}
-
-/* Attends to a panel. Few rows work straight from the codes; with a codebook only while no code is looked up twice. 32
-   wide registers hold four rows of multiply-adds and the look-ups of up to 5 bits: there any number of rows of values
-   works so, but at most eight where codes are joined from two fields (Zen 5: 12 rows of TQ3 and TQ5 take 0.92 times as
-   long decoded, 64 rows 0.85). */
-TQKV__TARGET static void TQKV__(attend_panel)(TQKV__(panel) * panel, int n_rows, bool keys)
-{
-    const tqkv__stream *s = panel->stream;
-    const TQKV__(loops) *loops = &TQKV__(loops_by_format)[s->format];
-    const bool any = !keys && TQKV__LANES == 16 && s->book_bits < 6 && (!s->upper_bits || n_rows <= 8);
-    const int most = keys ? TQKV__KEY_ROWS(s->kind, s->book_bits) : TQKV__VALUE_ROWS(s->kind, s->book_bits);
-    if (!TQKV__DIRECT(s->format) || (n_rows > (s->kind == TQKV__BOOK ? most : TQKV__ROWS) && !any))
-        TQKV__(attend_decoded)(panel, n_rows, keys);
-    else if (keys)
-        TQKV__(by_rows)(panel, n_rows, most, loops->score);
-    else
-        TQKV__(add_values)(s->format, panel, n_rows, most);
-}
-
-/* Opens the panel of values from `before` on for the segment. */
-static void TQKV__(open_panel)(const tqkv__stream *s, int kv_head, const tqkv__segment *segment, int before,
-                               TQKV__(panel) * panel)
-{
-    const size_t main = (size_t)(before * s->main_bits / 8), upper = (size_t)(before * s->upper_bits / 8);
-    const size_t main_field = (size_t)(s->head_dim * s->main_bits) / 8;
-    panel->stream = s;
-    panel->codes = tqkv__codes_at(s, kv_head, segment->slot) + main;
-    panel->upper = s->upper_bits ? main_field + upper - main : 0;
-    panel->stride = s->row_bytes;
-    panel->ahead = (ptrdiff_t)segment->ahead * (ptrdiff_t)s->row_bytes;
-    panel->first = before == 0;
-    panel->n = segment->n;
-    panel->dim = s->panel_dim;
-    panel->factors = NULL;
-    panel->add = false;
-}
-
-TQKV__TARGET static void TQKV__(score_tile)(const tqkv__stream *s, int kv_head, const tqkv__segment *segment,
-                                            const float *q, int n_rows, bool add, float *scores)
-{
-    TQKV__ALIGNED float factors[TQKV_MAX_HEAD_DIM / 128 * TQKV__TILE];
-    /* Rotation makes products unequal, and of more sums each is smaller. */
-    const int most = s->rotated || TQKV__LANES == 16 ? s->panel_dim : TQKV__MOST_ADDITIONS * TQKV__LANES;
-    TQKV__(panel) panel;
-    const float *of_panel = factors;
-    int left = s->panel_dim; /* of a panel */
-    TQKV__(factors)(s, tqkv__norms_at(s, kv_head, segment->slot), segment, true, factors);
-    for (int d = 0; d < s->head_dim; d += panel.dim) {
-        TQKV__(open_panel)(s, kv_head, segment, d, &panel);
-        panel.dim = left < most ? left : most;
-        panel.rows = q + d;
-        panel.row_stride = s->head_dim;
-        panel.results = scores;
-        panel.result_stride = TQKV__TILE;
-        panel.factors = of_panel;
-        panel.add = add || d > 0;
-        TQKV__(attend_panel)(&panel, n_rows, true);
-        left -= panel.dim;
-        if (left) continue;
-        left = s->panel_dim;
-        of_panel += TQKV__TILE;
-    }
-}
-
-/* weights, scaled: [n_rows][TQKV__TILE], factors: [TQKV__TILE] */
-TQKV__OP void TQKV__(scale_weights)(const float *weights, int n_rows, const float *factors, float *scaled)
-{
-    for (int row = 0; row < n_rows; row++, weights += TQKV__TILE, scaled += TQKV__TILE)
-        for (int j = 0; j < TQKV__TILE; j += TQKV__LANES)
-            TQKV__(store)(scaled + j, TQKV__(mul_nonzero)(TQKV__(load)(weights + j), TQKV__(load)(factors + j)));
-}
-
-TQKV__TARGET static void TQKV__(value_tile)(const tqkv__stream *s, int kv_head, const tqkv__segment *segment,
-                                            const float *weights, int n_rows, float *scaled, float *out)
-{
-    TQKV__ALIGNED float factors[TQKV_MAX_HEAD_DIM / 128 * TQKV__TILE];
-    TQKV__(panel) panel;
-    const float *norms = tqkv__norms_at(s, kv_head, segment->slot);
-    const float *of_panel = factors;
-    if (norms) TQKV__(factors)(s, norms, segment, false, factors);
-    for (int d = 0; d < s->head_dim; d += s->panel_dim, of_panel += TQKV__TILE) {
-        if (norms) TQKV__(scale_weights)(weights, n_rows, of_panel, scaled);
-        TQKV__(open_panel)(s, kv_head, segment, d, &panel);
-        panel.rows = norms ? scaled : weights;
-        panel.row_stride = TQKV__TILE;
-        panel.results = out + d;
-        panel.result_stride = s->head_dim;
-        TQKV__(attend_panel)(&panel, n_rows, false);
     }
 }
 
@@ -6270,7 +5279,7 @@ TQKV__OP void TQKV__(lanes_of_codes)(const tqkv__stream *s, const tqkv__quantise
 TQKV__TARGET static TQKV__NOINLINE void TQKV__(centroid_sums)(const tqkv__stream *s, const tqkv__quantiser *q,
                                                               const uint8_t *codes, float *sums)
 {
-    TQKV__ALIGNED float x[TQKV__X_STRIDE(TQKV_MAX_HEAD_DIM)];
+    TQKV__ALIGNED float x[TQKV_MAX_HEAD_DIM + 16];
     TQKV__VECTOR lanes[32 / TQKV__LANES];
     if (TQKV__HAS_MATRIX(s->head_dim)) {
         for (int d = 0; d < s->head_dim; d += TQKV__LANES) {
@@ -6904,9 +5913,7 @@ static const tqkv__codec TQKV__(codec) = {TQKV__(rows_finite), TQKV__(scales_val
                                           TQKV__(widen),       TQKV__(narrow_row),   TQKV__(rotate),
                                           TQKV__(unrotate),    TQKV__(scale_row),    TQKV__(encode_rows)};
 
-static const tqkv__isa TQKV__(isa) = {TQKV__ISA_NAME,     TQKV__LANES,        TQKV__COLUMNS,        &TQKV__(codec),
-                                      TQKV__(reorder),    TQKV__(score_tile), TQKV__(softmax_tile), TQKV__(end_piece),
-                                      TQKV__(value_tile), TQKV__(sum_heads)};
+static const tqkv__isa TQKV__(isa) = {TQKV__ISA_NAME, TQKV__LANES, &TQKV__(codec)};
 
 #endif /* TQKV__LANES */
 
@@ -7388,18 +6395,40 @@ TQKV__TARGET static void TQKV__I(add_integers)(const TQKV__I(product) * p, int n
     }
 }
 
-/* >>k-halves: halves in integer attention. They are multiplied as floats, in one order for all sets: 16 sums of a key's
-   products, added up as sum_16 does; values position after position. */
+/* >>k-halves: keys and values that are multiplied as floats, see >>plain. Halves are read where they lie while few rows
+   need them; else, as TQ8 always, rows become floats first. */
 
 #ifndef TQKV__DECODED /* true: another set of the same name has these */
 
-/* Rows that share decoded keys, and values. Enough sums in progress to hide their latency,
- * few enough for the registers. */
+/* Query rows that share a key, and a value: enough sums in progress to hide their latency, and few enough for the
+   registers. */
 #define TQKV__HALF_KEY_ROWS (TQKV__INTEGER_LANES == 16 ? 4 : 3)
 #define TQKV__HALF_ROWS     (TQKV__INTEGER_LANES == 16 ? 8 : 4)
 
+/* Floats that are decoded together: 16 KiB, a fraction of an L1 cache */
+#define TQKV__DECODED_FLOATS 4096
+
+/* Decodes n rows to floats. keys: see tqkv__norm_of_key; to: [n][head_dim] */
+TQKV__OP void TQKV__S(decode_floats)(const tqkv__stream *s, const uint8_t *codes, const float *norms, int n, bool keys,
+                                     float *to)
+{
+    const int dim = s->head_dim;
+    if (s->kind == TQKV__HALF) {
+        for (int i = 0; i < n * dim; i += TQKV__INTEGER_LANES) TQKV__(store)(to + i, TQKV__(load_f16)(codes + 2 * i));
+        return;
+    }
+    for (int j = 0; j < n; j++, codes += dim) {
+        TQKV__(decode_tq8)(s, codes, dim, to);
+        for (int b = 0; b < s->norms_per_row; b++, norms++) {
+            const TQKV__VECTOR factor = TQKV__(set1)(tqkv__factor(s, keys ? tqkv__norm_of_key(*norms) : *norms));
+            for (int d = 0; d < s->norm_dim; d += TQKV__INTEGER_LANES, to += TQKV__INTEGER_LANES)
+                TQKV__(store)(to, TQKV__(load)(to) * factor);
+        }
+    }
+}
+
 /* scores[row][j] (+)= query[row] . key j for four keys, which are halves or floats; rows and halves are constants.
-   Eight of the 16 sums at a time where registers hold no more. */
+   Eight of the 16 sums are in registers where these hold no more. */
 TQKV__OP void TQKV__S(score_four_halves)(const int rows, const bool halves, int dim, const uint8_t *const *keys,
                                          const float *q, bool add, float *scores)
 {
@@ -7434,7 +6463,7 @@ TQKV__OP void TQKV__S(score_four_halves)(const int rows, const bool halves, int 
     for (int r = 0; r < rows; r++) TQKV__(add_sums_of_16)(&sums[r][0][0], add, scores + r * TQKV__TILE);
 }
 
-/* The same for n keys, `stride` bytes apart; past the end the last one again. */
+/* Does the same for n keys, `stride` bytes apart; past the end the last one again. */
 TQKV__OP void TQKV__S(score_half_rows)(const int rows, const bool halves, int dim, const uint8_t *codes, size_t stride,
                                        int n, const float *q, bool add, float *scores)
 {
@@ -7446,55 +6475,60 @@ TQKV__OP void TQKV__S(score_half_rows)(const int rows, const bool halves, int di
     }
 }
 
-/* Many rows read keys that have become floats, a few at a time. */
-TQKV__TARGET static TQKV__NOINLINE int TQKV__S(score_many_halves)(const tqkv__stream *s, const uint8_t *codes, int n,
-                                                                  const float *q, int n_rows, bool add, float *scores)
+/* Scores n keys that have become floats; keys: [n][dim] */
+TQKV__TARGET static TQKV__NOINLINE void TQKV__S(score_decoded)(const float *keys, int dim, int n, const float *q,
+                                                               int n_rows, bool add, float *scores)
 {
-    enum { ROOM = 4096 }; /* 16 KiB: a fraction of an L1 cache, and of the stack */
-    TQKV__ALIGNED float keys[ROOM];
-    const int dim = s->head_dim, fit = ROOM / dim / 4 * 4, most = fit > 16 ? 16 : fit;
-    const int rows = TQKV__HALF_KEY_ROWS, many = n_rows / rows * rows;
-    for (int j = 0; j < n; j += most) {
-        const int now = n - j < most ? n - j : most;
-        for (int i = 0; i < now * dim; i += TQKV__INTEGER_LANES)
-            TQKV__(store)(keys + i, TQKV__(load_f16)(codes + (size_t)j * s->row_bytes + 2 * i));
-        for (int row = 0; row < many; row += rows) TQKV__S(score_half_rows)
-        (TQKV__HALF_KEY_ROWS, false, dim, (const uint8_t *)(const void *)keys, (size_t)dim * sizeof *keys, now,
-         q + row * dim, add, scores + row * TQKV__TILE + j);
+    const uint8_t *codes = (const uint8_t *)(const void *)keys;
+    const size_t stride = (size_t)dim * sizeof *keys;
+    for (int left = n_rows, now; left > 0; left -= now, q += now * dim, scores += now * TQKV__TILE) {
+        now = left >= TQKV__HALF_KEY_ROWS ? TQKV__HALF_KEY_ROWS : left >= 2 ? 2 : 1;
+        if (now == 1)
+            TQKV__S(score_half_rows)(1, false, dim, codes, stride, n, q, add, scores);
+        else if (now == 2)
+            TQKV__S(score_half_rows)(2, false, dim, codes, stride, n, q, add, scores);
+        else
+            TQKV__S(score_half_rows)(TQKV__HALF_KEY_ROWS, false, dim, codes, stride, n, q, add, scores);
     }
-    return many;
 }
 
-TQKV__TARGET static TQKV__NOINLINE void TQKV__S(score_halves)(const tqkv__stream *s, const uint8_t *codes,
+TQKV__TARGET static TQKV__NOINLINE void TQKV__S(score_floats)(const tqkv__stream *s, int kv_head,
                                                               const tqkv__segment *segment, const float *q, int n_rows,
                                                               bool add, float *scores)
 {
-    const int dim = s->head_dim, n = segment->n;
-    int row = 0;
+    TQKV__ALIGNED float keys[TQKV__DECODED_FLOATS];
+    const uint8_t *codes = tqkv__codes_at(s, kv_head, segment->slot);
+    const float *norms = tqkv__norms_at(s, kv_head, segment->slot);
+    const int dim = s->head_dim, n = segment->n, fit = TQKV__DECODED_FLOATS / dim / 4 * 4, most = fit > 16 ? 16 : fit;
     tqkv__prefetch(TQKV__L2, codes + (ptrdiff_t)segment->ahead * (ptrdiff_t)s->row_bytes, (size_t)n * s->row_bytes);
-    if (n_rows > 2) row = TQKV__S(score_many_halves)(s, codes, n, q, n_rows, add, scores);
-    for (int now; row < n_rows; row += now) {
-        now = row + 2 <= n_rows ? 2 : 1;
-        if (now == 2) TQKV__S(score_half_rows)
-        (2, true, dim, codes, s->row_bytes, n, q + row * dim, add, scores + row * TQKV__TILE);
-        else TQKV__S(score_half_rows)(1, true, dim, codes, s->row_bytes, n, q + row * dim, add,
-                                      scores + row * TQKV__TILE);
-    }
+    if (s->kind == TQKV__HALF && n_rows == 1)
+        TQKV__S(score_half_rows)(1, true, dim, codes, s->row_bytes, n, q, add, scores);
+    else if (s->kind == TQKV__HALF && n_rows == 2)
+        TQKV__S(score_half_rows)(2, true, dim, codes, s->row_bytes, n, q, add, scores);
+    else
+        for (int j = 0; j < n; j += most) {
+            const int now = n - j < most ? n - j : most;
+            TQKV__S(decode_floats)
+            (s, codes + (size_t)j * s->row_bytes, norms ? norms + j * s->norms_per_row : NULL, now, true, keys);
+            TQKV__S(score_decoded)(keys, dim, now, q, n_rows, add, scores + j);
+        }
 }
 
-/* out[row][d] += weights[row][j] * value j for `width` vectors of dimensions; rows and width are constants. */
-TQKV__OP void TQKV__S(add_half_vectors)(const int rows, const int width, const tqkv__stream *s, const uint8_t *codes,
-                                        int n, const float *weights, float *out)
+/* Adds: out[row][d] += weights[row][j] * value j, for `width` vectors of dimensions; rows, width and halves are
+   constants. */
+TQKV__OP void TQKV__S(add_half_vectors)(const int rows, const int width, const bool halves, int dim,
+                                        const uint8_t *codes, size_t stride, int n, const float *weights, float *out)
 {
-    const int dim = s->head_dim;
     TQKV__VECTOR sums[TQKV__HALF_ROWS][8];
     TQKV__UNROLL
     for (int i = 0; i < rows * width; i++)
         sums[i / width][i % width] = TQKV__(load)(out + i / width * dim + i % width * TQKV__INTEGER_LANES);
-    for (int j = 0; j < n; j++, codes += s->row_bytes) {
+    for (int j = 0; j < n; j++, codes += stride) {
         TQKV__VECTOR x[8];
         TQKV__UNROLL
-        for (int i = 0; i < width; i++) x[i] = TQKV__(load_f16)(codes + 2 * i * TQKV__INTEGER_LANES);
+        for (int i = 0; i < width; i++)
+            x[i] = halves ? TQKV__(load_f16)(codes + 2 * i * TQKV__INTEGER_LANES)
+                          : TQKV__(load)((const float *)(const void *)codes + i * TQKV__INTEGER_LANES);
         TQKV__UNROLL
         for (int r = 0; r < rows; r++) {
             const TQKV__VECTOR weight = TQKV__(set1)(weights[r * TQKV__TILE + j]);
@@ -7507,32 +6541,59 @@ TQKV__OP void TQKV__S(add_half_vectors)(const int rows, const int width, const t
         TQKV__(store)(out + i / width * dim + i % width * TQKV__INTEGER_LANES, sums[i / width][i % width]);
 }
 
-/* The same for all dimensions, 32 or, for few rows on wide vectors, 64 at a time. */
-TQKV__OP void TQKV__S(add_half_rows)(const int rows, const tqkv__stream *s, const uint8_t *codes, int n,
-                                     const float *weights, float *out)
+/* Does the same for all dimensions, 32 or, for few rows on wide vectors, 64 at a time. */
+TQKV__OP void TQKV__S(add_half_rows)(const int rows, const bool halves, int dim, const uint8_t *codes, size_t stride,
+                                     int n, const float *weights, float *out)
 {
     const int sixteen = 16 / TQKV__INTEGER_LANES, most = TQKV__INTEGER_LANES == 16 && rows <= 2 ? 4 : 2;
+    const int bytes = halves ? 2 : 4; /* of a value */
     const bool wide = TQKV__INTEGER_LANES == 16 || rows <= 2;
     int d = 0;
-    for (; wide && d + 16 * most <= s->head_dim; d += 16 * most)
-        TQKV__S(add_half_vectors)(rows, most * sixteen, s, codes + 2 * d, n, weights, out + d);
-    for (; d < s->head_dim; d += 16) TQKV__S(add_half_vectors)(rows, sixteen, s, codes + 2 * d, n, weights, out + d);
+    for (; wide && d + 16 * most <= dim; d += 16 * most)
+        TQKV__S(add_half_vectors)(rows, most * sixteen, halves, dim, codes + bytes * d, stride, n, weights, out + d);
+    for (; d < dim; d += 16)
+        TQKV__S(add_half_vectors)(rows, sixteen, halves, dim, codes + bytes * d, stride, n, weights, out + d);
 }
 
-TQKV__TARGET static TQKV__NOINLINE void TQKV__S(add_halves)(const tqkv__stream *s, const uint8_t *codes,
+/* Does the same for all rows; halves is a constant. */
+TQKV__OP void TQKV__S(add_to_all)(const bool halves, int dim, const uint8_t *codes, size_t stride, int n,
+                                  const float *weights, int n_rows, float *out)
+{
+    for (int left = n_rows, now; left > 0; left -= now, weights += now * TQKV__TILE, out += now * dim) {
+        now = left >= TQKV__HALF_ROWS ? TQKV__HALF_ROWS : left >= 2 ? 2 : 1;
+        if (now == 1)
+            TQKV__S(add_half_rows)(1, halves, dim, codes, stride, n, weights, out);
+        else if (now == 2)
+            TQKV__S(add_half_rows)(2, halves, dim, codes, stride, n, weights, out);
+        else
+            TQKV__S(add_half_rows)(TQKV__HALF_ROWS, halves, dim, codes, stride, n, weights, out);
+    }
+}
+
+TQKV__TARGET static TQKV__NOINLINE void TQKV__S(add_decoded)(const float *values, int dim, int n, const float *weights,
+                                                             int n_rows, float *out)
+{
+    TQKV__S(add_to_all)
+    (false, dim, (const uint8_t *)(const void *)values, (size_t)dim * sizeof *values, n, weights, n_rows, out);
+}
+
+TQKV__TARGET static TQKV__NOINLINE void TQKV__S(add_floats)(const tqkv__stream *s, int kv_head,
                                                             const tqkv__segment *segment, const float *weights,
                                                             int n_rows, float *out)
 {
-    const int n = segment->n;
+    TQKV__ALIGNED float values[TQKV__DECODED_FLOATS];
+    const uint8_t *codes = tqkv__codes_at(s, kv_head, segment->slot);
+    const float *norms = tqkv__norms_at(s, kv_head, segment->slot);
+    const int dim = s->head_dim, n = segment->n, most = TQKV__DECODED_FLOATS / dim;
     tqkv__prefetch(TQKV__L2, codes + (ptrdiff_t)segment->ahead * (ptrdiff_t)s->row_bytes, (size_t)n * s->row_bytes);
-    for (int left = n_rows, now; left > 0; left -= now, weights += now * TQKV__TILE, out += now * s->head_dim) {
-        now = left >= TQKV__HALF_ROWS ? TQKV__HALF_ROWS : left >= 2 ? 2 : 1;
-        if (now == 1)
-            TQKV__S(add_half_rows)(1, s, codes, n, weights, out);
-        else if (now == 2)
-            TQKV__S(add_half_rows)(2, s, codes, n, weights, out);
-        else
-            TQKV__S(add_half_rows)(TQKV__HALF_ROWS, s, codes, n, weights, out);
+    if (s->kind == TQKV__HALF) {
+        TQKV__S(add_to_all)(true, dim, codes, s->row_bytes, n, weights, n_rows, out);
+        return;
+    }
+    for (int j = 0; j < n; j += most) {
+        const int now = n - j < most ? n - j : most;
+        TQKV__S(decode_floats)(s, codes + (size_t)j * s->row_bytes, norms + j * s->norms_per_row, now, false, values);
+        TQKV__S(add_decoded)(values, dim, now, weights + j, n_rows, out);
     }
 }
 #endif
@@ -8033,18 +7094,18 @@ TQKV__TARGET static TQKV__NOINLINE void TQKV__I(add_few)(const tqkv__stream *s, 
 }
 #endif
 
-/* >>k-integer-tiles: the scores and the sums of a tile in integers. */
+/* >>k-integer-tiles: the scores and the sums of a tile. */
 
-TQKV__TARGET static void TQKV__I(integer_score_tile)(const tqkv__stream *s, int kv_head, const tqkv__segment *segment,
-                                                     const float *q, int n_rows, bool add, float *scores)
+TQKV__TARGET static void TQKV__I(score_tile)(const tqkv__stream *s, int kv_head, const tqkv__segment *segment,
+                                             const float *q, int n_rows, bool add, float *scores)
 {
     TQKV__ALIGNED float factors[TQKV_MAX_HEAD_DIM / 128 * TQKV__TILE];
     TQKV__ALIGNED int8_t room[TQKV__MOST_KEYS_AT_ONCE * TQKV__PANEL];
     const bool lanes = n_rows >= TQKV__LANES_ROWS;
     const int step = lanes ? 2 * TQKV__INTEGER_LANES : TQKV__KEYS_AT_ONCE;
     const int dim = s->panel_dim, head_dim = s->head_dim;
-    if (s->kind == TQKV__HALF) {
-        TQKV__S(score_halves)(s, tqkv__codes_at(s, kv_head, segment->slot), segment, q, n_rows, add, scores);
+    if (tqkv__in_floats(s)) {
+        TQKV__S(score_floats)(s, kv_head, segment, q, n_rows, add, scores);
         return;
     }
     TQKV__(factors)(s, tqkv__norms_at(s, kv_head, segment->slot), segment, true, factors);
@@ -8087,14 +7148,14 @@ TQKV__OP void TQKV__I(open_sums)(const tqkv__stream *s, int b, int n, const floa
     p->add = true;
 }
 
-TQKV__TARGET static void TQKV__I(integer_value_tile)(const tqkv__stream *s, int kv_head, const tqkv__segment *segment,
-                                                     const float *weights, int n_rows, float *scaled, float *out)
+TQKV__TARGET static void TQKV__I(value_tile)(const tqkv__stream *s, int kv_head, const tqkv__segment *segment,
+                                             const float *weights, int n_rows, float *scaled, float *out)
 {
     TQKV__ALIGNED float factors[TQKV_MAX_HEAD_DIM / 128 * TQKV__TILE];
     TQKV__ALIGNED int8_t room[TQKV__TILE * TQKV__PANEL];
     const int dim = s->panel_dim, head_dim = s->head_dim;
-    if (s->kind == TQKV__HALF) {
-        TQKV__S(add_halves)(s, tqkv__codes_at(s, kv_head, segment->slot), segment, weights, n_rows, out);
+    if (tqkv__in_floats(s)) {
+        TQKV__S(add_floats)(s, kv_head, segment, weights, n_rows, out);
         return;
     }
     TQKV__(factors)(s, tqkv__norms_at(s, kv_head, segment->slot), segment, false, factors);
@@ -8112,20 +7173,15 @@ TQKV__TARGET static void TQKV__I(integer_value_tile)(const tqkv__stream *s, int 
     }
 }
 
-static const tqkv__integers TQKV__I(integers) = {&TQKV__(isa),
-                                                 TQKV__I(round_query),
-                                                 {TQKV__ISA_NAME, TQKV__INTEGER_LANES, 1, &TQKV__(codec),
-                                                  TQKV__(reorder), TQKV__I(integer_score_tile), TQKV__(softmax_tile),
-                                                  TQKV__(end_piece), TQKV__I(integer_value_tile), TQKV__(sum_heads)}};
+static const tqkv__kernels TQKV__I(kernels) = {TQKV__I(round_query), TQKV__I(score_tile), TQKV__(softmax_tile),
+                                               TQKV__(end_piece),    TQKV__I(value_tile), TQKV__(sum_heads)};
 
 #endif /* TQKV__INTEGER_LANES */
 
 #if defined(TQKV__LANES) || defined(TQKV__INTEGER_LANES)
 /* The macros that a set defines, and two that depend on it. Those of the loops are the same for all. */
 #undef TQKV__
-#undef TQKV__COLUMNS
 #undef TQKV__DECODED
-#undef TQKV__DECODED_SCORE_ROWS
 #undef TQKV__DOT_LANES
 #undef TQKV__I
 #undef TQKV__INTEGER_LANES
@@ -8133,17 +7189,11 @@ static const tqkv__integers TQKV__I(integers) = {&TQKV__(isa),
 #undef TQKV__LANES
 #undef TQKV__LANES_ROWS
 #undef TQKV__LOOKED_UP
-#undef TQKV__MATRIX_ROWS
 #undef TQKV__MIX_SHORT_SUBROWS
-#undef TQKV__NIBBLE_STRIP
 #undef TQKV__PRODUCTS
 #undef TQKV__PRODUCT_ROWS
 #undef TQKV__ROUNDED
-#undef TQKV__ROWS
 #undef TQKV__S
-#undef TQKV__SCORE_ROWS
-#undef TQKV__STRIP_TOGETHER
-#undef TQKV__SUMS
 #undef TQKV__TARGET
 #undef TQKV__WHOLE_LANES
 #undef TQKV__WIDTH
@@ -8245,190 +7295,10 @@ TQKV__OP __m256i tqkv__load_256_avx512(const uint8_t *p)
 {
     return _mm256_loadu_si256((const __m256i *)(const void *)p);
 }
-/* Loads a field of 1 or 2 bits a lane, of which bit `first` comes to bit `to`. */
-TQKV__OP __m512i tqkv__load_short_field_avx512(const int bits, const int first, const int to, const uint8_t *p)
-{
-    const __m512i lanes = _mm512_set_epi32(15, 14, 13, 12, 11, 10, 9, 8, 7, 6, 5, 4, 3, 2, 1, 0);
-    const __m512i turn =
-        _mm512_add_epi32(_mm512_slli_epi32(lanes, (unsigned)(bits - 1)), _mm512_set1_epi32((first - to) & 31));
-    uint32_t all;
-    int16_t half;
-    if (bits == 1) { /* twice in a lane */
-        memcpy(&half, p, sizeof half);
-        return _mm512_rorv_epi32(_mm512_set1_epi16(half), turn);
-    }
-    memcpy(&all, p, sizeof all);
-    return _mm512_rorv_epi32(_mm512_set1_epi32((int)all), turn);
-}
-/* Loads a field of a strip: lane l holds `bits` bits from bit l * bits of p on. With the codes l * per_lane ... of a
-   strip in a lane, one shift moves the k-th code of every lane to bit 0. Other bits may follow those of the lane. */
-TQKV__OP __m512i tqkv__load_field_avx512(const int bits, const uint8_t *p)
-{
-    uint64_t word;
-    if (bits == 32) return _mm512_loadu_si512((const void *)p);
-    if (bits < 4) return tqkv__load_short_field_avx512(bits, 0, 0, p);
-    if (bits == 16) return _mm512_cvtepu16_epi32(tqkv__load_256_avx512(p));
-    if (bits == 8) return _mm512_cvtepu8_epi32(tqkv__load_128(p));
-    memcpy(&word, p, sizeof word); /* 4: the lowest byte of each lane takes a window of 8 bits */
-    return _mm512_multishift_epi64_epi8(_mm512_set_epi32(60, 56, 52, 48, 44, 40, 36, 32, 28, 24, 20, 16, 12, 8, 4, 0),
-                                        _mm512_set1_epi64((long long)word));
-}
-/* Returns the k-th codes of a strip of one or two vectors. */
-TQKV__OP __m512i tqkv__short_codes_avx512(const int bits, const int per_lane, const int k, const uint8_t *p,
-                                          const uint8_t *upper)
-{
-    const int main_bits = bits < 4 ? 2 : 4, upper_bits = bits - main_bits;
-    const __m512i low = main_bits * per_lane > 2 ? _mm512_srli_epi32(tqkv__load_field_avx512(main_bits * per_lane, p),
-                                                                     (unsigned)(main_bits * k))
-                                                 : tqkv__load_short_field_avx512(2, 0, 0, p);
-    if (!upper_bits) return low;
-    const __m512i high =
-        upper_bits * per_lane > 2
-            ? _mm512_slli_epi32(tqkv__load_field_avx512(4, upper), (unsigned)(main_bits - upper_bits * k))
-            : tqkv__load_short_field_avx512(upper_bits * per_lane, upper_bits * k, main_bits, upper);
-    return _mm512_ternarylogic_epi64(_mm512_set1_epi32((1 << main_bits) - 1), low, high, 0xca);
-}
-/* Loads the fields of a strip of 8 or 4 vectors. */
-TQKV__OP void tqkv__load_fields_avx512(const int bits, const int count, const uint8_t *p, const uint8_t *upper,
-                                       __m512i *low, __m512i *high)
-{
-    const int main_bits = bits < 4 ? 2 : 4, upper_bits = bits - main_bits;
-    *low = tqkv__load_field_avx512(count * main_bits, p);
-    if (upper_bits) *high = tqkv__load_field_avx512(count * upper_bits, upper);
-}
-/* Joins all codes of TQ3 as nibbles. Bytes take windows of 8 bits from both fields, in words of 64 bits: two codes' low
-   pairs in bits 0 to 3, their third bits in bits 4 and 5. One look-up puts these six bits in order. */
-TQKV__OP __m512i tqkv__join_tq3_avx512(__m512i low, __m512i high)
-{
-    const __m512i pairs = _mm512_multishift_epi64_epi8(_mm512_set1_epi64(0x2c2824200c080400), low);
-    const __m512i third = _mm512_multishift_epi64_epi8(_mm512_set1_epi64(0x22201e1c02003e3c), high);
-    const __m512i six = _mm512_ternarylogic_epi64(_mm512_set1_epi8(15), pairs, third, 0xca);
-    const __m512i upper_five =
-        _mm512_set_epi32(0x74747474, 0x64646464, 0x54545454, 0x44444444, 0x70707070, 0x60606060, 0x50505050, 0x40404040,
-                         0x34343434, 0x24242424, 0x14141414, 0x04040404, 0x30303030, 0x20202020, 0x10101010, 0);
-    return _mm512_permutexvar_epi8(six, _mm512_or_si512(upper_five, _mm512_set1_epi32(0x03020100)));
-}
-/* Joins the codes from the k-th on of each lane: of TQ5 and TQ6 four as bytes, in the same way, whose upper bits may be
-   others; of the other formats all of them, in as many bits as their codes or, TQ3, in four. */
-TQKV__OP __m512i tqkv__join_fields_avx512(const int bits, int k, __m512i low, __m512i high)
-{
-    const long long each = 0x0101010101010101, upper_at = bits == 5 ? 0x1f1e1d1c3f3e3d3c : 0x22201e1c02003e3c;
-    if (bits == 3) return tqkv__join_tq3_avx512(low, high);
-    if (bits < 5) return low;
-    low = _mm512_multishift_epi64_epi8(_mm512_set1_epi64(0x2c2824200c080400 + k * 4 * each), low);
-    high = _mm512_multishift_epi64_epi8(_mm512_set1_epi64(upper_at + k * (bits - 4) * each), high);
-    return _mm512_ternarylogic_epi64(_mm512_set1_epi8(15), low, high, 0xca);
-}
-TQKV__OP __m512 tqkv__look_up_avx512(const int bits, const __m512 *table, __m512i codes)
-{
-    if (bits <= 4) return _mm512_permutexvar_ps(codes, table[0]);
-    const __m512 lower = _mm512_permutex2var_ps(table[0], codes, table[1]);
-    if (bits == 5) return lower;
-    return _mm512_mask_blend_ps(_mm512_test_epi32_mask(codes, _mm512_set1_epi32(0x20)), lower,
-                                _mm512_permutex2var_ps(table[2], codes, table[3]));
-}
-/* Brings the next of the joined codes of each lane to bit 0. */
-TQKV__OP void tqkv__next_codes_avx512(const int bits, __m512i *codes)
-{
-    *codes = _mm512_srli_epi32(*codes, bits == 2 ? 2u : bits < 5 ? 4u : 8u);
-}
-/* Byte codes look up each byte of a centroid in one register; TQ8 in two for 128 centroids, the half it needs. */
-TQKV__OP void tqkv__load_table_avx512(const int bits, const bool nibbles, const tqkv__stream *s, __m512 *table)
-{
-    if (bits == 2) table[0] = _mm512_broadcast_f32x4(_mm_loadu_ps(s->codebook));
-    if (bits == 3) table[0] = _mm512_broadcast_f32x8(_mm256_loadu_ps(s->codebook));
-    if (nibbles && bits > 3)
-        for (int i = 0; i < 1 << (bits - 4); i++) table[i] = _mm512_loadu_ps(s->codebook + 16 * i);
-    if (!nibbles)
-        for (int p = 0; p < 4; p++) {
-            table[p] = _mm512_loadu_ps((const void *)s->planes[p]);
-            if (bits == 8) table[4 + p] = _mm512_loadu_ps((const void *)(s->planes[p] + 64));
-        }
-}
-TQKV__OP __m512 tqkv__centroids_of_packed_avx512(const int bits, const int per_lane, const int k, const __m512 *table,
-                                                 const uint8_t *p, const uint8_t *upper)
-{
-    const int main_bits = bits < 4 ? 2 : 4, upper_bits = bits - main_bits;
-    if (per_lane < 4) return tqkv__look_up_avx512(bits, table, tqkv__short_codes_avx512(bits, per_lane, k, p, upper));
-    const __m512i low = tqkv__load_field_avx512(main_bits * per_lane, p);
-    const __m512i high = upper_bits ? tqkv__load_field_avx512(upper_bits * per_lane, upper) : low;
-    const __m512i codes = tqkv__join_fields_avx512(bits, k / 4 * 4, low, high);
-    const int at = bits == 2 ? 2 * k : bits < 5 ? 4 * k : 8 * (k % 4);
-    return tqkv__look_up_avx512(bits, table, _mm512_srli_epi32(codes, (unsigned)at));
-}
-/* Looks up the four bytes of 64 centroids and joins them. TQ8: a code c of the upper half takes ~c and flips the
-   sign. */
-TQKV__OP __m512 tqkv__centroids_of_bytes_avx512(const int bits, const int per_lane, const int k, const __m512 *table,
-                                                const uint8_t *p)
-{
-    /* dword 4i + j goes to dword i of 128-bit lane j; two unpacks then leave codes 16k to 16k + 15 in vector k */
-    const __m512i order = _mm512_set_epi32(15, 11, 7, 3, 14, 10, 6, 2, 13, 9, 5, 1, 12, 8, 4, 0);
-    const __m512i loaded = _mm512_maskz_loadu_epi32((__mmask16)((1 << 4 * per_lane) - 1), (const void *)p);
-    __m512i codes = _mm512_permutexvar_epi32(order, loaded), bytes[4];
-    const __mmask64 upper = _mm512_movepi8_mask(codes);
-    if (bits == 8) codes = _mm512_mask_sub_epi8(codes, upper, _mm512_set1_epi8(-1), codes);
-    TQKV__UNROLL
-    for (int i = 0; i < 4; i++) {
-        const __m512i first = _mm512_castps_si512(table[i]), second = _mm512_castps_si512(table[bits == 8 ? 4 + i : i]);
-        bytes[i] = bits == 8 ? _mm512_permutex2var_epi8(first, codes, second) : _mm512_permutexvar_epi8(codes, first);
-    }
-    if (bits == 8) bytes[3] = _mm512_mask_add_epi8(bytes[3], upper, bytes[3], _mm512_set1_epi8(-128));
-    const __m512i low = k < 2 ? _mm512_unpacklo_epi8(bytes[0], bytes[1]) : _mm512_unpackhi_epi8(bytes[0], bytes[1]);
-    const __m512i high = k < 2 ? _mm512_unpacklo_epi8(bytes[2], bytes[3]) : _mm512_unpackhi_epi8(bytes[2], bytes[3]);
-    return _mm512_castsi512_ps(k % 2 ? _mm512_unpackhi_epi16(low, high) : _mm512_unpacklo_epi16(low, high));
-}
-TQKV__OP __m512 tqkv__load_i8_avx512(const uint8_t *p)
-{
-    return _mm512_cvtepi32_ps(_mm512_cvtepi8_epi32(tqkv__load_128(p)));
-}
 TQKV__OP __m512 tqkv__load_f16_avx512(const uint8_t *p) { return _mm512_cvtph_ps(tqkv__load_256_avx512(p)); }
 TQKV__OP __m512 tqkv__load_bf16_avx512(const uint8_t *p)
 {
     return _mm512_castsi512_ps(_mm512_slli_epi32(_mm512_cvtepu16_epi32(tqkv__load_256_avx512(p)), 16));
-}
-
-/* Sums up fours: lane 4i + m has the sum of lanes 4i to 4i + 3 of x[m] */
-TQKV__OP __m512 tqkv__sum_fours_avx512(const __m512 *x)
-{
-    const __m512 a = _mm512_add_ps(_mm512_unpacklo_ps(x[0], x[1]), _mm512_unpackhi_ps(x[0], x[1]));
-    const __m512 b = _mm512_add_ps(_mm512_unpacklo_ps(x[2], x[3]), _mm512_unpackhi_ps(x[2], x[3]));
-    return _mm512_add_ps(_mm512_shuffle_ps(a, b, 0x44), _mm512_shuffle_ps(a, b, 0xee));
-}
-/* Sums up across x, four such vectors. Lane 4i + m: the sum of the lanes 4j + m of the i-th */
-TQKV__OP __m512 tqkv__sum_across_avx512(const float *x)
-{
-    const __m512 a = _mm512_load_ps(x), b = _mm512_load_ps(x + 16), c = _mm512_load_ps(x + 32),
-                 d = _mm512_load_ps(x + 48);
-    const __m512 ab = _mm512_add_ps(_mm512_shuffle_f32x4(a, b, 0x44), _mm512_shuffle_f32x4(a, b, 0xee));
-    const __m512 cd = _mm512_add_ps(_mm512_shuffle_f32x4(c, d, 0x44), _mm512_shuffle_f32x4(c, d, 0xee));
-    return _mm512_add_ps(_mm512_shuffle_f32x4(ab, cd, 0x88), _mm512_shuffle_f32x4(ab, cd, 0xdd));
-}
-
-/* A matrix [16][columns] to [columns][16], or back: each step moves the lowest bit of a place to the top, or back. */
-TQKV__OP void tqkv__turn_step_avx512(const bool decoded, const int columns, __m512 *x)
-{
-    const __m512i low = _mm512_set_epi32(23, 7, 22, 6, 21, 5, 20, 4, 19, 3, 18, 2, 17, 1, 16, 0);
-    const __m512i high = _mm512_or_si512(low, _mm512_set1_epi32(8));
-    const __m512i even = _mm512_set_epi32(30, 28, 26, 24, 22, 20, 18, 16, 14, 12, 10, 8, 6, 4, 2, 0);
-    const __m512i odd = _mm512_or_si512(even, _mm512_set1_epi32(1));
-    __m512 y[8];
-    const int half = columns / 2;
-    TQKV__UNROLL
-    for (int i = 0; i < 4; i++) {
-        if (i >= half) break;
-        const __m512 a = decoded ? x[2 * i] : x[i], b = decoded ? x[2 * i + 1] : x[half + i];
-        y[decoded ? i : 2 * i] = _mm512_permutex2var_ps(a, decoded ? even : low, b);
-        y[decoded ? half + i : 2 * i + 1] = _mm512_permutex2var_ps(a, decoded ? odd : high, b);
-    }
-    TQKV__UNROLL
-    for (int i = 0; i < 8; i++)
-        if (i < 2 * half) x[i] = y[i];
-}
-TQKV__OP void tqkv__turn_avx512(const bool decoded, const int columns, __m512 *x)
-{
-    if (columns > 1) tqkv__turn_step_avx512(decoded, columns, x);
-    if (columns > 2) tqkv__turn_step_avx512(decoded, columns, x);
-    if (columns > 4) tqkv__turn_step_avx512(decoded, columns, x);
 }
 
 /* Encoding. An empty asm prevents the fusion of a product with a following sum, as in tqkv__rounded. */
@@ -8629,6 +7499,29 @@ TQKV__OP void tqkv__join_planes_avx512(const __m512i *plane, __m512i *words)
     words[3] = _mm512_unpackhi_epi16(high01, high23);
 }
 
+/* Looks up n centroids of TQ8, 64 at a time: those of the lower half, for a code c of the upper half that of ~c with its
+   sign flipped. n: a multiple of 16 */
+TQKV__OP void tqkv__decode_tq8_avx512(const tqkv__stream *s, const uint8_t *codes, int n, float *to)
+{
+    const __m512i order = _mm512_set_epi32(15, 11, 7, 3, 14, 10, 6, 2, 13, 9, 5, 1, 12, 8, 4, 0);
+    for (int d = 0; d < n; d += 64) {
+        const __mmask16 mask = (__mmask16)(0xffff >> (n - d < 64 ? 16 - (n - d) / 4 : 0));
+        __m512i index = _mm512_permutexvar_epi32(order, _mm512_maskz_loadu_epi32(mask, (const void *)(codes + d)));
+        __m512i plane[4], words[4];
+        const __mmask64 upper = _mm512_movepi8_mask(index);
+        index = _mm512_mask_sub_epi8(index, upper, _mm512_set1_epi8(-1), index);
+        TQKV__UNROLL
+        for (int p = 0; p < 4; p++)
+            plane[p] = _mm512_permutex2var_epi8(_mm512_loadu_si512((const void *)s->planes[p]), index,
+                                                _mm512_loadu_si512((const void *)(s->planes[p] + 64)));
+        plane[3] = _mm512_mask_add_epi8(plane[3], upper, plane[3], _mm512_set1_epi8(-128));
+        tqkv__join_planes_avx512(plane, words);
+        TQKV__UNROLL
+        for (int i = 0; i < 4; i++)
+            if (d + 16 * i < n) _mm512_storeu_si512((void *)(to + d + 16 * i), words[i]);
+    }
+}
+
 /* Quantises 64 values at a time. One byte look-up finds the count before the cell, four find the bytes of the
    boundary in it. Packing and interleaving are inverse within 128 bits: boundaries meet their values. `order` sorts
    the counts. */
@@ -8716,19 +7609,11 @@ TQKV__OP void tqkv__centroids_tq8_avx512(const tqkv__stream *s, const uint8_t *c
 
 static void tqkv__mix_by_order_avx2(int m, const float *subrows, float factor, int n, float *out);
 
-#define TQKV__(name)             tqkv__##name##_avx512
-#define TQKV__WIDTH              16 /* vectors of the rotation in registers */
-#define TQKV__ISA_NAME           "avx512"
-#define TQKV__MIX_SHORT_SUBROWS  tqkv__mix_by_order_avx2
-#define TQKV__LANES              16
-#define TQKV__COLUMNS            8 /* of a matrix of packed codes: see reorder */
-#define TQKV__MATRIX_ROWS        16
-#define TQKV__NIBBLE_STRIP       8 /* vectors in a strip of nibbles */
-#define TQKV__STRIP_TOGETHER     0 /* do the vectors of a strip share work? */
-#define TQKV__ROWS               4 /* queries whose sums fit in registers: values, */
-#define TQKV__SCORE_ROWS         4 /* keys, and decoded keys */
-#define TQKV__DECODED_SCORE_ROWS 4
-#define TQKV__SUMS               16 /* vectors of sums of values in registers */
+#define TQKV__(name)            tqkv__##name##_avx512
+#define TQKV__WIDTH             16 /* vectors of the rotation in registers */
+#define TQKV__ISA_NAME          "avx512"
+#define TQKV__MIX_SHORT_SUBROWS tqkv__mix_by_order_avx2
+#define TQKV__LANES             16
 #include "tqkv.h"
 
 #endif /* TQKV__AVX512 */
@@ -8786,23 +7671,6 @@ TQKV__OP void tqkv__add_sums_of_16_avx2(const __m256 *x, bool add, float *to)
     const __m128 sums = _mm_add_ps(_mm_shuffle_ps(ab, cd, 0x88), _mm_shuffle_ps(ab, cd, 0xdd));
     _mm_storeu_ps(to, _mm_add_ps(add ? _mm_loadu_ps(to) : _mm_setzero_ps(), sums));
 }
-TQKV__OP __m256 tqkv__sum_fours_avx2(const __m256 *x)
-{
-    const __m256 a = _mm256_add_ps(_mm256_unpacklo_ps(x[0], x[1]), _mm256_unpackhi_ps(x[0], x[1]));
-    const __m256 b = _mm256_add_ps(_mm256_unpacklo_ps(x[2], x[3]), _mm256_unpackhi_ps(x[2], x[3]));
-    return _mm256_add_ps(_mm256_shuffle_ps(a, b, 0x44), _mm256_shuffle_ps(a, b, 0xee));
-}
-TQKV__OP __m256 tqkv__sum_across_avx2(const float *x)
-{
-    const __m256 a = _mm256_load_ps(x), b = _mm256_load_ps(x + 8);
-    return _mm256_add_ps(_mm256_permute2f128_ps(a, b, 0x20), _mm256_permute2f128_ps(a, b, 0x31));
-}
-/* A matrix [4][2] to [2][4], or back */
-TQKV__OP void tqkv__turn_avx2(const bool decoded, const int columns, __m256 *x)
-{
-    const __m256i to = _mm256_set_epi32(7, 5, 3, 1, 6, 4, 2, 0), back = _mm256_set_epi32(7, 3, 6, 2, 5, 1, 4, 0);
-    if (columns == 2) *x = _mm256_permutevar8x32_ps(*x, decoded ? to : back);
-}
 /* Permutes use the lowest three bits. Blends use the sign bit, to which the shifts bring the bits above. */
 TQKV__OP __m256 tqkv__permute_16_avx2(const __m256 *table, __m256i codes)
 {
@@ -8814,132 +7682,24 @@ TQKV__OP __m256 tqkv__permute_32_avx2(const __m256 *table, __m256i codes)
     return _mm256_blendv_ps(tqkv__permute_16_avx2(table, codes), tqkv__permute_16_avx2(table + 2, codes),
                             _mm256_castsi256_ps(_mm256_slli_epi32(codes, 27)));
 }
-/* Looks up the four bytes of 32 centroids and joins them: vector k of four has codes 4k to 4k + 3 of either half.
-   upper: all ones for a code in the upper half. index: its number among 16. second: the sign bit marks the second 16 of
-   the half. The table has these as xor with the first: a negative index gives 0, and xor is cheaper than a blend. Both
-   unpacks of two bytes come before the next look-up and save registers, whichever of them this vector needs. */
-TQKV__OP __m256 tqkv__centroids_of_planes_avx2(const int bits, const int k, const __m256 *table, __m256i index,
-                                               __m256i upper, __m256i second)
+/* Loads eight centroids of TQ8 at a time. The asm keeps the codes in a register of which x86 reads the two lowest bytes
+   (Q), and each shift a shift of 16: 0.7 of the time on a Zen 4 core. */
+TQKV__OP void tqkv__decode_tq8_avx2(const tqkv__stream *s, const uint8_t *from, int n, float *to)
 {
-    const __m256i sign = _mm256_set1_epi8(-128), beyond = _mm256_or_si256(index, _mm256_andnot_si256(second, sign));
-    __m256i bytes[4], words[2];
-    TQKV__UNROLL
-    for (int p = 0; p < 4; p++) {
-        bytes[p] = _mm256_shuffle_epi8(_mm256_castps_si256(table[p]), index);
-        if (bits == 6)
-            bytes[p] = _mm256_xor_si256(bytes[p], _mm256_shuffle_epi8(_mm256_castps_si256(table[4 + p]), beyond));
-        if (bits > 4 && p == 3) bytes[3] = _mm256_xor_si256(bytes[3], _mm256_and_si256(upper, sign));
-        if (p % 2 == 0) continue;
-        const __m256i lower = _mm256_unpacklo_epi8(bytes[p - 1], bytes[p]);
-        const __m256i higher = _mm256_unpackhi_epi8(bytes[p - 1], bytes[p]);
-        words[p / 2] = k < 2 ? lower : higher;
-    }
-    return _mm256_castsi256_ps(k % 2 ? _mm256_unpackhi_epi16(words[0], words[1])
-                                     : _mm256_unpacklo_epi16(words[0], words[1]));
-}
-TQKV__OP void tqkv__load_table_avx2(const int bits, const bool nibbles, const tqkv__stream *s, __m256 *table)
-{
-    (void)nibbles; /* always the bytes of centroids */
-    for (int p = 0; p < 4; p++) {
-        const __m128i first = tqkv__load_128(s->planes[p]), second = tqkv__load_128(s->planes[p] + 16);
-        table[p] = _mm256_castsi256_ps(_mm256_broadcastsi128_si256(first));
-        if (bits == 6) table[4 + p] = _mm256_castsi256_ps(_mm256_broadcastsi128_si256(_mm_xor_si128(first, second)));
-    }
-}
-/* Sets all bits of the bytes that have those of `bit`. */
-TQKV__OP __m256i tqkv__has_bit_avx2(__m256i bytes, __m256i bit)
-{
-    return _mm256_cmpeq_epi8(_mm256_and_si256(bytes, bit), bit);
-}
-/* Loads the first `size` bytes at p, 2 to 16, then zeros. */
-TQKV__OP __m128i tqkv__load_bytes_avx2(const int size, const uint8_t *p)
-{
-    long long word = 0;
-    if (size == 16) return tqkv__load_128(p);
-    if (size == 8) return tqkv__load_64(p);
-    memcpy(&word, p, (size_t)(size % 8));
-    return _mm_cvtsi64_si128(word);
-}
-/* Spreads the pairs of bits of 2 * per_lane bytes, in the order of nibbles: the even ones, then the odd ones, each in
-   the lowest bits of a byte with others above it. */
-TQKV__OP __m256i tqkv__spread_pairs_avx2(const int per_lane, const uint8_t *p)
-{
-    const __m128i words = _mm_cvtepu8_epi16(tqkv__load_bytes_avx2(2 * per_lane, p)),
-                  spread = _mm_or_si128(words, _mm_slli_epi16(words, 4));
-    return _mm256_srlv_epi64(_mm256_broadcastsi128_si256(spread), _mm256_set_epi64x(2, 2, 0, 0));
-}
-/* A strip is 16 bytes, or half of them (per_lane 2): the low nibbles go to the lower half of a vector, the high ones to
-   the upper half. */
-TQKV__OP __m256 tqkv__centroids_of_packed_avx2(const int bits, const int per_lane, const int k, const __m256 *table,
-                                               const uint8_t *p, const uint8_t *upper)
-{
-    const __m256i fifteen = _mm256_set1_epi8(15);
-    const __m256i codes = bits < 4
-                              ? tqkv__spread_pairs_avx2(per_lane, p)
-                              : _mm256_srlv_epi64(_mm256_broadcastsi128_si256(tqkv__load_bytes_avx2(4 * per_lane, p)),
-                                                  _mm256_set_epi64x(4, 4, 0, 0));
-    if (bits == 2) {
-        const __m256i index = _mm256_and_si256(codes, _mm256_set1_epi8(3));
-        return tqkv__centroids_of_planes_avx2(2, k, table, index, index, index);
-    }
-    if (bits == 4) return tqkv__centroids_of_planes_avx2(4, k, table, _mm256_and_si256(codes, fifteen), codes, codes);
-    __m256i half, second;
-    if (bits == 3 || bits == 5) { /* bits 2i and 2i + 1 of four bytes */
-        int word = 0;
-        memcpy(&word, upper, per_lane == 4 ? 4 : 2);
-        const __m256i order = _mm256_broadcastsi128_si256(_mm_set_epi32(0x03030303, 0x02020202, 0x01010101, 0));
-        const __m256i bit = _mm256_set_m128i(_mm_set1_epi32((int)0x80200802), _mm_set1_epi32(0x40100401));
-        second = half = tqkv__has_bit_avx2(_mm256_shuffle_epi8(_mm256_set1_epi32(word), order), bit);
-        if (bits == 3) {
-            const __m256i pair = _mm256_and_si256(codes, _mm256_set1_epi8(3));
-            const __m256i index = _mm256_or_si256(pair, _mm256_and_si256(half, _mm256_set1_epi8(4)));
-            return tqkv__centroids_of_planes_avx2(3, k, table, index, index, index);
+    const float *centroids = s->codebook;
+    for (int d = 0; d < n; d += 8) {
+        __m128 pairs[4];
+        uint64_t codes;
+        memcpy(&codes, from + d, sizeof codes);
+        TQKV__UNROLL
+        for (int i = 0; i < 4; i++, codes >>= 16) {
+            __asm__("" : "+Q"(codes));
+            pairs[i] =
+                _mm_unpacklo_ps(_mm_load_ss(centroids + (codes & 255)), _mm_load_ss(centroids + (codes >> 8 & 255)));
         }
-    } else { /* bits 4i to 4i + 3 of eight bytes */
-        const __m256i order =
-            _mm256_broadcastsi128_si256(_mm_set_epi32(0x07070606, 0x05050404, 0x03030202, 0x01010000));
-        const __m256i bytes =
-            _mm256_shuffle_epi8(_mm256_broadcastq_epi64(tqkv__load_bytes_avx2(2 * per_lane, upper)), order);
-        const __m256i fifth = _mm256_set_m128i(_mm_set1_epi16(0x4004), _mm_set1_epi16(0x1001));
-        half = tqkv__has_bit_avx2(bytes, _mm256_add_epi8(fifth, fifth));
-        second = _mm256_xor_si256(tqkv__has_bit_avx2(bytes, fifth), half);
+        _mm_storeu_ps(to + d, _mm_movelh_ps(pairs[0], pairs[1]));
+        _mm_storeu_ps(to + d + 4, _mm_movelh_ps(pairs[2], pairs[3]));
     }
-    return tqkv__centroids_of_planes_avx2(bits, k, table, _mm256_and_si256(_mm256_xor_si256(codes, half), fifteen),
-                                          half, second);
-}
-/* Loads eight centroids of TQ8, whose magnitudes would take 32 shuffles. The asm keeps the codes in a register of which
-   x86 reads the two lowest bytes (Q), and each shift a shift of 16: 0.7 of the time on a Zen 4 core. */
-TQKV__OP __m256 tqkv__centroids_by_loads_avx2(const uint8_t *p)
-{
-    const float *centroids = tqkv__tables.codebook_8;
-    __m128 pairs[4];
-    uint64_t codes;
-    memcpy(&codes, p, sizeof codes);
-    TQKV__UNROLL
-    for (int i = 0; i < 4; i++, codes >>= 16) {
-        __asm__("" : "+Q"(codes));
-        const __m128 low = _mm_load_ss(centroids + (codes & 255)), high = _mm_load_ss(centroids + (codes >> 8 & 255));
-        pairs[i] = _mm_unpacklo_ps(low, high);
-    }
-    return _mm256_set_m128(_mm_movelh_ps(pairs[2], pairs[3]), _mm_movelh_ps(pairs[0], pairs[1]));
-}
-TQKV__OP __m256 tqkv__centroids_of_bytes_avx2(const int bits, const int per_lane, const int k, const __m256 *table,
-                                              const uint8_t *p)
-{
-    if (bits == 8) return tqkv__centroids_by_loads_avx2(p + 8 * k);
-    const __m256i order =
-        _mm256_set_epi32(7, 5, 3, 1, 6, 4, 2, 0); /* puts the codes of each of the four vectors in place */
-    const __m256i bytes = per_lane == 4 ? _mm256_loadu_si256((const __m256i *)(const void *)p)
-                                        : _mm256_zextsi128_si256(tqkv__load_128(p));
-    const __m256i codes = _mm256_permutevar8x32_epi32(bytes, order);
-    const __m256i half = _mm256_cmpgt_epi8(_mm256_setzero_si256(), _mm256_slli_epi16(codes, 8 - bits));
-    const __m256i index = _mm256_and_si256(_mm256_xor_si256(codes, half), _mm256_set1_epi8(15));
-    return tqkv__centroids_of_planes_avx2(bits, k, table, index, half,
-                                          _mm256_xor_si256(_mm256_slli_epi16(codes, 3), half));
-}
-TQKV__OP __m256 tqkv__load_i8_avx2(const uint8_t *p)
-{
-    return _mm256_cvtepi32_ps(_mm256_cvtepi8_epi32(tqkv__load_64(p)));
 }
 TQKV__OP __m256 tqkv__load_f16_avx2(const uint8_t *p) { return _mm256_cvtph_ps(tqkv__load_128(p)); }
 TQKV__OP __m256 tqkv__load_bf16_avx2(const uint8_t *p)
@@ -9161,38 +7921,11 @@ TQKV__TARGET static TQKV__NOINLINE void tqkv__mix_20_avx2(const float *subrows, 
     }
 }
 
-/* Only vectors of 16 need these. */
-TQKV__OP void tqkv__load_fields_avx2(const int bits, const int count, const uint8_t *p, const uint8_t *upper,
-                                     __m256i *low, __m256i *high)
-{
-    (void)bits, (void)count, (void)p, (void)upper;
-    *low = *high = _mm256_setzero_si256();
-}
-TQKV__OP __m256i tqkv__join_fields_avx2(const int bits, int k, __m256i low, __m256i high)
-{
-    (void)bits, (void)k, (void)high;
-    return low;
-}
-TQKV__OP void tqkv__next_codes_avx2(const int bits, __m256i *codes) { (void)bits, (void)codes; }
-TQKV__OP __m256 tqkv__look_up_avx2(const int bits, const __m256 *table, __m256i codes)
-{
-    (void)bits, (void)codes;
-    return *table;
-}
-
-#define TQKV__(name)             tqkv__##name##_avx2
-#define TQKV__WIDTH              8 /* vectors of the rotation in registers */
-#define TQKV__ISA_NAME           "avx2"
-#define TQKV__MIX_SHORT_SUBROWS  tqkv__mix_by_order_avx2
-#define TQKV__LANES              8
-#define TQKV__COLUMNS            2 /* of a matrix of packed codes: see reorder */
-#define TQKV__MATRIX_ROWS        4
-#define TQKV__NIBBLE_STRIP       4
-#define TQKV__STRIP_TOGETHER     1
-#define TQKV__ROWS               4 /* queries whose sums fit in registers: values, */
-#define TQKV__SCORE_ROWS         2 /* keys, and decoded keys */
-#define TQKV__DECODED_SCORE_ROWS 3
-#define TQKV__SUMS               8 /* vectors of sums of values in registers */
+#define TQKV__(name)            tqkv__##name##_avx2
+#define TQKV__WIDTH             8 /* vectors of the rotation in registers */
+#define TQKV__ISA_NAME          "avx2"
+#define TQKV__MIX_SHORT_SUBROWS tqkv__mix_by_order_avx2
+#define TQKV__LANES             8
 #include "tqkv.h"
 
 #elif defined(TQKV__NEON)
@@ -9258,24 +7991,6 @@ TQKV__OP void tqkv__add_sums_of_16_neon(const float32x4_t *x, bool add, float *t
     }
     vst1q_f32(to, vaddq_f32(add ? vld1q_f32(to) : vdupq_n_f32(0.0f), vpaddq_f32(pairs[0], pairs[1])));
 }
-TQKV__OP float32x4_t tqkv__sum_fours_neon(const float32x4_t *x)
-{
-    return vpaddq_f32(vpaddq_f32(x[0], x[1]), vpaddq_f32(x[2], x[3]));
-}
-TQKV__OP float32x4_t tqkv__sum_across_neon(const float *x) { return vld1q_f32(x); }
-/* A matrix [16][2] to [2][16], or back */
-TQKV__OP void tqkv__turn_neon(const bool decoded, const int columns, float32x4_t *x)
-{
-    float32x4_t y[8];
-    if (columns < 2) return;
-    TQKV__UNROLL
-    for (int i = 0; i < 4; i++) {
-        y[decoded ? i : 2 * i] = decoded ? vuzp1q_f32(x[2 * i], x[2 * i + 1]) : vzip1q_f32(x[i], x[4 + i]);
-        y[decoded ? 4 + i : 2 * i + 1] = decoded ? vuzp2q_f32(x[2 * i], x[2 * i + 1]) : vzip2q_f32(x[i], x[4 + i]);
-    }
-    TQKV__UNROLL
-    for (int i = 0; i < 8; i++) x[i] = y[i];
-}
 /* Looks up bytes: entry i is bytes 4i to 4i + 3 of 64 in a table. vqtbx keeps the byte of an index beyond. */
 TQKV__OP float32x4_t tqkv__permute_table_neon(const int bits, const float32x4_t *table, uint32x4_t codes)
 {
@@ -9291,112 +8006,15 @@ TQKV__OP float32x4_t tqkv__permute_table_neon(const int bits, const float32x4_t 
     }
     return vreinterpretq_f32_u8(found);
 }
-/* Looks up the four bytes of 16 centroids, for 16 codes at a time, and joins them into vector k of four. upper: all
-   ones for a code in the upper half. index: its number in the half. */
-TQKV__OP float32x4_t tqkv__centroids_of_planes_neon(const int bits, const int k, const float32x4_t *table,
-                                                    uint8x16_t index, uint8x16_t upper)
+/* Loads centroids of TQ8, eight codes at a time. */
+TQKV__OP void tqkv__decode_tq8_neon(const tqkv__stream *s, const uint8_t *codes, int n, float *to)
 {
-    uint8x16_t bytes[4];
-    TQKV__UNROLL
-    for (int p = 0; p < 4; p++) {
-        const uint8x16x2_t pair = {
-            {vreinterpretq_u8_f32(table[p]), vreinterpretq_u8_f32(table[bits == 6 ? 4 + p : p])}};
-        bytes[p] = bits == 6 ? vqtbl2q_u8(pair, index) : vqtbl1q_u8(pair.val[0], index);
-#ifdef __clang__ /* clang 16 and 19 crash where they may join two look-ups of two registers into one of four */
-        if (bits == 6 && p % 2) __asm__("" : "+w"(bytes[p]));
-#endif
+    for (int d = 0; d < n; d += 8) {
+        uint64_t eight;
+        memcpy(&eight, codes + d, sizeof eight);
+        TQKV__UNROLL
+        for (int i = 0; i < 8; i++, eight >>= 8) to[d + i] = s->codebook[eight & 255];
     }
-    if (bits > 4) bytes[3] = veorq_u8(bytes[3], vandq_u8(upper, vdupq_n_u8(128)));
-    const uint16x8_t low = vreinterpretq_u16_u8(k < 2 ? vzip1q_u8(bytes[0], bytes[1]) : vzip2q_u8(bytes[0], bytes[1]));
-    const uint16x8_t high = vreinterpretq_u16_u8(k < 2 ? vzip1q_u8(bytes[2], bytes[3]) : vzip2q_u8(bytes[2], bytes[3]));
-    return vreinterpretq_f32_u16(k % 2 ? vzip2q_u16(low, high) : vzip1q_u16(low, high));
-}
-TQKV__OP void tqkv__load_table_neon(const int bits, const bool nibbles, const tqkv__stream *s, float32x4_t *table)
-{
-    (void)nibbles; /* always the bytes of centroids */
-    for (int i = 0; i < (bits == 6 ? 8 : 4); i++)
-        table[i] = vreinterpretq_f32_u8(vld1q_u8(s->planes[i % 4] + 16 * (i / 4)));
-}
-/* Looks up codes: [16]; bits above the code are ignored */
-TQKV__OP float32x4_t tqkv__centroids_of_codes_neon(const int bits, const int k, const float32x4_t *table,
-                                                   uint8x16_t codes)
-{
-    const uint8x16_t upper = vtstq_u8(codes, vdupq_n_u8((uint8_t)(1 << (bits - 1))));
-    const uint8x16_t index = vandq_u8(veorq_u8(codes, upper), vdupq_n_u8((uint8_t)((1 << (bits - 1)) - 1)));
-    return tqkv__centroids_of_planes_neon(bits, k, table, index, upper);
-}
-/* Spreads the pairs of bits of eight bytes: those of even codes in the lowest bits of a byte, those of odd codes
-   above. */
-TQKV__OP uint8x16_t tqkv__spread_pairs_neon(const uint8_t *p)
-{
-    const uint16x8_t words = vmovl_u8(vld1_u8(p));
-    return vreinterpretq_u8_u16(vsliq_n_u16(words, words, 4));
-}
-/* Spreads four bytes to 16 pairs of bits, in their own order. */
-TQKV__OP uint8x16_t tqkv__pairs_neon(const uint8_t *p)
-{
-    uint32_t word;
-    memcpy(&word, p, sizeof word);
-    const uint32x4_t bytes = vmovl_u16(vget_low_u16(vmovl_u8(vcreate_u8(word))));
-    const uint32x4_t two = vorrq_u32(bytes, vshlq_n_u32(bytes, 12));
-    return vandq_u8(vreinterpretq_u8_u32(vorrq_u32(two, vshlq_n_u32(two, 6))), vdupq_n_u8(3));
-}
-/* Returns the main bits of codes 16 * (k / 4) ... of a strip, in the order of reorder. A strip is 32 codes:
-   the low nibbles give the first four vectors, the high ones the other four. A strip of 16 (per_lane 4) keeps its own
-   order. */
-TQKV__OP uint8x16_t tqkv__main_codes_neon(const int main_bits, const int per_lane, const int k, const uint8_t *p)
-{
-    const uint8x16_t mask = vdupq_n_u8((uint8_t)((1 << main_bits) - 1));
-    if (per_lane == 4 && main_bits == 2) return tqkv__pairs_neon(p);
-    if (per_lane == 4) {
-        const uint16x8_t wide = vmovl_u8(vld1_u8(p));
-        return vandq_u8(vreinterpretq_u8_u16(vorrq_u16(wide, vshlq_n_u16(wide, 4))), mask);
-    }
-    const uint8x16_t both = main_bits == 2 ? tqkv__spread_pairs_neon(p) : vld1q_u8(p);
-    return vandq_u8(k < 4 ? both : main_bits == 2 ? vshrq_n_u8(both, 2) : vshrq_n_u8(both, 4), mask);
-}
-/* Loads a field of one upper bit: all ones for a 1. */
-TQKV__OP uint8x16_t tqkv__upper_bit_neon(const int per_lane, const int k, const uint8_t *upper)
-{
-    if (per_lane == 4) {
-        const uint8x8_t bits = vcreate_u8(0x8040201008040201ULL);
-        return vtstq_u8(vcombine_u8(vdup_n_u8(upper[0]), vdup_n_u8(upper[1])), vcombine_u8(bits, bits));
-    }
-    uint32_t word; /* bits 2i and 2i + 1 of four bytes */
-    memcpy(&word, upper, sizeof word);
-    const uint32_t at[4] = {0, 0x01010101u, 0x02020202u, 0x03030303u};
-    const uint8x16_t order = vreinterpretq_u8_u32(vld1q_u32(at));
-    const uint8x16_t bytes = vqtbl1q_u8(vreinterpretq_u8_u32(vdupq_n_u32(word)), order);
-    return vtstq_u8(bytes, vreinterpretq_u8_u32(vdupq_n_u32(k < 4 ? 0x40100401u : 0x80200802u)));
-}
-TQKV__OP float32x4_t tqkv__centroids_of_packed_neon(const int bits, const int per_lane, const int k,
-                                                    const float32x4_t *table, const uint8_t *p, const uint8_t *upper)
-{
-    const uint8x16_t codes = tqkv__main_codes_neon(bits < 4 ? 2 : 4, per_lane, k, p);
-    if (bits == 2 || bits == 4) return tqkv__centroids_of_planes_neon(bits, k % 4, table, codes, codes);
-    if (bits == 3 || bits == 5) {
-        const uint8x16_t half = tqkv__upper_bit_neon(per_lane, k, upper);
-        const uint8x16_t index = bits == 3 ? vorrq_u8(codes, vandq_u8(half, vdupq_n_u8(4)))
-                                           : vandq_u8(veorq_u8(codes, half), vdupq_n_u8(15));
-        return tqkv__centroids_of_planes_neon(bits, k % 4, table, index, half);
-    }
-    if (per_lane == 4) return tqkv__centroids_of_codes_neon(6, k, table, vsliq_n_u8(codes, tqkv__pairs_neon(upper), 4));
-    /* bits 4i to 4i + 3 of eight bytes, spread to the lower halves of 16 */
-    const uint16x8_t wide = vmovl_u8(vld1_u8(upper));
-    const uint8x16_t bytes = vreinterpretq_u8_u16(vorrq_u16(wide, vshlq_n_u16(wide, 4)));
-    return tqkv__centroids_of_codes_neon(6, k % 4, table, vsliq_n_u8(codes, k < 4 ? bytes : vshrq_n_u8(bytes, 2), 4));
-}
-TQKV__OP float32x4_t tqkv__centroids_of_bytes_neon(const int bits, const int per_lane, const int k,
-                                                   const float32x4_t *table, const uint8_t *p)
-{
-    (void)per_lane; /* 4 */
-    return tqkv__centroids_of_codes_neon(bits, k, table, vld1q_u8(p));
-}
-TQKV__OP float32x4_t tqkv__load_i8_neon(const uint8_t *p)
-{
-    uint64_t bytes = 0;
-    memcpy(&bytes, p, 4);
-    return vcvtq_f32_s32(vmovl_s16(vget_low_s16(vmovl_s8(vcreate_s8(bytes)))));
 }
 TQKV__OP float32x4_t tqkv__load_f16_neon(const uint8_t *p) { return vcvt_f32_f16(vreinterpret_f16_u8(vld1_u8(p))); }
 TQKV__OP float32x4_t tqkv__load_bf16_neon(const uint8_t *p)
@@ -9574,42 +8192,14 @@ TQKV__OP void tqkv__store_words_neon(uint8_t *p, uint32x4_t words)
 }
 #define tqkv__quantise_tq8_neon tqkv__quantise_loads_neon
 
-/* Only vectors of 16 need these. */
-TQKV__OP void tqkv__load_fields_neon(const int bits, const int count, const uint8_t *p, const uint8_t *upper,
-                                     uint32x4_t *low, uint32x4_t *high)
-{
-    (void)bits, (void)count, (void)p, (void)upper;
-    *low = *high = vdupq_n_u32(0);
-}
-TQKV__OP uint32x4_t tqkv__join_fields_neon(const int bits, int k, uint32x4_t low, uint32x4_t high)
-{
-    (void)bits, (void)k, (void)high;
-    return low;
-}
-TQKV__OP void tqkv__next_codes_neon(const int bits, uint32x4_t *codes) { (void)bits, (void)codes; }
-TQKV__OP float32x4_t tqkv__look_up_neon(const int bits, const float32x4_t *table, uint32x4_t codes)
-{
-    (void)bits, (void)codes;
-    return *table;
-}
-
-#define TQKV__(name)             tqkv__##name##_neon
-#define TQKV__WIDTH              16 /* vectors of the rotation in registers */
-#define TQKV__ISA_NAME           "neon"
-#define TQKV__MIX_SHORT_SUBROWS  tqkv__mix_by_order_neon
-#define TQKV__LANES              4
-#define TQKV__COLUMNS            2 /* of a matrix of packed codes: see reorder */
-#define TQKV__MATRIX_ROWS        16
-#define TQKV__NIBBLE_STRIP       8
-#define TQKV__STRIP_TOGETHER     1
-#define TQKV__ROWS               4 /* queries whose sums fit in registers: values, */
-#define TQKV__SCORE_ROWS         4 /* keys, and decoded keys */
-#define TQKV__DECODED_SCORE_ROWS 4
-#define TQKV__SUMS               16 /* vectors of sums of values in registers */
+#define TQKV__(name)            tqkv__##name##_neon
+#define TQKV__WIDTH             16 /* vectors of the rotation in registers */
+#define TQKV__ISA_NAME          "neon"
+#define TQKV__MIX_SHORT_SUBROWS tqkv__mix_by_order_neon
+#define TQKV__LANES             4
 #include "tqkv.h"
 #endif
 
-#ifndef TQKV_NO_INTEGER
 /* >>integer-avx512: what AVX-512 brings to >>k-integer, with the products of VNNI */
 
 #ifdef TQKV__AVX512
@@ -10441,7 +9031,6 @@ TQKV__OP void tqkv__i_interleave_i8mm(const int8_t *p, size_t stride, int left, 
 #include "tqkv.h"
 #endif
 #endif
-#endif
 
 #undef TQKV__NESTED
 #ifdef TQKV__OPTIMISED
@@ -10520,14 +9109,6 @@ static const tqkv__isa *tqkv__narrower(const tqkv__isa *a, const tqkv__isa *b) {
 
 static const tqkv__codec *tqkv__codec_for(int head_dim) { return tqkv__isa_for(head_dim)->codec; }
 
-#ifdef TQKV_NO_INTEGER
-/* Plain C for all sets: only the time differs. */
-static const tqkv__integers *tqkv__integers_for(const tqkv__isa *isa)
-{
-    (void)isa;
-    return &tqkv__integers_scalar;
-}
-#else
 static char tqkv__products; /* set once. 1: what every processor of a set has, 2: AVX-VNNI or DotProd, 3: I8MM */
 
 #if defined(TQKV__NEON) && defined(__APPLE__)
@@ -10572,26 +9153,25 @@ static char tqkv__products_now(void)
     return known;
 }
 
-/* Integers beside the floats of a set, by the best products that the processor has. */
-static const tqkv__integers *tqkv__integers_for(const tqkv__isa *isa)
+/* Returns the functions of attention of a set, by the best products that the processor has. */
+static const tqkv__kernels *tqkv__kernels_for(const tqkv__isa *isa)
 {
     const char products = tqkv__products_now();
 #ifdef TQKV__AVX512
-    if (isa == &tqkv__isa_avx512 && __builtin_cpu_supports("avx512vnni")) return &tqkv__i_integers_avx512;
+    if (isa == &tqkv__isa_avx512 && __builtin_cpu_supports("avx512vnni")) return &tqkv__i_kernels_avx512;
 #endif
 #ifdef TQKV__AVX2
-    if (isa != &tqkv__isa_scalar) return products > 1 ? &tqkv__i_integers_avxvnni : &tqkv__i_integers_avx2;
+    if (isa != &tqkv__isa_scalar) return products > 1 ? &tqkv__i_kernels_avxvnni : &tqkv__i_kernels_avx2;
 #endif
 #ifdef TQKV__NEON
 #ifdef TQKV__I8MM
-    if (isa != &tqkv__isa_scalar && products > 2) return &tqkv__i_integers_i8mm;
+    if (isa != &tqkv__isa_scalar && products > 2) return &tqkv__i_kernels_i8mm;
 #endif
-    if (isa != &tqkv__isa_scalar) return products > 1 ? &tqkv__i_integers_dotprod : &tqkv__i_integers_neon;
+    if (isa != &tqkv__isa_scalar) return products > 1 ? &tqkv__i_kernels_dotprod : &tqkv__i_kernels_neon;
 #endif
     (void)isa, (void)products;
-    return &tqkv__integers_scalar;
+    return &tqkv__kernels_scalar;
 }
-#endif
 
 TQKV_API const char *tqkv_isa_name(void) { return tqkv__isa_now()->name; }
 
@@ -10632,22 +9212,13 @@ static tqkv_result tqkv__check_tree_and_sinks(const tqkv_attention *a)
     return TQKV__REFUSE(NOT_FINITE, "a sink is NaN or +infinity");
 }
 
-#define TQKV__FLOATS_ON_GPU "arithmetic: a GPU multiplies floats only"
-
-/* Changes to the integers of the set, if the call asks for them. */
-static tqkv_result tqkv__take_arithmetic(tqkv__attention *a)
+/* Takes the functions of the set, and what they look up. */
+static void tqkv__take_kernels(tqkv__attention *a)
 {
-    if (a->call.arithmetic == TQKV_FLOAT) return TQKV_OK;
-    if (a->call.arithmetic != TQKV_INTEGER) return TQKV__INVALID("arithmetic: no tqkv_arithmetic");
-    if (a->keys.book_bits > 6 || a->values.book_bits > 6 || a->tail.book_bits > 6)
-        return TQKV__REFUSE(UNSUPPORTED, "arithmetic: the centroids of TQ8 do not fit integers of 8 bits");
-    const tqkv__integers *integers = tqkv__integers_for(a->isa);
-    a->isa = &integers->isa;
-    a->round_query = integers->round_query;
+    a->kernels = tqkv__kernels_for(a->isa);
     tqkv__fill_integers(&a->keys);
     tqkv__fill_integers(&a->values);
     if (a->call.tail) tqkv__fill_integers(&a->tail);
-    return TQKV_OK;
 }
 
 /* Takes the tail, which lies in the slots of the keys. */
@@ -10744,7 +9315,7 @@ static tqkv_result tqkv__attention_shape(const tqkv_attention *a, tqkv__attentio
         r->n_rows > (size_t)INT_MAX)
         return TQKV__INVALID("n_queries * n_heads * head_dim is too large");
     if ((result = tqkv__take_strides(r)) != TQKV_OK) return result;
-    if ((result = tqkv__take_arithmetic(r)) != TQKV_OK) return result;
+    tqkv__take_kernels(r);
     return tqkv__check_tree_and_sinks(call);
 }
 
@@ -10896,7 +9467,7 @@ static tqkv_result tqkv__take_kept(tqkv__attention *a, tqkv_result (*open)(const
         tqkv_result r = open(call->first_tail, &a->first_tail);
         if (r == TQKV_OK) r = tqkv__check_first_tail(a, &a->first_tail);
         if (r != TQKV_OK) return r;
-        if (a->round_query) tqkv__fill_integers(&a->first_tail);
+        tqkv__fill_integers(&a->first_tail);
     }
     a->exact_below = below;
     a->kept = below < a->first ? below : a->first;
@@ -11310,18 +9881,7 @@ static tqkv_result tqkv__check_seen(const tqkv__attention *a, tqkv__range range)
     return r;
 }
 
-/* >>tile: the order of decoded values, tiles, and the sums of a tile, of a piece and of a stretch */
-
-/* Queries take the order of decoded codes; sums of values are put back. */
-static void tqkv__to_decoded(const tqkv__isa *isa, const tqkv__stream *s, const float *natural, float *decoded)
-{
-    isa->reorder(s, isa->columns, true, natural, decoded);
-}
-
-static void tqkv__to_natural(const tqkv__isa *isa, const tqkv__stream *s, const float *decoded, float *natural)
-{
-    isa->reorder(s, isa->columns, false, decoded, natural);
-}
+/* >>tile: tiles, and the sums of a tile, of a piece and of a stretch */
 
 static int tqkv__clamp(int64_t x, int low, int high) { return x < low ? low : x > high ? high : (int)x; }
 
@@ -11442,9 +10002,25 @@ static void tqkv__touch_next(const tqkv__stream *s, int kv_head, const tqkv__seg
     tqkv__prefetch(TQKV__L1, (const uint8_t *)norms, norms_size + 63); /* they may begin within a line */
 }
 
-/* Does what value_tile does, safe for F16: if a tile holds NaN or Inf and some row does not see all of it, each
-   position is added alone, and only to rows that see it: also with a weight that has underflowed to 0, as where all see
-   all of it. */
+/* Whether no value of a segment is infinite or NaN, so that a weight of 0 adds nothing. */
+static bool tqkv__segment_finite(const tqkv__attention *a, const tqkv__stream *s, int kv_head,
+                                 const tqkv__segment *segment)
+{
+    const size_t n = (size_t)segment->n;
+    if (!tqkv__in_floats(s)) return true;
+    if (s->kind == TQKV__HALF)
+        return a->isa->codec->rows_finite(TQKV_TYPE_F16, tqkv__codes_at(s, kv_head, segment->slot),
+                                          n * (size_t)s->head_dim);
+    const float *norms = tqkv__norms_at(s, kv_head, segment->slot);
+    for (size_t i = 0; i < n * (size_t)s->norms_per_row; i++) {
+        const float most = tqkv__factor(s, norms[i]) * s->codebook[255];
+        if (!tqkv__all_finite(&most, 1)) return false;
+    }
+    return true;
+}
+
+/* Does what value_tile does, safe for floats: if a tile holds NaN or infinity and some row does not see all of it, each
+   position is added alone, to the rows that see it, even with a weight that has underflowed to 0. */
 static void tqkv__add_values(tqkv__tile *tile, int n_rows, float *out)
 {
     const tqkv__attention *a = tile->streams;
@@ -11452,10 +10028,8 @@ static void tqkv__add_values(tqkv__tile *tile, int n_rows, float *out)
     const tqkv__segment *segment = &tile->values;
     const int kv_head = tile->kv_head;
     const float *weights = tile->scores + tile->begin;
-    if (s->kind != TQKV__HALF || tile->whole ||
-        a->isa->codec->rows_finite(TQKV_TYPE_F16, tqkv__codes_at(s, kv_head, segment->slot),
-                                   (size_t)segment->n * (size_t)s->head_dim)) {
-        a->isa->value_tile(s, kv_head, segment, weights, n_rows, tile->scaled, out);
+    if (tile->whole || tqkv__segment_finite(a, s, kv_head, segment)) {
+        a->kernels->value_tile(s, kv_head, segment, weights, n_rows, tile->scaled, out);
         return;
     }
     for (int row = 0; row < n_rows; row++)
@@ -11464,7 +10038,7 @@ static void tqkv__add_values(tqkv__tile *tile, int n_rows, float *out)
             float alone[TQKV__TILE] = {0};
             alone[0] = weights[row * TQKV__TILE + j];
             if (!tqkv__span_has(&tile->spans[row], tile->begin + j)) continue;
-            a->isa->value_tile(s, kv_head, &one, alone, 1, tile->scaled, out + (size_t)row * (size_t)s->head_dim);
+            a->kernels->value_tile(s, kv_head, &one, alone, 1, tile->scaled, out + (size_t)row * (size_t)s->head_dim);
         }
 }
 
@@ -11542,26 +10116,13 @@ static void tqkv__score_tile(tqkv__tile *tile, const float *q, int digits, int n
     const bool codes = tile->region.keys == &a->keys;
     const size_t all = (size_t)n_rows, of_keys = all * (size_t)a->keys.head_dim;
     const float *rest = q + all * tqkv__first_floats(a);
-    a->isa->score_tile(tile->region.keys, tile->kv_head, &tile->keys, codes ? q : q + all * (size_t)a->key_dim, n_rows,
-                       false, scores);
+    a->kernels->score_tile(tile->region.keys, tile->kv_head, &tile->keys, codes ? q : q + all * (size_t)a->key_dim,
+                           n_rows, false, scores);
     if (a->call.tail)
-        a->isa->score_tile(tile->region.tail, tile->kv_head, &tile->tail, q + of_keys, n_rows, true, scores);
-    if ((digits & 1) && codes) a->isa->score_tile(&a->keys, tile->kv_head, &tile->keys, rest, n_rows, true, scores);
+        a->kernels->score_tile(tile->region.tail, tile->kv_head, &tile->tail, q + of_keys, n_rows, true, scores);
+    if ((digits & 1) && codes) a->kernels->score_tile(&a->keys, tile->kv_head, &tile->keys, rest, n_rows, true, scores);
     if (digits & 2)
-        a->isa->score_tile(tile->region.tail, tile->kv_head, &tile->tail, rest + of_keys, n_rows, true, scores);
-}
-
-/* Brings sums of values, which have the order of the stream that is added to them, into that of another. */
-static void tqkv__turn_sums(const tqkv__attention *a, const tqkv__stream *from, const tqkv__stream *to, int n_rows,
-                            float *out)
-{
-    if (a->isa->columns == 1 || (from->main_bits < 8) == (to->main_bits < 8)) return;
-    for (int row = 0; row < n_rows; row++, out += a->value_dim) {
-        if (from->main_bits < 8)
-            tqkv__to_natural(a->isa, from, out, out);
-        else
-            tqkv__to_decoded(a->isa, to, out, out);
-    }
+        a->kernels->score_tile(tile->region.tail, tile->kv_head, &tile->tail, rest + of_keys, n_rows, true, scores);
 }
 
 /* >>walk: an item from tile to tile */
@@ -11857,8 +10418,7 @@ static void tqkv__end_piece_before(const tqkv__work *w, const tqkv__tile *tile)
     if (!before) return;
     if (before->region.number == tile->region.number && before->position / TQKV__PIECE == tile->position / TQKV__PIECE)
         return;
-    w->a->isa->end_piece(n_rows, w->a->value_dim, &w->piece, &w->sums);
-    tqkv__turn_sums(w->a, before->region.values, tile->region.values, n_rows, w->sums.out);
+    w->a->kernels->end_piece(n_rows, w->a->value_dim, &w->piece, &w->sums);
 }
 
 static void tqkv__attend_tile(tqkv__work *w, tqkv__tile *tile)
@@ -11867,8 +10427,8 @@ static void tqkv__attend_tile(tqkv__work *w, tqkv__tile *tile)
     tqkv__score_tile(tile, w->q, w->digits, n_rows);
     tqkv__add_before(w, tile->ranks);
     tqkv__end_piece_before(w, tile);
-    w->a->isa->softmax_tile(w->a, tile->spans, w->offsets, n_rows, tile->scores, w->piece.max, w->piece.sum,
-                            w->piece.out);
+    w->a->kernels->softmax_tile(w->a, tile->spans, w->offsets, n_rows, tile->scores, w->piece.max, w->piece.sum,
+                                w->piece.out);
     w->before = tile;
 }
 
@@ -12253,9 +10813,8 @@ static const void *tqkv__query_part(const tqkv__attention *a, const void *query,
     return (const uint8_t *)query + (part ? (size_t)a->keys.head_dim * tqkv__type_size(a->call.query_type) : 0);
 }
 
-/* Brings part 0 or 1 of an item's queries into the basis and order of a stream, times scale. arranged:
-   [n_rows][head_dim]; so is halves, the queries for halves of the same basis, or NULL, and rest, the second digits of
-   integers. Whether there are any. */
+/* Brings part 0 or 1 of an item's queries into the basis of a stream, times scale, as floats or integers. Returns whether
+   there are second digits. arranged, halves (as floats, or NULL), rest (second digits): [n_rows][head_dim] */
 static bool tqkv__arrange_part(const tqkv__attention *a, const tqkv__item *item, const void *q, int part,
                                const tqkv__stream *s, float *arranged, float *halves, float *rest)
 {
@@ -12269,14 +10828,14 @@ static bool tqkv__arrange_part(const tqkv__attention *a, const tqkv__item *item,
         if (s->rotated && original) a->isa->codec->rotate(natural, s->head_dim);
         tqkv__scale(natural, s->head_dim, a->call.scale);
         if (halves) memcpy(halves + (size_t)i * (size_t)s->head_dim, natural, (size_t)s->head_dim * sizeof(float));
-        if (!a->round_query || s->kind == TQKV__HALF) {
-            tqkv__to_decoded(a->isa, s, natural, arranged);
+        if (tqkv__in_floats(s)) {
+            memcpy(arranged, natural, (size_t)s->head_dim * sizeof(float));
             continue;
         }
-        a->round_query(s, natural, arranged);
+        a->kernels->round_query(s, natural, arranged);
         float *second = rest + (size_t)i * (size_t)s->head_dim;
         if (tqkv__round_rest(natural, s->head_dim)) {
-            a->round_query(s, natural, second);
+            a->kernels->round_query(s, natural, second);
             digits = true;
         } else {
             memset(second, 0, (size_t)s->head_dim * sizeof(float));
@@ -12286,13 +10845,10 @@ static bool tqkv__arrange_part(const tqkv__attention *a, const tqkv__item *item,
 }
 
 /* Returns the floats of an arranged query with its second digits. */
-static size_t tqkv__query_floats(const tqkv__attention *a)
-{
-    return tqkv__first_floats(a) + (a->round_query ? (size_t)a->key_dim : 0);
-}
+static size_t tqkv__query_floats(const tqkv__attention *a) { return tqkv__first_floats(a) + (size_t)a->key_dim; }
 
-/* arranged: [n_rows][head_dim] of the keys, of the tail and, if some keys are halves, of the keys for these; then
-   second digits of integers, of the keys and of the tail. Returns which of these two have any: 1 and 2. */
+/* Returns which parts have second digits: 1 for the keys, 2 for the tail. arranged: [n_rows][head_dim] of the keys, of
+   the tail and, if some keys are halves, of the keys for these; then the second digits of both parts */
 static int tqkv__arrange_queries(const tqkv__attention *a, const tqkv__item *item, const void *q, float *arranged)
 {
     const size_t n_rows = (size_t)item->n_rows, of_keys = n_rows * (size_t)a->keys.head_dim;
@@ -12380,10 +10936,9 @@ static TQKV__NOINLINE void tqkv__finish_row(const tqkv__attention *a, int head, 
     if (center) tqkv__add_share(a, center, TQKV__AS_FLOAT(tqkv__rounded(sum * keep) / all), out);
 }
 
-/* Settles the NaNs of integers, see tqkv__one_nan. out: [value_dim] */
+/* Makes a row the same on all processors, see tqkv__one_nan. out: [value_dim] */
 static void tqkv__settle_row(const tqkv__attention *a, float *out, float *max, float *sum)
 {
-    if (!a->round_query) return;
     for (int d = 0; d < a->value_dim; d++) out[d] = tqkv__one_nan(out[d]);
     *max = tqkv__one_nan(TQKV__AS_FLOAT(*max + 0.0f)); /* second digits of other rows turn -0 into 0 */
     *sum = tqkv__one_nan(*sum);
@@ -12412,10 +10967,10 @@ static TQKV__NOINLINE void tqkv__deliver(const tqkv__request *request, const tqk
         void *to = tqkv__output_at(request, row);
         float *out = type == TQKV_TYPE_F32 ? (float *)to : wide, max = sums->max[i], sum = sums->sum[i];
         const double score = scored ? tqkv__center_score(a, item->kv_head, tqkv__query_at(a, request->q, row)) : 0.0;
-        tqkv__to_natural(a->isa, &a->values, sums->out + (size_t)i * (size_t)a->value_dim, out);
+        const float *from = sums->out + (size_t)i * (size_t)a->value_dim;
         /* Codes of masked slots have the weight 0, and leave their signs in sums that have underflowed: -0 becomes
            0. */
-        for (int d = 0; d < a->value_dim; d++) out[d] = TQKV__AS_FLOAT(out[d] + 0.0f);
+        for (int d = 0; d < a->value_dim; d++) out[d] = TQKV__AS_FLOAT(from[d] + 0.0f);
         if (scored || coded) tqkv__add_centers(a, score, coded, out, &max, &sum);
         if (!request->max) tqkv__finish_row(a, (int)(row % (size_t)a->call.n_heads), last, out, max, sum);
         tqkv__settle_row(a, out, &max, &sum);
@@ -12507,8 +11062,7 @@ static void tqkv__attend_stretch(const tqkv__request *request, tqkv__work *w, in
     else
         for (int pass = 0; pass < TQKV__PASSES; pass++) tqkv__attend_rows(w, pass, range);
     tqkv__add_before(w, NULL);
-    w->a->isa->end_piece(n_rows, w->a->value_dim, &w->piece, sums);
-    if (w->before) tqkv__turn_sums(w->a, w->before->region.values, &w->a->values, n_rows, sums->out);
+    w->a->kernels->end_piece(n_rows, w->a->value_dim, &w->piece, sums);
 }
 
 /* Returns the sums of n_rows rows in memory. */
@@ -13126,7 +11680,6 @@ static tqkv_result tqkv__index_shape(const tqkv_index *index, tqkv__index *x)
     a.parallel = index->parallel;
     a.allocator = index->allocator;
     a.query_type = index->query_type;
-    a.arithmetic = index->arithmetic;
     if ((r = tqkv__attention_shape(&a, &x->a)) != TQKV_OK) return r;
     if (x->a.n_kv_heads != 1) return TQKV__INVALID("keys of an index: n_kv_heads is not 1");
     if ((r = tqkv__attention_range(&a, &x->a)) != TQKV_OK) return r;
@@ -13200,8 +11753,7 @@ static tqkv__scored tqkv__open_scored(const tqkv__scoring *job, int item, float 
     return s;
 }
 
-/* Brings the queries of an item into the order of the keys, with their weights and what a centre adds to their
-   scores. */
+/* Arranges the queries of an item for the keys, with their weights and what a centre adds to their scores. */
 static void tqkv__arrange_scored(const tqkv__scoring *job, tqkv__scored *s)
 {
     const tqkv__attention *a = &job->x->a;
@@ -13224,11 +11776,11 @@ static void tqkv__score_keys(const tqkv__index *x, const tqkv__scored *s, const 
         n = n_rows - row < most ? n_rows - row : most;
         const int heads = n < n_heads ? n : n_heads; /* whole queries, or some heads of one */
         const size_t at = (size_t)row * (size_t)x->a.key_dim;
-        x->a.isa->score_tile(&x->a.keys, 0, segment, s->q + at, n, false, s->tile);
-        if (s->digits) x->a.isa->score_tile(&x->a.keys, 0, segment, s->rest + at, n, true, s->tile);
+        x->a.kernels->score_tile(&x->a.keys, 0, segment, s->q + at, n, false, s->tile);
+        if (s->digits) x->a.kernels->score_tile(&x->a.keys, 0, segment, s->rest + at, n, true, s->tile);
         for (int i = 0; i < n; i += heads)
-            x->a.isa->sum_heads(s->tile + i * TQKV__TILE, s->weights + row + i, s->offsets + row + i, x->call.relu,
-                                heads, s->sums + (row + i) / n_heads * TQKV__TILE);
+            x->a.kernels->sum_heads(s->tile + i * TQKV__TILE, s->weights + row + i, s->offsets + row + i, x->call.relu,
+                                    heads, s->sums + (row + i) / n_heads * TQKV__TILE);
     }
 }
 
@@ -13290,7 +11842,7 @@ static TQKV__NOINLINE void tqkv__score_unit(const tqkv__scoring *job, int unit, 
             if (seen > 0) tqkv__pool(x, s.sums + i * TQKV__TILE, position, (int)seen, end, &s.totals[i], out);
         }
     }
-    for (int i = 0; x->a.round_query && i < s.n_queries; i++) {
+    for (int i = 0; i < s.n_queries; i++) {
         float *out = job->scores + (int64_t)(s.first_query + i) * x->blocks + block;
         for (int64_t b = 0; b < n_blocks; b++) out[b] = tqkv__one_nan(out[b]);
     }
@@ -13760,7 +12312,6 @@ static tqkv_result tqkv__cache_resolve(const tqkv_cache_desc *desc, tqkv_cache *
     c->attention.sinks = desc->sinks;
     c->attention.parallel = desc->parallel;
     c->attention.allocator = desc->allocator;
-    c->attention.arithmetic = desc->arithmetic;
     c->attention.non_causal = desc->non_causal;
     r = tqkv__attention_shape(&c->attention, &resolved);
     if (r != TQKV_OK) return r;
@@ -13769,7 +12320,6 @@ static tqkv_result tqkv__cache_resolve(const tqkv_cache_desc *desc, tqkv_cache *
     c->matrix_group = desc->matrix_group;
     c->metal = desc->metal;
     if (c->metal && (r = tqkv__check_metal(&c->keys, &c->values, &c->tail)) != TQKV_OK) return r;
-    if (c->metal && resolved.round_query) return TQKV__REFUSE(UNSUPPORTED, TQKV__FLOATS_ON_GPU);
     c->memory = c->metal ? tqkv__backend_of(c->metal)->memory : c->attention.allocator;
     return TQKV_OK;
 }
@@ -14756,8 +13306,8 @@ TQKV__COLD TQKV_API tqkv_result tqkv_cache_keep(tqkv_cache *c, int n, const int 
 #define TQKV__CACHE_USE(row)                                                                                           \
     row(type,         keys.type)           row(sinks,      attention.sinks)     row(metal,    metal)                   \
     row(parallel,     attention.parallel)  row(allocator,  attention.allocator)                                        \
-    row(matrix_group, matrix_group)        row(arithmetic, attention.arithmetic)                                       \
-    row(non_causal,   attention.non_causal) row(exact_batch, exact_batch)       row(tag,      tag)
+    row(matrix_group, matrix_group)        row(non_causal, attention.non_causal)                                       \
+    row(exact_batch,  exact_batch)         row(tag,        tag)
 // clang-format on
 
 /* The desc that makes a cache like c. */
@@ -14780,7 +13330,6 @@ static void tqkv__take_use(const tqkv_cache_desc *from, tqkv_cache_desc *to)
     if (from->allocator.alloc || from->allocator.free) to->allocator = from->allocator;
     if (from->metal) to->metal = from->metal;
     if (from->matrix_group) to->matrix_group = from->matrix_group;
-    if (from->arithmetic) to->arithmetic = from->arithmetic;
     if (from->exact_batch) to->exact_batch = from->exact_batch;
     if (from->tag) to->tag = from->tag;
     to->non_causal = to->non_causal || from->non_causal;
@@ -17484,7 +16033,6 @@ static tqkv_result tqkv__plan_shape(const tqkv_metal_attention *from, tqkv__plan
     if (r == TQKV_OK) r = tqkv__check_tail(a->keys.head_dim, a->tail.head_dim);
     if (r == TQKV_OK) r = from->attention.list ? tqkv__check_list(a) : tqkv__list_shape(a);
     if (r == TQKV_OK && a->call.list) r = tqkv__check_list_rows(a);
-    if (r == TQKV_OK && a->round_query) r = TQKV__REFUSE(UNSUPPORTED, TQKV__FLOATS_ON_GPU);
     if (r == TQKV_OK) r = tqkv__check_call_strides(a);
     a->matrix_group = from->matrix_group;
     if (r != TQKV_OK || !a->keys.page_size == !a->values.page_size) return r;
@@ -18138,7 +16686,6 @@ static tqkv_result tqkv__plan_index_open(const tqkv_metal_index *from, tqkv__ind
     memset(&call.allocator, 0, sizeof call.allocator);
     const tqkv_result r = tqkv__index_shape(&call, x);
     if (r != TQKV_OK) return r;
-    if (x->a.round_query) return TQKV__REFUSE(UNSUPPORTED, TQKV__FLOATS_ON_GPU);
     return call.end > INT_MAX ? TQKV__REFUSE(UNSUPPORTED, "an index of 2^31 keys: not on a GPU") : TQKV_OK;
 }
 

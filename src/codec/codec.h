@@ -260,7 +260,7 @@ static void tqkv__quantiser_open(const tqkv__stream *s, tqkv__quantiser *q)
     for (int i = 0; i < 32; i++) q->centroids[i] = i <= n ? s->codebook[n + 1 + i] : 0.0f;
     for (int i = 0; i < 16; i++) q->squares[i] = TQKV__AS_FLOAT(s->codebook[i & 3] * s->codebook[i & 3]);
     if (tqkv__isa_for(s->head_dim)->lanes == 16) { /* look up by bytes, or hold 6 bits in registers */
-        if (bits == 8) tqkv__split_floats(q->bounds, 128, q->planes);
+        if (bits == 8) tqkv__split_floats(q->bounds, q->planes);
         return;
     }
     for (int i = 0; i <= 1 << bits && bits > 4; i++) {

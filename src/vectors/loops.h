@@ -7,14 +7,6 @@
 
 #include "loops/softmax.h"
 
-#include "loops/decode.h"
-
-#include "loops/dot.h"
-
-#include "loops/accumulate.h"
-
-#include "loops/tiles.h"
-
 #include "loops/rotate.h"
 
 #include "loops/norms.h"

@@ -59,7 +59,7 @@ void run_random(const void *parameters)
     data_random random = {(uint64_t)seed + 900};
     const attend_row row = random_row(&random);
     attend_problem p;
-    attend_set_up(&p, &row);
+    attend_set_up_floats(&p, &row);
     const reference_shape shape = reference_attention_shape(&p.attention);
     const int resident = (int)(shape.end - shape.oldest);
     int64_t cuts[5] = {shape.oldest, 0, 0, 0, shape.end};
@@ -104,7 +104,7 @@ void run_bits(const void *parameters)
 {
     const bits_row *row = (const bits_row *)parameters;
     attend_problem p;
-    attend_set_up(&p, &row->problem);
+    attend_set_up_floats(&p, &row->problem);
     CHECK_RUN(gpu_attend(&p.attention, p.q, p.out, row->split));
     gpu_slice total = make_slice(p), other = total;
     std::vector<float> out(p.n_rows * p.value_dim, NAN);
@@ -255,7 +255,7 @@ void run_beyond(const void *parameters)
     row.bits_alone = true;
     const int32_t pages[] = {4, 2, 0, 1, 3};
     attend_problem p;
-    attend_set_up(&p, &row);
+    attend_set_up_floats(&p, &row);
     if (number % 4 == 3)
         for (tqkv_store *s : {&p.keys, &p.values}) {
             s->pages = pages;
@@ -287,8 +287,7 @@ void run_ends(const void *parameters)
 {
     const attend_row *row = (const attend_row *)parameters;
     attend_problem p;
-    attend_set_up(&p, row);
-    attend_expect_processors(&p, row);
+    attend_set_up_floats(&p, row);
     CHECK_RUN(gpu_attend(&p.attention, p.q, p.out, as_planned));
     attend_check(&p, p.out, "ends");
     const reference_shape shape = reference_attention_shape(&p.attention);

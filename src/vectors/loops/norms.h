@@ -229,7 +229,7 @@ TQKV__OP void TQKV__(lanes_of_codes)(const tqkv__stream *s, const tqkv__quantise
 TQKV__TARGET static TQKV__NOINLINE void TQKV__(centroid_sums)(const tqkv__stream *s, const tqkv__quantiser *q,
                                                               const uint8_t *codes, float *sums)
 {
-    TQKV__ALIGNED float x[TQKV__X_STRIDE(TQKV_MAX_HEAD_DIM)];
+    TQKV__ALIGNED float x[TQKV_MAX_HEAD_DIM + 16];
     TQKV__VECTOR lanes[32 / TQKV__LANES];
     if (TQKV__HAS_MATRIX(s->head_dim)) {
         for (int d = 0; d < s->head_dim; d += TQKV__LANES) {
