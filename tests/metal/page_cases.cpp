@@ -279,6 +279,7 @@ attend_row random_row(int seed, data_random *random)
     row.softcap = seed % 6 == 5 ? 3.0f : 0.0f;
     row.sinks = (attend_sinks)(seed % 4);
     row.key_center = row.value_center = seed % 8 ? 0.0f : 0.5f;
+    row.bits_alone = true; // the stores still change
     row.shared = latent;
     row.tail_dim = latent ? 64 : 0;
     row.tail_format = seed % 4 ? TQKV_F16 : TQKV_I8;
@@ -332,6 +333,7 @@ void run_attend(const void *parameters)
     CHECK_RUN(gpu_attend(&problem.attention, problem.q, expected.data(), whole));
     CHECK_RUN(gpu_attend(&paged, problem.q, got.data(), whole));
     CHECK(!memcmp(expected.data(), got.data(), n * sizeof(float)), "not the bits of a linear store");
+    reference_attend_as(REFERENCE_FLOATS, &problem.attention, problem.q, problem.expected);
     attend_check(&problem, got.data(), "pages");
     gpu_known_tables = false;
     CHECK_RUN(gpu_attend(&problem.attention, problem.q, expected.data(), split));
