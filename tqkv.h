@@ -591,32 +591,30 @@ TQKV_API tqkv_result tqkv_attend_batch(const tqkv_attention *items, int n_items,
                                        void *const *out);
 
 /* Slices: the context cut into ranges that are attended apart (flash decoding, split-K; on other machines, in other
-   formats), merged in any order, and finished once:
+   formats, a prompt that many sequences share), merged in any order, and finished once:
 
      tqkv_attend_partial(&a, q, 0, 4096, out, max, sum);             // one slice
-     tqkv_attend_partial(&a, q, 4096, 4096, out_2, max_2, sum_2);    // another
-     tqkv_attend_merge(&a, out, max, sum, out_2, max_2, sum_2);      // the first becomes both
+     tqkv_attend_partial(&b, q, 4096, 4096, out_2, max_2, sum_2);    // another
+     tqkv_attend_merge(&a, out, max, sum, &b, out_2, max_2, sum_2);  // the first becomes both
      tqkv_attend_finish(&a, out, max, sum);                          // out: as tqkv_attend's, but for the last bits
 
    A slice is three arrays of floats without gaps. For each query and head: max, the largest score; sum, the sum of
-   exp(score - max); out, the sum of exp(score - max) * value, in the basis of the values' codes. Of a query that sees
-   nothing in it: -INFINITY, 0, zeros. max, sum: [n_queries][n_heads]; out: with the values' head_dim behind. */
+   exp(score - max); out, the sum of exp(score - max) * value. Of a query that sees nothing in it: -INFINITY, 0, zeros.
+   max, sum: [n_queries][n_heads]; out: with the values' head_dim behind. The values are those of the rotated basis,
+   whatever the format: scaled, without their centre, rotated. So slices of all formats merge, of a cache that still
+   learns and of one that has learned, too. */
 
-/* Attends positions [first, first + count), all resident, else TQKV_OUT_OF_RANGE. Leaves the sinks to
-   tqkv_attend_finish. */
+/* Attends positions [first, first + count), all resident, else TQKV_OUT_OF_RANGE. Leaves the sinks and the values'
+   centre to tqkv_attend_finish. */
 TQKV_API tqkv_result tqkv_attend_partial(const tqkv_attention *a, const void *q, int64_t first, int count, float *out,
                                          float *max, float *sum);
-/* out, max and sum become both slices. The two must have one basis of values, which the call cannot check: either both
-   are of rotated streams (TQ, I8) or none is (F16, unrotated), and their scales are the same. This call and the two
-   below read only the shapes of a->keys and a->values, and the values' scale. */
+/* out, max and sum, attended with `a`, become both slices. src: what src_out, src_max and src_sum were attended with.
+   TQKV_INVALID_ARGUMENT where the two differ in n_queries, n_heads, n_kv_heads or the values' head_dim, scale or centre.
+   This call and the next read only the shapes of keys and values, and the values' scale and centre. */
 TQKV_API tqkv_result tqkv_attend_merge(const tqkv_attention *a, float *out, float *max, float *sum,
-                                       const float *src_out, const float *src_max, const float *src_sum);
-/* The same for a src that was attended with `slice`, over stores of other formats: its sums are converted to the basis
-   of a->values. n_heads, n_queries, the values' head_dim and their scale are the same in both. */
-TQKV_API tqkv_result tqkv_attend_merge_slice(const tqkv_attention *a, float *out, float *max, float *sum,
-                                             const tqkv_attention *slice, const float *src_out, const float *src_max,
-                                             const float *src_sum);
-/* Adds the sinks, divides, rotates back and scales. */
+                                       const tqkv_attention *src, const float *src_out, const float *src_max,
+                                       const float *src_sum);
+/* Adds the sinks, divides, rotates back, scales, and adds the values' centre, as tqkv_attend with `a` does. */
 TQKV_API tqkv_result tqkv_attend_finish(const tqkv_attention *a, float *out, const float *max, const float *sum);
 
 /* Of a cache, as tqkv_cache_attend, with a list of blocks, a tree or both: those of `a`, whose other fields are
@@ -860,13 +858,14 @@ TQKV_METAL_API tqkv_result tqkv_metal_attend_scratch(tqkv_metal *m, const tqkv_m
 TQKV_METAL_API tqkv_result tqkv_metal_attend(tqkv_metal *m, tqkv_metal_object encoder, const tqkv_metal_attention *a,
                                              tqkv_metal_buffer q, tqkv_metal_buffer scratch, tqkv_metal_buffer out);
 
-/* As tqkv_attend_partial, tqkv_attend_merge, tqkv_attend_merge_slice and tqkv_attend_finish; slices of GPU and
-   processor may be merged. But max is only within 8 of the largest score, and finish reads src_out, src_max and src_sum
-   and writes out, another buffer, in output_type and with output_strides. scratch: as for tqkv_metal_attend. Sinks are
-   read by finish alone. Merges and finish look at no buffers of the stores.
-   Merged in order, slices of linear or paged stores without centres have the bits of tqkv_metal_attend if each but the
-   first is one section of the context: [0, 8192), then 32,768 positions each, under a window 8,192; in place of the
-   first section also its stretches of 512. The last may be shorter. */
+/* As tqkv_attend_partial, tqkv_attend_merge and tqkv_attend_finish; slices of GPU and processor may be merged. But max
+   is only within 8 of the largest score, and finish reads src_out, src_max and src_sum and writes out, another buffer,
+   in output_type and with output_strides. scratch: as for tqkv_metal_attend. Sinks and the values' centre are read by
+   finish alone; a merge sees whether stores have scales and centres, but not whether these are the same numbers. Merges
+   look at no buffers of the stores.
+   Merged in order, slices of linear or paged stores of rotated values, and keys without a centre, have the bits of
+   tqkv_metal_attend if each but the first is one section of the context: [0, 8192), then 32,768 positions each, under a
+   window 8,192; in place of the first section also its stretches of 512. The last may be shorter. */
 TQKV_METAL_API tqkv_result tqkv_metal_attend_partial(tqkv_metal *m, tqkv_metal_object encoder,
                                                      const tqkv_metal_attention *a, tqkv_metal_buffer q, int64_t first,
                                                      int count, tqkv_metal_buffer scratch, tqkv_metal_buffer out,
@@ -874,13 +873,8 @@ TQKV_METAL_API tqkv_result tqkv_metal_attend_partial(tqkv_metal *m, tqkv_metal_o
 TQKV_METAL_API tqkv_result tqkv_metal_attend_merge(tqkv_metal *m, tqkv_metal_object encoder,
                                                    const tqkv_metal_attention *a, tqkv_metal_buffer out,
                                                    tqkv_metal_buffer max, tqkv_metal_buffer sum,
-                                                   tqkv_metal_buffer src_out, tqkv_metal_buffer src_max,
-                                                   tqkv_metal_buffer src_sum);
-TQKV_METAL_API tqkv_result tqkv_metal_attend_merge_slice(tqkv_metal *m, tqkv_metal_object encoder,
-                                                         const tqkv_metal_attention *a, tqkv_metal_buffer out,
-                                                         tqkv_metal_buffer max, tqkv_metal_buffer sum,
-                                                         const tqkv_metal_attention *slice, tqkv_metal_buffer src_out,
-                                                         tqkv_metal_buffer src_max, tqkv_metal_buffer src_sum);
+                                                   const tqkv_metal_attention *src, tqkv_metal_buffer src_out,
+                                                   tqkv_metal_buffer src_max, tqkv_metal_buffer src_sum);
 TQKV_METAL_API tqkv_result tqkv_metal_attend_finish(tqkv_metal *m, tqkv_metal_object encoder,
                                                     const tqkv_metal_attention *a, tqkv_metal_buffer src_out,
                                                     tqkv_metal_buffer src_max, tqkv_metal_buffer src_sum,
@@ -1122,12 +1116,11 @@ TQKV_API tqkv_result tqkv_metal_plan_attend_partial(const tqkv_metal_attention *
                                                     int count, tqkv_metal_buffer scratch, tqkv_metal_buffer out,
                                                     tqkv_metal_buffer max, tqkv_metal_buffer sum,
                                                     tqkv_metal_plan *plan);
-/* slice may be a: then it is tqkv_metal_attend_merge. */
-TQKV_API tqkv_result tqkv_metal_plan_attend_merge_slice(const tqkv_metal_attention *a, tqkv_metal_buffer out,
-                                                        tqkv_metal_buffer max, tqkv_metal_buffer sum,
-                                                        const tqkv_metal_attention *slice, tqkv_metal_buffer src_out,
-                                                        tqkv_metal_buffer src_max, tqkv_metal_buffer src_sum,
-                                                        tqkv_metal_plan *plan);
+TQKV_API tqkv_result tqkv_metal_plan_attend_merge(const tqkv_metal_attention *a, tqkv_metal_buffer out,
+                                                  tqkv_metal_buffer max, tqkv_metal_buffer sum,
+                                                  const tqkv_metal_attention *src, tqkv_metal_buffer src_out,
+                                                  tqkv_metal_buffer src_max, tqkv_metal_buffer src_sum,
+                                                  tqkv_metal_plan *plan);
 TQKV_API tqkv_result tqkv_metal_plan_attend_finish(const tqkv_metal_attention *a, tqkv_metal_buffer src_out,
                                                    tqkv_metal_buffer src_max, tqkv_metal_buffer src_sum,
                                                    tqkv_metal_buffer out, tqkv_metal_plan *plan);
@@ -4245,8 +4238,8 @@ static TQKV__INLINE void tqkv__prefetch(const int cache, const uint8_t *codes, s
    The sums in brackets are exact, so their order is free. Floats have one order everywhere: a product that a sum follows
    is an fma or is rounded first, a quotient is a division, exp and tanh are those of >>exact.
 
-   F16 and TQ8 are multiplied as floats: a key's products with fma in 16 sums, dimension d in sum d % 16, which are added
-   by halves; values by one fma after the other, in the order of positions. */
+   F16 and TQ8 are multiplied as floats: the products of each 512 dimensions with fma in 16 sums, dimension d in sum
+   d % 16, which are added by halves; values by one fma after the other, in the order of positions. */
 
 /* 127*256 + 127, so that a set may split an integer into two signed bytes. No sum in brackets leaves 32 bits: |c| <= 128
    keeps a score of a panel of 256 dimensions below 1.07e9, and 64 positions of a tile below 2.7e8. */
@@ -4374,11 +4367,19 @@ static void tqkv__decode_key(const tqkv__stream *s, const uint8_t *codes, const 
     tqkv__decode_row(s, codes, checked, to);
 }
 
-static float tqkv__score_floats(const tqkv__stream *s, const float *key, const float *query)
+/* Products that 16 sums take. With equal products all roundings fall to one side: 1024 in a row would give keys of
+   constant halves an error of 3.4e-5. */
+#define TQKV__MOST_PRODUCTS 512
+
+static float tqkv__score_floats(const tqkv__stream *s, const float *key, const float *query, float score)
 {
-    float lanes[16] = {0};
-    for (int d = 0; d < s->head_dim; d++) lanes[d % 16] = tqkv__fma(query[d], key[d], lanes[d % 16]);
-    return tqkv__sum_16(lanes);
+    for (int first = 0; first < s->head_dim; first += TQKV__MOST_PRODUCTS) {
+        const int left = s->head_dim - first, end = first + (left < TQKV__MOST_PRODUCTS ? left : TQKV__MOST_PRODUCTS);
+        float lanes[16] = {0};
+        for (int d = first; d < end; d++) lanes[d % 16] = tqkv__fma(query[d], key[d], lanes[d % 16]);
+        score = TQKV__AS_FLOAT(score + tqkv__sum_16(lanes));
+    }
+    return score;
 }
 
 static float tqkv__score_integers(const tqkv__stream *s, const int8_t *key, const float *norms, const float *query,
@@ -4412,7 +4413,7 @@ static void tqkv__score_tile_scalar(const tqkv__stream *s, int kv_head, const tq
             const float *query = q + (size_t)row * (size_t)s->head_dim;
             float *score = &scores[row * TQKV__TILE + j];
             const float before = add ? *score : 0.0f;
-            *score = in_floats ? TQKV__AS_FLOAT(before + tqkv__score_floats(s, key, query))
+            *score = in_floats ? tqkv__score_floats(s, key, query, before)
                                : tqkv__score_integers(s, integers, norms, query, before);
         }
     }
@@ -6427,10 +6428,11 @@ TQKV__OP void TQKV__S(decode_floats)(const tqkv__stream *s, const uint8_t *codes
     }
 }
 
-/* scores[row][j] (+)= query[row] . key j for four keys, which are halves or floats; rows and halves are constants.
+/* Finds scores[row][j] (+)= query[row] . key j over the dimensions [begin, end), for four keys, which are halves or
+   floats; rows and halves are constants.
    Eight of the 16 sums are in registers where these hold no more. */
-TQKV__OP void TQKV__S(score_four_halves)(const int rows, const bool halves, int dim, const uint8_t *const *keys,
-                                         const float *q, bool add, float *scores)
+TQKV__OP void TQKV__S(score_four_halves)(const int rows, const bool halves, int dim, int begin, int end,
+                                         const uint8_t *const *keys, const float *q, bool add, float *scores)
 {
     enum { ALL = 16 / TQKV__INTEGER_LANES, NOW = TQKV__INTEGER_LANES == 4 ? 2 : 1 };
     TQKV__VECTOR sums[TQKV__HALF_KEY_ROWS][4][ALL];
@@ -6439,7 +6441,7 @@ TQKV__OP void TQKV__S(score_four_halves)(const int rows, const bool halves, int 
         TQKV__VECTOR now[TQKV__HALF_KEY_ROWS][4][NOW];
         TQKV__UNROLL
         for (int i = 0; i < rows * 4 * NOW; i++) now[i / NOW / 4][i / NOW % 4][i % NOW] = TQKV__(set1)(0.0f);
-        for (int d = first * TQKV__INTEGER_LANES; d < dim; d += 16) {
+        for (int d = begin + first * TQKV__INTEGER_LANES; d < end; d += 16) {
             TQKV__UNROLL
             for (int i = 0; i < NOW; i++) {
                 const int at = d + i * TQKV__INTEGER_LANES;
@@ -6471,7 +6473,10 @@ TQKV__OP void TQKV__S(score_half_rows)(const int rows, const bool halves, int di
         const uint8_t *keys[4];
         TQKV__UNROLL
         for (int i = 0; i < 4; i++) keys[i] = codes + (size_t)(j + i < n ? j + i : n - 1) * stride;
-        TQKV__S(score_four_halves)(rows, halves, dim, keys, q, add, scores + j);
+        for (int d = 0; d < dim; d += TQKV__MOST_PRODUCTS) {
+            const int end = dim - d < TQKV__MOST_PRODUCTS ? dim : d + TQKV__MOST_PRODUCTS;
+            TQKV__S(score_four_halves)(rows, halves, dim, d, end, keys, q, add || d > 0, scores + j);
+        }
     }
 }
 
@@ -10895,19 +10900,16 @@ static void tqkv__find_offsets(const tqkv__attention *a, const tqkv__item *item,
     }
 }
 
-/* Adds the centres to the sums of a row. The keys' belongs to the maximum, where a float has lost the last bits of the
-   sum; they go into the weights. value_center, out: [value_dim], in the basis of the values' codes; value_center may be
-   NULL */
-static void tqkv__add_centers(const tqkv__attention *a, double score, const float *value_center, float *out, float *max,
-                              float *sum)
+/* Adds what the keys' centre adds to all scores of a row. It belongs to the maximum, where a float has lost the last bits
+   of the sum; they go into the weights. out: [value_dim] */
+static void tqkv__shift_scores(const tqkv__attention *a, double score, float *out, float *max, float *sum)
 {
     if (*sum == 0.0f) return;
     const double exact = (double)*max + score;
     const float rounded = TQKV__AS_FLOAT((float)exact), rest = (float)(exact - (double)rounded);
     const float factor = tqkv__exp(rest - rest == 0.0f ? rest : NAN); /* the score is beyond the range of float */
     *sum = TQKV__AS_FLOAT(*sum * factor);
-    for (int d = 0; d < a->value_dim; d++)
-        out[d] = tqkv__sum_of_products(out[d], factor, *sum, value_center ? value_center[d] : 0.0f);
+    tqkv__scale(out, a->value_dim, factor);
     *max = rounded;
 }
 
@@ -10917,10 +10919,11 @@ static void tqkv__add_share(const tqkv__attention *a, const float *center, float
     for (int d = 0; d < a->value_dim; d++) out[d] = TQKV__AS_FLOAT(out[d] + tqkv__rounded(share * center[d]));
 }
 
-/* Finishes a row: out = out / (sum + exp(sink - max)), rotated back and scaled, then the centre unless that is NULL;
-   zeros if the row saw nothing. center, out: [value_dim], center in the original basis */
-static TQKV__NOINLINE void tqkv__finish_row(const tqkv__attention *a, int head, const float *center, float *out,
-                                            float max, float sum)
+/* Finishes a row: out = out / (sum + exp(sink - max)), brought to the basis of outputs, then the values' centre unless
+   that is NULL; zeros if the row saw nothing. unrotate: sums are of the rotated basis, the output is not. center, out:
+   [value_dim], center in the basis of outputs */
+static TQKV__NOINLINE void tqkv__finish_row(const tqkv__attention *a, int head, bool unrotate, const float *center,
+                                            float *out, float max, float sum)
 {
     if (sum == 0.0f) { /* rotated back, half of the zeros would be negative */
         memset(out, 0, (size_t)a->value_dim * sizeof(float));
@@ -10931,9 +10934,19 @@ static TQKV__NOINLINE void tqkv__finish_row(const tqkv__attention *a, int head, 
     const float of_sink = tqkv__exp(TQKV__AS_FLOAT(sink - largest));
     const float all = tqkv__sum_of_products(sum, keep, of_sink, 1.0f);
     tqkv__scale(out, a->value_dim, TQKV__AS_FLOAT(keep / all));
-    if (a->unrotate_output) a->isa->codec->unrotate(out, a->value_dim);
+    if (unrotate) a->isa->codec->unrotate(out, a->value_dim);
     if (a->call.output_basis == TQKV_ORIGINAL) tqkv__apply_scale(&a->values, head / a->group, out);
     if (center) tqkv__add_share(a, center, TQKV__AS_FLOAT(tqkv__rounded(sum * keep) / all), out);
+}
+
+/* Finds the values' centre of a head in the basis of outputs, behind the scale: a channel is then not rounded against
+   larger ones. Returns it, or NULL without; room: [TQKV_MAX_HEAD_DIM] */
+static const float *tqkv__output_center(const tqkv__attention *a, int kv_head, float *room)
+{
+    if (!a->values.center || a->call.output_basis == TQKV_ORIGINAL) return tqkv__center_of(&a->values, kv_head);
+    memset(room, 0, (size_t)a->value_dim * sizeof(float));
+    tqkv__add_center(&a->values, kv_head, true, room);
+    return room;
 }
 
 /* Makes a row the same on all processors, see tqkv__one_nan. out: [value_dim] */
@@ -10944,24 +10957,17 @@ static void tqkv__settle_row(const tqkv__attention *a, float *out, float *max, f
     *sum = tqkv__one_nan(*sum);
 }
 
-/* Writes an item's sums to the caller; finishes and rounds them unless the call is partial. The values' centre is added
-   to the sums, in the basis of the codes; with a scale, where the row is finished, behind the scale: a channel is then
-   not rounded against larger ones. */
+/* Writes an item's sums to the caller: finished and rounded, or as those of a slice, which are rotated whatever the
+   values' format. */
 static TQKV__NOINLINE void tqkv__deliver(const tqkv__request *request, const tqkv__item *item, const tqkv__sums *sums)
 {
     const tqkv__attention *a = request->a;
-    float center[TQKV_MAX_HEAD_DIM]; /* of the values */
-    const bool behind = a->values.channel_scale && !request->max && a->call.output_basis == TQKV_ORIGINAL;
-    const float *last = behind ? tqkv__center_of(&a->values, item->kv_head) : NULL;
-    const float *coded = a->values.center && !behind ? center : NULL;
+    float room[TQKV_MAX_HEAD_DIM];
+    const float *center = tqkv__output_center(a, item->kv_head, room);
     TQKV__ALIGNED float wide[TQKV_MAX_HEAD_DIM];
     const tqkv_type type = request->max ? TQKV_TYPE_F32 : a->call.output_type;
     const bool scored =
         (a->keys.center || a->tail.center) && a->call.softcap == 0.0f && (request->max || a->call.sinks);
-    if (coded) {
-        memset(center, 0, sizeof center);
-        tqkv__add_center(&a->values, item->kv_head, true, center);
-    }
     for (int i = 0; i < item->n_rows; i++) {
         const size_t row = tqkv__caller_row(a, item, i);
         void *to = tqkv__output_at(request, row);
@@ -10971,8 +10977,11 @@ static TQKV__NOINLINE void tqkv__deliver(const tqkv__request *request, const tqk
         /* Codes of masked slots have the weight 0, and leave their signs in sums that have underflowed: -0 becomes
            0. */
         for (int d = 0; d < a->value_dim; d++) out[d] = TQKV__AS_FLOAT(from[d] + 0.0f);
-        if (scored || coded) tqkv__add_centers(a, score, coded, out, &max, &sum);
-        if (!request->max) tqkv__finish_row(a, (int)(row % (size_t)a->call.n_heads), last, out, max, sum);
+        if (scored) tqkv__shift_scores(a, score, out, &max, &sum);
+        if (!request->max)
+            tqkv__finish_row(a, (int)(row % (size_t)a->call.n_heads), a->unrotate_output, center, out, max, sum);
+        else if (!a->values.rotated && sum != 0.0f)
+            a->isa->codec->rotate(out, a->value_dim);
         tqkv__settle_row(a, out, &max, &sum);
         if (request->max) {
             request->max[row] = max;
@@ -11561,23 +11570,24 @@ static tqkv_result tqkv__check_slice_range(const tqkv__attention *a, int64_t fir
     return TQKV_OK;
 }
 
-static tqkv_result tqkv__check_slices_match(const tqkv__attention *a, const tqkv__attention *from)
+/* Whether the sums of two slices have the same meaning. */
+static tqkv_result tqkv__check_slices_match(const tqkv__attention *a, const tqkv__attention *src)
 {
-    if (from->value_dim != a->value_dim || from->call.n_heads != a->call.n_heads ||
-        from->call.n_queries != a->call.n_queries)
+    if (src->value_dim != a->value_dim || src->call.n_heads != a->call.n_heads ||
+        src->call.n_queries != a->call.n_queries)
         return TQKV__INVALID("the slices differ in the values' head_dim, n_heads or n_queries");
-    if (from->n_kv_heads != a->n_kv_heads && (from->values.channel_scale || a->values.channel_scale))
-        return TQKV__INVALID("the slices differ in n_kv_heads");
-    return tqkv__same_scale(&a->values, &from->values)
-               ? TQKV_OK
-               : TQKV__INVALID("the slices differ in the values' channel_scale");
+    if (src->n_kv_heads != a->n_kv_heads) return TQKV__INVALID("the slices differ in n_kv_heads");
+    if (!tqkv__same_scale(&a->values, &src->values))
+        return TQKV__INVALID("the slices differ in the values' channel_scale");
+    return tqkv__same_center(&a->values, &src->values) ? TQKV_OK
+                                                       : TQKV__INVALID("the slices differ in the values' centre");
 }
 
-/* Opens the shape of an attention, and the scale of its values, which is in the sums of its slices. */
+/* Opens the shape of an attention, with centre and scale of its values: what slices are merged and finished by. */
 static tqkv_result tqkv__slice_shape(const tqkv_attention *attention, tqkv__attention *a)
 {
     const tqkv_result r = tqkv__attention_shape(attention, a);
-    return r == TQKV_OK ? tqkv__stream_scale(attention->values, &a->values) : r;
+    return r == TQKV_OK ? tqkv__stream_channels(attention->values, &a->values) : r;
 }
 
 TQKV_API tqkv_result tqkv_attend_partial(const tqkv_attention *attention, const void *q, int64_t first, int count,
@@ -11597,14 +11607,14 @@ TQKV_API tqkv_result tqkv_attend_partial(const tqkv_attention *attention, const 
     return tqkv__run_job(&request, 1);
 }
 
-TQKV_API tqkv_result tqkv_attend_merge_slice(const tqkv_attention *attention, float *out, float *max, float *sum,
-                                             const tqkv_attention *slice, const float *src_out, const float *src_max,
-                                             const float *src_sum)
+TQKV_API tqkv_result tqkv_attend_merge(const tqkv_attention *attention, float *out, float *max, float *sum,
+                                       const tqkv_attention *src, const float *src_out, const float *src_max,
+                                       const float *src_sum)
 {
     tqkv__attention a, from;
     tqkv__arrays arrays = {{NULL}, {0}, 0, sizeof(float)};
     tqkv_result r = tqkv__slice_shape(attention, &a);
-    if (r == TQKV_OK) r = tqkv__slice_shape(slice, &from);
+    if (r == TQKV_OK) r = tqkv__slice_shape(src, &from);
     if (r == TQKV_OK) r = tqkv__check_slices_match(&a, &from);
     if (r != TQKV_OK) return r;
     tqkv__add_slice(&arrays, &a, out, max, sum);
@@ -11613,37 +11623,33 @@ TQKV_API tqkv_result tqkv_attend_merge_slice(const tqkv_attention *attention, fl
     const size_t value_dim = (size_t)a.value_dim;
     const uint64_t mode = tqkv__fp_exact();
     for (size_t row = 0; row < a.n_rows; row++) {
-        float source[TQKV_MAX_HEAD_DIM]; /* basis of a's values */
-        memcpy(source, src_out + row * value_dim, value_dim * sizeof(float));
-        if (from.values.rotated && !a.values.rotated) a.isa->codec->unrotate(source, a.value_dim);
-        if (a.values.rotated && !from.values.rotated) a.isa->codec->rotate(source, a.value_dim);
-        tqkv__merge_row(a.value_dim, out + row * value_dim, &max[row], &sum[row], source, src_max[row], src_sum[row]);
-        tqkv__settle_row(&a, out + row * value_dim, &max[row], &sum[row]);
+        float *at = out + row * value_dim;
+        tqkv__merge_row(a.value_dim, at, &max[row], &sum[row], src_out + row * value_dim, src_max[row], src_sum[row]);
+        tqkv__settle_row(&a, at, &max[row], &sum[row]);
     }
     tqkv__fp_restore(mode);
     return TQKV_OK;
 }
 
-TQKV_API tqkv_result tqkv_attend_merge(const tqkv_attention *attention, float *out, float *max, float *sum,
-                                       const float *src_out, const float *src_max, const float *src_sum)
-{
-    return tqkv_attend_merge_slice(attention, out, max, sum, attention, src_out, src_max, src_sum);
-}
-
 TQKV_API tqkv_result tqkv_attend_finish(const tqkv_attention *attention, float *out, const float *max, const float *sum)
 {
     tqkv__attention a;
+    float room[TQKV_MAX_HEAD_DIM];
     tqkv__arrays arrays = {{NULL}, {0}, 0, sizeof(float)};
     tqkv_result r = tqkv__slice_shape(attention, &a);
     if (r != TQKV_OK) return r;
     tqkv__add_slice(&arrays, &a, out, max, sum);
     if (a.call.sinks) tqkv__add_array(&arrays, a.call.sinks, (size_t)a.call.n_heads * sizeof(float));
     if (a.values.channel_scale) tqkv__add_array(&arrays, a.values.channel_scale, tqkv__center_size(&a.values));
+    if (a.values.center) tqkv__add_array(&arrays, a.values.center, tqkv__center_size(&a.values));
     if ((r = tqkv__check_arrays(&arrays, 1)) != TQKV_OK) return r;
     const uint64_t mode = tqkv__fp_exact();
+    const bool unrotate = !a.values.rotated || a.unrotate_output;
     for (size_t row = 0; row < a.n_rows; row++) {
         float *at = out + row * (size_t)a.value_dim, of[2] = {max[row], sum[row]};
-        tqkv__finish_row(&a, (int)(row % (size_t)a.call.n_heads), NULL, at, of[0], of[1]);
+        const int head = (int)(row % (size_t)a.call.n_heads);
+        const float *center = tqkv__output_center(&a, head / a.group, room);
+        tqkv__finish_row(&a, head, unrotate, center, at, of[0], of[1]);
         tqkv__settle_row(&a, at, &of[0], &of[1]);
     }
     tqkv__fp_restore(mode);
@@ -13982,10 +13988,9 @@ TQKV_API tqkv_result tqkv_store_load(const tqkv_store *store, int64_t position, 
 #define TQKV_FC_VALUE_FORMAT 1    /* uint: encode_kv, attend: that of the values */
 #define TQKV_FC_ROTATED      2    /* bool: encode, probe: rotate (not for F16 and unrotated); encode_kv: the keys */
                                   /* decode, attend: rotate the centre before it is used */
-                                  /* attend_merge: rotate the slice before it is added */
-#define TQKV_FC_VALUE_ROTATED 3   /* bool: encode_kv: rotate the values; attend_merge: rotate their centre */
-#define TQKV_FC_UNROTATE      4   /* bool: decode, rotate, attend_merge: rotate rows back; tables: multiply matrices */
-                                  /* attend_merge that adds a slice: rotate it back */
+                                  /* attend_merge that makes a slice: rotate its sums */
+#define TQKV_FC_VALUE_ROTATED  3  /* bool: encode_kv: rotate the values; attend_merge: rotate their centre */
+#define TQKV_FC_UNROTATE       4  /* bool: decode, rotate, attend_merge: rotate rows back; tables: multiply matrices */
 #define TQKV_FC_ROTATE_QUERIES 5  /* bool: attend: keys are rotated, queries are not */
 #define TQKV_FC_COLUMNS        6  /* uint: attend: query rows of one KV head in a threadgroup */
 #define TQKV_FC_MANY_QUERIES   7  /* bool: attend: n_queries > 1, so columns see different positions */
@@ -15710,16 +15715,19 @@ static void tqkv__plan_merge_begin(tqkv_metal_dispatch *d, const tqkv__attention
     d->n_simdgroups = 1;
 }
 
-/* Binds scales of the values' channels, which are of an output in the original basis or, beside others, of the
-   centre. */
-static void tqkv__plan_bind_value_scale(tqkv_metal_dispatch *d, const tqkv__attention *a, const tqkv__attend_buffers *b,
-                                        bool center)
+/* Binds centre and scales of the values. Scales are of an output in the original basis or, in the other one, of the
+   centre. Sums of slices have neither. */
+static void tqkv__plan_bind_values(tqkv_metal_dispatch *d, const tqkv__attention *a, const tqkv__attend_buffers *b,
+                                   bool unrotate)
 {
-    const bool original = a->call.output_basis == TQKV_ORIGINAL && !b->slice.to,
+    const bool finish = !b->slice.to, original = a->call.output_basis == TQKV_ORIGINAL,
+               center = tqkv__plan_bind_channels(d, "values' center", 5, b->values->center, &a->values, finish),
                scaled = tqkv__plan_bind_channels(d, "values' channel_scale", 11, b->values->channel_scale, &a->values,
-                                                 original || center);
+                                                 finish && (original || center));
     tqkv__plan_constant(d, TQKV_FC_VALUE_SCALED, scaled && original);
     tqkv__plan_constant(d, TQKV_FC_CENTER_SCALED, scaled && !original);
+    tqkv__plan_constant(d, TQKV_FC_VALUE_CENTER, center);
+    tqkv__plan_constant(d, TQKV_FC_VALUE_ROTATED, center && a->values.rotated && !unrotate);
 }
 
 /* Merges all regions of the context: splits [first positions, others, last positions], of those that there are. */
@@ -15734,17 +15742,15 @@ static void tqkv__plan_attend_merge(tqkv_metal_dispatch *d, const tqkv__attentio
     const int n_results = split->sections_each > 1 ? 1 : split->n_partials, most = TQKV__MERGE_SIMDGROUPS(a->value_dim);
     const int n_sections =
         (before + n_results + length - 1) / length + (splits[0].n_partials > 0) + (splits[2].n_partials > 0);
-    const bool unrotate = a->unrotate_output && !b->slice.to;
+    const bool slice = b->slice.to, unrotate = a->unrotate_output && !slice;
     const tqkv__merge_args args = {
         0, 0, 0, n_results, length, split->strands, before, splits[0].n_partials, splits[2].n_partials, 0, 0};
     tqkv__plan_merge_begin(d, a, b, args, unrotate);
     tqkv__plan_bind_partials(d, 1, b->scratch, all, false);
-    const bool center = tqkv__plan_bind_channels(d, "values' center", 5, b->values->center, &a->values, true);
-    tqkv__plan_bind_value_scale(d, a, b, center);
+    tqkv__plan_constant(d, TQKV_FC_ROTATED, slice && !a->values.rotated);
+    tqkv__plan_bind_values(d, a, b, unrotate);
     const bool shifted = tqkv__center_counts(a, b, b->keys) || tqkv__center_counts(a, b, b->tail);
     tqkv__plan_constant(d, TQKV_FC_CENTER, shifted && !(a->call.softcap > 0.0f));
-    tqkv__plan_constant(d, TQKV_FC_VALUE_CENTER, center);
-    tqkv__plan_constant(d, TQKV_FC_VALUE_ROTATED, center && a->values.rotated && !unrotate);
     d->n_simdgroups = most < n_sections ? most : n_sections;
     d->barrier = b->scratch.buffer;
 }
@@ -15874,17 +15880,15 @@ static void tqkv__order_dispatches(const tqkv__attend_plan *from, tqkv_metal_pla
 
 /* Plans attend_merge of a slice of the caller: with b->slice.to it is added to another, else finished. */
 static void tqkv__plan_slice(tqkv_metal_dispatch *d, const tqkv__attention *a, const tqkv__attend_buffers *b,
-                             tqkv_metal_buffer src_out, bool unrotate)
+                             tqkv_metal_buffer src_out)
 {
+    const bool unrotate = !b->slice.to && (!a->values.rotated || a->unrotate_output);
     const tqkv__merge_args args = {0, 0, 0, 0, 1, 1, 0, 0, 0, 0, 0};
     tqkv__plan_merge_begin(d, a, b, args, unrotate);
     tqkv__plan_bind(d, "src_out", 1, src_out, a->out_elements * sizeof(float), false);
     tqkv__plan_bind(d, "scratch", 2, src_out, 0, false);
-    tqkv__plan_bind(d, "values' center", 5, src_out, 0, false);
-    tqkv__plan_bind_value_scale(d, a, b, false);
-    tqkv__plan_constant(d, TQKV_FC_CENTER, false); /* the slices have what the centres add */
-    tqkv__plan_constant(d, TQKV_FC_VALUE_CENTER, false);
-    tqkv__plan_constant(d, TQKV_FC_VALUE_ROTATED, false);
+    tqkv__plan_bind_values(d, a, b, unrotate);
+    tqkv__plan_constant(d, TQKV_FC_CENTER, false); /* the slices have what the keys' centres add */
 }
 
 /* >>plan-shape: an attention over buffers as one over stores, checked. */
@@ -16164,37 +16168,38 @@ TQKV_API tqkv_result tqkv_metal_plan_attend_partial(const tqkv_metal_attention *
     return tqkv__close_plan(plan, tqkv__add_attention(from, first, count, &b, plan));
 }
 
-static tqkv_result tqkv__add_merge(const tqkv_metal_attention *from, const tqkv_metal_attention *slice,
+/* Whether one of two stores has an array of channels alone: the numbers are in buffers, and are not compared. */
+static bool tqkv__channels_differ(tqkv_metal_buffer a, tqkv_metal_buffer b) { return !a.buffer != !b.buffer; }
+
+static tqkv_result tqkv__add_merge(const tqkv_metal_attention *from, const tqkv_metal_attention *src,
                                    tqkv__attend_buffers *b, tqkv_metal_buffer src_out, tqkv_metal_plan *plan)
 {
     tqkv__plan_call call;
     tqkv__attention a, other;
     tqkv_result r = tqkv__plan_shape(from, &call, &a);
-    if (r == TQKV_OK) r = tqkv__plan_shape(slice, &call, &other);
+    if (r == TQKV_OK) r = tqkv__plan_shape(src, &call, &other);
     if (r == TQKV_OK) r = tqkv__check_slices_match(&a, &other);
     if (r != TQKV_OK) return r;
-    if (!from->values->channel_scale.buffer != !slice->values->channel_scale.buffer)
-        return TQKV__INVALID("slices of values with and without scales of their channels");
+    if (tqkv__channels_differ(from->values->channel_scale, src->values->channel_scale) ||
+        tqkv__channels_differ(from->values->center, src->values->center))
+        return TQKV__INVALID("slices of values with and without a scale of their channels, or a centre");
     b->values = from->values;
-    tqkv_metal_dispatch *d = tqkv__add_dispatch(plan);
-    tqkv__plan_slice(d, &a, b, src_out, other.values.rotated && !a.values.rotated);
-    tqkv__plan_constant(d, TQKV_FC_ROTATED, a.values.rotated && !other.values.rotated);
+    tqkv__plan_slice(tqkv__add_dispatch(plan), &a, b, src_out);
     return TQKV_OK;
 }
 
-TQKV_API tqkv_result tqkv_metal_plan_attend_merge_slice(const tqkv_metal_attention *from, tqkv_metal_buffer out,
-                                                        tqkv_metal_buffer max, tqkv_metal_buffer sum,
-                                                        const tqkv_metal_attention *slice, tqkv_metal_buffer src_out,
-                                                        tqkv_metal_buffer src_max, tqkv_metal_buffer src_sum,
-                                                        tqkv_metal_plan *plan)
+TQKV_API tqkv_result tqkv_metal_plan_attend_merge(const tqkv_metal_attention *from, tqkv_metal_buffer out,
+                                                  tqkv_metal_buffer max, tqkv_metal_buffer sum,
+                                                  const tqkv_metal_attention *src, tqkv_metal_buffer src_out,
+                                                  tqkv_metal_buffer src_max, tqkv_metal_buffer src_sum,
+                                                  tqkv_metal_plan *plan)
 {
     tqkv__attend_buffers b = tqkv__buffers_of_slice(src_out, src_out, out, max, sum);
-    if (!tqkv__open_plan(plan, slice == from ? "attend_merge" : "attend_merge_slice"))
-        return TQKV__INVALID(TQKV__NO_PLAN);
+    if (!tqkv__open_plan(plan, "attend_merge")) return TQKV__INVALID(TQKV__NO_PLAN);
     b.slice.from = true;
     b.slice.src_max = src_max;
     b.slice.src_sum = src_sum;
-    return tqkv__close_plan(plan, tqkv__add_merge(from, slice, &b, src_out, plan));
+    return tqkv__close_plan(plan, tqkv__add_merge(from, src, &b, src_out, plan));
 }
 
 TQKV_API tqkv_result tqkv_metal_plan_attend_finish(const tqkv_metal_attention *from, tqkv_metal_buffer src_out,
@@ -16212,7 +16217,7 @@ TQKV_API tqkv_result tqkv_metal_plan_attend_finish(const tqkv_metal_attention *f
     b.slice.from = true;
     b.slice.src_max = src_max;
     b.slice.src_sum = src_sum;
-    tqkv__plan_slice(tqkv__add_dispatch(plan), &a, &b, src_out, a.unrotate_output);
+    tqkv__plan_slice(tqkv__add_dispatch(plan), &a, &b, src_out);
     return tqkv__close_plan(plan, TQKV_OK);
 }
 
@@ -17444,7 +17449,7 @@ static tqkv_result tqkv__visit_slices(tqkv__visitor *v, const tqkv_metal_attenti
     tqkv_result r = tqkv_metal_plan_attend_partial(a, none, first, count, none, none, none, none, &v->plan);
     r = tqkv__visit_attention(v, r, false);
     if (r != TQKV_OK) return r;
-    r = tqkv__visit(v, tqkv_metal_plan_attend_merge_slice(a, none, none, none, a, none, none, none, &v->plan));
+    r = tqkv__visit(v, tqkv_metal_plan_attend_merge(a, none, none, none, a, none, none, none, &v->plan));
     return r == TQKV_OK ? tqkv__visit(v, tqkv_metal_plan_attend_finish(a, none, none, none, none, &v->plan)) : r;
 }
 

@@ -608,21 +608,14 @@ tqkv_result tqkv_metal_attend_partial(tqkv_metal *m, tqkv_metal_object encoder, 
     return tqkv_metal_record(m, encoder, &plan);
 }
 
-tqkv_result tqkv_metal_attend_merge_slice(tqkv_metal *m, tqkv_metal_object encoder, const tqkv_metal_attention *a,
-                                          tqkv_metal_buffer out, tqkv_metal_buffer max, tqkv_metal_buffer sum,
-                                          const tqkv_metal_attention *slice, tqkv_metal_buffer src_out,
-                                          tqkv_metal_buffer src_max, tqkv_metal_buffer src_sum)
-{
-    tqkv_metal_plan plan;
-    tqkv_metal_plan_attend_merge_slice(a, out, max, sum, slice, src_out, src_max, src_sum, &plan);
-    return tqkv_metal_record(m, encoder, &plan);
-}
-
 tqkv_result tqkv_metal_attend_merge(tqkv_metal *m, tqkv_metal_object encoder, const tqkv_metal_attention *a,
                                     tqkv_metal_buffer out, tqkv_metal_buffer max, tqkv_metal_buffer sum,
-                                    tqkv_metal_buffer src_out, tqkv_metal_buffer src_max, tqkv_metal_buffer src_sum)
+                                    const tqkv_metal_attention *src, tqkv_metal_buffer src_out,
+                                    tqkv_metal_buffer src_max, tqkv_metal_buffer src_sum)
 {
-    return tqkv_metal_attend_merge_slice(m, encoder, a, out, max, sum, a, src_out, src_max, src_sum);
+    tqkv_metal_plan plan;
+    tqkv_metal_plan_attend_merge(a, out, max, sum, src, src_out, src_max, src_sum, &plan);
+    return tqkv_metal_record(m, encoder, &plan);
 }
 
 tqkv_result tqkv_metal_attend_finish(tqkv_metal *m, tqkv_metal_object encoder, const tqkv_metal_attention *a,

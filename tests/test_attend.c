@@ -177,7 +177,7 @@ static void attend_in_slices(attend_problem *problem, uint64_t seed)
     for (int left = SLICES; left > 1; left--) {
         int into = data_below(&random, left), from = (into + 1 + data_below(&random, left - 1)) % left;
         slice *d = &slices[into], *s = &slices[from];
-        CHECK_RESULT(tqkv_attend_merge(a, d->out, d->max, d->sum, s->out, s->max, s->sum), TQKV_OK);
+        CHECK_RESULT(tqkv_attend_merge(a, d->out, d->max, d->sum, a, s->out, s->max, s->sum), TQKV_OK);
         free_slice(s);
         slices[from] = slices[left - 1];
     }
@@ -244,8 +244,8 @@ static void check_merge_bases(const void *parameters)
                                          slices[i].max, slices[i].sum),
                      TQKV_OK);
     }
-    CHECK_RESULT(tqkv_attend_merge_slice(&a[0], slices[0].out, slices[0].max, slices[0].sum, &a[1], slices[1].out,
-                                         slices[1].max, slices[1].sum),
+    CHECK_RESULT(tqkv_attend_merge(&a[0], slices[0].out, slices[0].max, slices[0].sum, &a[1], slices[1].out,
+                                   slices[1].max, slices[1].sum),
                  TQKV_OK);
     CHECK_RESULT(tqkv_attend_finish(&a[0], slices[0].out, slices[0].max, slices[0].sum), TQKV_OK);
     const double limit = row->second_unrotated ? 0.5 : 0.02; /* of a sum in the wrong basis: more than 1 */

@@ -162,7 +162,7 @@ static void attend_slices(const attend_problem *p, float *out, float *sums)
     float *other_max = sum + p->n_rows, *other_sum = other_max + p->n_rows;
     CHECK_RESULT(tqkv_attend_partial(a, p->q, 0, half, out, max, sum), TQKV_OK);
     CHECK_RESULT(tqkv_attend_partial(a, p->q, half, (int)a->end - half, sums, other_max, other_sum), TQKV_OK);
-    CHECK_RESULT(tqkv_attend_merge(a, out, max, sum, sums, other_max, other_sum), TQKV_OK);
+    CHECK_RESULT(tqkv_attend_merge(a, out, max, sum, a, sums, other_max, other_sum), TQKV_OK);
     CHECK_RESULT(tqkv_attend_finish(a, out, max, sum), TQKV_OK);
 }
 

@@ -83,7 +83,7 @@ static tqkv_result tqkv__visit_slices(tqkv__visitor *v, const tqkv_metal_attenti
     tqkv_result r = tqkv_metal_plan_attend_partial(a, none, first, count, none, none, none, none, &v->plan);
     r = tqkv__visit_attention(v, r, false);
     if (r != TQKV_OK) return r;
-    r = tqkv__visit(v, tqkv_metal_plan_attend_merge_slice(a, none, none, none, a, none, none, none, &v->plan));
+    r = tqkv__visit(v, tqkv_metal_plan_attend_merge(a, none, none, none, a, none, none, none, &v->plan));
     return r == TQKV_OK ? tqkv__visit(v, tqkv_metal_plan_attend_finish(a, none, none, none, none, &v->plan)) : r;
 }
 

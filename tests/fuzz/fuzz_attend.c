@@ -288,7 +288,7 @@ static void attend_in_slices(const problem *p, int64_t cut, float *out)
     int64_t middle = shape.oldest + cut % (shape.end - shape.oldest + 1);
     CHECK_RESULT(tqkv_attend_partial(a, p->q, shape.oldest, (int)(middle - shape.oldest), out, max, sum), TQKV_OK);
     CHECK_RESULT(tqkv_attend_partial(a, p->q, middle, (int)(shape.end - middle), out2, max2, sum2), TQKV_OK);
-    CHECK_RESULT(tqkv_attend_merge(a, out, max, sum, out2, max2, sum2), TQKV_OK);
+    CHECK_RESULT(tqkv_attend_merge(a, out, max, sum, a, out2, max2, sum2), TQKV_OK);
     CHECK_RESULT(tqkv_attend_finish(a, out, max, sum), TQKV_OK);
     free(memory);
 }

@@ -124,7 +124,7 @@ static void run_prepared_stores(const void *parameters)
     CHECK_RESULT(tqkv_metal_attend_batch(m, work.encoder, &a, 1, &q, ab, sb, &out), TQKV_OK);
     CHECK_RESULT(tqkv_metal_attend_partial(m, work.encoder, &a, q, 0, 2, sb, out, max, sum), TQKV_OK);
     CHECK_RESULT(tqkv_metal_attend_partial(m, work.encoder, &a, q, 2, 1, sb, slice, more, most), TQKV_OK);
-    CHECK_RESULT(tqkv_metal_attend_merge(m, work.encoder, &a, out, max, sum, slice, more, most), TQKV_OK);
+    CHECK_RESULT(tqkv_metal_attend_merge(m, work.encoder, &a, out, max, sum, &a, slice, more, most), TQKV_OK);
     CHECK_RESULT(tqkv_metal_attend_finish(m, work.encoder, &a, out, max, sum, slice), TQKV_OK);
     CHECK(standin_calls() == 0, "%d calls that can fail", standin_calls());
     host_end(&work);
