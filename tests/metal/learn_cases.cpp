@@ -257,7 +257,8 @@ void pair_of_caches::check_newest(int t, int n, const tqkv_attention *some, cons
         view.list_newest = some->list_newest;
     }
     view.n_queries = n;
-    const std::vector<char> rows_of_q = packed(at(2, t), strides[2], row->type, n, HEADS, 0, key_dim);
+    const std::vector<char> rows_of_q =
+        packed(at(2, t), strides_or(view.query_strides, HEADS, key_dim), row->type, n, HEADS, 0, key_dim);
     std::vector<float> q((size_t)(n * HEADS * key_dim)), newest(each);
     std::vector<double> expected(all);
     for (size_t i = 0; i < q.size(); i++) q[i] = (float)value_at(row->type, rows_of_q.data(), i);

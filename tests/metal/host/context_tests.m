@@ -1,5 +1,6 @@
 /* Contexts: memory, their test of themselves, threads, devices and encoders. */
 #include "host.h"
+#include "tests/reference.h"
 #include <pthread.h>
 #include <sched.h>
 #include <stdatomic.h>

@@ -1,6 +1,7 @@
 /* Where the shaders come from: every kind of library, a source in the place of one that is refused, GPUs that take not
    all kernels. */
 #include "host.h"
+#include "tests/reference.h"
 #include <math.h>
 #ifdef STANDIN
 #include "tests/metal/standin/standin.h"
