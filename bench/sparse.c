@@ -115,7 +115,8 @@ static void run_index(bench *b, const float *q)
     }
     t.n_entries = 0;
     timing_add(&t, "fma", run_fma, b);
-    index_work work = {{.keys = &keys, .n_heads = INDEX_HEADS, .end = INDEX_KEYS, .relu = true}, q, NULL, NULL};
+    index_work work = {
+        {.keys = &keys, .n_heads = INDEX_HEADS, .n_queries = 1, .end = INDEX_KEYS, .relu = true}, q, NULL, NULL};
     work.scores = (float *)bench_alloc(INDEX_KEYS * sizeof(float));
     work.list = (int32_t *)bench_alloc(LISTED * sizeof(int32_t));
     timing_add(&t, "scores", run_index_scores, &work);

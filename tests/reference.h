@@ -544,8 +544,8 @@ static inline reference_shape reference_attention_shape(const tqkv_attention *a)
             capacity = keys < values ? keys : values;
     shape.key_dim = a->keys->head_dim + (a->tail ? a->tail->head_dim : 0);
     shape.value_dim = a->values->head_dim;
-    shape.n_heads = a->n_heads ? a->n_heads : a->keys->n_kv_heads;
-    shape.n_queries = a->n_queries ? a->n_queries : 1;
+    shape.n_heads = a->n_heads;
+    shape.n_queries = a->n_queries;
     shape.group = shape.n_heads / a->keys->n_kv_heads;
     shape.end = a->end;
     shape.oldest = a->end - (a->kv_len ? a->kv_len : a->end < capacity ? a->end : capacity);
@@ -564,7 +564,7 @@ static inline const tqkv_store *reference_store_of(const tqkv_attention *a, int 
     if (reference_attention_shape(a).kept && position < a->exact_first) return first;
     if (codes->format == TQKV_F16) return codes;
     if (first && position < a->exact_first) return first;
-    const int n_queries = a->n_queries ? a->n_queries : 1;
+    const int n_queries = a->n_queries;
     const int64_t at = a->end - (a->non_causal && !a->window ? 1 : n_queries - query);
     return last && position > at - a->exact_last && position >= a->exact_from ? last : codes;
 }
@@ -773,7 +773,7 @@ static inline double reference_gpu_difference(tqkv_format keys, tqkv_format tail
 /* The keys that a query sees end here. */
 static inline int64_t reference_index_end(const tqkv_index *x, int query)
 {
-    const int ratio = x->ratio ? x->ratio : 1, n_queries = x->n_queries ? x->n_queries : 1;
+    const int ratio = x->ratio ? x->ratio : 1, n_queries = x->n_queries;
     const int64_t at = (x->positions ? x->positions : x->end * ratio) - n_queries + query;
     int64_t end = 0;
     while (end < x->end && end * ratio + ratio - 1 <= at) end++;
@@ -785,7 +785,7 @@ static inline int64_t reference_index_end(const tqkv_index *x, int query)
 static inline double reference_key_score(reference_centroids centroids, const tqkv_index *x, const float *q,
                                          const float *weights, const double *key, double *allowed)
 {
-    const int d = x->keys->head_dim, n_heads = x->n_heads ? x->n_heads : 1;
+    const int d = x->keys->head_dim, n_heads = x->n_heads;
     const bool integers = centroids == REFERENCE_INTEGERS && reference_in_integers(x->keys->format);
     double total = 0.0, sizes = 0.0, lengths = 0.0, length = 0.0, row[REFERENCE_MAX_DIM];
     for (int i = 0; i < d; i++) length += key[i] * key[i];
@@ -809,7 +809,7 @@ static inline double reference_key_score(reference_centroids centroids, const tq
 static inline void reference_index_scores(reference_centroids centroids, const tqkv_index *x, int query, const float *q,
                                           const double *keys, int64_t first, double *scores, double *allowed)
 {
-    const int size = x->block ? x->block : 1, n_heads = x->n_heads ? x->n_heads : 1, d = x->keys->head_dim;
+    const int size = x->block ? x->block : 1, n_heads = x->n_heads, d = x->keys->head_dim;
     const int64_t end = reference_index_end(x, query), n_blocks = (x->end + size - 1) / size;
     const float *weights = x->weights ? x->weights + query * n_heads : NULL;
     for (int64_t b = 0; b < n_blocks; b++) {
