@@ -121,13 +121,6 @@ static float tqkv__panel_factor(const tqkv__stream *s, const float *norms, int p
     return tqkv__factor(s, norms[panel * s->panel_dim / s->norm_dim]);
 }
 
-static float tqkv__sum_16(float *lanes)
-{
-    for (int n = 8; n; n /= 2)
-        for (int i = 0; i < n; i++) lanes[i] = TQKV__AS_FLOAT(lanes[i] + lanes[i + n]);
-    return lanes[0];
-}
-
 static float tqkv__score_half(const tqkv__stream *s, const float *key, const float *query)
 {
     float lanes[16] = {0};

@@ -15,6 +15,9 @@
 
 #include "loops/tiles.h"
 
+#ifdef TQKV__ENCODES
+#include "loops/widen.h"
+
 #include "loops/rotate.h"
 
 #include "loops/norms.h"
@@ -22,6 +25,7 @@
 #include "loops/search.h"
 
 #include "loops/quantise.h"
+#endif
 
 #include "loops/table.h"
 
