@@ -53,6 +53,10 @@
                             decides: a library that others link has no reasons for them
      TQKV_NO_AVX512         leaves AVX-512 out: half the code, half the time to compile it (see docs/integrating.md)
      TQKV_NO_AVX2           leaves both out, because AVX-512 takes short rows from AVX2: a quarter of the code
+     TQKV_WINDOWS_AVX       puts both in with gcc on Windows, where they are left out otherwise: gcc does not align the
+                            stack there as its own AVX code needs (GCC bug 54412), and a thread of two crashes. Define
+                            it with a gcc that is patched, as those of Debian, MSYS2 and w64devkit are, or with
+                            -Wa,-muse-unaligned-vector-move. clang aligns it: there both are always in
      TQKV_NO_INTEGER        leaves out the vector loops of attention in integers, a fifth of the code: TQKV_INTEGER then
                             takes plain C, with the same bits
      TQKV_METAL             adds what tqkv_metal.m needs: define it for both files. On Apple's systems it is there,
@@ -222,9 +226,9 @@ typedef struct tqkv_store tqkv_store; /* see >>store */
 typedef struct tqkv_metal tqkv_metal; /* see >>metal */
 typedef struct tqkv_cache_desc {
     /* The shape, and how many positions it holds. */
-    int head_dim, n_kv_heads, n_heads, capacity; /* n_heads: 0 = n_kv_heads */
-    int value_dim;                               /* head_dim of the values; 0 = head_dim */
-    bool ring;                                   /* keep the newest `capacity` positions */
+    int head_dim, n_kv_heads, n_heads, capacity;
+    int value_dim; /* head_dim of the values; 0 = head_dim */
+    bool ring;     /* keep the newest `capacity` positions */
     bool shared;  /* the keys are the values, as MLA's latent is. value_format and value_dim: those of the keys, or 0 */
     int tail_dim; /* further dimensions of each key, in a stream of their own, as the RoPE part of MLA; 0: none */
 
@@ -466,7 +470,7 @@ typedef enum tqkv_pairs {
    then divided by its root mean square over the head's channels and kept in [2^-10, 2^10]. A channel of deviation 0
    counts as that of the smallest other. The same bits on every machine. Values need neither.
    src: [n_tokens][n_kv_heads][head_dim], of the shape's type and strides; q: [n_queries][n_heads][head_dim] of its
-   type, without gaps, or NULL; n_heads: 0 = n_kv_heads. center, channel_scale: [n_kv_heads][head_dim], one may be NULL.
+   type, without gaps, or NULL, when n_heads does not matter. center, channel_scale: [n_kv_heads][head_dim], one may be NULL.
    No tokens: 0 and 1. The shape's format, centre and scale do not matter. TQKV_NOT_FINITE: NaN, infinity or a magnitude
    beyond 1e12. */
 TQKV_API tqkv_result tqkv_calibrate(const tqkv_store *shape, const void *src, int n_tokens, const void *q, int n_heads,
@@ -523,8 +527,8 @@ typedef struct tqkv_attention {
     const tqkv_store *tail;
 
     /* The queries, and where they stand. */
-    int n_heads;   /* query heads; 0 = n_kv_heads */
-    int n_queries; /* 0 = 1 */
+    int n_heads;   /* query heads, at least one */
+    int n_queries; /* 0: the call reads and writes nothing */
     int64_t end;   /* positions appended so far */
     int kv_len;    /* resident positions, the newest; 0 = min(end, capacity), paged: min(end, n_pages * page_size) */
 
@@ -599,32 +603,30 @@ TQKV_API tqkv_result tqkv_attend_batch(const tqkv_attention *items, int n_items,
                                        void *const *out);
 
 /* Slices: the context cut into ranges that are attended apart (flash decoding, split-K; on other machines, in other
-   formats), merged in any order, and finished once:
+   formats, a prompt that many sequences share), merged in any order, and finished once:
 
      tqkv_attend_partial(&a, q, 0, 4096, out, max, sum);             // one slice
-     tqkv_attend_partial(&a, q, 4096, 4096, out_2, max_2, sum_2);    // another
-     tqkv_attend_merge(&a, out, max, sum, out_2, max_2, sum_2);      // the first becomes both
+     tqkv_attend_partial(&b, q, 4096, 4096, out_2, max_2, sum_2);    // another
+     tqkv_attend_merge(&a, out, max, sum, &b, out_2, max_2, sum_2);  // the first becomes both
      tqkv_attend_finish(&a, out, max, sum);                          // out: as tqkv_attend's, but for the last bits
 
    A slice is three arrays of floats without gaps. For each query and head: max, the largest score; sum, the sum of
-   exp(score - max); out, the sum of exp(score - max) * value, in the basis of the values' codes. Of a query that sees
-   nothing in it: -INFINITY, 0, zeros. max, sum: [n_queries][n_heads]; out: with the values' head_dim behind. */
+   exp(score - max); out, the sum of exp(score - max) * value. Of a query that sees nothing in it: -INFINITY, 0, zeros.
+   max, sum: [n_queries][n_heads]; out: with the values' head_dim behind. The values are those of the rotated basis,
+   whatever the format: scaled, without their centre, rotated. So slices of all formats merge, of a cache that still
+   learns and of one that has learned, too. */
 
-/* Attends positions [first, first + count), all resident, else TQKV_OUT_OF_RANGE. Leaves the sinks to
-   tqkv_attend_finish. */
+/* Attends positions [first, first + count), all resident, else TQKV_OUT_OF_RANGE. Leaves the sinks and the values'
+   centre to tqkv_attend_finish. */
 TQKV_API tqkv_result tqkv_attend_partial(const tqkv_attention *a, const void *q, int64_t first, int count, float *out,
                                          float *max, float *sum);
-/* out, max and sum become both slices. The two must have one basis of values, which the call cannot check: either both
-   are of rotated streams (TQ, I8) or none is (F16, unrotated), and their scales are the same. This call and the two
-   below read only the shapes of a->keys and a->values, and the values' scale. */
+/* out, max and sum, attended with `a`, become both slices. src: what src_out, src_max and src_sum were attended with.
+   TQKV_INVALID_ARGUMENT where the two differ in n_queries, n_heads, n_kv_heads or the values' head_dim, scale or centre.
+   This call and the next read only the shapes of keys and values, and the values' scale and centre. */
 TQKV_API tqkv_result tqkv_attend_merge(const tqkv_attention *a, float *out, float *max, float *sum,
-                                       const float *src_out, const float *src_max, const float *src_sum);
-/* The same for a src that was attended with `slice`, over stores of other formats: its sums are converted to the basis
-   of a->values. n_heads, n_queries, the values' head_dim and their scale are the same in both. */
-TQKV_API tqkv_result tqkv_attend_merge_slice(const tqkv_attention *a, float *out, float *max, float *sum,
-                                             const tqkv_attention *slice, const float *src_out, const float *src_max,
-                                             const float *src_sum);
-/* Adds the sinks, divides, rotates back and scales. */
+                                       const tqkv_attention *src, const float *src_out, const float *src_max,
+                                       const float *src_sum);
+/* Adds the sinks, divides, rotates back, scales, and adds the values' centre, as tqkv_attend with `a` does. */
 TQKV_API tqkv_result tqkv_attend_finish(const tqkv_attention *a, float *out, const float *max, const float *sum);
 
 /* Of a cache, as tqkv_cache_attend, with a list of blocks, a tree or both: those of `a`, whose other fields are
@@ -648,7 +650,7 @@ TQKV_API tqkv_attention tqkv_cache_view(const tqkv_cache *c);
 typedef enum tqkv_pool { TQKV_POOL_MAX = 0, TQKV_POOL_MEAN } tqkv_pool;
 typedef struct tqkv_index {
     const tqkv_store *keys; /* n_kv_heads 1, any format */
-    int n_heads, n_queries; /* query heads of the index; 0 = 1 */
+    int n_heads, n_queries; /* query heads of the index, at least one; without queries a call does nothing */
     int64_t end;            /* keys appended so far */
     int kv_len;             /* resident keys, as tqkv_attention's */
     int ratio;         /* positions of the context that a key stands for: key j for those from j * ratio on. 0 = 1 */
@@ -707,9 +709,9 @@ TQKV_API tqkv_parallel tqkv_team_parallel(tqkv_team *team);
 TQKV_API tqkv_allocator tqkv_team_allocator(tqkv_team *team);
 
 /* >>isa
-   The instruction set in use: "avx512" (with VBMI), "avx2" (with FMA), "neon" or "scalar". The first call chooses the
-   best set of the processor, or the one named by the environment variable TQKV_ISA. Codes and norms are the same in all
-   sets; attention differs in the last bits. */
+   The instruction set in use: "avx512" (with VBMI and VNNI), "avx2" (with FMA), "neon" or "scalar". The first call
+   chooses the best set of the processor, or the one named by the environment variable TQKV_ISA: where that one is not
+   there, TQKV_EXPLAIN gets a sentence. Codes and norms are the same in all sets; attention differs in the last bits. */
 TQKV_API const char *tqkv_isa_name(void);
 /* For tests: uses that set from now on, in all threads. NULL: chooses again. TQKV_INVALID_ARGUMENT for an unknown name,
    TQKV_UNSUPPORTED if the processor lacks the set. */
@@ -869,13 +871,14 @@ TQKV_METAL_API tqkv_result tqkv_metal_attend_scratch(tqkv_metal *m, const tqkv_m
 TQKV_METAL_API tqkv_result tqkv_metal_attend(tqkv_metal *m, tqkv_metal_object encoder, const tqkv_metal_attention *a,
                                              tqkv_metal_buffer q, tqkv_metal_buffer scratch, tqkv_metal_buffer out);
 
-/* As tqkv_attend_partial, tqkv_attend_merge, tqkv_attend_merge_slice and tqkv_attend_finish; slices of GPU and
-   processor may be merged. But max is only within 8 of the largest score, and finish reads src_out, src_max and src_sum
-   and writes out, another buffer, in output_type and with output_strides. scratch: as for tqkv_metal_attend. Sinks are
-   read by finish alone. Merges and finish look at no buffers of the stores.
-   Merged in order, slices of linear or paged stores without centres have the bits of tqkv_metal_attend if each but the
-   first is one section of the context: [0, 8192), then 32,768 positions each, under a window 8,192; in place of the
-   first section also its stretches of 512. The last may be shorter. */
+/* As tqkv_attend_partial, tqkv_attend_merge and tqkv_attend_finish; slices of GPU and processor may be merged. But max
+   is only within 8 of the largest score, and finish reads src_out, src_max and src_sum and writes out, another buffer,
+   in output_type and with output_strides. scratch: as for tqkv_metal_attend. Sinks and the values' centre are read by
+   finish alone; a merge sees whether stores have scales and centres, but not whether these are the same numbers. Merges
+   look at no buffers of the stores.
+   Merged in order, slices of linear or paged stores of rotated values, and keys without a centre, have the bits of
+   tqkv_metal_attend if each but the first is one section of the context: [0, 8192), then 32,768 positions each, under a
+   window 8,192; in place of the first section also its stretches of 512. The last may be shorter. */
 TQKV_METAL_API tqkv_result tqkv_metal_attend_partial(tqkv_metal *m, tqkv_metal_object encoder,
                                                      const tqkv_metal_attention *a, tqkv_metal_buffer q, int64_t first,
                                                      int count, tqkv_metal_buffer scratch, tqkv_metal_buffer out,
@@ -883,13 +886,8 @@ TQKV_METAL_API tqkv_result tqkv_metal_attend_partial(tqkv_metal *m, tqkv_metal_o
 TQKV_METAL_API tqkv_result tqkv_metal_attend_merge(tqkv_metal *m, tqkv_metal_object encoder,
                                                    const tqkv_metal_attention *a, tqkv_metal_buffer out,
                                                    tqkv_metal_buffer max, tqkv_metal_buffer sum,
-                                                   tqkv_metal_buffer src_out, tqkv_metal_buffer src_max,
-                                                   tqkv_metal_buffer src_sum);
-TQKV_METAL_API tqkv_result tqkv_metal_attend_merge_slice(tqkv_metal *m, tqkv_metal_object encoder,
-                                                         const tqkv_metal_attention *a, tqkv_metal_buffer out,
-                                                         tqkv_metal_buffer max, tqkv_metal_buffer sum,
-                                                         const tqkv_metal_attention *slice, tqkv_metal_buffer src_out,
-                                                         tqkv_metal_buffer src_max, tqkv_metal_buffer src_sum);
+                                                   const tqkv_metal_attention *src, tqkv_metal_buffer src_out,
+                                                   tqkv_metal_buffer src_max, tqkv_metal_buffer src_sum);
 TQKV_METAL_API tqkv_result tqkv_metal_attend_finish(tqkv_metal *m, tqkv_metal_object encoder,
                                                     const tqkv_metal_attention *a, tqkv_metal_buffer src_out,
                                                     tqkv_metal_buffer src_max, tqkv_metal_buffer src_sum,
@@ -967,7 +965,7 @@ TQKV_METAL_API tqkv_result tqkv_metal_cache_some_scratch(tqkv_metal *m, const tq
 
 /* Builds the pipelines of such calls now, wherever the context will stand: encode_kv into the two stores (keys and
    tail, if there is one; encode, if the keys are the values), with their pages if they have a table, and into those of
-   exact_first and exact_last, as many as there will be; attention of 1 to max_queries queries (0: 1), with a list if
+   exact_first and exact_last, as many as there will be; attention of 1 to max_queries queries, with a list if
    there is one; and what `also` adds up: the same in batches, and slices, their merge and finish. No pages are looked
    at, and of buffers only whether they are there: centres, sinks, a tree, a list and pages have pipelines of their own.
    Any thread may call it while others record; those do not wait. Other calls build theirs on first use, which takes up
@@ -1131,12 +1129,11 @@ TQKV_API tqkv_result tqkv_metal_plan_attend_partial(const tqkv_metal_attention *
                                                     int count, tqkv_metal_buffer scratch, tqkv_metal_buffer out,
                                                     tqkv_metal_buffer max, tqkv_metal_buffer sum,
                                                     tqkv_metal_plan *plan);
-/* slice may be a: then it is tqkv_metal_attend_merge. */
-TQKV_API tqkv_result tqkv_metal_plan_attend_merge_slice(const tqkv_metal_attention *a, tqkv_metal_buffer out,
-                                                        tqkv_metal_buffer max, tqkv_metal_buffer sum,
-                                                        const tqkv_metal_attention *slice, tqkv_metal_buffer src_out,
-                                                        tqkv_metal_buffer src_max, tqkv_metal_buffer src_sum,
-                                                        tqkv_metal_plan *plan);
+TQKV_API tqkv_result tqkv_metal_plan_attend_merge(const tqkv_metal_attention *a, tqkv_metal_buffer out,
+                                                  tqkv_metal_buffer max, tqkv_metal_buffer sum,
+                                                  const tqkv_metal_attention *src, tqkv_metal_buffer src_out,
+                                                  tqkv_metal_buffer src_max, tqkv_metal_buffer src_sum,
+                                                  tqkv_metal_plan *plan);
 TQKV_API tqkv_result tqkv_metal_plan_attend_finish(const tqkv_metal_attention *a, tqkv_metal_buffer src_out,
                                                    tqkv_metal_buffer src_max, tqkv_metal_buffer src_sum,
                                                    tqkv_metal_buffer out, tqkv_metal_plan *plan);
@@ -1217,7 +1214,8 @@ TQKV_API tqkv_result tqkv_metal_plan_cache_prepare(const tqkv_cache *c, tqkv_met
      >>k-dot          scores straight from the codes
      >>k-accumulate   sums of values straight from the codes
      >>k-tiles        the scores and the sums of a tile
-     >>k-rotate       rows to floats, and the rotation
+     >>k-widen        rows to floats and back
+     >>k-rotate       the rotation
      >>k-norms        sums of squares, norms
      >>k-search       the factor whose codes are best for a row
      >>k-quantise     codes, packed, of whole rows
@@ -1226,7 +1224,7 @@ TQKV_API tqkv_result tqkv_metal_plan_cache_prepare(const tqkv_cache *c, tqkv_met
      >>k-halves       halves among them
      >>k-integer-few  one and two rows of them
      >>k-integer-tiles  the scores and the sums of a tile
-     >>set-avx512, >>set-avx2, >>set-neon
+     >>set-avx2, >>set-avx512, >>set-neon
                       what a set brings to the loops
      >>integer-avx512, >>integer-avx2, >>integer-neon
                       what it brings to those of integers
@@ -3968,8 +3966,8 @@ static TQKV__NOINLINE void tqkv__calibrate_head(const tqkv__stream *s, const voi
 static tqkv_result tqkv__take_queries(const tqkv__stream *s, const void *q, int n_heads, int n_queries,
                                       tqkv__queries *queries, size_t *bytes)
 {
-    if (!n_heads) n_heads = s->n_kv_heads;
-    if (n_heads < 0 || n_heads % s->n_kv_heads) return TQKV__INVALID("n_heads is not a multiple of n_kv_heads");
+    if (!q) n_heads = s->n_kv_heads;
+    if (n_heads <= 0 || n_heads % s->n_kv_heads) return TQKV__INVALID("n_heads: 0, or not a multiple of n_kv_heads");
     if (n_queries < 0) return TQKV__INVALID("n_queries is negative");
     *bytes = 0;
     queries->rows = *s;
@@ -5818,7 +5816,7 @@ TQKV__TARGET static bool TQKV__(rows_finite)(tqkv_type type, const void *x, size
     return !(all & 0x80008000u);
 }
 
-/* >>k-rotate: rows to floats and the rotation by vectors. The sums and their order are those of >>codec, and so are the
+/* >>k-rotate: the rotation by vectors. The sums and their order are those of >>codec, and so are the
    bytes. */
 
 /* Butterflies (a, b) -> (a + b, a - b) between vectors 1, 2, 4 .. count/2 apart; count is a constant. */
@@ -6072,9 +6070,8 @@ TQKV__OP float TQKV__(largest_size)(const float *x, int n)
 TQKV__OP void TQKV__(norms)(const tqkv__stream *s, const float *y, float *norms, float *scales)
 {
     for (int b = 0; b < s->norms_per_row; b++, y += s->norm_dim)
-        norms[b] = s->kind == TQKV__GRID
-                       ? tqkv__norm_i8(TQKV__(largest_size)(y, s->norm_dim), &scales[b])
-                       : tqkv__norm_tq(s, TQKV__(sum_of_squares)(y, s->norm_dim), &scales[b]);
+        norms[b] = s->kind == TQKV__GRID ? tqkv__norm_i8(TQKV__(largest_size)(y, s->norm_dim), &scales[b])
+                                         : tqkv__norm_tq(s, TQKV__(sum_of_squares)(y, s->norm_dim), &scales[b]);
 }
 
 TQKV__TARGET static void TQKV__(scale_row)(const tqkv__stream *s, float *row, float *norms)
@@ -7673,7 +7670,10 @@ static const tqkv__integers TQKV__I(integers) = {&TQKV__(isa),
    the rest of the file is compiled with. clang has no such pragma: it leaves the sets out, and plain C takes a fifth of
    the time. */
 #if defined(__OPTIMIZE__) || !defined(__clang__)
-#if defined(__x86_64__) && !defined(TQKV_NO_AVX2)
+#if defined(__x86_64__) && !defined(TQKV_NO_AVX2) && defined(_WIN32) && !defined(__clang__) &&                         \
+    !defined(TQKV_WINDOWS_AVX)
+#pragma message("tqkv.h: without AVX, see TQKV_WINDOWS_AVX")
+#elif defined(__x86_64__) && !defined(TQKV_NO_AVX2)
 #define TQKV__AVX2
 #ifndef TQKV_NO_AVX512
 #define TQKV__AVX512
@@ -8083,7 +8083,7 @@ TQKV__OP __m256 tqkv__look_up_avx2(const int bits, const __m256 *table, __m256i 
     return *table;
 }
 
-#define TQKV__(name)             tqkv__##name##_avx2
+#define TQKV__(name) tqkv__##name##_avx2
 #define TQKV__ENCODES
 #define TQKV__WIDTH              8 /* vectors of the rotation in registers */
 #define TQKV__ISA_NAME           "avx2"
@@ -8325,10 +8325,11 @@ TQKV__OP void tqkv__turn_step_avx512(const bool decoded, const int columns, __m5
     const int half = columns / 2;
     TQKV__UNROLL
     for (int i = 0; i < 4; i++) {
-        if (i >= half) break;
-        const __m512 a = decoded ? x[2 * i] : x[i], b = decoded ? x[2 * i + 1] : x[half + i];
-        y[decoded ? i : 2 * i] = _mm512_permutex2var_ps(a, decoded ? even : low, b);
-        y[decoded ? half + i : 2 * i + 1] = _mm512_permutex2var_ps(a, decoded ? odd : high, b);
+        if (i < half) {
+            const __m512 a = decoded ? x[2 * i] : x[i], b = decoded ? x[2 * i + 1] : x[half + i];
+            y[decoded ? i : 2 * i] = _mm512_permutex2var_ps(a, decoded ? even : low, b);
+            y[decoded ? half + i : 2 * i + 1] = _mm512_permutex2var_ps(a, decoded ? odd : high, b);
+        }
     }
     TQKV__UNROLL
     for (int i = 0; i < 8; i++)
@@ -8345,10 +8346,6 @@ TQKV__OP __m512i tqkv__larger_bits_avx512(__m512i largest, __m512 x)
 {
     return _mm512_max_epu32(largest, _mm512_castps_si512(_mm512_abs_ps(x)));
 }
-
-
-
-
 
 #define tqkv__codec_avx512       tqkv__codec_avx2 /* rows are encoded by the narrower set */
 #define TQKV__(name)             tqkv__##name##_avx512
@@ -8738,7 +8735,7 @@ TQKV__OP float32x4_t tqkv__look_up_neon(const int bits, const float32x4_t *table
     return *table;
 }
 
-#define TQKV__(name)             tqkv__##name##_neon
+#define TQKV__(name) tqkv__##name##_neon
 #define TQKV__ENCODES
 #define TQKV__WIDTH              16 /* vectors of the rotation in registers */
 #define TQKV__ISA_NAME           "neon"
@@ -9610,22 +9607,33 @@ static const tqkv__isa *const tqkv__isas[] = {
     &tqkv__isa_scalar};
 #define TQKV__ISAS (sizeof tqkv__isas / sizeof tqkv__isas[0])
 
+#ifdef TQKV__AVX2
+/* Asks the processor and the system: __builtin_cpu_supports is the word of the compiler's runtime library, which clang
+   for Windows lacks and in which zig answers 0. */
+static bool tqkv__x86_present(bool avx512)
+{
+    const unsigned basic = bit_OSXSAVE | bit_FMA | bit_F16C, vectors = 0x06, wide_vectors = 0xe0;
+    unsigned eax, ebx, ecx, edx, saved;
+    if (!__get_cpuid(1, &eax, &ebx, &ecx, &edx) || (ecx & basic) != basic) return false;
+    __asm__ volatile("xgetbv" : "=a"(saved), "=d"(edx) : "c"(0)); /* the registers that the system saves */
+    if ((saved & vectors) != vectors || !__get_cpuid_count(7, 0, &eax, &ebx, &ecx, &edx)) return false;
+    if (!avx512) return (ebx & bit_AVX2) != 0;
+#ifdef __APPLE__ /* from their first use on */
+    saved |= wide_vectors;
+#endif
+    const unsigned b = bit_AVX2 | bit_AVX512F | bit_AVX512BW | bit_AVX512VL | bit_AVX512DQ;
+    const unsigned c = bit_AVX512VBMI | bit_AVX512VNNI;
+    return (saved & wide_vectors) == wide_vectors && (ebx & b) == b && (ecx & c) == c;
+}
+#endif
+
 static bool tqkv__isa_present(const tqkv__isa *isa)
 {
 #ifdef TQKV__AVX2
-    unsigned eax, ebx, ecx = 0, edx;
-    __builtin_cpu_init();
-#ifdef TQKV__AVX512
-    if (isa == &tqkv__isa_avx512)
-        return __builtin_cpu_supports("avx512f") && __builtin_cpu_supports("avx512bw") &&
-               __builtin_cpu_supports("avx512vl") && __builtin_cpu_supports("avx512dq") &&
-               __builtin_cpu_supports("avx512vbmi") && tqkv__isa_present(&tqkv__isa_avx2);
-#endif
-    if (isa == &tqkv__isa_avx2)
-        return __builtin_cpu_supports("avx2") && __builtin_cpu_supports("fma") && /* clang 14 does not know f16c */
-               __get_cpuid(1, &eax, &ebx, &ecx, &edx) && (ecx & bit_F16C);
-#endif
+    return isa && (isa == &tqkv__isa_scalar || tqkv__x86_present(isa != &tqkv__isa_avx2));
+#else
     return isa != NULL;
+#endif
 }
 
 /* The library's only variable beside tqkv__products: set once, or by tqkv_isa_force */
@@ -9644,6 +9652,9 @@ static const tqkv__isa *tqkv__isa_now(void)
     if (isa) return isa;
     const char *wanted = getenv("TQKV_ISA");
     isa = wanted ? tqkv__isa_named(wanted) : NULL;
+    if (wanted && !tqkv__isa_present(isa))
+        TQKV_EXPLAIN(isa ? "TQKV_ISA: the processor lacks this instruction set; the best one that it has is in use"
+                         : "TQKV_ISA: no instruction set of this build; the best one is in use");
     for (size_t i = 0; i < TQKV__ISAS && (!isa || !tqkv__isa_present(isa)); i++) isa = tqkv__isas[i];
     const tqkv__isa *now = NULL; /* or what another thread has chosen in the meantime */
     const bool first =
@@ -9722,7 +9733,7 @@ static const tqkv__integers *tqkv__integers_for(const tqkv__isa *isa)
 {
     const char products = tqkv__products_now();
 #ifdef TQKV__AVX512
-    if (isa == &tqkv__isa_avx512 && __builtin_cpu_supports("avx512vnni")) return &tqkv__i_integers_avx512;
+    if (isa == &tqkv__isa_avx512) return &tqkv__i_integers_avx512;
 #endif
 #ifdef TQKV__AVX2
     if (isa != &tqkv__isa_scalar) return products > 1 ? &tqkv__i_integers_avxvnni : &tqkv__i_integers_avx2;
@@ -9867,8 +9878,6 @@ static tqkv_result tqkv__attention_shape(const tqkv_attention *a, tqkv__attentio
     r->key_dim = r->keys.head_dim;
     r->value_dim = r->values.head_dim;
     r->n_kv_heads = r->keys.n_kv_heads;
-    if (!call->n_heads) call->n_heads = r->n_kv_heads;
-    if (!call->n_queries) call->n_queries = 1;
     r->isa = tqkv__narrower(tqkv__isa_for(r->key_dim), tqkv__isa_for(r->value_dim));
     if ((result = tqkv__take_tail(r)) != TQKV_OK) return result;
     if (call->scale == 0.0f) call->scale = tqkv__inverse_root(r->key_dim);
@@ -9878,8 +9887,8 @@ static tqkv_result tqkv__attention_shape(const tqkv_attention *a, tqkv__attentio
     r->rotate_queries = r->keys.rotated && a->query_basis == TQKV_ORIGINAL;
     r->unrotate_output = r->values.rotated && a->output_basis == TQKV_ORIGINAL;
     if (r->values.n_kv_heads != r->n_kv_heads) return TQKV__INVALID("keys and values differ in n_kv_heads");
-    if (call->n_heads < 0 || call->n_heads % r->n_kv_heads != 0)
-        return TQKV__INVALID("n_heads is not a multiple of n_kv_heads");
+    if (call->n_heads <= 0 || call->n_heads % r->n_kv_heads != 0)
+        return TQKV__INVALID("n_heads: 0, or not a multiple of n_kv_heads");
     if (call->n_queries < 0 || call->window < 0) return TQKV__INVALID("n_queries or window is negative");
     if ((result = tqkv__check_options(a)) != TQKV_OK) return result;
     if (!tqkv__resolve_allocator(&call->allocator)) return TQKV__INVALID("allocator: one of alloc and free is missing");
@@ -11484,19 +11493,16 @@ static void tqkv__find_offsets(const tqkv__attention *a, const tqkv__item *item,
     }
 }
 
-/* Adds the centres to the sums of a row. The keys' belongs to the maximum, where a float has lost the last bits of the
-   sum; they go into the weights. value_center, out: [value_dim], in the basis of the values' codes; value_center may be
-   NULL */
-static void tqkv__add_centers(const tqkv__attention *a, double score, const float *value_center, float *out, float *max,
-                              float *sum)
+/* Adds what the keys' centre adds to all scores of a row. It belongs to the maximum, where a float has lost the last bits
+   of the sum; they go into the weights. out: [value_dim] */
+static void tqkv__shift_scores(const tqkv__attention *a, double score, float *out, float *max, float *sum)
 {
     if (*sum == 0.0f) return;
     const double exact = (double)*max + score;
     const float rounded = TQKV__AS_FLOAT((float)exact), rest = (float)(exact - (double)rounded);
     const float factor = tqkv__exp(rest - rest == 0.0f ? rest : NAN); /* the score is beyond the range of float */
     *sum = TQKV__AS_FLOAT(*sum * factor);
-    for (int d = 0; d < a->value_dim; d++)
-        out[d] = tqkv__sum_of_products(out[d], factor, *sum, value_center ? value_center[d] : 0.0f);
+    tqkv__scale(out, a->value_dim, factor);
     *max = rounded;
 }
 
@@ -11506,10 +11512,11 @@ static void tqkv__add_share(const tqkv__attention *a, const float *center, float
     for (int d = 0; d < a->value_dim; d++) out[d] = TQKV__AS_FLOAT(out[d] + tqkv__rounded(share * center[d]));
 }
 
-/* Finishes a row: out = out / (sum + exp(sink - max)), rotated back and scaled, then the centre unless that is NULL;
-   zeros if the row saw nothing. center, out: [value_dim], center in the original basis */
-static TQKV__NOINLINE void tqkv__finish_row(const tqkv__attention *a, int head, const float *center, float *out,
-                                            float max, float sum)
+/* Finishes a row: out = out / (sum + exp(sink - max)), brought to the basis of outputs, then the values' centre unless
+   that is NULL; zeros if the row saw nothing. unrotate: sums are of the rotated basis, the output is not. center, out:
+   [value_dim], center in the basis of outputs */
+static TQKV__NOINLINE void tqkv__finish_row(const tqkv__attention *a, int head, bool unrotate, const float *center,
+                                            float *out, float max, float sum)
 {
     if (sum == 0.0f) { /* rotated back, half of the zeros would be negative */
         memset(out, 0, (size_t)a->value_dim * sizeof(float));
@@ -11520,9 +11527,19 @@ static TQKV__NOINLINE void tqkv__finish_row(const tqkv__attention *a, int head, 
     const float of_sink = tqkv__exp(TQKV__AS_FLOAT(sink - largest));
     const float all = tqkv__sum_of_products(sum, keep, of_sink, 1.0f);
     tqkv__scale(out, a->value_dim, TQKV__AS_FLOAT(keep / all));
-    if (a->unrotate_output) a->isa->codec->unrotate(out, a->value_dim);
+    if (unrotate) a->isa->codec->unrotate(out, a->value_dim);
     if (a->call.output_basis == TQKV_ORIGINAL) tqkv__apply_scale(&a->values, head / a->group, out);
     if (center) tqkv__add_share(a, center, TQKV__AS_FLOAT(tqkv__rounded(sum * keep) / all), out);
+}
+
+/* Finds the values' centre of a head in the basis of outputs, behind the scale: a channel is then not rounded against
+   larger ones. Returns it, or NULL without; room: [TQKV_MAX_HEAD_DIM] */
+static const float *tqkv__output_center(const tqkv__attention *a, int kv_head, float *room)
+{
+    if (!a->values.center || a->call.output_basis == TQKV_ORIGINAL) return tqkv__center_of(&a->values, kv_head);
+    memset(room, 0, (size_t)a->value_dim * sizeof(float));
+    tqkv__add_center(&a->values, kv_head, true, room);
+    return room;
 }
 
 /* Settles the NaNs of integers, see tqkv__one_nan. out: [value_dim] */
@@ -11534,24 +11551,17 @@ static void tqkv__settle_row(const tqkv__attention *a, float *out, float *max, f
     *sum = tqkv__one_nan(*sum);
 }
 
-/* Writes an item's sums to the caller; finishes and rounds them unless the call is partial. The values' centre is added
-   to the sums, in the basis of the codes; with a scale, where the row is finished, behind the scale: a channel is then
-   not rounded against larger ones. */
+/* Writes an item's sums to the caller: finished and rounded, or as those of a slice, which are rotated whatever the
+   values' format. */
 static TQKV__NOINLINE void tqkv__deliver(const tqkv__request *request, const tqkv__item *item, const tqkv__sums *sums)
 {
     const tqkv__attention *a = request->a;
-    float center[TQKV_MAX_HEAD_DIM]; /* of the values */
-    const bool behind = a->values.channel_scale && !request->max && a->call.output_basis == TQKV_ORIGINAL;
-    const float *last = behind ? tqkv__center_of(&a->values, item->kv_head) : NULL;
-    const float *coded = a->values.center && !behind ? center : NULL;
+    float room[TQKV_MAX_HEAD_DIM];
+    const float *center = tqkv__output_center(a, item->kv_head, room);
     TQKV__ALIGNED float wide[TQKV_MAX_HEAD_DIM];
     const tqkv_type type = request->max ? TQKV_TYPE_F32 : a->call.output_type;
     const bool scored =
         (a->keys.center || a->tail.center) && a->call.softcap == 0.0f && (request->max || a->call.sinks);
-    if (coded) {
-        memset(center, 0, sizeof center);
-        tqkv__add_center(&a->values, item->kv_head, true, center);
-    }
     for (int i = 0; i < item->n_rows; i++) {
         const size_t row = tqkv__caller_row(a, item, i);
         void *to = tqkv__output_at(request, row);
@@ -11561,8 +11571,11 @@ static TQKV__NOINLINE void tqkv__deliver(const tqkv__request *request, const tqk
         /* Codes of masked slots have the weight 0, and leave their signs in sums that have underflowed: -0 becomes
            0. */
         for (int d = 0; d < a->value_dim; d++) out[d] = TQKV__AS_FLOAT(out[d] + 0.0f);
-        if (scored || coded) tqkv__add_centers(a, score, coded, out, &max, &sum);
-        if (!request->max) tqkv__finish_row(a, (int)(row % (size_t)a->call.n_heads), last, out, max, sum);
+        if (scored) tqkv__shift_scores(a, score, out, &max, &sum);
+        if (!request->max)
+            tqkv__finish_row(a, (int)(row % (size_t)a->call.n_heads), a->unrotate_output, center, out, max, sum);
+        else if (!a->values.rotated && sum != 0.0f)
+            a->isa->codec->rotate(out, a->value_dim);
         tqkv__settle_row(a, out, &max, &sum);
         if (request->max) {
             request->max[row] = max;
@@ -12008,8 +12021,8 @@ static tqkv_result tqkv__attend(const tqkv__attention *a, const void *q, void *o
 TQKV_API tqkv_result tqkv_attend(const tqkv_attention *attention, const void *q, void *out)
 {
     tqkv__attention a;
-    tqkv_result r = tqkv__attention_open(attention, &a);
-    return r == TQKV_OK ? tqkv__attend(&a, q, out) : r;
+    const tqkv_result r = tqkv__attention_open(attention, &a);
+    return r == TQKV_OK && a.call.n_queries ? tqkv__attend(&a, q, out) : r;
 }
 
 /* Where one call's rows of output lie, in bytes. */
@@ -12111,20 +12124,21 @@ static tqkv_result tqkv__check_outputs(const tqkv__request *requests, int n_requ
     return overlap ? TQKV__INVALID("the output of an item overlaps an array of another") : TQKV_OK;
 }
 
-/* Opens and checks one item; it takes over the hooks of the first. */
+/* Opens and checks one item, which takes over the hooks of the first. Adds its request if it has queries. */
 static tqkv_result tqkv__open_item(const tqkv_attention *items, int i, const void *q, void *out, tqkv__attention *a,
-                                   tqkv__request *request)
+                                   tqkv__request *requests, int *n_requests)
 {
     tqkv_attention item = items[i];
     item.parallel = items[0].parallel;
     item.allocator = items[0].allocator;
     const tqkv_result r = tqkv__attention_open(&item, a);
-    return r == TQKV_OK ? tqkv__cut_whole(a, q, out, request) : r;
+    return r == TQKV_OK && a->call.n_queries ? tqkv__cut_whole(a, q, out, &requests[(*n_requests)++]) : r;
 }
 
 TQKV_API tqkv_result tqkv_attend_batch(const tqkv_attention *items, int n_items, const void *const *q, void *const *out)
 {
     size_t size;
+    int n_requests = 0;
     if (!items || !q || !out) return TQKV__INVALID("items, q or out is NULL");
     if (n_items < 0) return TQKV__INVALID("n_items is negative");
     if (n_items == 0) return TQKV_OK;
@@ -12137,9 +12151,9 @@ TQKV_API tqkv_result tqkv_attend_batch(const tqkv_attention *items, int n_items,
     tqkv__request *requests = (tqkv__request *)(void *)(opened + n_items);
     tqkv_result r = TQKV_OK;
     for (int i = 0; r == TQKV_OK && i < n_items; i++)
-        r = tqkv__open_item(items, i, q[i], out[i], &opened[i], &requests[i]);
-    if (r == TQKV_OK) r = tqkv__check_outputs(requests, n_items, &allocator);
-    if (r == TQKV_OK) r = tqkv__run_job(requests, n_items);
+        r = tqkv__open_item(items, i, q[i], out[i], &opened[i], requests, &n_requests);
+    if (r == TQKV_OK && n_requests) r = tqkv__check_outputs(requests, n_requests, &allocator);
+    if (r == TQKV_OK && n_requests) r = tqkv__run_job(requests, n_requests);
     allocator.free(allocator.user, opened, size);
     return r;
 }
@@ -12152,23 +12166,24 @@ static tqkv_result tqkv__check_slice_range(const tqkv__attention *a, int64_t fir
     return TQKV_OK;
 }
 
-static tqkv_result tqkv__check_slices_match(const tqkv__attention *a, const tqkv__attention *from)
+/* Whether the sums of two slices have the same meaning. */
+static tqkv_result tqkv__check_slices_match(const tqkv__attention *a, const tqkv__attention *src)
 {
-    if (from->value_dim != a->value_dim || from->call.n_heads != a->call.n_heads ||
-        from->call.n_queries != a->call.n_queries)
+    if (src->value_dim != a->value_dim || src->call.n_heads != a->call.n_heads ||
+        src->call.n_queries != a->call.n_queries)
         return TQKV__INVALID("the slices differ in the values' head_dim, n_heads or n_queries");
-    if (from->n_kv_heads != a->n_kv_heads && (from->values.channel_scale || a->values.channel_scale))
-        return TQKV__INVALID("the slices differ in n_kv_heads");
-    return tqkv__same_scale(&a->values, &from->values)
-               ? TQKV_OK
-               : TQKV__INVALID("the slices differ in the values' channel_scale");
+    if (src->n_kv_heads != a->n_kv_heads) return TQKV__INVALID("the slices differ in n_kv_heads");
+    if (!tqkv__same_scale(&a->values, &src->values))
+        return TQKV__INVALID("the slices differ in the values' channel_scale");
+    return tqkv__same_center(&a->values, &src->values) ? TQKV_OK
+                                                       : TQKV__INVALID("the slices differ in the values' centre");
 }
 
-/* Opens the shape of an attention, and the scale of its values, which is in the sums of its slices. */
+/* Opens the shape of an attention, with centre and scale of its values: what slices are merged and finished by. */
 static tqkv_result tqkv__slice_shape(const tqkv_attention *attention, tqkv__attention *a)
 {
     const tqkv_result r = tqkv__attention_shape(attention, a);
-    return r == TQKV_OK ? tqkv__stream_scale(attention->values, &a->values) : r;
+    return r == TQKV_OK ? tqkv__stream_channels(attention->values, &a->values) : r;
 }
 
 TQKV_API tqkv_result tqkv_attend_partial(const tqkv_attention *attention, const void *q, int64_t first, int count,
@@ -12179,7 +12194,7 @@ TQKV_API tqkv_result tqkv_attend_partial(const tqkv_attention *attention, const 
     tqkv__arrays arrays = {{NULL}, {0}, 0, sizeof(float)};
     tqkv_result r = tqkv__attention_open(attention, &a);
     if (r == TQKV_OK) r = tqkv__check_slice_range(&a, first, count);
-    if (r != TQKV_OK) return r;
+    if (r != TQKV_OK || !a.call.n_queries) return r;
     const tqkv__range slice = {first, first + count};
     if ((r = tqkv__check_seen(&a, slice)) != TQKV_OK) return r;
     tqkv__add_slice(&arrays, &a, out, max, sum);
@@ -12188,53 +12203,49 @@ TQKV_API tqkv_result tqkv_attend_partial(const tqkv_attention *attention, const 
     return tqkv__run_job(&request, 1);
 }
 
-TQKV_API tqkv_result tqkv_attend_merge_slice(const tqkv_attention *attention, float *out, float *max, float *sum,
-                                             const tqkv_attention *slice, const float *src_out, const float *src_max,
-                                             const float *src_sum)
+TQKV_API tqkv_result tqkv_attend_merge(const tqkv_attention *attention, float *out, float *max, float *sum,
+                                       const tqkv_attention *src, const float *src_out, const float *src_max,
+                                       const float *src_sum)
 {
     tqkv__attention a, from;
     tqkv__arrays arrays = {{NULL}, {0}, 0, sizeof(float)};
     tqkv_result r = tqkv__slice_shape(attention, &a);
-    if (r == TQKV_OK) r = tqkv__slice_shape(slice, &from);
+    if (r == TQKV_OK) r = tqkv__slice_shape(src, &from);
     if (r == TQKV_OK) r = tqkv__check_slices_match(&a, &from);
-    if (r != TQKV_OK) return r;
+    if (r != TQKV_OK || !a.call.n_queries) return r;
     tqkv__add_slice(&arrays, &a, out, max, sum);
     tqkv__add_slice(&arrays, &a, src_out, src_max, src_sum);
     if ((r = tqkv__check_arrays(&arrays, 3)) != TQKV_OK) return r;
     const size_t value_dim = (size_t)a.value_dim;
     const uint64_t mode = tqkv__fp_exact();
     for (size_t row = 0; row < a.n_rows; row++) {
-        float source[TQKV_MAX_HEAD_DIM]; /* basis of a's values */
-        memcpy(source, src_out + row * value_dim, value_dim * sizeof(float));
-        if (from.values.rotated && !a.values.rotated) a.isa->codec->unrotate(source, a.value_dim);
-        if (a.values.rotated && !from.values.rotated) a.isa->codec->rotate(source, a.value_dim);
-        tqkv__merge_row(a.value_dim, out + row * value_dim, &max[row], &sum[row], source, src_max[row], src_sum[row]);
-        tqkv__settle_row(&a, out + row * value_dim, &max[row], &sum[row]);
+        float *at = out + row * value_dim;
+        tqkv__merge_row(a.value_dim, at, &max[row], &sum[row], src_out + row * value_dim, src_max[row], src_sum[row]);
+        tqkv__settle_row(&a, at, &max[row], &sum[row]);
     }
     tqkv__fp_restore(mode);
     return TQKV_OK;
 }
 
-TQKV_API tqkv_result tqkv_attend_merge(const tqkv_attention *attention, float *out, float *max, float *sum,
-                                       const float *src_out, const float *src_max, const float *src_sum)
-{
-    return tqkv_attend_merge_slice(attention, out, max, sum, attention, src_out, src_max, src_sum);
-}
-
 TQKV_API tqkv_result tqkv_attend_finish(const tqkv_attention *attention, float *out, const float *max, const float *sum)
 {
     tqkv__attention a;
+    float room[TQKV_MAX_HEAD_DIM];
     tqkv__arrays arrays = {{NULL}, {0}, 0, sizeof(float)};
     tqkv_result r = tqkv__slice_shape(attention, &a);
-    if (r != TQKV_OK) return r;
+    if (r != TQKV_OK || !a.call.n_queries) return r;
     tqkv__add_slice(&arrays, &a, out, max, sum);
     if (a.call.sinks) tqkv__add_array(&arrays, a.call.sinks, (size_t)a.call.n_heads * sizeof(float));
     if (a.values.channel_scale) tqkv__add_array(&arrays, a.values.channel_scale, tqkv__center_size(&a.values));
+    if (a.values.center) tqkv__add_array(&arrays, a.values.center, tqkv__center_size(&a.values));
     if ((r = tqkv__check_arrays(&arrays, 1)) != TQKV_OK) return r;
     const uint64_t mode = tqkv__fp_exact();
+    const bool unrotate = !a.values.rotated || a.unrotate_output;
     for (size_t row = 0; row < a.n_rows; row++) {
         float *at = out + row * (size_t)a.value_dim, of[2] = {max[row], sum[row]};
-        tqkv__finish_row(&a, (int)(row % (size_t)a.call.n_heads), NULL, at, of[0], of[1]);
+        const int head = (int)(row % (size_t)a.call.n_heads);
+        const float *center = tqkv__output_center(&a, head / a.group, room);
+        tqkv__finish_row(&a, head, unrotate, center, at, of[0], of[1]);
         tqkv__settle_row(&a, at, &of[0], &of[1]);
     }
     tqkv__fp_restore(mode);
@@ -12490,6 +12501,7 @@ TQKV_API tqkv_result tqkv_index_scores(const tqkv_index *index, const void *q, f
     tqkv__arrays arrays = {{scores}, {0}, 1, sizeof(float)};
     tqkv_result r = tqkv__index_shape(index, &x);
     if (r == TQKV_OK) r = tqkv__stream_memory(index->keys, &x.a.keys);
+    if (r == TQKV_OK && !x.a.call.n_queries) return r;
     if (r == TQKV_OK) r = tqkv__index_array(&x, scores, &arrays.size[0]);
     if (r == TQKV_OK) r = tqkv__check_attend(&x.a, q, &arrays);
     if (r == TQKV_OK) r = tqkv__check_pages(&x.a.keys, x.a.first, tqkv__index_end(&x, x.a.call.n_queries - 1));
@@ -12623,9 +12635,10 @@ TQKV_API tqkv_result tqkv_index_choose(const tqkv_index *index, const float *sco
     tqkv__index x;
     size_t size, list_size;
     tqkv_result r = tqkv__index_shape(index, &x);
+    if (r == TQKV_OK && k < 0) r = TQKV__INVALID("k is negative");
+    if (r == TQKV_OK && !x.a.call.n_queries) return r;
     if (r == TQKV_OK) r = tqkv__index_array(&x, scores, &size);
     if (r != TQKV_OK) return r;
-    if (k < 0) return TQKV__INVALID("k is negative");
     if (!tqkv__aligned_at(list, sizeof *list)) return TQKV__INVALID("list: NULL or not aligned as int32_t");
     if (!tqkv__array_size(x.a.call.n_queries, k, 1, sizeof *list, &list_size))
         return TQKV__INVALID("a list of more than SIZE_MAX bytes");
@@ -12898,6 +12911,7 @@ static tqkv_result tqkv__cache_resolve(const tqkv_cache_desc *desc, tqkv_cache *
     c->attention.query_type = c->attention.output_type = desc->type;
     tqkv__cache_attach(&c->attention, c);
     c->attention.n_heads = desc->n_heads;
+    c->attention.n_queries = 1;
     c->attention.window = desc->window;
     c->attention.whole_window = true;
     c->attention.scale = desc->scale;
@@ -14058,7 +14072,7 @@ TQKV__COLD TQKV_API tqkv_result tqkv_cache_fork(const tqkv_cache *c, const tqkv_
    All later versions begin with magic, version and size, so that a build knows a newer snapshot from a damaged one. */
 
 #define TQKV__SNAPSHOT_VERSION  6  /* of both kinds */
-#define TQKV__CODES_VERSION     3  /* changes with the tables or the rotation */
+#define TQKV__CODES_VERSION     3  /* changes with the bytes that encoding gives */
 #define TQKV__NAME_SIZE         16 /* magic, version, size */
 #define TQKV__HEADER_FIELDS     20
 #define TQKV__HEADER_SIZE       128 /* without its hash */
@@ -14578,10 +14592,9 @@ TQKV_API tqkv_result tqkv_store_load(const tqkv_store *store, int64_t position, 
 #define TQKV_FC_VALUE_FORMAT 1    /* uint: encode_kv, attend: that of the values */
 #define TQKV_FC_ROTATED      2    /* bool: encode, probe: rotate (not for F16 and unrotated); encode_kv: the keys */
                                   /* decode, attend: rotate the centre before it is used */
-                                  /* attend_merge: rotate the slice before it is added */
-#define TQKV_FC_VALUE_ROTATED 3   /* bool: encode_kv: rotate the values; attend_merge: rotate their centre */
-#define TQKV_FC_UNROTATE      4   /* bool: decode, rotate, attend_merge: rotate rows back; tables: multiply matrices */
-                                  /* attend_merge that adds a slice: rotate it back */
+                                  /* attend_merge that makes a slice: rotate its sums */
+#define TQKV_FC_VALUE_ROTATED  3  /* bool: encode_kv: rotate the values; attend_merge: rotate their centre */
+#define TQKV_FC_UNROTATE       4  /* bool: decode, rotate, attend_merge: rotate rows back; tables: multiply matrices */
 #define TQKV_FC_ROTATE_QUERIES 5  /* bool: attend: keys are rotated, queries are not */
 #define TQKV_FC_COLUMNS        6  /* uint: attend: query rows of one KV head in a threadgroup */
 #define TQKV_FC_MANY_QUERIES   7  /* bool: attend: n_queries > 1, so columns see different positions */
@@ -14953,6 +14966,7 @@ enum { TQKV__FIRST_REGION, TQKV__CODES_REGION, TQKV__LAST_REGION, TQKV__REGIONS 
 
 /* What an attention dispatches, of those regions that there are. */
 typedef struct tqkv__attend_plan {
+    bool empty; /* there are no queries: all else is unset */
     bool has[TQKV__REGIONS], listed;
     size_t scratch_size;
     tqkv_metal_dispatch lists[TQKV__REGIONS], attends[TQKV__REGIONS], merge;
@@ -15624,10 +15638,9 @@ static tqkv_result tqkv__add_calibration(const tqkv_metal_store *shape, tqkv_met
     if (r != TQKV_OK) return r;
     if (pairs != TQKV_PAIRS_NONE && pairs != TQKV_PAIRS_NEIGHBOURS && pairs != TQKV_PAIRS_HALVES)
         return TQKV__INVALID("pairs: no tqkv_pairs");
-    if (!n_heads) n_heads = s.n_kv_heads;
-    if (!q.buffer) n_queries = 0;
-    if (n_heads < 0 || n_heads % s.n_kv_heads || n_queries < 0)
-        return TQKV__INVALID("n_heads is no multiple of n_kv_heads, or n_queries negative");
+    if (!q.buffer) n_heads = s.n_kv_heads, n_queries = 0;
+    if (n_heads <= 0 || n_heads % s.n_kv_heads || n_queries < 0)
+        return TQKV__INVALID("n_heads is 0 or no multiple of n_kv_heads, or n_queries negative");
     const tqkv_strides strides = tqkv__strides_of(none, n_heads, s.head_dim);
     if (!tqkv__array_size(n_queries, n_heads, s.head_dim, sizeof(float), &q_bytes))
         return TQKV__INVALID("q: too large");
@@ -16306,16 +16319,19 @@ static void tqkv__plan_merge_begin(tqkv_metal_dispatch *d, const tqkv__attention
     d->n_simdgroups = 1;
 }
 
-/* Binds scales of the values' channels, which are of an output in the original basis or, beside others, of the
-   centre. */
-static void tqkv__plan_bind_value_scale(tqkv_metal_dispatch *d, const tqkv__attention *a, const tqkv__attend_buffers *b,
-                                        bool center)
+/* Binds centre and scales of the values. Scales are of an output in the original basis or, in the other one, of the
+   centre. Sums of slices have neither. */
+static void tqkv__plan_bind_values(tqkv_metal_dispatch *d, const tqkv__attention *a, const tqkv__attend_buffers *b,
+                                   bool unrotate)
 {
-    const bool original = a->call.output_basis == TQKV_ORIGINAL && !b->slice.to,
+    const bool finish = !b->slice.to, original = a->call.output_basis == TQKV_ORIGINAL,
+               center = tqkv__plan_bind_channels(d, "values' center", 5, b->values->center, &a->values, finish),
                scaled = tqkv__plan_bind_channels(d, "values' channel_scale", 11, b->values->channel_scale, &a->values,
-                                                 original || center);
+                                                 finish && (original || center));
     tqkv__plan_constant(d, TQKV_FC_VALUE_SCALED, scaled && original);
     tqkv__plan_constant(d, TQKV_FC_CENTER_SCALED, scaled && !original);
+    tqkv__plan_constant(d, TQKV_FC_VALUE_CENTER, center);
+    tqkv__plan_constant(d, TQKV_FC_VALUE_ROTATED, center && a->values.rotated && !unrotate);
 }
 
 /* Merges all regions of the context: splits [first positions, others, last positions], of those that there are. */
@@ -16330,17 +16346,15 @@ static void tqkv__plan_attend_merge(tqkv_metal_dispatch *d, const tqkv__attentio
     const int n_results = split->sections_each > 1 ? 1 : split->n_partials, most = TQKV__MERGE_SIMDGROUPS(a->value_dim);
     const int n_sections =
         (before + n_results + length - 1) / length + (splits[0].n_partials > 0) + (splits[2].n_partials > 0);
-    const bool unrotate = a->unrotate_output && !b->slice.to;
+    const bool slice = b->slice.to, unrotate = a->unrotate_output && !slice;
     const tqkv__merge_args args = {
         0, 0, 0, n_results, length, split->strands, before, splits[0].n_partials, splits[2].n_partials, 0, 0};
     tqkv__plan_merge_begin(d, a, b, args, unrotate);
     tqkv__plan_bind_partials(d, 1, b->scratch, all, false);
-    const bool center = tqkv__plan_bind_channels(d, "values' center", 5, b->values->center, &a->values, true);
-    tqkv__plan_bind_value_scale(d, a, b, center);
+    tqkv__plan_constant(d, TQKV_FC_ROTATED, slice && !a->values.rotated);
+    tqkv__plan_bind_values(d, a, b, unrotate);
     const bool shifted = tqkv__center_counts(a, b, b->keys) || tqkv__center_counts(a, b, b->tail);
     tqkv__plan_constant(d, TQKV_FC_CENTER, shifted && !(a->call.softcap > 0.0f));
-    tqkv__plan_constant(d, TQKV_FC_VALUE_CENTER, center);
-    tqkv__plan_constant(d, TQKV_FC_VALUE_ROTATED, center && a->values.rotated && !unrotate);
     d->n_simdgroups = most < n_sections ? most : n_sections;
     d->barrier = b->scratch.buffer;
 }
@@ -16461,6 +16475,7 @@ static tqkv_result tqkv__plan_attention(const tqkv__attention *a, const tqkv__at
 /* Adds all dispatches, in their order. */
 static void tqkv__order_dispatches(const tqkv__attend_plan *from, tqkv_metal_plan *plan)
 {
+    if (from->empty) return;
     for (int p = 0; p < TQKV__REGIONS; p++)
         if (from->has[p] && from->listed) *tqkv__add_dispatch(plan) = from->lists[p];
     for (int p = 0; p < TQKV__REGIONS; p++)
@@ -16470,17 +16485,15 @@ static void tqkv__order_dispatches(const tqkv__attend_plan *from, tqkv_metal_pla
 
 /* Plans attend_merge of a slice of the caller: with b->slice.to it is added to another, else finished. */
 static void tqkv__plan_slice(tqkv_metal_dispatch *d, const tqkv__attention *a, const tqkv__attend_buffers *b,
-                             tqkv_metal_buffer src_out, bool unrotate)
+                             tqkv_metal_buffer src_out)
 {
+    const bool unrotate = !b->slice.to && (!a->values.rotated || a->unrotate_output);
     const tqkv__merge_args args = {0, 0, 0, 0, 1, 1, 0, 0, 0, 0, 0};
     tqkv__plan_merge_begin(d, a, b, args, unrotate);
     tqkv__plan_bind(d, "src_out", 1, src_out, a->out_elements * sizeof(float), false);
     tqkv__plan_bind(d, "scratch", 2, src_out, 0, false);
-    tqkv__plan_bind(d, "values' center", 5, src_out, 0, false);
-    tqkv__plan_bind_value_scale(d, a, b, false);
-    tqkv__plan_constant(d, TQKV_FC_CENTER, false); /* the slices have what the centres add */
-    tqkv__plan_constant(d, TQKV_FC_VALUE_CENTER, false);
-    tqkv__plan_constant(d, TQKV_FC_VALUE_ROTATED, false);
+    tqkv__plan_bind_values(d, a, b, unrotate);
+    tqkv__plan_constant(d, TQKV_FC_CENTER, false); /* the slices have what the keys' centres add */
 }
 
 /* >>plan-shape: an attention over buffers as one over stores, checked. */
@@ -16700,6 +16713,8 @@ static tqkv_result tqkv__plan_call_of(const tqkv_metal_attention *from, int64_t 
     if (r == TQKV_OK) r = tqkv__attention_range(&call.attention, &a);
     if (r == TQKV_OK) r = tqkv__plan_ends(from, &a, b);
     if (r == TQKV_OK) r = tqkv__check_window(&a);
+    plan->empty = r == TQKV_OK && !a.call.n_queries;
+    if (plan->empty) return b->slice.to ? tqkv__check_slice_range(&a, first, count) : r;
     if (r == TQKV_OK) r = tqkv__plan_range(from, first, count, &a, b);
     if (r == TQKV_OK) r = tqkv__plan_attention_positions(&a);
     if (r != TQKV_OK) return r;
@@ -16761,37 +16776,38 @@ TQKV_API tqkv_result tqkv_metal_plan_attend_partial(const tqkv_metal_attention *
     return tqkv__close_plan(plan, tqkv__add_attention(from, first, count, &b, plan));
 }
 
-static tqkv_result tqkv__add_merge(const tqkv_metal_attention *from, const tqkv_metal_attention *slice,
+/* Whether one of two stores has an array of channels alone: the numbers are in buffers, and are not compared. */
+static bool tqkv__channels_differ(tqkv_metal_buffer a, tqkv_metal_buffer b) { return !a.buffer != !b.buffer; }
+
+static tqkv_result tqkv__add_merge(const tqkv_metal_attention *from, const tqkv_metal_attention *src,
                                    tqkv__attend_buffers *b, tqkv_metal_buffer src_out, tqkv_metal_plan *plan)
 {
     tqkv__plan_call call;
     tqkv__attention a, other;
     tqkv_result r = tqkv__plan_shape(from, &call, &a);
-    if (r == TQKV_OK) r = tqkv__plan_shape(slice, &call, &other);
+    if (r == TQKV_OK) r = tqkv__plan_shape(src, &call, &other);
     if (r == TQKV_OK) r = tqkv__check_slices_match(&a, &other);
     if (r != TQKV_OK) return r;
-    if (!from->values->channel_scale.buffer != !slice->values->channel_scale.buffer)
-        return TQKV__INVALID("slices of values with and without scales of their channels");
+    if (tqkv__channels_differ(from->values->channel_scale, src->values->channel_scale) ||
+        tqkv__channels_differ(from->values->center, src->values->center))
+        return TQKV__INVALID("slices of values with and without a scale of their channels, or a centre");
     b->values = from->values;
-    tqkv_metal_dispatch *d = tqkv__add_dispatch(plan);
-    tqkv__plan_slice(d, &a, b, src_out, other.values.rotated && !a.values.rotated);
-    tqkv__plan_constant(d, TQKV_FC_ROTATED, a.values.rotated && !other.values.rotated);
+    if (a.call.n_queries) tqkv__plan_slice(tqkv__add_dispatch(plan), &a, b, src_out);
     return TQKV_OK;
 }
 
-TQKV_API tqkv_result tqkv_metal_plan_attend_merge_slice(const tqkv_metal_attention *from, tqkv_metal_buffer out,
-                                                        tqkv_metal_buffer max, tqkv_metal_buffer sum,
-                                                        const tqkv_metal_attention *slice, tqkv_metal_buffer src_out,
-                                                        tqkv_metal_buffer src_max, tqkv_metal_buffer src_sum,
-                                                        tqkv_metal_plan *plan)
+TQKV_API tqkv_result tqkv_metal_plan_attend_merge(const tqkv_metal_attention *from, tqkv_metal_buffer out,
+                                                  tqkv_metal_buffer max, tqkv_metal_buffer sum,
+                                                  const tqkv_metal_attention *src, tqkv_metal_buffer src_out,
+                                                  tqkv_metal_buffer src_max, tqkv_metal_buffer src_sum,
+                                                  tqkv_metal_plan *plan)
 {
     tqkv__attend_buffers b = tqkv__buffers_of_slice(src_out, src_out, out, max, sum);
-    if (!tqkv__open_plan(plan, slice == from ? "attend_merge" : "attend_merge_slice"))
-        return TQKV__INVALID(TQKV__NO_PLAN);
+    if (!tqkv__open_plan(plan, "attend_merge")) return TQKV__INVALID(TQKV__NO_PLAN);
     b.slice.from = true;
     b.slice.src_max = src_max;
     b.slice.src_sum = src_sum;
-    return tqkv__close_plan(plan, tqkv__add_merge(from, slice, &b, src_out, plan));
+    return tqkv__close_plan(plan, tqkv__add_merge(from, src, &b, src_out, plan));
 }
 
 TQKV_API tqkv_result tqkv_metal_plan_attend_finish(const tqkv_metal_attention *from, tqkv_metal_buffer src_out,
@@ -16809,7 +16825,7 @@ TQKV_API tqkv_result tqkv_metal_plan_attend_finish(const tqkv_metal_attention *f
     b.slice.from = true;
     b.slice.src_max = src_max;
     b.slice.src_sum = src_sum;
-    tqkv__plan_slice(tqkv__add_dispatch(plan), &a, &b, src_out, a.unrotate_output);
+    if (a.call.n_queries) tqkv__plan_slice(tqkv__add_dispatch(plan), &a, &b, src_out);
     return tqkv__close_plan(plan, TQKV_OK);
 }
 
@@ -16871,7 +16887,8 @@ static tqkv_result tqkv__plan_scratch_within(const tqkv_metal_attention *from, s
     tqkv__attention a;
     tqkv_result r = tqkv__plan_shape(from, &call, &a);
     if (r == TQKV_OK) r = tqkv__plan_attention_positions(&a);
-    return r == TQKV_OK ? tqkv__plan_most_scratch(&a, most_sums, bytes) : r;
+    if (r == TQKV_OK && !a.call.n_queries) *bytes = 0;
+    return r == TQKV_OK && a.call.n_queries ? tqkv__plan_most_scratch(&a, most_sums, bytes) : r;
 }
 
 TQKV_API tqkv_result tqkv_metal_plan_attend_scratch(const tqkv_metal_attention *from, size_t *bytes)
@@ -16902,7 +16919,8 @@ static bool tqkv__sees_nothing(const tqkv_metal_dispatch *attend) { return tqkv_
 
 typedef struct tqkv__batch {
     const tqkv_metal_attention *items;
-    int n, tables; /* tqkv__batch_tables */
+    int n_items, n; /* n: those with queries; the tables have no others */
+    int tables;     /* tqkv__batch_tables */
     const tqkv_metal_buffer *q, *out;
     tqkv_metal_buffer arguments, scratch;
     bool matrices;
@@ -16912,8 +16930,9 @@ typedef struct tqkv__batch {
 static tqkv_result tqkv__plan_batch_item(const tqkv__batch *b, int i, size_t *used, tqkv__attend_plan *own)
 {
     tqkv__attend_buffers buffers = tqkv__buffers_of_call(b->q[i], tqkv__buffer_after(b->scratch, *used), b->out[i]);
-    const tqkv_result r = tqkv__plan_call_of(&b->items[i], 0, 0, (size_t)TQKV__MOST_SUMS / (size_t)b->n, &buffers, own);
-    if (r != TQKV_OK) return r;
+    const tqkv_result r =
+        tqkv__plan_call_of(&b->items[i], 0, 0, (size_t)TQKV__MOST_SUMS / (size_t)(b->n ? b->n : 1), &buffers, own);
+    if (r != TQKV_OK || own->empty) return r;
     for (int p = 0; p < TQKV__REGIONS && !b->matrices; p++)
         if (own->has[p]) tqkv__plan_lanes(&own->attends[p]);
     if (own->has[TQKV__CODES_REGION] && tqkv__sees_nothing(&own->attends[TQKV__CODES_REGION])) {
@@ -16996,10 +17015,14 @@ static tqkv_result tqkv__join_items(const tqkv__batch *b, size_t *used, tqkv__at
 {
     bool paged = false, unpaged = false;
     tqkv_result r = TQKV_OK;
-    for (int i = 0; r == TQKV_OK && i < b->n; i++) {
+    const tqkv_metal_attention *first = NULL; /* with queries */
+    for (int i = 0; r == TQKV_OK && i < b->n_items; i++) {
         tqkv__attend_plan own;
         if ((r = tqkv__plan_batch_item(b, i, used, &own)) != TQKV_OK) return r;
-        if (!tqkv__same_buffer(b->items[i].sinks, b->items[0].sinks))
+        if (own.empty) continue;
+        if (!first) *all = own;
+        first = first ? first : &b->items[i];
+        if (!tqkv__same_buffer(b->items[i].sinks, first->sinks))
             return TQKV__REFUSE(UNSUPPORTED, "items of a batch differ in their sinks");
         if (own.has[TQKV__CODES_REGION]) {
             const tqkv_metal_dispatch *codes = &own.attends[TQKV__CODES_REGION];
@@ -17007,7 +17030,6 @@ static tqkv_result tqkv__join_items(const tqkv__batch *b, size_t *used, tqkv__at
             paged = paged || has_pages;
             unpaged = unpaged || (!has_pages && !tqkv__sees_nothing(codes));
         }
-        if (i == 0) *all = own;
         r = tqkv__join_regions(all, &own);
     }
     if (r != TQKV_OK || !paged) return r;
@@ -17073,6 +17095,13 @@ static tqkv_result tqkv__write_merge(tqkv__attend_plan *all, tqkv__attend_plan *
     return tqkv__write_offsets(&all->merge, &own->merge, arrays, sizeof arrays / sizeof *arrays, to);
 }
 
+static int tqkv__count_items(const tqkv_metal_attention *items, int n_items)
+{
+    int n = 0;
+    for (int i = 0; i < n_items; i++) n += items[i].attention.n_queries != 0;
+    return n;
+}
+
 /* Returns the number of tables of items. An item is described once for each region and once for the merge, which look
    for other numbers of threadgroups and other bytes of scratch; without halves once for all. */
 static int tqkv__batch_tables(const tqkv_metal_attention *items, int n)
@@ -17109,7 +17138,7 @@ typedef struct tqkv__batch_counts {
     size_t groups[TQKV__REGIONS], lists[TQKV__REGIONS], rows;
 } tqkv__batch_counts;
 
-/* Writes item i into all tables. */
+/* Writes an item into place i of all tables. */
 static tqkv_result tqkv__write_item(const tqkv__batch *b, int i, void *contents, tqkv__attend_plan *own,
                                     tqkv__attend_plan *all, tqkv__batch_counts *counts)
 {
@@ -17147,10 +17176,10 @@ static tqkv_result tqkv__write_items(const tqkv__batch *b, void *contents, tqkv_
     tqkv__batch_counts counts;
     size_t used = 0;
     memset(&counts, 0, sizeof counts);
-    for (int i = 0; i < b->n; i++) {
+    for (int i = 0, at = 0; i < b->n_items; i++) {
         tqkv__attend_plan own;
         tqkv_result r = tqkv__plan_batch_item(b, i, &used, &own);
-        if (r == TQKV_OK) r = tqkv__write_item(b, i, contents, &own, all, &counts);
+        if (r == TQKV_OK && !own.empty) r = tqkv__write_item(b, at++, contents, &own, all, &counts);
         if (r != TQKV_OK) return r;
     }
     for (int p = 0; p < TQKV__REGIONS; p++) {
@@ -17216,13 +17245,14 @@ static void tqkv__plan_all_joined(const tqkv__batch *b, size_t used, tqkv__atten
     tqkv__binding_at(&all->merge, 2)->size = 0;
 }
 
-/* Plans a batch. items: at least one */
+/* Plans a batch. Without queries nothing is set. */
 static tqkv_result tqkv__plan_batch(const tqkv__batch *b, void *contents, tqkv__attend_plan *all)
 {
     size_t used = 0;
     if (!b->items || !b->q || !b->out || !contents) return TQKV__INVALID("items, q, out or contents is NULL");
     tqkv_result r = tqkv__join_items(b, &used, all);
-    if (r != TQKV_OK) return r;
+    all->empty = !b->n;
+    if (r != TQKV_OK || all->empty) return r;
     tqkv__plan_all_joined(b, used, all);
     if ((r = tqkv__write_items(b, contents, all)) != TQKV_OK) return r;
     const int head_dim = all->merge.kernel.head_dim * TQKV__DIM_UNIT,
@@ -17241,8 +17271,9 @@ TQKV_API tqkv_result tqkv_metal_plan_attend_batch(const tqkv_metal_attention *it
     if (!tqkv__open_plan(plan, "attend_batch")) return TQKV__INVALID(TQKV__NO_PLAN);
     if (n_items < 0) return tqkv__close_plan(plan, TQKV__INVALID("n_items is negative"));
     if (n_items == 0) return tqkv__close_plan(plan, TQKV_OK);
-    const int tables = items ? tqkv__batch_tables(items, n_items) : 1;
-    const tqkv__batch b = {items, n_items, tables, q, out, arguments, scratch, matrices};
+    const int tables = items ? tqkv__batch_tables(items, n_items) : 1,
+              n = items ? tqkv__count_items(items, n_items) : 0;
+    const tqkv__batch b = {items, n_items, n, tables, q, out, arguments, scratch, matrices};
     const tqkv_result r = tqkv__plan_batch(&b, contents, &all);
     if (r == TQKV_OK) tqkv__order_dispatches(&all, plan);
     return tqkv__close_plan(plan, r);
@@ -17254,8 +17285,9 @@ TQKV_API tqkv_result tqkv_metal_plan_attend_batch_sizes(const tqkv_metal_attenti
     size_t bytes = 0, all = 0, own = 0;
     if (n_items < 0 || (n_items && !items)) return TQKV__INVALID("n_items is negative, or items is NULL");
     tqkv_result r = tqkv__batch_arguments(items, n_items, &bytes);
+    const size_t n = (size_t)tqkv__count_items(items, n_items), most_sums = TQKV__MOST_SUMS / (n ? n : 1);
     for (int i = 0; scratch && i < n_items && r == TQKV_OK; i++) {
-        r = tqkv__plan_scratch_within(&items[i], (size_t)TQKV__MOST_SUMS / (size_t)n_items, &own);
+        r = tqkv__plan_scratch_within(&items[i], most_sums, &own);
         if (r != TQKV_OK) return r;
         if (own > SIZE_MAX - all) return TQKV__INVALID(TQKV__LARGE_SCRATCH);
         all += own;
@@ -17371,6 +17403,7 @@ static tqkv_result tqkv__add_scores(const tqkv_metal_index *from, tqkv_metal_buf
         return TQKV__REFUSE(UNSUPPORTED, "an index on a GPU has a head_dim of 64 or 128");
     if (!tqkv__array_size(x.a.call.n_queries, (int)x.blocks, 1, sizeof(float), &size))
         return TQKV__INVALID("scores of more than SIZE_MAX bytes");
+    if (!x.a.call.n_queries) return TQKV_OK;
     if (from->keys->shape.pages) {
         const int64_t end = tqkv__index_end(&x, x.a.call.n_queries - 1);
         if ((r = tqkv__check_pages(&x.a.keys, x.a.first, end)) != TQKV_OK) return r;
@@ -17457,6 +17490,7 @@ static tqkv_result tqkv__add_choice(const tqkv_metal_index *from, tqkv_metal_buf
     if (k < 0 || !tqkv__array_size(n_queries, k, 1, sizeof(int32_t), &size) ||
         !tqkv__array_size(n_queries, (int)x.blocks, 1, sizeof(float), &size))
         return TQKV__INVALID("k is negative, or scores or list too large");
+    if (!n_queries) return TQKV_OK;
     memset(&args, 0, sizeof args);
     tqkv__plan_keys_seen(&x, &args.seen, &args.seen_rest);
     args.from = (int32_t)(x.a.first / x.call.block);
@@ -17862,7 +17896,7 @@ TQKV_API tqkv_result tqkv_metal_plan_cache_scratch(const tqkv_cache *c, const tq
                                                    size_t *bytes)
 {
     size_t coded = 0;
-    if (!c || n_queries <= 0) return TQKV__INVALID(TQKV__NO_CACHE_QUERIES);
+    if (!c || n_queries < 0) return TQKV__INVALID(TQKV__NO_CACHE_QUERIES);
     if (!bytes) return TQKV__INVALID("bytes is NULL");
     return tqkv__scratch_of_cache(c, some, n_queries, &coded, bytes);
 }
@@ -17949,7 +17983,8 @@ TQKV_API tqkv_result tqkv_metal_plan_cache_attend(const tqkv_cache *c, tqkv_meta
                                                   tqkv_metal_buffer out, tqkv_metal_plan *plan)
 {
     if (!tqkv__open_plan(plan, "attend")) return TQKV__INVALID(TQKV__NO_PLAN);
-    if (!c || n_queries <= 0) return tqkv__close_plan(plan, TQKV__INVALID(TQKV__NO_CACHE_QUERIES));
+    if (!c || n_queries < 0) return tqkv__close_plan(plan, TQKV__INVALID(TQKV__NO_CACHE_QUERIES));
+    if (!n_queries) return tqkv__close_plan(plan, TQKV_OK);
     const int n_raw = tqkv__raw_queries(c, n_queries);
     const tqkv_result r = tqkv__check_on_gpu(c, 0, n_raw);
     if (r != TQKV_OK) return tqkv__close_plan(plan, r);
@@ -18042,7 +18077,7 @@ static tqkv_result tqkv__visit_slices(tqkv__visitor *v, const tqkv_metal_attenti
     tqkv_result r = tqkv_metal_plan_attend_partial(a, none, first, count, none, none, none, none, &v->plan);
     r = tqkv__visit_attention(v, r, false);
     if (r != TQKV_OK) return r;
-    r = tqkv__visit(v, tqkv_metal_plan_attend_merge_slice(a, none, none, none, a, none, none, none, &v->plan));
+    r = tqkv__visit(v, tqkv_metal_plan_attend_merge(a, none, none, none, a, none, none, none, &v->plan));
     return r == TQKV_OK ? tqkv__visit(v, tqkv_metal_plan_attend_finish(a, none, none, none, none, &v->plan)) : r;
 }
 
@@ -18075,10 +18110,7 @@ static void tqkv__take_all_regions(tqkv_attention *a, const tqkv_store *keys, co
 }
 
 /* Whether attention of n queries is to be planned. */
-static bool tqkv__prepares(int n, int max_queries)
-{
-    return n <= (max_queries ? max_queries : 1) && n <= TQKV__MOST_PREPARED;
-}
+static bool tqkv__prepares(int n, int max_queries) { return n <= max_queries && n <= TQKV__MOST_PREPARED; }
 
 /* Visits attention of all numbers of queries. call: in all regions */
 static tqkv_result tqkv__visit_queries(tqkv__visitor *v, tqkv_metal_attention *call, int max_queries, int also)

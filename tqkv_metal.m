@@ -608,21 +608,14 @@ tqkv_result tqkv_metal_attend_partial(tqkv_metal *m, tqkv_metal_object encoder, 
     return tqkv_metal_record(m, encoder, &plan);
 }
 
-tqkv_result tqkv_metal_attend_merge_slice(tqkv_metal *m, tqkv_metal_object encoder, const tqkv_metal_attention *a,
-                                          tqkv_metal_buffer out, tqkv_metal_buffer max, tqkv_metal_buffer sum,
-                                          const tqkv_metal_attention *slice, tqkv_metal_buffer src_out,
-                                          tqkv_metal_buffer src_max, tqkv_metal_buffer src_sum)
-{
-    tqkv_metal_plan plan;
-    tqkv_metal_plan_attend_merge_slice(a, out, max, sum, slice, src_out, src_max, src_sum, &plan);
-    return tqkv_metal_record(m, encoder, &plan);
-}
-
 tqkv_result tqkv_metal_attend_merge(tqkv_metal *m, tqkv_metal_object encoder, const tqkv_metal_attention *a,
                                     tqkv_metal_buffer out, tqkv_metal_buffer max, tqkv_metal_buffer sum,
-                                    tqkv_metal_buffer src_out, tqkv_metal_buffer src_max, tqkv_metal_buffer src_sum)
+                                    const tqkv_metal_attention *src, tqkv_metal_buffer src_out,
+                                    tqkv_metal_buffer src_max, tqkv_metal_buffer src_sum)
 {
-    return tqkv_metal_attend_merge_slice(m, encoder, a, out, max, sum, a, src_out, src_max, src_sum);
+    tqkv_metal_plan plan;
+    tqkv_metal_plan_attend_merge(a, out, max, sum, src, src_out, src_max, src_sum, &plan);
+    return tqkv_metal_record(m, encoder, &plan);
 }
 
 tqkv_result tqkv_metal_attend_finish(tqkv_metal *m, tqkv_metal_object encoder, const tqkv_metal_attention *a,
@@ -1307,7 +1300,7 @@ static tqkv_result tqkv__open_trial(tqkv__trial *t)
     t->desc.metal = NULL;
     if (r == TQKV_OK) r = tqkv_cache_create(d, &t->own);
     if (tqkv__planned(t->m, r, "self-test") != TQKV_OK) return r;
-    const size_t width = tqkv__value_size(d->type), n_heads = (size_t)(d->n_heads ? d->n_heads : d->n_kv_heads),
+    const size_t width = tqkv__value_size(d->type), n_heads = (size_t)d->n_heads,
                  key_dim = (size_t)(d->head_dim + d->tail_dim),
                  value_dim = (size_t)(d->value_dim ? d->value_dim : d->head_dim);
     const size_t tokens = TQKV__TRIAL_TOKENS * (size_t)d->n_kv_heads * width,

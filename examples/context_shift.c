@@ -146,7 +146,7 @@ static void attend(const context *c, const float *q, int n, float *out)
             check(tqkv_attend_partial(&a, turned, 0, c->segments[0].count, out, max, sum), "attend");
         } else {
             check(tqkv_attend_partial(&a, turned, first, c->segments[i].count, slice, slice_max, slice_sum), "attend");
-            check(tqkv_attend_merge(&a, out, max, sum, slice, slice_max, slice_sum), "merge");
+            check(tqkv_attend_merge(&a, out, max, sum, &a, slice, slice_max, slice_sum), "merge");
         }
         free(turned);
     }

@@ -15,14 +15,15 @@ struct merge_task {
     device uchar *out;                 // [n_queries][n_heads][D], with strides
     device float *max, *sum;           // [n_rows]: of the slice that is written
     device const float *src_max, *src_sum; // [n_rows]: of the slice that is read
-    threadgroup float *shared;         // [n_simdgroups][D + 4]: the sums of a section, then maximum and sum of weights
-    uint row, type;                    // type: of the output
-    float sink;                        // in powers of two; -INFINITY: none. It is added to the denominator only
-    bool from_slice, to_slice, rotate; // from one to another: it is added; rotate, unrotate: change its basis before
-    bool unrotate;
+    threadgroup float *shared;  // [n_simdgroups][D + 4]: the sums of a section, then maximum and sum of weights
+    uint row, type;             // type: of the output
+    float sink;                 // in powers of two; -INFINITY: none. It is added to the denominator only
+    bool from_slice, to_slice;  // from one to another: it is added
+    bool rotate;                // the sums, for a slice: the values are not
+    bool unrotate;              // the result
     bool shifted;               // the keys have a centre, which adds partial_state of the row to all scores
     bool scaled;                // the output is multiplied by the scales of the values' channels
-    bool centered, rotated;     // the values have a centre, and it is rotated before it is added
+    bool centered, rotated;     // the values' centre is added, and rotated before that
     bool center_scaled;         // and divided by the scales before that
     device const float *center; // [n_kv_heads][D]
     device const float *scale;  // the same, of the channels
@@ -229,8 +230,6 @@ inline void add_slice(thread const merge_task &task, uint part, thread spread_su
     row.sum = task.src_sum[task.row];
     load_row<D>(task.partial_out + first, part, row.x);
     if (!task.to_slice) return;
-    if (task.rotate) rotate_row<D>(row.x, part);
-    if (task.unrotate) unrotate_row<D>(row.x, part, signs_of_row<D>(part));
     float before = maximum_of_slice(task.max[task.row]), sum = task.sum[task.row], x[TQKV_LANE_VALUES(D)];
     load_typed_row<D>(uint(TQKV_TYPE_F32), task.out, first, part, x);
     simdgroup_barrier(mem_flags::mem_device); // before some lane overwrites what another has yet to load
@@ -278,7 +277,8 @@ inline void merge_row(constant tqkv__merge_args &args, thread const merge_task &
     }
     float weight = task.to_slice ? row.sum : divide_row<D>(task, row);
     uint kv_head = task.row % uint(args.n_heads) / uint(args.group);
-    if (task.unrotate && !task.to_slice) unrotate_row<D>(row.x, part, signs);
+    if (task.rotate && row.sum != 0.0f) rotate_row<D>(row.x, part); // rotated, half of the zeros would be negative
+    if (task.unrotate) unrotate_row<D>(row.x, part, signs);
     if (task.scaled) multiply_channels<D>(task.scale, kv_head, part, row.x);
     if (task.centered)
         add_center<D>(task.center, task.scale, kv_head, task.center_scaled, task.rotated, weight, part, row.x);

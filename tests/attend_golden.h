@@ -243,7 +243,8 @@ static inline int attend_golden_in_slices(attend_golden_problem *p)
     for (int i = 1; ok && i < 3; i++)
         ok = tqkv_attend_partial(a, p->q, cuts[i], cuts[i + 1] - cuts[i], p->slice, slice_max, slice_max + p->n_rows) ==
                  TQKV_OK &&
-             tqkv_attend_merge(a, p->out, max, max + p->n_rows, p->slice, slice_max, slice_max + p->n_rows) == TQKV_OK;
+             tqkv_attend_merge(a, p->out, max, max + p->n_rows, a, p->slice, slice_max, slice_max + p->n_rows) ==
+                 TQKV_OK;
     return ok && tqkv_attend_finish(a, p->out, max, max + p->n_rows) == TQKV_OK;
 }
 

@@ -149,7 +149,7 @@ static void attend_by(const tqkv_attention *a, bool slices, const float *q, floa
     }
     CHECK_RESULT(tqkv_attend_partial(a, q, 0, cut, out, sums[0][0], sums[0][1]), TQKV_OK);
     CHECK_RESULT(tqkv_attend_partial(a, q, cut, (int)a->end - cut, second, sums[1][0], sums[1][1]), TQKV_OK);
-    CHECK_RESULT(tqkv_attend_merge(a, out, sums[0][0], sums[0][1], second, sums[1][0], sums[1][1]), TQKV_OK);
+    CHECK_RESULT(tqkv_attend_merge(a, out, sums[0][0], sums[0][1], a, second, sums[1][0], sums[1][1]), TQKV_OK);
     CHECK_RESULT(tqkv_attend_finish(a, out, sums[0][0], sums[0][1]), TQKV_OK);
 }
 
@@ -618,7 +618,8 @@ static void check_kept_calls(const kept_ring *r)
     CHECK_RESULT(tqkv_attend_partial(&view, q, first, 33, out[0], sums[0][0], sums[0][1]), TQKV_OK);
     CHECK_RESULT(tqkv_attend_partial(&view, q, second, (int)(TOKENS - second), out[1], sums[1][0], sums[1][1]),
                  TQKV_OK);
-    CHECK_RESULT(tqkv_attend_merge(&view, out[0], sums[0][0], sums[0][1], out[1], sums[1][0], sums[1][1]), TQKV_OK);
+    CHECK_RESULT(tqkv_attend_merge(&view, out[0], sums[0][0], sums[0][1], &view, out[1], sums[1][0], sums[1][1]),
+                 TQKV_OK);
     CHECK_RESULT(tqkv_attend_finish(&view, out[0], sums[0][0], sums[0][1]), TQKV_OK);
     CHECK(reference_relative_error(out[0], r->expected, OUT) <= r->allowed, "slices");
 }

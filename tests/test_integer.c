@@ -228,7 +228,7 @@ static void attend_slices(const attend_problem *p, float *out, float *sums)
     float *other_max = sum + p->n_rows, *other_sum = other_max + p->n_rows;
     CHECK_RESULT(tqkv_attend_partial(a, p->q, 0, half, out, max, sum), TQKV_OK);
     CHECK_RESULT(tqkv_attend_partial(a, p->q, half, (int)a->end - half, sums, other_max, other_sum), TQKV_OK);
-    CHECK_RESULT(tqkv_attend_merge(a, out, max, sum, sums, other_max, other_sum), TQKV_OK);
+    CHECK_RESULT(tqkv_attend_merge(a, out, max, sum, a, sums, other_max, other_sum), TQKV_OK);
     CHECK_RESULT(tqkv_attend_finish(a, out, max, sum), TQKV_OK);
 }
 
@@ -281,7 +281,7 @@ static void check_merge(const void *parameters)
     float *max = slice + n, *sum = max + p.n_rows, *other_max = sum + p.n_rows, *other_sum = other_max + p.n_rows;
     CHECK_RESULT(tqkv_attend_partial(&integers, p.q, 0, 17, p.out, max, sum), TQKV_OK);
     CHECK_RESULT(tqkv_attend_partial(&p.attention, p.q, 17, 23, slice, other_max, other_sum), TQKV_OK);
-    CHECK_RESULT(tqkv_attend_merge(&p.attention, p.out, max, sum, slice, other_max, other_sum), TQKV_OK);
+    CHECK_RESULT(tqkv_attend_merge(&p.attention, p.out, max, sum, &p.attention, slice, other_max, other_sum), TQKV_OK);
     CHECK_RESULT(tqkv_attend_finish(&p.attention, p.out, max, sum), TQKV_OK);
     p.tolerance = 3e-4;
     attend_check(&p, p.out, "merged");
@@ -403,6 +403,7 @@ static void check_cache(const void *parameters)
     a.keys = tqkv_cache_keys(c);
     a.values = tqkv_cache_values(c);
     a.n_heads = 4;
+    a.n_queries = 1;
     a.end = TOKENS;
     a.arithmetic = TQKV_INTEGER;
     CHECK_RESULT(tqkv_attend(&a, q, out[1]), TQKV_OK);

@@ -896,6 +896,89 @@ static void check_captured(const void *parameters)
     captured_free(&layer);
 }
 
+/* ---- A prompt that sequences share ---- */
+
+typedef struct shared_row {
+    int preset, prompt, own; /* presets learn from 512 positions: each of the two has come so far, or has not */
+} shared_row;
+
+/* Whether slices of two caches by a preset merge: n rows of k, v, of which the first are the prompt's. */
+static void merge_caches(tqkv_cache *const caches[2], const float *q, bool own_first, float *out)
+{
+    enum { D = 64, H = 4 };
+    float sums[2][H * (D + 2)];
+    tqkv_attention a[2];
+    for (int i = 0; i < 2; i++) {
+        a[i] = tqkv_cache_view(caches[i]);
+        a[i].non_causal = true;
+        CHECK_RESULT(tqkv_attend_partial(&a[i], q, a[i].end - a[i].kv_len, a[i].kv_len, sums[i], sums[i] + H * D,
+                                         sums[i] + H * (D + 1)),
+                     TQKV_OK);
+    }
+    const int to = own_first, from = !own_first;
+    CHECK_RESULT(tqkv_attend_merge(&a[to], sums[to], sums[to] + H * D, sums[to] + H * (D + 1), &a[from], sums[from],
+                                   sums[from] + H * D, sums[from] + H * (D + 1)),
+                 TQKV_OK);
+    CHECK_RESULT(tqkv_attend_finish(&a[to], sums[to], sums[to] + H * D, sums[to] + H * (D + 1)), TQKV_OK);
+    memcpy(out, sums[to], sizeof(float) * H * D);
+}
+
+/* A prompt and a part of a sequence's own, in caches that have learned or have not, give what all positions give in
+   double precision: the error is that of the formats. */
+static void check_shared_prompt(const void *parameters)
+{
+    enum { D = 64, KV = 2, H = 4 };
+    const shared_row *row = (const shared_row *)parameters;
+    static const double limits[3] = {0.02, 0.05, 0.2}; /* squared; of sums in two bases it is 0.4 to 1.6 */
+    const int n = row->prompt + row->own, counts[2] = {row->prompt, row->own};
+    float *k = test_rows(1, DATA_GAUSSIAN, n * KV, D), *v = test_rows(2, DATA_GAUSSIAN, n * KV, D),
+          *q = test_rows(3, DATA_GAUSSIAN, H, D), out[H * D];
+    tqkv_store halves[2] = {test_store(TQKV_F16, D, KV, n, false), test_store(TQKV_F16, D, KV, n, false)};
+    tqkv_attention all;
+    double expected[H * D];
+    tqkv_cache *caches[2] = {NULL, NULL};
+    tqkv_cache_desc desc = tqkv_cache_preset((tqkv_preset)row->preset);
+    desc.head_dim = D;
+    desc.n_kv_heads = KV;
+    desc.n_heads = H;
+    desc.capacity = 4096;
+    memset(&all, 0, sizeof all);
+    for (int i = 0, at = 0; i < 2; at += counts[i++]) {
+        CHECK_RESULT(tqkv_cache_create(&desc, &caches[i]), TQKV_OK);
+        CHECK_RESULT(tqkv_cache_append(caches[i], k + at * KV * D, v + at * KV * D, counts[i]), TQKV_OK);
+        CHECK_RESULT(tqkv_encode(&halves[i], i ? v : k, n, 0), TQKV_OK);
+    }
+    all.keys = &halves[0];
+    all.values = &halves[1];
+    all.n_heads = H;
+    all.n_queries = 1;
+    all.end = n;
+    reference_attend(&all, q, expected);
+    for (int own_first = 0; own_first < 2; own_first++) {
+        merge_caches(caches, q, own_first, out);
+        const double error = pow(reference_relative_error(out, expected, H * D), 2.0);
+        CHECK(error < limits[row->preset], "own first %d: squared error %.3g", own_first, error);
+    }
+    for (int i = 0; i < 2; i++) {
+        tqkv_cache_destroy(caches[i]);
+        test_store_free(&halves[i]);
+    }
+    free(k);
+    free(v);
+    free(q);
+}
+
+static void add_shared_prompts(void)
+{
+    static const int lengths[5][2] = {{700, 600}, {700, 150}, {150, 100}, {150, 700}, {512, 511}};
+    for (int preset = 0; preset < 3; preset++)
+        for (int i = 0; i < 5; i++) {
+            const shared_row row = {preset, lengths[i][0], lengths[i][1]};
+            test_add(check_shared_prompt, &row, sizeof row, "learn/shared_prompt/preset%d/%d/%d", preset, row.prompt,
+                     row.own);
+        }
+}
+
 void test_learn_cases(void)
 {
     const tqkv_type f32 = TQKV_TYPE_F32;
@@ -939,4 +1022,5 @@ void test_learn_cases(void)
         test_add(check_preset_fits, &capacities[i], sizeof(int), "learn/preset/capacity%d", capacities[i]);
     }
     test_add(check_captured, NULL, 0, "learn/captured");
+    add_shared_prompts();
 }

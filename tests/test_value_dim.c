@@ -96,18 +96,18 @@ static void check_merge(const void *parameters)
     CHECK_RESULT(tqkv_attend_partial(&a.attention, a.q, 0, 23, a.out, sums[0], sums[1]), TQKV_OK);
     CHECK_RESULT(tqkv_attend_partial(&b.attention, a.q, 23, 17, second, sums[2], sums[3]), TQKV_OK);
     b.values.head_dim = 64;
-    CHECK_RESULT(tqkv_attend_merge_slice(&a.attention, a.out, sums[0], sums[1], &b.attention, second, sums[2], sums[3]),
+    CHECK_RESULT(tqkv_attend_merge(&a.attention, a.out, sums[0], sums[1], &b.attention, second, sums[2], sums[3]),
                  TQKV_INVALID_ARGUMENT);
     b.values.head_dim = 80;
     b.attention.n_queries++;
-    CHECK_RESULT(tqkv_attend_merge_slice(&a.attention, a.out, sums[0], sums[1], &b.attention, second, sums[2], sums[3]),
+    CHECK_RESULT(tqkv_attend_merge(&a.attention, a.out, sums[0], sums[1], &b.attention, second, sums[2], sums[3]),
                  TQKV_INVALID_ARGUMENT);
     b.attention.n_queries--;
     b.attention.n_heads *= 2;
-    CHECK_RESULT(tqkv_attend_merge_slice(&a.attention, a.out, sums[0], sums[1], &b.attention, second, sums[2], sums[3]),
+    CHECK_RESULT(tqkv_attend_merge(&a.attention, a.out, sums[0], sums[1], &b.attention, second, sums[2], sums[3]),
                  TQKV_INVALID_ARGUMENT);
     b.attention.n_heads /= 2;
-    CHECK_RESULT(tqkv_attend_merge_slice(&a.attention, a.out, sums[0], sums[1], &b.attention, second, sums[2], sums[3]),
+    CHECK_RESULT(tqkv_attend_merge(&a.attention, a.out, sums[0], sums[1], &b.attention, second, sums[2], sums[3]),
                  TQKV_OK);
     CHECK_RESULT(tqkv_attend_finish(&a.attention, a.out, sums[0], sums[1]), TQKV_OK);
     const double error = reference_relative_error(a.out, a.expected, n);

@@ -1,14 +1,12 @@
 # `make models` measures what caches do to a pretrained model: bench/models/measure.py, which says how to read its lines.
 # Python's packages, and the models, are in a virtual environment of the build folder, which `make clean` leaves.
 
-PYTHON := $(BUILD)/python
-PYTHON_READY := $(PYTHON)/.ready
 MODELS_READY := $(PYTHON)/.models
 MODELS_BUILD := $(BUILD)/models
 DEB_TEST += python3-venv
 
 $(PYTHON_READY): bench/models/requirements.txt
-	@echo "packages of Python into $(PYTHON)"
+	@echo "packages of Python into $(PYTHON): 21 MB to get, 120 MB on disk"
 	@python3 -m venv $(PYTHON)
 	@$(PYTHON)/bin/pip install --quiet --disable-pip-version-check --no-deps --requirement $<
 	@touch $@

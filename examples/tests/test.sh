@@ -289,6 +289,11 @@ check "server" awk '
 if [ -n "$MPI_RUN" ]; then
     $MPI_RUN -n 4 "$bin/mpi_context" 1024 >"$work/mpi_context"
     check "mpi_context" awk '/as expected$/ { n++ } /OTHER|WRONG/ { bad++ } END { exit bad > 0 || n != 3 }' "$work/mpi_context"
+    for preset in 0 1 2; do # shares that have learned, and shares that have not
+        $MPI_RUN -n 4 "$bin/mpi_context" 1024 --preset $preset >"$work/mpi_context"
+        check "mpi_context/preset$preset" awk '/as expected$/ { n++ } /OTHER|WRONG/ { bad++ } END { exit bad > 0 || n != 3 }' \
+            "$work/mpi_context"
+    done
     for stop in fail kill; do
         $MPI_RUN -n 4 "$bin/mpi_context" 256 --$stop 2 >"$work/out" 2>"$work/err"
         check "mpi_context/$stop" test $? -ne 0

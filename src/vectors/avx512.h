@@ -225,10 +225,11 @@ TQKV__OP void tqkv__turn_step_avx512(const bool decoded, const int columns, __m5
     const int half = columns / 2;
     TQKV__UNROLL
     for (int i = 0; i < 4; i++) {
-        if (i >= half) break;
-        const __m512 a = decoded ? x[2 * i] : x[i], b = decoded ? x[2 * i + 1] : x[half + i];
-        y[decoded ? i : 2 * i] = _mm512_permutex2var_ps(a, decoded ? even : low, b);
-        y[decoded ? half + i : 2 * i + 1] = _mm512_permutex2var_ps(a, decoded ? odd : high, b);
+        if (i < half) {
+            const __m512 a = decoded ? x[2 * i] : x[i], b = decoded ? x[2 * i + 1] : x[half + i];
+            y[decoded ? i : 2 * i] = _mm512_permutex2var_ps(a, decoded ? even : low, b);
+            y[decoded ? half + i : 2 * i + 1] = _mm512_permutex2var_ps(a, decoded ? odd : high, b);
+        }
     }
     TQKV__UNROLL
     for (int i = 0; i < 8; i++)

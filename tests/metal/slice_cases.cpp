@@ -77,10 +77,10 @@ void run_random(const void *parameters)
         if (!i) continue;
         if (mixed && data_below(&random, 3) == 0)
             CHECK_RESULT(tqkv_attend_merge(&p.attention, total.out.data(), total.max.data(), total.sum.data(),
-                                           other.out.data(), other.max.data(), other.sum.data()),
+                                           &p.attention, other.out.data(), other.max.data(), other.sum.data()),
                          TQKV_OK);
         else
-            CHECK_RUN(gpu_attend_merge_slice(&p.attention, total, &p.attention, other));
+            CHECK_RUN(gpu_attend_merge(&p.attention, total, &p.attention, other));
     }
     if (mixed && data_below(&random, 3) == 0) {
         CHECK_RESULT(tqkv_attend_finish(&p.attention, total.out.data(), total.max.data(), total.sum.data()), TQKV_OK);
@@ -111,7 +111,7 @@ void run_bits(const void *parameters)
     int begin = 0;
     for (int end : *row->cuts) {
         attend_slice(p, begin, end, false, row->split, begin ? other : total);
-        if (begin) CHECK_RUN(gpu_attend_merge_slice(&p.attention, total, &p.attention, other));
+        if (begin) CHECK_RUN(gpu_attend_merge(&p.attention, total, &p.attention, other));
         begin = end;
     }
     CHECK_RUN(gpu_attend_finish(&p.attention, total, out.data()));
@@ -146,7 +146,7 @@ void add_all_bits()
     row.key_center = 0.5f; // under softcap it is a part of each score
     row.n_queries = 1;
     add_bits("softcap", row, as_planned, {1024, 1536, 1690});
-    row = attend_default_row(TQKV_TQ3, TQKV_F16, 32);
+    row = attend_default_row(TQKV_F16, TQKV_TQ3, 32);
     row.n_kv_heads = 1;
     row.key_capacity = row.value_capacity = 4800;
     row.end = 4790;
@@ -184,7 +184,7 @@ void fill_slice(data_random *random, float offset, gpu_slice &to)
     std::fill(to.out.begin(), to.out.begin() + (long)(to.out.size() / to.max.size()), 0.0f);
 }
 
-// merge_slice and finish against the processor's.
+// merge and finish against the processor's.
 void run_basis(const void *parameters)
 {
     const basis_row *row = (const basis_row *)parameters;
@@ -205,9 +205,9 @@ void run_basis(const void *parameters)
     fill_slice(&random, 3.0f, total);
     fill_slice(&random, 2.0f, other);
     gpu_slice expected = total;
-    CHECK_RUN(gpu_attend_merge_slice(&a, total, &b, other));
-    CHECK_RESULT(tqkv_attend_merge_slice(&a, expected.out.data(), expected.max.data(), expected.sum.data(), &b,
-                                         other.out.data(), other.max.data(), other.sum.data()),
+    CHECK_RUN(gpu_attend_merge(&a, total, &b, other));
+    CHECK_RESULT(tqkv_attend_merge(&a, expected.out.data(), expected.max.data(), expected.sum.data(), &b,
+                                   other.out.data(), other.max.data(), other.sum.data()),
                  TQKV_OK);
     std::vector<float> out(n_rows * d, NAN);
     CHECK_RUN(gpu_attend_finish(&a, total, out.data()));
@@ -296,7 +296,7 @@ void run_ends(const void *parameters)
     gpu_slice total = make_slice(p), other = total;
     attend_slice(p, shape.oldest, cut, false, as_planned, total);
     attend_slice(p, cut, shape.end, false, as_planned, other);
-    CHECK_RUN(gpu_attend_merge_slice(&p.attention, total, &p.attention, other));
+    CHECK_RUN(gpu_attend_merge(&p.attention, total, &p.attention, other));
     CHECK_RUN(gpu_attend_finish(&p.attention, total, p.out));
     attend_check(&p, p.out, "ends, in slices");
     attend_tear_down(&p);

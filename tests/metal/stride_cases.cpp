@@ -230,7 +230,7 @@ void attend_in_slices(two_calls &t, int i, gpu_split split)
     gpu_slice total(p.n_rows, p.value_dim), other = total;
     CHECK_RUN(gpu_attend_partial(&t.calls[i], t.q_of(i), 0, cut, total, split));
     CHECK_RUN(gpu_attend_partial(&t.calls[i], t.q_of(i), cut, (int)p.attention.end - cut, other, split));
-    CHECK_RUN(gpu_attend_merge_slice(&t.calls[i], total, &t.calls[i], other));
+    CHECK_RUN(gpu_attend_merge(&t.calls[i], total, &t.calls[i], other));
     CHECK_RUN(gpu_attend_finish(&t.calls[i], total, t.out_of(i)));
 }
 

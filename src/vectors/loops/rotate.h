@@ -1,4 +1,4 @@
-/* >>k-rotate: rows to floats and the rotation by vectors. The sums and their order are those of >>codec, and so are the
+/* >>k-rotate: the rotation by vectors. The sums and their order are those of >>codec, and so are the
    bytes. */
 
 /* Butterflies (a, b) -> (a + b, a - b) between vectors 1, 2, 4 .. count/2 apart; count is a constant. */

@@ -111,12 +111,9 @@ static tqkv_result attend_in_slices(const attend_buffers *b, const attend_proble
         slice_buffers *s = &slices[i > 0];
         r = tqkv_metal_attend_partial(m, work.encoder, a, b->q, first, counts[i], b->scratch, s->out, s->max, s->sum);
         first += counts[i];
-        if (i == 1 && r == TQKV_OK)
-            r = tqkv_metal_attend_merge(m, work.encoder, a, slices->out, slices->max, slices->sum, s->out, s->max,
+        if (i > 0 && r == TQKV_OK)
+            r = tqkv_metal_attend_merge(m, work.encoder, a, slices->out, slices->max, slices->sum, a, s->out, s->max,
                                         s->sum);
-        if (i == 2 && r == TQKV_OK)
-            r = tqkv_metal_attend_merge_slice(m, work.encoder, a, slices->out, slices->max, slices->sum, a, s->out,
-                                              s->max, s->sum);
     }
     if (r == TQKV_OK) r = tqkv_metal_attend_finish(m, work.encoder, a, slices->out, slices->max, slices->sum, b->out);
     host_end(&work);
@@ -175,12 +172,12 @@ static void run_slice_refusals(const void *parameters)
                   TQKV_INVALID_ARGUMENT, "no encoder");
     CHECK_RESULT(tqkv_metal_attend_partial(NULL, e, a, b.q, 0, 9, b.scratch, s.out, s.max, s.sum),
                  TQKV_INVALID_ARGUMENT);
-    CHECK_REFUSED(m, tqkv_metal_attend_merge(m, e, a, s.out, s.max, s.sum, s.out, other.max, other.sum),
+    CHECK_REFUSED(m, tqkv_metal_attend_merge(m, e, a, s.out, s.max, s.sum, a, s.out, other.max, other.sum),
                   TQKV_INVALID_ARGUMENT, "overlap");
-    CHECK_REFUSED(m, tqkv_metal_attend_merge(m, e, NULL, s.out, s.max, s.sum, other.out, other.max, other.sum),
+    CHECK_REFUSED(m, tqkv_metal_attend_merge(m, e, NULL, s.out, s.max, s.sum, a, other.out, other.max, other.sum),
                   TQKV_INVALID_ARGUMENT, "attend_merge");
-    CHECK_REFUSED(m, tqkv_metal_attend_merge_slice(m, e, a, s.out, s.max, s.sum, NULL, other.out, other.max, other.sum),
-                  TQKV_INVALID_ARGUMENT, "attend_merge_slice");
+    CHECK_REFUSED(m, tqkv_metal_attend_merge(m, e, a, s.out, s.max, s.sum, NULL, other.out, other.max, other.sum),
+                  TQKV_INVALID_ARGUMENT, "attend_merge");
     CHECK_REFUSED(m, tqkv_metal_attend_finish(m, e, a, s.out, s.max, s.sum, s.out), TQKV_INVALID_ARGUMENT,
                   "out and src_out overlap");
     s.max.offset += 4;
