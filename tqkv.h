@@ -226,9 +226,9 @@ typedef struct tqkv_store tqkv_store; /* see >>store */
 typedef struct tqkv_metal tqkv_metal; /* see >>metal */
 typedef struct tqkv_cache_desc {
     /* The shape, and how many positions it holds. */
-    int head_dim, n_kv_heads, n_heads, capacity; /* n_heads: 0 = n_kv_heads */
-    int value_dim;                               /* head_dim of the values; 0 = head_dim */
-    bool ring;                                   /* keep the newest `capacity` positions */
+    int head_dim, n_kv_heads, n_heads, capacity;
+    int value_dim; /* head_dim of the values; 0 = head_dim */
+    bool ring;     /* keep the newest `capacity` positions */
     bool shared;  /* the keys are the values, as MLA's latent is. value_format and value_dim: those of the keys, or 0 */
     int tail_dim; /* further dimensions of each key, in a stream of their own, as the RoPE part of MLA; 0: none */
 
@@ -470,7 +470,7 @@ typedef enum tqkv_pairs {
    then divided by its root mean square over the head's channels and kept in [2^-10, 2^10]. A channel of deviation 0
    counts as that of the smallest other. The same bits on every machine. Values need neither.
    src: [n_tokens][n_kv_heads][head_dim], of the shape's type and strides; q: [n_queries][n_heads][head_dim] of its
-   type, without gaps, or NULL; n_heads: 0 = n_kv_heads. center, channel_scale: [n_kv_heads][head_dim], one may be NULL.
+   type, without gaps, or NULL, when n_heads does not matter. center, channel_scale: [n_kv_heads][head_dim], one may be NULL.
    No tokens: 0 and 1. The shape's format, centre and scale do not matter. TQKV_NOT_FINITE: NaN, infinity or a magnitude
    beyond 1e12. */
 TQKV_API tqkv_result tqkv_calibrate(const tqkv_store *shape, const void *src, int n_tokens, const void *q, int n_heads,
@@ -527,8 +527,8 @@ typedef struct tqkv_attention {
     const tqkv_store *tail;
 
     /* The queries, and where they stand. */
-    int n_heads;   /* query heads; 0 = n_kv_heads */
-    int n_queries; /* 0 = 1 */
+    int n_heads;   /* query heads, at least one */
+    int n_queries; /* 0: the call reads and writes nothing */
     int64_t end;   /* positions appended so far */
     int kv_len;    /* resident positions, the newest; 0 = min(end, capacity), paged: min(end, n_pages * page_size) */
 
@@ -650,7 +650,7 @@ TQKV_API tqkv_attention tqkv_cache_view(const tqkv_cache *c);
 typedef enum tqkv_pool { TQKV_POOL_MAX = 0, TQKV_POOL_MEAN } tqkv_pool;
 typedef struct tqkv_index {
     const tqkv_store *keys; /* n_kv_heads 1, any format */
-    int n_heads, n_queries; /* query heads of the index; 0 = 1 */
+    int n_heads, n_queries; /* query heads of the index, at least one; without queries a call does nothing */
     int64_t end;            /* keys appended so far */
     int kv_len;             /* resident keys, as tqkv_attention's */
     int ratio;         /* positions of the context that a key stands for: key j for those from j * ratio on. 0 = 1 */
@@ -965,7 +965,7 @@ TQKV_METAL_API tqkv_result tqkv_metal_cache_some_scratch(tqkv_metal *m, const tq
 
 /* Builds the pipelines of such calls now, wherever the context will stand: encode_kv into the two stores (keys and
    tail, if there is one; encode, if the keys are the values), with their pages if they have a table, and into those of
-   exact_first and exact_last, as many as there will be; attention of 1 to max_queries queries (0: 1), with a list if
+   exact_first and exact_last, as many as there will be; attention of 1 to max_queries queries, with a list if
    there is one; and what `also` adds up: the same in batches, and slices, their merge and finish. No pages are looked
    at, and of buffers only whether they are there: centres, sinks, a tree, a list and pages have pipelines of their own.
    Any thread may call it while others record; those do not wait. Other calls build theirs on first use, which takes up
@@ -3979,8 +3979,8 @@ static TQKV__NOINLINE void tqkv__calibrate_head(const tqkv__stream *s, const voi
 static tqkv_result tqkv__take_queries(const tqkv__stream *s, const void *q, int n_heads, int n_queries,
                                       tqkv__queries *queries, size_t *bytes)
 {
-    if (!n_heads) n_heads = s->n_kv_heads;
-    if (n_heads < 0 || n_heads % s->n_kv_heads) return TQKV__INVALID("n_heads is not a multiple of n_kv_heads");
+    if (!q) n_heads = s->n_kv_heads;
+    if (n_heads <= 0 || n_heads % s->n_kv_heads) return TQKV__INVALID("n_heads: 0, or not a multiple of n_kv_heads");
     if (n_queries < 0) return TQKV__INVALID("n_queries is negative");
     *bytes = 0;
     queries->rows = *s;
@@ -10737,8 +10737,6 @@ static tqkv_result tqkv__attention_shape(const tqkv_attention *a, tqkv__attentio
     r->key_dim = r->keys.head_dim;
     r->value_dim = r->values.head_dim;
     r->n_kv_heads = r->keys.n_kv_heads;
-    if (!call->n_heads) call->n_heads = r->n_kv_heads;
-    if (!call->n_queries) call->n_queries = 1;
     r->isa = tqkv__narrower(tqkv__isa_for(r->key_dim), tqkv__isa_for(r->value_dim));
     if ((result = tqkv__take_tail(r)) != TQKV_OK) return result;
     if (call->scale == 0.0f) call->scale = tqkv__inverse_root(r->key_dim);
@@ -10748,8 +10746,8 @@ static tqkv_result tqkv__attention_shape(const tqkv_attention *a, tqkv__attentio
     r->rotate_queries = r->keys.rotated && a->query_basis == TQKV_ORIGINAL;
     r->unrotate_output = r->values.rotated && a->output_basis == TQKV_ORIGINAL;
     if (r->values.n_kv_heads != r->n_kv_heads) return TQKV__INVALID("keys and values differ in n_kv_heads");
-    if (call->n_heads < 0 || call->n_heads % r->n_kv_heads != 0)
-        return TQKV__INVALID("n_heads is not a multiple of n_kv_heads");
+    if (call->n_heads <= 0 || call->n_heads % r->n_kv_heads != 0)
+        return TQKV__INVALID("n_heads: 0, or not a multiple of n_kv_heads");
     if (call->n_queries < 0 || call->window < 0) return TQKV__INVALID("n_queries or window is negative");
     if ((result = tqkv__check_options(a)) != TQKV_OK) return result;
     if (!tqkv__resolve_allocator(&call->allocator)) return TQKV__INVALID("allocator: one of alloc and free is missing");
@@ -12882,8 +12880,8 @@ static tqkv_result tqkv__attend(const tqkv__attention *a, const void *q, void *o
 TQKV_API tqkv_result tqkv_attend(const tqkv_attention *attention, const void *q, void *out)
 {
     tqkv__attention a;
-    tqkv_result r = tqkv__attention_open(attention, &a);
-    return r == TQKV_OK ? tqkv__attend(&a, q, out) : r;
+    const tqkv_result r = tqkv__attention_open(attention, &a);
+    return r == TQKV_OK && a.call.n_queries ? tqkv__attend(&a, q, out) : r;
 }
 
 /* Where one call's rows of output lie, in bytes. */
@@ -12985,20 +12983,21 @@ static tqkv_result tqkv__check_outputs(const tqkv__request *requests, int n_requ
     return overlap ? TQKV__INVALID("the output of an item overlaps an array of another") : TQKV_OK;
 }
 
-/* Opens and checks one item; it takes over the hooks of the first. */
+/* Opens and checks one item, which takes over the hooks of the first. Adds its request if it has queries. */
 static tqkv_result tqkv__open_item(const tqkv_attention *items, int i, const void *q, void *out, tqkv__attention *a,
-                                   tqkv__request *request)
+                                   tqkv__request *requests, int *n_requests)
 {
     tqkv_attention item = items[i];
     item.parallel = items[0].parallel;
     item.allocator = items[0].allocator;
     const tqkv_result r = tqkv__attention_open(&item, a);
-    return r == TQKV_OK ? tqkv__cut_whole(a, q, out, request) : r;
+    return r == TQKV_OK && a->call.n_queries ? tqkv__cut_whole(a, q, out, &requests[(*n_requests)++]) : r;
 }
 
 TQKV_API tqkv_result tqkv_attend_batch(const tqkv_attention *items, int n_items, const void *const *q, void *const *out)
 {
     size_t size;
+    int n_requests = 0;
     if (!items || !q || !out) return TQKV__INVALID("items, q or out is NULL");
     if (n_items < 0) return TQKV__INVALID("n_items is negative");
     if (n_items == 0) return TQKV_OK;
@@ -13011,9 +13010,9 @@ TQKV_API tqkv_result tqkv_attend_batch(const tqkv_attention *items, int n_items,
     tqkv__request *requests = (tqkv__request *)(void *)(opened + n_items);
     tqkv_result r = TQKV_OK;
     for (int i = 0; r == TQKV_OK && i < n_items; i++)
-        r = tqkv__open_item(items, i, q[i], out[i], &opened[i], &requests[i]);
-    if (r == TQKV_OK) r = tqkv__check_outputs(requests, n_items, &allocator);
-    if (r == TQKV_OK) r = tqkv__run_job(requests, n_items);
+        r = tqkv__open_item(items, i, q[i], out[i], &opened[i], requests, &n_requests);
+    if (r == TQKV_OK && n_requests) r = tqkv__check_outputs(requests, n_requests, &allocator);
+    if (r == TQKV_OK && n_requests) r = tqkv__run_job(requests, n_requests);
     allocator.free(allocator.user, opened, size);
     return r;
 }
@@ -13054,7 +13053,7 @@ TQKV_API tqkv_result tqkv_attend_partial(const tqkv_attention *attention, const 
     tqkv__arrays arrays = {{NULL}, {0}, 0, sizeof(float)};
     tqkv_result r = tqkv__attention_open(attention, &a);
     if (r == TQKV_OK) r = tqkv__check_slice_range(&a, first, count);
-    if (r != TQKV_OK) return r;
+    if (r != TQKV_OK || !a.call.n_queries) return r;
     const tqkv__range slice = {first, first + count};
     if ((r = tqkv__check_seen(&a, slice)) != TQKV_OK) return r;
     tqkv__add_slice(&arrays, &a, out, max, sum);
@@ -13072,7 +13071,7 @@ TQKV_API tqkv_result tqkv_attend_merge(const tqkv_attention *attention, float *o
     tqkv_result r = tqkv__slice_shape(attention, &a);
     if (r == TQKV_OK) r = tqkv__slice_shape(src, &from);
     if (r == TQKV_OK) r = tqkv__check_slices_match(&a, &from);
-    if (r != TQKV_OK) return r;
+    if (r != TQKV_OK || !a.call.n_queries) return r;
     tqkv__add_slice(&arrays, &a, out, max, sum);
     tqkv__add_slice(&arrays, &a, src_out, src_max, src_sum);
     if ((r = tqkv__check_arrays(&arrays, 3)) != TQKV_OK) return r;
@@ -13093,7 +13092,7 @@ TQKV_API tqkv_result tqkv_attend_finish(const tqkv_attention *attention, float *
     float room[TQKV_MAX_HEAD_DIM];
     tqkv__arrays arrays = {{NULL}, {0}, 0, sizeof(float)};
     tqkv_result r = tqkv__slice_shape(attention, &a);
-    if (r != TQKV_OK) return r;
+    if (r != TQKV_OK || !a.call.n_queries) return r;
     tqkv__add_slice(&arrays, &a, out, max, sum);
     if (a.call.sinks) tqkv__add_array(&arrays, a.call.sinks, (size_t)a.call.n_heads * sizeof(float));
     if (a.values.channel_scale) tqkv__add_array(&arrays, a.values.channel_scale, tqkv__center_size(&a.values));
@@ -13361,6 +13360,7 @@ TQKV_API tqkv_result tqkv_index_scores(const tqkv_index *index, const void *q, f
     tqkv__arrays arrays = {{scores}, {0}, 1, sizeof(float)};
     tqkv_result r = tqkv__index_shape(index, &x);
     if (r == TQKV_OK) r = tqkv__stream_memory(index->keys, &x.a.keys);
+    if (r == TQKV_OK && !x.a.call.n_queries) return r;
     if (r == TQKV_OK) r = tqkv__index_array(&x, scores, &arrays.size[0]);
     if (r == TQKV_OK) r = tqkv__check_attend(&x.a, q, &arrays);
     if (r == TQKV_OK) r = tqkv__check_pages(&x.a.keys, x.a.first, tqkv__index_end(&x, x.a.call.n_queries - 1));
@@ -13494,9 +13494,10 @@ TQKV_API tqkv_result tqkv_index_choose(const tqkv_index *index, const float *sco
     tqkv__index x;
     size_t size, list_size;
     tqkv_result r = tqkv__index_shape(index, &x);
+    if (r == TQKV_OK && k < 0) r = TQKV__INVALID("k is negative");
+    if (r == TQKV_OK && !x.a.call.n_queries) return r;
     if (r == TQKV_OK) r = tqkv__index_array(&x, scores, &size);
     if (r != TQKV_OK) return r;
-    if (k < 0) return TQKV__INVALID("k is negative");
     if (!tqkv__aligned_at(list, sizeof *list)) return TQKV__INVALID("list: NULL or not aligned as int32_t");
     if (!tqkv__array_size(x.a.call.n_queries, k, 1, sizeof *list, &list_size))
         return TQKV__INVALID("a list of more than SIZE_MAX bytes");
@@ -13769,6 +13770,7 @@ static tqkv_result tqkv__cache_resolve(const tqkv_cache_desc *desc, tqkv_cache *
     c->attention.query_type = c->attention.output_type = desc->type;
     tqkv__cache_attach(&c->attention, c);
     c->attention.n_heads = desc->n_heads;
+    c->attention.n_queries = 1;
     c->attention.window = desc->window;
     c->attention.whole_window = true;
     c->attention.scale = desc->scale;
@@ -15823,6 +15825,7 @@ enum { TQKV__FIRST_REGION, TQKV__CODES_REGION, TQKV__LAST_REGION, TQKV__REGIONS 
 
 /* What an attention dispatches, of those regions that there are. */
 typedef struct tqkv__attend_plan {
+    bool empty; /* there are no queries: all else is unset */
     bool has[TQKV__REGIONS], listed;
     size_t scratch_size;
     tqkv_metal_dispatch lists[TQKV__REGIONS], attends[TQKV__REGIONS], merge;
@@ -16494,10 +16497,9 @@ static tqkv_result tqkv__add_calibration(const tqkv_metal_store *shape, tqkv_met
     if (r != TQKV_OK) return r;
     if (pairs != TQKV_PAIRS_NONE && pairs != TQKV_PAIRS_NEIGHBOURS && pairs != TQKV_PAIRS_HALVES)
         return TQKV__INVALID("pairs: no tqkv_pairs");
-    if (!n_heads) n_heads = s.n_kv_heads;
-    if (!q.buffer) n_queries = 0;
-    if (n_heads < 0 || n_heads % s.n_kv_heads || n_queries < 0)
-        return TQKV__INVALID("n_heads is no multiple of n_kv_heads, or n_queries negative");
+    if (!q.buffer) n_heads = s.n_kv_heads, n_queries = 0;
+    if (n_heads <= 0 || n_heads % s.n_kv_heads || n_queries < 0)
+        return TQKV__INVALID("n_heads is 0 or no multiple of n_kv_heads, or n_queries negative");
     const tqkv_strides strides = tqkv__strides_of(none, n_heads, s.head_dim);
     if (!tqkv__array_size(n_queries, n_heads, s.head_dim, sizeof(float), &q_bytes))
         return TQKV__INVALID("q: too large");
@@ -17332,6 +17334,7 @@ static tqkv_result tqkv__plan_attention(const tqkv__attention *a, const tqkv__at
 /* Adds all dispatches, in their order. */
 static void tqkv__order_dispatches(const tqkv__attend_plan *from, tqkv_metal_plan *plan)
 {
+    if (from->empty) return;
     for (int p = 0; p < TQKV__REGIONS; p++)
         if (from->has[p] && from->listed) *tqkv__add_dispatch(plan) = from->lists[p];
     for (int p = 0; p < TQKV__REGIONS; p++)
@@ -17569,6 +17572,8 @@ static tqkv_result tqkv__plan_call_of(const tqkv_metal_attention *from, int64_t 
     if (r == TQKV_OK) r = tqkv__attention_range(&call.attention, &a);
     if (r == TQKV_OK) r = tqkv__plan_ends(from, &a, b);
     if (r == TQKV_OK) r = tqkv__check_window(&a);
+    plan->empty = r == TQKV_OK && !a.call.n_queries;
+    if (plan->empty) return b->slice.to ? tqkv__check_slice_range(&a, first, count) : r;
     if (r == TQKV_OK) r = tqkv__plan_range(from, first, count, &a, b);
     if (r == TQKV_OK) r = tqkv__plan_attention_positions(&a);
     if (r != TQKV_OK) return r;
@@ -17646,7 +17651,7 @@ static tqkv_result tqkv__add_merge(const tqkv_metal_attention *from, const tqkv_
         tqkv__channels_differ(from->values->center, src->values->center))
         return TQKV__INVALID("slices of values with and without a scale of their channels, or a centre");
     b->values = from->values;
-    tqkv__plan_slice(tqkv__add_dispatch(plan), &a, b, src_out);
+    if (a.call.n_queries) tqkv__plan_slice(tqkv__add_dispatch(plan), &a, b, src_out);
     return TQKV_OK;
 }
 
@@ -17679,7 +17684,7 @@ TQKV_API tqkv_result tqkv_metal_plan_attend_finish(const tqkv_metal_attention *f
     b.slice.from = true;
     b.slice.src_max = src_max;
     b.slice.src_sum = src_sum;
-    tqkv__plan_slice(tqkv__add_dispatch(plan), &a, &b, src_out);
+    if (a.call.n_queries) tqkv__plan_slice(tqkv__add_dispatch(plan), &a, &b, src_out);
     return tqkv__close_plan(plan, TQKV_OK);
 }
 
@@ -17741,7 +17746,8 @@ static tqkv_result tqkv__plan_scratch_within(const tqkv_metal_attention *from, s
     tqkv__attention a;
     tqkv_result r = tqkv__plan_shape(from, &call, &a);
     if (r == TQKV_OK) r = tqkv__plan_attention_positions(&a);
-    return r == TQKV_OK ? tqkv__plan_most_scratch(&a, most_sums, bytes) : r;
+    if (r == TQKV_OK && !a.call.n_queries) *bytes = 0;
+    return r == TQKV_OK && a.call.n_queries ? tqkv__plan_most_scratch(&a, most_sums, bytes) : r;
 }
 
 TQKV_API tqkv_result tqkv_metal_plan_attend_scratch(const tqkv_metal_attention *from, size_t *bytes)
@@ -17772,7 +17778,8 @@ static bool tqkv__sees_nothing(const tqkv_metal_dispatch *attend) { return tqkv_
 
 typedef struct tqkv__batch {
     const tqkv_metal_attention *items;
-    int n, tables; /* tqkv__batch_tables */
+    int n_items, n; /* n: those with queries; the tables have no others */
+    int tables;     /* tqkv__batch_tables */
     const tqkv_metal_buffer *q, *out;
     tqkv_metal_buffer arguments, scratch;
     bool matrices;
@@ -17782,8 +17789,9 @@ typedef struct tqkv__batch {
 static tqkv_result tqkv__plan_batch_item(const tqkv__batch *b, int i, size_t *used, tqkv__attend_plan *own)
 {
     tqkv__attend_buffers buffers = tqkv__buffers_of_call(b->q[i], tqkv__buffer_after(b->scratch, *used), b->out[i]);
-    const tqkv_result r = tqkv__plan_call_of(&b->items[i], 0, 0, (size_t)TQKV__MOST_SUMS / (size_t)b->n, &buffers, own);
-    if (r != TQKV_OK) return r;
+    const tqkv_result r =
+        tqkv__plan_call_of(&b->items[i], 0, 0, (size_t)TQKV__MOST_SUMS / (size_t)(b->n ? b->n : 1), &buffers, own);
+    if (r != TQKV_OK || own->empty) return r;
     for (int p = 0; p < TQKV__REGIONS && !b->matrices; p++)
         if (own->has[p]) tqkv__plan_lanes(&own->attends[p]);
     if (own->has[TQKV__CODES_REGION] && tqkv__sees_nothing(&own->attends[TQKV__CODES_REGION])) {
@@ -17866,10 +17874,14 @@ static tqkv_result tqkv__join_items(const tqkv__batch *b, size_t *used, tqkv__at
 {
     bool paged = false, unpaged = false;
     tqkv_result r = TQKV_OK;
-    for (int i = 0; r == TQKV_OK && i < b->n; i++) {
+    const tqkv_metal_attention *first = NULL; /* with queries */
+    for (int i = 0; r == TQKV_OK && i < b->n_items; i++) {
         tqkv__attend_plan own;
         if ((r = tqkv__plan_batch_item(b, i, used, &own)) != TQKV_OK) return r;
-        if (!tqkv__same_buffer(b->items[i].sinks, b->items[0].sinks))
+        if (own.empty) continue;
+        if (!first) *all = own;
+        first = first ? first : &b->items[i];
+        if (!tqkv__same_buffer(b->items[i].sinks, first->sinks))
             return TQKV__REFUSE(UNSUPPORTED, "items of a batch differ in their sinks");
         if (own.has[TQKV__CODES_REGION]) {
             const tqkv_metal_dispatch *codes = &own.attends[TQKV__CODES_REGION];
@@ -17877,7 +17889,6 @@ static tqkv_result tqkv__join_items(const tqkv__batch *b, size_t *used, tqkv__at
             paged = paged || has_pages;
             unpaged = unpaged || (!has_pages && !tqkv__sees_nothing(codes));
         }
-        if (i == 0) *all = own;
         r = tqkv__join_regions(all, &own);
     }
     if (r != TQKV_OK || !paged) return r;
@@ -17943,6 +17954,13 @@ static tqkv_result tqkv__write_merge(tqkv__attend_plan *all, tqkv__attend_plan *
     return tqkv__write_offsets(&all->merge, &own->merge, arrays, sizeof arrays / sizeof *arrays, to);
 }
 
+static int tqkv__count_items(const tqkv_metal_attention *items, int n_items)
+{
+    int n = 0;
+    for (int i = 0; i < n_items; i++) n += items[i].attention.n_queries != 0;
+    return n;
+}
+
 /* Returns the number of tables of items. An item is described once for each region and once for the merge, which look
    for other numbers of threadgroups and other bytes of scratch; without halves once for all. */
 static int tqkv__batch_tables(const tqkv_metal_attention *items, int n)
@@ -17979,7 +17997,7 @@ typedef struct tqkv__batch_counts {
     size_t groups[TQKV__REGIONS], lists[TQKV__REGIONS], rows;
 } tqkv__batch_counts;
 
-/* Writes item i into all tables. */
+/* Writes an item into place i of all tables. */
 static tqkv_result tqkv__write_item(const tqkv__batch *b, int i, void *contents, tqkv__attend_plan *own,
                                     tqkv__attend_plan *all, tqkv__batch_counts *counts)
 {
@@ -18017,10 +18035,10 @@ static tqkv_result tqkv__write_items(const tqkv__batch *b, void *contents, tqkv_
     tqkv__batch_counts counts;
     size_t used = 0;
     memset(&counts, 0, sizeof counts);
-    for (int i = 0; i < b->n; i++) {
+    for (int i = 0, at = 0; i < b->n_items; i++) {
         tqkv__attend_plan own;
         tqkv_result r = tqkv__plan_batch_item(b, i, &used, &own);
-        if (r == TQKV_OK) r = tqkv__write_item(b, i, contents, &own, all, &counts);
+        if (r == TQKV_OK && !own.empty) r = tqkv__write_item(b, at++, contents, &own, all, &counts);
         if (r != TQKV_OK) return r;
     }
     for (int p = 0; p < TQKV__REGIONS; p++) {
@@ -18086,13 +18104,14 @@ static void tqkv__plan_all_joined(const tqkv__batch *b, size_t used, tqkv__atten
     tqkv__binding_at(&all->merge, 2)->size = 0;
 }
 
-/* Plans a batch. items: at least one */
+/* Plans a batch. Without queries nothing is set. */
 static tqkv_result tqkv__plan_batch(const tqkv__batch *b, void *contents, tqkv__attend_plan *all)
 {
     size_t used = 0;
     if (!b->items || !b->q || !b->out || !contents) return TQKV__INVALID("items, q, out or contents is NULL");
     tqkv_result r = tqkv__join_items(b, &used, all);
-    if (r != TQKV_OK) return r;
+    all->empty = !b->n;
+    if (r != TQKV_OK || all->empty) return r;
     tqkv__plan_all_joined(b, used, all);
     if ((r = tqkv__write_items(b, contents, all)) != TQKV_OK) return r;
     const int head_dim = all->merge.kernel.head_dim * TQKV__DIM_UNIT,
@@ -18111,8 +18130,9 @@ TQKV_API tqkv_result tqkv_metal_plan_attend_batch(const tqkv_metal_attention *it
     if (!tqkv__open_plan(plan, "attend_batch")) return TQKV__INVALID(TQKV__NO_PLAN);
     if (n_items < 0) return tqkv__close_plan(plan, TQKV__INVALID("n_items is negative"));
     if (n_items == 0) return tqkv__close_plan(plan, TQKV_OK);
-    const int tables = items ? tqkv__batch_tables(items, n_items) : 1;
-    const tqkv__batch b = {items, n_items, tables, q, out, arguments, scratch, matrices};
+    const int tables = items ? tqkv__batch_tables(items, n_items) : 1,
+              n = items ? tqkv__count_items(items, n_items) : 0;
+    const tqkv__batch b = {items, n_items, n, tables, q, out, arguments, scratch, matrices};
     const tqkv_result r = tqkv__plan_batch(&b, contents, &all);
     if (r == TQKV_OK) tqkv__order_dispatches(&all, plan);
     return tqkv__close_plan(plan, r);
@@ -18124,8 +18144,9 @@ TQKV_API tqkv_result tqkv_metal_plan_attend_batch_sizes(const tqkv_metal_attenti
     size_t bytes = 0, all = 0, own = 0;
     if (n_items < 0 || (n_items && !items)) return TQKV__INVALID("n_items is negative, or items is NULL");
     tqkv_result r = tqkv__batch_arguments(items, n_items, &bytes);
+    const size_t n = (size_t)tqkv__count_items(items, n_items), most_sums = TQKV__MOST_SUMS / (n ? n : 1);
     for (int i = 0; scratch && i < n_items && r == TQKV_OK; i++) {
-        r = tqkv__plan_scratch_within(&items[i], (size_t)TQKV__MOST_SUMS / (size_t)n_items, &own);
+        r = tqkv__plan_scratch_within(&items[i], most_sums, &own);
         if (r != TQKV_OK) return r;
         if (own > SIZE_MAX - all) return TQKV__INVALID(TQKV__LARGE_SCRATCH);
         all += own;
@@ -18241,6 +18262,7 @@ static tqkv_result tqkv__add_scores(const tqkv_metal_index *from, tqkv_metal_buf
         return TQKV__REFUSE(UNSUPPORTED, "an index on a GPU has a head_dim of 64 or 128");
     if (!tqkv__array_size(x.a.call.n_queries, (int)x.blocks, 1, sizeof(float), &size))
         return TQKV__INVALID("scores of more than SIZE_MAX bytes");
+    if (!x.a.call.n_queries) return TQKV_OK;
     if (from->keys->shape.pages) {
         const int64_t end = tqkv__index_end(&x, x.a.call.n_queries - 1);
         if ((r = tqkv__check_pages(&x.a.keys, x.a.first, end)) != TQKV_OK) return r;
@@ -18327,6 +18349,7 @@ static tqkv_result tqkv__add_choice(const tqkv_metal_index *from, tqkv_metal_buf
     if (k < 0 || !tqkv__array_size(n_queries, k, 1, sizeof(int32_t), &size) ||
         !tqkv__array_size(n_queries, (int)x.blocks, 1, sizeof(float), &size))
         return TQKV__INVALID("k is negative, or scores or list too large");
+    if (!n_queries) return TQKV_OK;
     memset(&args, 0, sizeof args);
     tqkv__plan_keys_seen(&x, &args.seen, &args.seen_rest);
     args.from = (int32_t)(x.a.first / x.call.block);
@@ -18732,7 +18755,7 @@ TQKV_API tqkv_result tqkv_metal_plan_cache_scratch(const tqkv_cache *c, const tq
                                                    size_t *bytes)
 {
     size_t coded = 0;
-    if (!c || n_queries <= 0) return TQKV__INVALID(TQKV__NO_CACHE_QUERIES);
+    if (!c || n_queries < 0) return TQKV__INVALID(TQKV__NO_CACHE_QUERIES);
     if (!bytes) return TQKV__INVALID("bytes is NULL");
     return tqkv__scratch_of_cache(c, some, n_queries, &coded, bytes);
 }
@@ -18819,7 +18842,8 @@ TQKV_API tqkv_result tqkv_metal_plan_cache_attend(const tqkv_cache *c, tqkv_meta
                                                   tqkv_metal_buffer out, tqkv_metal_plan *plan)
 {
     if (!tqkv__open_plan(plan, "attend")) return TQKV__INVALID(TQKV__NO_PLAN);
-    if (!c || n_queries <= 0) return tqkv__close_plan(plan, TQKV__INVALID(TQKV__NO_CACHE_QUERIES));
+    if (!c || n_queries < 0) return tqkv__close_plan(plan, TQKV__INVALID(TQKV__NO_CACHE_QUERIES));
+    if (!n_queries) return tqkv__close_plan(plan, TQKV_OK);
     const int n_raw = tqkv__raw_queries(c, n_queries);
     const tqkv_result r = tqkv__check_on_gpu(c, 0, n_raw);
     if (r != TQKV_OK) return tqkv__close_plan(plan, r);
@@ -18945,10 +18969,7 @@ static void tqkv__take_all_regions(tqkv_attention *a, const tqkv_store *keys, co
 }
 
 /* Whether attention of n queries is to be planned. */
-static bool tqkv__prepares(int n, int max_queries)
-{
-    return n <= (max_queries ? max_queries : 1) && n <= TQKV__MOST_PREPARED;
-}
+static bool tqkv__prepares(int n, int max_queries) { return n <= max_queries && n <= TQKV__MOST_PREPARED; }
 
 /* Visits attention of all numbers of queries. call: in all regions */
 static tqkv_result tqkv__visit_queries(tqkv__visitor *v, tqkv_metal_attention *call, int max_queries, int also)

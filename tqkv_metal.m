@@ -1300,7 +1300,7 @@ static tqkv_result tqkv__open_trial(tqkv__trial *t)
     t->desc.metal = NULL;
     if (r == TQKV_OK) r = tqkv_cache_create(d, &t->own);
     if (tqkv__planned(t->m, r, "self-test") != TQKV_OK) return r;
-    const size_t width = tqkv__value_size(d->type), n_heads = (size_t)(d->n_heads ? d->n_heads : d->n_kv_heads),
+    const size_t width = tqkv__value_size(d->type), n_heads = (size_t)d->n_heads,
                  key_dim = (size_t)(d->head_dim + d->tail_dim),
                  value_dim = (size_t)(d->value_dim ? d->value_dim : d->head_dim);
     const size_t tokens = TQKV__TRIAL_TOKENS * (size_t)d->n_kv_heads * width,

@@ -118,8 +118,8 @@ static void run_index(bench *b, const float *q)
     t.n_entries = 0;
     timing_add(&t, "fma", run_fma, b);
     for (int i = 0; i < 2; i++) {
-        works[i] =
-            (index_work){{.keys = &keys, .n_heads = INDEX_HEADS, .end = INDEX_KEYS, .relu = true}, q, NULL, NULL};
+        works[i] = (index_work){
+            {.keys = &keys, .n_heads = INDEX_HEADS, .n_queries = 1, .end = INDEX_KEYS, .relu = true}, q, NULL, NULL};
         works[i].index.arithmetic = i ? TQKV_INTEGER : TQKV_FLOAT;
         works[i].scores = (float *)bench_alloc(INDEX_KEYS * sizeof(float));
         works[i].list = (int32_t *)bench_alloc(LISTED * sizeof(int32_t));

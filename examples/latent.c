@@ -150,7 +150,8 @@ static tqkv_result attend_absorbed(tqkv_cache *cache, float *out)
 static tqkv_result attend_folded(tqkv_cache *cache, float *out)
 {
     static float q[HEADS * QUERY], sums[HEADS * LATENT], keys[HEADS * HEAD * LATENT], values[HEADS * HEAD * LATENT];
-    tqkv_attention a = {.keys = tqkv_cache_keys(cache), .values = tqkv_cache_values(cache), .n_heads = HEADS};
+    tqkv_attention a = {
+        .keys = tqkv_cache_keys(cache), .values = tqkv_cache_values(cache), .n_heads = HEADS, .n_queries = 1};
     tqkv_result r = TQKV_OK;
     a.tail = tqkv_cache_tail(cache);
     a.end = tqkv_cache_end(cache);

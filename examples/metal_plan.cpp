@@ -162,6 +162,7 @@ int main()
     tqkv_metal_attention a = {};
     a.keys = &keys, a.values = &values;
     a.attention.n_heads = HEADS;
+    a.attention.n_queries = 1;
     a.attention.end = TOKENS;
     size_t scratch_size;
     check(tqkv_metal_plan_attend_scratch(&a, &scratch_size), "scratch");

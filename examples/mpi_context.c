@@ -60,7 +60,7 @@ static void merge_open(void)
 {
     MPI_Comm_rank(MPI_COMM_WORLD, &own_rank);
     one_head = (tqkv_store){.format = TQKV_TQ4, .head_dim = DIM, .n_kv_heads = 1, .capacity = 1};
-    one_row = (tqkv_attention){.keys = &one_head, .values = &one_head};
+    one_row = (tqkv_attention){.keys = &one_head, .values = &one_head, .n_heads = 1, .n_queries = 1};
     MPI_Type_contiguous(sizeof(head_sums), MPI_BYTE, &row_type); /* ranks of one byte order */
     MPI_Type_commit(&row_type);
     MPI_Op_create(merge_heads, 1, &merge_op);

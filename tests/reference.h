@@ -536,8 +536,8 @@ static inline reference_shape reference_attention_shape(const tqkv_attention *a)
             capacity = keys < values ? keys : values;
     shape.key_dim = a->keys->head_dim + (a->tail ? a->tail->head_dim : 0);
     shape.value_dim = a->values->head_dim;
-    shape.n_heads = a->n_heads ? a->n_heads : a->keys->n_kv_heads;
-    shape.n_queries = a->n_queries ? a->n_queries : 1;
+    shape.n_heads = a->n_heads;
+    shape.n_queries = a->n_queries;
     shape.group = shape.n_heads / a->keys->n_kv_heads;
     shape.end = a->end;
     shape.oldest = a->end - (a->kv_len ? a->kv_len : a->end < capacity ? a->end : capacity);
@@ -556,7 +556,7 @@ static inline const tqkv_store *reference_store_of(const tqkv_attention *a, int 
     if (position < reference_attention_shape(a).kept) return first;
     if (codes->format == TQKV_F16) return codes;
     if (first && position < a->exact_first) return first;
-    const int n_queries = a->n_queries ? a->n_queries : 1;
+    const int n_queries = a->n_queries;
     const int64_t at = a->end - (a->non_causal && !a->window ? 1 : n_queries - query);
     return last && position > at - a->exact_last && position >= a->exact_from ? last : codes;
 }

@@ -304,6 +304,34 @@ static void check_partial_parts(const void *parameters)
     attend_tear_down(&problem);
 }
 
+/* Calls without queries look at no array, and heads have no default. */
+static void check_no_queries(const void *parameters)
+{
+    (void)parameters;
+    attend_row row = attend_default_row(TQKV_TQ4, TQKV_I8, 64);
+    attend_problem problem;
+    float sentinel[4] = {42.0f, 42.0f, 42.0f, 42.0f};
+    attend_set_up(&problem, &row);
+    tqkv_attention a = problem.attention;
+    a.n_queries = 0;
+    for (int i = 0; i < 2; i++) {
+        float *out = i ? sentinel : NULL;
+        CHECK_RESULT(tqkv_attend(&a, out, out), TQKV_OK);
+        CHECK_RESULT(tqkv_attend_partial(&a, out, 0, 3, out, out, out), TQKV_OK);
+        CHECK_RESULT(tqkv_attend_merge(&a, out, out, out, &a, out, out, out), TQKV_OK);
+        CHECK_RESULT(tqkv_attend_finish(&a, out, out, out), TQKV_OK);
+    }
+    for (int i = 0; i < 4; i++) CHECK(sentinel[i] == 42.0f, "a value was written");
+    CHECK_RESULT(tqkv_attend_partial(&a, NULL, 0, 1 << 20, NULL, NULL, NULL), TQKV_OUT_OF_RANGE);
+    for (int n_queries = 0; n_queries < 2; n_queries++) {
+        a.n_queries = n_queries;
+        a.n_heads = 0;
+        CHECK_RESULT(tqkv_attend(&a, problem.q, problem.out), TQKV_INVALID_ARGUMENT);
+        CHECK_RESULT(tqkv_attend_finish(&a, problem.out, sentinel, sentinel), TQKV_INVALID_ARGUMENT);
+    }
+    attend_tear_down(&problem);
+}
+
 /* ---- One position, exactly ---- */
 
 typedef struct exact_row {
@@ -325,6 +353,7 @@ static void open_position(const exact_row *row, tqkv_store *s, tqkv_attention *a
     s->norms = (float *)test_alloc(s->norms_size);
     a->keys = a->values = s;
     a->n_heads = row->group;
+    a->n_queries = 1;
     a->end = 1;
     a->scale = 1.0f;
     a->query_basis = a->output_basis = TQKV_ROTATED;
@@ -462,6 +491,7 @@ void test_attend_cases(void)
 {
     add_sizes();
     add_merge_bases();
+    test_add(check_no_queries, NULL, 0, "attend/no_queries");
     for (int i = 0; i < TEST_FORMATS * TEST_FORMATS; i++) add_pair(i);
     add_query_counts();
     add_groups();

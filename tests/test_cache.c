@@ -93,15 +93,20 @@ static void check_defaults(const void *parameters)
     tqkv_cache_desc desc;
     memset(&desc, 0, sizeof desc);
     desc.head_dim = 128;
-    desc.n_kv_heads = CACHE_HEADS;
+    desc.n_kv_heads = desc.n_heads = CACHE_HEADS;
     desc.capacity = 8;
     tqkv_cache *cache = NULL;
+    desc.n_heads = 0; /* which has no default */
+    CHECK_RESULT(tqkv_cache_create(&desc, &cache), TQKV_INVALID_ARGUMENT);
+    desc.n_heads = CACHE_HEADS;
     CHECK_RESULT(tqkv_cache_create(&desc, &cache), TQKV_OK);
     REQUIRE(cache, "no cache");
     CHECK(tqkv_cache_keys(cache)->format == TQKV_I8, "keys are %d", (int)tqkv_cache_keys(cache)->format);
     CHECK(tqkv_cache_values(cache)->format == TQKV_TQ4, "values are %d", (int)tqkv_cache_values(cache)->format);
     cache_append_seed(cache, 1, 5, 128);
-    desc.n_heads = CACHE_HEADS; /* what 0 means */
+    tqkv_attention view = tqkv_cache_view(cache);
+    CHECK(view.n_queries == 1 && view.n_heads == CACHE_HEADS, "a view of %d queries", view.n_queries);
+    CHECK_RESULT(tqkv_cache_attend(cache, NULL, 0, NULL), TQKV_OK);
     check_attend(cache, &desc, 2, 5);
     tqkv_cache_destroy(cache);
     tqkv_cache_destroy(NULL);

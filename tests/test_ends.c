@@ -423,6 +423,7 @@ static void check_pages(const void *parameters)
         a.first_values = a.last_values = &stores[3];
         a.exact_first = 4;
         a.exact_last = 70;
+        a.n_heads = CACHE_HEADS;
         a.n_queries = QUERIES;
         a.end = PAGED;
         CHECK_RESULT(tqkv_attend(&a, q, outs[way]), TQKV_OK);

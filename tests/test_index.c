@@ -43,7 +43,7 @@ static void set_options(problem *p, data_random *random)
     tqkv_index *x = &p->index;
     static const int heads[6] = {1, 2, 5, 16, 64, 71}, blocks[6] = {0, 1, 4, 16, 64, 100};
     x->n_heads = heads[data_below(random, 6)];
-    x->n_queries = data_below(random, 3) ? 1 + data_below(random, x->n_heads > 16 ? 3 : 20) : 0;
+    x->n_queries = data_below(random, 3) ? 1 + data_below(random, x->n_heads > 16 ? 3 : 20) : 1;
     x->ratio = data_below(random, 2) ? 4 : 0;
     if (x->ratio && data_below(random, 2)) x->positions = x->end * x->ratio + data_below(random, 3 * x->ratio);
     x->block = blocks[data_below(random, 6)];
@@ -67,7 +67,7 @@ static void set_up(problem *p, int seed)
     set_options(p, &random);
     p->index.keys = &p->keys;
     p->index.arithmetic = integers ? TQKV_INTEGER : TQKV_FLOAT;
-    const int n_queries = p->index.n_queries ? p->index.n_queries : 1, size = p->index.block ? p->index.block : 1;
+    const int n_queries = p->index.n_queries, size = p->index.block ? p->index.block : 1;
     p->n_rows = n_queries * p->index.n_heads;
     p->n_blocks = (p->index.end + size - 1) / size;
     if (data_below(&random, 2)) p->keys.center = p->center = test_rows(3, DATA_GAUSSIAN, 1, d);
@@ -114,7 +114,7 @@ static void tear_down(problem *p)
 /* The keys that a query sees end here. */
 static int64_t seen_end(const tqkv_index *x, int query)
 {
-    const int ratio = x->ratio ? x->ratio : 1, n_queries = x->n_queries ? x->n_queries : 1;
+    const int ratio = x->ratio ? x->ratio : 1, n_queries = x->n_queries;
     const int64_t at = (x->positions ? x->positions : x->end * ratio) - n_queries + query;
     int64_t end = 0;
     while (end < x->end && end * ratio + ratio - 1 <= at) end++;
@@ -173,7 +173,7 @@ static void check_scores(const void *parameters)
     problem p;
     set_up(&p, *(const int *)parameters);
     const bool integers = p.index.arithmetic == TQKV_INTEGER;
-    const int n_queries = p.index.n_queries ? p.index.n_queries : 1;
+    const int n_queries = p.index.n_queries;
     double *keys = reference_decode_all(&p.keys, 0, p.first, p.index.end, integers);
     double *expected = (double *)test_alloc(2 * (size_t)p.n_blocks * sizeof *expected),
            *allowed = expected + p.n_blocks;
@@ -197,7 +197,7 @@ static void check_alone(const void *parameters)
     problem p;
     set_up(&p, *(const int *)parameters);
     tqkv_index one = p.index;
-    const int n_queries = p.index.n_queries ? p.index.n_queries : 1, d = p.keys.head_dim;
+    const int n_queries = p.index.n_queries, d = p.keys.head_dim;
     float *alone = (float *)test_alloc((size_t)p.n_blocks * sizeof *alone);
     CHECK_RESULT(tqkv_index_scores(&p.index, queries_of(&p), p.scores), TQKV_OK);
     one.n_queries = 1;
@@ -223,7 +223,7 @@ static void check_sets(const void *parameters)
     const char *in_use = tqkv_isa_name();
     problem p;
     set_up(&p, *(const int *)parameters);
-    const size_t bytes = (size_t)((p.index.n_queries ? p.index.n_queries : 1) * p.n_blocks) * sizeof(float);
+    const size_t bytes = (size_t)(p.index.n_queries * p.n_blocks) * sizeof(float);
     float *first = (float *)test_alloc(bytes);
     if (p.keys.format != TQKV_TQ8) p.index.arithmetic = TQKV_INTEGER;
     for (int i = 0; i < 4 && p.index.arithmetic == TQKV_INTEGER; i++) {
@@ -356,7 +356,7 @@ static void check_refused(const void *parameters)
     const bad_row *row = (const bad_row *)parameters;
     problem p;
     set_up(&p, 5);
-    const size_t bytes = (size_t)((p.index.n_queries ? p.index.n_queries : 1) * p.n_blocks) * sizeof(float);
+    const size_t bytes = (size_t)(p.index.n_queries * p.n_blocks) * sizeof(float);
     float *before = (float *)test_alloc_filled(bytes, 0xff);
     int32_t list[4] = {7, 7, 7, 7};
     row->change(&p);
@@ -381,6 +381,13 @@ static void check_bad_choice(const void *parameters)
     memset(&x, 0, sizeof x);
     x.keys = &keys;
     x.end = 8;
+    CHECK_RESULT(tqkv_index_choose(&x, scores, 2, list), TQKV_INVALID_ARGUMENT); /* no head */
+    x.n_heads = 1;
+    CHECK_RESULT(tqkv_index_choose(&x, scores, 2, list), TQKV_OK); /* no query */
+    CHECK_RESULT(tqkv_index_choose(&x, NULL, 2, NULL), TQKV_OK);
+    CHECK_RESULT(tqkv_index_scores(&x, NULL, NULL), TQKV_OK);
+    CHECK(list[0] == 7, "a choice of nothing has written");
+    x.n_queries = 1;
     CHECK_RESULT(tqkv_index_choose(&x, scores, 2, list), TQKV_NOT_FINITE);
     x.end = 4;
     x.n_queries = 2; /* NaN is the last score of the second one */
@@ -405,7 +412,7 @@ static void check_fault(const void *parameters)
     problem p;
     set_up(&p, 5);
     (void)parameters;
-    const size_t bytes = (size_t)((p.index.n_queries ? p.index.n_queries : 1) * p.n_blocks) * sizeof(float);
+    const size_t bytes = (size_t)(p.index.n_queries * p.n_blocks) * sizeof(float);
     float *before = (float *)test_alloc_filled(bytes, 0xff);
     p.index.allocator = counting_allocator(&counter);
     CHECK_RESULT(tqkv_index_scores(&p.index, queries_of(&p), p.scores), TQKV_OUT_OF_MEMORY);

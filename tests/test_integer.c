@@ -403,6 +403,7 @@ static void check_cache(const void *parameters)
     a.keys = tqkv_cache_keys(c);
     a.values = tqkv_cache_values(c);
     a.n_heads = 4;
+    a.n_queries = 1;
     a.end = TOKENS;
     a.arithmetic = TQKV_INTEGER;
     CHECK_RESULT(tqkv_attend(&a, q, out[1]), TQKV_OK);

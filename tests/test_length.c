@@ -57,6 +57,7 @@ static void check_equal(const void *parameters)
     a.keys = &keys;
     a.values = &values;
     a.n_heads = heads;
+    a.n_queries = 1;
     a.end = n;
     CHECK_RESULT(tqkv_attend(&a, q, out), TQKV_OK);
     CHECK_RESULT(tqkv_decode(&values, 0, 1, TQKV_ORIGINAL, decoded), TQKV_OK);
@@ -115,6 +116,7 @@ static void check_parallel(const void *parameters)
     memset(&a, 0, sizeof a);
     a.keys = &keys;
     a.values = &values;
+    a.n_heads = a.n_queries = 1;
     a.end = PARALLEL;
     a.query_basis = TQKV_ROTATED;
     for (int trial = 0; trial < PARALLEL_TRIALS; trial++) {
@@ -244,6 +246,7 @@ static void check_far_below(const void *parameters)
     memset(&a, 0, sizeof a);
     a.keys = &keys;
     a.values = &values;
+    a.n_heads = a.n_queries = 1;
     a.end = 2;
     a.scale = 1.0f;
     CHECK_RESULT(tqkv_attend(&a, q, out), TQKV_OK);
@@ -286,6 +289,7 @@ static void check_score_error(const void *parameters)
     memset(&a, 0, sizeof a);
     a.keys = &keys;
     a.values = &values;
+    a.n_heads = a.n_queries = 1;
     a.end = N;
     a.scale = (float)(row->sigma / sqrt((double)d)); /* of queries and keys with variance 1 */
     for (uint64_t seed = 0; seed < 4; seed++) {

@@ -307,6 +307,8 @@ static void check_shared(const void *parameters)
     for (int sequence = 0; sequence < 2; sequence++) {
         tqkv_attention a;
         memset(&a, 0, sizeof a);
+        a.n_heads = PAGES_HEADS;
+        a.n_queries = 1;
         a.end = PROMPT + TAIL;
         for (int i = 0; i < 2; i++) {
             fill_sequence(&linear[i], i, sequence, true);

@@ -265,6 +265,7 @@ void run_attend(tqkv_format format, int group, int n_positions, int kernel, int 
     a.keys = &keys.store;
     a.values = &values.store;
     a.n_heads = group;
+    a.n_queries = 1;
     a.end = n_positions;
     std::string wrong = gpu_attend(&a, q.data(), out.data(), {columns, n_simdgroups, 1, 0, kernel});
     if (!wrong.empty()) fail(wrong);
@@ -288,6 +289,7 @@ void print_plan(tqkv_format format, int group, int n_positions, int kernel, int 
     tqkv_attention a = {};
     a.keys = a.values = &store.store;
     a.n_heads = group * n_heads;
+    a.n_queries = 1;
     a.end = n_positions;
     tqkv_metal_plan plan;
     tqkv_metal_dispatch *const d = plan.d;

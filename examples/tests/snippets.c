@@ -431,7 +431,8 @@ static void test_sparse(void)
     store.codes_size = sizeof codes;
     store.norms = norms;
     store.norms_size = sizeof norms;
-    tqkv_index index = {.keys = &store, .n_heads = 4, .end = TOKENS, .ratio = 1, .block = 1, .relu = true};
+    tqkv_index index = {
+        .keys = &store, .n_heads = 4, .n_queries = 1, .end = TOKENS, .ratio = 1, .block = 1, .relu = true};
     fill(keys, TOKENS * KEYS);
     fill(index_q, 4 * KEYS);
     bool good = tqkv_encode(&store, keys, TOKENS, 0) == TQKV_OK;

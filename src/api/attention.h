@@ -24,8 +24,8 @@ typedef struct tqkv_attention {
     const tqkv_store *tail;
 
     /* The queries, and where they stand. */
-    int n_heads;   /* query heads; 0 = n_kv_heads */
-    int n_queries; /* 0 = 1 */
+    int n_heads;   /* query heads, at least one */
+    int n_queries; /* 0: the call reads and writes nothing */
     int64_t end;   /* positions appended so far */
     int kv_len;    /* resident positions, the newest; 0 = min(end, capacity), paged: min(end, n_pages * page_size) */
 

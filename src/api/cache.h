@@ -5,9 +5,9 @@ typedef struct tqkv_store tqkv_store; /* see >>store */
 typedef struct tqkv_metal tqkv_metal; /* see >>metal */
 typedef struct tqkv_cache_desc {
     /* The shape, and how many positions it holds. */
-    int head_dim, n_kv_heads, n_heads, capacity; /* n_heads: 0 = n_kv_heads */
-    int value_dim;                               /* head_dim of the values; 0 = head_dim */
-    bool ring;                                   /* keep the newest `capacity` positions */
+    int head_dim, n_kv_heads, n_heads, capacity;
+    int value_dim; /* head_dim of the values; 0 = head_dim */
+    bool ring;     /* keep the newest `capacity` positions */
     bool shared;  /* the keys are the values, as MLA's latent is. value_format and value_dim: those of the keys, or 0 */
     int tail_dim; /* further dimensions of each key, in a stream of their own, as the RoPE part of MLA; 0: none */
 

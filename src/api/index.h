@@ -11,7 +11,7 @@
 typedef enum tqkv_pool { TQKV_POOL_MAX = 0, TQKV_POOL_MEAN } tqkv_pool;
 typedef struct tqkv_index {
     const tqkv_store *keys; /* n_kv_heads 1, any format */
-    int n_heads, n_queries; /* query heads of the index; 0 = 1 */
+    int n_heads, n_queries; /* query heads of the index, at least one; without queries a call does nothing */
     int64_t end;            /* keys appended so far */
     int kv_len;             /* resident keys, as tqkv_attention's */
     int ratio;         /* positions of the context that a key stands for: key j for those from j * ratio on. 0 = 1 */

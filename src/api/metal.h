@@ -246,7 +246,7 @@ TQKV_METAL_API tqkv_result tqkv_metal_cache_some_scratch(tqkv_metal *m, const tq
 
 /* Builds the pipelines of such calls now, wherever the context will stand: encode_kv into the two stores (keys and
    tail, if there is one; encode, if the keys are the values), with their pages if they have a table, and into those of
-   exact_first and exact_last, as many as there will be; attention of 1 to max_queries queries (0: 1), with a list if
+   exact_first and exact_last, as many as there will be; attention of 1 to max_queries queries, with a list if
    there is one; and what `also` adds up: the same in batches, and slices, their merge and finish. No pages are looked
    at, and of buffers only whether they are there: centres, sinks, a tree, a list and pages have pipelines of their own.
    Any thread may call it while others record; those do not wait. Other calls build theirs on first use, which takes up

@@ -256,6 +256,7 @@ static tqkv_result tqkv__cache_resolve(const tqkv_cache_desc *desc, tqkv_cache *
     c->attention.query_type = c->attention.output_type = desc->type;
     tqkv__cache_attach(&c->attention, c);
     c->attention.n_heads = desc->n_heads;
+    c->attention.n_queries = 1;
     c->attention.window = desc->window;
     c->attention.whole_window = true;
     c->attention.scale = desc->scale;

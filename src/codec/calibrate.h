@@ -113,8 +113,8 @@ static TQKV__NOINLINE void tqkv__calibrate_head(const tqkv__stream *s, const voi
 static tqkv_result tqkv__take_queries(const tqkv__stream *s, const void *q, int n_heads, int n_queries,
                                       tqkv__queries *queries, size_t *bytes)
 {
-    if (!n_heads) n_heads = s->n_kv_heads;
-    if (n_heads < 0 || n_heads % s->n_kv_heads) return TQKV__INVALID("n_heads is not a multiple of n_kv_heads");
+    if (!q) n_heads = s->n_kv_heads;
+    if (n_heads <= 0 || n_heads % s->n_kv_heads) return TQKV__INVALID("n_heads: 0, or not a multiple of n_kv_heads");
     if (n_queries < 0) return TQKV__INVALID("n_queries is negative");
     *bytes = 0;
     queries->rows = *s;

@@ -13,7 +13,7 @@ typedef struct twins {
     counting counter; /* of the chunked one */
 } twins;
 
-static int n_heads(const twins *t) { return t->desc.n_heads ? t->desc.n_heads : t->desc.n_kv_heads; }
+static int n_heads(const twins *t) { return t->desc.n_heads; }
 
 static int key_dim(const twins *t) { return t->desc.head_dim + t->desc.tail_dim; }
 

@@ -125,6 +125,8 @@ void run_beyond_4_gib(const void *)
           "codes differ");
     tqkv_attention far_attention = {}, near_attention = {};
     far_attention.keys = far_attention.values = &far_store;
+    far_attention.n_heads = near_attention.n_heads = far_store.n_kv_heads;
+    far_attention.n_queries = near_attention.n_queries = 1;
     far_attention.end = capacity;
     far_attention.kv_len = n;
     near_attention.keys = near_attention.values = &near_store;

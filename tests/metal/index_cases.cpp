@@ -145,6 +145,7 @@ void run_choose(const void *parameters)
     tqkv_store keys = test_store(TQKV_TQ4, 64, 1, std::max(row.end, 1), false);
     tqkv_index x = {};
     x.keys = &keys;
+    x.n_heads = 1;
     x.n_queries = row.n_queries;
     x.end = row.end;
     x.kv_len = row.kv_len;
@@ -195,6 +196,7 @@ void run_nan(const void *)
     tqkv_store keys = test_store(TQKV_TQ4, 64, 1, 200, false);
     tqkv_index x = {};
     x.keys = &keys;
+    x.n_heads = x.n_queries = 1;
     x.end = 200;
     x.newest = 1;
     std::vector<float> scores(200, NAN);

@@ -161,7 +161,8 @@ static void run_latent(const void *parameters)
 static void run_types(const void *parameters)
 {
     enum { N = 5 };
-    tqkv_cache_desc desc = {.head_dim = 192, .value_dim = 128, .n_kv_heads = CACHE_HEADS, .capacity = 8};
+    tqkv_cache_desc desc = {
+        .head_dim = 192, .value_dim = 128, .n_kv_heads = CACHE_HEADS, .n_heads = CACHE_HEADS, .capacity = 8};
     const size_t n_k = N * CACHE_HEADS * 192, n_v = N * CACHE_HEADS * 128, n_out = CACHE_HEADS * 128;
     float *k = host_floats(61, n_k), *v = host_floats(62, n_v);
     uint16_t *halves = (uint16_t *)k, *value_halves = (uint16_t *)v, out[2][CACHE_HEADS * 128];
@@ -356,7 +357,8 @@ static void run_refusals(const void *parameters)
     CHECK_REFUSED(m, tqkv_metal_cache_append(m, work.encoder, gpu, b, b, 2, b), TQKV_OUT_OF_RANGE, "cache_append");
     CHECK_REFUSED(m, tqkv_metal_cache_append(m, work.encoder, gpu, b, b, 1, b), TQKV_INVALID_ARGUMENT, "overlap");
     CHECK_REFUSED(m, tqkv_metal_cache_attend(m, work.encoder, cpu, b, 1, b, b), TQKV_INVALID_ARGUMENT, "memory");
-    CHECK_REFUSED(m, tqkv_metal_cache_attend(m, work.encoder, gpu, b, 0, b, b), TQKV_INVALID_ARGUMENT, "attend");
+    CHECK_REFUSED(m, tqkv_metal_cache_attend(m, work.encoder, gpu, b, -1, b, b), TQKV_INVALID_ARGUMENT, "attend");
+    CHECK_RESULT(tqkv_metal_cache_attend(m, work.encoder, gpu, b, 0, b, b), TQKV_OK);
     CHECK_REFUSED(m, tqkv_metal_cache_append(m, work.encoder, NULL, b, b, 1, b), TQKV_INVALID_ARGUMENT, "NULL");
     CHECK_REFUSED(m, tqkv_metal_cache_scratch(m, NULL, 1, &bytes), TQKV_INVALID_ARGUMENT, "cache_scratch");
     CHECK_REFUSED(m, tqkv_metal_cache_scratch(m, gpu, 1, NULL), TQKV_INVALID_ARGUMENT, "cache_scratch");

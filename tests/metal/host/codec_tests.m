@@ -327,7 +327,7 @@ static void refuse_calibrate(const calibrate_case *c, tqkv_metal_object encoder,
                   TQKV_INVALID_ARGUMENT, "src: no buffer");
     CHECK_REFUSED(m, tqkv_metal_calibrate(m, encoder, NULL, src, 1, q, heads, 0, c->pairs, center, scale),
                   TQKV_INVALID_ARGUMENT, "calibrate");
-    CHECK_REFUSED(m, tqkv_metal_calibrate(m, encoder, shape, src, 1, none, 1, 0, c->pairs, center, scale),
+    CHECK_REFUSED(m, tqkv_metal_calibrate(m, encoder, shape, src, 1, src, 0, 1, c->pairs, center, scale),
                   TQKV_INVALID_ARGUMENT, "calibrate");
     CHECK_RESULT(tqkv_metal_calibrate(NULL, nil, shape, src, 1, none, 0, 0, c->pairs, center, scale),
                  TQKV_INVALID_ARGUMENT);

@@ -120,7 +120,7 @@ static void run_sparse(const void *concurrent)
 static void run_choose(const void *parameters)
 {
     tqkv_metal_store keys = {.shape = {.format = TQKV_TQ4, .head_dim = 64, .n_kv_heads = 1, .capacity = KEYS}};
-    tqkv_metal_index x = {.index = {.end = KEYS, .n_queries = QUERIES, .first = 1}, .keys = &keys};
+    tqkv_metal_index x = {.index = {.end = KEYS, .n_heads = 1, .n_queries = QUERIES, .first = 1}, .keys = &keys};
     size_t bytes;
     (void)parameters;
     float *scores = test_alloc(sizeof(float) * QUERIES * KEYS);

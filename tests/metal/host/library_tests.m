@@ -242,13 +242,14 @@ static void run_without_matrices(const void *parameters)
     tqkv_metal *m = host_context();
     tqkv_store s = test_store(TQKV_TQ4, 64, 1, 64, false);
     float *x = host_floats(5, 64 * 64), expected[8 * 64];
-    const tqkv_attention own = {.keys = &s, .values = &s, .n_heads = 8, .end = 64};
+    const tqkv_attention own = {.keys = &s, .values = &s, .n_heads = 8, .n_queries = 1, .end = 64};
     const tqkv_cache_desc desc = {.head_dim = 64, .n_kv_heads = 1, .n_heads = 8};
     REQUIRE(m, "no context");
     CHECK_RESULT(tqkv_encode(&s, x, 64, 0), TQKV_OK);
     CHECK_RESULT(tqkv_attend(&own, x, expected), TQKV_OK);
     tqkv_metal_store gpu = host_store(&s);
-    const tqkv_metal_attention a = {.keys = &gpu, .values = &gpu, .attention = {.n_heads = 8, .end = 64}};
+    const tqkv_metal_attention a = {
+        .keys = &gpu, .values = &gpu, .attention = {.n_heads = 8, .n_queries = 1, .end = 64}};
     const tqkv_metal_buffer q = host_buffer(x, sizeof expected), out = host_zeros(sizeof expected),
                             scratch = host_zeros(65536), arguments = host_zeros(1024);
     standin_refuse("attend_matrix", true);
@@ -280,8 +281,8 @@ static void run_with_matrices(const void *parameters)
     tqkv_metal *m = host_context();
     tqkv_store s = test_store(TQKV_TQ4, 64, 1, 64, false);
     tqkv_metal_store gpu = host_store(&s);
-    tqkv_metal_attention a = {.keys = &gpu, .values = &gpu, .attention = {.n_heads = 4, .end = 64}};
-    const tqkv_metal_index x = {.keys = &gpu, .index = {.n_heads = 4, .end = 64}};
+    tqkv_metal_attention a = {.keys = &gpu, .values = &gpu, .attention = {.n_heads = 4, .n_queries = 1, .end = 64}};
+    const tqkv_metal_index x = {.keys = &gpu, .index = {.n_heads = 4, .n_queries = 1, .end = 64}};
     const tqkv_metal_buffer q = host_zeros(1024), out = host_zeros(1024), scratch = host_zeros(65536);
     (void)parameters;
     REQUIRE(m, "no context");
